@@ -1,0 +1,206 @@
+"""What a run is: one frozen model a section, unknown keys refused.
+
+A field exists only if something reads it; `tests/config` sees to that. The values here are
+what a person wrote; what follows from them together is checked in `check.py`.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+Count = Annotated[int, Field(ge=1)]
+Fraction = Annotated[float, Field(ge=0.0, lt=1.0)]
+Positive = Annotated[float, Field(gt=0.0)]
+NotNegative = Annotated[float, Field(ge=0.0)]
+
+
+class Section(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, validate_default=True)
+
+
+# ------------------------------------------------------------------ models
+
+
+class Rope(Section):
+    """Rotary positions: the base frequency and how it is stretched for longer contexts."""
+
+    theta: Positive = 10_000.0
+    scaling: Literal["none", "linear", "llama3", "yarn"] = "none"
+    factor: Positive = 1.0
+    original_length: Count = 8192
+    low_frequency: Positive = 1.0  # llama3: wavelengths per original_length, below which all is stretched
+    high_frequency: Positive = 4.0  # llama3: above which nothing is
+    beta_fast: Positive = 32.0  # yarn: rotations per original_length
+    beta_slow: Positive = 1.0
+
+
+class Decoder(Section):
+    """Llama 2/3, Mistral, Qwen 2.5/3: pre-norm attention and a gated MLP."""
+
+    family: Literal["decoder"] = "decoder"
+    preset: str | None = None
+    vocab: Count
+    layers: Count
+    embed: Count
+    mlp: Count
+    heads: Count
+    kv_heads: Count
+    head_dim: Count
+    rope: Rope = Rope()
+    norm_epsilon: Positive = 1e-5
+    qk_norm: bool = False
+    attention_bias: bool = False
+    tie_embeddings: bool = False
+    window: Count | None = None  # keys a query sees, itself included
+    dropout: Fraction = 0.0
+
+
+class ImageInput(Section):
+    """An image of height x width x channels, as numbers or as categories for each pixel."""
+
+    image_size: Count = 8
+    channels: Count = 1
+    outputs: Count = 10
+
+
+class Vit(ImageInput):
+    """Vision transformer: patches to tokens, learned positions, bidirectional attention."""
+
+    family: Literal["vit"] = "vit"
+    preset: None = None
+    patch: Count = 2
+    layers: Count = 4
+    embed: Count = 64
+    mlp: Count = 128
+    heads: Count = 4
+    dropout: Fraction = 0.0
+
+
+class Convnet(ImageInput):
+    """Residual convolutions with normalisation and pooling between stages."""
+
+    family: Literal["convnet"] = "convnet"
+    preset: None = None
+    stages: Annotated[tuple[Count, ...], Field(strict=False, min_length=1)] = (32, 64)  # channels of each
+    blocks: Count = 2  # residual blocks a stage
+    dropout: Fraction = 0.0
+
+
+class Mlp(ImageInput):
+    """Dense layers with residual connections; pixels as numbers, one-hot or embedded categories."""
+
+    family: Literal["mlp"] = "mlp"
+    preset: None = None
+    layers: Count = 3
+    embed: Count = 128
+    mlp: Count = 256
+    inputs: Literal["numbers", "one_hot", "embedding"] = "numbers"
+    categories: Count = 17  # values a pixel takes, for one_hot and embedding
+    dropout: Fraction = 0.0
+
+
+Model = Annotated[Decoder | Vit | Convnet | Mlp, Field(discriminator="family")]
+
+# ------------------------------------------------------------------ the rest of a run
+
+
+class Objective(Section):
+    """What is minimised. `objective: classify` is short for `objective: {name: classify}`."""
+
+    name: Literal["next_token", "classify", "binary", "regress_l1", "regress_l2", "contrastive"] = "next_token"
+    label_smoothing: Fraction = 0.0
+    z_loss: NotNegative = 0.0
+    temperature: Positive = 0.1  # contrastive
+
+
+class Source(Section):
+    """One place that documents come from."""
+
+    source: Literal["stdlib", "text", "jsonl", "parquet", "digits", "tokens"] = "stdlib"
+    path: str | None = None  # a file, a directory or a glob
+    field: str = "text"  # the key or column that holds the document (jsonl, parquet)
+    weight: Positive = 1.0  # its share of a mixture
+
+
+class Data(Source):
+    mixture: Annotated[tuple[Source, ...], Field(strict=False)] = ()  # in place of `source`
+    sequence_length: Count = 1024
+    packing: bool = True
+    tokenizer: str = "bytes"  # or the path of a tokenizer.json
+    epochs: Count | None = None
+    held_out: Fraction = 0.02  # share of the documents kept for evaluation
+    shuffle: bool = True
+
+
+class Batch(Section):
+    global_size: Count = 8  # sequences an update
+    accumulate: Count = 1  # micro-batches an update
+
+
+class Mesh(Section):
+    """Devices along each axis; one may be -1, the rest of the devices."""
+
+    replica: int = 1
+    fsdp: int = 1
+    tensor: int = 1
+    context: int = 1
+    stage: int = 1
+
+
+class Precision(Section):
+    parameters: Literal["float32", "bfloat16"] = "float32"
+    compute: Literal["auto", "float32", "bfloat16"] = "auto"  # bfloat16 on accelerators, float32 on CPU
+
+
+class Memory(Section):
+    remat: Literal["none", "full", "dots"] = "none"
+    attention: Literal["auto", "blockwise", "reference"] = "auto"
+
+
+class Optimizer(Section):
+    name: Literal["adamw", "adam"] = "adamw"
+    learning_rate: Positive = 3e-4
+    schedule: Literal["cosine", "linear", "constant"] = "cosine"
+    warmup: Annotated[int, Field(ge=0)] = 0  # updates
+    final: Fraction = 0.1  # learning rate at the end, as a share of the peak
+    beta1: Fraction = 0.9
+    beta2: Fraction = 0.95
+    epsilon: Positive = 1e-8
+    weight_decay: NotNegative = 0.1  # adamw; matrices only, not norms and biases
+    clip: Positive | None = 1.0  # global norm
+
+
+class Train(Section):
+    steps: Count | None = None
+    tokens: Count | None = None  # in place of `steps`
+    log_every: Count = 10
+    evaluate_every: Count | None = None
+    evaluate_batches: Count = 8
+    profile: Annotated[tuple[Count, Count], Field(strict=False)] | None = None  # [from, to] steps
+    trackers: Annotated[tuple[Literal["tensorboard", "wandb"], ...], Field(strict=False)] = ()
+
+
+class Checkpoint(Section):
+    every: Count | None = None  # updates; the last one is always saved
+    keep: Count = 3
+    keep_best: bool = False  # also the one with the lowest held-out loss
+    resume: Literal["auto", "never"] = "auto"
+
+
+class Config(Section):
+    name: str
+    seed: Annotated[int, Field(ge=0)] = 0
+    output: str = "runs"
+    objective: Objective = Objective()
+    model: Model
+    data: Data = Data()
+    batch: Batch = Batch()
+    mesh: Mesh = Mesh()
+    zero: Literal[0, 1, 2, 3] = 3
+    precision: Precision = Precision()
+    memory: Memory = Memory()
+    optimizer: Optimizer = Optimizer()
+    train: Train
+    checkpoint: Checkpoint = Checkpoint()
