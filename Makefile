@@ -1,0 +1,59 @@
+# make demo    set up, train a small decoder, explain the memory
+# make test    set up, pass the tests
+# make lint    ruff and mypy
+# make clean   remove what these made
+# Needs Python 3.11 or newer; another one than the first found: make PYTHON=/path/to/python demo
+
+ifndef PYTHON
+PYTHON := $(shell for p in python3 python3.14 python3.13 python3.12 python3.11 python; do \
+	"$$p" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && command -v "$$p" && break; done)
+endif
+VENV ?= .venv
+BIN := $(VENV)/bin
+INSTALL := $(BIN)/python -m pip install --quiet --quiet --disable-pip-version-check
+DEMO := configs/demo.yaml
+
+.PHONY: demo test lint clean
+
+demo: $(VENV)/installed
+	@$(BIN)/jaxmem train $(DEMO) --simulate 8
+	@printf '\nWhat it writes now, and where the memory of each device went:\n\n'
+	@$(BIN)/jaxmem generate runs/demo --prompt 'def ' --tokens 200
+	@$(BIN)/jaxmem plan $(DEMO) --simulate 8
+	@printf '%s\n' '' 'Next:' \
+		'  . $(BIN)/activate' \
+		'  jaxmem plan $(DEMO) --simulate 8 \' \
+		'      memory.remat=full zero=1' \
+		'  jaxmem train $(DEMO) --simulate 4 \' \
+		'      name=mine mesh.fsdp=4 mesh.tensor=1' \
+		'  jaxmem generate runs/demo \' \
+		"      --prompt 'class '" \
+		'  jaxmem doctor'
+
+test: $(VENV)/installed-dev
+	@$(BIN)/python -m pytest
+
+# mypy reads a tree of links in which kernels/ stands where it installs: jaxmem/kernels.
+lint: $(VENV)/installed-dev
+	@$(BIN)/ruff check .
+	@$(BIN)/ruff format --check .
+	@rm -rf build/types && mkdir -p build/types/jaxmem
+	@ln -s $(CURDIR)/jaxmem/*.py $(CURDIR)/jaxmem/*/ $(CURDIR)/kernels build/types/jaxmem/
+	@$(BIN)/mypy
+
+clean:
+	rm -rf $(VENV) build *.egg-info .*_cache .hypothesis
+
+$(VENV)/made:
+	@test -n "$(PYTHON)" || { echo "error: no Python 3.11 or newer found; make PYTHON=/path/to/python3.11 ..."; exit 1; }
+	@echo "Setting up $(VENV) with $(PYTHON), about a minute ..."
+	@$(PYTHON) -m venv $(VENV) || { rm -rf $(VENV); echo "error: $(PYTHON) cannot make an environment"; exit 1; }
+	@touch $@
+
+$(VENV)/installed: $(VENV)/made pyproject.toml setup.py
+	@$(INSTALL) -e .
+	@touch $@
+
+$(VENV)/installed-dev: $(VENV)/made pyproject.toml setup.py
+	@$(INSTALL) -e '.[dev]'
+	@touch $@ $(VENV)/installed

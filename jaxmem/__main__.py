@@ -1,0 +1,5 @@
+"""`python -m jaxmem` is the command `jaxmem`."""
+
+from jaxmem.cli import main
+
+main()

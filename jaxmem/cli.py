@@ -1,0 +1,120 @@
+"""The command line: parse, call the library, print. What is meant for machines goes to standard output alone.
+
+A mistake of the user's is one line on standard error and exit code 2; an interrupt is exit code 130.
+Nothing heavy is imported before a command needs it, so that `jaxmem --help` answers at once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import shutil
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from jaxmem import devices
+from jaxmem.errors import UserError
+
+app = typer.Typer(
+    help="Train large models in the least memory, and know the number first.",
+    add_completion=False,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+    context_settings={"terminal_width": min(shutil.get_terminal_size().columns, 100)},
+)
+bench = typer.Typer(help="Speed, against what else there is.", rich_markup_mode=None)
+app.add_typer(bench, name="bench")
+
+ConfigFile = Annotated[
+    Path, typer.Argument(metavar="CONFIG", help="A YAML file: configs/demo.yaml", show_default=False)
+]
+Overrides = Annotated[
+    list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="mesh.fsdp=8 memory.remat=full", show_default=False)
+]
+Run = Annotated[Path, typer.Argument(metavar="RUN", help="A run's directory: runs/demo", show_default=False)]
+Simulate = Annotated[
+    int | None, typer.Option(metavar="N", min=1, help="See N devices on this machine's CPU.", show_default=False)
+]
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]
+
+
+@app.command()
+def train(config: ConfigFile, overrides: Overrides = None, simulate: Simulate = None) -> None:
+    """Train, or go on where the run stopped."""
+    _devices(simulate)
+    import jaxmem.train
+    from jaxmem.config import load_config
+
+    jaxmem.train.run(load_config(config, overrides or []))
+
+
+@app.command()
+def plan(config: ConfigFile, overrides: Overrides = None, simulate: Simulate = None, as_json: Json = False) -> None:
+    """Bytes per device, without running."""
+    _devices(simulate)
+    with _only_json(as_json):
+        import jaxmem.plan
+        from jaxmem.config import load_config
+
+        planned = jaxmem.plan.plan(load_config(config, overrides or []))
+    _show(planned.as_json() if as_json else planned.table())
+
+
+@app.command()
+def doctor(as_json: Json = False) -> None:
+    """Driver, wheels, memory in use, what works here."""
+    from jaxmem import doctor
+
+    with _only_json(as_json):
+        findings = doctor.examine()
+    _show(findings if as_json else doctor.table(findings))
+
+
+@app.command()
+def schema() -> None:
+    """The config's JSON schema, for editors."""
+    from jaxmem.config import json_schema
+
+    _show(json_schema())
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Run one command and exit: 0 done, 2 a mistake in what was given, 130 interrupted."""
+    arguments = sys.argv[1:] if arguments is None else arguments
+    try:
+        code = app(arguments or ["--help"], prog_name="jaxmem", standalone_mode=False)
+    except (UserError, typer.TyperException) as error:
+        text = error.format_message() if isinstance(error, typer.TyperException) else str(error)
+        print(f"error: {text}", file=sys.stderr)
+        sys.exit(error.exit_code)
+    except (KeyboardInterrupt, typer.Abort):
+        sys.exit(130)
+    sys.exit(code if isinstance(code, int) else 0)
+
+
+def _devices(simulate: int | None) -> None:
+    if simulate is None:
+        devices.avoid_cuda_without_gpu()
+    else:
+        devices.simulate(simulate)
+
+
+@contextlib.contextmanager
+def _only_json(wanted: bool) -> Iterator[None]:
+    """With --json, what the library says on the way goes to standard error."""
+    with contextlib.redirect_stdout(sys.stderr) if wanted else contextlib.nullcontext():
+        yield
+
+
+def _show(result: Any) -> None:
+    """A dict as JSON; anything else is for people and printed by rich."""
+    if isinstance(result, dict):
+        print(json.dumps(result, indent=2))
+        return
+    from rich.console import Console
+
+    Console().print(result)

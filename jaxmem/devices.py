@@ -1,0 +1,101 @@
+"""What jax may see of this machine, decided before it starts, and how fast a device can be.
+
+jax settles its platform and its number of CPU devices once, at the first use: `simulate` and `avoid_cuda_without_gpu`
+only set what it will read then, and importing this module starts nothing.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from jaxmem.errors import UserError
+
+if TYPE_CHECKING:
+    import jax
+
+# Eight devices share a few cores, so one may be many seconds behind the others at a collective: XLA's 40 s are too few.
+_PATIENCE = {
+    "--xla_cpu_collective_call_warn_stuck_timeout_seconds": 120,
+    "--xla_cpu_collective_call_terminate_timeout_seconds": 1200,
+}
+
+# Dense bf16 products with fp32 sums, FLOP/s, from NVIDIA's data sheets; the first name found in the device's counts.
+_PEAK_FLOPS = {
+    "B200": 2250e12,
+    "H200 NVL": 836e12,
+    "H200": 989e12,
+    "GH200": 989e12,
+    "H100 NVL": 836e12,
+    "H100 PCIe": 756e12,
+    "H100": 989e12,
+    "A100": 312e12,
+    "L40S": 362e12,
+    "L40": 181e12,
+    "L4": 121e12,
+    "A6000": 155e12,
+    "RTX 5090": 210e12,
+    "RTX 4090": 165e12,
+    "RTX 3090": 71e12,
+}
+
+
+def simulate(count: int) -> None:
+    """Make jax see `count` CPU devices on this machine, whatever else it has.
+
+    >>> simulate(8)  # the tests run on 8 already
+    >>> simulate(3)
+    Traceback (most recent call last):
+    ...
+    jaxmem.errors.UserError: cannot simulate 3 devices: jax has already started with 8 cpu devices
+    """
+    flags = os.environ.get("XLA_FLAGS", "").split()
+    given = {flag.split("=")[0] for flag in flags}
+    os.environ["XLA_FLAGS"] = " ".join(flags + [f"{name}={s}" for name, s in _PATIENCE.items() if name not in given])
+    os.environ["JAX_PLATFORMS"] = "cpu"
+    os.environ["JAX_NUM_CPU_DEVICES"] = str(count)
+    if "jax" not in sys.modules:
+        return
+    import jax
+
+    jax.config.update("jax_platforms", "cpu")
+    try:
+        jax.config.update("jax_num_cpu_devices", count)
+    except RuntimeError:  # jax has started: the count below tells whether that matters
+        os.environ["JAX_NUM_CPU_DEVICES"] = str(len(jax.devices()))
+    seen = jax.devices()
+    if len(seen) != count or seen[0].platform != "cpu":
+        raise UserError(
+            f"cannot simulate {count} devices: jax has already started with {len(seen)} {seen[0].platform} devices"
+        )
+
+
+def has_nvidia_gpu() -> bool:
+    """Whether the NVIDIA driver runs here (/dev/dxg is its door under WSL)."""
+    return any(Path(door).exists() for door in ("/proc/driver/nvidia/version", "/dev/nvidiactl", "/dev/dxg"))
+
+
+def cuda_wheels() -> dict[str, str]:
+    """jax's CUDA plugin wheels that are installed, name to version: {"jax-cuda13-plugin": "0.10.2"}."""
+    found = {}
+    for name in ("jax-cuda13-plugin", "jax-cuda13-pjrt", "jax-cuda12-plugin", "jax-cuda12-pjrt"):
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def avoid_cuda_without_gpu() -> None:
+    """Keep jax on the CPU where its CUDA wheels are installed and no GPU is: it would print a traceback about cuDNN."""
+    if cuda_wheels() and not has_nvidia_gpu():
+        os.environ.setdefault("JAX_PLATFORMS", "cpu")
+
+
+def peak_flops(device: jax.Device) -> float | None:
+    """The device's dense bf16 peak in FLOP/s, the denominator of MFU; None where it is not known."""
+    kind = f" {device.device_kind} ".replace("-", " ")
+    return next((peak for name, peak in _PEAK_FLOPS.items() if f" {name} " in kind), None)

@@ -1,0 +1,124 @@
+"""The house holds: what may import what, what stands in one file only, and what importing costs."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+
+# From the ground up; a module imports from its own line and those above it.
+LAYERS = (
+    ("errors", "devices"),
+    ("config",),
+    ("kernels", "quant", "sharding", "leaves"),
+    ("stack", "precision", "losses"),
+    ("models", "adapters", "optim"),
+    ("data", "checkpoint", "hf"),
+    ("train",),
+    ("decode", "evaluate"),
+    ("plan",),
+    ("parameter_server",),
+    ("tour", "bench", "report", "doctor", "cli"),
+    ("__init__", "__main__"),
+)
+LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
+SOURCES = {
+    path: ".".join((*parents, *path.relative_to(ROOT / folder).with_suffix("").parts))
+    for folder, parents in (("jaxmem", ("jaxmem",)), ("kernels", ("jaxmem", "kernels")))
+    for path in sorted((ROOT / folder).rglob("*.py"))
+}
+
+
+def imported(path: Path, module: str) -> set[str]:
+    """Every module that the file names in an import, anywhere in it, relative ones resolved."""
+    names = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            base = module.split(".")[: -node.level] if node.level else []
+            base += [node.module] if node.module else []
+            names |= {".".join((*base, alias.name)) for alias in node.names}
+    return names
+
+
+def room(module: str) -> str:
+    """The part of jaxmem that a module belongs to: jaxmem.config.load -> config."""
+    parts = module.split(".")
+    return parts[1] if len(parts) > 1 else "__init__"
+
+
+def test_every_module_has_its_place() -> None:
+    assert {room(module) for module in SOURCES.values()} <= set(LEVEL)
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_an_import_never_points_up(path: Path) -> None:
+    module = SOURCES[path]
+    level = LEVEL[room(module)]
+    within = {
+        name for name in imported(path, module) if name.split(".")[0] == "jaxmem" and name != "jaxmem.__version__"
+    }
+    up = {name for name in within if LEVEL.get(room(name), level) > level}
+    assert not up
+    if room(module) == "kernels":
+        assert all(name.startswith("jaxmem.kernels") for name in within), "kernels import nothing from jaxmem"
+
+
+def test_kernels_have_one_name() -> None:
+    files = [*SOURCES, *(path for folder in ("tests", "scripts") for path in (ROOT / folder).rglob("*.py"))]
+    for path in files:
+        names = {name.split(".")[0] for name in imported(path, SOURCES.get(path, path.stem))}
+        assert "kernels" not in names, path
+
+
+def test_kernels_install_under_one_name(tmp_path: Path) -> None:
+    code = "import jaxmem.kernels, importlib.util; print(importlib.util.find_spec('kernels'))"
+    assert run(code, cwd=tmp_path) == "None"
+
+
+def test_every_package_is_installed() -> None:
+    """setup.py finds packages by their __init__.py: a folder of modules without one would be left out of the wheel."""
+    for path in SOURCES:
+        assert (path.parent / "__init__.py").exists(), path
+
+
+def test_one_file_knows_how_arrays_are_laid_out() -> None:
+    assert [path.name for path in SOURCES if "PartitionSpec" in path.read_text()] == ["sharding.py"]
+
+
+def test_importing_is_quick_and_starts_nothing(tmp_path: Path) -> None:
+    code = (
+        "import sys, time; start = time.perf_counter(); import jaxmem; seconds = time.perf_counter() - start;"
+        "heavy = {'jax', 'flax', 'numpy', 'pydantic', 'rich', 'typer'} & set(sys.modules); print(seconds < 0.2, heavy)"
+    )
+    assert run(code, cwd=tmp_path) == "True set()"
+
+
+def test_public_names(tmp_path: Path) -> None:
+    """`jaxmem.plan` and `jaxmem.train` are packages and functions, whichever way they were imported."""
+    code = (
+        "import jaxmem.train.step, jaxmem.plan as plan, jaxmem; from jaxmem.config import load_config;"
+        "print(callable(plan), callable(jaxmem.train), callable(jaxmem.train.step), jaxmem.load_config is load_config,"
+        "      set(dir(jaxmem)) >= {'Config', 'kernels', 'load_config', 'plan', 'train'})"
+    )
+    assert run(code, cwd=tmp_path) == "True True False True True"
+
+
+def test_a_wrong_name_is_an_attribute_error() -> None:
+    import jaxmem
+
+    with pytest.raises(AttributeError, match="no attribute 'plann'"):
+        _ = jaxmem.plann
+
+
+def run(code: str, cwd: Path) -> str:
+    """What the code prints, in a Python of its own."""
+    done = subprocess.run([sys.executable, "-c", code], cwd=cwd, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
