@@ -1,0 +1,97 @@
+"""Decoder-only language models: Llama 2/3, Mistral, Qwen 2.5/3."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float, Int, Key
+
+from jaxmem import config
+from jaxmem.models import parts
+from jaxmem.models.parts import Cache, Execution
+from jaxmem.models.rope import angles
+from jaxmem.sharding import constrain
+from jaxmem.stack import apply_stack, stacked
+
+
+class Decoder(nnx.Module):
+    def __init__(self, cfg: config.Decoder, rngs: nnx.Rngs, execution: Execution = Execution()):
+        self.cfg, self.execution = cfg, execution
+        self.embedding = parts.Embedding(rngs, cfg.vocab, cfg.embed)
+        self.blocks = stacked(self._block, cfg.layers, rngs)
+        self.norm = parts.RMSNorm(cfg.embed, cfg.norm_epsilon)
+        self.head = None if cfg.tie_embeddings else parts.Linear(rngs, cfg.embed, cfg.vocab, ("embed", "vocab"))
+
+    def _block(self, rngs: nnx.Rngs) -> parts.Block:
+        cfg = self.cfg
+        attention = parts.Attention(
+            rngs,
+            cfg.embed,
+            cfg.heads,
+            cfg.kv_heads,
+            cfg.head_dim,
+            causal=True,
+            window=cfg.window,
+            bias=cfg.attention_bias,
+            qk_norm=cfg.norm_epsilon if cfg.qk_norm else None,
+            implementation=self.execution.attention,
+        )
+        norms = parts.RMSNorm(cfg.embed, cfg.norm_epsilon), parts.RMSNorm(cfg.embed, cfg.norm_epsilon)
+        return parts.Block(attention, parts.GatedMlp(rngs, cfg.embed, cfg.mlp), norms, cfg.dropout)
+
+    def __call__(
+        self,
+        tokens: Int[Array, "batch time"],
+        positions: Int[Array, "batch time"] | None = None,
+        segment_ids: Int[Array, "batch time"] | None = None,
+        key: Key[Array, ""] | None = None,
+    ) -> Float[Array, "batch time vocab"]:
+        """Logits of the token that follows each position. `key` turns dropout on."""
+        return self.logits(self.features(tokens, positions, segment_ids, key))
+
+    def features(
+        self,
+        tokens: Int[Array, "batch time"],
+        positions: Int[Array, "batch time"] | None = None,
+        segment_ids: Int[Array, "batch time"] | None = None,
+        key: Key[Array, ""] | None = None,
+    ) -> Float[Array, "batch time embed"]:
+        """What the output projection sees: losses that never hold all logits start here."""
+        turned = self._angles(tokens, positions)
+        x, _ = apply_stack(
+            self.blocks,
+            lambda block, x, key: (block(x, turned, segment_ids, key)[0], None),
+            self._embed(tokens),
+            parts.layer_keys(key, self.cfg.layers),
+            remat=self.execution.remat,
+        )
+        return self.norm(x)
+
+    def logits(self, x: Float[Array, "batch time embed"]) -> Float[Array, "batch time vocab"]:
+        y = self.embedding.project(x) if self.head is None else self.head(x)
+        return constrain(y, "batch", "time", "vocab")
+
+    def prefill(self, tokens: Int[Array, "batch time"]) -> tuple[Float[Array, "batch vocab"], Cache]:
+        """Logits after a prompt, and every layer's keys and values of it, stacked."""
+        turned = self._angles(tokens, None)
+        x, cache = apply_stack(self.blocks, lambda block, x, _: block(x, turned), self._embed(tokens))
+        return self.logits(self.norm(x[:, -1:]))[:, 0], cache
+
+    def extend(
+        self, token: Int[Array, "batch 1"], cache: Cache, length: Int[Array, ""]
+    ) -> tuple[Float[Array, "batch vocab"], Cache]:
+        """Logits after one more token, at position `length`, and the cache with it."""
+        turned = self._angles(token, jnp.broadcast_to(length, token.shape))
+        x, cache = apply_stack(
+            self.blocks, lambda block, x, kept: block(x, turned, cache=(kept, length)), self._embed(token), cache
+        )
+        return self.logits(self.norm(x))[:, 0], cache
+
+    def _embed(self, tokens: Int[Array, "batch time"]) -> Float[Array, "batch time embed"]:
+        return constrain(self.embedding(tokens, self.execution.dtype), "batch", "time", "embed")
+
+    def _angles(self, tokens: jax.Array, positions: jax.Array | None) -> parts.Angles:
+        if positions is None:
+            positions = jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=jnp.int32), tokens.shape)
+        return angles(positions, self.cfg.rope, self.cfg.head_dim)

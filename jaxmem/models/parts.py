@@ -1,0 +1,236 @@
+"""The parts that every network here is made of. A weight's shape, axes and initialiser stand in one place.
+
+Weights rest in their own dtype and place; `fetch` brings one to where and in what it is computed with.
+Products run in the dtype of their input; normalisation, rotations and softmax in float32.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float, Int, Key
+
+from jaxmem import kernels
+from jaxmem.models.rope import Angles, rotate
+from jaxmem.sharding import Axes, constrain, gather
+
+Cache = tuple[Float[Array, "batch past kv_heads head_dim"], Float[Array, "batch past kv_heads head_dim"]]
+
+
+@dataclass(frozen=True)
+class Execution:
+    """How a network runs, whatever its weights are."""
+
+    dtype: np.dtype = np.dtype(np.float32)  # noqa: RUF009 - immutable
+    attention: str | None = None  # an implementation's name; None: picked by device and shape
+    remat: str = "none"
+
+
+def weight(rngs: nnx.Rngs, shape: tuple[int, ...], axes: Axes, *, scale: float | None = None) -> nnx.Param:
+    """Normal values with deviation `scale`, by default 1/sqrt(fan in) where fan in is all but the last dimension."""
+    if scale is None:
+        scale = float(np.prod(shape[:-1])) ** -0.5
+    return nnx.Param(scale * jax.random.normal(rngs.params(), shape, jnp.float32), axes=axes)
+
+
+def constant(value: float, shape: tuple[int, ...], axes: Axes) -> nnx.Param:
+    return nnx.Param(jnp.full(shape, value, jnp.float32), axes=axes)
+
+
+def fetch(param: nnx.Param, dtype: DTypeLike) -> jax.Array:
+    """A weight as it is computed with. Inside a stack its leading axis `layer` is gone."""
+    value = param.get_value()
+    axes: Axes = param.get_metadata()["axes"]
+    return gather(value, axes[len(axes) - value.ndim :], dtype)
+
+
+class Linear(nnx.Module):
+    def __init__(self, rngs: nnx.Rngs, inputs: int, outputs: int, axes: tuple[str | None, str | None], *, bias: bool = False, scale: float | None = None):
+        self.weight = weight(rngs, (inputs, outputs), axes, scale=scale)
+        self.bias = constant(0.0, (outputs,), axes[1:]) if bias else None
+
+    def __call__(self, x: Float[Array, "*batch inputs"]) -> Float[Array, "*batch outputs"]:
+        y = x @ fetch(self.weight, x.dtype)
+        return y if self.bias is None else y + fetch(self.bias, x.dtype)
+
+
+class Embedding(nnx.Module):
+    """A row for each category."""
+
+    def __init__(self, rngs: nnx.Rngs, categories: int, embed: int, axis: str | None = "vocab"):
+        self.weight = weight(rngs, (categories, embed), (axis, "embed"), scale=0.02)
+
+    def __call__(self, ids: Int[Array, "*batch"], dtype: DTypeLike) -> Float[Array, "*batch embed"]:
+        return jnp.take(fetch(self.weight, dtype), ids, axis=0)
+
+    def project(self, x: Float[Array, "*batch embed"]) -> Float[Array, "*batch vocab"]:
+        """Logits over the same rows, for tied embeddings."""
+        return x @ fetch(self.weight, x.dtype).T
+
+
+class RMSNorm(nnx.Module):
+    """x / sqrt(mean x^2) * scale (Zhang and Sennrich, arXiv:1910.07467), in float32."""
+
+    def __init__(self, size: int, epsilon: float, axis: str | None = "norm"):
+        self.scale = constant(1.0, (size,), (axis,))
+        self.epsilon = epsilon
+
+    def __call__(self, x: Float[Array, "*batch size"]) -> Float[Array, "*batch size"]:
+        wide = x.astype(jnp.float32)
+        wide = wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + self.epsilon)
+        return (wide * fetch(self.scale, jnp.float32)).astype(x.dtype)
+
+
+class LayerNorm(nnx.Module):
+    """(x - mean) / deviation * scale + bias, in float32."""
+
+    def __init__(self, size: int, epsilon: float = 1e-5):
+        self.scale = constant(1.0, (size,), ("norm",))
+        self.bias = constant(0.0, (size,), ("norm",))
+        self.epsilon = epsilon
+
+    def __call__(self, x: Float[Array, "*batch size"]) -> Float[Array, "*batch size"]:
+        wide = x.astype(jnp.float32)
+        wide = wide - jnp.mean(wide, axis=-1, keepdims=True)
+        wide = wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + self.epsilon)
+        return (wide * fetch(self.scale, jnp.float32) + fetch(self.bias, jnp.float32)).astype(x.dtype)
+
+
+class Attention(nnx.Module):
+    """Grouped-query attention (Ainslie et al., arXiv:2305.13245), with what the families add to it."""
+
+    def __init__(
+        self,
+        rngs: nnx.Rngs,
+        embed: int,
+        heads: int,
+        kv_heads: int,
+        head_dim: int,
+        *,
+        causal: bool,
+        window: int | None = None,
+        bias: bool = False,
+        output_bias: bool = False,
+        qk_norm: float | None = None,  # the epsilon of a norm on each head's q and k
+        implementation: str | None = None,
+    ):
+        self.q = Linear(rngs, embed, heads * head_dim, ("embed", "heads"), bias=bias)
+        self.k = Linear(rngs, embed, kv_heads * head_dim, ("embed", "kv_heads"), bias=bias)
+        self.v = Linear(rngs, embed, kv_heads * head_dim, ("embed", "kv_heads"), bias=bias)
+        self.o = Linear(rngs, heads * head_dim, embed, ("heads", "embed"), bias=output_bias)
+        self.q_norm = None if qk_norm is None else RMSNorm(head_dim, qk_norm, "head_dim")
+        self.k_norm = None if qk_norm is None else RMSNorm(head_dim, qk_norm, "head_dim")
+        self.heads, self.kv_heads, self.head_dim = heads, kv_heads, head_dim
+        self.causal, self.window, self.implementation = causal, window, implementation
+
+    def __call__(
+        self,
+        x: Float[Array, "batch time embed"],
+        angles: Angles | None = None,
+        segment_ids: Int[Array, "batch time"] | None = None,
+        cache: tuple[Cache, Int[Array, ""]] | None = None,
+    ) -> tuple[Float[Array, "batch time embed"], Cache]:
+        """Gives the output and this layer's keys and values.
+
+        With a `cache` (what was kept, and how many positions of it hold something), `x` is the one position
+        that follows, and the keys and values given back are the whole cache.
+        """
+        q = self._split(self.q(x), self.heads, "heads", self.q_norm, angles)
+        k = self._split(self.k(x), self.kv_heads, "kv_heads", self.k_norm, angles)
+        v = self._split(self.v(x), self.kv_heads, "kv_heads")
+        if cache is None:
+            mixed = kernels.attention(
+                q, k, v, causal=self.causal, window=self.window, segment_ids=segment_ids, kv_segment_ids=segment_ids, implementation=self.implementation
+            )
+        else:
+            (past_k, past_v), length = cache
+            k = jax.lax.dynamic_update_slice_in_dim(past_k, k.astype(past_k.dtype), length, axis=1)
+            v = jax.lax.dynamic_update_slice_in_dim(past_v, v.astype(past_v.dtype), length, axis=1)
+            place = jnp.arange(k.shape[1])
+            seen = (place <= length) & (place > length - (self.window or k.shape[1]))
+            batch = x.shape[0]
+            mixed = kernels.attention(
+                q,
+                k,
+                v,
+                segment_ids=jnp.ones((batch, 1), jnp.int32),
+                kv_segment_ids=jnp.broadcast_to(seen.astype(jnp.int32), (batch, k.shape[1])),
+                implementation=self.implementation,
+            )
+        mixed = mixed.reshape(*x.shape[:-1], self.heads * self.head_dim)
+        return self.o(constrain(mixed, "batch", "time", "heads")), (k, v)
+
+    def _split(
+        self, x: Float[Array, "batch time width"], heads: int, axis: str, norm: RMSNorm | None = None, angles: Angles | None = None
+    ) -> Float[Array, "batch time heads head_dim"]:
+        x = x.reshape(*x.shape[:-1], heads, self.head_dim)
+        if norm is not None:
+            x = norm(x)
+        if angles is not None:
+            x = rotate(x, angles)
+        return constrain(x, "batch", "time", axis, "head_dim")
+
+
+class GatedMlp(nnx.Module):
+    """SwiGLU: down(silu(gate x) * up x) (Shazeer, arXiv:2002.05202)."""
+
+    def __init__(self, rngs: nnx.Rngs, embed: int, mlp: int):
+        self.gate = Linear(rngs, embed, mlp, ("embed", "mlp"))
+        self.up = Linear(rngs, embed, mlp, ("embed", "mlp"))
+        self.down = Linear(rngs, mlp, embed, ("mlp", "embed"))
+
+    def __call__(self, x: Float[Array, "batch time embed"]) -> Float[Array, "batch time embed"]:
+        hidden = jax.nn.silu(self.gate(x)) * self.up(x)
+        return self.down(constrain(hidden, "batch", "time", "mlp"))
+
+
+class DenseMlp(nnx.Module):
+    """down(gelu(up x)), with biases."""
+
+    def __init__(self, rngs: nnx.Rngs, embed: int, mlp: int):
+        self.up = Linear(rngs, embed, mlp, ("embed", "mlp"), bias=True)
+        self.down = Linear(rngs, mlp, embed, ("mlp", None), bias=True)
+
+    def __call__(self, x: Float[Array, "*batch embed"]) -> Float[Array, "*batch embed"]:
+        return self.down(jax.nn.gelu(self.up(x)))
+
+
+class Block(nnx.Module):
+    """Pre-norm residual block: attention, then an MLP."""
+
+    def __init__(self, attention: Attention, mlp: Callable[[Any], Any], norms: tuple[Any, Any], dropout: float):
+        self.attention_norm, self.mlp_norm = norms
+        self.attention, self.mlp, self.dropout = attention, mlp, dropout
+
+    def __call__(
+        self,
+        x: Float[Array, "batch time embed"],
+        angles: Angles | None = None,
+        segment_ids: Int[Array, "batch time"] | None = None,
+        key: Key[Array, ""] | None = None,
+        cache: tuple[Cache, Int[Array, ""]] | None = None,
+    ) -> tuple[Float[Array, "batch time embed"], Cache]:
+        first, second = (None, None) if key is None else jax.random.split(key)
+        mixed, kept = self.attention(self.attention_norm(x), angles, segment_ids, cache)
+        x = constrain(x + dropout(mixed, self.dropout, first), "batch", "time", "embed")
+        x = x + dropout(self.mlp(self.mlp_norm(x)), self.dropout, second)
+        return constrain(x, "batch", "time", "embed"), kept
+
+
+def dropout(x: Float[Array, "*shape"], rate: float, key: Key[Array, ""] | None) -> Float[Array, "*shape"]:
+    """Without a key nothing is dropped, as in evaluation."""
+    if key is None or rate == 0.0:
+        return x
+    kept = jax.random.bernoulli(key, 1.0 - rate, x.shape)
+    return jnp.where(kept, x / (1.0 - rate), jnp.zeros_like(x))
+
+
+def layer_keys(key: Key[Array, ""] | None, layers: int) -> Key[Array, "layers"] | None:
+    return None if key is None else jax.random.split(key, layers)

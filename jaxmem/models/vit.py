@@ -1,0 +1,58 @@
+"""Vision transformer (Dosovitskiy et al., arXiv:2010.11929): patches become tokens."""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float, Key
+
+from jaxmem import config
+from jaxmem.models import parts
+from jaxmem.models.parts import Execution
+from jaxmem.sharding import constrain
+from jaxmem.stack import apply_stack, stacked
+
+
+class Vit(nnx.Module):
+    def __init__(self, cfg: config.Vit, rngs: nnx.Rngs, execution: Execution = Execution()):
+        self.cfg, self.execution = cfg, execution
+        patches = (cfg.image_size // cfg.patch) ** 2
+        self.patches = parts.Linear(rngs, cfg.patch**2 * cfg.channels, cfg.embed, ("patch", "embed"), bias=True)
+        self.position = parts.weight(rngs, (patches, cfg.embed), ("patch", "embed"), scale=0.02)
+        self.blocks = stacked(self._block, cfg.layers, rngs)
+        self.norm = parts.LayerNorm(cfg.embed)
+        self.head = parts.Linear(rngs, cfg.embed, cfg.outputs, ("embed", "classes"), bias=True)
+
+    def _block(self, rngs: nnx.Rngs) -> parts.Block:
+        cfg = self.cfg
+        attention = parts.Attention(
+            rngs,
+            cfg.embed,
+            cfg.heads,
+            cfg.heads,
+            cfg.embed // cfg.heads,
+            causal=False,
+            bias=True,
+            implementation=self.execution.attention,
+        )
+        norms = parts.LayerNorm(cfg.embed), parts.LayerNorm(cfg.embed)
+        return parts.Block(attention, parts.DenseMlp(rngs, cfg.embed, cfg.mlp), norms, cfg.dropout)
+
+    def __call__(
+        self, images: Float[Array, "batch height width channels"], key: Key[Array, ""] | None = None
+    ) -> Float[Array, "batch outputs"]:
+        x = self.patches(self._cut(images).astype(self.execution.dtype))
+        x = constrain(x + parts.fetch(self.position, x.dtype), "batch", "time", "embed")
+        x, _ = apply_stack(
+            self.blocks,
+            lambda block, x, key: (block(x, key=key)[0], None),
+            x,
+            parts.layer_keys(key, self.cfg.layers),
+            remat=self.execution.remat,
+        )
+        return self.head(jnp.mean(self.norm(x), axis=1))
+
+    def _cut(self, images: Float[Array, "batch height width channels"]) -> Float[Array, "batch patches pixels"]:
+        side, patch = self.cfg.image_size // self.cfg.patch, self.cfg.patch
+        cut = images.reshape(-1, side, patch, side, patch, self.cfg.channels)
+        return cut.transpose(0, 1, 3, 2, 4, 5).reshape(-1, side * side, patch * patch * self.cfg.channels)

@@ -1,0 +1,155 @@
+"""How arrays lie on devices: one table from logical axes to mesh axes.
+
+A weight names its dimensions once, where it is declared (`("embed", "mlp")`). A `Rules` object
+says, for each role an array plays, which mesh axes split which logical axis. Data parallelism,
+ZeRO 1-3 (Rajbhandari et al., arXiv:1910.02054), hybrid sharding and tensor parallelism
+(Shoeybi et al., arXiv:1909.08053) are different tables, not different code; XLA's partitioner
+derives the collectives. With P parameters over F devices of `fsdp`, the bytes of an array in
+a role fall by F exactly where its table names `fsdp`.
+
+This is the only file that mentions PartitionSpec. Models call `constrain` and `gather`; both do
+nothing outside `with layout:`, so a model also runs in anyone's own loop.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from contextvars import ContextVar
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Literal
+
+import jax
+import numpy as np
+from jax.ad_checkpoint import checkpoint_name
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.typing import DTypeLike
+
+from jaxmem.config import Config
+from jaxmem.errors import UserError, nearest
+
+Axes = tuple[str | None, ...]  # a logical name for each dimension; None: nothing may split it
+Table = Mapping[str, tuple[str, ...]]  # logical axis -> the mesh axes that split it; (): whole
+Role = Literal["weights", "computing", "gradients", "optimizer", "activations"]
+
+
+
+def is_axes(x: Any) -> bool:
+    """A tuple of axis names, not one of optax's tuples of states."""
+    return type(x) is tuple and all(a is None or isinstance(a, str) for a in x)
+
+
+# Outermost first: neighbours along the last axis share the fastest links.
+MESH_AXES = ("stage", "replica", "fsdp", "context", "tensor")
+
+GATHERED = "gathered_weight"  # the checkpoint name of a weight as it is computed with
+
+
+@dataclass(frozen=True)
+class Rules:
+    """For each role, which mesh axes split which logical axis. Every axis is listed: `()` is whole."""
+
+    weights: Table  # as they rest between steps
+    computing: Table  # one layer's weights while it runs
+    gradients: Table
+    optimizer: Table
+    activations: Table
+
+
+def rules(zero: int) -> Rules:
+    """The table of a ZeRO stage: 1 splits the optimizer's state over `fsdp`, 2 also gradients, 3 also weights."""
+    whole: Table = dict.fromkeys(("layer", "norm", "head_dim", "rank", "time", "patch", "kernel", "channels", "classes"), ())
+    tensor: Table = {**whole, "embed": (), **dict.fromkeys(("vocab", "heads", "kv_heads", "mlp"), ("tensor",))}
+    split: Table = {**tensor, "embed": ("fsdp",)}
+    return Rules(
+        weights=split if zero >= 3 else tensor,
+        computing=tensor,
+        gradients=split if zero >= 2 else tensor,
+        optimizer=split if zero >= 1 else tensor,
+        activations={**tensor, "accumulate": (), "batch": ("replica", "fsdp")},
+    )
+
+
+@dataclass(frozen=True)
+class Layout:
+    """A mesh and the rules on it. `with layout:` makes `constrain` and `gather` act."""
+
+    mesh: Mesh
+    rules: Rules
+
+    def __enter__(self) -> Layout:
+        _stack.set((*_stack.get(), self))
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        _stack.set(_stack.get()[:-1])
+
+    def sharding(self, role: Role, axes: Axes, shape: Sequence[int], name: str = "array") -> NamedSharding:
+        """Where an array in this role lies. What cannot be split as the table says is an error that names it."""
+        table: Table = getattr(self.rules, role)
+        if len(axes) != len(shape):
+            raise UserError(f"{name}: shape {tuple(shape)} has {len(shape)} dimensions but axes {axes} name {len(axes)}")
+        spec: list[tuple[str, ...] | None] = []
+        for dim, (axis, size) in enumerate(zip(axes, shape, strict=True)):
+            if axis is not None and axis not in table:
+                raise UserError(f"{name}: no rule for logical axis {axis!r} among {role}{nearest(axis, table)}")
+            over = () if axis is None else table[axis]
+            parts = math.prod(self.mesh.shape[a] for a in over)
+            if size % parts:
+                raise UserError(
+                    f"{name}: dimension {dim} ({axis}) of size {size} does not divide over mesh.{' x mesh.'.join(over)} = {parts}"
+                )
+            spec.append(over or None)
+        used = [a for over in spec if over for a in over]
+        if len(used) != len(set(used)):
+            raise UserError(f"{name}: axes {axes} put one mesh axis on two dimensions: {spec}")
+        return NamedSharding(self.mesh, PartitionSpec(*spec))
+
+    def replicated(self) -> NamedSharding:
+        return NamedSharding(self.mesh, PartitionSpec())
+
+
+_stack: ContextVar[tuple[Layout, ...]] = ContextVar("layouts", default=())
+
+
+def current() -> Layout | None:
+    layouts = _stack.get()
+    return layouts[-1] if layouts else None
+
+
+def layout_for(cfg: Config, devices: Sequence[Any]) -> Layout:
+    """The mesh of a config whose `-1` is resolved, over these devices in order."""
+    shape = tuple(getattr(cfg.mesh, axis) for axis in MESH_AXES)
+    grid = np.asarray(devices, dtype=object).reshape(shape)
+    return Layout(Mesh(grid, MESH_AXES, axis_types=(AxisType.Auto,) * len(MESH_AXES)), rules(cfg.zero))
+
+
+def constrain(x: jax.Array, *axes: str | None, role: Role = "activations") -> jax.Array:
+    """Pin an array to its place. Nothing happens outside a layout."""
+    layout = current()
+    if layout is None:
+        return x
+    return jax.lax.with_sharding_constraint(x, layout.sharding(role, axes, x.shape))
+
+
+def gather(weight: jax.Array, axes: Axes, dtype: DTypeLike) -> jax.Array:
+    """A weight as it is computed with: in the compute dtype (cast first, so that fewer bytes travel), whole
+    over `fsdp`. Its gradient goes back to where gradients lie, which makes XLA reduce-scatter it."""
+    return checkpoint_name(_gather(weight, axes, np.dtype(dtype), weight.dtype), GATHERED)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3))
+def _gather(weight: jax.Array, axes: Axes, dtype: np.dtype, stored: np.dtype) -> jax.Array:
+    return constrain(weight.astype(dtype), *axes, role="computing")
+
+
+def _gather_forward(weight: jax.Array, axes: Axes, dtype: np.dtype, stored: np.dtype) -> tuple[jax.Array, None]:
+    return _gather(weight, axes, dtype, stored), None
+
+
+def _gather_backward(axes: Axes, dtype: np.dtype, stored: np.dtype, _: None, g: jax.Array) -> tuple[jax.Array]:
+    return (constrain(g, *axes, role="gradients").astype(stored),)
+
+
+_gather.defvjp(_gather_forward, _gather_backward)

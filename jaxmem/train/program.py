@@ -1,0 +1,141 @@
+"""Everything about a run that is known before any array exists: shapes, places, and the functions to compile.
+
+`plan` and `train` both compile a `Program`'s step, so what one counts is what the other runs. State is born
+sharded: shapes by `eval_shape`, places from the layout, then one compiled initialiser whose outputs lie there;
+no array is ever whole on a device that will not hold it whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from flax.traverse_util import unflatten_dict
+
+from jaxmem import data, models, optim, precision
+from jaxmem.config import Config
+from jaxmem.errors import UserError
+from jaxmem.leaves import state_axes
+from jaxmem.sharding import Axes, Layout, Role, is_axes, layout_for
+from jaxmem.train.objective import Batch, Sums, objective
+from jaxmem.train.step import Params, TrainState, make_step
+
+
+@dataclass(frozen=True)
+class Program:
+    """A resolved config on a layout."""
+
+    cfg: Config
+    layout: Layout
+
+    @cached_property
+    def _network(self) -> tuple[Any, Any]:
+        graphdef, state = nnx.split(nnx.eval_shape(lambda: self._build(jax.random.key(0))))
+        return graphdef, unflatten_dict({path: _axes(path, v) for path, v in nnx.to_flat_state(state)})
+
+    @property
+    def graphdef(self) -> Any:
+        return self._network[0]
+
+    @property
+    def axes(self) -> Any:
+        """The logical axes of every parameter."""
+        return self._network[1]
+
+    @cached_property
+    def optimizer(self) -> Any:
+        return optim.build(self.cfg.optimizer, self.cfg.steps, self.axes)
+
+    @cached_property
+    def state(self) -> TrainState:
+        """Shape, dtype and place of every array of the state."""
+        shapes = jax.eval_shape(self._initial, jax.random.key(0))
+        opt_axes = state_axes(shapes.opt_state, shapes.params, self.axes)
+        return TrainState(
+            step=self._placed("weights", (), shapes.step),
+            params=self._placed("weights", self.axes, shapes.params),
+            opt_state=self._placed("optimizer", opt_axes, shapes.opt_state),
+        )
+
+    @cached_property
+    def batch(self) -> dict[str, jax.ShapeDtypeStruct]:
+        """Shape, dtype and place of every array of a batch."""
+        return {
+            name: self._placed("activations", axes, jax.ShapeDtypeStruct(shape, dtype))
+            for name, (shape, dtype, axes) in data.batch_spec(self.cfg).items()
+        }
+
+    def initialise(self) -> TrainState:
+        """A new state, each array born where it lies. Same seed and mesh: the same bits."""
+        key = jax.random.key(self.cfg.seed)
+        return self.lower_initialise().compile()(key)
+
+    def lower_initialise(self) -> jax.stages.Lowered:
+        key = self._placed("weights", (), jax.eval_shape(lambda: jax.random.key(0)))
+        places = jax.tree.map(lambda x: x.sharding, self.state)
+        with self.layout:
+            return jax.jit(self._initial, out_shardings=places).lower(key)
+
+    def lower_step(self) -> jax.stages.Lowered:
+        """The training step; its state is donated."""
+        step = make_step(self.graphdef, self.axes, objective(self.cfg.objective), self.optimizer, self.cfg.seed)
+        places = jax.tree.map(lambda x: x.sharding, self.state)
+        with self.layout:
+            jitted = jax.jit(step, donate_argnums=0, out_shardings=(places, self.layout.replicated()))
+            return jitted.lower(self.state, self.batch)
+
+    def lower_evaluate(self) -> jax.stages.Lowered:
+        """(params, batch) -> sums of the objective alone, without what only training adds to it."""
+        plain = objective(self.cfg.objective.model_copy(update={"label_smoothing": 0.0, "z_loss": 0.0}))
+
+        def evaluate(params: Params, batch: Batch) -> Sums:
+            network = nnx.merge(self.graphdef, params)
+            sums = jax.lax.map(lambda micro: plain(network, micro, None), batch)
+            return jax.tree.map(lambda x: jnp.sum(x, axis=0), sums)
+
+        with self.layout:
+            return jax.jit(evaluate, out_shardings=self.layout.replicated()).lower(self.state.params, self.batch)
+
+    def _build(self, key: jax.Array) -> models.Network:
+        memory = self.cfg.memory
+        platform = self.layout.mesh.devices.flat[0].platform
+        execution = models.Execution(
+            dtype=precision.compute_dtype(self.cfg.precision, platform),
+            attention=None if memory.attention == "auto" else memory.attention,
+            remat=memory.remat,
+        )
+        return models.build(self.cfg.model, nnx.Rngs(params=key), execution)
+
+    def _initial(self, key: jax.Array) -> TrainState:
+        params = precision.stored(nnx.to_pure_dict(nnx.state(self._build(key))), self.cfg.precision)
+        return TrainState(jnp.zeros((), jnp.int32), params, self.optimizer.init(params))
+
+    def _placed(self, role: Role, axes: Any, shapes: Any) -> Any:
+        """Shapes with their places."""
+
+        def place(path: Any, axes: Axes, x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+            name = jax.tree_util.keystr(path, simple=True, separator=".")
+            return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=self.layout.sharding(role, axes, x.shape, name))
+
+        return jax.tree_util.tree_map_with_path(place, axes, shapes, is_leaf=is_axes)
+
+
+def program(cfg: Config, devices: Sequence[Any] | None = None) -> Program:
+    """The program of a config on these devices, by default all that jax sees."""
+    devices = jax.devices() if devices is None else devices
+    cfg = cfg.for_devices(len(devices))
+    return Program(cfg, layout_for(cfg, devices))
+
+
+def _axes(path: tuple[Any, ...], variable: nnx.Variable) -> Axes:
+    axes = variable.get_metadata().get("axes")
+    if axes is None or len(axes) != len(variable.shape):
+        name = ".".join(map(str, path))
+        raise UserError(f"weight {name} of shape {variable.shape} names axes {axes}; it needs one for each dimension")
+    return axes
+

@@ -1,0 +1,84 @@
+"""One update as a pure function of state and batch.
+
+With P parameters in float32 and Adam, an update holds 4P bytes of weights, 8P of moments and 4P of gradients,
+each divided by what the layout splits it over. Micro-batches are a scan whose gradients add up in one buffer:
+the peak is that of one micro-batch, whatever the batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from flax import nnx
+
+from jaxmem import optim
+from jaxmem.sharding import Axes, constrain, is_axes
+from jaxmem.train.objective import Batch, Objective, Sums, means
+
+Params = dict[str, Any]
+Metrics = dict[str, jax.Array]
+Micro = Callable[[Batch, jax.Array], tuple[Params, Sums]]
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class TrainState:
+    """All that an update changes, and all that a checkpoint holds."""
+
+    step: jax.Array  # updates done
+    params: Params
+    opt_state: Any
+
+
+def make_step(
+    graphdef: Any, axes: Any, objective: Objective, tx: optax.GradientTransformation, seed: int
+) -> Callable[[TrainState, Batch], tuple[TrainState, Metrics]]:
+    """The training step. Leaves of the batch are [accumulate, rows, ...]; `axes` are the parameters'."""
+
+    def summed(params: Params, batch: Batch, key: jax.Array) -> tuple[jax.Array, Sums]:
+        sums = objective(nnx.merge(graphdef, params), batch, key)
+        return sums["loss"], sums
+
+    def step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
+        def micro(batch: Batch, key: jax.Array) -> tuple[Params, Sums]:
+            grads, sums = jax.grad(summed, has_aux=True)(state.params, batch, key)
+            return _pinned(grads, axes), sums
+
+        key = jax.random.fold_in(jax.random.key(seed), state.step)
+        grads, sums = _accumulated(micro, batch, key)
+        grads = jax.tree.map(lambda g: (g / jnp.maximum(sums["count"], 1.0)).astype(g.dtype), grads)
+        updates, opt_state = tx.update(grads, state.opt_state, state.params)
+        params = optim.apply(state.params, updates)
+        metrics = means(sums) | {"count": sums["count"], "gradient_norm": optim.global_norm(grads)}
+        return TrainState(state.step + 1, params, opt_state), metrics
+
+    return step
+
+
+def _accumulated(micro: Micro, batch: Batch, key: jax.Array) -> tuple[Params, Sums]:
+    """Gradients and sums over all micro-batches, added up in float32."""
+    count = jax.tree.leaves(batch)[0].shape[0]
+    keys = jax.random.split(key, count)
+    if count == 1:
+        return micro(jax.tree.map(lambda x: x[0], batch), keys[0])
+
+    def add(total: Any, one: tuple[Batch, jax.Array]) -> tuple[Any, None]:
+        return jax.tree.map(lambda t, x: t + x.astype(t.dtype), total, micro(*one)), None
+
+    shapes = jax.eval_shape(lambda: micro(jax.tree.map(lambda x: x[0], batch), keys[0]))
+    zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), shapes)
+    return jax.lax.scan(add, zeros, (batch, keys))[0]
+
+
+def _pinned(grads: Params, axes: Any) -> Params:
+    """Gradients where the layout wants them, so that they are reduced into their parts and never held whole."""
+
+    def pin(axes: Axes, g: jax.Array) -> jax.Array:
+        return constrain(g, *axes, role="gradients")
+
+    return jax.tree.map(pin, axes, grads, is_leaf=is_axes)
