@@ -6,9 +6,11 @@ what a person wrote; what follows from them together is checked in `check.py`.
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Literal, get_args
 
 from pydantic import BaseModel, ConfigDict, Field
+
+from jaxmem.errors import UserError
 
 Count = Annotated[int, Field(ge=1)]
 Fraction = Annotated[float, Field(ge=0.0, lt=1.0)]
@@ -17,7 +19,7 @@ NotNegative = Annotated[float, Field(ge=0.0)]
 
 
 class Section(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, validate_default=True)
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, validate_default=True, allow_inf_nan=False)
 
 
 # ------------------------------------------------------------------ models
@@ -102,6 +104,9 @@ class Mlp(ImageInput):
 
 
 Model = Annotated[Decoder | Vit | Convnet | Mlp, Field(discriminator="family")]
+FAMILIES: dict[str, type[Section]] = {
+    kind.model_fields["family"].default: kind for kind in get_args(get_args(Model)[0])
+}
 
 # ------------------------------------------------------------------ the rest of a run
 
@@ -198,9 +203,24 @@ class Config(Section):
     data: Data = Data()
     batch: Batch = Batch()
     mesh: Mesh = Mesh()
-    zero: Literal[0, 1, 2, 3] = 3
+    zero: Annotated[int, Field(ge=0, le=3)] = 3  # sharded over fsdp: 1 optimizer state, 2 and gradients, 3 and weights
     precision: Precision = Precision()
     memory: Memory = Memory()
     optimizer: Optimizer = Optimizer()
     train: Train
     checkpoint: Checkpoint = Checkpoint()
+
+    @property
+    def steps(self) -> int:
+        """Updates in all: `train.steps`, or as many as it takes to see `train.tokens`."""
+        if self.train.steps is not None:
+            return self.train.steps
+        if self.train.tokens is None:
+            raise UserError("train.steps: missing; give train.steps or train.tokens")
+        return -(-self.train.tokens // (self.batch.global_size * self.data.sequence_length))
+
+    def for_devices(self, n: int) -> Config:
+        """This config with its mesh filled in for `n` devices, or a `UserError` that says what to change."""
+        from jaxmem.config.mesh import for_devices
+
+        return for_devices(self, n)

@@ -1,0 +1,51 @@
+"""What a run is: sections, presets, loading, checking. Imports no jax."""
+
+from jaxmem.config.check import check
+from jaxmem.config.load import load_config, save_config
+from jaxmem.config.presets import PRESETS, parameter_count
+from jaxmem.config.schema import json_schema
+from jaxmem.config.sections import (
+    Batch,
+    Checkpoint,
+    Config,
+    Convnet,
+    Data,
+    Decoder,
+    Memory,
+    Mesh,
+    Mlp,
+    Model,
+    Objective,
+    Optimizer,
+    Precision,
+    Rope,
+    Source,
+    Train,
+    Vit,
+)
+
+__all__ = [
+    "PRESETS",
+    "Batch",
+    "Checkpoint",
+    "Config",
+    "Convnet",
+    "Data",
+    "Decoder",
+    "Memory",
+    "Mesh",
+    "Mlp",
+    "Model",
+    "Objective",
+    "Optimizer",
+    "Precision",
+    "Rope",
+    "Source",
+    "Train",
+    "Vit",
+    "check",
+    "json_schema",
+    "load_config",
+    "parameter_count",
+    "save_config",
+]

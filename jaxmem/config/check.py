@@ -1,0 +1,155 @@
+"""What can be known to be wrong before jax starts, for whatever number of devices.
+
+Each rule yields one line a problem: the key, the reason, what would do. `mesh.py` adds what follows
+from the number of devices.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+from jaxmem.config.sections import Config, Convnet, Decoder, Mesh, Mlp, Objective, Rope, Source, Vit
+from jaxmem.errors import UserError
+
+BYTE_VOCAB = 257  # 256 bytes and the end of a document
+DIGIT_CLASSES = 10
+DIGIT_SHAPE = (8, 1)  # pixels a side, channels
+
+NEEDS_PATH = ("text", "jsonl", "parquet", "tokens")
+HAS_FIELDS = ("jsonl", "parquet")
+CROSS_ENTROPY = ("next_token", "classify")
+
+
+def check(cfg: Config) -> Config:
+    problems = [line for rule in RULES for line in rule(cfg)]
+    if problems:
+        raise UserError("\n".join(problems))
+    return cfg
+
+
+def _run(cfg: Config) -> Iterator[str]:
+    train, data = cfg.train, cfg.data
+    if not re.fullmatch(r"\w[\w.-]*", cfg.name):
+        yield f"name: {cfg.name!r} names a directory: letters, digits, and . _ - after the first"
+    if (train.steps is None) == (train.tokens is None):
+        yield "train.steps: give either train.steps or train.tokens, not " + ("both" if train.steps else "neither")
+    elif train.tokens is not None and not isinstance(cfg.model, Decoder):
+        yield f"train.tokens: family {cfg.model.family} has no tokens; give train.steps"
+    else:
+        if cfg.optimizer.warmup >= cfg.steps:
+            yield f"optimizer.warmup: {cfg.optimizer.warmup} must be less than the {cfg.steps} steps of the run"
+        first, last = train.profile or (1, 1)
+        if not first <= last <= cfg.steps:
+            yield f"train.profile: [{first}, {last}] must be [from, to], from <= to <= the {cfg.steps} steps of the run"
+    if cfg.checkpoint.keep_best and train.evaluate_every is None:
+        yield "checkpoint.keep_best: the best is the lowest held-out loss; give train.evaluate_every"
+    if train.evaluate_every is not None and data.held_out == 0:
+        yield "train.evaluate_every: nothing is held out; give data.held_out more than 0"
+
+
+def _model(cfg: Config) -> Iterator[str]:
+    model = cfg.model
+    match model:
+        case Decoder():
+            if model.heads % model.kv_heads:
+                yield f"model.kv_heads: {model.kv_heads} does not divide model.heads {model.heads}"
+            if model.head_dim % 2:
+                yield f"model.head_dim: {model.head_dim} is odd; rotary positions turn pairs"
+            if model.rope.scaling == "none" and model.rope.factor != Rope().factor:
+                yield f"model.rope.factor: {model.rope.factor:g} does nothing with model.rope.scaling: none"
+        case Vit():
+            if model.embed % model.heads:
+                yield f"model.heads: {model.heads} does not divide model.embed {model.embed}"
+            if model.image_size % model.patch:
+                yield f"model.patch: {model.patch} does not divide model.image_size {model.image_size}"
+        case Mlp():
+            if model.inputs == "numbers" and model.categories != Mlp().categories:
+                yield "model.categories: only model.inputs: one_hot or embedding has categories"
+        case Convnet():
+            most = model.image_size.bit_length()  # each stage but the first halves the image
+            if len(model.stages) > most:
+                yield f"model.stages: {len(model.stages)} halve {model.image_size} pixels to none; use {most} or fewer"
+
+
+def _objective(cfg: Config) -> Iterator[str]:
+    objective, model, default = cfg.objective, cfg.model, Objective()
+    name = objective.name
+    if isinstance(model, Decoder) != (name == "next_token"):
+        use = "classify, binary, regress_l1, regress_l2 or contrastive" if name == "next_token" else "next_token"
+        yield f"objective.name: {name} does not go with family {model.family}; use {use}"
+    for field in ("label_smoothing", "z_loss"):
+        if getattr(objective, field) and name not in CROSS_ENTROPY:
+            yield f"objective.{field}: only {' and '.join(CROSS_ENTROPY)} have it, not {name}"
+    if objective.temperature != default.temperature and name != "contrastive":
+        yield f"objective.temperature: only contrastive has it, not {name}"
+    if name == "contrastive":
+        if cfg.batch.accumulate > 1:
+            yield "batch.accumulate: contrastive takes its negatives from the batch, which this splits; use 1"
+        if cfg.batch.global_size < 2:
+            yield "batch.global_size: contrastive takes its negatives from the batch; use 2 or more"
+    if not isinstance(model, Decoder) and name != "contrastive":
+        outputs = DIGIT_CLASSES if name == "classify" else 1
+        if model.outputs != outputs:
+            yield f"model.outputs: {model.outputs} must be {outputs} for objective {name} on digits"
+
+
+def _sources(cfg: Config) -> Iterator[str]:
+    default = Source()
+    for key, source in _places(cfg):
+        kind = source.source
+        if kind in NEEDS_PATH and source.path is None:
+            yield f"{key}.path: missing; source {kind} needs a file, a directory or a glob"
+        if kind not in NEEDS_PATH and source.path is not None:
+            yield f"{key}.path: source {kind} has none; those that do: {', '.join(NEEDS_PATH)}"
+        if kind not in HAS_FIELDS and source.field != default.field:
+            yield f"{key}.field: source {kind} has none; those that do: {', '.join(HAS_FIELDS)}"
+        if (kind == "digits") == isinstance(cfg.model, Decoder):
+            yield f"{key}.source: {kind} does not go with family {cfg.model.family}"
+
+
+def _data(cfg: Config) -> Iterator[str]:
+    data, model, default = cfg.data, cfg.model, Source()
+    if data.mixture:
+        for field in Source.model_fields:
+            if getattr(data, field) != getattr(default, field):
+                yield f"data.{field}: give it to the sources of data.mixture, or give no mixture"
+    elif data.weight != default.weight:
+        yield "data.weight: only the sources of a data.mixture have weights"
+    if isinstance(model, Decoder):
+        tokenized = any(source.source != "tokens" for _, source in _places(cfg))
+        if data.tokenizer == "bytes" and model.vocab < BYTE_VOCAB and tokenized:
+            yield f"model.vocab: {model.vocab} is less than the {BYTE_VOCAB} of data.tokenizer: bytes"
+    else:
+        if data.mixture:
+            yield "data.mixture: pictures cannot be mixed; use data.source: digits"
+        if (model.image_size, model.channels) != DIGIT_SHAPE:
+            size, channels = DIGIT_SHAPE
+            yield f"model.image_size: digits need model.image_size {size} and model.channels {channels}"
+
+
+def _places(cfg: Config) -> list[tuple[str, Source]]:
+    """Each source of documents, and its key."""
+    return [(f"data.mixture[{i}]", source) for i, source in enumerate(cfg.data.mixture)] or [("data", cfg.data)]
+
+
+def _batch(cfg: Config) -> Iterator[str]:
+    size, accumulate = cfg.batch.global_size, cfg.batch.accumulate
+    if size % accumulate:
+        yield f"batch.accumulate: {accumulate} does not divide batch.global_size {size}"
+
+
+def _mesh(cfg: Config) -> Iterator[str]:
+    axes = {axis: getattr(cfg.mesh, axis) for axis in Mesh.model_fields}
+    for axis, size in axes.items():
+        if axis in ("context", "stage"):
+            if size != 1:
+                yield f"mesh.{axis}: {size} is not available yet; use 1"
+        elif size < 1 and size != -1:
+            yield f"mesh.{axis}: must be at least 1, or -1 for the rest of the devices, not {size}"
+    rest = [f"mesh.{axis}" for axis, size in axes.items() if size == -1]
+    if len(rest) > 1:
+        yield f"{rest[1]}: only one axis can be -1, and {rest[0]} is"
+
+
+RULES = (_run, _model, _objective, _sources, _data, _batch, _mesh)

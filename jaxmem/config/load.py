@@ -1,0 +1,181 @@
+"""From a YAML file, or a dict, to a checked `Config`, and back to a file.
+
+Safe loading only, and less than YAML allows: no tags, no anchors or aliases, no key twice, nothing
+huge. Numbers and booleans are those of YAML 1.2, so that `1e-3` is a number and `no` is text.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+from pydantic import ValidationError
+
+from jaxmem.config.check import check
+from jaxmem.config.explain import explain
+from jaxmem.config.presets import PRESETS
+from jaxmem.config.sections import Config
+from jaxmem.errors import UserError, nearest
+
+MAX_BYTES = 256 * 1024
+MAX_DEPTH = 16
+
+SCALARS = {
+    "tag:yaml.org,2002:null": (r"~|null|Null|NULL|", ["~", "n", "N", ""]),
+    "tag:yaml.org,2002:bool": (r"true|True|TRUE|false|False|FALSE", list("tTfF")),
+    "tag:yaml.org,2002:int": (r"[-+]?(?:0|[1-9][0-9_]*)", list("-+0123456789")),
+    "tag:yaml.org,2002:float": (
+        r"[-+]?(?:(?:[0-9][0-9_]*\.[0-9]*|\.[0-9]+)(?:[eE][-+]?[0-9]+)?|[0-9]+[eE][-+]?[0-9]+|\.inf)|\.nan",
+        list("-+.0123456789"),
+    ),
+}
+
+
+class Loader(yaml.SafeLoader):
+    yaml_implicit_resolvers = {}  # noqa: RUF012, filled below
+    depth = 0
+
+    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
+        event = self.peek_event()
+        if event.anchor is not None:
+            raise yaml.MarkedYAMLError(problem="anchors and aliases are not allowed", problem_mark=event.start_mark)
+        if getattr(event, "tag", None) is not None:
+            raise yaml.MarkedYAMLError(problem=f"tag {event.tag} is not allowed", problem_mark=event.start_mark)
+        if self.depth == MAX_DEPTH:
+            raise yaml.MarkedYAMLError(problem=f"nested deeper than {MAX_DEPTH}", problem_mark=event.start_mark)
+        self.depth += 1
+        node = super().compose_node(parent, index)
+        self.depth -= 1
+        return node
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        seen = set()
+        for key, _ in node.value:
+            if not isinstance(self.construct_object(key, deep=True), str):
+                raise yaml.MarkedYAMLError(problem="a key must be text", problem_mark=key.start_mark)
+            if key.value in seen:
+                raise yaml.MarkedYAMLError(problem=f"'{key.value}' is given twice", problem_mark=key.start_mark)
+            seen.add(key.value)
+        return super().construct_mapping(node, deep)
+
+
+class Dumper(yaml.SafeDumper):
+    """Quotes whatever text `Loader` would take for something else."""
+
+    yaml_implicit_resolvers = {}  # noqa: RUF012, filled below
+
+
+for _tag, (_pattern, _first) in SCALARS.items():
+    for _class in (Loader, Dumper):
+        _class.add_implicit_resolver(_tag, re.compile(rf"^(?:{_pattern})$"), _first)
+
+
+def load_config(source: str | os.PathLike[str] | Mapping[str, Any], overrides: Iterable[str] = ()) -> Config:
+    """The config of a file or dict with `key=value` overrides, checked but for the device count."""
+    raw = _copy(source) if isinstance(source, Mapping) else _read(Path(source))
+    for override in overrides:
+        _override(raw, override)
+    _expand(raw)
+    try:
+        cfg = Config.model_validate(raw)
+    except ValidationError as error:
+        raise UserError(explain(error)) from None
+    return check(cfg)
+
+
+def save_config(cfg: Config, path: str | os.PathLike[str]) -> None:
+    """Writes every field, so that the file means the same whatever the defaults become. Atomic."""
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        with partial.open("w", encoding="utf-8") as file:
+            yaml.dump(cfg.model_dump(mode="json"), file, Dumper, sort_keys=False, allow_unicode=True)
+            file.flush()
+            os.fsync(file.fileno())
+        partial.replace(path)
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+def _copy(value: Any) -> Any:
+    return {key: _copy(item) for key, item in value.items()} if isinstance(value, Mapping) else value
+
+
+def _parse(text: str, origin: str) -> Any:
+    if len(text) > MAX_BYTES:
+        raise UserError(f"{origin}: larger than {MAX_BYTES // 1024} KiB, which no config is")
+    try:
+        return yaml.load(text, Loader)  # noqa: S506, a SafeLoader made stricter
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark
+        raise UserError(
+            f"{origin}:{mark.line + 1}:{mark.column + 1}: {error.problem}" if mark else str(error)
+        ) from None
+    except (yaml.YAMLError, ValueError) as error:  # characters that YAML forbids; a number of thousands of digits
+        raise UserError(f"{origin}: {str(error).splitlines()[0]}") from None
+
+
+def _read(path: Path) -> dict[str, Any]:
+    if not path.exists():
+        if not path.parent.is_dir():
+            raise UserError(f"{path}: no such file, nor a directory {path.parent}")
+        others = [file.name for file in path.parent.iterdir() if file.suffix in (".yaml", ".yml")]
+        raise UserError(f"{path}: no such file" + (nearest(path.name, others) if others else ""))
+    try:
+        with path.open("rb") as file:
+            text = file.read(MAX_BYTES + 1).decode()
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"{path}: cannot be read: {error}") from None
+    raw = _parse(text, str(path))
+    if not isinstance(raw, dict):
+        raise UserError(f"{path}: must hold `key: value` lines, not {'nothing' if raw is None else repr(raw)[:60]}")
+    return raw
+
+
+def _override(raw: dict[str, Any], text: str) -> None:
+    """Puts the value of `a.b=value` into place; `objective: classify` makes way for `objective.z_loss=...`."""
+    key, equals, value = text.partition("=")
+    *sections, last = key.strip().split(".")
+    if not equals or not all([*sections, last]):
+        raise UserError(f"'{text}': an override is key=value, as in mesh.fsdp=8")
+    here = raw
+    for depth, part in enumerate(sections, start=1):
+        inner = here.get(part)
+        if inner is None:
+            inner = {}
+        elif part == "objective" and here is raw and isinstance(inner, str):
+            inner = {"name": inner}
+        elif not isinstance(inner, dict):
+            raise UserError(f"{key}: {'.'.join(sections[:depth])} is {inner!r}, which has no keys")
+        here[part] = inner
+        here = inner
+    here[last] = _parse(value, key)
+
+
+def _expand(raw: dict[str, Any]) -> None:
+    """Short forms to what they stand for. What is of the wrong type is left for pydantic to refuse."""
+    if isinstance(raw.get("objective"), str):
+        raw["objective"] = {"name": raw["objective"]}
+    model = raw.get("model")
+    if not isinstance(model, dict):
+        return
+    model.setdefault("family", "decoder")
+    preset = model.get("preset")
+    if model["family"] == "decoder" and preset is not None:
+        if not isinstance(preset, str) or preset not in PRESETS:
+            raise UserError(f"model.preset: {preset!r} is not a preset{nearest(str(preset), PRESETS)}")
+        raw["model"] = _merge(PRESETS[preset], model)
+
+
+def _merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
+    """`over` over `base`, section by section: `rope.theta` beside a preset leaves its `rope.scaling`."""
+    merged = {**base, **over}
+    for key in base.keys() & over.keys():
+        if isinstance(base[key], Mapping) and isinstance(over[key], Mapping):
+            merged[key] = _merge(base[key], over[key])
+    return merged

@@ -1,0 +1,108 @@
+"""A config against a number of devices: the mesh filled in, and everything divided over it.
+
+Every refusal says what would work, as overrides: found by trying all meshes of so many devices, so
+nothing is advised that is then refused.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator
+
+from jaxmem.config.check import check
+from jaxmem.config.sections import Config, Convnet, Decoder, Mesh, Mlp, Vit
+from jaxmem.errors import UserError
+
+AXES = ("replica", "fsdp", "tensor")  # `check` holds the others at 1
+
+
+def for_devices(cfg: Config, n: int) -> Config:
+    check(cfg)
+    resolved, problems = _resolve(cfg, n)
+    if not problems:
+        problems = list(_indivisible(resolved))
+    if problems:
+        raise UserError("\n".join([*problems, _advice(cfg, n)]))
+    return resolved
+
+
+def divided(cfg: Config) -> dict[str, dict[str, int]]:
+    """For each mesh axis that splits weights, the dimensions that it splits."""
+    model = cfg.model
+    match model:
+        case Decoder():
+            tensor = {"heads": model.heads, "kv_heads": model.kv_heads, "mlp": model.mlp, "vocab": model.vocab}
+        case Vit():
+            tensor = {"heads": model.heads, "mlp": model.mlp}
+        case Mlp():
+            tensor = {"mlp": model.mlp}
+        case _:  # Convnet
+            tensor = {f"stages[{i}]": channels for i, channels in enumerate(model.stages)}
+    fsdp = tensor if isinstance(model, Convnet) else {"embed": model.embed}
+    return {"fsdp": fsdp if cfg.zero else {}, "tensor": tensor}
+
+
+def _resolve(cfg: Config, n: int) -> tuple[Config, list[str]]:
+    axes = {axis: getattr(cfg.mesh, axis) for axis in AXES}
+    fixed = math.prod(size for size in axes.values() if size != -1)
+    shown = " x ".join(f"{axis} {size}" for axis, size in axes.items())
+    if -1 in axes.values():
+        axis = next(axis for axis, size in axes.items() if size == -1)
+        if n % fixed:
+            return cfg, [f"mesh.{axis}: -1 is the rest of the devices, but {n} do not divide by {fixed} ({shown})"]
+        axes[axis] = n // fixed
+    elif fixed != n:
+        return cfg, [f"mesh: {shown} = {fixed}, which is not the number of devices, {n}"]
+    return _with_mesh(cfg, axes), []
+
+
+def _with_mesh(cfg: Config, axes: dict[str, int]) -> Config:
+    return cfg.model_copy(update={"mesh": Mesh(**axes)})
+
+
+def _indivisible(cfg: Config) -> Iterator[str]:
+    """One line for each size that the mesh does not divide, with the nearest sizes that it would."""
+    mesh, batch = cfg.mesh, cfg.batch
+    rows = batch.global_size // batch.accumulate
+    if rows % (mesh.replica * mesh.fsdp):
+        over = f"replica {mesh.replica} x fsdp {mesh.fsdp}"
+        step = batch.accumulate * mesh.replica * mesh.fsdp
+        near = _near(batch.global_size, range(0, batch.global_size + step + 1, step))
+        yield (
+            f"batch.global_size: {batch.global_size} over accumulate {batch.accumulate} makes {rows} rows, "
+            f"which do not divide over {over}; nearest: {near}"
+        )
+    for axis, dims in divided(cfg).items():
+        size = getattr(mesh, axis)
+        whole = [f"model.{name} {dim}" for name, dim in dims.items() if dim % size]
+        if whole:
+            near = _near(
+                size, (d for d in range(1, max(dims.values()) + 1) if not any(dim % d for dim in dims.values()))
+            )
+            reason = "; this version does not split a key/value head" if dims.get("kv_heads", size) < size else ""
+            other = ", or zero=0 to split no weights" if axis == "fsdp" else ""
+            yield f"mesh.{axis}: {size} does not divide {', '.join(whole)}{reason}; nearest: {near}{other}"
+
+
+def _near(value: int, candidates: Iterable[int]) -> str:
+    """The nearest positive candidates on either side."""
+    known = [size for size in candidates if size > 0]
+    below, above = [s for s in known if s < value], [s for s in known if s > value]
+    return " or ".join(str(size) for size in [*below[-1:], *above[:1]])
+
+
+def _advice(cfg: Config, n: int) -> str:
+    """The nearest meshes of n devices that this config trains on, as overrides."""
+    given = {axis: getattr(cfg.mesh, axis) for axis in AXES}
+    works: list[tuple[float, str]] = []
+    for replica in (d for d in range(1, n + 1) if n % d == 0):
+        for fsdp in (d for d in range(1, n // replica + 1) if n // replica % d == 0):
+            axes = {"replica": replica, "fsdp": fsdp, "tensor": n // replica // fsdp}
+            if next(_indivisible(_with_mesh(cfg, axes)), None) is None:
+                distance = sum(abs(math.log2(axes[axis] / size)) for axis, size in given.items() if size > 0)
+                changed = " ".join(f"mesh.{axis}={size}" for axis, size in axes.items() if size != given[axis])
+                works.append((distance, changed))
+    if works:
+        return f"meshes that work on {n}: " + ", or ".join(text for _, text in sorted(works)[:3])
+    plain = "\n".join(_indivisible(_with_mesh(cfg, {"replica": n})))
+    return f"no mesh works on {n}; for mesh.replica={n} mesh.fsdp=1 mesh.tensor=1: {plain}"

@@ -1,0 +1,59 @@
+"""The decoders that `model.preset` names, in their published shapes, and how many weights a shape has.
+
+60m to 1b are the llama shapes of GaLore (https://arxiv.org/abs/2403.03507); the others are those of the
+released models. `tiny` fits the byte tokenizer and divides over `tensor` 2 and 4 and `fsdp` 2, 4 and 8.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from jaxmem.config.sections import Decoder
+
+SHAPE = ("vocab", "layers", "embed", "mlp", "heads", "kv_heads", "head_dim")
+
+
+def _decoder(*shape: int, **fields: Any) -> dict[str, Any]:
+    return {**dict(zip(SHAPE, shape, strict=True)), **fields}
+
+
+def _llama3_rope(factor: float) -> dict[str, Any]:
+    """Llama 3.1 and later: trained on 8192 positions, the low frequencies then stretched by `factor`."""
+    return {"theta": 500_000.0, "scaling": "llama3", "factor": factor, "original_length": 8192}
+
+
+GALORE = {"norm_epsilon": 1e-6}
+LLAMA3 = {"rope": {"theta": 500_000.0}}
+QWEN = {"rope": {"theta": 1_000_000.0}, "norm_epsilon": 1e-6}
+
+PRESETS: dict[str, dict[str, Any]] = {
+    #               vocab    layers embed   mlp    heads kv_heads head_dim
+    "tiny": _decoder(264, 4, 128, 344, 8, 4, 16),
+    "60m": _decoder(32_000, 8, 512, 1376, 8, 8, 64, **GALORE),
+    "130m": _decoder(32_000, 12, 768, 2048, 12, 12, 64, **GALORE),
+    "350m": _decoder(32_000, 24, 1024, 2736, 16, 16, 64, **GALORE),
+    "1b": _decoder(32_000, 24, 2048, 5461, 32, 32, 64, **GALORE),
+    "llama2-7b": _decoder(32_000, 32, 4096, 11_008, 32, 32, 128),
+    "llama2-13b": _decoder(32_000, 40, 5120, 13_824, 40, 40, 128),
+    "llama3-8b": _decoder(128_256, 32, 4096, 14_336, 32, 8, 128, **LLAMA3),
+    "llama3.2-1b": _decoder(128_256, 16, 2048, 8192, 32, 8, 64, rope=_llama3_rope(32.0), tie_embeddings=True),
+    "llama3-70b": _decoder(128_256, 80, 8192, 28_672, 64, 8, 128, **LLAMA3),
+    "llama3-405b": _decoder(128_256, 126, 16_384, 53_248, 128, 8, 128, rope=_llama3_rope(8.0)),
+    "mistral-7b": _decoder(32_000, 32, 4096, 14_336, 32, 8, 128, window=4096),
+    "qwen2.5-7b": _decoder(152_064, 28, 3584, 18_944, 28, 4, 128, attention_bias=True, **QWEN),
+    "qwen3-8b": _decoder(151_936, 36, 4096, 12_288, 32, 8, 128, qk_norm=True, **QWEN),
+    "qwen3-32b": _decoder(151_936, 64, 5120, 25_600, 64, 8, 128, qk_norm=True, **QWEN),
+}
+
+
+def parameter_count(model: Decoder) -> int:
+    """Weights of a decoder, by arithmetic."""
+    queries, keys = model.heads * model.head_dim, model.kv_heads * model.head_dim
+    attention = model.embed * (2 * queries + 2 * keys)  # queries and output, keys and values
+    if model.attention_bias:
+        attention += queries + 2 * keys  # the output has none
+    if model.qk_norm:
+        attention += 2 * model.head_dim
+    layer = attention + 3 * model.embed * model.mlp + 2 * model.embed  # two norms
+    tables = model.vocab * model.embed * (1 if model.tie_embeddings else 2)
+    return model.layers * layer + tables + model.embed  # the last norm
