@@ -18,7 +18,7 @@ LAYERS = (
     ("kernels", "quant", "sharding", "leaves"),
     ("stack", "precision", "losses"),
     ("models", "adapters", "optim"),
-    ("data", "checkpoint", "hf"),
+    ("data", "checksum", "resume", "checkpoint", "hf"),
     ("train",),
     ("decode", "evaluate"),
     ("plan",),

@@ -1,0 +1,7 @@
+"""`python scripts/doctor.py`: the command `jaxmem doctor`."""
+
+import sys
+
+from jaxmem.cli import main
+
+main(["doctor", *sys.argv[1:]])
