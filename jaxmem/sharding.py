@@ -141,7 +141,8 @@ def gather(weight: jax.Array, axes: Axes, dtype: DTypeLike) -> jax.Array:
 
 @partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3))
 def _gather(weight: jax.Array, axes: Axes, dtype: np.dtype, stored: np.dtype) -> jax.Array:
-    return constrain(weight.astype(dtype), *axes, role="computing")
+    # Pinned on both sides, or XLA gathers first and casts after.
+    return constrain(constrain(weight.astype(dtype), *axes, role="weights"), *axes, role="computing")
 
 
 def _gather_forward(weight: jax.Array, axes: Axes, dtype: np.dtype, stored: np.dtype) -> tuple[jax.Array, None]:

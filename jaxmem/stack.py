@@ -24,8 +24,8 @@ from jaxmem.errors import UserError, nearest
 Layer = Callable[[Any, Any, Any], tuple[Any, Any]]  # (module, x, this layer's input) -> (x, this layer's output)
 Policy = Callable[..., bool]
 
-# These make the weight that a layer computes with from the one at rest, and keep its shape.
-_FETCH = ("convert_element_type", "sharding_constraint", "name")
+# `sharding.gather` is made of these; each keeps the weight's shape.
+_FETCH = ("custom_vjp_call", "convert_element_type", "sharding_constraint", "name")
 
 
 def _save_nothing(_: Any) -> Policy:
