@@ -18,7 +18,7 @@ from flax import nnx
 
 from jaxmem import optim
 from jaxmem.sharding import Axes, constrain, is_axes
-from jaxmem.train.objective import Batch, Objective, Sums, means
+from jaxmem.program.objective import Batch, Objective, Sums, means
 
 Params = dict[str, Any]
 Metrics = dict[str, jax.Array]

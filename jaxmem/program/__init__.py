@@ -22,8 +22,8 @@ from jaxmem.config import Config
 from jaxmem.errors import UserError
 from jaxmem.leaves import state_axes
 from jaxmem.sharding import Axes, Layout, Role, is_axes, layout_for
-from jaxmem.train.objective import Batch, Sums, objective
-from jaxmem.train.step import Params, TrainState, make_step
+from jaxmem.program.objective import Batch, Sums, objective
+from jaxmem.program.step import Params, TrainState, make_step
 
 
 @dataclass(frozen=True)
