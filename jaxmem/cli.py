@@ -12,12 +12,15 @@ import shutil
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from jaxmem import devices
 from jaxmem.errors import UserError
+
+if TYPE_CHECKING:
+    from jaxmem.config import Config
 
 app = typer.Typer(
     help="Train large models in the least memory, and know the number first.",
@@ -45,22 +48,20 @@ Json = Annotated[bool, typer.Option("--json", help="Print one JSON object and no
 @app.command()
 def train(config: ConfigFile, overrides: Overrides = None, simulate: Simulate = None) -> None:
     """Train, or go on where the run stopped."""
-    _devices(simulate)
+    cfg = _load(config, overrides, simulate)
     import jaxmem.train
-    from jaxmem.config import load_config
 
-    jaxmem.train.run(load_config(config, overrides or []))
+    jaxmem.train.run(cfg)
 
 
 @app.command()
 def plan(config: ConfigFile, overrides: Overrides = None, simulate: Simulate = None, as_json: Json = False) -> None:
     """Bytes per device, without running."""
-    _devices(simulate)
-    with _only_json(as_json):
-        import jaxmem.plan
-        from jaxmem.config import load_config
+    cfg = _load(config, overrides, simulate)
+    import jaxmem.plan
 
-        planned = jaxmem.plan.plan(load_config(config, overrides or []))
+    with _only_json(as_json):
+        planned = jaxmem.plan.plan(cfg)
     _show(planned.as_json() if as_json else planned.table())
 
 
@@ -94,6 +95,15 @@ def main(arguments: list[str] | None = None) -> None:
     except (KeyboardInterrupt, typer.Abort):
         sys.exit(130)
     sys.exit(code if isinstance(code, int) else 0)
+
+
+def _load(config: Path, overrides: list[str] | None, simulate: int | None) -> Config:
+    """The config, checked before jax is even imported, and the devices for it."""
+    from jaxmem.config import load_config
+
+    cfg = load_config(config, overrides or [])
+    _devices(simulate)
+    return cfg
 
 
 def _devices(simulate: int | None) -> None:
