@@ -49,19 +49,19 @@ Json = Annotated[bool, typer.Option("--json", help="Print one JSON object and no
 def train(config: ConfigFile, overrides: Overrides = None, simulate: Simulate = None) -> None:
     """Train, or go on where the run stopped."""
     cfg = _load(config, overrides, simulate)
-    import jaxmem.train
+    from jaxmem.training.run import run
 
-    jaxmem.train.run(cfg)
+    run(cfg)
 
 
 @app.command()
 def plan(config: ConfigFile, overrides: Overrides = None, simulate: Simulate = None, as_json: Json = False) -> None:
     """Bytes per device, without running."""
     cfg = _load(config, overrides, simulate)
-    import jaxmem.plan
+    from jaxmem import planning
 
     with _only_json(as_json):
-        planned = jaxmem.plan.plan(cfg)
+        planned = planning.plan(cfg)
     _show(planned.as_json() if as_json else planned.table())
 
 

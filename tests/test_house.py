@@ -19,11 +19,12 @@ LAYERS = (
     ("stack", "precision", "losses"),
     ("models", "adapters", "optim"),
     ("data", "checksum", "resume", "checkpoint", "hf"),
-    ("train",),
-    ("decode", "evaluate"),
-    ("plan",),
+    ("program",),
+    ("planning", "decode", "evaluate"),
+    ("training",),
     ("parameter_server",),
-    ("tour", "bench", "report", "doctor", "cli"),
+    ("tour", "bench", "report", "doctor"),
+    ("cli",),
     ("__init__", "__main__"),
 )
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
@@ -101,13 +102,13 @@ def test_importing_is_quick_and_starts_nothing(tmp_path: Path) -> None:
 
 
 def test_public_names(tmp_path: Path) -> None:
-    """`jaxmem.plan` and `jaxmem.train` are packages and functions, whichever way they were imported."""
     code = (
-        "import jaxmem.train.step, jaxmem.plan as plan, jaxmem; from jaxmem.config import load_config;"
-        "print(callable(plan), callable(jaxmem.train), callable(jaxmem.train.step), jaxmem.load_config is load_config,"
-        "      set(dir(jaxmem)) >= {'Config', 'kernels', 'load_config', 'plan', 'train'})"
+        "import jaxmem; from jaxmem import config, errors, kernels, planning; from jaxmem.training.run import run;"
+        "print(jaxmem.load_config is config.load_config, jaxmem.Config is config.Config,"
+        "      jaxmem.UserError is errors.UserError, jaxmem.plan is planning.plan, jaxmem.train is run,"
+        "      jaxmem.kernels is kernels, {'Config', 'kernels', 'load_config', 'optim', 'plan'} <= set(dir(jaxmem)))"
     )
-    assert run(code, cwd=tmp_path) == "True True False True True"
+    assert run(code, cwd=tmp_path) == " ".join(["True"] * 7)
 
 
 def test_a_wrong_name_is_an_attribute_error() -> None:
