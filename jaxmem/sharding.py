@@ -59,7 +59,7 @@ class Rules:
 
 def rules(zero: int) -> Rules:
     """The table of a ZeRO stage: 1 splits the optimizer's state over `fsdp`, 2 also gradients, 3 also weights."""
-    whole: Table = dict.fromkeys(("layer", "norm", "head_dim", "rank", "time", "patch", "kernel", "channels", "classes"), ())
+    whole: Table = dict.fromkeys(("layer", "norm", "head_dim", "rank", "time", "height", "width", "patch", "kernel", "channels", "classes"), ())
     tensor: Table = {**whole, "embed": (), **dict.fromkeys(("vocab", "heads", "kv_heads", "mlp"), ("tensor",))}
     split: Table = {**tensor, "embed": ("fsdp",)}
     return Rules(

@@ -6,6 +6,8 @@ with the weight itself (Kingma and Ba, arXiv:1412.6980; Loshchilov and Hutter, a
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -24,14 +26,14 @@ def schedule(cfg: config.Optimizer, steps: int) -> optax.Schedule:
         "linear": lambda: optax.linear_schedule(peak, peak * cfg.final, rest),
         "constant": lambda: optax.constant_schedule(peak),
     }[cfg.schedule]()
-    if not cfg.warmup:
-        return decay
-    # The first update is number 0 and should move: warm-up counts from 1.
-    warmup = optax.linear_schedule(peak / cfg.warmup, peak, max(cfg.warmup - 1, 1))
-    return optax.join_schedules([warmup, decay], [cfg.warmup])
+    if cfg.warmup:
+        # The first update is number 0 and should move: warm-up counts from 1.
+        warmup = optax.linear_schedule(peak / cfg.warmup, peak, max(cfg.warmup - 1, 1))
+        decay = optax.join_schedules([warmup, decay], [cfg.warmup])
+    return _standard_promotion(decay)
 
 
-def build(cfg: config.Optimizer, steps: int, axes: Any) -> optax.GradientTransformation:
+def build(cfg: config.Optimizer, learning_rate: optax.Schedule, axes: Any) -> optax.GradientTransformation:
     """The chain that a config names. `axes` are the parameters' logical axes: only matrices decay."""
 
     def decays(name: Axes) -> bool:
@@ -42,8 +44,9 @@ def build(cfg: config.Optimizer, steps: int, axes: Any) -> optax.GradientTransfo
     chain.append(optax.scale_by_adam(cfg.beta1, cfg.beta2, cfg.epsilon))
     if cfg.name == "adamw":
         chain.append(optax.add_decayed_weights(cfg.weight_decay, mask))
-    chain.append(optax.scale_by_learning_rate(schedule(cfg, steps)))
-    return _standard_promotion(optax.chain(*chain))
+    chain.append(optax.scale_by_learning_rate(learning_rate))
+    chained = optax.chain(*chain)
+    return optax.GradientTransformation(_standard_promotion(chained.init), _standard_promotion(chained.update))
 
 
 def apply(params: Any, updates: Any) -> Any:
@@ -60,15 +63,12 @@ def global_norm(tree: Any) -> jax.Array:
     return jnp.sqrt(sum(jnp.sum(jnp.square(x.astype(jnp.float32))) for x in jax.tree.leaves(tree)))
 
 
-def _standard_promotion(tx: optax.GradientTransformation) -> optax.GradientTransformation:
+def _standard_promotion(function: Callable[..., Any]) -> Callable[..., Any]:
     """optax mixes dtypes on purpose; our own code does not."""
 
-    def init(params: Any) -> Any:
+    @functools.wraps(function)
+    def call(*args: Any) -> Any:
         with jax.numpy_dtype_promotion("standard"):
-            return tx.init(params)
+            return function(*args)
 
-    def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
-        with jax.numpy_dtype_promotion("standard"):
-            return tx.update(updates, state, params)
-
-    return optax.GradientTransformation(init, update)
+    return call

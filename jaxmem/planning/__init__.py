@@ -20,8 +20,6 @@ from rich.table import Table
 from jaxmem.config import Config
 from jaxmem.program import Program, program
 
-GIB = 2**30
-
 
 @dataclass(frozen=True)
 class Plan:
@@ -30,10 +28,6 @@ class Plan:
     program: Program
     step: jax.stages.Compiled  # the very step that `train` runs
     seconds: float
-
-    @cached_property
-    def parameters(self) -> int:
-        return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(self.program.state.params))
 
     @cached_property
     def compiled(self) -> dict[str, int]:
@@ -65,7 +59,7 @@ class Plan:
 
         def share(from_stage: int, numbers: int) -> int:
             split = mesh["tensor"] * (mesh["fsdp"] if cfg.zero >= from_stage else 1)
-            return self.parameters * width * numbers // split
+            return self.program.parameters * width * numbers // split
 
         return {"parameters": share(3, 1), "optimizer": share(1, 2), "gradients": share(2, 1)}
 
@@ -73,12 +67,12 @@ class Plan:
         devices = self.program.layout.mesh.devices
         total = self.bytes_per_device["total"]
         return {
-            "model": {"name": self.program.cfg.name, "parameters": self.parameters, "trainable": self.parameters},
+            "model": {"name": self.program.cfg.name, "parameters": self.program.parameters, "trainable": self.program.parameters},
             "target": {"name": devices.flat[0].device_kind, "devices": devices.size},
             "backend": devices.flat[0].platform,
             "bytes_per_device": self.bytes_per_device,
             "predicted": self.predicted,
-            "bytes_per_parameter": total * devices.size / self.parameters,
+            "bytes_per_parameter": total * devices.size / self.program.parameters,
             "compiled": self.compiled,
             "seconds": self.seconds,
         }
@@ -86,7 +80,7 @@ class Plan:
     def table(self) -> Table:
         """For people: where the memory of one device goes."""
         devices = self.program.layout.mesh.devices.size
-        table = Table(title=f"Memory of 1 of {devices} devices: {self.parameters:,} parameters")
+        table = Table(title=f"Memory of 1 of {devices} devices: {self.program.parameters:,} parameters")
         for column in ("", "predicted", "compiled", "bytes/param"):
             table.add_column(column, justify="left" if not column else "right", no_wrap=True)
         names = {
@@ -104,7 +98,7 @@ class Plan:
             if key == "total":
                 table.add_section()
             predicted = self.predicted.get(key)
-            each = size * devices / self.parameters
+            each = size * devices / self.program.parameters
             table.add_row(name, "" if predicted is None else readable(predicted), readable(size), f"{each:.2f}")
             if key == "temporaries":
                 table.add_row("  gradients", readable(self.predicted["gradients"]), "", "")

@@ -7,6 +7,7 @@ no array is ever whole on a device that will not hold it whole.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -14,7 +15,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
+import optax
 from flax.traverse_util import unflatten_dict
 
 from jaxmem import data, models, optim, precision
@@ -48,8 +51,16 @@ class Program:
         return self._network[1]
 
     @cached_property
-    def optimizer(self) -> Any:
-        return optim.build(self.cfg.optimizer, self.cfg.steps, self.axes)
+    def parameters(self) -> int:
+        return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(self.state.params))
+
+    @cached_property
+    def learning_rate(self) -> optax.Schedule:
+        return optim.schedule(self.cfg.optimizer, self.cfg.steps)
+
+    @cached_property
+    def optimizer(self) -> optax.GradientTransformation:
+        return optim.build(self.cfg.optimizer, self.learning_rate, self.axes)
 
     @cached_property
     def state(self) -> TrainState:
@@ -83,7 +94,8 @@ class Program:
 
     def lower_step(self) -> jax.stages.Lowered:
         """The training step; its state is donated."""
-        step = make_step(self.graphdef, self.axes, objective(self.cfg.objective), self.optimizer, self.cfg.seed)
+        loss = objective(self.cfg.objective)
+        step = make_step(self.graphdef, self.axes, loss, self.optimizer, self.learning_rate, self.cfg.seed)
         places = jax.tree.map(lambda x: x.sharding, self.state)
         with self.layout:
             jitted = jax.jit(step, donate_argnums=0, out_shardings=(places, self.layout.replicated()))
@@ -100,6 +112,14 @@ class Program:
 
         with self.layout:
             return jax.jit(evaluate, out_shardings=self.layout.replicated()).lower(self.state.params, self.batch)
+
+    def place(self, batch: dict[str, np.ndarray]) -> dict[str, jax.Array]:
+        """A batch on its devices; each process gives the rows of its own."""
+        spec = self.batch
+        return {
+            name: jax.make_array_from_process_local_data(spec[name].sharding, x, spec[name].shape)
+            for name, x in batch.items()
+        }
 
     def _build(self, key: jax.Array) -> models.Network:
         memory = self.cfg.memory

@@ -46,7 +46,7 @@ def _next_token(cfg: config.Objective) -> Objective:
         loss = losses.cross_entropy(
             logits, batch["targets"], label_smoothing=cfg.label_smoothing, z_loss=cfg.z_loss
         )
-        return {"loss": jnp.sum(loss * batch["mask"]), "count": jnp.sum(batch["mask"])}
+        return _sums(loss, batch["mask"])
 
     return run
 
@@ -55,7 +55,7 @@ def _classify(cfg: config.Objective) -> Objective:
     def run(network: Network, batch: Batch, key: jax.Array | None) -> Sums:
         logits, labels = network(batch["inputs"], key=key), batch["targets"]
         loss = losses.cross_entropy(logits, labels, label_smoothing=cfg.label_smoothing, z_loss=cfg.z_loss)
-        return _sums(loss, jnp.argmax(logits, axis=-1) == labels)
+        return _sums(loss, batch["mask"], jnp.argmax(logits, axis=-1) == labels)
 
     return run
 
@@ -64,7 +64,7 @@ def _binary(_: config.Objective) -> Objective:
     def run(network: Network, batch: Batch, key: jax.Array | None) -> Sums:
         logits = network(batch["inputs"], key=key)[:, 0]
         loss = losses.binary_cross_entropy(logits, batch["targets"])
-        return _sums(loss, (logits > 0) == (batch["targets"] > 0.5))
+        return _sums(loss, batch["mask"], (logits > 0) == (batch["targets"] > 0.5))
 
     return run
 
@@ -73,7 +73,7 @@ def _regress(error: Callable[[jax.Array, jax.Array], jax.Array]) -> Callable[[co
     def make(_: config.Objective) -> Objective:
         def run(network: Network, batch: Batch, key: jax.Array | None) -> Sums:
             predicted = network(batch["inputs"], key=key)[:, 0]
-            return _sums(error(predicted, batch["targets"]))
+            return _sums(error(predicted, batch["targets"]), batch["mask"])
 
         return run
 
@@ -85,11 +85,12 @@ def _contrastive(cfg: config.Objective) -> Objective:
         first, second = (None, None) if key is None else jax.random.split(key)
         left, right = network(batch["inputs"], key=first), network(batch["pairs"], key=second)
         scores = losses.similarities(left, right, cfg.temperature)
-        return _sums(losses.contrastive(scores), jnp.argmax(scores, axis=-1) == jnp.arange(scores.shape[0]))
+        correct = jnp.argmax(scores, axis=-1) == jnp.arange(scores.shape[0])
+        return _sums(losses.contrastive(scores), batch["mask"], correct)
 
     return run
 
 
-def _sums(loss: jax.Array, correct: jax.Array | None = None) -> Sums:
-    sums = {"loss": jnp.sum(loss), "count": jnp.asarray(float(loss.size))}
-    return sums if correct is None else sums | {"correct": jnp.sum(correct.astype(jnp.float32))}
+def _sums(loss: jax.Array, mask: jax.Array, correct: jax.Array | None = None) -> Sums:
+    sums = {"loss": jnp.sum(loss * mask), "count": jnp.sum(mask)}
+    return sums if correct is None else sums | {"correct": jnp.sum(jnp.where(correct, mask, 0.0))}

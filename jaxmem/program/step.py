@@ -36,7 +36,12 @@ class TrainState:
 
 
 def make_step(
-    graphdef: Any, axes: Any, objective: Objective, tx: optax.GradientTransformation, seed: int
+    graphdef: Any,
+    axes: Any,
+    objective: Objective,
+    tx: optax.GradientTransformation,
+    learning_rate: optax.Schedule,
+    seed: int,
 ) -> Callable[[TrainState, Batch], tuple[TrainState, Metrics]]:
     """The training step. Leaves of the batch are [accumulate, rows, ...]; `axes` are the parameters'."""
 
@@ -54,7 +59,11 @@ def make_step(
         grads = jax.tree.map(lambda g: (g / jnp.maximum(sums["count"], 1.0)).astype(g.dtype), grads)
         updates, opt_state = tx.update(grads, state.opt_state, state.params)
         params = optim.apply(state.params, updates)
-        metrics = means(sums) | {"count": sums["count"], "gradient_norm": optim.global_norm(grads)}
+        metrics = means(sums) | {
+            "count": sums["count"],
+            "gradient_norm": optim.global_norm(grads),
+            "learning_rate": learning_rate(state.step),
+        }
         return TrainState(state.step + 1, params, opt_state), metrics
 
     return step
