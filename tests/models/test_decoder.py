@@ -1,0 +1,152 @@
+"""The decoder: published sizes, causality, packing, positions, the cache."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from jaxmem.config import Decoder as DecoderConfig
+from jaxmem.config import load_config, parameter_count
+from jaxmem.models import Decoder, Execution, build
+
+PUBLISHED = {
+    "llama2-7b": 6_738_415_616,
+    "llama2-13b": 13_015_864_320,
+    "llama3-8b": 8_030_261_248,
+    "llama3.2-1b": 1_235_814_400,
+    "llama3-70b": 70_553_706_496,
+    "llama3-405b": 405_853_388_800,
+    "mistral-7b": 7_241_732_096,
+    "qwen2.5-7b": 7_615_616_512,
+    "qwen3-8b": 8_190_735_360,
+    "qwen3-32b": 32_762_123_264,
+}
+
+
+def preset(name, **fields):
+    cfg = load_config({"name": "x", "model": {"preset": name, **fields}, "train": {"steps": 1}})
+    return cfg.model
+
+
+def small(**fields):
+    base = {"vocab": 61, "layers": 2, "embed": 32, "mlp": 48, "heads": 4, "kv_heads": 2, "head_dim": 8}
+    return DecoderConfig(**{**base, **fields})
+
+
+def tokens(batch=2, time=13, seed=0):
+    return jax.random.randint(jax.random.key(seed), (batch, time), 0, 61, jnp.int32)
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_parameter_counts_are_the_published_ones(name):
+    network = nnx.eval_shape(lambda: build(preset(name), nnx.Rngs(0)))
+    count = sum(leaf.size for leaf in jax.tree.leaves(nnx.to_pure_dict(nnx.state(network))))
+    assert count == PUBLISHED[name] == parameter_count(preset(name))
+
+
+@pytest.mark.parametrize("name", ["tiny", "60m", "130m", "350m", "1b"])
+def test_arithmetic_counts_what_the_network_has(name):
+    network = nnx.eval_shape(lambda: build(preset(name), nnx.Rngs(0)))
+    assert sum(x.size for x in jax.tree.leaves(nnx.to_pure_dict(nnx.state(network)))) == parameter_count(preset(name))
+
+
+def test_every_weight_names_an_axis_for_each_dimension():
+    network = Decoder(small(attention_bias=True, qk_norm=True), nnx.Rngs(0))
+    for path, variable in nnx.to_flat_state(nnx.state(network)):
+        assert len(variable.get_metadata()["axes"]) == variable.get_value().ndim, path
+
+
+def test_a_token_changes_nothing_before_it():
+    network = Decoder(small(), nnx.Rngs(0))
+    a = tokens()
+    b = a.at[:, 8].set((a[:, 8] + 1) % 61)
+    before, after = network(a), network(b)
+    np.testing.assert_array_equal(before[:, :8], after[:, :8])
+    assert float(jnp.abs(before[:, 8:] - after[:, 8:]).max()) > 1e-3
+
+
+def test_a_window_hides_what_lies_further_back():
+    network = Decoder(small(window=3, layers=1), nnx.Rngs(0))
+    a = tokens()
+    b = a.at[:, 2].set((a[:, 2] + 1) % 61)
+    before, after = network(a), network(b)
+    np.testing.assert_allclose(before[:, 5:], after[:, 5:], atol=1e-6)
+    assert float(jnp.abs(before[:, 4] - after[:, 4]).max()) > 1e-4
+
+
+def test_packed_documents_do_not_see_each_other():
+    network = Decoder(small(), nnx.Rngs(0))
+    first, second = tokens(1, 5, 1), tokens(1, 8, 2)
+    packed = jnp.concatenate([first, second], axis=1)
+    segments = jnp.asarray([[1] * 5 + [2] * 8], jnp.int32)
+    positions = jnp.asarray([[*range(5), *range(8)]], jnp.int32)
+    together = network(packed, positions, segments)
+    np.testing.assert_allclose(together[:, :5], network(first), atol=2e-5)
+    np.testing.assert_allclose(together[:, 5:], network(second), atol=2e-5)
+
+
+@pytest.mark.parametrize(
+    "fields", [{}, {"window": 4}, {"qk_norm": True, "attention_bias": True}, {"tie_embeddings": True}, {"kv_heads": 4}]
+)
+def test_the_cache_gives_what_the_whole_sequence_gives(fields):
+    network = Decoder(small(**fields), nnx.Rngs(0))
+    ids = tokens(1, 11)
+    whole = network(ids)
+    logits, cache = network.prefill(ids[:, :6])
+    np.testing.assert_allclose(logits, whole[:, 5], atol=2e-5)
+    cache = jax.tree.map(lambda kept: jnp.pad(kept, [(0, 0), (0, 0), (0, 5), (0, 0), (0, 0)]), cache)
+    for place in range(6, 11):
+        logits, cache = network.extend(ids[:, place : place + 1], cache, jnp.asarray(place, jnp.int32))
+        np.testing.assert_allclose(logits, whole[:, place], atol=2e-5)
+
+
+def test_dropout_needs_a_key_and_follows_it():
+    network = Decoder(small(dropout=0.5), nnx.Rngs(0))
+    ids = tokens()
+    still = network(ids)
+    np.testing.assert_array_equal(still, network(ids))
+    one, same, other = (network(ids, key=jax.random.key(k)) for k in (1, 1, 2))
+    np.testing.assert_array_equal(one, same)
+    assert float(jnp.abs(one - other).max()) > 1e-3
+    assert float(jnp.abs(one - still).max()) > 1e-3
+
+
+@pytest.mark.parametrize("remat", ["none", "full", "dots"])
+def test_recomputation_changes_no_gradient(remat):
+    cfg = small(dropout=0.3)
+    ids = tokens()
+
+    def gradient(execution):
+        network = Decoder(cfg, nnx.Rngs(0), execution)
+        graphdef, state = nnx.split(network)
+        return jax.jit(jax.grad(lambda p: jnp.sum(jnp.square(nnx.merge(graphdef, p)(ids, key=jax.random.key(3))))))(
+            nnx.to_pure_dict(state)
+        )
+
+    plain = gradient(Execution())
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-5 * float(jnp.abs(b).max())),
+        gradient(Execution(remat=remat)),
+        plain,
+    )
+
+
+def test_products_in_bfloat16_norms_and_weights_in_float32():
+    network = Decoder(small(), nnx.Rngs(0), Execution(dtype=np.dtype(jnp.bfloat16)))
+    jaxpr = str(jax.make_jaxpr(lambda ids: network(ids))(tokens()))
+    assert "bf16[2,13,48] = dot_general" in jaxpr
+    assert "f32[2,13,48] = dot_general" not in jaxpr
+    assert "rsqrt" in jaxpr
+    assert not any("bf16" in line and "rsqrt" in line for line in jaxpr.splitlines())
+    assert network(tokens()).dtype == jnp.bfloat16
+
+
+def test_compile_time_does_not_grow_with_depth():
+    def program_size(layers):
+        network = nnx.eval_shape(lambda: Decoder(small(layers=layers), nnx.Rngs(0)))
+        graphdef, state = nnx.split(network)
+        lowered = jax.jit(lambda p, ids: nnx.merge(graphdef, p)(ids)).lower(nnx.to_pure_dict(state), tokens())
+        return len(lowered.as_text())
+
+    assert program_size(64) < 1.02 * program_size(2)
