@@ -1,0 +1,161 @@
+"""Tokens on disk: tokenize once, then train from a memory map at the speed of the disk.
+
+A cache is a directory: `tokens.bin` (2 bytes a token, 4 where the vocabulary is above 65,536),
+`ends.bin` (8 bytes a record: where its tokens end) and `meta.json`. Records are those of the source,
+piece by piece, so training from the cache sees the very batches that the source itself would give. It
+is written beside its place and renamed when it is whole: there is no half-written cache.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from jaxmem.data.text import Piece, Records
+from jaxmem.data.tokenizer import Tokenizer, document_tokens
+from jaxmem.errors import UserError
+
+FORMAT = 1
+TOGETHER = 1 << 20  # characters tokenized at a time
+FILES = ("tokens.bin", "ends.bin", "meta.json")
+
+
+class TokenCache:
+    """The records of a cache, as token ids."""
+
+    blocks = None
+
+    def __init__(self, path: str | None, tokenizer: Tokenizer) -> None:
+        if not path:
+            raise UserError("data.source tokens needs data.path: a directory that `jaxmem tokenize` wrote")
+        self.path = Path(path).expanduser()
+        meta = _read_meta(self.path)
+        if meta["tokenizer"] != tokenizer.identity:
+            raise UserError(
+                f"{path}: these tokens were made with {meta['made_with']} of {meta['vocab_size']} tokens, "
+                f"which data.tokenizer is not ({tokenizer.vocab_size} tokens); set it or tokenize anew"
+            )
+        dtype = np.dtype(np.uint16 if meta["vocab_size"] <= 2**16 else np.uint32)
+        self._ends = self._map("ends.bin", np.dtype(np.int64), meta["records"])
+        self._tokens = self._map("tokens.bin", dtype, meta["tokens"])
+        if self._ends[-1] != meta["tokens"]:
+            raise UserError(f"{self.path}: damaged: ends.bin does not fit tokens.bin; tokenize anew")
+
+    def _map(self, name: str, dtype: np.dtype[Any], count: int) -> np.ndarray:
+        file = self.path / name
+        found = file.stat().st_size if file.is_file() else 0
+        if not found or found != count * dtype.itemsize:
+            raise UserError(f"{file}: damaged: {found} bytes instead of {count * dtype.itemsize}; tokenize anew")
+        return np.memmap(file, dtype, "r")
+
+    def __len__(self) -> int:
+        return len(self._ends)
+
+    def tokens(self, index: int) -> np.ndarray:
+        start = int(self._ends[index - 1]) if index else 0
+        return np.asarray(self._tokens[start : int(self._ends[index])], np.int32)
+
+    def close(self) -> None:
+        pass
+
+
+def _read_meta(path: Path) -> dict[str, Any]:
+    try:
+        meta = json.loads((path / "meta.json").read_bytes())
+        kinds = {"format": int, "tokenizer": str, "made_with": str, "vocab_size": int, "records": int, "tokens": int}
+        if wrong := [key for key, kind in kinds.items() if not isinstance(meta[key], kind)]:
+            raise ValueError(f"wrong {', '.join(wrong)}")
+    except OSError as error:
+        raise UserError(f"data.path {path}: no token cache (`jaxmem tokenize` writes one): {error.strerror}") from error
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        raise UserError(f"{path}/meta.json: damaged: {error}; tokenize anew") from error
+    if meta["format"] != FORMAT:
+        raise UserError(f"{path}: a token cache of format {meta['format']}; this version reads {FORMAT}; tokenize anew")
+    return dict(meta)
+
+
+def write_cache(
+    directory: str | os.PathLike[str],
+    records: Records,
+    tokenizer: Tokenizer,
+    made_with: str,
+    progress: Callable[[int, int], None] | None = None,
+) -> dict[str, Any]:
+    """Tokenizes all records in their order; returns what meta.json says."""
+    target = Path(directory).expanduser()
+    if target.exists() and (not target.is_dir() or any(target.iterdir())):
+        raise UserError(f"{target} exists already; remove it or choose another directory")
+    dtype = np.uint16 if tokenizer.vocab_size <= 2**16 else np.uint32
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        unfinished = Path(tempfile.mkdtemp(prefix=f".{target.name}.unfinished-", dir=target.parent))
+    except OSError as error:
+        raise UserError(f"{target}: cannot be written: {error.strerror}") from error
+    try:
+        written = 0
+        with (unfinished / "tokens.bin").open("wb") as tokens, (unfinished / "ends.bin").open("wb") as ends:
+            for start, pieces in _together(records):
+                try:
+                    found = document_tokens(tokenizer, pieces)
+                except UnicodeDecodeError as error:
+                    raise not_utf8(records, start, pieces) from error
+                lengths = np.cumsum([len(ids) for ids in found], dtype=np.int64)
+                tokens.write(np.concatenate(found).astype(dtype).tobytes())
+                ends.write((lengths + written).tobytes())
+                written += int(lengths[-1])
+                if progress:
+                    progress(start + len(pieces), len(records))
+        meta = {
+            "format": FORMAT,
+            "tokenizer": tokenizer.identity,
+            "made_with": made_with,
+            "vocab_size": tokenizer.vocab_size,
+            "records": len(records),
+            "tokens": written,
+        }
+        (unfinished / "meta.json").write_text(json.dumps(meta, indent=1) + "\n", encoding="utf-8")
+        for name in FILES:
+            with (unfinished / name).open("rb") as file:
+                os.fsync(file.fileno())
+        unfinished.chmod(0o777 & ~_umask())  # mkdtemp's is for the owner alone
+        unfinished.rename(target)
+    except OSError as error:
+        raise UserError(f"{target}: cannot be written: {error.strerror}") from error
+    finally:
+        shutil.rmtree(unfinished, ignore_errors=True)
+    return meta
+
+
+def _umask() -> int:
+    mask = os.umask(0o077)
+    os.umask(mask)
+    return mask
+
+
+def _together(records: Records) -> Any:
+    """Runs of records of about a megabyte: (number of the first, pieces)."""
+    pieces: list[Piece] = []
+    size = 0
+    for index in range(len(records)):
+        pieces.append(records[index])
+        size += len(pieces[-1].text)
+        if size >= TOGETHER or index == len(records) - 1:
+            yield index + 1 - len(pieces), pieces
+            pieces, size = [], 0
+
+
+def not_utf8(records: Records, start: int, pieces: list[Piece]) -> UserError:
+    """The message for text that is not UTF-8, naming the first such record."""
+    for index, piece in enumerate(pieces, start):
+        try:
+            piece.text.decode() if isinstance(piece.text, bytes) else piece.text.encode()
+        except UnicodeError as error:
+            return UserError(f"{records.where(index)}: not UTF-8: {error} (data.tokenizer=bytes takes any bytes)")
+    raise AssertionError("all of these records are UTF-8")

@@ -1,0 +1,159 @@
+"""The records that a config's `data` names: their sources opened, tokenized and put in order."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+
+from jaxmem.config.sections import Config, Source
+from jaxmem.data import order
+from jaxmem.data.cache import TokenCache, not_utf8, write_cache
+from jaxmem.data.digits import Digits, digits_file
+from jaxmem.data.files import file_size, find_files
+from jaxmem.data.jsonl import JsonLines
+from jaxmem.data.parquet import ParquetRows
+from jaxmem.data.text import Records, TextFiles, piece_bytes, stdlib_files
+from jaxmem.data.tokenizer import Tokenizer, document_tokens, tokenizer_for
+from jaxmem.errors import UserError
+
+WHOLE = 256 << 20  # bytes of data up to which a fingerprint reads all of it
+SUFFIXES = {"jsonl": (".jsonl", ".ndjson", ".json"), "parquet": (".parquet",)}
+
+
+def source_files(source: Source) -> list[Path]:
+    match source.source:
+        case "stdlib":
+            return stdlib_files()
+        case "digits":
+            return [digits_file()]
+        case kind:
+            return find_files(source.path, kind, SUFFIXES.get(kind, ()))
+
+
+def _open_text(source: Source, limit: int) -> Records:
+    paths = source_files(source)
+    match source.source:
+        case "jsonl":
+            return JsonLines(paths, source.field, limit)
+        case "parquet":
+            return ParquetRows(paths, source.field)
+        case _:
+            return TextFiles(paths, limit)
+
+
+def _sources(cfg: Config) -> Sequence[Source]:
+    return cfg.data.mixture or (cfg.data,)
+
+
+class Corpus:
+    """All sources of a config, indexed. One corpus serves several loaders, in threads of their own."""
+
+    def __init__(self, cfg: Config) -> None:
+        self._cfg = cfg
+        kinds = [source.source for source in _sources(cfg)]
+        images = cfg.objective.name != "next_token"
+        if images != ("digits" in kinds) or (images and len(kinds) > 1):
+            raise UserError(
+                f"objective {cfg.objective.name} trains on {'digits alone' if images else 'text'}; "
+                f"data.source is {' + '.join(kinds)}"
+            )
+        self.sources: list[Records | TokenCache | Digits] = []
+        if images:
+            self.sources.append(Digits())
+            return
+        self.tokenizer = tokenizer_for(cfg.data.tokenizer)
+        vocab = getattr(cfg.model, "vocab", 0)
+        if self.tokenizer.vocab_size > vocab:
+            raise UserError(
+                f"data.tokenizer {cfg.data.tokenizer} has {self.tokenizer.vocab_size} tokens, but model.vocab is "
+                f"{vocab}; set model.vocab to {self.tokenizer.vocab_size} or more"
+            )
+        limit = piece_bytes(cfg.data.sequence_length)
+        for source in _sources(cfg):
+            cached = source.source == "tokens"
+            self.sources.append(TokenCache(source.path, self.tokenizer) if cached else _open_text(source, limit))
+
+    def tokens(self, source: int, record: int) -> np.ndarray:
+        """The token ids of one record, int32."""
+        records = self.sources[source]
+        if isinstance(records, TokenCache):
+            return records.tokens(record)
+        if isinstance(records, Digits):
+            raise TypeError("digits have no tokens")
+        piece = records[record]
+        try:
+            return document_tokens(self.tokenizer, [piece])[0]
+        except UnicodeDecodeError as error:
+            raise not_utf8(records, record, [piece]) from error
+
+    def order(self, split: Literal["train", "held_out"]) -> Any:
+        """The split's records in their order: a grain MapDataset of (source, record), an epoch long."""
+        data = self._cfg.data
+        counts = [len(source) for source in self.sources]
+        weights = [source.weight for source in _sources(self._cfg)]
+        if split == "held_out":
+            return order.held_out_order(counts, weights, held_out=data.held_out)
+        blocks = [source.blocks for source in self.sources]
+        return order.training_order(
+            counts, weights, blocks, held_out=data.held_out, seed=self._cfg.seed, shuffle=data.shuffle
+        )
+
+    def close(self) -> None:
+        for source in self.sources:
+            source.close()
+
+
+def tokenize(
+    cfg: Config, directory: str | os.PathLike[str], progress: Callable[[int, int], None] | None = None
+) -> dict[str, Any]:
+    """Writes the token cache of a config's data. `progress` is told (records done, records)."""
+    if len(_sources(cfg)) > 1:
+        raise UserError("data.mixture cannot be tokenized as a whole; tokenize each source, then mix the caches")
+    source = _sources(cfg)[0]
+    if source.source in ("digits", "tokens"):
+        raise UserError(f"data.source {source.source} has no text to tokenize")
+    tokenizer: Tokenizer = tokenizer_for(cfg.data.tokenizer)
+    records = _open_text(source, piece_bytes(cfg.data.sequence_length))
+    try:
+        return write_cache(directory, records, tokenizer, cfg.data.tokenizer, progress)
+    finally:
+        records.close()
+
+
+def fingerprint(cfg: Config) -> str:
+    """A hash of the data's files and its tokenizer, to notice when they have changed between runs.
+
+    Up to 256 MiB of files: names (below their common directory) and contents, so that a copy of the
+    data elsewhere is the same data. Above: names, sizes, times of change, first and last 4 KiB.
+    """
+    digest = hashlib.blake2b(digest_size=16)
+    if cfg.objective.name == "next_token":
+        digest.update(tokenizer_for(cfg.data.tokenizer).identity.encode())
+    for source in _sources(cfg):
+        paths = source_files(source)
+        sizes = [file_size(path) for path in paths]
+        root = os.path.commonpath([path.absolute().parent for path in paths])
+        digest.update(f"\0{source.source}\0{source.field}\0{len(paths)}".encode())
+        for path, size in zip(paths, sizes, strict=True):
+            digest.update(os.fsencode(path.absolute().relative_to(root)) + f"\0{size}\0".encode())
+            _update(digest, path, size, whole=sum(sizes) <= WHOLE)
+    return digest.hexdigest()
+
+
+def _update(digest: Any, path: Path, size: int, *, whole: bool) -> None:
+    try:
+        with path.open("rb") as file:
+            if whole:
+                while part := file.read(1 << 20):
+                    digest.update(part)
+                return
+            digest.update(f"{os.fstat(file.fileno()).st_mtime_ns}\0".encode() + file.read(4096))
+            file.seek(max(0, size - 4096))
+            digest.update(file.read(4096))
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read: {error.strerror}") from error

@@ -1,0 +1,121 @@
+"""scikit-learn's bundled handwritten digits: 1,797 real images of 8 x 8 pixels, each 0 to 16.
+
+Read straight from the file in the installed package (importing scikit-learn takes a second and brings
+scipy). Each image is one record and each row of a batch takes one record a step; `mask` is 0 for the
+rows that are left over at the end of a split.
+
+Alpaydin, Kaynak 1998, Optical Recognition of Handwritten Digits (UCI).
+"""
+
+from __future__ import annotations
+
+import gzip
+import importlib.util
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from jaxmem.config.sections import Config
+from jaxmem.data.order import mix64
+from jaxmem.data.packing import Batch
+from jaxmem.errors import UserError
+
+SIZE = 8  # pixels, each side
+BRIGHTEST = 16
+
+
+def digits_file() -> Path:
+    found = importlib.util.find_spec("sklearn")
+    for folder in (found.submodule_search_locations or []) if found else []:
+        file = Path(folder, "datasets", "data", "digits.csv.gz")
+        if file.is_file():
+            return file
+    raise UserError("data.source digits needs scikit-learn, which brings the images: pip install 'jaxmem[digits]'")
+
+
+class Digits:
+    """All images, uint8 [image, 8, 8], and their labels."""
+
+    blocks = None
+
+    def __init__(self) -> None:
+        path = digits_file()
+        try:
+            with gzip.open(path, "rt", encoding="ascii") as file:
+                table = np.loadtxt(file, delimiter=",", dtype=np.uint8)
+        except (OSError, EOFError, ValueError) as error:
+            raise UserError(f"{path}: cannot be read: {error}") from error
+        self.images, self.labels = table[:, :-1].reshape(-1, SIZE, SIZE), table[:, -1]
+
+    def __len__(self) -> int:
+        return len(self.images)
+
+    def close(self) -> None:
+        pass
+
+
+def pixels_dtype(cfg: Config) -> Any:
+    """Categories for a model that embeds pixels, otherwise numbers."""
+    return np.int32 if getattr(cfg.model, "inputs", "numbers") != "numbers" else np.float32
+
+
+class DigitRows:
+    """The rows that one process builds: images [accumulate, columns, 8, 8, 1] and targets."""
+
+    def __init__(self, cfg: Config, data: Digits, order: Any, rows: np.ndarray, total: int) -> None:
+        self._cfg, self._data, self._order, self._rows, self._total = cfg, data, order, rows, total
+        self._step = 0
+
+    def _places(self) -> np.ndarray:
+        return self._rows + self._step * self._cfg.batch.global_size
+
+    @property
+    def ended(self) -> bool:
+        return bool(self._places().min() >= self._total)
+
+    def batch(self) -> Batch:
+        places = self._places()
+        real = places < self._total
+        records = np.zeros(places.shape, np.int64)
+        records[real] = [self._order[int(place)][1] for place in places[real]]
+        self._step += 1
+        images, labels = self._data.images[records], self._data.labels[records]
+        batch = {"inputs": self._pixels(images)}
+        match self._cfg.objective.name:
+            case "classify":
+                batch["targets"] = labels.astype(np.int32)
+            case "binary":
+                batch["targets"] = (labels % 2).astype(np.float32)
+            case "contrastive":
+                batch["pairs"] = self._pixels(another_view(images, places, self._cfg.seed))
+            case _:
+                batch["targets"] = labels.astype(np.float32)
+        return batch | {"mask": real.astype(np.float32)}
+
+    def _pixels(self, images: np.ndarray) -> np.ndarray:
+        dtype = pixels_dtype(self._cfg)
+        values = images[..., None].astype(dtype)
+        return values if dtype is np.int32 else values / np.float32(BRIGHTEST)
+
+    @property
+    def positions(self) -> np.ndarray:
+        return np.stack([np.full(self._rows.size, self._step), np.zeros(self._rows.size, np.int64)], axis=1)
+
+    @positions.setter
+    def positions(self, values: np.ndarray) -> None:
+        self._step = int(values[0, 0])
+
+
+def another_view(images: np.ndarray, places: np.ndarray, seed: int) -> np.ndarray:
+    """The images moved by up to a pixel each way, with noise of up to 2 of 16, by their place in the order."""
+    shape, images, places = images.shape, images.reshape(-1, SIZE, SIZE), places.reshape(-1)
+    bits = mix64(mix64(places) ^ np.uint64(seed))
+    down, right = (bits % np.uint64(3)).astype(int), (bits // np.uint64(3) % np.uint64(3)).astype(int)
+    padded = np.pad(images, ((0, 0), (1, 1), (1, 1))).astype(np.int64)
+    side = np.arange(SIZE)
+    rows, columns = (down[:, None] + side)[:, :, None], (right[:, None] + side)[:, None, :]
+    moved = padded[np.arange(len(images))[:, None, None], rows, columns]
+    noise = mix64(bits[:, None] + np.arange(SIZE * SIZE, dtype=np.uint64)) % np.uint64(5)
+    noisy = moved + noise.astype(np.int64).reshape(moved.shape) - 2
+    return noisy.clip(0, BRIGHTEST).astype(np.uint8).reshape(shape)

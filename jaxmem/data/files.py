@@ -1,0 +1,100 @@
+"""Files as the data sources see them: a sorted list of paths, and reads that keep nothing in memory.
+
+Reads are `pread`s of a few kilobytes from descriptors that stay open while they are in use (at most
+64, so 10,000 small files need no more). Unlike a memory map they do not count as the process's own
+memory: a run over 10 GB stays as small as one over 10 MB.
+"""
+
+from __future__ import annotations
+
+import glob
+import os
+import threading
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from jaxmem.errors import UserError, nearest
+
+OPEN_FILES = 64
+
+
+def find_files(path: str | None, source: str, suffixes: Sequence[str] = ()) -> list[Path]:
+    """The files that `path` (a file, a directory or a glob) names, in an order that no locale changes.
+
+    Of a directory: everything below it that is not hidden and ends with one of `suffixes` (any name
+    where there are none).
+    """
+    if not path:
+        raise UserError(f"data.source {source} needs data.path: a file, a directory or a glob")
+    given = Path(path).expanduser()
+    if given.is_file():
+        return [given]
+    if given.is_dir():
+        found = [file for file in _below(given) if not suffixes or file.suffix.lower() in suffixes]
+        lacking = f"no file ending in {', '.join(suffixes)} in this directory" if suffixes else "an empty directory"
+    elif glob.has_magic(path):
+        names = glob.glob(str(given), recursive=True)  # noqa: PTH207 (Path.glob takes no absolute patterns)
+        found = [file for file in map(Path, names) if file.is_file()]
+        lacking = "no file matches"
+    else:
+        raise UserError(f"data.path {path}: no such file or directory{_neighbour(given)}")
+    if not found:
+        raise UserError(f"data.path {path}: {lacking}")
+    return sorted(found, key=os.fsencode)
+
+
+def _below(root: Path) -> Iterator[Path]:
+    for folder, folders, names in os.walk(root):
+        folders[:] = [name for name in folders if not name.startswith(".")]
+        yield from (Path(folder, name) for name in names if not name.startswith("."))
+
+
+def _neighbour(path: Path) -> str:
+    hint = nearest(path.name, [file.name for file in path.parent.iterdir()]) if path.parent.is_dir() else ""
+    return hint if "did you mean" in hint else ""
+
+
+def file_size(path: Path) -> int:
+    try:
+        return path.stat().st_size
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read: {error.strerror}") from error
+
+
+class OpenFiles:
+    """Reads parts of many files through few descriptors; safe to use from several threads."""
+
+    def __init__(self) -> None:
+        self._open: OrderedDict[Path, int] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def read(self, path: Path, start: int, end: int) -> bytes:
+        """The bytes [start, end) of a file; an error where it has become shorter than that."""
+        with self._lock:
+            try:
+                descriptor = self._descriptor(path)
+                parts = []
+                while start < end and (part := os.pread(descriptor, end - start, start)):
+                    parts.append(part)
+                    start += len(part)
+            except OSError as error:
+                raise UserError(f"{path}: cannot be read: {error.strerror}") from error
+        if start < end:
+            raise UserError(f"{path}: the file became shorter while it was in use (ends before byte {end})")
+        return parts[0] if len(parts) == 1 else b"".join(parts)
+
+    def _descriptor(self, path: Path) -> int:
+        if path in self._open:
+            self._open.move_to_end(path)
+            return self._open[path]
+        descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0))
+        self._open[path] = descriptor
+        if len(self._open) > OPEN_FILES:
+            os.close(self._open.popitem(last=False)[1])
+        return descriptor
+
+    def close(self) -> None:
+        with self._lock:
+            while self._open:
+                os.close(self._open.popitem()[1])

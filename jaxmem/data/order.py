@@ -1,0 +1,195 @@
+"""In which order records are read: held-out share, shuffle, epochs, mixture, all by arithmetic.
+
+Built on grain's map datasets: `order[k]` is the k-th record of an order without end, found in O(1)
+memory and time, so that a position is one number and each row of a batch can walk its own way.
+Epoch e of a source is order[e * n : (e + 1) * n], each its own permutation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from fractions import Fraction
+from typing import Any
+
+import numpy as np
+
+from jaxmem.errors import UserError
+
+Record = tuple[int, int]  # source, record of it
+
+
+def mix64(values: np.ndarray) -> np.ndarray:
+    """Steele, Lea, Flood 2014 (SplitMix64): a bijection of 64-bit numbers that looks random.
+
+    Ours, because numpy's generators may change between releases and data must not.
+    """
+    values = values.astype(np.uint64) + np.uint64(0x9E3779B97F4A7C15)
+    values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return values ^ (values >> np.uint64(31))
+
+
+def held_out_records(count: int, share: float) -> np.ndarray:
+    """The records kept for evaluation, sorted: those whose number hashes below the share.
+
+    A record's side depends on its number alone, so data that grows at its end keeps its split. 8 bytes
+    for each record held out; at least one where the share is above 0.
+    """
+    if not share:
+        return np.zeros(0, np.int64)
+    if count < 2:
+        raise UserError(f"data.held_out {share}: there is only {count} record to divide; set data.held_out=0")
+    below = np.uint64(share * 2**64)
+    parts = [np.arange(start, min(start + 2**20, count)) for start in range(0, count, 2**20)]
+    held = np.concatenate([part[mix64(part) < below] for part in parts])
+    if len(held) in (0, count):  # few records: at least one on each side
+        extreme = np.argmin(mix64(np.arange(count)))
+        held = np.array([extreme]) if not len(held) else np.delete(held, extreme)
+    return held
+
+
+class _Training:
+    """The records of a source that are not held out, by their place among themselves."""
+
+    def __init__(self, source: int, count: int, held: np.ndarray) -> None:
+        self._source, self._length = source, count - len(held)
+        self._before = held - np.arange(len(held))  # training records in front of each one held out
+
+    def __len__(self) -> int:
+        return self._length
+
+    def __getitem__(self, index: int) -> Record:
+        return self._source, index + int(np.searchsorted(self._before, index, side="right"))
+
+    def block_lengths(self, blocks: np.ndarray) -> np.ndarray:
+        """Lengths of runs of all records, as lengths of what is left of them."""
+        held = self._before + np.arange(len(self._before))
+        ends = np.cumsum(blocks)
+        left = np.diff(ends - np.searchsorted(held, ends), prepend=0)
+        return left[left > 0]
+
+
+class _HeldOut:
+    """The records held out, in a fixed order that is random in their numbers."""
+
+    def __init__(self, source: int, held: np.ndarray) -> None:
+        self._source, self._records = source, held[np.argsort(mix64(held))]
+
+    def __len__(self) -> int:
+        return len(self._records)
+
+    def __getitem__(self, index: int) -> Record:
+        return self._source, int(self._records[index])
+
+
+class _BlockShuffle:
+    """A grain selection map: blocks in random order, and the records of each in random order."""
+
+    def __init__(self, lengths: np.ndarray, seed: int) -> None:
+        self._lengths, self._seed = lengths, seed
+        self._starts = np.cumsum(lengths) - lengths
+        self._epoch, self._order, self._ends = -1, lengths, lengths
+
+    def __len__(self) -> int:
+        return int(self._lengths.sum())
+
+    def __getitem__(self, index: int) -> tuple[int, int]:
+        from grain.experimental import index_shuffle
+
+        epoch, place = divmod(index, len(self))
+        # A new one each epoch; one number and two arrays, replaced together for the sake of threads.
+        if epoch != self._epoch:
+            order = np.argsort(mix64(np.arange(len(self._lengths)) + (mixed(self._seed, epoch) << 1)))
+            self._epoch, self._order, self._ends = epoch, order, np.cumsum(self._lengths[order])
+        at = int(np.searchsorted(self._ends, place, side="right"))
+        block = int(self._order[at])
+        length = int(self._lengths[block])
+        within = index_shuffle(
+            place - (int(self._ends[at]) - length), max_index=length - 1, seed=mixed(self._seed, epoch, block), rounds=4
+        )
+        return 0, epoch * len(self) + int(self._starts[block]) + within
+
+
+class _Weighted:
+    """A grain selection map: which source gives the k-th record, so that each has its share of any prefix.
+
+    Of k records the first source gives ceil(k * its share); the rest is divided likewise among the others.
+    Exact in integers: grain's own mixture rounds weights to hundredths of the smallest.
+    """
+
+    def __init__(self, lengths: Sequence[int], weights: Sequence[float]) -> None:
+        exact = [Fraction(weight) for weight in weights]
+        total = sum(exact)
+        # An epoch ends before any source would begin its second.
+        self._length = min(int(length / (weight / total)) for length, weight in zip(lengths, exact, strict=True))
+        self._rests: list[tuple[int, int]] = []  # what all later sources weigh, against this one with them
+        for weight in exact:
+            rest = (total - weight) / total
+            self._rests.append((rest.numerator, rest.denominator))
+            total -= weight
+
+    def __len__(self) -> int:
+        return self._length
+
+    def __getitem__(self, index: int) -> tuple[int, int]:
+        before, after = index, index + 1  # records that fall to this source and the later ones
+        for source, (rest, whole) in enumerate(self._rests):
+            later_before, later_after = before * rest // whole, after * rest // whole
+            if later_after == later_before:
+                return source, before - later_before
+            before, after = later_before, later_after
+        raise AssertionError("the last source takes all that is left")
+
+
+def mixed(*numbers: int) -> int:
+    """One 32-bit seed of several numbers."""
+    state = np.zeros(1, np.uint64)
+    for number in numbers:
+        state = mix64(state ^ np.uint64(number % 2**64))
+    return int(state[0]) >> 32
+
+
+def training_order(
+    counts: Sequence[int],
+    weights: Sequence[float],
+    blocks: Sequence[np.ndarray | None],
+    *,
+    held_out: float,
+    seed: int,
+    shuffle: bool,
+) -> Any:
+    """A grain MapDataset of records, without end; its length is an epoch."""
+    import grain
+
+    parts = []
+    for source, (count, runs) in enumerate(zip(counts, blocks, strict=True)):
+        training = _Training(source, count, held_out_records(count, held_out))
+        part = grain.MapDataset.source(training)
+        if shuffle and runs is not None:
+            order = _BlockShuffle(training.block_lengths(runs), mixed(seed, source))
+            part = grain.MapDataset.select_from_datasets([part], order)
+        elif shuffle:
+            if len(training) >= 2**32:
+                raise UserError(f"{len(training)} records are more than can be shuffled (2^32); set data.shuffle=false")
+            part = part.shuffle(seed=mixed(seed, source))
+        parts.append(part)
+    return _mixture(parts, weights)
+
+
+def held_out_order(counts: Sequence[int], weights: Sequence[float], *, held_out: float) -> Any:
+    """A grain MapDataset of the records held out; each comes once in its length."""
+    import grain
+
+    if not held_out:
+        raise UserError("data.held_out is 0: nothing is kept for evaluation; set it to e.g. 0.02")
+    parts = [_HeldOut(source, held_out_records(count, held_out)) for source, count in enumerate(counts)]
+    return _mixture([grain.MapDataset.source(part) for part in parts], weights)
+
+
+def _mixture(parts: list[Any], weights: Sequence[float]) -> Any:
+    import grain
+
+    if len(parts) == 1:
+        return parts[0]
+    selection = _Weighted([len(part) for part in parts], weights)
+    return grain.MapDataset.select_from_datasets(parts, selection)

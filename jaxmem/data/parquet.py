@@ -1,0 +1,99 @@
+"""Documents that are rows of parquet files, read a row group at a time.
+
+Parquet has no cheap access to one row: a row group is decoded as a whole. So the shuffle keeps row
+groups together (`blocks`) and the last few stay decoded. A row is one record, however long. Where row
+groups are large or many processes read the same ones, `jaxmem tokenize` first: it reads each once.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from jaxmem.data.text import Piece
+from jaxmem.errors import UserError, nearest
+
+DECODED = 4  # row groups kept
+
+
+class ParquetRows:
+    """The documents in one column of parquet files."""
+
+    def __init__(self, paths: Sequence[Path], field: str) -> None:
+        self._parquet = _pyarrow()
+        self.paths, self.field = list(paths), field
+        groups = [(i, g, rows) for i in range(len(paths)) for g, rows in enumerate(self._group_lengths(i))]
+        self._groups = [(file, group) for file, group, rows in groups if rows]
+        self.blocks: np.ndarray | None = np.array([rows for _, _, rows in groups if rows], np.int64)
+        if not self._groups:
+            raise UserError(f"{paths[0]}{' and the others' if len(paths) > 1 else ''}: empty, no documents")
+        self._ends = np.cumsum(self.blocks)
+        self._decoded: OrderedDict[int, Any] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def _group_lengths(self, file: int) -> list[int]:
+        path = self.paths[file]
+        with self._open(path) as opened:
+            names = opened.schema_arrow.names
+            if self.field not in names:
+                raise UserError(f"{path}: no column {self.field!r} (data.field){nearest(self.field, names)}")
+            kind = str(opened.schema_arrow.field(self.field).type)
+            if "string" not in kind:
+                raise UserError(f"{path}: column {self.field!r} holds {kind}, not strings")
+            metadata = opened.metadata
+            return [metadata.row_group(g).num_rows for g in range(metadata.num_row_groups)]
+
+    def _open(self, path: Path) -> Any:
+        try:
+            return self._parquet.ParquetFile(path)
+        except (OSError, ValueError) as error:  # pyarrow's own errors are kinds of ValueError
+            raise UserError(f"{path}: no readable parquet file: {error}") from error
+
+    def __len__(self) -> int:
+        return int(self._ends[-1])
+
+    def __getitem__(self, index: int) -> Piece:
+        group = int(np.searchsorted(self._ends, index, side="right"))
+        with self._lock:
+            column = self._column(group)
+        text = column[index - int(self._ends[group]) + len(column)].as_py()
+        if text is None:
+            raise UserError(f"{self.where(index)}: {self.field!r} is null")
+        return Piece(text, True, True)
+
+    def _column(self, group: int) -> Any:
+        if group in self._decoded:
+            self._decoded.move_to_end(group)
+            return self._decoded[group]
+        file, number = self._groups[group]
+        try:
+            with self._open(self.paths[file]) as opened:
+                column = opened.read_row_group(number, columns=[self.field]).column(0)
+        except (OSError, ValueError) as error:
+            raise UserError(f"{self.paths[file]}, row group {number}: cannot be read: {error}") from error
+        self._decoded[group] = column
+        if len(self._decoded) > DECODED:
+            self._decoded.popitem(last=False)
+        return column
+
+    def where(self, index: int) -> str:
+        group = int(np.searchsorted(self._ends, index, side="right"))
+        file, number = self._groups[group]
+        row = index - int(self._ends[group]) + int(np.diff(self._ends, prepend=0)[group])
+        return f"{self.paths[file]}, row group {number}, row {row}"
+
+    def close(self) -> None:
+        self._decoded.clear()
+
+
+def _pyarrow() -> Any:
+    try:
+        import pyarrow.parquet
+    except ImportError as error:
+        raise UserError("data.source parquet needs pyarrow: pip install 'jaxmem[parquet]'") from error
+    return pyarrow.parquet

@@ -1,0 +1,119 @@
+"""Documents that are files: any text, and the Python standard library's own source.
+
+A record is a document, or a piece of one that is longer than `piece_bytes`: its pieces are of equal
+length and cut between characters, so that a huge file is read, shuffled and shared among rows like
+many small ones. Pieces are computed from the file's size: the index costs 8 bytes a file.
+"""
+
+from __future__ import annotations
+
+import os
+import sysconfig
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple, Protocol
+
+import numpy as np
+
+from jaxmem.data.files import OpenFiles, file_size
+from jaxmem.errors import UserError
+
+NOT_SOURCE = {"site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test"}
+
+
+class Piece(NamedTuple):
+    """A record's text: a whole document, or a part of one."""
+
+    text: bytes | str
+    first: bool  # the document begins here
+    last: bool  # the document ends here
+
+
+class Records(Protocol):
+    """Pieces of documents with random access."""
+
+    @property
+    def blocks(self) -> np.ndarray | None:
+        """Lengths of the runs of records that are read together, where there are such."""
+        ...
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int) -> Piece: ...
+
+    def where(self, index: int) -> str:
+        """The file and place of a record, for messages."""
+        ...
+
+    def close(self) -> None: ...
+
+
+def piece_bytes(sequence_length: int) -> int:
+    """The longest record, in bytes: several rows long, so that few documents are cut at all."""
+    return max(16 * 1024, 8 * sequence_length)
+
+
+class TextFiles:
+    """Each file is a document; empty files are none."""
+
+    blocks = None
+
+    def __init__(self, paths: Sequence[Path], limit: int) -> None:
+        sized = [(path, size) for path in paths if (size := file_size(path))]
+        if not sized:
+            raise UserError(f"{paths[0]}{' and the others' if len(paths) > 1 else ''}: empty, no documents")
+        self.paths = [path for path, _ in sized]
+        self.sizes = [size for _, size in sized]
+        self._pieces = [-(-size // limit) for size in self.sizes]
+        self._ends = np.cumsum(self._pieces, dtype=np.int64)
+        self._files = OpenFiles()
+
+    def __len__(self) -> int:
+        return int(self._ends[-1])
+
+    def _place(self, index: int) -> tuple[int, int, int]:
+        """The file, which piece of it, and of how many."""
+        file = int(np.searchsorted(self._ends, index, side="right"))
+        count = self._pieces[file]
+        return file, index - (int(self._ends[file]) - count), count
+
+    def __getitem__(self, index: int) -> Piece:
+        file, piece, count = self._place(index)
+        size = self.sizes[file]
+        start, end = piece * size // count, (piece + 1) * size // count
+        # A cut inside a character moves back to its first byte: at most 3 bytes, the same at both ends.
+        low, high = max(0, start - 3), min(size, end + 1)
+        data = self._files.read(self.paths[file], low, high)
+        text = data[character_start(data, start - low) : character_start(data, end - low)]
+        return Piece(text, piece == 0, piece == count - 1)
+
+    def where(self, index: int) -> str:
+        file, piece, count = self._place(index)
+        return f"{self.paths[file]}" + (f", part {piece + 1} of {count}" if count > 1 else "")
+
+    def close(self) -> None:
+        self._files.close()
+
+
+def character_start(data: bytes, cut: int) -> int:
+    """`cut`, or the start of the UTF-8 character that it would split (of other bytes: `cut`)."""
+    for start in range(cut, max(cut - 4, -1), -1):
+        if start == len(data) or data[start] & 0xC0 != 0x80:
+            return start
+    return cut
+
+
+def stdlib_files() -> list[Path]:
+    """The standard library's .py files, without its tests: more than 10 MB on every Python we support."""
+    root = sysconfig.get_paths()["stdlib"]
+    found = []
+    for folder, folders, names in os.walk(root):
+        folders[:] = [name for name in folders if name not in NOT_SOURCE]
+        files = (Path(folder, name) for name in names if name.endswith(".py"))
+        found += [file for file in files if os.access(file, os.R_OK)]
+    if not found:
+        raise UserError(
+            f"data.source stdlib: this Python keeps no source text of its standard library in {root}; "
+            "use data.source=text with data.path"
+        )
+    return sorted(found, key=lambda file: os.fsencode(file.relative_to(root)))
