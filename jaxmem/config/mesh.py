@@ -67,7 +67,7 @@ def _indivisible(cfg: Config) -> Iterator[str]:
     if rows % (mesh.replica * mesh.fsdp):
         over = f"replica {mesh.replica} x fsdp {mesh.fsdp}"
         step = batch.accumulate * mesh.replica * mesh.fsdp
-        near = _near(batch.global_size, range(0, batch.global_size + step + 1, step))
+        near = _near(batch.global_size, range(step, batch.global_size + step + 1, step))
         yield (
             f"batch.global_size: {batch.global_size} over accumulate {batch.accumulate} makes {rows} rows, "
             f"which do not divide over {over}; nearest: {near}"
@@ -76,33 +76,35 @@ def _indivisible(cfg: Config) -> Iterator[str]:
         size = getattr(mesh, axis)
         whole = [f"model.{name} {dim}" for name, dim in dims.items() if dim % size]
         if whole:
-            near = _near(
-                size, (d for d in range(1, max(dims.values()) + 1) if not any(dim % d for dim in dims.values()))
-            )
+            near = _near(size, _divisors(math.gcd(*dims.values())))
             reason = "; this version does not split a key/value head" if dims.get("kv_heads", size) < size else ""
             other = ", or zero=0 to split no weights" if axis == "fsdp" else ""
             yield f"mesh.{axis}: {size} does not divide {', '.join(whole)}{reason}; nearest: {near}{other}"
 
 
-def _near(value: int, candidates: Iterable[int]) -> str:
-    """The nearest positive candidates on either side."""
-    known = [size for size in candidates if size > 0]
-    below, above = [s for s in known if s < value], [s for s in known if s > value]
-    return " or ".join(str(size) for size in [*below[-1:], *above[:1]])
-
-
 def _advice(cfg: Config, n: int) -> str:
-    """The nearest meshes of n devices that this config trains on, as overrides."""
+    """The meshes of n devices nearest to the given one that this config trains on, as overrides."""
     given = {axis: getattr(cfg.mesh, axis) for axis in AXES}
-    works: list[tuple[float, str]] = []
-    for replica in (d for d in range(1, n + 1) if n % d == 0):
-        for fsdp in (d for d in range(1, n // replica + 1) if n // replica % d == 0):
+    works: list[tuple[int, float, int, str]] = []
+    for replica in _divisors(n):
+        for fsdp in _divisors(n // replica):
             axes = {"replica": replica, "fsdp": fsdp, "tensor": n // replica // fsdp}
             if next(_indivisible(_with_mesh(cfg, axes)), None) is None:
+                changed = [f"mesh.{axis}={size}" for axis, size in axes.items() if size != given[axis]]
                 distance = sum(abs(math.log2(axes[axis] / size)) for axis, size in given.items() if size > 0)
-                changed = " ".join(f"mesh.{axis}={size}" for axis, size in axes.items() if size != given[axis])
-                works.append((distance, changed))
+                works.append((len(changed), round(distance, 3), replica, " ".join(changed)))
     if works:
-        return f"meshes that work on {n}: " + ", or ".join(text for _, text in sorted(works)[:3])
+        return f"meshes that work on {n}: " + ", or ".join(text for *_, text in sorted(works)[:3])
     plain = "\n".join(_indivisible(_with_mesh(cfg, {"replica": n})))
     return f"no mesh works on {n}; for mesh.replica={n} mesh.fsdp=1 mesh.tensor=1: {plain}"
+
+
+def _divisors(n: int) -> list[int]:
+    return [d for d in range(1, n + 1) if n % d == 0]
+
+
+def _near(value: int, candidates: Iterable[int]) -> str:
+    """The nearest candidates on either side."""
+    known = sorted(candidates)
+    below, above = [size for size in known if size < value], [size for size in known if size > value]
+    return " or ".join(str(size) for size in [*below[-1:], *above[:1]])

@@ -1,0 +1,175 @@
+"""Impossible combinations are refused before jax starts, with the key to change; possible ones are not."""
+
+from __future__ import annotations
+
+import pytest
+
+from jaxmem.config import Config, load_config
+from jaxmem.errors import UserError
+
+TEXT = {"name": "x", "model": {"preset": "tiny"}, "train": {"steps": 100}}
+PICTURES = {
+    "name": "x",
+    "objective": "classify",
+    "model": {"family": "vit"},
+    "train": {"steps": 100},
+    "data": {"source": "digits"},
+}
+
+
+def lines(base: dict, *overrides: str) -> list[str]:
+    with pytest.raises(UserError) as error:
+        load_config(base, overrides)
+    return str(error.value).split("\n")
+
+
+@pytest.mark.parametrize(
+    ("base", "overrides", "line"),
+    [
+        (TEXT, ["name=a/b"], "name: 'a/b' names a directory: letters, digits, and . _ - after the first"),
+        (TEXT, ["name=.."], "name: '..' names a directory: letters, digits, and . _ - after the first"),
+        (TEXT, ["train.tokens=5"], "train.steps: give either train.steps or train.tokens, not both"),
+        (TEXT, ["train.steps=null"], "train.steps: give either train.steps or train.tokens, not neither"),
+        (PICTURES, ["train={tokens: 9}"], "train.tokens: family vit has no tokens; give train.steps"),
+        (TEXT, ["optimizer.warmup=100"], "optimizer.warmup: 100 must be less than the 100 steps of the run"),
+        (
+            TEXT,
+            ["optimizer.warmup=2", "train={tokens: 16384}"],
+            "optimizer.warmup: 2 must be less than the 2 steps of the run",
+        ),
+        (
+            TEXT,
+            ["train.profile=[5, 4]"],
+            "train.profile: [5, 4] must be [from, to], from <= to <= the 100 steps of the run",
+        ),
+        (
+            TEXT,
+            ["train.profile=[5, 101]"],
+            "train.profile: [5, 101] must be [from, to], from <= to <= the 100 steps of the run",
+        ),
+        (
+            TEXT,
+            ["checkpoint.keep_best=true"],
+            "checkpoint.keep_best: the best is the lowest held-out loss; give train.evaluate_every",
+        ),
+        (
+            TEXT,
+            ["train.evaluate_every=5", "data.held_out=0"],
+            "train.evaluate_every: nothing is held out; give data.held_out more than 0",
+        ),
+        (TEXT, ["model.kv_heads=3"], "model.kv_heads: 3 does not divide model.heads 8"),
+        (TEXT, ["model.head_dim=15"], "model.head_dim: 15 is odd; rotary positions turn pairs"),
+        (TEXT, ["model.rope.factor=8"], "model.rope.factor: 8 does nothing with model.rope.scaling: none"),
+        (TEXT, ["model.vocab=256"], "model.vocab: 256 is less than the 257 of data.tokenizer: bytes"),
+        (PICTURES, ["model.heads=3"], "model.heads: 3 does not divide model.embed 64"),
+        (PICTURES, ["model.patch=3"], "model.patch: 3 does not divide model.image_size 8"),
+        (
+            PICTURES,
+            ["model={family: mlp, categories: 16}"],
+            "model.categories: only model.inputs: one_hot or embedding has categories",
+        ),
+        (
+            PICTURES,
+            ["model={family: convnet, stages: [8, 8, 8, 8, 8]}"],
+            "model.stages: 5 halve 8 pixels to none; use 4 or fewer",
+        ),
+        (
+            PICTURES,
+            ["model.image_size=16"],
+            "model.image_size: digits need model.image_size 8 and model.channels 1",
+        ),
+        (
+            TEXT,
+            ["objective=binary"],
+            "objective.name: binary does not go with family decoder; use next_token",
+        ),
+        (PICTURES, ["objective=binary"], "model.outputs: 10 must be 1 for objective binary on digits"),
+        (PICTURES, ["model.outputs=5"], "model.outputs: 5 must be 10 for objective classify on digits"),
+        (
+            PICTURES,
+            ["objective={name: regress_l2, label_smoothing: 0.1}", "model.outputs=1"],
+            "objective.label_smoothing: only next_token and classify have it, not regress_l2",
+        ),
+        (
+            PICTURES,
+            ["objective={name: binary, z_loss: 0.1}", "model.outputs=1"],
+            "objective.z_loss: only next_token and classify have it, not binary",
+        ),
+        (TEXT, ["objective.temperature=1"], "objective.temperature: only contrastive has it, not next_token"),
+        (
+            PICTURES,
+            ["objective=contrastive", "batch.accumulate=2"],
+            "batch.accumulate: contrastive takes its negatives from the batch, which this splits; use 1",
+        ),
+        (
+            PICTURES,
+            ["objective=contrastive", "batch.global_size=1"],
+            "batch.global_size: contrastive takes its negatives from the batch; use 2 or more",
+        ),
+        (TEXT, ["data.source=text"], "data.path: missing; source text needs a file, a directory or a glob"),
+        (TEXT, ["data.path=a.txt"], "data.path: source stdlib has none; those that do: text, jsonl, parquet, tokens"),
+        (TEXT, ["data.field=body"], "data.field: source stdlib has none; those that do: jsonl, parquet"),
+        (TEXT, ["data.source=digits"], "data.source: digits does not go with family decoder"),
+        (PICTURES, ["data.source=stdlib"], "data.source: stdlib does not go with family vit"),
+        (TEXT, ["data.weight=2"], "data.weight: only the sources of a data.mixture have weights"),
+        (
+            TEXT,
+            ["data={source: text, mixture: [{source: stdlib}]}"],
+            "data.source: give it to the sources of data.mixture, or give no mixture",
+        ),
+        (
+            TEXT,
+            ["data.mixture=[{source: stdlib}, {source: jsonl}]"],
+            "data.mixture[1].path: missing; source jsonl needs a file, a directory or a glob",
+        ),
+        (
+            TEXT,
+            ["data.mixture=[{source: stdlib}, {source: digits}]"],
+            "data.mixture[1].source: digits does not go with family decoder",
+        ),
+        (
+            PICTURES,
+            ["data={mixture: [{source: digits}]}"],
+            "data.mixture: pictures cannot be mixed; use data.source: digits",
+        ),
+        (TEXT, ["batch.accumulate=3"], "batch.accumulate: 3 does not divide batch.global_size 8"),
+        (TEXT, ["mesh.fsdp=0"], "mesh.fsdp: must be at least 1, or -1 for the rest of the devices, not 0"),
+        (TEXT, ["mesh.fsdp=-1", "mesh.tensor=-1"], "mesh.tensor: only one axis can be -1, and mesh.fsdp is"),
+        (TEXT, ["mesh.context=2"], "mesh.context: 2 is not available yet; use 1"),
+        (TEXT, ["mesh.stage=-1"], "mesh.stage: -1 is not available yet; use 1"),
+    ],
+)
+def test_refused(base, overrides, line):
+    assert lines(base, *overrides) == [line]
+
+
+@pytest.mark.parametrize(
+    ("base", "overrides"),
+    [
+        (TEXT, ["optimizer.warmup=99", "train.profile=[100, 100]"]),
+        (TEXT, ["checkpoint.keep_best=true", "train.evaluate_every=5"]),
+        (TEXT, ["objective={label_smoothing: 0.1, z_loss: 1e-4}"]),
+        (TEXT, ["data={source: jsonl, path: a.jsonl, field: body}"]),
+        (TEXT, ["data.mixture=[{source: stdlib, weight: 3}, {source: text, path: a}]"]),
+        (TEXT, ["model.vocab=64", "data={source: tokens, path: a}"]),
+        (TEXT, ["model.rope={scaling: yarn, factor: 4}"]),
+        (TEXT, ["zero=3", "mesh.fsdp=1"]),
+        (PICTURES, ["objective={name: contrastive, temperature: 0.5}", "model.outputs=32"]),
+        (PICTURES, ["objective=regress_l1", "model.outputs=1"]),
+        (PICTURES, ["model={family: mlp, inputs: one_hot, categories: 17}"]),
+        (PICTURES, ["model={family: convnet, stages: [8, 8, 8, 8]}"]),
+    ],
+)
+def test_allowed(base, overrides):
+    assert isinstance(load_config(base, overrides), Config)
+
+
+def test_all_problems_are_told_at_once():
+    found = lines(TEXT, "model.kv_heads=3", "batch.accumulate=3", "mesh.context=2")
+    assert [line.partition(":")[0] for line in found] == ["model.kv_heads", "batch.accumulate", "mesh.context"]
+
+
+def test_steps():
+    assert load_config(TEXT).steps == 100
+    cfg = load_config(TEXT, ["train={tokens: 100_001}", "batch.global_size=10", "data.sequence_length=100"])
+    assert cfg.steps == 101

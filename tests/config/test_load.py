@@ -1,0 +1,205 @@
+"""A file, its overrides and its short forms become one config; what cannot be read is refused in one line."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from jaxmem.config import Convnet, Decoder, load_config, save_config
+from jaxmem.errors import UserError
+
+TINY = {"name": "x", "model": {"preset": "tiny"}, "train": {"steps": 10}}
+PICTURES = {"name": "x", "model": {"family": "convnet"}, "train": {"steps": 10}, "data": {"source": "digits"}}
+
+
+def write(path: Path, text: str) -> Path:
+    path.write_text(text, encoding="utf-8")
+    return path
+
+
+@pytest.fixture
+def file(tmp_path):
+    return write(tmp_path / "a.yaml", "name: x\nmodel: {preset: tiny, layers: 2}\ntrain: {steps: 10}\n")
+
+
+def refused(source, *overrides: str) -> str:
+    with pytest.raises(UserError) as error:
+        load_config(source, overrides)
+    return str(error.value)
+
+
+def test_importing_the_config_imports_no_jax():
+    code = "import sys, jaxmem.config; sys.exit(any(m.split('.')[0] in ('jax', 'flax', 'numpy') for m in sys.modules))"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+# ------------------------------------------------------------------ values and overrides
+
+
+def test_fields_beside_a_preset_override_it(file):
+    model = load_config(file).model
+    assert isinstance(model, Decoder)
+    assert (model.preset, model.layers, model.embed, model.family) == ("tiny", 2, 128, "decoder")
+
+
+def test_a_section_beside_a_preset_is_merged_into_the_presets():
+    rope = load_config({**TINY, "model": {"preset": "llama3.2-1b"}}, ["model.rope.factor=8"]).model.rope
+    assert (rope.factor, rope.scaling, rope.theta) == (8.0, "llama3", 500_000.0)
+
+
+def test_overrides_make_sections_and_the_last_one_wins(file):
+    cfg = load_config(file, ["mesh.fsdp=2", "mesh.fsdp=4", "data={sequence_length: 64}", "optimizer.clip=null"])
+    assert (cfg.mesh.fsdp, cfg.data.sequence_length, cfg.optimizer.clip) == (4, 64, None)
+
+
+def test_overrides_leave_what_was_given_alone():
+    given_before = {"name": "x", "model": {"preset": "tiny"}, "train": {"steps": 10}}
+    load_config(given_before, ["train.steps=5", "mesh.fsdp=2"])
+    assert given_before == TINY
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [("1e-3", 1e-3), ("3E+2", 300.0), ("1.5e-4", 1.5e-4), (".5", 0.5), ("2.", 2.0), ("1", 1.0), ("1_0.5", 10.5)],
+)
+def test_numbers(text, value):
+    assert load_config(TINY, [f"optimizer.learning_rate={text}"]).optimizer.learning_rate == value
+
+
+def test_whole_numbers_may_have_underscores():
+    cfg = load_config(TINY, ["train={tokens: 1_000_000}"])
+    assert cfg.train.tokens == 1_000_000
+    assert cfg.steps == 123  # 8 x 1024 tokens an update, rounded up
+
+
+@pytest.mark.parametrize("text", ["no", "on", "2024-01-01", "1:30", "010", "1.2.3", "0x1f", "e5"])
+def test_text_that_yaml_1_1_takes_for_something_else(text):
+    assert load_config(TINY, [f"data.tokenizer={text}"]).data.tokenizer == text
+
+
+@pytest.mark.parametrize("override", ["objective=classify", "objective={name: classify}", "objective.name=classify"])
+def test_objective_short_form(override):
+    cfg = load_config(PICTURES, [override, "objective.label_smoothing=0.1"])
+    assert (cfg.objective.name, cfg.objective.label_smoothing) == ("classify", 0.1)
+
+
+def test_a_short_form_in_the_file_takes_settings_on_top():
+    cfg = load_config({**PICTURES, "objective": "classify"}, ["objective.z_loss=1e-4"])
+    assert (cfg.objective.name, cfg.objective.z_loss) == ("classify", 1e-4)
+
+
+@pytest.mark.parametrize("override", ["mesh.fsdp", "=3", "mesh.=3", ".fsdp=3", "mesh..fsdp=3"])
+def test_malformed_overrides(override):
+    assert refused(TINY, override) == f"'{override}': an override is key=value, as in mesh.fsdp=8"
+
+
+def test_an_override_below_a_value():
+    assert refused(TINY, "train.steps.fast=1") == "train.steps.fast: train.steps is 10, which has no keys"
+
+
+# ------------------------------------------------------------------ files
+
+
+def test_missing_file_names_the_nearest(file):
+    assert refused(file.with_name("aa.yaml")) == f"{file.with_name('aa.yaml')}: no such file; did you mean a.yaml?"
+    nowhere = file.parent / "none" / "a.yaml"
+    assert refused(nowhere) == f"{nowhere}: no such file, nor a directory {nowhere.parent}"
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("", ": must hold `key: value` lines, not nothing"),
+        ("- 1\n", ": must hold `key: value` lines, not [1]"),
+        ("a: 1\nb: 2\na: 3\n", ":3:1: 'a' is given twice"),
+        ("mesh: {fsdp: 1, fsdp: 2}", ":1:17: 'fsdp' is given twice"),
+        ("1: 2\n", ":1:1: a key must be text"),
+        ("? [a]\n: 2\n", ":1:3: a key must be text"),
+        ("a: &x 1\nb: *x\n", ":1:4: anchors and aliases are not allowed"),
+        ("a: !!python/object:os.system {}\n", ":1:4: tag tag:yaml.org,2002:python/object:os.system is not allowed"),
+        ("a: !!int x\n", ":1:4: tag tag:yaml.org,2002:int is not allowed"),
+        ("a: " + "[" * 10_000, ":1:19: nested deeper than 16"),
+        ("a: 1\n\tb: 2\n", ":2:1: found character '\\t' that cannot start any token"),
+        ("a: \x00\n", ": unacceptable character #x0000: special characters are not allowed"),
+        ("a: 1\n---\nb: 1\n", ":2:1: but found another document"),
+        ("a: " + "9" * 5000, ": Exceeds the limit (4300 digits)"),
+        ("a: " + "x" * 300_000, ": larger than 256 KiB, which no config is"),
+    ],
+)
+def test_unreadable_files(tmp_path, text, expected):
+    path = write(tmp_path / "bad.yaml", text)
+    message = refused(path)
+    assert message.startswith(f"{path}{expected}")
+    assert "\n" not in message
+
+
+def test_not_a_file_and_not_text(tmp_path):
+    assert "cannot be read" in refused(tmp_path)
+    path = tmp_path / "bad.yaml"
+    path.write_bytes(b"name: \xff\xfe")
+    assert refused(path).startswith(f"{path}: cannot be read")
+
+
+# ------------------------------------------------------------------ saving
+
+
+@pytest.mark.parametrize(
+    ("source", "overrides"),
+    [
+        (TINY, ["mesh.fsdp=-1", "optimizer.learning_rate=1e-5", "optimizer.clip=null", "train.profile=[2, 3]"]),
+        (PICTURES, ["objective=classify", "objective.label_smoothing=0.1", "model.stages=[8, 16]"]),
+        (TINY, ["data.mixture=[{source: stdlib, weight: 0.25}, {source: text, path: '*.txt'}]"]),
+    ],
+)
+def test_a_saved_config_is_the_same_config(tmp_path, source, overrides):
+    cfg = load_config(source, overrides)
+    save_config(cfg, tmp_path / "run" / "config.yaml")
+    again = load_config(tmp_path / "run" / "config.yaml")
+    assert again == cfg
+    assert [file.name for file in (tmp_path / "run").iterdir()] == ["config.yaml"]
+
+
+def test_a_saved_config_says_everything(tmp_path):
+    save_config(load_config(PICTURES, ["objective=classify"]), tmp_path / "c.yaml")
+    saved = yaml.safe_load((tmp_path / "c.yaml").read_text())
+    assert saved["model"].keys() == Convnet.model_fields.keys()
+    assert saved["objective"]["temperature"] == 0.1
+
+
+@settings(max_examples=60)
+@given(
+    text=st.text(max_size=12) | st.sampled_from(["1e-3", "no", "null", "~", "1_0", ".inf", "-.5e3", "0o7", "=", "<<"])
+)
+def test_any_text_survives_saving(tmp_path_factory, text):
+    cfg = load_config({**TINY, "data": {"tokenizer": text}})
+    path = tmp_path_factory.mktemp("text") / "c.yaml"
+    save_config(cfg, path)
+    assert load_config(path).data.tokenizer == text
+
+
+@settings(max_examples=60)
+@given(rate=st.floats(min_value=0, exclude_min=True, allow_infinity=False))
+def test_any_number_survives_saving(tmp_path_factory, rate):
+    cfg = load_config({**TINY, "optimizer": {"learning_rate": rate}})
+    path = tmp_path_factory.mktemp("number") / "c.yaml"
+    save_config(cfg, path)
+    assert load_config(path).optimizer.learning_rate == rate
+
+
+def test_a_save_that_fails_leaves_the_old_file(tmp_path, monkeypatch):
+    path = write(tmp_path / "c.yaml", "old")
+
+    def full(*_):
+        raise OSError("no space left on device")
+
+    monkeypatch.setattr("os.fsync", full)
+    with pytest.raises(OSError, match="no space"):
+        save_config(load_config(TINY), path)
+    assert path.read_text() == "old"
+    assert list(tmp_path.iterdir()) == [path]

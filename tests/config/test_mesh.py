@@ -1,0 +1,144 @@
+"""A config against a number of devices: -1 is filled in, and what does not divide is refused with what would."""
+
+from __future__ import annotations
+
+import pytest
+
+from jaxmem.config import load_config
+from jaxmem.errors import UserError
+
+TEXT = {"name": "x", "model": {"preset": "tiny"}, "train": {"steps": 10}}
+PICTURES = {**TEXT, "objective": "classify", "model": {"family": "vit"}, "data": {"source": "digits"}}
+
+
+def lines(base: dict, n: int, *overrides: str) -> list[str]:
+    cfg = load_config(base, overrides)
+    with pytest.raises(UserError) as error:
+        cfg.for_devices(n)
+    return str(error.value).split("\n")
+
+
+@pytest.mark.parametrize(
+    ("n", "overrides", "expected"),
+    [
+        (1, ["mesh.fsdp=-1"], (1, 1, 1)),
+        (8, ["mesh.fsdp=-1"], (1, 8, 1)),
+        (8, ["mesh.fsdp=-1", "mesh.tensor=2"], (1, 4, 2)),
+        (8, ["mesh.replica=-1", "mesh.fsdp=2", "mesh.tensor=2"], (2, 2, 2)),
+        (4, ["mesh.tensor=-1"], (1, 1, 4)),
+        (8, ["mesh.replica=2", "mesh.fsdp=4"], (2, 4, 1)),
+        (2, ["mesh.tensor=-1", "mesh.fsdp=2"], (1, 2, 1)),
+    ],
+)
+def test_the_rest_of_the_devices(n, overrides, expected):
+    cfg = load_config(TEXT, overrides)
+    resolved = cfg.for_devices(n)
+    assert (resolved.mesh.replica, resolved.mesh.fsdp, resolved.mesh.tensor) == expected
+    assert resolved.for_devices(n) == resolved
+    assert resolved.model_copy(update={"mesh": cfg.mesh}) == cfg  # nothing else changed
+
+
+def test_wrong_number_of_devices():
+    assert lines(TEXT, 8, "mesh.fsdp=4") == [
+        "mesh: replica 1 x fsdp 4 x tensor 1 = 4, which is not the number of devices, 8",
+        "meshes that work on 8: mesh.fsdp=8, or mesh.tensor=2, or mesh.replica=2",
+    ]
+
+
+def test_no_rest():
+    assert lines(TEXT, 8, "mesh.fsdp=-1", "mesh.tensor=3")[0] == (
+        "mesh.fsdp: -1 is the rest of the devices, but 8 do not divide by 3 (replica 1 x fsdp -1 x tensor 3)"
+    )
+
+
+def test_rows():
+    reason, advice = lines(TEXT, 8, "mesh.fsdp=-1", "batch.global_size=24", "batch.accumulate=2")
+    assert reason == (
+        "batch.global_size: 24 over accumulate 2 makes 12 rows, which do not divide over replica 1 x fsdp 8;"
+        " nearest: 16 or 32"
+    )
+    assert advice == (
+        "meshes that work on 8: mesh.fsdp=4 mesh.tensor=2, or mesh.fsdp=2 mesh.tensor=4,"
+        " or mesh.replica=2 mesh.fsdp=2 mesh.tensor=2"
+    )
+
+
+@pytest.mark.parametrize(
+    ("base", "n", "overrides", "line"),
+    [
+        (
+            TEXT,
+            3,
+            ["mesh.tensor=3"],
+            "mesh.tensor: 3 does not divide model.heads 8, model.kv_heads 4, model.mlp 344; nearest: 2 or 4",
+        ),
+        (
+            TEXT,
+            8,
+            ["mesh.tensor=8"],
+            "mesh.tensor: 8 does not divide model.kv_heads 4; this version does not split a key/value head; nearest: 4",
+        ),
+        (
+            TEXT,
+            6,
+            ["mesh.fsdp=6", "batch.global_size=6"],
+            "mesh.fsdp: 6 does not divide model.embed 128; nearest: 4 or 8, or zero=0 to split no weights",
+        ),
+        (TEXT, 2, ["mesh.tensor=2", "model.vocab=263"], "mesh.tensor: 2 does not divide model.vocab 263; nearest: 1"),
+        (PICTURES, 8, ["mesh.tensor=8"], "mesh.tensor: 8 does not divide model.heads 4; nearest: 4"),
+        (
+            PICTURES,
+            3,
+            ["mesh.fsdp=3", "batch.global_size=3", "model={family: mlp}"],
+            "mesh.fsdp: 3 does not divide model.embed 128; nearest: 2 or 4, or zero=0 to split no weights",
+        ),
+        (
+            PICTURES,
+            4,
+            ["mesh.tensor=4", "model={family: convnet, stages: [32, 30]}"],
+            "mesh.tensor: 4 does not divide model.stages[1] 30; nearest: 2",
+        ),
+    ],
+)
+def test_dims(base, n, overrides, line):
+    assert lines(base, n, *overrides)[0] == line
+
+
+@pytest.mark.parametrize(
+    ("base", "overrides"),
+    [
+        (TEXT, ["mesh.fsdp=6", "batch.global_size=6", "zero=0"]),  # embed 128 is whole
+        (TEXT, ["mesh.replica=6", "batch.global_size=6"]),
+        (PICTURES, ["mesh.fsdp=3", "mesh.tensor=2", "batch.global_size=3", "model={family: mlp}", "zero=0"]),
+        (PICTURES, ["mesh.fsdp=3", "mesh.tensor=2", "batch.global_size=3", "model={family: convnet, stages: [6]}"]),
+    ],
+)
+def test_what_divides_is_allowed(base, overrides):
+    cfg = load_config(base, overrides)
+    assert cfg.for_devices(6) == cfg
+
+
+@pytest.mark.parametrize("n", [1, 2, 8, 24, 64])
+def test_advice_works(n):
+    """Taking any of the advice, as overrides, is accepted."""
+    start = ["mesh.fsdp=5", "batch.global_size=48"]
+    advice = lines(TEXT, n, *start)[-1]
+    _, colon, meshes = advice.partition(f"meshes that work on {n}: ")
+    assert colon
+    for mesh in meshes.split(", or "):
+        load_config(TEXT, [*start, *mesh.split()]).for_devices(n)
+
+
+def test_no_mesh_at_all_says_which_batch_would_do():
+    assert lines(TEXT, 7, "mesh.fsdp=-1")[-1] == (
+        "no mesh works on 7; for mesh.replica=7 mesh.fsdp=1 mesh.tensor=1: batch.global_size: 8 over accumulate 1"
+        " makes 8 rows, which do not divide over replica 7 x fsdp 1; nearest: 7 or 14"
+    )
+
+
+def test_advice_for_many_devices():
+    base = {**TEXT, "model": {"preset": "llama3-405b"}, "batch": {"global_size": 4096}}
+    assert lines(base, 16_384, "mesh.fsdp=3")[-1] == (
+        "meshes that work on 16384: mesh.fsdp=2048 mesh.tensor=8, or mesh.fsdp=4096 mesh.tensor=4,"
+        " or mesh.replica=2 mesh.fsdp=1024 mesh.tensor=8"
+    )

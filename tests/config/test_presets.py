@@ -1,0 +1,85 @@
+"""Presets have the published shapes: their parameter counts are the published ones, to the last weight."""
+
+from __future__ import annotations
+
+import pytest
+
+from jaxmem.config import PRESETS, Decoder, load_config, parameter_count
+
+PUBLISHED = {
+    "60m": 58_073_600,
+    "130m": 134_105_856,
+    "350m": 367_969_280,
+    "1b": 1_339_082_752,
+    "llama2-7b": 6_738_415_616,
+    "llama2-13b": 13_015_864_320,
+    "llama3-8b": 8_030_261_248,
+    "llama3.2-1b": 1_235_814_400,
+    "llama3-70b": 70_553_706_496,
+    "llama3-405b": 405_853_388_800,
+    "mistral-7b": 7_241_732_096,
+    "qwen2.5-7b": 7_615_616_512,
+    "qwen3-8b": 8_190_735_360,
+    "qwen3-32b": 32_762_123_264,
+}
+
+
+def preset(name: str) -> Decoder:
+    model = load_config({"name": "x", "model": {"preset": name}, "train": {"steps": 1}}).model
+    assert isinstance(model, Decoder)
+    return model
+
+
+def test_every_preset_but_tiny_has_a_published_count():
+    assert PUBLISHED.keys() == PRESETS.keys() - {"tiny"}
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_published_count(name):
+    assert parameter_count(preset(name)) == PUBLISHED[name]
+
+
+def test_count_by_hand():
+    shape = {"vocab": 11, "layers": 2, "embed": 6, "mlp": 5, "heads": 2, "kv_heads": 1, "head_dim": 4}
+    # q 6x8, k and v 6x4, o 8x6, three of 6x5, two norms of 6; a final norm of 6; two tables of 11x6
+    plain = 2 * (48 + 24 + 24 + 48 + 90 + 12) + 6 + 132
+    assert parameter_count(Decoder(**shape)) == plain
+    assert parameter_count(Decoder(**shape, tie_embeddings=True)) == plain - 66
+    assert parameter_count(Decoder(**shape, attention_bias=True)) == plain + 2 * (8 + 4 + 4)
+    assert parameter_count(Decoder(**shape, qk_norm=True)) == plain + 2 * (4 + 4)
+
+
+@pytest.mark.parametrize(
+    ("name", "field", "value"),
+    [
+        ("llama2-7b", "rope.theta", 10_000.0),
+        ("llama3-8b", "rope.theta", 500_000.0),
+        ("llama3-8b", "rope.scaling", "none"),
+        ("llama3.2-1b", "rope.scaling", "llama3"),
+        ("llama3.2-1b", "rope.factor", 32.0),
+        ("llama3.2-1b", "rope.original_length", 8192),
+        ("llama3-405b", "rope.factor", 8.0),
+        ("mistral-7b", "window", 4096),
+        ("mistral-7b", "norm_epsilon", 1e-5),
+        ("qwen2.5-7b", "rope.theta", 1_000_000.0),
+        ("qwen2.5-7b", "norm_epsilon", 1e-6),
+        ("qwen3-8b", "qk_norm", True),
+        ("qwen3-8b", "attention_bias", False),
+        ("1b", "norm_epsilon", 1e-6),
+    ],
+)
+def test_what_the_count_does_not_show(name, field, value):
+    found = preset(name)
+    for part in field.split("."):
+        found = getattr(found, part)
+    assert found == value
+
+
+@pytest.mark.parametrize("tensor", [1, 2, 4])
+@pytest.mark.parametrize("fsdp", [1, 2, 4, 8])
+def test_tiny_divides(fsdp, tensor):
+    cfg = load_config({"name": "x", "model": {"preset": "tiny"}, "train": {"steps": 1}, "mesh": {"fsdp": fsdp}})
+    mesh = (
+        cfg.model_copy(update={"mesh": cfg.mesh.model_copy(update={"tensor": tensor})}).for_devices(fsdp * tensor).mesh
+    )
+    assert (mesh.fsdp, mesh.tensor) == (fsdp, tensor)
