@@ -15,6 +15,7 @@ from jaxmem.errors import UserError
 BYTE_VOCAB = 257  # 256 bytes and the end of a document
 DIGIT_CLASSES = 10
 DIGIT_SHAPE = (8, 1)  # pixels a side, channels
+DIGIT_LEVELS = 17  # a pixel is 0 to 16
 
 NEEDS_PATH = ("text", "jsonl", "parquet", "tokens")
 HAS_FIELDS = ("jsonl", "parquet")
@@ -66,6 +67,8 @@ def _model(cfg: Config) -> Iterator[str]:
         case Mlp():
             if model.inputs == "numbers" and model.categories != Mlp().categories:
                 yield "model.categories: only model.inputs: one_hot or embedding has categories"
+            if model.categories < DIGIT_LEVELS:
+                yield f"model.categories: digits need {DIGIT_LEVELS} or more, for pixels of 0 to {DIGIT_LEVELS - 1}"
         case Convnet():
             most = model.image_size.bit_length()  # each stage but the first halves the image
             if len(model.stages) > most:

@@ -27,4 +27,4 @@ def json_schema() -> dict[str, Any]:
         {"required": ["preset"], "properties": {"preset": {"enum": list(PRESETS)}}},
         {"required": decoder.pop("required")},
     ]
-    return {"$schema": "https://json-schema.org/draft/2020-12/schema", "title": "jaxmem config", **schema}
+    return {"$schema": "https://json-schema.org/draft/2020-12/schema", **schema}

@@ -134,7 +134,7 @@ class Data(Source):
     sequence_length: Count = 1024
     packing: bool = True
     tokenizer: str = "bytes"  # or the path of a tokenizer.json
-    epochs: Count | None = None
+    epochs: Count | None = None  # passes over the data, at most, whatever `train.steps` asks for
     held_out: Fraction = 0.02  # share of the documents kept for evaluation
     shuffle: bool = True
 

@@ -65,8 +65,13 @@ def lines(base: dict, *overrides: str) -> list[str]:
         (PICTURES, ["model.patch=3"], "model.patch: 3 does not divide model.image_size 8"),
         (
             PICTURES,
-            ["model={family: mlp, categories: 16}"],
+            ["model={family: mlp, categories: 18}"],
             "model.categories: only model.inputs: one_hot or embedding has categories",
+        ),
+        (
+            PICTURES,
+            ["model={family: mlp, inputs: one_hot, categories: 16}"],
+            "model.categories: digits need 17 or more, for pixels of 0 to 16",
         ),
         (
             PICTURES,
@@ -156,7 +161,7 @@ def test_refused(base, overrides, line):
         (TEXT, ["zero=3", "mesh.fsdp=1"]),
         (PICTURES, ["objective={name: contrastive, temperature: 0.5}", "model.outputs=32"]),
         (PICTURES, ["objective=regress_l1", "model.outputs=1"]),
-        (PICTURES, ["model={family: mlp, inputs: one_hot, categories: 17}"]),
+        (PICTURES, ["model={family: mlp, inputs: embedding, categories: 18}"]),
         (PICTURES, ["model={family: convnet, stages: [8, 8, 8, 8]}"]),
     ],
 )
