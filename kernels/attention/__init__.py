@@ -1,0 +1,73 @@
+"""Attention, with everything that transformers ask of it. `reference.py` says what it computes.
+
+A new implementation is a function with the signature of `reference.attend` and a line in IMPLEMENTATIONS;
+one that cannot run a call raises ValueError and says why. `tests/kernels/test_attention.py` holds for all.
+"""
+
+from __future__ import annotations
+
+import difflib
+
+import jax
+from jaxtyping import Array, Float, Int
+
+from . import blockwise, reference
+from .arguments import checked
+
+IMPLEMENTATIONS = {"blockwise": blockwise.attend, "reference": reference.attend}
+
+
+def attention(
+    q: Float[Array, "batch queries heads dim"],
+    k: Float[Array, "batch keys kv_heads dim"],
+    v: Float[Array, "batch keys kv_heads dim"],
+    *,
+    causal: bool = False,
+    window: int | None = None,
+    segment_ids: Int[Array, "batch queries"] | None = None,
+    kv_segment_ids: Int[Array, "batch keys"] | None = None,
+    scale: float | None = None,
+    soft_cap: float | None = None,
+    dropout: tuple[jax.Array, float] | None = None,
+    return_lse: bool = False,
+    implementation: str | None = None,
+) -> jax.Array | tuple[jax.Array, jax.Array]:
+    """softmax(scale q k^T) v for each head, its softmax in float32.
+
+    `heads` may be a multiple of `kv_heads`: query heads share key heads in consecutive groups.
+    `causal`: a query sees the keys up to its own place; with more keys than queries the last query stands at
+    the last key. `window`: it sees so many keys, its own included, and none after it.
+    `segment_ids`: it sees keys of its own id (`kv_segment_ids`; where there are as many keys, the same ids).
+    A query that sees nothing gives zeros. `scale` is 1/sqrt(dim) by default. `soft_cap` bounds the scores,
+    cap tanh(score / cap). `dropout`: (a jax random key, the share of probabilities that become 0); the choice
+    depends on key, batch row, head and positions, never on how the work is cut; inside `shard_map` they count
+    from 0 on each shard, so fold the shard's index into the key there.
+    `return_lse`: also log(sum(exp(scores))), [batch, heads, queries] in float32, differentiable.
+    `implementation`: a name in IMPLEMENTATIONS; None picks one.
+    """
+    run = _chosen(implementation)
+    options, extras = checked(
+        q,
+        k,
+        v,
+        causal=causal,
+        window=window,
+        segment_ids=segment_ids,
+        kv_segment_ids=kv_segment_ids,
+        scale=scale,
+        soft_cap=soft_cap,
+        dropout=dropout,
+    )
+    out, lse = run(q, k, v, options, extras)
+    return (out, lse) if return_lse else out
+
+
+def _chosen(name: str | None) -> object:
+    if name is None:
+        return blockwise.attend
+    if name not in IMPLEMENTATIONS:
+        near = difflib.get_close_matches(name, IMPLEMENTATIONS, n=1, cutoff=0.0)[0]
+        raise ValueError(
+            f"attention: implementation is {name!r}; it should be one of {', '.join(IMPLEMENTATIONS)}, nearest {near}"
+        )
+    return IMPLEMENTATIONS[name]
