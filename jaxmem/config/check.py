@@ -49,16 +49,21 @@ def _run(cfg: Config) -> Iterator[str]:
         yield "train.evaluate_every: nothing is held out; give data.held_out more than 0"
 
 
-def _model(cfg: Config) -> Iterator[str]:
+def _decoder(cfg: Config) -> Iterator[str]:
+    model = cfg.model
+    if not isinstance(model, Decoder):
+        return
+    if model.heads % model.kv_heads:
+        yield f"model.kv_heads: {model.kv_heads} does not divide model.heads {model.heads}"
+    if model.head_dim % 2:
+        yield f"model.head_dim: {model.head_dim} is odd; rotary positions turn pairs"
+    if model.rope.scaling == "none" and model.rope.factor != Rope().factor:
+        yield f"model.rope.factor: {model.rope.factor:g} does nothing with model.rope.scaling: none"
+
+
+def _image_model(cfg: Config) -> Iterator[str]:
     model = cfg.model
     match model:
-        case Decoder():
-            if model.heads % model.kv_heads:
-                yield f"model.kv_heads: {model.kv_heads} does not divide model.heads {model.heads}"
-            if model.head_dim % 2:
-                yield f"model.head_dim: {model.head_dim} is odd; rotary positions turn pairs"
-            if model.rope.scaling == "none" and model.rope.factor != Rope().factor:
-                yield f"model.rope.factor: {model.rope.factor:g} does nothing with model.rope.scaling: none"
         case Vit():
             if model.embed % model.heads:
                 yield f"model.heads: {model.heads} does not divide model.embed {model.embed}"
@@ -155,4 +160,4 @@ def _mesh(cfg: Config) -> Iterator[str]:
         yield f"{rest[1]}: only one axis can be -1, and {rest[0]} is"
 
 
-RULES = (_run, _model, _objective, _sources, _data, _batch, _mesh)
+RULES = (_run, _decoder, _image_model, _objective, _sources, _data, _batch, _mesh)
