@@ -10,7 +10,7 @@ has ended is padding (mask 0) until all have, so that each record is seen exactl
 nothing twice. Then iteration stops. A process that holds some of the rows cannot know when the others
 end: it asks them through `agree`.
 
-A thread builds two batches ahead; `state` is the position of what was taken, not of what was built.
+A thread builds batches ahead; `state` is the position of what was taken, not of what was built.
 """
 
 from __future__ import annotations
@@ -23,12 +23,11 @@ from typing import Any, Literal, Self
 import numpy as np
 
 from jaxmem.config.sections import Config
+from jaxmem.data.ahead import Ahead
 from jaxmem.data.corpus import Corpus
 from jaxmem.data.digits import SIZE, DigitRows, Digits, pixels_dtype
 from jaxmem.data.packing import Batch, TextRows
 from jaxmem.errors import UserError
-
-AHEAD = 2  # batches built before they are asked for
 
 Spec = tuple[tuple[int, ...], Any, tuple[str, ...]]  # shape, dtype, logical axes
 State = dict[str, Any]
@@ -51,13 +50,10 @@ def batch_spec(cfg: Config) -> dict[str, Spec]:
 
 
 class _Producer:
-    """Builds batches one after another: (some row had data, batch). Runs in the prefetch thread."""
+    """Builds batches one after another: (some row had data, batch). Runs in a thread of its own."""
 
     def __init__(self, rows: TextRows | DigitRows) -> None:
         self._rows, self._step = rows, 0
-
-    def __iter__(self) -> Self:
-        return self
 
     def __next__(self) -> tuple[bool, Batch]:
         going = not self._rows.ended
@@ -87,8 +83,6 @@ class Loader:
         corpus: Corpus | None = None,
         agree: Callable[[bool], bool] | None = None,
     ) -> None:
-        from grain.experimental import ThreadPrefetchDatasetIterator
-
         self._owns_corpus, self.corpus = corpus is None, corpus or Corpus(cfg)
         self._global_size, self._agree = cfg.batch.global_size, agree
         columns = cfg.batch.global_size // cfg.batch.accumulate
@@ -118,7 +112,7 @@ class Loader:
                 cfg.data.sequence_length,
                 cfg.data.packing,
             )
-        self._batches = ThreadPrefetchDatasetIterator(_Producer(built), AHEAD)
+        self._batches = Ahead(_Producer(built))
         self._start = self._batches.get_state()
 
     def __iter__(self) -> Self:
