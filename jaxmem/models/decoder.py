@@ -9,10 +9,13 @@ from jaxtyping import Array, Float, Int, Key
 
 from jaxmem import config
 from jaxmem.models import parts
-from jaxmem.models.parts import Cache, Execution
+from jaxmem.models.parts import Execution
 from jaxmem.models.rope import angles
 from jaxmem.sharding import constrain
 from jaxmem.stack import apply_stack, stacked
+
+Kept = Float[Array, "layer batch past kv_heads head_dim"]
+Caches = tuple[Kept, Kept]  # keys and values of every layer
 
 
 class Decoder(nnx.Module):
@@ -72,15 +75,15 @@ class Decoder(nnx.Module):
         y = self.embedding.project(x) if self.head is None else self.head(x)
         return constrain(y, "batch", "time", "vocab")
 
-    def prefill(self, tokens: Int[Array, "batch time"]) -> tuple[Float[Array, "batch vocab"], Cache]:
+    def prefill(self, tokens: Int[Array, "batch time"]) -> tuple[Float[Array, "batch vocab"], Caches]:
         """Logits after a prompt, and every layer's keys and values of it, stacked."""
         turned = self._angles(tokens, None)
         x, cache = apply_stack(self.blocks, lambda block, x, _: block(x, turned), self._embed(tokens))
         return self.logits(self.norm(x[:, -1:]))[:, 0], cache
 
     def extend(
-        self, token: Int[Array, "batch 1"], cache: Cache, length: Int[Array, ""]
-    ) -> tuple[Float[Array, "batch vocab"], Cache]:
+        self, token: Int[Array, "batch 1"], cache: Caches, length: Int[Array, ""]
+    ) -> tuple[Float[Array, "batch vocab"], Caches]:
         """Logits after one more token, at position `length`, and the cache with it."""
         turned = self._angles(token, jnp.broadcast_to(length, token.shape))
         x, cache = apply_stack(

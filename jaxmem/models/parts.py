@@ -21,7 +21,8 @@ from jaxmem import kernels
 from jaxmem.models.rope import Angles, rotate
 from jaxmem.sharding import Axes, constrain, gather
 
-Cache = tuple[Float[Array, "batch past kv_heads head_dim"], Float[Array, "batch past kv_heads head_dim"]]
+Kept = Float[Array, "batch past kv_heads head_dim"]
+Cache = tuple[Kept, Kept]  # keys and values of the positions so far
 
 
 @dataclass(frozen=True)

@@ -34,6 +34,21 @@ def small(**fields):
     return DecoderConfig(**{**base, **fields})
 
 
+class Compiled:
+    """A network whose methods run compiled."""
+
+    def __init__(self, cfg, execution=Execution()):
+        make = lambda: Decoder(cfg, nnx.Rngs(0), execution)  # noqa: E731
+        self.graphdef, _ = nnx.split(nnx.eval_shape(make))
+        self.params = jax.jit(lambda: nnx.to_pure_dict(nnx.state(make())))()
+        self.call = jax.jit(lambda p, *args, **kw: nnx.merge(self.graphdef, p)(*args, **kw))
+        self.prefill = jax.jit(lambda p, *args: nnx.merge(self.graphdef, p).prefill(*args))
+        self.extend = jax.jit(lambda p, *args: nnx.merge(self.graphdef, p).extend(*args))
+
+    def __call__(self, *args, **kw):
+        return self.call(self.params, *args, **kw)
+
+
 def tokens(batch=2, time=13, seed=0):
     return jax.random.randint(jax.random.key(seed), (batch, time), 0, 61, jnp.int32)
 
@@ -52,13 +67,13 @@ def test_arithmetic_counts_what_the_network_has(name):
 
 
 def test_every_weight_names_an_axis_for_each_dimension():
-    network = Decoder(small(attention_bias=True, qk_norm=True), nnx.Rngs(0))
-    for path, variable in nnx.to_flat_state(nnx.state(network)):
-        assert len(variable.get_metadata()["axes"]) == variable.get_value().ndim, path
+    network = nnx.eval_shape(lambda: Decoder(small(attention_bias=True, qk_norm=True), nnx.Rngs(0)))
+    for path, variable in nnx.to_flat_state(nnx.split(network)[1]):
+        assert len(variable.get_metadata()["axes"]) == len(variable.shape), path
 
 
 def test_a_token_changes_nothing_before_it():
-    network = Decoder(small(), nnx.Rngs(0))
+    network = Compiled(small())
     a = tokens()
     b = a.at[:, 8].set((a[:, 8] + 1) % 61)
     before, after = network(a), network(b)
@@ -67,7 +82,7 @@ def test_a_token_changes_nothing_before_it():
 
 
 def test_a_window_hides_what_lies_further_back():
-    network = Decoder(small(window=3, layers=1), nnx.Rngs(0))
+    network = Compiled(small(window=3, layers=1))
     a = tokens()
     b = a.at[:, 2].set((a[:, 2] + 1) % 61)
     before, after = network(a), network(b)
@@ -76,7 +91,7 @@ def test_a_window_hides_what_lies_further_back():
 
 
 def test_packed_documents_do_not_see_each_other():
-    network = Decoder(small(), nnx.Rngs(0))
+    network = Compiled(small())
     first, second = tokens(1, 5, 1), tokens(1, 8, 2)
     packed = jnp.concatenate([first, second], axis=1)
     segments = jnp.asarray([[1] * 5 + [2] * 8], jnp.int32)
@@ -90,19 +105,19 @@ def test_packed_documents_do_not_see_each_other():
     "fields", [{}, {"window": 4}, {"qk_norm": True, "attention_bias": True}, {"tie_embeddings": True}, {"kv_heads": 4}]
 )
 def test_the_cache_gives_what_the_whole_sequence_gives(fields):
-    network = Decoder(small(**fields), nnx.Rngs(0))
+    network = Compiled(small(**fields))
     ids = tokens(1, 11)
     whole = network(ids)
-    logits, cache = network.prefill(ids[:, :6])
+    logits, cache = network.prefill(network.params, ids[:, :6])
     np.testing.assert_allclose(logits, whole[:, 5], atol=2e-5)
     cache = jax.tree.map(lambda kept: jnp.pad(kept, [(0, 0), (0, 0), (0, 5), (0, 0), (0, 0)]), cache)
     for place in range(6, 11):
-        logits, cache = network.extend(ids[:, place : place + 1], cache, jnp.asarray(place, jnp.int32))
+        logits, cache = network.extend(network.params, ids[:, place : place + 1], cache, jnp.asarray(place, jnp.int32))
         np.testing.assert_allclose(logits, whole[:, place], atol=2e-5)
 
 
 def test_dropout_needs_a_key_and_follows_it():
-    network = Decoder(small(dropout=0.5), nnx.Rngs(0))
+    network = Compiled(small(dropout=0.5))
     ids = tokens()
     still = network(ids)
     np.testing.assert_array_equal(still, network(ids))
@@ -118,11 +133,9 @@ def test_recomputation_changes_no_gradient(remat):
     ids = tokens()
 
     def gradient(execution):
-        network = Decoder(cfg, nnx.Rngs(0), execution)
-        graphdef, state = nnx.split(network)
-        return jax.jit(jax.grad(lambda p: jnp.sum(jnp.square(nnx.merge(graphdef, p)(ids, key=jax.random.key(3))))))(
-            nnx.to_pure_dict(state)
-        )
+        network = Compiled(cfg, execution)
+        loss = lambda p: jnp.sum(jnp.square(network.call(p, ids, key=jax.random.key(3))))  # noqa: E731
+        return jax.jit(jax.grad(loss))(network.params)
 
     plain = gradient(Execution())
     jax.tree.map(
@@ -133,13 +146,14 @@ def test_recomputation_changes_no_gradient(remat):
 
 
 def test_products_in_bfloat16_norms_and_weights_in_float32():
-    network = Decoder(small(), nnx.Rngs(0), Execution(dtype=np.dtype(jnp.bfloat16)))
-    jaxpr = str(jax.make_jaxpr(lambda ids: network(ids))(tokens()))
+    network = Compiled(small(), Execution(dtype=np.dtype(jnp.bfloat16)))
+    jaxpr = str(jax.make_jaxpr(network)(tokens()))
     assert "bf16[2,13,48] = dot_general" in jaxpr
     assert "f32[2,13,48] = dot_general" not in jaxpr
     assert "rsqrt" in jaxpr
     assert not any("bf16" in line and "rsqrt" in line for line in jaxpr.splitlines())
     assert network(tokens()).dtype == jnp.bfloat16
+    assert {x.dtype for x in jax.tree.leaves(network.params)} == {jnp.dtype(jnp.float32)}
 
 
 def test_compile_time_does_not_grow_with_depth():
