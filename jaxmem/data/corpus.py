@@ -22,7 +22,7 @@ from jaxmem.data.tokenizer import Tokenizer, document_tokens, tokenizer_for
 from jaxmem.errors import UserError
 
 WHOLE = 256 << 20  # bytes of data up to which a fingerprint reads all of it
-SUFFIXES = {"jsonl": (".jsonl", ".ndjson", ".json"), "parquet": (".parquet",)}
+SUFFIXES = {"jsonl": (".jsonl", ".ndjson"), "parquet": (".parquet",)}
 
 
 def source_files(source: Source) -> list[Path]:

@@ -7,8 +7,10 @@ Epoch e of a source is order[e * n : (e + 1) * n], each its own permutation.
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Sequence
 from fractions import Fraction
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -16,6 +18,8 @@ import numpy as np
 from jaxmem.errors import UserError
 
 Record = tuple[int, int]  # source, record of it
+
+TABLE = 2**16  # records up to which a shuffle is a table; grain's cipher is for more, and slow for few
 
 
 def mix64(values: np.ndarray) -> np.ndarray:
@@ -87,46 +91,57 @@ class _BlockShuffle:
 
     def __init__(self, lengths: np.ndarray, seed: int) -> None:
         self._lengths, self._seed = lengths, seed
-        self._starts = np.cumsum(lengths) - lengths
-        self._epoch, self._order, self._ends = -1, lengths, lengths
+        self._starts, self._count = np.cumsum(lengths) - lengths, int(lengths.sum())
+        # Rows walk close together, so few are in use at a time; at an epoch's end, those of two epochs.
+        self._blocks = lru_cache(4)(self._blocks_of)
+        self._within = lru_cache(16)(self._within_block)
+
+    def _blocks_of(self, epoch: int) -> tuple[np.ndarray, np.ndarray]:
+        found = permutation(len(self._lengths), mixed(self._seed, epoch))
+        return found, np.cumsum(self._lengths[found])
+
+    def _within_block(self, epoch: int, block: int) -> np.ndarray:
+        return permutation(int(self._lengths[block]), mixed(self._seed, epoch, block))
 
     def __len__(self) -> int:
-        return int(self._lengths.sum())
+        return self._count
 
     def __getitem__(self, index: int) -> tuple[int, int]:
-        from grain.experimental import index_shuffle
-
-        epoch, place = divmod(index, len(self))
-        # A new one each epoch; one number and two arrays, replaced together for the sake of threads.
-        if epoch != self._epoch:
-            order = np.argsort(mix64(np.arange(len(self._lengths)) + (mixed(self._seed, epoch) << 1)))
-            self._epoch, self._order, self._ends = epoch, order, np.cumsum(self._lengths[order])
-        at = int(np.searchsorted(self._ends, place, side="right"))
-        block = int(self._order[at])
-        length = int(self._lengths[block])
-        within = index_shuffle(
-            place - (int(self._ends[at]) - length), max_index=length - 1, seed=mixed(self._seed, epoch, block), rounds=4
-        )
-        return 0, epoch * len(self) + int(self._starts[block]) + within
+        epoch, place = divmod(index, self._count)
+        blocks, ends = self._blocks(epoch)
+        at = int(np.searchsorted(ends, place, side="right"))
+        block = int(blocks[at])
+        within = self._within(epoch, block)[place - int(ends[at]) + int(self._lengths[block])]
+        return 0, epoch * self._count + int(self._starts[block]) + int(within)
 
 
 class _Weighted:
     """A grain selection map: which source gives the k-th record, so that each has its share of any prefix.
 
-    Of k records the first source gives ceil(k * its share); the rest is divided likewise among the others.
-    Exact in integers: grain's own mixture rounds weights to hundredths of the smallest.
+    Of k records the first source gives those that the others' share, rounded, leaves; that is divided
+    likewise among the others. So each source is within 0.5 (1 + log n) records of its share, for n sources:
+    half a record for two. Exact in integers: grain's own mixture rounds weights to hundredths of the least.
     """
 
     def __init__(self, lengths: Sequence[int], weights: Sequence[float]) -> None:
-        exact = [Fraction(weight) for weight in weights]
-        total = sum(exact)
-        # An epoch ends before any source would begin its second.
-        self._length = min(int(length / (weight / total)) for length, weight in zip(lengths, exact, strict=True))
         self._rests: list[tuple[int, int]] = []  # what all later sources weigh, against this one with them
-        for weight in exact:
-            rest = (total - weight) / total
+        exact = [Fraction(weight) for weight in weights]
+        for i in range(len(exact)):
+            rest = sum(exact[i + 1 :]) / sum(exact[i:])
             self._rests.append((rest.numerator, rest.denominator))
-            total -= weight
+        # An epoch ends before any source would begin its second.
+        self._length = bisect_right(
+            range(sum(lengths)), 0, key=lambda k: any(map(int.__gt__, self._counts(k + 1), lengths))
+        )
+
+    def _counts(self, total: int) -> list[int]:
+        """How many of the first `total` records each source gives."""
+        counts = []
+        for rest, whole in self._rests:
+            later = rounded(total * rest, whole)
+            counts.append(total - later)
+            total = later
+        return counts
 
     def __len__(self) -> int:
         return self._length
@@ -134,11 +149,19 @@ class _Weighted:
     def __getitem__(self, index: int) -> tuple[int, int]:
         before, after = index, index + 1  # records that fall to this source and the later ones
         for source, (rest, whole) in enumerate(self._rests):
-            later_before, later_after = before * rest // whole, after * rest // whole
+            later_before, later_after = rounded(before * rest, whole), rounded(after * rest, whole)
             if later_after == later_before:
                 return source, before - later_before
             before, after = later_before, later_after
         raise AssertionError("the last source takes all that is left")
+
+
+def rounded(numerator: int, denominator: int) -> int:
+    return (2 * numerator + denominator) // (2 * denominator)
+
+
+def permutation(length: int, seed: int) -> np.ndarray:
+    return np.argsort(mix64(np.arange(length) + (seed << 20)), kind="stable")
 
 
 def mixed(*numbers: int) -> int:
@@ -165,13 +188,15 @@ def training_order(
     for source, (count, runs) in enumerate(zip(counts, blocks, strict=True)):
         training = _Training(source, count, held_out_records(count, held_out))
         part = grain.MapDataset.source(training)
+        if runs is None and len(training) <= TABLE:
+            runs = np.array([count])
         if shuffle and runs is not None:
             order = _BlockShuffle(training.block_lengths(runs), mixed(seed, source))
             part = grain.MapDataset.select_from_datasets([part], order)
-        elif shuffle:
-            if len(training) >= 2**32:
-                raise UserError(f"{len(training)} records are more than can be shuffled (2^32); set data.shuffle=false")
+        elif shuffle and len(training) < 2**32:
             part = part.shuffle(seed=mixed(seed, source))
+        elif shuffle:
+            raise UserError(f"{len(training)} records are more than can be shuffled (2^32); set data.shuffle=false")
         parts.append(part)
     return _mixture(parts, weights)
 

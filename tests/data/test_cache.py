@@ -1,0 +1,162 @@
+"""A token cache gives the batches of its source, is whole or absent, and is refused where it does not fit."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from jaxmem import data
+from jaxmem.config.sections import Config
+from jaxmem.data import cache
+from jaxmem.errors import UserError
+
+Make = Callable[..., Config]
+
+
+@pytest.mark.parametrize("name", ["bytes", "file"])
+@pytest.mark.parametrize("source", ["jsonl", "text"])
+def test_training_from_the_cache_gives_the_same_batches(
+    config: Make, jsonl: Callable[..., str], tmp_path: Path, tokenizer_file: str, name: str, source: str
+) -> None:
+    texts = [f"the cat {i} " * (i * 37 % 50) for i in range(40)] + ["the mat é " * 5000]  # the last: several pieces
+    options: dict[str, Any] = {"tokenizer": "bytes" if name == "bytes" else tokenizer_file, "held_out": 0.1}
+    path = jsonl(texts)
+    told: list[tuple[int, int]] = []
+    meta = data.tokenize(config(source=source, path=path, **options), tmp_path / "cache", lambda *at: told.append(at))
+    assert told[-1] == (meta["records"], meta["records"])
+    for split in ("train", "held_out"):
+        with (
+            data.Loader(config(source=source, path=path, **options), split) as direct,
+            data.Loader(config(source="tokens", path=str(tmp_path / "cache"), **options), split) as cached,
+        ):
+            assert len(direct.corpus.sources[0]) == len(cached.corpus.sources[0]) == meta["records"]
+            found = 0
+            for a, b in zip(islice(direct, 60), islice(cached, 60), strict=True):
+                for key in a:
+                    np.testing.assert_array_equal(a[key], b[key])
+                found += 1
+            assert direct.state() == cached.state()
+            assert found > 5
+
+
+def test_a_cache_takes_two_bytes_a_token_and_leaves_nothing_else(config: Make, numbered: str, tmp_path: Path) -> None:
+    meta = data.tokenize(config(path=numbered), tmp_path / "deep" / "cache")
+    assert [file.name for file in (tmp_path / "deep").iterdir()] == ["cache"]
+    files = {file.name: file.stat().st_size for file in (tmp_path / "deep" / "cache").iterdir()}
+    assert files.pop("meta.json")
+    assert files == {"tokens.bin": 2 * meta["tokens"], "ends.bin": 8 * 120}
+    assert meta["tokens"] == sum((i * 7) % 41 + 1 for i in range(120))
+
+
+def test_a_failure_leaves_no_cache(
+    config: Make, jsonl: Callable[..., str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cache, "TOGETHER", 100)
+    path = Path(jsonl(["some text"] * 50))
+    path.write_text(path.read_text() + "broken\n")
+    with pytest.raises(UserError, match="line 51"):
+        data.tokenize(config(path=str(path)), tmp_path / "cache")
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_what_cannot_be_written_or_tokenized(config: Make, numbered: str, tmp_path: Path) -> None:
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "x").touch()
+    with pytest.raises(UserError, match="full exists already"):
+        data.tokenize(config(path=numbered), tmp_path / "full")
+    with pytest.raises(UserError, match="cannot be written: (File exists|Not a directory)"):
+        data.tokenize(config(path=numbered), tmp_path / "full" / "x" / "cache")
+    mixture = [{"source": "jsonl", "path": numbered}] * 2
+    with pytest.raises(UserError, match="tokenize each source"):
+        data.tokenize(config(source="stdlib", mixture=mixture), tmp_path / "cache")
+    with pytest.raises(UserError, match="no text to tokenize"):
+        data.tokenize(config(source="tokens", path="x"), tmp_path / "cache")
+    (tmp_path / "empty").mkdir()
+    assert data.tokenize(config(path=numbered), tmp_path / "empty")["records"] == 120
+
+
+def test_a_cache_of_another_tokenizer_is_refused(
+    config: Make, numbered: str, tmp_path: Path, tokenizer_file: str
+) -> None:
+    data.tokenize(config(path=numbered, tokenizer=tokenizer_file), tmp_path / "cache")
+    with pytest.raises(
+        UserError, match=r"made with .*tokenizer\.json of 2[67]. tokens.*data\.tokenizer is not \(257 tokens\)"
+    ):
+        data.Loader(config(source="tokens", path=str(tmp_path / "cache")))
+
+
+def damage_meta(**changes: Any) -> Callable[[Path], None]:
+    def damage(path: Path) -> None:
+        meta = json.loads((path / "meta.json").read_text())
+        (path / "meta.json").write_text(json.dumps(meta | changes))
+
+    return damage
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda path: (path / "meta.json").unlink(), "no token cache.*No such file"),
+        (lambda path: (path / "meta.json").write_text(""), r"meta\.json: damaged"),
+        (lambda path: (path / "meta.json").write_text("[]"), r"meta\.json: damaged"),
+        (lambda path: (path / "meta.json").write_text("[" * 100_000), r"meta\.json: damaged"),
+        (damage_meta(records="many"), "wrong records"),
+        (damage_meta(format=9), "a token cache of format 9"),
+        (damage_meta(records=2**60), r"ends\.bin: damaged: 960 bytes"),
+        (lambda path: os.truncate(path / "tokens.bin", 100), r"tokens\.bin: damaged: 100 bytes instead"),
+        (lambda path: (path / "ends.bin").unlink(), r"ends\.bin: damaged: 0 bytes"),
+        (lambda path: (path / "ends.bin").write_bytes(bytes(960)), r"does not fit"),
+    ],
+)
+def test_a_damaged_cache_is_refused(
+    config: Make, numbered: str, tmp_path: Path, damage: Callable[[Path], None], message: str
+) -> None:
+    data.tokenize(config(path=numbered), tmp_path / "cache")
+    damage(tmp_path / "cache")
+    with pytest.raises(UserError, match=message):
+        data.Loader(config(source="tokens", path=str(tmp_path / "cache")))
+    with pytest.raises(UserError, match=r"needs data\.path"):
+        data.Loader(config(source="tokens"))
+
+
+# ------------------------------------------------------------------ fingerprint
+
+
+def test_the_fingerprint_changes_with_the_data_and_only_then(
+    config: Make, tmp_path: Path, tokenizer_file: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for folder in ("a", "b"):
+        (tmp_path / folder).mkdir()
+        for i in range(3):
+            (tmp_path / folder / f"{i}.txt").write_text(f"text {i}" * 4000)
+    cfg = config(source="text", path=str(tmp_path / "a"))
+    found = {data.fingerprint(cfg)}
+    assert {data.fingerprint(config(source="text", path=str(tmp_path / "b"), sequence_length=32, seed=5))} == found
+
+    def changed(some: Config = cfg) -> bool:
+        before = len(found)
+        found.add(data.fingerprint(some))
+        return len(found) > before
+
+    assert not changed()
+    middle = (tmp_path / "a" / "1.txt").read_bytes()
+    (tmp_path / "a" / "1.txt").write_bytes(middle[:9000] + b"X" + middle[9001:])
+    assert changed()
+    os.truncate(tmp_path / "a" / "1.txt", 5)
+    assert changed()
+    (tmp_path / "a" / "1.txt").rename(tmp_path / "a" / "4.txt")
+    assert changed()
+    assert changed(config(source="text", path=str(tmp_path / "a"), tokenizer=tokenizer_file))
+    monkeypatch.setattr("jaxmem.data.corpus.WHOLE", 1000)  # as for data too large to be read
+    assert changed()
+    (tmp_path / "a" / "0.txt").write_text("other " * 4000)
+    assert changed()
+    os.utime(tmp_path / "a" / "0.txt", (1, 1))
+    assert changed()

@@ -1,0 +1,93 @@
+"""Ids and back; where documents begin and end; files that are no tokenizers."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from jaxmem.data import tokenizer_for
+from jaxmem.data.text import Piece
+from jaxmem.data.tokenizer import Bytes, document_tokens
+from jaxmem.errors import UserError
+
+
+@given(st.text())
+def test_bytes_come_back(text: str) -> None:
+    ids = Bytes().encode(text)
+    assert ids.tolist() == list(text.encode())
+    assert Bytes().decode([*ids, 256]) == text
+
+
+def test_a_tokenizer_file(tokenizer_file: str) -> None:
+    tokenizer = tokenizer_for(tokenizer_file)
+    reference = json.loads(Path(tokenizer_file).read_text())["model"]["vocab"]
+    assert 257 < tokenizer.vocab_size == len(reference)
+    assert tokenizer.end == reference["<|end_of_text|>"]
+    assert tokenizer.begin == (reference["<|begin_of_text|>"],)
+    for text in ("the cat sat", "naïve\n\t😀", ""):
+        ids = tokenizer.encode(text)
+        assert tokenizer.decode(ids) == text
+        assert tokenizer.encode(text.encode()).tolist() == ids.tolist()
+    assert len(tokenizer.encode("the cat sat")) < len("the cat sat")
+    assert [ids.tolist() for ids in tokenizer.encode_many(["the", "cat"])] == [
+        tokenizer.encode("the").tolist(),
+        tokenizer.encode("cat").tolist(),
+    ]
+    assert tokenizer_for(str(Path(tokenizer_file).parent)).identity == tokenizer.identity
+
+
+def test_a_document_begins_and_ends_once_and_cannot_do_so_itself(tokenizer_file: str) -> None:
+    tokenizer = tokenizer_for(tokenizer_file)
+    pieces = [Piece("the", True, False), Piece(b"cat", False, False), Piece("hat", False, True), Piece("", True, True)]
+    found = [ids.tolist() for ids in document_tokens(tokenizer, pieces)]
+    the, cat, hat = (tokenizer.encode(word).tolist() for word in ("the", "cat", "hat"))
+    begin, end = tokenizer.begin[0], tokenizer.end
+    assert found == [[begin, *the], cat, [*hat, end], [begin, end]]
+    written = "a<|end_of_text|>b<|begin_of_text|>"
+    ids = tokenizer.encode(written).tolist()
+    assert end not in ids
+    assert begin not in ids
+    assert tokenizer.decode(ids) == written
+
+
+def test_truncation_and_padding_of_the_file_are_not_obeyed(tokenizer_file: str, tmp_path: Path) -> None:
+    from tokenizers import Tokenizer
+
+    changed = Tokenizer.from_file(tokenizer_file)
+    changed.enable_truncation(3)
+    changed.enable_padding(length=9)
+    changed.save(str(tmp_path / "tokenizer.json"))
+    found = tokenizer_for(str(tmp_path / "tokenizer.json"))
+    text = "xyz " * 20
+    assert found.encode(text).tolist() == tokenizer_for(tokenizer_file).encode(text).tolist()
+
+
+def test_the_end_can_be_named_beside_the_file(tokenizer_file: str, tmp_path: Path) -> None:
+    content = Path(tokenizer_file).read_text().replace("<|end_of_text|>", "<stop>")
+    path = tmp_path / "tokenizer.json"
+    path.write_text(content)
+    with pytest.raises(UserError, match=r"no token that ends a document.*tokenizer_config\.json"):
+        tokenizer_for(str(path))
+    for eos in ("<stop>", {"content": "<stop>"}):
+        (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": eos}))
+        assert tokenizer_for(str(path)).end == json.loads(content)["model"]["vocab"]["<stop>"]
+    (tmp_path / "tokenizer_config.json").write_text("[")
+    with pytest.raises(UserError, match=r"tokenizer_config\.json: no valid JSON"):
+        tokenizer_for(str(path))
+
+
+def test_files_that_are_no_tokenizers(tmp_path: Path, tokenizer_file: str) -> None:
+    with pytest.raises(UserError, match=r"data\.tokenizer byte: No such file.*allowed: bytes, or the path"):
+        tokenizer_for("byte")
+    broken = tmp_path / "tokenizer.json"
+    for content in (b"", b"{}", b"[" * 100_000, b"\xff\x00", Path(tokenizer_file).read_bytes()[:2000]):
+        broken.write_bytes(content)
+        with pytest.raises(UserError, match=r"no valid tokenizer\.json"):
+            tokenizer_for(str(broken))
+    shutil.copy(tokenizer_file, broken)
+    assert tokenizer_for(str(tmp_path)).vocab_size > 257
