@@ -20,7 +20,7 @@ LAYERS = (
     ("models", "adapters", "optim"),
     ("data", "checksum", "resume", "checkpoint", "hf"),
     ("program",),
-    ("planning", "decode", "evaluate"),
+    ("planning", "trained", "decode", "evaluate"),
     ("training",),
     ("parameter_server",),
     ("tour", "bench", "report", "doctor"),
