@@ -127,7 +127,7 @@ class _Weighted:
         self._rests: list[tuple[int, int]] = []  # what all later sources weigh, against this one with them
         exact = [Fraction(weight) for weight in weights]
         for i in range(len(exact)):
-            rest = sum(exact[i + 1 :]) / sum(exact[i:])
+            rest = sum(exact[i + 1 :], Fraction(0)) / sum(exact[i:], Fraction(0))
             self._rests.append((rest.numerator, rest.denominator))
         # An epoch ends before any source would begin its second.
         self._length = bisect_right(

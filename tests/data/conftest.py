@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from jaxmem.config.sections import Config
+from jaxmem.data.text import Records
 
 DECODER = {
     "family": "decoder",
@@ -44,6 +45,24 @@ def make_config(
             "train": {"steps": 1},
         }
     )
+
+
+def join(records: Records) -> list[bytes]:
+    """The documents, put together from their pieces."""
+    found: list[bytes] = []
+    for i in range(len(records)):
+        piece = records[i]
+        part = piece.text.encode() if isinstance(piece.text, str) else piece.text
+        found = [*found, part] if piece.first else [*found[:-1], found[-1] + part]
+        if i + 1 < len(records):
+            assert piece.last == records[i + 1].first
+    assert records[len(records) - 1].last
+    return found
+
+
+@pytest.fixture(scope="session")
+def joined() -> Callable[[Records], list[bytes]]:
+    return join
 
 
 @pytest.fixture

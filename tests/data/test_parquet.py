@@ -1,0 +1,67 @@
+"""Rows of parquet as documents, a row group at a time."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from jaxmem.config.sections import Config
+from jaxmem.data import Corpus
+from jaxmem.data.parquet import ParquetRows
+from jaxmem.data.text import Piece
+from jaxmem.errors import UserError
+
+Make = Callable[..., Config]
+
+
+def write_parquet(path: Path, texts: list[str | None], group: int, column: str = "text") -> Path:
+    pq.write_table(pa.table({"id": list(range(len(texts))), column: texts}), path, row_group_size=group)
+    return path
+
+
+def test_parquet_rows_with_random_access(tmp_path: Path) -> None:
+    texts: list[str | None] = [f"dócument {i}" for i in range(50)]
+    paths = [
+        write_parquet(tmp_path / "a.parquet", texts[:30], 7),
+        write_parquet(tmp_path / "b.parquet", texts[30:], 100),
+    ]
+    records = ParquetRows(paths, "text")
+    assert records.blocks is not None
+    assert records.blocks.tolist() == [7, 7, 7, 7, 2, 20]
+    for i in np.random.default_rng(0).permutation(50).tolist():
+        assert records[i] == Piece(texts[i], True, True)
+    assert records.where(31).endswith("b.parquet, row group 0, row 1")
+
+
+def test_parquet_trains_a_row_group_at_a_time(config: Make, tmp_path: Path) -> None:
+    path = write_parquet(tmp_path / "a.parquet", [f"document {i}" for i in range(300)], 30)
+    corpus = Corpus(config(source="parquet", path=str(path)))
+    order = corpus.order("train")
+    groups = [order[i][1] // 30 for i in range(300)]
+    assert sorted(order[i][1] for i in range(300)) == list(range(300))
+    assert len({*groups[:30]}) == 1
+    assert groups[::30] != sorted(groups[::30])
+    assert bytes(corpus.tokens(*order[0])[:-1].astype(np.uint8)).decode() == f"document {order[0][1]}"
+
+
+def test_broken_parquet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = write_parquet(tmp_path / "a.parquet", ["x", None], 10)
+    with pytest.raises(UserError, match=r"a\.parquet: no column 'txt' \(data\.field\); did you mean text\?"):
+        ParquetRows([path], "txt")
+    with pytest.raises(UserError, match=r"column 'id' holds int64, not strings"):
+        ParquetRows([path], "id")
+    with pytest.raises(UserError, match=r"row group 0, row 1: 'text' is null"):
+        ParquetRows([path], "text")[1]
+    records = ParquetRows([path], "text")
+    path.write_bytes(b"PAR1 nothing like it PAR1")
+    with pytest.raises(UserError, match=r"a\.parquet: no readable parquet file"):
+        records[0]
+    monkeypatch.setitem(sys.modules, "pyarrow.parquet", None)
+    with pytest.raises(UserError, match=r"needs pyarrow: pip install 'jaxmem\[parquet\]'"):
+        ParquetRows([path], "text")

@@ -1,0 +1,132 @@
+"""Files as documents: which are read, where long ones are cut, what is said of bad paths."""
+
+from __future__ import annotations
+
+import os
+import sysconfig
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from jaxmem.config.sections import Config
+from jaxmem.data import Corpus
+from jaxmem.data.files import OPEN_FILES, find_files
+from jaxmem.data.text import Records, TextFiles, stdlib_files
+from jaxmem.errors import UserError
+
+Make = Callable[..., Config]
+Join = Callable[[Records], list[bytes]]
+
+
+@given(st.lists(st.text(st.sampled_from("aé€😀\n"), max_size=40), min_size=1, max_size=5), st.integers(8, 30))
+def test_pieces_of_text_files_give_the_files_back(
+    tmp_path_factory: pytest.TempPathFactory, joined: Join, texts: list[str], limit: int
+) -> None:
+    folder = tmp_path_factory.mktemp("texts")
+    for i, content in enumerate(texts):
+        (folder / f"{i}.txt").write_bytes(content.encode())
+    expected = [content.encode() for content in texts if content]
+    if not expected:
+        with pytest.raises(UserError, match="no documents"):
+            TextFiles(find_files(str(folder), "text"), limit)
+        return
+    records = TextFiles(find_files(str(folder), "text"), limit)
+    assert joined(records) == expected
+    for i in range(len(records)):
+        piece = records[i].text
+        assert isinstance(piece, bytes)
+        piece.decode()  # no character is cut
+        assert len(piece) <= limit + 3
+    records.close()
+
+
+def test_files_are_found_in_one_order_by_directory_and_by_glob(tmp_path: Path) -> None:
+    names = ["b.txt", "a.txt", "Z.txt", "sub/ä ö.txt", "sub/c.md", ".hidden", ".git/x.txt"]
+    for name in names:
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(name)
+    expected = sorted((name for name in names if not name.startswith(".")), key=os.fsencode)
+    assert [str(path.relative_to(tmp_path)) for path in find_files(str(tmp_path), "text")] == expected
+    found = find_files(f"{tmp_path}/**/*.txt", "text")
+    assert [path.name for path in found] == ["Z.txt", "a.txt", "b.txt", "ä ö.txt"]
+    assert find_files(str(tmp_path / "a.txt"), "text") == [tmp_path / "a.txt"]
+
+
+def test_ten_thousand_files_need_few_descriptors(tmp_path: Path) -> None:
+    for i in range(3 * OPEN_FILES):
+        (tmp_path / f"{i:03d}").write_text(str(i))
+    records = TextFiles(find_files(str(tmp_path), "text"), 100)
+    before = open_files()
+    assert [records[i].text for i in range(len(records))] == [str(i).encode() for i in range(3 * OPEN_FILES)]
+    assert open_files() <= before + OPEN_FILES
+    records.close()
+    assert open_files() == before
+
+
+def open_files() -> int:
+    return len(list(Path("/dev/fd").iterdir()))
+
+
+@pytest.mark.parametrize(
+    ("path", "message"),
+    [
+        (None, "source text needs data.path"),
+        ("{0}/corpsu.txt", r"no such file.*did you mean corpus\.txt\?"),
+        ("{0}/nowhere/x", "no such file or directory$"),
+        ("{0}/*.md", "no file matches"),
+        ("{0}/empty", "empty directory"),
+    ],
+)
+def test_paths_that_name_nothing(tmp_path: Path, path: str | None, message: str) -> None:
+    (tmp_path / "corpus.txt").write_text("x")
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(UserError, match=message):
+        find_files(path and path.format(tmp_path), "text")
+
+
+def test_a_directory_without_the_right_files(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("x")
+    with pytest.raises(UserError, match=r"no file ending in \.jsonl"):
+        find_files(str(tmp_path), "jsonl", (".jsonl",))
+
+
+def test_a_file_that_shrinks_or_goes_is_said(tmp_path: Path) -> None:
+    path = tmp_path / "a.txt"
+    path.write_text("x" * 100)
+    records = TextFiles([path], 10)
+    assert records[9].text == b"x" * 10
+    os.truncate(path, 50)
+    with pytest.raises(UserError, match=r"a\.txt: the file became shorter"):
+        records[9]
+    records.close()
+    path.unlink()
+    with pytest.raises(UserError, match=r"a\.txt: cannot be read: No such file"):
+        records[0]
+
+
+def test_text_that_is_not_utf8_stops_a_tokenizer_that_needs_it(
+    config: Make, tmp_path: Path, tokenizer_file: str
+) -> None:
+    (tmp_path / "latin.txt").write_bytes(b"caf\xe9 " * 10)
+    cfg = config(source="text", path=str(tmp_path / "latin.txt"))
+    assert bytes(Corpus(cfg).tokens(0, 0)[:-1].astype(np.uint8)) == b"caf\xe9 " * 10
+    with pytest.raises(UserError, match=r"latin\.txt: not UTF-8.*data\.tokenizer=bytes"):
+        Corpus(config(source="text", path=str(tmp_path / "latin.txt"), tokenizer=tokenizer_file)).tokens(0, 0)
+
+
+def test_the_standard_library_is_ten_megabytes_of_source() -> None:
+    files = stdlib_files()
+    assert sum(path.stat().st_size for path in files) > 10_000_000
+    assert {"argparse.py", "typing.py"} <= {path.name for path in files}
+    assert not any("site-packages" in path.parts or "test" in path.parts for path in files)
+    assert files == stdlib_files()
+
+
+def test_a_python_without_source_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sysconfig, "get_paths", lambda: {"stdlib": str(tmp_path / "python311.zip")})
+    with pytest.raises(UserError, match=r"no source text.*python311\.zip.*data\.source=text"):
+        stdlib_files()
