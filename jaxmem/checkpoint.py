@@ -242,7 +242,7 @@ class Checkpoints:
         try:
             with _one_failure():
                 arrays = self._manager.restore(step, args=ocp.args.Composite(state=args)).state
-        except Exception as error:  # noqa: BLE001 - it is what Orbax raises where a read fails
+        except Exception as error:  # it is what Orbax raises where a read fails
             if "RESOURCE_EXHAUSTED" in str(error):  # this device's memory, not the file's fault
                 raise
             raise self._damaged(step, _why(error)) from None
@@ -302,7 +302,8 @@ def put_aside(path: str | Path | epath.Path) -> epath.Path | None:
     if not path.exists() or (path.is_dir() and not any(path.iterdir())):
         target = None
     else:
-        numbered = (path.parent / f"{path.stem}.old-{n}{path.suffix}" for n in range(1, 1 << 20))
+        stem, suffix = (path.name, "") if path.is_dir() else (path.stem, path.suffix)
+        numbered = (path.parent / f"{stem}.old-{n}{suffix}" for n in range(1, 1 << 20))
         target = next(candidate for candidate in numbered if not candidate.exists())
     ocp.multihost.sync_global_processes(f"put aside: looked at {path.name}")
     if target is not None and jax.process_index() == 0:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from fnmatch import fnmatchcase
 from os import PathLike
 from typing import Any
 
@@ -25,7 +26,8 @@ BOUND = (
 FREE = (
     "model.preset",  # a name for the other fields, which are compared one by one
     "model.dropout",
-    "data.path",  # files may move; the data's fingerprint inside the position tells whether they are the same
+    "data.path",  # files may move: the data's fingerprint tells whether they are the same
+    "data.mixture.*.path",
     "data.weight",  # a share of a mixture, and this is not one
     "data.epochs",  # only where the stream ends
 )
@@ -41,13 +43,22 @@ def changed(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
     return [
         f"{field} was {json.dumps(before.get(field))}, is {json.dumps(after.get(field))}"
         for field in {**before, **after}
-        if _under(field, BOUND) and not _under(field, FREE) and before.get(field) != after.get(field)
+        if _among(field, BOUND) and not _among(field, FREE) and before.get(field) != after.get(field)
     ]
 
 
-def refuse_changes(old: Mapping[str, Any], new: Mapping[str, Any], directory: str | PathLike[str]) -> None:
-    """Stop before a checkpoint is read as something that it is not."""
+def refuse_changes(
+    old: Mapping[str, Any],
+    new: Mapping[str, Any],
+    directory: str | PathLike[str],
+    fingerprints: tuple[str, str] | None = None,
+) -> None:
+    """Stop before a checkpoint is read as something that it is not. `fingerprints` are the data's, then and now."""
     differences = changed(old, new)
+    if fingerprints and fingerprints[0] != fingerprints[1] and not differences:
+        differences = [
+            f"the data's files are not what they were (fingerprint {fingerprints[0]}, now {fingerprints[1]})"
+        ]
     if differences:
         raise UserError(
             f"cannot go on from {directory}: {'; '.join(differences)}. Change it back, give the run another `name`,"
@@ -55,16 +66,16 @@ def refuse_changes(old: Mapping[str, Any], new: Mapping[str, Any], directory: st
         )
 
 
-def _under(field: str, prefixes: Sequence[str]) -> bool:
-    return any(field == prefix or field.startswith(f"{prefix}.") for prefix in prefixes)
+def _among(field: str, patterns: Sequence[str]) -> bool:
+    return any(fnmatchcase(field, pattern) or fnmatchcase(field, f"{pattern}.*") for pattern in patterns)
 
 
-def _flat(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Dotted fields. A list is one value, and a tuple is what JSON makes of it; a missing field is as good as None."""
-    flat: dict[str, Any] = {}
-    for key, value in config.items():
-        if isinstance(value, Mapping):
-            flat |= _flat(value, f"{prefix}{key}.")
-        else:
-            flat[f"{prefix}{key}"] = json.loads(json.dumps(value))
-    return flat
+def _flat(value: Any, field: str = "") -> dict[str, Any]:
+    """Dotted fields, lists of sections numbered. A list of numbers is one value, and a tuple is a list, as in JSON;
+    a field that is absent is as good as one that is None."""
+    if isinstance(value, Sequence) and value and all(isinstance(item, Mapping) for item in value):
+        value = {str(number): item for number, item in enumerate(value)}
+    if not isinstance(value, Mapping):
+        return {field: list(value) if isinstance(value, tuple) else value}
+    prefix = f"{field}." if field else ""
+    return {name: leaf for key, item in value.items() for name, leaf in _flat(item, f"{prefix}{key}").items()}

@@ -92,7 +92,7 @@ def test_everything_comes_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, 
 
 
 def test_a_state_moves_over_meshes(tmp_path: Path) -> None:
-    """8 -> 4 -> 2 x 2 -> 1 -> 8 devices, each time saved by one and read by the next; nothing whole where it is split."""
+    """8 -> 4 -> 2 x 2 -> 1 -> 8 devices, saved by one and read by the next; nothing is whole where it is split."""
     meshes = [mesh(8, 1), mesh(4, 1), mesh(2, 2), mesh(1, 1), mesh(4, 2)]
     state = filled(abstract(meshes[0]))
     first = bits(state)
@@ -114,7 +114,8 @@ def test_the_state_may_be_donated_at_once(tmp_path: Path) -> None:
             state = {"params": {"w": jnp.full((512, 4096), step, jnp.float32)}, "count": jnp.full((), step, jnp.int32)}
             shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), state)
             checkpoints.save(step, state, {}, {}, force=True)
-            state = overwrite(state)
+            before, state = state, overwrite(state)
+            assert before["params"]["w"].is_deleted()
             assert np.asarray(state["params"]["w"]).max() == -1
         for step in checkpoints.steps():
             restored, _, _ = checkpoints.restore(step, shapes)
@@ -326,7 +327,7 @@ def test_a_full_disk_is_said_and_survived(tmp_path: Path) -> None:
 
 def test_a_place_that_cannot_be_written(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(UserError, match="cannot keep checkpoints in .*file/checkpoints: .*Not a directory"):
+    with pytest.raises(UserError, match=r"cannot keep checkpoints in .*file/checkpoints: .*Not a directory"):
         Checkpoints(tmp_path / "file" / "checkpoints")
 
 

@@ -1,0 +1,76 @@
+"""Being asked to stop is a flag; being asked twice is the end."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+
+import pytest
+
+from jaxmem.training.signals import Stop
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 0), (signal.SIGINT, 130)])
+def test_the_first_is_recorded_and_handlers_come_back(
+    number: signal.Signals, code: int, capfd: pytest.CaptureFixture
+) -> None:
+    before = {each: signal.getsignal(each) for each in (signal.SIGTERM, signal.SIGINT)}
+    with Stop() as stop:
+        assert stop.requested is None
+        assert stop.exit_code == 0
+        os.kill(os.getpid(), number)
+        assert stop.requested is number
+        assert stop.exit_code == code
+        assert signal.getsignal(number) is signal.SIG_DFL
+    assert {each: signal.getsignal(each) for each in before} == before
+    assert capfd.readouterr().err.strip() == f"{number.name}: finishing this step and saving; once more stops at once"
+
+
+def test_only_where_it_may(capfd: pytest.CaptureFixture) -> None:
+    """Outside the main thread it leaves the handlers alone; without a voice it says nothing."""
+    seen = []
+
+    def run() -> None:
+        with Stop() as stop:
+            seen.append((signal.getsignal(signal.SIGTERM), stop.requested))
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join()
+    assert seen == [(signal.getsignal(signal.SIGTERM), None)]
+    with Stop(say=False):
+        os.kill(os.getpid(), signal.SIGTERM)
+    assert capfd.readouterr().err == ""
+
+
+LOOP = """
+import sys, time
+from jaxmem.training.signals import Stop
+with Stop() as stop:
+    print("ready", flush=True)
+    while not stop.requested or sys.argv[1] == "deaf":
+        time.sleep(0.01)
+print("saved")
+sys.exit(stop.exit_code)
+"""
+
+
+@pytest.mark.parametrize(("ears", "times", "code", "said"), [("open", 1, 0, "saved"), ("deaf", 2, -signal.SIGTERM, "")])
+def test_the_second_kills(ears: str, times: int, code: int, said: str) -> None:
+    loop = subprocess.Popen(
+        [sys.executable, "-c", LOOP, ears], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    assert loop.stdout is not None
+    assert loop.stderr is not None
+    assert loop.stdout.readline() == "ready\n"
+    for time in range(times):
+        loop.send_signal(signal.SIGTERM)
+        if time == 0:
+            assert loop.stderr.readline() == "\n"
+            assert loop.stderr.readline().startswith("SIGTERM: finishing this step")
+    out, _ = loop.communicate(timeout=20)
+    assert loop.returncode == code
+    assert out.strip() == said
