@@ -1,39 +1,61 @@
-"""How good it is on documents it never saw: the objective's means over a number of batches."""
+"""How good a model is on documents it never saw: the objective's means, without what only training adds to it."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from itertools import islice
-from typing import Any
+from pathlib import Path
+from typing import Any, Self
 
 import jax
 import numpy as np
 
-from jaxmem.data import Loader
+from jaxmem.data import Corpus, Loader
+from jaxmem.errors import UserError
 from jaxmem.program import Program
 from jaxmem.program.objective import Sums, means
+from jaxmem.trained import open_run
 
-Evaluate = Callable[[Any, dict[str, jax.Array]], Sums]
-
-
-def held_out(program: Program, evaluate: Evaluate, params: Any, batches: int | None) -> dict[str, float]:
-    """`evaluate` is the program's, compiled. The same documents in the same order each time; None: all of them."""
-    with Loader(program.cfg, split="held_out") as loader:
-        return over(program, evaluate, params, islice(loader, batches))
+Means = dict[str, float]
 
 
-def over(
-    program: Program, evaluate: Evaluate, params: Any, batches: Iterable[dict[str, np.ndarray]]
-) -> dict[str, float]:
-    """Means over batches, and the perplexity where the loss is one of tokens."""
-    total: Sums | None = None
-    for batch in batches:
-        sums = evaluate(params, program.place(batch))
-        total = sums if total is None else jax.tree.map(lambda a, b: a + b, total, sums)
-    if total is None:
-        return {}
-    result = {name: float(value) for name, value in means(total).items()}
-    if program.cfg.objective.name == "next_token":
-        result["perplexity"] = math.exp(min(result["loss"], 700.0))
-    return result | {"count": float(total["count"])}
+class HeldOut:
+    """The held-out part of a corpus. Each call sees the same documents in the same order."""
+
+    def __init__(self, program: Program, corpus: Corpus | None = None) -> None:
+        self._program = program
+        self._loader = Loader(program.cfg, "held_out", corpus=corpus)
+        self._sums = program.lower_evaluate().compile()
+
+    def __call__(self, params: Any, batches: int | None = None) -> Means:
+        """Means over so many batches, by default all there are."""
+        self._loader.rewind()
+        total = self._total(params, islice(self._loader, batches))
+        if not total or not total["count"]:
+            raise UserError("data.held_out: no document is held out; raise it, or leave train.evaluate_every out")
+        result = {name: float(value) for name, value in means(total).items()}
+        if self._program.cfg.objective.name == "next_token":
+            result["perplexity"] = math.exp(min(result["loss"], 700.0))  # beyond, a float overflows
+        return result
+
+    def _total(self, params: Any, batches: Iterable[dict[str, np.ndarray]]) -> Sums:
+        total: Sums = {}
+        for batch in batches:
+            sums = self._sums(params, self._program.place(batch))
+            total = jax.tree.map(lambda a, b: a + b, total, sums) if total else sums
+        return total
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._loader.close()
+
+
+def evaluate(run: str | Path, data: str | None = None) -> Means:
+    """A trained run on its held-out documents, or on all of another text file."""
+    overrides = [] if data is None else ["data.source=text", f"data.path={data}", "data.mixture=[]"]
+    program, params = open_run(run, overrides)
+    with HeldOut(program) as held_out:
+        return held_out(params)

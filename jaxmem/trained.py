@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from jaxmem.errors import UserError
 from jaxmem.program import Program, program
 
 
-def open_run(directory: str | Path, overrides: tuple[str, ...] = ()) -> tuple[Program, Any]:
+def open_run(directory: str | Path, overrides: Sequence[str] = ()) -> tuple[Program, Any]:
     """(program, parameters) of the newest checkpoint. Where the run's mesh does not fit these devices, one of them
     holds the model."""
     directory = Path(directory)

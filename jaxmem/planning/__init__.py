@@ -116,6 +116,21 @@ def plan_program(built: Program) -> Plan:
     return Plan(built, step, time.perf_counter() - start)
 
 
+def ideal_flops(built: Program) -> float:
+    """Of an update, without any recomputation: 2 for each weight of a product and token forward, twice that backward,
+    and causal attention's two products, of which half is empty. Pictures: the weights once for each pixel's place
+    is not counted, so this is a lower bound there."""
+    cfg, model = built.cfg, built.cfg.model
+    if model.family != "decoder":
+        return 6.0 * built.parameters * cfg.batch.global_size
+    length = cfg.data.sequence_length
+    looked_up = 0 if model.tie_embeddings else model.vocab * model.embed
+    seen = min(model.window or length, length)
+    pairs = seen * length - seen * (seen - 1) / 2  # (query, key) that see each other
+    attention = 4 * model.layers * model.heads * model.head_dim * pairs
+    return cfg.batch.global_size * 3.0 * (2.0 * (built.parameters - looked_up) * length + attention)
+
+
 def held(tree: Any) -> int:
     """Bytes that one device holds of placed arrays (or their shapes)."""
     return sum(

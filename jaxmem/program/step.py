@@ -56,7 +56,8 @@ def make_step(
 
         key = jax.random.fold_in(jax.random.key(seed), state.step)
         grads, sums = _accumulated(micro, batch, key)
-        grads = jax.tree.map(lambda g: (g / jnp.maximum(sums["count"], 1.0)).astype(g.dtype), grads)
+        count = jnp.maximum(sums["count"], 1.0)
+        grads = jax.tree.map(lambda g: (g.astype(jnp.float32) / count).astype(g.dtype), grads)
         updates, opt_state = tx.update(grads, state.opt_state, state.params)
         params = optim.apply(state.params, updates)
         metrics = means(sums) | {

@@ -1,0 +1,38 @@
+"""A JAX profile of some steps, for TensorBoard or Perfetto."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Self
+
+import jax
+
+
+class Profile:
+    """`train.profile: [from, to]` records those steps, both included, into `directory`."""
+
+    def __init__(self, directory: Path, steps: tuple[int, int] | None) -> None:
+        self._directory, self._running = directory, False
+        self._first, self._last = steps or (0, 0)
+
+    def before(self, step: int) -> None:
+        if step == self._first:
+            jax.profiler.start_trace(self._directory)
+            self._running = True
+
+    def after(self, step: int, results: Any) -> None:
+        """The last profiled step is waited for, so that all of it is in the profile."""
+        if self._running and step == self._last:
+            jax.block_until_ready(results)
+            self._stop()
+
+    def _stop(self) -> None:
+        if self._running:
+            self._running = False
+            jax.profiler.stop_trace()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop()

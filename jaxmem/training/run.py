@@ -1,0 +1,157 @@
+"""A whole run, from a config to a trained model, read from top to bottom.
+
+Compile, then allocate: what cannot be read or compiled leaves nothing behind. What a run leaves is `output/name/`:
+config.yaml, plan.json, metrics.jsonl, checkpoints/.
+"""
+
+from __future__ import annotations
+
+import json
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+
+import jax
+
+from jaxmem.checkpoint import Checkpoints, put_aside
+from jaxmem.config import Config, save_config
+from jaxmem.data import Loader, fingerprint
+from jaxmem.devices import peak_flops
+from jaxmem.errors import UserError
+from jaxmem.evaluate import HeldOut
+from jaxmem.planning import Plan, ideal_flops, plan_program, readable
+from jaxmem.program import Program, program
+from jaxmem.program.step import TrainState
+from jaxmem.resume import refuse_changes
+from jaxmem.training.profile import Profile
+from jaxmem.training.progress import Progress
+from jaxmem.training.signals import Stop
+from jaxmem.training.telemetry import Telemetry
+from jaxmem.training.trackers import check_trackers, trackers_for
+
+
+@dataclass(frozen=True)
+class Result:
+    """What a run came to."""
+
+    directory: Path
+    step: int  # updates done
+    metrics: dict[str, float]  # of the last update
+    held_out: dict[str, float]  # of the last evaluation
+    state: TrainState
+    plan: Plan
+    exit_code: int = 0
+
+
+def run(cfg: Config) -> Result:
+    """Train a config, or go on where it stopped."""
+    if jax.process_count() > 1:
+        raise UserError(f"this version trains in one process, and here are {jax.process_count()}")
+    check_trackers(cfg)
+    built = program(cfg)
+    cfg, directory = built.cfg, Path(cfg.output, cfg.name)
+    if cfg.checkpoint.resume == "auto":
+        _refuse_another_run(cfg, directory)
+
+    with ExitStack() as opened:
+        loader = opened.enter_context(Loader(cfg))
+        unseen = opened.enter_context(HeldOut(built, loader.corpus)) if cfg.train.evaluate_every else None
+        planned = plan_program(built)
+
+        if cfg.checkpoint.resume == "never":
+            put_aside(directory)
+        checkpoints = opened.enter_context(_checkpoints(cfg, directory))
+        save_config(cfg, directory / "config.yaml")
+        (directory / "plan.json").write_text(json.dumps(planned.as_json(), indent=2) + "\n")
+        identity = fingerprint(cfg)
+        step, state = _restored(built, checkpoints, loader, identity) or (0, built.initialise())
+
+        trackers = opened.enter_context(trackers_for(cfg, directory, step))
+        progress = opened.enter_context(_progress(planned, step, trackers.last.get("seconds", 0.0)))
+        progress.say(_opening(planned, step))
+        telemetry = Telemetry(progress, trackers)
+        profile = opened.enter_context(Profile(directory / "profile", cfg.train.profile))
+        stop = opened.enter_context(Stop())
+        held_out: dict[str, float] = {}
+
+        def save(metrics: dict[str, float] | None = None, *, force: bool) -> None:
+            position = loader.state() | {"fingerprint": identity}
+            checkpoints.save(step, state, position, cfg.model_dump(mode="json"), metrics, force=force)
+
+        for step, batch in zip(range(step + 1, cfg.steps + 1), loader, strict=False):  # noqa: B020 - the range is made once
+            profile.before(step)
+            state, metrics = planned.step(state, built.place(batch))
+            profile.after(step, metrics)
+            telemetry.update(step, metrics)
+            last = step == cfg.steps or stop.requested is not None
+            with progress.paused():
+                if unseen and (last or step % (cfg.train.evaluate_every or 1) == 0):
+                    held_out = unseen(state.params, cfg.train.evaluate_batches)
+                    telemetry.held_out(step, held_out)
+                    save(held_out, force=last or cfg.checkpoint.keep_best)
+                else:
+                    save(force=last)
+            if last:
+                break
+        telemetry.flush()
+        save(force=True)  # where the data ended first
+        checkpoints.wait()
+        progress.say(_closing(cfg, step, directory))
+    return Result(directory, step, telemetry.last, held_out, state, planned, stop.exit_code)
+
+
+def _checkpoints(cfg: Config, directory: Path) -> Checkpoints:
+    keep = cfg.checkpoint
+    return Checkpoints(directory / "checkpoints", keep.every, keep.keep, keep.keep_best)
+
+
+def _refuse_another_run(cfg: Config, directory: Path) -> None:
+    """Before anything is compiled: what is there must be of this config, but for what may change."""
+    if (directory / "checkpoints").is_dir():
+        with Checkpoints(directory / "checkpoints", read_only=True) as checkpoints:
+            step = checkpoints.latest()
+            if step is not None:
+                refuse_changes(checkpoints.read(step)[1], cfg.model_dump(mode="json"), directory)
+
+
+def _restored(built: Program, checkpoints: Checkpoints, loader: Loader, identity: str) -> tuple[int, TrainState] | None:
+    found = checkpoints.restore_latest(built.state)
+    if found is None:
+        return None
+    step, state, position, _ = found
+    if position["fingerprint"] != identity:
+        raise UserError(f"data: not the files that {checkpoints.directory.parent} was trained on; give the run another name")
+    loader.restore(position)
+    return step, state
+
+
+def _progress(planned: Plan, step: int, seconds: float) -> Progress:
+    cfg, devices = planned.program.cfg, planned.program.layout.mesh.devices
+    text = cfg.objective.name == "next_token"
+    peak = peak_flops(devices.flat[0])
+    return Progress(
+        cfg.steps,
+        cfg.batch.global_size * (cfg.data.sequence_length if text else 1),
+        ideal_flops(planned.program),
+        peak * devices.size if peak else None,
+        enabled=jax.process_index() == 0,
+        log_every=cfg.train.log_every,
+        step=step,
+        seconds=seconds,
+        unit="tok" if text else "img",
+    )
+
+
+def _opening(planned: Plan, step: int) -> str:
+    built = planned.program
+    shape = " x ".join(f"{axis} {size}" for axis, size in built.layout.mesh.shape.items() if size > 1)
+    kind = built.layout.mesh.devices.flat[0].platform
+    total = readable(planned.bytes_per_device["total"])
+    start = f"goes on after step {step}" if step else f"{built.parameters:,} parameters"
+    return f"{built.cfg.name}: {start}, {built.layout.mesh.devices.size} {kind} devices{f' ({shape})' if shape else ''}, {total} each"
+
+
+def _closing(cfg: Config, step: int, directory: Path) -> str:
+    if step == cfg.steps:
+        return f"done: {step} steps, in {directory}"
+    return f"stopped after step {step} of {cfg.steps}; saved in {directory}, the same command goes on"

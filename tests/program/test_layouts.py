@@ -1,0 +1,132 @@
+"""One model under every table: the same losses and weights as on one device, the bytes that the tables promise."""
+
+import jax
+import numpy as np
+import pytest
+
+from jaxmem.errors import UserError
+from jaxmem.leaves import Derived, state_axes
+from jaxmem.program import program
+from jaxmem.sharding import MESH_AXES, Layout, layout_for, rules
+from tests.program.conftest import Trained, config
+
+LAYOUTS = {
+    "data": ({"fsdp": 8}, 0),
+    "zero-1": ({"fsdp": 4}, 1),
+    "zero-2": ({"fsdp": 4}, 2),
+    "fsdp": ({"fsdp": 8}, 3),
+    "tensor": ({"tensor": 4}, 3),
+    "fsdp x tensor": ({"fsdp": 4, "tensor": 2}, 3),
+    "data x tensor": ({"fsdp": 2, "tensor": 4}, 0),
+    "hybrid": ({"replica": 2, "fsdp": 4}, 3),
+    "hybrid x tensor": ({"replica": 2, "fsdp": 2, "tensor": 2}, 3),
+}
+
+
+def devices_of(mesh):
+    return int(np.prod(list(mesh.values())))
+
+
+@pytest.fixture(scope="module")
+def alone():
+    return Trained(config())
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_every_layout_learns_what_one_device_learns(name, alone):
+    mesh, zero = LAYOUTS[name]
+    Trained(config(mesh=mesh, zero=zero), devices_of(mesh)).agrees_with(alone)
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_arrays_take_the_bytes_that_the_tables_promise(name):
+    mesh, zero = LAYOUTS[name]
+    built = program(config(mesh=mesh, zero=zero), jax.devices()[: devices_of(mesh)])
+    state, planned = built.initialise(), built.state
+    for born, promised in zip(jax.tree.leaves(state), jax.tree.leaves(planned), strict=True):
+        assert born.sharding.is_equivalent_to(promised.sharding, born.ndim)
+        assert born.addressable_shards[0].data.shape == promised.sharding.shard_shape(born.shape)
+    fsdp, tensor = mesh.get("fsdp", 1), mesh.get("tensor", 1)
+    matrix = "blocks", "mlp", "up", "weight"
+    weight, moment = state.params, state.opt_state[1].mu
+    for key in matrix:
+        weight, moment = weight[key], moment[key]
+    held = lambda x: x.size // x.addressable_shards[0].data.size  # noqa: E731
+    assert held(weight) == tensor * (fsdp if zero >= 3 else 1)
+    assert held(moment) == tensor * (fsdp if zero >= 1 else 1)
+
+
+def test_a_weight_without_axes_is_named():
+    from flax import nnx
+
+    from jaxmem.program import _axes
+
+    with pytest.raises(UserError, match=r"weight blocks\.up\.weight of shape \(3, 4\) names axes None"):
+        _axes(("blocks", "up", "weight"), nnx.Param(np.zeros((3, 4), np.float32)))
+
+
+@pytest.fixture
+def layout():
+    return layout_for(config(mesh={"fsdp": 4, "tensor": 2}), jax.devices())
+
+
+def test_an_uncovered_axis_is_named(layout):
+    with pytest.raises(UserError, match=r"blocks\.w: no rule for logical axis 'embd' among weights; did you mean embed"):
+        layout.sharding("weights", ("embd", "mlp"), (8, 8), "blocks.w")
+
+
+def test_a_dimension_that_does_not_divide_is_named(layout):
+    with pytest.raises(UserError, match=r"blocks\.w: dimension 1 \(mlp\) of size 7 does not divide over mesh.tensor = 2"):
+        layout.sharding("weights", ("embed", "mlp"), (8, 7), "blocks.w")
+
+
+def test_what_the_table_leaves_whole_need_not_divide(layout):
+    assert layout.sharding("weights", ("layer", "norm"), (3, 7)).shard_shape((3, 7)) == (3, 7)
+
+
+def test_one_mesh_axis_cannot_split_two_dimensions(layout):
+    with pytest.raises(UserError, match="put one mesh axis on two dimensions"):
+        layout.sharding("weights", ("mlp", "heads"), (8, 8), "w")
+
+
+def test_every_table_covers_the_same_axes():
+    for zero in range(4):
+        table = rules(zero)
+        assert set(table.weights) == set(table.computing) == set(table.gradients) == set(table.optimizer)
+        assert all(axis in MESH_AXES for over in table.activations.values() for axis in over)
+
+
+# ------------------------------------------------------------------ the optimizer's state
+
+
+def test_state_of_the_parameters_shape_takes_its_axes():
+    params, axes = {"a": {"w": np.zeros((2, 3))}}, {"a": {"w": ("embed", "mlp")}}
+    state = ({"count": np.zeros(())}, {"mu": params})
+    assert state_axes(state, params, axes) == ({"count": ()}, {"mu": axes})
+
+
+def test_derived_state_says_which_dimensions_it_keeps():
+    params, axes = {"w": np.zeros((5, 2, 3))}, {"w": ("layer", "embed", "mlp")}
+    state = {"low": {"w": Derived(np.zeros((5, 4, 3)), ("rank", 1))}, "row": {"w": Derived(np.zeros((5, 2)), (0,))}}
+    named = state_axes(state, params, axes)
+    assert named["low"]["w"].value == ("layer", "rank", "mlp")
+    assert named["row"]["w"].value == ("layer", "embed")
+
+
+def test_undeclared_state_is_an_error_that_names_it():
+    params, axes = {"w": np.zeros((2, 3))}, {"w": ("embed", "mlp")}
+    with pytest.raises(UserError, match=r"optimizer state row\.w of shape \(2,\) does not say how it relates"):
+        state_axes({"row": {"w": np.zeros((2,))}}, params, axes)
+
+
+def test_a_layout_only_acts_inside_it():
+    from jaxmem.sharding import constrain, current
+
+    x = np.zeros((3, 5), np.float32)
+    assert constrain(x, "no", "such") is x
+    layout = Layout(layout_for(config(), jax.devices()[:1]).mesh, rules(3))
+    with layout:
+        assert current() is layout
+        with pytest.raises(UserError, match="no rule"):
+            constrain(x, "no", "such")
+    assert current() is None
