@@ -44,7 +44,7 @@ def held_out_records(count: int, share: float) -> np.ndarray:
     if count < 2:
         raise UserError(f"data.held_out {share}: there is only {count} record to divide; set data.held_out=0")
     below = np.uint64(share * 2**64)
-    parts = [np.arange(start, min(start + 2**20, count)) for start in range(0, count, 2**20)]
+    parts = (np.arange(start, min(start + 2**16, count)) for start in range(0, count, 2**16))
     held = np.concatenate([part[mix64(part) < below] for part in parts])
     if len(held) in (0, count):  # few records: at least one on each side
         extreme = np.argmin(mix64(np.arange(count)))

@@ -1,8 +1,8 @@
 """Documents that are files: any text, and the Python standard library's own source.
 
-A record is a document, or a piece of one that is longer than `piece_bytes` (as written in its file): its pieces are of equal
-length and cut between characters, so that a huge file is read, shuffled and shared among rows like
-many small ones. Pieces are computed from the file's size: the index costs 8 bytes a file.
+A record is a document, or a piece of one that is longer than `piece_bytes` as written in its file: its
+pieces are of equal length and cut between characters, so that a huge file is read, shuffled and shared
+among rows like many small ones. Pieces follow from the file's size: the index costs 8 bytes a file.
 """
 
 from __future__ import annotations
