@@ -7,10 +7,11 @@ Nothing heavy is imported before a command needs it, so that `jaxmem --help` ans
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import shutil
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -51,7 +52,7 @@ def train(config: ConfigFile, overrides: Overrides = None, simulate: Simulate = 
     cfg = _load(config, overrides, simulate)
     from jaxmem.training.run import run
 
-    run(cfg)
+    raise typer.Exit(run(cfg).exit_code)
 
 
 @app.command()
@@ -63,6 +64,69 @@ def plan(config: ConfigFile, overrides: Overrides = None, simulate: Simulate = N
     with _only_json(as_json):
         planned = planning.plan(cfg)
     _show(planned.as_json() if as_json else planned.table())
+
+
+@app.command()
+def generate(
+    run: Run,
+    prompt: Annotated[str, typer.Option(help="The text to continue.", show_default=False)],
+    tokens: Annotated[int, typer.Option(min=1, help="How many to add.")] = 200,
+    temperature: Annotated[float, typer.Option(min=0.0, help="0 takes the likeliest token each time.")] = 0.8,
+    seed: Annotated[int, typer.Option(min=0, help="Another seed, another text.")] = 0,
+    simulate: Simulate = None,
+) -> None:
+    """Continue a text with what was trained."""
+    _devices(simulate)
+    from jaxmem import decode
+    from jaxmem.data import tokenizer_for
+    from jaxmem.trained import open_run
+
+    program, params = open_run(run)
+    tokenizer = tokenizer_for(program.cfg.data.tokenizer)
+    given = [*tokenizer.begin, *tokenizer.encode(prompt)]
+    ids = decode.generate(program, params, given, tokens, temperature=temperature, seed=seed, end=tokenizer.end)
+    for piece in itertools.chain([prompt], _pieces(tokenizer.decode, ids)):
+        print(piece, end="", flush=True)
+    print()
+
+
+@app.command()
+def evaluate(
+    run: Run,
+    data: Annotated[str | None, typer.Option(metavar="FILE", help="Text, in place of what was held out.")] = None,
+    simulate: Simulate = None,
+    as_json: Json = False,
+) -> None:
+    """Loss and perplexity on text it never saw."""
+    _devices(simulate)
+    from jaxmem.evaluate import evaluate
+
+    with _only_json(as_json):
+        result = evaluate(run, data)
+    if as_json:
+        _show(result)
+    else:
+        print("  ".join(f"{name} {value:.4g}" for name, value in result.items()))
+
+
+@app.command()
+def tokenize(
+    config: ConfigFile,
+    output: Annotated[Path, typer.Option(help="The cache to write, for data.source: tokens.", show_default=False)],
+    overrides: Overrides = None,
+) -> None:
+    """Tokenize a config's data once, to train from disk."""
+    cfg = _load(config, overrides, None)
+    from rich.console import Console
+    from rich.progress import Progress
+
+    from jaxmem import data
+
+    with Progress(console=Console(stderr=True), transient=True) as progress:
+        task = progress.add_task("records")
+        made = data.tokenize(cfg, output, lambda done, total: progress.update(task, completed=done, total=total))
+    print(f"{output}: {made['tokens']:,} tokens of {made['records']:,} records")
+    print(f"train on it with: data.source=tokens data.path={output}")
 
 
 @app.command()
@@ -111,6 +175,20 @@ def _devices(simulate: int | None) -> None:
         devices.avoid_cuda_without_gpu()
     else:
         devices.simulate(simulate)
+
+
+def _pieces(decode: Callable[[list[int]], str], ids: Iterable[int]) -> Iterator[str]:
+    """The text of tokens as they come, each character when its last byte is there.
+
+    >>> list(_pieces(lambda ids: bytes(ids).decode(errors="replace"), [104, 195, 169]))
+    ['h', '', 'é']
+    """
+    seen, shown = [], 0
+    for token in ids:
+        seen.append(token)
+        text = decode(seen)
+        yield "" if text.endswith("\ufffd") else text[shown:]
+        shown = shown if text.endswith("\ufffd") else len(text)
 
 
 @contextlib.contextmanager

@@ -11,6 +11,8 @@ from pathlib import Path
 import pytest
 
 from jaxmem.cli import main
+from jaxmem.config import load_config
+from jaxmem.data import Loader
 from jaxmem.errors import UserError
 
 
@@ -20,6 +22,80 @@ def jaxmem(*arguments: str, capsys: pytest.CaptureFixture[str]) -> tuple[int, st
         main(list(arguments))
     out, err = capsys.readouterr()
     return exit_.value.code, out, err
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of a very small decoder on a text of its own, trained by the command; its config lies beside it."""
+    place = tmp_path_factory.mktemp("cli")
+    (place / "texts").mkdir()
+    for number in range(40):
+        (place / "texts" / f"{number}.txt").write_text(
+            f"text {number} says that {number} and {number} are the same\n" * 5
+        )
+    (place / "small.yaml").write_text(
+        f"""
+        name: small
+        output: {place}
+        model: {{family: decoder, vocab: 257, layers: 2, embed: 16, mlp: 32, heads: 2, kv_heads: 2, head_dim: 8}}
+        data: {{source: text, path: {place}/texts, sequence_length: 32, held_out: 0.2}}
+        mesh: {{fsdp: -1}}
+        train: {{steps: 4, log_every: 2, evaluate_every: 4}}
+        """
+    )
+    with pytest.raises(SystemExit) as exit_:
+        main(["train", str(place / "small.yaml"), "optimizer.learning_rate=1e-2", "--simulate", "8"])
+    assert exit_.value.code == 0
+    return place / "small"
+
+
+def test_train_leaves_a_run_that_can_be_run_again(run: Path) -> None:
+    again = load_config(run / "config.yaml")
+    assert again.optimizer.learning_rate == 1e-2
+    assert again.mesh.fsdp == 8
+    assert [json.loads(line)["step"] for line in (run / "metrics.jsonl").read_text().splitlines()][:2] == [2, 4]
+
+
+def test_generate_continues_the_prompt(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ("generate", str(run), "--prompt", "text 4", "--tokens", "5", "--temperature", "0")
+    code, out, err = jaxmem(*arguments, capsys=capsys)
+    assert (code, err) == (0, "")
+    assert out.startswith("text 4")
+    assert jaxmem(*arguments, capsys=capsys) == (0, out, "")
+
+
+def test_evaluate(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, err = jaxmem("evaluate", str(run), "--json", capsys=capsys)
+    assert (code, err) == (0, "")
+    loss = json.loads(out)["loss"]
+    assert 0 < loss < 6
+    _, out, _ = jaxmem("evaluate", str(run), capsys=capsys)
+    assert f"loss {loss:.4g}" in out
+
+
+def test_a_run_that_is_not_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for command in (["generate", "--prompt", "x"], ["evaluate"]):
+        code, out, err = jaxmem(*command, str(tmp_path / "none"), capsys=capsys)
+        assert (code, out) == (2, "")
+        assert "none: no run is there" in err
+
+
+def test_plan(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, err = jaxmem("plan", str(run / "config.yaml"), "--simulate", "8", "--json", capsys=capsys)
+    assert (code, err) == (0, "")
+    planned = json.loads(out)
+    assert planned["target"]["devices"] == 8
+    assert planned == json.loads((run / "plan.json").read_text()) | {"seconds": planned["seconds"]}
+
+
+def test_tokenize_writes_what_training_reads(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = str(run / "config.yaml")
+    code, out, err = jaxmem("tokenize", config, "--output", str(tmp_path / "cache"), capsys=capsys)
+    assert code == 0, err
+    assert f"data.source=tokens data.path={tmp_path / 'cache'}" in out
+    cfg = load_config(config, ["data.source=tokens", f"data.path={tmp_path / 'cache'}"])
+    with Loader(cfg) as cached, Loader(load_config(config)) as direct:
+        assert (next(cached)["inputs"] == next(direct)["inputs"]).all()
 
 
 @pytest.mark.parametrize(
