@@ -77,13 +77,15 @@ def generate(
 ) -> None:
     """Continue a text with what was trained."""
     _devices(simulate)
+    import numpy as np
+
     from jaxmem import decode
     from jaxmem.data import tokenizer_for
     from jaxmem.trained import open_run
 
     program, params = open_run(run)
     tokenizer = tokenizer_for(program.cfg.data.tokenizer)
-    given = [*tokenizer.begin, *tokenizer.encode(prompt)]
+    given = np.array([*tokenizer.begin, *tokenizer.encode(prompt)], np.int32)
     ids = decode.generate(program, params, given, tokens, temperature=temperature, seed=seed, end=tokenizer.end)
     for piece in itertools.chain([prompt], _pieces(tokenizer.decode, ids)):
         print(piece, end="", flush=True)
