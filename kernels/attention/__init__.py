@@ -9,7 +9,6 @@ from __future__ import annotations
 import difflib
 
 import jax
-from jaxtyping import Array, Float, Int
 
 from . import blockwise, reference
 from .arguments import checked
@@ -18,14 +17,14 @@ IMPLEMENTATIONS = {"blockwise": blockwise.attend, "reference": reference.attend}
 
 
 def attention(
-    q: Float[Array, "batch queries heads dim"],
-    k: Float[Array, "batch keys kv_heads dim"],
-    v: Float[Array, "batch keys kv_heads dim"],
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
     *,
     causal: bool = False,
     window: int | None = None,
-    segment_ids: Int[Array, "batch queries"] | None = None,
-    kv_segment_ids: Int[Array, "batch keys"] | None = None,
+    segment_ids: jax.Array | None = None,
+    kv_segment_ids: jax.Array | None = None,
     scale: float | None = None,
     soft_cap: float | None = None,
     dropout: tuple[jax.Array, float] | None = None,
@@ -34,6 +33,7 @@ def attention(
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
     """softmax(scale q k^T) v for each head, its softmax in float32.
 
+    q is [batch, queries, heads, dim]; k and v are [batch, keys, kv_heads, dim], and so is the output like q.
     `heads` may be a multiple of `kv_heads`: query heads share key heads in consecutive groups.
     `causal`: a query sees the keys up to its own place; with more keys than queries the last query stands at
     the last key. `window`: it sees so many keys, its own included, and none after it.

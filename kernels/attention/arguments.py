@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -13,7 +12,7 @@ from jaxtyping import Array, Int32, UInt32
 
 from .mask import seed_of
 
-DTYPES = ("float32", "bfloat16", "float16", "float64")
+DTYPES = ("float32", "bfloat16", "float16")
 
 
 @dataclass(frozen=True)
@@ -60,7 +59,7 @@ def checked(
     _require(k.shape[3] == dim, f"k has dim {k.shape[3]} and q {dim}; they should be the same")
     _require(heads % k.shape[2] == 0, f"k has {k.shape[2]} heads; they should divide the {heads} heads of q")
     if window is not None:
-        _require(_is_count(window), f"window is {window!r}; it should be at least 1 (the key at the query's own place)")
+        _require(window >= 1, f"window is {window!r}; it should be at least 1 (the key at the query's own place)")
     if soft_cap is not None:
         _require(soft_cap > 0 and math.isfinite(soft_cap), f"soft_cap is {soft_cap!r}; it should be above 0")
     if scale is not None:
@@ -77,7 +76,6 @@ def checked(
         kv_segment_ids = _ids("kv_segment_ids", kv_segment_ids, (batch, k.shape[1]))
     rate, seed = 0.0, None
     if dropout is not None:
-        _require(isinstance(dropout, Sequence) and len(dropout) == 2, "dropout should be a pair (key, rate)")
         key, rate = dropout
         _require(0.0 <= rate < 1.0, f"dropout has rate {rate!r}; it should be at least 0 and below 1")
         seed = seed_of(key) if rate else None
@@ -89,10 +87,6 @@ def _ids(name: str, ids: jax.Array, shape: tuple[int, int]) -> jax.Array:
     _require(ids.shape == shape, f"{name} has shape {ids.shape}; it should be [batch, time], {shape}")
     _require(jnp.issubdtype(ids.dtype, jnp.integer), f"{name} is {ids.dtype}; it should be of integers")
     return ids.astype(jnp.int32)
-
-
-def _is_count(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
 
 
 def _require(condition: bool, message: str) -> None:

@@ -113,7 +113,12 @@ def _tile_backward(
     s, slope = scores(problem, q, k, tile, BACKWARD)
     p = jnp.exp(s - lse[:, :, None])
     rows = merged(d_out)
-    dv = jnp.einsum("bnkq,bnqd->bnkd", dropped(problem, p, tile, BACKWARD).astype(v.dtype).reshape(shape), rows, preferred_element_type=jnp.float32)
+    dv = jnp.einsum(
+        "bnkq,bnqd->bnkd",
+        dropped(problem, p, tile, BACKWARD).astype(v.dtype).reshape(shape),
+        rows,
+        preferred_element_type=jnp.float32,
+    )
     dp = jnp.einsum("bnkd,bnqd->bnkq", v, rows, preferred_element_type=jnp.float32).reshape(p.shape)
     ds = p * (dropped(problem, dp, tile, BACKWARD) - inner[:, :, None]) * slope
     ds = ds.astype(q.dtype).reshape(shape)
@@ -249,8 +254,8 @@ def _backward_long(
 
 
 def _fitted(
-    problem: Problem, block_q: int, block_k: int, q: Queries, k: Keys, v: Keys
-) -> tuple[Problem, tuple[Queries, Keys, Keys]]:
+    problem: Problem, block_q: int, block_k: int, q: jax.Array, k: jax.Array, v: jax.Array
+) -> tuple[Problem, tuple[jax.Array, jax.Array, jax.Array]]:
     """Arrays, segment ids too, lengthened to whole blocks; the problem keeps its true lengths."""
     mine, theirs, seed = problem.extras
     if mine is not None and theirs is not None:

@@ -20,12 +20,11 @@ def attend(
     options: Options,
     extras: Extras,
 ) -> tuple[Float[Array, "batch queries heads dim"], Float[Array, "batch heads queries"]]:
-    """Output and log-sum-exp. Softmax in float32; a row that sees no key gives zeros and -inf."""
+    """Output and log-sum-exp. All in float32; a row that sees no key gives zeros and -inf."""
     batch, queries, heads, dim = q.shape
     keys, kv_heads = k.shape[1:3]
-    wide = jnp.promote_types(q.dtype, jnp.float32)
-    grouped = q.reshape(batch, queries, kv_heads, heads // kv_heads, dim)
-    s = jnp.einsum("bqngd,bknd->bngqk", grouped, k, preferred_element_type=wide) * options.scale
+    grouped = q.astype(jnp.float32).reshape(batch, queries, kv_heads, heads // kv_heads, dim)
+    s = jnp.einsum("bqngd,bknd->bngqk", grouped, k.astype(jnp.float32)) * options.scale
     if options.soft_cap is not None:
         s = options.soft_cap * jnp.tanh(s / options.soft_cap)
     query, key = jnp.arange(queries, dtype=jnp.int32)[:, None], jnp.arange(keys, dtype=jnp.int32)
@@ -46,5 +45,5 @@ def attend(
         row = jnp.arange(batch * heads, dtype=jnp.int32).reshape(batch, kv_heads, heads // kv_heads, 1, 1)
         keep = kept(extras.seed, row, query, key, options.dropout)
         p = jnp.where(keep, p * (1.0 / (1.0 - options.dropout)), 0.0)
-    out = jnp.einsum("bngqk,bknd->bqngd", p.astype(v.dtype), v, preferred_element_type=wide)
+    out = jnp.einsum("bngqk,bknd->bqngd", p, v.astype(jnp.float32))
     return out.astype(q.dtype).reshape(q.shape), lse

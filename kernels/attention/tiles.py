@@ -82,7 +82,9 @@ def scores(problem: Problem, q: Queries, k: Keys, tile: Tile, order: Order) -> t
     if order is FORWARD:
         s = jnp.einsum("bnqd,bnkd->bnqk", rows, k, preferred_element_type=jnp.float32).reshape(*q.shape[:4], -1)
     else:
-        s = jnp.einsum("bnkd,bnqd->bnkq", k, rows, preferred_element_type=jnp.float32).reshape(*k.shape[:3], *q.shape[2:4])
+        s = jnp.einsum("bnkd,bnqd->bnkq", k, rows, preferred_element_type=jnp.float32).reshape(
+            *k.shape[:3], *q.shape[2:4]
+        )
     s = s * options.scale
     slope: Any = options.scale
     if options.soft_cap is not None:

@@ -1,0 +1,44 @@
+"""Shapes that networks really have, by name: what tests compile and benchmarks measure."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+
+class Shape(NamedTuple):
+    batch: int
+    queries: int
+    keys: int
+    heads: int
+    kv_heads: int
+    dim: int
+    causal: bool = True
+    window: int | None = None
+
+    @property
+    def pairs(self) -> int:
+        """(query, key) pairs that see each other, of one head and one row of the batch."""
+        if not self.causal and self.window is None:
+            return self.queries * self.keys
+        ends = range(self.keys - self.queries + 1, self.keys + 1)  # keys up to each query's own place
+        reach = self.keys if self.window is None else self.window
+        return sum(min(max(end, 0), reach) for end in ends)
+
+    @property
+    def flops(self) -> int:
+        """Of the forward pass: two products of 2 dim operations a pair. The backward pass has five: 2.5 times."""
+        return 4 * self.batch * self.heads * self.pairs * self.dim
+
+
+SHAPES = {
+    "bench": Shape(8, 256, 256, 8, 8, 32),  # configs/bench.yaml
+    "llama2-7b": Shape(1, 4096, 4096, 32, 32, 128),
+    "llama3-8b": Shape(1, 8192, 8192, 32, 8, 128),
+    "llama3.2-1b": Shape(4, 2048, 2048, 32, 8, 64),
+    "llama3-70b": Shape(1, 8192, 8192, 64, 8, 128),
+    "mistral-7b": Shape(1, 16384, 16384, 32, 8, 128, window=4096),
+    "qwen2.5-7b": Shape(1, 8192, 8192, 28, 4, 128),
+    "vit-b16": Shape(32, 197, 197, 12, 12, 64, causal=False),
+    "probe": Shape(4, 4096, 4096, 16, 16, 128),  # what XLA's own attention needs 10 GiB for, backward
+    "long": Shape(1, 16384, 16384, 16, 16, 128),
+}
