@@ -20,8 +20,9 @@ import optax
 import pytest
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from jaxmem.checkpoint import ROTATED, Best, Checkpoints, DamagedError, put_aside
-from jaxmem.checksum import checksum
+from jaxmem.checkpoint import Best, Checkpoints, DamagedError, put_aside
+from jaxmem.checkpoint.manager import ROTATED
+from jaxmem.checksum import checksum, sum_bits, to_int
 from jaxmem.errors import UserError
 
 POSITION = {"rows": 96, "sources": [{"file": 3, "offset": 12}], "fingerprint": "5f0c"}
@@ -108,15 +109,15 @@ def test_a_state_moves_over_meshes(tmp_path: Path) -> None:
 
 
 def test_the_state_may_be_donated_at_once(tmp_path: Path) -> None:
-    overwrite = jax.jit(lambda state: jax.tree.map(lambda x: jnp.full_like(x, -1), state), donate_argnums=0)
+    """What is on its way to the disk is a copy, or memory that jax will not give away while it is looked at."""
+    overwrite = jax.jit(lambda state: jax.tree.map(jnp.negative, state), donate_argnums=0)
     with Checkpoints(tmp_path, keep=9) as checkpoints:
         for step in range(1, 5):
             state = {"params": {"w": jnp.full((512, 4096), step, jnp.float32)}, "count": jnp.full((), step, jnp.int32)}
             shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), state)
             checkpoints.save(step, state, {}, {}, force=True)
-            before, state = state, overwrite(state)
-            assert before["params"]["w"].is_deleted()
-            assert np.asarray(state["params"]["w"]).max() == -1
+            state = overwrite(state)
+            assert np.asarray(state["params"]["w"]).max() == -step
         for step in checkpoints.steps():
             restored, _, _ = checkpoints.restore(step, shapes)
             assert np.asarray(restored["params"]["w"]).min() == step == np.asarray(restored["params"]["w"]).max()
@@ -163,6 +164,15 @@ def test_kept_are_the_newest_and_the_best(tmp_path: Path) -> None:
             assert checkpoints.latest() == 6
 
 
+def test_a_new_best_is_saved_whenever_it_is_found(tmp_path: Path) -> None:
+    losses = {1: 3.0, 2: 2.0, 3: 2.5, 4: float("nan"), 5: 1.0, 6: None, 7: 1.0}
+    for keep_best, saved in ((True, [1, 2, 5]), (False, [])):
+        with Checkpoints(tmp_path / str(keep_best), keep=9, keep_best=keep_best) as checkpoints:
+            for step, loss in losses.items():
+                metrics = {} if loss is None else {"loss": loss}
+                assert checkpoints.save(step, {"x": jnp.ones(3)}, {}, {}, metrics) == (step in saved)
+
+
 def test_what_does_not_fit_is_named(tmp_path: Path) -> None:
     on = mesh(4, 1)
     with Checkpoints(tmp_path, every=1) as checkpoints:
@@ -178,6 +188,8 @@ def test_what_does_not_fit_is_named(tmp_path: Path) -> None:
         params = {**shapes.params, "head": shapes.params["embed"]}
         with pytest.raises(UserError, match=r"params.head is absent in the checkpoint and float32\[64, 16\] here"):
             checkpoints.restore_params(1, params)
+        with pytest.raises(ValueError, match="no sharding to restore to: params.embed"):
+            checkpoints.restore_params(1, {"embed": jax.ShapeDtypeStruct((64, 16), jnp.float32)})
 
 
 def cut(file: Path) -> None:
@@ -350,11 +362,11 @@ def test_put_aside(tmp_path: Path) -> None:
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8", "uint4", "bool", "float8_e4m3fn"])
 def test_checksum(dtype: str) -> None:
     x = jax.random.randint(jax.random.key(0), (8, 16), 0, 2).astype(dtype)
-    sums = {int(checksum(jax.device_put(x, NamedSharding(on, PartitionSpec("fsdp", "tensor"))))) for on in MESHES}
+    sums = {to_int(checksum(jax.device_put(x, NamedSharding(on, PartitionSpec("fsdp", "tensor"))))) for on in MESHES}
     assert len(sums) == 1
     other = x.at[3, 5].set((x[3, 5] == jnp.zeros((), dtype)).astype(dtype))
     swapped = x.at[0].set(x[1]).at[1].set(x[0])
-    sums |= {int(checksum(other)), int(checksum(swapped))}
+    sums |= {to_int(checksum(other)), to_int(checksum(swapped))}
     assert len(sums) == 3
 
 
@@ -363,9 +375,17 @@ MESHES = (mesh(1, 1), mesh(2, 2), mesh(8, 1), mesh(4, 2))
 
 def test_checksum_sees_any_one_bit() -> None:
     x = np.random.default_rng(0).integers(0, 2**32, (5, 7), np.uint32)
-    whole = int(checksum(jnp.asarray(x)))
+    whole = to_int(checksum(jnp.asarray(x)))
     for place, bit in ((0, 0), (17, 31), (34, 16), (6, 30)):
         y = x.copy()
         y.flat[place] ^= np.uint32(1 << bit)
-        assert int(checksum(jnp.asarray(y))) != whole
-    assert int(checksum(jnp.asarray(x.view(np.float32)))) == whole  # bits, not values: NaNs have one too
+        assert to_int(checksum(jnp.asarray(y))) != whole
+    assert to_int(checksum(jnp.asarray(x.view(np.float32)))) == whole  # bits, not values: NaNs have one too
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_checksum_costs_no_memory(dtype: Any) -> None:
+    """In compiled bytes: nothing beside the array and the result grows with the array."""
+    sharding = NamedSharding(mesh(4, 2), PartitionSpec("fsdp", "tensor"))
+    compiled = sum_bits.lower(jax.ShapeDtypeStruct((4096, 1024), dtype, sharding=sharding)).compile()
+    assert compiled.memory_analysis().temp_size_in_bytes < 4096 * 1024 // 100

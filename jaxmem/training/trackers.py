@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib
 import json
 import math
+import secrets
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Protocol, Self
@@ -128,7 +129,7 @@ class WeightsAndBiases:
         identity = directory / "wandb" / "id"
         if not (step and identity.exists()):  # a run that starts anew is another one
             identity.parent.mkdir(parents=True, exist_ok=True)
-            identity.write_text(wandb.util.generate_id())
+            identity.write_text(secrets.token_hex(8))
         try:
             self._run = wandb.init(
                 project="jaxmem",

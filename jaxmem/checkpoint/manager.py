@@ -1,29 +1,12 @@
-"""Checkpoints: all that a run needs to go on as if nothing had happened, on whatever devices are there.
-
-One checkpoint is a directory `checkpoints/STEP/`, written by Orbax: the state's arrays (each process its own
-shards), the data's position with its fingerprint, the resolved config, and a checksum of every array. It appears
-by one rename when all of it is on disk, and leaves by one rename when newer ones replace it, so a run
-killed at any moment leaves only whole checkpoints under a step's name. Nothing is pickled.
-
-Cost. On disk: the bytes of the state, times `keep` (and one for the best), plus the one being written. The loop
-waits while the arrays are read once on the device (checksums) and copied to the host; writing goes on behind the
-next steps, which may donate the state, and holds this process's share of it in host memory until done.
-Restoring reads what each device needs, in chunks of at most `CHUNK`, straight to the sharding asked for: another
-mesh costs no more than the same one, and no device ever holds an array that it does not keep.
-"""
+"""The checkpoints of a run: saved, rotated, found and restored."""
 
 from __future__ import annotations
 
-import gc
 import json
-import logging
 import math
-import sys
 import threading
-import time
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
@@ -32,17 +15,13 @@ import jax
 import orbax.checkpoint as ocp
 from etils import epath
 
-from jaxmem.checksum import checksum
+from jaxmem.checkpoint.failures import FAILURES, one_failure, why
+from jaxmem.checkpoint.files import absolute, put_aside
+from jaxmem.checksum import checksum, to_int
 from jaxmem.errors import UserError
 
 CHUNK = 64 << 20  # bytes; the most that is decoded at once to restore a part of an array
 ROTATED = ".rotated"  # where replaced checkpoints are renamed to, to be deleted from there
-
-# What Orbax and TensorStore raise on files that are not as they were written, and on disks that are full.
-_FAILURES = (OSError, ValueError, KeyError, TypeError, AttributeError, RuntimeError)
-
-# Orbax tells each of its steps to the root logger of absl; its errors reach the user as exceptions anyway.
-logging.getLogger("absl").addFilter(lambda record: "orbax" not in record.pathname)
 
 
 class DamagedError(UserError):
@@ -75,14 +54,14 @@ class Checkpoints:
         read_only: bool = False,
     ) -> None:
         """`read_only` looks without touching: it is safe beside a run that is writing."""
-        self.directory = _absolute(directory)
+        self.directory = absolute(directory)
         self.every, self.read_only = every, read_only
         self._policy = _Keep(keep, keep_best, losses={})
         self._sweeper: threading.Thread | None = None
         try:
             self._manager = self._open()
-        except _FAILURES as error:
-            raise UserError(f"cannot keep checkpoints in {self.directory}: {_why(error)}") from error
+        except FAILURES as error:
+            raise UserError(f"cannot keep checkpoints in {self.directory}: {why(error)}") from error
         self._sweep()
 
     def save(
@@ -94,12 +73,14 @@ class Checkpoints:
         metrics: Mapping[str, float] | None = None,
         force: bool = False,
     ) -> bool:
-        """Begin to save if this step is due or forced and not there yet; whether it did. `state` may be donated
-        as soon as this returns. `metrics["loss"]`, the held-out loss, is what `best` goes by.
+        """Begin to save if this step is due, forced, or with `keep_best` better than all before, and not there yet;
+        whether it did. `state` may be donated as soon as this returns. `metrics["loss"]` is the held-out loss of this
+        very state, if it was just evaluated.
 
         A save that failed is raised by the next `save` or `wait`; the run may go on after it.
         """
-        if not (force or (self.every and step % self.every == 0)):
+        loss = None if metrics is None else metrics.get("loss")
+        if not (force or (self.every and step % self.every == 0) or self._policy.improved(loss)):
             return False
         if self.read_only:
             raise ValueError("these checkpoints were opened with read_only=True")
@@ -108,14 +89,14 @@ class Checkpoints:
             return False
         leaves = _named(state)
         sums = {name: checksum(leaf) for name, leaf in leaves.items()}  # all dispatched before any is read
-        saved = {name: [x.shape, str(x.dtype), _host_int(sums[name])] for name, x in leaves.items()}
+        saved = {name: [x.shape, str(x.dtype), to_int(sums[name])] for name, x in leaves.items()}
         record = _as_json({"position": position, "config": config, "metrics": metrics or {}, "leaves": saved})
         arrays = ocp.args.PyTreeSave(leaves, save_args={name: ocp.SaveArgs(chunk_byte_size=CHUNK) for name in leaves})
         args = ocp.args.Composite(state=arrays, run=ocp.args.JsonSave({**record, "crc32": _crc(record)}))
         self._policy.losses[step] = record["metrics"].get("loss")
         try:
             self._manager.save(step, args=args, force=True)
-        except _FAILURES as error:
+        except FAILURES as error:
             raise self._failed(step, error) from error
         self._sweeper = threading.Thread(target=self._sweep_when_saved, name="checkpoint-sweep")
         self._sweeper.start()
@@ -178,7 +159,7 @@ class Checkpoints:
             self._sweeper = None
         try:
             self._manager.wait_until_finished()
-        except _FAILURES as error:
+        except FAILURES as error:
             raise self._failed(None, error) from error
 
     def close(self) -> None:
@@ -204,6 +185,7 @@ class Checkpoints:
             lightweight_initialize=True,  # opening looks at names only, so that a damaged one does not prevent it
         )
         manager = ocp.CheckpointManager(self.directory, options=options)
+        self._policy.losses.clear()
         for step in manager.all_steps():
             try:
                 self._policy.losses[step] = self._record(step)["metrics"].get("loss")
@@ -221,14 +203,14 @@ class Checkpoints:
         last = max(self._manager.all_steps(), default=None)
         which = "a checkpoint" if step is None else f"the checkpoint of step {step}"
         whole = "there is none yet" if last is None else f"step {last} is whole"
-        return UserError(f"{which} could not be written to {self.directory} ({whole}): {_why(error)}")
+        return UserError(f"{which} could not be written to {self.directory} ({whole}): {why(error)}")
 
     def _record(self, step: int) -> dict[str, Any]:
         file = self.directory / str(step) / "run" / "metadata"  # where Orbax's JsonSave puts the item `run`
         try:
             record = json.loads(file.read_text())
-        except _FAILURES as error:
-            raise self._damaged(step, _why(error)) from error
+        except FAILURES as error:
+            raise self._damaged(step, why(error)) from error
         if not isinstance(record, dict) or record.pop("crc32", None) != _crc(record):
             raise self._damaged(step, "its position and config do not match their checksum")
         return record
@@ -236,18 +218,17 @@ class Checkpoints:
     def _arrays(self, step: int, abstract: Any, saved: dict[str, Any]) -> Any:
         wanted = _named(abstract)
         _check_leaves(self.directory / str(step), saved, wanted)
-
         restore_args = ocp.checkpoint_utils.construct_restore_args(wanted)
         args = ocp.args.PyTreeRestore(wanted, restore_args=restore_args, partial_restore=True)
         try:
-            with _one_failure():
+            with one_failure():
                 arrays = self._manager.restore(step, args=ocp.args.Composite(state=args)).state
         except Exception as error:  # it is what Orbax raises where a read fails
             if "RESOURCE_EXHAUSTED" in str(error):  # this device's memory, not the file's fault
                 raise
-            raise self._damaged(step, _why(error)) from None
+            raise self._damaged(step, why(error)) from None
         sums = {name: checksum(array) for name, array in arrays.items()}
-        wrong = [name for name in wanted if _host_int(sums[name]) != saved[name][2]]
+        wrong = [name for name in wanted if to_int(sums[name]) != saved[name][2]]
         if wrong:
             raise self._damaged(step, f"{_few(wrong)} read back otherwise than written")
         return jax.tree.unflatten(jax.tree.structure(abstract), [arrays[name] for name in wanted])
@@ -263,7 +244,7 @@ class Checkpoints:
     def _sweep_when_saved(self) -> None:
         try:
             self._manager.wait_until_finished()
-        except _FAILURES:
+        except FAILURES:
             return  # nothing was replaced; Orbax raises it again in `wait`, where it is told
         self._sweep()
 
@@ -287,29 +268,19 @@ class _Keep(ocp.checkpoint_managers.PreservationPolicy):
         finite = [Best(step, loss) for step, loss in losses if loss is not None and math.isfinite(loss)]
         return min(finite, key=lambda best: (best.loss, best.step), default=None)
 
+    def improved(self, loss: float | None) -> bool:
+        """Whether a checkpoint with this loss would be kept as the best."""
+        if not self.keep_best or loss is None or not math.isfinite(loss):
+            return False
+        best = self.best(list(self.losses))
+        return best is None or loss < best.loss
+
     def should_preserve(self, checkpoints: Sequence[Any], *, context: Any) -> list[bool]:
         del context
         steps = [info.step for info in checkpoints]
         kept = set(sorted(steps)[-self.keep :])
         best = self.best(steps) if self.keep_best else None
         return [step in kept or (best is not None and step == best.step) for step in steps]
-
-
-def put_aside(path: str | Path | epath.Path) -> epath.Path | None:
-    """Rename what lies at `path` to `NAME.old-1` (or the next free number), so that nothing of it is mixed with what
-    comes, and nothing is lost. None if there is nothing. `checkpoint.resume=never` starts with this."""
-    path = _absolute(path)
-    if not path.exists() or (path.is_dir() and not any(path.iterdir())):
-        target = None
-    else:
-        stem, suffix = (path.name, "") if path.is_dir() else (path.stem, path.suffix)
-        numbered = (path.parent / f"{stem}.old-{n}{suffix}" for n in range(1, 1 << 20))
-        target = next(candidate for candidate in numbered if not candidate.exists())
-    ocp.multihost.sync_global_processes(f"put aside: looked at {path.name}")
-    if target is not None and jax.process_index() == 0:
-        path.rename(target)
-    ocp.multihost.sync_global_processes(f"put aside: moved {path.name}")
-    return target
 
 
 # ------------------------------------------------------------------ leaves
@@ -321,6 +292,8 @@ def _named(tree: Any) -> dict[str, Any]:
 
 
 def _check_leaves(where: epath.Path, saved: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:
+    if unplaced := [name for name, leaf in wanted.items() if leaf.sharding is None]:
+        raise ValueError(f"no sharding to restore to: {_few(unplaced)}")  # Orbax would take the one it was saved with
     wrong = []
     for name in {**saved, **wanted}:
         there = f"{saved[name][1]}{list(saved[name][0])}" if name in saved else "absent"
@@ -334,52 +307,12 @@ def _check_leaves(where: epath.Path, saved: Mapping[str, Any], wanted: Mapping[s
 # ------------------------------------------------------------------ small things
 
 
-def _host_int(scalar: jax.Array) -> int:
-    return int(scalar.addressable_data(0))  # a scalar is whole on every device
-
-
-def _absolute(path: str | Path | epath.Path) -> epath.Path:
-    return epath.Path(path) if "://" in str(path) else epath.Path(Path(path).resolve())
-
-
 def _as_json(value: Any) -> Any:
     return json.loads(json.dumps(value))
 
 
 def _crc(record: Mapping[str, Any]) -> int:
     return zlib.crc32(json.dumps(record, sort_keys=True).encode())
-
-
-def _why(error: BaseException) -> str:
-    while error.__cause__ is not None:
-        error = error.__cause__
-    text = " ".join(str(error).split(" [tensorstore_spec")[0].split())
-    if isinstance(error, LookupError) or not text:  # a KeyError's text is only the key
-        text = f"{type(error).__name__} {text}"
-    return text if len(text) <= 200 else f"... {text[-200:]}"  # they end with the cause
-
-
-@contextmanager
-def _one_failure() -> Iterator[None]:
-    """Where one read fails, Orbax leaves the others under way, on an event loop that it has closed: each would tell of
-    itself in a page of its own, through hooks that belong to nobody. The first is the one that is told."""
-    told = sys.unraisablehook, sys.excepthook
-    talk = logging.getLogger("asyncio")
-    talk.addFilter(_nothing)
-    sys.unraisablehook = sys.excepthook = _nothing
-    try:
-        yield
-    except BaseException:
-        time.sleep(0.2)  # for the reads of a local disk to end
-        gc.collect()
-        raise
-    finally:
-        sys.unraisablehook, sys.excepthook = told
-        talk.removeFilter(_nothing)
-
-
-def _nothing(*_: object) -> bool:
-    return False
 
 
 def _few(items: Sequence[str], most: int = 3) -> str:
