@@ -112,7 +112,7 @@ class _BlockShuffle:
         at = int(np.searchsorted(ends, place, side="right"))
         block = int(blocks[at])
         within = self._within(epoch, block)[place - int(ends[at]) + int(self._lengths[block])]
-        return 0, epoch * self._count + int(self._starts[block]) + int(within)
+        return 0, int(self._starts[block]) + int(within)
 
 
 class _Weighted:

@@ -23,8 +23,15 @@ Make = Callable[..., Config]
 @pytest.mark.parametrize("name", ["bytes", "file"])
 @pytest.mark.parametrize("source", ["jsonl", "text"])
 def test_training_from_the_cache_gives_the_same_batches(
-    config: Make, jsonl: Callable[..., str], tmp_path: Path, tokenizer_file: str, name: str, source: str
+    config: Make,
+    jsonl: Callable[..., str],
+    tmp_path: Path,
+    tokenizer_file: str,
+    name: str,
+    source: str,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr(cache, "TOGETHER", 3000)
     texts = [f"the cat {i} " * (i * 37 % 50) for i in range(40)] + ["the mat é " * 5000]  # the last: several pieces
     options: dict[str, Any] = {"tokenizer": "bytes" if name == "bytes" else tokenizer_file, "held_out": 0.1}
     path = jsonl(texts)

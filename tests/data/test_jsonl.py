@@ -83,6 +83,7 @@ BROKEN = [
     ("nonsense", "no valid JSON"),
     ('{"text": "' + "y" * 20, "no valid JSON"),
     ('{"text": "a"} trailing', "no valid JSON"),
+    ("7", "expected an object with the field 'text', found int"),
     ("[1]", "expected an object with the field 'text', found list"),
     ('{"txet": "a", "id": 1}', r"no field 'text'; fields: txet, id \(data\.field"),
     ('{"text": 7}', "'text' is not a string"),

@@ -152,7 +152,10 @@ def test_evaluation_begins_anew_with_rewind(config: Make, numbered: str) -> None
     cfg = config(path=numbered, held_out=0.2)
     with data.Loader(cfg) as training, data.Loader(cfg, "held_out", corpus=training.corpus) as loader:
         first = list(loader)
+        end = loader.state()
         assert next(loader, None) is None
+        assert loader.state() == end
+        assert end["step"] == len(first)
         loader.rewind()
         assert_equal(list(loader), first)
         assert np.any(next(training)["mask"])
@@ -193,6 +196,12 @@ def test_a_mixture_is_read_by_weight(config: Make, jsonl: Callable[..., str]) ->
     assert all(batch == {"aaa": 1, "bbb": 6, "ccc": 3} for batch in found)
     once = take(config(source="stdlib", mixture=mixture, sequence_length=4, packing=False, global_size=10, epochs=1))
     assert sum(map(documents, ([batch] for batch in once)), Counter()) == {"aaa": 10, "bbb": 61, "ccc": 30}
+
+
+def test_the_seed_decides_the_order(config: Make, numbered: str) -> None:
+    one, again, other = (take(config(path=numbered, seed=seed), 5) for seed in (1, 1, 2))
+    assert_equal(again, one)
+    assert any(not np.array_equal(a["inputs"], b["inputs"]) for a, b in zip(one, other, strict=True))
 
 
 def test_too_few_records_for_the_epochs_are_refused(config: Make, jsonl: Callable[..., str]) -> None:

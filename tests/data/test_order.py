@@ -101,7 +101,7 @@ def test_a_mixture_keeps_its_weights_in_every_prefix(weights: list[float]) -> No
     found = order.training_order(lengths, weights, [None] * len(weights), held_out=0.0, seed=0, shuffle=False)
     total = sum(map(Fraction, weights))
     taken: Counter[int] = Counter()
-    for k in range(400):
+    for k in range(200):
         source, record = found[k]
         assert record == taken[source] % lengths[source]  # no record skipped, none twice in a pass
         taken[source] += 1

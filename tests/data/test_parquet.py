@@ -13,7 +13,7 @@ import pytest
 
 from jaxmem.config.sections import Config
 from jaxmem.data import Corpus
-from jaxmem.data.parquet import ParquetRows
+from jaxmem.data.parquet import DECODED, ParquetRows
 from jaxmem.data.text import Piece
 from jaxmem.errors import UserError
 
@@ -36,6 +36,7 @@ def test_parquet_rows_with_random_access(tmp_path: Path) -> None:
     assert records.blocks.tolist() == [7, 7, 7, 7, 2, 20]
     for i in np.random.default_rng(0).permutation(50).tolist():
         assert records[i] == Piece(texts[i], True, True)
+    assert len(records._decoded) == DECODED
     assert records.where(31).endswith("b.parquet, row group 0, row 1")
 
 
