@@ -57,11 +57,14 @@ def simulate(count: int) -> None:
     os.environ["XLA_FLAGS"] = " ".join(flags + [f"{name}={s}" for name, s in _PATIENCE.items() if name not in given])
     os.environ["JAX_PLATFORMS"] = "cpu"
     os.environ["JAX_NUM_CPU_DEVICES"] = str(count)
+    # One program at a time: two in flight can each hold threads that the other's collectives wait for, forever.
+    os.environ["JAX_CPU_ENABLE_ASYNC_DISPATCH"] = "false"
     if "jax" not in sys.modules:
         return
     import jax
 
     jax.config.update("jax_platforms", "cpu")
+    jax.config.update("jax_cpu_enable_async_dispatch", False)
     try:
         jax.config.update("jax_num_cpu_devices", count)
     except RuntimeError:  # jax has started: the count below tells whether that matters
