@@ -229,6 +229,7 @@ def test_damage_is_found_and_the_one_before_is_used(tmp_path: Path, damage: str,
     with Checkpoints(tmp_path, every=1, keep=5) as checkpoints:
         with pytest.raises(DamagedError, match=f"checkpoint {tmp_path / '3'} is damaged: .+"):
             checkpoints.restore(3, shapes)
+        assert checkpoints.read_latest() == ({"step": 1 if "position" in damage else 3}, {})
         found = checkpoints.restore_latest(shapes, say=said.append)
         assert found is not None
         assert found[0] == 1
@@ -244,6 +245,7 @@ def test_with_none_whole_it_stops(tmp_path: Path) -> None:
     shapes = {"params": abstract(mesh(1, 1)).params["embed"]}
     with Checkpoints(tmp_path, every=1) as checkpoints:
         assert checkpoints.restore_latest(shapes) is None
+        assert checkpoints.read_latest() is None
         for step in (1, 2):
             checkpoints.save(step, filled(shapes), {}, {})
             checkpoints.wait()

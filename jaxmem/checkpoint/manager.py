@@ -7,6 +7,7 @@ import math
 import threading
 import zlib
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
@@ -118,6 +119,13 @@ class Checkpoints:
         self._expect(step)
         record = self._record(step)
         return record["position"], record["config"]
+
+    def read_latest(self) -> tuple[dict[str, Any], dict[str, Any]] | None:
+        """`read` of the newest checkpoint in which these are whole; `restore_latest` says what is wrong with others."""
+        for step in reversed(self.steps()):
+            with suppress(DamagedError):
+                return self.read(step)
+        return None
 
     def restore(self, step: int, abstract_state: Any) -> tuple[Any, dict[str, Any], dict[str, Any]]:
         """State, data position, config. `abstract_state` is the state's tree with a jax.ShapeDtypeStruct and
