@@ -57,14 +57,14 @@ def simulate(count: int) -> None:
     os.environ["XLA_FLAGS"] = " ".join(flags + [f"{name}={s}" for name, s in _PATIENCE.items() if name not in given])
     os.environ["JAX_PLATFORMS"] = "cpu"
     os.environ["JAX_NUM_CPU_DEVICES"] = str(count)
-    # One program at a time: two in flight can each hold threads that the other's collectives wait for, forever.
-    os.environ["JAX_CPU_ENABLE_ASYNC_DISPATCH"] = "false"
+    # XLA has a thread for each device. A program that waits to start takes some of them, and a collective of the one
+    # before then waits for its last participant forever (jax 0.10): so there are more.
+    os.environ.setdefault("PJRT_NPROC", str(3 * count))
     if "jax" not in sys.modules:
         return
     import jax
 
     jax.config.update("jax_platforms", "cpu")
-    jax.config.update("jax_cpu_enable_async_dispatch", False)
     try:
         jax.config.update("jax_num_cpu_devices", count)
     except RuntimeError:  # jax has started: the count below tells whether that matters
