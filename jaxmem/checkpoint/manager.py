@@ -18,7 +18,7 @@ from etils import epath
 
 from jaxmem.checkpoint.failures import FAILURES, one_failure, why
 from jaxmem.checkpoint.files import absolute, put_aside
-from jaxmem.checksum import checksum, to_int
+from jaxmem.checksum import checksum
 from jaxmem.errors import UserError
 
 CHUNK = 64 << 20  # bytes; the most that is decoded at once to restore a part of an array
@@ -89,8 +89,7 @@ class Checkpoints:
         if step in self._manager.all_steps():
             return False
         leaves = _named(state)
-        sums = {name: checksum(leaf) for name, leaf in leaves.items()}  # all dispatched before any is read
-        saved = {name: [x.shape, str(x.dtype), to_int(sums[name])] for name, x in leaves.items()}
+        saved = {name: [x.shape, str(x.dtype), checksum(x)] for name, x in leaves.items()}
         record = _as_json({"position": position, "config": config, "metrics": metrics or {}, "leaves": saved})
         arrays = ocp.args.PyTreeSave(leaves, save_args={name: ocp.SaveArgs(chunk_byte_size=CHUNK) for name in leaves})
         args = ocp.args.Composite(state=arrays, run=ocp.args.JsonSave({**record, "crc32": _crc(record)}))
@@ -235,8 +234,7 @@ class Checkpoints:
             if "RESOURCE_EXHAUSTED" in str(error):  # this device's memory, not the file's fault
                 raise
             raise self._damaged(step, why(error)) from None
-        sums = {name: checksum(array) for name, array in arrays.items()}
-        wrong = [name for name in wanted if to_int(sums[name]) != saved[name][2]]
+        wrong = [name for name in wanted if checksum(arrays[name]) != saved[name][2]]
         if wrong:
             raise self._damaged(step, f"{_few(wrong)} read back otherwise than written")
         return jax.tree.unflatten(jax.tree.structure(abstract), [arrays[name] for name in wanted])
