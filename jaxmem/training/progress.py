@@ -89,7 +89,7 @@ class Progress:
         try:
             yield
         finally:
-            self._paused += self._clock() - before
+            self._paused += self._clock() - max(before, self._last)  # an update in here has counted what was before it
 
     def say(self, text: str) -> None:
         """One line, above the bar."""

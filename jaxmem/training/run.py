@@ -7,9 +7,11 @@ config.yaml, plan.json, metrics.jsonl, checkpoints/.
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import jax
 
@@ -43,12 +45,12 @@ class Result:
     exit_code: int = 0
 
 
-def run(cfg: Config) -> Result:
-    """Train a config, or go on where it stopped."""
+def run(cfg: Config, devices: Sequence[Any] | None = None) -> Result:
+    """Train a config on these devices (by default all that jax sees), or go on where it stopped."""
     if jax.process_count() > 1:
         raise UserError(f"this version trains in one process, and here are {jax.process_count()}")
     check_trackers(cfg)
-    built = program(cfg)
+    built = program(cfg, devices)
     cfg, directory = built.cfg, Path(cfg.output, cfg.name)
     if cfg.checkpoint.resume == "auto":
         _refuse_another_run(cfg, directory)

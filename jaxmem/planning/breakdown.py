@@ -1,0 +1,211 @@
+"""What the bytes of one device are: every buffer of a compiled program at its fullest moment, named and sorted.
+
+Arguments are known by their paths. A temporary is sorted by what it was computed from, by its shape, by the pass
+that made it and by the source file that it came from. Nothing is estimated: the parts are sums of buffers, and
+what no buffer accounts for (gaps between buffers, tables of pointers) is `other`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+
+from jaxmem.planning.buffers import Allocation, Buffer, Held, Lifetimes, Moment, fullest, read_allocations
+from jaxmem.planning.hlo import Frame, Instruction, Module, Shape, dot_flops
+from jaxmem.planning.origins import BATCH, NOWHERE, OPTIMIZER, OTHER, WEIGHTS, Origins, at, trace_origins
+
+PARTS = ("parameters", "quantization", "master", "optimizer", "gradients", "activations", "batch", "other")
+_ROLES = {WEIGHTS: "parameters", OPTIMIZER: "optimizer", BATCH: "batch", OTHER: "other", NOWHERE: "other"}
+
+
+@dataclass(frozen=True)
+class Item:
+    """A named buffer."""
+
+    part: str
+    kind: str  # within its part: "logits", "saved for the backward pass", ...
+    size: int
+    what: str  # an argument's path, or a temporary's shape
+    made_by: str  # jax's name of the operation, where it has one
+    shape: Shape
+
+
+@dataclass(frozen=True)
+class Weights:
+    """Dimensions that weights and gradients have on one device, sorted and without ones."""
+
+    resting: frozenset[tuple[int, ...]]  # as they are stored, layers stacked
+    whole_stacks: frozenset[tuple[int, ...]]  # all layers of a weight, unsplit although the layout splits it
+    gradients: frozenset[tuple[int, ...]]  # any form a gradient takes: split or whole, of one layer or stacked
+    stacked_sizes: frozenset[int]  # elements of stacked gradients, for buffers that XLA gave another shape
+
+
+def form(dims: Iterable[int]) -> tuple[int, ...]:
+    """Dimensions up to transposition.
+
+    >>> form((1, 512, 32, 4096))
+    (32, 512, 4096)
+    """
+    return tuple(sorted(d for d in dims if d != 1))
+
+
+@dataclass(frozen=True)
+class Breakdown:
+    """A compiled program's memory on one device."""
+
+    module: Module
+    allocations: Sequence[Allocation]
+    weights: Weights
+    _found: dict[str, list[Item]] = field(default_factory=dict, repr=False)
+
+    @cached_property
+    def items(self) -> list[Item]:
+        """Every named buffer at the fullest moment, largest first."""
+        items = [*self._arguments(), *self._outputs()]
+        for allocation, moment in self._moments:
+            items += [self._temporary(held) for held in moment.held]
+            items.append(Item("other", "gaps between buffers", moment.unused, "", "", Shape("", 0)))
+        return sorted((item for item in items if item.size), key=lambda item: -item.size)
+
+    @cached_property
+    def device_bytes(self) -> int:
+        return sum(one.size for one in self.allocations if one.kind != "constant" and not one.on_host)
+
+    @cached_property
+    def host_bytes(self) -> int:
+        return sum(one.size for one in self.allocations if one.on_host)
+
+    @cached_property
+    def _lifetimes(self) -> Lifetimes:
+        return Lifetimes(self.module)
+
+    @cached_property
+    def _moments(self) -> list[tuple[Allocation, Moment]]:
+        temporaries = [one for one in self.allocations if one.kind == "temporary" and not one.on_host]
+        return [(one, fullest(one, self._lifetimes)) for one in temporaries]
+
+    @cached_property
+    def _origins(self) -> dict[Instruction, object]:
+        return trace_origins(self.module, lambda one: role(one.op_name))
+
+    @cached_property
+    def _backward(self) -> int:
+        """When the backward pass begins: with the first matrix product in it."""
+        products = (
+            time for time, one in enumerate(self._lifetimes.moments)
+            if pass_of(one.op_name) == "backward" and (dot_flops(one) or any(map(dot_flops, inside(one))))
+        )  # fmt: skip
+        return next(products, self._lifetimes.end)
+
+    def _arguments(self) -> Iterator[Item]:
+        inputs = {one.number: one for one in self.module.entry.instructions if one.opcode == "parameter"}
+        for one in self.allocations:
+            if one.kind == "argument" and not one.on_host:
+                path, shape = inputs[one.parameter].op_name, inputs[one.parameter].shape
+                yield Item(_ROLES[role(path)], "argument", one.size, path, "", shape)
+
+    def _outputs(self) -> Iterator[Item]:
+        for one in self.allocations:
+            if one.kind == "output" and not one.on_host:
+                largest = max(one.buffers, key=lambda buffer: buffer.size)
+                yield Item("other", "result", one.size, str(largest.shape), largest.made_by.op_name, largest.shape)
+
+    def _temporary(self, held: Held) -> Item:
+        """Sorted by the most telling of the names that its buffers have."""
+        names = [(_maker(one, index), one, index) for buffer in held.buffers for one, index in buffer.names]
+        maker, one, index = max(names, key=lambda name: _tells(name[0]))
+        shape = max((buffer.shape for buffer in held.buffers), key=lambda shape: shape.bytes)
+        origins = NOWHERE
+        for _, place, element in names:
+            origins |= at(self._origins.get(place, NOWHERE), element)
+        part, kind = self._sorted(held, maker, shape, origins)
+        return Item(part, kind, held.size, str(shape), maker.op_name, shape)
+
+    def _sorted(self, held: Held, maker: Instruction, shape: Shape, origins: Origins) -> tuple[str, str]:
+        dims, when = form(shape.dims), pass_of(maker.op_name)
+        if origins == WEIGHTS:
+            return "activations", "weights: copies" if dims in self.weights.resting else "weights: gathered or cast"
+        if origins and not origins & ~(OPTIMIZER | OTHER):
+            return "optimizer", "working copies"
+        if when != "forward" and origins & BATCH and self._is_gradient(dims, shape):
+            return "gradients", "gradients" if when == "backward" else "updates"
+        if when == "update" and origins & OPTIMIZER:
+            return "gradients", "updates"
+        if _of_logits(maker.frames):
+            return "activations", "logits"
+        if when == "forward" and self._is_saved(held, maker):
+            return "activations", "saved for the backward pass"
+        if any("kernels/attention" in file for file, _ in maker.frames):
+            return "activations", "attention"
+        return "activations", "intermediates"
+
+    def _is_gradient(self, dims: tuple[int, ...], shape: Shape) -> bool:
+        return len(dims) > 0 and (dims in self.weights.gradients or shape.elements in self.weights.stacked_sizes)
+
+    def _is_saved(self, held: Held, maker: Instruction) -> bool:
+        """Made in the forward pass and needed after it."""
+        return max(self._lifetimes.of(buffer)[1] for buffer in held.buffers) >= self._backward
+
+
+def role(path: str) -> Origins:
+    """What an argument of a program is, by the path that jax gives it."""
+    if path.startswith(("state.params", "params")):
+        return WEIGHTS
+    if path.startswith("state.opt_state"):
+        return OPTIMIZER
+    return BATCH if path.startswith("batch") else OTHER
+
+
+def pass_of(op_name: str) -> str:
+    """Which pass of a training step an operation belongs to.
+
+    >>> pass_of("jit(step)/transpose(jvp())/while/body/dot_general"), pass_of("jit(step)/jvp()/add"), pass_of("jit(step)/mul")
+    ('backward', 'forward', 'update')
+    """
+    if "transpose(" in op_name or "rematted_computation" in op_name:
+        return "backward"
+    return "forward" if "jvp(" in op_name else "update"
+
+
+def inside(one: Instruction) -> Iterator[Instruction]:
+    """The instructions of a fusion, of a loop's body, of what an instruction calls."""
+    for called in one.called:
+        for inner in called.instructions:
+            yield inner
+            yield from inside(inner)
+
+
+def _of_logits(frames: Sequence[Frame]) -> bool:
+    return any(file.endswith("jaxmem/losses.py") or function.endswith(".logits") for file, function in frames)
+
+
+def _tells(maker: Instruction) -> tuple[bool, bool, bool]:
+    """What fills a buffer tells more than what set it to zero."""
+    return "dynamic_update_slice" in maker.op_name, bool(maker.frames), maker.op_name.startswith("jit(")
+
+
+def _maker(one: Instruction, index: tuple[int, ...]) -> Instruction:
+    """The instruction that jax knows: within a fusion the one that gives this element, before a copy its source."""
+    for _ in range(8):
+        if one.is_fusion:
+            root = one.called[0].root
+            inner = root.operands[index[0]] if root.opcode == "tuple" and index else root
+            while not inner.frames and inner.opcode != "parameter" and inner.operands:
+                inner = inner.operands[0]
+            if inner.frames:
+                return inner
+            if inner.opcode == "parameter" and not one.frames:
+                one, index = one.operands[inner.number], ()
+                continue
+        if one.frames or not one.operands:
+            return one
+        one, index = one.operands[0], ()
+    return one
+
+
+def breakdown(module: Module, assignment: bytes, weights: Weights) -> Breakdown:
+    return Breakdown(module, read_allocations(module, assignment), weights)
+
+
+__all__ = ["Breakdown", "Buffer", "Item", "PARTS", "Weights", "breakdown", "form", "inside", "pass_of", "role"]

@@ -1,0 +1,229 @@
+"""A whole run: what it leaves, and that it can be killed, stopped, resumed, and moved to other devices."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import jax
+import pytest
+
+from jaxmem.checkpoint import Checkpoints
+from jaxmem.config import load_config, save_config
+from jaxmem.errors import UserError
+from jaxmem.training.run import run
+
+MODEL = {"preset": "tiny", "layers": 2, "embed": 32, "mlp": 64, "heads": 4, "kv_heads": 4, "head_dim": 8}
+EVERYWHERE = {"fsdp": 4, "tensor": 2}
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory):
+    """Some documents, made here."""
+    folder = tmp_path_factory.mktemp("text")
+    for number in range(40):
+        words = (f"{(number * 7 + i * i) % 101} bottles" for i in range(60 + 5 * number))
+        (folder / f"{number}.txt").write_text("\n".join(words))
+    return folder
+
+
+@pytest.fixture
+def config(text, tmp_path):
+    def make(**sections):
+        base = {
+            "name": "run",
+            "output": str(tmp_path),
+            "model": MODEL,
+            "data": {"source": "text", "path": str(text), "sequence_length": 32, "held_out": 0.1},
+            "batch": {"global_size": 8},
+            "mesh": EVERYWHERE,
+            "optimizer": {"schedule": "constant", "learning_rate": 1e-3},
+            "train": {"steps": 12, "log_every": 1},
+            "checkpoint": {"every": 4},
+        }
+        merged = {name: {**part, **sections.get(name, {})} if isinstance(part, dict) else part for name, part in base.items()}
+        return load_config({**sections, **merged, **{k: v for k, v in sections.items() if not isinstance(v, dict)}})
+
+    return make
+
+
+def metrics(directory):
+    """The logged rows, without what the clock says."""
+    rows = [json.loads(line) for line in (Path(directory) / "metrics.jsonl").read_text().splitlines()]
+    return [{k: v for k, v in row.items() if "second" not in k} for row in rows]
+
+
+def leaves(state):
+    return [bytes(jax.device_get(x)) for x in jax.tree.leaves(state)]
+
+
+# ------------------------------------------------------------------ what a run leaves
+
+
+def test_a_run_leaves_what_it_promises(config, capsys):
+    result = run(config(train={"evaluate_every": 6, "evaluate_batches": 2}))
+    directory = result.directory
+    assert sorted(p.name for p in directory.iterdir()) == ["checkpoints", "config.yaml", "metrics.jsonl", "plan.json"]
+    rows = [row for row in metrics(directory) if "loss" in row]
+    assert [row["step"] for row in rows] == list(range(1, 13))
+    assert rows[-1]["loss"] == result.metrics["loss"] < rows[0]["loss"]
+    assert rows[-1]["tokens"] == 12 * 8 * 32
+    unseen = {row["step"]: row["held_out_loss"] for row in metrics(directory) if "held_out_loss" in row}
+    assert set(unseen) == {6, 12}
+    assert unseen[12] == result.held_out["loss"] < unseen[6]
+    plan = json.loads((directory / "plan.json").read_text())
+    assert plan["bytes_per_device"]["total"] == result.plan.bytes_per_device["total"] > 0
+    assert load_config(directory / "config.yaml") == config(train={"evaluate_every": 6, "evaluate_batches": 2})
+    told = capsys.readouterr().out
+    assert "step 12/12" in told
+    assert "held out: loss" in told
+
+
+def test_a_finished_run_is_left_alone(config):
+    first = run(config())
+    before = metrics(first.directory)
+    again = run(config())
+    assert again.step == 12
+    assert leaves(again.state) == leaves(first.state)
+    assert metrics(first.directory) == before
+
+
+def test_a_profile_of_the_steps_asked_for(config):
+    result = run(config(train={"steps": 4, "profile": [2, 3]}))
+    assert list((result.directory / "profile").rglob("*.xplane.pb"))
+
+
+def test_the_best_checkpoint_is_kept(config):
+    assess = {"evaluate_every": 2, "evaluate_batches": 2}
+    keep = {"every": None, "keep": 1, "keep_best": True}
+    run(config(train={"steps": 4, **assess}, checkpoint=keep))
+    # From here on it can only get worse.
+    result = run(config(optimizer={"learning_rate": 100.0}, train={"steps": 8, **assess}, checkpoint=keep))
+    losses = {row["step"]: row["held_out_loss"] for row in metrics(result.directory) if "held_out_loss" in row}
+    best = min(losses, key=losses.get)
+    assert best != 8
+    with Checkpoints(result.directory / "checkpoints", read_only=True) as checkpoints:
+        assert set(checkpoints.steps()) == {best, 8}
+        assert checkpoints.best().step == best
+
+
+def test_the_data_may_end_first(config, capsys):
+    result = run(config(data={"epochs": 1}, train={"steps": 10_000, "log_every": 100}))
+    assert 0 < result.step < 10_000
+    assert f"stopped after step {result.step} of 10000" in capsys.readouterr().out
+    with Checkpoints(result.directory / "checkpoints", read_only=True) as checkpoints:
+        assert checkpoints.latest() == result.step
+
+
+# ------------------------------------------------------------------ stopping and going on
+
+
+def command(cfg, folder):
+    """The same run in a process of its own."""
+    save_config(cfg, folder / "asked.yaml")
+    return subprocess.Popen(
+        [sys.executable, "-m", "jaxmem", "train", str(folder / "asked.yaml"), "--simulate", "8"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
+def until_step(process, cfg, step):
+    file = Path(cfg.output, cfg.name, "metrics.jsonl")
+    deadline = time.monotonic() + 240
+    while time.monotonic() < deadline:
+        assert process.poll() is None, process.communicate()[0]
+        if file.exists() and file.read_text().count("\n") >= step:
+            return
+        time.sleep(0.02)
+    raise AssertionError("the run did not get so far")
+
+
+def test_a_killed_run_goes_on_bitwise(config, tmp_path):
+    whole = run(config(name="whole", train={"steps": 60}))
+    cfg = config(train={"steps": 60})
+    process = command(cfg, tmp_path)
+    until_step(process, cfg, 6)
+    process.send_signal(signal.SIGKILL)
+    process.communicate()
+    resumed = run(cfg)
+    assert leaves(resumed.state) == leaves(whole.state)
+    assert metrics(resumed.directory) == metrics(whole.directory)
+
+
+def test_sigterm_saves_and_exits_cleanly(config, tmp_path):
+    cfg = config(train={"steps": 100_000, "log_every": 1}, checkpoint={"every": None})
+    process = command(cfg, tmp_path)
+    until_step(process, cfg, 3)
+    process.send_signal(signal.SIGTERM)
+    told = process.communicate(timeout=120)[0]
+    assert process.returncode == 0, told
+    assert "SIGTERM: finishing this step and saving" in told
+    assert "the same command goes on" in told
+    last = metrics(Path(cfg.output, cfg.name))[-1]["step"]
+    with Checkpoints(Path(cfg.output, cfg.name, "checkpoints"), read_only=True) as checkpoints:
+        assert checkpoints.latest() == last
+
+
+def test_other_meshes_go_on_to_rounding(config):
+    """8 devices, then 4, then 2 x 2, then 1: the losses of a run that never moved."""
+    steady = run(config(name="steady", optimizer={"epsilon": 1e-3}))
+    moves = [(3, EVERYWHERE, 8), (6, {"fsdp": 4, "tensor": 1}, 4), (9, {"fsdp": 2, "tensor": 2}, 4), (12, {"fsdp": 1, "tensor": 1}, 1)]
+    for steps, mesh, devices in moves:
+        moved = run(config(optimizer={"epsilon": 1e-3}, train={"steps": steps}, mesh=mesh), jax.devices()[:devices])
+    for one, other in zip(metrics(moved.directory), metrics(steady.directory), strict=True):
+        assert one == pytest.approx(other, rel=1e-4)
+
+
+def test_changes_that_would_void_the_checkpoint_are_refused(config):
+    directory = run(config(train={"steps": 2})).directory
+    before = sorted(p for p in directory.rglob("*"))
+    with pytest.raises(UserError, match=r"optimizer.name was \"adamw\", is \"adam\"") as refused:
+        run(config(optimizer={"name": "adam"}))
+    assert "model" not in str(refused.value)
+    with pytest.raises(UserError, match=r"model.layers was 2, is 3"):
+        run(config(model={"layers": 3}))
+    assert sorted(p for p in directory.rglob("*")) == before
+    assert run(config(train={"steps": 3}, optimizer={"learning_rate": 1e-4}, memory={"remat": "full"})).step == 3
+
+
+def test_other_data_is_refused(config, text, tmp_path):
+    run(config(train={"steps": 1}))
+    changed = tmp_path / "changed"
+    changed.mkdir()
+    for file in text.iterdir():
+        (changed / file.name).write_text(file.read_text() + "!")
+    with pytest.raises(UserError, match="not the files that"):
+        run(config(train={"steps": 2}, data={"path": str(changed)}))
+
+
+def test_never_resuming_puts_the_old_run_aside(config):
+    first = run(config(train={"steps": 2}))
+    again = run(config(train={"steps": 3}, checkpoint={"resume": "never"}))
+    assert [row["step"] for row in metrics(again.directory)] == [1, 2, 3]
+    aside = first.directory.with_name("run.old-1")
+    assert [row["step"] for row in metrics(aside)] == [1, 2]
+
+
+# ------------------------------------------------------------------ what goes wrong
+
+
+def test_a_loss_that_is_no_number_stops_the_run(config):
+    with pytest.raises(UserError, match=r"loss is (nan|inf) at step \d+.*lower optimizer.learning_rate"):
+        run(config(optimizer={"learning_rate": 1e30, "clip": None}))
+
+
+def test_nothing_is_written_when_it_cannot_run(config, tmp_path):
+    with pytest.raises(UserError, match="mesh"):
+        run(config(mesh={"fsdp": 3}))
+    with pytest.raises(UserError, match="nowhere"):
+        run(config(data={"path": str(tmp_path / "nowhere")}))
+    assert not os.path.exists(tmp_path / "run")  # noqa: PTH110
+
+
+def test_the_process_ends_with_the_code_that_the_signal_asks_for(config):
+    assert run(config(train={"steps": 1})).exit_code == 0
