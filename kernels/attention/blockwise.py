@@ -22,7 +22,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int32
 
 from .arguments import Extras, Options
-from .tiles import BACKWARD, FORWARD, Keys, Problem, Queries, Rows, Tile, dropped, merged, scores
+from .tiles import BACKWARD, FORWARD, Keys, Outputs, Problem, Queries, Rows, Tile, dropped, merged, scores
 
 # Up to so many scores a head, a row's softmax is taken in one piece: blocks of queries (in the backward pass,
 # of keys) are written out one after the other, each with just the keys (queries) that it has to do with.
@@ -40,33 +40,38 @@ def attend(
     extras: Extras,
 ) -> tuple[Float[Array, "batch queries heads dim"], Float[Array, "batch heads queries"]]:
     """Output and log-sum-exp."""
-    batch, queries, heads, dim = q.shape
-    grouped = q.reshape(batch, queries, k.shape[2], heads // k.shape[2], dim).transpose(0, 2, 3, 1, 4)
+    grouped = _grouped(q, k.shape[2]).transpose(0, 2, 3, 1, 4)
     out, lse = _attend(options, grouped, k.transpose(0, 2, 1, 3), v.transpose(0, 2, 1, 3), extras)
-    return out.transpose(0, 3, 1, 2, 4).reshape(q.shape), lse.reshape(batch, heads, queries)
+    return out.reshape(q.shape), lse.reshape(q.shape[0], q.shape[2], q.shape[1])
+
+
+def _grouped(q: jax.Array, kv_heads: int) -> jax.Array:
+    return q.reshape(*q.shape[:2], kv_heads, q.shape[2] // kv_heads, q.shape[3])
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _attend(options: Options, q: Queries, k: Keys, v: Keys, extras: Extras) -> tuple[Queries, Rows]:
+def _attend(options: Options, q: Queries, k: Keys, v: Keys, extras: Extras) -> tuple[Outputs, Rows]:
     return _forward(options, q, k, v, extras)[0]
 
 
-def _forward(options: Options, q: Queries, k: Keys, v: Keys, extras: Extras) -> tuple[tuple[Queries, Rows], Any]:
+def _forward(options: Options, q: Queries, k: Keys, v: Keys, extras: Extras) -> tuple[tuple[Outputs, Rows], Any]:
     problem = Problem(options, extras, q.shape[3], k.shape[2])
     out, lse = (_forward_short if _is_short(problem) else _forward_long)(problem, q, k, v)
+    out = out.transpose(0, 3, 1, 2, 4)
     return (out, lse), (q, k, v, extras, out, lse)
 
 
-def _backward(options: Options, saved: Any, cotangents: tuple[Queries, Rows]) -> tuple[Any, ...]:
+def _backward(options: Options, saved: Any, cotangents: tuple[Outputs, Rows]) -> tuple[Any, ...]:
     q, k, v, extras, out, lse = saved
     d_out, d_lse = cotangents
     problem = Problem(options, extras, q.shape[3], k.shape[2])
     # d(loss)/d(score) = p (dp - inner): the row's product of output and cotangent, less the cotangent of the
     # log-sum-exp. In a row that sees nothing p = exp(-inf) = 0, once its lse of -inf is out of the way.
-    inner = jnp.sum(out.astype(jnp.float32) * d_out.astype(jnp.float32), axis=-1) - d_lse
+    inner = jnp.sum(out.astype(jnp.float32) * d_out.astype(jnp.float32), axis=-1)
+    inner = inner.transpose(0, 2, 3, 1) - d_lse
     lse = jnp.where(jnp.isneginf(lse), 0.0, lse)
     run = _backward_short if _is_short(problem) else _backward_long
-    dq, dk, dv = run(problem, q, k, v, d_out, lse, inner)
+    dq, dk, dv = run(problem, q, k, v, d_out.transpose(0, 2, 3, 1, 4), lse, inner)
     return dq.astype(q.dtype), dk.astype(k.dtype), dv.astype(v.dtype), None
 
 
@@ -166,7 +171,7 @@ def _backward_short(
             tile = Tile(low, high - low, first, last - first)
             some = [x[:, :, :, low:high] for x in (q, d_out, lse, inner)]
             more, dk, dv = _tile_backward(problem, tile, some[0], part_k, part_v, *some[1:])
-            dq = dq + jnp.pad(more, [(0, 0)] * 4 + [(low, queries - high)])
+            dq = _put(dq, dq[..., low:high] + more, low, 4)
         dks.append(dk)
         dvs.append(dv)
     return dq.transpose(0, 1, 3, 4, 2), jnp.concatenate(dks, axis=2), jnp.concatenate(dvs, axis=2)

@@ -17,6 +17,7 @@ from .arguments import Extras, Options
 from .mask import kept, visible
 
 Queries = Float[Array, "batch kv_heads group queries dim"]
+Outputs = Float[Array, "batch queries kv_heads group dim"]
 Keys = Float[Array, "batch kv_heads keys dim"]
 Rows = Float[Array, "batch kv_heads group queries"]
 Scores = Float[Array, "batch kv_heads a b c"]

@@ -128,7 +128,7 @@ def exact(
 
 
 def run(way, arrays, options):
-    """Output, log-sum-exp, dq, dk, dv of an implementation, compiled. Rows that see nothing get no cotangent of -inf."""
+    """Output, log-sum-exp, dq, dk, dv of an implementation, compiled. A log-sum-exp of -inf gets no cotangent."""
     name = way.split(",")[0]
     calls = []
 
@@ -176,7 +176,7 @@ def test_forward_and_gradients_equal_float64(way, case):
 def test_every_implementation_ran_every_case(request):
     """A gradient test that was skipped, or an implementation that the table forgot, does not count as passed."""
     tests = [x for x in request.session.items if x.originalname == test_forward_and_gradients_equal_float64.__name__]
-    assert RAN == {(test.callspec.params["way"], test.callspec.params["case"]) for test in tests}
+    assert {(test.callspec.params["way"], test.callspec.params["case"]) for test in tests} == RAN
     assert {way.split(",")[0] for way in WAYS} == set(IMPLEMENTATIONS)
 
 
