@@ -24,6 +24,8 @@ from jaxmem.errors import UserError, nearest
 Layer = Callable[[Any, Any, Any], tuple[Any, Any]]  # (module, x, this layer's input) -> (x, this layer's output)
 Policy = Callable[..., bool]
 
+PRODUCT = "product"  # the checkpoint name of every product with a weight
+
 # `sharding.gather` is made of these; each keeps the weight's shape.
 _FETCH = ("custom_vjp_call", "convert_element_type", "sharding_constraint", "name")
 
@@ -33,7 +35,7 @@ def _save_nothing(_: Any) -> Policy:
 
 
 def _save_dots(_: Any) -> Policy:
-    return jax.checkpoint_policies.dots_with_no_batch_dims_saveable
+    return jax.checkpoint_policies.save_only_these_names(PRODUCT)
 
 
 def _save_all_but_weights(weights: Any) -> Policy:

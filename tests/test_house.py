@@ -13,7 +13,7 @@ ROOT = Path(__file__).parents[1]
 
 # From the ground up; a module imports from its own line and those above it.
 LAYERS = (
-    ("errors", "devices"),
+    ("errors", "devices", "hardware"),
     ("config",),
     ("kernels", "quant", "sharding", "leaves"),
     ("stack", "precision", "losses"),

@@ -14,12 +14,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, Key
 
 from jaxmem import kernels
 from jaxmem.models.rope import Angles, rotate
 from jaxmem.sharding import Axes, constrain, gather
+from jaxmem.stack import PRODUCT
 
 Kept = Float[Array, "batch past kv_heads head_dim"]
 Cache = tuple[Kept, Kept]  # keys and values of the positions so far
@@ -58,8 +60,28 @@ class Linear(nnx.Module):
         self.bias = constant(0.0, (outputs,), axes[1:]) if bias else None
 
     def __call__(self, x: Float[Array, "*batch inputs"]) -> Float[Array, "*batch outputs"]:
-        y = x @ fetch(self.weight, x.dtype)
+        y = checkpoint_name(product(x, fetch(self.weight, x.dtype)), PRODUCT)
         return y if self.bias is None else y + fetch(self.bias, x.dtype)
+
+
+@jax.custom_vjp
+def product(x: Float[Array, "*batch inputs"], w: Float[Array, "inputs outputs"]) -> Float[Array, "*batch outputs"]:
+    """x @ w, whose weight gradient is made in the weight's own order. jax makes its transpose and turns it round,
+    which on CPUs copies activations (a quarter of a step's time)."""
+    return x @ w
+
+
+def _product_forward(x: jax.Array, w: jax.Array) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+    return x @ w, (x, w)
+
+
+def _product_backward(kept: tuple[jax.Array, jax.Array], g: jax.Array) -> tuple[jax.Array, jax.Array]:
+    x, w = kept
+    rows = tuple(range(x.ndim - 1))
+    return g @ w.T, jax.lax.dot_general(x, g, ((rows, rows), ((), ())))
+
+
+product.defvjp(_product_forward, _product_backward)
 
 
 class Embedding(nnx.Module):
@@ -197,7 +219,7 @@ class DenseMlp(nnx.Module):
 
     def __init__(self, rngs: nnx.Rngs, embed: int, mlp: int):
         self.up = Linear(rngs, embed, mlp, ("embed", "mlp"), bias=True)
-        self.down = Linear(rngs, mlp, embed, ("mlp", None), bias=True)
+        self.down = Linear(rngs, mlp, embed, ("mlp", "embed"), bias=True)
 
     def __call__(self, x: Float[Array, "*batch embed"]) -> Float[Array, "*batch embed"]:
         return self.down(jax.nn.gelu(self.up(x)))

@@ -52,8 +52,9 @@ def run(cfg: Config, devices: Sequence[Any] | None = None) -> Result:
     check_trackers(cfg)
     built = program(cfg, devices)
     cfg, directory = built.cfg, Path(cfg.output, cfg.name)
+    identity = fingerprint(cfg)
     if cfg.checkpoint.resume == "auto":
-        _refuse_another_run(cfg, directory)
+        _refuse_another_run(cfg, directory, identity)
 
     with ExitStack() as opened:
         loader = opened.enter_context(Loader(cfg))
@@ -65,8 +66,7 @@ def run(cfg: Config, devices: Sequence[Any] | None = None) -> Result:
         checkpoints = opened.enter_context(_checkpoints(cfg, directory))
         save_config(cfg, directory / "config.yaml")
         (directory / "plan.json").write_text(json.dumps(planned.as_json(), indent=2) + "\n")
-        identity = fingerprint(cfg)
-        step, state = _restored(built, checkpoints, loader, identity) or (0, built.initialise())
+        step, state = _restored(built, checkpoints, loader) or (0, built.initialise())
 
         trackers = opened.enter_context(trackers_for(cfg, directory, step))
         progress = opened.enter_context(_progress(planned, step, trackers.last.get("seconds", 0.0)))
@@ -90,7 +90,7 @@ def run(cfg: Config, devices: Sequence[Any] | None = None) -> Result:
                 if unseen and (last or step % (cfg.train.evaluate_every or 1) == 0):
                     held_out = unseen(state.params, cfg.train.evaluate_batches)
                     telemetry.held_out(step, held_out)
-                    save(held_out, force=last or cfg.checkpoint.keep_best)
+                    save(held_out, force=last)
                 else:
                     save(force=last)
             if last:
@@ -107,22 +107,20 @@ def _checkpoints(cfg: Config, directory: Path) -> Checkpoints:
     return Checkpoints(directory / "checkpoints", keep.every, keep.keep, keep.keep_best)
 
 
-def _refuse_another_run(cfg: Config, directory: Path) -> None:
+def _refuse_another_run(cfg: Config, directory: Path, identity: str) -> None:
     """Before anything is compiled: what is there must be of this config, but for what may change."""
     if (directory / "checkpoints").is_dir():
         with Checkpoints(directory / "checkpoints", read_only=True) as checkpoints:
-            step = checkpoints.latest()
-            if step is not None:
-                refuse_changes(checkpoints.read(step)[1], cfg.model_dump(mode="json"), directory)
+            if found := checkpoints.read_latest():
+                position, before = found
+                refuse_changes(before, cfg.model_dump(mode="json"), directory, (position["fingerprint"], identity))
 
 
-def _restored(built: Program, checkpoints: Checkpoints, loader: Loader, identity: str) -> tuple[int, TrainState] | None:
+def _restored(built: Program, checkpoints: Checkpoints, loader: Loader) -> tuple[int, TrainState] | None:
     found = checkpoints.restore_latest(built.state)
     if found is None:
         return None
     step, state, position, _ = found
-    if position["fingerprint"] != identity:
-        raise UserError(f"data: not the files that {checkpoints.directory.parent} was trained on; give the run another name")
     loader.restore(position)
     return step, state
 

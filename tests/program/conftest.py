@@ -49,14 +49,15 @@ class Trained:
     def __init__(self, cfg, devices=1, updates=3, batches=None):
         self.built = program(cfg, jax.devices()[:devices])
         self.state = self.built.initialise()
-        self.first = jax.tree.map(np.array, self.state.params)  # copies: a view would keep the state from being donated
+        # Copies: a view of the state would keep it from being donated.
+        self.first = jax.tree.map(np.array, self.state.params)
         self.compiled = self.built.lower_step().compile()
         self.metrics = []
         for update in range(updates):
             batch = batches[update] if batches else batch_for(self.built, update)
             self.state, metrics = self.compiled(self.state, self.built.place(batch))
             self.metrics.append({name: float(value) for name, value in metrics.items()})
-        self.params = jax.device_get(self.state.params)
+        self.params = jax.tree.map(np.array, self.state.params)
 
     def agrees_with(self, other, rtol=2e-5, atol=2e-5):
         for mine, theirs in zip(self.metrics, other.metrics, strict=True):

@@ -197,7 +197,7 @@ def test_other_data_is_refused(config, text, tmp_path):
     changed.mkdir()
     for file in text.iterdir():
         (changed / file.name).write_text(file.read_text() + "!")
-    with pytest.raises(UserError, match="not the files that"):
+    with pytest.raises(UserError, match="data's files are not what they were"):
         run(config(train={"steps": 2}, data={"path": str(changed)}))
 
 
