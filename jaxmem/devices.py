@@ -6,6 +6,7 @@ only set what it will read then, and importing this module starts nothing.
 
 from __future__ import annotations
 
+import ctypes
 import importlib.metadata
 import os
 import sys
@@ -74,6 +75,15 @@ def simulate(count: int) -> None:
         raise UserError(
             f"cannot simulate {count} devices: jax has already started with {len(seen)} {seen[0].platform} devices"
         )
+
+
+def keep_freed_memory() -> None:
+    """On a CPU, XLA takes its temporaries from malloc at each step, and glibc gives blocks over 32 MB back to the system
+    each time: every page of them is then cleared again. From here on it keeps what is freed for the next step."""
+    if sys.platform == "linux" and (mallopt := getattr(ctypes.CDLL(None), "mallopt", None)):
+        trim_threshold, mmap_threshold = -1, -3
+        mallopt(trim_threshold, 1 << 30)
+        mallopt(mmap_threshold, 1 << 30)
 
 
 def has_nvidia_gpu() -> bool:
