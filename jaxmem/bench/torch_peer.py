@@ -1,0 +1,111 @@
+"""The same decoder, weights and optimizer in PyTorch and Hugging Face transformers, to measure beside."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import os
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from jaxmem.config import Config, Decoder
+from jaxmem.errors import UserError
+
+_NEEDED = ("torch", "transformers")
+
+
+def require() -> None:
+    missing = [name for name in _NEEDED if importlib.util.find_spec(name) is None]
+    if missing:
+        raise UserError(f"bench step compares with PyTorch: pip install {' '.join(missing)}")
+
+
+def versions() -> dict[str, str]:
+    return {name: importlib.metadata.version(name) for name in _NEEDED}
+
+
+def stepper(
+    cfg: Config, weights: Any, learning_rate: Callable[[int], Any], *, compiled: bool
+) -> Callable[[int, dict[str, np.ndarray]], float]:
+    """One update of its own copy of the weights: (updates done, batch) -> loss."""
+    import torch
+
+    torch.set_num_threads(len(os.sched_getaffinity(0)))
+    network = _network(cfg, weights)
+    run = torch.compile(network) if compiled else network
+    optimizer = _optimizer(cfg, network)
+
+    def step(number: int, batch: dict[str, np.ndarray]) -> float:
+        tokens, targets = (torch.from_numpy(batch[name][0].astype(np.int64)) for name in ("inputs", "targets"))
+        for group in optimizer.param_groups:
+            group["lr"] = float(learning_rate(number))
+        optimizer.zero_grad(set_to_none=True)
+        logits = run(input_ids=tokens, use_cache=False).logits
+        loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
+        loss.backward()
+        if cfg.optimizer.clip is not None:
+            torch.nn.utils.clip_grad_norm_(network.parameters(), cfg.optimizer.clip)
+        optimizer.step()
+        return loss.item()
+
+    return step
+
+
+def _network(cfg: Config, weights: Any) -> Any:
+    import torch
+    import transformers
+
+    model = cfg.model
+    assert isinstance(model, Decoder)
+    network = transformers.LlamaForCausalLM(
+        transformers.LlamaConfig(
+            vocab_size=model.vocab,
+            hidden_size=model.embed,
+            intermediate_size=model.mlp,
+            num_hidden_layers=model.layers,
+            num_attention_heads=model.heads,
+            num_key_value_heads=model.kv_heads,
+            head_dim=model.head_dim,
+            rms_norm_eps=model.norm_epsilon,
+            rope_parameters={"rope_type": "default", "rope_theta": model.rope.theta},
+            max_position_embeddings=cfg.data.sequence_length,
+            tie_word_embeddings=model.tie_embeddings,
+            attn_implementation="sdpa",
+        )
+    )
+    named = {name: torch.from_numpy(np.array(x)) for name, x in _names(model, weights).items()}
+    absent, unknown = network.load_state_dict(named, strict=False)
+    if unknown or set(absent) - {"lm_head.weight" if model.tie_embeddings else ""}:
+        raise RuntimeError(f"weights do not fit Hugging Face's Llama: missing {absent}, unknown {unknown}")
+    return network.train()
+
+
+def _names(model: Decoder, weights: Any) -> dict[str, np.ndarray]:
+    """Weights under Hugging Face's names; its linear layers hold [out, in]."""
+    blocks = weights["blocks"]
+    found = {"model.embed_tokens.weight": weights["embedding"]["weight"], "model.norm.weight": weights["norm"]["scale"]}
+    if not model.tie_embeddings:
+        found["lm_head.weight"] = weights["head"]["weight"].T
+    for layer in range(model.layers):
+        at = f"model.layers.{layer}."
+        found |= {f"{at}self_attn.{n}_proj.weight": blocks["attention"][n]["weight"][layer].T for n in "qkvo"}
+        found |= {f"{at}mlp.{n}_proj.weight": blocks["mlp"][n]["weight"][layer].T for n in ("gate", "up", "down")}
+        found[f"{at}input_layernorm.weight"] = blocks["attention_norm"]["scale"][layer]
+        found[f"{at}post_attention_layernorm.weight"] = blocks["mlp_norm"]["scale"][layer]
+    return found
+
+
+def _optimizer(cfg: Config, network: Any) -> Any:
+    """AdamW in torch's fused form, its fastest here; only matrices decay, as in jaxmem."""
+    import torch
+
+    own = cfg.optimizer
+    parameters = list(network.parameters())
+    decay = own.weight_decay if own.name == "adamw" else 0.0
+    groups = [
+        {"params": [p for p in parameters if p.ndim > 1], "weight_decay": decay},
+        {"params": [p for p in parameters if p.ndim == 1], "weight_decay": 0.0},
+    ]
+    return torch.optim.AdamW(groups, betas=(own.beta1, own.beta2), eps=own.epsilon, fused=True)
