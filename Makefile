@@ -18,7 +18,7 @@ DEMO := configs/demo.yaml
 demo: $(VENV)/installed
 	@$(BIN)/jaxmem train $(DEMO) --simulate 8
 	@printf '\nWhat it writes now, and where the memory of each device went:\n\n'
-	@$(BIN)/jaxmem generate runs/demo --prompt 'def ' --tokens 200
+	@$(BIN)/jaxmem generate runs/demo --prompt 'def ' --tokens 200 --temperature 0.5
 	@$(BIN)/jaxmem plan $(DEMO) --simulate 8
 	@printf '%s\n' '' 'Next:' \
 		'  . $(BIN)/activate' \
