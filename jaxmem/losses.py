@@ -1,10 +1,16 @@
-"""Losses on arrays, each element for itself, in float32. What is summed over what is the objective's choice."""
+"""Losses on arrays, each element for itself, in float32. What is summed over what is the objective's choice.
+
+Cross entropy over V classes keeps 4V bytes a position for the backward pass beside the logits' own; the contrastive
+loss compares B rows with B and so keeps 4B^2.
+"""
 
 from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
+
+_FAR = -1e9  # a score whose exponential is zero; finite, so that a row of nothing else has a loss
 
 
 def cross_entropy(
@@ -36,7 +42,7 @@ def cross_entropy(
 def binary_cross_entropy(logits: Float[Array, "*batch"], labels: Float[Array, "*batch"]) -> Float[Array, "*batch"]:
     """-log of the probability of a label in {0, 1}; stable for logits of any size."""
     logits, labels = logits.astype(jnp.float32), labels.astype(jnp.float32)
-    return jnp.maximum(logits, 0.0) - logits * labels + jnp.log1p(jnp.exp(-jnp.abs(logits)))
+    return labels * jax.nn.softplus(-logits) + (1.0 - labels) * jax.nn.softplus(logits)
 
 
 def absolute_error(predicted: Float[Array, "*batch"], target: Float[Array, "*batch"]) -> Float[Array, "*batch"]:
@@ -48,15 +54,20 @@ def squared_error(predicted: Float[Array, "*batch"], target: Float[Array, "*batc
 
 
 def similarities(
-    left: Float[Array, "batch width"], right: Float[Array, "batch width"], temperature: float
+    left: Float[Array, "batch width"],
+    right: Float[Array, "batch width"],
+    mask: Float[Array, "batch"],
+    temperature: float,
 ) -> Float[Array, "batch batch"]:
-    """Cosines of all pairs over the temperature."""
+    """Cosines of all pairs over the temperature. Rows of `mask` 0, which fill up a batch, are nobody's neighbours."""
 
-    def unit(x: jax.Array) -> jax.Array:
+    def unit(x: Float[Array, "batch width"]) -> Float[Array, "batch width"]:
         x = x.astype(jnp.float32)
         return x * jax.lax.rsqrt(jnp.sum(x * x, axis=-1, keepdims=True) + 1e-12)
 
-    return unit(left) @ unit(right).T / temperature
+    scores = unit(left) @ unit(right).T / temperature
+    real = mask > 0
+    return jnp.where(real[:, None] & real, scores, _FAR)
 
 
 def contrastive(scores: Float[Array, "batch batch"]) -> Float[Array, "batch"]:

@@ -1,11 +1,14 @@
-"""Residual dense network. Pixels come in as numbers, one-hot or as a learned row for each category."""
+"""Residual dense network. Pixels come in as numbers, one-hot or as a learned row for each category.
+
+One-hot makes the first weight `categories` times as large; the learned rows 8 times, whatever the categories.
+"""
 
 from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Key, Num, Float
+from jaxtyping import Array, Float, Key, Num
 
 from jaxmem import config
 from jaxmem.models import parts
@@ -13,7 +16,7 @@ from jaxmem.models.parts import Execution
 from jaxmem.sharding import constrain
 from jaxmem.stack import apply_stack, stacked
 
-_EMBEDDED = 8  # width of a pixel's row
+_EMBEDDED = 8  # numbers in the learned row of a pixel's category
 
 
 class MlpBlock(nnx.Module):

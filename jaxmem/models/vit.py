@@ -1,4 +1,8 @@
-"""Vision transformer (Dosovitskiy et al., arXiv:2010.11929): patches become tokens."""
+"""Vision transformer (Dosovitskiy et al., arXiv:2010.11929): patches become tokens.
+
+With patches of p pixels a side an image of s has (s/p)^2 tokens; a layer costs what a decoder's does on so many, but
+for the causal mask: every patch sees every other.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +22,8 @@ class Vit(nnx.Module):
         self.cfg, self.execution = cfg, execution
         patches = (cfg.image_size // cfg.patch) ** 2
         self.patches = parts.Linear(rngs, cfg.patch**2 * cfg.channels, cfg.embed, ("patch", "embed"), bias=True)
-        self.position = parts.weight(rngs, (patches, cfg.embed), ("patch", "embed"), scale=0.02)
+        # As large as what the pixels bring, so that places are told apart from the first update on.
+        self.position = parts.weight(rngs, (patches, cfg.embed), ("patch", "embed"), scale=1.0)
         self.blocks = stacked(self._block, cfg.layers, rngs)
         self.norm = parts.LayerNorm(cfg.embed)
         self.head = parts.Linear(rngs, cfg.embed, cfg.outputs, ("embed", "classes"), bias=True)

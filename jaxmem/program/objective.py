@@ -43,9 +43,7 @@ def _next_token(cfg: config.Objective) -> Objective:
     def run(network: Network, batch: Batch, key: jax.Array | None) -> Sums:
         x = network.features(batch["inputs"], batch["positions"], batch["segment_ids"], key)
         logits = network.logits(x)
-        loss = losses.cross_entropy(
-            logits, batch["targets"], label_smoothing=cfg.label_smoothing, z_loss=cfg.z_loss
-        )
+        loss = losses.cross_entropy(logits, batch["targets"], label_smoothing=cfg.label_smoothing, z_loss=cfg.z_loss)
         return _sums(loss, batch["mask"])
 
     return run
@@ -84,7 +82,7 @@ def _contrastive(cfg: config.Objective) -> Objective:
     def run(network: Network, batch: Batch, key: jax.Array | None) -> Sums:
         first, second = (None, None) if key is None else jax.random.split(key)
         left, right = network(batch["inputs"], key=first), network(batch["pairs"], key=second)
-        scores = losses.similarities(left, right, cfg.temperature)
+        scores = losses.similarities(left, right, batch["mask"], cfg.temperature)
         correct = jnp.argmax(scores, axis=-1) == jnp.arange(scores.shape[0])
         return _sums(losses.contrastive(scores), batch["mask"], correct)
 
