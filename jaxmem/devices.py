@@ -13,6 +13,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from jaxmem import hardware
 from jaxmem.errors import UserError
 
 if TYPE_CHECKING:
@@ -22,25 +23,6 @@ if TYPE_CHECKING:
 _PATIENCE = {
     "--xla_cpu_collective_call_warn_stuck_timeout_seconds": 120,
     "--xla_cpu_collective_call_terminate_timeout_seconds": 1200,
-}
-
-# Dense bf16 products with fp32 sums, FLOP/s, from NVIDIA's data sheets; the first name found in the device's counts.
-_PEAK_FLOPS = {
-    "B200": 2250e12,
-    "H200 NVL": 836e12,
-    "H200": 989e12,
-    "GH200": 989e12,
-    "H100 NVL": 836e12,
-    "H100 PCIe": 756e12,
-    "H100": 989e12,
-    "A100": 312e12,
-    "L40S": 362e12,
-    "L40": 181e12,
-    "L4": 121e12,
-    "A6000": 155e12,
-    "RTX 5090": 210e12,
-    "RTX 4090": 165e12,
-    "RTX 3090": 71e12,
 }
 
 
@@ -110,5 +92,5 @@ def avoid_cuda_without_gpu() -> None:
 
 def peak_flops(device: jax.Device) -> float | None:
     """The device's dense bf16 peak in FLOP/s, the denominator of MFU; None where it is not known."""
-    kind = f" {device.device_kind} ".replace("-", " ")
-    return next((peak for name, peak in _PEAK_FLOPS.items() if f" {name} " in kind), None)
+    gpu = hardware.find(device.device_kind)
+    return gpu.flops if gpu else None

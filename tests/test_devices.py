@@ -61,7 +61,7 @@ def test_cuda_wheels_without_a_gpu_are_left_alone(
         ("NVIDIA A100-SXM4-80GB", 312e12),
         ("NVIDIA L40S", 362e12),
         ("NVIDIA L4", 121e12),
-        ("NVIDIA GeForce RTX 4090", 165e12),
+        ("NVIDIA GeForce RTX 4090", 165.2e12),
         ("cpu", None),
     ],
 )

@@ -7,15 +7,25 @@ what no buffer accounts for (gaps between buffers, tables of pointers) is `other
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
-from jaxmem.planning.buffers import Allocation, Buffer, Held, Lifetimes, Moment, fullest, read_allocations
+import jax
+
+from jaxmem.planning.buffers import Allocation, Held, Lifetimes, Moment, fullest, read_allocations
 from jaxmem.planning.hlo import Frame, Instruction, Module, Shape, dot_flops
 from jaxmem.planning.origins import BATCH, NOWHERE, OPTIMIZER, OTHER, WEIGHTS, Origins, at, trace_origins
+from jaxmem.program import Program
+from jaxmem.sharding import Axes, is_axes
 
 PARTS = ("parameters", "quantization", "master", "optimizer", "gradients", "activations", "batch", "other")
+Form = tuple[int, ...]
+# Kinds of activations.
+SAVED, LOGITS, ALL_SCORES = "saved for the backward pass", "logits", "attention: all scores"
+GATHERED, COPIES = "weights: gathered or cast", "weights: copies"
 _ROLES = {WEIGHTS: "parameters", OPTIMIZER: "optimizer", BATCH: "batch", OTHER: "other", NOWHERE: "other"}
 
 
@@ -32,16 +42,18 @@ class Item:
 
 
 @dataclass(frozen=True)
-class Weights:
-    """Dimensions that weights and gradients have on one device, sorted and without ones."""
+class Known:
+    """Shapes that tell what an array is: dimensions on one device, as `form` gives them."""
 
-    resting: frozenset[tuple[int, ...]]  # as they are stored, layers stacked
-    whole_stacks: frozenset[tuple[int, ...]]  # all layers of a weight, unsplit although the layout splits it
-    gradients: frozenset[tuple[int, ...]]  # any form a gradient takes: split or whole, of one layer or stacked
+    resting: frozenset[Form]  # weights as they are stored, layers stacked
+    gradients: frozenset[Form]  # any form a gradient takes: split or whole, of one layer or stacked
     stacked_sizes: frozenset[int]  # elements of stacked gradients, for buffers that XLA gave another shape
+    whole_weights: frozenset[Form]  # all layers of a weight that the layout splits, unsplit
+    whole_gradients: frozenset[Form]
+    time: int | None = None  # positions of a sequence
 
 
-def form(dims: Iterable[int]) -> tuple[int, ...]:
+def form(dims: Iterable[int]) -> Form:
     """Dimensions up to transposition.
 
     >>> form((1, 512, 32, 4096))
@@ -56,8 +68,7 @@ class Breakdown:
 
     module: Module
     allocations: Sequence[Allocation]
-    weights: Weights
-    _found: dict[str, list[Item]] = field(default_factory=dict, repr=False)
+    known: Known
 
     @cached_property
     def items(self) -> list[Item]:
@@ -68,13 +79,11 @@ class Breakdown:
             items.append(Item("other", "gaps between buffers", moment.unused, "", "", Shape("", 0)))
         return sorted((item for item in items if item.size), key=lambda item: -item.size)
 
-    @cached_property
-    def device_bytes(self) -> int:
-        return sum(one.size for one in self.allocations if one.kind != "constant" and not one.on_host)
+    def of_part(self, part: str) -> int:
+        return sum(item.size for item in self.items if item.part == part)
 
-    @cached_property
-    def host_bytes(self) -> int:
-        return sum(one.size for one in self.allocations if one.on_host)
+    def of_kind(self, kind: str) -> int:
+        return sum(item.size for item in self.items if item.kind == kind)
 
     @cached_property
     def _lifetimes(self) -> Lifetimes:
@@ -114,7 +123,7 @@ class Breakdown:
     def _temporary(self, held: Held) -> Item:
         """Sorted by the most telling of the names that its buffers have."""
         names = [(_maker(one, index), one, index) for buffer in held.buffers for one, index in buffer.names]
-        maker, one, index = max(names, key=lambda name: _tells(name[0]))
+        maker = max((name[0] for name in names), key=_tells)
         shape = max((buffer.shape for buffer in held.buffers), key=lambda shape: shape.bytes)
         origins = NOWHERE
         for _, place, element in names:
@@ -125,7 +134,7 @@ class Breakdown:
     def _sorted(self, held: Held, maker: Instruction, shape: Shape, origins: Origins) -> tuple[str, str]:
         dims, when = form(shape.dims), pass_of(maker.op_name)
         if origins == WEIGHTS:
-            return "activations", "weights: copies" if dims in self.weights.resting else "weights: gathered or cast"
+            return "activations", COPIES if dims in self.known.resting else GATHERED
         if origins and not origins & ~(OPTIMIZER | OTHER):
             return "optimizer", "working copies"
         if when != "forward" and origins & BATCH and self._is_gradient(dims, shape):
@@ -133,19 +142,44 @@ class Breakdown:
         if when == "update" and origins & OPTIMIZER:
             return "gradients", "updates"
         if _of_logits(maker.frames):
-            return "activations", "logits"
-        if when == "forward" and self._is_saved(held, maker):
-            return "activations", "saved for the backward pass"
+            return "activations", LOGITS
+        if dims.count(self.known.time or 0) > 1 and any("attention/reference" in file for file, _ in maker.frames):
+            return "activations", ALL_SCORES
+        if when == "forward" and self._is_saved(held):
+            return "activations", SAVED
         if any("kernels/attention" in file for file, _ in maker.frames):
             return "activations", "attention"
         return "activations", "intermediates"
 
-    def _is_gradient(self, dims: tuple[int, ...], shape: Shape) -> bool:
-        return len(dims) > 0 and (dims in self.weights.gradients or shape.elements in self.weights.stacked_sizes)
+    def _is_gradient(self, dims: Form, shape: Shape) -> bool:
+        return len(dims) > 0 and (dims in self.known.gradients or shape.elements in self.known.stacked_sizes)
 
-    def _is_saved(self, held: Held, maker: Instruction) -> bool:
+    def _is_saved(self, held: Held) -> bool:
         """Made in the forward pass and needed after it."""
         return max(self._lifetimes.of(buffer)[1] for buffer in held.buffers) >= self._backward
+
+
+def known_shapes(built: Program) -> Known:
+    """Of a program's weights and gradients, from its layout."""
+    resting, gradients, whole_weights, whole_gradients, sizes = set(), set(), set(), set(), set()
+
+    def add(axes: Axes, leaf: Any) -> None:
+        stored, split, used = (
+            built.layout.sharding(role, axes, leaf.shape).shard_shape(leaf.shape)
+            for role in ("weights", "gradients", "computing")
+        )
+        resting.add(form(stored))
+        stacked = axes[:1] == ("layer",)
+        for dims in (stored, split, used, leaf.shape):
+            gradients.update({form(dims), form(dims[1:])} if stacked else {form(dims)})
+        if stacked:
+            sizes.add(math.prod(split))
+            whole_weights.update({form(used)} if used != stored else ())
+            whole_gradients.update({form(used)} if used != split else ())
+
+    jax.tree.map(add, built.axes, built.state.params, is_leaf=is_axes)
+    time = built.cfg.data.sequence_length if built.cfg.objective.name == "next_token" else None
+    return Known(*map(frozenset, (resting, gradients, sizes, whole_weights, whole_gradients)), time)
 
 
 def role(path: str) -> Origins:
@@ -204,8 +238,5 @@ def _maker(one: Instruction, index: tuple[int, ...]) -> Instruction:
     return one
 
 
-def breakdown(module: Module, assignment: bytes, weights: Weights) -> Breakdown:
-    return Breakdown(module, read_allocations(module, assignment), weights)
-
-
-__all__ = ["Breakdown", "Buffer", "Item", "PARTS", "Weights", "breakdown", "form", "inside", "pass_of", "role"]
+def breakdown(module: Module, assignment: bytes, known: Known) -> Breakdown:
+    return Breakdown(module, read_allocations(module, assignment), known)

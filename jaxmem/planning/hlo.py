@@ -140,6 +140,11 @@ def dot_flops(one: Instruction) -> int:
     return 0
 
 
+def total_flops(module: Module) -> int:
+    """Of all products in one run."""
+    return sum(dot_flops(one) * module.executions[one.home] for one in module.walk())
+
+
 def read_module(serialized: bytes) -> Module:
     """From a serialized HloModuleProto."""
     proto = wire.read(serialized)

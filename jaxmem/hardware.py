@@ -1,0 +1,100 @@
+"""GPUs, in one table: what a plan compiles for and estimates with, and what a run's speed is measured against.
+
+Figures are those of NVIDIA's data sheets and architecture papers; memory is what CUDA reports, which is less than
+the name says. Rates are peaks in one direction. Importing this starts nothing.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+GIB = 2**30
+
+# What attained rates come to, as a share of the peaks: large bf16 products with power limits, streaming kernels,
+# NCCL's large messages. Estimates of time use these; nothing about memory does.
+ATTAINED_FLOPS = 0.7
+ATTAINED_BANDWIDTH = 0.85
+ATTAINED_LINK = 0.8
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """One kind of GPU, in the units of its data sheet."""
+
+    name: str  # of the target
+    kind: str  # words of the name that CUDA gives the device
+    memory_gib: float
+    bandwidth_gb_s: float
+    bf16_tflops: float  # dense, sums in float32
+    link_gb_s: float  # to the other GPUs of its host: NVLink, or PCIe where there is none
+    network_gb_s: float  # its share of its host's network
+    host_link_gb_s: float  # to host memory
+    host_memory_gib: float  # its share of its host's memory
+    compute_capability: str
+    cores: int  # streaming multiprocessors
+    clock_ghz: float
+    l2_mib: float
+
+    @property
+    def memory(self) -> int:
+        return int(self.memory_gib * GIB)
+
+    @property
+    def host_memory(self) -> int:
+        return int(self.host_memory_gib * GIB)
+
+    @property
+    def flops(self) -> float:
+        return self.bf16_tflops * 1e12
+
+
+# Networks and host memory are those of common servers: DGX for A100 to B200 (8 GPUs; 2 TiB of host memory, 1 TiB
+# beside the 40 GB card), 200 Gb/s for 2 GPUs beside the L40S, 25 Gb/s a workstation.
+GPUS = {
+    gpu.name: gpu
+    for gpu in (
+        #   name                kind          GiB    GB/s  TFLOP/s  link   net  PCIe  host  capability SMs clock  L2
+        Gpu("rtx3080-10gb", "RTX 3080", 9.78, 760, 59.5, 32, 3.1, 32, 32, "8.6", 68, 1.71, 5),
+        Gpu("rtx3090-24gb", "RTX 3090", 23.69, 936, 71, 32, 3.1, 32, 64, "8.6", 82, 1.695, 6),
+        Gpu("rtx4060ti-16gb", "RTX 4060 Ti", 15.6, 288, 44.1, 16, 3.1, 16, 32, "8.9", 34, 2.535, 32),
+        Gpu("rtx4090-24gb", "RTX 4090", 23.64, 1008, 165.2, 32, 3.1, 32, 64, "8.9", 128, 2.52, 72),
+        Gpu("rtx5090-32gb", "RTX 5090", 31.36, 1792, 209.5, 64, 3.1, 64, 64, "12.0", 170, 2.407, 96),
+        Gpu("l4-24gb", "L4", 22.05, 300, 121, 32, 12.5, 32, 64, "8.9", 58, 2.04, 48),
+        Gpu("a6000-48gb", "A6000", 47.53, 768, 154.8, 32, 3.1, 32, 128, "8.6", 84, 1.8, 6),
+        Gpu("l40-48gb", "L40", 44.52, 864, 181, 32, 12.5, 32, 128, "8.9", 142, 2.49, 96),
+        Gpu("l40s-48gb", "L40S", 44.52, 864, 362, 32, 12.5, 32, 128, "8.9", 142, 2.52, 96),
+        Gpu("a100-40gb", "A100", 39.39, 1555, 312, 300, 25, 32, 128, "8.0", 108, 1.41, 40),
+        Gpu("a100-80gb", "A100", 79.15, 2039, 312, 300, 25, 32, 256, "8.0", 108, 1.41, 40),
+        Gpu("h100-pcie-80gb", "H100 PCIe", 79.1, 2000, 756, 64, 25, 64, 256, "9.0", 114, 1.755, 50),
+        Gpu("h100-nvl-94gb", "H100 NVL", 93.0, 3938, 836, 300, 25, 64, 256, "9.0", 132, 1.785, 50),
+        Gpu("h100-80gb", "H100", 79.11, 3352, 989, 450, 50, 64, 256, "9.0", 132, 1.98, 50),
+        Gpu("gh200-96gb", "GH200", 94.5, 4000, 989, 450, 50, 450, 480, "9.0", 132, 1.98, 50),
+        Gpu("h200-nvl-141gb", "H200 NVL", 139.8, 4800, 836, 450, 25, 64, 256, "9.0", 132, 1.785, 50),
+        Gpu("h200-141gb", "H200", 139.8, 4800, 989, 450, 50, 64, 256, "9.0", 132, 1.98, 50),
+        Gpu("b200-180gb", "B200", 178.36, 7672, 2250, 900, 50, 64, 256, "10.0", 148, 1.965, 126),
+    )
+}
+
+
+def find(device_kind: str, memory: int | None = None) -> Gpu | None:
+    """The GPU whose name a device gives, the most specific one; of two sizes the one nearest to `memory`.
+
+    >>> find("NVIDIA H100 PCIe").name, find("NVIDIA A100-SXM4-80GB", 80 * GIB).name, find("cpu")
+    ('h100-pcie-80gb', 'a100-80gb', None)
+    """
+    said = f" {device_kind.replace('-', ' ')} "
+    found = [gpu for gpu in GPUS.values() if f" {gpu.kind} " in said]
+    return max(found, key=lambda gpu: (len(gpu.kind), -abs(gpu.memory - (memory or 0))), default=None)
+
+
+def reserved(devices: int, gib: float | None = None) -> int:
+    """Bytes of a GPU that the compiler does not count: CUDA's context and kernels, libraries' workspaces, and with
+    several devices NCCL's buffers. `gib` says it otherwise. A plan's `fits` and a run's share of the memory agree
+    because both take this number off.
+
+    >>> reserved(1) / GIB, reserved(8) / GIB, reserved(8, 2.5) / GIB
+    (0.75, 1.5, 2.5)
+    """
+    if gib is None:
+        gib = 0.75 if devices == 1 else 1.5
+    return int(gib * GIB)

@@ -1,0 +1,87 @@
+"""What a plan warns of: places where memory or time goes without anyone having asked for it, each with its cure."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from jaxmem.planning.breakdown import ALL_SCORES, GATHERED, LOGITS, form
+from jaxmem.planning.hlo import Module, total_flops
+from jaxmem.planning.text import readable
+
+if TYPE_CHECKING:
+    from jaxmem.planning.planned import Plan
+
+LARGE = 0.2  # of the total
+
+
+@dataclass(frozen=True)
+class Warned:
+    kind: str
+    text: str
+    cure: str
+
+
+def recomputed(module: Module) -> int:
+    """How many values XLA computes again of its own accord: it names them `NAME.remat`."""
+    return sum(".remat" in one.name for one in module.walk())
+
+
+def warnings_of(plan: Plan) -> list[Warned]:
+    return [warned for check in _CHECKS for warned in check(plan)]
+
+
+def _recomputed(plan: Plan) -> Iterator[Warned]:
+    again = recomputed(plan.compiled_step.module)
+    if not again:
+        return
+    text = f"XLA found the memory short and computes {again} values again by itself"
+    if plan.unlimited is not None:
+        flops = total_flops(plan.compiled_step.module) - total_flops(plan.unlimited.module)
+        saved = plan.unlimited.total - plan.compiled_step.total
+        text += f": {flops:.3g} FLOPs a step more than without a limit, {readable(saved)} less"
+    yield Warned("recomputed by XLA", text, "recompute by plan: memory.remat=full, more batch.accumulate, or more devices")
+
+
+def _whole(plan: Plan) -> Iterator[Warned]:
+    known = plan.breakdown.known
+    for item in plan.breakdown.items:
+        weight = item.kind == GATHERED and form(item.shape.dims) in known.whole_weights
+        gradient = item.part == "gradients" and form(item.shape.dims) in known.whole_gradients
+        if weight or gradient:
+            what = "a gradient" if gradient else "a weight"
+            text = f"{what} of all layers is whole on each device although it is split: {item.what}, {readable(item.size)}"
+            yield Warned("whole array", text, "memory.remat=full, which keeps no gathered weight; otherwise report it")
+
+
+def _logits(plan: Plan) -> Iterator[Warned]:
+    size, total = plan.breakdown.of_kind(LOGITS), plan.bytes_per_device["total"]
+    if size > LARGE * total:
+        cfg = plan.program.cfg
+        rows = cfg.batch.global_size // cfg.batch.accumulate
+        least = plan.mesh["replica"] * plan.mesh["fsdp"]
+        more = f"batch.accumulate={2 * cfg.batch.accumulate}" if rows >= 2 * least else "a shorter data.sequence_length"
+        text = f"logits and loss take {readable(size)}, {size / total:.0%} of all"
+        yield Warned("logits", text, f"{more}, or mesh.tensor to split the vocabulary")
+
+
+def _replicated(plan: Plan) -> Iterator[Warned]:
+    for said in plan.remarks.get("replicated", ()):
+        what = re.sub(r"\{.*", "", said.partition(" = ")[2])
+        yield Warned(
+            "replicated by the partitioner",
+            f"XLA gathers an array whole on every device to lay it out anew: {what} a device before",
+            "another mesh: fsdp or tensor alone",
+        )
+
+
+def _all_scores(plan: Plan) -> Iterator[Warned]:
+    if size := plan.breakdown.of_kind(ALL_SCORES):
+        length = plan.program.cfg.data.sequence_length
+        text = f"attention writes out all {length} x {length} scores: {readable(size)}"
+        yield Warned("attention scores", text, "memory.attention=auto")
+
+
+_CHECKS: Sequence[Callable[[Plan], Iterator[Warned]]] = (_recomputed, _whole, _logits, _replicated, _all_scores)

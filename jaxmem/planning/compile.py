@@ -1,0 +1,141 @@
+"""Compile, and keep what the compiler knows: the scheduled module, who lies where in memory, what it complained of.
+
+A program for devices that are here tells this itself. One for GPUs that are not here does not, and is asked to
+write its module into a temporary directory. Such a program cannot be kept in jax's cache, so the cache is off.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import jax
+from jax.experimental.compilation_cache import compilation_cache
+
+from jaxmem.planning import wire
+from jaxmem.planning.hlo import Module, read_module
+
+# Without a GPU nothing can be timed: XLA takes its default for each kernel.
+_DEVICELESS = {"xla_gpu_autotune_level": 0, "xla_dump_hlo_as_proto": True}
+# Lines of XLA's log that a plan says in its own words.
+_REMARKS = {
+    "replicated": re.compile(r"Involuntary full rematerialization.*?for HLO operation (?P<what>%\S+ = \S+)"),
+    "over the limit": re.compile(r"Can't reduce memory use below (?P<what>\S+)"),
+}
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """A program, its module, and its buffer assignment as XLA serialized it."""
+
+    executable: jax.stages.Compiled
+    module: Module
+    assignment: bytes
+
+    @property
+    def total(self) -> int:
+        """Bytes of a device: arguments + outputs - aliased + temporaries."""
+        sizes = self.sizes
+        return sizes["arguments"] + sizes["outputs"] - sizes["aliased"] + sizes["temporaries"]
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        stats = self.executable.memory_analysis()
+        return {
+            "arguments": stats.argument_size_in_bytes,
+            "outputs": stats.output_size_in_bytes,
+            "aliased": stats.alias_size_in_bytes,
+            "temporaries": stats.temp_size_in_bytes,
+        }
+
+    @property
+    def host_bytes(self) -> int:
+        """Bytes of host memory for each device."""
+        stats = self.executable.memory_analysis()
+        arguments, outputs = stats.host_argument_size_in_bytes, stats.host_output_size_in_bytes
+        return arguments + outputs - stats.host_alias_size_in_bytes + stats.host_temp_size_in_bytes
+
+
+def compile_program(lowered: jax.stages.Lowered, *, here: bool) -> Compiled:
+    """`here`: the devices are this machine's."""
+    return compile_all({"": lowered}, here=here)[""]
+
+
+def compile_all(lowered: Mapping[str, jax.stages.Lowered], *, here: bool) -> dict[str, Compiled]:
+    """Several programs, side by side."""
+    one = _compile_here if here else _compile_elsewhere
+    with contextlib.nullcontext() if here else _without_cache(), ThreadPoolExecutor(len(lowered)) as pool:
+        return dict(zip(lowered, pool.map(one, lowered.values()), strict=True))
+
+
+def _compile_here(lowered: jax.stages.Lowered) -> Compiled:
+    executable = lowered.compile()
+    module = executable.runtime_executable().hlo_modules()[0].as_serialized_hlo_module_proto()
+    return Compiled(executable, read_module(module), executable.memory_analysis().serialized_buffer_assignment_proto)
+
+
+def _compile_elsewhere(lowered: jax.stages.Lowered) -> Compiled:
+    with tempfile.TemporaryDirectory(prefix="jaxmem-plan-") as directory:
+        executable = lowered.compile(compiler_options={**_DEVICELESS, "xla_dump_to": directory})
+        written = max(Path(directory).glob("*after_optimizations.hlo.pb"), key=lambda file: file.stat().st_size)
+        proto = wire.read(written.read_bytes())
+    return Compiled(executable, read_module(wire.data(proto, 1)), wire.data(proto, 3))
+
+
+@contextlib.contextmanager
+def _without_cache() -> Iterator[None]:
+    before = jax.config.jax_enable_compilation_cache
+    jax.config.update("jax_enable_compilation_cache", False)
+    compilation_cache.reset_cache()  # jax decides only once whether it uses one
+    try:
+        yield
+    finally:
+        jax.config.update("jax_enable_compilation_cache", before)
+        compilation_cache.reset_cache()
+
+
+@dataclass
+class Remarks:
+    """What XLA's log said, by the keys above."""
+
+    found: dict[str, list[str]] = field(default_factory=dict)
+
+
+@contextlib.contextmanager
+def listening() -> Iterator[Remarks]:
+    """Catch the lines of XLA's log that a plan says in its own words; all others go on to standard error.
+
+    XLA writes to the process's file descriptor, whatever Python thinks of sys.stderr.
+    """
+    remarks = Remarks()
+    sys.stderr.flush()
+    with tempfile.TemporaryFile() as log:
+        real = os.dup(2)
+        os.dup2(log.fileno(), 2)
+        try:
+            yield remarks
+        finally:
+            sys.stderr.flush()
+            os.dup2(real, 2)
+            log.seek(0)
+            for line in log.read().splitlines(keepends=True):
+                if not _remarked(line.decode(errors="replace"), remarks):
+                    os.write(2, line)
+            os.close(real)
+
+
+def _remarked(line: str, remarks: Remarks) -> bool:
+    for key, pattern in _REMARKS.items():
+        if found := pattern.search(line):
+            said = remarks.found.setdefault(key, [])
+            if found["what"] not in said:
+                said.append(found["what"])
+            return True
+    return False

@@ -1,0 +1,103 @@
+"""A plan for people: where the memory of one device goes, what a step costs, what to look at. Fits 40 columns."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from rich.console import Console, ConsoleOptions, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from jaxmem.planning.breakdown import PARTS
+from jaxmem.planning.planned import Plan
+from jaxmem.planning.text import count, duration, readable
+
+NAMES = {"parameters": "weights"}
+NARROW = 60  # columns; below, the prediction has no place
+MANY = 0.02  # of the total: a kind that is named for itself
+
+
+class Report:
+    def __init__(self, plan: Plan) -> None:
+        self.plan = plan
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[RenderableType]:
+        plan = self.plan
+        yield Text(f"{plan.program.cfg.name}: {plan.program.parameters:,} parameters on {_devices(plan)}", style="bold")
+        yield self._memory(wide=options.max_width >= NARROW)
+        yield from self._verdict()
+        yield from self._time()
+        if plan.timeline.traffic:
+            yield self._messages(wide=options.max_width >= NARROW)
+        for warned in plan.warnings:
+            yield Text.assemble((f"{warned.kind}: ", "yellow"), f"{warned.text}; try {warned.cure}")
+
+    def _memory(self, *, wide: bool) -> Table:
+        plan = self.plan
+        total, devices = plan.bytes_per_device["total"], plan.target.count
+        table = Table(title="Memory of one device", title_justify="left")
+        table.add_column("")
+        table.add_column("compiled", justify="right", no_wrap=True)
+        if wide:
+            table.add_column("predicted", justify="right", no_wrap=True)
+            table.add_column("difference", justify="right", no_wrap=True)
+        table.add_column("B/param", justify="right", no_wrap=True)
+
+        def row(name: str, size: int, predicted: int | None = None, *, known: bool = True) -> None:
+            each = f"{size * devices / plan.program.parameters:.2f}"
+            said = "" if predicted is None else readable(predicted)
+            off = f"{size / predicted - 1:+.1%}" if predicted and known else ""
+            table.add_row(name, readable(size), *((said, off) if wide else ()), each)
+
+        for part in PARTS:
+            size = plan.bytes_per_device[part]
+            if size or plan.predicted.get(part):
+                row(NAMES.get(part, part), size, plan.predicted.get(part))
+            for kind, held in plan.kinds.get(part, {}).items():
+                if held > MANY * total and len(plan.kinds[part]) > 1:
+                    row(f"  {kind}", held)
+        table.add_section()
+        row("total", total, plan.predicted["total"])
+        return table
+
+    def _verdict(self) -> Iterator[Text]:
+        plan = self.plan
+        phases = {phase: size for phase, size in plan.phases.items() if size is not None}
+        others = ", ".join(f"{phase} {readable(size)}" for phase, size in phases.items() if phase != "step")
+        yield Text(f"other phases: {others}")
+        of = f"{readable(plan.target.memory)}" + (f" less {readable(plan.reserved)} reserved" if plan.reserved else "")
+        if plan.fits:
+            yield Text(f"fits in {of}: {readable(plan.room)} left", style="green")
+        elif plan.room < 0:
+            worst = max(phases, key=phases.__getitem__)
+            yield Text(f"does not fit in {of}: {worst} needs {readable(-plan.room)} more", style="red")
+        else:
+            host = f"{readable(plan.host_bytes)} of {readable(plan.target.host_memory)}"
+            yield Text(f"does not fit in host memory: {host} for each device", style="red")
+
+    def _time(self) -> Iterator[Text]:
+        plan, time = self.plan, self.plan.timeline
+        ideal = plan.ideal_flops_per_device
+        yield Text(f"arithmetic: {count(time.flops)}FLOP a step and device, {time.flops / ideal:.2f} x the ideal")
+        if plan.estimated_step_seconds is not None:
+            yield Text(
+                f"a step takes about {duration(time.seconds)}, bound by {time.bound};"
+                f" no less than {duration(time.roofline)} by roofline"
+            )
+
+    def _messages(self, *, wide: bool) -> Table:
+        table = Table(title="Messages of one device and step", title_justify="left")
+        table.add_column("")
+        for column in ("times", "bytes", "exposed")[0 if wide else 1 :]:
+            table.add_column(column, justify="right", no_wrap=True)
+        for kind, one in sorted(self.plan.timeline.traffic.items(), key=lambda kind: -kind[1].wire_bytes):
+            cells = (f"{one.executed:,}", readable(one.wire_bytes), readable(one.exposed_bytes))
+            table.add_row(kind, *cells[0 if wide else 1 :])
+        return table
+
+
+def _devices(plan: Plan) -> str:
+    target = plan.target
+    name = target.gpu.name if target.gpu else target.name.partition(":")[0]
+    hosts = f" on {target.hosts} hosts" if target.hosts > 1 else ""
+    return f"{target.count} x {name}{hosts}"

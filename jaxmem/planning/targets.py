@@ -1,0 +1,253 @@
+"""What a plan is made for: GPUs by name, so many of them, on so many hosts; a CPU's simulated devices; or what is here.
+
+    rtx4090-24gb   a100-40gb:8   h100-80gb:16x8   h100-80gb:128 (hosts of 8)   my-gpu.yaml:4   cpu:8
+
+A GPU that is not in the table is a YAML file with the fields of `hardware.Gpu`, in the same units.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import importlib.metadata
+import os
+import re
+import shutil
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+from rich.table import Table
+
+from jaxmem import devices, hardware
+from jaxmem.errors import UserError, nearest
+from jaxmem.hardware import GIB, GPUS, Gpu
+
+PER_HOST = 8  # GPUs a host, unless the target says otherwise
+
+
+@dataclass(frozen=True)
+class Target:
+    """So many devices of one kind. `gpu` is None for a CPU, and for GPUs that the table does not know."""
+
+    name: str
+    gpu: Gpu | None
+    count: int
+    per_host: int
+    memory: int  # of one device, as its driver reports it
+    host_memory: int  # of one device's share of its host
+    here: tuple[Any, ...] | None = None  # jax's devices of this machine, or None: compiled for without having any
+
+    @property
+    def is_cpu(self) -> bool:
+        return self.gpu is None and (self.here is None or self.here[0].platform == "cpu")
+
+    @property
+    def is_here(self) -> bool:
+        """Whether programs for it run on this machine."""
+        return self.here is not None or self.gpu is None
+
+    @property
+    def hosts(self) -> int:
+        return -(-self.count // self.per_host)
+
+
+def parse_target(text: str) -> Target:
+    """A target from its name.
+
+    >>> target = parse_target("h100-80gb:16x8")
+    >>> target.count, target.hosts, target.per_host, target.gpu.kind
+    (128, 16, 8, 'H100')
+    """
+    name, _, amount = text.partition(":")
+    found = re.fullmatch(r"(?:(\d+)x)?(\d+)", amount or "1")
+    hosts, size = (int(found[1] or 1), int(found[2])) if found else (0, 0)
+    if not found or not hosts * size:
+        raise UserError(f"target {text!r}: {amount!r} should be a number of devices, or HOSTSxGPUS as in {name}:16x8")
+    if name == "cpu":
+        if found[1]:
+            raise UserError(f"target {text!r}: simulated devices share one host; give cpu:{hosts * size}")
+        return Target(text, None, size, size, _memory_here() // size, _memory_here() // size)
+    gpu = _from_file(Path(name)) if name.endswith((".yaml", ".yml")) else GPUS.get(name)
+    if gpu is None:
+        raise UserError(f"target {text!r}: no GPU is called {name!r}{nearest(name, [*GPUS, 'cpu'])}")
+    per_host = size if found[1] else min(size, PER_HOST)
+    count = hosts * size
+    if count % per_host:
+        raise UserError(f"target {text!r}: {count} is not a whole number of hosts with {per_host} GPUs; give HOSTSxGPUS")
+    return Target(text, gpu, count, per_host, gpu.memory, gpu.host_memory)
+
+
+def local_target(seen: Sequence[Any]) -> Target:
+    """The devices of this machine, or of this run."""
+    first, count = seen[0], len(seen)
+    per_host = max(1, sum(device.process_index == first.process_index for device in seen))
+    if first.platform == "cpu":
+        share = _memory_here() // per_host
+        return Target(f"cpu:{count}", None, count, per_host, share, share, tuple(seen))
+    reported = (first.memory_stats() or {}).get("bytes_limit", 0)
+    gpu = hardware.find(first.device_kind, reported)
+    # What jax may use is a share of what the driver reports; the table knows the whole.
+    memory = gpu.memory if gpu else reported
+    name = gpu.name if gpu else first.device_kind
+    return Target(f"{name}:{count}", gpu, count, per_host, memory, _memory_here() // per_host, tuple(seen))
+
+
+def target_config(gpu: Gpu, usable: int) -> str:
+    """The GPU as XLA's compiler wants it described: a text protobuf, `stream_executor.GpuTargetConfigProto`.
+
+    XLA begins to recompute by itself where a program needs more than 80 % of `device_memory_size`: it is told a
+    size of which `usable` is 80 %, so that this happens where the memory really ends.
+    """
+    major, minor = (int(part) for part in gpu.compute_capability.split("."))
+    shared_core, shared_block, threads, lanes = _CORES[gpu.compute_capability]
+    accelerated = "ACCELERATED_FEATURES" if major in (9, 10) else "NONE"
+    return f"""
+gpu_device_info {{
+  threads_per_block_limit: 1024
+  threads_per_warp: 32
+  shared_memory_per_block: 49152
+  shared_memory_per_core: {shared_core}
+  shared_memory_per_block_optin: {shared_block}
+  threads_per_core_limit: {threads}
+  core_count: {gpu.cores}
+  fpus_per_core: {lanes}
+  block_dim_limit_x: 2147483647
+  block_dim_limit_y: 65535
+  block_dim_limit_z: 65535
+  memory_bandwidth: {int(gpu.bandwidth_gb_s * 1e9)}
+  l2_cache_size: {int(gpu.l2_mib * 2**20)}
+  clock_rate_ghz: {gpu.clock_ghz}
+  device_memory_size: {int(usable / 0.8)}
+  cuda_compute_capability {{ major: {major} minor: {minor} feature_extension: {accelerated} }}
+  registers_per_core_limit: 65536
+  registers_per_block_limit: 65536
+}}
+platform_name: "CUDA"
+dnn_version_info {{ major: 9 minor: 10 patch: 0 }}
+device_description_str: "NVIDIA {gpu.kind}"
+"""
+
+
+# By compute capability: bytes of shared memory a multiprocessor, and a block at most; threads and float32 lanes a
+# multiprocessor (CUDA programming guide, "compute capabilities"). CUDA 13 compiles for nothing older.
+_CORES = {
+    "8.0": (167936, 166912, 2048, 64),
+    "8.6": (102400, 101376, 1536, 128),
+    "8.9": (102400, 101376, 1536, 128),
+    "9.0": (233472, 232448, 2048, 128),
+    "10.0": (233472, 232448, 2048, 128),
+    "12.0": (102400, 101376, 1536, 128),
+}
+
+
+def target_devices(target: Target, usable: int) -> Sequence[Any]:
+    """jax's devices of a target: real ones, or descriptions that only a compiler can use."""
+    if target.here is not None:
+        return target.here
+    if target.gpu is None:
+        return _cpu_devices(target)
+    _check_plugin(target.name)
+    import jax
+    from jax.experimental import topologies
+
+    if not devices.has_nvidia_gpu() and not jax.config.jax_platforms:
+        jax.config.update("jax_platforms", "cpu")  # or the plugin looks for a driver, and jax prints a traceback
+    try:
+        topology = topologies.get_topology_desc(
+            platform="cuda",
+            topology_name="planned",
+            target_config=target_config(target.gpu, usable),
+            topology=f"1x{target.hosts}x{target.per_host}",
+        )
+    except NotImplementedError as error:
+        raise UserError(
+            f"target {target.name}: jax started without its CUDA plugin; set JAX_PLATFORMS=cpu, or plan before"
+            " anything else uses jax"
+        ) from error
+    return topology.devices
+
+
+def targets_table() -> Table:
+    """What `--target list` shows."""
+    table = Table(title="Targets, as NAME, NAME:GPUS or NAME:HOSTSxGPUS; also cpu:N, or a YAML file of these fields")
+    for column in ("name", "GiB", "GB/s", "bf16 TFLOP/s", "link GB/s", "network GB/s", "host GiB"):
+        table.add_column(column, justify="left" if column == "name" else "right")
+    for gpu in sorted(GPUS.values(), key=lambda gpu: gpu.memory_gib):
+        figures = (gpu.memory_gib, gpu.bandwidth_gb_s, gpu.bf16_tflops, gpu.link_gb_s, gpu.network_gb_s, gpu.host_memory_gib)
+        table.add_row(gpu.name, *(f"{figure:g}" for figure in figures))
+    return table
+
+
+def targets_json() -> dict[str, Any]:
+    return {"targets": [dataclasses.asdict(gpu) for gpu in GPUS.values()]}
+
+
+def _cpu_devices(target: Target) -> Sequence[Any]:
+    import jax
+
+    try:
+        devices.simulate(target.count)
+    except UserError:  # jax has started: with as many devices or more, the first of them will do
+        seen = jax.devices()
+        if seen[0].platform != "cpu" or len(seen) < target.count:
+            raise
+        return seen[: target.count]
+    return jax.devices()
+
+
+def _check_plugin(name: str) -> None:
+    """What compiling without a GPU needs: jax's plugin in jax's own version, and ptxas."""
+    import jax
+
+    cure = "pip install 'jaxmem[plan]'"
+    wheels = {wheel: version for wheel, version in devices.cuda_wheels().items() if wheel.endswith(("plugin", "pjrt"))}
+    if not any(wheel.endswith("plugin") for wheel in wheels):
+        raise UserError(f"target {name}: compiling for GPUs needs jax's CUDA plugin; {cure}, or plan for --target cpu:N")
+    for wheel, version in wheels.items():
+        if version != jax.__version__:
+            raise UserError(f"target {name}: {wheel} is {version} and jax {jax.__version__}; they must be equal: {cure}")
+    if not _has_ptxas():
+        raise UserError(f"target {name}: ptxas, the assembler of GPU programs, is not installed; {cure}")
+
+
+def _has_ptxas() -> bool:
+    """In the wheel, or in a CUDA toolkit of the system."""
+    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+        return bool(importlib.metadata.version("nvidia-cuda-nvcc"))
+    roots = (os.environ.get("CUDA_HOME", ""), os.environ.get("CUDA_PATH", ""), "/usr/local/cuda")
+    return bool(shutil.which("ptxas")) or any(root and Path(root, "bin", "ptxas").exists() for root in roots)
+
+
+def _from_file(path: Path) -> Gpu:
+    try:
+        given = yaml.safe_load(path.read_text())
+    except (OSError, yaml.YAMLError) as error:
+        raise UserError(f"target {path}: cannot be read: {str(error).splitlines()[0]}") from error
+    if not isinstance(given, dict):
+        raise UserError(f"target {path}: should hold fields such as memory_gib: 24, and holds {type(given).__name__}")
+    fields = {field.name: field.type for field in dataclasses.fields(Gpu)}
+    given = {"name": path.stem, "kind": path.stem, **given}
+    for key in given:
+        if key not in fields:
+            raise UserError(f"target {path}: {key!r} is no field of a GPU{nearest(str(key), fields)}")
+    missing = [key for key in fields if key not in given]
+    if missing:
+        raise UserError(f"target {path}: missing {', '.join(missing)}")
+    given["compute_capability"] = str(given["compute_capability"])
+    for key, kind in fields.items():
+        number = isinstance(given[key], int | float) and given[key] > 0
+        if kind in ("int", "float") and not number:
+            raise UserError(f"target {path}: {key} should be a number above 0 and is {given[key]!r}")
+    if given["compute_capability"] not in _CORES:
+        raise UserError(f"target {path}: compute_capability is {given['compute_capability']}; known: {', '.join(_CORES)}")
+    return Gpu(**given)
+
+
+def _memory_here() -> int:
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+__all__ = ["GIB", "Target", "local_target", "parse_target", "target_config", "target_devices", "targets_json", "targets_table"]

@@ -1,0 +1,35 @@
+"""Numbers for people."""
+
+from __future__ import annotations
+
+
+def readable(size: float) -> str:
+    """
+    >>> readable(1536), readable(3 * 2**30)
+    ('1.5 KiB', '3.0 GiB')
+    """
+    for unit in ("B", "KiB", "MiB"):
+        if abs(size) < 1024:
+            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
+        size /= 1024
+    return f"{size:.1f} GiB"
+
+
+def duration(seconds: float) -> str:
+    """
+    >>> duration(0.0123), duration(2.5)
+    ('12 ms', '2.5 s')
+    """
+    return f"{seconds * 1e3:.0f} ms" if seconds < 1 else f"{seconds:.1f} s"
+
+
+def count(number: float) -> str:
+    """
+    >>> count(1.19e14), count(850)
+    ('119 T', '850')
+    """
+    for unit in ("", " k", " M", " G", " T"):
+        if abs(number) < 1000:
+            return f"{number:.3g}{unit}"
+        number /= 1000
+    return f"{number:.3g} P"

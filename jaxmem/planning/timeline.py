@@ -1,0 +1,179 @@
+"""How long a compiled step takes, estimated: its instructions in the order of the schedule, beside its messages.
+
+Each kernel takes the longer of its arithmetic and its memory traffic (Williams et al., 2009), at rates that large
+kernels attain. A message that begins before it is needed moves while kernels run; what is left when the program
+waits for it is exposed. Messages share one link and follow each other.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Literal
+
+from jaxmem.hardware import ATTAINED_BANDWIDTH, ATTAINED_FLOPS, Gpu
+from jaxmem.planning.collectives import Collective, collective
+from jaxmem.planning.hlo import Computation, Instruction, Module, dot_flops, total_flops, trip_count
+
+LAUNCH = 2e-6  # seconds from one kernel to the next
+_FREE = {"parameter", "constant", "get-tuple-element", "tuple", "bitcast", "after-all", "partition-id", "replica-id", "optimization-barrier"}  # fmt: skip
+# Relative to bf16: tensor cores take float32 as TF32 at half the rate, narrow formats at twice.
+_RATES = {"float64": 1 / 32, "float32": 0.5, "int8": 2.0, "uint8": 2.0, "float8_e4m3fn": 2.0, "float8_e5m2": 2.0}
+
+
+@dataclass
+class Traffic:
+    """All messages of one kind."""
+
+    executed: int = 0
+    wire_bytes: int = 0
+    exposed_bytes: int = 0
+    seconds: float = 0.0
+    exposed_seconds: float = 0.0
+
+
+@dataclass
+class Timeline:
+    """One run of a program on one device; seconds are 0 where nothing is known of the device."""
+
+    seconds: float = 0.0
+    arithmetic: float = 0.0  # seconds in kernels that arithmetic bounds
+    memory: float = 0.0  # seconds in kernels that memory bounds
+    flops: int = 0
+    traffic: dict[str, Traffic] = field(default_factory=lambda: defaultdict(Traffic))
+
+    @property
+    def network(self) -> float:
+        return sum(one.seconds for one in self.traffic.values())
+
+    @property
+    def roofline(self) -> float:
+        """Seconds if messages and kernels overlapped perfectly: no schedule is faster."""
+        return max(self.arithmetic + self.memory, self.network)
+
+    @property
+    def bound(self) -> Literal["arithmetic", "memory", "network"]:
+        exposed = sum(one.exposed_seconds for one in self.traffic.values())
+        return max((self.arithmetic, "arithmetic"), (self.memory, "memory"), (exposed, "network"))[1]  # type: ignore[return-value]
+
+
+def timeline(module: Module, gpu: Gpu | None, devices: int, per_host: int) -> Timeline:
+    """`gpu` None: bytes and executions are counted, and every message is taken for exposed."""
+    return _Simulation(module, gpu, devices, per_host).result()
+
+
+class _Simulation:
+    def __init__(self, module: Module, gpu: Gpu | None, devices: int, per_host: int) -> None:
+        self._module, self._gpu, self._devices, self._per_host = module, gpu, devices, per_host
+        self._times = module.executions
+        self._done = Timeline()
+        self._lasted: dict[Computation, float] = {}
+
+    def result(self) -> Timeline:
+        self._done.seconds = self._run(self._module.entry)
+        self._done.flops = total_flops(self._module)
+        return self._done
+
+    def _run(self, computation: Computation) -> float:
+        """Seconds of one run. A loop's body is simulated once and counts as often as it runs."""
+        if computation in self._lasted:
+            return self._lasted[computation]
+        now = link_free = 0.0
+        under_way: dict[Instruction, tuple[Collective, float]] = {}
+        times = self._times[computation]
+        for one in computation.instructions:
+            if one.opcode == "while":
+                now += trip_count(one) * sum(self._run(called) for called in one.called)
+            elif one.opcode in ("call", "conditional"):
+                now += max((self._run(called) for called in one.called), default=0.0)
+            elif message := collective(one, self._devices, self._per_host):
+                begins = max(now, link_free)
+                link_free = begins + self._seconds(message)
+                if message.asynchronous:
+                    under_way[one] = message, link_free
+                else:
+                    self._count(message, times, exposed=link_free - now)
+                    now = link_free
+            elif one.opcode.endswith("-done") and one.operands[0] in under_way:
+                message, ends = under_way.pop(one.operands[0])
+                self._count(message, times, exposed=max(0.0, ends - now))
+                now = max(now, ends)
+            else:
+                now += self._kernel(one, times)
+        self._lasted[computation] = now
+        return now
+
+    def _seconds(self, message: Collective) -> float:
+        return message.seconds(self._gpu) if self._gpu else 0.0
+
+    def _count(self, message: Collective, times: int, exposed: float) -> None:
+        total, each = self._done.traffic[message.kind], self._seconds(message)
+        share = min(1.0, exposed / each) if each else 1.0
+        total.executed += times
+        total.wire_bytes += times * message.wire_bytes
+        total.exposed_bytes += times * round(message.wire_bytes * share)
+        total.seconds += times * each
+        total.exposed_seconds += times * exposed
+
+    def _kernel(self, one: Instruction, times: int) -> float:
+        gpu = self._gpu
+        if gpu is None or one.opcode in _FREE or one.opcode.endswith(("-start", "-done")):
+            return 0.0
+        arithmetic = sum(
+            dot_flops(part) / (gpu.flops * ATTAINED_FLOPS * _RATES.get(part.operands[0].shape.dtype, 1.0))
+            for part in (one, *fused(one)) if dot_flops(part)
+        )  # fmt: skip
+        memory = moved_bytes(one) / (gpu.bandwidth_gb_s * 1e9 * ATTAINED_BANDWIDTH)
+        seconds = LAUNCH + max(arithmetic, memory)
+        if arithmetic > memory:
+            self._done.arithmetic += times * seconds
+        else:
+            self._done.memory += times * seconds
+        return seconds
+
+
+def fused(one: Instruction) -> Iterator[Instruction]:
+    """The instructions of a fusion, fusions within it included."""
+    if one.is_fusion:
+        for inner in one.called[0].instructions:
+            yield inner
+            yield from fused(inner)
+
+
+def moved_bytes(one: Instruction) -> int:
+    """Bytes that a kernel reads and writes. Of an array that it takes a slice of, or writes a slice of in place,
+    only the slice counts."""
+    if not one.is_fusion:
+        if one.opcode in ("dynamic-slice", "slice", "gather"):
+            return 2 * one.shape.bytes
+        if one.opcode in ("dynamic-update-slice", "scatter"):
+            return 2 * one.operands[-1 if one.opcode == "scatter" else 1].shape.bytes
+        return one.shape.bytes + sum(operand.shape.bytes for operand in one.operands)
+    body = one.called[0]
+    roots = body.root.operands if body.root.opcode == "tuple" else [body.root]
+    written = sum(_written(root) for root in roots)
+    read = sum(_read(part) for part in body.instructions if part.opcode == "parameter")
+    return written + read
+
+
+def _written(root: Instruction) -> int:
+    while root.opcode == "bitcast":
+        root = root.operands[0]
+    return root.operands[1].shape.bytes if root.opcode == "dynamic-update-slice" else root.shape.bytes
+
+
+def _read(parameter: Instruction) -> int:
+    """Bytes of a fusion's parameter that it looks at."""
+    total, waiting = 0, list(parameter.users)
+    sources = {parameter}
+    while waiting:
+        user = waiting.pop()
+        if user.opcode == "bitcast":
+            sources.add(user)
+            waiting += user.users
+        elif user.opcode in ("dynamic-slice", "slice", "gather") and user.operands[0] in sources:
+            total += user.shape.bytes
+        elif user.opcode != "dynamic-update-slice" or user.operands[0] not in sources:
+            return parameter.shape.bytes
+    return min(total, parameter.shape.bytes)
