@@ -26,7 +26,7 @@ class HeldOut:
     def __init__(self, program: Program, corpus: Corpus | None = None) -> None:
         self._program = program
         self._loader = Loader(program.cfg, "held_out", corpus=corpus)
-        self._sums = program.lower_evaluate().compile()
+        self._sums = program.compiled_evaluate
 
     def __call__(self, params: Any, batches: int | None = None) -> Means:
         """Means over so many batches, by default all there are."""

@@ -15,7 +15,7 @@ import jax
 from jaxmem.config import Config
 from jaxmem.hardware import reserved
 from jaxmem.planning.advice import recomputed
-from jaxmem.planning.compile import Compiled, compile_all, compile_program, listening
+from jaxmem.planning.compile import Compiled, compile_all, listening
 from jaxmem.planning.planned import Plan
 from jaxmem.planning.predict import held, ideal_flops
 from jaxmem.planning.targets import Target, local_target, parse_target, target_devices
@@ -32,23 +32,23 @@ def plan(cfg: Config, target: str | None = None, *, reserve_gib: float | None = 
     aim = local_target(jax.devices()) if target is None else parse_target(target)
     limit = aim.memory - reserved(aim.count, reserve_gib)
     built = program(cfg, target_devices(aim, limit))
-    lowered = {"step": built.lower_step(), "initialise": built.lower_initialise()}
+    others = {"initialise": built.lower_initialise()}
     if built.cfg.train.evaluate_every:
-        lowered["evaluate"] = built.lower_evaluate()
+        others["evaluate"] = built.lower_evaluate()
     with listening() as remarks:
-        done = compile_all(lowered, here=aim.is_here)
-        step, unlimited = done.pop("step"), None
+        step, sized = compile_all(built.lower_step(), others, here=aim.is_here)
+        unlimited = None
         if recomputed(step.module) and not aim.is_here:
             free = program(cfg, target_devices(aim, 1000 * limit))
-            unlimited = compile_program(free.lower_step(), here=False)
+            unlimited, _ = compile_all(free.lower_step(), {}, here=False)
     seconds = time.perf_counter() - start
-    return Plan(built, aim, step, seconds, reserve_gib, unlimited, remarks.found, done)
+    return Plan(built, aim, step, seconds, reserve_gib, unlimited, remarks.found, sized)
 
 
 def plan_program(built: Program) -> Plan:
     """Plan a program for the devices that it was made for, which are here; other phases are compiled when asked for."""
     start = time.perf_counter()
-    step = compile_program(built.lower_step(), here=True)
+    step, _ = compile_all(built.lower_step(), {}, here=True)
     return Plan(built, local_target(list(built.layout.mesh.devices.flat)), step, time.perf_counter() - start)
 
 

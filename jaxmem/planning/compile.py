@@ -23,7 +23,7 @@ from jaxmem.planning import wire
 from jaxmem.planning.hlo import Module, read_module
 
 # Without a GPU nothing can be timed: XLA takes its default for each kernel.
-_DEVICELESS = {"xla_gpu_autotune_level": 0, "xla_dump_hlo_as_proto": True}
+_DEVICELESS = {"xla_gpu_autotune_level": 0}
 # Lines of XLA's log that a plan says in its own words.
 _REMARKS = {
     "replicated": re.compile(r"Involuntary full rematerialization.*?for HLO operation (?P<what>%\S+ = \S+)"),
@@ -41,38 +41,44 @@ class Compiled:
 
     @property
     def total(self) -> int:
-        """Bytes of a device: arguments + outputs - aliased + temporaries."""
-        sizes = self.sizes
-        return sizes["arguments"] + sizes["outputs"] - sizes["aliased"] + sizes["temporaries"]
-
-    @property
-    def sizes(self) -> dict[str, int]:
-        stats = self.executable.memory_analysis()
-        return {
-            "arguments": stats.argument_size_in_bytes,
-            "outputs": stats.output_size_in_bytes,
-            "aliased": stats.alias_size_in_bytes,
-            "temporaries": stats.temp_size_in_bytes,
-        }
-
-    @property
-    def host_bytes(self) -> int:
-        """Bytes of host memory for each device."""
-        stats = self.executable.memory_analysis()
-        arguments, outputs = stats.host_argument_size_in_bytes, stats.host_output_size_in_bytes
-        return arguments + outputs - stats.host_alias_size_in_bytes + stats.host_temp_size_in_bytes
+        return total(self.executable)
 
 
-def compile_program(lowered: jax.stages.Lowered, *, here: bool) -> Compiled:
-    """`here`: the devices are this machine's."""
-    return compile_all({"": lowered}, here=here)[""]
+def sizes(executable: jax.stages.Compiled) -> dict[str, int]:
+    """Bytes of a device."""
+    stats = executable.memory_analysis()
+    return {
+        "arguments": stats.argument_size_in_bytes,
+        "outputs": stats.output_size_in_bytes,
+        "aliased": stats.alias_size_in_bytes,
+        "temporaries": stats.temp_size_in_bytes,
+    }
 
 
-def compile_all(lowered: Mapping[str, jax.stages.Lowered], *, here: bool) -> dict[str, Compiled]:
-    """Several programs, side by side."""
-    one = _compile_here if here else _compile_elsewhere
-    with contextlib.nullcontext() if here else _without_cache(), ThreadPoolExecutor(len(lowered)) as pool:
-        return dict(zip(lowered, pool.map(one, lowered.values()), strict=True))
+def total(executable: jax.stages.Compiled) -> int:
+    held = sizes(executable)
+    return held["arguments"] + held["outputs"] - held["aliased"] + held["temporaries"]
+
+
+def host_total(executable: jax.stages.Compiled) -> int:
+    """Bytes of host memory for each device."""
+    stats = executable.memory_analysis()
+    arguments, outputs = stats.host_argument_size_in_bytes, stats.host_output_size_in_bytes
+    return arguments + outputs - stats.host_alias_size_in_bytes + stats.host_temp_size_in_bytes
+
+
+def compile_all(
+    step: jax.stages.Lowered, others: Mapping[str, jax.stages.Lowered], *, here: bool
+) -> tuple[Compiled, dict[str, jax.stages.Compiled]]:
+    """The step with all that is to be known of it, other programs for their size, side by side.
+
+    `here`: the devices are this machine's.
+    """
+    with contextlib.nullcontext() if here else _without_cache(), ThreadPoolExecutor(1 + len(others)) as pool:
+        compiled = pool.submit(_compile_here if here else _compile_elsewhere, step)
+        options = None if here else _DEVICELESS
+        sized = {name: pool.submit(lowered.compile, options) for name, lowered in others.items()}
+        return compiled.result(), {name: one.result() for name, one in sized.items()}
 
 
 def _compile_here(lowered: jax.stages.Lowered) -> Compiled:
@@ -83,7 +89,8 @@ def _compile_here(lowered: jax.stages.Lowered) -> Compiled:
 
 def _compile_elsewhere(lowered: jax.stages.Lowered) -> Compiled:
     with tempfile.TemporaryDirectory(prefix="jaxmem-plan-") as directory:
-        executable = lowered.compile(compiler_options={**_DEVICELESS, "xla_dump_to": directory})
+        dump = {"xla_dump_to": directory, "xla_dump_hlo_as_proto": True}
+        executable = lowered.compile(compiler_options={**_DEVICELESS, **dump})
         written = max(Path(directory).glob("*after_optimizations.hlo.pb"), key=lambda file: file.stat().st_size)
         proto = wire.read(written.read_bytes())
     return Compiled(executable, read_module(wire.data(proto, 1)), wire.data(proto, 3))

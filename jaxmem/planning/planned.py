@@ -10,11 +10,10 @@ from typing import Any
 
 import jax
 
-from jaxmem.checksum import sum_bits
 from jaxmem.hardware import reserved
 from jaxmem.planning.advice import Warned, warnings_of
 from jaxmem.planning.breakdown import PARTS, Breakdown, breakdown, known_shapes
-from jaxmem.planning.compile import Compiled, compile_program
+from jaxmem.planning.compile import Compiled, host_total, sizes, total
 from jaxmem.planning.predict import held, ideal_flops, predict
 from jaxmem.planning.targets import Target
 from jaxmem.planning.timeline import Timeline, timeline
@@ -32,7 +31,7 @@ class Plan:
     reserve_gib: float | None = None  # of a GPU's memory that the compiler does not count; None: the usual
     unlimited: Compiled | None = None  # the same step without a limit on memory, where XLA recomputed by itself
     remarks: Mapping[str, Sequence[str]] = field(default_factory=dict)  # from XLA's log
-    others: dict[str, Compiled] = field(default_factory=dict)  # programs of other phases that are compiled already
+    others: Mapping[str, jax.stages.Compiled] = field(default_factory=dict)  # other phases' programs, where compiled
 
     @property
     def step(self) -> jax.stages.Compiled:
@@ -41,7 +40,7 @@ class Plan:
 
     @property
     def compiled(self) -> dict[str, int]:
-        return self.compiled_step.sizes
+        return sizes(self.step)
 
     @property
     def mesh(self) -> Mapping[str, int]:
@@ -55,8 +54,8 @@ class Plan:
     def bytes_per_device(self) -> dict[str, int]:
         """Of the training step. Every part but `other` is a sum of named buffers."""
         parts = {part: self.breakdown.of_part(part) for part in PARTS}
-        total = self.compiled_step.total
-        return {**parts, "other": total - sum(parts.values()) + parts["other"], "total": total}
+        whole = self.compiled_step.total
+        return {**parts, "other": whole - sum(parts.values()) + parts["other"], "total": whole}
 
     @cached_property
     def kinds(self) -> dict[str, dict[str, int]]:
@@ -90,17 +89,17 @@ class Plan:
         state = held(self.program.state)
         aside = held(self.program.state.opt_state)  # while an evaluation runs
         return {
-            "initialise": self._other("initialise").total,
+            "initialise": total(self._other("initialise")),
             "load": state,  # each part of an array is read to where it lies
             "step": self.compiled_step.total,
-            "evaluate": self._other("evaluate").total + aside if self.program.cfg.train.evaluate_every else None,
-            "save": state + self._checksum(),  # and a copy in host memory, see `host_bytes`
+            "evaluate": total(self._other("evaluate")) + aside if self.program.cfg.train.evaluate_every else None,
+            "save": state,  # its checksum needs nothing beside; a copy is in host memory, see `host_bytes`
         }
 
     @cached_property
     def host_bytes(self) -> int:
         """Host memory for each device at its fullest: what is offloaded, and the state's copy while it is saved."""
-        return self.compiled_step.host_bytes + held(self.program.state)
+        return host_total(self.step) + held(self.program.state)
 
     @property
     def reserved(self) -> int:
@@ -120,7 +119,7 @@ class Plan:
         return warnings_of(self)
 
     def as_json(self) -> dict[str, Any]:
-        built, target, total = self.program, self.target, self.bytes_per_device["total"]
+        built, target = self.program, self.target
         return {
             "model": {"name": built.cfg.name, "parameters": built.parameters, "trainable": built.parameters},
             "target": {
@@ -134,8 +133,8 @@ class Plan:
             "bytes_per_device": self.bytes_per_device,
             "kinds": self.kinds,
             "predicted": self.predicted,
-            "host_bytes_per_device": self.compiled_step.host_bytes,
-            "bytes_per_parameter": total * target.count / built.parameters,
+            "host_bytes_per_device": host_total(self.step),
+            "bytes_per_parameter": self.compiled_step.total * target.count / built.parameters,
             "compiled": self.compiled,
             "phases": self.phases,
             "collectives": {
@@ -161,14 +160,7 @@ class Plan:
 
         return Report(self)
 
-    def _other(self, phase: str) -> Compiled:
-        if phase not in self.others:
-            lowered = {"initialise": self.program.lower_initialise, "evaluate": self.program.lower_evaluate}[phase]()
-            self.others[phase] = compile_program(lowered, here=self.target.is_here)
-        return self.others[phase]
+    def _other(self, phase: str) -> jax.stages.Compiled:
+        """Of a plan for devices that are here, the very program that the run uses."""
+        return self.others[phase] if phase in self.others else getattr(self.program, f"compiled_{phase}")
 
-    def _checksum(self) -> int:
-        """What a checkpoint's checksum needs beside the largest array."""
-        largest = max(jax.tree.leaves(self.program.state), key=held)
-        stats = compile_program(sum_bits.lower(largest), here=self.target.is_here).executable.memory_analysis()
-        return stats.temp_size_in_bytes + stats.output_size_in_bytes

@@ -84,7 +84,15 @@ class Program:
     def initialise(self) -> TrainState:
         """A new state, each array born where it lies. Same seed and mesh: the same bits."""
         key = jax.random.key(self.cfg.seed)
-        return self.lower_initialise().compile()(key)
+        return self.compiled_initialise(key)
+
+    @cached_property
+    def compiled_initialise(self) -> jax.stages.Compiled:
+        return self.lower_initialise().compile()
+
+    @cached_property
+    def compiled_evaluate(self) -> jax.stages.Compiled:
+        return self.lower_evaluate().compile()
 
     def lower_initialise(self) -> jax.stages.Lowered:
         key = self._placed("weights", (), jax.eval_shape(lambda: jax.random.key(0)))
