@@ -28,6 +28,8 @@ def generate(
         raise UserError("prompt: it is empty; give at least one token to start from")
     if count < 1:
         raise UserError(f"tokens: {count} is none; ask for at least 1")
+    if not temperature >= 0.0:
+        raise UserError(f"temperature: {temperature} is not at least 0; 0 takes the likeliest token")
     size = len(prompt) + count
 
     def pick(logits: jax.Array, key: jax.Array) -> jax.Array:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
@@ -84,11 +86,18 @@ class Decoder(nnx.Module):
     def extend(
         self, token: Int[Array, "batch 1"], cache: Caches, length: Int[Array, ""]
     ) -> tuple[Float[Array, "batch vocab"], Caches]:
-        """Logits after one more token, at position `length`, and the cache with it."""
+        """Logits after one more token, at position `length`, and the cache with it, written in place."""
         turned = self._angles(token, jnp.broadcast_to(length, token.shape))
-        x, cache = apply_stack(
-            self.blocks, lambda block, x, kept: block(x, turned, cache=(kept, length)), self._embed(token), cache
-        )
+
+        def layer(block: parts.Block, carried: tuple[jax.Array, Caches], i: jax.Array) -> tuple[Any, None]:
+            x, cache = carried
+            past = jax.tree.map(lambda kept: jax.lax.dynamic_index_in_dim(kept, i, keepdims=False), cache)
+            x, new = block(x, turned, cache=(past, length))
+            write = lambda kept, new: jax.lax.dynamic_update_slice(kept, new[None].astype(kept.dtype), (i, 0, length, 0, 0))  # noqa: E731
+            return (x, jax.tree.map(write, cache, new)), None
+
+        places = jnp.arange(self.cfg.layers, dtype=jnp.int32)
+        (x, cache), _ = apply_stack(self.blocks, layer, (self._embed(token), cache), places)
         return self.logits(self.norm(x))[:, 0], cache
 
     def _embed(self, tokens: Int[Array, "batch time"]) -> Float[Array, "batch time embed"]:

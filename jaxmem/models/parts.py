@@ -24,7 +24,8 @@ from jaxmem.sharding import Axes, constrain, gather
 from jaxmem.stack import PRODUCT
 
 Kept = Float[Array, "batch past kv_heads head_dim"]
-Cache = tuple[Kept, Kept]  # keys and values of the positions so far
+Cache = tuple[Kept, Kept]  # room for keys and values
+New = Float[Array, "batch time kv_heads head_dim"]
 
 
 @dataclass(frozen=True)
@@ -159,11 +160,11 @@ class Attention(nnx.Module):
         angles: Angles | None = None,
         segment_ids: Int[Array, "batch time"] | None = None,
         cache: tuple[Cache, Int[Array, ""]] | None = None,
-    ) -> tuple[Float[Array, "batch time embed"], Cache]:
-        """Gives the output and this layer's keys and values.
+    ) -> tuple[Float[Array, "batch time embed"], tuple[New, New]]:
+        """Gives the output, and the keys and values of x.
 
-        With a `cache` (what was kept, and how many positions of it hold something), `x` is the one position
-        that follows, and the keys and values given back are the whole cache.
+        With a `cache` (room for keys and values, and how many positions of it are taken), `x` is the one position
+        that follows them.
         """
         q = self._split(self.q(x), self.heads, "heads", self.q_norm, angles)
         k = self._split(self.k(x), self.kv_heads, "kv_heads", self.k_norm, angles)
@@ -173,18 +174,20 @@ class Attention(nnx.Module):
                 q, k, v, causal=self.causal, window=self.window, segment_ids=segment_ids, kv_segment_ids=segment_ids, implementation=self.implementation
             )
         else:
-            (past_k, past_v), length = cache
-            k = jax.lax.dynamic_update_slice_in_dim(past_k, k.astype(past_k.dtype), length, axis=1)
-            v = jax.lax.dynamic_update_slice_in_dim(past_v, v.astype(past_v.dtype), length, axis=1)
-            place = jnp.arange(k.shape[1])
-            seen = (place <= length) & (place > length - (self.window or k.shape[1]))
-            batch = x.shape[0]
+            past, length = cache
+            every_k, every_v = (
+                jax.lax.dynamic_update_slice_in_dim(room, new.astype(room.dtype), length, axis=1)
+                for room, new in zip(past, (k, v), strict=True)
+            )
+            batch, room = every_k.shape[:2]
+            place = jnp.arange(room)
+            seen = (place <= length) & (place > length - (self.window or room))
             mixed = kernels.attention(
                 q,
-                k,
-                v,
+                every_k,
+                every_v,
                 segment_ids=jnp.ones((batch, 1), jnp.int32),
-                kv_segment_ids=jnp.broadcast_to(seen.astype(jnp.int32), (batch, k.shape[1])),
+                kv_segment_ids=jnp.broadcast_to(seen.astype(jnp.int32), (batch, room)),
                 implementation=self.implementation,
             )
         mixed = mixed.reshape(*x.shape[:-1], self.heads * self.head_dim)
@@ -239,7 +242,7 @@ class Block(nnx.Module):
         segment_ids: Int[Array, "batch time"] | None = None,
         key: Key[Array, ""] | None = None,
         cache: tuple[Cache, Int[Array, ""]] | None = None,
-    ) -> tuple[Float[Array, "batch time embed"], Cache]:
+    ) -> tuple[Float[Array, "batch time embed"], tuple[New, New]]:
         first, second = (None, None) if key is None else jax.random.split(key)
         mixed, kept = self.attention(self.attention_norm(x), angles, segment_ids, cache)
         x = constrain(x + dropout(mixed, self.dropout, first), "batch", "time", "embed")
