@@ -42,7 +42,9 @@ def _recomputed(plan: Plan) -> Iterator[Warned]:
         flops = total_flops(plan.compiled_step.module) - total_flops(plan.unlimited.module)
         saved = plan.unlimited.total - plan.compiled_step.total
         text += f": {flops:.3g} FLOPs a step more than without a limit, {readable(saved)} less"
-    yield Warned("recomputed by XLA", text, "recompute by plan: memory.remat=full, more batch.accumulate, or more devices")
+    yield Warned(
+        "recomputed by XLA", text, "recompute by plan: memory.remat=full, more batch.accumulate, or more devices"
+    )
 
 
 def _whole(plan: Plan) -> Iterator[Warned]:
@@ -52,7 +54,9 @@ def _whole(plan: Plan) -> Iterator[Warned]:
         gradient = item.part == "gradients" and form(item.shape.dims) in known.whole_gradients
         if weight or gradient:
             what = "a gradient" if gradient else "a weight"
-            text = f"{what} of all layers is whole on each device although it is split: {item.what}, {readable(item.size)}"
+            text = (
+                f"{what} of all layers is whole on each device although it is split: {item.what}, {readable(item.size)}"
+            )
             yield Warned("whole array", text, "memory.remat=full, which keeps no gathered weight; otherwise report it")
 
 

@@ -26,6 +26,7 @@ Form = tuple[int, ...]
 # Kinds of activations.
 SAVED, LOGITS, ALL_SCORES = "saved for the backward pass", "logits", "attention: all scores"
 GATHERED, COPIES = "weights: gathered or cast", "weights: copies"
+_SUMS = ("summed or scaled", "updates")  # before the optimizer and after it
 _ROLES = {WEIGHTS: "parameters", OPTIMIZER: "optimizer", BATCH: "batch", OTHER: "other", NOWHERE: "other"}
 
 
@@ -74,7 +75,7 @@ class Breakdown:
     def items(self) -> list[Item]:
         """Every named buffer at the fullest moment, largest first."""
         items = [*self._arguments(), *self._outputs()]
-        for allocation, moment in self._moments:
+        for moment in self._moments:
             items += [self._temporary(held) for held in moment.held]
             items.append(Item("other", "gaps between buffers", moment.unused, "", "", Shape("", 0)))
         return sorted((item for item in items if item.size), key=lambda item: -item.size)
@@ -90,9 +91,9 @@ class Breakdown:
         return Lifetimes(self.module)
 
     @cached_property
-    def _moments(self) -> list[tuple[Allocation, Moment]]:
+    def _moments(self) -> list[Moment]:
         temporaries = [one for one in self.allocations if one.kind == "temporary" and not one.on_host]
-        return [(one, fullest(one, self._lifetimes)) for one in temporaries]
+        return [fullest(one, self._lifetimes) for one in temporaries]
 
     @cached_property
     def _origins(self) -> dict[Instruction, object]:
@@ -108,7 +109,8 @@ class Breakdown:
         return next(products, self._lifetimes.end)
 
     def _arguments(self) -> Iterator[Item]:
-        inputs = {one.number: one for one in self.module.entry.instructions if one.opcode == "parameter"}
+        parameters = (one for one in self.module.entry.instructions if one.opcode == "parameter")
+        inputs: dict[int | None, Instruction] = {one.number: one for one in parameters}
         for one in self.allocations:
             if one.kind == "argument" and not one.on_host:
                 path, shape = inputs[one.parameter].op_name, inputs[one.parameter].shape
@@ -138,9 +140,9 @@ class Breakdown:
         if origins and not origins & ~(OPTIMIZER | OTHER):
             return "optimizer", "working copies"
         if when != "forward" and origins & BATCH and self._is_gradient(dims, shape):
-            return "gradients", "gradients" if when == "backward" else "updates"
+            return "gradients", "of one backward pass" if when == "backward" else _SUMS[bool(origins & OPTIMIZER)]
         if when == "update" and origins & OPTIMIZER:
-            return "gradients", "updates"
+            return "gradients", _SUMS[True]
         if _of_logits(maker.frames):
             return "activations", LOGITS
         if dims.count(self.known.time or 0) > 1 and any("attention/reference" in file for file, _ in maker.frames):
@@ -161,7 +163,11 @@ class Breakdown:
 
 def known_shapes(built: Program) -> Known:
     """Of a program's weights and gradients, from its layout."""
-    resting, gradients, whole_weights, whole_gradients, sizes = set(), set(), set(), set(), set()
+    resting: set[Form] = set()
+    gradients: set[Form] = set()
+    whole_weights: set[Form] = set()
+    whole_gradients: set[Form] = set()
+    sizes: set[int] = set()
 
     def add(axes: Axes, leaf: Any) -> None:
         stored, split, used = (
@@ -179,7 +185,14 @@ def known_shapes(built: Program) -> Known:
 
     jax.tree.map(add, built.axes, built.state.params, is_leaf=is_axes)
     time = built.cfg.data.sequence_length if built.cfg.objective.name == "next_token" else None
-    return Known(*map(frozenset, (resting, gradients, sizes, whole_weights, whole_gradients)), time)
+    return Known(
+        frozenset(resting),
+        frozenset(gradients),
+        frozenset(sizes),
+        frozenset(whole_weights),
+        frozenset(whole_gradients),
+        time,
+    )
 
 
 def role(path: str) -> Origins:
@@ -194,8 +207,8 @@ def role(path: str) -> Origins:
 def pass_of(op_name: str) -> str:
     """Which pass of a training step an operation belongs to.
 
-    >>> pass_of("jit(step)/transpose(jvp())/while/body/dot_general"), pass_of("jit(step)/jvp()/add"), pass_of("jit(step)/mul")
-    ('backward', 'forward', 'update')
+    >>> [pass_of(f"jit(step)/{name}") for name in ("jvp()/add", "transpose(jvp())/while/body/dot_general", "mul")]
+    ['forward', 'backward', 'update']
     """
     if "transpose(" in op_name or "rematted_computation" in op_name:
         return "backward"

@@ -7,6 +7,7 @@ a permutation B.
 
 from __future__ import annotations
 
+import itertools
 import math
 from dataclasses import dataclass
 
@@ -16,7 +17,10 @@ from jaxmem.hardware import ATTAINED_LINK, Gpu
 from jaxmem.planning import wire
 from jaxmem.planning.hlo import Instruction
 
-KINDS = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "ragged-all-to-all", "collective-permute", "collective-broadcast")
+KINDS = (
+    "all-gather", "all-reduce", "reduce-scatter", "all-to-all", "ragged-all-to-all", "collective-permute",
+    "collective-broadcast",
+)  # fmt: skip
 LATENCY = 10e-6  # seconds until a message moves at full rate
 
 
@@ -90,21 +94,23 @@ def _of_iota(proto: wire.Message) -> np.ndarray:
 
 
 def _of_mesh(proto: wire.Message) -> np.ndarray:
-    """A mesh with named axes, of which those listed lie within a group: some of them only in part."""
+    """A mesh with named axes, of which those listed lie within a group: an axis whole, or only a middle part of it."""
     mesh = wire.read(wire.data(proto, 1))
     sizes = [wire.number(axis, 2, 1) for axis in wire.messages(mesh, 1)]
     ids = wire.numbers(mesh, 2) or range(math.prod(sizes))
+    parts: dict[int, list[tuple[int, int]]] = {}  # of an axis: from where to where, as products of sizes
+    for ref in wire.messages(proto, 2):
+        axis, part = wire.number(ref, 1), wire.read(wire.data(ref, 2))
+        first = wire.number(part, 1, 1)
+        parts.setdefault(axis, []).append((first, first * wire.number(part, 2, sizes[axis])))
     dims: list[int] = []
-    place: dict[int, list[int]] = {}  # of an axis: the dimensions that it is split into
     within: list[int] = []
     for axis, size in enumerate(sizes):
-        parts = [wire.read(wire.data(ref, 2)) for ref in wire.messages(proto, 2) if wire.number(ref, 1) == axis]
-        cuts = sorted({1, size, *(wire.number(p, 1) for p in parts if p), *(wire.number(p, 1) * wire.number(p, 2) for p in parts if p)})
-        place[axis] = list(range(len(dims), len(dims) + len(cuts) - 1))
-        dims += [after // before for before, after in zip(cuts, cuts[1:], strict=False)]
-        for part in parts:
-            first, last = (wire.number(part, 1), wire.number(part, 1) * wire.number(part, 2)) if part else (1, size)
-            within += [d for d, before in zip(place[axis], cuts, strict=False) if first <= before < last]
-    across = [d for d in range(len(dims)) if d not in within]
-    grid = np.array(ids).reshape(dims or 1).transpose(across + within if dims else None)
-    return grid.reshape(-1, math.prod(dims[d] for d in within))
+        cuts = sorted({1, size, *(cut for part in parts.get(axis, ()) for cut in part)})
+        for before, after in itertools.pairwise(cuts):
+            if any(first <= before and after <= last for first, last in parts.get(axis, ())):
+                within.append(len(dims))
+            dims.append(after // before)
+    across = [dim for dim in range(len(dims)) if dim not in within]
+    grid = np.array(ids).reshape(dims).transpose(across + within)
+    return grid.reshape(-1, math.prod(dims[dim] for dim in within))

@@ -15,6 +15,7 @@ from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import jax
 from jax.experimental.compilation_cache import compilation_cache
@@ -23,7 +24,7 @@ from jaxmem.planning import wire
 from jaxmem.planning.hlo import Module, read_module
 
 # Without a GPU nothing can be timed: XLA takes its default for each kernel.
-_DEVICELESS = {"xla_gpu_autotune_level": 0}
+_DEVICELESS: dict[str, bool | str] = {"xla_gpu_autotune_level": "0"}
 # Lines of XLA's log that a plan says in its own words.
 _REMARKS = {
     "replicated": re.compile(r"Involuntary full rematerialization.*?for HLO operation (?P<what>%\S+ = \S+)"),
@@ -46,7 +47,7 @@ class Compiled:
 
 def sizes(executable: jax.stages.Compiled) -> dict[str, int]:
     """Bytes of a device."""
-    stats = executable.memory_analysis()
+    stats = _stats(executable)
     return {
         "arguments": stats.argument_size_in_bytes,
         "outputs": stats.output_size_in_bytes,
@@ -62,9 +63,13 @@ def total(executable: jax.stages.Compiled) -> int:
 
 def host_total(executable: jax.stages.Compiled) -> int:
     """Bytes of host memory for each device."""
-    stats = executable.memory_analysis()
+    stats = _stats(executable)
     arguments, outputs = stats.host_argument_size_in_bytes, stats.host_output_size_in_bytes
     return arguments + outputs - stats.host_alias_size_in_bytes + stats.host_temp_size_in_bytes
+
+
+def _stats(executable: jax.stages.Compiled) -> Any:
+    return executable.memory_analysis()
 
 
 def compile_all(
@@ -83,14 +88,15 @@ def compile_all(
 
 def _compile_here(lowered: jax.stages.Lowered) -> Compiled:
     executable = lowered.compile()
-    module = executable.runtime_executable().hlo_modules()[0].as_serialized_hlo_module_proto()
-    return Compiled(executable, read_module(module), executable.memory_analysis().serialized_buffer_assignment_proto)
+    runtime: Any = executable.runtime_executable()
+    module = read_module(runtime.hlo_modules()[0].as_serialized_hlo_module_proto())
+    return Compiled(executable, module, _stats(executable).serialized_buffer_assignment_proto)
 
 
 def _compile_elsewhere(lowered: jax.stages.Lowered) -> Compiled:
     with tempfile.TemporaryDirectory(prefix="jaxmem-plan-") as directory:
-        dump = {"xla_dump_to": directory, "xla_dump_hlo_as_proto": True}
-        executable = lowered.compile(compiler_options={**_DEVICELESS, **dump})
+        options = _DEVICELESS | {"xla_dump_to": directory, "xla_dump_hlo_as_proto": True}
+        executable = lowered.compile(compiler_options=options)
         written = max(Path(directory).glob("*after_optimizations.hlo.pb"), key=lambda file: file.stat().st_size)
         proto = wire.read(written.read_bytes())
     return Compiled(executable, read_module(wire.data(proto, 1)), wire.data(proto, 3))
@@ -98,13 +104,14 @@ def _compile_elsewhere(lowered: jax.stages.Lowered) -> Compiled:
 
 @contextlib.contextmanager
 def _without_cache() -> Iterator[None]:
-    before = jax.config.jax_enable_compilation_cache
-    jax.config.update("jax_enable_compilation_cache", False)
+    config: Any = jax.config
+    before = config.jax_enable_compilation_cache
+    config.update("jax_enable_compilation_cache", False)
     compilation_cache.reset_cache()  # jax decides only once whether it uses one
     try:
         yield
     finally:
-        jax.config.update("jax_enable_compilation_cache", before)
+        config.update("jax_enable_compilation_cache", before)
         compilation_cache.reset_cache()
 
 

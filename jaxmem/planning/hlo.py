@@ -171,7 +171,7 @@ def _computation(
     known: dict[int, Computation],
     frames: _Frames,
 ) -> Computation:
-    own = {}
+    own: dict[int, Instruction] = {}
     for raw in wire.messages(proto, 2):
         metadata = wire.read(wire.data(raw, 7))
         opcode = wire.text(raw, 2)

@@ -66,7 +66,7 @@ def _result(one: Instruction, found: dict[Instruction, Tree]) -> Tree:
 
 
 def _loop(one: Instruction, state: Tree, found: dict[Instruction, Tree]) -> Tree:
-    condition, body = (sorted(one.called, key=lambda called: called.root.shape.dtype != "bool"))
+    condition, body = sorted(one.called, key=lambda called: called.root.shape.dtype != "bool")
     while True:
         after = _join(one.shape, [state, _run(body, [state], found)])
         if after == state:

@@ -163,4 +163,3 @@ class Plan:
     def _other(self, phase: str) -> jax.stages.Compiled:
         """Of a plan for devices that are here, the very program that the run uses."""
         return self.others[phase] if phase in self.others else getattr(self.program, f"compiled_{phase}")
-

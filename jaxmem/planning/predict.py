@@ -34,7 +34,7 @@ def predict(built: Program) -> dict[str, int | None]:
     parts: dict[str, int | None] = {
         "parameters": share(3, 1),
         "optimizer": share(1, 2),
-        "gradients": share(2, 1),
+        "gradients": share(2, 1 if cfg.batch.accumulate == 1 else 2),  # of one micro-batch, and their sum
         "activations": _activations(built, cfg.model) if isinstance(cfg.model, Decoder) else None,
         "batch": batch,
     }
@@ -87,6 +87,4 @@ def ideal_flops(built: Program) -> float:
 
 def held(tree: Any) -> int:
     """Bytes that one device holds of placed arrays (or their shapes)."""
-    return sum(
-        math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree)
-    )
+    return sum(math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))

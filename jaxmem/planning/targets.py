@@ -23,7 +23,7 @@ from rich.table import Table
 
 from jaxmem import devices, hardware
 from jaxmem.errors import UserError, nearest
-from jaxmem.hardware import GIB, GPUS, Gpu
+from jaxmem.hardware import GPUS, Gpu
 
 PER_HOST = 8  # GPUs a host, unless the target says otherwise
 
@@ -76,7 +76,9 @@ def parse_target(text: str) -> Target:
     per_host = size if found[1] else min(size, PER_HOST)
     count = hosts * size
     if count % per_host:
-        raise UserError(f"target {text!r}: {count} is not a whole number of hosts with {per_host} GPUs; give HOSTSxGPUS")
+        raise UserError(
+            f"target {text!r}: {count} is not a whole number of hosts with {per_host} GPUs; give HOSTSxGPUS"
+        )
     return Target(text, gpu, count, per_host, gpu.memory, gpu.host_memory)
 
 
@@ -153,8 +155,9 @@ def target_devices(target: Target, usable: int) -> Sequence[Any]:
     import jax
     from jax.experimental import topologies
 
-    if not devices.has_nvidia_gpu() and not jax.config.jax_platforms:
-        jax.config.update("jax_platforms", "cpu")  # or the plugin looks for a driver, and jax prints a traceback
+    config: Any = jax.config
+    if not devices.has_nvidia_gpu() and not config.jax_platforms:
+        config.update("jax_platforms", "cpu")  # or the plugin looks for a driver, and jax prints a traceback
     try:
         topology = topologies.get_topology_desc(
             platform="cuda",
@@ -173,11 +176,12 @@ def target_devices(target: Target, usable: int) -> Sequence[Any]:
 def targets_table() -> Table:
     """What `--target list` shows."""
     table = Table(title="Targets, as NAME, NAME:GPUS or NAME:HOSTSxGPUS; also cpu:N, or a YAML file of these fields")
-    for column in ("name", "GiB", "GB/s", "bf16 TFLOP/s", "link GB/s", "network GB/s", "host GiB"):
-        table.add_column(column, justify="left" if column == "name" else "right")
+    table.add_column("name")
+    shown = ("memory_gib", "bandwidth_gb_s", "bf16_tflops", "link_gb_s", "network_gb_s", "host_memory_gib")
+    for field in shown:
+        table.add_column(field, justify="right")
     for gpu in sorted(GPUS.values(), key=lambda gpu: gpu.memory_gib):
-        figures = (gpu.memory_gib, gpu.bandwidth_gb_s, gpu.bf16_tflops, gpu.link_gb_s, gpu.network_gb_s, gpu.host_memory_gib)
-        table.add_row(gpu.name, *(f"{figure:g}" for figure in figures))
+        table.add_row(gpu.name, *(f"{getattr(gpu, field):g}" for field in shown))
     return table
 
 
@@ -205,10 +209,14 @@ def _check_plugin(name: str) -> None:
     cure = "pip install 'jaxmem[plan]'"
     wheels = {wheel: version for wheel, version in devices.cuda_wheels().items() if wheel.endswith(("plugin", "pjrt"))}
     if not any(wheel.endswith("plugin") for wheel in wheels):
-        raise UserError(f"target {name}: compiling for GPUs needs jax's CUDA plugin; {cure}, or plan for --target cpu:N")
+        raise UserError(
+            f"target {name}: compiling for GPUs needs jax's CUDA plugin; {cure}, or plan for --target cpu:N"
+        )
     for wheel, version in wheels.items():
         if version != jax.__version__:
-            raise UserError(f"target {name}: {wheel} is {version} and jax {jax.__version__}; they must be equal: {cure}")
+            raise UserError(
+                f"target {name}: {wheel} is {version} and jax {jax.__version__}; they must be equal: {cure}"
+            )
     if not _has_ptxas():
         raise UserError(f"target {name}: ptxas, the assembler of GPU programs, is not installed; {cure}")
 
@@ -242,12 +250,11 @@ def _from_file(path: Path) -> Gpu:
         if kind in ("int", "float") and not number:
             raise UserError(f"target {path}: {key} should be a number above 0 and is {given[key]!r}")
     if given["compute_capability"] not in _CORES:
-        raise UserError(f"target {path}: compute_capability is {given['compute_capability']}; known: {', '.join(_CORES)}")
+        raise UserError(
+            f"target {path}: compute_capability is {given['compute_capability']}; known: {', '.join(_CORES)}"
+        )
     return Gpu(**given)
 
 
 def _memory_here() -> int:
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-
-
-__all__ = ["GIB", "Target", "local_target", "parse_target", "target_config", "target_devices", "targets_json", "targets_table"]

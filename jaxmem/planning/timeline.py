@@ -17,7 +17,10 @@ from jaxmem.planning.collectives import Collective, collective
 from jaxmem.planning.hlo import Computation, Instruction, Module, dot_flops, total_flops, trip_count
 
 LAUNCH = 2e-6  # seconds from one kernel to the next
-_FREE = {"parameter", "constant", "get-tuple-element", "tuple", "bitcast", "after-all", "partition-id", "replica-id", "optimization-barrier"}  # fmt: skip
+_FREE = {
+    "after-all", "bitcast", "constant", "get-tuple-element", "optimization-barrier", "parameter", "partition-id",
+    "replica-id", "tuple",
+}  # fmt: skip
 # Relative to bf16: tensor cores take float32 as TF32 at half the rate, narrow formats at twice.
 _RATES = {"float64": 1 / 32, "float32": 0.5, "int8": 2.0, "uint8": 2.0, "float8_e4m3fn": 2.0, "float8_e5m2": 2.0}
 

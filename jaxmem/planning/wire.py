@@ -42,9 +42,7 @@ def read(data: bytes) -> Message:
 
 
 def number(message: Message, field: int, default: int = 0) -> int:
-    value = message.get(field, (default,))[-1]
-    assert isinstance(value, int)
-    return value
+    return int(message.get(field, (default,))[-1])
 
 
 def text(message: Message, field: int) -> str:
@@ -52,9 +50,7 @@ def text(message: Message, field: int) -> str:
 
 
 def data(message: Message, field: int) -> bytes:
-    value = message.get(field, (b"",))[-1]
-    assert isinstance(value, bytes)
-    return value
+    return bytes(message.get(field, (b"",))[-1])
 
 
 def messages(message: Message, field: int) -> list[Message]:
