@@ -11,14 +11,10 @@ from jaxtyping import Array, Float, Int, Key
 
 from jaxmem import config
 from jaxmem.models import parts
-from jaxmem.models.parts import Execution
+from jaxmem.models.parts import Caches, Execution
 from jaxmem.models.rope import angles
 from jaxmem.sharding import constrain
 from jaxmem.stack import apply_stack, stacked
-
-Kept = Float[Array, "layer batch past kv_heads head_dim"]
-Caches = tuple[Kept, Kept]  # keys and values of every layer
-
 
 class Decoder(nnx.Module):
     def __init__(self, cfg: config.Decoder, rngs: nnx.Rngs, execution: Execution = Execution()):
@@ -91,10 +87,7 @@ class Decoder(nnx.Module):
 
         def layer(block: parts.Block, carried: tuple[jax.Array, Caches], i: jax.Array) -> tuple[Any, None]:
             x, cache = carried
-            past = jax.tree.map(lambda kept: jax.lax.dynamic_index_in_dim(kept, i, keepdims=False), cache)
-            x, new = block(x, turned, cache=(past, length))
-            write = lambda kept, new: jax.lax.dynamic_update_slice(kept, new[None].astype(kept.dtype), (i, 0, length, 0, 0))  # noqa: E731
-            return (x, jax.tree.map(write, cache, new)), None
+            return block(x, turned, cache=(cache, i, length)), None
 
         places = jnp.arange(self.cfg.layers, dtype=jnp.int32)
         (x, cache), _ = apply_stack(self.blocks, layer, (self._embed(token), cache), places)

@@ -23,9 +23,10 @@ from jaxmem.models.rope import Angles, rotate
 from jaxmem.sharding import Axes, constrain, gather
 from jaxmem.stack import PRODUCT
 
-Kept = Float[Array, "batch past kv_heads head_dim"]
-Cache = tuple[Kept, Kept]  # room for keys and values
 New = Float[Array, "batch time kv_heads head_dim"]
+Room = Float[Array, "layer batch past kv_heads head_dim"]
+Caches = tuple[Room, Room]  # keys and values of every layer, with room for more
+Place = tuple[Caches, Int[Array, ""], Int[Array, ""]]  # the caches, this layer, and how many positions are taken
 
 
 @dataclass(frozen=True)
@@ -159,26 +160,24 @@ class Attention(nnx.Module):
         x: Float[Array, "batch time embed"],
         angles: Angles | None = None,
         segment_ids: Int[Array, "batch time"] | None = None,
-        cache: tuple[Cache, Int[Array, ""]] | None = None,
-    ) -> tuple[Float[Array, "batch time embed"], tuple[New, New]]:
-        """Gives the output, and the keys and values of x.
-
-        With a `cache` (room for keys and values, and how many positions of it are taken), `x` is the one position
-        that follows them.
-        """
+        cache: Place | None = None,
+    ) -> tuple[Float[Array, "batch time embed"], tuple[New, New] | Caches]:
+        """Gives the output, and the keys and values of x. With a `cache`, `x` is the one position that follows what
+        is taken, and the caches with it are given back."""
         q = self._split(self.q(x), self.heads, "heads", self.q_norm, angles)
         k = self._split(self.k(x), self.kv_heads, "kv_heads", self.k_norm, angles)
         v = self._split(self.v(x), self.kv_heads, "kv_heads")
+        kept: tuple[New, New] | Caches = (k, v)
         if cache is None:
             mixed = kernels.attention(
                 q, k, v, causal=self.causal, window=self.window, segment_ids=segment_ids, kv_segment_ids=segment_ids, implementation=self.implementation
             )
         else:
-            past, length = cache
-            every_k, every_v = (
-                jax.lax.dynamic_update_slice_in_dim(room, new.astype(room.dtype), length, axis=1)
-                for room, new in zip(past, (k, v), strict=True)
-            )
+            caches, layer, length = cache
+            # Written, then read: the other way round XLA copies the caches of all layers.
+            at = (layer, 0, length, 0, 0)
+            kept = (_write(caches[0], k, at), _write(caches[1], v, at))
+            every_k, every_v = (jax.lax.dynamic_index_in_dim(room, layer, keepdims=False) for room in kept)
             batch, room = every_k.shape[:2]
             place = jnp.arange(room)
             seen = (place <= length) & (place > length - (self.window or room))
@@ -191,7 +190,7 @@ class Attention(nnx.Module):
                 implementation=self.implementation,
             )
         mixed = mixed.reshape(*x.shape[:-1], self.heads * self.head_dim)
-        return self.o(constrain(mixed, "batch", "time", "heads")), (k, v)
+        return self.o(constrain(mixed, "batch", "time", "heads")), kept
 
     def _split(
         self, x: Float[Array, "batch time width"], heads: int, axis: str, norm: RMSNorm | None = None, angles: Angles | None = None
@@ -202,6 +201,10 @@ class Attention(nnx.Module):
         if angles is not None:
             x = rotate(x, angles)
         return constrain(x, "batch", "time", axis, "head_dim")
+
+
+def _write(room: Room, new: New, at: tuple[Any, ...]) -> Room:
+    return jax.lax.dynamic_update_slice(room, new[None].astype(room.dtype), at)
 
 
 class GatedMlp(nnx.Module):
@@ -241,8 +244,8 @@ class Block(nnx.Module):
         angles: Angles | None = None,
         segment_ids: Int[Array, "batch time"] | None = None,
         key: Key[Array, ""] | None = None,
-        cache: tuple[Cache, Int[Array, ""]] | None = None,
-    ) -> tuple[Float[Array, "batch time embed"], tuple[New, New]]:
+        cache: Place | None = None,
+    ) -> tuple[Float[Array, "batch time embed"], tuple[New, New] | Caches]:
         first, second = (None, None) if key is None else jax.random.split(key)
         mixed, kept = self.attention(self.attention_norm(x), angles, segment_ids, cache)
         x = constrain(x + dropout(mixed, self.dropout, first), "batch", "time", "embed")
