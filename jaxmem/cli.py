@@ -56,13 +56,34 @@ def train(config: ConfigFile, overrides: Overrides = None, simulate: Simulate = 
 
 
 @app.command()
-def plan(config: ConfigFile, overrides: Overrides = None, simulate: Simulate = None, as_json: Json = False) -> None:
-    """Bytes per device, without running."""
+def plan(
+    config: Annotated[Path | None, typer.Argument(metavar="CONFIG", show_default=False)] = None,
+    overrides: Overrides = None,
+    target: Annotated[
+        str | None, typer.Option(metavar="T", help="h100-80gb:16x8, cpu:8, my-gpu.yaml; or: list", show_default=False)
+    ] = None,
+    reserve: Annotated[
+        float | None, typer.Option(metavar="GIB", min=0.0, help="Of each GPU, for CUDA and NCCL.", show_default=False)
+    ] = None,
+    simulate: Simulate = None,
+    as_json: Json = False,
+) -> None:
+    """Bytes per device, without running: for what is here, or for any number of GPUs that are not."""
+    if target == "list":
+        from jaxmem.planning.table import Targets
+        from jaxmem.planning.targets import targets_json
+
+        _show(targets_json() if as_json else Targets())
+        return
+    if config is None:
+        raise UserError("CONFIG: missing; give a YAML file such as configs/demo.yaml, or --target list")
+    if target and simulate:
+        raise UserError(f"--simulate {simulate} and --target {target} say the same thing; give one")
     cfg = _load(config, overrides, simulate)
     from jaxmem import planning
 
     with _only_json(as_json):
-        planned = planning.plan(cfg)
+        planned = planning.plan(cfg, target, reserve_gib=reserve)
     _show(planned.as_json() if as_json else planned.table())
 
 
