@@ -4,24 +4,53 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from rich.console import Console, ConsoleOptions, RenderableType
+from rich.console import Console, ConsoleOptions, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from jaxmem.hardware import GPUS
 from jaxmem.planning.breakdown import PARTS
 from jaxmem.planning.planned import Plan
 from jaxmem.planning.text import count, duration, readable
 
 NAMES = {"parameters": "weights"}
-NARROW = 60  # columns; below, the prediction has no place
+NARROW = 66  # columns; below, some have no place
 MANY = 0.02  # of the total: a kind that is named for itself
 
 
+class Targets:
+    """What `--target list` shows."""
+
+    def __rich_console__(self, _: Console, options: ConsoleOptions) -> Iterator[RenderableType]:
+        columns = {
+            "memory": "memory_gib",
+            "rate": "bandwidth_gb_s",
+            "bf16": "bf16_tflops",
+            "link": "link_gb_s",
+            "network": "network_gb_s",
+            "host": "host_memory_gib",
+        }
+        shown = dict(list(columns.items())[: 6 if options.max_width >= NARROW else 2])
+        table = Table(title="NAME, NAME:GPUS, NAME:HOSTSxGPUS, cpu:N, or a YAML file", title_justify="left")
+        table.add_column("NAME", no_wrap=True)
+        for column in shown:
+            table.add_column(column, justify="right")
+        for gpu in sorted(GPUS.values(), key=lambda gpu: gpu.memory_gib):
+            table.add_row(gpu.name, *(f"{getattr(gpu, field):g}" for field in shown.values()))
+        about = "memory, host memory: GiB; rate of the memory, link within a host, network: GB/s; bf16: TFLOP/s"
+        yield Group(table, Text(about))
+
+
 class Report:
+    """A plan."""
+
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
 
-    def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[RenderableType]:
+    def __rich_console__(self, _: Console, options: ConsoleOptions) -> Iterator[RenderableType]:
+        yield Group(*self._parts(options))
+
+    def _parts(self, options: ConsoleOptions) -> Iterator[RenderableType]:
         plan = self.plan
         yield Text(f"{plan.program.cfg.name}: {plan.program.parameters:,} parameters on {_devices(plan)}", style="bold")
         yield self._memory(wide=options.max_width >= NARROW)

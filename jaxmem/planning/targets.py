@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from rich.table import Table
 
 from jaxmem import devices, hardware
 from jaxmem.errors import UserError, nearest
@@ -171,18 +170,6 @@ def target_devices(target: Target, usable: int) -> Sequence[Any]:
             " anything else uses jax"
         ) from error
     return topology.devices
-
-
-def targets_table() -> Table:
-    """What `--target list` shows."""
-    table = Table(title="Targets, as NAME, NAME:GPUS or NAME:HOSTSxGPUS; also cpu:N, or a YAML file of these fields")
-    table.add_column("name")
-    shown = ("memory_gib", "bandwidth_gb_s", "bf16_tflops", "link_gb_s", "network_gb_s", "host_memory_gib")
-    for field in shown:
-        table.add_column(field, justify="right")
-    for gpu in sorted(GPUS.values(), key=lambda gpu: gpu.memory_gib):
-        table.add_row(gpu.name, *(f"{getattr(gpu, field):g}" for field in shown))
-    return table
 
 
 def targets_json() -> dict[str, Any]:
