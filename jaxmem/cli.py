@@ -152,6 +152,29 @@ def tokenize(
     print(f"train on it with: data.source=tokens data.path={output}")
 
 
+@bench.command("step")
+def bench_step(
+    config: Annotated[Path, typer.Argument(metavar="CONFIG", help="A decoder.")] = Path("configs/bench.yaml"),
+    overrides: Overrides = None,
+    seconds: Annotated[float, typer.Option(min=1.0, help="How long to measure, about.")] = 60.0,
+    as_json: Json = False,
+) -> None:
+    """Tokens a second of the compiled step, against PyTorch."""
+    cfg = _load(config, overrides, None)
+    from jaxmem.bench import step
+
+    with _only_json(as_json):
+        found = step.bench_step(cfg, seconds=seconds)
+    if as_json:
+        _show(found)
+        return
+    print(f"jaxmem         {found['jaxmem']:8,.0f} tokens/s")
+    for peer in ("eager", "compile"):
+        if f"torch_{peer}" in found:
+            print(f"torch {peer:8} {found[f'torch_{peer}']:8,.0f} tokens/s  jaxmem: {found[f'ratio_{peer}']:.2f} x")
+    print(f"losses differ by {found['largest_loss_difference']:.1e} at most")
+
+
 @app.command()
 def doctor(as_json: Json = False) -> None:
     """Driver, wheels, memory in use, what works here."""
@@ -176,12 +199,19 @@ def main(arguments: list[str] | None = None) -> None:
     try:
         code = app(arguments or ["--help"], prog_name="jaxmem", standalone_mode=False)
     except (UserError, typer.TyperException) as error:
-        text = error.format_message() if isinstance(error, typer.TyperException) else str(error)
-        print(f"error: {text}", file=sys.stderr)
+        print(f"error: {_said(error)}", file=sys.stderr)
         sys.exit(error.exit_code)
     except (KeyboardInterrupt, typer.Abort):
         sys.exit(130)
     sys.exit(code if isinstance(code, int) else 0)
+
+
+def _said(error: UserError | typer.TyperException) -> str:
+    """What was wrong; with what was typed, also where it is explained."""
+    if isinstance(error, UserError):
+        return str(error)
+    context = getattr(error, "ctx", None)
+    return error.format_message() + (f" ({context.command_path} --help)" if context else "")
 
 
 def _load(config: Path, overrides: list[str] | None, simulate: int | None) -> Config:

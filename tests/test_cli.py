@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -14,6 +15,8 @@ from jaxmem.cli import main
 from jaxmem.config import load_config
 from jaxmem.data import Loader
 from jaxmem.errors import UserError
+
+ROOT = Path(__file__).parents[1]
 
 
 def jaxmem(*arguments: str, capsys: pytest.CaptureFixture[str]) -> tuple[int, str, str]:
@@ -88,6 +91,26 @@ def test_plan(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert planned == json.loads((run / "plan.json").read_text()) | {"seconds": planned["seconds"]}
 
 
+def test_plan_for_a_target(run: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+    monkeypatch.setattr(
+        "jaxmem.planning.plan", lambda _, target, **__: asked.append(target) or SimpleNamespace(as_json=dict)
+    )
+    for arguments in ([], ["--target", "h100-80gb:8"]):
+        assert jaxmem("plan", str(run / "config.yaml"), *arguments, "--json", capsys=capsys)[:2] == (0, "{}\n")
+    assert asked == [None, "h100-80gb:8"]
+
+
+def test_bench_step(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    found = {"jaxmem": 4000.0, "torch_eager": 3200.0, "ratio_eager": 1.25, "largest_loss_difference": 2e-6}
+    monkeypatch.setattr("jaxmem.bench.step.bench_step", lambda *_, **__: found)
+    config = str(ROOT / "configs" / "bench.yaml")
+    assert jaxmem("bench", "step", config, "--json", capsys=capsys)[1] == json.dumps(found, indent=2) + "\n"
+    _, out, _ = jaxmem("bench", "step", config, capsys=capsys)
+    assert "3,200 tokens/s  jaxmem: 1.25 x" in out
+    assert "2.0e-06" in out
+
+
 def test_tokenize_writes_what_training_reads(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config = str(run / "config.yaml")
     code, out, err = jaxmem("tokenize", config, "--output", str(tmp_path / "cache"), capsys=capsys)
@@ -101,15 +124,20 @@ def test_tokenize_writes_what_training_reads(run: Path, tmp_path: Path, capsys: 
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["trian"], "error: No such command 'trian'. Did you mean 'train'?\n"),
-        (["train"], "error: Missing argument 'CONFIG'.\n"),
-        (["train", "x.yaml", "--simulat", "8"], "error: No such option: --simulat (Possible options: --simulate)\n"),
+        (["trian"], "No such command 'trian'. Did you mean 'train'? (jaxmem --help)"),
+        (["train"], "Missing argument 'CONFIG'. (jaxmem train --help)"),
+        (["bench"], "Missing command. (jaxmem bench --help)"),
+        (["plan", "x", "--jsn"], "No such option: --jsn (Possible options: --json) (jaxmem plan --help)"),
+        (["plan", "x", "--simulate", "many"], "Invalid value for '--simulate': "),
     ],
 )
 def test_a_mistake_is_one_line_and_exit_code_2(
     capsys: pytest.CaptureFixture[str], arguments: list[str], said: str
 ) -> None:
-    assert jaxmem(*arguments, capsys=capsys) == (2, "", said)
+    code, out, err = jaxmem(*arguments, capsys=capsys)
+    assert (code, out) == (2, "")
+    assert err.startswith(f"error: {said}")
+    assert err.count("\n") == 1
 
 
 def test_a_missing_config_is_named(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
