@@ -19,7 +19,14 @@ from jaxmem.program import Program
 
 
 def generate(
-    program: Program, params: Any, prompt: np.ndarray, count: int, *, temperature: float = 0.0, seed: int = 0, end: int | None = None
+    program: Program,
+    params: Any,
+    prompt: np.ndarray,
+    count: int,
+    *,
+    temperature: float = 0.0,
+    seed: int = 0,
+    end: int | None = None,
 ) -> Iterator[int]:
     """Up to `count` tokens after the prompt, one by one; stops after `end`. Temperature 0 takes the likeliest."""
     if program.cfg.model.family != "decoder":

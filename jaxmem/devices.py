@@ -60,8 +60,8 @@ def simulate(count: int) -> None:
 
 
 def keep_freed_memory() -> None:
-    """On a CPU, XLA takes its temporaries from malloc at each step, and glibc gives blocks over 32 MB back to the system
-    each time: every page of them is then cleared again. From here on it keeps what is freed for the next step."""
+    """On a CPU, XLA takes its temporaries from malloc at each step, and glibc gives large blocks back to the system:
+    every page of them is cleared again the next time. From here on it keeps what is freed."""
     if sys.platform == "linux" and (mallopt := getattr(ctypes.CDLL(None), "mallopt", None)):
         trim_threshold, mmap_threshold = -1, -3
         mallopt(trim_threshold, 1 << 30)

@@ -29,7 +29,7 @@ from jaxmem.sharding import Axes, is_axes
 class Derived:
     """A state array whose shape is not its parameter's. `dims` counts the parameter's dimensions without `layer`."""
 
-    value: jax.Array
+    value: Any  # the array, or what stands for it in a tree of the same form
     dims: tuple[int | str | None, ...] = dataclasses.field(metadata={"static": True})
 
 

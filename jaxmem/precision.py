@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from jaxmem.config import Precision
+
+Params = dict[str, Any]  # arrays by name, nested as the modules are
 
 
 def compute_dtype(precision: Precision, platform: str) -> np.dtype:
@@ -19,7 +23,7 @@ def compute_dtype(precision: Precision, platform: str) -> np.dtype:
     return np.dtype(getattr(jnp, precision.compute))
 
 
-def stored(params: object, precision: Precision) -> object:
+def stored(params: Params, precision: Precision) -> Params:
     """The weights as they rest between steps."""
     dtype = getattr(jnp, precision.parameters)
     return jax.tree.map(lambda w: w.astype(dtype), params)

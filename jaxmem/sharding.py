@@ -17,8 +17,7 @@ import math
 from collections.abc import Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
-from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 import jax
 import numpy as np
@@ -32,7 +31,6 @@ from jaxmem.errors import UserError, nearest
 Axes = tuple[str | None, ...]  # a logical name for each dimension; None: nothing may split it
 Table = Mapping[str, tuple[str, ...]]  # logical axis -> the mesh axes that split it; (): whole
 Role = Literal["weights", "computing", "gradients", "optimizer", "activations"]
-
 
 
 def is_axes(x: Any) -> bool:
@@ -59,7 +57,9 @@ class Rules:
 
 def rules(zero: int) -> Rules:
     """The table of a ZeRO stage: 1 splits the optimizer's state over `fsdp`, 2 also gradients, 3 also weights."""
-    whole: Table = dict.fromkeys(("layer", "norm", "head_dim", "rank", "time", "height", "width", "patch", "kernel", "channels", "classes"), ())
+    whole: Table = dict.fromkeys(
+        ("layer", "norm", "head_dim", "rank", "time", "height", "width", "patch", "kernel", "channels", "classes"), ()
+    )
     tensor: Table = {**whole, "embed": (), **dict.fromkeys(("vocab", "heads", "kv_heads", "mlp"), ("tensor",))}
     split: Table = {**tensor, "embed": ("fsdp",)}
     return Rules(
@@ -78,7 +78,7 @@ class Layout:
     mesh: Mesh
     rules: Rules
 
-    def __enter__(self) -> Layout:
+    def __enter__(self) -> Self:
         _stack.set((*_stack.get(), self))
         return self
 
@@ -89,7 +89,9 @@ class Layout:
         """Where an array in this role lies. What cannot be split as the table says is an error that names it."""
         table: Table = getattr(self.rules, role)
         if len(axes) != len(shape):
-            raise UserError(f"{name}: shape {tuple(shape)} has {len(shape)} dimensions but axes {axes} name {len(axes)}")
+            raise UserError(
+                f"{name}: shape {tuple(shape)} has {len(shape)} dimensions but axes {axes} name {len(axes)}"
+            )
         spec: list[tuple[str, ...] | None] = []
         for dim, (axis, size) in enumerate(zip(axes, shape, strict=True)):
             if axis is not None and axis not in table:
@@ -97,8 +99,9 @@ class Layout:
             over = () if axis is None else table[axis]
             parts = math.prod(self.mesh.shape[a] for a in over)
             if size % parts:
+                mesh = " x ".join(f"mesh.{a}" for a in over)
                 raise UserError(
-                    f"{name}: dimension {dim} ({axis}) of size {size} does not divide over mesh.{' x mesh.'.join(over)} = {parts}"
+                    f"{name}: dimension {dim} ({axis}) of size {size} does not divide over {mesh} = {parts}"
                 )
             spec.append(over or None)
         used = [a for over in spec if over for a in over]
@@ -136,21 +139,14 @@ def constrain(x: jax.Array, *axes: str | None, role: Role = "activations") -> ja
 def gather(weight: jax.Array, axes: Axes, dtype: DTypeLike) -> jax.Array:
     """A weight as it is computed with: in the compute dtype (cast first, so that fewer bytes travel), whole
     over `fsdp`. Its gradient goes back to where gradients lie, which makes XLA reduce-scatter it."""
-    return checkpoint_name(_gather(weight, axes, np.dtype(dtype), weight.dtype), GATHERED)
 
+    @jax.custom_vjp
+    def brought(w: jax.Array) -> jax.Array:
+        # Pinned on both sides, or XLA gathers first and casts after.
+        return constrain(constrain(w.astype(dtype), *axes, role="weights"), *axes, role="computing")
 
-@partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3))
-def _gather(weight: jax.Array, axes: Axes, dtype: np.dtype, stored: np.dtype) -> jax.Array:
-    # Pinned on both sides, or XLA gathers first and casts after.
-    return constrain(constrain(weight.astype(dtype), *axes, role="weights"), *axes, role="computing")
+    def back(_: None, g: jax.Array) -> tuple[jax.Array]:
+        return (constrain(g, *axes, role="gradients").astype(weight.dtype),)
 
-
-def _gather_forward(weight: jax.Array, axes: Axes, dtype: np.dtype, stored: np.dtype) -> tuple[jax.Array, None]:
-    return _gather(weight, axes, dtype, stored), None
-
-
-def _gather_backward(axes: Axes, dtype: np.dtype, stored: np.dtype, _: None, g: jax.Array) -> tuple[jax.Array]:
-    return (constrain(g, *axes, role="gradients").astype(stored),)
-
-
-_gather.defvjp(_gather_forward, _gather_backward)
+    brought.defvjp(lambda w: (brought(w), None), back)
+    return checkpoint_name(brought(weight), GATHERED)

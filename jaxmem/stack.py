@@ -55,7 +55,9 @@ REMAT: dict[str, Callable[[Any], Policy]] = {
 }
 
 
-def apply_stack(blocks: nnx.Module, layer: Layer, x: Any, inputs: Any = None, *, remat: str = "none") -> tuple[Any, Any]:
+def apply_stack(
+    blocks: nnx.Module, layer: Layer, x: Any, inputs: Any = None, *, remat: str = "none"
+) -> tuple[Any, Any]:
     """Run `x` through `blocks`, modules of one kind stacked by `stacked`: `layer(block, x, input)` for each.
 
     `inputs` holds something for each layer (keys, caches), stacked likewise; what the layers give beside

@@ -36,7 +36,7 @@ def alone():
 
 def test_greedy_follows_the_whole_sequence(alone):
     made, params = alone
-    forward = jax.jit(lambda ids: nnx.merge(made.graphdef, params)(ids))
+    forward = jax.jit(nnx.merge(made.graphdef, params))
     ids = jnp.asarray(PROMPT, jnp.int32)[None]
     expected = []
     for _ in range(5):

@@ -12,9 +12,10 @@ from jaxtyping import Array, Float, Int, Key
 from jaxmem import config
 from jaxmem.models import parts
 from jaxmem.models.parts import Caches, Execution
-from jaxmem.models.rope import angles
+from jaxmem.models.rope import Angles, angles
 from jaxmem.sharding import constrain
 from jaxmem.stack import apply_stack, stacked
+
 
 class Decoder(nnx.Module):
     def __init__(self, cfg: config.Decoder, rngs: nnx.Rngs, execution: Execution = Execution()):
@@ -96,7 +97,7 @@ class Decoder(nnx.Module):
     def _embed(self, tokens: Int[Array, "batch time"]) -> Float[Array, "batch time embed"]:
         return constrain(self.embedding(tokens, self.execution.dtype), "batch", "time", "embed")
 
-    def _angles(self, tokens: jax.Array, positions: jax.Array | None) -> parts.Angles:
+    def _angles(self, tokens: jax.Array, positions: jax.Array | None) -> Angles:
         if positions is None:
             positions = jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=jnp.int32), tokens.shape)
         return angles(positions, self.cfg.rope, self.cfg.head_dim)

@@ -57,7 +57,16 @@ def fetch(param: nnx.Param, dtype: DTypeLike) -> jax.Array:
 
 
 class Linear(nnx.Module):
-    def __init__(self, rngs: nnx.Rngs, inputs: int, outputs: int, axes: tuple[str | None, str | None], *, bias: bool = False, scale: float | None = None):
+    def __init__(
+        self,
+        rngs: nnx.Rngs,
+        inputs: int,
+        outputs: int,
+        axes: tuple[str | None, str | None],
+        *,
+        bias: bool = False,
+        scale: float | None = None,
+    ):
         self.weight = weight(rngs, (inputs, outputs), axes, scale=scale)
         self.bias = constant(0.0, (outputs,), axes[1:]) if bias else None
 
@@ -167,33 +176,50 @@ class Attention(nnx.Module):
         q = self._split(self.q(x), self.heads, "heads", self.q_norm, angles)
         k = self._split(self.k(x), self.kv_heads, "kv_heads", self.k_norm, angles)
         v = self._split(self.v(x), self.kv_heads, "kv_heads")
-        kept: tuple[New, New] | Caches = (k, v)
-        if cache is None:
-            mixed = kernels.attention(
-                q, k, v, causal=self.causal, window=self.window, segment_ids=segment_ids, kv_segment_ids=segment_ids, implementation=self.implementation
-            )
+        if cache is not None:
+            mixed, kept = self._extended(q, k, v, cache)
         else:
-            caches, layer, length = cache
-            # Written, then read: the other way round XLA copies the caches of all layers.
-            at = (layer, 0, length, 0, 0)
-            kept = (_write(caches[0], k, at), _write(caches[1], v, at))
-            every_k, every_v = (jax.lax.dynamic_index_in_dim(room, layer, keepdims=False) for room in kept)
-            batch, room = every_k.shape[:2]
-            place = jnp.arange(room)
-            seen = (place <= length) & (place > length - (self.window or room))
+            kept = (k, v)
             mixed = kernels.attention(
                 q,
-                every_k,
-                every_v,
-                segment_ids=jnp.ones((batch, 1), jnp.int32),
-                kv_segment_ids=jnp.broadcast_to(seen.astype(jnp.int32), (batch, room)),
+                k,
+                v,
+                causal=self.causal,
+                window=self.window,
+                segment_ids=segment_ids,
+                kv_segment_ids=segment_ids,
                 implementation=self.implementation,
             )
-        mixed = mixed.reshape(*x.shape[:-1], self.heads * self.head_dim)
-        return self.o(constrain(mixed, "batch", "time", "heads")), kept
+        joined = mixed.reshape(*x.shape[:-1], self.heads * self.head_dim)
+        return self.o(constrain(joined, "batch", "time", "heads")), kept
+
+    def _extended(self, q: jax.Array, k: jax.Array, v: jax.Array, cache: Place) -> tuple[jax.Array, Caches]:
+        """One position against all that are taken and itself."""
+        (room_k, room_v), layer, length = cache
+        # Written, then read: the other way round XLA copies the caches of all layers.
+        at = (layer, 0, length, 0, 0)
+        kept = (_written(room_k, k, at), _written(room_v, v, at))
+        every_k, every_v = (jax.lax.dynamic_index_in_dim(room, layer, keepdims=False) for room in kept)
+        batch, room = every_k.shape[:2]
+        place = jnp.arange(room)
+        seen = (place <= length) & (place > length - (self.window or room))
+        mixed = kernels.attention(
+            q,
+            every_k,
+            every_v,
+            segment_ids=jnp.ones((batch, 1), jnp.int32),
+            kv_segment_ids=jnp.broadcast_to(seen.astype(jnp.int32), (batch, room)),
+            implementation=self.implementation,
+        )
+        return mixed, kept
 
     def _split(
-        self, x: Float[Array, "batch time width"], heads: int, axis: str, norm: RMSNorm | None = None, angles: Angles | None = None
+        self,
+        x: Float[Array, "batch time width"],
+        heads: int,
+        axis: str,
+        norm: RMSNorm | None = None,
+        angles: Angles | None = None,
     ) -> Float[Array, "batch time heads head_dim"]:
         x = x.reshape(*x.shape[:-1], heads, self.head_dim)
         if norm is not None:
@@ -203,7 +229,7 @@ class Attention(nnx.Module):
         return constrain(x, "batch", "time", axis, "head_dim")
 
 
-def _write(room: Room, new: New, at: tuple[Any, ...]) -> Room:
+def _written(room: Room, new: New, at: tuple[Any, ...]) -> Room:
     return jax.lax.dynamic_update_slice(room, new[None].astype(room.dtype), at)
 
 

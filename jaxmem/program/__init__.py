@@ -16,17 +16,18 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
 import optax
+from flax import nnx
 from flax.traverse_util import unflatten_dict
 
 from jaxmem import data, models, optim, precision
 from jaxmem.config import Config
 from jaxmem.errors import UserError
 from jaxmem.leaves import state_axes
-from jaxmem.sharding import Axes, Layout, Role, is_axes, layout_for
+from jaxmem.precision import Params
 from jaxmem.program.objective import Batch, Sums, objective
-from jaxmem.program.step import Params, TrainState, make_step
+from jaxmem.program.step import TrainState, make_step
+from jaxmem.sharding import Axes, Layout, Role, is_axes, layout_for
 
 
 @dataclass(frozen=True)
@@ -180,4 +181,3 @@ def _axes(path: tuple[Any, ...], variable: nnx.Variable) -> Axes:
         name = ".".join(map(str, path))
         raise UserError(f"weight {name} of shape {variable.shape} names axes {axes}; it needs one for each dimension")
     return axes
-

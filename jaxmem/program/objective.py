@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxmem import config, losses
-from jaxmem.models import Network
+from jaxmem.models import Decoder, Network
 
 Batch = dict[str, jax.Array]
 Sums = dict[str, jax.Array]  # "loss", "count", and "correct" where right and wrong mean something
@@ -40,7 +40,7 @@ def means(sums: Sums) -> dict[str, jax.Array]:
 
 
 def _next_token(cfg: config.Objective) -> Objective:
-    def run(network: Network, batch: Batch, key: jax.Array | None) -> Sums:
+    def run(network: Decoder, batch: Batch, key: jax.Array | None) -> Sums:
         x = network.features(batch["inputs"], batch["positions"], batch["segment_ids"], key)
         logits = network.logits(x)
         loss = losses.cross_entropy(logits, batch["targets"], label_smoothing=cfg.label_smoothing, z_loss=cfg.z_loss)

@@ -17,10 +17,10 @@ import optax
 from flax import nnx
 
 from jaxmem import optim
-from jaxmem.sharding import Axes, constrain, is_axes
+from jaxmem.precision import Params
 from jaxmem.program.objective import Batch, Objective, Sums, means
+from jaxmem.sharding import Axes, constrain, is_axes
 
-Params = dict[str, Any]
 Metrics = dict[str, jax.Array]
 Micro = Callable[[Batch, jax.Array], tuple[Params, Sums]]
 

@@ -81,7 +81,7 @@ def run(cfg: Config, devices: Sequence[Any] | None = None) -> Result:
             position = loader.state() | {"fingerprint": identity}
             checkpoints.save(step, state, position, cfg.model_dump(mode="json"), metrics, force=force)
 
-        for step, batch in zip(range(step + 1, cfg.steps + 1), loader, strict=False):  # noqa: B020 - the range is made once
+        for step, batch in zip(range(step + 1, cfg.steps + 1), loader, strict=False):  # noqa: B020
             profile.before(step)
             state, metrics = planned.step(state, built.place(batch))
             profile.after(step, metrics)
@@ -149,7 +149,8 @@ def _opening(planned: Plan, step: int) -> str:
     kind = built.layout.mesh.devices.flat[0].platform
     total = readable(planned.bytes_per_device["total"])
     start = f"goes on after step {step}" if step else f"{built.parameters:,} parameters"
-    return f"{built.cfg.name}: {start}, {built.layout.mesh.devices.size} {kind} devices{f' ({shape})' if shape else ''}, {total} each"
+    devices = f"{built.layout.mesh.devices.size} {kind} devices{f' ({shape})' if shape else ''}"
+    return f"{built.cfg.name}: {start}, {devices}, {total} each"
 
 
 def _closing(cfg: Config, step: int, directory: Path) -> str:

@@ -71,12 +71,16 @@ def layout():
 
 
 def test_an_uncovered_axis_is_named(layout):
-    with pytest.raises(UserError, match=r"blocks\.w: no rule for logical axis 'embd' among weights; did you mean embed"):
+    with pytest.raises(
+        UserError, match=r"blocks\.w: no rule for logical axis 'embd' among weights; did you mean embed"
+    ):
         layout.sharding("weights", ("embd", "mlp"), (8, 8), "blocks.w")
 
 
 def test_a_dimension_that_does_not_divide_is_named(layout):
-    with pytest.raises(UserError, match=r"blocks\.w: dimension 1 \(mlp\) of size 7 does not divide over mesh.tensor = 2"):
+    with pytest.raises(
+        UserError, match=r"blocks\.w: dimension 1 \(mlp\) of size 7 does not divide over mesh.tensor = 2"
+    ):
         layout.sharding("weights", ("embed", "mlp"), (8, 7), "blocks.w")
 
 

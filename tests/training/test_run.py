@@ -44,7 +44,9 @@ def config(text, tmp_path):
             "train": {"steps": 12, "log_every": 1},
             "checkpoint": {"every": 4},
         }
-        merged = {name: {**part, **sections.get(name, {})} if isinstance(part, dict) else part for name, part in base.items()}
+        merged = {
+            name: {**part, **sections.get(name, {})} if isinstance(part, dict) else part for name, part in base.items()
+        }
         return load_config({**sections, **merged, **{k: v for k, v in sections.items() if not isinstance(v, dict)}})
 
     return make
@@ -172,7 +174,12 @@ def test_sigterm_saves_and_exits_cleanly(config, tmp_path):
 def test_other_meshes_go_on_to_rounding(config):
     """8 devices, then 4, then 2 x 2, then 1: the losses of a run that never moved."""
     steady = run(config(name="steady", optimizer={"epsilon": 1e-3}))
-    moves = [(3, EVERYWHERE, 8), (6, {"fsdp": 4, "tensor": 1}, 4), (9, {"fsdp": 2, "tensor": 2}, 4), (12, {"fsdp": 1, "tensor": 1}, 1)]
+    moves = [
+        (3, EVERYWHERE, 8),
+        (6, {"fsdp": 4, "tensor": 1}, 4),
+        (9, {"fsdp": 2, "tensor": 2}, 4),
+        (12, {"fsdp": 1, "tensor": 1}, 1),
+    ]
     for steps, mesh, devices in moves:
         moved = run(config(optimizer={"epsilon": 1e-3}, train={"steps": steps}, mesh=mesh), jax.devices()[:devices])
     for one, other in zip(metrics(moved.directory), metrics(steady.directory), strict=True):
