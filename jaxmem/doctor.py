@@ -145,7 +145,7 @@ def _mismatch(findings: dict[str, Any], extra: str) -> str | None:
 
 
 def _install(extra: str) -> str:
-    return f"pip install -e '.{extra}'"
+    return f"pip install 'jaxmem{extra}'"
 
 
 def _version(package: str) -> str | None:

@@ -58,8 +58,8 @@ def test_the_screen_is_no_wider_than_the_terminal(findings: dict, width: int) ->
 @pytest.mark.parametrize(
     ("changes", "cure"),
     [
-        ({"driver": "570.1", "cuda_wheels": {}}, "pip install -e '.[cuda12]'"),
-        ({"driver": "580.1", "cuda_wheels": {}}, "pip install -e '.[cuda13]'"),
+        ({"driver": "570.1", "cuda_wheels": {}}, "pip install 'jaxmem[cuda12]'"),
+        ({"driver": "580.1", "cuda_wheels": {}}, "pip install 'jaxmem[cuda13]'"),
         ({"driver": "470.1"}, "driver 470.1 is older than 525"),
         (
             {"cuda_wheels": {"jax-cuda13-plugin": "0.10.1"}},
@@ -84,7 +84,7 @@ def test_no_gpu_is_not_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_planning_for_gpus_needs_the_plugin_in_jaxs_version(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor, "_version", lambda _: "13.0")
     assert doctor._plan_check(machine(driver=None, devices=[]))["works"]
-    assert doctor._plan_check(machine(cuda_wheels={}))["cure"] == "pip install -e '.[plan]'"
+    assert doctor._plan_check(machine(cuda_wheels={}))["cure"] == "pip install 'jaxmem[plan]'"
     assert "0.9.0" in doctor._plan_check(machine(cuda_wheels={"jax-cuda12-plugin": "0.9.0"}))["cure"]
 
 
