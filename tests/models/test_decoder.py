@@ -7,22 +7,8 @@ import pytest
 from flax import nnx
 
 from jaxmem.config import Decoder as DecoderConfig
-from jaxmem.config import load_config, parameter_count
+from jaxmem.config import PRESETS, load_config, parameter_count
 from jaxmem.models import Decoder, Execution, build
-
-PUBLISHED = {
-    "llama2-7b": 6_738_415_616,
-    "llama2-13b": 13_015_864_320,
-    "llama3-8b": 8_030_261_248,
-    "llama3.2-1b": 1_235_814_400,
-    "llama3-70b": 70_553_706_496,
-    "llama3-405b": 405_853_388_800,
-    "mistral-7b": 7_241_732_096,
-    "qwen2.5-7b": 7_615_616_512,
-    "qwen3-8b": 8_190_735_360,
-    "qwen3-32b": 32_762_123_264,
-}
-
 
 def preset(name, **fields):
     cfg = load_config({"name": "x", "model": {"preset": name, **fields}, "train": {"steps": 1}})
@@ -53,15 +39,9 @@ def tokens(batch=2, time=13, seed=0):
     return jax.random.randint(jax.random.key(seed), (batch, time), 0, 61, jnp.int32)
 
 
-@pytest.mark.parametrize("name", PUBLISHED)
-def test_parameter_counts_are_the_published_ones(name):
-    network = nnx.eval_shape(lambda: build(preset(name), nnx.Rngs(0)))
-    count = sum(leaf.size for leaf in jax.tree.leaves(nnx.to_pure_dict(nnx.state(network))))
-    assert count == PUBLISHED[name] == parameter_count(preset(name))
-
-
-@pytest.mark.parametrize("name", ["tiny", "60m", "130m", "350m", "1b"])
-def test_arithmetic_counts_what_the_network_has(name):
+@pytest.mark.parametrize("name", PRESETS)
+def test_a_network_has_the_parameters_that_the_arithmetic_counts(name):
+    """Which are the published ones: tests/config/test_presets.py."""
     network = nnx.eval_shape(lambda: build(preset(name), nnx.Rngs(0)))
     assert sum(x.size for x in jax.tree.leaves(nnx.to_pure_dict(nnx.state(network)))) == parameter_count(preset(name))
 
