@@ -83,10 +83,13 @@ def test_kernels_install_under_one_name(tmp_path: Path) -> None:
     assert run(code, cwd=tmp_path) == "None"
 
 
-def test_every_package_is_installed() -> None:
-    """setup.py finds packages by their __init__.py: a folder of modules without one would be left out of the wheel."""
-    for path in SOURCES:
-        assert (path.parent / "__init__.py").exists(), path
+def test_a_wheel_holds_everything() -> None:
+    """setup.py finds packages by their __init__.py, and modules only: anything else would be missing from the wheel."""
+    for folder in ("jaxmem", "kernels"):
+        for path in (ROOT / folder).rglob("*"):
+            if path.is_file() and "__pycache__" not in path.parts:
+                assert path.suffix == ".py", f"{path}: name it in pyproject.toml, [tool.setuptools.package-data]"
+                assert (path.parent / "__init__.py").exists(), path
 
 
 def test_one_file_knows_how_arrays_are_laid_out() -> None:
