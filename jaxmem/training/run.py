@@ -45,6 +45,24 @@ class Result:
     exit_code: int = 0
 
 
+class DoesNotFitError(UserError):
+    """Said before anything is allocated, in place of running out of memory at the first step."""
+
+    exit_code = 3
+
+    def __init__(self, planned: Plan) -> None:
+        phase, size = max(((name, size or 0) for name, size in planned.phases.items()), key=lambda pair: pair[1])
+        parts = {name: size for name, size in planned.bytes_per_device.items() if name != "total"}
+        largest = max(parts, key=lambda name: parts[name])
+        has = readable(planned.target.memory - planned.reserved)
+        super().__init__(
+            f"{planned.program.cfg.name} does not fit: to {phase} takes {readable(size)} of each device, which has {has}; "
+            f"of a step {readable(parts[largest])} are {largest}. "
+            "Try memory.remat=full, a larger batch.accumulate, or more devices along mesh.fsdp; "
+            "`jaxmem plan` shows what each would take"
+        )
+
+
 def run(cfg: Config, devices: Sequence[Any] | None = None) -> Result:
     """Train a config on these devices (by default all that jax sees), or go on where it stopped."""
     if jax.process_count() > 1:
@@ -61,6 +79,8 @@ def run(cfg: Config, devices: Sequence[Any] | None = None) -> Result:
         loader = opened.enter_context(Loader(cfg))
         unseen = opened.enter_context(HeldOut(built, loader.corpus)) if cfg.train.evaluate_every else None
         planned = plan_program(built)
+        if not planned.fits:
+            raise DoesNotFitError(planned)
 
         if cfg.checkpoint.resume == "never":
             put_aside(directory)

@@ -1,5 +1,6 @@
 """A whole run: what it leaves, and that it can be killed, stopped, resumed, and moved to other devices."""
 
+import dataclasses
 import json
 import os
 import signal
@@ -14,7 +15,8 @@ import pytest
 from jaxmem.checkpoint import Checkpoints
 from jaxmem.config import load_config, save_config
 from jaxmem.errors import UserError
-from jaxmem.training.run import run
+from jaxmem.planning import plan_program
+from jaxmem.training.run import DoesNotFitError, run
 
 MODEL = {"preset": "tiny", "layers": 2, "embed": 32, "mlp": 64, "heads": 4, "kv_heads": 4, "head_dim": 8}
 EVERYWHERE = {"fsdp": 4, "tensor": 2}
@@ -230,6 +232,20 @@ def test_nothing_is_written_when_it_cannot_run(config, tmp_path):
     with pytest.raises(UserError, match="nowhere"):
         run(config(data={"path": str(tmp_path / "nowhere")}))
     assert not os.path.exists(tmp_path / "run")  # noqa: PTH110
+
+
+def test_what_does_not_fit_is_said_before_anything_is_allocated(config, tmp_path, monkeypatch):
+    def cramped(built):
+        planned = plan_program(built)
+        return dataclasses.replace(planned, target=dataclasses.replace(planned.target, memory=100_000))
+
+    monkeypatch.setattr("jaxmem.training.run.plan_program", cramped)
+    with pytest.raises(
+        DoesNotFitError, match=r"to step takes .* KiB of each device, which has 97.7 KiB; .* are activations"
+    ):
+        run(config())
+    assert DoesNotFitError.exit_code == 3
+    assert not (tmp_path / "run").exists()
 
 
 def test_the_process_ends_with_the_code_that_the_signal_asks_for(config):
