@@ -56,8 +56,8 @@ class DoesNotFitError(UserError):
         largest = max(parts, key=lambda name: parts[name])
         has = readable(planned.target.memory - planned.reserved)
         super().__init__(
-            f"{planned.program.cfg.name} does not fit: to {phase} takes {readable(size)} of each device, which has {has}; "
-            f"of a step {readable(parts[largest])} are {largest}. "
+            f"{planned.program.cfg.name} does not fit: to {phase} takes {readable(size)} of each device, which has "
+            f"{has}; of a step {readable(parts[largest])} are {largest}. "
             "Try memory.remat=full, a larger batch.accumulate, or more devices along mesh.fsdp; "
             "`jaxmem plan` shows what each would take"
         )
