@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from jaxmem.planning.breakdown import ALL_SCORES, GATHERED, LOGITS, form
+from jaxmem.planning.breakdown import ALL_SCORES, GATHERED, LOGITS, UPDATES, form
 from jaxmem.planning.hlo import Module, total_flops
 from jaxmem.planning.text import readable
 
@@ -51,7 +51,8 @@ def _whole(plan: Plan) -> Iterator[Warned]:
     known = plan.breakdown.known
     for item in plan.breakdown.items:
         weight = item.kind == GATHERED and form(item.shape.dims) in known.whole_weights
-        gradient = item.part == "gradients" and form(item.shape.dims) in known.whole_gradients
+        held = item.part == "gradients" and item.kind != UPDATES
+        gradient = held and form(item.shape.dims) in known.whole_gradients
         if weight or gradient:
             what = "a gradient" if gradient else "a weight"
             text = (

@@ -26,7 +26,8 @@ Form = tuple[int, ...]
 # Kinds of activations.
 SAVED, LOGITS, ALL_SCORES = "saved for the backward pass", "logits", "attention: all scores"
 GATHERED, COPIES = "weights: gathered or cast", "weights: copies"
-_SUMS = ("summed or scaled", "updates")  # before the optimizer and after it
+UPDATES = "updates"
+_SUMS = ("summed or scaled", UPDATES)  # before the optimizer and after it
 _ROLES = {WEIGHTS: "parameters", OPTIMIZER: "optimizer", BATCH: "batch", OTHER: "other", NOWHERE: "other"}
 
 
@@ -170,13 +171,13 @@ def known_shapes(built: Program) -> Known:
     sizes: set[int] = set()
 
     def add(axes: Axes, leaf: Any) -> None:
-        stored, split, used = (
+        stored, split, used, moments = (
             built.layout.sharding(role, axes, leaf.shape).shard_shape(leaf.shape)
-            for role in ("weights", "gradients", "computing")
+            for role in ("weights", "gradients", "computing", "optimizer")
         )
         resting.add(form(stored))
         stacked = axes[:1] == ("layer",)
-        for dims in (stored, split, used, leaf.shape):
+        for dims in (stored, split, used, moments, leaf.shape):
             gradients.update({form(dims), form(dims[1:])} if stacked else {form(dims)})
         if stacked:
             sizes.add(math.prod(split))

@@ -131,16 +131,17 @@ class Lifetimes:
 
     def of(self, buffer: Buffer) -> tuple[int, int]:
         """First and last moment."""
-        first = self._time[buffer.made_by]
-        if buffer.made_by.opcode == "parameter":
-            first = self._span[buffer.made_by.home][0]
-        last = first
+        first = last = min(
+            self._span[one.home][0] if one.opcode == "parameter" else self._time[one] for one, _ in buffer.names
+        )
         waiting, seen = list(buffer.names), set(buffer.names)
         while waiting:
             one, index = waiting.pop()
             if one is one.home.root:
                 last = max(last, self._span[one.home][1] - 1)
             for user in one.users:
+                if user.opcode == "get-tuple-element" and index[:1] != (user.number,):
+                    continue
                 last = max(last, self._time[user])
                 if user.opcode.endswith("-start"):  # reads until it is done
                     last = max(last, *(self._time[done] for done in user.users))

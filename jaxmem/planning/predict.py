@@ -34,7 +34,8 @@ def predict(built: Program) -> dict[str, int | None]:
     parts: dict[str, int | None] = {
         "parameters": share(3, 1),
         "optimizer": share(1, 2),
-        "gradients": share(2, 1 if cfg.batch.accumulate == 1 else 2),  # of one micro-batch, and their sum
+        # Of one micro-batch, and their sum, which lies where the optimizer wants it.
+        "gradients": share(2, 1) + (share(1, 1) if cfg.batch.accumulate > 1 else 0),
         "activations": _activations(built, cfg.model) if isinstance(cfg.model, Decoder) else None,
         "batch": batch,
     }
