@@ -225,7 +225,7 @@ def _load(config: Path, overrides: list[str] | None, simulate: int | None) -> Co
 
 def _devices(simulate: int | None) -> None:
     if simulate is None:
-        devices.avoid_cuda_without_gpu()
+        devices.stay_on_cpu_without_gpu()
     else:
         devices.simulate(simulate)
 

@@ -1,6 +1,6 @@
 """What jax may see of this machine, decided before it starts, and how fast a device can be.
 
-jax settles its platform and its number of CPU devices once, at the first use: `simulate` and `avoid_cuda_without_gpu`
+jax settles its platform and its number of CPU devices once, at the first use: `simulate` and `stay_on_cpu_without_gpu`
 only set what it will read then, and importing this module starts nothing.
 """
 
@@ -35,6 +35,7 @@ def simulate(count: int) -> None:
     ...
     jaxmem.errors.UserError: cannot simulate 3 devices: jax has already started with 8 cpu devices
     """
+    keep_freed_memory()
     flags = os.environ.get("XLA_FLAGS", "").split()
     given = {flag.split("=")[0] for flag in flags}
     os.environ["XLA_FLAGS"] = " ".join(flags + [f"{name}={s}" for name, s in _PATIENCE.items() if name not in given])
@@ -60,12 +61,13 @@ def simulate(count: int) -> None:
 
 
 def keep_freed_memory() -> None:
-    """On a CPU, XLA takes its temporaries from malloc at each step, and glibc gives large blocks back to the system:
-    every page of them is cleared again the next time. From here on it keeps what is freed."""
+    """On a CPU, XLA takes its temporaries from malloc at each step, from whatever thread, and glibc maps large blocks
+    anew each time and clears every page: a fifth of a small step. From here on it keeps what is freed, in one pool for
+    all threads; so call it before jax starts its own."""
     if sys.platform == "linux" and (mallopt := getattr(ctypes.CDLL(None), "mallopt", None)):
-        trim_threshold, mmap_threshold = -1, -3
-        mallopt(trim_threshold, 1 << 30)
-        mallopt(mmap_threshold, 1 << 30)
+        arenas, mmap_threshold, trim_threshold = -8, -3, -1  # M_ARENA_MAX and so on, of malloc.h
+        for option, value in ((arenas, 1), (mmap_threshold, 1 << 30), (trim_threshold, 2**31 - 1)):
+            mallopt(option, value)
 
 
 def has_nvidia_gpu() -> bool:
@@ -84,10 +86,12 @@ def cuda_wheels() -> dict[str, str]:
     return found
 
 
-def avoid_cuda_without_gpu() -> None:
-    """Keep jax on the CPU where its CUDA wheels are installed and no GPU is: it would print a traceback about cuDNN."""
-    if cuda_wheels() and not has_nvidia_gpu():
-        os.environ.setdefault("JAX_PLATFORMS", "cpu")
+def stay_on_cpu_without_gpu() -> None:
+    """Where no GPU is, settle on the CPU. With its CUDA wheels installed jax would print a traceback about cuDNN."""
+    if not has_nvidia_gpu():
+        keep_freed_memory()
+        if cuda_wheels():
+            os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 
 def peak_flops(device: jax.Device) -> float | None:

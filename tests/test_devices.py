@@ -49,7 +49,7 @@ def test_cuda_wheels_without_a_gpu_are_left_alone(
     monkeypatch.setattr(os, "environ", {})
     monkeypatch.setattr(devices, "cuda_wheels", lambda: wheels)
     monkeypatch.setattr(devices, "has_nvidia_gpu", lambda: gpu)
-    devices.avoid_cuda_without_gpu()
+    devices.stay_on_cpu_without_gpu()
     assert os.environ.get("JAX_PLATFORMS") == expected
 
 

@@ -18,7 +18,7 @@ import jax
 from jaxmem.checkpoint import Checkpoints, put_aside
 from jaxmem.config import Config, save_config
 from jaxmem.data import Loader, fingerprint
-from jaxmem.devices import keep_freed_memory, peak_flops
+from jaxmem.devices import peak_flops
 from jaxmem.errors import UserError
 from jaxmem.evaluate import HeldOut
 from jaxmem.planning import Plan, ideal_flops, plan_program, readable
@@ -68,7 +68,6 @@ def run(cfg: Config, devices: Sequence[Any] | None = None) -> Result:
     if jax.process_count() > 1:
         raise UserError(f"this version trains in one process, and here are {jax.process_count()}")
     check_trackers(cfg)
-    keep_freed_memory()
     built = program(cfg, devices)
     cfg, directory = built.cfg, Path(cfg.output, cfg.name)
     identity = fingerprint(cfg)
