@@ -44,13 +44,15 @@ def batch_for(built, seed=0):
 
 
 class Trained:
-    """Losses, gradient norms and final weights of a few updates."""
+    """Losses, gradient norms and final weights of a few updates, from new weights or from where another began."""
 
-    def __init__(self, cfg, devices=1, updates=3, batches=None):
+    def __init__(self, cfg, devices=1, updates=3, batches=None, begin=None):
         self.built = program(cfg, jax.devices()[:devices])
-        self.state = self.built.initialise()
+        places = jax.tree.map(lambda x: x.sharding, self.built.state)
+        self.state = jax.device_put(begin.begun, places) if begin else self.built.initialise()
         # Copies: a view of the state would keep it from being donated.
-        self.first = jax.tree.map(np.array, self.state.params)
+        self.begun = jax.tree.map(np.array, self.state)
+        self.first = self.begun.params
         self.compiled = self.built.lower_step().compile()
         self.metrics = []
         for update in range(updates):
