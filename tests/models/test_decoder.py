@@ -6,9 +6,10 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from jaxmem.config import Decoder as DecoderConfig
 from jaxmem.config import PRESETS, load_config, parameter_count
+from jaxmem.config import Decoder as DecoderConfig
 from jaxmem.models import Decoder, Execution, build
+
 
 def preset(name, **fields):
     cfg = load_config({"name": "x", "model": {"preset": name, **fields}, "train": {"steps": 1}})
