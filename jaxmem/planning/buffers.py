@@ -107,9 +107,10 @@ class Lifetimes:
     """When each instruction of a module runs, and from when to when a value is needed."""
 
     def __init__(self, module: Module) -> None:
-        self._module = module
         self._time: dict[Instruction, int] = {}
         self._span: dict[Computation, tuple[int, int]] = {}
+        calls = (one for one in module.walk() if one.opcode in ("async-start", "call"))
+        self._callers = {called: one for one in calls for called in one.called}
         self.end = self._number(module.entry, 0)
 
     def _number(self, computation: Computation, time: int) -> int:
@@ -137,18 +138,20 @@ class Lifetimes:
         waiting, seen = list(buffer.names), set(buffer.names)
         while waiting:
             one, index = waiting.pop()
+            following = []
             if one is one.home.root:
                 last = max(last, self._span[one.home][1] - 1)
+                if caller := self._callers.get(one.home):
+                    following.append((caller, (1, *index) if caller.opcode == "async-start" else index))
             for user in one.users:
                 if user.opcode == "get-tuple-element" and index[:1] != (user.number,):
                     continue
                 last = max(last, self._time[user])
                 if user.opcode.endswith("-start"):  # reads until it is done
                     last = max(last, *(self._time[done] for done in user.users))
-                for name in _forwarded(one, index, user):
-                    if name not in seen:
-                        seen.add(name)
-                        waiting.append(name)
+                following += _forwarded(one, index, user)
+            waiting += (name for name in following if name not in seen)
+            seen.update(following)
         return first, last
 
 

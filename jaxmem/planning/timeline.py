@@ -98,6 +98,8 @@ class _Simulation:
                 else:
                     self._count(message, times, exposed=link_free - now)
                     now = link_free
+            elif one.opcode == "async-start":  # a kernel on a stream of its own
+                now += self._run(one.called[0])
             elif one.opcode.endswith("-done") and one.operands[0] in under_way:
                 message, ends = under_way.pop(one.operands[0])
                 self._count(message, times, exposed=max(0.0, ends - now))
