@@ -57,7 +57,7 @@ def generate(
         return pick(logits, jax.random.fold_in(key, length)), cache
 
     key = jax.random.key(seed)
-    with program.layout:
+    with program.layout.one_row():
         token, cache = start(params, jnp.asarray(prompt, jnp.int32)[None], key)
         for length in range(len(prompt), size):
             yield int(token[0])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Iterable
 from itertools import islice
@@ -11,7 +12,7 @@ from typing import Any, Self
 import jax
 import numpy as np
 
-from jaxmem.data import Corpus, Loader
+from jaxmem.data import Corpus, Loader, Split
 from jaxmem.errors import UserError
 from jaxmem.program import Program
 from jaxmem.program.objective import Sums, means
@@ -21,11 +22,11 @@ Means = dict[str, float]
 
 
 class HeldOut:
-    """The held-out part of a corpus. Each call sees the same documents in the same order."""
+    """A corpus's held-out part, or all of it. Each call sees the same documents in the same order."""
 
-    def __init__(self, program: Program, corpus: Corpus | None = None) -> None:
+    def __init__(self, program: Program, corpus: Corpus | None = None, *, split: Split = "held_out") -> None:
         self._program = program
-        self._loader = Loader(program.cfg, "held_out", corpus=corpus)
+        self._loader = Loader(program.cfg, split, corpus=corpus)
         self._sums = program.compiled_evaluate
 
     def __call__(self, params: Any, batches: int | None = None) -> Means:
@@ -54,8 +55,8 @@ class HeldOut:
 
 
 def evaluate(run: str | Path, data: str | None = None) -> Means:
-    """A trained run on its held-out documents, or on all of another text file."""
-    overrides = [] if data is None else ["data.source=text", f"data.path={data}", "data.mixture=[]"]
+    """A trained run on its held-out documents, or on the whole of another text file."""
+    overrides = [] if data is None else ["data.source=text", f"data.path={json.dumps(data)}", "data.mixture=[]"]
     program, params = open_run(run, overrides)
-    with HeldOut(program) as held_out:
-        return held_out(params)
+    with HeldOut(program, split="held_out" if data is None else "all") as documents:
+        return documents(params)

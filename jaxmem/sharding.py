@@ -13,6 +13,7 @@ nothing outside `with layout:`, so a model also runs in anyone's own loop.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Mapping, Sequence
 from contextvars import ContextVar
@@ -108,6 +109,11 @@ class Layout:
         if len(used) != len(set(used)):
             raise UserError(f"{name}: axes {axes} put one mesh axis on two dimensions: {spec}")
         return NamedSharding(self.mesh, PartitionSpec(*spec))
+
+    def one_row(self) -> Layout:
+        """For a batch of one row, which nothing can split."""
+        activations = {**self.rules.activations, "batch": ()}
+        return Layout(self.mesh, dataclasses.replace(self.rules, activations=activations))
 
     def replicated(self) -> NamedSharding:
         return NamedSharding(self.mesh, PartitionSpec())

@@ -46,8 +46,9 @@ def test_greedy_follows_the_whole_sequence(alone):
     assert list(generate(made, params, PROMPT, 5)) == expected
 
 
-def test_a_mesh_says_the_same(alone):
-    split, params = built({"fsdp": 1, "tensor": 2}, 2)
+@pytest.mark.parametrize("mesh", [{"tensor": 2}, {"fsdp": 4, "tensor": 2}])
+def test_a_mesh_says_the_same(alone, mesh):
+    split, params = built(mesh, mesh["tensor"] * mesh.get("fsdp", 1))
     assert list(generate(split, params, PROMPT, 8)) == list(generate(*alone, PROMPT, 8))
 
 

@@ -11,8 +11,8 @@ A record is a document, or a piece of one longer than max(16 KiB, 8 * sequence_l
 records are ordered by arithmetic (`order`), and rows of a batch are streams over them (`packing`).
 """
 
-from jaxmem.data.corpus import Corpus, fingerprint, tokenize
+from jaxmem.data.corpus import Corpus, Split, fingerprint, tokenize
 from jaxmem.data.loader import Loader, batch_spec, merge_states
 from jaxmem.data.tokenizer import tokenizer_for
 
-__all__ = ["Corpus", "Loader", "batch_spec", "fingerprint", "merge_states", "tokenize", "tokenizer_for"]
+__all__ = ["Corpus", "Loader", "Split", "batch_spec", "fingerprint", "merge_states", "tokenize", "tokenizer_for"]

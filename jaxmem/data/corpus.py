@@ -50,6 +50,10 @@ def _sources(cfg: Config) -> Sequence[Source]:
     return cfg.data.mixture or (cfg.data,)
 
 
+# All: of data that is there to be evaluated on, in its own order.
+Split = Literal["train", "held_out", "all"]
+
+
 class Corpus:
     """All sources of a config, indexed. One corpus serves several loaders, in threads of their own."""
 
@@ -91,11 +95,13 @@ class Corpus:
         except UnicodeDecodeError as error:
             raise not_utf8(records, record, [piece]) from error
 
-    def order(self, split: Literal["train", "held_out"]) -> Any:
+    def order(self, split: Split) -> Any:
         """The split's records in their order: a grain MapDataset of (source, record), an epoch long."""
         data = self._cfg.data
         counts = [len(source) for source in self.sources]
         weights = [source.weight for source in _sources(self._cfg)]
+        if split == "all":
+            return order.training_order(counts, weights, [None] * len(counts), held_out=0.0, seed=0, shuffle=False)
         if split == "held_out":
             return order.held_out_order(counts, weights, held_out=data.held_out)
         blocks = [source.blocks for source in self.sources]

@@ -18,13 +18,13 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from types import TracebackType
-from typing import Any, Literal, Self
+from typing import Any, Self
 
 import numpy as np
 
 from jaxmem.config.sections import Config
 from jaxmem.data.ahead import Ahead
-from jaxmem.data.corpus import Corpus
+from jaxmem.data.corpus import Corpus, Split
 from jaxmem.data.digits import SIZE, DigitRows, Digits, pixels_dtype
 from jaxmem.data.packing import Batch, TextRows
 from jaxmem.errors import UserError
@@ -77,7 +77,7 @@ class Loader:
     def __init__(
         self,
         cfg: Config,
-        split: Literal["train", "held_out"] = "train",
+        split: Split = "train",
         rows: Sequence[int] | None = None,
         *,
         corpus: Corpus | None = None,
@@ -91,7 +91,7 @@ class Loader:
             raise ValueError(f"rows {rows}: expected some of the {columns} columns of the batch")
         self._rows = np.arange(cfg.batch.accumulate)[:, None] * columns + np.asarray(rows)
         order = self.corpus.order(split)
-        epochs = 1 if split == "held_out" else cfg.data.epochs
+        epochs = cfg.data.epochs if split == "train" else 1
         self._ends = epochs is not None
         total = epochs * len(order) if epochs is not None else sys.maxsize
         if split == "train" and total < cfg.batch.global_size:
