@@ -76,6 +76,14 @@ def test_evaluate(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert f"loss {loss:.4g}" in out
 
 
+def test_evaluate_on_the_whole_of_one_file(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "one file.txt"
+    file.write_text("text 4 and nothing else")
+    code, out, err = jaxmem("evaluate", str(run), "--data", str(file), "--json", capsys=capsys)
+    assert (code, err) == (0, "")
+    assert json.loads(out)["loss"] > 0
+
+
 def test_a_run_that_is_not_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for command in (["generate", "--prompt", "x"], ["evaluate"]):
         code, out, err = jaxmem(*command, str(tmp_path / "none"), capsys=capsys)

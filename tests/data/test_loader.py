@@ -148,6 +148,11 @@ def test_training_and_evaluation_share_no_document_and_miss_none(config: Make, j
     assert 20 < len(held) < 60
 
 
+def test_all_is_every_record_once_though_fewer_than_rows(config: Make, jsonl: Callable[..., str]) -> None:
+    cfg = config(path=jsonl([f"<{i}>" for i in range(3)]), held_out=0.2)
+    assert documents(take(cfg, split="all")) == Counter({f"<{i}>": 1 for i in range(3)})
+
+
 def test_evaluation_begins_anew_with_rewind(config: Make, numbered: str) -> None:
     cfg = config(path=numbered, held_out=0.2)
     with data.Loader(cfg) as training, data.Loader(cfg, "held_out", corpus=training.corpus) as loader:
