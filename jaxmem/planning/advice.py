@@ -14,7 +14,7 @@ from jaxmem.planning.text import readable
 if TYPE_CHECKING:
     from jaxmem.planning.planned import Plan
 
-LARGE = 0.2  # of the total
+LARGE, NOTABLE = 0.2, 0.01  # of the total
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ def _whole(plan: Plan) -> Iterator[Warned]:
         weight = item.kind == GATHERED and form(item.shape.dims) in known.whole_weights
         held = item.part == "gradients" and item.kind != UPDATES
         gradient = held and form(item.shape.dims) in known.whole_gradients
-        if weight or gradient:
+        if (weight or gradient) and item.size > NOTABLE * plan.bytes_per_device["total"]:
             what = "a gradient" if gradient else "a weight"
             text = (
                 f"{what} of all layers is whole on each device although it is split: {item.what}, {readable(item.size)}"

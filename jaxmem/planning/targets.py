@@ -75,9 +75,7 @@ def parse_target(text: str) -> Target:
     per_host = size if found[1] else min(size, PER_HOST)
     count = hosts * size
     if count % per_host:
-        raise UserError(
-            f"target {text!r}: {count} is not a whole number of hosts with {per_host} GPUs; give HOSTSxGPUS"
-        )
+        raise UserError(f"target {text!r}: {count} does not divide into hosts of {per_host} GPUs; give HOSTSxGPUS")
     return Target(text, gpu, count, per_host, gpu.memory, gpu.host_memory)
 
 
@@ -196,14 +194,10 @@ def _check_plugin(name: str) -> None:
     cure = "pip install 'jaxmem[plan]'"
     wheels = {wheel: version for wheel, version in devices.cuda_wheels().items() if wheel.endswith(("plugin", "pjrt"))}
     if not any(wheel.endswith("plugin") for wheel in wheels):
-        raise UserError(
-            f"target {name}: compiling for GPUs needs jax's CUDA plugin; {cure}, or plan for --target cpu:N"
-        )
+        raise UserError(f"target {name}: compiling for GPUs needs jax's CUDA plugin: {cure}; or plan for cpu:N")
     for wheel, version in wheels.items():
         if version != jax.__version__:
-            raise UserError(
-                f"target {name}: {wheel} is {version} and jax {jax.__version__}; they must be equal: {cure}"
-            )
+            raise UserError(f"target {name}: {wheel} is {version}, jax {jax.__version__}; they must be equal: {cure}")
     if not _has_ptxas():
         raise UserError(f"target {name}: ptxas, the assembler of GPU programs, is not installed; {cure}")
 

@@ -7,6 +7,8 @@ one that cannot run a call raises ValueError and says why. `tests/kernels/test_a
 from __future__ import annotations
 
 import difflib
+from collections.abc import Callable
+from typing import Any
 
 import jax
 
@@ -30,7 +32,7 @@ def attention(
     dropout: tuple[jax.Array, float] | None = None,
     return_lse: bool = False,
     implementation: str | None = None,
-) -> jax.Array | tuple[jax.Array, jax.Array]:
+) -> Any:  # an array, with `return_lse` two
     """softmax(scale q k^T) v for each head, its softmax in float32.
 
     q is [batch, queries, heads, dim]; k and v are [batch, keys, kv_heads, dim], and so is the output like q.
@@ -62,7 +64,7 @@ def attention(
     return (out, lse) if return_lse else out
 
 
-def _chosen(name: str | None) -> object:
+def _chosen(name: str | None) -> Callable[..., Any]:
     if name is None:
         return blockwise.attend
     if name not in IMPLEMENTATIONS:

@@ -19,17 +19,22 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int32
 
 from .arguments import Extras, Options
-from .tiles import BACKWARD, FORWARD, Keys, Outputs, Problem, Queries, Rows, Tile, dropped, merged, scores
+from .tiles import BACKWARD, FORWARD, Keys, Outputs, Problem, Queries, Rows, Tile, Turned, dropped, merged, scores
 
 # Up to so many scores a head, a row's softmax is taken in one piece: blocks of queries (in the backward pass,
 # of keys) are written out one after the other, each with just the keys (queries) that it has to do with.
 SHORT = 512 * 512
 SHORT_BLOCKS = 4
 # Beyond, a loop over tiles of at most so many queries and keys: the program does not grow with the sequence.
-LONG_BLOCK = 512
+LONG_BLOCK = 256
+
+# A remat policy that keeps this name (`jax.checkpoint_policies.save_only_these_names`) spares the backward pass
+# a second forward pass through attention, for time x (dim + 1) numbers a head.
+SAVED = "attention"
 
 
 def attend(
@@ -57,7 +62,7 @@ def _attend(options: Options, q: Queries, k: Keys, v: Keys, extras: Extras) -> t
 def _forward(options: Options, q: Queries, k: Keys, v: Keys, extras: Extras) -> tuple[tuple[Outputs, Rows], Any]:
     problem = Problem(options, extras, q.shape[3], k.shape[2])
     out, lse = (_forward_short if _is_short(problem) else _forward_long)(problem, q, k, v)
-    out = out.transpose(0, 3, 1, 2, 4)
+    out, lse = checkpoint_name(out.transpose(0, 3, 1, 2, 4), SAVED), checkpoint_name(lse, SAVED)
     return (out, lse), (q, k, v, extras, out, lse)
 
 
@@ -67,8 +72,9 @@ def _backward(options: Options, saved: Any, cotangents: tuple[Outputs, Rows]) ->
     problem = Problem(options, extras, q.shape[3], k.shape[2])
     # d(loss)/d(score) = p (dp - inner): the row's product of output and cotangent, less the cotangent of the
     # log-sum-exp. In a row that sees nothing p = exp(-inf) = 0, once its lse of -inf is out of the way.
-    inner = jnp.sum(out.astype(jnp.float32) * d_out.astype(jnp.float32), axis=-1)
-    inner = inner.transpose(0, 2, 3, 1) - d_lse
+    # A product with ones, because XLA:CPU of jax 0.10 takes 15 times as long for sums of so few numbers.
+    both, ones = out.astype(jnp.float32) * d_out.astype(jnp.float32), jnp.ones(out.shape[-1:], jnp.float32)
+    inner = jnp.matmul(both, ones, precision=jax.lax.Precision.HIGHEST).transpose(0, 2, 3, 1) - d_lse
     lse = jnp.where(jnp.isneginf(lse), 0.0, lse)
     run = _backward_short if _is_short(problem) else _backward_long
     dq, dk, dv = run(problem, q, k, v, d_out.transpose(0, 2, 3, 1, 4), lse, inner)
@@ -102,7 +108,7 @@ def _tile_forward(problem: Problem, tile: Tile, q: Queries, k: Keys, v: Keys, be
     return mixed, top, total
 
 
-def _finished(mixed: jax.Array, top: Rows, total: Rows, like: jax.Array) -> tuple[Queries, Rows]:
+def _finished(like: jax.Array, mixed: jax.Array, top: Rows, total: Rows) -> tuple[Queries, Rows]:
     seen = total > 0.0
     out = mixed / jnp.where(seen, total, 1.0)[..., None]
     lse = jnp.where(seen, top + jnp.log(jnp.where(seen, total, 1.0)), -jnp.inf)
@@ -110,9 +116,13 @@ def _finished(mixed: jax.Array, top: Rows, total: Rows, like: jax.Array) -> tupl
 
 
 def _tile_backward(
-    problem: Problem, tile: Tile, q: Queries, k: Keys, v: Keys, d_out: Queries, lse: Rows, inner: Rows
+    problem: Problem, tile: Tile, q: Queries, k: Keys, k_turned: Turned, v: Keys, d_out: Queries, lse: Rows, inner: Rows
 ) -> tuple[Any, ...]:
-    """A tile's part of dq (as [batch, kv_heads, dim, group, queries]), dk and dv."""
+    """A tile's part of dq (as [batch, kv_heads, dim, group, queries]), dk and dv.
+
+    Every product's left side is contracted over its last dimension, as the fast libraries on CPUs want it;
+    `k_turned` is there for the one of dq.
+    """
     batch, heads, groups, queries, dim = q.shape
     shape = (batch, heads, tile.keys, groups * queries)
     s, slope = scores(problem, q, k, tile, BACKWARD)
@@ -128,7 +138,7 @@ def _tile_backward(
     ds = p * (dropped(problem, dp, tile, BACKWARD) - inner[:, :, None]) * slope
     ds = ds.astype(q.dtype).reshape(shape)
     dk = jnp.einsum("bnkq,bnqd->bnkd", ds, merged(q), preferred_element_type=jnp.float32)
-    dq = jnp.einsum("bndk,bnkq->bndq", jnp.swapaxes(k, 2, 3), ds, preferred_element_type=jnp.float32)
+    dq = jnp.einsum("bndk,bnkq->bndq", k_turned, ds, preferred_element_type=jnp.float32)
     return dq.reshape(batch, heads, dim, groups, queries), dk, dv
 
 
@@ -150,7 +160,7 @@ def _forward_short(problem: Problem, q: Queries, k: Keys, v: Keys) -> tuple[Quer
             out, lse = jnp.zeros_like(part), jnp.full(part.shape[:-1], -jnp.inf, jnp.float32)
         else:
             tile = Tile(first, last - first, low, high - low)
-            out, lse = _finished(*_tile_forward(problem, tile, part, k[:, :, low:high], v[:, :, low:high]), q)
+            out, lse = _finished(q, *_tile_forward(problem, tile, part, k[:, :, low:high], v[:, :, low:high]))
         outs.append(out)
         lses.append(lse)
     return jnp.concatenate(outs, axis=3), jnp.concatenate(lses, axis=3)
@@ -161,6 +171,7 @@ def _backward_short(
 ) -> tuple[Any, ...]:
     batch, heads, groups, queries, dim = q.shape
     dq = jnp.zeros((batch, heads, dim, groups, queries), jnp.float32)
+    k_turned = jnp.swapaxes(k, 2, 3)
     dks, dvs = [], []
     for first, last in _blocks(problem.keys):
         low, high = problem.queries_seeing(first, last)
@@ -170,7 +181,8 @@ def _backward_short(
         else:
             tile = Tile(low, high - low, first, last - first)
             some = [x[:, :, :, low:high] for x in (q, d_out, lse, inner)]
-            more, dk, dv = _tile_backward(problem, tile, some[0], part_k, part_v, *some[1:])
+            own = part_k, k_turned[..., first:last], part_v
+            more, dk, dv = _tile_backward(problem, tile, some[0], *own, *some[1:])
             dq = _put(dq, dq[..., low:high] + more, low, 4)
         dks.append(dk)
         dvs.append(dv)
@@ -223,7 +235,7 @@ def _forward_long(problem: Problem, q: Queries, k: Keys, v: Keys) -> tuple[Queri
 
     rows = q.shape[:-1]
     start = jnp.zeros(q.shape, jnp.float32), jnp.full(rows, -jnp.inf, jnp.float32), jnp.zeros(rows, jnp.float32)
-    out, lse = _finished(*jax.lax.fori_loop(0, len(visits), visit, start), q)
+    out, lse = _finished(q, *jax.lax.fori_loop(0, len(visits), visit, start))
     return out[..., : problem.queries, :], lse[..., : problem.queries]
 
 
@@ -233,6 +245,7 @@ def _backward_long(
     block_q, block_k = _block(problem.queries), _block(problem.keys)
     problem, (q, k, v) = _fitted(problem, block_q, block_k, q, k, v)
     d_out, lse, inner = (_padded(x, 3, block_q) for x in (d_out, lse, inner))
+    k_turned = jnp.swapaxes(k, 2, 3)
     order = _visits(problem, block_q, block_k)
     visits = jnp.asarray(order[np.lexsort((order[:, 0], order[:, 1]))])  # a column of tiles after the other
 
@@ -240,8 +253,8 @@ def _backward_long(
         i, j = visits[n, 0], visits[n, 1]
         tile = Tile(i, block_q, j, block_k)
         rows = [_slice(x, i, block_q, 3) for x in (d_out, lse, inner)]
-        some = _slice(q, i, block_q, 3), _slice(k, j, block_k, 2), _slice(v, j, block_k, 2)
-        parts = _tile_backward(problem, tile, *some, *rows)
+        own = _slice(k, j, block_k, 2), _slice(k_turned, j, block_k, 3), _slice(v, j, block_k, 2)
+        parts = _tile_backward(problem, tile, _slice(q, i, block_q, 3), *own, *rows)
         places = (i, block_q, 4), (j, block_k, 2), (j, block_k, 2)
         return tuple(
             _put(x, _slice(x, start, length, dim) + part, start, dim)

@@ -19,6 +19,7 @@ from .mask import kept, visible
 Queries = Float[Array, "batch kv_heads group queries dim"]
 Outputs = Float[Array, "batch queries kv_heads group dim"]
 Keys = Float[Array, "batch kv_heads keys dim"]
+Turned = Float[Array, "batch kv_heads dim keys"]
 Rows = Float[Array, "batch kv_heads group queries"]
 Scores = Float[Array, "batch kv_heads a b c"]
 

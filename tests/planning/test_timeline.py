@@ -1,0 +1,102 @@
+"""Estimated time: what a kernel moves, what a message hides behind, and the bounds between which an estimate lies."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from jaxmem.hardware import ATTAINED_BANDWIDTH, ATTAINED_FLOPS, GPUS
+from jaxmem.planning.collectives import LATENCY
+from jaxmem.planning.hlo import Computation, Instruction, Module, Shape
+from jaxmem.planning.timeline import LAUNCH, moved_bytes, timeline
+from tests.planning.conftest import module_of
+
+H100 = GPUS["h100-80gb"]
+SIZE = 64 * 2**20  # float32 elements of a large array
+F32 = Shape("float32", 32, (SIZE,))
+
+
+def program_of(*order: tuple[str, str, list[str]]) -> Module:
+    """Instructions (name, opcode, operands) on one large array, in this order."""
+    made: dict[str, Instruction] = {}
+    for number, (name, opcode, operands) in enumerate(order):
+        shape = Shape("tuple", 0, (), (F32, F32)) if opcode == "all-gather-start" else F32
+        one = Instruction(number, name, opcode, shape, 0, "", {})
+        one.operands = [made[operand] for operand in operands]
+        made[name] = one
+    main = Computation(1, "main", list(made.values()), list(made.values())[-1])
+    for one in made.values():
+        one.home = main
+    return Module([main], main, {one.id: one for one in made.values()})
+
+
+KERNEL = LAUNCH + 2 * F32.bytes / (H100.bandwidth_gb_s * 1e9 * ATTAINED_BANDWIDTH)
+
+
+@pytest.mark.parametrize(("kernels", "hidden"), [(0, 0), (1, 1), (3, 3)])
+def test_a_message_is_exposed_but_for_the_kernels_beside_it(kernels: int, hidden: int) -> None:
+    names = [f"work{n}" for n in range(kernels)]
+    module = program_of(
+        ("x", "parameter", []),
+        ("start", "all-gather-start", ["x"]),
+        *((name, "negate", ["x"]) for name in names),
+        ("done", "all-gather-done", ["start"]),
+    )
+    found = timeline(module, H100, 8, 8)
+    message = LATENCY + 7 * F32.bytes / (450e9 * 0.8)
+    one = found.traffic["all-gather"]
+    assert one.exposed_seconds == pytest.approx(message - hidden * KERNEL)
+    assert one.exposed_bytes == pytest.approx(one.wire_bytes * one.exposed_seconds / message, rel=1e-6)
+    assert found.seconds == pytest.approx(message)
+
+
+def test_messages_follow_each_other_on_one_link() -> None:
+    module = program_of(
+        ("x", "parameter", []),
+        ("first", "all-gather-start", ["x"]),
+        ("second", "all-gather-start", ["x"]),
+        ("one", "all-gather-done", ["first"]),
+        ("two", "all-gather-done", ["second"]),
+    )
+    found = timeline(module, H100, 8, 8)
+    assert found.seconds == pytest.approx(found.network)
+    assert found.traffic["all-gather"].executed == 2
+
+
+def test_an_enough_hidden_message_costs_nothing() -> None:
+    work = [(f"work{n}", "negate", ["x"]) for n in range(60)]
+    module = program_of(
+        ("x", "parameter", []), ("start", "all-gather-start", ["x"]), *work, ("done", "all-gather-done", ["start"])
+    )
+    found = timeline(module, H100, 8, 8)
+    assert found.traffic["all-gather"].exposed_bytes == 0
+    assert found.seconds == pytest.approx(60 * KERNEL)
+    assert found.bound == "memory"
+
+
+def test_large_products_take_their_arithmetic() -> None:
+    x = jax.ShapeDtypeStruct((4096, 4096), jnp.bfloat16)
+    found = timeline(module_of(lambda a, b: a @ b, x, x), H100, 1, 1)
+    assert found.flops == 2 * 4096**3
+    assert found.bound == "arithmetic"
+    assert found.arithmetic == pytest.approx(found.flops / (989e12 * ATTAINED_FLOPS) + LAUNCH, rel=1.1)
+
+
+def test_a_slice_moves_only_the_slice() -> None:
+    stack = jax.ShapeDtypeStruct((100, 64, 64), jnp.float32)
+
+    def read(stack: jax.Array, n: jax.Array) -> jax.Array:
+        return jnp.sin(jax.lax.dynamic_index_in_dim(stack, n, keepdims=False))
+
+    kernels = [one for one in module_of(read, stack, jnp.int32(3)).entry.instructions if one.opcode == "fusion"]
+    assert sum(map(moved_bytes, kernels)) < 4 * 64 * 64 * 4
+
+
+def test_without_rates_messages_are_counted_and_all_exposed() -> None:
+    module = program_of(
+        ("x", "parameter", []), ("start", "all-gather-start", ["x"]), ("done", "all-gather-done", ["start"])
+    )
+    found = timeline(module, None, 8, 8)
+    assert found.seconds == 0.0
+    assert found.traffic["all-gather"].exposed_bytes == found.traffic["all-gather"].wire_bytes == 7 * F32.bytes
