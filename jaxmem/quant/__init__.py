@@ -1,0 +1,10 @@
+"""Arrays in a few bits a value: quantize, compute with them, keep them on disk and on any mesh.
+
+q = quantize(weight, "nf4", axis=-2, double=True)     # 4.13 bits a value
+q.nbytes, q.shape, q.dequantize(jnp.bfloat16)
+"""
+
+from jaxmem.quant.formats import FORMATS, Format, dynamic_code
+from jaxmem.quant.qtensor import QTensor, quantize
+
+__all__ = ["FORMATS", "Format", "QTensor", "dynamic_code", "quantize"]

@@ -1,0 +1,172 @@
+"""What the codes of a quantized array stand for.
+
+A block of values is scaled into the format's range by one constant, its largest magnitude (by scale), or by two,
+its least and its span (affine); each value then becomes the nearest of the values that the format has:
+
+    int2 ... int8          evenly spaced, by scale; -1 to 1
+    uint2 ... uint8        evenly spaced, affine: a block's least to its largest value
+    nf4                    equally likely under a normal distribution (Dettmers et al., arXiv:2305.14314)
+    fp4                    1 sign, 2 exponent, 1 mantissa bit, with a zero
+    fp8_e4m3, fp8_e5m2     8-bit floats (Micikevicius et al., arXiv:2209.05433)
+    dynamic8, udynamic8    a decade for each exponent, evenly divided within: signed; positive
+    dynamic4, udynamic4    the same in 4 bits (8-bit optimizers: Dettmers et al., arXiv:2110.02861)
+
+With a random number for each value a code is drawn between its two neighbours, so that the mean is the value:
+stochastic rounding.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Protocol
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Shaped
+
+Values = Float[Array, "*shape"]  # in the format's range
+Codes = Shaped[Array, "*shape"]
+Draws = Float[Array, "*shape"] | None  # uniform in [0, 1); None rounds to the nearest
+
+
+class Format(Protocol):
+    """How values in a range become codes of so many bits, and back."""
+
+    @property
+    def bits(self) -> int: ...
+
+    @property
+    def affine(self) -> bool:
+        """Whether a block's range is its own (its least to its largest value), not -1 to 1."""
+
+    def encode(self, x: Values, draws: Draws) -> Codes: ...
+
+    def decode(self, codes: Codes) -> Values: ...
+
+
+@dataclass(frozen=True)
+class Even:
+    """Evenly spaced: signed over [-1, 1], or over [0, 1]."""
+
+    bits: int
+    affine: bool = False
+
+    @property
+    def steps(self) -> int:
+        """From 0 to 1."""
+        return 2**self.bits - 1 if self.affine else 2 ** (self.bits - 1) - 1
+
+    def encode(self, x: Values, draws: Draws) -> Codes:
+        scaled = x * self.steps
+        whole = jnp.round(scaled) if draws is None else jnp.floor(scaled + draws)
+        # A draw just below 1 may round up beyond the range.
+        whole = jnp.clip(whole, 0 if self.affine else -self.steps, self.steps)
+        if self.bits == 8:
+            return whole.astype(jnp.uint8 if self.affine else jnp.int8)
+        return (whole + (0 if self.affine else self.steps)).astype(jnp.uint8)
+
+    def decode(self, codes: Codes) -> Values:
+        offset = 0 if self.affine or self.bits == 8 else self.steps
+        return (codes.astype(jnp.float32) - offset) / self.steps
+
+
+@dataclass(frozen=True)
+class Listed:
+    """Any values, in a list; a code is a value's place in it. Encoding sorts it."""
+
+    code: tuple[float, ...]
+    affine: bool = False
+
+    @property
+    def bits(self) -> int:
+        return (len(self.code) - 1).bit_length()
+
+    @cached_property
+    def _places(self) -> np.ndarray:
+        """In the list, of each value in ascending order; of equal ones the first."""
+        return np.unique(np.asarray(self.code, np.float32), return_index=True)[1].astype(np.uint8)
+
+    @cached_property
+    def _ascending(self) -> np.ndarray:
+        return np.asarray(self.code, np.float32)[self._places]
+
+    def encode(self, x: Values, draws: Draws) -> Codes:
+        values = self._ascending
+        middle = (values[1:] + values[:-1]) / 2
+        if draws is None:
+            nearest = jnp.searchsorted(middle, x, side="left", method="scan_unrolled")
+        else:
+            above = jnp.searchsorted(values, x, side="left", method="scan_unrolled").clip(1, len(values) - 1)
+            low, high = jnp.asarray(values)[above - 1], jnp.asarray(values)[above]
+            nearest = jnp.where(x - low > draws * (high - low), above, above - 1)
+        return jnp.asarray(self._places)[nearest]
+
+    def decode(self, codes: Codes) -> Values:
+        return jnp.asarray(self.code, jnp.float32)[codes]
+
+
+@dataclass(frozen=True)
+class Float8:
+    """A float of 8 bits, its largest finite value scaled to 1."""
+
+    dtype: str
+    bits: int = 8
+    affine: bool = False
+
+    @cached_property
+    def _most(self) -> float:
+        return float(jnp.finfo(self.dtype).max)
+
+    @cached_property
+    def _values(self) -> Listed:
+        every = np.arange(256, dtype=np.uint8).view(jnp.dtype(self.dtype)).astype(np.float32)
+        return Listed(tuple(np.where(np.isfinite(every), every, 0.0).tolist()))
+
+    def encode(self, x: Values, draws: Draws) -> Codes:
+        scaled = x * self._most
+        if draws is None:
+            return scaled.astype(self.dtype)
+        return jax.lax.bitcast_convert_type(self._values.encode(scaled, draws), jnp.dtype(self.dtype))
+
+    def decode(self, codes: Codes) -> Values:
+        return codes.astype(jnp.float32) / self._most
+
+
+def dynamic_code(bits: int, *, signed: bool) -> tuple[float, ...]:
+    """Each power of ten from 10^-(bits - 2) to 1, divided evenly: the larger ones twice as finely as the one before.
+
+    >>> [round(value, 4) for value in dynamic_code(3, signed=False)]
+    [0.0, 0.0325, 0.0775, 0.2125, 0.4375, 0.6625, 0.8875, 1.0]
+    """
+    found = [np.float32(0), np.float32(1)]
+    for decade in range(bits - 1):
+        parts = 2 ** (decade + (0 if signed else 1))
+        # Counted from both ends with one rounding each: the very bits that other libraries' states have.
+        step = float(np.float32(0.9) / np.float32(parts))
+        low, high = (float(np.float32(0.1)) + step * np.arange(parts + 1), 1 - step * np.arange(parts + 1)[::-1])
+        edges = np.concatenate([low[: (parts + 1) // 2], high[(parts + 1) // 2 :]]).astype(np.float32)
+        middle = (edges[1:] + edges[:-1]) / np.float32(2) * np.float32(10.0 ** (decade - bits + 2))
+        found += [*middle, *(-middle if signed else ())]
+    return tuple(float(value) for value in sorted(found))
+
+
+# The 16 quantiles of the paper's appendix, in float32.
+_NF4 = (
+    -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635, -0.18477343022823334,
+    -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224,
+    0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0,
+)  # fmt: skip
+_FP4 = (0.0, 0.0052083333, 2 / 3, 1.0, 1 / 3, 0.5, 1 / 6, 0.25)  # by its three lower bits; the highest is the sign
+
+FORMATS: dict[str, Format] = {
+    **{f"int{bits}": Even(bits) for bits in (2, 3, 4, 5, 6, 8)},
+    **{f"uint{bits}": Even(bits, affine=True) for bits in (2, 3, 4, 5, 6, 8)},
+    "nf4": Listed(_NF4),
+    "fp4": Listed((*_FP4, *(-value for value in _FP4))),
+    "fp8_e4m3": Float8("float8_e4m3fn"),
+    "fp8_e5m2": Float8("float8_e5m2"),
+    **{f"dynamic{bits}": Listed(dynamic_code(bits, signed=True)) for bits in (4, 8)},
+    **{f"udynamic{bits}": Listed(dynamic_code(bits, signed=False)) for bits in (4, 8)},
+}
