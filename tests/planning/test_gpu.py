@@ -1,0 +1,137 @@
+"""Plans for GPUs that are not here, from the program that would run there."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import threading
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from jaxmem import planning
+from jaxmem.planning import Plan, wire
+from jaxmem.planning.compile import compile_all
+from jaxmem.planning.targets import parse_target, target_devices
+from jaxmem.planning.timeline import timeline
+from jaxmem.program import program
+from tests.planning.conftest import SMALL, config
+
+ROOT = Path(__file__).parents[2]
+# Large enough that XLA's alignment of buffers to 128 bytes is no part of the matter.
+MODEL = {**SMALL, "layers": 4, "embed": 256, "mlp": 512, "head_dim": 64}
+CONFIG = config(
+    model=MODEL,
+    data={"sequence_length": 256},
+    batch={"global_size": 16},
+    mesh={"fsdp": 4, "tensor": 2},
+    memory={"remat": "full"},
+)
+
+
+@pytest.fixture(scope="module")
+def planned() -> Plan:
+    return planning.plan(CONFIG, "h100-80gb:2x4")
+
+
+def test_the_parts_are_the_whole(planned: Plan) -> None:
+    parts = dict(planned.bytes_per_device)
+    total = parts.pop("total")
+    held = planned.compiled
+    assert sum(parts.values()) == total
+    assert total == held["arguments"] + held["outputs"] - held["aliased"] + held["temporaries"]
+    assert parts["other"] < 0.05 * total
+    assert sum(item.size for item in planned.breakdown.items if item.part == "parameters") == parts["parameters"]
+
+
+def test_the_fullest_moment_is_the_one_that_xla_packed_for(planned: Plan) -> None:
+    """So the lifetimes are XLA's own; what its packing could not use is a part of `other`."""
+    temporaries = [item for item in planned.breakdown.items if item.kind not in ("argument", "result")]
+    gaps = planned.breakdown.of_kind("gaps between buffers")
+    held = sum(item.size for item in temporaries) - gaps
+    assert held + gaps == planned.compiled["temporaries"]
+    assert held == pytest.approx(_simulated_peak(planned.compiled_step.assignment), rel=0.01)
+
+
+def test_states_are_split_over_all_devices(planned: Plan) -> None:
+    assert planned.bytes_per_device["optimizer"] == pytest.approx(8 * planned.program.parameters / 8, rel=0.02)
+    assert planned.bytes_per_device["parameters"] == pytest.approx(4 * planned.program.parameters / 8, rel=0.02)
+
+
+def test_no_schedule_is_faster_than_the_roofline(planned: Plan) -> None:
+    assert planned.estimated_step_seconds is not None
+    assert planned.estimated_step_seconds >= planned.timeline.roofline > 0
+    # Each layer's forward pass runs twice; of the ideal 3 parts these are 4.
+    assert 1.0 < planned.timeline.flops / planned.ideal_flops_per_device < 1.5
+
+
+def test_a_slower_gpu_and_a_slower_network_take_longer(planned: Plan) -> None:
+    aim = parse_target("a100-80gb:8")
+    slower = program(CONFIG, target_devices(aim, aim.memory))
+    step, _ = compile_all(slower.lower_step(), {}, here=False)
+    on_one_host = timeline(step.module, aim.gpu, aim.count, aim.per_host)
+    on_two = timeline(step.module, aim.gpu, aim.count, 4)
+    assert planned.timeline.roofline < on_one_host.roofline
+    assert on_one_host.network < on_two.network
+
+
+def test_devices_stand_host_by_host(planned: Plan) -> None:
+    """So that the mesh's last axes, whose devices talk most, lie within a host."""
+    devices = list(planned.program.layout.mesh.devices.flat)
+    assert [device.id for device in devices] == list(range(8))
+    assert [device.process_index for device in devices] == [0, 0, 0, 0, 1, 1, 1, 1]
+
+
+def test_without_any_cuda_of_the_system(tmp_path: Path) -> None:
+    """The wheels bring all that it takes: each assembler that runs meanwhile is theirs."""
+    hidden = {name: value for name, value in os.environ.items() if "CUDA" not in name}
+    hidden |= {"PATH": str(tmp_path), "CUDA_HOME": str(tmp_path), "CUDA_PATH": str(tmp_path)}
+    arguments = [str(ROOT / "configs" / "digits-mlp.yaml"), "train.evaluate_every=null", "checkpoint.keep_best=false"]
+    command = [sys.executable, "-m", "jaxmem", "plan", *arguments, "--target", "rtx4090-24gb", "--json"]
+    process = subprocess.Popen(command, cwd=ROOT, env=hidden, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    seen: set[Path] = set()
+    watching = threading.Thread(target=_watch, args=(process, seen))
+    watching.start()
+    out, err = process.communicate(timeout=300)
+    watching.join()
+    assert process.returncode == 0, err
+    found = json.loads(out)
+    assert (found["backend"], found["fits"], found["target"]["name"]) == ("cuda", True, "rtx4090-24gb")
+    assemblers = {path for path in seen if path.name == "ptxas"}
+    assert assemblers
+    assert all("site-packages" in path.parts for path in assemblers)
+
+
+def _simulated_peak(assignment: bytes) -> int:
+    """Bytes in use at the fullest moment of XLA's own simulation of the heap, which it leaves in the assignment."""
+    proto = wire.read(assignment)
+    sizes = {wire.number(one, 1): wire.number(one, 2) for one in wire.messages(proto, 1)}
+    used = peak = 0
+    for trace in wire.messages(proto, 4):
+        place: dict[int, int] = {}  # of a value: the one whose memory it shares
+        users: Counter[int] = Counter()
+        for event in wire.messages(trace, 1):
+            kind, value, shared = (wire.number(event, field) for field in (1, 2, 5))
+            if kind == 1:  # freed
+                users[place[value]] -= 1
+                used -= 0 if users[place[value]] else sizes[place[value]]
+                continue
+            place[value] = place[shared] if kind == 2 else value
+            used += 0 if users[place[value]] else sizes[place[value]]
+            users[place[value]] += 1
+            peak = max(peak, used)
+    return peak
+
+
+def _watch(process: subprocess.Popen, seen: set[Path]) -> None:
+    """Every program that a process starts, by its file: compiling starts dozens, each for tens of milliseconds."""
+    while process.poll() is None:
+        for task in Path(f"/proc/{process.pid}/task").glob("*/children"):
+            try:
+                seen.update(Path(f"/proc/{child}/exe").resolve() for child in task.read_text().split())
+            except OSError:  # it ended meanwhile
+                continue
+        threading.Event().wait(0.005)
