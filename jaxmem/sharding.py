@@ -15,18 +15,19 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, Literal, Self
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 
-from jaxmem.config import Config
+from jaxmem.config import Config, undivided
 from jaxmem.errors import UserError, nearest
 
 Axes = tuple[str | None, ...]  # a logical name for each dimension; None: nothing may split it
@@ -56,19 +57,34 @@ class Rules:
     activations: Table
 
 
-def rules(zero: int) -> Rules:
-    """The table of a ZeRO stage: 1 splits the optimizer's state over `fsdp`, 2 also gradients, 3 also weights."""
+def rules(zero: int, undivided: Collection[str] = ()) -> Rules:
+    """The table of a ZeRO stage: 1 splits the optimizer's state over `fsdp`, 2 also gradients, 3 also weights.
+
+    Devices along `context` compute with the same weights as those along `fsdp`, so what is split lies over both.
+    `undivided`: axes that `tensor` does not divide. Key and value heads are then whole on each of its devices; a
+    vocabulary is whole where it rests, and padded where it is computed with.
+    """
     whole: Table = dict.fromkeys(
-        ("layer", "norm", "head_dim", "rank", "time", "height", "width", "patch", "kernel", "channels", "classes"), ()
+        ("layer", "norm", "head_dim", "rank", "height", "width", "patch", "kernel", "channels", "classes"), ()
     )
-    tensor: Table = {**whole, "embed": (), **dict.fromkeys(("vocab", "heads", "kv_heads", "mlp"), ("tensor",))}
-    split: Table = {**tensor, "embed": ("fsdp",)}
+    padded: Table = {**whole, "embed": (), **dict.fromkeys(("vocab", "heads", "kv_heads", "mlp"), ("tensor",))}
+    if "kv_heads" in undivided:
+        padded = {**padded, "kv_heads": ()}
+    tensor: Table = {**padded, "vocab": ()} if "vocab" in undivided else padded
+    split: Table = {**tensor, "embed": ("fsdp", "context")}
+    activations: Table = {
+        **padded,
+        "accumulate": (),
+        "batch": ("replica", "fsdp"),
+        "time": ("context",),
+        "stream": ("context", "tensor"),  # the time of what runs from layer to layer, and of its norms
+    }
     return Rules(
         weights=split if zero >= 3 else tensor,
-        computing=tensor,
+        computing=padded,
         gradients=split if zero >= 2 else tensor,
         optimizer=split if zero >= 1 else tensor,
-        activations={**tensor, "accumulate": (), "batch": ("replica", "fsdp")},
+        activations=activations,
     )
 
 
@@ -110,9 +126,22 @@ class Layout:
             raise UserError(f"{name}: axes {axes} put one mesh axis on two dimensions: {spec}")
         return NamedSharding(self.mesh, PartitionSpec(*spec))
 
+    def over(self, role: Role, axis: str | None) -> tuple[str, ...]:
+        """The mesh axes of more than one device that split a logical axis."""
+        table: Table = getattr(self.rules, role)
+        return tuple(a for a in table[axis] if self.mesh.shape[a] > 1) if axis else ()
+
+    def parts(self, role: Role, axis: str | None) -> int:
+        """Into how many parts a logical axis is split."""
+        return math.prod(self.mesh.shape[a] for a in self.over(role, axis))
+
+    def spec(self, role: Role, axes: Axes) -> PartitionSpec:
+        """What `jax.shard_map` wants to know of an array whose dimensions divide."""
+        return PartitionSpec(*(self.over(role, axis) or None for axis in axes))
+
     def one_row(self) -> Layout:
-        """For a batch of one row, which nothing can split."""
-        activations = {**self.rules.activations, "batch": ()}
+        """For a text that grows: one row of any length, which nothing can split."""
+        activations = {**self.rules.activations, "batch": (), "time": (), "stream": ()}
         return Layout(self.mesh, dataclasses.replace(self.rules, activations=activations))
 
     def replicated(self) -> NamedSharding:
@@ -131,7 +160,7 @@ def layout_for(cfg: Config, devices: Sequence[Any]) -> Layout:
     """The mesh of a config whose `-1` is resolved, over these devices in order."""
     shape = tuple(getattr(cfg.mesh, axis) for axis in MESH_AXES)
     grid = np.asarray(devices, dtype=object).reshape(shape)
-    return Layout(Mesh(grid, MESH_AXES, axis_types=(AxisType.Auto,) * len(MESH_AXES)), rules(cfg.zero))
+    return Layout(Mesh(grid, MESH_AXES, axis_types=(AxisType.Auto,) * len(MESH_AXES)), rules(cfg.zero, undivided(cfg)))
 
 
 def constrain(x: jax.Array, *axes: str | None, role: Role = "activations") -> jax.Array:
@@ -144,14 +173,20 @@ def constrain(x: jax.Array, *axes: str | None, role: Role = "activations") -> ja
 
 def gather(weight: jax.Array, axes: Axes, dtype: DTypeLike) -> jax.Array:
     """A weight as it is computed with: in the compute dtype (cast first, so that fewer bytes travel), whole
-    over `fsdp`. Its gradient goes back to where gradients lie, which makes XLA reduce-scatter it."""
+    over `fsdp`, with zeros added where `tensor` does not divide it. Its gradient goes back to where gradients lie,
+    which makes XLA reduce-scatter it."""
+    layout = current()
+    parts = (1,) * weight.ndim if layout is None else tuple(layout.parts("computing", axis) for axis in axes)
+    added = [(0, -size % count) for size, count in zip(weight.shape, parts, strict=True)]
 
     @jax.custom_vjp
     def brought(w: jax.Array) -> jax.Array:
         # Pinned on both sides, or XLA gathers first and casts after.
-        return constrain(constrain(w.astype(dtype), *axes, role="weights"), *axes, role="computing")
+        w = constrain(w.astype(dtype), *axes, role="weights")
+        return constrain(jnp.pad(w, added) if any(more for _, more in added) else w, *axes, role="computing")
 
     def back(_: None, g: jax.Array) -> tuple[jax.Array]:
+        g = jax.lax.slice(g, (0,) * g.ndim, weight.shape)
         return (constrain(g, *axes, role="gradients").astype(weight.dtype),)
 
     brought.defvjp(lambda w: (brought(w), None), back)

@@ -16,7 +16,7 @@ LAYERS = (
     ("errors", "devices", "hardware"),
     ("config",),
     ("kernels", "quant", "sharding", "leaves"),
-    ("stack", "precision", "losses"),
+    ("stack", "precision", "losses", "exchange"),
     ("models", "adapters", "optim"),
     ("data", "checksum", "resume", "checkpoint", "hf"),
     ("program",),

@@ -2,6 +2,7 @@
 
 from jaxmem.config.check import check
 from jaxmem.config.load import load_config, save_config
+from jaxmem.config.mesh import undivided
 from jaxmem.config.presets import PRESETS, parameter_count
 from jaxmem.config.schema import json_schema
 from jaxmem.config.sections import (
@@ -48,4 +49,5 @@ __all__ = [
     "load_config",
     "parameter_count",
     "save_config",
+    "undivided",
 ]

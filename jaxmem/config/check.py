@@ -150,11 +150,17 @@ def _batch(cfg: Config) -> Iterator[str]:
 def _mesh(cfg: Config) -> Iterator[str]:
     axes = {axis: getattr(cfg.mesh, axis) for axis in Mesh.model_fields}
     for axis, size in axes.items():
-        if axis in ("context", "stage"):
+        if axis == "stage":
             if size != 1:
                 yield f"mesh.{axis}: {size} is not available yet; use 1"
         elif size < 1 and size != -1:
             yield f"mesh.{axis}: must be at least 1, or -1 for the rest of the devices, not {size}"
+    if cfg.mesh.context != 1:
+        model = cfg.model
+        if not isinstance(model, Decoder):
+            yield f"mesh.context: {cfg.mesh.context} splits sequences of tokens; family {model.family} has none; use 1"
+        elif cfg.memory.attention == "reference" and model.window is None:
+            yield "memory.attention: reference does not go round mesh.context; use auto or blockwise"
     rest = [f"mesh.{axis}" for axis, size in axes.items() if size == -1]
     if len(rest) > 1:
         yield f"{rest[1]}: only one axis can be -1, and {rest[0]} is"

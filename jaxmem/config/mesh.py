@@ -13,7 +13,9 @@ from jaxmem.config.check import check
 from jaxmem.config.sections import Config, Convnet, Decoder, Mesh, Mlp, Vit
 from jaxmem.errors import UserError
 
-AXES = ("replica", "fsdp", "tensor")  # `check` holds the others at 1
+AXES = ("replica", "fsdp", "tensor", "context")  # `check` holds the others at 1
+
+TIME = ("context", "tensor")  # what the time of the residual stream is split over
 
 
 def for_devices(cfg: Config, n: int) -> Config:
@@ -27,11 +29,11 @@ def for_devices(cfg: Config, n: int) -> Config:
 
 
 def divided(cfg: Config) -> dict[str, dict[str, int]]:
-    """For each mesh axis that splits weights, the dimensions that it splits."""
+    """For each mesh axis that splits weights, the dimensions that it must divide."""
     model = cfg.model
     match model:
         case Decoder():
-            tensor = {"heads": model.heads, "kv_heads": model.kv_heads, "mlp": model.mlp, "vocab": model.vocab}
+            tensor = {"heads": model.heads, "mlp": model.mlp}
         case Vit():
             tensor = {"heads": model.heads, "mlp": model.mlp}
         case Mlp():
@@ -42,10 +44,18 @@ def divided(cfg: Config) -> dict[str, dict[str, int]]:
     return {"fsdp": fsdp if cfg.zero else {}, "tensor": tensor}
 
 
+def undivided(cfg: Config) -> tuple[str, ...]:
+    """The dimensions that `mesh.tensor` need not divide and does not: key and value heads are then on several of its
+    devices at once; a vocabulary rests whole and is padded while it is computed with."""
+    if not isinstance(cfg.model, Decoder):
+        return ()
+    return tuple(name for name in ("kv_heads", "vocab") if getattr(cfg.model, name) % cfg.mesh.tensor)
+
+
 def _resolve(cfg: Config, n: int) -> tuple[Config, list[str]]:
     axes = {axis: getattr(cfg.mesh, axis) for axis in AXES}
     fixed = math.prod(size for size in axes.values() if size != -1)
-    shown = " x ".join(f"{axis} {size}" for axis, size in axes.items())
+    shown = " x ".join(f"{axis} {size}" for axis, size in axes.items() if axis != "context" or size != 1)
     if -1 in axes.values():
         axis = next(axis for axis, size in axes.items() if size == -1)
         if n % fixed:
@@ -73,26 +83,40 @@ def _indivisible(cfg: Config) -> Iterator[str]:
             f"which do not divide over {over}; nearest: {near}"
         )
     for axis, dims in divided(cfg).items():
-        size = getattr(mesh, axis)
-        whole = [f"model.{name} {dim}" for name, dim in dims.items() if dim % size]
+        # Along `context` lies what lies along `fsdp`.
+        own, beside = getattr(mesh, axis), mesh.context if axis == "fsdp" else 1
+        whole = [f"model.{name} {dim}" for name, dim in dims.items() if dim % (own * beside)]
         if whole:
-            near = _near(size, _divisors(math.gcd(*dims.values())))
-            reason = "; this version does not split a key/value head" if dims.get("kv_heads", size) < size else ""
+            shown = f"{own} x mesh.context {beside}" if beside > 1 else f"{own}"
+            near = _near(own, (d // beside for d in _divisors(math.gcd(*dims.values())) if d % beside == 0))
             other = ", or zero=0 to split no weights" if axis == "fsdp" else ""
-            yield f"mesh.{axis}: {size} does not divide {', '.join(whole)}{reason}; nearest: {near}{other}"
+            yield f"mesh.{axis}: {shown} does not divide {', '.join(whole)}; nearest: {near or 'none'}{other}"
+    length, parts = cfg.data.sequence_length, time_parts(mesh)
+    if isinstance(cfg.model, Decoder) and length % parts:
+        over = " and ".join(f"mesh.{axis} {getattr(mesh, axis)}" for axis in TIME if getattr(mesh, axis) > 1)
+        near = _near(length, range(parts, length + parts + 1, parts))
+        yield f"data.sequence_length: {length} does not make {parts} equal parts for {over}; nearest: {near}"
+
+
+def time_parts(mesh: Mesh) -> int:
+    """Into how many parts the time must fall: one a device, and two for each along `context`, for equal work."""
+    return math.lcm(2 * mesh.context if mesh.context > 1 else 1, mesh.context * mesh.tensor)
 
 
 def _advice(cfg: Config, n: int) -> str:
     """The meshes of n devices nearest to the given one that this config trains on, as overrides."""
     given = {axis: getattr(cfg.mesh, axis) for axis in AXES}
-    works: list[tuple[int, float, int, str]] = []
+    works: list[tuple[int, int, float, int, str]] = []
     for replica in _divisors(n):
         for fsdp in _divisors(n // replica):
-            axes = {"replica": replica, "fsdp": fsdp, "tensor": n // replica // fsdp}
-            if next(_indivisible(_with_mesh(cfg, axes)), None) is None:
-                changed = [f"mesh.{axis}={size}" for axis, size in axes.items() if size != given[axis]]
-                distance = sum(abs(math.log2(axes[axis] / size)) for axis, size in given.items() if size > 0)
-                works.append((len(changed), round(distance, 3), replica, " ".join(changed)))
+            for context in _divisors(n // replica // fsdp) if given["context"] != 1 else (1,):
+                axes = {"replica": replica, "fsdp": fsdp, "tensor": n // replica // fsdp // context, "context": context}
+                one = _with_mesh(cfg, axes)
+                if next(_indivisible(one), None) is None:
+                    changed = [f"mesh.{axis}={size}" for axis, size in axes.items() if size != given[axis]]
+                    distance = sum(abs(math.log2(axes[axis] / size)) for axis, size in given.items() if size > 0)
+                    whole = len(undivided(one))  # allowed, but a waste
+                    works.append((whole, len(changed), round(distance, 3), replica, " ".join(changed)))
     if works:
         return f"meshes that work on {n}: " + ", or ".join(text for *_, text in sorted(works)[:3])
     plain = "\n".join(_indivisible(_with_mesh(cfg, {"replica": n})))

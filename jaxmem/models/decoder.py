@@ -10,10 +10,11 @@ from flax import nnx
 from jaxtyping import Array, Float, Int, Key
 
 from jaxmem import config
+from jaxmem.exchange import places
 from jaxmem.models import parts
 from jaxmem.models.parts import Caches, Execution
 from jaxmem.models.rope import Angles, angles
-from jaxmem.sharding import constrain
+from jaxmem.sharding import constrain, current
 from jaxmem.stack import apply_stack, stacked
 
 
@@ -71,8 +72,10 @@ class Decoder(nnx.Module):
         return self.norm(x)
 
     def logits(self, x: Float[Array, "batch time embed"]) -> Float[Array, "batch time vocab"]:
+        x = constrain(x, "batch", "time", "embed")
         y = self.embedding.project(x) if self.head is None else self.head(x)
-        return constrain(y, "batch", "time", "vocab")
+        # Of a vocabulary that the devices do not divide, what was added is cut off: no loss and no token sees it.
+        return constrain(y, "batch", "time", "vocab")[..., : self.cfg.vocab]
 
     def prefill(self, tokens: Int[Array, "batch time"]) -> tuple[Float[Array, "batch vocab"], Caches]:
         """Logits after a prompt, and every layer's keys and values of it, stacked."""
@@ -95,9 +98,11 @@ class Decoder(nnx.Module):
         return self.logits(self.norm(x))[:, 0], cache
 
     def _embed(self, tokens: Int[Array, "batch time"]) -> Float[Array, "batch time embed"]:
-        return constrain(self.embedding(tokens, self.execution.dtype), "batch", "time", "embed")
+        return self.embedding(tokens, self.execution.dtype)
 
     def _angles(self, tokens: jax.Array, positions: jax.Array | None) -> Angles:
         if positions is None:
-            positions = jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=jnp.int32), tokens.shape)
+            order = places(current(), tokens.shape[1], self.cfg.window)
+            row = jnp.arange(tokens.shape[1], dtype=jnp.int32) if order is None else jnp.asarray(order)
+            positions = jnp.broadcast_to(row, tokens.shape)
         return angles(positions, self.cfg.rope, self.cfg.head_dim)

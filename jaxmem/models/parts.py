@@ -19,6 +19,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, Key
 
 from jaxmem import kernels
+from jaxmem.exchange import attention, lookup, spread
 from jaxmem.models.rope import Angles, rotate
 from jaxmem.sharding import Axes, constrain, gather
 from jaxmem.stack import PRODUCT
@@ -96,13 +97,13 @@ product.defvjp(_product_forward, _product_backward)
 
 
 class Embedding(nnx.Module):
-    """A row for each category."""
+    """A row for each token of a vocabulary."""
 
-    def __init__(self, rngs: nnx.Rngs, categories: int, embed: int, axis: str | None = "vocab"):
-        self.weight = weight(rngs, (categories, embed), (axis, "embed"), scale=0.02)
+    def __init__(self, rngs: nnx.Rngs, vocab: int, embed: int):
+        self.weight = weight(rngs, (vocab, embed), ("vocab", "embed"), scale=0.02)
 
-    def __call__(self, ids: Int[Array, "*batch"], dtype: DTypeLike) -> Float[Array, "*batch embed"]:
-        return jnp.take(fetch(self.weight, dtype), ids, axis=0)
+    def __call__(self, ids: Int[Array, "batch time"], dtype: DTypeLike) -> Float[Array, "batch time embed"]:
+        return lookup(self.weight.get_value(), ids, self.weight.get_metadata()["axes"], dtype)
 
     def project(self, x: Float[Array, "*batch embed"]) -> Float[Array, "*batch vocab"]:
         """Logits over the same rows, for tied embeddings."""
@@ -180,14 +181,13 @@ class Attention(nnx.Module):
             mixed, kept = self._extended(q, k, v, cache)
         else:
             kept = (k, v)
-            mixed = kernels.attention(
+            mixed = attention(
                 q,
-                k,
-                v,
+                spread(k),
+                spread(v),
                 causal=self.causal,
                 window=self.window,
                 segment_ids=segment_ids,
-                kv_segment_ids=segment_ids,
                 implementation=self.implementation,
             )
         joined = mixed.reshape(*x.shape[:-1], self.heads * self.head_dim)
@@ -273,10 +273,20 @@ class Block(nnx.Module):
         cache: Place | None = None,
     ) -> tuple[Float[Array, "batch time embed"], tuple[New, New] | Caches]:
         first, second = (None, None) if key is None else jax.random.split(key)
-        mixed, kept = self.attention(self.attention_norm(x), angles, segment_ids, cache)
-        x = constrain(x + dropout(mixed, self.dropout, first), "batch", "time", "embed")
-        x = x + dropout(self.mlp(self.mlp_norm(x)), self.dropout, second)
-        return constrain(x, "batch", "time", "embed"), kept
+        mixed, kept = self.attention(_whole(self.attention_norm(x)), angles, segment_ids, cache)
+        x = x + dropout(_streamed(mixed), self.dropout, first)
+        x = x + dropout(_streamed(self.mlp(_whole(self.mlp_norm(x)))), self.dropout, second)
+        return _streamed(x), kept
+
+
+def _streamed(x: Float[Array, "batch time embed"]) -> Float[Array, "batch time embed"]:
+    """Partial sums over `tensor` become parts of the time: a reduce-scatter."""
+    return constrain(x, "batch", "stream", "embed")
+
+
+def _whole(x: Float[Array, "batch time embed"]) -> Float[Array, "batch time embed"]:
+    """Each device of `tensor` sees the time whole: an all-gather, and a reduce-scatter of the gradient."""
+    return constrain(_streamed(x), "batch", "time", "embed")
 
 
 def dropout(x: Float[Array, "*shape"], rate: float, key: Key[Array, ""] | None) -> Float[Array, "*shape"]:

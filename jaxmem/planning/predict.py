@@ -24,11 +24,11 @@ def predict(built: Program) -> dict[str, int | None]:
     width = np.dtype(getattr(jax.numpy, cfg.precision.parameters)).itemsize
 
     def share(from_stage: int, numbers: int) -> int:
-        split = mesh["tensor"] * (mesh["fsdp"] if cfg.zero >= from_stage else 1)
+        split = mesh["tensor"] * (mesh["fsdp"] * mesh["context"] if cfg.zero >= from_stage else 1)
         return built.parameters * width * numbers // split
 
     batch = sum(
-        math.prod(leaf.shape) * leaf.dtype.itemsize // (mesh["replica"] * mesh["fsdp"])
+        math.prod(leaf.shape) * leaf.dtype.itemsize // (mesh["replica"] * mesh["fsdp"] * mesh["context"])
         for leaf in jax.tree.leaves(built.batch)
     )
     parts: dict[str, int | None] = {
@@ -48,9 +48,9 @@ def _activations(built: Program, model: Decoder) -> int:
     platform = built.layout.mesh.devices.flat[0].platform
     width = compute_dtype(cfg.precision, platform).itemsize
     rows = cfg.batch.global_size // cfg.batch.accumulate // (mesh["replica"] * mesh["fsdp"])
-    tokens, tensor = rows * cfg.data.sequence_length, mesh["tensor"]
+    tokens, tensor = rows * cfg.data.sequence_length // mesh["context"], mesh["tensor"]
 
-    residual = tokens * model.embed * width
+    residual = tokens * model.embed * width // tensor
     queries = tokens * model.heads * model.head_dim * width // tensor
     keys_and_values = 2 * tokens * model.kv_heads * model.head_dim * width // tensor
     hidden = tokens * model.mlp * width // tensor
@@ -58,7 +58,7 @@ def _activations(built: Program, model: Decoder) -> int:
         "full": residual,
         "dots": 2 * residual + queries + keys_and_values + 2 * hidden,
         # Beside the products: both norms in float32, each before and after its scale; the parts of the gate.
-        "none": 3 * residual + 4 * 4 * tokens * model.embed + 2 * queries + keys_and_values + 6 * hidden,
+        "none": 3 * residual + 4 * 4 * tokens * model.embed // tensor + 2 * queries + keys_and_values + 6 * hidden,
     }
     each = _layer_parameters(model) * width // tensor
     at_work = each + 6 * residual + 3 * hidden + 2 * queries + keys_and_values

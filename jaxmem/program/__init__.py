@@ -21,8 +21,9 @@ from flax import nnx
 from flax.traverse_util import unflatten_dict
 
 from jaxmem import data, models, optim, precision
-from jaxmem.config import Config
+from jaxmem.config import Config, Decoder
 from jaxmem.errors import UserError
+from jaxmem.exchange import places
 from jaxmem.leaves import state_axes
 from jaxmem.precision import Params
 from jaxmem.program.objective import Batch, Sums, objective
@@ -128,8 +129,12 @@ class Program:
             return jax.jit(evaluate, out_shardings=self.layout.replicated()).lower(self.state.params, self.batch)
 
     def place(self, batch: dict[str, np.ndarray]) -> dict[str, jax.Array]:
-        """A batch on its devices; each process gives the rows of its own."""
-        spec = self.batch
+        """A batch on its devices; each process gives the rows of its own. A time split over `context` is brought into
+        the order in which every device has the same work: losses add up over tokens, whatever their order."""
+        spec, model = self.batch, self.cfg.model
+        if isinstance(model, Decoder):
+            order = places(self.layout, self.cfg.data.sequence_length, model.window)
+            batch = batch if order is None else {name: x[..., order] for name, x in batch.items()}
         return {
             name: jax.make_array_from_process_local_data(spec[name].sharding, x, spec[name].shape)
             for name, x in batch.items()

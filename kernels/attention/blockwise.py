@@ -50,6 +50,26 @@ def attend(
     return out.reshape(q.shape), lse.reshape(q.shape[0], q.shape[2], q.shape[1])
 
 
+def gradients(
+    q: Float[Array, "batch queries heads dim"],
+    k: Float[Array, "batch keys kv_heads dim"],
+    v: Float[Array, "batch keys kv_heads dim"],
+    out: Float[Array, "batch queries heads dim"],
+    lse: Float[Array, "batch heads queries"],
+    d_out: Float[Array, "batch queries heads dim"],
+    options: Options,
+    extras: Extras,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """The gradients of k and v, and their share in that of q, where these are some of the keys and `out` and `lse`
+    were made with all of them."""
+    kv_heads = k.shape[2]
+    arrays = _grouped(q, kv_heads).transpose(0, 2, 3, 1, 4), k.transpose(0, 2, 1, 3), v.transpose(0, 2, 1, 3)
+    rows = lse.reshape(lse.shape[0], kv_heads, -1, lse.shape[2])
+    saved = (*arrays, extras, _grouped(out, kv_heads), rows)
+    dq, dk, dv, _ = _backward(options, saved, (_grouped(d_out, kv_heads), jnp.zeros_like(rows)))
+    return dq.transpose(0, 3, 1, 2, 4).reshape(q.shape), dk.transpose(0, 2, 1, 3), dv.transpose(0, 2, 1, 3)
+
+
 def _grouped(q: jax.Array, kv_heads: int) -> jax.Array:
     return q.reshape(*q.shape[:2], kv_heads, q.shape[2] // kv_heads, q.shape[3])
 

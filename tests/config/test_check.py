@@ -140,7 +140,16 @@ def lines(base: dict, *overrides: str) -> list[str]:
         (TEXT, ["batch.accumulate=3"], "batch.accumulate: 3 does not divide batch.global_size 8"),
         (TEXT, ["mesh.fsdp=0"], "mesh.fsdp: must be at least 1, or -1 for the rest of the devices, not 0"),
         (TEXT, ["mesh.fsdp=-1", "mesh.tensor=-1"], "mesh.tensor: only one axis can be -1, and mesh.fsdp is"),
-        (TEXT, ["mesh.context=2"], "mesh.context: 2 is not available yet; use 1"),
+        (
+            {**TEXT, "objective": "classify", "model": {"family": "vit"}, "data": {"source": "digits"}},
+            ["mesh.context=2"],
+            "mesh.context: 2 splits sequences of tokens; family vit has none; use 1",
+        ),
+        (
+            TEXT,
+            ["mesh.context=2", "memory.attention=reference"],
+            "memory.attention: reference does not go round mesh.context; use auto or blockwise",
+        ),
         (TEXT, ["mesh.stage=-1"], "mesh.stage: -1 is not available yet; use 1"),
     ],
 )
@@ -170,7 +179,7 @@ def test_allowed(base, overrides):
 
 
 def test_all_problems_are_told_at_once():
-    found = lines(TEXT, "model.kv_heads=3", "batch.accumulate=3", "mesh.context=2")
+    found = lines(TEXT, "model.kv_heads=3", "batch.accumulate=3", "mesh.context=0")
     assert [line.partition(":")[0] for line in found] == ["model.kv_heads", "batch.accumulate", "mesh.context"]
 
 

@@ -70,13 +70,31 @@ def test_rows():
             TEXT,
             3,
             ["mesh.tensor=3"],
-            "mesh.tensor: 3 does not divide model.heads 8, model.kv_heads 4, model.mlp 344; nearest: 2 or 4",
+            "mesh.tensor: 3 does not divide model.heads 8, model.mlp 344; nearest: 2 or 4",
         ),
         (
             TEXT,
             8,
-            ["mesh.tensor=8"],
-            "mesh.tensor: 8 does not divide model.kv_heads 4; this version does not split a key/value head; nearest: 4",
+            ["mesh.tensor=8", "model.heads=4"],
+            "mesh.tensor: 8 does not divide model.heads 4; nearest: 4",
+        ),
+        (
+            TEXT,
+            6,
+            ["mesh.fsdp=3", "mesh.context=2", "batch.global_size=6"],
+            "mesh.fsdp: 3 x mesh.context 2 does not divide model.embed 128; nearest: 2 or 4, or zero=0 to split no weights",  # noqa: E501
+        ),
+        (
+            TEXT,
+            8,
+            ["mesh.context=8", "data.sequence_length=1000"],
+            "data.sequence_length: 1000 does not make 16 equal parts for mesh.context 8; nearest: 992 or 1008",
+        ),
+        (
+            TEXT,
+            8,
+            ["mesh.context=2", "mesh.tensor=4", "data.sequence_length=20"],
+            "data.sequence_length: 20 does not make 8 equal parts for mesh.context 2 and mesh.tensor 4; nearest: 16 or 24",  # noqa: E501
         ),
         (
             TEXT,
@@ -84,7 +102,6 @@ def test_rows():
             ["mesh.fsdp=6", "batch.global_size=6"],
             "mesh.fsdp: 6 does not divide model.embed 128; nearest: 4 or 8, or zero=0 to split no weights",
         ),
-        (TEXT, 2, ["mesh.tensor=2", "model.vocab=263"], "mesh.tensor: 2 does not divide model.vocab 263; nearest: 1"),
         (PICTURES, 8, ["mesh.tensor=8"], "mesh.tensor: 8 does not divide model.heads 4; nearest: 4"),
         (
             PICTURES,
@@ -109,6 +126,8 @@ def test_dims(base, n, overrides, line):
     [
         (TEXT, ["mesh.fsdp=6", "batch.global_size=6", "zero=0"]),  # embed 128 is whole
         (TEXT, ["mesh.replica=6", "batch.global_size=6"]),
+        # What `tensor` does not divide of these is whole or padded.
+        (TEXT, ["mesh.tensor=6", "model.heads=12", "model.mlp=12", "model.vocab=263", "data.sequence_length=12"]),
         (PICTURES, ["mesh.fsdp=3", "mesh.tensor=2", "batch.global_size=3", "model={family: mlp}", "zero=0"]),
         (PICTURES, ["mesh.fsdp=3", "mesh.tensor=2", "batch.global_size=3", "model={family: convnet, stages: [6]}"]),
     ],

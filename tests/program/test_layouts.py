@@ -1,5 +1,7 @@
 """One model under every table: the same losses and weights as on one device, the bytes that the tables promise."""
 
+import re
+
 import jax
 import numpy as np
 import pytest
@@ -8,7 +10,7 @@ from jaxmem.errors import UserError
 from jaxmem.leaves import Derived, state_axes
 from jaxmem.program import program
 from jaxmem.sharding import MESH_AXES, Layout, layout_for, rules
-from tests.program.conftest import Trained, config
+from tests.program.conftest import SMALL, Trained, config
 
 LAYOUTS = {
     "data": ({"fsdp": 8}, 0),
@@ -20,7 +22,19 @@ LAYOUTS = {
     "data x tensor": ({"fsdp": 2, "tensor": 4}, 0),
     "hybrid": ({"replica": 2, "fsdp": 4}, 3),
     "hybrid x tensor": ({"replica": 2, "fsdp": 2, "tensor": 2}, 3),
+    "key heads on several devices": ({"tensor": 8}, 3),
+    "context": ({"context": 4}, 3),
+    "data x context": ({"fsdp": 4, "context": 2}, 0),
+    "fsdp x context": ({"fsdp": 2, "context": 4}, 3),
+    "context x tensor": ({"context": 2, "tensor": 4}, 2),
+    "hybrid x context": ({"replica": 2, "fsdp": 2, "context": 2}, 3),
+    "replica x context x tensor": ({"replica": 2, "context": 2, "tensor": 2}, 1),
 }
+
+
+def gathers(text):
+    shapes = re.findall(r"= \(?\w+\[([\d,]*)\]\S* all-gather(?:-start)?\(", text)
+    return [int(np.prod([int(n) for n in shape.split(",") if n])) for shape in shapes]
 
 
 def devices_of(mesh):
@@ -38,6 +52,25 @@ def test_every_layout_learns_what_one_device_learns(name, alone):
     Trained(config(mesh=mesh, zero=zero), devices_of(mesh)).agrees_with(alone)
 
 
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_vocabulary_that_does_not_divide_is_padded(tied):
+    """In the computation only: weights, counts and logits are those of one device, and so is what is restored."""
+    model = {"preset": "tiny", **SMALL, "vocab": 261, "tie_embeddings": tied}
+    one = Trained(config(model=model), updates=2)
+    for mesh in ({"tensor": 8}, {"fsdp": 2, "context": 2, "tensor": 2}):
+        Trained(config(model=model, mesh=mesh), 8, updates=2, begin=one).agrees_with(one)
+
+
+def test_no_device_holds_all_logits_and_no_table_is_gathered():
+    cfg = config(mesh={"fsdp": 2, "tensor": 4}, model={"preset": "tiny", **SMALL, "vocab": 1024})
+    text = program(cfg, jax.devices()).lower_step().compile().as_text()
+    rows, time, vocab = 4, 24, 1024  # of a device's batch
+    largest = max(int(np.prod([int(n) for n in dims.split(",")])) for dims in re.findall(r"\[([\d,]+)\]", text))
+    assert largest == rows * time * vocab // 4  # the logits
+    whole_table = SMALL["embed"] * vocab
+    assert not [size for size in gathers(text) if size >= whole_table]
+
+
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_arrays_take_the_bytes_that_the_tables_promise(name):
     mesh, zero = LAYOUTS[name]
@@ -46,7 +79,7 @@ def test_arrays_take_the_bytes_that_the_tables_promise(name):
     for born, promised in zip(jax.tree.leaves(state), jax.tree.leaves(planned), strict=True):
         assert born.sharding.is_equivalent_to(promised.sharding, born.ndim)
         assert born.addressable_shards[0].data.shape == promised.sharding.shard_shape(born.shape)
-    fsdp, tensor = mesh.get("fsdp", 1), mesh.get("tensor", 1)
+    fsdp, tensor = mesh.get("fsdp", 1) * mesh.get("context", 1), mesh.get("tensor", 1)
     matrix = "blocks", "mlp", "up", "weight"
     weight, moment = state.params, state.opt_state[1].mu
     for key in matrix:

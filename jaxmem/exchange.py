@@ -1,0 +1,141 @@
+"""Operations whose messages are written out, because XLA's partitioner finds worse ones.
+
+Inside `jax.shard_map` every device runs the same function on its own part. D devices that hold B bytes each: an
+all-to-all sends (D - 1) / D B of a device, a gather over them brings it (D - 1) B.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float, Int
+
+from jaxmem import kernels
+from jaxmem.kernels.attention import ring
+from jaxmem.sharding import Axes, Layout, constrain, current, gather
+
+HEADS: Axes = ("batch", "time", "heads", "head_dim")
+STREAM: Axes = ("batch", "stream", "embed")
+
+
+def lookup(
+    table: Float[Array, "vocab embed"], ids: Int[Array, "batch time"], axes: Axes, dtype: DTypeLike
+) -> Float[Array, "batch time embed"]:
+    """Rows of a table, in the compute dtype and where the residual stream lies.
+
+    Devices that each hold a part of every row find it for each other's tokens and exchange what they found: an
+    all-to-all of tokens x embed numbers, and the same for the gradient. Gathering the table and reducing its
+    gradient would move vocab x embed numbers instead, and hold them whole. Devices that hold some of the rows
+    (`tensor`) find zeros for the others; the sum is scattered over the time.
+    """
+    layout = current()
+    split = None if layout is None else _Split.over(layout, axes)
+    if layout is None or split is None:
+        return constrain(jnp.take(gather(table, axes, dtype), ids, axis=0), *STREAM)
+    table = constrain(table.astype(dtype), *axes, role="gradients")  # split at least as finely as the table rests
+    find = jax.shard_map(
+        split.find,
+        mesh=layout.mesh,
+        in_specs=(layout.spec("gradients", axes), layout.spec("activations", split.tokens)),
+        out_specs=layout.spec("activations", STREAM),
+    )
+    return find(table, ids)
+
+
+def attention(
+    q: Float[Array, "batch time heads dim"],
+    k: Float[Array, "batch time kv_heads dim"],
+    v: Float[Array, "batch time kv_heads dim"],
+    *,
+    causal: bool,
+    window: int | None,
+    segment_ids: Int[Array, "batch time"] | None,
+    implementation: str | None,
+) -> Float[Array, "batch time heads dim"]:
+    """`kernels.attention` of arrays split over batch, heads and time. A time split over `context` lies in the order
+    of `places`: the ring's, or with a window as it is."""
+    layout = current()
+    over = () if layout is None else layout.over("activations", "time")
+    if layout is None or not over:
+        return kernels.attention(
+            q,
+            k,
+            v,
+            causal=causal,
+            window=window,
+            segment_ids=segment_ids,
+            kv_segment_ids=segment_ids,
+            implementation=implementation,
+        )
+    (axis,) = over
+
+    def local(q: jax.Array, k: jax.Array, v: jax.Array, ids: jax.Array | None) -> jax.Array:
+        if window is None:
+            return ring.ring(q, k, v, axis=axis, segment_ids=ids)
+        return ring.halo(
+            kernels.attention, q, k, v, axis=axis, window=window, segment_ids=ids, implementation=implementation
+        )
+
+    split, tokens = layout.spec("activations", HEADS), layout.spec("activations", ("batch", "time"))
+    specs = (split, split, split, None if segment_ids is None else tokens)
+    return jax.shard_map(local, mesh=layout.mesh, in_specs=specs, out_specs=split, check_vma=False)(
+        q, k, v, segment_ids
+    )
+
+
+def spread(x: Float[Array, "batch time kv_heads dim"]) -> Float[Array, "batch time more dim"]:
+    """Key or value heads, repeated where `tensor` does not divide them: a device has those of its queries."""
+    layout = current()
+    parts = 1 if layout is None else layout.parts("activations", "heads")
+    if x.shape[2] % parts == 0:
+        return x
+    return constrain(jnp.repeat(x, parts // math.gcd(parts, x.shape[2]), axis=2), *HEADS)
+
+
+def places(layout: Layout | None, length: int, window: int | None) -> np.ndarray | None:
+    """For each index of a time split over `context`, the position that lies there; None: its own."""
+    devices = 1 if layout is None else layout.parts("activations", "time")
+    return None if devices == 1 or window is not None else ring.places(length, devices)
+
+
+@dataclass(frozen=True)
+class _Split:
+    """Which mesh axes of more than one device split what."""
+
+    rows: tuple[str, ...]  # the table's rows
+    batch: tuple[str, ...]  # its columns, and the batch too
+    time: tuple[str, ...]  # its columns, and the time too
+    tokens: Axes
+
+    @classmethod
+    def over(cls, layout: Layout, axes: Axes) -> _Split | None:
+        """None where devices hold parts of the columns and the same tokens: nothing could be exchanged."""
+        rows, columns = (layout.over("gradients", axis) for axis in axes)
+        batch, time = layout.over("activations", "batch"), layout.over("activations", "time")
+        if not set(columns) <= {*batch, *time} or not set(rows) <= set(layout.over("activations", "stream")):
+            return None
+        batch, time = (tuple(axis for axis in columns if axis in tokens) for tokens in (batch, time))
+        return cls(rows, batch, time, ("batch", "time" if rows else "stream"))
+
+    def find(self, table: Float[Array, "rows part"], ids: Int[Array, "b t"]) -> Float[Array, "b s embed"]:
+        for dim, over in enumerate((self.batch, self.time)):
+            ids = jax.lax.all_gather(ids, over, axis=dim, tiled=True) if over else ids
+        if self.rows:
+            ids = ids - jax.lax.axis_index(self.rows) * table.shape[0]
+            held = (ids >= 0) & (ids < table.shape[0])
+            x = jnp.where(held[..., None], table.at[ids].get(mode="clip"), jnp.zeros((), table.dtype))
+            # Within each part of the time that other devices asked for, so that each gets its own part of the sum.
+            parts = jax.lax.axis_size(self.time) if self.time else 1
+            x = x.reshape(ids.shape[0], parts, -1, table.shape[1])
+            x = jax.lax.psum_scatter(x, self.rows, scatter_dimension=2, tiled=True)
+            x = x.reshape(ids.shape[0], -1, table.shape[1])
+        else:
+            x = jnp.take(table, ids, axis=0)
+        for dim, over in ((1, self.time), (0, self.batch)):
+            x = jax.lax.all_to_all(x, over, dim, 2, tiled=True) if over else x
+        return x
