@@ -79,7 +79,7 @@ def plan(
         raise UserError("CONFIG: missing; give a YAML file such as configs/demo.yaml, or --target list")
     if target and simulate:
         raise UserError(f"--simulate {simulate} and --target {target} say the same thing; give one")
-    cfg = _load(config, overrides, simulate)
+    cfg = _load(config, overrides, simulate, only_compile=True)
     from jaxmem import planning
 
     with _only_json(as_json):
@@ -214,18 +214,18 @@ def _said(error: UserError | typer.TyperException) -> str:
     return error.format_message() + (f" ({context.command_path} --help)" if context else "")
 
 
-def _load(config: Path, overrides: list[str] | None, simulate: int | None) -> Config:
+def _load(config: Path, overrides: list[str] | None, simulate: int | None, *, only_compile: bool = False) -> Config:
     """The config, checked before jax is even imported, and the devices for it."""
     from jaxmem.config import load_config
 
     cfg = load_config(config, overrides or [])
-    _devices(simulate)
+    _devices(simulate, only_compile=only_compile)
     return cfg
 
 
-def _devices(simulate: int | None) -> None:
+def _devices(simulate: int | None, *, only_compile: bool = False) -> None:
     if simulate is None:
-        devices.stay_on_cpu_without_gpu()
+        devices.stay_on_cpu_without_gpu(only_compile=only_compile)
     else:
         devices.simulate(simulate)
 

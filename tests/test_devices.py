@@ -53,6 +53,18 @@ def test_cuda_wheels_without_a_gpu_are_left_alone(
     assert os.environ.get("JAX_PLATFORMS") == expected
 
 
+@pytest.mark.parametrize(("only_compile", "kept"), [(False, 1), (True, 0)])
+def test_compiling_alone_leaves_malloc_its_pools(
+    monkeypatch: pytest.MonkeyPatch, only_compile: bool, kept: int
+) -> None:
+    calls: list[None] = []
+    monkeypatch.setattr(os, "environ", {})
+    monkeypatch.setattr(devices, "has_nvidia_gpu", lambda: False)
+    monkeypatch.setattr(devices, "keep_freed_memory", lambda: calls.append(None))
+    devices.stay_on_cpu_without_gpu(only_compile=only_compile)
+    assert len(calls) == kept
+
+
 @pytest.mark.parametrize(
     ("kind", "peak"),
     [

@@ -32,9 +32,9 @@ def plan(cfg: Config, target: str | None = None, *, reserve_gib: float | None = 
     aim = local_target(jax.devices()) if target is None else parse_target(target)
     limit = aim.memory - reserved(aim.count, reserve_gib)
     built = program(cfg, target_devices(aim, limit))
-    others = {"initialise": built.lower_initialise()}
+    others = {"initialise": built.lower_initialise}
     if built.cfg.train.evaluate_every:
-        others["evaluate"] = built.lower_evaluate()
+        others["evaluate"] = built.lower_evaluate
     with listening() as remarks:
         step, sized = compile_all(built.lower_step(), others, here=aim.is_here)
         unlimited = None

@@ -11,7 +11,7 @@ import os
 import re
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -73,16 +73,17 @@ def _stats(executable: jax.stages.Compiled) -> Any:
 
 
 def compile_all(
-    step: jax.stages.Lowered, others: Mapping[str, jax.stages.Lowered], *, here: bool
+    step: jax.stages.Lowered, others: Mapping[str, Callable[[], jax.stages.Lowered]], *, here: bool
 ) -> tuple[Compiled, dict[str, jax.stages.Compiled]]:
-    """The step with all that is to be known of it, other programs for their size, side by side.
+    """The step with all that is to be known of it, other programs for their size, side by side: while XLA works on
+    one, jax lowers the next.
 
     `here`: the devices are this machine's.
     """
     with contextlib.nullcontext() if here else _without_cache(), ThreadPoolExecutor(1 + len(others)) as pool:
         compiled = pool.submit(_compile_here if here else _compile_elsewhere, step)
         options = None if here else _DEVICELESS
-        sized = {name: pool.submit(lowered.compile, options) for name, lowered in others.items()}
+        sized = {name: pool.submit(lower().compile, options) for name, lower in others.items()}
         return compiled.result(), {name: one.result() for name, one in sized.items()}
 
 

@@ -10,6 +10,7 @@ import threading
 from collections import Counter
 from pathlib import Path
 
+import jax
 import pytest
 
 from jaxmem import planning
@@ -34,7 +35,10 @@ CONFIG = config(
 
 @pytest.fixture(scope="module")
 def planned() -> Plan:
-    return planning.plan(CONFIG, "h100-80gb:2x4")
+    before = len(jax.live_arrays())
+    found = planning.plan(CONFIG, "h100-80gb:2x4")
+    assert len(jax.live_arrays()) == before, "a plan allocates no array"
+    return found
 
 
 def test_the_parts_are_the_whole(planned: Plan) -> None:
