@@ -45,6 +45,7 @@ BINDING = {
     "data__mixture__1__weight": 2.0,
     "batch__global_size": 16,
     "precision__parameters": "bfloat16",
+    "precision__master": "float32",
     "optimizer__name": "adam",
 }
 HARMLESS = {

@@ -166,4 +166,13 @@ def _mesh(cfg: Config) -> Iterator[str]:
         yield f"{rest[1]}: only one axis can be -1, and {rest[0]} is"
 
 
-RULES = (_run, _decoder, _image_model, _objective, _sources, _data, _batch, _mesh)
+def _precision(cfg: Config) -> Iterator[str]:
+    precision = cfg.precision
+    if precision.master == precision.parameters:
+        yield (
+            f"precision.master: {precision.master} copies weights that rest in {precision.parameters} already;"
+            " use precision.parameters=bfloat16, or precision.master=none"
+        )
+
+
+RULES = (_run, _decoder, _image_model, _objective, _sources, _data, _batch, _mesh, _precision)

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import optax
 
 from jaxmem import config
+from jaxmem.optim.master import with_master
 from jaxmem.sharding import Axes, is_axes
 
 
@@ -72,3 +73,6 @@ def _standard_promotion(function: Callable[..., Any]) -> Callable[..., Any]:
             return function(*args)
 
     return call
+
+
+__all__ = ["apply", "build", "global_norm", "schedule", "with_master"]

@@ -8,6 +8,7 @@ what no buffer accounts for (gaps between buffers, tables of pointers) is `other
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -28,6 +29,7 @@ SAVED, LOGITS, ALL_SCORES = "saved for the backward pass", "logits", "attention:
 GATHERED, COPIES = "weights: gathered or cast", "weights: copies"
 UPDATES = "updates"
 _SUMS = ("summed or scaled", UPDATES)  # before the optimizer and after it
+_MASTER = re.compile(r"^state\.opt_state.*\.master\b")  # of `optim.with_master`
 _ROLES = {WEIGHTS: "parameters", OPTIMIZER: "optimizer", BATCH: "batch", OTHER: "other", NOWHERE: "other"}
 
 
@@ -115,7 +117,8 @@ class Breakdown:
         for one in self.allocations:
             if one.kind == "argument" and not one.on_host:
                 path, shape = inputs[one.parameter].op_name, inputs[one.parameter].shape
-                yield Item(_ROLES[role(path)], "argument", one.size, path, "", shape)
+                part = "master" if _MASTER.search(path) else _ROLES[role(path)]
+                yield Item(part, "argument", one.size, path, "", shape)
 
     def _outputs(self) -> Iterator[Item]:
         for one in self.allocations:

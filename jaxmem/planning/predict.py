@@ -23,7 +23,7 @@ def predict(built: Program) -> dict[str, int | None]:
     cfg, mesh = built.cfg, built.layout.mesh.shape
     width = np.dtype(getattr(jax.numpy, cfg.precision.parameters)).itemsize
 
-    def share(from_stage: int, numbers: int) -> int:
+    def share(from_stage: int, numbers: int, width: int = width) -> int:
         split = mesh["tensor"] * (mesh["fsdp"] * mesh["context"] if cfg.zero >= from_stage else 1)
         return built.parameters * width * numbers // split
 
@@ -33,7 +33,8 @@ def predict(built: Program) -> dict[str, int | None]:
     )
     parts: dict[str, int | None] = {
         "parameters": share(3, 1),
-        "optimizer": share(1, 2),
+        "master": share(1, 1, 4) if cfg.precision.master == "float32" else 0,
+        "optimizer": share(1, 2, 4) if cfg.precision.master == "float32" else share(1, 2),
         # Of one micro-batch, and their sum, which lies where the optimizer wants it.
         "gradients": share(2, 1) + (share(1, 1) if cfg.batch.accumulate > 1 else 0),
         "activations": _activations(built, cfg.model) if isinstance(cfg.model, Decoder) else None,

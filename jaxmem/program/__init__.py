@@ -62,7 +62,8 @@ class Program:
 
     @cached_property
     def optimizer(self) -> optax.GradientTransformation:
-        return optim.build(self.cfg.optimizer, self.learning_rate, self.axes)
+        tx = optim.build(self.cfg.optimizer, self.learning_rate, self.axes)
+        return tx if self.cfg.precision.master == "none" else optim.with_master(tx)
 
     @cached_property
     def state(self) -> TrainState:

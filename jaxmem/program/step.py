@@ -19,7 +19,7 @@ from flax import nnx
 from jaxmem import optim
 from jaxmem.precision import Params
 from jaxmem.program.objective import Batch, Objective, Sums, means
-from jaxmem.sharding import Axes, constrain, is_axes
+from jaxmem.sharding import Axes, Role, constrain, is_axes
 
 Metrics = dict[str, jax.Array]
 Micro = Callable[[Batch, jax.Array], tuple[Params, Sums]]
@@ -52,14 +52,16 @@ def make_step(
     def step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
         def micro(batch: Batch, key: jax.Array) -> tuple[Params, Sums]:
             grads, sums = jax.grad(summed, has_aux=True)(state.params, batch, key)
-            return _pinned(grads, axes), sums
+            # Where the layout wants them, so that they are reduced into their parts and never held whole.
+            return _pinned(grads, axes, "gradients"), sums
 
         key = jax.random.fold_in(jax.random.key(seed), state.step)
         grads, sums = _accumulated(micro, batch, key)
         count = jnp.maximum(sums["count"], 1.0)
         grads = jax.tree.map(lambda g: (g.astype(jnp.float32) / count).astype(g.dtype), grads)
         updates, opt_state = tx.update(grads, state.opt_state, state.params)
-        params = optim.apply(state.params, updates)
+        # Cast where the optimizer's state lies, then gathered, or whole float32 updates would travel.
+        params = _pinned(optim.apply(state.params, updates), axes, "optimizer")
         metrics = means(sums) | {
             "count": sums["count"],
             "gradient_norm": optim.global_norm(grads),
@@ -85,10 +87,8 @@ def _accumulated(micro: Micro, batch: Batch, key: jax.Array) -> tuple[Params, Su
     return jax.lax.scan(add, zeros, (batch, keys))[0]
 
 
-def _pinned(grads: Params, axes: Any) -> Params:
-    """Gradients where the layout wants them, so that they are reduced into their parts and never held whole."""
+def _pinned(tree: Params, axes: Any, role: Role) -> Params:
+    def pin(axes: Axes, x: jax.Array) -> jax.Array:
+        return constrain(x, *axes, role=role)
 
-    def pin(axes: Axes, g: jax.Array) -> jax.Array:
-        return constrain(g, *axes, role="gradients")
-
-    return jax.tree.map(pin, axes, grads, is_leaf=is_axes)
+    return jax.tree.map(pin, axes, tree, is_leaf=is_axes)

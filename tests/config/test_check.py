@@ -26,6 +26,14 @@ def lines(base: dict, *overrides: str) -> list[str]:
 @pytest.mark.parametrize(
     ("base", "overrides", "line"),
     [
+        (
+            TEXT,
+            ["precision.master=float32"],
+            (
+                "precision.master: float32 copies weights that rest in float32 already; use precision.parameters=bfloat16,"
+                " or precision.master=none"
+            ),
+        ),
         (TEXT, ["name=a/b"], "name: 'a/b' names a directory: letters, digits, and . _ - after the first"),
         (TEXT, ["name=.."], "name: '..' names a directory: letters, digits, and . _ - after the first"),
         (TEXT, ["train.tokens=5"], "train.steps: give either train.steps or train.tokens, not both"),
