@@ -147,6 +147,30 @@ def _batch(cfg: Config) -> Iterator[str]:
         yield f"batch.accumulate: {accumulate} does not divide batch.global_size {size}"
 
 
+def _precision(cfg: Config) -> Iterator[str]:
+    precision = cfg.precision
+    if precision.rounding == "stochastic" and precision.parameters != "bfloat16":
+        yield (
+            f"precision.rounding: stochastic is for weights that rest in bfloat16, not in {precision.parameters}; "
+            "give precision.parameters=bfloat16"
+        )
+    if precision.master == precision.parameters:
+        yield (
+            f"precision.master: {precision.master} copies weights that rest in {precision.parameters} already;"
+            " use precision.parameters=bfloat16, or precision.master=none"
+        )
+    if precision.rounding == "stochastic" and precision.master != "none":
+        yield (
+            f"precision.rounding: with precision.master: {precision.master} no update is lost in rounding; "
+            "use one of the two"
+        )
+    if precision.loss_scale != "none" and precision.compute != "float16":
+        yield (
+            f"precision.loss_scale: only float16 gradients need it, not precision.compute: {precision.compute}; "
+            "use none"
+        )
+
+
 def _mesh(cfg: Config) -> Iterator[str]:
     axes = {axis: getattr(cfg.mesh, axis) for axis in Mesh.model_fields}
     for axis, size in axes.items():
@@ -166,13 +190,4 @@ def _mesh(cfg: Config) -> Iterator[str]:
         yield f"{rest[1]}: only one axis can be -1, and {rest[0]} is"
 
 
-def _precision(cfg: Config) -> Iterator[str]:
-    precision = cfg.precision
-    if precision.master == precision.parameters:
-        yield (
-            f"precision.master: {precision.master} copies weights that rest in {precision.parameters} already;"
-            " use precision.parameters=bfloat16, or precision.master=none"
-        )
-
-
-RULES = (_run, _decoder, _image_model, _objective, _sources, _data, _batch, _mesh, _precision)
+RULES = (_run, _decoder, _image_model, _objective, _sources, _data, _batch, _precision, _mesh)

@@ -156,8 +156,10 @@ class Mesh(Section):
 
 class Precision(Section):
     parameters: Literal["float32", "bfloat16"] = "float32"
-    compute: Literal["auto", "float32", "bfloat16"] = "auto"  # bfloat16 on accelerators, float32 on CPU
+    compute: Literal["auto", "float32", "bfloat16", "float16"] = "auto"  # bfloat16 on accelerators, float32 on CPU
     master: Literal["none", "float32"] = "none"  # a copy of the weights that the optimizer updates
+    rounding: Literal["nearest", "stochastic"] = "nearest"  # of updated weights
+    loss_scale: Literal["none", "dynamic"] | Positive = "none"
 
 
 class Memory(Section):

@@ -7,6 +7,7 @@ with the weight itself (Kingma and Ba, arXiv:1412.6980; Loshchilov and Hutter, a
 from __future__ import annotations
 
 import functools
+import zlib
 from collections.abc import Callable
 from typing import Any
 
@@ -16,6 +17,7 @@ import optax
 
 from jaxmem import config
 from jaxmem.optim.master import with_master
+from jaxmem.precision import rounded
 from jaxmem.sharding import Axes, is_axes
 
 
@@ -50,13 +52,30 @@ def build(cfg: config.Optimizer, learning_rate: optax.Schedule, axes: Any) -> op
     return optax.GradientTransformation(_standard_promotion(chained.init), _standard_promotion(chained.update))
 
 
-def apply(params: Any, updates: Any) -> Any:
-    """The one place where weights change: added in float32, stored as they were."""
+def apply(params: Any, updates: Any, key: jax.Array | None = None, axes: Any = None) -> Any:
+    """The one place where weights change: added in float32, stored as they were; with a key rounded stochastically.
 
-    def add(w: jax.Array, u: jax.Array) -> jax.Array:
-        return (w.astype(jnp.float32) + u.astype(jnp.float32)).astype(w.dtype)
+    Each leaf, and each layer of a leaf whose `axes` begin with `layer`, draws from a key of its own: a layer that is
+    updated alone is rounded as it would be among all.
+    """
 
-    return jax.tree.map(add, params, updates)
+    def add(path: Any, w: jax.Array, u: jax.Array, axes: Axes | None) -> jax.Array:
+        new = w.astype(jnp.float32) + u.astype(jnp.float32)
+        if key is None:
+            return new.astype(w.dtype)
+        own = leaf_key(key, path)
+        if axes is None or axes[:1] != ("layer",):
+            return rounded(new, w.dtype, own)
+        keys = jax.vmap(lambda layer: jax.random.fold_in(own, layer))(jnp.arange(w.shape[0]))
+        return jax.vmap(lambda x, k: rounded(x, w.dtype, k))(new, keys)
+
+    axes = jax.tree.map(lambda _: None, params) if axes is None else axes
+    return jax.tree_util.tree_map_with_path(add, params, updates, axes)
+
+
+def leaf_key(key: jax.Array, path: Any) -> jax.Array:
+    """A leaf's own key, by its name."""
+    return jax.random.fold_in(key, zlib.crc32(jax.tree_util.keystr(path).encode()))
 
 
 def global_norm(tree: Any) -> jax.Array:

@@ -26,6 +26,7 @@ from jaxmem.errors import UserError
 from jaxmem.exchange import places
 from jaxmem.leaves import state_axes
 from jaxmem.precision import Params
+from jaxmem.program import scaling
 from jaxmem.program.objective import Batch, Sums, objective
 from jaxmem.program.step import TrainState, make_step
 from jaxmem.sharding import Axes, Layout, Role, is_axes, layout_for
@@ -74,6 +75,7 @@ class Program:
             step=self._placed("weights", (), shapes.step),
             params=self._placed("weights", self.axes, shapes.params),
             opt_state=self._placed("optimizer", opt_axes, shapes.opt_state),
+            loss_scale=self._placed("optimizer", jax.tree.map(lambda _: (), shapes.loss_scale), shapes.loss_scale),
         )
 
     @cached_property
@@ -106,7 +108,9 @@ class Program:
     def lower_step(self) -> jax.stages.Lowered:
         """The training step; its state is donated."""
         loss = objective(self.cfg.objective)
-        step = make_step(self.graphdef, self.axes, loss, self.optimizer, self.learning_rate, self.cfg.seed)
+        step = make_step(
+            self.graphdef, self.axes, loss, self.optimizer, self.learning_rate, self.cfg.seed, self.cfg.precision
+        )
         places = jax.tree.map(lambda x: x.sharding, self.state)
         with self.layout:
             jitted = jax.jit(
@@ -162,7 +166,8 @@ class Program:
 
     def _initial(self, key: jax.Array) -> TrainState:
         params = precision.stored(nnx.to_pure_dict(nnx.state(self._build(key))), self.cfg.precision)
-        return TrainState(jnp.zeros((), jnp.int32), params, self.optimizer.init(params))
+        scale = scaling.initial(self.cfg.precision.loss_scale)
+        return TrainState(jnp.zeros((), jnp.int32), params, self.optimizer.init(params), scale)
 
     def _placed(self, role: Role, axes: Any, shapes: Any) -> Any:
         """Shapes with their places."""

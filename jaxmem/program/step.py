@@ -17,11 +17,15 @@ import optax
 from flax import nnx
 
 from jaxmem import optim
+from jaxmem.config import Precision
 from jaxmem.precision import Params
+from jaxmem.program import scaling
 from jaxmem.program.objective import Batch, Objective, Sums, means
+from jaxmem.program.scaling import LossScale
 from jaxmem.sharding import Axes, Role, constrain, is_axes
 
 Metrics = dict[str, jax.Array]
+_ROUNDING = 2**31 - 1  # folded into a step's key: what rounds weights, beside what drops activations
 Micro = Callable[[Batch, jax.Array], tuple[Params, Sums]]
 
 
@@ -33,6 +37,7 @@ class TrainState:
     step: jax.Array  # updates done
     params: Params
     opt_state: Any
+    loss_scale: LossScale | None = None
 
 
 def make_step(
@@ -42,32 +47,48 @@ def make_step(
     tx: optax.GradientTransformation,
     learning_rate: optax.Schedule,
     seed: int,
+    precision: Precision,
 ) -> Callable[[TrainState, Batch], tuple[TrainState, Metrics]]:
     """The training step. Leaves of the batch are [accumulate, rows, ...]; `axes` are the parameters'."""
 
-    def summed(params: Params, batch: Batch, key: jax.Array) -> tuple[jax.Array, Sums]:
-        sums = objective(nnx.merge(graphdef, params), batch, key)
-        return sums["loss"], sums
-
     def step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
+        scale = jnp.float32(1)
+        if state.loss_scale:  # of a mean over a micro-batch, as everywhere else; objectives give sums
+            scale = state.loss_scale.scale / batch["mask"][0].size
+
+        def summed(params: Params, batch: Batch, key: jax.Array) -> tuple[jax.Array, Sums]:
+            sums = objective(nnx.merge(graphdef, params), batch, key)
+            return sums["loss"] * scale, sums
+
         def micro(batch: Batch, key: jax.Array) -> tuple[Params, Sums]:
             grads, sums = jax.grad(summed, has_aux=True)(state.params, batch, key)
             # Where the layout wants them, so that they are reduced into their parts and never held whole.
             return _pinned(grads, axes, "gradients"), sums
 
+        def updated(grads: Params) -> tuple[Params, Any]:
+            updates, opt_state = tx.update(grads, state.opt_state, state.params)
+            draws = jax.random.fold_in(key, _ROUNDING) if precision.rounding == "stochastic" else None
+            params = optim.apply(state.params, updates, draws, axes)
+            # Cast where the optimizer's state lies, then gathered, or whole float32 updates would travel.
+            return _pinned(params, axes, "optimizer"), opt_state
+
         key = jax.random.fold_in(jax.random.key(seed), state.step)
         grads, sums = _accumulated(micro, batch, key)
         count = jnp.maximum(sums["count"], 1.0)
-        grads = jax.tree.map(lambda g: (g.astype(jnp.float32) / count).astype(g.dtype), grads)
-        updates, opt_state = tx.update(grads, state.opt_state, state.params)
-        # Cast where the optimizer's state lies, then gathered, or whole float32 updates would travel.
-        params = _pinned(optim.apply(state.params, updates), axes, "optimizer")
+        grads = jax.tree.map(lambda g: (g.astype(jnp.float32) / (count * scale)).astype(g.dtype), grads)
+        norm = optim.global_norm(grads)
         metrics = means(sums) | {
             "count": sums["count"],
-            "gradient_norm": optim.global_norm(grads),
+            "gradient_norm": norm,
             "learning_rate": learning_rate(state.step),
         }
-        return TrainState(state.step + 1, params, opt_state), metrics
+        if state.loss_scale is None:
+            return TrainState(state.step + 1, *updated(grads)), metrics
+        finite = jnp.isfinite(norm)
+        params, opt_state = jax.lax.cond(finite, updated, lambda _: (state.params, state.opt_state), grads)
+        loss_scale = scaling.after(state.loss_scale, finite, dynamic=precision.loss_scale == "dynamic")
+        metrics |= {"loss_scale": loss_scale.scale, "skipped": loss_scale.skipped}
+        return TrainState(state.step + 1, params, opt_state, loss_scale), metrics
 
     return step
 

@@ -30,8 +30,8 @@ def lines(base: dict, *overrides: str) -> list[str]:
             TEXT,
             ["precision.master=float32"],
             (
-                "precision.master: float32 copies weights that rest in float32 already; use precision.parameters=bfloat16,"
-                " or precision.master=none"
+                "precision.master: float32 copies weights that rest in float32 already;"
+                " use precision.parameters=bfloat16, or precision.master=none"
             ),
         ),
         (TEXT, ["name=a/b"], "name: 'a/b' names a directory: letters, digits, and . _ - after the first"),
