@@ -50,9 +50,11 @@ Json = Annotated[bool, typer.Option("--json", help="Print one JSON object and no
 def train(config: ConfigFile, overrides: Overrides = None, simulate: Simulate = None) -> None:
     """Train, or go on where the run stopped."""
     cfg = _load(config, overrides, simulate)
-    from jaxmem.training.run import run
+    with _joined(cfg):
+        from jaxmem.training.run import run
 
-    raise typer.Exit(run(cfg).exit_code)
+        code = run(cfg).exit_code
+    raise typer.Exit(code)
 
 
 @app.command()
@@ -98,19 +100,20 @@ def generate(
 ) -> None:
     """Continue a text with what was trained."""
     _devices(simulate)
-    import numpy as np
+    with _joined(_config_of(run)):
+        import numpy as np
 
-    from jaxmem import decode
-    from jaxmem.data import tokenizer_for
-    from jaxmem.trained import open_run
+        from jaxmem import decode
+        from jaxmem.data import tokenizer_for
+        from jaxmem.trained import open_run
 
-    program, params = open_run(run)
-    tokenizer = tokenizer_for(program.cfg.data.tokenizer)
-    given = np.array([*tokenizer.begin, *tokenizer.encode(prompt)], np.int32)
-    ids = decode.generate(program, params, given, tokens, temperature=temperature, seed=seed, end=tokenizer.end)
-    for piece in itertools.chain([prompt], _pieces(tokenizer.decode, ids)):
-        print(piece, end="", flush=True)
-    print()
+        program, params = open_run(run)
+        tokenizer = tokenizer_for(program.cfg.data.tokenizer)
+        given = np.array([*tokenizer.begin, *tokenizer.encode(prompt)], np.int32)
+        ids = decode.generate(program, params, given, tokens, temperature=temperature, seed=seed, end=tokenizer.end)
+        for piece in itertools.chain([prompt], _pieces(tokenizer.decode, ids), ["\n"]):
+            if _is_first():
+                print(piece, end="", flush=True)
 
 
 @app.command()
@@ -122,14 +125,17 @@ def evaluate(
 ) -> None:
     """Loss and perplexity on text it never saw."""
     _devices(simulate)
-    from jaxmem.evaluate import evaluate
+    with _joined(_config_of(run)):
+        from jaxmem.evaluate import evaluate
 
-    with _only_json(as_json):
-        result = evaluate(run, data)
-    if as_json:
-        _show(result)
-    else:
-        print("  ".join(f"{name} {value:.4g}" for name, value in result.items()))
+        with _only_json(as_json):
+            result = evaluate(run, data)
+        if not _is_first():
+            pass
+        elif as_json:
+            _show(result)
+        else:
+            print("  ".join(f"{name} {value:.4g}" for name, value in result.items()))
 
 
 @app.command()
@@ -175,6 +181,20 @@ def bench_step(
     print(f"losses differ by {found['largest_loss_difference']:.1e} at most")
 
 
+@app.command(context_settings={"allow_interspersed_args": False})
+def launch(
+    command: Annotated[list[str], typer.Argument(metavar="-- COMMAND", help="What each of them runs.")],
+    processes: Annotated[int, typer.Option("-n", metavar="P", min=1, help="How many.")],
+    devices: Annotated[
+        int | None, typer.Option(metavar="D", min=1, help="Simulated CPU devices of each.", show_default=False)
+    ] = None,
+) -> None:
+    """P processes of one command on this host, as one program (Slurm, MPI and Kubernetes need no launcher)."""
+    from jaxmem.distributed.launch import launch
+
+    raise typer.Exit(launch(command, processes, devices))
+
+
 @app.command()
 def doctor(as_json: Json = False) -> None:
     """Driver, wheels, memory in use, what works here."""
@@ -194,7 +214,7 @@ def schema() -> None:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Run one command and exit: 0 done, 2 a mistake in what was given, 130 interrupted."""
+    """Run one command and exit: 0 done, 2 a mistake in what was given, 75 try again, 130 interrupted."""
     arguments = sys.argv[1:] if arguments is None else arguments
     try:
         code = app(arguments or ["--help"], prog_name="jaxmem", standalone_mode=False)
@@ -228,6 +248,32 @@ def _devices(simulate: int | None, *, only_compile: bool = False) -> None:
         devices.stay_on_cpu_without_gpu(only_compile=only_compile)
     else:
         devices.simulate(simulate)
+
+
+@contextlib.contextmanager
+def _joined(cfg: Config | None) -> Iterator[None]:
+    """Together with the processes that were started beside this one, if any. Nothing has started jax before."""
+    from jaxmem.config import Cluster
+    from jaxmem.distributed.join import joined
+
+    cluster = cfg.cluster if cfg else Cluster()
+    with joined(cluster.heartbeat, cluster.start_timeout):
+        yield
+
+
+def _config_of(run: Path) -> Config | None:
+    """None where no run is: that is told later, by what reads it."""
+    from jaxmem.config import load_config
+
+    file = run / "config.yaml"
+    return load_config(file) if file.is_file() else None
+
+
+def _is_first() -> bool:
+    """Of several processes, the one that prints."""
+    import jax
+
+    return jax.process_index() == 0
 
 
 def _pieces(decode: Callable[[list[int]], str], ids: Iterable[int]) -> Iterator[str]:

@@ -11,7 +11,7 @@ import importlib.metadata
 import os
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from jaxmem import hardware
 from jaxmem.errors import UserError
@@ -36,14 +36,7 @@ def simulate(count: int) -> None:
     jaxmem.errors.UserError: cannot simulate 3 devices: jax has already started with 8 cpu devices
     """
     keep_freed_memory()
-    flags = os.environ.get("XLA_FLAGS", "").split()
-    given = {flag.split("=")[0] for flag in flags}
-    os.environ["XLA_FLAGS"] = " ".join(flags + [f"{name}={s}" for name, s in _PATIENCE.items() if name not in given])
-    os.environ["JAX_PLATFORMS"] = "cpu"
-    os.environ["JAX_NUM_CPU_DEVICES"] = str(count)
-    # XLA has a thread for each device. A program that waits to start takes some of them, and a collective of the one
-    # before then waits for its last participant forever (jax 0.10): so there are more.
-    os.environ.setdefault("PJRT_NPROC", str(3 * count))
+    os.environ.update(simulated(count))
     if "jax" not in sys.modules:
         return
     import jax
@@ -58,6 +51,20 @@ def simulate(count: int) -> None:
         raise UserError(
             f"cannot simulate {count} devices: jax has already started with {len(seen)} {seen[0].platform} devices"
         )
+
+
+def simulated(count: int) -> dict[str, str]:
+    """The environment in which jax starts with `count` CPU devices."""
+    flags = os.environ.get("XLA_FLAGS", "").split()
+    given = {flag.split("=")[0] for flag in flags}
+    return {
+        "XLA_FLAGS": " ".join(flags + [f"{name}={s}" for name, s in _PATIENCE.items() if name not in given]),
+        "JAX_PLATFORMS": "cpu",
+        "JAX_NUM_CPU_DEVICES": str(count),
+        # XLA has a thread for each device. A program that waits to start takes some of them, and a collective of the
+        # one before then waits for its last participant forever (jax 0.10): so there are more.
+        "PJRT_NPROC": os.environ.get("PJRT_NPROC", str(3 * count)),
+    }
 
 
 def keep_freed_memory() -> None:
@@ -97,6 +104,18 @@ def stay_on_cpu_without_gpu(*, only_compile: bool = False) -> None:
             keep_freed_memory()
         if cuda_wheels():
             os.environ.setdefault("JAX_PLATFORMS", "cpu")
+
+
+def keep_compiled(output: str | Path) -> None:
+    """What is compiled for accelerators is kept in `output/.compiled`, so that a run that starts again, on these hosts
+    or others that share the place, does not compile again. JAX_COMPILATION_CACHE_DIR names another place, and
+    JAX_ENABLE_COMPILATION_CACHE=false turns it off. Not for CPUs: there compiling is quick, and bound to one CPU's
+    instructions."""
+    import jax
+
+    config: Any = jax.config
+    if jax.default_backend() != "cpu" and config.jax_compilation_cache_dir is None:
+        config.update("jax_compilation_cache_dir", str(Path(output, ".compiled").absolute()))
 
 
 def peak_flops(device: jax.Device) -> float | None:

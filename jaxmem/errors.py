@@ -1,4 +1,4 @@
-"""The one kind of error that is the user's to mend, and how to name the nearest right thing."""
+"""The kinds of error that are not the program's own, and how to name the nearest right thing."""
 
 from __future__ import annotations
 
@@ -10,6 +10,12 @@ class UserError(Exception):
     """A mistake in what was given. Its text is one clear line; the command line exits with 2."""
 
     exit_code = 2
+
+
+class TemporaryError(UserError):
+    """Nothing that was given is wrong: the same command goes on, when what is missing is back."""
+
+    exit_code = 75  # EX_TEMPFAIL of sysexits.h, for whoever requeues
 
 
 def nearest(name: str, known: Iterable[str]) -> str:

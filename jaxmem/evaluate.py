@@ -13,6 +13,7 @@ import jax
 import numpy as np
 
 from jaxmem.data import Corpus, Loader, Split
+from jaxmem.distributed.agree import any_of, in_order
 from jaxmem.errors import UserError
 from jaxmem.program import Program
 from jaxmem.program.objective import Sums, means
@@ -26,7 +27,7 @@ class HeldOut:
 
     def __init__(self, program: Program, corpus: Corpus | None = None, *, split: Split = "held_out") -> None:
         self._program = program
-        self._loader = Loader(program.cfg, split, corpus=corpus)
+        self._loader = Loader(program.cfg, split, program.rows, corpus=corpus, agree=any_of)
         self._sums = program.compiled_evaluate
 
     def __call__(self, params: Any, batches: int | None = None) -> Means:
@@ -43,7 +44,7 @@ class HeldOut:
     def _total(self, params: Any, batches: Iterable[dict[str, np.ndarray]]) -> Sums:
         total: Sums = {}
         for batch in batches:
-            sums = self._sums(params, self._program.place(batch))
+            sums = in_order(self._sums(params, self._program.place(batch)))
             total = jax.tree.map(lambda a, b: a + b, total, sums) if total else sums
         return total
 

@@ -163,6 +163,11 @@ def layout_for(cfg: Config, devices: Sequence[Any]) -> Layout:
     return Layout(Mesh(grid, MESH_AXES, axis_types=(AxisType.Auto,) * len(MESH_AXES)), rules(cfg.zero, undivided(cfg)))
 
 
+def along(mesh: Mesh, axis: str | None) -> NamedSharding:
+    """The first dimension split over one axis of any mesh; None: whole on each device."""
+    return NamedSharding(mesh, PartitionSpec(axis) if axis else PartitionSpec())
+
+
 def constrain(x: jax.Array, *axes: str | None, role: Role = "activations") -> jax.Array:
     """Pin an array to its place. Nothing happens outside a layout."""
     layout = current()

@@ -8,7 +8,7 @@ from typing import Any
 
 import jax
 
-from jaxmem.checkpoint import Checkpoints
+from jaxmem.checkpoint import Checkpoints, place
 from jaxmem.config import Mesh, load_config
 from jaxmem.errors import UserError
 from jaxmem.program import Program, program
@@ -26,7 +26,7 @@ def open_run(directory: str | Path, overrides: Sequence[str] = ()) -> tuple[Prog
     if mesh.replica * mesh.fsdp * mesh.tensor * mesh.context * mesh.stage != len(devices):
         cfg, devices = cfg.model_copy(update={"mesh": Mesh()}), devices[:1]
     built = program(cfg, devices)
-    with Checkpoints(directory / "checkpoints", read_only=True) as checkpoints:
+    with Checkpoints(place(cfg, directory), read_only=True) as checkpoints:
         step = checkpoints.latest()
         if step is None:
             raise UserError(f"{directory}: no checkpoint is there yet")

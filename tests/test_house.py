@@ -16,6 +16,7 @@ LAYERS = (
     ("errors", "devices", "hardware"),
     ("config",),
     ("kernels", "quant", "sharding", "leaves"),
+    ("distributed",),
     ("stack", "precision", "losses", "exchange"),
     ("models", "adapters", "optim"),
     ("data", "checksum", "resume", "checkpoint", "hf"),

@@ -12,7 +12,7 @@ Restoring reads what each device needs, in chunks of at most `CHUNK`, straight t
 mesh costs no more than the same one, and no device ever holds an array that it does not keep.
 """
 
-from jaxmem.checkpoint.files import put_aside
+from jaxmem.checkpoint.files import place, put_aside
 from jaxmem.checkpoint.manager import Best, Checkpoints, DamagedError
 
-__all__ = ["Best", "Checkpoints", "DamagedError", "put_aside"]
+__all__ = ["Best", "Checkpoints", "DamagedError", "place", "put_aside"]

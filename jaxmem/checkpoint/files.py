@@ -8,23 +8,46 @@ import jax
 import orbax.checkpoint as ocp
 from etils import epath
 
+from jaxmem.config import Config
+from jaxmem.errors import UserError
+
+BUCKETS = {"gs": "gcsfs", "s3": "s3fs"}  # what etils opens them with
+
 
 def absolute(path: str | Path | epath.Path) -> epath.Path:
     return epath.Path(path) if "://" in str(path) else epath.Path(Path(path).resolve())
 
 
+def place(cfg: Config, directory: str | Path) -> epath.Path:
+    """Where the checkpoints of a run in `directory` lie; a bucket's library that is not installed is named."""
+    if cfg.checkpoint.path is None:
+        return absolute(Path(directory, "checkpoints"))
+    try:
+        found = absolute(cfg.checkpoint.path) / cfg.name
+        found.exists()
+    except ImportError as error:
+        scheme = cfg.checkpoint.path.partition("://")[0]
+        package = BUCKETS.get(scheme, error.name)
+        raise UserError(f"checkpoint.path: {scheme}:// needs {package}; pip install {package}") from error
+    return found
+
+
 def put_aside(path: str | Path | epath.Path) -> epath.Path | None:
     """Rename what lies at `path` to `NAME.old-1` (or the next free number), so that nothing of it is mixed with what
-    comes, and nothing is lost. None if there is nothing. `checkpoint.resume=never` starts with this."""
+    comes, and nothing is lost. None if there is nothing. `checkpoint.resume=never` starts with this. All processes
+    call it together; the first one renames."""
     path = absolute(path)
-    if not path.exists() or (path.is_dir() and not any(path.iterdir())):
-        target = None
-    else:
-        stem, suffix = (path.name, "") if path.is_dir() else (path.stem, path.suffix)
-        numbered = (path.parent / f"{stem}.old-{n}{suffix}" for n in range(1, 1 << 20))
-        target = next(candidate for candidate in numbered if not candidate.exists())
+    target = None
+    if path.exists() and (path.is_file() or any(path.iterdir())):
+        target = free_name(path)
     ocp.multihost.sync_global_processes(f"put aside: looked at {path.name}")
     if target is not None and jax.process_index() == 0:
         path.rename(target)
     ocp.multihost.sync_global_processes(f"put aside: moved {path.name}")
     return target
+
+
+def free_name(path: epath.Path) -> epath.Path:
+    stem, suffix = (path.name, "") if path.is_dir() else (path.stem, path.suffix)
+    numbered = (path.parent / f"{stem}.old-{n}{suffix}" for n in range(1, 1 << 20))
+    return next(candidate for candidate in numbered if not candidate.exists())

@@ -17,9 +17,9 @@ import orbax.checkpoint as ocp
 from etils import epath
 
 from jaxmem.checkpoint.failures import FAILURES, one_failure, why
-from jaxmem.checkpoint.files import absolute, put_aside
+from jaxmem.checkpoint.files import absolute, free_name, put_aside
 from jaxmem.checksum import checksum
-from jaxmem.errors import UserError
+from jaxmem.errors import TemporaryError, UserError
 
 CHUNK = 64 << 20  # bytes; the most that is decoded at once to restore a part of an array
 ROTATED = ".rotated"  # where replaced checkpoints are renamed to, to be deleted from there
@@ -56,6 +56,7 @@ class Checkpoints:
     ) -> None:
         """`read_only` looks without touching: it is safe beside a run that is writing."""
         self.directory = absolute(directory)
+        self._in_bucket = "://" in str(self.directory)  # where a rename copies: there, what is replaced is deleted
         self.every, self.read_only = every, read_only
         self._policy = _Keep(keep, keep_best, losses={})
         self._sweeper: threading.Thread | None = None
@@ -64,6 +65,11 @@ class Checkpoints:
         except FAILURES as error:
             raise UserError(f"cannot keep checkpoints in {self.directory}: {why(error)}") from error
         self._sweep()
+
+    def due(self, step: int, metrics: Mapping[str, float] | None = None, force: bool = False) -> bool:
+        """Whether `save` would: asked first where the position must be gathered from all processes."""
+        loss = None if metrics is None else metrics.get("loss")
+        return bool(force or (self.every and step % self.every == 0) or self._policy.improved(loss))
 
     def save(
         self,
@@ -80,8 +86,7 @@ class Checkpoints:
 
         A save that failed is raised by the next `save` or `wait`; the run may go on after it.
         """
-        loss = None if metrics is None else metrics.get("loss")
-        if not (force or (self.every and step % self.every == 0) or self._policy.improved(loss)):
+        if not self.due(step, metrics, force):
             return False
         if self.read_only:
             raise ValueError("these checkpoints were opened with read_only=True")
@@ -152,6 +157,8 @@ class Checkpoints:
             try:
                 return step, *self.restore(step, abstract_state)
             except DamagedError as error:
+                if jax.process_count() > 1:
+                    self._leave_it(step, error, others=step != steps[0])
                 aside = put_aside(self.directory / str(step))
                 self._reopen()
                 say(f"{error}; put aside as {aside}")
@@ -186,7 +193,7 @@ class Checkpoints:
     def _open(self) -> Any:
         options = ocp.CheckpointManagerOptions(
             preservation_policy=self._policy,
-            todelete_subdir=None if self.read_only else ROTATED,
+            todelete_subdir=None if self.read_only or self._in_bucket else ROTATED,
             cleanup_tmp_directories=not self.read_only,  # what a killed run left half-written
             create=not self.read_only,
             lightweight_initialize=True,  # opening looks at names only, so that a damaged one does not prevent it
@@ -205,8 +212,20 @@ class Checkpoints:
         self._manager.close()
         self._manager = self._open()
 
+    def _leave_it(self, step: int, error: DamagedError, others: bool) -> None:
+        """What one process cannot read, the others may be reading together without it: so all must stop. The next
+        start goes on from an older one, if there are `others`."""
+        if not others:
+            raise error
+        path = self.directory / str(step)
+        aside = free_name(path)
+        with suppress(OSError):  # another process has renamed it already
+            path.rename(aside)
+        raise TemporaryError(f"{error}; put aside as {aside}; the same command goes on from the one before") from error
+
     def _failed(self, step: int | None, error: BaseException) -> UserError:
-        self._reopen()
+        if jax.process_count() == 1:  # opening is done together, and the others know of no failure
+            self._reopen()
         last = max(self._manager.all_steps(), default=None)
         which = "a checkpoint" if step is None else f"the checkpoint of step {step}"
         whole = "there is none yet" if last is None else f"step {last} is whole"
@@ -256,7 +275,7 @@ class Checkpoints:
 
     def _sweep(self) -> None:
         rotated = self.directory / ROTATED
-        if not self.read_only and jax.process_index() == 0 and rotated.exists():
+        if not (self.read_only or self._in_bucket) and jax.process_index() == 0 and rotated.exists():
             for old in rotated.iterdir():
                 old.rmtree()
 

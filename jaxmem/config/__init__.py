@@ -8,6 +8,7 @@ from jaxmem.config.schema import json_schema
 from jaxmem.config.sections import (
     Batch,
     Checkpoint,
+    Cluster,
     Config,
     Convnet,
     Data,
@@ -29,6 +30,7 @@ __all__ = [
     "PRESETS",
     "Batch",
     "Checkpoint",
+    "Cluster",
     "Config",
     "Convnet",
     "Data",

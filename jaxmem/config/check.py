@@ -19,6 +19,7 @@ DIGIT_LEVELS = 17  # a pixel is 0 to 16
 
 NEEDS_PATH = ("text", "jsonl", "parquet", "tokens")
 HAS_FIELDS = ("jsonl", "parquet")
+BUCKETS = ("gs", "s3")
 CROSS_ENTROPY = ("next_token", "classify")
 
 
@@ -47,6 +48,14 @@ def _run(cfg: Config) -> Iterator[str]:
         yield "checkpoint.keep_best: the best is the lowest held-out loss; give train.evaluate_every"
     if train.evaluate_every is not None and data.held_out == 0:
         yield "train.evaluate_every: nothing is held out; give data.held_out more than 0"
+
+
+def _places_to_write(cfg: Config) -> Iterator[str]:
+    if "://" in cfg.output:
+        yield f"output: {cfg.output} is no directory; give a bucket to checkpoint.path, and the logs a directory"
+    scheme, remote, _ = (cfg.checkpoint.path or "").partition("://")
+    if remote and scheme not in BUCKETS:
+        yield f"checkpoint.path: {scheme}:// is not known; use a directory, {' or '.join(f'{b}://' for b in BUCKETS)}"
 
 
 def _decoder(cfg: Config) -> Iterator[str]:
@@ -190,4 +199,15 @@ def _mesh(cfg: Config) -> Iterator[str]:
         yield f"{rest[1]}: only one axis can be -1, and {rest[0]} is"
 
 
-RULES = (_run, _decoder, _image_model, _objective, _sources, _data, _batch, _precision, _mesh)
+RULES = (
+    _run,
+    _places_to_write,
+    _decoder,
+    _image_model,
+    _objective,
+    _sources,
+    _data,
+    _batch,
+    _precision,
+    _mesh,
+)

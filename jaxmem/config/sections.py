@@ -191,10 +191,19 @@ class Train(Section):
 
 
 class Checkpoint(Section):
+    path: str | None = None  # a directory or a bucket (gs://, s3://) for PATH/NAME; none: checkpoints/ of the run
     every: Count | None = None  # updates; the last one is always saved
     keep: Count = 3
     keep_best: bool = False  # also the one with the lowest held-out loss
     resume: Literal["auto", "never"] = "auto"
+
+
+class Cluster(Section):
+    """Several processes, on one host or many."""
+
+    heartbeat: Annotated[int, Field(ge=2)] = 20  # seconds without a sign of life after which a process counts as gone
+    start_timeout: Count = 300  # seconds to wait for all processes to be there
+    preflight: bool = True  # measure how fast they are, and talk, before training
 
 
 class Config(Section):
@@ -212,6 +221,7 @@ class Config(Section):
     optimizer: Optimizer = Optimizer()
     train: Train
     checkpoint: Checkpoint = Checkpoint()
+    cluster: Cluster = Cluster()
 
     @property
     def steps(self) -> int:

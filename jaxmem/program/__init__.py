@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import jax
@@ -133,16 +133,31 @@ class Program:
         with self.layout:
             return jax.jit(evaluate, out_shardings=self.layout.replicated()).lower(self.state.params, self.batch)
 
+    @cached_property
+    def rows(self) -> range:
+        """The columns of the global batch of which this process's devices hold something."""
+        spec = next(iter(self.batch.values()))
+        held = spec.sharding.addressable_devices_indices_map(spec.shape).values()
+        starts, stops, _ = zip(*(index[1].indices(spec.shape[1]) for index in held), strict=True)
+        return range(min(starts), max(stops))
+
     def place(self, batch: dict[str, np.ndarray]) -> dict[str, jax.Array]:
-        """A batch on its devices; each process gives the rows of its own. A time split over `context` is brought into
-        the order in which every device has the same work: losses add up over tokens, whatever their order."""
-        spec, model = self.batch, self.cfg.model
+        """A batch on its devices. Each process gives the rows of its own, whole in all other dimensions. A time split over
+        `context` is brought into the order in which every device has the same work: losses add up over tokens,
+        whatever their order."""
+        first, model = self.rows.start, self.cfg.model
         if isinstance(model, Decoder):
             order = places(self.layout, self.cfg.data.sequence_length, model.window)
             batch = batch if order is None else {name: x[..., order] for name, x in batch.items()}
+
+        def part(x: np.ndarray, index: tuple[slice, ...]) -> np.ndarray:
+            over, rows, *rest = index
+            start, stop, _ = rows.indices(first + x.shape[1])
+            return x[over, start - first : stop - first, *rest]
+
         return {
-            name: jax.make_array_from_process_local_data(spec[name].sharding, x, spec[name].shape)
-            for name, x in batch.items()
+            name: jax.make_array_from_callback(spec.shape, spec.sharding, partial(part, batch[name]))
+            for name, spec in self.batch.items()
         }
 
     @property

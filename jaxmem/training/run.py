@@ -1,12 +1,14 @@
 """A whole run, from a config to a trained model, read from top to bottom.
 
 Compile, then allocate: what cannot be read or compiled leaves nothing behind. What a run leaves is `output/name/`:
-config.yaml, plan.json, metrics.jsonl, checkpoints/.
+config.yaml, plan.json, metrics.jsonl, checkpoints/. Where several processes train together, all of them come through
+here in step: each reads its own rows and writes its own shards, and the first writes and says all the rest.
 """
 
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -14,11 +16,15 @@ from pathlib import Path
 from typing import Any
 
 import jax
+from etils import epath
 
-from jaxmem.checkpoint import Checkpoints, put_aside
+from jaxmem.checkpoint import Checkpoints, place, put_aside
 from jaxmem.config import Config, save_config
-from jaxmem.data import Loader, fingerprint
-from jaxmem.devices import peak_flops
+from jaxmem.data import Loader, fingerprint, merge_states
+from jaxmem.devices import keep_compiled, peak_flops
+from jaxmem.distributed.agree import Vote, any_of, gather, in_order
+from jaxmem.distributed.join import together
+from jaxmem.distributed.preflight import preflight
 from jaxmem.errors import UserError
 from jaxmem.evaluate import HeldOut
 from jaxmem.planning import Plan, ideal_flops, plan_program, readable
@@ -27,9 +33,11 @@ from jaxmem.program.step import TrainState
 from jaxmem.resume import refuse_changes
 from jaxmem.training.profile import Profile
 from jaxmem.training.progress import Progress
-from jaxmem.training.signals import Stop
+from jaxmem.training.signals import Stop, nothing_to_save
 from jaxmem.training.telemetry import Telemetry
 from jaxmem.training.trackers import check_trackers, trackers_for
+
+PATIENCE = 60  # s for what one host has made to be seen by the others
 
 
 @dataclass(frozen=True)
@@ -65,17 +73,19 @@ class DoesNotFitError(UserError):
 
 def run(cfg: Config, devices: Sequence[Any] | None = None) -> Result:
     """Train a config on these devices (by default all that jax sees), or go on where it stopped."""
-    if jax.process_count() > 1:
-        raise UserError(f"this version trains in one process, and here are {jax.process_count()}")
     check_trackers(cfg)
+    keep_compiled(cfg.output)
+    _preflight(cfg)
     built = program(cfg, devices)
     cfg, directory = built.cfg, Path(cfg.output, cfg.name)
-    identity = fingerprint(cfg)
+    kept = place(cfg, directory)
+    identity = _same_everywhere(fingerprint(cfg), "the data's files", "fingerprint")
     if cfg.checkpoint.resume == "auto":
-        _refuse_another_run(cfg, directory, identity)
+        _refuse_another_run(cfg, directory, kept, identity)
 
     with ExitStack() as opened:
-        loader = opened.enter_context(Loader(cfg))
+        opened.enter_context(nothing_to_save())
+        loader = opened.enter_context(Loader(cfg, rows=built.rows, agree=any_of))
         unseen = opened.enter_context(HeldOut(built, loader.corpus)) if cfg.train.evaluate_every else None
         planned = plan_program(built)
         if not planned.fits:
@@ -83,9 +93,13 @@ def run(cfg: Config, devices: Sequence[Any] | None = None) -> Result:
 
         if cfg.checkpoint.resume == "never":
             put_aside(directory)
-        checkpoints = opened.enter_context(_checkpoints(cfg, directory))
-        save_config(cfg, directory / "config.yaml")
-        (directory / "plan.json").write_text(json.dumps(planned.as_json(), indent=2) + "\n")
+            put_aside(kept)
+        _shared(kept)
+        checkpoints = opened.enter_context(_checkpoints(cfg, kept))
+        opened.enter_context(together())  # closing what is above needs all processes
+        if jax.process_index() == 0:
+            save_config(cfg, directory / "config.yaml")
+            (directory / "plan.json").write_text(json.dumps(planned.as_json(), indent=2) + "\n")
         step, state = _restored(built, checkpoints, loader) or (0, built.initialise())
 
         trackers = opened.enter_context(trackers_for(cfg, directory, step))
@@ -93,19 +107,21 @@ def run(cfg: Config, devices: Sequence[Any] | None = None) -> Result:
         progress.say(_opening(planned, step))
         telemetry = Telemetry(progress, trackers)
         profile = opened.enter_context(Profile(directory / "profile", cfg.train.profile))
-        stop = opened.enter_context(Stop())
+        stop, votes = opened.enter_context(Stop()), Vote()
         held_out: dict[str, float] = {}
 
         def save(metrics: dict[str, float] | None = None, *, force: bool) -> None:
-            position = loader.state() | {"fingerprint": identity}
+            if not checkpoints.due(step, metrics, force):
+                return
+            position = merge_states(gather(loader.state())) | {"fingerprint": identity}
             checkpoints.save(step, state, position, cfg.model_dump(mode="json"), metrics, force=force)
 
         for step, batch in zip(range(step + 1, cfg.steps + 1), loader, strict=False):  # noqa: B020
             profile.before(step)
-            state, metrics = planned.step(state, built.place(batch))
+            state, metrics = in_order(planned.step(state, built.place(batch)))
             profile.after(step, metrics)
             telemetry.update(step, metrics)
-            last = step == cfg.steps or stop.requested is not None
+            last = stop.agreed(votes.cast(stop.requested or 0)) or step == cfg.steps
             with progress.paused():
                 if unseen and (last or step % (cfg.train.evaluate_every or 1) == 0):
                     held_out = unseen(state.params, cfg.train.evaluate_batches)
@@ -122,15 +138,48 @@ def run(cfg: Config, devices: Sequence[Any] | None = None) -> Result:
     return Result(directory, step, telemetry.last, held_out, state, planned, stop.exit_code)
 
 
-def _checkpoints(cfg: Config, directory: Path) -> Checkpoints:
+def _preflight(cfg: Config) -> None:
+    """How fast the processes are, and talk, before they depend on each other for hours."""
+    if cfg.cluster.preflight and jax.process_count() > 1:
+        found = preflight().lines()
+        if jax.process_index() == 0:
+            print(*found, sep="\n", flush=True)
+
+
+def _checkpoints(cfg: Config, kept: epath.Path) -> Checkpoints:
     keep = cfg.checkpoint
-    return Checkpoints(directory / "checkpoints", keep.every, keep.keep, keep.keep_best)
+    return Checkpoints(kept, keep.every, keep.keep, keep.keep_best)
 
 
-def _refuse_another_run(cfg: Config, directory: Path, identity: str) -> None:
+def _same_everywhere(mine: str, what: str, kind: str) -> str:
+    for process, other in enumerate(gather(mine)):
+        if other != mine:
+            raise UserError(f"{what} are not those of process {process} ({kind} {mine} here, {other} there)")
+    return mine
+
+
+def _shared(kept: epath.Path) -> None:
+    """One checkpoint is written by all processes, so all must see one directory."""
+    if jax.process_index() == 0:
+        kept.mkdir(parents=True, exist_ok=True)
+    gather(None)  # the first process has made it
+    end = time.monotonic() + PATIENCE
+    while blind := [process for process, sees in enumerate(gather(kept.is_dir())) if not sees]:
+        if any_of(time.monotonic() > end):
+            break
+        time.sleep(1)  # for a network file system to notice
+    else:
+        return
+    raise UserError(
+        f"{kept}: made by process 0, and not seen by {', '.join(map(str, blind))}; "
+        "give output or checkpoint.path a place that all hosts share"
+    )
+
+
+def _refuse_another_run(cfg: Config, directory: Path, kept: epath.Path, identity: str) -> None:
     """Before anything is compiled: what is there must be of this config, but for what may change."""
-    if (directory / "checkpoints").is_dir():
-        with Checkpoints(directory / "checkpoints", read_only=True) as checkpoints:
+    if all(gather(kept.is_dir())):
+        with Checkpoints(kept, read_only=True) as checkpoints:
             if found := checkpoints.read_latest():
                 position, before = found
                 refuse_changes(before, cfg.model_dump(mode="json"), directory, (position["fingerprint"], identity))

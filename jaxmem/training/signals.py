@@ -1,9 +1,10 @@
 """Being asked to stop: finish the step, save, leave.
 
-SIGTERM is how schedulers and `kill` ask, SIGINT is Ctrl-C. The first only sets a flag that the loop looks at after
-each step. A clean stop is success for who sent SIGTERM (exit code 0, and a printed line says that the run is not
-finished), and 130 after Ctrl-C, as shells expect. The second signal has the system's own effect: it kills at once, also
-inside compiled code, where no Python runs; what is on disk is whole at any moment.
+SIGTERM is how schedulers and `kill` ask, SIGINT is Ctrl-C, SIGUSR1 is how a scheduler tells that the time it gave is
+nearly over. The first only sets a flag that the loop looks at after each step. A clean stop is success for who sent
+SIGTERM (exit code 0, and a printed line says that the run is not finished), 130 after Ctrl-C, as shells expect, and 75
+(EX_TEMPFAIL) after SIGUSR1: queue the same command again. The second signal has the system's own effect: it kills at
+once, also inside compiled code, where no Python runs; what is on disk is whole at any moment.
 """
 
 from __future__ import annotations
@@ -11,10 +12,31 @@ from __future__ import annotations
 import os
 import signal
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import FrameType, TracebackType
 from typing import Any, Self
 
-EXIT_CODES = {signal.SIGTERM: 0, signal.SIGINT: 128 + signal.SIGINT}
+from jaxmem.errors import TemporaryError
+
+EXIT_CODES = {signal.SIGTERM: 0, signal.SIGINT: 128 + signal.SIGINT, signal.SIGUSR1: TemporaryError.exit_code}
+
+
+@contextmanager
+def nothing_to_save() -> Iterator[None]:
+    """Around what comes before the loop: there SIGUSR1 ends the run with the same code as it does later."""
+
+    def end(number: int, frame: FrameType | None) -> None:
+        del number, frame
+        raise TemporaryError("SIGUSR1 came before the first step; the same command goes on")
+
+    main = threading.current_thread() is threading.main_thread()
+    before = signal.signal(signal.SIGUSR1, end) if main else None
+    try:
+        yield
+    finally:
+        if main:
+            signal.signal(signal.SIGUSR1, signal.SIG_DFL if before is None else before)
 
 
 class Stop:
@@ -33,6 +55,12 @@ class Stop:
         self.requested: signal.Signals | None = None
         self._say = say
         self._before: dict[signal.Signals, Any] = {}
+
+    def agreed(self, number: int) -> bool:
+        """Whether any process was asked; `number` is the largest of their signals, and counts for all."""
+        if number:
+            self.requested = signal.Signals(number)
+        return number != 0
 
     @property
     def exit_code(self) -> int:

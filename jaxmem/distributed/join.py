@@ -1,0 +1,140 @@
+"""Going in together and leaving together."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from jaxmem.distributed.cluster import Cluster, find
+from jaxmem.distributed.rollcall import roll_call
+from jaxmem.distributed.watch import Watch, exit_code
+from jaxmem.errors import UserError
+
+_watch: Watch | None = None
+
+
+def join(heartbeat: int = 20, start_timeout: int = 300) -> Cluster | None:
+    """Make the processes that were started together one JAX program; None, and nothing done, for a lone one.
+
+    Call it before anything starts JAX's backend. `heartbeat`: seconds without a sign of life after which a process
+    counts as gone. `start_timeout`: seconds to wait for all to be there.
+    """
+    global _watch  # noqa: PLW0603, one JAX runtime in a process
+    if _watch is not None:
+        return _watch.cluster
+    cluster = find(start_timeout)
+    if cluster is None:
+        return None
+    hosts = roll_call(cluster, start_timeout)
+    import jax
+
+    config: Any = jax.config
+    config.update("jax_cpu_collectives_implementation", "gloo")
+    # JAX would end every process by abort() when one is gone; this way it lets `Watch` do it, and say who.
+    config.update("jax_enable_recoverability", True)
+    _keep_standard_output()
+    before = signal.getsignal(signal.SIGTERM)  # JAX takes it as a notice of preemption, before anyone could act on it
+    with _without_warning(cluster.process):
+        jax.distributed.initialize(
+            cluster.address,
+            cluster.processes,
+            cluster.process,
+            local_device_ids=cluster.devices,
+            cluster_detection_method="deactivate",
+            initialization_timeout=start_timeout,
+            heartbeat_timeout_seconds=heartbeat,
+            shutdown_timeout_seconds=start_timeout,
+        )
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, before)
+    _watch = Watch(cluster, hosts, heartbeat)
+    _watch.start()
+    return cluster
+
+
+def leave() -> None:
+    """Wait until all are done, then end JAX's runtime. Nothing for a lone process."""
+    global _watch  # noqa: PLW0603
+    if _watch is None:
+        return
+    import jax
+    from jax._src import distributed
+
+    client: Any = distributed.global_state.client
+    client.wait_at_barrier("jaxmem/done", 1000 * 300)
+    _watch.end()
+    if _watch.cluster.process == 0:
+        time.sleep(0.2)  # the others' clients part from the service first
+    jax.distributed.shutdown()
+    _watch = None
+
+
+@contextmanager
+def joined(heartbeat: int = 20, start_timeout: int = 300) -> Iterator[Cluster | None]:
+    """with joined(): all that the processes do alike."""
+    cluster = join(heartbeat, start_timeout)
+    with together():
+        yield cluster
+        leave()
+
+
+def hosts() -> list[str]:
+    """The host of each process, in order; nothing for a lone one."""
+    return [] if _watch is None else _watch.hosts
+
+
+@contextmanager
+def together() -> Iterator[None]:
+    """Around what all processes do alike. An error in one of them stops all: those who do not have it say whose it is.
+
+    Unwinding may wait for others (a checkpoint is closed together), so it is only done when all have an error;
+    otherwise this process says its own and ends here.
+    """
+    try:
+        yield
+    except BaseException as error:
+        if _watch is None or _watch.failed(error):
+            raise
+        if isinstance(error, UserError):
+            print(f"error: {_watch.name(_watch.cluster.process)}: {error}", file=sys.stderr)
+        else:
+            sys.excepthook(type(error), error, error.__traceback__)
+        sys.stderr.flush()
+        sys.stdout.flush()
+        os._exit(exit_code(error))
+
+
+def _keep_standard_output() -> None:
+    """Standard output is Python's alone: gloo and NCCL print there, and it may be JSON that somebody reads."""
+    sys.stdout.flush()
+    real = os.dup(1)
+    os.dup2(2, 1)
+    sys.stdout = os.fdopen(real, "w", buffering=1, encoding=sys.stdout.encoding, errors=sys.stdout.errors)
+
+
+@contextmanager
+def _without_warning(process: int) -> Iterator[None]:
+    """JAX's service, which starts in process 0, warns that recovery is experimental: here nothing recovers by it."""
+    if process != 0:
+        yield
+        return
+    sys.stderr.flush()
+    with tempfile.TemporaryFile() as log:
+        real = os.dup(2)
+        os.dup2(log.fileno(), 2)
+        try:
+            yield
+        finally:
+            os.dup2(real, 2)
+            os.close(real)
+            log.seek(0)
+            for line in log:
+                if b"recoverable task feature" not in line:
+                    os.write(2, line)
