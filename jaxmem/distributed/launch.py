@@ -28,6 +28,7 @@ from jaxmem.errors import UserError
 PASSED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 TO_END = 3.0  # s that the others have to end by themselves, once one has failed
 TO_STOP = 15.0  # s from SIGTERM to SIGKILL
+_LIBC = ctypes.CDLL(None)
 PR_SET_PDEATHSIG = 1  # of linux/prctl.h
 
 
@@ -100,12 +101,7 @@ class _Children:
             )
         except OSError as error:
             raise UserError(f"launch: {command[0]}: {error.strerror}") from error
-        prefix = f"[{len(self._all)}] ".encode()
         self._all.append(child)
-        for source, target in ((child.stdout, sys.stdout), (child.stderr, sys.stderr)):
-            thread = threading.Thread(target=self._copy, args=(source, target, prefix), daemon=True)
-            thread.start()
-            self._printing.append(thread)
 
     def send(self, number: int) -> None:
         for child in self._all:
@@ -115,7 +111,11 @@ class _Children:
     def wait(self) -> int:
         """Until all have ended: 0, or the exit code of the first that failed."""
         ended: queue.SimpleQueue[tuple[int, int]] = queue.SimpleQueue()
-        for index, child in enumerate(self._all):
+        for index, child in enumerate(self._all):  # no thread before the last fork
+            for source, target in ((child.stdout, sys.stdout), (child.stderr, sys.stderr)):
+                copy = threading.Thread(target=self._copy, args=(source, target, f"[{index}] ".encode()), daemon=True)
+                copy.start()
+                self._printing.append(copy)
             threading.Thread(target=lambda i=index, c=child: ended.put((i, c.wait())), daemon=True).start()
         code, plan = 0, [(TO_END, self._terminate), (TO_STOP, self._kill)]
         deadline: float | None = None
@@ -146,8 +146,9 @@ class _Children:
                 _kill_group(child)
 
     def _copy(self, source: IO[bytes], target: Any, prefix: bytes) -> None:
-        for line in source:
-            self._say(target, prefix + line + (b"" if line.endswith(b"\n") else b"\n"))
+        with source:
+            for line in source:
+                self._say(target, prefix + line + (b"" if line.endswith(b"\n") else b"\n"))
 
     def _say(self, target: Any, line: bytes) -> None:
         """One whole line at a time; nobody reading is no reason to stop."""
@@ -178,4 +179,4 @@ def _kill_group(child: subprocess.Popen[bytes]) -> None:
 def _end_with_parent() -> None:
     """Also where the launcher is killed so that it can tell nobody: the kernel asks its children to stop."""
     if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+        _LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGTERM)

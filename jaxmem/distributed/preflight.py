@@ -48,7 +48,8 @@ class Preflight:
 
     def lines(self) -> list[str]:
         count = len(next(iter(self.rates.values())))
-        on = f" on {len(set(self.hosts))} hosts" if self.hosts else ""
+        hosts = len(set(self.hosts))
+        on = f" on {hosts} host{'s' * (hosts > 1)}" if self.hosts else ""
         return [f"{count} processes{on}: all-reduce {self.bytes_per_second / 1e9:.3g} GB/s", *self.slow]
 
 

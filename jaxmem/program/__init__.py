@@ -142,8 +142,8 @@ class Program:
         return range(min(starts), max(stops))
 
     def place(self, batch: dict[str, np.ndarray]) -> dict[str, jax.Array]:
-        """A batch on its devices. Each process gives the rows of its own, whole in all other dimensions. A time split over
-        `context` is brought into the order in which every device has the same work: losses add up over tokens,
+        """A batch on its devices. Each process gives the rows of its own, whole in all other dimensions. A time split
+        over `context` is brought into the order in which every device has the same work: losses add up over tokens,
         whatever their order."""
         first, model = self.rows.start, self.cfg.model
         if isinstance(model, Decoder):

@@ -1,0 +1,121 @@
+"""A run by 4 processes, then 2, then 1, one of them killed, one asked to stop: the losses of a run that never moved."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from jaxmem.checkpoint import Checkpoints
+from jaxmem.config import Config, load_config, save_config
+from jaxmem.distributed.launch import environments
+from jaxmem.training.run import run
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("processes")
+    (folder / "text").mkdir()
+    for number in range(40):
+        words = (f"{(number * 7 + i * i) % 101} bottles" for i in range(60 + 5 * number))
+        (folder / "text" / f"{number}.txt").write_text("\n".join(words))
+    return folder
+
+
+def config(place: Path, name: str, steps: int) -> Config:
+    return load_config(
+        {
+            "name": name,
+            "output": str(place),
+            "model": {"preset": "tiny", "layers": 1, "embed": 32, "mlp": 64, "heads": 4, "kv_heads": 4, "head_dim": 8},
+            "data": {"source": "text", "path": str(place / "text"), "sequence_length": 32, "held_out": 0.2},
+            "batch": {"global_size": 16, "accumulate": 2},
+            "mesh": {"fsdp": 4, "tensor": 2},
+            "optimizer": {"schedule": "constant", "learning_rate": 1e-3, "epsilon": 1e-3},
+            "train": {"steps": steps, "log_every": 1, "evaluate_every": 5, "evaluate_batches": 2},
+            "checkpoint": {"every": 2},
+            "cluster": {"heartbeat": 4, "start_timeout": 120},
+        }
+    )
+
+
+def rows(place: Path, name: str) -> list[dict[str, float]]:
+    """The logged lines, without what the clock says."""
+    file = place / name / "metrics.jsonl"
+    found = [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+    return [{key: value for key, value in row.items() if "second" not in key} for row in found]
+
+
+def until_step(place: Path, name: str, step: int, started: list[subprocess.Popen[bytes]], log: Path) -> None:
+    end = time.monotonic() + 300
+    while not any(row["step"] >= step for row in rows(place, name)):
+        assert time.monotonic() < end
+        assert all(process.poll() is None for process in started), log.read_text()[-3000:]
+        time.sleep(0.05)
+
+
+def test_processes_come_and_go(place: Path) -> None:
+    file = place / "asked.yaml"
+
+    # Four processes of two devices; one is killed in the middle.
+    save_config(config(place, "moved", steps=100_000), file)
+    command = [sys.executable, "-m", "jaxmem", "train", str(file)]
+    logs = [place / f"process-{number}.log" for number in range(4)]
+    started = []
+    for log, told in zip(logs, environments(4, 2), strict=True):
+        with log.open("wb") as target:
+            started.append(subprocess.Popen(command, env=os.environ | told, stdout=target, stderr=target))
+    try:
+        until_step(place, "moved", 5, started, logs[0])
+        started[3].send_signal(signal.SIGKILL)
+        killed = time.monotonic()
+        codes = [process.wait(timeout=60) for process in started]
+        assert time.monotonic() - killed < 60
+    finally:
+        for process in started:
+            process.kill()
+            process.wait()
+    assert codes == [75, 75, 75, -signal.SIGKILL]
+    for log in logs[:3]:
+        assert "error: process 3 of 4 (" in log.read_text()
+        assert ") is gone: no heartbeat for 4 s; checkpoints are whole" in log.read_text()
+    assert "4 processes on 1 host: all-reduce" in logs[0].read_text()
+    assert "step 1/" in logs[0].read_text()
+    assert not any("step 1/" in log.read_text() for log in logs[1:])  # process 0 speaks for all
+
+    # Two processes of four devices go on, until one is told that its time is nearly over.
+    reached = max(row["step"] for row in rows(place, "moved"))
+    log = place / "launch.log"
+    with log.open("wb") as target:
+        command = [sys.executable, "-m", "jaxmem", "launch", "-n", "2", "--devices", "4", "--", *command]
+        launcher = subprocess.Popen(command, stdout=target, stderr=target)
+    try:
+        until_step(place, "moved", reached + 1, [launcher], log)
+        launcher.send_signal(signal.SIGUSR1)
+        assert launcher.wait(timeout=120) == 75
+    finally:
+        launcher.terminate()
+        launcher.wait()
+    assert "[0] moved: goes on after step" in log.read_text()
+    assert "the same command goes on" in log.read_text()
+    stopped = max(row["step"] for row in rows(place, "moved"))
+    with Checkpoints(place / "moved" / "checkpoints", read_only=True) as checkpoints:
+        assert checkpoints.latest() == stopped
+
+    # One process goes on to the end; and what all of them logged is one run.
+    steps = stopped + 2
+    result = run(config(place, "moved", steps=steps))
+    assert result.step == steps
+    run(config(place, "steady", steps=steps))
+    trained = {name: [row for row in rows(place, name) if "loss" in row] for name in ("moved", "steady")}
+    assert [row["step"] for row in trained["moved"]] == list(range(1, steps + 1))
+    for moved, steady in zip(trained["moved"], trained["steady"], strict=True):
+        assert moved == pytest.approx(steady, rel=1e-5)
+    held_out = {name: {row["step"]: row for row in rows(place, name) if "held_out_loss" in row} for name in trained}
+    assert held_out["moved"][5] == pytest.approx(held_out["steady"][5], rel=1e-5)
