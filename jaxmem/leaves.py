@@ -3,13 +3,15 @@
 A state leaf of its parameter's shape lies as the parameter does; a scalar is on every device.
 Anything else is wrapped where it is made, in `Derived(value, dims)`: for each dimension of
 the value, which dimension of the parameter it runs along (an int), a logical axis of its own
-(`"rank"`), or nothing (`None`). Factored, projected and block-wise states are all of this form:
+(`"projected"`), or nothing (`None`). Factored, projected and block-wise states are all of this form:
 
     row statistics of [m, n]        Derived(row, (0,))
-    projected to rank r, [r, n]     Derived(low, ("rank", 1))
-    constants of blocks along m     Derived(absmax, (0, 1))
+    projected to rank r, [r, n]     Derived(low, ("projected", 1))
+    codes and constants of blocks   Derived(QTensor, (0, 1))
 
-A leaf that says nothing is an error, never a silent replica.
+The value may be several arrays of that form, as a QTensor's are. One that is shorter than the parameter along a
+dimension (packed codes, constants of blocks) is split as the parameter is where that comes out even, and whole
+along it where the mesh cuts between. A leaf that says nothing is an error, never a silent replica.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ from typing import Any
 import jax
 
 from jaxmem.errors import UserError
-from jaxmem.sharding import Axes, is_axes
+from jaxmem.sharding import IF_EVEN, Axes, is_axes
 
 
 @jax.tree_util.register_dataclass
@@ -29,23 +31,23 @@ from jaxmem.sharding import Axes, is_axes
 class Derived:
     """A state array whose shape is not its parameter's. `dims` counts the parameter's dimensions without `layer`."""
 
-    value: Any  # the array, or what stands for it in a tree of the same form
+    value: Any  # an array, or a tree of arrays of as many dimensions
     dims: tuple[int | str | None, ...] = dataclasses.field(metadata={"static": True})
 
 
 def state_axes(state: Any, params: Any, axes: Any) -> Any:
     """The logical axes of every leaf of an optimizer's state, as a tree of the state's form.
 
-    A leaf belongs to the parameter whose path its own path ends with: optax keeps the parameters' tree
-    inside its state, whatever wraps it.
+    A leaf belongs to the parameter whose path is in its own path: optax keeps the parameters' tree inside its state,
+    whatever wraps it and whatever stands in a parameter's place.
     """
     shapes = {path: leaf.shape for path, leaf in jax.tree_util.tree_leaves_with_path(params)}
     names = dict(jax.tree_util.tree_leaves_with_path(axes, is_leaf=is_axes))
 
     def relate(path: tuple[Any, ...], leaf: Any) -> Any:
-        owner = next((path[i:] for i in range(len(path)) if path[i:] in shapes), None)
+        owner = _owner(path, shapes)
         if isinstance(leaf, Derived) and owner:
-            return dataclasses.replace(leaf, value=_derived_axes(leaf, names[owner]))
+            return _derived_axes(leaf, names[owner], shapes[owner])
         if leaf.ndim == 0:
             return ()
         if owner and leaf.shape == shapes[owner]:
@@ -59,8 +61,22 @@ def state_axes(state: Any, params: Any, axes: Any) -> Any:
     return jax.tree_util.tree_map_with_path(relate, state, is_leaf=lambda x: isinstance(x, Derived))
 
 
-def _derived_axes(leaf: Derived, parameter: Axes) -> Axes:
-    stacked = parameter[:1] == ("layer",)
-    own = parameter[1:] if stacked else parameter
-    axes = tuple(own[d] if isinstance(d, int) else d for d in leaf.dims)
-    return ("layer", *axes) if stacked else axes
+def _owner(path: tuple[Any, ...], shapes: dict[Any, Any]) -> tuple[Any, ...] | None:
+    """The longest part of a path that is a parameter's."""
+    spans = ((i, j) for i in range(len(path)) for j in range(len(path), i, -1))
+    return max((path[i:j] for i, j in spans if path[i:j] in shapes), key=len, default=None)
+
+
+def _derived_axes(leaf: Derived, parameter: Axes, shape: tuple[int, ...]) -> Derived:
+    stacked = int(parameter[:1] == ("layer",))
+
+    def axis(dim: int | str | None, size: int) -> str | None:
+        name = parameter[stacked + dim] if isinstance(dim, int) else dim
+        even = isinstance(dim, int) and size == shape[stacked + dim]
+        return name if name is None or even else name + IF_EVEN
+
+    def axes(x: Any) -> Axes:
+        own = tuple(axis(dim, size) for dim, size in zip(leaf.dims, x.shape[stacked:], strict=True))
+        return (*parameter[:stacked], *own)
+
+    return dataclasses.replace(leaf, value=jax.tree.map(axes, leaf.value))

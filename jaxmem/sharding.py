@@ -43,6 +43,8 @@ def is_axes(x: Any) -> bool:
 # Outermost first: neighbours along the last axis share the fastest links.
 MESH_AXES = ("stage", "replica", "fsdp", "context", "tensor")
 
+IF_EVEN = "?"  # ends the name of an axis that is split where that comes out even, and whole otherwise
+
 GATHERED = "gathered_weight"  # the checkpoint name of a weight as it is computed with
 
 
@@ -64,14 +66,15 @@ def rules(zero: int, undivided: Collection[str] = ()) -> Rules:
     `undivided`: axes that `tensor` does not divide. Key and value heads are then whole on each of its devices; a
     vocabulary is whole where it rests, and padded where it is computed with.
     """
-    whole: Table = dict.fromkeys(
-        ("layer", "norm", "head_dim", "rank", "height", "width", "patch", "kernel", "channels", "classes"), ()
-    )
+    own = "norm", "head_dim", "rank", "projected", "height", "width", "patch", "kernel", "channels", "classes"
+    whole: Table = dict.fromkeys(("layer", *own), ())
     padded: Table = {**whole, "embed": (), **dict.fromkeys(("vocab", "heads", "kv_heads", "mlp"), ("tensor",))}
     if "kv_heads" in undivided:
         padded = {**padded, "kv_heads": ()}
     tensor: Table = {**padded, "vocab": ()} if "vocab" in undivided else padded
     split: Table = {**tensor, "embed": ("fsdp", "context")}
+    # What a gradient is projected to takes the place of what was projected away.
+    state: Table = {**split, "projected": split["embed"]}
     activations: Table = {
         **padded,
         "accumulate": (),
@@ -83,7 +86,7 @@ def rules(zero: int, undivided: Collection[str] = ()) -> Rules:
         weights=split if zero >= 3 else tensor,
         computing=padded,
         gradients=split if zero >= 2 else tensor,
-        optimizer=split if zero >= 1 else tensor,
+        optimizer=state if zero >= 1 else tensor,
         activations=activations,
     )
 
@@ -103,17 +106,28 @@ class Layout:
         _stack.set(_stack.get()[:-1])
 
     def sharding(self, role: Role, axes: Axes, shape: Sequence[int], name: str = "array") -> NamedSharding:
-        """Where an array in this role lies. What cannot be split as the table says is an error that names it."""
+        """Where an array in this role lies. What cannot be split as the table says is an error that names it.
+
+        A name that ends in `?` asks for less: its dimension takes those mesh axes of the table that no other
+        dimension has, where its size divides over them, and is whole where not.
+        """
         table: Table = getattr(self.rules, role)
         if len(axes) != len(shape):
             raise UserError(
                 f"{name}: shape {tuple(shape)} has {len(shape)} dimensions but axes {axes} name {len(axes)}"
             )
-        spec: list[tuple[str, ...] | None] = []
-        for dim, (axis, size) in enumerate(zip(axes, shape, strict=True)):
+        known = [None if axis is None else axis.removesuffix(IF_EVEN) for axis in axes]
+        for axis in known:
             if axis is not None and axis not in table:
                 raise UserError(f"{name}: no rule for logical axis {axis!r} among {role}{nearest(axis, table)}")
+        taken = {a for axis in axes if axis is not None and axis in table for a in table[axis]}
+        spec: list[tuple[str, ...] | None] = []
+        for dim, (axis, asked, size) in enumerate(zip(known, axes, shape, strict=True)):
             over = () if axis is None else table[axis]
+            if axis != asked:
+                over = tuple(a for a in over if a not in taken)
+                over = over if size % math.prod(self.mesh.shape[a] for a in over) == 0 else ()
+                taken.update(over)
             parts = math.prod(self.mesh.shape[a] for a in over)
             if size % parts:
                 mesh = " x ".join(f"mesh.{a}" for a in over)

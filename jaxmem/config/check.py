@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
+from jaxmem.config.optimizers import FIELDS, OPTIMIZERS
 from jaxmem.config.sections import Config, Convnet, Decoder, Mesh, Mlp, Objective, Rope, Source, Vit
 from jaxmem.errors import UserError
 
@@ -199,6 +200,14 @@ def _mesh(cfg: Config) -> Iterator[str]:
         yield f"{rest[1]}: only one axis can be -1, and {rest[0]} is"
 
 
+def _optimizer(cfg: Config) -> Iterator[str]:
+    optimizer = cfg.optimizer
+    for field in FIELDS:
+        if getattr(optimizer, field) is not None and field not in OPTIMIZERS[optimizer.name]:
+            having = ", ".join(name for name, own in OPTIMIZERS.items() if field in own)
+            yield f"optimizer.{field}: {optimizer.name} has none; those that do: {having}"
+
+
 RULES = (
     _run,
     _places_to_write,
@@ -210,4 +219,5 @@ RULES = (
     _batch,
     _precision,
     _mesh,
+    _optimizer,
 )

@@ -6,10 +6,11 @@ what a person wrote; what follows from them together is checked in `check.py`.
 
 from __future__ import annotations
 
-from typing import Annotated, Literal, get_args
+from typing import Annotated, Any, Literal, get_args
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from jaxmem.config.optimizers import OPTIMIZERS
 from jaxmem.errors import UserError
 
 Count = Annotated[int, Field(ge=1)]
@@ -168,16 +169,33 @@ class Memory(Section):
 
 
 class Optimizer(Section):
-    name: Literal["adamw", "adam"] = "adamw"
+    """Fields that are None here have a default of the optimizer's own, or do not exist for it: `optimizers.py`."""
+
+    name: Literal["adamw", "adam", "sgd", "lion", "adafactor", "adam_mini", "muon"] = "adamw"
     learning_rate: Positive = 3e-4
     schedule: Literal["cosine", "linear", "constant"] = "cosine"
     warmup: Annotated[int, Field(ge=0)] = 0  # updates
     final: Fraction = 0.1  # learning rate at the end, as a share of the peak
-    beta1: Fraction = 0.9
-    beta2: Fraction = 0.95
-    epsilon: Positive = 1e-8
-    weight_decay: NotNegative = 0.1  # adamw; matrices only, not norms and biases
     clip: Positive | None = 1.0  # global norm
+    beta1: Fraction | None = None
+    beta2: Fraction | None = None
+    epsilon: Positive | None = None
+    momentum: Fraction | None = None
+    weight_decay: NotNegative | None = None  # matrices only, not norms and biases
+
+    @model_validator(mode="before")
+    @classmethod
+    def _filled(cls, given: Any) -> Any:
+        """With the named optimizer's own defaults."""
+        if not isinstance(given, dict):
+            return given
+        own = OPTIMIZERS.get(str(given.get("name", cls.model_fields["name"].default)), {})
+        return {**own, **{field: value for field, value in given.items() if value is not None or field not in own}}
+
+    @property
+    def own(self) -> dict[str, Any]:
+        """The fields that the named optimizer has."""
+        return {field: getattr(self, field) for field in OPTIMIZERS[self.name]}
 
 
 class Train(Section):

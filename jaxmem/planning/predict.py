@@ -13,7 +13,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxmem.config import Decoder
+from jaxmem.config import Config, Decoder
 from jaxmem.precision import compute_dtype
 from jaxmem.program import Program
 
@@ -22,6 +22,8 @@ def predict(built: Program) -> dict[str, int | None]:
     """Bytes of one device; None where no formula is known."""
     cfg, mesh = built.cfg, built.layout.mesh.shape
     width = np.dtype(getattr(jax.numpy, cfg.precision.parameters)).itemsize
+
+    master, numbers = cfg.precision.master == "float32", _numbers(cfg)
 
     def share(from_stage: int, numbers: int, width: int = width) -> int:
         split = mesh["tensor"] * (mesh["fsdp"] * mesh["context"] if cfg.zero >= from_stage else 1)
@@ -33,8 +35,8 @@ def predict(built: Program) -> dict[str, int | None]:
     )
     parts: dict[str, int | None] = {
         "parameters": share(3, 1),
-        "master": share(1, 1, 4) if cfg.precision.master == "float32" else 0,
-        "optimizer": share(1, 2, 4) if cfg.precision.master == "float32" else share(1, 2),
+        "master": share(1, 1, 4) if master else 0,
+        "optimizer": None if numbers is None else share(1, numbers, 4 if master else width),
         # Of one micro-batch, and their sum, which lies where the optimizer wants it.
         "gradients": share(2, 1) + (share(1, 1) if cfg.batch.accumulate > 1 else 0),
         "activations": _activations(built, cfg.model) if isinstance(cfg.model, Decoder) else None,
@@ -42,6 +44,11 @@ def predict(built: Program) -> dict[str, int | None]:
     }
     known = [size for size in parts.values() if size is not None]
     return {**parts, "total": sum(known) if len(known) == len(parts) else None}
+
+
+def _numbers(cfg: Config) -> int | None:
+    """That an optimizer keeps beside each weight, in its dtype."""
+    return {"adamw": 2, "adam": 2, "lion": 1, "sgd": int(bool(cfg.optimizer.momentum))}.get(cfg.optimizer.name)
 
 
 def _activations(built: Program, model: Decoder) -> int:

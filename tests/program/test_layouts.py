@@ -81,7 +81,7 @@ def test_arrays_take_the_bytes_that_the_tables_promise(name):
         assert born.addressable_shards[0].data.shape == promised.sharding.shard_shape(born.shape)
     fsdp, tensor = mesh.get("fsdp", 1) * mesh.get("context", 1), mesh.get("tensor", 1)
     matrix = "blocks", "mlp", "up", "weight"
-    weight, moment = state.params, state.opt_state[1].mu
+    weight, moment = state.params, state.opt_state[1][0].mu
     for key in matrix:
         weight, moment = weight[key], moment[key]
     held = lambda x: x.size // x.addressable_shards[0].data.size  # noqa: E731

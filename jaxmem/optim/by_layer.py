@@ -1,0 +1,197 @@
+"""An optimizer is written for one matrix; here it is applied to every layer of a stack, one after the other.
+
+A weight [layer, m, n] is a stack of matrices, and what an optimizer says of a matrix (its rank, its rows, its norm) is
+said of each of them. `by_layer` makes an optax transformation of such a rule. It loops over the layers and writes
+each layer's state and update where the old state and the gradient were, so that beside the state and the gradients
+no more than one layer is ever held in float32, whatever form the state is kept in.
+
+In a loop of your own, name the dimensions of stacked weights: `axes` is a tree like the parameters', a tuple of names
+for each, `("layer", None, None)` for a stack of matrices. Without `axes` nothing is a stack. Names that matter are
+`layer`, and `vocab` for what is no hidden matrix: embeddings and the output projection.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.typing import DTypeLike
+
+from jaxmem.leaves import Derived
+from jaxmem.optim.apply import leaf_key
+from jaxmem.quant import QTensor
+from jaxmem.sharding import Axes, constrain, is_axes
+
+
+@dataclass(frozen=True)
+class Leaf:
+    """What a rule knows of a weight, or of one layer of it, before there are values."""
+
+    shape: tuple[int, ...]
+    dtype: Any
+    axes: Axes  # logical names, None where there is none
+    dims: tuple[int | str | None, ...]  # which of the parameter's dimensions these are, as `Derived` counts them
+
+    @property
+    def size(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def is_hidden_matrix(self) -> bool:
+        """Neither a vector nor a table with a row or column for each token."""
+        return len(self.shape) == 2 and "vocab" not in self.axes
+
+    def keep(self, value: Any, dims: tuple[int, ...] | None = None) -> Derived:
+        """State that runs along these dimensions of the leaf, by default all."""
+        own = self.dims if dims is None else tuple(self.dims[d] for d in dims)
+        return Derived(value, own)
+
+    def zeros(self, dims: tuple[int, ...] | None = None, dtype: DTypeLike = jnp.float32) -> Derived:
+        over = range(len(self.shape)) if dims is None else dims
+        return self.keep(jnp.zeros([self.shape[d] for d in over], dtype), dims)
+
+
+@dataclass(frozen=True)
+class At:
+    """Where an update takes place."""
+
+    weight: Any  # an array, or a QTensor
+    count: jax.Array  # updates, this one included: 1 at the first
+    layer: jax.Array  # which one of the stack
+    layers: int
+    key: jax.Array  # the same at every update; this layer's own
+
+
+class Rule(Protocol):
+    """An optimizer of one matrix (or vector, or scalar)."""
+
+    def init(self, leaf: Leaf) -> dict[str, Derived]: ...
+
+    def update(self, g: jax.Array, state: dict[str, Any], at: At, /) -> tuple[jax.Array, dict[str, Any]]:
+        """The update before weight decay and learning rate, in any dtype, and the new state. Of `state` the rule
+        sees the values inside `Derived`."""
+
+
+class ByLayerState(NamedTuple):
+    step: jax.Array  # updates so far
+    leaves: Any  # at each parameter's place what its rule keeps
+
+
+def by_layer(
+    rule_for: Callable[[Leaf], Rule], axes: Any = None, *, seed: int = 0
+) -> optax.GradientTransformationExtraArgs:
+    """An optax transformation of one rule for each kind of leaf. Costs no memory beside the rules' own state.
+
+    `update(..., layer=i)`: gradients, state and parameters are those of layer i alone.
+    """
+
+    def named(params: Any) -> Any:
+        if axes is None:
+            return jax.tree.map(lambda w: (None,) * w.ndim, params, is_leaf=_is_quantized)
+        return axes
+
+    def init(params: Any) -> ByLayerState:
+        def make(names: Axes, w: Any) -> dict[str, Derived]:
+            leaf, layers = _one_layer(names, w)
+            if leaf.size == 0:
+                return {}
+            return jax.tree.map(lambda x: jnp.broadcast_to(x, (*layers, *x.shape)), rule_for(leaf).init(leaf))
+
+        made = jax.tree.map(make, named(params), params, is_leaf=is_axes)
+        return ByLayerState(jnp.zeros((), jnp.int32), made)
+
+    def update(
+        grads: Any, state: ByLayerState, params: Any = None, *, layer: jax.Array | None = None, **_: Any
+    ) -> tuple[Any, ByLayerState]:
+        count = optax.safe_increment(state.step)
+        names, treedef = _flat(named(grads if params is None else params))
+        weights = treedef.flatten_up_to(grads if params is None else params)
+        paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(grads)]
+        done = [
+            _update_leaf(rule_for, *one, count, jax.random.key(seed), layer)
+            for one in zip(
+                paths, names, treedef.flatten_up_to(grads), treedef.flatten_up_to(state.leaves), weights, strict=True
+            )
+        ]
+        updates, leaves = (jax.tree.unflatten(treedef, part) for part in zip(*done, strict=True))
+        return updates, ByLayerState(count, leaves)
+
+    return optax.GradientTransformationExtraArgs(init, update)
+
+
+def _update_leaf(
+    rule_for: Callable[[Leaf], Rule],
+    path: Any,
+    names: Axes,
+    g: jax.Array,
+    state: Any,
+    w: Any,
+    count: jax.Array,
+    key: jax.Array,
+    layer: jax.Array | None,
+) -> tuple[jax.Array, Any]:
+    stacked = names[:1] == ("layer",)
+    if stacked and layer is not None:
+        names, stacked = names[1:], False
+    leaf, layers = _one_layer(names if stacked else names[names[:1] == ("layer",) :], w)
+    if leaf.size == 0:
+        return g, state
+    rule = rule_for(leaf)
+    # A leaf's key follows from its name alone, so that it is the same on every mesh and in every order.
+    key = leaf_key(key, path)
+
+    def one(g: jax.Array, state: Any, w: Any, i: jax.Array) -> tuple[jax.Array, Any]:
+        at = At(w, count, i, math.prod(layers), jax.random.fold_in(key, i))
+        values = jax.tree.map(lambda x: x.value, state, is_leaf=_is_derived)
+        u, new = rule.update(_placed(g, leaf), values, at)
+        kept = jax.tree.map(lambda x, value: dataclasses.replace(x, value=value), state, new, is_leaf=_is_derived)
+        return _placed(u.astype(g.dtype), leaf), kept
+
+    if not stacked:
+        return one(g, state, w, jnp.zeros((), jnp.int32) if layer is None else layer)
+
+    # A layer is read after the one before was written, from what was written, and carried to its turn. Read in its
+    # turn, by several users of which one might come after the write, XLA would copy the stack to be safe.
+    def step(i: jax.Array, carried: tuple[Any, Any]) -> tuple[Any, Any]:
+        stack, mine = carried
+        new = one(mine[0], mine[1], jax.tree.map(lambda x: _read(x, i), w), i)
+        stack = jax.tree.map(lambda x, value: jax.lax.dynamic_update_index_in_dim(x, value, i, 0), stack, new)
+        return stack, jax.tree.map(lambda x: _read(x, jnp.minimum(i + 1, layers[0] - 1)), stack)
+
+    first = jax.tree.map(lambda x: _read(x, jnp.zeros((), jnp.int32)), (g, state))
+    updates: tuple[jax.Array, Any] = jax.lax.fori_loop(0, layers[0], step, ((g, state), first))[0]
+    return updates
+
+
+def _flat(axes: Any) -> tuple[list[Axes], Any]:
+    return jax.tree.flatten(axes, is_leaf=is_axes)
+
+
+def _one_layer(names: Axes, w: Any) -> tuple[Leaf, tuple[int, ...]]:
+    """One layer of a weight, and how many there are: () where it is no stack."""
+    stacked = int(names[:1] == ("layer",))
+    shape = w.shape[stacked:]
+    return Leaf(shape, w.dtype, names[stacked:], tuple(range(len(shape)))), w.shape[:stacked]
+
+
+def _placed(x: jax.Array, leaf: Leaf) -> jax.Array:
+    """One layer where the optimizer's state of it lies: nothing is then gathered to be updated."""
+    return constrain(x, *leaf.axes, role="optimizer") if any(leaf.axes) else x
+
+
+def _read(x: jax.Array, i: jax.Array) -> jax.Array:
+    return jax.lax.dynamic_index_in_dim(x, i, 0, keepdims=False)
+
+
+def _is_derived(x: Any) -> bool:
+    return isinstance(x, Derived)
+
+
+def _is_quantized(x: Any) -> bool:
+    return isinstance(x, QTensor)

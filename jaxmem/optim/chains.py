@@ -1,0 +1,96 @@
+"""The named optimizers: each a transformation, decoupled weight decay of matrices, and the learning rate.
+
+    tx = optim.muon(learning_rate=1e-3, weight_decay=0.1)
+    state = tx.init(params)
+    updates, state = tx.update(grads, state, params)
+    params = optim.apply(params, updates)
+
+What each keeps beside a weight is in its own module. `axes` names the dimensions of stacked weights, see `by_layer`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeAlias
+
+import jax
+import optax
+
+from jaxmem import config
+from jaxmem.optim.adafactor import scale_by_adafactor
+from jaxmem.optim.adam_mini import scale_by_adam_mini
+from jaxmem.optim.muon import scale_by_muon
+from jaxmem.optim.promotion import chained
+from jaxmem.sharding import Axes, is_axes
+
+Rate: TypeAlias = float | optax.Schedule
+Transformation: TypeAlias = optax.GradientTransformationExtraArgs
+
+
+def build(cfg: config.Optimizer, learning_rate: optax.Schedule, axes: Any) -> Transformation:
+    """The optimizer that a config names, after clipping. `axes` are the parameters' logical axes."""
+    named = NAMED[cfg.name](learning_rate, axes=axes, **cfg.own)
+    return named if cfg.clip is None else chained(optax.clip_by_global_norm(cfg.clip), named)
+
+
+def adamw(learning_rate: Rate, *, weight_decay: float = 0.1, axes: Any = None, **moments: float) -> Transformation:
+    """Two numbers a weight in its own dtype: 8 bytes for float32 (Loshchilov and Hutter, arXiv:1711.05101)."""
+    return _chain(_adam(**moments), learning_rate, weight_decay, axes)
+
+
+def adam(learning_rate: Rate, *, axes: Any = None, **moments: float) -> Transformation:
+    """AdamW without weight decay."""
+    return adamw(learning_rate, weight_decay=0.0, axes=axes, **moments)
+
+
+def sgd(learning_rate: Rate, *, momentum: float = 0.0, weight_decay: float = 0.0, axes: Any = None) -> Transformation:
+    """Nothing a weight; with momentum one number."""
+    return _chain(optax.trace(momentum) if momentum else optax.identity(), learning_rate, weight_decay, axes)
+
+
+def lion(
+    learning_rate: Rate, *, beta1: float = 0.9, beta2: float = 0.99, weight_decay: float = 0.1, axes: Any = None
+) -> Transformation:
+    """One number a weight; updates are signs (Chen et al., arXiv:2302.06675): a learning rate a third of Adam's or
+    less, with that much more weight decay."""
+    return _chain(optax.scale_by_lion(beta1, beta2), learning_rate, weight_decay, axes)
+
+
+def adafactor(learning_rate: Rate, *, weight_decay: float = 0.0, axes: Any = None) -> Transformation:
+    return _chain(scale_by_adafactor(axes=axes), learning_rate, weight_decay, axes)
+
+
+def adam_mini(learning_rate: Rate, *, weight_decay: float = 0.1, axes: Any = None, **moments: float) -> Transformation:
+    return _chain(scale_by_adam_mini(**moments, axes=axes), learning_rate, weight_decay, axes)
+
+
+def muon(learning_rate: Rate, *, weight_decay: float = 0.1, axes: Any = None, **rates: float) -> Transformation:
+    return _chain(scale_by_muon(**rates, axes=axes), learning_rate, weight_decay, axes)
+
+
+NAMED: dict[str, Callable[..., Transformation]] = {
+    one.__name__: one for one in (adamw, adam, sgd, lion, adafactor, adam_mini, muon)
+}
+
+
+def _adam(beta1: float = 0.9, beta2: float = 0.95, epsilon: float = 1e-8) -> optax.GradientTransformation:
+    return optax.scale_by_adam(beta1, beta2, epsilon)
+
+
+def _chain(scaled: optax.GradientTransformation, learning_rate: Rate, weight_decay: float, axes: Any) -> Transformation:
+    decayed = [optax.add_decayed_weights(weight_decay, _matrices(axes))] if weight_decay else []
+    return chained(scaled, *decayed, optax.scale_by_learning_rate(learning_rate))
+
+
+def _matrices(axes: Any) -> Callable[[Any], Any]:
+    """Only matrices decay, not norms and biases."""
+
+    def decays(names: Axes) -> bool:
+        return sum(axis != "layer" for axis in names) > 1
+
+    def mask(params: Any) -> Any:
+        if axes is None:
+            return jax.tree.map(lambda w: w.ndim > 1, params)
+        return jax.tree.map(decays, axes, is_leaf=is_axes)
+
+    return mask

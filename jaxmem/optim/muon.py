@@ -1,0 +1,71 @@
+"""Muon: momentum of a matrix with all its singular values made one (Jordan et al., https://kellerjordan.github.io/posts/muon).
+
+One number a weight for hidden matrices, 4 bytes; embeddings, the output projection, vectors and scalars are Adam's.
+Five steps of Newton-Schulz bring every singular value near 1 by products alone, 2 m^2 (2n + m) FLOPs each for [m, n]
+with m <= n: less than 1 % of a large batch's step. The update is scaled by 0.2 sqrt(n) to the root mean square that
+Adam's has, so that both take one learning rate (Moonlight: Liu et al., arXiv:2502.16982).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from jaxmem.leaves import Derived
+from jaxmem.optim.adam import Adam, Moments
+from jaxmem.optim.by_layer import At, Leaf, Rule, by_layer
+
+STEPS = 5
+QUINTIC = (3.4445, -4.7750, 2.0315)  # steepest at zero of those that stay near one
+ADAM_SIZE = 0.2  # root mean square of Adam's updates
+
+
+@dataclass(frozen=True)
+class Orthogonal:
+    momentum: float = 0.95
+
+    def init(self, leaf: Leaf) -> dict[str, Derived]:
+        return {"m": leaf.zeros()}
+
+    def update(self, g: jax.Array, state: dict[str, Any], _: At, /) -> tuple[jax.Array, dict[str, Any]]:
+        g = g.astype(jnp.float32)
+        m = self.momentum * state["m"] + (1 - self.momentum) * g
+        ahead = self.momentum * m + (1 - self.momentum) * g  # Nesterov's
+        return ADAM_SIZE * max(g.shape) ** 0.5 * newton_schulz(ahead), {"m": m}
+
+
+def newton_schulz(x: jax.Array) -> jax.Array:
+    """The orthogonal factor of a matrix, roughly: singular values between 0.7 and 1.2."""
+    if x.shape[0] > x.shape[1]:
+        return newton_schulz(x.T).T
+    a, b, c = QUINTIC
+    x = x / (jnp.linalg.norm(x) + 1e-7)
+    for _ in range(STEPS):
+        square = x @ x.T
+        x = a * x + (b * square + c * (square @ square)) @ x
+    return x
+
+
+def scale_by_muon(
+    momentum: float = 0.95,
+    beta1: float = 0.9,
+    beta2: float = 0.95,
+    epsilon: float = 1e-8,
+    *,
+    axes: Any = None,
+) -> optax.GradientTransformationExtraArgs:
+    """Muon for hidden matrices, Adam for the rest. Without `axes` every matrix is a hidden one.
+
+    >>> sorted(scale_by_muon().init({"w": jnp.zeros((64, 32))}).leaves["w"])
+    ['m']
+    """
+    matrix, rest = Orthogonal(momentum), Adam(Moments(beta1, beta2, epsilon))
+
+    def rule_for(leaf: Leaf) -> Rule:
+        return matrix if leaf.is_hidden_matrix else rest
+
+    return by_layer(rule_for, axes)

@@ -1,0 +1,25 @@
+"""optax mixes dtypes on purpose; our own code does not."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import optax
+
+
+def standard_promotion(function: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(function)
+    def call(*args: Any, **options: Any) -> Any:
+        with jax.numpy_dtype_promotion("standard"):
+            return function(*args, **options)
+
+    return call
+
+
+def chained(*parts: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
+    """optax.chain for callers with strict dtypes."""
+    chain = optax.chain(*parts)
+    return optax.GradientTransformationExtraArgs(standard_promotion(chain.init), standard_promotion(chain.update))

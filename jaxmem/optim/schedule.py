@@ -1,0 +1,23 @@
+"""The learning rate by update."""
+
+from __future__ import annotations
+
+import optax
+
+from jaxmem import config
+from jaxmem.optim.promotion import standard_promotion
+
+
+def schedule(cfg: config.Optimizer, steps: int) -> optax.Schedule:
+    """Linear warm-up from zero, then down to `final` of the peak at the last update."""
+    peak, rest = cfg.learning_rate, max(steps - cfg.warmup, 1)
+    decay: optax.Schedule = {
+        "cosine": lambda: optax.cosine_decay_schedule(peak, rest, alpha=cfg.final),
+        "linear": lambda: optax.linear_schedule(peak, peak * cfg.final, rest),
+        "constant": lambda: optax.constant_schedule(peak),
+    }[cfg.schedule]()
+    if cfg.warmup:
+        # The first update is number 0 and should move: warm-up counts from 1.
+        warmup = optax.linear_schedule(peak / cfg.warmup, peak, max(cfg.warmup - 1, 1))
+        decay = optax.join_schedules([warmup, decay], [cfg.warmup])
+    return standard_promotion(decay)

@@ -1,0 +1,81 @@
+"""A stack of matrices is so many matrices, in one call or layer by layer; and what leaves there are."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxmem import optim
+from jaxmem.config.optimizers import OPTIMIZERS
+from jaxmem.optim.chains import NAMED
+from tests.optim.conftest import gradients, normal, same, updates
+
+# Those that draw random numbers have other ones for each name of a leaf.
+DRAWS = {"galore_adamw", "galore_adamw8bit", "qgalore", "apollo", "apollo_mini"}
+AXES = {"w": ("layer", "embed", "mlp"), "norm": ("layer", "norm")}
+
+
+def stack():
+    return {"w": normal(3, 16, 24), "norm": normal(3, 16, seed=1)}
+
+
+def test_every_optimizer_of_a_config_is_a_chain():
+    assert set(NAMED) == set(OPTIMIZERS)
+
+
+@pytest.mark.parametrize("name", sorted(set(NAMED) - DRAWS))
+def test_a_stack_is_so_many_matrices(name):
+    params = stack()
+    grads = gradients(params, 3)
+    said, _ = updates(NAMED[name](0.1, axes=AXES), params, grads)
+    for layer in range(3):
+        one = lambda tree, layer=layer: jax.tree.map(lambda x: x[layer], tree)  # noqa: E731
+        alone = {path: axes[1:] for path, axes in AXES.items()}
+        expected, _ = updates(NAMED[name](0.1, axes=alone), one(params), [one(g) for g in grads])
+        same([one(u) for u in said], expected)
+
+
+@pytest.mark.parametrize("name", sorted(NAMED))
+def test_one_layer_at_a_time_is_the_same(name):
+    params = stack()
+    (g,) = gradients(params, 1)
+    tx = NAMED[name](0.1, axes=AXES)
+    (all_at_once,), _ = updates(tx, params, [g])
+    state = jax.jit(tx.init)(params)
+    update = jax.jit(lambda g, s, w, i: tx.update(g, s, w, layer=i))
+    stacked = lambda x: x.ndim > 0  # noqa: E731
+    for layer in range(3):
+        one = lambda tree, layer=layer: jax.tree.map(lambda x: x[layer] if stacked(x) else x, tree)  # noqa: E731
+        said, _ = update(one(g), one(state), one(params), jnp.asarray(layer))
+        same(said, one(all_at_once))
+
+
+@pytest.mark.parametrize("name", sorted(NAMED))
+def test_scalars_vectors_tensors_and_nothing(name):
+    """Every rank has an update, of its own shape, finite, and against the gradient; an empty leaf stays empty."""
+    params = {
+        "scalar": jnp.float32(1.0), "vector": normal(5), "tensor": normal(2, 3, 4, 5), "none": jnp.zeros((0, 4)),
+        "one": jnp.ones((1, 1)),
+    }  # fmt: skip
+    (g,) = gradients(params, 1)
+    (said,), _ = updates(NAMED[name](0.1), params, [g])
+    for path, u in said.items():
+        assert u.shape == params[path].shape
+        assert np.isfinite(u).all()
+        assert path == "none" or float(jnp.sum(u * g[path])) < 0
+
+
+def test_the_dtype_of_a_gradient_is_that_of_its_update():
+    params = {"w": normal(16, 24).astype(jnp.bfloat16)}
+    (said,), state = updates(optim.scale_by_muon(), params, [params])
+    assert said["w"].dtype == jnp.bfloat16
+    assert state.leaves["w"]["m"].value.dtype == jnp.float32
+
+
+def test_a_step_holds_one_layer_beside_the_state():
+    """Compiled bytes: state and gradients are written in place."""
+    params = {"w": jax.ShapeDtypeStruct((32, 64, 128), jnp.float32)}
+    tx = optim.scale_by_muon(axes={"w": ("layer", "embed", "mlp")})
+    state = jax.eval_shape(tx.init, params)
+    compiled = jax.jit(tx.update, donate_argnums=(0, 1)).lower(params, state, params).compile()
+    assert compiled.memory_analysis().temp_size_in_bytes < 8 * 64 * 128 * 4

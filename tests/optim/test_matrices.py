@@ -1,0 +1,121 @@
+"""Adafactor, Adam-mini and Muon against optax, and against float64 where optax has none."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from jaxmem import optim
+from jaxmem.config import load_config
+from jaxmem.errors import UserError
+from tests.optim.conftest import gradients, normal, same, updates
+
+
+@pytest.mark.parametrize("shape", [(16, 24), (24, 16), (9,)])
+def test_adafactor_is_optax_s(shape):
+    params = {"w": normal(*shape)}
+    grads = gradients(params, 4)
+    said, _ = updates(optim.scale_by_adafactor(), params, grads)
+    with jax.numpy_dtype_promotion("standard"):
+        theirs = optax.chain(
+            optax.scale_by_factored_rms(min_dim_size_to_factor=2),
+            optax.clip_by_block_rms(1.0),
+            optax.scale_by_param_block_rms(),
+        )
+        expected, _ = updates(theirs, params, grads)
+    same(said, expected, rtol=1e-4)
+
+
+@pytest.mark.parametrize("shape", [(16, 24), (24, 16)])
+def test_muon_against_float64(shape):
+    params = {"w": normal(*shape)}
+    grads = gradients(params, 4)
+    said, _ = updates(optim.scale_by_muon(), params, grads)
+    m = np.zeros(shape)
+    for g, u in zip(grads, said, strict=True):
+        g = np.asarray(g["w"], np.float64)
+        m = 0.95 * m + 0.05 * g
+        x = 0.95 * m + 0.05 * g
+        left, values, right = np.linalg.svd(x, full_matrices=False)
+        values = values / np.sqrt(np.sum(values**2))
+        for _ in range(5):
+            values = 3.4445 * values - 4.7750 * values**3 + 2.0315 * values**5
+        np.testing.assert_allclose(u["w"], 0.2 * 24**0.5 * (left * values) @ right, rtol=1e-4, atol=1e-4)
+
+
+def test_muon_makes_singular_values_alike():
+    params = {"w": normal(16, 64)}
+    (g,) = gradients(params, 1)
+    (said,), _ = updates(optim.scale_by_muon(), params, [g])
+    values = np.linalg.svd(np.asarray(said["w"]) / (0.2 * 8), compute_uv=False)
+    assert values.min() > 0.6
+    assert values.max() < 1.3
+    assert np.sqrt(np.mean(np.square(said["w"]))) == pytest.approx(0.2, rel=0.15)
+
+
+def test_muon_leaves_tokens_to_adam():
+    params = {"table": normal(16, 24), "w": normal(16, 24)}
+    axes = {"table": ("vocab", "embed"), "w": ("embed", "mlp")}
+    grads = gradients(params, 2)
+    said, state = updates(optim.scale_by_muon(axes=axes), params, grads)
+    assert sorted(state.leaves["table"]) == ["m", "v"]
+    with jax.numpy_dtype_promotion("standard"):
+        expected, _ = updates(optax.scale_by_adam(0.9, 0.95, 1e-8), params, grads)
+    same([u["table"] for u in said], [u["table"] for u in expected])
+
+
+@pytest.mark.parametrize(("axes", "neuron"), [(("embed", "mlp"), 1), (("vocab", "embed"), 0), (("embed", "vocab"), 1)])
+def test_adam_mini_has_one_second_moment_a_neuron(axes, neuron):
+    params = {"w": normal(16, 24)}
+    grads = gradients(params, 4)
+    said, state = updates(optim.scale_by_adam_mini(axes={"w": axes}), params, grads)
+    assert state.leaves["w"]["v"].value.shape == (params["w"].shape[neuron],)
+    m, v = np.zeros((16, 24)), np.zeros(params["w"].shape[neuron])
+    for count, (g, u) in enumerate(zip(grads, said, strict=True), 1):
+        g = np.asarray(g["w"], np.float64)
+        m, v = 0.9 * m + 0.1 * g, 0.95 * v + 0.05 * np.mean(g * g, axis=1 - neuron)
+        size = np.expand_dims(np.sqrt(v / (1 - 0.95**count)), 1 - neuron) + 1e-8
+        np.testing.assert_allclose(u["w"], m / (1 - 0.9**count) / size, rtol=1e-5, atol=1e-6)
+
+
+def test_only_matrices_decay():
+    params = {"w": normal(3, 4, 5), "norm": normal(3, 4), "bias": normal(5)}
+    axes = {"w": ("layer", "embed", "mlp"), "norm": ("layer", "norm"), "bias": ("mlp",)}
+    nothing = jax.tree.map(jnp.zeros_like, params)
+    (said,), _ = updates(optim.sgd(0.5, weight_decay=0.1, axes=axes), params, [nothing])
+    same(said, {"w": -0.05 * params["w"], "norm": nothing["norm"], "bias": nothing["bias"]})
+
+
+# ------------------------------------------------------------------ the config
+
+RUN = {"name": "x", "model": {"preset": "tiny"}, "train": {"steps": 10}}
+
+
+def test_each_optimizer_has_the_defaults_of_its_paper():
+    own = lambda **optimizer: load_config({**RUN, "optimizer": optimizer}).optimizer.own  # noqa: E731
+    assert own() == {"beta1": 0.9, "beta2": 0.95, "epsilon": 1e-8, "weight_decay": 0.1}
+    assert own(name="lion") == {"beta1": 0.9, "beta2": 0.99, "weight_decay": 0.1}
+    assert own(name="muon", beta1=0.8)["beta1"] == 0.8
+    assert own(name="muon", momentum=None)["momentum"] == 0.95
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "line"),
+    [
+        ({"name": "adam", "weight_decay": 0.1}, "optimizer.weight_decay: adam has none; those that do: adamw, sgd"),
+        ({"name": "lion", "epsilon": 1e-3}, "optimizer.epsilon: lion has none; those that do: adamw, adam"),
+    ],
+)
+def test_a_field_that_an_optimizer_does_not_have_is_refused(optimizer, line):
+    with pytest.raises(UserError) as refused:
+        load_config({**RUN, "optimizer": optimizer})
+    assert str(refused.value).startswith(line)
+
+
+def test_a_config_is_read_back_as_it_was_written(tmp_path):
+    from jaxmem.config import save_config
+
+    cfg = load_config({**RUN, "optimizer": {"name": "lion"}})
+    save_config(cfg, tmp_path / "config.yaml")
+    assert load_config(tmp_path / "config.yaml") == cfg
