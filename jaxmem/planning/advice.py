@@ -7,7 +7,9 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from jaxmem.planning.breakdown import ALL_SCORES, GATHERED, LOGITS, UPDATES, form
+from jaxmem.config import Config
+from jaxmem.planning.breakdown import ALL_SCORES, GATHERED, LOGITS, STATE_COPIES, UPDATES, form
+from jaxmem.planning.compile import host_total
 from jaxmem.planning.hlo import Module, total_flops
 from jaxmem.planning.text import readable
 
@@ -15,6 +17,7 @@ if TYPE_CHECKING:
     from jaxmem.planning.planned import Plan
 
 LARGE, NOTABLE = 0.2, 0.01  # of the total
+COPIED = 0.5  # of what rests on the host: then moving it there saves little
 
 
 @dataclass(frozen=True)
@@ -64,12 +67,33 @@ def _whole(plan: Plan) -> Iterator[Warned]:
 def _logits(plan: Plan) -> Iterator[Warned]:
     size, total = plan.breakdown.of_kind(LOGITS), plan.bytes_per_device["total"]
     if size > LARGE * total:
-        cfg = plan.program.cfg
-        rows = cfg.batch.global_size // cfg.batch.accumulate
-        least = plan.mesh["replica"] * plan.mesh["fsdp"]
-        more = f"batch.accumulate={2 * cfg.batch.accumulate}" if rows >= 2 * least else "a shorter data.sequence_length"
         text = f"logits and loss take {readable(size)}, {size / total:.0%} of all"
-        yield Warned("logits", text, f"{more}, or mesh.tensor to split the vocabulary")
+        yield Warned("logits", text, _fewer_logits(plan.program.cfg, plan.mesh["replica"] * plan.mesh["fsdp"]))
+
+
+def _fewer_logits(cfg: Config, split: int) -> str:
+    """What makes them smaller; `split`: over how many devices the batch is."""
+    rows = cfg.batch.global_size // cfg.batch.accumulate
+    more = f"batch.accumulate={2 * cfg.batch.accumulate}" if rows >= 2 * split else "a shorter data.sequence_length"
+    return f"{more}, or mesh.tensor to split the vocabulary"
+
+
+def _offload(plan: Plan) -> Iterator[Warned]:
+    step = plan.compiled_step
+    if step.wants_host and not host_total(step.executable):
+        yield Warned(
+            "nothing offloaded",
+            "the step moves values to host memory, and as XLA compiled it every byte is on the device",
+            "plan for a GPU with --target: on a CPU nothing moves; for one, keep them on the device or report it",
+        )
+    waits, copied = plan.breakdown.on_host("optimizer", "master"), plan.breakdown.of_kind(STATE_COPIES)
+    if copied > COPIED * waits > 0:
+        yield Warned(
+            "offloaded in vain",
+            f"{readable(waits)} of the optimizer's state rests in host memory, and at the fullest moment"
+            f" {readable(copied)} of it is on the device: the peak is hardly lower",
+            "keep it on the device, where no step waits for it; split it further with zero and mesh.fsdp",
+        )
 
 
 def _replicated(plan: Plan) -> Iterator[Warned]:
@@ -89,4 +113,11 @@ def _all_scores(plan: Plan) -> Iterator[Warned]:
         yield Warned("attention scores", text, "memory.attention=auto")
 
 
-_CHECKS: Sequence[Callable[[Plan], Iterator[Warned]]] = (_recomputed, _whole, _logits, _replicated, _all_scores)
+_CHECKS: Sequence[Callable[[Plan], Iterator[Warned]]] = (
+    _recomputed,
+    _offload,
+    _whole,
+    _logits,
+    _replicated,
+    _all_scores,
+)

@@ -28,6 +28,7 @@ Form = tuple[int, ...]
 SAVED, LOGITS, ALL_SCORES = "saved for the backward pass", "logits", "attention: all scores"
 GATHERED, COPIES = "weights: gathered or cast", "weights: copies"
 UPDATES = "updates"
+STATE_COPIES = "working copies"  # of the optimizer's state
 _SUMS = ("summed or scaled", UPDATES)  # before the optimizer and after it
 _MASTER = re.compile(r"^state\.opt_state.*\.master\b")  # of `optim.with_master`
 _ROLES = {WEIGHTS: "parameters", OPTIMIZER: "optimizer", BATCH: "batch", OTHER: "other", NOWHERE: "other"}
@@ -86,6 +87,10 @@ class Breakdown:
     def of_part(self, part: str) -> int:
         return sum(item.size for item in self.items if item.part == part)
 
+    def on_host(self, *parts: str) -> int:
+        """Bytes of arguments that rest in host memory."""
+        return sum(item.size for item in self._arguments(on_host=True) if item.part in parts)
+
     def of_kind(self, kind: str) -> int:
         return sum(item.size for item in self.items if item.kind == kind)
 
@@ -111,11 +116,11 @@ class Breakdown:
         )  # fmt: skip
         return next(products, self._lifetimes.end)
 
-    def _arguments(self) -> Iterator[Item]:
+    def _arguments(self, *, on_host: bool = False) -> Iterator[Item]:
         parameters = (one for one in self.module.entry.instructions if one.opcode == "parameter")
         inputs: dict[int | None, Instruction] = {one.number: one for one in parameters}
         for one in self.allocations:
-            if one.kind == "argument" and not one.on_host:
+            if one.kind == "argument" and one.on_host == on_host:
                 path, shape = inputs[one.parameter].op_name, inputs[one.parameter].shape
                 part = "master" if _MASTER.search(path) else _ROLES[role(path)]
                 yield Item(part, "argument", one.size, path, "", shape)
@@ -142,7 +147,7 @@ class Breakdown:
         if origins == WEIGHTS:
             return "activations", COPIES if dims in self.known.resting else GATHERED
         if origins and not origins & ~(OPTIMIZER | OTHER):
-            return "optimizer", "working copies"
+            return "optimizer", STATE_COPIES
         if when != "forward" and origins & BATCH and self._is_gradient(dims, shape):
             return "gradients", "of one backward pass" if when == "backward" else _SUMS[bool(origins & OPTIMIZER)]
         if when == "update" and origins & OPTIMIZER:

@@ -39,6 +39,7 @@ class Compiled:
     executable: jax.stages.Compiled
     module: Module
     assignment: bytes
+    wants_host: bool  # the program as it was given to XLA places values in host memory
 
     @property
     def total(self) -> int:
@@ -91,7 +92,7 @@ def _compile_here(lowered: jax.stages.Lowered) -> Compiled:
     executable = lowered.compile()
     runtime: Any = executable.runtime_executable()
     module = read_module(runtime.hlo_modules()[0].as_serialized_hlo_module_proto())
-    return Compiled(executable, module, _stats(executable).serialized_buffer_assignment_proto)
+    return Compiled(executable, module, _stats(executable).serialized_buffer_assignment_proto, _wants_host(lowered))
 
 
 def _compile_elsewhere(lowered: jax.stages.Lowered) -> Compiled:
@@ -100,7 +101,11 @@ def _compile_elsewhere(lowered: jax.stages.Lowered) -> Compiled:
         executable = lowered.compile(compiler_options=options)
         written = max(Path(directory).glob("*after_optimizations.hlo.pb"), key=lambda file: file.stat().st_size)
         proto = wire.read(written.read_bytes())
-    return Compiled(executable, read_module(wire.data(proto, 1)), wire.data(proto, 3))
+    return Compiled(executable, read_module(wire.data(proto, 1)), wire.data(proto, 3), _wants_host(lowered))
+
+
+def _wants_host(lowered: jax.stages.Lowered) -> bool:
+    return "pinned_host" in lowered.as_text()
 
 
 @contextlib.contextmanager

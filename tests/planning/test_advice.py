@@ -1,0 +1,212 @@
+"""What a plan warns of: each warning where its cause is, with what would cure it, and not where it is not."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.ad_checkpoint import checkpoint_name
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from jaxmem import stack
+from jaxmem.planning import Plan, advice
+from jaxmem.planning.advice import Warned, warnings_of
+from jaxmem.planning.breakdown import Breakdown, Known
+from jaxmem.planning.buffers import Allocation, Buffer
+from jaxmem.planning.compile import Compiled, compile_all, listening
+from jaxmem.planning.hlo import Computation, Instruction, Module, Shape
+from jaxmem.planning.targets import parse_target, target_devices
+from tests.planning.conftest import SMALL, plan_here
+
+MIB = 2**20
+NOTHING_KNOWN = Known(frozenset(), frozenset(), frozenset(), frozenset(), frozenset())
+
+
+def found(check: Any, **plan: Any) -> list[Warned]:
+    """One check of a plan of which only this is known."""
+    return list(check(SimpleNamespace(**plan)))
+
+
+def kinds(plan: Plan) -> set[str]:
+    return {warned.kind for warned in plan.warnings}
+
+
+# ------------------------------------------------------------------ recomputation that nobody asked for
+
+
+def short_of(usable: int) -> Compiled:
+    """A chain of layers whose activations XLA can compute again, for a GPU with so much memory."""
+    place = jax.sharding.SingleDeviceSharding(target_devices(parse_target("h100-80gb"), usable)[0])
+
+    def step(weights: jax.Array, x: jax.Array) -> jax.Array:
+        def loss(weights: jax.Array) -> jax.Array:
+            h = x
+            for layer in range(6):
+                h = jax.nn.gelu(h @ weights[layer])
+            return jnp.sum(h * h)
+
+        return weights - jax.grad(loss)(weights)
+
+    weights = jax.ShapeDtypeStruct((6, 512, 512), jnp.float32, sharding=place)
+    x = jax.ShapeDtypeStruct((16384, 512), jnp.float32, sharding=place)
+    return compile_all(jax.jit(step, donate_argnums=0).lower(weights, x), {}, here=False)[0]
+
+
+def test_recomputation_by_xla_and_what_it_costs() -> None:
+    short, enough = short_of(400 * MIB), short_of(8192 * MIB)
+    assert found(advice._recomputed, compiled_step=enough, unlimited=None) == []
+    (warned,) = found(advice._recomputed, compiled_step=short, unlimited=enough)
+    assert warned.kind == "recomputed by XLA"
+    assert "FLOPs a step more" in warned.text
+    assert "MiB less" in warned.text
+    assert "memory.remat=full" in warned.cure
+
+
+# ------------------------------------------------------------------ host memory
+
+
+NOTHING_THERE = SimpleNamespace(on_host=lambda *_: 0, of_kind=lambda _: 0)
+
+
+def test_an_offload_that_moves_nothing() -> None:
+    """A CPU's compiler takes the order and leaves everything where it is."""
+    place = jax.sharding.SingleDeviceSharding(jax.devices()[0], memory_kind="device")
+
+    host = place.with_memory_kind("pinned_host")
+
+    def step(x: jax.Array) -> jax.Array:
+        return jax.device_put(jnp.sin(jax.device_put(x, place)), host)
+
+    x = jax.ShapeDtypeStruct((256, 256), jnp.float32, sharding=host)
+    lowered = jax.jit(step, out_shardings=host).lower(x)
+    compiled, _ = compile_all(lowered, {}, here=True)
+    (warned,) = found(advice._offload, compiled_step=compiled, breakdown=NOTHING_THERE)
+    assert warned.kind == "nothing offloaded"
+    assert "plan for a GPU" in warned.cure
+
+
+def test_an_offload_that_moves() -> None:
+    policy = jax.checkpoint_policies.save_and_offload_only_these_names(
+        names_which_can_be_saved=[], names_which_can_be_offloaded=["x"], offload_src="device", offload_dst="pinned_host"
+    )
+
+    def step(weights: jax.Array, x: jax.Array) -> jax.Array:
+        def layer(x: jax.Array, w: jax.Array) -> tuple[jax.Array, None]:
+            return jnp.tanh(checkpoint_name(x, "x") @ w), None
+
+        def loss(weights: jax.Array) -> jax.Array:
+            return jnp.sum(jax.lax.scan(jax.checkpoint(layer, policy=policy), x, weights)[0])
+
+        return weights - jax.grad(loss)(weights)
+
+    place = jax.sharding.SingleDeviceSharding(target_devices(parse_target("h100-80gb"), 8192 * MIB)[0])
+    weights = jax.ShapeDtypeStruct((4, 256, 256), jnp.float32, sharding=place)
+    lowered = jax.jit(step).lower(weights, jax.ShapeDtypeStruct((1024, 256), jnp.float32, sharding=place))
+    compiled, _ = compile_all(lowered, {}, here=False)
+    assert compiled.wants_host
+    assert found(advice._offload, compiled_step=compiled, breakdown=NOTHING_THERE) == []
+
+
+def state_on_host(copied: int) -> Breakdown:
+    """Of a step whose optimizer's state rests on the host and comes to the device in pieces of `copied` bytes."""
+    state, piece = Shape("float32", 32, (64 * MIB,)), Shape("float32", 32, (copied // 4,))
+    argument = Instruction(0, "state", "parameter", state, 0, "state.opt_state[0].mu['w']", {})
+    copy = Instruction(1, "copy", "slice", piece, 0, "", {}, operands=[argument])
+    result = Instruction(2, "result", "negate", piece, 0, "", {}, operands=[copy])
+    argument.users, copy.users = [copy], [result]
+    main = Computation(1, "main", [argument, copy, result], result)
+    for one in main.instructions:
+        one.home = main
+    module = Module([main], main, {one.id: one for one in main.instructions})
+    buffer = Buffer(copy, (), 0, piece.bytes, ((copy, ()),))
+    allocations = [
+        Allocation("argument", state.bytes, 0, True, ()), Allocation("temporary", piece.bytes, None, False, (buffer,))
+    ]  # fmt: skip
+    return Breakdown(module, allocations, NOTHING_KNOWN)
+
+
+@pytest.mark.parametrize(("copied", "warns"), [(256 * MIB, True), (16 * MIB, False)])
+def test_state_on_the_host_that_comes_back_whole(copied: int, warns: bool) -> None:
+    step = SimpleNamespace(wants_host=False)
+    warned = found(advice._offload, compiled_step=step, breakdown=state_on_host(copied))
+    assert [one.kind for one in warned] == ["offloaded in vain"] * warns
+    assert all("256.0 MiB of the optimizer's state rests in host memory" in one.text for one in warned)
+
+
+# ------------------------------------------------------------------ whole arrays
+
+
+def test_a_gathered_weight_that_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = {**SMALL, "embed": 64, "mlp": 256, "layers": 4}
+    split = {"model": model, "mesh": {"fsdp": 8}, "data": {"sequence_length": 8}}
+    assert warnings_of(plan_here(**split)) == []
+    keep = lambda _: jax.checkpoint_policies.everything_saveable  # noqa: E731
+    monkeypatch.setitem(stack.REMAT, "none", keep)
+    (warned, *_) = [one for one in plan_here(**split).warnings if one.kind == "whole array"]
+    assert "is whole on each device although it is split: float32[4,64,256]" in warned.text
+    assert "memory.remat=full" in warned.cure
+
+
+# ------------------------------------------------------------------ logits, scores
+
+
+@pytest.mark.parametrize(
+    ("rows", "cure"), [(8, "batch.accumulate=2, or mesh.tensor"), (1, "a shorter data.sequence_length, or mesh.tensor")]
+)
+def test_large_logits(rows: int, cure: str) -> None:
+    plan = plan_here(1, model={**SMALL, "vocab": 4096}, batch={"global_size": rows}, data={"sequence_length": 512})
+    (warned,) = [one for one in plan.warnings if one.kind == "logits"]
+    assert cure in warned.cure
+    assert f"{plan.breakdown.of_kind('logits') / plan.bytes_per_device['total']:.0%} of all" in warned.text
+
+
+def test_small_logits(cpu_plan: Plan) -> None:
+    assert "logits" not in kinds(cpu_plan)
+
+
+def test_attention_that_writes_out_all_scores() -> None:
+    reference, blockwise = (
+        plan_here(1, data={"sequence_length": 128}, memory={"attention": name}) for name in ("reference", "blockwise")
+    )
+    (warned,) = [one for one in reference.warnings if one.kind == "attention scores"]
+    assert "all 128 x 128 scores" in warned.text
+    assert warned.cure == "memory.attention=auto"
+    assert "attention scores" not in kinds(blockwise)
+
+
+# ------------------------------------------------------------------ the partitioner
+
+
+@dataclass(frozen=True)
+class Moved:
+    """An array that lies along one pair of mesh axes and is wanted along another."""
+
+    before: PartitionSpec
+    after: PartitionSpec
+
+    def remarks(self) -> dict[str, list[str]]:
+        mesh = Mesh(np.array(jax.devices()).reshape(2, 4), ("a", "b"))
+
+        def move(x: jax.Array) -> jax.Array:
+            return jax.lax.with_sharding_constraint(jnp.sin(x), NamedSharding(mesh, self.after)) * 2
+
+        x = jax.ShapeDtypeStruct((16, 8, 64), jnp.float32, sharding=NamedSharding(mesh, self.before))
+        with listening() as remarks:
+            jax.jit(move).lower(x).compile()
+        return remarks.found
+
+
+def test_an_array_that_the_partitioner_replicates() -> None:
+    remarks = Moved(PartitionSpec(("a", "b")), PartitionSpec(None, "a", "b")).remarks()
+    (warned,) = found(advice._replicated, remarks=remarks)
+    assert "XLA gathers an array whole on every device to lay it out anew: f32[2,8,64] a device before" in warned.text
+
+
+def test_an_array_that_it_moves_in_parts() -> None:
+    remarks = Moved(PartitionSpec("a", "b"), PartitionSpec("b", "a")).remarks()
+    assert found(advice._replicated, remarks=remarks) == []
