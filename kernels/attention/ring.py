@@ -10,7 +10,7 @@ With c devices, T positions each and windows of w, a device sends, of keys and o
     ring   (c - 1) T forward; (c - 1) T and c T float32 gradients backward
     halo   min(w - 1, (c - 1) T) forward, the same backward
 
-and never holds more than two devices' keys (with a window: that window). The ring's backward pass saves what one
+and never holds more than three devices' keys (with a window: that window). The ring's backward pass saves what one
 device's attention does, its own part of q, k, v, output and log-sum-exp, and sends keys and values round again.
 """
 
@@ -102,17 +102,15 @@ def _forward(axis: str, options: Options, q: jax.Array, k: jax.Array, v: jax.Arr
         out, lse = blockwise.attend(q, k, v, options, Extras(ids, key_ids))
         return out.astype(jnp.float32), lse.swapaxes(1, 2)  # the time comes second everywhere
 
-    def visit(state: tuple[Any, Block], step: jax.Array) -> tuple[tuple[Any, Block], None]:
-        found, block = state
-        block = _next(axis, block)
+    def meet(found: Any, block: Block, step: jax.Array) -> Any:
         for rows, keys in _pairs(axis, step):
             part = attend(_half(rows, (q, ids)), _half(keys, block), all_seen)
             found = _put(rows, found, _merged(_half(rows, found), part))
-        return (found, block), None
+        return found
 
     all_seen = dataclasses.replace(options, causal=False)
     own = k, v, ids
-    ((out, lse), _), _ = jax.lax.scan(visit, (attend((q, ids), own, options), own), _steps(axis))
+    out, lse = _visited(axis, meet, own, attend((q, ids), own, options))
     out, lse = (checkpoint_name(x, blockwise.SAVED) for x in (out.astype(q.dtype), lse))
     return out, (q, k, v, ids, out, lse)
 
@@ -126,19 +124,18 @@ def _backward(axis: str, options: Options, saved: Any, d_out: jax.Array) -> tupl
         dq, dk, dv = (part.astype(jnp.float32) for part in parts)
         return dq, (dk, dv)
 
-    def visit(state: tuple[Any, Block, Any], step: jax.Array) -> tuple[tuple[Any, Block, Any], None]:
-        dq, block, d_block = state
-        block, d_block = _next(axis, block), _next(axis, d_block)
+    def meet(found: Any, block: Block, step: jax.Array) -> Any:
+        dq, d_block = found
+        d_block = _next(axis, d_block)  # of these keys, from the devices that they have passed
         for rows, keys in _pairs(axis, step):
             more, d_more = gradients(_half(rows, mine), _half(keys, block), all_seen)
             dq = _put(rows, dq, _half(rows, dq) + more)
             d_block = _put(keys, d_block, jax.tree.map(jnp.add, _half(keys, d_block), d_more))
-        return (dq, block, d_block), None
+        return dq, d_block
 
     all_seen = dataclasses.replace(options, causal=False)
     mine, own = (q, ids, out, lse, d_out), (k, v, ids)
-    dq, d_own = gradients(mine, own, options)
-    (dq, _, d_block), _ = jax.lax.scan(visit, (dq, own, d_own), _steps(axis))
+    dq, d_block = _visited(axis, meet, own, gradients(mine, own, options))
     dk, dv = _next(axis, d_block)  # home again
     return dq.astype(q.dtype), dk.astype(k.dtype), dv.astype(v.dtype), None
 
@@ -146,8 +143,16 @@ def _backward(axis: str, options: Options, saved: Any, d_out: jax.Array) -> tupl
 _ring.defvjp(_forward, _backward)
 
 
-def _steps(axis: str) -> jax.Array:
-    return jnp.arange(1, jax.lax.axis_size(axis), dtype=jnp.int32)
+def _visited(axis: str, meet: Callable[[Any, Block, Any], Any], own: Block, found: Any) -> Any:
+    """`meet` with every other device's keys. The next ones travel meanwhile."""
+
+    def visit(state: tuple[Any, Block], step: jax.Array) -> tuple[tuple[Any, Block], None]:
+        found, block = state
+        return (meet(found, block, step), _next(axis, block)), None
+
+    last = jax.lax.axis_size(axis) - 1
+    (found, block), _ = jax.lax.scan(visit, (found, _next(axis, own)), jnp.arange(1, last, dtype=jnp.int32))
+    return meet(found, block, jnp.int32(last))
 
 
 def _next(axis: str, block: Any) -> Any:
