@@ -153,6 +153,11 @@ class Layout:
         """What `jax.shard_map` wants to know of an array whose dimensions divide."""
         return PartitionSpec(*(self.over(role, axis) or None for axis in axes))
 
+    def padded(self, role: Role, axes: Axes, shape: Sequence[int]) -> tuple[int, ...]:
+        """The next shape that divides."""
+        counts = [self.parts(role, axis) for axis in axes]
+        return tuple(-(-size // count) * count for size, count in zip(shape, counts, strict=True))
+
     def one_row(self) -> Layout:
         """For a text that grows: one row of any length, which nothing can split."""
         activations = {**self.rules.activations, "batch": (), "time": (), "stream": ()}
@@ -195,14 +200,15 @@ def gather(weight: jax.Array, axes: Axes, dtype: DTypeLike) -> jax.Array:
     over `fsdp`, with zeros added where `tensor` does not divide it. Its gradient goes back to where gradients lie,
     which makes XLA reduce-scatter it."""
     layout = current()
-    parts = (1,) * weight.ndim if layout is None else tuple(layout.parts("computing", axis) for axis in axes)
-    added = [(0, -size % count) for size, count in zip(weight.shape, parts, strict=True)]
+    shape = weight.shape if layout is None else layout.padded("computing", axes, weight.shape)
 
     @jax.custom_vjp
     def brought(w: jax.Array) -> jax.Array:
         # Pinned on both sides, or XLA gathers first and casts after.
         w = constrain(w.astype(dtype), *axes, role="weights")
-        return constrain(jnp.pad(w, added) if any(more for _, more in added) else w, *axes, role="computing")
+        if shape != w.shape:
+            w = jnp.pad(w, [(0, more - size) for more, size in zip(shape, w.shape, strict=True)])
+        return constrain(w, *axes, role="computing")
 
     def back(_: None, g: jax.Array) -> tuple[jax.Array]:
         g = jax.lax.slice(g, (0,) * g.ndim, weight.shape)

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from jaxmem.config import Config
+import jax
+
+from jaxmem.config import Config, undivided
 from jaxmem.planning.breakdown import ALL_SCORES, GATHERED, LOGITS, STATE_COPIES, UPDATES, form
+from jaxmem.planning.collectives import collective
 from jaxmem.planning.compile import host_total
 from jaxmem.planning.hlo import Module, total_flops
+from jaxmem.planning.predict import held
 from jaxmem.planning.text import readable
+from jaxmem.sharding import is_axes
 
 if TYPE_CHECKING:
     from jaxmem.planning.planned import Plan
@@ -113,6 +119,42 @@ def _all_scores(plan: Plan) -> Iterator[Warned]:
         yield Warned("attention scores", text, "memory.attention=auto")
 
 
+def _across_hosts(plan: Plan) -> Iterator[Warned]:
+    """Tensor parallel waits for several messages a layer: between hosts each takes many times as long."""
+    target, tensor = plan.target, plan.mesh["tensor"]
+    if target.gpu is None or target.per_host % tensor == 0:
+        return
+    module = plan.compiled_step.module
+    lost = 0.0
+    for one in module.walk():
+        message = collective(one, target.count, target.per_host)
+        # `tensor` is the innermost axis: its groups are devices in a row.
+        if message and message.members == tuple(range(message.members[0], message.members[0] + tensor)):
+            more = message.seconds(target.gpu) - message.seconds(target.gpu, one_host=True)
+            lost += module.executions[one.home] * more
+    text = (
+        f"mesh.tensor {tensor} reaches over hosts of {target.per_host} GPUs: its messages take {lost:.3g} s a step more"
+        " than within a host"
+    )
+    within = math.gcd(tensor, target.per_host)
+    yield Warned("tensor across hosts", text, f"mesh.tensor={within} mesh.fsdp=-1")
+
+
+def _undivided(plan: Plan) -> Iterator[Warned]:
+    """What `tensor` does not divide rests whole on each of its devices."""
+    built, tensor = plan.program, plan.mesh["tensor"]
+    for name in undivided(built.cfg):
+        sizes = jax.tree.map(
+            lambda axes, x, name=name: held(x) if name in axes else 0, built.axes, built.state.params, is_leaf=is_axes
+        )
+        size = readable(sum(jax.tree.leaves(sizes)))
+        count = getattr(built.cfg.model, name)
+        how = "each device works on those of its queries" if name == "kv_heads" else "padded where it is computed with"
+        text = f"mesh.tensor {tensor} does not divide model.{name} {count}: its weights, {size}, are whole; {how}"
+        near = math.gcd(count, tensor)
+        yield Warned("not split", text, f"mesh.tensor={near} splits it" if near > 1 else "fewer along mesh.tensor")
+
+
 _CHECKS: Sequence[Callable[[Plan], Iterator[Warned]]] = (
     _recomputed,
     _offload,
@@ -120,4 +162,6 @@ _CHECKS: Sequence[Callable[[Plan], Iterator[Warned]]] = (
     _logits,
     _replicated,
     _all_scores,
+    _across_hosts,
+    _undivided,
 )

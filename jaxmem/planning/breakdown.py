@@ -180,8 +180,9 @@ def known_shapes(built: Program) -> Known:
 
     def add(axes: Axes, leaf: Any) -> None:
         stored, split, used, moments = (
-            built.layout.sharding(role, axes, leaf.shape).shard_shape(leaf.shape)
+            built.layout.sharding(role, axes, shape).shard_shape(shape)
             for role in ("weights", "gradients", "computing", "optimizer")
+            for shape in (built.layout.padded(role, axes, leaf.shape),)
         )
         resting.add(form(stored))
         stacked = axes[:1] == ("layer",)

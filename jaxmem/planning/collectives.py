@@ -33,11 +33,13 @@ class Collective:
     neighbours: int  # how many of them share a host
     wire_bytes: int
     asynchronous: bool
+    members: tuple[int, ...] = ()  # of one group
 
-    def seconds(self, gpu: Gpu) -> float:
-        """Over the links within a host, and between hosts over the networks of all that take part in each."""
+    def seconds(self, gpu: Gpu, *, one_host: bool = False) -> float:
+        """Over the links within a host, and between hosts over the networks of all that take part in each.
+        `one_host`: as if all that take part shared one."""
         rate = gpu.link_gb_s
-        if self.neighbours < self.group:
+        if self.neighbours < self.group and not one_host:
             rate = min(rate, gpu.network_gb_s * self.neighbours)
         return LATENCY + self.wire_bytes / (rate * 1e9 * ATTAINED_LINK)
 
@@ -65,6 +67,7 @@ def collective(one: Instruction, devices: int, per_host: int) -> Collective | No
         neighbours,
         round(size * share * (2 if kind == "all-reduce" else 1)),
         asynchronous=one.opcode.endswith("-start") and not config.get("is_sync", False),
+        members=tuple(groups[0].tolist()),
     )
 
 

@@ -27,6 +27,7 @@ from jaxmem.exchange import places
 from jaxmem.leaves import state_axes
 from jaxmem.precision import Params
 from jaxmem.program import scaling
+from jaxmem.program.compiler import compiler_options
 from jaxmem.program.objective import Batch, Sums, objective
 from jaxmem.program.step import TrainState, make_step
 from jaxmem.sharding import Axes, Layout, Role, is_axes, layout_for
@@ -117,7 +118,7 @@ class Program:
                 step,
                 donate_argnums=0,
                 out_shardings=(places, self.layout.replicated()),
-                compiler_options=self._compiler_options,
+                compiler_options=compiler_options(self._platform, self.layout.mesh.size),
             )
             return jitted.lower(self.state, self.batch)
 
@@ -163,12 +164,6 @@ class Program:
     @property
     def _platform(self) -> str:
         return self.layout.mesh.devices.flat[0].platform
-
-    @property
-    def _compiler_options(self) -> dict[str, str]:
-        """jax 0.10 gives batched products on CPUs to a library that takes twice as long for them as Eigen does."""
-        slow = self._platform == "cpu" and jax.__version_info__ < (0, 11)
-        return {"xla_cpu_experimental_ynn_fusion_type": "LIBRARY_FUSION_TYPE_REDUCE"} if slow else {}
 
     def _build(self, key: jax.Array) -> models.Network:
         memory = self.cfg.memory
