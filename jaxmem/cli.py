@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import json
+import os
 import shutil
 import sys
 from collections.abc import Callable, Iterable, Iterator
@@ -43,6 +44,9 @@ Run = Annotated[Path, typer.Argument(metavar="RUN", help="A run's directory: run
 Simulate = Annotated[
     int | None, typer.Option(metavar="N", min=1, help="See N devices on this machine's CPU.", show_default=False)
 ]
+Reserve = Annotated[
+    float | None, typer.Option(metavar="GIB", min=0.0, help="Of each GPU, for CUDA and NCCL.", show_default=False)
+]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]
 
 
@@ -64,9 +68,7 @@ def plan(
     target: Annotated[
         str | None, typer.Option(metavar="T", help="h100-80gb:16x8, cpu:8, my-gpu.yaml; or: list", show_default=False)
     ] = None,
-    reserve: Annotated[
-        float | None, typer.Option(metavar="GIB", min=0.0, help="Of each GPU, for CUDA and NCCL.", show_default=False)
-    ] = None,
+    reserve: Reserve = None,
     simulate: Simulate = None,
     as_json: Json = False,
 ) -> None:
@@ -87,6 +89,57 @@ def plan(
     with _only_json(as_json):
         planned = planning.plan(cfg, target, reserve_gib=reserve)
     _show(planned.as_json() if as_json else planned.table())
+
+
+@app.command()
+def fit(
+    config: ConfigFile,
+    overrides: Overrides = None,
+    target: Annotated[
+        str | None, typer.Option(metavar="T", help="h100-80gb:8, cpu:8, my-gpu.yaml", show_default=False)
+    ] = None,
+    allow: Annotated[
+        str | None, typer.Option(metavar="WORDS", help="What may change: mesh,remat,batch", show_default=False)
+    ] = None,
+    maximize: Annotated[
+        str | None, typer.Option(metavar="KEY", help="model.layers: the largest that fits.", show_default=False)
+    ] = None,
+    write: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="The best config, to train as it is.", show_default=False)
+    ] = None,
+    png: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Memory against time, as a figure.", show_default=False)
+    ] = None,
+    reserve: Reserve = None,
+    compiles: Annotated[int, typer.Option(metavar="N", min=1, help="Compile at most so many steps.")] = 24,
+    as_json: Json = False,
+) -> None:
+    """Search for what fits, fastest first. Exit code 3: nothing does."""
+    from jaxmem.config import load_config
+
+    cfg = load_config(config, overrides or [])
+    if target is not None:
+        os.environ.setdefault("JAX_PLATFORMS", "cpu")  # no device here has anything to do
+    _devices(None, only_compile=True)
+    from jaxmem import search
+
+    given: dict[str, Any] = {"target": target, "reserve_gib": reserve}
+    if allow is not None:
+        given["allow"] = [word.strip() for word in allow.split(",") if word.strip()]
+    if maximize and png:
+        raise UserError(f"--png {png}: --maximize draws none; leave one out")
+    found: search.Most | search.Fit
+    with _only_json(as_json):
+        if maximize:
+            found = search.maximize(cfg, maximize, **given)
+        else:
+            found = search.fit(cfg, compiles=compiles, **given)
+            if png:
+                found.figure(png)
+        if found.best and write:
+            found.write(write)
+    _show(found.as_json() if as_json else found.table())
+    raise typer.Exit(0 if found.best else 3)
 
 
 @app.command()
@@ -214,7 +267,8 @@ def schema() -> None:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Run one command and exit: 0 done, 2 a mistake in what was given, 75 try again, 130 interrupted."""
+    """Run one command and exit: 0 done, 2 a mistake in what was given, 3 it does not fit, 75 try again,
+    130 interrupted."""
     arguments = sys.argv[1:] if arguments is None else arguments
     try:
         code = app(arguments or ["--help"], prog_name="jaxmem", standalone_mode=False)
@@ -246,6 +300,7 @@ def _load(config: Path, overrides: list[str] | None, simulate: int | None, *, on
 def _devices(simulate: int | None, *, only_compile: bool = False) -> None:
     if simulate is None:
         devices.stay_on_cpu_without_gpu(only_compile=only_compile)
+        devices.take_all_but_reserved()
     else:
         devices.simulate(simulate)
 

@@ -9,6 +9,8 @@ from __future__ import annotations
 import ctypes
 import importlib.metadata
 import os
+import shutil
+import subprocess
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -116,6 +118,37 @@ def keep_compiled(output: str | Path) -> None:
     config: Any = jax.config
     if jax.default_backend() != "cpu" and config.jax_compilation_cache_dir is None:
         config.update("jax_compilation_cache_dir", str(Path(output, ".compiled").absolute()))
+
+
+def gpus() -> list[dict[str, Any]]:
+    """The GPUs as the driver knows them, with the memory that all processes together have in use; jax is not asked."""
+    program = shutil.which("nvidia-smi")
+    if program is None:
+        return []
+    query = ["--query-gpu=name,driver_version,memory.used,memory.total", "--format=csv,noheader,nounits"]
+    child = subprocess.run([program, *query], capture_output=True, text=True, timeout=60, check=False)  # noqa: S603
+    if child.returncode != 0:
+        return []
+    rows = [[cell.strip() for cell in line.split(",")] for line in child.stdout.splitlines()]
+    return [
+        {"name": name, "driver": driver, "memory_in_use": int(used) << 20, "memory": int(total) << 20}
+        for name, driver, used, total in rows
+    ]
+
+
+_FRACTIONS = ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION")
+
+
+def take_all_but_reserved() -> None:
+    """Let jax, which would take three quarters of each GPU, take all but `hardware.reserved`: the number that a plan's
+    `fits` takes off. A fraction that the user gave stays, and plans then take off what it leaves."""
+    if not has_nvidia_gpu() or any(name in os.environ for name in _FRACTIONS):
+        return
+    if found := gpus():
+        visible = [one for one in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if one]
+        least = min(gpu["memory"] for gpu in found)
+        share = 1 - hardware.reserved(len(visible) or len(found)) / least
+        os.environ[_FRACTIONS[0]] = f"{share:.4f}"
 
 
 def peak_flops(device: jax.Device) -> float | None:

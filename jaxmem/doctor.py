@@ -46,7 +46,7 @@ def examine() -> dict[str, Any]:
     with ThreadPoolExecutor() as pool:
         here = pool.submit(_see_devices, {})
         simulated = pool.submit(_see_devices, {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "8"})
-        gpus = _gpus()
+        gpus = devices.gpus()
     seen, error = here.result()
     findings: dict[str, Any] = {
         "jaxmem": __version__,
@@ -170,22 +170,6 @@ def _see_devices(environment: dict[str, str]) -> tuple[list[dict[str, Any]], str
         said = [line for line in child.stderr.splitlines() if line.strip()]
         return [], said[-1].strip() if said else f"jax ended with code {child.returncode}"
     return json.loads(child.stdout.splitlines()[-1]), None
-
-
-def _gpus() -> list[dict[str, Any]]:
-    """The GPUs as the driver knows them, with the memory that all processes together have in use."""
-    program = shutil.which("nvidia-smi")
-    if program is None:
-        return []
-    query = ["--query-gpu=name,driver_version,memory.used,memory.total", "--format=csv,noheader,nounits"]
-    child = subprocess.run([program, *query], capture_output=True, text=True, timeout=60, check=False)  # noqa: S603
-    if child.returncode != 0:
-        return []
-    rows = [[cell.strip() for cell in line.split(",")] for line in child.stdout.splitlines()]
-    return [
-        {"name": name, "driver": driver, "memory_in_use": int(used) << 20, "memory": int(total) << 20}
-        for name, driver, used, total in rows
-    ]
 
 
 def _host_memory() -> dict[str, int]:

@@ -75,6 +75,9 @@ GPUS = {
     )
 }
 
+# A few cores of a server, one simulated device's share: times on it only compare one program with another.
+CPU = Gpu("cpu", "CPU", 16, 20, 0.2, 10, 10, 10, 16, "0.0", 1, 2.0, 1)
+
 
 def find(device_kind: str, memory: int | None = None) -> Gpu | None:
     """The GPU whose name a device gives, the most specific one; of two sizes the one nearest to `memory`.

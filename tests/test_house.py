@@ -22,6 +22,7 @@ LAYERS = (
     ("data", "checksum", "resume", "checkpoint", "hf"),
     ("program",),
     ("planning", "trained", "decode", "evaluate"),
+    ("search",),
     ("training",),
     ("parameter_server",),
     ("tour", "bench", "report", "doctor"),

@@ -20,12 +20,16 @@ TIME = ("context", "tensor")  # what the time of the residual stream is split ov
 
 def for_devices(cfg: Config, n: int) -> Config:
     check(cfg)
-    resolved, problems = _resolve(cfg, n)
-    if not problems:
-        problems = list(_indivisible(resolved))
+    resolved, problems = resolve(cfg, n)
     if problems:
         raise UserError("\n".join([*problems, _advice(cfg, n)]))
     return resolved
+
+
+def resolve(cfg: Config, n: int) -> tuple[Config, list[str]]:
+    """With its mesh filled in for n devices, and a line for each thing that does not divide over it."""
+    resolved, problems = _resolve(cfg, n)
+    return resolved, problems or list(_indivisible(resolved))
 
 
 def divided(cfg: Config) -> dict[str, dict[str, int]]:

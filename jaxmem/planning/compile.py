@@ -21,6 +21,7 @@ import jax
 from jax.experimental.compilation_cache import compilation_cache
 
 from jaxmem.planning import wire
+from jaxmem.planning.assembler import sizes_only
 from jaxmem.planning.hlo import Module, read_module
 
 # Without a GPU nothing can be timed: XLA takes its default for each kernel.
@@ -74,30 +75,44 @@ def _stats(executable: jax.stages.Compiled) -> Any:
 
 
 def compile_all(
-    step: jax.stages.Lowered, others: Mapping[str, Callable[[], jax.stages.Lowered]], *, here: bool
+    step: jax.stages.Lowered,
+    others: Mapping[str, Callable[[], jax.stages.Lowered]],
+    *,
+    here: bool,
+    code: bool = True,
 ) -> tuple[Compiled, dict[str, jax.stages.Compiled]]:
     """The step with all that is to be known of it, other programs for their size, side by side: while XLA works on
     one, jax lowers the next.
 
-    `here`: the devices are this machine's.
+    `here`: the devices are this machine's. `code` False: what is compiled is for its sizes and never run.
     """
     with contextlib.nullcontext() if here else _without_cache(), ThreadPoolExecutor(1 + len(others)) as pool:
-        compiled = pool.submit(_compile_here if here else _compile_elsewhere, step)
-        options = None if here else _DEVICELESS
+        compiled = pool.submit(_compile_here if here else _compile_elsewhere, step, code)
+        options = _options(here, code) or None
         sized = {name: pool.submit(lower().compile, options) for name, lower in others.items()}
         return compiled.result(), {name: one.result() for name, one in sized.items()}
 
 
-def _compile_here(lowered: jax.stages.Lowered) -> Compiled:
-    executable = lowered.compile()
+def _compile_here(lowered: jax.stages.Lowered, code: bool) -> Compiled:
+    executable = lowered.compile(_options(True, code) or None)
     runtime: Any = executable.runtime_executable()
     module = read_module(runtime.hlo_modules()[0].as_serialized_hlo_module_proto())
     return Compiled(executable, module, _stats(executable).serialized_buffer_assignment_proto, _wants_host(lowered))
 
 
-def _compile_elsewhere(lowered: jax.stages.Lowered) -> Compiled:
+def sized(lowered: jax.stages.Lowered, *, here: bool) -> int:
+    """Bytes of a device that a program needs, without machine code of it where its devices are not here."""
+    with contextlib.nullcontext() if here else _without_cache():
+        return total(lowered.compile(_options(here, code=False)))
+
+
+def _options(here: bool, code: bool) -> dict[str, bool | str]:
+    return (_DEVICELESS if not here else {}) | ({} if code else sizes_only(on_gpu=not here))
+
+
+def _compile_elsewhere(lowered: jax.stages.Lowered, code: bool) -> Compiled:
     with tempfile.TemporaryDirectory(prefix="jaxmem-plan-") as directory:
-        options = _DEVICELESS | {"xla_dump_to": directory, "xla_dump_hlo_as_proto": True}
+        options = _options(False, code) | {"xla_dump_to": directory, "xla_dump_hlo_as_proto": True}
         executable = lowered.compile(compiler_options=options)
         written = max(Path(directory).glob("*after_optimizations.hlo.pb"), key=lambda file: file.stat().st_size)
         proto = wire.read(written.read_bytes())

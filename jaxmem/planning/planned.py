@@ -103,7 +103,12 @@ class Plan:
 
     @property
     def reserved(self) -> int:
-        return 0 if self.target.is_cpu else reserved(self.target.count, self.reserve_gib)
+        """Bytes of a GPU that the program cannot have: of one that is here, what jax was told to leave."""
+        if self.target.is_cpu:
+            return 0
+        if self.target.withheld is not None and self.reserve_gib is None:
+            return self.target.withheld
+        return reserved(self.target.count, self.reserve_gib)
 
     @property
     def room(self) -> int:

@@ -38,6 +38,7 @@ class Target:
     memory: int  # of one device, as its driver reports it
     host_memory: int  # of one device's share of its host
     here: tuple[Any, ...] | None = None  # jax's devices of this machine, or None: compiled for without having any
+    withheld: int | None = None  # bytes of a device that jax may not take, where a device says so
 
     @property
     def is_cpu(self) -> bool:
@@ -89,9 +90,11 @@ def local_target(seen: Sequence[Any]) -> Target:
     reported = (first.memory_stats() or {}).get("bytes_limit", 0)
     gpu = hardware.find(first.device_kind, reported)
     # What jax may use is a share of what the driver reports; the table knows the whole.
-    memory = gpu.memory if gpu else reported
+    memory = max(gpu.memory, reported) if gpu else reported
     name = gpu.name if gpu else first.device_kind
-    return Target(f"{name}:{count}", gpu, count, per_host, memory, _memory_here() // per_host, tuple(seen))
+    withheld = memory - reported if reported else None
+    host = _memory_here() // per_host
+    return Target(f"{name}:{count}", gpu, count, per_host, memory, host, tuple(seen), withheld)
 
 
 def target_config(gpu: Gpu, usable: int) -> str:

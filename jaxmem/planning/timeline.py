@@ -22,7 +22,7 @@ _FREE = {
     "replica-id", "tuple",
 }  # fmt: skip
 # Relative to bf16: tensor cores take float32 as TF32 at half the rate, narrow formats at twice.
-_RATES = {"float64": 1 / 32, "float32": 0.5, "int8": 2.0, "uint8": 2.0, "float8_e4m3fn": 2.0, "float8_e5m2": 2.0}
+RATES = {"float64": 1 / 32, "float32": 0.5, "int8": 2.0, "uint8": 2.0, "float8_e4m3fn": 2.0, "float8_e5m2": 2.0}
 
 
 @dataclass
@@ -126,7 +126,7 @@ class _Simulation:
         if gpu is None or one.opcode in _FREE or one.opcode.endswith(("-start", "-done")):
             return 0.0
         arithmetic = sum(
-            dot_flops(part) / (gpu.flops * ATTAINED_FLOPS * _RATES.get(part.operands[0].shape.dtype, 1.0))
+            dot_flops(part) / (gpu.flops * ATTAINED_FLOPS * RATES.get(part.operands[0].shape.dtype, 1.0))
             for part in (one, *fused(one)) if dot_flops(part)
         )  # fmt: skip
         memory = moved_bytes(one) / (gpu.bandwidth_gb_s * 1e9 * ATTAINED_BANDWIDTH)

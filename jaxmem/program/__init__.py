@@ -70,14 +70,22 @@ class Program:
     @cached_property
     def state(self) -> TrainState:
         """Shape, dtype and place of every array of the state."""
-        shapes = jax.eval_shape(self._initial, jax.random.key(0))
-        opt_axes = state_axes(shapes.opt_state, shapes.params, self.axes)
+        shapes = self._shapes
         return TrainState(
             step=self._placed("weights", (), shapes.step),
             params=self._placed("weights", self.axes, shapes.params),
-            opt_state=self._placed("optimizer", opt_axes, shapes.opt_state),
+            opt_state=self._placed("optimizer", self.opt_axes, shapes.opt_state),
             loss_scale=self._placed("optimizer", jax.tree.map(lambda _: (), shapes.loss_scale), shapes.loss_scale),
         )
+
+    @cached_property
+    def opt_axes(self) -> Any:
+        """The logical axes of every array of the optimizer's state."""
+        return state_axes(self._shapes.opt_state, self._shapes.params, self.axes)
+
+    @cached_property
+    def _shapes(self) -> TrainState:
+        return jax.eval_shape(self._initial, jax.random.key(0))
 
     @cached_property
     def batch(self) -> dict[str, jax.ShapeDtypeStruct]:

@@ -31,6 +31,7 @@ from jaxmem.planning import Plan, ideal_flops, plan_program, readable
 from jaxmem.program import Program, program
 from jaxmem.program.step import TrainState
 from jaxmem.resume import refuse_changes
+from jaxmem.training.fitting import DoesNotFitError, Measured, check_fits
 from jaxmem.training.profile import Profile
 from jaxmem.training.progress import Progress
 from jaxmem.training.signals import Stop, nothing_to_save
@@ -53,24 +54,6 @@ class Result:
     exit_code: int = 0
 
 
-class DoesNotFitError(UserError):
-    """Said before anything is allocated, in place of running out of memory at the first step."""
-
-    exit_code = 3
-
-    def __init__(self, planned: Plan) -> None:
-        phase, size = max(((name, size or 0) for name, size in planned.phases.items()), key=lambda pair: pair[1])
-        parts = {name: size for name, size in planned.bytes_per_device.items() if name != "total"}
-        largest = max(parts, key=lambda name: parts[name])
-        has = readable(planned.target.memory - planned.reserved)
-        super().__init__(
-            f"{planned.program.cfg.name} does not fit: to {phase} takes {readable(size)} of each device, which has "
-            f"{has}; of a step {readable(parts[largest])} are {largest}. "
-            "Try memory.remat=full, a larger batch.accumulate, or more devices along mesh.fsdp; "
-            "`jaxmem plan` shows what each would take"
-        )
-
-
 def run(cfg: Config, devices: Sequence[Any] | None = None) -> Result:
     """Train a config on these devices (by default all that jax sees), or go on where it stopped."""
     check_trackers(cfg)
@@ -88,8 +71,7 @@ def run(cfg: Config, devices: Sequence[Any] | None = None) -> Result:
         loader = opened.enter_context(Loader(cfg, rows=built.rows, agree=any_of))
         unseen = opened.enter_context(HeldOut(built, loader.corpus)) if cfg.train.evaluate_every else None
         planned = plan_program(built)
-        if not planned.fits:
-            raise DoesNotFitError(planned)
+        check_fits(planned)
 
         if cfg.checkpoint.resume == "never":
             put_aside(directory)
@@ -106,6 +88,7 @@ def run(cfg: Config, devices: Sequence[Any] | None = None) -> Result:
         progress = opened.enter_context(_progress(planned, step, trackers.last.get("seconds", 0.0)))
         progress.say(_opening(planned, step))
         telemetry = Telemetry(progress, trackers)
+        measured = Measured(planned, directory / "plan.json")
         profile = opened.enter_context(Profile(directory / "profile", cfg.train.profile))
         stop, votes = opened.enter_context(Stop()), Vote()
         held_out: dict[str, float] = {}
@@ -121,6 +104,8 @@ def run(cfg: Config, devices: Sequence[Any] | None = None) -> Result:
             state, metrics = in_order(planned.step(state, built.place(batch)))
             profile.after(step, metrics)
             telemetry.update(step, metrics)
+            if told := measured.after_step():
+                progress.say(told)
             last = stop.agreed(votes.cast(stop.requested or 0)) or step == cfg.steps
             with progress.paused():
                 if unseen and (last or step % (cfg.train.evaluate_every or 1) == 0):
@@ -136,6 +121,9 @@ def run(cfg: Config, devices: Sequence[Any] | None = None) -> Result:
         checkpoints.wait()
         progress.say(_closing(cfg, step, directory))
     return Result(directory, step, telemetry.last, held_out, state, planned, stop.exit_code)
+
+
+__all__ = ["DoesNotFitError", "Result", "run"]
 
 
 def _preflight(cfg: Config) -> None:

@@ -1,0 +1,123 @@
+"""Compile many configs side by side, each process its own; what is known already is not asked again."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor, as_completed
+from typing import Any, Self
+
+from jaxmem.config import Config
+from jaxmem.errors import UserError
+from jaxmem.planning import Target
+from jaxmem.search import kept
+from jaxmem.search.facts import Facts
+
+WORKER_BYTES = 3 << 29  # that a process may need
+
+
+class RefusedError(Exception):
+    """A config that is valid and yet has no program on this target; says why."""
+
+
+class Compilers:
+    """with Compilers(target) as compilers: facts = compilers.step(cfg)"""
+
+    def __init__(self, target: Target, reserve_gib: float | None = None, processes: int | None = None) -> None:
+        self.target, self.reserve_gib = target, reserve_gib
+        self.processes = processes or _processes()
+        self.compiled = 0  # programs, this time; the others were known
+        self._free: list[_Process] = []
+        self._lock = threading.Lock()
+        self._pool = ThreadPoolExecutor(self.processes)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._pool.shutdown(cancel_futures=True)
+        for process in self._free:
+            process.stop()
+
+    def step(self, cfg: Config) -> Facts:
+        answer = self._answer("step", cfg)
+        return Facts(**answer)
+
+    def phases(self, cfg: Config) -> dict[str, int]:
+        return self._answer("phases", cfg)
+
+    def each(self, ask: Callable[[Config], Any], cfgs: Iterable[Config]) -> Iterator[tuple[Config, Any]]:
+        """Answers as they come; `RefusedError` stands for one that there is none to."""
+        futures: dict[Future[Any], Config] = {self._pool.submit(ask, cfg): cfg for cfg in cfgs}
+        for future in as_completed(futures):
+            error = future.exception()
+            if error is not None and not isinstance(error, RefusedError):
+                raise error
+            yield futures[future], error or future.result()
+
+    def _answer(self, question: str, cfg: Config) -> dict[str, Any]:
+        name = kept.name_of(question, cfg, self.target, self.reserve_gib)
+        answer = kept.read(name)
+        if answer is None:
+            with self._process() as process:
+                answer = process.ask({"question": question, "config": cfg.model_dump(mode="json")})
+            self.compiled += 1
+            kept.write(name, answer)
+        if "refused" in answer:
+            raise RefusedError(answer["refused"])
+        return answer
+
+    @contextlib.contextmanager
+    def _process(self) -> Iterator[_Process]:
+        with self._lock:
+            process = self._free.pop() if self._free else None
+        process = process or _Process(self.target.name, self.reserve_gib)
+        try:
+            yield process
+        except BaseException:
+            process.stop()
+            raise
+        with self._lock:
+            self._free.append(process)
+
+
+class _Process:
+    def __init__(self, target: str, reserve_gib: float | None) -> None:
+        arguments = [target] if reserve_gib is None else [target, str(reserve_gib)]
+        self._process = subprocess.Popen(  # noqa: S603 - this package's own module
+            [sys.executable, "-m", "jaxmem.search.worker", *arguments],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+
+    def ask(self, question: dict[str, Any]) -> dict[str, Any]:
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        with contextlib.suppress(BrokenPipeError):
+            self._process.stdin.write(json.dumps(question) + "\n")
+            self._process.stdin.flush()
+        answer = self._process.stdout.readline()
+        if not answer:
+            raise UserError(
+                f"the compiler's process ended with code {self._process.wait()}; its messages stand above."
+                f" It needs {WORKER_BYTES / 2**30:.1f} GiB of memory"
+            )
+        return json.loads(answer)
+
+    def stop(self) -> None:
+        self._process.kill()
+        with self._process:  # closes its pipes and waits for it
+            pass
+
+
+def _processes() -> int:
+    """One a core, as long as there is memory for them."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
+    return max(1, min(cores, memory // WORKER_BYTES))

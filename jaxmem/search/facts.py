@@ -1,0 +1,74 @@
+"""What compiling a config's step tells of it, small enough to send between processes and to keep on disk."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from jaxmem.config import Config
+from jaxmem.hardware import CPU, reserved
+from jaxmem.planning import Plan, Target
+from jaxmem.planning.advice import recomputed
+from jaxmem.planning.compile import compile_all, host_total, sized
+from jaxmem.planning.predict import held
+from jaxmem.planning.targets import target_devices
+from jaxmem.planning.timeline import timeline
+from jaxmem.program import Program, program
+
+
+@dataclass(frozen=True)
+class Facts:
+    """Of one device."""
+
+    total: int  # bytes in a step
+    host: int  # bytes of its share of the host's memory
+    seconds: float  # of a step, estimated from the compiled program; of a CPU they only compare
+    kinds: Mapping[str, int]  # the step's bytes by part, its activations by what they are
+    recomputed: int  # values that XLA computes again by itself because the memory is short
+
+
+def step_facts(cfg: Config, target: Target, reserve_gib: float | None = None) -> Facts:
+    """Compile the training step; nothing is allocated and no machine code made."""
+    built = built_for(cfg, target, reserve_gib)
+    step, _ = compile_all(built.lower_step(), {}, here=target.is_here, code=False)
+    return facts_of(Plan(built, target, step, 0.0, reserve_gib))
+
+
+def facts_of(plan: Plan) -> Facts:
+    target, module = plan.target, plan.compiled_step.module
+    time = timeline(module, target.gpu or CPU, target.count, target.per_host)
+    parts = {name: size for name, size in plan.bytes_per_device.items() if name not in ("activations", "total")}
+    return Facts(
+        plan.compiled_step.total,
+        host_total(plan.step) + held(plan.program.state),
+        time.seconds,
+        parts | plan.kinds.get("activations", {}),
+        recomputed(module),
+    )
+
+
+def other_phases(cfg: Config, target: Target, reserve_gib: float | None, known: dict[str, int]) -> dict[str, int]:
+    """Bytes of the phases beside the step. Configs share many of these programs: `known` is total by content."""
+    built = built_for(cfg, target, reserve_gib)
+    lowered = {"initialise": built.lower_initialise()}
+    if built.cfg.train.evaluate_every:
+        lowered["evaluate"] = built.lower_evaluate()
+    found = {}
+    for phase, one in lowered.items():
+        text = hashlib.sha256(one.as_text().encode()).hexdigest()
+        if text not in known:
+            known[text] = sized(one, here=target.is_here)
+        found[phase] = known[text]
+    if "evaluate" in found:
+        found["evaluate"] += held(built.state.opt_state)
+    return found
+
+
+def built_for(cfg: Config, target: Target, reserve_gib: float | None) -> Program:
+    return program(cfg, target_devices(target, target.memory - reserved(target.count, reserve_gib)))
+
+
+def as_dict(facts: Facts) -> dict[str, Any]:
+    return {**vars(facts), "kinds": dict(facts.kinds)}

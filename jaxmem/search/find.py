@@ -1,0 +1,103 @@
+"""Search: estimate everything, compile what may win, learn from it, until the front stands.
+
+Estimates come first and cost a millisecond each. Then, over and over, the configs that would be on the front of memory
+against time are compiled, and what they really take corrects the estimates of their like. A config is left out only
+where its corrected estimate misses the memory by more than SLACK, or where something compiled beats it in both.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+from jaxmem.config import Config
+from jaxmem.errors import UserError
+from jaxmem.planning import Target, readable
+from jaxmem.search.candidates import Candidate, candidates
+from jaxmem.search.compilers import Compilers, RefusedError
+from jaxmem.search.entries import Entries, Entry
+from jaxmem.search.knobs import KNOBS, Knob, allowed
+from jaxmem.search.result import Fit
+
+SLACK = 0.05  # a corrected estimate may be wrong by so much
+COMPILES = 24  # programs of steps, unless told otherwise
+
+
+def search(cfg: Config, target: Target, allow: Sequence[str], compilers: Compilers, *, compiles: int = COMPILES) -> Fit:
+    """The fastest configs that fit, among all that `allow` permits."""
+    start = time.perf_counter()
+    if compiles < 1:
+        raise UserError(f"compiles: {compiles} should be 1 or more")
+    known = Entries(target, compilers.reserve_gib)
+    known.all = [
+        Entry(one, one.estimate.total, one.estimate.seconds or 0.0) for one in candidates(cfg, target, allowed(allow))
+    ]
+    left = compiles
+    while left > 0 and (chosen := _next(known, min(left, compilers.processes))):
+        left -= len(chosen)
+        _compile(known, chosen, compilers)
+        known.expect()
+    _complete(known, compilers)
+    helps = None if known.front() else _what_helps(known, compilers)
+    return Fit(cfg, target, known, tuple(allow), time.perf_counter() - start, helps)
+
+
+def _next(known: Entries, count: int) -> list[Entry]:
+    """What to compile now: what would be on the front, fastest first, then what comes nearest to it."""
+    open_ = [one for one in known.all if one.is_open]
+    promising = [one for one in open_ if one.total <= (1 + SLACK) * known.limit]
+    if not promising:
+        smallest = sorted(open_, key=lambda one: one.total)[:count]
+        found = [one for one in known.all if known.fits(one)]
+        beaten = min((one.total for one in known.compiled), default=float("inf"))
+        return [] if found else [one for one in smallest if one.total < beaten]
+    compiled = [one for one in known.compiled if known.fits(one)]
+    front = [one for one in known.front([*compiled, *promising], slack=SLACK) if one.is_open]
+    if len(front) < count:
+        behind = sorted((one for one in promising if one not in front), key=lambda one: _behind(one, compiled))
+        front += behind[: count - len(front)]
+    return front[:count]
+
+
+def _behind(one: Entry, compiled: Sequence[Entry]) -> float:
+    """How much slower than the fastest compiled one that needs no more."""
+    beaten_by = [other.seconds for other in compiled if other.total <= one.total]
+    return one.seconds / min(beaten_by, default=one.seconds)
+
+
+def _compile(known: Entries, chosen: Sequence[Entry], compilers: Compilers) -> None:
+    of = {one.cfg: one for one in chosen}
+    for cfg, answer in compilers.each(compilers.step, of):
+        if isinstance(answer, RefusedError):
+            of[cfg].refused = str(answer)
+        else:
+            known.learn(of[cfg], answer)
+
+
+def _complete(known: Entries, compilers: Compilers) -> None:
+    """The other phases of a run, of all on the front: where one of them does not fit, the next step up."""
+    while unknown := [one for one in known.front() if one.phases is None]:
+        of = {one.cfg: one for one in unknown}
+        for cfg, answer in compilers.each(compilers.phases, of):
+            if isinstance(answer, RefusedError):
+                of[cfg].refused = str(answer)
+            else:
+                known.learn_phases(of[cfg], answer)
+
+
+def _what_helps(known: Entries, compilers: Compilers) -> str | None:
+    """Nothing fits: of all single changes to the smallest config, also those that were not allowed, the best one."""
+    smallest = min(known.compiled, key=lambda one: one.total, default=None)
+    if smallest is None:
+        return None
+    length = Knob("", lambda cfg, _: [{"data.sequence_length": cfg.data.sequence_length // 2}])
+    found: list[tuple[int, str, Candidate]] = []
+    for knob in (*KNOBS, length):
+        others = candidates(smallest.cfg, known.target, [knob])[1:]
+        found += [(one.estimate.total, knob.allow, one) for one in others]
+    for _, word, best in sorted(found, key=lambda one: one[0])[:1]:
+        for _, answer in compilers.each(compilers.step, [best.cfg]):
+            if not isinstance(answer, RefusedError) and answer.total < smallest.total:
+                allow = f" (allow {word})" if word else ""
+                return f"{' '.join(best.overrides)}{allow}: {readable(answer.total)}"
+    return None

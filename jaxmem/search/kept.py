@@ -1,0 +1,70 @@
+"""What compiling told, kept on disk by content: the config, the target, jax's version and this package's own sources.
+
+In the user's cache directory ($XDG_CACHE_HOME, by default ~/.cache), one small JSON file each, written atomically:
+any number of searches share it, and a change of any source makes new names. Deleting it loses only time.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import importlib.metadata
+import importlib.util
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+from jaxmem.config import Config
+from jaxmem.planning import Target
+
+# Of a run, not of its programs.
+_ELSEWHERE = {"name", "output", "seed", "checkpoint"}
+
+
+def directory() -> Path:
+    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(base) / "jaxmem" / "fit"
+
+
+def name_of(question: str, cfg: Config, target: Target, reserve_gib: float | None) -> str:
+    """The same for everything that would be answered alike."""
+    gpu = target.gpu  # of a CPU no memory is compiled for
+    about = {
+        "question": question,
+        "config": cfg.model_dump(mode="json", exclude=_ELSEWHERE),
+        "target": [repr(gpu), target.count, target.per_host, target.memory if gpu else 0, reserve_gib],
+        "versions": [importlib.metadata.version(package) for package in ("jax", "jaxlib", "flax", "optax")],
+        "sources": _sources(),
+    }
+    return hashlib.sha256(json.dumps(about, sort_keys=True).encode()).hexdigest()
+
+
+def read(name: str) -> dict[str, Any] | None:
+    try:
+        return json.loads((directory() / f"{name}.json").read_text())
+    except (OSError, ValueError):  # not there, or not whole: it is made anew
+        return None
+
+
+def write(name: str, answer: dict[str, Any]) -> None:
+    place = directory()
+    partial = place / f".{name}.{os.getpid()}"
+    try:
+        place.mkdir(parents=True, exist_ok=True)
+        partial.write_text(json.dumps(answer))
+        partial.replace(place / f"{name}.json")
+    except OSError:  # a disk that is full or read-only: the next search compiles again
+        partial.unlink(missing_ok=True)
+
+
+@functools.cache
+def _sources() -> str:
+    digest = hashlib.sha256()
+    for package in ("jaxmem", "jaxmem.kernels"):
+        spec = importlib.util.find_spec(package)
+        assert spec is not None
+        for root in spec.submodule_search_locations or ():
+            for file in sorted(Path(root).rglob("*.py")):
+                digest.update(file.read_bytes())
+    return digest.hexdigest()

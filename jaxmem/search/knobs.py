@@ -1,0 +1,109 @@
+"""What a search may change: a line for each setting, with the word of `--allow` that lets it.
+
+A knob gives, for a config and a target, the values worth trying, each as dotted overrides; those that the config then
+refuses are no candidates. A setting that lists its values in the config needs nothing but its key: a new
+recomputation policy or optimizer is tried as soon as the config has its name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal, get_args, get_origin
+
+from annotated_types import Ge, Le
+
+from jaxmem.config import Config
+from jaxmem.config.mesh import AXES
+from jaxmem.errors import UserError, nearest
+from jaxmem.planning import Target
+
+Change = Mapping[str, Any]  # dotted key -> value
+
+
+@dataclass(frozen=True)
+class Knob:
+    allow: str  # the word that lets a search turn it
+    choices: Callable[[Config, Target], Iterable[Change]]
+
+
+def listed(key: str) -> Callable[[Config, Target], Iterable[Change]]:
+    """Every value that the config lists for a key."""
+    return lambda _cfg, _target: ({key: value} for value in values(key))
+
+
+def values(key: str) -> Sequence[Any]:
+    """What a key may be, where the config lists it: names, or whole numbers from one to another.
+
+    >>> values("zero"), values("memory.remat")[:2]
+    ((0, 1, 2, 3), ('none', 'full'))
+    """
+    *sections, last = key.split(".")
+    section: Any = Config
+    for name in sections:
+        section = section.model_fields[name].annotation
+    field = section.model_fields[last]
+    least = next((limit.ge for limit in field.metadata if isinstance(limit, Ge)), None)
+    most = next((limit.le for limit in field.metadata if isinstance(limit, Le)), None)
+    if isinstance(least, int) and isinstance(most, int):
+        return tuple(range(least, most + 1))
+    return tuple(dict.fromkeys(_names(field.annotation)))
+
+
+def _names(annotation: Any) -> Iterable[Any]:
+    if get_origin(annotation) is Literal:
+        yield from get_args(annotation)
+    elif get_origin(annotation) is not Annotated:
+        for part in get_args(annotation):
+            yield from _names(part)
+
+
+def _meshes(_: Config, target: Target) -> Iterable[Change]:
+    """Every way to lay the devices out along the axes."""
+    for sizes in _factors(target.count, len(AXES)):
+        yield {f"mesh.{axis}": size for axis, size in zip(AXES, sizes, strict=True)}
+
+
+def _factors(n: int, count: int) -> Iterable[tuple[int, ...]]:
+    if count == 1:
+        yield (n,)
+        return
+    for first in (d for d in range(1, n + 1) if n % d == 0):
+        for rest in _factors(n // first, count - 1):
+            yield (first, *rest)
+
+
+def _micro_batches(cfg: Config, _: Target) -> Iterable[Change]:
+    """The same sequences an update, in so many micro-batches."""
+    size = cfg.batch.global_size
+    return ({"batch.accumulate": parts} for parts in range(1, size + 1) if size % parts == 0)
+
+
+def _computing(_cfg: Config, _target: Target) -> Iterable[Change]:
+    """Number formats to compute in; float16 only with what keeps its gradients from vanishing."""
+    for name in values("precision.compute"):
+        yield {"precision.compute": name, "precision.loss_scale": "dynamic" if name == "float16" else "none"}
+
+
+# Those of BY_DEFAULT leave the mathematics as they are.
+KNOBS = (
+    Knob("mesh", _meshes),
+    Knob("mesh", listed("zero")),
+    Knob("remat", listed("memory.remat")),
+    Knob("batch", _micro_batches),
+    Knob("precision", listed("precision.parameters")),
+    Knob("precision", listed("precision.master")),
+    Knob("precision", _computing),
+    Knob("optimizer", listed("optimizer.name")),
+)
+BY_DEFAULT = ("mesh", "remat", "batch")
+
+
+def allowed(words: Sequence[str]) -> list[Knob]:
+    """The knobs that these words let a search turn."""
+    known = list(dict.fromkeys(knob.allow for knob in KNOBS))
+    for word in words:
+        if word not in known:
+            said = nearest(word, known)
+            raise UserError(f"allow: {word!r} is nothing that a search can change{said}")
+    return [knob for knob in KNOBS if knob.allow in words]

@@ -1,0 +1,190 @@
+"""The inverse question: how large may one number of a config become until it fits no more.
+
+The estimate proposes a value; it and the next one up are compiled side by side. Where the first fits and the second
+does not, that is the answer; otherwise what they took corrects the estimate, and the search goes on between what is
+known to fit and what is known not to. Both bounds of the answer are compiled.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from jaxmem.config import Config, load_config, save_config
+from jaxmem.errors import UserError, nearest
+from jaxmem.planning import Target, readable
+from jaxmem.search.candidates import Candidate, candidates
+from jaxmem.search.compilers import Compilers, RefusedError
+from jaxmem.search.entries import Entries
+from jaxmem.search.facts import Facts
+from jaxmem.search.knobs import allowed
+
+# What can be maximized, the unit in which it grows, and the words of `allow` that would make it grow without end.
+UNITS = {"model.layers": 1, "data.sequence_length": 128, "batch.global_size": 1}
+ENDLESS = {"batch.global_size": "batch"}  # in more micro-batches any batch fits
+MOST = 2**24
+
+
+@dataclass(frozen=True)
+class Tried:
+    """One value, with the config that needs least."""
+
+    value: int
+    candidate: Candidate
+    total: int
+    fits: bool
+
+    def as_json(self) -> dict[str, Any]:
+        return {"value": self.value, "config": dict(self.candidate.changes), "total": self.total, "fits": self.fits}
+
+
+@dataclass(frozen=True)
+class Most:
+    """The largest value that fits, and the next, which does not."""
+
+    key: str
+    target: Target
+    limit: int
+    tried: tuple[Tried, ...]
+    compiled: int
+    seconds: float
+
+    @property
+    def best(self) -> Tried | None:
+        return max((one for one in self.tried if one.fits), key=lambda one: one.value, default=None)
+
+    @property
+    def beyond(self) -> Tried | None:
+        return min((one for one in self.tried if not one.fits), key=lambda one: one.value, default=None)
+
+    def write(self, path: str | Path) -> None:
+        if self.best is None:
+            raise UserError(f"{path}: nothing fits, so nothing was written")
+        save_config(self.best.candidate.cfg, path)
+
+    def as_json(self) -> dict[str, Any]:
+        return {
+            "key": self.key,
+            "target": {"name": self.target.name, "devices": self.target.count, "limit_bytes": self.limit},
+            "best": self.best.as_json() if self.best else None,
+            "beyond": self.beyond.as_json() if self.beyond else None,
+            "tried": [one.as_json() for one in self.tried],
+            "compiled": self.compiled,
+            "seconds": self.seconds,
+        }
+
+    def table(self) -> str:
+        lines = [f"{self.key} on {self.target.name}: {self.compiled} compiled in {self.seconds:.0f} s"]
+        for one, said in ((self.best, "fits"), (self.beyond, "does not fit")):
+            if one:
+                settings = " ".join([f"{self.key}={one.value}", *one.candidate.overrides])
+                lines.append(f"{said}: {settings}: {readable(one.total)} of {readable(self.limit)}")
+        return "\n".join(lines)
+
+
+def maximize(cfg: Config, target: Target, key: str, allow: Sequence[str], compilers: Compilers) -> Most:
+    """`key` is one of UNITS; of each value the config with the least memory that `allow` permits is tried."""
+    start = time.perf_counter()
+    if key not in UNITS:
+        raise UserError(f"maximize: {key!r} is not among {', '.join(UNITS)}{nearest(key, UNITS)}")
+    if ENDLESS.get(key) in allow:
+        raise UserError(f"maximize: with allow {ENDLESS[key]}, {key} grows without end; leave it out")
+    search = _Search(cfg, target, key, allow, compilers)
+    search.run()
+    tried = tuple(sorted(search.tried.values(), key=lambda one: one.value))
+    return Most(key, target, search.limit, tried, compilers.compiled, time.perf_counter() - start)
+
+
+class _Search:
+    def __init__(self, cfg: Config, target: Target, key: str, allow: Sequence[str], compilers: Compilers) -> None:
+        self._raw, self._target, self._key, self._compilers = cfg.model_dump(mode="json"), target, key, compilers
+        self._knobs = allowed(allow)
+        self._entries = Entries(target, compilers.reserve_gib)
+        self._unit = UNITS[key] if key != "batch.global_size" else _rows(cfg, target)
+        self._least: dict[int, Candidate | None] = {}
+        self._ratio = 1.0  # compiled to estimated
+        self.tried: dict[int, Tried] = {}
+
+    @property
+    def limit(self) -> int:
+        return self._entries.limit
+
+    def run(self) -> None:
+        """In units: `low` fits (0 is nothing), `high` does not."""
+        low, high = 0, None
+        while high is None or high - low > 1:
+            guess = self._expected(low, high)
+            wanted = [value for value in (guess, guess + 1) if high is None or value < high]
+            for value in self._compile(wanted):
+                if value.fits:
+                    low = max(low, value.value // self._unit)
+                else:
+                    units = value.value // self._unit
+                    high = units if high is None else min(high, units)
+            if low * self._unit > MOST:
+                return
+
+    def _expected(self, low: int, high: int | None) -> int:
+        """The largest that the estimate lets fit, strictly between what is known."""
+        top = low + 1
+        while high is None and self._hopeful(top):
+            top *= 2
+        bottom, top = low, high if high is not None else top
+        while top - bottom > 1:
+            middle = (bottom + top) // 2
+            bottom, top = (middle, top) if self._hopeful(middle) else (bottom, middle)
+        least, most = low + 1, (high - 1 if high is not None else top)
+        if len(self.tried) > 6 and high is not None:  # estimates that do not converge: halves do
+            return (low + high) // 2
+        return min(max(bottom, least), most)
+
+    def _hopeful(self, units: int) -> bool:
+        one = self._smallest(units)
+        return one is not None and one.estimate.total * self._ratio <= self.limit
+
+    def _smallest(self, units: int) -> Candidate | None:
+        """The config with the least memory for a value, by estimate."""
+        if units not in self._least:
+            try:
+                cfg = load_config(self._raw, [f"{self._key}={units * self._unit}"])
+                every = candidates(cfg, self._target, self._knobs)
+            except UserError:
+                if units == 1:
+                    raise
+                every = []
+            self._least[units] = min(every, key=lambda one: one.estimate.total, default=None)
+        return self._least[units]
+
+    def _compile(self, wanted: Sequence[int]) -> list[Tried]:
+        chosen = {one.cfg: (units, one) for units in wanted if (one := self._smallest(units))}
+        found = []
+        for cfg, facts in self._compilers.each(self._compilers.step, chosen):
+            units, candidate = chosen[cfg]
+            if isinstance(facts, RefusedError):
+                raise UserError(f"{self._key}={units * self._unit}: {facts}")
+            found.append(self._judged(units, candidate, facts))
+        for units in wanted:
+            if units not in {one.value // self._unit for one in found}:
+                raise UserError(f"{self._key}={units * self._unit}: no config is valid with it")
+        return found
+
+    def _judged(self, units: int, candidate: Candidate, facts: Facts) -> Tried:
+        total, fits = facts.total, facts.total <= self.limit and facts.host <= self._target.host_memory
+        if fits:
+            for _, phases in self._compilers.each(self._compilers.phases, [candidate.cfg]):
+                total = max(total, *phases.values())
+            fits = total <= self.limit
+        if not facts.recomputed:
+            self._ratio = facts.total / candidate.estimate.total
+        one = Tried(units * self._unit, candidate, total, fits)
+        self.tried[one.value] = one
+        return one
+
+
+def _rows(cfg: Config, target: Target) -> int:
+    """By how many sequences a batch grows: one a device that splits it and micro-batch."""
+    mesh = cfg.for_devices(target.count).mesh
+    return cfg.batch.accumulate * mesh.replica * mesh.fsdp

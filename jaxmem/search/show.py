@@ -1,0 +1,95 @@
+"""A search's result for people: a table that fits 40 columns, and a figure of memory against time."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from rich.console import Console, ConsoleOptions, Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from jaxmem.hardware import GIB
+from jaxmem.planning import readable
+from jaxmem.planning.text import duration
+from jaxmem.search.entries import Entry
+from jaxmem.search.result import Fit
+
+LOSERS = 8  # rows
+
+
+class Report:
+    def __init__(self, fit: Fit) -> None:
+        self.fit = fit
+
+    def __rich_console__(self, _: Console, options: ConsoleOptions) -> Iterator[RenderableType]:
+        yield Group(*self._parts())
+
+    def _parts(self) -> Iterator[RenderableType]:
+        fit, known = self.fit, self.fit.known
+        yield Text(f"{fit.given.name} on {fit.target.name}", style="bold")
+        yield Text(
+            f"{len(known.all):,} configs considered, {len(known.compiled)} compiled, in {fit.seconds:.0f} s;"
+            f" {readable(known.limit)} for each device"
+        )
+        if fit.best:
+            yield self._table("Fastest first, each next one in less memory", fit.front)
+            yield Text(f"the fastest: {_settings(fit.best)}", style="green")
+        else:
+            yield Text("nothing fits", style="red")
+            yield Text(f"smallest found: {readable(fit.smallest.total)} with {_settings(fit.smallest)}")
+            if fit.helps:
+                yield Text(f"what would help most: {fit.helps}")
+        losers = [one for one in fit.ranked if one.facts and one not in fit.front][:LOSERS]
+        if losers:
+            yield Text("Others that were compiled:")
+            for one in losers:
+                yield Text(f"  {_settings(one)}: {fit.why(one)}", style="dim")
+        if error := known.error:
+            yield Text(
+                f"the estimate before compiling was off by {error['median']:.1%} (median),"
+                f" {error['largest']:.1%} at most, over {error['compared']:.0f}"
+            )
+
+    def _table(self, title: str, entries: list[Entry]) -> Table:
+        table = Table(title=title, title_justify="left")
+        table.add_column("step", justify="right", no_wrap=True)
+        table.add_column("memory", justify="right", no_wrap=True)
+        table.add_column("change")
+        for one in entries:
+            table.add_row(duration(one.seconds), readable(one.total), _settings(one))
+        return table
+
+
+def _settings(one: Entry) -> str:
+    return " ".join(one.candidate.overrides) or "as it is"
+
+
+def draw(fit: Fit, path: str | Path) -> None:
+    """Every candidate, those compiled, and the front."""
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        from jaxmem.errors import UserError
+
+        raise UserError(f"{path}: drawing needs matplotlib: pip install 'jaxmem[figures]'") from None
+    known = fit.known
+    figure = Figure(figsize=(8, 5), layout="constrained")
+    axes = figure.subplots()
+    near = [one for one in known.all if one.total < 2 * known.limit]
+    for entries, label, color in (
+        ([one for one in near if not one.facts], "estimated", "lightgray"),
+        ([one for one in near if one.facts], "compiled", "tab:blue"),
+    ):
+        axes.scatter([one.seconds for one in entries], [one.total / GIB for one in entries], 16, color, label=label)
+    axes.plot(
+        [one.seconds for one in fit.front], [one.total / GIB for one in fit.front], "o-", c="tab:orange", label="front"
+    )
+    axes.axhline(known.limit / GIB, c="tab:red", ls="--", label="memory of a device")
+    if fit.best:
+        axes.annotate(_settings(fit.best), (fit.best.seconds, fit.best.total / GIB), fontsize=7)
+    axes.set_xlabel("seconds a step, estimated")
+    axes.set_ylabel("GiB a device")
+    axes.set_title(f"{fit.given.name} on {fit.target.name}")
+    axes.legend(loc="upper right")
+    figure.savefig(path, format="png", dpi=150)

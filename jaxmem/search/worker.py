@@ -1,0 +1,50 @@
+"""A process that compiles what it is asked to: a line of JSON in, a line of JSON out, until its input ends.
+
+`python -m jaxmem.search.worker TARGET [RESERVE_GIB]`. It needs about 1 GiB of memory and never touches a device. What
+XLA or anything else prints goes to standard error.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+
+from jaxmem import devices
+from jaxmem.errors import UserError
+
+
+def main(arguments: list[str]) -> None:
+    answers = os.fdopen(os.dup(1), "w", buffering=1)
+    os.dup2(2, 1)
+
+    from jaxmem.planning.targets import parse_target
+
+    target = parse_target(arguments[0])
+    reserve_gib = float(arguments[1]) if len(arguments) > 1 else None
+    if target.is_cpu:
+        devices.simulate(target.count)
+    else:
+        os.environ["JAX_PLATFORMS"] = "cpu"
+
+    from jaxmem.config import Config
+    from jaxmem.planning.compile import listening
+    from jaxmem.search import facts
+
+    known: dict[str, int] = {}
+    for line in sys.stdin:
+        asked = json.loads(line)
+        cfg = Config.model_validate_json(json.dumps(asked["config"]))
+        try:
+            with listening():
+                if asked["question"] == "step":
+                    answer = facts.as_dict(facts.step_facts(cfg, target, reserve_gib))
+                else:
+                    answer = facts.other_phases(cfg, target, reserve_gib, known)
+        except UserError as error:
+            answer = {"refused": str(error).splitlines()[0]}
+        answers.write(json.dumps(answer) + "\n")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

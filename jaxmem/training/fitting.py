@@ -1,0 +1,74 @@
+"""Before anything is allocated: whether a run fits. After its first steps: whether it took what was planned."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import jax
+from rich.console import Console
+
+from jaxmem.errors import UserError
+from jaxmem.planning import Plan, readable
+from jaxmem.search.nearest import Near, nearest_that_fit
+from jaxmem.training.progress import device_memory
+
+MEASURED_AFTER = 3  # steps of this process; by then every program of the loop has run
+
+
+class DoesNotFitError(UserError):
+    """Said before anything is allocated, in place of running out of memory at the first step."""
+
+    exit_code = 3
+
+    def __init__(self, planned: Plan, near: list[Near]) -> None:
+        phase, size = max(((name, size or 0) for name, size in planned.phases.items()), key=lambda pair: pair[1])
+        parts = {name: size for name, size in planned.bytes_per_device.items() if name != "total"}
+        largest = max(parts, key=lambda name: parts[name])
+        has = readable(planned.target.memory - planned.reserved)
+        needs = f"to {phase} takes {readable(size)} of each device, which has {has}"
+        name = planned.program.cfg.name
+        lines = [f"{name} does not fit: {needs}; of a step {readable(parts[largest])} are {largest}"]
+        if near:
+            lines.append("nearest that fit, each compiled:")
+            lines += [f"  {' '.join(one.overrides)}    {readable(one.plan.compiled_step.total)}" for one in near]
+        else:
+            lines.append("nothing near it fits; `jaxmem fit` searches further")
+        super().__init__("\n".join(lines))
+
+
+def check_fits(planned: Plan) -> None:
+    """Stop a run that does not fit: its table on standard error, and the nearest configs that do."""
+    if planned.fits:
+        return
+    near = nearest_that_fit(planned)
+    if jax.process_index() == 0:
+        Console(stderr=True).print(planned.table())
+    raise DoesNotFitError(planned, near)
+
+
+class Measured:
+    """Planned against measured: after the first steps, said and written beside the plan, where devices tell. Of the
+    first process's devices; all run the same program."""
+
+    def __init__(self, planned: Plan, file: Path) -> None:
+        self._planned, self._file, self._steps = planned, file, 0
+
+    def after_step(self) -> str | None:
+        """A line to say, once."""
+        self._steps += 1
+        if self._steps != MEASURED_AFTER or jax.process_index():
+            return None
+        peak = device_memory().get("peak_bytes_in_use")
+        if peak is None:
+            return None
+        phases = self._planned.phases
+        expected = max(phases["step"] or 0, phases["initialise"] or 0)
+        off = peak / expected - 1
+        told: dict[str, Any] = json.loads(self._file.read_text())
+        told["measured"] = {"peak_bytes": peak, "planned_bytes": expected, "difference": off}
+        partial = self._file.with_name(f".{self._file.name}")
+        partial.write_text(json.dumps(told, indent=2))
+        partial.replace(self._file)
+        return f"memory: planned {readable(expected)}, measured {readable(peak)} at its peak ({off:+.1%})"

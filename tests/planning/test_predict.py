@@ -1,0 +1,99 @@
+"""The estimate against real arrays, and against what XLA compiles."""
+
+from __future__ import annotations
+
+import jax
+import pytest
+
+from jaxmem.hardware import GIB
+from jaxmem.planning import parse_target
+from jaxmem.planning.assembler import sizes_only
+from jaxmem.planning.compile import compile_all, total
+from jaxmem.planning.predict import _passes, _shape_of, estimate, held
+from jaxmem.planning.targets import target_devices
+from jaxmem.program import Program, program
+from jaxmem.sharding import layout_for
+
+from .conftest import config, plan_here
+
+WIDE = {
+    "family": "decoder",
+    "vocab": 8192,
+    "layers": 8,
+    "embed": 512,
+    "mlp": 1536,
+    "heads": 8,
+    "kv_heads": 4,
+    "head_dim": 64,
+}
+
+
+def on_gpus(count: int, **sections: object) -> Program:
+    target = parse_target(f"h100-80gb:{count}")
+    base = {"model": WIDE, "data": {"sequence_length": 1024}, "batch": {"global_size": 32}}
+    return program(config(**{**base, **sections}), target_devices(target, target.memory))
+
+
+@pytest.mark.parametrize("zero", [0, 1, 2, 3])
+@pytest.mark.parametrize("mesh", [{"fsdp": 8}, {"replica": 2, "fsdp": 2, "tensor": 2}, {"fsdp": 4, "tensor": 2}])
+@pytest.mark.parametrize(("parameters", "master"), [("float32", "none"), ("bfloat16", "none"), ("bfloat16", "float32")])
+def test_state_is_exact(zero: int, mesh: dict[str, int], parameters: str, master: str) -> None:
+    built = program(config(mesh=mesh, zero=zero, precision={"parameters": parameters, "master": master}))
+    parts = estimate(built.cfg, "cpu").parts
+    assert parts["parameters"] == held(built.state.params)
+    assert parts["master"] + parts["optimizer"] == held(built.state.opt_state)
+    assert parts["batch"] == held(built.batch)
+
+
+@pytest.mark.parametrize(
+    ("count", "sections"),
+    [
+        (1, {"memory": {"remat": "full"}, "batch": {"global_size": 16, "accumulate": 2}}),
+        (4, {"memory": {"remat": "dots"}, "mesh": {"fsdp": 2, "tensor": 2}, "zero": 1}),
+        (4, {"memory": {"remat": "full"}, "mesh": {"fsdp": 4}, "zero": 2, "precision": {"parameters": "bfloat16"}}),
+    ],
+)
+def test_totals_are_near_what_is_compiled(count: int, sections: dict) -> None:
+    built = on_gpus(count, **sections)
+    step, _ = compile_all(built.lower_step(), {}, here=False, code=False)
+    expected = estimate(built.cfg, "gpu")
+    assert expected.total == pytest.approx(step.total, rel=0.1)
+
+
+def test_no_code_is_made_and_the_sizes_are_the_same() -> None:
+    assert len(sizes_only(on_gpu=True)) == 2, "the plan extra is installed for the tests"
+    target = parse_target("h100-80gb:2")
+    place = layout_for(config(mesh={"fsdp": 2}), target_devices(target, target.memory)).sharding(
+        "activations", ("batch", None), (64, 64)
+    )
+    x = jax.ShapeDtypeStruct((64, 64), jax.numpy.float32, sharding=place)
+    lowered = jax.jit(lambda x: jax.nn.softmax(x @ x.T) @ x).lower(x)
+    (with_code, _), (without, _) = (compile_all(lowered, {}, here=False, code=code) for code in (True, False))
+    assert total(without.executable) == total(with_code.executable) > 0
+    assert [one.opcode for one in without.module.walk()] == [one.opcode for one in with_code.module.walk()]
+
+
+@pytest.mark.parametrize("remat", ["none", "full"])
+def test_the_traced_products_are_those_that_run(remat: str) -> None:
+    """A whole step's arithmetic from the trace of one row."""
+    plan = plan_here(1, memory={"remat": remat})
+    traced = sum(one.times * one.flops for one in _passes(_shape_of(plan.program.cfg, "cpu"), 1).products)
+    assert 8 * traced == pytest.approx(plan.timeline.flops, rel=0.05)
+
+
+def test_more_bandwidth_is_less_time() -> None:
+    cfg = config(model=WIDE, mesh={"fsdp": 8})
+    seconds = [
+        estimate(cfg, "gpu", parse_target(name).gpu).seconds for name in ("rtx4090-24gb", "a100-80gb", "h100-80gb")
+    ]
+    assert seconds == sorted(seconds, reverse=True)
+    assert estimate(cfg, "gpu").seconds is None
+
+
+def test_estimating_allocates_nothing() -> None:
+    before = len(jax.live_arrays())
+    large = config(
+        model={"preset": "llama3-405b"}, data={"sequence_length": 4096}, mesh={"fsdp": 64}, batch={"global_size": 64}
+    )
+    assert estimate(large, "gpu").total > 100 * GIB
+    assert len(jax.live_arrays()) == before

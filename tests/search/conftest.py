@@ -1,0 +1,69 @@
+"""Small spaces to search, and a compiler that only says what it is told to."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from jaxmem.config import Config, load_config
+from jaxmem.planning import Target, parse_target
+from jaxmem.search.candidates import estimated
+from jaxmem.search.compilers import Compilers
+from jaxmem.search.facts import Facts
+
+SMALL = {
+    "family": "decoder",
+    "vocab": 512,
+    "layers": 2,
+    "embed": 64,
+    "mlp": 128,
+    "heads": 4,
+    "kv_heads": 4,
+    "head_dim": 16,
+}
+
+
+def config(**sections: Any) -> Config:
+    base = {
+        "name": "small",
+        "model": SMALL,
+        "data": {"sequence_length": 64},
+        "batch": {"global_size": 8},
+        "mesh": {"fsdp": -1},
+        "train": {"steps": 10},
+    }
+    return load_config({**base, **sections})
+
+
+def with_memory(name: str, size: int) -> Target:
+    return dataclasses.replace(parse_target(name), memory=size)
+
+
+class Told(Compilers):
+    """In place of compilers: the estimate, bent by a factor of bytes and one of seconds."""
+
+    def __init__(self, target: Target, bent: Callable[[Config], tuple[float, float]] = lambda _: (1.0, 1.0)) -> None:
+        super().__init__(target, 0.0, processes=2)
+        self.bent, self.asked = bent, []
+
+    def truth(self, cfg: Config) -> Facts:
+        guess = estimated(cfg, self.target)
+        size, time = self.bent(cfg)
+        assert guess.seconds
+        return Facts(int(size * guess.total), 0, time * guess.seconds, {"logits": 1}, 0)
+
+    def step(self, cfg: Config) -> Facts:
+        self.asked.append(cfg)
+        self.compiled += 1
+        return self.truth(cfg)
+
+    def phases(self, _: Config) -> dict[str, int]:
+        return {"initialise": 1}
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.getbasetemp() / "cache"))

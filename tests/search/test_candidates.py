@@ -1,0 +1,94 @@
+"""What may change, by word; and every candidate is a config that loads, resolves and is what its overrides say."""
+
+from __future__ import annotations
+
+import itertools
+from typing import get_args
+
+import pytest
+
+from jaxmem.config import Memory, Optimizer, load_config
+from jaxmem.config.mesh import AXES
+from jaxmem.errors import UserError
+from jaxmem.planning import parse_target
+from jaxmem.search import BY_DEFAULT
+from jaxmem.search.candidates import MOST, candidates
+from jaxmem.search.knobs import KNOBS, allowed, values
+
+from .conftest import config
+
+EIGHT = parse_target("h100-80gb:8")
+
+
+def test_names_come_from_the_config() -> None:
+    assert set(get_args(Memory.model_fields["remat"].annotation)) <= set(values("memory.remat"))
+    assert set(get_args(Optimizer.model_fields["name"].annotation)) <= set(values("optimizer.name"))
+    assert values("zero") == (0, 1, 2, 3)
+
+
+def test_what_changes_the_mathematics_is_asked_for() -> None:
+    kept = {key for knob in allowed(BY_DEFAULT) for change in knob.choices(config(), EIGHT) for key in change}
+    assert kept == {"memory.remat", "zero", "batch.accumulate", *(f"mesh.{axis}" for axis in AXES)}
+    assert {knob.allow for knob in KNOBS} >= {*BY_DEFAULT, "precision", "optimizer"}
+
+
+@pytest.mark.parametrize(
+    ("word", "said"), [("reamt", "did you mean remat"), ("adapter", "known: batch, mesh"), ("", "known: batch")]
+)
+def test_another_word_is_refused_with_what_there_is(word: str, said: str) -> None:
+    with pytest.raises(UserError, match=said):
+        allowed([word])
+
+
+def test_every_candidate_is_what_its_overrides_say() -> None:
+    cfg = config()
+    found = candidates(cfg, EIGHT, allowed(["mesh", "batch", "precision"]))
+    assert found[0].cfg == cfg.for_devices(8)
+    assert found[0].overrides == []
+    assert len({one.cfg for one in found}) == len(found)
+    for one in found[:: len(found) // 40]:
+        again = load_config(cfg.model_dump(mode="json"), one.overrides).for_devices(8)
+        assert again == one.cfg
+        assert one.cfg.batch.global_size == cfg.batch.global_size
+        assert one.cfg.model == cfg.model
+
+
+def test_one_program_is_considered_once() -> None:
+    found = candidates(config(), EIGHT, allowed(["mesh", "precision"]))
+    idle = [one for one in found if one.cfg.mesh.fsdp == 1 and one.cfg.mesh.context == 1]
+    assert {one.cfg.zero for one in idle} == {3}
+    formats = {(one.cfg.precision.parameters, one.cfg.precision.compute) for one in found}
+    assert ("float32", "bfloat16") not in formats, "that is what auto stands for here"
+
+
+def test_all_meshes_that_divide_are_there() -> None:
+    found = {
+        tuple(getattr(one.cfg.mesh, axis) for axis in AXES) for one in candidates(config(), EIGHT, allowed(["mesh"]))
+    }
+    sizes = itertools.product((1, 2, 4, 8), repeat=len(AXES))
+    expected = set()
+    for size in sizes:
+        try:
+            cfg = load_config(
+                config().model_dump(mode="json"), [f"mesh.{axis}={n}" for axis, n in zip(AXES, size, strict=True)]
+            ).for_devices(8)
+        except UserError:
+            continue
+        expected.add(tuple(getattr(cfg.mesh, axis) for axis in AXES))
+    assert found == expected
+
+
+def test_a_config_that_is_wrong_there_says_why() -> None:
+    with pytest.raises(UserError, match=r"mesh.fsdp: .* does not divide|not the number of devices"):
+        candidates(config(mesh={"fsdp": 3}), EIGHT, allowed(["remat"]))
+
+
+def test_of_a_large_space_a_sample_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert MOST > 1000
+    monkeypatch.setattr("jaxmem.search.candidates.MOST", 20)
+    some = candidates(config(), EIGHT, allowed(BY_DEFAULT))
+    again = candidates(config(), EIGHT, allowed(BY_DEFAULT))
+    assert [one.cfg for one in some] == [one.cfg for one in again]
+    singles = candidates(config(), EIGHT, allowed(["remat"]))
+    assert {one.cfg for one in singles} <= {one.cfg for one in some}
+    assert len(some) < 100

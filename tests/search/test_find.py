@@ -1,0 +1,157 @@
+"""What the search compiles, what it finds, and that it finds what compiling everything would."""
+
+from __future__ import annotations
+
+import io
+import json
+
+import pytest
+from rich.console import Console
+
+from jaxmem.config import Config, load_config
+from jaxmem.errors import UserError
+from jaxmem.planning import plan_program
+from jaxmem.program import program
+from jaxmem.search import BY_DEFAULT
+from jaxmem.search.candidates import candidates
+from jaxmem.search.compilers import Compilers
+from jaxmem.search.find import search
+from jaxmem.search.knobs import allowed
+from jaxmem.search.result import Fit
+
+from .conftest import Told, config, with_memory
+
+
+def skewed(cfg: Config) -> tuple[float, float]:
+    """A compiler that the estimates misjudge, as they would a new recomputation policy or axis."""
+    size = {"none": 1.3, "dots": 0.8, "full": 1.1}[cfg.memory.remat] * (1.2 if cfg.mesh.tensor > 1 else 1.0)
+    return size, 1.5 if cfg.memory.remat == "dots" else 1.0
+
+
+def typical(target_bytes: int = 0) -> int:
+    """A limit that about half of the candidates keep."""
+    target = with_memory("h100-80gb:8", 1 << 40)
+    sizes = sorted(one.estimate.total for one in candidates(config(), target, allowed(BY_DEFAULT)))
+    return sizes[len(sizes) // 2] + target_bytes
+
+
+@pytest.fixture(scope="module")
+def found() -> tuple[Fit, Told]:
+    target = with_memory("h100-80gb:8", typical())
+    with Told(target, skewed) as compilers:
+        return search(config(), target, BY_DEFAULT, compilers), compilers
+
+
+def test_the_true_best_is_found(found: tuple[Fit, Told]) -> None:
+    fit, told = found
+    truth = {one.cfg: told.truth(one.cfg) for one in fit.known.all}
+    fitting = {cfg: facts for cfg, facts in truth.items() if facts.total <= fit.known.limit}
+    assert 0 < len(fitting) < len(truth)
+    assert fit.best is not None
+    assert fit.best.seconds <= 1.005 * min(facts.seconds for facts in fitting.values())  # many are as good as alike
+    # And so is the whole front.
+    for one in fit.front:
+        faster = [facts for facts in fitting.values() if facts.seconds < 0.99 * one.seconds]
+        assert all(facts.total > 0.97 * one.total for facts in faster)
+
+
+def test_only_a_few_are_compiled_and_all_that_is_shown(found: tuple[Fit, Told]) -> None:
+    fit, told = found
+    assert len(fit.known.all) > 100
+    assert len(fit.known.compiled) == len(told.asked) <= 24
+    assert all(one.facts and one.phases for one in fit.front)
+    assert [one.total for one in fit.front] == sorted((one.total for one in fit.front), reverse=True)
+
+
+def test_json(found: tuple[Fit, Told]) -> None:
+    result = json.loads(json.dumps(found[0].as_json()))
+    assert {"considered", "compiled", "candidates", "best", "seconds"} <= set(result)
+    assert result["considered"] == len(result["candidates"])
+    assert result["estimate_error"]["largest"] == pytest.approx(1 - 1 / 1.56, abs=0.2)
+    for one in result["candidates"]:
+        assert set(one) == {"config", "total", "estimated_step_seconds", "fits", "compiled", "why"}
+        assert one["fits"] == (one["total"] <= result["target"]["limit_bytes"])
+        assert one["why"]
+    losers = [one for one in result["candidates"] if not one["fits"]]
+    assert all(one["why"].startswith("needs ") for one in losers)
+    assert any("; try " in one["why"] for one in losers)
+    assert result["best"]["why"] == "the fastest that fits"
+
+
+def test_advice_is_a_config_that_fits(found: tuple[Fit, Told]) -> None:
+    fit, _ = found
+    tried = 0
+    for one in fit.known.all:
+        _, advised, cure = fit.why(one).partition("; try ")
+        if advised:
+            cfg = load_config(one.cfg.model_dump(mode="json"), cure.split()).for_devices(8)
+            assert fit.known.fits(next(other for other in fit.known.all if other.cfg == cfg))
+            tried += 1
+    assert tried > 10
+
+
+@pytest.mark.parametrize("width", [40, 120])
+def test_the_table_fits(found: tuple[Fit, Told], width: int) -> None:
+    console = Console(width=width, file=io.StringIO())
+    console.print(found[0].table())
+    text = console.file.getvalue()  # type: ignore[attr-defined]
+    assert max(map(len, text.splitlines())) <= width
+    assert "configs considered" in " ".join(text.split())
+
+
+def test_the_figure(found: tuple[Fit, Told], tmp_path: object) -> None:
+    place = f"{tmp_path}/front.png"
+    found[0].figure(place)
+    with open(place, "rb") as file:  # noqa: PTH123
+        assert file.read(8) == b"\x89PNG\r\n\x1a\n"
+
+
+def test_where_nothing_fits_it_says_what_would_help() -> None:
+    target = with_memory("h100-80gb:8", 1000)
+    with Told(target) as compilers:
+        fit = search(config(), target, ["remat", "batch"], compilers)
+    assert fit.best is None
+    assert fit.front == []
+    assert fit.smallest.total == min(one.estimate.total for one in (entry.candidate for entry in fit.known.all))
+    assert fit.helps is not None
+    with pytest.raises(UserError, match="nothing fits"):
+        fit.write("nowhere.yaml")
+
+
+def test_other_phases_count() -> None:
+    """What does not fit while it is initialised is no result."""
+    target = with_memory("h100-80gb:8", typical())
+
+    class Greedy(Told):
+        def phases(self, cfg: Config) -> dict[str, int]:
+            return {"initialise": target.memory + 1 if cfg.memory.remat == "none" else 1}
+
+    with Greedy(target) as compilers:
+        fit = search(config(), target, BY_DEFAULT, compilers)
+    assert fit.best is not None
+    assert all(one.cfg.memory.remat != "none" for one in fit.front)
+
+
+def test_a_small_space_compiled_whole() -> None:
+    """The real compiler on everything: the search, which compiled less, has the same best."""
+    cfg = config(batch={"global_size": 2})
+    target = with_memory("cpu:1", 1 << 40)
+    words = ["remat", "batch"]
+    with Compilers(target) as compilers:
+        every = [one.cfg for one in candidates(cfg, target, allowed(words))]
+        truth = dict(compilers.each(compilers.step, every))
+        limit = sorted(facts.total for facts in truth.values())[len(truth) // 2]
+        tight = with_memory("cpu:1", limit)
+        with Compilers(tight) as others:
+            fit = search(cfg, tight, words, others, compiles=4)
+    assert len(fit.known.compiled) == 4 < len(every)
+    assert fit.best is not None
+    assert fit.best.seconds == min(facts.seconds for facts in truth.values() if facts.total <= limit)
+    built = program(fit.best.cfg, jax_devices(1))
+    assert plan_program(built).compiled_step.total == fit.best.facts.total  # type: ignore[union-attr]
+
+
+def jax_devices(count: int) -> list:
+    import jax
+
+    return jax.devices()[:count]

@@ -1,0 +1,123 @@
+"""A run that does not fit stops with configs that do; one that runs says what it took."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from types import SimpleNamespace
+
+import jax
+import pytest
+
+from jaxmem import devices
+from jaxmem.config import load_config
+from jaxmem.hardware import GIB, GPUS, reserved
+from jaxmem.planning import Plan, plan_program
+from jaxmem.planning.targets import local_target
+from jaxmem.program import program
+from jaxmem.search import nearest
+from jaxmem.training.fitting import DoesNotFitError, Measured, check_fits
+
+CONFIG = {
+    "name": "small",
+    "model": {"preset": "tiny", "layers": 2, "embed": 32, "mlp": 64, "heads": 4, "kv_heads": 4, "head_dim": 8},
+    "data": {"sequence_length": 64},
+    "batch": {"global_size": 8},
+    "mesh": {"fsdp": -1},
+    "train": {"steps": 10},
+}
+
+
+@pytest.fixture(scope="module")
+def plan() -> Plan:
+    return plan_program(program(load_config(CONFIG), jax.devices()[:2]))
+
+
+def cramped(plan: Plan, share: float) -> Plan:
+    limit = int(share * plan.compiled_step.total)
+    return dataclasses.replace(plan, target=dataclasses.replace(plan.target, memory=limit))
+
+
+def test_what_fits_is_left_alone(plan: Plan) -> None:
+    check_fits(plan)
+
+
+def test_the_nearest_that_fit_are_named_and_do(
+    plan: Plan, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(nearest, "COUNT", 2)
+    monkeypatch.setattr(nearest, "SECONDS", float("inf"))
+    tight = cramped(plan, 0.75)
+    with pytest.raises(DoesNotFitError, match=r"small does not fit: to step takes .* are activations") as refused:
+        check_fits(tight)
+    assert "Memory of one device" in capsys.readouterr().err
+    lines = str(refused.value).splitlines()
+    assert lines[1] == "nearest that fit, each compiled:"
+    assert len(lines) == 4
+    for line in lines[2:]:
+        overrides = line.split("   ")[0].split()
+        again = plan_program(program(load_config(CONFIG, overrides), jax.devices()[:2]))
+        assert again.compiled_step.total <= tight.target.memory
+        assert all("=" in override for override in overrides)
+
+
+def test_where_nothing_fits_no_config_is_named(plan: Plan) -> None:
+    with pytest.raises(DoesNotFitError, match="nothing near it fits"):
+        check_fits(cramped(plan, 0.01))
+
+
+def test_measured_stands_beside_planned(plan: Plan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    stats = {"bytes_in_use": 100, "peak_bytes_in_use": 2 * plan.compiled_step.total}
+    device = SimpleNamespace(memory_stats=lambda: stats)
+    monkeypatch.setattr(jax, "local_devices", lambda: [device])
+    file = tmp_path / "plan.json"
+    file.write_text(json.dumps(plan.as_json()))
+    measured = Measured(plan, file)
+    said = [measured.after_step() for _ in range(6)]
+    assert [line is not None for line in said] == [False, False, True, False, False, False]
+    assert "measured" in str(said[2])
+    told = json.loads(file.read_text())
+    planned = max(told["phases"]["step"], told["phases"]["initialise"])
+    assert told["measured"]["peak_bytes"] == stats["peak_bytes_in_use"]
+    assert told["measured"]["planned_bytes"] == planned
+    assert told["measured"]["difference"] == pytest.approx(stats["peak_bytes_in_use"] / planned - 1)
+    assert told["bytes_per_device"] == plan.bytes_per_device
+
+
+def test_devices_that_do_not_tell_are_not_asked_again(plan: Plan, tmp_path: Path) -> None:
+    measured = Measured(plan, tmp_path / "plan.json")
+    assert [measured.after_step() for _ in range(5)] == [None] * 5
+
+
+# ------------------------------------------------------------------ one number for what is left over
+
+
+def test_jax_takes_what_a_plan_counts_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu = GPUS["a100-80gb"]
+    monkeypatch.setattr(devices, "has_nvidia_gpu", lambda: True)
+    monkeypatch.setattr(devices, "gpus", lambda: [{"memory": gpu.memory}] * 8)
+    for name in (*devices._FRACTIONS, "CUDA_VISIBLE_DEVICES"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("XLA_CLIENT_MEM_FRACTION", "0.5")
+    devices.take_all_but_reserved()
+    assert devices.os.environ["XLA_CLIENT_MEM_FRACTION"] == "0.5"  # the user's own
+    monkeypatch.delenv("XLA_CLIENT_MEM_FRACTION")
+    devices.take_all_but_reserved()
+    share = float(devices.os.environ["XLA_CLIENT_MEM_FRACTION"])
+    assert share * gpu.memory == pytest.approx(gpu.memory - reserved(8), rel=1e-4)
+
+
+def test_a_plan_for_a_device_that_is_here_takes_off_what_jax_leaves(plan: Plan) -> None:
+    gpu = GPUS["a100-80gb"]
+    limit = gpu.memory - 3 * GIB
+    one = SimpleNamespace(
+        device_kind="NVIDIA A100-SXM4-80GB",
+        platform="gpu",
+        process_index=0,
+        memory_stats=lambda: {"bytes_limit": limit},
+    )
+    here = dataclasses.replace(plan, target=local_target([one, one]))
+    assert here.reserved == 3 * GIB
+    assert here.target.memory - here.reserved == limit
+    assert dataclasses.replace(here, reserve_gib=1.0).reserved == GIB
