@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal, get_args, get_origin
 
 from annotated_types import Ge, Le
 
-from jaxmem.config import Config
+from jaxmem.config import Config, Optimizer
 from jaxmem.config.mesh import AXES
 from jaxmem.errors import UserError, nearest
 from jaxmem.planning import Target
@@ -85,6 +85,14 @@ def _computing(_cfg: Config, _target: Target) -> Iterable[Change]:
         yield {"precision.compute": name, "precision.loss_scale": "dynamic" if name == "float16" else "none"}
 
 
+def _optimizers(cfg: Config, _: Target) -> Iterable[Change]:
+    """Another optimizer, with its own defaults for what only some have."""
+    own = [field for field, info in Optimizer.model_fields.items() if info.default is None]
+    for name in values("optimizer.name"):
+        kept = cfg.optimizer if name == cfg.optimizer.name else None
+        yield {"optimizer.name": name, **{f"optimizer.{field}": getattr(kept, field, None) for field in own}}
+
+
 # Those of BY_DEFAULT leave the mathematics as they are.
 KNOBS = (
     Knob("mesh", _meshes),
@@ -94,7 +102,7 @@ KNOBS = (
     Knob("precision", listed("precision.parameters")),
     Knob("precision", listed("precision.master")),
     Knob("precision", _computing),
-    Knob("optimizer", listed("optimizer.name")),
+    Knob("optimizer", _optimizers),
 )
 BY_DEFAULT = ("mesh", "remat", "batch")
 

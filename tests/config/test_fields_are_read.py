@@ -25,7 +25,12 @@ FILES = [
 ]
 
 # Read inside jaxmem/config: what the others read in their place stands beside each.
-READ_HERE = {"preset": "the fields that it stands for", "steps": "Config.steps", "tokens": "Config.steps"}
+READ_HERE = {
+    "preset": "the fields that it stands for",
+    "steps": "Config.steps",
+    "momentum": "Optimizer.own",
+    "tokens": "Config.steps",
+}
 
 Kinds = frozenset[type[Section]]
 NOTHING: Kinds = frozenset()

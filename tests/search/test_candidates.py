@@ -61,6 +61,16 @@ def test_one_program_is_considered_once() -> None:
     assert ("float32", "bfloat16") not in formats, "that is what auto stands for here"
 
 
+def test_another_optimizer_has_its_own_defaults() -> None:
+    found = candidates(config(optimizer={"beta1": 0.8}), EIGHT, allowed(["optimizer"]))
+    assert {one.cfg.optimizer.name for one in found} == set(values("optimizer.name"))
+    assert found[0].cfg.optimizer.beta1 == 0.8
+    for one in found[1:]:
+        plain = config(optimizer={"name": one.cfg.optimizer.name}).optimizer
+        assert one.cfg.optimizer == plain
+        assert load_config(config().model_dump(mode="json"), one.overrides).optimizer == plain
+
+
 def test_all_meshes_that_divide_are_there() -> None:
     found = {
         tuple(getattr(one.cfg.mesh, axis) for axis in AXES) for one in candidates(config(), EIGHT, allowed(["mesh"]))
