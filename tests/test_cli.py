@@ -159,7 +159,7 @@ def test_a_missing_config_is_named(capsys: pytest.CaptureFixture[str], tmp_path:
 def test_no_command_is_the_help(capsys: pytest.CaptureFixture[str]) -> None:
     code, out, err = jaxmem(capsys=capsys)
     assert (code, err) == (0, "")
-    for command in ("train", "plan", "generate", "evaluate", "tokenize", "bench", "doctor", "schema"):
+    for command in ("train", "plan", "generate", "evaluate", "tokenize", "bench", "launch", "doctor", "schema"):
         assert f"\n  {command} " in out
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import jax
@@ -79,3 +80,16 @@ def test_compiling_alone_leaves_malloc_its_pools(
 )
 def test_peak_flops(kind: str, peak: float | None) -> None:
     assert devices.peak_flops(SimpleNamespace(device_kind=kind)) == peak
+
+
+def test_what_is_compiled_for_accelerators_is_kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    told = {}
+    monkeypatch.setattr(jax.config, "update", told.__setitem__)
+    monkeypatch.setattr(jax, "default_backend", lambda: "cpu")
+    devices.keep_compiled(tmp_path)
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    devices.keep_compiled(tmp_path)  # the tests' own place was given by JAX_COMPILATION_CACHE_DIR, and stays
+    assert told == {}
+    monkeypatch.setattr(type(jax.config), "jax_compilation_cache_dir", None, raising=False)
+    devices.keep_compiled(tmp_path)
+    assert told == {"jax_compilation_cache_dir": str(tmp_path / ".compiled")}

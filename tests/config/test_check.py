@@ -34,6 +34,16 @@ def lines(base: dict, *overrides: str) -> list[str]:
                 " use precision.parameters=bfloat16, or precision.master=none"
             ),
         ),
+        (
+            TEXT,
+            ["output=gs://bucket/runs"],
+            "output: gs://bucket/runs is no directory; give a bucket to checkpoint.path, and the logs a directory",
+        ),
+        (
+            TEXT,
+            ["checkpoint.path=hdfs://x"],
+            "checkpoint.path: hdfs:// is not known; use a directory, gs:// or s3://",
+        ),
         (TEXT, ["name=a/b"], "name: 'a/b' names a directory: letters, digits, and . _ - after the first"),
         (TEXT, ["name=.."], "name: '..' names a directory: letters, digits, and . _ - after the first"),
         (TEXT, ["train.tokens=5"], "train.steps: give either train.steps or train.tokens, not both"),

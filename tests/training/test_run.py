@@ -16,6 +16,7 @@ from jaxmem.checkpoint import Checkpoints
 from jaxmem.config import load_config, save_config
 from jaxmem.errors import UserError
 from jaxmem.planning import plan_program
+from jaxmem.trained import open_run
 from jaxmem.training.run import DoesNotFitError, run
 
 MODEL = {"preset": "tiny", "layers": 2, "embed": 32, "mlp": 64, "heads": 4, "kv_heads": 4, "head_dim": 8}
@@ -208,6 +209,29 @@ def test_other_data_is_refused(config, text, tmp_path):
         (changed / file.name).write_text(file.read_text() + "!")
     with pytest.raises(UserError, match="data's files are not what they were"):
         run(config(train={"steps": 2}, data={"path": str(changed)}))
+
+
+def test_checkpoints_in_a_place_of_their_own(config, tmp_path):
+    """What a bucket would be: another root, under which the run has its name."""
+    elsewhere = {"checkpoint": {"path": str(tmp_path / "kept")}}
+    directory = run(config(train={"steps": 2}, **elsewhere)).directory
+    assert sorted(p.name for p in directory.iterdir()) == ["config.yaml", "metrics.jsonl", "plan.json"]
+    again = run(config(train={"steps": 3}, **elsewhere))
+    assert [row["step"] for row in metrics(directory)] == [1, 2, 3]
+    built, params = open_run(directory)
+    assert built.cfg.checkpoint.path == str(tmp_path / "kept")
+    assert leaves(params) == leaves(again.state.params)
+    run(config(train={"steps": 1}, checkpoint={"path": str(tmp_path / "kept"), "resume": "never"}))
+    assert sorted(p.name for p in (tmp_path / "kept").iterdir()) == ["run", "run.old-1"]
+
+
+def test_a_bucket_whose_library_is_not_installed(config, tmp_path, monkeypatch):
+    for library in ("gcsfs", "s3fs", "tensorflow", "fsspec"):
+        monkeypatch.setitem(sys.modules, library, None)
+    for bucket, library in (("gs://bucket/runs", "gcsfs"), ("s3://bucket/runs", "s3fs")):
+        with pytest.raises(UserError, match=f"checkpoint.path: {bucket[:5]} needs {library}; pip install {library}"):
+            run(config(checkpoint={"path": bucket}))
+    assert not (tmp_path / "run").exists()
 
 
 def test_never_resuming_puts_the_old_run_aside(config):

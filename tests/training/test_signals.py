@@ -10,10 +10,11 @@ import threading
 
 import pytest
 
-from jaxmem.training.signals import Stop
+from jaxmem.errors import TemporaryError
+from jaxmem.training.signals import Stop, nothing_to_save
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 0), (signal.SIGINT, 130)])
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 0), (signal.SIGINT, 130), (signal.SIGUSR1, 75)])
 def test_the_first_is_recorded_and_handlers_come_back(
     number: signal.Signals, code: int, capfd: pytest.CaptureFixture
 ) -> None:
@@ -27,6 +28,26 @@ def test_the_first_is_recorded_and_handlers_come_back(
         assert signal.getsignal(number) is signal.SIG_DFL
     assert {each: signal.getsignal(each) for each in before} == before
     assert capfd.readouterr().err.strip() == f"{number.name}: finishing this step and saving; once more stops at once"
+
+
+def test_what_another_process_was_asked_counts_here() -> None:
+    with Stop() as stop:
+        assert not stop.agreed(0)
+        assert stop.exit_code == 0
+        assert stop.agreed(signal.SIGUSR1)
+        assert stop.exit_code == 75
+
+
+def test_before_there_is_something_to_save() -> None:
+    before = signal.getsignal(signal.SIGUSR1)
+    with nothing_to_save():
+        with Stop() as stop:  # the loop has begun, and ended
+            os.kill(os.getpid(), signal.SIGUSR1)
+        assert stop.exit_code == 75
+        with pytest.raises(TemporaryError, match="SIGUSR1 came before the first step"):
+            os.kill(os.getpid(), signal.SIGUSR1)
+    assert signal.getsignal(signal.SIGUSR1) == before
+    assert TemporaryError.exit_code == 75
 
 
 def test_only_where_it_may(capfd: pytest.CaptureFixture) -> None:

@@ -1,0 +1,74 @@
+"""Real processes: they agree, and when one of them goes the others say who and why, and end."""
+
+from __future__ import annotations
+
+import signal
+from typing import Any
+
+# What each process runs: what it agrees on with the others, and then what is in place of END.
+PROGRAM = """
+import sys, time
+from jaxmem import devices
+devices.stay_on_cpu_without_gpu()
+from jaxmem.distributed.join import hosts, join, joined
+from jaxmem.errors import UserError
+
+with joined(heartbeat=3, start_timeout=60) as cluster:
+    import jax
+    import numpy as np
+    from jaxmem.distributed.agree import Vote, any_of, gather, largest
+    from jaxmem.distributed.communicator import Communicator
+    from jaxmem.distributed.preflight import preflight
+
+    me = jax.process_index()
+    assert (jax.process_count(), jax.device_count(), len(hosts())) == (2, 4, 2)
+    assert join() is cluster
+    assert gather({"I am": me, "text": "x" * 100 * me}) == [{"I am": 0, "text": ""}, {"I am": 1, "text": "x" * 100}]
+    assert (largest(10 * me), any_of(me == 1), any_of(False)) == (10, True, False)
+    vote = Vote()
+    assert [vote.cast(7 if step == 2 and me == 1 else 0) for step in range(5)] == [0, 0, 0, 7, 0]
+
+    comm = Communicator()
+    values = np.arange(32, dtype=np.float32).reshape(4, 8)
+    placed = comm.put(values[2 * me : 2 * me + 2])
+    assert (np.asarray(comm.allreduce(placed)) == values.sum(0)).all()
+    assert (np.asarray(comm.allreduce(placed, "max")) == values[3]).all()
+    assert (np.asarray(comm.all_gather(placed)) == values).all()
+    assert (np.asarray(comm.broadcast(placed, 2)) == values[2]).all()
+    parts = comm.reduce_scatter(placed, "mean").addressable_shards
+    assert (np.concatenate([part.data[0] for part in parts]) == values.mean(0)[4 * me : 4 * me + 4]).all()
+
+    found = preflight()
+    assert found.bytes_per_second > 0 and {len(rates) for rates in found.rates.values()} == {2}
+    print(f"process {me} is ready", file=sys.stderr, flush=True)
+    END
+print(f"process {me} has left", file=sys.stderr, flush=True)
+"""
+
+
+def both_ready(processes: Any) -> bool:
+    return all(f"process {number} is ready" in processes.said(number) for number in range(2))
+
+
+def test_they_agree_and_leave_together(started: Any, program: Any) -> None:
+    processes = started(program(PROGRAM.replace("END", "pass")), 2, 2)
+    assert processes.codes() == [0, 0], processes.said(0) + processes.said(1)
+    assert all(f"process {number} has left" in processes.said(number) for number in range(2))
+
+
+def test_an_error_in_one_process_ends_all_with_its_reason(started: Any, program: Any) -> None:
+    end = "if me == 1: raise UserError('the disk is full')\n    time.sleep(60)"
+    processes = started(program(PROGRAM.replace("END", end)), 2, 2)
+    assert processes.codes() == [2, 2], processes.said(0) + processes.said(1)
+    assert processes.said(0).rstrip().endswith("stopped: the disk is full")
+    assert processes.said(1).rstrip().endswith("): the disk is full")
+
+
+def test_the_first_process_is_killed(started: Any, program: Any) -> None:
+    """With it goes JAX's own service, by which the others would be aborted without a word of who."""
+    processes = started(program(PROGRAM.replace("END", "time.sleep(60)")), 2, 2)
+    processes.until(lambda: both_ready(processes))
+    processes.all[0].send_signal(signal.SIGKILL)
+    assert processes.codes(seconds=50) == [-signal.SIGKILL, 75]
+    assert "error: process 0 of 2 (" in processes.said(1)
+    assert "is gone: it does not answer at localhost:" in processes.said(1)
