@@ -67,8 +67,8 @@ def rules(zero: int, undivided: Collection[str] = ()) -> Rules:
     vocabulary is whole where it rests, and padded where it is computed with.
     """
     own = "norm", "head_dim", "rank", "projected", "height", "width", "patch", "kernel", "channels", "classes"
-    whole: Table = dict.fromkeys(("layer", *own), ())
-    padded: Table = {**whole, "embed": (), **dict.fromkeys(("vocab", "heads", "kv_heads", "mlp"), ("tensor",))}
+    wide = dict.fromkeys(("vocab", "heads", "kv_heads", "mlp"), ("tensor",))
+    padded: Table = {**dict.fromkeys(own, ()), "layer": ("stage",), "embed": (), **wide}
     if "kv_heads" in undivided:
         padded = {**padded, "kv_heads": ()}
     tensor: Table = {**padded, "vocab": ()} if "vocab" in undivided else padded
@@ -77,6 +77,7 @@ def rules(zero: int, undivided: Collection[str] = ()) -> Rules:
     state: Table = {**split, "projected": split["embed"]}
     activations: Table = {
         **padded,
+        "layer": (),
         "accumulate": (),
         "batch": ("replica", "fsdp"),
         "time": ("context",),
@@ -158,6 +159,19 @@ class Layout:
         counts = [self.parts(role, axis) for axis in axes]
         return tuple(-(-size // count) * count for size, count in zip(shape, counts, strict=True))
 
+    def with_whole_layers(self, role: Role, axes: Axes, shape: Sequence[int]) -> NamedSharding:
+        """Where a stack of layers lies that no stage may part: another dimension is split over `stage`, where one
+        divides."""
+        whole = dataclasses.replace(self.rules, **{role: {**getattr(self.rules, role), "layer": ()}})
+        placed = Layout(self.mesh, whole).sharding(role, axes, shape)
+        parts, spec = placed.shard_shape(tuple(shape)), list(placed.spec)
+        for dim in range(1, len(shape)):
+            if parts[dim] % self.mesh.shape["stage"] == 0:
+                over = spec[dim] or ()
+                spec[dim] = (*((over,) if isinstance(over, str) else over), "stage")
+                break
+        return NamedSharding(self.mesh, PartitionSpec(*spec))
+
     def one_row(self) -> Layout:
         """For a text that grows: one row of any length, which nothing can split."""
         activations = {**self.rules.activations, "batch": (), "time": (), "stream": ()}
@@ -193,6 +207,31 @@ def constrain(x: jax.Array, *axes: str | None, role: Role = "activations") -> ja
     if layout is None:
         return x
     return jax.lax.with_sharding_constraint(x, layout.sharding(role, axes, x.shape))
+
+
+def split_first(x: jax.Array, axis: str) -> jax.Array:
+    """Split the first dimension over a mesh axis; how the others lie is left to the partitioner."""
+    layout = current()
+    if layout is None:
+        return x
+    spec = PartitionSpec(axis, *[PartitionSpec.UNCONSTRAINED] * (x.ndim - 1))
+    return jax.lax.with_sharding_constraint(x, NamedSharding(layout.mesh, spec))
+
+
+def rotate(x: jax.Array, axis: str, by: int) -> jax.Array:
+    """`jnp.roll` along the first dimension, which has one place for each device along a mesh axis: one message to
+    the neighbour. Left to the partitioner, a roll becomes three all-to-alls."""
+    layout = current()
+    if layout is None:
+        return jnp.roll(x, by, axis=0)
+    size = layout.mesh.shape[axis]
+    pairs = [(i, (i + by) % size) for i in range(size)]
+    spec = PartitionSpec(axis)
+
+    def send(x: jax.Array) -> jax.Array:
+        return jax.lax.ppermute(x, axis, pairs)
+
+    return jax.shard_map(send, mesh=layout.mesh, in_specs=spec, out_specs=spec, axis_names={axis})(x)
 
 
 def gather(weight: jax.Array, axes: Axes, dtype: DTypeLike) -> jax.Array:

@@ -30,4 +30,6 @@ def open_run(directory: str | Path, overrides: Sequence[str] = ()) -> tuple[Prog
         step = checkpoints.latest()
         if step is None:
             raise UserError(f"{directory}: no checkpoint is there yet")
-        return built, checkpoints.restore_params(step, built.state.params)
+        _, config = checkpoints.read(step)
+        params = checkpoints.restore_params(step, built.saved_state(config).params)
+        return built, built.restored_params(params, config)

@@ -57,6 +57,8 @@ HARMLESS = {
     "data__epochs": 3,
     "batch__accumulate": 2,
     "mesh__fsdp": 4,
+    "mesh__stage": 2,
+    "pipeline__rounds": 2,
     "zero": 1,
     "precision__compute": "bfloat16",
     "memory__remat": "full",

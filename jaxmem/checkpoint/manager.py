@@ -133,10 +133,11 @@ class Checkpoints:
 
     def restore(self, step: int, abstract_state: Any) -> tuple[Any, dict[str, Any], dict[str, Any]]:
         """State, data position, config. `abstract_state` is the state's tree with a jax.ShapeDtypeStruct and
-        its sharding on the present mesh for each array."""
+        its sharding on the present mesh for each array, or gives it for the config of the checkpoint."""
         self._expect(step)
         record = self._record(step)
-        return self._arrays(step, abstract_state, record["leaves"]), record["position"], record["config"]
+        wanted = abstract_state(record["config"]) if callable(abstract_state) else abstract_state
+        return self._arrays(step, wanted, record["leaves"]), record["position"], record["config"]
 
     def restore_params(self, step: int, abstract_params: Any) -> Any:
         """Only the parameters; the optimizer's state is not read."""

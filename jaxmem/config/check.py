@@ -184,10 +184,7 @@ def _precision(cfg: Config) -> Iterator[str]:
 def _mesh(cfg: Config) -> Iterator[str]:
     axes = {axis: getattr(cfg.mesh, axis) for axis in Mesh.model_fields}
     for axis, size in axes.items():
-        if axis == "stage":
-            if size != 1:
-                yield f"mesh.{axis}: {size} is not available yet; use 1"
-        elif size < 1 and size != -1:
+        if size < 1 and size != -1:
             yield f"mesh.{axis}: must be at least 1, or -1 for the rest of the devices, not {size}"
     if cfg.mesh.context != 1:
         model = cfg.model

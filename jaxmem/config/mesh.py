@@ -13,7 +13,8 @@ from jaxmem.config.check import check
 from jaxmem.config.sections import Config, Convnet, Decoder, Mesh, Mlp, Vit
 from jaxmem.errors import UserError
 
-AXES = ("replica", "fsdp", "tensor", "context")  # `check` holds the others at 1
+AXES = ("replica", "fsdp", "tensor", "context", "stage")
+ASKED_FOR = ("context", "stage")  # said and advised only to who asked for it
 
 TIME = ("context", "tensor")  # what the time of the residual stream is split over
 
@@ -59,7 +60,7 @@ def undivided(cfg: Config) -> tuple[str, ...]:
 def _resolve(cfg: Config, n: int) -> tuple[Config, list[str]]:
     axes = {axis: getattr(cfg.mesh, axis) for axis in AXES}
     fixed = math.prod(size for size in axes.values() if size != -1)
-    shown = " x ".join(f"{axis} {size}" for axis, size in axes.items() if axis != "context" or size != 1)
+    shown = " x ".join(f"{axis} {size}" for axis, size in axes.items() if size != 1 or axis not in ASKED_FOR)
     if -1 in axes.values():
         axis = next(axis for axis, size in axes.items() if size == -1)
         if n % fixed:
@@ -77,6 +78,7 @@ def _with_mesh(cfg: Config, axes: dict[str, int]) -> Config:
 def _indivisible(cfg: Config) -> Iterator[str]:
     """One line for each size that the mesh does not divide, with the nearest sizes that it would."""
     mesh, batch = cfg.mesh, cfg.batch
+    yield from _stages(cfg)
     rows = batch.global_size // batch.accumulate
     if rows % (mesh.replica * mesh.fsdp):
         over = f"replica {mesh.replica} x fsdp {mesh.fsdp}"
@@ -107,24 +109,59 @@ def time_parts(mesh: Mesh) -> int:
     return math.lcm(2 * mesh.context if mesh.context > 1 else 1, mesh.context * mesh.tensor)
 
 
+def _stages(cfg: Config) -> Iterator[str]:
+    """Layers for every stage, and micro-batches that fill them."""
+    stage, model, micro = cfg.mesh.stage, cfg.model, cfg.batch.accumulate
+    if stage == 1:
+        return
+    if isinstance(model, Convnet):
+        yield f"mesh.stage: {stage}, but stages need layers that are alike, and a convnet has none; use 1"
+        return
+    rounds = cfg.pipeline.rounds
+    if stage * rounds > model.layers:
+        each = f" x pipeline.rounds {rounds}" if rounds > 1 else ""
+        most = model.layers // rounds
+        fewer = f"; nearest: {most}" if most else ""
+        yield f"mesh.stage: {stage}{each} is more than model.layers {model.layers}{fewer}"
+    size, rows = cfg.batch.global_size, cfg.mesh.replica * cfg.mesh.fsdp
+    counts = [count for count in _divisors(size) if size // count % rows == 0]
+    if rounds > 1 and micro % stage:
+        why, fill = "divide over", [count for count in counts if count % stage == 0]
+        wanted = f", which pipeline.rounds {rounds} needs"
+    elif 1 < micro < stage:
+        why, fill = "fill", [count for count in counts if count == 1 or count >= stage]
+        wanted = " (1 is allowed: one stage works at a time)"
+    else:
+        return
+    near = _near(micro, fill) or f"batch.accumulate={stage} with batch.global_size={stage * rows}"
+    yield f"batch.accumulate: {micro} micro-batches do not {why} mesh.stage {stage}{wanted}; nearest: {near}"
+
+
 def _advice(cfg: Config, n: int) -> str:
     """The meshes of n devices nearest to the given one that this config trains on, as overrides."""
     given = {axis: getattr(cfg.mesh, axis) for axis in AXES}
     works: list[tuple[int, int, float, int, str]] = []
-    for replica in _divisors(n):
-        for fsdp in _divisors(n // replica):
-            for context in _divisors(n // replica // fsdp) if given["context"] != 1 else (1,):
-                axes = {"replica": replica, "fsdp": fsdp, "tensor": n // replica // fsdp // context, "context": context}
-                one = _with_mesh(cfg, axes)
-                if next(_indivisible(one), None) is None:
-                    changed = [f"mesh.{axis}={size}" for axis, size in axes.items() if size != given[axis]]
-                    distance = sum(abs(math.log2(axes[axis] / size)) for axis, size in given.items() if size > 0)
-                    whole = len(undivided(one))  # allowed, but a waste
-                    works.append((whole, len(changed), round(distance, 3), replica, " ".join(changed)))
+    for axes in _meshes(n, [axis for axis in AXES if axis not in ASKED_FOR or given[axis] != 1]):
+        one = _with_mesh(cfg, axes)
+        if next(_indivisible(one), None) is None:
+            changed = [f"mesh.{axis}={size}" for axis, size in axes.items() if size != given[axis]]
+            distance = sum(abs(math.log2(axes[axis] / size)) for axis, size in given.items() if size > 0)
+            whole = len(undivided(one))  # allowed, but a waste
+            works.append((whole, len(changed), round(distance, 3), axes["replica"], " ".join(changed)))
     if works:
         return f"meshes that work on {n}: " + ", or ".join(text for *_, text in sorted(works)[:3])
     plain = "\n".join(_indivisible(_with_mesh(cfg, {"replica": n})))
     return f"no mesh works on {n}; for mesh.replica={n} mesh.fsdp=1 mesh.tensor=1: {plain}"
+
+
+def _meshes(n: int, axes: list[str]) -> Iterator[dict[str, int]]:
+    """Every way to make n devices of these axes; the others are 1."""
+    if len(axes) == 1:
+        yield {**dict.fromkeys(AXES, 1), axes[0]: n}
+    else:
+        for size in _divisors(n):
+            for rest in _meshes(n // size, axes[1:]):
+                yield {**rest, axes[0]: size}
 
 
 def _divisors(n: int) -> list[int]:

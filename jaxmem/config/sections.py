@@ -155,6 +155,12 @@ class Mesh(Section):
     stage: int = 1
 
 
+class Pipeline(Section):
+    """How micro-batches go through the stages of `mesh.stage`."""
+
+    rounds: Count = 1  # how often each goes round, through a group of layers a stage: 1 is GPipe, more is circular
+
+
 class Precision(Section):
     parameters: Literal["float32", "bfloat16"] = "float32"
     compute: Literal["auto", "float32", "bfloat16", "float16"] = "auto"  # bfloat16 on accelerators, float32 on CPU
@@ -233,6 +239,7 @@ class Config(Section):
     data: Data = Data()
     batch: Batch = Batch()
     mesh: Mesh = Mesh()
+    pipeline: Pipeline = Pipeline()
     zero: Annotated[int, Field(ge=0, le=3)] = 3  # sharded over fsdp: 1 optimizer state, 2 and gradients, 3 and weights
     precision: Precision = Precision()
     memory: Memory = Memory()

@@ -91,17 +91,17 @@ class Stage(nnx.Module):
     ):
         self.widen = Convolution(rngs, inputs, channels, ("channels", "embed"))
         self.blocks = stacked(lambda rngs: ConvBlock(rngs, channels, cfg.dropout), cfg.blocks, rngs)
-        self.count, self.remat, self.pool = cfg.blocks, execution.remat, pool
+        self.count, self.way, self.pool = cfg.blocks, execution.stack, pool
 
     def __call__(self, x: Images, key: Key[Array, ""] | None) -> Images:
         if self.pool:
             x = nnx.max_pool(x, (2, 2), (2, 2))
         x, _ = apply_stack(
             self.blocks,
-            lambda block, x, key: (block(x, key), None),
+            lambda block, x, key, _: (block(x, key), None),
             self.widen(x),
             parts.layer_keys(key, self.count),
-            remat=self.remat,
+            way=self.way,
         )
         return x
 
@@ -118,7 +118,15 @@ class Convnet(nnx.Module):
     def __call__(
         self, images: Float[Array, "batch height width channels"], key: Key[Array, ""] | None = None
     ) -> Float[Array, "batch outputs"]:
+        return self.logits(self.features(images, key))
+
+    def features(
+        self, images: Float[Array, "batch height width channels"], key: Key[Array, ""] | None = None
+    ) -> Float[Array, "batch width"]:
         x = images.astype(self.execution.dtype)
         for i in range(len(self.cfg.stages)):
             x = getattr(self, f"stage_{i}")(x, None if key is None else jax.random.fold_in(key, i))
-        return self.head(jnp.mean(self.norm(x), axis=(1, 2)))
+        return jnp.mean(self.norm(x), axis=(1, 2))
+
+    def logits(self, x: Float[Array, "batch width"]) -> Float[Array, "batch outputs"]:
+        return self.head(x)

@@ -61,13 +61,13 @@ class Decoder(nnx.Module):
         key: Key[Array, ""] | None = None,
     ) -> Float[Array, "batch time embed"]:
         """What the output projection sees: losses that never hold all logits start here."""
-        turned = self._angles(tokens, positions)
         x, _ = apply_stack(
             self.blocks,
-            lambda block, x, key: (block(x, turned, segment_ids, key)[0], None),
+            lambda block, x, key, beside: (block(x, *beside, key)[0], None),
             self._embed(tokens),
             parts.layer_keys(key, self.cfg.layers),
-            remat=self.execution.remat,
+            (self._angles(tokens, positions), segment_ids),
+            way=self.execution.stack,
         )
         return self.norm(x)
 
@@ -80,7 +80,12 @@ class Decoder(nnx.Module):
     def prefill(self, tokens: Int[Array, "batch time"]) -> tuple[Float[Array, "batch vocab"], Caches]:
         """Logits after a prompt, and every layer's keys and values of it, stacked."""
         turned = self._angles(tokens, None)
-        x, cache = apply_stack(self.blocks, lambda block, x, _: block(x, turned), self._embed(tokens))
+        x, cache = apply_stack(
+            self.blocks,
+            lambda block, x, *_: block(x, turned),
+            self._embed(tokens),
+            way=self.execution.stack,
+        )
         return self.logits(self.norm(x[:, -1:]))[:, 0], cache
 
     def extend(
@@ -89,12 +94,12 @@ class Decoder(nnx.Module):
         """Logits after one more token, at position `length`, and the cache with it, written in place."""
         turned = self._angles(token, jnp.broadcast_to(length, token.shape))
 
-        def layer(block: parts.Block, carried: tuple[jax.Array, Caches], i: jax.Array) -> tuple[Any, None]:
+        def layer(block: parts.Block, carried: tuple[jax.Array, Caches], i: jax.Array, _: None) -> tuple[Any, None]:
             x, cache = carried
             return block(x, turned, cache=(cache, i, length)), None
 
         places = jnp.arange(self.cfg.layers, dtype=jnp.int32)
-        (x, cache), _ = apply_stack(self.blocks, layer, (self._embed(token), cache), places)
+        (x, cache), _ = apply_stack(self.blocks, layer, (self._embed(token), cache), places, way=self.execution.stack)
         return self.logits(self.norm(x))[:, 0], cache
 
     def _embed(self, tokens: Int[Array, "batch time"]) -> Float[Array, "batch time embed"]:

@@ -44,6 +44,11 @@ class Mlp(nnx.Module):
     def __call__(
         self, images: Num[Array, "batch height width channels"], key: Key[Array, ""] | None = None
     ) -> Float[Array, "batch outputs"]:
+        return self.logits(self.features(images, key))
+
+    def features(
+        self, images: Num[Array, "batch height width channels"], key: Key[Array, ""] | None = None
+    ) -> Float[Array, "batch embed"]:
         dtype = self.execution.dtype
         pixels = images.reshape(images.shape[0], -1)
         if self.cfg.inputs == "one_hot":
@@ -55,9 +60,12 @@ class Mlp(nnx.Module):
         x = constrain(self.stem(x.reshape(images.shape[0], -1)), "batch", "embed")
         x, _ = apply_stack(
             self.blocks,
-            lambda block, x, key: (block(x, key), None),
+            lambda block, x, key, _: (block(x, key), None),
             x,
             parts.layer_keys(key, self.cfg.layers),
-            remat=self.execution.remat,
+            way=self.execution.stack,
         )
-        return self.head(self.norm(x))
+        return self.norm(x)
+
+    def logits(self, x: Float[Array, "batch embed"]) -> Float[Array, "batch outputs"]:
+        return self.head(x)

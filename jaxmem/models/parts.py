@@ -22,7 +22,7 @@ from jaxmem import kernels
 from jaxmem.exchange import attention, lookup, spread
 from jaxmem.models.rope import Angles, rotate
 from jaxmem.sharding import Axes, constrain, gather
-from jaxmem.stack import PRODUCT
+from jaxmem.stack import PRODUCT, Way
 
 New = Float[Array, "batch time kv_heads head_dim"]
 Room = Float[Array, "layer batch past kv_heads head_dim"]
@@ -36,7 +36,7 @@ class Execution:
 
     dtype: np.dtype = np.dtype(np.float32)  # noqa: RUF009 - immutable
     attention: str | None = None  # an implementation's name; None: picked by device and shape
-    remat: str = "none"
+    stack: Way = Way()  # noqa: RUF009 - immutable
 
 
 def weight(rngs: nnx.Rngs, shape: tuple[int, ...], axes: Axes, *, scale: float | None = None) -> nnx.Param:

@@ -46,16 +46,24 @@ class Vit(nnx.Module):
     def __call__(
         self, images: Float[Array, "batch height width channels"], key: Key[Array, ""] | None = None
     ) -> Float[Array, "batch outputs"]:
+        return self.logits(self.features(images, key))
+
+    def features(
+        self, images: Float[Array, "batch height width channels"], key: Key[Array, ""] | None = None
+    ) -> Float[Array, "batch embed"]:
         x = self.patches(self._cut(images).astype(self.execution.dtype))
         x = constrain(x + parts.fetch(self.position, x.dtype), "batch", "time", "embed")
         x, _ = apply_stack(
             self.blocks,
-            lambda block, x, key: (block(x, key=key)[0], None),
+            lambda block, x, key, _: (block(x, key=key)[0], None),
             x,
             parts.layer_keys(key, self.cfg.layers),
-            remat=self.execution.remat,
+            way=self.execution.stack,
         )
-        return self.head(jnp.mean(self.norm(x), axis=1))
+        return jnp.mean(self.norm(x), axis=1)
+
+    def logits(self, x: Float[Array, "batch embed"]) -> Float[Array, "batch outputs"]:
+        return self.head(x)
 
     def _cut(self, images: Float[Array, "batch height width channels"]) -> Float[Array, "batch patches pixels"]:
         side, patch = self.cfg.image_size // self.cfg.patch, self.cfg.patch

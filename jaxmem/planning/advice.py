@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import jax
+from jax.tree_util import keystr, tree_leaves_with_path
 
 from jaxmem.config import Config, undivided
 from jaxmem.planning.breakdown import ALL_SCORES, GATHERED, LOGITS, STATE_COPIES, UPDATES, form
@@ -60,8 +61,8 @@ def _whole(plan: Plan) -> Iterator[Warned]:
     known = plan.breakdown.known
     for item in plan.breakdown.items:
         weight = item.kind == GATHERED and form(item.shape.dims) in known.whole_weights
-        held = item.part == "gradients" and item.kind != UPDATES
-        gradient = held and form(item.shape.dims) in known.whole_gradients
+        summed = item.part == "gradients" and item.kind != UPDATES
+        gradient = summed and form(item.shape.dims) in known.whole_gradients
         if (weight or gradient) and item.size > NOTABLE * plan.bytes_per_device["total"]:
             what = "a gradient" if gradient else "a weight"
             text = (
@@ -155,6 +156,30 @@ def _undivided(plan: Plan) -> Iterator[Warned]:
         yield Warned("not split", text, f"mesh.tensor={near} splits it" if near > 1 else "fewer along mesh.tensor")
 
 
+def _filled_up(plan: Plan) -> Iterator[Warned]:
+    pipeline = plan.program.pipeline
+    if pipeline is None or pipeline.stored == pipeline.layers:
+        return
+    extra = pipeline.stored - pipeline.layers
+    stacked = [x for path, x in tree_leaves_with_path(plan.program.state) if "blocks" in keystr(path)]
+    text = (
+        f"{extra} layers that do nothing and never change fill model.layers {pipeline.layers} up to {pipeline.stored}"
+        f" on the stages: {readable(held(stacked) * extra / pipeline.stored)} of weights and optimizer state a device"
+    )
+    parts = [n for n in range(2, pipeline.layers + 1) if pipeline.layers % n == 0]
+    nearest = min(parts, key=lambda n: (abs(n - pipeline.stages * pipeline.rounds), n))
+    yield Warned("layers filled up", text, f"mesh.stage x pipeline.rounds = {nearest}")
+
+
+def _idle(plan: Plan) -> Iterator[Warned]:
+    pipeline = plan.program.pipeline
+    if pipeline is not None and pipeline.bubble > LARGE:
+        text = f"each stage has nothing to do in {pipeline.bubble:.0%} of the {pipeline.ticks} ticks of a step"
+        fewer = f"batch.accumulate={4 * pipeline.stages}" if pipeline.micro_batches < 4 * pipeline.stages else ""
+        rounds = f"pipeline.rounds={2 * pipeline.rounds}"
+        yield Warned("idle stages", text, " or ".join(filter(None, (fewer, rounds))) + ", or fewer stages")
+
+
 _CHECKS: Sequence[Callable[[Plan], Iterator[Warned]]] = (
     _recomputed,
     _offload,
@@ -164,4 +189,6 @@ _CHECKS: Sequence[Callable[[Plan], Iterator[Warned]]] = (
     _all_scores,
     _across_hosts,
     _undivided,
+    _filled_up,
+    _idle,
 )

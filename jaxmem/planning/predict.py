@@ -24,7 +24,7 @@ from jaxmem.data import batch_spec
 from jaxmem.hardware import ATTAINED_BANDWIDTH, ATTAINED_FLOPS, ATTAINED_LINK, Gpu
 from jaxmem.planning.timeline import LAUNCH, RATES
 from jaxmem.precision import compute_dtype
-from jaxmem.program import Program
+from jaxmem.program import Program, pipeline_of
 from jaxmem.program.objective import objective
 from jaxmem.sharding import Axes, Role, Table, is_axes, layout_for, rules
 
@@ -291,7 +291,7 @@ class _Sizes:
 
     def fullest(self, saved: int) -> dict[str, int]:
         """The larger of two moments: the loss, or one layer's backward pass."""
-        kept = {"saved for the backward pass": int(saved * self.rows / self.cfg.mesh.stage)}
+        kept = {"saved for the backward pass": int(saved * self.rows * _passes_held(self.cfg))}
         if not isinstance(self.cfg.model, Decoder):
             return kept
         wide = 4 / self.width  # float32
@@ -316,8 +316,8 @@ class _Traffic:
 
     def step(self, passes: _Passes, weights: int, parts: dict[str, int]) -> float:
         """`weights`: bytes of all of them as one device computes with them."""
-        mesh, micro = self.cfg.mesh, self.cfg.batch.accumulate
-        computing = self._computing(passes) / mesh.stage
+        micro = self.cfg.batch.accumulate
+        computing = self._computing(passes) * _passes_run(self.cfg) / micro
         messages = self._split_messages(weights) + self._tensor_messages()
         exposed = max(_EXPOSED * messages, messages - computing)
         state = parts["parameters"] + parts["master"] + parts["optimizer"] + parts["gradients"]
@@ -370,6 +370,17 @@ class _Traffic:
 
 
 _EXPOSED = 0.3  # of the messages, at least: those that nothing hides
+
+
+def _passes_run(cfg: Config) -> float:
+    """How many passes through all layers take as long as an update's: on stages its ticks, bubble included."""
+    pipeline = pipeline_of(cfg)
+    return cfg.batch.accumulate if pipeline is None else pipeline.ticks * pipeline.group / pipeline.layers
+
+
+def _passes_held(cfg: Config) -> float:
+    """Of how many passes what is kept is there at once: on stages every tick keeps its own."""
+    return 1 if cfg.mesh.stage == 1 else _passes_run(cfg)
 
 
 def _rows(cfg: Config) -> float:

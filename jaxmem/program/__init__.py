@@ -7,8 +7,9 @@ no array is ever whole on a device that will not hold it whole.
 
 from __future__ import annotations
 
+import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any
@@ -21,7 +22,7 @@ from flax import nnx
 from flax.traverse_util import unflatten_dict
 
 from jaxmem import data, models, optim, precision
-from jaxmem.config import Config, Decoder
+from jaxmem.config import Config, Convnet, Decoder
 from jaxmem.errors import UserError
 from jaxmem.exchange import places
 from jaxmem.leaves import state_axes
@@ -29,8 +30,11 @@ from jaxmem.precision import Params
 from jaxmem.program import scaling
 from jaxmem.program.compiler import compiler_options
 from jaxmem.program.objective import Batch, Sums, objective
+from jaxmem.program.pipelined import sums_of_all
+from jaxmem.program.restage import Restage
 from jaxmem.program.step import TrainState, make_step
 from jaxmem.sharding import Axes, Layout, Role, is_axes, layout_for
+from jaxmem.stack import Pipeline, Way
 
 
 @dataclass(frozen=True)
@@ -42,7 +46,7 @@ class Program:
 
     @cached_property
     def _network(self) -> tuple[Any, Any]:
-        graphdef, state = nnx.split(nnx.eval_shape(lambda: self._build(jax.random.key(0))))
+        graphdef, state = nnx.split(nnx.eval_shape(self._build_new))
         return graphdef, unflatten_dict({path: _axes(path, v) for path, v in nnx.to_flat_state(state)})
 
     @property
@@ -56,7 +60,12 @@ class Program:
 
     @cached_property
     def parameters(self) -> int:
-        return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(self.state.params))
+        """Of the model: without the layers that fill up the stages."""
+        return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(nnx.state(nnx.eval_shape(self._build_new))))
+
+    @cached_property
+    def pipeline(self) -> Pipeline | None:
+        return pipeline_of(self.cfg)
 
     @cached_property
     def learning_rate(self) -> optax.Schedule:
@@ -77,6 +86,24 @@ class Program:
             opt_state=self._placed("optimizer", self.opt_axes, shapes.opt_state),
             loss_scale=self._placed("optimizer", jax.tree.map(lambda _: (), shapes.loss_scale), shapes.loss_scale),
         )
+
+    def saved_state(self, config: Mapping[str, Any]) -> TrainState:
+        """`state` as a checkpoint of this config, as JSON, holds it: its layers may be stored for other stages."""
+        restage = self._restage(config)
+        if not restage.needed:
+            return self.state
+        params = restage.saved("weights", self.axes, self.state.params)
+        opt_state = restage.saved("optimizer", self.opt_axes, self.state.opt_state)
+        return dataclasses.replace(self.state, params=params, opt_state=opt_state)
+
+    def restored(self, saved: TrainState, config: Mapping[str, Any]) -> TrainState:
+        """What was read into `saved_state`, as this program stores it."""
+        params = self.restored_params(saved.params, config)
+        opt_state = self._restored(config, self.opt_axes, saved.opt_state, self.state.opt_state)
+        return dataclasses.replace(saved, params=params, opt_state=opt_state)
+
+    def restored_params(self, params: Params, config: Mapping[str, Any]) -> Params:
+        return self._restored(config, self.axes, params, self.state.params)
 
     @cached_property
     def opt_axes(self) -> Any:
@@ -118,7 +145,14 @@ class Program:
         """The training step; its state is donated."""
         loss = objective(self.cfg.objective)
         step = make_step(
-            self.graphdef, self.axes, loss, self.optimizer, self.learning_rate, self.cfg.seed, self.cfg.precision
+            self.graphdef,
+            self.axes,
+            loss,
+            self.optimizer,
+            self.learning_rate,
+            self.cfg.seed,
+            self.cfg.precision,
+            self.pipeline,
         )
         places = jax.tree.map(lambda x: x.sharding, self.state)
         with self.layout:
@@ -136,6 +170,8 @@ class Program:
 
         def evaluate(params: Params, batch: Batch) -> Sums:
             network = nnx.merge(self.graphdef, params)
+            if self.pipeline is not None:
+                return sums_of_all(plain, self.pipeline, network, batch, None)
             sums = jax.lax.map(lambda micro: plain(network, micro, None), batch)
             return jax.tree.map(lambda x: jnp.sum(x, axis=0), sums)
 
@@ -178,14 +214,29 @@ class Program:
         execution = models.Execution(
             dtype=precision.compute_dtype(self.cfg.precision, self._platform),
             attention=None if memory.attention == "auto" else memory.attention,
-            remat=memory.remat,
+            stack=Way(memory.remat, self.pipeline),
         )
         return models.build(self.cfg.model, nnx.Rngs(params=key), execution)
 
+    def _build_new(self) -> models.Network:
+        return self._build(jax.random.key(0))
+
     def _initial(self, key: jax.Array) -> TrainState:
         params = precision.stored(nnx.to_pure_dict(nnx.state(self._build(key))), self.cfg.precision)
+        if self.pipeline is not None:
+            params = jax.tree.map(self._staged, self.axes, params, is_leaf=is_axes)
         scale = scaling.initial(self.cfg.precision.loss_scale)
         return TrainState(jnp.zeros((), jnp.int32), params, self.optimizer.init(params), scale)
+
+    def _staged(self, axes: Axes, leaf: jax.Array) -> jax.Array:
+        return self.pipeline.arranged(leaf) if self.pipeline and axes[:1] == ("layer",) else leaf
+
+    def _restage(self, config: Mapping[str, Any]) -> Restage:
+        return Restage(config, self.cfg.model_dump(mode="json"), self.layout)
+
+    def _restored(self, config: Mapping[str, Any], axes: Any, arrays: Any, placed: Any) -> Any:
+        restage = self._restage(config)
+        return restage(axes, arrays, placed) if restage.needed else arrays
 
     def _placed(self, role: Role, axes: Any, shapes: Any) -> Any:
         """Shapes with their places."""
@@ -202,6 +253,13 @@ def program(cfg: Config, devices: Sequence[Any] | None = None) -> Program:
     devices = jax.devices() if devices is None else devices
     cfg = cfg.for_devices(len(devices))
     return Program(cfg, layout_for(cfg, devices))
+
+
+def pipeline_of(cfg: Config) -> Pipeline | None:
+    """The stages of a config whose mesh is filled in; None: the layers lie together."""
+    if cfg.mesh.stage == 1 or isinstance(cfg.model, Convnet):
+        return None
+    return Pipeline(cfg.model.layers, cfg.mesh.stage, cfg.batch.accumulate, cfg.pipeline.rounds)
 
 
 def _axes(path: tuple[Any, ...], variable: nnx.Variable) -> Axes:

@@ -1,12 +1,14 @@
 """From a batch to the sums that a step, an evaluation and several micro-batches all add up.
 
 An objective gives sums, never means: the sum of the loss, of what was right, and of how many counted. Divided
-at the end, micro-batches of unequal size weigh as they do in one large batch.
+at the end, micro-batches of unequal size weigh as they do in one large batch. It comes in two halves, because a
+pipeline sends all micro-batches through the layers before it takes any one's loss.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -17,19 +19,29 @@ from jaxmem.models import Decoder, Network
 
 Batch = dict[str, jax.Array]
 Sums = dict[str, jax.Array]  # "loss", "count", and "correct" where right and wrong mean something
-Objective = Callable[[Any, Batch, jax.Array | None], Sums]
+
+
+@dataclass(frozen=True)
+class Objective:
+    """(network, batch, dropout key or None) -> sums, in two halves."""
+
+    features: Callable[[Any, Batch, jax.Array | None], Any]  # what the layers make of a batch
+    sums: Callable[[Any, Any, Batch], Sums]  # the output projection and the loss, of features and their batch
+
+    def __call__(self, network: Any, batch: Batch, key: jax.Array | None) -> Sums:
+        return self.sums(network, self.features(network, batch, key), batch)
 
 
 def objective(cfg: config.Objective) -> Objective:
-    """(network, batch, dropout key or None) -> sums."""
+    """What a config minimises."""
     return {
-        "next_token": _next_token,
-        "classify": _classify,
-        "binary": _binary,
-        "regress_l1": _regress(losses.absolute_error),
-        "regress_l2": _regress(losses.squared_error),
-        "contrastive": _contrastive,
-    }[cfg.name](cfg)
+        "next_token": lambda: Objective(_tokens, _next_token(cfg)),
+        "classify": lambda: Objective(_pictures, _classify(cfg)),
+        "binary": lambda: Objective(_pictures, _binary),
+        "regress_l1": lambda: Objective(_pictures, _regress(losses.absolute_error)),
+        "regress_l2": lambda: Objective(_pictures, _regress(losses.squared_error)),
+        "contrastive": lambda: Objective(_pairs, _contrastive(cfg)),
+    }[cfg.name]()
 
 
 def means(sums: Sums) -> dict[str, jax.Array]:
@@ -39,54 +51,58 @@ def means(sums: Sums) -> dict[str, jax.Array]:
     return mean | {"accuracy": sums["correct"] / count} if "correct" in sums else mean
 
 
-def _next_token(cfg: config.Objective) -> Objective:
-    def run(network: Decoder, batch: Batch, key: jax.Array | None) -> Sums:
-        x = network.features(batch["inputs"], batch["positions"], batch["segment_ids"], key)
-        logits = network.logits(x)
-        loss = losses.cross_entropy(logits, batch["targets"], label_smoothing=cfg.label_smoothing, z_loss=cfg.z_loss)
+def _tokens(network: Decoder, batch: Batch, key: jax.Array | None) -> jax.Array:
+    return network.features(batch["inputs"], batch["positions"], batch["segment_ids"], key)
+
+
+def _pictures(network: Network, batch: Batch, key: jax.Array | None) -> jax.Array:
+    return network.features(batch["inputs"], key=key)
+
+
+def _pairs(network: Network, batch: Batch, key: jax.Array | None) -> tuple[jax.Array, jax.Array]:
+    first, second = (None, None) if key is None else jax.random.split(key)
+    return network.features(batch["inputs"], key=first), network.features(batch["pairs"], key=second)
+
+
+def _next_token(cfg: config.Objective) -> Callable[[Decoder, jax.Array, Batch], Sums]:
+    def sums(network: Decoder, x: jax.Array, batch: Batch) -> Sums:
+        logits, labels = network.logits(x), batch["targets"]
+        loss = losses.cross_entropy(logits, labels, label_smoothing=cfg.label_smoothing, z_loss=cfg.z_loss)
         return _sums(loss, batch["mask"])
 
-    return run
+    return sums
 
 
-def _classify(cfg: config.Objective) -> Objective:
-    def run(network: Network, batch: Batch, key: jax.Array | None) -> Sums:
-        logits, labels = network(batch["inputs"], key=key), batch["targets"]
+def _classify(cfg: config.Objective) -> Callable[[Network, jax.Array, Batch], Sums]:
+    def sums(network: Network, x: jax.Array, batch: Batch) -> Sums:
+        logits, labels = network.logits(x), batch["targets"]
         loss = losses.cross_entropy(logits, labels, label_smoothing=cfg.label_smoothing, z_loss=cfg.z_loss)
         return _sums(loss, batch["mask"], jnp.argmax(logits, axis=-1) == labels)
 
-    return run
+    return sums
 
 
-def _binary(_: config.Objective) -> Objective:
-    def run(network: Network, batch: Batch, key: jax.Array | None) -> Sums:
-        logits = network(batch["inputs"], key=key)[:, 0]
-        loss = losses.binary_cross_entropy(logits, batch["targets"])
-        return _sums(loss, batch["mask"], (logits > 0) == (batch["targets"] > 0.5))
-
-    return run
+def _binary(network: Network, x: jax.Array, batch: Batch) -> Sums:
+    logits = network.logits(x)[:, 0]
+    loss = losses.binary_cross_entropy(logits, batch["targets"])
+    return _sums(loss, batch["mask"], (logits > 0) == (batch["targets"] > 0.5))
 
 
-def _regress(error: Callable[[jax.Array, jax.Array], jax.Array]) -> Callable[[config.Objective], Objective]:
-    def make(_: config.Objective) -> Objective:
-        def run(network: Network, batch: Batch, key: jax.Array | None) -> Sums:
-            predicted = network(batch["inputs"], key=key)[:, 0]
-            return _sums(error(predicted, batch["targets"]), batch["mask"])
+def _regress(error: Callable[[jax.Array, jax.Array], jax.Array]) -> Callable[[Network, jax.Array, Batch], Sums]:
+    def sums(network: Network, x: jax.Array, batch: Batch) -> Sums:
+        return _sums(error(network.logits(x)[:, 0], batch["targets"]), batch["mask"])
 
-        return run
-
-    return make
+    return sums
 
 
-def _contrastive(cfg: config.Objective) -> Objective:
-    def run(network: Network, batch: Batch, key: jax.Array | None) -> Sums:
-        first, second = (None, None) if key is None else jax.random.split(key)
-        left, right = network(batch["inputs"], key=first), network(batch["pairs"], key=second)
+def _contrastive(cfg: config.Objective) -> Callable[[Network, tuple[jax.Array, jax.Array], Batch], Sums]:
+    def sums(network: Network, pair: tuple[jax.Array, jax.Array], batch: Batch) -> Sums:
+        left, right = (network.logits(x) for x in pair)
         scores = losses.similarities(left, right, batch["mask"], cfg.temperature)
         correct = jnp.argmax(scores, axis=-1) == jnp.arange(scores.shape[0])
         return _sums(losses.contrastive(scores), batch["mask"], correct)
 
-    return run
+    return sums
 
 
 def _sums(loss: jax.Array, mask: jax.Array, correct: jax.Array | None = None) -> Sums:

@@ -2,13 +2,14 @@
 
 With P parameters in float32 and Adam, an update holds 4P bytes of weights, 8P of moments and 4P of gradients,
 each divided by what the layout splits it over. Micro-batches are a scan whose gradients add up in one buffer:
-the peak is that of one micro-batch, whatever the batch.
+the peak is that of one micro-batch, whatever the batch. On stages they go through the layers together.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import jax
@@ -21,8 +22,10 @@ from jaxmem.config import Precision
 from jaxmem.precision import Params
 from jaxmem.program import scaling
 from jaxmem.program.objective import Batch, Objective, Sums, means
+from jaxmem.program.pipelined import sums_of_all
 from jaxmem.program.scaling import LossScale
 from jaxmem.sharding import Axes, Role, constrain, is_axes
+from jaxmem.stack import Pipeline
 
 Metrics = dict[str, jax.Array]
 _ROUNDING = 2**31 - 1  # folded into a step's key: what rounds weights, beside what drops activations
@@ -48,6 +51,7 @@ def make_step(
     learning_rate: optax.Schedule,
     seed: int,
     precision: Precision,
+    pipeline: Pipeline | None = None,
 ) -> Callable[[TrainState, Batch], tuple[TrainState, Metrics]]:
     """The training step. Leaves of the batch are [accumulate, rows, ...]; `axes` are the parameters'."""
 
@@ -56,12 +60,12 @@ def make_step(
         if state.loss_scale:  # of a mean over a micro-batch, as everywhere else; objectives give sums
             scale = state.loss_scale.scale / batch["mask"][0].size
 
-        def summed(params: Params, batch: Batch, key: jax.Array) -> tuple[jax.Array, Sums]:
-            sums = objective(nnx.merge(graphdef, params), batch, key)
-            return sums["loss"] * scale, sums
+        def gradients(of: Callable[..., Sums], batch: Batch, key: jax.Array) -> tuple[Params, Sums]:
+            def summed(params: Params) -> tuple[jax.Array, Sums]:
+                sums = of(nnx.merge(graphdef, params), batch, key)
+                return sums["loss"] * scale, sums
 
-        def micro(batch: Batch, key: jax.Array) -> tuple[Params, Sums]:
-            grads, sums = jax.grad(summed, has_aux=True)(state.params, batch, key)
+            grads, sums = jax.grad(summed, has_aux=True)(state.params)
             # Where the layout wants them, so that they are reduced into their parts and never held whole.
             return _pinned(grads, axes, "gradients"), sums
 
@@ -73,7 +77,11 @@ def make_step(
             return _pinned(params, axes, "optimizer"), opt_state
 
         key = jax.random.fold_in(jax.random.key(seed), state.step)
-        grads, sums = _accumulated(micro, batch, key)
+        keys = jax.random.split(key, jax.tree.leaves(batch)[0].shape[0])
+        if pipeline is None:
+            grads, sums = _accumulated(partial(gradients, objective), batch, keys)
+        else:
+            grads, sums = gradients(partial(sums_of_all, objective, pipeline), batch, keys)
         count = jnp.maximum(sums["count"], 1.0)
         grads = jax.tree.map(lambda g: (g.astype(jnp.float32) / (count * scale)).astype(g.dtype), grads)
         norm = optim.global_norm(grads)
@@ -93,11 +101,9 @@ def make_step(
     return step
 
 
-def _accumulated(micro: Micro, batch: Batch, key: jax.Array) -> tuple[Params, Sums]:
+def _accumulated(micro: Micro, batch: Batch, keys: jax.Array) -> tuple[Params, Sums]:
     """Gradients and sums over all micro-batches, added up in float32."""
-    count = jax.tree.leaves(batch)[0].shape[0]
-    keys = jax.random.split(key, count)
-    if count == 1:
+    if len(keys) == 1:
         return micro(jax.tree.map(lambda x: x[0], batch), keys[0])
 
     def add(total: Any, one: tuple[Batch, jax.Array]) -> tuple[Any, None]:

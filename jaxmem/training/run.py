@@ -174,12 +174,12 @@ def _refuse_another_run(cfg: Config, directory: Path, kept: epath.Path, identity
 
 
 def _restored(built: Program, checkpoints: Checkpoints, loader: Loader) -> tuple[int, TrainState] | None:
-    found = checkpoints.restore_latest(built.state)
+    found = checkpoints.restore_latest(built.saved_state)
     if found is None:
         return None
-    step, state, position, _ = found
+    step, state, position, config = found
     loader.restore(position)
-    return step, state
+    return step, built.restored(state, config)
 
 
 def _progress(planned: Plan, step: int, seconds: float) -> Progress:
@@ -206,7 +206,9 @@ def _opening(planned: Plan, step: int) -> str:
     total = readable(planned.bytes_per_device["total"])
     start = f"goes on after step {step}" if step else f"{built.parameters:,} parameters"
     devices = f"{built.layout.mesh.devices.size} {kind} devices{f' ({shape})' if shape else ''}"
-    return f"{built.cfg.name}: {start}, {devices}, {total} each"
+    extra = built.pipeline.stored - built.pipeline.layers if built.pipeline else 0
+    filled = f", {extra} layers that do nothing among the stages" if extra else ""
+    return f"{built.cfg.name}: {start}, {devices}, {total} each{filled}"
 
 
 def _closing(cfg: Config, step: int, directory: Path) -> str:

@@ -168,7 +168,7 @@ def lines(base: dict, *overrides: str) -> list[str]:
             ["mesh.context=2", "memory.attention=reference"],
             "memory.attention: reference does not go round mesh.context; use auto or blockwise",
         ),
-        (TEXT, ["mesh.stage=-1"], "mesh.stage: -1 is not available yet; use 1"),
+        (TEXT, ["mesh.stage=0"], "mesh.stage: must be at least 1, or -1 for the rest of the devices, not 0"),
     ],
 )
 def test_refused(base, overrides, line):

@@ -38,6 +38,69 @@ def test_the_rest_of_the_devices(n, overrides, expected):
     assert resolved.model_copy(update={"mesh": cfg.mesh}) == cfg  # nothing else changed
 
 
+@pytest.mark.parametrize(
+    ("base", "overrides", "line"),
+    [
+        (
+            TEXT,
+            ["mesh.stage=8", "batch.accumulate=8"],
+            "mesh.stage: 8 is more than model.layers 4; nearest: 4",
+        ),
+        (
+            TEXT,
+            ["mesh.stage=4", "mesh.fsdp=2", "pipeline.rounds=2", "batch.accumulate=4"],
+            "mesh.stage: 4 x pipeline.rounds 2 is more than model.layers 4; nearest: 2",
+        ),
+        (
+            TEXT,
+            ["mesh.stage=4", "mesh.fsdp=2", "batch.accumulate=2"],
+            (
+                "batch.accumulate: 2 micro-batches do not fill mesh.stage 4 (1 is allowed: one stage works at a time);"
+                " nearest: 1 or 4"
+            ),
+        ),
+        (
+            TEXT,
+            ["mesh.stage=2", "mesh.fsdp=4", "pipeline.rounds=2", "batch.global_size=24", "batch.accumulate=3"],
+            (
+                "batch.accumulate: 3 micro-batches do not divide over mesh.stage 2, which pipeline.rounds 2 needs;"
+                " nearest: 2 or 6"
+            ),
+        ),
+        (
+            TEXT,
+            ["mesh.stage=2", "mesh.fsdp=4", "pipeline.rounds=2", "batch.global_size=12"],
+            (
+                "batch.accumulate: 1 micro-batches do not divide over mesh.stage 2, which pipeline.rounds 2 needs;"
+                " nearest: batch.accumulate=2 with batch.global_size=8"
+            ),
+        ),
+        (
+            PICTURES,
+            ["mesh.stage=8", "model={family: convnet}"],
+            "mesh.stage: 8, but stages need layers that are alike, and a convnet has none; use 1",
+        ),
+    ],
+)
+def test_stages(base, overrides, line):
+    assert lines(base, 8, *overrides)[0] == line
+
+
+def test_the_rest_of_the_devices_may_be_stages():
+    cfg = load_config(TEXT, ["mesh.stage=-1", "mesh.fsdp=2", "batch.accumulate=4"]).for_devices(8)
+    assert (cfg.mesh.stage, cfg.mesh.fsdp) == (4, 2)
+
+
+def test_layers_that_do_not_divide_are_filled_up():
+    assert load_config(TEXT, ["mesh.stage=3", "batch.accumulate=8"]).for_devices(3).mesh.stage == 3
+
+
+def test_stages_are_advised_to_who_asked_for_some():
+    assert lines(TEXT, 8, "mesh.stage=8")[1] == (
+        "meshes that work on 8: mesh.fsdp=2 mesh.stage=4, or mesh.tensor=2 mesh.stage=4, or mesh.replica=2 mesh.stage=4"
+    )
+
+
 def test_wrong_number_of_devices():
     assert lines(TEXT, 8, "mesh.fsdp=4") == [
         "mesh: replica 1 x fsdp 4 x tensor 1 = 4, which is not the number of devices, 8",

@@ -29,6 +29,8 @@ LAYOUTS = {
     "context x tensor": ({"context": 2, "tensor": 4}, 2),
     "hybrid x context": ({"replica": 2, "fsdp": 2, "context": 2}, 3),
     "replica x context x tensor": ({"replica": 2, "context": 2, "tensor": 2}, 1),
+    "stages": ({"stage": 2}, 3),
+    "stage x fsdp x context": ({"stage": 2, "fsdp": 2, "context": 2}, 3),
 }
 
 
@@ -79,14 +81,14 @@ def test_arrays_take_the_bytes_that_the_tables_promise(name):
     for born, promised in zip(jax.tree.leaves(state), jax.tree.leaves(planned), strict=True):
         assert born.sharding.is_equivalent_to(promised.sharding, born.ndim)
         assert born.addressable_shards[0].data.shape == promised.sharding.shard_shape(born.shape)
-    fsdp, tensor = mesh.get("fsdp", 1) * mesh.get("context", 1), mesh.get("tensor", 1)
+    fsdp, others = mesh.get("fsdp", 1) * mesh.get("context", 1), mesh.get("tensor", 1) * mesh.get("stage", 1)
     matrix = "blocks", "mlp", "up", "weight"
     weight, moment = state.params, state.opt_state[1][0].mu
     for key in matrix:
         weight, moment = weight[key], moment[key]
     held = lambda x: x.size // x.addressable_shards[0].data.size  # noqa: E731
-    assert held(weight) == tensor * (fsdp if zero >= 3 else 1)
-    assert held(moment) == tensor * (fsdp if zero >= 1 else 1)
+    assert held(weight) == others * (fsdp if zero >= 3 else 1)
+    assert held(moment) == others * (fsdp if zero >= 1 else 1)
 
 
 def test_a_weight_without_axes_is_named():

@@ -1,0 +1,80 @@
+"""One layer after the other, as a scan; or, under `jax.vmap` over micro-batches, through the stages of a pipeline."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+from flax import nnx
+from jax.custom_batching import custom_vmap
+
+from jaxmem.stack.pipeline import Pipeline, in_order, through_stages
+from jaxmem.stack.remat import policy
+
+# (module, x, this layer's input, what every layer sees) -> (x, this layer's output)
+Layer = Callable[[Any, Any, Any, Any], tuple[Any, Any]]
+
+
+@dataclass(frozen=True)
+class Way:
+    """How a stack is applied, whatever its layers are."""
+
+    remat: str = "none"
+    pipeline: Pipeline | None = None
+
+
+def apply_stack(
+    blocks: nnx.Module, layer: Layer, x: Any, inputs: Any = None, beside: Any = None, *, way: Way = Way()
+) -> tuple[Any, Any]:
+    """Run `x` through `blocks`, modules of one kind stacked by `stacked`: `layer(block, x, input, beside)` for each.
+
+    `inputs` holds something for each layer (keys, caches), stacked likewise; `beside` is what every layer sees of
+    the batch (positions, documents). What the layers give beside `x` comes back stacked.
+
+    With `way.pipeline` the layers lie on stages. `jax.vmap` over micro-batches then sends these through the stages
+    one behind the other, with what belongs to them: `layer` must not close over anything of a micro-batch.
+    """
+    graphdef, state = nnx.split(blocks)
+    weights = nnx.to_pure_dict(state)
+
+    def run(weights: Any, x: Any, one: Any, beside: Any) -> tuple[Any, Any]:
+        return layer(nnx.merge(graphdef, weights), x, one, beside)
+
+    if way.pipeline is not None:
+        return _staged(way.pipeline, run, way.remat)(weights, x, inputs, beside)
+    keep = policy(way.remat, {leaf.shape[1:] for leaf in jax.tree.leaves(weights)})
+    # Inside scan the loop already keeps XLA from merging the recomputation with the first pass.
+    run = jax.checkpoint(run, policy=keep, prevent_cse=False)
+    return jax.lax.scan(lambda x, one: run(one[0], x, one[1], beside), x, (weights, inputs))
+
+
+def _staged(pipeline: Pipeline, run: Callable[..., tuple[Any, Any]], remat: str) -> Callable[..., tuple[Any, Any]]:
+    """One micro-batch by itself sees layer after layer; all of them together, a pipeline."""
+
+    @custom_vmap
+    def apply(weights: Any, x: Any, inputs: Any, beside: Any) -> tuple[Any, Any]:
+        return in_order(pipeline, run, weights, x, inputs, beside)
+
+    @apply.def_vmap
+    def _(_: int, batched: Any, weights: Any, x: Any, inputs: Any, beside: Any) -> tuple[Any, Any]:
+        x = through_stages(pipeline, run, weights, x, (inputs, batched[2]), (beside, batched[3]), remat)
+        return (x, None), (jax.tree.map(lambda _: True, x), None)
+
+    return apply
+
+
+def stacked(make: Callable[[nnx.Rngs], nnx.Module], count: int, rngs: nnx.Rngs) -> Any:
+    """`count` modules of one kind as one, its weights stacked along a first dimension `layer`.
+
+    They are made one after the other, so that initialising never needs more than one layer beside the weights.
+    """
+    template = nnx.eval_shape(lambda: make(nnx.Rngs(0)))
+    graphdef, _ = nnx.split(template)
+    keys = jax.random.split(rngs.params(), count)
+    weights = jax.lax.map(lambda key: nnx.to_pure_dict(nnx.split(make(nnx.Rngs(key)))[1]), keys)
+    module = nnx.merge(graphdef, weights)
+    for _, variable in nnx.to_flat_state(nnx.state(module)):
+        variable.set_metadata("axes", ("layer", *variable.get_metadata()["axes"]))
+    return module

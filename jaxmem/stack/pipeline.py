@@ -1,0 +1,225 @@
+"""A stack of layers over the mesh axis `stage`: micro-batches follow each other through the stages.
+
+GPipe (Huang et al., arXiv:1811.06965) as one program for all devices (Xu et al., arXiv:2105.04663): the stages'
+inputs are one array, split over `stage`; a tick runs every stage on its own part at once and hands the results on,
+a collective-permute. With p stages and m micro-batches m of the m + p - 1 ticks do work on a stage: the bubble is
+(p - 1) / (m + p - 1). The interleaved schedule (Narayanan et al., arXiv:2104.04473) gives each stage v groups of
+layers that do not follow each other, so that a micro-batch goes round v times and a tick is v times as short:
+(p - 1) / (v m + p - 1).
+
+With L layers, boundaries of B bytes and K bytes kept of a layer by `memory.remat`, each device holds
+(m + (p - 1) / v) L / p K for the backward pass: layers fall by p, and all micro-batches are there at once. What goes
+in and what comes out lies spread over the stages and moves by one stage a visit: m / p B, never m B. A tick sends 2 B.
+Weights stay where they are. A device takes part in the ticks of the bubble and throws the result away.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property, partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxmem.sharding import rotate, split_first
+from jaxmem.stack.remat import policy
+
+Run = Callable[[Any, Any, Any, Any], tuple[Any, Any]]  # (one layer's weights, x, its input, beside) -> (x, output)
+AXIS = "stage"
+
+
+@dataclass(frozen=True)
+class Pipeline:
+    """So many layers over so many stages. What does not divide is filled up with layers that do nothing."""
+
+    layers: int
+    stages: int
+    micro_batches: int
+    rounds: int = 1  # how often a micro-batch goes round; 1 is GPipe
+
+    @property
+    def group(self) -> int:
+        """Layers that a stage runs in a tick."""
+        return -(-self.layers // (self.stages * self.rounds))
+
+    @property
+    def stored(self) -> int:
+        """Layers with those that do nothing."""
+        return self.stages * self.group * self.rounds
+
+    @property
+    def slots(self) -> int:
+        """Micro-batches with empty ones, as many on every stage."""
+        return -(-self.micro_batches // self.stages) * self.stages
+
+    @property
+    def ticks(self) -> int:
+        return self.rounds * self.micro_batches + self.stages - 1
+
+    @property
+    def bubble(self) -> float:
+        """The share of ticks in which a stage has nothing to do.
+
+        >>> Pipeline(layers=32, stages=4, micro_batches=8).bubble
+        0.2727272727272727
+        """
+        return (self.stages - 1) / self.ticks
+
+    @cached_property
+    def order(self) -> np.ndarray:
+        """Which layer of the model stands at each place of the stored stack, `stages` x `group` x `rounds`; places
+        that the model has no layer for have numbers from `layers` on.
+
+        >>> Pipeline(layers=8, stages=2, micro_batches=4, rounds=2).order.tolist()
+        [0, 4, 1, 5, 2, 6, 3, 7]
+        """
+        stage, place, turn = np.ogrid[: self.stages, : self.group, : self.rounds]
+        return ((turn * self.stages + stage) * self.group + place).reshape(-1)
+
+    def arranged(self, stacked: jax.Array) -> jax.Array:
+        """The model's layers, [layers, ...], as they are stored; what fills up is zeros."""
+        filled = jnp.pad(stacked, [(0, self.stored - self.layers), *[(0, 0)] * (stacked.ndim - 1)])
+        return filled if self.rounds == 1 else filled[self.order]
+
+    def split(self, stacked: jax.Array) -> jax.Array:
+        """[stored, ...] -> [stages, group, rounds, ...], no byte moved."""
+        return stacked.reshape(self.stages, self.group, self.rounds, *stacked.shape[1:])
+
+
+def in_order(pipeline: Pipeline, run: Run, weights: Any, x: Any, inputs: Any, beside: Any) -> tuple[Any, Any]:
+    """Layer after layer on all devices, for what has no micro-batches: each layer's weights come from their stage to
+    all, one layer at a time."""
+    staged = jax.tree.map(pipeline.split, weights)
+
+    def fetch(stacked: jax.Array, layer: jax.Array) -> jax.Array:
+        group, place = layer // pipeline.group, layer % pipeline.group
+        turn, stage = group // pipeline.stages, group % pipeline.stages
+        one = jax.lax.dynamic_index_in_dim(stacked, place, axis=1, keepdims=False)
+        one = jax.lax.dynamic_index_in_dim(one, turn, axis=1, keepdims=False)
+        mine = (jnp.arange(pipeline.stages) == stage).reshape(-1, *[1] * (one.ndim - 1))
+        return jnp.sum(jnp.where(mine, one, jnp.zeros_like(one)), axis=0, dtype=one.dtype)
+
+    def step(x: Any, xs: tuple[jax.Array, Any]) -> tuple[Any, Any]:
+        layer, one = xs
+        return run(jax.tree.map(partial(fetch, layer=layer), staged), x, one, beside)
+
+    return jax.lax.scan(step, x, (jnp.arange(pipeline.layers, dtype=jnp.int32), inputs))
+
+
+def through_stages(
+    pipeline: Pipeline, run: Run, weights: Any, x: Any, inputs: tuple[Any, Any], beside: tuple[Any, Any], remat: str
+) -> Any:
+    """All micro-batches, stacked in `slots`, through all layers. `inputs` and `beside` come with which of their
+    leaves hold one of each micro-batch."""
+    p = pipeline
+    shapes = {leaf.shape[1:] for leaf in jax.tree.leaves(weights)}
+    seen = {(p.stages, *rounds, *shape) for shape in shapes for rounds in ((), (p.rounds,))}
+    places = jnp.arange(p.group, dtype=jnp.int32)
+    stages = jnp.arange(p.stages, dtype=jnp.int32)
+
+    def layer(weights: Any, x: Any, place: jax.Array, stage: jax.Array, item: jax.Array) -> Any:
+        """Everything that depends on the tick is looked up in here, or it would be kept for each tick. And what does
+        not depend on it is made to, or jax would gather the weights of all layers before the first tick."""
+        weights, item = jax.lax.optimization_barrier((weights, item))
+        micro, turn = _item(p, item)
+        number = (turn * p.stages + stage) * p.group + place
+        mine = _of_micro(*beside, micro)
+        one = jax.tree.map(lambda leaf: leaf[jnp.minimum(number, p.layers - 1)], _of_micro(*inputs, micro))
+        y, _ = run(jax.tree.map(partial(_pick, turn), weights), x, one, mine)
+        if p.stored == p.layers:
+            return y
+        return jax.tree.map(lambda y, x: jnp.where(number < p.layers, y, x), y, x)
+
+    layer = jax.checkpoint(layer, policy=policy(remat, seen), prevent_cse=False)
+
+    def stage(weights: Any, x: Any, stage: jax.Array, item: jax.Array) -> Any:
+        step = lambda x, xs: (layer(xs[0], x, xs[1], stage, item), None)  # noqa: E731
+        return jax.lax.scan(step, x, (weights, places))[0]
+
+    staged = jax.tree.map(lambda leaf: split_first(p.split(leaf), AXIS), weights)
+    waiting = jax.tree.map(lambda leaf: split_first(leaf.reshape(p.stages, -1, *leaf.shape[1:]), AXIS), x)
+
+    def tick(carry: tuple[Any, Any], t: jax.Array) -> tuple[tuple[Any, Any], None]:
+        x, waiting = carry
+        y = jax.vmap(stage, spmd_axis_name=AXIS)(staged, x, stages, t - stages)
+        return _hand_on(p, y, waiting, t + 1), None
+
+    begin = _hand_on(p, jax.tree.map(lambda leaf: jnp.zeros_like(leaf[:, 0]), waiting), waiting, jnp.int32(0))
+    (_, done), _ = jax.lax.scan(tick, begin, jnp.arange(p.ticks, dtype=jnp.int32))
+    return jax.tree.map(partial(_collected, p), done)
+
+
+def _item(p: Pipeline, item: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Which micro-batch a stage works on, and in which round, when it has begun so many before. `stages` micro-batches
+    go through all rounds together, then the next: the last stage's result is at the first just when it is needed."""
+    item = jnp.clip(item, 0, p.rounds * p.micro_batches - 1)
+    together, within = jnp.divmod(item, p.rounds * p.stages)
+    turn, place = jnp.divmod(within, p.stages)
+    return together * p.stages + place, turn
+
+
+@partial(jax.checkpoint, static_argnums=0)  # linear: kept would be nothing but masks as large as what they mask
+def _hand_on(p: Pipeline, y: Any, waiting: Any, t: jax.Array) -> tuple[Any, Any]:
+    """What the stages begin tick `t` with, from what they made in the tick before: each its predecessor's, the first
+    a micro-batch that waits, or in a later round the last one's.
+
+    `waiting` is [stages, slots / stages, ...]. Where the first stage takes a micro-batch out of its part of a column,
+    the column moves up by one stage, and the last one puts what it has finished into the free place.
+    """
+    together, within = jnp.divmod(t, p.rounds * p.stages)
+    arrives = within < p.stages
+    column = (together * p.stages + within) % (p.slots // p.stages)
+
+    def one(y: jax.Array, waiting: jax.Array) -> tuple[jax.Array, jax.Array]:
+        numbers = jnp.arange(p.stages, dtype=jnp.int32).reshape(-1, *[1] * (y.ndim - 1))
+        old = jax.lax.dynamic_index_in_dim(waiting, column, axis=1, keepdims=False)
+        new = jnp.where(numbers == p.stages - 1, y, rotate(old, AXIS, -1))
+        x = jnp.where((numbers == 0) & arrives, old, rotate(y, AXIS, 1))
+        waiting = jax.lax.dynamic_update_index_in_dim(waiting, jnp.where(arrives, new, old), column, axis=1)
+        return split_first(x, AXIS), split_first(waiting, AXIS)
+
+    pairs = jax.tree.map(one, y, waiting)
+    return jax.tree.transpose(jax.tree.structure(y), jax.tree.structure((0, 0)), pairs)
+
+
+def _collected(p: Pipeline, done: jax.Array) -> jax.Array:
+    """Results in the order of the micro-batches. The visits left them `stages` columns on, and at the end of the slots
+    where there are more of these than micro-batches."""
+    empty = p.slots - p.micro_batches
+    done = jnp.roll(done, (empty - p.stages) % done.shape[1], axis=1)
+    done = done.reshape(p.slots, *done.shape[2:])
+    return jnp.roll(done, -empty, axis=0) if empty else done
+
+
+def _of_micro(tree: Any, batched: Any, micro: jax.Array) -> Any:
+    return jax.tree.map(lambda leaf, own: leaf[micro] if own else leaf, tree, batched)
+
+
+@jax.custom_vjp
+def _picked(turn: jax.Array, weight: jax.Array) -> jax.Array:
+    one = weight[0]
+    for number in range(1, weight.shape[0]):
+        one = jnp.where(turn == number, weight[number], one)
+    return one
+
+
+def _picked_forward(turn: jax.Array, weight: jax.Array) -> tuple[jax.Array, tuple[jax.Array, int]]:
+    return _picked(turn, weight), (turn, weight.shape[0])
+
+
+def _picked_backward(kept: tuple[jax.Array, int], g: jax.Array) -> tuple[None, jax.Array]:
+    """A sum with what other rounds left, written at once: a scatter would first write zeros for all rounds."""
+    turn, rounds = kept
+    numbers = jnp.arange(rounds, dtype=jnp.int32).reshape(-1, *[1] * g.ndim)
+    return None, jnp.where(numbers == turn, g[None], jnp.zeros_like(g))
+
+
+_picked.defvjp(_picked_forward, _picked_backward)
+
+
+def _pick(turn: jax.Array, weight: jax.Array) -> jax.Array:
+    """This round's weights out of [rounds, ...]."""
+    return weight[0] if weight.shape[0] == 1 else _picked(turn, weight)

@@ -1,0 +1,58 @@
+"""What a layer keeps for the backward pass. With N layers whose boundary (input) takes B bytes and whose
+intermediates take A bytes, the backward pass holds
+
+    none   N * A          no recomputation
+    dots   N * (products) recomputes what lies between the matrix products
+    full   N * B + A      one extra forward pass (Chen et al., arXiv:1604.06174)
+
+Under every policy a weight gathered over `fsdp` is gathered again for the backward pass and never
+kept: kept, it would hold the whole model on each device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+
+from jaxmem.errors import UserError, nearest
+
+Policy = Callable[..., bool]
+Forms = set[tuple[int, ...]]
+
+PRODUCT = "product"  # the checkpoint name of every product with a weight
+
+# `sharding.gather` and a pipeline's stages are made of these; each keeps the weight's shape.
+_FETCH = ("custom_vjp_call", "convert_element_type", "sharding_constraint", "name", "optimization_barrier")
+
+
+def _save_nothing(_: Forms) -> Policy:
+    return jax.checkpoint_policies.nothing_saveable
+
+
+def _save_dots(_: Forms) -> Policy:
+    return jax.checkpoint_policies.save_only_these_names(PRODUCT)
+
+
+def _save_all_but_weights(weights: Forms) -> Policy:
+    """Everything may be kept but a weight on its way from rest to use, which is recognised by its shape."""
+
+    def policy(primitive: Any, *operands: Any, **_: Any) -> bool:
+        return not (primitive.name in _FETCH and operands[0].shape in weights)
+
+    return policy
+
+
+REMAT: dict[str, Callable[[Forms], Policy]] = {
+    "none": _save_all_but_weights,
+    "dots": _save_dots,
+    "full": _save_nothing,
+}
+
+
+def policy(remat: str, weights: Forms) -> Policy:
+    """`weights`: the shapes in which one layer's weights are seen."""
+    if remat not in REMAT:
+        raise UserError(f"memory.remat: {remat!r} is no policy{nearest(remat, REMAT)}")
+    return REMAT[remat](weights)
