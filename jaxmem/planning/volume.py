@@ -1,0 +1,93 @@
+"""How many bytes a device sends for an update, by arithmetic: what a compiled step's messages must come to.
+
+For a decoder with P weights in its products and E in its embedding, in numbers of w bytes where it computes and r
+where they rest; a micro-batches of T tokens a device, of width D. n devices along `fsdp` x `context` share weights,
+m along `replica` copy them. Where n devices take part a message counts (n - 1) / n of its array.
+
+    zero 0, 1    2 a (P + E) w          gradients all-reduced over all n m;  zero 1: + (P + E) r for new weights
+    zero 2       a P w + (P + E) r      gradients reduce-scattered, new weights gathered
+    zero 3       3 a P w                weights gathered forward and backward, gradients reduce-scattered
+    from zero 2  2 a T D w              rows of the embedding, and their gradients, exchanged
+    and          2 a (P + E) w / n      parts of the gradients all-reduced over m
+
+`tensor` splits P, E and, between its t devices, sends the residual stream of a token group of t T tokens: gathered
+and reduce-scattered twice a layer forward and twice backward, with memory.remat=full once more but for the last
+scatter; and once each for the embedding and for the logits. `context` with c devices sends keys and values of K
+numbers a token: c - 1 times forward and backward (and once more with full remat), and c times their gradients in
+float32; with a window those of min(window - 1, (c - 1) T) tokens forward and back.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+
+import jax
+import numpy as np
+
+from jaxmem.config import Decoder
+from jaxmem.errors import UserError
+from jaxmem.precision import compute_dtype
+from jaxmem.program import Program
+
+FLOAT32 = 4
+
+
+@dataclass(frozen=True)
+class Volume:
+    """Bytes that one device sends for one update, by what they are for."""
+
+    weights: float  # gathered
+    gradients: float  # reduced
+    tokens: float  # looked up in the embedding
+    tensor: float
+    context: float
+
+    @property
+    def total(self) -> float:
+        return sum(getattr(self, field.name) for field in fields(self))
+
+
+def volume(built: Program) -> Volume:
+    cfg, mesh = built.cfg, built.layout.mesh.shape
+    model = cfg.model
+    if not isinstance(model, Decoder):
+        raise UserError(f"model.family: the messages of a {model.family} are not derived; a decoder's are")
+    n, m, t = mesh["fsdp"] * mesh["context"], mesh["replica"], mesh["tensor"]
+    a, c = cfg.batch.accumulate, mesh["context"]
+    w = compute_dtype(cfg.precision, built.layout.mesh.devices.flat[0].platform).itemsize
+    r = np.dtype(getattr(jax.numpy, cfg.precision.parameters)).itemsize
+    tokens = cfg.batch.global_size // a // (mesh["fsdp"] * m) * cfg.data.sequence_length // c / t
+    full = cfg.memory.remat == "full"
+
+    embedding = model.vocab * model.embed / t
+    products = built.parameters / t - (0 if model.tie_embeddings else embedding)
+    every = products + (0 if model.tie_embeddings else embedding)
+    split = cfg.zero >= 2
+    gathered = {0: 0.0, 1: every * r, 2: every * r, 3: 2 * a * products * w}[cfg.zero] * _share(n)
+    if split:
+        reduced = a * w * (products * _share(n) + 2 * every / n * _share(m))
+    else:
+        reduced = 2 * a * every * w * _share(n * m)
+    stream = tokens * t * model.embed * w * _share(t)  # one gather or scatter of the time
+    keys = tokens * t * 2 * model.kv_heads * model.head_dim / t
+    return Volume(
+        weights=gathered,
+        gradients=reduced,
+        tokens=2 * a * tokens * model.embed * w * _share(n) if split else 0.0,
+        tensor=a * stream * (model.layers * (11 if full else 8) + 4),
+        context=a * model.layers * _context(model, keys, tokens * t, c, w, full),
+    )
+
+
+def _context(model: Decoder, keys: float, time: float, c: int, w: int, full: bool) -> float:
+    """Of one layer's keys and values."""
+    if c == 1:
+        return 0.0
+    forward = (c - 1) * keys * w
+    if model.window is None:
+        return forward * (3 if full else 2) + c * keys * FLOAT32
+    return min(forward, keys / time * (model.window - 1) * w) * (3 if full else 2)
+
+
+def _share(devices: int) -> float:
+    return (devices - 1) / devices
