@@ -16,6 +16,7 @@ import dataclasses
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 import jax
@@ -26,7 +27,7 @@ from jax.typing import DTypeLike
 from jaxmem.leaves import Derived
 from jaxmem.optim.apply import leaf_key
 from jaxmem.quant import QTensor
-from jaxmem.sharding import Axes, constrain, is_axes
+from jaxmem.sharding import Axes, constrain, current, is_axes
 
 
 @dataclass(frozen=True)
@@ -156,17 +157,33 @@ def _update_leaf(
     if not stacked:
         return one(g, state, w, jnp.zeros((), jnp.int32) if layer is None else layer)
 
-    # A layer is read after the one before was written, from what was written, and carried to its turn. Read in its
-    # turn, by several users of which one might come after the write, XLA would copy the stack to be safe.
+    # Layers that lie on stages are updated there, by a loop on each.
+    own = current()
+    over = () if own is None else own.over("optimizer", "layer")
+    if not over:
+        return _one_by_one(one, (g, state), w, jnp.zeros((), jnp.int32))
+    parts = own.parts("optimizer", "layer") if own else 1
+    split, w = jax.tree.map(lambda x: x.reshape(parts, -1, *x.shape[1:]), ((g, state), w))
+    first = jnp.arange(parts, dtype=jnp.int32) * (layers[0] // parts)
+    done = jax.vmap(partial(_one_by_one, one), spmd_axis_name=over)(split, w, first)
+    return jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), done)
+
+
+def _one_by_one(one: Callable[..., Any], stack: Any, w: Any, first: jax.Array) -> Any:
+    """`one(gradient, state, weight, number)` of every layer; `first` is the first one's number.
+
+    A layer is read after the one before was written, from what was written, and carried to its turn. Read in its
+    turn, by several users of which one might come after the write, XLA would copy the stack to be safe."""
+    layers = stack[0].shape[0]
+
     def step(i: jax.Array, carried: tuple[Any, Any]) -> tuple[Any, Any]:
         stack, mine = carried
-        new = one(mine[0], mine[1], jax.tree.map(lambda x: _read(x, i), w), i)
+        new = one(mine[0], mine[1], jax.tree.map(lambda x: _read(x, i), w), first + i)
         stack = jax.tree.map(lambda x, value: jax.lax.dynamic_update_index_in_dim(x, value, i, 0), stack, new)
-        return stack, jax.tree.map(lambda x: _read(x, jnp.minimum(i + 1, layers[0] - 1)), stack)
+        return stack, jax.tree.map(lambda x: _read(x, jnp.minimum(i + 1, layers - 1)), stack)
 
-    first = jax.tree.map(lambda x: _read(x, jnp.zeros((), jnp.int32)), (g, state))
-    updates: tuple[jax.Array, Any] = jax.lax.fori_loop(0, layers[0], step, ((g, state), first))[0]
-    return updates
+    begin = jax.tree.map(lambda x: _read(x, jnp.zeros((), jnp.int32)), stack)
+    return jax.lax.fori_loop(0, layers, step, (stack, begin))[0]
 
 
 def _flat(axes: Any) -> tuple[list[Axes], Any]:

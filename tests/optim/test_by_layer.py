@@ -6,8 +6,10 @@ import numpy as np
 import pytest
 
 from jaxmem import optim
+from jaxmem.config import load_config
 from jaxmem.config.optimizers import OPTIMIZERS
 from jaxmem.optim.chains import NAMED
+from jaxmem.sharding import layout_for
 from tests.optim.conftest import gradients, normal, same, updates
 
 # Those that draw random numbers have other ones for each name of a leaf.
@@ -79,3 +81,21 @@ def test_a_step_holds_one_layer_beside_the_state():
     state = jax.eval_shape(tx.init, params)
     compiled = jax.jit(tx.update, donate_argnums=(0, 1)).lower(params, state, params).compile()
     assert compiled.memory_analysis().temp_size_in_bytes < 8 * 64 * 128 * 4
+
+
+def test_layers_on_stages_are_updated_there():
+    """The same updates, and no layer leaves its stage."""
+    params = {"w": normal(4, 16, 24)}
+    axes = {"w": ("layer", "embed", "mlp")}
+    grads = gradients(params, 1)[0]
+    tx = optim.muon(0.1, axes=axes)
+    expected, _ = tx.update(grads, tx.init(params), params)
+
+    cfg = load_config({"name": "x", "model": {"preset": "tiny"}, "train": {"steps": 1}, "mesh": {"stage": 2}})
+    layout = layout_for(cfg, jax.devices()[:2])
+    place = layout.sharding("optimizer", axes["w"], (4, 16, 24))
+    with layout:
+        step = jax.jit(lambda grads, params: tx.update(grads, tx.init(params), params)[0], out_shardings={"w": place})
+        compiled = step.lower(*jax.device_put((grads, params), place)).compile()
+    same(compiled(*jax.device_put((grads, params), place)), expected)
+    assert "all-gather" not in compiled.as_text()

@@ -210,3 +210,31 @@ def test_an_array_that_the_partitioner_replicates() -> None:
 def test_an_array_that_it_moves_in_parts() -> None:
     remarks = Moved(PartitionSpec("a", "b"), PartitionSpec("b", "a")).remarks()
     assert found(advice._replicated, remarks=remarks) == []
+
+
+# ------------------------------------------------------------------ stages
+
+
+def on_stages(**sizes: int) -> SimpleNamespace:
+    pipeline = stack.Pipeline(**sizes)
+    place = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    blocks = jax.ShapeDtypeStruct((pipeline.stored, 64), jnp.float32, sharding=place)
+    return SimpleNamespace(pipeline=pipeline, state={"blocks": blocks, "head": blocks})
+
+
+def test_layers_that_fill_up_the_stages() -> None:
+    (warned,) = found(advice._filled_up, program=on_stages(layers=6, stages=4, micro_batches=4))
+    assert warned.text == (
+        "2 layers that do nothing and never change fill model.layers 6 up to 8 on the stages: 512 B of weights and"
+        " optimizer state a device"
+    )
+    assert warned.cure == "mesh.stage x pipeline.rounds = 3"
+    assert found(advice._filled_up, program=on_stages(layers=8, stages=4, micro_batches=4)) == []
+    assert found(advice._filled_up, program=SimpleNamespace(pipeline=None)) == []
+
+
+def test_idle_stages() -> None:
+    (warned,) = found(advice._idle, program=on_stages(layers=8, stages=4, micro_batches=4))
+    assert warned.text == "each stage has nothing to do in 43% of the 7 ticks of a step"
+    assert warned.cure == "batch.accumulate=16 or pipeline.rounds=2, or fewer stages"
+    assert found(advice._idle, program=on_stages(layers=8, stages=4, micro_batches=16)) == []
