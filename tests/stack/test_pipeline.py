@@ -41,7 +41,7 @@ def padded(x, slots):
     return jnp.pad(x, [(0, slots - len(x)), *[(0, 0)] * (x.ndim - 1)])
 
 
-@pytest.mark.parametrize(("shape", "remat"), zip(SHAPES, REMAT, strict=True))
+@pytest.mark.parametrize(("shape", "remat"), list(zip(SHAPES, REMAT, strict=True)))
 def test_stages_do_what_layers_do(shape, remat):
     layers, stages, micro, rounds = shape
     pipeline = Pipeline(layers, stages, micro, rounds)
