@@ -15,7 +15,7 @@ from jaxmem.planning.targets import local_target, parse_target
 from jaxmem.search.compilers import Compilers
 from jaxmem.search.find import COMPILES, search
 from jaxmem.search.knobs import BY_DEFAULT
-from jaxmem.search.most import ENDLESS, Most
+from jaxmem.search.most import Most
 from jaxmem.search.most import maximize as _maximize
 from jaxmem.search.result import Fit
 
@@ -44,15 +44,15 @@ def maximize(
     key: str,
     target: str | None = None,
     *,
-    allow: Sequence[str] | None = None,
+    allow: Sequence[str] = (),
     reserve_gib: float | None = None,
     processes: int | None = None,
 ) -> Most:
-    """The largest `model.layers`, `data.sequence_length` or `batch.global_size` that fits; the next one does not."""
+    """The largest `model.layers`, `data.sequence_length` or `batch.global_size` that fits; the next one does not. Of
+    each value the config that needs least is tried, among those that `allow` permits: by default the one given."""
     aim = _aim(target)
-    words = [word for word in BY_DEFAULT if word != ENDLESS.get(key)] if allow is None else allow
     with Compilers(aim, reserve_gib, processes) as compilers:
-        return _maximize(cfg, aim, key, words, compilers)
+        return _maximize(cfg, aim, key, allow, compilers)
 
 
 def _aim(target: str | None) -> Target:

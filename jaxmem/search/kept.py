@@ -6,6 +6,7 @@ any number of searches share it, and a change of any source makes new names. Del
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 import importlib.metadata
@@ -55,7 +56,8 @@ def write(name: str, answer: dict[str, Any]) -> None:
         partial.write_text(json.dumps(answer))
         partial.replace(place / f"{name}.json")
     except OSError:  # a disk that is full or read-only: the next search compiles again
-        partial.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            partial.unlink(missing_ok=True)
 
 
 @functools.cache

@@ -1,0 +1,85 @@
+"""The compilers' processes, and what is kept of their answers."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+
+import pytest
+
+from jaxmem.cli import main
+from jaxmem.config import load_config
+from jaxmem.planning import parse_target
+from jaxmem.search import kept
+from jaxmem.search.compilers import Compilers, RefusedError
+
+from .conftest import SMALL, config
+
+TWO = parse_target("cpu:2")
+
+
+def test_names_are_by_content() -> None:
+    cfg = config()
+    name = kept.name_of("step", cfg, TWO, None)
+    assert name == kept.name_of("step", config(name="another", output="elsewhere", seed=7), TWO, None)
+    others = [
+        kept.name_of("phases", cfg, TWO, None),
+        kept.name_of("step", config(memory={"remat": "full"}), TWO, None),
+        kept.name_of("step", config(model={**SMALL, "layers": 3}), TWO, None),
+        kept.name_of("step", cfg, parse_target("cpu:4"), None),
+        kept.name_of("step", cfg, parse_target("h100-80gb:2"), None),
+        kept.name_of("step", cfg, parse_target("h100-80gb:2"), 3.0),
+        kept.name_of("step", cfg, dataclasses.replace(parse_target("h100-80gb:2"), per_host=1), None),
+    ]
+    assert len({name, *others}) == 1 + len(others)
+
+
+def test_sources_are_part_of_a_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = kept.name_of("step", config(), TWO, None)
+    monkeypatch.setattr(kept, "_sources", lambda: "others")
+    assert kept.name_of("step", config(), TWO, None) != before
+
+
+def test_answers_lie_where_xdg_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert kept.read("x") is None
+    kept.write("x", {"total": 3})
+    assert kept.read("x") == {"total": 3}
+    assert [file.name for file in (tmp_path / "jaxmem" / "fit").iterdir()] == ["x.json"]
+    (tmp_path / "jaxmem" / "fit" / "x.json").write_text('{"tot')
+    assert kept.read("x") is None
+
+
+def test_a_cache_that_cannot_be_written_is_no_obstacle(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    kept.write("x", {"total": 3})
+    assert kept.read("x") is None
+
+
+def test_a_command_end_to_end(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Real compilers, a file that loads and resolves; a second time nothing is compiled."""
+    given, best = tmp_path / "given.yaml", tmp_path / "best.yaml"
+    given.write_text(json.dumps(config(batch={"global_size": 2}).model_dump(mode="json")))
+    arguments = ["fit", str(given), "--target", "cpu:2", "--allow", "remat", "--compiles", "2", "--json"]
+    results = []
+    for _ in range(2):
+        with pytest.raises(SystemExit) as exit_:
+            main([*arguments, "--write", str(best)])
+        assert exit_.value.code == 0
+        results.append(json.loads(capsys.readouterr().out))
+    assert results[0] | {"seconds": 0} == results[1] | {"seconds": 0}
+    assert results[0]["considered"] == 3
+    assert results[0]["compiled"] == 2
+    cfg = load_config(best).for_devices(2)
+    assert cfg.memory.remat == results[0]["best"]["config"].get("memory.remat", "none")
+    with Compilers(TWO) as compilers:
+        assert compilers.step(cfg).total <= results[0]["best"]["total"]
+        assert compilers.compiled == 0
+
+
+def test_what_a_target_has_no_program_for_is_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kept, "read", lambda _: {"refused": "no program"})
+    with Compilers(TWO) as compilers, pytest.raises(RefusedError, match="no program"):
+        compilers.step(config())
