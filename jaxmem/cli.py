@@ -249,6 +249,30 @@ def launch(
 
 
 @app.command()
+def tour(
+    topic: Annotated[str | None, typer.Argument(metavar="[TOPIC]", help="None: what there is.")] = None,
+    target: Annotated[
+        str | None, typer.Option(metavar="T", help="Compile for it: h100-80gb, my-gpu.yaml", show_default=False)
+    ] = None,
+    write: Annotated[Path | None, typer.Option(metavar="FILE", help="Also as Markdown.", show_default=False)] = None,
+    as_json: Json = False,
+) -> None:
+    """Each technique, with its number."""
+    devices.stay_on_cpu_without_gpu(only_compile=True)
+    from jaxmem import tour
+
+    with _only_json(as_json):
+        stops = tour.visit(topic, target)
+    if write:
+        write.write_text("\n\n".join(stop.markdown() for stop in stops) + "\n")
+    if as_json:
+        _show({"stops": [stop.as_json() for stop in stops]})
+    else:
+        for stop in stops:
+            _show(stop.table())
+
+
+@app.command()
 def doctor(as_json: Json = False) -> None:
     """Driver, wheels, memory in use, what works here."""
     from jaxmem import doctor

@@ -36,11 +36,11 @@ def plan(cfg: Config, target: str | None = None, *, reserve_gib: float | None = 
     if built.cfg.train.evaluate_every:
         others["evaluate"] = built.lower_evaluate
     with listening() as remarks:
-        step, sized = compile_all(built.lower_step(), others, here=aim.is_here)
+        step, sized = compile_all(built.lower_step(), others, here=aim.is_here, code=aim.is_here)
         unlimited = None
         if recomputed(step.module) and not aim.is_here:
             free = program(cfg, target_devices(aim, 1000 * limit))
-            unlimited, _ = compile_all(free.lower_step(), {}, here=False)
+            unlimited, _ = compile_all(free.lower_step(), {}, here=False, code=False)
     seconds = time.perf_counter() - start
     return Plan(built, aim, step, seconds, reserve_gib, unlimited, remarks.found, sized)
 

@@ -1,0 +1,71 @@
+"""What a device says its memory was at its fullest, beside what was planned: one config, a few steps.
+
+Each config wants a process of its own, since a device's peak never falls again; `apart` starts one. Running it costs
+the config's own memory and as many seconds as compiling and three steps take.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from typing import Any
+
+from jaxmem.config import Config, load_config
+from jaxmem.errors import UserError
+
+STEPS = 3
+
+
+def measure(cfg: Config) -> dict[str, Any]:
+    """Bytes of one device, planned and measured; `measured` is None where a device does not tell (a CPU)."""
+    import jax
+    import numpy as np
+
+    from jaxmem.planning import plan_program
+    from jaxmem.program import program
+
+    built = program(cfg)
+    planned = plan_program(built)
+    if not planned.fits:
+        raise UserError(f"{built.cfg.name}: does not fit here, {-planned.room} bytes are missing")
+    batch = {name: jax.device_put(np.zeros(x.shape, x.dtype), x.sharding) for name, x in built.batch.items()}
+    state = built.initialise()
+    for _ in range(STEPS):
+        state, metrics = planned.step(state, batch)
+    jax.block_until_ready(metrics)
+    peaks = [(device.memory_stats() or {}).get("peak_bytes_in_use") for device in jax.local_devices()]
+    measured = max((peak for peak in peaks if peak is not None), default=None)
+    most = max(size for size in planned.phases.values() if size is not None)
+    return {
+        "name": built.cfg.name,
+        "parameters": built.parameters,
+        "planned": most,
+        "measured": measured,
+        "difference": measured / most - 1 if measured else None,
+    }
+
+
+def apart(raw: dict[str, Any], simulate: int | None = None) -> dict[str, Any]:
+    """`measure` in a process of its own; what went wrong there comes back as `error`."""
+    command = [sys.executable, "-m", "jaxmem.planning.measure", json.dumps(raw), str(simulate or "")]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)  # noqa: S603
+    if done.returncode:
+        said = [line for line in done.stderr.splitlines() if line.strip()]
+        return {"name": raw["name"], "error": said[-1] if said else f"ended with code {done.returncode}"}
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+def _main(raw: str, simulate: str) -> None:
+    from jaxmem import devices
+
+    if simulate:
+        devices.simulate(int(simulate))
+    else:
+        devices.stay_on_cpu_without_gpu()
+    print(json.dumps(measure(load_config(json.loads(raw)))))
+
+
+if __name__ == "__main__":
+    _main(*sys.argv[1:])

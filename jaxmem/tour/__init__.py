@@ -1,0 +1,28 @@
+"""Each technique with its number: `jaxmem tour TOPIC`."""
+
+from __future__ import annotations
+
+from jaxmem.errors import UserError, nearest
+from jaxmem.tour.memory import by_technique
+from jaxmem.tour.stops import Stop, Stopped
+
+STOPS = {
+    stop.topic: stop
+    for stop in (
+        Stop("memory", "one model, one technique after the other, and the bytes that each leaves", by_technique),
+    )
+}
+
+
+def visit(topic: str | None = None, target: str | None = None) -> list[Stopped]:
+    """One stop; without a topic, the list of them."""
+    if topic is None:
+        rows = [{"topic": stop.topic, "about": stop.about} for stop in STOPS.values()]
+        columns = {"jaxmem tour": lambda row: row["topic"], "shows": lambda row: row["about"]}
+        return [Stopped("stops", "", rows, columns, 0.0)]
+    if topic not in STOPS:
+        raise UserError(f"tour: no stop is called {topic!r}{nearest(topic, STOPS)}")
+    return [STOPS[topic].run(target)]
+
+
+__all__ = ["STOPS", "Stop", "Stopped", "visit"]

@@ -1,0 +1,117 @@
+"""The headline table: a model of 8 B parameters, one technique a row, each on top of the one before.
+
+Every row is the training step compiled for the target, with no limit on memory, so that nothing is recomputed but
+what the row says. A row takes some ten seconds of a processor and no GPU. Where the target's GPU is in this machine and
+a row fits in it, it also runs, and the device says what it held.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from jaxmem import devices, hardware
+from jaxmem.config import load_config
+from jaxmem.tour.stops import Stopped
+
+MODEL = "llama3-8b"
+TARGET = "h100-80gb"
+BASE: dict[str, Any] = {
+    "name": "tour",
+    "model": {"preset": MODEL},
+    "data": {"source": "tokens", "path": "unused", "sequence_length": 4096},
+    "batch": {"global_size": 1},
+    "mesh": {"fsdp": -1},
+    "memory": {"attention": "reference"},
+    "train": {"steps": 1000},
+}
+
+
+@dataclass(frozen=True)
+class Row:
+    """One technique. Its overrides stay in force for the rows after it."""
+
+    name: str
+    overrides: tuple[str, ...]
+    formula: str  # bytes a parameter of weights, gradients, optimizer's state (and its float32 weights)
+    gpus: int = 1
+
+
+ROWS = (
+    Row("AdamW in float32, all kept", (), "4 + 4 + 8"),
+    Row("attention in blocks", ("memory.attention=auto",), "4 + 4 + 8"),
+    Row("products kept, the rest again", ("memory.remat=dots",), "4 + 4 + 8"),
+    Row("each layer again", ("memory.remat=full",), "4 + 4 + 8"),
+    Row("bfloat16 with a float32 copy", ("precision.parameters=bfloat16", "precision.master=float32"), "2 + 2 + 12"),
+    Row("bfloat16 alone", ("precision.master=none", "precision.rounding=stochastic"), "2 + 2 + 4"),
+    Row("one moment: Lion", ("optimizer.name=lion",), "2 + 2 + 2"),
+    Row("factored moments: Adafactor", ("optimizer.name=adafactor",), "2 + 2 + 0"),
+    Row("8 GPUs, AdamW, ZeRO-1", ("optimizer.name=adamw", "batch.global_size=8", "zero=1"), "2 + 2 + 4/8", 8),
+    Row("ZeRO-2: gradients split", ("zero=2",), "2 + 2/8 + 4/8", 8),
+    Row("ZeRO-3: weights split", ("zero=3",), "(2 + 2 + 4)/8", 8),
+)
+
+
+def by_technique(target: str | None = None, base: dict[str, Any] = BASE, rows: Sequence[Row] = ROWS) -> Stopped:
+    """The table for a GPU, by default an H100; a target's number of devices is the rows' own."""
+    start = time.perf_counter()
+    kind = (target or TARGET).partition(":")[0]
+    found = list(_found(kind, base, rows))
+    columns = {
+        "technique": lambda row: row["name"],
+        "arithmetic, B/param": lambda row: row["formula"],
+        "predicted": lambda row: _each(row, "predicted"),
+        "compiled": lambda row: _each(row, "compiled"),
+        "GiB a GPU": lambda row: f"{row['compiled'] / 2**30:.1f}",
+    }
+    if any(row["measured"] for row in found):
+        columns["measured, GiB"] = lambda row: f"{row['measured'] / 2**30:.1f}" if row["measured"] else ""
+    name = base["model"].get("preset", base["name"])
+    title = f"{name} on {kind}, {base['data']['sequence_length']} tokens a GPU: bytes a parameter on each GPU"
+    return Stopped("memory", title, found, columns, time.perf_counter() - start)
+
+
+def _found(kind: str, base: dict[str, Any], rows: Sequence[Row]) -> Iterator[dict[str, Any]]:
+    from jaxmem.planning import Plan, measure
+    from jaxmem.planning.compile import compile_all
+    from jaxmem.planning.targets import parse_target, target_devices
+    from jaxmem.program import program
+
+    here = _gpus_here(kind)
+    overrides: tuple[str, ...] = ()
+    for row in rows:
+        overrides += row.overrides
+        start = time.perf_counter()
+        aim = parse_target(f"{kind}:{row.gpus}")
+        cfg = load_config(base, overrides)
+        built = program(cfg, target_devices(aim, 1000 * aim.memory))
+        step, _ = compile_all(built.lower_step(), {}, here=aim.is_here, code=aim.is_here)
+        plan = Plan(built, aim, step, time.perf_counter() - start)
+        total = plan.bytes_per_device["total"]
+        ran = None
+        if row.gpus == here and total <= aim.memory - hardware.reserved(row.gpus):
+            ran = measure.apart(cfg.model_dump(mode="json"))
+        yield {
+            "name": row.name,
+            "overrides": list(row.overrides),
+            "formula": row.formula,
+            "gpus": row.gpus,
+            "parameters": built.parameters,
+            "predicted": plan.predicted["total"],
+            "compiled": total,
+            "parts": plan.bytes_per_device,
+            "measured": (ran or {}).get("measured"),
+            "error": (ran or {}).get("error"),
+        }
+
+
+def _gpus_here(kind: str) -> int:
+    """How many GPUs of this kind this machine has; asked of the driver, since jax would take their memory."""
+    names = [hardware.find(gpu["name"], gpu["memory"]) for gpu in devices.gpus()]
+    return sum(gpu is not None and gpu.name == kind for gpu in names)
+
+
+def _each(row: dict[str, Any], field: str) -> str:
+    return f"{row[field] / row['parameters']:.2f}" if row[field] else ""

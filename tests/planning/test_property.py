@@ -1,0 +1,49 @@
+"""Whatever the config: what a plan counts as arguments is what real arrays take, and its parts are the whole."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import numpy as np
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from jaxmem.planning.breakdown import PARTS
+from tests.planning.conftest import plan_here
+
+MESHES = ({"fsdp": 8}, {"fsdp": 4, "tensor": 2}, {"replica": 2, "fsdp": 2, "tensor": 2}, {"tensor": 4}, {"fsdp": 1})
+PRECISIONS = (
+    {"parameters": "float32"},
+    {"parameters": "bfloat16", "compute": "bfloat16"},
+    {"parameters": "bfloat16", "master": "float32"},
+)
+
+
+@st.composite
+def sections(draw: st.DrawFn) -> dict[str, Any]:
+    rows, accumulate = draw(st.sampled_from([8, 16])), draw(st.sampled_from([1, 2]))
+    return {
+        "mesh": draw(st.sampled_from(MESHES)),
+        "zero": draw(st.integers(0, 3)),
+        "memory": {"remat": draw(st.sampled_from(["none", "dots", "full"]))},
+        "precision": draw(st.sampled_from(PRECISIONS)),
+        "batch": {"global_size": rows * accumulate, "accumulate": accumulate},
+        "data": {"sequence_length": draw(st.sampled_from([8, 24]))},
+    }
+
+
+@settings(max_examples=4)
+@given(sections())
+def test_planned_bytes_are_those_of_real_arrays(sections: dict[str, Any]) -> None:
+    devices = int(np.prod(list(sections["mesh"].values())))
+    plan = plan_here(devices, **sections)
+    wanted = jax.tree.leaves((plan.program.state, plan.program.batch))
+    arrays = [jax.device_put(np.zeros(x.shape, x.dtype), x.sharding) for x in wanted]
+    held = sum(x.addressable_shards[0].data.nbytes for x in arrays)
+    assert plan.compiled["arguments"] == held
+    parts = plan.bytes_per_device
+    assert sum(parts[part] for part in PARTS) == parts["total"]
+    assert all(parts[part] >= 0 for part in PARTS)
+    state = sum(x.addressable_shards[0].data.nbytes for x in arrays[: len(jax.tree.leaves(plan.program.state))])
+    assert parts["parameters"] + parts["master"] + parts["optimizer"] >= state - 4  # all but the count of steps

@@ -1,0 +1,57 @@
+"""The tour: every row is a config that compiles, and each holds what its arithmetic says."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from jaxmem.config import load_config
+from jaxmem.errors import UserError
+from jaxmem.tour import STOPS, visit
+from jaxmem.tour.memory import BASE, ROWS, Row, by_technique
+from tests.planning.conftest import SMALL
+from tests.test_cli import jaxmem
+
+DOCS = Path(__file__).parents[2] / "docs"
+TINY = {**BASE, "name": "tiny", "model": SMALL, "data": {"sequence_length": 16}}
+
+
+def test_rows_compose_in_order_and_every_config_is_possible() -> None:
+    overrides: tuple[str, ...] = ()
+    for row in ROWS:
+        overrides += row.overrides
+        load_config(BASE, overrides).for_devices(row.gpus)
+        assert re.fullmatch(r"[\d+/ ()]+", row.formula)
+
+
+def test_state_is_what_the_formula_says() -> None:
+    """Weights and the optimizer's state are arguments of the step; its gradients are not."""
+    wide, narrow, split = by_technique(
+        "cpu", TINY, (ROWS[0], ROWS[5], Row("split", ("batch.global_size=8",), "8/8", 8))
+    ).rows
+    for row, each in ((wide, 12), (narrow, 6), (split, 6 / 8)):
+        state = row["parts"]["parameters"] + row["parts"]["master"] + row["parts"]["optimizer"]
+        assert state / row["parameters"] == pytest.approx(each, rel=0.05)
+    assert all(row["measured"] is None and row["compiled"] == row["parts"]["total"] for row in (wide, narrow, split))
+
+
+def test_the_table_in_the_docs_is_of_these_rows() -> None:
+    lines = [line for line in (DOCS / "tour-memory.md").read_text().splitlines() if line.startswith("| ")]
+    assert [line.split(" | ")[0].removeprefix("| ") for line in lines[2:]] == [row.name for row in ROWS]
+    assert [line.split(" | ")[1] for line in lines[2:]] == [row.formula for row in ROWS]
+
+
+def test_the_list_of_stops(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, err = jaxmem("tour", "--json", capsys=capsys)
+    assert (code, err) == (0, "")
+    (stop,) = json.loads(out)["stops"]
+    assert set(stop) == {"topic", "rows", "seconds"}
+    assert [row["topic"] for row in stop["rows"]] == list(STOPS)
+
+
+def test_no_such_stop() -> None:
+    with pytest.raises(UserError, match=r"no stop is called 'memori'; did you mean memory\?"):
+        visit("memori")
