@@ -30,7 +30,7 @@ def measure(cfg: Config) -> dict[str, Any]:
     if not planned.fits:
         raise UserError(f"{built.cfg.name}: does not fit here, {-planned.room} bytes are missing")
     batch = {name: jax.device_put(np.zeros(x.shape, x.dtype), x.sharding) for name, x in built.batch.items()}
-    state = built.initialise()
+    state, metrics = built.initialise(), None
     for _ in range(STEPS):
         state, metrics = planned.step(state, batch)
     jax.block_until_ready(metrics)

@@ -8,9 +8,7 @@ from jaxmem.tour.stops import Stop, Stopped
 
 STOPS = {
     stop.topic: stop
-    for stop in (
-        Stop("memory", "one model, one technique after the other, and the bytes that each leaves", by_technique),
-    )
+    for stop in (Stop("memory", "one technique after the other, and the bytes that each leaves", by_technique),)
 }
 
 

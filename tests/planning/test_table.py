@@ -1,0 +1,39 @@
+"""A plan for people: on a narrow terminal and on a wide one."""
+
+from __future__ import annotations
+
+import pytest
+from rich.console import Console
+
+from jaxmem.planning import Plan
+
+
+def shown(plan: Plan, width: int) -> str:
+    console = Console(width=width, file=None)
+    with console.capture() as screen:
+        console.print(plan.table())
+    return screen.get()
+
+
+@pytest.mark.parametrize("width", [40, 100])
+def test_it_is_no_wider_than_the_terminal(width: int, cpu_plan: Plan) -> None:
+    text = shown(cpu_plan, width)
+    assert max(map(len, text.splitlines())) <= width
+    for word in (
+        "weights",
+        "optimizer",
+        "activations",
+        "total",
+        "B/param",
+        "other phases: initialise",
+        "fits in",
+        "ideal",
+    ):
+        assert word in text
+
+
+def test_a_wide_one_has_what_arithmetic_predicts_beside(cpu_plan: Plan) -> None:
+    wide = shown(cpu_plan, 100)
+    assert "predicted" in wide
+    assert "difference" in wide
+    assert "exposed" in wide
