@@ -80,9 +80,11 @@ def leave() -> None:
 def joined(heartbeat: int = 20, start_timeout: int = 300) -> Iterator[Cluster | None]:
     """with joined(): all that the processes do alike."""
     cluster = join(heartbeat, start_timeout)
-    with together():
-        yield cluster
-        leave()
+    try:
+        with together():
+            yield cluster
+    finally:
+        leave()  # also after an error: it has come this far only if all have one
 
 
 def hosts() -> list[str]:

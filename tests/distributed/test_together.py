@@ -64,6 +64,15 @@ def test_an_error_in_one_process_ends_all_with_its_reason(started: Any, program:
     assert processes.said(1).rstrip().endswith("): the disk is full")
 
 
+def test_an_error_that_all_have_is_each_ones_own(started: Any, program: Any) -> None:
+    """They unwind as a lone process does, and part without being taken for lost."""
+    end = "if me == 0: time.sleep(0.5)\n    raise UserError(f'the same to {me}')"
+    processes = started(program(PROGRAM.replace("END", end)), 2, 2)
+    assert processes.codes() == [1, 1], processes.said(0) + processes.said(1)
+    for number in range(2):
+        assert processes.said(number).rstrip().endswith(f"jaxmem.errors.UserError: the same to {number}")
+
+
 def test_the_first_process_is_killed(started: Any, program: Any) -> None:
     """With it goes JAX's own service, by which the others would be aborted without a word of who."""
     processes = started(program(PROGRAM.replace("END", "time.sleep(60)")), 2, 2)
