@@ -29,6 +29,7 @@ _DEVICELESS: dict[str, bool | str] = {"xla_gpu_autotune_level": "0"}
 # Lines of XLA's log that a plan says in its own words.
 _REMARKS = {
     "replicated": re.compile(r"Involuntary full rematerialization.*?for HLO operation (?P<what>%\S+ = \S+)"),
+    "state over the limit": re.compile(r"arguments \((?P<what>\d+)\) exceeds the base limit"),
     "over the limit": re.compile(r"Can't reduce memory use below (?P<what>\S+)"),
 }
 
