@@ -23,6 +23,7 @@ BOUND = (
     "precision.parameters",  # the dtype of the weights
     "precision.master",  # a part of the optimizer's state
     "optimizer.name",  # the state's arrays
+    "optimizer.rank",  # their shapes
 )
 FREE = (
     "model.preset",  # a name for the other fields, which are compared one by one

@@ -92,6 +92,20 @@ def rules(zero: int, undivided: Collection[str] = ()) -> Rules:
     )
 
 
+def splits(axes: Axes, shape: Sequence[int], table: Table, mesh: Mapping[str, int]) -> list[tuple[str, ...]]:
+    """The mesh axes that split each dimension, as the table says and `?` allows."""
+    taken = {a for axis in axes if axis is not None and axis in table for a in table[axis]}
+    found = []
+    for axis, size in zip(axes, shape, strict=True):
+        over = () if axis is None else table[axis.removesuffix(IF_EVEN)]
+        if axis is not None and axis.endswith(IF_EVEN):
+            over = tuple(a for a in over if a not in taken)
+            over = over if size % math.prod(mesh[a] for a in over) == 0 else ()
+            taken.update(over)
+        found.append(over)
+    return found
+
+
 @dataclass(frozen=True)
 class Layout:
     """A mesh and the rules on it. `with layout:` makes `constrain` and `gather` act."""
@@ -121,14 +135,9 @@ class Layout:
         for axis in known:
             if axis is not None and axis not in table:
                 raise UserError(f"{name}: no rule for logical axis {axis!r} among {role}{nearest(axis, table)}")
-        taken = {a for axis in axes if axis is not None and axis in table for a in table[axis]}
         spec: list[tuple[str, ...] | None] = []
-        for dim, (axis, asked, size) in enumerate(zip(known, axes, shape, strict=True)):
-            over = () if axis is None else table[axis]
-            if axis != asked:
-                over = tuple(a for a in over if a not in taken)
-                over = over if size % math.prod(self.mesh.shape[a] for a in over) == 0 else ()
-                taken.update(over)
+        split = splits(axes, shape, table, self.mesh.shape)
+        for dim, (axis, over, size) in enumerate(zip(known, split, shape, strict=True)):
             parts = math.prod(self.mesh.shape[a] for a in over)
             if size % parts:
                 mesh = " x ".join(f"mesh.{a}" for a in over)

@@ -6,6 +6,7 @@ from typing import Any
 
 ADAM: dict[str, Any] = {"beta1": 0.9, "beta2": 0.95, "epsilon": 1e-8}
 ADAMW = {**ADAM, "weight_decay": 0.1}
+GALORE = {"rank": None, "refresh_every": 200, "scale": 0.25}
 LION = {"beta1": 0.9, "beta2": 0.99, "weight_decay": 0.1}
 
 OPTIMIZERS: dict[str, dict[str, Any]] = {
@@ -16,6 +17,16 @@ OPTIMIZERS: dict[str, dict[str, Any]] = {
     "adafactor": {"weight_decay": 0.0},
     "adam_mini": ADAMW,
     "muon": {"momentum": 0.95, **ADAMW},
+    "adamw8bit": ADAMW,
+    "adamw4bit": ADAMW,
+    "lion8bit": LION,
+    "momentum8bit": {"momentum": 0.9, "weight_decay": 0.0},
+    "galore_adamw": {**GALORE, **ADAMW},
+    "galore_adamw8bit": {**GALORE, **ADAMW},
+    "qgalore": {**GALORE, "similarity": 0.4, **ADAMW},
+    "apollo": {"rank": None, "refresh_every": 200, "scale": 1.0, **ADAMW},
+    "apollo_mini": {"refresh_every": 200, "scale": 128.0, **ADAMW},
 }
 
 FIELDS = tuple(dict.fromkeys(field for own in OPTIMIZERS.values() for field in own))
+SEARCH_BASES = ("galore_adamw", "galore_adamw8bit", "qgalore")

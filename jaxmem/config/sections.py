@@ -177,7 +177,10 @@ class Memory(Section):
 class Optimizer(Section):
     """Fields that are None here have a default of the optimizer's own, or do not exist for it: `optimizers.py`."""
 
-    name: Literal["adamw", "adam", "sgd", "lion", "adafactor", "adam_mini", "muon"] = "adamw"
+    name: Literal[
+        "adamw", "adam", "sgd", "lion", "adafactor", "adam_mini", "muon", "adamw8bit", "adamw4bit", "lion8bit",
+        "momentum8bit", "galore_adamw", "galore_adamw8bit", "qgalore", "apollo", "apollo_mini",
+    ] = "adamw"  # fmt: skip
     learning_rate: Positive = 3e-4
     schedule: Literal["cosine", "linear", "constant"] = "cosine"
     warmup: Annotated[int, Field(ge=0)] = 0  # updates
@@ -187,6 +190,10 @@ class Optimizer(Section):
     beta2: Fraction | None = None
     epsilon: Positive | None = None
     momentum: Fraction | None = None
+    rank: Count | None = None  # of projections; by default a quarter of each matrix's smaller side
+    refresh_every: Count | None = None  # updates between projections
+    scale: Positive | None = None  # of what comes back from a projection
+    similarity: Fraction | None = None  # qgalore: share of the old space in the new that counts as the same
     weight_decay: NotNegative | None = None  # matrices only, not norms and biases
 
     @model_validator(mode="before")

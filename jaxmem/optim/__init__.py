@@ -6,11 +6,32 @@ with the weight itself. The others here hold less; each module says how much and
 
 from jaxmem.optim.adafactor import scale_by_adafactor
 from jaxmem.optim.adam_mini import scale_by_adam_mini
+from jaxmem.optim.apollo import scale_by_apollo
 from jaxmem.optim.apply import apply, global_norm, leaf_key
 from jaxmem.optim.by_layer import At, Leaf, Rule, by_layer
-from jaxmem.optim.chains import adafactor, adam, adam_mini, adamw, build, lion, muon, sgd
+from jaxmem.optim.chains import (
+    adafactor,
+    adam,
+    adam_mini,
+    adamw,
+    adamw4bit,
+    adamw8bit,
+    apollo,
+    apollo_mini,
+    build,
+    galore_adamw,
+    galore_adamw8bit,
+    lion,
+    lion8bit,
+    momentum8bit,
+    muon,
+    qgalore,
+    sgd,
+)
+from jaxmem.optim.galore import scale_by_galore, scale_by_galore_adam
 from jaxmem.optim.master import with_master
 from jaxmem.optim.muon import scale_by_muon
+from jaxmem.optim.quantized import scale_by_adam4bit, scale_by_adam8bit, scale_by_lion8bit, trace8bit
 from jaxmem.optim.schedule import schedule
 
 __all__ = [
@@ -21,17 +42,33 @@ __all__ = [
     "adam",
     "adam_mini",
     "adamw",
+    "adamw4bit",
+    "adamw8bit",
+    "apollo",
+    "apollo_mini",
     "apply",
     "build",
     "by_layer",
+    "galore_adamw",
+    "galore_adamw8bit",
     "global_norm",
     "leaf_key",
     "lion",
+    "lion8bit",
+    "momentum8bit",
     "muon",
+    "qgalore",
     "scale_by_adafactor",
+    "scale_by_adam4bit",
+    "scale_by_adam8bit",
     "scale_by_adam_mini",
+    "scale_by_apollo",
+    "scale_by_galore",
+    "scale_by_galore_adam",
+    "scale_by_lion8bit",
     "scale_by_muon",
     "schedule",
     "sgd",
+    "trace8bit",
     "with_master",
 ]

@@ -26,6 +26,7 @@ from jax.typing import DTypeLike
 
 from jaxmem.leaves import Derived
 from jaxmem.optim.apply import leaf_key
+from jaxmem.optim.in_turn import in_turn
 from jaxmem.quant import QTensor
 from jaxmem.sharding import Axes, constrain, current, is_axes
 
@@ -72,7 +73,8 @@ class At:
 class Rule(Protocol):
     """An optimizer of one matrix (or vector, or scalar)."""
 
-    def init(self, leaf: Leaf) -> dict[str, Derived]: ...
+    def init(self, leaf: Leaf) -> dict[str, Any]:
+        """Trees of `Derived`, by name."""
 
     def update(self, g: jax.Array, state: dict[str, Any], at: At, /) -> tuple[jax.Array, dict[str, Any]]:
         """The update before weight decay and learning rate, in any dtype, and the new state. Of `state` the rule
@@ -98,7 +100,7 @@ def by_layer(
         return axes
 
     def init(params: Any) -> ByLayerState:
-        def make(names: Axes, w: Any) -> dict[str, Derived]:
+        def make(names: Axes, w: Any) -> dict[str, Any]:
             leaf, layers = _one_layer(names, w)
             if leaf.size == 0:
                 return {}
@@ -170,20 +172,12 @@ def _update_leaf(
 
 
 def _one_by_one(one: Callable[..., Any], stack: Any, w: Any, first: jax.Array) -> Any:
-    """`one(gradient, state, weight, number)` of every layer; `first` is the first one's number.
+    """`one(gradient, state, weight, number)` of every layer in turn; `first` is the first one's number."""
 
-    A layer is read after the one before was written, from what was written, and carried to its turn. Read in its
-    turn, by several users of which one might come after the write, XLA would copy the stack to be safe."""
-    layers = stack[0].shape[0]
+    def step(mine: tuple[jax.Array, Any], i: jax.Array) -> tuple[jax.Array, Any]:
+        return one(*mine, jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, i, 0, keepdims=False), w), first + i)
 
-    def step(i: jax.Array, carried: tuple[Any, Any]) -> tuple[Any, Any]:
-        stack, mine = carried
-        new = one(mine[0], mine[1], jax.tree.map(lambda x: _read(x, i), w), first + i)
-        stack = jax.tree.map(lambda x, value: jax.lax.dynamic_update_index_in_dim(x, value, i, 0), stack, new)
-        return stack, jax.tree.map(lambda x: _read(x, jnp.minimum(i + 1, layers - 1)), stack)
-
-    begin = jax.tree.map(lambda x: _read(x, jnp.zeros((), jnp.int32)), stack)
-    return jax.lax.fori_loop(0, layers, step, (stack, begin))[0]
+    return in_turn(stack[0].shape[0], 0, step, stack)
 
 
 def _flat(axes: Any) -> tuple[list[Axes], Any]:
@@ -200,10 +194,6 @@ def _one_layer(names: Axes, w: Any) -> tuple[Leaf, tuple[int, ...]]:
 def _placed(x: jax.Array, leaf: Leaf) -> jax.Array:
     """One layer where the optimizer's state of it lies: nothing is then gathered to be updated."""
     return constrain(x, *leaf.axes, role="optimizer") if any(leaf.axes) else x
-
-
-def _read(x: jax.Array, i: jax.Array) -> jax.Array:
-    return jax.lax.dynamic_index_in_dim(x, i, 0, keepdims=False)
 
 
 def _is_derived(x: Any) -> bool:

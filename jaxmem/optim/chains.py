@@ -19,8 +19,11 @@ import optax
 from jaxmem import config
 from jaxmem.optim.adafactor import scale_by_adafactor
 from jaxmem.optim.adam_mini import scale_by_adam_mini
+from jaxmem.optim.apollo import scale_by_apollo
+from jaxmem.optim.galore import scale_by_galore_adam
 from jaxmem.optim.muon import scale_by_muon
 from jaxmem.optim.promotion import chained
+from jaxmem.optim.quantized import scale_by_adam4bit, scale_by_adam8bit, scale_by_lion8bit, trace8bit
 from jaxmem.sharding import Axes, is_axes
 
 Rate: TypeAlias = float | optax.Schedule
@@ -68,9 +71,56 @@ def muon(learning_rate: Rate, *, weight_decay: float = 0.1, axes: Any = None, **
     return _chain(scale_by_muon(**rates, axes=axes), learning_rate, weight_decay, axes)
 
 
+def adamw8bit(learning_rate: Rate, *, weight_decay: float = 0.1, axes: Any = None, **moments: float) -> Transformation:
+    return _chain(scale_by_adam8bit(**moments, axes=axes), learning_rate, weight_decay, axes)
+
+
+def adamw4bit(learning_rate: Rate, *, weight_decay: float = 0.1, axes: Any = None, **moments: float) -> Transformation:
+    return _chain(scale_by_adam4bit(**moments, axes=axes), learning_rate, weight_decay, axes)
+
+
+def lion8bit(learning_rate: Rate, *, weight_decay: float = 0.1, axes: Any = None, **betas: float) -> Transformation:
+    return _chain(scale_by_lion8bit(**betas, axes=axes), learning_rate, weight_decay, axes)
+
+
+def momentum8bit(
+    learning_rate: Rate, *, momentum: float = 0.9, weight_decay: float = 0.0, axes: Any = None
+) -> Transformation:
+    return _chain(trace8bit(momentum, axes=axes), learning_rate, weight_decay, axes)
+
+
+def galore_adamw(learning_rate: Rate, *, weight_decay: float = 0.1, axes: Any = None, **own: Any) -> Transformation:
+    return _chain(scale_by_galore_adam(**own, axes=axes), learning_rate, weight_decay, axes)
+
+
+def galore_adamw8bit(learning_rate: Rate, *, weight_decay: float = 0.1, axes: Any = None, **own: Any) -> Transformation:
+    return _chain(scale_by_galore_adam(**own, bits=8, axes=axes), learning_rate, weight_decay, axes)
+
+
+def qgalore(
+    learning_rate: Rate, *, similarity: float = 0.4, weight_decay: float = 0.1, axes: Any = None, **own: Any
+) -> Transformation:
+    scaled = scale_by_galore_adam(**own, bits=8, similarity=similarity, axes=axes)
+    return _chain(scaled, learning_rate, weight_decay, axes)
+
+
+def apollo(learning_rate: Rate, *, weight_decay: float = 0.1, axes: Any = None, **own: Any) -> Transformation:
+    return _chain(scale_by_apollo(**own, axes=axes), learning_rate, weight_decay, axes)
+
+
+def apollo_mini(
+    learning_rate: Rate, *, scale: float = 128.0, weight_decay: float = 0.1, axes: Any = None, **own: Any
+) -> Transformation:
+    return _chain(scale_by_apollo(1, scale=scale, whole=True, **own, axes=axes), learning_rate, weight_decay, axes)
+
+
 NAMED: dict[str, Callable[..., Transformation]] = {
-    one.__name__: one for one in (adamw, adam, sgd, lion, adafactor, adam_mini, muon)
-}
+    one.__name__: one
+    for one in (
+        adamw, adam, sgd, lion, adafactor, adam_mini, muon, adamw8bit, adamw4bit, lion8bit, momentum8bit,
+        galore_adamw, galore_adamw8bit, qgalore, apollo, apollo_mini,
+    )
+}  # fmt: skip
 
 
 def _adam(beta1: float = 0.9, beta2: float = 0.95, epsilon: float = 1e-8) -> optax.GradientTransformation:

@@ -26,7 +26,7 @@ from jaxmem.planning.timeline import LAUNCH, RATES
 from jaxmem.precision import compute_dtype
 from jaxmem.program import Program, pipeline_of
 from jaxmem.program.objective import objective
-from jaxmem.sharding import Axes, Role, Table, is_axes, layout_for, rules
+from jaxmem.sharding import Axes, Role, Table, is_axes, layout_for, rules, splits
 
 
 @dataclass(frozen=True)
@@ -98,7 +98,9 @@ class _Leaf:
 
     def held(self, table: Table, mesh: Mesh, width: int = 0) -> int:
         """Bytes on one device; `width` bytes a number, where it is not its own."""
-        dims = (-(-size // _parts(axis, table, mesh)) for axis, size in zip(self.axes, self.shape, strict=True))
+        sizes = mesh.model_dump()
+        split = splits(self.axes, self.shape, table, sizes)
+        dims = (-(-size // math.prod(sizes[a] for a in over)) for size, over in zip(self.shape, split, strict=True))
         return math.prod(dims) * (width or self.itemsize)
 
     def is_turned(self, resting: Table, used: Table, mesh: Mesh) -> bool:

@@ -28,8 +28,9 @@ FILES = [
 READ_HERE = {
     "preset": "the fields that it stands for",
     "steps": "Config.steps",
-    "momentum": "Optimizer.own",
     "tokens": "Config.steps",
+    # Given to the optimizer by name; tests/optim builds each with all of its own.
+    **dict.fromkeys(("momentum", "rank", "refresh_every", "scale", "similarity"), "Optimizer.own"),
 }
 
 Kinds = frozenset[type[Section]]

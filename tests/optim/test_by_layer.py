@@ -23,6 +23,8 @@ def stack():
 
 def test_every_optimizer_of_a_config_is_a_chain():
     assert set(NAMED) == set(OPTIMIZERS)
+    for name, own in OPTIMIZERS.items():
+        NAMED[name](0.1, axes=AXES, **own).init(stack())
 
 
 @pytest.mark.parametrize("name", sorted(set(NAMED) - DRAWS))

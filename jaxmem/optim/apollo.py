@@ -1,0 +1,93 @@
+"""APOLLO: the gradient itself, each column scaled as Adam would scale it (Zhu et al., arXiv:2412.05270).
+
+How much Adam would scale a column is read off a random projection of the gradient to `rank` rows: Adam runs there, and
+the ratio of lengths after and before is the column's. For [m, n] with m <= n the state is two moments of rank n
+numbers; the projection is drawn again from a counter at every update and not kept. APOLLO-Mini has rank 1 and one
+ratio for the whole matrix: 8 n + 4 bytes, next to nothing, which is SGD's memory.
+
+An update may be at most 1 % longer than the one before (the norm-growth limiter of Fira, arXiv:2410.01623).
+Embeddings, the output projection and vectors are Adam's.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from jaxmem.leaves import Derived
+from jaxmem.optim import projection
+from jaxmem.optim.adam import Adam, Moments, unbiased
+from jaxmem.optim.by_layer import At, Leaf, Rule, by_layer
+from jaxmem.optim.galore import rank_of
+from jaxmem.optim.projection import Side
+
+GROWTH = 1.01
+TINY = 1e-8
+
+
+@dataclass(frozen=True)
+class Scaled:
+    moments: Moments
+    leaf: Leaf
+    rank: int
+    refresh_every: int
+    scale: float
+    whole: bool  # one ratio for the matrix, not one for each row or column
+
+    @property
+    def side(self) -> Side:
+        return Side(self.leaf, self.rank)
+
+    def init(self, leaf: Leaf) -> dict[str, Derived]:
+        low = self.side.low
+        return {"m": low.zeros(), "v": low.zeros(), "length": leaf.zeros(())}
+
+    def update(self, g: jax.Array, state: dict[str, Any], at: At, /) -> tuple[jax.Array, dict[str, Any]]:
+        wide, side = g.astype(jnp.float32), self.side
+        key = jax.random.fold_in(at.key, (at.count - 1) // self.refresh_every)
+        low = side.project(projection.random_projection(key, *side.basis_shape), wide)
+        m, v = self.moments.advance(state["m"], state["v"], low)
+        over = None if self.whole else side.away
+        ratio = _length(m / (jnp.sqrt(v) + self.moments.epsilon), over) / (_length(low, over) + TINY)
+        u = wide * ratio
+        # As long as the last one and a little; corrected for the averages' beginning only after that.
+        length = _length(u, None).reshape(())
+        most = jnp.where(state["length"] > 0, GROWTH * (state["length"] + TINY), jnp.inf)
+        shrink = jnp.minimum(1.0, most / jnp.maximum(length, TINY))
+        begun = jnp.sqrt(unbiased(self.moments.beta2, at.count)) / unbiased(self.moments.beta1, at.count)
+        return u * (shrink * begun * self.scale**0.5), {"m": m, "v": v, "length": length * shrink}
+
+
+def scale_by_apollo(
+    rank: int | None = None,
+    refresh_every: int = 200,
+    scale: float = 1.0,
+    beta1: float = 0.9,
+    beta2: float = 0.95,
+    epsilon: float = 1e-8,
+    *,
+    whole: bool = False,
+    axes: Any = None,
+) -> optax.GradientTransformationExtraArgs:
+    """`rank` None is a quarter of each matrix's smaller side. APOLLO-Mini: `rank=1, scale=128, whole=True`.
+
+    >>> state = scale_by_apollo(rank=1, whole=True).init({"w": jnp.zeros((32, 64))}).leaves["w"]
+    >>> state["m"].value.shape
+    (1, 64)
+    """
+    moments = Moments(beta1, beta2, epsilon)
+
+    def rule_for(leaf: Leaf) -> Rule:
+        if not leaf.is_hidden_matrix or rank_of(leaf, rank) >= min(leaf.shape):
+            return Adam(moments)
+        return Scaled(moments, leaf, rank_of(leaf, rank), refresh_every, scale, whole)
+
+    return by_layer(rule_for, axes)
+
+
+def _length(x: jax.Array, over: int | None) -> jax.Array:
+    return jnp.sqrt(jnp.sum(x * x, axis=over, keepdims=True))

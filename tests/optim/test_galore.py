@@ -1,0 +1,113 @@
+"""Projections: found without a singular value decomposition, kept where a mesh splits, looked for in turns."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxmem import optim
+from jaxmem.optim.projection import orthonormal, range_finder
+from tests.optim.conftest import gradients, normal, updates
+from tests.optim.test_layouts import held, run
+
+
+def decaying(m, n, decay, seed=0):
+    """A matrix with singular values 1, e^-decay, ..."""
+    draw = np.random.default_rng(seed)
+    left, right = (np.linalg.qr(draw.standard_normal((size, min(m, n))))[0] for size in (m, n))
+    return jnp.asarray(left * np.exp(-decay * np.arange(min(m, n))) @ right.T, jnp.float32)
+
+
+@pytest.mark.parametrize(("decay", "scale"), [(0.02, 1.0), (0.1, 1e-9), (0.5, 1.0)])
+def test_the_range_finder_finds_what_singular_vectors_do(decay, scale):
+    g = scale * decaying(64, 96, decay)
+    basis = range_finder(g, jnp.zeros((64, 16)), jax.random.key(0))
+    np.testing.assert_allclose(basis.T @ basis, np.eye(16), atol=1e-4)
+    values = np.linalg.svd(np.asarray(g, np.float64), compute_uv=False)
+    kept = np.linalg.norm(np.asarray(basis.T @ g, np.float64)) / np.sqrt(np.sum(values[:16] ** 2))
+    assert kept > 0.97
+
+
+def test_the_basis_stays_where_the_gradient_does():
+    g = decaying(64, 96, 0.2)
+    first = range_finder(g, jnp.zeros((64, 8)), jax.random.key(0))
+    for turn in range(1, 6):
+        last, first = first, range_finder(g, first, jax.random.key(turn))
+    assert np.diag(last.T @ first).min() > 0.98
+
+
+@pytest.mark.parametrize("x", [jnp.zeros((32, 4)), jnp.ones((32, 4)), normal(32, 4) * jnp.array([1, 1e-3, 1e-6, 1e-9])])
+def test_orthonormal_takes_anything(x):
+    q = orthonormal(x)
+    assert np.isfinite(q).all()
+    assert np.linalg.norm(q, 2) < 1.01
+
+
+def test_layers_look_in_turn():
+    params = {"w": normal(4, 16, 24)}
+    tx = optim.scale_by_galore(rank=4, refresh_every=4, axes={"w": ("layer", "embed", "mlp")})
+    state, update = tx.init(params), jax.jit(tx.update)
+    changed = []
+    for g in gradients(params, 9):
+        before = state.leaves["w"]["basis"].value
+        _, state = update(g, state, params)
+        changed.append(np.any(np.asarray(state.leaves["w"]["basis"].value != before), axis=(1, 2)).tolist())
+    assert changed[0] == [True] * 4
+    assert [row.index(True) for row in changed[1:]] == [1, 2, 3, 0, 1, 2, 3, 0]
+    assert all(sum(row) == 1 for row in changed[1:])
+
+
+def test_a_layer_that_does_not_change_is_looked_at_less():
+    """Q-GaLore: intervals double while the gradient's space is the same."""
+    params = {"w": normal(64, 96)}
+    g = {"w": decaying(64, 96, 0.5)}
+    tx = optim.scale_by_galore_adam(rank=8, refresh_every=2, bits=8, similarity=0.4)
+    _, state = updates(tx, params, [g] * 12)
+    assert int(state.leaves["w"]["interval"].value) >= 8
+    draw = [{"w": normal(64, 96, seed=i)} for i in range(12)]
+    _, state = updates(optim.scale_by_galore_adam(rank=8, refresh_every=2, bits=8, similarity=0.9), params, draw)
+    assert int(state.leaves["w"]["interval"].value) == 2
+
+
+def test_a_rank_larger_than_the_matrix_is_plain_adam():
+    params = {"w": normal(16, 24)}
+    state = optim.galore_adamw(0.1, rank=16).init(params)
+    assert sorted(state[0].leaves["w"]) == ["m", "v"]
+
+
+def test_bytes_of_a_square_matrix():
+    """m r + 2 r n numbers: 3 bytes a parameter at a quarter of the rank; with 8-bit moments and bfloat16 1.02."""
+    for name, dtype, expected in (("galore_adamw", jnp.float32, 3.0), ("galore_adamw8bit", jnp.bfloat16, 1.02)):
+        params = {"w": jax.ShapeDtypeStruct((1024, 1024), dtype)}
+        state = jax.eval_shape(getattr(optim, name)(0.1).init, params)
+        held = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(state))
+        assert held / 1024**2 == pytest.approx(expected, rel=0.01)
+
+
+def test_the_state_is_split_whichever_side_is_projected_away():
+    """The projected dimension takes the mesh axis: nothing but vectors' state is whole on 8 devices."""
+    _, alone = run("galore_adamw", {}, updates=0)
+    _, split = run("galore_adamw", {"fsdp": 8}, updates=0)
+    assert held(split) < held(alone) / 8 + 4 * 2 * 2 * 64 + 64  # the norms' moments, counters
+
+
+def test_no_gradient_is_gathered_and_nothing_decomposed():
+    from jaxmem.leaves import state_axes
+    from jaxmem.sharding import layout_for
+    from tests.program.conftest import config
+
+    layout = layout_for(config(mesh={"fsdp": 8}), jax.devices())
+    axes = {"w": ("layer", "embed", "mlp")}
+    params = {"w": jax.ShapeDtypeStruct((2, 128, 256), jnp.float32)}
+    tx = optim.scale_by_galore(axes=axes)
+    shapes = jax.eval_shape(tx.init, params)
+    place = lambda a, x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=layout.sharding("optimizer", a, x.shape))  # noqa: E731
+    is_axes = lambda x: type(x) is tuple and all(isinstance(a, str) for a in x)  # noqa: E731
+    state = jax.tree.map(place, state_axes(shapes, params, axes), shapes, is_leaf=is_axes)
+    w = jax.tree.map(place, axes, params, is_leaf=is_axes)
+    with layout:
+        text = jax.jit(tx.update).lower(w, state, w).compile().as_text()
+    assert "svd" not in text
+    assert "syevd" not in text
+    gathered = [line.split("=")[1].split()[0] for line in text.splitlines() if " all-gather(" in line]
+    assert all("128,256" not in shape for shape in gathered), gathered

@@ -1,0 +1,78 @@
+"""The same weights after the same gradients as in bitsandbytes, torchao, torch, galore-torch and apollo-torch."""
+
+import importlib.util
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxmem import optim
+from jaxmem.optim import projection
+
+HERE = Path(__file__).parent
+PEERS = np.load(HERE / "data" / "peers.npz")
+
+spec = importlib.util.spec_from_file_location("compare_optimizers", HERE.parents[1] / "scripts/compare_optimizers.py")
+compare = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(compare)
+
+
+def trained(tx, shape):
+    params = {"w": jnp.asarray(compare.weights(shape))}
+    state, update = tx.init(params), jax.jit(tx.update)
+    for g in compare.gradients(shape):
+        updates, state = update({"w": jnp.asarray(g)}, state, params)
+        params = optim.apply(params, updates)
+    return np.asarray(params["w"])
+
+
+def wide(name, **own):
+    return trained(getattr(optim, name)(compare.RATE, weight_decay=0.0, **own), compare.WIDE)
+
+
+def off(one, other):
+    """Mean difference, as a share of how far the weights moved."""
+    return np.abs(one - other).mean() / np.abs(other - compare.weights(other.shape)).mean()
+
+
+@pytest.mark.parametrize(
+    ("name", "peers"),
+    [("adamw8bit", ["bitsandbytes_adamw8bit", "torchao_adamw8bit"]), ("adamw4bit", ["torchao_adamw4bit"])],
+)
+def test_codes_are_nearer_to_adamw_than_the_peers_codes(name, peers):
+    """On gradients that differ by decades, where a second moment of zero is torchao's undoing."""
+    exact = PEERS["torch_adamw"]
+    assert off(wide(name), exact) < min(off(PEERS[peer], exact) for peer in peers)
+
+
+def test_lion8bit_is_bitsandbytes_s():
+    # An average near zero has one sign or the other, by the last bit of a code.
+    ours, theirs = wide("lion8bit"), PEERS["bitsandbytes_lion8bit"]
+    assert (np.abs(ours - theirs) > 1e-6).mean() < 0.01
+
+
+def test_muon_is_torch_s():
+    ours = trained(optim.muon(compare.RATE, weight_decay=0.0), compare.MATRIX)
+    assert off(ours, PEERS["torch_muon"]) < 0.02  # torch's iterates in bfloat16
+
+
+def test_galore_is_galore_torch_s(monkeypatch):
+    """In the basis that it takes: singular vectors, of any sign."""
+
+    def singular_vectors(g, start, key):
+        return jnp.linalg.svd(g, full_matrices=False)[0][:, : start.shape[1]]
+
+    monkeypatch.setattr(projection, "range_finder", singular_vectors)
+    ours = trained(optim.galore_adamw(compare.RATE, rank=compare.RANK, weight_decay=0.0), compare.MATRIX)
+    assert off(ours, PEERS["galore"]) < 1e-3
+
+
+@pytest.mark.parametrize(("name", "own"), [("apollo", {"rank": compare.RANK}), ("apollo_mini", {})])
+def test_apollo_is_apollo_torch_s(name, own, monkeypatch):
+    """On the projection that it drew."""
+    drawn = jnp.asarray(PEERS[f"apollo_projection_{own.get('rank', 1)}"])
+    monkeypatch.setattr(projection, "random_projection", lambda *_: drawn)
+    ours = trained(getattr(optim, name)(compare.RATE, weight_decay=0.0, **own), compare.MATRIX)
+    assert off(ours, PEERS[name]) < 1e-3

@@ -1,0 +1,118 @@
+"""State in codes: its bytes, its error, and that no more of it than a part is ever decoded."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import SingleDeviceSharding
+
+from jaxmem import optim
+from jaxmem.hardware import GIB
+from jaxmem.optim import quantized
+from jaxmem.optim.by_layer import Leaf
+from jaxmem.planning.targets import parse_target, target_devices
+from jaxmem.program import program
+from jaxmem.quant import QTensor
+from tests.optim.conftest import gradients, normal, updates
+from tests.program.conftest import config
+
+EIGHT = {"adamw8bit": 2.04, "adamw4bit": 1.07, "lion8bit": 1.02, "momentum8bit": 1.02}
+
+
+@pytest.mark.parametrize(("name", "most"), EIGHT.items())
+def test_bytes_a_parameter_on_real_arrays(name, most):
+    params = {"w": normal(2, 2048, 2048), "norm": normal(2, 2048)}
+    state = getattr(optim, name)(0.1, axes={"w": ("layer", "embed", "mlp"), "norm": ("layer", "norm")}).init(params)
+    held = sum(x.nbytes for x in jax.tree.leaves(state))
+    assert held < most * sum(x.size for x in params.values())
+
+
+@pytest.mark.parametrize("name", EIGHT)
+def test_nearly_every_number_is_a_code(name):
+    built = program(config(model={"preset": "tiny"}, optimizer={"name": name}), jax.devices()[:1])
+    leaves = jax.tree.leaves(built.state.opt_state, is_leaf=lambda x: isinstance(x, QTensor))
+    coded = sum(np.prod(x.shape) for x in leaves if isinstance(x, QTensor))
+    plain = sum(np.prod(x.shape) for x in leaves if not isinstance(x, QTensor))
+    assert coded >= 0.95 * (coded + plain)
+
+
+def test_adam_in_codes_follows_adam():
+    """Against float64: the error of an update is that of its codes."""
+    params = {"w": normal(32, 2048)}
+    grads = gradients(params, 5)
+    said, _ = updates(optim.scale_by_adam8bit(), params, grads)
+    m = v = np.zeros((32, 2048))
+    for count, (g, u) in enumerate(zip(grads, said, strict=True), 1):
+        g = np.asarray(g["w"], np.float64)
+        m, v = 0.9 * m + 0.1 * g, 0.95 * v + 0.05 * g * g
+        exact = m / (1 - 0.9**count) / (np.sqrt(v / (1 - 0.95**count)) + 1e-8)
+        assert np.abs(u["w"] - exact).mean() < (1e-5 if count == 1 else 0.02) * np.abs(exact).mean()
+
+
+@pytest.mark.parametrize(("shape", "axes"), [((2048, 64), ("embed", "mlp")), ((2048, 64), ("mlp", "embed"))])
+def test_part_by_part_is_the_same(shape, axes, monkeypatch):
+    params = {"w": normal(*shape)}
+    grads = gradients(params, 2)
+    tx = optim.scale_by_adam8bit(axes={"w": axes})
+    whole, state = updates(tx, params, grads)
+    monkeypatch.setattr(quantized, "PART", 2048)
+    parts, other = updates(tx, params, grads)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6), whole, parts)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a.mean(), b.mean(), rtol=1e-3), state, other)
+
+
+@pytest.mark.parametrize(
+    ("shape", "axes", "expected"),
+    [
+        ((4096, 14336), ("embed", "mlp"), (-1, 256)),
+        ((14336, 4096), ("mlp", "embed"), (-2, 256)),
+        ((32000, 4096), ("vocab", "embed"), (-1, 256)),
+        ((2048, 5461), ("embed", "mlp"), (-2, 256)),  # 5461 = 43 x 127
+        ((1009, 1013), (None, None), (-1, 256)),  # primes: the last block is shorter
+    ],
+)
+def test_blocks_are_whole_where_they_can_be(shape, axes, expected):
+    assert quantized.blocks(Leaf(shape, jnp.float32, axes, (0, 1)), 256) == expected
+
+
+def test_a_second_moment_is_never_zero():
+    """Where the gradient was a millionth of its block's largest, and then is nothing: Adam's update, not 1/epsilon."""
+    first = jnp.full((2, 2048), 1e-6).at[:, ::256].set(1.0)
+    params, grads = {"w": first}, [{"w": first}, {"w": 0 * first}]
+    for tx in (optim.scale_by_adam8bit(), optim.scale_by_adam4bit()):
+        said, _ = updates(tx, params, grads)
+        assert float(jnp.abs(said[1]["w"]).max()) < 2
+
+
+def test_blocks_that_do_not_divide_work():
+    params = {"w": normal(67, 71)}
+    (g,) = gradients(params, 1)
+    (said,), state = updates(optim.scale_by_adam8bit(), params, [g])
+    assert state.leaves["w"]["m"].value.shape == (67, 71)
+    np.testing.assert_allclose(said["w"], np.sign(g["w"]), atol=1e-3)
+
+
+@pytest.mark.parametrize("axes", [("layer", "embed", "mlp"), ("layer", "mlp", "embed"), ("vocab", "embed")])
+def test_no_whole_leaf_is_decoded(axes):
+    """Compiled for a GPU: beside weights, gradients and state no more than a layer, or a part, in float32."""
+    target = parse_target("h100-80gb:1")
+    place = SingleDeviceSharding(target_devices(target, 80 * GIB)[0])
+    shape = (8, 2048, 4096) if len(axes) == 3 else (65536, 4096)
+    numbers, layer = np.prod(shape), np.prod(shape[-2:]) if len(axes) == 3 else quantized.PART
+    tx = optim.adamw8bit(1e-3, axes={"w": axes})
+
+    def put(tree):
+        return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place), tree)
+
+    params = {"w": jax.ShapeDtypeStruct(shape, jnp.bfloat16)}
+    state = jax.eval_shape(tx.init, params)
+
+    def step(params, x, state):
+        grads = jax.tree.map(lambda w: w * x, params)  # which nothing else holds
+        said, state = tx.update(grads, state, params)
+        return optim.apply(params, said), state
+
+    x = jax.ShapeDtypeStruct((), jnp.bfloat16)
+    compiled = jax.jit(step, donate_argnums=(0, 2)).lower(put(params), put(x), put(state)).compile()
+    assert compiled.memory_analysis().temp_size_in_bytes < 2 * numbers + 4 * 4 * layer
+    assert 4 * 4 * layer < 4 * numbers
