@@ -122,11 +122,11 @@ class Convnet(nnx.Module):
 
     def features(
         self, images: Float[Array, "batch height width channels"], key: Key[Array, ""] | None = None
-    ) -> Float[Array, "batch width"]:
+    ) -> Float[Array, "batch embed"]:
         x = images.astype(self.execution.dtype)
         for i in range(len(self.cfg.stages)):
             x = getattr(self, f"stage_{i}")(x, None if key is None else jax.random.fold_in(key, i))
         return jnp.mean(self.norm(x), axis=(1, 2))
 
-    def logits(self, x: Float[Array, "batch width"]) -> Float[Array, "batch outputs"]:
+    def logits(self, x: Float[Array, "batch embed"]) -> Float[Array, "batch outputs"]:
         return self.head(x)

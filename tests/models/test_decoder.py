@@ -9,6 +9,7 @@ from flax import nnx
 from jaxmem.config import PRESETS, load_config, parameter_count
 from jaxmem.config import Decoder as DecoderConfig
 from jaxmem.models import Decoder, Execution, build
+from jaxmem.stack import Way
 
 
 def preset(name, **fields):
@@ -121,7 +122,7 @@ def test_recomputation_changes_no_gradient(remat):
     plain = gradient(Execution())
     jax.tree.map(
         lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-5 * float(jnp.abs(b).max())),
-        gradient(Execution(remat=remat)),
+        gradient(Execution(stack=Way(remat))),
         plain,
     )
 

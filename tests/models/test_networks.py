@@ -13,6 +13,7 @@ from flax.traverse_util import unflatten_dict
 from jaxmem.config import Convnet, Mlp, Vit
 from jaxmem.models import Execution, build, convnet
 from jaxmem.sharding import rules
+from jaxmem.stack import Way
 
 VIT = Vit(layers=2, embed=16, mlp=24, heads=2)
 CONVNET = Convnet(stages=(8, 16), blocks=2)
@@ -117,7 +118,7 @@ def test_dropout_needs_a_key_and_follows_it(cfg):
 @cache
 def gradient(cfg, remat):
     """The compiled gradient of something, and its value."""
-    network = Compiled(cfg, Execution(remat=remat))
+    network = Compiled(cfg, Execution(stack=Way(remat)))
 
     def loss(params):
         return jnp.sum(jnp.square(network.call(params, images(64), key=jax.random.key(3))))
