@@ -66,10 +66,11 @@ class ParameterServer:
         self.traffic = Traffic()
         self.worst_lead = 0  # steps that a worker was ahead of the slowest
         self.worst_staleness = 0  # updates between what a worker pulled and what it pushed
-        leaves, self.structure = jax.tree.flatten(jax.device_put(params, device))
+        leaves = jax.tree.leaves(jax.device_put(params, device))
+        self.structure: Any = jax.tree.structure(params)
         self._leaves = [jnp.copy(leaf) for leaf in leaves]  # updated in place: the caller keeps its own
         with jax.numpy_dtype_promotion("standard"):  # optax mixes dtypes on purpose
-            self._state = tx.init(self.structure.unflatten(self._leaves))
+            self._state = tx.init(jax.tree.unflatten(self.structure, self._leaves))
         self._update = jax.jit(partial(_updated, tx), donate_argnums=(0, 1))
         self._version = 0  # updates done
         self._changed = threading.Condition()
