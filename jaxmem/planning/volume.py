@@ -6,7 +6,8 @@ m along `replica` copy them. Where n devices take part a message counts (n - 1) 
 
     zero 0, 1    2 a (P + E) w          gradients all-reduced over all n m;  zero 1: + (P + E) r for new weights
     zero 2       a P w + (P + E) r      gradients reduce-scattered, new weights gathered
-    zero 3       3 a P w                weights gathered forward and backward, gradients reduce-scattered
+    zero 3       a (3 P - H) w          weights gathered forward and backward, gradients reduce-scattered; the H
+                                        weights of the logits, which nothing recomputes, are gathered once
     from zero 2  2 a T D w              rows of the embedding, and their gradients, exchanged
     and          2 a (P + E) w / n      parts of the gradients all-reduced over m
 
@@ -59,11 +60,11 @@ def volume(built: Program) -> Volume:
     tokens = cfg.batch.global_size // a // (mesh["fsdp"] * m) * cfg.data.sequence_length // c / t
     full = cfg.memory.remat == "full"
 
-    embedding = model.vocab * model.embed / t
+    embedding = model.vocab * model.embed / t  # and so many for the logits
     products = built.parameters / t - (0 if model.tie_embeddings else embedding)
     every = products + (0 if model.tie_embeddings else embedding)
     split = cfg.zero >= 2
-    gathered = {0: 0.0, 1: every * r, 2: every * r, 3: 2 * a * products * w}[cfg.zero] * _share(n)
+    gathered = {0: 0.0, 1: every * r, 2: every * r, 3: a * (2 * products - embedding) * w}[cfg.zero] * _share(n)
     if split:
         reduced = a * w * (products * _share(n) + 2 * every / n * _share(m))
     else:

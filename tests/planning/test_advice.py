@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -238,3 +239,31 @@ def test_idle_stages() -> None:
     assert warned.text == "each stage has nothing to do in 43% of the 7 ticks of a step"
     assert warned.cure == "batch.accumulate=16 or pipeline.rounds=2, or fewer stages"
     assert found(advice._idle, program=on_stages(layers=8, stages=4, micro_batches=16)) == []
+
+
+# ------------------------------------------------------------------ tensor parallel
+
+
+@pytest.fixture(scope="module")
+def uneven() -> Plan:
+    """2 key heads and 263 tokens over 4 devices of `tensor`."""
+    return plan_here(mesh={"fsdp": 2, "tensor": 4}, model={**SMALL, "layers": 1, "vocab": 263})
+
+
+def test_what_tensor_does_not_divide_rests_whole(uneven: Plan) -> None:
+    # A device of 2 along fsdp holds half of the float32 weights: two of 32 x 16, and two of 32 x 263.
+    heads, vocab = (one for one in warnings_of(uneven) if one.kind == "not split")
+    assert heads.text.startswith("mesh.tensor 4 does not divide model.kv_heads 2: its weights, 2.0 KiB, are whole;")
+    assert heads.cure == "mesh.tensor=2 splits it"
+    assert vocab.text.startswith("mesh.tensor 4 does not divide model.vocab 263: its weights, 32.9 KiB, are whole;")
+
+
+def test_tensor_across_hosts_costs_seconds(uneven: Plan) -> None:
+    def on(target: str) -> list[Warned]:
+        return list(advice._across_hosts(dataclasses.replace(uneven, target=parse_target(target))))
+
+    assert on("h100-80gb:2x4") == on("cpu:8") == []
+    (warned,) = on("h100-80gb:4x2")
+    assert warned.text.startswith("mesh.tensor 4 reaches over hosts of 2 GPUs: its messages take ")
+    assert float(warned.text.split("take ")[1].split(" s")[0]) > 0
+    assert warned.cure == "mesh.tensor=2 mesh.fsdp=-1"
