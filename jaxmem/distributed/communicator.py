@@ -27,12 +27,12 @@ _Part = Callable[[jax.Array], jax.Array]  # what one participant does with its v
 
 class Communicator:
     """
-    >>> comm = Communicator(jax.devices()[:4])
-    >>> values = comm.put(np.arange(8.0, dtype=np.float32).reshape(4, 2))  # [0, 1] at the first, [2, 3] at the second
+    >>> comm = Communicator(jax.devices()[:2])
+    >>> values = comm.put(np.arange(4.0, dtype=np.float32).reshape(2, 2))  # [0, 1] at the first, [2, 3] at the second
     >>> comm.allreduce(values).tolist(), comm.allreduce(values, "max").tolist()
-    ([12.0, 16.0], [6.0, 7.0])
+    ([2.0, 4.0], [2.0, 3.0])
     >>> comm.all_gather(values).shape, comm.reduce_scatter(values, "mean").tolist()
-    ((4, 2), [[3.0], [4.0]])
+    ((2, 2), [[1.0], [2.0]])
     """
 
     def __init__(self, where: Mesh | Sequence[jax.Device] | None = None, axis: str = "rank") -> None:

@@ -254,7 +254,8 @@ class DenseMlp(nnx.Module):
         self.down = Linear(rngs, mlp, embed, ("mlp", "embed"), bias=True)
 
     def __call__(self, x: Float[Array, "*batch embed"]) -> Float[Array, "*batch embed"]:
-        return self.down(jax.nn.gelu(self.up(x)))
+        hidden = jax.nn.gelu(self.up(x))
+        return self.down(constrain(hidden, *("batch", "time")[: x.ndim - 1], "mlp"))
 
 
 class Block(nnx.Module):

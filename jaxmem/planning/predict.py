@@ -17,6 +17,7 @@ from typing import Any
 import jax
 import numpy as np
 from flax import nnx
+from jax.extend.core import Literal
 
 from jaxmem.config import Batch, Checkpoint, Config, Decoder, Mesh, Optimizer, Train
 from jaxmem.config.mesh import undivided
@@ -197,7 +198,7 @@ def _passes(shape: Config, tensor: int) -> _Passes:
 
     forward = jax.make_jaxpr(lambda params, batch: jax.vjp(loss, params, batch)[1])(params, batch).jaxpr
     made_by = {out: eqn for eqn in forward.eqns for out in eqn.outvars}
-    kept = {out: made_by[out] for out in forward.outvars if out in made_by}
+    kept = {out: made_by[out] for out in forward.outvars if not isinstance(out, Literal) and out in made_by}
     if isinstance(shape.model, Decoder):
         embed = shape.model.embed
         saved = sum(

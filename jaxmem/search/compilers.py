@@ -32,6 +32,7 @@ class Compilers:
         self.target, self.reserve_gib = target, reserve_gib
         self.processes = processes or _processes()
         self.compiled = 0  # programs, this time; the others were known
+        self._started: list[_Process] = []
         self._free: list[_Process] = []
         self._lock = threading.Lock()
         self._pool = ThreadPoolExecutor(self.processes)
@@ -39,7 +40,10 @@ class Compilers:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, error: type[BaseException] | None, *_: object) -> None:
+        if error is not None:  # what still compiles is not waited for
+            for process in self._started:
+                process.kill()
         self._pool.shutdown(cancel_futures=True)
         for process in self._free:
             process.stop()
@@ -75,8 +79,11 @@ class Compilers:
     @contextlib.contextmanager
     def _process(self) -> Iterator[_Process]:
         with self._lock:
-            process = self._free.pop() if self._free else None
-        process = process or _Process(self.target.name, self.reserve_gib)
+            if self._free:
+                process = self._free.pop()
+            else:
+                process = _Process(self.target.name, self.reserve_gib)
+                self._started.append(process)
         try:
             yield process
         except BaseException:
@@ -94,6 +101,7 @@ class _Process:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
+            start_new_session=True,  # Ctrl-C is for the command alone, which then ends these
         )
 
     def ask(self, question: dict[str, Any]) -> dict[str, Any]:
@@ -110,8 +118,11 @@ class _Process:
             )
         return json.loads(answer)
 
-    def stop(self) -> None:
+    def kill(self) -> None:
         self._process.kill()
+
+    def stop(self) -> None:
+        self.kill()
         with self._process:  # closes its pipes and waits for it
             pass
 

@@ -7,6 +7,7 @@ import pytest
 
 from jaxmem import optim
 from jaxmem.errors import UserError
+from jaxmem.precision import rounded
 from jaxmem.program import scaling
 from tests.program.conftest import Trained, config
 
@@ -74,7 +75,7 @@ def test_a_layer_alone_is_rounded_as_among_all():
     w, key = jax.random.normal(jax.random.key(0), (3, 8, 8)), jax.random.key(1)
     every = optim.apply({"w": w.astype(jnp.bfloat16)}, {"w": w * 1e-3}, key, {"w": ("layer", "embed", "mlp")})["w"]
     own = jax.random.fold_in(optim.leaf_key(key, (jax.tree_util.DictKey("w"),)), 2)
-    alone = optim.rounded(w[2].astype(jnp.bfloat16).astype(jnp.float32) + w[2] * 1e-3, jnp.bfloat16, own)
+    alone = rounded(w[2].astype(jnp.bfloat16).astype(jnp.float32) + w[2] * 1e-3, jnp.bfloat16, own)
     np.testing.assert_array_equal(every[2].astype(jnp.float32), alone.astype(jnp.float32))
 
 
