@@ -11,6 +11,8 @@ from jaxtyping import install_import_hook
 
 from jaxmem.devices import simulate
 
+# The programs are small and run a few times: what LLVM gains at run time it takes twice in compiling. HLO is the same.
+os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_backend_optimization_level=0"
 simulate(8)
 
 # Tests compile many like programs, here and in the processes they start: each is compiled once a run, a third of
