@@ -180,7 +180,7 @@ def train(
 
 def gradient_of(program: Program) -> Gradient:
     """Of a config's own network and objective: the mean over a batch's rows, as in its training step."""
-    of_batch = objective(program.cfg.objective)
+    of_batch = objective(program.cfg.objective, program.cfg.memory)
 
     def mean(params: Any, batch: dict[str, jax.Array]) -> jax.Array:
         one = jax.tree.map(lambda x: x[0], batch)

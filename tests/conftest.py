@@ -26,7 +26,8 @@ os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "0"
 
 # Each call of a function in these has its arguments and its result held against their annotations.
 install_import_hook(
-    ["jaxmem.kernels", "jaxmem.models", "jaxmem.losses", "jaxmem.precision", "jaxmem.stack"], "beartype.beartype"
+    ["jaxmem.kernels", "jaxmem.models", "jaxmem.losses", "jaxmem.vocabulary", "jaxmem.precision", "jaxmem.stack"],
+    "beartype.beartype",
 )
 
 import jax  # noqa: E402

@@ -17,7 +17,7 @@ LAYERS = (
     ("config",),
     ("kernels", "quant", "sharding", "leaves"),
     ("distributed",),
-    ("stack", "precision", "losses", "exchange"),
+    ("stack", "precision", "losses", "vocabulary", "exchange"),
     ("models", "adapters", "optim"),
     ("data", "checksum", "resume", "checkpoint", "hf"),
     ("program",),

@@ -99,6 +99,8 @@ def _objective(cfg: Config) -> Iterator[str]:
     for field in ("label_smoothing", "z_loss"):
         if getattr(objective, field) and name not in CROSS_ENTROPY:
             yield f"objective.{field}: only {' and '.join(CROSS_ENTROPY)} have it, not {name}"
+    if cfg.memory.loss_chunk != "auto" and name != "next_token":
+        yield f"memory.loss_chunk: only next_token has a vocabulary to go through, not {name}; use auto"
     if objective.temperature != default.temperature and name != "contrastive":
         yield f"objective.temperature: only contrastive has it, not {name}"
     if name == "contrastive":

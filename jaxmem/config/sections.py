@@ -172,6 +172,7 @@ class Precision(Section):
 class Memory(Section):
     remat: Literal["none", "full", "dots"] = "none"
     attention: Literal["auto", "blockwise", "reference"] = "auto"
+    loss_chunk: Literal["auto"] | Count = "auto"  # entries of the vocabulary whose logits exist at once
 
 
 class Optimizer(Section):

@@ -77,6 +77,11 @@ class Decoder(nnx.Module):
         # Of a vocabulary that the devices do not divide, what was added is cut off: no loss and no token sees it.
         return constrain(y, "batch", "time", "vocab")[..., : self.cfg.vocab]
 
+    @property
+    def projection(self) -> nnx.Param:
+        """The weight that makes logits of features."""
+        return self.embedding.weight if self.head is None else self.head.weight
+
     def prefill(self, tokens: Int[Array, "batch time"]) -> tuple[Float[Array, "batch vocab"], Caches]:
         """Logits after a prompt, and every layer's keys and values of it, stacked."""
         turned = self._angles(tokens, None)

@@ -16,7 +16,7 @@ from jaxmem.planning.breakdown import ALL_SCORES, GATHERED, LOGITS, STATE_COPIES
 from jaxmem.planning.collectives import collective
 from jaxmem.planning.compile import host_total
 from jaxmem.planning.hlo import Module, total_flops
-from jaxmem.planning.predict import held
+from jaxmem.planning.predict import held, loss_chunk
 from jaxmem.planning.text import readable
 from jaxmem.sharding import is_axes
 
@@ -75,14 +75,15 @@ def _logits(plan: Plan) -> Iterator[Warned]:
     size, total = plan.breakdown.of_kind(LOGITS), plan.bytes_per_device["total"]
     if size > LARGE * total:
         text = f"logits and loss take {readable(size)}, {size / total:.0%} of all"
-        yield Warned("logits", text, _fewer_logits(plan.program.cfg, plan.mesh["replica"] * plan.mesh["fsdp"]))
+        yield Warned("logits", text, _fewer_logits(plan.program.cfg, "cpu" if plan.target.is_cpu else "gpu"))
 
 
-def _fewer_logits(cfg: Config, split: int) -> str:
-    """What makes them smaller; `split`: over how many devices the batch is."""
-    rows = cfg.batch.global_size // cfg.batch.accumulate
+def _fewer_logits(cfg: Config, platform: str) -> str:
+    rows, split = cfg.batch.global_size // cfg.batch.accumulate, cfg.mesh.replica * cfg.mesh.fsdp
+    chunk = loss_chunk(cfg, platform)
+    fewer = "" if chunk is None else f"memory.loss_chunk={max(chunk // 8, 1)}, "
     more = f"batch.accumulate={2 * cfg.batch.accumulate}" if rows >= 2 * split else "a shorter data.sequence_length"
-    return f"{more}, or mesh.tensor to split the vocabulary"
+    return f"{fewer}{more}, or mesh.tensor to split the vocabulary"
 
 
 def _offload(plan: Plan) -> Iterator[Warned]:

@@ -234,7 +234,10 @@ def inside(one: Instruction) -> Iterator[Instruction]:
 
 
 def _of_logits(frames: Sequence[Frame]) -> bool:
-    return any(file.endswith("jaxmem/losses.py") or function.endswith(".logits") for file, function in frames)
+    return any(
+        file.endswith(("jaxmem/losses.py", "jaxmem/vocabulary.py")) or function.endswith(".logits")
+        for file, function in frames
+    )
 
 
 def _tells(maker: Instruction) -> tuple[bool, bool, bool]:

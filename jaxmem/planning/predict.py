@@ -19,6 +19,7 @@ import numpy as np
 from flax import nnx
 from jax.extend.core import Literal
 
+from jaxmem import vocabulary
 from jaxmem.config import Batch, Checkpoint, Config, Decoder, Mesh, Optimizer, Train
 from jaxmem.config.mesh import undivided
 from jaxmem.data import batch_spec
@@ -124,6 +125,9 @@ class _State:
 def _shape_of(cfg: Config, platform: str) -> Config:
     """What shapes depend on: the config without its mesh, its batch and what only a run reads."""
     compute = compute_dtype(cfg.precision, platform).name
+    chunk = loss_chunk(cfg, platform)
+    if chunk is not None and chunk < _held_vocabulary(cfg):
+        chunk = max(_held_vocabulary(cfg) // 16, 1)  # how large a slice is says little of the passes: one form for all
     return cfg.model_copy(
         update={
             "name": "shape",
@@ -133,9 +137,24 @@ def _shape_of(cfg: Config, platform: str) -> Config:
             "batch": Batch(global_size=1),
             "train": Train(steps=cfg.steps),
             "checkpoint": Checkpoint(),
+            "memory": cfg.memory.model_copy(update={"loss_chunk": chunk or "auto"}),
             "precision": cfg.precision.model_copy(update={"compute": compute}),
         }
     )
+
+
+def loss_chunk(cfg: Config, platform: str) -> int | None:
+    """`memory.loss_chunk` as it comes out for this config's batch and mesh: a whole part of the vocabulary, or less.
+    None: there is no vocabulary."""
+    if not isinstance(cfg.model, Decoder):
+        return None
+    itemsize, held = compute_dtype(cfg.precision, platform).itemsize, _held_vocabulary(cfg)
+    tokens = math.ceil(_rows(cfg) * cfg.data.sequence_length)
+    return vocabulary.width(cfg.memory.loss_chunk, tokens, held, itemsize) or held
+
+
+def _held_vocabulary(cfg: Config) -> int:
+    return -(-cfg.model.vocab // cfg.mesh.tensor) if isinstance(cfg.model, Decoder) else 0
 
 
 def _alone(cfg: Config) -> Program:
@@ -189,7 +208,7 @@ _AROUND, _KERNELS = 2.5, 3
 @functools.lru_cache(maxsize=256)
 def _passes(shape: Config, tensor: int) -> _Passes:
     built = _alone(shape.model_copy(update={"model": _split(shape.model, tensor)}))
-    objective_ = objective(built.cfg.objective)
+    objective_ = objective(built.cfg.objective, built.cfg.memory)
     params = jax.tree.map(_unplaced, built.state.params)
     batch = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), built.batch)
 
@@ -246,9 +265,15 @@ def _product(eqn: Any, times: int) -> _Product:
         depth = math.prod(left.shape[d] for d in contracted)
     else:
         depth = math.prod(right.shape) // max(right.shape[eqn.params["dimension_numbers"].rhs_spec[0]], 1)
-    weights = sum(_bytes(x) for x in (left, right, out) if x.ndim == 2)
-    others = sum(_bytes(x) for x in (left, right, out) if x.ndim != 2)
+    sides = [(_bytes(x), _is_weight(x)) for x in (left, right, out)]
+    weights = sum(size for size, is_weight in sides if is_weight)
+    others = sum(size for size, is_weight in sides if not is_weight)
     return _Product(times, 2 * math.prod(out.shape) * depth, weights, others, str(left.dtype))
+
+
+def _is_weight(x: Any) -> bool:
+    """Or its gradient, or a slice of either: what belongs to a batch, here of one row, begins with 1."""
+    return x.ndim == 2 or (x.ndim == 3 and x.shape[0] != 1)
 
 
 def _unplaced(leaf: Any) -> jax.ShapeDtypeStruct:
@@ -288,8 +313,10 @@ class _Sizes:
             self.queries = tokens * model.heads * model.head_dim * width / tensor
             self.keys = tokens * model.kv_heads * model.head_dim * width / tensor
             self.hidden = tokens * model.mlp * width / tensor
-            self.logits = tokens * model.vocab * width / tensor
-            self.head = model.embed * model.vocab * width / tensor
+            self.chunk = loss_chunk(cfg, platform) or 0
+            self.is_whole = self.chunk == _held_vocabulary(cfg)
+            self.logits = tokens * self.chunk * width
+            self.head = model.embed * self.chunk * width
             self.layer = _layer_parameters(model) * width / tensor
 
     def fullest(self, saved: int) -> dict[str, int]:
@@ -303,6 +330,9 @@ class _Sizes:
             + 6 * self.residual + 4 * self.hidden + (1 + 2 * wide) * self.queries + 2 * (1 + wide) * self.keys
         )  # fmt: skip
         logits, head = self.logits, self.head
+        if not self.is_whole:  # a slice's logits, its weight and their gradients, and the features' gradient in float32
+            logits += 2 * head + wide * self.residual
+            return kept | ({"logits": int(logits)} if logits > layer else {"intermediates": int(layer)})
         if self.cfg.batch.accumulate == 1:
             return kept | {"logits": int(logits + head), "intermediates": int(layer)}
         if logits > layer:

@@ -143,7 +143,7 @@ class Program:
 
     def lower_step(self) -> jax.stages.Lowered:
         """The training step; its state is donated."""
-        loss = objective(self.cfg.objective)
+        loss = objective(self.cfg.objective, self.cfg.memory)
         step = make_step(
             self.graphdef,
             self.axes,
@@ -166,7 +166,8 @@ class Program:
 
     def lower_evaluate(self) -> jax.stages.Lowered:
         """(params, batch) -> sums of the objective alone, without what only training adds to it."""
-        plain = objective(self.cfg.objective.model_copy(update={"label_smoothing": 0.0, "z_loss": 0.0}))
+        terms = self.cfg.objective.model_copy(update={"label_smoothing": 0.0, "z_loss": 0.0})
+        plain = objective(terms, self.cfg.memory)
 
         def evaluate(params: Params, batch: Batch) -> Sums:
             network = nnx.merge(self.graphdef, params)

@@ -14,8 +14,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxmem import config, losses
+from jaxmem import config, losses, vocabulary
 from jaxmem.models import Decoder, Network
+from jaxmem.sharding import constrain
 
 Batch = dict[str, jax.Array]
 Sums = dict[str, jax.Array]  # "loss", "count", and "correct" where right and wrong mean something
@@ -32,10 +33,10 @@ class Objective:
         return self.sums(network, self.features(network, batch, key), batch)
 
 
-def objective(cfg: config.Objective) -> Objective:
+def objective(cfg: config.Objective, memory: config.Memory) -> Objective:
     """What a config minimises."""
     return {
-        "next_token": lambda: Objective(_tokens, _next_token(cfg)),
+        "next_token": lambda: Objective(_tokens, _next_token(cfg, memory)),
         "classify": lambda: Objective(_pictures, _classify(cfg)),
         "binary": lambda: Objective(_pictures, _binary),
         "regress_l1": lambda: Objective(_pictures, _regress(losses.absolute_error)),
@@ -64,10 +65,16 @@ def _pairs(network: Network, batch: Batch, key: jax.Array | None) -> tuple[jax.A
     return network.features(batch["inputs"], key=first), network.features(batch["pairs"], key=second)
 
 
-def _next_token(cfg: config.Objective) -> Callable[[Decoder, jax.Array, Batch], Sums]:
+def _next_token(cfg: config.Objective, memory: config.Memory) -> Callable[[Decoder, jax.Array, Batch], Sums]:
     def sums(network: Decoder, x: jax.Array, batch: Batch) -> Sums:
-        logits, labels = network.logits(x), batch["targets"]
-        loss = losses.cross_entropy(logits, labels, label_smoothing=cfg.label_smoothing, z_loss=cfg.z_loss)
+        labels, more = batch["targets"], {"label_smoothing": cfg.label_smoothing, "z_loss": cfg.z_loss}
+        slices = vocabulary.slices(memory.loss_chunk, x, network.cfg.vocab)
+        if slices is None:
+            loss = losses.cross_entropy(network.logits(x), labels, **more)
+        else:
+            x, weight = constrain(x, "batch", "time", "embed"), network.projection
+            axes = weight.get_metadata()["axes"]
+            loss = vocabulary.cross_entropy(x, weight.get_value(), labels, axes=axes, slices=slices, **more)
         return _sums(loss, batch["mask"])
 
     return sums

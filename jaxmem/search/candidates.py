@@ -19,7 +19,7 @@ from jaxmem.config.mesh import resolve
 from jaxmem.errors import UserError
 from jaxmem.hardware import CPU
 from jaxmem.planning import Target
-from jaxmem.planning.predict import Estimate, estimate
+from jaxmem.planning.predict import Estimate, estimate, loss_chunk
 from jaxmem.precision import compute_dtype
 from jaxmem.search.knobs import Change, Knob
 
@@ -101,8 +101,10 @@ def _changed(raw: Mapping[str, Any], changes: Change, target: Target) -> Config 
 
 def _same(cfg: Config, target: Target) -> Config:
     """One form for configs that come to the same program."""
-    compute = compute_dtype(cfg.precision, "cpu" if target.is_cpu else "gpu").name
-    return cfg.model_copy(update={"precision": cfg.precision.model_copy(update={"compute": compute})})
+    platform = "cpu" if target.is_cpu else "gpu"
+    precision = cfg.precision.model_copy(update={"compute": compute_dtype(cfg.precision, platform).name})
+    memory = cfg.memory.model_copy(update={"loss_chunk": loss_chunk(cfg, platform) or "auto"})
+    return cfg.model_copy(update={"precision": precision, "memory": memory})
 
 
 def _candidate(cfg: Config, given: Config, keys: Sequence[str], target: Target) -> Candidate:

@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal, get_args, get_origin
 
 from annotated_types import Ge, Le
 
-from jaxmem.config import Config, Optimizer
+from jaxmem.config import Config, Decoder, Optimizer
 from jaxmem.config.mesh import AXES
 from jaxmem.errors import UserError, nearest
 from jaxmem.planning import Target
@@ -79,6 +79,12 @@ def _micro_batches(cfg: Config, _: Target) -> Iterable[Change]:
     return ({"batch.accumulate": parts} for parts in range(1, size + 1) if size % parts == 0)
 
 
+def _loss_chunks(cfg: Config, _: Target) -> Iterable[Change]:
+    """Slices of the vocabulary as they come out by themselves, or none."""
+    if isinstance(cfg.model, Decoder):
+        yield from ({"memory.loss_chunk": chunk} for chunk in ("auto", cfg.model.vocab))
+
+
 def _computing(_cfg: Config, _target: Target) -> Iterable[Change]:
     """Number formats to compute in; float16 only with what keeps its gradients from vanishing."""
     for name in values("precision.compute"):
@@ -99,12 +105,13 @@ KNOBS = (
     Knob("mesh", listed("zero")),
     Knob("remat", listed("memory.remat")),
     Knob("batch", _micro_batches),
+    Knob("chunks", _loss_chunks),
     Knob("precision", listed("precision.parameters")),
     Knob("precision", listed("precision.master")),
     Knob("precision", _computing),
     Knob("optimizer", _optimizers),
 )
-BY_DEFAULT = ("mesh", "remat", "batch")
+BY_DEFAULT = ("mesh", "remat", "batch", "chunks")
 
 
 def allowed(words: Sequence[str]) -> list[Knob]:

@@ -48,7 +48,7 @@ def test_the_update_is_adamw_on_clipped_mean_gradients():
     cfg = config(optimizer={"warmup": 2, "clip": 0.1, "learning_rate": 1e-2, "epsilon": 1e-3})
     trained = Trained(cfg, updates=2)
     built, params = trained.built, jax.tree.map(jnp.asarray, trained.first)
-    network = objective(cfg.objective)
+    network = objective(cfg.objective, cfg.memory)
 
     def mean(params, batch):
         sums = network(nnx.merge(built.graphdef, params), batch, None)

@@ -1,0 +1,269 @@
+"""Cross entropy over a vocabulary whose logits are never whole: the output projection and the loss, slice by slice.
+
+With T tokens on a device, E numbers each, V entries of the vocabulary and a compute dtype of 2 bytes, logits and their
+gradient are 4 T V bytes. In slices of v entries 4 T v bytes, 2 E v of the weight, and 4 T E of the features' gradient,
+summed in float32. Each slice of the weight's gradient is made once and written once: it is rounded as the whole one is,
+and devices that split the weight gather and scatter a slice at a time, never hold it or its gradient whole.
+
+It takes the logits twice, since what all slices add up to is known only after the last: a third more of the output
+projection's arithmetic. Slices of the tokens instead would take them once, and read and write the whole gradient of
+the weight in float32 for each slice, which takes longer. Logits are in the compute dtype as they are without slices,
+what is made of them in float32; the partition is summed online (Milakov and Gimelshein, arXiv:1805.02867). Wijmans et
+al. (arXiv:2411.09009) do it in one kernel.
+
+`statistics` and `slice_gradients` are the two passes, for those who go through the slices themselves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from jaxmem.sharding import Axes, constrain, current, gather
+
+Features = Float[Array, "batch time embed"]
+Labels = Int[Array, "batch time"]
+PerToken = Float[Array, "batch time"]
+# A slice as it is computed with: devices of `tensor` have `width` entries of their own part each.
+Weight = Float[Array, "embed parts width"]
+Entries = Int[Array, "parts width"]  # which entry of the vocabulary a column is; -1: none, it was in an earlier slice
+Fetch = Callable[[Int[Array, ""]], Weight]
+
+_Sums = tuple[jax.Array, jax.Array, jax.Array, jax.Array]
+
+WHOLE = 2**27  # bytes of logits up to which `auto` leaves them whole
+PIECE = 2**25  # bytes of logits that it takes at a time
+LEAST, MULTIPLE = 512, 128  # entries: fewer leave matrix units idle
+
+
+@dataclass(frozen=True)
+class Slices:
+    """How a vocabulary is gone through: each of the parts in which the weight rests, `width` entries at a time. Where
+    the last slice would reach beyond the end it begins earlier, and what was in another one is none of it."""
+
+    vocab: int
+    width: int
+    resting: int = 1  # into how many parts the weight's vocabulary is split where it rests
+    parts: int = 1  # and where it is computed with
+
+    @property
+    def held(self) -> int:
+        """Entries of a part."""
+        return self.vocab // self.resting
+
+    @property
+    def count(self) -> int:
+        """
+        >>> Slices(vocab=128256, width=2048).count, Slices(vocab=128256, width=2048, resting=2, parts=2).count
+        (63, 32)
+        """
+        return -(-self.held // self.width)
+
+    @property
+    def is_even(self) -> bool:
+        """Whether no entry is in two slices."""
+        return self.held % self.width == 0
+
+    def entries(self, j: Int[Array, ""]) -> Entries:
+        within = self._begin(j) + jnp.arange(self.width, dtype=jnp.int32)
+        first = self.held * jnp.arange(self.resting, dtype=jnp.int32)
+        numbers = jnp.where(within >= j * self.width, first[:, None] + within, -1)
+        return numbers.reshape(self.parts, -1)
+
+    def cut(self, weight: Float[Array, "rows columns"], axes: Axes, j: Int[Array, ""]) -> Weight:
+        """A slice out of the weight as it rests, [embed, vocab] or [vocab, embed]."""
+        dim = axes.index("vocab")
+        one = jax.lax.dynamic_slice_in_dim(self._split(weight, dim), self._begin(j), self.width, axis=dim + 1)
+        one = jnp.moveaxis(one, (dim, dim + 1), (1, 2))
+        return one.reshape(one.shape[0], self.parts, -1)
+
+    def put(
+        self, weight: Float[Array, "rows columns"], axes: Axes, j: Int[Array, ""], one: Weight
+    ) -> Float[Array, "rows columns"]:
+        """The weight, or its gradient, with a slice of it replaced. From the last slice to the first: what a slice has
+        of another is written over by that one."""
+        dim = axes.index("vocab")
+        one = jnp.moveaxis(one.reshape(one.shape[0], self.resting, self.width), (1, 2), (dim, dim + 1))
+        split = jax.lax.dynamic_update_slice_in_dim(self._split(weight, dim), one, self._begin(j), axis=dim + 1)
+        return split.reshape(weight.shape)
+
+    def _begin(self, j: Int[Array, ""]) -> Int[Array, ""]:
+        return jnp.minimum(j * self.width, self.held - self.width)
+
+    def _split(self, weight: jax.Array, dim: int) -> jax.Array:
+        return weight.reshape(*weight.shape[:dim], self.resting, self.held, *weight.shape[dim + 1 :])
+
+
+@dataclass(frozen=True)
+class Terms:
+    """What `losses.cross_entropy` has beside logits and labels."""
+
+    label_smoothing: float = 0.0
+    z_loss: float = 0.0
+
+
+class Statistics(NamedTuple):
+    """All that the loss of a token, and its gradient, need to know of all logits."""
+
+    partition: PerToken  # log of the sum of their exponentials
+    chosen: PerToken  # the label's
+    mean: PerToken
+
+    def losses(self, terms: Terms) -> PerToken:
+        s = terms.label_smoothing
+        loss = self.partition - (1.0 - s) * self.chosen - s * self.mean
+        return loss + terms.z_loss * self.partition * self.partition
+
+
+def width(chunk: int | Literal["auto"], tokens: int, held: int, itemsize: int) -> int | None:
+    """Entries of a slice, of `held` that a device has a part of; None: all of them at once. `auto` leaves logits whole
+    that are small, and no model that has none other pays for it.
+
+    >>> width("auto", tokens=8192, held=128256, itemsize=2), width("auto", tokens=2048, held=32000, itemsize=2)
+    (2048, None)
+    """
+    if chunk == "auto":
+        if tokens * held * itemsize <= WHOLE:
+            return None
+        wide = max(LEAST, PIECE // (tokens * itemsize) // MULTIPLE * MULTIPLE)
+    else:
+        wide = chunk
+    return wide if wide < held else None
+
+
+def slices(chunk: int | Literal["auto"], x: Features, vocab: int) -> Slices | None:
+    """For features of a batch as the current layout splits them; None: the logits as a whole."""
+    layout = current()
+    resting, parts, tokens = 1, 1, x.shape[0] * x.shape[1]
+    if layout is not None:
+        tokens //= layout.parts("activations", "batch") * layout.parts("activations", "time")
+        resting, parts = layout.parts("weights", "vocab"), layout.parts("computing", "vocab")
+    wide = width(chunk, tokens, -(-vocab // parts), x.dtype.itemsize)
+    if wide is None:
+        return None
+    # Of a weight that rests whole each device computes with its part of every slice.
+    return Slices(vocab, wide * parts // resting, resting, parts)
+
+
+def cross_entropy(
+    x: Features,
+    weight: Float[Array, "rows columns"],
+    labels: Labels,
+    *,
+    axes: Axes,
+    slices: Slices,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+) -> PerToken:
+    """`losses.cross_entropy` of x @ weight; `weight` is [embed, vocab] or [vocab, embed], as it rests."""
+    return _cross_entropy(_Loss(axes, slices, Terms(label_smoothing, z_loss)), x, weight, labels)
+
+
+def statistics(x: Features, labels: Labels, fetch: Fetch, slices: Slices) -> Statistics:
+    """The first pass. Each device of `tensor` adds up its own parts; what they have together is one message."""
+    empty = constrain(jnp.zeros((*labels.shape, slices.parts), jnp.float32), "batch", "time", "vocab")
+
+    def add(found: _Sums, j: jax.Array) -> tuple[_Sums, None]:
+        most, total, chosen, summed = found
+        logits, entries = _logits(x, fetch(j)), slices.entries(j)
+        real = entries >= 0
+        higher = jnp.maximum(most, jnp.max(jnp.where(real, logits, -jnp.inf), axis=-1))
+        exponentials = jnp.where(real, jnp.exp(logits - higher[..., None]), 0.0)
+        picked = jnp.where(entries == labels[..., None, None], logits, 0.0)
+        return (
+            higher,
+            total * jnp.exp(most - higher) + jnp.sum(exponentials, axis=-1),
+            chosen + jnp.sum(picked, axis=-1),
+            summed + jnp.sum(jnp.where(real, logits, 0.0), axis=-1),
+        ), None
+
+    numbers = jnp.arange(slices.count, dtype=jnp.int32)
+    (most, total, chosen, summed), _ = jax.lax.scan(add, (empty - jnp.inf, empty, empty, empty), numbers)
+    highest = jnp.max(most, axis=-1)
+    partition = highest + jnp.log(jnp.sum(total * jnp.exp(most - highest[..., None]), axis=-1))
+    return Statistics(partition, jnp.sum(chosen, axis=-1), jnp.sum(summed, axis=-1) / slices.vocab)
+
+
+def slice_gradients(
+    x: Features,
+    labels: Labels,
+    weight: Weight,
+    entries: Entries,
+    found: Statistics,
+    wanted: PerToken,
+    terms: Terms,
+    vocab: int,
+) -> tuple[Weight, Float[Array, "parts batch time embed"]]:
+    """The second pass, for one slice: its gradient in the compute dtype, and what it adds to the gradient of x, in
+    float32 and for each part by itself, so that devices of `tensor` add theirs up once, after the last slice.
+    `wanted`: how much each token's loss counts, the gradient of what is minimised by it."""
+    per_token = lambda value: value[..., None, None]  # noqa: E731
+    likely = jnp.exp(_logits(x, weight) - per_token(found.partition))
+    of_partition = 1.0 + 2.0 * terms.z_loss * found.partition
+    s = terms.label_smoothing
+    aim = jnp.where(entries == per_token(labels), 1.0 - s, 0.0) + s / vocab
+    g = per_token(wanted) * (per_token(of_partition) * likely - aim)
+    g = jnp.where(entries >= 0, g, 0.0).astype(x.dtype)
+    of_weight = jnp.einsum("bte,btpv->epv", x, g)
+    of_x = jnp.einsum("btpv,epv->pbte", g, weight, preferred_element_type=jnp.float32)
+    return of_weight, of_x
+
+
+def _logits(x: Features, weight: Weight) -> Float[Array, "batch time parts width"]:
+    logits = jnp.einsum("bte,epv->btpv", x, weight)
+    return constrain(logits, "batch", "time", "vocab", None).astype(jnp.float32)
+
+
+_Kept = tuple[jax.Array, jax.Array, jax.Array, Statistics]
+
+
+@dataclass(frozen=True)
+class _Loss:
+    """What does not change while arrays do."""
+
+    axes: Axes
+    slices: Slices
+    terms: Terms
+
+    def fetch(self, weight: jax.Array, dtype: jnp.dtype, j: jax.Array) -> jax.Array:
+        return gather(self.slices.cut(weight, self.axes, j), ("embed", "vocab", None), dtype)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _cross_entropy(loss: _Loss, x: jax.Array, weight: jax.Array, labels: jax.Array) -> jax.Array:
+    return _forward(loss, x, weight, labels)[0]
+
+
+def _forward(loss: _Loss, x: jax.Array, weight: jax.Array, labels: jax.Array) -> tuple[jax.Array, _Kept]:
+    found = statistics(x, labels, partial(loss.fetch, weight, x.dtype), loss.slices)
+    return found.losses(loss.terms), (x, weight, labels, found)
+
+
+def _backward(loss: _Loss, kept: _Kept, wanted: jax.Array) -> tuple[jax.Array, jax.Array, None]:
+    x, weight, labels, found = kept
+    slices, axes = loss.slices, loss.axes
+
+    def add(made: tuple[jax.Array, jax.Array], j: jax.Array) -> tuple[tuple[jax.Array, jax.Array], None]:
+        of_weight, of_x = made
+        one = loss.fetch(weight, x.dtype, j)
+        found_weight, found_x = slice_gradients(
+            x, labels, one, slices.entries(j), found, wanted, loss.terms, slices.vocab
+        )
+        found_weight = constrain(found_weight, "embed", "vocab", None, role="gradients").astype(weight.dtype)
+        of_x = constrain(of_x + found_x, "vocab", "batch", "time", None)
+        return (constrain(slices.put(of_weight, axes, j, found_weight), *axes, role="gradients"), of_x), None
+
+    zeros = constrain(jnp.zeros(weight.shape, weight.dtype), *axes, role="gradients")
+    empty = constrain(jnp.zeros((slices.parts, *x.shape), jnp.float32), "vocab", "batch", "time", None)
+    numbers = jnp.arange(slices.count, dtype=jnp.int32)
+    (of_weight, of_x), _ = jax.lax.scan(add, (zeros, empty), numbers, reverse=True)
+    return constrain(jnp.sum(of_x.astype(x.dtype), axis=0), "batch", "time", "embed"), of_weight, None
+
+
+_cross_entropy.defvjp(_forward, _backward)
