@@ -158,9 +158,9 @@ def generate(
 
         from jaxmem import decode
         from jaxmem.data import tokenizer_for
-        from jaxmem.trained import open_run
+        from jaxmem.trained import open_model
 
-        program, params = open_run(run)
+        program, params = open_model(run)
         tokenizer = tokenizer_for(program.cfg.data.tokenizer)
         given = np.array([*tokenizer.begin, *tokenizer.encode(prompt)], np.int32)
         ids = decode.generate(program, params, given, tokens, temperature=temperature, seed=seed, end=tokenizer.end)
@@ -189,6 +189,37 @@ def evaluate(
             _show(result)
         else:
             print("  ".join(f"{name} {value:.4g}" for name, value in result.items()))
+
+
+@app.command("import")
+def import_(
+    source: Annotated[Path, typer.Argument(metavar="HF_DIR", help="config.json, *.safetensors", show_default=False)],
+    target: Annotated[Path, typer.Argument(metavar="DIR", help="The run to write.", show_default=False)],
+    simulate: Simulate = None,
+) -> None:
+    """A Hugging Face directory as a run, to train, generate from, evaluate."""
+    _devices(simulate)
+    from jaxmem.convert import import_model
+
+    import_model(source, target)
+    print(f"{target}: try it with jaxmem generate {target} --prompt TEXT")
+
+
+@app.command()
+def export(
+    run: Run,
+    target: Annotated[Path, typer.Argument(metavar="DIR", help="The directory to write.", show_default=False)],
+    dtype: Annotated[
+        str | None, typer.Option(metavar="D", help="float32, float16, bfloat16; default: as it came, or rests.")
+    ] = None,
+    simulate: Simulate = None,
+) -> None:
+    """A run as a Hugging Face directory, which transformers and vLLM open."""
+    _devices(simulate)
+    from jaxmem.convert import export_model
+
+    export_model(run, target, dtype)
+    print(f"{target}: config.json, *.safetensors and the tokenizer")
 
 
 @app.command()

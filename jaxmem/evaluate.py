@@ -17,7 +17,7 @@ from jaxmem.distributed.agree import any_of, in_order
 from jaxmem.errors import UserError
 from jaxmem.program import Program
 from jaxmem.program.objective import Sums, means
-from jaxmem.trained import open_run
+from jaxmem.trained import open_model
 
 Means = dict[str, float]
 
@@ -58,6 +58,6 @@ class HeldOut:
 def evaluate(run: str | Path, data: str | None = None) -> Means:
     """A trained run on its held-out documents, or on the whole of another text file."""
     overrides = [] if data is None else ["data.source=text", f"data.path={json.dumps(data)}", "data.mixture=[]"]
-    program, params = open_run(run, overrides)
+    program, params = open_model(run, overrides)
     with HeldOut(program, split="held_out" if data is None else "all") as documents:
         return documents(params)

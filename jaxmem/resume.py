@@ -27,6 +27,7 @@ BOUND = (
 )
 FREE = (
     "model.preset",  # a name for the other fields, which are compared one by one
+    "model.hf",  # where the first weights came from: these are in the checkpoint
     "model.dropout",
     "data.path",  # files may move: the data's fingerprint tells whether they are the same
     "data.mixture.*.path",

@@ -1,32 +1,81 @@
-"""Open what a run left behind: its config, and the weights of a checkpoint on the devices at hand."""
+"""Open what a run left behind, or a Hugging Face directory: its config, and the weights on the devices at hand."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
 
+from jaxmem import hf
 from jaxmem.checkpoint import Checkpoints, place
-from jaxmem.config import Mesh, load_config
+from jaxmem.config import Config, Mesh, load_config
 from jaxmem.errors import UserError
 from jaxmem.program import Program, program
 
+BESIDE = "hf"  # of a run that began from a Hugging Face directory: its settings and tokenizer
+
+
+def open_model(directory: str | Path, overrides: Sequence[str] = ()) -> tuple[Program, Any]:
+    """(program, parameters) of a run's newest checkpoint, or of a Hugging Face directory."""
+    if is_run(directory):
+        return open_run(directory, overrides)
+    built = _program(config_of(directory, overrides))
+    return built, built.read_weights(str(directory))
+
+
+def is_run(directory: str | Path) -> bool:
+    return Path(directory, "config.yaml").is_file()
+
+
+def config_of(directory: str | Path, overrides: Sequence[str] = ()) -> Config:
+    """The config of a run, or one that stands for a Hugging Face directory."""
+    directory = Path(directory)
+    if is_run(directory):
+        cfg = load_config(directory / "config.yaml", overrides)
+        own = directory / BESIDE
+        if (own / "tokenizer.json").is_file() and cfg.data.tokenizer != "bytes":
+            cfg = cfg.model_copy(update={"data": cfg.data.model_copy(update={"tokenizer": str(own)})})
+        return cfg
+    if (directory / "config.json").is_file():
+        return load_config(_standing_for(directory), overrides)
+    raise UserError(
+        f"{directory}: no run is there (no config.yaml) and no Hugging Face model (no config.json); give the directory "
+        "that `jaxmem train` wrote, or one with config.json and *.safetensors"
+    )
+
+
+def _standing_for(directory: Path) -> Mapping[str, Any]:
+    stored = hf.storage_dtype(directory)
+    return {
+        "name": "model",
+        "model": {"hf": str(directory)},
+        "data": {"tokenizer": str(directory), "held_out": 0.0},
+        # Half floats are read as float32, which holds each of them.
+        "precision": {"parameters": "bfloat16" if stored == "bfloat16" else "float32"},
+        "batch": {"global_size": 1},
+        "train": {"steps": 1},
+    }
+
+
+def _program(cfg: Config) -> Program:
+    """Where the mesh does not fit these devices, one of them holds the model."""
+    devices, mesh = jax.devices(), cfg.mesh
+    sizes = (mesh.replica, mesh.fsdp, mesh.tensor, mesh.context, mesh.stage)
+    if -1 not in sizes and math.prod(sizes) != len(devices):
+        cfg, devices = cfg.model_copy(update={"mesh": Mesh()}), devices[:1]
+    return program(cfg, devices)
+
 
 def open_run(directory: str | Path, overrides: Sequence[str] = ()) -> tuple[Program, Any]:
-    """(program, parameters) of the newest checkpoint. Where the run's mesh does not fit these devices, one of them
-    holds the model."""
+    """(program, parameters) of the newest checkpoint."""
     directory = Path(directory)
-    if not (directory / "config.yaml").is_file():
+    if not is_run(directory):
         raise UserError(f"{directory}: no run is there (no config.yaml); give the directory that `jaxmem train` wrote")
-    cfg = load_config(directory / "config.yaml", overrides)
-    devices = jax.devices()
-    mesh = cfg.mesh
-    if mesh.replica * mesh.fsdp * mesh.tensor * mesh.context * mesh.stage != len(devices):
-        cfg, devices = cfg.model_copy(update={"mesh": Mesh()}), devices[:1]
-    built = program(cfg, devices)
-    with Checkpoints(place(cfg, directory), read_only=True) as checkpoints:
+    built = _program(config_of(directory, overrides))
+    with Checkpoints(place(built.cfg, directory), read_only=True) as checkpoints:
         step = checkpoints.latest()
         if step is None:
             raise UserError(f"{directory}: no checkpoint is there yet")

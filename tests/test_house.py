@@ -13,7 +13,7 @@ ROOT = Path(__file__).parents[1]
 
 # From the ground up; a module imports from its own line and those above it.
 LAYERS = (
-    ("errors", "devices", "hardware"),
+    ("errors", "devices", "hardware", "whole"),
     ("config",),
     ("kernels", "quant", "sharding", "leaves"),
     ("distributed",),
@@ -21,7 +21,7 @@ LAYERS = (
     ("models", "adapters", "optim"),
     ("data", "checksum", "resume", "checkpoint", "hf"),
     ("program",),
-    ("planning", "trained", "decode", "evaluate"),
+    ("planning", "trained", "convert", "decode", "evaluate"),
     ("search",),
     ("training",),
     ("parameter_server",),

@@ -69,10 +69,11 @@ def _check(cfg: Config) -> None:
     model = cfg.model
     if not isinstance(model, Decoder) or cfg.objective.name != "next_token":
         raise UserError("bench step measures decoders on next_token; model.family and objective say otherwise")
-    if model.qk_norm or model.attention_bias or model.window or model.rope.scaling != "none" or model.dropout:
+    biases = model.attention_bias or model.output_bias or model.mlp_bias
+    if biases or model.qk_norm or model.window or model.rope.scaling != "none" or model.dropout:
         raise UserError(
-            "bench step measures what Hugging Face's Llama has: no model.qk_norm, attention_bias, window, dropout or"
-            " rope.scaling"
+            "bench step measures what Hugging Face's Llama has by default: no biases, model.qk_norm, window, dropout"
+            " or rope.scaling"
         )
     if cfg.batch.accumulate != 1 or cfg.precision.compute == "bfloat16" or cfg.precision.parameters != "float32":
         raise UserError("bench step measures batch.accumulate 1 in float32")

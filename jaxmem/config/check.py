@@ -69,6 +69,10 @@ def _decoder(cfg: Config) -> Iterator[str]:
         yield f"model.head_dim: {model.head_dim} is odd; rotary positions turn pairs"
     if model.rope.scaling == "none" and model.rope.factor != Rope().factor:
         yield f"model.rope.factor: {model.rope.factor:g} does nothing with model.rope.scaling: none"
+    if model.rope.attention_factor is not None and model.rope.scaling != "yarn":
+        yield f"model.rope.attention_factor: only model.rope.scaling: yarn has it, not {model.rope.scaling}"
+    if model.hf is not None and model.preset is not None:
+        yield f"model.preset: model.hf {model.hf} gives the model; leave model.preset out"
 
 
 def _image_model(cfg: Config) -> Iterator[str]:

@@ -37,7 +37,9 @@ def explain(error: ValidationError) -> str:
     missing = [item for item in errors if item["type"] == "missing" and item["loc"][:2] == ("model", "decoder")]
     lines = [_line(item) for item in errors if item not in missing]
     if missing:
-        lines.append(f"model.preset: missing; give one, or {', '.join(_dotted(item['loc']) for item in missing)}")
+        lines.append(
+            f"model.preset: missing; give one, or model.hf, or {', '.join(_dotted(item['loc']) for item in missing)}"
+        )
     return "\n".join(" ".join(line.splitlines()) for line in lines)
 
 

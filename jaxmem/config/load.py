@@ -17,8 +17,9 @@ from pydantic import ValidationError
 
 from jaxmem.config.check import check
 from jaxmem.config.explain import explain
+from jaxmem.config.hugging_face import decoder_fields
 from jaxmem.config.presets import PRESETS
-from jaxmem.config.sections import Config
+from jaxmem.config.sections import Config, Decoder
 from jaxmem.errors import UserError, nearest
 
 MAX_BYTES = 256 * 1024
@@ -170,6 +171,18 @@ def _expand(raw: dict[str, Any]) -> None:
         if not isinstance(preset, str) or preset not in PRESETS:
             raise UserError(f"model.preset: {preset!r} is not a preset{nearest(str(preset), PRESETS)}")
         raw["model"] = _merge(PRESETS[preset], model)
+    if model["family"] == "decoder" and isinstance(model.get("hf"), str):
+        _expand_hf(raw, model["hf"])
+
+
+def _expand_hf(raw: dict[str, Any], directory: str) -> None:
+    """The model's shape, and its own tokenizer, from a Hugging Face directory. A config that was saved has them all
+    and needs no directory."""
+    model = raw["model"]
+    if not set(Decoder.model_fields) <= set(model):
+        raw["model"] = _merge(decoder_fields(directory), model)
+    if isinstance(data := raw.setdefault("data", {}), dict):
+        data.setdefault("tokenizer", directory)
 
 
 def _merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:

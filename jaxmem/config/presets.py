@@ -51,9 +51,13 @@ def parameter_count(model: Decoder) -> int:
     queries, keys = model.heads * model.head_dim, model.kv_heads * model.head_dim
     attention = model.embed * (2 * queries + 2 * keys)  # queries and output, keys and values
     if model.attention_bias:
-        attention += queries + 2 * keys  # the output has none
+        attention += queries + 2 * keys
+    if model.output_bias:
+        attention += model.embed
     if model.qk_norm:
         attention += 2 * model.head_dim
     layer = attention + 3 * model.embed * model.mlp + 2 * model.embed  # two norms
+    if model.mlp_bias:
+        layer += 2 * model.mlp + model.embed
     tables = model.vocab * model.embed * (1 if model.tie_embeddings else 2)
     return model.layers * layer + tables + model.embed  # the last norm

@@ -24,6 +24,7 @@ def json_schema() -> dict[str, Any]:
     decoder = sections["Decoder"]
     decoder["properties"]["preset"] = {"enum": [*PRESETS, None], "default": None}
     decoder["anyOf"] = [
+        {"required": ["hf"], "properties": {"hf": {"type": "string"}}},
         {"required": ["preset"], "properties": {"preset": {"enum": list(PRESETS)}}},
         {"required": decoder.pop("required")},
     ]

@@ -37,6 +37,7 @@ class Rope(Section):
     high_frequency: Positive = 4.0  # llama3: above which nothing is
     beta_fast: Positive = 32.0  # yarn: rotations per original_length
     beta_slow: Positive = 1.0
+    attention_factor: Positive | None = None  # yarn: on cosine and sine; None: 0.1 ln(factor) + 1
 
 
 class Decoder(Section):
@@ -44,6 +45,7 @@ class Decoder(Section):
 
     family: Literal["decoder"] = "decoder"
     preset: str | None = None
+    hf: str | None = None  # a Hugging Face directory, which gives the weights and every field that is not given here
     vocab: Count
     layers: Count
     embed: Count
@@ -54,7 +56,9 @@ class Decoder(Section):
     rope: Rope = Rope()
     norm_epsilon: Positive = 1e-5
     qk_norm: bool = False
-    attention_bias: bool = False
+    attention_bias: bool = False  # of queries, keys and values
+    output_bias: bool = False  # of what attention gives
+    mlp_bias: bool = False
     tie_embeddings: bool = False
     window: Count | None = None  # keys a query sees, itself included
     dropout: Fraction = 0.0

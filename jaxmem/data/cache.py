@@ -10,8 +10,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
-import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -21,10 +19,10 @@ import numpy as np
 from jaxmem.data.text import Piece, Records
 from jaxmem.data.tokenizer import Tokenizer, document_tokens
 from jaxmem.errors import UserError
+from jaxmem.whole import written_whole
 
 FORMAT = 1
 TOGETHER = 1 << 20  # characters tokenized at a time
-FILES = ("tokens.bin", "ends.bin", "meta.json")
 
 
 class TokenCache:
@@ -89,18 +87,10 @@ def write_cache(
     progress: Callable[[int, int], None] | None = None,
 ) -> dict[str, Any]:
     """Tokenizes all records in their order; returns what meta.json says."""
-    target = Path(directory).expanduser()
-    if target.exists() and (not target.is_dir() or any(target.iterdir())):
-        raise UserError(f"{target} exists already; remove it or choose another directory")
     dtype = np.uint16 if tokenizer.vocab_size <= 2**16 else np.uint32
-    try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        unfinished = Path(tempfile.mkdtemp(prefix=f".{target.name}.unfinished-", dir=target.parent))
-    except OSError as error:
-        raise UserError(f"{target}: cannot be written: {error.strerror}") from error
-    try:
+    with written_whole(directory) as place:
         written = 0
-        with (unfinished / "tokens.bin").open("wb") as tokens, (unfinished / "ends.bin").open("wb") as ends:
+        with (place / "tokens.bin").open("wb") as tokens, (place / "ends.bin").open("wb") as ends:
             for start, pieces in _together(records):
                 try:
                     found = document_tokens(tokenizer, pieces)
@@ -120,23 +110,8 @@ def write_cache(
             "records": len(records),
             "tokens": written,
         }
-        (unfinished / "meta.json").write_text(json.dumps(meta, indent=1) + "\n", encoding="utf-8")
-        for name in FILES:
-            with (unfinished / name).open("rb") as file:
-                os.fsync(file.fileno())
-        unfinished.chmod(0o777 & ~_umask())  # mkdtemp's is for the owner alone
-        unfinished.rename(target)
-    except OSError as error:
-        raise UserError(f"{target}: cannot be written: {error.strerror}") from error
-    finally:
-        shutil.rmtree(unfinished, ignore_errors=True)
+        (place / "meta.json").write_text(json.dumps(meta, indent=1) + "\n", encoding="utf-8")
     return meta
-
-
-def _umask() -> int:
-    mask = os.umask(0o077)
-    os.umask(mask)
-    return mask
 
 
 def _together(records: Records) -> Any:

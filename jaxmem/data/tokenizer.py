@@ -21,6 +21,8 @@ from jaxmem.errors import UserError
 # What tokenizers call the token that ends a document, most specific first.
 END_NAMES = ("<|end_of_text|>", "<|endoftext|>", "<|end▁of▁sentence|>", "</s>", "<eos>", "<|eos|>", "[EOS]")
 
+END_TEXT = "<|endoftext|>"  # how the end is written where `bytes` is the tokenizer
+
 
 class Tokenizer(Protocol):
     """What the rest of the library knows of a tokenizer."""

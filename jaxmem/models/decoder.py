@@ -37,11 +37,12 @@ class Decoder(nnx.Module):
             causal=True,
             window=cfg.window,
             bias=cfg.attention_bias,
+            output_bias=cfg.output_bias,
             qk_norm=cfg.norm_epsilon if cfg.qk_norm else None,
             implementation=self.execution.attention,
         )
         norms = parts.RMSNorm(cfg.embed, cfg.norm_epsilon), parts.RMSNorm(cfg.embed, cfg.norm_epsilon)
-        return parts.Block(attention, parts.GatedMlp(rngs, cfg.embed, cfg.mlp), norms, cfg.dropout)
+        return parts.Block(attention, parts.GatedMlp(rngs, cfg.embed, cfg.mlp, bias=cfg.mlp_bias), norms, cfg.dropout)
 
     def __call__(
         self,

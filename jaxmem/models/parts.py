@@ -236,10 +236,10 @@ def _written(room: Room, new: New, at: tuple[Any, ...]) -> Room:
 class GatedMlp(nnx.Module):
     """SwiGLU: down(silu(gate x) * up x) (Shazeer, arXiv:2002.05202)."""
 
-    def __init__(self, rngs: nnx.Rngs, embed: int, mlp: int):
-        self.gate = Linear(rngs, embed, mlp, ("embed", "mlp"))
-        self.up = Linear(rngs, embed, mlp, ("embed", "mlp"))
-        self.down = Linear(rngs, mlp, embed, ("mlp", "embed"))
+    def __init__(self, rngs: nnx.Rngs, embed: int, mlp: int, *, bias: bool = False):
+        self.gate = Linear(rngs, embed, mlp, ("embed", "mlp"), bias=bias)
+        self.up = Linear(rngs, embed, mlp, ("embed", "mlp"), bias=bias)
+        self.down = Linear(rngs, mlp, embed, ("mlp", "embed"), bias=bias)
 
     def __call__(self, x: Float[Array, "batch time embed"]) -> Float[Array, "batch time embed"]:
         hidden = jax.nn.silu(self.gate(x)) * self.up(x)

@@ -43,7 +43,7 @@ def frequencies(rope: Rope, head_dim: int) -> tuple[np.ndarray, float]:
 
     low, high = max(math.floor(pair(rope.beta_fast)), 0), min(math.ceil(pair(rope.beta_slow)), head_dim - 1)
     stretch = np.clip((np.arange(head_dim // 2) - low) / max(high - low, 1e-3), 0.0, 1.0)
-    sharpen = 0.1 * math.log(rope.factor) + 1.0 if rope.factor > 1 else 1.0
+    sharpen = rope.attention_factor or (0.1 * math.log(rope.factor) + 1.0 if rope.factor > 1 else 1.0)
     return stretch * stretched + (1 - stretch) * base, sharpen
 
 

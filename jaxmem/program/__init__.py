@@ -21,7 +21,7 @@ import optax
 from flax import nnx
 from flax.traverse_util import unflatten_dict
 
-from jaxmem import data, models, optim, precision
+from jaxmem import data, hf, models, optim, precision
 from jaxmem.config import Config, Convnet, Decoder
 from jaxmem.errors import UserError
 from jaxmem.exchange import places
@@ -123,9 +123,23 @@ class Program:
         }
 
     def initialise(self) -> TrainState:
-        """A new state, each array born where it lies. Same seed and mesh: the same bits."""
-        key = jax.random.key(self.cfg.seed)
-        return self.compiled_initialise(key)
+        """A new state, each array born where it lies. Same seed and mesh: the same bits. With `model.hf` the weights
+        are read, and never random."""
+        model = self.cfg.model
+        if isinstance(model, Decoder) and model.hf is not None:
+            return self.begin(self.read_weights(model.hf))
+        return self.compiled_initialise(jax.random.key(self.cfg.seed))
+
+    def read_weights(self, directory: str) -> Params:
+        """The weights of a Hugging Face directory, where and as this program keeps them."""
+        model = self.cfg.model
+        assert isinstance(model, Decoder)
+        order = None if self.pipeline is None else self.pipeline.order.tolist()
+        return hf.read_weights(directory, model, self.state.params, self.axes, self.layout, order)
+
+    def begin(self, params: Params) -> TrainState:
+        """A new state of these weights, which it takes over."""
+        return self._compiled_begin(params)
 
     @cached_property
     def compiled_initialise(self) -> jax.stages.Compiled:
@@ -135,7 +149,19 @@ class Program:
     def compiled_evaluate(self) -> jax.stages.Compiled:
         return self.lower_evaluate().compile()
 
+    @cached_property
+    def _compiled_begin(self) -> jax.stages.Compiled:
+        return self._lower_begin().compile()
+
+    def _lower_begin(self) -> jax.stages.Lowered:
+        places = jax.tree.map(lambda x: x.sharding, self.state)
+        with self.layout:
+            return jax.jit(self._begun, donate_argnums=0, out_shardings=places).lower(self.state.params)
+
     def lower_initialise(self) -> jax.stages.Lowered:
+        """What makes a new state: of a random key, or of the weights that `model.hf` names."""
+        if isinstance(self.cfg.model, Decoder) and self.cfg.model.hf is not None:
+            return self._lower_begin()
         key = self._placed("weights", (), jax.eval_shape(lambda: jax.random.key(0)))
         places = jax.tree.map(lambda x: x.sharding, self.state)
         with self.layout:
@@ -226,6 +252,9 @@ class Program:
         params = precision.stored(nnx.to_pure_dict(nnx.state(self._build(key))), self.cfg.precision)
         if self.pipeline is not None:
             params = jax.tree.map(self._staged, self.axes, params, is_leaf=is_axes)
+        return self._begun(params)
+
+    def _begun(self, params: Params) -> TrainState:
         scale = scaling.initial(self.cfg.precision.loss_scale)
         return TrainState(jnp.zeros((), jnp.int32), params, self.optimizer.init(params), scale)
 

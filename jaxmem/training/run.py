@@ -18,8 +18,9 @@ from typing import Any
 import jax
 from etils import epath
 
+from jaxmem import hf
 from jaxmem.checkpoint import Checkpoints, place, put_aside
-from jaxmem.config import Config, save_config
+from jaxmem.config import Config, Decoder, save_config
 from jaxmem.data import Loader, fingerprint, merge_states
 from jaxmem.devices import keep_compiled, peak_flops
 from jaxmem.distributed.agree import Vote, any_of, gather, in_order
@@ -31,6 +32,7 @@ from jaxmem.planning import Plan, ideal_flops, plan_program, readable
 from jaxmem.program import Program, program
 from jaxmem.program.step import TrainState
 from jaxmem.resume import refuse_changes
+from jaxmem.trained import BESIDE
 from jaxmem.training.fitting import DoesNotFitError, Measured, check_fits
 from jaxmem.training.profile import Profile
 from jaxmem.training.progress import Progress
@@ -38,6 +40,7 @@ from jaxmem.training.signals import Stop, nothing_to_save
 from jaxmem.training.telemetry import Telemetry
 from jaxmem.training.trackers import check_trackers, trackers_for
 
+WEIGHTS = ("model", "precision")  # sections of a config that say what weights are
 PATIENCE = 60  # s for what one host has made to be seen by the others
 
 
@@ -82,6 +85,7 @@ def run(cfg: Config, devices: Sequence[Any] | None = None) -> Result:
         if jax.process_index() == 0:
             save_config(cfg, directory / "config.yaml")
             (directory / "plan.json").write_text(json.dumps(planned.as_json(), indent=2) + "\n")
+            _keep_beside(cfg, directory)
         step, state = _restored(built, checkpoints, loader) or (0, built.initialise())
 
         trackers = opened.enter_context(trackers_for(cfg, directory, step))
@@ -170,16 +174,32 @@ def _refuse_another_run(cfg: Config, directory: Path, kept: epath.Path, identity
         with Checkpoints(kept, read_only=True) as checkpoints:
             if found := checkpoints.read_latest():
                 position, before = found
-                refuse_changes(before, cfg.model_dump(mode="json"), directory, (position["fingerprint"], identity))
+                after = cfg.model_dump(mode="json")
+                if position:
+                    refuse_changes(before, after, directory, (position["fingerprint"], identity))
+                else:  # imported weights
+                    refuse_changes(
+                        {key: before[key] for key in WEIGHTS}, {key: after[key] for key in WEIGHTS}, directory
+                    )
 
 
 def _restored(built: Program, checkpoints: Checkpoints, loader: Loader) -> tuple[int, TrainState] | None:
+    if (imported := checkpoints.read_latest()) and not imported[0]:
+        params = checkpoints.restore_params(0, built.saved_state(imported[1]).params)
+        return 0, built.begin(built.restored_params(params, imported[1]))
     found = checkpoints.restore_latest(built.saved_state)
     if found is None:
         return None
     step, state, position, config = found
     loader.restore(position)
     return step, built.restored(state, config)
+
+
+def _keep_beside(cfg: Config, directory: Path) -> None:
+    """The settings and the tokenizer that the weights came with, so that the run can be used without where it came
+    from."""
+    if isinstance(cfg.model, Decoder) and cfg.model.hf is not None and not (directory / BESIDE).exists():
+        hf.copy_beside(cfg.model.hf, directory / BESIDE)
 
 
 def _progress(planned: Plan, step: int, seconds: float) -> Progress:

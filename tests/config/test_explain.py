@@ -9,6 +9,8 @@ from jaxmem.errors import UserError
 
 TINY = {"name": "x", "model": {"preset": "tiny"}, "train": {"steps": 10}}
 
+LACKING = "model.vocab, model.mlp, model.heads, model.kv_heads, model.head_dim"
+
 
 def lines(*overrides: str) -> list[str]:
     with pytest.raises(UserError) as error:
@@ -77,7 +79,7 @@ def test_what_is_missing():
     assert str(error.value).split("\n") == [
         "name: missing",
         "train: missing",
-        "model.preset: missing; give one, or model.vocab, model.mlp, model.heads, model.kv_heads, model.head_dim",
+        "model.preset: missing; give one, or model.hf, or " + LACKING,
     ]
 
 

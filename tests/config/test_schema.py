@@ -31,7 +31,8 @@ def test_a_preset_stands_for_the_decoders_fields(schema):
     decoder = schema["$defs"]["Decoder"]
     assert decoder["properties"]["preset"]["enum"] == [*PRESETS, None]
     assert "required" not in decoder
-    with_preset, without = decoder["anyOf"]
+    with_directory, with_preset, without = decoder["anyOf"]
+    assert with_directory["required"] == ["hf"]
     assert with_preset == {"required": ["preset"], "properties": {"preset": {"enum": list(PRESETS)}}}
     assert without["required"] == [name for name, field in Decoder.model_fields.items() if field.is_required()]
 

@@ -1,0 +1,54 @@
+"""Between Hugging Face directories and runs.
+
+An imported directory is a run of no steps: its config, a checkpoint of the weights alone, the tokenizer. It is
+generated from, evaluated and exported like any run, and `jaxmem train` begins from its weights. To train once from a
+Hugging Face directory nothing need be imported: `model.hf` reads it.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from flax import nnx
+
+from jaxmem import hf
+from jaxmem.checkpoint import Checkpoints
+from jaxmem.config import save_config
+from jaxmem.errors import UserError
+from jaxmem.trained import BESIDE, is_run, open_model
+from jaxmem.whole import written_whole
+
+
+def import_model(source: str | Path, target: str | Path) -> None:
+    """A Hugging Face directory as a run. Costs the memory of its weights on the devices, one tensor on the host."""
+    if is_run(source):
+        raise UserError(f"{source}: is a run already (it has config.yaml)")
+    target = Path(target)
+    with written_whole(target) as place:
+        program, params = open_model(source)
+        cfg = program.cfg
+        model = cfg.model.model_copy(update={"hf": None})
+        data = cfg.data.model_copy(update={"tokenizer": str(target / BESIDE), "held_out": 0.02})
+        whole = {"name": target.name, "output": str(target.parent), "model": model, "data": data}
+        cfg = cfg.model_copy(update=whole)
+        hf.copy_beside(source, place / BESIDE)
+        save_config(cfg, place / "config.yaml")
+        with Checkpoints(place / "checkpoints") as checkpoints:
+            checkpoints.save(0, {"params": params}, {}, cfg.model_dump(mode="json"), force=True)
+
+
+def export_model(run: str | Path, target: str | Path, dtype: str | None = None) -> None:
+    """A run as a Hugging Face directory, in the dtype that it came in, that its weights rest in, or another."""
+    if not is_run(run):
+        raise UserError(f"{run}: no run is there (no config.yaml); give the directory that `jaxmem train` wrote")
+    program, params = open_model(run)
+    cfg, own = program.cfg, Path(run, BESIDE)
+    hf.save(
+        nnx.merge(program.graphdef, params),
+        target,
+        base=own if own.is_dir() else None,
+        tokenizer=cfg.data.tokenizer,
+        dtype=dtype,
+        length=cfg.data.sequence_length,
+        order=None if program.pipeline is None else program.pipeline.order.tolist(),
+    )

@@ -1,0 +1,13 @@
+"""Hugging Face directories: their weights in, and out again. safetensors only; nothing is unpickled, no code is run.
+
+model = load("llama-3.2-1b", dtype=jnp.bfloat16)     # a network, its weights where a layout puts them
+save(model, "mine")                                  # a directory that transformers and vLLM open
+
+`model.hf: DIR` in a config does the first for a run, `jaxmem export` the second.
+"""
+
+from jaxmem.hf.beside import copy_beside, storage_dtype
+from jaxmem.hf.load import load, read_weights
+from jaxmem.hf.save import save
+
+__all__ = ["copy_beside", "load", "read_weights", "save", "storage_dtype"]

@@ -1,0 +1,148 @@
+"""Weights from a Hugging Face directory, each part of each tensor straight to the device that holds it.
+
+The host holds one tensor of the file at a time and what is left of the one before, and of each only one device's part:
+less than twice the largest tensor, whatever the model. A stack of layers is written layer by layer into an array that
+lies on its devices already; transposing and casting happen there too. Beside the weights a device needs its part of
+one tensor, twice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import cache, partial
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from flax.traverse_util import flatten_dict, unflatten_dict
+from jax.typing import DTypeLike
+
+from jaxmem import models
+from jaxmem.config import Decoder
+from jaxmem.config.hugging_face import decoder_fields
+from jaxmem.hf.names import COMPUTED, Weight, weights
+from jaxmem.hf.tensors import Tensors
+from jaxmem.sharding import Axes, Layout
+
+
+def load(
+    directory: str | Path,
+    *,
+    layout: Layout | None = None,
+    dtype: DTypeLike = jnp.float32,
+    execution: models.Execution = models.Execution(),
+) -> models.Decoder:
+    """The model of a directory as a network whose weights rest in `dtype`, on one device or as a layout says."""
+    cfg = Decoder(**decoder_fields(str(directory)))
+    network = nnx.eval_shape(lambda: models.build(cfg, nnx.Rngs(0), execution))
+    graphdef: Any
+    graphdef, state = nnx.split(network)
+    axes = unflatten_dict({path: v.get_metadata()["axes"] for path, v in nnx.to_flat_state(state)})
+    one = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
+
+    def place(axes: Axes, x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+        where = layout.sharding("weights", axes, x.shape) if layout else one
+        return jax.ShapeDtypeStruct(x.shape, dtype, sharding=where)
+
+    params = nnx.to_pure_dict(state)
+    flat_axes = flatten_dict(axes)
+    placed = unflatten_dict({path: place(flat_axes[path], x) for path, x in flatten_dict(params).items()})
+    merged: Any = nnx.merge(graphdef, read_weights(directory, cfg, placed, axes, layout))
+    return merged
+
+
+def read_weights(
+    directory: str | Path,
+    cfg: Decoder,
+    params: Any,
+    axes: Any,
+    layout: Layout | None,
+    order: Sequence[int] | None = None,
+) -> Any:
+    """Arrays for `params`, shapes with their dtypes and places. `order`: which layer lies at each place of a stack,
+    by default its own; a number beyond the layers is a place that is filled up with zeros."""
+    order = range(cfg.layers) if order is None else order
+    flat_axes = flatten_dict(axes)
+    found = {}
+    with Tensors(directory) as tensors:
+        wanted = {}
+        for weight, spec in weights(params):
+            for layer in range(cfg.layers) if weight.stacked else (0,):
+                wanted[weight.of_layer(layer)] = weight.there(spec.shape)
+        tensors.expect(wanted, partial(_is_known, cfg))
+        # The two largest, embedding and output projection, not one after the other: jax lets go of a host's array when
+        # the next one comes.
+        for weight, spec in sorted(weights(params), key=lambda one: one[0].path[0] != "embedding"):
+            found[weight.path] = _read(tensors, weight, spec, flat_axes[weight.path], layout, cfg.layers, order)
+    return unflatten_dict(found)
+
+
+def _is_known(cfg: Decoder, name: str) -> bool:
+    """What a file may hold beside the weights: tables that are computed, and the other name of a tied embedding."""
+    return name.endswith(COMPUTED) or (cfg.tie_embeddings and name == "lm_head.weight")
+
+
+def _read(
+    tensors: Tensors,
+    weight: Weight,
+    spec: jax.ShapeDtypeStruct,
+    axes: Axes,
+    layout: Layout | None,
+    layers: int,
+    order: Sequence[int],
+) -> jax.Array:
+    there = weight.there(spec.shape)
+    own = axes[1:] if weight.stacked else axes
+    own = own[::-1] if weight.transposed else own
+    lies = layout.sharding("weights", own, there) if layout else spec.sharding
+
+    def one(layer: int) -> jax.Array:
+        return _array(partial(tensors.read, weight.of_layer(layer)), there, lies)
+
+    if not weight.stacked:
+        return jax.block_until_ready(_placed(weight.transposed, spec.dtype, spec.sharding)(one(0)))
+    whole = _zeros(spec.shape, spec.dtype, spec.sharding)()
+    write = _written(weight.transposed, spec.dtype, spec.sharding)
+    for place, layer in enumerate(order):
+        if layer < layers:
+            # Waited for, or the host would hold what it has read ahead.
+            whole = jax.block_until_ready(write(whole, one(layer), jnp.asarray(place, jnp.int32)))
+    return whole
+
+
+def _array(read: Callable[[Any], np.ndarray], shape: tuple[int, ...], lies: Any) -> jax.Array:
+    """One device's part after the other; devices that hold the same part share one read. Copied at once: what jax
+    takes as it is, it keeps for a while."""
+    parts: dict[Any, np.ndarray] = {}
+    placed = []
+    for device, index in lies.addressable_devices_indices_map(shape).items():
+        key = tuple(part.indices(size) for part, size in zip(index, shape, strict=True))
+        if key not in parts:
+            parts = {key: read(index)}
+        placed.append(jax.device_put(parts[key], device, may_alias=False))
+    return jax.make_array_from_single_device_arrays(shape, lies, jax.block_until_ready(placed))
+
+
+@cache
+def _placed(transposed: bool, dtype: Any, lies: Any) -> Any:
+    return jax.jit(partial(_turned, transposed=transposed, dtype=dtype), out_shardings=lies)
+
+
+@cache
+def _written(transposed: bool, dtype: Any, lies: Any) -> Any:
+    def write(whole: jax.Array, one: jax.Array, place: jax.Array) -> jax.Array:
+        return jax.lax.dynamic_update_index_in_dim(whole, _turned(one, transposed, dtype), place, 0)
+
+    return jax.jit(write, donate_argnums=0, out_shardings=lies)
+
+
+def _turned(x: jax.Array, transposed: bool, dtype: Any) -> jax.Array:
+    return (x.T if transposed else x).astype(dtype)
+
+
+@cache
+def _zeros(shape: tuple[int, ...], dtype: Any, lies: Any) -> Any:
+    return jax.jit(lambda: jnp.zeros(shape, dtype), out_shardings=lies)

@@ -1,0 +1,85 @@
+"""A decoder as a Hugging Face directory, which transformers and vLLM open.
+
+Written tensor by tensor: the host holds one at a time. The directory appears when it is whole.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from functools import cache, partial
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from flax import nnx
+
+from jaxmem import models
+from jaxmem.config.hugging_face import config_json, read_json
+from jaxmem.errors import UserError
+from jaxmem.hf.beside import DTYPES, copy_beside, copy_tokenizer, storage_dtype
+from jaxmem.hf.names import Weight, weights
+from jaxmem.hf.tensors import DTYPES as NUMPY
+from jaxmem.hf.tensors import SHARD, Given, write_tensors
+from jaxmem.whole import written_whole
+
+
+def save(
+    model: models.Decoder,
+    directory: str | Path,
+    *,
+    base: str | Path | None = None,
+    tokenizer: str | None = None,
+    dtype: str | None = None,
+    length: int = 2048,
+    order: Sequence[int] | None = None,
+    shard: int = SHARD,
+) -> None:
+    """Writes a model. `base`: the directory that it came from, whose settings, tokenizer and dtype are kept.
+
+    `tokenizer`: what `data.tokenizer` says, where there is no base. `dtype`: float32, float16 or bfloat16; by default
+    the base's, or that of the weights. `length`: the positions that it was trained on. `order`: which layer lies at
+    each place of the stack. `shard`: the most bytes of a file.
+    """
+    if jax.process_count() > 1:
+        raise UserError("a Hugging Face directory is written by one process; start a single one")
+    params = nnx.to_pure_dict(nnx.state(model))
+    rest = str(jax.tree.leaves(params)[0].dtype)
+    kept = dtype or (storage_dtype(base) if base else rest)
+    if kept not in DTYPES:
+        raise UserError(f"dtype {kept!r} is not one of {', '.join(DTYPES)}")
+    settings = config_json(model.cfg, read_json(Path(base, "config.json")) if base else None, length)
+    settings = {key: value for key, value in settings.items() if key not in ("dtype", "torch_dtype")}
+    with written_whole(directory) as place:
+        if base:
+            copy_beside(base, place)
+        elif tokenizer:
+            copy_tokenizer(tokenizer, place)
+        (place / "config.json").write_text(json.dumps({**settings, "torch_dtype": kept}, indent=2) + "\n")
+        write_tensors(place, _tensors(params, kept, model.cfg.layers, order), shard)
+
+
+def _tensors(params: Any, dtype: str, layers: int, order: Sequence[int] | None) -> list[Given]:
+    places = {layer: place for place, layer in enumerate(range(layers) if order is None else order)}
+    numpy = next(one for one in NUMPY.values() if one.name == dtype)
+    found = []
+    for weight, leaf in weights(params):
+        shape = weight.there(leaf.shape)
+        for layer in range(layers) if weight.stacked else (0,):
+            values = partial(_values, weight, leaf, places[layer], dtype)
+            found.append(Given(weight.of_layer(layer), numpy, shape, values))
+    return found
+
+
+def _values(weight: Weight, leaf: jax.Array, place: int, dtype: str) -> np.ndarray:
+    return np.asarray(_there(weight.stacked, weight.transposed, dtype)(leaf, np.int32(place)))
+
+
+@cache
+def _there(stacked: bool, transposed: bool, dtype: str) -> Any:
+    def turned(x: jax.Array, place: jax.Array) -> jax.Array:
+        one = jax.lax.dynamic_index_in_dim(x, place, keepdims=False) if stacked else x
+        return (one.T if transposed else one).astype(dtype)
+
+    return jax.jit(turned)

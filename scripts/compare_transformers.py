@@ -1,0 +1,183 @@
+"""What transformers makes of tiny models of every family: the reference of tests/hf.
+
+The weights follow from their names by a formula, so that the suite builds the same directories without torch. In an
+environment with torch, transformers 5, safetensors and numpy:
+
+    python scripts/compare_transformers.py record tests/hf/data
+    python scripts/compare_transformers.py models DIR        # the directories themselves
+    python scripts/compare_transformers.py same DIR OTHER    # whether transformers sees the same tensors in both, bit
+                                                             # for bit, and the same logits
+
+Recorded with torch 2.13.0, transformers 5.23.0, on a CPU.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import zlib
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+VOCAB, LENGTH = 40, 12
+ROWS = np.random.default_rng(7).integers(0, VOCAB, (3, LENGTH))
+PADDED, CUT = 4, 7  # row 1 begins with so much padding; row 2 is two documents, the second from here on
+NEW = 10  # tokens generated after row 0
+
+BASE = {
+    "vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "max_position_embeddings": 64, "rms_norm_eps": 1e-5, "hidden_act": "silu",
+    "rope_theta": 10000.0, "tie_word_embeddings": False, "bos_token_id": 1, "eos_token_id": None,
+}  # fmt: skip
+LLAMA3_ROPE = {
+    "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8,
+}  # fmt: skip
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
+QWEN = {"rope_theta": 1e6, "rms_norm_eps": 1e-6, "use_sliding_window": False, "max_window_layers": 2}
+
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama2": ("Llama", {"num_key_value_heads": 4}),
+    "llama3": ("Llama", {"rope_theta": 500000.0}),
+    "llama3.1": ("Llama", {"rope_theta": 500000.0, "rope_scaling": LLAMA3_ROPE}),
+    "llama3.2": ("Llama", {"rope_theta": 500000.0, "rope_scaling": LLAMA3_ROPE, "tie_word_embeddings": True}),
+    "llama-linear": ("Llama", {"rope_scaling": {"type": "linear", "factor": 2.0}, "head_dim": 16}),
+    "llama-biases": ("Llama", {"attention_bias": True, "mlp_bias": True}),
+    "mistral": ("Mistral", {"sliding_window": 4}),
+    "mistral-nemo": ("Mistral", {"sliding_window": None, "head_dim": 16}),
+    "qwen2": ("Qwen2", {**QWEN, "tie_word_embeddings": True, "sliding_window": 4}),
+    "qwen2-window": ("Qwen2", {**QWEN, "use_sliding_window": True, "sliding_window": 4, "max_window_layers": 0}),
+    "qwen2.5-yarn": ("Qwen2", {**QWEN, "rope_scaling": YARN}),
+    "qwen3": ("Qwen3", {**QWEN, "head_dim": 16}),
+    "qwen3-biases": ("Qwen3", {**QWEN, "head_dim": 16, "attention_bias": True, "rope_scaling": YARN}),
+}
+
+
+def config(name: str) -> dict[str, Any]:
+    family, own = CASES[name]
+    return {"architectures": [f"{family}ForCausalLM"], "model_type": family.lower(), **BASE, **own}
+
+
+def shapes(given: dict[str, Any]) -> dict[str, tuple[int, ...]]:
+    """What a file of the architecture holds, written from the published layout."""
+    embed, mlp, heads, kv = (
+        given[key] for key in ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads")
+    )
+    family = given["model_type"]
+    dim = given.get("head_dim") or embed // heads
+    asked = given.get("attention_bias", False)
+    biased = {"q_proj", "k_proj", "v_proj"} if family == "qwen2" else set()
+    if asked and family != "mistral":
+        biased = {"q_proj", "k_proj", "v_proj", "o_proj"}
+    if given.get("mlp_bias", False):
+        biased |= {"gate_proj", "up_proj", "down_proj"}
+    products = {
+        "self_attn.q_proj": (heads * dim, embed), "self_attn.k_proj": (kv * dim, embed),
+        "self_attn.v_proj": (kv * dim, embed), "self_attn.o_proj": (embed, heads * dim),
+        "mlp.gate_proj": (mlp, embed), "mlp.up_proj": (mlp, embed), "mlp.down_proj": (embed, mlp),
+    }  # fmt: skip
+    layer: dict[str, tuple[int, ...]] = {
+        "input_layernorm.weight": (embed,),
+        "post_attention_layernorm.weight": (embed,),
+    }
+    for name, shape in products.items():
+        layer[f"{name}.weight"] = shape
+        if name.split(".")[1] in biased:
+            layer[f"{name}.bias"] = shape[:1]
+    if family == "qwen3":
+        layer |= {"self_attn.q_norm.weight": (dim,), "self_attn.k_norm.weight": (dim,)}
+    found = {"model.embed_tokens.weight": (given["vocab_size"], embed), "model.norm.weight": (embed,)}
+    for i in range(given["num_hidden_layers"]):
+        found |= {f"model.layers.{i}.{name}": shape for name, shape in layer.items()}
+    return found if given["tie_word_embeddings"] else found | {"lm_head.weight": (given["vocab_size"], embed)}
+
+
+def values(name: str, shape: tuple[int, ...]) -> np.ndarray:
+    drawn = np.random.default_rng(zlib.crc32(name.encode())).standard_normal(shape).astype(np.float32)
+    return 1 + drawn / 8 if name.endswith("norm.weight") else drawn / 4
+
+
+def write_directory(name: str, place: Path, dtype: Any = np.float32) -> None:
+    from safetensors.numpy import save_file
+
+    place.mkdir(parents=True, exist_ok=True)
+    kind = np.dtype(dtype).name
+    (place / "config.json").write_text(json.dumps({**config(name), "torch_dtype": kind}, indent=1))
+    tensors = {one: values(one, shape).astype(dtype) for one, shape in shapes(config(name)).items()}
+    save_file(tensors, place / "model.safetensors", metadata={"format": "pt"})
+
+
+def opened(place: Path) -> Any:
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(place, dtype=torch.float32, attn_implementation="eager").eval()
+
+
+def logits(model: Any) -> np.ndarray:
+    """Of all rows; zeros where there is padding. The documents of row 2 each by itself."""
+    import torch
+
+    def run(tokens: np.ndarray, mask: np.ndarray | None = None) -> np.ndarray:
+        given = {"input_ids": torch.tensor(tokens[None])}
+        if mask is not None:
+            given["attention_mask"] = torch.tensor(mask[None])
+        with torch.no_grad():
+            return model(**given).logits[0].numpy()
+
+    mask = (np.arange(LENGTH) >= PADDED).astype(np.int64)
+    padded = run(ROWS[1], mask) * mask[:, None]
+    return np.stack([run(ROWS[0]), padded, np.concatenate([run(ROWS[2, :CUT]), run(ROWS[2, CUT:])])])
+
+
+def greedy(model: Any) -> np.ndarray:
+    import torch
+
+    given = torch.tensor(ROWS[:1])
+    made = model.generate(
+        given, attention_mask=torch.ones_like(given), max_new_tokens=NEW, do_sample=False, pad_token_id=0
+    )
+    return made[0, LENGTH:].numpy()
+
+
+def record(target: Path) -> None:
+    import tempfile
+
+    import torch
+    import transformers
+
+    found = {}
+    with tempfile.TemporaryDirectory() as place:
+        for name in CASES:
+            write_directory(name, Path(place, name))
+            model = opened(Path(place, name))
+            found[f"{name}.logits"], found[f"{name}.greedy"] = logits(model), greedy(model).astype(np.int32)
+            print(f"{name:14} {np.abs(found[f'{name}.logits']).mean():.4f} {found[f'{name}.greedy'].tolist()}")
+    np.savez_compressed(target / "transformers.npz", **found)
+    print(torch.__version__, transformers.__version__)
+
+
+def same(one: Path, other: Path) -> bool:
+    a, b = opened(one), opened(other)
+    first, second = a.state_dict(), b.state_dict()
+    equal = first.keys() == second.keys() and all((first[name] == second[name]).all() for name in first)
+    off = np.abs(logits(a) - logits(b)).max()
+    print(f"{one.name}: {len(first)} tensors {'the same' if equal else 'DIFFER'}, logits {off:.1e} apart")
+    return bool(equal)
+
+
+def main(command: str, *places: str) -> None:
+    paths = [Path(place) for place in places]
+    if command == "record":
+        record(paths[0])
+    elif command == "models":
+        for name in CASES:
+            write_directory(name, paths[0] / name)
+    elif [place for place in sorted(paths[0].iterdir()) if not same(place, paths[1] / place.name)]:
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,123 @@
+"""Into a run and out again: the same tensors, bit for bit, on any mesh; one tensor at a time on the host."""
+
+from __future__ import annotations
+
+import json
+import tracemalloc
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+from jaxmem import hf
+from jaxmem.config import Decoder, load_config
+from jaxmem.config.hugging_face import config_json, decoder_fields, fields_of
+from jaxmem.convert import export_model, import_model
+from jaxmem.errors import UserError
+from jaxmem.program import program
+from jaxmem.training.run import run
+
+STORED = {"llama3.1": np.float16, "mistral": ml_dtypes.bfloat16, "qwen2": np.float32}
+
+
+@pytest.mark.parametrize("name", STORED)
+def test_import_then_export_gives_the_same_tensors(name: str, tmp_path: Path, peers) -> None:
+    peers.write_directory(name, tmp_path / "given", STORED[name])
+    import_model(tmp_path / "given", tmp_path / "run")
+    export_model(tmp_path / "run", tmp_path / "out")
+    given, found = (load_file(tmp_path / place / "model.safetensors") for place in ("given", "out"))
+    assert found.keys() == given.keys()
+    for tensor, x in given.items():
+        assert found[tensor].dtype == x.dtype
+        np.testing.assert_array_equal(found[tensor].view(np.uint8), x.view(np.uint8))
+    assert json.loads((tmp_path / "out/config.json").read_text()) == json.loads(
+        (tmp_path / "given/config.json").read_text()
+    )
+    with pytest.raises(UserError, match="out exists already"):
+        export_model(tmp_path / "run", tmp_path / "out")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["given", "out", "run"]
+
+
+def test_every_family_s_settings_are_written_as_they_are_read(peers) -> None:
+    for name in peers.CASES:
+        fields = fields_of(peers.config(name))
+        made = config_json(Decoder(**fields))
+        assert fields_of(made) == fields, name
+    with pytest.raises(UserError, match="no family of Hugging Face has qk_norm, mlp_bias together"):
+        config_json(Decoder(**fields_of(peers.config("qwen3")) | {"mlp_bias": True}))
+
+
+MESHES = {
+    "sharded": {"fsdp": 4, "tensor": 2},
+    "stages": {"stage": 2, "fsdp": 2, "tensor": 2},
+}
+
+
+def config(place: Path, mesh: dict[str, int], **sections):
+    base = {
+        "model": {"hf": str(place)},
+        "data": {"sequence_length": 16},
+        "mesh": mesh,
+        "train": {"steps": 2},
+        "name": "x",
+    }
+    return load_config({**base, **sections})
+
+
+@pytest.mark.parametrize("mesh", MESHES)
+def test_each_device_reads_its_own_part(mesh: str, directories: Path) -> None:
+    place = directories / "llama3"
+    built = program(config(place, MESHES[mesh]))
+    params = built.read_weights(str(place))
+    for x, spec in zip(*map(jax.tree.leaves, (params, built.state.params)), strict=True):
+        assert x.sharding.is_equivalent_to(spec.sharding, x.ndim)
+    there = load_file(place / "model.safetensors")
+    np.testing.assert_array_equal(params["embedding"]["weight"], there["model.embed_tokens.weight"])
+    np.testing.assert_array_equal(params["head"]["weight"], there["lm_head.weight"].T)
+    for layer in range(2):
+        found = params["blocks"]["mlp"]["down"]["weight"][layer]
+        np.testing.assert_array_equal(found, there[f"model.layers.{layer}.mlp.down_proj.weight"].T)
+
+
+def test_the_host_holds_less_than_two_tensors(tmp_path: Path, peers) -> None:
+    """numpy's memory is counted, jax's is not: what lies on devices is theirs."""
+    given = peers.config("llama3") | {"vocab_size": 2048, "hidden_size": 512, "num_hidden_layers": 12}
+    shapes = peers.shapes(given)
+    (tmp_path / "config.json").write_text(json.dumps(given))
+    save_file({name: np.ones(shape, np.float32) for name, shape in shapes.items()}, tmp_path / "model.safetensors")
+    largest = max(4 * int(np.prod(shape)) for shape in shapes.values())
+    assert (tmp_path / "model.safetensors").stat().st_size > 5 * largest
+    hf.load(tmp_path, dtype=jnp.bfloat16)  # compiles, which takes Python's memory too
+    tracemalloc.start()
+    hf.load(tmp_path, dtype=jnp.bfloat16)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert largest <= peak < 2 * largest
+
+
+def test_a_run_begins_from_the_weights(tmp_path: Path, directories: Path, peers) -> None:
+    """And what it leaves is a directory again, with the shape that it came with."""
+    (tmp_path / "texts").mkdir()
+    for number in range(20):
+        (tmp_path / "texts" / f"{number}.txt").write_text(chr(number) * 40)
+    place = tmp_path / "model"
+    peers.write_directory("llama3.2", place)
+    given = json.loads((place / "config.json").read_text()) | {"vocab_size": 257}
+    (place / "config.json").write_text(json.dumps(given))
+    save_file(
+        {name: peers.values(name, shape) for name, shape in peers.shapes(given).items()}, place / "model.safetensors"
+    )
+    data = {"source": "text", "path": str(tmp_path / "texts"), "tokenizer": "bytes", "sequence_length": 16}
+    cfg = config(place, {}, data=data, output=str(tmp_path), optimizer={"learning_rate": 1e-30, "weight_decay": 0.0})
+    assert cfg.model.rope.scaling == "llama3"
+    result = run(cfg, jax.devices()[:1])
+    np.testing.assert_allclose(
+        result.state.params["embedding"]["weight"], peers.values("model.embed_tokens.weight", (257, 32)), rtol=1e-6
+    )
+    place.rename(tmp_path / "gone")
+    export_model(tmp_path / "x", tmp_path / "out")
+    assert decoder_fields(str(tmp_path / "out")) == fields_of(given)
