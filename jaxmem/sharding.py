@@ -112,6 +112,7 @@ class Layout:
 
     mesh: Mesh
     rules: Rules
+    vmapped: tuple[str, ...] = ()  # mesh axes that `jax.vmap` around this code goes over
 
     def __enter__(self) -> Self:
         _stack.set((*_stack.get(), self))
@@ -181,6 +182,22 @@ class Layout:
                 break
         return NamedSharding(self.mesh, PartitionSpec(*spec))
 
+    @property
+    def apart(self) -> tuple[str, ...]:
+        """The mesh axes that split the batch and no gradient: their devices may add up gradients of their own rows, and
+        reduce them when they like."""
+        taken = {axis for over in self.rules.gradients.values() for axis in over}
+        return tuple(axis for axis in self.over("activations", "batch") if axis not in taken)
+
+    def within(self, vmapped: tuple[str, ...]) -> Layout:
+        """For code under `jax.vmap(..., spmd_axis_name=vmapped)` over groups of rows."""
+        batch = tuple(axis for axis in self.rules.activations["batch"] if axis not in vmapped)
+        activations = {**self.rules.activations, "batch": batch}
+        return Layout(self.mesh, dataclasses.replace(self.rules, activations=activations), vmapped)
+
+    def size(self, axes: Sequence[str]) -> int:
+        return math.prod(self.mesh.shape[axis] for axis in axes)
+
     def one_row(self) -> Layout:
         """For a text that grows: one row of any length, which nothing can split."""
         activations = {**self.rules.activations, "batch": (), "time": (), "stream": ()}
@@ -216,6 +233,12 @@ def constrain(x: jax.Array, *axes: str | None, role: Role = "activations") -> ja
     if layout is None:
         return x
     return jax.lax.with_sharding_constraint(x, layout.sharding(role, axes, x.shape))
+
+
+def groups() -> tuple[int, ...]:
+    """What the vmap of `Layout.within` puts before an array's shape."""
+    layout = current()
+    return (layout.size(layout.vmapped),) if layout and layout.vmapped else ()
 
 
 def split_first(x: jax.Array, axis: str) -> jax.Array:

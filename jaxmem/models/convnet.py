@@ -11,7 +11,7 @@ from itertools import pairwise
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Float, Key
+from jaxtyping import Array, Float
 
 from jaxmem import config
 from jaxmem.models import parts
@@ -76,11 +76,11 @@ class ConvBlock(nnx.Module):
         self.dropout = dropout
 
     def __call__(
-        self, x: Float[Array, "batch height width channels"], key: Key[Array, ""] | None
+        self, x: Float[Array, "batch height width channels"], keys: parts.RowKeys | None
     ) -> Float[Array, "batch height width channels"]:
         y = constrain(self.first(jax.nn.relu(self.first_norm(x))), "batch", "height", "width", "mlp")
         y = self.second(jax.nn.relu(self.second_norm(y)))
-        return constrain(x + parts.dropout(y, self.dropout, key), "batch", "height", "width", "embed")
+        return constrain(x + parts.dropout(y, self.dropout, keys), "batch", "height", "width", "embed")
 
 
 class Stage(nnx.Module):
@@ -93,14 +93,14 @@ class Stage(nnx.Module):
         self.blocks = stacked(lambda rngs: ConvBlock(rngs, channels, cfg.dropout), cfg.blocks, rngs)
         self.count, self.way, self.pool = cfg.blocks, execution.stack, pool
 
-    def __call__(self, x: Images, key: Key[Array, ""] | None) -> Images:
+    def __call__(self, x: Images, keys: parts.RowKeys | None) -> Images:
         if self.pool:
             x = nnx.max_pool(x, (2, 2), (2, 2))
         x, _ = apply_stack(
             self.blocks,
-            lambda block, x, key, _: (block(x, key), None),
+            lambda block, x, keys, _: (block(x, keys), None),
             self.widen(x),
-            parts.layer_keys(key, self.count),
+            parts.layer_keys(keys, self.count),
             way=self.way,
         )
         return x
@@ -116,16 +116,18 @@ class Convnet(nnx.Module):
         self.head = parts.Linear(rngs, cfg.stages[-1], cfg.outputs, ("embed", "classes"), bias=True)
 
     def __call__(
-        self, images: Float[Array, "batch height width channels"], key: Key[Array, ""] | None = None
+        self, images: Float[Array, "batch height width channels"], keys: parts.RowKeys | None = None
     ) -> Float[Array, "batch outputs"]:
-        return self.logits(self.features(images, key))
+        return self.logits(self.features(images, keys))
 
     def features(
-        self, images: Float[Array, "batch height width channels"], key: Key[Array, ""] | None = None
+        self, images: Float[Array, "batch height width channels"], keys: parts.RowKeys | None = None
     ) -> Float[Array, "batch embed"]:
         x = images.astype(self.execution.dtype)
-        for i in range(len(self.cfg.stages)):
-            x = getattr(self, f"stage_{i}")(x, None if key is None else jax.random.fold_in(key, i))
+        count = len(self.cfg.stages)
+        own = [None] * count if keys is None else parts.several(keys, count)
+        for i in range(count):
+            x = getattr(self, f"stage_{i}")(x, own[i])
         return jnp.mean(self.norm(x), axis=(1, 2))
 
     def logits(self, x: Float[Array, "batch embed"]) -> Float[Array, "batch outputs"]:

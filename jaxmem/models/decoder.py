@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Float, Int, Key
+from jaxtyping import Array, Float, Int
 
 from jaxmem import config
 from jaxmem.exchange import places
@@ -49,24 +49,24 @@ class Decoder(nnx.Module):
         tokens: Int[Array, "batch time"],
         positions: Int[Array, "batch time"] | None = None,
         segment_ids: Int[Array, "batch time"] | None = None,
-        key: Key[Array, ""] | None = None,
+        keys: parts.RowKeys | None = None,
     ) -> Float[Array, "batch time vocab"]:
-        """Logits of the token that follows each position. `key` turns dropout on."""
-        return self.logits(self.features(tokens, positions, segment_ids, key))
+        """Logits of the token that follows each position. `keys` turn dropout on."""
+        return self.logits(self.features(tokens, positions, segment_ids, keys))
 
     def features(
         self,
         tokens: Int[Array, "batch time"],
         positions: Int[Array, "batch time"] | None = None,
         segment_ids: Int[Array, "batch time"] | None = None,
-        key: Key[Array, ""] | None = None,
+        keys: parts.RowKeys | None = None,
     ) -> Float[Array, "batch time embed"]:
         """What the output projection sees: losses that never hold all logits start here."""
         x, _ = apply_stack(
             self.blocks,
-            lambda block, x, key, beside: (block(x, *beside, key)[0], None),
+            lambda block, x, keys, beside: (block(x, *beside, keys)[0], None),
             self._embed(tokens),
-            parts.layer_keys(key, self.cfg.layers),
+            parts.layer_keys(keys, self.cfg.layers),
             (self._angles(tokens, positions), segment_ids),
             way=self.execution.stack,
         )

@@ -8,7 +8,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Float, Key, Num
+from jaxtyping import Array, Float, Num
 
 from jaxmem import config
 from jaxmem.models import parts
@@ -25,8 +25,8 @@ class MlpBlock(nnx.Module):
         self.mlp = parts.DenseMlp(rngs, cfg.embed, cfg.mlp)
         self.dropout = cfg.dropout
 
-    def __call__(self, x: Float[Array, "batch embed"], key: Key[Array, ""] | None) -> Float[Array, "batch embed"]:
-        return constrain(x + parts.dropout(self.mlp(self.norm(x)), self.dropout, key), "batch", "embed")
+    def __call__(self, x: Float[Array, "batch embed"], keys: parts.RowKeys | None) -> Float[Array, "batch embed"]:
+        return constrain(x + parts.dropout(self.mlp(self.norm(x)), self.dropout, keys), "batch", "embed")
 
 
 class Mlp(nnx.Module):
@@ -42,12 +42,12 @@ class Mlp(nnx.Module):
         self.head = parts.Linear(rngs, cfg.embed, cfg.outputs, ("embed", "classes"), bias=True)
 
     def __call__(
-        self, images: Num[Array, "batch height width channels"], key: Key[Array, ""] | None = None
+        self, images: Num[Array, "batch height width channels"], keys: parts.RowKeys | None = None
     ) -> Float[Array, "batch outputs"]:
-        return self.logits(self.features(images, key))
+        return self.logits(self.features(images, keys))
 
     def features(
-        self, images: Num[Array, "batch height width channels"], key: Key[Array, ""] | None = None
+        self, images: Num[Array, "batch height width channels"], keys: parts.RowKeys | None = None
     ) -> Float[Array, "batch embed"]:
         dtype = self.execution.dtype
         pixels = images.reshape(images.shape[0], -1)
@@ -60,9 +60,9 @@ class Mlp(nnx.Module):
         x = constrain(self.stem(x.reshape(images.shape[0], -1)), "batch", "embed")
         x, _ = apply_stack(
             self.blocks,
-            lambda block, x, key, _: (block(x, key), None),
+            lambda block, x, keys, _: (block(x, keys), None),
             x,
-            parts.layer_keys(key, self.cfg.layers),
+            parts.layer_keys(keys, self.cfg.layers),
             way=self.execution.stack,
         )
         return self.norm(x)

@@ -19,14 +19,16 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, Key
 
 from jaxmem import kernels
-from jaxmem.exchange import attention, lookup, spread
+from jaxmem.exchange import attention, lookup, places, spread
 from jaxmem.models.rope import Angles, rotate
-from jaxmem.sharding import Axes, constrain, gather
+from jaxmem.sharding import Axes, constrain, current, gather
 from jaxmem.stack import PRODUCT, Way
 
 New = Float[Array, "batch time kv_heads head_dim"]
 Room = Float[Array, "layer batch past kv_heads head_dim"]
 Caches = tuple[Room, Room]  # keys and values of every layer, with room for more
+RowKeys = Key[Array, "batch"]  # a random key for each row of the batch
+Keys = Key[Array, "*rows"]
 Place = tuple[Caches, Int[Array, ""], Int[Array, ""]]  # the caches, this layer, and how many positions are taken
 
 
@@ -270,14 +272,21 @@ class Block(nnx.Module):
         x: Float[Array, "batch time embed"],
         angles: Angles | None = None,
         segment_ids: Int[Array, "batch time"] | None = None,
-        key: Key[Array, ""] | None = None,
+        keys: RowKeys | None = None,
         cache: Place | None = None,
     ) -> tuple[Float[Array, "batch time embed"], tuple[New, New] | Caches]:
-        first, second = (None, None) if key is None else jax.random.split(key)
+        first, second = (None, None) if keys is None else self._token_keys(keys, x.shape[1])
         mixed, kept = self.attention(_whole(self.attention_norm(x)), angles, segment_ids, cache)
         x = x + dropout(_streamed(mixed), self.dropout, first)
         x = x + dropout(_streamed(self.mlp(_whole(self.mlp_norm(x)))), self.dropout, second)
         return _streamed(x), kept
+
+    def _token_keys(self, keys: RowKeys, length: int) -> tuple[Keys, ...]:
+        """For each token and half of the block, by its position: a time split over `context` lies in another order."""
+        order = places(current(), length, self.attention.window)
+        order = np.arange(length, dtype=np.int32) if order is None else order
+        of_row = jax.vmap(jax.random.fold_in, in_axes=(None, 0))
+        return tuple(jax.vmap(of_row, in_axes=(0, None))(half, jnp.asarray(order)) for half in several(keys, 2))
 
 
 def _streamed(x: Float[Array, "batch time embed"]) -> Float[Array, "batch time embed"]:
@@ -290,13 +299,25 @@ def _whole(x: Float[Array, "batch time embed"]) -> Float[Array, "batch time embe
     return constrain(_streamed(x), "batch", "time", "embed")
 
 
-def dropout(x: Float[Array, "*shape"], rate: float, key: Key[Array, ""] | None) -> Float[Array, "*shape"]:
-    """Without a key nothing is dropped, as in evaluation."""
-    if key is None or rate == 0.0:
+def dropout(x: Float[Array, "*shape"], rate: float, keys: Keys | None) -> Float[Array, "*shape"]:
+    """Without keys nothing is dropped, as in evaluation. `keys` are for the first dimensions: what a row or a token
+    loses depends on its own key alone, wherever it lies."""
+    if keys is None or rate == 0.0:
         return x
-    kept = jax.random.bernoulli(key, 1.0 - rate, x.shape)
+
+    def draw(key: jax.Array) -> jax.Array:
+        return jax.random.bernoulli(key, 1.0 - rate, x.shape[keys.ndim :])
+
+    for _ in range(keys.ndim):
+        draw = jax.vmap(draw)
+    kept = draw(keys)
     return jnp.where(kept, x / (1.0 - rate), jnp.zeros_like(x))
 
 
-def layer_keys(key: Key[Array, ""] | None, layers: int) -> Key[Array, "layers"] | None:
-    return None if key is None else jax.random.split(key, layers)
+def several(keys: RowKeys, count: int) -> Key[Array, "count batch"]:
+    """So many keys for each row: of layers, or of the places in one."""
+    return jax.vmap(lambda key: jax.random.split(key, count), out_axes=1)(keys)
+
+
+def layer_keys(keys: RowKeys | None, layers: int) -> Key[Array, "layers batch"] | None:
+    return None if keys is None else several(keys, layers)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Float, Key
+from jaxtyping import Array, Float
 
 from jaxmem import config
 from jaxmem.models import parts
@@ -44,20 +44,20 @@ class Vit(nnx.Module):
         return parts.Block(attention, parts.DenseMlp(rngs, cfg.embed, cfg.mlp), norms, cfg.dropout)
 
     def __call__(
-        self, images: Float[Array, "batch height width channels"], key: Key[Array, ""] | None = None
+        self, images: Float[Array, "batch height width channels"], keys: parts.RowKeys | None = None
     ) -> Float[Array, "batch outputs"]:
-        return self.logits(self.features(images, key))
+        return self.logits(self.features(images, keys))
 
     def features(
-        self, images: Float[Array, "batch height width channels"], key: Key[Array, ""] | None = None
+        self, images: Float[Array, "batch height width channels"], keys: parts.RowKeys | None = None
     ) -> Float[Array, "batch embed"]:
         x = self.patches(self._cut(images).astype(self.execution.dtype))
         x = constrain(x + parts.fetch(self.position, x.dtype), "batch", "time", "embed")
         x, _ = apply_stack(
             self.blocks,
-            lambda block, x, key, _: (block(x, key=key)[0], None),
+            lambda block, x, keys, _: (block(x, keys=keys)[0], None),
             x,
-            parts.layer_keys(key, self.cfg.layers),
+            parts.layer_keys(keys, self.cfg.layers),
             way=self.execution.stack,
         )
         return jnp.mean(self.norm(x), axis=1)

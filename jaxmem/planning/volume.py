@@ -4,12 +4,14 @@ For a decoder with P weights in its products and E in its embedding, in numbers 
 where they rest; a micro-batches of T tokens a device, of width D. n devices along `fsdp` x `context` share weights,
 m along `replica` copy them. Where n devices take part a message counts (n - 1) / n of its array.
 
-    zero 0, 1    2 a (P + E) w          gradients all-reduced over all n m;  zero 1: + (P + E) r for new weights
+    zero 0       2 (P + E) w            sums of gradients all-reduced over all n m, once an update
+    zero 1       (P + E) (w + r)        sums of gradients reduce-scattered, new weights gathered
     zero 2       a P w + (P + E) r      gradients reduce-scattered, new weights gathered
     zero 3       a (3 P - H) w          weights gathered forward and backward, gradients reduce-scattered; the H
                                         weights of the logits, which nothing recomputes, are gathered once
     from zero 2  2 a T D w              rows of the embedding, and their gradients, exchanged
-    and          2 a (P + E) w / n      parts of the gradients all-reduced over m
+    from zero 1  2 (P + E) w / n        parts of the gradients all-reduced over m, once an update
+    to zero 1    2 a (P + E) w          gradients all-reduced over `context`, whose devices share rows
 
 `tensor` splits P, E and, between its t devices, sends the residual stream of a token group of t T tokens: gathered
 and reduce-scattered twice a layer forward and twice backward, with memory.remat=full once more but for the last
@@ -65,15 +67,19 @@ def volume(built: Program) -> Volume:
     every = products + (0 if model.tie_embeddings else embedding)
     split = cfg.zero >= 2
     gathered = {0: 0.0, 1: every * r, 2: every * r, 3: a * (2 * products - embedding) * w}[cfg.zero] * _share(n)
+    f, rows = mesh["fsdp"], _share(mesh["fsdp"])  # devices with rows of their own
     if split:
-        reduced = a * w * (products * _share(n) + 2 * every / n * _share(m))
+        reduced = a * products * _share(n) + 2 * every / n * _share(m)
+    elif a == 1:
+        reduced = 2 * every * _share(n * m)
     else:
-        reduced = 2 * a * every * w * _share(n * m)
+        once = every * (rows + 2 / f * _share(m)) if cfg.zero else 2 * every * _share(f * m)
+        reduced = 2 * a * every * _share(c) + once
     stream = tokens * t * model.embed * w * _share(t)  # one gather or scatter of the time
     keys = tokens * t * 2 * model.kv_heads * model.head_dim / t
     return Volume(
         weights=gathered,
-        gradients=reduced,
+        gradients=reduced * w,
         tokens=2 * a * tokens * model.embed * w * _share(n) if split else 0.0,
         tensor=a * stream * (model.layers * (11 if full else 8) + 4),
         context=a * model.layers * _context(model, keys, tokens * t, c, w, full),

@@ -178,6 +178,7 @@ class Program:
             self.learning_rate,
             self.cfg.seed,
             self.cfg.precision,
+            precision.compute_dtype(self.cfg.precision, self._platform),
             self.pipeline,
         )
         places = jax.tree.map(lambda x: x.sharding, self.state)

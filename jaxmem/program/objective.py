@@ -16,6 +16,7 @@ import jax.numpy as jnp
 
 from jaxmem import config, losses, vocabulary
 from jaxmem.models import Decoder, Network
+from jaxmem.models.parts import several
 from jaxmem.sharding import constrain
 
 Batch = dict[str, jax.Array]
@@ -24,13 +25,13 @@ Sums = dict[str, jax.Array]  # "loss", "count", and "correct" where right and wr
 
 @dataclass(frozen=True)
 class Objective:
-    """(network, batch, dropout key or None) -> sums, in two halves."""
+    """(network, batch, each row's dropout key or None) -> sums, in two halves."""
 
     features: Callable[[Any, Batch, jax.Array | None], Any]  # what the layers make of a batch
     sums: Callable[[Any, Any, Batch], Sums]  # the output projection and the loss, of features and their batch
 
-    def __call__(self, network: Any, batch: Batch, key: jax.Array | None) -> Sums:
-        return self.sums(network, self.features(network, batch, key), batch)
+    def __call__(self, network: Any, batch: Batch, keys: jax.Array | None) -> Sums:
+        return self.sums(network, self.features(network, batch, keys), batch)
 
 
 def objective(cfg: config.Objective, memory: config.Memory) -> Objective:
@@ -52,17 +53,17 @@ def means(sums: Sums) -> dict[str, jax.Array]:
     return mean | {"accuracy": sums["correct"] / count} if "correct" in sums else mean
 
 
-def _tokens(network: Decoder, batch: Batch, key: jax.Array | None) -> jax.Array:
-    return network.features(batch["inputs"], batch["positions"], batch["segment_ids"], key)
+def _tokens(network: Decoder, batch: Batch, keys: jax.Array | None) -> jax.Array:
+    return network.features(batch["inputs"], batch["positions"], batch["segment_ids"], keys)
 
 
-def _pictures(network: Network, batch: Batch, key: jax.Array | None) -> jax.Array:
-    return network.features(batch["inputs"], key=key)
+def _pictures(network: Network, batch: Batch, keys: jax.Array | None) -> jax.Array:
+    return network.features(batch["inputs"], keys=keys)
 
 
-def _pairs(network: Network, batch: Batch, key: jax.Array | None) -> tuple[jax.Array, jax.Array]:
-    first, second = (None, None) if key is None else jax.random.split(key)
-    return network.features(batch["inputs"], key=first), network.features(batch["pairs"], key=second)
+def _pairs(network: Network, batch: Batch, keys: jax.Array | None) -> tuple[jax.Array, jax.Array]:
+    first, second = (None, None) if keys is None else several(keys, 2)
+    return network.features(batch["inputs"], keys=first), network.features(batch["pairs"], keys=second)
 
 
 def _next_token(cfg: config.Objective, memory: config.Memory) -> Callable[[Decoder, jax.Array, Batch], Sums]:

@@ -19,15 +19,15 @@ from jaxmem.stack.pipeline import AXIS
 
 
 def sums_of_all(objective: Objective, pipeline: Pipeline, network: Any, batch: Batch, keys: jax.Array | None) -> Sums:
-    """Leaves of the batch are [micro-batches, rows, ...]; `keys` are one for each micro-batch, or None."""
+    """Leaves of the batch are [micro-batches, rows, ...], and so are `keys`, one for each row, or None."""
     stages, empty = pipeline.stages, pipeline.slots - pipeline.micro_batches
     # Rows of zeros have a mask of zeros. So that every stage has as many micro-batches as any other.
     batch = jax.tree.map(lambda x: jnp.pad(x, [(0, empty), *[(0, 0)] * (x.ndim - 1)]), batch)
     if keys is not None:
-        keys = jnp.concatenate([keys, jnp.broadcast_to(keys[:1], (empty,))])
+        keys = jnp.concatenate([keys, jnp.broadcast_to(keys[:1], (empty, *keys.shape[1:]))])
 
-    def features(batch: Batch, key: jax.Array | None) -> Any:
-        return objective.features(network, batch, key)
+    def features(batch: Batch, keys: jax.Array | None) -> Any:
+        return objective.features(network, batch, keys)
 
     @jax.checkpoint
     def one(x: Any, batch: Batch) -> Sums:

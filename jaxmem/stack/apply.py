@@ -10,6 +10,7 @@ import jax
 from flax import nnx
 from jax.custom_batching import custom_vmap
 
+from jaxmem.sharding import groups
 from jaxmem.stack.pipeline import Pipeline, in_order, through_stages
 from jaxmem.stack.remat import policy
 
@@ -44,7 +45,7 @@ def apply_stack(
 
     if way.pipeline is not None:
         return _staged(way.pipeline, run, way.remat)(weights, x, inputs, beside)
-    keep = policy(way.remat, {leaf.shape[1:] for leaf in jax.tree.leaves(weights)})
+    keep = policy(way.remat, {(*groups(), *leaf.shape[1:]) for leaf in jax.tree.leaves(weights)})
     # Inside scan the loop already keeps XLA from merging the recomputation with the first pass.
     run = jax.checkpoint(run, policy=keep, prevent_cse=False)
     return jax.lax.scan(lambda x, one: run(one[0], x, one[1], beside), x, (weights, inputs))

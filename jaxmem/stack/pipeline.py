@@ -24,7 +24,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxmem.sharding import rotate, split_first
+from jaxmem.sharding import groups, rotate, split_first
 from jaxmem.stack.remat import policy
 
 Run = Callable[[Any, Any, Any, Any], tuple[Any, Any]]  # (one layer's weights, x, its input, beside) -> (x, output)
@@ -116,7 +116,7 @@ def through_stages(
     leaves hold one of each micro-batch."""
     p = pipeline
     shapes = {leaf.shape[1:] for leaf in jax.tree.leaves(weights)}
-    seen = {(p.stages, *rounds, *shape) for shape in shapes for rounds in ((), (p.rounds,))}
+    seen = {(*groups(), p.stages, *rounds, *shape) for shape in shapes for rounds in ((), (p.rounds,))}
     places = jnp.arange(p.group, dtype=jnp.int32)
     stages = jnp.arange(p.stages, dtype=jnp.int32)
 

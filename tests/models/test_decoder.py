@@ -103,7 +103,7 @@ def test_dropout_needs_a_key_and_follows_it():
     ids = tokens()
     still = network(ids)
     np.testing.assert_array_equal(still, network(ids))
-    one, same, other = (network(ids, key=jax.random.key(k)) for k in (1, 1, 2))
+    one, same, other = (network(ids, keys=jax.random.split(jax.random.key(k), 2)) for k in (1, 1, 2))
     np.testing.assert_array_equal(one, same)
     assert float(jnp.abs(one - other).max()) > 1e-3
     assert float(jnp.abs(one - still).max()) > 1e-3
@@ -116,7 +116,7 @@ def test_recomputation_changes_no_gradient(remat):
 
     def gradient(execution):
         network = Compiled(cfg, execution)
-        loss = lambda p: jnp.sum(jnp.square(network.call(p, ids, key=jax.random.key(3))))  # noqa: E731
+        loss = lambda p: jnp.sum(jnp.square(network.call(p, ids, keys=jax.random.split(jax.random.key(3), 2))))  # noqa: E731
         return jax.jit(jax.grad(loss))(network.params)
 
     plain = gradient(Execution())

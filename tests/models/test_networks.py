@@ -108,11 +108,11 @@ def test_every_dimension_of_every_weight_is_named_and_has_a_rule(cfg):
 def test_dropout_needs_a_key_and_follows_it(cfg):
     network = Compiled(changed(cfg, dropout=0.5))
     still = network(images())
-    one, same, other = (network(images(), key=jax.random.key(k)) for k in (1, 1, 2))
+    one, same, other = (network(images(), keys=jax.random.split(jax.random.key(k), 3)) for k in (1, 1, 2))
     np.testing.assert_array_equal(one, same)
     assert differs(one, other)
     assert differs(one, still)
-    np.testing.assert_array_equal(Compiled(cfg)(images(), key=jax.random.key(1)), still)  # nothing to drop
+    np.testing.assert_array_equal(Compiled(cfg)(images(), keys=jax.random.split(jax.random.key(1), 3)), still)
 
 
 @cache
@@ -121,7 +121,7 @@ def gradient(cfg, remat):
     network = Compiled(cfg, Execution(stack=Way(remat)))
 
     def loss(params):
-        return jnp.sum(jnp.square(network.call(params, images(64), key=jax.random.key(3))))
+        return jnp.sum(jnp.square(network.call(params, images(64), keys=jax.random.split(jax.random.key(3), 64))))
 
     compiled = jax.jit(jax.grad(loss)).lower(network.params).compile()
     return compiled, compiled(network.params)

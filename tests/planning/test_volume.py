@@ -14,6 +14,7 @@ from tests.planning.conftest import SMALL, config
 MODEL = {**SMALL, "layers": 4, "embed": 256, "mlp": 1024, "heads": 8, "kv_heads": 8, "head_dim": 32}
 LAYOUTS = {
     "data": ({"fsdp": 8}, 0, {"all-reduce"}),
+    "zero-1": ({"replica": 2, "fsdp": 4}, 1, {"reduce-scatter", "all-gather", "all-reduce"}),
     "zero-2": ({"fsdp": 8}, 2, {"reduce-scatter", "all-gather", "all-to-all"}),
     "hybrid": ({"replica": 2, "fsdp": 4}, 3, {"reduce-scatter", "all-gather", "all-to-all", "all-reduce"}),
     "tensor": ({"tensor": 8}, 3, {"reduce-scatter", "all-gather"}),
@@ -26,7 +27,7 @@ SMALLEST = 0.01  # of all bytes: norms' gradients, ids, sums
 def test_messages_are_those_of_theory(name):
     mesh, zero, kinds = LAYOUTS[name]
     cfg = config(
-        model=MODEL, mesh=mesh, zero=zero, data={"sequence_length": 128}, batch={"global_size": 128, "accumulate": 2},
+        model=MODEL, mesh=mesh, zero=zero, data={"sequence_length": 128}, batch={"global_size": 128, "accumulate": 4},
         memory={"remat": "full"},
     )  # fmt: skip
     target = parse_target("h100-80gb:8")
