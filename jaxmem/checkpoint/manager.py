@@ -19,6 +19,7 @@ from etils import epath
 from jaxmem.checkpoint.failures import FAILURES, one_failure, why
 from jaxmem.checkpoint.files import absolute, free_name, put_aside
 from jaxmem.checksum import checksum
+from jaxmem.distributed.join import end_all
 from jaxmem.errors import TemporaryError, UserError
 
 CHUNK = 64 << 20  # bytes; the most that is decoded at once to restore a part of an array
@@ -199,7 +200,7 @@ class Checkpoints:
             create=not self.read_only,
             lightweight_initialize=True,  # opening looks at names only, so that a damaged one does not prevent it
         )
-        manager = ocp.CheckpointManager(self.directory, options=options)
+        manager = _Manager(self.directory, options=options, failed=self._own_part_failed)
         self._policy.losses.clear()
         for step in manager.all_steps():
             try:
@@ -224,10 +225,15 @@ class Checkpoints:
             path.rename(aside)
         raise TemporaryError(f"{error}; put aside as {aside}; the same command goes on from the one before") from error
 
+    def _own_part_failed(self, error: BaseException) -> None:
+        if jax.process_count() > 1:
+            end_all(self._failed(None, error))
+
     def _failed(self, step: int | None, error: BaseException) -> UserError:
         if jax.process_count() == 1:  # opening is done together, and the others know of no failure
             self._reopen()
-        last = max(self._manager.all_steps(), default=None)
+        # As the disk has them: the manager counts the one that it was writing.
+        last = max(ocp.utils.checkpoint_steps(self.directory), default=None)
         which = "a checkpoint" if step is None else f"the checkpoint of step {step}"
         whole = "there is none yet" if last is None else f"step {last} is whole"
         return UserError(f"{which} could not be written to {self.directory} ({whole}): {why(error)}")
@@ -279,6 +285,22 @@ class Checkpoints:
         if not (self.read_only or self._in_bucket) and jax.process_index() == 0 and rotated.exists():
             for old in rotated.iterdir():
                 old.rmtree()
+
+
+class _Manager(ocp.CheckpointManager):
+    """Says at once when this process's part could not be written. Orbax would wait for the others first, who wait for
+    that part."""
+
+    def __init__(self, *args: Any, failed: Callable[[BaseException], None], **options: Any) -> None:
+        self._failed = failed
+        super().__init__(*args, **options)
+
+    def _wait_for_checkpointers(self) -> None:
+        try:
+            super()._wait_for_checkpointers()
+        except BaseException as error:
+            self._failed(error)
+            raise
 
 
 @dataclass

@@ -92,6 +92,13 @@ def hosts() -> list[str]:
     return [] if _watch is None else _watch.hosts
 
 
+def end_all(error: BaseException) -> None:
+    """End every process for an error of this one that its main thread cannot see, because it waits for the others.
+    Nothing for a lone process."""
+    if _watch is not None:
+        _watch.end_all(error)
+
+
 @contextmanager
 def together() -> Iterator[None]:
     """Around what all processes do alike. An error in one of them stops all: those who do not have it say whose it is.

@@ -63,16 +63,25 @@ class Watch:
         """
         if type(error).__name__ == "JaxRuntimeError":
             time.sleep(self.heartbeat + 2 * self._every)
-        self._failed = True
-        text = " ".join(str(error).split()) or type(error).__name__
-        said = json.dumps([exit_code(error), text[:1000]])
-        self._client.key_value_set(f"{STOPPED}{self.cluster.process}", said, allow_overwrite=True)
+        self._tell(error)
         until = time.monotonic() + 4 * self._every
         while time.monotonic() < until:
             if len(self._said()) == self.cluster.processes:
                 return True
             time.sleep(0.1)
         return False
+
+    def end_all(self, error: BaseException) -> None:
+        """From any thread: the main one may wait for others that wait for this very process. It ends here, with its
+        error, and the others with the same one."""
+        self._tell(error)
+        self._stop(f"{self.name(self.cluster.process)}: {error}", exit_code(error))
+
+    def _tell(self, error: BaseException) -> None:
+        self._failed = True
+        text = " ".join(str(error).split()) or type(error).__name__
+        said = json.dumps([exit_code(error), text[:1000]])
+        self._client.key_value_set(f"{STOPPED}{self.cluster.process}", said, allow_overwrite=True)
 
     def _said(self) -> dict[int, tuple[int, str]]:
         """Exit code and reason of each process that has stopped."""

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import signal
+from pathlib import Path
 from typing import Any
+
+from jaxmem.checkpoint import Checkpoints
 
 # What each process runs: what it agrees on with the others, and then what is in place of END.
 PROGRAM = """
@@ -71,6 +74,39 @@ def test_an_error_that_all_have_is_each_ones_own(started: Any, program: Any) -> 
     assert processes.codes() == [1, 1], processes.said(0) + processes.said(1)
     for number in range(2):
         assert processes.said(number).rstrip().endswith(f"jaxmem.errors.UserError: the same to {number}")
+
+
+# In place of END: a checkpoint of which only one process cannot write its part. The others wait for that part.
+FULL = """
+    import resource, signal
+    from jax.sharding import Mesh
+    from jaxmem.checkpoint import Checkpoints
+    from jaxmem.sharding import along
+
+    place = along(Mesh(np.asarray(jax.devices()), ("all",)), "all")
+    draw = np.random.default_rng(0).random((4, 2**16), np.float32)
+    state = {"x": jax.make_array_from_callback(draw.shape, place, lambda index: draw[index])}
+    with Checkpoints(sys.argv[1]) as checkpoints:
+        checkpoints.save(1, state, {}, {}, force=True)
+        checkpoints.wait()
+        if me == 1:
+            signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+            resource.setrlimit(resource.RLIMIT_FSIZE, (2**17, 2**17))
+        checkpoints.save(2, state, {}, {}, force=True)
+        checkpoints.wait()
+"""
+
+
+def test_a_write_that_fails_in_one_process_ends_all(started: Any, program: Any, tmp_path: Path) -> None:
+    processes = started([*program(PROGRAM.replace("    END", FULL)), str(tmp_path / "checkpoints")], 2, 2)
+    processes.until(lambda: both_ready(processes))
+    assert processes.codes(seconds=60) == [2, 2], processes.said(0) + processes.said(1)
+    why = "a checkpoint could not be written to "
+    assert f"stopped: {why}" in processes.said(0)
+    assert f"): {why}" in processes.said(1)
+    assert all("(step 1 is whole): " in processes.said(number) for number in range(2))
+    with Checkpoints(tmp_path / "checkpoints", read_only=True) as checkpoints:
+        assert checkpoints.steps() == [1]
 
 
 def test_the_first_process_is_killed(started: Any, program: Any) -> None:

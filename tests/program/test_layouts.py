@@ -30,7 +30,7 @@ LAYOUTS = {
 
 
 # Those that go through the vocabulary in slices, as one device does not.
-SLICED = ("data", "zero-2", "hybrid x tensor", "context x tensor", "replica x context x tensor", "stage x fsdp x context")
+SLICED = ("data", "zero-2", "hybrid x tensor", "context x tensor", "stage x fsdp x context")
 
 
 def test_every_two_axes_meet():
