@@ -29,6 +29,7 @@ FREE = (
     "model.preset",  # a name for the other fields, which are compared one by one
     "model.hf",  # where the first weights came from: these are in the checkpoint
     "model.dropout",
+    "data.template",  # in the data's fingerprint
     "data.path",  # files may move: the data's fingerprint tells whether they are the same
     "data.mixture.*.path",
     "data.weight",  # a share of a mixture, and this is not one

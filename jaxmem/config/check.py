@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterator
 
 from jaxmem.config.optimizers import FIELDS, OPTIMIZERS, SEARCH_BASES
-from jaxmem.config.sections import Config, Convnet, Decoder, Mesh, Mlp, Objective, Rope, Source, Vit
+from jaxmem.config.sections import Config, Convnet, Data, Decoder, Mesh, Mlp, Objective, Rope, Source, Vit
 from jaxmem.errors import UserError
 
 BYTE_VOCAB = 257  # 256 bytes and the end of a document
@@ -18,7 +18,7 @@ DIGIT_CLASSES = 10
 DIGIT_SHAPE = (8, 1)  # pixels a side, channels
 DIGIT_LEVELS = 17  # a pixel is 0 to 16
 
-NEEDS_PATH = ("text", "jsonl", "parquet", "tokens")
+NEEDS_PATH = ("text", "jsonl", "parquet", "chat", "tokens")
 HAS_FIELDS = ("jsonl", "parquet")
 BUCKETS = ("gs", "s3")
 CROSS_ENTROPY = ("next_token", "classify")
@@ -144,12 +144,23 @@ def _data(cfg: Config) -> Iterator[str]:
         tokenized = any(source.source != "tokens" for _, source in _places(cfg))
         if data.tokenizer == "bytes" and model.vocab < BYTE_VOCAB and tokenized:
             yield f"model.vocab: {model.vocab} is less than the {BYTE_VOCAB} of data.tokenizer: bytes"
+        yield from _chat(data)
     else:
         if data.mixture:
             yield "data.mixture: pictures cannot be mixed; use data.source: digits"
         if (model.image_size, model.channels) != DIGIT_SHAPE:
             size, channels = DIGIT_SHAPE
             yield f"model.image_size: digits need model.image_size {size} and model.channels {channels}"
+
+
+def _chat(data: Data) -> Iterator[str]:
+    if all(source.source != "chat" for source in data.mixture or (data,)):
+        default = Data()
+        for field in ("template", "too_long", "broken"):
+            if getattr(data, field) != getattr(default, field):
+                yield f"data.{field}: only data.source: chat has it, not {data.source}"
+    elif data.tokenizer == "bytes" and data.template is None:
+        yield "data.template: missing; data.tokenizer: bytes has none of its own; give a file of Jinja"
 
 
 def _places(cfg: Config) -> list[tuple[str, Source]]:

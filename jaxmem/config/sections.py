@@ -128,7 +128,7 @@ class Objective(Section):
 class Source(Section):
     """One place that documents come from."""
 
-    source: Literal["stdlib", "text", "jsonl", "parquet", "digits", "tokens"] = "stdlib"
+    source: Literal["stdlib", "text", "jsonl", "parquet", "chat", "digits", "tokens"] = "stdlib"
     path: str | None = None  # a file, a directory or a glob
     field: str = "text"  # the key or column that holds the document (jsonl, parquet)
     weight: Positive = 1.0  # its share of a mixture
@@ -140,6 +140,9 @@ class Data(Source):
     packing: bool = True
     tokenizer: str = "bytes"  # or the path of a tokenizer.json
     epochs: Count | None = None  # passes over the data, at most, whatever `train.steps` asks for
+    template: str | None = None  # chat: a file of Jinja; none: the tokenizer's own
+    too_long: Literal["cut", "drop"] = "cut"  # chat: conversations longer than `sequence_length`
+    broken: Literal["stop", "skip"] = "stop"  # chat: lines that are no conversation
     held_out: Fraction = 0.02  # share of the documents kept for evaluation
     shuffle: bool = True
 

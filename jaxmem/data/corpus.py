@@ -13,16 +13,19 @@ import numpy as np
 from jaxmem.config.sections import Config, Source
 from jaxmem.data import order
 from jaxmem.data.cache import TokenCache, not_utf8, write_cache
+from jaxmem.data.chat import Conversations
 from jaxmem.data.digits import Digits, digits_file
 from jaxmem.data.files import file_size, find_files
 from jaxmem.data.jsonl import JsonLines
+from jaxmem.data.packing import Document
 from jaxmem.data.parquet import ParquetRows
+from jaxmem.data.template import template_for
 from jaxmem.data.text import Records, TextFiles, piece_bytes, stdlib_files
 from jaxmem.data.tokenizer import Tokenizer, document_tokens, tokenizer_for
 from jaxmem.errors import UserError
 
 WHOLE = 256 << 20  # bytes of data up to which a fingerprint reads all of it
-SUFFIXES = {"jsonl": (".jsonl", ".ndjson"), "parquet": (".parquet",)}
+SUFFIXES = {"jsonl": (".jsonl", ".ndjson"), "chat": (".jsonl", ".ndjson"), "parquet": (".parquet",)}
 
 
 def source_files(source: Source) -> list[Path]:
@@ -66,7 +69,7 @@ class Corpus:
                 f"objective {cfg.objective.name} trains on {'digits alone' if images else 'text'}; "
                 f"data.source is {' + '.join(kinds)}"
             )
-        self.sources: list[Records | TokenCache | Digits] = []
+        self.sources: list[Records | TokenCache | Digits | Conversations] = []
         if images:
             self.sources.append(Digits())
             return
@@ -79,14 +82,35 @@ class Corpus:
             )
         limit = piece_bytes(cfg.data.sequence_length)
         for source in _sources(cfg):
-            cached = source.source == "tokens"
-            self.sources.append(TokenCache(source.path, self.tokenizer) if cached else _open_text(source, limit))
+            self.sources.append(self._open(source, limit))
+
+    def _open(self, source: Source, limit: int) -> Records | TokenCache | Conversations:
+        match source.source:
+            case "tokens":
+                return TokenCache(source.path, self.tokenizer)
+            case "chat":
+                template = template_for(self.tokenizer, self._cfg.data.template)
+                return Conversations(source_files(source), self._cfg.data, self.tokenizer, template)
+            case _:
+                return _open_text(source, limit)
+
+    def document(self, source: int, record: int) -> Document:
+        """One record, as rows are made of it."""
+        records = self.sources[source]
+        return records.document(record) if isinstance(records, Conversations) else Document(self.tokens(source, record))
+
+    def said(self) -> list[str]:
+        """What there is to say of what was read."""
+        found = [str(source.seen) for source in self.sources if isinstance(source, Conversations)]
+        return [line for line in found if line]
 
     def tokens(self, source: int, record: int) -> np.ndarray:
         """The token ids of one record, int32."""
         records = self.sources[source]
         if isinstance(records, TokenCache):
             return records.tokens(record)
+        if isinstance(records, Conversations):
+            return records.document(record).tokens
         if isinstance(records, Digits):
             raise TypeError("digits have no tokens")
         piece = records[record]
@@ -121,6 +145,8 @@ def tokenize(
     if len(_sources(cfg)) > 1:
         raise UserError("data.mixture cannot be tokenized as a whole; tokenize each source, then mix the caches")
     source = _sources(cfg)[0]
+    if source.source == "chat":
+        raise UserError("data.source chat is tokenized as it is read: a cache has no place for what is learnt")
     if source.source in ("digits", "tokens"):
         raise UserError(f"data.source {source.source} has no text to tokenize")
     tokenizer: Tokenizer = tokenizer_for(cfg.data.tokenizer)
@@ -139,7 +165,10 @@ def fingerprint(cfg: Config) -> str:
     """
     digest = hashlib.blake2b(digest_size=16)
     if cfg.objective.name == "next_token":
-        digest.update(tokenizer_for(cfg.data.tokenizer).identity.encode())
+        tokenizer = tokenizer_for(cfg.data.tokenizer)
+        digest.update(tokenizer.identity.encode())
+        if any(source.source == "chat" for source in _sources(cfg)):
+            digest.update(template_for(tokenizer, cfg.data.template).source.encode())
     for source in _sources(cfg):
         paths = source_files(source)
         sizes = [file_size(path) for path in paths]

@@ -29,8 +29,9 @@ class JsonLines:
 
     blocks = None
 
-    def __init__(self, paths: Sequence[Path], field: str, limit: int) -> None:
-        self.field, self.limit = field, limit
+    def __init__(self, paths: Sequence[Path], field: str | None, limit: int) -> None:
+        """`field` None: lines are asked for as they are, and none may be longer than `limit`."""
+        self.field, self.limit = field or "", limit
         self._files = OpenFiles()
         self._indexes = [_LineIndex(path, self._files, field, limit) for path in paths]
         self._ends = np.cumsum([index.records for index in self._indexes], dtype=np.int64)
@@ -54,6 +55,10 @@ class JsonLines:
             return Piece(_encoded(_parse(file.line(record), self.field)), True, True)
         except long_line.BrokenLineError as error:
             raise UserError(f"{self.where(index)}: {error}") from error
+
+    def line(self, index: int) -> bytes:
+        file, record = self._place(index)
+        return file.line(record)
 
     def where(self, index: int) -> str:
         file, record = self._place(index)
@@ -88,7 +93,7 @@ def _encoded(text: str) -> bytes:
 class _LineIndex:
     """Where the lines of one file are."""
 
-    def __init__(self, path: Path, files: OpenFiles, field: str, limit: int) -> None:
+    def __init__(self, path: Path, files: OpenFiles, field: str | None, limit: int) -> None:
         self.path, self.limit = path, limit
         self._files = files
         self._size = file_size(path)
@@ -106,7 +111,10 @@ class _LineIndex:
         self._special_records = special_lines + extra - (counts - 1)  # the first record of each
         self.records = lines + (int(extra[-1]) if len(extra) else 0)
 
-    def _cut(self, line: int, start: int, end: int, field: str) -> np.ndarray:
+    def _cut(self, line: int, start: int, end: int, field: str | None) -> np.ndarray:
+        if field is None:
+            raise UserError(f"{self.path}, line {line + 1}: {end - start:,} bytes, more than {self.limit:,}")
+
         def read(low: int, high: int) -> bytes:
             return self._files.read(self.path, low, high)
 

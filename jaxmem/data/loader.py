@@ -103,9 +103,9 @@ class Loader:
         if isinstance(self.corpus.sources[0], Digits):
             built = DigitRows(cfg, self.corpus.sources[0], order, self._rows, total)
         else:
-            corpus_tokens = self.corpus.tokens
+            corpus_document = self.corpus.document
             built = TextRows(
-                lambda place: corpus_tokens(*order[place]),
+                lambda place: corpus_document(*order[place]),
                 self._rows,
                 cfg.batch.global_size,
                 total,

@@ -123,6 +123,8 @@ def run(cfg: Config, devices: Sequence[Any] | None = None) -> Result:
         telemetry.flush()
         save(force=True)  # where the data ended first
         checkpoints.wait()
+        for line in loader.corpus.said():
+            progress.say(line)
         progress.say(_closing(cfg, step, directory))
     return Result(directory, step, telemetry.last, held_out, state, planned, stop.exit_code)
 

@@ -130,7 +130,11 @@ def lines(base: dict, *overrides: str) -> list[str]:
             "batch.global_size: contrastive takes its negatives from the batch; use 2 or more",
         ),
         (TEXT, ["data.source=text"], "data.path: missing; source text needs a file, a directory or a glob"),
-        (TEXT, ["data.path=a.txt"], "data.path: source stdlib has none; those that do: text, jsonl, parquet, tokens"),
+        (
+            TEXT,
+            ["data.path=a.txt"],
+            "data.path: source stdlib has none; those that do: text, jsonl, parquet, chat, tokens",
+        ),
         (TEXT, ["data.field=body"], "data.field: source stdlib has none; those that do: jsonl, parquet"),
         (TEXT, ["data.source=digits"], "data.source: digits does not go with family decoder"),
         (PICTURES, ["data.source=stdlib"], "data.source: stdlib does not go with family vit"),

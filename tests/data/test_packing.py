@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxmem.data.packing import TextRows
+from jaxmem.data.packing import Document, TextRows
 
 Records = list[list[int]]
 records = st.lists(st.lists(st.integers(1, 255), max_size=12), min_size=1, max_size=15)
@@ -41,8 +41,8 @@ def as_rows(batch: dict[str, np.ndarray], column: int) -> list[tuple[int, int, i
 
 
 def text_rows(data: Records, count: int, time: int, packing: bool) -> TextRows:
-    def read(place: int) -> np.ndarray:
-        return np.array(data[place], np.int32)
+    def read(place: int) -> Document:
+        return Document(np.array(data[place], np.int32))
 
     return TextRows(read, np.arange(count)[None], count, len(data), time, packing)
 

@@ -1,0 +1,171 @@
+"""Conversations: their three forms, any template, and only what the assistant says is learnt."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from jaxmem.config import load_config
+from jaxmem.data import Loader
+from jaxmem.data.chat import conversation, messages_of
+from jaxmem.data.long_line import BrokenLineError
+from jaxmem.data.template import ChatTemplate, TemplateError, template_for
+from jaxmem.data.tokenizer import Bytes, tokenizer_for
+from jaxmem.errors import UserError
+
+ROOT = Path(__file__).parents[2]
+RECORDED = json.loads((ROOT / "tests/hf/data/conversations.json").read_text())
+spec = importlib.util.spec_from_file_location("compare_transformers", ROOT / "scripts/compare_transformers.py")
+compare = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(compare)
+
+PLAIN = (
+    "{% for m in messages %}{{ m.role[0] + ':' + m.content + (eos_token if m.role == 'assistant' else '') }}"
+    "{% endfor %}{% if add_generation_prompt %}a:{% endif %}"
+)
+HI = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "bc"}]
+
+
+@pytest.mark.parametrize("case", RECORDED)
+def test_tokens_and_what_is_learnt_are_those_of_transformers(case: str, tmp_path: Path) -> None:
+    """Theirs is told by the template's own marks; ours is found without them."""
+    name, number = case.split(".")
+    compare.write_tokenizer(name, tmp_path)
+    tokenizer = tokenizer_for(str(tmp_path))
+    template = template_for(tokenizer)
+    messages, expected = compare.CONVERSATIONS[int(number)], RECORDED[case]
+    found = conversation(messages, tokenizer, template)
+    assert found.tokens.tolist() == expected["ids"]
+    assert found.learnt.astype(int).tolist() == expected["learnt"]
+    assert template.render(messages[:-1], answer=True) == expected["asked"]
+
+
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [
+        ({"messages": HI}, HI),
+        ({"messages": [HI[0] | {"content": [{"type": "text", "text": "a"}]}, HI[1]]}, HI),
+        ({"conversations": [{"from": "human", "value": "a"}, {"from": "gpt", "value": "bc"}]}, HI),
+        ({"instruction": "a", "input": "", "output": "bc"}, HI),
+        ({"instruction": "x", "input": "y", "output": "bc"}, [{"role": "user", "content": "x\n\ny"}, HI[1]]),
+        ({"system": "s", "instruction": "a", "output": "bc"}, [{"role": "system", "content": "s"}, *HI]),
+    ],
+)
+def test_the_forms_of_a_line(line: object, expected: object) -> None:
+    assert messages_of(json.dumps(line).encode()) == expected
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        (b"{", "no valid JSON"),
+        (b"[]", "expected an object, found list"),
+        (b'{"text": "a"}', "no messages, conversations, or instruction and output; fields: text"),
+        (b'{"messages": []}', "messages is no list of messages"),
+        (b'{"messages": [{"role": "user"}]}', "a message needs role and content"),
+        (b'{"messages": [{"role": "user", "content": [{"type": "image"}]}]}', "content is not text"),
+        (b'{"messages": [{"role": "user", "content": "\\ud800"}]}', "no valid text"),
+    ],
+)
+def test_broken_lines(line: bytes, message: str) -> None:
+    with pytest.raises(BrokenLineError, match=message):
+        messages_of(line)
+
+
+def template(source: str) -> ChatTemplate:
+    return ChatTemplate(source, "here", {"eos_token": "<|endoftext|>"})
+
+
+def test_a_text_cannot_forge_a_turn() -> None:
+    with pytest.raises(BrokenLineError, match=r"holds '<\|endoftext\|>'"):
+        conversation([HI[0] | {"content": "a<|endoftext|>"}, HI[1]], Bytes(), template(PLAIN))
+    with pytest.raises(BrokenLineError, match="no answer"):
+        conversation(HI[:1], Bytes(), template(PLAIN))
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{{ ''.__class__.__mro__ }}",
+        "{{ messages.append(1) }}",
+        "{% include 'x' %}",
+        "{{ raise_exception('no') }}",
+        "{{ 1 / 0 }}",
+        "{% for i in range(10 ** 9) %}{% endfor %}",
+        "{{ messages.nothing.at_all }}",
+    ],
+)
+def test_a_template_does_nothing_but_write(source: str) -> None:
+    with pytest.raises(TemplateError):
+        template(source).render(HI)
+
+
+def test_a_template_that_is_none() -> None:
+    with pytest.raises(UserError, match="here: no valid chat template"):
+        template("{% if %}")
+    with pytest.raises(UserError, match=r"no chat template \(bytes have none\); give data.template"):
+        template_for(Bytes())
+
+
+def chat(place: Path, lines: list[str], **data: object) -> object:
+    (place / "chat.jsonl").write_text("\n".join(lines))
+    (place / "plain.jinja").write_text(PLAIN)
+    model = {"family": "decoder", "layers": 1, "embed": 8, "mlp": 8, "heads": 1, "kv_heads": 1, "head_dim": 8}
+    own = {"source": "chat", "path": f"{place}/chat.jsonl", "template": f"{place}/plain.jinja", "sequence_length": 16}
+    return load_config(
+        {
+            "name": "x",
+            "model": {**model, "vocab": 257},
+            "data": {**own, "held_out": 0.0, "shuffle": False, "epochs": 1, **data},
+            "batch": {"global_size": 1},
+            "train": {"steps": 1},
+        }
+    )
+
+
+def line(answer: str) -> str:
+    return json.dumps({"instruction": "q", "output": answer})
+
+
+def test_conversations_lie_whole_in_rows(tmp_path: Path) -> None:
+    """`u:qa:` and an answer with its end: 5 tokens and what is said; two of three lie in the first row."""
+    cfg = chat(tmp_path, [line("12"), line("3"), line("4567"), line("8" * 20)])
+    with Loader(cfg) as loader:
+        rows = [{name: x[0, 0] for name, x in batch.items()} for batch in loader]
+        said = loader.corpus.said()
+    assert rows[0]["segment_ids"].tolist() == [1] * 8 + [2] * 7 + [0]
+    learnt = [[int(t) for t, m in zip(row["targets"], row["mask"], strict=True) if m] for row in rows]
+    assert learnt == [[*b"12", 256, *b"3", 256], [*b"4567", 256], [*b"8" * 11]]
+    assert rows[0]["positions"].tolist() == [*range(8), *range(7), 0]
+    assert said == ["of 4 conversations read: 1 cut, 10 tokens of them lost"]
+
+
+def test_what_is_too_long_may_be_dropped_and_what_is_broken_skipped(tmp_path: Path) -> None:
+    lines = [line("12"), "{", line("8" * 20), line("3")]
+    with (
+        pytest.raises(UserError, match=r"chat\.jsonl, line 2: no valid JSON.*data\.broken=skip"),
+        Loader(chat(tmp_path, lines)) as loader,
+    ):
+        list(loader)
+    with Loader(chat(tmp_path, lines, broken="skip", too_long="drop")) as loader:
+        masks = np.concatenate([batch["mask"].ravel() for batch in loader])
+        said = loader.corpus.said()
+    assert masks.sum() == 5
+    assert said == ["of 4 conversations read: 1 dropped as too long; 1 broken lines skipped"]
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        ({"template": None}, "data.template: missing; data.tokenizer: bytes has none"),
+        ({"source": "text"}, "data.template: only data.source: chat has it, not text"),
+        ({"path": None}, "data.path: missing; source chat needs a file"),
+    ],
+)
+def test_settings_that_do_not_go_together(tmp_path: Path, data: dict[str, object], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        chat(tmp_path, [], **data)
