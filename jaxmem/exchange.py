@@ -114,10 +114,12 @@ class _Split:
 
     @classmethod
     def over(cls, layout: Layout, axes: Axes) -> _Split | None:
-        """None where devices hold parts of the columns and the same tokens: nothing could be exchanged."""
-        rows, columns = (layout.over("gradients", axis) for axis in axes)
+        """None where devices hold parts of the columns and the same tokens, and nothing could be exchanged; or parts of
+        the rows and other tokens."""
+        rows, columns = layout.over_each("gradients", axes)
         batch, time = layout.over("activations", "batch"), layout.over("activations", "time")
-        if not set(columns) <= {*batch, *time} or not set(rows) <= set(layout.over("activations", "stream")):
+        same_tokens = set(layout.over("activations", "stream")) - set(time)
+        if not set(columns) <= {*batch, *time} or not set(rows) <= same_tokens:
             return None
         batch, time = (tuple(axis for axis in columns if axis in tokens) for tokens in (batch, time))
         return cls(rows, batch, time, ("batch", "time" if rows else "stream"))

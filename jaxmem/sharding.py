@@ -27,6 +27,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 
+from jaxmem import config
 from jaxmem.config import Config, undivided
 from jaxmem.errors import UserError, nearest
 
@@ -42,6 +43,9 @@ def is_axes(x: Any) -> bool:
 
 # Outermost first: neighbours along the last axis share the fastest links.
 MESH_AXES = ("stage", "replica", "fsdp", "context", "tensor")
+
+USUAL: Table = config.Rules().table
+RESTING = ("fsdp", "context")  # split what rests; where it is computed with it is whole over them
 
 IF_EVEN = "?"  # ends the name of an axis that is split where that comes out even, and whole otherwise
 
@@ -59,20 +63,22 @@ class Rules:
     activations: Table
 
 
-def rules(zero: int, undivided: Collection[str] = ()) -> Rules:
+def rules(zero: int, undivided: Collection[str] = (), dims: Table = USUAL) -> Rules:
     """The table of a ZeRO stage: 1 splits the optimizer's state over `fsdp`, 2 also gradients, 3 also weights.
 
     Devices along `context` compute with the same weights as those along `fsdp`, so what is split lies over both.
     `undivided`: axes that `tensor` does not divide. Key and value heads are then whole on each of its devices; a
-    vocabulary is whole where it rests, and padded where it is computed with.
+    vocabulary is whole where it rests, and padded where it is computed with. `dims`: the config's own table. What
+    `tensor` does not split is computed with whole, each device on its own part of the time.
     """
     own = "norm", "head_dim", "rank", "projected", "height", "width", "patch", "kernel", "channels", "classes"
-    wide = dict.fromkeys(("vocab", "heads", "kv_heads", "mlp"), ("tensor",))
-    padded: Table = {**dict.fromkeys(own, ()), "layer": ("stage",), "embed": (), **wide}
+    split: Table = {**dict.fromkeys(own, ()), "layer": ("stage",), **dims}
     if "kv_heads" in undivided:
-        padded = {**padded, "kv_heads": ()}
-    tensor: Table = {**padded, "vocab": ()} if "vocab" in undivided else padded
-    split: Table = {**tensor, "embed": ("fsdp", "context")}
+        split = {**split, "kv_heads": _without(split["kv_heads"], "tensor")}
+    padded = {axis: _without(over, *RESTING) for axis, over in split.items()}
+    if "vocab" in undivided:
+        split = {**split, "vocab": _without(split["vocab"], "tensor")}
+    tensor = {axis: _without(over, *RESTING) for axis, over in split.items()}
     # What a gradient is projected to takes the place of what was projected away.
     state: Table = {**split, "projected": split["embed"]}
     activations: Table = {
@@ -82,6 +88,8 @@ def rules(zero: int, undivided: Collection[str] = ()) -> Rules:
         "batch": ("replica", "fsdp"),
         "time": ("context",),
         "stream": ("context", "tensor"),  # the time of what runs from layer to layer, and of its norms
+        "mlp_time": ("context", *_without(("tensor",), *padded["mlp"])),
+        "vocab_time": ("context", *_without(("tensor",), *padded["vocab"])),
     }
     return Rules(
         weights=split if zero >= 3 else tensor,
@@ -92,16 +100,22 @@ def rules(zero: int, undivided: Collection[str] = ()) -> Rules:
     )
 
 
+def _without(over: tuple[str, ...], *axes: str) -> tuple[str, ...]:
+    return tuple(axis for axis in over if axis not in axes)
+
+
 def splits(axes: Axes, shape: Sequence[int], table: Table, mesh: Mapping[str, int]) -> list[tuple[str, ...]]:
-    """The mesh axes that split each dimension, as the table says and `?` allows."""
+    """The mesh axes that split each dimension, as the table says and `?` allows. What two dimensions name, the first of
+    them has."""
     taken = {a for axis in axes if axis is not None and axis in table for a in table[axis]}
+    given: set[str] = set()
     found = []
     for axis, size in zip(axes, shape, strict=True):
-        over = () if axis is None else table[axis.removesuffix(IF_EVEN)]
+        over = () if axis is None else _without(table[axis.removesuffix(IF_EVEN)], *given)
         if axis is not None and axis.endswith(IF_EVEN):
-            over = tuple(a for a in over if a not in taken)
+            over = _without(over, *taken)
             over = over if size % math.prod(mesh[a] for a in over) == 0 else ()
-            taken.update(over)
+        given.update(over)
         found.append(over)
     return found
 
@@ -146,9 +160,6 @@ class Layout:
                     f"{name}: dimension {dim} ({axis}) of size {size} does not divide over {mesh} = {parts}"
                 )
             spec.append(over or None)
-        used = [a for over in spec if over for a in over]
-        if len(used) != len(set(used)):
-            raise UserError(f"{name}: axes {axes} put one mesh axis on two dimensions: {spec}")
         return NamedSharding(self.mesh, PartitionSpec(*spec))
 
     def over(self, role: Role, axis: str | None) -> tuple[str, ...]:
@@ -160,9 +171,15 @@ class Layout:
         """Into how many parts a logical axis is split."""
         return math.prod(self.mesh.shape[a] for a in self.over(role, axis))
 
+    def over_each(self, role: Role, axes: Axes) -> list[tuple[str, ...]]:
+        """The mesh axes of more than one device that split each dimension of an array that divides."""
+        table: Table = getattr(self.rules, role)
+        split = splits(axes, [0] * len(axes), table, self.mesh.shape)
+        return [tuple(a for a in over if self.mesh.shape[a] > 1) for over in split]
+
     def spec(self, role: Role, axes: Axes) -> PartitionSpec:
-        """What `jax.shard_map` wants to know of an array whose dimensions divide."""
-        return PartitionSpec(*(self.over(role, axis) or None for axis in axes))
+        """What `jax.shard_map` wants to know of it."""
+        return PartitionSpec(*(over or None for over in self.over_each(role, axes)))
 
     def padded(self, role: Role, axes: Axes, shape: Sequence[int]) -> tuple[int, ...]:
         """The next shape that divides."""
@@ -200,7 +217,8 @@ class Layout:
 
     def one_row(self) -> Layout:
         """For a text that grows: one row of any length, which nothing can split."""
-        activations = {**self.rules.activations, "batch": (), "time": (), "stream": ()}
+        whole = ("batch", "time", "stream", "mlp_time", "vocab_time")
+        activations = {**self.rules.activations, **dict.fromkeys(whole, ())}
         return Layout(self.mesh, dataclasses.replace(self.rules, activations=activations))
 
     def replicated(self) -> NamedSharding:
@@ -219,7 +237,12 @@ def layout_for(cfg: Config, devices: Sequence[Any]) -> Layout:
     """The mesh of a config whose `-1` is resolved, over these devices in order."""
     shape = tuple(getattr(cfg.mesh, axis) for axis in MESH_AXES)
     grid = np.asarray(devices, dtype=object).reshape(shape)
-    return Layout(Mesh(grid, MESH_AXES, axis_types=(AxisType.Auto,) * len(MESH_AXES)), rules(cfg.zero, undivided(cfg)))
+    mesh = Mesh(grid, MESH_AXES, axis_types=(AxisType.Auto,) * len(MESH_AXES))
+    return Layout(mesh, rules_of(cfg))
+
+
+def rules_of(cfg: Config) -> Rules:
+    return rules(cfg.zero, undivided(cfg), cfg.rules.table)
 
 
 def along(mesh: Mesh, axis: str | None) -> NamedSharding:

@@ -142,7 +142,7 @@ def slices(chunk: int | Literal["auto"], x: Features, vocab: int) -> Slices | No
     layout = current()
     resting, parts, tokens = 1, 1, x.shape[0] * x.shape[1]
     if layout is not None:
-        tokens //= layout.parts("activations", "batch") * layout.parts("activations", "time")
+        tokens //= layout.parts("activations", "batch") * layout.parts("activations", "vocab_time")
         resting, parts = layout.parts("weights", "vocab"), layout.parts("computing", "vocab")
     wide = width(chunk, tokens, -(-vocab // parts), x.dtype.itemsize)
     if wide is None:
@@ -167,7 +167,7 @@ def cross_entropy(
 
 def statistics(x: Features, labels: Labels, fetch: Fetch, slices: Slices) -> Statistics:
     """The first pass. Each device of `tensor` adds up its own parts; what they have together is one message."""
-    empty = constrain(jnp.zeros((*labels.shape, slices.parts), jnp.float32), "batch", "time", "vocab")
+    empty = constrain(jnp.zeros((*labels.shape, slices.parts), jnp.float32), "batch", "vocab_time", "vocab")
 
     def add(found: _Sums, j: jax.Array) -> tuple[_Sums, None]:
         most, total, chosen, summed = found
@@ -217,7 +217,7 @@ def slice_gradients(
 
 def _logits(x: Features, weight: Weight) -> Float[Array, "batch time parts width"]:
     logits = jnp.einsum("bte,epv->btpv", x, weight)
-    return constrain(logits, "batch", "time", "vocab", None).astype(jnp.float32)
+    return constrain(logits, "batch", "vocab_time", "vocab", None).astype(jnp.float32)
 
 
 _Kept = tuple[jax.Array, jax.Array, jax.Array, Statistics]
@@ -256,14 +256,14 @@ def _backward(loss: _Loss, kept: _Kept, wanted: jax.Array) -> tuple[jax.Array, j
             x, labels, one, slices.entries(j), found, wanted, loss.terms, slices.vocab
         )
         found_weight = constrain(found_weight, "embed", "vocab", None, role="gradients").astype(weight.dtype)
-        of_x = constrain(of_x + found_x, "vocab", "batch", "time", None)
+        of_x = constrain(of_x + found_x, "vocab", "batch", "vocab_time", None)
         return (constrain(slices.put(of_weight, axes, j, found_weight), *axes, role="gradients"), of_x), None
 
     zeros = constrain(jnp.zeros(weight.shape, weight.dtype), *axes, role="gradients")
-    empty = constrain(jnp.zeros((slices.parts, *x.shape), jnp.float32), "vocab", "batch", "time", None)
+    empty = constrain(jnp.zeros((slices.parts, *x.shape), jnp.float32), "vocab", "batch", "vocab_time", None)
     numbers = jnp.arange(slices.count, dtype=jnp.int32)
     (of_weight, of_x), _ = jax.lax.scan(add, (zeros, empty), numbers, reverse=True)
-    return constrain(jnp.sum(of_x.astype(x.dtype), axis=0), "batch", "time", "embed"), of_weight, None
+    return constrain(jnp.sum(of_x.astype(x.dtype), axis=0), "batch", "vocab_time", "embed"), of_weight, None
 
 
 _cross_entropy.defvjp(_forward, _backward)

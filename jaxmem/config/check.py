@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterator
 
 from jaxmem.config.optimizers import FIELDS, OPTIMIZERS, SEARCH_BASES
-from jaxmem.config.sections import Config, Convnet, Data, Decoder, Mesh, Mlp, Objective, Rope, Source, Vit
+from jaxmem.config.sections import Config, Convnet, Data, Decoder, Mesh, Mlp, Objective, Rope, Rules, Source, Vit
 from jaxmem.errors import UserError
 
 BYTE_VOCAB = 257  # 256 bytes and the end of a document
@@ -22,6 +22,12 @@ NEEDS_PATH = ("text", "jsonl", "parquet", "chat", "tokens")
 HAS_FIELDS = ("jsonl", "parquet")
 BUCKETS = ("gs", "s3")
 CROSS_ENTROPY = ("next_token", "classify")
+DIMS = {  # of each family's weights, by the names that `rules` has for them
+    "decoder": ("embed", "vocab", "heads", "kv_heads", "mlp"),
+    "vit": ("embed", "heads", "kv_heads", "mlp"),
+    "convnet": ("embed", "mlp"),
+    "mlp": ("embed", "mlp"),
+}
 
 
 def check(cfg: Config) -> Config:
@@ -214,6 +220,17 @@ def _mesh(cfg: Config) -> Iterator[str]:
         yield f"{rest[1]}: only one axis can be -1, and {rest[0]} is"
 
 
+def _rules(cfg: Config) -> Iterator[str]:
+    usual, dims = Rules().table, DIMS[cfg.model.family]
+    for dim, over in cfg.rules.table.items():
+        if len(set(over)) < len(over):
+            yield f"rules.{dim}: {list(over)} names an axis twice; use {list(dict.fromkeys(over))}"
+        if over != usual[dim] and dim not in dims:
+            yield f"rules.{dim}: family {cfg.model.family} has none; it has {', '.join(dims)}"
+    if "tensor" in cfg.rules.kv_heads and "tensor" not in cfg.rules.heads:
+        yield "rules.kv_heads: tensor splits key heads together with heads; give it to rules.heads, or to neither"
+
+
 def _optimizer(cfg: Config) -> Iterator[str]:
     optimizer = cfg.optimizer
     for field in FIELDS:
@@ -238,5 +255,6 @@ RULES = (
     _batch,
     _precision,
     _mesh,
+    _rules,
     _optimizer,
 )

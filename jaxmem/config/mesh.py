@@ -10,7 +10,7 @@ import math
 from collections.abc import Iterable, Iterator
 
 from jaxmem.config.check import check
-from jaxmem.config.sections import Config, Convnet, Decoder, Mesh, Mlp, Vit
+from jaxmem.config.sections import Config, Convnet, Decoder, Mesh, Mlp, Rules, Vit
 from jaxmem.errors import UserError
 
 AXES = ("replica", "fsdp", "tensor", "context", "stage")
@@ -33,20 +33,31 @@ def resolve(cfg: Config, n: int) -> tuple[Config, list[str]]:
     return resolved, problems or list(_indivisible(resolved))
 
 
-def divided(cfg: Config) -> dict[str, dict[str, int]]:
-    """For each mesh axis that splits weights, the dimensions that it must divide."""
+def dims(cfg: Config) -> dict[str, dict[str, int]]:
+    """By the names that `rules` has for them: the dimensions of weights, and how many of what they hold."""
     model = cfg.model
     match model:
         case Decoder():
-            tensor = {"heads": model.heads, "mlp": model.mlp}
+            sizes = {name: getattr(model, name) for name in ("embed", "vocab", "heads", "kv_heads", "mlp")}
         case Vit():
-            tensor = {"heads": model.heads, "mlp": model.mlp}
+            sizes = {"embed": model.embed, "heads": model.heads, "kv_heads": model.heads, "mlp": model.mlp}
         case Mlp():
-            tensor = {"mlp": model.mlp}
+            sizes = {"embed": model.embed, "mlp": model.mlp}
         case _:  # Convnet
-            tensor = {f"stages[{i}]": channels for i, channels in enumerate(model.stages)}
-    fsdp = tensor if isinstance(model, Convnet) else {"embed": model.embed}
-    return {"fsdp": fsdp if cfg.zero else {}, "tensor": tensor}
+            stages = {f"stages[{i}]": channels for i, channels in enumerate(model.stages)}
+            return {"embed": stages, "mlp": stages}
+    return {name: {name: size} for name, size in sizes.items()}
+
+
+def divided(cfg: Config) -> dict[str, dict[str, int]]:
+    """For each mesh axis that splits weights as usual, the dimensions that it must divide."""
+    found = dims(cfg)
+    wide = [name for name in ("heads", "mlp") if name in found and "tensor" in getattr(cfg.rules, name)]
+    split = cfg.zero > 0 and cfg.rules.embed == Rules().embed
+    return {
+        "fsdp": found["embed"] if split else {},
+        "tensor": {key: size for name in wide for key, size in found[name].items()},
+    }
 
 
 def undivided(cfg: Config) -> tuple[str, ...]:
@@ -54,7 +65,8 @@ def undivided(cfg: Config) -> tuple[str, ...]:
     devices at once; a vocabulary rests whole and is padded while it is computed with."""
     if not isinstance(cfg.model, Decoder):
         return ()
-    return tuple(name for name in ("kv_heads", "vocab") if getattr(cfg.model, name) % cfg.mesh.tensor)
+    named = (name for name in ("kv_heads", "vocab") if "tensor" in getattr(cfg.rules, name))
+    return tuple(name for name in named if getattr(cfg.model, name) % cfg.mesh.tensor)
 
 
 def _resolve(cfg: Config, n: int) -> tuple[Config, list[str]]:
@@ -97,11 +109,35 @@ def _indivisible(cfg: Config) -> Iterator[str]:
             near = _near(own, (d // beside for d in _divisors(math.gcd(*dims.values())) if d % beside == 0))
             other = ", or zero=0 to split no weights" if axis == "fsdp" else ""
             yield f"mesh.{axis}: {shown} does not divide {', '.join(whole)}; nearest: {near or 'none'}{other}"
+    yield from _own_rules(cfg)
     length, parts = cfg.data.sequence_length, time_parts(mesh)
     if isinstance(cfg.model, Decoder) and length % parts:
         over = " and ".join(f"mesh.{axis} {getattr(mesh, axis)}" for axis in TIME if getattr(mesh, axis) > 1)
         near = _near(length, range(parts, length + parts + 1, parts))
         yield f"data.sequence_length: {length} does not make {parts} equal parts for {over}; nearest: {near}"
+
+
+def _own_rules(cfg: Config) -> Iterator[str]:
+    """One line for each dimension that rules of one's own split unevenly."""
+    if cfg.zero == 0:
+        return
+    model, found, whole = cfg.model, dims(cfg), undivided(cfg)
+    width = (
+        model.head_dim if isinstance(model, Decoder) else model.embed // model.heads if isinstance(model, Vit) else 1
+    )
+    for dim, over in cfg.rules.table.items():
+        if dim not in found or over == getattr(Rules(), dim):
+            continue
+        over = tuple(axis for axis in over if axis != "tensor" or dim not in whole)
+        for key, count in found[dim].items():
+            size = count * (width if dim in ("heads", "kv_heads") else 1)
+            fewer = over
+            while size % math.prod(getattr(cfg.mesh, axis) for axis in fewer):
+                fewer = fewer[:-1]
+            if fewer != over:
+                shown = " x ".join(f"mesh.{axis} {getattr(cfg.mesh, axis)}" for axis in over)
+                of = f"{key} {count}" if size == count else f"{key} {count} x {width}"
+                yield f"rules.{dim}: {shown} does not divide model.{of}; nearest: rules.{dim}=[{', '.join(fewer)}]"
 
 
 def time_parts(mesh: Mesh) -> int:

@@ -162,6 +162,25 @@ class Mesh(Section):
     stage: int = 1
 
 
+_Over = Annotated[tuple[Literal["fsdp", "context", "tensor"], ...], Field(strict=False)]
+
+
+class Rules(Section):
+    """Which axes of the mesh split which dimension of the weights: the table of `sharding.py`. `fsdp` and `context` say
+    how weights rest, as far as `zero` splits them; `tensor` also how they are computed with. Where two dimensions of a
+    weight name one axis, the first has it."""
+
+    embed: Annotated[tuple[Literal["fsdp", "context"], ...], Field(strict=False)] = ("fsdp", "context")
+    vocab: Annotated[tuple[Literal["tensor"], ...], Field(strict=False)] = ("tensor",)
+    heads: _Over = ("tensor",)
+    kv_heads: _Over = ("tensor",)
+    mlp: _Over = ("tensor",)
+
+    @property
+    def table(self) -> dict[str, tuple[str, ...]]:
+        return {dim: getattr(self, dim) for dim in Rules.model_fields}
+
+
 class Pipeline(Section):
     """How micro-batches go through the stages of `mesh.stage`."""
 
@@ -254,6 +273,7 @@ class Config(Section):
     data: Data = Data()
     batch: Batch = Batch()
     mesh: Mesh = Mesh()
+    rules: Rules = Rules()
     pipeline: Pipeline = Pipeline()
     zero: Annotated[int, Field(ge=0, le=3)] = 3  # sharded over fsdp: 1 optimizer state, 2 and gradients, 3 and weights
     precision: Precision = Precision()

@@ -73,10 +73,10 @@ class Decoder(nnx.Module):
         return self.norm(x)
 
     def logits(self, x: Float[Array, "batch time embed"]) -> Float[Array, "batch time vocab"]:
-        x = constrain(x, "batch", "time", "embed")
+        x = constrain(x, "batch", "vocab_time", "embed")
         y = self.embedding.project(x) if self.head is None else self.head(x)
         # Of a vocabulary that the devices do not divide, what was added is cut off: no loss and no token sees it.
-        return constrain(y, "batch", "time", "vocab")[..., : self.cfg.vocab]
+        return constrain(y, "batch", "vocab_time", "vocab")[..., : self.cfg.vocab]
 
     @property
     def projection(self) -> nnx.Param:

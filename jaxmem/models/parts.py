@@ -245,7 +245,7 @@ class GatedMlp(nnx.Module):
 
     def __call__(self, x: Float[Array, "batch time embed"]) -> Float[Array, "batch time embed"]:
         hidden = jax.nn.silu(self.gate(x)) * self.up(x)
-        return self.down(constrain(hidden, "batch", "time", "mlp"))
+        return self.down(constrain(hidden, "batch", "mlp_time", "mlp"))
 
 
 class DenseMlp(nnx.Module):
@@ -257,7 +257,7 @@ class DenseMlp(nnx.Module):
 
     def __call__(self, x: Float[Array, "*batch embed"]) -> Float[Array, "*batch embed"]:
         hidden = jax.nn.gelu(self.up(x))
-        return self.down(constrain(hidden, *("batch", "time")[: x.ndim - 1], "mlp"))
+        return self.down(constrain(hidden, *("batch", "mlp_time")[: x.ndim - 1], "mlp"))
 
 
 class Block(nnx.Module):
@@ -276,9 +276,9 @@ class Block(nnx.Module):
         cache: Place | None = None,
     ) -> tuple[Float[Array, "batch time embed"], tuple[New, New] | Caches]:
         first, second = (None, None) if keys is None else self._token_keys(keys, x.shape[1])
-        mixed, kept = self.attention(_whole(self.attention_norm(x)), angles, segment_ids, cache)
+        mixed, kept = self.attention(_gathered(self.attention_norm(x), "time"), angles, segment_ids, cache)
         x = x + dropout(_streamed(mixed), self.dropout, first)
-        x = x + dropout(_streamed(self.mlp(_whole(self.mlp_norm(x)))), self.dropout, second)
+        x = x + dropout(_streamed(self.mlp(_gathered(self.mlp_norm(x), "mlp_time"))), self.dropout, second)
         return _streamed(x), kept
 
     def _token_keys(self, keys: RowKeys, length: int) -> tuple[Keys, ...]:
@@ -294,9 +294,10 @@ def _streamed(x: Float[Array, "batch time embed"]) -> Float[Array, "batch time e
     return constrain(x, "batch", "stream", "embed")
 
 
-def _whole(x: Float[Array, "batch time embed"]) -> Float[Array, "batch time embed"]:
-    """Each device of `tensor` sees the time whole: an all-gather, and a reduce-scatter of the gradient."""
-    return constrain(_streamed(x), "batch", "time", "embed")
+def _gathered(x: Float[Array, "batch time embed"], time: str) -> Float[Array, "batch time embed"]:
+    """Each device of `tensor` sees the time whole: an all-gather, and a reduce-scatter of the gradient. Not of the time
+    beside weights that `tensor` does not split."""
+    return constrain(_streamed(x), "batch", time, "embed")
 
 
 def dropout(x: Float[Array, "*shape"], rate: float, keys: Keys | None) -> Float[Array, "*shape"]:

@@ -16,7 +16,8 @@ from jaxmem.planning.breakdown import ALL_SCORES, GATHERED, LOGITS, STATE_COPIES
 from jaxmem.planning.collectives import collective
 from jaxmem.planning.compile import host_total
 from jaxmem.planning.hlo import Module, total_flops
-from jaxmem.planning.predict import held, loss_chunk
+from jaxmem.planning.passes import loss_chunk
+from jaxmem.planning.predict import held
 from jaxmem.planning.text import readable
 from jaxmem.sharding import is_axes
 

@@ -27,7 +27,7 @@ from dataclasses import dataclass, fields
 import jax
 import numpy as np
 
-from jaxmem.config import Decoder
+from jaxmem.config import Decoder, Rules
 from jaxmem.errors import UserError
 from jaxmem.precision import compute_dtype
 from jaxmem.program import Program
@@ -55,6 +55,8 @@ def volume(built: Program) -> Volume:
     model = cfg.model
     if not isinstance(model, Decoder):
         raise UserError(f"model.family: the messages of a {model.family} are not derived; a decoder's are")
+    if cfg.rules != Rules():
+        raise UserError("rules: messages are derived for the usual table; leave rules out")
     n, m, t = mesh["fsdp"] * mesh["context"], mesh["replica"], mesh["tensor"]
     a, c = cfg.batch.accumulate, mesh["context"]
     w = compute_dtype(cfg.precision, built.layout.mesh.devices.flat[0].platform).itemsize

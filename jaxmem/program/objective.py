@@ -73,7 +73,7 @@ def _next_token(cfg: config.Objective, memory: config.Memory) -> Callable[[Decod
         if slices is None:
             loss = losses.cross_entropy(network.logits(x), labels, **more)
         else:
-            x, weight = constrain(x, "batch", "time", "embed"), network.projection
+            x, weight = constrain(x, "batch", "vocab_time", "embed"), network.projection
             axes = weight.get_metadata()["axes"]
             loss = vocabulary.cross_entropy(x, weight.get_value(), labels, axes=axes, slices=slices, **more)
         return _sums(loss, batch["mask"])

@@ -28,6 +28,10 @@ class Entry:
     phases: dict[str, int] | None = None  # beside the step
     refused: str | None = None
 
+    @classmethod
+    def of(cls, one: Candidate) -> Entry:
+        return cls(one, one.estimate.total, one.estimate.seconds or 0.0)
+
     @property
     def cfg(self) -> Config:
         return self.candidate.cfg

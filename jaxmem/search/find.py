@@ -13,13 +13,14 @@ from collections.abc import Sequence
 from jaxmem.config import Config
 from jaxmem.errors import UserError
 from jaxmem.planning import Target, readable
-from jaxmem.search.candidates import Candidate, candidates
+from jaxmem.search.candidates import Candidate, Space, begun, candidates
 from jaxmem.search.compilers import Compilers, RefusedError
 from jaxmem.search.entries import Entries, Entry
 from jaxmem.search.knobs import KNOBS, Knob, allowed
 from jaxmem.search.result import Fit
 
 SLACK = 0.05  # a corrected estimate may be wrong by so much
+BEST = 3  # of the estimated front, around which a search looks
 COMPILES = 24  # programs of steps, unless told otherwise
 
 
@@ -29,9 +30,10 @@ def search(cfg: Config, target: Target, allow: Sequence[str], compilers: Compile
     if compiles < 1:
         raise UserError(f"compiles: {compiles} should be 1 or more")
     known = Entries(target, compilers.reserve_gib)
-    known.all = [
-        Entry(one, one.estimate.total, one.estimate.seconds or 0.0) for one in candidates(cfg, target, allowed(allow))
-    ]
+    space = Space(cfg, target, allowed(allow))
+    known.all = [Entry.of(one) for one in begun(space, cfg, target)]
+    if space.is_sampled:
+        _look_around(known, space)
     left = compiles
     while left > 0 and (chosen := _next(known, min(left, compilers.processes))):
         left -= len(chosen)
@@ -40,6 +42,15 @@ def search(cfg: Config, target: Target, allow: Sequence[str], compilers: Compile
     _complete(known, compilers)
     helps = None if known.front() else _what_helps(known, compilers)
     return Fit(cfg, target, known, tuple(allow), time.perf_counter() - start, helps)
+
+
+def _look_around(known: Entries, space: Space) -> None:
+    """What was not in the sample: all that is one setting away from the best of it, until that finds nothing better."""
+    seen: set[Config] = set()
+    while new := [one for one in known.front(known.all, slack=SLACK)[:BEST] if one.cfg not in seen]:
+        for one in new:
+            seen.add(one.cfg)
+            known.all += [Entry.of(other) for other in space.around(one.candidate)]
 
 
 def _next(known: Entries, count: int) -> list[Entry]:

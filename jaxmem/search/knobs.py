@@ -7,6 +7,7 @@ recomputation policy or optimizer is tried as soon as the config has its name.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, get_args, get_origin
@@ -14,9 +15,11 @@ from typing import Annotated, Any, Literal, get_args, get_origin
 from annotated_types import Ge, Le
 
 from jaxmem.config import Config, Decoder, Optimizer
+from jaxmem.config.check import DIMS
 from jaxmem.config.mesh import AXES
 from jaxmem.errors import UserError, nearest
 from jaxmem.planning import Target
+from jaxmem.sharding import RESTING
 
 Change = Mapping[str, Any]  # dotted key -> value
 
@@ -99,10 +102,27 @@ def _optimizers(cfg: Config, _: Target) -> Iterable[Change]:
         yield {"optimizer.name": name, **{f"optimizer.{field}": getattr(kept, field, None) for field in own}}
 
 
+def _tables(cfg: Config, _: Target) -> Iterable[Change]:
+    """For each kind of weight: whether `tensor` splits it, and along which of its dimensions it rests in parts. Where
+    `embed` may be that dimension and the other too, it is the first of the two."""
+    dims = DIMS[cfg.model.family]
+    kinds = [dim for dim in ("vocab", "heads", "mlp") if dim in dims]
+    forms = (((), ("tensor",), RESTING, ("tensor", *RESTING)), ((), ("tensor",)))
+    for embed in (RESTING, ()):
+        for own in itertools.product(*(forms[dim == "vocab"] for dim in kinds)):
+            table: dict[str, tuple[str, ...]] = {"embed": embed}
+            table.update(zip(kinds, own, strict=True))
+            if "heads" in table:
+                # Keys are [embed, kv_heads]: beside a split `embed` these keep `tensor` alone.
+                table["kv_heads"] = tuple(axis for axis in table["heads"] if axis not in embed)
+            yield {f"rules.{dim}": over for dim, over in table.items()}
+
+
 # Those of BY_DEFAULT leave the mathematics as they are.
 KNOBS = (
     Knob("mesh", _meshes),
     Knob("mesh", listed("zero")),
+    Knob("rules", _tables),
     Knob("remat", listed("memory.remat")),
     Knob("batch", _micro_batches),
     Knob("chunks", _loss_chunks),

@@ -38,7 +38,7 @@ class Tried:
     fits: bool
 
     def as_json(self) -> dict[str, Any]:
-        return {"value": self.value, "config": dict(self.candidate.changes), "total": self.total, "fits": self.fits}
+        return {"value": self.value, "config": dict(self.candidate.told), "total": self.total, "fits": self.fits}
 
 
 @dataclass(frozen=True)

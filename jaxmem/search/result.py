@@ -10,8 +10,10 @@ from typing import Any
 from jaxmem.config import Config, save_config
 from jaxmem.errors import UserError
 from jaxmem.planning import Target, readable
+from jaxmem.search.candidates import overrides
 from jaxmem.search.entries import Entries, Entry
 
+TOGETHER = ("mesh", "optimizer", "rules")  # sections that change as one
 SHOWN = 2  # kinds of bytes that a reason names
 
 
@@ -72,8 +74,8 @@ class Fit:
         if not fitting:
             return None
         cure = min(fitting, key=lambda other: (other.facts is None, other.seconds))
-        settings = cure.candidate.settings
-        return " ".join(f"{key}={value}" for key, value in settings.items() if value != one.candidate.settings[key])
+        old, new = one.candidate.settings, cure.candidate.settings
+        return " ".join(overrides(cure.cfg, {key: value for key, value in new.items() if value != old[key]}))
 
     @cached_property
     def _by_settings(self) -> dict[tuple[Any, ...], Entry]:
@@ -81,10 +83,11 @@ class Fit:
 
     @cached_property
     def _values(self) -> dict[tuple[int, ...], set[tuple[Any, ...]]]:
-        """Of each group of settings that change together (a mesh's axes), which values were tried."""
+        """Of each group of settings that change together (a section's), which values were tried."""
         groups: dict[str, list[int]] = {}
         for place, key in enumerate(self.known.all[0].candidate.settings):
-            groups.setdefault("mesh" if key.startswith("mesh.") else key, []).append(place)
+            section = key.partition(".")[0]
+            groups.setdefault(section if section in TOGETHER else key, []).append(place)
         rows = list(self._by_settings)
         return {tuple(places): {tuple(row[p] for p in places) for row in rows} for places in groups.values()}
 
@@ -122,7 +125,7 @@ class Fit:
 
     def _json(self, one: Entry) -> dict[str, Any]:
         return {
-            "config": dict(one.candidate.changes),
+            "config": dict(one.candidate.told),
             "total": int(one.total),
             "estimated_step_seconds": one.seconds,
             "fits": self.known.fits(one),

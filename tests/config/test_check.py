@@ -172,6 +172,19 @@ def lines(base: dict, *overrides: str) -> list[str]:
             ["mesh.context=2", "memory.attention=reference"],
             "memory.attention: reference does not go round mesh.context; use auto or blockwise",
         ),
+        (
+            TEXT,
+            ["rules.mlp=[tensr]"],
+            "rules.mlp[0]: 'tensr' is not one of fsdp, context, tensor; did you mean tensor?",
+        ),
+        (TEXT, ["rules.embed=[tensor]"], "rules.embed[0]: 'tensor' is not one of fsdp, context"),
+        (TEXT, ["rules.mlp=[fsdp, fsdp]"], "rules.mlp: ['fsdp', 'fsdp'] names an axis twice; use ['fsdp']"),
+        (PICTURES, ["rules.vocab=[]"], "rules.vocab: family vit has none; it has embed, heads, kv_heads, mlp"),
+        (
+            TEXT,
+            ["rules.heads=[]"],
+            "rules.kv_heads: tensor splits key heads together with heads; give it to rules.heads, or to neither",
+        ),
         (TEXT, ["mesh.stage=0"], "mesh.stage: must be at least 1, or -1 for the rest of the devices, not 0"),
     ],
 )

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import jaxmem.config
-from jaxmem.config.sections import FAMILIES, Config, Section
+from jaxmem.config.sections import FAMILIES, Config, Rules, Section
 
 ROOT = Path(__file__).parents[2]
 FILES = [
@@ -30,6 +30,7 @@ READ_HERE = {
     "steps": "Config.steps",
     "tokens": "Config.steps",
     # Given to the optimizer by name; tests/optim builds each with all of its own.
+    **{f"Rules.{dim}": "Rules.table" for dim in Rules.model_fields},
     **dict.fromkeys(("momentum", "rank", "refresh_every", "scale", "similarity"), "Optimizer.own"),
 }
 
@@ -162,7 +163,8 @@ def unread(sources: list[str]) -> list[str]:
     read = {found for source in sources for found in File(ast.parse(source)).reads()}
     fields = {(declared_by(section, name), name) for section in all_sections() for name in section.model_fields}
     fields -= {(declared_by(section, name), name) for section, name in read if name in section.model_fields}
-    missing = sorted(f"{section.__name__}.{name}" for section, name in fields if name not in READ_HERE)
+    named = {f"{section.__name__}.{name}" for section, name in fields if name not in READ_HERE}
+    missing = sorted(named - set(READ_HERE))
     return missing if (Config, "steps") in read else [*missing, "Config.steps"]
 
 

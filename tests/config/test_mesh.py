@@ -165,6 +165,12 @@ def test_rows():
             ["mesh.fsdp=6", "batch.global_size=6"],
             "mesh.fsdp: 6 does not divide model.embed 128; nearest: 4 or 8, or zero=0 to split no weights",
         ),
+        (
+            TEXT,
+            8,
+            ["mesh.fsdp=4", "mesh.tensor=2", "rules.mlp=[tensor, fsdp]", "model.mlp=68"],
+            "rules.mlp: mesh.tensor 2 x mesh.fsdp 4 does not divide model.mlp 68; nearest: rules.mlp=[tensor]",
+        ),
         (PICTURES, 8, ["mesh.tensor=8"], "mesh.tensor: 8 does not divide model.heads 4; nearest: 4"),
         (
             PICTURES,
@@ -189,6 +195,7 @@ def test_dims(base, n, overrides, line):
     [
         (TEXT, ["mesh.fsdp=6", "batch.global_size=6", "zero=0"]),  # embed 128 is whole
         (TEXT, ["mesh.replica=6", "batch.global_size=6"]),
+        (TEXT, ["mesh.tensor=6", "rules={mlp: [], heads: [], kv_heads: []}", "data.sequence_length=12"]),
         # What `tensor` does not divide of these is whole or padded.
         (TEXT, ["mesh.tensor=6", "model.heads=12", "model.mlp=12", "model.vocab=263", "data.sequence_length=12"]),
         (PICTURES, ["mesh.fsdp=3", "mesh.tensor=2", "batch.global_size=3", "model={family: mlp}", "zero=0"]),

@@ -9,7 +9,8 @@ from jaxmem.hardware import GIB
 from jaxmem.planning import parse_target
 from jaxmem.planning.assembler import sizes_only
 from jaxmem.planning.compile import compile_all, total
-from jaxmem.planning.predict import _passes, _shape_of, estimate, held
+from jaxmem.planning.passes import passes_of
+from jaxmem.planning.predict import estimate, held
 from jaxmem.planning.targets import target_devices
 from jaxmem.program import Program, program
 from jaxmem.sharding import layout_for
@@ -77,7 +78,7 @@ def test_no_code_is_made_and_the_sizes_are_the_same() -> None:
 def test_the_traced_products_are_those_that_run(remat: str) -> None:
     """A whole step's arithmetic from the trace of one row."""
     plan = plan_here(1, memory={"remat": remat})
-    traced = sum(one.times * one.flops for one in _passes(_shape_of(plan.program.cfg, "cpu"), 1).products)
+    traced = sum(one.times * one.flops for one in passes_of(plan.program.cfg, "cpu").products)
     assert 8 * traced == pytest.approx(plan.timeline.flops, rel=0.05)
 
 

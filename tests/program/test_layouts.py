@@ -136,9 +136,8 @@ def test_what_the_table_leaves_whole_need_not_divide(layout):
     assert layout.sharding("weights", ("layer", "norm"), (3, 7)).shard_shape((3, 7)) == (3, 7)
 
 
-def test_one_mesh_axis_cannot_split_two_dimensions(layout):
-    with pytest.raises(UserError, match="put one mesh axis on two dimensions"):
-        layout.sharding("weights", ("mlp", "heads"), (8, 8), "w")
+def test_what_two_dimensions_name_the_first_of_them_has(layout):
+    assert layout.sharding("weights", ("mlp", "heads"), (8, 8), "w").shard_shape((8, 8)) == (4, 8)
 
 
 def test_every_table_covers_the_same_axes():

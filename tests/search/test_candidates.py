@@ -7,7 +7,7 @@ from typing import get_args
 
 import pytest
 
-from jaxmem.config import Memory, Optimizer, load_config
+from jaxmem.config import Memory, Optimizer, Rules, load_config
 from jaxmem.config.mesh import AXES
 from jaxmem.errors import UserError
 from jaxmem.planning import parse_target
@@ -17,7 +17,8 @@ from jaxmem.search.knobs import KNOBS, allowed, values
 
 from .conftest import config
 
-EIGHT = parse_target("h100-80gb:8")
+TWO, EIGHT = parse_target("h100-80gb:2"), parse_target("h100-80gb:8")
+FIRST = ("tensor", "fsdp", "context")
 
 
 def test_names_come_from_the_config() -> None:
@@ -43,12 +44,12 @@ def test_another_word_is_refused_with_what_there_is(word: str, said: str) -> Non
 
 def test_every_candidate_is_what_its_overrides_say() -> None:
     cfg = config()
-    found = candidates(cfg, EIGHT, allowed(["mesh", "batch", "precision"]))
-    assert found[0].cfg == cfg.for_devices(8)
+    found = candidates(cfg, TWO, allowed(["mesh", "batch", "precision"]))
+    assert found[0].cfg == cfg.for_devices(2)
     assert found[0].overrides == []
     assert len({one.cfg for one in found}) == len(found)
     for one in found[:: len(found) // 40]:
-        again = load_config(cfg.model_dump(mode="json"), one.overrides).for_devices(8)
+        again = load_config(cfg.model_dump(mode="json"), one.overrides).for_devices(2)
         assert again == one.cfg
         assert one.cfg.batch.global_size == cfg.batch.global_size
         assert one.cfg.model == cfg.model
@@ -70,6 +71,14 @@ def test_another_optimizer_has_its_own_defaults() -> None:
         plain = config(optimizer={"name": one.cfg.optimizer.name}).optimizer
         assert one.cfg.optimizer == plain
         assert load_config(config().model_dump(mode="json"), one.overrides).optimizer == plain
+    assert "optimizer={name: lion}" in [" ".join(one.overrides) for one in found]
+
+
+def test_a_table_is_considered_once_in_its_plainest_words() -> None:
+    tables = {one.cfg.rules for one in candidates(config(), EIGHT, allowed(["rules"]))}
+    assert Rules() in tables
+    assert len(tables) == 2**3, "with one device of tensor: embed, heads and mlp rest in parts or do not"
+    assert Rules(heads=FIRST, mlp=FIRST) in tables
 
 
 def test_all_meshes_that_divide_are_there() -> None:

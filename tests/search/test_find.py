@@ -8,18 +8,21 @@ import json
 import pytest
 from rich.console import Console
 
-from jaxmem.config import Config, load_config
+from jaxmem.config import Config, Rules, load_config
 from jaxmem.errors import UserError
 from jaxmem.planning import plan_program
 from jaxmem.program import program
 from jaxmem.search import BY_DEFAULT
-from jaxmem.search.candidates import candidates
+from jaxmem.search.candidates import candidates, estimated
 from jaxmem.search.compilers import Compilers
 from jaxmem.search.find import search
 from jaxmem.search.knobs import allowed
 from jaxmem.search.result import Fit
 
 from .conftest import Told, config, with_memory
+
+RESTING = ("fsdp", "context")
+FIRST = ("tensor", *RESTING)
 
 
 def skewed(cfg: Config) -> tuple[float, float]:
@@ -104,6 +107,35 @@ def test_the_figure(found: tuple[Fit, Told], tmp_path: object) -> None:
     found[0].figure(place)
     with open(place, "rb") as file:  # noqa: PTH123
         assert file.read(8) == b"\x89PNG\r\n\x1a\n"
+
+
+def test_a_table_as_good_as_any_that_is_known_is_found() -> None:
+    """From one that computes everything twice: Megatron's splits, and weights that rest along their first dimension."""
+    mesh = {"fsdp": 4, "tensor": 2}
+    poor = config(mesh=mesh, rules={"heads": [], "kv_heads": [], "mlp": [], "vocab": [], "embed": []})
+    target = with_memory("h100-80gb:8", 1 << 40)
+    known = [Rules(), Rules(mlp=FIRST, heads=FIRST), Rules(mlp=RESTING, vocab=())]
+    with Told(target) as compilers:
+        fit = search(poor, target, ["rules"], compilers)
+    usual, *_ = others = [estimated(config(mesh=mesh, rules=rules), target) for rules in known]
+    assert fit.best is not None
+    assert fit.best.cfg.mesh == poor.mesh
+    assert fit.best.seconds <= min(other.seconds or 0.0 for other in others)
+    smallest = min(fit.front, key=lambda one: one.total)
+    assert smallest.total <= min(other.total for other in others) < usual.total
+    assert load_config(poor.model_dump(mode="json"), fit.best.candidate.overrides).for_devices(8) == fit.best.cfg
+
+
+def test_around_the_best_of_a_sample_there_may_be_better(monkeypatch: pytest.MonkeyPatch) -> None:
+    target = with_memory("h100-80gb:8", 1 << 40)
+    seconds = []
+    for most in (10**6, 10):
+        monkeypatch.setattr("jaxmem.search.candidates.MOST", most)
+        with Told(target) as compilers:
+            fit = search(config(), target, ["mesh", "batch"], compilers, compiles=2)
+        assert fit.best is not None
+        seconds.append(min(one.candidate.estimate.seconds or 0.0 for one in fit.known.all))
+    assert seconds[1] == pytest.approx(seconds[0], rel=0.01)
 
 
 def test_where_nothing_fits_it_says_what_would_help() -> None:

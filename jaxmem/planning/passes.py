@@ -1,0 +1,212 @@
+"""One row's forward and backward pass, as jax traces them: what is kept from one for the other, and every product.
+
+Nothing is compiled. The first config of a shape takes half a second; all that differ from it in mesh and batch alone
+share the trace.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+from flax import nnx
+from jax.extend.core import Literal
+
+from jaxmem import vocabulary
+from jaxmem.config import Batch, Checkpoint, Config, Decoder, Mesh, Optimizer, Rules, Train
+from jaxmem.precision import compute_dtype
+from jaxmem.program import Program, pipeline_of
+from jaxmem.program.objective import objective
+from jaxmem.sharding import layout_for
+
+
+def shape_of(cfg: Config, platform: str) -> Config:
+    """What shapes depend on: the config without its mesh, its batch and what only a run reads."""
+    compute = compute_dtype(cfg.precision, platform).name
+    chunk, held = loss_chunk(cfg, platform), held_vocabulary(cfg)
+    if chunk is not None and chunk < held:
+        chunk = max(held // 16, 1)  # how large a slice is says little of the passes: one form for all
+    return cfg.model_copy(
+        update={
+            "name": "shape",
+            "output": "",
+            "mesh": Mesh(),
+            "rules": Rules(),
+            "zero": 0,
+            "batch": Batch(global_size=1),
+            "train": Train(steps=cfg.steps),
+            "checkpoint": Checkpoint(),
+            "memory": cfg.memory.model_copy(update={"loss_chunk": chunk or "auto"}),
+            "precision": cfg.precision.model_copy(update={"compute": compute}),
+        }
+    )
+
+
+def loss_chunk(cfg: Config, platform: str) -> int | None:
+    """`memory.loss_chunk` as it comes out for this config's batch and mesh: a whole part of the vocabulary, or less.
+    None: there is no vocabulary."""
+    if not isinstance(cfg.model, Decoder):
+        return None
+    itemsize, held = compute_dtype(cfg.precision, platform).itemsize, held_vocabulary(cfg)
+    tokens = rows_of(cfg) * cfg.data.sequence_length
+    if "tensor" not in cfg.rules.vocab:
+        tokens /= cfg.mesh.tensor
+    return vocabulary.width(cfg.memory.loss_chunk, math.ceil(tokens), held, itemsize) or held
+
+
+def held_vocabulary(cfg: Config) -> int:
+    """Entries that one device computes with."""
+    parts = cfg.mesh.tensor if "tensor" in cfg.rules.vocab else 1
+    return -(-cfg.model.vocab // parts) if isinstance(cfg.model, Decoder) else 0
+
+
+def passes_run(cfg: Config) -> float:
+    """How many passes through all layers take as long as an update's: on stages its ticks, bubble included."""
+    pipeline = pipeline_of(cfg)
+    return cfg.batch.accumulate if pipeline is None else pipeline.ticks * pipeline.group / pipeline.layers
+
+
+def passes_held(cfg: Config) -> float:
+    """Of how many passes what is kept is there at once: on stages every tick keeps its own."""
+    return 1 if cfg.mesh.stage == 1 else passes_run(cfg)
+
+
+def rows_of(cfg: Config) -> float:
+    """Of one micro-batch on one device."""
+    mesh = cfg.mesh
+    return cfg.batch.global_size / cfg.batch.accumulate / (mesh.replica * mesh.fsdp * mesh.context)
+
+
+def alone(cfg: Config) -> Program:
+    """On one device that nothing is put on."""
+    return Program(cfg, layout_for(cfg, jax.devices()[:1]))
+
+
+@dataclass(frozen=True)
+class Product:
+    """Matrix products of one kind in the two passes of one row."""
+
+    times: int
+    flops: int
+    weights: int  # bytes of its sides that are weights, however many rows there are
+    others: int
+    dtype: str
+
+
+@dataclass(frozen=True)
+class Passes:
+    """Forward and backward pass of one row, as jax traces them, on one of the devices that split its layers."""
+
+    saved: int  # bytes that the forward pass keeps for the backward pass; of a decoder, what its layers keep
+    products: tuple[Product, ...]
+    kernels: int
+
+
+# XLA fuses what lies between products into few kernels. Measured on compiled decoders: these read and write two and a
+# half times what the products do, and there are about three for each product or write in place.
+AROUND, _KERNELS = 2.5, 3
+
+
+def passes_of(cfg: Config, platform: str) -> Passes:
+    """Of a config whose mesh is filled in. Where `tensor` does not split the hidden units or the vocabulary it splits
+    the time beside them: the same products in other shapes."""
+    shape = shape_of(cfg, platform).model_copy(update={"optimizer": Optimizer()})
+    return _passes(shape, cfg.mesh.tensor, cfg.mesh.tensor if "tensor" in cfg.rules.heads else 1)
+
+
+@functools.lru_cache(maxsize=256)
+def _passes(shape: Config, tensor: int, heads: int) -> Passes:
+    built = alone(shape.model_copy(update={"model": _split(shape.model, tensor, heads)}))
+    objective_ = objective(built.cfg.objective, built.cfg.memory)
+    params = jax.tree.map(_unplaced, built.state.params)
+    batch = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), built.batch)
+
+    def both(params: Any, batch: Any) -> tuple[Any, Any]:
+        """What is kept, and the gradients."""
+        loss, back = jax.vjp(lambda params: objective_(nnx.merge(built.graphdef, params), batch, None)["loss"], params)
+        return jax.tree.leaves(back), back(jax.numpy.ones_like(loss))
+
+    traced, (outs, _) = jax.make_jaxpr(both, return_shape=True)(params, batch)
+    made_by = {out: eqn for eqn in traced.jaxpr.eqns for out in eqn.outvars}
+    forward = traced.jaxpr.outvars[: len(outs)]
+    kept = {out: made_by[out] for out in forward if not isinstance(out, Literal) and out in made_by}
+    if isinstance(shape.model, Decoder):
+        embed = shape.model.embed
+        saved = sum(
+            _bytes(out.aval) / (tensor if out.aval.shape[-1:] == (embed,) and not _is_factor(out, eqn) else 1)
+            for out, eqn in kept.items()
+            if eqn.primitive.name == "scan"
+        )
+    else:
+        saved = sum(_bytes(out.aval) for out in kept)
+
+    products: list[Product] = []
+    kernels = 0
+    for eqn, times in _equations(traced.jaxpr, 1):
+        if eqn.primitive.name in ("dot_general", "conv_general_dilated"):
+            products.append(_product(eqn, times))
+        if eqn.primitive.name in ("dot_general", "conv_general_dilated", "dynamic_update_slice"):
+            kernels += _KERNELS * times
+    return Passes(int(saved), tuple(products), kernels)
+
+
+def _is_factor(out: Any, scan: Any) -> bool:
+    """Whether a value that each layer keeps went into a product. Of the stream between layers `tensor` splits the time;
+    what goes into a product it holds whole."""
+    body = scan.params["jaxpr"].jaxpr
+    inner = body.outvars[scan.outvars.index(out)]
+    return any(eqn.primitive.name == "dot_general" and inner in eqn.invars for eqn, _ in _equations(body, 1))
+
+
+def _equations(traced: Any, times: int) -> Iterator[tuple[Any, int]]:
+    """Every operation of a trace and how often it runs."""
+    for eqn in traced.eqns:
+        yield eqn, times
+        inner = times * eqn.params.get("length", 1) if eqn.primitive.name == "scan" else times
+        for value in eqn.params.values():
+            for part in value if isinstance(value, (list, tuple)) else (value,):
+                part = getattr(part, "jaxpr", part)
+                if hasattr(part, "eqns"):
+                    yield from _equations(part, inner)
+
+
+def _product(eqn: Any, times: int) -> Product:
+    left, right, out = (*(x.aval for x in eqn.invars[:2]), eqn.outvars[0].aval)
+    if eqn.primitive.name == "dot_general":
+        (contracted, _), _ = eqn.params["dimension_numbers"]
+        depth = math.prod(left.shape[d] for d in contracted)
+    else:
+        depth = math.prod(right.shape) // max(right.shape[eqn.params["dimension_numbers"].rhs_spec[0]], 1)
+    sides = [(_bytes(x), _is_weight(x)) for x in (left, right, out)]
+    weights = sum(size for size, is_weight in sides if is_weight)
+    others = sum(size for size, is_weight in sides if not is_weight)
+    return Product(times, 2 * math.prod(out.shape) * depth, weights, others, str(left.dtype))
+
+
+def _is_weight(x: Any) -> bool:
+    """Or its gradient, or a slice of either: what belongs to a batch, here of one row, begins with 1."""
+    return x.ndim == 2 or (x.ndim == 3 and x.shape[0] != 1)
+
+
+def _unplaced(leaf: Any) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
+
+
+def _bytes(x: Any) -> int:
+    """Of an array; keys of random numbers count as nothing."""
+    return math.prod(x.shape) * x.dtype.itemsize if hasattr(x.dtype, "itemsize") else 0
+
+
+def _split(model: Any, tensor: int, split_heads: int) -> Any:
+    """One device's share of a decoder that `tensor` devices split, so many of them its heads."""
+    if not isinstance(model, Decoder) or tensor == 1:
+        return model
+    heads = model.heads // split_heads
+    # Key heads that do not divide are whole everywhere, and each device uses those of its query heads.
+    keys = model.kv_heads // split_heads if model.kv_heads % split_heads == 0 else math.gcd(model.kv_heads, heads)
+    share = {"heads": heads, "kv_heads": keys, "mlp": model.mlp // tensor, "vocab": -(-model.vocab // tensor)}
+    return model.model_copy(update=share)

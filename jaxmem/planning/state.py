@@ -1,0 +1,95 @@
+"""The state of one device by arithmetic: shapes traced once, divided as the table of axes says. Exact."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import jax
+import numpy as np
+
+from jaxmem.config import Config
+from jaxmem.planning.pace import Weights
+from jaxmem.planning.passes import alone, shape_of
+from jaxmem.sharding import Axes, Role, is_axes, rules_of, splits
+
+
+@dataclass(frozen=True)
+class Leaf:
+    axes: Axes
+    shape: tuple[int, ...]
+    itemsize: int
+
+
+@dataclass(frozen=True)
+class State:
+    params: tuple[Leaf, ...]
+    master: tuple[Leaf, ...]
+    optimizer: tuple[Leaf, ...]
+
+
+def state_of(cfg: Config, platform: str) -> State:
+    """Traced once for all configs that differ in how they lie, run or recompute."""
+    shape = shape_of(cfg, platform)
+    return _state(shape.model_copy(update={"memory": shape.memory.model_copy(update={"remat": "none"})}))
+
+
+@functools.lru_cache(maxsize=256)
+def _state(shape: Config) -> State:
+    built = alone(shape)
+    found: dict[str, list[Leaf]] = {"parameters": [], "master": [], "optimizer": []}
+    for part, named, placed in (
+        ("parameters", built.axes, built.state.params),
+        ("optimizer", built.opt_axes, built.state.opt_state),
+    ):
+        axes = jax.tree.leaves(named, is_leaf=is_axes)
+        for name, (path, leaf) in zip(axes, jax.tree_util.tree_leaves_with_path(placed), strict=True):
+            of_master = any(getattr(step, "name", None) == "master" for step in path)
+            found["master" if of_master else part].append(Leaf(name, leaf.shape, np.dtype(leaf.dtype).itemsize))
+    return State(tuple(found["parameters"]), tuple(found["master"]), tuple(found["optimizer"]))
+
+
+class Held:
+    """How arrays lie on a config's mesh: each shape is divided once for each role."""
+
+    def __init__(self, cfg: Config) -> None:
+        self._rules, self._mesh = rules_of(cfg), cfg.mesh.model_dump()
+        # The embedding is looked up where it lies, unless it also makes the logits.
+        self._looks_up = cfg.zero >= 2 and not getattr(cfg.model, "tie_embeddings", False)
+        self._known: dict[tuple[Role, Axes, tuple[int, ...]], tuple[list[int], bool, int]] = {}
+
+    def __call__(self, role: Role, leaves: Iterable[Leaf], width: int = 0) -> int:
+        """Bytes on one device; `width` bytes a number, where it is not their own."""
+        return sum(self._divided(role, leaf)[2] * (width or leaf.itemsize) for leaf in leaves)
+
+    def is_turned(self, leaf: Leaf) -> bool:
+        """Whether a dimension that is gathered for use is not the first: XLA then keeps a copy in which it is."""
+        if self._looks_up and leaf.axes == ("vocab", "embed"):
+            return False
+        first = 2 if leaf.axes[:1] == ("layer",) else 1
+        return self._divided("weights", leaf)[0][first:] != self._divided("computing", leaf)[0][first:]
+
+    def by_message(self, leaves: Iterable[Leaf], width: int) -> Weights:
+        """Where the tables part a weight differently, something is sent; `width` bytes a number."""
+        found = dict.fromkeys(("gathered", "scattered", "reduced", "beside", "renewed"), 0)
+        for leaf in leaves:
+            (_, tensor, used), (_, _, rests), (_, _, gradient), (_, _, updated) = (
+                self._divided(role, leaf) for role in ("computing", "weights", "gradients", "optimizer")
+            )
+            found["gathered"] += used * width if rests < used else 0
+            found["scattered" if gradient < used else "reduced"] += used * width
+            found["beside"] += 0 if tensor else gradient * width
+            found["renewed"] += rests * leaf.itemsize if rests > updated else 0
+        return Weights(**found)
+
+    def _divided(self, role: Role, leaf: Leaf) -> tuple[list[int], bool, int]:
+        """Into how many parts each dimension is split, whether `tensor` splits one, and numbers on one device."""
+        key = role, leaf.axes, leaf.shape
+        if key not in self._known:
+            split = splits(leaf.axes, leaf.shape, getattr(self._rules, role), self._mesh)
+            parts = [math.prod(self._mesh[axis] for axis in over) for over in split]
+            numbers = math.prod(-(-size // count) for size, count in zip(leaf.shape, parts, strict=True))
+            self._known[key] = parts, any("tensor" in over for over in split), numbers
+        return self._known[key]
