@@ -204,6 +204,32 @@ def _precision(cfg: Config) -> Iterator[str]:
         )
 
 
+def _update(cfg: Config) -> Iterator[str]:
+    """What an update during the backward pass cannot be combined with. It sees one layer's gradient at a time, once."""
+    if cfg.memory.update != "during":
+        return
+    if cfg.batch.accumulate > 1:
+        yield (
+            f"batch.accumulate: {cfg.batch.accumulate} micro-batches add up in gradients of all layers, which"
+            " memory.update: during never holds; use 1, or memory.update=after"
+        )
+    if cfg.mesh.stage != 1:
+        yield (
+            "mesh.stage: stages go back through several layers at a time, memory.update: during through one; use 1, or"
+            " memory.update=after"
+        )
+    if cfg.precision.loss_scale != "none":
+        yield (
+            "precision.loss_scale: whether a gradient overflowed is known after the last layer, and memory.update:"
+            " during has changed the others by then; use precision.compute=bfloat16, or memory.update=after"
+        )
+    if cfg.objective.name == "contrastive":
+        yield (
+            "objective.name: contrastive goes through the layers twice, memory.update: during once; use"
+            " memory.update=after"
+        )
+
+
 def _mesh(cfg: Config) -> Iterator[str]:
     axes = {axis: getattr(cfg.mesh, axis) for axis in Mesh.model_fields}
     for axis, size in axes.items():
@@ -254,6 +280,7 @@ RULES = (
     _data,
     _batch,
     _precision,
+    _update,
     _mesh,
     _rules,
     _optimizer,

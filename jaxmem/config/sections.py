@@ -197,6 +197,7 @@ class Precision(Section):
 
 class Memory(Section):
     remat: Literal["none", "full", "dots"] = "none"
+    update: Literal["after", "during"] = "after"  # the backward pass
     attention: Literal["auto", "blockwise", "reference"] = "auto"
     loss_chunk: Literal["auto"] | Count = "auto"  # entries of the vocabulary whose logits exist at once
 
@@ -212,7 +213,8 @@ class Optimizer(Section):
     schedule: Literal["cosine", "linear", "constant"] = "cosine"
     warmup: Annotated[int, Field(ge=0)] = 0  # updates
     final: Fraction = 0.1  # learning rate at the end, as a share of the peak
-    clip: Positive | None = 1.0  # global norm
+    clip: Positive | None = 1.0  # the largest norm of a gradient
+    clip_by: Literal["global", "previous", "weight"] = "global"  # of all, of all an update ago, each its own
     beta1: Fraction | None = None
     beta2: Fraction | None = None
     epsilon: Positive | None = None

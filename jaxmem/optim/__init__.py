@@ -28,6 +28,7 @@ from jaxmem.optim.chains import (
     qgalore,
     sgd,
 )
+from jaxmem.optim.clipping import clip, remember
 from jaxmem.optim.galore import scale_by_galore, scale_by_galore_adam
 from jaxmem.optim.master import with_master
 from jaxmem.optim.muon import scale_by_muon
@@ -49,6 +50,7 @@ __all__ = [
     "apply",
     "build",
     "by_layer",
+    "clip",
     "galore_adamw",
     "galore_adamw8bit",
     "global_norm",
@@ -58,6 +60,7 @@ __all__ = [
     "momentum8bit",
     "muon",
     "qgalore",
+    "remember",
     "scale_by_adafactor",
     "scale_by_adam4bit",
     "scale_by_adam8bit",

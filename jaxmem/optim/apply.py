@@ -12,11 +12,13 @@ from jaxmem.precision import rounded
 from jaxmem.sharding import Axes
 
 
-def apply(params: Any, updates: Any, key: jax.Array | None = None, axes: Any = None) -> Any:
+def apply(
+    params: Any, updates: Any, key: jax.Array | None = None, axes: Any = None, *, layer: jax.Array | None = None
+) -> Any:
     """The one place where weights change: added in float32, stored as they were; with a key rounded stochastically.
 
     Each leaf, and each layer of a leaf whose `axes` begin with `layer`, draws from a key of its own: a layer that is
-    updated alone is rounded as it would be among all.
+    updated alone, as `layer` of its stack, is rounded as it would be among all.
     """
 
     def add(path: Any, w: jax.Array, u: jax.Array, axes: Axes | None) -> jax.Array:
@@ -26,6 +28,8 @@ def apply(params: Any, updates: Any, key: jax.Array | None = None, axes: Any = N
         own = leaf_key(key, path)
         if axes is None or axes[:1] != ("layer",):
             return rounded(new, w.dtype, own)
+        if layer is not None:
+            return rounded(new, w.dtype, jax.random.fold_in(own, layer))
         keys = jax.vmap(lambda layer: jax.random.fold_in(own, layer))(jnp.arange(w.shape[0]))
         return jax.vmap(lambda x, k: rounded(x, w.dtype, k))(new, keys)
 

@@ -91,7 +91,7 @@ def by_layer(
 ) -> optax.GradientTransformationExtraArgs:
     """An optax transformation of one rule for each kind of leaf. Costs no memory beside the rules' own state.
 
-    `update(..., layer=i)`: gradients, state and parameters are those of layer i alone.
+    `update(..., layer=i, layers=n)`: gradients, state and parameters are those of layer i of n alone.
     """
 
     def named(params: Any) -> Any:
@@ -110,14 +110,20 @@ def by_layer(
         return ByLayerState(jnp.zeros((), jnp.int32), made)
 
     def update(
-        grads: Any, state: ByLayerState, params: Any = None, *, layer: jax.Array | None = None, **_: Any
+        grads: Any,
+        state: ByLayerState,
+        params: Any = None,
+        *,
+        layer: jax.Array | None = None,
+        layers: int = 1,
+        **_: Any,
     ) -> tuple[Any, ByLayerState]:
         count = optax.safe_increment(state.step)
         names, treedef = _flat(named(grads if params is None else params))
         weights = treedef.flatten_up_to(grads if params is None else params)
         paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(grads)]
         done = [
-            _update_leaf(rule_for, *one, count, jax.random.key(seed), layer)
+            _update_leaf(rule_for, *one, count, jax.random.key(seed), layer, layers)
             for one in zip(
                 paths, names, treedef.flatten_up_to(grads), treedef.flatten_up_to(state.leaves), weights, strict=True
             )
@@ -137,12 +143,13 @@ def _update_leaf(
     w: Any,
     count: jax.Array,
     key: jax.Array,
-    layer: jax.Array | None,
+    alone: jax.Array | None,
+    of: int,
 ) -> tuple[jax.Array, Any]:
     stacked = names[:1] == ("layer",)
-    if stacked and layer is not None:
+    if stacked and alone is not None:
         names, stacked = names[1:], False
-    leaf, layers = _one_layer(names if stacked else names[names[:1] == ("layer",) :], w)
+    leaf, layers = _one_layer(names, w)
     if leaf.size == 0:
         return g, state
     rule = rule_for(leaf)
@@ -150,14 +157,14 @@ def _update_leaf(
     key = leaf_key(key, path)
 
     def one(g: jax.Array, state: Any, w: Any, i: jax.Array) -> tuple[jax.Array, Any]:
-        at = At(w, count, i, math.prod(layers), jax.random.fold_in(key, i))
+        at = At(w, count, i, of if alone is not None else math.prod(layers), jax.random.fold_in(key, i))
         values = jax.tree.map(lambda x: x.value, state, is_leaf=_is_derived)
         u, new = rule.update(_placed(g, leaf), values, at)
         kept = jax.tree.map(lambda x, value: dataclasses.replace(x, value=value), state, new, is_leaf=_is_derived)
         return _placed(u.astype(g.dtype), leaf), kept
 
     if not stacked:
-        return one(g, state, w, jnp.zeros((), jnp.int32) if layer is None else layer)
+        return one(g, state, w, jnp.zeros((), jnp.int32) if alone is None else alone)
 
     # Layers that lie on stages are updated there, by a loop on each.
     own = current()

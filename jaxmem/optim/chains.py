@@ -20,6 +20,7 @@ from jaxmem import config
 from jaxmem.optim.adafactor import scale_by_adafactor
 from jaxmem.optim.adam_mini import scale_by_adam_mini
 from jaxmem.optim.apollo import scale_by_apollo
+from jaxmem.optim.clipping import clip
 from jaxmem.optim.galore import scale_by_galore_adam
 from jaxmem.optim.muon import scale_by_muon
 from jaxmem.optim.promotion import chained
@@ -33,7 +34,7 @@ Transformation: TypeAlias = optax.GradientTransformationExtraArgs
 def build(cfg: config.Optimizer, learning_rate: optax.Schedule, axes: Any) -> Transformation:
     """The optimizer that a config names, after clipping. `axes` are the parameters' logical axes."""
     named = NAMED[cfg.name](learning_rate, axes=axes, **cfg.own)
-    return named if cfg.clip is None else chained(optax.clip_by_global_norm(cfg.clip), named)
+    return named if cfg.clip is None else chained(clip(cfg.clip, cfg.clip_by, axes=axes), named)
 
 
 def adamw(learning_rate: Rate, *, weight_decay: float = 0.1, axes: Any = None, **moments: float) -> Transformation:

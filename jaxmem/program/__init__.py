@@ -29,6 +29,7 @@ from jaxmem.leaves import state_axes
 from jaxmem.precision import Params
 from jaxmem.program import scaling
 from jaxmem.program.compiler import compiler_options
+from jaxmem.program.during import During
 from jaxmem.program.objective import Batch, Sums, objective
 from jaxmem.program.pipelined import sums_of_all
 from jaxmem.program.restage import Restage
@@ -73,7 +74,11 @@ class Program:
 
     @cached_property
     def optimizer(self) -> optax.GradientTransformation:
-        tx = optim.build(self.cfg.optimizer, self.learning_rate, self.axes)
+        return self._optimizer_for(self.axes)
+
+    def _optimizer_for(self, axes: Any) -> optax.GradientTransformationExtraArgs:
+        """Of the parameters that have these axes: all, or some."""
+        tx = optim.build(self.cfg.optimizer, self.learning_rate, axes)
         return tx if self.cfg.precision.master == "none" else optim.with_master(tx)
 
     @cached_property
@@ -180,6 +185,7 @@ class Program:
             self.cfg.precision,
             precision.compute_dtype(self.cfg.precision, self._platform),
             self.pipeline,
+            self._during if self.cfg.memory.update == "during" else None,
         )
         places = jax.tree.map(lambda x: x.sharding, self.state)
         with self.layout:
@@ -190,6 +196,18 @@ class Program:
                 compiler_options=compiler_options(self._platform, self.layout.mesh.size),
             )
             return jitted.lower(self.state, self.batch)
+
+    @property
+    def _during(self) -> During:
+        chosen = self.cfg.optimizer
+        return During(
+            self.graphdef,
+            self.axes,
+            self.opt_axes,
+            objective(self.cfg.objective, self.cfg.memory),
+            self._optimizer_for,
+            measures=chosen.clip is not None and chosen.clip_by == "global",
+        )
 
     def lower_evaluate(self) -> jax.stages.Lowered:
         """(params, batch) -> sums of the objective alone, without what only training adds to it."""

@@ -19,9 +19,10 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
+from jaxmem.optim.parts import pinned
 from jaxmem.precision import Params
 from jaxmem.program.objective import Batch, Sums
-from jaxmem.sharding import Axes, Layout, Role, constrain, current, is_axes
+from jaxmem.sharding import Layout, Role, current
 
 Loss = Callable[[Params, Batch, jax.Array], tuple[jax.Array, Sums]]  # (weights, batch, keys of its rows)
 
@@ -104,10 +105,3 @@ def _summed(grads: jax.Array, neighbours: int) -> jax.Array:
     """[groups, ...] -> [groups / neighbours, ...], in the dtype that they have: `jnp.sum` would send float32."""
     parts = grads.reshape(-1, neighbours, *grads.shape[1:])
     return jax.lax.reduce(parts, jnp.zeros((), grads.dtype), jax.lax.add, (1,))
-
-
-def pinned(tree: Params, axes: Any, role: Role) -> Params:
-    def pin(axes: Axes, x: jax.Array) -> jax.Array:
-        return constrain(x, *axes, role=role)
-
-    return jax.tree.map(pin, axes, tree, is_leaf=is_axes)

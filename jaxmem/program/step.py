@@ -20,9 +20,11 @@ from flax import nnx
 
 from jaxmem import optim
 from jaxmem.config import Precision
+from jaxmem.optim.parts import pinned
 from jaxmem.precision import Params
 from jaxmem.program import scaling
-from jaxmem.program.gradients import accumulated, at_once, pinned
+from jaxmem.program.during import During
+from jaxmem.program.gradients import accumulated, at_once
 from jaxmem.program.objective import Batch, Objective, Sums, means
 from jaxmem.program.pipelined import sums_of_all
 from jaxmem.program.scaling import LossScale
@@ -53,9 +55,14 @@ def make_step(
     precision: Precision,
     compute: np.dtype,
     pipeline: Pipeline | None = None,
+    during: During | None = None,
 ) -> Callable[[TrainState, Batch], tuple[TrainState, Metrics]]:
     """The training step. Leaves of the batch are [accumulate, rows, ...]; `axes` are the parameters'; `compute` is
     the dtype that products run in."""
+
+    def said(state: TrainState, sums: Sums, norm: jax.Array) -> Metrics:
+        rate = learning_rate(state.step)
+        return means(sums) | {"count": sums["count"], "gradient_norm": norm, "learning_rate": rate}
 
     def step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
         scale = jnp.float32(1)
@@ -68,13 +75,17 @@ def make_step(
 
         def updated(grads: Params) -> tuple[Params, Any]:
             updates, opt_state = tx.update(grads, state.opt_state, state.params)
-            draws = jax.random.fold_in(key, _ROUNDING) if precision.rounding == "stochastic" else None
             params = optim.apply(state.params, updates, draws, axes)
             # Cast where the optimizer's state lies, then gathered, or whole float32 updates would travel.
             return pinned(params, axes, "optimizer"), opt_state
 
         key = jax.random.fold_in(jax.random.key(seed), state.step)
+        draws = jax.random.fold_in(key, _ROUNDING) if precision.rounding == "stochastic" else None
         keys = jax.random.split(key, batch["mask"].shape[:2])  # each row's own
+        if during is not None:
+            one = jax.tree.map(lambda x: x[0], batch)
+            params, opt_state, sums, norm = during(state.params, state.opt_state, one, keys[0], draws)
+            return TrainState(state.step + 1, params, opt_state), said(state, sums, norm)
         if pipeline is not None:
             of_all = partial(loss, partial(sums_of_all, objective, pipeline))
             grads, sums = at_once(of_all, state.params, batch, keys, axes)
@@ -86,11 +97,7 @@ def make_step(
         count = jnp.maximum(sums["count"], 1.0)
         grads = jax.tree.map(lambda g: (g.astype(jnp.float32) / (count * scale)).astype(g.dtype), grads)
         norm = optim.global_norm(grads)
-        metrics = means(sums) | {
-            "count": sums["count"],
-            "gradient_norm": norm,
-            "learning_rate": learning_rate(state.step),
-        }
+        metrics = said(state, sums, norm)
         if state.loss_scale is None:
             return TrainState(state.step + 1, *updated(grads)), metrics
         finite = jnp.isfinite(norm)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,6 +26,31 @@ class Way:
 
     remat: str = "none"
     pipeline: Pipeline | None = None
+
+
+@dataclass(frozen=True)
+class Applied:
+    """A stack that is being applied: all that it takes to do it."""
+
+    run: Callable[[Any, Any, Any, Any], tuple[Any, Any]]  # (a layer's weights, x, its input, beside) -> (x, output)
+    weights: Any  # of all layers, stacked
+    x: Any
+    inputs: Any
+    beside: Any
+
+
+_instead: ContextVar[Callable[[Applied], tuple[Any, Any]] | None] = ContextVar("instead", default=None)
+
+
+@contextmanager
+def applied_by(instead: Callable[[Applied], tuple[Any, Any]]) -> Iterator[None]:
+    """Within it, stacks are handed to this function, which answers in the place of `apply_stack`: a network can so be
+    cut before and after its layers without knowing of it."""
+    token = _instead.set(instead)
+    try:
+        yield
+    finally:
+        _instead.reset(token)
 
 
 def apply_stack(
@@ -48,6 +75,9 @@ def apply_stack(
     keep = policy(way.remat, {(*groups(), *leaf.shape[1:]) for leaf in jax.tree.leaves(weights)})
     # Inside scan the loop already keeps XLA from merging the recomputation with the first pass.
     run = jax.checkpoint(run, policy=keep, prevent_cse=False)
+    instead = _instead.get()
+    if instead is not None:
+        return instead(Applied(run, weights, x, inputs, beside))
     return jax.lax.scan(lambda x, one: run(one[0], x, one[1], beside), x, (weights, inputs))
 
 

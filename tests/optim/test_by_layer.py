@@ -41,17 +41,20 @@ def test_a_stack_is_so_many_matrices(name):
 
 @pytest.mark.parametrize("name", sorted(NAMED))
 def test_one_layer_at_a_time_is_the_same(name):
+    """Update after update, also in when each layer's projection is found anew."""
     params = stack()
-    (g,) = gradients(params, 1)
-    tx = NAMED[name](0.1, axes=AXES)
-    (all_at_once,), _ = updates(tx, params, [g])
-    state = jax.jit(tx.init)(params)
-    update = jax.jit(lambda g, s, w, i: tx.update(g, s, w, layer=i))
+    grads = gradients(params, 2)
+    tx = NAMED[name](0.1, axes=AXES, **{"refresh_every": 2} if "refresh_every" in OPTIMIZERS[name] else {})
+    all_at_once, _ = updates(tx, params, grads)
+    begun = jax.jit(tx.init)(params)
+    update = jax.jit(lambda g, s, w, i: tx.update(g, s, w, layer=i, layers=3))
     stacked = lambda x: x.ndim > 0  # noqa: E731
     for layer in range(3):
         one = lambda tree, layer=layer: jax.tree.map(lambda x: x[layer] if stacked(x) else x, tree)  # noqa: E731
-        said, _ = update(one(g), one(state), one(params), jnp.asarray(layer))
-        same(said, one(all_at_once))
+        state = one(begun)
+        for g, expected in zip(grads, all_at_once, strict=True):
+            said, state = update(one(g), state, one(params), jnp.asarray(layer))
+            same(said, one(expected))
 
 
 @pytest.mark.parametrize("name", sorted(NAMED))

@@ -1,0 +1,92 @@
+"""Some of the parameters, updated by themselves: what an optimizer does to all, for those at hand.
+
+A part's parameters keep their paths, so that names, and the random numbers that follow from them, stay the same. Its
+state is those leaves of the whole state that lie at the same paths.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import optax
+
+from jaxmem.optim.apply import apply
+from jaxmem.sharding import Axes, Role, constrain, is_axes
+
+Tree = Any
+
+
+@dataclass(frozen=True)
+class Part:
+    tx: optax.GradientTransformationExtraArgs
+    axes: Tree  # of its parameters
+    state_axes: Tree  # of its state
+
+    @classmethod
+    def of(cls, params: Tree, optimizer_for: Callable[[Tree], Any], axes: Tree, state_axes: Tree) -> Part:
+        """`axes` and `state_axes` are those of all parameters, `params` this part's."""
+        own = select(axes, params)
+        tx = optax.with_extra_args_support(optimizer_for(own))
+        return cls(tx, own, select(state_axes, jax.eval_shape(tx.init, params)))
+
+    def state(self, whole: Tree) -> Tree:
+        """Its part of an optimizer's state."""
+        return select(whole, self.state_axes, is_leaf=is_axes)
+
+    def update(
+        self, grads: Tree, state: Tree, params: Tree, draws: jax.Array | None, **extra: Any
+    ) -> tuple[Tree, Tree]:
+        """New parameters and new state. With `layer`, of one layer of stacked ones."""
+        layer = extra.get("layer")
+        grads = pinned(grads, self.axes, "gradients")
+        updates, state = self.tx.update(grads, state, params, **extra)
+        params = apply(params, updates, draws, self.axes, layer=layer)
+        # Cast where the optimizer's state lies, then gathered, or whole float32 updates would travel.
+        return pinned(params, self.axes, "optimizer"), state
+
+
+def select(tree: Tree, like: Tree, is_leaf: Callable[[Any], bool] | None = None) -> Tree:
+    """The leaves of `tree` that lie where `like` has leaves. Leaves of `tree` may be tuples of axes."""
+    found = dict(jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_axes))
+    return jax.tree_util.tree_map_with_path(lambda path, _: found[path], like, is_leaf=is_leaf)
+
+
+def put(tree: Tree, *parts: Tree) -> Tree:
+    """`tree` with the leaves of parts in the place of its own."""
+    found = {path: leaf for part in parts for path, leaf in jax.tree_util.tree_leaves_with_path(part)}
+    return jax.tree_util.tree_map_with_path(found.get, tree)
+
+
+def pinned(tree: Tree, axes: Tree, role: Role) -> Tree:
+    """Each leaf where it lies in a role; one layer of a stack, where its layer lies."""
+
+    def pin(names: Axes, x: jax.Array) -> jax.Array:
+        return constrain(x, *names[len(names) - x.ndim :], role=role)
+
+    return jax.tree.map(pin, axes, tree, is_leaf=is_axes)
+
+
+def layer_at(tree: Tree, axes: Tree, layer: jax.Array, rest: Tree) -> Tree:
+    """One layer of what is stacked; what is not stacked from `rest`."""
+
+    def one(names: Axes, x: jax.Array, other: jax.Array) -> jax.Array:
+        stacked = names[:1] == ("layer",)
+        return jax.lax.dynamic_index_in_dim(x, layer, 0, keepdims=False) if stacked else other
+
+    return jax.tree.map(one, axes, tree, rest, is_leaf=is_axes)
+
+
+def with_layer(tree: Tree, axes: Tree, role: Role, layer: jax.Array, new: Tree) -> Tree:
+    """Stacked leaves with one layer's new values in their place; of the rest the new values."""
+
+    def one(names: Axes, x: jax.Array, new: jax.Array) -> jax.Array:
+        if names[:1] != ("layer",):
+            return new
+        # Laid out before it is written, so that nothing but this layer moves.
+        new = constrain(new, *names[1:], role=role)
+        return constrain(jax.lax.dynamic_update_index_in_dim(x, new, layer, 0), *names, role=role)
+
+    return jax.tree.map(one, axes, tree, new, is_leaf=is_axes)

@@ -1,0 +1,88 @@
+"""An update during the backward pass is the update after it: every weight, on any mesh, with any recomputation."""
+
+import jax
+import numpy as np
+import pytest
+
+from jaxmem.errors import UserError
+from jaxmem.planning.compile import compile_all, sizes
+from jaxmem.planning.targets import parse_target, target_devices
+from jaxmem.program import program
+from tests.program.conftest import SMALL, Trained, config
+
+MODEL = {"preset": "tiny", **SMALL, "layers": 3, "vocab": 264}
+
+
+def during(cfg, remat="none", **sections):
+    changed = {"memory": {"update": "during", "remat": remat}, **sections}
+    return config(**{**cfg, **changed})
+
+
+def agree(cfg, *variants):
+    """The losses, lengths of gradients and weights of an update after the pass. All weights have moved."""
+    after = Trained(config(**cfg), updates=2)
+    for devices, other in variants:
+        one = Trained(other, devices, updates=2, begin=after)
+        one.agrees_with(after)
+        moved = jax.tree.map(lambda a, b: not np.array_equal(a, b), one.first, one.params)
+        assert all(jax.tree.leaves(moved)), moved
+        assert jax.tree.structure(one.state) == jax.tree.structure(after.state)
+
+
+def test_a_decoder():
+    """Clipped by the length of all gradients, which a pass before measures."""
+    cfg = {"model": MODEL}
+    agree(
+        cfg,
+        (1, during(cfg)),
+        (4, during(cfg, "full", mesh={"fsdp": 2, "tensor": 2})),
+        (4, during(cfg, "full", mesh={"fsdp": 4}, zero=1)),
+    )
+
+
+def test_tied_embeddings_clipped_by_the_last_length():
+    optimizer = {"name": "adamw", "epsilon": 1e-3, "clip": 5.0, "clip_by": "previous"}
+    cfg = {"model": {**MODEL, "tie_embeddings": True}, "optimizer": optimizer}
+    agree(cfg, (8, during(cfg, "dots", mesh={"replica": 2, "fsdp": 2, "context": 2}, zero=2)))
+
+
+def test_several_stacks_with_dropout():
+    """In recomputation the same is dropped again; what lies between the stacks is trained too."""
+    cfg = {
+        "model": {"family": "convnet", "stages": [8, 16], "blocks": 2, "dropout": 0.2},
+        "objective": "classify",
+        "data": {"source": "digits"},
+        "optimizer": {"epsilon": 1e-3, "clip_by": "weight"},
+    }
+    agree(cfg, (1, during(cfg, "full")))
+
+
+def test_no_gradient_outlives_its_layer_and_no_update_copies_the_stack():
+    """Compiled bytes, for a GPU: of twelve layers not four gradients are there at once, beside all else."""
+    cfg = during(
+        {},
+        "full",
+        model={**MODEL, "layers": 12, "mlp": 1024},
+        data={"sequence_length": 8},
+        precision={"compute": "bfloat16"},
+    )
+    aim = parse_target("h100-80gb")
+    step, _ = compile_all(program(cfg, target_devices(aim, aim.memory)).lower_step(), {}, here=False)
+    assert sizes(step.executable)["temporaries"] < 4 * (3 * 32 * 1024 * 4)
+
+
+@pytest.mark.parametrize(
+    ("sections", "key"),
+    [
+        ({"batch": {"global_size": 8, "accumulate": 2}}, "batch.accumulate"),
+        ({"mesh": {"stage": 2}}, "mesh.stage"),
+        ({"precision": {"compute": "float16", "loss_scale": "dynamic"}}, "precision.loss_scale"),
+        (
+            {"model": {"family": "mlp"}, "data": {"source": "digits"}, "objective": {"name": "contrastive"}},
+            "objective.name",
+        ),
+    ],
+)
+def test_what_cannot_be_is_refused(sections, key):
+    with pytest.raises(UserError, match=f"^{key}: .*memory.update"):
+        during({}, **sections)
