@@ -12,7 +12,7 @@ import json
 import os
 import shutil
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -142,47 +142,110 @@ def fit(
     raise typer.Exit(0 if found.best else 3)
 
 
+Model = Annotated[Path, typer.Argument(metavar="RUN_OR_HF_DIR", help="A run, or a Hugging Face directory.")]
+Tokens = Annotated[int, typer.Option(min=1, help="How many to add at most.")]
+Temperature = Annotated[float, typer.Option(min=0.0, help="0 takes the likeliest token each time.")]
+TopK = Annotated[int | None, typer.Option(min=1, help="Only of the so many likeliest.", show_default=False)]
+TopP = Annotated[float, typer.Option(help="Only of the likeliest that have this probability together.")]
+Stops = Annotated[list[str] | None, typer.Option("--stop", metavar="TEXT", help="End before it.", show_default=False)]
+Seed = Annotated[int, typer.Option(min=0, help="Another seed, another text.")]
+
+
 @app.command()
 def generate(
-    run: Run,
-    prompt: Annotated[str, typer.Option(help="The text to continue.", show_default=False)],
-    tokens: Annotated[int, typer.Option(min=1, help="How many to add.")] = 200,
-    temperature: Annotated[float, typer.Option(min=0.0, help="0 takes the likeliest token each time.")] = 0.8,
-    seed: Annotated[int, typer.Option(min=0, help="Another seed, another text.")] = 0,
+    run: Model,
+    overrides: Overrides = None,
+    prompt: Annotated[str | None, typer.Option(help="The text to continue.", show_default=False)] = None,
+    prompts: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="One a line; gives JSONL.", show_default=False)
+    ] = None,
+    tokens: Tokens = 200,
+    temperature: Temperature = 0.8,
+    top_k: TopK = None,
+    top_p: TopP = 1.0,
+    stop: Stops = None,
+    batch: Annotated[int, typer.Option(min=1, help="Prompts of a file that run together.")] = 8,
+    seed: Seed = 0,
     simulate: Simulate = None,
 ) -> None:
     """Continue a text with what was trained."""
+    if (prompt is None) == (prompts is None):
+        raise UserError("--prompt TEXT or --prompts FILE: give one of the two")
     _devices(simulate)
     with _joined(_config_of(run)):
-        import numpy as np
+        from jaxmem.decode import Sampling
+        from jaxmem.talk import Speaker, read_prompts
 
-        from jaxmem import decode
-        from jaxmem.data import tokenizer_for
-        from jaxmem.trained import open_model
+        sampling = Sampling(temperature, top_k, top_p, seed)
+        speaker = Speaker(run, sampling, tokens=tokens, stops=stop or (), overrides=overrides or ())
+        if prompt is not None:
+            for piece in itertools.chain([prompt], speaker.continued(prompt), ["\n"]):
+                _say(piece)
+            return
+        given = read_prompts(prompts or "")
+        for one, text in zip(given, speaker.continued_all(given, batch), strict=True):
+            _say(json.dumps({"prompt": one, "text": text}, ensure_ascii=False) + "\n")
 
-        program, params = open_model(run)
-        tokenizer = tokenizer_for(program.cfg.data.tokenizer)
-        given = np.array([*tokenizer.begin, *tokenizer.encode(prompt)], np.int32)
-        ids = decode.generate(program, params, given, tokens, temperature=temperature, seed=seed, end=tokenizer.end)
-        for piece in itertools.chain([prompt], _pieces(tokenizer.decode, ids), ["\n"]):
-            if _is_first():
-                print(piece, end="", flush=True)
+
+@app.command()
+def chat(
+    run: Model,
+    overrides: Overrides = None,
+    system: Annotated[str | None, typer.Option(help="What it is told first.", show_default=False)] = None,
+    tokens: Tokens = 512,
+    temperature: Temperature = 0.7,
+    top_k: TopK = None,
+    top_p: TopP = 0.9,
+    stop: Stops = None,
+    seed: Seed = 0,
+    simulate: Simulate = None,
+) -> None:
+    """Talk to a model that has a chat template. /new begins anew; the end of the input ends it."""
+    _devices(simulate)
+    from jaxmem.decode import Sampling
+    from jaxmem.talk import Speaker
+
+    sampling = Sampling(temperature, top_k, top_p, seed)
+    speaker = Speaker(run, sampling, tokens=tokens, stops=stop or (), overrides=overrides or ())
+    begin = [{"role": "system", "content": system}] if system else []
+    said = list(begin)
+    while (line := _asked()) is not None:
+        if line == "/new":
+            said = list(begin)
+        elif line:
+            said.append({"role": "user", "content": line})
+            answer = ""
+            for piece in speaker.answered(said):
+                answer += piece
+                _say(piece)
+            _say("\n")
+            said.append({"role": "assistant", "content": answer})
 
 
 @app.command()
 def evaluate(
-    run: Run,
+    run: Model,
+    overrides: Overrides = None,
     data: Annotated[str | None, typer.Option(metavar="FILE", help="Text, in place of what was held out.")] = None,
+    choices: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Multiple choice, JSONL.", show_default=False)
+    ] = None,
     simulate: Simulate = None,
     as_json: Json = False,
 ) -> None:
-    """Loss and perplexity on text it never saw."""
+    """Loss and perplexity on text it never saw, or the share of questions that it answers rightly."""
+    if data is not None and choices is not None:
+        raise UserError("--data and --choices: give one of the two")
     _devices(simulate)
     with _joined(_config_of(run)):
+        from jaxmem.choices import evaluate_choices
         from jaxmem.evaluate import evaluate
 
         with _only_json(as_json):
-            result = evaluate(run, data)
+            if choices is None:
+                result = evaluate(run, data, overrides or ())
+            else:
+                result = evaluate_choices(run, choices, overrides or ())
         if not _is_first():
             pass
         elif as_json:
@@ -386,18 +449,17 @@ def _is_first() -> bool:
     return jax.process_index() == 0
 
 
-def _pieces(decode: Callable[[list[int]], str], ids: Iterable[int]) -> Iterator[str]:
-    """The text of tokens as they come, each character when its last byte is there.
+def _say(piece: str) -> None:
+    if _is_first():
+        print(piece, end="", flush=True)
 
-    >>> list(_pieces(lambda ids: bytes(ids).decode(errors="replace"), [104, 195, 169]))
-    ['h', '', 'é']
-    """
-    seen, shown = [], 0
-    for token in ids:
-        seen.append(token)
-        text = decode(seen)
-        yield "" if text.endswith("\ufffd") else text[shown:]
-        shown = shown if text.endswith("\ufffd") else len(text)
+
+def _asked() -> str | None:
+    """The next line that is typed; None where the input ends."""
+    try:
+        return input("> " if sys.stdin.isatty() else "").strip()
+    except EOFError:
+        return None
 
 
 @contextlib.contextmanager

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import Any, Self
@@ -17,7 +17,7 @@ from jaxmem.distributed.agree import any_of, in_order
 from jaxmem.errors import UserError
 from jaxmem.program import Program
 from jaxmem.program.objective import Sums, means
-from jaxmem.trained import open_model
+from jaxmem.trained import is_run, open_model
 
 Means = dict[str, float]
 
@@ -55,9 +55,11 @@ class HeldOut:
         self._loader.close()
 
 
-def evaluate(run: str | Path, data: str | None = None) -> Means:
-    """A trained run on its held-out documents, or on the whole of another text file."""
-    overrides = [] if data is None else ["data.source=text", f"data.path={json.dumps(data)}", "data.mixture=[]"]
-    program, params = open_model(run, overrides)
+def evaluate(run: str | Path, data: str | None = None, overrides: Sequence[str] = ()) -> Means:
+    """A trained run on its held-out documents; a run or a Hugging Face directory on the whole of a text file."""
+    if data is None and not is_run(run) and Path(run, "config.json").is_file():
+        raise UserError(f"{run}: nothing of it is held out; give --data FILE, a text to evaluate on")
+    text = [] if data is None else ["data.source=text", f"data.path={json.dumps(data)}", "data.mixture=[]"]
+    program, params = open_model(run, [*text, *overrides])
     with HeldOut(program, split="held_out" if data is None else "all") as documents:
         return documents(params)

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import atexit
+import importlib.util
 import os
 import tempfile
+from pathlib import Path
+from types import ModuleType
 
+import pytest
 from hypothesis import settings
 from jaxtyping import install_import_hook
 
@@ -37,3 +41,13 @@ jax.config.update("jax_numpy_dtype_promotion", "strict")
 # The same examples in every run, and no database left in the checkout.
 settings.register_profile("repeatable", deadline=None, derandomize=True, database=None)
 settings.load_profile("repeatable")
+
+
+@pytest.fixture(scope="session")
+def compare() -> ModuleType:
+    """The script that recorded what transformers makes of tiny models, which it makes by a formula."""
+    script = Path(__file__).parents[1] / "scripts/compare_transformers.py"
+    spec = importlib.util.spec_from_file_location("compare_transformers", script)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module

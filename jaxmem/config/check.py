@@ -162,7 +162,7 @@ def _data(cfg: Config) -> Iterator[str]:
 def _chat(data: Data) -> Iterator[str]:
     if all(source.source != "chat" for source in data.mixture or (data,)):
         default = Data()
-        for field in ("template", "too_long", "broken"):
+        for field in ("too_long", "broken"):
             if getattr(data, field) != getattr(default, field):
                 yield f"data.{field}: only data.source: chat has it, not {data.source}"
     elif data.tokenizer == "bytes" and data.template is None:

@@ -140,7 +140,7 @@ class Data(Source):
     packing: bool = True
     tokenizer: str = "bytes"  # or the path of a tokenizer.json
     epochs: Count | None = None  # passes over the data, at most, whatever `train.steps` asks for
-    template: str | None = None  # chat: a file of Jinja; none: the tokenizer's own
+    template: str | None = None  # of chats: a file of Jinja; none: the tokenizer's own
     too_long: Literal["cut", "drop"] = "cut"  # chat: conversations longer than `sequence_length`
     broken: Literal["stop", "skip"] = "stop"  # chat: lines that are no conversation
     held_out: Fraction = 0.02  # share of the documents kept for evaluation

@@ -83,26 +83,38 @@ class Decoder(nnx.Module):
         """The weight that makes logits of features."""
         return self.embedding.weight if self.head is None else self.head.weight
 
-    def prefill(self, tokens: Int[Array, "batch time"]) -> tuple[Float[Array, "batch vocab"], Caches]:
-        """Logits after a prompt, and every layer's keys and values of it, stacked."""
-        turned = self._angles(tokens, None)
+    def prefill(
+        self, tokens: Int[Array, "batch time"], first: Int[Array, "batch"] | None = None
+    ) -> tuple[Float[Array, "batch vocab"], Caches]:
+        """Logits after prompts, and every layer's keys and values of them, stacked. `first`: where in its row each
+        prompt begins; what stands before is padding, which makes prompts end together."""
+        row = jnp.arange(tokens.shape[1], dtype=jnp.int32)
+        since = None if first is None else row - first[:, None]
+        counts = None if since is None else (since >= 0).astype(jnp.int32)
+        turned = self._angles(tokens, None if since is None else jnp.maximum(since, 0))
         x, cache = apply_stack(
             self.blocks,
-            lambda block, x, *_: block(x, turned),
+            lambda block, x, *_: block(x, turned, counts),
             self._embed(tokens),
             way=self.execution.stack,
         )
         return self.logits(self.norm(x[:, -1:]))[:, 0], cache
 
     def extend(
-        self, token: Int[Array, "batch 1"], cache: Caches, length: Int[Array, ""]
+        self,
+        token: Int[Array, "batch 1"],
+        cache: Caches,
+        length: Int[Array, ""],
+        first: Int[Array, "batch"] | None = None,
     ) -> tuple[Float[Array, "batch vocab"], Caches]:
-        """Logits after one more token, at position `length`, and the cache with it, written in place."""
-        turned = self._angles(token, jnp.broadcast_to(length, token.shape))
+        """Logits after one more token, at place `length` of the cache, and the cache with it, written in place.
+        `first` as in `prefill`."""
+        position = jnp.broadcast_to(length, token.shape)
+        turned = self._angles(token, position if first is None else position - first[:, None])
 
         def layer(block: parts.Block, carried: tuple[jax.Array, Caches], i: jax.Array, _: None) -> tuple[Any, None]:
             x, cache = carried
-            return block(x, turned, cache=(cache, i, length)), None
+            return block(x, turned, cache=(cache, i, length, first)), None
 
         places = jnp.arange(self.cfg.layers, dtype=jnp.int32)
         (x, cache), _ = apply_stack(self.blocks, layer, (self._embed(token), cache), places, way=self.execution.stack)

@@ -29,7 +29,8 @@ Room = Float[Array, "layer batch past kv_heads head_dim"]
 Caches = tuple[Room, Room]  # keys and values of every layer, with room for more
 RowKeys = Key[Array, "batch"]  # a random key for each row of the batch
 Keys = Key[Array, "*rows"]
-Place = tuple[Caches, Int[Array, ""], Int[Array, ""]]  # the caches, this layer, and how many positions are taken
+# The caches, this layer, how many positions are taken, and of each row the first that counts (None: 0).
+Place = tuple[Caches, Int[Array, ""], Int[Array, ""], Int[Array, "batch"] | None]
 
 
 @dataclass(frozen=True)
@@ -197,7 +198,7 @@ class Attention(nnx.Module):
 
     def _extended(self, q: jax.Array, k: jax.Array, v: jax.Array, cache: Place) -> tuple[jax.Array, Caches]:
         """One position against all that are taken and itself."""
-        (room_k, room_v), layer, length = cache
+        (room_k, room_v), layer, length, first = cache
         # Written, then read: the other way round XLA copies the caches of all layers.
         at = (layer, 0, length, 0, 0)
         kept = (_written(room_k, k, at), _written(room_v, v, at))
@@ -205,6 +206,7 @@ class Attention(nnx.Module):
         batch, room = every_k.shape[:2]
         place = jnp.arange(room)
         seen = (place <= length) & (place > length - (self.window or room))
+        seen = seen if first is None else seen & (place >= first[:, None])
         mixed = kernels.attention(
             q,
             every_k,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 from pathlib import Path
 
@@ -19,10 +18,6 @@ from jaxmem.errors import UserError
 
 ROOT = Path(__file__).parents[2]
 RECORDED = json.loads((ROOT / "tests/hf/data/conversations.json").read_text())
-spec = importlib.util.spec_from_file_location("compare_transformers", ROOT / "scripts/compare_transformers.py")
-compare = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(compare)
-
 PLAIN = (
     "{% for m in messages %}{{ m.role[0] + ':' + m.content + (eos_token if m.role == 'assistant' else '') }}"
     "{% endfor %}{% if add_generation_prompt %}a:{% endif %}"
@@ -31,7 +26,7 @@ HI = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "bc"}]
 
 
 @pytest.mark.parametrize("case", RECORDED)
-def test_tokens_and_what_is_learnt_are_those_of_transformers(case: str, tmp_path: Path) -> None:
+def test_tokens_and_what_is_learnt_are_those_of_transformers(case: str, tmp_path: Path, compare) -> None:
     """Theirs is told by the template's own marks; ours is found without them."""
     name, number = case.split(".")
     compare.write_tokenizer(name, tmp_path)
@@ -162,7 +157,7 @@ def test_what_is_too_long_may_be_dropped_and_what_is_broken_skipped(tmp_path: Pa
     ("data", "message"),
     [
         ({"template": None}, "data.template: missing; data.tokenizer: bytes has none"),
-        ({"source": "text"}, "data.template: only data.source: chat has it, not text"),
+        ({"source": "text", "broken": "skip"}, "data.broken: only data.source: chat has it, not text"),
         ({"path": None}, "data.path: missing; source chat needs a file"),
     ],
 )

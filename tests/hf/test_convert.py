@@ -25,8 +25,8 @@ STORED = {"llama3.1": np.float16, "mistral": ml_dtypes.bfloat16, "qwen2": np.flo
 
 
 @pytest.mark.parametrize("name", STORED)
-def test_import_then_export_gives_the_same_tensors(name: str, tmp_path: Path, peers) -> None:
-    peers.write_directory(name, tmp_path / "given", STORED[name])
+def test_import_then_export_gives_the_same_tensors(name: str, tmp_path: Path, compare) -> None:
+    compare.write_directory(name, tmp_path / "given", STORED[name])
     import_model(tmp_path / "given", tmp_path / "run")
     export_model(tmp_path / "run", tmp_path / "out")
     given, found = (load_file(tmp_path / place / "model.safetensors") for place in ("given", "out"))
@@ -42,13 +42,13 @@ def test_import_then_export_gives_the_same_tensors(name: str, tmp_path: Path, pe
     assert sorted(path.name for path in tmp_path.iterdir()) == ["given", "out", "run"]
 
 
-def test_every_family_s_settings_are_written_as_they_are_read(peers) -> None:
-    for name in peers.CASES:
-        fields = fields_of(peers.config(name))
+def test_every_family_s_settings_are_written_as_they_are_read(compare) -> None:
+    for name in compare.CASES:
+        fields = fields_of(compare.config(name))
         made = config_json(Decoder(**fields))
         assert fields_of(made) == fields, name
     with pytest.raises(UserError, match="no family of Hugging Face has qk_norm, mlp_bias together"):
-        config_json(Decoder(**fields_of(peers.config("qwen3")) | {"mlp_bias": True}))
+        config_json(Decoder(**fields_of(compare.config("qwen3")) | {"mlp_bias": True}))
 
 
 MESHES = {
@@ -83,10 +83,10 @@ def test_each_device_reads_its_own_part(mesh: str, directories: Path) -> None:
         np.testing.assert_array_equal(found, there[f"model.layers.{layer}.mlp.down_proj.weight"].T)
 
 
-def test_the_host_holds_less_than_two_tensors(tmp_path: Path, peers) -> None:
+def test_the_host_holds_less_than_two_tensors(tmp_path: Path, compare) -> None:
     """numpy's memory is counted, jax's is not: what lies on devices is theirs."""
-    given = peers.config("llama3") | {"vocab_size": 2048, "hidden_size": 512, "num_hidden_layers": 12}
-    shapes = peers.shapes(given)
+    given = compare.config("llama3") | {"vocab_size": 2048, "hidden_size": 512, "num_hidden_layers": 12}
+    shapes = compare.shapes(given)
     (tmp_path / "config.json").write_text(json.dumps(given))
     save_file({name: np.ones(shape, np.float32) for name, shape in shapes.items()}, tmp_path / "model.safetensors")
     largest = max(4 * int(np.prod(shape)) for shape in shapes.values())
@@ -99,24 +99,25 @@ def test_the_host_holds_less_than_two_tensors(tmp_path: Path, peers) -> None:
     assert largest <= peak < 2 * largest
 
 
-def test_a_run_begins_from_the_weights(tmp_path: Path, directories: Path, peers) -> None:
+def test_a_run_begins_from_the_weights(tmp_path: Path, directories: Path, compare) -> None:
     """And what it leaves is a directory again, with the shape that it came with."""
     (tmp_path / "texts").mkdir()
     for number in range(20):
         (tmp_path / "texts" / f"{number}.txt").write_text(chr(number) * 40)
     place = tmp_path / "model"
-    peers.write_directory("llama3.2", place)
+    compare.write_directory("llama3.2", place)
     given = json.loads((place / "config.json").read_text()) | {"vocab_size": 257}
     (place / "config.json").write_text(json.dumps(given))
     save_file(
-        {name: peers.values(name, shape) for name, shape in peers.shapes(given).items()}, place / "model.safetensors"
+        {name: compare.values(name, shape) for name, shape in compare.shapes(given).items()},
+        place / "model.safetensors",
     )
     data = {"source": "text", "path": str(tmp_path / "texts"), "tokenizer": "bytes", "sequence_length": 16}
     cfg = config(place, {}, data=data, output=str(tmp_path), optimizer={"learning_rate": 1e-30, "weight_decay": 0.0})
     assert cfg.model.rope.scaling == "llama3"
     result = run(cfg, jax.devices()[:1])
     np.testing.assert_allclose(
-        result.state.params["embedding"]["weight"], peers.values("model.embed_tokens.weight", (257, 32)), rtol=1e-6
+        result.state.params["embedding"]["weight"], compare.values("model.embed_tokens.weight", (257, 32)), rtol=1e-6
     )
     place.rename(tmp_path / "gone")
     export_model(tmp_path / "x", tmp_path / "out")

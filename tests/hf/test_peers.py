@@ -16,25 +16,25 @@ PEERS = np.load(HERE / "data" / "transformers.npz")
 CASES = sorted({name.rpartition(".")[0] for name in PEERS.files})
 
 
-def test_every_case_is_recorded(peers):
-    assert sorted(peers.CASES) == CASES
+def test_every_case_is_recorded(compare):
+    assert sorted(compare.CASES) == CASES
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_logits_are_those_of_transformers(name, directories, peers):
+def test_logits_are_those_of_transformers(name, directories, compare):
     """A row as it is, one with padding in front, and one of two documents."""
     model = hf.load(directories / name)
-    places = np.arange(peers.LENGTH)
-    segments = np.stack([places >= 0, places >= peers.PADDED, 1 + (places >= peers.CUT)]).astype(np.int32)
-    starts = np.array([0, peers.PADDED, peers.CUT])[:, None]
+    places = np.arange(compare.LENGTH)
+    segments = np.stack([places >= 0, places >= compare.PADDED, 1 + (places >= compare.CUT)]).astype(np.int32)
+    starts = np.array([0, compare.PADDED, compare.CUT])[:, None]
     positions = np.where(places >= starts, places - starts, places * (segments > 0)).astype(np.int32)
-    given = [jnp.asarray(x, jnp.int32) for x in (peers.ROWS, positions, segments)]
+    given = [jnp.asarray(x, jnp.int32) for x in (compare.ROWS, positions, segments)]
     found = jax.jit(model)(*given)
     shown = (segments > 0)[..., None]
     np.testing.assert_allclose(np.asarray(found) * shown, PEERS[f"{name}.logits"], atol=1e-4)
 
 
 @pytest.mark.parametrize("name", ["llama3.2", "mistral", "qwen3-biases"])
-def test_greedy_generation_is_that_of_transformers(name, directories, peers):
+def test_greedy_generation_is_that_of_transformers(name, directories, compare):
     program, params = open_model(directories / name)
-    assert list(generate(program, params, peers.ROWS[0], peers.NEW)) == PEERS[f"{name}.greedy"].tolist()
+    assert list(generate(program, params, compare.ROWS[0], compare.NEW)) == PEERS[f"{name}.greedy"].tolist()
