@@ -6,8 +6,10 @@ all-to-all sends (D - 1) / D B of a device, a gather over them brings it (D - 1)
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from dataclasses import dataclass
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -17,34 +19,74 @@ from jaxtyping import Array, Float, Int
 
 from jaxmem import kernels
 from jaxmem.kernels.attention import ring
-from jaxmem.sharding import Axes, Layout, constrain, current, gather
+from jaxmem.quant import QTensor
+from jaxmem.sharding import Axes, Layout, constrain, current, gather, whole
+from jaxmem.weights import Point, Weight
 
 HEADS: Axes = ("batch", "time", "heads", "head_dim")
 STREAM: Axes = ("batch", "stream", "embed")
 
 
 def lookup(
-    table: Float[Array, "vocab embed"], ids: Int[Array, "batch time"], axes: Axes, dtype: DTypeLike
+    table: Weight, ids: Int[Array, "batch time"], axes: Axes, dtype: DTypeLike
 ) -> Float[Array, "batch time embed"]:
-    """Rows of a table, in the compute dtype and where the residual stream lies.
+    """Rows of a table, in the compute dtype and where the residual stream lies; of a table in codes these rows alone
+    are decoded.
 
     Devices that each hold a part of every row find it for each other's tokens and exchange what they found: an
     all-to-all of tokens x embed numbers, and the same for the gradient. Gathering the table and reducing its
     gradient would move vocab x embed numbers instead, and hold them whole. Devices that hold some of the rows
     (`tensor`) find zeros for the others; the sum is scattered over the time.
     """
+    if not isinstance(table, Point):
+        return _found(table, ids, axes, dtype)
+    at = table.at
+
+    @jax.custom_vjp
+    def found(_: jax.Array, rest: jax.Array | QTensor, ids: jax.Array) -> jax.Array:
+        return _found(rest, ids, axes, dtype)
+
+    def back(ids: jax.Array, g: jax.Array) -> tuple[jax.Array, None, None]:
+        # Finding is linear: its gradient is that of any table.
+        _, pull = jax.vjp(lambda any_table: _found(any_table, ids, axes, dtype), jnp.zeros(at.shape, dtype))
+        return pull(g)[0].astype(at.dtype), None, None
+
+    found.defvjp(lambda at, rest, ids: (found(at, rest, ids), ids), back)
+    return found(at, table.rest, ids)
+
+
+def _found(table: jax.Array | QTensor, ids: jax.Array, axes: Axes, dtype: DTypeLike) -> jax.Array:
     layout = current()
     split = None if layout is None else _Split.over(layout, axes)
+    if isinstance(table, QTensor) and layout is not None and split is not None:
+        parts = layout.parts("gradients", axes[1])
+        cut = table.cut(parts)
+        if cut is None:  # a device would have a part of a byte
+            split = None
+        else:
+            table = dataclasses.replace(cut, size=cut.size // parts)  # as each device sees it
     if layout is None or split is None:
-        return constrain(jnp.take(gather(table, axes, dtype), ids, axis=0), *STREAM)
-    table = constrain(table.astype(dtype), *axes, role="gradients")  # split at least as finely as the table rests
+        table = whole(table, axes) if isinstance(table, QTensor) else gather(table, axes, dtype)
+        return constrain(_rows(table, ids, dtype), *STREAM)
+    # Split at least as finely as the table rests.
+    table = table if isinstance(table, QTensor) else table.astype(dtype)
+    table = jax.tree.map(lambda x: constrain(x, *axes, role="gradients"), table)
     find = jax.shard_map(
-        split.find,
+        partial(split.find, dtype=dtype),
         mesh=layout.mesh,
-        in_specs=(layout.spec("gradients", axes), layout.spec("activations", split.tokens)),
+        in_specs=(
+            jax.tree.map(lambda _: layout.spec("gradients", axes), table),
+            layout.spec("activations", split.tokens),
+        ),
         out_specs=layout.spec("activations", STREAM),
     )
     return find(table, ids)
+
+
+def _rows(table: jax.Array | QTensor, ids: jax.Array, dtype: DTypeLike, mode: str | None = None) -> jax.Array:
+    """Blocks of a table in codes run along its rows: each row is whole."""
+    rows = jax.tree.map(lambda x: jnp.take(x, ids, axis=0, mode=mode), table)
+    return rows.dequantize(dtype) if isinstance(rows, QTensor) else rows
 
 
 def attention(
@@ -124,20 +166,21 @@ class _Split:
         batch, time = (tuple(axis for axis in columns if axis in tokens) for tokens in (batch, time))
         return cls(rows, batch, time, ("batch", "time" if rows else "stream"))
 
-    def find(self, table: Float[Array, "rows part"], ids: Int[Array, "b t"]) -> Float[Array, "b s embed"]:
+    def find(self, table: jax.Array | QTensor, ids: Int[Array, "b t"], dtype: DTypeLike) -> Float[Array, "b s embed"]:
         for dim, over in enumerate((self.batch, self.time)):
             ids = jax.lax.all_gather(ids, over, axis=dim, tiled=True) if over else ids
         if self.rows:
-            ids = ids - jax.lax.axis_index(self.rows) * table.shape[0]
-            held = (ids >= 0) & (ids < table.shape[0])
-            x = jnp.where(held[..., None], table.at[ids].get(mode="clip"), jnp.zeros((), table.dtype))
+            rows = jax.tree.leaves(table)[0].shape[0]
+            ids = ids - jax.lax.axis_index(self.rows) * rows
+            held = (ids >= 0) & (ids < rows)
+            x = jnp.where(held[..., None], _rows(table, ids, dtype, "clip"), jnp.zeros((), dtype))
             # Within each part of the time that other devices asked for, so that each gets its own part of the sum.
             parts = jax.lax.axis_size(self.time) if self.time else 1
-            x = x.reshape(ids.shape[0], parts, -1, table.shape[1])
+            x = x.reshape(ids.shape[0], parts, -1, x.shape[-1])
             x = jax.lax.psum_scatter(x, self.rows, scatter_dimension=2, tiled=True)
-            x = x.reshape(ids.shape[0], -1, table.shape[1])
+            x = x.reshape(ids.shape[0], -1, x.shape[-1])
         else:
-            x = jnp.take(table, ids, axis=0)
+            x = _rows(table, ids, dtype)
         for dim, over in ((1, self.time), (0, self.batch)):
             x = jax.lax.all_to_all(x, over, dim, 2, tiled=True) if over else x
         return x

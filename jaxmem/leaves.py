@@ -24,6 +24,7 @@ import jax
 
 from jaxmem.errors import UserError
 from jaxmem.sharding import IF_EVEN, Axes, is_axes
+from jaxmem.weights import is_quantized
 
 
 @jax.tree_util.register_dataclass
@@ -41,7 +42,8 @@ def state_axes(state: Any, params: Any, axes: Any) -> Any:
     A leaf belongs to the parameter whose path is in its own path: optax keeps the parameters' tree inside its state,
     whatever wraps it and whatever stands in a parameter's place.
     """
-    shapes = {path: leaf.shape for path, leaf in jax.tree_util.tree_leaves_with_path(params)}
+    weights = jax.tree_util.tree_leaves_with_path(params, is_leaf=is_quantized)
+    shapes = {path: leaf.shape for path, leaf in weights}
     names = dict(jax.tree_util.tree_leaves_with_path(axes, is_leaf=is_axes))
 
     def relate(path: tuple[Any, ...], leaf: Any) -> Any:

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 import jax
@@ -11,8 +15,10 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Key
 
 from jaxmem.config import Precision
+from jaxmem.quant import FORMATS, QTensor, even_block, quantize
 
-Params = dict[str, Any]  # arrays by name, nested as the modules are
+Params = dict[str, Any]  # weights by name, nested as the modules are: arrays, and QTensors of those in codes
+LEAST = 16  # numbers that share a constant at least, or a code would take more than the number
 
 
 def compute_dtype(precision: Precision, platform: str) -> np.dtype:
@@ -25,10 +31,47 @@ def compute_dtype(precision: Precision, platform: str) -> np.dtype:
     return np.dtype(getattr(jnp, precision.compute))
 
 
-def stored(params: Params, precision: Precision) -> Params:
-    """The weights as they rest between steps."""
-    dtype = getattr(jnp, precision.parameters)
-    return jax.tree.map(lambda w: w.astype(dtype), params)
+def at_rest(w: Float[Array, "*shape"], axes: tuple[str | None, ...], precision: Precision) -> jax.Array | QTensor:
+    """A new weight, or one layer of it, as it rests between steps.
+
+    In codes are matrices, in blocks along the dimension that a product sums over: `in` of [in, out], the row of a
+    table of tokens. Vectors stay in float32. To an optimizer a weight in codes is one in bfloat16.
+    """
+    if not precision.quantized:
+        return w.astype(getattr(jnp, precision.parameters))
+    axis = -1 if axes[:1] == ("vocab",) else -2
+    if w.ndim < 2 or w.shape[axis] < LEAST:
+        return w
+    most = precision.block_size or (256 if FORMATS[precision.parameters].bits == 8 else 64)
+    size = w.shape[axis]
+    q = quantize(w, precision.parameters, even_block(size, most) or min(most, size), axis)
+    return dataclasses.replace(q, dtype="bfloat16")
+
+
+_resting: ContextVar[Precision | None] = ContextVar("resting", default=None)
+
+
+@contextmanager
+def resting(precision: Precision) -> Iterator[None]:
+    """Weights that are made in here are brought to rest one by one, before the next is made."""
+    token = _resting.set(precision)
+    try:
+        yield
+    finally:
+        _resting.reset(token)
+
+
+def rested(w: Float[Array, "*shape"], axes: tuple[str | None, ...]) -> jax.Array | QTensor:
+    """A weight that was just made; outside of `resting` it stays as it is."""
+    precision = _resting.get()
+    return w if precision is None else at_rest(w, axes, precision)
+
+
+def gradient_dtype(precision: Precision, platform: str) -> np.dtype | None:
+    """What gradients are held in; None: each in its weight's own dtype."""
+    if precision.gradients != "auto":
+        return np.dtype(getattr(jnp, precision.gradients))
+    return compute_dtype(precision, platform) if precision.quantized else None
 
 
 def rounded(x: Float[Array, "*shape"], dtype: DTypeLike, key: Key[Array, ""] | None = None) -> Float[Array, "*shape"]:

@@ -21,6 +21,7 @@ BOUND = (
     "data",  # the position counts rows of exactly this stream
     "batch.global_size",  # the position is at a multiple of it
     "precision.parameters",  # the dtype of the weights
+    "precision.block_size",  # the shapes of their constants
     "precision.master",  # a part of the optimizer's state
     "optimizer.name",  # the state's arrays
     "optimizer.rank",  # their shapes

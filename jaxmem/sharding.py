@@ -18,6 +18,7 @@ import math
 from collections.abc import Collection, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal, Self
 
 import jax
@@ -30,6 +31,8 @@ from jax.typing import DTypeLike
 from jaxmem import config
 from jaxmem.config import Config, undivided
 from jaxmem.errors import UserError, nearest
+from jaxmem.quant import QTensor
+from jaxmem.weights import Point, Weight, is_quantized
 
 Axes = tuple[str | None, ...]  # a logical name for each dimension; None: nothing may split it
 Table = Mapping[str, tuple[str, ...]]  # logical axis -> the mesh axes that split it; (): whole
@@ -289,24 +292,67 @@ def rotate(x: jax.Array, axis: str, by: int) -> jax.Array:
     return jax.shard_map(send, mesh=layout.mesh, in_specs=spec, out_specs=spec, axis_names={axis})(x)
 
 
-def gather(weight: jax.Array, axes: Axes, dtype: DTypeLike) -> jax.Array:
-    """A weight as it is computed with: in the compute dtype (cast first, so that fewer bytes travel), whole
-    over `fsdp`, with zeros added where `tensor` does not divide it. Its gradient goes back to where gradients lie,
-    which makes XLA reduce-scatter it."""
+def axes_at_rest(axes: Any, weights: Any) -> Any:
+    """The axes of each array of a tree of weights, from those of each weight. Codes and constants of a quantized one
+    lie as it would where that comes out even, and are whole along what a mesh cuts between."""
+
+    def one(axes: Axes, w: Any) -> Any:
+        if not is_quantized(w):
+            return axes
+        return jax.tree.map(lambda x: _as_even(axes, x.shape, w.shape), w)
+
+    return jax.tree.map(one, axes, weights, is_leaf=is_axes)
+
+
+def _as_even(axes: Axes, shape: Sequence[int], whole: Sequence[int]) -> Axes:
+    return tuple(
+        axis if axis is None or size == full else axis + IF_EVEN
+        for axis, size, full in zip(axes, shape, whole, strict=True)
+    )
+
+
+def gather(weight: Weight, axes: Axes, dtype: DTypeLike) -> jax.Array:
+    """A weight as it is computed with: in the compute dtype, whole over `fsdp`, with zeros added where `tensor` does
+    not divide it. It is cast before it travels, so that fewer bytes do; codes travel as they are and are decoded
+    where they are used. Its gradient goes back to where gradients lie, which makes XLA reduce-scatter it."""
     layout = current()
     shape = weight.shape if layout is None else layout.padded("computing", axes, weight.shape)
+    at, rest = (weight.at, weight.rest) if isinstance(weight, Point) else (weight, None)
 
     @jax.custom_vjp
-    def brought(w: jax.Array) -> jax.Array:
-        # Pinned on both sides, or XLA gathers first and casts after.
-        w = constrain(w.astype(dtype), *axes, role="weights")
+    def brought(at: Any, rest: Any) -> jax.Array:
+        w = at if rest is None else rest
+        if is_quantized(w):
+            w = _decoded(whole(w, axes), np.dtype(dtype))
+        else:
+            # Pinned on both sides, or XLA gathers first and casts after.
+            w = constrain(w.astype(dtype), *axes, role="weights")
         if shape != w.shape:
             w = jnp.pad(w, [(0, more - size) for more, size in zip(shape, w.shape, strict=True)])
         return constrain(w, *axes, role="computing")
 
-    def back(_: None, g: jax.Array) -> tuple[jax.Array]:
+    def back(_: None, g: jax.Array) -> tuple[jax.Array, None]:
         g = jax.lax.slice(g, (0,) * g.ndim, weight.shape)
-        return (constrain(g, *axes, role="gradients").astype(weight.dtype),)
+        return constrain(g, *axes, role="gradients").astype(at.dtype), None
 
-    brought.defvjp(lambda w: (brought(w), None), back)
-    return checkpoint_name(brought(weight), GATHERED)
+    brought.defvjp(lambda at, rest: (brought(at, rest), None), back)
+    return checkpoint_name(brought(at, rest), GATHERED)
+
+
+def whole(q: QTensor, axes: Axes) -> QTensor:
+    """Codes and constants where the weight is computed with."""
+    even = tuple(axis and axis + IF_EVEN for axis in axes)  # what is padded to be split is whole until it is decoded
+    return jax.tree.map(lambda x: constrain(x, *even, role="computing"), q)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(1,))
+def _decoded(q: QTensor, dtype: np.dtype) -> jax.Array:
+    """One operation for those who say what is kept for the backward pass: codes are, their values are not."""
+    return q.dequantize(dtype)
+
+
+def _never(*_: Any) -> Any:
+    raise TypeError("codes have no gradient: differentiate by the `at` of a `weights.Point`")
+
+
+_decoded.defvjp(_never, _never)

@@ -16,15 +16,18 @@ al. (arXiv:2411.09009) do it in one kernel.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from jaxmem import weights
+from jaxmem.quant import QTensor
 from jaxmem.sharding import Axes, constrain, current, gather
 
 Features = Float[Array, "batch time embed"]
@@ -76,8 +79,11 @@ class Slices:
         numbers = jnp.where(within >= j * self.width, first[:, None] + within, -1)
         return numbers.reshape(self.parts, -1)
 
-    def cut(self, weight: Float[Array, "rows columns"], axes: Axes, j: Int[Array, ""]) -> Weight:
-        """A slice out of the weight as it rests, [embed, vocab] or [vocab, embed]."""
+    def cut(self, weight: jax.Array | QTensor, axes: Axes, j: Int[Array, ""]) -> jax.Array | QTensor:
+        """A slice out of the weight as it rests, [embed, vocab] or [vocab, embed]: [embed, parts, width]. Blocks of
+        one in codes run along `embed`."""
+        if isinstance(weight, QTensor):
+            return dataclasses.replace(jax.tree.map(lambda x: self.cut(x, axes, j), weight), axis=-3)
         dim = axes.index("vocab")
         one = jax.lax.dynamic_slice_in_dim(self._split(weight, dim), self._begin(j), self.width, axis=dim + 1)
         one = jnp.moveaxis(one, (dim, dim + 1), (1, 2))
@@ -153,7 +159,7 @@ def slices(chunk: int | Literal["auto"], x: Features, vocab: int) -> Slices | No
 
 def cross_entropy(
     x: Features,
-    weight: Float[Array, "rows columns"],
+    weight: weights.Weight,
     labels: Labels,
     *,
     axes: Axes,
@@ -162,7 +168,8 @@ def cross_entropy(
     z_loss: float = 0.0,
 ) -> PerToken:
     """`losses.cross_entropy` of x @ weight; `weight` is [embed, vocab] or [vocab, embed], as it rests."""
-    return _cross_entropy(_Loss(axes, slices, Terms(label_smoothing, z_loss)), x, weight, labels)
+    at, rest = (weight.at, weight.rest) if isinstance(weight, weights.Point) else (weight, None)
+    return _cross_entropy(_Loss(axes, slices, Terms(label_smoothing, z_loss)), x, at, rest, labels)
 
 
 def statistics(x: Features, labels: Labels, fetch: Fetch, slices: Slices) -> Statistics:
@@ -220,7 +227,7 @@ def _logits(x: Features, weight: Weight) -> Float[Array, "batch time parts width
     return constrain(logits, "batch", "vocab_time", "vocab", None).astype(jnp.float32)
 
 
-_Kept = tuple[jax.Array, jax.Array, jax.Array, Statistics]
+_Kept = tuple[jax.Array, Any, Any, jax.Array, Statistics]
 
 
 @dataclass(frozen=True)
@@ -231,22 +238,24 @@ class _Loss:
     slices: Slices
     terms: Terms
 
-    def fetch(self, weight: jax.Array, dtype: jnp.dtype, j: jax.Array) -> jax.Array:
+    def fetch(self, weight: jax.Array | QTensor, dtype: jnp.dtype, j: jax.Array) -> jax.Array:
         return gather(self.slices.cut(weight, self.axes, j), ("embed", "vocab", None), dtype)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _cross_entropy(loss: _Loss, x: jax.Array, weight: jax.Array, labels: jax.Array) -> jax.Array:
-    return _forward(loss, x, weight, labels)[0]
+def _cross_entropy(loss: _Loss, x: jax.Array, at: Any, rest: Any, labels: jax.Array) -> jax.Array:
+    return _forward(loss, x, at, rest, labels)[0]
 
 
-def _forward(loss: _Loss, x: jax.Array, weight: jax.Array, labels: jax.Array) -> tuple[jax.Array, _Kept]:
+def _forward(loss: _Loss, x: jax.Array, at: Any, rest: Any, labels: jax.Array) -> tuple[jax.Array, _Kept]:
+    weight = at if rest is None else rest
     found = statistics(x, labels, partial(loss.fetch, weight, x.dtype), loss.slices)
-    return found.losses(loss.terms), (x, weight, labels, found)
+    return found.losses(loss.terms), (x, at, rest, labels, found)
 
 
-def _backward(loss: _Loss, kept: _Kept, wanted: jax.Array) -> tuple[jax.Array, jax.Array, None]:
-    x, weight, labels, found = kept
+def _backward(loss: _Loss, kept: _Kept, wanted: jax.Array) -> tuple[jax.Array, jax.Array, None, None]:
+    x, at, rest, labels, found = kept
+    weight = at if rest is None else rest
     slices, axes = loss.slices, loss.axes
 
     def add(made: tuple[jax.Array, jax.Array], j: jax.Array) -> tuple[tuple[jax.Array, jax.Array], None]:
@@ -255,15 +264,15 @@ def _backward(loss: _Loss, kept: _Kept, wanted: jax.Array) -> tuple[jax.Array, j
         found_weight, found_x = slice_gradients(
             x, labels, one, slices.entries(j), found, wanted, loss.terms, slices.vocab
         )
-        found_weight = constrain(found_weight, "embed", "vocab", None, role="gradients").astype(weight.dtype)
+        found_weight = constrain(found_weight, "embed", "vocab", None, role="gradients").astype(at.dtype)
         of_x = constrain(of_x + found_x, "vocab", "batch", "vocab_time", None)
         return (constrain(slices.put(of_weight, axes, j, found_weight), *axes, role="gradients"), of_x), None
 
-    zeros = constrain(jnp.zeros(weight.shape, weight.dtype), *axes, role="gradients")
+    zeros = constrain(jnp.zeros(at.shape, at.dtype), *axes, role="gradients")
     empty = constrain(jnp.zeros((slices.parts, *x.shape), jnp.float32), "vocab", "batch", "vocab_time", None)
     numbers = jnp.arange(slices.count, dtype=jnp.int32)
     (of_weight, of_x), _ = jax.lax.scan(add, (zeros, empty), numbers, reverse=True)
-    return constrain(jnp.sum(of_x.astype(x.dtype), axis=0), "batch", "vocab_time", "embed"), of_weight, None
+    return constrain(jnp.sum(of_x.astype(x.dtype), axis=0), "batch", "vocab_time", "embed"), of_weight, None, None
 
 
 _cross_entropy.defvjp(_forward, _backward)

@@ -15,7 +15,7 @@ ROOT = Path(__file__).parents[1]
 LAYERS = (
     ("errors", "devices", "hardware", "whole"),
     ("config",),
-    ("kernels", "quant", "sharding", "leaves"),
+    ("kernels", "quant", "weights", "sharding", "leaves"),
     ("distributed",),
     ("stack", "precision", "losses", "vocabulary", "exchange"),
     ("models", "adapters", "optim"),

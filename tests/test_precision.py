@@ -9,7 +9,7 @@ from jaxmem.config import Precision, load_config
 from jaxmem.kernels import attention
 from jaxmem.losses import cross_entropy
 from jaxmem.models.parts import RMSNorm
-from jaxmem.precision import compute_dtype, rounded, stored
+from jaxmem.precision import at_rest, compute_dtype, rounded
 from jaxmem.sharding import layout_for
 
 
@@ -29,8 +29,7 @@ def test_compute_follows_the_hardware_unless_asked(asked, platform, given):
 
 @pytest.mark.parametrize("name", ["float32", "bfloat16"])
 def test_weights_rest_as_asked(name):
-    weights = stored({"a": {"w": jnp.ones((2, 3))}}, Precision(parameters=name))
-    assert {w.dtype.name for w in jax.tree.leaves(weights)} == {name}
+    assert at_rest(jnp.ones((2, 3)), ("embed", "mlp"), Precision(parameters=name)).dtype.name == name
 
 
 # ------------------------------------------------------------------ stochastic rounding

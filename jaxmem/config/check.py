@@ -182,17 +182,19 @@ def _batch(cfg: Config) -> Iterator[str]:
 
 def _precision(cfg: Config) -> Iterator[str]:
     precision = cfg.precision
-    if precision.rounding == "stochastic" and precision.parameters != "bfloat16":
+    if precision.rounding == "stochastic" and precision.parameters == "float32":
         yield (
-            f"precision.rounding: stochastic is for weights that rest in bfloat16, not in {precision.parameters}; "
-            "give precision.parameters=bfloat16"
+            f"precision.rounding: stochastic is for weights that rest in less than {precision.parameters}; "
+            "give precision.parameters=bfloat16, int8, ..."
         )
-    if precision.master == precision.parameters:
+    if precision.block_size is not None and not precision.quantized:
+        yield f"precision.block_size: weights in {precision.parameters} share no constants; use null"
+    if precision.master != "none" and precision.parameters != "bfloat16":
         yield (
-            f"precision.master: {precision.master} copies weights that rest in {precision.parameters} already;"
-            " use precision.parameters=bfloat16, or precision.master=none"
+            f"precision.master: {precision.master} completes weights that rest in bfloat16, not in"
+            f" {precision.parameters}; use precision.parameters=bfloat16, or precision.master=none"
         )
-    if precision.rounding == "stochastic" and precision.master != "none":
+    if precision.stochastic and precision.master != "none":
         yield (
             f"precision.rounding: with precision.master: {precision.master} no update is lost in rounding; "
             "use one of the two"
@@ -222,6 +224,11 @@ def _update(cfg: Config) -> Iterator[str]:
         yield (
             "precision.loss_scale: whether a gradient overflowed is known after the last layer, and memory.update:"
             " during has changed the others by then; use precision.compute=bfloat16, or memory.update=after"
+        )
+    if cfg.precision.quantized or cfg.precision.gradients != "auto":
+        yield (
+            "memory.update: during differentiates weights as they rest, not codes, and has gradients in the weights' own"
+            " dtype; use precision.parameters=bfloat16 and precision.gradients=auto, or memory.update=after"
         )
     if cfg.objective.name == "contrastive":
         yield (

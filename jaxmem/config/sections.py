@@ -188,11 +188,25 @@ class Pipeline(Section):
 
 
 class Precision(Section):
-    parameters: Literal["float32", "bfloat16"] = "float32"
+    parameters: Literal[
+        "float32", "bfloat16", "int8", "int6", "int5", "int4", "int3", "int2", "uint8", "uint6", "uint5", "uint4",
+        "uint3", "uint2", "nf4", "fp4", "fp8_e4m3", "fp8_e5m2", "dynamic8", "dynamic4",
+    ] = "float32"  # fmt: skip
+    block_size: Count | None = None  # weights in codes that share a constant; by default 256, below 8 bits 64
     compute: Literal["auto", "float32", "bfloat16", "float16"] = "auto"  # bfloat16 on accelerators, float32 on CPU
+    gradients: Literal["auto", "float32", "bfloat16"] = "auto"  # as the weights; of weights in codes as `compute`
     master: Literal["none", "float32"] = "none"  # a copy of the weights that the optimizer updates
-    rounding: Literal["nearest", "stochastic"] = "nearest"  # of updated weights
+    rounding: Literal["auto", "nearest", "stochastic"] = "auto"  # of updated weights: stochastic where these are codes
     loss_scale: Literal["none", "dynamic"] | Positive = "none"
+
+    @property
+    def quantized(self) -> bool:
+        """Whether weights rest in codes."""
+        return self.parameters not in ("float32", "bfloat16")
+
+    @property
+    def stochastic(self) -> bool:
+        return self.rounding == "stochastic" or (self.rounding == "auto" and self.quantized)
 
 
 class Memory(Section):

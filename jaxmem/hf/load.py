@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import cache, partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -25,7 +25,10 @@ from jaxmem.config import Decoder
 from jaxmem.config.hugging_face import decoder_fields
 from jaxmem.hf.names import COMPUTED, Weight, weights
 from jaxmem.hf.tensors import Tensors
+from jaxmem.quant import QTensor
 from jaxmem.sharding import Axes, Layout
+
+Spec: TypeAlias = jax.ShapeDtypeStruct | QTensor  # shape, dtype and place of a weight; of what one in codes consists of
 
 
 def load(
@@ -88,24 +91,24 @@ def _is_known(cfg: Decoder, name: str) -> bool:
 def _read(
     tensors: Tensors,
     weight: Weight,
-    spec: jax.ShapeDtypeStruct,
+    spec: Spec,
     axes: Axes,
     layout: Layout | None,
     layers: int,
     order: Sequence[int],
-) -> jax.Array:
+) -> Any:
     there = weight.there(spec.shape)
     own = axes[1:] if weight.stacked else axes
     own = own[::-1] if weight.transposed else own
-    lies = layout.sharding("weights", own, there) if layout else spec.sharding
+    lies = layout.sharding("weights", own, there) if layout else jax.tree.leaves(_lies(spec))[0]
 
     def one(layer: int) -> jax.Array:
         return _array(partial(tensors.read, weight.of_layer(layer)), there, lies)
 
     if not weight.stacked:
-        return jax.block_until_ready(_placed(weight.transposed, spec.dtype, spec.sharding)(one(0)))
-    whole = _zeros(spec.shape, spec.dtype, spec.sharding)()
-    write = _written(weight.transposed, spec.dtype, spec.sharding)
+        return jax.block_until_ready(_placed(weight.transposed, spec)(one(0)))
+    whole = _zeros(spec)()
+    write = _written(weight.transposed, spec)
     for place, layer in enumerate(order):
         if layer < layers:
             # Waited for, or the host would hold what it has read ahead.
@@ -127,22 +130,28 @@ def _array(read: Callable[[Any], np.ndarray], shape: tuple[int, ...], lies: Any)
 
 
 @cache
-def _placed(transposed: bool, dtype: Any, lies: Any) -> Any:
-    return jax.jit(partial(_turned, transposed=transposed, dtype=dtype), out_shardings=lies)
+def _placed(transposed: bool, spec: Spec) -> Any:
+    return jax.jit(partial(_turned, transposed=transposed, spec=spec), out_shardings=_lies(spec))
 
 
 @cache
-def _written(transposed: bool, dtype: Any, lies: Any) -> Any:
-    def write(whole: jax.Array, one: jax.Array, place: jax.Array) -> jax.Array:
-        return jax.lax.dynamic_update_index_in_dim(whole, _turned(one, transposed, dtype), place, 0)
+def _written(transposed: bool, spec: Spec) -> Any:
+    def write(whole: Any, one: jax.Array, place: jax.Array) -> Any:
+        new = _turned(one, transposed, spec)
+        return jax.tree.map(lambda x, y: jax.lax.dynamic_update_index_in_dim(x, y, place, 0), whole, new)
 
-    return jax.jit(write, donate_argnums=0, out_shardings=lies)
+    return jax.jit(write, donate_argnums=0, out_shardings=_lies(spec))
 
 
-def _turned(x: jax.Array, transposed: bool, dtype: Any) -> jax.Array:
-    return (x.T if transposed else x).astype(dtype)
+def _turned(x: jax.Array, transposed: bool, spec: Spec) -> Any:
+    x = x.T if transposed else x
+    return spec.renewed(x.astype(jnp.float32)) if isinstance(spec, QTensor) else x.astype(spec.dtype)
 
 
 @cache
-def _zeros(shape: tuple[int, ...], dtype: Any, lies: Any) -> Any:
-    return jax.jit(lambda: jnp.zeros(shape, dtype), out_shardings=lies)
+def _zeros(spec: Spec) -> Any:
+    return jax.jit(lambda: jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), spec), out_shardings=_lies(spec))
+
+
+def _lies(spec: Spec) -> Any:
+    return jax.tree.map(lambda x: x.sharding, spec)

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
@@ -22,6 +23,8 @@ from jaxmem.hf.beside import DTYPES, copy_beside, copy_tokenizer, storage_dtype
 from jaxmem.hf.names import Weight, weights
 from jaxmem.hf.tensors import DTYPES as NUMPY
 from jaxmem.hf.tensors import SHARD, Given, write_tensors
+from jaxmem.quant import QTensor
+from jaxmem.weights import is_quantized
 from jaxmem.whole import written_whole
 
 
@@ -45,7 +48,7 @@ def save(
     if jax.process_count() > 1:
         raise UserError("a Hugging Face directory is written by one process; start a single one")
     params = nnx.to_pure_dict(nnx.state(model))
-    rest = str(jax.tree.leaves(params)[0].dtype)
+    rest = str(jax.tree.leaves(params, is_leaf=is_quantized)[0].dtype)
     kept = dtype or (storage_dtype(base) if base else rest)
     if kept not in DTYPES:
         raise UserError(f"dtype {kept!r} is not one of {', '.join(DTYPES)}")
@@ -72,14 +75,15 @@ def _tensors(params: Any, dtype: str, layers: int, order: Sequence[int] | None) 
     return found
 
 
-def _values(weight: Weight, leaf: jax.Array, place: int, dtype: str) -> np.ndarray:
+def _values(weight: Weight, leaf: jax.Array | QTensor, place: int, dtype: str) -> np.ndarray:
     return np.asarray(_there(weight.stacked, weight.transposed, dtype)(leaf, np.int32(place)))
 
 
 @cache
 def _there(stacked: bool, transposed: bool, dtype: str) -> Any:
-    def turned(x: jax.Array, place: jax.Array) -> jax.Array:
-        one = jax.lax.dynamic_index_in_dim(x, place, keepdims=False) if stacked else x
+    def turned(x: jax.Array | QTensor, place: jax.Array) -> jax.Array:
+        one = jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, place, keepdims=False), x) if stacked else x
+        one = one.dequantize(jnp.float32) if isinstance(one, QTensor) else one
         return (one.T if transposed else one).astype(dtype)
 
     return jax.jit(turned)

@@ -21,6 +21,7 @@ from jaxtyping import Array, Float, Int, Key
 from jaxmem import kernels
 from jaxmem.exchange import attention, lookup, places, spread
 from jaxmem.models.rope import Angles, rotate
+from jaxmem.precision import rested
 from jaxmem.sharding import Axes, constrain, current, gather
 from jaxmem.stack import PRODUCT, Way
 
@@ -46,11 +47,11 @@ def weight(rngs: nnx.Rngs, shape: tuple[int, ...], axes: Axes, *, scale: float |
     """Normal values with deviation `scale`, by default 1/sqrt(fan in) where fan in is all but the last dimension."""
     if scale is None:
         scale = float(np.prod(shape[:-1])) ** -0.5
-    return nnx.Param(scale * jax.random.normal(rngs.params(), shape, jnp.float32), axes=axes)
+    return nnx.Param(rested(scale * jax.random.normal(rngs.params(), shape, jnp.float32), axes), axes=axes)
 
 
 def constant(value: float, shape: tuple[int, ...], axes: Axes) -> nnx.Param:
-    return nnx.Param(jnp.full(shape, value, jnp.float32), axes=axes)
+    return nnx.Param(rested(jnp.full(shape, value, jnp.float32), axes), axes=axes)
 
 
 def fetch(param: nnx.Param, dtype: DTypeLike) -> jax.Array:

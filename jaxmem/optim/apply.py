@@ -8,8 +8,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jaxmem.optim.in_turn import in_parts, layers_in_turn
 from jaxmem.precision import rounded
+from jaxmem.quant import QTensor
 from jaxmem.sharding import Axes
+from jaxmem.weights import is_quantized
 
 
 def apply(
@@ -18,23 +21,41 @@ def apply(
     """The one place where weights change: added in float32, stored as they were; with a key rounded stochastically.
 
     Each leaf, and each layer of a leaf whose `axes` begin with `layer`, draws from a key of its own: a layer that is
-    updated alone, as `layer` of its stack, is rounded as it would be among all.
+    updated alone (`layer=i`: of every stack this one) is rounded as it would be among all. Weights in codes are decoded
+    and encoded again one layer after the other, 16 M numbers at a time, each where it was.
     """
 
-    def add(path: Any, w: jax.Array, u: jax.Array, axes: Axes | None) -> jax.Array:
-        new = w.astype(jnp.float32) + u.astype(jnp.float32)
-        if key is None:
-            return new.astype(w.dtype)
-        own = leaf_key(key, path)
-        if axes is None or axes[:1] != ("layer",):
-            return rounded(new, w.dtype, own)
-        if layer is not None:
-            return rounded(new, w.dtype, jax.random.fold_in(own, layer))
-        keys = jax.vmap(lambda layer: jax.random.fold_in(own, layer))(jnp.arange(w.shape[0]))
-        return jax.vmap(lambda x, k: rounded(x, w.dtype, k))(new, keys)
+    def add(path: Any, w: Any, u: jax.Array, axes: Axes | None) -> Any:
+        own = None if key is None else leaf_key(key, path)
+        stacked = axes is not None and axes[:1] == ("layer",)
+        one = _added if not is_quantized(w) else _encoded
 
-    axes = jax.tree.map(lambda _: None, params) if axes is None else axes
-    return jax.tree_util.tree_map_with_path(add, params, updates, axes)
+        def numbered(w: Any, u: jax.Array, i: jax.Array) -> Any:
+            return one(w, u, None if own is None else jax.random.fold_in(own, i))
+
+        if not stacked:
+            return one(w, u, own)
+        if layer is not None:
+            return numbered(w, u, layer)
+        if is_quantized(w):
+            return layers_in_turn(numbered, w, u)
+        return jax.vmap(numbered)(w, u, jnp.arange(w.shape[0]))
+
+    axes = jax.tree.map(lambda _: None, params, is_leaf=is_quantized) if axes is None else axes
+    return jax.tree_util.tree_map_with_path(add, params, updates, axes, is_leaf=is_quantized)
+
+
+def _added(w: jax.Array, u: jax.Array, key: jax.Array | None) -> jax.Array:
+    # A vector among weights in codes is kept in float32, where nothing is lost.
+    return rounded(w.astype(jnp.float32) + u.astype(jnp.float32), w.dtype, key)
+
+
+def _encoded(w: QTensor, u: jax.Array, key: jax.Array | None) -> QTensor:
+    def one(w: QTensor, u: jax.Array, i: jax.Array) -> QTensor:
+        new = w.dequantize(jnp.float32) + u.astype(jnp.float32)
+        return w.renewed(new, None if key is None else jax.random.fold_in(key, i))
+
+    return in_parts(one, w, u)
 
 
 def leaf_key(key: jax.Array, path: Any) -> jax.Array:

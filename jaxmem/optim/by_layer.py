@@ -16,7 +16,6 @@ import dataclasses
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 import jax
@@ -26,9 +25,9 @@ from jax.typing import DTypeLike
 
 from jaxmem.leaves import Derived
 from jaxmem.optim.apply import leaf_key
-from jaxmem.optim.in_turn import in_turn
-from jaxmem.quant import QTensor
-from jaxmem.sharding import Axes, constrain, current, is_axes
+from jaxmem.optim.in_turn import layers_in_turn
+from jaxmem.sharding import Axes, constrain, is_axes
+from jaxmem.weights import is_quantized
 
 
 @dataclass(frozen=True)
@@ -96,7 +95,7 @@ def by_layer(
 
     def named(params: Any) -> Any:
         if axes is None:
-            return jax.tree.map(lambda w: (None,) * w.ndim, params, is_leaf=_is_quantized)
+            return jax.tree.map(lambda w: (None,) * w.ndim, params, is_leaf=is_quantized)
         return axes
 
     def init(params: Any) -> ByLayerState:
@@ -166,25 +165,7 @@ def _update_leaf(
     if not stacked:
         return one(g, state, w, jnp.zeros((), jnp.int32) if alone is None else alone)
 
-    # Layers that lie on stages are updated there, by a loop on each.
-    own = current()
-    over = () if own is None else own.over("optimizer", "layer")
-    if not over:
-        return _one_by_one(one, (g, state), w, jnp.zeros((), jnp.int32))
-    parts = own.parts("optimizer", "layer") if own else 1
-    split, w = jax.tree.map(lambda x: x.reshape(parts, -1, *x.shape[1:]), ((g, state), w))
-    first = jnp.arange(parts, dtype=jnp.int32) * (layers[0] // parts)
-    done = jax.vmap(partial(_one_by_one, one), spmd_axis_name=over)(split, w, first)
-    return jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), done)
-
-
-def _one_by_one(one: Callable[..., Any], stack: Any, w: Any, first: jax.Array) -> Any:
-    """`one(gradient, state, weight, number)` of every layer in turn; `first` is the first one's number."""
-
-    def step(mine: tuple[jax.Array, Any], i: jax.Array) -> tuple[jax.Array, Any]:
-        return one(*mine, jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, i, 0, keepdims=False), w), first + i)
-
-    return in_turn(stack[0].shape[0], 0, step, stack)
+    return layers_in_turn(lambda mine, w, i: one(mine[0], mine[1], w, i), (g, state), w)
 
 
 def _flat(axes: Any) -> tuple[list[Axes], Any]:
@@ -205,7 +186,3 @@ def _placed(x: jax.Array, leaf: Leaf) -> jax.Array:
 
 def _is_derived(x: Any) -> bool:
     return isinstance(x, Derived)
-
-
-def _is_quantized(x: Any) -> bool:
-    return isinstance(x, QTensor)

@@ -14,6 +14,7 @@ from collections.abc import Callable
 from typing import Any, TypeAlias
 
 import jax
+import jax.numpy as jnp
 import optax
 
 from jaxmem import config
@@ -21,11 +22,12 @@ from jaxmem.optim.adafactor import scale_by_adafactor
 from jaxmem.optim.adam_mini import scale_by_adam_mini
 from jaxmem.optim.apollo import scale_by_apollo
 from jaxmem.optim.clipping import clip
+from jaxmem.optim.decay import add_decayed_weights
 from jaxmem.optim.galore import scale_by_galore_adam
 from jaxmem.optim.muon import scale_by_muon
 from jaxmem.optim.promotion import chained
 from jaxmem.optim.quantized import scale_by_adam4bit, scale_by_adam8bit, scale_by_lion8bit, trace8bit
-from jaxmem.sharding import Axes, is_axes
+from jaxmem.weights import is_quantized
 
 Rate: TypeAlias = float | optax.Schedule
 Transformation: TypeAlias = optax.GradientTransformationExtraArgs
@@ -49,7 +51,8 @@ def adam(learning_rate: Rate, *, axes: Any = None, **moments: float) -> Transfor
 
 def sgd(learning_rate: Rate, *, momentum: float = 0.0, weight_decay: float = 0.0, axes: Any = None) -> Transformation:
     """Nothing a weight; with momentum one number."""
-    return _chain(optax.trace(momentum) if momentum else optax.identity(), learning_rate, weight_decay, axes)
+    scaled = _numbers(optax.trace(momentum)) if momentum else optax.identity()
+    return _chain(scaled, learning_rate, weight_decay, axes)
 
 
 def lion(
@@ -57,7 +60,7 @@ def lion(
 ) -> Transformation:
     """One number a weight; updates are signs (Chen et al., arXiv:2302.06675): a learning rate a third of Adam's or
     less, with that much more weight decay."""
-    return _chain(optax.scale_by_lion(beta1, beta2), learning_rate, weight_decay, axes)
+    return _chain(_numbers(optax.scale_by_lion(beta1, beta2)), learning_rate, weight_decay, axes)
 
 
 def adafactor(learning_rate: Rate, *, weight_decay: float = 0.0, axes: Any = None) -> Transformation:
@@ -125,23 +128,24 @@ NAMED: dict[str, Callable[..., Transformation]] = {
 
 
 def _adam(beta1: float = 0.9, beta2: float = 0.95, epsilon: float = 1e-8) -> optax.GradientTransformation:
-    return optax.scale_by_adam(beta1, beta2, epsilon)
+    return _numbers(optax.scale_by_adam(beta1, beta2, epsilon))
+
+
+def _numbers(tx: optax.GradientTransformation) -> optax.GradientTransformation:
+    """What optax keeps beside each weight has its dtype, whatever that of its gradient is; weights in codes count as
+    the numbers that they stand for."""
+
+    def init(params: Any) -> Any:
+        plain = lambda w: jnp.zeros(w.shape, w.dtype) if is_quantized(w) else w  # noqa: E731
+        return tx.init(jax.tree.map(plain, params, is_leaf=is_quantized))
+
+    def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
+        updates, new = tx.update(updates, state, params)
+        return updates, jax.tree.map(lambda new, old: new.astype(old.dtype), new, state)
+
+    return optax.GradientTransformation(init, update)
 
 
 def _chain(scaled: optax.GradientTransformation, learning_rate: Rate, weight_decay: float, axes: Any) -> Transformation:
-    decayed = [optax.add_decayed_weights(weight_decay, _matrices(axes))] if weight_decay else []
+    decayed = [add_decayed_weights(weight_decay, axes)] if weight_decay else []
     return chained(scaled, *decayed, optax.scale_by_learning_rate(learning_rate))
-
-
-def _matrices(axes: Any) -> Callable[[Any], Any]:
-    """Only matrices decay, not norms and biases."""
-
-    def decays(names: Axes) -> bool:
-        return sum(axis != "layer" for axis in names) > 1
-
-    def mask(params: Any) -> Any:
-        if axes is None:
-            return jax.tree.map(lambda w: w.ndim > 1, params)
-        return jax.tree.map(decays, axes, is_leaf=is_axes)
-
-    return mask

@@ -12,7 +12,6 @@ part, so that no more than 64 MiB of each number are ever held in float32.
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -24,12 +23,10 @@ import optax
 from jaxmem.leaves import Derived
 from jaxmem.optim.adam import Adam, Moments
 from jaxmem.optim.by_layer import At, Leaf, Rule, by_layer
-from jaxmem.optim.in_turn import in_turn
-from jaxmem.quant import FORMATS, QTensor, quantize
+from jaxmem.optim.in_turn import SHARDS, in_parts
+from jaxmem.quant import FORMATS, QTensor, even_block, quantize
 
 LEAST = 4096  # numbers below which codes save nothing worth having
-PART = 1 << 24  # numbers that are decoded at once
-SHARDS = 8  # blocks come in multiples of this where they can: meshes then cut between them
 SPLIT_FINELY = ("embed", "projected", "vocab")  # over many devices, or of any size: blocks run along these last
 
 Formats = tuple[tuple[str, str], ...]  # the rule's names for its numbers, and what they are kept in
@@ -78,13 +75,13 @@ class Quantized:
         return {name: leaf.keep(zeros(leaf.shape, form, block, axis)) for name, form in self.formats}
 
     def update(self, g: jax.Array, state: dict[str, Any], at: At, /) -> tuple[jax.Array, dict[str, Any]]:
-        def step(g: jax.Array, kept: dict[str, QTensor]) -> tuple[jax.Array, dict[str, QTensor]]:
+        def step(part: Any, *_: Any) -> tuple[jax.Array, dict[str, QTensor]]:
+            g, kept = part
             values = {name: q.dequantize(jnp.float32) for name, q in kept.items()}
             u, new = self.rule.update(g, values, at)
-            codes = {name: quantize(new[name], q.format, q.block_size, q.axis) for name, q in kept.items()}
-            return u.astype(g.dtype), {name: _above_zero(q) for name, q in codes.items()}
+            return u.astype(g.dtype), {name: _above_zero(q.renewed(new[name])) for name, q in kept.items()}
 
-        return _in_parts(step, g, state)
+        return in_parts(step, (g, state), ())
 
 
 def quantized(rule: Rule, formats: Formats, block_size: int = 256) -> Callable[[Leaf], Rule]:
@@ -128,25 +125,19 @@ def trace8bit(momentum: float = 0.9, *, axes: Any = None) -> optax.GradientTrans
 
 
 def blocks(leaf: Leaf, most: int) -> tuple[int, int]:
-    """The dimension that blocks run along, counted from the end, and their size: the largest up to `most` of which a
-    multiple of eight fills the dimension, so that usual meshes cut between blocks. The same on every mesh.
+    """The dimension that blocks run along, counted from the end, and their size: `even_block`. The same on every mesh.
 
     >>> blocks(Leaf((4096, 14336), jnp.float32, ("embed", "mlp"), (0, 1)), 256)
     (-1, 256)
     >>> blocks(Leaf((11008, 4096), jnp.float32, ("mlp", "embed"), (0, 1)), 256)
     (-2, 172)
     """
-
-    def fits(size: int) -> int:
-        each = size // math.gcd(size, SHARDS)
-        return next(block for block in range(min(most, each), 0, -1) if each % block == 0)
-
-    found = [fits(size) for size in leaf.shape]
+    found = [even_block(size, most, SHARDS) or 0 for size in leaf.shape]
     dim = max(
         range(len(found)),
         key=lambda d: (found[d] >= most // 2, found[d] >= most // 16, leaf.axes[d] not in SPLIT_FINELY, d),
     )
-    if found[dim] < most // 16:  # no dimension divides well: a last block is shorter
+    if not found[dim]:  # no dimension divides well: a last block is shorter
         return -1, min(most, leaf.shape[-1])
     return dim - len(found), found[dim]
 
@@ -165,44 +156,3 @@ def _above_zero(q: QTensor) -> QTensor:
         return dataclasses.replace(q, codes=jnp.maximum(q.codes, 1))
     first, second = q.codes & 0xF0, q.codes & 0x0F  # two codes to a byte
     return dataclasses.replace(q, codes=jnp.maximum(first, 0x10) | jnp.maximum(second, 0x01))
-
-
-def _in_parts(
-    step: Callable[[jax.Array, dict[str, QTensor]], tuple[jax.Array, dict[str, QTensor]]],
-    g: jax.Array,
-    state: dict[str, QTensor],
-) -> tuple[jax.Array, dict[str, QTensor]]:
-    """`step` on rows of all arrays at a time. Rows of a part are not neighbours but every so many: where a mesh
-    splits the rows, each device works on its own in every part."""
-    q = next(iter(state.values()))
-    along_rows = q.axis == -g.ndim
-    units = g.shape[0] // q.block_size if along_rows else g.shape[0]  # no block is cut
-    leaves, form = jax.tree.flatten(state)
-    parts = _parts(g.size, units)
-    if parts == 1 or any(x.shape[0] % units for x in (g, *leaves)):
-        return step(g, state)
-
-    def cut(x: jax.Array) -> jax.Array:
-        return x.reshape(units // parts, parts, x.shape[0] // units, *x.shape[1:])
-
-    def joined(x: jax.Array) -> jax.Array:
-        return x.reshape(x.shape[0] * x.shape[1], *x.shape[2:])
-
-    def one(part: list[jax.Array], _: jax.Array) -> list[jax.Array]:
-        g, *codes = [joined(x) for x in part]
-        kept = jax.tree.unflatten(form, codes)
-        if along_rows:
-            kept = {name: dataclasses.replace(q, size=q.size // parts) for name, q in kept.items()}
-        u, new = step(g, kept)
-        return [x.reshape(old.shape) for x, old in zip([u, *jax.tree.leaves(new)], part, strict=True)]
-
-    u, *codes = in_turn(parts, 1, one, [cut(x) for x in (g, *leaves)])
-    return u.reshape(g.shape), jax.tree.unflatten(
-        form, [x.reshape(y.shape) for x, y in zip(codes, leaves, strict=True)]
-    )
-
-
-def _parts(size: int, units: int) -> int:
-    """As many as it takes; they divide the units, if possible into multiples of eight."""
-    enough = [n for n in range(1, units + 1) if units % n == 0 and size <= n * PART]
-    return min((n for n in enough if units // n % SHARDS == 0), default=min(enough, default=units))

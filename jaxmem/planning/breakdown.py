@@ -31,6 +31,7 @@ UPDATES = "updates"
 STATE_COPIES = "working copies"  # of the optimizer's state
 _SUMS = ("summed or scaled", UPDATES)  # before the optimizer and after it
 _MASTER = re.compile(r"^state\.opt_state.*\.master\b")  # of `optim.with_master`
+_CONSTANTS = re.compile(r"^(state\.)?params\b.*\.(scale|offset)\b")  # of weights in codes
 _ROLES = {WEIGHTS: "parameters", OPTIMIZER: "optimizer", BATCH: "batch", OTHER: "other", NOWHERE: "other"}
 
 
@@ -122,8 +123,7 @@ class Breakdown:
         for one in self.allocations:
             if one.kind == "argument" and one.on_host == on_host:
                 path, shape = inputs[one.parameter].op_name, inputs[one.parameter].shape
-                part = "master" if _MASTER.search(path) else _ROLES[role(path)]
-                yield Item(part, "argument", one.size, path, "", shape)
+                yield Item(part_of(path), "argument", one.size, path, "", shape)
 
     def _outputs(self) -> Iterator[Item]:
         for one in self.allocations:
@@ -184,7 +184,7 @@ def known_shapes(built: Program) -> Known:
             for role in ("weights", "gradients", "computing", "optimizer")
             for shape in (built.layout.padded(role, axes, leaf.shape),)
         )
-        resting.add(form(stored))
+        resting.update(form(x.sharding.shard_shape(x.shape)) for x in jax.tree.leaves(leaf))
         stacked = axes[:1] == ("layer",)
         for dims in (stored, split, used, moments, leaf.shape):
             gradients.update({form(dims), form(dims[1:])} if stacked else {form(dims)})
@@ -212,6 +212,17 @@ def role(path: str) -> Origins:
     if path.startswith("state.opt_state"):
         return OPTIMIZER
     return BATCH if path.startswith("batch") else OTHER
+
+
+def part_of(path: str) -> str:
+    """Which of PARTS an argument belongs to.
+
+    >>> [part_of(f"state.{path}") for path in ("params['w'].codes", "params['w'].scale", "opt_state.master['w']")]
+    ['parameters', 'quantization', 'master']
+    """
+    if _MASTER.search(path):
+        return "master"
+    return "quantization" if _CONSTANTS.search(path) else _ROLES[role(path)]
 
 
 def pass_of(op_name: str) -> str:

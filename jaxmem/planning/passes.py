@@ -17,7 +17,7 @@ from flax import nnx
 from jax.extend.core import Literal
 
 from jaxmem import vocabulary
-from jaxmem.config import Batch, Checkpoint, Config, Decoder, Mesh, Optimizer, Rules, Train
+from jaxmem.config import Batch, Checkpoint, Config, Decoder, Mesh, Optimizer, Precision, Rules, Train
 from jaxmem.precision import compute_dtype
 from jaxmem.program import Program, pipeline_of
 from jaxmem.program.objective import objective
@@ -115,6 +115,10 @@ def passes_of(cfg: Config, platform: str) -> Passes:
     """Of a config whose mesh is filled in. Where `tensor` does not split the hidden units or the vocabulary it splits
     the time beside them: the same products in other shapes."""
     shape = shape_of(cfg, platform).model_copy(update={"optimizer": Optimizer()})
+    if cfg.precision.quantized:  # what layers keep does not depend on what weights rest in
+        shape = shape.model_copy(
+            update={"precision": Precision(parameters="bfloat16", compute=shape.precision.compute)}
+        )
     return _passes(shape, cfg.mesh.tensor, cfg.mesh.tensor if "tensor" in cfg.rules.heads else 1)
 
 

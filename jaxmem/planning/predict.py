@@ -51,24 +51,25 @@ def estimate(cfg: Config, platform: str, gpu: Gpu | None = None, per_host: int =
     """Of a config whose mesh is filled in, on devices of which `per_host` share a host."""
     passes, state = passes_of(cfg, platform), state_of(cfg, platform)
     sizes, held = _Sizes(cfg, platform), Held(cfg)
-    parameters = held("weights", state.params)
-    one_pass = held("gradients", state.params)
-    summed = held("optimizer", state.params, 4) if cfg.batch.accumulate > 1 else 0  # in float32
+    one_pass = held("gradients", state.weights)
+    summed = held("optimizer", state.weights, 4) if cfg.batch.accumulate > 1 else 0  # in float32
     copies = held("weights", filter(held.is_turned, state.params))
     kinds = sizes.fullest(passes.saved) | {"weights: copies": copies}
     # Where the optimizer holds only a part of the weights, the new ones are whole before they replace the old ones.
-    resting = held("weights", state.params, 4)
-    updates = resting if resting > held("optimizer", state.params, 4) else 0
+    resting = held("weights", state.weights, 4)
+    updates = resting if resting > held("optimizer", state.weights, 4) else 0
     in_passes = sum(kinds.values())
     parts = {
-        "parameters": parameters,
+        "parameters": held("weights", state.params),
+        "quantization": held("weights", state.constants),
         "master": held("optimizer", state.master),
         "optimizer": held("optimizer", state.optimizer),
         "gradients": max(one_pass + summed, updates - in_passes),
         "activations": in_passes,
         "batch": sizes.batch,
     }
-    weights = held.by_message(state.params, sizes.width)
+    # Codes are decoded where they arrive, other weights cast before they leave.
+    weights = held.by_message(state.weights, sizes.width, state.rest if cfg.precision.quantized else sizes.width)
     seconds = seconds_of(cfg, passes, weights, parts, gpu, per_host) if gpu else None
     return Estimate(parts, kinds, seconds)
 

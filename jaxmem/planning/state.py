@@ -11,9 +11,11 @@ import jax
 import numpy as np
 
 from jaxmem.config import Config
+from jaxmem.planning.breakdown import part_of
 from jaxmem.planning.pace import Weights
 from jaxmem.planning.passes import alone, shape_of
 from jaxmem.sharding import Axes, Role, is_axes, rules_of, splits
+from jaxmem.weights import points
 
 
 @dataclass(frozen=True)
@@ -25,9 +27,17 @@ class Leaf:
 
 @dataclass(frozen=True)
 class State:
-    params: tuple[Leaf, ...]
+    weights: tuple[Leaf, ...]  # as their gradients are
+    params: tuple[Leaf, ...]  # as they rest: numbers, or codes
+    constants: tuple[Leaf, ...]  # of codes
     master: tuple[Leaf, ...]
     optimizer: tuple[Leaf, ...]
+
+    @property
+    def rest(self) -> float:
+        """Bytes that a weight rests in."""
+        held = sum(leaf.itemsize * math.prod(leaf.shape) for leaf in (*self.params, *self.constants))
+        return held / sum(math.prod(leaf.shape) for leaf in self.weights)
 
 
 def state_of(cfg: Config, platform: str) -> State:
@@ -39,16 +49,19 @@ def state_of(cfg: Config, platform: str) -> State:
 @functools.lru_cache(maxsize=256)
 def _state(shape: Config) -> State:
     built = alone(shape)
-    found: dict[str, list[Leaf]] = {"parameters": [], "master": [], "optimizer": []}
-    for part, named, placed in (
-        ("parameters", built.axes, built.state.params),
-        ("optimizer", built.opt_axes, built.state.opt_state),
+    found: dict[str, list[Leaf]] = {part: [] for part in ("parameters", "quantization", "master", "optimizer")}
+    for where, named, placed in (
+        ("params", built.axes_at_rest, built.state.params),
+        ("opt_state", built.opt_axes, built.state.opt_state),
     ):
         axes = jax.tree.leaves(named, is_leaf=is_axes)
         for name, (path, leaf) in zip(axes, jax.tree_util.tree_leaves_with_path(placed), strict=True):
-            of_master = any(getattr(step, "name", None) == "master" for step in path)
-            found["master" if of_master else part].append(Leaf(name, leaf.shape, np.dtype(leaf.dtype).itemsize))
-    return State(tuple(found["parameters"]), tuple(found["master"]), tuple(found["optimizer"]))
+            part = part_of(f"state.{where}{jax.tree_util.keystr(path)}")
+            found[part].append(Leaf(name, leaf.shape, np.dtype(leaf.dtype).itemsize))
+    at = jax.eval_shape(lambda params: points(params, built.gradients_in), built.state.params)
+    named = jax.tree.leaves(built.axes, is_leaf=is_axes)
+    weights = [Leaf(axes, x.shape, x.dtype.itemsize) for axes, x in zip(named, jax.tree.leaves(at), strict=True)]
+    return State(tuple(weights), *map(tuple, found.values()))
 
 
 class Held:
@@ -71,14 +84,15 @@ class Held:
         first = 2 if leaf.axes[:1] == ("layer",) else 1
         return self._divided("weights", leaf)[0][first:] != self._divided("computing", leaf)[0][first:]
 
-    def by_message(self, leaves: Iterable[Leaf], width: int) -> Weights:
-        """Where the tables part a weight differently, something is sent; `width` bytes a number."""
+    def by_message(self, leaves: Iterable[Leaf], width: int, gathered: float) -> Weights:
+        """Where the tables part a weight differently, something is sent: `width` bytes a number of a gradient,
+        `gathered` of a weight."""
         found = dict.fromkeys(("gathered", "scattered", "reduced", "beside", "renewed"), 0)
         for leaf in leaves:
             (_, tensor, used), (_, _, rests), (_, _, gradient), (_, _, updated) = (
                 self._divided(role, leaf) for role in ("computing", "weights", "gradients", "optimizer")
             )
-            found["gathered"] += used * width if rests < used else 0
+            found["gathered"] += int(used * gathered) if rests < used else 0
             found["scattered" if gradient < used else "reduced"] += used * width
             found["beside"] += 0 if tensor else gradient * width
             found["renewed"] += rests * leaf.itemsize if rests > updated else 0

@@ -8,7 +8,8 @@ m along `replica` copy them. Where n devices take part a message counts (n - 1) 
     zero 1       (P + E) (w + r)        sums of gradients reduce-scattered, new weights gathered
     zero 2       a P w + (P + E) r      gradients reduce-scattered, new weights gathered
     zero 3       a (3 P - H) w          weights gathered forward and backward, gradients reduce-scattered; the H
-                                        weights of the logits, which nothing recomputes, are gathered once
+                                        weights of the logits, which nothing recomputes, are gathered once;
+                                        codes travel as they rest: r for w
     from zero 2  2 a T D w              rows of the embedding, and their gradients, exchanged
     from zero 1  2 (P + E) w / n        parts of the gradients all-reduced over m, once an update
     to zero 1    2 a (P + E) w          gradients all-reduced over `context`, whose devices share rows
@@ -25,7 +26,6 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 
 import jax
-import numpy as np
 
 from jaxmem.config import Decoder, Rules
 from jaxmem.errors import UserError
@@ -60,7 +60,8 @@ def volume(built: Program) -> Volume:
     n, m, t = mesh["fsdp"] * mesh["context"], mesh["replica"], mesh["tensor"]
     a, c = cfg.batch.accumulate, mesh["context"]
     w = compute_dtype(cfg.precision, built.layout.mesh.devices.flat[0].platform).itemsize
-    r = np.dtype(getattr(jax.numpy, cfg.precision.parameters)).itemsize
+    r = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(built.state.params)) / built.parameters  # at rest
+    sent = r if cfg.precision.quantized else w  # codes are decoded where they arrive, other weights cast before
     tokens = cfg.batch.global_size // a // (mesh["fsdp"] * m) * cfg.data.sequence_length // c / t
     full = cfg.memory.remat == "full"
 
@@ -68,7 +69,7 @@ def volume(built: Program) -> Volume:
     products = built.parameters / t - (0 if model.tie_embeddings else embedding)
     every = products + (0 if model.tie_embeddings else embedding)
     split = cfg.zero >= 2
-    gathered = {0: 0.0, 1: every * r, 2: every * r, 3: a * (2 * products - embedding) * w}[cfg.zero] * _share(n)
+    gathered = {0: 0.0, 1: every * r, 2: every * r, 3: a * (2 * products - embedding) * sent}[cfg.zero] * _share(n)
     f, rows = mesh["fsdp"], _share(mesh["fsdp"])  # devices with rows of their own
     if split:
         reduced = a * products * _share(n) + 2 * every / n * _share(m)

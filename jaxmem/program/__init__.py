@@ -34,7 +34,7 @@ from jaxmem.program.objective import Batch, Sums, objective
 from jaxmem.program.pipelined import sums_of_all
 from jaxmem.program.restage import Restage
 from jaxmem.program.step import TrainState, make_step
-from jaxmem.sharding import Axes, Layout, Role, is_axes, layout_for
+from jaxmem.sharding import Axes, Layout, Role, axes_at_rest, is_axes, layout_for
 from jaxmem.stack import Pipeline, Way
 
 
@@ -56,7 +56,7 @@ class Program:
 
     @property
     def axes(self) -> Any:
-        """The logical axes of every parameter."""
+        """The logical axes of every parameter, whatever it rests in."""
         return self._network[1]
 
     @cached_property
@@ -71,6 +71,11 @@ class Program:
     @cached_property
     def learning_rate(self) -> optax.Schedule:
         return optim.schedule(self.cfg.optimizer, self.cfg.steps)
+
+    @property
+    def gradients_in(self) -> np.dtype | None:
+        """What gradients are held in; None: each in its weight's own dtype."""
+        return precision.gradient_dtype(self.cfg.precision, self._platform)
 
     @cached_property
     def optimizer(self) -> optax.GradientTransformation:
@@ -87,7 +92,7 @@ class Program:
         shapes = self._shapes
         return TrainState(
             step=self._placed("weights", (), shapes.step),
-            params=self._placed("weights", self.axes, shapes.params),
+            params=self._placed("weights", self.axes_at_rest, shapes.params),
             opt_state=self._placed("optimizer", self.opt_axes, shapes.opt_state),
             loss_scale=self._placed("optimizer", jax.tree.map(lambda _: (), shapes.loss_scale), shapes.loss_scale),
         )
@@ -97,7 +102,7 @@ class Program:
         restage = self._restage(config)
         if not restage.needed:
             return self.state
-        params = restage.saved("weights", self.axes, self.state.params)
+        params = restage.saved("weights", self.axes_at_rest, self.state.params)
         opt_state = restage.saved("optimizer", self.opt_axes, self.state.opt_state)
         return dataclasses.replace(self.state, params=params, opt_state=opt_state)
 
@@ -108,7 +113,12 @@ class Program:
         return dataclasses.replace(saved, params=params, opt_state=opt_state)
 
     def restored_params(self, params: Params, config: Mapping[str, Any]) -> Params:
-        return self._restored(config, self.axes, params, self.state.params)
+        return self._restored(config, self.axes_at_rest, params, self.state.params)
+
+    @cached_property
+    def axes_at_rest(self) -> Any:
+        """The logical axes of every array that the parameters rest in."""
+        return axes_at_rest(self.axes, self._shapes.params)
 
     @cached_property
     def opt_axes(self) -> Any:
@@ -185,6 +195,7 @@ class Program:
             self.cfg.precision,
             precision.compute_dtype(self.cfg.precision, self._platform),
             self.pipeline,
+            self.gradients_in,
             self._during if self.cfg.memory.update == "during" else None,
         )
         places = jax.tree.map(lambda x: x.sharding, self.state)
@@ -268,7 +279,8 @@ class Program:
         return self._build(jax.random.key(0))
 
     def _initial(self, key: jax.Array) -> TrainState:
-        params = precision.stored(nnx.to_pure_dict(nnx.state(self._build(key))), self.cfg.precision)
+        with precision.resting(self.cfg.precision):
+            params = nnx.to_pure_dict(nnx.state(self._build(key)))
         if self.pipeline is not None:
             params = jax.tree.map(self._staged, self.axes, params, is_leaf=is_axes)
         return self._begun(params)
@@ -277,8 +289,8 @@ class Program:
         scale = scaling.initial(self.cfg.precision.loss_scale)
         return TrainState(jnp.zeros((), jnp.int32), params, self.optimizer.init(params), scale)
 
-    def _staged(self, axes: Axes, leaf: jax.Array) -> jax.Array:
-        return self.pipeline.arranged(leaf) if self.pipeline and axes[:1] == ("layer",) else leaf
+    def _staged(self, axes: Axes, weight: Any) -> Any:
+        return jax.tree.map(self.pipeline.arranged, weight) if self.pipeline and axes[:1] == ("layer",) else weight
 
     def _restage(self, config: Mapping[str, Any]) -> Restage:
         return Restage(config, self.cfg.model_dump(mode="json"), self.layout)

@@ -18,7 +18,7 @@ import numpy as np
 import optax
 from flax import nnx
 
-from jaxmem import optim
+from jaxmem import optim, weights
 from jaxmem.config import Precision
 from jaxmem.optim.parts import pinned
 from jaxmem.precision import Params
@@ -28,6 +28,7 @@ from jaxmem.program.gradients import accumulated, at_once
 from jaxmem.program.objective import Batch, Objective, Sums, means
 from jaxmem.program.pipelined import sums_of_all
 from jaxmem.program.scaling import LossScale
+from jaxmem.sharding import axes_at_rest
 from jaxmem.stack import Pipeline
 
 Metrics = dict[str, jax.Array]
@@ -55,10 +56,11 @@ def make_step(
     precision: Precision,
     compute: np.dtype,
     pipeline: Pipeline | None = None,
+    gradients_in: np.dtype | None = None,
     during: During | None = None,
 ) -> Callable[[TrainState, Batch], tuple[TrainState, Metrics]]:
     """The training step. Leaves of the batch are [accumulate, rows, ...]; `axes` are the parameters'; `compute` is
-    the dtype that products run in."""
+    the dtype that products run in, `gradients_in` what gradients are held in, None: each in its weight's own."""
 
     def said(state: TrainState, sums: Sums, norm: jax.Array) -> Metrics:
         rate = learning_rate(state.step)
@@ -69,18 +71,19 @@ def make_step(
         if state.loss_scale:  # of a mean over a micro-batch, as everywhere else; objectives give sums
             scale = state.loss_scale.scale / batch["mask"][0].size
 
-        def loss(of: Callable[..., Sums], params: Params, batch: Batch, keys: jax.Array) -> tuple[jax.Array, Sums]:
-            sums = of(nnx.merge(graphdef, params), batch, keys)
+        def loss(of: Callable[..., Sums], at: Params, batch: Batch, keys: jax.Array) -> tuple[jax.Array, Sums]:
+            sums = of(nnx.merge(graphdef, weights.placed(state.params, at)), batch, keys)
             return sums["loss"] * scale, sums
 
         def updated(grads: Params) -> tuple[Params, Any]:
             updates, opt_state = tx.update(grads, state.opt_state, state.params)
             params = optim.apply(state.params, updates, draws, axes)
             # Cast where the optimizer's state lies, then gathered, or whole float32 updates would travel.
-            return pinned(params, axes, "optimizer"), opt_state
+            return pinned(params, axes_at_rest(axes, params), "optimizer"), opt_state
 
+        at = weights.points(state.params, gradients_in)
         key = jax.random.fold_in(jax.random.key(seed), state.step)
-        draws = jax.random.fold_in(key, _ROUNDING) if precision.rounding == "stochastic" else None
+        draws = jax.random.fold_in(key, _ROUNDING) if precision.stochastic else None
         keys = jax.random.split(key, batch["mask"].shape[:2])  # each row's own
         if during is not None:
             one = jax.tree.map(lambda x: x[0], batch)
@@ -88,12 +91,12 @@ def make_step(
             return TrainState(state.step + 1, params, opt_state), said(state, sums, norm)
         if pipeline is not None:
             of_all = partial(loss, partial(sums_of_all, objective, pipeline))
-            grads, sums = at_once(of_all, state.params, batch, keys, axes)
+            grads, sums = at_once(of_all, at, batch, keys, axes)
         elif len(keys) == 1:
             one = jax.tree.map(lambda x: x[0], batch)
-            grads, sums = at_once(partial(loss, objective), state.params, one, keys[0], axes)
+            grads, sums = at_once(partial(loss, objective), at, one, keys[0], axes)
         else:
-            grads, sums = accumulated(partial(loss, objective), state.params, batch, keys, axes, compute)
+            grads, sums = accumulated(partial(loss, objective), at, batch, keys, axes, compute)
         count = jnp.maximum(sums["count"], 1.0)
         grads = jax.tree.map(lambda g: (g.astype(jnp.float32) / (count * scale)).astype(g.dtype), grads)
         norm = optim.global_norm(grads)

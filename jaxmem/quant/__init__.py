@@ -5,6 +5,6 @@ q.nbytes, q.shape, q.dequantize(jnp.bfloat16)
 """
 
 from jaxmem.quant.formats import FORMATS, Format, dynamic_code
-from jaxmem.quant.qtensor import QTensor, quantize
+from jaxmem.quant.qtensor import QTensor, even_block, quantize
 
-__all__ = ["FORMATS", "Format", "QTensor", "dynamic_code", "quantize"]
+__all__ = ["FORMATS", "Format", "QTensor", "dynamic_code", "even_block", "quantize"]

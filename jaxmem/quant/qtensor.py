@@ -21,7 +21,7 @@ from jaxtyping import Array, Float, Key, Shaped
 
 from jaxmem.errors import UserError, nearest
 from jaxmem.quant.formats import FORMATS, Format
-from jaxmem.quant.packing import pack, unpack
+from jaxmem.quant.packing import pack, unpack, values_per_group
 
 GROUP = 256  # constants at most that share one of the second level
 
@@ -66,6 +66,29 @@ class QTensor:
             values = values + _beside(self.offset, self.axis)
         return _flat(values, self.axis, self.size).astype(dtype or self.dtype)
 
+    def cut(self, parts: int) -> QTensor | None:
+        """The same values in blocks that no cut into equal parts along `axis` goes through; None where one would go
+        through a byte."""
+        part = self.size // parts
+        if self.size % parts or part % values_per_group(FORMATS[self.format].bits):
+            return None
+        block = math.gcd(self.block_size, part)
+
+        def repeated(constants: jax.Array | None) -> jax.Array | None:
+            if constants is None:
+                return None
+            more = jnp.repeat(constants, self.block_size // block, axis=self.axis)
+            return jax.lax.slice_in_dim(more, 0, self.size // block, axis=self.axis + self.ndim)
+
+        scale = self.scale.dequantize() if isinstance(self.scale, QTensor) else self.scale
+        return dataclasses.replace(self, scale=repeated(scale), offset=repeated(self.offset), block_size=block)
+
+    def renewed(self, x: Float[Array, "*shape"], key: Key[Array, ""] | None = None) -> QTensor:
+        """Other values in the same form: format, blocks, dtype of the original."""
+        double = isinstance(self.scale, QTensor)
+        new = quantize(x, self.format, self.block_size, self.axis, double=double, key=key)
+        return dataclasses.replace(new, dtype=self.dtype)
+
 
 @partial(jax.jit, static_argnames=("format", "block_size", "axis", "double"))
 def quantize(
@@ -102,6 +125,18 @@ def quantize(
     if form.bits < 8:
         codes = pack(codes, form.bits, along)
     return QTensor(codes, _doubled(scale, along) if double else scale, offset, format, along, block, size, str(x.dtype))
+
+
+def even_block(size: int, most: int, parts: int = 8) -> int | None:
+    """The largest block up to `most` of which a multiple of `parts` fills a dimension, so that usual meshes cut
+    between blocks; None where that is less than a sixteenth of it.
+
+    >>> even_block(4096, 256), even_block(11008, 256), even_block(5461, 256)
+    (256, 172, None)
+    """
+    each = size // math.gcd(size, parts)
+    found = next(block for block in range(max(1, min(most, each)), 0, -1) if each % block == 0)
+    return found if found >= most // 16 else None
 
 
 def _doubled(scale: jax.Array, axis: int) -> QTensor:

@@ -88,6 +88,11 @@ def _loss_chunks(cfg: Config, _: Target) -> Iterable[Change]:
         yield from ({"memory.loss_chunk": chunk} for chunk in ("auto", cfg.model.vocab))
 
 
+def _resting(_cfg: Config, _target: Target) -> Iterable[Change]:
+    """What weights rest in. Codes of fewer bits than 8 train worse: who wants them says so."""
+    return ({"precision.parameters": name, "precision.block_size": None} for name in ("float32", "bfloat16", "int8"))
+
+
 def _computing(_cfg: Config, _target: Target) -> Iterable[Change]:
     """Number formats to compute in; float16 only with what keeps its gradients from vanishing."""
     for name in values("precision.compute"):
@@ -126,7 +131,7 @@ KNOBS = (
     Knob("remat", listed("memory.remat")),
     Knob("batch", _micro_batches),
     Knob("chunks", _loss_chunks),
-    Knob("precision", listed("precision.parameters")),
+    Knob("precision", _resting),
     Knob("precision", listed("precision.master")),
     Knob("precision", _computing),
     Knob("optimizer", _optimizers),

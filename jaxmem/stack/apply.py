@@ -72,7 +72,9 @@ def apply_stack(
 
     if way.pipeline is not None:
         return _staged(way.pipeline, run, way.remat)(weights, x, inputs, beside)
-    keep = policy(way.remat, {(*groups(), *leaf.shape[1:]) for leaf in jax.tree.leaves(weights)})
+    keep = policy(
+        way.remat, {(*group, *leaf.shape[1:]) for leaf in jax.tree.leaves(weights) for group in ((), groups())}
+    )
     # Inside scan the loop already keeps XLA from merging the recomputation with the first pass.
     run = jax.checkpoint(run, policy=keep, prevent_cse=False)
     instead = _instead.get()

@@ -116,7 +116,10 @@ def through_stages(
     leaves hold one of each micro-batch."""
     p = pipeline
     shapes = {leaf.shape[1:] for leaf in jax.tree.leaves(weights)}
-    seen = {(*groups(), p.stages, *rounds, *shape) for shape in shapes for rounds in ((), (p.rounds,))}
+    seen = {
+        (*group, p.stages, *rounds, *shape)
+        for shape in shapes for rounds in ((), (p.rounds,)) for group in ((), groups())
+    }  # fmt: skip
     places = jnp.arange(p.group, dtype=jnp.int32)
     stages = jnp.arange(p.stages, dtype=jnp.int32)
 

@@ -30,7 +30,7 @@ def lines(base: dict, *overrides: str) -> list[str]:
             TEXT,
             ["precision.master=float32"],
             (
-                "precision.master: float32 copies weights that rest in float32 already;"
+                "precision.master: float32 completes weights that rest in bfloat16, not in float32;"
                 " use precision.parameters=bfloat16, or precision.master=none"
             ),
         ),

@@ -29,6 +29,7 @@ READ_HERE = {
     "preset": "the fields that it stands for",
     "steps": "Config.steps",
     "tokens": "Config.steps",
+    "rounding": "Precision.stochastic",
     # Given to the optimizer by name; tests/optim builds each with all of its own.
     **{f"Rules.{dim}": "Rules.table" for dim in Rules.model_fields},
     **dict.fromkeys(("momentum", "rank", "refresh_every", "scale", "similarity"), "Optimizer.own"),

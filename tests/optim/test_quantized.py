@@ -8,7 +8,7 @@ from jax.sharding import SingleDeviceSharding
 
 from jaxmem import optim
 from jaxmem.hardware import GIB
-from jaxmem.optim import quantized
+from jaxmem.optim import in_turn, quantized
 from jaxmem.optim.by_layer import Leaf
 from jaxmem.planning.targets import parse_target, target_devices
 from jaxmem.program import program
@@ -55,7 +55,7 @@ def test_part_by_part_is_the_same(shape, axes, monkeypatch):
     grads = gradients(params, 2)
     tx = optim.scale_by_adam8bit(axes={"w": axes})
     whole, state = updates(tx, params, grads)
-    monkeypatch.setattr(quantized, "PART", 2048)
+    monkeypatch.setattr(in_turn, "PART", 2048)
     parts, other = updates(tx, params, grads)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6), whole, parts)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a.mean(), b.mean(), rtol=1e-3), state, other)
@@ -98,7 +98,7 @@ def test_no_whole_leaf_is_decoded(axes):
     target = parse_target("h100-80gb:1")
     place = SingleDeviceSharding(target_devices(target, 80 * GIB)[0])
     shape = (8, 2048, 4096) if len(axes) == 3 else (65536, 4096)
-    numbers, layer = np.prod(shape), np.prod(shape[-2:]) if len(axes) == 3 else quantized.PART
+    numbers, layer = np.prod(shape), np.prod(shape[-2:]) if len(axes) == 3 else in_turn.PART
     tx = optim.adamw8bit(1e-3, axes={"w": axes})
 
     def put(tree):

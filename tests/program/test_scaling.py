@@ -90,7 +90,7 @@ def test_stochastically_rounded_weights_are_the_same_on_every_mesh():
 @pytest.mark.parametrize(
     ("precision", "said"),
     [
-        ({"rounding": "stochastic"}, "precision.rounding: stochastic is for weights that rest in bfloat16"),
+        ({"rounding": "stochastic"}, "precision.rounding: stochastic is for weights that rest in less"),
         ({"loss_scale": "dynamic"}, "precision.loss_scale: only float16 gradients need it"),
     ],
 )

@@ -1,0 +1,44 @@
+"""Decoupled weight decay (Loshchilov and Hutter, arXiv:1711.05101): a share of each matrix is taken off it.
+
+Weights in codes are decoded for it one layer after the other, 16 M numbers at a time, and added to the update where it
+is.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from jaxmem.optim.in_turn import in_parts, layers_in_turn
+from jaxmem.quant import QTensor
+from jaxmem.sharding import Axes, is_axes
+from jaxmem.weights import is_quantized
+
+
+def add_decayed_weights(weight_decay: float, axes: Any = None) -> optax.GradientTransformationExtraArgs:
+    """Only matrices decay, not norms and biases. `update(..., layer=i)`: of every stack only this layer is there."""
+
+    def update(updates: Any, state: Any, params: Any, *, layer: jax.Array | None = None, **_: Any) -> tuple[Any, Any]:
+        def one(names: Axes, u: jax.Array, w: Any) -> jax.Array:
+            stacked = names[:1] == ("layer",)
+            if len(names) - stacked < 2:
+                return u
+            if not is_quantized(w):
+                return u + weight_decay * w
+            if stacked and layer is None:
+                return layers_in_turn(lambda u, w, _: decayed(u, w), u, w)
+            return decayed(u, w)
+
+        def decayed(u: jax.Array, w: QTensor) -> jax.Array:
+            def part(u: jax.Array, w: QTensor, _: jax.Array) -> jax.Array:
+                return (u.astype(jnp.float32) + weight_decay * w.dequantize(jnp.float32)).astype(u.dtype)
+
+            return in_parts(part, u, w)
+
+        names = jax.tree.map(lambda u: (None,) * u.ndim, updates) if axes is None else axes
+        return jax.tree.map(one, names, updates, params, is_leaf=is_axes), state
+
+    return optax.GradientTransformationExtraArgs(lambda _: optax.EmptyState(), update)
