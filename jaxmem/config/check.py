@@ -227,8 +227,8 @@ def _update(cfg: Config) -> Iterator[str]:
         )
     if cfg.precision.quantized or cfg.precision.gradients != "auto":
         yield (
-            "memory.update: during differentiates weights as they rest, not codes, and has gradients in the weights' own"
-            " dtype; use precision.parameters=bfloat16 and precision.gradients=auto, or memory.update=after"
+            "memory.update: during differentiates weights as they rest, not codes, and has gradients in the weights'"
+            " own dtype; use precision.parameters=bfloat16 and precision.gradients=auto, or memory.update=after"
         )
     if cfg.objective.name == "contrastive":
         yield (
