@@ -111,7 +111,7 @@ def fit(
         Path | None, typer.Option(metavar="FILE", help="Memory against time, as a figure.", show_default=False)
     ] = None,
     reserve: Reserve = None,
-    compiles: Annotated[int, typer.Option(metavar="N", min=1, help="Compile at most so many steps.")] = 24,
+    compiles: Annotated[int, typer.Option(metavar="N", min=1, help="Compile at most so many steps.")] = 20,
     as_json: Json = False,
 ) -> None:
     """Search for what fits, fastest first. Exit code 3: nothing does."""

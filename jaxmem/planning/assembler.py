@@ -28,7 +28,7 @@ done
 def sizes_only(*, on_gpu: bool) -> dict[str, bool | str]:
     """Compiler options for a program that will never run. LLVM, which comes after XLA, need not optimize anything: on a
     CPU that is half of the time. Where no CUDA directory is found, XLA makes the code after all."""
-    quick: dict[str, bool | str] = {"xla_backend_optimization_level": "0"}
+    quick: dict[str, bool | str] = {"xla_backend_optimization_level": "0", "xla_llvm_disable_expensive_passes": True}
     root = _cuda_root() if on_gpu else None
     if root is None:
         return quick

@@ -25,7 +25,7 @@ from jaxmem.precision import compute_dtype
 from jaxmem.search.knobs import Change, Knob
 from jaxmem.sharding import RESTING
 
-MOST = 8000
+MOST = 4000
 
 
 @dataclass(frozen=True)

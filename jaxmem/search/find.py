@@ -8,7 +8,8 @@ where its corrected estimate misses the memory by more than SLACK, or where some
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 from jaxmem.config import Config
 from jaxmem.errors import UserError
@@ -21,7 +22,7 @@ from jaxmem.search.result import Fit
 
 SLACK = 0.05  # a corrected estimate may be wrong by so much
 BEST = 3  # of the estimated front, around which a search looks
-COMPILES = 24  # programs of steps, unless told otherwise
+COMPILES = 20  # programs of steps, unless told otherwise
 
 
 def search(cfg: Config, target: Target, allow: Sequence[str], compilers: Compilers, *, compiles: int = COMPILES) -> Fit:
@@ -77,23 +78,24 @@ def _behind(one: Entry, compiled: Sequence[Entry]) -> float:
 
 
 def _compile(known: Entries, chosen: Sequence[Entry], compilers: Compilers) -> None:
-    of = {one.cfg: one for one in chosen}
-    for cfg, answer in compilers.each(compilers.step, of):
-        if isinstance(answer, RefusedError):
-            of[cfg].refused = str(answer)
-        else:
-            known.learn(of[cfg], answer)
+    _learn(chosen, compilers.step, known.learn, compilers)
 
 
 def _complete(known: Entries, compilers: Compilers) -> None:
     """The other phases of a run, of all on the front: where one of them does not fit, the next step up."""
     while unknown := [one for one in known.front() if one.phases is None]:
-        of = {one.cfg: one for one in unknown}
-        for cfg, answer in compilers.each(compilers.phases, of):
-            if isinstance(answer, RefusedError):
-                of[cfg].refused = str(answer)
-            else:
-                known.learn_phases(of[cfg], answer)
+        _learn(unknown, compilers.phases, known.learn_phases, compilers)
+
+
+def _learn(
+    chosen: Sequence[Entry], ask: Callable[[Config], Any], learn: Callable[[Entry, Any], None], compilers: Compilers
+) -> None:
+    of = {one.cfg: one for one in chosen}
+    for cfg, answer in compilers.each(ask, of):
+        if isinstance(answer, RefusedError):
+            of[cfg].refused = str(answer)
+        else:
+            learn(of[cfg], answer)
 
 
 def _what_helps(known: Entries, compilers: Compilers) -> str | None:

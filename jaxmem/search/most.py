@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from jaxmem.config import Config, load_config, save_config
+from jaxmem.config import Config, load_config
 from jaxmem.errors import UserError, nearest
 from jaxmem.planning import Target, readable
 from jaxmem.search.candidates import Candidate, candidates
@@ -21,6 +21,7 @@ from jaxmem.search.compilers import Compilers, RefusedError
 from jaxmem.search.entries import Entries
 from jaxmem.search.facts import Facts
 from jaxmem.search.knobs import allowed
+from jaxmem.search.result import save_best, target_json
 
 # What can be maximized, the unit in which it grows, and the words of `allow` that would make it grow without end.
 UNITS = {"model.layers": 1, "data.sequence_length": 128, "batch.global_size": 1}
@@ -61,14 +62,12 @@ class Most:
         return min((one for one in self.tried if not one.fits), key=lambda one: one.value, default=None)
 
     def write(self, path: str | Path) -> None:
-        if self.best is None:
-            raise UserError(f"{path}: nothing fits, so nothing was written")
-        save_config(self.best.candidate.cfg, path)
+        save_best(self.best.candidate.cfg if self.best else None, path)
 
     def as_json(self) -> dict[str, Any]:
         return {
             "key": self.key,
-            "target": {"name": self.target.name, "devices": self.target.count, "limit_bytes": self.limit},
+            "target": target_json(self.target, self.limit),
             "best": self.best.as_json() if self.best else None,
             "beyond": self.beyond.as_json() if self.beyond else None,
             "tried": [one.as_json() for one in self.tried],

@@ -104,13 +104,11 @@ class Fit:
 
     def write(self, path: str | Path) -> None:
         """The best config, as a file that `train` runs as it is."""
-        if self.best is None:
-            raise UserError(f"{path}: nothing fits, so nothing was written")
-        save_config(self.best.cfg, path)
+        save_best(self.best.cfg if self.best else None, path)
 
     def as_json(self) -> dict[str, Any]:
         return {
-            "target": {"name": self.target.name, "devices": self.target.count, "limit_bytes": self.known.limit},
+            "target": target_json(self.target, self.known.limit),
             "allow": list(self.allow),
             "considered": len(self.known.all),
             "compiled": len(self.known.compiled),
@@ -144,6 +142,16 @@ class Fit:
         from jaxmem.search.show import draw
 
         draw(self, path)
+
+
+def save_best(cfg: Config | None, path: str | Path) -> None:
+    if cfg is None:
+        raise UserError(f"{path}: nothing fits, so nothing was written")
+    save_config(cfg, path)
+
+
+def target_json(target: Target, limit: int) -> dict[str, Any]:
+    return {"name": target.name, "devices": target.count, "limit_bytes": limit}
 
 
 def _largest(one: Entry) -> str:

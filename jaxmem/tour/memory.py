@@ -14,10 +14,12 @@ from typing import Any
 
 from jaxmem import devices, hardware
 from jaxmem.config import load_config
+from jaxmem.errors import UserError
 from jaxmem.tour.stops import Stopped
 
 MODEL = "llama3-8b"
 TARGET = "h100-80gb"
+SEVERAL = 8  # GPUs, unless the target says how many
 BASE: dict[str, Any] = {
     "name": "tour",
     "model": {"preset": MODEL},
@@ -31,12 +33,20 @@ BASE: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class Row:
-    """One technique. Its overrides stay in force for the rows after it."""
+    """One technique. Its overrides stay in force for the rows after it. Where there are several GPUs, all texts may
+    name how many: `{gpus}`."""
 
     name: str
     overrides: tuple[str, ...]
     formula: str  # bytes a parameter of weights, gradients, optimizer's state (and its float32 weights)
     gpus: int = 1
+
+    def on(self, gpus: int) -> Row:
+        """The row of several GPUs, for so many."""
+        if self.gpus == 1:
+            return self
+        name, formula, *overrides = (text.format(gpus=gpus) for text in (self.name, self.formula, *self.overrides))
+        return Row(name, tuple(overrides), formula, gpus)
 
 
 ROWS = (
@@ -48,17 +58,23 @@ ROWS = (
     Row("bfloat16 alone", ("precision.master=none", "precision.rounding=stochastic"), "2 + 2 + 4"),
     Row("one moment: Lion", ("optimizer.name=lion",), "2 + 2 + 2"),
     Row("factored moments: Adafactor", ("optimizer.name=adafactor",), "2 + 2 + 0"),
-    Row("8 GPUs, AdamW, ZeRO-1", ("optimizer.name=adamw", "batch.global_size=8", "zero=1"), "2 + 2 + 4/8", 8),
-    Row("ZeRO-2: gradients split", ("zero=2",), "2 + 2/8 + 4/8", 8),
-    Row("ZeRO-3: weights split", ("zero=3",), "(2 + 2 + 4)/8", 8),
+    Row(
+        "{gpus} GPUs, AdamW, ZeRO-1",
+        ("optimizer.name=adamw", "batch.global_size={gpus}", "zero=1"),
+        "2 + 2 + 4/{gpus}",
+        SEVERAL,
+    ),
+    Row("ZeRO-2: gradients split", ("zero=2",), "2 + 2/{gpus} + 4/{gpus}", SEVERAL),
+    Row("ZeRO-3: weights split", ("zero=3",), "(2 + 2 + 4)/{gpus}", SEVERAL),
 )
 
 
 def by_technique(target: str | None = None, base: dict[str, Any] = BASE, rows: Sequence[Row] = ROWS) -> Stopped:
-    """The table for a GPU, by default an H100; a target's number of devices is the rows' own."""
+    """The table for a GPU, by default an H100; so many of them as the target says are those of the rows of several."""
     start = time.perf_counter()
-    kind = (target or TARGET).partition(":")[0]
-    found = list(_found(kind, base, rows))
+    kind, _, amount = (target or TARGET).partition(":")
+    count = _count(target) if target and amount else SEVERAL
+    found = list(_found(kind, base, [row.on(count) for row in rows]))
     columns = {
         "technique": lambda row: row["name"],
         "arithmetic, B/param": lambda row: row["formula"],
@@ -105,6 +121,17 @@ def _found(kind: str, base: dict[str, Any], rows: Sequence[Row]) -> Iterator[dic
             "measured": (ran or {}).get("measured"),
             "error": (ran or {}).get("error"),
         }
+
+
+def _count(target: str) -> int:
+    from jaxmem.planning.targets import parse_target
+
+    count = parse_target(target).count
+    if count == 1:
+        raise UserError(
+            f"target {target!r}: rows of several GPUs need more than one; leave the number out for {SEVERAL}"
+        )
+    return count
 
 
 def _gpus_here(kind: str) -> int:

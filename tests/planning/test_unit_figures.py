@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 from typing import Any
 
 import jax
@@ -10,8 +11,10 @@ import pytest
 
 from jaxmem.config import Config, load_config
 from jaxmem.planning import held
+from jaxmem.planning.compile import sizes
 from jaxmem.planning.targets import parse_target, target_devices
 from jaxmem.program import Program, program
+from jaxmem.quant import QTensor, quantize
 from jaxmem.sharding import is_axes
 from tests.planning.conftest import plan_here
 
@@ -79,3 +82,36 @@ def test_a_compiled_step_takes_so_much_and_no_more() -> None:
     plan = plan_here(1, precision=MIXED, data={"sequence_length": 8})
     state = plan.compiled["arguments"] - plan.bytes_per_device["batch"]
     assert state == pytest.approx(14 * plan.program.parameters, rel=0.01)
+
+
+def test_70_billion_weights_in_4_bits_take_35_gb() -> None:
+    """The lectures' figure: half a byte each. Constants of blocks of 64, themselves in 8 bits, make it 4.13 bits."""
+    built = on("h100-80gb", run({"preset": "llama3-70b"}))
+    stored = jax.tree.map(four_bits, built.axes, built.state.params, is_leaf=is_axes)
+    held = [x for x in jax.tree.leaves(stored, is_leaf=lambda x: isinstance(x, QTensor)) if isinstance(x, QTensor)]
+    assert sum(x.codes.size for x in held) / GB == pytest.approx(35, rel=0.01)
+    assert 8 * sum(x.nbytes for x in held) / built.parameters == pytest.approx(4.127, rel=0.001)
+
+
+def four_bits(axes: Any, x: Any) -> Any:
+    """Matrices, along the dimension that a product sums over."""
+    if len(axes) - (axes[0] == "layer") < 2:
+        return x
+    return jax.eval_shape(partial(quantize, format="nf4", axis=-2, double=True), x)
+
+
+def test_weights_in_4_bits_stay_so_while_they_are_computed_with() -> None:
+    """One layer's values exist at a time: compiled, as a forward pass over a stack of layers."""
+    layers, wide = 16, 256
+    weights = jax.eval_shape(
+        partial(quantize, format="nf4", axis=-2, double=True),
+        jax.ShapeDtypeStruct((layers, wide, wide), jax.numpy.float32),
+    )
+    x = jax.ShapeDtypeStruct((8, wide), jax.numpy.float32)
+
+    def forward(weights: QTensor, x: jax.Array) -> jax.Array:
+        return jax.lax.scan(lambda x, w: (x @ w.dequantize(), None), x, weights)[0]
+
+    held = sizes(jax.jit(forward).lower(weights, x).compile())
+    assert held["arguments"] == pytest.approx(weights.nbytes + x.size * 4, rel=0.01)
+    assert held["temporaries"] < 4 * 4 * wide * wide < 4 * layers * wide * wide

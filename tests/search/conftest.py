@@ -8,34 +8,20 @@ from typing import Any
 
 import pytest
 
-from jaxmem.config import Config, load_config
+from jaxmem.config import Config
 from jaxmem.planning import Target, parse_target
 from jaxmem.search.candidates import estimated
 from jaxmem.search.compilers import Compilers
 from jaxmem.search.facts import Facts
+from tests.planning.conftest import SMALL as TINY
+from tests.planning.conftest import config as planned
 
-SMALL = {
-    "family": "decoder",
-    "vocab": 512,
-    "layers": 2,
-    "embed": 64,
-    "mlp": 128,
-    "heads": 4,
-    "kv_heads": 4,
-    "head_dim": 16,
-}
+SMALL = {**TINY, "vocab": 512, "embed": 64, "mlp": 128, "kv_heads": 4, "head_dim": 16}
 
 
 def config(**sections: Any) -> Config:
-    base = {
-        "name": "small",
-        "model": SMALL,
-        "data": {"sequence_length": 64},
-        "batch": {"global_size": 8},
-        "mesh": {"fsdp": -1},
-        "train": {"steps": 10},
-    }
-    return load_config({**base, **sections})
+    usual: dict[str, Any] = {"model": SMALL, "data": {"sequence_length": 64}, "mesh": {"fsdp": -1}}
+    return planned(**{**usual, **sections})
 
 
 def with_memory(name: str, size: int) -> Target:

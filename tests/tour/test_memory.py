@@ -12,7 +12,7 @@ import pytest
 from jaxmem.config import load_config
 from jaxmem.errors import UserError
 from jaxmem.tour import STOPS, visit
-from jaxmem.tour.memory import BASE, ROWS, Row, by_technique
+from jaxmem.tour.memory import BASE, ROWS, SEVERAL, Row, by_technique
 from tests.planning.conftest import SMALL
 from tests.test_cli import jaxmem
 
@@ -21,11 +21,12 @@ TINY = {**BASE, "name": "tiny", "model": SMALL, "data": {"sequence_length": 16}}
 
 
 def test_rows_compose_in_order_and_every_config_is_possible() -> None:
-    overrides: tuple[str, ...] = ()
-    for row in ROWS:
-        overrides += row.overrides
-        load_config(BASE, overrides).for_devices(row.gpus)
-        assert re.fullmatch(r"[\d+/ ()]+", row.formula)
+    for count in (SEVERAL, 16):
+        overrides: tuple[str, ...] = ()
+        for row in (row.on(count) for row in ROWS):
+            overrides += row.overrides
+            assert load_config(BASE, overrides).for_devices(row.gpus).mesh.fsdp in (1, count)
+            assert re.fullmatch(r"[\d+/ ()]+", row.formula)
 
 
 def test_state_is_what_the_formula_says() -> None:
@@ -42,8 +43,13 @@ def test_state_is_what_the_formula_says() -> None:
 
 def test_the_table_in_the_docs_is_of_these_rows() -> None:
     lines = [line for line in (DOCS / "tour-memory.md").read_text().splitlines() if line.startswith("| ")]
-    assert [line.split(" | ")[0].removeprefix("| ") for line in lines[2:]] == [row.name for row in ROWS]
-    assert [line.split(" | ")[1] for line in lines[2:]] == [row.formula for row in ROWS]
+    assert [line.split(" | ")[0].removeprefix("| ") for line in lines[2:]] == [row.on(SEVERAL).name for row in ROWS]
+    assert [line.split(" | ")[1] for line in lines[2:]] == [row.on(SEVERAL).formula for row in ROWS]
+
+
+def test_rows_of_several_gpus_need_several() -> None:
+    with pytest.raises(UserError, match="need more than one; leave the number out for 8"):
+        by_technique("h100-80gb:1")
 
 
 def test_the_list_of_stops(capsys: pytest.CaptureFixture[str]) -> None:
