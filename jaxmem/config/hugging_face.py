@@ -195,6 +195,8 @@ def config_json(model: Decoder, base: Mapping[str, Any] | None = None, length: i
     if base is not None and _read_back(base) == wanted:
         return dict(base)
     kept = {key: value for key, value in (base or {}).items() if key.endswith("_token_id")}
+    if model.rope.scaling in ("llama3", "yarn"):
+        length = max(length, round(model.rope.factor * model.rope.original_length))
     length = (base or {}).get("max_position_embeddings", length)
     for architecture in FAMILIES:
         written = _written(model, architecture, length)

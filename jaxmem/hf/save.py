@@ -18,6 +18,7 @@ from flax import nnx
 
 from jaxmem import models
 from jaxmem.config.hugging_face import config_json, read_json
+from jaxmem.data import tokenizer_for
 from jaxmem.errors import UserError
 from jaxmem.hf.beside import DTYPES, copy_beside, copy_tokenizer, storage_dtype
 from jaxmem.hf.names import Weight, weights
@@ -59,6 +60,9 @@ def save(
             copy_beside(base, place)
         elif tokenizer:
             copy_tokenizer(tokenizer, place)
+            known = tokenizer_for(tokenizer)
+            # Named, or the family's class would put numbers of its own there.
+            settings |= {"bos_token_id": known.begin[0] if known.begin else None, "eos_token_id": known.end}
         (place / "config.json").write_text(json.dumps({**settings, "torch_dtype": kept}, indent=2) + "\n")
         write_tensors(place, _tensors(params, kept, model.cfg.layers, order), shard)
 

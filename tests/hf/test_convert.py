@@ -11,9 +11,10 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
+from flax import nnx
 from safetensors.numpy import load_file, save_file
 
-from jaxmem import hf
+from jaxmem import hf, models
 from jaxmem.config import Decoder, load_config
 from jaxmem.config.hugging_face import config_json, decoder_fields, fields_of
 from jaxmem.convert import export_model, import_model
@@ -21,6 +22,7 @@ from jaxmem.errors import UserError
 from jaxmem.program import program
 from jaxmem.training.run import run
 
+SMALL = {"vocab": 257, "layers": 2, "embed": 16, "mlp": 24, "heads": 4, "kv_heads": 2, "head_dim": 8, "qk_norm": True}
 STORED = {"llama3.1": np.float16, "mistral": ml_dtypes.bfloat16, "qwen2": np.float32}
 
 
@@ -40,6 +42,17 @@ def test_import_then_export_gives_the_same_tensors(name: str, tmp_path: Path, co
     with pytest.raises(UserError, match="out exists already"):
         export_model(tmp_path / "run", tmp_path / "out")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["given", "out", "run"]
+
+
+def test_a_model_of_its_own_is_written_with_its_tokenizer(tmp_path: Path) -> None:
+    network = models.build(Decoder(**SMALL), nnx.Rngs(0))
+    hf.save(network, tmp_path / "out", tokenizer="bytes", dtype="bfloat16", shard=20_000)
+    assert decoder_fields(str(tmp_path / "out")).items() >= SMALL.items()
+    assert json.loads((tmp_path / "out/config.json").read_text())["eos_token_id"] == 256
+    found = hf.load(tmp_path / "out")
+    again = network.blocks.mlp.down.weight.get_value().astype(jnp.bfloat16)
+    np.testing.assert_array_equal(found.blocks.mlp.down.weight.get_value(), again)
+    assert len(list((tmp_path / "out").glob("model-0000*"))) > 1
 
 
 def test_every_family_s_settings_are_written_as_they_are_read(compare) -> None:
