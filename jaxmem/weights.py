@@ -11,7 +11,7 @@ and zeros of the form that its gradient shall have: the weight's shape, a dtype 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any, ClassVar, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -37,11 +37,36 @@ class Point:
         return self.at.ndim
 
 
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Completed:
+    """A bfloat16 weight and the bits of a float32 that it lacks: 16 of them, or the first 8. What the bits stand for
+    is added to the weight's own, as an integer, so that each step is the 2^16th (2^8th) part of bfloat16's."""
+
+    rest: jax.Array
+    lacks: jax.Array  # int16 or int8
+    dtype: ClassVar = jnp.dtype(jnp.float32)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.rest.shape
+
+    @property
+    def ndim(self) -> int:
+        return self.rest.ndim
+
+    def dequantize(self, dtype: DTypeLike = jnp.float32) -> jax.Array:
+        high = jax.lax.bitcast_convert_type(self.rest, jnp.uint16).astype(jnp.int32) << 16
+        low = self.lacks.astype(jnp.int32) << (16 - 8 * self.lacks.dtype.itemsize)
+        return jax.lax.bitcast_convert_type(high + low, jnp.float32).astype(dtype)
+
+
 Weight: TypeAlias = jax.Array | QTensor | Point
 
 
 def is_quantized(x: Any) -> bool:
-    return isinstance(x, QTensor)
+    """Whether a weight has to be decoded."""
+    return isinstance(x, QTensor | Completed)
 
 
 def points(params: Any, dtype: DTypeLike | None = None) -> Any:

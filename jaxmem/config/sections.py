@@ -195,7 +195,8 @@ class Precision(Section):
     block_size: Count | None = None  # weights in codes that share a constant; by default 256, below 8 bits 64
     compute: Literal["auto", "float32", "bfloat16", "float16"] = "auto"  # bfloat16 on accelerators, float32 on CPU
     gradients: Literal["auto", "float32", "bfloat16"] = "auto"  # as the weights; of weights in codes as `compute`
-    master: Literal["none", "float32"] = "none"  # a copy of the weights that the optimizer updates
+    # What the optimizer updates: a float32 copy of bfloat16 weights, or the bits that they lack, all or the first 8.
+    master: Literal["none", "float32", "remainder16", "remainder8"] = "none"
     rounding: Literal["auto", "nearest", "stochastic"] = "auto"  # of updated weights: stochastic where these are codes
     loss_scale: Literal["none", "dynamic"] | Positive = "none"
 

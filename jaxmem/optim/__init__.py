@@ -30,12 +30,13 @@ from jaxmem.optim.chains import (
 )
 from jaxmem.optim.clipping import clip, remember
 from jaxmem.optim.galore import scale_by_galore, scale_by_galore_adam
-from jaxmem.optim.master import with_master
+from jaxmem.optim.master import BITS, with_master, with_remainder
 from jaxmem.optim.muon import scale_by_muon
 from jaxmem.optim.quantized import scale_by_adam4bit, scale_by_adam8bit, scale_by_lion8bit, trace8bit
 from jaxmem.optim.schedule import schedule
 
 __all__ = [
+    "BITS",
     "At",
     "Leaf",
     "Rule",
@@ -74,4 +75,5 @@ __all__ = [
     "sgd",
     "trace8bit",
     "with_master",
+    "with_remainder",
 ]

@@ -16,7 +16,7 @@ import optax
 
 from jaxmem.leaves import Derived
 from jaxmem.optim.by_layer import At, Leaf, by_layer
-from jaxmem.quant import QTensor
+from jaxmem.weights import is_quantized
 
 SQUARE = 1e-30  # added to each squared gradient
 LEAST_SIZE = 1e-3  # of weights, where they begin at zero
@@ -63,5 +63,5 @@ def scale_by_adafactor(decay: float = 0.8, *, axes: Any = None) -> optax.Gradien
 
 
 def _root_mean_square(x: Any) -> jax.Array:
-    values = x.dequantize(jnp.float32) if isinstance(x, QTensor) else x.astype(jnp.float32)
+    values = x.dequantize(jnp.float32) if is_quantized(x) else x.astype(jnp.float32)
     return jnp.sqrt(jnp.mean(jnp.square(values)))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import zlib
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -27,22 +28,27 @@ def apply(
 
     def add(path: Any, w: Any, u: jax.Array, axes: Axes | None) -> Any:
         own = None if key is None else leaf_key(key, path)
-        stacked = axes is not None and axes[:1] == ("layer",)
-        one = _added if not is_quantized(w) else _encoded
-
-        def numbered(w: Any, u: jax.Array, i: jax.Array) -> Any:
-            return one(w, u, None if own is None else jax.random.fold_in(own, i))
-
-        if not stacked:
-            return one(w, u, own)
-        if layer is not None:
-            return numbered(w, u, layer)
-        if is_quantized(w):
-            return layers_in_turn(numbered, w, u)
-        return jax.vmap(numbered)(w, u, jnp.arange(w.shape[0]))
+        if not is_quantized(w):
+            return each_layer(_added, (w, u), own, axes, layer)
+        if layer is None and axes is not None and axes[:1] == ("layer",):
+            key_of = lambda i: None if own is None else jax.random.fold_in(own, i)  # noqa: E731
+            return layers_in_turn(lambda w, u, i: _encoded(w, u, key_of(i)), w, u)
+        return each_layer(_encoded, (w, u), own, axes, layer)
 
     axes = jax.tree.map(lambda _: None, params, is_leaf=is_quantized) if axes is None else axes
     return jax.tree_util.tree_map_with_path(add, params, updates, axes, is_leaf=is_quantized)
+
+
+def each_layer(
+    one: Callable[..., Any], arrays: tuple[Any, ...], key: jax.Array | None, axes: Axes | None, layer: jax.Array | None
+) -> Any:
+    """`one(*arrays, key)` of a leaf; of a stack each layer has its own key, also where it comes alone as `layer`."""
+    if key is None or axes is None or axes[:1] != ("layer",):
+        return one(*arrays, key)
+    if layer is not None:
+        return one(*arrays, jax.random.fold_in(key, layer))
+    keys = jax.vmap(lambda i: jax.random.fold_in(key, i))(jnp.arange(jax.tree.leaves(arrays)[0].shape[0]))
+    return jax.vmap(one)(*arrays, keys)
 
 
 def _added(w: jax.Array, u: jax.Array, key: jax.Array | None) -> jax.Array:

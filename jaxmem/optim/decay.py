@@ -13,7 +13,6 @@ import jax.numpy as jnp
 import optax
 
 from jaxmem.optim.in_turn import in_parts, layers_in_turn
-from jaxmem.quant import QTensor
 from jaxmem.sharding import Axes, is_axes
 from jaxmem.weights import is_quantized
 
@@ -32,8 +31,8 @@ def add_decayed_weights(weight_decay: float, axes: Any = None) -> optax.Gradient
                 return layers_in_turn(lambda u, w, _: decayed(u, w), u, w)
             return decayed(u, w)
 
-        def decayed(u: jax.Array, w: QTensor) -> jax.Array:
-            def part(u: jax.Array, w: QTensor, _: jax.Array) -> jax.Array:
+        def decayed(u: jax.Array, w: Any) -> jax.Array:
+            def part(u: jax.Array, w: Any, _: jax.Array) -> jax.Array:
                 return (u.astype(jnp.float32) + weight_decay * w.dequantize(jnp.float32)).astype(u.dtype)
 
             return in_parts(part, u, w)

@@ -68,7 +68,7 @@ def in_parts(one: Callable[[Any, Any, jax.Array], Any], whole: Any, beside: Any)
     one dimension. Rows of a part are not neighbours but every so many: where a mesh splits the rows, each device works
     on its own in every part."""
     leaves = jax.tree.leaves((whole, beside), is_leaf=is_quantized)
-    codes = [x for x in leaves if is_quantized(x)]
+    codes = [x for x in leaves if isinstance(x, QTensor)]
     shape = leaves[0].shape
     # No block is cut that runs along the rows.
     along = [q.block_size for q in codes if q.axis == -len(shape)]

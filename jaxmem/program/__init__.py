@@ -84,7 +84,10 @@ class Program:
     def _optimizer_for(self, axes: Any) -> optax.GradientTransformationExtraArgs:
         """Of the parameters that have these axes: all, or some."""
         tx = optim.build(self.cfg.optimizer, self.learning_rate, axes)
-        return tx if self.cfg.precision.master == "none" else optim.with_master(tx)
+        master = self.cfg.precision.master
+        if master in optim.BITS:
+            return optim.with_remainder(tx, optim.BITS[master], axes)
+        return tx if master == "none" else optim.with_master(tx)
 
     @cached_property
     def state(self) -> TrainState:

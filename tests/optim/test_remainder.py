@@ -1,0 +1,77 @@
+"""A bfloat16 weight and the bits that it lacks, against float32 copies and against exact sums."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from jaxmem import optim
+from jaxmem.weights import Completed
+from tests.optim.conftest import gradients, normal
+
+AXES = {"w": ("layer", "embed", "mlp"), "norm": ("layer", "norm")}
+
+
+def weights():
+    return {"w": normal(3, 16, 24).astype(jnp.bfloat16), "norm": jnp.ones((3, 16), jnp.bfloat16)}
+
+
+def trained(tx, params, grads, **options):
+    state, step = tx.init(params), jax.jit(lambda g, s, p: tx.update(g, s, p, **options))
+    for g in grads:
+        updates, state = step(g, state, params)
+        params = optim.apply(params, updates)
+    return params, state
+
+
+def completed(params, state):
+    return jax.tree.map(lambda w, lacks: Completed(w, lacks).dequantize(), params, state.master)
+
+
+def test_sixteen_bits_are_the_copy_bit_by_bit():
+    params, adamw = weights(), optim.adamw(1e-3, weight_decay=0.1, axes=AXES)
+    grads = gradients(params, 20)
+    mine, bits = trained(optim.with_remainder(adamw, 16, AXES), params, grads)
+    theirs, copy = trained(optim.with_master(adamw), params, grads)
+    jax.tree.map(np.testing.assert_array_equal, completed(mine, bits), copy.master)
+    jax.tree.map(np.testing.assert_array_equal, mine, theirs)
+
+
+@pytest.mark.parametrize(("bits", "most"), [(16, 3e-5), (8, 2e-4)])
+def test_a_thousand_updates_of_a_millionth_add_up(bits, most):
+    """Against float64, from weights of all sizes to 4; rounded to bfloat16 all but the smallest would stand still."""
+    w = normal(4000).astype(jnp.bfloat16)
+    params, state = trained(optim.with_remainder(optax.sgd(1.0), bits), {"w": w}, [{"w": jnp.full(4000, 1e-6)}] * 1000)
+    moved = np.asarray(completed(params, state)["w"], np.float64) - np.asarray(w, np.float64)
+    assert moved.mean() == pytest.approx(-1e-3, rel=0.02)
+    assert np.sqrt(np.mean(np.square(moved + 1e-3))) < most
+
+
+def test_one_layer_at_a_time_is_the_same():
+    params = weights()
+    (g,) = gradients(params, 1)
+    tx = optim.with_remainder(optim.adamw(1e-3, axes=AXES), 8, AXES)
+    every, state = trained(tx, params, [g])
+    one = lambda tree: jax.tree.map(lambda x: x[1] if x.ndim else x, tree)  # noqa: E731
+    update = jax.jit(lambda g, s, p: tx.update(g, s, p, layer=jnp.asarray(1)))
+    updates, alone = update(one(g), one(jax.jit(tx.init)(params)), one(params))
+    jax.tree.map(np.testing.assert_array_equal, optim.apply(one(params), updates), one(every))
+    jax.tree.map(np.testing.assert_array_equal, alone.master, one(state.master))
+
+
+def test_what_is_not_finite_stays_so_and_the_largest_is_no_infinity():
+    most = jnp.finfo(jnp.bfloat16).max
+    w = {"w": jnp.asarray([1.0, 1.0, 0.0, most, -most], jnp.bfloat16)}
+    updates = {"w": jnp.asarray([jnp.nan, jnp.inf, -0.0, 1.0, 1.0])}
+    params, state = trained(optim.with_remainder(optax.identity(), 8), w, [updates])
+    found = np.asarray(completed(params, state)["w"])
+    assert np.isnan(found[0])
+    assert np.isposinf(found[1])
+    np.testing.assert_array_equal(found[2:], np.asarray([0, most, -most], np.float32))
+
+
+def test_weights_and_states_of_8_bit_adamw_take_five_bytes():
+    params = {"w": jnp.zeros((4, 1024, 1024), jnp.bfloat16), "norm": jnp.zeros((4, 1024), jnp.bfloat16)}
+    state = optim.with_remainder(optim.adamw8bit(1e-3, axes=AXES), 8, AXES).init(params)
+    assert sum(x.nbytes for x in jax.tree.leaves((params, state))) < 5.1 * sum(x.size for x in jax.tree.leaves(params))
