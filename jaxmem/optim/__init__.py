@@ -34,6 +34,7 @@ from jaxmem.optim.master import BITS, with_master, with_remainder
 from jaxmem.optim.muon import scale_by_muon
 from jaxmem.optim.quantized import scale_by_adam4bit, scale_by_adam8bit, scale_by_lion8bit, trace8bit
 from jaxmem.optim.schedule import schedule
+from jaxmem.optim.trainable import only, trainable
 
 __all__ = [
     "BITS",
@@ -60,6 +61,7 @@ __all__ = [
     "lion8bit",
     "momentum8bit",
     "muon",
+    "only",
     "qgalore",
     "remember",
     "scale_by_adafactor",
@@ -74,6 +76,7 @@ __all__ = [
     "schedule",
     "sgd",
     "trace8bit",
+    "trainable",
     "with_master",
     "with_remainder",
 ]
