@@ -10,6 +10,7 @@ import dataclasses
 import math
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -24,6 +25,7 @@ from jaxmem.sharding import Axes, Layout, constrain, current, gather, whole
 from jaxmem.weights import Point, Weight
 
 HEADS: Axes = ("batch", "time", "heads", "head_dim")
+UNDIVIDED = ("pallas",)  # implementations that XLA's partitioner cannot cut: each device calls its own
 STREAM: Axes = ("batch", "stream", "embed")
 
 
@@ -103,25 +105,18 @@ def attention(
     of `places`: the ring's, or with a window as it is."""
     layout = current()
     over = () if layout is None else layout.over("activations", "time")
-    if layout is None or not over:
-        return kernels.attention(
-            q,
-            k,
-            v,
-            causal=causal,
-            window=window,
-            segment_ids=segment_ids,
-            kv_segment_ids=segment_ids,
-            implementation=implementation,
-        )
-    (axis,) = over
+    options: dict[str, Any] = {"window": window, "implementation": implementation}
+    run = partial(kernels.attention, causal=causal, **options)
+    if layout is None or (not over and implementation not in UNDIVIDED):
+        return run(q, k, v, segment_ids=segment_ids, kv_segment_ids=segment_ids)
 
     def local(q: jax.Array, k: jax.Array, v: jax.Array, ids: jax.Array | None) -> jax.Array:
+        if not over:
+            return run(q, k, v, segment_ids=ids, kv_segment_ids=ids)
+        (axis,) = over
         if window is None:
             return ring.ring(q, k, v, axis=axis, segment_ids=ids)
-        return ring.halo(
-            kernels.attention, q, k, v, axis=axis, window=window, segment_ids=ids, implementation=implementation
-        )
+        return ring.halo(kernels.attention, q, k, v, axis=axis, segment_ids=ids, **options)
 
     split, tokens = layout.spec("activations", HEADS), layout.spec("activations", ("batch", "time"))
     specs = (split, split, split, None if segment_ids is None else tokens)

@@ -213,7 +213,7 @@ class Precision(Section):
 class Memory(Section):
     remat: Literal["none", "full", "dots"] = "none"
     update: Literal["after", "during"] = "after"  # the backward pass
-    attention: Literal["auto", "blockwise", "reference"] = "auto"
+    attention: Literal["auto", "blockwise", "pallas", "reference"] = "auto"
     loss_chunk: Literal["auto"] | Count = "auto"  # entries of the vocabulary whose logits exist at once
 
 

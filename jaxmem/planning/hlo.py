@@ -75,7 +75,13 @@ class Instruction:
     def config(self) -> dict[str, Any]:
         """What the backend wants to know of it."""
         given = wire.text(self.raw, 43)
-        return json.loads(given) if given.startswith("{") else {}
+        return json.loads(given) if given.startswith('{"') else {}  # of custom calls it may be MLIR: {debug = false
+
+    @cached_property
+    def attributes(self) -> dict[str, str]:
+        """What the program said of it to whoever reads the module."""
+        entries = (entry for map_ in wire.messages(self.raw, 68) for entry in wire.messages(map_, 1))
+        return {wire.text(entry, 1): wire.text(entry, 2) for entry in entries}
 
     @property
     def target(self) -> str:
@@ -123,7 +129,7 @@ def trip_count(loop: Instruction) -> int:
 
 
 def dot_flops(one: Instruction) -> int:
-    """Multiplications and additions of one matrix product or convolution; 0 of anything else."""
+    """Multiplications and additions of one matrix product, convolution or kernel of ours; 0 of anything else."""
     if one.opcode == "dot":
         dims = wire.read(wire.data(one.raw, 30))
         contracted = wire.numbers(dims, 1)
@@ -137,6 +143,9 @@ def dot_flops(one: Instruction) -> int:
         contracted = tuple(int(d) for d in dims["lhs_contracting_dimensions"])
         out = one.shape.parts[0] if one.shape.parts else one.shape
         return 2 * out.elements * math.prod(one.operands[0].shape.dims[d] for d in contracted)
+    if one.opcode == "custom-call" and "flops_per_output" in one.attributes:  # a kernel of ours, which says it itself
+        out = one.shape.parts[0] if one.shape.parts else one.shape
+        return round(float(one.attributes["flops_per_output"]) * out.elements)
     return 0
 
 

@@ -12,10 +12,10 @@ from typing import Any
 
 import jax
 
-from . import blockwise, reference
+from . import blockwise, pallas, reference
 from .arguments import checked
 
-IMPLEMENTATIONS = {"blockwise": blockwise.attend, "reference": reference.attend}
+IMPLEMENTATIONS = {"blockwise": blockwise.attend, "pallas": pallas.attend, "reference": reference.attend}
 
 
 def attention(

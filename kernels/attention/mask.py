@@ -44,7 +44,7 @@ def _scramble(x: UInt32[Array, "..."]) -> UInt32[Array, "..."]:
 
 
 def kept(
-    seed: UInt32[Array, "2"],
+    seed: UInt32[Array, "2"] | tuple[UInt32[Array, ""], UInt32[Array, ""]],
     batch_and_head: Int32[Array, "..."],
     query: Int32[Array, "..."],
     key: Int32[Array, "..."],

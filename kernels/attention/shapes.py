@@ -18,16 +18,26 @@ class Shape(NamedTuple):
     @property
     def pairs(self) -> int:
         """(query, key) pairs that see each other, of one head and one row of the batch."""
-        if not self.causal and self.window is None:
-            return self.queries * self.keys
-        ends = range(self.keys - self.queries + 1, self.keys + 1)  # keys up to each query's own place
-        reach = self.keys if self.window is None else self.window
-        return sum(min(max(end, 0), reach) for end in ends)
+        return pairs(self.queries, self.keys, causal=self.causal, window=self.window)
 
     @property
     def flops(self) -> int:
         """Of the forward pass: two products of 2 dim operations a pair. The backward pass has five: 2.5 times."""
         return 4 * self.batch * self.heads * self.pairs * self.dim
+
+
+def pairs(queries: int, keys: int, *, causal: bool, window: int | None) -> int:
+    """(query, key) pairs that see each other."""
+    if not causal and window is None:
+        return queries * keys
+    reach = keys if window is None else min(window, keys)
+
+    def below(end: int) -> int:
+        """Of queries that stand before `end` keys or fewer, down to none."""
+        full, rising = max(end - reach, 0), max(min(end, reach), 0)
+        return full * reach + rising * (rising + 1) // 2
+
+    return below(keys) - below(keys - queries)
 
 
 SHAPES = {
