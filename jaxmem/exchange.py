@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -106,7 +107,7 @@ def attention(
     layout = current()
     over = () if layout is None else layout.over("activations", "time")
     options: dict[str, Any] = {"window": window, "implementation": implementation}
-    run = partial(kernels.attention, causal=causal, **options)
+    run: Callable[..., jax.Array] = partial(kernels.attention, causal=causal, **options)
     if layout is None or (not over and implementation not in UNDIVIDED):
         return run(q, k, v, segment_ids=segment_ids, kv_segment_ids=segment_ids)
 
