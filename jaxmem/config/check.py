@@ -51,6 +51,11 @@ def _run(cfg: Config) -> Iterator[str]:
         first, last = train.profile or (1, 1)
         if not first <= last <= cfg.steps:
             yield f"train.profile: [{first}, {last}] must be [from, to], from <= to <= the {cfg.steps} steps of the run"
+    if train.on_nan == "skip" and cfg.memory.update == "during":
+        yield (
+            "train.on_nan: whether a gradient is no number is known after the last layer, and memory.update: during has"
+            " changed the others by then; use stop, or memory.update=after"
+        )
     if cfg.checkpoint.keep_best and train.evaluate_every is None:
         yield "checkpoint.keep_best: the best is the lowest held-out loss; give train.evaluate_every"
     if train.evaluate_every is not None and data.held_out == 0:

@@ -261,6 +261,9 @@ class Train(Section):
     log_every: Count = 10
     evaluate_every: Count | None = None
     evaluate_batches: Count = 8
+    # A gradient that is no number: stop and name it; or leave that update out, and stop after so many in a row.
+    on_nan: Literal["stop", "skip"] = "stop"
+    most_skipped: Count = 10
     profile: Annotated[tuple[Count, Count], Field(strict=False)] | None = None  # [from, to] steps
     trackers: Annotated[tuple[Literal["tensorboard", "wandb"], ...], Field(strict=False)] = ()
 

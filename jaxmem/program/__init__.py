@@ -27,7 +27,7 @@ from jaxmem.errors import UserError
 from jaxmem.exchange import places
 from jaxmem.leaves import state_axes
 from jaxmem.precision import Params
-from jaxmem.program import scaling
+from jaxmem.program import culprit, scaling
 from jaxmem.program.compiler import compiler_options
 from jaxmem.program.during import During
 from jaxmem.program.objective import Batch, Sums, objective
@@ -36,6 +36,7 @@ from jaxmem.program.restage import Restage
 from jaxmem.program.step import TrainState, make_step
 from jaxmem.sharding import Axes, Layout, Role, axes_at_rest, is_axes, layout_for
 from jaxmem.stack import Pipeline, Way
+from jaxmem.weights import points
 
 
 @dataclass(frozen=True)
@@ -123,6 +124,13 @@ class Program:
         """The logical axes of every array that the parameters rest in."""
         return axes_at_rest(self.axes, self._shapes.params)
 
+    @property
+    def culprits(self) -> list[str]:
+        """What the metric `culprit` counts: weights and layers by name."""
+        order = None if self.pipeline is None else self.pipeline.order.tolist()
+        dense = jax.eval_shape(points, self._shapes.params)
+        return culprit.names(self.axes, dense, order)
+
     @cached_property
     def opt_axes(self) -> Any:
         """The logical axes of every array of the optimizer's state."""
@@ -200,6 +208,7 @@ class Program:
             self.pipeline,
             self.gradients_in,
             self._during if self.cfg.memory.update == "during" else None,
+            self.cfg.train.on_nan == "skip",
         )
         places = jax.tree.map(lambda x: x.sharding, self.state)
         with self.layout:

@@ -22,7 +22,7 @@ from jaxmem import optim, weights
 from jaxmem.config import Precision
 from jaxmem.optim.parts import pinned
 from jaxmem.precision import Params
-from jaxmem.program import scaling
+from jaxmem.program import culprit, scaling
 from jaxmem.program.during import During
 from jaxmem.program.gradients import accumulated, at_once
 from jaxmem.program.objective import Batch, Objective, Sums, means
@@ -32,6 +32,7 @@ from jaxmem.sharding import axes_at_rest
 from jaxmem.stack import Pipeline
 
 Metrics = dict[str, jax.Array]
+CULPRIT = "culprit"  # of the metrics: the place of the first gradient that is no number among `Program.culprits`, or -1
 _ROUNDING = 2**31 - 1  # folded into a step's key: what rounds weights, beside what drops activations
 
 
@@ -58,9 +59,11 @@ def make_step(
     pipeline: Pipeline | None = None,
     gradients_in: np.dtype | None = None,
     during: During | None = None,
+    skip: bool = False,
 ) -> Callable[[TrainState, Batch], tuple[TrainState, Metrics]]:
     """The training step. Leaves of the batch are [accumulate, rows, ...]; `axes` are the parameters'; `compute` is
-    the dtype that products run in, `gradients_in` what gradients are held in, None: each in its weight's own."""
+    the dtype that products run in, `gradients_in` what gradients are held in, None: each in its weight's own.
+    `skip`: an update whose gradients are not finite is left out."""
 
     def said(state: TrainState, sums: Sums, norm: jax.Array) -> Metrics:
         rate = learning_rate(state.step)
@@ -99,12 +102,16 @@ def make_step(
             grads, sums = accumulated(partial(loss, objective), at, batch, keys, axes, compute)
         count = jnp.maximum(sums["count"], 1.0)
         grads = jax.tree.map(lambda g: (g.astype(jnp.float32) / (count * scale)).astype(g.dtype), grads)
-        norm = optim.global_norm(grads)
-        metrics = said(state, sums, norm)
-        if state.loss_scale is None:
+        squares = culprit.squares(grads, axes)
+        norm = jnp.sqrt(jnp.sum(squares))
+        metrics = said(state, sums, norm) | {CULPRIT: culprit.first(squares)}
+        if state.loss_scale is None and not skip:
             return TrainState(state.step + 1, *updated(grads)), metrics
         finite = jnp.isfinite(norm)
         params, opt_state = jax.lax.cond(finite, updated, lambda _: (state.params, state.opt_state), grads)
+        if state.loss_scale is None:
+            metrics |= {"skipped": 1 - finite.astype(jnp.int32)}
+            return TrainState(state.step + 1, params, opt_state), metrics
         loss_scale = scaling.after(state.loss_scale, finite, dynamic=precision.loss_scale == "dynamic")
         metrics |= {"loss_scale": loss_scale.scale, "skipped": loss_scale.skipped}
         return TrainState(state.step + 1, params, opt_state, loss_scale), metrics

@@ -91,7 +91,8 @@ def run(cfg: Config, devices: Sequence[Any] | None = None) -> Result:
         trackers = opened.enter_context(trackers_for(cfg, directory, step))
         progress = opened.enter_context(_progress(planned, step, trackers.last.get("seconds", 0.0)))
         progress.say(_opening(planned, step))
-        telemetry = Telemetry(progress, trackers)
+        skipped = cfg.train.most_skipped if cfg.train.on_nan == "skip" else 0
+        telemetry = Telemetry(progress, trackers, built.culprits, skipped)
         measured = Measured(planned, directory / "plan.json")
         profile = opened.enter_context(Profile(directory / "profile", cfg.train.profile))
         stop, votes = opened.enter_context(Stop()), Vote()

@@ -6,20 +6,26 @@ The metrics of a step are read when the next one has been handed to the devices,
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import jax
 
 from jaxmem.errors import UserError
-from jaxmem.program.step import Metrics
+from jaxmem.program.step import CULPRIT, Metrics
 from jaxmem.training.progress import Progress
 from jaxmem.training.trackers import Trackers
 
 
 class Telemetry:
-    """Reads metrics one step late, and stops a run whose loss is no number."""
+    """Reads metrics one step late, and stops a run whose loss is no number, at once or after `most_skipped` updates in
+    a row that were left out. `culprits` are what the metric of that name counts."""
 
-    def __init__(self, progress: Progress, trackers: Trackers) -> None:
+    def __init__(
+        self, progress: Progress, trackers: Trackers, culprits: Sequence[str] = (), most_skipped: int = 0
+    ) -> None:
         self._progress, self._trackers = progress, trackers
+        self._culprits, self._most_skipped = culprits, most_skipped
+        self._skipped = 0  # updates in a row
         self._pending: tuple[int, Metrics] | None = None
         self.last: dict[str, float] = {}  # of the last step that was read
 
@@ -34,14 +40,24 @@ class Telemetry:
         step, metrics = self._pending
         self._pending = None
         self.last = {name: float(value) for name, value in jax.device_get(metrics).items()}
-        if not math.isfinite(self.last["loss"]):
-            raise UserError(
-                f"loss is {self.last['loss']} at step {step}, gradient norm {self.last['gradient_norm']:.3g}: "
-                "lower optimizer.learning_rate or optimizer.clip; the last checkpoint is from before"
-            )
+        place = int(self.last.pop(CULPRIT, -1))
+        overflowed = "loss_scale" in self.last and math.isfinite(self.last["loss"])  # which is how a scale is found
+        if math.isfinite(self.last["loss"]) and (place < 0 or overflowed):
+            self._skipped = 0
+        else:
+            self._skipped += 1
+            self._not_finite(step, f"; the first that is no number: {self._culprits[place]}" if place >= 0 else "")
         if row := self._progress.update(step, self.last):
             del row["step"]
             self._trackers.log(step, row)
+
+    def _not_finite(self, step: int, first: str) -> None:
+        told = f"loss is {self.last['loss']:.5g} at step {step}, gradient norm {self.last['gradient_norm']:.3g}{first}"
+        if self._skipped > self._most_skipped:
+            raise UserError(
+                f"{told}: lower optimizer.learning_rate or optimizer.clip; the last checkpoint is from before"
+            )
+        self._progress.say(f"{told}: left out")
 
     def held_out(self, step: int, means: dict[str, float]) -> None:
         self.flush()

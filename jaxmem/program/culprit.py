@@ -1,0 +1,68 @@
+"""Which gradient was the first that is no number: the weight's name, and its layer.
+
+The sums of squares that the length of all gradients is made of are kept apart until it is known, one for each weight
+and layer, a few hundred numbers. What is not finite passes from a layer to those before it: the first is the one that
+the backward pass comes to first, the last layer and what follows the layers before all others.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxmem.sharding import is_axes
+
+AFTER_LAYERS = ("head", "norm")  # what networks have between their layers and the loss
+
+
+def names(axes: Any, sizes: Any, order: list[int] | None = None) -> list[str]:
+    """In the order of `squares`; `order` says which layer stands at each place of a stack."""
+    after, stacks, before = _sorted(axes)
+    lengths = {path: leaf.shape[0] for path, leaf in jax.tree_util.tree_leaves_with_path(sizes)}
+    found = [_name(path) for path in after]
+    for paths in stacks:
+        for place in reversed(range(lengths[paths[0]])):
+            layer = place if order is None else order[place]
+            found += [f"{_name(path)} of layer {layer}" for path in paths]
+    return found + [_name(path) for path in before]
+
+
+def squares(grads: Any, axes: Any) -> jax.Array:
+    """Of each weight and layer the sum, in float32."""
+    leaves = dict(jax.tree_util.tree_leaves_with_path(grads))
+    after, stacks, before = _sorted(axes)
+
+    def whole(path: Any) -> jax.Array:
+        return jnp.sum(jnp.square(leaves[path].astype(jnp.float32))).reshape(1)
+
+    def by_layer(path: Any) -> jax.Array:
+        g = leaves[path].astype(jnp.float32)
+        return jnp.sum(jnp.square(g), axis=tuple(range(1, g.ndim)))[::-1]
+
+    layers = [jnp.stack([by_layer(path) for path in paths], axis=1).reshape(-1) for paths in stacks]
+    return jnp.concatenate([*map(whole, after), *layers, *map(whole, before)])
+
+
+def first(squares: jax.Array) -> jax.Array:
+    """The place of the first that is not finite; -1: all are."""
+    bad = ~jnp.isfinite(squares)
+    return jnp.where(jnp.any(bad), jnp.argmax(bad), -1).astype(jnp.int32)
+
+
+def _sorted(axes: Any) -> tuple[list[Any], list[list[Any]], list[Any]]:
+    """Paths of what follows the layers, of each stack from the last one on, and of the rest."""
+    after: list[Any] = []
+    stacks: dict[Any, list[Any]] = {}
+    before: list[Any] = []
+    for path, own in jax.tree_util.tree_leaves_with_path(axes, is_leaf=is_axes):
+        if own[:1] == ("layer",):
+            stacks.setdefault(path[: [step.key for step in path].index("blocks")], []).append(path)
+        else:
+            (after if path[0].key in AFTER_LAYERS else before).append(path)
+    return after, list(reversed(stacks.values())), before
+
+
+def _name(path: Any) -> str:
+    return jax.tree_util.keystr(path, simple=True, separator=".")
