@@ -476,4 +476,4 @@ def _show(result: Any) -> None:
         return
     from rich.console import Console
 
-    Console().print(result)
+    Console().print(result, markup=not isinstance(result, str))

@@ -214,6 +214,7 @@ class Memory(Section):
     remat: Literal["none", "full", "dots"] = "none"
     update: Literal["after", "during"] = "after"  # the backward pass
     attention: Literal["auto", "blockwise", "pallas", "reference"] = "auto"
+    budget: Positive | None = None  # GiB of each device that the run may take; by default all but what is reserved
     loss_chunk: Literal["auto"] | Count = "auto"  # entries of the vocabulary whose logits exist at once
 
 

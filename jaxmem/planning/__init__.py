@@ -13,12 +13,11 @@ import time
 import jax
 
 from jaxmem.config import Config
-from jaxmem.hardware import reserved
 from jaxmem.planning.advice import recomputed
 from jaxmem.planning.compile import Compiled, compile_all, listening
 from jaxmem.planning.planned import Plan
 from jaxmem.planning.predict import held, ideal_flops
-from jaxmem.planning.targets import Target, local_target, parse_target, target_devices
+from jaxmem.planning.targets import Target, local_target, parse_target, target_devices, usable
 from jaxmem.planning.text import readable
 from jaxmem.program import Program, program
 
@@ -30,7 +29,7 @@ def plan(cfg: Config, target: str | None = None, *, reserve_gib: float | None = 
     """
     start = time.perf_counter()
     aim = local_target(jax.devices()) if target is None else parse_target(target)
-    limit = aim.memory - reserved(aim.count, reserve_gib)
+    limit = usable(aim, cfg, reserve_gib)
     built = program(cfg, target_devices(aim, limit))
     others = {"initialise": built.lower_initialise}
     if built.cfg.train.evaluate_every:

@@ -40,7 +40,7 @@ def shape_of(cfg: Config, platform: str) -> Config:
             "batch": Batch(global_size=1),
             "train": Train(steps=cfg.steps),
             "checkpoint": Checkpoint(),
-            "memory": cfg.memory.model_copy(update={"loss_chunk": chunk or "auto"}),
+            "memory": cfg.memory.model_copy(update={"loss_chunk": chunk or "auto", "budget": None}),
             "precision": cfg.precision.model_copy(update={"compute": compute}),
         }
     )

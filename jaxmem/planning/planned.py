@@ -10,12 +10,11 @@ from typing import Any
 
 import jax
 
-from jaxmem.hardware import reserved
 from jaxmem.planning.advice import Warned, warnings_of
 from jaxmem.planning.breakdown import PARTS, Breakdown, breakdown, known_shapes
 from jaxmem.planning.compile import Compiled, host_total, sizes, total
 from jaxmem.planning.predict import held, ideal_flops, predict
-from jaxmem.planning.targets import Target
+from jaxmem.planning.targets import Target, reserved, usable
 from jaxmem.planning.timeline import Timeline, timeline
 from jaxmem.program import Program
 
@@ -103,17 +102,18 @@ class Plan:
 
     @property
     def reserved(self) -> int:
-        """Bytes of a GPU that the program cannot have: of one that is here, what jax was told to leave."""
-        if self.target.is_cpu:
-            return 0
-        if self.target.withheld is not None and self.reserve_gib is None:
-            return self.target.withheld
-        return reserved(self.target.count, self.reserve_gib)
+        """Bytes of a GPU that the program cannot have."""
+        return reserved(self.target, self.reserve_gib)
+
+    @property
+    def limit(self) -> int:
+        """Bytes of a device that the run may take."""
+        return usable(self.target, self.program.cfg, self.reserve_gib)
 
     @property
     def room(self) -> int:
         """Bytes that are left of a device at its fullest; below 0 it does not fit."""
-        return self.target.memory - self.reserved - max(size for size in self.phases.values() if size is not None)
+        return self.limit - max(size for size in self.phases.values() if size is not None)
 
     @property
     def fits(self) -> bool:
@@ -132,6 +132,7 @@ class Plan:
                 "devices": target.count,
                 "memory_bytes": target.memory,
                 "reserved_bytes": self.reserved,
+                "limit_bytes": self.limit,
                 "host_memory_bytes": target.host_memory,
             },
             "backend": "cpu" if target.is_cpu else "cuda",

@@ -95,6 +95,8 @@ class Report:
         others = ", ".join(f"{phase} {readable(size)}" for phase, size in phases.items() if phase != "step")
         yield Text(f"other phases: {others}")
         of = f"{readable(plan.target.memory)}" + (f" less {readable(plan.reserved)} reserved" if plan.reserved else "")
+        if plan.limit < plan.target.memory - plan.reserved:
+            of = f"memory.budget, {readable(plan.limit)}"
         if plan.fits:
             yield Text(f"fits in {of}: {readable(plan.room)} left", style="green")
         elif plan.room < 0:

@@ -21,6 +21,7 @@ from typing import Any
 import yaml
 
 from jaxmem import devices, hardware
+from jaxmem.config import Config
 from jaxmem.errors import UserError, nearest
 from jaxmem.hardware import GPUS, Gpu
 
@@ -95,6 +96,21 @@ def local_target(seen: Sequence[Any]) -> Target:
     withheld = memory - reported if reported else None
     host = _memory_here() // per_host
     return Target(f"{name}:{count}", gpu, count, per_host, memory, host, tuple(seen), withheld)
+
+
+def reserved(target: Target, gib: float | None = None) -> int:
+    """Bytes of a device that no program can have: of one that is here, what jax was told to leave."""
+    if target.is_cpu:
+        return 0
+    if target.withheld is not None and gib is None:
+        return target.withheld
+    return hardware.reserved(target.count, gib)
+
+
+def usable(target: Target, cfg: Config, reserve_gib: float | None = None) -> int:
+    """Bytes of a device that this run may take: what is not reserved, or its own `memory.budget`."""
+    left, budget = target.memory - reserved(target, reserve_gib), cfg.memory.budget
+    return left if budget is None else min(left, int(budget * hardware.GIB))
 
 
 def target_config(gpu: Gpu, usable: int) -> str:

@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from jaxmem.config import Config
-from jaxmem.hardware import reserved
 from jaxmem.planning import Target
 from jaxmem.search.candidates import Candidate
 from jaxmem.search.facts import Facts
@@ -54,12 +53,8 @@ class Entries:
     """All candidates of a search."""
 
     target: Target
-    reserve_gib: float | None
+    limit: int  # bytes of a device
     all: list[Entry] = field(default_factory=list)
-
-    @property
-    def limit(self) -> int:
-        return self.target.memory - (0 if self.target.is_cpu else reserved(self.target.count, self.reserve_gib))
 
     @property
     def compiled(self) -> list[Entry]:

@@ -8,12 +8,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from jaxmem.config import Config
-from jaxmem.hardware import CPU, reserved
+from jaxmem.hardware import CPU
 from jaxmem.planning import Plan, Target
 from jaxmem.planning.advice import recomputed
 from jaxmem.planning.compile import compile_all, host_total, sized
 from jaxmem.planning.predict import held
-from jaxmem.planning.targets import target_devices
+from jaxmem.planning.targets import target_devices, usable
 from jaxmem.planning.timeline import timeline
 from jaxmem.program import Program, program
 
@@ -67,7 +67,7 @@ def other_phases(cfg: Config, target: Target, reserve_gib: float | None, known: 
 
 
 def built_for(cfg: Config, target: Target, reserve_gib: float | None) -> Program:
-    return program(cfg, target_devices(target, target.memory - reserved(target.count, reserve_gib)))
+    return program(cfg, target_devices(target, usable(target, cfg, reserve_gib)))
 
 
 def as_dict(facts: Facts) -> dict[str, Any]:

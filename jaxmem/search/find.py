@@ -14,6 +14,7 @@ from typing import Any
 from jaxmem.config import Config
 from jaxmem.errors import UserError
 from jaxmem.planning import Target, readable
+from jaxmem.planning.targets import usable
 from jaxmem.search.candidates import Candidate, Space, begun, candidates
 from jaxmem.search.compilers import Compilers, RefusedError
 from jaxmem.search.entries import Entries, Entry
@@ -30,7 +31,7 @@ def search(cfg: Config, target: Target, allow: Sequence[str], compilers: Compile
     start = time.perf_counter()
     if compiles < 1:
         raise UserError(f"compiles: {compiles} should be 1 or more")
-    known = Entries(target, compilers.reserve_gib)
+    known = Entries(target, usable(target, cfg, compilers.reserve_gib))
     space = Space(cfg, target, allowed(allow))
     known.all = [Entry.of(one) for one in begun(space, cfg, target)]
     if space.is_sampled:

@@ -16,6 +16,7 @@ from typing import Any
 from jaxmem.config import Config, load_config
 from jaxmem.errors import UserError, nearest
 from jaxmem.planning import Target, readable
+from jaxmem.planning.targets import usable
 from jaxmem.search.candidates import Candidate, candidates
 from jaxmem.search.compilers import Compilers, RefusedError
 from jaxmem.search.entries import Entries
@@ -101,7 +102,7 @@ class _Search:
     def __init__(self, cfg: Config, target: Target, key: str, allow: Sequence[str], compilers: Compilers) -> None:
         self._raw, self._target, self._key, self._compilers = cfg.model_dump(mode="json"), target, key, compilers
         self._knobs = allowed(allow)
-        self._entries = Entries(target, compilers.reserve_gib)
+        self._entries = Entries(target, usable(target, cfg, compilers.reserve_gib))
         self._unit = UNITS[key] if key != "batch.global_size" else _rows(cfg, target)
         self._least: dict[int, Candidate | None] = {}
         self._ratio = 1.0  # compiled to estimated

@@ -45,12 +45,11 @@ def nearest_that_fit(planned: Plan) -> list[Near]:
 def _hopeful(planned: Plan) -> list[Candidate]:
     """Of each set of keys that changes, the fastest that should fit; then the next fastest of each."""
     given, *others = candidates(planned.program.cfg, planned.target, allowed(BY_DEFAULT))
-    limit = planned.target.memory - planned.reserved
     off = planned.compiled_step.total / given.estimate.total  # the estimate is wrong alike for its neighbours
     ranks: dict[frozenset[str], int] = {}
     ranked: list[tuple[int, int, float, Candidate]] = []
     for one in sorted(others, key=lambda one: one.estimate.seconds or 0.0):
-        if off * one.estimate.total <= limit:
+        if off * one.estimate.total <= planned.limit:
             keys = frozenset("mesh" if key.startswith("mesh.") else key for key in one.changes)
             ranks[keys] = ranks.get(keys, -1) + 1
             ranked.append((ranks[keys], len(keys), one.estimate.seconds or 0.0, one))

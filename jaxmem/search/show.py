@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,7 +13,7 @@ from rich.text import Text
 from jaxmem.hardware import GIB
 from jaxmem.planning import readable
 from jaxmem.planning.text import duration
-from jaxmem.search.entries import Entry
+from jaxmem.search.entries import SLOWEST, Entry
 from jaxmem.search.result import Fit
 
 LOSERS = 8  # rows
@@ -57,7 +58,7 @@ class Report:
         table.add_column("memory", justify="right", no_wrap=True)
         table.add_column("change")
         for one in entries:
-            table.add_row(duration(one.seconds), readable(one.total), _settings(one))
+            table.add_row(duration(one.seconds), readable(one.total), Text(_settings(one)))  # [] is no markup
         return table
 
 
@@ -87,9 +88,11 @@ def draw(fit: Fit, path: str | Path) -> None:
     )
     axes.axhline(known.limit / GIB, c="tab:red", ls="--", label="memory of a device")
     if fit.best:
-        axes.annotate(_settings(fit.best), (fit.best.seconds, fit.best.total / GIB), fontsize=7)
+        axes.set_xlim(0, 1.1 * SLOWEST * fit.best.seconds)
     axes.set_xlabel("seconds a step, estimated")
     axes.set_ylabel("GiB a device")
-    axes.set_title(f"{fit.given.name} on {fit.target.name}")
+    title = [f"{fit.given.name} on {fit.target.name}"]
+    title += textwrap.wrap(f"fastest: {_settings(fit.best)}", 100) if fit.best else []
+    axes.set_title("\n".join(title), fontsize=10)
     axes.legend(loc="upper right")
     figure.savefig(path, format="png", dpi=150)

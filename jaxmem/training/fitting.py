@@ -26,8 +26,8 @@ class DoesNotFitError(UserError):
         phase, size = max(((name, size or 0) for name, size in planned.phases.items()), key=lambda pair: pair[1])
         parts = {name: size for name, size in planned.bytes_per_device.items() if name != "total"}
         largest = max(parts, key=lambda name: parts[name])
-        has = readable(planned.target.memory - planned.reserved)
-        needs = f"to {phase} takes {readable(size)} of each device, which has {has}"
+        has = "which has" if planned.program.cfg.memory.budget is None else "of which it may take"
+        needs = f"to {phase} takes {readable(size)} of each device, {has} {readable(planned.limit)}"
         name = planned.program.cfg.name
         lines = [f"{name} does not fit: {needs}; of a step {readable(parts[largest])} are {largest}"]
         if near:

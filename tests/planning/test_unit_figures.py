@@ -11,7 +11,7 @@ import pytest
 
 from jaxmem.config import Config, load_config
 from jaxmem.planning import held
-from jaxmem.planning.compile import sizes
+from jaxmem.planning.compile import sized
 from jaxmem.planning.targets import parse_target, target_devices
 from jaxmem.program import Program, program
 from jaxmem.quant import QTensor, quantize
@@ -100,18 +100,11 @@ def four_bits(axes: Any, x: Any) -> Any:
     return jax.eval_shape(partial(quantize, format="nf4", axis=-2, double=True), x)
 
 
-def test_weights_in_4_bits_stay_so_while_they_are_computed_with() -> None:
-    """One layer's values exist at a time: compiled, as a forward pass over a stack of layers."""
-    layers, wide = 16, 256
-    weights = jax.eval_shape(
-        partial(quantize, format="nf4", axis=-2, double=True),
-        jax.ShapeDtypeStruct((layers, wide, wide), jax.numpy.float32),
-    )
-    x = jax.ShapeDtypeStruct((8, wide), jax.numpy.float32)
-
-    def forward(weights: QTensor, x: jax.Array) -> jax.Array:
-        return jax.lax.scan(lambda x, w: (x @ w.dequantize(), None), x, weights)[0]
-
-    held = sizes(jax.jit(forward).lower(weights, x).compile())
-    assert held["arguments"] == pytest.approx(weights.nbytes + x.size * 4, rel=0.01)
-    assert held["temporaries"] < 4 * 4 * wide * wide < 4 * layers * wide * wide
+def test_70_billion_weights_in_4_bits_are_evaluated_on_one_gpu() -> None:
+    """Compiled: codes, a constant for each 256, and less than one layer's values beside them."""
+    precision = {"parameters": "nf4", "block_size": 256}
+    built = on("h100-80gb", run({"preset": "llama3-70b"}, precision=precision, batch={"global_size": 1}))
+    weights, total = held(built.state.params), sized(built.lower_evaluate(), here=False)
+    assert 8 * weights / built.parameters == pytest.approx(4.125, rel=0.001)
+    assert 35 < weights / GB < total / GB < 38
+    assert total - weights < 2 * built.parameters / 80

@@ -121,6 +121,9 @@ def test_a_table_as_good_as_any_that_is_known_is_found() -> None:
     assert fit.best is not None
     assert fit.best.cfg.mesh == poor.mesh
     assert fit.best.seconds <= min(other.seconds or 0.0 for other in others)
+    console = Console(width=200, file=io.StringIO())
+    console.print(fit.table())
+    assert "rules.mlp=[" in console.file.getvalue()  # type: ignore[attr-defined]
     smallest = min(fit.front, key=lambda one: one.total)
     assert smallest.total <= min(other.total for other in others) < usual.total
     assert load_config(poor.model_dump(mode="json"), fit.best.candidate.overrides).for_devices(8) == fit.best.cfg
@@ -148,6 +151,16 @@ def test_where_nothing_fits_it_says_what_would_help() -> None:
     assert fit.helps is not None
     with pytest.raises(UserError, match="nothing fits"):
         fit.write("nowhere.yaml")
+
+
+def test_a_budget_is_kept() -> None:
+    target = with_memory("h100-80gb:8", 1 << 40)
+    gib = typical() / 2**30
+    with Told(target) as compilers:
+        fit = search(config(memory={"budget": gib}), target, ["remat", "batch"], compilers)
+    assert fit.known.limit == int(gib * 2**30)
+    assert fit.best is not None
+    assert fit.best.total <= fit.known.limit
 
 
 def test_other_phases_count() -> None:

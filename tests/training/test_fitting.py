@@ -13,7 +13,7 @@ import pytest
 from jaxmem import devices
 from jaxmem.config import load_config
 from jaxmem.hardware import GIB, GPUS, reserved
-from jaxmem.planning import Plan, plan_program
+from jaxmem.planning import Plan, held, plan_program
 from jaxmem.planning.targets import local_target
 from jaxmem.program import program
 from jaxmem.search import nearest
@@ -60,6 +60,23 @@ def test_the_nearest_that_fit_are_named_and_do(
         again = plan_program(program(load_config(CONFIG, overrides), jax.devices()[:2]))
         assert again.compiled_step.total <= tight.target.memory
         assert all("=" in override for override in overrides)
+
+
+def test_a_budget_is_a_limit_of_one_s_own(plan: Plan) -> None:
+    gib = 0.5 * plan.compiled_step.total / GIB
+    cfg = plan.program.cfg.model_copy(update={"memory": plan.program.cfg.memory.model_copy(update={"budget": gib})})
+    within = dataclasses.replace(plan, program=dataclasses.replace(plan.program, cfg=cfg))
+    assert plan.fits
+    assert not within.fits
+    assert within.limit == int(gib * GIB)
+    assert str(DoesNotFitError(within, [])).count("of each device, of which it may take") == 1
+
+
+def test_a_host_that_overflows_does_not_fit(plan: Plan) -> None:
+    """What is offloaded, and the copy of the state that a checkpoint is written from."""
+    assert plan.host_bytes >= held(plan.program.state)
+    for host, fits in ((plan.host_bytes, True), (plan.host_bytes - 1, False)):
+        assert dataclasses.replace(plan, target=dataclasses.replace(plan.target, host_memory=host)).fits is fits
 
 
 def test_where_nothing_fits_no_config_is_named(plan: Plan) -> None:
