@@ -328,6 +328,33 @@ def bench_step(
     print(f"losses differ by {found['largest_loss_difference']:.1e} at most")
 
 
+@bench.command("kernels")
+def bench_kernels(
+    shapes: Annotated[
+        list[str] | None, typer.Argument(metavar="[SHAPE]...", help="long llama3-8b", show_default=False)
+    ] = None,
+    seconds: Annotated[float, typer.Option(min=0.1, help="How long to measure each, about.")] = 5.0,
+    as_json: Json = False,
+) -> None:
+    """Whether attention is right on this device, and how fast, beside cuDNN and PyTorch."""
+    from jaxmem.bench import kernels
+
+    with _only_json(as_json):
+        found = kernels.bench_kernels(shapes or [], seconds=seconds)
+    if as_json:
+        _show(found)
+        return
+    dry = ": a dry run on small shapes, its speeds mean nothing" if found["dry_run"] else ""
+    print(f"{found['device']}{dry}")
+    print("ceilings: {matmul_tflops:.1f} TFLOP/s, {copy_gb_s:.0f} GB/s".format(**found["ceilings"]))
+    for row in found["rows"]:
+        if "why_not" in row:
+            print(f"{row['shape']:13} {row['contestant']:14} not: {row['why_not']}")
+            continue
+        error = "" if row["error"] is None else f"  error {row['error']:.1f} steps"
+        print(f"{row['shape']:13} {row['contestant']:14} {row['pass']:8} {row['tflops']:8.3f} TFLOP/s{error}")
+
+
 @app.command(context_settings={"allow_interspersed_args": False})
 def launch(
     command: Annotated[list[str], typer.Argument(metavar="-- COMMAND", help="What each of them runs.")],
