@@ -9,9 +9,10 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
+from jaxmem.config.names import NAMES
 from jaxmem.config.optimizers import FIELDS, OPTIMIZERS, SEARCH_BASES
-from jaxmem.config.sections import Config, Convnet, Data, Decoder, Mesh, Mlp, Objective, Rope, Rules, Source, Vit
-from jaxmem.errors import UserError
+from jaxmem.config.sections import Config, Convnet, Data, Decoder, Mesh, Mlp, Objective, Rope, Rules, Save, Source, Vit
+from jaxmem.errors import UserError, nearest
 
 BYTE_VOCAB = 257  # 256 bytes and the end of a document
 DIGIT_CLASSES = 10
@@ -211,10 +212,30 @@ def _precision(cfg: Config) -> Iterator[str]:
         )
 
 
+def _names(cfg: Config) -> Iterator[str]:
+    remat, known = cfg.memory.remat, NAMES[cfg.model.family]
+    if isinstance(remat, Save):
+        if not remat.save:
+            yield "memory.remat.save: names nothing; give some, or memory.remat=full"
+        for name in remat.save:
+            if name not in known:
+                yield f"memory.remat.save: family {cfg.model.family} has no {name!r}{nearest(name, known)}"
+
+
+def _is_scheduled(cfg: Config) -> bool:
+    """Whether only some boundaries of layers are kept."""
+    return isinstance(cfg.memory.remat, str) and cfg.memory.remat not in ("none", "full", "dots")
+
+
 def _update(cfg: Config) -> Iterator[str]:
     """What an update during the backward pass cannot be combined with. It sees one layer's gradient at a time, once."""
     if cfg.memory.update != "during":
         return
+    if _is_scheduled(cfg):
+        yield (
+            f"memory.remat: {cfg.memory.remat} makes boundaries again that memory.update: during keeps; use none, full,"
+            " dots or {save: [names]}, or memory.update=after"
+        )
     if cfg.batch.accumulate > 1:
         yield (
             f"batch.accumulate: {cfg.batch.accumulate} micro-batches add up in gradients of all layers, which"
@@ -247,6 +268,11 @@ def _mesh(cfg: Config) -> Iterator[str]:
     for axis, size in axes.items():
         if size < 1 and size != -1:
             yield f"mesh.{axis}: must be at least 1, or -1 for the rest of the devices, not {size}"
+    if cfg.mesh.stage != 1 and _is_scheduled(cfg):
+        yield (
+            f"memory.remat: {cfg.memory.remat} goes back through all layers one by one, which mesh.stage"
+            f" {cfg.mesh.stage} does not; use none, full, dots or {{save: [names]}}"
+        )
     if cfg.mesh.context != 1:
         model = cfg.model
         if not isinstance(model, Decoder):
@@ -292,6 +318,7 @@ RULES = (
     _data,
     _batch,
     _precision,
+    _names,
     _update,
     _mesh,
     _rules,

@@ -28,6 +28,7 @@ ALLOWED = {
     "less_than_equal": "at most {le:g}",
     "too_short": "of at least {min_length} values",
     "too_long": "of at most {max_length} values",
+    "string_pattern_mismatch": "text of the form {pattern}",
 }
 
 
@@ -35,7 +36,7 @@ def explain(error: ValidationError) -> str:
     """One line a problem."""
     errors = error.errors(include_url=False)
     missing = [item for item in errors if item["type"] == "missing" and item["loc"][:2] == ("model", "decoder")]
-    lines = [_line(item) for item in errors if item not in missing]
+    lines = list(dict.fromkeys(_line(item, errors) for item in errors if item not in missing))
     if missing:
         lines.append(
             f"model.preset: missing; give one, or model.hf, or {', '.join(_dotted(item['loc']) for item in missing)}"
@@ -43,9 +44,17 @@ def explain(error: ValidationError) -> str:
     return "\n".join(" ".join(line.splitlines()) for line in lines)
 
 
-def _line(error: ErrorDetails) -> str:
+def _line(error: ErrorDetails, errors: list[ErrorDetails]) -> str:
     location, kind, given = error["loc"], error["type"], error["input"]
     key = _dotted(location)
+    if rest := _member(error):
+        of_key = location[: len(location) - len(rest)]
+        others = [one for one in errors if one["loc"][: len(of_key)] == of_key]
+        inside = next((one for one in others if len(_member(one)) > 1), None)
+        if inside is None:
+            return _of_union(of_key, given, others)
+        location, error, kind, given = (*of_key, *_member(inside)[1:]), inside, inside["type"], inside["input"]
+        key = _dotted(location)
     match kind:
         case "extra_forbidden":
             return f"{key}: unknown key{_nearest_key(location)}"
@@ -57,10 +66,37 @@ def _line(error: ErrorDetails) -> str:
             return f"{key}: {_one_of(given, _choices(location))}"
         case "union_tag_invalid":
             return f"{key}.family: {_one_of(given['family'], list(FAMILIES))}"
-    allowed = ALLOWED.get(kind)
+    allowed = _allowed(error)
     if allowed is None:
         return f"{key}: {error['msg']}, not {_short(given)}"
-    return f"{key}: must be {allowed.format(**error.get('ctx', {}))}, not {_short(given)}"
+    return f"{key}: must be {allowed}, not {_short(given)}"
+
+
+def _allowed(error: ErrorDetails) -> str | None:
+    text = ALLOWED.get(error["type"])
+    return None if text is None else text.format(**error.get("ctx", {}))
+
+
+def _of_union(location: tuple[int | str, ...], given: object, errors: list[ErrorDetails]) -> str:
+    """Of a key that takes one of several kinds of value: what each would have been."""
+    kinds = list(dict.fromkeys(filter(None, map(_allowed, errors))))
+    line, _, close = _one_of(given, _choices(location)).partition("; ")
+    return f"{_dotted(location)}: {', or '.join([line, *kinds])}" + (f"; {close}" if close else "")
+
+
+def _member(error: ErrorDetails) -> tuple[int | str, ...]:
+    """What pydantic puts after the key: its name for a kind of value that the key takes, and what is within that."""
+    annotation: Any = Config
+    for at, part in enumerate(error["loc"]):
+        if (at, error["loc"][0]) == (1, "model"):
+            annotation = FAMILIES.get(str(part), Section)
+        elif not isinstance(part, int):
+            sections = [one for one in _inside(annotation) if isinstance(one, type) and issubclass(one, Section)]
+            if not sections or part not in sections[0].model_fields:
+                rest = error["loc"][at:]
+                return () if len(rest) == 1 and error["type"] == "extra_forbidden" else rest
+            annotation = sections[0].model_fields[part].annotation
+    return ()
 
 
 def _dotted(location: tuple[int | str, ...]) -> str:

@@ -210,8 +210,17 @@ class Precision(Section):
         return self.rounding == "stochastic" or (self.rounding == "auto" and self.quantized)
 
 
+class Save(Section):
+    """By name what the layers keep for the backward pass; everything else is computed again."""
+
+    save: Annotated[tuple[str, ...], Field(strict=False)]
+
+
+Scheduled = Annotated[str, Field(pattern=r"^(every|slots)_[1-9][0-9]*$")]
+
+
 class Memory(Section):
-    remat: Literal["none", "full", "dots"] = "none"
+    remat: Literal["none", "full", "dots", "sqrt", "recursive", "constant"] | Scheduled | Save = "none"
     update: Literal["after", "during"] = "after"  # the backward pass
     attention: Literal["auto", "blockwise", "pallas", "reference"] = "auto"
     budget: Positive | None = None  # GiB of each device that the run may take; by default all but what is reserved

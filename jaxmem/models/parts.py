@@ -181,6 +181,7 @@ class Attention(nnx.Module):
         q = self._split(self.q(x), self.heads, "heads", self.q_norm, angles)
         k = self._split(self.k(x), self.kv_heads, "kv_heads", self.k_norm, angles)
         v = self._split(self.v(x), self.kv_heads, "kv_heads")
+        q, k, v = (checkpoint_name(y, f"attention_{of}") for y, of in ((q, "q"), (k, "k"), (v, "v")))
         if cache is not None:
             mixed, kept = self._extended(q, k, v, cache)
         else:
@@ -247,7 +248,8 @@ class GatedMlp(nnx.Module):
         self.down = Linear(rngs, mlp, embed, ("mlp", "embed"), bias=bias)
 
     def __call__(self, x: Float[Array, "batch time embed"]) -> Float[Array, "batch time embed"]:
-        hidden = jax.nn.silu(self.gate(x)) * self.up(x)
+        gate, up = checkpoint_name(self.gate(x), "mlp_gate"), checkpoint_name(self.up(x), "mlp_up")
+        hidden = checkpoint_name(jax.nn.silu(gate) * up, "mlp_hidden")
         return self.down(constrain(hidden, "batch", "mlp_time", "mlp"))
 
 
@@ -259,7 +261,7 @@ class DenseMlp(nnx.Module):
         self.down = Linear(rngs, mlp, embed, ("mlp", "embed"), bias=True)
 
     def __call__(self, x: Float[Array, "*batch embed"]) -> Float[Array, "*batch embed"]:
-        hidden = jax.nn.gelu(self.up(x))
+        hidden = checkpoint_name(jax.nn.gelu(checkpoint_name(self.up(x), "mlp_up")), "mlp_hidden")
         return self.down(constrain(hidden, *("batch", "mlp_time")[: x.ndim - 1], "mlp"))
 
 
@@ -279,9 +281,12 @@ class Block(nnx.Module):
         cache: Place | None = None,
     ) -> tuple[Float[Array, "batch time embed"], tuple[New, New] | Caches]:
         first, second = (None, None) if keys is None else self._token_keys(keys, x.shape[1])
-        mixed, kept = self.attention(_gathered(self.attention_norm(x), "time"), angles, segment_ids, cache)
-        x = x + dropout(_streamed(mixed), self.dropout, first)
-        x = x + dropout(_streamed(self.mlp(_gathered(self.mlp_norm(x), "mlp_time"))), self.dropout, second)
+        normal = checkpoint_name(self.attention_norm(x), "attention_norm")
+        mixed, kept = self.attention(_gathered(normal, "time"), angles, segment_ids, cache)
+        x = x + dropout(checkpoint_name(_streamed(mixed), "attention_out"), self.dropout, first)
+        normal = checkpoint_name(self.mlp_norm(x), "mlp_norm")
+        made = checkpoint_name(_streamed(self.mlp(_gathered(normal, "mlp_time"))), "mlp_out")
+        x = x + dropout(made, self.dropout, second)
         return _streamed(x), kept
 
     def _token_keys(self, keys: RowKeys, length: int) -> tuple[Keys, ...]:

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from fractions import Fraction
 from functools import cached_property
 from typing import Any
 
@@ -110,22 +112,34 @@ class Module:
     @cached_property
     def executions(self) -> dict[Computation, int]:
         """How often each computation runs in one run of the module. Of a conditional, every branch counts once."""
-        times: dict[Computation, int] = defaultdict(int)
+        times: dict[Computation, Fraction | int] = defaultdict(int)
         times[self.entry] = 1
         for caller in reversed(self.computations):  # callers come after what they call
             for one in caller.instructions:
                 for called in one.called:
                     times[called] += times[caller] * (trip_count(one) if one.opcode == "while" else 1)
-        return times
+        return defaultdict(int, {computation: int(often) for computation, often in times.items()})
 
     def walk(self) -> Iterator[Instruction]:
         for computation in self.computations:
             yield from computation.instructions
 
 
-def trip_count(loop: Instruction) -> int:
-    """How often a while loop's body runs, as XLA found it; 1 where it did not."""
-    return int(loop.config.get("known_trip_count", {}).get("n", 1))
+def trip_count(loop: Instruction) -> Fraction | int:
+    """How often a while loop's body runs, as XLA found it; where it did not, what the loop's name says of all its runs
+    together (`jaxmem.stack.scheduled`), otherwise 1."""
+    if "known_trip_count" in loop.config:
+        return int(loop.config["known_trip_count"]["n"])
+    return mean_runs(loop.op_name.removesuffix("/while"))
+
+
+def mean_runs(name: str) -> Fraction | int:
+    """
+    >>> mean_runs("jit(step)/while/body/runs_9_in_16"), mean_runs("jit(step)")
+    (Fraction(9, 16), 1)
+    """
+    said = re.search(r"\bruns_(\d+)_in_(\d+)$", name)
+    return Fraction(int(said[1]), int(said[2])) if said else 1
 
 
 def dot_flops(one: Instruction) -> int:

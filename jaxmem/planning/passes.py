@@ -18,6 +18,7 @@ from jax.extend.core import Literal
 
 from jaxmem import vocabulary
 from jaxmem.config import Batch, Checkpoint, Config, Decoder, Mesh, Optimizer, Precision, Rules, Train
+from jaxmem.planning.hlo import mean_runs
 from jaxmem.precision import compute_dtype
 from jaxmem.program import Program, pipeline_of
 from jaxmem.program.objective import objective
@@ -171,6 +172,8 @@ def _equations(traced: Any, times: int) -> Iterator[tuple[Any, int]]:
     for eqn in traced.eqns:
         yield eqn, times
         inner = times * eqn.params.get("length", 1) if eqn.primitive.name == "scan" else times
+        if eqn.primitive.name == "while":
+            inner = int(times * mean_runs(str(eqn.source_info.name_stack)))
         for value in eqn.params.values():
             for part in value if isinstance(value, (list, tuple)) else (value,):
                 part = getattr(part, "jaxpr", part)

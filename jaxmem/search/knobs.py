@@ -82,6 +82,13 @@ def _micro_batches(cfg: Config, _: Target) -> Iterable[Change]:
     return ({"batch.accumulate": parts} for parts in range(1, size + 1) if size % parts == 0)
 
 
+def _policies(_cfg: Config, _target: Target) -> Iterable[Change]:
+    """Of those that keep few boundaries only `sqrt`: the others need a number, or far more time for little less."""
+    for name in values("memory.remat"):
+        if name not in ("recursive", "constant"):
+            yield {"memory.remat": name}
+
+
 def _loss_chunks(cfg: Config, _: Target) -> Iterable[Change]:
     """Slices of the vocabulary as they come out by themselves, or none."""
     if isinstance(cfg.model, Decoder):
@@ -128,7 +135,7 @@ KNOBS = (
     Knob("mesh", _meshes),
     Knob("mesh", listed("zero")),
     Knob("rules", _tables),
-    Knob("remat", listed("memory.remat")),
+    Knob("remat", _policies),
     Knob("batch", _micro_batches),
     Knob("chunks", _loss_chunks),
     Knob("precision", _resting),

@@ -1,4 +1,5 @@
-"""One layer after the other, as a scan; or, under `jax.vmap` over micro-batches, through the stages of a pipeline."""
+"""One layer after the other, as a scan, which goes back by a schedule where boundaries are not all kept; or, under
+`jax.vmap` over micro-batches, through the stages of a pipeline."""
 
 from __future__ import annotations
 
@@ -14,7 +15,9 @@ from jax.custom_batching import custom_vmap
 
 from jaxmem.sharding import groups
 from jaxmem.stack.pipeline import Pipeline, in_order, through_stages
-from jaxmem.stack.remat import policy
+from jaxmem.stack.remat import Remat, policy
+from jaxmem.stack.schedule import schedule
+from jaxmem.stack.scheduled import by_schedule
 
 # (module, x, this layer's input, what every layer sees) -> (x, this layer's output)
 Layer = Callable[[Any, Any, Any, Any], tuple[Any, Any]]
@@ -24,7 +27,7 @@ Layer = Callable[[Any, Any, Any, Any], tuple[Any, Any]]
 class Way:
     """How a stack is applied, whatever its layers are."""
 
-    remat: str = "none"
+    remat: Remat = "none"  # the name of a policy, or the names of what is kept
     pipeline: Pipeline | None = None
 
 
@@ -72,6 +75,9 @@ def apply_stack(
 
     if way.pipeline is not None:
         return _staged(way.pipeline, run, way.remat)(weights, x, inputs, beside)
+    plan = schedule(way.remat, jax.tree.leaves(weights)[0].shape[0])
+    if plan is not None:
+        return by_schedule(run, plan)(weights, x, inputs, beside)
     keep = policy(
         way.remat, {(*group, *leaf.shape[1:]) for leaf in jax.tree.leaves(weights) for group in ((), groups())}
     )
@@ -83,7 +89,7 @@ def apply_stack(
     return jax.lax.scan(lambda x, one: run(one[0], x, one[1], beside), x, (weights, inputs))
 
 
-def _staged(pipeline: Pipeline, run: Callable[..., tuple[Any, Any]], remat: str) -> Callable[..., tuple[Any, Any]]:
+def _staged(pipeline: Pipeline, run: Callable[..., tuple[Any, Any]], remat: Remat) -> Callable[..., tuple[Any, Any]]:
     """One micro-batch by itself sees layer after layer; all of them together, a pipeline."""
 
     @custom_vmap

@@ -25,7 +25,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxmem.sharding import groups, rotate, split_first
-from jaxmem.stack.remat import policy
+from jaxmem.stack.remat import Remat, policy
 
 Run = Callable[[Any, Any, Any, Any], tuple[Any, Any]]  # (one layer's weights, x, its input, beside) -> (x, output)
 AXIS = "stage"
@@ -110,7 +110,7 @@ def in_order(pipeline: Pipeline, run: Run, weights: Any, x: Any, inputs: Any, be
 
 
 def through_stages(
-    pipeline: Pipeline, run: Run, weights: Any, x: Any, inputs: tuple[Any, Any], beside: tuple[Any, Any], remat: str
+    pipeline: Pipeline, run: Run, weights: Any, x: Any, inputs: tuple[Any, Any], beside: tuple[Any, Any], remat: Remat
 ) -> Any:
     """All micro-batches, stacked in `slots`, through all layers. `inputs` and `beside` come with which of their
     leaves hold one of each micro-batch."""

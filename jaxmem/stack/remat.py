@@ -4,6 +4,9 @@ intermediates take A bytes, the backward pass holds
     none   N * A          no recomputation
     dots   N * (products) recomputes what lies between the matrix products
     full   N * B + A      one extra forward pass (Chen et al., arXiv:1604.06174)
+    names  N * (named)    recomputes all but what has these names
+
+and by `schedule.py` fewer boundaries than N, for more forward passes.
 
 Under every policy a weight gathered over `fsdp` is gathered again for the backward pass and never
 kept: kept, it would hold the whole model on each device.
@@ -17,8 +20,10 @@ from typing import Any
 import jax
 
 from jaxmem.errors import UserError, nearest
+from jaxmem.stack.schedule import is_scheduled
 
 Policy = Callable[..., bool]
+Remat = str | tuple[str, ...]
 Forms = set[tuple[int, ...]]
 
 PRODUCT = "product"  # the checkpoint name of every product with a weight
@@ -51,8 +56,12 @@ REMAT: dict[str, Callable[[Forms], Policy]] = {
 }
 
 
-def policy(remat: str, weights: Forms) -> Policy:
+def policy(remat: Remat, weights: Forms) -> Policy:
     """`weights`: the shapes in which one layer's weights are seen."""
+    if isinstance(remat, tuple):
+        return jax.checkpoint_policies.save_only_these_names(*remat)
+    if is_scheduled(remat):  # of one layer there is nothing to leave out
+        remat = "full"
     if remat not in REMAT:
         raise UserError(f"memory.remat: {remat!r} is no policy{nearest(remat, REMAT)}")
     return REMAT[remat](weights)

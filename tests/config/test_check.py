@@ -75,6 +75,24 @@ def lines(base: dict, *overrides: str) -> list[str]:
             ["train.evaluate_every=5", "data.held_out=0"],
             "train.evaluate_every: nothing is held out; give data.held_out more than 0",
         ),
+        (
+            TEXT,
+            ["memory.remat=sqrt", "mesh.stage=2"],
+            (
+                "memory.remat: sqrt goes back through all layers one by one, which mesh.stage 2 does not;"
+                " use none, full, dots or {save: [names]}"
+            ),
+        ),
+        (
+            TEXT,
+            ["memory.remat={save: [mlp_hiden]}"],
+            "memory.remat.save: family decoder has no 'mlp_hiden'; did you mean mlp_hidden?",
+        ),
+        (
+            PICTURES,
+            ["memory.loss_chunk=64"],
+            "memory.loss_chunk: only next_token has a vocabulary to go through, not classify; use auto",
+        ),
         (TEXT, ["model.kv_heads=3"], "model.kv_heads: 3 does not divide model.heads 8"),
         (TEXT, ["model.head_dim=15"], "model.head_dim: 15 is odd; rotary positions turn pairs"),
         (TEXT, ["model.rope.factor=8"], "model.rope.factor: 8 does nothing with model.rope.scaling: none"),

@@ -30,7 +30,12 @@ def lines(*overrides: str) -> list[str]:
         ("data={mixture: [{pth: a}]}", "data.mixture[0].pth: unknown key; did you mean data.mixture[0].path?"),
         ("optimizer.name=adamww", "optimizer.name: 'adamww' is not one of adamw, adam, ..."),
         ("objective=clasify", "objective.name: 'clasify' is not one of ..."),
-        ("memory.remat=3", "memory.remat: 3 is not one of none, full, dots"),
+        ("memory.update=3", "memory.update: 3 is not one of after, during"),
+        ("memory.loss_chunk=x", "memory.loss_chunk: 'x' is not one of auto, or a whole number"),
+        ("memory.loss_chunk=0", "memory.loss_chunk: 0 is not one of auto, or at least 1"),
+        ("memory.remat=sqr", "memory.remat: 'sqr' is not one of none, full, dots, sqrt, recursive, constant, or ..."),
+        ("memory.remat={sav: [q]}", "memory.remat.save: missing"),
+        ("memory.remat={save: 3}", "memory.remat.save: must be a list, not 3"),
         (
             "train.trackers=[tensorbord]",
             "train.trackers[0]: 'tensorbord' is not one of tensorboard, wandb; did you mean tensorboard?",

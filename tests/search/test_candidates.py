@@ -22,7 +22,7 @@ FIRST = ("tensor", "fsdp", "context")
 
 
 def test_names_come_from_the_config() -> None:
-    assert set(get_args(Memory.model_fields["remat"].annotation)) <= set(values("memory.remat"))
+    assert set(get_args(Memory.model_fields["attention"].annotation)) <= set(values("memory.attention"))
     assert set(get_args(Optimizer.model_fields["name"].annotation)) <= set(values("optimizer.name"))
     assert values("zero") == (0, 1, 2, 3)
 

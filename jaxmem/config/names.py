@@ -1,0 +1,11 @@
+"""What the layers of each family call their values, for `memory.remat: {save: [names]}`."""
+
+_ATTENTION = (
+    "attention_norm", "attention_q", "attention_k", "attention_v", "attention", "attention_out", "mlp_norm",
+)  # fmt: skip
+NAMES: dict[str, tuple[str, ...]] = {
+    "decoder": (*_ATTENTION, "mlp_gate", "mlp_up", "mlp_hidden", "mlp_out"),
+    "vit": (*_ATTENTION, "mlp_up", "mlp_hidden", "mlp_out"),
+    "mlp": ("mlp_up", "mlp_hidden"),
+    "convnet": (),
+}

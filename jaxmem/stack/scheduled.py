@@ -1,0 +1,99 @@
+"""Back through a stack of layers by a schedule of which boundaries are kept and which are made again.
+
+The weights are indexed by layer wherever one runs, never handed to a loop in segments: those would be copies. Beside
+the slots of the schedule the backward pass holds one layer's intermediates and its gradient.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxmem.stack.schedule import Schedule
+
+Run = Callable[[Any, Any, Any, Any], tuple[Any, Any]]  # (one layer's weights, x, its input, beside) -> (x, output)
+
+
+def by_schedule(run: Run, plan: Schedule) -> Callable[[Any, Any, Any, Any], tuple[Any, Any]]:
+    """(stacked weights, x, stacked inputs, beside) -> (x, stacked outputs), with a backward pass of its own."""
+
+    @jax.custom_vjp
+    def apply(weights: Any, x: Any, inputs: Any, beside: Any) -> tuple[Any, Any]:
+        return jax.lax.scan(lambda x, one: run(one[0], x, one[1], beside), x, (weights, inputs))
+
+    def forward(weights: Any, x: Any, inputs: Any, beside: Any) -> tuple[tuple[Any, Any], tuple[Any, ...]]:
+        def step(carry: tuple[Any, Any], one: tuple[Any, Any, jax.Array]) -> tuple[tuple[Any, Any], Any]:
+            x, slots = carry
+            slots = _put(slots, one[2], x)
+            x, output = run(one[0], x, one[1], beside)
+            return (x, slots), output
+
+        # Filled from x, so that the slots lie on the devices as x does.
+        slots = jax.tree.map(lambda leaf: jnp.broadcast_to(leaf, (plan.slots, *leaf.shape)), x)
+        (x, slots), outputs = jax.lax.scan(step, (x, slots), (weights, inputs, _numbers(plan.first)))
+        return (x, outputs), (weights, slots, inputs, beside)
+
+    def backward(kept: tuple[Any, ...], wanted: tuple[Any, Any]) -> tuple[Any, ...]:
+        weights, slots, inputs, beside = kept
+        steps = jnp.asarray(plan.again, jnp.int32).reshape(-1, 3)
+
+        def again(i: jax.Array, slots: Any) -> Any:
+            layer, source, target = steps[i]
+            x, _ = run(_at(weights, layer), _at(slots, source), _at(inputs, layer), beside)
+            return _put(slots, target, x)
+
+        def step(carry: tuple[Any, Any, Any], one: tuple[Any, ...]) -> tuple[tuple[Any, Any, Any], tuple[Any, Any]]:
+            slots, g, of_beside = carry
+            layer, at, begin, end, of_output = one
+            if plan.again:
+                with jax.named_scope(f"runs_{plan.runs}_in_{len(plan.at)}"):
+                    slots = jax.lax.fori_loop(begin, end, again, slots)
+            back = _differentiated(run, _at(weights, layer), _at(slots, at), _at(inputs, layer), beside)
+            of_weights, g, of_input, more = back(g, of_output)
+            return (slots, g, jax.tree.map(jnp.add, of_beside, more)), (of_weights, of_input)
+
+        nothing = jax.tree.map(jnp.zeros_like, _real(beside))
+        each = (jnp.arange(len(plan.at), dtype=jnp.int32), *map(_numbers, (plan.at, plan.begin, plan.end)))
+        carry = (slots, wanted[0], nothing)
+        (_, g, of_beside), (of_weights, of_inputs) = jax.lax.scan(step, carry, (*each, wanted[1]), reverse=True)
+        return of_weights, g, of_inputs, of_beside
+
+    apply.defvjp(forward, backward)
+    return apply
+
+
+def _differentiated(run: Run, weights: Any, x: Any, one: Any, beside: Any) -> Callable[[Any, Any], tuple[Any, ...]]:
+    """(gradient of x, of the output) -> those of weights, x, input and beside; None for what is no real number."""
+
+    def of_real(own: Any, x: Any, some: Any, others: Any) -> tuple[Any, Any]:
+        return run(_merged(weights, own), x, _merged(one, some), _merged(beside, others))
+
+    _, back = jax.vjp(of_real, _real(weights), x, _real(one), _real(beside))
+    return lambda g, of_output: back((g, of_output))
+
+
+def _is_real(leaf: Any) -> bool:
+    return jnp.issubdtype(leaf.dtype, jnp.inexact)
+
+
+def _real(tree: Any) -> Any:
+    return jax.tree.map(lambda leaf: leaf if _is_real(leaf) else None, tree)
+
+
+def _merged(tree: Any, real: Any) -> Any:
+    return jax.tree.map(lambda leaf, other: leaf if other is None else other, tree, real, is_leaf=lambda x: x is None)
+
+
+def _numbers(values: tuple[int, ...]) -> jax.Array:
+    return jnp.asarray(values, jnp.int32)
+
+
+def _at(stacked: Any, i: jax.Array) -> Any:
+    return jax.tree.map(lambda leaf: jax.lax.dynamic_index_in_dim(leaf, i, keepdims=False), stacked)
+
+
+def _put(stacked: Any, i: jax.Array, one: Any) -> Any:
+    return jax.tree.map(lambda leaf, x: jax.lax.dynamic_update_index_in_dim(leaf, x, i, 0), stacked, one)
