@@ -24,6 +24,7 @@ BOUND = (
     "precision.block_size",  # the shapes of their constants
     "precision.master",  # a part of the optimizer's state
     "optimizer.name",  # the state's arrays
+    "optimizer.trainable",  # which weights have a state
     "optimizer.rank",  # their shapes
 )
 FREE = (

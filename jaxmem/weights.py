@@ -81,9 +81,11 @@ def points(params: Any, dtype: DTypeLike | None = None) -> Any:
 
 
 def placed(params: Any, at: Any) -> Any:
-    """Weights whose gradients go to `at`."""
+    """Weights whose gradients go to `at`; where that has None, weights that have none."""
 
-    def place(w: jax.Array | QTensor, at: jax.Array) -> Weight:
+    def place(w: jax.Array | QTensor, at: jax.Array | None) -> Weight:
+        if at is None:
+            return w
         return at if isinstance(w, jax.Array) and w.dtype == at.dtype else Point(w, at)
 
     return jax.tree.map(place, params, at, is_leaf=is_quantized)

@@ -239,6 +239,7 @@ class Optimizer(Section):
     warmup: Annotated[int, Field(ge=0)] = 0  # updates
     final: Fraction = 0.1  # learning rate at the end, as a share of the peak
     clip: Positive | None = 1.0  # the largest norm of a gradient
+    trainable: Annotated[tuple[str, ...], Field(strict=False)] = ()  # weights that learn, by patterns; none: all
     clip_by: Literal["global", "previous", "weight"] = "global"  # of all, of all an update ago, each its own
     beta1: Fraction | None = None
     beta2: Fraction | None = None

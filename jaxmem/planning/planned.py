@@ -126,7 +126,7 @@ class Plan:
     def as_json(self) -> dict[str, Any]:
         built, target = self.program, self.target
         return {
-            "model": {"name": built.cfg.name, "parameters": built.parameters, "trainable": built.parameters},
+            "model": {"name": built.cfg.name, "parameters": built.parameters, "trainable": built.trainable},
             "target": {
                 "name": target.name,
                 "devices": target.count,

@@ -51,13 +51,13 @@ def estimate(cfg: Config, platform: str, gpu: Gpu | None = None, per_host: int =
     """Of a config whose mesh is filled in, on devices of which `per_host` share a host."""
     passes, state = passes_of(cfg, platform), state_of(cfg, platform)
     sizes, held = _Sizes(cfg, platform), Held(cfg)
-    one_pass = held("gradients", state.weights)
-    summed = held("optimizer", state.weights, 4) if cfg.batch.accumulate > 1 else 0  # in float32
+    one_pass = held("gradients", state.trained)
+    summed = held("optimizer", state.trained, 4) if cfg.batch.accumulate > 1 else 0  # in float32
     copies = held("weights", filter(held.is_turned, state.params))
     kinds = sizes.fullest(passes.saved) | {"weights: copies": copies}
     # Where the optimizer holds only a part of the weights, the new ones are whole before they replace the old ones.
-    resting = held("weights", state.weights, 4)
-    updates = resting if resting > held("optimizer", state.weights, 4) else 0
+    resting = held("weights", state.trained, 4)
+    updates = resting if resting > held("optimizer", state.trained, 4) else 0
     in_passes = sum(kinds.values())
     parts = {
         "parameters": held("weights", state.params),

@@ -6,6 +6,7 @@ import functools
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 import numpy as np
@@ -27,7 +28,8 @@ class Leaf:
 
 @dataclass(frozen=True)
 class State:
-    weights: tuple[Leaf, ...]  # as their gradients are
+    weights: tuple[Leaf, ...]  # as their gradients are, or would be
+    trained: tuple[Leaf, ...]  # those of them that learn
     params: tuple[Leaf, ...]  # as they rest: numbers, or codes
     constants: tuple[Leaf, ...]  # of codes
     master: tuple[Leaf, ...]
@@ -59,9 +61,13 @@ def _state(shape: Config) -> State:
             part = part_of(f"state.{where}{jax.tree_util.keystr(path)}")
             found[part].append(Leaf(name, leaf.shape, np.dtype(leaf.dtype).itemsize))
     at = jax.eval_shape(lambda params: points(params, built.gradients_in), built.state.params)
-    named = jax.tree.leaves(built.axes, is_leaf=is_axes)
-    weights = [Leaf(axes, x.shape, x.dtype.itemsize) for axes, x in zip(named, jax.tree.leaves(at), strict=True)]
-    return State(tuple(weights), *map(tuple, found.values()))
+
+    def leaves(axes: Any, at: Any) -> tuple[Leaf, ...]:
+        named = jax.tree.leaves(axes, is_leaf=is_axes)
+        return tuple(Leaf(axes, x.shape, x.dtype.itemsize) for axes, x in zip(named, jax.tree.leaves(at), strict=True))
+
+    trained = leaves(built.chosen(built.axes), built.chosen(at))
+    return State(leaves(built.axes, at), trained, *map(tuple, found.values()))
 
 
 class Held:

@@ -80,7 +80,20 @@ class Program:
 
     @cached_property
     def optimizer(self) -> optax.GradientTransformation:
-        return self._optimizer_for(self.axes)
+        return self._optimizer_for(self.chosen(self.axes))
+
+    def chosen(self, weights: Any) -> Any:
+        """A tree of the parameters, or of their axes, with None in the place of what is frozen."""
+        patterns = self.cfg.optimizer.trainable
+        return optim.only(weights, patterns) if patterns else weights
+
+    @cached_property
+    def trainable(self) -> int:
+        """Parameters that learn."""
+        if not self.cfg.optimizer.trainable:
+            return self.parameters
+        new = nnx.to_pure_dict(nnx.state(nnx.eval_shape(self._build_new)))
+        return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(self.chosen(new)))
 
     def _optimizer_for(self, axes: Any) -> optax.GradientTransformationExtraArgs:
         """Of the parameters that have these axes: all, or some."""
@@ -129,12 +142,12 @@ class Program:
         """What the metric `culprit` counts: weights and layers by name."""
         order = None if self.pipeline is None else self.pipeline.order.tolist()
         dense = jax.eval_shape(points, self._shapes.params)
-        return culprit.names(self.axes, dense, order)
+        return culprit.names(self.chosen(self.axes), dense, order)
 
     @cached_property
     def opt_axes(self) -> Any:
         """The logical axes of every array of the optimizer's state."""
-        return state_axes(self._shapes.opt_state, self._shapes.params, self.axes)
+        return state_axes(self._shapes.opt_state, self.chosen(self._shapes.params), self.chosen(self.axes))
 
     @cached_property
     def _shapes(self) -> TrainState:
@@ -198,7 +211,7 @@ class Program:
         loss = objective(self.cfg.objective, self.cfg.memory)
         step = make_step(
             self.graphdef,
-            self.axes,
+            self.chosen(self.axes),
             loss,
             self.optimizer,
             self.learning_rate,
@@ -209,6 +222,7 @@ class Program:
             self.gradients_in,
             self._during if self.cfg.memory.update == "during" else None,
             self.cfg.train.on_nan == "skip",
+            self.chosen,
         )
         places = jax.tree.map(lambda x: x.sharding, self.state)
         with self.layout:
@@ -299,7 +313,7 @@ class Program:
 
     def _begun(self, params: Params) -> TrainState:
         scale = scaling.initial(self.cfg.precision.loss_scale)
-        return TrainState(jnp.zeros((), jnp.int32), params, self.optimizer.init(params), scale)
+        return TrainState(jnp.zeros((), jnp.int32), params, self.optimizer.init(self.chosen(params)), scale)
 
     def _staged(self, axes: Axes, weight: Any) -> Any:
         return jax.tree.map(self.pipeline.arranged, weight) if self.pipeline and axes[:1] == ("layer",) else weight

@@ -20,7 +20,7 @@ from flax import nnx
 
 from jaxmem import optim, weights
 from jaxmem.config import Precision
-from jaxmem.optim.parts import pinned
+from jaxmem.optim.parts import pinned, put
 from jaxmem.precision import Params
 from jaxmem.program import culprit, scaling
 from jaxmem.program.during import During
@@ -60,10 +60,11 @@ def make_step(
     gradients_in: np.dtype | None = None,
     during: During | None = None,
     skip: bool = False,
+    chosen: Callable[[Params], Params] = lambda params: params,
 ) -> Callable[[TrainState, Batch], tuple[TrainState, Metrics]]:
-    """The training step. Leaves of the batch are [accumulate, rows, ...]; `axes` are the parameters'; `compute` is
-    the dtype that products run in, `gradients_in` what gradients are held in, None: each in its weight's own.
-    `skip`: an update whose gradients are not finite is left out."""
+    """The training step. Leaves of the batch are [accumulate, rows, ...]; `axes` are those of the parameters that
+    learn, which `chosen` picks out of all; `compute` is the dtype that products run in, `gradients_in` what gradients
+    are held in, None: each in its weight's own. `skip`: an update whose gradients are not finite is left out."""
 
     def said(state: TrainState, sums: Sums, norm: jax.Array) -> Metrics:
         rate = learning_rate(state.step)
@@ -79,12 +80,13 @@ def make_step(
             return sums["loss"] * scale, sums
 
         def updated(grads: Params) -> tuple[Params, Any]:
-            updates, opt_state = tx.update(grads, state.opt_state, state.params)
-            params = optim.apply(state.params, updates, draws, axes)
+            updates, opt_state = tx.update(grads, state.opt_state, own)
+            new = optim.apply(own, updates, draws, axes)
             # Cast where the optimizer's state lies, then gathered, or whole float32 updates would travel.
-            return pinned(params, axes_at_rest(axes, params), "optimizer"), opt_state
+            return put(state.params, pinned(new, axes_at_rest(axes, new), "optimizer")), opt_state
 
-        at = weights.points(state.params, gradients_in)
+        own = chosen(state.params)
+        at = weights.points(own, gradients_in)
         key = jax.random.fold_in(jax.random.key(seed), state.step)
         draws = jax.random.fold_in(key, _ROUNDING) if precision.stochastic else None
         keys = jax.random.split(key, batch["mask"].shape[:2])  # each row's own
