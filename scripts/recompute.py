@@ -63,11 +63,14 @@ def compiled(
 
     weights = jax.tree.map(placed, nnx.to_pure_dict(state))
     x = jax.ShapeDtypeStruct((1, time, cfg.embed), jnp.bfloat16, sharding=place)
+
     # Of frozen weights the temporaries are boundaries and one layer; arithmetic is that of training them.
-    frozen, trained = (
-        compile_all(jax.jit(jax.grad(loss, argnums)).lower(weights, x), {}, here=aim.is_here, code=False)[0]
-        for argnums in (1, (0, 1) if arithmetic else 1)
-    )
+    def made(argnums: int | tuple[int, ...]) -> Any:
+        lowered = jax.jit(jax.grad(loss, argnums)).lower(weights, x)
+        return compile_all(lowered, {}, here=aim.is_here, code=False)[0]
+
+    frozen = made(1)
+    trained = made((0, 1)) if arithmetic else frozen
     return {
         "policy": policy,
         "layers": layers,
@@ -102,6 +105,7 @@ def draw(found: Sequence[dict[str, Any]], file: Path) -> None:
         axes.set_xticks(
             sorted({one["layers"] for one in found}), [str(n) for n in sorted({one["layers"] for one in found})]
         )
+        axes.minorticks_off()
         axes.grid(alpha=0.3)
     memory.legend()
     figure.savefig(file, dpi=120)
