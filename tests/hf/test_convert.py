@@ -20,6 +20,7 @@ from jaxmem.config.hugging_face import config_json, decoder_fields, fields_of
 from jaxmem.convert import export_model, import_model
 from jaxmem.errors import UserError
 from jaxmem.program import program
+from jaxmem.quant import quantize
 from jaxmem.training.run import run
 
 SMALL = {"vocab": 257, "layers": 2, "embed": 16, "mlp": 24, "heads": 4, "kv_heads": 2, "head_dim": 8, "qk_norm": True}
@@ -135,3 +136,16 @@ def test_a_run_begins_from_the_weights(tmp_path: Path, directories: Path, compar
     place.rename(tmp_path / "gone")
     export_model(tmp_path / "x", tmp_path / "out")
     assert decoder_fields(str(tmp_path / "out")) == fields_of(given)
+
+
+def test_weights_are_encoded_on_the_way(directories: Path) -> None:
+    """Each layer as it would be among all, and the vectors as they are."""
+    place = directories / "llama3"
+    built = program(config(place, {"fsdp": 2, "tensor": 2}, precision={"parameters": "int8"}), jax.devices()[:4])
+    params = built.read_weights(str(place))
+    there = load_file(place / "model.safetensors")
+    q = params["blocks"]["mlp"]["up"]["weight"]
+    whole = np.stack([there[f"model.layers.{layer}.mlp.up_proj.weight"].T for layer in range(2)])
+    assert q.codes.dtype == np.int8
+    np.testing.assert_array_equal(q.codes, quantize(jnp.asarray(whole), "int8", q.block_size, q.axis).codes)
+    np.testing.assert_array_equal(params["norm"]["scale"], there["model.norm.weight"])
