@@ -72,8 +72,10 @@ def _found(table: jax.Array | QTensor, ids: jax.Array, axes: Axes, dtype: DTypeL
         table = whole(table, axes) if isinstance(table, QTensor) else gather(table, axes, dtype)
         return constrain(_rows(table, ids, dtype), *STREAM)
     # Split at least as finely as the table rests.
-    table = table if isinstance(table, QTensor) else table.astype(dtype)
-    table = jax.tree.map(lambda x: constrain(x, *axes, role="gradients"), table)
+    if isinstance(table, QTensor):
+        table = jax.tree.map(lambda x: constrain(x, *axes, role="gradients"), table)
+    else:
+        table = gather(table, axes, dtype, "gradients")
     find = jax.shard_map(
         partial(split.find, dtype=dtype),
         mesh=layout.mesh,

@@ -311,12 +311,12 @@ def _as_even(axes: Axes, shape: Sequence[int], whole: Sequence[int]) -> Axes:
     )
 
 
-def gather(weight: Weight, axes: Axes, dtype: DTypeLike) -> jax.Array:
+def gather(weight: Weight, axes: Axes, dtype: DTypeLike, role: Role = "computing") -> jax.Array:
     """A weight as it is computed with: in the compute dtype, whole over `fsdp`, with zeros added where `tensor` does
     not divide it. It is cast before it travels, so that fewer bytes do; codes travel as they are and are decoded
     where they are used. Its gradient goes back to where gradients lie, which makes XLA reduce-scatter it."""
     layout = current()
-    shape = weight.shape if layout is None else layout.padded("computing", axes, weight.shape)
+    shape = weight.shape if layout is None else layout.padded(role, axes, weight.shape)
     at, rest = (weight.at, weight.rest) if isinstance(weight, Point) else (weight, None)
 
     @jax.custom_vjp
@@ -329,9 +329,11 @@ def gather(weight: Weight, axes: Axes, dtype: DTypeLike) -> jax.Array:
             w = constrain(w.astype(dtype), *axes, role="weights")
         if shape != w.shape:
             w = jnp.pad(w, [(0, more - size) for more, size in zip(shape, w.shape, strict=True)])
-        return constrain(w, *axes, role="computing")
+        return constrain(w, *axes, role=role)
 
     def back(_: None, g: jax.Array) -> tuple[jax.Array, None]:
+        # Partial sums first, or XLA may gather what they are made of to make each part of them in one go.
+        g = constrain(g, *axes, role=role)
         g = jax.lax.slice(g, (0,) * g.ndim, weight.shape)
         return constrain(g, *axes, role="gradients").astype(at.dtype), None
 

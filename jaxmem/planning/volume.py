@@ -17,8 +17,9 @@ m along `replica` copy them. Where n devices take part a message counts (n - 1) 
 `tensor` splits P, E and, between its t devices, sends the residual stream of a token group of t T tokens: gathered
 and reduce-scattered twice a layer forward and twice backward, with memory.remat=full once more but for the last
 scatter; and once each for the embedding and for the logits. `context` with c devices sends keys and values of K
-numbers a token: c - 1 times forward and backward (and once more with full remat), and c times their gradients in
-float32; with a window those of min(window - 1, (c - 1) T) tokens forward and back.
+numbers a token: c - 1 times forward and backward (and once more with full remat, where c = 2 finds both to be the same
+message), and c times their gradients, of which the first and the last travel in w bytes and the others in float32; with
+a window those of min(window - 1, (c - 1) T) tokens forward and back.
 """
 
 from __future__ import annotations
@@ -95,7 +96,7 @@ def _context(model: Decoder, keys: float, time: float, c: int, w: int, full: boo
         return 0.0
     forward = (c - 1) * keys * w
     if model.window is None:
-        return forward * (3 if full else 2) + c * keys * FLOAT32
+        return forward * (3 if full and c > 2 else 2) + keys * (2 * w + (c - 2) * FLOAT32)
     return min(forward, keys / time * (model.window - 1) * w) * (3 if full else 2)
 
 

@@ -2,8 +2,15 @@
 
 from __future__ import annotations
 
+import functools
+import itertools
+from collections import Counter
+
+import jax
 import pytest
 
+from jaxmem.planning.breakdown import form, pass_of
+from jaxmem.planning.buffers import Lifetimes, read_allocations
 from jaxmem.planning.compile import compile_all, listening
 from jaxmem.planning.targets import parse_target, target_devices
 from jaxmem.planning.timeline import timeline
@@ -11,31 +18,78 @@ from jaxmem.planning.volume import volume
 from jaxmem.program import program
 from tests.planning.conftest import SMALL, config
 
-MODEL = {**SMALL, "layers": 4, "embed": 256, "mlp": 1024, "heads": 8, "kv_heads": 8, "head_dim": 32}
+MODEL = {**SMALL, "layers": 5, "embed": 256, "mlp": 1024, "heads": 8, "kv_heads": 8, "head_dim": 32}
 LAYOUTS = {
     "data": ({"fsdp": 8}, 0, {"all-reduce"}),
     "zero-1": ({"replica": 2, "fsdp": 4}, 1, {"reduce-scatter", "all-gather", "all-reduce"}),
     "zero-2": ({"fsdp": 8}, 2, {"reduce-scatter", "all-gather", "all-to-all"}),
     "hybrid": ({"replica": 2, "fsdp": 4}, 3, {"reduce-scatter", "all-gather", "all-to-all", "all-reduce"}),
     "tensor": ({"tensor": 8}, 3, {"reduce-scatter", "all-gather"}),
+    "all of them": (
+        {"fsdp": 2, "context": 2, "tensor": 2},
+        3,
+        {"reduce-scatter", "all-gather", "all-to-all", "collective-permute"},
+    ),
     "context": ({"context": 8}, 3, {"reduce-scatter", "all-gather", "collective-permute"}),
 }
+TARGET = parse_target("h100-80gb:8")
 SMALLEST = 0.01  # of all bytes: norms' gradients, ids, sums
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
-def test_messages_are_those_of_theory(name):
-    mesh, zero, kinds = LAYOUTS[name]
+@functools.cache
+def compiled(name):
+    mesh, zero, _ = LAYOUTS[name]
     cfg = config(
         model=MODEL, mesh=mesh, zero=zero, data={"sequence_length": 128}, batch={"global_size": 128, "accumulate": 4},
         memory={"remat": "full"},
     )  # fmt: skip
-    target = parse_target("h100-80gb:8")
-    built = program(cfg, target_devices(target, target.memory))
+    built = program(cfg, target_devices(TARGET, TARGET.memory))
     with listening() as remarks:
         step, _ = compile_all(built.lower_step(), {}, here=False)
-    traffic = timeline(step.module, target.gpu, target.count, target.per_host).traffic
+    assert "replicated" not in remarks.found
+    return built, step
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_messages_are_those_of_theory(name):
+    built, step = compiled(name)
+    traffic = timeline(step.module, TARGET.gpu, TARGET.count, TARGET.per_host).traffic
     sent = sum(one.wire_bytes for one in traffic.values())
     assert sent == pytest.approx(volume(built).total, rel=0.05)
-    assert {kind for kind, one in traffic.items() if one.wire_bytes > SMALLEST * sent} == kinds
-    assert "replicated" not in remarks.found
+    assert {kind for kind, one in traffic.items() if one.wire_bytes > SMALLEST * sent} == LAYOUTS[name][-1]
+
+
+def live_at_most(name, forms, only_backward=False):
+    """The most bytes that buffers of these forms hold together at any moment; of all passes, or of those that the
+    backward pass makes."""
+    _, step = compiled(name)
+    lifetimes, changes = Lifetimes(step.module), Counter()
+    for one in read_allocations(step.module, step.assignment):
+        places = set()
+        for buffer in one.buffers if one.kind == "temporary" else ():
+            counts = not only_backward or pass_of(buffer.made_by.op_name) == "backward"
+            if counts and form(buffer.shape.dims) in forms:
+                places.add((*lifetimes.of(buffer), buffer.offset, buffer.size))
+        for first, last, _, size in places:
+            changes[first] += size
+            changes[last + 1] -= size
+    return max(itertools.accumulate(changes[time] for time in sorted(changes)), default=0)
+
+
+def matrices():
+    """Of all layers, stacked."""
+    return [leaf for leaf in jax.tree.leaves(compiled("data")[0].state.params["blocks"]) if leaf.ndim == 3]
+
+
+def test_from_zero_2_on_no_device_holds_whole_gradients():
+    stacked = {form(leaf.shape) for leaf in matrices()}
+    assert live_at_most("data", stacked, only_backward=True) > 0
+    assert live_at_most("zero-2", stacked, only_backward=True) == 0
+    assert live_at_most("hybrid", stacked, only_backward=True) == 0
+
+
+def test_zero_3_gathers_one_layer_at_a_time():
+    """Its weights and their gradients, in the compute dtype; never all layers of any."""
+    assert live_at_most("hybrid", {form(leaf.shape) for leaf in matrices()}) == 0
+    one_layer = 2 * sum(leaf.size // len(leaf) for leaf in matrices())
+    assert 0 < live_at_most("hybrid", {form(leaf.shape[1:]) for leaf in matrices()}) <= 2 * one_layer
