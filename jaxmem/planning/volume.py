@@ -8,8 +8,8 @@ m along `replica` copy them. Where n devices take part a message counts (n - 1) 
     zero 1       (P + E) (w + r)        sums of gradients reduce-scattered, new weights gathered
     zero 2       a P w + (P + E) r      gradients reduce-scattered, new weights gathered
     zero 3       a (3 P - H) w          weights gathered forward and backward, gradients reduce-scattered; the H
-                                        weights of the logits, which nothing recomputes, are gathered once;
-                                        codes travel as they rest: r for w
+                                        weights of the logits are gathered once, where the loss takes them in
+                                        slices twice; codes travel as they rest: r for w
     from zero 2  2 a T D w              rows of the embedding, and their gradients, exchanged
     from zero 1  2 (P + E) w / n        parts of the gradients all-reduced over m, once an update
     to zero 1    2 a (P + E) w          gradients all-reduced over `context`, whose devices share rows
@@ -28,6 +28,7 @@ from dataclasses import dataclass, fields
 
 import jax
 
+from jaxmem import vocabulary
 from jaxmem.config import Decoder, Rules
 from jaxmem.errors import UserError
 from jaxmem.precision import compute_dtype
@@ -69,8 +70,10 @@ def volume(built: Program) -> Volume:
     embedding = model.vocab * model.embed / t  # and so many for the logits
     products = built.parameters / t - (0 if model.tie_embeddings else embedding)
     every = products + (0 if model.tie_embeddings else embedding)
+    sliced = vocabulary.width(cfg.memory.loss_chunk, round(tokens * t), -(-model.vocab // t), w)
+    again = 0 if sliced else embedding  # gathered forward only
     split = cfg.zero >= 2
-    gathered = {0: 0.0, 1: every * r, 2: every * r, 3: a * (2 * products - embedding) * sent}[cfg.zero] * _share(n)
+    gathered = {0: 0.0, 1: every * r, 2: every * r, 3: a * (2 * products - again) * sent}[cfg.zero] * _share(n)
     f, rows = mesh["fsdp"], _share(mesh["fsdp"])  # devices with rows of their own
     if split:
         reduced = a * products * _share(n) + 2 * every / n * _share(m)
