@@ -123,35 +123,38 @@ def through_stages(
     places = jnp.arange(p.group, dtype=jnp.int32)
     stages = jnp.arange(p.stages, dtype=jnp.int32)
 
-    def layer(weights: Any, x: Any, place: jax.Array, stage: jax.Array, item: jax.Array) -> Any:
+    def layer(weights: Any, x: Any, sums: Any, place: jax.Array, stage: jax.Array, item: jax.Array) -> Any:
         """Everything that depends on the tick is looked up in here, or it would be kept for each tick. And what does
         not depend on it is made to, or jax would gather the weights of all layers before the first tick."""
         weights, item = jax.lax.optimization_barrier((weights, item))
+        weights, sums = _summed_into(weights, sums, place)
         micro, turn = _item(p, item)
         number = (turn * p.stages + stage) * p.group + place
         mine = _of_micro(*beside, micro)
         one = jax.tree.map(lambda leaf: leaf[jnp.minimum(number, p.layers - 1)], _of_micro(*inputs, micro))
         y, _ = run(jax.tree.map(partial(_pick, turn), weights), x, one, mine)
         if p.stored == p.layers:
-            return y
-        return jax.tree.map(lambda y, x: jnp.where(number < p.layers, y, x), y, x)
+            return y, sums
+        return jax.tree.map(lambda y, x: jnp.where(number < p.layers, y, x), y, x), sums
 
     layer = jax.checkpoint(layer, policy=policy(remat, seen), prevent_cse=False)
 
-    def stage(weights: Any, x: Any, stage: jax.Array, item: jax.Array) -> Any:
-        step = lambda x, xs: (layer(xs[0], x, xs[1], stage, item), None)  # noqa: E731
-        return jax.lax.scan(step, x, (weights, places))[0]
+    def stage(weights: Any, x: Any, sums: Any, stage: jax.Array, item: jax.Array) -> Any:
+        step = lambda carry, xs: (layer(xs[0], carry[0], carry[1], xs[1], stage, item), None)  # noqa: E731
+        return jax.lax.scan(step, (x, sums), (weights, places))[0]
 
     staged = jax.tree.map(lambda leaf: split_first(p.split(leaf), AXIS), weights)
+    sums = jax.tree.map(lambda leaf: split_first(_sum_of(leaf), AXIS), staged)
+    staged = jax.lax.stop_gradient(staged)  # its gradient comes by way of the sums
     waiting = jax.tree.map(lambda leaf: split_first(leaf.reshape(p.stages, -1, *leaf.shape[1:]), AXIS), x)
 
-    def tick(carry: tuple[Any, Any], t: jax.Array) -> tuple[tuple[Any, Any], None]:
-        x, waiting = carry
-        y = jax.vmap(stage, spmd_axis_name=AXIS)(staged, x, stages, t - stages)
-        return _hand_on(p, y, waiting, t + 1), None
+    def tick(carry: tuple[Any, Any, Any], t: jax.Array) -> tuple[tuple[Any, Any, Any], None]:
+        x, waiting, sums = carry
+        y, sums = jax.vmap(stage, spmd_axis_name=AXIS)(staged, x, sums, stages, t - stages)
+        return (*_hand_on(p, y, waiting, t + 1), sums), None
 
     begin = _hand_on(p, jax.tree.map(lambda leaf: jnp.zeros_like(leaf[:, 0]), waiting), waiting, jnp.int32(0))
-    (_, done), _ = jax.lax.scan(tick, begin, jnp.arange(p.ticks, dtype=jnp.int32))
+    (_, done, _), _ = jax.lax.scan(tick, (*begin, sums), jnp.arange(p.ticks, dtype=jnp.int32))
     return jax.tree.map(partial(_collected, p), done)
 
 
@@ -195,6 +198,42 @@ def _collected(p: Pipeline, done: jax.Array) -> jax.Array:
     done = jnp.roll(done, (empty - p.stages) % done.shape[1], axis=1)
     done = done.reshape(p.slots, *done.shape[2:])
     return jnp.roll(done, -empty, axis=0) if empty else done
+
+
+@jax.custom_vjp
+def _sum_of(weight: jax.Array) -> jax.Array:
+    """What goes through all ticks beside `weight`, untouched. Its gradient on the way back is the sum of those that
+    `_summed_into` adds: in float32, in place, one layer's at a time. Left to jax, each tick's gradients of a whole
+    stage would be made beside their sum, and summed in the weight's dtype. XLA drops the zeros on the way forward."""
+    return jnp.zeros(weight.shape, jnp.float32)
+
+
+def _sum_backward(like: jax.Array, g: jax.Array) -> tuple[jax.Array]:
+    return (g.astype(like.dtype),)
+
+
+_sum_of.defvjp(lambda weight: (_sum_of(weight), jnp.zeros((), weight.dtype)), _sum_backward)
+
+
+@jax.custom_vjp
+def _summed_into(weights: Any, sums: Any, _: jax.Array) -> tuple[Any, Any]:
+    """(weights, sums, place) -> both as they are; on the way back the weights' gradients join the sums at `place`."""
+    return weights, sums
+
+
+def _summed_forward(weights: Any, sums: Any, place: jax.Array) -> tuple[tuple[Any, Any], jax.Array]:
+    return (weights, sums), place
+
+
+def _summed_backward(place: jax.Array, gradients: tuple[Any, Any]) -> tuple[None, Any, None]:
+    def add(g: jax.Array, total: jax.Array) -> jax.Array:
+        before = jax.lax.dynamic_index_in_dim(total, place, keepdims=False)
+        return jax.lax.dynamic_update_index_in_dim(total, before + g.astype(jnp.float32), place, 0)
+
+    return None, jax.tree.map(add, *gradients), None
+
+
+_summed_into.defvjp(_summed_forward, _summed_backward)
 
 
 def _of_micro(tree: Any, batched: Any, micro: jax.Array) -> Any:
