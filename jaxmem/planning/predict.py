@@ -100,6 +100,9 @@ class _Sizes:
             self.head = model.embed * self.chunk * width
             attention = (2 * model.heads + 2 * model.kv_heads) * model.head_dim
             self.layer = model.embed * (attention / heads + 3 * model.mlp / mlp) * width
+            self.matrix = (
+                model.embed * max(model.heads * model.head_dim / heads, model.mlp / mlp) * width
+            )  # the largest
 
     def fullest(self, saved: int) -> dict[str, int]:
         """The larger of two moments: the loss, or one layer's backward pass."""
@@ -108,7 +111,7 @@ class _Sizes:
             return kept
         wide = 4 / self.width  # float32
         layer = (
-            self.layer * (2 if self.cfg.mesh.fsdp > 1 else 1)
+            self.layer + (self.matrix if self.cfg.mesh.fsdp > 1 else 0)
             + 6 * self.residual + 4 * self.hidden + (1 + 2 * wide) * self.queries + 2 * (1 + wide) * self.keys
         )  # fmt: skip
         logits, head = self.logits, self.head
