@@ -156,8 +156,6 @@ class Breakdown:
             return "activations", LOGITS
         if dims.count(self.known.time or 0) > 1 and any("attention/reference" in file for file, _ in maker.frames):
             return "activations", ALL_SCORES
-        if any(file.endswith("stack/scheduled.py") and function.endswith("_put") for file, function in maker.frames):
-            return "activations", SAVED  # boundaries, some of them made again
         if when == "forward" and self._is_saved(held):
             return "activations", SAVED
         if any("kernels/attention" in file for file, _ in maker.frames):
