@@ -59,8 +59,24 @@ ROWS = (
     Row("one moment: Lion", ("optimizer.name=lion",), "2 + 2 + 2"),
     Row("factored moments: Adafactor", ("optimizer.name=adafactor",), "2 + 2 + 0"),
     Row(
+        "8-bit AdamW, weights with 8 bits more",
+        ("optimizer.name=adamw8bit", "precision.rounding=auto", "precision.master=remainder8"),
+        "2 + 2 + 3",
+    ),
+    Row(
+        "int8 weights, APOLLO-Mini",
+        ("optimizer.name=apollo_mini", "precision.master=none", "precision.parameters=int8"),
+        "1 + 2 + 1",
+    ),
+    Row(
         "{gpus} GPUs, AdamW, ZeRO-1",
-        ("optimizer.name=adamw", "batch.global_size={gpus}", "zero=1"),
+        (
+            "precision.parameters=bfloat16",
+            "precision.rounding=stochastic",
+            "optimizer.name=adamw",
+            "batch.global_size={gpus}",
+            "zero=1",
+        ),
         "2 + 2 + 4/{gpus}",
         SEVERAL,
     ),
