@@ -99,7 +99,8 @@ def fit(
         str | None, typer.Option(metavar="T", help="h100-80gb:8, cpu:8, my-gpu.yaml", show_default=False)
     ] = None,
     allow: Annotated[
-        str | None, typer.Option(metavar="WORDS", help="What may change: mesh,remat,batch,chunks", show_default=False)
+        str | None,
+        typer.Option(metavar="WORDS", help="What may change: mesh,remat,update,batch,chunks", show_default=False),
     ] = None,
     maximize: Annotated[
         str | None, typer.Option(metavar="KEY", help="model.layers: the largest that fits.", show_default=False)

@@ -323,6 +323,12 @@ class Config(Section):
             raise UserError("train.steps: missing; give train.steps or train.tokens")
         return -(-self.train.tokens // (self.batch.global_size * self.data.sequence_length))
 
+    @property
+    def measures_first(self) -> bool:
+        """Whether a backward pass finds the length of all gradients before the one that updates."""
+        clips = self.optimizer.clip is not None and self.optimizer.clip_by == "global"
+        return clips and self.memory.update == "during"
+
     def for_devices(self, n: int) -> Config:
         """This config with its mesh filled in for `n` devices, or a `UserError` that says what to change."""
         from jaxmem.config.mesh import for_devices

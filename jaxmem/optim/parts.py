@@ -54,6 +54,17 @@ def select(tree: Tree, like: Tree, is_leaf: Callable[[Any], bool] | None = None)
     return jax.tree_util.tree_map_with_path(lambda path, _: found[path], like, is_leaf=is_leaf)
 
 
+def without(tree: Tree, part: Tree) -> Tree:
+    """Of nested dicts, what is not in a part."""
+    left: dict[str, Any] = {}
+    for name, value in tree.items():
+        if not isinstance(value, dict):
+            left |= {} if name in part else {name: value}
+        elif below := without(value, part.get(name, {})):
+            left[name] = below
+    return left
+
+
 def put(tree: Tree, *parts: Tree) -> Tree:
     """`tree` with the leaves of parts in the place of its own."""
     found = {path: leaf for part in parts for path, leaf in jax.tree_util.tree_leaves_with_path(part)}

@@ -65,8 +65,13 @@ def held_vocabulary(cfg: Config) -> int:
     return -(-cfg.model.vocab // parts) if isinstance(cfg.model, Decoder) else 0
 
 
+_BACKWARD = 0.75  # of both passes' time, with each layer's forward pass run again
+
+
 def passes_run(cfg: Config) -> float:
     """How many passes through all layers take as long as an update's: on stages its ticks, bubble included."""
+    if cfg.measures_first:
+        return 1 + _BACKWARD
     pipeline = pipeline_of(cfg)
     return cfg.batch.accumulate if pipeline is None else pipeline.ticks * pipeline.group / pipeline.layers
 

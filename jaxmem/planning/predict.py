@@ -9,6 +9,7 @@ config of a shape takes half a second, each further one a millisecond, so that a
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,7 +21,7 @@ from jaxmem.data import batch_spec
 from jaxmem.hardware import Gpu
 from jaxmem.planning.pace import seconds_of
 from jaxmem.planning.passes import held_vocabulary, loss_chunk, passes_held, passes_of, rows_of
-from jaxmem.planning.state import Held, state_of
+from jaxmem.planning.state import Held, Leaf, state_of
 from jaxmem.precision import compute_dtype
 from jaxmem.program import Program
 
@@ -59,6 +60,8 @@ def estimate(cfg: Config, platform: str, gpu: Gpu | None = None, per_host: int =
     resting = held("weights", state.trained, 4)
     updates = resting if resting > held("optimizer", state.trained, 4) else 0
     in_passes = sum(kinds.values())
+    if cfg.memory.update == "during":
+        one_pass, updates = _during(held, state.params)
     parts = {
         "parameters": held("weights", state.params),
         "quantization": held("weights", state.constants),
@@ -72,6 +75,15 @@ def estimate(cfg: Config, platform: str, gpu: Gpu | None = None, per_host: int =
     weights = held.by_message(state.weights, sizes.width, state.rest if cfg.precision.quantized else sizes.width)
     seconds = seconds_of(cfg, passes, weights, parts, gpu, per_host) if gpu else None
     return Estimate(parts, kinds, seconds)
+
+
+def _during(held: Held, params: Sequence[Leaf]) -> tuple[int, int]:
+    """Gradients beside a layer's passes: those of all that is no layer, and one layer's. And when the layers are done:
+    the largest has its update beside it."""
+    sizes = [(held("gradients", [leaf]), leaf) for leaf in params]
+    outside = [size for size, leaf in sizes if leaf.axes[:1] != ("layer",)]
+    layer = sum(size // leaf.shape[0] for size, leaf in sizes if leaf.axes[:1] == ("layer",))
+    return sum(outside) + layer, sum(outside) + max(outside)
 
 
 class _Sizes:

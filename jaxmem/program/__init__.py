@@ -236,14 +236,13 @@ class Program:
 
     @property
     def _during(self) -> During:
-        chosen = self.cfg.optimizer
         return During(
             self.graphdef,
             self.axes,
             self.opt_axes,
             objective(self.cfg.objective, self.cfg.memory),
             self._optimizer_for,
-            measures=chosen.clip is not None and chosen.clip_by == "global",
+            measures=self.cfg.measures_first,
         )
 
     def lower_evaluate(self) -> jax.stages.Lowered:

@@ -3,8 +3,8 @@
 The backward pass goes through the layers from the last to the first. Each one's gradient is made, its weights and its
 part of the optimizer's state are read, updated and written where they were, and the gradient is gone. With P
 parameters in N layers the gradients hold P / N numbers in place of P, whatever the optimizer; results are those of an
-update after the pass, which goes through the same layers one by one (Lv et al., arXiv:2306.09782). What lies before,
-between and after the layers is differentiated as usual and updated at the end.
+update after the pass, which goes through the same layers one by one (Lv et al., arXiv:2306.09782). What lies
+after the layers is updated before them, what lies before and between them at the end.
 
 What asks for the length of all gradients before the first update (clipping by the global norm) costs a second
 backward pass, one that only measures.
@@ -21,7 +21,7 @@ import jax.numpy as jnp
 import optax
 
 from jaxmem import optim
-from jaxmem.optim.parts import Part, layer_at, pinned, put, with_layer
+from jaxmem.optim.parts import Part, layer_at, pinned, put, select, with_layer, without
 from jaxmem.precision import Params
 from jaxmem.program.objective import Batch, Objective, Sums
 from jaxmem.program.segments import Segments
@@ -67,11 +67,18 @@ class During:
             done.append(end)
             return g
 
-        grads, rest = network.backward(through), self._part(network.rest)
-        grads = pinned(grads, rest.axes, "gradients")
-        squares = sum((squares for *_, squares in done), _squares(grads))
-        done.append((*rest.update(grads, rest.state(opt_state), network.rest, draws, norm=norm), squares))
-        norm = jnp.sqrt(squares)
+        def updated(grads: Tree) -> Tree:
+            """Of parameters in no stack, all at once."""
+            weights = select(params, grads)
+            part = self._part(weights)
+            grads = pinned(grads, part.axes, "gradients")
+            new, state = part.update(grads, part.state(opt_state), weights, draws, norm=norm)
+            done.append((new, state, _squares(grads)))
+            return new
+
+        grads = network.backward(through, begin=updated)
+        updated(without(grads, network.last))
+        norm = jnp.sqrt(sum(squares for *_, squares in done))
         params = put(params, *(weights for weights, *_ in done))
         opt_state = put(opt_state, *(state for _, state, _ in done))
         return params, optim.remember(opt_state, norm), network.sums, norm

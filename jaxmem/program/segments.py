@@ -9,13 +9,14 @@ computed.
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from jaxmem.optim.parts import select
 from jaxmem.precision import Params
 from jaxmem.program.objective import Batch, Objective, Sums
 from jaxmem.stack import Applied, Passed, applied_by, forward
@@ -57,10 +58,24 @@ class Segments:
             tree = tree[step.key]
         return tree
 
-    def backward(self, through: Callable[[int, Any], Any]) -> Tree:
+    @cached_property
+    def last(self) -> Tree:
+        """Those of `rest` that only the last function uses: an output projection of its own."""
+        earlier = set()
+        for number in range(len(self.stacks)):
+            before = self.stacks[number - 1].y if number else None
+            traced = jax.make_jaxpr(partial(self._segment, number))(self.rest, before).jaxpr
+            asked = {id(x) for equation in traced.eqns for x in equation.invars}
+            earlier |= {place for place, x in enumerate(traced.invars) if id(x) in asked}
+        paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(self.rest)]
+        return _without(self.rest, [path for place, path in enumerate(paths) if place in earlier])
+
+    def backward(self, through: Callable[[int, Any], Any], begin: Callable[[Tree], Any] = lambda _: None) -> Tree:
         """Gradients of `rest`, for the mean of the loss. `through(number, g)` goes back through a stack, from the
-        gradient of what it gave to that of what it was applied to."""
+        gradient of what it gave to that of what it was applied to. Before all, `begin` is given the gradients of
+        `last`; the stacks wait for what it gives back."""
         grads, g = self._last(1.0 / jnp.maximum(self.sums["count"], 1.0))
+        _, g = jax.lax.optimization_barrier((begin(select(grads, self.last)), g))
         for number in reversed(range(len(self.stacks))):
             before = self.stacks[number - 1].y if number else None
             _, derivative = jax.vjp(partial(self._segment, number), self.rest, before)

@@ -136,6 +136,7 @@ KNOBS = (
     Knob("mesh", listed("zero")),
     Knob("rules", _tables),
     Knob("remat", _policies),
+    Knob("update", listed("memory.update")),
     Knob("batch", _micro_batches),
     Knob("chunks", _loss_chunks),
     Knob("precision", _resting),
@@ -143,7 +144,7 @@ KNOBS = (
     Knob("precision", _computing),
     Knob("optimizer", _optimizers),
 )
-BY_DEFAULT = ("mesh", "remat", "batch", "chunks")
+BY_DEFAULT = ("mesh", "remat", "update", "batch", "chunks")
 
 
 def allowed(words: Sequence[str]) -> list[Knob]:

@@ -29,13 +29,13 @@ def test_names_come_from_the_config() -> None:
 
 def test_what_changes_the_mathematics_is_asked_for() -> None:
     kept = {key for knob in allowed(BY_DEFAULT) for change in knob.choices(config(), EIGHT) for key in change}
-    settings = {"memory.remat", "memory.loss_chunk", "zero", "batch.accumulate"}
+    settings = {"memory.remat", "memory.update", "memory.loss_chunk", "zero", "batch.accumulate"}
     assert kept == settings | {*(f"mesh.{axis}" for axis in AXES)}
     assert {knob.allow for knob in KNOBS} >= {*BY_DEFAULT, "precision", "optimizer"}
 
 
 @pytest.mark.parametrize(
-    ("word", "said"), [("reamt", "did you mean remat"), ("adapter", "known: batch, chunks"), ("", "known: batch")]
+    ("word", "said"), [("reamt", "did you mean remat"), ("colour", "known: batch, chunks"), ("", "known: batch")]
 )
 def test_another_word_is_refused_with_what_there_is(word: str, said: str) -> None:
     with pytest.raises(UserError, match=said):
