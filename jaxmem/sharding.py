@@ -293,13 +293,14 @@ def rotate(x: jax.Array, axis: str, by: int) -> jax.Array:
 
 
 def axes_at_rest(axes: Any, weights: Any) -> Any:
-    """The axes of each array of a tree of weights, from those of each weight. Codes and constants of a quantized one
-    lie as it would where that comes out even, and are whole along what a mesh cuts between."""
+    """The axes of each array of a tree of weights, or of one layer of them, from those of each weight. Codes and
+    constants of a quantized one lie as it would where that comes out even, and are whole along what a mesh cuts
+    between."""
 
     def one(axes: Axes, w: Any) -> Any:
         if not is_quantized(w):
             return axes
-        return jax.tree.map(lambda x: _as_even(axes, x.shape, w.shape), w)
+        return jax.tree.map(lambda x: _as_even(axes[len(axes) - x.ndim :], x.shape, w.shape), w)
 
     return jax.tree.map(one, axes, weights, is_leaf=is_axes)
 

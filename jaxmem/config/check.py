@@ -251,11 +251,6 @@ def _update(cfg: Config) -> Iterator[str]:
             "precision.loss_scale: whether a gradient overflowed is known after the last layer, and memory.update:"
             " during has changed the others by then; use precision.compute=bfloat16, or memory.update=after"
         )
-    if cfg.precision.quantized or cfg.precision.gradients != "auto":
-        yield (
-            "memory.update: during differentiates weights as they rest, not codes, and has gradients in the weights'"
-            " own dtype; use precision.parameters=bfloat16 and precision.gradients=auto, or memory.update=after"
-        )
     if cfg.objective.name == "contrastive":
         yield (
             "objective.name: contrastive goes through the layers twice, memory.update: during once; use"

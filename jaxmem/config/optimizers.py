@@ -6,7 +6,7 @@ from typing import Any
 
 ADAM: dict[str, Any] = {"beta1": 0.9, "beta2": 0.95, "epsilon": 1e-8}
 ADAMW = {**ADAM, "weight_decay": 0.1}
-GALORE = {"rank": None, "refresh_every": 200, "scale": 0.25}
+GALORE = {"rank": None, "refresh_every": 200, "scale": 0.25, "tables": "adam"}
 LION = {"beta1": 0.9, "beta2": 0.99, "weight_decay": 0.1}
 
 OPTIMIZERS: dict[str, dict[str, Any]] = {
@@ -24,8 +24,8 @@ OPTIMIZERS: dict[str, dict[str, Any]] = {
     "galore_adamw": {**GALORE, **ADAMW},
     "galore_adamw8bit": {**GALORE, **ADAMW},
     "qgalore": {**GALORE, "similarity": 0.4, **ADAMW},
-    "apollo": {"rank": None, "refresh_every": 200, "scale": 1.0, **ADAMW},
-    "apollo_mini": {"refresh_every": 200, "scale": 128.0, **ADAMW},
+    "apollo": {**GALORE, "scale": 1.0, **ADAMW},
+    "apollo_mini": {"refresh_every": 200, "scale": 128.0, "tables": "adam", **ADAMW},
 }
 
 FIELDS = tuple(dict.fromkeys(field for own in OPTIMIZERS.values() for field in own))

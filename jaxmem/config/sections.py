@@ -248,6 +248,7 @@ class Optimizer(Section):
     rank: Count | None = None  # of projections; by default a quarter of each matrix's smaller side
     refresh_every: Count | None = None  # updates between projections
     scale: Positive | None = None  # of what comes back from a projection
+    tables: Literal["adam", "projected"] | None = None  # embeddings and output projection, under a projection
     similarity: Fraction | None = None  # qgalore: share of the old space in the new that counts as the same
     weight_decay: NotNegative | None = None  # matrices only, not norms and biases
 

@@ -6,7 +6,7 @@ numbers; the projection is drawn again from a counter at every update and not ke
 ratio for the whole matrix: 8 n + 4 bytes, next to nothing, which is SGD's memory.
 
 An update may be at most 1 % longer than the one before (the norm-growth limiter of Fira, arXiv:2410.01623).
-Embeddings, the output projection and vectors are Adam's.
+Vectors are Adam's, and so are embeddings and the output projection unless asked otherwise.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from jaxmem.leaves import Derived
 from jaxmem.optim import projection
 from jaxmem.optim.adam import Adam, Moments, unbiased
 from jaxmem.optim.by_layer import At, Leaf, Rule, by_layer
-from jaxmem.optim.galore import rank_of
+from jaxmem.optim.galore import is_projected, rank_of
 from jaxmem.optim.projection import Side
 
 GROWTH = 1.01
@@ -71,9 +71,11 @@ def scale_by_apollo(
     epsilon: float = 1e-8,
     *,
     whole: bool = False,
+    tables: str = "adam",
     axes: Any = None,
 ) -> optax.GradientTransformationExtraArgs:
-    """`rank` None is a quarter of each matrix's smaller side. APOLLO-Mini: `rank=1, scale=128, whole=True`.
+    """`rank` None is a quarter of each matrix's smaller side. APOLLO-Mini: `rank=1, scale=128, whole=True`. `tables`
+    "projected": embeddings and the output projection too.
 
     >>> state = scale_by_apollo(rank=1, whole=True).init({"w": jnp.zeros((32, 64))}).leaves["w"]
     >>> state["m"].value.shape
@@ -82,7 +84,7 @@ def scale_by_apollo(
     moments = Moments(beta1, beta2, epsilon)
 
     def rule_for(leaf: Leaf) -> Rule:
-        if not leaf.is_hidden_matrix or rank_of(leaf, rank) >= min(leaf.shape):
+        if not is_projected(leaf, rank, tables):
             return Adam(moments)
         return Scaled(moments, leaf, rank_of(leaf, rank), refresh_every, scale, whole)
 

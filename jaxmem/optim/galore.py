@@ -94,9 +94,11 @@ def scale_by_galore(
     inner_for: Callable[[Leaf], Rule] = lambda _: Adam(),
     similarity: float | None = None,
     *,
+    tables: str = "adam",
     axes: Any = None,
 ) -> optax.GradientTransformationExtraArgs:
-    """Of any inner rule. `rank` None is a quarter of each matrix's smaller side.
+    """Of any inner rule. `rank` None is a quarter of each matrix's smaller side. `tables` "projected": embeddings and
+    the output projection too.
 
     >>> state = scale_by_galore(rank=8).init({"w": jnp.zeros((32, 64))}).leaves["w"]
     >>> state["basis"].value.shape, state["inner"]["m"].value.shape
@@ -104,7 +106,7 @@ def scale_by_galore(
     """
 
     def rule_for(leaf: Leaf) -> Rule:
-        if not leaf.is_hidden_matrix or rank_of(leaf, rank) >= min(leaf.shape):
+        if not is_projected(leaf, rank, tables):
             return inner_for(leaf)
         return Projected(inner_for, leaf, rank_of(leaf, rank), refresh_every, scale, similarity)
 
@@ -121,16 +123,23 @@ def scale_by_galore_adam(
     *,
     bits: int = 32,
     similarity: float | None = None,
+    tables: str = "adam",
     axes: Any = None,
 ) -> optax.GradientTransformationExtraArgs:
     """GaLore on Adam whose moments have 32 or 8 bits."""
     adam = Adam(Moments(beta1, beta2, epsilon))
     inner_for = quantized(adam, ADAM8) if bits == 8 else lambda _: adam
-    return scale_by_galore(rank, refresh_every, scale, inner_for, similarity, axes=axes)
+    return scale_by_galore(rank, refresh_every, scale, inner_for, similarity, tables=tables, axes=axes)
 
 
 def rank_of(leaf: Leaf, rank: int | None) -> int:
     return max(1, min(leaf.shape) // 4) if rank is None else rank
+
+
+def is_projected(leaf: Leaf, rank: int | None, tables: str) -> bool:
+    """Matrices that a projection makes smaller; tables with a row for each token only where they are asked for."""
+    wanted = leaf.is_hidden_matrix or (len(leaf.shape) == 2 and tables == "projected")
+    return wanted and rank_of(leaf, rank) < min(leaf.shape)
 
 
 def _values(basis: Any) -> jax.Array:

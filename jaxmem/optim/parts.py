@@ -14,7 +14,8 @@ import jax
 import optax
 
 from jaxmem.optim.apply import apply
-from jaxmem.sharding import Axes, Role, constrain, is_axes
+from jaxmem.sharding import Axes, Role, axes_at_rest, constrain, is_axes
+from jaxmem.weights import is_quantized
 
 Tree = Any
 
@@ -28,7 +29,7 @@ class Part:
     @classmethod
     def of(cls, params: Tree, optimizer_for: Callable[[Tree], Any], axes: Tree, state_axes: Tree) -> Part:
         """`axes` and `state_axes` are those of all parameters, `params` this part's."""
-        own = select(axes, params)
+        own = select(axes, params, is_leaf=is_quantized)
         tx = optax.with_extra_args_support(optimizer_for(own))
         return cls(tx, own, select(state_axes, jax.eval_shape(tx.init, params)))
 
@@ -45,12 +46,13 @@ class Part:
         updates, state = self.tx.update(grads, state, params, **extra)
         params = apply(params, updates, draws, self.axes, layer=layer)
         # Cast where the optimizer's state lies, then gathered, or whole float32 updates would travel.
-        return pinned(params, self.axes, "optimizer"), state
+        return pinned(params, axes_at_rest(self.axes, params), "optimizer"), state
 
 
 def select(tree: Tree, like: Tree, is_leaf: Callable[[Any], bool] | None = None) -> Tree:
     """The leaves of `tree` that lie where `like` has leaves. Leaves of `tree` may be tuples of axes."""
-    found = dict(jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_axes))
+    leaves = jax.tree_util.tree_leaves_with_path
+    found = dict(leaves(tree, is_leaf=is_axes) + leaves(tree, is_leaf=lambda x: is_axes(x) or is_quantized(x)))
     return jax.tree_util.tree_map_with_path(lambda path, _: found[path], like, is_leaf=is_leaf)
 
 

@@ -242,6 +242,7 @@ class Program:
             self.opt_axes,
             objective(self.cfg.objective, self.cfg.memory),
             self._optimizer_for,
+            self.gradients_in,
             measures=self.cfg.measures_first,
         )
 

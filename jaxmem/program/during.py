@@ -18,6 +18,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
 from jaxmem import optim
@@ -25,6 +26,7 @@ from jaxmem.optim.parts import Part, layer_at, pinned, put, select, with_layer, 
 from jaxmem.precision import Params
 from jaxmem.program.objective import Batch, Objective, Sums
 from jaxmem.program.segments import Segments
+from jaxmem.sharding import axes_at_rest
 
 Tree = Any
 
@@ -36,13 +38,14 @@ class During:
     opt_axes: Tree
     objective: Objective
     optimizer_for: Callable[[Tree], optax.GradientTransformationExtraArgs]  # of some of the parameters' axes
+    gradients_in: np.dtype | None  # None: each in its weight's own dtype
     measures: bool  # whether the optimizer wants to know the length of all gradients first
 
     def __call__(
         self, params: Params, opt_state: Any, batch: Batch, key: jax.Array, draws: jax.Array | None
     ) -> tuple[Params, Any, Sums, jax.Array]:
         """New weights, new state of the optimizer, sums of the batch, and the length of the mean's gradient."""
-        network = Segments(self.graphdef, self.objective, params, batch, key)
+        network = Segments(self.graphdef, self.objective, params, batch, key, self.gradients_in)
         numbers = range(len(network.stacks))
         parts = [self._part(network.stacked(n, network.stacks[n].applied.weights)) for n in numbers]
         norm = self._measured(network, parts) if self.measures else None
@@ -59,7 +62,7 @@ class During:
                 own, dw = network.stacked(number, own), pinned(network.stacked(number, dw), part.axes, "gradients")
                 kept = layer_at(state, part.state_axes, layer, before)  # counts of updates are those before this one
                 own, kept = part.update(dw, kept, own, draws, layer=layer, layers=layers, norm=norm)
-                weights = with_layer(weights, part.axes, "weights", layer, own)
+                weights = with_layer(weights, axes_at_rest(part.axes, weights), "weights", layer, own)
                 return weights, with_layer(state, part.state_axes, "optimizer", layer, kept), squares + _squares(dw)
 
             begin = weights, before, jnp.zeros((), jnp.float32)

@@ -13,8 +13,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
+from jax.typing import DTypeLike
 
 from jaxmem.stack.apply import Applied
+from jaxmem.weights import placed, points
 
 # (what is carried, layer, its weights, their gradient) -> what is carried
 Visit = Callable[[Any, jax.Array, Any, Any], Any]
@@ -28,7 +30,8 @@ class Passed:
     y: Any
     kept: list[jax.Array]  # for each layer, stacked
     form: Any  # of one layer's derivative
-    given: tuple[int | None, ...]  # for each of its leaves: which leaf of weights, inputs or beside it is
+    given: tuple[int | None, ...]  # for each of its leaves: which leaf of what is at hand it is
+    dtype: DTypeLike | None  # of gradients; None: each in its weight's own
 
     def backward(self, g: Any, weights: Callable[[Any], Any], visit: Visit, carried: Any) -> tuple[Any, Any]:
         """What is carried in the end, and the gradient of the stack's x. `weights` finds the stacked weights in what
@@ -45,25 +48,29 @@ class Passed:
         return jax.lax.fori_loop(0, layers, step, (carried, g))
 
     def _derivative(self, weights: Any, one: Any, kept: list[jax.Array]) -> Callable[[Any], tuple[Any, Any]]:
-        at_hand, rest = jax.tree.leaves((weights, one, self.applied.beside)), iter(kept)
+        at_hand = jax.tree.leaves((points(weights, self.dtype), weights, one, self.applied.beside))
+        rest = iter(kept)
         return jax.tree.unflatten(self.form, [next(rest) if place is None else at_hand[place] for place in self.given])
 
 
-def forward(applied: Applied) -> Passed:
-    """The forward pass. What a layer's derivative needs of weights, inputs and what is beside is not kept again."""
+def forward(applied: Applied, dtype: DTypeLike | None = None) -> Passed:
+    """The forward pass. What a layer's derivative needs of weights, inputs and what is beside is not kept again.
+    `dtype`: of gradients; None: each in its weight's own."""
     form: list[Any] = []
 
     def step(carried: tuple[Any, Any], xs: tuple[Any, Any]) -> tuple[tuple[Any, Any], list[jax.Array]]:
         (x, beside), (weights, one) = carried, xs
-        y, derivative = jax.vjp(lambda weights, x: applied.run(weights, x, one, beside)[0], weights, x)
+        at = points(weights, dtype)
+        y, derivative = jax.vjp(lambda at, x: applied.run(placed(weights, at), x, one, beside)[0], at, x)
         leaves, tree = jax.tree.flatten(derivative)
-        places = {id(leaf): place for place, leaf in enumerate(jax.tree.leaves((weights, one, beside)))}
+        places = {id(leaf): place for place, leaf in enumerate(jax.tree.leaves((at, weights, one, beside)))}
         given = tuple(places.get(id(leaf)) for leaf in leaves)
         form[:] = [tree, given]
         return (y, beside), [leaf for leaf, place in zip(leaves, given, strict=True) if place is None]
 
     (y, _), kept = jax.lax.scan(step, (applied.x, applied.beside), (applied.weights, applied.inputs))
-    return Passed(applied, y, kept, *form)
+    tree, given = form
+    return Passed(applied, y, kept, tree, given, dtype)
 
 
 def layer_of(stacked: Any, layer: jax.Array) -> Any:

@@ -32,7 +32,7 @@ READ_HERE = {
     "rounding": "Precision.stochastic",
     # Given to the optimizer by name; tests/optim builds each with all of its own.
     **{f"Rules.{dim}": "Rules.table" for dim in Rules.model_fields},
-    **dict.fromkeys(("momentum", "rank", "refresh_every", "scale", "similarity"), "Optimizer.own"),
+    **dict.fromkeys(("momentum", "rank", "refresh_every", "scale", "similarity", "tables"), "Optimizer.own"),
 }
 
 Kinds = frozenset[type[Section]]

@@ -111,3 +111,10 @@ def test_no_gradient_is_gathered_and_nothing_decomposed():
     assert "syevd" not in text
     gathered = [line.split("=")[1].split()[0] for line in text.splitlines() if " all-gather(" in line]
     assert all("128,256" not in shape for shape in gathered), gathered
+
+
+@pytest.mark.parametrize(("tables", "shape"), [("adam", (64, 16)), ("projected", (64, 1))])
+def test_tables_are_projected_where_asked(tables, shape):
+    params, axes = {"embedding": jnp.zeros((64, 16))}, {"embedding": ("vocab", "embed")}
+    state = optim.scale_by_apollo(1, whole=True, tables=tables, axes=axes).init(params)
+    assert state.leaves["embedding"]["m"].value.shape == shape
