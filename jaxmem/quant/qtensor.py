@@ -131,8 +131,8 @@ def even_block(size: int, most: int, parts: int = 8) -> int | None:
     """The largest block up to `most` of which a multiple of `parts` fills a dimension, so that usual meshes cut
     between blocks; None where that is less than a sixteenth of it.
 
-    >>> even_block(4096, 256), even_block(11008, 256), even_block(5461, 256)
-    (256, 172, None)
+    >>> even_block(4096, 256), even_block(11008, 256), even_block(5461, 256), even_block(5477, 256)
+    (256, 172, 127, None)
     """
     each = size // math.gcd(size, parts)
     found = next(block for block in range(max(1, min(most, each)), 0, -1) if each % block == 0)

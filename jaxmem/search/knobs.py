@@ -14,11 +14,12 @@ from typing import Annotated, Any, Literal, get_args, get_origin
 
 from annotated_types import Ge, Le
 
-from jaxmem.config import Config, Decoder, Optimizer
+from jaxmem.config import Config, Decoder, Optimizer, Precision
 from jaxmem.config.check import DIMS
 from jaxmem.config.mesh import AXES
 from jaxmem.errors import UserError, nearest
 from jaxmem.planning import Target
+from jaxmem.precision import compute_dtype
 from jaxmem.sharding import RESTING
 
 Change = Mapping[str, Any]  # dotted key -> value
@@ -100,9 +101,13 @@ def _resting(_cfg: Config, _target: Target) -> Iterable[Change]:
     return ({"precision.parameters": name, "precision.block_size": None} for name in ("float32", "bfloat16", "int8"))
 
 
-def _computing(_cfg: Config, _target: Target) -> Iterable[Change]:
-    """Number formats to compute in; float16 only with what keeps its gradients from vanishing."""
+def _computing(_cfg: Config, target: Target) -> Iterable[Change]:
+    """Number formats to compute in, the one that `auto` stands for under that name; float16 only with what keeps its
+    gradients from vanishing."""
+    usual = compute_dtype(Precision(), "cpu" if target.is_cpu else "gpu").name
     for name in values("precision.compute"):
+        if name == usual:
+            continue
         yield {"precision.compute": name, "precision.loss_scale": "dynamic" if name == "float16" else "none"}
 
 
