@@ -70,7 +70,7 @@ def test_a_command_end_to_end(tmp_path: Path, capsys: pytest.CaptureFixture[str]
         assert exit_.value.code == 0
         results.append(json.loads(capsys.readouterr().out))
     assert results[0] | {"seconds": 0} == results[1] | {"seconds": 0}
-    assert results[0]["considered"] == 3
+    assert results[0]["considered"] == 4  # none, full, dots, sqrt
     assert results[0]["compiled"] == 2
     cfg = load_config(best).for_devices(2)
     assert cfg.memory.remat == results[0]["best"]["config"].get("memory.remat", "none")
