@@ -278,7 +278,7 @@ def export(
     ] = None,
     simulate: Simulate = None,
 ) -> None:
-    """A run as a Hugging Face directory, which transformers and vLLM open."""
+    """A run as a Hugging Face directory, which transformers opens."""
     _devices(simulate)
     from jaxmem.convert import export_model
 

@@ -1,7 +1,7 @@
 """Hugging Face directories: their weights in, and out again. safetensors only; nothing is unpickled, no code is run.
 
 model = load("llama-3.2-1b", dtype=jnp.bfloat16)     # a network, its weights where a layout puts them
-save(model, "mine")                                  # a directory that transformers and vLLM open
+save(model, "mine")                                  # a directory that transformers opens
 
 `model.hf: DIR` in a config does the first for a run, `jaxmem export` the second.
 """

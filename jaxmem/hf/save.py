@@ -1,4 +1,4 @@
-"""A decoder as a Hugging Face directory, which transformers and vLLM open.
+"""A decoder as a Hugging Face directory, which transformers opens.
 
 Written tensor by tensor: the host holds one at a time. The directory appears when it is whole.
 """
