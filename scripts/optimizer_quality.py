@@ -28,11 +28,15 @@ METHODS = {  # and the most that its loss may be above AdamW's
     BASE: ("", 0.0),
     "bfloat16": ("precision.parameters=bfloat16", None),
     "bfloat16, stochastic": ("precision.parameters=bfloat16 precision.rounding=stochastic", 0.01),
+    "bfloat16, remainder16": ("precision.parameters=bfloat16 precision.master=remainder16", 0.002),
+    "bfloat16, remainder8": ("precision.parameters=bfloat16 precision.master=remainder8", 0.002),
     "adamw8bit": ("optimizer.name=adamw8bit", 0.002),
     "adamw4bit": ("optimizer.name=adamw4bit", None),
     "galore": ("optimizer.name=galore_adamw optimizer.learning_rate=1e-2", 0.03),
     "galore 8-bit": ("optimizer.name=galore_adamw8bit optimizer.learning_rate=1e-2", None),
+    "qgalore, int8": ("precision.parameters=int8 optimizer.name=qgalore optimizer.learning_rate=1e-2", 0.05),
     "apollo_mini": ("optimizer.name=apollo_mini optimizer.learning_rate=1e-2", 0.02),
+    "apollo_mini, int8": ("precision.parameters=int8 optimizer.name=apollo_mini optimizer.learning_rate=1e-2", 0.10),
 }
 SEEDS = (0, 1, 2)
 
