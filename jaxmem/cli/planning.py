@@ -1,0 +1,94 @@
+"""The bytes before they are used: `jaxmem plan` and `jaxmem fit`."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from jaxmem.cli.options import ConfigFile, Json, Overrides, Reserve, Simulate
+from jaxmem.cli.printing import only_json, show
+from jaxmem.cli.starting import load, take_devices
+from jaxmem.errors import UserError
+
+
+def plan(
+    config: Annotated[Path | None, typer.Argument(metavar="CONFIG", show_default=False)] = None,
+    overrides: Overrides = None,
+    target: Annotated[
+        str | None, typer.Option(metavar="T", help="h100-80gb:16x8, cpu:8, my-gpu.yaml; or: list", show_default=False)
+    ] = None,
+    reserve: Reserve = None,
+    simulate: Simulate = None,
+    as_json: Json = False,
+) -> None:
+    """Bytes per device, without running: for what is here, or for any number of GPUs that are not."""
+    if target == "list":
+        from jaxmem.planning.table import Targets
+        from jaxmem.planning.targets import targets_json
+
+        show(targets_json() if as_json else Targets())
+        return
+    if config is None:
+        raise UserError("CONFIG: missing; give a YAML file such as configs/demo.yaml, or --target list")
+    if target and simulate:
+        raise UserError(f"--simulate {simulate} and --target {target} say the same thing; give one")
+    cfg = load(config, overrides, simulate, only_compile=True)
+    from jaxmem import planning
+
+    with only_json(as_json):
+        planned = planning.plan(cfg, target, reserve_gib=reserve)
+    show(planned.as_json() if as_json else planned.table())
+
+
+def fit(
+    config: ConfigFile,
+    overrides: Overrides = None,
+    target: Annotated[
+        str | None, typer.Option(metavar="T", help="h100-80gb:8, cpu:8, my-gpu.yaml", show_default=False)
+    ] = None,
+    allow: Annotated[
+        str | None,
+        typer.Option(metavar="WORDS", help="What may change: mesh,remat,update,batch,chunks", show_default=False),
+    ] = None,
+    maximize: Annotated[
+        str | None, typer.Option(metavar="KEY", help="model.layers: the largest that fits.", show_default=False)
+    ] = None,
+    write: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="The best config, to train as it is.", show_default=False)
+    ] = None,
+    png: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Memory against time, as a figure.", show_default=False)
+    ] = None,
+    reserve: Reserve = None,
+    compiles: Annotated[int, typer.Option(metavar="N", min=1, help="Compile at most so many steps.")] = 20,
+    as_json: Json = False,
+) -> None:
+    """Search for what fits, fastest first. Exit code 3: nothing does."""
+    from jaxmem.config import load_config
+
+    cfg = load_config(config, overrides or [])
+    if target is not None:
+        os.environ.setdefault("JAX_PLATFORMS", "cpu")  # no device here has anything to do
+    take_devices(None, only_compile=True)
+    from jaxmem import search
+
+    given: dict[str, Any] = {"target": target, "reserve_gib": reserve}
+    if allow is not None:
+        given["allow"] = [word.strip() for word in allow.split(",") if word.strip()]
+    if maximize and png:
+        raise UserError(f"--png {png}: --maximize draws none; leave one out")
+    found: search.Most | search.Fit
+    with only_json(as_json):
+        if maximize:
+            found = search.maximize(cfg, maximize, **given)
+        else:
+            found = search.fit(cfg, compiles=compiles, **given)
+            if png:
+                found.figure(png)
+        if found.best and write:
+            found.write(write)
+    show(found.as_json() if as_json else found.table())
+    raise typer.Exit(0 if found.best else 3)

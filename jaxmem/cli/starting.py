@@ -1,0 +1,50 @@
+"""What a command does first: the config, the devices, the processes beside this one. jax starts only after it."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from jaxmem import devices
+
+if TYPE_CHECKING:
+    from jaxmem.config import Config
+
+
+def load(config: Path, overrides: list[str] | None, simulate: int | None, *, only_compile: bool = False) -> Config:
+    """The config, checked before jax is even imported, and the devices for it."""
+    from jaxmem.config import load_config
+
+    cfg = load_config(config, overrides or [])
+    take_devices(simulate, only_compile=only_compile)
+    return cfg
+
+
+def take_devices(simulate: int | None, *, only_compile: bool = False) -> None:
+    """Those of this machine, or as many simulated ones as asked for; before jax starts."""
+    if simulate is None:
+        devices.stay_on_cpu_without_gpu(only_compile=only_compile)
+        devices.take_all_but_reserved()
+    else:
+        devices.simulate(simulate)
+
+
+@contextlib.contextmanager
+def joined(cfg: Config | None) -> Iterator[None]:
+    """Together with the processes that were started beside this one, if any. Nothing has started jax before."""
+    from jaxmem.config import Cluster
+    from jaxmem.distributed import join
+
+    cluster = cfg.cluster if cfg else Cluster()
+    with join.joined(cluster.heartbeat, cluster.start_timeout):
+        yield
+
+
+def config_of(run: Path) -> Config | None:
+    """None where no run is: that is told later, by what reads it."""
+    from jaxmem.config import load_config
+
+    file = run / "config.yaml"
+    return load_config(file) if file.is_file() else None
