@@ -13,6 +13,7 @@ mesh costs no more than the same one, and no device ever holds an array that it 
 """
 
 from jaxmem.checkpoint.files import place, put_aside
-from jaxmem.checkpoint.manager import Best, Checkpoints, DamagedError
+from jaxmem.checkpoint.manager import Checkpoints, DamagedError
+from jaxmem.checkpoint.policy import Best
 
 __all__ = ["Best", "Checkpoints", "DamagedError", "place", "put_aside"]

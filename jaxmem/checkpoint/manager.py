@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import json
-import math
 import threading
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
@@ -18,6 +16,8 @@ from etils import epath
 
 from jaxmem.checkpoint.failures import FAILURES, one_failure, why
 from jaxmem.checkpoint.files import absolute, free_name, put_aside
+from jaxmem.checkpoint.leaves import check_leaves, few, named
+from jaxmem.checkpoint.policy import Best, Keep
 from jaxmem.checksum import checksum
 from jaxmem.distributed.join import end_all
 from jaxmem.errors import TemporaryError, UserError
@@ -28,14 +28,6 @@ ROTATED = ".rotated"  # where replaced checkpoints are renamed to, to be deleted
 
 class DamagedError(UserError):
     """A checkpoint that does not read back as it was written."""
-
-
-@dataclass(frozen=True)
-class Best:
-    """The checkpoint with the lowest held-out loss among those kept."""
-
-    step: int
-    loss: float
 
 
 class Checkpoints:
@@ -59,7 +51,7 @@ class Checkpoints:
         self.directory = absolute(directory)
         self._in_bucket = "://" in str(self.directory)  # where a rename copies: there, what is replaced is deleted
         self.every, self.read_only = every, read_only
-        self._policy = _Keep(keep, keep_best, losses={})
+        self._policy = Keep(keep, keep_best, losses={})
         self._sweeper: threading.Thread | None = None
         try:
             self._manager = self._open()
@@ -94,7 +86,7 @@ class Checkpoints:
         self.wait()
         if step in self._manager.all_steps():
             return False
-        leaves = _named(state)
+        leaves = named(state)
         saved = {name: [x.shape, str(x.dtype), checksum(x)] for name, x in leaves.items()}
         record = _as_json({"position": position, "config": config, "metrics": metrics or {}, "leaves": saved})
         arrays = ocp.args.PyTreeSave(leaves, save_args={name: ocp.SaveArgs(chunk_byte_size=CHUNK) for name in leaves})
@@ -249,8 +241,8 @@ class Checkpoints:
         return record
 
     def _arrays(self, step: int, abstract: Any, saved: dict[str, Any]) -> Any:
-        wanted = _named(abstract)
-        _check_leaves(self.directory / str(step), saved, wanted)
+        wanted = named(abstract)
+        check_leaves(self.directory / str(step), saved, wanted)
         restore_args = ocp.checkpoint_utils.construct_restore_args(wanted)
         args = ocp.args.PyTreeRestore(wanted, restore_args=restore_args, partial_restore=True)
         try:
@@ -262,7 +254,7 @@ class Checkpoints:
             raise self._damaged(step, why(error)) from None
         wrong = [name for name in wanted if checksum(arrays[name]) != saved[name][2]]
         if wrong:
-            raise self._damaged(step, f"{_few(wrong)} read back otherwise than written")
+            raise self._damaged(step, f"{few(wrong)} read back otherwise than written")
         return jax.tree.unflatten(jax.tree.structure(abstract), [arrays[name] for name in wanted])
 
     def _expect(self, step: int) -> None:
@@ -303,66 +295,9 @@ class _Manager(ocp.CheckpointManager):
             raise
 
 
-@dataclass
-class _Keep(ocp.checkpoint_managers.PreservationPolicy):
-    """The newest `keep`, and the best if asked."""
-
-    keep: int
-    keep_best: bool
-    losses: dict[int, float | None]
-
-    def best(self, steps: Sequence[int]) -> Best | None:
-        losses = [(step, self.losses.get(step)) for step in steps]
-        finite = [Best(step, loss) for step, loss in losses if loss is not None and math.isfinite(loss)]
-        return min(finite, key=lambda best: (best.loss, best.step), default=None)
-
-    def improved(self, loss: float | None) -> bool:
-        """Whether a checkpoint with this loss would be kept as the best."""
-        if not self.keep_best or loss is None or not math.isfinite(loss):
-            return False
-        best = self.best(list(self.losses))
-        return best is None or loss < best.loss
-
-    def should_preserve(self, checkpoints: Sequence[Any], *, context: Any) -> list[bool]:
-        del context
-        steps = [info.step for info in checkpoints]
-        kept = set(sorted(steps)[-self.keep :])
-        best = self.best(steps) if self.keep_best else None
-        return [step in kept or (best is not None and step == best.step) for step in steps]
-
-
-# ------------------------------------------------------------------ leaves
-
-
-def _named(tree: Any) -> dict[str, Any]:
-    leaves = jax.tree_util.tree_leaves_with_path(tree)
-    return {jax.tree_util.keystr(path, simple=True, separator="."): leaf for path, leaf in leaves}
-
-
-def _check_leaves(where: epath.Path, saved: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:
-    if unplaced := [name for name, leaf in wanted.items() if leaf.sharding is None]:
-        raise ValueError(f"no sharding to restore to: {_few(unplaced)}")  # Orbax would take the one it was saved with
-    wrong = []
-    for name in {**saved, **wanted}:
-        there = f"{saved[name][1]}{list(saved[name][0])}" if name in saved else "absent"
-        here = f"{wanted[name].dtype}{list(wanted[name].shape)}" if name in wanted else "absent"
-        if there != here:
-            wrong.append(f"{name} is {there} in the checkpoint and {here} here")
-    if wrong:
-        raise UserError(f"checkpoint {where} does not fit this run: {_few(wrong)}")
-
-
-# ------------------------------------------------------------------ small things
-
-
 def _as_json(value: Any) -> Any:
     return json.loads(json.dumps(value))
 
 
 def _crc(record: Mapping[str, Any]) -> int:
     return zlib.crc32(json.dumps(record, sort_keys=True).encode())
-
-
-def _few(items: Sequence[str], most: int = 3) -> str:
-    rest = f" and {len(items) - most} more" if len(items) > most else ""
-    return "; ".join(items[:most]) + rest

@@ -27,8 +27,9 @@ from jax.experimental.xla_metadata import set_xla_metadata
 from jaxtyping import Array, Float
 
 from .arguments import Extras, Options
+from .block import Beside, Blocks, Call
 from .blockwise import SAVED
-from .programs import Beside, Blocks, Call, d_keys, d_queries, forward
+from .programs import d_keys, d_queries, forward
 
 MOST_DIM = 256
 
