@@ -3,7 +3,8 @@
 With T tokens on a device, E numbers each, V entries of the vocabulary and a compute dtype of 2 bytes, logits and their
 gradient are 4 T V bytes. In slices of v entries 4 T v bytes, 2 E v of the weight, and 4 T E of the features' gradient,
 summed in float32. Each slice of the weight's gradient is made once and written once: it is rounded as the whole one is,
-and devices that split the weight gather and scatter a slice at a time, never hold it or its gradient whole.
+and devices that split the weight gather and scatter a slice at a time, never hold it or its gradient whole. They gather
+the next slice, 2 E v bytes more, while they compute with this one, so that none is waited for but the first.
 
 It takes the logits twice, since what all slices add up to is known only after the last: a third more of the output
 projection's arithmetic. Slices of the tokens instead would take them once, and read and write the whole gradient of
@@ -20,7 +21,7 @@ import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -39,6 +40,7 @@ Entries = Int[Array, "parts width"]  # which entry of the vocabulary a column is
 Fetch = Callable[[Int[Array, ""]], Weight]
 
 _Sums = tuple[jax.Array, jax.Array, jax.Array, jax.Array]
+_Made = TypeVar("_Made")
 
 WHOLE = 2**27  # bytes of logits up to which `auto` leaves them whole
 PIECE = 2**25  # bytes of logits that it takes at a time
@@ -54,6 +56,7 @@ class Slices:
     width: int
     resting: int = 1  # into how many parts the weight's vocabulary is split where it rests
     parts: int = 1  # and where it is computed with
+    ahead: bool = False  # whether the next one is fetched beside the work on this one: where devices gather it
 
     @property
     def held(self) -> int:
@@ -146,15 +149,16 @@ def width(chunk: int | Literal["auto"], tokens: int, held: int, itemsize: int) -
 def slices(chunk: int | Literal["auto"], x: Features, vocab: int) -> Slices | None:
     """For features of a batch as the current layout splits them; None: the logits as a whole."""
     layout = current()
-    resting, parts, tokens = 1, 1, x.shape[0] * x.shape[1]
+    resting, parts, ahead, tokens = 1, 1, False, x.shape[0] * x.shape[1]
     if layout is not None:
         tokens //= layout.parts("activations", "batch") * layout.parts("activations", "vocab_time")
         resting, parts = layout.parts("weights", "vocab"), layout.parts("computing", "vocab")
+        ahead = any(set(layout.over("weights", dim)) - set(layout.over("computing", dim)) for dim in ("embed", "vocab"))
     wide = width(chunk, tokens, -(-vocab // parts), x.dtype.itemsize)
     if wide is None:
         return None
     # Of a weight that rests whole each device computes with its part of every slice.
-    return Slices(vocab, wide * parts // resting, resting, parts)
+    return Slices(vocab, wide * parts // resting, resting, parts, ahead)
 
 
 def cross_entropy(
@@ -172,13 +176,35 @@ def cross_entropy(
     return _cross_entropy(_Loss(axes, slices, Terms(label_smoothing, z_loss)), x, at, rest, labels)
 
 
+def in_turn(
+    slices: Slices,
+    fetch: Fetch,
+    use: Callable[[_Made, Weight, Int[Array, ""]], _Made],
+    made: _Made,
+    *,
+    back: bool = False,
+) -> _Made:
+    """`made = use(made, slice, its number)` for every slice, from the first to the last or `back`. The last one is used
+    after the loop, so that each is fetched once."""
+    numbers = jnp.arange(slices.count, dtype=jnp.int32)[:: -1 if back else 1]
+    if not slices.ahead:
+        return jax.lax.scan(lambda made, j: (use(made, fetch(j), j), None), made, numbers)[0]
+
+    def one(carry: tuple[_Made, Weight], pair: tuple[jax.Array, jax.Array]) -> tuple[tuple[_Made, Weight], None]:
+        (made, weight), (j, following) = carry, pair
+        return (use(made, weight, j), fetch(following)), None
+
+    made, weight = jax.lax.scan(one, (made, fetch(numbers[0])), (numbers[:-1], numbers[1:]))[0]
+    return use(made, weight, numbers[-1])
+
+
 def statistics(x: Features, labels: Labels, fetch: Fetch, slices: Slices) -> Statistics:
     """The first pass. Each device of `tensor` adds up its own parts; what they have together is one message."""
     empty = constrain(jnp.zeros((*labels.shape, slices.parts), jnp.float32), "batch", "vocab_time", "vocab")
 
-    def add(found: _Sums, j: jax.Array) -> tuple[_Sums, None]:
+    def add(found: _Sums, weight: Weight, j: jax.Array) -> _Sums:
         most, total, chosen, summed = found
-        logits, entries = _logits(x, fetch(j)), slices.entries(j)
+        logits, entries = _logits(x, weight), slices.entries(j)
         real = entries >= 0
         higher = jnp.maximum(most, jnp.max(jnp.where(real, logits, -jnp.inf), axis=-1))
         exponentials = jnp.where(real, jnp.exp(logits - higher[..., None]), 0.0)
@@ -188,10 +214,9 @@ def statistics(x: Features, labels: Labels, fetch: Fetch, slices: Slices) -> Sta
             total * jnp.exp(most - higher) + jnp.sum(exponentials, axis=-1),
             chosen + jnp.sum(picked, axis=-1),
             summed + jnp.sum(jnp.where(real, logits, 0.0), axis=-1),
-        ), None
+        )
 
-    numbers = jnp.arange(slices.count, dtype=jnp.int32)
-    (most, total, chosen, summed), _ = jax.lax.scan(add, (empty - jnp.inf, empty, empty, empty), numbers)
+    most, total, chosen, summed = in_turn(slices, fetch, add, (empty - jnp.inf, empty, empty, empty))
     highest = jnp.max(most, axis=-1)
     partition = highest + jnp.log(jnp.sum(total * jnp.exp(most - highest[..., None]), axis=-1))
     return Statistics(partition, jnp.sum(chosen, axis=-1), jnp.sum(summed, axis=-1) / slices.vocab)
@@ -258,20 +283,18 @@ def _backward(loss: _Loss, kept: _Kept, wanted: jax.Array) -> tuple[jax.Array, j
     weight = at if rest is None else rest
     slices, axes = loss.slices, loss.axes
 
-    def add(made: tuple[jax.Array, jax.Array], j: jax.Array) -> tuple[tuple[jax.Array, jax.Array], None]:
+    def add(made: tuple[jax.Array, jax.Array], one: Weight, j: jax.Array) -> tuple[jax.Array, jax.Array]:
         of_weight, of_x = made
-        one = loss.fetch(weight, x.dtype, j)
         found_weight, found_x = slice_gradients(
             x, labels, one, slices.entries(j), found, wanted, loss.terms, slices.vocab
         )
         found_weight = constrain(found_weight, "embed", "vocab", None, role="gradients").astype(at.dtype)
         of_x = constrain(of_x + found_x, "vocab", "batch", "vocab_time", None)
-        return (constrain(slices.put(of_weight, axes, j, found_weight), *axes, role="gradients"), of_x), None
+        return constrain(slices.put(of_weight, axes, j, found_weight), *axes, role="gradients"), of_x
 
     zeros = constrain(jnp.zeros(at.shape, at.dtype), *axes, role="gradients")
     empty = constrain(jnp.zeros((slices.parts, *x.shape), jnp.float32), "vocab", "batch", "vocab_time", None)
-    numbers = jnp.arange(slices.count, dtype=jnp.int32)
-    (of_weight, of_x), _ = jax.lax.scan(add, (zeros, empty), numbers, reverse=True)
+    of_weight, of_x = in_turn(slices, partial(loss.fetch, weight, x.dtype), add, (zeros, empty), back=True)
     return constrain(jnp.sum(of_x.astype(x.dtype), axis=0), "batch", "vocab_time", "embed"), of_weight, None, None
 
 

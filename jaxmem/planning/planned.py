@@ -148,6 +148,8 @@ class Plan:
                     "executed": one.executed,
                     "wire_bytes": one.wire_bytes,
                     "exposed_bytes": one.exposed_bytes,
+                    "seconds": one.seconds if target.gpu else None,
+                    "exposed_seconds": one.exposed_seconds if target.gpu else None,
                 }
                 for kind, one in sorted(self.timeline.traffic.items())
             },

@@ -58,6 +58,8 @@ class Report:
         yield from self._time()
         if plan.timeline.traffic:
             yield self._messages(wide=options.max_width >= NARROW)
+            if plan.estimated_step_seconds is not None:
+                yield Text(f"{plan.timeline.exposed:.1%} of the messages' {duration(plan.timeline.network)} is exposed")
         for warned in plan.warnings:
             yield Text.assemble((f"{warned.kind}: ", "yellow"), f"{warned.text}; try {warned.cure}")
 

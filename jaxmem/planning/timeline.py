@@ -2,7 +2,8 @@
 
 Each kernel takes the longer of its arithmetic and its memory traffic (Williams et al., 2009), at rates that large
 kernels attain. A message that begins before it is needed moves while kernels run; what is left when the program
-waits for it is exposed. Messages share one link and follow each other.
+waits for it is exposed: max(0, its seconds - those of the kernels between its start and its done), loops executed, and
+as messages share one link and follow each other, what it waits for those before it too.
 """
 
 from __future__ import annotations
@@ -49,6 +50,11 @@ class Timeline:
     @property
     def network(self) -> float:
         return sum(one.seconds for one in self.traffic.values())
+
+    @property
+    def exposed(self) -> float:
+        """The share of the messages' time in which the program waits for them."""
+        return sum(one.exposed_seconds for one in self.traffic.values()) / self.network if self.network else 0.0
 
     @property
     def roofline(self) -> float:

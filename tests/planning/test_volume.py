@@ -12,8 +12,9 @@ import pytest
 from jaxmem.planning.breakdown import form, pass_of
 from jaxmem.planning.buffers import Lifetimes, read_allocations
 from jaxmem.planning.compile import compile_all, listening
+from jaxmem.planning.hlo import dot_flops
 from jaxmem.planning.targets import parse_target, target_devices
-from jaxmem.planning.timeline import timeline
+from jaxmem.planning.timeline import fused, timeline
 from jaxmem.planning.volume import volume
 from jaxmem.program import program
 from tests.planning.conftest import SMALL, config
@@ -33,6 +34,7 @@ LAYOUTS = {
     "context": ({"context": 8}, 3, {"reduce-scatter", "all-gather", "collective-permute"}),
 }
 TARGET = parse_target("h100-80gb:8")
+SLICE = 64  # entries of the vocabulary, where the loss takes it in slices
 SMALLEST = 0.01  # of all bytes: norms' gradients, ids, sums
 
 
@@ -41,7 +43,7 @@ def compiled(name):
     mesh, zero, _ = LAYOUTS[name]
     cfg = config(
         model=MODEL, mesh=mesh, zero=zero, data={"sequence_length": 128}, batch={"global_size": 128, "accumulate": 4},
-        memory={"remat": "full"},
+        memory={"remat": "full", "loss_chunk": SLICE if name == "hybrid" else "auto"},
     )  # fmt: skip
     built = program(cfg, target_devices(TARGET, TARGET.memory))
     with listening() as remarks:
@@ -57,6 +59,19 @@ def test_messages_are_those_of_theory(name):
     sent = sum(one.wire_bytes for one in traffic.values())
     assert sent == pytest.approx(volume(built).total, rel=0.05)
     assert {kind for kind, one in traffic.items() if one.wire_bytes > SMALLEST * sent} == LAYOUTS[name][-1]
+
+
+def test_the_next_slice_of_the_head_is_gathered_beside_the_work_on_this_one():
+    _, step = compiled("hybrid")
+    loops = 0
+    for computation in step.module.computations:
+        order = {one: place for place, one in enumerate(computation.instructions)}
+        products = [place for one, place in order.items() if any(map(dot_flops, (one, *fused(one))))]
+        for start, begins in order.items():
+            if start.opcode == "all-gather-start" and start.shape.parts[-1].dims == (MODEL["embed"], SLICE):
+                loops += 1
+                assert any(begins < place < order[start.users[0]] for place in products)
+    assert loops == 2  # forward and backward
 
 
 def live_at_most(name, forms, only_backward=False):
