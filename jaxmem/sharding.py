@@ -267,8 +267,8 @@ def groups() -> tuple[int, ...]:
     return (layout.size(layout.vmapped),) if layout and layout.vmapped else ()
 
 
-def split_first(x: jax.Array, axis: str) -> jax.Array:
-    """Split the first dimension over a mesh axis; how the others lie is left to the partitioner."""
+def split_first(x: jax.Array, axis: str | tuple[str, ...]) -> jax.Array:
+    """Split the first dimension over a mesh axis, or several; how the others lie is left to the partitioner."""
     layout = current()
     if layout is None:
         return x

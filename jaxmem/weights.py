@@ -61,6 +61,14 @@ class Completed:
         return jax.lax.bitcast_convert_type(high + low, jnp.float32).astype(dtype)
 
 
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Ready:
+    """A weight that is where and in what it is computed with: nobody brings it again."""
+
+    value: jax.Array
+
+
 Weight: TypeAlias = jax.Array | QTensor | Point
 
 

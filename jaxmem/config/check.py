@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
-from jaxmem.config.names import NAMES
+from jaxmem.config.names import IN_CHUNKS, IN_GROUPS, NAMES
 from jaxmem.config.optimizers import FIELDS, OPTIMIZERS, SEARCH_BASES
 from jaxmem.config.sections import Config, Convnet, Data, Decoder, Mesh, Mlp, Objective, Rope, Rules, Save, Source, Vit
 from jaxmem.errors import UserError, nearest
@@ -222,6 +222,24 @@ def _names(cfg: Config) -> Iterator[str]:
                 yield f"memory.remat.save: family {cfg.model.family} has no {name!r}{nearest(name, known)}"
 
 
+def _chunks(cfg: Config) -> Iterator[str]:
+    """What goes through a layer in pieces is there in pieces only."""
+    for key, hidden in (("mlp_chunk", IN_CHUNKS), ("head_groups", IN_GROUPS)):
+        given, remat = getattr(cfg.memory, key), cfg.memory.remat
+        if given == "auto":
+            continue
+        if cfg.model.family not in ("decoder", "vit"):
+            yield f"memory.{key}: family {cfg.model.family} has no sequences; use auto"
+        elif isinstance(remat, Save) and (key == "mlp_chunk" or given != 1):
+            for name in (name for name in remat.save if name in hidden):
+                yield f"memory.remat.save: {name} is made in pieces by memory.{key}: {given}, and never kept; use auto"
+    if isinstance(cfg.memory.head_groups, int) and isinstance(cfg.model, Decoder | Vit):
+        heads = cfg.model.kv_heads if isinstance(cfg.model, Decoder) else cfg.model.heads
+        if heads % cfg.memory.head_groups:
+            near = [n for n in range(1, heads + 1) if heads % n == 0]
+            yield f"memory.head_groups: {cfg.memory.head_groups} does not divide {heads} key heads; use one of {near}"
+
+
 def _is_scheduled(cfg: Config) -> bool:
     """Whether only some boundaries of layers are kept."""
     return isinstance(cfg.memory.remat, str) and cfg.memory.remat not in ("none", "full", "dots")
@@ -319,6 +337,7 @@ RULES = (
     _batch,
     _precision,
     _names,
+    _chunks,
     _update,
     _mesh,
     _rules,

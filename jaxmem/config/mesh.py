@@ -110,11 +110,24 @@ def _indivisible(cfg: Config) -> Iterator[str]:
             other = ", or zero=0 to split no weights" if axis == "fsdp" else ""
             yield f"mesh.{axis}: {shown} does not divide {', '.join(whole)}; nearest: {near or 'none'}{other}"
     yield from _own_rules(cfg)
+    yield from _head_groups(cfg)
     length, parts = cfg.data.sequence_length, time_parts(mesh)
     if isinstance(cfg.model, Decoder) and length % parts:
         over = " and ".join(f"mesh.{axis} {getattr(mesh, axis)}" for axis in TIME if getattr(mesh, axis) > 1)
         near = _near(length, range(parts, length + parts + 1, parts))
         yield f"data.sequence_length: {length} does not make {parts} equal parts for {over}; nearest: {near}"
+
+
+def _head_groups(cfg: Config) -> Iterator[str]:
+    groups = cfg.memory.head_groups
+    if groups == "auto" or groups == 1 or not isinstance(cfg.model, Decoder | Vit):
+        return
+    heads = dims(cfg)["kv_heads"]["kv_heads"]
+    tensor = cfg.mesh.tensor if "tensor" in cfg.rules.heads else 1
+    if heads % (groups * tensor):
+        near = _near(groups, (n for n in _divisors(heads) if heads % (n * tensor) == 0))
+        over = f"{heads} key heads over mesh.tensor {tensor}"
+        yield f"memory.head_groups: {groups} does not divide {over}; nearest: {near or 1}"
 
 
 def _own_rules(cfg: Config) -> Iterator[str]:

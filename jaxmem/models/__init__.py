@@ -7,6 +7,7 @@ from typing import Any
 from flax import nnx
 
 from jaxmem import config
+from jaxmem.models.chunks import Long
 from jaxmem.models.convnet import Convnet
 from jaxmem.models.decoder import Decoder
 from jaxmem.models.mlp import Mlp
@@ -23,4 +24,4 @@ def build(cfg: config.Model, rngs: nnx.Rngs, execution: Execution = Execution())
     return _FAMILIES[cfg.family](cfg, rngs, execution)
 
 
-__all__ = ["Convnet", "Decoder", "Execution", "Mlp", "Network", "Vit", "build"]
+__all__ = ["Convnet", "Decoder", "Execution", "Long", "Mlp", "Network", "Vit", "build"]

@@ -42,7 +42,8 @@ class Decoder(nnx.Module):
             implementation=self.execution.attention,
         )
         norms = parts.RMSNorm(cfg.embed, cfg.norm_epsilon), parts.RMSNorm(cfg.embed, cfg.norm_epsilon)
-        return parts.Block(attention, parts.GatedMlp(rngs, cfg.embed, cfg.mlp, bias=cfg.mlp_bias), norms, cfg.dropout)
+        mlp = parts.GatedMlp(rngs, cfg.embed, cfg.mlp, bias=cfg.mlp_bias)
+        return parts.Block(attention, mlp, norms, cfg.dropout, self.execution.long)
 
     def __call__(
         self,

@@ -6,7 +6,6 @@ Products run in the dtype of their input; normalisation, rotations and softmax i
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,10 +19,12 @@ from jaxtyping import Array, Float, Int, Key
 
 from jaxmem import kernels
 from jaxmem.exchange import attention, lookup, places, spread
+from jaxmem.models.chunks import Long, by_heads, by_tokens, groups_of_heads, joined, tokens_at_once
 from jaxmem.models.rope import Angles, rotate
 from jaxmem.precision import rested
 from jaxmem.sharding import Axes, constrain, current, gather
 from jaxmem.stack import PRODUCT, Way
+from jaxmem.weights import Ready
 
 New = Float[Array, "batch time kv_heads head_dim"]
 Room = Float[Array, "layer batch past kv_heads head_dim"]
@@ -40,6 +41,7 @@ class Execution:
 
     dtype: np.dtype = np.dtype(np.float32)  # noqa: RUF009 - immutable
     attention: str | None = None  # an implementation's name; None: picked by device and shape
+    long: Long = Long()  # noqa: RUF009 - immutable
     stack: Way = Way()  # noqa: RUF009 - immutable
 
 
@@ -57,6 +59,8 @@ def constant(value: float, shape: tuple[int, ...], axes: Axes) -> nnx.Param:
 def fetch(param: nnx.Param, dtype: DTypeLike) -> jax.Array:
     """A weight as it is computed with. Inside a stack its leading axis `layer` is gone."""
     value = param.get_value()
+    if isinstance(value, Ready):
+        return value.value.astype(dtype)
     axes: Axes = param.get_metadata()["axes"]
     return gather(value, axes[len(axes) - value.ndim :], dtype)
 
@@ -178,25 +182,68 @@ class Attention(nnx.Module):
     ) -> tuple[Float[Array, "batch time embed"], tuple[New, New] | Caches]:
         """Gives the output, and the keys and values of x. With a `cache`, `x` is the one position that follows what
         is taken, and the caches with it are given back."""
-        q = self._split(self.q(x), self.heads, "heads", self.q_norm, angles)
-        k = self._split(self.k(x), self.kv_heads, "kv_heads", self.k_norm, angles)
-        v = self._split(self.v(x), self.kv_heads, "kv_heads")
+        q, k, v = self._projected(self._inner, x, angles)
         q, k, v = (checkpoint_name(y, f"attention_{of}") for y, of in ((q, "q"), (k, "k"), (v, "v")))
         if cache is not None:
             mixed, kept = self._extended(q, k, v, cache)
         else:
             kept = (k, v)
-            mixed = attention(
-                q,
-                spread(k),
-                spread(v),
-                causal=self.causal,
-                window=self.window,
-                segment_ids=segment_ids,
-                implementation=self.implementation,
-            )
+            mixed = self._mixed(q, k, v, segment_ids)
         joined = mixed.reshape(*x.shape[:-1], self.heads * self.head_dim)
         return self.o(constrain(joined, "batch", "time", "heads")), kept
+
+    def piecewise(
+        self,
+        norm: Any,
+        x: Float[Array, "batch time embed"],
+        angles: Angles | None,
+        segment_ids: Int[Array, "batch time"] | None,
+        size: int | None,
+        groups: int,
+    ) -> tuple[Float[Array, "batch time embed"], tuple[New, New]]:
+        """The same of norm(x), so many heads and tokens at a time; between them only what attention needs of all."""
+
+        def project(own: dict[str, Any], x: jax.Array, angles: Angles | None) -> tuple[jax.Array, ...]:
+            normal = _gathered(own["norm"](x), "time")
+            return tuple(y.reshape(*y.shape[:2], -1) for y in self._projected(own, normal, angles))
+
+        def attend(own: dict[str, Any], x: jax.Array, beside: Any) -> tuple[jax.Array, ...]:
+            angles, segment_ids = beside
+            flat = by_tokens(project, own, x, angles, size=size)
+            q, k, v = (y.reshape(*y.shape[:2], -1, self.head_dim) for y in flat)
+            return self._mixed(q, k, v, segment_ids).reshape(flat[0].shape), *flat[1:]
+
+        inner = {"norm": norm, **self._inner}
+        mixed, *kept = by_heads(attend, inner, x, (angles, segment_ids), groups, ("heads", "kv_heads"))
+        k, v = (joined(y).reshape(*x.shape[:2], self.kv_heads, self.head_dim) for y in kept)
+
+        def out(own: dict[str, Any], mixed: jax.Array, _: None) -> jax.Array:
+            return _streamed(own["o"](constrain(joined(mixed), "batch", "time", "heads")))
+
+        return by_tokens(out, {"o": self.o}, mixed, size=size), (k, v)
+
+    @property
+    def _inner(self) -> dict[str, Any]:
+        """All but the output projection."""
+        own = {"q": self.q, "k": self.k, "v": self.v, "q_norm": self.q_norm, "k_norm": self.k_norm}
+        return {name: module for name, module in own.items() if module is not None}
+
+    def _projected(self, own: dict[str, Any], x: jax.Array, angles: Angles | None) -> tuple[jax.Array, ...]:
+        """Queries, keys and values, of all heads or some."""
+        q = self._split(own["q"](x), "heads", own.get("q_norm"), angles)
+        k = self._split(own["k"](x), "kv_heads", own.get("k_norm"), angles)
+        return q, k, self._split(own["v"](x), "kv_heads")
+
+    def _mixed(self, q: jax.Array, k: jax.Array, v: jax.Array, segment_ids: jax.Array | None) -> jax.Array:
+        return attention(
+            q,
+            spread(k),
+            spread(v),
+            causal=self.causal,
+            window=self.window,
+            segment_ids=segment_ids,
+            implementation=self.implementation,
+        )
 
     def _extended(self, q: jax.Array, k: jax.Array, v: jax.Array, cache: Place) -> tuple[jax.Array, Caches]:
         """One position against all that are taken and itself."""
@@ -222,12 +269,11 @@ class Attention(nnx.Module):
     def _split(
         self,
         x: Float[Array, "batch time width"],
-        heads: int,
         axis: str,
         norm: RMSNorm | None = None,
         angles: Angles | None = None,
     ) -> Float[Array, "batch time heads head_dim"]:
-        x = x.reshape(*x.shape[:-1], heads, self.head_dim)
+        x = x.reshape(*x.shape[:-1], -1, self.head_dim)
         if norm is not None:
             x = norm(x)
         if angles is not None:
@@ -243,6 +289,7 @@ class GatedMlp(nnx.Module):
     """SwiGLU: down(silu(gate x) * up x) (Shazeer, arXiv:2002.05202)."""
 
     def __init__(self, rngs: nnx.Rngs, embed: int, mlp: int, *, bias: bool = False):
+        self.hidden = mlp
         self.gate = Linear(rngs, embed, mlp, ("embed", "mlp"), bias=bias)
         self.up = Linear(rngs, embed, mlp, ("embed", "mlp"), bias=bias)
         self.down = Linear(rngs, mlp, embed, ("mlp", "embed"), bias=bias)
@@ -257,6 +304,7 @@ class DenseMlp(nnx.Module):
     """down(gelu(up x)), with biases."""
 
     def __init__(self, rngs: nnx.Rngs, embed: int, mlp: int):
+        self.hidden = mlp
         self.up = Linear(rngs, embed, mlp, ("embed", "mlp"), bias=True)
         self.down = Linear(rngs, mlp, embed, ("mlp", "embed"), bias=True)
 
@@ -268,9 +316,11 @@ class DenseMlp(nnx.Module):
 class Block(nnx.Module):
     """Pre-norm residual block: attention, then an MLP."""
 
-    def __init__(self, attention: Attention, mlp: Callable[[Any], Any], norms: tuple[Any, Any], dropout: float):
+    def __init__(
+        self, attention: Attention, mlp: GatedMlp | DenseMlp, norms: tuple[Any, Any], dropout: float, long: Long
+    ):
         self.attention_norm, self.mlp_norm = norms
-        self.attention, self.mlp, self.dropout = attention, mlp, dropout
+        self.attention, self.mlp, self.dropout, self.long = attention, mlp, dropout, long
 
     def __call__(
         self,
@@ -281,13 +331,25 @@ class Block(nnx.Module):
         cache: Place | None = None,
     ) -> tuple[Float[Array, "batch time embed"], tuple[New, New] | Caches]:
         first, second = (None, None) if keys is None else self._token_keys(keys, x.shape[1])
-        normal = checkpoint_name(self.attention_norm(x), "attention_norm")
-        mixed, kept = self.attention(_gathered(normal, "time"), angles, segment_ids, cache)
-        x = x + dropout(checkpoint_name(_streamed(mixed), "attention_out"), self.dropout, first)
-        normal = checkpoint_name(self.mlp_norm(x), "mlp_norm")
-        made = checkpoint_name(_streamed(self.mlp(_gathered(normal, "mlp_time"))), "mlp_out")
+        mixed, kept = self._attended(x, angles, segment_ids, cache)
+        x = x + dropout(checkpoint_name(mixed, "attention_out"), self.dropout, first)
+        size = tokens_at_once(self.long.chunk, x, self.mlp.hidden)
+        made = by_tokens(_fed, {"norm": self.mlp_norm, "mlp": self.mlp}, x, size=size)
+        made = checkpoint_name(made, "mlp_out")
         x = x + dropout(made, self.dropout, second)
         return _streamed(x), kept
+
+    def _attended(
+        self, x: jax.Array, angles: Angles | None, segment_ids: jax.Array | None, cache: Place | None
+    ) -> tuple[jax.Array, tuple[New, New] | Caches]:
+        own = self.attention
+        heads = own.heads, own.kv_heads, own.head_dim
+        size, groups = tokens_at_once(self.long.chunk, x, self.mlp.hidden), groups_of_heads(self.long.groups, x, *heads)
+        if cache is None and (size is not None or groups > 1):
+            return own.piecewise(self.attention_norm, x, angles, segment_ids, size, groups)
+        normal = checkpoint_name(self.attention_norm(x), "attention_norm")
+        mixed, kept = own(_gathered(normal, "time"), angles, segment_ids, cache)
+        return _streamed(mixed), kept
 
     def _token_keys(self, keys: RowKeys, length: int) -> tuple[Keys, ...]:
         """For each token and half of the block, by its position: a time split over `context` lies in another order."""
@@ -295,6 +357,12 @@ class Block(nnx.Module):
         order = np.arange(length, dtype=np.int32) if order is None else order
         of_row = jax.vmap(jax.random.fold_in, in_axes=(None, 0))
         return tuple(jax.vmap(of_row, in_axes=(0, None))(half, jnp.asarray(order)) for half in several(keys, 2))
+
+
+def _fed(own: dict[str, Any], x: Float[Array, "batch time embed"], _: None) -> Float[Array, "batch time embed"]:
+    """norm, then MLP."""
+    normal = checkpoint_name(own["norm"](x), "mlp_norm")
+    return _streamed(own["mlp"](_gathered(normal, "mlp_time")))
 
 
 def _streamed(x: Float[Array, "batch time embed"]) -> Float[Array, "batch time embed"]:

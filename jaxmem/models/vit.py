@@ -41,7 +41,7 @@ class Vit(nnx.Module):
             implementation=self.execution.attention,
         )
         norms = parts.LayerNorm(cfg.embed), parts.LayerNorm(cfg.embed)
-        return parts.Block(attention, parts.DenseMlp(rngs, cfg.embed, cfg.mlp), norms, cfg.dropout)
+        return parts.Block(attention, parts.DenseMlp(rngs, cfg.embed, cfg.mlp), norms, cfg.dropout, self.execution.long)
 
     def __call__(
         self, images: Float[Array, "batch height width channels"], keys: parts.RowKeys | None = None

@@ -297,6 +297,7 @@ class Program:
         execution = models.Execution(
             dtype=precision.compute_dtype(self.cfg.precision, self._platform),
             attention=None if memory.attention == "auto" else memory.attention,
+            long=models.Long(*memory.pieces),
             stack=Way(memory.remat if isinstance(memory.remat, str) else memory.remat.save, self.pipeline),
         )
         return models.build(self.cfg.model, nnx.Rngs(params=key), execution)

@@ -93,6 +93,16 @@ def lines(base: dict, *overrides: str) -> list[str]:
             ["memory.loss_chunk=64"],
             "memory.loss_chunk: only next_token has a vocabulary to go through, not classify; use auto",
         ),
+        (
+            TEXT,
+            ["memory.mlp_chunk=64", "memory.remat={save: [mlp_hidden]}"],
+            "memory.remat.save: mlp_hidden is made in pieces by memory.mlp_chunk: 64, and never kept; use auto",
+        ),
+        (
+            TEXT,
+            ["memory.head_groups=3"],
+            "memory.head_groups: 3 does not divide 4 key heads; use one of [1, 2, 4]",
+        ),
         (TEXT, ["model.kv_heads=3"], "model.kv_heads: 3 does not divide model.heads 8"),
         (TEXT, ["model.head_dim=15"], "model.head_dim: 15 is odd; rotary positions turn pairs"),
         (TEXT, ["model.rope.factor=8"], "model.rope.factor: 8 does nothing with model.rope.scaling: none"),

@@ -42,6 +42,14 @@ def test_every_two_axes_meet():
 SCHEDULED = {"hybrid x tensor": "sqrt", "context x tensor": "slots_1"}
 
 
+# Those that go through each layer in chunks of so many tokens of a device's time and groups of so many heads.
+IN_PIECES = {
+    "hybrid x tensor": {"mlp_chunk": 5, "head_groups": 2},
+    "replica x context x tensor": {"mlp_chunk": 4, "head_groups": 2},
+    "stage x fsdp x context": {"mlp_chunk": 7},
+}
+
+
 def gathers(text):
     shapes = re.findall(r"= \(?\w+\[([\d,]*)\]\S* all-gather(?:-start)?\(", text)
     return [int(np.prod([int(n) for n in shape.split(",") if n])) for shape in shapes]
@@ -66,6 +74,7 @@ def alone():
 def test_every_layout_learns_what_one_device_learns_in_the_bytes_that_the_tables_promise(name, alone):
     mesh, zero = LAYOUTS[name]
     memory = {"loss_chunk": 50 if name in SLICED else "auto", "remat": SCHEDULED.get(name, "none")}
+    memory |= IN_PIECES.get(name, {})
     trained = Trained(dropping(mesh=mesh, zero=zero, memory=memory), devices_of(mesh), updates=2, begin=alone)
     trained.agrees_with(alone)
     for real, promised in zip(jax.tree.leaves(trained.state), jax.tree.leaves(trained.built.state), strict=True):

@@ -1,0 +1,76 @@
+"""Layers that go through a sequence in pieces: the same values and gradients, in fewer bytes, each sum reduced once."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from jaxmem.config import Rope
+from jaxmem.models import parts
+from jaxmem.models.chunks import Long
+from jaxmem.models.rope import angles
+from jaxmem.program import program
+from tests.program.conftest import SMALL, config
+
+ROWS, TIME, EMBED = 2, 40, 32
+TOKENS, CHUNK, HIDDEN = 256, 32, 4096
+
+
+def block(long):
+    rngs = nnx.Rngs(0)
+    attention = parts.Attention(
+        rngs, EMBED, heads=8, kv_heads=4, head_dim=8, causal=True, bias=True, output_bias=True, qk_norm=1e-5
+    )
+    norms = parts.RMSNorm(EMBED, 1e-5), parts.RMSNorm(EMBED, 1e-5)
+    return parts.Block(attention, parts.GatedMlp(rngs, EMBED, 48, bias=True), norms, 0.1, long)
+
+
+def test_a_block_in_pieces_gives_the_same():
+    """Output, keys and values, and their gradients by weights and input; with dropout, two documents, a last chunk that
+    is not full."""
+    x = jax.random.normal(jax.random.key(0), (ROWS, TIME, EMBED))
+    row = jnp.broadcast_to(jnp.arange(TIME), (ROWS, TIME))
+    turned, documents = angles(row, Rope(), 8), jnp.where(row < 13, 1, 2)
+    keys = jax.random.split(jax.random.key(3), ROWS)
+
+    def found(long):
+        graphdef, state = nnx.split(block(long))
+
+        def loss(weights, x):
+            y, (k, v) = nnx.merge(graphdef, weights)(x, turned, documents, keys)
+            return jnp.sum(jnp.sin(y)) + jnp.sum(jnp.cos(k) * v), y
+
+        return jax.jit(jax.value_and_grad(loss, (0, 1), has_aux=True))(nnx.to_pure_dict(state), x)
+
+    whole = found(Long())
+    for long in (Long(16, 1), Long(13, 4)):
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-5), found(long), whole)
+
+
+@pytest.fixture(scope="module")
+def steps():
+    """A decoder's step over two devices, by how many tokens a chunk has."""
+    model = {"preset": "tiny", **SMALL, "mlp": HIDDEN, "vocab": 264}
+    given = {"model": model, "data": {"sequence_length": TOKENS}, "batch": {"global_size": 8}, "mesh": {"fsdp": 2}}
+    found = {}
+    for tokens in (TOKENS, CHUNK):
+        cfg = config(**given, memory={"remat": "full", "mlp_chunk": tokens})
+        found[tokens] = program(cfg, jax.devices()[:2]).lower_step().compile()
+    return found
+
+
+def test_hidden_units_exist_for_one_chunk(steps):
+    whole, chunks = (steps[tokens].memory_analysis().temp_size_in_bytes for tokens in (TOKENS, CHUNK))
+    hidden = 4 * TOKENS * HIDDEN * 4  # of all tokens of a device
+    assert whole - chunks > 4 * hidden * (1 - CHUNK / TOKENS)
+
+
+def test_chunks_send_what_one_pass_sends(steps):
+    """Weights are gathered before the first chunk, gradients reduced after the last: no message in a loop within the
+    one over layers."""
+    sent = {tokens: re.findall(r" (?:all-\w+|reduce-scatter)\(.*", step.as_text()) for tokens, step in steps.items()}
+    assert len(sent[CHUNK]) == len(sent[TOKENS])
+    assert not [line for line in sent[CHUNK] if line.count("while/body") > 1]
