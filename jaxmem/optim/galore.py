@@ -56,7 +56,6 @@ class Projected:
         return {"basis": codes, "inner": inner, "due": zero, "interval": zero}
 
     def update(self, g: jax.Array, state: dict[str, Any], at: At, /) -> tuple[jax.Array, dict[str, Any]]:
-        wide = g.astype(jnp.float32)
         key = jax.random.fold_in(at.key, at.count)
         kept = {name: x for name, x in state.items() if name != "inner"}
         if self.similarity is None:
@@ -64,14 +63,16 @@ class Projected:
             due = turn | (at.count == 1)
         else:
             due = at.count > state["due"]
-        kept = jax.lax.cond(due, lambda k: self._refreshed(wide, k, at, key), lambda k: k, kept)
-        basis = _values(kept["basis"])
-        direction, inner = self.inner_for(self.side.low).update(self.side.project(basis, wide), state["inner"], at)
-        return self.scale * self.side.back(basis, direction.astype(jnp.float32)), {**kept, "inner": inner}
+        with jax.named_scope(f"runs_1_in_{self.refresh_every}"):  # at most: for those who count operations
+            kept = jax.lax.cond(due, lambda k: self._refreshed(g, k, at, key), lambda k: k, kept)
+        # Products of numbers as the weights have them: of bfloat16 these cost half of float32's, and add up in float32.
+        basis = _values(kept["basis"], g.dtype)
+        direction, inner = self.inner_for(self.side.low).update(self.side.project(basis, g), state["inner"], at)
+        return self.scale * self.side.back(basis, direction.astype(g.dtype)), {**kept, "inner": inner}
 
     def _refreshed(self, g: jax.Array, kept: dict[str, Any], at: At, key: jax.Array) -> dict[str, Any]:
-        old = _values(kept["basis"])
-        new = self.side.find(g, old, key)
+        old = _values(kept["basis"], jnp.float32)
+        new = self.side.find(g.astype(jnp.float32), old, key)
         if self.similarity is None:
             return {"basis": new.astype(kept["basis"].dtype)}
         q: QTensor = kept["basis"]
@@ -142,5 +143,5 @@ def is_projected(leaf: Leaf, rank: int | None, tables: str) -> bool:
     return wanted and rank_of(leaf, rank) < min(leaf.shape)
 
 
-def _values(basis: Any) -> jax.Array:
-    return basis.dequantize(jnp.float32) if isinstance(basis, QTensor) else basis.astype(jnp.float32)
+def _values(basis: Any, dtype: Any) -> jax.Array:
+    return basis.dequantize(dtype) if isinstance(basis, QTensor) else basis.astype(dtype)

@@ -59,11 +59,11 @@ class Side:
 
     def project(self, basis: jax.Array, g: jax.Array) -> jax.Array:
         """[away, kept] or [kept, away] to rank in the place of `away`."""
-        low = basis.T @ g if self.away == 0 else g @ basis
+        low = _product(basis.T, g) if self.away == 0 else _product(g, basis)
         return self._placed(low, self.low)
 
     def back(self, basis: jax.Array, low: jax.Array) -> jax.Array:
-        return basis @ low if self.away == 0 else low @ basis.T
+        return _product(basis, low) if self.away == 0 else _product(low, basis.T)
 
     def find(self, g: jax.Array, start: jax.Array, key: jax.Array) -> jax.Array:
         """The basis of what is largest in a gradient, beginning from an old one."""
@@ -74,6 +74,10 @@ class Side:
         if not any(self.leaf.axes):
             return x
         return constrain(x, *(a + IF_EVEN if a == PROJECTED else a for a in leaf.axes), role="optimizer")
+
+
+def _product(a: jax.Array, b: jax.Array) -> jax.Array:
+    return jnp.matmul(a, b, preferred_element_type=jnp.float32)
 
 
 def range_finder(g: jax.Array, start: jax.Array, key: jax.Array) -> jax.Array:

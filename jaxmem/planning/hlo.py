@@ -110,19 +110,34 @@ class Module:
     by_id: dict[int, Instruction] = field(repr=False)
 
     @cached_property
-    def executions(self) -> dict[Computation, int]:
-        """How often each computation runs in one run of the module. Of a conditional, every branch counts once."""
+    def executions(self) -> dict[Computation, Fraction | int]:
+        """How often each computation runs in one run of the module, in the mean of many where a name says so."""
         times: dict[Computation, Fraction | int] = defaultdict(int)
         times[self.entry] = 1
         for caller in reversed(self.computations):  # callers come after what they call
             for one in caller.instructions:
-                for called in one.called:
-                    times[called] += times[caller] * (trip_count(one) if one.opcode == "while" else 1)
-        return defaultdict(int, {computation: int(often) for computation, often in times.items()})
+                for called, often in zip(one.called, runs(one), strict=True):
+                    times[called] += times[caller] * often
+        return times
 
     def walk(self) -> Iterator[Instruction]:
         for computation in self.computations:
             yield from computation.instructions
+
+
+def runs(one: Instruction) -> list[Fraction | int]:
+    """How often one run of an instruction runs each of its computations.
+
+    Of a conditional whose name says how often its condition holds (`runs_1_in_200`) one branch runs so often, the other
+    the rest of the times. Of any other, each branch counts once.
+    """
+    if one.opcode == "while":
+        return [trip_count(one)] * len(one.called)
+    share = mean_runs(one.op_name.removesuffix("/cond")) if one.opcode == "conditional" else 1
+    if share == 1:
+        return [1] * len(one.called)
+    truth_first = one.operands[0].shape.dtype == "bool"  # by an index: false is 0
+    return [share, 1 - share] if truth_first else [1 - share, share]
 
 
 def trip_count(loop: Instruction) -> Fraction | int:
@@ -165,7 +180,7 @@ def dot_flops(one: Instruction) -> int:
 
 def total_flops(module: Module) -> int:
     """Of all products in one run."""
-    return sum(dot_flops(one) * module.executions[one.home] for one in module.walk())
+    return round(sum(dot_flops(one) * module.executions[one.home] for one in module.walk()))
 
 
 def read_module(serialized: bytes) -> Module:

@@ -11,11 +11,12 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from fractions import Fraction
 from typing import Literal
 
 from jaxmem.hardware import ATTAINED_BANDWIDTH, ATTAINED_FLOPS, Gpu
 from jaxmem.planning.collectives import Collective, collective
-from jaxmem.planning.hlo import Computation, Instruction, Module, dot_flops, total_flops, trip_count
+from jaxmem.planning.hlo import Computation, Instruction, Module, dot_flops, runs, total_flops
 
 LAUNCH = 2e-6  # seconds from one kernel to the next
 _FREE = {
@@ -30,7 +31,7 @@ RATES = {"float64": 1 / 32, "float32": 0.5, "int8": 2.0, "uint8": 2.0, "float8_e
 class Traffic:
     """All messages of one kind."""
 
-    executed: int = 0
+    executed: float = 0  # in the mean, where it is not in every run
     wire_bytes: int = 0
     exposed_bytes: int = 0
     seconds: float = 0.0
@@ -45,6 +46,7 @@ class Timeline:
     arithmetic: float = 0.0  # seconds in kernels that arithmetic bounds
     memory: float = 0.0  # seconds in kernels that memory bounds
     flops: int = 0
+    moved: int = 0  # bytes that kernels read and write
     traffic: dict[str, Traffic] = field(default_factory=lambda: defaultdict(Traffic))
 
     @property
@@ -92,10 +94,11 @@ class _Simulation:
         under_way: dict[Instruction, tuple[Collective, float]] = {}
         times = self._times[computation]
         for one in computation.instructions:
-            if one.opcode == "while":
-                now += trip_count(one) * sum(self._run(called) for called in one.called)
-            elif one.opcode in ("call", "conditional"):
-                now += max((self._run(called) for called in one.called), default=0.0)
+            if one.opcode in ("while", "call", "conditional"):
+                often = runs(one)
+                lasted = [times * self._run(called) for times, called in zip(often, one.called, strict=True)]
+                # Of a conditional that does not say how often it holds, the dearer branch.
+                now += max(lasted) if one.opcode == "conditional" and sum(often) > 1 else sum(lasted, 0.0)
             elif message := collective(one, self._devices, self._per_host):
                 begins = max(now, link_free)
                 link_free = begins + self._seconds(message)
@@ -118,16 +121,16 @@ class _Simulation:
     def _seconds(self, message: Collective) -> float:
         return message.seconds(self._gpu) if self._gpu else 0.0
 
-    def _count(self, message: Collective, times: int, exposed: float) -> None:
+    def _count(self, message: Collective, times: int | Fraction, exposed: float) -> None:
         total, each = self._done.traffic[message.kind], self._seconds(message)
         share = min(1.0, exposed / each) if each else 1.0
-        total.executed += times
-        total.wire_bytes += times * message.wire_bytes
-        total.exposed_bytes += times * round(message.wire_bytes * share)
+        total.executed += float(times) if times % 1 else int(times)
+        total.wire_bytes += round(times * message.wire_bytes)
+        total.exposed_bytes += round(times * message.wire_bytes * share)
         total.seconds += times * each
         total.exposed_seconds += times * exposed
 
-    def _kernel(self, one: Instruction, times: int) -> float:
+    def _kernel(self, one: Instruction, times: int | Fraction) -> float:
         gpu = self._gpu
         if gpu is None or one.opcode in _FREE or one.opcode.endswith(("-start", "-done")):
             return 0.0
@@ -136,6 +139,7 @@ class _Simulation:
             for part in (one, *fused(one)) if dot_flops(part)
         )  # fmt: skip
         memory = moved_bytes(one) / (gpu.bandwidth_gb_s * 1e9 * ATTAINED_BANDWIDTH)
+        self._done.moved += round(times * moved_bytes(one))
         seconds = LAUNCH + max(arithmetic, memory)
         if arithmetic > memory:
             self._done.arithmetic += times * seconds

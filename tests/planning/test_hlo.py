@@ -42,6 +42,17 @@ def test_trip_counts_and_executions() -> None:
     assert module.executions[body] == 15
 
 
+def test_a_branch_counts_as_often_as_its_name_says() -> None:
+    def step(x: jax.Array, due: jax.Array) -> jax.Array:
+        with jax.named_scope("runs_1_in_4"):
+            return jax.lax.cond(due, lambda x: jnp.sin(x @ W) @ W, lambda x: x @ W, x)
+
+    one = 2 * 4 * 8 * 8
+    assert total_flops(module_of(step, X, jnp.array(True))) == one * (2 * 1 / 4 + 1 * 3 / 4)
+    by_index = total_flops(module_of(lambda x, n: step(x, n > 3), X, jnp.array(5)))
+    assert by_index == one * (2 * 1 / 4 + 1 * 3 / 4)
+
+
 def test_operands_run_before_their_users() -> None:
     module = module_of(looped, X)
     for computation in module.computations:

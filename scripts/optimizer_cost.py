@@ -1,0 +1,76 @@
+"""What optimizers add to a step, counted in its compiled module: operations, bytes moved, and seconds by the target's
+rates. The table of docs/optimizers.md; no GPU needed.
+
+    python scripts/optimizer_cost.py [OPTIMIZER ...]        # some minutes
+
+The step is that of Llama 2 7B in bfloat16 with stochastic rounding, in sequences of 2,048 tokens. A projection's
+search for a new basis counts as often as it happens in the mean.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+
+from jaxmem import devices, load_config
+
+devices.stay_on_cpu_without_gpu(only_compile=True)
+
+from jaxmem.planning import Plan  # noqa: E402
+from jaxmem.planning.compile import compile_all  # noqa: E402
+from jaxmem.planning.targets import parse_target, target_devices  # noqa: E402
+from jaxmem.planning.timeline import Timeline  # noqa: E402
+from jaxmem.program import program  # noqa: E402
+
+TARGET = "h100-80gb"
+SEQUENCE = 2048
+BATCHES = (1, 16)
+RANK = 1024
+BASE = "adamw"
+OPTIMIZERS = {
+    BASE: "",
+    "adamw8bit": "",
+    "adamw4bit": "",
+    "galore_adamw": f"optimizer.rank={RANK}",
+    "galore_adamw8bit": f"optimizer.rank={RANK}",
+    "qgalore": f"optimizer.rank={RANK}",
+    "apollo": "optimizer.rank=256",
+    "apollo_mini": "",
+}
+CONFIG = {
+    "name": "cost",
+    "model": {"preset": "llama2-7b"},
+    "data": {"source": "tokens", "path": "unused", "sequence_length": SEQUENCE},
+    "precision": {"parameters": "bfloat16", "rounding": "stochastic"},
+    "memory": {"attention": "pallas"},
+    "train": {"steps": 1000},
+}
+
+
+def main(optimizers: list[str]) -> None:
+    print("| optimizer | tokens an update | TFLOP | GB moved | step, s | operations | bytes | seconds |")
+    print("| --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: |")
+    for batch in BATCHES:
+        base = counted(BASE, batch)
+        for name in optimizers:
+            one = base if name == BASE else counted(name, batch)
+            sizes = f"{one.flops / 1e12:.1f} | {one.moved / 1e9:.0f} | {one.seconds:.3f}"
+            more = [
+                a / b - 1 for a, b in ((one.flops, base.flops), (one.moved, base.moved), (one.seconds, base.seconds))
+            ]
+            beside = " | ".join("" if name == BASE else f"{100 * x:+.1f} %" for x in more)
+            print(f"| `{name}` | {batch * SEQUENCE:,} | {sizes} | {beside} |", flush=True)
+
+
+def counted(optimizer: str, batch: int) -> Timeline:
+    target = parse_target(TARGET)
+    overrides = [f"optimizer.name={optimizer}", f"batch.global_size={batch}", *OPTIMIZERS[optimizer].split()]
+    built = program(load_config(CONFIG, overrides), target_devices(target, 1000 * target.memory))
+    step, _ = compile_all(built.lower_step(), {}, here=False, code=False)
+    return Plan(built, target, step, 0.0).timeline
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:] or list(OPTIMIZERS))
