@@ -38,6 +38,7 @@ METHODS = {  # and the most that its loss may be above AdamW's
     "apollo_mini": ("optimizer.name=apollo_mini optimizer.learning_rate=1e-2", 0.02),
     "apollo_mini, int8": ("precision.parameters=int8 optimizer.name=apollo_mini optimizer.learning_rate=1e-2", 0.10),
 }
+PEERS = {"adamw, torch": None, "galore, galore-torch": None}  # recorded by scripts/compare_galore.py
 SEEDS = (0, 1, 2)
 
 
@@ -87,7 +88,7 @@ def table() -> None:
     found = {(r["method"], r["seed"]): r["held_out"] for r in records() if "train.steps" not in r["overrides"]}
     print("| method | seeds | loss | above AdamW | goal |")
     print("| --- | ---: | ---: | ---: | ---: |")
-    for method, (_, goal) in METHODS.items():
+    for method, goal in {**{name: goal for name, (_, goal) in METHODS.items()}, **PEERS}.items():
         seeds = [s for s in SEEDS if (method, s) in found and (BASE, s) in found]
         if not seeds:
             continue

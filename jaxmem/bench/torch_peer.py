@@ -33,7 +33,7 @@ def stepper(
     import torch
 
     torch.set_num_threads(len(os.sched_getaffinity(0)))
-    network = _network(cfg, weights)
+    network = network_of(cfg, weights)
     run = torch.compile(network) if compiled else network
     optimizer = _optimizer(cfg, network)
 
@@ -53,7 +53,7 @@ def stepper(
     return step
 
 
-def _network(cfg: Config, weights: Any) -> Any:
+def network_of(cfg: Config, weights: Any) -> Any:
     import torch
     import transformers
 
