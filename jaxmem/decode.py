@@ -1,18 +1,18 @@
 """Continue texts with what was trained.
 
-Prompts are run once and leave their keys and values; each further token reads them and adds its own. For L layers of
-`kv_heads` heads the cache takes 2 * L * rows * length * kv_heads * head_dim numbers, split over devices as the heads
-are; activations are those of one layer.
+What was read leaves its keys and values (`models/cache.py`); each further token reads them and adds its own, in place.
+Prompts are read in chunks, so that activations are those of `generate.chunk` tokens and one layer, whatever the length
+and the depth. A conversation's cache is kept between its turns: of each only what is new is read.
 
-Prompts of a batch end together: shorter ones have padding in front, which no position sees. Lengths are rounded up to
-powers of two, so that a conversation that grows is compiled for a few lengths only.
+Prompts of a batch end together: shorter ones have padding in front, which no position sees. Lengths are rounded up, so
+that a conversation that grows is compiled for a few lengths only.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import jax
@@ -20,7 +20,9 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from jaxmem.config import Config
 from jaxmem.errors import UserError
+from jaxmem.models.cache import Cache, room_of, with_room
 from jaxmem.program import Program
 
 LEAST = 16  # the shortest length that is compiled
@@ -65,58 +67,112 @@ def _at_least(logits: jax.Array, least: jax.Array) -> jax.Array:
     return jnp.where(logits < least, -jnp.inf, logits)
 
 
+@dataclass
+class Read:
+    """What was read of some rows."""
+
+    first: jax.Array  # of each, the place where it begins
+    length: int = 0  # places that are taken
+    cache: Cache | None = None
+
+
 class Generator:
     """A program's weights, ready to continue prompts. What it compiles for some lengths it keeps."""
 
     def __init__(self, program: Program, params: Any, sampling: Sampling = Sampling()) -> None:
-        if program.cfg.model.family != "decoder":
-            raise UserError(f"model.family: {program.cfg.model.family} makes no text; generate needs a decoder")
+        cfg: Config = program.cfg
+        if cfg.model.family != "decoder":
+            raise UserError(f"model.family: {cfg.model.family} makes no text; generate needs a decoder")
         self._program, self._params, self._sampling = program, params, sampling
+        self._kept, self._chunk = cfg.generate.cache, cfg.generate.chunk
 
     def __call__(self, prompts: Sequence[np.ndarray], count: int, ends: Collection[int] = ()) -> Iterator[np.ndarray]:
         """Up to `count` tokens after each prompt, those of all rows at a time; a row is over after one of `ends`."""
-        if any(not len(prompt) for prompt in prompts):
-            raise UserError("prompt: it is empty; give at least one token to start from")
-        if count < 1:
-            raise UserError(f"tokens: {count} is none; ask for at least 1")
-        width = length_for(max(len(prompt) for prompt in prompts))
+        width = max(len(prompt) for prompt in prompts)
         tokens = np.zeros((len(prompts), width), np.int32)
         for row, prompt in zip(tokens, prompts, strict=True):
             row[width - len(prompt) :] = prompt
-        first = jnp.asarray([width - len(prompt) for prompt in prompts], jnp.int32)
-        key = jax.random.key(self._sampling.seed)
-        over = np.zeros(len(prompts), bool)
-        with self._program.layout.one_row():
-            token, cache = self._start(length_for(width + count), self._params, jnp.asarray(tokens), first, key)
-            for length in range(width, width + count):
+        first = [width - len(prompt) for prompt in prompts]
+        if width in first:
+            raise UserError("prompt: it is empty; give at least one token to start from")
+        return self.more(Read(jnp.asarray(first, jnp.int32)), tokens, count, ends)
+
+    def more(self, read: Read, tokens: np.ndarray, count: int, ends: Collection[int] = ()) -> Iterator[np.ndarray]:
+        """Reads [rows, time] tokens, then gives up to `count` of its own, which it reads too, all but the last."""
+        if count < 1:
+            raise UserError(f"tokens: {count} is none; ask for at least 1")
+        return self._more(read, tokens, count, ends)
+
+    def _more(self, read: Read, tokens: np.ndarray, count: int, ends: Collection[int]) -> Iterator[np.ndarray]:
+        rows, width = tokens.shape
+        over = np.zeros(rows, bool)
+        with self._program.layout.of_texts(rows):
+            *chunks, rest = (tokens[:, start : start + self._chunk] for start in range(0, width, self._chunk))
+            padding = min(length_for(rest.shape[1]), self._chunk) - rest.shape[1]
+            most = read.length + width + max(count, padding)
+            if read.cache is None:
+                read.cache = self._empty(rows, room_for(most))
+            elif most > (room := room_of(read.cache)):  # twice, so that few lengths are compiled
+                read.cache = self._wider(read.cache, room_for(max(most, 2 * room)) - room)
+            for chunk in chunks:
+                self._step(read, chunk, self._chunk)
+            token = self._step(read, np.pad(rest, ((0, 0), (0, padding))), rest.shape[1])
+            for made in range(1, count + 1):
                 found = np.asarray(token)
                 yield np.where(over, ENDED, found)
                 over |= np.isin(found, list(ends))
-                if over.all() or length == width + count - 1:
+                if over.all() or made == count:
                     return
-                at = jnp.asarray(length, jnp.int32)
-                token, cache = self._follow(self._params, token, cache, at, first, key)
+                token = self._step(read, token[:, None], 1)
+
+    def _step(self, read: Read, tokens: Any, count: int) -> jax.Array:
+        """Reads so many of these tokens, and draws the one that follows."""
+        length, last = (jnp.asarray(x, jnp.int32) for x in (read.length, count - 1))
+        key = jax.random.key(self._sampling.seed)
+        token, read.cache = self._extend(self._params, jnp.asarray(tokens), read.cache, length, read.first, last, key)
+        read.length += count
+        return token
 
     @cached_property
-    def _start(self) -> Any:
-        def start(size: int, params: Any, tokens: jax.Array, first: jax.Array, key: jax.Array) -> tuple[jax.Array, Any]:
-            logits, cache = nnx.merge(self._program.graphdef, params).prefill(tokens, first)
-            more = (0, size - tokens.shape[1])
-            room = [(0, 0), (0, 0), more, (0, 0), (0, 0)]  # [layer, batch, time, heads, head_dim]
-            return self._sampling.pick(logits, key), jax.tree.map(lambda kept: jnp.pad(kept, room), cache)
-
-        return jax.jit(start, static_argnums=0)
-
-    @cached_property
-    def _follow(self) -> Any:
-        def follow(
-            params: Any, token: jax.Array, cache: Any, length: jax.Array, first: jax.Array, key: jax.Array
-        ) -> tuple[jax.Array, Any]:
+    def _extend(self) -> Any:
+        def extend(
+            params: Any, tokens: jax.Array, cache: Cache, length: Any, first: jax.Array, last: Any, key: Any
+        ) -> tuple[jax.Array, Cache]:
             network = nnx.merge(self._program.graphdef, params)
-            logits, cache = network.extend(token[:, None], cache, length, first)
-            return self._sampling.pick(logits, jax.random.fold_in(key, length)), cache
+            logits, cache = network.extend(tokens, cache, length, first, last)
+            return self._sampling.pick(logits, jax.random.fold_in(key, length + last)), cache
 
-        return jax.jit(follow, donate_argnums=2)
+        return jax.jit(extend, donate_argnums=2)
+
+    @cached_property
+    def _empty(self) -> Any:
+        network = nnx.merge(self._program.graphdef, self._program.state.params)
+        return jax.jit(partial(network.empty, kept=self._kept), static_argnums=(0, 1))
+
+    @cached_property
+    def _wider(self) -> Any:
+        return jax.jit(with_room, static_argnums=1)
+
+
+class Thread:
+    """One conversation, whose beginning stays read while it grows."""
+
+    def __init__(self, generator: Generator) -> None:
+        self._generator = generator
+        self._read = Read(jnp.zeros(1, jnp.int32))
+        self._tokens = np.zeros(0, np.int32)  # that were read
+
+    def __call__(self, tokens: np.ndarray, count: int, ends: Collection[int] = ()) -> Iterator[int]:
+        """Up to `count` tokens after these, which may begin as those before them did: that much is not read again."""
+        if not len(tokens):
+            raise UserError("prompt: it is empty; give at least one token to start from")
+        known = min(len(self._tokens), self._read.length, len(tokens) - 1)  # the last one's logits are wanted
+        apart = np.flatnonzero(self._tokens[:known] != tokens[:known])
+        self._read.length = int(apart[0]) if len(apart) else known
+        self._tokens = tokens
+        for made in self._generator.more(self._read, tokens[None, self._read.length :], count, ends):
+            yield int(made[0])
+            self._tokens = np.append(self._tokens, made)  # read before the next one is made
 
 
 def generate(
@@ -136,9 +192,19 @@ def generate(
 
 
 def length_for(size: int) -> int:
-    """The next length that is compiled.
+    """The next number of tokens that is compiled.
 
     >>> [length_for(size) for size in (1, 16, 17, 100)]
     [16, 16, 32, 128]
     """
     return max(LEAST, 1 << (size - 1).bit_length())
+
+
+def room_for(size: int) -> int:
+    """And of a cache: a quarter more than is asked for at most.
+
+    >>> [room_for(size) for size in (1, 100, 130, 161)]
+    [16, 112, 160, 192]
+    """
+    step = max(LEAST, 1 << max(0, (size - 1).bit_length() - 3))
+    return -(-size // step) * step

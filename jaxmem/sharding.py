@@ -218,10 +218,11 @@ class Layout:
     def size(self, axes: Sequence[str]) -> int:
         return math.prod(self.mesh.shape[axis] for axis in axes)
 
-    def one_row(self) -> Layout:
-        """For a text that grows: one row of any length, which nothing can split."""
-        whole = ("batch", "time", "stream", "mlp_time", "vocab_time")
-        activations = {**self.rules.activations, **dict.fromkeys(whole, ())}
+    def of_texts(self, rows: int) -> Layout:
+        """For texts that grow, of any length, which nothing can split; so many as divide lie over the devices."""
+        batch = () if rows % self.parts("activations", "batch") else self.rules.activations["batch"]
+        whole = dict.fromkeys(("time", "stream", "mlp_time", "vocab_time"), ())
+        activations = {**self.rules.activations, **whole, "batch": batch}
         return Layout(self.mesh, dataclasses.replace(self.rules, activations=activations))
 
     def replicated(self) -> NamedSharding:

@@ -10,7 +10,7 @@ import numpy as np
 
 from jaxmem.data import tokenizer_for
 from jaxmem.data.template import Message, TemplateError, template_for
-from jaxmem.decode import ENDED, Generator, Sampling
+from jaxmem.decode import ENDED, Generator, Sampling, Thread
 from jaxmem.errors import UserError
 from jaxmem.trained import open_model
 
@@ -30,6 +30,7 @@ class Speaker:
         """`tokens`: the most that one answer has. `stops`: texts before which it is over."""
         program, params = open_model(directory, overrides)
         self._generate = Generator(program, params, sampling)
+        self._thread = Thread(self._generate)
         self._tokenizer = tokenizer_for(program.cfg.data.tokenizer)
         vocab = getattr(program.cfg.model, "vocab", 0)
         if self._tokenizer.vocab_size > vocab:
@@ -42,7 +43,8 @@ class Speaker:
 
     def continued(self, prompt: str) -> Iterator[str]:
         """What follows a text, piece by piece."""
-        return self._spoken(self._encoded(prompt))
+        found = self._generate([self._encoded(prompt)], self._tokens, self._tokenizer.ends)
+        return self._spoken(int(tokens[0]) for tokens in found)
 
     def continued_all(self, prompts: Sequence[str], rows: int = 8) -> Iterator[str]:
         """What follows each text, so many at a time."""
@@ -53,7 +55,8 @@ class Speaker:
                 yield "".join(pieces(self._tokenizer.decode, (int(i) for i in ids if i != ENDED), self._stops))
 
     def answered(self, messages: Sequence[Message]) -> Iterator[str]:
-        """The assistant's answer to a conversation, piece by piece."""
+        """The assistant's answer to a conversation, piece by piece. What the last one that was answered begins with,
+        too, is not read again."""
         for text in self._tokenizer.special:
             if text in messages[-1]["content"]:
                 raise UserError(f"{text!r} is a token of the model's own; leave it out")
@@ -61,14 +64,14 @@ class Speaker:
             asked = template_for(self._tokenizer, self._file).render(messages, answer=True)
         except TemplateError as error:
             raise UserError(f"{error}") from error
-        return self._spoken(self._tokenizer.encode_marked(asked)[0])
+        ids = self._tokenizer.encode_marked(asked)[0]
+        return self._spoken(self._thread(ids, self._tokens, self._tokenizer.ends))
 
     def _encoded(self, prompt: str) -> np.ndarray:
         return np.array([*self._tokenizer.begin, *self._tokenizer.encode(prompt)], np.int32)
 
-    def _spoken(self, ids: np.ndarray) -> Iterator[str]:
-        found = self._generate([ids], self._tokens, self._tokenizer.ends)
-        return pieces(self._tokenizer.decode, (int(tokens[0]) for tokens in found), self._stops)
+    def _spoken(self, ids: Iterable[int]) -> Iterator[str]:
+        return pieces(self._tokenizer.decode, ids, self._stops)
 
 
 def read_prompts(file: str | Path) -> list[str]:

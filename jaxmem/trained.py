@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+from flax.traverse_util import flatten_dict, unflatten_dict
 
-from jaxmem import hf
+from jaxmem import hf, precision
 from jaxmem.checkpoint import Checkpoints, place
 from jaxmem.config import Config, Mesh, load_config
 from jaxmem.errors import UserError
 from jaxmem.program import Program, program
+from jaxmem.weights import is_quantized
 
+RESTING = ("parameters", "block_size")  # of a config's `precision`: what weights are stored in
 BESIDE = "hf"  # of a run that began from a Hugging Face directory: its settings and tokenizer
 
 
@@ -80,5 +85,30 @@ def open_run(directory: str | Path, overrides: Sequence[str] = ()) -> tuple[Prog
         if step is None:
             raise UserError(f"{directory}: no checkpoint is there yet")
         _, config = checkpoints.read(step)
-        params = checkpoints.restore_params(step, built.saved_state(config).params)
-        return built, built.restored_params(params, config)
+        kept = {field: config["precision"][field] for field in RESTING}
+        held = dataclasses.replace(
+            built, cfg=built.cfg.model_copy(update={"precision": built.cfg.precision.model_copy(update=kept)})
+        )
+        params = checkpoints.restore_params(step, held.saved_state(config).params)
+        params = held.restored_params(params, config)
+    return built, params if held.cfg == built.cfg else _brought_to_rest(built, params)
+
+
+def _brought_to_rest(built: Program, params: Any) -> Any:
+    """Weights in the form that this program keeps them in, one after the other: beside those that were read, what is
+    made of them."""
+    axes = flatten_dict(built.axes)
+    left = flatten_dict(params)
+    params.clear()
+
+    def one(path: Any) -> Any:
+        stacked = axes[path][:1] == ("layer",)
+        own = axes[path][1:] if stacked else axes[path]
+
+        def rest(w: Any) -> Any:
+            return precision.at_rest(w.dequantize(jnp.float32) if is_quantized(w) else w, own, built.cfg.precision)
+
+        places = jax.tree.map(lambda x: x.sharding, flatten_dict(built.state.params)[path])
+        return jax.jit(jax.vmap(rest) if stacked else rest, out_shardings=places)(left.pop(path))
+
+    return unflatten_dict({path: one(path) for path in list(left)})

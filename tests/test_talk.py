@@ -109,6 +109,10 @@ def test_commands(model: Path, tmp_path: Path, capsys, monkeypatch) -> None:
     code, out, err = run(capsys, "generate", str(model), "--prompt", "one", *some)
     assert (code, err) == (0, "")
     assert out.startswith("one")
+    code, coded, err = run(
+        capsys, "generate", str(model), "precision.parameters=int8", "generate.cache=int8", "--prompt", "one", *some
+    )
+    assert (code, err, coded[:3]) == (0, "", "one")
     (tmp_path / "prompts.jsonl").write_text('{"prompt": "one"}\n\n{"prompt": "another"}\n')
     code, lines, _ = run(capsys, "generate", str(model), "--prompts", str(tmp_path / "prompts.jsonl"), *some)
     found = [json.loads(line) for line in lines.splitlines()]

@@ -11,7 +11,21 @@ from collections.abc import Iterator
 
 from jaxmem.config.names import IN_CHUNKS, IN_GROUPS, NAMES
 from jaxmem.config.optimizers import FIELDS, OPTIMIZERS, SEARCH_BASES
-from jaxmem.config.sections import Config, Convnet, Data, Decoder, Mesh, Mlp, Objective, Rope, Rules, Save, Source, Vit
+from jaxmem.config.sections import (
+    Config,
+    Convnet,
+    Data,
+    Decoder,
+    Generate,
+    Mesh,
+    Mlp,
+    Objective,
+    Rope,
+    Rules,
+    Save,
+    Source,
+    Vit,
+)
 from jaxmem.errors import UserError, nearest
 
 BYTE_VOCAB = 257  # 256 bytes and the end of a document
@@ -308,6 +322,13 @@ def _rules(cfg: Config) -> Iterator[str]:
         yield "rules.kv_heads: tensor splits key heads together with heads; give it to rules.heads, or to neither"
 
 
+def _generate(cfg: Config) -> Iterator[str]:
+    if not isinstance(cfg.model, Decoder):
+        for field in Generate.model_fields:
+            if getattr(cfg.generate, field) != getattr(Generate(), field):
+                yield f"generate.{field}: family {cfg.model.family} makes no text; leave it out"
+
+
 def _optimizer(cfg: Config) -> Iterator[str]:
     optimizer = cfg.optimizer
     for field in FIELDS:
@@ -342,4 +363,5 @@ RULES = (
     _mesh,
     _rules,
     _optimizer,
+    _generate,
 )

@@ -298,6 +298,13 @@ class Checkpoint(Section):
     resume: Literal["auto", "never"] = "auto"
 
 
+class Generate(Section):
+    """How text is made with what was trained."""
+
+    cache: Literal["full", "int8"] = "full"  # what keys and values are kept in: as they are computed with, or codes
+    chunk: Count = 1024  # tokens of a prompt that go through the layers together
+
+
 class Cluster(Section):
     """Several processes, on one host or many."""
 
@@ -323,6 +330,7 @@ class Config(Section):
     optimizer: Optimizer = Optimizer()
     train: Train
     checkpoint: Checkpoint = Checkpoint()
+    generate: Generate = Generate()
     cluster: Cluster = Cluster()
 
     @property

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import jax
@@ -11,8 +12,10 @@ from jaxtyping import Array, Float, Int
 
 from jaxmem import config
 from jaxmem.exchange import places
+from jaxmem.models import cache as caches
 from jaxmem.models import parts
-from jaxmem.models.parts import Caches, Execution
+from jaxmem.models.cache import Cache, Place
+from jaxmem.models.parts import Execution
 from jaxmem.models.rope import Angles, angles
 from jaxmem.sharding import constrain, current
 from jaxmem.stack import apply_stack, stacked
@@ -84,41 +87,37 @@ class Decoder(nnx.Module):
         """The weight that makes logits of features."""
         return self.embedding.weight if self.head is None else self.head.weight
 
-    def prefill(
-        self, tokens: Int[Array, "batch time"], first: Int[Array, "batch"] | None = None
-    ) -> tuple[Float[Array, "batch vocab"], Caches]:
-        """Logits after prompts, and every layer's keys and values of them, stacked. `first`: where in its row each
-        prompt begins; what stands before is padding, which makes prompts end together."""
-        row = jnp.arange(tokens.shape[1], dtype=jnp.int32)
-        since = None if first is None else row - first[:, None]
-        counts = None if since is None else (since >= 0).astype(jnp.int32)
-        turned = self._angles(tokens, None if since is None else jnp.maximum(since, 0))
-        x, cache = apply_stack(
-            self.blocks,
-            lambda block, x, *_: block(x, turned, counts),
-            self._embed(tokens),
-            way=self.execution.stack,
-        )
-        return self.logits(self.norm(x[:, -1:]))[:, 0], cache
+    def empty(self, rows: int, room: int, kept: str = "full") -> Cache:
+        """Nothing read yet, of so many texts, with room for so many tokens."""
+        return caches.empty(self.cfg, rows, room, self.execution.dtype, kept)
 
     def extend(
         self,
-        token: Int[Array, "batch 1"],
-        cache: Caches,
+        tokens: Int[Array, "batch time"],
+        cache: Cache,
         length: Int[Array, ""],
         first: Int[Array, "batch"] | None = None,
-    ) -> tuple[Float[Array, "batch vocab"], Caches]:
-        """Logits after one more token, at place `length` of the cache, and the cache with it, written in place.
-        `first` as in `prefill`."""
-        position = jnp.broadcast_to(length, token.shape)
-        turned = self._angles(token, position if first is None else position - first[:, None])
+        last: Int[Array, ""] | None = None,
+    ) -> tuple[Float[Array, "batch vocab"], Cache]:
+        """Logits after more tokens, from place `length` of the cache on, and the cache with them, written in place.
 
-        def layer(block: parts.Block, carried: tuple[jax.Array, Caches], i: jax.Array, _: None) -> tuple[Any, None]:
+        `first`: where each row begins; what stands before is padding, which makes texts end together. `last`: the one
+        of these tokens whose logits are given, by default the last; those after it are padding, to be overwritten.
+        """
+        spots = length + jnp.arange(tokens.shape[1], dtype=jnp.int32)
+        positions = jnp.broadcast_to(spots, tokens.shape)
+        # Padding in front stands before every beginning: any position will do.
+        turned = self._angles(tokens, positions if first is None else jnp.maximum(positions - first[:, None], 0))
+
+        def layer(block: parts.Block, carried: tuple[jax.Array, Cache], i: jax.Array, _: None) -> tuple[Any, None]:
             x, cache = carried
-            return block(x, turned, cache=(cache, i, length, first)), None
+            return block(x, turned, cache=Place(cache, i, length, first)), None
 
-        places = jnp.arange(self.cfg.layers, dtype=jnp.int32)
-        (x, cache), _ = apply_stack(self.blocks, layer, (self._embed(token), cache), places, way=self.execution.stack)
+        layers = jnp.arange(self.cfg.layers, dtype=jnp.int32)
+        # Nothing goes back through this, so that nothing need be made again.
+        way = dataclasses.replace(self.execution.stack, remat="none")
+        (x, cache), _ = apply_stack(self.blocks, layer, (self._embed(tokens), cache), layers, way=way)
+        x = x[:, -1:] if last is None else jax.lax.dynamic_slice_in_dim(x, last, 1, axis=1)
         return self.logits(self.norm(x))[:, 0], cache
 
     def _embed(self, tokens: Int[Array, "batch time"]) -> Float[Array, "batch time embed"]:

@@ -17,8 +17,9 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, Key
 
-from jaxmem import kernels
 from jaxmem.exchange import attention, lookup, places, spread
+from jaxmem.models import cache as caches
+from jaxmem.models.cache import Cache, Place
 from jaxmem.models.chunks import Long, by_heads, by_tokens, groups_of_heads, joined, tokens_at_once
 from jaxmem.models.rope import Angles, rotate
 from jaxmem.precision import rested
@@ -26,13 +27,8 @@ from jaxmem.sharding import Axes, constrain, current, gather
 from jaxmem.stack import PRODUCT, Way
 from jaxmem.weights import Ready
 
-New = Float[Array, "batch time kv_heads head_dim"]
-Room = Float[Array, "layer batch past kv_heads head_dim"]
-Caches = tuple[Room, Room]  # keys and values of every layer, with room for more
 RowKeys = Key[Array, "batch"]  # a random key for each row of the batch
 Keys = Key[Array, "*rows"]
-# The caches, this layer, how many positions are taken, and of each row the first that counts (None: 0).
-Place = tuple[Caches, Int[Array, ""], Int[Array, ""], Int[Array, "batch"] | None]
 
 
 @dataclass(frozen=True)
@@ -179,15 +175,14 @@ class Attention(nnx.Module):
         angles: Angles | None = None,
         segment_ids: Int[Array, "batch time"] | None = None,
         cache: Place | None = None,
-    ) -> tuple[Float[Array, "batch time embed"], tuple[New, New] | Caches]:
-        """Gives the output, and the keys and values of x. With a `cache`, `x` is the one position that follows what
-        is taken, and the caches with it are given back."""
+    ) -> tuple[Float[Array, "batch time embed"], Cache | None]:
+        """The output. With a `cache`, `x` follows what is taken there, and the cache that has it too is given back."""
         q, k, v = self._projected(self._inner, x, angles)
         q, k, v = (checkpoint_name(y, f"attention_{of}") for y, of in ((q, "q"), (k, "k"), (v, "v")))
+        kept = None
         if cache is not None:
-            mixed, kept = self._extended(q, k, v, cache)
+            mixed, kept = caches.attend(q, k, v, cache, window=self.window, implementation=self.implementation)
         else:
-            kept = (k, v)
             mixed = self._mixed(q, k, v, segment_ids)
         joined = mixed.reshape(*x.shape[:-1], self.heads * self.head_dim)
         return self.o(constrain(joined, "batch", "time", "heads")), kept
@@ -200,27 +195,26 @@ class Attention(nnx.Module):
         segment_ids: Int[Array, "batch time"] | None,
         size: int | None,
         groups: int,
-    ) -> tuple[Float[Array, "batch time embed"], tuple[New, New]]:
+    ) -> Float[Array, "batch time embed"]:
         """The same of norm(x), so many heads and tokens at a time; between them only what attention needs of all."""
 
         def project(own: dict[str, Any], x: jax.Array, angles: Angles | None) -> tuple[jax.Array, ...]:
             normal = _gathered(own["norm"](x), "time")
             return tuple(y.reshape(*y.shape[:2], -1) for y in self._projected(own, normal, angles))
 
-        def attend(own: dict[str, Any], x: jax.Array, beside: Any) -> tuple[jax.Array, ...]:
+        def attend(own: dict[str, Any], x: jax.Array, beside: Any) -> jax.Array:
             angles, segment_ids = beside
             flat = by_tokens(project, own, x, angles, size=size)
             q, k, v = (y.reshape(*y.shape[:2], -1, self.head_dim) for y in flat)
-            return self._mixed(q, k, v, segment_ids).reshape(flat[0].shape), *flat[1:]
+            return self._mixed(q, k, v, segment_ids).reshape(flat[0].shape)
 
         inner = {"norm": norm, **self._inner}
-        mixed, *kept = by_heads(attend, inner, x, (angles, segment_ids), groups, ("heads", "kv_heads"))
-        k, v = (joined(y).reshape(*x.shape[:2], self.kv_heads, self.head_dim) for y in kept)
+        mixed = by_heads(attend, inner, x, (angles, segment_ids), groups, ("heads", "kv_heads"))
 
         def out(own: dict[str, Any], mixed: jax.Array, _: None) -> jax.Array:
             return _streamed(own["o"](constrain(joined(mixed), "batch", "time", "heads")))
 
-        return by_tokens(out, {"o": self.o}, mixed, size=size), (k, v)
+        return by_tokens(out, {"o": self.o}, mixed, size=size)
 
     @property
     def _inner(self) -> dict[str, Any]:
@@ -245,27 +239,6 @@ class Attention(nnx.Module):
             implementation=self.implementation,
         )
 
-    def _extended(self, q: jax.Array, k: jax.Array, v: jax.Array, cache: Place) -> tuple[jax.Array, Caches]:
-        """One position against all that are taken and itself."""
-        (room_k, room_v), layer, length, first = cache
-        # Written, then read: the other way round XLA copies the caches of all layers.
-        at = (layer, 0, length, 0, 0)
-        kept = (_written(room_k, k, at), _written(room_v, v, at))
-        every_k, every_v = (jax.lax.dynamic_index_in_dim(room, layer, keepdims=False) for room in kept)
-        batch, room = every_k.shape[:2]
-        place = jnp.arange(room)
-        seen = (place <= length) & (place > length - (self.window or room))
-        seen = seen if first is None else seen & (place >= first[:, None])
-        mixed = kernels.attention(
-            q,
-            every_k,
-            every_v,
-            segment_ids=jnp.ones((batch, 1), jnp.int32),
-            kv_segment_ids=jnp.broadcast_to(seen.astype(jnp.int32), (batch, room)),
-            implementation=self.implementation,
-        )
-        return mixed, kept
-
     def _split(
         self,
         x: Float[Array, "batch time width"],
@@ -279,10 +252,6 @@ class Attention(nnx.Module):
         if angles is not None:
             x = rotate(x, angles)
         return constrain(x, "batch", "time", axis, "head_dim")
-
-
-def _written(room: Room, new: New, at: tuple[Any, ...]) -> Room:
-    return jax.lax.dynamic_update_slice(room, new[None].astype(room.dtype), at)
 
 
 class GatedMlp(nnx.Module):
@@ -329,7 +298,7 @@ class Block(nnx.Module):
         segment_ids: Int[Array, "batch time"] | None = None,
         keys: RowKeys | None = None,
         cache: Place | None = None,
-    ) -> tuple[Float[Array, "batch time embed"], tuple[New, New] | Caches]:
+    ) -> tuple[Float[Array, "batch time embed"], Cache | None]:
         first, second = (None, None) if keys is None else self._token_keys(keys, x.shape[1])
         mixed, kept = self._attended(x, angles, segment_ids, cache)
         x = x + dropout(checkpoint_name(mixed, "attention_out"), self.dropout, first)
@@ -341,12 +310,12 @@ class Block(nnx.Module):
 
     def _attended(
         self, x: jax.Array, angles: Angles | None, segment_ids: jax.Array | None, cache: Place | None
-    ) -> tuple[jax.Array, tuple[New, New] | Caches]:
+    ) -> tuple[jax.Array, Cache | None]:
         own = self.attention
         heads = own.heads, own.kv_heads, own.head_dim
         size, groups = tokens_at_once(self.long.chunk, x, self.mlp.hidden), groups_of_heads(self.long.groups, x, *heads)
         if cache is None and (size is not None or groups > 1):
-            return own.piecewise(self.attention_norm, x, angles, segment_ids, size, groups)
+            return own.piecewise(self.attention_norm, x, angles, segment_ids, size, groups), None
         normal = checkpoint_name(self.attention_norm(x), "attention_norm")
         mixed, kept = own(_gathered(normal, "time"), angles, segment_ids, cache)
         return _streamed(mixed), kept

@@ -21,6 +21,7 @@ from jaxmem.convert import export_model, import_model
 from jaxmem.errors import UserError
 from jaxmem.program import program
 from jaxmem.quant import quantize
+from jaxmem.trained import open_model
 from jaxmem.training.run import run
 
 SMALL = {"vocab": 257, "layers": 2, "embed": 16, "mlp": 24, "heads": 4, "kv_heads": 2, "head_dim": 8, "qk_norm": True}
@@ -42,6 +43,9 @@ def test_import_then_export_gives_the_same_tensors(name: str, tmp_path: Path, co
     )
     with pytest.raises(UserError, match="out exists already"):
         export_model(tmp_path / "run", tmp_path / "out")
+    coded = [open_model(tmp_path / place, ["precision.parameters=int8"])[1] for place in ("run", "given")]
+    assert coded[0]["head"]["weight"].codes.dtype == np.int8
+    jax.tree.map(np.testing.assert_array_equal, *coded)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["given", "out", "run"]
 
 

@@ -29,8 +29,7 @@ def block(long):
 
 
 def test_a_block_in_pieces_gives_the_same():
-    """Output, keys and values, and their gradients by weights and input; with dropout, two documents, a last chunk that
-    is not full."""
+    """Output, and its gradients by weights and input; with dropout, two documents, a last chunk that is not full."""
     x = jax.random.normal(jax.random.key(0), (ROWS, TIME, EMBED))
     row = jnp.broadcast_to(jnp.arange(TIME), (ROWS, TIME))
     turned, documents = angles(row, Rope(), 8), jnp.where(row < 13, 1, 2)
@@ -40,8 +39,8 @@ def test_a_block_in_pieces_gives_the_same():
         graphdef, state = nnx.split(block(long))
 
         def loss(weights, x):
-            y, (k, v) = nnx.merge(graphdef, weights)(x, turned, documents, keys)
-            return jnp.sum(jnp.sin(y)) + jnp.sum(jnp.cos(k) * v), y
+            y, _ = nnx.merge(graphdef, weights)(x, turned, documents, keys)
+            return jnp.sum(jnp.sin(y)), y
 
         return jax.jit(jax.value_and_grad(loss, (0, 1), has_aux=True))(nnx.to_pure_dict(state), x)
 
