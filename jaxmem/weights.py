@@ -6,11 +6,16 @@ and zeros of the form that its gradient shall have: the weight's shape, a dtype 
 
     at = points(params, jnp.bfloat16)
     grads = jax.grad(lambda at: loss(placed(params, at)))(at)
+
+A `Hooked` weight is one whose gradient goes through a function before it is given to anyone: for weights of stacked
+layers in each layer's own backward pass, where `unhooked` is called within the layer.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, ClassVar, TypeAlias
 
 import jax
@@ -35,6 +40,50 @@ class Point:
     @property
     def ndim(self) -> int:
         return self.at.ndim
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Hooked:
+    """What stands for a weight, an array, and where its gradient goes: to `at`, as `back(gradient, beside)`."""
+
+    value: jax.Array
+    at: jax.Array  # of that one's form; nothing reads it
+    beside: jax.Array  # cut into layers with the weight
+    back: Callable[[jax.Array, jax.Array], jax.Array] = field(metadata={"static": True})
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.value.shape
+
+    @property
+    def ndim(self) -> int:
+        return self.value.ndim
+
+    @property
+    def dtype(self) -> jnp.dtype:
+        return self.value.dtype
+
+    def unhooked(self) -> jax.Array:
+        return _unhooked(self.back, self.value, self.at, self.beside)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _unhooked(_: Callable[..., jax.Array], value: jax.Array, _at: jax.Array, _beside: jax.Array) -> jax.Array:
+    return value
+
+
+def _unhooked_backward(back: Callable[..., jax.Array], beside: jax.Array, g: jax.Array) -> tuple[Any, ...]:
+    return None, back(g, beside), None
+
+
+_unhooked.defvjp(lambda _, value, _at, beside: (value, beside), _unhooked_backward)
+
+
+def unhooked(tree: Any) -> Any:
+    """A tree of weights as they are computed with."""
+    is_hooked = lambda w: isinstance(w, Hooked)  # noqa: E731
+    return jax.tree.map(lambda w: w.unhooked() if is_hooked(w) else w, tree, is_leaf=is_hooked)
 
 
 @jax.tree_util.register_dataclass

@@ -153,6 +153,18 @@ class Plan:
                 }
                 for kind, one in sorted(self.timeline.traffic.items())
             },
+            "messages": [
+                {
+                    "kind": one.message.kind,
+                    "devices": one.message.group,
+                    "made_by": one.instruction.op_name,
+                    "executed": one.executed,
+                    "wire_bytes": one.wire_bytes,
+                    "exposed_bytes": one.exposed_bytes,
+                    "kernels_beside": one.kernels,
+                }
+                for one in self.timeline.sent
+            ],
             "flops_per_device": self.timeline.flops,
             "ideal_flops_per_device": self.ideal_flops_per_device,
             "estimated_step_seconds": self.estimated_step_seconds,

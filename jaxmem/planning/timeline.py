@@ -28,6 +28,32 @@ RATES = {"float64": 1 / 32, "float32": 0.5, "int8": 2.0, "uint8": 2.0, "float8_e
 
 
 @dataclass
+class Sent:
+    """A message, each time that it is sent: from when to when it has the link."""
+
+    instruction: Instruction
+    message: Collective
+    begins: float
+    ends: float
+    executed: float  # in the mean, where it is not in every run
+    kernels: int = 0  # and loops, between its start and its done
+    exposed: float = 0.0  # seconds
+
+    @property
+    def share(self) -> float:
+        """Of its time, exposed; of a device of which nothing is known, all."""
+        return self.exposed / (self.ends - self.begins) if self.ends > self.begins else 1.0
+
+    @property
+    def exposed_bytes(self) -> int:
+        return round(self.executed * self.message.wire_bytes * self.share)
+
+    @property
+    def wire_bytes(self) -> int:
+        return round(self.executed * self.message.wire_bytes)
+
+
+@dataclass
 class Traffic:
     """All messages of one kind."""
 
@@ -47,7 +73,20 @@ class Timeline:
     memory: float = 0.0  # seconds in kernels that memory bounds
     flops: int = 0
     moved: int = 0  # bytes that kernels read and write
-    traffic: dict[str, Traffic] = field(default_factory=lambda: defaultdict(Traffic))
+    sent: list[Sent] = field(default_factory=list)
+
+    @property
+    def traffic(self) -> dict[str, Traffic]:
+        """By kind."""
+        kinds: dict[str, Traffic] = defaultdict(Traffic)
+        for one in self.sent:
+            total = kinds[one.message.kind]
+            total.executed += one.executed
+            total.wire_bytes += one.wire_bytes
+            total.exposed_bytes += one.exposed_bytes
+            total.seconds += one.executed * (one.ends - one.begins)
+            total.exposed_seconds += one.executed * one.exposed
+        return dict(kinds)
 
     @property
     def network(self) -> float:
@@ -74,6 +113,34 @@ def timeline(module: Module, gpu: Gpu | None, devices: int, per_host: int) -> Ti
     return _Simulation(module, gpu, devices, per_host).result()
 
 
+@dataclass
+class _Clock:
+    """A device and its link, from the begin of a computation."""
+
+    now: float = 0.0
+    link_free: float = 0.0
+    under_way: dict[Instruction, Sent] = field(default_factory=dict)
+
+    def work(self, seconds: float) -> None:
+        self.now += seconds
+        for one in self.under_way.values():
+            one.kernels += seconds > 0
+
+    def send(self, instruction: Instruction, message: Collective, seconds: float, executed: float) -> Sent:
+        begins = max(self.now, self.link_free)
+        self.link_free = begins + seconds
+        one = self.under_way[instruction] = Sent(instruction, message, begins, self.link_free, executed)
+        return one
+
+    def wait_for(self, instruction: Instruction) -> None:
+        """What is exposed is whatever has the link meanwhile."""
+        until = max(self.now, self.under_way[instruction].ends)
+        for one in self.under_way.values():
+            one.exposed += max(0.0, min(one.ends, until) - max(one.begins, self.now))
+        del self.under_way[instruction]
+        self.now = until
+
+
 class _Simulation:
     def __init__(self, module: Module, gpu: Gpu | None, devices: int, per_host: int) -> None:
         self._module, self._gpu, self._devices, self._per_host = module, gpu, devices, per_host
@@ -90,45 +157,27 @@ class _Simulation:
         """Seconds of one run. A loop's body is simulated once and counts as often as it runs."""
         if computation in self._lasted:
             return self._lasted[computation]
-        now = link_free = 0.0
-        under_way: dict[Instruction, tuple[Collective, float]] = {}
-        times = self._times[computation]
+        clock, times = _Clock(), self._times[computation]
+        executed = float(times) if times % 1 else int(times)
         for one in computation.instructions:
             if one.opcode in ("while", "call", "conditional"):
                 often = runs(one)
-                lasted = [times * self._run(called) for times, called in zip(often, one.called, strict=True)]
+                lasted = [float(share) * self._run(called) for share, called in zip(often, one.called, strict=True)]
                 # Of a conditional that does not say how often it holds, the dearer branch.
-                now += max(lasted) if one.opcode == "conditional" and sum(often) > 1 else sum(lasted, 0.0)
+                clock.work(max(lasted) if one.opcode == "conditional" and sum(often) > 1 else sum(lasted, 0.0))
             elif message := collective(one, self._devices, self._per_host):
-                begins = max(now, link_free)
-                link_free = begins + self._seconds(message)
-                if message.asynchronous:
-                    under_way[one] = message, link_free
-                else:
-                    self._count(message, times, exposed=link_free - now)
-                    now = link_free
+                seconds = message.seconds(self._gpu) if self._gpu else 0.0
+                self._done.sent.append(clock.send(one, message, seconds, executed))
+                if not message.asynchronous:
+                    clock.wait_for(one)
             elif one.opcode == "async-start":  # a kernel on a stream of its own
-                now += self._run(one.called[0])
-            elif one.opcode.endswith("-done") and one.operands[0] in under_way:
-                message, ends = under_way.pop(one.operands[0])
-                self._count(message, times, exposed=max(0.0, ends - now))
-                now = max(now, ends)
+                clock.work(self._run(one.called[0]))
+            elif one.opcode.endswith("-done") and one.operands[0] in clock.under_way:
+                clock.wait_for(one.operands[0])
             else:
-                now += self._kernel(one, times)
-        self._lasted[computation] = now
-        return now
-
-    def _seconds(self, message: Collective) -> float:
-        return message.seconds(self._gpu) if self._gpu else 0.0
-
-    def _count(self, message: Collective, times: int | Fraction, exposed: float) -> None:
-        total, each = self._done.traffic[message.kind], self._seconds(message)
-        share = min(1.0, exposed / each) if each else 1.0
-        total.executed += float(times) if times % 1 else int(times)
-        total.wire_bytes += round(times * message.wire_bytes)
-        total.exposed_bytes += round(times * message.wire_bytes * share)
-        total.seconds += times * each
-        total.exposed_seconds += times * exposed
+                clock.work(self._kernel(one, times))
+        self._lasted[computation] = clock.now
+        return clock.now
 
     def _kernel(self, one: Instruction, times: int | Fraction) -> float:
         gpu = self._gpu

@@ -18,6 +18,7 @@ from jaxmem.stack.pipeline import Pipeline, in_order, through_stages
 from jaxmem.stack.remat import Remat, policy
 from jaxmem.stack.schedule import schedule
 from jaxmem.stack.scheduled import by_schedule
+from jaxmem.weights import unhooked
 
 # (module, x, this layer's input, what every layer sees) -> (x, this layer's output)
 Layer = Callable[[Any, Any, Any, Any], tuple[Any, Any]]
@@ -71,7 +72,7 @@ def apply_stack(
     weights = nnx.to_pure_dict(state)
 
     def run(weights: Any, x: Any, one: Any, beside: Any) -> tuple[Any, Any]:
-        return layer(nnx.merge(graphdef, weights), x, one, beside)
+        return layer(nnx.merge(graphdef, unhooked(weights)), x, one, beside)
 
     if way.pipeline is not None:
         return _staged(way.pipeline, run, way.remat)(weights, x, inputs, beside)

@@ -49,6 +49,8 @@ def test_a_message_is_exposed_but_for_the_kernels_beside_it(kernels: int, hidden
     assert one.exposed_seconds == pytest.approx(message - hidden * KERNEL)
     assert one.exposed_bytes == pytest.approx(one.wire_bytes * one.exposed_seconds / message, rel=1e-6)
     assert found.seconds == pytest.approx(message)
+    assert found.exposed == pytest.approx(one.exposed_seconds / message)
+    assert [sent.kernels for sent in found.sent] == [kernels]
 
 
 def test_messages_follow_each_other_on_one_link() -> None:
@@ -62,6 +64,19 @@ def test_messages_follow_each_other_on_one_link() -> None:
     found = timeline(module, H100, 8, 8)
     assert found.seconds == pytest.approx(found.network)
     assert found.traffic["all-gather"].executed == 2
+
+
+def test_what_is_waited_for_is_the_message_that_has_the_link() -> None:
+    """Not the one that waits behind it."""
+    module = program_of(
+        ("x", "parameter", []),
+        ("first", "all-gather-start", ["x"]),
+        ("second", "all-gather-start", ["x"]),
+        ("two", "all-gather-done", ["second"]),
+        ("one", "all-gather-done", ["first"]),
+    )
+    found = timeline(module, H100, 8, 8)
+    assert [sent.share for sent in found.sent] == [1.0, 1.0]
 
 
 def test_an_enough_hidden_message_costs_nothing() -> None:

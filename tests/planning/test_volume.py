@@ -52,13 +52,26 @@ def compiled(name):
     return built, step
 
 
+def sent_by(step):
+    return timeline(step.module, TARGET.gpu, TARGET.count, TARGET.per_host)
+
+
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_messages_are_those_of_theory(name):
     built, step = compiled(name)
-    traffic = timeline(step.module, TARGET.gpu, TARGET.count, TARGET.per_host).traffic
+    traffic = sent_by(step).traffic
     sent = sum(one.wire_bytes for one in traffic.values())
     assert sent == pytest.approx(volume(built).total, rel=0.05)
     assert {kind for kind, one in traffic.items() if one.wire_bytes > SMALLEST * sent} == LAYOUTS[name][-1]
+
+
+@pytest.mark.parametrize("name", ["data", "hybrid"])
+def test_sums_of_gradients_are_reduced_layer_by_layer_in_the_last_backward_pass(name):
+    _, step = compiled(name)
+    gradients = [one for one in sent_by(step).sent if one.message.kind == "all-reduce"]
+    in_layers = [one for one in gradients if one.executed == MODEL["layers"]]
+    assert sum(one.wire_bytes for one in in_layers) > 0.8 * sum(one.wire_bytes for one in gradients)
+    assert any(one.kernels for one in in_layers)
 
 
 def test_the_next_slice_of_the_head_is_gathered_beside_the_work_on_this_one():
@@ -71,7 +84,7 @@ def test_the_next_slice_of_the_head_is_gathered_beside_the_work_on_this_one():
             if start.opcode == "all-gather-start" and start.shape.parts[-1].dims == (MODEL["embed"], SLICE):
                 loops += 1
                 assert any(begins < place < order[start.users[0]] for place in products)
-    assert loops == 2  # forward and backward
+    assert loops == 4  # forward and backward, in the loop over micro-batches and in the last one
 
 
 def live_at_most(name, forms, only_backward=False):
