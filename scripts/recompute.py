@@ -38,7 +38,7 @@ def compiled(
     from jaxmem import models
     from jaxmem.config import load_config
     from jaxmem.models.rope import angles
-    from jaxmem.planning.compile import compile_all, sizes
+    from jaxmem.planning.compile import compile_all
     from jaxmem.planning.hlo import total_flops
     from jaxmem.planning.targets import parse_target, target_devices
     from jaxmem.stack import Way, apply_stack
@@ -75,7 +75,7 @@ def compiled(
         "policy": policy,
         "layers": layers,
         "boundary": time * cfg.embed * 2,
-        "temporaries": sizes(frozen.executable)["temporaries"],
+        "temporaries": frozen.sizes["temporaries"],
         "flops": total_flops(trained.module),
     }
 

@@ -14,7 +14,6 @@ from jax.tree_util import keystr, tree_leaves_with_path
 from jaxmem.config import Config, undivided
 from jaxmem.planning.breakdown import ALL_SCORES, GATHERED, LOGITS, STATE_COPIES, UPDATES, form
 from jaxmem.planning.collectives import collective
-from jaxmem.planning.compile import host_total
 from jaxmem.planning.hlo import Module, total_flops
 from jaxmem.planning.passes import loss_chunk
 from jaxmem.planning.predict import held
@@ -89,7 +88,7 @@ def _fewer_logits(cfg: Config, platform: str) -> str:
 
 def _offload(plan: Plan) -> Iterator[Warned]:
     step = plan.compiled_step
-    if step.wants_host and not host_total(step.executable):
+    if step.wants_host and not step.host_total:
         yield Warned(
             "nothing offloaded",
             "the step moves values to host memory, and as XLA compiled it every byte is on the device",

@@ -103,6 +103,26 @@ def read_allocations(module: Module, serialized: bytes) -> list[Allocation]:
     return found
 
 
+def sizes_of(serialized: bytes, *, on_host: bool) -> dict[str, int]:
+    """Bytes of a program, on the device or of host memory, as XLA counts them: of a serialized BufferAssignmentProto,
+    without its module. What an argument shares with an output is in both, and aliased."""
+    sizes = {"arguments": 0, "outputs": 0, "aliased": 0, "temporaries": 0}
+    for one in wire.messages(wire.read(serialized), 3):
+        if (wire.number(one, 8) == HOST_SPACE) != on_host:
+            continue
+        is_argument, is_output = wire.number(one, 5), wire.number(one, 7)
+        in_no_memory = wire.number(one, 3) or wire.number(one, 12)  # a thread's own scratch; constants
+        counts = {
+            "arguments": is_argument,
+            "outputs": is_output,
+            "aliased": is_argument and is_output,
+            "temporaries": not (is_argument or is_output or in_no_memory),
+        }
+        for name, counted in counts.items():
+            sizes[name] += wire.number(one, 2) if counted else 0
+    return sizes
+
+
 class Lifetimes:
     """When each instruction of a module runs, and from when to when a value is needed."""
 

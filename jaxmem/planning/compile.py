@@ -1,7 +1,7 @@
 """Compile, and keep what the compiler knows: the scheduled module, who lies where in memory, what it complained of.
 
-A program for devices that are here tells this itself. One for GPUs that are not here does not, and is asked to
-write its module into a temporary directory. Such a program cannot be kept in jax's cache, so the cache is off.
+A program for devices that are here is compiled as it will run and tells this itself; of one for GPUs that are not here
+XLA decides the same, and makes no code (`elsewhere.py`).
 """
 
 from __future__ import annotations
@@ -14,65 +14,51 @@ import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from pathlib import Path
+from functools import cached_property
 from typing import Any
 
 import jax
-from jax.experimental.compilation_cache import compilation_cache
 
-from jaxmem.planning import wire
-from jaxmem.planning.assembler import sizes_only
+from jaxmem.planning.buffers import sizes_of
+from jaxmem.planning.elsewhere import Options, compile_elsewhere, without_cache
 from jaxmem.planning.hlo import Module, read_module
 
-# Without a GPU nothing can be timed: XLA takes its default for each kernel.
-_DEVICELESS: dict[str, bool | str] = {"xla_gpu_autotune_level": "0"}
 # Lines of XLA's log that a plan says in its own words.
 _REMARKS = {
     "replicated": re.compile(r"Involuntary full rematerialization.*?for HLO operation (?P<what>%\S+ = \S+)"),
     "state over the limit": re.compile(r"arguments \((?P<what>\d+)\) exceeds the base limit"),
     "over the limit": re.compile(r"Can't reduce memory use below (?P<what>\S+)"),
 }
+# For a program that will never run: LLVM, which comes after XLA, need not optimize it. Half of a CPU's compilation.
+_QUICK: Options = {"xla_backend_optimization_level": "0", "xla_llvm_disable_expensive_passes": True}
 
 
 @dataclass(frozen=True)
 class Compiled:
-    """A program, its module, and its buffer assignment as XLA serialized it."""
+    """A program's module, and its buffer assignment as XLA serialized it."""
 
-    executable: jax.stages.Compiled
     module: Module
     assignment: bytes
     wants_host: bool  # the program as it was given to XLA places values in host memory
+    executable: jax.stages.Compiled | None = None  # where its devices are here
+
+    @cached_property
+    def sizes(self) -> dict[str, int]:
+        """Bytes of a device: arguments, outputs, aliased, temporaries."""
+        return sizes_of(self.assignment, on_host=False)
 
     @property
     def total(self) -> int:
-        return total(self.executable)
+        return _sum(self.sizes)
+
+    @cached_property
+    def host_total(self) -> int:
+        """Bytes of host memory for each device."""
+        return _sum(sizes_of(self.assignment, on_host=True))
 
 
-def sizes(executable: jax.stages.Compiled) -> dict[str, int]:
-    """Bytes of a device."""
-    stats = _stats(executable)
-    return {
-        "arguments": stats.argument_size_in_bytes,
-        "outputs": stats.output_size_in_bytes,
-        "aliased": stats.alias_size_in_bytes,
-        "temporaries": stats.temp_size_in_bytes,
-    }
-
-
-def total(executable: jax.stages.Compiled) -> int:
-    held = sizes(executable)
-    return held["arguments"] + held["outputs"] - held["aliased"] + held["temporaries"]
-
-
-def host_total(executable: jax.stages.Compiled) -> int:
-    """Bytes of host memory for each device."""
-    stats = _stats(executable)
-    arguments, outputs = stats.host_argument_size_in_bytes, stats.host_output_size_in_bytes
-    return arguments + outputs - stats.host_alias_size_in_bytes + stats.host_temp_size_in_bytes
-
-
-def _stats(executable: jax.stages.Compiled) -> Any:
-    return executable.memory_analysis()
+def _sum(sizes: Mapping[str, int]) -> int:
+    return sizes["arguments"] + sizes["outputs"] - sizes["aliased"] + sizes["temporaries"]
 
 
 def compile_all(
@@ -81,60 +67,53 @@ def compile_all(
     *,
     here: bool,
     code: bool = True,
-) -> tuple[Compiled, dict[str, jax.stages.Compiled]]:
-    """The step with all that is to be known of it, other programs for their size, side by side: while XLA works on
-    one, jax lowers the next.
+) -> tuple[Compiled, dict[str, int]]:
+    """The step with all that is to be known of it, of other programs their size, side by side: while XLA works on one,
+    jax lowers the next.
 
     `here`: the devices are this machine's. `code` False: what is compiled is for its sizes and never run.
     """
-    with contextlib.nullcontext() if here else _without_cache(), ThreadPoolExecutor(1 + len(others)) as pool:
-        compiled = pool.submit(_compile_here if here else _compile_elsewhere, step, code)
-        options = _options(here, code) or None
-        sized = {name: pool.submit(lower().compile, options) for name, lower in others.items()}
-        return compiled.result(), {name: one.result() for name, one in sized.items()}
-
-
-def _compile_here(lowered: jax.stages.Lowered, code: bool) -> Compiled:
-    executable = lowered.compile(_options(True, code) or None)
-    runtime: Any = executable.runtime_executable()
-    module = read_module(runtime.hlo_modules()[0].as_serialized_hlo_module_proto())
-    return Compiled(executable, module, _stats(executable).serialized_buffer_assignment_proto, _wants_host(lowered))
+    with contextlib.nullcontext() if here else without_cache(), ThreadPoolExecutor(1 + len(others)) as pool:
+        compiled = pool.submit(_compile, step, here, code)
+        waiting = {name: pool.submit(_total, lower(), here, code) for name, lower in others.items()}
+        return compiled.result(), {name: one.result() for name, one in waiting.items()}
 
 
 def sized(lowered: jax.stages.Lowered, *, here: bool) -> int:
-    """Bytes of a device that a program needs, without machine code of it where its devices are not here."""
-    with contextlib.nullcontext() if here else _without_cache():
-        return total(lowered.compile(_options(here, code=False)))
+    """Bytes of a device that a program needs which nobody will run."""
+    with contextlib.nullcontext() if here else without_cache():
+        return _total(lowered, here, code=False)
 
 
-def _options(here: bool, code: bool) -> dict[str, bool | str]:
-    return (_DEVICELESS if not here else {}) | ({} if code else sizes_only(on_gpu=not here))
+def _compile(lowered: jax.stages.Lowered, here: bool, code: bool) -> Compiled:
+    wants_host = "pinned_host" in lowered.as_text()
+    if not here:
+        module, assignment = compile_elsewhere(lowered)
+        return Compiled(read_module(module), assignment, wants_host)
+    executable = _compile_here(lowered, code)
+    runtime: Any = executable.runtime_executable()
+    module = runtime.hlo_modules()[0].as_serialized_hlo_module_proto()
+    return Compiled(read_module(module), _assignment(executable), wants_host, executable)
 
 
-def _compile_elsewhere(lowered: jax.stages.Lowered, code: bool) -> Compiled:
-    with tempfile.TemporaryDirectory(prefix="jaxmem-plan-") as directory:
-        options = _options(False, code) | {"xla_dump_to": directory, "xla_dump_hlo_as_proto": True}
-        executable = lowered.compile(compiler_options=options)
-        written = max(Path(directory).glob("*after_optimizations.hlo.pb"), key=lambda file: file.stat().st_size)
-        proto = wire.read(written.read_bytes())
-    return Compiled(executable, read_module(wire.data(proto, 1)), wire.data(proto, 3), _wants_host(lowered))
+def total_of(executable: jax.stages.Compiled) -> int:
+    """Bytes of a device that it needs."""
+    return _sum(sizes_of(_assignment(executable), on_host=False))
 
 
-def _wants_host(lowered: jax.stages.Lowered) -> bool:
-    return "pinned_host" in lowered.as_text()
+def _total(lowered: jax.stages.Lowered, here: bool, code: bool) -> int:
+    if here:
+        return total_of(_compile_here(lowered, code))
+    return _sum(sizes_of(compile_elsewhere(lowered)[1], on_host=False))
 
 
-@contextlib.contextmanager
-def _without_cache() -> Iterator[None]:
-    config: Any = jax.config
-    before = config.jax_enable_compilation_cache
-    config.update("jax_enable_compilation_cache", False)
-    compilation_cache.reset_cache()  # jax decides only once whether it uses one
-    try:
-        yield
-    finally:
-        config.update("jax_enable_compilation_cache", before)
-        compilation_cache.reset_cache()
+def _compile_here(lowered: jax.stages.Lowered, code: bool) -> jax.stages.Compiled:
+    return lowered.compile(compiler_options=None if code else _QUICK)
+
+
+def _assignment(executable: jax.stages.Compiled) -> bytes:
+    stats: Any = executable.memory_analysis()
+    return stats.serialized_buffer_assignment_proto
 
 
 @dataclass

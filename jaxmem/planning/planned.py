@@ -12,7 +12,7 @@ import jax
 
 from jaxmem.planning.advice import Warned, warnings_of
 from jaxmem.planning.breakdown import PARTS, Breakdown, breakdown, known_shapes
-from jaxmem.planning.compile import Compiled, host_total, sizes, total
+from jaxmem.planning.compile import Compiled, total_of
 from jaxmem.planning.predict import held, ideal_flops, predict
 from jaxmem.planning.targets import Target, reserved, usable
 from jaxmem.planning.timeline import Timeline, timeline
@@ -30,16 +30,17 @@ class Plan:
     reserve_gib: float | None = None  # of a GPU's memory that the compiler does not count; None: the usual
     unlimited: Compiled | None = None  # the same step without a limit on memory, where XLA recomputed by itself
     remarks: Mapping[str, Sequence[str]] = field(default_factory=dict)  # from XLA's log
-    others: Mapping[str, jax.stages.Compiled] = field(default_factory=dict)  # other phases' programs, where compiled
+    others: Mapping[str, int] = field(default_factory=dict)  # bytes of other phases' programs, where compiled
 
     @property
     def step(self) -> jax.stages.Compiled:
-        """The very step that `train` runs."""
+        """The very step that `train` runs, on devices that are here."""
+        assert self.compiled_step.executable is not None, f"{self.target.name} is not here"
         return self.compiled_step.executable
 
     @property
     def compiled(self) -> dict[str, int]:
-        return sizes(self.step)
+        return self.compiled_step.sizes
 
     @property
     def mesh(self) -> Mapping[str, int]:
@@ -88,17 +89,17 @@ class Plan:
         state = held(self.program.state)
         aside = held(self.program.state.opt_state)  # while an evaluation runs
         return {
-            "initialise": total(self._other("initialise")),
+            "initialise": self._other("initialise"),
             "load": state,  # each part of an array is read to where it lies
             "step": self.compiled_step.total,
-            "evaluate": total(self._other("evaluate")) + aside if self.program.cfg.train.evaluate_every else None,
+            "evaluate": self._other("evaluate") + aside if self.program.cfg.train.evaluate_every else None,
             "save": state,  # its checksum needs nothing beside; a copy is in host memory, see `host_bytes`
         }
 
     @cached_property
     def host_bytes(self) -> int:
         """Host memory for each device at its fullest: what is offloaded, and the state's copy while it is saved."""
-        return host_total(self.step) + held(self.program.state)
+        return self.compiled_step.host_total + held(self.program.state)
 
     @property
     def reserved(self) -> int:
@@ -139,7 +140,7 @@ class Plan:
             "bytes_per_device": self.bytes_per_device,
             "kinds": self.kinds,
             "predicted": self.predicted,
-            "host_bytes_per_device": host_total(self.step),
+            "host_bytes_per_device": self.compiled_step.host_total,
             "bytes_per_parameter": self.compiled_step.total * target.count / built.parameters,
             "compiled": self.compiled,
             "phases": self.phases,
@@ -180,6 +181,6 @@ class Plan:
 
         return Report(self)
 
-    def _other(self, phase: str) -> jax.stages.Compiled:
+    def _other(self, phase: str) -> int:
         """Of a plan for devices that are here, the very program that the run uses."""
-        return self.others[phase] if phase in self.others else getattr(self.program, f"compiled_{phase}")
+        return self.others[phase] if phase in self.others else total_of(getattr(self.program, f"compiled_{phase}"))

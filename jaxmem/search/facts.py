@@ -11,7 +11,7 @@ from jaxmem.config import Config
 from jaxmem.hardware import CPU
 from jaxmem.planning import Plan, Target
 from jaxmem.planning.advice import recomputed
-from jaxmem.planning.compile import compile_all, host_total, sized
+from jaxmem.planning.compile import compile_all, sized
 from jaxmem.planning.predict import held
 from jaxmem.planning.targets import target_devices, usable
 from jaxmem.planning.timeline import timeline
@@ -42,7 +42,7 @@ def facts_of(plan: Plan) -> Facts:
     parts = {name: size for name, size in plan.bytes_per_device.items() if name not in ("activations", "total")}
     return Facts(
         plan.compiled_step.total,
-        host_total(plan.step) + held(plan.program.state),
+        plan.compiled_step.host_total + held(plan.program.state),
         time.seconds,
         parts | plan.kinds.get("activations", {}),
         recomputed(module),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -89,19 +90,27 @@ def test_devices_stand_host_by_host(planned: Plan) -> None:
 
 
 WITH_CODE = """
+import json
 from jaxmem import devices, load_config
 devices.stay_on_cpu_without_gpu(only_compile=True)
 from jaxmem.planning.compile import compile_all
+from jaxmem.planning.elsewhere import UNTIMED, without_cache
 from jaxmem.planning.targets import parse_target, target_devices
 from jaxmem.program import program
 target = parse_target("rtx4090-24gb")
 built = program(load_config("configs/digits-mlp.yaml"), target_devices(target, target.memory))
-print(compile_all(built.lower_step(), {}, here=False, code=True)[0].total)
+lowered = built.lower_step()
+planned, _ = compile_all(lowered, {}, here=False)
+with without_cache():
+    held = lowered.compile(compiler_options=UNTIMED).memory_analysis()
+made = (f"{part}_size_in_bytes" for part in ("argument", "output", "alias", "temp"))
+print(json.dumps([list(planned.sizes.values()), [getattr(held, name) for name in made]]))
 """
 
 
 def test_machine_code_without_any_cuda_of_the_system(tmp_path: Path) -> None:
-    """The wheels bring all that it takes: each assembler that runs meanwhile is theirs, and some make code."""
+    """The wheels bring all that it takes: each assembler that runs meanwhile is theirs, and some make code. A plan,
+    which makes none, says the same bytes."""
     hidden = {name: value for name, value in os.environ.items() if "CUDA" not in name}
     hidden |= {"PATH": str(tmp_path), "CUDA_HOME": str(tmp_path), "CUDA_PATH": str(tmp_path)}
     command = [sys.executable, "-c", WITH_CODE]
@@ -112,7 +121,9 @@ def test_machine_code_without_any_cuda_of_the_system(tmp_path: Path) -> None:
     out, err = process.communicate(timeout=300)
     watching.join()
     assert process.returncode == 0, err
-    assert int(out) > 0
+    planned, made = json.loads(out)
+    assert planned == made
+    assert all(made)
     assemblers = [(path, arguments) for path, arguments in seen if path.name == "ptxas"]
     assert any(b"-arch=sm_89" in arguments for _, arguments in assemblers)
     assert all("site-packages" in path.parts for path, _ in assemblers)

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from jaxmem.errors import UserError
-from jaxmem.planning.compile import compile_all, sizes
+from jaxmem.planning.compile import compile_all
 from jaxmem.planning.targets import parse_target, target_devices
 from jaxmem.program import program
 from jaxmem.program.step import CULPRIT
@@ -91,7 +91,7 @@ def test_no_gradient_outlives_its_layer_and_no_update_copies_the_stack():
     )
     aim = parse_target("h100-80gb")
     step, _ = compile_all(program(cfg, target_devices(aim, aim.memory)).lower_step(), {}, here=False)
-    assert sizes(step.executable)["temporaries"] < 4 * (3 * 32 * 1024 * 4)
+    assert step.sizes["temporaries"] < 4 * (3 * 32 * 1024 * 4)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,63 @@
+"""Compiling for GPUs that are not here."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from jaxmem.planning import parse_target
+from jaxmem.planning.buffers import sizes_of
+from jaxmem.planning.elsewhere import UNTIMED, compile_elsewhere, without_cache
+from jaxmem.planning.hlo import read_module
+from jaxmem.planning.targets import target_devices
+
+Lowered = jax.stages.Lowered
+
+
+@pytest.fixture(scope="module")
+def lowered() -> Lowered:
+    """Products, a reduction, a donated argument: of each something that a kernel would be made for."""
+    place = jax.sharding.SingleDeviceSharding(target_devices(parse_target("h100-80gb"), 2**33)[0])
+    x = jax.ShapeDtypeStruct((256, 256), jnp.float32, sharding=place)
+    return jax.jit(lambda w, x: w - jax.nn.softmax(x @ w) @ x, donate_argnums=0).lower(x, x)
+
+
+def test_it_ends_before_code_is_made_with_the_same_bytes(lowered: Lowered, monkeypatch: pytest.MonkeyPatch) -> None:
+    with without_cache():
+        made = lowered.compile(compiler_options=UNTIMED).memory_analysis()
+        ended: list[str] = []
+        monkeypatch.setattr(Lowered, "compile", _watched(Lowered.compile, ended))
+        module, assignment = compile_elsewhere(lowered)
+    assert len(ended) == 1, "XLA went on and made the code: right, and five times as slow"
+    assert made is not None
+    assert sizes_of(assignment, on_host=False) == {
+        "arguments": made.argument_size_in_bytes,
+        "outputs": made.output_size_in_bytes,
+        "aliased": made.alias_size_in_bytes,
+        "temporaries": made.temp_size_in_bytes,
+    }
+    assert made.alias_size_in_bytes == 256 * 256 * 4
+    assert {"parameter", "fusion"} <= {one.opcode for one in read_module(module).walk()}
+
+
+def test_what_xla_refuses_is_said(lowered: Lowered, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise jax.errors.JaxRuntimeError("INTERNAL: something else")
+
+    monkeypatch.setattr(Lowered, "compile", refuse)
+    with pytest.raises(jax.errors.JaxRuntimeError, match="something else"):
+        compile_elsewhere(lowered)
+
+
+def _watched(compile_: Any, ended: list[str]) -> Any:
+    def watched(*arguments: Any, **options: Any) -> Any:
+        try:
+            return compile_(*arguments, **options)
+        except jax.errors.JaxRuntimeError as error:
+            ended.append(str(error))
+            raise
+
+    return watched
