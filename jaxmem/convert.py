@@ -43,6 +43,8 @@ def export_model(run: str | Path, target: str | Path, dtype: str | None = None) 
         raise UserError(f"{run}: no run is there (no config.yaml); give the directory that `jaxmem train` wrote")
     program, params = open_model(run)
     cfg, own = program.cfg, Path(run, BESIDE)
+    if cfg.adapter.kind != "none":
+        raise UserError(f"{run}: has weights and adapters ({cfg.adapter.kind}); a directory of weights has none")
     hf.save(
         nnx.merge(program.graphdef, params),
         target,

@@ -43,6 +43,8 @@ def lookup(
     """
     if not isinstance(table, Point):
         return _found(table, ids, axes, dtype)
+    if table.at is None:
+        return _found(table.rest, ids, axes, dtype)
     at = table.at
 
     @jax.custom_vjp
@@ -89,8 +91,12 @@ def _found(table: jax.Array | QTensor, ids: jax.Array, axes: Axes, dtype: DTypeL
 
 
 def _rows(table: jax.Array | QTensor, ids: jax.Array, dtype: DTypeLike, mode: str | None = None) -> jax.Array:
-    """Blocks of a table in codes run along its rows: each row is whole."""
-    rows = jax.tree.map(lambda x: jnp.take(x, ids, axis=0, mode=mode), table)
+    """Blocks of a table in codes run along its rows: each row is whole, but for what all rows share."""
+
+    def taken(x: jax.Array) -> jax.Array:
+        return x.reshape(*[1] * (ids.ndim - 1), *x.shape) if x.shape[0] == 1 else jnp.take(x, ids, axis=0, mode=mode)
+
+    rows = jax.tree.map(taken, table)
     return rows.dequantize(dtype) if isinstance(rows, QTensor) else rows
 
 

@@ -31,11 +31,14 @@ def compute_dtype(precision: Precision, platform: str) -> np.dtype:
     return np.dtype(getattr(jnp, precision.compute))
 
 
-def at_rest(w: Float[Array, "*shape"], axes: tuple[str | None, ...], precision: Precision) -> jax.Array | QTensor:
+def at_rest(
+    w: Float[Array, "*shape"], axes: tuple[str | None, ...], precision: Precision, *, double: bool = False
+) -> jax.Array | QTensor:
     """A new weight, or one layer of it, as it rests between steps.
 
     In codes are matrices, in blocks along the dimension that a product sums over: `in` of [in, out], the row of a
-    table of tokens. Vectors stay in float32. To an optimizer a weight in codes is one in bfloat16.
+    table of tokens; `double`: their constants in codes too. Vectors stay in float32. To an optimizer a weight in codes
+    is one in bfloat16.
     """
     if not precision.quantized:
         return w.astype(getattr(jnp, precision.parameters))
@@ -44,17 +47,17 @@ def at_rest(w: Float[Array, "*shape"], axes: tuple[str | None, ...], precision: 
         return w
     most = precision.block_size or (256 if FORMATS[precision.parameters].bits == 8 else 64)
     size = w.shape[axis]
-    q = quantize(w, precision.parameters, even_block(size, most) or min(most, size), axis)
+    q = quantize(w, precision.parameters, even_block(size, most) or min(most, size), axis, double=double)
     return dataclasses.replace(q, dtype="bfloat16")
 
 
-_resting: ContextVar[Precision | None] = ContextVar("resting", default=None)
+_resting: ContextVar[tuple[Precision, bool] | None] = ContextVar("resting", default=None)
 
 
 @contextmanager
-def resting(precision: Precision) -> Iterator[None]:
+def resting(precision: Precision, *, double: bool = False) -> Iterator[None]:
     """Weights that are made in here are brought to rest one by one, before the next is made."""
-    token = _resting.set(precision)
+    token = _resting.set((precision, double))
     try:
         yield
     finally:
@@ -63,8 +66,8 @@ def resting(precision: Precision) -> Iterator[None]:
 
 def rested(w: Float[Array, "*shape"], axes: tuple[str | None, ...]) -> jax.Array | QTensor:
     """A weight that was just made; outside of `resting` it stays as it is."""
-    precision = _resting.get()
-    return w if precision is None else at_rest(w, axes, precision)
+    how = _resting.get()
+    return w if how is None else at_rest(w, axes, how[0], double=how[1])
 
 
 def gradient_dtype(precision: Precision, platform: str) -> np.dtype | None:

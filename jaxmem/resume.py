@@ -25,11 +25,14 @@ BOUND = (
     "precision.master",  # a part of the optimizer's state
     "optimizer.name",  # the state's arrays
     "optimizer.trainable",  # which weights have a state
+    "adapter",  # which weights there are, and what they compute
     "optimizer.rank",  # their shapes
 )
 FREE = (
     "model.preset",  # a name for the other fields, which are compared one by one
     "model.hf",  # where the first weights came from: these are in the checkpoint
+    "adapter.dropout",
+    "adapter.faster",
     "model.dropout",
     "data.template",  # in the data's fingerprint
     "data.path",  # files may move: the data's fingerprint tells whether they are the same

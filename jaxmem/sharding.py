@@ -50,6 +50,7 @@ MESH_AXES = ("stage", "replica", "fsdp", "context", "tensor")
 USUAL: Table = config.Rules().table
 RESTING = ("fsdp", "context")  # split what rests; where it is computed with it is whole over them
 
+ALSO = "+"  # ends the name of an axis that rests split over `RESTING` too, where that comes out even
 IF_EVEN = "?"  # ends the name of an axis that is split where that comes out even, and whole otherwise
 
 GATHERED = "gathered_weight"  # the checkpoint name of a weight as it is computed with
@@ -107,17 +108,34 @@ def _without(over: tuple[str, ...], *axes: str) -> tuple[str, ...]:
     return tuple(axis for axis in over if axis not in axes)
 
 
+def named(axis: str) -> str:
+    """
+    >>> named("mlp"), named("mlp+"), named("mlp+?")
+    ('mlp', 'mlp', 'mlp')
+    """
+    return axis.removesuffix(IF_EVEN).removesuffix(ALSO)
+
+
 def splits(axes: Axes, shape: Sequence[int], table: Table, mesh: Mapping[str, int]) -> list[tuple[str, ...]]:
-    """The mesh axes that split each dimension, as the table says and `?` allows. What two dimensions name, the first of
-    them has."""
-    taken = {a for axis in axes if axis is not None and axis in table for a in table[axis]}
+    """The mesh axes that split each dimension, as the table says and `+` and `?` allow. What two dimensions name, the
+    first of them has."""
+    taken = {a for axis in axes if axis is not None and not axis.endswith(IF_EVEN) for a in table[named(axis)]}
+    resting = [a for a in RESTING if any(a in over for over in table.values())]
     given: set[str] = set()
     found = []
+
+    def even(size: int, over: tuple[str, ...]) -> bool:
+        return size % math.prod(mesh[a] for a in over) == 0
+
     for axis, size in zip(axes, shape, strict=True):
-        over = () if axis is None else _without(table[axis.removesuffix(IF_EVEN)], *given)
+        over = () if axis is None else _without(table[named(axis)], *given)
         if axis is not None and axis.endswith(IF_EVEN):
             over = _without(over, *taken)
-            over = over if size % math.prod(mesh[a] for a in over) == 0 else ()
+        if axis is not None and ALSO in axis:
+            more = (*over, *(a for a in resting if a not in over and a not in taken and a not in given))
+            over = more if even(size, more) else over
+        if axis is not None and axis.endswith(IF_EVEN):
+            over = over if even(size, over) else ()
         given.update(over)
         found.append(over)
     return found
@@ -142,14 +160,15 @@ class Layout:
         """Where an array in this role lies. What cannot be split as the table says is an error that names it.
 
         A name that ends in `?` asks for less: its dimension takes those mesh axes of the table that no other
-        dimension has, where its size divides over them, and is whole where not.
+        dimension has, where its size divides over them, and is whole where not. One with `+` asks for more: its
+        dimension takes also those that split resting weights, and no other dimension has.
         """
         table: Table = getattr(self.rules, role)
         if len(axes) != len(shape):
             raise UserError(
                 f"{name}: shape {tuple(shape)} has {len(shape)} dimensions but axes {axes} name {len(axes)}"
             )
-        known = [None if axis is None else axis.removesuffix(IF_EVEN) for axis in axes]
+        known = [None if axis is None else named(axis) for axis in axes]
         for axis in known:
             if axis is not None and axis not in table:
                 raise UserError(f"{name}: no rule for logical axis {axis!r} among {role}{nearest(axis, table)}")
@@ -168,7 +187,7 @@ class Layout:
     def over(self, role: Role, axis: str | None) -> tuple[str, ...]:
         """The mesh axes of more than one device that split a logical axis."""
         table: Table = getattr(self.rules, role)
-        return tuple(a for a in table[axis] if self.mesh.shape[a] > 1) if axis else ()
+        return tuple(a for a in table[named(axis)] if self.mesh.shape[a] > 1) if axis else ()
 
     def parts(self, role: Role, axis: str | None) -> int:
         """Into how many parts a logical axis is split."""
@@ -333,7 +352,9 @@ def gather(weight: Weight, axes: Axes, dtype: DTypeLike, role: Role = "computing
             w = jnp.pad(w, [(0, more - size) for more, size in zip(shape, w.shape, strict=True)])
         return constrain(w, *axes, role=role)
 
-    def back(_: None, g: jax.Array) -> tuple[jax.Array, None]:
+    def back(_: None, g: jax.Array) -> tuple[jax.Array | None, None]:
+        if at is None:
+            return None, None
         # Partial sums first, or XLA may gather what they are made of to make each part of them in one go.
         g = constrain(g, *axes, role=role)
         g = jax.lax.slice(g, (0,) * g.ndim, weight.shape)

@@ -82,12 +82,17 @@ class Slices:
         numbers = jnp.where(within >= j * self.width, first[:, None] + within, -1)
         return numbers.reshape(self.parts, -1)
 
-    def cut(self, weight: jax.Array | QTensor, axes: Axes, j: Int[Array, ""]) -> jax.Array | QTensor:
+    def cut(self, weight: Any, axes: Axes, j: Int[Array, ""]) -> Any:
         """A slice out of the weight as it rests, [embed, vocab] or [vocab, embed]: [embed, parts, width]. Blocks of
         one in codes run along `embed`."""
         if isinstance(weight, QTensor):
-            return dataclasses.replace(jax.tree.map(lambda x: self.cut(x, axes, j), weight), axis=-3)
+            cut = partial(self.cut, axes=axes, j=j)
+            codes, scale = cut(weight.codes), cut(weight.scale)
+            offset = None if weight.offset is None else cut(weight.offset)
+            return dataclasses.replace(weight, codes=codes, scale=scale, offset=offset, axis=-3)
         dim = axes.index("vocab")
+        if weight.shape[dim] == 1:  # what all entries share
+            return weight.reshape(-1, 1, 1)
         one = jax.lax.dynamic_slice_in_dim(self._split(weight, dim), self._begin(j), self.width, axis=dim + 1)
         one = jnp.moveaxis(one, (dim, dim + 1), (1, 2))
         return one.reshape(one.shape[0], self.parts, -1)
@@ -278,21 +283,23 @@ def _forward(loss: _Loss, x: jax.Array, at: Any, rest: Any, labels: jax.Array) -
     return found.losses(loss.terms), (x, at, rest, labels, found)
 
 
-def _backward(loss: _Loss, kept: _Kept, wanted: jax.Array) -> tuple[jax.Array, jax.Array, None, None]:
+def _backward(loss: _Loss, kept: _Kept, wanted: jax.Array) -> tuple[jax.Array, jax.Array | None, None, None]:
     x, at, rest, labels, found = kept
     weight = at if rest is None else rest
-    slices, axes = loss.slices, loss.axes
+    slices, axes, learns = loss.slices, loss.axes, at is not None
 
-    def add(made: tuple[jax.Array, jax.Array], one: Weight, j: jax.Array) -> tuple[jax.Array, jax.Array]:
+    def add(made: tuple[Any, jax.Array], one: Weight, j: jax.Array) -> tuple[Any, jax.Array]:
         of_weight, of_x = made
         found_weight, found_x = slice_gradients(
             x, labels, one, slices.entries(j), found, wanted, loss.terms, slices.vocab
         )
-        found_weight = constrain(found_weight, "embed", "vocab", None, role="gradients").astype(at.dtype)
+        if learns:
+            found_weight = constrain(found_weight, "embed", "vocab", None, role="gradients").astype(at.dtype)
+            of_weight = constrain(slices.put(of_weight, axes, j, found_weight), *axes, role="gradients")
         of_x = constrain(of_x + found_x, "vocab", "batch", "vocab_time", None)
-        return constrain(slices.put(of_weight, axes, j, found_weight), *axes, role="gradients"), of_x
+        return of_weight, of_x
 
-    zeros = constrain(jnp.zeros(at.shape, at.dtype), *axes, role="gradients")
+    zeros = constrain(jnp.zeros(at.shape, at.dtype), *axes, role="gradients") if learns else None
     empty = constrain(jnp.zeros((slices.parts, *x.shape), jnp.float32), "vocab", "batch", "vocab_time", None)
     of_weight, of_x = in_turn(slices, partial(loss.fetch, weight, x.dtype), add, (zeros, empty), back=True)
     return constrain(jnp.sum(of_x.astype(x.dtype), axis=0), "batch", "vocab_time", "embed"), of_weight, None, None

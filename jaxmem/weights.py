@@ -28,18 +28,18 @@ from jaxmem.quant import QTensor
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Point:
-    """What a weight rests in, and what its gradient is the gradient of."""
+    """What a weight rests in, and what its gradient is the gradient of; None: it has none."""
 
     rest: jax.Array | QTensor
-    at: jax.Array
+    at: jax.Array | None
 
     @property
     def shape(self) -> tuple[int, ...]:
-        return self.at.shape
+        return self.rest.shape
 
     @property
     def ndim(self) -> int:
-        return self.at.ndim
+        return self.rest.ndim
 
 
 @jax.tree_util.register_dataclass
@@ -141,8 +141,6 @@ def placed(params: Any, at: Any) -> Any:
     """Weights whose gradients go to `at`; where that has None, weights that have none."""
 
     def place(w: jax.Array | QTensor, at: jax.Array | None) -> Weight:
-        if at is None:
-            return w
-        return at if isinstance(w, jax.Array) and w.dtype == at.dtype else Point(w, at)
+        return at if at is not None and isinstance(w, jax.Array) and w.dtype == at.dtype else Point(w, at)
 
     return jax.tree.map(place, params, at, is_leaf=is_quantized)

@@ -6,6 +6,7 @@ from jaxmem.config.mesh import undivided
 from jaxmem.config.presets import PRESETS, parameter_count
 from jaxmem.config.schema import json_schema
 from jaxmem.config.sections import (
+    Adapter,
     Batch,
     Checkpoint,
     Cluster,
@@ -32,6 +33,7 @@ from jaxmem.config.sections import (
 
 __all__ = [
     "PRESETS",
+    "Adapter",
     "Batch",
     "Checkpoint",
     "Cluster",

@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
+from jaxmem.config.adapters import check_adapter
 from jaxmem.config.names import IN_CHUNKS, IN_GROUPS, NAMES
 from jaxmem.config.optimizers import FIELDS, OPTIMIZERS, SEARCH_BASES
 from jaxmem.config.sections import (
@@ -207,7 +208,7 @@ def _precision(cfg: Config) -> Iterator[str]:
             f"precision.rounding: stochastic is for weights that rest in less than {precision.parameters}; "
             "give precision.parameters=bfloat16, int8, ..."
         )
-    if precision.block_size is not None and not precision.quantized:
+    if precision.block_size is not None and not (precision.quantized or cfg.base_precision.quantized):
         yield f"precision.block_size: weights in {precision.parameters} share no constants; use null"
     if precision.master != "none" and precision.parameters != "bfloat16":
         yield (
@@ -364,4 +365,5 @@ RULES = (
     _rules,
     _optimizer,
     _generate,
+    check_adapter,
 )

@@ -187,11 +187,14 @@ class Pipeline(Section):
     rounds: Count = 1  # how often each goes round, through a group of layers a stage: 1 is GPipe, more is circular
 
 
+Rest = Literal[
+    "float32", "bfloat16", "int8", "int6", "int5", "int4", "int3", "int2", "uint8", "uint6", "uint5", "uint4",
+    "uint3", "uint2", "nf4", "fp4", "fp8_e4m3", "fp8_e5m2", "dynamic8", "dynamic4",
+]  # fmt: skip
+
+
 class Precision(Section):
-    parameters: Literal[
-        "float32", "bfloat16", "int8", "int6", "int5", "int4", "int3", "int2", "uint8", "uint6", "uint5", "uint4",
-        "uint3", "uint2", "nf4", "fp4", "fp8_e4m3", "fp8_e5m2", "dynamic8", "dynamic4",
-    ] = "float32"  # fmt: skip
+    parameters: Rest = "float32"
     block_size: Count | None = None  # weights in codes that share a constant; by default 256, below 8 bits 64
     compute: Literal["auto", "float32", "bfloat16", "float16"] = "auto"  # bfloat16 on accelerators, float32 on CPU
     gradients: Literal["auto", "float32", "bfloat16"] = "auto"  # as the weights; of weights in codes as `compute`
@@ -277,6 +280,21 @@ class Optimizer(Section):
         return {field: getattr(self, field) for field in OPTIMIZERS[self.name]}
 
 
+class Adapter(Section):
+    """What learns beside the model's own weights, which then stay as they are."""
+
+    kind: Literal["none", "lora", "dora", "qlora"] = "none"
+    rank: Count = 16
+    alpha: Positive = 16.0  # what an adapter adds counts alpha / rank
+    stabilized: bool = False  # alpha / sqrt(rank) (rsLoRA)
+    # Linear layers and embeddings by patterns; with a number to each, its rank. The first that matches counts.
+    targets: Annotated[tuple[str, ...], Field(strict=False)] | dict[str, Count] = ("blocks.*",)
+    dropout: Fraction = 0.0  # of what an adapter sees
+    base: Rest | None = None  # what the model's own weights rest in; none: nf4 under qlora, else as those that learn
+    double: bool = True  # of a base in codes, the constants in 8 bits too
+    faster: Positive = 1.0  # the learning rate of B, as a multiple of A's (LoRA+)
+
+
 class Train(Section):
     steps: Count | None = None
     tokens: Count | None = None  # in place of `steps`
@@ -328,6 +346,7 @@ class Config(Section):
     precision: Precision = Precision()
     memory: Memory = Memory()
     optimizer: Optimizer = Optimizer()
+    adapter: Adapter = Adapter()
     train: Train
     checkpoint: Checkpoint = Checkpoint()
     generate: Generate = Generate()
@@ -341,6 +360,18 @@ class Config(Section):
         if self.train.tokens is None:
             raise UserError("train.steps: missing; give train.steps or train.tokens")
         return -(-self.train.tokens // (self.batch.global_size * self.data.sequence_length))
+
+    @property
+    def learns(self) -> tuple[str, ...]:
+        """Patterns of the weights that learn; none: all do."""
+        own = () if self.adapter.kind == "none" else ("*.lora.*",)
+        return (*own, *self.optimizer.trainable)
+
+    @property
+    def base_precision(self) -> Precision:
+        """How the model's own weights rest, without those of adapters."""
+        base = self.adapter.base or ("nf4" if self.adapter.kind == "qlora" else None)
+        return self.precision if base is None else self.precision.model_copy(update={"parameters": base})
 
     @property
     def measures_first(self) -> bool:

@@ -23,7 +23,7 @@ from flax import nnx
 from jax.typing import DTypeLike
 
 from jaxmem.kernels.attention.blockwise import SAVED
-from jaxmem.sharding import current, gather, split_first
+from jaxmem.sharding import current, gather, named, split_first
 from jaxmem.weights import Ready
 
 Chunk = int | Literal["auto"] | None
@@ -245,7 +245,7 @@ def by_heads(attend: Run, modules: Any, x: jax.Array, beside: Tree, groups: int,
     def opened(path: Any, w: jax.Array) -> jax.Array:
         """Each device's heads in as many groups: [groups, ...]."""
         own = names[tuple(step.key for step in path)][-w.ndim :]
-        dim = next((i for i, axis in enumerate(own) if axis in axes), None)
+        dim = next((i for i, axis in enumerate(own) if axis is not None and named(axis) in axes), None)
         if dim is None:
             return jnp.broadcast_to(w, (groups, *w.shape))
         w = w.reshape(*w.shape[:dim], parts, groups, -1, *w.shape[dim + 1 :])

@@ -83,9 +83,11 @@ class Decoder(nnx.Module):
         return constrain(y, "batch", "vocab_time", "vocab")[..., : self.cfg.vocab]
 
     @property
-    def projection(self) -> nnx.Param:
-        """The weight that makes logits of features."""
-        return self.embedding.weight if self.head is None else self.head.weight
+    def projection(self) -> nnx.Param | None:
+        """The weight that alone makes logits of features; None where an adapter has a part in it."""
+        if self.head is None:
+            return self.embedding.weight
+        return self.head.weight if self.head.lora is None else None
 
     def empty(self, rows: int, room: int, kept: str = "full") -> Cache:
         """Nothing read yet, of so many texts, with room for so many tokens."""

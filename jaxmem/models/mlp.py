@@ -26,7 +26,9 @@ class MlpBlock(nnx.Module):
         self.dropout = cfg.dropout
 
     def __call__(self, x: Float[Array, "batch embed"], keys: parts.RowKeys | None) -> Float[Array, "batch embed"]:
-        return constrain(x + parts.dropout(self.mlp(self.norm(x)), self.dropout, keys), "batch", "embed")
+        first, second = (None, None) if keys is None else parts.several(keys, 2)
+        made = self.mlp(self.norm(x), second)
+        return constrain(x + parts.dropout(made, self.dropout, first), "batch", "embed")
 
 
 class Mlp(nnx.Module):

@@ -6,6 +6,7 @@ Products run in the dtype of their input; normalisation, rotations and softmax i
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -74,9 +75,14 @@ class Linear(nnx.Module):
     ):
         self.weight = weight(rngs, (inputs, outputs), axes, scale=scale)
         self.bias = constant(0.0, (outputs,), axes[1:]) if bias else None
+        self.lora: Any = nnx.data(None)  # what is learned beside a weight that stays: jaxmem.adapters
 
-    def __call__(self, x: Float[Array, "*batch inputs"]) -> Float[Array, "*batch outputs"]:
-        y = checkpoint_name(product(x, fetch(self.weight, x.dtype)), PRODUCT)
+    def __call__(self, x: Float[Array, "*batch inputs"], keys: Keys | None = None) -> Float[Array, "*batch outputs"]:
+        """`keys`, for the first dimensions of x, turn an adapter's dropout on."""
+        w = fetch(self.weight, x.dtype)
+        y = checkpoint_name(product(x, w), PRODUCT)
+        if self.lora is not None:
+            y = self.lora(x, y, w, keys)
         return y if self.bias is None else y + fetch(self.bias, x.dtype)
 
 
@@ -100,14 +106,20 @@ def _product_backward(kept: tuple[jax.Array, jax.Array], g: jax.Array) -> tuple[
 product.defvjp(_product_forward, _product_backward)
 
 
+def rows(table: nnx.Param, ids: Int[Array, "batch time"], dtype: DTypeLike) -> Float[Array, "batch time width"]:
+    return lookup(table.get_value(), ids, table.get_metadata()["axes"], dtype)
+
+
 class Embedding(nnx.Module):
     """A row for each token of a vocabulary."""
 
     def __init__(self, rngs: nnx.Rngs, vocab: int, embed: int):
         self.weight = weight(rngs, (vocab, embed), ("vocab", "embed"), scale=0.02)
+        self.lora: Any = nnx.data(None)
 
     def __call__(self, ids: Int[Array, "batch time"], dtype: DTypeLike) -> Float[Array, "batch time embed"]:
-        return lookup(self.weight.get_value(), ids, self.weight.get_metadata()["axes"], dtype)
+        x = rows(self.weight, ids, dtype)
+        return x if self.lora is None else x + self.lora.rows(ids, dtype)
 
     def project(self, x: Float[Array, "*batch embed"]) -> Float[Array, "*batch vocab"]:
         """Logits over the same rows, for tied embeddings."""
@@ -175,9 +187,11 @@ class Attention(nnx.Module):
         angles: Angles | None = None,
         segment_ids: Int[Array, "batch time"] | None = None,
         cache: Place | None = None,
+        keys: Keys | None = None,
     ) -> tuple[Float[Array, "batch time embed"], Cache | None]:
         """The output. With a `cache`, `x` follows what is taken there, and the cache that has it too is given back."""
-        q, k, v = self._projected(self._inner, x, angles)
+        inner, outer = each(keys, 2)
+        q, k, v = self._projected(self._inner, x, angles, inner)
         q, k, v = (checkpoint_name(y, f"attention_{of}") for y, of in ((q, "q"), (k, "k"), (v, "v")))
         kept = None
         if cache is not None:
@@ -185,7 +199,7 @@ class Attention(nnx.Module):
         else:
             mixed = self._mixed(q, k, v, segment_ids)
         joined = mixed.reshape(*x.shape[:-1], self.heads * self.head_dim)
-        return self.o(constrain(joined, "batch", "time", "heads")), kept
+        return self.o(constrain(joined, "batch", "time", "heads"), outer), kept
 
     def piecewise(
         self,
@@ -193,28 +207,32 @@ class Attention(nnx.Module):
         x: Float[Array, "batch time embed"],
         angles: Angles | None,
         segment_ids: Int[Array, "batch time"] | None,
+        keys: Keys | None,
         size: int | None,
         groups: int,
     ) -> Float[Array, "batch time embed"]:
         """The same of norm(x), so many heads and tokens at a time; between them only what attention needs of all."""
 
-        def project(own: dict[str, Any], x: jax.Array, angles: Angles | None) -> tuple[jax.Array, ...]:
+        inner_keys, outer = (_words(one) for one in each(keys, 2))
+
+        def project(own: dict[str, Any], x: jax.Array, beside: Any) -> tuple[jax.Array, ...]:
+            angles, words = beside
             normal = _gathered(own["norm"](x), "time")
-            return tuple(y.reshape(*y.shape[:2], -1) for y in self._projected(own, normal, angles))
+            return tuple(y.reshape(*y.shape[:2], -1) for y in self._projected(own, normal, angles, _keys(words)))
 
         def attend(own: dict[str, Any], x: jax.Array, beside: Any) -> jax.Array:
-            angles, segment_ids = beside
-            flat = by_tokens(project, own, x, angles, size=size)
+            *every, segment_ids = beside
+            flat = by_tokens(project, own, x, tuple(every), size=size)
             q, k, v = (y.reshape(*y.shape[:2], -1, self.head_dim) for y in flat)
             return self._mixed(q, k, v, segment_ids).reshape(flat[0].shape)
 
         inner = {"norm": norm, **self._inner}
-        mixed = by_heads(attend, inner, x, (angles, segment_ids), groups, ("heads", "kv_heads"))
+        mixed = by_heads(attend, inner, x, (angles, inner_keys, segment_ids), groups, ("heads", "kv_heads"))
 
-        def out(own: dict[str, Any], mixed: jax.Array, _: None) -> jax.Array:
-            return _streamed(own["o"](constrain(joined(mixed), "batch", "time", "heads")))
+        def out(own: dict[str, Any], mixed: jax.Array, words: jax.Array | None) -> jax.Array:
+            return _streamed(own["o"](constrain(joined(mixed), "batch", "time", "heads"), _keys(words)))
 
-        return by_tokens(out, {"o": self.o}, mixed, size=size)
+        return by_tokens(out, {"o": self.o}, mixed, outer, size=size)
 
     @property
     def _inner(self) -> dict[str, Any]:
@@ -222,11 +240,14 @@ class Attention(nnx.Module):
         own = {"q": self.q, "k": self.k, "v": self.v, "q_norm": self.q_norm, "k_norm": self.k_norm}
         return {name: module for name, module in own.items() if module is not None}
 
-    def _projected(self, own: dict[str, Any], x: jax.Array, angles: Angles | None) -> tuple[jax.Array, ...]:
+    def _projected(
+        self, own: dict[str, Any], x: jax.Array, angles: Angles | None, keys: Keys | None
+    ) -> tuple[jax.Array, ...]:
         """Queries, keys and values, of all heads or some."""
-        q = self._split(own["q"](x), "heads", own.get("q_norm"), angles)
-        k = self._split(own["k"](x), "kv_heads", own.get("k_norm"), angles)
-        return q, k, self._split(own["v"](x), "kv_heads")
+        of_q, of_k, of_v = each(keys, 3)
+        q = self._split(own["q"](x, of_q), "heads", own.get("q_norm"), angles)
+        k = self._split(own["k"](x, of_k), "kv_heads", own.get("k_norm"), angles)
+        return q, k, self._split(own["v"](x, of_v), "kv_heads")
 
     def _mixed(self, q: jax.Array, k: jax.Array, v: jax.Array, segment_ids: jax.Array | None) -> jax.Array:
         return attention(
@@ -263,10 +284,13 @@ class GatedMlp(nnx.Module):
         self.up = Linear(rngs, embed, mlp, ("embed", "mlp"), bias=bias)
         self.down = Linear(rngs, mlp, embed, ("mlp", "embed"), bias=bias)
 
-    def __call__(self, x: Float[Array, "batch time embed"]) -> Float[Array, "batch time embed"]:
-        gate, up = checkpoint_name(self.gate(x), "mlp_gate"), checkpoint_name(self.up(x), "mlp_up")
+    def __call__(
+        self, x: Float[Array, "batch time embed"], keys: Keys | None = None
+    ) -> Float[Array, "batch time embed"]:
+        own = each(keys, 3)
+        gate, up = checkpoint_name(self.gate(x, own[0]), "mlp_gate"), checkpoint_name(self.up(x, own[1]), "mlp_up")
         hidden = checkpoint_name(jax.nn.silu(gate) * up, "mlp_hidden")
-        return self.down(constrain(hidden, "batch", "mlp_time", "mlp"))
+        return self.down(constrain(hidden, "batch", "mlp_time", "mlp"), own[2])
 
 
 class DenseMlp(nnx.Module):
@@ -277,9 +301,10 @@ class DenseMlp(nnx.Module):
         self.up = Linear(rngs, embed, mlp, ("embed", "mlp"), bias=True)
         self.down = Linear(rngs, mlp, embed, ("mlp", "embed"), bias=True)
 
-    def __call__(self, x: Float[Array, "*batch embed"]) -> Float[Array, "*batch embed"]:
-        hidden = checkpoint_name(jax.nn.gelu(checkpoint_name(self.up(x), "mlp_up")), "mlp_hidden")
-        return self.down(constrain(hidden, *("batch", "mlp_time")[: x.ndim - 1], "mlp"))
+    def __call__(self, x: Float[Array, "*batch embed"], keys: Keys | None = None) -> Float[Array, "*batch embed"]:
+        own = each(keys, 2)
+        hidden = checkpoint_name(jax.nn.gelu(checkpoint_name(self.up(x, own[0]), "mlp_up")), "mlp_hidden")
+        return self.down(constrain(hidden, *("batch", "mlp_time")[: x.ndim - 1], "mlp"), own[1])
 
 
 class Block(nnx.Module):
@@ -299,39 +324,54 @@ class Block(nnx.Module):
         keys: RowKeys | None = None,
         cache: Place | None = None,
     ) -> tuple[Float[Array, "batch time embed"], Cache | None]:
-        first, second = (None, None) if keys is None else self._token_keys(keys, x.shape[1])
-        mixed, kept = self._attended(x, angles, segment_ids, cache)
+        first, second, third, fourth = (None,) * 4 if keys is None else self._token_keys(keys, x.shape[1])
+        mixed, kept = self._attended(x, angles, segment_ids, cache, third)
         x = x + dropout(checkpoint_name(mixed, "attention_out"), self.dropout, first)
         size = tokens_at_once(self.long.chunk, x, self.mlp.hidden)
-        made = by_tokens(_fed, {"norm": self.mlp_norm, "mlp": self.mlp}, x, size=size)
+        made = by_tokens(_fed, {"norm": self.mlp_norm, "mlp": self.mlp}, x, _words(fourth), size=size)
         made = checkpoint_name(made, "mlp_out")
         x = x + dropout(made, self.dropout, second)
         return _streamed(x), kept
 
     def _attended(
-        self, x: jax.Array, angles: Angles | None, segment_ids: jax.Array | None, cache: Place | None
+        self,
+        x: jax.Array,
+        angles: Angles | None,
+        segment_ids: jax.Array | None,
+        cache: Place | None,
+        keys: Keys | None,
     ) -> tuple[jax.Array, Cache | None]:
         own = self.attention
         heads = own.heads, own.kv_heads, own.head_dim
         size, groups = tokens_at_once(self.long.chunk, x, self.mlp.hidden), groups_of_heads(self.long.groups, x, *heads)
         if cache is None and (size is not None or groups > 1):
-            return own.piecewise(self.attention_norm, x, angles, segment_ids, size, groups), None
+            return own.piecewise(self.attention_norm, x, angles, segment_ids, keys, size, groups), None
         normal = checkpoint_name(self.attention_norm(x), "attention_norm")
-        mixed, kept = own(_gathered(normal, "time"), angles, segment_ids, cache)
+        mixed, kept = own(_gathered(normal, "time"), angles, segment_ids, cache, keys)
         return _streamed(mixed), kept
 
     def _token_keys(self, keys: RowKeys, length: int) -> tuple[Keys, ...]:
-        """For each token and half of the block, by its position: a time split over `context` lies in another order."""
+        """For each token and place in the block (both residual branches, attention, MLP), by its position: a time
+        split over `context` lies in another order."""
         order = places(current(), length, self.attention.window)
         order = np.arange(length, dtype=np.int32) if order is None else order
         of_row = jax.vmap(jax.random.fold_in, in_axes=(None, 0))
-        return tuple(jax.vmap(of_row, in_axes=(0, None))(half, jnp.asarray(order)) for half in several(keys, 2))
+        return tuple(jax.vmap(of_row, in_axes=(0, None))(half, jnp.asarray(order)) for half in several(keys, 4))
 
 
-def _fed(own: dict[str, Any], x: Float[Array, "batch time embed"], _: None) -> Float[Array, "batch time embed"]:
+def _fed(own: dict[str, Any], x: Float[Array, "batch time embed"], words: Any) -> Float[Array, "batch time embed"]:
     """norm, then MLP."""
     normal = checkpoint_name(own["norm"](x), "mlp_norm")
-    return _streamed(own["mlp"](_gathered(normal, "mlp_time")))
+    return _streamed(own["mlp"](_gathered(normal, "mlp_time"), _keys(words)))
+
+
+def _words(keys: Keys | None) -> jax.Array | None:
+    """Keys as numbers, which are cut as other arrays of tokens are."""
+    return None if keys is None else jax.random.key_data(keys)
+
+
+def _keys(words: jax.Array | None) -> Keys | None:
+    return None if words is None else jax.random.wrap_key_data(words)
 
 
 def _streamed(x: Float[Array, "batch time embed"]) -> Float[Array, "batch time embed"]:
@@ -358,6 +398,16 @@ def dropout(x: Float[Array, "*shape"], rate: float, keys: Keys | None) -> Float[
         draw = jax.vmap(draw)
     kept = draw(keys)
     return jnp.where(kept, x / (1.0 - rate), jnp.zeros_like(x))
+
+
+def each(keys: Keys | None, count: int) -> tuple[Keys | None, ...]:
+    """So many keys from each."""
+    if keys is None:
+        return (None,) * count
+    fold: Callable[..., Any] = jax.random.fold_in
+    for _ in range(keys.ndim):
+        fold = jax.vmap(fold, in_axes=(0, None))
+    return tuple(fold(keys, number) for number in range(count))
 
 
 def several(keys: RowKeys, count: int) -> Key[Array, "count batch"]:

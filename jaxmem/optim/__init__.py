@@ -34,7 +34,7 @@ from jaxmem.optim.master import BITS, with_master, with_remainder
 from jaxmem.optim.muon import scale_by_muon
 from jaxmem.optim.quantized import scale_by_adam4bit, scale_by_adam8bit, scale_by_lion8bit, trace8bit
 from jaxmem.optim.schedule import schedule
-from jaxmem.optim.trainable import only, trainable
+from jaxmem.optim.trainable import faster, only, trainable
 
 __all__ = [
     "BITS",
@@ -53,6 +53,7 @@ __all__ = [
     "build",
     "by_layer",
     "clip",
+    "faster",
     "galore_adamw",
     "galore_adamw8bit",
     "global_norm",

@@ -46,6 +46,25 @@ def trainable(tx: optax.GradientTransformation, patterns: Sequence[str]) -> opta
     return optax.GradientTransformationExtraArgs(init, update)
 
 
+def faster(
+    tx: optax.GradientTransformation, by: float, patterns: Sequence[str]
+) -> optax.GradientTransformationExtraArgs:
+    """`tx` with the updates of weights whose names match multiplied: a learning rate of their own, as LoRA+ has for B
+    (Hayou et al., arXiv:2402.12354)."""
+    inner = optax.with_extra_args_support(tx)
+
+    def update(grads: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, Any]:
+        updates, state = inner.update(grads, state, params, **extra)
+
+        def scaled(path: Any, u: jax.Array) -> jax.Array:
+            name = jax.tree_util.keystr(path, simple=True, separator=".")
+            return u * by if any(fnmatchcase(name, pattern) for pattern in patterns) else u
+
+        return jax.tree_util.tree_map_with_path(scaled, updates), state
+
+    return optax.GradientTransformationExtraArgs(inner.init, update)
+
+
 def only(tree: Any, patterns: Sequence[str]) -> Any:
     """A tree of weights, or of their axes, with None in the place of those whose names match no pattern.
 

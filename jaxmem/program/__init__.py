@@ -21,7 +21,7 @@ import optax
 from flax import nnx
 from flax.traverse_util import unflatten_dict
 
-from jaxmem import data, hf, models, optim, precision
+from jaxmem import adapters, data, hf, models, optim, precision
 from jaxmem.config import Config, Convnet, Decoder
 from jaxmem.errors import UserError
 from jaxmem.exchange import places
@@ -38,6 +38,8 @@ from jaxmem.sharding import Axes, Layout, Role, axes_at_rest, is_axes, layout_fo
 from jaxmem.stack import Pipeline, Way
 from jaxmem.weights import points
 
+_ADAPTERS = 2**31 - 1  # folded into the seed's key: what adapters begin from, beside the model's own weights
+
 
 @dataclass(frozen=True)
 class Program:
@@ -48,7 +50,7 @@ class Program:
 
     @cached_property
     def _network(self) -> tuple[Any, Any]:
-        graphdef, state = nnx.split(nnx.eval_shape(self._build_new))
+        graphdef, state = nnx.split(nnx.eval_shape(self._adapted_new))
         return graphdef, unflatten_dict({path: _axes(path, v) for path, v in nnx.to_flat_state(state)})
 
     @property
@@ -63,7 +65,7 @@ class Program:
     @cached_property
     def parameters(self) -> int:
         """Of the model: without the layers that fill up the stages."""
-        return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(nnx.state(nnx.eval_shape(self._build_new))))
+        return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(nnx.state(nnx.eval_shape(self._adapted_new))))
 
     @cached_property
     def pipeline(self) -> Pipeline | None:
@@ -84,20 +86,22 @@ class Program:
 
     def chosen(self, weights: Any) -> Any:
         """A tree of the parameters, or of their axes, with None in the place of what is frozen."""
-        patterns = self.cfg.optimizer.trainable
+        patterns = self.cfg.learns
         return optim.only(weights, patterns) if patterns else weights
 
     @cached_property
     def trainable(self) -> int:
         """Parameters that learn."""
-        if not self.cfg.optimizer.trainable:
+        if not self.cfg.learns:
             return self.parameters
-        new = nnx.to_pure_dict(nnx.state(nnx.eval_shape(self._build_new)))
+        new = nnx.to_pure_dict(nnx.state(nnx.eval_shape(self._adapted_new)))
         return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(self.chosen(new)))
 
     def _optimizer_for(self, axes: Any) -> optax.GradientTransformationExtraArgs:
         """Of the parameters that have these axes: all, or some."""
         tx = optim.build(self.cfg.optimizer, self.learning_rate, axes)
+        if self.cfg.adapter.faster != 1.0:
+            tx = optim.faster(tx, self.cfg.adapter.faster, ("*.lora.b",))
         master = self.cfg.precision.master
         if master in optim.BITS:
             return optim.with_remainder(tx, optim.BITS[master], axes)
@@ -174,10 +178,11 @@ class Program:
         model = self.cfg.model
         assert isinstance(model, Decoder)
         order = None if self.pipeline is None else self.pipeline.order.tolist()
-        return hf.read_weights(directory, model, self.state.params, self.axes, self.layout, order)
+        base, axes = adapters.base_of(self.state.params), adapters.base_of(self.axes)
+        return hf.read_weights(directory, model, base, axes, self.layout, order)
 
     def begin(self, params: Params) -> TrainState:
-        """A new state of these weights, which it takes over."""
+        """A new state of these weights of the model's own, which it takes over."""
         return self._compiled_begin(params)
 
     @cached_property
@@ -195,7 +200,10 @@ class Program:
     def _lower_begin(self) -> jax.stages.Lowered:
         places = jax.tree.map(lambda x: x.sharding, self.state)
         with self.layout:
-            return jax.jit(self._begun, donate_argnums=0, out_shardings=places).lower(self.state.params)
+            begun = jax.jit(
+                lambda base: self._begun(base, jax.random.key(self.cfg.seed)), donate_argnums=0, out_shardings=places
+            )
+            return begun.lower(adapters.base_of(self.state.params))
 
     def lower_initialise(self) -> jax.stages.Lowered:
         """What makes a new state: of a random key, or of the weights that `model.hf` names."""
@@ -302,19 +310,32 @@ class Program:
         )
         return models.build(self.cfg.model, nnx.Rngs(params=key), execution)
 
-    def _build_new(self) -> models.Network:
-        return self._build(jax.random.key(0))
+    def _adapted_new(self) -> models.Network:
+        network = self._build(jax.random.key(0))
+        adapters.attach(network, self.cfg.adapter, jax.random.key(0))
+        return network
 
     def _initial(self, key: jax.Array) -> TrainState:
-        with precision.resting(self.cfg.precision):
-            params = nnx.to_pure_dict(nnx.state(self._build(key)))
+        with precision.resting(self.cfg.base_precision, double=self.cfg.adapter.double):
+            base = nnx.to_pure_dict(nnx.state(self._build(key)))
         if self.pipeline is not None:
-            params = jax.tree.map(self._staged, self.axes, params, is_leaf=is_axes)
-        return self._begun(params)
+            base = jax.tree.map(self._staged, adapters.base_of(self.axes), base, is_leaf=is_axes)
+        return self._begun(base, key)
 
-    def _begun(self, params: Params) -> TrainState:
+    def _begun(self, base: Params, key: jax.Array) -> TrainState:
+        """`base`: the model's own weights, as they lie."""
+        params = base if self.cfg.adapter.kind == "none" else self._with_adapters(base, key)
         scale = scaling.initial(self.cfg.precision.loss_scale)
         return TrainState(jnp.zeros((), jnp.int32), params, self.optimizer.init(self.chosen(params)), scale)
+
+    def _with_adapters(self, base: Params, key: jax.Array) -> Params:
+        network = nnx.eval_shape(partial(self._build, key))
+        graphdef, _ = nnx.split(network)
+        network = nnx.merge(graphdef, base)
+        with precision.resting(self.cfg.precision):
+            order = None if self.pipeline is None else self.pipeline.order.tolist()
+            adapters.attach(network, self.cfg.adapter, jax.random.fold_in(key, _ADAPTERS), order)
+        return nnx.to_pure_dict(nnx.state(network))
 
     def _staged(self, axes: Axes, weight: Any) -> Any:
         return jax.tree.map(self.pipeline.arranged, weight) if self.pipeline and axes[:1] == ("layer",) else weight

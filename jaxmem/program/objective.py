@@ -69,11 +69,11 @@ def _pairs(network: Network, batch: Batch, keys: jax.Array | None) -> tuple[jax.
 def _next_token(cfg: config.Objective, memory: config.Memory) -> Callable[[Decoder, jax.Array, Batch], Sums]:
     def sums(network: Decoder, x: jax.Array, batch: Batch) -> Sums:
         labels, more = batch["targets"], {"label_smoothing": cfg.label_smoothing, "z_loss": cfg.z_loss}
-        slices = vocabulary.slices(memory.loss_chunk, x, network.cfg.vocab)
-        if slices is None:
+        slices, weight = vocabulary.slices(memory.loss_chunk, x, network.cfg.vocab), network.projection
+        if slices is None or weight is None:
             loss = losses.cross_entropy(network.logits(x), labels, **more)
         else:
-            x, weight = constrain(x, "batch", "vocab_time", "embed"), network.projection
+            x = constrain(x, "batch", "vocab_time", "embed")
             axes = weight.get_metadata()["axes"]
             loss = vocabulary.cross_entropy(x, weight.get_value(), labels, axes=axes, slices=slices, **more)
         return _sums(loss, batch["mask"])

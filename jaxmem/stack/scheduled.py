@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxmem.stack.schedule import Schedule
+from jaxmem.weights import Point
 
 Run = Callable[[Any, Any, Any, Any], tuple[Any, Any]]  # (one layer's weights, x, its input, beside) -> (x, output)
 
@@ -80,11 +81,26 @@ def _is_real(leaf: Any) -> bool:
 
 
 def _real(tree: Any) -> Any:
-    return jax.tree.map(lambda leaf: leaf if _is_real(leaf) else None, tree)
+    """Of a weight that is no number, or has no gradient, what stands for it."""
+
+    def real(leaf: Any) -> Any:
+        at = leaf.at if isinstance(leaf, Point) else leaf
+        return at if at is not None and _is_real(at) else None
+
+    return jax.tree.map(real, tree, is_leaf=_is_point)
 
 
 def _merged(tree: Any, real: Any) -> Any:
-    return jax.tree.map(lambda leaf, other: leaf if other is None else other, tree, real, is_leaf=lambda x: x is None)
+    def merged(leaf: Any, other: Any) -> Any:
+        if other is None:
+            return leaf
+        return Point(leaf.rest, other) if isinstance(leaf, Point) else other
+
+    return jax.tree.map(merged, tree, real, is_leaf=_is_point)
+
+
+def _is_point(x: Any) -> bool:
+    return isinstance(x, Point)
 
 
 def _numbers(values: tuple[int, ...]) -> jax.Array:

@@ -44,6 +44,28 @@ def lines(base: dict, *overrides: str) -> list[str]:
             ["checkpoint.path=hdfs://x"],
             "checkpoint.path: hdfs:// is not known; use a directory, gs:// or s3://",
         ),
+        (TEXT, ["adapter.rank=8"], "adapter.rank: adapter.kind: none has none; use lora, dora or qlora"),
+        (
+            TEXT,
+            ["adapter={kind: lora, base: nf4}"],
+            "adapter.base: nf4 is a code; use adapter.kind=qlora, or float32 or bfloat16",
+        ),
+        (
+            TEXT,
+            ["adapter.kind=qlora", "precision.parameters=int8"],
+            (
+                "precision.parameters: int8 would be the adapters' own; use float32 or bfloat16, and adapter.kind=qlora"
+                " with adapter.base=int8 for the weights that stay"
+            ),
+        ),
+        (
+            TEXT,
+            ["adapter={kind: lora, targets: ['*']}", "memory.loss_chunk=64"],
+            (
+                "memory.loss_chunk: 64 takes the head in slices, which an adapter of it is not in; leave head out of"
+                " adapter.targets, or use auto"
+            ),
+        ),
         (TEXT, ["name=a/b"], "name: 'a/b' names a directory: letters, digits, and . _ - after the first"),
         (TEXT, ["name=.."], "name: '..' names a directory: letters, digits, and . _ - after the first"),
         (TEXT, ["train.tokens=5"], "train.steps: give either train.steps or train.tokens, not both"),

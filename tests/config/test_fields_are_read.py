@@ -30,6 +30,8 @@ READ_HERE = {
     "steps": "Config.steps",
     "tokens": "Config.steps",
     "rounding": "Precision.stochastic",
+    "base": "Config.base_precision",
+    "trainable": "Config.learns",
     # Given to the optimizer by name; tests/optim builds each with all of its own.
     **{f"Rules.{dim}": "Rules.table" for dim in Rules.model_fields},
     **dict.fromkeys(("momentum", "rank", "refresh_every", "scale", "similarity", "tables"), "Optimizer.own"),

@@ -1,0 +1,62 @@
+"""What an adapter computes, against the weight that it stands for, in float64 by numpy."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from jaxmem.adapters import Lora
+from jaxmem.models.parts import Embedding, Linear
+
+
+def layer(magnitude):
+    linear = Linear(nnx.Rngs(0), 24, 40, ("embed", "mlp"), bias=True)
+    linear.lora = Lora(nnx.Rngs(1), linear, 3, 0.7, magnitude=magnitude)
+    linear.lora.b = nnx.Param(jax.random.normal(jax.random.key(2), (3, 40)), axes=("rank", "mlp+"))
+    return linear
+
+
+@pytest.mark.parametrize("magnitude", [False, True])
+def test_a_layer_is_that_of_the_sum(magnitude):
+    linear, x = layer(magnitude), jax.random.normal(jax.random.key(3), (5, 24))
+    w, a, b, bias = (np.float64(one.get_value()) for one in (linear.weight, linear.lora.a, linear.lora.b, linear.bias))
+    summed = w + 0.7 * a @ b
+    if magnitude:
+        summed = summed * np.linalg.norm(w, axis=0) / np.linalg.norm(summed, axis=0)
+    np.testing.assert_allclose(linear(x), np.float64(x) @ summed + bias, rtol=2e-5, atol=2e-6)
+
+
+def test_lengths_count_as_constants():
+    """The gradient of A is that of m / c (x W + s x A B) with c held."""
+    linear, x = layer(True), jax.random.normal(jax.random.key(3), (5, 24))
+    graphdef, state = nnx.split(linear)
+    of = jax.grad(lambda state: jnp.sum(jnp.square(nnx.merge(graphdef, state)(x))))(state)
+    w, a, b = (np.float64(one.get_value()) for one in (linear.weight, linear.lora.a, linear.lora.b))
+    ratio = np.linalg.norm(w, axis=0) / np.linalg.norm(w + 0.7 * a @ b, axis=0)
+    g = 2 * np.float64(linear(x)) * ratio
+    np.testing.assert_allclose(of["lora"]["a"].get_value(), 0.7 * np.float64(x).T @ (g @ b.T), rtol=1e-4, atol=1e-4)
+
+
+def test_rows_of_an_embedding():
+    embedding = Embedding(nnx.Rngs(0), 30, 8)
+    embedding.lora = Lora(nnx.Rngs(1), embedding, 2, 0.5)
+    ids = jnp.array([[3, 29, 0]])
+    before = embedding(ids, jnp.float32)
+    np.testing.assert_array_equal(before[0], embedding.weight.get_value()[ids[0]])
+    embedding.lora.a = nnx.Param(jax.random.normal(jax.random.key(2), (30, 2)), axes=("vocab+", "rank"))
+    a, b = embedding.lora.a.get_value(), embedding.lora.b.get_value()
+    np.testing.assert_allclose(embedding(ids, jnp.float32) - before, 0.5 * (a @ b)[ids], rtol=1e-5, atol=1e-6)
+
+
+def test_dropout_is_of_what_the_adapter_sees():
+    linear, x = layer(False), jnp.ones((4, 24))
+    linear.lora.dropout = 0.5
+    keys = jax.random.split(jax.random.key(0), 4)
+    dropped = linear(x, keys)
+    np.testing.assert_array_equal(linear(x), layer(False)(x))
+    assert len(np.unique(np.asarray(dropped)[:, 0])) == 4  # each row by its own key
+    linear.lora.b = nnx.Param(jnp.zeros((3, 40)), axes=("rank", "mlp+"))
+    np.testing.assert_array_equal(linear(x, keys), linear(x))
