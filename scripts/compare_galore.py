@@ -36,7 +36,7 @@ ROOT = Path(__file__).parents[1]
 RECORDS = ROOT / "docs" / "benchmarks" / "optimizer-quality.jsonl"
 METHODS = {
     "adamw, torch": "",
-    "galore, galore-torch": "optimizer.name=galore_adamw optimizer.learning_rate=1e-2",
+    "galore, galore-torch": "optimizer.name=galore_adamw optimizer.learning_rate=2e-2 optimizer.refresh_every=50",
 }
 
 
