@@ -26,8 +26,8 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 ROOT = Path(__file__).parents[1]
 RECORDS = ROOT / "docs" / "benchmarks" / "optimizer-quality.jsonl"
 BASE = "adamw"
-# A short run looks for its basis more often. Of 400 updates 1e-2, 2e-2, 4e-2 ended at 1.816, 1.729, 1.742, AdamW's 3e-3,
-# 6e-3 at 1.673, 1.728.
+# A short run looks for its basis more often. After 400 updates 1e-2, 2e-2, 4e-2 ended at 1.816, 1.729, 1.742 (AdamW
+# with 3e-3, 6e-3 at 1.673, 1.728).
 LOW_RANK = "optimizer.learning_rate=2e-2 optimizer.refresh_every=50"
 METHODS = {  # and the most that its loss may be above AdamW's
     BASE: ("", 0.0),
