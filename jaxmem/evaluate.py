@@ -17,7 +17,8 @@ from jaxmem.distributed.agree import any_of, in_order
 from jaxmem.errors import UserError
 from jaxmem.program import Program
 from jaxmem.program.objective import Sums, means
-from jaxmem.trained import is_run, open_model
+from jaxmem.reference import Reference, file_for, read
+from jaxmem.trained import config_of, is_run, open_model
 
 Means = dict[str, float]
 
@@ -41,6 +42,10 @@ class HeldOut:
             result["perplexity"] = math.exp(min(result["loss"], 700.0))  # beyond, a float overflows
         return result
 
+    def compared_with(self, reference: Reference) -> None:
+        """Of preferences, what each answer is held against."""
+        self._loader.corpus.references = reference.values
+
     def _total(self, params: Any, batches: Iterable[dict[str, np.ndarray]]) -> Sums:
         total: Sums = {}
         for batch in batches:
@@ -56,10 +61,13 @@ class HeldOut:
 
 
 def evaluate(run: str | Path, data: str | None = None, overrides: Sequence[str] = ()) -> Means:
-    """A trained run on its held-out documents; a run or a Hugging Face directory on the whole of a text file."""
-    if data is None and not is_run(run) and Path(run, "config.json").is_file():
+    """A trained run on its held-out documents; a run or a Hugging Face directory on the whole of a text file, or on
+    what overrides hold out of other data."""
+    if data is None and not is_run(run) and not config_of(run, overrides).data.held_out:
         raise UserError(f"{run}: nothing of it is held out; give --data FILE, a text to evaluate on")
     text = [] if data is None else ["data.source=text", f"data.path={json.dumps(data)}", "data.mixture=[]"]
     program, params = open_model(run, [*text, *overrides])
     with HeldOut(program, split="held_out" if data is None else "all") as documents:
+        if program.cfg.objective.name == "dpo":
+            documents.compared_with(read(file_for(program.cfg)))
         return documents(params)

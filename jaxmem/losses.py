@@ -53,6 +53,14 @@ def squared_error(predicted: Float[Array, "*batch"], target: Float[Array, "*batc
     return jnp.square(predicted.astype(jnp.float32) - target.astype(jnp.float32))
 
 
+def preference(margins: Float[Array, "*pairs"], label_smoothing: float = 0.0) -> Float[Array, "*pairs"]:
+    """-log of the probability that of two answers the preferred one is the better, by how much more the model favours
+    it than the reference does (Rafailov et al., arXiv:2305.18290, equation 7). `label_smoothing` is the share of pairs
+    that are the wrong way round."""
+    s, margins = label_smoothing, margins.astype(jnp.float32)
+    return (1.0 - s) * jax.nn.softplus(-margins) + s * jax.nn.softplus(margins)
+
+
 def similarities(
     left: Float[Array, "batch width"],
     right: Float[Array, "batch width"],

@@ -34,6 +34,7 @@ FREE = (
     "adapter.dropout",
     "adapter.faster",
     "model.dropout",
+    "data.reference",  # a place; what is there has a fingerprint of its own
     "data.template",  # in the data's fingerprint
     "data.path",  # files may move: the data's fingerprint tells whether they are the same
     "data.mixture.*.path",

@@ -21,7 +21,7 @@ LAYERS = (
     ("models", "adapters", "optim"),
     ("data", "checksum", "resume", "checkpoint", "hf"),
     ("program",),
-    ("planning", "trained", "convert", "decode", "talk", "choices", "evaluate"),
+    ("planning", "trained", "convert", "decode", "talk", "choices", "reference", "evaluate"),
     ("search",),
     ("training",),
     ("parameter_server",),

@@ -34,10 +34,11 @@ DIGIT_CLASSES = 10
 DIGIT_SHAPE = (8, 1)  # pixels a side, channels
 DIGIT_LEVELS = 17  # a pixel is 0 to 16
 
-NEEDS_PATH = ("text", "jsonl", "parquet", "chat", "tokens")
+NEEDS_PATH = ("text", "jsonl", "parquet", "chat", "preference", "tokens")
 HAS_FIELDS = ("jsonl", "parquet")
 BUCKETS = ("gs", "s3")
 CROSS_ENTROPY = ("next_token", "classify")
+SMOOTHED = (*CROSS_ENTROPY, "dpo")
 DIMS = {  # of each family's weights, by the names that `rules` has for them
     "decoder": ("embed", "vocab", "heads", "kv_heads", "mlp"),
     "vit": ("embed", "heads", "kv_heads", "mlp"),
@@ -124,14 +125,18 @@ def _image_model(cfg: Config) -> Iterator[str]:
 def _objective(cfg: Config) -> Iterator[str]:
     objective, model, default = cfg.objective, cfg.model, Objective()
     name = objective.name
-    if isinstance(model, Decoder) != (name == "next_token"):
-        use = "classify, binary, regress_l1, regress_l2 or contrastive" if name == "next_token" else "next_token"
+    if isinstance(model, Decoder) != objective.reads_text:
+        texts, pictures = "next_token or dpo", "classify, binary, regress_l1, regress_l2 or contrastive"
+        use = pictures if objective.reads_text else texts
         yield f"objective.name: {name} does not go with family {model.family}; use {use}"
-    for field in ("label_smoothing", "z_loss"):
-        if getattr(objective, field) and name not in CROSS_ENTROPY:
-            yield f"objective.{field}: only {' and '.join(CROSS_ENTROPY)} have it, not {name}"
-    if cfg.memory.loss_chunk != "auto" and name != "next_token":
-        yield f"memory.loss_chunk: only next_token has a vocabulary to go through, not {name}; use auto"
+    for field, having in (("label_smoothing", SMOOTHED), ("z_loss", CROSS_ENTROPY)):
+        if getattr(objective, field) and name not in having:
+            yield f"objective.{field}: only {' and '.join(having)} have it, not {name}"
+    if cfg.memory.loss_chunk != "auto" and not objective.reads_text:
+        yield f"memory.loss_chunk: only next_token and dpo have a vocabulary to go through, not {name}; use auto"
+    if objective.beta != default.beta and name != "dpo":
+        yield f"objective.beta: only dpo has it, not {name}"
+    yield from _pairs(cfg)
     if objective.temperature != default.temperature and name != "contrastive":
         yield f"objective.temperature: only contrastive has it, not {name}"
     if name == "contrastive":
@@ -143,6 +148,28 @@ def _objective(cfg: Config) -> Iterator[str]:
         outputs = DIGIT_CLASSES if name == "classify" else 1
         if model.outputs != outputs:
             yield f"model.outputs: {model.outputs} must be {outputs} for objective {name} on digits"
+
+
+def _pairs(cfg: Config) -> Iterator[str]:
+    """What dpo asks of data and batch."""
+    dpo, data = cfg.objective.name == "dpo", cfg.data
+    for key, source in _places(cfg):
+        if (source.source == "preference") != dpo and isinstance(cfg.model, Decoder):
+            use = "data.source=preference" if dpo else "objective.name=dpo, or data.source=chat"
+            yield f"{key}.source: {source.source} does not go with objective {cfg.objective.name}; use {use}"
+    if not dpo:
+        if data.reference is not None:
+            yield f"data.reference: only objective dpo has one, not {cfg.objective.name}"
+        return
+    if data.mixture:
+        yield "data.mixture: the reference's log-probabilities lie beside one source; give data.source and data.path"
+    if data.packing:
+        yield "data.packing: dpo compares whole answers, each in its own row; use false"
+    if cfg.batch.global_size // cfg.batch.accumulate % 2:
+        yield (
+            f"batch.global_size: {cfg.batch.global_size} over accumulate {cfg.batch.accumulate} makes no pairs, which"
+            " dpo compares; use an even number of rows"
+        )
 
 
 def _sources(cfg: Config) -> Iterator[str]:
@@ -181,12 +208,13 @@ def _data(cfg: Config) -> Iterator[str]:
 
 
 def _chat(data: Data) -> Iterator[str]:
-    if all(source.source != "chat" for source in data.mixture or (data,)):
+    kinds = [source.source for source in data.mixture or (data,)]
+    if not {"chat", "preference"} & {*kinds}:
         default = Data()
         for field in ("too_long", "broken"):
             if getattr(data, field) != getattr(default, field):
-                yield f"data.{field}: only data.source: chat has it, not {data.source}"
-    elif data.tokenizer == "bytes" and data.template is None:
+                yield f"data.{field}: only data.source: chat and preference have it, not {data.source}"
+    elif "chat" in kinds and data.tokenizer == "bytes" and data.template is None:
         yield "data.template: missing; data.tokenizer: bytes has none of its own; give a file of Jinja"
 
 

@@ -92,9 +92,10 @@ def _indivisible(cfg: Config) -> Iterator[str]:
     mesh, batch = cfg.mesh, cfg.batch
     yield from _stages(cfg)
     rows = batch.global_size // batch.accumulate
-    if rows % (mesh.replica * mesh.fsdp):
-        over = f"replica {mesh.replica} x fsdp {mesh.fsdp}"
-        step = batch.accumulate * mesh.replica * mesh.fsdp
+    each = 2 if cfg.objective.name == "dpo" else 1  # rows that belong together
+    if rows % (each * mesh.replica * mesh.fsdp):
+        over = f"replica {mesh.replica} x fsdp {mesh.fsdp}" + (", each with pairs of rows" if each > 1 else "")
+        step = batch.accumulate * each * mesh.replica * mesh.fsdp
         near = _near(batch.global_size, range(step, batch.global_size + step + 1, step))
         yield (
             f"batch.global_size: {batch.global_size} over accumulate {batch.accumulate} makes {rows} rows, "

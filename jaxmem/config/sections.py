@@ -119,16 +119,21 @@ FAMILIES: dict[str, type[Section]] = {
 class Objective(Section):
     """What is minimised. `objective: classify` is short for `objective: {name: classify}`."""
 
-    name: Literal["next_token", "classify", "binary", "regress_l1", "regress_l2", "contrastive"] = "next_token"
+    name: Literal["next_token", "dpo", "classify", "binary", "regress_l1", "regress_l2", "contrastive"] = "next_token"
     label_smoothing: Fraction = 0.0
     z_loss: NotNegative = 0.0
     temperature: Positive = 0.1  # contrastive
+    beta: Positive = 0.1  # dpo: how much leaving the reference counts
+
+    @property
+    def reads_text(self) -> bool:
+        return self.name in ("next_token", "dpo")
 
 
 class Source(Section):
     """One place that documents come from."""
 
-    source: Literal["stdlib", "text", "jsonl", "parquet", "chat", "digits", "tokens"] = "stdlib"
+    source: Literal["stdlib", "text", "jsonl", "parquet", "chat", "preference", "digits", "tokens"] = "stdlib"
     path: str | None = None  # a file, a directory or a glob
     field: str = "text"  # the key or column that holds the document (jsonl, parquet)
     weight: Positive = 1.0  # its share of a mixture
@@ -141,8 +146,9 @@ class Data(Source):
     tokenizer: str = "bytes"  # or the path of a tokenizer.json
     epochs: Count | None = None  # passes over the data, at most, whatever `train.steps` asks for
     template: str | None = None  # of chats: a file of Jinja; none: the tokenizer's own
-    too_long: Literal["cut", "drop"] = "cut"  # chat: conversations longer than `sequence_length`
-    broken: Literal["stop", "skip"] = "stop"  # chat: lines that are no conversation
+    too_long: Literal["cut", "drop"] = "cut"  # chat, preference: what is longer than `sequence_length`
+    broken: Literal["stop", "skip"] = "stop"  # chat, preference: lines that are no conversation, or no pair
+    reference: str | None = None  # preference: the file of the reference's log-probabilities; none: beside the data
     held_out: Fraction = 0.02  # share of the documents kept for evaluation
     shuffle: bool = True
 

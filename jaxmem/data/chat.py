@@ -40,6 +40,7 @@ OTHER = "\ue000"  # a character that no language has, for another text in an ans
 class Seen:
     """What became of the conversations that were read, each as often as it was."""
 
+    kind: str = "conversations"
     read: int = 0
     broken: int = 0
     dropped: int = 0
@@ -50,7 +51,7 @@ class Seen:
         told = [f"{self.cut} cut, {self.tokens_cut:,} tokens of them lost"] if self.cut else []
         told += [f"{self.dropped} dropped as too long"] if self.dropped else []
         told += [f"{self.broken} broken lines skipped"] if self.broken else []
-        return f"of {self.read} conversations read: {'; '.join(told)}" if told else ""
+        return f"of {self.read} {self.kind} read: {'; '.join(told)}" if told else ""
 
 
 class Conversations:
@@ -77,13 +78,13 @@ class Conversations:
                     f"{self._lines.where(index)}: {error} (data.broken=skip passes over such lines)"
                 ) from error
             self.seen.broken += 1
-            return _NOTHING
+            return NOTHING
         more = len(document.tokens) - self._cfg.sequence_length
         if more <= 0:
             return document
         if self._cfg.too_long == "drop":
             self.seen.dropped += 1
-            return _NOTHING
+            return NOTHING
         self.seen.cut += 1
         self.seen.tokens_cut += more
         assert document.learnt is not None
@@ -93,11 +94,11 @@ class Conversations:
         self._lines.close()
 
 
-_NOTHING = Document(np.zeros(0, np.int32), np.zeros(0, bool), whole=True)
+NOTHING = Document(np.zeros(0, np.int32), np.zeros(0, bool), whole=True)
 
 
-def conversation(messages: Sequence[Message], tokenizer: Tokenizer, template: ChatTemplate) -> Document:
-    """Tokens of a conversation, and which of them the assistant says."""
+def conversation(messages: Sequence[Message], tokenizer: Tokenizer, template: ChatTemplate, since: int = 0) -> Document:
+    """Tokens of a conversation, and which of them the assistant says, from the message of this number on."""
     for message in messages:
         for text in tokenizer.special:
             if text in message["content"]:
@@ -106,7 +107,7 @@ def conversation(messages: Sequence[Message], tokenizer: Tokenizer, template: Ch
     ids, places = tokenizer.encode_marked(text)
     learnt = np.zeros(len(ids), bool)
     for number, message in enumerate(messages):
-        if message["role"] == "assistant" and message["content"]:
+        if number >= since and message["role"] == "assistant" and message["content"]:
             start, end = _answer(template, messages, number, text, tokenizer)
             learnt |= (places[:, 0] < end) & (places[:, 1] > start)
     if not learnt.any():
@@ -148,13 +149,13 @@ def messages_of(line: bytes) -> list[Message]:
     if not isinstance(found, dict):
         raise BrokenLineError(f"expected an object, found {type(found).__name__}")
     if "messages" in found:
-        messages = [_message(one, "role", "content") for one in _list(found, "messages")]
+        messages = messages_from(found["messages"], "messages")
     elif "conversations" in found:
-        messages = [_message(one, "from", "value") for one in _list(found, "conversations")]
+        messages = messages_from(found["conversations"], "conversations", "from", "value")
     elif "instruction" in found and "output" in found:
-        asked = [_string(found[key], key) for key in ("instruction", "input") if found.get(key)]
+        asked = [string(found[key], key) for key in ("instruction", "input") if found.get(key)]
         messages = [{"role": "user", "content": "\n\n".join(asked)}]
-        messages.append({"role": "assistant", "content": _string(found["output"], "output")})
+        messages.append({"role": "assistant", "content": string(found["output"], "output")})
     else:
         fields = ", ".join(list(found)[:8])
         raise BrokenLineError(f"no messages, conversations, or instruction and output; fields: {fields}")
@@ -163,11 +164,10 @@ def messages_of(line: bytes) -> list[Message]:
     return messages
 
 
-def _list(found: dict[str, Any], key: str) -> list[Any]:
-    value = found[key]
+def messages_from(value: Any, key: str, role: str = "role", content: str = "content") -> list[Message]:
     if not isinstance(value, list) or not value:
         raise BrokenLineError(f"{key} is no list of messages")
-    return value
+    return [_message(one, role, content) for one in value]
 
 
 def _message(given: Any, role: str, content: str) -> Message:
@@ -178,10 +178,10 @@ def _message(given: Any, role: str, content: str) -> Message:
         parts = [one.get("text") if isinstance(one, dict) and one.get("type") == "text" else None for one in text]
         text = None if None in parts else "".join(map(str, parts))
     name = str(given[role])
-    return {"role": ROLES.get(name, name), "content": _string(text, content)}
+    return {"role": ROLES.get(name, name), "content": string(text, content)}
 
 
-def _string(value: Any, key: str) -> str:
+def string(value: Any, key: str) -> str:
     if not isinstance(value, str):
         raise BrokenLineError(f"{key} is not text")
     try:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 from collections.abc import Callable, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any, Literal
 
@@ -19,13 +20,15 @@ from jaxmem.data.files import file_size, find_files
 from jaxmem.data.jsonl import JsonLines
 from jaxmem.data.packing import Document
 from jaxmem.data.parquet import ParquetRows
+from jaxmem.data.preference import Preferences
 from jaxmem.data.template import template_for
 from jaxmem.data.text import Records, TextFiles, piece_bytes, stdlib_files
 from jaxmem.data.tokenizer import Tokenizer, document_tokens, tokenizer_for
 from jaxmem.errors import UserError
 
 WHOLE = 256 << 20  # bytes of data up to which a fingerprint reads all of it
-SUFFIXES = {"jsonl": (".jsonl", ".ndjson"), "chat": (".jsonl", ".ndjson"), "parquet": (".parquet",)}
+LINES = (".jsonl", ".ndjson")
+SUFFIXES = {"jsonl": LINES, "chat": LINES, "preference": LINES, "parquet": (".parquet",)}
 
 
 def source_files(source: Source) -> list[Path]:
@@ -63,13 +66,14 @@ class Corpus:
     def __init__(self, cfg: Config) -> None:
         self._cfg = cfg
         kinds = [source.source for source in _sources(cfg)]
-        images = cfg.objective.name != "next_token"
+        images = not cfg.objective.reads_text
         if images != ("digits" in kinds) or (images and len(kinds) > 1):
             raise UserError(
                 f"objective {cfg.objective.name} trains on {'digits alone' if images else 'text'}; "
                 f"data.source is {' + '.join(kinds)}"
             )
-        self.sources: list[Records | TokenCache | Digits | Conversations] = []
+        self.sources: list[Records | TokenCache | Digits | Conversations | Preferences] = []
+        self.references: np.ndarray | None = None  # of preferences: each answer's log-probability, [pairs, 2]
         if images:
             self.sources.append(Digits())
             return
@@ -84,13 +88,16 @@ class Corpus:
         for source in _sources(cfg):
             self.sources.append(self._open(source, limit))
 
-    def _open(self, source: Source, limit: int) -> Records | TokenCache | Conversations:
+    def _open(self, source: Source, limit: int) -> Records | TokenCache | Conversations | Preferences:
         match source.source:
             case "tokens":
                 return TokenCache(source.path, self.tokenizer)
             case "chat":
                 template = template_for(self.tokenizer, self._cfg.data.template)
                 return Conversations(source_files(source), self._cfg.data, self.tokenizer, template)
+            case "preference":
+                asked = cache(lambda: template_for(self.tokenizer, self._cfg.data.template))
+                return Preferences(source_files(source), self._cfg.data, self.tokenizer, asked)
             case _:
                 return _open_text(source, limit)
 
@@ -99,9 +106,15 @@ class Corpus:
         records = self.sources[source]
         return records.document(record) if isinstance(records, Conversations) else Document(self.tokens(source, record))
 
+    def reference(self, record: int) -> np.ndarray:
+        """Of a pair, each answer's log-probability."""
+        if self.references is None:
+            raise UserError("data.reference: its log-probabilities are not there; `jaxmem train` computes them")
+        return np.asarray(self.references[record])
+
     def said(self) -> list[str]:
         """What there is to say of what was read."""
-        found = [str(source.seen) for source in self.sources if isinstance(source, Conversations)]
+        found = [str(source.seen) for source in self.sources if isinstance(source, Conversations | Preferences)]
         return [line for line in found if line]
 
     def tokens(self, source: int, record: int) -> np.ndarray:
@@ -111,8 +124,8 @@ class Corpus:
             return records.tokens(record)
         if isinstance(records, Conversations):
             return records.document(record).tokens
-        if isinstance(records, Digits):
-            raise TypeError("digits have no tokens")
+        if isinstance(records, Digits | Preferences):
+            raise TypeError("records of more than tokens")
         piece = records[record]
         try:
             return document_tokens(self.tokenizer, [piece])[0]
@@ -145,8 +158,9 @@ def tokenize(
     if len(_sources(cfg)) > 1:
         raise UserError("data.mixture cannot be tokenized as a whole; tokenize each source, then mix the caches")
     source = _sources(cfg)[0]
-    if source.source == "chat":
-        raise UserError("data.source chat is tokenized as it is read: a cache has no place for what is learnt")
+    if source.source in ("chat", "preference"):
+        kind = source.source
+        raise UserError(f"data.source {kind} is tokenized as it is read: a cache has no place for what is learnt")
     if source.source in ("digits", "tokens"):
         raise UserError(f"data.source {source.source} has no text to tokenize")
     tokenizer: Tokenizer = tokenizer_for(cfg.data.tokenizer)
@@ -164,10 +178,11 @@ def fingerprint(cfg: Config) -> str:
     data elsewhere is the same data. Above: names, sizes, times of change, first and last 4 KiB.
     """
     digest = hashlib.blake2b(digest_size=16)
-    if cfg.objective.name == "next_token":
+    if cfg.objective.reads_text:
         tokenizer = tokenizer_for(cfg.data.tokenizer)
         digest.update(tokenizer.identity.encode())
-        if any(source.source == "chat" for source in _sources(cfg)):
+        asked = cfg.data.template or cfg.data.tokenizer != "bytes"  # texts of preference need none
+        if any(source.source == "chat" or (source.source == "preference" and asked) for source in _sources(cfg)):
             digest.update(template_for(tokenizer, cfg.data.template).source.encode())
     for source in _sources(cfg):
         paths = source_files(source)

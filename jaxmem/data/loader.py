@@ -27,6 +27,7 @@ from jaxmem.data.ahead import Ahead
 from jaxmem.data.corpus import Corpus, Split
 from jaxmem.data.digits import SIZE, DigitRows, Digits, pixels_dtype
 from jaxmem.data.packing import Batch, TextRows
+from jaxmem.data.preference import PairRows, Preferences
 from jaxmem.errors import UserError
 
 Spec = tuple[tuple[int, ...], Any, tuple[str, ...]]  # shape, dtype, logical axes
@@ -37,10 +38,11 @@ def batch_spec(cfg: Config) -> dict[str, Spec]:
     """Shape, dtype and logical axes of each array of the global batch; reads no files."""
     rows = (cfg.batch.accumulate, cfg.batch.global_size // cfg.batch.accumulate)
     axes = ("accumulate", "batch")
-    if cfg.objective.name == "next_token":
-        tokens = ((*rows, cfg.data.sequence_length), np.int32, (*axes, "time"))
-        mask = (tokens[0], np.float32, tokens[2])
-        return dict.fromkeys(("inputs", "targets", "positions", "segment_ids"), tokens) | {"mask": mask}
+    if cfg.objective.reads_text:
+        tokens: Spec = ((*rows, cfg.data.sequence_length), np.int32, (*axes, "time"))
+        mask: Spec = (tokens[0], np.float32, tokens[2])
+        found = dict.fromkeys(("inputs", "targets", "positions", "segment_ids"), tokens) | {"mask": mask}
+        return found | {"reference": (rows, np.float32, axes)} if cfg.objective.name == "dpo" else found
     images: Spec = ((*rows, SIZE, SIZE, 1), pixels_dtype(cfg), (*axes, "height", "width", "channels"))
     if cfg.objective.name == "contrastive":
         second = {"pairs": images}
@@ -94,7 +96,8 @@ class Loader:
         epochs = cfg.data.epochs if split == "train" else 1
         self._ends = epochs is not None
         total = epochs * len(order) if epochs is not None else sys.maxsize
-        if split == "train" and total < cfg.batch.global_size:
+        each = 2 if isinstance(self.corpus.sources[0], Preferences) else 1  # rows that a record fills
+        if split == "train" and total * each < cfg.batch.global_size:
             raise UserError(
                 f"data.epochs={epochs} of {len(order)} records are fewer records than batch.global_size="
                 f"{cfg.batch.global_size}; lower batch.global_size or raise data.epochs"
@@ -102,6 +105,16 @@ class Loader:
         built: TextRows | DigitRows
         if isinstance(self.corpus.sources[0], Digits):
             built = DigitRows(cfg, self.corpus.sources[0], order, self._rows, total)
+        elif isinstance(self.corpus.sources[0], Preferences):
+            pairs, reference = self.corpus.sources[0], self.corpus.reference
+            built = PairRows(
+                lambda place, answer: pairs.document(order[place][1], answer),
+                lambda place: reference(order[place][1]),
+                self._rows,
+                cfg.batch.global_size,
+                total,
+                cfg.data.sequence_length,
+            )
         else:
             corpus_document = self.corpus.document
             built = TextRows(

@@ -194,7 +194,7 @@ def known_shapes(built: Program) -> Known:
             whole_gradients.update({form(used)} if used != split else ())
 
     jax.tree.map(add, built.axes, built.state.params, is_leaf=is_axes)
-    time = built.cfg.data.sequence_length if built.cfg.objective.name == "next_token" else None
+    time = built.cfg.data.sequence_length if built.cfg.objective.reads_text else None
     return Known(
         frozenset(resting),
         frozenset(gradients),

@@ -17,7 +17,19 @@ from flax import nnx
 from jax.extend.core import Literal
 
 from jaxmem import vocabulary
-from jaxmem.config import Batch, Checkpoint, Config, Decoder, Mesh, Optimizer, Precision, Rules, Train
+from jaxmem.config import (
+    Batch,
+    Checkpoint,
+    Config,
+    Data,
+    Decoder,
+    Mesh,
+    Objective,
+    Optimizer,
+    Precision,
+    Rules,
+    Train,
+)
 from jaxmem.planning.hlo import mean_runs
 from jaxmem.precision import compute_dtype
 from jaxmem.program import Program, pipeline_of
@@ -31,6 +43,9 @@ def shape_of(cfg: Config, platform: str) -> Config:
     chunk, held = loss_chunk(cfg, platform), held_vocabulary(cfg)
     if chunk is not None and chunk < held:
         chunk = max(held // 16, 1)  # how large a slice is says little of the passes: one form for all
+    if cfg.objective.name == "dpo":  # a row of a pair goes through the layers and the vocabulary as any other
+        data = Data(sequence_length=cfg.data.sequence_length, tokenizer=cfg.data.tokenizer)
+        cfg = cfg.model_copy(update={"objective": Objective(), "data": data})
     return cfg.model_copy(
         update={
             "name": "shape",

@@ -30,7 +30,7 @@ from jaxmem.precision import Params
 from jaxmem.program import culprit, scaling
 from jaxmem.program.compiler import compiler_options
 from jaxmem.program.during import During
-from jaxmem.program.objective import Batch, Sums, objective
+from jaxmem.program.objective import Batch, Sums, likelihoods, objective
 from jaxmem.program.pipelined import sums_of_all
 from jaxmem.program.restage import Restage
 from jaxmem.program.step import TrainState, make_step
@@ -253,6 +253,18 @@ class Program:
             self.gradients_in,
             measures=self.cfg.measures_first,
         )
+
+    @cached_property
+    def compiled_likelihoods(self) -> jax.stages.Compiled:
+        """(params, batch) -> the log-probability of each row, [micro-batches, rows]."""
+
+        def of_rows(params: Params, batch: Batch) -> jax.Array:
+            network = nnx.merge(self.graphdef, params)
+            return jax.lax.map(lambda micro: likelihoods(network, micro, self.cfg.memory), batch)
+
+        with self.layout:
+            whole = self.layout.replicated()
+            return jax.jit(of_rows, out_shardings=whole).lower(self.state.params, self.batch).compile()
 
     def lower_evaluate(self) -> jax.stages.Lowered:
         """(params, batch) -> sums of the objective alone, without what only training adds to it."""

@@ -20,7 +20,7 @@ from jaxmem.models.parts import several
 from jaxmem.sharding import constrain
 
 Batch = dict[str, jax.Array]
-Sums = dict[str, jax.Array]  # "loss", "count", and "correct" where right and wrong mean something
+Sums = dict[str, jax.Array]  # "loss", "count"; "correct" where right and wrong mean something; "margin" of pairs
 
 
 @dataclass(frozen=True)
@@ -38,6 +38,7 @@ def objective(cfg: config.Objective, memory: config.Memory) -> Objective:
     """What a config minimises."""
     return {
         "next_token": lambda: Objective(_tokens, _next_token(cfg, memory)),
+        "dpo": lambda: Objective(_tokens, _preferred(cfg, memory)),
         "classify": lambda: Objective(_pictures, _classify(cfg)),
         "binary": lambda: Objective(_pictures, _binary),
         "regress_l1": lambda: Objective(_pictures, _regress(losses.absolute_error)),
@@ -47,10 +48,10 @@ def objective(cfg: config.Objective, memory: config.Memory) -> Objective:
 
 
 def means(sums: Sums) -> dict[str, jax.Array]:
-    """`loss`, and `accuracy` where there is one, from sums."""
+    """`loss`, and `accuracy` and `margin` where there are such, from sums."""
     count = jnp.maximum(sums["count"], 1.0)
-    mean = {"loss": sums["loss"] / count}
-    return mean | {"accuracy": sums["correct"] / count} if "correct" in sums else mean
+    named = {"loss": "loss", "correct": "accuracy", "margin": "margin"}
+    return {name: sums[kind] / count for kind, name in named.items() if kind in sums}
 
 
 def _tokens(network: Decoder, batch: Batch, keys: jax.Array | None) -> jax.Array:
@@ -66,19 +67,44 @@ def _pairs(network: Network, batch: Batch, keys: jax.Array | None) -> tuple[jax.
     return network.features(batch["inputs"], keys=first), network.features(batch["pairs"], keys=second)
 
 
+def likelihoods(network: Decoder, batch: Batch, memory: config.Memory) -> jax.Array:
+    """Of each row, the log-probability of the tokens in it that count."""
+    return _likelihoods(network, _tokens(network, batch, None), batch, memory)
+
+
 def _next_token(cfg: config.Objective, memory: config.Memory) -> Callable[[Decoder, jax.Array, Batch], Sums]:
     def sums(network: Decoder, x: jax.Array, batch: Batch) -> Sums:
-        labels, more = batch["targets"], {"label_smoothing": cfg.label_smoothing, "z_loss": cfg.z_loss}
-        slices, weight = vocabulary.slices(memory.loss_chunk, x, network.cfg.vocab), network.projection
-        if slices is None or weight is None:
-            loss = losses.cross_entropy(network.logits(x), labels, **more)
-        else:
-            x = constrain(x, "batch", "vocab_time", "embed")
-            axes = weight.get_metadata()["axes"]
-            loss = vocabulary.cross_entropy(x, weight.get_value(), labels, axes=axes, slices=slices, **more)
-        return _sums(loss, batch["mask"])
+        more = {"label_smoothing": cfg.label_smoothing, "z_loss": cfg.z_loss}
+        return _sums(_cross_entropy(network, x, batch["targets"], memory, **more), batch["mask"])
 
     return sums
+
+
+def _preferred(cfg: config.Objective, memory: config.Memory) -> Callable[[Decoder, jax.Array, Batch], Sums]:
+    """Rows 2 i and 2 i + 1 are the two answers of a pair, the preferred one first; pairs of padding count nothing."""
+
+    def sums(network: Decoder, x: jax.Array, batch: Batch) -> Sums:
+        gained = (_likelihoods(network, x, batch, memory) - batch["reference"]).reshape(-1, 2)
+        real = jnp.all(jnp.any(batch["mask"] > 0, axis=-1).reshape(-1, 2), axis=-1).astype(jnp.float32)
+        margins = cfg.beta * (gained[:, 0] - gained[:, 1])
+        found = _sums(losses.preference(margins, cfg.label_smoothing), real, margins > 0)
+        return found | {"margin": jnp.sum(margins * real)}
+
+    return sums
+
+
+def _likelihoods(network: Decoder, x: jax.Array, batch: Batch, memory: config.Memory) -> jax.Array:
+    return -jnp.sum(_cross_entropy(network, x, batch["targets"], memory) * batch["mask"], axis=-1)
+
+
+def _cross_entropy(
+    network: Decoder, x: jax.Array, labels: jax.Array, memory: config.Memory, **more: float
+) -> jax.Array:
+    slices, weight = vocabulary.slices(memory.loss_chunk, x, network.cfg.vocab), network.projection
+    if slices is None or weight is None:
+        return losses.cross_entropy(network.logits(x), labels, **more)
+    x, axes = constrain(x, "batch", "vocab_time", "embed"), weight.get_metadata()["axes"]
+    return vocabulary.cross_entropy(x, weight.get_value(), labels, axes=axes, slices=slices, **more)
 
 
 def _classify(cfg: config.Objective) -> Callable[[Network, jax.Array, Batch], Sums]:

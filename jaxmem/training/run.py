@@ -31,6 +31,7 @@ from jaxmem.evaluate import HeldOut
 from jaxmem.planning import Plan, ideal_flops, plan_program, readable
 from jaxmem.program import Program, program
 from jaxmem.program.step import TrainState
+from jaxmem.reference import reference_for
 from jaxmem.resume import refuse_changes
 from jaxmem.trained import BESIDE
 from jaxmem.training.fitting import DoesNotFitError, Measured, check_fits
@@ -87,6 +88,12 @@ def run(cfg: Config, devices: Sequence[Any] | None = None) -> Result:
             (directory / "plan.json").write_text(json.dumps(planned.as_json(), indent=2) + "\n")
             _keep_beside(cfg, directory)
         step, state = _restored(built, checkpoints, loader) or (0, built.initialise())
+        made_of: dict[str, Any] = {"fingerprint": identity}
+        if cfg.objective.name == "dpo":
+            began = None if step == 0 else checkpoints.read(step)[0].get("reference")
+            reference = reference_for(built, loader.corpus, state.params, identity, began)
+            loader.corpus.references = reference.values
+            made_of["reference"] = reference.weights
 
         trackers = opened.enter_context(trackers_for(cfg, directory, step))
         progress = opened.enter_context(_progress(planned, step, trackers.last.get("seconds", 0.0)))
@@ -101,7 +108,7 @@ def run(cfg: Config, devices: Sequence[Any] | None = None) -> Result:
         def save(metrics: dict[str, float] | None = None, *, force: bool) -> None:
             if not checkpoints.due(step, metrics, force):
                 return
-            position = merge_states(gather(loader.state())) | {"fingerprint": identity}
+            position = merge_states(gather(loader.state())) | made_of
             checkpoints.save(step, state, position, cfg.model_dump(mode="json"), metrics, force=force)
 
         for step, batch in zip(range(step + 1, cfg.steps + 1), loader, strict=False):  # noqa: B020
@@ -207,7 +214,7 @@ def _keep_beside(cfg: Config, directory: Path) -> None:
 
 def _progress(planned: Plan, step: int, seconds: float) -> Progress:
     cfg, devices = planned.program.cfg, planned.program.layout.mesh.devices
-    text = cfg.objective.name == "next_token"
+    text = cfg.objective.reads_text
     peak = peak_flops(devices.flat[0])
     return Progress(
         cfg.steps,

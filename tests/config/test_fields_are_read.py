@@ -30,6 +30,7 @@ READ_HERE = {
     "steps": "Config.steps",
     "tokens": "Config.steps",
     "rounding": "Precision.stochastic",
+    **dict.fromkeys(("mlp_chunk", "head_groups"), "Memory.pieces"),
     "base": "Config.base_precision",
     "trainable": "Config.learns",
     # Given to the optimizer by name; tests/optim builds each with all of its own.

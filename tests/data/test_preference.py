@@ -1,0 +1,81 @@
+"""Pairs of answers: both forms, what is learnt, what is cut, and lines that are no pair."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+
+from jaxmem.config.sections import Data
+from jaxmem.data.long_line import BrokenLineError
+from jaxmem.data.preference import Preferences, pair
+from jaxmem.data.template import ChatTemplate
+from jaxmem.data.tokenizer import END_TEXT, Bytes
+from jaxmem.errors import UserError
+
+TEXT = {"prompt": "ab", "chosen": "cde", "rejected": "f"}
+
+
+def template() -> ChatTemplate:
+    source = "{% for m in messages %}{{ m.role[0] }}:{{ m.content }}{{ eos_token }}{% endfor %}"
+    return ChatTemplate(source + "{% if add_generation_prompt %}a:{% endif %}", "test", {"eos_token": END_TEXT})
+
+
+def said(role: str, content: str) -> dict[str, str]:
+    return {"role": role, "content": content}
+
+
+def learnt(line: object) -> list[tuple[str, str]]:
+    """Of each answer the whole text, and what of it is learnt; `|` is the end."""
+    found = pair(json.dumps(line).encode(), Bytes(), template)
+
+    def spelt(ids: np.ndarray) -> str:
+        return "".join("|" if i == 256 else chr(i) for i in ids)
+
+    return [(spelt(one.tokens), spelt(one.tokens[one.learnt])) for one in found]
+
+
+def test_texts_and_messages() -> None:
+    assert learnt(TEXT) == [("abcde|", "cde|"), ("abf|", "f|")]
+    answers = {"chosen": [said("assistant", "yes")], "rejected": [said("assistant", "no")]}
+    asked = [said("user", "u"), said("assistant", "x"), said("user", "v")]
+    expected = [("u:u|a:x|u:v|a:yes|", "yes|"), ("u:u|a:x|u:v|a:no|", "no|")]
+    assert learnt({"prompt": asked, **answers}) == expected
+    assert learnt({name: asked + answer for name, answer in answers.items()}) == expected
+    assert learnt({"prompt": "u", **answers}) == [("u:u|a:yes|", "yes|"), ("u:u|a:no|", "no|")]
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ([], "no object with chosen and rejected"),
+        ({"prompt": "a", "chosen": "b"}, "no object with chosen and rejected"),
+        ({**TEXT, "prompt": 1}, "prompt is not text"),
+        ({**TEXT, "rejected": ["x"]}, "rejected is not text"),
+        ({"chosen": [said("assistant", "a")], "rejected": [said("assistant", "a")]}, "are the same"),
+        ({"prompt": "u", "chosen": [said("user", "a")], "rejected": [said("user", "b")]}, "no answer of an assistant"),
+        ({"prompt": "u", "chosen": [{"role": 1}], "rejected": []}, "a message needs role and content"),
+    ],
+)
+def test_lines_that_are_no_pair(line: object, message: str) -> None:
+    with pytest.raises(BrokenLineError, match=message):
+        pair(json.dumps(line).encode(), Bytes(), template)
+
+
+def test_what_is_too_long_or_broken_is_counted_and_both_answers_go_together(tmp_path) -> None:
+    file = tmp_path / "pairs.jsonl"
+    lines = [TEXT, {**TEXT, "rejected": "f" * 9}, {**TEXT, "prompt": "p" * 8}]
+    file.write_text("\n".join([*map(json.dumps, lines), "{"]) + "\n")
+
+    def of(**given: object) -> tuple[list[list[int]], str]:
+        records = Preferences([file], Data(sequence_length=6, broken="skip", **given), Bytes(), template)
+        found = [[len(records.document(index, answer).tokens) for answer in (0, 1)] for index in range(len(records))]
+        return found, str(records.seen)
+
+    cut = "of 4 pairs read: 1 cut, 6 tokens of them lost; 1 dropped as too long; 1 broken lines skipped"
+    assert of() == ([[6, 4], [6, 6], [0, 0], [0, 0]], cut)
+    dropped = "of 4 pairs read: 2 dropped as too long; 1 broken lines skipped"
+    assert of(too_long="drop") == ([[6, 4], [0, 0], [0, 0], [0, 0]], dropped)
+    with pytest.raises(UserError, match=r"pairs.jsonl, line 4: no valid JSON.*data.broken=skip"):
+        Preferences([file], Data(sequence_length=6), Bytes(), template).document(3, 0)
