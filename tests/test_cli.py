@@ -59,6 +59,14 @@ def test_train_leaves_a_run_that_can_be_run_again(run: Path) -> None:
     assert [json.loads(line)["step"] for line in (run / "metrics.jsonl").read_text().splitlines()][:2] == [2, 4]
 
 
+def test_report(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """`train` ends with the very page that the command makes."""
+    page = tmp_path / "again.html"
+    assert jaxmem("report", str(run), "--html", str(page), capsys=capsys) == (0, f"{page}\n", "")
+    assert page.read_text() == (run / "report.html").read_text()
+    assert "loss, held out" in page.read_text()
+
+
 def test_generate_continues_the_prompt(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ("generate", str(run), "--prompt", "text 4", "--tokens", "5", "--temperature", "0")
     code, out, err = jaxmem(*arguments, capsys=capsys)
@@ -91,9 +99,13 @@ def test_a_run_that_is_not_there(tmp_path: Path, capsys: pytest.CaptureFixture[s
         assert "none: no run is there" in err
 
 
-def test_plan(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    code, out, err = jaxmem("plan", str(run / "config.yaml"), "--simulate", "8", "--json", capsys=capsys)
+def test_plan(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    page, figure = tmp_path / "plan.html", tmp_path / "plan.png"
+    drawn = ("--html", str(page), "--png", str(figure))
+    code, out, err = jaxmem("plan", str(run / "config.yaml"), "--simulate", "8", "--json", *drawn, capsys=capsys)
     assert (code, err) == (0, "")
+    assert "Memory over a step" in page.read_text()
+    assert figure.stat().st_size > 10_000
     planned = json.loads(out)
     assert planned["target"]["devices"] == 8
     assert planned == json.loads((run / "plan.json").read_text()) | {"seconds": planned["seconds"]}
@@ -172,7 +184,18 @@ def test_a_missing_config_is_named(capsys: pytest.CaptureFixture[str], tmp_path:
 def test_no_command_is_the_help(capsys: pytest.CaptureFixture[str]) -> None:
     code, out, err = jaxmem(capsys=capsys)
     assert (code, err) == (0, "")
-    for command in ("train", "plan", "generate", "evaluate", "tokenize", "bench", "launch", "doctor", "schema"):
+    for command in (
+        "train",
+        "plan",
+        "generate",
+        "evaluate",
+        "tokenize",
+        "bench",
+        "launch",
+        "report",
+        "doctor",
+        "schema",
+    ):
         assert f"\n  {command} " in out
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -86,11 +87,14 @@ def test_kernels_install_under_one_name(tmp_path: Path) -> None:
 
 
 def test_a_wheel_holds_everything() -> None:
-    """setup.py finds packages by their __init__.py, and modules only: anything else would be missing from the wheel."""
+    """setup.py finds packages by their __init__.py, and modules only: anything else must be named, or is missing."""
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["package-data"]
+    named = {ROOT / package.replace(".", "/") / name for package, names in settings.items() for name in names}
+    assert all(path.is_file() for path in named)
     for folder in ("jaxmem", "kernels"):
         for path in (ROOT / folder).rglob("*"):
             if path.is_file() and "__pycache__" not in path.parts:
-                assert path.suffix == ".py", f"{path}: name it in pyproject.toml, [tool.setuptools.package-data]"
+                assert path.suffix == ".py" or path in named, f"{path}: name it in [tool.setuptools.package-data]"
                 assert (path.parent / "__init__.py").exists(), path
 
 

@@ -1,4 +1,4 @@
-"""What there is to know: `jaxmem tour`, `doctor` and `schema`."""
+"""What there is to know: `jaxmem report`, `tour`, `doctor` and `schema`."""
 
 from __future__ import annotations
 
@@ -8,8 +8,23 @@ from typing import Annotated
 import typer
 
 from jaxmem import devices
-from jaxmem.cli.options import Json
+from jaxmem.cli.options import Json, Run
 from jaxmem.cli.printing import only_json, show
+
+
+def report(
+    run: Run,
+    html: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="By default RUN/report.html", show_default=False)
+    ] = None,
+    png: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Memory over a step, as a figure.", show_default=False)
+    ] = None,
+) -> None:
+    """One HTML page of a run: its plan, its memory over a step, its curves."""
+    from jaxmem.report import report_run
+
+    print(report_run(run, html, png))
 
 
 def tour(

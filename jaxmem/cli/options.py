@@ -20,5 +20,7 @@ Simulate = Annotated[
 Reserve = Annotated[
     float | None, typer.Option(metavar="GIB", min=0.0, help="Of each GPU, for CUDA and NCCL.", show_default=False)
 ]
+Html = Annotated[Path | None, typer.Option(metavar="FILE", help="Memory over a step, to look at.", show_default=False)]
+Png = Annotated[Path | None, typer.Option(metavar="FILE", help="The same as a figure.", show_default=False)]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]
 Model = Annotated[Path, typer.Argument(metavar="RUN_OR_HF_DIR", help="A run, or a Hugging Face directory.")]

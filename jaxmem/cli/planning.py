@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from jaxmem.cli.options import ConfigFile, Json, Overrides, Reserve, Simulate
+from jaxmem.cli.options import ConfigFile, Html, Json, Overrides, Png, Reserve, Simulate
 from jaxmem.cli.printing import only_json, show
 from jaxmem.cli.starting import load, take_devices
 from jaxmem.errors import UserError
@@ -22,6 +22,8 @@ def plan(
     ] = None,
     reserve: Reserve = None,
     simulate: Simulate = None,
+    html: Html = None,
+    png: Png = None,
     as_json: Json = False,
 ) -> None:
     """Bytes per device, without running: for what is here, or for any number of GPUs that are not."""
@@ -36,10 +38,14 @@ def plan(
     if target and simulate:
         raise UserError(f"--simulate {simulate} and --target {target} say the same thing; give one")
     cfg = load(config, overrides, simulate, only_compile=True)
-    from jaxmem import planning
+    from jaxmem import planning, report
 
     with only_json(as_json):
         planned = planning.plan(cfg, target, reserve_gib=reserve)
+        if html:
+            report.write_page(planned, html)
+        if png:
+            report.write_figure(planned, png)
     show(planned.as_json() if as_json else planned.table())
 
 

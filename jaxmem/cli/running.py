@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 from jaxmem.cli.options import ConfigFile, Overrides, Simulate
+from jaxmem.cli.printing import is_first
 from jaxmem.cli.starting import joined, load
 
 
@@ -14,10 +15,13 @@ def train(config: ConfigFile, overrides: Overrides = None, simulate: Simulate = 
     """Train, or go on where the run stopped."""
     cfg = load(config, overrides, simulate)
     with joined(cfg):
+        from jaxmem.report import report_run
         from jaxmem.training.run import run
 
-        code = run(cfg).exit_code
-    raise typer.Exit(code)
+        done = run(cfg)
+        if is_first():
+            report_run(done.directory)
+    raise typer.Exit(done.exit_code)
 
 
 def launch(

@@ -45,6 +45,7 @@ class Item:
     what: str  # an argument's path, or a temporary's shape
     made_by: str  # jax's name of the operation, where it has one
     shape: Shape
+    held: Held | None = None  # of a temporary
 
 
 @dataclass(frozen=True)
@@ -57,6 +58,7 @@ class Known:
     whole_weights: frozenset[Form]  # all layers of a weight that the layout splits, unsplit
     whole_gradients: frozenset[Form]
     time: int | None = None  # positions of a sequence
+    layers: int | None = None  # that a device holds of a stack
 
 
 def form(dims: Iterable[int]) -> Form:
@@ -79,9 +81,9 @@ class Breakdown:
     @cached_property
     def items(self) -> list[Item]:
         """Every named buffer at the fullest moment, largest first."""
-        items = [*self._arguments(), *self._outputs()]
-        for moment in self._moments:
-            items += [self._temporary(held) for held in moment.held]
+        items = list(self.lasting())
+        for _, moment in self.fullest:
+            items += [self.item(held) for held in moment.held]
             items.append(Item("other", "gaps between buffers", moment.unused, "", "", Shape("", 0)))
         return sorted((item for item in items if item.size), key=lambda item: -item.size)
 
@@ -96,13 +98,19 @@ class Breakdown:
         return sum(item.size for item in self.items if item.kind == kind)
 
     @cached_property
-    def _lifetimes(self) -> Lifetimes:
+    def lifetimes(self) -> Lifetimes:
         return Lifetimes(self.module)
 
     @cached_property
-    def _moments(self) -> list[Moment]:
+    def fullest(self) -> list[tuple[Allocation, Moment]]:
+        """Where temporaries lie, and the moment when most of that is in use. XLA packs all into one allocation."""
         temporaries = [one for one in self.allocations if one.kind == "temporary" and not one.on_host]
-        return [fullest(one, self._lifetimes) for one in temporaries]
+        return [(one, fullest(one, self.lifetimes)) for one in temporaries]
+
+    def lasting(self) -> Iterator[Item]:
+        """What is there from the first moment of the step to the last."""
+        yield from self._arguments()
+        yield from self._outputs()
 
     @cached_property
     def _origins(self) -> dict[Instruction, object]:
@@ -112,10 +120,10 @@ class Breakdown:
     def _backward(self) -> int:
         """When the backward pass begins: with the first matrix product in it."""
         products = (
-            time for time, one in enumerate(self._lifetimes.moments)
+            time for time, one in enumerate(self.lifetimes.moments)
             if pass_of(one.op_name) == "backward" and (dot_flops(one) or any(map(dot_flops, inside(one))))
         )  # fmt: skip
-        return next(products, self._lifetimes.end)
+        return next(products, self.lifetimes.end)
 
     def _arguments(self, *, on_host: bool = False) -> Iterator[Item]:
         parameters = (one for one in self.module.entry.instructions if one.opcode == "parameter")
@@ -131,16 +139,16 @@ class Breakdown:
                 largest = max(one.buffers, key=lambda buffer: buffer.size)
                 yield Item("other", "result", one.size, str(largest.shape), largest.made_by.op_name, largest.shape)
 
-    def _temporary(self, held: Held) -> Item:
-        """Sorted by the most telling of the names that its buffers have."""
-        names = [(_maker(one, index), one, index) for buffer in held.buffers for one, index in buffer.names]
-        maker = max((name[0] for name in names), key=_tells)
+    def item(self, held: Held) -> Item:
+        """A temporary, sorted by the most telling of the names that its buffers have."""
+        names = [(maker_of(one, index), one, index) for buffer in held.buffers for one, index in buffer.names]
+        maker = max((name[0] for name in names), key=tells)
         shape = max((buffer.shape for buffer in held.buffers), key=lambda shape: shape.bytes)
         origins = NOWHERE
         for _, place, element in names:
             origins |= at(self._origins.get(place, NOWHERE), element)
         part, kind = self._sorted(held, maker, shape, origins)
-        return Item(part, kind, held.size, str(shape), maker.op_name, shape)
+        return Item(part, kind, held.size, str(shape), maker.op_name, shape, held)
 
     def _sorted(self, held: Held, maker: Instruction, shape: Shape, origins: Origins) -> tuple[str, str]:
         dims, when = form(shape.dims), pass_of(maker.op_name)
@@ -152,13 +160,13 @@ class Breakdown:
             return "gradients", "of one backward pass" if when == "backward" else _SUMS[bool(origins & OPTIMIZER)]
         if when == "update" and origins & OPTIMIZER:
             return "gradients", _SUMS[True]
-        if _of_logits(maker.frames):
+        if of_logits(maker.frames):
             return "activations", LOGITS
-        if dims.count(self.known.time or 0) > 1 and any("attention/reference" in file for file, _ in maker.frames):
+        if dims.count(self.known.time or 0) > 1 and any("attention/reference" in frame.file for frame in maker.frames):
             return "activations", ALL_SCORES
         if when == "forward" and self._is_saved(held):
             return "activations", SAVED
-        if any("kernels/attention" in file for file, _ in maker.frames):
+        if any("kernels/attention" in frame.file for frame in maker.frames):
             return "activations", "attention"
         return "activations", "intermediates"
 
@@ -167,7 +175,7 @@ class Breakdown:
 
     def _is_saved(self, held: Held) -> bool:
         """Made in the forward pass and needed after it."""
-        return max(self._lifetimes.of(buffer)[1] for buffer in held.buffers) >= self._backward
+        return max(self.lifetimes.of(buffer)[1] for buffer in held.buffers) >= self._backward
 
 
 def known_shapes(built: Program) -> Known:
@@ -177,6 +185,7 @@ def known_shapes(built: Program) -> Known:
     whole_weights: set[Form] = set()
     whole_gradients: set[Form] = set()
     sizes: set[int] = set()
+    layers: set[int] = set()
 
     def add(axes: Axes, leaf: Any) -> None:
         stored, split, used, moments = (
@@ -190,6 +199,7 @@ def known_shapes(built: Program) -> Known:
             gradients.update({form(dims), form(dims[1:])} if stacked else {form(dims)})
         if stacked:
             sizes.add(math.prod(split))
+            layers.add(stored[0])
             whole_weights.update({form(used)} if used != stored else ())
             whole_gradients.update({form(used)} if used != split else ())
 
@@ -202,6 +212,7 @@ def known_shapes(built: Program) -> Known:
         frozenset(whole_weights),
         frozenset(whole_gradients),
         time,
+        max(layers, default=None),
     )
 
 
@@ -244,19 +255,20 @@ def inside(one: Instruction) -> Iterator[Instruction]:
             yield from inside(inner)
 
 
-def _of_logits(frames: Sequence[Frame]) -> bool:
+def of_logits(frames: Sequence[Frame]) -> bool:
+    """Whether the loss, or the product before it, made something."""
     return any(
-        file.endswith(("jaxmem/losses.py", "jaxmem/vocabulary.py")) or function.endswith(".logits")
-        for file, function in frames
+        frame.file.endswith(("jaxmem/losses.py", "jaxmem/vocabulary.py")) or frame.function.endswith(".logits")
+        for frame in frames
     )
 
 
-def _tells(maker: Instruction) -> tuple[bool, bool, bool]:
+def tells(maker: Instruction) -> tuple[bool, bool, bool]:
     """What fills a buffer tells more than what set it to zero."""
     return "dynamic_update_slice" in maker.op_name, bool(maker.frames), maker.op_name.startswith("jit(")
 
 
-def _maker(one: Instruction, index: tuple[int, ...]) -> Instruction:
+def maker_of(one: Instruction, index: tuple[int, ...]) -> Instruction:
     """The instruction that jax knows: within a fusion the one that gives this element, before a copy its source."""
     for _ in range(8):
         if one.is_fusion:

@@ -20,6 +20,7 @@ from jaxmem.planning.wire import Message
 
 Kind = Literal["argument", "output", "temporary", "constant"]
 Index = tuple[int, ...]  # into a tuple's shape
+Span = tuple[int, int]  # first and last moment
 HOST_SPACE = 5  # XLA's number of pinned host memory
 
 
@@ -57,7 +58,7 @@ class Held:
 
 @dataclass(frozen=True)
 class Moment:
-    """The fullest moment of an allocation."""
+    """One moment of an allocation."""
 
     held: tuple[Held, ...]
     unused: int  # bytes of the allocation that belong to nobody then
@@ -150,8 +151,8 @@ class Lifetimes:
         """The instruction that runs at each moment."""
         return sorted(self._time, key=self._time.__getitem__)
 
-    def of(self, buffer: Buffer) -> tuple[int, int]:
-        """First and last moment."""
+    def of(self, buffer: Buffer) -> Span:
+        """When a value is needed."""
         first = last = min(
             self._span[one.home][0] if one.opcode == "parameter" else self._time[one] for one, _ in buffer.names
         )
@@ -192,7 +193,11 @@ def _forwarded(one: Instruction, index: Index, user: Instruction) -> Iterator[tu
 def fullest(allocation: Allocation, lifetimes: Lifetimes) -> Moment:
     """The moment when most of an allocation is in use."""
     spans = [(lifetimes.of(buffer), buffer) for buffer in allocation.buffers if buffer.size]
-    at = _busiest(spans)
+    return held_at(allocation, spans, _busiest(spans))
+
+
+def held_at(allocation: Allocation, spans: Iterable[tuple[Span, Buffer]], at: int) -> Moment:
+    """Who holds which bytes of an allocation at one moment; `spans` are its buffers' lifetimes."""
     live = [buffer for (first, last), buffer in spans if first <= at <= last]
     places: dict[tuple[int, int], list[Buffer]] = defaultdict(list)
     for buffer in live:
@@ -207,7 +212,7 @@ def fullest(allocation: Allocation, lifetimes: Lifetimes) -> Moment:
     return Moment(tuple(held), allocation.size - sum(one.size for one in held), at)
 
 
-def _busiest(spans: Iterable[tuple[tuple[int, int], Buffer]]) -> int:
+def _busiest(spans: Iterable[tuple[Span, Buffer]]) -> int:
     """The moment with the most bytes in use, places with several names counted once."""
     events: dict[int, list[tuple[int, tuple[int, int]]]] = defaultdict(list)
     for (first, last), buffer in spans:

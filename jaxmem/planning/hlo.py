@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from fractions import Fraction
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 from jaxmem.planning import wire
 from jaxmem.planning.wire import Message
@@ -31,7 +31,13 @@ _TYPES: dict[int, tuple[str, int]] = {
     32: ("float4_e2m1fn", 4), 33: ("float8_e8m0fnu", 8), 34: ("buffer", 0),
 }  # fmt: skip
 
-Frame = tuple[str, str]  # a file and a function's qualified name
+
+class Frame(NamedTuple):
+    """A place in the source."""
+
+    file: str
+    function: str  # its qualified name
+    line: int
 
 
 @dataclass(frozen=True)
@@ -254,7 +260,7 @@ class _Frames:
     def __init__(self, index: Message) -> None:
         names = [[bytes(n).decode() for n in index.get(f, ()) if isinstance(n, bytes)] for f in (1, 2)]
         places = [
-            (names[0][wire.number(place, 1) - 1], names[1][wire.number(place, 2) - 1])
+            Frame(names[0][wire.number(place, 1) - 1], names[1][wire.number(place, 2) - 1], wire.number(place, 3))
             for place in wire.messages(index, 3)
         ]
         self._frames = [(places[wire.number(f, 1) - 1], wire.number(f, 2)) for f in wire.messages(index, 4)]

@@ -13,6 +13,7 @@ import jax
 from jaxmem.planning.advice import Warned, warnings_of
 from jaxmem.planning.breakdown import PARTS, Breakdown, breakdown, known_shapes
 from jaxmem.planning.compile import Compiled, total_of
+from jaxmem.planning.history import History, history
 from jaxmem.planning.predict import held, ideal_flops, predict
 from jaxmem.planning.targets import Target, reserved, usable
 from jaxmem.planning.timeline import Timeline, timeline
@@ -73,6 +74,11 @@ class Plan:
     @cached_property
     def timeline(self) -> Timeline:
         return timeline(self.compiled_step.module, self.target.gpu, self.target.count, self.target.per_host)
+
+    @cached_property
+    def history(self) -> History:
+        """The step's memory over its time."""
+        return history(self.breakdown, self.compiled_step.total, self.target, self.timeline)
 
     @property
     def estimated_step_seconds(self) -> float | None:

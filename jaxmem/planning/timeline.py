@@ -74,6 +74,8 @@ class Timeline:
     flops: int = 0
     moved: int = 0  # bytes that kernels read and write
     sent: list[Sent] = field(default_factory=list)
+    # Seconds that pass in an instruction, in a loop all its runs together, while what it stands in runs once.
+    spent: dict[Instruction, float] = field(default_factory=dict)
 
     @property
     def traffic(self) -> dict[str, Traffic]:
@@ -160,6 +162,7 @@ class _Simulation:
         clock, times = _Clock(), self._times[computation]
         executed = float(times) if times % 1 else int(times)
         for one in computation.instructions:
+            before = clock.now
             if one.opcode in ("while", "call", "conditional"):
                 often = runs(one)
                 lasted = [float(share) * self._run(called) for share, called in zip(often, one.called, strict=True)]
@@ -176,6 +179,8 @@ class _Simulation:
                 clock.wait_for(one.operands[0])
             else:
                 clock.work(self._kernel(one, times))
+            if clock.now > before:
+                self._done.spent[one] = clock.now - before
         self._lasted[computation] = clock.now
         return clock.now
 

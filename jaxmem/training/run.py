@@ -1,8 +1,9 @@
 """A whole run, from a config to a trained model, read from top to bottom.
 
 Compile, then allocate: what cannot be read or compiled leaves nothing behind. What a run leaves is `output/name/`:
-config.yaml, plan.json, metrics.jsonl, checkpoints/. Where several processes train together, all of them come through
-here in step: each reads its own rows and writes its own shards, and the first writes and says all the rest.
+config.yaml, plan.json, memory.json, metrics.jsonl, checkpoints/. Where several processes train together, all of them
+come through here in step: each reads its own rows and writes its own shards, and the first writes and says all the
+rest.
 """
 
 from __future__ import annotations
@@ -86,6 +87,7 @@ def run(cfg: Config, devices: Sequence[Any] | None = None) -> Result:
         if jax.process_index() == 0:
             save_config(cfg, directory / "config.yaml")
             (directory / "plan.json").write_text(json.dumps(planned.as_json(), indent=2) + "\n")
+            (directory / "memory.json").write_text(json.dumps(planned.history.as_json()) + "\n")
             _keep_beside(cfg, directory)
         step, state = _restored(built, checkpoints, loader) or (0, built.initialise())
         made_of: dict[str, Any] = {"fingerprint": identity}

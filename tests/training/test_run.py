@@ -71,7 +71,8 @@ def leaves(state):
 def test_a_run_leaves_what_it_promises(config, capsys):
     result = run(config(train={"evaluate_every": 6, "evaluate_batches": 2}))
     directory = result.directory
-    assert sorted(p.name for p in directory.iterdir()) == ["checkpoints", "config.yaml", "metrics.jsonl", "plan.json"]
+    left = {p.name for p in directory.iterdir()}
+    assert left == {"checkpoints", "config.yaml", "memory.json", "metrics.jsonl", "plan.json"}
     rows = [row for row in metrics(directory) if "loss" in row]
     assert [row["step"] for row in rows] == list(range(1, 13))
     assert rows[-1]["loss"] == result.metrics["loss"] < rows[0]["loss"]
@@ -215,7 +216,7 @@ def test_checkpoints_in_a_place_of_their_own(config, tmp_path):
     """What a bucket would be: another root, under which the run has its name."""
     elsewhere = {"checkpoint": {"path": str(tmp_path / "kept")}}
     directory = run(config(train={"steps": 2}, **elsewhere)).directory
-    assert sorted(p.name for p in directory.iterdir()) == ["config.yaml", "metrics.jsonl", "plan.json"]
+    assert sorted(p.name for p in directory.iterdir()) == ["config.yaml", "memory.json", "metrics.jsonl", "plan.json"]
     again = run(config(train={"steps": 3}, **elsewhere))
     assert [row["step"] for row in metrics(directory)] == [1, 2, 3]
     built, params = open_run(directory)

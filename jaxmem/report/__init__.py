@@ -1,0 +1,60 @@
+"""What a run is and was, to look at: one HTML page, or a figure, of its plan, its memory over a step and its curves.
+
+Everything is drawn from three files that a run leaves (plan.json, memory.json, metrics.jsonl), or from a plan of the
+moment. Nothing is compiled and no device is asked.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from jaxmem.config import load_config
+from jaxmem.errors import UserError
+from jaxmem.planning import Plan
+from jaxmem.report.figure import draw
+from jaxmem.report.page import Trained, page
+
+
+def write_page(plan: Plan, path: str | Path) -> None:
+    """Of a plan, as a page."""
+    Path(path).write_text(page(plan.as_json(), plan.history.as_json()), encoding="utf-8")
+
+
+def write_figure(plan: Plan, path: str | Path) -> None:
+    """Of a plan, as a PNG of its memory over a step."""
+    draw(plan.as_json(), plan.history.as_json(), path)
+
+
+def report_run(run: str | Path, path: str | Path | None = None, png: str | Path | None = None) -> Path:
+    """Of a run, as a page, by default `RUN/report.html`; where that lies. `png`: a figure too."""
+    run = Path(run)
+    plan, memory = (_read(run, name) for name in ("plan.json", "memory.json"))
+    if png is not None:
+        draw(plan, memory, png)
+    config = run / "config.yaml"
+    rows = [json.loads(line) for line in _lines(run / "metrics.jsonl")]
+    target = run / "report.html" if path is None else Path(path)
+    trained = Trained(load_config(config).steps, rows, config.read_text(encoding="utf-8"))
+    target.write_text(page(plan, memory, trained), encoding="utf-8")
+    return target
+
+
+def _read(run: Path, name: str) -> dict[str, Any]:
+    try:
+        return json.loads((run / name).read_text(encoding="utf-8"))
+    except OSError as error:
+        what = "no run is there" if not run.is_dir() else f"{name} is missing, which `jaxmem train` writes"
+        raise UserError(f"{run}: {what}; of a config: jaxmem plan CONFIG --html FILE") from error
+
+
+def _lines(file: Path) -> list[str]:
+    """Whole ones: a run that was killed may have left part of one."""
+    if not file.is_file():
+        return []
+    text = file.read_text(encoding="utf-8", errors="replace")
+    return text[: text.rfind("\n") + 1].splitlines()
+
+
+__all__ = ["draw", "page", "report_run", "write_figure", "write_page"]

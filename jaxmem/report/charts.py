@@ -1,0 +1,124 @@
+"""Charts as inline SVG that stretches to any width, with their words beside it as HTML that does not.
+
+Each answers to pointer, touch and arrow keys: what it says at the cursor stands in elements that carry `data-out`,
+and at rest they say what matters most. Without JavaScript that is what stays.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from html import escape
+
+HEIGHT = 10_000  # of a chart, in its own units
+WIDTH = 10_000
+POINTS = 600  # that a line is drawn with, at most
+
+
+@dataclass(frozen=True)
+class Said:
+    """What a chart says where the cursor is: one text for each `data-out`."""
+
+    begin: float  # the share of the width from which on
+    at: float  # where the cursor then stands
+    texts: Sequence[str]
+
+
+def stacked(begins: Sequence[float], layers: Mapping[str, Sequence[float]], top: float) -> str:
+    """Layers above each other, each constant from one of `begins` (shares of the width) to the next. `layers` is from
+    colour to height, `top` the height of the chart in the same units."""
+    edges = [*begins, 1.0]
+    below = [0.0] * len(begins)
+    paths = []
+    for colour, heights in layers.items():
+        above = [low + height for low, height in zip(below, heights, strict=True)]
+        if any(heights):
+            outline = [*_steps(edges, above, top), *reversed(_steps(edges, below, top))]
+            paths.append(f'<path fill="{colour}" d="M{" ".join(f"{x},{y}" for x, y in outline)}Z"/>')
+        below = above
+    return _svg("".join(paths))
+
+
+def lines(points: Mapping[str, Sequence[tuple[float, float]]]) -> str:
+    """From colour to points, both coordinates as shares of the chart."""
+    drawn = "".join(
+        f'<polyline stroke="{colour}" points="{" ".join(f"{_x(x)},{_y(y, 1.0)}" for x, y in line)}"/>'
+        for colour, line in points.items()
+    )
+    return _svg(drawn)
+
+
+def chart(body: str, marks: str, said: Sequence[Said], rest: Said, *, label: str, outs: str) -> str:
+    """A plot that can be asked, and what it answers with: `outs` holds an element with `data-out` for each text."""
+    told = {
+        "begin": [round(one.begin, 5) for one in said],
+        "at": [round(one.at, 5) for one in said],
+        "texts": [list(one.texts) for one in said],
+        "rest": list(rest.texts),
+    }
+    data = json.dumps(told, separators=(",", ":")).replace("<", "\\u003c")
+    return (
+        f'<div class="chart"><div class="outs" aria-live="polite">{outs}</div>'
+        f'<div class="plot" tabindex="0" role="img" aria-label="{escape(label)}">'
+        f'{body}{marks}<i class="cursor"></i></div><script type="application/json">{data}</script></div>'
+    )
+
+
+def ticks(top: float, unit: float, suffix: str, count: int = 5) -> str:
+    """Labels and rules at round heights; `top` is the height of the chart, `unit` what one of `suffix` is of it."""
+    step = round_step(top / unit / count)
+    values = [step * n for n in range(math.floor(top / unit / step + 1e-9) + 1)]
+    return "".join(
+        f'<span class="tick" style="bottom:{100 * value * unit / top:.3f}%">'
+        f"<b>{value:g}{suffix if value else ''}</b></span>"
+        for value in values
+    )
+
+
+def round_step(least: float) -> float:
+    """The smallest of 1, 2, 5, 10, ... that is no less.
+
+    >>> [round_step(x) for x in (0.3, 4, 6, 70)]
+    [0.5, 5, 10, 100]
+    """
+    power = 10.0 ** math.floor(math.log10(least))
+    step = next(factor for factor in (1, 2, 5, 10) if factor * power >= least * (1 - 1e-9)) * power
+    return int(step) if step >= 1 else step
+
+
+def thinned(points: Sequence[tuple[float, float]], most: int = POINTS) -> list[tuple[float, float]]:
+    """So few points that they look the same: of each stretch the first, the lowest, the highest and the last."""
+    if len(points) <= most:
+        return list(points)
+    size = math.ceil(len(points) / (most // 4))
+    found: list[tuple[float, float]] = []
+    for start in range(0, len(points), size):
+        part = points[start : start + size]
+        low, high = min(part, key=lambda point: point[1]), max(part, key=lambda point: point[1])
+        found += sorted({part[0], low, high, part[-1]})
+    return found
+
+
+def _steps(edges: Sequence[float], heights: Sequence[float], top: float) -> list[tuple[str, str]]:
+    found: list[tuple[str, str]] = []
+    for begin, end, height in zip(edges, edges[1:], heights, strict=False):
+        y = _y(height, top)
+        if found and found[-1][1] == y:
+            found[-1] = (_x(end), y)
+        else:
+            found += [(_x(begin), y), (_x(end), y)]
+    return found
+
+
+def _x(share: float) -> str:
+    return f"{WIDTH * share:.0f}"
+
+
+def _y(height: float, top: float) -> str:
+    return f"{HEIGHT * (1 - height / top):.1f}".removesuffix(".0")
+
+
+def _svg(shapes: str) -> str:
+    return f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" preserveAspectRatio="none" aria-hidden="true">{shapes}</svg>'

@@ -1,0 +1,73 @@
+"""The same picture as a PNG: memory over a step, its peak and the largest buffers there. Drawn by matplotlib."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from jaxmem.errors import UserError
+from jaxmem.planning.text import duration, readable
+from jaxmem.report.palette import COLOURS, SHADES
+
+GIB = 2**30
+
+
+def draw(plan: Mapping[str, Any], memory: Mapping[str, Any], path: str | Path) -> None:
+    """`plan` and `memory` as plan.json and memory.json have them."""
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        raise UserError(f"{path}: drawing needs matplotlib: pip install 'jaxmem[figures]'") from None
+    unit, name = (GIB, "GiB") if sum(memory["peak"][1:]) >= GIB else (2**20, "MiB")
+    seconds = memory["seconds"]
+    scale = seconds or 100.0
+    figure = Figure(figsize=(10, 7), layout="constrained")
+    axes, strip, words = figure.subplots(3, height_ratios=(3, 0.12, 1.3))
+    columns = memory["columns"]
+    times = [scale * column[0] for column in columns] + [scale]
+    bands = [n for n, _ in enumerate(memory["bands"]) if any(column[1 + n] for column in columns)]
+    axes.stackplot(
+        times,
+        [[column[1 + n] / unit for column in columns] + [columns[-1][1 + n] / unit] for n in bands],
+        step="post",
+        colors=[COLOURS[memory["bands"][n]] for n in bands],
+        labels=[memory["bands"][n] for n in bands],
+    )
+    peak = sum(memory["peak"][1:]) / unit
+    at = scale * memory["peak"][0]
+    axes.axvline(at, color="black", ls="--", lw=1)
+    axes.annotate(
+        f"peak {readable(peak * unit)}", (at, peak), (4, 4), textcoords="offset points", fontsize=9, fontweight="bold"
+    )
+    strip.set(xlim=(0, scale), ylim=(0, 1), yticks=[])
+    for one in memory["passes"]:
+        strip.axvspan(scale * one["begin"], scale * one["end"], color=SHADES[one["name"]], lw=0)
+        if one["end"] - one["begin"] > 0.08:
+            middle = scale * (one["begin"] + one["end"]) / 2
+            strip.text(middle, 0.45, one["name"], ha="center", va="center", fontsize=8, color="white")
+    strip.spines[:].set_visible(False)
+    strip.set_xlabel("seconds of a step, estimated" if seconds else "% of a step, by arithmetic and traffic")
+    axes.tick_params(labelbottom=False, bottom=False)
+    limit = plan["target"]["limit_bytes"] / unit
+    if limit < 1.6 * peak:
+        axes.axhline(limit, color="#c25400", ls="--", lw=1)
+    axes.set(xlim=(0, scale), ylim=(0, 1.1 * max(peak, limit if limit < 1.6 * peak else 0)), ylabel=f"{name} a device")
+    handles, labels = axes.get_legend_handles_labels()
+    axes.legend(handles[::-1], labels[::-1], loc="upper left", bbox_to_anchor=(1.0, 1.0), frameon=False, fontsize=8)
+    target = plan["target"]
+    took = f", {duration(seconds)} a step" if seconds else ""
+    axes.set_title(
+        f"{plan['model']['name']} on {target['devices']} x {target['name'].partition(':')[0]}: "
+        f"{plan['bytes_per_parameter']:.2f} bytes a parameter{took}",
+        loc="left",
+        fontsize=10,
+    )
+    axes.spines[["top", "right"]].set_visible(False)
+    words.axis("off")
+    rows = [(readable(one["size"]), one["band"], one["what"], one["where"], one["layers"]) for one in memory["largest"]]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = ["  ".join(f"{text:{width}}" for text, width in zip(row, widths, strict=True)) for row in rows]
+    words.text(0, 1, "The ten largest buffers at the peak", fontsize=9, fontweight="bold", va="top")
+    words.text(0, 0.88, "\n".join(lines), fontsize=6.5, family="monospace", va="top")
+    figure.savefig(path, format="png", dpi=150)

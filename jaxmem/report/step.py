@@ -1,0 +1,126 @@
+"""The picture of a step: memory over its time, and the largest buffers where it is fullest."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from html import escape
+from typing import Any
+
+from jaxmem.hardware import GIB
+from jaxmem.planning.text import duration, readable
+from jaxmem.report import charts
+from jaxmem.report.charts import Said
+from jaxmem.report.palette import COLOURS, SHADES
+
+FAR = 1.6  # times the peak: a limit that is higher is said and not drawn
+WIDE_ENOUGH = 0.06  # of a step: a pass that has room for its name
+UNITS = ((GIB, "GiB"), (2**20, "MiB"), (2**10, "KiB"), (1, "B"))
+
+Json = Mapping[str, Any]
+
+
+def over_a_step(plan: Json, memory: Json) -> str:
+    """What lies in memory while a step runs, stacked, with its peak."""
+    columns, seconds = memory["columns"], memory["seconds"]
+    most, limit = sum(memory["peak"][1:]), plan["target"]["limit_bytes"]
+    drawn = limit if limit <= FAR * most else None
+    top = 1.04 * max(most, drawn or 0)
+    held = {band: [column[n] for column in columns] for n, band in enumerate(memory["bands"], 1)}
+    present = {band: n for n, band in enumerate(memory["bands"], 1) if any(held[band])}
+    body = charts.stacked([column[0] for column in columns], {COLOURS[band]: held[band] for band in present}, top)
+    said, rest = _said(memory, present.values())
+    label = f"Memory of one device over a step, {readable(most)} at its peak; arrow keys move through it"
+    how = (
+        "Time is estimated from the compiled schedule."
+        if seconds is not None
+        else "Nothing is known of this device's speed: moments are placed by their arithmetic and traffic."
+    )
+    end = "one step" if seconds is None else duration(seconds)
+    lasts = ", ".join(f"{one['name']} {_lasts(one['end'] - one['begin'], memory)}" for one in memory["passes"])
+    return (
+        f"<h2>Memory over a step</h2>\n<p>{how} A loop's body is drawn once, over all of the loop's time.</p>\n"
+        + charts.chart(
+            body, _marks(memory["peak"][0], most, drawn, top), said, rest, label=label, outs=_key(present, rest)
+        )
+        + f'<div class="passes">{"".join(_passes(memory))}</div>'
+        + f'<div class="ends"><span>0</span><span>{end}</span></div>\n<p>{lasts}</p>'
+    )
+
+
+def _marks(at: float, most: int, limit: int | None, top: float) -> str:
+    unit, name = next((size, name) for size, name in UNITS if top >= size)
+    marks = charts.ticks(top, unit, f" {name}") + (
+        f'<div class="mark peak" style="left:{100 * at:.2f}%">'
+        f'<b style="--at:{100 * at:.0f}">peak {readable(most)}</b></div>'
+    )
+    if limit is not None:
+        at_limit = f'style="bottom:{100 * limit / top:.2f}%"'
+        marks += f'<div class="mark limit" {at_limit}><b>may take {readable(limit)}</b></div>'
+    return marks
+
+
+def _said(memory: Json, bands: Iterable[int]) -> tuple[list[Said], Said]:
+    """What the chart says of each column, and at rest of the peak: when, all together, each band."""
+    bands = list(bands)
+
+    def texts(head: str, column: Sequence[float]) -> list[str]:
+        return [f"{head}:", readable(sum(column[1:])), *(readable(column[n]) for n in bands)]
+
+    columns, peak = memory["columns"], memory["peak"]
+    ends = [*(column[0] for column in columns[1:]), 1.0]
+    said = []
+    for column, end in zip(columns, ends, strict=True):
+        middle = (column[0] + end) / 2
+        said.append(Said(column[0], middle, texts(_when(middle, memory).capitalize(), column)))
+    return said, Said(peak[0], peak[0], texts(f"At the peak, {_when(peak[0], memory)}", peak))
+
+
+def _key(bands: Iterable[str], rest: Said) -> str:
+    when, together, *each = (f'data-out="{n}">{text}' for n, text in enumerate(rest.texts))
+    entries = [
+        f'<div><i class="swatch" style="background:{COLOURS[band]}"></i><span>{band}</span><b {said}</b></div>'
+        for band, said in zip(bands, each, strict=True)
+    ]
+    return f'<div class="when"><span {when}</span> <b {together}</b></div>{"".join(reversed(entries))}'
+
+
+def _passes(memory: Json) -> Iterator[str]:
+    for one in memory["passes"]:
+        share = one["end"] - one["begin"]
+        name = one["name"] if share > WIDE_ENOUGH else ""
+        thin = "" if name else ' class="thin"'
+        yield f'<span{thin} style="flex:{share:.5f} 1 0;background:{SHADES[one["name"]]}">{name}</span>'
+
+
+def _when(share: float, memory: Json) -> str:
+    inside = next((one["name"] for one in memory["passes"] if one["begin"] <= share < one["end"]), "")
+    return f"at {_lasts(share, memory)}{f', {inside}' if inside else ''}"
+
+
+def _lasts(share: float, memory: Json) -> str:
+    return f"{share:.1%}" if memory["seconds"] is None else duration(share * memory["seconds"])
+
+
+def largest_buffers(memory: Json) -> str:
+    """The ten that take most at the peak, and the ten of those that are not there before the step."""
+    found = "<h2>The ten largest buffers at the peak</h2>\n" + _buffers(memory["largest"])
+    if memory["largest_made"] != memory["largest"]:
+        made = _buffers(memory["largest_made"])
+        found += f"<details><summary>The largest that the step makes itself</summary>{made}</details>"
+    return found
+
+
+def _buffers(buffers: Iterable[Json]) -> str:
+    rows = []
+    for one in buffers:
+        band = one["band"]
+        kind = band if one["kind"] == "argument" or one["kind"] == band else f"{band}: {one['kind']}"
+        beside = ", ".join(filter(None, (one["inside"].replace(" > ", " › "), one["layers"])))
+        rows.append(
+            f'<tr><td><i class="swatch" style="background:{COLOURS[band]}"></i></td>'
+            f'<td class="size">{readable(one["size"])}</td>'
+            f"<td>{escape(kind)}<small><code>{escape(one['what'])}</code></small></td>"
+            f"<td><code>{escape(one['where'])}</code><small>{escape(beside)}</small></td></tr>"
+        )
+    head = '<tr><th></th><th class="size">bytes</th><th>what</th><th>made at, for</th></tr>'
+    return f'<div class="wide"><table><thead>{head}</thead><tbody>{"".join(rows)}</tbody></table></div>'

@@ -1,0 +1,109 @@
+"""Memory over a step: it adds up to the plan, passes come in order, loops take their time, lines are the source's."""
+
+from __future__ import annotations
+
+import inspect
+import itertools
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from jaxmem.models.parts import GatedMlp
+from jaxmem.planning import Plan
+from jaxmem.planning.breakdown import Breakdown, Known
+from jaxmem.planning.buffers import read_allocations
+from jaxmem.planning.compile import total_of
+from jaxmem.planning.history import BANDS, PASSES, _passes, history
+from jaxmem.planning.hlo import read_module
+from jaxmem.planning.sources import source_of
+from jaxmem.planning.targets import parse_target
+from jaxmem.planning.timeline import timeline
+
+NOTHING_KNOWN = Known(frozenset(), frozenset(), frozenset(), frozenset(), frozenset())
+
+
+def test_the_peak_adds_up_to_the_plan(cpu_plan: Plan) -> None:
+    parts, peak = cpu_plan.bytes_per_device, cpu_plan.history.peak
+    held = {band: peak.held.get(band, 0) for band in BANDS}
+    assert peak.total == parts["total"] == max(column.total for column in cpu_plan.history.columns)
+    assert held["weights"] == parts["parameters"] + parts["quantization"]
+    assert held["optimizer"] == parts["optimizer"] + parts["master"]
+    assert held["gradients"] == parts["gradients"]
+    assert held["other"] == parts["batch"] + parts["other"]
+    kinds = cpu_plan.kinds["activations"]
+    assert held["saved for the backward pass"] == kinds["saved for the backward pass"]
+    assert held["logits"] == kinds.get("logits", 0)
+    assert sum(held.values()) == parts["total"]
+
+
+def test_columns_cover_the_step(cpu_plan: Plan) -> None:
+    told = cpu_plan.history
+    begins = [column.at for column in told.columns]
+    assert begins[0] == 0
+    assert begins == sorted(set(begins))
+    assert begins[-1] < 1
+    assert told.seconds is None
+    low = min(column.total for column in told.columns)
+    assert sum(cpu_plan.bytes_per_device[part] for part in ("parameters", "optimizer")) <= low < told.peak.total
+
+
+def test_passes_come_in_their_order(cpu_plan: Plan) -> None:
+    passes = cpu_plan.history.passes
+    names = [one.name for one in passes]
+    assert names == [name for name in PASSES if name in names]
+    assert {"forward", "loss", "backward"} <= set(names)
+    assert passes[0].begin == 0
+    assert passes[-1].end == 1
+    assert all(one.end == following.begin for one, following in itertools.pairwise(passes))
+    lasts = {one.name: one.end - one.begin for one in passes}
+    assert lasts["backward"] > lasts["forward"] > lasts["loss"]
+
+
+def test_passes_that_mix_a_little_are_cut_where_most_agree() -> None:
+    labels = ["forward", None, "forward", "update", "backward", "backward", "forward", "backward"]
+    edges = [n / len(labels) for n in range(len(labels) + 1)]
+    assert [(one.name, one.begin, one.end) for one in _passes(labels, edges)] == [
+        ("forward", 0.0, 0.5),
+        ("backward", 0.5, 1.0),
+    ]
+
+
+def test_the_largest_are_named_by_their_source(cpu_plan: Plan) -> None:
+    told = cpu_plan.history
+    assert [one.size for one in told.largest] == sorted((one.size for one in told.largest), reverse=True)
+    assert len(told.largest) == len(told.largest_made) == 10
+    assert told.largest[0].size == cpu_plan.breakdown.items[0].size
+    lines, first = inspect.getsourcelines(GatedMlp.__call__)
+    within = {f"jaxmem/models/parts.py:{first + n}" for n in range(len(lines))}
+    items = [item for item in cpu_plan.breakdown.items if item.held]
+    sources = [source_of(item, 2) for item in items]
+    assert any(one.where in within and one.inside.endswith("Block > GatedMlp") for one in sources)
+    assert any(one.layers == "all 2 layers" for one in sources)
+    weights = {one.where for one in (source_of(item, 2) for item in cpu_plan.breakdown.items) if "gate" in one.where}
+    assert "params.blocks.mlp.gate.weight" in weights
+
+
+def test_a_loop_s_body_stands_over_all_its_time() -> None:
+    """Half of the work lies in a loop, which holds a stack that is let go of after it."""
+
+    def step(x: jax.Array) -> jax.Array:
+        _, stack = jax.lax.scan(lambda x, _: (jnp.sin(x @ x), x), x, length=16)
+        x = stack.sum(0)
+        for _ in range(16):
+            x = jnp.sin(x @ x)
+        return x
+
+    compiled = jax.jit(step).lower(jnp.ones((256, 256))).compile()
+    module = read_module(compiled.runtime_executable().hlo_modules()[0].as_serialized_hlo_module_proto())
+    allocations = read_allocations(module, compiled.memory_analysis().serialized_buffer_assignment_proto)
+    target = parse_target("cpu:1")
+    broken = Breakdown(module, allocations, NOTHING_KNOWN)
+    told = history(broken, total_of(compiled), target, timeline(module, None, 1, 1))
+    stack = 16 * 256 * 256 * 4
+    ends = [column.at for column in told.columns[1:]] + [1.0]
+    held = sum(end - column.at for column, end in zip(told.columns, ends, strict=True) if column.total > stack)
+    assert held == pytest.approx(0.5, abs=0.15)
+    assert told.columns[-1].total < stack
+    assert told.peak.at < 0.65
+    assert told.peak.total == total_of(compiled)

@@ -1,0 +1,180 @@
+"""The page and the figure: their numbers are the plan's, they need nothing from outside, runs show their curves."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from jaxmem.config import save_config
+from jaxmem.errors import UserError
+from jaxmem.planning import Plan, readable
+from jaxmem.planning.history import BANDS
+from jaxmem.report import report_run, write_figure, write_page
+from jaxmem.report.charts import HEIGHT, WIDTH, thinned
+from jaxmem.report.palette import COLOURS
+from tests.planning.conftest import plan_here
+
+ALONE = {"br", "input", "link", "meta"}  # tags that have no end
+
+
+class Page(HTMLParser):
+    """What a page holds, if its tags are balanced."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.tags: list[tuple[str, dict[str, str | None]]] = []
+        self.words: list[str] = []
+        self.feed(text)
+        self.close()
+        assert self.open == []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, dict(attrs)))
+        if tag not in ALONE:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, dict(attrs)))
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        if data.strip() and self.open and self.open[-1] not in ("style", "script"):
+            self.words.append(data.strip())
+
+
+@pytest.fixture(scope="module")
+def plan() -> Plan:
+    return plan_here(mesh={"fsdp": 4, "tensor": 2}, memory={"remat": "full"})
+
+
+@pytest.fixture(scope="module")
+def text(plan: Plan, tmp_path_factory: pytest.TempPathFactory) -> str:
+    file = tmp_path_factory.mktemp("page") / "plan.html"
+    write_page(plan, file)
+    return file.read_text()
+
+
+@pytest.fixture
+def run(plan: Plan, tmp_path: Path) -> Path:
+    """What a run leaves, with a line that was being written when it was killed."""
+    save_config(plan.program.cfg, tmp_path / "config.yaml")
+    (tmp_path / "plan.json").write_text(json.dumps(plan.as_json() | {"measured": {"peak_bytes": 3 << 20}}))
+    (tmp_path / "memory.json").write_text(json.dumps(plan.history.as_json()))
+    rows: list[dict[str, Any]] = [
+        {"step": n, "loss": 4.0 / n, "learning_rate": 1e-3 * n, "tokens_per_second": 1000.0 + n} for n in (1, 2, 3, 4)
+    ]
+    rows[1]["loss"] = None  # was not finite
+    lines = [json.dumps(row) for row in (*rows, {"step": 4, "held_out_loss": 1.25})]
+    (tmp_path / "metrics.jsonl").write_text("\n".join(lines) + '\n{"step": 5, "lo')
+    return tmp_path
+
+
+def test_the_page_is_whole_and_asks_nothing_of_anyone(text: str) -> None:
+    page = Page(text)
+    assert text.startswith("<!doctype html>")
+    assert "prefers-color-scheme: dark" in text
+    assert not re.search(r"https?:|//[a-z]|@import|url\(|\bsrc=|\bhref=", text)
+    assert {tag for tag, _ in page.tags} >= {"svg", "path", "table", "script"}
+    assert any("viewport" in (attributes.get("name") or "") for _, attributes in page.tags)
+
+
+def test_what_is_drawn_adds_up_to_the_plan(plan: Plan, text: str) -> None:
+    """Heights of the stacked areas where memory is fullest, read back from their outlines."""
+    peak = plan.history.peak
+    columns = plan.history.columns
+    fullest = max(n for n, column in enumerate(columns) if column.at <= peak.at)
+    end = columns[fullest + 1].at if fullest + 1 < len(columns) else 1.0
+    middle = WIDTH * (columns[fullest].at + end) / 2
+    paths = {
+        attributes["fill"]: [tuple(map(float, point.split(","))) for point in attributes["d"].strip("MZ").split()]
+        for tag, attributes in Page(text).tags
+        if tag == "path"
+    }
+    top = 1.04 * peak.total
+    for band in BANDS:
+        drawn = height_at(paths[COLOURS[band]], middle) * top / HEIGHT if COLOURS[band] in paths else 0.0
+        assert drawn == pytest.approx(columns[fullest].held.get(band, 0), abs=2e-4 * top), band
+    assert sum(height_at(path, middle) for path in paths.values()) * top / HEIGHT == pytest.approx(
+        plan.bytes_per_device["total"], rel=1e-3
+    )
+
+
+def height_at(outline: list[tuple[float, ...]], x: float) -> float:
+    """Of an area whose sides are level or upright."""
+    ys = [y for (x0, y), (x1, y1) in itertools.pairwise(outline) if y == y1 and min(x0, x1) <= x < max(x0, x1)]
+    assert len(ys) == 2
+    return abs(ys[0] - ys[1])
+
+
+def test_the_page_says_what_the_plan_says(plan: Plan, text: str) -> None:
+    words = Page(text).words
+    total, share = plan.bytes_per_device["total"], plan.target.count / plan.program.parameters
+    assert words.count(readable(total)) >= 2  # in all, and over the chart
+    assert f"peak {readable(total)}" in words
+    for band, held in plan.history.peak.held.items():
+        if held:
+            assert words[words.index(band) + 1] == readable(held)
+    assert words[words.index("total") + 2] == f"{total * share:.2f}"
+    assert [one.where for one in plan.history.largest] == [word for word in words if word in wheres(plan)][:10]
+
+
+def wheres(plan: Plan) -> set[str]:
+    return {one.where for one in plan.history.largest}
+
+
+def test_a_chart_answers_with_each_of_its_columns(plan: Plan, text: str) -> None:
+    (told,) = [json.loads(found) for found in re.findall(r'<script type="application/json">(.*?)</script>', text)]
+    assert len(told["begin"]) == len(told["texts"]) == len(plan.history.columns)
+    assert [texts[1] for texts in told["texts"]] == [readable(column.total) for column in plan.history.columns]
+    outs = sum("data-out" in attributes for _, attributes in Page(text).tags)
+    assert {len(texts) for texts in told["texts"]} == {len(told["rest"])} == {outs}
+
+
+def test_a_run_shows_its_curves(run: Path) -> None:
+    assert report_run(run) == run / "report.html"
+    page = Page((run / "report.html").read_text())
+    drawn = [attributes["points"].split() for tag, attributes in page.tags if tag == "polyline"]
+    assert [len(points) for points in drawn] == [3, 1, 4, 4]  # loss, held out, learning rate, tokens a second
+    for said in ("loss", "loss, held out", "learning rate", "tokens a second", "1.25", "1,004", "4 of 10"):
+        assert said in page.words
+    assert any("measured" in word for word in page.words)
+    assert any("global_size" in word for word in page.words)  # its config
+
+
+def test_a_run_that_has_logged_nothing_yet(run: Path, tmp_path: Path) -> None:
+    (run / "metrics.jsonl").unlink()
+    page = Page(report_run(run, tmp_path / "elsewhere.html").read_text())
+    assert not [tag for tag, _ in page.tags if tag == "polyline"]
+
+
+def test_mistakes_are_one_line(run: Path, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="no run is there"):
+        report_run(tmp_path / "none")
+    (run / "memory.json").unlink()
+    with pytest.raises(UserError, match=r"memory\.json is missing, which `jaxmem train` writes.*plan CONFIG --html"):
+        report_run(run)
+
+
+def test_the_figure(plan: Plan, tmp_path: Path) -> None:
+    write_figure(plan, tmp_path / "plan.png")
+    header = (tmp_path / "plan.png").read_bytes()[:24]
+    assert header[:8] == b"\x89PNG\r\n\x1a\n"
+    assert int.from_bytes(header[16:20]) > int.from_bytes(header[20:24]) > 500
+
+
+def test_thinning_keeps_what_stands_out() -> None:
+    points = [(float(n), 1.0) for n in range(10_000)]
+    points[4321] = (4321.0, 9.0)
+    few = thinned(points)
+    assert len(few) <= 600
+    assert (4321.0, 9.0) in few
+    assert (few[0], few[-1]) == (points[0], points[-1])
