@@ -19,10 +19,11 @@ import numpy as np
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
-from jaxmem import kernels
+from jaxmem import kernels, tables
 from jaxmem.kernels.attention import ring
 from jaxmem.quant import QTensor
 from jaxmem.sharding import Axes, Layout, constrain, current, gather, whole
+from jaxmem.tables import Slices
 from jaxmem.weights import Point, Weight
 
 HEADS: Axes = ("batch", "time", "heads", "head_dim")
@@ -41,6 +42,8 @@ def lookup(
     gradient would move vocab x embed numbers instead, and hold them whole. Devices that hold some of the rows
     (`tensor`) find zeros for the others; the sum is scattered over the time.
     """
+    if (y := tables.instead(Lookup(table, ids, axes, dtype))) is not None:
+        return y
     if not isinstance(table, Point):
         return _found(table, ids, axes, dtype)
     if table.at is None:
@@ -52,12 +55,49 @@ def lookup(
         return _found(rest, ids, axes, dtype)
 
     def back(ids: jax.Array, g: jax.Array) -> tuple[jax.Array, None, None]:
-        # Finding is linear: its gradient is that of any table.
-        _, pull = jax.vjp(lambda any_table: _found(any_table, ids, axes, dtype), jnp.zeros(at.shape, dtype))
-        return pull(g)[0].astype(at.dtype), None, None
+        return _of_rows(at.shape, ids, axes, g).astype(at.dtype), None, None
 
     found.defvjp(lambda at, rest, ids: (found(at, rest, ids), ids), back)
     return found(at, table.rest, ids)
+
+
+def _of_rows(shape: tuple[int, ...], ids: jax.Array, axes: Axes, g: jax.Array) -> jax.Array:
+    """The gradient of a table of this shape from that of its rows. Finding is linear: it is that of any table. Numbers
+    beyond the last row find nothing."""
+    _, pull = jax.vjp(lambda any_table: _found(any_table, ids, axes, g.dtype), jnp.zeros(shape, g.dtype))
+    return pull(g)[0]
+
+
+@dataclass(frozen=True)
+class Lookup:
+    """Rows of a table, about to be found."""
+
+    weight: Weight
+    ids: Int[Array, "batch time"]
+    axes: Axes
+    dtype: DTypeLike
+    x: None = None
+
+    def forward(self) -> Looked:
+        rest = self.weight.rest if isinstance(self.weight, Point) else self.weight
+        return Looked(_found(rest, self.ids, self.axes, self.dtype), self)
+
+
+@dataclass(frozen=True)
+class Looked:
+    y: Float[Array, "batch time embed"]
+    use: Lookup
+
+    def backward(self, _: jax.Array) -> None:
+        return None
+
+    def of_weight(
+        self, g: jax.Array, weight: jax.Array | QTensor, slices: Slices | None = None, j: jax.Array | None = None
+    ) -> Float[Array, "rows columns"]:
+        ids, axes = self.use.ids, self.use.axes
+        if slices is None or j is None:
+            return _of_rows(weight.shape, ids, axes, g)
+        return _of_rows((slices.size, weight.shape[1]), slices.places(ids, j), axes, g)
 
 
 def _found(table: jax.Array | QTensor, ids: jax.Array, axes: Axes, dtype: DTypeLike) -> jax.Array:

@@ -17,7 +17,6 @@ al. (arXiv:2411.09009) do it in one kernel.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -27,17 +26,15 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from jaxmem import weights
+from jaxmem import tables, weights
 from jaxmem.quant import QTensor
 from jaxmem.sharding import Axes, constrain, current, gather
+from jaxmem.tables import NUMBERS, Columns, Entries, Slices
 
 Features = Float[Array, "batch time embed"]
 Labels = Int[Array, "batch time"]
 PerToken = Float[Array, "batch time"]
-# A slice as it is computed with: devices of `tensor` have `width` entries of their own part each.
-Weight = Float[Array, "embed parts width"]
-Entries = Int[Array, "parts width"]  # which entry of the vocabulary a column is; -1: none, it was in an earlier slice
-Fetch = Callable[[Int[Array, ""]], Weight]
+Fetch = Callable[[Int[Array, ""]], Columns]
 
 _Sums = tuple[jax.Array, jax.Array, jax.Array, jax.Array]
 _Made = TypeVar("_Made")
@@ -45,73 +42,6 @@ _Made = TypeVar("_Made")
 WHOLE = 2**27  # bytes of logits up to which `auto` leaves them whole
 PIECE = 2**25  # bytes of logits that it takes at a time
 LEAST, MULTIPLE = 512, 128  # entries: fewer leave matrix units idle
-
-
-@dataclass(frozen=True)
-class Slices:
-    """How a vocabulary is gone through: each of the parts in which the weight rests, `width` entries at a time. Where
-    the last slice would reach beyond the end it begins earlier, and what was in another one is none of it."""
-
-    vocab: int
-    width: int
-    resting: int = 1  # into how many parts the weight's vocabulary is split where it rests
-    parts: int = 1  # and where it is computed with
-    ahead: bool = False  # whether the next one is fetched beside the work on this one: where devices gather it
-
-    @property
-    def held(self) -> int:
-        """Entries of a part."""
-        return self.vocab // self.resting
-
-    @property
-    def count(self) -> int:
-        """
-        >>> Slices(vocab=128256, width=2048).count, Slices(vocab=128256, width=2048, resting=2, parts=2).count
-        (63, 32)
-        """
-        return -(-self.held // self.width)
-
-    @property
-    def is_even(self) -> bool:
-        """Whether no entry is in two slices."""
-        return self.held % self.width == 0
-
-    def entries(self, j: Int[Array, ""]) -> Entries:
-        within = self._begin(j) + jnp.arange(self.width, dtype=jnp.int32)
-        first = self.held * jnp.arange(self.resting, dtype=jnp.int32)
-        numbers = jnp.where(within >= j * self.width, first[:, None] + within, -1)
-        return numbers.reshape(self.parts, -1)
-
-    def cut(self, weight: Any, axes: Axes, j: Int[Array, ""]) -> Any:
-        """A slice out of the weight as it rests, [embed, vocab] or [vocab, embed]: [embed, parts, width]. Blocks of
-        one in codes run along `embed`."""
-        if isinstance(weight, QTensor):
-            cut = partial(self.cut, axes=axes, j=j)
-            codes, scale = cut(weight.codes), cut(weight.scale)
-            offset = None if weight.offset is None else cut(weight.offset)
-            return dataclasses.replace(weight, codes=codes, scale=scale, offset=offset, axis=-3)
-        dim = axes.index("vocab")
-        if weight.shape[dim] == 1:  # what all entries share
-            return weight.reshape(-1, 1, 1)
-        one = jax.lax.dynamic_slice_in_dim(self._split(weight, dim), self._begin(j), self.width, axis=dim + 1)
-        one = jnp.moveaxis(one, (dim, dim + 1), (1, 2))
-        return one.reshape(one.shape[0], self.parts, -1)
-
-    def put(
-        self, weight: Float[Array, "rows columns"], axes: Axes, j: Int[Array, ""], one: Weight
-    ) -> Float[Array, "rows columns"]:
-        """The weight, or its gradient, with a slice of it replaced. From the last slice to the first: what a slice has
-        of another is written over by that one."""
-        dim = axes.index("vocab")
-        one = jnp.moveaxis(one.reshape(one.shape[0], self.resting, self.width), (1, 2), (dim, dim + 1))
-        split = jax.lax.dynamic_update_slice_in_dim(self._split(weight, dim), one, self._begin(j), axis=dim + 1)
-        return split.reshape(weight.shape)
-
-    def _begin(self, j: Int[Array, ""]) -> Int[Array, ""]:
-        return jnp.minimum(j * self.width, self.held - self.width)
-
-    def _split(self, weight: jax.Array, dim: int) -> jax.Array:
-        return weight.reshape(*weight.shape[:dim], self.resting, self.held, *weight.shape[dim + 1 :])
 
 
 @dataclass(frozen=True)
@@ -135,23 +65,28 @@ class Statistics(NamedTuple):
         return loss + terms.z_loss * self.partition * self.partition
 
 
-def width(chunk: int | Literal["auto"], tokens: int, held: int, itemsize: int) -> int | None:
+def width(chunk: int | Literal["auto"], tokens: int, held: int, itemsize: int, most: int | None = None) -> int | None:
     """Entries of a slice, of `held` that a device has a part of; None: all of them at once. `auto` leaves logits whole
-    that are small, and no model that has none other pays for it.
+    that are small, and no model that has none other pays for it. `most`: entries whose gradient is held at once.
 
     >>> width("auto", tokens=8192, held=128256, itemsize=2), width("auto", tokens=2048, held=32000, itemsize=2)
     (2048, None)
     """
     if chunk == "auto":
-        if tokens * held * itemsize <= WHOLE:
+        if most is None and tokens * held * itemsize <= WHOLE:
             return None
-        wide = max(LEAST, PIECE // (tokens * itemsize) // MULTIPLE * MULTIPLE)
+        wide = min(max(LEAST, PIECE // (tokens * itemsize) // MULTIPLE * MULTIPLE), most or held)
     else:
         wide = chunk
     return wide if wide < held else None
 
 
-def slices(chunk: int | Literal["auto"], x: Features, vocab: int) -> Slices | None:
+def entries_at_once(update: Literal["after", "during"], embed: int) -> int | None:
+    """Entries whose gradient is held at once: those that are updated together; None: all."""
+    return max(LEAST, NUMBERS // embed) if update == "during" else None
+
+
+def slices(chunk: int | Literal["auto"], x: Features, vocab: int, most: int | None = None) -> Slices | None:
     """For features of a batch as the current layout splits them; None: the logits as a whole."""
     layout = current()
     resting, parts, ahead, tokens = 1, 1, False, x.shape[0] * x.shape[1]
@@ -159,7 +94,7 @@ def slices(chunk: int | Literal["auto"], x: Features, vocab: int) -> Slices | No
         tokens //= layout.parts("activations", "batch") * layout.parts("activations", "vocab_time")
         resting, parts = layout.parts("weights", "vocab"), layout.parts("computing", "vocab")
         ahead = any(set(layout.over("weights", dim)) - set(layout.over("computing", dim)) for dim in ("embed", "vocab"))
-    wide = width(chunk, tokens, -(-vocab // parts), x.dtype.itemsize)
+    wide = width(chunk, tokens, -(-vocab // parts), x.dtype.itemsize, most)
     if wide is None:
         return None
     # Of a weight that rests whole each device computes with its part of every slice.
@@ -177,14 +112,17 @@ def cross_entropy(
     z_loss: float = 0.0,
 ) -> PerToken:
     """`losses.cross_entropy` of x @ weight; `weight` is [embed, vocab] or [vocab, embed], as it rests."""
+    loss = _Loss(axes, slices, Terms(label_smoothing, z_loss))
+    if (y := tables.instead(Projection(x, weight, labels, loss))) is not None:
+        return y
     at, rest = (weight.at, weight.rest) if isinstance(weight, weights.Point) else (weight, None)
-    return _cross_entropy(_Loss(axes, slices, Terms(label_smoothing, z_loss)), x, at, rest, labels)
+    return _cross_entropy(loss, x, at, rest, labels)
 
 
 def in_turn(
     slices: Slices,
     fetch: Fetch,
-    use: Callable[[_Made, Weight, Int[Array, ""]], _Made],
+    use: Callable[[_Made, Columns, Int[Array, ""]], _Made],
     made: _Made,
     *,
     back: bool = False,
@@ -195,7 +133,7 @@ def in_turn(
     if not slices.ahead:
         return jax.lax.scan(lambda made, j: (use(made, fetch(j), j), None), made, numbers)[0]
 
-    def one(carry: tuple[_Made, Weight], pair: tuple[jax.Array, jax.Array]) -> tuple[tuple[_Made, Weight], None]:
+    def one(carry: tuple[_Made, Columns], pair: tuple[jax.Array, jax.Array]) -> tuple[tuple[_Made, Columns], None]:
         (made, weight), (j, following) = carry, pair
         return (use(made, weight, j), fetch(following)), None
 
@@ -207,7 +145,7 @@ def statistics(x: Features, labels: Labels, fetch: Fetch, slices: Slices) -> Sta
     """The first pass. Each device of `tensor` adds up its own parts; what they have together is one message."""
     empty = constrain(jnp.zeros((*labels.shape, slices.parts), jnp.float32), "batch", "vocab_time", "vocab")
 
-    def add(found: _Sums, weight: Weight, j: jax.Array) -> _Sums:
+    def add(found: _Sums, weight: Columns, j: jax.Array) -> _Sums:
         most, total, chosen, summed = found
         logits, entries = _logits(x, weight), slices.entries(j)
         real = entries >= 0
@@ -230,13 +168,13 @@ def statistics(x: Features, labels: Labels, fetch: Fetch, slices: Slices) -> Sta
 def slice_gradients(
     x: Features,
     labels: Labels,
-    weight: Weight,
+    weight: Columns,
     entries: Entries,
     found: Statistics,
     wanted: PerToken,
     terms: Terms,
     vocab: int,
-) -> tuple[Weight, Float[Array, "parts batch time embed"]]:
+) -> tuple[Columns, Float[Array, "parts batch time embed"]]:
     """The second pass, for one slice: its gradient in the compute dtype, and what it adds to the gradient of x, in
     float32 and for each part by itself, so that devices of `tensor` add theirs up once, after the last slice.
     `wanted`: how much each token's loss counts, the gradient of what is minimised by it."""
@@ -252,7 +190,7 @@ def slice_gradients(
     return of_weight, of_x
 
 
-def _logits(x: Features, weight: Weight) -> Float[Array, "batch time parts width"]:
+def _logits(x: Features, weight: Columns) -> Float[Array, "batch time parts width"]:
     logits = jnp.einsum("bte,epv->btpv", x, weight)
     return constrain(logits, "batch", "vocab_time", "vocab", None).astype(jnp.float32)
 
@@ -288,7 +226,7 @@ def _backward(loss: _Loss, kept: _Kept, wanted: jax.Array) -> tuple[jax.Array, j
     weight = at if rest is None else rest
     slices, axes, learns = loss.slices, loss.axes, at is not None
 
-    def add(made: tuple[Any, jax.Array], one: Weight, j: jax.Array) -> tuple[Any, jax.Array]:
+    def add(made: tuple[Any, jax.Array], one: Columns, j: jax.Array) -> tuple[Any, jax.Array]:
         of_weight, of_x = made
         found_weight, found_x = slice_gradients(
             x, labels, one, slices.entries(j), found, wanted, loss.terms, slices.vocab
@@ -306,3 +244,49 @@ def _backward(loss: _Loss, kept: _Kept, wanted: jax.Array) -> tuple[jax.Array, j
 
 
 _cross_entropy.defvjp(_forward, _backward)
+
+
+@dataclass(frozen=True)
+class Projection:
+    """An output projection and the loss, about to be computed."""
+
+    x: Features
+    weight: weights.Weight
+    labels: Labels
+    loss: _Loss
+
+    @property
+    def axes(self) -> Axes:
+        return self.loss.axes
+
+    def forward(self) -> Projected:
+        rest = self.weight.rest if isinstance(self.weight, weights.Point) else self.weight
+        y, (*_, found) = _forward(self.loss, self.x, rest, None, self.labels)
+        return Projected(y, self, rest, found)
+
+
+@dataclass(frozen=True)
+class Projected:
+    """What is kept of it are its features and three numbers a token. A slice of the weight's gradient takes the logits
+    of that slice again."""
+
+    y: PerToken
+    use: Projection
+    rest: jax.Array | QTensor
+    found: Statistics
+
+    def backward(self, g: PerToken) -> Features:
+        return _backward(self.use.loss, (self.use.x, None, self.rest, self.use.labels, self.found), g)[0]
+
+    def of_weight(
+        self, g: PerToken, weight: jax.Array | QTensor, slices: Slices | None = None, j: jax.Array | None = None
+    ) -> Float[Array, "rows columns"]:
+        x, loss = self.use.x, self.use.loss
+        if slices is None or j is None:
+            at = jnp.zeros(weight.shape, x.dtype)
+            return _backward(loss, (x, at, weight, self.use.labels, self.found), g)[1]
+        one = gather(slices.cut(weight, loss.axes, j), ("embed", "vocab", None), x.dtype)
+        found, _ = slice_gradients(
+            x, self.use.labels, one, slices.entries(j), self.found, g, loss.terms, loss.slices.vocab
+        )
+        return slices.laid(constrain(found, "embed", "vocab", None, role="gradients"), loss.axes)

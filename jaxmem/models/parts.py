@@ -18,6 +18,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, Key
 
+from jaxmem import tables
 from jaxmem.exchange import attention, lookup, places, spread
 from jaxmem.models import cache as caches
 from jaxmem.models.cache import Cache, Place
@@ -46,7 +47,11 @@ def weight(rngs: nnx.Rngs, shape: tuple[int, ...], axes: Axes, *, scale: float |
     """Normal values with deviation `scale`, by default 1/sqrt(fan in) where fan in is all but the last dimension."""
     if scale is None:
         scale = float(np.prod(shape[:-1])) ** -0.5
-    return nnx.Param(rested(scale * jax.random.normal(rngs.params(), shape, jnp.float32), axes), axes=axes)
+
+    def draw(key: jax.Array, shape: tuple[int, ...]) -> Any:
+        return rested(scale * jax.random.normal(key, shape, jnp.float32), axes)
+
+    return nnx.Param(tables.made(draw, rngs.params(), shape, axes), axes=axes)
 
 
 def constant(value: float, shape: tuple[int, ...], axes: Axes) -> nnx.Param:

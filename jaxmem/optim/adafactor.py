@@ -32,24 +32,32 @@ class Factored:
             return {"row": leaf.zeros((0,)), "column": leaf.zeros((1,))}
         return {"v": leaf.zeros()}
 
+    def divides(self, _: int, /) -> bool:
+        return True
+
     def update(self, g: jax.Array, state: dict[str, Any], at: At, /) -> tuple[jax.Array, dict[str, Any]]:
         g = g.astype(jnp.float32)
         squares = g * g + SQUARE
         beta = 1 - at.count.astype(jnp.float32) ** -self.decay
-        means = (
-            {"row": jnp.mean(squares, axis=1), "column": jnp.mean(squares, axis=0)}
-            if "row" in state
-            else {"v": squares}
-        )
-        new = jax.tree.map(lambda old, now: beta * old + (1 - beta) * now, state, means)
-        if "row" in new:
+        averaged = lambda old, now: beta * old + (1 - beta) * now  # noqa: E731
+        values = at.weight.dequantize(jnp.float32) if is_quantized(at.weight) else at.weight.astype(jnp.float32)
+        weights = (values * values, None)
+        if "row" in state:
+            rows, columns = at.leaf.shape
+            row, column, every, before, weight = at.sums(
+                (squares, 1), (squares, 0), (squares, None), (state["row"], 0), weights
+            )
+            new = {"row": averaged(state["row"], row / columns), "column": averaged(state["column"], column / rows)}
             # The product's mean over the rows is the columns' mean, which is counted once too often.
-            row = jax.lax.rsqrt(new["row"] / jnp.mean(new["row"]))
-            u = g * row[:, None] * jax.lax.rsqrt(new["column"])[None, :]
+            mean = averaged(before, every / columns) / rows
+            u = g * jax.lax.rsqrt(new["row"] / mean)[:, None] * jax.lax.rsqrt(new["column"])[None, :]
         else:
+            new = {"v": averaged(state["v"], squares)}
             u = g * jax.lax.rsqrt(new["v"])
-        size = jnp.maximum(_root_mean_square(at.weight), LEAST_SIZE)
-        return u * (size / jnp.maximum(1.0, _root_mean_square(u) / LARGEST)), new
+            (weight,) = at.sums(weights)
+        size = jnp.maximum(jnp.sqrt(weight / at.leaf.size), LEAST_SIZE)
+        (update,) = at.sums((u * u, None))
+        return u * (size / jnp.maximum(1.0, jnp.sqrt(update / at.leaf.size) / LARGEST)), new
 
 
 def scale_by_adafactor(decay: float = 0.8, *, axes: Any = None) -> optax.GradientTransformationExtraArgs:
@@ -60,8 +68,3 @@ def scale_by_adafactor(decay: float = 0.8, *, axes: Any = None) -> optax.Gradien
     (64,)
     """
     return by_layer(lambda _: Factored(decay), axes)
-
-
-def _root_mean_square(x: Any) -> jax.Array:
-    values = x.dequantize(jnp.float32) if is_quantized(x) else x.astype(jnp.float32)
-    return jnp.sqrt(jnp.mean(jnp.square(values)))

@@ -42,6 +42,9 @@ class Adam:
     def init(self, leaf: Leaf) -> dict[str, Derived]:
         return {"m": leaf.zeros(), "v": leaf.zeros()}
 
+    def divides(self, _: int, /) -> bool:
+        return True
+
     def update(self, g: jax.Array, state: dict[str, Any], at: At, /) -> tuple[jax.Array, dict[str, Any]]:
         m, v = self.moments.advance(state["m"], state["v"], g.astype(jnp.float32))
         return self.moments.direction(m, v, at.count), {"m": m, "v": v}

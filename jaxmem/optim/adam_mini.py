@@ -28,6 +28,9 @@ class PerNeuron:
     def init(self, leaf: Leaf) -> dict[str, Derived]:
         return {"m": leaf.zeros(), "v": leaf.zeros((self.neurons,))}
 
+    def divides(self, _: int, /) -> bool:
+        return True
+
     def update(self, g: jax.Array, state: dict[str, Any], at: At, /) -> tuple[jax.Array, dict[str, Any]]:
         g = g.astype(jnp.float32)
         others = tuple(d for d in range(g.ndim) if d != self.neurons)

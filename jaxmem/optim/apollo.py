@@ -46,20 +46,28 @@ class Scaled:
         low = self.side.low
         return {"m": low.zeros(), "v": low.zeros(), "length": leaf.zeros(())}
 
+    def divides(self, dim: int, /) -> bool:
+        return dim != self.side.away
+
     def update(self, g: jax.Array, state: dict[str, Any], at: At, /) -> tuple[jax.Array, dict[str, Any]]:
         wide, side = g.astype(jnp.float32), self.side
         key = jax.random.fold_in(at.key, (at.count - 1) // self.refresh_every)
         low = side.project(projection.random_projection(key, *side.basis_shape), wide)
         m, v = self.moments.advance(state["m"], state["v"], low)
-        over = None if self.whole else side.away
-        ratio = _length(m / (jnp.sqrt(v) + self.moments.epsilon), over) / (_length(low, over) + TINY)
-        u = wide * ratio
+        squares = _squares(m / (jnp.sqrt(v) + self.moments.epsilon), side.away), _squares(low, side.away)
+        if self.whole:
+            after, before, given = at.sums(*((x, None) for x in (*squares, wide * wide)))
+            u, ratio = wide, jnp.sqrt(after) / (jnp.sqrt(before) + TINY)
+            length = ratio * jnp.sqrt(given)
+        else:
+            after, before = squares
+            u, ratio = wide * (jnp.sqrt(after) / (jnp.sqrt(before) + TINY)), jnp.float32(1)
+            length = jnp.sqrt(at.sums((u * u, None))[0])
         # As long as the last one and a little; corrected for the averages' beginning only after that.
-        length = _length(u, None).reshape(())
         most = jnp.where(state["length"] > 0, GROWTH * (state["length"] + TINY), jnp.inf)
         shrink = jnp.minimum(1.0, most / jnp.maximum(length, TINY))
         begun = jnp.sqrt(unbiased(self.moments.beta2, at.count)) / unbiased(self.moments.beta1, at.count)
-        return u * (shrink * begun * self.scale**0.5), {"m": m, "v": v, "length": length * shrink}
+        return u * (ratio * shrink * begun * self.scale**0.5), {"m": m, "v": v, "length": length * shrink}
 
 
 def scale_by_apollo(
@@ -91,5 +99,5 @@ def scale_by_apollo(
     return by_layer(rule_for, axes)
 
 
-def _length(x: jax.Array, over: int | None) -> jax.Array:
-    return jnp.sqrt(jnp.sum(x * x, axis=over, keepdims=True))
+def _squares(x: jax.Array, over: int) -> jax.Array:
+    return jnp.sum(x * x, axis=over, keepdims=True)

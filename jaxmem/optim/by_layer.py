@@ -26,6 +26,7 @@ from jax.typing import DTypeLike
 from jaxmem.leaves import Derived
 from jaxmem.optim.apply import leaf_key
 from jaxmem.optim.in_turn import layers_in_turn
+from jaxmem.optim.piece import IndivisibleError, Piece
 from jaxmem.sharding import Axes, constrain, is_axes
 from jaxmem.weights import is_quantized
 
@@ -63,10 +64,22 @@ class At:
     """Where an update takes place."""
 
     weight: Any  # an array, or a QTensor
+    leaf: Leaf
     count: jax.Array  # updates, this one included: 1 at the first
     layer: jax.Array  # which one of the stack
     layers: int
     key: jax.Array  # the same at every update; this layer's own
+    piece: Piece | None = None  # of a table of which only some entries are at hand
+
+    def sums(self, *asked: tuple[jax.Array, int | None]) -> tuple[jax.Array, ...]:
+        """Of each array the sum over a dimension of the matrix, None: over all, also where the matrix comes in pieces.
+        Each call is then one more time that a table is gone through."""
+        own = [jnp.sum(x, axis=dim) for x, dim in asked]
+        if self.piece is None:
+            return tuple(own)
+        over = [i for i, (_, dim) in enumerate(asked) if dim in (None, self.piece.dim)]
+        total = dict(zip(over, self.piece.total([own[i] for i in over]), strict=True))
+        return tuple(total.get(i, x) for i, x in enumerate(own))
 
 
 class Rule(Protocol):
@@ -74,6 +87,9 @@ class Rule(Protocol):
 
     def init(self, leaf: Leaf) -> dict[str, Any]:
         """Trees of `Derived`, by name."""
+
+    def divides(self, dim: int, /) -> bool:
+        """Whether entries along a dimension can be updated by themselves, with `At.sums` for sums over all."""
 
     def update(self, g: jax.Array, state: dict[str, Any], at: At, /) -> tuple[jax.Array, dict[str, Any]]:
         """The update before weight decay and learning rate, in any dtype, and the new state. Of `state` the rule
@@ -90,7 +106,8 @@ def by_layer(
 ) -> optax.GradientTransformationExtraArgs:
     """An optax transformation of one rule for each kind of leaf. Costs no memory beside the rules' own state.
 
-    `update(..., layer=i, layers=n)`: gradients, state and parameters are those of layer i of n alone.
+    `update(..., layer=i, layers=n)`: gradients, state and parameters are those of layer i of n alone. `update(...,
+    piece=p)`: of the one table that there is, those of some entries.
     """
 
     def named(params: Any) -> Any:
@@ -115,6 +132,7 @@ def by_layer(
         *,
         layer: jax.Array | None = None,
         layers: int = 1,
+        piece: Piece | None = None,
         **_: Any,
     ) -> tuple[Any, ByLayerState]:
         count = optax.safe_increment(state.step)
@@ -122,7 +140,7 @@ def by_layer(
         weights = treedef.flatten_up_to(grads if params is None else params)
         paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(grads)]
         done = [
-            _update_leaf(rule_for, *one, count, jax.random.key(seed), layer, layers)
+            _update_leaf(rule_for, *one, count, jax.random.key(seed), layer, layers, piece)
             for one in zip(
                 paths, names, treedef.flatten_up_to(grads), treedef.flatten_up_to(state.leaves), weights, strict=True
             )
@@ -144,6 +162,7 @@ def _update_leaf(
     key: jax.Array,
     alone: jax.Array | None,
     of: int,
+    piece: Piece | None,
 ) -> tuple[jax.Array, Any]:
     stacked = names[:1] == ("layer",)
     if stacked and alone is not None:
@@ -151,12 +170,16 @@ def _update_leaf(
     leaf, layers = _one_layer(names, w)
     if leaf.size == 0:
         return g, state
+    if piece is not None:
+        leaf = dataclasses.replace(leaf, shape=piece.shape)
     rule = rule_for(leaf)
+    if piece is not None and not rule.divides(piece.dim):
+        raise IndivisibleError
     # A leaf's key follows from its name alone, so that it is the same on every mesh and in every order.
     key = leaf_key(key, path)
 
     def one(g: jax.Array, state: Any, w: Any, i: jax.Array) -> tuple[jax.Array, Any]:
-        at = At(w, count, i, of if alone is not None else math.prod(layers), jax.random.fold_in(key, i))
+        at = At(w, leaf, count, i, of if alone is not None else math.prod(layers), jax.random.fold_in(key, i), piece)
         values = jax.tree.map(lambda x: x.value, state, is_leaf=_is_derived)
         u, new = rule.update(_placed(g, leaf), values, at)
         kept = jax.tree.map(lambda x, value: dataclasses.replace(x, value=value), state, new, is_leaf=_is_derived)

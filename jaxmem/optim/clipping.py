@@ -18,6 +18,7 @@ import jax.numpy as jnp
 import optax
 
 from jaxmem.optim.apply import global_norm
+from jaxmem.optim.piece import Piece
 from jaxmem.sharding import Axes, is_axes
 
 Means = Literal["global", "previous", "weight"]
@@ -29,7 +30,7 @@ class Previous(NamedTuple):
 
 def clip(limit: float, by: Means = "global", *, axes: Any = None) -> optax.GradientTransformationExtraArgs:
     """`update(..., norm=n)`: the gradients given are only some of those whose length is n. `update(..., layer=i)`:
-    they are those of one layer.
+    they are those of one layer; `update(..., piece=p)`: those of some entries of a table.
 
     >>> tx = clip(1.0, "weight")
     >>> said, _ = tx.update({"a": jnp.float32(3.0), "b": jnp.float32(0.5)}, tx.init({}))
@@ -48,6 +49,7 @@ def clip(limit: float, by: Means = "global", *, axes: Any = None) -> optax.Gradi
         *,
         norm: jax.Array | None = None,
         layer: jax.Array | None = None,
+        piece: Piece | None = None,
         **_: Any,
     ) -> tuple[Any, Any]:
         del params
@@ -57,7 +59,8 @@ def clip(limit: float, by: Means = "global", *, axes: Any = None) -> optax.Gradi
             def own(names: Axes, g: jax.Array) -> jax.Array:
                 first = int(names[:1] == ("layer",) and layer is None)
                 squares = jnp.square(g.astype(jnp.float32))
-                return _shortened(g, limit, jnp.sqrt(jnp.sum(squares, axis=tuple(range(first, g.ndim)), keepdims=True)))
+                total = jnp.sum(squares, axis=tuple(range(first, g.ndim)), keepdims=True)
+                return _shortened(g, limit, jnp.sqrt(total if piece is None else piece.total(total)))
 
             return jax.tree.map(own, names, grads, is_leaf=is_axes), state
         norm = global_norm(grads) if norm is None else norm

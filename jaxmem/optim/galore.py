@@ -55,6 +55,9 @@ class Projected:
         codes = basis.keep(zeros(basis.shape, BASIS_FORMAT, block, axis))
         return {"basis": codes, "inner": inner, "due": zero, "interval": zero}
 
+    def divides(self, _: int, /) -> bool:
+        return False  # a basis is found by going to the gradient and back several times
+
     def update(self, g: jax.Array, state: dict[str, Any], at: At, /) -> tuple[jax.Array, dict[str, Any]]:
         key = jax.random.fold_in(at.key, at.count)
         kept = {name: x for name, x in state.items() if name != "inner"}

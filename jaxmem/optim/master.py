@@ -20,6 +20,7 @@ import jax.numpy as jnp
 import optax
 
 from jaxmem.optim.apply import each_layer, leaf_key
+from jaxmem.optim.piece import Piece
 from jaxmem.sharding import Axes
 from jaxmem.weights import Completed
 
@@ -81,15 +82,21 @@ def with_remainder(
         return Remaindered(jnp.zeros((), jnp.int32), lacks, tx.init(jax.tree.map(Completed, params, lacks)))
 
     def update(
-        grads: Any, state: Remaindered, params: Any = None, *, layer: jax.Array | None = None, **extra: Any
+        grads: Any,
+        state: Remaindered,
+        params: Any = None,
+        *,
+        layer: jax.Array | None = None,
+        piece: Piece | None = None,
+        **extra: Any,
     ) -> tuple[Any, Remaindered]:
         whole = jax.tree.map(Completed, params, state.master)
-        updates, inner = tx.update(grads, state.inner, whole, layer=layer, **extra)
+        updates, inner = tx.update(grads, state.inner, whole, layer=layer, piece=piece, **extra)
         key = jax.random.fold_in(jax.random.key(0), state.step)
 
         def change(path: Any, u: jax.Array, w: jax.Array, lacks: jax.Array, names: Axes | None) -> Any:
             draws = leaf_key(key, path) if bits == 8 else None
-            return each_layer(_changed, (u, w, lacks), draws, names, layer)
+            return each_layer(_changed, (u, w, lacks), draws, names, layer, piece)
 
         names = jax.tree.map(lambda _: None, params) if axes is None else axes
         done = jax.tree_util.tree_map_with_path(change, updates, params, state.master, names)

@@ -31,6 +31,9 @@ class Orthogonal:
     def init(self, leaf: Leaf) -> dict[str, Derived]:
         return {"m": leaf.zeros()}
 
+    def divides(self, _: int, /) -> bool:
+        return False
+
     def update(self, g: jax.Array, state: dict[str, Any], _: At, /) -> tuple[jax.Array, dict[str, Any]]:
         g = g.astype(jnp.float32)
         m = self.momentum * state["m"] + (1 - self.momentum) * g

@@ -41,10 +41,10 @@ class Part:
         self, grads: Tree, state: Tree, params: Tree, draws: jax.Array | None, **extra: Any
     ) -> tuple[Tree, Tree]:
         """New parameters and new state. With `layer`, of one layer of stacked ones."""
-        layer = extra.get("layer")
+        layer, piece = extra.get("layer"), extra.get("piece")
         grads = pinned(grads, self.axes, "gradients")
         updates, state = self.tx.update(grads, state, params, **extra)
-        params = apply(params, updates, draws, self.axes, layer=layer)
+        params = apply(params, updates, draws, self.axes, layer=layer, piece=piece)
         # Cast where the optimizer's state lies, then gathered, or whole float32 updates would travel.
         return pinned(params, axes_at_rest(self.axes, params), "optimizer"), state
 

@@ -45,6 +45,9 @@ class Lion:
     def init(self, leaf: Leaf) -> dict[str, Derived]:
         return {"m": leaf.zeros()}
 
+    def divides(self, _: int, /) -> bool:
+        return True
+
     def update(self, g: jax.Array, state: dict[str, Any], _: At, /) -> tuple[jax.Array, dict[str, Any]]:
         g, m = g.astype(jnp.float32), state["m"]
         return jnp.sign(self.beta1 * m + (1 - self.beta1) * g), {"m": self.beta2 * m + (1 - self.beta2) * g}
@@ -56,6 +59,9 @@ class Momentum:
 
     def init(self, leaf: Leaf) -> dict[str, Derived]:
         return {"m": leaf.zeros()}
+
+    def divides(self, _: int, /) -> bool:
+        return True
 
     def update(self, g: jax.Array, state: dict[str, Any], _: At, /) -> tuple[jax.Array, dict[str, Any]]:
         m = self.decay * state["m"] + g.astype(jnp.float32)
@@ -73,6 +79,9 @@ class Quantized:
     def init(self, leaf: Leaf) -> dict[str, Derived]:
         axis, block = blocks(leaf, self.block_size)
         return {name: leaf.keep(zeros(leaf.shape, form, block, axis)) for name, form in self.formats}
+
+    def divides(self, dim: int, /) -> bool:
+        return self.rule.divides(dim)
 
     def update(self, g: jax.Array, state: dict[str, Any], at: At, /) -> tuple[jax.Array, dict[str, Any]]:
         def step(part: Any, *_: Any) -> tuple[jax.Array, dict[str, QTensor]]:

@@ -71,7 +71,8 @@ def loss_chunk(cfg: Config, platform: str) -> int | None:
     tokens = rows_of(cfg) * cfg.data.sequence_length
     if "tensor" not in cfg.rules.vocab:
         tokens /= cfg.mesh.tensor
-    return vocabulary.width(cfg.memory.loss_chunk, math.ceil(tokens), held, itemsize) or held
+    most = vocabulary.entries_at_once(cfg.memory.update, cfg.model.embed)
+    return vocabulary.width(cfg.memory.loss_chunk, math.ceil(tokens), held, itemsize, most) or held
 
 
 def held_vocabulary(cfg: Config) -> int:

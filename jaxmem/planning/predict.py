@@ -61,7 +61,8 @@ def estimate(cfg: Config, platform: str, gpu: Gpu | None = None, per_host: int =
     updates = resting if resting > held("optimizer", state.trained, 4) else 0
     in_passes = sum(kinds.values())
     if cfg.memory.update == "during":
-        one_pass, updates = _during(held, state.params)
+        whole = sizes.is_whole or (cfg.optimizer.tables == "projected" and "galore" in cfg.optimizer.name)
+        one_pass, updates = _during(held, [leaf for leaf in state.params if whole or "vocab" not in leaf.axes])
     parts = {
         "parameters": held("weights", state.params),
         "quantization": held("weights", state.constants),
@@ -79,11 +80,11 @@ def estimate(cfg: Config, platform: str, gpu: Gpu | None = None, per_host: int =
 
 def _during(held: Held, params: Sequence[Leaf]) -> tuple[int, int]:
     """Gradients beside a layer's passes: those of all that is no layer, and one layer's. And when the layers are done:
-    the largest has its update beside it."""
+    the largest has its update beside it. Without those of tables that are updated in slices."""
     sizes = [(held("gradients", [leaf]), leaf) for leaf in params]
     outside = [size for size, leaf in sizes if leaf.axes[:1] != ("layer",)]
     layer = sum(size // leaf.shape[0] for size, leaf in sizes if leaf.axes[:1] == ("layer",))
-    return sum(outside) + layer, sum(outside) + max(outside)
+    return sum(outside) + layer, sum(outside) + max(outside, default=0)
 
 
 class _Sizes:
@@ -92,7 +93,7 @@ class _Sizes:
     def __init__(self, cfg: Config, platform: str) -> None:
         mesh, model = cfg.mesh, cfg.model
         self.cfg = cfg
-        self.rows = rows_of(cfg)
+        self.rows, self.is_whole = rows_of(cfg), True
         self.width = compute_dtype(cfg.precision, platform).itemsize
         split = mesh.replica * mesh.fsdp * mesh.context
         spec = batch_spec(cfg).values()

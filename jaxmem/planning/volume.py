@@ -70,7 +70,8 @@ def volume(built: Program) -> Volume:
     embedding = model.vocab * model.embed / t  # and so many for the logits
     products = built.parameters / t - (0 if model.tie_embeddings else embedding)
     every = products + (0 if model.tie_embeddings else embedding)
-    sliced = vocabulary.width(cfg.memory.loss_chunk, round(tokens * t), -(-model.vocab // t), w)
+    most = vocabulary.entries_at_once(cfg.memory.update, model.embed)
+    sliced = vocabulary.width(cfg.memory.loss_chunk, round(tokens * t), -(-model.vocab // t), w, most)
     again = 0 if sliced else embedding  # gathered forward only
     split = cfg.zero >= 2
     gathered = {0: 0.0, 1: every * r, 2: every * r, 3: a * (2 * products - again) * sent}[cfg.zero] * _share(n)

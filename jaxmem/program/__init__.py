@@ -252,6 +252,7 @@ class Program:
             self._optimizer_for,
             self.gradients_in,
             measures=self.cfg.measures_first,
+            entries=None if self.cfg.memory.loss_chunk == "auto" else self.cfg.memory.loss_chunk,
         )
 
     @cached_property

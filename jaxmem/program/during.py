@@ -24,8 +24,9 @@ import optax
 from jaxmem import optim
 from jaxmem.optim.parts import Part, layer_at, pinned, put, select, with_layer, without
 from jaxmem.precision import Params
+from jaxmem.program.in_slices import Table
 from jaxmem.program.objective import Batch, Objective, Sums
-from jaxmem.program.segments import Segments
+from jaxmem.program.segments import Path, Segments, at_place
 from jaxmem.sharding import axes_at_rest
 
 Tree = Any
@@ -40,15 +41,15 @@ class During:
     optimizer_for: Callable[[Tree], optax.GradientTransformationExtraArgs]  # of some of the parameters' axes
     gradients_in: np.dtype | None  # None: each in its weight's own dtype
     measures: bool  # whether the optimizer wants to know the length of all gradients first
+    entries: int | None = None  # of a table that are updated at once; None: as many as have 16 M numbers
 
     def __call__(
         self, params: Params, opt_state: Any, batch: Batch, key: jax.Array, draws: jax.Array | None
     ) -> tuple[Params, Any, Sums, jax.Array]:
         """New weights, new state of the optimizer, sums of the batch, and the length of the mean's gradient."""
         network = Segments(self.graphdef, self.objective, params, batch, key, self.gradients_in)
-        numbers = range(len(network.stacks))
-        parts = [self._part(network.stacked(n, network.stacks[n].applied.weights)) for n in numbers]
-        norm = self._measured(network, parts) if self.measures else None
+        parts = {n: self._part(network.stacked(n, stack.applied.weights)) for n, stack in network.stacks.items()}
+        norm = self._measured(network, parts, params, opt_state) if self.measures else None
         done: list[tuple[Tree, Tree, jax.Array]] = []
 
         def through(number: int, g: Any) -> Any:
@@ -72,6 +73,8 @@ class During:
 
         def updated(grads: Tree) -> Tree:
             """Of parameters in no stack, all at once."""
+            if not jax.tree.leaves(grads):
+                return grads
             weights = select(params, grads)
             part = self._part(weights)
             grads = pinned(grads, part.axes, "gradients")
@@ -79,14 +82,17 @@ class During:
             done.append((new, state, _squares(grads)))
             return new
 
-        grads = network.backward(through, begin=updated)
+        grads, tables = network.backward(through, begin=updated)
         updated(without(grads, network.last))
+        for place, gradient in tables.items():
+            table = self._table(place, params, opt_state)
+            done.append(table.updated(gradient, draws, norm))
         norm = jnp.sqrt(sum(squares for *_, squares in done))
         params = put(params, *(weights for weights, *_ in done))
         opt_state = put(opt_state, *(state for _, state, _ in done))
         return params, optim.remember(opt_state, norm), network.sums, norm
 
-    def _measured(self, network: Segments, parts: list[Part]) -> jax.Array:
+    def _measured(self, network: Segments, parts: dict[int, Part], params: Params, opt_state: Any) -> jax.Array:
         """The length of all gradients, by a backward pass that keeps none."""
         found = []
 
@@ -100,7 +106,15 @@ class During:
             found.append(squares)
             return g
 
-        return jnp.sqrt(_squares(network.backward(through)) + sum(found))
+        grads, tables = network.backward(through)
+        for place, gradient in tables.items():
+            found.append(self._table(place, params, opt_state).squares(gradient))
+        return jnp.sqrt(_squares(grads) + sum(found))
+
+    def _table(self, place: Path, params: Params, opt_state: Any) -> Table:
+        weights = select(params, at_place(place, 0))
+        part = self._part(weights)
+        return Table(part, weights, part.state(opt_state), self.gradients_in, self.entries)
 
     def _part(self, params: Tree) -> Part:
         return Part.of(params, self.optimizer_for, self.axes, self.opt_axes)

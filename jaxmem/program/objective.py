@@ -100,7 +100,8 @@ def _likelihoods(network: Decoder, x: jax.Array, batch: Batch, memory: config.Me
 def _cross_entropy(
     network: Decoder, x: jax.Array, labels: jax.Array, memory: config.Memory, **more: float
 ) -> jax.Array:
-    slices, weight = vocabulary.slices(memory.loss_chunk, x, network.cfg.vocab), network.projection
+    most = vocabulary.entries_at_once(memory.update, x.shape[-1])
+    slices, weight = vocabulary.slices(memory.loss_chunk, x, network.cfg.vocab, most), network.projection
     if slices is None or weight is None:
         return losses.cross_entropy(network.logits(x), labels, **more)
     x, axes = constrain(x, "batch", "vocab_time", "embed"), weight.get_metadata()["axes"]

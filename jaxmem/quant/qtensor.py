@@ -83,7 +83,7 @@ class QTensor:
         scale = self.scale.dequantize() if isinstance(self.scale, QTensor) else self.scale
         return dataclasses.replace(self, scale=repeated(scale), offset=repeated(self.offset), block_size=block)
 
-    def renewed(self, x: Float[Array, "*shape"], key: Key[Array, ""] | None = None) -> QTensor:
+    def renewed(self, x: Float[Array, "*shape"], key: Key[Array, "..."] | None = None) -> QTensor:
         """Other values in the same form: format, blocks, dtype of the original."""
         double = isinstance(self.scale, QTensor)
         new = quantize(x, self.format, self.block_size, self.axis, double=double, key=key)
@@ -98,12 +98,13 @@ def quantize(
     axis: int | None = -1,
     *,
     double: bool = False,
-    key: Key[Array, ""] | None = None,
+    key: Key[Array, "..."] | None = None,
 ) -> QTensor:
     """Keep `x` in `format`, with a constant for each `block_size` values along `axis`.
 
     `block_size` None is one constant for each whole line along `axis` (a channel); `axis` None is one for all of x.
-    A last block may be shorter. `double` quantizes the constants too. With a `key` values are rounded stochastically.
+    A last block may be shorter. `double` quantizes the constants too. With a `key` values are rounded
+    stochastically; keys along one dimension of x ([n, 1] or [1, n]) are each that of one index.
 
     >>> q = quantize(jnp.linspace(-1, 1, 256).reshape(2, 128), "int4", block_size=32)
     >>> q.shape, q.codes.shape, q.scale.shape, q.nbytes
@@ -118,13 +119,22 @@ def quantize(
     dim = values.ndim + along
     over: Any = (dim,) if axis is not None else tuple(range(values.ndim))
     low, high = _range(values, form, over)
-    draws = None if key is None else jax.random.uniform(key, values.shape)
+    draws = None if key is None else _draws(key, x, values, along)
     inside = (values - low if form.affine else values) * _inverse(high)
     codes = _flat(form.encode(inside, draws), along, size)
     scale, offset = jnp.squeeze(high, dim), jnp.squeeze(low, dim) if form.affine else None
     if form.bits < 8:
         codes = pack(codes, form.bits, along)
     return QTensor(codes, _doubled(scale, along) if double else scale, offset, format, along, block, size, str(x.dtype))
+
+
+def _draws(key: Key[Array, "..."], x: jax.Array, values: jax.Array, axis: int) -> jax.Array:
+    if key.ndim == 0:
+        return jax.random.uniform(key, values.shape)
+    dim = max(range(x.ndim), key=lambda d: key.shape[d])
+    rest = (*x.shape[:dim], *x.shape[dim + 1 :])
+    each = jax.vmap(lambda key: jax.random.uniform(key, rest), out_axes=dim)(key.reshape(-1))
+    return _blocked(each, axis, values.shape[values.ndim + axis])
 
 
 def even_block(size: int, most: int, parts: int = 8) -> int | None:
