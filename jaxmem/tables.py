@@ -159,7 +159,7 @@ def made(draw: Callable[[jax.Array, tuple[int, ...]], Any], key: jax.Array, shap
         ones = jax.tree.leaves(draw(jax.random.fold_in(key, j), own))
         return [slices.written(x, dim, j, one) for x, one in zip(whole, ones, strict=True)]
 
-    arrays, form = jax.tree.flatten(jax.eval_shape(draw, key, shape))
+    arrays, form = jax.tree.flatten(jax.eval_shape(lambda: draw(key, shape)))
     zeros = [jnp.zeros(x.shape, x.dtype) for x in arrays]
     return jax.tree.unflatten(form, jax.lax.fori_loop(0, count, step, zeros))
 

@@ -283,8 +283,8 @@ class Projected:
     ) -> Float[Array, "rows columns"]:
         x, loss = self.use.x, self.use.loss
         if slices is None or j is None:
-            at = jnp.zeros(weight.shape, x.dtype)
-            return _backward(loss, (x, at, weight, self.use.labels, self.found), g)[1]
+            kept = x, jnp.zeros(weight.shape, x.dtype), weight, self.use.labels, self.found
+            return jnp.asarray(_backward(loss, kept, g)[1])
         one = gather(slices.cut(weight, loss.axes, j), ("embed", "vocab", None), x.dtype)
         found, _ = slice_gradients(
             x, self.use.labels, one, slices.entries(j), self.found, g, loss.terms, loss.slices.vocab

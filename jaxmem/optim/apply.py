@@ -30,7 +30,7 @@ def apply(
 
     Each leaf, and each layer of a leaf whose `axes` begin with `layer`, draws from a key of its own: a layer that is
     updated alone (`layer=i`: of every stack this one) is rounded as it would be among all, and so are entries of a
-    table (`piece`). Weights in codes are decoded and encoded again one layer after the other, 16 M numbers at a time,
+    table (`piece`). Weights in codes are decoded and encoded again one layer after the other, 8 M numbers at a time,
     each where it was.
     """
 

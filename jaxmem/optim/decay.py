@@ -1,6 +1,6 @@
 """Decoupled weight decay (Loshchilov and Hutter, arXiv:1711.05101): a share of each matrix is taken off it.
 
-Weights in codes are decoded for it one layer after the other, 16 M numbers at a time, and added to the update where it
+Weights in codes are decoded for it one layer after the other, 8 M numbers at a time, and added to the update where it
 is.
 """
 

@@ -15,7 +15,7 @@ from jaxmem.quant import QTensor
 from jaxmem.sharding import current
 from jaxmem.weights import is_quantized
 
-PART = 1 << 24  # numbers that are decoded at once
+PART = 1 << 23  # numbers that are decoded at once
 SHARDS = 8  # parts have a multiple of so many rows where they can: meshes then cut between them
 
 
@@ -63,7 +63,7 @@ def _one_by_one(one: Callable[[Any, Any, jax.Array], Any], stack: Any, beside: A
 
 
 def in_parts(one: Callable[[Any, Any, jax.Array], Any], whole: Any, beside: Any) -> Any:
-    """`one(part, beside, number)` on so many rows at a time that no more than 16 M numbers are ever decoded, each
+    """`one(part, beside, number)` on so many rows at a time that no more than 8 M numbers are ever decoded, each
     result where the part was. `whole` and `beside` are trees of arrays and QTensors of one shape, and of blocks along
     one dimension. Rows of a part are not neighbours but every so many: where a mesh splits the rows, each device works
     on its own in every part."""

@@ -6,7 +6,7 @@ arXiv:2309.01507) it is 1.06 bytes, with blocks of 128. A second moment is never
 not be zero and the update would have no bound: it becomes the least that a code can hold, and the update a small one.
 
 Vectors, scalars and what has fewer than 4096 numbers stay in float32. An update decodes, steps and encodes part by
-part, so that no more than 64 MiB of each number are ever held in float32.
+part, so that no more than 32 MiB of each number are ever held in float32.
 """
 
 from __future__ import annotations

@@ -3,8 +3,9 @@
 The backward pass goes through the layers from the last to the first. Each one's gradient is made, its weights and its
 part of the optimizer's state are read, updated and written where they were, and the gradient is gone. With P
 parameters in N layers the gradients hold P / N numbers in place of P, whatever the optimizer; results are those of an
-update after the pass, which goes through the same layers one by one (Lv et al., arXiv:2306.09782). What lies
-after the layers is updated before them, what lies before and between them at the end.
+update after the pass, which goes through the same layers one by one (Lv et al., arXiv:2306.09782). Embedding and output
+projection are updated at the end, slice by slice (`in_slices`). Of what else is in no layer, that after the layers is
+updated before them, that before and between them at the end.
 
 What asks for the length of all gradients before the first update (clipping by the global norm) costs a second
 backward pass, one that only measures.
@@ -27,7 +28,9 @@ from jaxmem.precision import Params
 from jaxmem.program.in_slices import Table
 from jaxmem.program.objective import Batch, Objective, Sums
 from jaxmem.program.segments import Path, Segments, at_place
-from jaxmem.sharding import axes_at_rest
+from jaxmem.sharding import axes_at_rest, is_axes
+from jaxmem.stack import layer_of
+from jaxmem.weights import is_quantized
 
 Tree = Any
 
@@ -48,23 +51,32 @@ class During:
     ) -> tuple[Params, Any, Sums, jax.Array]:
         """New weights, new state of the optimizer, sums of the batch, and the length of the mean's gradient."""
         network = Segments(self.graphdef, self.objective, params, batch, key, self.gradients_in)
-        parts = {n: self._part(network.stacked(n, stack.applied.weights)) for n, stack in network.stacks.items()}
+        parts = {n: self._parts(network.stacked(n, stack.applied.weights)) for n, stack in network.stacks.items()}
         norm = self._measured(network, parts, params, opt_state) if self.measures else None
         done: list[tuple[Tree, Tree, jax.Array]] = []
 
         def through(number: int, g: Any) -> Any:
-            stack, part = network.stacks[number], parts[number]
+            stack = network.stacks[number]
             weights = network.stacked(number, stack.applied.weights)
-            before = part.state(opt_state)
+            before = [part.state(opt_state) for part in parts[number]]
             layers = jax.tree.leaves(weights)[0].shape[0]
 
-            def visit(carried: Any, layer: jax.Array, own: Tree, dw: Tree) -> Any:
-                weights, state, squares = carried
-                own, dw = network.stacked(number, own), pinned(network.stacked(number, dw), part.axes, "gradients")
-                kept = layer_at(state, part.state_axes, layer, before)  # counts of updates are those before this one
-                own, kept = part.update(dw, kept, own, draws, layer=layer, layers=layers, norm=norm)
-                weights = with_layer(weights, axes_at_rest(part.axes, weights), "weights", layer, own)
-                return weights, with_layer(state, part.state_axes, "optimizer", layer, kept), squares + _squares(dw)
+            def visit(carried: Any, layer: jax.Array, dw: Tree) -> Any:
+                """One weight after the other: what the update of one takes is free before the next one's begins."""
+                weights, states, squares = carried
+                grads, done = network.stacked(number, dw), list[Tree]()
+                for part, state, old in zip(parts[number], states, before, strict=True):
+                    own = pinned(select(grads, part.axes, is_leaf=is_axes), part.axes, "gradients")
+                    own, weights, state, done = jax.lax.optimization_barrier((own, weights, state, done))
+                    whole = select(weights, part.axes, is_leaf=is_axes)
+                    kept = layer_at(state, part.state_axes, layer, old)  # counts of updates are those before this one
+                    new, kept = part.update(
+                        own, kept, layer_of(whole, layer), draws, layer=layer, layers=layers, norm=norm
+                    )
+                    weights = put(weights, with_layer(whole, axes_at_rest(part.axes, whole), "weights", layer, new))
+                    done = [*done, with_layer(state, part.state_axes, "optimizer", layer, kept)]
+                    squares += _squares(own)
+                return weights, done, squares
 
             begin = weights, before, jnp.zeros((), jnp.float32)
             end, g = stack.backward(g, lambda carried: network.own(number, carried[0]), visit, begin)
@@ -79,28 +91,31 @@ class During:
             part = self._part(weights)
             grads = pinned(grads, part.axes, "gradients")
             new, state = part.update(grads, part.state(opt_state), weights, draws, norm=norm)
-            done.append((new, state, _squares(grads)))
+            done.append((new, [state], _squares(grads)))
             return new
 
         grads, tables = network.backward(through, begin=updated)
         updated(without(grads, network.last))
         for place, gradient in tables.items():
-            table = self._table(place, params, opt_state)
-            done.append(table.updated(gradient, draws, norm))
+            new, state, squares = self._table(place, params, opt_state).updated(gradient, draws, norm)
+            done.append((new, [state], squares))
         norm = jnp.sqrt(sum(squares for *_, squares in done))
         params = put(params, *(weights for weights, *_ in done))
-        opt_state = put(opt_state, *(state for _, state, _ in done))
+        opt_state = put(opt_state, *(state for _, states, _ in done for state in states))
         return params, optim.remember(opt_state, norm), network.sums, norm
 
-    def _measured(self, network: Segments, parts: dict[int, Part], params: Params, opt_state: Any) -> jax.Array:
+    def _measured(self, network: Segments, parts: dict[int, list[Part]], params: Params, opt_state: Any) -> jax.Array:
         """The length of all gradients, by a backward pass that keeps none."""
         found = []
 
         def through(number: int, g: Any) -> Any:
-            stack = network.stacks[number]
+            stack, axes = network.stacks[number], [part.axes for part in parts[number]]
 
-            def visit(squares: jax.Array, _layer: jax.Array, _own: Tree, dw: Tree) -> jax.Array:
-                return squares + _squares(pinned(network.stacked(number, dw), parts[number].axes, "gradients"))
+            def visit(squares: jax.Array, _: jax.Array, dw: Tree) -> jax.Array:
+                grads = network.stacked(number, dw)
+                return squares + sum(
+                    _squares(pinned(select(grads, own, is_leaf=is_axes), own, "gradients")) for own in axes
+                )
 
             squares, g = stack.backward(g, lambda _: stack.applied.weights, visit, jnp.zeros((), jnp.float32))
             found.append(squares)
@@ -115,6 +130,11 @@ class During:
         weights = select(params, at_place(place, 0))
         part = self._part(weights)
         return Table(part, weights, part.state(opt_state), self.gradients_in, self.entries)
+
+    def _parts(self, params: Tree) -> list[Part]:
+        """One for each weight."""
+        places = [path for path, _ in jax.tree_util.tree_leaves_with_path(params, is_leaf=is_quantized)]
+        return [self._part(select(params, at_place(place, 0))) for place in places]
 
     def _part(self, params: Tree) -> Part:
         return Part.of(params, self.optimizer_for, self.axes, self.opt_axes)

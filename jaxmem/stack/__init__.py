@@ -8,7 +8,7 @@ through them with each layer's gradient in sight.
 from jaxmem.stack.apply import Applied, Way, applied_by, apply_stack, stacked
 from jaxmem.stack.pipeline import Pipeline
 from jaxmem.stack.remat import PRODUCT, REMAT
-from jaxmem.stack.reverse import Passed, forward
+from jaxmem.stack.reverse import Passed, forward, layer_of
 
 __all__ = [
     "PRODUCT",
@@ -20,5 +20,6 @@ __all__ = [
     "applied_by",
     "apply_stack",
     "forward",
+    "layer_of",
     "stacked",
 ]

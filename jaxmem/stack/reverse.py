@@ -18,8 +18,8 @@ from jax.typing import DTypeLike
 from jaxmem.stack.apply import Applied
 from jaxmem.weights import placed, points
 
-# (what is carried, layer, its weights, their gradient) -> what is carried
-Visit = Callable[[Any, jax.Array, Any, Any], Any]
+# (what is carried, layer, the gradient of its weights) -> what is carried
+Visit = Callable[[Any, jax.Array, Any], Any]
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,9 @@ class Passed:
             layer = layers - 1 - turn
             own, one, kept = layer_of((weights(carried), self.applied.inputs, self.kept), layer)
             dw, dx = self._derivative(own, one, kept)(g)
-            return visit(carried, layer, own, dw), dx
+            # Before a visitor writes what it read: or XLA would keep, or copy, what weights were until all is done.
+            layer, dw, dx = jax.lax.optimization_barrier((layer, dw, dx))
+            return visit(carried, layer, dw), dx
 
         return jax.lax.fori_loop(0, layers, step, (carried, g))
 
