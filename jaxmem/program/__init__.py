@@ -329,7 +329,8 @@ class Program:
         return network
 
     def _initial(self, key: jax.Array) -> TrainState:
-        with precision.resting(self.cfg.base_precision, double=self.cfg.adapter.double):
+        adapter = self.cfg.adapter
+        with precision.resting(self.cfg.base_precision, double=adapter.kind != "none" and adapter.double):
             base = nnx.to_pure_dict(nnx.state(self._build(key)))
         if self.pipeline is not None:
             base = jax.tree.map(self._staged, adapters.base_of(self.axes), base, is_leaf=is_axes)
