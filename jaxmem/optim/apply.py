@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxmem.optim.in_turn import in_parts, layers_in_turn
+from jaxmem.optim.in_turn import in_parts
 from jaxmem.optim.piece import Piece
 from jaxmem.precision import rounded
 from jaxmem.quant import QTensor
@@ -39,8 +39,7 @@ def apply(
         if not is_quantized(w):
             return each_layer(_added, (w, u), own, axes, layer, piece)
         if layer is None and axes is not None and axes[:1] == ("layer",):
-            key_of = lambda i: None if own is None else jax.random.fold_in(own, i)  # noqa: E731
-            return layers_in_turn(lambda w, u, i: _encoded(w, u, key_of(i)), w, u)
+            return _encoded(w, u, own, stacked=True)
         if own is not None and axes is not None and (keys := entry_keys(own, axes, w.shape, piece)) is not None:
             return _encoded(w, u, keys)
         return each_layer(_encoded, (w, u), own, axes, layer)
@@ -87,17 +86,19 @@ def entry_keys(key: jax.Array, axes: Axes, shape: tuple[int, ...], piece: Piece 
     return keys.reshape([-1 if d == dim else 1 for d in range(len(shape))])
 
 
-def _encoded(w: QTensor, u: jax.Array, keys: jax.Array | None) -> QTensor:
-    """`keys`: one, or one for each entry of a table."""
+def _encoded(w: QTensor, u: jax.Array, keys: jax.Array | None, *, stacked: bool = False) -> QTensor:
+    """`keys`: one, of which layers and parts make theirs, or one for each entry of a table."""
     rows = keys is not None and keys.shape[:1] == w.shape[:1]  # which are then parted with them
 
-    def one(w: QTensor, beside: tuple[jax.Array, jax.Array | None], i: jax.Array) -> QTensor:
+    def one(w: QTensor, beside: tuple[jax.Array, jax.Array | None], layer: jax.Array, number: jax.Array) -> QTensor:
         u, own = beside
         own = jax.random.wrap_key_data(own) if own is not None else keys
-        new = w.dequantize(jnp.float32) + u.astype(jnp.float32)
-        return w.renewed(new, None if own is None else _folded(own, i))
+        if own is not None:
+            own = _folded(jax.random.fold_in(own, layer) if stacked else own, number)
+        return w.renewed(w.dequantize(jnp.float32) + u.astype(jnp.float32), own)
 
-    return in_parts(one, w, (u, jax.random.key_data(keys) if keys is not None and rows else None))
+    beside = u, jax.random.key_data(keys) if keys is not None and rows else None
+    return in_parts(one, w, beside, stacked=stacked)
 
 
 def _folded(keys: jax.Array, i: jax.Array) -> jax.Array:

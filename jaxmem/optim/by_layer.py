@@ -25,7 +25,7 @@ from jax.typing import DTypeLike
 
 from jaxmem.leaves import Derived
 from jaxmem.optim.apply import leaf_key
-from jaxmem.optim.in_turn import layers_in_turn
+from jaxmem.optim.in_turn import in_parts, layers_in_turn
 from jaxmem.optim.piece import IndivisibleError, Piece
 from jaxmem.sharding import Axes, constrain, is_axes
 from jaxmem.weights import is_quantized
@@ -83,7 +83,8 @@ class At:
 
 
 class Rule(Protocol):
-    """An optimizer of one matrix (or vector, or scalar)."""
+    """An optimizer of one matrix (or vector, or scalar). One that does with a number what it does with any other may
+    say `in_parts = True`: it then sees a few rows at a time, and no weight."""
 
     def init(self, leaf: Leaf) -> dict[str, Any]:
         """Trees of `Derived`, by name."""
@@ -178,17 +179,19 @@ def _update_leaf(
     # A leaf's key follows from its name alone, so that it is the same on every mesh and in every order.
     key = leaf_key(key, path)
 
-    def one(g: jax.Array, state: Any, w: Any, i: jax.Array) -> tuple[jax.Array, Any]:
+    def one(mine: tuple[jax.Array, Any], w: Any, i: jax.Array, _: Any = None) -> tuple[jax.Array, Any]:
+        g, state = mine
         at = At(w, leaf, count, i, of if alone is not None else math.prod(layers), jax.random.fold_in(key, i), piece)
         values = jax.tree.map(lambda x: x.value, state, is_leaf=_is_derived)
         u, new = rule.update(_placed(g, leaf), values, at)
         kept = jax.tree.map(lambda x, value: dataclasses.replace(x, value=value), state, new, is_leaf=_is_derived)
         return _placed(u.astype(g.dtype), leaf), kept
 
-    if not stacked:
-        return one(g, state, w, jnp.zeros((), jnp.int32) if alone is None else alone)
-
-    return layers_in_turn(lambda mine, w, i: one(mine[0], mine[1], w, i), (g, state), w)
+    if getattr(rule, "in_parts", False):
+        return in_parts(one, (g, state), None, stacked=stacked)
+    if stacked:
+        return layers_in_turn(one, (g, state), w)
+    return one((g, state), w, jnp.zeros((), jnp.int32) if alone is None else alone)
 
 
 def _flat(axes: Any) -> tuple[list[Axes], Any]:

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from jaxmem.optim.in_turn import in_parts, layers_in_turn
+from jaxmem.optim.in_turn import in_parts
 from jaxmem.sharding import Axes, is_axes
 from jaxmem.weights import is_quantized
 
@@ -27,15 +27,10 @@ def add_decayed_weights(weight_decay: float, axes: Any = None) -> optax.Gradient
                 return u
             if not is_quantized(w):
                 return u + weight_decay * w
-            if stacked and layer is None:
-                return layers_in_turn(lambda u, w, _: decayed(u, w), u, w)
-            return decayed(u, w)
+            return in_parts(decayed, u, w, stacked=stacked and layer is None)
 
-        def decayed(u: jax.Array, w: Any) -> jax.Array:
-            def part(u: jax.Array, w: Any, _: jax.Array) -> jax.Array:
-                return (u.astype(jnp.float32) + weight_decay * w.dequantize(jnp.float32)).astype(u.dtype)
-
-            return in_parts(part, u, w)
+        def decayed(u: jax.Array, w: Any, *_: jax.Array) -> jax.Array:
+            return (u.astype(jnp.float32) + weight_decay * w.dequantize(jnp.float32)).astype(u.dtype)
 
         names = jax.tree.map(lambda u: (None,) * u.ndim, updates) if axes is None else axes
         return jax.tree.map(one, names, updates, params, is_leaf=is_axes), state

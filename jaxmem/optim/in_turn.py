@@ -15,90 +15,135 @@ from jaxmem.quant import QTensor
 from jaxmem.sharding import current
 from jaxmem.weights import is_quantized
 
+Grid = dict[int, int]  # into how many parts of one which dimensions are cut
+Each = Callable[[Any, Any, jax.Array, jax.Array], Any]
+
 PART = 1 << 23  # numbers that are decoded at once
 SHARDS = 8  # parts have a multiple of so many rows where they can: meshes then cut between them
 
 
-def in_turn(count: int, axis: int, one: Callable[[Any, jax.Array], Any], arrays: Any) -> Any:
-    """`one(part, i)` for each of `count` parts along `axis`, each result where the part was.
+def in_turn(grid: Grid, one: Callable[[Any, jax.Array], Any], arrays: Any) -> Any:
+    """`one(part, number)` for each part that a grid cuts arrays into, each result where the part was.
 
     A part is read after the one before was written, from what was written, and carried to its turn. Read in its
     turn, by several users of which one might come after the write, XLA would copy the arrays to be safe.
     """
-
-    def read(x: jax.Array, i: jax.Array) -> jax.Array:
-        return jax.lax.dynamic_index_in_dim(x, i, axis, keepdims=False)
+    count = math.prod(grid.values())
 
     def step(i: jax.Array, carried: tuple[Any, Any]) -> tuple[Any, Any]:
         arrays, part = carried
-        arrays = jax.tree.map(lambda x, new: jax.lax.dynamic_update_index_in_dim(x, new, i, axis), arrays, one(part, i))
-        return arrays, jax.tree.map(lambda x: read(x, jnp.minimum(i + 1, count - 1)), arrays)
+        arrays = jax.tree.map(lambda x, new: _written(grid, x, new, i), arrays, one(part, i))
+        return arrays, jax.tree.map(lambda x: _read(grid, x, jnp.minimum(i + 1, count - 1)), arrays)
 
-    first = jax.tree.map(lambda x: read(x, jnp.zeros((), jnp.int32)), arrays)
+    first = jax.tree.map(lambda x: _read(grid, x, jnp.zeros((), jnp.int32)), arrays)
     return jax.lax.fori_loop(0, count, step, (arrays, first))[0]
 
 
 def layers_in_turn(one: Callable[[Any, Any, jax.Array], Any], stack: Any, beside: Any) -> Any:
     """`one(layer, beside, number)` of every layer of a stack, each result where the layer was; `beside` is a stack
-    that is only read. Layers that lie on stages are updated there, by a loop on each."""
-    own = current()
-    over = () if own is None else own.over("optimizer", "layer")
-    if own is None or not over:
-        return _one_by_one(one, stack, beside, jnp.zeros((), jnp.int32))
-    parts, layers = own.parts("optimizer", "layer"), jax.tree.leaves(stack)[0].shape[0]
-    stack, beside = jax.tree.map(lambda x: x.reshape(parts, -1, *x.shape[1:]), (stack, beside))
-    first = jnp.arange(parts, dtype=jnp.int32) * (layers // parts)
-    done = jax.vmap(partial(_one_by_one, one), spmd_axis_name=over)(stack, beside, first)
-    return jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), done)
+    that is only read."""
+
+    return _on_stages(partial(_one_by_one, one), stack, beside)
 
 
 def _one_by_one(one: Callable[[Any, Any, jax.Array], Any], stack: Any, beside: Any, first: jax.Array) -> Any:
     """`first` is the first layer's number."""
 
     def step(mine: Any, i: jax.Array) -> Any:
-        read = jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, i, 0, keepdims=False), beside)
-        return one(mine, read, first + i)
+        return one(mine, jax.tree.map(lambda x: _read(grid, x, i), beside), first + i)
 
-    return in_turn(jax.tree.leaves(stack)[0].shape[0], 0, step, stack)
+    grid = {0: jax.tree.leaves(stack)[0].shape[0]}
+    return in_turn(grid, step, stack)
 
 
-def in_parts(one: Callable[[Any, Any, jax.Array], Any], whole: Any, beside: Any) -> Any:
-    """`one(part, beside, number)` on so many rows at a time that no more than 8 M numbers are ever decoded, each
-    result where the part was. `whole` and `beside` are trees of arrays and QTensors of one shape, and of blocks along
-    one dimension. Rows of a part are not neighbours but every so many: where a mesh splits the rows, each device works
-    on its own in every part."""
+def _on_stages(loop: Callable[[Any, Any, jax.Array], Any], stack: Any, beside: Any) -> Any:
+    """`loop(layers, beside, number of the first)` of a stack; of layers that lie on stages, a loop on each."""
+    own = current()
+    over = () if own is None else own.over("optimizer", "layer")
+    if own is None or not over:
+        return loop(stack, beside, jnp.zeros((), jnp.int32))
+    parts, layers = own.parts("optimizer", "layer"), jax.tree.leaves(stack)[0].shape[0]
+    stack, beside = jax.tree.map(lambda x: x.reshape(parts, -1, *x.shape[1:]), (stack, beside))
+    first = jnp.arange(parts, dtype=jnp.int32) * (layers // parts)
+    done = jax.vmap(loop, spmd_axis_name=over)(stack, beside, first)
+    return jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), done)
+
+
+def in_parts(one: Each, whole: Any, beside: Any, *, stacked: bool = False) -> Any:
+    """`one(part, beside, layer, number)` on so many rows of a matrix at a time that no more than 8 M numbers are ever
+    decoded, each result where the part was. `whole` and `beside` are trees of arrays and QTensors of one shape, and
+    of blocks along one dimension; `stacked`: of matrices, part after part of each in one loop.
+
+    Rows of a part are not neighbours but every so many: where a mesh splits the rows, each device works on its own
+    in every part."""
+    if stacked:
+        return _on_stages(partial(_in_parts, one), whole, beside)
+    return _in_parts(one, whole, beside, None)
+
+
+def _in_parts(one: Each, whole: Any, beside: Any, first: jax.Array | None) -> Any:
+    """`first`: the number of the first layer of a stack; None: there is no stack."""
     leaves = jax.tree.leaves((whole, beside), is_leaf=is_quantized)
     codes = [x for x in leaves if isinstance(x, QTensor)]
-    shape = leaves[0].shape
+    rows = int(first is not None)  # which dimension they are
+    shape = leaves[0].shape[rows:]
     # No block is cut that runs along the rows.
     along = [q.block_size for q in codes if q.axis == -len(shape)]
     units = shape[0] // along[0] if along else shape[0]
     parts = _parts(math.prod(shape), units)
-    if parts == 1 or any(x.shape[0] % units for x in jax.tree.leaves((whole, beside))):
-        return one(whole, beside, jnp.zeros((), jnp.int32))
+    if any(x.shape[rows] % units for x in jax.tree.leaves((whole, beside))):
+        parts = 1
+    if parts == 1:
+        zero = jnp.zeros((), jnp.int32)
+        each = lambda part, beside, layer: one(part, beside, layer, zero)  # noqa: E731
+        return each(whole, beside, zero) if first is None else _one_by_one(each, whole, beside, first)
+    grid = {rows + 1: parts} if first is None else {0: leaves[0].shape[0], rows + 1: parts}
 
     def cut(x: jax.Array) -> jax.Array:
-        return x.reshape(units // parts, parts, x.shape[0] // units, *x.shape[1:])
+        return x.reshape(*x.shape[:rows], units // parts, parts, x.shape[rows] // units, *x.shape[rows + 1 :])
 
-    def joined(x: jax.Array) -> jax.Array:
-        return x.reshape(x.shape[0] * x.shape[1], *x.shape[2:])
-
-    def rows(tree: Any) -> Any:
+    def matrix(tree: Any) -> Any:
         """A part's arrays, as a part of the whole."""
-        tree = jax.tree.map(joined, tree)
+        tree = jax.tree.map(lambda x: x.reshape(x.shape[0] * x.shape[1], *x.shape[2:]), tree)
         shorter = lambda x: x if not _along_rows(x) else dataclasses.replace(x, size=x.size // parts)  # noqa: E731
         return jax.tree.map(shorter, tree, is_leaf=is_quantized)
 
     def step(part: list[jax.Array], i: jax.Array) -> list[jax.Array]:
-        read = [jax.lax.dynamic_index_in_dim(x, i, 1, keepdims=False) for x in apart]
-        new = one(rows(jax.tree.unflatten(form, part)), rows(jax.tree.unflatten(beside_form, read)), i)
+        *layer, number = _place(grid, i)
+        read = [_read(grid, x, i) for x in apart]
+        own = sum(layer, jnp.zeros((), jnp.int32) if first is None else first)
+        new = one(matrix(jax.tree.unflatten(form, part)), matrix(jax.tree.unflatten(beside_form, read)), own, number)
         return [x.reshape(old.shape) for x, old in zip(jax.tree.leaves(new), part, strict=True)]
 
     arrays, form = jax.tree.flatten(whole)
     read_only, beside_form = jax.tree.flatten(beside)
     apart = [cut(x) for x in read_only]
-    done = in_turn(parts, 1, step, [cut(x) for x in arrays])
+    done = in_turn(grid, step, [cut(x) for x in arrays])
     return jax.tree.unflatten(form, [x.reshape(y.shape) for x, y in zip(done, arrays, strict=True)])
+
+
+def _place(grid: Grid, i: jax.Array) -> list[jax.Array]:
+    """Where part i is along each dimension of a grid: the last one moves fastest."""
+    found: list[jax.Array] = []
+    for size in reversed(grid.values()):
+        found.insert(0, i % size)
+        i = i // size
+    return found
+
+
+def _read(grid: Grid, x: jax.Array, i: jax.Array) -> jax.Array:
+    sizes = [1 if dim in grid else size for dim, size in enumerate(x.shape)]
+    part = jax.lax.dynamic_slice(x, _starts(grid, x, i), sizes)
+    return jax.lax.squeeze(part, tuple(grid))
+
+
+def _written(grid: Grid, x: jax.Array, new: jax.Array, i: jax.Array) -> jax.Array:
+    return jax.lax.dynamic_update_slice(x, jnp.expand_dims(new, tuple(grid)), _starts(grid, x, i))
+
+
+def _starts(grid: Grid, x: jax.Array, i: jax.Array) -> list[jax.Array]:
+    at = dict(zip(grid, _place(grid, i), strict=True))
+    return [at.get(dim, jnp.zeros((), jnp.int32)) for dim in range(x.ndim)]
 
 
 def _along_rows(x: Any) -> bool:

@@ -14,7 +14,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -23,7 +23,7 @@ import optax
 from jaxmem.leaves import Derived
 from jaxmem.optim.adam import Adam, Moments
 from jaxmem.optim.by_layer import At, Leaf, Rule, by_layer
-from jaxmem.optim.in_turn import SHARDS, in_parts
+from jaxmem.optim.in_turn import SHARDS
 from jaxmem.quant import FORMATS, QTensor, even_block, quantize
 
 LEAST = 4096  # numbers below which codes save nothing worth having
@@ -72,6 +72,8 @@ class Momentum:
 class Quantized:
     """An elementwise rule with its numbers in codes."""
 
+    in_parts: ClassVar = True
+
     rule: Rule
     formats: Formats
     block_size: int = 256
@@ -84,13 +86,9 @@ class Quantized:
         return self.rule.divides(dim)
 
     def update(self, g: jax.Array, state: dict[str, Any], at: At, /) -> tuple[jax.Array, dict[str, Any]]:
-        def step(part: Any, *_: Any) -> tuple[jax.Array, dict[str, QTensor]]:
-            g, kept = part
-            values = {name: q.dequantize(jnp.float32) for name, q in kept.items()}
-            u, new = self.rule.update(g, values, at)
-            return u.astype(g.dtype), {name: _above_zero(q.renewed(new[name])) for name, q in kept.items()}
-
-        return in_parts(step, (g, state), ())
+        values = {name: q.dequantize(jnp.float32) for name, q in state.items()}
+        u, new = self.rule.update(g, values, at)
+        return u.astype(g.dtype), {name: _above_zero(q.renewed(new[name])) for name, q in state.items()}
 
 
 def quantized(rule: Rule, formats: Formats, block_size: int = 256) -> Callable[[Leaf], Rule]:
