@@ -6,12 +6,14 @@ only set what it will read then, and importing this module starts nothing.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import importlib.metadata
 import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -53,6 +55,22 @@ def simulate(count: int) -> None:
         raise UserError(
             f"cannot simulate {count} devices: jax has already started with {len(seen)} {seen[0].platform} devices"
         )
+
+
+@contextlib.contextmanager
+def lowering_for(device: jax.Device) -> Iterator[None]:
+    """While jax lowers a program for a device that need not be here. Since jax 0.11 Pallas asks for which GPU its
+    kernels are, and within `jax.shard_map` the mesh says so; elsewhere this does."""
+    import jax
+
+    if device.platform != "gpu" or jax.__version_info__ < (0, 11):
+        yield
+        return
+    kind: Any = jax.sharding.AbstractDevice(
+        device_kind=device.device_kind, num_cores=device.core_count, platform=device.platform
+    )
+    with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), (), abstract_device=kind)):
+        yield
 
 
 def simulated(count: int) -> dict[str, str]:

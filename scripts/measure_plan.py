@@ -2,8 +2,8 @@
 
     python scripts/measure_plan.py --output docs/benchmarks/measured-plan.json
 
-Each config runs three steps in a process of its own. On a machine without a GPU the same configs run on tiny shapes:
-every path but the measuring, since a CPU does not tell its peak.
+Each config runs three steps in a process of its own; after --minutes the rest is left out, and said. On a machine
+without a GPU the same configs run on tiny shapes: every path but the measuring, since a CPU does not tell its peak.
 """
 
 from __future__ import annotations
@@ -12,8 +12,12 @@ import argparse
 import datetime as dt
 import importlib.metadata
 import json
+import shutil
 import statistics
+import subprocess
 import sys
+import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,22 +31,33 @@ MODELS = {
            "head_dim": 64},
 }  # fmt: skip
 TINY = {"vocab": 264, "layers": 2, "embed": 32, "mlp": 64, "heads": 4, "kv_heads": 2, "head_dim": 8}
+NO_TIME = "no time was left for it"
+BF16, SMALL_STATE = {"parameters": "bfloat16"}, {"name": "adamw8bit", "clip_by": "previous"}
+LONG = {"sequence_length": 4096}
+# What differs most comes first: whatever time there is, it measures many kinds of step.
 CONFIGS: tuple[tuple[str, dict[str, Any]], ...] = (
     ("130m", {}),
-    ("130m", {"memory": {"remat": "dots"}}),
-    ("130m", {"memory": {"remat": "full"}}),
-    ("130m", {"memory": {"remat": "full"}, "batch": {"global_size": 32}}),
-    ("130m", {"memory": {"remat": "full"}, "batch": {"global_size": 32, "accumulate": 4}}),
-    ("130m", {"data": {"sequence_length": 4096}, "batch": {"global_size": 2}, "memory": {"remat": "full"}}),
-    ("130m", {"precision": {"parameters": "bfloat16"}}),
-    ("130m", {"precision": {"parameters": "bfloat16", "master": "float32"}}),
-    ("130m", {"optimizer": {"name": "lion"}}),
-    ("130m", {"optimizer": {"name": "adafactor"}}),
     ("1b", {"memory": {"remat": "full"}}),
-    ("1b", {"memory": {"remat": "full"}, "precision": {"parameters": "bfloat16"}}),
+    ("1b", {"memory": {"remat": "full", "update": "during"}, "precision": BF16, "optimizer": SMALL_STATE}),
+    ("1b", {"memory": {"remat": "full", "update": "during"}, "precision": {"parameters": "int8"},
+            "optimizer": {"name": "apollo_mini", "clip_by": "previous", "tables": "projected"}}),
+    ("1b", {"memory": {"remat": "full"}, "precision": BF16 | {"master": "remainder8"},
+            "optimizer": {"name": "adamw8bit"}}),
+    ("1b", {"memory": {"remat": "full", "attention": "pallas"}, "precision": BF16, "data": LONG}),
+    ("1b", {"memory": {"remat": "full", "loss_chunk": 8192}, "precision": BF16, "batch": {"global_size": 16}}),
     ("1b", {"memory": {"remat": "dots"}, "data": {"sequence_length": 2048}, "batch": {"global_size": 2}}),
-    ("1b", {"memory": {"remat": "full"}, "precision": {"parameters": "bfloat16", "master": "float32"}}),
-)
+    ("130m", {"memory": {"remat": "full"}, "batch": {"global_size": 32, "accumulate": 4}}),
+    ("130m", {"memory": {"remat": "sqrt"}, "batch": {"global_size": 32}}),
+    ("130m", {"optimizer": {"name": "adafactor"}}),
+    ("130m", {"optimizer": {"name": "galore_adamw", "rank": 192}, "memory": {"remat": "full"}}),
+    ("130m", {"memory": {"remat": "dots"}}),
+    ("1b", {"memory": {"remat": "full"}, "precision": BF16 | {"master": "float32"}}),
+    ("130m", {"data": LONG, "batch": {"global_size": 2}, "memory": {"remat": "full", "loss_chunk": 32000}}),
+    ("130m", {"precision": BF16}),
+    ("130m", {"memory": {"update": "during"}}),
+    ("130m", {"optimizer": {"name": "lion"}}),
+    ("130m", {"memory": {"remat": "full"}, "batch": {"global_size": 32}}),
+)  # fmt: skip
 
 
 def configs(*, tiny: bool) -> list[dict[str, Any]]:
@@ -60,42 +75,67 @@ def configs(*, tiny: bool) -> list[dict[str, Any]]:
             raw[section] = raw.get(section, {}) | fields
         if tiny:
             raw["data"]["sequence_length"] = 16
+            if "loss_chunk" in raw.get("memory", {}):
+                raw["memory"]["loss_chunk"] = 64
+            if "rank" in raw.get("optimizer", {}):
+                raw["optimizer"]["rank"] = 8
         found.append(raw)
     return found
+
+
+def commit() -> str | None:
+    """Of the sources that were measured; `+` where they were changed since."""
+    git = shutil.which("git")
+    if git is None:
+        return None
+    ask = [git, "-C", str(Path(__file__).parent), "describe", "--always", "--abbrev=40", "--exclude=*", "--dirty=+"]
+    said = subprocess.run(ask, capture_output=True, text=True, check=False)
+    return said.stdout.strip() or None
 
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, help="where the JSON goes; default: standard output")
     parser.add_argument("--first", type=int, help="only so many configs")
+    parser.add_argument("--minutes", type=float, default=8.5, help="what is not done by then is left out, and said")
     given = parser.parse_args(arguments)
     gpus = devices.gpus() if devices.has_nvidia_gpu() else []
     if not gpus:
         print("no GPU here: tiny shapes on the CPU, nothing is measured", file=sys.stderr)
-    rows = []
-    for raw in configs(tiny=not gpus)[: given.first]:
-        row = apart(raw, None if gpus else 1) | {"config": raw}
+    begun, rows = time.monotonic(), list[dict[str, Any]]()
+    every = configs(tiny=not gpus)[: given.first]
+    for raw in every:
+        left = 60 * given.minutes - (time.monotonic() - begun)
+        row = (apart(raw, None if gpus else 1, left) if left > 0 else {"error": NO_TIME}) | {"config": raw}
         rows.append(row)
-        print(
-            row["name"], row.get("error") or f"planned {row['planned']:,} measured {row['measured']}", file=sys.stderr
-        )
+        said = row.get("error") or f"planned {row['planned']:,} measured {row['measured']}"
+        print(f"{raw['name']}: {said}", file=sys.stderr)
+        # After each config: what ends this script leaves what is known.
+        write(given.output, summary(rows, gpus), done=len(rows) == len(every))
+    return int(any("error" in row for row in rows))
+
+
+def summary(rows: Sequence[dict[str, Any]], gpus: Sequence[dict[str, Any]]) -> dict[str, Any]:
     off = [abs(row["difference"]) for row in rows if row.get("difference") is not None]
-    found = {
+    return {
         "date": dt.datetime.now(dt.UTC).date().isoformat(),
         "device": gpus[0]["name"] if gpus else "cpu",
         "driver": gpus[0]["driver"] if gpus else None,
         "versions": {name: importlib.metadata.version(name) for name in ("jax", "jaxlib", "flax", "optax")},
+        "commit": commit(),
         "configs": rows,
         "largest_difference": max(off, default=None),
         "median_difference": statistics.median(off) if off else None,
     }
+
+
+def write(output: Path | None, found: dict[str, Any], *, done: bool) -> None:
     text = json.dumps(found, indent=2) + "\n"
-    if given.output:
-        given.output.parent.mkdir(parents=True, exist_ok=True)
-        given.output.write_text(text)
-    else:
+    if output:
+        output.parent.mkdir(parents=True, exist_ok=True)
+        output.write_text(text)
+    elif done:
         print(text, end="")
-    return int(any("error" in row for row in rows))
 
 
 if __name__ == "__main__":

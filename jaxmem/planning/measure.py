@@ -46,10 +46,13 @@ def measure(cfg: Config) -> dict[str, Any]:
     }
 
 
-def apart(raw: dict[str, Any], simulate: int | None = None) -> dict[str, Any]:
-    """`measure` in a process of its own; what went wrong there comes back as `error`."""
+def apart(raw: dict[str, Any], simulate: int | None = None, seconds: float | None = None) -> dict[str, Any]:
+    """`measure` in a process of its own, which may take so many seconds; what went wrong comes back as `error`."""
     command = [sys.executable, "-m", "jaxmem.planning.measure", json.dumps(raw), str(simulate or "")]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)  # noqa: S603
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=seconds)  # noqa: S603
+    except subprocess.TimeoutExpired:
+        return {"name": raw["name"], "error": f"took more than {seconds:.0f} seconds"}
     if done.returncode:
         said = [line for line in done.stderr.splitlines() if line.strip()]
         return {"name": raw["name"], "error": said[-1] if said else f"ended with code {done.returncode}"}

@@ -145,7 +145,7 @@ gpu_device_info {{
 }}
 platform_name: "CUDA"
 dnn_version_info {{ major: 9 minor: 10 patch: 0 }}
-device_description_str: "NVIDIA {gpu.kind}"
+device_description_str: "NVIDIA {gpu.kind} like {_LIKE[gpu.compute_capability]}"
 """
 
 
@@ -158,6 +158,15 @@ _CORES = {
     "9.0": (233472, 232448, 2048, 128),
     "10.0": (233472, 232448, 2048, 128),
     "12.0": (102400, 101376, 1536, 128),
+}
+# jax's own table of GPUs has few of them: which of those has the same compute capability. Pallas looks for it.
+_LIKE = {
+    "8.0": "NVIDIA A100",
+    "8.6": "NVIDIA A10",
+    "8.9": "NVIDIA L4",
+    "9.0": "NVIDIA H100",
+    "10.0": "NVIDIA B200",
+    "12.0": "NVIDIA RTX PRO 6000",
 }
 
 

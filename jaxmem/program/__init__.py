@@ -7,9 +7,10 @@ no array is ever whole on a device that will not hold it whole.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any
@@ -23,6 +24,7 @@ from flax.traverse_util import unflatten_dict
 
 from jaxmem import adapters, data, hf, models, optim, precision
 from jaxmem.config import Config, Convnet, Decoder
+from jaxmem.devices import lowering_for
 from jaxmem.errors import UserError
 from jaxmem.exchange import places
 from jaxmem.leaves import state_axes
@@ -199,7 +201,7 @@ class Program:
 
     def _lower_begin(self) -> jax.stages.Lowered:
         places = jax.tree.map(lambda x: x.sharding, self.state)
-        with self.layout:
+        with self._lowering():
             begun = jax.jit(
                 lambda base: self._begun(base, jax.random.key(self.cfg.seed)), donate_argnums=0, out_shardings=places
             )
@@ -211,7 +213,7 @@ class Program:
             return self._lower_begin()
         key = self._placed("weights", (), jax.eval_shape(lambda: jax.random.key(0)))
         places = jax.tree.map(lambda x: x.sharding, self.state)
-        with self.layout:
+        with self._lowering():
             return jax.jit(self._initial, out_shardings=places).lower(key)
 
     def lower_step(self) -> jax.stages.Lowered:
@@ -233,7 +235,7 @@ class Program:
             self.chosen,
         )
         places = jax.tree.map(lambda x: x.sharding, self.state)
-        with self.layout:
+        with self._lowering():
             jitted = jax.jit(
                 step,
                 donate_argnums=0,
@@ -279,7 +281,7 @@ class Program:
             sums = jax.lax.map(lambda micro: plain(network, micro, None), batch)
             return jax.tree.map(lambda x: jnp.sum(x, axis=0), sums)
 
-        with self.layout:
+        with self._lowering():
             return jax.jit(evaluate, out_shardings=self.layout.replicated()).lower(self.state.params, self.batch)
 
     @cached_property
@@ -308,6 +310,11 @@ class Program:
             name: jax.make_array_from_callback(spec.shape, spec.sharding, partial(part, batch[name]))
             for name, spec in self.batch.items()
         }
+
+    @contextlib.contextmanager
+    def _lowering(self) -> Iterator[None]:
+        with self.layout, lowering_for(self.layout.mesh.devices.flat[0]):
+            yield
 
     @property
     def _platform(self) -> str:

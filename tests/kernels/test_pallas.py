@@ -53,7 +53,8 @@ def compiled(target, dim, dtype, options, folder):
         return jax.grad(loss, (0, 1, 2))(q, k, v)
 
     cut = jax.shard_map(gradient, mesh=mesh, in_specs=PartitionSpec(), out_specs=PartitionSpec(), check_vma=False)
-    dump = {"xla_gpu_autotune_level": "0", "xla_dump_to": str(folder)}
+    # Since jax 0.11 XLA writes no PTX unasked.
+    dump = {"xla_gpu_autotune_level": "0", "xla_dump_to": str(folder), "xla_dump_emitter_re": "ptx"}
     made = jax.jit(cut).lower(q, k, k, ids).compile(compiler_options=dump)
     return made, [file for file in folder.glob("*.ptx") if "attention_" in file.read_text()]
 
