@@ -13,9 +13,9 @@ from flax import nnx
 
 from jaxmem import hf
 from jaxmem.checkpoint import Checkpoints
-from jaxmem.config import save_config
+from jaxmem.config import Config, Decoder, save_config
 from jaxmem.errors import UserError
-from jaxmem.trained import BESIDE, is_run, open_model
+from jaxmem.trained import BESIDE, config_of, is_run, open_model
 from jaxmem.whole import written_whole
 
 
@@ -37,14 +37,20 @@ def import_model(source: str | Path, target: str | Path) -> None:
             checkpoints.save(0, {"params": params}, {}, cfg.model_dump(mode="json"), force=True)
 
 
-def export_model(run: str | Path, target: str | Path, dtype: str | None = None) -> None:
-    """A run as a Hugging Face directory, in the dtype that it came in, that its weights rest in, or another."""
+def export_model(
+    run: str | Path, target: str | Path, dtype: str | None = None, adapter: bool = False, merge: bool = False
+) -> None:
+    """A run as a Hugging Face directory, in the dtype that it came in, that its weights rest in, or another. Of one
+    with adapters either these alone, as PEFT keeps them, or all weights with them merged in, tensor by tensor."""
     if not is_run(run):
         raise UserError(f"{run}: no run is there (no config.yaml); give the directory that `jaxmem train` wrote")
+    _refuse(run, config_of(run), adapter, merge)
     program, params = open_model(run)
     cfg, own = program.cfg, Path(run, BESIDE)
-    if cfg.adapter.kind != "none":
-        raise UserError(f"{run}: has weights and adapters ({cfg.adapter.kind}); a directory of weights has none")
+    order = None if program.pipeline is None else program.pipeline.order.tolist()
+    if adapter and isinstance(cfg.model, Decoder):
+        hf.save_adapter(params, cfg.adapter, target, layers=cfg.model.layers, base=cfg.model.hf, order=order)
+        return
     hf.save(
         nnx.merge(program.graphdef, params),
         target,
@@ -52,5 +58,18 @@ def export_model(run: str | Path, target: str | Path, dtype: str | None = None) 
         tokenizer=cfg.data.tokenizer,
         dtype=dtype,
         length=cfg.data.sequence_length,
-        order=None if program.pipeline is None else program.pipeline.order.tolist(),
+        order=order,
     )
+
+
+def _refuse(run: str | Path, cfg: Config, adapter: bool, merge: bool) -> None:
+    if adapter and merge:
+        raise UserError(
+            "--adapter and --merge: adapters by themselves, or merged into the weights; give one of the two"
+        )
+    if cfg.adapter.kind == "none" and (adapter or merge):
+        raise UserError(f"{run}: has no adapters; leave out {'--adapter' if adapter else '--merge'}")
+    if cfg.adapter.kind != "none" and not (adapter or merge):
+        raise UserError(f"{run}: has adapters beside its weights; give --adapter for these alone, or --merge")
+    if adapter and not isinstance(cfg.model, Decoder):
+        raise UserError(f"{run}: PEFT has no form for adapters of family {cfg.model.family}, only of decoder")

@@ -12,9 +12,10 @@ import jax
 import jax.numpy as jnp
 from flax.traverse_util import flatten_dict, unflatten_dict
 
-from jaxmem import hf, precision
+from jaxmem import adapters, hf, precision
 from jaxmem.checkpoint import Checkpoints, place
 from jaxmem.config import Config, Mesh, load_config
+from jaxmem.config.peft import base_of, is_adapter
 from jaxmem.errors import UserError
 from jaxmem.program import Program, program
 from jaxmem.weights import is_quantized
@@ -28,7 +29,7 @@ def open_model(directory: str | Path, overrides: Sequence[str] = ()) -> tuple[Pr
     if is_run(directory):
         return open_run(directory, overrides)
     built = _program(config_of(directory, overrides))
-    return built, built.read_weights(str(directory))
+    return built, built.adapted(built.read_weights())
 
 
 def is_run(directory: str | Path) -> bool:
@@ -46,6 +47,8 @@ def config_of(directory: str | Path, overrides: Sequence[str] = ()) -> Config:
         return cfg
     if (directory / "config.json").is_file():
         return load_config(_standing_for(directory), overrides)
+    if is_adapter(directory):
+        return load_config({**_standing_for(Path(base_of(directory))), "adapter": {"hf": str(directory)}}, overrides)
     raise UserError(
         f"{directory}: no run is there (no config.yaml) and no Hugging Face model (no config.json); give the directory "
         "that `jaxmem train` wrote, or one with config.json and *.safetensors"
@@ -106,7 +109,11 @@ def _brought_to_rest(built: Program, params: Any) -> Any:
         own = axes[path][1:] if stacked else axes[path]
 
         def rest(w: Any) -> Any:
-            return precision.at_rest(w.dequantize(jnp.float32) if is_quantized(w) else w, own, built.cfg.precision)
+            cfg, is_base = built.cfg, not adapters.owns(path)
+            how, double = cfg.precision, False
+            if is_base and cfg.adapter.kind != "none":
+                how, double = cfg.base_precision, cfg.adapter.double
+            return precision.at_rest(w.dequantize(jnp.float32) if is_quantized(w) else w, own, how, double=double)
 
         places = jax.tree.map(lambda x: x.sharding, flatten_dict(built.state.params)[path])
         return jax.jit(jax.vmap(rest) if stacked else rest, out_shardings=places)(left.pop(path))

@@ -7,7 +7,7 @@ An adapter is a module inside the module that it changes, so that weights keep t
 their own (`blocks.attention.q.lora.a`); every way of running, laying out and updating a model treats both alike.
 """
 
-from jaxmem.adapters.lora import LEARNS, Lora, attach, lora
-from jaxmem.adapters.tree import base_of, joined
+from jaxmem.adapters.lora import LEARNS, Lora, attach, lora, merged
+from jaxmem.adapters.tree import base_of, owns
 
-__all__ = ["LEARNS", "Lora", "attach", "base_of", "joined", "lora"]
+__all__ = ["LEARNS", "Lora", "attach", "base_of", "lora", "merged", "owns"]

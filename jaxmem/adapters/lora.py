@@ -119,6 +119,15 @@ def lora(
         module.lora = Lora(rngs, module, own, scale, dropout, magnitude=dora, order=order)
 
 
+def merged(w: Float[Array, "inputs outputs"], own: Mapping[str, jax.Array], scale: float) -> jax.Array:
+    """The weight that a layer's own and its adapter (`a`, `b`, with DoRA `magnitude`) stand for, in float32."""
+    f32 = {name: x.astype(jnp.float32) for name, x in own.items()}
+    summed = w.astype(jnp.float32) + scale * f32["a"] @ f32["b"]
+    if "magnitude" not in f32:
+        return summed
+    return summed * (f32["magnitude"] / jnp.linalg.norm(summed, axis=0))
+
+
 def attach(model: nnx.Module, cfg: config.Adapter, key: jax.Array, order: Sequence[int] | None = None) -> None:
     """The adapters of a config. `order`: which layer stands at each place of a stack."""
     if cfg.kind != "none":

@@ -7,6 +7,11 @@ from typing import Any
 NAMES = ("lora",)  # the attributes that hold adapters
 
 
+def owns(path: tuple[Any, ...]) -> bool:
+    """Whether the parameter at a path, of names, is an adapter's."""
+    return any(name in NAMES for name in path)
+
+
 def base_of(tree: Any) -> Any:
     """A tree of parameters, or what has its form, without adapters.
 
@@ -16,14 +21,3 @@ def base_of(tree: Any) -> Any:
     if not isinstance(tree, dict):
         return tree
     return {name: base_of(value) for name, value in tree.items() if name not in NAMES}
-
-
-def joined(base: Any, whole: Any) -> Any:
-    """`whole` with the base's own parameters in the place of its.
-
-    >>> joined({"q": {"weight": 3}}, {"q": {"weight": 1, "lora": {"a": 2}}})
-    {'q': {'weight': 3, 'lora': {'a': 2}}}
-    """
-    if not isinstance(whole, dict):
-        return base
-    return {name: value if name in NAMES else joined(base[name], value) for name, value in whole.items()}

@@ -30,14 +30,16 @@ def export(
     dtype: Annotated[
         str | None, typer.Option(metavar="D", help="float32, float16, bfloat16; default: as it came, or rests.")
     ] = None,
+    adapter: Annotated[bool, typer.Option("--adapter", help="Only its adapters, for PEFT.")] = False,
+    merge: Annotated[bool, typer.Option("--merge", help="Its weights with the adapters in them.")] = False,
     simulate: Simulate = None,
 ) -> None:
-    """A run as a Hugging Face directory, which transformers opens."""
+    """A run as a Hugging Face directory, which transformers opens, or its adapters as one that PEFT opens."""
     take_devices(simulate)
     from jaxmem.convert import export_model
 
-    export_model(run, target, dtype)
-    print(f"{target}: config.json, *.safetensors and the tokenizer")
+    export_model(run, target, dtype, adapter, merge)
+    print(f"{target}: " + ("what PEFT opens" if adapter else "config.json, *.safetensors and the tokenizer"))
 
 
 def tokenize(

@@ -15,6 +15,8 @@ def check_adapter(cfg: Config) -> Iterator[str]:
             if getattr(adapter, field) != getattr(usual, field):
                 yield f"adapter.{field}: adapter.kind: none has none; use lora, dora or qlora"
         return
+    if adapter.hf is not None and not (isinstance(cfg.model, Decoder) and cfg.model.hf is not None):
+        yield f"adapter.hf: {adapter.hf} belongs to the weights of a model; give model.hf"
     if not adapter.targets:
         yield "adapter.targets: names nothing; give patterns of layers, as blocks.*"
     if cfg.memory.update == "during":

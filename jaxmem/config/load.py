@@ -18,8 +18,9 @@ from pydantic import ValidationError
 from jaxmem.config.check import check
 from jaxmem.config.explain import explain
 from jaxmem.config.hugging_face import decoder_fields
+from jaxmem.config.peft import adapter_fields
 from jaxmem.config.presets import PRESETS
-from jaxmem.config.sections import Config, Decoder
+from jaxmem.config.sections import Adapter, Config, Decoder
 from jaxmem.errors import UserError, nearest
 
 MAX_BYTES = 256 * 1024
@@ -162,6 +163,9 @@ def _expand(raw: dict[str, Any]) -> None:
     """Short forms to what they stand for. What is of the wrong type is left for pydantic to refuse."""
     if isinstance(raw.get("objective"), str):
         raw["objective"] = {"name": raw["objective"]}
+    adapter = raw.get("adapter")
+    if isinstance(adapter, dict) and isinstance(adapter.get("hf"), str) and set(Adapter.model_fields) - set(adapter):
+        raw["adapter"] = {**adapter_fields(adapter["hf"]), **adapter}  # one that was saved has all fields
     model = raw.get("model")
     if not isinstance(model, dict):
         return

@@ -298,6 +298,7 @@ class Adapter(Section):
     dropout: Fraction = 0.0  # of what an adapter sees
     base: Rest | None = None  # what the model's own weights rest in; none: nf4 under qlora, else as those that learn
     double: bool = True  # of a base in codes, the constants in 8 bits too
+    hf: str | None = None  # a PEFT directory, which gives adapters to begin from and every field that is not given here
     faster: Positive = 1.0  # the learning rate of B, as a multiple of A's (LoRA+)
 
 

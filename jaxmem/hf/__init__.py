@@ -8,6 +8,7 @@ save(model, "mine")                                  # a directory that transfor
 
 from jaxmem.hf.beside import copy_beside, storage_dtype
 from jaxmem.hf.load import load, read_weights
+from jaxmem.hf.peft import read_adapter, save_adapter
 from jaxmem.hf.save import save
 
-__all__ = ["copy_beside", "load", "read_weights", "save", "storage_dtype"]
+__all__ = ["copy_beside", "load", "read_adapter", "read_weights", "save", "save_adapter", "storage_dtype"]

@@ -67,20 +67,35 @@ def read_weights(
 ) -> Any:
     """Arrays for `params`, shapes with their dtypes and places. `order`: which layer lies at each place of a stack,
     by default its own; a number beyond the layers is a place that is filled up with zeros."""
-    order = range(cfg.layers) if order is None else order
-    flat_axes = flatten_dict(axes)
-    found = {}
+    # The two largest, embedding and output projection, not one after the other: jax lets go of a host's array when
+    # the next one comes.
+    named = sorted(weights(params), key=lambda one: one[0].path[0] != "embedding")
     with Tensors(directory) as tensors:
-        wanted = {}
-        for weight, spec in weights(params):
-            for layer in range(cfg.layers) if weight.stacked else (0,):
-                wanted[weight.of_layer(layer)] = weight.there(spec.shape)
-        tensors.expect(wanted, partial(_is_known, cfg))
-        # The two largest, embedding and output projection, not one after the other: jax lets go of a host's array when
-        # the next one comes.
-        for weight, spec in sorted(weights(params), key=lambda one: one[0].path[0] != "embedding"):
-            found[weight.path] = _read(tensors, weight, spec, flat_axes[weight.path], layout, cfg.layers, order)
-    return unflatten_dict(found)
+        known = partial(_is_known, cfg)
+        return unflatten_dict(read(tensors, named, axes, cfg.layers, layout, order, ignored=known))
+
+
+def read(
+    tensors: Tensors,
+    named: Sequence[tuple[Weight, Spec]],
+    axes: Any,
+    layers: int,
+    layout: Layout | None,
+    order: Sequence[int] | None,
+    config: str = "config.json",
+    ignored: Callable[[str], bool] = lambda _: False,
+) -> dict[tuple[str, ...], Any]:
+    """Arrays by their paths, of exactly these weights; `config` is the file that says their shapes."""
+    order = range(layers) if order is None else order
+    flat_axes, wanted = flatten_dict(axes), {}
+    for weight, spec in named:
+        for layer in range(layers) if weight.stacked else (0,):
+            wanted[weight.of_layer(layer)] = weight.there(spec.shape)
+    tensors.expect(wanted, ignored, config)
+    return {
+        weight.path: _read(tensors, weight, spec, flat_axes[weight.path], layout, layers, order)
+        for weight, spec in named
+    }
 
 
 def _is_known(cfg: Decoder, name: str) -> bool:

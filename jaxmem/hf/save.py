@@ -6,9 +6,10 @@ Written tensor by tensor: the host holds one at a time. The directory appears wh
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cache, partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -17,10 +18,12 @@ import numpy as np
 from flax import nnx
 
 from jaxmem import models
+from jaxmem.adapters import Lora, base_of, merged
 from jaxmem.config.hugging_face import config_json, read_json
 from jaxmem.data import tokenizer_for
 from jaxmem.errors import UserError
 from jaxmem.hf.beside import DTYPES, copy_beside, copy_tokenizer, storage_dtype
+from jaxmem.hf.names import Path as Path_
 from jaxmem.hf.names import Weight, weights
 from jaxmem.hf.tensors import DTYPES as NUMPY
 from jaxmem.hf.tensors import SHARD, Given, write_tensors
@@ -48,7 +51,7 @@ def save(
     """
     if jax.process_count() > 1:
         raise UserError("a Hugging Face directory is written by one process; start a single one")
-    params = nnx.to_pure_dict(nnx.state(model))
+    params, added = base_of(nnx.to_pure_dict(nnx.state(model))), _adapters(model)
     rest = str(jax.tree.leaves(params, is_leaf=is_quantized)[0].dtype)
     kept = dtype or (storage_dtype(base) if base else rest)
     if kept not in DTYPES:
@@ -64,30 +67,54 @@ def save(
             # Named, or the family's class would put numbers of its own there.
             settings |= {"bos_token_id": known.begin[0] if known.begin else None, "eos_token_id": known.end}
         (place / "config.json").write_text(json.dumps({**settings, "torch_dtype": kept}, indent=2) + "\n")
-        write_tensors(place, _tensors(params, kept, model.cfg.layers, order), shard)
+        write_tensors(place, given(list(weights(params)), kept, model.cfg.layers, order, added), shard)
 
 
-def _tensors(params: Any, dtype: str, layers: int, order: Sequence[int] | None) -> list[Given]:
+Added = tuple[dict[str, jax.Array], float]  # an adapter's weights, and how much they count
+
+
+def _adapters(model: models.Decoder) -> dict[Path_, Added]:
+    """By the path of the weight that they change."""
+    found: dict[Path_, Added] = {}
+    for path, module in nnx.iter_modules(model):
+        if isinstance(module, Lora):
+            own = {name: x for name, x in nnx.to_pure_dict(nnx.state(module)).items() if x is not None}
+            found[*map(str, path[:-1]), "weight"] = own, module.scale
+    return found
+
+
+def given(
+    named: Sequence[tuple[Weight, Any]],
+    dtype: str,
+    layers: int,
+    order: Sequence[int] | None,
+    added: Mapping[Path_, Added] = MappingProxyType({}),
+) -> list[Given]:
+    """What is to be written of weights, those of adapters `added` to them. `order`: which layer lies at each place of a
+    stack."""
     places = {layer: place for place, layer in enumerate(range(layers) if order is None else order)}
     numpy = next(one for one in NUMPY.values() if one.name == dtype)
     found = []
-    for weight, leaf in weights(params):
+    for weight, leaf in named:
         shape = weight.there(leaf.shape)
         for layer in range(layers) if weight.stacked else (0,):
-            values = partial(_values, weight, leaf, places[layer], dtype)
+            values = partial(_values, weight, leaf, added.get(weight.path), places[layer], dtype)
             found.append(Given(weight.of_layer(layer), numpy, shape, values))
     return found
 
 
-def _values(weight: Weight, leaf: jax.Array | QTensor, place: int, dtype: str) -> np.ndarray:
-    return np.asarray(_there(weight.stacked, weight.transposed, dtype)(leaf, np.int32(place)))
+def _values(weight: Weight, leaf: jax.Array | QTensor, added: Added | None, place: int, dtype: str) -> np.ndarray:
+    own, scale = added or (None, 0.0)
+    return np.asarray(_there(weight.stacked, weight.transposed, dtype, scale)(leaf, own, np.int32(place)))
 
 
 @cache
-def _there(stacked: bool, transposed: bool, dtype: str) -> Any:
-    def turned(x: jax.Array | QTensor, place: jax.Array) -> jax.Array:
-        one = jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, place, keepdims=False), x) if stacked else x
-        one = one.dequantize(jnp.float32) if isinstance(one, QTensor) else one
+def _there(stacked: bool, transposed: bool, dtype: str, scale: float) -> Any:
+    def turned(x: jax.Array | QTensor, own: dict[str, jax.Array] | None, place: jax.Array) -> jax.Array:
+        if stacked:
+            x, own = jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, place, keepdims=False), (x, own))
+        one = x.dequantize(jnp.float32) if isinstance(x, QTensor) else x
+        one = one if own is None else merged(one, own, scale)
         return (one.T if transposed else one).astype(dtype)
 
     return jax.jit(turned)

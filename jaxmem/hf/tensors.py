@@ -44,18 +44,21 @@ class Entry:
 class Tensors:
     """All tensors of a directory, in one file or several with an index."""
 
-    def __init__(self, directory: str | Path) -> None:
+    def __init__(self, directory: str | Path, single: str | None = None) -> None:
+        """`single`: the name of the only file, where there can be no other."""
         self.directory = Path(directory).expanduser()
         self._opened = ExitStack()
         self._handles: dict[Path, Any] = {}
         self.entries: dict[str, Entry] = {}
-        for file in _files(self.directory):
+        for file in _files(self.directory) if single is None else [self.directory / single]:
             found = read_header(file)
             if twice := sorted(found.keys() & self.entries.keys()):
                 raise UserError(f"{file}: {_few(twice)} stand in {self.entries[twice[0]].file.name} too")
             self.entries |= found
 
-    def expect(self, wanted: Mapping[str, tuple[int, ...]], ignored: Callable[[str], bool]) -> None:
+    def expect(
+        self, wanted: Mapping[str, tuple[int, ...]], ignored: Callable[[str], bool], config: str = "config.json"
+    ) -> None:
         """Refuse a directory that lacks a tensor, has one too many, or one of another shape or an unknown dtype."""
         there = {name for name in self.entries if name in wanted or not ignored(name)}
         problems = []
@@ -69,7 +72,7 @@ class Tensors:
             entry = self.entries[name]
             if entry.shape != shape:
                 raise UserError(
-                    f"{entry.file}: {name} is {list(entry.shape)}, but config.json makes it {list(shape)}; "
+                    f"{entry.file}: {name} is {list(entry.shape)}, but {config} makes it {list(shape)}; "
                     "one of the two is of another model"
                 )
             if entry.dtype not in DTYPES:
@@ -183,11 +186,11 @@ class Given:
         return math.prod(self.shape) * self.dtype.itemsize
 
 
-def write_tensors(directory: Path, given: Sequence[Given], shard: int = SHARD) -> None:
+def write_tensors(directory: Path, given: Sequence[Given], shard: int = SHARD, single: str = SINGLE) -> None:
     """In files of at most `shard` bytes, with an index where they are several. One tensor is held at a time."""
     parts = list(_shards(given, shard))
     names = (
-        [SINGLE] if len(parts) == 1 else [f"model-{n + 1:05}-of-{len(parts):05}.safetensors" for n in range(len(parts))]
+        [single] if len(parts) == 1 else [f"model-{n + 1:05}-of-{len(parts):05}.safetensors" for n in range(len(parts))]
     )
     for name, part in zip(names, parts, strict=True):
         header: dict[str, Any] = {"__metadata__": {"format": "pt"}}

@@ -35,6 +35,7 @@ from jaxmem.precision import compute_dtype
 from jaxmem.program import Program, pipeline_of
 from jaxmem.program.objective import objective
 from jaxmem.sharding import layout_for
+from jaxmem.weights import placed, points
 
 
 def shape_of(cfg: Config, platform: str) -> Config:
@@ -141,6 +142,10 @@ def passes_of(cfg: Config, platform: str) -> Passes:
         shape = shape.model_copy(
             update={"precision": Precision(parameters="bfloat16", compute=shape.precision.compute)}
         )
+    if cfg.base_precision.quantized and cfg.adapter.kind != "none":
+        shape = shape.model_copy(
+            update={"adapter": cfg.adapter.model_copy(update={"kind": "lora", "base": "bfloat16", "double": True})}
+        )
     return _passes(shape, cfg.mesh.tensor, cfg.mesh.tensor if "tensor" in cfg.rules.heads else 1)
 
 
@@ -153,7 +158,11 @@ def _passes(shape: Config, tensor: int, heads: int) -> Passes:
 
     def both(params: Any, batch: Any) -> tuple[Any, Any]:
         """What is kept, and the gradients."""
-        loss, back = jax.vjp(lambda params: objective_(nnx.merge(built.graphdef, params), batch, None)["loss"], params)
+
+        def loss_of(at: Any) -> jax.Array:
+            return objective_(nnx.merge(built.graphdef, placed(params, at)), batch, None)["loss"]
+
+        loss, back = jax.vjp(loss_of, points(built.chosen(params)))
         return jax.tree.leaves(back), back(jax.numpy.ones_like(loss))
 
     traced, (outs, _) = jax.make_jaxpr(both, return_shape=True)(params, batch)

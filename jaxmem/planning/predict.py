@@ -154,7 +154,9 @@ def ideal_flops(built: Program) -> float:
     seen = min(model.window or length, length)
     pairs = seen * length - seen * (seen - 1) / 2  # (query, key) that see each other
     attention = 4 * model.layers * model.heads * model.head_dim * pairs
-    return cfg.batch.global_size * 3.0 * (2.0 * (built.parameters - looked_up) * length + attention)
+    products = built.parameters - looked_up
+    frozen = built.parameters - built.trainable if cfg.learns else 0  # has no gradient to make
+    return cfg.batch.global_size * (3.0 * (2.0 * products * length + attention) - 2.0 * frozen * length)
 
 
 def held(tree: Any) -> int:

@@ -20,7 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import nnx
-from flax.traverse_util import unflatten_dict
+from flax.traverse_util import flatten_dict, unflatten_dict
 
 from jaxmem import adapters, data, hf, models, optim, precision
 from jaxmem.config import Config, Convnet, Decoder
@@ -122,12 +122,24 @@ class Program:
 
     def saved_state(self, config: Mapping[str, Any]) -> TrainState:
         """`state` as a checkpoint of this config, as JSON, holds it: its layers may be stored for other stages."""
-        restage = self._restage(config)
+        restage, state = self._restage(config), self.stored(self.state)
         if not restage.needed:
-            return self.state
-        params = restage.saved("weights", self.axes_at_rest, self.state.params)
-        opt_state = restage.saved("optimizer", self.opt_axes, self.state.opt_state)
-        return dataclasses.replace(self.state, params=params, opt_state=opt_state)
+            return state
+        params = restage.saved("weights", self._stored(self.axes_at_rest), state.params)
+        opt_state = restage.saved("optimizer", self.opt_axes, state.opt_state)
+        return dataclasses.replace(state, params=params, opt_state=opt_state)
+
+    def stored(self, state: TrainState) -> TrainState:
+        """What a checkpoint holds of a state: without weights that stay as `model.hf` has them."""
+        return dataclasses.replace(state, params=self._stored(state.params))
+
+    def _stored(self, params: Any) -> Any:
+        return self.chosen(params) if self.base_elsewhere else params
+
+    @property
+    def base_elsewhere(self) -> bool:
+        """Whether what does not learn is read from `model.hf` whenever it is needed, and not kept again."""
+        return isinstance(self.cfg.model, Decoder) and self.cfg.model.hf is not None and bool(self.cfg.learns)
 
     def restored(self, saved: TrainState, config: Mapping[str, Any]) -> TrainState:
         """What was read into `saved_state`, as this program stores it."""
@@ -136,7 +148,12 @@ class Program:
         return dataclasses.replace(saved, params=params, opt_state=opt_state)
 
     def restored_params(self, params: Params, config: Mapping[str, Any]) -> Params:
-        return self._restored(config, self.axes_at_rest, params, self.state.params)
+        axes, placed = self._stored(self.axes_at_rest), self._stored(self.state.params)
+        params = self._restored(config, axes, params, placed)
+        if not self.base_elsewhere:
+            return params
+        base = flatten_dict(self.read_weights())
+        return unflatten_dict({path: base[path] if x is None else x for path, x in flatten_dict(params).items()})
 
     @cached_property
     def axes_at_rest(self) -> Any:
@@ -146,9 +163,8 @@ class Program:
     @property
     def culprits(self) -> list[str]:
         """What the metric `culprit` counts: weights and layers by name."""
-        order = None if self.pipeline is None else self.pipeline.order.tolist()
         dense = jax.eval_shape(points, self._shapes.params)
-        return culprit.names(self.chosen(self.axes), dense, order)
+        return culprit.names(self.chosen(self.axes), dense, self._order)
 
     @cached_property
     def opt_axes(self) -> Any:
@@ -172,19 +188,41 @@ class Program:
         are read, and never random."""
         model = self.cfg.model
         if isinstance(model, Decoder) and model.hf is not None:
-            return self.begin(self.read_weights(model.hf))
+            return self.begin(self.adapted(self.read_weights()))
         return self.compiled_initialise(jax.random.key(self.cfg.seed))
 
-    def read_weights(self, directory: str) -> Params:
-        """The weights of a Hugging Face directory, where and as this program keeps them."""
+    def read_weights(self) -> Params:
+        """The model's own weights, from the Hugging Face directory of the config, where and as this program keeps
+        them."""
         model = self.cfg.model
         assert isinstance(model, Decoder)
-        order = None if self.pipeline is None else self.pipeline.order.tolist()
+        assert model.hf is not None
         base, axes = adapters.base_of(self.state.params), adapters.base_of(self.axes)
-        return hf.read_weights(directory, model, base, axes, self.layout, order)
+        return hf.read_weights(model.hf, model, base, axes, self.layout, self._order)
+
+    def adapted(self, base: Params) -> Params:
+        """The model's own weights, which it takes over, and the adapters that learning begins from: new ones, or those
+        of `adapter.hf`."""
+        adapter, model = self.cfg.adapter, self.cfg.model
+        if adapter.kind == "none":
+            return base
+        places = jax.tree.map(lambda x: x.sharding, self.state.params)
+        with self._lowering():
+            new = jax.jit(self._with_adapters, donate_argnums=0, out_shardings=places)
+            params = new(base, jax.random.key(self.cfg.seed))
+        if adapter.hf is None:
+            return params
+        assert isinstance(model, Decoder)
+        read = hf.read_adapter(adapter.hf, self.state.params, self.axes, model.layers, self.layout, self._order)
+        return unflatten_dict({**flatten_dict(params), **read})
+
+    @property
+    def _order(self) -> list[int] | None:
+        """Which layer lies at each place of a stack; None: its own."""
+        return None if self.pipeline is None else self.pipeline.order.tolist()
 
     def begin(self, params: Params) -> TrainState:
-        """A new state of these weights of the model's own, which it takes over."""
+        """A new state of these weights, which it takes over."""
         return self._compiled_begin(params)
 
     @cached_property
@@ -202,10 +240,7 @@ class Program:
     def _lower_begin(self) -> jax.stages.Lowered:
         places = jax.tree.map(lambda x: x.sharding, self.state)
         with self._lowering():
-            begun = jax.jit(
-                lambda base: self._begun(base, jax.random.key(self.cfg.seed)), donate_argnums=0, out_shardings=places
-            )
-            return begun.lower(adapters.base_of(self.state.params))
+            return jax.jit(self._begun, donate_argnums=0, out_shardings=places).lower(self.state.params)
 
     def lower_initialise(self) -> jax.stages.Lowered:
         """What makes a new state: of a random key, or of the weights that `model.hf` names."""
@@ -341,11 +376,9 @@ class Program:
             base = nnx.to_pure_dict(nnx.state(self._build(key)))
         if self.pipeline is not None:
             base = jax.tree.map(self._staged, adapters.base_of(self.axes), base, is_leaf=is_axes)
-        return self._begun(base, key)
+        return self._begun(base if self.cfg.adapter.kind == "none" else self._with_adapters(base, key))
 
-    def _begun(self, base: Params, key: jax.Array) -> TrainState:
-        """`base`: the model's own weights, as they lie."""
-        params = base if self.cfg.adapter.kind == "none" else self._with_adapters(base, key)
+    def _begun(self, params: Params) -> TrainState:
         scale = scaling.initial(self.cfg.precision.loss_scale)
         return TrainState(jnp.zeros((), jnp.int32), params, self.optimizer.init(self.chosen(params)), scale)
 
@@ -354,8 +387,7 @@ class Program:
         graphdef, _ = nnx.split(network)
         network = nnx.merge(graphdef, base)
         with precision.resting(self.cfg.precision):
-            order = None if self.pipeline is None else self.pipeline.order.tolist()
-            adapters.attach(network, self.cfg.adapter, jax.random.fold_in(key, _ADAPTERS), order)
+            adapters.attach(network, self.cfg.adapter, jax.random.fold_in(key, _ADAPTERS), self._order)
         return nnx.to_pure_dict(nnx.state(network))
 
     def _staged(self, axes: Axes, weight: Any) -> Any:

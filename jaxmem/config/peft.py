@@ -1,0 +1,105 @@
+"""A PEFT `adapter_config.json` as the fields of `adapter`, and back. What an adapter here is not is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from jaxmem.config.hugging_face import read_json
+from jaxmem.config.sections import Adapter
+from jaxmem.errors import UserError, nearest
+
+CONFIG = "adapter_config.json"
+TARGETS = {
+    "q_proj": "blocks.attention.q",
+    "k_proj": "blocks.attention.k",
+    "v_proj": "blocks.attention.v",
+    "o_proj": "blocks.attention.o",
+    "gate_proj": "blocks.mlp.gate",
+    "up_proj": "blocks.mlp.up",
+    "down_proj": "blocks.mlp.down",
+    "embed_tokens": "embedding",
+    "lm_head": "head",
+}
+# Settings that change what an adapter computes, and the only values that are known here.
+FIXED: dict[str, tuple[Any, ...]] = {
+    "peft_type": ("LORA",),
+    "bias": ("none",),
+    "fan_in_fan_out": (False,),
+    "modules_to_save": (None, []),
+    "layers_to_transform": (None,),
+    "alpha_pattern": ({},),
+    "lora_bias": (False,),
+    "trainable_token_indices": (None,),
+    "layer_replication": (None,),
+    "megatron_config": (None,),
+    "exclude_modules": (None, []),
+    "target_parameters": (None, []),
+    "alora_invocation_tokens": (None,),
+    "init_lora_weights": (True, False, "gaussian", "orthogonal", "eva"),  # others change the base
+}
+
+
+def is_adapter(directory: str | Path) -> bool:
+    return (Path(directory).expanduser() / CONFIG).is_file()
+
+
+def adapter_fields(directory: str) -> dict[str, Any]:
+    """The fields of `adapter` that a directory stands for."""
+    file = Path(directory).expanduser() / CONFIG
+    if not file.is_file():
+        raise UserError(f"adapter.hf: {directory}: no {CONFIG} is there; give the directory that PEFT saved")
+    given = read_json(file)
+    for key, known in FIXED.items():
+        if given.get(key, known[0]) not in known:
+            raise UserError(f"{file}: {key} {given[key]!r} is not supported, only {known[0]!r}")
+    names, ranks = given.get("target_modules"), given.get("rank_pattern") or {}
+    rank, alpha = given.get("r", 8), given.get("lora_alpha", 8)
+    if not isinstance(names, list) or not names or not isinstance(ranks, Mapping):
+        raise UserError(f"{file}: target_modules must be a list of names, not {names!r}")
+    for name in (*names, *ranks):
+        if name not in TARGETS:
+            raise UserError(f"{file}: target_modules has no {name!r} here{nearest(str(name), TARGETS)}")
+    if any(type(one) is not int or one < 1 for one in (rank, *ranks.values())):
+        raise UserError(f"{file}: r and rank_pattern must be whole numbers of at least 1")
+    if isinstance(alpha, bool) or not isinstance(alpha, int | float) or not alpha > 0:
+        raise UserError(f"{file}: lora_alpha must be a number above 0, not {alpha!r}")
+    return {
+        "kind": "dora" if given.get("use_dora", False) else "lora",
+        "rank": rank,
+        "alpha": float(alpha),
+        "stabilized": bool(given.get("use_rslora", False)),
+        "dropout": float(given.get("lora_dropout", 0.0)),
+        "targets": {TARGETS[name]: ranks.get(name, rank) for name in sorted(names)},
+    }
+
+
+def base_of(directory: str | Path) -> str:
+    """The model that an adapter belongs to, where that is a directory of this machine."""
+    file = Path(directory).expanduser() / CONFIG
+    named = read_json(file).get("base_model_name_or_path")
+    if not isinstance(named, str) or not Path(named).expanduser().is_dir():
+        raise UserError(f"{file}: its base {named!r} is no directory here; give that of the base, and adapter.hf")
+    return named
+
+
+def adapter_json(adapter: Adapter, ranks: Mapping[str, int], base: str | None) -> dict[str, Any]:
+    """The adapter_config.json of adapters with these ranks, by the names of the layers."""
+    names = {ours: theirs for theirs, ours in TARGETS.items()}
+    return {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": base,
+        "r": adapter.rank,
+        "lora_alpha": int(adapter.alpha) if adapter.alpha.is_integer() else adapter.alpha,
+        "lora_dropout": adapter.dropout,
+        "target_modules": [names[layer] for layer in ranks],
+        "rank_pattern": {names[layer]: rank for layer, rank in ranks.items() if rank != adapter.rank},
+        "use_rslora": adapter.stabilized,
+        "use_dora": adapter.kind == "dora",
+        "bias": "none",
+        "fan_in_fan_out": False,
+        "init_lora_weights": True,
+        "inference_mode": True,
+    }

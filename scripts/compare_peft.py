@@ -1,0 +1,134 @@
+"""What PEFT makes of adapters on a tiny model, and how it trains them: the reference of tests/hf/test_peft.py.
+
+Weights follow from their names by a formula, so that the suite builds the same directories without torch. In an
+environment with torch, transformers 5, peft, safetensors and numpy:
+
+    python scripts/compare_peft.py record tests/hf/data
+    python scripts/compare_peft.py opens ADAPTER BASE LOGITS.npy    # whether PEFT opens an adapter with these logits
+
+Recorded with torch 2.13.0, transformers 5.23.0, peft 0.21.0, on a CPU.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+sys.path.insert(0, str(Path(__file__).parent))
+from compare_transformers import ROWS, config, shapes, values, write_directory
+
+BASE = "llama3"
+PRODUCTS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+CASES: dict[str, dict[str, Any]] = {
+    "lora": {"r": 4, "lora_alpha": 6, "target_modules": [*PRODUCTS, "embed_tokens"], "rank_pattern": {"q_proj": 2}},
+    "dora": {"r": 3, "lora_alpha": 2, "target_modules": ["q_proj", "down_proj"], "use_rslora": True, "use_dora": True},
+}
+LEARNING = {"lr": 5e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0}
+STEPS = 8
+
+
+def adapter_config(case: str) -> dict[str, Any]:
+    settings = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": None}
+    return {**settings, "lora_dropout": 0.0, "bias": "none", "inference_mode": True, **CASES[case]}
+
+
+def tensors(case: str) -> dict[str, np.ndarray]:
+    """As PEFT names and shapes them."""
+    given, found = CASES[case], {}
+    for name, shape in shapes(config(BASE)).items():
+        module = name.removesuffix(".weight")
+        last = module.rpartition(".")[2]
+        if last not in given["target_modules"]:
+            continue
+        rank, place = given.get("rank_pattern", {}).get(last, given["r"]), f"base_model.model.{module}"
+        if last == "embed_tokens":
+            found[f"{place}.lora_embedding_A"], found[f"{place}.lora_embedding_B"] = (rank, shape[0]), (shape[1], rank)
+            continue
+        found[f"{place}.lora_A.weight"], found[f"{place}.lora_B.weight"] = (rank, shape[1]), (shape[0], rank)
+        if given.get("use_dora", False):
+            found[f"{place}.lora_magnitude_vector"] = shape[:1]
+    return {name: 2 + values(name, shape) if "vector" in name else values(name, shape) for name, shape in found.items()}
+
+
+def write_adapter(case: str, place: Path) -> None:
+    from safetensors.numpy import save_file
+
+    place.mkdir(parents=True, exist_ok=True)
+    (place / "adapter_config.json").write_text(json.dumps(adapter_config(case), indent=1))
+    save_file(tensors(case), place / "adapter_model.safetensors", metadata={"format": "pt"})
+
+
+def opened(adapter: Path, base: Path, *, trainable: bool = False) -> Any:
+    import torch
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32, attn_implementation="eager")
+    return PeftModel.from_pretrained(model, str(adapter), is_trainable=trainable).eval()
+
+
+def logits(model: Any) -> np.ndarray:
+    import torch
+
+    with torch.no_grad():
+        return model(input_ids=torch.tensor(ROWS)).logits.numpy()
+
+
+def losses(model: Any) -> list[float]:
+    """Of so many updates on the same rows, each before it."""
+    import torch
+
+    adamw = torch.optim.AdamW([x for x in model.parameters() if x.requires_grad], **LEARNING)
+    rows, found = torch.tensor(ROWS), []
+    for _ in range(STEPS):
+        loss = model(input_ids=rows, labels=rows).loss
+        adamw.zero_grad()
+        loss.backward()
+        adamw.step()
+        found.append(loss.item())
+    return found
+
+
+def record(target: Path) -> None:
+    import tempfile
+
+    import peft
+
+    found = {}
+    with tempfile.TemporaryDirectory() as made:
+        place = Path(made)
+        write_directory(BASE, place / "base")
+        for case in CASES:
+            write_adapter(case, place / case)
+            model = opened(place / case, place / "base", trainable=True)
+            saved = peft.get_peft_model_state_dict(model, save_embedding_layers=False)
+            assert saved.keys() == tensors(case).keys()
+            found[f"{case}.logits"] = logits(model)
+            found[f"{case}.losses"] = np.array(losses(model))
+            print(case, np.abs(found[f"{case}.logits"]).mean(), found[f"{case}.losses"])
+    np.savez_compressed(target / "peft.npz", **found)
+    print(peft.__version__)
+
+
+def opens(adapter: Path, base: Path, expected: Path) -> bool:
+    model = opened(adapter, base)
+    off = np.abs(logits(model) - np.load(expected)).max()
+    merged = np.abs(logits(model.merge_and_unload()) - np.load(expected)).max()
+    print(f"{adapter.name}: logits {off:.1e} apart, merged there {merged:.1e}")
+    return max(off, merged) < 1e-4
+
+
+def main(command: str, *places: str) -> None:
+    paths = [Path(place) for place in places]
+    if command == "record":
+        record(paths[0])
+    elif not opens(*paths):
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

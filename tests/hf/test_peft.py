@@ -1,0 +1,127 @@
+"""Adapters of PEFT: the same logits and the same learning; out again, merged, and in checkpoints without their base."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from flax.traverse_util import flatten_dict
+from safetensors.numpy import load_file
+
+from jaxmem import hf
+from jaxmem.config import load_config
+from jaxmem.errors import UserError
+from jaxmem.program import program
+from jaxmem.trained import open_model
+
+HERE = Path(__file__).parent
+PEERS = np.load(HERE / "data" / "peft.npz")
+
+
+@pytest.fixture(scope="module")
+def peft() -> ModuleType:
+    """The script that recorded what PEFT makes of these adapters."""
+    folder = HERE.parents[1] / "scripts"
+    spec = importlib.util.spec_from_file_location("compare_peft", folder / "compare_peft.py")
+    module = importlib.util.module_from_spec(spec)
+    sys.path.insert(0, str(folder))
+    spec.loader.exec_module(module)
+    sys.path.remove(str(folder))
+    return module
+
+
+@pytest.fixture(scope="module")
+def place(peft: ModuleType, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A base, and its adapters."""
+    place = tmp_path_factory.mktemp("peft")
+    peft.write_directory(peft.BASE, place / "base")
+    for case in peft.CASES:
+        peft.write_adapter(case, place / case)
+    return place
+
+
+def beside(place: Path, case: str, **sections):
+    base = {"name": "x", "model": {"hf": str(place / "base")}, "train": {"steps": 8}, "data": {"tokenizer": "bytes"}}
+    return load_config({**base, "adapter": {"hf": str(place / case)}, **sections})
+
+
+def logits_of(built, params, rows):
+    return jax.jit(lambda params: nnx.merge(built.graphdef, params)(jnp.asarray(rows, jnp.int32)))(params)
+
+
+@pytest.mark.parametrize("case", ["lora", "dora"])
+def test_logits_are_those_of_peft_merged_too(case, place, peft, tmp_path):
+    built, params = open_model(place / "base", [f"adapter.hf={place / case}"])
+    np.testing.assert_allclose(logits_of(built, params, peft.ROWS), PEERS[f"{case}.logits"], atol=1e-4)
+
+    hf.save_adapter(params, built.cfg.adapter, tmp_path / "out", layers=2, base=str(place / "base"))
+    given, found = (load_file(one / "adapter_model.safetensors") for one in (place / case, tmp_path / "out"))
+    assert given.keys() == found.keys()
+    for name, x in given.items():
+        np.testing.assert_array_equal(found[name], x)
+    again = open_model(tmp_path / "out")[0].cfg.adapter  # the base by its name
+    assert again.model_copy(update={"hf": built.cfg.adapter.hf}) == built.cfg.adapter
+
+    hf.save(nnx.merge(built.graphdef, params), tmp_path / "merged", base=place / "base")
+    model = hf.load(tmp_path / "merged")
+    np.testing.assert_allclose(jax.jit(model)(jnp.asarray(peft.ROWS)), PEERS[f"{case}.logits"], atol=1e-4)
+
+
+def test_losses_are_those_of_peft_and_checkpoints_hold_no_base(place, peft):
+    """The same rows, the same AdamW, from the same adapters."""
+    rates = {"learning_rate": peft.LEARNING["lr"], "schedule": "constant", "clip": None, "beta2": 0.999}
+    rows = peft.ROWS
+    sections = {
+        "optimizer": {**rates, "weight_decay": 0.0},
+        "data": {"source": "tokens", "path": "none", "tokenizer": "bytes", "sequence_length": rows.shape[1] - 1},
+        "batch": {"global_size": len(rows)},
+    }
+    built = program(beside(place, "lora", **sections), jax.devices()[:1])
+    given = {
+        "inputs": rows[None, :, :-1].astype(np.int32),
+        "targets": rows[None, :, 1:].astype(np.int32),
+        "mask": np.ones((1, len(rows), rows.shape[1] - 1), np.float32),
+        "segment_ids": np.ones((1, len(rows), rows.shape[1] - 1), np.int32),
+        "positions": np.broadcast_to(np.arange(rows.shape[1] - 1, dtype=np.int32), (1, len(rows), rows.shape[1] - 1)),
+    }
+    state, step, losses = built.initialise(), built.lower_step().compile(), []
+    for _ in range(peft.STEPS):
+        state, metrics = step(state, built.place(given))
+        losses.append(float(metrics["loss"]))
+    np.testing.assert_allclose(losses, PEERS["lora.losses"], rtol=1e-4)
+
+    kept = flatten_dict(built.stored(state).params)
+    assert {path for path, x in kept.items() if x is not None} == {path for path in kept if "lora" in path}
+    again = built.restored(built.stored(state), built.cfg.model_dump(mode="json"))
+    jax.tree.map(np.testing.assert_array_equal, again.params, state.params)
+
+
+def test_what_does_not_fit(place, tmp_path, peft):
+    def changed(**settings) -> Path:
+        peft.write_adapter("lora", tmp_path)
+        file = tmp_path / "adapter_config.json"
+        file.write_text(json.dumps({**json.loads(file.read_text()), **settings}))
+        return tmp_path
+
+    for settings, message in (
+        ({"target_modules": ["qproj"]}, r"target_modules has no 'qproj' here; did you mean q_proj"),
+        ({"target_modules": "all"}, r"target_modules must be a list of names, not 'all'"),
+        ({"peft_type": "LOHA"}, r"peft_type 'LOHA' is not supported, only 'LORA'"),
+        ({"base_model_name_or_path": "meta/Llama"}, r"its base 'meta/Llama' is no directory here"),
+        ({"r": 8}, r"lora_A.weight is \[4, .*, but adapter_config.json makes it \[8, "),
+    ):
+        found = changed(**settings)
+        given = [found] if "base_model_name_or_path" in settings else [place / "base", [f"adapter.hf={found}"]]
+        with pytest.raises(UserError, match=message):
+            open_model(*given)
+    peft.write_directory("llama2", tmp_path / "other")  # more key heads
+    with pytest.raises(UserError, match=r"k_proj\.lora_B\.weight is \[16, 4\], but .* makes it \[32, 4\]"):
+        open_model(tmp_path / "other", [f"adapter.hf={place / 'lora'}"])
