@@ -14,6 +14,7 @@ from flax import nnx
 from jaxmem import hf
 from jaxmem.checkpoint import Checkpoints
 from jaxmem.config import Config, Decoder, save_config
+from jaxmem.config.peft import is_adapter
 from jaxmem.errors import UserError
 from jaxmem.trained import BESIDE, config_of, is_run, open_model
 from jaxmem.whole import written_whole
@@ -23,6 +24,8 @@ def import_model(source: str | Path, target: str | Path) -> None:
     """A Hugging Face directory as a run. Costs the memory of its weights on the devices, one tensor on the host."""
     if is_run(source):
         raise UserError(f"{source}: is a run already (it has config.yaml)")
+    if is_adapter(source):
+        raise UserError(f"{source}: has adapters alone; import the model that they belong to, or train with adapter.hf")
     target = Path(target)
     with written_whole(target) as place:
         program, params = open_model(source)
