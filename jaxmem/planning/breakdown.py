@@ -55,7 +55,7 @@ class Known:
     resting: frozenset[Form]  # weights as they are stored, layers stacked
     gradients: frozenset[Form]  # any form a gradient takes: split or whole, of one layer or stacked
     stacked_sizes: frozenset[int]  # elements of stacked gradients, for buffers that XLA gave another shape
-    whole_weights: frozenset[Form]  # all layers of a weight that the layout splits, unsplit
+    whole_weights: frozenset[Form]  # all layers of a weight that the layout splits, unsplit; no part has that form
     whole_gradients: frozenset[Form]
     time: int | None = None  # positions of a sequence
     layers: int | None = None  # that a device holds of a stack
@@ -184,6 +184,7 @@ def known_shapes(built: Program) -> Known:
     gradients: set[Form] = set()
     whole_weights: set[Form] = set()
     whole_gradients: set[Form] = set()
+    parts: set[Form] = set()  # of stacked weights and gradients
     sizes: set[int] = set()
     layers: set[int] = set()
 
@@ -199,6 +200,7 @@ def known_shapes(built: Program) -> Known:
             gradients.update({form(dims), form(dims[1:])} if stacked else {form(dims)})
         if stacked:
             sizes.add(math.prod(split))
+            parts.update(form(dims) for dims in (stored, split) if dims != used)
             layers.add(stored[0])
             whole_weights.update({form(used)} if used != stored else ())
             whole_gradients.update({form(used)} if used != split else ())
@@ -209,8 +211,8 @@ def known_shapes(built: Program) -> Known:
         frozenset(resting),
         frozenset(gradients),
         frozenset(sizes),
-        frozenset(whole_weights),
-        frozenset(whole_gradients),
+        frozenset(whole_weights - parts),
+        frozenset(whole_gradients - parts),
         time,
         max(layers, default=None),
     )

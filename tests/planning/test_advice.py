@@ -17,12 +17,13 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxmem import stack
 from jaxmem.planning import Plan, advice
 from jaxmem.planning.advice import Warned, warnings_of
-from jaxmem.planning.breakdown import Breakdown, Known
+from jaxmem.planning.breakdown import Breakdown, Known, known_shapes
 from jaxmem.planning.buffers import Allocation, Buffer
 from jaxmem.planning.compile import Compiled, compile_all, listening
 from jaxmem.planning.hlo import Computation, Instruction, Module, Shape
 from jaxmem.planning.targets import parse_target, target_devices
-from tests.planning.conftest import SMALL, plan_here
+from jaxmem.program import program
+from tests.planning.conftest import SMALL, config, plan_here
 
 MIB = 2**20
 NOTHING_KNOWN = Known(frozenset(), frozenset(), frozenset(), frozenset(), frozenset())
@@ -151,6 +152,18 @@ def test_a_gathered_weight_that_is_kept(monkeypatch: pytest.MonkeyPatch) -> None
     (warned, *_) = [one for one in plan_here(**split).warnings if one.kind == "whole array"]
     assert "is whole on each device although it is split: float32[4,64,256]" in warned.text
     assert "memory.remat=full" in warned.cure
+
+
+def test_a_part_that_has_the_form_of_something_whole_is_no_sign_of_it() -> None:
+    """Half of all queries' weights is as large as all keys' weights; a quarter is not. The MLP's are like no other."""
+    keys, mlp = (2, 16, 32), (2, 32, 64)
+    halves = known_shapes(program(config(mesh={"replica": 2, "fsdp": 2}), jax.devices()[:4]))
+    quarters = known_shapes(program(config(mesh={"fsdp": 4}), jax.devices()[:4]))
+    for whole in (halves.whole_weights, halves.whole_gradients):
+        assert keys not in whole
+        assert mlp in whole
+    for whole in (quarters.whole_weights, quarters.whole_gradients):
+        assert {keys, mlp} <= whole
 
 
 # ------------------------------------------------------------------ logits, scores
