@@ -8,7 +8,7 @@ from typing import Any
 
 from jaxmem.checkpoint import Checkpoints
 
-# What each process runs: what it agrees on with the others, and then what is in place of END.
+# What each process runs, beside the others: what is in place of END.
 PROGRAM = """
 import sys, time
 from jaxmem import devices
@@ -19,13 +19,21 @@ from jaxmem.errors import UserError
 with joined(heartbeat=3, start_timeout=60) as cluster:
     import jax
     import numpy as np
-    from jaxmem.distributed.agree import Vote, any_of, gather, largest
-    from jaxmem.distributed.communicator import Communicator
-    from jaxmem.distributed.preflight import preflight
 
     me = jax.process_index()
     assert (jax.process_count(), jax.device_count(), len(hosts())) == (2, 4, 2)
     assert join() is cluster
+    print(f"process {me} is ready", file=sys.stderr, flush=True)
+    END
+print(f"process {me} has left", file=sys.stderr, flush=True)
+"""
+
+# In place of END: all that they say to each other.
+AGREE = """
+    from jaxmem.distributed.agree import Vote, any_of, gather, largest
+    from jaxmem.distributed.communicator import Communicator
+    from jaxmem.distributed.preflight import preflight
+
     assert gather({"I am": me, "text": "x" * 100 * me}) == [{"I am": 0, "text": ""}, {"I am": 1, "text": "x" * 100}]
     assert (largest(10 * me), any_of(me == 1), any_of(False)) == (10, True, False)
     vote = Vote()
@@ -43,9 +51,6 @@ with joined(heartbeat=3, start_timeout=60) as cluster:
 
     found = preflight()
     assert found.bytes_per_second > 0 and {len(rates) for rates in found.rates.values()} == {2}
-    print(f"process {me} is ready", file=sys.stderr, flush=True)
-    END
-print(f"process {me} has left", file=sys.stderr, flush=True)
 """
 
 
@@ -54,7 +59,7 @@ def both_ready(processes: Any) -> bool:
 
 
 def test_they_agree_and_leave_together(started: Any, program: Any) -> None:
-    processes = started(program(PROGRAM.replace("END", "pass")), 2, 2)
+    processes = started(program(PROGRAM.replace("    END", AGREE)), 2, 2)
     assert processes.codes() == [0, 0], processes.said(0) + processes.said(1)
     assert all(f"process {number} has left" in processes.said(number) for number in range(2))
 

@@ -38,7 +38,7 @@ CASES = {
     "segments of other lengths, some unseen": ((2, 50, 120, 2, 2, 8), {"segments": 5}),
     "soft cap": ((1, 72, 72, 2, 2, 8), {"causal": True, "soft_cap": 2.0}),
     "scale": ((1, 72, 72, 2, 2, 8), {"scale": 0.9}),
-    "dropout": ((2, 90, 90, 4, 2, 8), {"causal": True, "dropout": (KEY, 0.3)}),
+    "dropout": ((2, 90, 90, 4, 2, 8), {"causal": True, "dropout": (KEY, 0.3)}),  # of one mask, whatever the tiles
     "everything": (
         (2, 100, 130, 4, 2, 8),
         {"window": 33, "segments": 3, "soft_cap": 3.0, "scale": 0.5, "dropout": (KEY, 0.1)},
@@ -239,16 +239,6 @@ def test_half_precision_is_as_good_as_its_rounding(way, dtype):
         error = np.abs(np.asarray(x, np.float64) - y)
         assert error.max() < 4 * step * max(1.0, np.abs(y).max())
         assert error.mean() < step * np.abs(y).mean()
-
-
-def test_dropout_does_not_depend_on_the_tiling():
-    shape = (2, 90, 90, 4, 2, 8)
-    arrays = drawn(shape)
-    options = {"causal": True, "dropout": (KEY, 0.5)}
-    results = [run(way, arrays, options) for way in WAYS]
-    for result in results[1:]:
-        for x, y in zip(results[0], result, strict=True):
-            np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-5)
 
 
 def test_dropout_keeps_its_share_and_nothing_repeats():
