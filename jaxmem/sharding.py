@@ -309,7 +309,7 @@ def rotate(x: jax.Array, axis: str, by: int) -> jax.Array:
     def send(x: jax.Array) -> jax.Array:
         return jax.lax.ppermute(x, axis, pairs)
 
-    return jax.shard_map(send, mesh=layout.mesh, in_specs=spec, out_specs=spec, axis_names={axis})(x)
+    return jax.shard_map(send, mesh=layout.mesh, in_specs=spec, out_specs=spec, axis_names={axis, *layout.vmapped})(x)
 
 
 def axes_at_rest(axes: Any, weights: Any) -> Any:

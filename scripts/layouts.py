@@ -1,9 +1,10 @@
 """The table of docs/layouts.md: one model under many layouts, compiled for GPUs that need not be there.
 
-    python scripts/layouts.py                       # Llama 3.2 1B on 8 x H100, some minutes
+    python scripts/layouts.py                       # Llama 3 8B on 8 x H100, some minutes
     python scripts/layouts.py CONFIG TARGET key=value ...
 
-Bytes and messages are of one device and one update. `theory` is `jaxmem.planning.volume`'s.
+Bytes and messages are of one device and one update. `theory` is `jaxmem.planning.volume`'s. `exposed` is what no kernel
+hides, in bytes and as a share of the messages' time.
 """
 
 from __future__ import annotations
@@ -15,7 +16,11 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 import jaxmem
 from jaxmem.errors import UserError
+from jaxmem.planning.compile import compile_all
+from jaxmem.planning.targets import parse_target, target_devices
+from jaxmem.planning.timeline import timeline
 from jaxmem.planning.volume import volume
+from jaxmem.program import program
 
 LAYOUTS = {
     "data parallel": "zero=0 mesh.fsdp=8",
@@ -25,30 +30,35 @@ LAYOUTS = {
     "hybrid": "zero=3 mesh.replica=2 mesh.fsdp=4",
     "tensor": "mesh.fsdp=1 mesh.tensor=8",
     "context": "mesh.fsdp=1 mesh.context=8",
+    "stages": "zero=1 mesh.fsdp=1 mesh.stage=8",
     "ZeRO-3 x tensor": "mesh.fsdp=4 mesh.tensor=2",
     "ZeRO-3 x context": "mesh.fsdp=4 mesh.context=2",
     "context x tensor": "mesh.fsdp=1 mesh.context=2 mesh.tensor=4",
     "ZeRO-3 x context x tensor": "mesh.fsdp=2 mesh.context=2 mesh.tensor=2",
+    "stages x ZeRO-1": "zero=1 mesh.stage=4 mesh.fsdp=2",
+    "stages x ZeRO-1, 2 rounds": "zero=1 mesh.stage=4 mesh.fsdp=2 pipeline.rounds=2",
+    "stages x tensor": "zero=1 mesh.fsdp=1 mesh.stage=2 mesh.tensor=4",
 }
-DEFAULT = [
-    "configs/llama3-8b.yaml", "h100-80gb:8", "model.preset=llama3.2-1b", "batch.global_size=16", "batch.accumulate=2"
-]  # fmt: skip
+DEFAULT = ["configs/llama3-8b.yaml", "h100-80gb:8"]
 
 
 def main(config: str, target: str, *overrides: str) -> None:
-    print("| layout | overrides | GiB a device | messages, GiB | theory, GiB | exposed, GiB | step, s |")
-    print("| --- | --- | ---: | ---: | ---: | ---: | ---: |")
+    print("| layout | overrides | GiB a device | messages, GiB | theory, GiB | exposed, GiB | of time | step, s |")
+    print("| --- | --- | ---: | ---: | ---: | ---: | ---: | ---: |")
+    gpus = parse_target(target)
+    devices = target_devices(gpus, 1000 * gpus.memory)  # what a layout takes, whether it fits or not
     for name, changes in LAYOUTS.items():
+        built = program(jaxmem.load_config(config, [*overrides, *changes.split()]), devices)
+        step, _ = compile_all(built.lower_step(), {}, here=False, code=False)
+        run = timeline(step.module, gpus.gpu, gpus.count, gpus.per_host)
+        sent, exposed = (sum(getattr(one, what) for one in run.sent) for what in ("wire_bytes", "exposed_bytes"))
         try:
-            plan = jaxmem.plan(jaxmem.load_config(config, [*overrides, *changes.split()]), target=target)
-        except UserError as error:
-            print(f"| {name} | `{changes}` | {str(error).splitlines()[0]} | | | | |")
-            continue
-        traffic = plan.timeline.traffic.values()
-        sent, exposed = (sum(getattr(one, what) for one in traffic) for what in ("wire_bytes", "exposed_bytes"))
-        sizes = (plan.bytes_per_device["total"], sent, volume(plan.program).total, exposed)
-        cells = " | ".join(f"{size / 2**30:.2f}" for size in sizes)
-        print(f"| {name} | `{changes}` | {cells} | {plan.timeline.seconds:.2f} |", flush=True)
+            theory = f"{volume(built).total / 2**30:.1f}"
+        except UserError:
+            theory = "not derived"
+        total, sent, exposed = (f"{size / 2**30:.1f}" for size in (step.total, sent, exposed))
+        cells = f"{total} | {sent} | {theory} | {exposed}"
+        print(f"| {name} | `{changes}` | {cells} | {run.exposed:.0%} | {run.seconds:.1f} |", flush=True)
 
 
 if __name__ == "__main__":

@@ -20,6 +20,13 @@ scatter; and once each for the embedding and for the logits. `context` with c de
 numbers a token: c - 1 times forward and backward (and once more with full remat, where c = 2 finds both to be the same
 message), and c times their gradients, of which the first and the last travel in w bytes and the others in float32; with
 a window those of min(window - 1, (c - 1) T) tokens forward and back.
+
+`stage` with p devices runs all micro-batches in s ticks, in each of which a device goes through a v-th of the P / p
+weights that it has, with v rounds: where P and layers are said above to be gone through a times, these are s times. A
+tick sends 4 T D w from stage to stage, and the way into the first one 3 of these. Embedding and logits are on every
+stage, of which each takes k = a / p micro-batches, so that their a is k. Their gradients are all-reduced over p, the
+embedding's in w and the logits' in 4 bytes; from zero 2 on the logits' k times, and over n too. The logits' weights are
+gathered k + 1 times.
 """
 
 from __future__ import annotations
@@ -33,6 +40,7 @@ from jaxmem.config import Decoder, Rules
 from jaxmem.errors import UserError
 from jaxmem.precision import compute_dtype
 from jaxmem.program import Program
+from jaxmem.weights import points
 
 FLOAT32 = 4
 
@@ -46,6 +54,7 @@ class Volume:
     tokens: float  # looked up in the embedding
     tensor: float
     context: float
+    stage: float
 
     @property
     def total(self) -> float:
@@ -59,38 +68,53 @@ def volume(built: Program) -> Volume:
         raise UserError(f"model.family: the messages of a {model.family} are not derived; a decoder's are")
     if cfg.rules != Rules():
         raise UserError("rules: messages are derived for the usual table; leave rules out")
+    if built.pipeline is not None and cfg.batch.accumulate == 1:
+        raise UserError("batch.accumulate: on stages messages are derived for several micro-batches; give 2 or more")
+    if built.pipeline is not None and mesh["tensor"] > 1:
+        raise UserError(f"mesh.tensor: {mesh['tensor']}, whose messages on stages are not derived; use 1")
     n, m, t = mesh["fsdp"] * mesh["context"], mesh["replica"], mesh["tensor"]
-    a, c = cfg.batch.accumulate, mesh["context"]
+    a, c, f = cfg.batch.accumulate, mesh["context"], mesh["fsdp"]
     w = compute_dtype(cfg.precision, built.layout.mesh.devices.flat[0].platform).itemsize
-    r = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(built.state.params)) / built.parameters  # at rest
+    at_rest, weights = jax.tree.leaves(built.state.params), jax.tree.leaves(jax.eval_shape(points, built.state.params))
+    r = sum(x.size * x.dtype.itemsize for x in at_rest) / sum(x.size for x in weights)
     sent = r if cfg.precision.quantized else w  # codes are decoded where they arrive, other weights cast before
-    tokens = cfg.batch.global_size // a // (mesh["fsdp"] * m) * cfg.data.sequence_length // c / t
+    tokens = cfg.batch.global_size // a // (f * m) * cfg.data.sequence_length // c / t
     full = cfg.memory.remat == "full"
 
     embedding = model.vocab * model.embed / t  # and so many for the logits
-    products = built.parameters / t - (0 if model.tie_embeddings else embedding)
-    every = products + (0 if model.tie_embeddings else embedding)
+    head = 0 if model.tie_embeddings else embedding
+    layers = built.parameters / t - embedding - head
+    passes, micro, executed, shifts, p = float(a), float(a), a * model.layers, 0, 1
+    if (pipeline := built.pipeline) is not None:
+        p = pipeline.stages
+        layers *= pipeline.stored / pipeline.layers / p
+        passes, micro = pipeline.ticks / pipeline.rounds, pipeline.slots / p
+        executed, shifts = pipeline.ticks * pipeline.group, 4 * pipeline.ticks + 3
+    every = layers + embedding + head
     most = vocabulary.entries_at_once(cfg.memory.update, model.embed)
     sliced = vocabulary.width(cfg.memory.loss_chunk, round(tokens * t), -(-model.vocab // t), w, most)
-    again = 0 if sliced else embedding  # gathered forward only
+    # The logits' weights: gathered forward only, or in slices again; on stages once for all, and again each time.
+    heads = micro + 1 if p > 1 else 2 * micro if sliced else micro
     split = cfg.zero >= 2
-    gathered = {0: 0.0, 1: every * r, 2: every * r, 3: a * (2 * products - again) * sent}[cfg.zero] * _share(n)
-    f, rows = mesh["fsdp"], _share(mesh["fsdp"])  # devices with rows of their own
+    gathered = {0: 0.0, 1: every * r, 2: every * r, 3: (2 * passes * layers + heads * embedding) * sent}[cfg.zero]
     if split:
-        reduced = a * products * _share(n) + 2 * every / n * _share(m)
+        of_logits = micro * embedding * (2 if p > 1 else 1)
+        reduced = (passes * layers + of_logits) * _share(n) + 2 * every / n * _share(m)
     elif a == 1:
         reduced = 2 * every * _share(n * m)
     else:
-        once = every * (rows + 2 / f * _share(m)) if cfg.zero else 2 * every * _share(f * m)
-        reduced = 2 * a * every * _share(c) + once
+        once = every * (_share(f) + 2 / f * _share(m)) if cfg.zero else 2 * every * _share(f * m)
+        reduced = 2 * (passes * layers + micro * (embedding + head)) * _share(c) + once
+    over_stages = embedding * (FLOAT32 * micro + w / n if split else FLOAT32 + w)
     stream = tokens * t * model.embed * w * _share(t)  # one gather or scatter of the time
     keys = tokens * t * 2 * model.kv_heads * model.head_dim / t
     return Volume(
-        weights=gathered,
+        weights=gathered * _share(n),
         gradients=reduced * w,
-        tokens=2 * a * tokens * model.embed * w * _share(n) if split else 0.0,
-        tensor=a * stream * (model.layers * (11 if full else 8) + 4),
-        context=a * model.layers * _context(model, keys, tokens * t, c, w, full),
+        tokens=2 * micro * tokens * model.embed * w * _share(n) if split else 0.0,
+        tensor=stream * (executed * (11 if full else 8) + micro * 4),
+        context=executed * _context(model, keys, tokens * t, c, w, full),
+        stage=shifts * tokens * model.embed * w + 2 * over_stages * _share(p),
     )
 
 

@@ -65,11 +65,22 @@ def accumulated(
     return grads, jax.tree.map(jnp.add, sums, own)
 
 
+def in_one_pass(
+    loss: Loss, params: Params, batch: Batch, keys: jax.Array, axes: Any, dtype: DTypeLike
+) -> tuple[Params, Sums]:
+    """Of micro-batches that `loss` takes all together, as stages do: it adds their gradients up itself."""
+    layout = current()
+    if layout is None or not layout.apart:
+        return at_once(loss, params, batch, keys, axes)
+    return _Apart(layout, axes, dtype, rows=1).summed(loss, params, batch, keys)
+
+
 class _Apart:
     """Gradients of rows that lie on different devices, each with its own."""
 
-    def __init__(self, layout: Layout, axes: Any, dtype: DTypeLike) -> None:
-        self._layout, self._axes, self._dtype = layout, axes, np.dtype(dtype)
+    def __init__(self, layout: Layout, axes: Any, dtype: DTypeLike, rows: int = 0) -> None:
+        """`rows`: which dimension of a batch they are."""
+        self._layout, self._axes, self._dtype, self._rows = layout, axes, np.dtype(dtype), rows
         self._over = layout.apart
         self._groups = layout.size(self._over)
 
@@ -82,7 +93,7 @@ class _Apart:
         """`total` and the last micro-batch's, summed over the groups, where the optimizer's state lies."""
 
         def hook(names: Axes, at: jax.Array, own: jax.Array, total: jax.Array) -> Hooked | jax.Array:
-            hooked = Hooked(own, at, total, _Reduced(self._layout, names, self._over, self._dtype))
+            hooked = Hooked(own, at, total, self._reduced(names))
             return hooked if names[:1] == ("layer",) else hooked.unhooked()  # layers do it one by one
 
         def of_group(at: Params, own: Params, total: Params, batch: Batch, keys: jax.Array) -> tuple[jax.Array, Sums]:
@@ -93,16 +104,27 @@ class _Apart:
         grads, sums = self._differentiated(of_group, at, batch, keys, self._named(params), total)
         return jax.tree.map(lambda g: g.astype(jnp.float32), pinned(grads, self._axes, "optimizer")), sums
 
+    def summed(self, loss: Loss, params: Params, batch: Batch, keys: jax.Array) -> tuple[Params, Sums]:
+        """Over the groups, once the gradients of a whole batch are there."""
+        own, sums = self.gradients(loss, params, batch, keys)
+        total = jax.tree.map(lambda names, g: self._reduced(names).of_all(g), self._axes, own, is_leaf=is_axes)
+        return jax.tree.map(lambda total, g: total.astype(g.dtype), total, own), sums
+
+    def _reduced(self, names: Axes) -> _Reduced:
+        return _Reduced(self._layout, names, self._over, self._dtype)
+
     def _differentiated(self, loss: Callable[..., Any], at: Params, batch: Batch, keys: jax.Array, *own: Any) -> Any:
         """By `at`, which is all groups' together where each has its `own`, of losses that are each group's."""
 
         def every(at: Params, *each: Any) -> tuple[jax.Array, Sums]:
-            mapped = jax.vmap(loss, in_axes=(None if own else 0, *[0] * len(each)), spmd_axis_name=self._over)
+            in_axes = (None if own else 0, *[0] * len(own), self._rows, self._rows)
+            mapped = jax.vmap(loss, in_axes=in_axes, spmd_axis_name=self._over)
             losses, sums = mapped(at, *each)
             return jnp.sum(losses), jax.tree.map(lambda x: jnp.sum(x, axis=0), sums)
 
         # Rows lie group by group, so that this moves nothing.
-        batch, keys = jax.tree.map(lambda x: x.reshape(self._groups, -1, *x.shape[1:]), (batch, keys))
+        split = lambda x: x.reshape(*x.shape[: self._rows], self._groups, -1, *x.shape[self._rows + 1 :])  # noqa: E731
+        batch, keys = jax.tree.map(split, (batch, keys))
         with self._layout.within(self._over):
             return jax.grad(every, has_aux=True)(at, *own, batch, keys)
 
@@ -131,12 +153,13 @@ class _Reduced:
 
         @reduced.def_vmap
         def _(_groups: int, _batched: list[bool], own: jax.Array) -> tuple[jax.Array, bool]:
-            return self._sum(own), False
+            return self.of_all(own), False
 
-        return reduced((before + g.astype(before.dtype)).astype(self.dtype))
+        return reduced(before + g.astype(before.dtype)).astype(self.dtype)
 
-    def _sum(self, own: jax.Array) -> jax.Array:
-        """Over neighbours first."""
+    def of_all(self, own: jax.Array) -> jax.Array:
+        """[groups, ...] -> their sum, over neighbours first."""
+        own = own.astype(self.dtype)
         names = self.names[len(self.names) - own.ndim + 1 :]
         pin = lambda x: constrain(x, *names, role="optimizer")  # noqa: E731
         for number in reversed(range(len(self.over))):

@@ -24,7 +24,7 @@ from jaxmem.optim.parts import pinned, put
 from jaxmem.precision import Params
 from jaxmem.program import culprit, scaling
 from jaxmem.program.during import During
-from jaxmem.program.gradients import accumulated, at_once
+from jaxmem.program.gradients import accumulated, at_once, in_one_pass
 from jaxmem.program.objective import Batch, Objective, Sums, means
 from jaxmem.program.pipelined import sums_of_all
 from jaxmem.program.scaling import LossScale
@@ -96,7 +96,8 @@ def make_step(
             return TrainState(state.step + 1, params, opt_state), said(state, sums, norm)
         if pipeline is not None:
             of_all = partial(loss, partial(sums_of_all, objective, pipeline))
-            grads, sums = at_once(of_all, at, batch, keys, axes)
+            several = partial(in_one_pass, dtype=compute) if len(keys) > 1 else at_once
+            grads, sums = several(of_all, at, batch, keys, axes)
         elif len(keys) == 1:
             one = jax.tree.map(lambda x: x[0], batch)
             grads, sums = at_once(partial(loss, objective), at, one, keys[0], axes)

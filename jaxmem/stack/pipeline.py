@@ -204,8 +204,9 @@ def _collected(p: Pipeline, done: jax.Array) -> jax.Array:
 def _sum_of(weight: jax.Array) -> jax.Array:
     """What goes through all ticks beside `weight`, untouched. Its gradient on the way back is the sum of those that
     `_summed_into` adds: in float32, in place, one layer's at a time. Left to jax, each tick's gradients of a whole
-    stage would be made beside their sum, and summed in the weight's dtype. XLA drops the zeros on the way forward."""
-    return jnp.zeros(weight.shape, jnp.float32)
+    stage would be made beside their sum, and summed in the weight's dtype. XLA drops the zeros on the way forward;
+    they are made of the weight, so that where groups of rows are mapped over each group has its own sum."""
+    return jnp.where(False, weight, jnp.zeros_like(weight)).astype(jnp.float32)
 
 
 def _sum_backward(like: jax.Array, g: jax.Array) -> tuple[jax.Array]:

@@ -32,6 +32,12 @@ LAYOUTS = {
         {"reduce-scatter", "all-gather", "all-to-all", "collective-permute"},
     ),
     "context": ({"context": 8}, 3, {"reduce-scatter", "all-gather", "collective-permute"}),
+    "stages": ({"stage": 4, "fsdp": 2}, 1, {"collective-permute", "reduce-scatter", "all-gather", "all-reduce"}),
+    "stages x hybrid": (
+        {"stage": 2, "replica": 2, "fsdp": 2},
+        3,
+        {"collective-permute", "reduce-scatter", "all-gather", "all-to-all", "all-reduce"},
+    ),
 }
 TARGET = parse_target("h100-80gb:8")
 SLICE = 64  # entries of the vocabulary, where the loss takes it in slices
@@ -47,7 +53,7 @@ def compiled(name):
     )  # fmt: skip
     built = program(cfg, target_devices(TARGET, TARGET.memory))
     with listening() as remarks:
-        step, _ = compile_all(built.lower_step(), {}, here=False)
+        step, _ = compile_all(built.lower_step(), {}, here=False, code=False)
     assert "replicated" not in remarks.found
     return built, step
 
