@@ -15,9 +15,10 @@ MODEL = {"preset": "tiny", **SMALL, "layers": 3, "vocab": 264}
 
 
 def during(cfg, remat="none", **sections):
-    """Tables in slices of 66."""
-    changed = {"memory": {"update": "during", "remat": remat, "loss_chunk": 64}, **sections}
-    return config(**{**cfg, **changed})
+    """A decoder's tables in slices of 66."""
+    sections = {**cfg, **sections}
+    slices = {} if "family" in sections.get("model", {}) else {"loss_chunk": 64}
+    return config(**{**sections, "memory": {"update": "during", "remat": remat, **slices}})
 
 
 def agree(cfg, *variants):
