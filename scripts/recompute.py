@@ -28,9 +28,17 @@ FORMULAS: dict[str, Callable[[int], float]] = {
 
 
 def compiled(
-    policy: str, layers: int, target: str, shape: dict[str, int], time: int, *, arithmetic: bool = True
+    policy: str,
+    layers: int,
+    target: str,
+    shape: dict[str, int],
+    time: int,
+    *,
+    arithmetic: bool = True,
+    host: tuple[str, ...] = (),
 ) -> dict[str, Any]:
-    """Bytes and FLOPs of one device; without `arithmetic` the FLOPs are those of frozen weights too."""
+    """Bytes and FLOPs of one device; without `arithmetic` the FLOPs are those of frozen weights too. `host`: what
+    waits in host memory."""
     import jax
     import jax.numpy as jnp
     from flax import nnx
@@ -41,11 +49,12 @@ def compiled(
     from jaxmem.planning.compile import compile_all
     from jaxmem.planning.hlo import total_flops
     from jaxmem.planning.targets import parse_target, target_devices
+    from jaxmem.planning.timeline import timeline
     from jaxmem.stack import Way, apply_stack
 
     base = {"name": "x", "model": {"preset": "llama3-8b", **shape, "layers": layers}, "train": {"steps": 1}}
     cfg = load_config({**base, "data": {"source": "tokens", "path": "unused"}}).model
-    execution = models.Execution(dtype=jnp.dtype(jnp.bfloat16), stack=Way(policy))
+    execution = models.Execution(dtype=jnp.dtype(jnp.bfloat16), stack=Way(policy, host=host))
     network = nnx.eval_shape(lambda: models.build(cfg, nnx.Rngs(0), execution))
     graphdef, state = nnx.split(network)
     aim = parse_target(target)
@@ -76,7 +85,9 @@ def compiled(
         "layers": layers,
         "boundary": time * cfg.embed * 2,
         "temporaries": frozen.sizes["temporaries"],
+        "host": frozen.host_total,
         "flops": total_flops(trained.module),
+        "hidden": timeline(frozen.module, aim.gpu, 1, 1).hidden,
     }
 
 

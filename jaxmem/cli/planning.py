@@ -24,6 +24,7 @@ def plan(
     simulate: Simulate = None,
     html: Html = None,
     png: Png = None,
+    names: Annotated[bool, typer.Option("--names", help="What layers call their values, for memory.remat.")] = False,
     as_json: Json = False,
 ) -> None:
     """Bytes per device, without running: for what is here, or for any number of GPUs that are not."""
@@ -40,6 +41,10 @@ def plan(
     cfg = load(config, overrides, simulate, only_compile=True)
     from jaxmem import planning, report
 
+    if names:
+        found = planning.names(cfg, target)
+        show({"names": [one.as_json() for one in found]} if as_json else planning.names_table(found))
+        return
     with only_json(as_json):
         planned = planning.plan(cfg, target, reserve_gib=reserve)
         if html:

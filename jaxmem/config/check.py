@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterator
 
 from jaxmem.config.adapters import check_adapter
-from jaxmem.config.names import IN_CHUNKS, IN_GROUPS, NAMES
+from jaxmem.config.names import BOUNDARY, IN_CHUNKS, IN_GROUPS, NAMES, on_host
 from jaxmem.config.optimizers import FIELDS, OPTIMIZERS, SEARCH_BASES
 from jaxmem.config.sections import (
     Config,
@@ -263,6 +263,28 @@ def _names(cfg: Config) -> Iterator[str]:
         for name in remat.save:
             if name not in known:
                 yield f"memory.remat.save: family {cfg.model.family} has no {name!r}{nearest(name, known)}"
+    for name in on_host(cfg.memory.offload):
+        if name not in (BOUNDARY, *known):
+            yield f"memory.offload: family {cfg.model.family} has no {name!r}{nearest(name, ['activations', *known])}"
+
+
+def _offload(cfg: Config) -> Iterator[str]:
+    """What would move nothing."""
+    remat, memory, away = cfg.memory.remat, cfg.memory, on_host(cfg.memory.offload)
+    if away and remat == "none":
+        yield "memory.remat: none keeps what has no name, which memory.offload cannot move; use full, dots or names"
+    if away and cfg.model.family == "convnet":
+        yield "memory.offload: a convnet's layers keep little and compute briefly, and would wait for it; use none"
+    if away and cfg.mesh.stage != 1:
+        yield "mesh.stage: stages keep what they keep of every tick on the device; use 1, or memory.offload=none"
+    named = [name for name in away if name != BOUNDARY]
+    if named and _is_scheduled(cfg):
+        yield f"memory.offload: {named[0]} is kept by no layer under memory.remat: {remat}; use full"
+    for name in named:
+        for key, hidden in (("mlp_chunk", IN_CHUNKS), ("head_groups", IN_GROUPS)):
+            given = getattr(memory, key)
+            if given not in ("auto", 1) and name in hidden:
+                yield f"memory.offload: {name} is made in pieces by memory.{key}: {given}, and never kept; use auto"
 
 
 def _chunks(cfg: Config) -> Iterator[str]:
@@ -387,6 +409,7 @@ RULES = (
     _batch,
     _precision,
     _names,
+    _offload,
     _chunks,
     _update,
     _mesh,

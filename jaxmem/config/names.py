@@ -1,4 +1,4 @@
-"""What the layers of each family call their values, for `memory.remat: {save: [names]}`."""
+"""What the layers of each family call their values, for `memory.remat: {save: [names]}` and `memory.offload`."""
 
 _ATTENTION = (
     "attention_norm", "attention_q", "attention_k", "attention_v", "attention", "attention_out", "mlp_norm",
@@ -9,6 +9,19 @@ NAMES: dict[str, tuple[str, ...]] = {
     "mlp": ("mlp_up", "mlp_hidden"),
     "convnet": (),
 }
+
+BOUNDARY = "boundary"  # a layer's input, for `memory.offload: activations`
+
+
+def on_host(offload: str | tuple[str, ...]) -> tuple[str, ...]:
+    """What layers keep in host memory, by name, as `memory.offload` says it.
+
+    >>> on_host("none"), on_host("activations"), on_host(("attention",))
+    ((), ('boundary',), ('attention',))
+    """
+    given = (offload,) if isinstance(offload, str) else offload
+    return tuple(BOUNDARY if name == "activations" else name for name in given if name != "none")
+
 
 # Of these, what is there for some tokens or some heads at a time only, where layers go through a sequence in pieces.
 _INPUTS = ("attention_norm", "attention_q", "attention_k", "attention_v")

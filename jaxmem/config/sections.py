@@ -228,22 +228,19 @@ class Save(Section):
 Scheduled = Annotated[str, Field(pattern=r"^(every|slots)_[1-9][0-9]*$")]
 
 
+Offloaded = Annotated[tuple[str, ...], Field(strict=False, min_length=1)]
+
+
 class Memory(Section):
     remat: Literal["none", "full", "dots", "sqrt", "recursive", "constant"] | Scheduled | Save = "none"
+    # What waits in host memory: all that layers keep (activations), or names of what is kept there and nowhere else.
+    offload: Literal["none", "activations"] | Offloaded = "none"
     update: Literal["after", "during"] = "after"  # the backward pass
     attention: Literal["auto", "blockwise", "pallas", "reference"] = "auto"
     budget: Positive | None = None  # GiB of each device that the run may take; by default all but what is reserved
     loss_chunk: Literal["auto"] | Count = "auto"  # entries of the vocabulary whose logits exist at once
     mlp_chunk: Literal["auto"] | Count = "auto"  # tokens of a row that norms, projections and MLP take at once
     head_groups: Literal["auto"] | Count = "auto"  # into which attention goes, one after the other
-
-    @property
-    def pieces(self) -> tuple[int | Literal["auto"] | None, int | Literal["auto"]]:
-        """Tokens and groups of heads, None and 1: all at once. `auto` stands for pieces only where nothing that is made
-        within a layer is kept: those are made again."""
-        keeps = self.remat in ("none", "dots") or isinstance(self.remat, Save)
-        chunk = None if keeps and self.mlp_chunk == "auto" else self.mlp_chunk
-        return chunk, 1 if keeps and self.head_groups == "auto" else self.head_groups
 
 
 class Optimizer(Section):

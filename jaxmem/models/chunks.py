@@ -86,13 +86,16 @@ def by_tokens(run: Run, modules: Any, x: Tree, beside: Tree = None, *, size: int
     first = jax.tree.leaves(x)[0]
     parts = 1 if layout is None else layout.parts("activations", "stream")
     over = () if layout is None else layout.over("activations", "batch")
-    count = -(-first.shape[-2] // parts // size)
+    held = first.shape[-2] // parts
+    least = -(-held // size)
+    # What does not come out even is filled up, and copied for it: rather somewhat smaller chunks.
+    count = next((n for n in range(least, 2 * least) if held % n == 0), least)
     graphdef, weights = fetched(modules, first.dtype)
 
     def one(weights: Tree, x: Tree, beside: Tree) -> Tree:
         return run(nnx.merge(graphdef, jax.tree.map(Ready, weights)), x, beside)
 
-    return _by_tokens(_Cut(one, parts, count, first.shape[-2] // parts, over), weights, x, beside)
+    return _by_tokens(_Cut(one, parts, count, held, over), weights, x, beside)
 
 
 def fetched(modules: Any, dtype: DTypeLike) -> tuple[Any, Tree]:

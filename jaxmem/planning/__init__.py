@@ -15,6 +15,7 @@ import jax
 from jaxmem.config import Config
 from jaxmem.planning.advice import recomputed
 from jaxmem.planning.compile import Compiled, compile_all, listening
+from jaxmem.planning.names import names, names_table
 from jaxmem.planning.planned import Plan
 from jaxmem.planning.predict import held, ideal_flops
 from jaxmem.planning.targets import Target, local_target, parse_target, target_devices, usable
@@ -51,4 +52,7 @@ def plan_program(built: Program) -> Plan:
     return Plan(built, local_target(list(built.layout.mesh.devices.flat)), step, time.perf_counter() - start)
 
 
-__all__ = ["Compiled", "Plan", "Target", "held", "ideal_flops", "parse_target", "plan", "plan_program", "readable"]
+__all__ = [
+    "Compiled", "Plan", "Target", "held", "ideal_flops", "names", "names_table", "parse_target", "plan", "plan_program",
+    "readable",
+]  # fmt: skip

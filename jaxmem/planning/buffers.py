@@ -15,13 +15,12 @@ from functools import cached_property
 from typing import Literal
 
 from jaxmem.planning import wire
-from jaxmem.planning.hlo import Computation, Instruction, Module, Shape
+from jaxmem.planning.hlo import HOST_SPACE, Computation, Instruction, Module, Shape
 from jaxmem.planning.wire import Message
 
 Kind = Literal["argument", "output", "temporary", "constant"]
 Index = tuple[int, ...]  # into a tuple's shape
 Span = tuple[int, int]  # first and last moment
-HOST_SPACE = 5  # XLA's number of pinned host memory
 
 
 @dataclass(frozen=True)

@@ -31,6 +31,8 @@ _TYPES: dict[int, tuple[str, int]] = {
     32: ("float4_e2m1fn", 4), 33: ("float8_e8m0fnu", 8), 34: ("buffer", 0),
 }  # fmt: skip
 
+HOST_SPACE = 5  # XLA's number of pinned host memory
+
 
 class Frame(NamedTuple):
     """A place in the source."""
@@ -46,6 +48,7 @@ class Shape:
     bits: int
     dims: tuple[int, ...] = ()
     parts: tuple[Shape, ...] = ()  # of a tuple
+    on_host: bool = False  # in the host's pinned memory
 
     @property
     def elements(self) -> int:
@@ -250,7 +253,8 @@ def _shape(serialized: bytes) -> Shape:
         proto = wire.read(serialized)
         name, bits = _TYPES[wire.number(proto, 2)]
         parts = tuple(_shape(part) for part in proto.get(4, ()) if isinstance(part, bytes))
-        _SHAPES[serialized] = Shape(name, bits, wire.numbers(proto, 3), parts)
+        space = wire.number(wire.read(wire.data(proto, 5)), 8)  # of its layout
+        _SHAPES[serialized] = Shape(name, bits, wire.numbers(proto, 3), parts, space == HOST_SPACE)
     return _SHAPES[serialized]
 
 

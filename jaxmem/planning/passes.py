@@ -153,7 +153,7 @@ def passes_of(cfg: Config, platform: str) -> Passes:
 def _passes(shape: Config, tensor: int, heads: int) -> Passes:
     built = alone(shape.model_copy(update={"model": _split(shape.model, tensor, heads)}))
     objective_ = objective(built.cfg.objective, built.cfg.memory)
-    params = jax.tree.map(_unplaced, built.state.params)
+    params = jax.tree.map(unplaced, built.state.params)
     batch = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), built.batch)
 
     def both(params: Any, batch: Any) -> tuple[Any, Any]:
@@ -181,9 +181,9 @@ def _passes(shape: Config, tensor: int, heads: int) -> Passes:
 
     products: list[Product] = []
     kernels = 0
-    for eqn, times in _equations(traced.jaxpr, 1):
+    for eqn, times in equations(traced.jaxpr, 1):
         if eqn.primitive.name in ("dot_general", "conv_general_dilated"):
-            products.append(_product(eqn, times))
+            products.append(product(eqn, times))
         if eqn.primitive.name in ("dot_general", "conv_general_dilated", "dynamic_update_slice"):
             kernels += _KERNELS * times
     return Passes(int(saved), tuple(products), kernels)
@@ -194,10 +194,10 @@ def _is_factor(out: Any, scan: Any) -> bool:
     what goes into a product it holds whole."""
     body = scan.params["jaxpr"].jaxpr
     inner = body.outvars[scan.outvars.index(out)]
-    return any(eqn.primitive.name == "dot_general" and inner in eqn.invars for eqn, _ in _equations(body, 1))
+    return any(eqn.primitive.name == "dot_general" and inner in eqn.invars for eqn, _ in equations(body, 1))
 
 
-def _equations(traced: Any, times: int) -> Iterator[tuple[Any, int]]:
+def equations(traced: Any, times: int) -> Iterator[tuple[Any, int]]:
     """Every operation of a trace and how often it runs."""
     for eqn in traced.eqns:
         yield eqn, times
@@ -208,10 +208,10 @@ def _equations(traced: Any, times: int) -> Iterator[tuple[Any, int]]:
             for part in value if isinstance(value, (list, tuple)) else (value,):
                 part = getattr(part, "jaxpr", part)
                 if hasattr(part, "eqns"):
-                    yield from _equations(part, inner)
+                    yield from equations(part, inner)
 
 
-def _product(eqn: Any, times: int) -> Product:
+def product(eqn: Any, times: int) -> Product:
     left, right, out = (*(x.aval for x in eqn.invars[:2]), eqn.outvars[0].aval)
     if eqn.primitive.name == "dot_general":
         (contracted, _), _ = eqn.params["dimension_numbers"]
@@ -229,7 +229,7 @@ def _is_weight(x: Any) -> bool:
     return x.ndim == 2 or (x.ndim == 3 and x.shape[0] != 1)
 
 
-def _unplaced(leaf: Any) -> jax.ShapeDtypeStruct:
+def unplaced(leaf: Any) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
 
 

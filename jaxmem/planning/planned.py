@@ -160,6 +160,16 @@ class Plan:
                 }
                 for kind, one in sorted(self.timeline.traffic.items())
             },
+            "host_transfers": {
+                kind: {
+                    "executed": one.executed,
+                    "bytes": one.wire_bytes,
+                    "exposed_bytes": one.exposed_bytes,
+                    "seconds": one.seconds if target.gpu else None,
+                    "exposed_seconds": one.exposed_seconds if target.gpu else None,
+                }
+                for kind, one in sorted(self.timeline.transfers.items())
+            },
             "messages": [
                 {
                     "kind": one.message.kind,

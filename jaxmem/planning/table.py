@@ -60,6 +60,7 @@ class Report:
             yield self._messages(wide=options.max_width >= NARROW)
             if plan.estimated_step_seconds is not None:
                 yield Text(f"{plan.timeline.exposed:.1%} of the messages' {duration(plan.timeline.network)} is exposed")
+        yield from self._host()
         for warned in plan.warnings:
             yield Text.assemble((f"{warned.kind}: ", "yellow"), f"{warned.text}; try {warned.cure}")
 
@@ -117,6 +118,18 @@ class Report:
                 f"a step takes about {duration(time.seconds)}, bound by {time.bound};"
                 f" no less than {duration(time.roofline)} by roofline"
             )
+
+    def _host(self) -> Iterator[RenderableType]:
+        """What lies in the host's memory, and how long it travels."""
+        plan, moved = self.plan, self.plan.timeline.transfers
+        if not moved:
+            return
+        size, sent = plan.compiled_step.host_total, sum(one.wire_bytes for one in moved.values())
+        text = f"{readable(size)} of the host's memory for each device; {readable(sent)} to and fro a step"
+        if plan.estimated_step_seconds is not None:
+            seconds = sum(one.seconds for one in moved.values())
+            text += f", {duration(seconds)}, of which {plan.timeline.hidden:.1%} beside kernels"
+        yield Text(text)
 
     def _messages(self, *, wide: bool) -> Table:
         table = Table(title="Messages of one device and step", title_justify="left")

@@ -3,7 +3,8 @@
 Each kernel takes the longer of its arithmetic and its memory traffic (Williams et al., 2009), at rates that large
 kernels attain. A message that begins before it is needed moves while kernels run; what is left when the program
 waits for it is exposed: max(0, its seconds - those of the kernels between its start and its done), loops executed, and
-as messages share one link and follow each other, what it waits for those before it too.
+as messages share one link and follow each other, what it waits for those before it too. Copies to the host and from
+there have a link of their own each way.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from typing import Literal
 from jaxmem.hardware import ATTAINED_BANDWIDTH, ATTAINED_FLOPS, Gpu
 from jaxmem.planning.collectives import Collective, collective
 from jaxmem.planning.hlo import Computation, Instruction, Module, dot_flops, runs, total_flops
+from jaxmem.planning.transfers import Transfer, transfer
 
 LAUNCH = 2e-6  # seconds from one kernel to the next
 _FREE = {
@@ -32,7 +34,7 @@ class Sent:
     """A message, each time that it is sent: from when to when it has the link."""
 
     instruction: Instruction
-    message: Collective
+    message: Collective | Transfer
     begins: float
     ends: float
     executed: float  # in the mean, where it is not in every run
@@ -74,14 +76,31 @@ class Timeline:
     flops: int = 0
     moved: int = 0  # bytes that kernels read and write
     sent: list[Sent] = field(default_factory=list)
+    copied: list[Sent] = field(default_factory=list)  # to the host's memory and from there
     # Seconds that pass in an instruction, in a loop all its runs together, while what it stands in runs once.
     spent: dict[Instruction, float] = field(default_factory=dict)
 
     @property
     def traffic(self) -> dict[str, Traffic]:
-        """By kind."""
+        """Messages by kind."""
+        return self._added_up(self.sent)
+
+    @property
+    def transfers(self) -> dict[str, Traffic]:
+        """To the host and from there."""
+        return self._added_up(self.copied)
+
+    @property
+    def hidden(self) -> float | None:
+        """The share of the transfers' time in which kernels run; None: there are none."""
+        found = self.transfers.values()
+        seconds = sum(one.seconds for one in found)
+        return 1.0 - sum(one.exposed_seconds for one in found) / seconds if seconds else None
+
+    @staticmethod
+    def _added_up(sent: list[Sent]) -> dict[str, Traffic]:
         kinds: dict[str, Traffic] = defaultdict(Traffic)
-        for one in self.sent:
+        for one in sent:
             total = kinds[one.message.kind]
             total.executed += one.executed
             total.wire_bytes += one.wire_bytes
@@ -117,10 +136,10 @@ def timeline(module: Module, gpu: Gpu | None, devices: int, per_host: int) -> Ti
 
 @dataclass
 class _Clock:
-    """A device and its link, from the begin of a computation."""
+    """A device and its links, from the begin of a computation."""
 
     now: float = 0.0
-    link_free: float = 0.0
+    link_free: dict[str, float] = field(default_factory=lambda: defaultdict(float))
     under_way: dict[Instruction, Sent] = field(default_factory=dict)
 
     def work(self, seconds: float) -> None:
@@ -128,10 +147,11 @@ class _Clock:
         for one in self.under_way.values():
             one.kernels += seconds > 0
 
-    def send(self, instruction: Instruction, message: Collective, seconds: float, executed: float) -> Sent:
-        begins = max(self.now, self.link_free)
-        self.link_free = begins + seconds
-        one = self.under_way[instruction] = Sent(instruction, message, begins, self.link_free, executed)
+    def send(self, instruction: Instruction, message: Collective | Transfer, seconds: float, executed: float) -> Sent:
+        link = message.kind if isinstance(message, Transfer) else "network"
+        begins = max(self.now, self.link_free[link])
+        self.link_free[link] = ends = begins + seconds
+        one = self.under_way[instruction] = Sent(instruction, message, begins, ends, executed)
         return one
 
     def wait_for(self, instruction: Instruction) -> None:
@@ -172,6 +192,11 @@ class _Simulation:
                 seconds = message.seconds(self._gpu) if self._gpu else 0.0
                 self._done.sent.append(clock.send(one, message, seconds, executed))
                 if not message.asynchronous:
+                    clock.wait_for(one)
+            elif copy := transfer(one):
+                seconds = copy.seconds(self._gpu) if self._gpu else 0.0
+                self._done.copied.append(clock.send(one, copy, seconds, executed))
+                if not copy.asynchronous:
                     clock.wait_for(one)
             elif one.opcode == "async-start":  # a kernel on a stream of its own
                 clock.work(self._run(one.called[0]))

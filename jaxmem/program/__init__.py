@@ -32,12 +32,13 @@ from jaxmem.precision import Params
 from jaxmem.program import culprit, scaling
 from jaxmem.program.compiler import compiler_options
 from jaxmem.program.during import During
+from jaxmem.program.execution import execution
 from jaxmem.program.objective import Batch, Sums, likelihoods, objective
 from jaxmem.program.pipelined import sums_of_all
 from jaxmem.program.restage import Restage
 from jaxmem.program.step import TrainState, make_step
 from jaxmem.sharding import Axes, Layout, Role, axes_at_rest, is_axes, layout_for
-from jaxmem.stack import Pipeline, Way
+from jaxmem.stack import Pipeline
 from jaxmem.weights import points
 
 _ADAPTERS = 2**31 - 1  # folded into the seed's key: what adapters begin from, beside the model's own weights
@@ -356,14 +357,8 @@ class Program:
         return self.layout.mesh.devices.flat[0].platform
 
     def _build(self, key: jax.Array) -> models.Network:
-        memory = self.cfg.memory
-        execution = models.Execution(
-            dtype=precision.compute_dtype(self.cfg.precision, self._platform),
-            attention=None if memory.attention == "auto" else memory.attention,
-            long=models.Long(*memory.pieces),
-            stack=Way(memory.remat if isinstance(memory.remat, str) else memory.remat.save, self.pipeline),
-        )
-        return models.build(self.cfg.model, nnx.Rngs(params=key), execution)
+        how = execution(self.cfg, precision.compute_dtype(self.cfg.precision, self._platform), self.pipeline)
+        return models.build(self.cfg.model, nnx.Rngs(params=key), how)
 
     def _adapted_new(self) -> models.Network:
         network = self._build(jax.random.key(0))

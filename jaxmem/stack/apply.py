@@ -13,7 +13,9 @@ import jax
 from flax import nnx
 from jax.custom_batching import custom_vmap
 
+from jaxmem.config.names import BOUNDARY
 from jaxmem.sharding import groups
+from jaxmem.stack.host import named
 from jaxmem.stack.pipeline import Pipeline, in_order, through_stages
 from jaxmem.stack.remat import Remat, policy
 from jaxmem.stack.schedule import schedule
@@ -30,6 +32,7 @@ class Way:
 
     remat: Remat = "none"  # the name of a policy, or the names of what is kept
     pipeline: Pipeline | None = None
+    host: tuple[str, ...] = ()  # by name, what waits in host memory; with BOUNDARY all that is kept
 
 
 @dataclass(frozen=True)
@@ -41,6 +44,7 @@ class Applied:
     x: Any
     inputs: Any
     beside: Any
+    on_host: bool = False  # whether what is kept for the backward pass waits in host memory
 
 
 _instead: ContextVar[Callable[[Applied], tuple[Any, Any]] | None] = ContextVar("instead", default=None)
@@ -76,18 +80,26 @@ def apply_stack(
 
     if way.pipeline is not None:
         return _staged(way.pipeline, run, way.remat)(weights, x, inputs, beside)
-    plan = schedule(way.remat, jax.tree.leaves(weights)[0].shape[0])
+    instead, away = _instead.get(), BOUNDARY in way.host
+    # Boundaries alone go by a schedule that keeps each: it fetches the next one while a layer computes.
+    remat = "every_1" if way.remat == "full" and way.host == (BOUNDARY,) and instead is None else way.remat
+    plan = schedule(remat, jax.tree.leaves(weights)[0].shape[0])
     if plan is not None:
-        return by_schedule(run, plan)(weights, x, inputs, beside)
-    keep = policy(
-        way.remat, {(*group, *leaf.shape[1:]) for leaf in jax.tree.leaves(weights) for group in ((), groups())}
-    )
+        return by_schedule(run, plan, on_host=away)(weights, x, inputs, beside)
+    forms = {(*group, *leaf.shape[1:]) for leaf in jax.tree.leaves(weights) for group in ((), groups())}
+    if instead is not None and away:  # what is kept is in sight, and moved there
+        keep = policy(way.remat, forms)
+    else:
+        keep, run = policy(way.remat, forms, way.host), _named(run) if away else run
     # Inside scan the loop already keeps XLA from merging the recomputation with the first pass.
     run = jax.checkpoint(run, policy=keep, prevent_cse=False)
-    instead = _instead.get()
     if instead is not None:
-        return instead(Applied(run, weights, x, inputs, beside))
+        return instead(Applied(run, weights, x, inputs, beside, away))
     return jax.lax.scan(lambda x, one: run(one[0], x, one[1], beside), x, (weights, inputs))
+
+
+def _named(run: Callable[..., tuple[Any, Any]]) -> Callable[..., tuple[Any, Any]]:
+    return lambda weights, x, one, beside: run(weights, named(x), one, beside)
 
 
 def _staged(pipeline: Pipeline, run: Callable[..., tuple[Any, Any]], remat: Remat) -> Callable[..., tuple[Any, Any]]:

@@ -19,7 +19,9 @@ from typing import Any
 
 import jax
 
+from jaxmem.config.names import BOUNDARY
 from jaxmem.errors import UserError, nearest
+from jaxmem.stack.host import HOST
 from jaxmem.stack.schedule import is_scheduled
 
 Policy = Callable[..., bool]
@@ -55,13 +57,25 @@ REMAT: dict[str, Callable[[Forms], Policy]] = {
     "full": _save_nothing,
 }
 
+_KEPT: dict[str, tuple[str, ...]] = {"dots": (PRODUCT,), "full": ()}  # by name
 
-def policy(remat: Remat, weights: Forms) -> Policy:
-    """`weights`: the shapes in which one layer's weights are seen."""
+
+def policy(remat: Remat, weights: Forms, host: tuple[str, ...] = ()) -> Policy:
+    """`weights`: the shapes in which one layer's weights are seen; `host`: what goes to host memory, by name, beside
+    what else is kept. With a layer's boundary goes all that is kept."""
+    if isinstance(remat, str) and is_scheduled(remat):  # of one layer there is nothing to leave out
+        remat = "full"
+    kept = remat if isinstance(remat, tuple) else _KEPT.get(remat)
+    if host and kept is not None:
+        away = (*host, *kept) if BOUNDARY in host else host
+        return jax.checkpoint_policies.save_and_offload_only_these_names(
+            names_which_can_be_saved=[name for name in kept if name not in away],
+            names_which_can_be_offloaded=list(dict.fromkeys(away)),
+            offload_src="device",
+            offload_dst=HOST,
+        )
     if isinstance(remat, tuple):
         return jax.checkpoint_policies.save_only_these_names(*remat)
-    if is_scheduled(remat):  # of one layer there is nothing to leave out
-        remat = "full"
     if remat not in REMAT:
         raise UserError(f"memory.remat: {remat!r} is no policy{nearest(remat, REMAT)}")
     return REMAT[remat](weights)

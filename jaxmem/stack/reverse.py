@@ -13,9 +13,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from jaxmem.stack.apply import Applied
+from jaxmem.stack.host import to_device, to_host
 from jaxmem.weights import placed, points
 
 # (what is carried, layer, the gradient of its weights) -> what is carried
@@ -38,16 +40,22 @@ class Passed:
         is carried."""
         layers = jax.tree.leaves(self.applied.weights)[0].shape[0]
 
-        def step(turn: jax.Array, state: tuple[Any, Any]) -> tuple[Any, Any]:
-            carried, g = state
+        def step(turn: jax.Array, state: tuple[Any, Any, Any]) -> tuple[Any, Any, Any]:
+            carried, g, ahead = state
             layer = layers - 1 - turn
             own, one, kept = layer_of((weights(carried), self.applied.inputs, self.kept), layer)
+            if self.applied.on_host:  # what the layer before needs is on its way while this one computes
+                kept, ahead = ahead, self._fetched(jnp.maximum(layer - 1, 0))
             dw, dx = self._derivative(own, one, kept)(g)
             # Before a visitor writes what it read: or XLA would keep, or copy, what weights were until all is done.
             layer, dw, dx = jax.lax.optimization_barrier((layer, dw, dx))
-            return visit(carried, layer, dw), dx
+            return visit(carried, layer, dw), dx, ahead
 
-        return jax.lax.fori_loop(0, layers, step, (carried, g))
+        ahead = self._fetched(jnp.int32(layers - 1)) if self.applied.on_host else None
+        return jax.lax.fori_loop(0, layers, step, (carried, g, ahead))[:2]
+
+    def _fetched(self, layer: jax.Array) -> list[jax.Array]:
+        return to_device(layer_of(self.kept, layer))
 
     def _derivative(self, weights: Any, one: Any, kept: list[jax.Array]) -> Callable[[Any], tuple[Any, Any]]:
         at_hand = jax.tree.leaves((points(weights, self.dtype), weights, one, self.applied.beside))
@@ -68,7 +76,8 @@ def forward(applied: Applied, dtype: DTypeLike | None = None) -> Passed:
         places = {id(leaf): place for place, leaf in enumerate(jax.tree.leaves((at, weights, one, beside)))}
         given = tuple(places.get(id(leaf)) for leaf in leaves)
         form[:] = [tree, given]
-        return (y, beside), [leaf for leaf, place in zip(leaves, given, strict=True) if place is None]
+        kept = [leaf for leaf, place in zip(leaves, given, strict=True) if place is None]
+        return (y, beside), to_host(kept) if applied.on_host else kept
 
     (y, _), kept = jax.lax.scan(step, (applied.x, applied.beside), (applied.weights, applied.inputs))
     tree, given = form

@@ -12,14 +12,19 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jaxmem.stack.host import to_device, to_host
 from jaxmem.stack.schedule import Schedule
 from jaxmem.weights import Point
 
 Run = Callable[[Any, Any, Any, Any], tuple[Any, Any]]  # (one layer's weights, x, its input, beside) -> (x, output)
 
 
-def by_schedule(run: Run, plan: Schedule) -> Callable[[Any, Any, Any, Any], tuple[Any, Any]]:
-    """(stacked weights, x, stacked inputs, beside) -> (x, stacked outputs), with a backward pass of its own."""
+def by_schedule(run: Run, plan: Schedule, *, on_host: bool = False) -> Callable[[Any, Any, Any, Any], tuple[Any, Any]]:
+    """(stacked weights, x, stacked inputs, beside) -> (x, stacked outputs), with a backward pass of its own. With
+    `on_host` the boundaries wait in host memory."""
+    away = to_host if on_host else lambda x: x
+    back = to_device if on_host else lambda x: x
+    every = plan.first == tuple(range(len(plan.at)))  # each boundary has a slot of its own, none is made again
 
     @jax.custom_vjp
     def apply(weights: Any, x: Any, inputs: Any, beside: Any) -> tuple[Any, Any]:
@@ -28,14 +33,15 @@ def by_schedule(run: Run, plan: Schedule) -> Callable[[Any, Any, Any, Any], tupl
     def forward(weights: Any, x: Any, inputs: Any, beside: Any) -> tuple[tuple[Any, Any], tuple[Any, ...]]:
         def step(carry: tuple[Any, Any], one: tuple[Any, Any, jax.Array]) -> tuple[tuple[Any, Any], Any]:
             x, slots = carry
-            slots = _put(slots, one[2], x)
+            kept = away(x)
+            slots = slots if every else _put(slots, one[2], kept)
             x, output = run(one[0], x, one[1], beside)
-            return (x, slots), output
+            return (x, slots), (output, kept if every else None)
 
         # Filled from x, so that the slots lie on the devices as x does.
-        slots = jax.tree.map(lambda leaf: jnp.broadcast_to(leaf, (plan.slots, *leaf.shape)), x)
-        (x, slots), outputs = jax.lax.scan(step, (x, slots), (weights, inputs, _numbers(plan.first)))
-        return (x, outputs), (weights, slots, inputs, beside)
+        room = None if every else away(jax.tree.map(lambda x: jnp.broadcast_to(x, (plan.slots, *x.shape)), x))
+        (x, slots), (outputs, kept) = jax.lax.scan(step, (x, room), (weights, inputs, _numbers(plan.first)))
+        return (x, outputs), (weights, kept if every else slots, inputs, beside)
 
     def backward(kept: tuple[Any, ...], wanted: tuple[Any, Any]) -> tuple[Any, ...]:
         weights, slots, inputs, beside = kept
@@ -43,23 +49,26 @@ def by_schedule(run: Run, plan: Schedule) -> Callable[[Any, Any, Any, Any], tupl
 
         def again(i: jax.Array, slots: Any) -> Any:
             layer, source, target = steps[i]
-            x, _ = run(_at(weights, layer), _at(slots, source), _at(inputs, layer), beside)
-            return _put(slots, target, x)
+            x, _ = run(_at(weights, layer), back(_at(slots, source)), _at(inputs, layer), beside)
+            return _put(slots, target, away(x))
 
-        def step(carry: tuple[Any, Any, Any], one: tuple[Any, ...]) -> tuple[tuple[Any, Any, Any], tuple[Any, Any]]:
-            slots, g, of_beside = carry
+        def step(carry: tuple[Any, ...], one: tuple[Any, ...]) -> tuple[tuple[Any, ...], tuple[Any, Any]]:
+            slots, ahead, g, of_beside = carry
             layer, at, begin, end, of_output = one
             if plan.again:
                 with jax.named_scope(f"runs_{plan.runs}_in_{len(plan.at)}"):
                     slots = jax.lax.fori_loop(begin, end, again, slots)
-            back = _differentiated(run, _at(weights, layer), _at(slots, at), _at(inputs, layer), beside)
-            of_weights, g, of_input, more = back(g, of_output)
-            return (slots, g, jax.tree.map(jnp.add, of_beside, more)), (of_weights, of_input)
+            x = ahead if every else back(_at(slots, at))
+            ahead = back(_at(slots, jnp.maximum(at - 1, 0))) if every else None  # on its way while this layer computes
+            through = _differentiated(run, _at(weights, layer), x, _at(inputs, layer), beside)
+            of_weights, g, of_input, more = through(g, of_output)
+            return (slots, ahead, g, jax.tree.map(jnp.add, of_beside, more)), (of_weights, of_input)
 
         nothing = jax.tree.map(jnp.zeros_like, _real(beside))
         each = (jnp.arange(len(plan.at), dtype=jnp.int32), *map(_numbers, (plan.at, plan.begin, plan.end)))
-        carry = (slots, wanted[0], nothing)
-        (_, g, of_beside), (of_weights, of_inputs) = jax.lax.scan(step, carry, (*each, wanted[1]), reverse=True)
+        ahead = back(_at(slots, jnp.int32(plan.at[-1]))) if every else None
+        carry = (slots, ahead, wanted[0], nothing)
+        (_, _, g, of_beside), (of_weights, of_inputs) = jax.lax.scan(step, carry, (*each, wanted[1]), reverse=True)
         return of_weights, g, of_inputs, of_beside
 
     apply.defvjp(forward, backward)

@@ -125,6 +125,21 @@ def lines(base: dict, *overrides: str) -> list[str]:
             ["memory.head_groups=3"],
             "memory.head_groups: 3 does not divide 4 key heads; use one of [1, 2, 4]",
         ),
+        (
+            TEXT,
+            ["memory.offload=[atention]", "memory.remat=full"],
+            "memory.offload: family decoder has no 'atention'; did you mean attention?",
+        ),
+        (
+            TEXT,
+            ["memory.offload=activations"],
+            "memory.remat: none keeps what has no name, which memory.offload cannot move; use full, dots or names",
+        ),
+        (
+            TEXT,
+            ["memory.offload=[attention]", "memory.remat=sqrt"],
+            "memory.offload: attention is kept by no layer under memory.remat: sqrt; use full",
+        ),
         (TEXT, ["model.kv_heads=3"], "model.kv_heads: 3 does not divide model.heads 8"),
         (TEXT, ["model.head_dim=15"], "model.head_dim: 15 is odd; rotary positions turn pairs"),
         (TEXT, ["model.rope.factor=8"], "model.rope.factor: 8 does nothing with model.rope.scaling: none"),

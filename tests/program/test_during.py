@@ -14,11 +14,11 @@ from tests.program.conftest import SMALL, Trained, config
 MODEL = {"preset": "tiny", **SMALL, "layers": 3, "vocab": 264}
 
 
-def during(cfg, remat="none", **sections):
+def during(cfg, remat="none", offload="none", **sections):
     """A decoder's tables in slices of 66."""
     sections = {**cfg, **sections}
     slices = {} if "family" in sections.get("model", {}) else {"loss_chunk": 64}
-    return config(**{**sections, "memory": {"update": "during", "remat": remat, **slices}})
+    return config(**{**sections, "memory": {"update": "during", "remat": remat, "offload": offload, **slices}})
 
 
 def agree(cfg, *variants):
@@ -40,7 +40,7 @@ def test_a_decoder():
     agree(
         cfg,
         (1, during(cfg)),
-        (4, during(cfg, "full", mesh={"fsdp": 2, "tensor": 2})),
+        (4, during(cfg, "full", "activations", mesh={"fsdp": 2, "tensor": 2})),
         (4, during(cfg, "full", mesh={"fsdp": 4}, zero=1)),
     )
 

@@ -1,0 +1,30 @@
+"""How a config's network runs, whatever its weights are."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from jaxmem import models
+from jaxmem.config import Config, Memory, Save
+from jaxmem.config.names import on_host
+from jaxmem.models.chunks import Long
+from jaxmem.stack import Pipeline, Way
+
+
+def execution(cfg: Config, compute: np.dtype, pipeline: Pipeline | None) -> models.Execution:
+    memory = cfg.memory
+    remat = memory.remat.save if isinstance(memory.remat, Save) else memory.remat
+    return models.Execution(
+        dtype=compute,
+        attention=None if memory.attention == "auto" else memory.attention,
+        long=_pieces(memory),
+        stack=Way(remat, pipeline, on_host(memory.offload)),
+    )
+
+
+def _pieces(memory: Memory) -> Long:
+    """`auto` stands for pieces only where nothing that is made within a layer is kept: pieces are made again."""
+    if memory.remat not in ("none", "dots") and not isinstance(memory.remat, Save):
+        return Long(memory.mlp_chunk, memory.head_groups)
+    chunk = None if memory.mlp_chunk == "auto" else memory.mlp_chunk
+    return Long(chunk, 1 if memory.head_groups == "auto" else memory.head_groups)

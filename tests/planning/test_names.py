@@ -1,0 +1,27 @@
+"""What layers' values take and what making them again takes: by hand, for a small decoder."""
+
+import pytest
+
+from jaxmem.config.names import NAMES
+from jaxmem.planning import names
+from tests.program.conftest import SMALL, config
+
+ROWS, TIME, BYTES = 4, 24, 4  # of each of two devices, in float32
+
+
+def test_bytes_and_arithmetic_of_every_name():
+    cfg = config(mesh={"fsdp": 2}, memory={"remat": "full", "mlp_chunk": 8})
+    found = {one.name: one for one in names(cfg, "cpu:2")}
+    assert set(found) == set(NAMES["decoder"])
+    assert {one.layers for one in found.values()} == {SMALL["layers"]}
+    tokens, embed, mlp, heads = ROWS * TIME, SMALL["embed"], SMALL["mlp"], SMALL["heads"] * SMALL["head_dim"]
+    wide = found["mlp_hidden"]
+    assert wide.bytes == tokens * mlp * BYTES
+    assert wide.flops == 0  # of gate and up, which have names
+    assert found["mlp_gate"].flops == 2 * tokens * embed * mlp
+    assert found["mlp_out"].flops == 2 * tokens * mlp * embed
+    assert found["attention_q"].bytes == tokens * heads * BYTES
+    assert found["attention_q"].flops == 2 * tokens * embed * heads
+    # With the statistics of each row; the products are those of all that is seen, or of the blocks in which it lies.
+    assert found["attention"].bytes == tokens * (heads + SMALL["heads"]) * BYTES
+    assert found["attention"].flops == pytest.approx(4 * tokens * TIME * heads, rel=0.5)

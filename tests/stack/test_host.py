@@ -1,0 +1,40 @@
+"""What waits in host memory: the same gradients, fewer bytes on the device, the others counted, and nobody waits."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from jaxmem.config.names import BOUNDARY
+from jaxmem.stack import Way, apply_stack, stacked
+from scripts.recompute import compiled
+from tests.stack.test_schedule import Affine, layer
+
+
+def test_gradients_are_bitwise_those_of_keeping_all_on_the_device():
+    layers = 5
+    graphdef, state = nnx.split(stacked(Affine, layers, nnx.Rngs(0)))
+    keys = jax.random.split(jax.random.key(1), layers)
+    given = nnx.to_pure_dict(state), jnp.ones((2, 3)), jnp.arange(1.0 * layers), jnp.float32(0.5)
+
+    def loss(weights, x, extra, shared, way):
+        blocks = nnx.merge(graphdef, weights)
+        y, outputs = apply_stack(blocks, layer, x, (keys, extra), (shared, jnp.arange(3)), way=way)
+        return jnp.sum(y * y) + jnp.sum(jnp.sin(outputs))
+
+    gradients = jax.jit(jax.value_and_grad(loss, (0, 1, 2, 3)), static_argnums=4)
+    expected = gradients(*given, Way("none"))
+    for remat in ("full", "sqrt", ("unnamed",)):
+        jax.tree.map(np.testing.assert_array_equal, gradients(*given, Way(remat, host=(BOUNDARY,))), expected)
+
+
+def test_boundaries_leave_the_device_and_are_back_in_time():
+    """Compiled for a GPU: all but the one in use and the next are in host memory, and travel while layers compute."""
+    shape = {"embed": 512, "mlp": 2048, "heads": 4, "kv_heads": 2, "head_dim": 128, "vocab": 512}
+    here, away = (
+        compiled("full", 16, "h100-80gb", shape, time=4096, arithmetic=False, host=host) for host in ((), (BOUNDARY,))
+    )
+    assert here["host"] == 0
+    assert away["host"] == 16 * away["boundary"]
+    assert here["temporaries"] - away["temporaries"] >= 13 * away["boundary"]
+    assert away["hidden"] > 0.9
