@@ -106,8 +106,8 @@ def main(arguments: list[str] | None = None) -> int:
     every = configs(tiny=not gpus)[: given.first]
     for raw in every:
         left = 60 * given.minutes - (time.monotonic() - begun)
-        row = (apart(raw, None if gpus else 1, left) if left > 0 else {"error": NO_TIME}) | {"config": raw}
-        rows.append(row)
+        row = apart(raw, None if gpus else 1, left) if left > 0 else {"name": raw["name"], "error": NO_TIME}
+        rows.append(row | {"config": raw})
         said = row.get("error") or f"planned {row['planned']:,} measured {row['measured']}"
         print(f"{raw['name']}: {said}", file=sys.stderr)
         # After each config: what ends this script leaves what is known.
