@@ -148,12 +148,16 @@ def through_stages(
     staged = jax.lax.stop_gradient(staged)  # its gradient comes by way of the sums
     waiting = jax.tree.map(lambda leaf: split_first(leaf.reshape(p.stages, -1, *leaf.shape[1:]), AXIS), x)
 
+    # Linear: kept would be nothing but masks as large as what they mask. A new function each time, since jax keeps what
+    # it has traced of one, and the devices that it was traced for with it.
+    hand_on = jax.checkpoint(partial(_hand_on, p))
+
     def tick(carry: tuple[Any, Any, Any], t: jax.Array) -> tuple[tuple[Any, Any, Any], None]:
         x, waiting, sums = carry
         y, sums = jax.vmap(stage, spmd_axis_name=AXIS)(staged, x, sums, stages, t - stages)
-        return (*_hand_on(p, y, waiting, t + 1), sums), None
+        return (*hand_on(y, waiting, t + 1), sums), None
 
-    begin = _hand_on(p, jax.tree.map(lambda leaf: jnp.zeros_like(leaf[:, 0]), waiting), waiting, jnp.int32(0))
+    begin = hand_on(jax.tree.map(lambda leaf: jnp.zeros_like(leaf[:, 0]), waiting), waiting, jnp.int32(0))
     (_, done, _), _ = jax.lax.scan(tick, (*begin, sums), jnp.arange(p.ticks, dtype=jnp.int32))
     return jax.tree.map(partial(_collected, p), done)
 
@@ -167,7 +171,6 @@ def _item(p: Pipeline, item: jax.Array) -> tuple[jax.Array, jax.Array]:
     return together * p.stages + place, turn
 
 
-@partial(jax.checkpoint, static_argnums=0)  # linear: kept would be nothing but masks as large as what they mask
 def _hand_on(p: Pipeline, y: Any, waiting: Any, t: jax.Array) -> tuple[Any, Any]:
     """What the stages begin tick `t` with, from what they made in the tick before: each its predecessor's, the first
     a micro-batch that waits, or in a later round the last one's.

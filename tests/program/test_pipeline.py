@@ -126,6 +126,13 @@ def moments(opt_state, params):
     return jax.tree.map(lambda x: params if alike(x) else x, opt_state, is_leaf=alike)
 
 
+def test_the_same_stages_on_other_devices():
+    """In one process, as a search makes them: nothing is kept of the devices before."""
+    cfg = staged({"stage": 2, "fsdp": 2}, zero=1)
+    for first in (0, 4):
+        program(cfg, jax.devices()[first : first + 4]).lower_step()
+
+
 # ------------------------------------------------------------------ the compiled step
 
 
