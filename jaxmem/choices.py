@@ -19,12 +19,11 @@ import numpy as np
 from flax import nnx
 
 from jaxmem import losses
-from jaxmem.data import tokenizer_for
 from jaxmem.data.tokenizer import Tokenizer
 from jaxmem.decode import length_for
 from jaxmem.errors import UserError
 from jaxmem.program import Program
-from jaxmem.trained import open_model
+from jaxmem.trained import open_model, tokenizer_of
 
 
 @dataclass(frozen=True)
@@ -38,7 +37,7 @@ def evaluate_choices(directory: str | Path, file: str | Path, overrides: Sequenc
     """Shares of right answers, of a run or a Hugging Face directory."""
     questions = read_questions(file)
     program, params = open_model(directory, overrides)
-    tokenizer = tokenizer_for(program.cfg.data.tokenizer)
+    tokenizer = tokenizer_of(program)
     right = np.zeros(2)
     for question, found in zip(questions, scores(program, params, tokenizer, questions), strict=True):
         lengths = np.array([len(choice.encode()) for choice in question.choices])

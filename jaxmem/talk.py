@@ -8,11 +8,10 @@ from pathlib import Path
 
 import numpy as np
 
-from jaxmem.data import tokenizer_for
 from jaxmem.data.template import Message, TemplateError, template_for
 from jaxmem.decode import ENDED, Generator, Sampling, Thread
 from jaxmem.errors import UserError
-from jaxmem.trained import open_model
+from jaxmem.trained import open_model, tokenizer_of
 
 
 class Speaker:
@@ -31,13 +30,7 @@ class Speaker:
         program, params = open_model(directory, overrides)
         self._generate = Generator(program, params, sampling)
         self._thread = Thread(self._generate)
-        self._tokenizer = tokenizer_for(program.cfg.data.tokenizer)
-        vocab = getattr(program.cfg.model, "vocab", 0)
-        if self._tokenizer.vocab_size > vocab:
-            raise UserError(
-                f"data.tokenizer {program.cfg.data.tokenizer} has {self._tokenizer.vocab_size} tokens, but the model "
-                f"knows {vocab}: it is another model's"
-            )
+        self._tokenizer = tokenizer_of(program)
         self._file = program.cfg.data.template
         self._tokens, self._stops = tokens, tuple(stop for stop in stops if stop)
 

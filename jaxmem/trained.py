@@ -16,6 +16,8 @@ from jaxmem import adapters, hf, precision
 from jaxmem.checkpoint import Checkpoints, place
 from jaxmem.config import Config, Mesh, load_config
 from jaxmem.config.peft import base_of, is_adapter
+from jaxmem.data import tokenizer_for
+from jaxmem.data.tokenizer import Tokenizer
 from jaxmem.errors import UserError
 from jaxmem.program import Program, program
 from jaxmem.weights import is_quantized
@@ -53,6 +55,17 @@ def config_of(directory: str | Path, overrides: Sequence[str] = ()) -> Config:
         f"{directory}: no run is there (no config.yaml) and no Hugging Face model (no config.json); give the directory "
         "that `jaxmem train` wrote, or one with config.json and *.safetensors"
     )
+
+
+def tokenizer_of(program: Program) -> Tokenizer:
+    """What makes a model's tokens of texts."""
+    name, vocab = program.cfg.data.tokenizer, getattr(program.cfg.model, "vocab", 0)
+    found = tokenizer_for(name)
+    if found.vocab_size > vocab:
+        raise UserError(
+            f"data.tokenizer {name} has {found.vocab_size} tokens, but the model knows {vocab}: it is another model's"
+        )
+    return found
 
 
 def _standing_for(directory: Path) -> Mapping[str, Any]:

@@ -36,9 +36,10 @@ def tour(
     as_json: Json = False,
 ) -> None:
     """Each technique, with its number."""
-    devices.stay_on_cpu_without_gpu(only_compile=True)
     from jaxmem import tour
 
+    trains = topic in tour.STOPS and tour.STOPS[topic].trains
+    devices.stay_on_cpu_without_gpu(only_compile=not trains)
     with only_json(as_json):
         stops = tour.visit(topic, target)
     if write:
@@ -48,6 +49,8 @@ def tour(
     else:
         for stop in stops:
             show(stop.table())
+            if stop.note:
+                show(stop.note)
 
 
 def doctor(as_json: Json = False) -> None:

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from jaxmem.errors import UserError, nearest
+from jaxmem.tour.finetune import fine_tuned
 from jaxmem.tour.memory import by_technique
 from jaxmem.tour.stops import Stop, Stopped
 
 STOPS = {
     stop.topic: stop
-    for stop in (Stop("memory", "one technique after the other, and the bytes that each leaves", by_technique),)
+    for stop in (
+        Stop("memory", "one technique after the other, and the bytes that each leaves", by_technique),
+        Stop("finetune", "a small model trained, fine-tuned by QLoRA, exported and talked to, here", fine_tuned, True),
+    )
 }
 
 

@@ -18,6 +18,7 @@ class Stopped:
     rows: Sequence[dict[str, Any]]
     columns: dict[str, Callable[[dict[str, Any]], str]]  # heading -> how a row's cell reads
     seconds: float
+    note: str = ""  # what the table shows, in a few sentences
 
     def as_json(self) -> dict[str, Any]:
         return {"topic": self.topic, "rows": list(self.rows), "seconds": self.seconds}
@@ -36,7 +37,8 @@ class Stopped:
         ruled = ["---", *["---:"] * (len(self.columns) - 1)]
         lines = [list(self.columns), ruled, *([cell(row) for cell in self.columns.values()] for row in self.rows)]
         table = "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
-        return f"{self.title}. Made by `jaxmem tour {self.topic}`.\n\n{table}"
+        note = f"\n\n{self.note}" if self.note else ""
+        return f"{self.title}. Made by `jaxmem tour {self.topic}`.\n\n{table}{note}"
 
 
 @dataclass(frozen=True)
@@ -44,3 +46,4 @@ class Stop:
     topic: str
     about: str
     run: Callable[..., Stopped]  # (target name) -> what it shows
+    trains: bool = False  # on this machine, and does not only compile

@@ -84,11 +84,6 @@ def run(cfg: Config, devices: Sequence[Any] | None = None) -> Result:
         _shared(kept)
         checkpoints = opened.enter_context(_checkpoints(cfg, kept))
         opened.enter_context(together())  # closing what is above needs all processes
-        if jax.process_index() == 0:
-            save_config(cfg, directory / "config.yaml")
-            (directory / "plan.json").write_text(json.dumps(planned.as_json(), indent=2) + "\n")
-            (directory / "memory.json").write_text(json.dumps(planned.history.as_json()) + "\n")
-            _keep_beside(cfg, directory)
         step, state = _restored(built, checkpoints, loader) or (0, built.initialise())
         made_of: dict[str, Any] = {"fingerprint": identity}
         if cfg.objective.name == "dpo":
@@ -96,6 +91,11 @@ def run(cfg: Config, devices: Sequence[Any] | None = None) -> Result:
             reference = reference_for(built, loader.corpus, state.params, identity, began)
             loader.corpus.references = reference.values
             made_of["reference"] = reference.weights
+        if jax.process_index() == 0:  # all that could be refused was accepted
+            save_config(cfg, directory / "config.yaml")
+            (directory / "plan.json").write_text(json.dumps(planned.as_json(), indent=2) + "\n")
+            (directory / "memory.json").write_text(json.dumps(planned.history.as_json()) + "\n")
+            _keep_beside(cfg, directory)
 
         trackers = opened.enter_context(trackers_for(cfg, directory, step))
         progress = opened.enter_context(_progress(planned, step, trackers.last.get("seconds", 0.0)))

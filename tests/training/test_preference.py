@@ -107,6 +107,7 @@ def test_the_margin_grows_from_a_reference_that_is_kept(config, tmp_path):
     assert run(cfg, jax.devices()[:1]).step == 3  # whose weights are no longer those of the reference
     with pytest.raises(UserError, match=r"reference.npz: was computed with other weights; remove it, or give data.ref"):
         run(config(name="y", seed=1), jax.devices()[:1])
+    assert not (tmp_path / "y/config.yaml").exists()
     file_for(cfg).write_bytes(b"x")
     with pytest.raises(UserError, match="no log-probabilities of a reference"):
         run(config(name="z"), jax.devices()[:1])
