@@ -19,7 +19,7 @@ On a mesh A and B rest split over all that splits weights: `in` of A and `out` o
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from fnmatch import fnmatchcase
 
 import jax
@@ -74,15 +74,15 @@ class Lora(nnx.Module):
         self,
         x: Float[Array, "*batch inputs"],
         y: Float[Array, "*batch outputs"],
-        w: Float[Array, "inputs outputs"],
+        w: Callable[[], Float[Array, "inputs outputs"]],
         keys: Keys | None,
     ) -> Float[Array, "*batch outputs"]:
-        """What the layer gives, of what its own weight `w` gave."""
+        """What the layer gives, of what its own weight `w` gave, which DoRA looks at too."""
         a, b = fetch(self.a, x.dtype), fetch(self.b, x.dtype)
         y = y + product(self.scale * product(parts.dropout(x, self.dropout, keys), a), b)
         if self.magnitude is None:
             return y
-        learned = fetch(self.magnitude, jnp.float32) / jax.lax.stop_gradient(self._length(w, a, b))
+        learned = fetch(self.magnitude, jnp.float32) / jax.lax.stop_gradient(self._length(w(), a, b))
         return (y * learned).astype(x.dtype)
 
     def rows(self, ids: Int[Array, "batch time"], dtype: DTypeLike) -> Float[Array, "batch time embed"]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import jax
@@ -25,9 +26,10 @@ from jaxmem.models.cache import Cache, Place
 from jaxmem.models.chunks import Long, by_heads, by_tokens, groups_of_heads, joined, tokens_at_once
 from jaxmem.models.rope import Angles, rotate
 from jaxmem.precision import rested
+from jaxmem.quant import QTensor
 from jaxmem.sharding import Axes, constrain, current, gather
 from jaxmem.stack import PRODUCT, Way
-from jaxmem.weights import Ready
+from jaxmem.weights import Point, Ready
 
 RowKeys = Key[Array, "batch"]  # a random key for each row of the batch
 Keys = Key[Array, "*rows"]
@@ -67,6 +69,18 @@ def fetch(param: nnx.Param, dtype: DTypeLike) -> jax.Array:
     return gather(value, axes[len(axes) - value.ndim :], dtype)
 
 
+def axes_of(param: nnx.Param, ndim: int) -> Axes:
+    axes: Axes = param.get_metadata()["axes"]
+    return axes[len(axes) - ndim :]
+
+
+def frozen_codes(param: nnx.Param) -> QTensor | None:
+    """Of a weight in codes that has no gradient."""
+    value = param.get_value()
+    frozen = isinstance(value, Point) and value.at is None and isinstance(value.rest, QTensor)
+    return value.rest if frozen else None
+
+
 class Linear(nnx.Module):
     def __init__(
         self,
@@ -84,10 +98,12 @@ class Linear(nnx.Module):
 
     def __call__(self, x: Float[Array, "*batch inputs"], keys: Keys | None = None) -> Float[Array, "*batch outputs"]:
         """`keys`, for the first dimensions of x, turn an adapter's dropout on."""
-        w = fetch(self.weight, x.dtype)
-        y = checkpoint_name(product(x, w), PRODUCT)
+        codes = frozen_codes(self.weight)
+        w = None if codes is not None else fetch(self.weight, x.dtype)
+        y = product(x, w) if w is not None else coded_product(x, codes, axes_of(self.weight, 2))
+        y = checkpoint_name(y, PRODUCT)
         if self.lora is not None:
-            y = self.lora(x, y, w, keys)
+            y = self.lora(x, y, partial(fetch, self.weight, x.dtype) if w is None else lambda: w, keys)
         return y if self.bias is None else y + fetch(self.bias, x.dtype)
 
 
@@ -109,6 +125,29 @@ def _product_backward(kept: tuple[jax.Array, jax.Array], g: jax.Array) -> tuple[
 
 
 product.defvjp(_product_forward, _product_backward)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(2,))
+def coded_product(x: Float[Array, "*batch inputs"], q: QTensor, axes: Axes) -> Float[Array, "*batch outputs"]:
+    """x @ w of a weight that stays, in codes: decoded when x is there, and again when the gradient is. So of a layer
+    one matrix at a time is there as numbers, not all from its first product to its last."""
+    return x @ _decoded_beside(x, q, axes)
+
+
+def _decoded_beside(x: jax.Array, q: QTensor, axes: Axes) -> jax.Array:
+    x, q = jax.lax.optimization_barrier((x, q))
+    return gather(q, axes, x.dtype)
+
+
+def _coded_forward(x: jax.Array, q: QTensor, axes: Axes) -> tuple[jax.Array, QTensor]:
+    return coded_product(x, q, axes), q
+
+
+def _coded_backward(axes: Axes, q: QTensor, g: jax.Array) -> tuple[jax.Array, None]:
+    return g @ _decoded_beside(g, q, axes).T, None
+
+
+coded_product.defvjp(_coded_forward, _coded_backward)
 
 
 def rows(table: nnx.Param, ids: Int[Array, "batch time"], dtype: DTypeLike) -> Float[Array, "batch time width"]:
