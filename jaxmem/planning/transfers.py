@@ -30,6 +30,8 @@ def transfer(one: Instruction) -> Transfer | None:
     inner = one
     while inner.opcode in ("async-start", "fusion", "bitcast"):
         inner = inner.operands[0] if inner.opcode == "bitcast" else inner.called[0].root
+    while inner.opcode == "copy" and inner.operands[0].opcode in ("bitcast", "copy", "dynamic-slice"):
+        inner = inner.operands[0]  # a slice that is turned on its way
     if inner.opcode not in ("copy", "dynamic-slice", "dynamic-update-slice"):
         return None
     if inner.opcode == "dynamic-update-slice":
