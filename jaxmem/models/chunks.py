@@ -28,6 +28,7 @@ from jaxmem.weights import Ready
 
 Chunk = int | Literal["auto"] | None
 Groups = int | Literal["auto"]
+Sized = jax.Array | jax.ShapeDtypeStruct
 Tree = Any
 # (modules, arrays [..., batch, time, width], what is seen beside) -> arrays of the same batch and time
 Run = Callable[[Any, Tree, Tree], Tree]
@@ -37,7 +38,7 @@ PIECE = 2**28  # bytes that it makes at a time
 MULTIPLE = 128  # tokens
 
 
-def tokens_at_once(chunk: Chunk, x: jax.Array, width: int) -> int | None:
+def tokens_at_once(chunk: Chunk, x: Sized, width: int) -> int | None:
     """Of [batch, time, embed], how many of a row a device takes at a time, where each makes `width` numbers; None: all.
 
     >>> x = jax.ShapeDtypeStruct((1, 65536, 4096), jnp.bfloat16)
@@ -51,7 +52,7 @@ def tokens_at_once(chunk: Chunk, x: jax.Array, width: int) -> int | None:
     return chunk if chunk is not None and chunk < held else None
 
 
-def groups_of_heads(groups: Groups, x: jax.Array, heads: int, kv_heads: int, head_dim: int) -> int:
+def groups_of_heads(groups: Groups, x: Sized, heads: int, kv_heads: int, head_dim: int) -> int:
     """Into how many groups the heads go.
 
     >>> x = jax.ShapeDtypeStruct((1, 2**19, 4096), jnp.bfloat16)
@@ -70,7 +71,7 @@ def groups_of_heads(groups: Groups, x: jax.Array, heads: int, kv_heads: int, hea
     return next(n for n in range(1, most + 1) if most % n == 0 and (queries <= n * PIECE or n == most))
 
 
-def _held(x: jax.Array) -> tuple[int, int]:
+def _held(x: Sized) -> tuple[int, int]:
     """Rows and time of a device."""
     layout = current()
     split = (1, 1) if layout is None else [layout.parts("activations", axis) for axis in ("batch", "stream")]
