@@ -21,7 +21,7 @@ ROWS = {
     "llama3-8b, 8-bit AdamW": ("llama3-8b-one-gpu", (), "a100-40gb"),
     "llama3-8b, 8-bit AdamW, remainder8": (
         "llama3-8b-one-gpu",
-        ("precision.rounding=auto", "precision.master=remainder8"),
+        ("precision.rounding=auto", "precision.master=remainder8", "memory.offload=activations"),
         "a100-40gb",
     ),
     "llama2-7b, 8-bit GaLore of rank 1024": ("llama2-7b-galore", (), "rtx4090-24gb"),
