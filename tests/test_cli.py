@@ -160,7 +160,7 @@ def test_tokenize_writes_what_training_reads(run: Path, tmp_path: Path, capsys: 
         (["trian"], "No such command 'trian'. Did you mean 'train'? (jaxmem --help)"),
         (["train"], "Missing argument 'CONFIG'. (jaxmem train --help)"),
         (["bench"], "Missing command. (jaxmem bench --help)"),
-        (["plan", "x", "--jsn"], "No such option: --jsn (Possible options: --json) (jaxmem plan --help)"),
+        (["plan", "x", "--jsn"], "No such option: --jsn (Possible options: --json, --png) (jaxmem plan --help)"),
         (["plan", "x", "--simulate", "many"], "Invalid value for '--simulate': "),
     ],
 )

@@ -131,7 +131,7 @@ def _objective(cfg: Config) -> Iterator[str]:
         yield f"objective.name: {name} does not go with family {model.family}; use {use}"
     for field, having in (("label_smoothing", SMOOTHED), ("z_loss", CROSS_ENTROPY)):
         if getattr(objective, field) and name not in having:
-            yield f"objective.{field}: only {' and '.join(having)} have it, not {name}"
+            yield f"objective.{field}: only {', '.join(having)} have it, not {name}"
     if cfg.memory.loss_chunk != "auto" and not objective.reads_text:
         yield f"memory.loss_chunk: only next_token and dpo have a vocabulary to go through, not {name}; use auto"
     if objective.beta != default.beta and name != "dpo":

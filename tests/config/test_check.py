@@ -113,7 +113,7 @@ def lines(base: dict, *overrides: str) -> list[str]:
         (
             PICTURES,
             ["memory.loss_chunk=64"],
-            "memory.loss_chunk: only next_token has a vocabulary to go through, not classify; use auto",
+            "memory.loss_chunk: only next_token and dpo have a vocabulary to go through, not classify; use auto",
         ),
         (
             TEXT,
@@ -169,19 +169,19 @@ def lines(base: dict, *overrides: str) -> list[str]:
         (
             TEXT,
             ["objective=binary"],
-            "objective.name: binary does not go with family decoder; use next_token",
+            "objective.name: binary does not go with family decoder; use next_token or dpo",
         ),
         (PICTURES, ["objective=binary"], "model.outputs: 10 must be 1 for objective binary on digits"),
         (PICTURES, ["model.outputs=5"], "model.outputs: 5 must be 10 for objective classify on digits"),
         (
             PICTURES,
             ["objective={name: regress_l2, label_smoothing: 0.1}", "model.outputs=1"],
-            "objective.label_smoothing: only next_token and classify have it, not regress_l2",
+            "objective.label_smoothing: only next_token, classify, dpo have it, not regress_l2",
         ),
         (
             PICTURES,
             ["objective={name: binary, z_loss: 0.1}", "model.outputs=1"],
-            "objective.z_loss: only next_token and classify have it, not binary",
+            "objective.z_loss: only next_token, classify have it, not binary",
         ),
         (TEXT, ["objective.temperature=1"], "objective.temperature: only contrastive has it, not next_token"),
         (
@@ -198,7 +198,7 @@ def lines(base: dict, *overrides: str) -> list[str]:
         (
             TEXT,
             ["data.path=a.txt"],
-            "data.path: source stdlib has none; those that do: text, jsonl, parquet, chat, tokens",
+            "data.path: source stdlib has none; those that do: text, jsonl, parquet, chat, preference, tokens",
         ),
         (TEXT, ["data.field=body"], "data.field: source stdlib has none; those that do: jsonl, parquet"),
         (TEXT, ["data.source=digits"], "data.source: digits does not go with family decoder"),

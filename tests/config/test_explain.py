@@ -42,7 +42,7 @@ def lines(*overrides: str) -> list[str]:
         ),
         (
             "objective={name: contrastve}",
-            "objective.name: 'contrastve' is not one of next_token, classify, binary, regress_l1, regress_l2, ...",
+            "objective.name: 'contrastve' is not one of next_token, dpo, classify, binary, regress_l1, regress_l2, ...",
         ),
         (
             "model={family: decodr}",
