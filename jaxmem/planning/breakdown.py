@@ -16,6 +16,7 @@ from typing import Any
 
 import jax
 
+from jaxmem.optim import only
 from jaxmem.planning.buffers import Allocation, Held, Lifetimes, Moment, fullest, read_allocations
 from jaxmem.planning.hlo import Frame, Instruction, Module, Shape, dot_flops
 from jaxmem.planning.origins import BATCH, NOWHERE, OPTIMIZER, OTHER, WEIGHTS, Origins, at, trace_origins
@@ -187,8 +188,10 @@ def known_shapes(built: Program) -> Known:
     parts: set[Form] = set()  # of stacked weights and gradients
     sizes: set[int] = set()
     layers: set[int] = set()
+    params, learns = built.state.params, built.cfg.learns
+    learned = only(params, learns) if learns else params  # the others have no gradient
 
-    def add(axes: Axes, leaf: Any) -> None:
+    def add(axes: Axes, leaf: Any, own: Any) -> None:
         stored, split, used, moments = (
             built.layout.sharding(role, axes, shape).shard_shape(shape)
             for role in ("weights", "gradients", "computing", "optimizer")
@@ -196,16 +199,17 @@ def known_shapes(built: Program) -> Known:
         )
         resting.update(form(x.sharding.shard_shape(x.shape)) for x in jax.tree.leaves(leaf))
         stacked = axes[:1] == ("layer",)
-        for dims in (stored, split, used, moments, leaf.shape):
+        for dims in (stored, split, used, moments, leaf.shape) if own is not None else ():
             gradients.update({form(dims), form(dims[1:])} if stacked else {form(dims)})
-        if stacked:
+        if stacked and own is not None:
             sizes.add(math.prod(split))
+            whole_gradients.update({form(used)} if used != split else ())
+        if stacked:
             parts.update(form(dims) for dims in (stored, split) if dims != used)
             layers.add(stored[0])
             whole_weights.update({form(used)} if used != stored else ())
-            whole_gradients.update({form(used)} if used != split else ())
 
-    jax.tree.map(add, built.axes, built.state.params, is_leaf=is_axes)
+    jax.tree.map(add, built.axes, params, learned, is_leaf=is_axes)
     time = built.cfg.data.sequence_length if built.cfg.objective.reads_text else None
     return Known(
         frozenset(resting),

@@ -11,6 +11,7 @@ import pytest
 from flax.traverse_util import flatten_dict
 
 from jaxmem.errors import UserError
+from jaxmem.planning.breakdown import known_shapes
 from jaxmem.program import program
 from jaxmem.weights import is_quantized
 from tests.program.conftest import Trained, config
@@ -80,17 +81,30 @@ def test_the_compiled_step_spends_nothing_on_what_stays():
     """No gradient of the base, no state of it, no second copy of it: in bytes, and in the shapes of products."""
     wide = {"vocab": 264, "embed": 64, "mlp": 512, "heads": 4, "kv_heads": 4, "head_dim": 16, "layers": 2}
     sections = {"model": {"preset": "tiny", **wide}, "batch": {"global_size": 1}, "data": {"sequence_length": 16}}
-    lora, full = (program(cfg, jax.devices()[:1]) for cfg in (adapted(**sections), config(**sections)))
-    steps = [built.lower_step().compile() for built in (lora, full)]
+    chunks = {**sections, "memory": {"mlp_chunk": 4}}
+    lora, full, chunked = (
+        program(cfg, jax.devices()[:1]) for cfg in (adapted(**sections), config(**sections), adapted(**chunks))
+    )
+    steps = [built.lower_step().compile() for built in (lora, full, chunked)]
     memory = [step.memory_analysis() for step in steps]
     base = 4 * full.parameters
     # Arguments: the base, adapters with two moments each, the batch.
     assert memory[0].argument_size_in_bytes < base + 12 * lora.trainable + 2000
     assert memory[0].alias_size_in_bytes > base  # passed through where it lies
     assert memory[0].temp_size_in_bytes < memory[1].temp_size_in_bytes - 0.8 * base
-    made = re.findall(r"= f32\[([0-9,]*)\]\S* dot\(", steps[0].as_text())
-    assert made
-    assert not {"64,512", "512,64", "264,64", "64,264"} & set(made)
+    made = [set(re.findall(r"= f32\[([0-9,]*)\]\S* dot\(", step.as_text())) for step in steps]
+    gradients = {"64,512", "512,64", "264,64", "64,264", "64,64"}
+    assert made[1] & gradients
+    assert not made[0] & gradients
+    assert not made[2] & gradients  # nor added up over chunks
+
+
+def test_the_planner_counts_no_gradient_of_what_stays():
+    """A layer's adapters have the forms of A and B, of which the base has none."""
+    every = known_shapes(program(config(), jax.devices()[:1])).gradients
+    own = known_shapes(program(adapted(), jax.devices()[:1])).gradients
+    assert own
+    assert not own & every
 
 
 def test_dora_begins_with_the_lengths_that_the_base_has():
