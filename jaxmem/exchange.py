@@ -126,7 +126,7 @@ def _found(table: jax.Array | QTensor, ids: jax.Array, axes: Axes, dtype: DTypeL
             layout.spec("activations", split.tokens),
         ),
         out_specs=layout.spec("activations", STREAM),
-        check_vma=False,  # jax loses count of it where groups of rows on several stages are mapped over
+        check_vma=not layout.vmapped,  # jax loses count of it where groups of rows on several stages are mapped over
     )
     return find(table, ids)
 
