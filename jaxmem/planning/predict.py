@@ -19,14 +19,11 @@ import numpy as np
 from jaxmem.config import Config, Decoder
 from jaxmem.data import batch_spec
 from jaxmem.hardware import Gpu
-from jaxmem.kernels.attention.blockwise import SHORT
-from jaxmem.models.chunks import tokens_at_once
 from jaxmem.planning.pace import seconds_of
 from jaxmem.planning.passes import held_vocabulary, loss_chunk, passes_held, passes_of, rows_of
 from jaxmem.planning.state import Held, Leaf, state_of
 from jaxmem.precision import compute_dtype
 from jaxmem.program import Program
-from jaxmem.program.execution import pieces
 
 
 @dataclass(frozen=True)
@@ -110,17 +107,8 @@ class _Sizes:
             self.queries = tokens * model.heads * model.head_dim * width / heads
             self.keys = tokens * model.kv_heads * model.head_dim * width / heads
             self.hidden = tokens * model.mlp * width / tensor
-            self.pieces = 0.0  # beside an MLP in pieces
-            stream = max(round(self.rows * mesh.context), 1), cfg.data.sequence_length // (mesh.context * tensor)
-            placed = jax.ShapeDtypeStruct((*stream, model.embed), compute_dtype(cfg.precision, platform))
-            if piece := tokens_at_once(pieces(cfg.memory).chunk, placed, model.mlp):
-                self.hidden *= piece / stream[1]
-                # Its weights' gradients, added up in float32; the stream and its gradients before and after.
-                self.pieces = 3 * model.embed * model.mlp / mlp * 4 + 3 * self.residual / tensor
             self.chunk = loss_chunk(cfg, platform) or 0
             self.is_whole = self.chunk == held_vocabulary(cfg)
-            # Where the features' gradient and the head's both travel, XLA makes the head's after the layers' gradients.
-            self.head_waits = self.chunk < model.vocab and cfg.zero >= 2 and mesh.fsdp * mesh.context > 1
             self.logits = tokens / (tensor // vocab) * self.chunk * width
             self.head = model.embed * self.chunk * width
             attention = (2 * model.heads + 2 * model.kv_heads) * model.head_dim
@@ -132,45 +120,22 @@ class _Sizes:
     def fullest(self, saved: int) -> dict[str, int]:
         """The larger of two moments: the loss, or one layer's backward pass."""
         kept = {"saved for the backward pass": int(saved * self.rows * passes_held(self.cfg))}
-        model = self.cfg.model
-        if not isinstance(model, Decoder):
+        if not isinstance(self.cfg.model, Decoder):
             return kept
-        layer = self._layer(model)
-        if self.pieces and self.cfg.mesh.tensor == 1:
-            # XLA turns what all layers keep into the order that the pieces' products like, before the first layer's
-            # backward pass. Not where it is gathered between them.
-            layer = max(layer, sum(kept.values()) + 2 * self.residual)
+        wide = 4 / self.width  # float32
+        layer = (
+            self.layer + (self.matrix if self.cfg.mesh.fsdp > 1 else 0)
+            + 6 * self.residual + 4 * self.hidden + (1 + 2 * wide) * self.queries + 2 * (1 + wide) * self.keys
+        )  # fmt: skip
         logits, head = self.logits, self.head
         if not self.is_whole:  # a slice's logits, its weight and their gradients, and the features' gradient in float32
-            logits += 2 * head + 4 / self.width * self.residual
+            logits += 2 * head + wide * self.residual
             return kept | ({"logits": int(logits)} if logits > layer else {"intermediates": int(layer)})
-        if self.cfg.batch.accumulate == 1 or self.head_waits:
+        if self.cfg.batch.accumulate == 1:
             return kept | {"logits": int(logits + head), "intermediates": int(layer)}
         if logits > layer:
             return kept | {"logits": int(logits + head)}
         return kept | {"logits": int(head), "intermediates": int(layer)}
-
-    def _layer(self, model: Decoder) -> float:
-        """Of one layer's backward pass: the MLP's, with what attention's will need, or then attention's."""
-        wide = 4 / self.width  # float32
-        lasting = (
-            self.layer + (self.matrix if self.cfg.mesh.fsdp > 1 else 0)
-            + 6 * self.residual + (1 + 2 * wide) * self.queries + 2 * (1 + wide) * self.keys
-        )  # fmt: skip
-        return lasting + max(4 * self.hidden + self.pieces, self._ring(model, wide))
-
-    def _ring(self, model: Decoder, wide: float) -> float:
-        """What devices that pass keys round have beside their own attention: keys and their gradients on the way, of
-        two halves of the queries q, output and both gradients, and where blocks are written out one after the other
-        XLA makes all blocks' scores before it uses the first: probabilities and their gradients in float32, and
-        rounded."""
-        cfg = self.cfg
-        half = cfg.data.sequence_length // (2 * cfg.mesh.context)
-        if cfg.mesh.context == 1 or model.window:
-            return 0
-        moving = 2 * (1 + wide) * self.keys + (3 + wide) * self.queries
-        scores = self.queries / model.head_dim * half if half * half <= SHORT else 0
-        return moving + (2 * wide + 1) * scores
 
 
 def _platform(built: Program) -> str:

@@ -50,16 +50,6 @@ def test_state_is_exact(zero: int, mesh: dict[str, int], parameters: str, master
         (1, {"memory": {"remat": "full"}, "batch": {"global_size": 16, "accumulate": 2}}),
         (4, {"memory": {"remat": "dots"}, "mesh": {"fsdp": 2, "tensor": 2}, "zero": 1}),
         (4, {"memory": {"remat": "full"}, "mesh": {"fsdp": 4}, "zero": 2, "precision": {"parameters": "bfloat16"}}),
-        # Keys go round, in blocks one after the other; whole logits wait beside the layers.
-        (
-            4,
-            {
-                "memory": {"remat": "full"},
-                "mesh": {"context": 2, "tensor": 2},
-                "batch": {"global_size": 64, "accumulate": 2},
-            },
-        ),
-        (2, {"memory": {"remat": "full", "mlp_chunk": 128}, "mesh": {"fsdp": 2}}),
     ],
 )
 def test_totals_are_near_what_is_compiled(count: int, sections: dict) -> None:
