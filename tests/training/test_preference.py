@@ -120,7 +120,7 @@ def test_the_margin_grows_from_a_reference_that_is_kept(config, tmp_path):
         ({"data": {"source": "stdlib", "packing": False}}, "data.source: stdlib does not go with objective dpo"),
         ({"data": {"source": "preference", "path": "x"}}, "data.packing: dpo compares whole answers"),
         ({"objective": "next_token"}, "preference does not go with objective next_token; use objective.name=dpo"),
-        ({"objective": {"name": "dpo", "z_loss": 0.1}}, "objective.z_loss: only next_token and classify"),
+        ({"objective": {"name": "dpo", "z_loss": 0.1}}, "objective.z_loss: only next_token, classify"),
     ],
 )
 def test_what_does_not_go_together(config, sections, message):
