@@ -14,6 +14,7 @@ from jaxmem import config
 from jaxmem.exchange import places
 from jaxmem.models import cache as caches
 from jaxmem.models import parts
+from jaxmem.models.block import Attention, Block, GatedMlp
 from jaxmem.models.cache import Cache, Place
 from jaxmem.models.parts import Execution
 from jaxmem.models.rope import Angles, angles
@@ -29,9 +30,9 @@ class Decoder(nnx.Module):
         self.norm = parts.RMSNorm(cfg.embed, cfg.norm_epsilon)
         self.head = None if cfg.tie_embeddings else parts.Linear(rngs, cfg.embed, cfg.vocab, ("embed", "vocab"))
 
-    def _block(self, rngs: nnx.Rngs) -> parts.Block:
+    def _block(self, rngs: nnx.Rngs) -> Block:
         cfg = self.cfg
-        attention = parts.Attention(
+        attention = Attention(
             rngs,
             cfg.embed,
             cfg.heads,
@@ -45,8 +46,8 @@ class Decoder(nnx.Module):
             implementation=self.execution.attention,
         )
         norms = parts.RMSNorm(cfg.embed, cfg.norm_epsilon), parts.RMSNorm(cfg.embed, cfg.norm_epsilon)
-        mlp = parts.GatedMlp(rngs, cfg.embed, cfg.mlp, bias=cfg.mlp_bias)
-        return parts.Block(attention, mlp, norms, cfg.dropout, self.execution.long)
+        mlp = GatedMlp(rngs, cfg.embed, cfg.mlp, bias=cfg.mlp_bias)
+        return Block(attention, mlp, norms, cfg.dropout, self.execution.long)
 
     def __call__(
         self,
@@ -111,7 +112,7 @@ class Decoder(nnx.Module):
         # Padding in front stands before every beginning: any position will do.
         turned = self._angles(tokens, positions if first is None else jnp.maximum(positions - first[:, None], 0))
 
-        def layer(block: parts.Block, carried: tuple[jax.Array, Cache], i: jax.Array, _: None) -> tuple[Any, None]:
+        def layer(block: Block, carried: tuple[jax.Array, Cache], i: jax.Array, _: None) -> tuple[Any, None]:
             x, cache = carried
             return block(x, turned, cache=Place(cache, i, length, first)), None
 

@@ -12,6 +12,7 @@ from jaxtyping import Array, Float, Num
 
 from jaxmem import config
 from jaxmem.models import parts
+from jaxmem.models.block import DenseMlp
 from jaxmem.models.parts import Execution
 from jaxmem.sharding import constrain
 from jaxmem.stack import apply_stack, stacked
@@ -22,7 +23,7 @@ _EMBEDDED = 8  # numbers in the learned row of a pixel's category
 class MlpBlock(nnx.Module):
     def __init__(self, rngs: nnx.Rngs, cfg: config.Mlp):
         self.norm = parts.LayerNorm(cfg.embed)
-        self.mlp = parts.DenseMlp(rngs, cfg.embed, cfg.mlp)
+        self.mlp = DenseMlp(rngs, cfg.embed, cfg.mlp)
         self.dropout = cfg.dropout
 
     def __call__(self, x: Float[Array, "batch embed"], keys: parts.RowKeys | None) -> Float[Array, "batch embed"]:

@@ -12,6 +12,7 @@ from jaxtyping import Array, Float
 
 from jaxmem import config
 from jaxmem.models import parts
+from jaxmem.models.block import Attention, Block, DenseMlp
 from jaxmem.models.parts import Execution
 from jaxmem.sharding import constrain
 from jaxmem.stack import apply_stack, stacked
@@ -28,9 +29,9 @@ class Vit(nnx.Module):
         self.norm = parts.LayerNorm(cfg.embed)
         self.head = parts.Linear(rngs, cfg.embed, cfg.outputs, ("embed", "classes"), bias=True)
 
-    def _block(self, rngs: nnx.Rngs) -> parts.Block:
+    def _block(self, rngs: nnx.Rngs) -> Block:
         cfg = self.cfg
-        attention = parts.Attention(
+        attention = Attention(
             rngs,
             cfg.embed,
             cfg.heads,
@@ -41,7 +42,7 @@ class Vit(nnx.Module):
             implementation=self.execution.attention,
         )
         norms = parts.LayerNorm(cfg.embed), parts.LayerNorm(cfg.embed)
-        return parts.Block(attention, parts.DenseMlp(rngs, cfg.embed, cfg.mlp), norms, cfg.dropout, self.execution.long)
+        return Block(attention, DenseMlp(rngs, cfg.embed, cfg.mlp), norms, cfg.dropout, self.execution.long)
 
     def __call__(
         self, images: Float[Array, "batch height width channels"], keys: parts.RowKeys | None = None

@@ -10,6 +10,7 @@ from flax import nnx
 
 from jaxmem.config import Rope
 from jaxmem.models import parts
+from jaxmem.models.block import Attention, Block, GatedMlp
 from jaxmem.models.chunks import Long
 from jaxmem.models.rope import angles
 from jaxmem.program import program
@@ -21,11 +22,11 @@ TOKENS, CHUNK, HIDDEN = 256, 32, 4096
 
 def block(long):
     rngs = nnx.Rngs(0)
-    attention = parts.Attention(
+    attention = Attention(
         rngs, EMBED, heads=8, kv_heads=4, head_dim=8, causal=True, bias=True, output_bias=True, qk_norm=1e-5
     )
     norms = parts.RMSNorm(EMBED, 1e-5), parts.RMSNorm(EMBED, 1e-5)
-    return parts.Block(attention, parts.GatedMlp(rngs, EMBED, 48, bias=True), norms, 0.1, long)
+    return Block(attention, GatedMlp(rngs, EMBED, 48, bias=True), norms, 0.1, long)
 
 
 def test_a_block_in_pieces_gives_the_same():

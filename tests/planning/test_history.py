@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from jaxmem.models.parts import GatedMlp
+from jaxmem.models.block import GatedMlp
 from jaxmem.planning import Plan
 from jaxmem.planning.breakdown import Breakdown, Known
 from jaxmem.planning.buffers import read_allocations
@@ -75,7 +75,7 @@ def test_the_largest_are_named_by_their_source(cpu_plan: Plan) -> None:
     assert len(told.largest) == len(told.largest_made) == 10
     assert told.largest[0].size == cpu_plan.breakdown.items[0].size
     lines, first = inspect.getsourcelines(GatedMlp.__call__)
-    within = {f"jaxmem/models/parts.py:{first + n}" for n in range(len(lines))}
+    within = {f"jaxmem/models/block.py:{first + n}" for n in range(len(lines))}
     items = [item for item in cpu_plan.breakdown.items if item.held]
     sources = [source_of(item, 2) for item in items]
     assert any(one.where in within and one.inside.endswith("Block > GatedMlp") for one in sources)
