@@ -10,12 +10,12 @@ import re
 from collections.abc import Iterator
 
 from jaxmem.config.adapters import check_adapter
-from jaxmem.config.names import BOUNDARY, IN_CHUNKS, IN_GROUPS, NAMES, on_host
+from jaxmem.config.data import check_data
+from jaxmem.config.memory import check_memory, is_scheduled
 from jaxmem.config.optimizers import FIELDS, OPTIMIZERS, SEARCH_BASES
 from jaxmem.config.sections import (
     Config,
     Convnet,
-    Data,
     Decoder,
     Generate,
     Mesh,
@@ -23,19 +23,13 @@ from jaxmem.config.sections import (
     Objective,
     Rope,
     Rules,
-    Save,
-    Source,
     Vit,
 )
-from jaxmem.errors import UserError, nearest
+from jaxmem.errors import UserError
 
-BYTE_VOCAB = 257  # 256 bytes and the end of a document
 DIGIT_CLASSES = 10
-DIGIT_SHAPE = (8, 1)  # pixels a side, channels
 DIGIT_LEVELS = 17  # a pixel is 0 to 16
 
-NEEDS_PATH = ("text", "jsonl", "parquet", "chat", "preference", "tokens")
-HAS_FIELDS = ("jsonl", "parquet")
 BUCKETS = ("gs", "s3")
 CROSS_ENTROPY = ("next_token", "classify")
 SMOOTHED = (*CROSS_ENTROPY, "dpo")
@@ -136,7 +130,6 @@ def _objective(cfg: Config) -> Iterator[str]:
         yield f"memory.loss_chunk: only next_token and dpo have a vocabulary to go through, not {name}; use auto"
     if objective.beta != default.beta and name != "dpo":
         yield f"objective.beta: only dpo has it, not {name}"
-    yield from _pairs(cfg)
     if objective.temperature != default.temperature and name != "contrastive":
         yield f"objective.temperature: only contrastive has it, not {name}"
     if name == "contrastive":
@@ -148,79 +141,6 @@ def _objective(cfg: Config) -> Iterator[str]:
         outputs = DIGIT_CLASSES if name == "classify" else 1
         if model.outputs != outputs:
             yield f"model.outputs: {model.outputs} must be {outputs} for objective {name} on digits"
-
-
-def _pairs(cfg: Config) -> Iterator[str]:
-    """What dpo asks of data and batch."""
-    dpo, data = cfg.objective.name == "dpo", cfg.data
-    for key, source in _places(cfg):
-        if (source.source == "preference") != dpo and isinstance(cfg.model, Decoder):
-            use = "data.source=preference" if dpo else "objective.name=dpo, or data.source=chat"
-            yield f"{key}.source: {source.source} does not go with objective {cfg.objective.name}; use {use}"
-    if not dpo:
-        if data.reference is not None:
-            yield f"data.reference: only objective dpo has one, not {cfg.objective.name}"
-        return
-    if data.mixture:
-        yield "data.mixture: the reference's log-probabilities lie beside one source; give data.source and data.path"
-    if data.packing:
-        yield "data.packing: dpo compares whole answers, each in its own row; use false"
-    if cfg.batch.global_size // cfg.batch.accumulate % 2:
-        yield (
-            f"batch.global_size: {cfg.batch.global_size} over accumulate {cfg.batch.accumulate} makes no pairs, which"
-            " dpo compares; use an even number of rows"
-        )
-
-
-def _sources(cfg: Config) -> Iterator[str]:
-    default = Source()
-    for key, source in _places(cfg):
-        kind = source.source
-        if kind in NEEDS_PATH and source.path is None:
-            yield f"{key}.path: missing; source {kind} needs a file, a directory or a glob"
-        if kind not in NEEDS_PATH and source.path is not None:
-            yield f"{key}.path: source {kind} has none; those that do: {', '.join(NEEDS_PATH)}"
-        if kind not in HAS_FIELDS and source.field != default.field:
-            yield f"{key}.field: source {kind} has none; those that do: {', '.join(HAS_FIELDS)}"
-        if (kind == "digits") == isinstance(cfg.model, Decoder):
-            yield f"{key}.source: {kind} does not go with family {cfg.model.family}"
-
-
-def _data(cfg: Config) -> Iterator[str]:
-    data, model, default = cfg.data, cfg.model, Source()
-    if data.mixture:
-        for field in Source.model_fields:
-            if getattr(data, field) != getattr(default, field):
-                yield f"data.{field}: give it to the sources of data.mixture, or give no mixture"
-    elif data.weight != default.weight:
-        yield "data.weight: only the sources of a data.mixture have weights"
-    if isinstance(model, Decoder):
-        tokenized = any(source.source != "tokens" for _, source in _places(cfg))
-        if data.tokenizer == "bytes" and model.vocab < BYTE_VOCAB and tokenized:
-            yield f"model.vocab: {model.vocab} is less than the {BYTE_VOCAB} of data.tokenizer: bytes"
-        yield from _chat(data)
-    else:
-        if data.mixture:
-            yield "data.mixture: pictures cannot be mixed; use data.source: digits"
-        if (model.image_size, model.channels) != DIGIT_SHAPE:
-            size, channels = DIGIT_SHAPE
-            yield f"model.image_size: digits need model.image_size {size} and model.channels {channels}"
-
-
-def _chat(data: Data) -> Iterator[str]:
-    kinds = [source.source for source in data.mixture or (data,)]
-    if not {"chat", "preference"} & {*kinds}:
-        default = Data()
-        for field in ("too_long", "broken"):
-            if getattr(data, field) != getattr(default, field):
-                yield f"data.{field}: only data.source: chat and preference have it, not {data.source}"
-    elif "chat" in kinds and data.tokenizer == "bytes" and data.template is None:
-        yield "data.template: missing; data.tokenizer: bytes has none of its own; give a file of Jinja"
-
-
-def _places(cfg: Config) -> list[tuple[str, Source]]:
-    """Each source of documents, and its key."""
-    return [(f"data.mixture[{i}]", source) for i, source in enumerate(cfg.data.mixture)] or [("data", cfg.data)]
 
 
 def _batch(cfg: Config) -> Iterator[str]:
@@ -255,98 +175,12 @@ def _precision(cfg: Config) -> Iterator[str]:
         )
 
 
-def _names(cfg: Config) -> Iterator[str]:
-    remat, known = cfg.memory.remat, NAMES[cfg.model.family]
-    if isinstance(remat, Save):
-        if not remat.save:
-            yield "memory.remat.save: names nothing; give some, or memory.remat=full"
-        for name in remat.save:
-            if name not in known:
-                yield f"memory.remat.save: family {cfg.model.family} has no {name!r}{nearest(name, known)}"
-    for name in on_host(cfg.memory.offload):
-        if name not in (BOUNDARY, *known):
-            yield f"memory.offload: family {cfg.model.family} has no {name!r}{nearest(name, ['activations', *known])}"
-
-
-def _offload(cfg: Config) -> Iterator[str]:
-    """What would move nothing."""
-    remat, memory, away = cfg.memory.remat, cfg.memory, on_host(cfg.memory.offload)
-    if away and remat == "none":
-        yield "memory.remat: none keeps what has no name, which memory.offload cannot move; use full, dots or names"
-    if away and cfg.model.family == "convnet":
-        yield "memory.offload: a convnet's layers keep little and compute briefly, and would wait for it; use none"
-    if away and cfg.mesh.stage != 1:
-        yield "mesh.stage: stages keep what they keep of every tick on the device; use 1, or memory.offload=none"
-    named = [name for name in away if name != BOUNDARY]
-    if named and _is_scheduled(cfg):
-        yield f"memory.offload: {named[0]} is kept by no layer under memory.remat: {remat}; use full"
-    for name in named:
-        for key, hidden in (("mlp_chunk", IN_CHUNKS), ("head_groups", IN_GROUPS)):
-            given = getattr(memory, key)
-            if given not in ("auto", 1) and name in hidden:
-                yield f"memory.offload: {name} is made in pieces by memory.{key}: {given}, and never kept; use auto"
-
-
-def _chunks(cfg: Config) -> Iterator[str]:
-    """What goes through a layer in pieces is there in pieces only."""
-    for key, hidden in (("mlp_chunk", IN_CHUNKS), ("head_groups", IN_GROUPS)):
-        given, remat = getattr(cfg.memory, key), cfg.memory.remat
-        if given == "auto":
-            continue
-        if cfg.model.family not in ("decoder", "vit"):
-            yield f"memory.{key}: family {cfg.model.family} has no sequences; use auto"
-        elif isinstance(remat, Save) and (key == "mlp_chunk" or given != 1):
-            for name in (name for name in remat.save if name in hidden):
-                yield f"memory.remat.save: {name} is made in pieces by memory.{key}: {given}, and never kept; use auto"
-    if isinstance(cfg.memory.head_groups, int) and isinstance(cfg.model, Decoder | Vit):
-        heads = cfg.model.kv_heads if isinstance(cfg.model, Decoder) else cfg.model.heads
-        if heads % cfg.memory.head_groups:
-            near = [n for n in range(1, heads + 1) if heads % n == 0]
-            yield f"memory.head_groups: {cfg.memory.head_groups} does not divide {heads} key heads; use one of {near}"
-
-
-def _is_scheduled(cfg: Config) -> bool:
-    """Whether only some boundaries of layers are kept."""
-    return isinstance(cfg.memory.remat, str) and cfg.memory.remat not in ("none", "full", "dots")
-
-
-def _update(cfg: Config) -> Iterator[str]:
-    """What an update during the backward pass cannot be combined with. It sees one layer's gradient at a time, once."""
-    if cfg.memory.update != "during":
-        return
-    if _is_scheduled(cfg):
-        yield (
-            f"memory.remat: {cfg.memory.remat} makes boundaries again that memory.update: during keeps; use none, full,"
-            " dots or {save: [names]}, or memory.update=after"
-        )
-    if cfg.batch.accumulate > 1:
-        yield (
-            f"batch.accumulate: {cfg.batch.accumulate} micro-batches add up in gradients of all layers, which"
-            " memory.update: during never holds; use 1, or memory.update=after"
-        )
-    if cfg.mesh.stage != 1:
-        yield (
-            "mesh.stage: stages go back through several layers at a time, memory.update: during through one; use 1, or"
-            " memory.update=after"
-        )
-    if cfg.precision.loss_scale != "none":
-        yield (
-            "precision.loss_scale: whether a gradient overflowed is known after the last layer, and memory.update:"
-            " during has changed the others by then; use precision.compute=bfloat16, or memory.update=after"
-        )
-    if cfg.objective.name == "contrastive":
-        yield (
-            "objective.name: contrastive goes through the layers twice, memory.update: during once; use"
-            " memory.update=after"
-        )
-
-
 def _mesh(cfg: Config) -> Iterator[str]:
     axes = {axis: getattr(cfg.mesh, axis) for axis in Mesh.model_fields}
     for axis, size in axes.items():
         if size < 1 and size != -1:
             yield f"mesh.{axis}: must be at least 1, or -1 for the rest of the devices, not {size}"
-    if cfg.mesh.stage != 1 and _is_scheduled(cfg):
+    if cfg.mesh.stage != 1 and is_scheduled(cfg):
         yield (
             f"memory.remat: {cfg.memory.remat} goes back through all layers one by one, which mesh.stage"
             f" {cfg.mesh.stage} does not; use none, full, dots or {{save: [names]}}"
@@ -404,14 +238,10 @@ RULES = (
     _decoder,
     _image_model,
     _objective,
-    _sources,
-    _data,
+    check_data,
     _batch,
     _precision,
-    _names,
-    _offload,
-    _chunks,
-    _update,
+    check_memory,
     _mesh,
     _rules,
     _optimizer,

@@ -1,0 +1,102 @@
+"""What can be known to be wrong with what is kept, moved and cut into pieces, before jax starts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from jaxmem.config.names import BOUNDARY, IN_CHUNKS, IN_GROUPS, NAMES, on_host
+from jaxmem.config.sections import Config, Decoder, Save, Vit
+from jaxmem.errors import nearest
+
+
+def check_memory(cfg: Config) -> Iterator[str]:
+    yield from _names(cfg)
+    yield from _offload(cfg)
+    yield from _chunks(cfg)
+    yield from _update(cfg)
+
+
+def _names(cfg: Config) -> Iterator[str]:
+    remat, known = cfg.memory.remat, NAMES[cfg.model.family]
+    if isinstance(remat, Save):
+        if not remat.save:
+            yield "memory.remat.save: names nothing; give some, or memory.remat=full"
+        for name in remat.save:
+            if name not in known:
+                yield f"memory.remat.save: family {cfg.model.family} has no {name!r}{nearest(name, known)}"
+    for name in on_host(cfg.memory.offload):
+        if name not in (BOUNDARY, *known):
+            yield f"memory.offload: family {cfg.model.family} has no {name!r}{nearest(name, ['activations', *known])}"
+
+
+def _offload(cfg: Config) -> Iterator[str]:
+    """What would move nothing."""
+    remat, memory, away = cfg.memory.remat, cfg.memory, on_host(cfg.memory.offload)
+    if away and remat == "none":
+        yield "memory.remat: none keeps what has no name, which memory.offload cannot move; use full, dots or names"
+    if away and cfg.model.family == "convnet":
+        yield "memory.offload: a convnet's layers keep little and compute briefly, and would wait for it; use none"
+    if away and cfg.mesh.stage != 1:
+        yield "mesh.stage: stages keep what they keep of every tick on the device; use 1, or memory.offload=none"
+    named = [name for name in away if name != BOUNDARY]
+    if named and is_scheduled(cfg):
+        yield f"memory.offload: {named[0]} is kept by no layer under memory.remat: {remat}; use full"
+    for name in named:
+        for key, hidden in (("mlp_chunk", IN_CHUNKS), ("head_groups", IN_GROUPS)):
+            given = getattr(memory, key)
+            if given not in ("auto", 1) and name in hidden:
+                yield f"memory.offload: {name} is made in pieces by memory.{key}: {given}, and never kept; use auto"
+
+
+def _chunks(cfg: Config) -> Iterator[str]:
+    """What goes through a layer in pieces is there in pieces only."""
+    for key, hidden in (("mlp_chunk", IN_CHUNKS), ("head_groups", IN_GROUPS)):
+        given, remat = getattr(cfg.memory, key), cfg.memory.remat
+        if given == "auto":
+            continue
+        if cfg.model.family not in ("decoder", "vit"):
+            yield f"memory.{key}: family {cfg.model.family} has no sequences; use auto"
+        elif isinstance(remat, Save) and (key == "mlp_chunk" or given != 1):
+            for name in (name for name in remat.save if name in hidden):
+                yield f"memory.remat.save: {name} is made in pieces by memory.{key}: {given}, and never kept; use auto"
+    if isinstance(cfg.memory.head_groups, int) and isinstance(cfg.model, Decoder | Vit):
+        heads = cfg.model.kv_heads if isinstance(cfg.model, Decoder) else cfg.model.heads
+        if heads % cfg.memory.head_groups:
+            near = [n for n in range(1, heads + 1) if heads % n == 0]
+            yield f"memory.head_groups: {cfg.memory.head_groups} does not divide {heads} key heads; use one of {near}"
+
+
+def is_scheduled(cfg: Config) -> bool:
+    """Whether only some boundaries of layers are kept."""
+    return isinstance(cfg.memory.remat, str) and cfg.memory.remat not in ("none", "full", "dots")
+
+
+def _update(cfg: Config) -> Iterator[str]:
+    """What an update during the backward pass cannot be combined with. It sees one layer's gradient at a time, once."""
+    if cfg.memory.update != "during":
+        return
+    if is_scheduled(cfg):
+        yield (
+            f"memory.remat: {cfg.memory.remat} makes boundaries again that memory.update: during keeps; use none, full,"
+            " dots or {save: [names]}, or memory.update=after"
+        )
+    if cfg.batch.accumulate > 1:
+        yield (
+            f"batch.accumulate: {cfg.batch.accumulate} micro-batches add up in gradients of all layers, which"
+            " memory.update: during never holds; use 1, or memory.update=after"
+        )
+    if cfg.mesh.stage != 1:
+        yield (
+            "mesh.stage: stages go back through several layers at a time, memory.update: during through one; use 1, or"
+            " memory.update=after"
+        )
+    if cfg.precision.loss_scale != "none":
+        yield (
+            "precision.loss_scale: whether a gradient overflowed is known after the last layer, and memory.update:"
+            " during has changed the others by then; use precision.compute=bfloat16, or memory.update=after"
+        )
+    if cfg.objective.name == "contrastive":
+        yield (
+            "objective.name: contrastive goes through the layers twice, memory.update: during once; use"
+            " memory.update=after"
+        )
