@@ -105,8 +105,8 @@ def open_run(directory: str | Path, overrides: Sequence[str] = ()) -> tuple[Prog
         held = dataclasses.replace(
             built, cfg=built.cfg.model_copy(update={"precision": built.cfg.precision.model_copy(update=kept)})
         )
-        params = checkpoints.restore_params(step, held.saved_state(config).params)
-        params = held.restored_params(params, config)
+        params = checkpoints.restore_params(step, held.checkpointed.state(config).params)
+        params = held.checkpointed.restored_params(params, config)
     return built, params if held.cfg == built.cfg else _brought_to_rest(built, params)
 
 

@@ -8,9 +8,8 @@ no array is ever whole on a device that will not hold it whole.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any
@@ -30,12 +29,12 @@ from jaxmem.exchange import places
 from jaxmem.leaves import state_axes
 from jaxmem.precision import Params
 from jaxmem.program import culprit, scaling
+from jaxmem.program.checkpointed import Checkpointed
 from jaxmem.program.compiler import compiler_options
 from jaxmem.program.during import During
 from jaxmem.program.execution import execution
 from jaxmem.program.objective import Batch, Sums, likelihoods, objective
 from jaxmem.program.pipelined import sums_of_all
-from jaxmem.program.restage import Restage
 from jaxmem.program.step import TrainState, make_step
 from jaxmem.sharding import Axes, Layout, Role, axes_at_rest, is_axes, layout_for
 from jaxmem.stack import Pipeline
@@ -121,40 +120,9 @@ class Program:
             loss_scale=self._placed("optimizer", jax.tree.map(lambda _: (), shapes.loss_scale), shapes.loss_scale),
         )
 
-    def saved_state(self, config: Mapping[str, Any]) -> TrainState:
-        """`state` as a checkpoint of this config, as JSON, holds it: its layers may be stored for other stages."""
-        restage, state = self._restage(config), self.stored(self.state)
-        if not restage.needed:
-            return state
-        params = restage.saved("weights", self._stored(self.axes_at_rest), state.params)
-        opt_state = restage.saved("optimizer", self.opt_axes, state.opt_state)
-        return dataclasses.replace(state, params=params, opt_state=opt_state)
-
-    def stored(self, state: TrainState) -> TrainState:
-        """What a checkpoint holds of a state: without weights that stay as `model.hf` has them."""
-        return dataclasses.replace(state, params=self._stored(state.params))
-
-    def _stored(self, params: Any) -> Any:
-        return self.chosen(params) if self.base_elsewhere else params
-
-    @property
-    def base_elsewhere(self) -> bool:
-        """Whether what does not learn is read from `model.hf` whenever it is needed, and not kept again."""
-        return isinstance(self.cfg.model, Decoder) and self.cfg.model.hf is not None and bool(self.cfg.learns)
-
-    def restored(self, saved: TrainState, config: Mapping[str, Any]) -> TrainState:
-        """What was read into `saved_state`, as this program stores it."""
-        params = self.restored_params(saved.params, config)
-        opt_state = self._restored(config, self.opt_axes, saved.opt_state, self.state.opt_state)
-        return dataclasses.replace(saved, params=params, opt_state=opt_state)
-
-    def restored_params(self, params: Params, config: Mapping[str, Any]) -> Params:
-        axes, placed = self._stored(self.axes_at_rest), self._stored(self.state.params)
-        params = self._restored(config, axes, params, placed)
-        if not self.base_elsewhere:
-            return params
-        base = flatten_dict(self.read_weights())
-        return unflatten_dict({path: base[path] if x is None else x for path, x in flatten_dict(params).items()})
+    @cached_property
+    def checkpointed(self) -> Checkpointed:
+        return Checkpointed(self)
 
     @cached_property
     def axes_at_rest(self) -> Any:
@@ -387,13 +355,6 @@ class Program:
 
     def _staged(self, axes: Axes, weight: Any) -> Any:
         return jax.tree.map(self.pipeline.arranged, weight) if self.pipeline and axes[:1] == ("layer",) else weight
-
-    def _restage(self, config: Mapping[str, Any]) -> Restage:
-        return Restage(config, self.cfg.model_dump(mode="json"), self.layout)
-
-    def _restored(self, config: Mapping[str, Any], axes: Any, arrays: Any, placed: Any) -> Any:
-        restage = self._restage(config)
-        return restage(axes, arrays, placed) if restage.needed else arrays
 
     def _placed(self, role: Role, axes: Any, shapes: Any) -> Any:
         """Shapes with their places."""

@@ -111,7 +111,9 @@ def run(cfg: Config, devices: Sequence[Any] | None = None) -> Result:
             if not checkpoints.due(step, metrics, force):
                 return
             position = merge_states(gather(loader.state())) | made_of
-            checkpoints.save(step, built.stored(state), position, cfg.model_dump(mode="json"), metrics, force=force)
+            checkpoints.save(
+                step, built.checkpointed.of(state), position, cfg.model_dump(mode="json"), metrics, force=force
+            )
 
         for step, batch in zip(range(step + 1, cfg.steps + 1), loader, strict=False):  # noqa: B020
             profile.before(step)
@@ -197,14 +199,14 @@ def _refuse_another_run(cfg: Config, directory: Path, kept: epath.Path, identity
 
 def _restored(built: Program, checkpoints: Checkpoints, loader: Loader) -> tuple[int, TrainState] | None:
     if (imported := checkpoints.read_latest()) and not imported[0]:
-        params = checkpoints.restore_params(0, built.saved_state(imported[1]).params)
-        return 0, built.begin(built.adapted(built.restored_params(params, imported[1])))
-    found = checkpoints.restore_latest(built.saved_state)
+        params = checkpoints.restore_params(0, built.checkpointed.state(imported[1]).params)
+        return 0, built.begin(built.adapted(built.checkpointed.restored_params(params, imported[1])))
+    found = checkpoints.restore_latest(built.checkpointed.state)
     if found is None:
         return None
     step, state, position, config = found
     loader.restore(position)
-    return step, built.restored(state, config)
+    return step, built.checkpointed.restored(state, config)
 
 
 def _keep_beside(cfg: Config, directory: Path) -> None:
