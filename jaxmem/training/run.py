@@ -36,6 +36,7 @@ from jaxmem.reference import reference_for
 from jaxmem.resume import refuse_changes
 from jaxmem.trained import BESIDE
 from jaxmem.training.fitting import DoesNotFitError, Measured, check_fits
+from jaxmem.training.lock import only_run
 from jaxmem.training.profile import Profile
 from jaxmem.training.progress import Progress
 from jaxmem.training.signals import Stop, nothing_to_save
@@ -61,6 +62,13 @@ class Result:
 
 def run(cfg: Config, devices: Sequence[Any] | None = None) -> Result:
     """Train a config on these devices (by default all that jax sees), or go on where it stopped."""
+    with only_run(cfg.output, cfg.name) as told:
+        if told:
+            print(told, flush=True)
+        return _run(cfg, devices)
+
+
+def _run(cfg: Config, devices: Sequence[Any] | None) -> Result:
     check_trackers(cfg)
     keep_compiled(cfg.output)
     _preflight(cfg)
