@@ -20,6 +20,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from jaxmem import kernels, tables
+from jaxmem.errors import UserError
 from jaxmem.kernels.attention import ring
 from jaxmem.quant import QTensor
 from jaxmem.sharding import Axes, Layout, constrain, current, gather, whole
@@ -173,6 +174,46 @@ def attention(
     return jax.shard_map(local, mesh=layout.mesh, in_specs=specs, out_specs=split, check_vma=False)(
         q, k, v, segment_ids
     )
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(2, 3))
+def coded_product(
+    x: Float[Array, "*batch inputs"], q: QTensor, axes: Axes, implementation: str
+) -> Float[Array, "*batch outputs"]:
+    """`kernels.dequant_matmul` of a weight that stays, brought as codes and never decoded whole: each device multiplies
+    its own tokens. The codes are brought again for the gradient."""
+    return _multiplied(x, q, axes, implementation)
+
+
+def _multiplied(x: jax.Array, q: QTensor, axes: Axes, implementation: str, *, transposed: bool = False) -> jax.Array:
+    x, q = jax.lax.optimization_barrier((x, q))  # not before x is there
+    q, layout = whole(q, axes), current()
+    double = isinstance(q.scale, QTensor)
+    scale = kernels.Constants(q.scale.codes, q.scale.scale, q.scale.offset) if double else q.scale
+    run = partial(
+        kernels.dequant_matmul,
+        format=q.format,
+        block_size=q.block_size,
+        inputs=q.shape[0],
+        transposed=transposed,
+        implementation=implementation,
+    )
+    try:
+        if layout is None:
+            return run(x, q.codes, scale)
+        tokens = layout.spec("activations", (*("batch", "time")[: x.ndim - 1], None))
+        specs = (tokens, layout.spec("computing", (None, None)), layout.spec("computing", ()))
+        return jax.shard_map(run, mesh=layout.mesh, in_specs=specs, out_specs=tokens, check_vma=False)(
+            x, q.codes, scale
+        )
+    except ValueError as error:
+        raise UserError(f"adapter.product: {error}; use auto") from error
+
+
+coded_product.defvjp(
+    lambda x, q, axes, implementation: (_multiplied(x, q, axes, implementation), q),
+    lambda axes, implementation, q, g: (_multiplied(g, q, axes, implementation, transposed=True), None),
+)
 
 
 def spread(x: Float[Array, "batch time kv_heads dim"]) -> Float[Array, "batch time more dim"]:

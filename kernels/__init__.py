@@ -5,5 +5,6 @@ checks that they share and the real shapes they are tested and measured with.
 """
 
 from .attention import attention
+from .dequant_matmul import Constants, dequant_matmul
 
-__all__ = ["attention"]
+__all__ = ["Constants", "attention", "dequant_matmul"]

@@ -89,7 +89,8 @@ def test_kernels_install_under_one_name(tmp_path: Path) -> None:
 def test_a_wheel_holds_everything() -> None:
     """setup.py finds packages by their __init__.py, and modules only: anything else must be named, or is missing."""
     settings = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["package-data"]
-    named = {ROOT / package.replace(".", "/") / name for package, names in settings.items() for name in names}
+    folders = {package: package.replace("jaxmem.kernels", "kernels").replace(".", "/") for package in settings}
+    named = {ROOT / folders[package] / name for package, names in settings.items() for name in names}
     assert all(path.is_file() for path in named)
     for folder in ("jaxmem", "kernels"):
         for path in (ROOT / folder).rglob("*"):

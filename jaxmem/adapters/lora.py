@@ -142,6 +142,9 @@ def attach(model: nnx.Module, cfg: config.Adapter, key: jax.Array, order: Sequen
             key=key,
             order=order,
         )
+        for _, module in nnx.iter_modules(model):
+            if isinstance(module, Linear):
+                module.coded = None if cfg.product == "auto" else cfg.product
 
 
 def _targets(model: nnx.Module, ranks: Mapping[str, int]) -> list[tuple[Linear | Embedding, int]]:

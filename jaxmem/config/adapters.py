@@ -7,6 +7,8 @@ from fnmatch import fnmatchcase
 
 from jaxmem.config.sections import Adapter, Config, Decoder
 
+PRODUCTS = ("nf4", "fp4", "int4", "int8")  # codes that kernels.dequant_matmul knows
+
 
 def check_adapter(cfg: Config) -> Iterator[str]:
     adapter, usual = cfg.adapter, Adapter()
@@ -25,6 +27,7 @@ def check_adapter(cfg: Config) -> Iterator[str]:
             " memory.update=after, where what is frozen has no gradient"
         )
     yield from _base(cfg)
+    yield from _product(cfg)
     yield from _tables(cfg)
 
 
@@ -41,6 +44,16 @@ def _base(cfg: Config) -> Iterator[str]:
             f"precision.parameters: {cfg.precision.parameters} would be the adapters' own; use float32 or bfloat16, and"
             f" adapter.kind=qlora with adapter.base={cfg.precision.parameters} for the weights that stay"
         )
+
+
+def _product(cfg: Config) -> Iterator[str]:
+    product, base = cfg.adapter.product, cfg.base_precision.parameters
+    if product == "auto":
+        return
+    if base not in PRODUCTS:
+        yield f"adapter.product: {product} multiplies with a base in {', '.join(PRODUCTS)}, not {base}; use auto"
+    if cfg.mesh.tensor != 1:
+        yield f"adapter.product: {product} does not go with mesh.tensor {cfg.mesh.tensor}; use auto, or mesh.tensor=1"
 
 
 def _tables(cfg: Config) -> Iterator[str]:

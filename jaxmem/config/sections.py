@@ -297,6 +297,8 @@ class Adapter(Section):
     double: bool = True  # of a base in codes, the constants in 8 bits too
     hf: str | None = None  # a PEFT directory, which gives adapters to begin from and every field that is not given here
     faster: Positive = 1.0  # the learning rate of B, as a multiple of A's (LoRA+)
+    # Products with a base in codes: auto decodes each matrix whole, the others (kernels.dequant_matmul) never do.
+    product: Literal["auto", "sliced", "pallas"] = "auto"
 
 
 class Train(Section):

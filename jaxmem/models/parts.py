@@ -20,7 +20,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, Key
 
 from jaxmem import tables
-from jaxmem.exchange import lookup
+from jaxmem.exchange import coded_product, lookup
 from jaxmem.models.chunks import Long
 from jaxmem.precision import rested
 from jaxmem.quant import QTensor
@@ -92,16 +92,23 @@ class Linear(nnx.Module):
         self.weight = weight(rngs, (inputs, outputs), axes, scale=scale)
         self.bias = constant(0.0, (outputs,), axes[1:]) if bias else None
         self.lora: Any = nnx.data(None)  # what is learned beside a weight that stays: jaxmem.adapters
+        self.coded: str | None = None  # how products with codes that stay run: an implementation's name; None: decoded
 
     def __call__(self, x: Float[Array, "*batch inputs"], keys: Keys | None = None) -> Float[Array, "*batch outputs"]:
         """`keys`, for the first dimensions of x, turn an adapter's dropout on."""
         codes = frozen_codes(self.weight)
         w = None if codes is not None else fetch(self.weight, x.dtype)
-        y = product(x, w) if w is not None else coded_product(x, codes, axes_of(self.weight, 2))
+        y = self._coded(x, codes) if codes is not None else product(x, w)
         y = checkpoint_name(y, PRODUCT)
         if self.lora is not None:
             y = self.lora(x, y, partial(fetch, self.weight, x.dtype) if w is None else lambda: w, keys)
         return y if self.bias is None else y + fetch(self.bias, x.dtype)
+
+    def _coded(self, x: jax.Array, codes: QTensor) -> jax.Array:
+        axes = axes_of(self.weight, 2)
+        if self.coded is None:
+            return decoded_product(x, codes, axes)
+        return coded_product(x, codes, axes, self.coded)
 
 
 @jax.custom_vjp
@@ -125,7 +132,7 @@ product.defvjp(_product_forward, _product_backward)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(2,))
-def coded_product(x: Float[Array, "*batch inputs"], q: QTensor, axes: Axes) -> Float[Array, "*batch outputs"]:
+def decoded_product(x: Float[Array, "*batch inputs"], q: QTensor, axes: Axes) -> Float[Array, "*batch outputs"]:
     """x @ w of a weight that stays, in codes: decoded when x is there, and again when the gradient is. So of a layer
     one matrix at a time is there as numbers, not all from its first product to its last."""
     return x @ _decoded_beside(x, q, axes)
@@ -137,14 +144,14 @@ def _decoded_beside(x: jax.Array, q: QTensor, axes: Axes) -> jax.Array:
 
 
 def _coded_forward(x: jax.Array, q: QTensor, axes: Axes) -> tuple[jax.Array, QTensor]:
-    return coded_product(x, q, axes), q
+    return decoded_product(x, q, axes), q
 
 
 def _coded_backward(axes: Axes, q: QTensor, g: jax.Array) -> tuple[jax.Array, None]:
     return g @ _decoded_beside(g, q, axes).T, None
 
 
-coded_product.defvjp(_coded_forward, _coded_backward)
+decoded_product.defvjp(_coded_forward, _coded_backward)
 
 
 def rows(table: nnx.Param, ids: Int[Array, "batch time"], dtype: DTypeLike) -> Float[Array, "batch time width"]:

@@ -26,6 +26,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int, Shaped
 
+from jaxmem.kernels.codes import FP4, NF4, dynamic_code
+
 Values = Float[Array, "*shape"]  # in the format's range
 Codes = Shaped[Array, "*shape"]
 Draws = Float[Array, "*shape"] | None  # uniform in [0, 1); None rounds to the nearest
@@ -154,37 +156,11 @@ def _bins(ascending: np.ndarray, kept: int) -> tuple[np.ndarray, np.ndarray]:
     return below[0], below[1] - below[0]
 
 
-def dynamic_code(bits: int, *, signed: bool) -> tuple[float, ...]:
-    """Each power of ten from 10^-(bits - 2) to 1, divided evenly: the larger ones twice as finely as the one before.
-
-    >>> [round(value, 4) for value in dynamic_code(3, signed=False)]
-    [0.0, 0.0325, 0.0775, 0.2125, 0.4375, 0.6625, 0.8875, 1.0]
-    """
-    found = [np.float32(0), np.float32(1)]
-    for decade in range(bits - 1):
-        parts = 2 ** (decade + (0 if signed else 1))
-        # Counted from both ends with one rounding each: the very bits that other libraries' states have.
-        step = float(np.float32(0.9) / np.float32(parts))
-        low, high = (float(np.float32(0.1)) + step * np.arange(parts + 1), 1 - step * np.arange(parts + 1)[::-1])
-        edges = np.concatenate([low[: (parts + 1) // 2], high[(parts + 1) // 2 :]]).astype(np.float32)
-        middle = (edges[1:] + edges[:-1]) / np.float32(2) * np.float32(10.0 ** (decade - bits + 2))
-        found += [*middle, *(-middle if signed else ())]
-    return tuple(float(value) for value in sorted(found))
-
-
-# The 16 quantiles of the paper's appendix, in float32.
-_NF4 = (
-    -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635, -0.18477343022823334,
-    -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224,
-    0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0,
-)  # fmt: skip
-_FP4 = (0.0, 0.0052083333, 2 / 3, 1.0, 1 / 3, 0.5, 1 / 6, 0.25)  # by its three lower bits; the highest is the sign
-
 FORMATS: dict[str, Format] = {
     **{f"int{bits}": Even(bits) for bits in (2, 3, 4, 5, 6, 8)},
     **{f"uint{bits}": Even(bits, affine=True) for bits in (2, 3, 4, 5, 6, 8)},
-    "nf4": Listed(_NF4),
-    "fp4": Listed((*_FP4, *(-value for value in _FP4))),
+    "nf4": Listed(NF4),
+    "fp4": Listed(FP4),
     "fp8_e4m3": Float8("float8_e4m3fn"),
     "fp8_e5m2": Float8("float8_e5m2"),
     **{f"dynamic{bits}": Listed(dynamic_code(bits, signed=True)) for bits in (4, 8)},

@@ -1,0 +1,77 @@
+"""Which implementation runs a call: the one that is named, or the one that was fastest when this device was measured.
+
+`tuned.json` holds what `jaxmem bench tune` found: for each operation and kind of device the sizes that were measured,
+and the winner. A call takes the winner of the nearest sizes. On a device that nobody measured it is the implementation
+that runs wherever XLA does. Each new choice is one line of the log `jaxmem.kernels`.
+"""
+
+from __future__ import annotations
+
+import difflib
+import functools
+import importlib.resources
+import json
+import logging
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+
+LOG = logging.getLogger("jaxmem.kernels")
+
+
+@dataclass(frozen=True)
+class Choice:
+    implementation: str
+    why: str
+
+
+def choose(
+    operation: str, given: str | None, names: Iterable[str], *, portable: str, kind: str, sizes: tuple[int, ...]
+) -> Choice:
+    """`kind`: what of a call (a dtype, a format) changes everything; `sizes`: what changes it gradually."""
+    names = list(names)
+    if given is not None:
+        if given not in names:
+            near = difflib.get_close_matches(given, names, n=1, cutoff=0.0)[0]
+            raise ValueError(
+                f"{operation}: implementation is {given!r}; it should be one of {', '.join(names)}, nearest {near}"
+            )
+        return Choice(given, "named")
+    return _measured(operation, device_kind(), portable, kind, sizes)
+
+
+@functools.cache
+def _measured(operation: str, device: str, portable: str, kind: str, sizes: tuple[int, ...]) -> Choice:
+    found = fastest(tuned(), operation, device, kind, sizes)
+    if found is None:
+        choice = Choice(portable, f"{device} was not measured: {portable} runs everywhere")
+    else:
+        choice = Choice(found["implementation"], f"the fastest of {found['sizes']} on {device}")
+    LOG.info("%s %s %s: %s, %s", operation, kind, "x".join(map(str, sizes)), choice.implementation, choice.why)
+    return choice
+
+
+def fastest(
+    table: dict[str, Any], operation: str, device: str, kind: str, sizes: tuple[int, ...]
+) -> dict[str, Any] | None:
+    """The entry of the nearest sizes that were measured, by their ratios."""
+    entries = [entry for entry in table.get(operation, {}).get(device, []) if entry["kind"] == kind]
+
+    def distance(entry: dict[str, Any]) -> float:
+        return sum(abs(math.log(a / b)) for a, b in zip(entry["sizes"], sizes, strict=True))
+
+    return min(entries, key=distance, default=None)
+
+
+@functools.cache
+def tuned() -> dict[str, Any]:
+    return json.loads(importlib.resources.files(__package__).joinpath("tuned.json").read_text(encoding="utf-8"))
+
+
+def device_kind() -> str:
+    """Of the device that this is compiled for, which need not be here."""
+    absent = getattr(jax.sharding.get_abstract_mesh(), "abstract_device", None)
+    return absent.device_kind if absent is not None else jax.devices()[0].device_kind

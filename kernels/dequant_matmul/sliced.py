@@ -1,0 +1,71 @@
+"""The product in plain JAX, a slice of the weight at a time: runs wherever XLA does.
+
+A slice of 8 M numbers is decoded, used and forgotten: 16 MiB in bfloat16, which the second-level caches of large GPUs
+hold, in place of the whole weight (896 MiB of a 16384 x 28672 one). Forward it is some of the outputs, backward some
+of the inputs, so that each slice makes its own part of the result and nothing is summed in memory. x (backward, the
+output's gradient) is read once for each slice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from .arguments import Call, Constants
+from .reference import constants, decoded
+
+SLICE = 1 << 23  # numbers that are decoded at once
+
+
+def multiply(
+    call: Call, x: Float[Array, "tokens inputs"], codes: jax.Array, scale: Any
+) -> Float[Array, "tokens outputs"]:
+    width = min(call.outputs, max(1, SLICE // call.inputs))
+
+    def part(first: jax.Array) -> jax.Array:
+        def cut(a: jax.Array) -> jax.Array:
+            return a if a.shape[1] == 1 else jax.lax.dynamic_slice_in_dim(a, first, width, axis=1)
+
+        return x @ decoded(call, cut(codes), jax.tree.map(cut, scale), x.dtype)
+
+    return _in_slices(part, call.outputs, width, 1, jnp.zeros((x.shape[0], call.outputs), x.dtype))
+
+
+def of_activations(
+    call: Call, g: Float[Array, "tokens outputs"], codes: jax.Array, scale: Any
+) -> Float[Array, "tokens inputs"]:
+    blocks = max(1, SLICE // call.outputs // call.block)
+    height = blocks * call.block
+    if height >= call.inputs:
+        return g @ decoded(call, codes, scale, g.dtype).T
+    if call.inputs % call.block:
+        raise ValueError(
+            f"dequant_matmul: {call.inputs} inputs in blocks of {call.block}; the sliced implementation takes whole"
+            " blocks"
+        )
+    own = constants(scale) if isinstance(scale, Constants) else scale  # a 64th of the weight's numbers
+    some = replace(call, inputs=height)
+
+    def part(first: jax.Array) -> jax.Array:
+        rows = jax.lax.dynamic_slice_in_dim(codes, first // call.form.together, height // call.form.together)
+        return g @ decoded(some, rows, jax.lax.dynamic_slice_in_dim(own, first // call.block, blocks), g.dtype).T
+
+    return _in_slices(part, call.inputs, height, 1, jnp.zeros((g.shape[0], call.inputs), g.dtype))
+
+
+def _in_slices(part: Callable[[jax.Array], jax.Array], size: int, width: int, dim: int, empty: jax.Array) -> jax.Array:
+    """`part(first)` where it belongs. The last slice begins earlier where it would reach beyond the end, and makes
+    some numbers a second time."""
+    if width == size:
+        return part(jnp.zeros((), jnp.int32))
+
+    def step(i: jax.Array, made: jax.Array) -> jax.Array:
+        first = jnp.minimum(i * width, size - width)
+        return jax.lax.dynamic_update_slice_in_dim(made, part(first), first, axis=dim)
+
+    return jax.lax.fori_loop(0, -(-size // width), step, empty)

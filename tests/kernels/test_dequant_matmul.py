@@ -1,0 +1,167 @@
+"""Every implementation of the product with a weight in codes against float64, forward and backward, whole and cut."""
+
+from __future__ import annotations
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import Mesh, PartitionSpec
+
+from jaxmem.kernels import Constants, dequant_matmul
+from jaxmem.kernels.codes import dynamic8_code, dynamic8_value
+from jaxmem.kernels.dequant_matmul import FORMS, IMPLEMENTATIONS, Call, pallas, shapes, sliced
+from jaxmem.quant import FORMATS, QTensor, quantize
+
+# name: (tokens, inputs, outputs), format, block, double, dtype. Between them: several tiles along each dimension, ends
+# that fill none, a tile of one block of constants and of several, groups of constants, blocks that inputs do not fill.
+CASES = {
+    "nf4": ((37, 256, 150), "nf4", 64, True, "float32"),
+    "nf4, small blocks": ((5, 200, 33), "nf4", 8, True, "float32"),
+    "fp4": ((16, 96, 40), "fp4", 32, False, "bfloat16"),
+    "int4": ((10, 128, 70), "int4", 128, False, "float32"),
+    "int8": ((20, 130, 65), "int8", 65, False, "float32"),
+}
+REFUSED = {("pallas", "int8")}  # blocks of 65 codes
+RAN: set[tuple[str, str]] = set()
+
+
+def drawn(case):
+    """x, the output's cotangent, and a weight in codes."""
+    (tokens, inputs, outputs), form, block, double, dtype = CASES[case]
+    rng = np.random.default_rng(0)
+    x, g, w = (
+        jnp.asarray(rng.standard_normal(shape), dtype)
+        for shape in ((tokens, inputs), (tokens, outputs), (inputs, outputs))
+    )
+    return x, g, quantize(w, form, block, -2, double=double)
+
+
+def arguments(q):
+    double = isinstance(q.scale, QTensor)
+    scale = Constants(q.scale.codes, q.scale.scale, q.scale.offset) if double else q.scale
+    return (q.codes, scale), {"format": q.format, "block_size": q.block_size}
+
+
+def both(way, options, **more):
+    def run(x, g, codes, scale):
+        y, pull = jax.vjp(lambda x: dequant_matmul(x, codes, scale, implementation=way, **options, **more), x)
+        return y, *pull(g)
+
+    return run
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_forward_and_backward_equal_float64(case, monkeypatch):
+    monkeypatch.setattr(sliced, "SLICE", 3000)
+    x, g, q = drawn(case)
+    arrays, options = arguments(q)
+    ways = [way for way in IMPLEMENTATIONS if (way, case) not in REFUSED]
+    run = jax.jit(lambda *a: {way: both(way, options)(*a) for way in ways})
+    w = np.asarray(q.dequantize(x.dtype), np.float64)  # each value rounded once
+    wanted = np.asarray(x, np.float64) @ w, np.asarray(g, np.float64) @ w.T
+    tolerance = 2e-5 if x.dtype == jnp.float32 else 2**-8
+    for way, got in run(x, g, *arrays).items():
+        for one, other in zip(got, wanted, strict=True):
+            assert one.dtype == x.dtype
+            error = np.abs(np.asarray(one, np.float64) - other).max()
+            assert error < tolerance * np.abs(other).max(), way
+        RAN.add((way, case))
+
+
+def test_every_implementation_ran_every_case():
+    every = {(way, case) for way in IMPLEMENTATIONS for case in CASES}
+    assert every - REFUSED == RAN
+    assert {form for _, form, *_ in CASES.values()} == set(FORMS)
+
+
+def test_each_device_its_own_tokens():
+    """Codes whole on each device, tokens split: the same numbers, and nothing is sent."""
+    (x, _, q), way = drawn("int4"), "pallas"
+    arrays, options = arguments(q)
+    run = lambda x, *a: dequant_matmul(x, *a, implementation=way, **options)  # noqa: E731
+    mesh = Mesh(np.array(jax.devices()[:2]), ("d",))
+    split, same = PartitionSpec("d"), PartitionSpec()
+    cut = jax.shard_map(run, mesh=mesh, in_specs=(split, same, same), out_specs=split, check_vma=False)
+    compiled = jax.jit(cut).lower(x, *arrays).compile()
+    assert not re.findall(r"all-gather|all-reduce|all-to-all|collective-permute", compiled.as_text())
+    np.testing.assert_allclose(compiled(x, *arrays), x @ q.dequantize(x.dtype), atol=1e-4)
+
+
+def test_a_slice_of_the_weight_is_all_that_is_held():
+    shape = shapes.SHAPES["llama3-8b up"]
+    q = jax.eval_shape(lambda: quantize(jnp.zeros((shape.inputs, shape.outputs)), "nf4", 64, -2, double=True))
+    (codes, scale), options = arguments(q)
+    x, g = (jax.ShapeDtypeStruct((1, size), jnp.bfloat16) for size in (shape.inputs, shape.outputs))
+
+    def held(way):
+        made = jax.jit(both(way, options)).lower(x, g, codes, scale).compile()
+        return made.memory_analysis().temp_size_in_bytes
+
+    whole = shape.inputs * shape.outputs * 2
+    assert held("reference") > whole
+    assert held("sliced") < 0.8 * whole  # in float32 for a moment, which a GPU fuses
+
+
+@pytest.mark.parametrize("signed", [True, False])
+def test_dynamic_codes_as_arithmetic(signed):
+    """What kernels compute in place of looking: values but for the last bits of a float32, codes the nearest."""
+    form = FORMATS["dynamic8" if signed else "udynamic8"]
+    code = jnp.arange(256, dtype=jnp.uint8)
+    listed = np.asarray(form.code)
+    values = jax.jit(dynamic8_value, static_argnames="signed")(code, signed=signed)
+    np.testing.assert_allclose(values, listed, rtol=2e-6)
+    rng = np.random.default_rng(0)
+    x = jnp.asarray(10.0 ** (-7.5 * rng.random(1 << 16)) * rng.choice([-1, 1] if signed else [1], 1 << 16), jnp.float32)
+    x = jnp.concatenate([x, jnp.asarray(listed, jnp.float32)])
+    mine, theirs = jax.jit(lambda x: (dynamic8_code(x, signed=signed), form.encode(x, None)))(x)
+    distances = np.abs(np.asarray(x, np.float64) - listed[mine]), np.abs(np.asarray(x, np.float64) - listed[theirs])
+    assert np.all(distances[0] <= distances[1] * (1 + 1e-5))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"format": "nf3"}, "format is 'nf3'; it should be one of nf4, fp4, int4, int8"),
+        ({"x": (0, 64)}, "x has shape (0, 64); it should be [..., inputs], of no dimension empty"),
+        ({"x_dtype": "int32"}, "x is int32; it should be one of"),
+        ({"codes": (32, 8, 1)}, "codes has shape (32, 8, 1)"),
+        ({"codes_dtype": "int8"}, "codes is int8; codes of nf4 are uint8"),
+        ({"codes": (64, 8)}, "codes has 64 rows; 64 inputs in nf4 take 32"),
+        ({"scale": (3, 8)}, "scale has shape (3, 8); 64 inputs in blocks of 32 take (2, 8)"),
+        ({"scale_dtype": "bfloat16"}, "scale is bfloat16; it should be float32"),
+        ({"block_size": 0}, "block_size is 0; it should be at least 1"),
+        ({"inputs": 60}, "x has shape (3, 64); its last dimension should be the 60 inputs"),
+        ({"implementation": "palas"}, "implementation is 'palas'; it should be one of pallas, reference, sliced"),
+    ],
+)
+def test_mistakes_are_named(changes, message):
+    def array(name, shape, dtype):
+        return jnp.zeros(changes.get(name, shape), changes.get(f"{name}_dtype", dtype))
+
+    arrays = array("x", (3, 64), "float32"), array("codes", (32, 8), "uint8"), array("scale", (2, 8), "float32")
+    named = ("format", "block_size", "inputs", "implementation")
+    options = {"format": "nf4", "block_size": 32} | {name: changes[name] for name in named if name in changes}
+    with pytest.raises(ValueError, match=re.escape(f"dequant_matmul: {message}")):
+        dequant_matmul(*arrays, **options)
+
+
+def test_what_the_kernel_cannot_cut_is_said():
+    x, _, q = drawn("int8")
+    arrays, options = arguments(q)
+    with pytest.raises(
+        ValueError, match="block_size is 65; the pallas implementation takes powers of two and multiples"
+    ):
+        dequant_matmul(x, *arrays, implementation="pallas", **options)
+
+
+def test_bytes_of_the_named_shapes():
+    for shape in shapes.SHAPES.values():
+        q = jax.eval_shape(
+            lambda s=shape: quantize(jnp.zeros((s.inputs, s.outputs)), s.format, s.block, -2, double=s.double)
+        )
+        assert shape.weight_bytes == pytest.approx(q.nbytes, rel=0.01)
+        call = Call(FORMS[shape.format], shape.block, shape.inputs, shape.outputs)
+        assert pallas._fitting(call, shape.tokens, pallas.FORWARD).rows >= 16  # the kernel can cut it
