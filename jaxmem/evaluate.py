@@ -29,7 +29,7 @@ class HeldOut:
     def __init__(self, program: Program, corpus: Corpus | None = None, *, split: Split = "held_out") -> None:
         self._program = program
         self._loader = Loader(program.cfg, split, program.rows, corpus=corpus, agree=any_of)
-        self._sums = program.compiled_evaluate
+        self._sums = {length: at.compiled_evaluate for length, at in program.buckets.items()}
 
     def __call__(self, params: Any, batches: int | None = None) -> Means:
         """Means over so many batches, by default all there are."""
@@ -49,7 +49,8 @@ class HeldOut:
     def _total(self, params: Any, batches: Iterable[dict[str, np.ndarray]]) -> Sums:
         total: Sums = {}
         for batch in batches:
-            sums = in_order(self._sums(params, self._program.place(batch)))
+            of_rows = self._sums[self._program.bucket(batch)]
+            sums = in_order(of_rows(params, self._program.place(batch)))
             total = jax.tree.map(lambda a, b: a + b, total, sums) if total else sums
         return total
 

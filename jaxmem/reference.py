@@ -97,7 +97,8 @@ def _computed(program: Program, corpus: Corpus, params: Any) -> np.ndarray:
     pairs = len(corpus.sources[0])
     corpus.references = np.zeros((pairs, 2), np.float32)
     found = []
-    with Loader(program.cfg, "all", program.rows, corpus=corpus, agree=any_of) as loader:
+    in_turn = program.cfg.at_length(program.cfg.data.sequence_length)  # not by buckets
+    with Loader(in_turn, "all", program.rows, corpus=corpus, agree=any_of) as loader:
         for batch in loader:
             rows = in_order(program.compiled_likelihoods(params, program.place(batch)))
             found.append(np.asarray(rows).ravel())

@@ -82,10 +82,10 @@ def _among(field: str, patterns: Sequence[str]) -> bool:
 
 def _flat(value: Any, field: str = "") -> dict[str, Any]:
     """Dotted fields, lists of sections numbered. A list of numbers is one value, and a tuple is a list, as in JSON;
-    a field that is absent is as good as one that is None."""
+    a field that is absent is as good as one that is None or empty."""
     if isinstance(value, Sequence) and value and all(isinstance(item, Mapping) for item in value):
         value = {str(number): item for number, item in enumerate(value)}
     if not isinstance(value, Mapping):
-        return {field: list(value) if isinstance(value, tuple) else value}
+        return {field: list(value) or None if isinstance(value, tuple | list) else value}
     prefix = f"{field}." if field else ""
     return {name: leaf for key, item in value.items() for name, leaf in _flat(item, f"{prefix}{key}").items()}

@@ -62,6 +62,7 @@ def _data(cfg: Config) -> Iterator[str]:
                 yield f"data.{field}: give it to the sources of data.mixture, or give no mixture"
     elif data.weight != default.weight:
         yield "data.weight: only the sources of a data.mixture have weights"
+    yield from _buckets(cfg)
     if isinstance(model, Decoder):
         tokenized = any(source.source != "tokens" for _, source in _places(cfg))
         if data.tokenizer == "bytes" and model.vocab < BYTE_VOCAB and tokenized:
@@ -73,6 +74,24 @@ def _data(cfg: Config) -> Iterator[str]:
         if (model.image_size, model.channels) != DIGIT_SHAPE:
             size, channels = DIGIT_SHAPE
             yield f"model.image_size: digits need model.image_size {size} and model.channels {channels}"
+
+
+def _buckets(cfg: Config) -> Iterator[str]:
+    data = cfg.data
+    if not data.buckets:
+        return
+    if not isinstance(cfg.model, Decoder):
+        yield f"data.buckets: family {cfg.model.family} has no sequences; leave them out"
+    if data.packing:
+        yield "data.packing: packed rows are full at any length; with data.buckets use false"
+    lengths = sorted({length for length in data.buckets if length < data.sequence_length})
+    if list(data.buckets) != lengths:
+        yield (
+            f"data.buckets: {list(data.buckets)} must rise and stay below data.sequence_length {data.sequence_length},"
+            f" which is the last; use {lengths or 'none'}"
+        )
+    if cfg.train.tokens is not None:
+        yield "train.tokens: how many an update has differs from bucket to bucket; give train.steps"
 
 
 def _chat(data: Data) -> Iterator[str]:

@@ -112,11 +112,13 @@ def _indivisible(cfg: Config) -> Iterator[str]:
             yield f"mesh.{axis}: {shown} does not divide {', '.join(whole)}; nearest: {near or 'none'}{other}"
     yield from _own_rules(cfg)
     yield from _head_groups(cfg)
-    length, parts = cfg.data.sequence_length, time_parts(mesh)
-    if isinstance(cfg.model, Decoder) and length % parts:
-        over = " and ".join(f"mesh.{axis} {getattr(mesh, axis)}" for axis in TIME if getattr(mesh, axis) > 1)
-        near = _near(length, range(parts, length + parts + 1, parts))
-        yield f"data.sequence_length: {length} does not make {parts} equal parts for {over}; nearest: {near}"
+    parts = time_parts(mesh)
+    for length in cfg.data.lengths if isinstance(cfg.model, Decoder) else ():
+        if length % parts:
+            over = " and ".join(f"mesh.{axis} {getattr(mesh, axis)}" for axis in TIME if getattr(mesh, axis) > 1)
+            near = _near(length, range(parts, length + parts + 1, parts))
+            key = "sequence_length" if length == cfg.data.sequence_length else "buckets"
+            yield f"data.{key}: {length} does not make {parts} equal parts for {over}; nearest: {near}"
 
 
 def _head_groups(cfg: Config) -> Iterator[str]:

@@ -143,6 +143,8 @@ class Data(Source):
     mixture: Annotated[tuple[Source, ...], Field(strict=False)] = ()  # in place of `source`
     sequence_length: Count = 1024
     packing: bool = True
+    # Unpacked rows: lengths below `sequence_length`, of which each batch has the shortest that holds all its records.
+    buckets: Annotated[tuple[Count, ...], Field(strict=False)] = ()
     tokenizer: str = "bytes"  # or the path of a tokenizer.json
     epochs: Count | None = None  # passes over the data, at most, whatever `train.steps` asks for
     template: str | None = None  # of chats: a file of Jinja; none: the tokenizer's own
@@ -151,6 +153,11 @@ class Data(Source):
     reference: str | None = None  # preference: the file of the reference's log-probabilities; none: beside the data
     held_out: Fraction = 0.02  # share of the documents kept for evaluation
     shuffle: bool = True
+
+    @property
+    def lengths(self) -> tuple[int, ...]:
+        """That rows have, the longest last."""
+        return (*self.buckets, self.sequence_length)
 
 
 class Batch(Section):
@@ -366,6 +373,10 @@ class Config(Section):
         if self.train.tokens is None:
             raise UserError("train.steps: missing; give train.steps or train.tokens")
         return -(-self.train.tokens // (self.batch.global_size * self.data.sequence_length))
+
+    def at_length(self, length: int) -> Config:
+        """This config with all rows of one length."""
+        return self.model_copy(update={"data": self.data.model_copy(update={"sequence_length": length, "buckets": ()})})
 
     @property
     def learns(self) -> tuple[str, ...]:

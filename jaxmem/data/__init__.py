@@ -8,7 +8,8 @@
     fingerprint       whether the data is still the same
 
 A record is a document, or a piece of one longer than max(16 KiB, 8 * sequence_length) bytes (`text`);
-records are ordered by arithmetic (`order`), and rows of a batch are streams over them (`packing`).
+records are ordered by arithmetic (`order`), and rows of a batch are streams over them (`packing`), or those of alike
+length together (`buckets`).
 """
 
 from jaxmem.data.corpus import Corpus, Split, fingerprint, tokenize

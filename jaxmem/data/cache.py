@@ -56,9 +56,16 @@ class TokenCache:
     def __len__(self) -> int:
         return len(self._ends)
 
+    def _span(self, index: int) -> tuple[int, int]:
+        return int(self._ends[index - 1]) if index else 0, int(self._ends[index])
+
+    def length(self, index: int) -> int:
+        start, end = self._span(index)
+        return end - start
+
     def tokens(self, index: int) -> np.ndarray:
-        start = int(self._ends[index - 1]) if index else 0
-        return np.asarray(self._tokens[start : int(self._ends[index])], np.int32)
+        start, end = self._span(index)
+        return np.asarray(self._tokens[start:end], np.int32)
 
     def close(self) -> None:
         pass

@@ -106,6 +106,11 @@ class Corpus:
         records = self.sources[source]
         return records.document(record) if isinstance(records, Conversations) else Document(self.tokens(source, record))
 
+    def length(self, source: int, record: int) -> int | None:
+        """How many tokens a record has, where that is known without reading it."""
+        records = self.sources[source]
+        return records.length(record) if isinstance(records, TokenCache) else None
+
     def reference(self, record: int) -> np.ndarray:
         """Of a pair, each answer's log-probability."""
         if self.references is None:

@@ -18,7 +18,7 @@ import numpy as np
 
 from jaxmem.config.sections import Config
 from jaxmem.data.order import mix64
-from jaxmem.data.packing import Batch
+from jaxmem.data.packing import Batch, Place
 from jaxmem.errors import UserError
 
 SIZE = 8  # pixels, each side
@@ -99,12 +99,12 @@ class DigitRows:
         return values if dtype is np.int32 else values / np.float32(BRIGHTEST)
 
     @property
-    def positions(self) -> np.ndarray:
-        return np.stack([np.full(self._rows.size, self._step), np.zeros(self._rows.size, np.int64)], axis=1)
+    def place(self) -> Place:
+        return {"rows": [[row, self._step, 0] for row in self._rows.ravel().tolist()]}
 
-    @positions.setter
-    def positions(self, values: np.ndarray) -> None:
-        self._step = int(values[0, 0])
+    @place.setter
+    def place(self, place: Place) -> None:
+        self._step = place["rows"][0][1]
 
 
 def another_view(images: np.ndarray, places: np.ndarray, seed: int) -> np.ndarray:

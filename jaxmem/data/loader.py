@@ -2,8 +2,8 @@
 
 The rows of the global batch are numbered row-major over [accumulate, B], B = global_size / accumulate:
 row a * B + b. A process names the columns b that it holds (all of them by default) and gets arrays
-[accumulate, its columns, ...]. What a row holds depends on its number alone (see `packing`), never on
-the number of processes.
+[accumulate, its columns, ...]. What a row holds depends on its number alone (see `packing`, `buckets`), never
+on the number of processes.
 
 Where a split ends (held out; training with `data.epochs`), rows run out at different steps: a row that
 has ended is padding (mask 0) until all have, so that each record is seen exactly as often as asked and
@@ -24,9 +24,10 @@ import numpy as np
 
 from jaxmem.config.sections import Config
 from jaxmem.data.ahead import Ahead
+from jaxmem.data.buckets import BucketRows
 from jaxmem.data.corpus import Corpus, Split
 from jaxmem.data.digits import SIZE, DigitRows, Digits, pixels_dtype
-from jaxmem.data.packing import Batch, TextRows
+from jaxmem.data.packing import Batch, Document, TextRows
 from jaxmem.data.preference import PairRows, Preferences
 from jaxmem.errors import UserError
 
@@ -35,7 +36,7 @@ State = dict[str, Any]
 
 
 def batch_spec(cfg: Config) -> dict[str, Spec]:
-    """Shape, dtype and logical axes of each array of the global batch; reads no files."""
+    """Shape, dtype and logical axes of each array of the global batch, of buckets the longest's; reads no files."""
     rows = (cfg.batch.accumulate, cfg.batch.global_size // cfg.batch.accumulate)
     axes = ("accumulate", "batch")
     if cfg.objective.reads_text:
@@ -51,10 +52,13 @@ def batch_spec(cfg: Config) -> dict[str, Spec]:
     return {"inputs": images, **second, "mask": (rows, np.float32, axes)}
 
 
+Rows = TextRows | BucketRows | DigitRows
+
+
 class _Producer:
     """Builds batches one after another: (some row had data, batch). Runs in a thread of its own."""
 
-    def __init__(self, rows: TextRows | DigitRows) -> None:
+    def __init__(self, rows: Rows) -> None:
         self._rows, self._step = rows, 0
 
     def __next__(self) -> tuple[bool, Batch]:
@@ -63,10 +67,11 @@ class _Producer:
         return going, self._rows.batch()
 
     def get_state(self) -> State:
-        return {"step": self._step, "positions": self._rows.positions}
+        return {"step": self._step, **self._rows.place}
 
     def set_state(self, state: State) -> None:
-        self._step, self._rows.positions = state["step"], state["positions"]
+        self._rows.place = state
+        self._step = state["step"]
 
 
 class Loader:
@@ -102,30 +107,7 @@ class Loader:
                 f"data.epochs={epochs} of {len(order)} records are fewer records than batch.global_size="
                 f"{cfg.batch.global_size}; lower batch.global_size or raise data.epochs"
             )
-        built: TextRows | DigitRows
-        if isinstance(self.corpus.sources[0], Digits):
-            built = DigitRows(cfg, self.corpus.sources[0], order, self._rows, total)
-        elif isinstance(self.corpus.sources[0], Preferences):
-            pairs, reference = self.corpus.sources[0], self.corpus.reference
-            built = PairRows(
-                lambda place, answer: pairs.document(order[place][1], answer),
-                lambda place: reference(order[place][1]),
-                self._rows,
-                cfg.batch.global_size,
-                total,
-                cfg.data.sequence_length,
-            )
-        else:
-            corpus_document = self.corpus.document
-            built = TextRows(
-                lambda place: corpus_document(*order[place]),
-                self._rows,
-                cfg.batch.global_size,
-                total,
-                cfg.data.sequence_length,
-                cfg.data.packing,
-            )
-        self._batches = Ahead(_Producer(built))
+        self._batches = Ahead(_Producer(_rows(cfg, self.corpus, order, self._rows, total)))
         self._start = self._batches.get_state()
 
     def __iter__(self) -> Self:
@@ -140,14 +122,10 @@ class Loader:
         return batch
 
     def state(self) -> State:
-        """The position after the last batch taken, for JSON: this process's rows as [row, record, token]."""
+        """The position after the last batch taken, for JSON: this process's rows as [row, record, token], or what all
+        processes know of buckets."""
         found = self._batches.get_state()
-        rows = zip(self._rows.flat, found["positions"], strict=True)
-        return {
-            "step": int(found["step"]),
-            "global_size": self._global_size,
-            "rows": [[int(row), int(record), int(offset)] for row, (record, offset) in rows],
-        }
+        return {"step": found["step"], "global_size": self._global_size} | found
 
     def restore(self, state: State) -> None:
         """Goes to a position that `state` or `merge_states` gave, of any division into processes."""
@@ -156,12 +134,7 @@ class Loader:
                 f"batch.global_size is {self._global_size}, but the saved position in the data is that of "
                 f"{state['global_size']} rows; set it back to {state['global_size']}"
             )
-        saved = {row: (record, offset) for row, record, offset in state["rows"]}
-        lacking = [int(row) for row in self._rows.flat if row not in saved]
-        if lacking:
-            raise UserError(f"the saved position in the data lacks rows {lacking[:8]}: not all processes' states")
-        positions = np.array([saved[int(row)] for row in self._rows.flat], np.int64)
-        self._batches.set_state({"step": state["step"], "positions": positions})
+        self._batches.set_state(state)
 
     def rewind(self) -> None:
         """Back to the beginning of the split."""
@@ -182,6 +155,33 @@ class Loader:
         self.close()
 
 
+def _rows(cfg: Config, corpus: Corpus, order: Any, rows: np.ndarray, total: int) -> Rows:
+    """What builds the rows of these numbers, of `total` records in this order."""
+    data, stride, first = cfg.data, cfg.batch.global_size, corpus.sources[0]
+    if isinstance(first, Digits):
+        return DigitRows(cfg, first, order, rows, total)
+    if isinstance(first, Preferences):
+
+        def answer(place: int, number: int) -> Document:
+            return first.document(order[place][1], number)
+
+        def reference(place: int) -> np.ndarray:
+            return corpus.reference(order[place][1])
+
+        if not data.buckets:
+            return PairRows(answer, reference, rows, stride, total, data.sequence_length)
+        both = lambda place: [answer(place, number) for number in (0, 1)]  # noqa: E731
+        return BucketRows(both, lambda _: None, rows, stride, total, data.lengths, 2, reference)
+
+    def document(place: int) -> Document:
+        return corpus.document(*order[place])
+
+    if not data.buckets:
+        return TextRows(document, rows, stride, total, data.sequence_length, data.packing)
+    length = lambda place: corpus.length(*order[place])  # noqa: E731
+    return BucketRows(lambda place: [document(place)], length, rows, stride, total, data.lengths)
+
+
 def merge_states(states: Iterable[State]) -> State:
     """One position of the positions of all processes, to be saved; rows that several hold must agree.
 
@@ -190,6 +190,10 @@ def merge_states(states: Iterable[State]) -> State:
     {'step': 3, 'global_size': 2, 'rows': [[0, 5, 17], [1, 4, 2]]}
     """
     states = list(states)
+    if "rows" not in states[0]:  # of buckets all know all
+        if any(state != states[0] for state in states):
+            raise ValueError("processes are at different positions in the data")
+        return states[0]
     common = {(state["step"], state["global_size"]) for state in states}
     if len(common) != 1:
         raise ValueError(f"processes are at different (step, global_size): {sorted(common)}")

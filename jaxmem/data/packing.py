@@ -20,11 +20,15 @@ mask 0 as targets.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
+from jaxmem.errors import UserError
+
 Batch = dict[str, np.ndarray]
+Place = dict[str, Any]  # in the data, for JSON
+OF_TOKENS = ("inputs", "targets", "positions", "segment_ids")
 
 
 class Document(NamedTuple):
@@ -33,6 +37,27 @@ class Document(NamedTuple):
     tokens: np.ndarray
     learnt: np.ndarray | None = None  # of each token whether it is, as a target; None: all
     whole: bool = False  # it is no longer than a row, and lies in one
+
+
+def empty_rows(*shape: int) -> Batch:
+    """Arrays that are padding everywhere: [..., time]."""
+    return {**{name: np.zeros(shape, np.int32) for name in OF_TOKENS}, "mask": np.zeros(shape, np.float32)}
+
+
+def lay(document: Document, offset: int, at: int, segment: int, row: Batch) -> int:
+    """Writes a document, from one of its tokens on, into a row from one of its places on, as far as there is room.
+    Returns how many tokens that was."""
+    tokens, learnt, _ = document
+    left = tokens[offset:]
+    used = min(len(row["inputs"]) - at, len(left))
+    known = min(used, len(left) - 1)  # inputs whose next token belongs to the same record
+    if used:
+        row["inputs"][at : at + used] = left[:used]
+        row["targets"][at : at + known] = left[1 : known + 1]
+        row["mask"][at : at + known] = 1 if learnt is None else learnt[offset + 1 : offset + known + 1]
+        row["positions"][at : at + used] = np.arange(used)
+        row["segment_ids"][at : at + used] = segment
+    return used
 
 
 class RowStream:
@@ -51,30 +76,20 @@ class RowStream:
     def ended(self) -> bool:
         return self._row + self.record * self._stride >= self._total
 
-    def fill(
-        self, inputs: np.ndarray, targets: np.ndarray, positions: np.ndarray, segments: np.ndarray, mask: np.ndarray
-    ) -> None:
+    def fill(self, row: Batch) -> None:
         """Writes the next row into arrays of zeros; what stays zero is padding."""
-        at, segment, length = 0, 0, len(inputs)
+        at, segment, length = 0, 0, len(row["inputs"])
         while at < length and not self.ended:
             if self._document is None:
                 self._document = self._read(self._row + self.record * self._stride)
-            tokens, learnt, whole = self._document
-            left = tokens[self.offset :]
-            if whole and at and len(left) > length - at:
+            left = len(self._document.tokens) - self.offset
+            if self._document.whole and at and left > length - at:
                 return
-            used = min(length - at, len(left))
-            known = min(used, len(left) - 1)  # inputs whose next token belongs to the same record
-            if used:
-                segment += 1
-                inputs[at : at + used] = left[:used]
-                targets[at : at + known] = left[1 : known + 1]
-                mask[at : at + known] = 1 if learnt is None else learnt[self.offset + 1 : self.offset + known + 1]
-                positions[at : at + used] = np.arange(used)
-                segments[at : at + used] = segment
+            segment += left > 0
+            used = lay(self._document, self.offset, at, segment, row)
             at += used
             self.offset += used
-            if not self._packing or used == len(left):
+            if not self._packing or used == left:
                 self.seek(self.record + 1, 0)
             if not self._packing:
                 return
@@ -86,7 +101,7 @@ class TextRows:
     def __init__(
         self, read: Callable[[int], Document], rows: np.ndarray, stride: int, total: int, time: int, packing: bool
     ) -> None:
-        self._shape = (*rows.shape, time)
+        self._shape, self._numbers = (*rows.shape, time), rows.ravel().tolist()
         self._streams = [RowStream(read, int(row), stride, total, packing) for row in rows.flat]
 
     @property
@@ -94,18 +109,22 @@ class TextRows:
         return all(stream.ended for stream in self._streams)
 
     def batch(self) -> Batch:
-        batch = {name: np.zeros(self._shape, np.int32) for name in ("inputs", "targets", "positions", "segment_ids")}
-        batch["mask"] = np.zeros(self._shape, np.float32)
-        flat = [array.reshape(-1, self._shape[-1]) for array in batch.values()]
+        batch = empty_rows(*self._shape)
+        flat = {name: array.reshape(-1, self._shape[-1]) for name, array in batch.items()}
         for i, stream in enumerate(self._streams):
-            stream.fill(*(array[i] for array in flat))
+            stream.fill({name: array[i] for name, array in flat.items()})
         return batch
 
     @property
-    def positions(self) -> np.ndarray:
-        return np.array([(stream.record, stream.offset) for stream in self._streams], np.int64)
+    def place(self) -> Place:
+        """Of each row how many records are finished, and how many tokens of the next one."""
+        found = zip(self._numbers, self._streams, strict=True)
+        return {"rows": [[row, stream.record, stream.offset] for row, stream in found]}
 
-    @positions.setter
-    def positions(self, values: np.ndarray) -> None:
-        for stream, (record, offset) in zip(self._streams, values.tolist(), strict=True):
-            stream.seek(record, offset)
+    @place.setter
+    def place(self, place: Place) -> None:
+        saved = {row: (record, offset) for row, record, offset in place["rows"]}
+        if lacking := [row for row in self._numbers if row not in saved]:
+            raise UserError(f"the saved position in the data lacks rows {lacking[:8]}: not all processes' states")
+        for row, stream in zip(self._numbers, self._streams, strict=True):
+            stream.seek(*saved[row])

@@ -143,6 +143,6 @@ class PairRows(TextRows):
         self._references, self._rows, self._stride, self._places = references, rows, stride, 2 * pairs
 
     def batch(self) -> Batch:
-        places = self._rows.ravel() + self.positions[:, 0] * self._stride
-        found = [self._references(place // 2)[place % 2] if place < self._places else 0.0 for place in places.tolist()]
+        places = [row + record * self._stride for row, record, _ in self.place["rows"]]
+        found = [self._references(place // 2)[place % 2] if place < self._places else 0.0 for place in places]
         return super().batch() | {"reference": np.array(found, np.float32).reshape(self._rows.shape)}

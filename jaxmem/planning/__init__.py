@@ -32,11 +32,8 @@ def plan(cfg: Config, target: str | None = None, *, reserve_gib: float | None = 
     aim = local_target(jax.devices()) if target is None else parse_target(target)
     limit = usable(aim, cfg, reserve_gib)
     built = program(cfg, target_devices(aim, limit))
-    others = {"initialise": built.lower_initialise}
-    if built.cfg.train.evaluate_every:
-        others["evaluate"] = built.lower_evaluate
     with listening() as remarks:
-        step, sized = compile_all(built.lower_step(), others, here=aim.is_here, code=aim.is_here)
+        step, sized = compile_all(built.lower_step(), built.lower_others(), here=aim.is_here, code=aim.is_here)
         unlimited = None
         if recomputed(step.module) and not aim.is_here:
             free = program(cfg, target_devices(aim, 1000 * limit))
@@ -46,10 +43,13 @@ def plan(cfg: Config, target: str | None = None, *, reserve_gib: float | None = 
 
 
 def plan_program(built: Program) -> Plan:
-    """Plan a program for the devices that it was made for, which are here; other phases are compiled when asked for."""
+    """Plan a program for the devices that it was made for, which are here. The step of each bucket is compiled once, to
+    be run; other phases are compiled when asked for."""
     start = time.perf_counter()
-    step, _ = compile_all(built.lower_step(), {}, here=True)
-    return Plan(built, local_target(list(built.layout.mesh.devices.flat)), step, time.perf_counter() - start)
+    steps = {n: compile_all(at.lower_step(), {}, here=True)[0] for n, at in built.buckets.items()}
+    step = steps.pop(built.cfg.data.sequence_length)
+    target = local_target(list(built.layout.mesh.devices.flat))
+    return Plan(built, target, step, time.perf_counter() - start, shorter=steps)
 
 
 __all__ = [

@@ -17,7 +17,7 @@ from jaxmem.planning.history import History, history
 from jaxmem.planning.predict import held, ideal_flops, predict
 from jaxmem.planning.targets import Target, reserved, usable
 from jaxmem.planning.timeline import Timeline, timeline
-from jaxmem.program import Program
+from jaxmem.program import Program, step_at
 
 
 @dataclass(frozen=True)
@@ -32,12 +32,24 @@ class Plan:
     unlimited: Compiled | None = None  # the same step without a limit on memory, where XLA recomputed by itself
     remarks: Mapping[str, Sequence[str]] = field(default_factory=dict)  # from XLA's log
     others: Mapping[str, int] = field(default_factory=dict)  # bytes of other phases' programs, where compiled
+    shorter: Mapping[int, Compiled] = field(default_factory=dict)  # steps of rows shorter than the longest, to be run
 
     @property
     def step(self) -> jax.stages.Compiled:
-        """The very step that `train` runs, on devices that are here."""
-        assert self.compiled_step.executable is not None, f"{self.target.name} is not here"
-        return self.compiled_step.executable
+        """The very step that `train` runs, on devices that are here; of buckets the longest's."""
+        return self.step_for(self.program.cfg.data.sequence_length)
+
+    def step_for(self, bucket: int) -> jax.stages.Compiled:
+        """The step that `train` runs on rows of this length."""
+        executable = self.shorter.get(bucket, self.compiled_step).executable
+        assert executable is not None, f"{self.target.name} is not here"
+        return executable
+
+    def total_for(self, bucket: int) -> int:
+        """Bytes of a device in a step on rows of this length."""
+        if bucket == self.program.cfg.data.sequence_length:
+            return self.compiled_step.total
+        return self.shorter[bucket].total if bucket in self.shorter else self.others[step_at(bucket)]
 
     @property
     def compiled(self) -> dict[str, int]:
@@ -98,6 +110,7 @@ class Plan:
             "initialise": self._other("initialise"),
             "load": state,  # each part of an array is read to where it lies
             "step": self.compiled_step.total,
+            **{step_at(bucket): self.total_for(bucket) for bucket in self.program.cfg.data.buckets},
             "evaluate": self._other("evaluate") + aside if self.program.cfg.train.evaluate_every else None,
             "save": state,  # its checksum needs nothing beside; a copy is in host memory, see `host_bytes`
         }

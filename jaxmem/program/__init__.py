@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any
 
@@ -262,6 +262,22 @@ class Program:
         )
 
     @cached_property
+    def buckets(self) -> dict[int, Program]:
+        """This program for rows of each length that batches have; the longest, and last, is itself."""
+        shorter = {n: replace(self, cfg=self.cfg.at_length(n)) for n in self.cfg.data.buckets}
+        return {**shorter, self.cfg.data.sequence_length: self}
+
+    def bucket(self, batch: Mapping[str, Any]) -> int:
+        """Which of `buckets` a batch is for."""
+        return int(batch["inputs"].shape[2]) if self.cfg.data.buckets else self.cfg.data.sequence_length
+
+    def lower_others(self) -> dict[str, Callable[[], jax.stages.Lowered]]:
+        """What a run compiles beside the step, by its phase."""
+        shorter = {step_at(n): at.lower_step for n, at in self.buckets.items() if at is not self}
+        unseen = {"evaluate": self.lower_evaluate} if self.cfg.train.evaluate_every else {}
+        return {"initialise": self.lower_initialise, **shorter, **unseen}
+
+    @cached_property
     def compiled_likelihoods(self) -> jax.stages.Compiled:
         """(params, batch) -> the log-probability of each row, [micro-batches, rows]."""
 
@@ -300,9 +316,9 @@ class Program:
         """A batch on its devices. Each process gives the rows of its own, whole in all other dimensions. A time split
         over `context` is brought into the order in which every device has the same work: losses add up over tokens,
         whatever their order."""
-        first, model = self.rows.start, self.cfg.model
+        first, model, length = self.rows.start, self.cfg.model, self.bucket(batch)
         if isinstance(model, Decoder):
-            order = places(self.layout, self.cfg.data.sequence_length, model.window)
+            order = places(self.layout, length, model.window)
             batch = batch if order is None else {name: x[..., order] for name, x in batch.items()}
 
         def part(x: np.ndarray, index: tuple[slice, ...]) -> np.ndarray:
@@ -312,7 +328,7 @@ class Program:
 
         return {
             name: jax.make_array_from_callback(spec.shape, spec.sharding, partial(part, batch[name]))
-            for name, spec in self.batch.items()
+            for name, spec in self.buckets[length].batch.items()
         }
 
     @contextlib.contextmanager
@@ -371,6 +387,11 @@ def program(cfg: Config, devices: Sequence[Any] | None = None) -> Program:
     devices = jax.devices() if devices is None else devices
     cfg = cfg.for_devices(len(devices))
     return Program(cfg, layout_for(cfg, devices))
+
+
+def step_at(length: int) -> str:
+    """The phase that is a step of rows shorter than the longest."""
+    return f"step at {length}"
 
 
 def pipeline_of(cfg: Config) -> Pipeline | None:

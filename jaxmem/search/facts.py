@@ -52,11 +52,9 @@ def facts_of(plan: Plan) -> Facts:
 def other_phases(cfg: Config, target: Target, reserve_gib: float | None, known: dict[str, int]) -> dict[str, int]:
     """Bytes of the phases beside the step. Configs share many of these programs: `known` is total by content."""
     built = built_for(cfg, target, reserve_gib)
-    lowered = {"initialise": built.lower_initialise()}
-    if built.cfg.train.evaluate_every:
-        lowered["evaluate"] = built.lower_evaluate()
     found = {}
-    for phase, one in lowered.items():
+    for phase, lower in built.lower_others().items():
+        one = lower()
         text = hashlib.sha256(one.as_text().encode()).hexdigest()
         if text not in known:
             known[text] = sized(one, here=target.is_here)

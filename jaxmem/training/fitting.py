@@ -54,17 +54,18 @@ class Measured:
 
     def __init__(self, planned: Plan, file: Path) -> None:
         self._planned, self._file, self._steps = planned, file, 0
+        self._largest = planned.phases["initialise"] or 0  # of what has run
 
-    def after_step(self) -> str | None:
-        """A line to say, once."""
+    def after_step(self, bucket: int) -> str | None:
+        """A line to say, once. `bucket`: how long the step's rows were."""
         self._steps += 1
+        self._largest = max(self._largest, self._planned.total_for(bucket))
         if self._steps != MEASURED_AFTER or jax.process_index():
             return None
         peak = device_memory().get("peak_bytes_in_use")
         if peak is None:
             return None
-        phases = self._planned.phases
-        expected = max(phases["step"] or 0, phases["initialise"] or 0)
+        expected = self._largest
         off = peak / expected - 1
         told: dict[str, Any] = json.loads(self._file.read_text())
         told["measured"] = {"peak_bytes": peak, "planned_bytes": expected, "difference": off}

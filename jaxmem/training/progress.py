@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import jax
 from rich.console import Console
@@ -21,6 +21,13 @@ BAR = 40  # columns, at most
 LEAST_BAR = 8  # a shorter one says nothing
 
 
+class Work(NamedTuple):
+    """What goes through a step."""
+
+    tokens: int
+    flops: float
+
+
 class Progress:
     """with Progress(total, tokens_per_step, flops_per_step, peak_flops, enabled=process == 0) as progress:
         for step in ...:
@@ -28,7 +35,8 @@ class Progress:
                 trackers.log(step, row)
 
     `flops_per_step` and `peak_flops` are of the same devices, be it one or all. A run that goes on gives the step
-    and the seconds where it stands. A step that is no multiple of `log_every`, nor the last, only moves the bar.
+    and the seconds and tokens where it stands. A step that is no multiple of `log_every`, nor the last, only moves the
+    bar.
     """
 
     def __init__(
@@ -42,40 +50,50 @@ class Progress:
         log_every: int = 1,
         step: int = 0,
         seconds: float = 0.0,
+        tokens: int | None = None,
         unit: str = "tok",
         console: Console | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        self.total, self.tokens_per_step, self.log_every, self.unit = total_steps, tokens_per_step, log_every, unit
-        self._mfu = flops_per_step / peak_flops if flops_per_step and peak_flops else None  # times steps a second
+        self.total, self.log_every, self.unit = total_steps, log_every, unit
+        self._usual = Work(tokens_per_step, flops_per_step or 0.0)
+        self._peak = peak_flops if flops_per_step else None
+        self._tokens = step * tokens_per_step if tokens is None else tokens
+        self._since = Work(0, 0.0)  # the last logged step
         self._enabled, self._clock = enabled, clock
         self._console = console or Screen(highlight=False)
-        self._step = self._logged = self._first = step
+        self._step = self._first = step
         self._seconds, self._paused = seconds, 0.0
         self._began = self._last = clock()
         self._parts: list[str] = []
         self._live: Live | None = None
 
-    def update(self, step: int, metrics: Mapping[str, Any]) -> dict[str, Any] | None:
+    def update(self, step: int, metrics: Mapping[str, Any], work: Work | None = None) -> dict[str, Any] | None:
         """At a logged step: show these metrics, and return them with what was measured: tokens and seconds since the
-        run began, tokens a second since the last logged step, model FLOPs utilisation, bytes on the fullest device."""
+        run began, tokens a second since the last logged step, model FLOPs utilisation, bytes on the fullest device.
+        `work`: of the steps since the last update, where it is not the usual."""
+        steps = step - self._step
+        tokens, flops = work or (steps * self._usual.tokens, steps * self._usual.flops)
+        self._tokens += tokens
+        self._since = Work(self._since.tokens + tokens, self._since.flops + flops)
         self._step = step
         if step % self.log_every and step != self.total:
             return None
         now = self._clock()
         working = max(now - self._last - self._paused, 1e-9)
-        steps_per_second = (step - self._logged) / working
+        rate = self._since.tokens / working
+        mfu = self._since.flops / working / self._peak if self._peak else None
         self._seconds += now - self._last
-        self._logged, self._last, self._paused = step, now, 0.0
+        self._since, self._last, self._paused = Work(0, 0.0), now, 0.0
         row: dict[str, Any] = {
             "step": step,
             **metrics,
-            "tokens": step * self.tokens_per_step,
+            "tokens": self._tokens,
             "seconds": round(self._seconds, 3),
-            "tokens_per_second": steps_per_second * self.tokens_per_step,
+            "tokens_per_second": rate,
         }
-        if self._mfu is not None:
-            row["mfu"] = steps_per_second * self._mfu
+        if mfu is not None:
+            row["mfu"] = mfu
         row |= device_memory()
         self._parts = self._told(row, now)
         if self._live is None:

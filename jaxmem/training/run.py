@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -38,7 +38,7 @@ from jaxmem.trained import BESIDE
 from jaxmem.training.fitting import DoesNotFitError, Measured, check_fits
 from jaxmem.training.lock import only_run
 from jaxmem.training.profile import Profile
-from jaxmem.training.progress import Progress
+from jaxmem.training.progress import Progress, Work
 from jaxmem.training.signals import Stop, nothing_to_save
 from jaxmem.training.telemetry import Telemetry
 from jaxmem.training.trackers import check_trackers, trackers_for
@@ -106,7 +106,8 @@ def _run(cfg: Config, devices: Sequence[Any] | None) -> Result:
             _keep_beside(cfg, directory)
 
         trackers = opened.enter_context(trackers_for(cfg, directory, step))
-        progress = opened.enter_context(_progress(planned, step, trackers.last.get("seconds", 0.0)))
+        progress = opened.enter_context(_progress(planned, step, trackers.last))
+        work = {bucket: _work(at) for bucket, at in built.buckets.items()}
         progress.say(_opening(planned, step))
         skipped = cfg.train.most_skipped if cfg.train.on_nan == "skip" else 0
         telemetry = Telemetry(progress, trackers, built.culprits, skipped)
@@ -124,11 +125,12 @@ def _run(cfg: Config, devices: Sequence[Any] | None) -> Result:
             )
 
         for step, batch in zip(range(step + 1, cfg.steps + 1), loader, strict=False):  # noqa: B020
+            bucket = built.bucket(batch)
             profile.before(step)
-            state, metrics = in_order(planned.step(state, built.place(batch)))
+            state, metrics = in_order(planned.step_for(bucket)(state, built.place(batch)))
             profile.after(step, metrics)
-            telemetry.update(step, metrics)
-            if told := measured.after_step():
+            telemetry.update(step, metrics, work[bucket])
+            if told := measured.after_step(bucket):
                 progress.say(told)
             last = stop.agreed(votes.cast(stop.requested or 0)) or step == cfg.steps
             with progress.paused():
@@ -224,20 +226,28 @@ def _keep_beside(cfg: Config, directory: Path) -> None:
         hf.copy_beside(cfg.model.hf, directory / BESIDE)
 
 
-def _progress(planned: Plan, step: int, seconds: float) -> Progress:
+def _work(built: Program) -> Work:
+    """Of an update."""
+    cfg = built.cfg
+    each = cfg.data.sequence_length if cfg.objective.reads_text else 1
+    return Work(cfg.batch.global_size * each, ideal_flops(built))
+
+
+def _progress(planned: Plan, step: int, last: Mapping[str, float]) -> Progress:
+    """`last`: what was logged before, of a run that goes on."""
     cfg, devices = planned.program.cfg, planned.program.layout.mesh.devices
-    text = cfg.objective.reads_text
-    peak = peak_flops(devices.flat[0])
+    peak, usual = peak_flops(devices.flat[0]), _work(planned.program)
     return Progress(
         cfg.steps,
-        cfg.batch.global_size * (cfg.data.sequence_length if text else 1),
-        ideal_flops(planned.program),
+        usual.tokens,
+        usual.flops,
         peak * devices.size if peak else None,
         enabled=jax.process_index() == 0,
         log_every=cfg.train.log_every,
         step=step,
-        seconds=seconds,
-        unit="tok" if text else "img",
+        seconds=last.get("seconds", 0.0),
+        tokens=int(last.get("tokens", step * usual.tokens)),
+        unit="tok" if cfg.objective.reads_text else "img",
     )
 
 

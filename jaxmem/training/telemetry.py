@@ -12,7 +12,7 @@ import jax
 
 from jaxmem.errors import UserError
 from jaxmem.program.step import CULPRIT, Metrics
-from jaxmem.training.progress import Progress
+from jaxmem.training.progress import Progress, Work
 from jaxmem.training.trackers import Trackers
 
 
@@ -26,18 +26,19 @@ class Telemetry:
         self._progress, self._trackers = progress, trackers
         self._culprits, self._most_skipped = culprits, most_skipped
         self._skipped = 0  # updates in a row
-        self._pending: tuple[int, Metrics] | None = None
+        self._pending: tuple[int, Metrics, Work | None] | None = None
         self.last: dict[str, float] = {}  # of the last step that was read
 
-    def update(self, step: int, metrics: Metrics) -> None:
+    def update(self, step: int, metrics: Metrics, work: Work | None = None) -> None:
+        """`work`: of this step, where it is not the usual."""
         self.flush()
-        self._pending = step, metrics
+        self._pending = step, metrics, work
 
     def flush(self) -> None:
         """Read what is still to be read."""
         if self._pending is None:
             return
-        step, metrics = self._pending
+        step, metrics, work = self._pending
         self._pending = None
         self.last = {name: float(value) for name, value in jax.device_get(metrics).items()}
         place = int(self.last.pop(CULPRIT, -1))
@@ -47,7 +48,7 @@ class Telemetry:
         else:
             self._skipped += 1
             self._not_finite(step, f"; the first that is no number: {self._culprits[place]}" if place >= 0 else "")
-        if row := self._progress.update(step, self.last):
+        if row := self._progress.update(step, self.last, work):
             del row["step"]
             self._trackers.log(step, row)
 

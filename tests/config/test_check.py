@@ -203,6 +203,20 @@ def lines(base: dict, *overrides: str) -> list[str]:
         (TEXT, ["data.field=body"], "data.field: source stdlib has none; those that do: jsonl, parquet"),
         (TEXT, ["data.source=digits"], "data.source: digits does not go with family decoder"),
         (PICTURES, ["data.source=stdlib"], "data.source: stdlib does not go with family vit"),
+        (TEXT, ["data.buckets=[8]"], "data.packing: packed rows are full at any length; with data.buckets use false"),
+        (
+            TEXT,
+            ["data={packing: false, sequence_length: 64, buckets: [16, 8, 64]}"],
+            (
+                "data.buckets: [16, 8, 64] must rise and stay below data.sequence_length 64, which is the last;"
+                " use [8, 16]"
+            ),
+        ),
+        (
+            TEXT,
+            ["data.packing=false", "data.buckets=[8]", "train={tokens: 100000}"],
+            "train.tokens: how many an update has differs from bucket to bucket; give train.steps",
+        ),
         (TEXT, ["data.weight=2"], "data.weight: only the sources of a data.mixture have weights"),
         (
             TEXT,

@@ -66,11 +66,11 @@ def test_every_row_is_what_the_definition_says(data: Records, count: int, time: 
 def test_rows_go_on_from_any_position(data: Records, time: int, packing: bool) -> None:
     rows, positions, batches = text_rows(data, 2, time, packing), [], []
     while not rows.ended:
-        positions.append(rows.positions)
+        positions.append(rows.place)
         batches.append(rows.batch())
     for start, position in enumerate(positions):
         again = text_rows(data, 2, time, packing)
-        again.positions = position
+        again.place = position
         for batch in batches[start:]:
             for name, value in again.batch().items():
                 np.testing.assert_array_equal(value, batch[name])

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from jaxmem.training import progress as module
-from jaxmem.training.progress import Progress, Screen
+from jaxmem.training.progress import Progress, Screen, Work
 
 ANSI = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 
@@ -66,6 +66,16 @@ def test_a_run_that_goes_on_counts_from_where_it_is() -> None:
         row = progress.update(101, {})
     assert row == {"step": 101, "tokens": 1010, "seconds": 502.0, "tokens_per_second": 5.0}
     assert shown() == "step 101/110  5.00 row/s  0:18 left\n"
+
+
+def test_steps_of_unequal_work_are_counted_as_they_are() -> None:
+    clock = Clock()
+    with Progress(110, 1000, 6e9, 2.4e10, log_every=2, step=100, tokens=70, enabled=False, clock=clock) as progress:
+        clock.now += 1.0
+        assert progress.update(101, {}, Work(10, 1e9)) is None
+        clock.now += 1.0
+        row = progress.update(102, {}, Work(30, 5e9))
+    assert row == {"step": 102, "tokens": 110, "seconds": 2.0, "tokens_per_second": 20.0, "mfu": 0.125}
 
 
 def test_the_fullest_device_tells(monkeypatch: pytest.MonkeyPatch) -> None:
