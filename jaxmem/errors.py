@@ -5,11 +5,21 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable
 
+MOST = 800  # characters of a line that people read
+
 
 class UserError(Exception):
     """A mistake in what was given. Its text is one clear line; the command line exits with 2."""
 
     exit_code = 2
+
+    def __init__(self, text: str) -> None:
+        """What was given may be long: of each line the beginning and the end are told."""
+        super().__init__("\n".join(map(_readable, text.split("\n"))))
+
+
+def _readable(line: str) -> str:
+    return line if len(line) <= MOST else f"{line[: MOST * 2 // 3]} ... {line[-MOST // 3 :]}"
 
 
 class TemporaryError(UserError):

@@ -91,7 +91,7 @@ class _UnfitError(Exception):
 
 
 def fields_of(given: Mapping[str, Any]) -> dict[str, Any]:
-    named = [str(name) for name in given.get("architectures") or []]
+    named = _names(given, "architectures")
     family = next((FAMILIES[name] for name in named if name in FAMILIES), None) or next(
         (one for one in FAMILIES.values() if not named and one.model_type == given.get("model_type")), None
     )
@@ -121,23 +121,31 @@ def fields_of(given: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _whole(given: Mapping[str, Any], key: str, default: Any = None) -> int:
+def _names(given: Mapping[str, Any], key: str) -> list[str]:
+    value = given.get(key) or []
+    if not isinstance(value, list) or not all(isinstance(name, str) for name in value):
+        raise _UnfitError(f"{key}: must be a list of names, not {value!r}")
+    return value
+
+
+def _whole(given: Mapping[str, Any], key: str, default: Any = None, least: int = 1) -> int:
     value = given.get(key)
     value = default if value is None else value
-    if type(value) is not int or value < 1:
-        raise _UnfitError(f"{key}: must be a whole number of at least 1, not {value!r}")
+    if type(value) is not int or value < least:
+        raise _UnfitError(f"{key}: must be a whole number of at least {least}, not {value!r}")
     return value
 
 
 def _window(given: Mapping[str, Any], family: Family, layers: int) -> int | None:
     """How many keys a query sees; every layer must see as many."""
-    kinds = set(given.get("layer_types") or [])
+    kinds = set(_names(given, "layer_types"))
     window = given.get("sliding_window", family.defaults.get("sliding_window"))
     if family.model_type in ("qwen2", "qwen3"):
         if not given.get("use_sliding_window", False) or window is None:
             return None
-        first = given.get("max_window_layers", 28)
-        kinds = kinds or {"full_attention" if i < first else "sliding_attention" for i in range(layers)}
+        first = _whole(given, "max_window_layers", 28, least=0)
+        there = {"full_attention": first > 0, "sliding_attention": first < layers}
+        kinds = kinds or {kind for kind, any_layer in there.items() if any_layer}
     elif family.model_type != "mistral" or window is None:
         return None
     kinds = kinds or {"sliding_attention"}
@@ -154,7 +162,7 @@ def _rope(given: Mapping[str, Any]) -> dict[str, Any]:
     if not isinstance(scaling, Mapping):
         raise _UnfitError(f"rope_scaling: must be an object, not {scaling!r}")
     kind = scaling.get("rope_type", scaling.get("type", "default"))
-    if kind not in SCALINGS:
+    if not isinstance(kind, str) or kind not in SCALINGS:
         raise _UnfitError(f"rope_type {kind!r} is not supported; supported: {', '.join(SCALINGS)}")
     for key, only in (("mscale", None), ("mscale_all_dim", None), ("truncate", True)):
         if scaling.get(key, only) not in (only, None):
@@ -181,7 +189,7 @@ def _rope(given: Mapping[str, Any]) -> dict[str, Any]:
 def _number(given: Mapping[str, Any], key: str, default: float | None = None) -> float:
     value = given.get(key)
     value = default if value is None else value
-    if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < 1e300:
         raise _UnfitError(f"{key}: must be a number above 0, not {value!r}")
     return float(value)
 

@@ -55,22 +55,25 @@ def adapter_fields(directory: str) -> dict[str, Any]:
         if given.get(key, known[0]) not in known:
             raise UserError(f"{file}: {key} {given[key]!r} is not supported, only {known[0]!r}")
     names, ranks = given.get("target_modules"), given.get("rank_pattern") or {}
-    rank, alpha = given.get("r", 8), given.get("lora_alpha", 8)
-    if not isinstance(names, list) or not names or not isinstance(ranks, Mapping):
+    rank, alpha, dropout = given.get("r", 8), given.get("lora_alpha", 8), given.get("lora_dropout", 0.0)
+    if not isinstance(names, list) or not names or not all(isinstance(name, str) for name in names):
         raise UserError(f"{file}: target_modules must be a list of names, not {names!r}")
+    if not isinstance(ranks, Mapping):
+        raise UserError(f"{file}: rank_pattern must be an object of names, not {ranks!r}")
     for name in (*names, *ranks):
         if name not in TARGETS:
             raise UserError(f"{file}: target_modules has no {name!r} here{nearest(str(name), TARGETS)}")
     if any(type(one) is not int or one < 1 for one in (rank, *ranks.values())):
         raise UserError(f"{file}: r and rank_pattern must be whole numbers of at least 1")
-    if isinstance(alpha, bool) or not isinstance(alpha, int | float) or not alpha > 0:
-        raise UserError(f"{file}: lora_alpha must be a number above 0, not {alpha!r}")
+    for key, number, least in (("lora_alpha", alpha, 1e-300), ("lora_dropout", dropout, 0)):
+        if isinstance(number, bool) or not isinstance(number, int | float) or not least <= number < 1e300:
+            raise UserError(f"{file}: {key} must be a number{' above 0' if least else ''}, not {number!r}")
     return {
         "kind": "dora" if given.get("use_dora", False) else "lora",
         "rank": rank,
         "alpha": float(alpha),
         "stabilized": bool(given.get("use_rslora", False)),
-        "dropout": float(given.get("lora_dropout", 0.0)),
+        "dropout": float(dropout),
         "targets": {TARGETS[name]: ranks.get(name, rank) for name in sorted(names)},
     }
 

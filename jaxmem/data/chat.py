@@ -177,7 +177,7 @@ def _message(given: Any, role: str, content: str) -> Message:
     if isinstance(text, list):  # parts, of which text is the only kind that can be read here
         parts = [one.get("text") if isinstance(one, dict) and one.get("type") == "text" else None for one in text]
         text = None if None in parts else "".join(map(str, parts))
-    name = str(given[role])
+    name = string(given[role], role)
     return {"role": ROLES.get(name, name), "content": string(text, content)}
 
 

@@ -50,7 +50,7 @@ class ChatTemplate:
         self._error, self._tokens, self.source = JinjaError, tokens, source
         try:
             self._template = environment.from_string(source)
-        except JinjaError as error:
+        except (JinjaError, *FAILURES) as error:
             raise UserError(f"{origin}: no valid chat template: {_line(error)}") from error
 
     def render(self, messages: Sequence[Message], *, answer: bool = False) -> str:

@@ -29,6 +29,7 @@ DTYPES = {"F32": np.dtype(np.float32), "F16": np.dtype(np.float16), "BF16": np.d
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 # Sizes of what may stand in a file and is no weight here, so that its place can be checked too.
 OTHER_SIZES = {"F64": 8, "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U8": 1, "BOOL": 1, "F8_E4M3": 1, "F8_E5M2": 1}
+LONGEST_NAME = 255  # of file systems
 PICKLED = (".bin", ".pt", ".pth", ".ckpt")
 
 
@@ -153,7 +154,7 @@ def _files(directory: Path) -> list[Path]:
         if not isinstance(named, dict) or not named:
             raise UserError(f"{directory / INDEX}: has no weight_map")
         files = sorted({str(name) for name in named.values()})
-        if outside := [name for name in files if Path(name).name != name]:
+        if outside := [name for name in files if Path(name).name != name or len(name) > LONGEST_NAME]:
             raise UserError(f"{directory / INDEX}: {_few(outside)} is not the name of a file beside it")
         if absent := [name for name in files if not (directory / name).is_file()]:
             raise UserError(f"{directory / INDEX}: points to files that are not there: {_few(absent)}")

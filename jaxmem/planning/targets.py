@@ -63,7 +63,7 @@ def parse_target(text: str) -> Target:
     (128, 16, 8, 'H100')
     """
     name, _, amount = text.partition(":")
-    found = re.fullmatch(r"(?:(\d+)x)?(\d+)", amount or "1")
+    found = re.fullmatch(r"(?:(\d{1,6})x)?(\d{1,6})", amount or "1")
     hosts, size = (int(found[1] or 1), int(found[2])) if found else (0, 0)
     if not found or not hosts * size:
         raise UserError(f"target {text!r}: {amount!r} should be a number of devices, or HOSTSxGPUS as in {name}:16x8")
@@ -240,8 +240,8 @@ def _has_ptxas() -> bool:
 
 def _from_file(path: Path) -> Gpu:
     try:
-        given = yaml.safe_load(path.read_text())
-    except (OSError, yaml.YAMLError) as error:
+        given = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
         raise UserError(f"target {path}: cannot be read: {str(error).splitlines()[0]}") from error
     if not isinstance(given, dict):
         raise UserError(f"target {path}: should hold fields such as memory_gib: 24, and holds {type(given).__name__}")

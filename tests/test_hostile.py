@@ -1,0 +1,102 @@
+"""Bad input of every kind that is read from somebody else: an answer or one clear error, never a traceback."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from jaxmem.config.hugging_face import decoder_fields
+from jaxmem.config.peft import adapter_fields
+from jaxmem.data.chat import messages_of
+from jaxmem.data.long_line import BrokenLineError
+from jaxmem.data.template import ChatTemplate
+from jaxmem.errors import UserError
+from jaxmem.hf.tensors import Tensors
+from jaxmem.planning.targets import parse_target
+from scripts.fuzz import classes, fuzz
+
+CLASSES = classes()
+
+
+@pytest.mark.parametrize("name", CLASSES)
+def test_spoilt_input_is_read_or_refused(name):
+    found = fuzz(name, CLASSES[name], seed=0, number=40, seconds=0, keep=None)
+    assert found["failed"] == []
+    assert found["kept"] > len(CLASSES[name].examples), "some must have come to other lines than good input does"
+
+
+def written(path: Path, content) -> Path:
+    path.write_bytes(content if isinstance(content, bytes) else json.dumps(content).encode())
+    return path
+
+
+def test_what_was_given_is_told_in_a_line_that_can_be_read():
+    with pytest.raises(UserError) as refused:
+        parse_target("h100" * 50_000)
+    assert len(str(refused.value)) < 1000
+    assert str(refused.value).startswith("target 'h100h100")
+
+
+@pytest.mark.parametrize("content", [b"\xff", b"[" * 5000, b"memory_gib: " + b"9" * 5000])
+def test_a_target_file_that_is_none(content, tmp_path):
+    with pytest.raises(UserError, match="target .*yaml"):
+        parse_target(str(written(tmp_path / "x.yaml", content)))
+
+
+LLAMA = {
+    "architectures": ["Qwen2ForCausalLM"],
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "vocab_size": 257,
+    "use_sliding_window": True,
+}
+
+
+@pytest.mark.parametrize(
+    ("wrong", "told"),
+    [
+        ({"architectures": 3}, "architectures: must be a list of names, not 3"),
+        ({"layer_types": [[]]}, "layer_types: must be a list of names"),
+        ({"max_window_layers": "x"}, "max_window_layers: must be a whole number of at least 0"),
+        ({"num_hidden_layers": 2**60, "max_window_layers": 1}, "layers of 2 kinds"),  # counted, not gone through
+        ({"rope_scaling": {"rope_type": []}}, r"rope_type \[\] is not supported"),
+        ({"rms_norm_eps": 10**400}, "rms_norm_eps: must be a number above 0"),
+    ],
+)
+def test_settings_of_a_model_that_are_none(wrong, told, tmp_path):
+    written(tmp_path / "config.json", LLAMA | wrong)
+    with pytest.raises(UserError, match=told):
+        decoder_fields(str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("wrong", "told"),
+    [
+        ({"target_modules": [[]]}, "target_modules must be a list of names"),
+        ({"rank_pattern": 3}, "rank_pattern must be an object"),
+        ({"lora_dropout": "x"}, "lora_dropout must be a number, not 'x'"),
+        ({"lora_alpha": 10**400}, "lora_alpha must be a number above 0"),
+    ],
+)
+def test_settings_of_an_adapter_that_are_none(wrong, told, tmp_path):
+    written(tmp_path / "adapter_config.json", {"target_modules": ["q_proj"]} | wrong)
+    with pytest.raises(UserError, match=told):
+        adapter_fields(str(tmp_path))
+
+
+def test_an_index_of_impossible_names(tmp_path):
+    written(tmp_path / "model.safetensors.index.json", {"weight_map": {"a": "x" * 300}})
+    with pytest.raises(UserError, match="is not the name of a file"):
+        Tensors(tmp_path)
+
+
+def test_a_template_nested_too_deep():
+    with pytest.raises(UserError, match="no valid chat template"):
+        ChatTemplate("{{ " + "[" * 5000, "here", {})
+
+
+def test_a_role_that_is_no_text():
+    with pytest.raises(BrokenLineError, match="no valid text"):
+        messages_of(b'{"messages": [{"role": "\\ud800", "content": "x"}]}')
