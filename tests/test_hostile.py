@@ -39,7 +39,7 @@ def test_what_was_given_is_told_in_a_line_that_can_be_read():
 
 @pytest.mark.parametrize("content", [b"\xff", b"[" * 5000, b"memory_gib: " + b"9" * 5000])
 def test_a_target_file_that_is_none(content, tmp_path):
-    with pytest.raises(UserError, match="target .*yaml"):
+    with pytest.raises(UserError, match=r"target .*yaml"):
         parse_target(str(written(tmp_path / "x.yaml", content)))
 
 
