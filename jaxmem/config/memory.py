@@ -38,6 +38,8 @@ def _offload(cfg: Config) -> Iterator[str]:
         yield "memory.offload: a convnet's layers keep little and compute briefly, and would wait for it; use none"
     if away and cfg.mesh.stage != 1:
         yield "mesh.stage: stages keep what they keep of every tick on the device; use 1, or memory.offload=none"
+    if away and remat == "budget":
+        yield "memory.remat: budget chooses what the device keeps, and memory.offload what not; use full, dots or names"
     named = [name for name in away if name != BOUNDARY]
     if named and is_scheduled(cfg):
         yield f"memory.offload: {named[0]} is kept by no layer under memory.remat: {remat}; use full"
@@ -68,7 +70,7 @@ def _chunks(cfg: Config) -> Iterator[str]:
 
 def is_scheduled(cfg: Config) -> bool:
     """Whether only some boundaries of layers are kept."""
-    return isinstance(cfg.memory.remat, str) and cfg.memory.remat not in ("none", "full", "dots")
+    return isinstance(cfg.memory.remat, str) and cfg.memory.remat not in ("none", "full", "dots", "budget")
 
 
 def _update(cfg: Config) -> Iterator[str]:

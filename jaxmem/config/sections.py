@@ -239,7 +239,7 @@ Offloaded = Annotated[tuple[str, ...], Field(strict=False, min_length=1)]
 
 
 class Memory(Section):
-    remat: Literal["none", "full", "dots", "sqrt", "recursive", "constant"] | Scheduled | Save = "none"
+    remat: Literal["none", "full", "dots", "sqrt", "recursive", "constant", "budget"] | Scheduled | Save = "none"
     # What waits in host memory: all that layers keep (activations), or names of what is kept there and nowhere else.
     offload: Literal["none", "activations"] | Offloaded = "none"
     update: Literal["after", "during"] = "after"  # the backward pass

@@ -14,6 +14,7 @@ import jax
 
 from jaxmem.config import Config
 from jaxmem.planning.advice import recomputed
+from jaxmem.planning.budget import decided
 from jaxmem.planning.compile import Compiled, compile_all, listening
 from jaxmem.planning.names import names, names_table
 from jaxmem.planning.planned import Plan
@@ -31,6 +32,7 @@ def plan(cfg: Config, target: str | None = None, *, reserve_gib: float | None = 
     start = time.perf_counter()
     aim = local_target(jax.devices()) if target is None else parse_target(target)
     limit = usable(aim, cfg, reserve_gib)
+    cfg = decided(cfg, aim, reserve_gib)
     built = program(cfg, target_devices(aim, limit))
     with listening() as remarks:
         step, sized = compile_all(built.lower_step(), built.lower_others(), here=aim.is_here, code=aim.is_here)
@@ -53,6 +55,6 @@ def plan_program(built: Program) -> Plan:
 
 
 __all__ = [
-    "Compiled", "Plan", "Target", "held", "ideal_flops", "names", "names_table", "parse_target", "plan", "plan_program",
-    "readable",
+    "Compiled", "Plan", "Target", "decided", "held", "ideal_flops", "names", "names_table", "parse_target", "plan",
+    "plan_program", "readable",
 ]  # fmt: skip

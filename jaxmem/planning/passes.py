@@ -146,12 +146,12 @@ def passes_of(cfg: Config, platform: str) -> Passes:
         shape = shape.model_copy(
             update={"adapter": cfg.adapter.model_copy(update={"kind": "lora", "base": "bfloat16", "double": True})}
         )
-    return _passes(shape, cfg.mesh.tensor, cfg.mesh.tensor if "tensor" in cfg.rules.heads else 1)
+    return _passes(one_share(shape, cfg), cfg.mesh.tensor)
 
 
 @functools.lru_cache(maxsize=256)
-def _passes(shape: Config, tensor: int, heads: int) -> Passes:
-    built = alone(shape.model_copy(update={"model": _split(shape.model, tensor, heads)}))
+def _passes(shape: Config, tensor: int) -> Passes:
+    built = alone(shape)
     objective_ = objective(built.cfg.objective, built.cfg.memory)
     params = jax.tree.map(unplaced, built.state.params)
     batch = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), built.batch)
@@ -201,14 +201,20 @@ def equations(traced: Any, times: int) -> Iterator[tuple[Any, int]]:
     """Every operation of a trace and how often it runs."""
     for eqn in traced.eqns:
         yield eqn, times
-        inner = times * eqn.params.get("length", 1) if eqn.primitive.name == "scan" else times
-        if eqn.primitive.name == "while":
-            inner = int(times * mean_runs(str(eqn.source_info.name_stack)))
-        for value in eqn.params.values():
-            for part in value if isinstance(value, (list, tuple)) else (value,):
-                part = getattr(part, "jaxpr", part)
-                if hasattr(part, "eqns"):
-                    yield from equations(part, inner)
+        yield from inside(eqn, times)
+
+
+def inside(eqn: Any, times: int) -> Iterator[tuple[Any, int]]:
+    """Those that an operation which runs so often stands for, and how often they run."""
+    if eqn.primitive.name == "scan":
+        times *= eqn.params["length"]
+    elif eqn.primitive.name == "while":
+        times = int(times * mean_runs(str(eqn.source_info.name_stack)))
+    for value in eqn.params.values():
+        for part in value if isinstance(value, (list, tuple)) else (value,):
+            part = getattr(part, "jaxpr", part)
+            if hasattr(part, "eqns"):
+                yield from equations(part, times)
 
 
 def product(eqn: Any, times: int) -> Product:
@@ -238,12 +244,14 @@ def _bytes(x: Any) -> int:
     return math.prod(x.shape) * x.dtype.itemsize if hasattr(x.dtype, "itemsize") else 0
 
 
-def _split(model: Any, tensor: int, split_heads: int) -> Any:
-    """One device's share of a decoder that `tensor` devices split, so many of them its heads."""
+def one_share(shape: Config, cfg: Config) -> Config:
+    """With one device's share of a decoder that `tensor` devices of the config split."""
+    model, tensor = shape.model, cfg.mesh.tensor
     if not isinstance(model, Decoder) or tensor == 1:
-        return model
+        return shape
+    split_heads = tensor if "tensor" in cfg.rules.heads else 1
     heads = model.heads // split_heads
     # Key heads that do not divide are whole everywhere, and each device uses those of its query heads.
     keys = model.kv_heads // split_heads if model.kv_heads % split_heads == 0 else math.gcd(model.kv_heads, heads)
     share = {"heads": heads, "kv_heads": keys, "mlp": model.mlp // tensor, "vocab": -(-model.vocab // tensor)}
-    return model.model_copy(update=share)
+    return shape.model_copy(update={"model": model.model_copy(update=share)})

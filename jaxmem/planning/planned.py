@@ -156,6 +156,7 @@ class Plan:
                 "host_memory_bytes": target.host_memory,
             },
             "backend": "cpu" if target.is_cpu else "cuda",
+            "remat": built.cfg.memory.model_dump(mode="json")["remat"],
             "bytes_per_device": self.bytes_per_device,
             "kinds": self.kinds,
             "predicted": self.predicted,

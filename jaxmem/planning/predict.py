@@ -19,6 +19,7 @@ import numpy as np
 from jaxmem.config import Config, Decoder
 from jaxmem.data import batch_spec
 from jaxmem.hardware import Gpu
+from jaxmem.planning.breakdown import SAVED
 from jaxmem.planning.pace import seconds_of
 from jaxmem.planning.passes import held_vocabulary, loss_chunk, passes_held, passes_of, rows_of
 from jaxmem.planning.state import Held, Leaf, state_of
@@ -119,7 +120,7 @@ class _Sizes:
 
     def fullest(self, saved: int) -> dict[str, int]:
         """The larger of two moments: the loss, or one layer's backward pass."""
-        kept = {"saved for the backward pass": int(saved * self.rows * passes_held(self.cfg))}
+        kept = {SAVED: int(saved * self.rows * passes_held(self.cfg))}
         if not isinstance(self.cfg.model, Decoder):
             return kept
         wide = 4 / self.width  # float32

@@ -8,6 +8,7 @@ from rich.console import Console, ConsoleOptions, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from jaxmem.config import Save
 from jaxmem.hardware import GPUS
 from jaxmem.planning.breakdown import PARTS
 from jaxmem.planning.planned import Plan
@@ -54,6 +55,8 @@ class Report:
         plan = self.plan
         yield Text(f"{plan.program.cfg.name}: {plan.program.parameters:,} parameters on {_devices(plan)}", style="bold")
         yield self._memory(wide=options.max_width >= NARROW)
+        if isinstance(kept := plan.program.cfg.memory.remat, Save):
+            yield Text(f"kept of each layer: its input, {', '.join(kept.save)}")
         yield from self._verdict()
         yield from self._time()
         if plan.timeline.traffic:

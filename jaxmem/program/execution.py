@@ -7,12 +7,15 @@ import numpy as np
 from jaxmem import models
 from jaxmem.config import Config, Memory, Save
 from jaxmem.config.names import on_host
+from jaxmem.errors import UserError
 from jaxmem.models.chunks import Long
 from jaxmem.stack import Pipeline, Way
 
 
 def execution(cfg: Config, compute: np.dtype, pipeline: Pipeline | None) -> models.Execution:
     memory = cfg.memory
+    if memory.remat == "budget":
+        raise UserError("memory.remat: budget is what `plan` and `train` decide for one; use full, dots or names")
     remat = memory.remat.save if isinstance(memory.remat, Save) else memory.remat
     return models.Execution(
         dtype=compute,

@@ -84,9 +84,10 @@ def _micro_batches(cfg: Config, _: Target) -> Iterable[Change]:
 
 
 def _policies(_cfg: Config, _target: Target) -> Iterable[Change]:
-    """Of those that keep few boundaries only `sqrt`: the others need a number, or far more time for little less."""
+    """Of those that keep few boundaries only `sqrt`: the others need a number, or far more time for little less.
+    `budget` is a search of its own."""
     for name in values("memory.remat"):
-        if name not in ("recursive", "constant"):
+        if name not in ("recursive", "constant", "budget"):
             yield {"memory.remat": name}
 
 

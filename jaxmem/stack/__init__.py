@@ -9,6 +9,8 @@ from jaxmem.stack.apply import Applied, Way, applied_by, apply_stack, stacked
 from jaxmem.stack.pipeline import Pipeline
 from jaxmem.stack.remat import PRODUCT, REMAT
 from jaxmem.stack.reverse import Passed, forward, layer_of
+from jaxmem.stack.schedule import Schedule, schedule
+from jaxmem.stack.scheduled import merged, real
 
 __all__ = [
     "PRODUCT",
@@ -16,10 +18,14 @@ __all__ = [
     "Applied",
     "Passed",
     "Pipeline",
+    "Schedule",
     "Way",
     "applied_by",
     "apply_stack",
     "forward",
     "layer_of",
+    "merged",
+    "real",
+    "schedule",
     "stacked",
 ]

@@ -64,7 +64,7 @@ def by_schedule(run: Run, plan: Schedule, *, on_host: bool = False) -> Callable[
             of_weights, g, of_input, more = through(g, of_output)
             return (slots, ahead, g, jax.tree.map(jnp.add, of_beside, more)), (of_weights, of_input)
 
-        nothing = jax.tree.map(jnp.zeros_like, _real(beside))
+        nothing = jax.tree.map(jnp.zeros_like, real(beside))
         each = (jnp.arange(len(plan.at), dtype=jnp.int32), *map(_numbers, (plan.at, plan.begin, plan.end)))
         ahead = back(_at(slots, jnp.int32(plan.at[-1]))) if every else None
         carry = (slots, ahead, wanted[0], nothing)
@@ -79,9 +79,9 @@ def _differentiated(run: Run, weights: Any, x: Any, one: Any, beside: Any) -> Ca
     """(gradient of x, of the output) -> those of weights, x, input and beside; None for what is no real number."""
 
     def of_real(own: Any, x: Any, some: Any, others: Any) -> tuple[Any, Any]:
-        return run(_merged(weights, own), x, _merged(one, some), _merged(beside, others))
+        return run(merged(weights, own), x, merged(one, some), merged(beside, others))
 
-    _, back = jax.vjp(of_real, _real(weights), x, _real(one), _real(beside))
+    _, back = jax.vjp(of_real, real(weights), x, real(one), real(beside))
     return lambda g, of_output: back((g, of_output))
 
 
@@ -89,23 +89,25 @@ def _is_real(leaf: Any) -> bool:
     return jnp.issubdtype(leaf.dtype, jnp.inexact)
 
 
-def _real(tree: Any) -> Any:
+def real(tree: Any) -> Any:
     """Of a weight that is no number, or has no gradient, what stands for it."""
 
-    def real(leaf: Any) -> Any:
+    def of(leaf: Any) -> Any:
         at = leaf.at if isinstance(leaf, Point) else leaf
         return at if at is not None and _is_real(at) else None
 
-    return jax.tree.map(real, tree, is_leaf=_is_point)
+    return jax.tree.map(of, tree, is_leaf=_is_point)
 
 
-def _merged(tree: Any, real: Any) -> Any:
-    def merged(leaf: Any, other: Any) -> Any:
+def merged(tree: Any, numbers: Any) -> Any:
+    """A tree with these numbers in the place of its own."""
+
+    def of(leaf: Any, other: Any) -> Any:
         if other is None:
             return leaf
         return Point(leaf.rest, other) if isinstance(leaf, Point) else other
 
-    return jax.tree.map(merged, tree, real, is_leaf=_is_point)
+    return jax.tree.map(of, tree, numbers, is_leaf=_is_point)
 
 
 def _is_point(x: Any) -> bool:

@@ -29,7 +29,8 @@ from jaxmem.distributed.join import together
 from jaxmem.distributed.preflight import preflight
 from jaxmem.errors import UserError
 from jaxmem.evaluate import HeldOut
-from jaxmem.planning import Plan, ideal_flops, plan_program, readable
+from jaxmem.planning import Plan, decided, ideal_flops, plan_program, readable
+from jaxmem.planning.targets import local_target
 from jaxmem.program import Program, program
 from jaxmem.program.step import TrainState
 from jaxmem.reference import reference_for
@@ -72,7 +73,8 @@ def _run(cfg: Config, devices: Sequence[Any] | None) -> Result:
     check_trackers(cfg)
     keep_compiled(cfg.output)
     _preflight(cfg)
-    built = program(cfg, devices)
+    devices = jax.devices() if devices is None else devices
+    built = program(decided(cfg, local_target(devices)), devices)
     cfg, directory = built.cfg, Path(cfg.output, cfg.name)
     kept = place(cfg, directory)
     identity = _same_everywhere(fingerprint(cfg), "the data's files", "fingerprint")

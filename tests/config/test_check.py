@@ -140,6 +140,11 @@ def lines(base: dict, *overrides: str) -> list[str]:
             ["memory.offload=[attention]", "memory.remat=sqrt"],
             "memory.offload: attention is kept by no layer under memory.remat: sqrt; use full",
         ),
+        (
+            TEXT,
+            ["memory.offload=activations", "memory.remat=budget"],
+            "memory.remat: budget chooses what the device keeps, and memory.offload what not; use full, dots or names",
+        ),
         (TEXT, ["model.kv_heads=3"], "model.kv_heads: 3 does not divide model.heads 8"),
         (TEXT, ["model.head_dim=15"], "model.head_dim: 15 is odd; rotary positions turn pairs"),
         (TEXT, ["model.rope.factor=8"], "model.rope.factor: 8 does nothing with model.rope.scaling: none"),

@@ -33,7 +33,10 @@ def lines(*overrides: str) -> list[str]:
         ("memory.update=3", "memory.update: 3 is not one of after, during"),
         ("memory.loss_chunk=x", "memory.loss_chunk: 'x' is not one of auto, or a whole number"),
         ("memory.loss_chunk=0", "memory.loss_chunk: 0 is not one of auto, or at least 1"),
-        ("memory.remat=sqr", "memory.remat: 'sqr' is not one of none, full, dots, sqrt, recursive, constant, or ..."),
+        (
+            "memory.remat=sqr",
+            "memory.remat: 'sqr' is not one of none, full, dots, sqrt, recursive, constant, budget, or ...",
+        ),
         ("memory.remat={sav: [q]}", "memory.remat.save: missing"),
         ("memory.remat={save: 3}", "memory.remat.save: must be a list, not 3"),
         (

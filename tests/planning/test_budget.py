@@ -1,0 +1,94 @@
+"""What `memory.remat: budget` chooses: by jax's own trace, by what is compiled, against every policy with a name."""
+
+from __future__ import annotations
+
+import pytest
+
+from jaxmem import planning
+from jaxmem.config import Config, Save, load_config
+from jaxmem.planning.budget import Rung, highest, keeping, rungs
+from jaxmem.planning.compile import compile_all
+from jaxmem.planning.hlo import total_flops
+from jaxmem.planning.layers import layers_of
+from jaxmem.planning.passes import passes_of
+from jaxmem.planning.targets import parse_target, target_devices
+from jaxmem.program import program
+from tests.planning.conftest import SMALL, config
+
+DEEP = {**SMALL, "layers": 8, "embed": 64, "mlp": 192, "head_dim": 16}
+NAMED = ("dots", "recursive")
+
+
+def given(**memory: object) -> Config:
+    return config(model=DEEP, data={"sequence_length": 128}, batch={"global_size": 1}, memory=memory).for_devices(1)
+
+
+def traced(cfg: Config) -> tuple[int, int]:
+    """Bytes kept and FLOPs of both passes."""
+    passes = passes_of(cfg, "gpu")
+    return passes.saved, sum(one.times * one.flops for one in passes.products)
+
+
+def test_rungs_keep_and_repeat_what_jax_does_and_no_policy_beats_them() -> None:
+    cfg = given()
+    ladder = rungs(cfg, "gpu")
+    least = traced(cfg)[1]
+    assert [rung.again for rung in ladder] == sorted({rung.again for rung in ladder}, reverse=True)
+    assert ladder[0].remat == "slots_1"
+    assert ladder[-1].remat == "none"
+    named = [rung for rung in ladder if isinstance(rung.remat, Save)]
+    for rung in (ladder[-1], named[len(named) // 2]):
+        kept, flops = traced(keeping(cfg, rung))
+        assert kept == rung.kept
+        assert flops - least == rung.again[0]
+    for remat in NAMED:
+        kept, flops = traced(keeping(cfg, Rung(remat, 0, (0, 0))))
+        assert [rung for rung in ladder if rung.kept <= kept][-1].again[0] <= flops - least, remat
+
+
+@pytest.mark.parametrize(("slope", "beside"), [(1.0, 1000), (0.6, 900), (1.1, 1100)])
+def test_the_last_that_fits_is_found_in_few_tries(slope: float, beside: int) -> None:
+    ladder = [Rung(str(i), 10 * i, (100 - i, 0)) for i in range(50)]
+    for limit in (beside - 1, beside, beside + 203, beside + 10_000):
+        tried = []
+
+        def needed(rung: Rung, tried: list[Rung] = tried) -> int:
+            tried.append(rung)
+            return round(beside + slope * rung.kept)
+
+        found = highest(ladder, limit, needed, 1050)
+        fitting = [rung for rung in ladder if round(beside + slope * rung.kept) <= limit]
+        assert found == (fitting or ladder)[-1 if fitting else 0]
+        assert len(tried) <= 5
+
+
+def test_a_budget_a_tenth_below_none_costs_next_to_nothing() -> None:
+    """Compiled for a GPU; what comes out is the config of a run."""
+    target = "h100-80gb"
+    wide = {"family": "mlp", "layers": 8, "embed": 32, "mlp": 128}
+    asked = config(model=wide, data={"source": "digits"}, objective="classify", batch={"global_size": 512})
+    devices = target_devices(parse_target(target), 2**40)
+    none, _ = compile_all(program(asked, devices).lower_step(), {}, here=False)
+    memory = asked.memory.model_copy(update={"remat": "budget", "budget": 0.9 * none.total / 2**30})
+    plan = planning.plan(asked.model_copy(update={"memory": memory}), target)
+    assert plan.fits
+    assert isinstance(plan.program.cfg.memory.remat, Save)
+    assert plan.timeline.flops < 1.02 * total_flops(none.module)
+    assert load_config(plan.program.cfg.model_dump(mode="json")) == plan.program.cfg
+
+
+def test_where_nothing_fits_the_plan_says_so() -> None:
+    ladder = [Rung("a", 1, (9, 0)), Rung("b", 2, (0, 0))]
+    assert highest(ladder, 0, lambda rung: rung.kept, 0).remat == "a"
+
+
+def test_an_update_on_the_way_has_no_schedules() -> None:
+    assert rungs(given(update="during"), "gpu")[0].remat == "full"
+
+
+def test_what_is_split_counts_for_one_device() -> None:
+    whole = given()
+    halves = whole.model_copy(update={"mesh": whole.mesh.model_copy(update={"tensor": 2})})
+    (one,), (half,) = (layers_of(cfg, "gpu") for cfg in (whole, halves))
+    assert one.boundary == 2 * half.boundary
+    assert all(one.bytes_of(name) == 2 * half.bytes_of(name) for name in one.names)
