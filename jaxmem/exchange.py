@@ -65,7 +65,7 @@ def lookup(
 def _of_rows(shape: tuple[int, ...], ids: jax.Array, axes: Axes, g: jax.Array) -> jax.Array:
     """The gradient of a table of this shape from that of its rows. Finding is linear: it is that of any table. Numbers
     beyond the last row find nothing."""
-    _, pull = jax.vjp(lambda any_table: _found(any_table, ids, axes, g.dtype), jnp.zeros(shape, g.dtype))
+    _, pull = jax.vjp(lambda any_table: _found(any_table, ids, axes, g.dtype, counted=True), jnp.zeros(shape, g.dtype))
     return pull(g)[0]
 
 
@@ -101,7 +101,11 @@ class Looked:
         return _of_rows((slices.size, weight.shape[1]), slices.places(ids, j), axes, g)
 
 
-def _found(table: jax.Array | QTensor, ids: jax.Array, axes: Axes, dtype: DTypeLike) -> jax.Array:
+def _found(
+    table: jax.Array | QTensor, ids: jax.Array, axes: Axes, dtype: DTypeLike, *, counted: bool = False
+) -> jax.Array:
+    """`counted`: jax counts along which mesh axes values differ also where groups of rows are mapped over. On several
+    stages it loses count of what is mapped first and differentiated then; of the opposite it needs it."""
     layout = current()
     split = None if layout is None else _Split.over(layout, axes)
     if isinstance(table, QTensor) and layout is not None and split is not None:
@@ -127,7 +131,7 @@ def _found(table: jax.Array | QTensor, ids: jax.Array, axes: Axes, dtype: DTypeL
             layout.spec("activations", split.tokens),
         ),
         out_specs=layout.spec("activations", STREAM),
-        check_vma=not layout.vmapped,  # jax loses count of it where groups of rows on several stages are mapped over
+        check_vma=counted or not layout.vmapped,
     )
     return find(table, ids)
 

@@ -338,6 +338,8 @@ def gather(weight: Weight, axes: Axes, dtype: DTypeLike, role: Role = "computing
     where they are used. Its gradient goes back to where gradients lie, which makes XLA reduce-scatter it."""
     layout = current()
     shape = weight.shape if layout is None else layout.padded(role, axes, weight.shape)
+    if isinstance(weight, Point) and weight.at is not None and groups():
+        weight = dataclasses.replace(weight, rest=_mapped_as(weight.at, weight.rest))
     at, rest = (weight.at, weight.rest) if isinstance(weight, Point) else (weight, None)
 
     @jax.custom_vjp
@@ -362,6 +364,13 @@ def gather(weight: Weight, axes: Axes, dtype: DTypeLike, role: Role = "computing
 
     brought.defvjp(lambda at, rest: (brought(at, rest), None), back)
     return checkpoint_name(brought(at, rest), GATHERED)
+
+
+def _mapped_as(at: jax.Array, rest: Any) -> Any:
+    """`rest`, which groups of rows share, as each group's own, as `at` is; XLA drops what says so. Shared values would
+    have one gradient, the sum over the groups, and each group's `at` would be given all of it."""
+    one = jax.lax.stop_gradient(at)[(0,) * at.ndim]
+    return jax.tree.map(lambda x: jnp.where(False, one.astype(x.dtype), x), rest)
 
 
 def whole(q: QTensor, axes: Axes) -> QTensor:

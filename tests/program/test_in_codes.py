@@ -1,5 +1,7 @@
 """Weights that rest in codes: trained in full, on every mesh alike, checkpointed, planned, evaluated."""
 
+import math
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -68,18 +70,22 @@ def test_a_gradient_is_that_of_the_values(alone):
     assert alone.metrics[0]["gradient_norm"] == pytest.approx(float(optim.global_norm(grads)), rel=1e-2)
 
 
-def test_every_mesh_learns_the_same(alone):
-    """Which cuts blocks, layers into stages and the vocabulary into slices."""
+@pytest.mark.parametrize(("zero", "mesh"), [(3, {"stage": 2, "fsdp": 2, "tensor": 2}), (1, {"stage": 2, "fsdp": 2})])
+def test_every_mesh_learns_the_same(alone, zero, mesh):
+    """Which cuts blocks, layers into stages and the vocabulary into slices, and groups rows whose gradients are summed
+    apart."""
     sections = {
-        "mesh": {"stage": 2, "fsdp": 2, "tensor": 2},
+        "zero": zero,
+        "mesh": mesh,
         "batch": {"global_size": 8, "accumulate": 2},
         "memory": {"loss_chunk": 64},
     }
     batches = [batch_for(alone.built, update) for update in range(3)]
     cut = [{name: x.reshape(2, -1, *x.shape[2:]) for name, x in batch.items()} for batch in batches]
-    split = Trained(config(**INT8, **sections), 8, batches=cut)
+    split = Trained(config(**INT8, **sections), math.prod(mesh.values()), batches=cut)
     for mine, theirs in zip(split.metrics, alone.metrics, strict=True):
         assert mine["loss"] == pytest.approx(theirs["loss"], rel=1e-4)
+        assert mine["gradient_norm"] == pytest.approx(theirs["gradient_norm"], rel=1e-4)
     assert (numbers(split.params) != numbers(alone.params)).mean() < 0.02  # vectors, and draws near a boundary
     far = np.abs(numbers(values(split.state.params)) - numbers(values(alone.state.params)))
     assert far.mean() < 1e-5
