@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import partial
@@ -310,6 +310,25 @@ def rotate(x: jax.Array, axis: str, by: int) -> jax.Array:
         return jax.lax.ppermute(x, axis, pairs)
 
     return jax.shard_map(send, mesh=layout.mesh, in_specs=spec, out_specs=spec, axis_names={axis, *layout.vmapped})(x)
+
+
+def on_each_device(function: Callable[..., Any], arrays: Any, axes: Axes, shape: Sequence[int]) -> Any:
+    """`function(*arrays)` of each device's own part, for what XLA's partitioner cannot cut. Arrays of the rank of one
+    with these axes and this shape lie as it does among the optimizer's, whole along a dimension in which one of them
+    (constants of blocks) would be cut in the midst; others are whole."""
+    layout = current()
+    if layout is None:
+        return function(*arrays)
+    alike = [x.shape for x in jax.tree.leaves(arrays) if x.ndim == len(shape)]
+    least = [min(sizes) for sizes in zip(*alike, strict=True)]
+    own = layout.sharding("optimizer", _as_even(axes, least, shape), least).spec
+
+    def specs(tree: Any) -> Any:
+        return jax.tree.map(lambda x: own if x.ndim == len(shape) else PartitionSpec(), tree)
+
+    made = specs(jax.eval_shape(function, *arrays))
+    run = jax.shard_map(function, mesh=layout.mesh, in_specs=specs(arrays), out_specs=made, check_vma=False)
+    return run(*arrays)
 
 
 def axes_at_rest(axes: Any, weights: Any) -> Any:

@@ -4,7 +4,8 @@ One folder an operation: `reference.py` is the contract, beside it stand the imp
 checks that they share and the real shapes they are tested and measured with.
 """
 
+from .adam8_update import Moments8, adam8_update, int8_add
 from .attention import attention
 from .dequant_matmul import Constants, dequant_matmul
 
-__all__ = ["Constants", "attention", "dequant_matmul"]
+__all__ = ["Constants", "Moments8", "adam8_update", "attention", "dequant_matmul", "int8_add"]

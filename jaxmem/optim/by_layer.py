@@ -187,6 +187,9 @@ def _update_leaf(
         kept = jax.tree.map(lambda x, value: dataclasses.replace(x, value=value), state, new, is_leaf=_is_derived)
         return _placed(u.astype(g.dtype), leaf), kept
 
+    if stacked and getattr(rule, "takes_stacks", False):
+        leaf = dataclasses.replace(leaf, shape=w.shape, axes=names)
+        return one((g, state), w, jnp.zeros((), jnp.int32))
     if getattr(rule, "in_parts", False):
         return in_parts(one, (g, state), None, stacked=stacked)
     if stacked:

@@ -75,8 +75,8 @@ def muon(learning_rate: Rate, *, weight_decay: float = 0.1, axes: Any = None, **
     return _chain(scale_by_muon(**rates, axes=axes), learning_rate, weight_decay, axes)
 
 
-def adamw8bit(learning_rate: Rate, *, weight_decay: float = 0.1, axes: Any = None, **moments: float) -> Transformation:
-    return _chain(scale_by_adam8bit(**moments, axes=axes), learning_rate, weight_decay, axes)
+def adamw8bit(learning_rate: Rate, *, weight_decay: float = 0.1, axes: Any = None, **own: Any) -> Transformation:
+    return _chain(scale_by_adam8bit(**own, axes=axes), learning_rate, weight_decay, axes)
 
 
 def adamw4bit(learning_rate: Rate, *, weight_decay: float = 0.1, axes: Any = None, **moments: float) -> Transformation:

@@ -14,17 +14,21 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from functools import partial
+from typing import Any, ClassVar, Literal
 
 import jax
 import jax.numpy as jnp
 import optax
 
+from jaxmem import kernels
+from jaxmem.errors import UserError
 from jaxmem.leaves import Derived
-from jaxmem.optim.adam import Adam, Moments
+from jaxmem.optim.adam import Adam, Moments, unbiased
 from jaxmem.optim.by_layer import At, Leaf, Rule, by_layer
 from jaxmem.optim.in_turn import SHARDS
 from jaxmem.quant import FORMATS, QTensor, even_block, quantize
+from jaxmem.sharding import on_each_device
 
 LEAST = 4096  # numbers below which codes save nothing worth having
 SPLIT_FINELY = ("embed", "projected", "vocab")  # over many devices, or of any size: blocks run along these last
@@ -72,11 +76,13 @@ class Momentum:
 class Quantized:
     """An elementwise rule with its numbers in codes."""
 
-    in_parts: ClassVar = True
-
     rule: Rule
     formats: Formats
     block_size: int = 256
+
+    @property
+    def in_parts(self) -> bool:
+        return True
 
     def init(self, leaf: Leaf) -> dict[str, Derived]:
         axis, block = blocks(leaf, self.block_size)
@@ -91,25 +97,62 @@ class Quantized:
         return u.astype(g.dtype), {name: _above_zero(q.renewed(new[name])) for name, q in state.items()}
 
 
-def quantized(rule: Rule, formats: Formats, block_size: int = 256) -> Callable[[Leaf], Rule]:
+@dataclass(frozen=True)
+class InOnePass(Quantized):
+    """Adam in 8 bits by `kernels.adam8_update`: each number is read once and written once, nothing is held in float32,
+    and a stack of layers is one array. On a mesh each device goes through its own part."""
+
+    takes_stacks: ClassVar = True
+    in_parts: ClassVar = False
+
+    def update(self, g: jax.Array, state: dict[str, Any], at: At, /) -> tuple[jax.Array, dict[str, Any]]:
+        m, v, moments = state["m"], state["v"], self.rule.moments  # type: ignore[attr-defined]
+        run = partial(
+            kernels.adam8_update,
+            beta1=moments.beta1,
+            beta2=moments.beta2,
+            epsilon=moments.epsilon,
+            axis=m.axis,
+            block_size=m.block_size,
+            implementation="pallas",
+        )
+        unbiased_by = jnp.stack([unbiased(beta, at.count) for beta in (moments.beta1, moments.beta2)])
+        arrays = g, kernels.Moments8(m.codes, v.codes, m.scale, v.scale), unbiased_by
+        try:
+            u, new = on_each_device(run, arrays, at.leaf.axes, g.shape)
+        except ValueError as error:
+            raise UserError(f"optimizer.kernel: {error}; use none") from error
+        kept = {"m": (new.m, new.m_scale), "v": (new.v, new.v_scale)}
+        return u, {name: dataclasses.replace(state[name], codes=c, scale=s) for name, (c, s) in kept.items()}
+
+
+def quantized(
+    rule: Rule, formats: Formats, block_size: int = 256, kind: type[Quantized] = Quantized
+) -> Callable[[Leaf], Rule]:
     """The rule in codes where that is worth it."""
 
     def rule_for(leaf: Leaf) -> Rule:
-        return Quantized(rule, formats, block_size) if len(leaf.shape) > 1 and leaf.size >= LEAST else rule
+        return kind(rule, formats, block_size) if len(leaf.shape) > 1 and leaf.size >= LEAST else rule
 
     return rule_for
 
 
 def scale_by_adam8bit(
-    beta1: float = 0.9, beta2: float = 0.95, epsilon: float = 1e-8, *, axes: Any = None
+    beta1: float = 0.9,
+    beta2: float = 0.95,
+    epsilon: float = 1e-8,
+    *,
+    kernel: Literal["none", "pallas"] = "none",
+    axes: Any = None,
 ) -> optax.GradientTransformationExtraArgs:
-    """Adam with block-wise dynamic codes: 2.03 bytes a parameter.
+    """Adam with block-wise dynamic codes: 2.03 bytes a parameter. `kernel`: in one pass over memory, on GPUs.
 
     >>> state = scale_by_adam8bit().init({"w": jnp.zeros((256, 2048))}).leaves["w"]
     >>> state["m"].value.nbytes, state["v"].value.nbytes
     (532480, 532480)
     """
-    return by_layer(quantized(Adam(Moments(beta1, beta2, epsilon)), ADAM8), axes)
+    kind = Quantized if kernel == "none" else InOnePass
+    return by_layer(quantized(Adam(Moments(beta1, beta2, epsilon)), ADAM8, kind=kind), axes)
 
 
 def scale_by_adam4bit(

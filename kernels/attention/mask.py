@@ -10,6 +10,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int32, UInt32
 
+from jaxmem.kernels.draws import scramble
+
 
 def visible(
     query: Int32[Array, " *rows"],
@@ -31,18 +33,6 @@ def visible(
     return seen if window is None else seen & (distance < window)
 
 
-def _scramble(x: UInt32[Array, "..."]) -> UInt32[Array, "..."]:
-    """A bijection of 32-bit words in which each input bit flips each output bit half of the time.
-
-    Constants: Hash prospector's "lowbias32" (https://github.com/skeeto/hash-prospector).
-    """
-    x = x ^ (x >> jnp.uint32(16))
-    x = x * jnp.uint32(0x7FEB352D)
-    x = x ^ (x >> jnp.uint32(15))
-    x = x * jnp.uint32(0x846CA68B)
-    return x ^ (x >> jnp.uint32(16))
-
-
 def kept(
     seed: UInt32[Array, "2"] | tuple[UInt32[Array, ""], UInt32[Array, ""]],
     batch_and_head: Int32[Array, "..."],
@@ -56,9 +46,9 @@ def kept(
     round for each element, which costs about ten integer operations.
     """
     row = batch_and_head.astype(jnp.uint32)
-    first = _scramble(_scramble(row ^ seed[0]) + query.astype(jnp.uint32) * jnp.uint32(0x9E3779B9))
-    second = _scramble(first ^ seed[1])
-    word = _scramble((key.astype(jnp.uint32) ^ first) * jnp.uint32(0x85EBCA6B) + second)
+    first = scramble(scramble(row ^ seed[0]) + query.astype(jnp.uint32) * jnp.uint32(0x9E3779B9))
+    second = scramble(first ^ seed[1])
+    word = scramble((key.astype(jnp.uint32) ^ first) * jnp.uint32(0x85EBCA6B) + second)
     # `rate` of the 2**32 words fall below the threshold and are dropped.
     return word >= jnp.uint32(min(round(rate * 2**32), 2**32 - 1))
 

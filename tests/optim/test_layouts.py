@@ -33,11 +33,11 @@ def weights():
     }  # fmt: skip
 
 
-def run(name, mesh, zero=3, updates=2):
+def run(name, mesh, zero=3, updates=2, **own):
     """The updates that an optimizer makes on a mesh, and its state."""
     layout = layout_for(config(mesh=mesh, zero=zero), jax.devices()[: int(np.prod(list(mesh.values())))])
     params = weights()
-    tx = NAMED[name](1e-2, axes=AXES)
+    tx = NAMED[name](1e-2, axes=AXES, **own)
 
     def placed(role, axes, tree):
         return jax.tree.map(lambda a, x: layout.sharding(role, a, x.shape), axes, tree, is_leaf=is_axes)
@@ -79,3 +79,12 @@ def test_every_mesh_updates_as_one_device(name, mesh):
 def held(state):
     """Bytes on one device."""
     return sum(x.addressable_shards[0].data.nbytes for x in jax.tree.leaves(state))
+
+
+def test_a_kernel_updates_as_its_optimizer_does():
+    """Stacks as one array, each device its own part; the second update comes from the codes of the first."""
+    said, _ = run("adamw8bit", {"fsdp": 2, "tensor": 2}, kernel="pallas")
+    for one, expected in zip(said, alone("adamw8bit"), strict=True):
+        for leaf in one:
+            difference = np.abs(one[leaf] - expected[leaf])
+            assert difference.mean() < 2e-4 * np.abs(expected[leaf]).mean(), leaf

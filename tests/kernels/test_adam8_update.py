@@ -1,0 +1,118 @@
+"""The 8-bit updates against float64 and against the reference, in any cut; what they refuse."""
+
+from __future__ import annotations
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import Mesh, PartitionSpec
+
+from jaxmem.kernels import Moments8, adam8_update, int8_add
+from jaxmem.kernels.adam8_update import IMPLEMENTATIONS
+from jaxmem.kernels.codes import dynamic_code
+from jaxmem.quant import quantize
+
+# name: shape, axis, block. Blocks that are powers of two and not, several programs and ends that fill none.
+CASES = {"along columns": ((3, 8, 512), -1, 256), "along rows": ((2, 86, 45), -2, 43)}
+UNBIASED = jnp.asarray([1 - 0.9**3, 1 - 0.95**3], jnp.float32)
+
+
+def drawn(case):
+    """A gradient, with a block of zeros, and a state that earlier ones left."""
+    shape, axis, block = CASES[case]
+    rng = np.random.default_rng(0)
+    g = rng.standard_normal(shape) * 10.0 ** rng.integers(-6, 1, shape)
+    g.reshape(-1)[:] = np.where(np.arange(g.size) < 600, 0, g.reshape(-1))
+    m, v = (
+        quantize(jnp.asarray(x, jnp.float32), form, block, axis)
+        for x, form in ((0.3 * g, "dynamic8"), (0.1 * g * g, "udynamic8"))
+    )
+    return jnp.asarray(g, jnp.float32), Moments8(m.codes, v.codes, m.scale, v.scale), m, v
+
+
+def both(case, way, g, state, weight, seed):
+    _, axis, block = CASES[case]
+    options = {"axis": axis, "block_size": block, "implementation": way}
+    return adam8_update(g, state, UNBIASED, **options), int8_add(weight.codes, weight.scale, g, seed, **options)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_both_updates_equal_float64(case):
+    g, state, m, v = drawn(case)
+    _, axis, block = CASES[case]
+    weight = quantize(0.2 * jax.random.normal(jax.random.key(1), g.shape), "int8", block, axis)
+    seed = jnp.uint32(5)
+    run = jax.jit(lambda *a: {way: both(case, way, *a) for way in IMPLEMENTATIONS})
+    found = run(g, state, weight, seed)
+
+    wide = np.asarray(g, np.float64)
+    new_m = 0.9 * np.asarray(m.dequantize(jnp.float32), np.float64) + 0.1 * wide
+    new_v = 0.95 * np.asarray(v.dequantize(jnp.float32), np.float64) + 0.05 * wide**2
+    u = new_m / float(UNBIASED[0]) / (np.sqrt(new_v / float(UNBIASED[1])) + 1e-8)
+    summed = np.asarray(weight.dequantize(jnp.float32), np.float64) + wide
+    assert set(found) == {"pallas", "reference"}
+    for way, ((got_u, new), (codes, scale)) in found.items():
+        np.testing.assert_allclose(got_u, u, rtol=1e-4, atol=1e-6, err_msg=way)
+        for name, number, signed in (("m", new_m, True), ("v", new_v, False)):
+            most = spread(np.asarray(getattr(new, f"{name}_scale")), axis, block)
+            listed = np.asarray(dynamic_code(8, signed=signed))
+            inside = np.where(most > 0, number / np.where(most > 0, most, 1), 0)
+            place = np.asarray(getattr(new, name)).astype(int)
+            middle = (listed[1:] + listed[:-1]) / 2
+            nearest = np.searchsorted(middle, inside)
+            nearest = nearest if signed else np.maximum(nearest, 1)
+            error, least = np.abs(listed[place] - inside), np.abs(listed[nearest] - inside)
+            assert np.all(error <= least * (1 + 1e-4) + 1e-9), (way, name)
+        step = spread(np.asarray(scale, np.float64), axis, block) / 127
+        kept = np.asarray(codes, np.float64) * step
+        assert np.all(np.abs(kept - summed) <= step * 1.001 + 1e-12), way
+        # Up or down as a coin says that knows how far each way it is.
+        moved = np.where(step > 0, (kept - summed) / np.where(step > 0, step, 1), 0)
+        assert abs(moved.mean()) < 4 * 0.5 / np.sqrt(moved.size), way
+    np.testing.assert_array_equal(found["pallas"][1][0], found["reference"][1][0])  # the same draws
+
+
+def spread(scale, axis, block):
+    return np.repeat(scale, block, axis=axis)
+
+
+def test_each_device_its_own_blocks():
+    """Under shard_map: the same, and nothing is sent."""
+    g, state, *_ = drawn("along columns")
+    run = lambda g, state: adam8_update(g, state, UNBIASED, implementation="pallas")  # noqa: E731
+    mesh = Mesh(np.array(jax.devices()[:2]), ("d",))
+    split = PartitionSpec(None, None, "d")
+    cut = jax.jit(jax.shard_map(run, mesh=mesh, in_specs=split, out_specs=split, check_vma=False))
+    compiled = cut.lower(g, state).compile()
+    assert not re.findall(r"all-gather|all-reduce|all-to-all|collective-permute", compiled.as_text())
+    wanted = jax.jit(lambda *a: adam8_update(*a, UNBIASED, implementation="reference"))(g, state)
+    np.testing.assert_allclose(compiled(g, state)[0], wanted[0], rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"g": (8,)}, "an array of shape (8,); it should be [..., rows, columns]"),
+        ({"g_dtype": "int32"}, "numbers in int32; they should be in one of float32"),
+        ({"axis": 0}, "axis is 0; it should be -1 or -2"),
+        ({"block_size": 48}, "blocks of 48 do not fill the 64 numbers along axis -1"),
+        ({"m": (4, 32)}, "m has shape (4, 32); it should be that of its numbers, (4, 64)"),
+        ({"m_scale": (4, 2)}, "m_scale has shape (4, 2); blocks of 64 take (4, 1)"),
+        ({"v_scale_dtype": "bfloat16"}, "v_scale is bfloat16; it should be float32"),
+        ({"unbiased": (3,)}, "unbiased is float32(3,); it should be two in float32"),
+        ({"implementation": "palas"}, "implementation is 'palas'; it should be one of pallas, reference"),
+    ],
+)
+def test_mistakes_are_named(changes, message):
+    def array(name, shape, dtype):
+        return jnp.zeros(changes.get(name, shape), changes.get(f"{name}_dtype", dtype))
+
+    codes = (array(name, (4, 64), "uint8") for name in ("m", "v"))
+    state = Moments8(*codes, *(array(name, (4, 1), "float32") for name in ("m_scale", "v_scale")))
+    g, unbiased = array("g", (4, 64), "float32"), array("unbiased", (2,), "float32")
+    options = {name: changes[name] for name in ("axis", "block_size", "implementation") if name in changes}
+    with pytest.raises(ValueError, match=re.escape(f"adam8_update: {message}")):
+        adam8_update(g, state, unbiased, **({"block_size": 64} | options))
