@@ -154,7 +154,47 @@ def gpus() -> list[dict[str, Any]]:
     ]
 
 
+def memory_here() -> int:
+    """Bytes of this machine."""
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
 _FRACTIONS = ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION")
+
+
+_UNIFIED = "TF_FORCE_UNIFIED_MEMORY"  # XLA's own name, from when it was a part of TensorFlow
+_ALLOCATOR = "XLA_PYTHON_CLIENT_ALLOCATOR"
+
+
+def spill_to_host() -> None:
+    """Let jax take CUDA's unified memory, beyond what a GPU has: the driver moves pages to host memory when the GPU is
+    full, and back when a kernel touches them. XLA reads this once, when jax starts, and only its own pool of memory
+    (`bfc`) heeds it; a share of a GPU's memory above 1 is how much that pool may grow to."""
+    found = gpus() if has_nvidia_gpu() else []
+    if not found:
+        return  # a plan for GPUs elsewhere; what would run here is refused where it is known what that is
+    if Path("/dev/dxg").exists():
+        raise UserError("memory.spill: unified: under WSL, CUDA gives no more memory than the GPU has; use none")
+    if (allocator := os.environ.setdefault(_ALLOCATOR, "bfc").lower()) not in ("bfc", "default"):
+        raise UserError(f"{_ALLOCATOR}={allocator}: never spills (memory.spill: unified); leave it out, or use bfc")
+    for name in _FRACTIONS:
+        if (share := os.environ.get(name)) is not None and float(share) <= 1:
+            raise UserError(f"{name}={share}: leaves nothing to spill to (memory.spill: unified); leave it out")
+    count, least = _visible(found), min(gpu["memory"] for gpu in found)
+    room = least - hardware.reserved(count) + hardware.spillable(memory_here() // count)
+    if not any(name in os.environ for name in _FRACTIONS):
+        os.environ[_FRACTIONS[0]] = f"{room / least:.4f}"
+    os.environ[_UNIFIED] = "true"
+
+
+def spills() -> bool:
+    """Whether `spill_to_host`, or the user, has asked for unified memory."""
+    return os.environ.get(_UNIFIED, "").lower() in ("1", "true")
+
+
+def _visible(found: list[dict[str, Any]]) -> int:
+    """How many of these GPUs jax may see."""
+    return len([one for one in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if one]) or len(found)
 
 
 def take_all_but_reserved() -> None:
@@ -163,9 +203,8 @@ def take_all_but_reserved() -> None:
     if not has_nvidia_gpu() or any(name in os.environ for name in _FRACTIONS):
         return
     if found := gpus():
-        visible = [one for one in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if one]
         least = min(gpu["memory"] for gpu in found)
-        share = 1 - hardware.reserved(len(visible) or len(found)) / least
+        share = 1 - hardware.reserved(_visible(found)) / least
         os.environ[_FRACTIONS[0]] = f"{share:.4f}"
 
 

@@ -90,6 +90,12 @@ def find(device_kind: str, memory: int | None = None) -> Gpu | None:
     return max(found, key=lambda gpu: (len(gpu.kind), -abs(gpu.memory - (memory or 0))), default=None)
 
 
+def spillable(host_memory: int) -> int:
+    """Bytes of a device's share of its host's memory that what does not fit on the device may take: half. The rest is
+    for the data, for checkpoints on their way and for the system; a host that is full kills processes."""
+    return host_memory // 2
+
+
 def reserved(devices: int, gib: float | None = None) -> int:
     """Bytes of a GPU that the compiler does not count: CUDA's context and kernels, libraries' workspaces, and with
     several devices NCCL's buffers. `gib` says it otherwise. A plan's `fits` and a run's share of the memory agree

@@ -83,7 +83,7 @@ def fit(
     cfg = load_config(config, overrides or [])
     if target is not None:
         os.environ.setdefault("JAX_PLATFORMS", "cpu")  # no device here has anything to do
-    take_devices(None, only_compile=True)
+    take_devices(None, only_compile=True, spill=cfg.memory.spill != "none")
     from jaxmem import search
 
     given: dict[str, Any] = {"target": target, "reserve_gib": reserve}

@@ -18,13 +18,16 @@ def load(config: Path, overrides: list[str] | None, simulate: int | None, *, onl
     from jaxmem.config import load_config
 
     cfg = load_config(config, overrides or [])
-    take_devices(simulate, only_compile=only_compile)
+    take_devices(simulate, only_compile=only_compile, spill=cfg.memory.spill != "none")
     return cfg
 
 
-def take_devices(simulate: int | None, *, only_compile: bool = False) -> None:
-    """Those of this machine, or as many simulated ones as asked for; before jax starts."""
+def take_devices(simulate: int | None, *, only_compile: bool = False, spill: bool = False) -> None:
+    """Those of this machine, or as many simulated ones as asked for; before jax starts. `spill`: with CUDA's unified
+    memory."""
     if simulate is None:
+        if spill:
+            devices.spill_to_host()
         devices.stay_on_cpu_without_gpu(only_compile=only_compile)
         devices.take_all_but_reserved()
     else:

@@ -13,6 +13,7 @@ def check_memory(cfg: Config) -> Iterator[str]:
     yield from _names(cfg)
     yield from _offload(cfg)
     yield from _chunks(cfg)
+    yield from _spill(cfg)
     yield from _update(cfg)
 
 
@@ -27,6 +28,14 @@ def _names(cfg: Config) -> Iterator[str]:
     for name in on_host(cfg.memory.offload):
         if name not in (BOUNDARY, *known):
             yield f"memory.offload: family {cfg.model.family} has no {name!r}{nearest(name, ['activations', *known])}"
+
+
+def _spill(cfg: Config) -> Iterator[str]:
+    if cfg.memory.spill != "none" and cfg.memory.budget is not None:
+        yield (
+            f"memory.spill: {cfg.memory.spill} spills where the device is full, wherever memory.budget"
+            f" {cfg.memory.budget:g} ends; leave one of them out"
+        )
 
 
 def _offload(cfg: Config) -> Iterator[str]:

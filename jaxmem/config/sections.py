@@ -245,6 +245,8 @@ class Memory(Section):
     update: Literal["after", "during"] = "after"  # the backward pass
     attention: Literal["auto", "blockwise", "pallas", "reference"] = "auto"
     budget: Positive | None = None  # GiB of each device that the run may take; by default all but what is reserved
+    # Where a device is full: it runs out of memory, or takes its host's, at the link's speed (CUDA's unified memory).
+    spill: Literal["none", "unified"] = "none"
     loss_chunk: Literal["auto"] | Count = "auto"  # entries of the vocabulary whose logits exist at once
     mlp_chunk: Literal["auto"] | Count = "auto"  # tokens of a row that norms, projections and MLP take at once
     head_groups: Literal["auto"] | Count = "auto"  # into which attention goes, one after the other

@@ -17,13 +17,14 @@ from jaxmem.planning.collectives import collective
 from jaxmem.planning.hlo import Module, total_flops
 from jaxmem.planning.passes import loss_chunk
 from jaxmem.planning.predict import held
-from jaxmem.planning.text import readable
+from jaxmem.planning.text import duration, readable
 from jaxmem.sharding import is_axes
 
 if TYPE_CHECKING:
     from jaxmem.planning.planned import Plan
 
 LARGE, NOTABLE = 0.2, 0.01  # of the total
+SPILLED = "spilled"  # the kind of warning that training gives, too
 COPIED = 0.5  # of what rests on the host: then moving it there saves little
 
 
@@ -102,6 +103,16 @@ def _offload(plan: Plan) -> Iterator[Warned]:
             f" {readable(copied)} of it is on the device: the peak is hardly lower",
             "keep it on the device, where no step waits for it; split it further with zero and mesh.fsdp",
         )
+
+
+def _spilled(plan: Plan) -> Iterator[Warned]:
+    if plan.spilled and plan.fits:
+        text = f"{readable(plan.spilled)} have no room on the device and lie in host memory (memory.spill)"
+        if plan.target.gpu:
+            # Away when something else needs its place, and back when it is touched again: the least there is.
+            seconds = 2 * plan.spilled / (plan.target.gpu.host_link_gb_s * 1e9)
+            text += f": {duration(seconds)} a step more at least, and many times that where pages go to and fro"
+        yield Warned(SPILLED, text, "what fits: jaxmem fit, memory.remat=full, memory.offload=activations")
 
 
 def _replicated(plan: Plan) -> Iterator[Warned]:
@@ -184,6 +195,7 @@ def _idle(plan: Plan) -> Iterator[Warned]:
 _CHECKS: Sequence[Callable[[Plan], Iterator[Warned]]] = (
     _recomputed,
     _offload,
+    _spilled,
     _whole,
     _logits,
     _replicated,

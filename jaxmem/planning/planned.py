@@ -136,8 +136,14 @@ class Plan:
         return self.limit - max(size for size in self.phases.values() if size is not None)
 
     @property
+    def spilled(self) -> int:
+        """Bytes that a device has no room for at its fullest and the host holds for it, with `memory.spill`."""
+        return max(0, -self.room) if self.program.cfg.memory.spill != "none" else 0
+
+    @property
     def fits(self) -> bool:
-        return self.room >= 0 and self.host_bytes <= self.target.host_memory
+        held = self.room + min(self.spilled, self.target.spillable)
+        return held >= 0 and self.host_bytes + self.spilled <= self.target.host_memory
 
     @cached_property
     def warnings(self) -> list[Warned]:
@@ -161,6 +167,7 @@ class Plan:
             "kinds": self.kinds,
             "predicted": self.predicted,
             "host_bytes_per_device": self.compiled_step.host_total,
+            "spilled_bytes_per_device": self.spilled,
             "bytes_per_parameter": self.compiled_step.total * target.count / built.parameters,
             "compiled": self.compiled,
             "phases": self.phases,

@@ -103,7 +103,9 @@ class Report:
         of = f"{readable(plan.target.memory)}" + (f" less {readable(plan.reserved)} reserved" if plan.reserved else "")
         if plan.limit < plan.target.memory - plan.reserved:
             of = f"memory.budget, {readable(plan.limit)}"
-        if plan.fits:
+        if plan.fits and plan.spilled:
+            yield Text(f"{readable(plan.spilled)} too much for {of}: it lies in the host's memory", style="yellow")
+        elif plan.fits:
             yield Text(f"fits in {of}: {readable(plan.room)} left", style="green")
         elif plan.room < 0:
             worst = max(phases, key=phases.__getitem__)

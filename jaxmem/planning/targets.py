@@ -40,6 +40,7 @@ class Target:
     host_memory: int  # of one device's share of its host
     here: tuple[Any, ...] | None = None  # jax's devices of this machine, or None: compiled for without having any
     withheld: int | None = None  # bytes of a device that jax may not take, where a device says so
+    beyond: int = 0  # bytes of host memory that programs take, of a device that is here, once it is full
 
     @property
     def is_cpu(self) -> bool:
@@ -49,6 +50,11 @@ class Target:
     def is_here(self) -> bool:
         """Whether programs for it run on this machine."""
         return self.here is not None or self.gpu is None
+
+    @property
+    def spillable(self) -> int:
+        """Bytes of its host that may hold what a device has no room for, with `memory.spill`."""
+        return hardware.spillable(self.host_memory) if self.gpu and not self.here else self.beyond
 
     @property
     def hosts(self) -> int:
@@ -70,7 +76,8 @@ def parse_target(text: str) -> Target:
     if name == "cpu":
         if found[1]:
             raise UserError(f"target {text!r}: simulated devices share one host; give cpu:{hosts * size}")
-        return Target(text, None, size, size, _memory_here() // size, _memory_here() // size)
+        share = devices.memory_here() // size
+        return Target(text, None, size, size, share, share)
     gpu = _from_file(Path(name)) if name.endswith((".yaml", ".yml")) else GPUS.get(name)
     if gpu is None:
         raise UserError(f"target {text!r}: no GPU is called {name!r}{nearest(name, [*GPUS, 'cpu'])}")
@@ -86,16 +93,19 @@ def local_target(seen: Sequence[Any]) -> Target:
     first, count = seen[0], len(seen)
     per_host = max(1, sum(device.process_index == first.process_index for device in seen))
     if first.platform == "cpu":
-        share = _memory_here() // per_host
+        share = devices.memory_here() // per_host
         return Target(f"cpu:{count}", None, count, per_host, share, share, tuple(seen))
     reported = (first.memory_stats() or {}).get("bytes_limit", 0)
-    gpu = hardware.find(first.device_kind, reported)
+    spills = devices.spills()
+    whole = min(one["memory"] for one in devices.gpus()) if spills else reported
+    gpu = hardware.find(first.device_kind, whole)
     # What jax may use is a share of what the driver reports; the table knows the whole.
-    memory = max(gpu.memory, reported) if gpu else reported
+    memory = max(gpu.memory, whole) if gpu else whole
     name = gpu.name if gpu else first.device_kind
-    withheld = memory - reported if reported else None
-    host = _memory_here() // per_host
-    return Target(f"{name}:{count}", gpu, count, per_host, memory, host, tuple(seen), withheld)
+    withheld = memory - reported if reported and not spills else None
+    beyond = max(0, reported - (memory - hardware.reserved(count))) if spills else 0
+    host = devices.memory_here() // per_host
+    return Target(f"{name}:{count}", gpu, count, per_host, memory, host, tuple(seen), withheld, beyond)
 
 
 def reserved(target: Target, gib: float | None = None) -> int:
@@ -109,6 +119,13 @@ def reserved(target: Target, gib: float | None = None) -> int:
 
 def usable(target: Target, cfg: Config, reserve_gib: float | None = None) -> int:
     """Bytes of a device that this run may take: what is not reserved, or its own `memory.budget`."""
+    if cfg.memory.spill != "none" and not target.spillable:
+        if target.gpu is None and not (target.here and target.here[0].platform == "gpu"):
+            raise UserError(f"memory.spill: unified moves what CUDA keeps on a GPU; {target.name} is none; use none")
+        raise UserError(
+            "memory.spill: unified: jax has started without it; `jaxmem train` sets it up, and in Python"
+            " jaxmem.devices.spill_to_host() does before jax starts"
+        )
     left, budget = target.memory - reserved(target, reserve_gib), cfg.memory.budget
     return left if budget is None else min(left, int(budget * hardware.GIB))
 
@@ -263,7 +280,3 @@ def _from_file(path: Path) -> Gpu:
             f"target {path}: compute_capability is {given['compute_capability']}; known: {', '.join(_CORES)}"
         )
     return Gpu(**given)
-
-
-def _memory_here() -> int:
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

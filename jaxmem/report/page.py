@@ -51,11 +51,14 @@ def page(plan: Json, memory: Json, trained: Trained | None = None) -> str:
 def _heading(plan: Json, memory: Json, trained: Trained | None) -> str:
     target, model = plan["target"], plan["model"]
     held, limit = max(size for size in plan["phases"].values() if size is not None), target["limit_bytes"]
-    verdict = "too little host memory" if limit >= held else f"{readable(held - limit)} too much"
+    if limit >= held:
+        verdict = f"{readable(limit - held)} left" if plan["fits"] else "too little host memory"
+    else:
+        verdict = f"{readable(held - limit)} {'spilled' if plan['fits'] else 'too much'}"
     tiles = [
         (readable(plan["bytes_per_device"]["total"]), "of each device at the step's fullest moment"),
         (f"{plan['bytes_per_parameter']:.2f}", "bytes a parameter"),
-        (f"{readable(limit - held)} left" if plan["fits"] else verdict, f"of {readable(limit)} that a run may take"),
+        (verdict, f"of {readable(limit)} that a run may take"),
     ]
     if memory["seconds"] is not None:
         tiles.append((duration(memory["seconds"]), f"a step, estimated; bound by {plan['bound_by']}"))

@@ -9,6 +9,7 @@ from typing import Any
 import jax
 from rich.console import Console
 
+from jaxmem.devices import spills
 from jaxmem.errors import UserError
 from jaxmem.planning import Plan, readable
 from jaxmem.search.nearest import Near, nearest_that_fit
@@ -72,4 +73,6 @@ class Measured:
         partial = self._file.with_name(f".{self._file.name}")
         partial.write_text(json.dumps(told, indent=2))
         partial.replace(self._file)
-        return f"memory: planned {readable(expected)}, measured {readable(peak)} at its peak ({off:+.1%})"
+        over = peak - self._planned.limit
+        spilled = f", {readable(over)} of it in host memory (memory.spill): slow" if over > 0 and spills() else ""
+        return f"memory: planned {readable(expected)}, measured {readable(peak)} at its peak ({off:+.1%}){spilled}"

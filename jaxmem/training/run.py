@@ -30,6 +30,7 @@ from jaxmem.distributed.preflight import preflight
 from jaxmem.errors import UserError
 from jaxmem.evaluate import HeldOut
 from jaxmem.planning import Plan, decided, ideal_flops, plan_program, readable
+from jaxmem.planning.advice import SPILLED
 from jaxmem.planning.targets import local_target
 from jaxmem.program import Program, program
 from jaxmem.program.step import TrainState
@@ -262,7 +263,9 @@ def _opening(planned: Plan, step: int) -> str:
     devices = f"{built.layout.mesh.devices.size} {kind} devices{f' ({shape})' if shape else ''}"
     extra = built.pipeline.stored - built.pipeline.layers if built.pipeline else 0
     filled = f", {extra} layers that do nothing among the stages" if extra else ""
-    return f"{built.cfg.name}: {start}, {devices}, {total} each{filled}"
+    spilled = [one for one in planned.warnings if one.kind == SPILLED] if planned.spilled else []
+    warned = "".join(f"\nwarning: {one.text}; try {one.cure}" for one in spilled)
+    return f"{built.cfg.name}: {start}, {devices}, {total} each{filled}{warned}"
 
 
 def _closing(cfg: Config, step: int, directory: Path) -> str:

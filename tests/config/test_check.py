@@ -222,6 +222,14 @@ def lines(base: dict, *overrides: str) -> list[str]:
             ["data.packing=false", "data.buckets=[8]", "train={tokens: 100000}"],
             "train.tokens: how many an update has differs from bucket to bucket; give train.steps",
         ),
+        (
+            TEXT,
+            ["memory.spill=unified", "memory.budget=4"],
+            (
+                "memory.spill: unified spills where the device is full, wherever memory.budget 4 ends; leave one of"
+                " them out"
+            ),
+        ),
         (TEXT, ["data.weight=2"], "data.weight: only the sources of a data.mixture have weights"),
         (
             TEXT,
