@@ -23,6 +23,7 @@ from jaxmem.config.sections import (
     Objective,
     Rope,
     Rules,
+    Train,
     Vit,
 )
 from jaxmem.errors import UserError
@@ -65,8 +66,13 @@ def _run(cfg: Config) -> Iterator[str]:
     if train.on_nan == "skip" and cfg.memory.update == "during":
         yield (
             "train.on_nan: whether a gradient is no number is known after the last layer, and memory.update: during has"
-            " changed the others by then; use stop, or memory.update=after"
+            " changed the others by then; use stop or rollback, or memory.update=after"
         )
+    for key in ("on_nan", "on_spike"):
+        if getattr(train, key) == "rollback" and cfg.checkpoint.every is None:
+            yield f"train.{key}: rollback goes back to the last checkpoint; give checkpoint.every"
+    if train.spike != Train().spike and train.on_spike == "ignore":
+        yield "train.spike: does nothing with train.on_spike: ignore; use stop or rollback"
     if cfg.checkpoint.keep_best and train.evaluate_every is None:
         yield "checkpoint.keep_best: the best is the lowest held-out loss; give train.evaluate_every"
     if train.evaluate_every is not None and data.held_out == 0:

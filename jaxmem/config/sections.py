@@ -317,9 +317,13 @@ class Train(Section):
     log_every: Count = 10
     evaluate_every: Count | None = None
     evaluate_batches: Count = 8
-    # A gradient that is no number: stop and name it; or leave that update out, and stop after so many in a row.
-    on_nan: Literal["stop", "skip"] = "stop"
+    # A gradient that is no number: stop and name it; leave that update out; or go back to the last checkpoint and on
+    # with the data that follows. `most_skipped`: stop after so many in a row, or so many times back to one checkpoint.
+    on_nan: Literal["stop", "skip", "rollback"] = "stop"
     most_skipped: Count = 10
+    # A loss so many standard deviations above the mean of the last 100.
+    on_spike: Literal["ignore", "stop", "rollback"] = "ignore"
+    spike: Annotated[float, Field(gt=0)] = 10.0
     profile: Annotated[tuple[Count, Count], Field(strict=False)] | None = None  # [from, to] steps
     trackers: Annotated[tuple[Literal["tensorboard", "wandb"], ...], Field(strict=False)] = ()
 

@@ -100,6 +100,11 @@ class Progress:
             self._plain()
         return row
 
+    def back_to(self, step: int) -> None:
+        """Go on from an earlier step. What was done since counts as time and tokens all the same."""
+        self._step = self._first = step
+        self._began = self._clock()
+
     @contextmanager
     def paused(self) -> Iterator[None]:
         """What happens in here (evaluating, waiting for a save) is not counted in tokens a second."""
@@ -109,9 +114,9 @@ class Progress:
         finally:
             self._paused += self._clock() - max(before, self._last)  # an update in here has counted what was before it
 
-    def say(self, text: str) -> None:
-        """One line, above the bar."""
-        if self._enabled:
+    def say(self, text: str | None) -> None:
+        """One line, above the bar, if there is one to say."""
+        if self._enabled and text is not None:
             self._print(text)
 
     def __enter__(self) -> Self:

@@ -21,7 +21,7 @@ from etils import epath
 
 from jaxmem import hf
 from jaxmem.checkpoint import Checkpoints, place, put_aside
-from jaxmem.config import Config, Decoder, save_config
+from jaxmem.config import Config, Decoder, Train, save_config
 from jaxmem.data import Loader, fingerprint, merge_states
 from jaxmem.devices import keep_compiled, peak_flops
 from jaxmem.distributed.agree import Vote, any_of, gather, in_order
@@ -41,9 +41,10 @@ from jaxmem.training.fitting import DoesNotFitError, Measured, check_fits
 from jaxmem.training.lock import only_run
 from jaxmem.training.profile import Profile
 from jaxmem.training.progress import Progress, Work
+from jaxmem.training.restoring import Rollback, restored
 from jaxmem.training.signals import Stop, nothing_to_save
-from jaxmem.training.telemetry import Telemetry
-from jaxmem.training.trackers import check_trackers, trackers_for
+from jaxmem.training.telemetry import DivergedError, Spikes, Telemetry
+from jaxmem.training.trackers import Trackers, check_trackers, trackers_for
 
 WEIGHTS = ("model", "precision")  # sections of a config that say what weights are
 PATIENCE = 60  # s for what one host has made to be seen by the others
@@ -89,60 +90,59 @@ def _run(cfg: Config, devices: Sequence[Any] | None) -> Result:
         planned = plan_program(built)
         check_fits(planned)
 
-        if cfg.checkpoint.resume == "never":
-            put_aside(directory)
-            put_aside(kept)
-        _shared(kept)
+        _make_room(cfg, directory, kept)
         checkpoints = opened.enter_context(_checkpoints(cfg, kept))
         opened.enter_context(together())  # closing what is above needs all processes
-        step, state = _restored(built, checkpoints, loader) or (0, built.initialise())
-        made_of: dict[str, Any] = {"fingerprint": identity}
+        step, state, position = restored(built, checkpoints) or (0, built.initialise(), {})
+        if position:
+            loader.restore(position)
+        made_of = {"fingerprint": identity}
         if cfg.objective.name == "dpo":
-            began = None if step == 0 else checkpoints.read(step)[0].get("reference")
-            reference = reference_for(built, loader.corpus, state.params, identity, began)
-            loader.corpus.references = reference.values
-            made_of["reference"] = reference.weights
+            made_of["reference"] = _refer(built, loader, state, identity, position.get("reference"))
         if jax.process_index() == 0:  # all that could be refused was accepted
-            save_config(cfg, directory / "config.yaml")
-            (directory / "plan.json").write_text(json.dumps(planned.as_json(), indent=2) + "\n")
-            (directory / "memory.json").write_text(json.dumps(planned.history.as_json()) + "\n")
-            _keep_beside(cfg, directory)
+            _leave(planned, directory)
 
         trackers = opened.enter_context(trackers_for(cfg, directory, step))
         progress = opened.enter_context(_progress(planned, step, trackers.last))
         work = {bucket: _work(at) for bucket, at in built.buckets.items()}
         progress.say(_opening(planned, step))
-        skipped = cfg.train.most_skipped if cfg.train.on_nan == "skip" else 0
-        telemetry = Telemetry(progress, trackers, built.culprits, skipped)
+        telemetry = _telemetry(cfg.train, built.culprits, progress, trackers)
+        rollback = Rollback(built, checkpoints, cfg.train)
         measured = Measured(planned, directory / "plan.json")
         profile = opened.enter_context(Profile(directory / "profile", cfg.train.profile))
         stop, votes = opened.enter_context(Stop()), Vote()
         held_out: dict[str, float] = {}
 
         def save(metrics: dict[str, float] | None = None, *, force: bool) -> None:
-            if not checkpoints.due(step, metrics, force):
-                return
-            position = merge_states(gather(loader.state())) | made_of
-            checkpoints.save(
-                step, built.checkpointed.of(state), position, cfg.model_dump(mode="json"), metrics, force=force
-            )
+            if checkpoints.due(step, metrics, force):
+                telemetry.flush()  # nothing is kept of a step that is not known to be sound
+                position = merge_states(gather(loader.state())) | made_of
+                kept = built.checkpointed.of(state)
+                checkpoints.save(step, kept, position, cfg.model_dump(mode="json"), metrics, force=force)
 
-        for step, batch in zip(range(step + 1, cfg.steps + 1), loader, strict=False):  # noqa: B020
+        batches = iter(loader)
+        while step < cfg.steps and (batch := next(batches, None)) is not None:
+            step += 1
             bucket = built.bucket(batch)
             profile.before(step)
             state, metrics = in_order(planned.step_for(bucket)(state, built.place(batch)))
             profile.after(step, metrics)
-            telemetry.update(step, metrics, work[bucket])
-            if told := measured.after_step(bucket):
-                progress.say(told)
             last = stop.agreed(votes.cast(stop.requested or 0)) or step == cfg.steps
-            with progress.paused():
-                if unseen and (last or step % (cfg.train.evaluate_every or 1) == 0):
-                    held_out = unseen(state.params, cfg.train.evaluate_batches)
-                    telemetry.held_out(step, held_out)
-                    save(held_out, force=last)
-                else:
-                    save(force=last)
+            try:
+                telemetry.update(step, metrics, work[bucket])
+                progress.say(measured.after_step(bucket))
+                with progress.paused():
+                    if unseen and (last or step % (cfg.train.evaluate_every or 1) == 0):
+                        held_out = unseen(state.params, cfg.train.evaluate_batches)
+                        telemetry.held_out(step, held_out)
+                        save(held_out, force=last)
+                    else:
+                        save(force=last)
+            except DivergedError as error:
+                step, state = rollback(error, state)
+                telemetry.back_to(step)
+                progress.say(f"{error.told}: back to step {step}, and on with the data that follows")
+                continue
             if last:
                 break
         telemetry.flush()
@@ -177,8 +177,11 @@ def _same_everywhere(mine: str, what: str, kind: str) -> str:
     return mine
 
 
-def _shared(kept: epath.Path) -> None:
-    """One checkpoint is written by all processes, so all must see one directory."""
+def _make_room(cfg: Config, directory: Path, kept: epath.Path) -> None:
+    """A directory for the checkpoints. One is written by all processes, so all must see it."""
+    if cfg.checkpoint.resume == "never":
+        put_aside(directory)
+        put_aside(kept)
     if jax.process_index() == 0:
         kept.mkdir(parents=True, exist_ok=True)
     gather(None)  # the first process has made it
@@ -210,21 +213,26 @@ def _refuse_another_run(cfg: Config, directory: Path, kept: epath.Path, identity
                     )
 
 
-def _restored(built: Program, checkpoints: Checkpoints, loader: Loader) -> tuple[int, TrainState] | None:
-    if (imported := checkpoints.read_latest()) and not imported[0]:
-        params = checkpoints.restore_params(0, built.checkpointed.state(imported[1]).params)
-        return 0, built.begin(built.adapted(built.checkpointed.restored_params(params, imported[1])))
-    found = checkpoints.restore_latest(built.checkpointed.state)
-    if found is None:
-        return None
-    step, state, position, config = found
-    loader.restore(position)
-    return step, built.checkpointed.restored(state, config)
+def _refer(built: Program, loader: Loader, state: TrainState, identity: str, began: str | None) -> str:
+    """Give the corpus what the reference says of each pair; the fingerprint of the reference's weights."""
+    reference = reference_for(built, loader.corpus, state.params, identity, began)
+    loader.corpus.references = reference.values
+    return reference.weights
 
 
-def _keep_beside(cfg: Config, directory: Path) -> None:
-    """The settings and the tokenizer that the weights came with, so that the run can be used without where it came
-    from."""
+def _telemetry(train: Train, culprits: Sequence[str], progress: Progress, trackers: Trackers) -> Telemetry:
+    skipped = train.most_skipped if train.on_nan == "skip" else 0
+    spikes = None if train.on_spike == "ignore" else Spikes(train.spike)
+    return Telemetry(progress, trackers, culprits, skipped, spikes)
+
+
+def _leave(planned: Plan, directory: Path) -> None:
+    """What a run leaves beside its checkpoints and metrics. The settings and the tokenizer that the weights came with
+    are among it, so that the run can be used without where it came from."""
+    cfg = planned.program.cfg
+    save_config(cfg, directory / "config.yaml")
+    (directory / "plan.json").write_text(json.dumps(planned.as_json(), indent=2) + "\n")
+    (directory / "memory.json").write_text(json.dumps(planned.history.as_json()) + "\n")
     if isinstance(cfg.model, Decoder) and cfg.model.hf is not None and not (directory / BESIDE).exists():
         hf.copy_beside(cfg.model.hf, directory / BESIDE)
 

@@ -25,6 +25,9 @@ _PACKAGES = {"tensorboard": "tensorboardX", "wandb": "wandb"}
 class Tracker(Protocol):
     def log(self, step: int, values: Mapping[str, Any]) -> None: ...
 
+    def back_to(self, step: int) -> None:
+        """Forget what was logged of the steps after this one, where that can be."""
+
     def close(self) -> None: ...
 
 
@@ -60,6 +63,10 @@ class Trackers:
         for tracker in self._trackers:
             tracker.log(step, values)
 
+    def back_to(self, step: int) -> None:
+        for tracker in self._trackers:
+            tracker.back_to(step)
+
     def close(self) -> None:
         for tracker in self._trackers:
             tracker.close()
@@ -77,8 +84,19 @@ class MetricsFile:
     def __init__(self, path: str | Path, step: int = 0) -> None:
         self.path = Path(path)
         try:
-            self.last = _drop_after(self.path, step)
-            self._file = self.path.open("a", buffering=1, encoding="utf-8")
+            self.last = self._open_after(step)
+        except OSError as error:
+            raise self._unwritable(error) from error
+
+    def _open_after(self, step: int) -> dict[str, Any]:
+        last = _drop_after(self.path, step)
+        self._file = self.path.open("a", buffering=1, encoding="utf-8")
+        return last
+
+    def back_to(self, step: int) -> None:
+        self.close()
+        try:
+            self._open_after(step)
         except OSError as error:
             raise self._unwritable(error) from error
 
@@ -103,11 +121,20 @@ class TensorBoard:
     """Event files in `tensorboard/`."""
 
     def __init__(self, directory: Path, step: int) -> None:
-        self._writer = _package("tensorboard").SummaryWriter(
-            str(directory / "tensorboard"),
-            purge_step=step + 1 if step else None,  # hides what a killed run had logged from there on
-            filename_suffix=f".after-{step}",  # names have seconds only: a quick restart would overwrite the file
+        self._directory = directory
+        self._writer = self._after(step)
+
+    def _after(self, step: int) -> Any:
+        return _package("tensorboard").SummaryWriter(
+            str(self._directory / "tensorboard"),
+            purge_step=step + 1 if step else None,  # hides what was logged from there on
+            # Names have seconds only: a quick restart would overwrite the file.
+            filename_suffix=f".after-{step}-{secrets.token_hex(4)}",
         )
+
+    def back_to(self, step: int) -> None:
+        self._writer.close()
+        self._writer = self._after(step)
 
     def log(self, step: int, values: Mapping[str, Any]) -> None:
         for name, value in values.items():
@@ -147,6 +174,9 @@ class WeightsAndBiases:
 
     def log(self, step: int, values: Mapping[str, Any]) -> None:
         self._run.log({"step": step, **values})
+
+    def back_to(self, step: int) -> None:
+        """Nothing can be taken back."""
 
     def close(self) -> None:
         self._run.finish()

@@ -1,0 +1,54 @@
+"""A run's state out of its checkpoints: where it goes on, and where it goes back to."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+
+from jaxmem.checkpoint import Checkpoints
+from jaxmem.config import Train
+from jaxmem.program import Program
+from jaxmem.program.step import TrainState
+from jaxmem.training.telemetry import DivergedError
+
+
+def restored(built: Program, checkpoints: Checkpoints) -> tuple[int, TrainState, dict[str, Any]] | None:
+    """Step, state and the data's position of the newest whole checkpoint. Of imported weights the position is empty:
+    nothing was trained."""
+    kept = built.checkpointed
+    if (imported := checkpoints.read_latest()) and not imported[0]:
+        params = checkpoints.restore_params(0, kept.state(imported[1]).params)
+        return 0, built.begin(built.adapted(kept.restored_params(params, imported[1]))), {}
+    found = checkpoints.restore_latest(kept.state)
+    if found is None:
+        return None
+    step, state, position, config = found
+    return step, kept.restored(state, config), position
+
+
+class Rollback:
+    """Back to the newest checkpoint, while the data goes on from where it is: what a run diverged on is not seen again.
+
+    It costs the updates since that checkpoint, and no memory: the state that is given up makes room first.
+    """
+
+    def __init__(self, built: Program, checkpoints: Checkpoints, train: Train) -> None:
+        self._built, self._checkpoints, self._train = built, checkpoints, train
+        self._to: int | None = None
+        self._times = 0
+
+    def __call__(self, error: DivergedError, state: TrainState) -> tuple[int, TrainState]:
+        """Step and state to go on from; raises what was found where the run is to stop."""
+        if getattr(self._train, error.key) != "rollback":
+            raise error
+        latest = self._checkpoints.latest()
+        self._times = self._times + 1 if latest == self._to else 1
+        self._to = latest
+        if latest is None or self._times > self._train.most_skipped:
+            raise error
+        for leaf in jax.tree.leaves(state):
+            leaf.delete()
+        found = restored(self._built, self._checkpoints)
+        assert found is not None
+        return found[:2]
