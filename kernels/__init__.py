@@ -6,6 +6,7 @@ checks that they share and the real shapes they are tested and measured with.
 
 from .adam8_update import Moments8, adam8_update, int8_add
 from .attention import attention
+from .cross_entropy import cross_entropy
 from .dequant_matmul import Constants, dequant_matmul
 
-__all__ = ["Constants", "Moments8", "adam8_update", "attention", "dequant_matmul", "int8_add"]
+__all__ = ["Constants", "Moments8", "adam8_update", "attention", "cross_entropy", "dequant_matmul", "int8_add"]
