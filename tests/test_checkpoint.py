@@ -405,3 +405,28 @@ def test_checksum_costs_no_memory(dtype: Any) -> None:
     sharding = NamedSharding(mesh(4, 2), PartitionSpec("fsdp", "tensor"))
     compiled = sum_bits.lower(jax.ShapeDtypeStruct((4096, 1024), dtype, sharding=sharding)).compile()
     assert compiled.memory_analysis().temp_size_in_bytes < 4096 * 1024 // 100
+
+
+def test_a_run_may_go_on_without_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[str] = []
+    state = {"x": jnp.ones(3)}
+
+    def full(*_: Any, **__: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    for say in (told.append, None):
+        with Checkpoints(tmp_path / str(say is None), every=1, say=say) as checkpoints:
+            checkpoints.save(1, state, {}, {})
+            checkpoints.wait()
+            with monkeypatch.context() as patch:
+                patch.setattr(checkpoints._manager, "save", full)
+                if say is None:
+                    with pytest.raises(UserError, match="step 2 could not be written"):
+                        checkpoints.save(2, state, {}, {})
+                else:
+                    assert not checkpoints.save(2, state, {}, {})
+            assert checkpoints.save(3, state, {}, {})
+            assert checkpoints.steps() == [1, 3]
+    [line] = told
+    assert line.startswith("the checkpoint of step 2 could not be written")
+    assert line.endswith("(step 1 is whole): [Errno 28] No space left on device; going on")

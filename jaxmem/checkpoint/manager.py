@@ -46,11 +46,13 @@ class Checkpoints:
         keep: int = 3,
         keep_best: bool = False,
         read_only: bool = False,
+        say: Callable[[str], None] | None = None,
     ) -> None:
-        """`read_only` looks without touching: it is safe beside a run that is writing."""
+        """`read_only` looks without touching: it is safe beside a run that is writing. With `say` a save that failed
+        is told there where the next one begins; without it, and in `wait`, it is raised."""
         self.directory = absolute(directory)
         self._in_bucket = "://" in str(self.directory)  # where a rename copies: there, what is replaced is deleted
-        self.every, self.read_only = every, read_only
+        self.every, self.read_only, self._say = every, read_only, say
         self._policy = Keep(keep, keep_best, losses={})
         self._sweeper: threading.Thread | None = None
         try:
@@ -77,13 +79,16 @@ class Checkpoints:
         whether it did. `state` may be donated as soon as this returns. `metrics["loss"]` is the held-out loss of this
         very state, if it was just evaluated.
 
-        A save that failed is raised by the next `save` or `wait`; the run may go on after it.
+        A save that failed is told or raised by the next `save`, and raised by `wait`; the run may go on after it.
         """
         if not self.due(step, metrics, force):
             return False
         if self.read_only:
             raise ValueError("these checkpoints were opened with read_only=True")
-        self.wait()
+        try:
+            self.wait()
+        except UserError as error:
+            self._tell(error)
         if step in self._manager.all_steps():
             return False
         leaves = named(state)
@@ -95,7 +100,8 @@ class Checkpoints:
         try:
             self._manager.save(step, args=args, force=True)
         except FAILURES as error:
-            raise self._failed(step, error) from error
+            self._tell(self._failed(step, error))
+            return False
         self._sweeper = threading.Thread(target=self._sweep_when_saved, name="checkpoint-sweep")
         self._sweeper.start()
         return True
@@ -216,6 +222,11 @@ class Checkpoints:
         with suppress(OSError):  # another process has renamed it already
             path.rename(aside)
         raise TemporaryError(f"{error}; put aside as {aside}; the same command goes on from the one before") from error
+
+    def _tell(self, error: UserError) -> None:
+        if self._say is None:
+            raise error
+        self._say(f"{error}; going on")
 
     def _own_part_failed(self, error: BaseException) -> None:
         if jax.process_count() > 1:

@@ -324,6 +324,7 @@ class Train(Section):
     # A loss so many standard deviations above the mean of the last 100.
     on_spike: Literal["ignore", "stop", "rollback"] = "ignore"
     spike: Annotated[float, Field(gt=0)] = 10.0
+    check_replicas: Count | None = None  # updates; then whether all copies of the state hold the same bits
     profile: Annotated[tuple[Count, Count], Field(strict=False)] | None = None  # [from, to] steps
     trackers: Annotated[tuple[Literal["tensorboard", "wandb"], ...], Field(strict=False)] = ()
 
@@ -334,6 +335,7 @@ class Checkpoint(Section):
     keep: Count = 3
     keep_best: bool = False  # also the one with the lowest held-out loss
     resume: Literal["auto", "never"] = "auto"
+    on_failure: Literal["stop", "go_on"] = "stop"  # where one cannot be written; the last one must be
 
 
 class Generate(Section):

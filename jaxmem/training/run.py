@@ -13,6 +13,7 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +42,7 @@ from jaxmem.training.fitting import DoesNotFitError, Measured, check_fits
 from jaxmem.training.lock import only_run
 from jaxmem.training.profile import Profile
 from jaxmem.training.progress import Progress, Work
+from jaxmem.training.replicas import Replicas
 from jaxmem.training.restoring import Rollback, restored
 from jaxmem.training.signals import Stop, nothing_to_save
 from jaxmem.training.telemetry import DivergedError, Spikes, Telemetry
@@ -108,6 +110,7 @@ def _run(cfg: Config, devices: Sequence[Any] | None) -> Result:
         progress.say(_opening(planned, step))
         telemetry = _telemetry(cfg.train, built.culprits, progress, trackers)
         rollback = Rollback(built, checkpoints, cfg.train)
+        replicas = Replicas(cfg.train.check_replicas)
         measured = Measured(planned, directory / "plan.json")
         profile = opened.enter_context(Profile(directory / "profile", cfg.train.profile))
         stop, votes = opened.enter_context(Stop()), Vote()
@@ -132,6 +135,7 @@ def _run(cfg: Config, devices: Sequence[Any] | None) -> Result:
                 telemetry.update(step, metrics, work[bucket])
                 progress.say(measured.after_step(bucket))
                 with progress.paused():
+                    replicas.after(step, state)
                     if unseen and (last or step % (cfg.train.evaluate_every or 1) == 0):
                         held_out = unseen(state.params, cfg.train.evaluate_batches)
                         telemetry.held_out(step, held_out)
@@ -167,7 +171,8 @@ def _preflight(cfg: Config) -> None:
 
 def _checkpoints(cfg: Config, kept: epath.Path) -> Checkpoints:
     keep = cfg.checkpoint
-    return Checkpoints(kept, keep.every, keep.keep, keep.keep_best)
+    say = partial(print, flush=True) if keep.on_failure == "go_on" else None
+    return Checkpoints(kept, keep.every, keep.keep, keep.keep_best, say=say)
 
 
 def _same_everywhere(mine: str, what: str, kind: str) -> str:

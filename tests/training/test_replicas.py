@@ -1,0 +1,42 @@
+"""Copies that should be alike, and one that is not."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from jaxmem.errors import UserError
+from jaxmem.training.replicas import Replicas, differing
+
+
+def laid(values, *axes):
+    mesh = Mesh(np.array(jax.devices()).reshape(2, 4), ("replica", "fsdp"))
+    return jax.device_put(jnp.asarray(values), NamedSharding(mesh, P(*axes)))
+
+
+def with_one_wrong(x, device):
+    """The same, but for one bit of what one device holds."""
+    parts = [np.array(shard.data) for shard in x.addressable_shards]
+    parts[device].view(np.uint32).flat[0] ^= 1 << 9
+    placed = [jax.device_put(part, shard.device) for part, shard in zip(parts, x.addressable_shards, strict=True)]
+    return jax.make_array_from_single_device_arrays(x.shape, x.sharding, placed)
+
+
+def test_one_bit_on_one_device_is_found():
+    w = laid(np.random.default_rng(0).normal(size=(8, 6)).astype(np.float32), "fsdp")
+    norm = laid(np.ones(6, np.float32))
+    assert list(differing({"w": w, "norm": norm})) == []
+    assert list(differing({"w": w, "norm": with_one_wrong(norm, 5)})) == [("norm", "device 5 of process 0", 8)]
+    [(name, devices, copies)] = differing({"w": with_one_wrong(w, 2), "norm": norm})
+    assert (name, copies) == ("w", 2)  # two copies of each part, of which either may be the wrong one
+    assert devices in ("device 2 of process 0", "device 6 of process 0")
+
+
+def test_a_run_stops_at_the_step_of_the_check():
+    wrong = {"norm": with_one_wrong(laid(np.ones(6, np.float32)), 5)}
+    Replicas(None).after(4, wrong)
+    Replicas(4).after(3, wrong)
+    with pytest.raises(UserError, match="norm differs between copies after step 4: device 5 of process 0 of 8"):
+        Replicas(4).after(4, wrong)
