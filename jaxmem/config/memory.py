@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from jaxmem.config.names import BOUNDARY, IN_CHUNKS, IN_GROUPS, NAMES, on_host
+from jaxmem.config.names import BOUNDARY, IN_CHUNKS, IN_GROUPS, NAMES, RESTING, on_host, rests_on_host
 from jaxmem.config.sections import Config, Decoder, Save, Vit
 from jaxmem.errors import nearest
 
@@ -27,7 +27,8 @@ def _names(cfg: Config) -> Iterator[str]:
                 yield f"memory.remat.save: family {cfg.model.family} has no {name!r}{nearest(name, known)}"
     for name in on_host(cfg.memory.offload):
         if name not in (BOUNDARY, *known):
-            yield f"memory.offload: family {cfg.model.family} has no {name!r}{nearest(name, ['activations', *known])}"
+            said = nearest(name, ["activations", *RESTING, *known])
+            yield f"memory.offload: family {cfg.model.family} has no {name!r}{said}"
 
 
 def _spill(cfg: Config) -> Iterator[str]:
@@ -49,6 +50,8 @@ def _offload(cfg: Config) -> Iterator[str]:
         yield "mesh.stage: stages keep what they keep of every tick on the device; use 1, or memory.offload=none"
     if away and remat == "budget":
         yield "memory.remat: budget chooses what the device keeps, and memory.offload what not; use full, dots or names"
+    if rests_on_host(memory.offload, "optimizer"):
+        yield from _state_offloaded(cfg)
     named = [name for name in away if name != BOUNDARY]
     if named and is_scheduled(cfg):
         yield f"memory.offload: {named[0]} is kept by no layer under memory.remat: {remat}; use full"
@@ -57,6 +60,17 @@ def _offload(cfg: Config) -> Iterator[str]:
             given = getattr(memory, key)
             if given not in ("auto", 1) and name in hidden:
                 yield f"memory.offload: {name} is made in pieces by memory.{key}: {given}, and never kept; use auto"
+
+
+def _state_offloaded(cfg: Config) -> Iterator[str]:
+    optimizer = cfg.optimizer
+    if optimizer.name == "sgd" and not optimizer.momentum and cfg.precision.master == "none":
+        yield "memory.offload: sgd without optimizer.momentum keeps nothing that could wait on the host; use none"
+    if cfg.mesh.stage != 1:
+        yield "mesh.stage: stages update their layers at the same time, memory.offload: optimizer one by one; use 1"
+    skips = {"train.on_nan": cfg.train.on_nan == "skip", "precision.loss_scale": cfg.precision.loss_scale != "none"}
+    for key in (key for key, given in skips.items() if given):
+        yield f"{key}: memory.offload: optimizer moves state that an update left out would not change; use one of them"
 
 
 def _chunks(cfg: Config) -> Iterator[str]:

@@ -12,6 +12,16 @@ NAMES: dict[str, tuple[str, ...]] = {
 
 BOUNDARY = "boundary"  # a layer's input, for `memory.offload: activations`
 
+RESTING = ("optimizer",)  # what waits in host memory between updates, for `memory.offload`
+
+
+def rests_on_host(offload: str | tuple[str, ...], what: str) -> bool:
+    """
+    >>> rests_on_host("optimizer", "optimizer"), rests_on_host(("activations",), "optimizer")
+    (True, False)
+    """
+    return what in ((offload,) if isinstance(offload, str) else offload)
+
 
 def on_host(offload: str | tuple[str, ...]) -> tuple[str, ...]:
     """What layers keep in host memory, by name, as `memory.offload` says it.
@@ -20,7 +30,7 @@ def on_host(offload: str | tuple[str, ...]) -> tuple[str, ...]:
     ((), ('boundary',), ('attention',))
     """
     given = (offload,) if isinstance(offload, str) else offload
-    return tuple(BOUNDARY if name == "activations" else name for name in given if name != "none")
+    return tuple(BOUNDARY if name == "activations" else name for name in given if name not in ("none", *RESTING))
 
 
 # Of these, what is there for some tokens or some heads at a time only, where layers go through a sequence in pieces.

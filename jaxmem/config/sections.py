@@ -240,8 +240,9 @@ Offloaded = Annotated[tuple[str, ...], Field(strict=False, min_length=1)]
 
 class Memory(Section):
     remat: Literal["none", "full", "dots", "sqrt", "recursive", "constant", "budget"] | Scheduled | Save = "none"
-    # What waits in host memory: all that layers keep (activations), or names of what is kept there and nowhere else.
-    offload: Literal["none", "activations"] | Offloaded = "none"
+    # What waits in host memory: all that layers keep (activations), or names of what is kept there and nowhere else;
+    # the optimizer's state of layers (optimizer).
+    offload: Literal["none", "activations", "optimizer"] | Offloaded = "none"
     update: Literal["after", "during"] = "after"  # the backward pass
     attention: Literal["auto", "blockwise", "pallas", "reference"] = "auto"
     budget: Positive | None = None  # GiB of each device that the run may take; by default all but what is reserved

@@ -10,13 +10,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
 import numpy as np
 
 from jaxmem.config import Config, Decoder
+from jaxmem.config.names import rests_on_host
 from jaxmem.data import batch_spec
 from jaxmem.hardware import Gpu
 from jaxmem.planning.breakdown import SAVED
@@ -64,6 +65,8 @@ def estimate(cfg: Config, platform: str, gpu: Gpu | None = None, per_host: int =
     if cfg.memory.update == "during":
         whole = sizes.is_whole or (cfg.optimizer.tables == "projected" and "galore" in cfg.optimizer.name)
         one_pass, updates = _during(held, [leaf for leaf in state.params if whole or "vocab" not in leaf.axes])
+    if rests_on_host(cfg.memory.offload, "optimizer"):
+        state = replace(state, optimizer=_outside(state.optimizer), master=_outside(state.master))
     parts = {
         "parameters": held("weights", state.params),
         "quantization": held("weights", state.constants),
@@ -77,6 +80,11 @@ def estimate(cfg: Config, platform: str, gpu: Gpu | None = None, per_host: int =
     weights = held.by_message(state.weights, sizes.width, state.rest if cfg.precision.quantized else sizes.width)
     seconds = seconds_of(cfg, passes, weights, parts, gpu, per_host) if gpu else None
     return Estimate(parts, kinds, seconds)
+
+
+def _outside(leaves: Sequence[Leaf]) -> tuple[Leaf, ...]:
+    """What lies in no layer: state of the others waits in host memory."""
+    return tuple(leaf for leaf in leaves if leaf.axes[:1] != ("layer",))
 
 
 def _during(held: Held, params: Sequence[Leaf]) -> tuple[int, int]:

@@ -8,6 +8,7 @@ no array is ever whole on a device that will not hold it whole.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -23,6 +24,7 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 
 from jaxmem import adapters, data, hf, models, optim, precision
 from jaxmem.config import Config, Convnet, Decoder
+from jaxmem.config.names import rests_on_host
 from jaxmem.devices import lowering_for
 from jaxmem.errors import UserError
 from jaxmem.exchange import places
@@ -34,8 +36,9 @@ from jaxmem.program.compiler import compiler_options
 from jaxmem.program.during import During
 from jaxmem.program.execution import execution
 from jaxmem.program.objective import Batch, Sums, likelihoods, objective
+from jaxmem.program.on_host import InLayers, kinds, placed, rests_there, sent, told
 from jaxmem.program.pipelined import sums_of_all
-from jaxmem.program.step import TrainState, make_step
+from jaxmem.program.step import Metrics, TrainState, make_step
 from jaxmem.sharding import Axes, Layout, Role, axes_at_rest, is_axes, layout_for
 from jaxmem.stack import Pipeline
 from jaxmem.weights import points
@@ -116,13 +119,35 @@ class Program:
         return TrainState(
             step=self._placed("weights", (), shapes.step),
             params=self._placed("weights", self.axes_at_rest, shapes.params),
-            opt_state=self._placed("optimizer", self.opt_axes, shapes.opt_state),
+            opt_state=self._at_rest(self._placed("optimizer", self.opt_axes, shapes.opt_state)),
             loss_scale=self._placed("optimizer", jax.tree.map(lambda _: (), shapes.loss_scale), shapes.loss_scale),
         )
 
     @cached_property
     def checkpointed(self) -> Checkpointed:
         return Checkpointed(self)
+
+    @property
+    def offloads(self) -> bool:
+        """Whether the optimizer's state of layers waits in host memory."""
+        return rests_on_host(self.cfg.memory.offload, "optimizer")
+
+    @property
+    def waiting(self) -> list[Any]:
+        """Shape, dtype and place of the arrays that wait there."""
+        if not self.offloads:
+            return []
+        axes = jax.tree.leaves(self.opt_axes, is_leaf=is_axes)
+        return [x for own, x in zip(axes, jax.tree.leaves(self.state.opt_state), strict=True) if rests_there(own)]
+
+    def _at_rest(self, specs: Any) -> Any:
+        return placed(specs, self.opt_axes, self.layout.mesh.devices) if self.offloads else specs
+
+    def _sent(self, state: TrainState) -> TrainState:
+        return dataclasses.replace(state, opt_state=sent(state.opt_state, self.opt_axes)) if self.offloads else state
+
+    def _told(self, lowered: jax.stages.Lowered) -> jax.stages.Lowered:
+        return told(lowered) if self.offloads and kinds(self.layout.mesh.devices.flat[0]) is None else lowered
 
     @cached_property
     def axes_at_rest(self) -> Any:
@@ -209,7 +234,8 @@ class Program:
     def _lower_begin(self) -> jax.stages.Lowered:
         places = jax.tree.map(lambda x: x.sharding, self.state)
         with self._lowering():
-            return jax.jit(self._begun, donate_argnums=0, out_shardings=places).lower(self.state.params)
+            begun = jax.jit(lambda params: self._sent(self._begun(params)), donate_argnums=0, out_shardings=places)
+            return self._told(begun.lower(self.state.params))
 
     def lower_initialise(self) -> jax.stages.Lowered:
         """What makes a new state: of a random key, or of the weights that `model.hf` names."""
@@ -218,12 +244,12 @@ class Program:
         key = self._placed("weights", (), jax.eval_shape(lambda: jax.random.key(0)))
         places = jax.tree.map(lambda x: x.sharding, self.state)
         with self._lowering():
-            return jax.jit(self._initial, out_shardings=places).lower(key)
+            return self._told(jax.jit(lambda key: self._sent(self._initial(key)), out_shardings=places).lower(key))
 
     def lower_step(self) -> jax.stages.Lowered:
         """The training step; its state is donated."""
         loss = objective(self.cfg.objective, self.cfg.memory)
-        step = make_step(
+        update = make_step(
             self.graphdef,
             self.chosen(self.axes),
             loss,
@@ -237,7 +263,12 @@ class Program:
             self._during if self.cfg.memory.update == "during" else None,
             self.cfg.train.on_nan == "skip",
             self.chosen,
+            InLayers(self.chosen(self.axes), self.opt_axes, self._optimizer_for) if self.offloads else None,
         )
+
+        def step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
+            return update(self._sent(state), batch)
+
         places = jax.tree.map(lambda x: x.sharding, self.state)
         with self._lowering():
             jitted = jax.jit(
@@ -246,7 +277,7 @@ class Program:
                 out_shardings=(places, self.layout.replicated()),
                 compiler_options=compiler_options(self._platform, self.layout.mesh.size),
             )
-            return jitted.lower(self.state, self.batch)
+            return self._told(jitted.lower(self.state, self.batch))
 
     @property
     def _during(self) -> During:
@@ -258,6 +289,7 @@ class Program:
             self._optimizer_for,
             self.gradients_in,
             measures=self.cfg.measures_first,
+            on_host=self.offloads,
             entries=None if self.cfg.memory.loss_chunk == "auto" else self.cfg.memory.loss_chunk,
         )
 

@@ -27,6 +27,7 @@ from jaxmem.optim.parts import Part, layer_at, pinned, put, select, with_layer, 
 from jaxmem.precision import Params
 from jaxmem.program.in_slices import Table
 from jaxmem.program.objective import Batch, Objective, Sums
+from jaxmem.program.on_host import fetched, stored
 from jaxmem.program.segments import Path, Segments, at_place
 from jaxmem.sharding import axes_at_rest, is_axes
 from jaxmem.stack import layer_of
@@ -44,6 +45,7 @@ class During:
     optimizer_for: Callable[[Tree], optax.GradientTransformationExtraArgs]  # of some of the parameters' axes
     gradients_in: np.dtype | None  # None: each in its weight's own dtype
     measures: bool  # whether the optimizer wants to know the length of all gradients first
+    on_host: bool = False  # whether the optimizer's state of layers waits in host memory
     entries: int | None = None  # of a table that are updated at once; None: as many as have 16 M numbers
 
     def __call__(
@@ -61,25 +63,36 @@ class During:
             before = [part.state(opt_state) for part in parts[number]]
             layers = jax.tree.leaves(weights)[0].shape[0]
 
-            def visit(carried: Any, layer: jax.Array, dw: Tree) -> Any:
+            def ready(carried: Any, layer: jax.Array) -> list[Tree] | None:
+                """What waits in host memory is on its way while the gradient is made."""
+                if not self.on_host:
+                    return None
+                each = zip(parts[number], carried[1], before, strict=True)
+                return [fetched(state, part.state_axes, layer, old) for part, state, old in each]
+
+            def visit(carried: Any, layer: jax.Array, dw: Tree, brought: list[Tree] | None) -> Any:
                 """One weight after the other: what the update of one takes is free before the next one's begins."""
                 weights, states, squares = carried
                 grads, done = network.stacked(number, dw), list[Tree]()
-                for part, state, old in zip(parts[number], states, before, strict=True):
+                for place, (part, state, old) in enumerate(zip(parts[number], states, before, strict=True)):
                     own = pinned(select(grads, part.axes, is_leaf=is_axes), part.axes, "gradients")
                     own, weights, state, done = jax.lax.optimization_barrier((own, weights, state, done))
                     whole = select(weights, part.axes, is_leaf=is_axes)
-                    kept = layer_at(state, part.state_axes, layer, old)  # counts of updates are those before this one
+                    # Counts of updates are those before this one.
+                    kept = layer_at(state, part.state_axes, layer, old) if brought is None else brought[place]
                     new, kept = part.update(
                         own, kept, layer_of(whole, layer), draws, layer=layer, layers=layers, norm=norm
                     )
                     weights = put(weights, with_layer(whole, axes_at_rest(part.axes, whole), "weights", layer, new))
-                    done = [*done, with_layer(state, part.state_axes, "optimizer", layer, kept)]
+                    if brought is None:
+                        done = [*done, with_layer(state, part.state_axes, "optimizer", layer, kept)]
+                    else:
+                        done = [*done, stored(state, part.state_axes, layer, kept)]
                     squares += _squares(own)
                 return weights, done, squares
 
             begin = weights, before, jnp.zeros((), jnp.float32)
-            end, g = stack.backward(g, lambda carried: network.own(number, carried[0]), visit, begin)
+            end, g = stack.backward(g, lambda carried: network.own(number, carried[0]), visit, begin, ready)
             done.append(end)
             return g
 
@@ -111,7 +124,7 @@ class During:
         def through(number: int, g: Any) -> Any:
             stack, axes = network.stacks[number], [part.axes for part in parts[number]]
 
-            def visit(squares: jax.Array, _: jax.Array, dw: Tree) -> jax.Array:
+            def visit(squares: jax.Array, _: jax.Array, dw: Tree, __: None) -> jax.Array:
                 grads = network.stacked(number, dw)
                 return squares + sum(
                     _squares(pinned(select(grads, own, is_leaf=is_axes), own, "gradients")) for own in axes

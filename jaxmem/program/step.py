@@ -26,6 +26,7 @@ from jaxmem.program import culprit, scaling
 from jaxmem.program.during import During
 from jaxmem.program.gradients import accumulated, at_once, in_one_pass
 from jaxmem.program.objective import Batch, Objective, Sums, means
+from jaxmem.program.on_host import InLayers
 from jaxmem.program.pipelined import sums_of_all
 from jaxmem.program.scaling import LossScale
 from jaxmem.sharding import axes_at_rest
@@ -61,6 +62,7 @@ def make_step(
     during: During | None = None,
     skip: bool = False,
     chosen: Callable[[Params], Params] = lambda params: params,
+    in_layers: InLayers | None = None,
 ) -> Callable[[TrainState, Batch], tuple[TrainState, Metrics]]:
     """The training step. Leaves of the batch are [accumulate, rows, ...]; `axes` are those of the parameters that
     learn, which `chosen` picks out of all; `compute` is the dtype that products run in, `gradients_in` what gradients
@@ -80,6 +82,9 @@ def make_step(
             return sums["loss"] * scale, sums
 
         def updated(grads: Params) -> tuple[Params, Any]:
+            if in_layers is not None:
+                new, opt_state = in_layers(own, grads, state.opt_state, draws, norm)
+                return put(state.params, new), opt_state
             updates, opt_state = tx.update(grads, state.opt_state, own)
             new = optim.apply(own, updates, draws, axes)
             # Cast where the optimizer's state lies, then gathered, or whole float32 updates would travel.

@@ -60,7 +60,7 @@ def other_phases(cfg: Config, target: Target, reserve_gib: float | None, known: 
             known[text] = sized(one, here=target.is_here)
         found[phase] = known[text]
     if "evaluate" in found:
-        found["evaluate"] += held(built.state.opt_state)
+        found["evaluate"] += held(built.state.opt_state) - held(built.waiting)
     return found
 
 

@@ -6,6 +6,7 @@ through them with each layer's gradient in sight.
 """
 
 from jaxmem.stack.apply import Applied, Way, applied_by, apply_stack, stacked
+from jaxmem.stack.host import to_device, to_host
 from jaxmem.stack.pipeline import Pipeline
 from jaxmem.stack.remat import PRODUCT, REMAT
 from jaxmem.stack.reverse import Passed, forward, layer_of
@@ -28,4 +29,6 @@ __all__ = [
     "real",
     "schedule",
     "stacked",
+    "to_device",
+    "to_host",
 ]

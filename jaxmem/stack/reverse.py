@@ -20,8 +20,9 @@ from jaxmem.stack.apply import Applied
 from jaxmem.stack.host import to_device, to_host
 from jaxmem.weights import placed, points
 
-# (what is carried, layer, the gradient of its weights) -> what is carried
-Visit = Callable[[Any, jax.Array, Any], Any]
+# (what is carried, layer, the gradient of its weights, what was made ready for it) -> what is carried
+Visit = Callable[[Any, jax.Array, Any, Any], Any]
+Ready = Callable[[Any, jax.Array], Any]  # (what is carried, layer)
 
 
 @dataclass(frozen=True)
@@ -35,9 +36,11 @@ class Passed:
     given: tuple[int | None, ...]  # for each of its leaves: which leaf of what is at hand it is
     dtype: DTypeLike | None  # of gradients; None: each in its weight's own
 
-    def backward(self, g: Any, weights: Callable[[Any], Any], visit: Visit, carried: Any) -> tuple[Any, Any]:
+    def backward(
+        self, g: Any, weights: Callable[[Any], Any], visit: Visit, carried: Any, ready: Ready = lambda *_: None
+    ) -> tuple[Any, Any]:
         """What is carried in the end, and the gradient of the stack's x. `weights` finds the stacked weights in what
-        is carried."""
+        is carried; `ready` is asked before a layer's gradient is made, and what it brings may come meanwhile."""
         layers = jax.tree.leaves(self.applied.weights)[0].shape[0]
 
         def step(turn: jax.Array, state: tuple[Any, Any, Any]) -> tuple[Any, Any, Any]:
@@ -46,10 +49,11 @@ class Passed:
             own, one, kept = layer_of((weights(carried), self.applied.inputs, self.kept), layer)
             if self.applied.on_host:  # what the layer before needs is on its way while this one computes
                 kept, ahead = ahead, self._fetched(jnp.maximum(layer - 1, 0))
+            brought = ready(carried, layer)
             dw, dx = self._derivative(own, one, kept)(g)
             # Before a visitor writes what it read: or XLA would keep, or copy, what weights were until all is done.
-            layer, dw, dx = jax.lax.optimization_barrier((layer, dw, dx))
-            return visit(carried, layer, dw), dx, ahead
+            layer, dw, dx, brought = jax.lax.optimization_barrier((layer, dw, dx, brought))
+            return visit(carried, layer, dw, brought), dx, ahead
 
         ahead = self._fetched(jnp.int32(layers - 1)) if self.applied.on_host else None
         return jax.lax.fori_loop(0, layers, step, (carried, g, ahead))[:2]

@@ -145,6 +145,21 @@ def lines(base: dict, *overrides: str) -> list[str]:
             ["memory.offload=activations", "memory.remat=budget"],
             "memory.remat: budget chooses what the device keeps, and memory.offload what not; use full, dots or names",
         ),
+        (
+            TEXT,
+            ["memory.offload=optimizer", "optimizer={name: sgd}"],
+            "memory.offload: sgd without optimizer.momentum keeps nothing that could wait on the host; use none",
+        ),
+        (
+            TEXT,
+            ["memory.offload=[optimizer]", "mesh.stage=2"],
+            "mesh.stage: stages update their layers at the same time, memory.offload: optimizer one by one; use 1",
+        ),
+        (
+            TEXT,
+            ["memory.offload=[optimiser]", "memory.remat=full"],
+            "memory.offload: family decoder has no 'optimiser'; did you mean optimizer?",
+        ),
         (TEXT, ["model.kv_heads=3"], "model.kv_heads: 3 does not divide model.heads 8"),
         (TEXT, ["model.head_dim=15"], "model.head_dim: 15 is odd; rotary positions turn pairs"),
         (TEXT, ["model.rope.factor=8"], "model.rope.factor: 8 does nothing with model.rope.scaling: none"),
