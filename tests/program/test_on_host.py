@@ -74,5 +74,5 @@ def test_bytes_leave_the_device():
 def test_where_there_is_no_such_memory_it_is_said(monkeypatch):
     monkeypatch.setattr(on_host, "kinds", lambda _: {"device"})
     built = program(pictures(memory={"offload": "optimizer"}), jax.devices()[:1])
-    with pytest.raises(UserError, match=r"cpu devices have no pinned_host memory, only device; use memory.offload=none"):
+    with pytest.raises(UserError, match="cpu devices have no pinned_host memory, only device; use"):
         _ = built.state
