@@ -73,7 +73,8 @@ def leaves(state):
 
 
 def test_a_run_leaves_what_it_promises(config, capsys):
-    result = run(config(train={"evaluate_every": 6, "evaluate_batches": 2, "check_replicas": 6}))
+    cfg = config(train={"evaluate_every": 6, "evaluate_batches": 2, "check_replicas": 6})
+    result = run(cfg)
     directory = result.directory
     left = {p.name for p in directory.iterdir()}
     assert left == {"checkpoints", "config.yaml", "memory.json", "metrics.jsonl", "plan.json"}
@@ -86,7 +87,7 @@ def test_a_run_leaves_what_it_promises(config, capsys):
     assert unseen[12] == result.held_out["loss"] < unseen[6]
     plan = json.loads((directory / "plan.json").read_text())
     assert plan["bytes_per_device"]["total"] == result.plan.bytes_per_device["total"] > 0
-    assert load_config(directory / "config.yaml") == config(train={"evaluate_every": 6, "evaluate_batches": 2})
+    assert load_config(directory / "config.yaml") == cfg
     told = capsys.readouterr().out
     assert "step 12/12" in told
     assert "held out: loss" in told
