@@ -8,5 +8,15 @@ from .adam8_update import Moments8, adam8_update, int8_add
 from .attention import attention
 from .cross_entropy import cross_entropy
 from .dequant_matmul import Constants, dequant_matmul
+from .sliding_max import sliding_max
 
-__all__ = ["Constants", "Moments8", "adam8_update", "attention", "cross_entropy", "dequant_matmul", "int8_add"]
+__all__ = [
+    "Constants",
+    "Moments8",
+    "adam8_update",
+    "attention",
+    "cross_entropy",
+    "dequant_matmul",
+    "int8_add",
+    "sliding_max",
+]

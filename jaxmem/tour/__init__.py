@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from jaxmem.errors import UserError, nearest
 from jaxmem.tour.finetune import fine_tuned
+from jaxmem.tour.gpu import bytes_counted
 from jaxmem.tour.memory import by_technique
 from jaxmem.tour.stops import Stop, Stopped
 
@@ -12,6 +13,7 @@ STOPS = {
     for stop in (
         Stop("memory", "one technique after the other, and the bytes that each leaves", by_technique),
         Stop("finetune", "a small model trained, fine-tuned by QLoRA, exported and talked to, here", fine_tuned, True),
+        Stop("gpu", "a sliding window, a matrix product: the bytes that they ask for, and times", bytes_counted, True),
     )
 }
 

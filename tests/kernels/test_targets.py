@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jaxmem.kernels import Constants, Moments8, adam8_update, cross_entropy, dequant_matmul, int8_add
+from jaxmem.kernels import Constants, Moments8, adam8_update, cross_entropy, dequant_matmul, int8_add, sliding_max
 from jaxmem.planning.hlo import read_module, total_flops
 from jaxmem.planning.targets import parse_target, target_devices
 from jaxmem.quant import quantize
@@ -23,7 +23,8 @@ TOKENS, INPUTS, OUTPUTS = 512, 1024, 768
 # One GPU of each compute capability: 8.0, 8.6, 8.9, 9.0, 10.0, 12.0.
 TARGETS = ("a100-40gb", "a6000-48gb", "rtx4090-24gb", "h100-80gb", "b200-180gb", "rtx5090-32gb")
 LOSS = ("cross_entropy", "cross_entropy_of_logits")
-NAMES = {"dequant_matmul", "dequant_matmul_of_activations", "adam8_update", "int8_add", *LOSS}
+WINDOWS = ("sliding_max_straight", "sliding_max_shared")
+NAMES = {"dequant_matmul", "dequant_matmul_of_activations", "adam8_update", "int8_add", *LOSS, *WINDOWS}
 
 
 def program(x, g, nf4, state, unbiased, int8, seed):
@@ -35,7 +36,10 @@ def program(x, g, nf4, state, unbiased, int8, seed):
     u, new = adam8_update(wide, state, unbiased, implementation="pallas")
     loss = lambda x, w: jnp.sum(cross_entropy(x, w, jnp.zeros(TOKENS, jnp.int32), implementation="pallas"))  # noqa: E731
     coded = int8_add(int8.codes, int8.scale, u, seed, implementation="pallas")
-    return y, pull(g), new, coded, jax.value_and_grad(loss, (0, 1))(x, wide)
+    windows = [
+        sliding_max(unbiased[0] * x[0].astype(jnp.float32), 64, implementation=i) for i in ("straight", "shared")
+    ]
+    return y, pull(g), new, coded, jax.value_and_grad(loss, (0, 1))(x, wide), windows
 
 
 def arguments(place):
@@ -61,7 +65,7 @@ def test_every_kernel_fits_each_gpu(target, tmp_path):
     made = lowered.compile(compiler_options=dump)
 
     major, minor = parse_target(target).gpu.compute_capability.split(".")
-    found = {}
+    found, shared = {}, set()
     for source in tmp_path.glob("*.ptx"):
         text = source.read_text()
         entries = set(re.findall(r"\.entry (\w+)", text)) & NAMES
@@ -70,9 +74,11 @@ def test_every_kernel_fits_each_gpu(target, tmp_path):
         name = re.search(rf"\.target (sm_{major}{minor}\w*)", text)[1]
         command = [ptxas(), "-v", f"--gpu-name={name}", source, "-o", "/dev/null"]
         said = subprocess.run(command, capture_output=True, text=True, check=True).stderr
+        shared |= entries if "ld.shared" in text else set()
         found |= {entry: re.findall(r"(\d+) bytes spill stores", said) for entry in entries}
     assert set(found) == NAMES
     assert all(set(spills) == {"0"} for spills in found.values()), found
+    assert shared & set(WINDOWS) == {"sliding_max_shared"}  # numbers go between threads through shared memory
     # What they say of themselves is what a plan counts: two products, and four of the loss.
     module = read_module(made.runtime_executable().hlo_modules()[0].as_serialized_hlo_module_proto())
     assert total_flops(module) == pytest.approx((2 + 4) * 2 * TOKENS * INPUTS * OUTPUTS, rel=1e-6)

@@ -1,0 +1,44 @@
+"""The maximum over a sliding window on one processor: three ways that do less and less for each number.
+
+With n numbers and a window of w, comparisons: brute force n w; a heap n log n at most, where what has left the window
+is thrown away when it comes up (2 n numbers held at worst); a monotonic deque 2 n at most, w numbers held.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import deque
+from collections.abc import Sequence
+
+
+def brute_force(x: Sequence[float], window: int) -> list[float]:
+    return [max(x[i : i + window]) for i in range(len(x) - window + 1)]
+
+
+def with_heap(x: Sequence[float], window: int) -> list[float]:
+    found, heap = [], [(-value, i) for i, value in enumerate(x[: window - 1])]
+    heapq.heapify(heap)
+    for i in range(window - 1, len(x)):
+        heapq.heappush(heap, (-x[i], i))
+        while heap[0][1] <= i - window:
+            heapq.heappop(heap)
+        found.append(-heap[0][0])
+    return found
+
+
+def with_deque(x: Sequence[float], window: int) -> list[float]:
+    """The deque holds places whose numbers fall: each is a maximum as soon as all before it have left."""
+    found: list[float] = []
+    places: deque[int] = deque()
+    for i, value in enumerate(x):
+        while places and x[places[-1]] <= value:
+            places.pop()
+        places.append(i)
+        if places[0] <= i - window:
+            places.popleft()
+        if i >= window - 1:
+            found.append(x[places[0]])
+    return found
+
+
+HOST = {"brute force": brute_force, "heap": with_heap, "monotonic deque": with_deque}

@@ -1,0 +1,86 @@
+"""The maximum over a sliding window as two Pallas kernels, compiled by Triton: one that reads what it needs from
+memory, and one that brings it to the multiprocessor first.
+
+`straight`: each thread reads its window's w numbers from global memory: 4 w bytes asked for a result, of which the
+caches answer most.
+
+`shared`: a program makes OUTPUTS results from the OUTPUTS + w - 1 numbers that they need and brings each of those
+once: 4 (1 + (w - 1) / OUTPUTS) bytes a result. Between the threads they go through shared memory, which is where
+Triton lays an array that is spread along a new dimension. The comparisons stay n w: what changes is where the numbers
+come from.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plgpu
+from jaxtyping import Array, Float
+
+from jaxmem.kernels.launch import launch
+
+OUTPUTS = 512  # results of a program
+STRIP = 16  # numbers that are compared with all of its results at once
+
+
+def straight(x: Float[Array, "numbers"], window: int) -> Float[Array, "windows"]:
+    return _run("sliding_max_straight", _straight, x, window)
+
+
+def shared(x: Float[Array, "numbers"], window: int) -> Float[Array, "windows"]:
+    return _run("sliding_max_shared", _shared, x, window)
+
+
+def bytes_asked(kind: str, numbers: int, window: int) -> float:
+    """Of global memory, results written among them."""
+    results = numbers - window + 1
+    read = window if kind == "straight" else 1 + (window - 1) / OUTPUTS
+    return 4.0 * results * (read + 1)
+
+
+def _run(name: str, kernel: Any, x: jax.Array, window: int) -> jax.Array:
+    count = x.shape[0] - window + 1
+    (made,) = launch(
+        name,
+        functools.partial(kernel, x.shape[0], window),
+        (x,),
+        grid=(pl.cdiv(count, OUTPUTS),),
+        in_specs=[pl.BlockSpec(x.shape, lambda _: (0,))],
+        out_specs=[pl.BlockSpec((OUTPUTS,), lambda i: (i,))],
+        out_shape=[jax.ShapeDtypeStruct((count,), x.dtype)],
+        warps=4,
+        stages=2,
+    )
+    return made
+
+
+def _straight(numbers: int, window: int, x_ref: Any, out_ref: Any) -> None:
+    first = pl.program_id(0) * OUTPUTS
+    place = first + jnp.arange(OUTPUTS, dtype=jnp.int32)
+
+    def step(k: jax.Array, most: jax.Array) -> jax.Array:
+        here = plgpu.load(x_ref.at[pl.ds(first + k, OUTPUTS)], mask=place + k < numbers, other=-jnp.inf)
+        return jnp.maximum(most, here)
+
+    most = jax.lax.fori_loop(0, window, step, jnp.full((OUTPUTS,), -jnp.inf, x_ref.dtype))
+    plgpu.store(out_ref, most, mask=place <= numbers - window)
+
+
+def _shared(numbers: int, window: int, x_ref: Any, out_ref: Any) -> None:
+    first = pl.program_id(0) * OUTPUTS
+    place = first + jnp.arange(OUTPUTS, dtype=jnp.int32)
+
+    def step(t: jax.Array, most: jax.Array) -> jax.Array:
+        at = first + t * STRIP + jnp.arange(STRIP, dtype=jnp.int32)
+        strip = plgpu.load(x_ref.at[pl.ds(first + t * STRIP, STRIP)], mask=at < numbers, other=-jnp.inf)
+        distance = at[None, :] - place[:, None]
+        inside = (distance >= 0) & (distance < window)
+        return jnp.maximum(most, jnp.max(jnp.where(inside, strip[None, :], -jnp.inf), axis=1))
+
+    strips = pl.cdiv(OUTPUTS + window - 1, STRIP)
+    most = jax.lax.fori_loop(0, strips, step, jnp.full((OUTPUTS,), -jnp.inf, x_ref.dtype))
+    plgpu.store(out_ref, most, mask=place <= numbers - window)
