@@ -1,0 +1,53 @@
+"""Nothing is held that could be reused: by the live ranges of compiled steps and of inference."""
+
+from __future__ import annotations
+
+import jax
+
+from jaxmem.planning import Plan, held
+from jaxmem.planning.breakdown import COPIES, SAVED, STATE_COPIES
+from jaxmem.planning.buffers import Lifetimes, fullest, held_at, read_allocations
+from jaxmem.planning.compile import compile_all
+from jaxmem.program import program
+from tests.planning.conftest import SMALL, config
+
+ROWS, TIME, EMBED = 4, 64, SMALL["embed"]
+RESIDUAL = 4 * ROWS * TIME * EMBED  # bytes of what goes from layer to layer
+
+
+def inference(layers: int) -> tuple[int, int]:
+    """Bytes of temporaries, and how many arrays as large as the residual stream there are at most at once."""
+    cfg = config(
+        model={**SMALL, "layers": layers, "heads": 6, "mlp": 96},  # so that nothing else is as large
+        data={"sequence_length": TIME},
+        batch={"global_size": ROWS},
+    )
+    compiled, _ = compile_all(program(cfg, jax.devices()[:1]).lower_evaluate(), {}, here=True, code=False)
+    found = read_allocations(compiled.module, compiled.assignment)
+    (temporaries,) = [one for one in found if one.kind == "temporary"]
+    lives = Lifetimes(compiled.module)
+    assert fullest(temporaries, lives).unused < 0.02 * temporaries.size
+    spans = [(lives.of(buffer), buffer) for buffer in temporaries.buffers if buffer.size]
+    places = [
+        sum(one.size == RESIDUAL for one in held_at(temporaries, spans, moment).held) for moment in range(lives.end)
+    ]
+    return temporaries.size, max(places)
+
+
+def test_inference_holds_two_arrays_and_what_is_added_at_any_depth() -> None:
+    """A layer reads one and writes the next one: the third is what its half adds to the residual stream."""
+    few, many = inference(2), inference(12)
+    assert few == many
+    assert few[1] == 3
+
+
+def test_a_training_step_holds_what_is_used_again_and_its_state_once(cpu_plan: Plan) -> None:
+    state = held(cpu_plan.program.state)
+    assert cpu_plan.compiled["aliased"] == state  # every leaf is updated where it lies
+    assert cpu_plan.compiled["outputs"] - state < 1024  # beside it: metrics
+    for place, moment in cpu_plan.breakdown.fullest:
+        assert moment.unused < 0.05 * place.size  # all else is used again after this moment
+    assert cpu_plan.breakdown.of_kind(STATE_COPIES) + cpu_plan.breakdown.of_kind(COPIES) < 64  # counters
+    # Of remat: full each layer's input is kept for the backward pass, and nothing else of a layer.
+    rows, layers = 8 // 4, SMALL["layers"]
+    assert cpu_plan.kinds["activations"][SAVED] <= (layers + 1) * 4 * rows * 24 * EMBED
