@@ -13,7 +13,7 @@ from flax import nnx
 
 from jaxmem import hf
 from jaxmem.checkpoint import Checkpoints
-from jaxmem.config import Config, Decoder, save_config
+from jaxmem.config import LOW_RANK, Config, Decoder, save_config
 from jaxmem.config.peft import is_adapter
 from jaxmem.errors import UserError
 from jaxmem.trained import BESIDE, config_of, is_run, open_model
@@ -70,9 +70,12 @@ def _refuse(run: str | Path, cfg: Config, adapter: bool, merge: bool) -> None:
         raise UserError(
             "--adapter and --merge: adapters by themselves, or merged into the weights; give one of the two"
         )
-    if cfg.adapter.kind == "none" and (adapter or merge):
+    kind, beside = cfg.adapter.kind, cfg.adapter.kind in (*LOW_RANK, "prompt")
+    if (adapter or merge) and not beside:
         raise UserError(f"{run}: has no adapters; leave out {'--adapter' if adapter else '--merge'}")
-    if cfg.adapter.kind != "none" and not (adapter or merge):
+    if merge and kind == "prompt":
+        raise UserError(f"{run}: a prompt stands before what is read, and has no weight to go into; give --adapter")
+    if beside and not (adapter or merge):
         raise UserError(f"{run}: has adapters beside its weights; give --adapter for these alone, or --merge")
     if adapter and not isinstance(cfg.model, Decoder):
         raise UserError(f"{run}: PEFT has no form for adapters of family {cfg.model.family}, only of decoder")

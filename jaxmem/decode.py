@@ -85,16 +85,19 @@ class Generator:
             raise UserError(f"model.family: {cfg.model.family} makes no text; generate needs a decoder")
         self._program, self._params, self._sampling = program, params, sampling
         self._kept, self._chunk = cfg.generate.cache, cfg.generate.chunk
+        own = nnx.merge(program.graphdef, program.state.params).prompt
+        # Read before every text, as any tokens are.
+        self.before = np.zeros(0, np.int32) if own is None else own.vocab + np.arange(own.length, dtype=np.int32)
 
     def __call__(self, prompts: Sequence[np.ndarray], count: int, ends: Collection[int] = ()) -> Iterator[np.ndarray]:
         """Up to `count` tokens after each prompt, those of all rows at a time; a row is over after one of `ends`."""
-        width = max(len(prompt) for prompt in prompts)
-        tokens = np.zeros((len(prompts), width), np.int32)
-        for row, prompt in zip(tokens, prompts, strict=True):
-            row[width - len(prompt) :] = prompt
-        first = [width - len(prompt) for prompt in prompts]
-        if width in first:
+        if not all(map(len, prompts)):
             raise UserError("prompt: it is empty; give at least one token to start from")
+        width = max(len(prompt) for prompt in prompts) + len(self.before)
+        first = [width - len(self.before) - len(prompt) for prompt in prompts]
+        tokens = np.zeros((len(prompts), width), np.int32)
+        for row, start, prompt in zip(tokens, first, prompts, strict=True):
+            row[start:] = [*self.before, *prompt]
         return self.more(Read(jnp.asarray(first, jnp.int32)), tokens, count, ends)
 
     def more(self, read: Read, tokens: np.ndarray, count: int, ends: Collection[int] = ()) -> Iterator[np.ndarray]:
@@ -166,6 +169,7 @@ class Thread:
         """Up to `count` tokens after these, which may begin as those before them did: that much is not read again."""
         if not len(tokens):
             raise UserError("prompt: it is empty; give at least one token to start from")
+        tokens = np.append(self._generator.before, tokens).astype(np.int32)
         known = min(len(self._tokens), self._read.length, len(tokens) - 1)  # the last one's logits are wanted
         apart = np.flatnonzero(self._tokens[:known] != tokens[:known])
         self._read.length = int(apart[0]) if len(apart) else known

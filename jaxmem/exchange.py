@@ -117,7 +117,7 @@ def _found(
             table = dataclasses.replace(cut, size=cut.size // parts)  # as each device sees it
     if layout is None or split is None:
         table = whole(table, axes) if isinstance(table, QTensor) else gather(table, axes, dtype)
-        return constrain(_rows(table, ids, dtype), *STREAM)
+        return constrain(rows(table, ids, dtype), *STREAM)
     # Split at least as finely as the table rests.
     if isinstance(table, QTensor):
         table = jax.tree.map(lambda x: constrain(x, *axes, role="gradients"), table)
@@ -136,8 +136,9 @@ def _found(
     return find(table, ids)
 
 
-def _rows(table: jax.Array | QTensor, ids: jax.Array, dtype: DTypeLike, mode: str | None = None) -> jax.Array:
-    """Blocks of a table in codes run along its rows: each row is whole, but for what all rows share."""
+def rows(table: jax.Array | QTensor, ids: jax.Array, dtype: DTypeLike, mode: str | None = None) -> jax.Array:
+    """Rows of a table that is at hand. Blocks of one in codes run along its rows: each row is whole, but for what all
+    rows share."""
 
     def taken(x: jax.Array) -> jax.Array:
         return x.reshape(*[1] * (ids.ndim - 1), *x.shape) if x.shape[0] == 1 else jnp.take(x, ids, axis=0, mode=mode)
@@ -260,17 +261,17 @@ class _Split:
         for dim, over in enumerate((self.batch, self.time)):
             ids = jax.lax.all_gather(ids, over, axis=dim, tiled=True) if over else ids
         if self.rows:
-            rows = jax.tree.leaves(table)[0].shape[0]
-            ids = ids - jax.lax.axis_index(self.rows) * rows
-            held = (ids >= 0) & (ids < rows)
-            x = jnp.where(held[..., None], _rows(table, ids, dtype, "clip"), jnp.zeros((), dtype))
+            entries = jax.tree.leaves(table)[0].shape[0]
+            ids = ids - jax.lax.axis_index(self.rows) * entries
+            held = (ids >= 0) & (ids < entries)
+            x = jnp.where(held[..., None], rows(table, ids, dtype, "clip"), jnp.zeros((), dtype))
             # Within each part of the time that other devices asked for, so that each gets its own part of the sum.
             parts = jax.lax.axis_size(self.time) if self.time else 1
             x = x.reshape(ids.shape[0], parts, -1, x.shape[-1])
             x = jax.lax.psum_scatter(x, self.rows, scatter_dimension=2, tiled=True)
             x = x.reshape(ids.shape[0], -1, x.shape[-1])
         else:
-            x = _rows(table, ids, dtype)
+            x = rows(table, ids, dtype)
         for dim, over in ((1, self.time), (0, self.batch)):
             x = jax.lax.all_to_all(x, over, dim, 2, tiled=True) if over else x
         return x

@@ -33,6 +33,7 @@ FREE = (
     "model.hf",  # where the first weights came from: these are in the checkpoint
     "adapter.dropout",
     "adapter.faster",
+    "adapter.run",  # where the first weights came from: these are in the checkpoint
     "model.dropout",
     "data.reference",  # a place; what is there has a fingerprint of its own
     "data.template",  # in the data's fingerprint

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +14,8 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 
 from jaxmem import adapters, hf, precision
 from jaxmem.checkpoint import Checkpoints, place
-from jaxmem.config import Config, Mesh, load_config
-from jaxmem.config.peft import base_of, is_adapter
+from jaxmem.config import LOW_RANK, Config, Decoder, Mesh, load_config
+from jaxmem.config.peft import adapter_fields, base_of, is_adapter
 from jaxmem.data import tokenizer_for
 from jaxmem.data.tokenizer import Tokenizer
 from jaxmem.errors import UserError
@@ -50,7 +50,10 @@ def config_of(directory: str | Path, overrides: Sequence[str] = ()) -> Config:
     if (directory / "config.json").is_file():
         return load_config(_standing_for(directory), overrides)
     if is_adapter(directory):
-        return load_config({**_standing_for(Path(base_of(directory))), "adapter": {"hf": str(directory)}}, overrides)
+        standing = _standing_for(Path(base_of(directory)))
+        if adapter_fields(str(directory))["kind"] == "prompt":  # which stands before one text in each row
+            standing["data"]["packing"] = False
+        return load_config({**standing, "adapter": {"hf": str(directory)}}, overrides)
     raise UserError(
         f"{directory}: no run is there (no config.yaml) and no Hugging Face model (no config.json); give the directory "
         "that `jaxmem train` wrote, or one with config.json and *.safetensors"
@@ -68,7 +71,7 @@ def tokenizer_of(program: Program) -> Tokenizer:
     return found
 
 
-def _standing_for(directory: Path) -> Mapping[str, Any]:
+def _standing_for(directory: Path) -> dict[str, Any]:
     stored = hf.storage_dtype(directory)
     return {
         "name": "model",
@@ -110,10 +113,46 @@ def open_run(directory: str | Path, overrides: Sequence[str] = ()) -> tuple[Prog
     return built, params if held.cfg == built.cfg else _brought_to_rest(built, params)
 
 
+def base_from(built: Program, checkpoints: Checkpoints, step: int) -> Any:
+    """The model's own weights out of another run's checkpoint, as this program keeps them. For a new classifier all but
+    the old one."""
+    where = checkpoints.directory / str(step)
+    _, config = checkpoints.read(step)
+    saved, here = load_config(config), built.cfg
+    if saved.adapter.kind in (*LOW_RANK, "prompt"):
+        raise UserError(f"{where}: has adapters beside its weights; export it with --merge, and give model.hf")
+    same = {name: getattr(here, name) for name in ("mesh", "rules", "zero", "pipeline", "batch", "memory")}
+    held = dataclasses.replace(built, cfg=saved.model_copy(update=same))
+    read = checkpoints.restore_params(step, held.checkpointed.state(config).params)
+    params = flatten_dict(held.checkpointed.restored_params(read, config))
+    if here.adapter.kind == "head" and not isinstance(here.model, Decoder):
+        params = {path: x for path, x in params.items() if path[0] != "head"} | built.fresh("head")
+    wanted = flatten_dict(adapters.base_of(built.state.params))
+    for path in sorted(wanted.keys() | params.keys()):
+        given, expected = (tuple(tree[path].shape) if path in tree else None for tree in (params, wanted))
+        if given != expected:
+            name = ".".join(path)
+            raise UserError(
+                f"{where}: {name} is {given}, but the config's model makes it {expected}; give the same model"
+            )
+    return _brought_to_rest(built, unflatten_dict(params))
+
+
+def base_of_run(built: Program, run: str | Path) -> Any:
+    """`base_from` the newest checkpoint of a run."""
+    if not is_run(run):
+        raise UserError(f"adapter.run: {run}: no run is there (no config.yaml); give what `jaxmem train` wrote")
+    with Checkpoints(place(load_config(Path(run, "config.yaml")), run), read_only=True) as checkpoints:
+        step = checkpoints.latest()
+        if step is None:
+            raise UserError(f"adapter.run: {run}: no checkpoint is there yet")
+        return base_from(built, checkpoints, step)
+
+
 def _brought_to_rest(built: Program, params: Any) -> Any:
     """Weights in the form that this program keeps them in, one after the other: beside those that were read, what is
     made of them."""
-    axes = flatten_dict(built.axes)
+    axes, placed = flatten_dict(built.axes), flatten_dict(built.state.params)
     left = flatten_dict(params)
     params.clear()
 
@@ -122,13 +161,22 @@ def _brought_to_rest(built: Program, params: Any) -> Any:
         own = axes[path][1:] if stacked else axes[path]
 
         def rest(w: Any) -> Any:
-            cfg, is_base = built.cfg, not adapters.owns(path)
-            how, double = cfg.precision, False
-            if is_base and cfg.adapter.kind != "none":
-                how, double = cfg.base_precision, cfg.adapter.double
+            how, double = built.rests(path)
             return precision.at_rest(w.dequantize(jnp.float32) if is_quantized(w) else w, own, how, double=double)
 
-        places = jax.tree.map(lambda x: x.sharding, flatten_dict(built.state.params)[path])
+        wanted = placed[path]
+        if _alike(left[path], wanted):
+            return left.pop(path)
+        places = jax.tree.map(lambda x: x.sharding, wanted)
         return jax.jit(jax.vmap(rest) if stacked else rest, out_shardings=places)(left.pop(path))
 
     return unflatten_dict({path: one(path) for path in list(left)})
+
+
+def _alike(one: Any, other: Any) -> bool:
+    """Whether two weights rest in the same, where that is said of their arrays."""
+
+    def kind(w: Any) -> tuple[Any, ...]:
+        return jax.tree.structure(w), [(x.shape, x.dtype, x.sharding) for x in jax.tree.leaves(w)]
+
+    return kind(one) == kind(other)

@@ -7,15 +7,19 @@ and zeros of the form that its gradient shall have: the weight's shape, a dtype 
     at = points(params, jnp.bfloat16)
     grads = jax.grad(lambda at: loss(placed(params, at)))(at)
 
+Of a stack some layers may have a gradient and the others none: `Some`. `stack.apply_stack` makes two or more stacks of
+it, in each of which every weight is of one kind, so that networks only ever see a `Point`.
+
 A `Hooked` weight is one whose gradient goes through a function before it is given to anyone: for weights of stacked
 layers in each layer's own backward pass, where `unhooked` is called within the layer.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
+from types import MappingProxyType
 from typing import Any, ClassVar, TypeAlias
 
 import jax
@@ -32,6 +36,24 @@ class Point:
 
     rest: jax.Array | QTensor
     at: jax.Array | None
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.rest.shape
+
+    @property
+    def ndim(self) -> int:
+        return self.rest.ndim
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Some:
+    """A stack of weights, and what the gradients of these layers are gradients of."""
+
+    rest: jax.Array | QTensor
+    at: jax.Array | Hooked
+    layers: tuple[int, ...] = field(metadata={"static": True})
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -137,10 +159,13 @@ def points(params: Any, dtype: DTypeLike | None = None) -> Any:
     return jax.tree.map(point, params, is_leaf=is_quantized)
 
 
-def placed(params: Any, at: Any) -> Any:
-    """Weights whose gradients go to `at`; where that has None, weights that have none."""
+def placed(params: Any, at: Any, some: Mapping[Any, tuple[int, ...]] = MappingProxyType({})) -> Any:
+    """Weights whose gradients go to `at`; where that has None, weights that have none. `some`: by their paths, stacks
+    of which `at` has these layers."""
 
-    def place(w: jax.Array | QTensor, at: jax.Array | None) -> Weight:
+    def place(path: Any, w: jax.Array | QTensor, at: jax.Array | None) -> Weight | Some:
+        if at is not None and path in some:
+            return Some(w, at, some[path])
         return at if at is not None and isinstance(w, jax.Array) and w.dtype == at.dtype else Point(w, at)
 
-    return jax.tree.map(place, params, at, is_leaf=is_quantized)
+    return jax.tree_util.tree_map_with_path(place, params, at, is_leaf=is_quantized)

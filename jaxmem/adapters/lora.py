@@ -29,7 +29,6 @@ from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
-from jaxmem import config
 from jaxmem.errors import UserError, nearest
 from jaxmem.models import parts
 from jaxmem.models.parts import Embedding, Keys, Linear, fetch, product
@@ -108,15 +107,16 @@ def lora(
     magnitude: bool = False,
     key: jax.Array | None = None,
     order: Sequence[int] | None = None,
-) -> None:
+) -> tuple[str, ...]:
     """Puts adapters into the linear layers and embeddings of a model whose names match. `magnitude`: DoRA. `order`:
-    which layer stands at each place of a stack."""
+    which layer stands at each place of a stack. What learns is given back, as patterns."""
     ranks = dict(targets) if isinstance(targets, Mapping) else dict.fromkeys(targets, rank)
     rngs = nnx.Rngs(params=jax.random.key(0) if key is None else key)
     for module, own in _targets(model, ranks):
         scale = alpha / (math.sqrt(own) if stabilized else own)
         dora = magnitude and isinstance(module, Linear)
         module.lora = Lora(rngs, module, own, scale, dropout, magnitude=dora, order=order)
+    return LEARNS
 
 
 def merged(w: Float[Array, "inputs outputs"], own: Mapping[str, jax.Array], scale: float) -> jax.Array:
@@ -128,23 +128,26 @@ def merged(w: Float[Array, "inputs outputs"], own: Mapping[str, jax.Array], scal
     return summed * (f32["magnitude"] / jnp.linalg.norm(summed, axis=0))
 
 
-def attach(model: nnx.Module, cfg: config.Adapter, key: jax.Array, order: Sequence[int] | None = None) -> None:
-    """The adapters of a config. `order`: which layer stands at each place of a stack."""
-    if cfg.kind != "none":
-        lora(
-            model,
-            rank=cfg.rank,
-            alpha=cfg.alpha,
-            targets=cfg.targets,
-            stabilized=cfg.stabilized,
-            dropout=cfg.dropout,
-            magnitude=cfg.kind == "dora",
-            key=key,
-            order=order,
-        )
-        for _, module in nnx.iter_modules(model):
-            if isinstance(module, Linear):
-                module.coded = None if cfg.product == "auto" else cfg.product
+def merge(model: nnx.Module) -> None:
+    """Puts low-rank adapters into the weights that they stand beside, in what these rest in, one layer after the other,
+    and takes them away. Into codes the sum is rounded anew."""
+    for _, module in list(nnx.iter_modules(model)):
+        if isinstance(module, Linear | Embedding) and module.lora is not None:
+            own = {name: x for name, x in nnx.to_pure_dict(nnx.state(module.lora)).items() if x is not None}
+            module.weight.set_value(_summed(module.weight.get_value(), own, module.lora.scale))
+            module.lora = None
+    if getattr(model, "prompt", None) is not None:
+        raise UserError("merge: a prompt stands before what is read, and has no weight to go into")
+
+
+def _summed(w: jax.Array | QTensor, own: Mapping[str, jax.Array], scale: float) -> jax.Array | QTensor:
+    def one(given: tuple[jax.Array | QTensor, Mapping[str, jax.Array]]) -> jax.Array | QTensor:
+        w, own = given
+        if isinstance(w, QTensor):
+            return w.renewed(merged(w.dequantize(jnp.float32), own, scale))
+        return merged(w, own, scale).astype(w.dtype)
+
+    return jax.lax.map(one, (w, own)) if w.ndim > 2 else one((w, own))
 
 
 def _targets(model: nnx.Module, ranks: Mapping[str, int]) -> list[tuple[Linear | Embedding, int]]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-NAMES = ("lora",)  # the attributes that hold adapters
+NAMES = ("lora", "prompt")  # the attributes that hold adapters
 
 
 def owns(path: tuple[Any, ...]) -> bool:

@@ -1,5 +1,6 @@
 """What a run is: sections, presets, loading, checking. Imports no jax."""
 
+from jaxmem.config.adapters import LOW_RANK
 from jaxmem.config.check import check
 from jaxmem.config.load import load_config, save_config
 from jaxmem.config.mesh import undivided
@@ -32,6 +33,7 @@ from jaxmem.config.sections import (
 )
 
 __all__ = [
+    "LOW_RANK",
     "PRESETS",
     "Adapter",
     "Batch",

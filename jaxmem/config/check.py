@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
-from jaxmem.config.adapters import check_adapter
+from jaxmem.config.adapters import check_adapter, check_some_layers
 from jaxmem.config.data import check_data
 from jaxmem.config.memory import check_memory, is_scheduled
 from jaxmem.config.optimizers import FIELDS, OPTIMIZERS, SEARCH_BASES
@@ -253,4 +253,5 @@ RULES = (
     _optimizer,
     _generate,
     check_adapter,
+    check_some_layers,
 )

@@ -112,13 +112,14 @@ def _indivisible(cfg: Config) -> Iterator[str]:
             yield f"mesh.{axis}: {shown} does not divide {', '.join(whole)}; nearest: {near or 'none'}{other}"
     yield from _own_rules(cfg)
     yield from _head_groups(cfg)
-    parts = time_parts(mesh)
+    parts, more = time_parts(mesh), cfg.prompt_length
     for length in cfg.data.lengths if isinstance(cfg.model, Decoder) else ():
-        if length % parts:
+        if (length + more) % parts:
             over = " and ".join(f"mesh.{axis} {getattr(mesh, axis)}" for axis in TIME if getattr(mesh, axis) > 1)
-            near = _near(length, range(parts, length + parts + 1, parts))
+            near = _near(length, range(parts - more % parts, length + parts + 1, parts))
             key = "sequence_length" if length == cfg.data.sequence_length else "buckets"
-            yield f"data.{key}: {length} does not make {parts} equal parts for {over}; nearest: {near}"
+            behind = f" behind a prompt of {more}" if more else ""
+            yield f"data.{key}: {length}{behind} does not make {parts} equal parts for {over}; nearest: {near}"
 
 
 def _head_groups(cfg: Config) -> Iterator[str]:

@@ -1,5 +1,9 @@
 """What the layers of each family call their values, for `memory.remat: {save: [names]}` and `memory.offload`."""
 
+from __future__ import annotations
+
+import re
+
 _ATTENTION = (
     "attention_norm", "attention_q", "attention_k", "attention_v", "attention", "attention_out", "mlp_norm",
 )  # fmt: skip
@@ -37,3 +41,6 @@ def on_host(offload: str | tuple[str, ...]) -> tuple[str, ...]:
 _INPUTS = ("attention_norm", "attention_q", "attention_k", "attention_v")
 IN_CHUNKS = (*_INPUTS, "mlp_norm", "mlp_gate", "mlp_up", "mlp_hidden")
 IN_GROUPS = (*_INPUTS, "attention")
+
+# In a pattern of weights' names, which layers of a stack, as Python counts them: `blocks[-2:].*`.
+LAYERS = re.compile(r"\[(-?\d*):(-?\d*)\]")

@@ -24,7 +24,7 @@ TARGETS = {
 }
 # Settings that change what an adapter computes, and the only values that are known here.
 FIXED: dict[str, tuple[Any, ...]] = {
-    "peft_type": ("LORA",),
+    "peft_type": ("LORA", "PROMPT_TUNING"),
     "bias": ("none",),
     "fan_in_fan_out": (False,),
     "modules_to_save": (None, []),
@@ -51,9 +51,11 @@ def adapter_fields(directory: str) -> dict[str, Any]:
     if not file.is_file():
         raise UserError(f"adapter.hf: {directory}: no {CONFIG} is there; give the directory that PEFT saved")
     given = read_json(file)
+    if given.get("peft_type") == "PROMPT_TUNING":
+        return _prompt_fields(file, given)
     for key, known in FIXED.items():
         if given.get(key, known[0]) not in known:
-            raise UserError(f"{file}: {key} {given[key]!r} is not supported, only {known[0]!r}")
+            raise UserError(f"{file}: {key} {given[key]!r} is not supported, only {' or '.join(map(repr, known))}")
     names, ranks = given.get("target_modules"), given.get("rank_pattern") or {}
     rank, alpha, dropout = given.get("r", 8), given.get("lora_alpha", 8), given.get("lora_dropout", 0.0)
     if not isinstance(names, list) or not names or not all(isinstance(name, str) for name in names):
@@ -78,6 +80,15 @@ def adapter_fields(directory: str) -> dict[str, Any]:
     }
 
 
+def _prompt_fields(file: Path, given: Mapping[str, Any]) -> dict[str, Any]:
+    length, parts = given.get("num_virtual_tokens"), given.get("num_transformer_submodules", 1)
+    if type(length) is not int or length < 1:
+        raise UserError(f"{file}: num_virtual_tokens must be a whole number of at least 1, not {length!r}")
+    if parts not in (1, None):
+        raise UserError(f"{file}: num_transformer_submodules {parts!r} is not supported, only 1")
+    return {"kind": "prompt", "length": length}
+
+
 def base_of(directory: str | Path) -> str:
     """The model that an adapter belongs to, where that is a directory of this machine."""
     file = Path(directory).expanduser() / CONFIG
@@ -89,6 +100,15 @@ def base_of(directory: str | Path) -> str:
 
 def adapter_json(adapter: Adapter, ranks: Mapping[str, int], base: str | None) -> dict[str, Any]:
     """The adapter_config.json of adapters with these ranks, by the names of the layers."""
+    if adapter.kind == "prompt":
+        return {
+            "peft_type": "PROMPT_TUNING",
+            "task_type": "CAUSAL_LM",
+            "base_model_name_or_path": base,
+            "num_virtual_tokens": adapter.length,
+            "num_transformer_submodules": 1,
+            "inference_mode": True,
+        }
     names = {ours: theirs for theirs, ours in TARGETS.items()}
     return {
         "peft_type": "LORA",

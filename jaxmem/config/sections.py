@@ -295,13 +295,14 @@ class Optimizer(Section):
 
 
 class Adapter(Section):
-    """What learns beside the model's own weights, which then stay as they are."""
+    """What learns beside the model's own weights, or of them; the others stay as they are."""
 
-    kind: Literal["none", "lora", "dora", "qlora"] = "none"
+    kind: Literal["none", "lora", "dora", "qlora", "prompt", "head", "last_layers", "patterns"] = "none"
     rank: Count = 16
     alpha: Positive = 16.0  # what an adapter adds counts alpha / rank
     stabilized: bool = False  # alpha / sqrt(rank) (rsLoRA)
-    # Linear layers and embeddings by patterns; with a number to each, its rank. The first that matches counts.
+    # Linear layers and embeddings by patterns; with a number to each, its rank. The first that matches counts. Under
+    # patterns: weights.
     targets: Annotated[tuple[str, ...], Field(strict=False)] | dict[str, Count] = ("blocks.*",)
     dropout: Fraction = 0.0  # of what an adapter sees
     base: Rest | None = None  # what the model's own weights rest in; none: nf4 under qlora, else as those that learn
@@ -310,6 +311,9 @@ class Adapter(Section):
     faster: Positive = 1.0  # the learning rate of B, as a multiple of A's (LoRA+)
     # Products with a base in codes: auto decodes each matrix whole, the others (kernels.dequant_matmul) never do.
     product: Literal["auto", "sliced", "pallas"] = "auto"
+    length: Count = 20  # prompt: tokens that are learnt
+    layers: Count = 1  # last_layers: how many
+    run: str | None = None  # a run whose weights stay; none: those of model.hf, or new ones
 
 
 class Train(Section):
@@ -391,8 +395,37 @@ class Config(Section):
     @property
     def learns(self) -> tuple[str, ...]:
         """Patterns of the weights that learn; none: all do."""
-        own = () if self.adapter.kind == "none" else ("*.lora.*",)
-        return (*own, *self.optimizer.trainable)
+        return (*self._own_patterns, *self.optimizer.trainable)
+
+    @property
+    def _own_patterns(self) -> tuple[str, ...]:
+        """Of what `adapter.kind` makes learn."""
+        model, adapter = self.model, self.adapter
+        match adapter.kind:
+            case "none":
+                return ()
+            case "prompt":
+                return ("prompt.*",)
+            case "head":
+                return ("head.*",)
+            case "patterns":
+                return tuple(adapter.targets)
+            case "last_layers":  # and what follows them
+                stack = f"stage_{len(model.stages) - 1}.blocks" if isinstance(model, Convnet) else "blocks"
+                tied = isinstance(model, Decoder) and model.tie_embeddings
+                return (f"{stack}[-{adapter.layers}:].*", "norm.*", *(() if tied else ("head.*",)))
+            case _:
+                return ("*.lora.*",)
+
+    @property
+    def prompt_length(self) -> int:
+        """Tokens before each row that an adapter learns."""
+        return self.adapter.length if self.adapter.kind == "prompt" else 0
+
+    @property
+    def time(self) -> int:
+        """Tokens of the longest row as layers see it."""
+        return self.data.sequence_length + self.prompt_length
 
     @property
     def base_precision(self) -> Precision:

@@ -24,6 +24,7 @@ from jaxmem.whole import written_whole
 
 SINGLE = "adapter_model.safetensors"
 LINEAR = {"a": "lora_A.weight", "b": "lora_B.weight", "magnitude": "lora_magnitude_vector"}
+PROMPT = "prompt_embeddings"
 TABLE = {"a": "lora_embedding_A", "b": "lora_embedding_B"}
 
 
@@ -31,6 +32,8 @@ def weights(params: Any) -> Iterator[tuple[Weight, Any]]:
     """Each weight of a decoder's adapters, with its leaf; the model's own are passed over."""
     for path, leaf in flatten_dict(params).items():
         *module, inner, kind = path
+        if inner == "prompt":
+            yield Weight(path, PROMPT, stacked=False, transposed=False), leaf
         if inner == "lora":
             name = MODULES[".".join(module)]
             called = TABLE if module == ["embedding"] else LINEAR

@@ -29,6 +29,7 @@ class Decoder(nnx.Module):
         self.blocks = stacked(self._block, cfg.layers, rngs)
         self.norm = parts.RMSNorm(cfg.embed, cfg.norm_epsilon)
         self.head = None if cfg.tie_embeddings else parts.Linear(rngs, cfg.embed, cfg.vocab, ("embed", "vocab"))
+        self.prompt: Any = nnx.data(None)  # what is learned before the tokens: jaxmem.adapters
 
     def _block(self, rngs: nnx.Rngs) -> Block:
         cfg = self.cfg
@@ -67,6 +68,8 @@ class Decoder(nnx.Module):
         keys: parts.RowKeys | None = None,
     ) -> Float[Array, "batch time embed"]:
         """What the output projection sees: losses that never hold all logits start here."""
+        if self.prompt is not None:
+            tokens, positions, segment_ids = self._behind_prompt(tokens, positions, segment_ids)
         x, _ = apply_stack(
             self.blocks,
             lambda block, x, keys, beside: (block(x, *beside, keys)[0], None),
@@ -75,7 +78,20 @@ class Decoder(nnx.Module):
             (self._angles(tokens, positions), segment_ids),
             way=self.execution.stack,
         )
-        return self.norm(x)
+        return self.norm(x if self.prompt is None else x[:, self.prompt.length :])
+
+    def _behind_prompt(
+        self, tokens: jax.Array, positions: jax.Array | None, segment_ids: jax.Array | None
+    ) -> tuple[jax.Array, jax.Array | None, jax.Array | None]:
+        """A row's tokens with those of the prompt in front, which belong to its first text."""
+        rows, more = tokens.shape[0], self.prompt.length
+
+        def behind(own: jax.Array, x: jax.Array) -> jax.Array:
+            return jnp.concatenate([jnp.broadcast_to(own, (rows, more)), x], axis=1)
+
+        places = None if positions is None else behind(jnp.arange(more, dtype=jnp.int32), positions + more)
+        texts = None if segment_ids is None else behind(segment_ids[:, :1], segment_ids)
+        return behind(self.prompt.tokens, tokens), places, texts
 
     def logits(self, x: Float[Array, "batch time embed"]) -> Float[Array, "batch time vocab"]:
         x = constrain(x, "batch", "vocab_time", "embed")
@@ -124,7 +140,11 @@ class Decoder(nnx.Module):
         return self.logits(self.norm(x))[:, 0], cache
 
     def _embed(self, tokens: Int[Array, "batch time"]) -> Float[Array, "batch time embed"]:
-        return self.embedding(tokens, self.execution.dtype)
+        dtype = self.execution.dtype
+        if self.prompt is None:
+            return self.embedding(tokens, dtype)
+        known = jnp.minimum(tokens, self.cfg.vocab - 1)
+        return constrain(self.prompt(tokens, self.embedding(known, dtype), dtype), "batch", "stream", "embed")
 
     def _angles(self, tokens: jax.Array, positions: jax.Array | None) -> Angles:
         if positions is None:

@@ -28,6 +28,7 @@ from jaxmem.optim.chains import (
     qgalore,
     sgd,
 )
+from jaxmem.optim.choice import Choice
 from jaxmem.optim.clipping import clip, remember
 from jaxmem.optim.galore import scale_by_galore, scale_by_galore_adam
 from jaxmem.optim.master import BITS, with_master, with_remainder
@@ -39,6 +40,7 @@ from jaxmem.optim.trainable import faster, only, trainable
 __all__ = [
     "BITS",
     "At",
+    "Choice",
     "Leaf",
     "Rule",
     "adafactor",

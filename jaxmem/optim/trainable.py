@@ -1,8 +1,9 @@
 """Some weights learn, the others stay as they are: freezing, as a transformation around any other.
 
 Weights are named by their paths, `blocks.attention.q.weight`, and chosen by patterns as of files: `*.bias` (BitFit,
-Zaken et al., arXiv:2106.10199), `head.*`, `*norm*`. What is frozen has no state: with Adam 8 bytes a weight less. Nor
-has it a gradient, where nothing else asks for one: jax does not compute what nobody reads.
+Zaken et al., arXiv:2106.10199), `head.*`, `*norm*`; `blocks[-2:].*` are the last two layers of a stack (`choice.py`).
+What is frozen has no state: with Adam 8 bytes a weight less. Nor has it a gradient, where nothing else asks for one:
+jax does not compute what nobody reads.
 
     tx = optim.trainable(optax.adam(1e-3), ["head.*"])
     state = tx.init(params)
@@ -19,9 +20,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from jaxmem.errors import UserError, nearest
-from jaxmem.sharding import is_axes
-from jaxmem.weights import is_quantized
+from jaxmem.optim.choice import Choice
 
 
 def trainable(tx: optax.GradientTransformation, patterns: Sequence[str]) -> optax.GradientTransformationExtraArgs:
@@ -35,13 +34,10 @@ def trainable(tx: optax.GradientTransformation, patterns: Sequence[str]) -> opta
         return inner.init(only(params, patterns))
 
     def update(grads: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, Any]:
-        own = None if params is None else only(params, patterns)
-        updates, state = inner.update(only(grads, patterns), state, own, **extra)
-
-        def every(g: jax.Array, u: jax.Array | None) -> jax.Array:
-            return jnp.zeros_like(g) if u is None else u
-
-        return jax.tree.map(every, grads, updates), state
+        choice = Choice.of(grads, patterns)
+        own = None if params is None else choice(params)
+        updates, state = inner.update(choice(grads), state, own, **extra)
+        return choice.put(jax.tree.map(jnp.zeros_like, grads), updates), state
 
     return optax.GradientTransformationExtraArgs(init, update)
 
@@ -71,16 +67,4 @@ def only(tree: Any, patterns: Sequence[str]) -> Any:
     >>> only({"a": {"bias": 1, "weight": 2}, "b": {"bias": 3}}, ["*.bias"])
     {'a': {'bias': 1, 'weight': None}, 'b': {'bias': 3}}
     """
-
-    def leaf(x: Any) -> bool:
-        return is_quantized(x) or is_axes(x)
-
-    named = jax.tree_util.tree_leaves_with_path(tree, is_leaf=leaf)
-    names = [jax.tree_util.keystr(path, simple=True, separator=".") for path, _ in named]
-    if idle := [pattern for pattern in patterns if not any(fnmatchcase(name, pattern) for name in names)]:
-        raise UserError(f"trainable: no weight is called {idle[0]!r}{nearest(idle[0], names)}")
-    chosen = [
-        x if any(fnmatchcase(name, pattern) for pattern in patterns) else None
-        for name, (_, x) in zip(names, named, strict=True)
-    ]
-    return jax.tree.unflatten(jax.tree.structure(tree, is_leaf=leaf), chosen)
+    return Choice.of(tree, patterns)(tree)

@@ -16,7 +16,6 @@ from typing import Any
 
 import jax
 
-from jaxmem.optim import only
 from jaxmem.planning.buffers import Allocation, Held, Lifetimes, Moment, fullest, read_allocations
 from jaxmem.planning.hlo import Frame, Instruction, Module, Shape, dot_flops
 from jaxmem.planning.origins import BATCH, NOWHERE, OPTIMIZER, OTHER, WEIGHTS, Origins, at, trace_origins
@@ -188,8 +187,8 @@ def known_shapes(built: Program) -> Known:
     parts: set[Form] = set()  # of stacked weights and gradients
     sizes: set[int] = set()
     layers: set[int] = set()
-    params, learns = built.state.params, built.cfg.learns
-    learned = only(params, learns) if learns else params  # the others have no gradient
+    params = built.state.params
+    learned = built.chosen(params)  # the others have no gradient
 
     def add(axes: Axes, leaf: Any, own: Any) -> None:
         stored, split, used, moments = (
@@ -200,7 +199,8 @@ def known_shapes(built: Program) -> Known:
         resting.update(form(x.sharding.shard_shape(x.shape)) for x in jax.tree.leaves(leaf))
         stacked = axes[:1] == ("layer",)
         for dims in (stored, split, used, moments, leaf.shape) if own is not None else ():
-            gradients.update({form(dims), form(dims[1:])} if stacked else {form(dims)})
+            count = dims[:1] if own.shape == leaf.shape else own.shape[:1]  # of a stack some layers may learn
+            gradients.update({form((*count, *dims[1:])), form(dims[1:])} if stacked else {form(dims)})
         if stacked and own is not None:
             sizes.add(math.prod(split))
             whole_gradients.update({form(used)} if used != split else ())
@@ -210,7 +210,7 @@ def known_shapes(built: Program) -> Known:
             whole_weights.update({form(used)} if used != stored else ())
 
     jax.tree.map(add, built.axes, params, learned, is_leaf=is_axes)
-    time = built.cfg.data.sequence_length if built.cfg.objective.reads_text else None
+    time = built.cfg.time if built.cfg.objective.reads_text else None
     return Known(
         frozenset(resting),
         frozenset(gradients),

@@ -143,8 +143,9 @@ def passes_of(cfg: Config, platform: str) -> Passes:
             update={"precision": Precision(parameters="bfloat16", compute=shape.precision.compute)}
         )
     if cfg.base_precision.quantized and cfg.adapter.kind != "none":
+        kind = "lora" if cfg.adapter.kind == "qlora" else cfg.adapter.kind
         shape = shape.model_copy(
-            update={"adapter": cfg.adapter.model_copy(update={"kind": "lora", "base": "bfloat16", "double": True})}
+            update={"adapter": cfg.adapter.model_copy(update={"kind": kind, "base": "bfloat16", "double": True})}
         )
     return _passes(one_share(shape, cfg), cfg.mesh.tensor)
 
@@ -160,7 +161,7 @@ def _passes(shape: Config, tensor: int) -> Passes:
         """What is kept, and the gradients."""
 
         def loss_of(at: Any) -> jax.Array:
-            return objective_(nnx.merge(built.graphdef, placed(params, at)), batch, None)["loss"]
+            return objective_(nnx.merge(built.graphdef, placed(params, at, built.some)), batch, None)["loss"]
 
         loss, back = jax.vjp(loss_of, points(built.chosen(params)))
         return jax.tree.leaves(back), back(jax.numpy.ones_like(loss))

@@ -108,7 +108,7 @@ class _Sizes:
         spec = batch_spec(cfg).values()
         self.batch = sum(math.prod(size) * np.dtype(dtype).itemsize // split for size, dtype, _ in spec)
         if isinstance(model, Decoder):
-            tokens, width, tensor = self.rows * cfg.data.sequence_length, self.width, mesh.tensor
+            tokens, width, tensor = self.rows * cfg.time, self.width, mesh.tensor
             heads, mlp, vocab = (
                 tensor if "tensor" in over else 1 for over in (cfg.rules.heads, cfg.rules.mlp, cfg.rules.vocab)
             )
@@ -158,7 +158,7 @@ def ideal_flops(built: Program) -> float:
     cfg, model = built.cfg, built.cfg.model
     if model.family != "decoder":
         return 6.0 * built.parameters * cfg.batch.global_size
-    length = cfg.data.sequence_length
+    length = cfg.time
     looked_up = 0 if model.tie_embeddings else model.vocab * model.embed
     seen = min(model.window or length, length)
     pairs = seen * length - seen * (seen - 1) / 2  # (query, key) that see each other

@@ -23,7 +23,7 @@ from flax import nnx
 from flax.traverse_util import flatten_dict, unflatten_dict
 
 from jaxmem import adapters, data, hf, models, optim, precision
-from jaxmem.config import Config, Convnet, Decoder
+from jaxmem.config import Config, Convnet, Decoder, Precision
 from jaxmem.config.names import rests_on_host
 from jaxmem.devices import lowering_for
 from jaxmem.errors import UserError
@@ -54,9 +54,10 @@ class Program:
     layout: Layout
 
     @cached_property
-    def _network(self) -> tuple[Any, Any]:
+    def _network(self) -> tuple[Any, Any, Any]:
         graphdef, state = nnx.split(nnx.eval_shape(self._adapted_new))
-        return graphdef, unflatten_dict({path: _axes(path, v) for path, v in nnx.to_flat_state(state)})
+        axes = unflatten_dict({path: _axes(path, v) for path, v in nnx.to_flat_state(state)})
+        return graphdef, axes, nnx.to_pure_dict(state)
 
     @property
     def graphdef(self) -> Any:
@@ -70,7 +71,7 @@ class Program:
     @cached_property
     def parameters(self) -> int:
         """Of the model: without the layers that fill up the stages."""
-        return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(nnx.state(nnx.eval_shape(self._adapted_new))))
+        return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(self._network[2]))
 
     @cached_property
     def pipeline(self) -> Pipeline | None:
@@ -89,18 +90,28 @@ class Program:
     def optimizer(self) -> optax.GradientTransformation:
         return self._optimizer_for(self.chosen(self.axes))
 
+    @cached_property
+    def choice(self) -> optim.Choice | None:
+        """Which weights learn; None: all."""
+        patterns = self.cfg.learns
+        if not patterns:
+            return None
+        optim.Choice.of(self.axes, patterns)  # refuses layers of what is no stack
+        return optim.Choice.of(self._network[2], patterns)
+
+    @property
+    def some(self) -> Mapping[Any, tuple[int, ...]]:
+        """By their paths, the stacks of which only these layers learn."""
+        return {} if self.choice is None else self.choice.some
+
     def chosen(self, weights: Any) -> Any:
         """A tree of the parameters, or of their axes, with None in the place of what is frozen."""
-        patterns = self.cfg.learns
-        return optim.only(weights, patterns) if patterns else weights
+        return weights if self.choice is None else self.choice(weights)
 
     @cached_property
     def trainable(self) -> int:
         """Parameters that learn."""
-        if not self.cfg.learns:
-            return self.parameters
-        new = nnx.to_pure_dict(nnx.state(nnx.eval_shape(self._adapted_new)))
-        return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(self.chosen(new)))
+        return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(self.chosen(self._network[2])))
 
     def _optimizer_for(self, axes: Any) -> optax.GradientTransformationExtraArgs:
         """Of the parameters that have these axes: all, or some."""
@@ -158,7 +169,7 @@ class Program:
     def culprits(self) -> list[str]:
         """What the metric `culprit` counts: weights and layers by name."""
         dense = jax.eval_shape(points, self._shapes.params)
-        return culprit.names(self.chosen(self.axes), dense, self._order)
+        return culprit.names(self.chosen(self.axes), self.chosen(dense), self._order, self.some)
 
     @cached_property
     def opt_axes(self) -> Any:
@@ -238,8 +249,9 @@ class Program:
             return self._told(begun.lower(self.state.params))
 
     def lower_initialise(self) -> jax.stages.Lowered:
-        """What makes a new state: of a random key, or of the weights that `model.hf` names."""
-        if isinstance(self.cfg.model, Decoder) and self.cfg.model.hf is not None:
+        """What makes a new state: of a random key, or of the weights that `model.hf` or `adapter.run` names."""
+        model = self.cfg.model
+        if self.cfg.adapter.run is not None or (isinstance(model, Decoder) and model.hf is not None):
             return self._lower_begin()
         key = self._placed("weights", (), jax.eval_shape(lambda: jax.random.key(0)))
         places = jax.tree.map(lambda x: x.sharding, self.state)
@@ -262,7 +274,7 @@ class Program:
             self.gradients_in,
             self._during if self.cfg.memory.update == "during" else None,
             self.cfg.train.on_nan == "skip",
-            self.chosen,
+            self.choice,
             InLayers(self.chosen(self.axes), self.opt_axes, self._optimizer_for) if self.offloads else None,
         )
 
@@ -382,12 +394,43 @@ class Program:
         return network
 
     def _initial(self, key: jax.Array) -> TrainState:
-        adapter = self.cfg.adapter
-        with precision.resting(self.cfg.base_precision, double=adapter.kind != "none" and adapter.double):
-            base = nnx.to_pure_dict(nnx.state(self._build(key)))
+        base = self._base(key)
         if self.pipeline is not None:
             base = jax.tree.map(self._staged, adapters.base_of(self.axes), base, is_leaf=is_axes)
         return self._begun(base if self.cfg.adapter.kind == "none" else self._with_adapters(base, key))
+
+    def _base(self, key: jax.Array) -> Params:
+        """New weights of the model itself, in what those that learn and those that stay rest in. Made twice in a trace
+        where the two are not alike, and once in what is compiled."""
+
+        def made(how: Precision, double: bool) -> Params:
+            with precision.resting(how, double=double):
+                return nnx.to_pure_dict(nnx.state(self._build(key)))
+
+        kinds = {how: flatten_dict(made(*how)) for how in {self.rests(path) for path in flatten_dict(self.axes)}}
+        base = flatten_dict(adapters.base_of(self.axes))
+        return unflatten_dict({path: kinds[self.rests(path)][path] for path in base})
+
+    def rests(self, path: Sequence[str]) -> tuple[Precision, bool]:
+        """What the weight at a path of names rests in, and whether the constants of codes do so in codes."""
+        cfg, keys = self.cfg, tuple(jax.tree_util.DictKey(name) for name in path)
+        learns = self.choice is None or keys in self.choice.layers
+        if learns or cfg.base_precision == cfg.precision:
+            return cfg.precision, False
+        return cfg.base_precision, cfg.adapter.double
+
+    def fresh(self, module: str) -> dict[tuple[str, ...], Any]:
+        """New weights of one module of the model, by their paths."""
+        paths = [path for path in flatten_dict(adapters.base_of(self.axes)) if path[0] == module]
+        placed = flatten_dict(self.state.params)
+
+        def made(key: jax.Array) -> dict[tuple[str, ...], Any]:
+            every = flatten_dict(self._base(key))
+            return {path: every[path] for path in paths}
+
+        places = {path: jax.tree.map(lambda x: x.sharding, placed[path]) for path in paths}
+        with self._lowering():
+            return jax.jit(made, out_shardings=places)(jax.random.key(self.cfg.seed))
 
     def _begun(self, params: Params) -> TrainState:
         scale = scaling.initial(self.cfg.precision.loss_scale)

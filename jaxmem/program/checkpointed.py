@@ -54,7 +54,8 @@ class Checkpointed:
         if not self._base_elsewhere:
             return params
         base = flatten_dict(self._program.read_weights())
-        return unflatten_dict({path: base[path] if x is None else x for path, x in flatten_dict(params).items()})
+        every = unflatten_dict({path: base.get(path, x) for path, x in flatten_dict(params).items()})
+        return every if self._program.choice is None else self._program.choice.put(every, params)
 
     @property
     def _base_elsewhere(self) -> bool:

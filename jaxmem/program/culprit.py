@@ -7,42 +7,61 @@ the backward pass comes to first, the last layer and what follows the layers bef
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jaxmem.sharding import is_axes
+
+Some: TypeAlias = Mapping[Any, tuple[int, ...]]
+ALL: Some = MappingProxyType({})
 
 AFTER_LAYERS = ("head", "norm")  # what networks have between their layers and the loss
 
 
-def names(axes: Any, sizes: Any, order: list[int] | None = None) -> list[str]:
+def names(axes: Any, sizes: Any, order: list[int] | None = None, some: Some = ALL) -> list[str]:
     """In the order of `squares`; `order` says which layer stands at each place of a stack."""
     after, stacks, before = _sorted(axes)
     lengths = {path: leaf.shape[0] for path, leaf in jax.tree_util.tree_leaves_with_path(sizes)}
     found = [_name(path) for path in after]
     for paths in stacks:
-        for place in reversed(range(lengths[paths[0]])):
+        for place, path in _turns(paths, lengths, some)[0]:
             layer = place if order is None else order[place]
-            found += [f"{_name(path)} of layer {layer}" for path in paths]
+            found.append(f"{_name(path)} of layer {layer}")
     return found + [_name(path) for path in before]
 
 
-def squares(grads: Any, axes: Any) -> jax.Array:
-    """Of each weight and layer the sum, in float32."""
+def squares(grads: Any, axes: Any, some: Some = ALL) -> jax.Array:
+    """Of each weight and layer the sum, in float32. `some`: by their paths, stacks of which these layers have one."""
     leaves = dict(jax.tree_util.tree_leaves_with_path(grads))
     after, stacks, before = _sorted(axes)
 
     def whole(path: Any) -> jax.Array:
         return jnp.sum(jnp.square(leaves[path].astype(jnp.float32))).reshape(1)
 
-    def by_layer(path: Any) -> jax.Array:
-        g = leaves[path].astype(jnp.float32)
-        return jnp.sum(jnp.square(g), axis=tuple(range(1, g.ndim)))[::-1]
+    def by_layer(paths: list[Any]) -> jax.Array:
+        own = [leaves[path].astype(jnp.float32) for path in paths]
+        every = jnp.concatenate([jnp.sum(jnp.square(g), axis=tuple(range(1, g.ndim))) for g in own])
+        lengths = {path: g.shape[0] for path, g in zip(paths, own, strict=True)}
+        return every[np.asarray(_turns(paths, lengths, some)[1])]
 
-    layers = [jnp.stack([by_layer(path) for path in paths], axis=1).reshape(-1) for paths in stacks]
-    return jnp.concatenate([*map(whole, after), *layers, *map(whole, before)])
+    return jnp.concatenate([*map(whole, after), *map(by_layer, stacks), *map(whole, before)])
+
+
+def _turns(paths: list[Any], lengths: dict[Any, int], some: Some) -> tuple[list[tuple[int, Any]], list[int]]:
+    """A stack's layers and weights in the order in which the backward pass comes to them, and where each is among the
+    weights' layers, one weight's after the other's."""
+    every = [
+        (layer, number, path)
+        for number, path in enumerate(paths)
+        for layer in some.get(path, tuple(range(lengths[path])))
+    ]
+    turns = sorted(range(len(every)), key=lambda at: (-every[at][0], every[at][1]))
+    return [(every[at][0], every[at][2]) for at in turns], turns
 
 
 def first(squares: jax.Array) -> jax.Array:

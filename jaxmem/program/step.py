@@ -20,7 +20,7 @@ from flax import nnx
 
 from jaxmem import optim, weights
 from jaxmem.config import Precision
-from jaxmem.optim.parts import pinned, put
+from jaxmem.optim.parts import pinned
 from jaxmem.precision import Params
 from jaxmem.program import culprit, scaling
 from jaxmem.program.during import During
@@ -61,12 +61,14 @@ def make_step(
     gradients_in: np.dtype | None = None,
     during: During | None = None,
     skip: bool = False,
-    chosen: Callable[[Params], Params] = lambda params: params,
+    choice: optim.Choice | None = None,
     in_layers: InLayers | None = None,
 ) -> Callable[[TrainState, Batch], tuple[TrainState, Metrics]]:
     """The training step. Leaves of the batch are [accumulate, rows, ...]; `axes` are those of the parameters that
-    learn, which `chosen` picks out of all; `compute` is the dtype that products run in, `gradients_in` what gradients
+    learn, `choice` says which, None: all; `compute` is the dtype that products run in, `gradients_in` what gradients
     are held in, None: each in its weight's own. `skip`: an update whose gradients are not finite is left out."""
+
+    some = {} if choice is None else choice.some
 
     def said(state: TrainState, sums: Sums, norm: jax.Array) -> Metrics:
         rate = learning_rate(state.step)
@@ -78,19 +80,20 @@ def make_step(
             scale = state.loss_scale.scale / batch["mask"][0].size
 
         def loss(of: Callable[..., Sums], at: Params, batch: Batch, keys: jax.Array) -> tuple[jax.Array, Sums]:
-            sums = of(nnx.merge(graphdef, weights.placed(state.params, at)), batch, keys)
+            sums = of(nnx.merge(graphdef, weights.placed(state.params, at, some)), batch, keys)
             return sums["loss"] * scale, sums
 
         def updated(grads: Params) -> tuple[Params, Any]:
             if in_layers is not None:
                 new, opt_state = in_layers(own, grads, state.opt_state, draws, norm)
-                return put(state.params, new), opt_state
-            updates, opt_state = tx.update(grads, state.opt_state, own)
-            new = optim.apply(own, updates, draws, axes)
-            # Cast where the optimizer's state lies, then gathered, or whole float32 updates would travel.
-            return put(state.params, pinned(new, axes_at_rest(axes, new), "optimizer")), opt_state
+            else:
+                updates, opt_state = tx.update(grads, state.opt_state, own)
+                new = optim.apply(own, updates, draws, axes)
+                # Cast where the optimizer's state lies, then gathered, or whole float32 updates would travel.
+                new = pinned(new, axes_at_rest(axes, new), "optimizer")
+            return new if choice is None else choice.put(state.params, new), opt_state
 
-        own = chosen(state.params)
+        own = state.params if choice is None else choice(state.params)
         at = weights.points(own, gradients_in)
         key = jax.random.fold_in(jax.random.key(seed), state.step)
         draws = jax.random.fold_in(key, _ROUNDING) if precision.stochastic else None
@@ -110,7 +113,7 @@ def make_step(
             grads, sums = accumulated(partial(loss, objective), at, batch, keys, axes, compute)
         count = jnp.maximum(sums["count"], 1.0)
         grads = jax.tree.map(lambda g: (g.astype(jnp.float32) / (count * scale)).astype(g.dtype), grads)
-        squares = culprit.squares(grads, axes)
+        squares = culprit.squares(grads, axes, some)
         norm = jnp.sqrt(jnp.sum(squares))
         metrics = said(state, sums, norm) | {CULPRIT: culprit.first(squares)}
         if state.loss_scale is None and not skip:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
 from jax.custom_batching import custom_vmap
 
@@ -20,6 +21,7 @@ from jaxmem.stack.pipeline import Pipeline, in_order, through_stages
 from jaxmem.stack.remat import Remat, policy
 from jaxmem.stack.schedule import schedule
 from jaxmem.stack.scheduled import by_schedule
+from jaxmem.stack.sections import Run, sections
 from jaxmem.weights import unhooked
 
 # (module, x, this layer's input, what every layer sees) -> (x, this layer's output)
@@ -39,7 +41,7 @@ class Way:
 class Applied:
     """A stack that is being applied: all that it takes to do it."""
 
-    run: Callable[[Any, Any, Any, Any], tuple[Any, Any]]  # (a layer's weights, x, its input, beside) -> (x, output)
+    run: Run  # (a layer's weights, x, its input, beside) -> (x, output)
     weights: Any  # of all layers, stacked
     x: Any
     inputs: Any
@@ -80,13 +82,30 @@ def apply_stack(
 
     if way.pipeline is not None:
         return _staged(way.pipeline, run, way.remat)(weights, x, inputs, beside)
+    forms = {(*group, *leaf.shape[1:]) for leaf in jax.tree.leaves(weights) for group in ((), groups())}
+    layers = jax.tree.leaves(weights)[0].shape[0]
+    cut = sections(weights)
+    if len(cut) == 1:
+        return _in_turn(run, weights, x, inputs, beside, layers, way, forms)
+    forms |= {(*group, size, *form) for form in forms for size in (1, layers) for group in ((), groups())}
+    outputs = []
+    for section in cut:
+        own_run, own, own_inputs, own_beside = section.of(run, weights, inputs, beside)
+        x, output = _in_turn(own_run, own, x, own_inputs, own_beside, section.stop - section.start, way, forms)
+        outputs.append(output)
+    return x, jax.tree.map(lambda *parts: jnp.concatenate(parts), *outputs)
+
+
+def _in_turn(
+    run: Run, weights: Any, x: Any, inputs: Any, beside: Any, layers: int, way: Way, forms: set[tuple[int, ...]]
+) -> tuple[Any, Any]:
+    """`forms`: the shapes that weights are seen in."""
     instead, away = _instead.get(), BOUNDARY in way.host
     # Boundaries alone go by a schedule that keeps each: it fetches the next one while a layer computes.
     remat = "every_1" if way.remat == "full" and way.host == (BOUNDARY,) and instead is None else way.remat
-    plan = schedule(remat, jax.tree.leaves(weights)[0].shape[0])
+    plan = schedule(remat, layers)
     if plan is not None:
         return by_schedule(run, plan, on_host=away)(weights, x, inputs, beside)
-    forms = {(*group, *leaf.shape[1:]) for leaf in jax.tree.leaves(weights) for group in ((), groups())}
     if instead is not None and away:  # what is kept is in sight, and moved there
         keep = policy(way.remat, forms)
     else:
@@ -98,11 +117,11 @@ def apply_stack(
     return jax.lax.scan(lambda x, one: run(one[0], x, one[1], beside), x, (weights, inputs))
 
 
-def _named(run: Callable[..., tuple[Any, Any]]) -> Callable[..., tuple[Any, Any]]:
+def _named(run: Run) -> Run:
     return lambda weights, x, one, beside: run(weights, named(x), one, beside)
 
 
-def _staged(pipeline: Pipeline, run: Callable[..., tuple[Any, Any]], remat: Remat) -> Callable[..., tuple[Any, Any]]:
+def _staged(pipeline: Pipeline, run: Run, remat: Remat) -> Callable[..., tuple[Any, Any]]:
     """One micro-batch by itself sees layer after layer; all of them together, a pipeline."""
 
     @custom_vmap

@@ -30,8 +30,12 @@ Forms = set[tuple[int, ...]]
 
 PRODUCT = "product"  # the checkpoint name of every product with a weight
 
-# `sharding.gather` and a pipeline's stages are made of these; each keeps the weight's shape.
-_FETCH = ("custom_vjp_call", "convert_element_type", "sharding_constraint", "name", "optimization_barrier")
+# `sharding.gather` and a pipeline's stages are made of these, each of which keeps the weight's shape; and of the last
+# ones what takes a layer's weight out of a stack.
+_FETCH = (
+    "custom_vjp_call", "convert_element_type", "sharding_constraint", "name", "optimization_barrier", "dynamic_slice",
+    "squeeze",
+)  # fmt: skip
 
 
 def _save_nothing(_: Forms) -> Policy:

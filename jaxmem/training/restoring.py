@@ -10,6 +10,7 @@ from jaxmem.checkpoint import Checkpoints
 from jaxmem.config import Train
 from jaxmem.program import Program
 from jaxmem.program.step import TrainState
+from jaxmem.trained import base_from, base_of_run
 from jaxmem.training.telemetry import DivergedError
 
 
@@ -18,13 +19,18 @@ def restored(built: Program, checkpoints: Checkpoints) -> tuple[int, TrainState,
     nothing was trained."""
     kept = built.checkpointed
     if (imported := checkpoints.read_latest()) and not imported[0]:
-        params = checkpoints.restore_params(0, kept.state(imported[1]).params)
-        return 0, built.begin(built.adapted(kept.restored_params(params, imported[1]))), {}
+        return 0, built.begin(built.adapted(base_from(built, checkpoints, 0))), {}
     found = checkpoints.restore_latest(kept.state)
     if found is None:
         return None
     step, state, position, config = found
     return step, kept.restored(state, config), position
+
+
+def begun(built: Program) -> TrainState:
+    """The state that a run begins with: of the weights that `model.hf` or `adapter.run` names, or of new ones."""
+    run = built.cfg.adapter.run
+    return built.initialise() if run is None else built.begin(built.adapted(base_of_run(built, run)))
 
 
 class Rollback:

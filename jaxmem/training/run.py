@@ -43,7 +43,7 @@ from jaxmem.training.lock import only_run
 from jaxmem.training.profile import Profile
 from jaxmem.training.progress import Progress, Work
 from jaxmem.training.replicas import Replicas
-from jaxmem.training.restoring import Rollback, restored
+from jaxmem.training.restoring import Rollback, begun, restored
 from jaxmem.training.signals import Stop, nothing_to_save
 from jaxmem.training.telemetry import DivergedError, Spikes, Telemetry
 from jaxmem.training.trackers import Trackers, check_trackers, trackers_for
@@ -95,7 +95,7 @@ def _run(cfg: Config, devices: Sequence[Any] | None) -> Result:
         _make_room(cfg, directory, kept)
         checkpoints = opened.enter_context(_checkpoints(cfg, kept))
         opened.enter_context(together())  # closing what is above needs all processes
-        step, state, position = restored(built, checkpoints) or (0, built.initialise(), {})
+        step, state, position = restored(built, checkpoints) or (0, begun(built), {})
         if position:
             loader.restore(position)
         made_of = {"fingerprint": identity}
@@ -212,10 +212,9 @@ def _refuse_another_run(cfg: Config, directory: Path, kept: epath.Path, identity
                 after = cfg.model_dump(mode="json")
                 if position:
                     refuse_changes(before, after, directory, (position["fingerprint"], identity))
-                else:  # imported weights
-                    refuse_changes(
-                        {key: before[key] for key in WEIGHTS}, {key: after[key] for key in WEIGHTS}, directory
-                    )
+                else:  # imported weights, which rest in something else where they stay
+                    own = WEIGHTS if cfg.adapter.kind == "none" else ("model",)
+                    refuse_changes({key: before[key] for key in own}, {key: after[key] for key in own}, directory)
 
 
 def _refer(built: Program, loader: Loader, state: TrainState, identity: str, began: str | None) -> str:

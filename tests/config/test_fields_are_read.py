@@ -32,7 +32,7 @@ READ_HERE = {
     "rounding": "Precision.stochastic",
     **dict.fromkeys(("mlp_chunk", "head_groups"), "Memory.pieces"),
     "base": "Config.base_precision",
-    "trainable": "Config.learns",
+    **dict.fromkeys(("trainable", "Adapter.layers"), "Config.learns"),
     # Given to the optimizer by name; tests/optim builds each with all of its own.
     **{f"Rules.{dim}": "Rules.table" for dim in Rules.model_fields},
     **dict.fromkeys(("momentum", "rank", "refresh_every", "scale", "similarity", "tables", "kernel"), "Optimizer.own"),

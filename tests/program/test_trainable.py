@@ -10,7 +10,7 @@ from flax.traverse_util import flatten_dict
 from jaxmem.config import load_config
 from jaxmem.errors import UserError
 from jaxmem.program import program
-from tests.program.conftest import Trained, config
+from tests.program.conftest import SMALL, Trained, config
 
 NORMS = ["*norm.scale", "head.*"]
 
@@ -66,3 +66,57 @@ def test_what_cannot_be_chosen():
         _ = program(config(optimizer={"trainable": ["norms"]}), jax.devices()[:1]).state
     with pytest.raises(UserError, match=r"memory\.update=after, where what is frozen has no gradient"):
         load_config(frozen().model_dump(mode="json"), ["memory.update=during", "optimizer.clip=null"])
+
+
+SOME = ["blocks[:1].attention.*", "blocks[-1:].mlp.*", "blocks[1:].mlp.up.*", "*norm.scale"]
+
+
+def test_some_layers_learn_on_any_mesh():
+    """Of stacks with three layers, each weight in other ones; where groups of rows keep their sums apart, too."""
+    own = {"epsilon": 1e-3, "learning_rate": 1e-2, "trainable": SOME}
+    model, batch = {"preset": "tiny", **SMALL, "vocab": 264, "layers": 3}, {"global_size": 8, "accumulate": 2}
+    alone = Trained(config(model=model, optimizer=own, batch=batch), updates=2)
+    before, after = (flatten_dict(params)["blocks", "mlp", "up", "weight"] for params in (alone.first, alone.params))
+    assert [bool((before[n] != after[n]).any()) for n in range(3)] == [False, True, True]
+    assert "blocks.mlp.down.weight of layer 2" in alone.built.culprits
+    assert "blocks.mlp.down.weight of layer 1" not in alone.built.culprits
+    mesh = {"replica": 2, "fsdp": 2}
+    split = config(model=model, optimizer=own, batch=batch, mesh=mesh, memory={"remat": "sqrt"})
+    Trained(split, devices=4, updates=2).agrees_with(alone)
+
+
+def test_the_backward_pass_stops_where_nothing_learns():
+    """Of six layers the last one, in compiled bytes: no state, no gradient and no boundary of the others."""
+    wide = {"vocab": 264, "embed": 64, "mlp": 256, "heads": 4, "kv_heads": 4, "head_dim": 16, "layers": 6}
+    sections = {"model": {"preset": "tiny", **wide}, "batch": {"global_size": 2}, "memory": {"remat": "full"}}
+    last = program(config(adapter={"kind": "last_layers"}, **sections), jax.devices()[:1])
+    full, less = (one.lower_step().compile() for one in (program(config(**sections), jax.devices()[:1]), last))
+    gone = last.parameters - last.trainable
+    assert gone == 5 * (4 * 64 * 64 + 3 * 64 * 256 + 2 * 64) + 264 * 64
+    sizes = [one.memory_analysis() for one in (full, less)]
+    assert sizes[0].argument_size_in_bytes - sizes[1].argument_size_in_bytes == 8 * gone  # Adam's moments
+    assert sizes[0].temp_size_in_bytes - sizes[1].temp_size_in_bytes > 4 * gone
+    boundaries = "f32[6,2,24,64]"
+    assert boundaries in full.as_text()
+    assert boundaries not in less.as_text()
+
+
+@pytest.mark.parametrize(
+    ("sections", "message"),
+    [
+        ({"mesh": {"stage": 2}}, r"mesh.stage: blocks\[-1:\].\* are layers of some stages"),
+        ({"adapter": {"base": "nf4"}}, r"adapter.base: blocks\[-1:\].\* are layers of stacks, which rest in one form"),
+        ({"adapter": {"layers": 3}}, "adapter.layers: 3 are more than the 2 of the last stack; use 2 or fewer"),
+        (
+            {"adapter": {"rank": 4}},
+            "adapter.rank: adapter.kind: last_layers has none; those that do: lora, dora, qlora",
+        ),
+        ({"adapter": {"kind": "prompt"}}, "data.packing: a prompt stands before a row"),
+        ({"adapter": {"kind": "prompt"}, "mesh": {"context": 2}}, "mesh.context: 2 parts rows as they are in the data"),
+        ({"adapter": {"kind": "patterns", "targets": {"*.bias": 2}}}, "patterns of weights have no ranks; give a list"),
+    ],
+)
+def test_kinds_say_what_they_do_not_go_with(sections, message):
+    adapter = {"kind": "last_layers", **sections.get("adapter", {})}
+    with pytest.raises(UserError, match=message):
+        config(**{**sections, "adapter": adapter})

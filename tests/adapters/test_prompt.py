@@ -1,0 +1,65 @@
+"""A learned prompt: what a network gives behind it, in training, in generation, and as PEFT's files have it."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from flax.traverse_util import flatten_dict
+
+from jaxmem import adapters
+from jaxmem.decode import Generator, Thread
+from jaxmem.errors import UserError
+from jaxmem.program import program
+from tests.program.conftest import Trained, config
+
+SECTIONS = {
+    "adapter": {"kind": "prompt", "length": 4},
+    "data": {"sequence_length": 20, "packing": False},
+    "optimizer": {"epsilon": 1e-3, "learning_rate": 1e-2},
+}
+
+
+@pytest.fixture(scope="module")
+def alone():
+    return Trained(config(**SECTIONS), updates=2)
+
+
+def test_only_the_prompt_learns_on_any_mesh(alone):
+    before, after = flatten_dict(alone.first), flatten_dict(alone.params)
+    assert {path for path in before if (before[path] != after[path]).any()} == {("prompt", "weight")}
+    assert alone.built.trainable == 4 * 32
+    mesh = {"fsdp": 2, "tensor": 2}
+    Trained(config(**SECTIONS, mesh=mesh, memory={"remat": "full"}), devices=4, updates=2).agrees_with(alone)
+
+
+def test_a_base_in_codes_stays_in_codes():
+    placed = program(config(**{**SECTIONS, "adapter": {**SECTIONS["adapter"], "base": "nf4"}}), jax.devices()[:1]).state
+    assert placed.params["head"]["weight"].format == "nf4"
+    assert placed.params["prompt"]["weight"].dtype == np.float32
+
+
+def test_it_is_read_before_every_text(alone):
+    """Prompts of two lengths, and a conversation, are continued as whole sequences behind the rows would be."""
+    built, params = alone.built, alone.state.params
+    plain = nnx.merge(built.graphdef, params)
+    plain.prompt = None  # by hand: a table of tokens with the prompt's rows behind it
+    table = jnp.concatenate([params["embedding"]["weight"], params["prompt"]["weight"]])
+    plain.embedding.weight = nnx.Param(table, axes=("vocab", "embed"))
+    prompts = [np.array([5, 9, 2], np.int32), np.array([7], np.int32)]
+    generator = Generator(built, params)
+    said = np.stack(list(generator(prompts, 3)))
+    for row, prompt in enumerate(prompts):
+        ids = np.append(prompt, said[:2, row]).astype(np.int32)
+        logits = jax.jit(plain)(jnp.asarray([[*range(264, 268), *ids]], jnp.int32))[0, 4:]
+        assert np.argmax(logits, axis=-1)[-3:].tolist() == said[:, row].tolist()
+    found = jax.jit(nnx.merge(built.graphdef, params))(jnp.asarray(ids)[None])[0]
+    np.testing.assert_allclose(found, logits, rtol=1e-5, atol=1e-5)
+    assert list(Thread(generator)(prompts[0], 3)) == said[:, 0].tolist()
+
+
+def test_it_cannot_be_merged(alone):
+    with pytest.raises(UserError, match="merge: a prompt stands before what is read"):
+        adapters.merge(nnx.merge(alone.built.graphdef, alone.state.params))

@@ -1,0 +1,58 @@
+"""Which weights learn, by name and by layer."""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from jaxmem import optim
+from jaxmem.errors import UserError
+from jaxmem.quant import quantize
+
+PARAMS = {"blocks": {"w": jnp.arange(24.0).reshape(4, 3, 2), "b": jnp.ones((4, 2))}, "head": jnp.ones(3)}
+
+
+def test_layers_are_taken_out_and_put_back():
+    choice = optim.Choice.of(PARAMS, ["blocks[-1:].*", "blocks[:2].w", "blocks.b"])
+    own = choice(PARAMS)
+    np.testing.assert_array_equal(own["blocks"]["w"], PARAMS["blocks"]["w"][np.array([0, 1, 3])])
+    assert own["blocks"]["b"].shape == (4, 2)  # whole, as another pattern says
+    assert own["head"] is None
+    assert [*choice.some.values()] == [(0, 1, 3)]
+    put = choice.put(PARAMS, {"blocks": {"w": -own["blocks"]["w"], "b": own["blocks"]["b"]}, "head": None})
+    np.testing.assert_array_equal(put["blocks"]["w"][2], PARAMS["blocks"]["w"][2])
+    np.testing.assert_array_equal(put["blocks"]["w"][np.array([0, 1, 3])], -own["blocks"]["w"])
+    assert optim.Choice.of(PARAMS, ["blocks[:9].b"]).some == {}  # all that there are
+
+
+def test_layers_in_codes():
+    q = {"blocks": quantize(jnp.asarray(np.random.default_rng(0).normal(size=(4, 64, 2)), jnp.float32), "nf4", axis=-2)}
+    choice = optim.Choice.of(q, ["blocks[1:3]"])
+    own = choice(q)
+    np.testing.assert_array_equal(own["blocks"].dequantize(), q["blocks"].dequantize()[1:3])
+    np.testing.assert_array_equal(choice.put(q, own)["blocks"].dequantize(), q["blocks"].dequantize())
+
+
+def test_an_optimizer_holds_state_of_these_layers_alone():
+    tx = optim.trainable(optim.sgd(1.0, momentum=0.9), ["blocks[2:].w"])
+    state = tx.init(PARAMS)
+    assert sum(x.size for x in optax.tree.get(state, "trace")["blocks"].values() if x is not None) == 12
+    updates, _ = tx.update(PARAMS, state, PARAMS)
+    moved = np.asarray(updates["blocks"]["w"] != 0).reshape(4, -1).any(1)
+    assert moved.tolist() == [False, False, True, True]
+    assert not np.asarray(updates["head"]).any()
+
+
+@pytest.mark.parametrize(
+    ("tree", "pattern", "message"),
+    [
+        (PARAMS, "blocks[4:].w", r"\[4:\] names no layer of blocks.w, which has 4"),
+        (PARAMS, "block[:1].w", "no weight is called 'block.w'; did you mean blocks.w"),
+        ({"head": ("embed", "vocab")}, "head[:1]", r"head is no stack, of which \[:1\] would be layers"),
+    ],
+)
+def test_what_names_nothing(tree, pattern, message):
+    with pytest.raises(UserError, match=message):
+        optim.Choice.of(tree, [pattern])
