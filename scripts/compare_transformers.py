@@ -99,13 +99,14 @@ def values(name: str, shape: tuple[int, ...]) -> np.ndarray:
     return 1 + drawn / 8 if name.endswith("norm.weight") else drawn / 4
 
 
-def write_directory(name: str, place: Path, dtype: Any = np.float32) -> None:
+def write_directory(name: str, place: Path, dtype: Any = np.float32, **changed: Any) -> None:
+    """`changed`: keys of its config.json that are others."""
     from safetensors.numpy import save_file
 
     place.mkdir(parents=True, exist_ok=True)
-    kind = np.dtype(dtype).name
-    (place / "config.json").write_text(json.dumps({**config(name), "torch_dtype": kind}, indent=1))
-    tensors = {one: values(one, shape).astype(dtype) for one, shape in shapes(config(name)).items()}
+    given = {**config(name), "torch_dtype": np.dtype(dtype).name, **changed}
+    (place / "config.json").write_text(json.dumps(given, indent=1))
+    tensors = {one: values(one, shape).astype(dtype) for one, shape in shapes(given).items()}
     save_file(tensors, place / "model.safetensors", metadata={"format": "pt"})
 
 

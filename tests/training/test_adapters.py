@@ -1,0 +1,63 @@
+"""Runs that begin from the weights of another: a new classifier on a backbone, adapters on what was imported."""
+
+from __future__ import annotations
+
+import jax
+import numpy as np
+import pytest
+from flax.traverse_util import flatten_dict
+from safetensors.numpy import load_file
+
+from jaxmem.config import load_config
+from jaxmem.convert import import_model
+from jaxmem.errors import UserError
+from jaxmem.hf.beside import copy_tokenizer
+from jaxmem.trained import open_model
+from jaxmem.training.run import run
+
+ONE = jax.devices()[:1]
+
+
+def test_a_new_classifier_on_a_backbone(tmp_path):
+    def config(name, objective, outputs, **sections):
+        model = {"family": "mlp", "layers": 1, "embed": 16, "mlp": 16, "outputs": outputs}
+        base = {"name": name, "output": str(tmp_path), "objective": objective, "model": model, "train": {"steps": 2}}
+        return load_config({**base, "data": {"source": "digits"}, "batch": {"global_size": 8}, **sections})
+
+    first = flatten_dict(run(config("base", "classify", 10), ONE).state.params)
+    adapter = {"kind": "head", "run": str(tmp_path / "base")}
+    second = run(config("odd", "binary", 1, adapter=adapter), ONE)
+    for path, x in flatten_dict(second.state.params).items():
+        if path[0] == "head":
+            assert x.shape[-1] == 1
+        else:
+            np.testing.assert_array_equal(x, first[path])
+    assert second.plan.as_json()["model"]["trainable"] == 17
+    again = flatten_dict(open_model(tmp_path / "odd")[1])
+    jax.tree.map(np.testing.assert_array_equal, again, flatten_dict(second.state.params))
+    wider = {"family": "mlp", "layers": 1, "embed": 16, "mlp": 24, "outputs": 1}
+    with pytest.raises(UserError, match=r"mlp\.down\.weight is \(1, 16, 16\), but the config.s model makes it \(1, 24"):
+        run(config("other", "binary", 1, adapter=adapter, model=wider), ONE)
+    with pytest.raises(UserError, match=r"adapter\.run: nowhere: no run is there"):
+        run(config("other", "binary", 1, adapter={"kind": "head", "run": "nowhere"}), ONE)
+
+
+def test_adapters_on_imported_weights(tmp_path, compare):
+    """In the imported run's own directory: nf4 of what was imported."""
+    place = tmp_path / "given"
+    compare.write_directory("llama3", place, vocab_size=257)
+    copy_tokenizer("bytes", place)
+    import_model(place, tmp_path / "run")
+    (tmp_path / "text.txt").write_text("a text to learn, " * 40)
+    overrides = [
+        "adapter.kind=qlora", "adapter.rank=2", "data.source=text", f"data.path={tmp_path / 'text.txt'}",
+        "train.steps=2", "data.sequence_length=16", "data.held_out=0", "optimizer.learning_rate=1e-2",
+    ]  # fmt: skip
+    cfg = load_config(tmp_path / "run/config.yaml", overrides)
+    trained = run(cfg, ONE)
+    head, given = trained.state.params["head"]["weight"], load_file(place / "model.safetensors")["lm_head.weight"].T
+    assert head.format == "nf4"
+    assert np.abs(np.float32(head.dequantize()) - given).max() < 0.2 * np.abs(given).max()
+    assert np.asarray(trained.state.params["blocks"]["mlp"]["up"]["lora"]["b"]).any()
+    with pytest.raises(UserError, match=r"has adapters beside its weights; export it with --merge, and give model\.hf"):
+        run(load_config(cfg.model_dump(mode="json"), ["name=next", f"adapter.run={tmp_path / 'run'}"]), ONE)
