@@ -8,8 +8,14 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from jaxmem.adapters import Lora
+from jaxmem.adapters import Lora, lora
 from jaxmem.models.parts import Embedding, Linear
+
+
+class Network(nnx.Module):
+    def __init__(self):
+        self.first = Linear(nnx.Rngs(0), 24, 40, ("embed", "mlp"))
+        self.second = Linear(nnx.Rngs(1), 40, 24, ("mlp", "embed"))
 
 
 def layer(magnitude):
@@ -27,6 +33,14 @@ def test_a_layer_is_that_of_the_sum(magnitude):
     if magnitude:
         summed = summed * np.linalg.norm(w, axis=0) / np.linalg.norm(summed, axis=0)
     np.testing.assert_allclose(linear(x), np.float64(x) @ summed + bias, rtol=2e-5, atol=2e-6)
+
+
+def test_the_scale_is_that_of_the_papers():
+    model = Network()
+    lora(model, targets={"first": 4, "second": 16}, alpha=32)
+    assert (model.first.lora.scale, model.second.lora.scale) == (8, 2)
+    lora(model, targets=["*"], rank=16, alpha=32, stabilized=True)
+    assert (model.first.lora.scale, model.second.lora.scale) == (8, 8)
 
 
 def test_lengths_count_as_constants():

@@ -1,0 +1,172 @@
+"""Do the tests notice? Faults planted in the numerics one by one, in a copy, and the tests that must fail.
+
+    python scripts/mutations.py            # all; half a minute each on one core
+    python scripts/mutations.py lora rope  # some
+
+Each is a line that a tired person might write. One that no test notices is a hole in the tests: exit code 1.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).parents[1]
+COPIED = ("jaxmem", "kernels", "tests", "scripts", "configs", "docs", "pyproject.toml")
+
+
+class Fault(NamedTuple):
+    what: str
+    file: str
+    right: str
+    wrong: str
+    tests: str  # which must fail
+
+
+FAULTS = {
+    "adam": Fault(
+        "the wrong sign in the bias correction of Adam's moments",
+        "jaxmem/optim/adam.py",
+        "return 1 - jnp.float32(beta) ** count",
+        "return 1 + jnp.float32(beta) ** count",
+        "tests/optim/test_quantized.py::test_adam_in_codes_follows_adam",
+    ),
+    "lora": Fault(
+        "LoRA without its scale",
+        "jaxmem/adapters/lora.py",
+        "scale = alpha / (math.sqrt(own) if stabilized else own)",
+        "scale = 1.0",
+        "tests/adapters/test_lora.py",
+    ),
+    "galore": Fault(
+        "a projection that is never found anew",
+        "jaxmem/optim/galore.py",
+        "due = turn | (at.count == 1)",
+        "due = at.count == 1",
+        "tests/optim/test_galore.py::test_layers_look_in_turn",
+    ),
+    "segments": Fault(
+        "packed documents that see each other",
+        "jaxmem/models/block.py",
+        "            segment_ids=segment_ids,\n",
+        "            segment_ids=None,\n",
+        "tests/models/test_decoder.py::test_packed_documents_do_not_see_each_other",
+    ),
+    "micro-batch": Fault(
+        "the last micro-batch dropped",
+        "jaxmem/program/gradients.py",
+        "looped = (batch, keys) if apart is None else",
+        "looped = jax.tree.map(lambda x: x[:-1], (batch, keys)) if apart is None else",
+        "tests/program/test_step.py::test_micro_batches_add_up_to_the_large_batch",
+    ),
+    "axes": Fault(
+        "two mesh axes exchanged in a rule: what the optimizer holds is split as for a lower ZeRO stage",
+        "jaxmem/sharding.py",
+        "optimizer=state if zero >= 1 else tensor",
+        "optimizer=tensor if zero >= 1 else state",
+        "tests/program/test_layouts.py::test_every_table_covers_the_same_axes "
+        "tests/program/test_layouts.py::test_every_layout_learns_what_one_device_learns_in_the_bytes_that_the_tables_promise",
+    ),
+    "mask": Fault(
+        "the mask of the loss counted twice",
+        "jaxmem/program/objective.py",
+        '"count": jnp.sum(mask)}',
+        '"count": 2 * jnp.sum(mask)}',
+        "tests/program/test_step.py::test_the_update_is_adamw_on_clipped_mean_gradients",
+    ),
+    "rope": Fault(
+        "a rotation that is none",
+        "jaxmem/models/rope.py",
+        "b * cos + a * sin",
+        "b * cos - a * sin",
+        "tests/models/test_rope.py",
+    ),
+    "window": Fault(
+        "a window that sees one key too many",
+        "kernels/attention/mask.py",
+        "seen & (distance < window)",
+        "seen & (distance <= window)",
+        "tests/models/test_decoder.py::test_a_window_hides_what_lies_further_back",
+    ),
+    "rounding": Fault(
+        "stochastic rounding that always rounds down",
+        "jaxmem/precision.py",
+        "draws = jax.random.bits(key, x.shape, jnp.uint16).astype(jnp.uint32)",
+        "draws = jnp.zeros(x.shape, jnp.uint32)",
+        "tests/test_precision.py::test_rounded_stochastically_a_value_is_one_of_its_neighbours_and_itself_in_the_mean",
+    ),
+    "dropout": Fault(
+        "what dropout keeps is not made larger",
+        "jaxmem/models/parts.py",
+        "x / (1.0 - rate)",
+        "x",
+        "tests/models/test_decoder.py::test_dropout_needs_a_key_and_follows_it tests/models/test_networks.py",
+    ),
+    "smoothing": Fault(
+        "label smoothing the wrong way round",
+        "jaxmem/losses.py",
+        "(1.0 - label_smoothing) * loss + label_smoothing * uniform",
+        "label_smoothing * loss + (1.0 - label_smoothing) * uniform",
+        "tests/test_losses.py",
+    ),
+}
+
+
+def copied(to: Path) -> Path:
+    """The repository, with jaxmem.kernels where it installs."""
+    for name in COPIED:
+        source = ROOT / name
+        if source.is_dir():
+            shutil.copytree(source, to / name, ignore=shutil.ignore_patterns("__pycache__"))
+        else:
+            shutil.copy(source, to / name)
+    (to / "jaxmem" / "kernels").symlink_to(to / "kernels")
+    return to
+
+
+def caught(fault: Fault, at: Path) -> bool:
+    """Whether a test fails with this fault planted; the copy is as it was afterwards."""
+    file = at / fault.file
+    right = file.read_text()
+    if right.count(fault.right) != 1:
+        raise SystemExit(f"{fault.file} has {right.count(fault.right)} times {fault.right!r}; once is needed")
+    file.write_text(right.replace(fault.right, fault.wrong))
+    try:
+        ended = _tested(fault, at)
+    finally:
+        file.write_text(right)
+    if ended.returncode not in (0, 1):  # 1: tests failed
+        raise SystemExit(f"{fault.tests}: could not be run\n{ended.stdout[-2000:]}")
+    return ended.returncode == 1
+
+
+def _tested(fault: Fault, at: Path) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "pytest", "-xq", "-p", "no:cacheprovider", *fault.tests.split()]
+    environment = {**os.environ, "PYTHONPATH": str(at), "PYTHONDONTWRITEBYTECODE": "1", "JAX_PLATFORMS": "cpu"}
+    return subprocess.run(command, cwd=at, env=environment, capture_output=True, text=True, check=False)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("names", nargs="*", metavar="FAULT", help=f"of {', '.join(FAULTS)}; all by default")
+    names = parser.parse_args().names or list(FAULTS)
+    if unknown := [name for name in names if name not in FAULTS]:
+        parser.error(f"no fault {unknown[0]!r}; known: {', '.join(FAULTS)}")
+    missed = 0
+    with tempfile.TemporaryDirectory() as folder:
+        at = copied(Path(folder))
+        for name in names:
+            found = caught(FAULTS[name], at)
+            missed += not found
+            print(f"{'caught' if found else 'MISSED'}  {name}: {FAULTS[name].what}", flush=True)
+    return min(missed, 1)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
