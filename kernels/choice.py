@@ -13,7 +13,9 @@ import importlib.resources
 import json
 import logging
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,20 +28,44 @@ LOG = logging.getLogger("jaxmem.kernels")
 class Choice:
     implementation: str
     why: str
+    kind: str
+    sizes: tuple[int, ...]
+
+
+_listening: ContextVar[list[Choice] | None] = ContextVar("listening", default=None)
+
+
+@contextmanager
+def choices() -> Iterator[list[Choice]]:
+    """What is chosen in here, in order."""
+    made: list[Choice] = []
+    token = _listening.set(made)
+    try:
+        yield made
+    finally:
+        _listening.reset(token)
 
 
 def choose(
     operation: str, given: str | None, names: Iterable[str], *, portable: str, kind: str, sizes: tuple[int, ...]
 ) -> Choice:
     """`kind`: what of a call (a dtype, a format) changes everything; `sizes`: what changes it gradually."""
-    names = list(names)
+    choice = _chosen(operation, given, list(names), portable, kind, sizes)
+    if (made := _listening.get()) is not None:
+        made.append(choice)
+    return choice
+
+
+def _chosen(
+    operation: str, given: str | None, names: list[str], portable: str, kind: str, sizes: tuple[int, ...]
+) -> Choice:
     if given is not None:
         if given not in names:
             near = difflib.get_close_matches(given, names, n=1, cutoff=0.0)[0]
             raise ValueError(
                 f"{operation}: implementation is {given!r}; it should be one of {', '.join(names)}, nearest {near}"
             )
-        return Choice(given, "named")
+        return Choice(given, "named", kind, sizes)
     return _measured(operation, device_kind(), portable, kind, sizes)
 
 
@@ -47,9 +73,9 @@ def choose(
 def _measured(operation: str, device: str, portable: str, kind: str, sizes: tuple[int, ...]) -> Choice:
     found = fastest(tuned(), operation, device, kind, sizes)
     if found is None:
-        choice = Choice(portable, f"{device} was not measured: {portable} runs everywhere")
+        choice = Choice(portable, f"{device} was not measured: {portable} runs everywhere", kind, sizes)
     else:
-        choice = Choice(found["implementation"], f"the fastest of {found['sizes']} on {device}")
+        choice = Choice(found["implementation"], f"the fastest of {found['sizes']} on {device}", kind, sizes)
     LOG.info("%s %s %s: %s, %s", operation, kind, "x".join(map(str, sizes)), choice.implementation, choice.why)
     return choice
 

@@ -123,14 +123,15 @@ def test_plan_for_a_target(run: Path, capsys: pytest.CaptureFixture[str], monkey
 
 def test_bench_kernels(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     rows = [
-        {"shape": "long", "contestant": "pallas", "pass": "forward", "tflops": 1.5, "error": 0.4},
-        {"shape": "long", "contestant": "torch flash", "why_not": "torch is not installed"},
+        {"contestant": "pallas", "pass": "forward", "rate": 1.5, "unit": "TFLOP/s", "error": 0.4},
+        {"contestant": "torch flash", "why_not": "torch is not installed"},
     ]
+    rows = [{"operation": "attention", "shape": "long", **row} for row in rows]
     found = {"device": "cpu", "dry_run": True, "ceilings": {"matmul_tflops": 1.0, "copy_gb_s": 2.0}, "rows": rows}
     monkeypatch.setattr("jaxmem.bench.kernels.bench_kernels", lambda *_, **__: found)
     assert jaxmem("bench", "kernels", "--json", capsys=capsys)[1] == json.dumps(found, indent=2) + "\n"
     _, out, _ = jaxmem("bench", "kernels", capsys=capsys)
-    assert "pallas         forward     1.500 TFLOP/s  error 0.4 steps" in out
+    assert "pallas         forward       1.500 TFLOP/s  error 0.4 steps" in out
     assert "not: torch is not installed" in out
 
 

@@ -1,258 +1,104 @@
-"""How fast attention's implementations are on this device, beside what else there is, and whether they are right.
+"""How fast the kernels are on this device, beside what else there is, and whether they are right.
 
-Right first: output and gradients of new random inputs against float64, in memory that was filled with NaN before. Then
-time: every contestant takes turns, a burst of calls each, so that what else the device does meanwhile slows all of
-them; medians of the turns. The ceilings are this device's own matrix product and copy. On a CPU everything runs on
-shapes cut down to some dozen positions: that shows that the harness works, and no speed.
+Right first: results and gradients of new random inputs against float64, in memory that was filled with NaN before. Then
+time: every contestant takes turns, a burst of calls each; medians of the turns. The ceilings are this device's own
+matrix product and copy. On a CPU everything runs on shapes cut down to some dozen numbers: that shows that the harness
+works, and no speed.
+
+`tune` keeps the winners: of each operation and shape the implementation that takes the least time for all passes
+together, among those that are right. `explain` says what is picked without being named, and why.
 """
 
 from __future__ import annotations
 
-import contextlib
 import datetime as dt
-import importlib
-import statistics
-import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
-from functools import partial
+import json
+from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
+from jaxmem.bench import attention, operations
+from jaxmem.bench.contest import ceilings, version
+from jaxmem.bench.operations import OPERATIONS
 from jaxmem.errors import UserError, nearest
-from jaxmem.kernels import attention
-from jaxmem.kernels.attention import IMPLEMENTATIONS
-from jaxmem.kernels.attention.shapes import SHAPES, Shape
 
-Call = Callable[[], Any]  # starts work on the device and gives what it will come to
-DEFAULT = ("long", "llama3-8b", "llama3.2-1b", "mistral-7b")
-RIGHT = 1024  # positions at most that are held against float64
-REFUSALS = (ValueError, TypeError, RuntimeError, NotImplementedError)  # what one cannot do is a result too
-BURST = 0.02  # s of calls between two looks at the clock
+RIGHT = 8.0  # steps of error beyond which an implementation wins nothing
 
 
-@dataclass
-class Contestant:
-    name: str
-    forward: Call
-    backward: Call
-    wait: Callable[[Any], Any]
-    seconds: dict[str, list[float]] = field(default_factory=lambda: {"forward": [], "backward": []})
-
-
-def bench_kernels(names: list[str], *, seconds: float = 5.0) -> dict[str, Any]:
-    """Each of these shapes for about so many seconds."""
+def bench_kernels(names: Sequence[str], *, operation: str = "attention", seconds: float = 5.0) -> dict[str, Any]:
+    """Each of these shapes of an operation, or its usual ones, for about so many seconds."""
     device = jax.devices()[0]
     dry = device.platform == "cpu"
-    for name in names:
-        if name not in SHAPES:
-            raise UserError(f"no shape {name!r}{nearest(name, SHAPES)}; there are {', '.join(SHAPES)}")
-    rows = [
-        row
-        for name in names or DEFAULT
-        for row in _of_shape(name, _cut(SHAPES[name]) if dry else SHAPES[name], seconds)
-    ]
+    rows = [row for name in _shapes(names, operation) for row in _measured(operation, name, seconds, dry)]
     return {
         "device": device.device_kind,
         "dry_run": dry,
         "date": dt.date.today().isoformat(),
-        "versions": {"jax": jax.__version__, **_version("torch")},
-        "ceilings": _ceilings(256 if dry else 8192),
+        "versions": {"jax": jax.__version__, **version("torch")},
+        "ceilings": ceilings(256 if dry else 8192),
         "rows": rows,
     }
 
 
-def _of_shape(name: str, shape: Shape, seconds: float) -> Iterator[dict[str, Any]]:
-    errors, whys = {}, {}
-    for implementation in IMPLEMENTATIONS:
-        try:
-            errors[implementation] = _error(shape, implementation)
-        except REFUSALS as error:
-            whys[implementation] = str(error).splitlines()[0]
-    contestants = []
-    makers = {i: partial(_of_jax, partial(attention, implementation=i)) for i in errors if i != "reference"}
-    makers |= {f"jax.nn {i}": partial(_of_jax, partial(_jax_nn, i)) for i in ("xla", "cudnn")}
-    makers |= {f"torch {i}": partial(_of_torch, i) for i in ("flash", "cudnn")}
-    for contestant, make in makers.items():
-        try:
-            with jax.numpy_dtype_promotion("standard"):  # jax's own needs it
-                contestants.append(Contestant(contestant, *make(shape)))
-        except REFUSALS as error:
-            whys[contestant] = str(error).splitlines()[0]
-    _take_turns(contestants, seconds)
-    for one in contestants:
-        for direction, taken in one.seconds.items():
-            tflops = [shape.flops * (1.0 if direction == "forward" else 2.5) / s / 1e12 for s in taken]
-            yield {
-                "shape": name,
-                "sizes": shape._asdict(),
-                "contestant": one.name,
-                "pass": direction,
-                "tflops": statistics.median(tflops),
-                "spread": [min(tflops), max(tflops)],
-                "error": errors.get(one.name),
-            }
-    for contestant, why in whys.items():
-        yield {"shape": name, "contestant": contestant, "why_not": why}
-
-
-def _cut(shape: Shape) -> Shape:
-    window = None if shape.window is None else 16
-    return Shape(1, 48, 48, min(shape.heads, 4), min(shape.kv_heads, 2), 16, shape.causal, window)
-
-
-def _arrays(shape: Shape, dtype: Any = jnp.bfloat16) -> list[jax.Array]:
-    sizes = [(shape.queries, shape.heads), *[(shape.keys, shape.kv_heads)] * 2, (shape.queries, shape.heads)]
-    keys = jax.random.split(jax.random.key(time.time_ns() % 2**31), 4)
+def explain(names: Sequence[str], *, operation: str | None = None) -> list[dict[str, Any]]:
+    """For each operation and shape what is picked on this device, and why."""
     return [
-        jax.random.normal(key, (shape.batch, length, heads, shape.dim), dtype)
-        for key, (length, heads) in zip(keys, sizes, strict=True)
+        {"operation": one, "shape": name, "implementation": choice.implementation, "why": choice.why}
+        for one in ([operation] if operation else OPERATIONS)
+        for name in (_shapes(names, one) if names else _known(one).shapes)
+        for choice in [operations.explained(one, name)]
     ]
 
 
-# ---------------------------------------------------------------- right
+def tune(path: Path, *, operation: str | None = None, seconds: float = 5.0) -> dict[str, Any]:
+    """Measures, and writes the winners for this kind of device into a table beside those of others."""
+    device = jax.devices()[0]
+    if device.platform == "cpu":
+        raise UserError("bench tune: measures the kernels of a GPU, and there is none here; bench kernels runs dry")
+    table = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    for one in [operation] if operation else OPERATIONS:
+        found = [_winner(one, name, list(_measured(one, name, seconds, False))) for name in _known(one).shapes]
+        table.setdefault(one, {})[device.device_kind] = [entry for entry in found if entry]
+    path.write_text(json.dumps(table, indent=1) + "\n", encoding="utf-8")
+    return table
 
 
-def _error(shape: Shape, implementation: str) -> float:
-    """Largest distance to float64 of output and gradients, in units of the largest value times bfloat16's step."""
-    shape = shape._replace(batch=1, queries=min(shape.queries, RIGHT), keys=min(shape.keys, RIGHT))
-    q, k, v, d_out = _arrays(shape)
-    run = partial(attention, causal=shape.causal, window=shape.window, implementation=implementation)
+def _winner(operation: str, name: str, rows: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
+    own = OPERATIONS[operation].implementations
+    taken: dict[str, float] = {}
+    wrong = set()
+    for row in rows:
+        if "rate" in row and row["contestant"] in own:
+            way = row["contestant"]
+            taken[way] = taken.get(way, 0.0) + 1 / row["rate"]
+            if row["error"] is None or row["error"] > RIGHT:
+                wrong.add(way)
+    right = {way: total for way, total in taken.items() if way not in wrong}
+    if not right:
+        return None
+    choice = operations.explained(operation, name)
+    return {"kind": choice.kind, "sizes": list(choice.sizes), "implementation": min(right, key=lambda way: right[way])}
 
-    @jax.jit
-    def both(q: jax.Array, k: jax.Array, v: jax.Array, d_out: jax.Array) -> Any:
-        out, pull = jax.vjp(run, q, k, v)
-        return (out, *pull(d_out))
 
-    compiled = both.lower(q, k, v, d_out).compile()
-    poison = [jnp.full_like(x, jnp.nan) for x in (q, k, v, d_out) for _ in range(4)]
-    jax.block_until_ready(poison)
-    del poison
-    found = compiled(q, k, v, d_out)
-    step = float(jnp.finfo(q.dtype).eps)
-    with jax.enable_x64(True):
-        wanted = _exact(shape, *(jnp.asarray(x, jnp.float64) for x in (q, k, v, d_out)))
-        return max(
-            float(jnp.max(jnp.abs(jnp.asarray(x, jnp.float64) - y)) / (jnp.max(jnp.abs(y)) * step))
-            for x, y in zip(found, wanted, strict=True)
+def _measured(operation: str, name: str, seconds: float, dry: bool) -> Iterator[dict[str, Any]]:
+    if operation == "attention":
+        return attention.measured(name, seconds, dry=dry)
+    return operations.measured(operation, name, seconds, dry=dry)
+
+
+def _shapes(names: Sequence[str], operation: str) -> Sequence[str]:
+    shapes = _known(operation).shapes
+    for name in names:
+        if name not in shapes:
+            raise UserError(f"no shape {name!r}{nearest(name, shapes)}; there are {', '.join(shapes)}")
+    return list(names) or (attention.DEFAULT if operation == "attention" else list(shapes))
+
+
+def _known(operation: str) -> operations.Operation:
+    if operation not in OPERATIONS:
+        raise UserError(
+            f"no operation {operation!r}{nearest(operation, OPERATIONS)}; there are {', '.join(OPERATIONS)}"
         )
-
-
-def _exact(shape: Shape, q: jax.Array, k: jax.Array, v: jax.Array, d_out: jax.Array) -> Any:
-    distance = jnp.arange(shape.queries)[:, None] + shape.keys - shape.queries - jnp.arange(shape.keys)
-    seen = jnp.ones_like(distance, bool)
-    if shape.causal or shape.window is not None:
-        seen &= distance >= 0
-    if shape.window is not None:
-        seen &= distance < shape.window
-
-    def run(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
-        k, v = (jnp.repeat(x, shape.heads // shape.kv_heads, axis=2) for x in (k, v))
-        s = jnp.einsum("bqhd,bkhd->bhqk", q, k) * shape.dim**-0.5
-        return jnp.einsum("bhqk,bkhd->bqhd", jax.nn.softmax(jnp.where(seen, s, -jnp.inf), axis=-1), v)
-
-    out, pull = jax.vjp(run, q, k, v)
-    return (out, *pull(d_out))
-
-
-# ---------------------------------------------------------------- fast
-
-
-def _of_jax(function: Callable[..., jax.Array], shape: Shape) -> tuple[Call, Call, Callable[[Any], Any]]:
-    q, k, v, d_out = _arrays(shape)
-    run = partial(function, causal=shape.causal, window=shape.window)
-    forward = jax.jit(run).lower(q, k, v).compile()
-    _, pull = jax.jit(lambda q, k, v: jax.vjp(run, q, k, v))(q, k, v)
-    backward = jax.jit(lambda pull, d: pull(d)).lower(pull, d_out).compile()
-    return lambda: forward(q, k, v), lambda: backward(pull, d_out), jax.block_until_ready
-
-
-def _jax_nn(implementation: Any, q: jax.Array, k: jax.Array, v: jax.Array, *, causal: bool, window: int | None) -> Any:
-    return jax.nn.dot_product_attention(
-        q,
-        k,
-        v,
-        is_causal=causal,
-        local_window_size=None if window is None else (window - 1, 0),
-        implementation=implementation,
-    )
-
-
-def _of_torch(backend: str, shape: Shape) -> tuple[Call, Call, Callable[[Any], Any]]:
-    """Without windows: torch's fused kernels know none."""
-    try:
-        torch = importlib.import_module("torch")
-    except ImportError as error:
-        raise ValueError("torch is not installed") from error
-    if not torch.cuda.is_available():
-        raise ValueError("torch sees no GPU")
-    if shape.window is not None:
-        raise ValueError("torch's fused kernels know no window")
-    kinds = importlib.import_module("torch.nn.attention")
-    kind = {"flash": kinds.SDPBackend.FLASH_ATTENTION, "cudnn": kinds.SDPBackend.CUDNN_ATTENTION}[backend]
-
-    def drawn(length: int, heads: int) -> Any:
-        size = (shape.batch, heads, length, shape.dim)
-        return torch.randn(size, dtype=torch.bfloat16, device="cuda", requires_grad=True)
-
-    q, k, v = drawn(shape.queries, shape.heads), drawn(shape.keys, shape.kv_heads), drawn(shape.keys, shape.kv_heads)
-
-    def forward() -> Any:
-        with kinds.sdpa_kernel(kind):
-            return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=shape.causal, enable_gqa=True)
-
-    out = forward()
-    d_out = torch.randn_like(out)
-
-    def backward() -> Any:
-        return torch.autograd.grad(out, (q, k, v), d_out, retain_graph=True)
-
-    return forward, backward, lambda _: torch.cuda.synchronize()
-
-
-def _take_turns(contestants: list[Contestant], seconds: float) -> None:
-    """Bursts of calls, as many as take `BURST`, until the time is over; at least five of each."""
-    bursts: dict[tuple[str, str], int] = {}
-    for one in contestants:
-        for direction in one.seconds:
-            _burst(one, direction, 1)  # warm
-            bursts[one.name, direction] = max(1, round(BURST / _burst(one, direction, 3)))
-    end, turn = time.perf_counter() + seconds, 0
-    while turn < 5 or time.perf_counter() < end:
-        for one in contestants:
-            for direction, taken in one.seconds.items():
-                taken.append(_burst(one, direction, bursts[one.name, direction]))
-        turn += 1
-
-
-def _burst(one: Contestant, direction: str, calls: int) -> float:
-    """Seconds a call."""
-    call = getattr(one, direction)
-    start = time.perf_counter()
-    for _ in range(calls - 1):
-        call()
-    one.wait(call())
-    return (time.perf_counter() - start) / calls
-
-
-def _ceilings(size: int) -> dict[str, float]:
-    """TFLOP/s of a bfloat16 matrix product of this size, GB/s of a copy."""
-    a = jax.random.normal(jax.random.key(0), (size, size), jnp.bfloat16)
-    wide = jnp.zeros((size, 4 * size), jnp.float32)
-    product = jax.jit(jnp.matmul).lower(a, a).compile()
-    copy = jax.jit(lambda x: x + 1.0).lower(wide).compile()
-    one = Contestant("ceiling", lambda: product(a, a), lambda: copy(wide), jax.block_until_ready)
-    _take_turns([one], 1.0)
-    best = {direction: min(taken) for direction, taken in one.seconds.items()}
-    return {
-        "matmul_tflops": 2 * size**3 / best["forward"] / 1e12,
-        "copy_gb_s": 2 * wide.nbytes / best["backward"] / 1e9,
-    }
-
-
-def _version(package: str) -> dict[str, str]:
-    with contextlib.suppress(ImportError):
-        return {package: importlib.import_module(package).__version__}
-    return {}
+    return OPERATIONS[operation]

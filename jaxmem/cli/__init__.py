@@ -39,6 +39,7 @@ app.command()(about.schema)
 bench = typer.Typer(help="Speed, against what else there is.", rich_markup_mode=None)
 bench.command("step")(benches.bench_step)
 bench.command("kernels")(benches.bench_kernels)
+bench.command("tune")(benches.bench_tune)
 app.add_typer(bench, name="bench")
 
 

@@ -6,11 +6,11 @@ one that cannot run a call raises ValueError and says why. `tests/kernels/test_a
 
 from __future__ import annotations
 
-import difflib
-from collections.abc import Callable
 from typing import Any
 
 import jax
+
+from jaxmem.kernels.choice import choose
 
 from . import blockwise, pallas, reference
 from .arguments import checked
@@ -47,7 +47,6 @@ def attention(
     `return_lse`: also log(sum(exp(scores))), [batch, heads, queries] in float32, differentiable.
     `implementation`: a name in IMPLEMENTATIONS; None picks one.
     """
-    run = _chosen(implementation)
     options, extras = checked(
         q,
         k,
@@ -60,16 +59,8 @@ def attention(
         soft_cap=soft_cap,
         dropout=dropout,
     )
-    out, lse = run(q, k, v, options, extras)
+    kind = f"{q.dtype.name} {'causal' if causal or window is not None else 'full'}"
+    sizes = (q.shape[1], k.shape[1], q.shape[2], q.shape[3])
+    chosen = choose("attention", implementation, IMPLEMENTATIONS, portable="blockwise", kind=kind, sizes=sizes)
+    out, lse = IMPLEMENTATIONS[chosen.implementation](q, k, v, options, extras)
     return (out, lse) if return_lse else out
-
-
-def _chosen(name: str | None) -> Callable[..., Any]:
-    if name is None:
-        return blockwise.attend
-    if name not in IMPLEMENTATIONS:
-        near = difflib.get_close_matches(name, IMPLEMENTATIONS, n=1, cutoff=0.0)[0]
-        raise ValueError(
-            f"attention: implementation is {name!r}; it should be one of {', '.join(IMPLEMENTATIONS)}, nearest {near}"
-        )
-    return IMPLEMENTATIONS[name]

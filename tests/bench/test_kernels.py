@@ -1,11 +1,15 @@
 """The kernels' benchmark works without a GPU, says what it could not run, and notices a wrong implementation."""
 
+import json
+
+import jax
 import jax.numpy as jnp
 import pytest
 
-from jaxmem.bench import kernels
+from jaxmem.bench import attention, contest, kernels
 from jaxmem.errors import UserError
 from jaxmem.kernels import attention as operation
+from jaxmem.kernels import choice
 from jaxmem.kernels.attention import IMPLEMENTATIONS
 
 
@@ -28,15 +32,59 @@ def test_every_contestant_has_a_row(monkeypatch):
     rows = {(row["contestant"], row.get("pass")): row for row in found["rows"]}
     assert rows["never", None]["why_not"] == "attention: never"
     assert rows["wrong", "forward"]["error"] > 20
-    assert rows["jax.nn xla", "backward"]["tflops"] > 0
+    assert rows["jax.nn xla", "backward"]["rate"] > 0
     assert "why_not" in rows["torch flash", None]
 
 
 def test_the_reference_is_right():
-    shape = kernels._cut(kernels.SHAPES["mistral-7b"])
-    assert kernels._error(shape, "reference") < 2
+    shape = attention._cut(attention.SHAPES["mistral-7b"])
+    assert attention._error(shape, "reference") < 2
 
 
 def test_an_unknown_shape_names_the_nearest():
     with pytest.raises(UserError, match=r"no shape 'lomg'.*long"):
         kernels.bench_kernels(["lomg"])
+
+
+@pytest.mark.parametrize("operation", ["dequant_matmul", "adam8_update", "cross_entropy", "sliding_max"])
+def test_each_operation_is_right_and_takes_its_turns(operation, monkeypatch):
+    """All passes against float64, on one shape; of the reference alone, which is quick to compile."""
+    monkeypatch.setattr(contest, "BURST", 0.0)
+    own = kernels.OPERATIONS[operation]
+    for name in set(own.implementations) - {"reference"}:
+        monkeypatch.delitem(own.implementations, name)
+    found = kernels.bench_kernels([next(iter(own.shapes))], operation=operation, seconds=0.0)
+    rows = [row for row in found["rows"] if row["contestant"] in own.implementations]
+    assert {row["contestant"] for row in rows} == {"reference"}
+    assert all(row["rate"] > 0 and row["error"] <= kernels.RIGHT for row in rows), rows
+
+
+def test_it_says_what_is_picked_and_a_measured_device_takes_its_winner(monkeypatch):
+    rows = kernels.explain([])
+    assert {row["operation"] for row in rows} == set(kernels.OPERATIONS)
+    assert all("was not measured" in row["why"] for row in rows)
+    names = {row["operation"]: row["implementation"] for row in rows}
+    assert names["attention"] == "blockwise"
+    assert names["dequant_matmul"] == names["cross_entropy"] == "sliced"
+
+    measured = [
+        {"contestant": way, "pass": of, "rate": rate, "error": error}
+        for way, rate, error in (("sliced", 2.0, 1.0), ("pallas", 3.0, 1.0), ("reference", 9.0, 99.0))
+        for of in ("forward", "backward")
+    ]
+    winner = kernels._winner("dequant_matmul", "llama3-8b up", [*measured, {"contestant": "x", "why_not": "y"}])
+    assert winner["implementation"] == "pallas"  # the reference was faster, and wrong
+    table = {"dequant_matmul": {jax.devices()[0].device_kind: [json.loads(json.dumps(winner))]}}
+    monkeypatch.setattr(choice, "tuned", lambda: table)
+    choice._measured.cache_clear()
+    (row,) = kernels.explain(["llama3-8b up, long"], operation="dequant_matmul")
+    assert row["implementation"] == "pallas"
+    assert row["why"].startswith("the fastest of [512, 4096, 14336] on ")
+    choice._measured.cache_clear()
+
+
+def test_nothing_is_tuned_without_a_gpu(tmp_path):
+    with pytest.raises(UserError, match="there is none here"):
+        kernels.tune(tmp_path / "tuned.json")
+    with pytest.raises(UserError, match=r"no operation 'atention'.*attention"):
+        kernels.explain([], operation="atention")

@@ -1,0 +1,232 @@
+"""The kernels beside attention as they are measured: their arrays, what each pass of an implementation runs, what it
+should give in float64, how much work that is, and which implementation a call picks by itself."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxmem.bench.attention import REFUSALS
+from jaxmem.bench.contest import Contestant, largest_error, rates, take_turns
+from jaxmem.kernels import Constants, Moments8, adam8_update, attention, cross_entropy, dequant_matmul, sliding_max
+from jaxmem.kernels.adam8_update import IMPLEMENTATIONS as ADAM8
+from jaxmem.kernels.adam8_update import shapes as adam8_shapes
+from jaxmem.kernels.attention import IMPLEMENTATIONS as ATTENTION
+from jaxmem.kernels.attention import shapes as attention_shapes
+from jaxmem.kernels.choice import Choice, choices
+from jaxmem.kernels.cross_entropy import IMPLEMENTATIONS as LOSS
+from jaxmem.kernels.cross_entropy import shapes as loss_shapes
+from jaxmem.kernels.dequant_matmul import IMPLEMENTATIONS as PRODUCTS
+from jaxmem.kernels.dequant_matmul import shapes as product_shapes
+from jaxmem.kernels.sliding_max import IMPLEMENTATIONS as WINDOWS
+from jaxmem.quant import QTensor, quantize
+
+Run = Callable[..., Any]
+BF16 = jnp.bfloat16
+
+
+@dataclass(frozen=True)
+class Pass:
+    run: Callable[[str | None], Run]  # of an implementation's name, on the work's arrays
+    exact: Run  # the same in float64
+    amount: float  # TFLOP or GB
+    error: float  # what counts as one step of error, as a share of the largest value
+
+
+@dataclass(frozen=True)
+class Work:
+    arrays: tuple[Any, ...]
+    passes: dict[str, Pass]
+    unit: str
+    beside: dict[str, dict[str, Run]] = field(default_factory=dict)  # what else there is to compare with
+
+
+@dataclass(frozen=True)
+class Operation:
+    implementations: Mapping[str, Any]
+    shapes: Mapping[str, Any]
+    work: Callable[[Any, bool], Work]
+
+
+def measured(operation: str, name: str, seconds: float, *, dry: bool) -> Iterator[dict[str, Any]]:
+    """Right first, in memory that was filled with NaN before; then the contestants take turns."""
+    own = OPERATIONS[operation]
+    work = own.work(own.shapes[name], dry)
+    errors: dict[tuple[str, str], float] = {}
+    contestants = []
+    for way in own.implementations:
+        try:
+            compiled = {of: jax.jit(one.run(way)).lower(*work.arrays).compile() for of, one in work.passes.items()}
+            for of, one in work.passes.items():
+                errors[way, of] = _error(one, compiled[of], work.arrays)
+        except REFUSALS as error:
+            yield {"operation": operation, "shape": name, "contestant": way, "why_not": str(error).splitlines()[0]}
+            continue
+        contestants.append(Contestant(way, {of: _call(run, work.arrays) for of, run in compiled.items()}))
+    for other, passes in work.beside.items():
+        runs = {of: jax.jit(run).lower(*work.arrays).compile() for of, run in passes.items()}
+        contestants.append(Contestant(other, {of: _call(run, work.arrays) for of, run in runs.items()}))
+    take_turns(contestants, seconds)
+    for contestant in contestants:
+        for of, taken in contestant.seconds.items():
+            yield {
+                "operation": operation,
+                "shape": name,
+                "contestant": contestant.name,
+                "pass": of,
+                "unit": work.unit,
+                **rates(work.passes[of].amount, taken),
+                "error": errors.get((contestant.name, of)),
+            }
+
+
+def _call(run: Run, arrays: tuple[Any, ...]) -> Callable[[], Any]:
+    return lambda: run(*arrays)
+
+
+def _error(one: Pass, compiled: Run, arrays: tuple[Any, ...]) -> float:
+    poison = [jnp.full(x.shape, jnp.nan, x.dtype) for x in jax.tree.leaves(arrays) if jnp.issubdtype(x.dtype, float)]
+    jax.block_until_ready(poison)
+    del poison
+    found = compiled(*arrays)
+    with jax.enable_x64(True), jax.numpy_dtype_promotion("standard"):
+        return largest_error(found, one.exact(*arrays), one.error)
+
+
+def explained(operation: str, name: str) -> Choice:
+    """What a call of this shape picks on this device, and why; nothing is computed."""
+    own = OPERATIONS[operation]
+
+    def traced() -> Any:
+        work = own.work(own.shapes[name], False)
+        return next(iter(work.passes.values())).run(None)(*work.arrays)
+
+    with choices() as made:
+        jax.eval_shape(traced)
+    return made[-1]
+
+
+def _draws(*shapes: tuple[int, ...], dtype: Any = BF16) -> Iterator[jax.Array]:
+    for key, shape in zip(jax.random.split(jax.random.key(time.time_ns() % 2**31), len(shapes)), shapes, strict=True):
+        yield jax.random.normal(key, shape, dtype)
+
+
+def _product(shape: product_shapes.Shape, dry: bool) -> Work:
+    if dry:
+        shape = shape._replace(tokens=16, inputs=2 * shape.block, outputs=32)
+    x, g, w = _draws((shape.tokens, shape.inputs), (shape.tokens, shape.outputs), (shape.inputs, shape.outputs))
+    q = quantize(w, shape.format, shape.block, -2, double=shape.double)
+    double = isinstance(q.scale, QTensor)
+    scale = Constants(q.scale.codes, q.scale.scale, q.scale.offset) if double else q.scale
+
+    options: dict[str, Any] = {"format": shape.format, "block_size": shape.block, "inputs": shape.inputs}
+
+    def run(way: str | None, transposed: bool) -> Run:
+        def product(x: Any, g: Any, codes: Any, scale: Any, _: Any) -> Any:
+            given = g if transposed else x
+            return dequant_matmul(given, codes, scale, transposed=transposed, implementation=way, **options)
+
+        return product
+
+    wide = lambda a: a.astype(jnp.float64)  # noqa: E731
+    passes = {
+        "forward": Pass(lambda way: run(way, False), lambda x, _g, _c, _s, w: wide(x) @ wide(w), 0.0, 2**-8),
+        "backward": Pass(lambda way: run(way, True), lambda _x, g, _c, _s, w: wide(g) @ wide(w).T, 0.0, 2**-8),
+    }
+    amount = shape.flops / 1e12
+    passes = {of: Pass(one.run, one.exact, amount, one.error) for of, one in passes.items()}
+    decoded = {"forward": lambda x, _g, _c, _s, w: x @ w, "backward": lambda _x, g, _c, _s, w: g @ w.T}
+    return Work((x, g, q.codes, scale, q.dequantize(BF16)), passes, "TFLOP/s", {"decoded before": decoded})
+
+
+def _adam8(shape: adam8_shapes.Shape, dry: bool) -> Work:
+    if dry:
+        shape = shape._replace(dims=(shape.block, 2 * shape.block))
+    (g,) = _draws(shape.dims)
+    small = 0.1 * g.astype(jnp.float32)
+    m, v = (quantize(x, of, shape.block, shape.along) for x, of in ((small, "dynamic8"), (small**2, "udynamic8")))
+    unbiased = jnp.asarray([0.19, 0.0975], jnp.float32)
+
+    def run(way: str | None) -> Run:
+        def update(g: Any, state: Any, unbiased: Any) -> Any:
+            return adam8_update(g, state, unbiased, axis=shape.along, block_size=shape.block, implementation=way)[0]
+
+        return update
+
+    def exact(g: Any, _: Any, unbiased: Any) -> Any:
+        wide = jnp.asarray(g, jnp.float64)
+        new_m = 0.9 * m.dequantize(jnp.float32).astype(jnp.float64) + 0.1 * wide
+        new_v = 0.95 * v.dequantize(jnp.float32).astype(jnp.float64) + 0.05 * wide**2
+        return new_m / unbiased[0] / (jnp.sqrt(new_v / unbiased[1]) + 1e-8)
+
+    state = Moments8(m.codes, v.codes, m.scale, v.scale)
+    return Work((g, state, unbiased), {"update": Pass(run, exact, shape.least_bytes / 1e9, 2**-8)}, "GB/s")
+
+
+def _loss(shape: loss_shapes.Shape, dry: bool) -> Work:
+    if dry:
+        shape = shape._replace(tokens=16, embed=32, vocab=96)
+    x, w = _draws((shape.tokens, shape.embed), (shape.embed, shape.vocab))
+    x = x * jnp.asarray(shape.embed**-0.5, x.dtype)
+    labels = jnp.arange(shape.tokens, dtype=jnp.int32) % shape.vocab
+
+    def forward(way: str | None) -> Run:
+        return lambda x, w, labels: cross_entropy(x, w, labels, implementation=way)
+
+    def both(way: str | None) -> Run:
+        return jax.grad(lambda x, w, labels: jnp.sum(forward(way)(x, w, labels)), (0, 1))
+
+    def exact(x: Any, w: Any, labels: Any) -> Any:
+        logits = jnp.asarray(x, jnp.float64) @ jnp.asarray(w, jnp.float64)
+        return jax.nn.logsumexp(logits, axis=1) - jnp.take_along_axis(logits, labels[:, None], axis=1)[:, 0]
+
+    def exact_gradients(x: Any, w: Any, labels: Any) -> Any:
+        wide = (jnp.asarray(a, jnp.float64) for a in (x, w))
+        return jax.grad(lambda x, w: jnp.sum(exact(x, w, labels)), (0, 1))(*wide)
+
+    passes = {
+        "forward": Pass(forward, exact, shape.flops / 1e12, 2**-8),
+        "both": Pass(both, exact_gradients, 4 * shape.flops / 1e12, 2**-8),
+    }
+    return Work((x, w, labels), passes, "TFLOP/s")
+
+
+@dataclass(frozen=True)
+class Windows:
+    numbers: int
+    window: int
+
+
+def _windows(shape: Windows, dry: bool) -> Work:
+    (x,) = _draws((2000 if dry else shape.numbers,), dtype=jnp.float32)
+
+    def exact(x: Any) -> Any:
+        wide = jnp.asarray(x, jnp.float64)
+        return jax.lax.reduce_window(wide, -jnp.inf, jax.lax.max, (shape.window,), (1,), "VALID")
+
+    run = lambda way: lambda x: sliding_max(x, shape.window, implementation=way)  # noqa: E731
+    return Work((x,), {"forward": Pass(run, exact, 2 * x.nbytes / 1e9, 2**-24)}, "GB/s")
+
+
+def _attention(shape: attention_shapes.Shape, _: bool) -> Work:
+    """To be explained; it is measured by `bench/attention.py`."""
+    q = jnp.zeros((shape.batch, shape.queries, shape.heads, shape.dim), BF16)
+    k = jnp.zeros((shape.batch, shape.keys, shape.kv_heads, shape.dim), BF16)
+    options: dict[str, Any] = {"causal": shape.causal, "window": shape.window}
+    run = lambda way: lambda q, k, v: attention(q, k, v, implementation=way, **options)  # noqa: E731
+    return Work((q, k, k), {"forward": Pass(run, run("reference"), math.nan, math.nan)}, "TFLOP/s")
+
+
+OPERATIONS = {
+    "attention": Operation(ATTENTION, attention_shapes.SHAPES, _attention),
+    "dequant_matmul": Operation(PRODUCTS, product_shapes.SHAPES, _product),
+    "adam8_update": Operation(ADAM8, adam8_shapes.SHAPES, _adam8),
+    "cross_entropy": Operation(LOSS, loss_shapes.SHAPES, _loss),
+    "sliding_max": Operation(WINDOWS, {"256 of 64 M": Windows(1 << 26, 256)}, _windows),
+}
