@@ -15,8 +15,8 @@ from jaxmem.config import Config, undivided
 from jaxmem.planning.breakdown import ALL_SCORES, GATHERED, LOGITS, STATE_COPIES, UPDATES, form
 from jaxmem.planning.collectives import collective
 from jaxmem.planning.hlo import Module, total_flops
-from jaxmem.planning.passes import loss_chunk
 from jaxmem.planning.predict import held
+from jaxmem.planning.share import loss_chunk
 from jaxmem.planning.text import duration, readable
 from jaxmem.sharding import is_axes
 

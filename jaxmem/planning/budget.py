@@ -21,8 +21,9 @@ from jaxmem.config.names import IN_CHUNKS, IN_GROUPS, NAMES
 from jaxmem.planning.breakdown import SAVED
 from jaxmem.planning.compile import sized
 from jaxmem.planning.layers import Layer, layers_of
-from jaxmem.planning.passes import passes_held, passes_of, rows_of
+from jaxmem.planning.passes import passes_of
 from jaxmem.planning.predict import estimate
+from jaxmem.planning.share import passes_held, rows_of
 from jaxmem.planning.targets import Target, target_devices, usable
 from jaxmem.program import program
 from jaxmem.stack import schedule

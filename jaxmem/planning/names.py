@@ -15,7 +15,7 @@ from rich.table import Table
 
 from jaxmem.config import Config
 from jaxmem.planning.layers import layers_of
-from jaxmem.planning.passes import rows_of
+from jaxmem.planning.share import rows_of
 from jaxmem.planning.targets import local_target, parse_target
 from jaxmem.planning.text import readable
 

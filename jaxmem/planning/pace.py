@@ -8,8 +8,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from jaxmem.config import Config, Decoder
+from jaxmem.config.names import BOUNDARY, on_host
 from jaxmem.hardware import ATTAINED_BANDWIDTH, ATTAINED_FLOPS, ATTAINED_LINK, Gpu
-from jaxmem.planning.passes import AROUND, Passes, passes_run, rows_of
+from jaxmem.planning.passes import AROUND, Passes
+from jaxmem.planning.share import passes_run, rows_of
 from jaxmem.planning.timeline import LAUNCH, RATES
 
 
@@ -25,10 +27,10 @@ class Weights:
 
 
 def seconds_of(
-    cfg: Config, passes: Passes, weights: Weights, parts: Mapping[str, int], gpu: Gpu, per_host: int
+    cfg: Config, passes: Passes, weights: Weights, parts: Mapping[str, int], waiting: int, gpu: Gpu, per_host: int
 ) -> float:
-    """Of a step of one device; `parts` are the bytes that it holds."""
-    return _Pace(cfg, gpu, per_host).step(passes, weights, parts)
+    """Of a step of one device; `parts` are the bytes that it holds, `waiting` those of its state in host memory."""
+    return _Pace(cfg, gpu, per_host).step(passes, weights, parts, waiting)
 
 
 class _Pace:
@@ -36,16 +38,20 @@ class _Pace:
         self.cfg, self.gpu, self.per_host = cfg, gpu, per_host
         self.memory = gpu.bandwidth_gb_s * 1e9 * ATTAINED_BANDWIDTH
         self.width = 4 if cfg.precision.compute == "float32" else 2
+        self.host_link = gpu.host_link_gb_s * 1e9 * ATTAINED_LINK
         self.split = cfg.mesh.fsdp * cfg.mesh.context
 
-    def step(self, passes: Passes, weights: Weights, parts: Mapping[str, int]) -> float:
+    def step(self, passes: Passes, weights: Weights, parts: Mapping[str, int], waiting: int) -> float:
         micro = self.cfg.batch.accumulate
         computing = self._computing(passes) * passes_run(self.cfg) / micro
         messages = self._split_messages(weights) + self._tensor_messages() + self._ring()
         exposed = max(_EXPOSED * messages, messages - computing)
         state = parts["parameters"] + parts["master"] + parts["optimizer"] + parts["gradients"]
-        each = computing + exposed + 3 * parts["gradients"] / self.memory
-        return micro * each + self._once(weights) + 3 * state / self.memory
+        each = computing + exposed + self._waiting(passes, computing) + 3 * parts["gradients"] / self.memory
+        # An update after the passes has nothing else to do meanwhile; the link carries state both ways at once.
+        moved = waiting / self.host_link
+        late = max(0.0, moved - computing) if self.cfg.memory.update == "during" else moved
+        return micro * each + late + self._once(weights) + 3 * (state + waiting) / self.memory
 
     def _computing(self, passes: Passes) -> float:
         rows = rows_of(self.cfg)
@@ -98,6 +104,13 @@ class _Pace:
         sent = mesh.context * keys * (rounds * self.width + 4)
         return model.layers * self._seconds(sent, mesh.context, mesh.tensor)
 
+    def _waiting(self, passes: Passes, computing: float) -> float:
+        """For what goes to host memory and comes back. Boundaries alone are fetched a layer ahead; of all else XLA puts
+        most copies where they are needed."""
+        each_way = rows_of(self.cfg) * passes.hosted / self.host_link
+        ahead = self.cfg.memory.remat == "full" and on_host(self.cfg.memory.offload) == (BOUNDARY,)
+        return max(0.0, each_way - computing / 2) if ahead else _WAITED * 2 * each_way
+
     def _tokens(self) -> float:
         return rows_of(self.cfg) * self.cfg.data.sequence_length
 
@@ -113,3 +126,4 @@ class _Pace:
 
 
 _EXPOSED = 0.3  # of the messages, at least: those that nothing hides
+_WAITED = 0.8  # of copies between a device and its host, in compiled decoders with remat dots

@@ -6,6 +6,7 @@ share the trace.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 from collections.abc import Iterator
@@ -16,7 +17,6 @@ import jax
 from flax import nnx
 from jax.extend.core import Literal
 
-from jaxmem import vocabulary
 from jaxmem.config import (
     Batch,
     Checkpoint,
@@ -30,12 +30,16 @@ from jaxmem.config import (
     Rules,
     Train,
 )
+from jaxmem.config.names import BOUNDARY, on_host
 from jaxmem.planning.hlo import mean_runs
+from jaxmem.planning.share import held_vocabulary, loss_chunk
 from jaxmem.precision import compute_dtype
-from jaxmem.program import Program, pipeline_of
+from jaxmem.program import Program
 from jaxmem.program.objective import objective
 from jaxmem.sharding import layout_for
 from jaxmem.weights import placed, points
+
+DEVICE, HOST = jax.memory.Space.Device, jax.memory.Space.Host
 
 
 def shape_of(cfg: Config, platform: str) -> Config:
@@ -63,47 +67,6 @@ def shape_of(cfg: Config, platform: str) -> Config:
     )
 
 
-def loss_chunk(cfg: Config, platform: str) -> int | None:
-    """`memory.loss_chunk` as it comes out for this config's batch and mesh: a whole part of the vocabulary, or less.
-    None: there is no vocabulary."""
-    if not isinstance(cfg.model, Decoder):
-        return None
-    itemsize, held = compute_dtype(cfg.precision, platform).itemsize, held_vocabulary(cfg)
-    tokens = rows_of(cfg) * cfg.data.sequence_length
-    if "tensor" not in cfg.rules.vocab:
-        tokens /= cfg.mesh.tensor
-    most = vocabulary.entries_at_once(cfg.memory.update, cfg.model.embed)
-    return vocabulary.width(cfg.memory.loss_chunk, math.ceil(tokens), held, itemsize, most) or held
-
-
-def held_vocabulary(cfg: Config) -> int:
-    """Entries that one device computes with."""
-    parts = cfg.mesh.tensor if "tensor" in cfg.rules.vocab else 1
-    return -(-cfg.model.vocab // parts) if isinstance(cfg.model, Decoder) else 0
-
-
-_BACKWARD = 0.75  # of both passes' time, with each layer's forward pass run again
-
-
-def passes_run(cfg: Config) -> float:
-    """How many passes through all layers take as long as an update's: on stages its ticks, bubble included."""
-    if cfg.measures_first:
-        return 1 + _BACKWARD
-    pipeline = pipeline_of(cfg)
-    return cfg.batch.accumulate if pipeline is None else pipeline.ticks * pipeline.group / pipeline.layers
-
-
-def passes_held(cfg: Config) -> float:
-    """Of how many passes what is kept is there at once: on stages every tick keeps its own."""
-    return 1 if cfg.mesh.stage == 1 else passes_run(cfg)
-
-
-def rows_of(cfg: Config) -> float:
-    """Of one micro-batch on one device."""
-    mesh = cfg.mesh
-    return cfg.batch.global_size / cfg.batch.accumulate / (mesh.replica * mesh.fsdp * mesh.context)
-
-
 def alone(cfg: Config) -> Program:
     """On one device that nothing is put on."""
     return Program(cfg, layout_for(cfg, jax.devices()[:1]))
@@ -125,6 +88,7 @@ class Passes:
     """Forward and backward pass of one row, as jax traces them, on one of the devices that split its layers."""
 
     saved: int  # bytes that the forward pass keeps for the backward pass; of a decoder, what its layers keep
+    hosted: int  # and those that it keeps in host memory
     products: tuple[Product, ...]
     kernels: int
 
@@ -137,24 +101,33 @@ AROUND, _KERNELS = 2.5, 3
 def passes_of(cfg: Config, platform: str) -> Passes:
     """Of a config whose mesh is filled in. Where `tensor` does not split the hidden units or the vocabulary it splits
     the time beside them: the same products in other shapes."""
-    shape = shape_of(cfg, platform).model_copy(update={"optimizer": Optimizer()})
-    if cfg.precision.quantized:  # what layers keep does not depend on what weights rest in
-        shape = shape.model_copy(
-            update={"precision": Precision(parameters="bfloat16", compute=shape.precision.compute)}
-        )
+    away = on_host(cfg.memory.offload)
+    moves_all = away == (BOUNDARY,)  # what would be kept without it
+    same = {"update": "after", "offload": "none" if moves_all or not away else away}
+    shape = shape_of(cfg, platform)
+    shape = shape.model_copy(
+        update={
+            "optimizer": Optimizer(trainable=cfg.optimizer.trainable),
+            "memory": shape.memory.model_copy(update=same),
+            "train": Train(steps=1),
+            # What weights rest in is no matter: products take them in the dtype that they compute in.
+            "precision": Precision(parameters="bfloat16", compute=shape.precision.compute),
+        }
+    )
     if cfg.base_precision.quantized and cfg.adapter.kind != "none":
         kind = "lora" if cfg.adapter.kind == "qlora" else cfg.adapter.kind
         shape = shape.model_copy(
             update={"adapter": cfg.adapter.model_copy(update={"kind": kind, "base": "bfloat16", "double": True})}
         )
-    return _passes(one_share(shape, cfg), cfg.mesh.tensor)
+    found = _passes(one_share(shape, cfg), cfg.mesh.tensor)
+    return dataclasses.replace(found, saved=0, hosted=found.saved) if moves_all else found
 
 
 @functools.lru_cache(maxsize=256)
 def _passes(shape: Config, tensor: int) -> Passes:
     built = alone(shape)
     objective_ = objective(built.cfg.objective, built.cfg.memory)
-    params = jax.tree.map(unplaced, built.state.params)
+    params = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, jax.numpy.bfloat16), built.made)
     batch = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), built.batch)
 
     def both(params: Any, batch: Any) -> tuple[Any, Any]:
@@ -170,15 +143,13 @@ def _passes(shape: Config, tensor: int) -> Passes:
     made_by = {out: eqn for eqn in traced.jaxpr.eqns for out in eqn.outvars}
     forward = traced.jaxpr.outvars[: len(outs)]
     kept = {out: made_by[out] for out in forward if not isinstance(out, Literal) and out in made_by}
-    if isinstance(shape.model, Decoder):
-        embed = shape.model.embed
-        saved = sum(
-            _bytes(out.aval) / (tensor if out.aval.shape[-1:] == (embed,) and not _is_factor(out, eqn) else 1)
-            for out, eqn in kept.items()
-            if eqn.primitive.name == "scan"
-        )
-    else:
-        saved = sum(_bytes(out.aval) for out in kept)
+    saved = dict.fromkeys(jax.memory.Space, 0.0)
+    for out, eqn in kept.items():
+        if not isinstance(shape.model, Decoder):
+            saved[_space(out)] += _bytes(out.aval)
+        elif eqn.primitive.name == "scan":
+            is_stream = out.aval.shape[-1:] == (shape.model.embed,) and not _is_factor(out, eqn)
+            saved[_space(out)] += _bytes(out.aval) / (tensor if is_stream else 1)
 
     products: list[Product] = []
     kernels = 0
@@ -187,7 +158,14 @@ def _passes(shape: Config, tensor: int) -> Passes:
             products.append(product(eqn, times))
         if eqn.primitive.name in ("dot_general", "conv_general_dilated", "dynamic_update_slice"):
             kernels += _KERNELS * times
-    return Passes(int(saved), tuple(products), kernels)
+        elif eqn.primitive.name == "pallas_call" and not eqn.params["interpret"]:  # of two, that for GPUs
+            products.append(kernel(eqn, times))
+            kernels += times
+    return Passes(int(saved[DEVICE]), int(saved[HOST]), tuple(products), kernels)
+
+
+def _space(out: Any) -> Any:
+    return getattr(out.aval, "memory_space", DEVICE)  # random keys have none
 
 
 def _is_factor(out: Any, scan: Any) -> bool:
@@ -211,6 +189,8 @@ def inside(eqn: Any, times: int) -> Iterator[tuple[Any, int]]:
         times *= eqn.params["length"]
     elif eqn.primitive.name == "while":
         times = int(times * mean_runs(str(eqn.source_info.name_stack)))
+    elif eqn.primitive.name == "pallas_call":  # its grid and its loops are its own affair
+        return
     for value in eqn.params.values():
         for part in value if isinstance(value, (list, tuple)) else (value,):
             part = getattr(part, "jaxpr", part)
@@ -229,6 +209,14 @@ def product(eqn: Any, times: int) -> Product:
     weights = sum(size for size, is_weight in sides if is_weight)
     others = sum(size for size, is_weight in sides if not is_weight)
     return Product(times, 2 * math.prod(out.shape) * depth, weights, others, str(left.dtype))
+
+
+def kernel(eqn: Any, times: int) -> Product:
+    """One of ours, which says how much it computes for each number that it makes."""
+    said = (eqn.ctx.xla_metadata or {}).get("flops_per_output", 0)
+    out = eqn.outvars[0].aval
+    moved = sum(_bytes(x.aval) for x in (*eqn.invars, *eqn.outvars))
+    return Product(times, int(float(said) * math.prod(out.shape)), 0, moved, str(out.dtype))
 
 
 def _is_weight(x: Any) -> bool:

@@ -20,12 +20,16 @@ from jaxmem.config import Config, Decoder
 from jaxmem.config.names import rests_on_host
 from jaxmem.data import batch_spec
 from jaxmem.hardware import Gpu
+from jaxmem.kernels.attention.blockwise import SHORT
 from jaxmem.planning.breakdown import SAVED
 from jaxmem.planning.pace import seconds_of
-from jaxmem.planning.passes import held_vocabulary, loss_chunk, passes_held, passes_of, rows_of
+from jaxmem.planning.passes import passes_of
+from jaxmem.planning.share import head_groups, held_vocabulary, loss_chunk, mlp_chunk, passes_held, rows_of
 from jaxmem.planning.state import Held, Leaf, state_of
 from jaxmem.precision import compute_dtype
 from jaxmem.program import Program
+
+STATE = ("parameters", "quantization", "master", "optimizer")
 
 
 @dataclass(frozen=True)
@@ -35,6 +39,7 @@ class Estimate:
     parts: dict[str, int]
     kinds: dict[str, int]  # what the largest moment beside the state consists of
     seconds: float | None  # None where nothing is known of the device's speed
+    host: int = 0  # of its share of host memory: what waits there, and the state's copy while it is saved
 
     @property
     def total(self) -> int:
@@ -65,6 +70,8 @@ def estimate(cfg: Config, platform: str, gpu: Gpu | None = None, per_host: int =
     if cfg.memory.update == "during":
         whole = sizes.is_whole or (cfg.optimizer.tables == "projected" and "galore" in cfg.optimizer.name)
         one_pass, updates = _during(held, [leaf for leaf in state.params if whole or "vocab" not in leaf.axes])
+    whole_state = sum(held("weights", part) for part in (state.params, state.constants))
+    whole_state += held("optimizer", (*state.master, *state.optimizer))
     if rests_on_host(cfg.memory.offload, "optimizer"):
         state = replace(state, optimizer=_outside(state.optimizer), master=_outside(state.master))
     parts = {
@@ -78,8 +85,9 @@ def estimate(cfg: Config, platform: str, gpu: Gpu | None = None, per_host: int =
     }
     # Codes are decoded where they arrive, other weights cast before they leave.
     weights = held.by_message(state.weights, sizes.width, state.rest if cfg.precision.quantized else sizes.width)
-    seconds = seconds_of(cfg, passes, weights, parts, gpu, per_host) if gpu else None
-    return Estimate(parts, kinds, seconds)
+    waiting = whole_state - sum(parts[name] for name in STATE)
+    seconds = seconds_of(cfg, passes, weights, parts, waiting, gpu, per_host) if gpu else None
+    return Estimate(parts, kinds, seconds, sizes.kept(passes.hosted) + waiting + whole_state)
 
 
 def _outside(leaves: Sequence[Leaf]) -> tuple[Leaf, ...]:
@@ -112,12 +120,21 @@ class _Sizes:
             heads, mlp, vocab = (
                 tensor if "tensor" in over else 1 for over in (cfg.rules.heads, cfg.rules.mlp, cfg.rules.vocab)
             )
+            groups = head_groups(cfg, platform)
             self.residual = tokens * model.embed * width
-            self.queries = tokens * model.heads * model.head_dim * width / heads
-            self.keys = tokens * model.kv_heads * model.head_dim * width / heads
+            self.queries = tokens * model.heads * model.head_dim * width / heads / groups
+            self.keys = tokens * model.kv_heads * model.head_dim * width / heads / groups
             self.hidden = tokens * model.mlp * width / tensor
+            self.pieces = 0.0  # beside an MLP in pieces
+            if piece := mlp_chunk(cfg, platform):
+                self.hidden *= piece * mesh.context * tensor / cfg.data.sequence_length
+                # The stream and its gradients before and after; its weights' gradients, added up in float32.
+                learns = 0 if cfg.learns else 3 * model.embed * model.mlp / mlp * 4
+                self.pieces = learns + 3 * self.residual / tensor
             self.chunk = loss_chunk(cfg, platform) or 0
             self.is_whole = self.chunk == held_vocabulary(cfg)
+            # Where the features' gradient and the head's both travel, XLA makes the head's after the layers' gradients.
+            self.head_waits = self.chunk < model.vocab and cfg.zero >= 2 and mesh.fsdp * mesh.context > 1
             self.logits = tokens / (tensor // vocab) * self.chunk * width
             self.head = model.embed * self.chunk * width
             attention = (2 * model.heads + 2 * model.kv_heads) * model.head_dim
@@ -126,25 +143,54 @@ class _Sizes:
                 model.embed * max(model.heads * model.head_dim / heads, model.mlp / mlp) * width
             )  # the largest
 
+    def kept(self, row: int) -> int:
+        """Of a micro-batch, what is kept of one row for the backward pass."""
+        return int(row * self.rows * passes_held(self.cfg))
+
     def fullest(self, saved: int) -> dict[str, int]:
-        """The larger of two moments: the loss, or one layer's backward pass."""
-        kept = {SAVED: int(saved * self.rows * passes_held(self.cfg))}
-        if not isinstance(self.cfg.model, Decoder):
+        """The larger of two moments: the loss, or one layer's backward pass. What comes back from host memory is among
+        that layer's intermediates."""
+        kept = {SAVED: self.kept(saved)}
+        model = self.cfg.model
+        if not isinstance(model, Decoder):
             return kept
-        wide = 4 / self.width  # float32
-        layer = (
-            self.layer + (self.matrix if self.cfg.mesh.fsdp > 1 else 0)
-            + 6 * self.residual + 4 * self.hidden + (1 + 2 * wide) * self.queries + 2 * (1 + wide) * self.keys
-        )  # fmt: skip
+        layer = self._layer(model)
+        if self.pieces and saved and self.cfg.mesh.tensor == 1 and self.cfg.memory.remat != "none":
+            # XLA turns what all layers keep into the order that the pieces' products like, before the first layer's
+            # backward pass. Not where it is gathered between them.
+            layer = max(layer, sum(kept.values()) + 2 * self.residual)
         logits, head = self.logits, self.head
         if not self.is_whole:  # a slice's logits, its weight and their gradients, and the features' gradient in float32
-            logits += 2 * head + wide * self.residual
+            logits += 2 * head + 4 / self.width * self.residual
             return kept | ({"logits": int(logits)} if logits > layer else {"intermediates": int(layer)})
-        if self.cfg.batch.accumulate == 1:
+        turned = self.cfg.batch.accumulate == 1 and saved > 0  # what layers keep, while the logits are there
+        if turned or self.head_waits:
             return kept | {"logits": int(logits + head), "intermediates": int(layer)}
         if logits > layer:
             return kept | {"logits": int(logits + head)}
         return kept | {"logits": int(head), "intermediates": int(layer)}
+
+    def _layer(self, model: Decoder) -> float:
+        """Of one layer's backward pass: the MLP's, with what attention's will need, or then attention's."""
+        wide = 4 / self.width  # float32
+        lasting = (
+            self.layer + (self.matrix if self.cfg.mesh.fsdp > 1 else 0)
+            + 6 * self.residual + (1 + 2 * wide) * self.queries + 2 * (1 + wide) * self.keys
+        )  # fmt: skip
+        return lasting + max(4 * self.hidden + self.pieces, self._ring(model, wide))
+
+    def _ring(self, model: Decoder, wide: float) -> float:
+        """What devices that pass keys round have beside their own attention: keys and their gradients on the way, of
+        two halves of the queries q, output and both gradients, and where blocks are written out one after the other
+        XLA makes all blocks' scores before it uses the first: probabilities and their gradients in float32, and
+        rounded."""
+        cfg = self.cfg
+        half = cfg.data.sequence_length // (2 * cfg.mesh.context)
+        if cfg.mesh.context == 1 or model.window:
+            return 0
+        moving = 2 * (1 + wide) * self.keys + (3 + wide) * self.queries
+        scores = self.queries / model.head_dim * half if half * half <= SHORT else 0
+        return moving + (2 * wide + 1) * scores
 
 
 def _platform(built: Program) -> str:

@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxmem.config import Config
+from jaxmem.config import Config, Memory
 from jaxmem.planning.breakdown import part_of
 from jaxmem.planning.pace import Weights
 from jaxmem.planning.passes import alone, shape_of
@@ -45,7 +45,7 @@ class State:
 def state_of(cfg: Config, platform: str) -> State:
     """Traced once for all configs that differ in how they lie, run or recompute."""
     shape = shape_of(cfg, platform)
-    return _state(shape.model_copy(update={"memory": shape.memory.model_copy(update={"remat": "none"})}))
+    return _state(shape.model_copy(update={"memory": Memory(update=cfg.memory.update)}))
 
 
 @functools.lru_cache(maxsize=256)

@@ -64,6 +64,11 @@ class Program:
         return self._network[0]
 
     @property
+    def made(self) -> Any:
+        """The shape of every parameter as the network makes it, whatever it then rests in."""
+        return self._network[2]
+
+    @property
     def axes(self) -> Any:
         """The logical axes of every parameter, whatever it rests in."""
         return self._network[1]
@@ -71,7 +76,7 @@ class Program:
     @cached_property
     def parameters(self) -> int:
         """Of the model: without the layers that fill up the stages."""
-        return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(self._network[2]))
+        return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(self.made))
 
     @cached_property
     def pipeline(self) -> Pipeline | None:
@@ -111,7 +116,7 @@ class Program:
     @cached_property
     def trainable(self) -> int:
         """Parameters that learn."""
-        return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(self.chosen(self._network[2])))
+        return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(self.chosen(self.made)))
 
     def _optimizer_for(self, axes: Any) -> optax.GradientTransformationExtraArgs:
         """Of the parameters that have these axes: all, or some."""

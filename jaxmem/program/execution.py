@@ -20,12 +20,12 @@ def execution(cfg: Config, compute: np.dtype, pipeline: Pipeline | None) -> mode
     return models.Execution(
         dtype=compute,
         attention=None if memory.attention == "auto" else memory.attention,
-        long=_pieces(memory),
+        long=pieces(memory),
         stack=Way(remat, pipeline, on_host(memory.offload)),
     )
 
 
-def _pieces(memory: Memory) -> Long:
+def pieces(memory: Memory) -> Long:
     """`auto` stands for pieces only where nothing that is made within a layer is kept: pieces are made again."""
     if memory.remat not in ("none", "dots") and not isinstance(memory.remat, Save):
         return Long(memory.mlp_chunk, memory.head_groups)

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from jaxmem.config import Config
 from jaxmem.errors import UserError
-from jaxmem.planning import Target
+from jaxmem.planning import Target, decided
 from jaxmem.planning.targets import local_target, parse_target
 from jaxmem.search.compilers import Compilers
 from jaxmem.search.find import COMPILES, search
@@ -35,6 +35,7 @@ def fit(
     programs. `processes`: of so many compilers; by default as many as there are cores and memory for.
     """
     aim = _aim(target)
+    cfg = decided(cfg, aim, reserve_gib)
     with Compilers(aim, reserve_gib, processes) as compilers:
         return search(cfg, aim, allow, compilers, compiles=compiles)
 
@@ -51,6 +52,8 @@ def maximize(
     """The largest `model.layers`, `data.sequence_length` or `batch.global_size` that fits; the next one does not. Of
     each value the config that needs least is tried, among those that `allow` permits: by default the one given."""
     aim = _aim(target)
+    if cfg.memory.remat == "budget":
+        raise UserError(f"memory.remat: budget is another policy for each {key}; use none, full, dots or names")
     with Compilers(aim, reserve_gib, processes) as compilers:
         return _maximize(cfg, aim, key, allow, compilers)
 

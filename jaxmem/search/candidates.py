@@ -6,6 +6,7 @@ with everything that is one change away from the given config; a search then loo
 
 from __future__ import annotations
 
+import functools
 import itertools
 import json
 import math
@@ -19,8 +20,8 @@ from jaxmem.config.mesh import resolve
 from jaxmem.errors import UserError
 from jaxmem.hardware import CPU
 from jaxmem.planning import Target
-from jaxmem.planning.passes import loss_chunk
 from jaxmem.planning.predict import Estimate, estimate
+from jaxmem.planning.share import loss_chunk, mlp_chunk
 from jaxmem.precision import compute_dtype
 from jaxmem.search.knobs import Change, Knob
 from jaxmem.sharding import RESTING
@@ -45,10 +46,6 @@ class Candidate:
         """For the command line."""
         return overrides(self.cfg, self.changes)
 
-    def distance(self, other: Candidate) -> int:
-        """How many settings differ."""
-        return sum(self.settings[key] != other.settings[key] for key in self.settings)
-
 
 def written(cfg: Config, changes: Change) -> Change:
     """Another optimizer as its whole section: each has other defaults, and none need be said."""
@@ -69,10 +66,10 @@ class Space:
 
     def __init__(self, cfg: Config, target: Target, knobs: Sequence[Knob]) -> None:
         self._cfg, self._target = cfg, target
-        self._choices = [list(knob.choices(cfg, target)) for knob in knobs]
+        given = resolve(cfg, target.count)[0]
+        self._choices = [choices for knob in knobs if (choices := _with_own(given, list(knob.choices(cfg, target))))]
         self._keys = sorted({key for choice in itertools.chain(*self._choices) for key in choice})
         self._known: set[Config] = set()
-        given = resolve(cfg, target.count)[0]
         self._given = given.model_copy(update={"rules": _plain(given)})
         self.is_sampled = math.prod(map(len, self._choices)) > MOST
 
@@ -124,6 +121,17 @@ def estimated(cfg: Config, target: Target) -> Estimate:
     return estimate(cfg, platform, target.gpu or CPU, target.per_host)
 
 
+def _with_own(cfg: Config, choices: list[Change]) -> list[Change]:
+    """What the config itself says is a choice too."""
+    raw = cfg.model_dump()
+    own = (
+        {key: functools.reduce(lambda section, name: section[name], key.split("."), raw) for key in choices[0]}
+        if choices
+        else {}
+    )
+    return choices if own in choices else [own, *choices]
+
+
 def _combined(choices: Sequence[Sequence[Change]]) -> Iterator[Change]:
     sizes = [len(each) for each in choices]
     total = math.prod(sizes)
@@ -162,7 +170,8 @@ def _same(cfg: Config, target: Target) -> Config:
     """One form for configs that come to the same program."""
     platform = "cpu" if target.is_cpu else "gpu"
     precision = cfg.precision.model_copy(update={"compute": compute_dtype(cfg.precision, platform).name})
-    memory = cfg.memory.model_copy(update={"loss_chunk": loss_chunk(cfg, platform) or "auto"})
+    chunks = {"loss_chunk": loss_chunk(cfg, platform) or "auto", "mlp_chunk": mlp_chunk(cfg, platform) or "auto"}
+    memory = cfg.memory.model_copy(update=chunks)
     return cfg.model_copy(update={"precision": precision, "memory": memory})
 
 

@@ -1,8 +1,8 @@
 """Search: estimate everything, compile what may win, learn from it, until the front stands.
 
-Estimates come first and cost a millisecond each. Then, over and over, the configs that would be on the front of memory
-against time are compiled, and what they really take corrects the estimates of their like. A config is left out only
-where its corrected estimate misses the memory by more than SLACK, or where something compiled beats it in both.
+Estimates come first and cost a millisecond each. Then, over and over, those configs are compiled from which most is to
+be gained on the front of memory against time, and what they really take corrects the estimates of their like
+(`learned.py`).
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ from jaxmem.search.entries import Entries, Entry
 from jaxmem.search.knobs import KNOBS, Knob, allowed
 from jaxmem.search.result import Fit
 
-SLACK = 0.05  # a corrected estimate may be wrong by so much
+SLACK = 0.05  # an estimate may be wrong by so much
+UNLIKELY = 0.01
 BEST = 3  # of the estimated front, around which a search looks
 COMPILES = 20  # programs of steps, unless told otherwise
 
@@ -56,26 +57,14 @@ def _look_around(known: Entries, space: Space) -> None:
 
 
 def _next(known: Entries, count: int) -> list[Entry]:
-    """What to compile now: what would be on the front, fastest first, then what comes nearest to it."""
+    """What to compile now: what should gain most. Where nothing is likely to fit the smallest, while they shrink."""
     open_ = [one for one in known.all if one.is_open]
-    promising = [one for one in open_ if one.total <= (1 + SLACK) * known.limit]
-    if not promising:
-        smallest = sorted(open_, key=lambda one: one.total)[:count]
-        found = [one for one in known.all if known.fits(one)]
+    fitting = [one for one in known.compiled if known.fits(one)]
+    if not fitting and not any(known.chance(one) > UNLIKELY for one in open_):
         beaten = min((one.total for one in known.compiled), default=float("inf"))
-        return [] if found else [one for one in smallest if one.total < beaten]
-    compiled = [one for one in known.compiled if known.fits(one)]
-    front = [one for one in known.front([*compiled, *promising], slack=SLACK) if one.is_open]
-    if len(front) < count:
-        behind = sorted((one for one in promising if one not in front), key=lambda one: _behind(one, compiled))
-        front += behind[: count - len(front)]
-    return front[:count]
-
-
-def _behind(one: Entry, compiled: Sequence[Entry]) -> float:
-    """How much slower than the fastest compiled one that needs no more."""
-    beaten_by = [other.seconds for other in compiled if other.total <= one.total]
-    return one.seconds / min(beaten_by, default=one.seconds)
+        return [one for one in sorted(open_, key=lambda one: one.total)[:count] if one.total < beaten]
+    worth = zip(known.worth(open_), open_, strict=True) if open_ else ()
+    return [one for _, one in sorted(worth, key=lambda pair: -pair[0])[:count]]
 
 
 def _compile(known: Entries, chosen: Sequence[Entry], compilers: Compilers) -> None:

@@ -14,7 +14,8 @@ from typing import Annotated, Any, Literal, get_args, get_origin
 
 from annotated_types import Ge, Le
 
-from jaxmem.config import Config, Decoder, Optimizer, Precision
+from jaxmem.config import Adapter, Config, Decoder, Optimizer, Precision
+from jaxmem.config.adapters import LOW_RANK
 from jaxmem.config.check import DIMS
 from jaxmem.config.mesh import AXES
 from jaxmem.errors import UserError, nearest
@@ -97,6 +98,18 @@ def _loss_chunks(cfg: Config, _: Target) -> Iterable[Change]:
         yield from ({"memory.loss_chunk": chunk} for chunk in ("auto", cfg.model.vocab))
 
 
+def _mlp_chunks(cfg: Config, _: Target) -> Iterable[Change]:
+    """As `auto` goes through a sequence, or in eighths of it: what layers make shrinks, their time grows."""
+    if isinstance(cfg.model, Decoder) and cfg.data.sequence_length >= 8:
+        yield from ({"memory.mlp_chunk": chunk} for chunk in ("auto", cfg.data.sequence_length // 8))
+
+
+def _offloads(_: Config, target: Target) -> Iterable[Change]:
+    """One of them, or both. On CPUs there is one memory."""
+    both = ("activations", "optimizer")
+    return () if target.is_cpu else ({"memory.offload": name} for name in (*values("memory.offload"), both))
+
+
 def _resting(_cfg: Config, _target: Target) -> Iterable[Change]:
     """What weights rest in. Codes of fewer bits than 8 train worse: who wants them says so."""
     return ({"precision.parameters": name, "precision.block_size": None} for name in ("float32", "bfloat16", "int8"))
@@ -118,6 +131,16 @@ def _optimizers(cfg: Config, _: Target) -> Iterable[Change]:
     for name in values("optimizer.name"):
         kept = cfg.optimizer if name == cfg.optimizer.name else None
         yield {"optimizer.name": name, **{f"optimizer.{field}": getattr(kept, field, None) for field in own}}
+
+
+def _adapters(cfg: Config, _: Target) -> Iterable[Change]:
+    """All weights, low-rank adapters, and those beside a base in codes. What else can learn learns something else: who
+    wants that says so, and keeps it."""
+    own, low_rank = cfg.adapter, cfg.adapter.kind in LOW_RANK
+    for kind in ("none", "lora", "qlora"):
+        said = own.model_copy(update={"base": None, "double": True}) if low_rank and kind != "none" else Adapter()
+        kept = own if kind == own.kind else said.model_copy(update={"kind": kind})
+        yield {f"adapter.{field}": value for field, value in kept}
 
 
 def _tables(cfg: Config, _: Target) -> Iterable[Change]:
@@ -142,15 +165,18 @@ KNOBS = (
     Knob("mesh", listed("zero")),
     Knob("rules", _tables),
     Knob("remat", _policies),
+    Knob("offload", _offloads),
     Knob("update", listed("memory.update")),
     Knob("batch", _micro_batches),
     Knob("chunks", _loss_chunks),
+    Knob("chunks", _mlp_chunks),
     Knob("precision", _resting),
     Knob("precision", listed("precision.master")),
     Knob("precision", _computing),
     Knob("optimizer", _optimizers),
+    Knob("adapter", _adapters),
 )
-BY_DEFAULT = ("mesh", "remat", "update", "batch", "chunks")
+BY_DEFAULT = ("mesh", "remat", "offload", "update", "batch", "chunks")
 
 
 def allowed(words: Sequence[str]) -> list[Knob]:

@@ -49,7 +49,7 @@ def _hopeful(planned: Plan) -> list[Candidate]:
     ranks: dict[frozenset[str], int] = {}
     ranked: list[tuple[int, int, float, Candidate]] = []
     for one in sorted(others, key=lambda one: one.estimate.seconds or 0.0):
-        if off * one.estimate.total <= planned.limit:
+        if off * one.estimate.total <= planned.limit and one.estimate.host <= planned.target.host_memory:
             keys = frozenset("mesh" if key.startswith("mesh.") else key for key in one.changes)
             ranks[keys] = ranks.get(keys, -1) + 1
             ranked.append((ranks[keys], len(keys), one.estimate.seconds or 0.0, one))

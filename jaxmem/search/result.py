@@ -13,7 +13,7 @@ from jaxmem.planning import Target, readable
 from jaxmem.search.candidates import overrides
 from jaxmem.search.entries import Entries, Entry
 
-TOGETHER = ("mesh", "optimizer", "rules")  # sections that change as one
+TOGETHER = ("mesh", "optimizer", "rules", "adapter")  # sections that change as one
 SHOWN = 2  # kinds of bytes that a reason names
 
 
@@ -60,7 +60,9 @@ class Fit:
             return one.refused
         about = "" if one.facts else "about "
         if not self.known.fits(one):
-            reason = f"needs {about}{readable(one.total)}: {_largest(one)}"
+            host = f"{readable(one.host)} of host memory, of which there are {readable(self.target.host_memory)}"
+            device = f"{readable(one.total)}: {_largest(one)}"
+            reason = f"needs {about}{device if one.total > self.known.limit else host}"
             cure = self._cure(one)
             return f"{reason}; try {cure}" if cure else reason
         if one in self.front:

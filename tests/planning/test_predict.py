@@ -44,12 +44,38 @@ def test_state_is_exact(zero: int, mesh: dict[str, int], parameters: str, master
     assert parts["batch"] == held(built.batch)
 
 
+def test_the_state_of_adapters_is_exact() -> None:
+    built = program(config(mesh={"fsdp": 4, "tensor": 2}, adapter={"kind": "qlora", "rank": 4}))
+    found = estimate(built.cfg, "cpu")
+    assert found.parts["parameters"] + found.parts["quantization"] == held(built.state.params)
+    assert found.parts["optimizer"] == held(built.state.opt_state)
+    assert found.host == held(built.state.params) + held(built.state.opt_state)
+
+
 @pytest.mark.parametrize(
     ("count", "sections"),
     [
         (1, {"memory": {"remat": "full"}, "batch": {"global_size": 16, "accumulate": 2}}),
         (4, {"memory": {"remat": "dots"}, "mesh": {"fsdp": 2, "tensor": 2}, "zero": 1}),
-        (4, {"memory": {"remat": "full"}, "mesh": {"fsdp": 4}, "zero": 2, "precision": {"parameters": "bfloat16"}}),
+        (
+            4,
+            {
+                "memory": {"remat": "full", "offload": "activations"},
+                "mesh": {"fsdp": 4},
+                "zero": 2,
+                "precision": {"parameters": "bfloat16"},
+            },
+        ),
+        # Keys go round, in blocks one after the other; whole logits wait beside the layers.
+        (
+            4,
+            {
+                "memory": {"remat": "full"},
+                "mesh": {"context": 2, "tensor": 2},
+                "batch": {"global_size": 64, "accumulate": 2},
+            },
+        ),
+        (2, {"memory": {"remat": "full", "mlp_chunk": 128}, "mesh": {"fsdp": 2}}),
     ],
 )
 def test_totals_are_near_what_is_compiled(count: int, sections: dict) -> None:
@@ -57,6 +83,7 @@ def test_totals_are_near_what_is_compiled(count: int, sections: dict) -> None:
     step, _ = compile_all(built.lower_step(), {}, here=False, code=False)
     expected = estimate(built.cfg, "gpu")
     assert expected.total == pytest.approx(step.total, rel=0.1)
+    assert expected.host - held(built.state) == pytest.approx(step.host_total, rel=0.01, abs=8)
 
 
 @pytest.mark.parametrize("remat", ["none", "full"])

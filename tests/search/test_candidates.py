@@ -7,7 +7,7 @@ from typing import get_args
 
 import pytest
 
-from jaxmem.config import Memory, Optimizer, Rules, load_config
+from jaxmem.config import Adapter, Memory, Optimizer, Rules, Save, load_config
 from jaxmem.config.mesh import AXES
 from jaxmem.errors import UserError
 from jaxmem.planning import parse_target
@@ -29,13 +29,13 @@ def test_names_come_from_the_config() -> None:
 
 def test_what_changes_the_mathematics_is_asked_for() -> None:
     kept = {key for knob in allowed(BY_DEFAULT) for change in knob.choices(config(), EIGHT) for key in change}
-    settings = {"memory.remat", "memory.update", "memory.loss_chunk", "zero", "batch.accumulate"}
-    assert kept == settings | {*(f"mesh.{axis}" for axis in AXES)}
-    assert {knob.allow for knob in KNOBS} >= {*BY_DEFAULT, "precision", "optimizer"}
+    memory = {f"memory.{field}" for field in ("remat", "offload", "update", "loss_chunk", "mlp_chunk")}
+    assert kept == memory | {"zero", "batch.accumulate"} | {*(f"mesh.{axis}" for axis in AXES)}
+    assert {knob.allow for knob in KNOBS} >= {*BY_DEFAULT, "precision", "optimizer", "adapter"}
 
 
 @pytest.mark.parametrize(
-    ("word", "said"), [("reamt", "did you mean remat"), ("colour", "known: batch, chunks"), ("", "known: batch")]
+    ("word", "said"), [("reamt", "did you mean remat"), ("colour", "known: adapter, batch"), ("", "known: adapter")]
 )
 def test_another_word_is_refused_with_what_there_is(word: str, said: str) -> None:
     with pytest.raises(UserError, match=said):
@@ -72,6 +72,42 @@ def test_another_optimizer_has_its_own_defaults() -> None:
         assert one.cfg.optimizer == plain
         assert load_config(config().model_dump(mode="json"), one.overrides).optimizer == plain
     assert "optimizer={name: lion}" in [" ".join(one.overrides) for one in found]
+
+
+def test_adapters_are_tried_with_what_is_said_of_them() -> None:
+    ours = {"kind": "qlora", "rank": 4, "base": "int8"}
+    found = {one.cfg.adapter: one for one in candidates(config(adapter=ours), EIGHT, allowed(["adapter"]))}
+    assert [(one.kind, one.rank, one.base) for one in found] == [
+        ("qlora", 4, "int8"), ("none", Adapter().rank, None), ("lora", 4, None),
+    ]  # fmt: skip
+    totals = {adapter.kind: one.estimate.total for adapter, one in found.items()}
+    assert totals["qlora"] < totals["lora"] < totals["none"]
+    lora = next(one for adapter, one in found.items() if adapter.kind == "lora")
+    assert lora.overrides == ["adapter.base=null", "adapter.kind=lora"]
+
+
+def test_host_memory_in_place_of_a_devices() -> None:
+    found = candidates(config(memory={"remat": "full"}), EIGHT, allowed(["offload"]))
+    by_offload = {one.cfg.memory.offload: one.estimate for one in found}
+    here, away, state = by_offload["none"], by_offload["activations"], by_offload["optimizer"]
+    both = by_offload["activations", "optimizer"]
+    saved = here.kinds["saved for the backward pass"]
+    assert away.total <= here.total - saved
+    assert away.host == here.host + saved
+    moved = here.parts["optimizer"] - state.parts["optimizer"]
+    assert 0.3 * here.parts["optimizer"] < moved == state.host - here.host
+    assert both.total < min(away.total, state.total)
+    assert both.host == here.host + saved + moved
+    found = candidates(config(memory={"remat": "dots"}), EIGHT, allowed(["offload"]))
+    kept = [one.estimate.seconds for one in found if one.cfg.memory.offload in ("none", "activations")]
+    assert kept[0] < kept[1]  # type: ignore[operator]  # a layer's products come back when they are needed, not before
+    assert len(candidates(config(memory={"remat": "full"}), parse_target("cpu:8"), allowed(["offload"]))) == 1
+
+
+def test_what_the_config_says_stays_a_choice() -> None:
+    found = candidates(config(memory={"remat": {"save": ["attention"]}}), EIGHT, allowed(["remat", "update"]))
+    kept = [one for one in found if one.cfg.memory.remat == Save(save=("attention",))]
+    assert len(kept) > 1
 
 
 def test_a_table_is_considered_once_in_its_plainest_words() -> None:
