@@ -33,22 +33,28 @@ Tree = Any
 # (modules, arrays [..., batch, time, width], what is seen beside) -> arrays of the same batch and time
 Run = Callable[[Any, Tree, Tree], Tree]
 
-WHOLE = 2**30  # bytes of the widest intermediate up to which `auto` makes it at once
-PIECE = 2**28  # bytes that it makes at a time
+WHOLE = 2**30  # bytes that `auto` spares by pieces, or makes at once
+PIECE = 2**28  # bytes of the widest intermediate that it makes at a time
 MULTIPLE = 128  # tokens
 
 
 def tokens_at_once(chunk: Chunk, x: Sized, width: int) -> int | None:
-    """Of [batch, time, embed], how many of a row a device takes at a time, where each makes `width` numbers; None: all.
+    """Of [batch, time, embed], how many of a row a device takes at once for an MLP of `width` hidden units; None: all.
+
+    `auto` takes all where pieces spare less than `WHOLE`: of three intermediates that wide (a gated MLP's gate, up and
+    their product), less the float32 sums that pieces need of the gradients of three weights.
 
     >>> x = jax.ShapeDtypeStruct((1, 65536, 4096), jnp.bfloat16)
-    >>> tokens_at_once("auto", x, 14336), tokens_at_once("auto", x, 4096), tokens_at_once(1000, x, 4096)
+    >>> tokens_at_once("auto", x, 14336), tokens_at_once("auto", x, 2048), tokens_at_once(1000, x, 4096)
     (9344, None, 1000)
     """
     rows, held = _held(x)
     if chunk == "auto":
+        layout = current()
+        width //= 1 if layout is None else layout.parts("activations", "mlp")
         token = rows * width * x.dtype.itemsize
-        chunk = max(PIECE // token // MULTIPLE, 1) * MULTIPLE if held * token > WHOLE else None
+        spared = 3 * held * token - 3 * 4 * x.shape[-1] * width
+        chunk = max(PIECE // token // MULTIPLE, 1) * MULTIPLE if spared > WHOLE else None
     return chunk if chunk is not None and chunk < held else None
 
 

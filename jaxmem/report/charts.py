@@ -15,6 +15,7 @@ from html import escape
 HEIGHT = 10_000  # of a chart, in its own units
 WIDTH = 10_000
 POINTS = 600  # that a line is drawn with, at most
+LONE = 0.03  # of the width: the dash that stands for a point without others
 
 
 @dataclass(frozen=True)
@@ -42,10 +43,14 @@ def stacked(begins: Sequence[float], layers: Mapping[str, Sequence[float]], top:
 
 
 def lines(points: Mapping[str, Sequence[tuple[float, float]]]) -> str:
-    """From colour to points, both coordinates as shares of the chart."""
+    """From colour to points, both coordinates as shares of the chart. A single one is a short dash."""
+    marked = {
+        colour: line if len(line) > 1 else [(max(x - LONE, 0.0), y) for x, y in line] + [*line]
+        for colour, line in points.items()
+    }
     drawn = "".join(
         f'<polyline stroke="{colour}" points="{" ".join(f"{_x(x)},{_y(y, 1.0)}" for x, y in line)}"/>'
-        for colour, line in points.items()
+        for colour, line in marked.items()
     )
     return _svg(drawn)
 

@@ -143,7 +143,7 @@ def test_a_run_shows_its_curves(run: Path) -> None:
     assert report_run(run) == run / "report.html"
     page = Page((run / "report.html").read_text())
     drawn = [attributes["points"].split() for tag, attributes in page.tags if tag == "polyline"]
-    assert [len(points) for points in drawn] == [3, 1, 4, 4]  # loss, held out, learning rate, tokens a second
+    assert [len(points) for points in drawn] == [3, 2, 4, 4]  # loss, held out (a dash), learning rate, tokens a second
     for said in ("loss", "loss, held out", "learning rate", "tokens a second", "1.25", "1,004", "4 of 10"):
         assert said in page.words
     assert any("measured" in word for word in page.words)
