@@ -37,11 +37,6 @@ def check_adapter(cfg: Config) -> Iterator[str]:
         yield "adapter.targets: names nothing; give patterns, as blocks.*"
     if adapter.kind == "patterns" and isinstance(adapter.targets, dict):
         yield "adapter.targets: patterns of weights have no ranks; give a list"
-    if cfg.memory.update == "during":
-        yield (
-            "adapter.kind: memory.update: during goes through all layers and updates all their weights; use"
-            " memory.update=after, where what is frozen has no gradient"
-        )
     yield from _base(cfg)
     yield from _product(cfg)
     yield from _tables(cfg)
@@ -59,6 +54,11 @@ def check_some_layers(cfg: Config) -> Iterator[str]:
         yield (
             f"mesh.stage: {some[0]} are layers of some stages, and the others would wait for them; use 1, or weights of"
             " all layers"
+        )
+    if cfg.memory.update == "during":
+        yield (
+            f"memory.update: during goes through all layers alike, and {some[0]} are some of them; use after, or"
+            " weights of all layers"
         )
     if cfg.base_precision != cfg.precision:
         yield (

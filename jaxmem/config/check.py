@@ -226,11 +226,6 @@ def _optimizer(cfg: Config) -> Iterator[str]:
         if getattr(optimizer, field) is not None and field not in OPTIMIZERS[optimizer.name]:
             having = ", ".join(name for name, own in OPTIMIZERS.items() if field in own)
             yield f"optimizer.{field}: {optimizer.name} has none; those that do: {having}"
-    if optimizer.trainable and cfg.memory.update == "during":
-        yield (
-            "optimizer.trainable: memory.update: during goes through all layers and updates all their weights; use"
-            " memory.update=after, where what is frozen has no gradient"
-        )
     if cfg.mesh.stage != 1 and optimizer.name in SEARCH_BASES:
         yield (
             f"mesh.stage: {optimizer.name} would look for its bases at every update where layers lie on stages;"

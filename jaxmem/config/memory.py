@@ -105,10 +105,10 @@ def _update(cfg: Config) -> Iterator[str]:
             f"memory.remat: {cfg.memory.remat} makes boundaries again that memory.update: during keeps; use none, full,"
             " dots or {save: [names]}, or memory.update=after"
         )
-    if cfg.batch.accumulate > 1:
+    if cfg.batch.accumulate > 1 and cfg.objective.name == "dpo":
         yield (
-            f"batch.accumulate: {cfg.batch.accumulate} micro-batches add up in gradients of all layers, which"
-            " memory.update: during never holds; use 1, or memory.update=after"
+            f"batch.accumulate: {cfg.batch.accumulate} micro-batches lie between each other's rows under memory.update:"
+            " during, and dpo compares neighbours; use 1, or memory.update=after"
         )
     if cfg.mesh.stage != 1:
         yield (

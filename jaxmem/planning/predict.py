@@ -60,16 +60,18 @@ def estimate(cfg: Config, platform: str, gpu: Gpu | None = None, per_host: int =
     passes, state = passes_of(cfg, platform), state_of(cfg, platform)
     sizes, held = _Sizes(cfg, platform), Held(cfg)
     one_pass = held("gradients", state.trained)
-    summed = held("optimizer", state.trained, 4) if cfg.batch.accumulate > 1 else 0  # in float32
+    during, several = cfg.memory.update == "during", cfg.batch.accumulate > 1
+    summed = held("optimizer", state.trained, 4) if several and not during else 0  # in float32
     copies = held("weights", filter(held.is_turned, state.params))
     kinds = sizes.fullest(passes.saved) | {"weights: copies": copies}
     # Where the optimizer holds only a part of the weights, the new ones are whole before they replace the old ones.
     resting = held("weights", state.trained, 4)
     updates = resting if resting > held("optimizer", state.trained, 4) else 0
     in_passes = sum(kinds.values())
-    if cfg.memory.update == "during":
+    if during:
         whole = sizes.is_whole or (cfg.optimizer.tables == "projected" and "galore" in cfg.optimizer.name)
-        one_pass, updates = _during(held, [leaf for leaf in state.params if whole or "vocab" not in leaf.axes])
+        one_pass, updates = _during(held, [leaf for leaf in state.trained if whole or "vocab" not in leaf.axes])
+        one_pass *= 4 // sizes.width if several else 1
     whole_state = sum(held("weights", part) for part in (state.params, state.constants))
     whole_state += held("optimizer", (*state.master, *state.optimizer))
     if rests_on_host(cfg.memory.offload, "optimizer"):

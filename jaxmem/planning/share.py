@@ -66,13 +66,15 @@ _BACKWARD = 0.75  # of both passes' time, with each layer's forward pass run aga
 def passes_run(cfg: Config) -> float:
     """How many passes through all layers take as long as an update's: on stages its ticks, bubble included."""
     if cfg.measures_first:
-        return 1 + _BACKWARD
+        return cfg.batch.accumulate * (1 + _BACKWARD)
     pipeline = pipeline_of(cfg)
     return cfg.batch.accumulate if pipeline is None else pipeline.ticks * pipeline.group / pipeline.layers
 
 
 def passes_held(cfg: Config) -> float:
     """Of how many passes what is kept is there at once: on stages every tick keeps its own."""
+    if cfg.memory.update == "during":
+        return cfg.batch.accumulate
     return 1 if cfg.mesh.stage == 1 else passes_run(cfg)
 
 

@@ -306,6 +306,7 @@ class Program:
             self._optimizer_for,
             self.gradients_in,
             measures=self.cfg.measures_first,
+            chosen=self.chosen,
             on_host=self.offloads,
             entries=None if self.cfg.memory.loss_chunk == "auto" else self.cfg.memory.loss_chunk,
         )

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxmem.sharding import is_axes
+from jaxmem.sharding import Axes, is_axes
 
 Some: TypeAlias = Mapping[Any, tuple[int, ...]]
 ALL: Some = MappingProxyType({})
@@ -37,19 +37,25 @@ def names(axes: Any, sizes: Any, order: list[int] | None = None, some: Some = AL
 
 def squares(grads: Any, axes: Any, some: Some = ALL) -> jax.Array:
     """Of each weight and layer the sum, in float32. `some`: by their paths, stacks of which these layers have one."""
-    leaves = dict(jax.tree_util.tree_leaves_with_path(grads))
+
+    def summed(names: Axes, g: jax.Array) -> jax.Array:
+        return jnp.sum(jnp.square(g.astype(jnp.float32)), axis=range(int(names[:1] == ("layer",)), g.ndim))
+
+    return in_order(jax.tree.map(summed, axes, grads, is_leaf=is_axes), axes, some)
+
+
+def in_order(sums: Any, axes: Any, some: Some = ALL) -> jax.Array:
+    """Sums of the weights' gradients, of a stack one for each layer, in the order of `names`."""
+    found = dict(jax.tree_util.tree_leaves_with_path(sums))
     after, stacks, before = _sorted(axes)
 
-    def whole(path: Any) -> jax.Array:
-        return jnp.sum(jnp.square(leaves[path].astype(jnp.float32))).reshape(1)
-
     def by_layer(paths: list[Any]) -> jax.Array:
-        own = [leaves[path].astype(jnp.float32) for path in paths]
-        every = jnp.concatenate([jnp.sum(jnp.square(g), axis=tuple(range(1, g.ndim))) for g in own])
-        lengths = {path: g.shape[0] for path, g in zip(paths, own, strict=True)}
+        lengths = {path: found[path].shape[0] for path in paths}
+        every = jnp.concatenate([found[path] for path in paths])
         return every[np.asarray(_turns(paths, lengths, some)[1])]
 
-    return jnp.concatenate([*map(whole, after), *map(by_layer, stacks), *map(whole, before)])
+    first, last = ([found[path].reshape(1) for path in paths] for paths in (after, before))
+    return jnp.concatenate([*first, *map(by_layer, stacks), *last])
 
 
 def _turns(paths: list[Any], lengths: dict[Any, int], some: Some) -> tuple[list[tuple[int, Any]], list[int]]:

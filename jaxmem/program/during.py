@@ -3,9 +3,10 @@
 The backward pass goes through the layers from the last to the first. Each one's gradient is made, its weights and its
 part of the optimizer's state are read, updated and written where they were, and the gradient is gone. With P
 parameters in N layers the gradients hold P / N numbers in place of P, whatever the optimizer; results are those of an
-update after the pass, which goes through the same layers one by one (Lv et al., arXiv:2306.09782). Embedding and output
-projection are updated at the end, slice by slice (`in_slices`). Of what else is in no layer, that after the layers is
-updated before them, that before and between them at the end.
+update after the pass, which goes through the same layers one by one (Lv et al., arXiv:2306.09782). Of a batch in
+micro-batches a layer goes back through all before it is updated. What is frozen lets gradients through. Embedding and
+output projection are updated at the end, slice by slice (`in_slices`). Of what else is in no layer, that after the
+layers is updated before them, that before and between them at the end.
 
 What asks for the length of all gradients before the first update (clipping by the global norm) costs a second
 backward pass, one that only measures.
@@ -25,12 +26,13 @@ import optax
 from jaxmem import optim
 from jaxmem.optim.parts import Part, layer_at, pinned, put, select, with_layer, without
 from jaxmem.precision import Params
+from jaxmem.program import culprit
 from jaxmem.program.in_slices import Table
 from jaxmem.program.objective import Batch, Objective, Sums
 from jaxmem.program.on_host import fetched, stored
 from jaxmem.program.segments import Path, Segments, at_place
 from jaxmem.sharding import axes_at_rest, is_axes
-from jaxmem.stack import layer_of
+from jaxmem.stack import layer_of, together
 from jaxmem.weights import is_quantized
 
 Tree = Any
@@ -45,23 +47,27 @@ class During:
     optimizer_for: Callable[[Tree], optax.GradientTransformationExtraArgs]  # of some of the parameters' axes
     gradients_in: np.dtype | None  # None: each in its weight's own dtype
     measures: bool  # whether the optimizer wants to know the length of all gradients first
+    chosen: Callable[[Tree], Tree]  # of all parameters those that learn, None in the place of others
     on_host: bool = False  # whether the optimizer's state of layers waits in host memory
     entries: int | None = None  # of a table that are updated at once; None: as many as have 16 M numbers
 
     def __call__(
-        self, params: Params, opt_state: Any, batch: Batch, key: jax.Array, draws: jax.Array | None
+        self, params: Params, opt_state: Any, batch: Batch, keys: jax.Array, draws: jax.Array | None
     ) -> tuple[Params, Any, Sums, jax.Array]:
-        """New weights, new state of the optimizer, sums of the batch, and the length of the mean's gradient."""
-        network = Segments(self.graphdef, self.objective, params, batch, key, self.gradients_in)
-        parts = {n: self._parts(network.stacked(n, stack.applied.weights)) for n, stack in network.stacks.items()}
+        """New weights, new state of the optimizer, sums of the batch, and the squares of the mean's gradient as
+        `culprit` orders them. Leaves of the batch, and `keys`, are [micro-batches, rows, ...]."""
+        micro = len(keys)
+        batch, key = jax.tree.map(lambda x: x[0], (batch, keys)) if micro == 1 else together((batch, keys), micro)
+        own = self.chosen(params)
+        network = Segments(self.graphdef, self.objective, params, batch, key, own, self.gradients_in, micro)
+        parts = {n: self._parts(network.learning(n)) for n in network.stacks}
         norm = self._measured(network, parts, params, opt_state) if self.measures else None
-        done: list[tuple[Tree, Tree, jax.Array]] = []
+        done: list[tuple[Tree, Tree, Tree]] = []  # weights, state, the sum of each gradient's squares
 
         def through(number: int, g: Any) -> Any:
             stack = network.stacks[number]
-            weights = network.stacked(number, stack.applied.weights)
             before = [part.state(opt_state) for part in parts[number]]
-            layers = jax.tree.leaves(weights)[0].shape[0]
+            layers = jax.tree.leaves(stack.applied.weights)[0].shape[0]
 
             def ready(carried: Any, layer: jax.Array) -> list[Tree] | None:
                 """What waits in host memory is on its way while the gradient is made."""
@@ -88,11 +94,14 @@ class During:
                         done = [*done, with_layer(state, part.state_axes, "optimizer", layer, kept)]
                     else:
                         done = [*done, stored(state, part.state_axes, layer, kept)]
-                    squares += _squares(own)
+                    sums = jax.tree.map(lambda each, g: each.at[layer].set(_square(g)), select(squares, own), own)
+                    squares = put(squares, sums)
                 return weights, done, squares
 
-            begin = weights, before, jnp.zeros((), jnp.float32)
-            end, g = stack.backward(g, lambda carried: network.own(number, carried[0]), visit, begin, ready)
+            weights = network.learning(number)
+            squares = jax.tree.map(lambda _: jnp.zeros(layers, jnp.float32), weights, is_leaf=is_quantized)
+            begin = weights, before, squares
+            end, g = stack.backward(g, lambda carried: network.weights(number, carried[0]), visit, begin, ready)
             done.append(end)
             return g
 
@@ -104,18 +113,21 @@ class During:
             part = self._part(weights)
             grads = pinned(grads, part.axes, "gradients")
             new, state = part.update(grads, part.state(opt_state), weights, draws, norm=norm)
-            done.append((new, [state], _squares(grads)))
+            done.append((new, [state], jax.tree.map(_square, grads)))
             return new
 
         grads, tables = network.backward(through, begin=updated)
         updated(without(grads, network.last))
         for place, gradient in tables.items():
-            new, state, squares = self._table(place, params, opt_state).updated(gradient, draws, norm)
-            done.append((new, [state], squares))
-        norm = jnp.sqrt(sum(squares for *_, squares in done))
+            new, state, square = self._table(place, params, opt_state).updated(gradient, draws, norm)
+            done.append((new, [state], at_place(place, square)))
+        sums = {path: x for *_, sums in done for path, x in jax.tree_util.tree_leaves_with_path(sums)}
+        axes = self.chosen(self.axes)
+        found = jax.tree_util.tree_map_with_path(lambda path, _: sums[path], axes, is_leaf=is_axes)
+        squares = culprit.in_order(found, axes)
         params = put(params, *(weights for weights, *_ in done))
         opt_state = put(opt_state, *(state for _, states, _ in done for state in states))
-        return params, optim.remember(opt_state, norm), network.sums, norm
+        return params, optim.remember(opt_state, jnp.sqrt(jnp.sum(squares))), network.sums, squares
 
     def _measured(self, network: Segments, parts: dict[int, list[Part]], params: Params, opt_state: Any) -> jax.Array:
         """The length of all gradients, by a backward pass that keeps none."""
@@ -126,9 +138,8 @@ class During:
 
             def visit(squares: jax.Array, _: jax.Array, dw: Tree, __: None) -> jax.Array:
                 grads = network.stacked(number, dw)
-                return squares + sum(
-                    _squares(pinned(select(grads, own, is_leaf=is_axes), own, "gradients")) for own in axes
-                )
+                each = (_squares(pinned(select(grads, own, is_leaf=is_axes), own, "gradients")) for own in axes)
+                return sum(each, squares)
 
             squares, g = stack.backward(g, lambda _: stack.applied.weights, visit, jnp.zeros((), jnp.float32))
             found.append(squares)
@@ -154,4 +165,8 @@ class During:
 
 
 def _squares(grads: Tree) -> jax.Array:
-    return jnp.square(optim.global_norm(grads))
+    return jax.tree.reduce(jnp.add, jax.tree.map(_square, grads), jnp.zeros((), jnp.float32))
+
+
+def _square(g: jax.Array) -> jax.Array:
+    return jnp.sum(jnp.square(g.astype(jnp.float32)))

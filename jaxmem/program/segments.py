@@ -5,7 +5,7 @@ stack's result to the next one's x, from the last one's to the loss. Each is dif
 the whole network with its stacks taken out, so that no network needs to know: what a function does not use is never
 computed. Tables are cut out likewise: the rows found for a batch, which is where it begins, and an output projection
 whose loss is computed in slices, which is where it ends. A table that nothing else computes with has no gradient but
-slices of one, made when they are asked for.
+slices of one, made when they are asked for. What is frozen has no gradient, but lets those of others through.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
 
-from jaxmem.optim.parts import select
+from jaxmem.optim.parts import put, select
 from jaxmem.precision import Params
 from jaxmem.program.objective import Batch, Objective, Sums
 from jaxmem.stack import Applied, Passed, applied_by, forward
 from jaxmem.tables import Use, Used, used_by
-from jaxmem.weights import placed, points
+from jaxmem.weights import is_quantized, placed, points
 
 Tree = Any
 Path = tuple[Any, ...]
@@ -42,14 +42,19 @@ class Segments:
         params: Params,
         batch: Batch,
         key: jax.Array,
+        own: Params,  # the parameters that learn, None in the place of others
         dtype: DTypeLike | None = None,  # of gradients; None: each in its weight's own
+        micro: int = 1,  # into how many parts of the batch stacks go, one after the other
     ) -> None:
         self._graphdef, self._objective, self._params, self._batch, self._key = graphdef, objective, params, batch, key
+        self._own = own
         self._cuts: list[Passed | Used] = []  # in the order in which they are applied
         self._weights: list[Any] = []  # of each cut
 
         def keep(applied: Applied) -> tuple[Any, None]:
-            return self._cut(forward(applied, dtype), applied.weights), None
+            learning = _at(own, _place(params, applied.weights))
+            learns = jax.tree.map(lambda w: w is not None, learning, is_leaf=lambda w: w is None or is_quantized(w))
+            return self._cut(forward(applied, learns, dtype, micro), applied.weights), None
 
         def keep_use(use: Use) -> Any:
             return None if use.x is None and self._cuts else self._cut(use.forward(), use.weight)
@@ -62,8 +67,9 @@ class Segments:
         self._places = [_place(params, weights) for weights in self._weights]
         self.stacks = {n: cut for n, cut in enumerate(self._cuts) if isinstance(cut, Passed)}
         uses = {n: self._places[n] for n in range(len(self._cuts)) if n not in self.stacks}
-        self._rest = _without(params, [self._places[n] for n in self.stacks])  # the parameters that are in no stack
-        self._at = points(self._rest, dtype)
+        in_stacks = [self._places[n] for n in self.stacks]
+        self._rest = _without(params, in_stacks)  # the parameters that are in no stack
+        self._at = points(_without(own, in_stacks), dtype)
         self._asked = [self._asked_by(number) for number in range(len(self._cuts) + 1)]
         elsewhere = set().union(*self._asked)
         self.tables = {
@@ -82,9 +88,13 @@ class Segments:
         """What has the form of a stack's weights, at their place among the parameters."""
         return at_place(self._places[number], tree)
 
-    def own(self, number: int, tree: Tree) -> Tree:
-        """And back."""
-        return _at(tree, self._places[number])
+    def learning(self, number: int) -> Tree:
+        """A stack's weights that learn."""
+        return self.stacked(number, _at(self._own, self._places[number]))
+
+    def weights(self, number: int, learning: Tree) -> Any:
+        """All of a stack's weights, of which some are these."""
+        return put(self.stacks[number].applied.weights, _at(learning, self._places[number]))
 
     @cached_property
     def last(self) -> Tree:
@@ -120,7 +130,8 @@ class Segments:
             uses = [(cut, given[n]) for n in numbers if not isinstance(cut := self._cuts[n], Passed)]
             return lambda weight, *which: reduce(jnp.add, (cut.of_weight(g, weight, *which) for cut, g in uses))
 
-        return _without(grads, list(self.tables)), {place: of_slice(uses) for place, uses in self.tables.items()}
+        learning = {place: uses for place, uses in self.tables.items() if _at(self._own, place) is not None}
+        return _without(grads, list(self.tables)), {place: of_slice(uses) for place, uses in learning.items()}
 
     def _cut(self, cut: Passed | Used, weights: Any) -> Any:
         self._cuts.append(cut)

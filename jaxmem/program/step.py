@@ -70,9 +70,9 @@ def make_step(
 
     some = {} if choice is None else choice.some
 
-    def said(state: TrainState, sums: Sums, norm: jax.Array) -> Metrics:
-        rate = learning_rate(state.step)
-        return means(sums) | {"count": sums["count"], "gradient_norm": norm, "learning_rate": rate}
+    def said(state: TrainState, sums: Sums, squares: jax.Array) -> Metrics:
+        own = {"count": sums["count"], "learning_rate": learning_rate(state.step), CULPRIT: culprit.first(squares)}
+        return means(sums) | own | {"gradient_norm": jnp.sqrt(jnp.sum(squares))}
 
     def step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
         scale = jnp.float32(1)
@@ -99,9 +99,8 @@ def make_step(
         draws = jax.random.fold_in(key, _ROUNDING) if precision.stochastic else None
         keys = jax.random.split(key, batch["mask"].shape[:2])  # each row's own
         if during is not None:
-            one = jax.tree.map(lambda x: x[0], batch)
-            params, opt_state, sums, norm = during(state.params, state.opt_state, one, keys[0], draws)
-            return TrainState(state.step + 1, params, opt_state), said(state, sums, norm)
+            params, opt_state, sums, squares = during(state.params, state.opt_state, batch, keys, draws)
+            return TrainState(state.step + 1, params, opt_state), said(state, sums, squares)
         if pipeline is not None:
             of_all = partial(loss, partial(sums_of_all, objective, pipeline))
             several = partial(in_one_pass, dtype=compute) if len(keys) > 1 else at_once
@@ -114,8 +113,8 @@ def make_step(
         count = jnp.maximum(sums["count"], 1.0)
         grads = jax.tree.map(lambda g: (g.astype(jnp.float32) / (count * scale)).astype(g.dtype), grads)
         squares = culprit.squares(grads, axes, some)
-        norm = jnp.sqrt(jnp.sum(squares))
-        metrics = said(state, sums, norm) | {CULPRIT: culprit.first(squares)}
+        metrics = said(state, sums, squares)
+        norm = metrics["gradient_norm"]
         if state.loss_scale is None and not skip:
             return TrainState(state.step + 1, *updated(grads)), metrics
         finite = jnp.isfinite(norm)

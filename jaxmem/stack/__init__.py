@@ -9,7 +9,7 @@ from jaxmem.stack.apply import Applied, Way, applied_by, apply_stack, stacked
 from jaxmem.stack.host import to_device, to_host
 from jaxmem.stack.pipeline import Pipeline
 from jaxmem.stack.remat import PRODUCT, REMAT
-from jaxmem.stack.reverse import Passed, forward, layer_of
+from jaxmem.stack.reverse import Passed, forward, layer_of, together
 from jaxmem.stack.schedule import Schedule, schedule
 from jaxmem.stack.scheduled import merged, real
 
@@ -31,4 +31,5 @@ __all__ = [
     "stacked",
     "to_device",
     "to_host",
+    "together",
 ]

@@ -4,6 +4,9 @@ jax's own backward pass gives the gradients of all layers at the end. Here `forw
 recomputation policy says, and `backward` goes through the layers from the last to the first and hands each gradient
 to a visitor, who may change that layer's weights: they are needed no more. N layers of W bytes of gradients: W bytes
 in place of N W, and no operation more (Lv et al., arXiv:2306.09782).
+
+Of a batch in micro-batches every layer goes back through all of them before its gradient is handed over, which is
+their sum in float32. What is kept is then that of all micro-batches, what a layer computes with that of one.
 """
 
 from __future__ import annotations
@@ -16,6 +19,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
+from jaxmem.sharding import current
 from jaxmem.stack.apply import Applied
 from jaxmem.stack.host import to_device, to_host
 from jaxmem.weights import placed, points
@@ -31,10 +35,12 @@ class Passed:
 
     applied: Applied
     y: Any
-    kept: list[jax.Array]  # for each layer, stacked
+    kept: list[jax.Array]  # for each layer, stacked; of several micro-batches, for each of these
     form: Any  # of one layer's derivative
     given: tuple[int | None, ...]  # for each of its leaves: which leaf of what is at hand it is
     dtype: DTypeLike | None  # of gradients; None: each in its weight's own
+    learns: Any  # whether weights have a gradient: of each, or of all
+    micro: int  # micro-batches, which lie among the rows as `together` puts them
 
     def backward(
         self, g: Any, weights: Callable[[Any], Any], visit: Visit, carried: Any, ready: Ready = lambda *_: None
@@ -42,51 +48,119 @@ class Passed:
         """What is carried in the end, and the gradient of the stack's x. `weights` finds the stacked weights in what
         is carried; `ready` is asked before a layer's gradient is made, and what it brings may come meanwhile."""
         layers = jax.tree.leaves(self.applied.weights)[0].shape[0]
+        beside = apart(self.applied.beside, self.micro)
 
         def step(turn: jax.Array, state: tuple[Any, Any, Any]) -> tuple[Any, Any, Any]:
             carried, g, ahead = state
             layer = layers - 1 - turn
-            own, one, kept = layer_of((weights(carried), self.applied.inputs, self.kept), layer)
+            own, one = layer_of((weights(carried), self.applied.inputs), layer)
             if self.applied.on_host:  # what the layer before needs is on its way while this one computes
                 kept, ahead = ahead, self._fetched(jnp.maximum(layer - 1, 0))
+            else:
+                kept = self._kept(layer)
             brought = ready(carried, layer)
-            dw, dx = self._derivative(own, one, kept)(g)
+            dw, dx = self._gradients(own, apart(one, self.micro), beside, kept, g)
             # Before a visitor writes what it read: or XLA would keep, or copy, what weights were until all is done.
             layer, dw, dx, brought = jax.lax.optimization_barrier((layer, dw, dx, brought))
             return visit(carried, layer, dw, brought), dx, ahead
 
         ahead = self._fetched(jnp.int32(layers - 1)) if self.applied.on_host else None
-        return jax.lax.fori_loop(0, layers, step, (carried, g, ahead))[:2]
+        carried, g, _ = jax.lax.fori_loop(0, layers, step, (carried, apart(g, self.micro), ahead))
+        return carried, together(g, self.micro)
+
+    def _gradients(self, weights: Any, one: Any, beside: Any, kept: Any, g: Any) -> tuple[Any, Any]:
+        """Of a layer's weights, and of its x."""
+        if self.micro == 1:
+            return self._derivative(weights, one, beside, kept)(g)
+
+        def add(total: Any, xs: Any) -> tuple[Any, Any]:
+            *at_hand, g = xs
+            dw, dx = self._derivative(weights, *at_hand)(g)
+            return jax.tree.map(lambda t, x: t + x.astype(t.dtype), total, dw), dx
+
+        zeros = jax.tree.map(lambda w: jnp.zeros(w.shape, jnp.float32), self._points(weights))
+        return jax.lax.scan(add, zeros, (one, beside, kept, g))
+
+    def _kept(self, layer: jax.Array) -> list[jax.Array]:
+        return layer_of(self.kept, layer, int(self.micro > 1))
 
     def _fetched(self, layer: jax.Array) -> list[jax.Array]:
-        return to_device(layer_of(self.kept, layer))
+        return to_device(self._kept(layer))
 
-    def _derivative(self, weights: Any, one: Any, kept: list[jax.Array]) -> Callable[[Any], tuple[Any, Any]]:
-        at_hand = jax.tree.leaves((points(weights, self.dtype), weights, one, self.applied.beside))
+    def _derivative(self, weights: Any, one: Any, beside: Any, kept: list[jax.Array]) -> Callable[[Any], Any]:
+        at_hand = jax.tree.leaves((self._points(weights), weights, one, beside))
         rest = iter(kept)
         return jax.tree.unflatten(self.form, [next(rest) if place is None else at_hand[place] for place in self.given])
 
+    def _points(self, weights: Any) -> Any:
+        return points(_learning(self.learns, weights), self.dtype)
 
-def forward(applied: Applied, dtype: DTypeLike | None = None) -> Passed:
+
+def forward(applied: Applied, learns: Any = True, dtype: DTypeLike | None = None, micro: int = 1) -> Passed:
     """The forward pass. What a layer's derivative needs of weights, inputs and what is beside is not kept again.
-    `dtype`: of gradients; None: each in its weight's own."""
+    `learns`: which weights have a gradient, and `dtype`: in what; None: each in its weight's own. `micro`: so many
+    micro-batches, one after the other."""
     form: list[Any] = []
+
+    def layers(batch: tuple[Any, Any, Any]) -> tuple[Any, list[jax.Array]]:
+        x, inputs, beside = batch
+        (y, _), kept = jax.lax.scan(step, (x, beside), (applied.weights, inputs))
+        return y, kept
 
     def step(carried: tuple[Any, Any], xs: tuple[Any, Any]) -> tuple[tuple[Any, Any], list[jax.Array]]:
         (x, beside), (weights, one) = carried, xs
-        at = points(weights, dtype)
+        at = points(_learning(learns, weights), dtype)
         y, derivative = jax.vjp(lambda at, x: applied.run(placed(weights, at), x, one, beside)[0], at, x)
         leaves, tree = jax.tree.flatten(derivative)
         places = {id(leaf): place for place, leaf in enumerate(jax.tree.leaves((at, weights, one, beside)))}
         given = tuple(places.get(id(leaf)) for leaf in leaves)
         form[:] = [tree, given]
-        kept = [leaf for leaf, place in zip(leaves, given, strict=True) if place is None]
+        kept = [jnp.asarray(leaf) for leaf, place in zip(leaves, given, strict=True) if place is None]
         return (y, beside), to_host(kept) if applied.on_host else kept
 
-    (y, _), kept = jax.lax.scan(step, (applied.x, applied.beside), (applied.weights, applied.inputs))
+    batch = apart(applied.x, micro), apart(applied.inputs, micro, 1), apart(applied.beside, micro)
+    y, kept = layers(batch) if micro == 1 else jax.lax.map(layers, batch)
     tree, given = form
-    return Passed(applied, y, kept, tree, given, dtype)
+    return Passed(applied, together(y, micro), kept, tree, given, dtype, learns, micro)
 
 
-def layer_of(stacked: Any, layer: jax.Array) -> Any:
-    return jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, layer, 0, keepdims=False), stacked)
+def _learning(learns: Any, weights: Any) -> Any:
+    """Weights with None in the place of those that have no gradient."""
+    return jax.tree.map(lambda own, w: w if own else None, learns, weights)
+
+
+def together(tree: Any, micro: int) -> Any:
+    """Micro-batches [micro, rows, ...] as one batch: rows stay on their devices, beside others of their own."""
+    over = _devices()
+    if micro == 1:
+        return tree
+
+    def one(x: jax.Array) -> jax.Array:
+        x = jnp.moveaxis(x.reshape(micro, over, -1, *x.shape[2:]), 0, 1)
+        return x.reshape(-1, *x.shape[3:])
+
+    return jax.tree.map(one, tree)
+
+
+def apart(tree: Any, micro: int, dim: int = 0) -> Any:
+    """And back: [..., micro x rows, ...] to [micro, ..., rows, ...], where `dim` counts rows."""
+    over = _devices()
+    if micro == 1:
+        return tree
+
+    def one(x: jax.Array) -> jax.Array:
+        before, after = x.shape[:dim], x.shape[dim + 1 :]
+        x = jnp.moveaxis(x.reshape(*before, over, micro, -1, *after), dim + 1, 0)
+        return x.reshape(micro, *before, -1, *after)
+
+    return jax.tree.map(one, tree)
+
+
+def _devices() -> int:
+    """Over how many a batch lies."""
+    layout = current()
+    return 1 if layout is None else layout.parts("activations", "batch")
+
+
+def layer_of(stacked: Any, layer: jax.Array, dim: int = 0) -> Any:
+    return jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, layer, dim, keepdims=False), stacked)

@@ -2,14 +2,21 @@
 
 import jax
 import numpy as np
+import optax
 import pytest
+from flax.traverse_util import flatten_dict
 
+from jaxmem import optim
+from jaxmem.config.optimizers import OPTIMIZERS
 from jaxmem.errors import UserError
+from jaxmem.optim import quantized
+from jaxmem.optim.chains import NAMED
+from jaxmem.optim.parts import put
 from jaxmem.planning.compile import compile_all
 from jaxmem.planning.targets import parse_target, target_devices
 from jaxmem.program import program
 from jaxmem.program.step import CULPRIT
-from tests.program.conftest import SMALL, Trained, config
+from tests.program.conftest import SMALL, Trained, batch_for, config
 
 MODEL = {"preset": "tiny", **SMALL, "layers": 3, "vocab": 264}
 
@@ -24,8 +31,6 @@ def during(cfg, remat="none", offload="none", **sections):
 def agree(cfg, *variants):
     """The losses, lengths of gradients and weights of an update after the pass. All weights have moved."""
     after = Trained(config(**cfg), updates=2)
-    for metrics in after.metrics:
-        del metrics[CULPRIT]  # which gradient was no number: known only where all are there
     for devices, other in variants:
         one = Trained(other, devices, updates=2, begin=after)
         one.agrees_with(after)
@@ -39,10 +44,101 @@ def test_a_decoder():
     cfg = {"model": MODEL}
     agree(
         cfg,
-        (1, during(cfg)),
         (4, during(cfg, "full", "activations", mesh={"fsdp": 2, "tensor": 2})),
-        (4, during(cfg, "full", mesh={"fsdp": 4}, zero=1)),
+        (4, during(cfg, mesh={"fsdp": 4}, zero=1)),
     )
+
+
+def test_adapters_and_frozen_weights_in_micro_batches():
+    """What is frozen lets gradients through and keeps its bits; who was no number is known by name."""
+    cfg = {
+        "model": MODEL,
+        "adapter": {"kind": "lora", "rank": 4, "targets": ["blocks.attention.*", "embedding"], "dropout": 0.1},
+        "optimizer": {"epsilon": 1e-3, "trainable": ["*norm.scale", "head.*"]},
+        "batch": {"global_size": 8, "accumulate": 2},
+    }
+    after = Trained(config(**cfg), updates=2)
+    one = Trained(during(cfg, "full", mesh={"fsdp": 2, "tensor": 2}), 4, updates=2, begin=after)
+    one.agrees_with(after)
+    before, now = flatten_dict(one.first), flatten_dict(one.params)
+    for path, weight in before.items():
+        learns = "lora" in path or path[-1] == "scale" or path[0] == "head"
+        stayed = jax.tree.map(np.array_equal, weight, now[path])
+        assert all(jax.tree.leaves(stayed)) != learns, path
+    places = []
+    for trained in (after, one):
+        adapter = trained.state.params["blocks"]["attention"]["q"]["lora"]
+        adapter["b"] = adapter["b"].at[1].set(np.nan)
+        _, metrics = trained.compiled(trained.state, trained.built.place(batch_for(trained.built)))
+        places.append(trained.built.culprits[int(metrics[CULPRIT])])
+    assert places[0] == places[1]
+
+
+# Of a decoder's matrices each has an optimizer of its own, and so have those of a vision transformer.
+IN_A_DECODER = {
+    "*.q.weight": "galore_adamw", "*.k.weight": "qgalore", "*.v.weight": "apollo", "*.o.weight": "apollo_mini",
+    "*.gate.weight": "muon", "*.up.weight": "adamw8bit", "*.down.weight": "adafactor", "embedding.*": "lion",
+    "head.*": "adam_mini", "*norm.scale": "sgd",
+}  # fmt: skip
+IN_A_TRANSFORMER = {
+    "*.q.*": "galore_adamw8bit", "*.k.weight": "lion8bit", "*.k.bias": "sgd", "*.v.*": "momentum8bit",
+    "*.o.*": "adamw4bit", "*.up.*": "adam", "*.down.*": "sgd", "*norm.*": "adamw", "head.*": "adamw",
+    "patches.*": "adamw", "position": "adamw",
+}  # fmt: skip
+
+
+def test_every_optimizer_is_in_one_of_them():
+    assert {*IN_A_DECODER.values(), *IN_A_TRANSFORMER.values()} == set(NAMED)
+
+
+@pytest.mark.parametrize(
+    ("names", "sections", "mesh"),
+    [
+        (IN_A_DECODER, {"model": MODEL}, {"mesh": {"fsdp": 2, "tensor": 2}}),
+        (
+            IN_A_TRANSFORMER,
+            {
+                "model": {"family": "vit", "layers": 2, "embed": 16, "mlp": 32, "heads": 2},
+                "objective": "classify",
+                "data": {"source": "digits"},
+            },
+            {"mesh": {"fsdp": 4}, "zero": 0},
+        ),
+    ],
+)
+def test_every_optimizer(names, sections, mesh, monkeypatch):
+    """But for codes and projections, which make more of a last bit, the same weights."""
+    monkeypatch.setattr(quantized, "LEAST", 0)
+    monkeypatch.setattr(optim, "build", lambda _cfg, _rate, axes: mixed(names, axes))
+    cfg = {**sections, "optimizer": {"clip": None}}
+    after = Trained(config(**cfg), updates=2)
+    one = Trained(during(cfg, "full", **mesh), 4, updates=2, begin=after)
+    for begun, mine, theirs in zip(*map(jax.tree.leaves, (one.first, one.params, after.params)), strict=True):
+        assert np.abs(mine - theirs).mean() < 2e-3 * np.abs(theirs - begun).mean() + 1e-7
+
+
+def mixed(names, axes):
+    """An optimizer for each pattern that any of these weights has the name of."""
+    found = {}
+    for pattern, name in names.items():
+        own = {"epsilon": 1e-3} if "epsilon" in OPTIMIZERS[name] else {}
+        try:
+            found[pattern] = NAMED[name](1e-2, axes=optim.only(axes, [pattern]), **own)
+        except UserError:
+            continue
+
+    def init(params):
+        return {pattern: tx.init(optim.only(params, [pattern])) for pattern, tx in found.items()}
+
+    def update(grads, state, params, **extra):
+        said, new = grads, {}
+        for pattern, tx in found.items():
+            own = optim.only(grads, [pattern]), state[pattern], optim.only(params, [pattern])
+            updates, new[pattern] = tx.update(*own, **extra)
+            said = put(said, updates)
+        return said, new
+
+    return optax.GradientTransformationExtraArgs(init, update)
 
 
 def test_tied_embeddings_clipped_by_the_last_length():
@@ -99,7 +195,14 @@ def test_no_gradient_outlives_its_layer_and_no_update_copies_the_stack():
 @pytest.mark.parametrize(
     ("sections", "key"),
     [
-        ({"batch": {"global_size": 8, "accumulate": 2}}, "batch.accumulate"),
+        (
+            {
+                "batch": {"global_size": 8, "accumulate": 2},
+                "objective": "dpo",
+                "data": {"source": "preference", "path": "x", "packing": False},
+            },
+            "batch.accumulate",
+        ),
         ({"mesh": {"stage": 2}}, "mesh.stage"),
         ({"precision": {"compute": "float16", "loss_scale": "dynamic"}}, "precision.loss_scale"),
         (
