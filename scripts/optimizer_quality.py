@@ -39,7 +39,12 @@ METHODS = {  # and the most that its loss may be above AdamW's
     "adamw4bit": ("optimizer.name=adamw4bit", None),
     "galore": (f"optimizer.name=galore_adamw {LOW_RANK}", 0.03),
     "galore 8-bit": (f"optimizer.name=galore_adamw8bit {LOW_RANK}", None),
+    "galore, residual": (f"optimizer.name=galore_adamw optimizer.residual=true {LOW_RANK}", 0.03),
     "qgalore, int8": (f"precision.parameters=int8 optimizer.name=qgalore {LOW_RANK}", 0.05),
+    "qgalore, int8, residual": (
+        f"precision.parameters=int8 optimizer.name=qgalore optimizer.residual=true {LOW_RANK}",
+        0.05,
+    ),
     "apollo_mini": ("optimizer.name=apollo_mini optimizer.learning_rate=1e-2", 0.02),
     "apollo_mini, int8": ("precision.parameters=int8 optimizer.name=apollo_mini optimizer.learning_rate=1e-2", 0.10),
 }
@@ -64,8 +69,8 @@ def train(methods: list[str], seeds: list[int], steps: int | None) -> None:
                 ROOT / "configs" / "quality.yaml", [*overrides.split(), f"seed={seed}", f"name={name}"]
             )
             result = jaxmem.train(cfg)
-            if result.exit_code:
-                raise SystemExit(result.exit_code)
+            if result.exit_code or result.step < cfg.steps:  # stopped: the next call goes on with it
+                raise SystemExit(result.exit_code or 1)
             logged = (result.directory / "metrics.jsonl").read_text().splitlines()
             curve = [(one["step"], one["loss"]) for one in map(json.loads, logged) if "loss" in one]
             record = {

@@ -7,6 +7,7 @@ from typing import Any
 ADAM: dict[str, Any] = {"beta1": 0.9, "beta2": 0.95, "epsilon": 1e-8}
 ADAMW = {**ADAM, "weight_decay": 0.1}
 GALORE = {"rank": None, "refresh_every": 200, "scale": 0.25, "tables": "adam"}
+OUTSIDE = {"residual": False}
 LION = {"beta1": 0.9, "beta2": 0.99, "weight_decay": 0.1}
 
 OPTIMIZERS: dict[str, dict[str, Any]] = {
@@ -21,9 +22,9 @@ OPTIMIZERS: dict[str, dict[str, Any]] = {
     "adamw4bit": ADAMW,
     "lion8bit": LION,
     "momentum8bit": {"momentum": 0.9, "weight_decay": 0.0},
-    "galore_adamw": {**GALORE, **ADAMW},
-    "galore_adamw8bit": {**GALORE, **ADAMW},
-    "qgalore": {**GALORE, "similarity": 0.4, **ADAMW},
+    "galore_adamw": {**GALORE, **OUTSIDE, **ADAMW},
+    "galore_adamw8bit": {**GALORE, **OUTSIDE, **ADAMW},
+    "qgalore": {**GALORE, **OUTSIDE, "similarity": 0.4, **ADAMW},
     "apollo": {**GALORE, "scale": 1.0, **ADAMW},
     "apollo_mini": {"refresh_every": 200, "scale": 128.0, "tables": "adam", **ADAMW},
 }

@@ -277,6 +277,7 @@ class Optimizer(Section):
     tables: Literal["adam", "projected"] | None = None  # embeddings and output projection, under a projection
     similarity: Fraction | None = None  # qgalore: share of the old space in the new that counts as the same
     kernel: Literal["none", "pallas"] | None = None  # adamw8bit: its update in one pass over memory, on GPUs
+    residual: bool | None = None  # GaLore: whether what is outside of the projection is added, scaled alike
     weight_decay: NotNegative | None = None  # matrices only, not norms and biases
 
     @model_validator(mode="before")

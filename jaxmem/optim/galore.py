@@ -10,6 +10,11 @@ the other: no update stalls for all of them, but the first. Costs 4 m n r FLOPs 
 
 Q-GaLore (Zhang et al., arXiv:2407.08296) keeps the basis in 4 bits and looks less often where it does not change: a
 layer whose basis spans nearly the same space twice in a row has its interval doubled.
+
+What a gradient has outside of the basis is lost, and where the basis stays, so are those directions of the weights.
+`residual` adds it as it is, each column scaled as Adam scaled what is inside (Fira: Chen et al., arXiv:2410.01623):
+full rank, for no state and no product more. Where a column has more outside than a basis of its largest directions
+would leave, it is scaled so that in the mean no direction outside moves more than those inside.
 """
 
 from __future__ import annotations
@@ -30,6 +35,7 @@ from jaxmem.quant import QTensor, quantize
 
 BASIS_BLOCK = 256
 BASIS_FORMAT = "int4"
+TINY = 1e-30
 
 
 @dataclass(frozen=True)
@@ -40,6 +46,7 @@ class Projected:
     refresh_every: int
     scale: float
     similarity: float | None = None  # of Q-GaLore: the share of the old space in the new that counts as the same
+    residual: bool = False
 
     @property
     def side(self) -> Side:
@@ -70,8 +77,22 @@ class Projected:
             kept = jax.lax.cond(due, lambda k: self._refreshed(g, k, at, key), lambda k: k, kept)
         # Products of numbers as the weights have them: of bfloat16 these cost half of float32's, and add up in float32.
         basis = _values(kept["basis"], g.dtype)
-        direction, inner = self.inner_for(self.side.low).update(self.side.project(basis, g), state["inner"], at)
-        return self.scale * self.side.back(basis, direction.astype(g.dtype)), {**kept, "inner": inner}
+        low = self.side.project(basis, g)
+        direction, inner = self.inner_for(self.side.low).update(low, state["inner"], at)
+        if not self.residual:
+            return self.scale * self.side.back(basis, direction.astype(g.dtype)), {**kept, "inner": inner}
+        ratio = self._outside(g, low, direction)
+        # u = P d + ratio (g - P low), a column's ratio being one number: both products in one.
+        u = self.side.back(basis, (direction - ratio * low).astype(g.dtype)) + ratio * g.astype(jnp.float32)
+        return self.scale * u, {**kept, "inner": inner}
+
+    def _outside(self, g: jax.Array, low: jax.Array, direction: jax.Array) -> jax.Array:
+        """By what each column outside of the basis is multiplied."""
+        squares = lambda x: jnp.sum(jnp.square(x.astype(jnp.float32)), axis=self.side.away, keepdims=True)  # noqa: E731
+        inside = squares(low)
+        # A basis is orthonormal: what is outside has the rest of the squares, in the rest of the directions.
+        outside = (squares(g) - inside) * (self.rank / (self.leaf.shape[self.side.away] - self.rank))
+        return jnp.sqrt(squares(direction) / jnp.maximum(jnp.maximum(inside, outside), TINY))
 
     def _refreshed(self, g: jax.Array, kept: dict[str, Any], at: At, key: jax.Array) -> dict[str, Any]:
         old = _values(kept["basis"], jnp.float32)
@@ -98,6 +119,7 @@ def scale_by_galore(
     inner_for: Callable[[Leaf], Rule] = lambda _: Adam(),
     similarity: float | None = None,
     *,
+    residual: bool = False,
     tables: str = "adam",
     axes: Any = None,
 ) -> optax.GradientTransformationExtraArgs:
@@ -112,7 +134,7 @@ def scale_by_galore(
     def rule_for(leaf: Leaf) -> Rule:
         if not is_projected(leaf, rank, tables):
             return inner_for(leaf)
-        return Projected(inner_for, leaf, rank_of(leaf, rank), refresh_every, scale, similarity)
+        return Projected(inner_for, leaf, rank_of(leaf, rank), refresh_every, scale, similarity, residual)
 
     return by_layer(rule_for, axes)
 
@@ -127,13 +149,16 @@ def scale_by_galore_adam(
     *,
     bits: int = 32,
     similarity: float | None = None,
+    residual: bool = False,
     tables: str = "adam",
     axes: Any = None,
 ) -> optax.GradientTransformationExtraArgs:
     """GaLore on Adam whose moments have 32 or 8 bits."""
     adam = Adam(Moments(beta1, beta2, epsilon))
     inner_for = quantized(adam, ADAM8) if bits == 8 else lambda _: adam
-    return scale_by_galore(rank, refresh_every, scale, inner_for, similarity, tables=tables, axes=axes)
+    return scale_by_galore(
+        rank, refresh_every, scale, inner_for, similarity, residual=residual, tables=tables, axes=axes
+    )
 
 
 def rank_of(leaf: Leaf, rank: int | None) -> int:

@@ -35,7 +35,9 @@ READ_HERE = {
     **dict.fromkeys(("trainable", "Adapter.layers"), "Config.learns"),
     # Given to the optimizer by name; tests/optim builds each with all of its own.
     **{f"Rules.{dim}": "Rules.table" for dim in Rules.model_fields},
-    **dict.fromkeys(("momentum", "rank", "refresh_every", "scale", "similarity", "tables", "kernel"), "Optimizer.own"),
+    **dict.fromkeys(
+        ("momentum", "rank", "refresh_every", "scale", "similarity", "residual", "kernel", "tables"), "Optimizer.own"
+    ),
 }
 
 Kinds = frozenset[type[Section]]

@@ -69,6 +69,31 @@ def test_a_layer_that_does_not_change_is_looked_at_less():
     assert int(state.leaves["w"]["interval"].value) == 2
 
 
+@pytest.mark.parametrize("shape", [(16, 40), (40, 16)])
+def test_what_is_outside_of_the_basis_is_scaled_as_what_is_inside(shape):
+    """Against float64: u = P d + r (g - P P^T g), r of each column the ratio of lengths of d and P^T g, or, where the
+    twelve directions outside have more than three times the squares of the four inside, what makes it that."""
+    params, tall = {"w": normal(*shape)}, shape[0] > shape[1]
+    grads = gradients(params, 3)
+    tx = optim.scale_by_galore(rank=4, scale=0.5, residual=True)
+    state, update = tx.init(params), jax.jit(tx.update)
+    m = v = 0.0
+    limited = []
+    for count, one in enumerate(grads, 1):
+        said, state = update(one, state, params)
+        g, u = (np.asarray(x["w"].T if tall else x["w"], np.float64) for x in (one, said))
+        basis = np.asarray(state.leaves["w"]["basis"].value, np.float64)
+        low = basis.T @ g
+        m, v = 0.9 * m + 0.1 * low, 0.95 * v + 0.05 * low * low
+        d = m / (1 - 0.9**count) / (np.sqrt(v / (1 - 0.95**count)) + 1e-8)
+        outside = g - basis @ low
+        lengths = np.linalg.norm(low, axis=0), np.linalg.norm(outside, axis=0) / 3**0.5
+        limited += list(lengths[1] > lengths[0])
+        u_outside = np.linalg.norm(d, axis=0) / np.maximum(*lengths) * outside
+        np.testing.assert_allclose(u, 0.5 * (basis @ d + u_outside), rtol=1e-3, atol=1e-4)
+    assert 0 < np.mean(limited) < 1
+
+
 def test_a_rank_larger_than_the_matrix_is_plain_adam():
     params = {"w": normal(16, 24)}
     state = optim.galore_adamw(0.1, rank=16).init(params)
