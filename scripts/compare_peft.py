@@ -4,7 +4,12 @@ Weights follow from their names by a formula, so that the suite builds the same 
 environment with torch, transformers 5, peft, safetensors and numpy:
 
     python scripts/compare_peft.py record tests/hf/data
-    python scripts/compare_peft.py opens ADAPTER BASE LOGITS.npy    # whether PEFT opens an adapter with these logits
+    python scripts/compare_peft.py opens DIR    # whether PEFT opens what jaxmem wrote there, with the same logits and
+                                                # the same greedily generated tokens
+
+and before the last, where jaxmem is installed:
+
+    python scripts/compare_peft.py write DIR
 
 Recorded with torch 2.13.0, transformers 5.23.0, peft 0.21.0, on a CPU.
 """
@@ -19,7 +24,7 @@ from typing import Any
 import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parent))
-from compare_transformers import ROWS, config, shapes, values, write_directory
+from compare_transformers import NEW, ROWS, config, shapes, values, write_directory
 
 BASE = "llama3"
 PRODUCTS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
@@ -114,19 +119,68 @@ def record(target: Path) -> None:
     print(peft.__version__)
 
 
-def opens(adapter: Path, base: Path, expected: Path) -> bool:
-    model = opened(adapter, base)
-    off = np.abs(logits(model) - np.load(expected)).max()
-    merged = np.abs(logits(model.merge_and_unload()) - np.load(expected)).max()
-    print(f"{adapter.name}: logits {off:.1e} apart, merged there {merged:.1e}")
-    return max(off, merged) < 1e-4
+OURS: dict[str, list[str]] = {  # of each adapter, how it is asked for
+    "lora": ["adapter.kind=lora", "adapter.rank=3", "adapter.alpha=8", 'adapter.targets=["blocks.*", "embedding"]'],
+    "rslora": ["adapter.kind=lora", 'adapter.targets={"*.mlp.*": 2, "*.q": 5}', "adapter.stabilized=true"],
+    "dora": ["adapter.kind=dora", "adapter.rank=4"],
+    "prompt": ["adapter.kind=prompt", "adapter.length=5", "data.packing=false"],
+}
 
 
-def main(command: str, *places: str) -> None:
-    paths = [Path(place) for place in places]
+def write(place: Path) -> None:
+    """A base, adapters beside it whose weights are random, and what jaxmem makes of them, read back from there."""
+    import jax
+    from flax import nnx
+    from flax.traverse_util import flatten_dict, unflatten_dict
+
+    from jaxmem import hf
+    from jaxmem.decode import generate
+    from jaxmem.trained import open_model
+
+    write_directory(BASE, place / "base")
+    found = {}
+    for case, overrides in OURS.items():
+        built, params = open_model(place / "base", overrides)
+        flat = flatten_dict(params)
+        own = sorted(path for path in flat if "lora" in path or "prompt" in path)
+        draws = np.random.default_rng(3)
+        flat |= {
+            path: flat[path] + 0.1 * jax.numpy.asarray(draws.normal(size=flat[path].shape), "float32") for path in own
+        }
+        written = unflatten_dict(flat)
+        hf.save_adapter(written, built.cfg.adapter, place / case, layers=2, base=str(place / "base"))
+        built, params = open_model(place / case)
+        network = nnx.merge(built.graphdef, params)
+        found[f"{case}.logits"] = np.asarray(jax.jit(network)(jax.numpy.asarray(ROWS, "int32")))
+        found[f"{case}.greedy"] = np.array(list(generate(built, params, ROWS[0], NEW)))
+    np.savez(place / "expected.npz", **found)
+
+
+def opens(place: Path) -> bool:
+    import torch
+
+    expected, good = np.load(place / "expected.npz"), True
+    for case in OURS:
+        model = opened(place / case, place / "base")
+        rows = torch.tensor(ROWS[:1])
+        said = model.generate(input_ids=rows, attention_mask=torch.ones_like(rows), max_new_tokens=NEW, do_sample=False)
+        same = said[0, -NEW:].tolist() == expected[f"{case}.greedy"].tolist()
+        off = [np.abs(logits(model)[:, -ROWS.shape[1] :] - expected[f"{case}.logits"]).max()]
+        if case != "prompt":
+            off.append(np.abs(logits(model.merge_and_unload()) - expected[f"{case}.logits"]).max())
+        print(
+            f"{case}: logits, and merged there, {', '.join(f'{x:.1e}' for x in off)} apart, greedy tokens same: {same}"
+        )
+        good = good and same and max(off) < 1e-4
+    return good
+
+
+def main(command: str, place: str) -> None:
     if command == "record":
-        record(paths[0])
-    elif not opens(*paths):
+        record(Path(place))
+    elif command == "write":
+        write(Path(place))
+    elif not opens(Path(place)):
         sys.exit(1)
 
 

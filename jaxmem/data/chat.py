@@ -15,11 +15,11 @@ A conversation is never continued in the next row: what is longer than a row is 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -69,15 +69,9 @@ class Conversations:
 
     def document(self, index: int) -> Document:
         """Its tokens, and which of them are learnt; none of a line that is skipped."""
-        self.seen.read += 1
-        try:
-            document = conversation(messages_of(self._lines.line(index)), self._tokenizer, self._template)
-        except (BrokenLineError, TemplateError) as error:
-            if self._cfg.broken == "stop":
-                raise UserError(
-                    f"{self._lines.where(index)}: {error} (data.broken=skip passes over such lines)"
-                ) from error
-            self.seen.broken += 1
+        read = lambda line: conversation(messages_of(line), self._tokenizer, self._template)  # noqa: E731
+        document = read_line(self._lines, index, self._cfg, self.seen, read)
+        if document is None:
             return NOTHING
         more = len(document.tokens) - self._cfg.sequence_length
         if more <= 0:
@@ -95,6 +89,19 @@ class Conversations:
 
 
 NOTHING = Document(np.zeros(0, np.int32), np.zeros(0, bool), whole=True)
+Read = TypeVar("Read")
+
+
+def read_line(lines: JsonLines, index: int, cfg: Data, seen: Seen, read: Callable[[bytes], Read]) -> Read | None:
+    """What a line holds; of one that is broken None, and it is counted, or the run stops with where it stands."""
+    seen.read += 1
+    try:
+        return read(lines.line(index))
+    except (BrokenLineError, TemplateError) as error:
+        if cfg.broken == "stop":
+            raise UserError(f"{lines.where(index)}: {error} (data.broken=skip passes over such lines)") from error
+        seen.broken += 1
+        return None
 
 
 def conversation(messages: Sequence[Message], tokenizer: Tokenizer, template: ChatTemplate, since: int = 0) -> Document:

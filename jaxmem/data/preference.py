@@ -19,13 +19,12 @@ from typing import Any
 import numpy as np
 
 from jaxmem.config.sections import Data
-from jaxmem.data.chat import LONGEST, NOTHING, Seen, conversation, messages_from, string
+from jaxmem.data.chat import LONGEST, NOTHING, Seen, conversation, messages_from, read_line, string
 from jaxmem.data.jsonl import BYTE_ORDER_MARK, JsonLines
 from jaxmem.data.long_line import BrokenLineError
 from jaxmem.data.packing import Batch, Document, TextRows
-from jaxmem.data.template import ChatTemplate, Message, TemplateError
+from jaxmem.data.template import ChatTemplate, Message
 from jaxmem.data.tokenizer import Tokenizer
-from jaxmem.errors import UserError
 
 ANSWERS = ("chosen", "rejected")
 Pair = tuple[Document, Document]
@@ -56,16 +55,11 @@ class Preferences:
         return self._last[1][answer]
 
     def _pair(self, index: int) -> Pair:
-        self.seen.read += 1
-        try:
-            first, second = pair(self._lines.line(index), self._tokenizer, self._template)
-        except (BrokenLineError, TemplateError) as error:
-            if self._cfg.broken == "stop":
-                raise UserError(
-                    f"{self._lines.where(index)}: {error} (data.broken=skip passes over such lines)"
-                ) from error
-            self.seen.broken += 1
+        read = lambda line: pair(line, self._tokenizer, self._template)  # noqa: E731
+        found = read_line(self._lines, index, self._cfg, self.seen, read)
+        if found is None:
             return NOTHING, NOTHING
+        first, second = found
         length = self._cfg.sequence_length
         more = [max(0, len(one.tokens) - length) for one in (first, second)]
         cut = _cut(first, length), _cut(second, length)
