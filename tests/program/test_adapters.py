@@ -119,3 +119,15 @@ def test_dora_begins_with_the_lengths_that_the_base_has():
 def test_an_unknown_target():
     with pytest.raises(UserError, match=r"no layer is called 'blocks\.atention\.q'; did you mean"):
         _ = program(adapted(adapter={"targets": ["blocks.atention.q"]}), jax.devices()[:1]).state
+
+
+def test_preferences_are_learnt_on_any_mesh():
+    """DPO of adapters, pairs in micro-batches."""
+    sections = {
+        "objective": {"name": "dpo"},
+        "data": {"source": "preference", "path": "none", "packing": False, "sequence_length": 16},
+        "batch": {"global_size": 8, "accumulate": 2},
+    }
+    alone = Trained(adapted(**sections), updates=1)
+    Trained(adapted(**sections, mesh={"fsdp": 2, "tensor": 2}), devices=4, updates=1).agrees_with(alone)
+    assert alone.metrics[0]["margin"] != 0
