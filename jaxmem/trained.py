@@ -31,7 +31,7 @@ def open_model(directory: str | Path, overrides: Sequence[str] = ()) -> tuple[Pr
     if is_run(directory):
         return open_run(directory, overrides)
     built = _program(config_of(directory, overrides))
-    return built, built.adapted(built.read_weights())
+    return built, built.weights.adapted(built.weights.read())
 
 
 def is_run(directory: str | Path) -> bool:
@@ -126,7 +126,7 @@ def base_from(built: Program, checkpoints: Checkpoints, step: int) -> Any:
     read = checkpoints.restore_params(step, held.checkpointed.state(config).params)
     params = flatten_dict(held.checkpointed.restored_params(read, config))
     if here.adapter.kind == "head" and not isinstance(here.model, Decoder):
-        params = {path: x for path, x in params.items() if path[0] != "head"} | built.fresh("head")
+        params = {path: x for path, x in params.items() if path[0] != "head"} | built.weights.fresh("head")
     wanted = flatten_dict(adapters.base_of(built.state.params))
     for path in sorted(wanted.keys() | params.keys()):
         given, expected = (tuple(tree[path].shape) if path in tree else None for tree in (params, wanted))
@@ -161,7 +161,7 @@ def _brought_to_rest(built: Program, params: Any) -> Any:
         own = axes[path][1:] if stacked else axes[path]
 
         def rest(w: Any) -> Any:
-            how, double = built.rests(path)
+            how, double = built.weights.rests(path)
             return precision.at_rest(w.dequantize(jnp.float32) if is_quantized(w) else w, own, how, double=double)
 
         wanted = placed[path]

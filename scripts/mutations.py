@@ -106,7 +106,7 @@ FAULTS = {
         "jaxmem/models/parts.py",
         "x / (1.0 - rate)",
         "x",
-        "tests/models/test_decoder.py::test_dropout_needs_a_key_and_follows_it tests/models/test_networks.py",
+        "tests/models/test_decoder.py::test_what_dropout_keeps_makes_up_for_what_it_drops",
     ),
     "smoothing": Fault(
         "label smoothing the wrong way round",

@@ -20,10 +20,10 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import nnx
-from flax.traverse_util import flatten_dict, unflatten_dict
+from flax.traverse_util import unflatten_dict
 
-from jaxmem import adapters, data, hf, models, optim, precision
-from jaxmem.config import Config, Convnet, Decoder, Precision
+from jaxmem import data, optim, precision
+from jaxmem.config import Config, Convnet, Decoder
 from jaxmem.config.names import rests_on_host
 from jaxmem.devices import lowering_for
 from jaxmem.errors import UserError
@@ -34,16 +34,14 @@ from jaxmem.program import culprit, scaling
 from jaxmem.program.checkpointed import Checkpointed
 from jaxmem.program.compiler import compiler_options
 from jaxmem.program.during import During
-from jaxmem.program.execution import execution
 from jaxmem.program.objective import Batch, Sums, likelihoods, objective
 from jaxmem.program.on_host import InLayers, kinds, placed, rests_there, sent, told
 from jaxmem.program.pipelined import sums_of_all
 from jaxmem.program.step import Metrics, TrainState, make_step
+from jaxmem.program.weights import Weights
 from jaxmem.sharding import Axes, Layout, Role, axes_at_rest, is_axes, layout_for
 from jaxmem.stack import Pipeline
 from jaxmem.weights import points
-
-_ADAPTERS = 2**31 - 1  # folded into the seed's key: what adapters begin from, beside the model's own weights
 
 
 @dataclass(frozen=True)
@@ -55,7 +53,7 @@ class Program:
 
     @cached_property
     def _network(self) -> tuple[Any, Any, Any]:
-        graphdef, state = nnx.split(nnx.eval_shape(self._adapted_new))
+        graphdef, state = nnx.split(nnx.eval_shape(self.weights.network))
         axes = unflatten_dict({path: _axes(path, v) for path, v in nnx.to_flat_state(state)})
         return graphdef, axes, nnx.to_pure_dict(state)
 
@@ -89,7 +87,7 @@ class Program:
     @property
     def gradients_in(self) -> np.dtype | None:
         """What gradients are held in; None: each in its weight's own dtype."""
-        return precision.gradient_dtype(self.cfg.precision, self._platform)
+        return precision.gradient_dtype(self.cfg.precision, self.platform)
 
     @cached_property
     def optimizer(self) -> optax.GradientTransformation:
@@ -140,6 +138,10 @@ class Program:
         )
 
     @cached_property
+    def weights(self) -> Weights:
+        return Weights(self)
+
+    @cached_property
     def checkpointed(self) -> Checkpointed:
         return Checkpointed(self)
 
@@ -174,7 +176,7 @@ class Program:
     def culprits(self) -> list[str]:
         """What the metric `culprit` counts: weights and layers by name."""
         dense = jax.eval_shape(points, self._shapes.params)
-        return culprit.names(self.chosen(self.axes), self.chosen(dense), self._order, self.some)
+        return culprit.names(self.chosen(self.axes), self.chosen(dense), self.weights.order, self.some)
 
     @cached_property
     def opt_axes(self) -> Any:
@@ -198,38 +200,8 @@ class Program:
         are read, and never random."""
         model = self.cfg.model
         if isinstance(model, Decoder) and model.hf is not None:
-            return self.begin(self.adapted(self.read_weights()))
+            return self.begin(self.weights.adapted(self.weights.read()))
         return self.compiled_initialise(jax.random.key(self.cfg.seed))
-
-    def read_weights(self) -> Params:
-        """The model's own weights, from the Hugging Face directory of the config, where and as this program keeps
-        them."""
-        model = self.cfg.model
-        assert isinstance(model, Decoder)
-        assert model.hf is not None
-        base, axes = adapters.base_of(self.state.params), adapters.base_of(self.axes)
-        return hf.read_weights(model.hf, model, base, axes, self.layout, self._order)
-
-    def adapted(self, base: Params) -> Params:
-        """The model's own weights, which it takes over, and the adapters that learning begins from: new ones, or those
-        of `adapter.hf`."""
-        adapter, model = self.cfg.adapter, self.cfg.model
-        if adapter.kind == "none":
-            return base
-        places = jax.tree.map(lambda x: x.sharding, self.state.params)
-        with self._lowering():
-            new = jax.jit(self._with_adapters, donate_argnums=0, out_shardings=places)
-            params = new(base, jax.random.key(self.cfg.seed))
-        if adapter.hf is None:
-            return params
-        assert isinstance(model, Decoder)
-        read = hf.read_adapter(adapter.hf, self.state.params, self.axes, model.layers, self.layout, self._order)
-        return unflatten_dict({**flatten_dict(params), **read})
-
-    @property
-    def _order(self) -> list[int] | None:
-        """Which layer lies at each place of a stack; None: its own."""
-        return None if self.pipeline is None else self.pipeline.order.tolist()
 
     def begin(self, params: Params) -> TrainState:
         """A new state of these weights, which it takes over."""
@@ -249,7 +221,7 @@ class Program:
 
     def _lower_begin(self) -> jax.stages.Lowered:
         places = jax.tree.map(lambda x: x.sharding, self.state)
-        with self._lowering():
+        with self.lowering():
             begun = jax.jit(lambda params: self._sent(self._begun(params)), donate_argnums=0, out_shardings=places)
             return self._told(begun.lower(self.state.params))
 
@@ -260,7 +232,7 @@ class Program:
             return self._lower_begin()
         key = self._placed("weights", (), jax.eval_shape(lambda: jax.random.key(0)))
         places = jax.tree.map(lambda x: x.sharding, self.state)
-        with self._lowering():
+        with self.lowering():
             return self._told(jax.jit(lambda key: self._sent(self._initial(key)), out_shardings=places).lower(key))
 
     def lower_step(self) -> jax.stages.Lowered:
@@ -274,7 +246,7 @@ class Program:
             self.learning_rate,
             self.cfg.seed,
             self.cfg.precision,
-            precision.compute_dtype(self.cfg.precision, self._platform),
+            precision.compute_dtype(self.cfg.precision, self.platform),
             self.pipeline,
             self.gradients_in,
             self._during if self.cfg.memory.update == "during" else None,
@@ -287,12 +259,12 @@ class Program:
             return update(self._sent(state), batch)
 
         places = jax.tree.map(lambda x: x.sharding, self.state)
-        with self._lowering():
+        with self.lowering():
             jitted = jax.jit(
                 step,
                 donate_argnums=0,
                 out_shardings=(places, self.layout.replicated()),
-                compiler_options=compiler_options(self._platform, self.layout.mesh.size),
+                compiler_options=compiler_options(self.platform, self.layout.mesh.size),
             )
             return self._told(jitted.lower(self.state, self.batch))
 
@@ -351,7 +323,7 @@ class Program:
             sums = jax.lax.map(lambda micro: plain(network, micro, None), batch)
             return jax.tree.map(lambda x: jnp.sum(x, axis=0), sums)
 
-        with self._lowering():
+        with self.lowering():
             return jax.jit(evaluate, out_shardings=self.layout.replicated()).lower(self.state.params, self.batch)
 
     @cached_property
@@ -382,76 +354,20 @@ class Program:
         }
 
     @contextlib.contextmanager
-    def _lowering(self) -> Iterator[None]:
+    def lowering(self) -> Iterator[None]:
         with self.layout, lowering_for(self.layout.mesh.devices.flat[0]):
             yield
 
     @property
-    def _platform(self) -> str:
+    def platform(self) -> str:
         return self.layout.mesh.devices.flat[0].platform
 
-    def _build(self, key: jax.Array) -> models.Network:
-        how = execution(self.cfg, precision.compute_dtype(self.cfg.precision, self._platform), self.pipeline)
-        return models.build(self.cfg.model, nnx.Rngs(params=key), how)
-
-    def _adapted_new(self) -> models.Network:
-        network = self._build(jax.random.key(0))
-        adapters.attach(network, self.cfg.adapter, jax.random.key(0))
-        return network
-
     def _initial(self, key: jax.Array) -> TrainState:
-        base = self._base(key)
-        if self.pipeline is not None:
-            base = jax.tree.map(self._staged, adapters.base_of(self.axes), base, is_leaf=is_axes)
-        return self._begun(base if self.cfg.adapter.kind == "none" else self._with_adapters(base, key))
-
-    def _base(self, key: jax.Array) -> Params:
-        """New weights of the model itself, in what those that learn and those that stay rest in. Made twice in a trace
-        where the two are not alike, and once in what is compiled."""
-
-        def made(how: Precision, double: bool) -> Params:
-            with precision.resting(how, double=double):
-                return nnx.to_pure_dict(nnx.state(self._build(key)))
-
-        kinds = {how: flatten_dict(made(*how)) for how in {self.rests(path) for path in flatten_dict(self.axes)}}
-        base = flatten_dict(adapters.base_of(self.axes))
-        return unflatten_dict({path: kinds[self.rests(path)][path] for path in base})
-
-    def rests(self, path: Sequence[str]) -> tuple[Precision, bool]:
-        """What the weight at a path of names rests in, and whether the constants of codes do so in codes."""
-        cfg, keys = self.cfg, tuple(jax.tree_util.DictKey(name) for name in path)
-        learns = self.choice is None or keys in self.choice.layers
-        if learns or cfg.base_precision == cfg.precision:
-            return cfg.precision, False
-        return cfg.base_precision, cfg.adapter.double
-
-    def fresh(self, module: str) -> dict[tuple[str, ...], Any]:
-        """New weights of one module of the model, by their paths."""
-        paths = [path for path in flatten_dict(adapters.base_of(self.axes)) if path[0] == module]
-        placed = flatten_dict(self.state.params)
-
-        def made(key: jax.Array) -> dict[tuple[str, ...], Any]:
-            every = flatten_dict(self._base(key))
-            return {path: every[path] for path in paths}
-
-        places = {path: jax.tree.map(lambda x: x.sharding, placed[path]) for path in paths}
-        with self._lowering():
-            return jax.jit(made, out_shardings=places)(jax.random.key(self.cfg.seed))
+        return self._begun(self.weights.new(key))
 
     def _begun(self, params: Params) -> TrainState:
         scale = scaling.initial(self.cfg.precision.loss_scale)
         return TrainState(jnp.zeros((), jnp.int32), params, self.optimizer.init(self.chosen(params)), scale)
-
-    def _with_adapters(self, base: Params, key: jax.Array) -> Params:
-        network = nnx.eval_shape(partial(self._build, key))
-        graphdef, _ = nnx.split(network)
-        network = nnx.merge(graphdef, base)
-        with precision.resting(self.cfg.precision):
-            adapters.attach(network, self.cfg.adapter, jax.random.fold_in(key, _ADAPTERS), self._order)
-        return nnx.to_pure_dict(nnx.state(network))
-
-    def _staged(self, axes: Axes, weight: Any) -> Any:
-        return jax.tree.map(self.pipeline.arranged, weight) if self.pipeline and axes[:1] == ("layer",) else weight
 
     def _placed(self, role: Role, axes: Any, shapes: Any) -> Any:
         """Shapes with their places."""

@@ -53,7 +53,7 @@ class Checkpointed:
         params = self._restaged(config, axes, params, placed)
         if not self._base_elsewhere:
             return params
-        base = flatten_dict(self._program.read_weights())
+        base = flatten_dict(self._program.weights.read())
         every = unflatten_dict({path: base.get(path, x) for path, x in flatten_dict(params).items()})
         return every if self._program.choice is None else self._program.choice.put(every, params)
 

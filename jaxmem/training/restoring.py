@@ -19,7 +19,7 @@ def restored(built: Program, checkpoints: Checkpoints) -> tuple[int, TrainState,
     nothing was trained."""
     kept = built.checkpointed
     if (imported := checkpoints.read_latest()) and not imported[0]:
-        return 0, built.begin(built.adapted(base_from(built, checkpoints, 0))), {}
+        return 0, built.begin(built.weights.adapted(base_from(built, checkpoints, 0))), {}
     found = checkpoints.restore_latest(kept.state)
     if found is None:
         return None
@@ -30,7 +30,7 @@ def restored(built: Program, checkpoints: Checkpoints) -> tuple[int, TrainState,
 def begun(built: Program) -> TrainState:
     """The state that a run begins with: of the weights that `model.hf` or `adapter.run` names, or of new ones."""
     run = built.cfg.adapter.run
-    return built.initialise() if run is None else built.begin(built.adapted(base_of_run(built, run)))
+    return built.initialise() if run is None else built.begin(built.weights.adapted(base_of_run(built, run)))
 
 
 class Rollback:

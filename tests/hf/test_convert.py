@@ -90,7 +90,7 @@ def config(place: Path, mesh: dict[str, int], **sections):
 def test_each_device_reads_its_own_part(mesh: str, directories: Path) -> None:
     place = directories / "llama3"
     built = program(config(place, MESHES[mesh]))
-    params = built.read_weights()
+    params = built.weights.read()
     for x, spec in zip(*map(jax.tree.leaves, (params, built.state.params)), strict=True):
         assert x.sharding.is_equivalent_to(spec.sharding, x.ndim)
     there = load_file(place / "model.safetensors")
@@ -146,7 +146,7 @@ def test_weights_are_encoded_on_the_way(directories: Path) -> None:
     """Each layer as it would be among all, and the vectors as they are."""
     place = directories / "llama3"
     built = program(config(place, {"fsdp": 2, "tensor": 2}, precision={"parameters": "int8"}), jax.devices()[:4])
-    params = built.read_weights()
+    params = built.weights.read()
     there = load_file(place / "model.safetensors")
     q = params["blocks"]["mlp"]["up"]["weight"]
     whole = np.stack([there[f"model.layers.{layer}.mlp.up_proj.weight"].T for layer in range(2)])

@@ -8,7 +8,7 @@ from flax import nnx
 
 from jaxmem.config import PRESETS, load_config, parameter_count
 from jaxmem.config import Decoder as DecoderConfig
-from jaxmem.models import Decoder, Execution, build
+from jaxmem.models import Decoder, Execution, build, parts
 from jaxmem.stack import Way
 
 
@@ -94,6 +94,12 @@ def test_the_cache_gives_what_the_whole_sequence_gives(fields):
         place = jnp.asarray(start, jnp.int32)
         logits, cache = network.extend(network.params, ids[:, start:end], cache, place)
         np.testing.assert_allclose(logits, whole[:, end - 1], atol=2e-5)
+
+
+def test_what_dropout_keeps_makes_up_for_what_it_drops():
+    dropped = parts.dropout(jnp.ones((4, 1000)), 0.25, jax.random.split(jax.random.key(0), 4))
+    np.testing.assert_allclose(np.unique(dropped), [0, 4 / 3], rtol=1e-6)
+    assert float(jnp.mean(dropped)) == pytest.approx(1, abs=0.05)
 
 
 def test_dropout_needs_a_key_and_follows_it():
