@@ -25,6 +25,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.ad_checkpoint import checkpoint_name
+from jax.experimental.layout import Layout as InMemory
+from jax.experimental.layout import with_layout_constraint
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 
@@ -369,6 +371,7 @@ def gather(weight: Weight, axes: Axes, dtype: DTypeLike, role: Role = "computing
         else:
             # Pinned on both sides, or XLA gathers first and casts after.
             w = constrain(w.astype(dtype), *axes, role="weights")
+            w = _as_it_rests(w, axes, "weights", role)
         if shape != w.shape:
             w = jnp.pad(w, [(0, more - size) for more, size in zip(shape, w.shape, strict=True)])
         return constrain(w, *axes, role=role)
@@ -379,10 +382,27 @@ def gather(weight: Weight, axes: Axes, dtype: DTypeLike, role: Role = "computing
         # Partial sums first, or XLA may gather what they are made of to make each part of them in one go.
         g = constrain(g, *axes, role=role)
         g = jax.lax.slice(g, (0,) * g.ndim, weight.shape)
-        return constrain(g, *axes, role="gradients").astype(at.dtype), None
+        g = _as_it_rests(constrain(g, *axes, role="gradients"), axes, "gradients", role)
+        return g.astype(at.dtype), None
 
     brought.defvjp(lambda at, rest: (brought(at, rest), None), back)
     return checkpoint_name(brought(at, rest), GATHERED)
+
+
+def _as_it_rests(x: jax.Array, axes: Axes, role: Role, computing: Role) -> jax.Array:
+    """Row after row on each device, as arrays rest, where the other role is not split alike. What is gathered or
+    scattered along a dimension lies best with that one outermost, and XLA would turn not this array but all that it
+    is cut out of or written into: a whole stack of layers, twice there. The partitioner cannot cut what says it, so
+    each device says it of its own part."""
+    layout = current()
+    if layout is None or x.ndim < 2 or layout.over_each(role, axes) == layout.over_each(computing, axes):
+        return x
+    spec = layout.sharding(role, axes, x.shape).spec
+
+    def pinned(x: jax.Array) -> jax.Array:
+        return with_layout_constraint(x, InMemory(tuple(range(x.ndim))))
+
+    return jax.shard_map(pinned, mesh=layout.mesh, in_specs=spec, out_specs=spec, check_vma=False)(x)
 
 
 def _mapped_as(at: jax.Array, rest: Any) -> Any:
@@ -395,7 +415,7 @@ def _mapped_as(at: jax.Array, rest: Any) -> Any:
 def whole(q: QTensor, axes: Axes) -> QTensor:
     """Codes and constants where the weight is computed with."""
     even = tuple(axis and axis + IF_EVEN for axis in axes)  # what is padded to be split is whole until it is decoded
-    return jax.tree.map(lambda x: constrain(x, *even, role="computing"), q)
+    return jax.tree.map(lambda x: constrain(_as_it_rests(x, even, "weights", "computing"), *even, role="computing"), q)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(1,))

@@ -62,7 +62,8 @@ def estimate(cfg: Config, platform: str, gpu: Gpu | None = None, per_host: int =
     one_pass = held("gradients", state.trained)
     during, several = cfg.memory.update == "during", cfg.batch.accumulate > 1
     summed = held("optimizer", state.trained, 4) if several and not during else 0  # in float32
-    copies = held("weights", filter(held.is_turned, state.params))
+    # Weights that the backward pass changes lie as they are gathered best; others are turned a layer at a time.
+    copies = held("weights", filter(held.is_turned, state.params)) if during else 0
     kinds = sizes.fullest(passes.saved) | {"weights: copies": copies}
     # Where the optimizer holds only a part of the weights, the new ones are whole before they replace the old ones.
     resting = held("weights", state.trained, 4)

@@ -26,7 +26,7 @@ weights that it has, with v rounds: where P and layers are said above to be gone
 tick sends 4 T D w from stage to stage, and the way into the first one 3 of these. Embedding and logits are on every
 stage, of which each takes k = a / p micro-batches, so that their a is k. Their gradients are all-reduced over p, the
 embedding's in w and the logits' in 4 bytes; from zero 2 on the logits' k times, and over n too. The logits' weights are
-gathered k + 1 times.
+gathered k + 1 times, and what `tensor` gathers for the logits once more, since they are made again for their gradients.
 """
 
 from __future__ import annotations
@@ -70,8 +70,6 @@ def volume(built: Program) -> Volume:
         raise UserError("rules: messages are derived for the usual table; leave rules out")
     if built.pipeline is not None and cfg.batch.accumulate == 1:
         raise UserError("batch.accumulate: on stages messages are derived for several micro-batches; give 2 or more")
-    if built.pipeline is not None and mesh["tensor"] > 1:
-        raise UserError(f"mesh.tensor: {mesh['tensor']}, whose messages on stages are not derived; use 1")
     n, m, t = mesh["fsdp"] * mesh["context"], mesh["replica"], mesh["tensor"]
     a, c, f = cfg.batch.accumulate, mesh["context"], mesh["fsdp"]
     w = compute_dtype(cfg.precision, built.layout.mesh.devices.flat[0].platform).itemsize
@@ -112,7 +110,7 @@ def volume(built: Program) -> Volume:
         weights=gathered * _share(n),
         gradients=reduced * w,
         tokens=2 * micro * tokens * model.embed * w * _share(n) if split else 0.0,
-        tensor=stream * (executed * (11 if full else 8) + micro * 4),
+        tensor=stream * (executed * (11 if full else 8) + micro * (5 if p > 1 else 4)),
         context=executed * _context(model, keys, tokens * t, c, w, full),
         stage=shifts * tokens * model.embed * w + 2 * over_stages * _share(p),
     )

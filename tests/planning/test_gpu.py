@@ -65,6 +65,11 @@ def test_states_are_split_over_all_devices(planned: Plan) -> None:
     assert planned.bytes_per_device["parameters"] == pytest.approx(4 * planned.program.parameters / 8, rel=0.02)
 
 
+def test_no_stack_of_weights_is_held_twice(planned: Plan) -> None:
+    """Also of `down` and `o`, which are gathered along their last dimension: each layer is turned by itself."""
+    assert planned.breakdown.of_kind("weights: copies") == 0
+
+
 def test_no_schedule_is_faster_than_the_roofline(planned: Plan) -> None:
     assert planned.estimated_step_seconds is not None
     assert planned.estimated_step_seconds >= planned.timeline.roofline > 0
