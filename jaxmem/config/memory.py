@@ -100,10 +100,10 @@ def _update(cfg: Config) -> Iterator[str]:
     """What an update during the backward pass cannot be combined with. It sees one layer's gradient at a time, once."""
     if cfg.memory.update != "during":
         return
-    if is_scheduled(cfg):
+    if is_scheduled(cfg) and cfg.batch.accumulate > 1:
         yield (
-            f"memory.remat: {cfg.memory.remat} makes boundaries again that memory.update: during keeps; use none, full,"
-            " dots or {save: [names]}, or memory.update=after"
+            f"memory.remat: {cfg.memory.remat} makes boundaries of one micro-batch again, and memory.update: during goes"
+            f" back through all {cfg.batch.accumulate} at once; use none, full, dots or {{save: [names]}}"
         )
     if cfg.batch.accumulate > 1 and cfg.objective.name == "dpo":
         yield (

@@ -86,7 +86,7 @@ def rungs(cfg: Config, platform: str) -> list[Rung]:
     every = keeping(cfg, Rung("none", 0, (0, 0)))
     found = [Rung("none", round(copies * passes_of(every, platform).saved), (0, 0))]
     found += [Rung(remat, round(copies * kept), again) for remat, kept, again in _by_name(cfg, layers)]
-    if cfg.memory.update == "after" and cfg.mesh.stage == 1:
+    if cfg.mesh.stage == 1 and (cfg.memory.update == "after" or cfg.batch.accumulate == 1):
         again = next(rung.again for rung in found if rung.remat == "full")
         found += [
             Rung(remat, round(copies * kept), (again[0] + more, again[1])) for remat, kept, more in _by_schedule(layers)

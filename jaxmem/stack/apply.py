@@ -19,7 +19,7 @@ from jaxmem.sharding import groups
 from jaxmem.stack.host import named
 from jaxmem.stack.pipeline import Pipeline, in_order, through_stages
 from jaxmem.stack.remat import Remat, policy
-from jaxmem.stack.schedule import schedule
+from jaxmem.stack.schedule import Schedule, schedule
 from jaxmem.stack.scheduled import by_schedule
 from jaxmem.stack.sections import Run, sections
 from jaxmem.weights import unhooked
@@ -47,6 +47,7 @@ class Applied:
     inputs: Any
     beside: Any
     on_host: bool = False  # whether what is kept for the backward pass waits in host memory
+    plan: Schedule | None = None  # which boundaries are kept; None: all, with what `run` says of each layer
 
 
 _instead: ContextVar[Callable[[Applied], tuple[Any, Any]] | None] = ContextVar("instead", default=None)
@@ -104,6 +105,8 @@ def _in_turn(
     # Boundaries alone go by a schedule that keeps each: it fetches the next one while a layer computes.
     remat = "every_1" if way.remat == "full" and way.host == (BOUNDARY,) and instead is None else way.remat
     plan = schedule(remat, layers)
+    if plan is not None and instead is not None:
+        return instead(Applied(run, weights, x, inputs, beside, away, plan))
     if plan is not None:
         return by_schedule(run, plan, on_host=away)(weights, x, inputs, beside)
     if instead is not None and away:  # what is kept is in sight, and moved there

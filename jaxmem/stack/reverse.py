@@ -22,10 +22,13 @@ from jax.typing import DTypeLike
 from jaxmem.sharding import current
 from jaxmem.stack.apply import Applied
 from jaxmem.stack.host import to_device, to_host
+from jaxmem.stack.schedule import Schedule
+from jaxmem.stack.scheduled import first_pass, made_again
 from jaxmem.weights import placed, points
 
 # (what is carried, layer, the gradient of its weights, what was made ready for it) -> what is carried
 Visit = Callable[[Any, jax.Array, Any, Any], Any]
+Derivative = Callable[[Any], tuple[Any, Any]]  # of what a layer gave -> of its weights and of what went in
 Ready = Callable[[Any, jax.Array], Any]  # (what is carried, layer)
 
 
@@ -35,38 +38,48 @@ class Passed:
 
     applied: Applied
     y: Any
-    kept: list[jax.Array]  # for each layer, stacked; of several micro-batches, for each of these
-    form: Any  # of one layer's derivative
-    given: tuple[int | None, ...]  # for each of its leaves: which leaf of what is at hand it is
     dtype: DTypeLike | None  # of gradients; None: each in its weight's own
     learns: Any  # whether weights have a gradient: of each, or of all
     micro: int  # micro-batches, which lie among the rows as `together` puts them
+
+    @property
+    def layers(self) -> int:
+        count: int = jax.tree.leaves(self.applied.weights)[0].shape[0]
+        return count
 
     def backward(
         self, g: Any, weights: Callable[[Any], Any], visit: Visit, carried: Any, ready: Ready = lambda *_: None
     ) -> tuple[Any, Any]:
         """What is carried in the end, and the gradient of the stack's x. `weights` finds the stacked weights in what
         is carried; `ready` is asked before a layer's gradient is made, and what it brings may come meanwhile."""
-        layers = jax.tree.leaves(self.applied.weights)[0].shape[0]
         beside = apart(self.applied.beside, self.micro)
 
         def step(turn: jax.Array, state: tuple[Any, Any, Any]) -> tuple[Any, Any, Any]:
             carried, g, ahead = state
-            layer = layers - 1 - turn
-            own, one = layer_of((weights(carried), self.applied.inputs), layer)
-            if self.applied.on_host:  # what the layer before needs is on its way while this one computes
-                kept, ahead = ahead, self._fetched(jnp.maximum(layer - 1, 0))
-            else:
-                kept = self._kept(layer)
+            layer = self.layers - 1 - turn
+            stacked = weights(carried)
+            own, one = layer_of((stacked, self.applied.inputs), layer)
+            kept, ahead = self._at(layer, stacked, ahead)
             brought = ready(carried, layer)
             dw, dx = self._gradients(own, apart(one, self.micro), beside, kept, g)
             # Before a visitor writes what it read: or XLA would keep, or copy, what weights were until all is done.
             layer, dw, dx, brought = jax.lax.optimization_barrier((layer, dw, dx, brought))
             return visit(carried, layer, dw, brought), dx, ahead
 
-        ahead = self._fetched(jnp.int32(layers - 1)) if self.applied.on_host else None
-        carried, g, _ = jax.lax.fori_loop(0, layers, step, (carried, apart(g, self.micro), ahead))
+        begin = carried, apart(g, self.micro), self._begin()
+        carried, g, _ = jax.lax.fori_loop(0, self.layers, step, begin)
         return carried, together(g, self.micro)
+
+    def _begin(self) -> Any:
+        """What goes from layer to layer beside the gradient."""
+        raise NotImplementedError
+
+    def _at(self, layer: jax.Array, weights: Any, ahead: Any) -> tuple[Any, Any]:
+        """What a layer's derivative is made of, and what goes on."""
+        raise NotImplementedError
+
+    def _derivative(self, weights: Any, one: Any, beside: Any, kept: Any) -> Derivative:
+        raise NotImplementedError
 
     def _gradients(self, weights: Any, one: Any, beside: Any, kept: Any, g: Any) -> tuple[Any, Any]:
         """Of a layer's weights, and of its x."""
@@ -81,25 +94,72 @@ class Passed:
         zeros = jax.tree.map(lambda w: jnp.zeros(w.shape, jnp.float32), self._points(weights))
         return jax.lax.scan(add, zeros, (one, beside, kept, g))
 
-    def _kept(self, layer: jax.Array) -> list[jax.Array]:
+    def _points(self, weights: Any) -> Any:
+        return points(_learning(self.learns, weights), self.dtype)
+
+
+@dataclass(frozen=True)
+class Kept(Passed):
+    """Of each layer there is what its policy keeps."""
+
+    kept: list[jax.Array]  # for each layer, stacked; of several micro-batches, for each of these
+    form: Any  # of one layer's derivative
+    given: tuple[int | None, ...]  # for each of its leaves: which leaf of what is at hand it is
+
+    def _begin(self) -> Any:
+        return self._fetched(jnp.int32(self.layers - 1)) if self.applied.on_host else None
+
+    def _at(self, layer: jax.Array, weights: Any, ahead: Any) -> tuple[Any, Any]:
+        if self.applied.on_host:  # what the layer before needs is on its way while this one computes
+            return ahead, self._fetched(jnp.maximum(layer - 1, 0))
+        return self._of(layer), None
+
+    def _of(self, layer: jax.Array) -> list[jax.Array]:
         return layer_of(self.kept, layer, int(self.micro > 1))
 
     def _fetched(self, layer: jax.Array) -> list[jax.Array]:
-        return to_device(self._kept(layer))
+        return to_device(self._of(layer))
 
-    def _derivative(self, weights: Any, one: Any, beside: Any, kept: list[jax.Array]) -> Callable[[Any], Any]:
+    def _derivative(self, weights: Any, one: Any, beside: Any, kept: list[jax.Array]) -> Derivative:
         at_hand = jax.tree.leaves((self._points(weights), weights, one, beside))
         rest = iter(kept)
-        return jax.tree.unflatten(self.form, [next(rest) if place is None else at_hand[place] for place in self.given])
+        leaves = [next(rest) if place is None else at_hand[place] for place in self.given]
+        derivative: Derivative = jax.tree.unflatten(self.form, leaves)
+        return derivative
 
-    def _points(self, weights: Any) -> Any:
-        return points(_learning(self.learns, weights), self.dtype)
+
+@dataclass(frozen=True)
+class Scheduled(Passed):
+    """Of some layers there is the boundary; the others are made again by layers that have not been updated yet."""
+
+    plan: Schedule
+    slots: Any
+
+    def _begin(self) -> Any:
+        return self.slots
+
+    def _at(self, layer: jax.Array, weights: Any, ahead: Any) -> tuple[Any, Any]:
+        run, inputs, beside, on_host = self.applied.run, self.applied.inputs, self.applied.beside, self.applied.on_host
+        begin, end, slot = (jnp.asarray(x, jnp.int32)[layer] for x in (self.plan.begin, self.plan.end, self.plan.at))
+        slots = made_again(run, self.plan, weights, ahead, inputs, beside, (begin, end), on_host=on_host)
+        x = layer_of(slots, slot)
+        return to_device(x) if on_host else x, slots
+
+    def _derivative(self, weights: Any, one: Any, beside: Any, kept: Any) -> Derivative:
+        def run(at: Any, x: Any) -> Any:
+            return self.applied.run(placed(weights, at), x, one, beside)[0]
+
+        return jax.vjp(run, self._points(weights), kept)[1]
 
 
 def forward(applied: Applied, learns: Any = True, dtype: DTypeLike | None = None, micro: int = 1) -> Passed:
     """The forward pass. What a layer's derivative needs of weights, inputs and what is beside is not kept again.
     `learns`: which weights have a gradient, and `dtype`: in what; None: each in its weight's own. `micro`: so many
-    micro-batches, one after the other."""
+    micro-batches, one after the other, where every boundary is kept."""
+    if applied.plan is not None:
+        given = applied.weights, applied.x, applied.inputs, applied.beside
+        y, _, slots = first_pass(applied.run, applied.plan, *given, on_host=applied.on_host)
+        return Scheduled(applied, y, dtype, learns, micro, applied.plan, slots)
     form: list[Any] = []
 
     def layers(batch: tuple[Any, Any, Any]) -> tuple[Any, list[jax.Array]]:
@@ -120,8 +180,7 @@ def forward(applied: Applied, learns: Any = True, dtype: DTypeLike | None = None
 
     batch = apart(applied.x, micro), apart(applied.inputs, micro, 1), apart(applied.beside, micro)
     y, kept = layers(batch) if micro == 1 else jax.lax.map(layers, batch)
-    tree, given = form
-    return Passed(applied, together(y, micro), kept, tree, given, dtype, learns, micro)
+    return Kept(applied, together(y, micro), dtype, learns, micro, kept, *form)
 
 
 def _learning(learns: Any, weights: Any) -> Any:

@@ -19,45 +19,76 @@ from jaxmem.weights import Point
 Run = Callable[[Any, Any, Any, Any], tuple[Any, Any]]  # (one layer's weights, x, its input, beside) -> (x, output)
 
 
+def first_pass(
+    run: Run, plan: Schedule, weights: Any, x: Any, inputs: Any, beside: Any, *, on_host: bool
+) -> tuple[Any, Any, Any]:
+    """(x, stacked outputs, the boundaries in their slots)."""
+    away = to_host if on_host else lambda x: x
+    every = _keeps_each(plan)
+
+    def step(carry: tuple[Any, Any], one: tuple[Any, Any, jax.Array]) -> tuple[tuple[Any, Any], Any]:
+        x, slots = carry
+        kept = away(x)
+        slots = slots if every else _put(slots, one[2], kept)
+        x, output = run(one[0], x, one[1], beside)
+        return (x, slots), (output, kept if every else None)
+
+    def room() -> Any:
+        """Filled from x, so that the slots lie on the devices as x does; on the host one after the other, or all of
+        them would be on the device first."""
+        if on_host:
+            return jax.lax.scan(lambda _, __: (None, away(x)), None, length=plan.slots)[1]
+        return jax.tree.map(lambda x: jnp.broadcast_to(x, (plan.slots, *x.shape)), x)
+
+    begin = x, None if every else room()
+    (x, slots), (outputs, kept) = jax.lax.scan(step, begin, (weights, inputs, _numbers(plan.first)))
+    return x, outputs, kept if every else slots
+
+
+def made_again(
+    run: Run, plan: Schedule, weights: Any, slots: Any, inputs: Any, beside: Any, which: Any, *, on_host: bool
+) -> Any:
+    """The slots, when so many of the layers that run again (from one of them to before another) have run."""
+    if not plan.again:
+        return slots
+    steps = jnp.asarray(plan.again, jnp.int32).reshape(-1, 3)
+
+    def again(i: jax.Array, slots: Any) -> Any:
+        layer, source, target = steps[i]
+        x = _at(slots, source)
+        x, _ = run(_at(weights, layer), to_device(x) if on_host else x, _at(inputs, layer), beside)
+        return _put(slots, target, to_host(x) if on_host else x)
+
+    with jax.named_scope(f"runs_{plan.runs}_in_{len(plan.at)}"):
+        return jax.lax.fori_loop(which[0], which[1], again, slots)
+
+
+def _keeps_each(plan: Schedule) -> bool:
+    """Whether each boundary has a slot of its own, and none is made again."""
+    return plan.first == tuple(range(len(plan.at)))
+
+
 def by_schedule(run: Run, plan: Schedule, *, on_host: bool = False) -> Callable[[Any, Any, Any, Any], tuple[Any, Any]]:
     """(stacked weights, x, stacked inputs, beside) -> (x, stacked outputs), with a backward pass of its own. With
     `on_host` the boundaries wait in host memory."""
-    away = to_host if on_host else lambda x: x
     back = to_device if on_host else lambda x: x
-    every = plan.first == tuple(range(len(plan.at)))  # each boundary has a slot of its own, none is made again
+    every = _keeps_each(plan)
 
     @jax.custom_vjp
     def apply(weights: Any, x: Any, inputs: Any, beside: Any) -> tuple[Any, Any]:
         return jax.lax.scan(lambda x, one: run(one[0], x, one[1], beside), x, (weights, inputs))
 
     def forward(weights: Any, x: Any, inputs: Any, beside: Any) -> tuple[tuple[Any, Any], tuple[Any, ...]]:
-        def step(carry: tuple[Any, Any], one: tuple[Any, Any, jax.Array]) -> tuple[tuple[Any, Any], Any]:
-            x, slots = carry
-            kept = away(x)
-            slots = slots if every else _put(slots, one[2], kept)
-            x, output = run(one[0], x, one[1], beside)
-            return (x, slots), (output, kept if every else None)
-
-        # Filled from x, so that the slots lie on the devices as x does.
-        room = None if every else away(jax.tree.map(lambda x: jnp.broadcast_to(x, (plan.slots, *x.shape)), x))
-        (x, slots), (outputs, kept) = jax.lax.scan(step, (x, room), (weights, inputs, _numbers(plan.first)))
-        return (x, outputs), (weights, kept if every else slots, inputs, beside)
+        x, outputs, slots = first_pass(run, plan, weights, x, inputs, beside, on_host=on_host)
+        return (x, outputs), (weights, slots, inputs, beside)
 
     def backward(kept: tuple[Any, ...], wanted: tuple[Any, Any]) -> tuple[Any, ...]:
         weights, slots, inputs, beside = kept
-        steps = jnp.asarray(plan.again, jnp.int32).reshape(-1, 3)
-
-        def again(i: jax.Array, slots: Any) -> Any:
-            layer, source, target = steps[i]
-            x, _ = run(_at(weights, layer), back(_at(slots, source)), _at(inputs, layer), beside)
-            return _put(slots, target, away(x))
 
         def step(carry: tuple[Any, ...], one: tuple[Any, ...]) -> tuple[tuple[Any, ...], tuple[Any, Any]]:
             slots, ahead, g, of_beside = carry
             layer, at, begin, end, of_output = one
-            if plan.again:
-                with jax.named_scope(f"runs_{plan.runs}_in_{len(plan.at)}"):
-                    slots = jax.lax.fori_loop(begin, end, again, slots)
+            slots = made_again(run, plan, weights, slots, inputs, beside, (begin, end), on_host=on_host)
             x = ahead if every else back(_at(slots, at))
             ahead = back(_at(slots, jnp.maximum(at - 1, 0))) if every else None  # on its way while this layer computes
             through = _differentiated(run, _at(weights, layer), x, _at(inputs, layer), beside)

@@ -82,10 +82,6 @@ def test_where_nothing_fits_the_plan_says_so() -> None:
     assert highest(ladder, 0, lambda rung: rung.kept, 0).remat == "a"
 
 
-def test_an_update_on_the_way_has_no_schedules() -> None:
-    assert rungs(given(update="during"), "gpu")[0].remat == "full"
-
-
 def test_what_is_split_counts_for_one_device() -> None:
     whole = given()
     halves = whole.model_copy(update={"mesh": whole.mesh.model_copy(update={"tensor": 2})})

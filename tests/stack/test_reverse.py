@@ -1,0 +1,47 @@
+"""Back through a stack with each layer's gradient in sight: what was kept, or made again by layers not yet changed."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from jaxmem.config.names import BOUNDARY
+from jaxmem.stack import Way, applied_by, apply_stack, forward, stacked
+from tests.stack.test_schedule import Affine, layer
+
+
+def test_gradients_are_those_of_jax_while_what_was_visited_is_spoilt():
+    layers = 7
+    graphdef, state = nnx.split(stacked(Affine, layers, nnx.Rngs(0)))
+    weights, x = nnx.to_pure_dict(state), jnp.ones((2, 3))
+    given = (jax.random.split(jax.random.key(1), layers), jnp.arange(1.0 * layers)), (jnp.float32(0.5), jnp.arange(3))
+
+    def applied(weights, x, way):
+        return apply_stack(nnx.merge(graphdef, weights), layer, x, *given, way=way)[0]
+
+    def visited(weights, x, way):
+        passed = []
+
+        def keep(one):
+            passed.append(forward(one))
+            return passed[0].y, None
+
+        with applied_by(keep):
+            y = applied(weights, x, way)
+
+        def visit(carried, number, dw, brought):
+            weights, grads = carried
+            put = lambda at, new: jax.lax.dynamic_update_index_in_dim(at, new, number, 0)  # noqa: E731
+            grads = jax.tree.map(lambda at, g: put(at, g + 0.0 * brought), grads, dw)
+            return jax.tree.map(lambda at: put(at, jnp.full(at.shape[1:], jnp.nan)), weights), grads
+
+        begin = weights, jax.tree.map(jnp.zeros_like, weights)
+        ready = lambda carried, number: carried[1]["b"][number, 0]  # noqa: E731
+        (_, grads), g = passed[0].backward(2 * y, lambda carried: carried[0], visit, begin, ready)
+        return grads, g
+
+    expected = jax.jit(jax.grad(lambda *at: jnp.sum(applied(*at, Way("none")) ** 2), (0, 1)))(weights, x)
+    ways = [Way(remat) for remat in ("full", "sqrt", "slots_2")] + [Way("recursive", host=(BOUNDARY,))]
+    found = jax.jit(lambda *at: [visited(*at, way) for way in ways])(weights, x)
+    for one in found:
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), one, expected)
