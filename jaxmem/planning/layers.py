@@ -137,7 +137,7 @@ def _traced(applied: Applied, flat: _Flat) -> Layer:
     wanted |= {end for end in ends[:count] if end is not None} - back
     forward = _reached(flat.operations, ends[count:], backward=False)
     return Layer(
-        jax.tree.leaves(applied.weights)[0].shape[0],
+        jax.tree.leaves((applied.weights, applied.inputs))[0].shape[0],
         sum(map(flat.bytes_of, jax.tree.leaves(x))),
         flat.operations,
         frozenset(wanted),
