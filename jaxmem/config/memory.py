@@ -102,7 +102,7 @@ def _update(cfg: Config) -> Iterator[str]:
         return
     if is_scheduled(cfg) and cfg.batch.accumulate > 1:
         yield (
-            f"memory.remat: {cfg.memory.remat} makes boundaries of one micro-batch again, and memory.update: during goes"
+            f"memory.remat: {cfg.memory.remat} makes again what lies between boundaries, and memory.update: during goes"
             f" back through all {cfg.batch.accumulate} at once; use none, full, dots or {{save: [names]}}"
         )
     if cfg.batch.accumulate > 1 and cfg.objective.name == "dpo":

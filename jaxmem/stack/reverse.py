@@ -109,7 +109,7 @@ class Kept(Passed):
     def _begin(self) -> Any:
         return self._fetched(jnp.int32(self.layers - 1)) if self.applied.on_host else None
 
-    def _at(self, layer: jax.Array, weights: Any, ahead: Any) -> tuple[Any, Any]:
+    def _at(self, layer: jax.Array, _: Any, ahead: Any) -> tuple[Any, Any]:
         if self.applied.on_host:  # what the layer before needs is on its way while this one computes
             return ahead, self._fetched(jnp.maximum(layer - 1, 0))
         return self._of(layer), None
