@@ -2,6 +2,7 @@
 
     jaxmem train configs/quality.yaml
     python scripts/bits_curve.py runs/quality [--batches 64] [--json FILE] [--png FILE]
+    python scripts/bits_curve.py runs/quality --tables nf4    # what of that comes from the tables of tokens
 
 Every matrix, embedding and output projection included, is quantized once after training, in blocks of 64 along its
 inputs; vectors stay. The table and the figure of docs/quantization.md.
@@ -55,10 +56,25 @@ def is_matrix(x: jax.Array) -> bool:
     return x.ndim > 1 and min(x.shape[-2:]) >= BLOCK
 
 
-def rounded(x: jax.Array, form: str) -> jax.Array:
+def rounded(x: jax.Array, form: str, axis: int = -2) -> jax.Array:
     if not is_matrix(x):
         return x
-    return jax.device_put(quantize(x, form, BLOCK, -2, double=True).dequantize(), x.sharding)
+    return jax.device_put(quantize(x, form, BLOCK, axis, double=True).dequantize(), x.sharding)
+
+
+def tables(run: str, batches: int, form: str) -> None:
+    """The loss above float32's with the tables of tokens alone in codes, and with the layers alone."""
+    program, params = open_run(run)
+    with HeldOut(program) as held_out:
+        trained = held_out(params, batches)["loss"]
+        for name, wanted in (("tables", True), ("layers", False)):
+            coded = {key: of if (key == "blocks") is wanted else in_codes(key, of, form) for key, of in params.items()}
+            print(f"{name} in {form}: {held_out(coded, batches)['loss'] - trained:+.5f} nats")
+
+
+def in_codes(key: str, of: Any, form: str) -> Any:
+    """A table's rows are blocks, as they rest."""
+    return jax.tree.map(lambda x: rounded(x, form, -1 if key == "embedding" else -2), of)
 
 
 def draw(found: list[dict[str, Any]], file: Path) -> None:
@@ -85,8 +101,12 @@ def main() -> None:
     parser.add_argument("--batches", type=int, default=64)
     parser.add_argument("--json", type=Path)
     parser.add_argument("--png", type=Path)
+    parser.add_argument("--tables", metavar="FORMAT")
     given = parser.parse_args()
     devices.stay_on_cpu_without_gpu()
+    if given.tables:
+        tables(given.run, given.batches, given.tables)
+        return
     print("| format | bits a weight | loss | above float32 |")
     print("| --- | ---: | ---: | ---: |")
     found = []
