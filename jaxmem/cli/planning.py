@@ -85,20 +85,21 @@ def fit(
         os.environ.setdefault("JAX_PLATFORMS", "cpu")  # no device here has anything to do
     take_devices(None, only_compile=True, spill=cfg.memory.spill != "none")
     from jaxmem import search
+    from jaxmem.search.most import check_drawn
 
     given: dict[str, Any] = {"target": target, "reserve_gib": reserve}
     if allow is not None:
         given["allow"] = [word.strip() for word in allow.split(",") if word.strip()]
     if maximize and png:
-        raise UserError(f"--png {png}: --maximize draws none; leave one out")
+        check_drawn(maximize, png)
     found: search.Most | search.Fit
     with only_json(as_json):
         if maximize:
             found = search.maximize(cfg, maximize, **given)
         else:
             found = search.fit(cfg, compiles=compiles, **given)
-            if png:
-                found.figure(png)
+        if png:
+            found.figure(png)
         if found.best and write:
             found.write(write)
     show(found.as_json() if as_json else found.table())

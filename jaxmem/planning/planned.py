@@ -16,7 +16,7 @@ from jaxmem.planning.compile import Compiled, total_of
 from jaxmem.planning.history import History, history
 from jaxmem.planning.predict import held, ideal_flops, predict
 from jaxmem.planning.targets import Target, reserved, usable
-from jaxmem.planning.timeline import Timeline, timeline
+from jaxmem.planning.timeline import Timeline, Traffic, timeline
 from jaxmem.program import Program, step_at
 
 
@@ -172,26 +172,8 @@ class Plan:
             "bytes_per_parameter": self.compiled_step.total * target.count / built.parameters,
             "compiled": self.compiled,
             "phases": self.phases,
-            "collectives": {
-                kind: {
-                    "executed": one.executed,
-                    "wire_bytes": one.wire_bytes,
-                    "exposed_bytes": one.exposed_bytes,
-                    "seconds": one.seconds if target.gpu else None,
-                    "exposed_seconds": one.exposed_seconds if target.gpu else None,
-                }
-                for kind, one in sorted(self.timeline.traffic.items())
-            },
-            "host_transfers": {
-                kind: {
-                    "executed": one.executed,
-                    "bytes": one.wire_bytes,
-                    "exposed_bytes": one.exposed_bytes,
-                    "seconds": one.seconds if target.gpu else None,
-                    "exposed_seconds": one.exposed_seconds if target.gpu else None,
-                }
-                for kind, one in sorted(self.timeline.transfers.items())
-            },
+            "collectives": self._told(self.timeline.traffic, "wire_bytes"),
+            "host_transfers": self._told(self.timeline.transfers, "bytes"),
             "messages": [
                 {
                     "kind": one.message.kind,
@@ -211,6 +193,20 @@ class Plan:
             "fits": self.fits,
             "warnings": [asdict(warned) for warned in self.warnings],
             "seconds": self.seconds,
+        }
+
+    def _told(self, kinds: Mapping[str, Traffic], moved: str) -> dict[str, dict[str, Any]]:
+        """Messages or copies by kind; `moved` is what their bytes are called."""
+        known = self.target.gpu is not None
+        return {
+            kind: {
+                "executed": one.executed,
+                moved: one.wire_bytes,
+                "exposed_bytes": one.exposed_bytes,
+                "seconds": one.seconds if known else None,
+                "exposed_seconds": one.exposed_seconds if known else None,
+            }
+            for kind, one in sorted(kinds.items())
         }
 
     def table(self) -> Any:

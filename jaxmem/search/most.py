@@ -13,10 +13,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from jaxmem.config import Config, load_config
+from jaxmem.config import Config, Decoder, load_config
 from jaxmem.errors import UserError, nearest
 from jaxmem.planning import Target, readable
 from jaxmem.planning.targets import usable
+from jaxmem.planning.text import duration
 from jaxmem.search.candidates import Candidate, candidates
 from jaxmem.search.compilers import Compilers, RefusedError
 from jaxmem.search.entries import Entries
@@ -27,6 +28,7 @@ from jaxmem.search.result import save_best, target_json
 # What can be maximized, the unit in which it grows, and the words of `allow` that would make it grow without end.
 UNITS = {"model.layers": 1, "data.sequence_length": 128, "batch.global_size": 1}
 ENDLESS = {"batch.global_size": "batch"}  # in more micro-batches any batch fits
+CURVES = ("batch.global_size",)  # of which also each power of two below is compiled
 MOST = 2**24
 
 
@@ -38,9 +40,24 @@ class Tried:
     candidate: Candidate
     total: int
     fits: bool
+    seconds: float  # of a step, estimated from the compiled program
+
+    @property
+    def rate(self) -> float:
+        """Tokens a second, of all devices; of pictures, pictures."""
+        cfg = self.candidate.cfg
+        length = cfg.data.sequence_length if isinstance(cfg.model, Decoder) else 1
+        return cfg.batch.global_size * length / self.seconds
 
     def as_json(self) -> dict[str, Any]:
-        return {"value": self.value, "config": dict(self.candidate.told), "total": self.total, "fits": self.fits}
+        return {
+            "value": self.value,
+            "config": dict(self.candidate.told),
+            "total": self.total,
+            "fits": self.fits,
+            "estimated_step_seconds": self.seconds,
+            "rate": self.rate,
+        }
 
 
 @dataclass(frozen=True)
@@ -62,6 +79,18 @@ class Most:
     def beyond(self) -> Tried | None:
         return min((one for one in self.tried if not one.fits), key=lambda one: one.value, default=None)
 
+    @property
+    def curve(self) -> list[Tried]:
+        """Of a batch's size: what is tried up to the largest that fits, and the next."""
+        return list(self.tried) if self.key in CURVES else []
+
+    def figure(self, path: str | Path) -> None:
+        """Memory and rate by the size of a batch, as a PNG."""
+        from jaxmem.search.show import draw_curve
+
+        check_drawn(self.key, path)
+        draw_curve(self, path)
+
     def write(self, path: str | Path) -> None:
         save_best(self.best.candidate.cfg if self.best else None, path)
 
@@ -71,6 +100,7 @@ class Most:
             "target": target_json(self.target, self.limit),
             "best": self.best.as_json() if self.best else None,
             "beyond": self.beyond.as_json() if self.beyond else None,
+            "curve": [one.as_json() for one in self.curve],
             "tried": [one.as_json() for one in self.tried],
             "compiled": self.compiled,
             "seconds": self.seconds,
@@ -82,7 +112,17 @@ class Most:
             if one:
                 settings = " ".join([f"{self.key}={one.value}", *one.candidate.overrides])
                 lines.append(f"{said}: {settings}: {readable(one.total)} of {readable(self.limit)}")
+        lines += [
+            f"  {one.value:>8,}  {readable(one.total):>10}  {duration(one.seconds):>8}  {one.rate:>12,.0f} a second"
+            for one in self.curve
+        ]
         return "\n".join(lines)
+
+
+def check_drawn(key: str, path: str | Path) -> None:
+    """Before a search: whether its result is a figure."""
+    if key in UNITS and key not in CURVES:
+        raise UserError(f"--png {path}: --maximize {key} draws none; leave one out, or maximize {', '.join(CURVES)}")
 
 
 def maximize(cfg: Config, target: Target, key: str, allow: Sequence[str], compilers: Compilers) -> Most:
@@ -126,6 +166,9 @@ class _Search:
                     high = units if high is None else min(high, units)
             if low * self._unit > MOST:
                 return
+        if self._key in CURVES:
+            doubled = [1 << power for power in range(low.bit_length())]
+            self._compile([units for units in doubled if units * self._unit not in self.tried])
 
     def _expected(self, low: int, high: int | None) -> int:
         """The largest that the estimate lets fit, strictly between what is known."""
@@ -179,7 +222,7 @@ class _Search:
             fits = total <= self.limit
         if not facts.recomputed:
             self._ratio = facts.total / candidate.estimate.total
-        one = Tried(units * self._unit, candidate, total, fits)
+        one = Tried(units * self._unit, candidate, total, fits, facts.seconds)
         self.tried[one.value] = one
         return one
 

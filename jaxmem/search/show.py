@@ -5,16 +5,21 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console, ConsoleOptions, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from jaxmem.errors import UserError
 from jaxmem.hardware import GIB
 from jaxmem.planning import readable
 from jaxmem.planning.text import duration
 from jaxmem.search.entries import SLOWEST, Entry
 from jaxmem.search.result import Fit
+
+if TYPE_CHECKING:
+    from jaxmem.search.most import Most
 
 LOSERS = 8  # rows
 
@@ -68,14 +73,8 @@ def _settings(one: Entry) -> str:
 
 def draw(fit: Fit, path: str | Path) -> None:
     """Every candidate, those compiled, and the front."""
-    try:
-        from matplotlib.figure import Figure
-    except ImportError:
-        from jaxmem.errors import UserError
-
-        raise UserError(f"{path}: drawing needs matplotlib: pip install 'jaxmem[figures]'") from None
+    figure = _figure(path)
     known = fit.known
-    figure = Figure(figsize=(8, 5), layout="constrained")
     axes = figure.subplots()
     near = [one for one in known.all if one.total < 2 * known.limit]
     for entries, label, color in (
@@ -96,3 +95,31 @@ def draw(fit: Fit, path: str | Path) -> None:
     axes.set_title("\n".join(title), fontsize=10)
     axes.legend(loc="upper right")
     figure.savefig(path, format="png", dpi=150)
+
+
+def draw_curve(most: Most, path: str | Path) -> None:
+    """Memory of a device by the size of a batch, and what it brings."""
+    figure = _figure(path)
+    memory, rate = figure.subplots(1, 2)
+    total = [one.total / GIB for one in most.curve]
+    memory.plot([one.value for one in most.curve], total, "o-")
+    memory.axhline(most.limit / GIB, c="tab:red", ls="--", label="memory of a device")
+    memory.set_xlabel(most.key)
+    memory.set_ylabel("GiB a device")
+    memory.legend()
+    rate.plot(total, [one.rate for one in most.curve], "o-", c="tab:orange")
+    rate.axvline(most.limit / GIB, c="tab:red", ls="--")
+    rate.set_xlabel("GiB a device")
+    rate.set_ylabel("a second, estimated")
+    for axes in (memory, rate):
+        axes.set_ylim(bottom=0)
+    figure.suptitle(f"{most.key} on {most.target.name}")
+    figure.savefig(path, format="png", dpi=150)
+
+
+def _figure(path: str | Path) -> Any:
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        raise UserError(f"{path}: drawing needs matplotlib: pip install 'jaxmem[figures]'") from None
+    return Figure(figsize=(8, 5), layout="constrained")

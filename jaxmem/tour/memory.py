@@ -63,11 +63,23 @@ ROWS = (
         ("optimizer.name=adamw8bit", "precision.rounding=auto", "precision.master=remainder8"),
         "2 + 2 + 3",
     ),
+    Row("4-bit AdamW", ("optimizer.name=adamw4bit",), "2 + 2 + 2"),
     Row(
-        "int8 weights, APOLLO-Mini",
-        ("optimizer.name=apollo_mini", "precision.master=none", "precision.parameters=int8"),
+        "8-bit GaLore, rank 1024, bfloat16 alone",
+        (
+            "optimizer.name=galore_adamw8bit",
+            "optimizer.rank=1024",
+            "precision.master=none",
+            "precision.rounding=stochastic",
+        ),
+        "2 + 2 + 1",
+    ),
+    Row(
+        "Q-GaLore: int8 weights",
+        ("optimizer.name=qgalore", "precision.parameters=int8", "precision.rounding=auto"),
         "1 + 2 + 1",
     ),
+    Row("APOLLO-Mini", ("optimizer.name=apollo_mini", "optimizer.rank=null"), "1 + 2 + 1"),
     Row("embedding and output projection under it too", ("optimizer.tables=projected",), "1 + 2 + 0"),
     Row("each layer updated in the backward pass", ("memory.update=during", "optimizer.clip_by=weight"), "1 + 0 + 0"),
     Row(

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 
 from jaxmem.config import load_config
 from jaxmem.errors import UserError
 from jaxmem.search.candidates import estimated
-from jaxmem.search.most import UNITS, maximize
+from jaxmem.search.most import UNITS, check_drawn, maximize
 
 from .conftest import Told, config, with_memory
 
@@ -39,8 +40,27 @@ def test_the_largest_is_exact_however_wrong_the_estimate(key: str, value: int, b
     asked = set(compilers.asked)
     assert {found.best.candidate.cfg, found.beyond.candidate.cfg} <= asked
     assert len(compilers.asked) <= 8
+    assert bool(found.curve) == (key == "batch.global_size")
     assert json.loads(json.dumps(found.as_json()))["best"]["value"] == value
     assert f"{key}={value}" in found.table()
+
+
+def test_the_curve_of_batch_sizes(tmp_path: Path) -> None:
+    cfg = config(memory={"remat": "full"})
+    with Told(with_memory("h100-80gb:8", 1 << 40)) as told:
+        needs = told.truth(load_config(cfg.model_dump(mode="json"), ["batch.global_size=40"]).for_devices(8)).total
+    with Told(with_memory("h100-80gb:8", needs)) as compilers:
+        found = maximize(cfg, compilers.target, "batch.global_size", [], compilers)
+    assert {8, 16, 32, 40, 48} <= {one.value for one in found.curve}
+    totals = [one.total for one in found.curve]
+    assert totals == sorted(totals)
+    for one, said in zip(found.curve, json.loads(json.dumps(found.as_json()))["curve"], strict=True):
+        assert said["rate"] == one.rate == pytest.approx(one.value * 64 / one.seconds)
+        assert f"{one.rate:,.0f} a second" in found.table()
+    with pytest.raises(UserError, match=r"--maximize model.layers draws none; .* maximize batch.global_size"):
+        check_drawn("model.layers", "layers.png")
+    found.figure(tmp_path / "curve.png")
+    assert (tmp_path / "curve.png").read_bytes()[:4] == b"\x89PNG"
 
 
 def test_what_may_change_makes_room() -> None:
