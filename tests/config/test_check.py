@@ -44,7 +44,7 @@ def lines(base: dict, *overrides: str) -> list[str]:
             ["checkpoint.path=hdfs://x"],
             "checkpoint.path: hdfs:// is not known; use a directory, gs:// or s3://",
         ),
-        (TEXT, ["adapter.rank=8"], "adapter.rank: adapter.kind: none has none; use lora, dora or qlora"),
+        (TEXT, ["adapter.rank=8"], "adapter.rank: adapter.kind: none has none; use lora, dora, qlora"),
         (
             TEXT,
             ["adapter={kind: lora, base: nf4}"],
