@@ -8,6 +8,7 @@ from .adam8_update import Moments8, adam8_update, int8_add
 from .attention import attention
 from .cross_entropy import cross_entropy
 from .dequant_matmul import Constants, dequant_matmul
+from .rms_norm import rms_norm
 from .sliding_max import sliding_max
 
 __all__ = [
@@ -18,5 +19,6 @@ __all__ = [
     "cross_entropy",
     "dequant_matmul",
     "int8_add",
+    "rms_norm",
     "sliding_max",
 ]

@@ -1,0 +1,73 @@
+"""Every implementation of the norm against float64, forward and gradients; what it refuses."""
+
+from __future__ import annotations
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxmem.kernels import rms_norm
+from jaxmem.kernels.rms_norm import IMPLEMENTATIONS, pallas
+
+EPSILON = 1e-3
+
+
+def exact(x, scale, g, own):
+    x, scale, g, own = (np.asarray(a, np.float64) for a in (x, scale, g, own))
+    inverse = 1 / np.sqrt((x * x).mean(-1, keepdims=True) + EPSILON)
+    normal, scaled = x * inverse, g * scale
+    of_x = inverse * (scaled - normal * (scaled * normal).mean(-1, keepdims=True)) + own
+    return normal * scale, of_x, (g * normal).sum((0, 1))
+
+
+def test_forward_and_gradients_equal_float64(monkeypatch):
+    """Rows that fill no tile, tiles that fill no program; with a residual and without."""
+    monkeypatch.setattr(pallas, "NUMBERS", 512)
+    monkeypatch.setattr(pallas, "PROGRAMS", 3)
+    rng = np.random.default_rng(0)
+    x, residual, g, own = (jnp.asarray(rng.standard_normal((3, 7, 100)), jnp.float32) for _ in range(4))
+    scale = jnp.asarray(rng.standard_normal(100), jnp.float32)
+
+    @jax.jit
+    def every(x, residual, scale, g, own):
+        found = {}
+        for way in IMPLEMENTATIONS:
+            options = {"epsilon": EPSILON, "implementation": way}
+            run = lambda x, residual, scale, o=options: rms_norm(x, scale, residual=residual, **o)  # noqa: E731
+            (normal, summed), pull = jax.vjp(run, x, residual, scale)
+            alone, pull_alone = jax.vjp(lambda x, scale, o=options: rms_norm(x, scale, **o), x, scale)
+            found[way] = (normal, summed, *pull((g, own))), (alone, *pull_alone(g))
+        return found
+
+    found = every(x, residual, scale, g, own)
+    assert set(found) == {"pallas", "reference"}
+    summed = np.asarray(x, np.float64) + np.asarray(residual)
+    normal, of_x, of_scale = exact(summed, scale, g, own)
+    wanted = (normal, summed, of_x, of_x, of_scale), exact(x, scale, g, np.zeros(()))
+    for way, got in found.items():
+        for one, other in zip(jax.tree.leaves(got), jax.tree.leaves(wanted), strict=True):
+            np.testing.assert_allclose(one, other, rtol=2e-5, atol=2e-5, err_msg=way)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"x": (0, 8)}, "x has shape (0, 8); it should be [..., size], of no dimension empty"),
+        ({"x_dtype": "int32"}, "x is int32; it should be one of"),
+        ({"scale": (9,)}, "scale has shape (9,); it should be (8,)"),
+        ({"residual": (5, 8)}, "residual should be float32 of shape (4, 8), as x is"),
+        ({"residual_dtype": "bfloat16"}, "residual should be float32 of shape (4, 8), as x is"),
+        ({"epsilon": -1.0}, "epsilon is -1.0; it should not be negative"),
+        ({"implementation": "palas"}, "implementation is 'palas'; it should be one of pallas, reference"),
+    ],
+)
+def test_mistakes_are_named(changes, message):
+    def array(name, shape):
+        return jnp.zeros(changes.get(name, shape), changes.get(f"{name}_dtype", "float32"))
+
+    options = {name: changes[name] for name in ("epsilon", "implementation") if name in changes}
+    with pytest.raises(ValueError, match=re.escape(f"rms_norm: {message}")):
+        rms_norm(array("x", (4, 8)), array("scale", (8,)), residual=array("residual", (4, 8)), **options)
