@@ -11,7 +11,7 @@ from flax import nnx
 from flax.traverse_util import flatten_dict, unflatten_dict
 
 from jaxmem import adapters, hf, models, precision
-from jaxmem.config import Decoder, Precision
+from jaxmem.config import Config, Decoder, Precision
 from jaxmem.precision import Params
 from jaxmem.program.execution import execution
 from jaxmem.sharding import Axes, is_axes
@@ -24,7 +24,8 @@ _ADAPTERS = 2**31 - 1  # folded into the seed's key: what adapters begin from, b
 
 class Weights:
     def __init__(self, program: Program) -> None:
-        self._program, self._cfg = program, program.cfg
+        self._program = program
+        self._cfg: Config = program.cfg
 
     @property
     def order(self) -> list[int] | None:
