@@ -166,8 +166,9 @@ class _Sizes:
         if not self.is_whole:  # a slice's logits, its weight and their gradients, and the features' gradient in float32
             logits += 2 * head + 4 / self.width * self.residual
             return kept | ({"logits": int(logits)} if logits > layer else {"intermediates": int(layer)})
-        turned = self.cfg.batch.accumulate == 1  # or fetched: what layers keep, while the logits are there
-        if turned or self.head_waits:
+        # Of one micro-batch they wait too; not beside layers in pieces that keep nothing here.
+        waits = self.cfg.batch.accumulate == 1 and (saved > 0 or not self.pieces)
+        if waits or self.head_waits:
             return kept | {"logits": int(logits + head), "intermediates": int(layer)}
         if logits > layer:
             return kept | {"logits": int(logits + head)}
