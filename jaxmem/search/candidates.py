@@ -205,5 +205,5 @@ def _yaml(value: Any) -> str:
     if isinstance(value, dict):
         return f"{{{', '.join(f'{key}: {_yaml(item)}' for key, item in value.items())}}}"
     if isinstance(value, list | tuple):
-        return f"[{', '.join(map(_yaml, value))}]"
+        return f"[{','.join(map(_yaml, value))}]"
     return json.dumps(value) if value is None or isinstance(value, bool) else str(value)
