@@ -105,6 +105,11 @@ def _update(cfg: Config) -> Iterator[str]:
             f"memory.remat: {cfg.memory.remat} makes again what lies between boundaries, and memory.update: during goes"
             f" back through all {cfg.batch.accumulate} at once; use none, full, dots or {{save: [names]}}"
         )
+    if cfg.batch.accumulate > 1 and on_host(cfg.memory.offload):
+        yield (
+            f"batch.accumulate: what layers keep of {cfg.batch.accumulate} micro-batches at once XLA cannot lay out in host"
+            " memory, and memory.update: during needs it so; use 1, memory.update=after or memory.offload=none"
+        )
     if cfg.batch.accumulate > 1 and cfg.objective.name == "dpo":
         yield (
             f"batch.accumulate: {cfg.batch.accumulate} micro-batches lie between each other's rows under memory.update:"
