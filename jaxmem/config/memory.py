@@ -107,8 +107,8 @@ def _update(cfg: Config) -> Iterator[str]:
         )
     if cfg.batch.accumulate > 1 and on_host(cfg.memory.offload):
         yield (
-            f"batch.accumulate: what layers keep of {cfg.batch.accumulate} micro-batches at once XLA cannot lay out in host"
-            " memory, and memory.update: during needs it so; use 1, memory.update=after or memory.offload=none"
+            f"batch.accumulate: what layers keep of {cfg.batch.accumulate} micro-batches at once XLA cannot lay out in"
+            " host memory, and memory.update: during needs it so; use 1, memory.update=after or memory.offload=none"
         )
     if cfg.batch.accumulate > 1 and cfg.objective.name == "dpo":
         yield (
