@@ -29,39 +29,37 @@ from jax.typing import DTypeLike
 from jaxmem.quant import QTensor
 
 
+class _Formed:
+    """Of the form of what it rests in."""
+
+    rest: jax.Array | QTensor
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.rest.shape
+
+    @property
+    def ndim(self) -> int:
+        return self.rest.ndim
+
+
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
-class Point:
+class Point(_Formed):
     """What a weight rests in, and what its gradient is the gradient of; None: it has none."""
 
     rest: jax.Array | QTensor
     at: jax.Array | None
 
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return self.rest.shape
-
-    @property
-    def ndim(self) -> int:
-        return self.rest.ndim
-
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
-class Some:
+class Some(_Formed):
     """A stack of weights, and what the gradients of these layers are gradients of."""
 
     rest: jax.Array | QTensor
     at: jax.Array | Hooked
     layers: tuple[int, ...] = field(metadata={"static": True})
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return self.rest.shape
-
-    @property
-    def ndim(self) -> int:
-        return self.rest.ndim
 
 
 @jax.tree_util.register_dataclass

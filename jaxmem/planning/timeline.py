@@ -20,6 +20,7 @@ from jaxmem.planning.collectives import Collective, collective
 from jaxmem.planning.hlo import Computation, Instruction, Module, dot_flops, runs, total_flops
 from jaxmem.planning.transfers import Transfer, transfer
 
+Bound = Literal["arithmetic", "memory", "network"]
 LAUNCH = 2e-6  # seconds from one kernel to the next
 _FREE = {
     "after-all", "bitcast", "constant", "get-tuple-element", "optimization-barrier", "parameter", "partition-id",
@@ -124,9 +125,10 @@ class Timeline:
         return max(self.arithmetic + self.memory, self.network)
 
     @property
-    def bound(self) -> Literal["arithmetic", "memory", "network"]:
+    def bound(self) -> Bound:
         exposed = sum(one.exposed_seconds for one in self.traffic.values())
-        return max((self.arithmetic, "arithmetic"), (self.memory, "memory"), (exposed, "network"))[1]  # type: ignore[return-value]
+        seconds: dict[Bound, float] = {"arithmetic": self.arithmetic, "memory": self.memory, "network": exposed}
+        return max(seconds, key=lambda bound: (seconds[bound], bound))
 
 
 def timeline(module: Module, gpu: Gpu | None, devices: int, per_host: int) -> Timeline:

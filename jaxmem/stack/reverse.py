@@ -11,6 +11,7 @@ their sum in float32. What is kept is then that of all micro-batches, what a lay
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -33,7 +34,7 @@ Ready = Callable[[Any, jax.Array], Any]  # (what is carried, layer)
 
 
 @dataclass(frozen=True)
-class Passed:
+class Passed(ABC):
     """A stack after its forward pass."""
 
     applied: Applied
@@ -70,16 +71,17 @@ class Passed:
         carried, g, _ = jax.lax.fori_loop(0, self.layers, step, begin)
         return carried, together(g, self.micro)
 
+    @abstractmethod
     def _begin(self) -> Any:
         """What goes from layer to layer beside the gradient."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _at(self, layer: jax.Array, weights: Any, ahead: Any) -> tuple[Any, Any]:
         """What a layer's derivative is made of, and what goes on."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _derivative(self, weights: Any, one: Any, beside: Any, kept: Any) -> Derivative:
-        raise NotImplementedError
+        """Of one layer."""
 
     def _gradients(self, weights: Any, one: Any, beside: Any, kept: Any, g: Any) -> tuple[Any, Any]:
         """Of a layer's weights, and of its x."""
