@@ -19,6 +19,7 @@ from typing import Any
 
 import jax
 
+from jaxmem.errors import UserError
 from jaxmem.planning.buffers import sizes_of
 from jaxmem.planning.elsewhere import Options, compile_elsewhere, without_cache
 from jaxmem.planning.hlo import Module, read_module
@@ -88,7 +89,8 @@ def sized(lowered: jax.stages.Lowered, *, here: bool) -> int:
 def _compile(lowered: jax.stages.Lowered, here: bool, code: bool) -> Compiled:
     wants_host = "pinned_host" in lowered.as_text()
     if not here:
-        module, assignment = compile_elsewhere(lowered)
+        with _failures_told():
+            module, assignment = compile_elsewhere(lowered)
         return Compiled(read_module(module), assignment, wants_host)
     executable = _compile_here(lowered, code)
     runtime: Any = executable.runtime_executable()
@@ -104,11 +106,23 @@ def total_of(executable: jax.stages.Compiled) -> int:
 def _total(lowered: jax.stages.Lowered, here: bool, code: bool) -> int:
     if here:
         return total_of(_compile_here(lowered, code))
-    return _sum(sizes_of(compile_elsewhere(lowered)[1], on_host=False))
+    with _failures_told():
+        return _sum(sizes_of(compile_elsewhere(lowered)[1], on_host=False))
 
 
 def _compile_here(lowered: jax.stages.Lowered, code: bool) -> jax.stages.Compiled:
-    return lowered.compile(compiler_options=None if code else _QUICK)
+    with _failures_told():
+        return lowered.compile(compiler_options=None if code else _QUICK)
+
+
+@contextlib.contextmanager
+def _failures_told() -> Iterator[None]:
+    """A program that XLA has no way to compile is a config that cannot run here: one line, whatever XLA adds to it."""
+    try:
+        yield
+    except jax.errors.JaxRuntimeError as error:
+        first = next(iter(str(error).splitlines()), "it does not say why")
+        raise UserError(f"XLA does not compile this program: {first}") from error
 
 
 def _assignment(executable: jax.stages.Compiled) -> bytes:

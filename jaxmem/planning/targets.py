@@ -193,7 +193,7 @@ def target_devices(target: Target, usable: int) -> Sequence[Any]:
         return target.here
     if target.gpu is None:
         return _cpu_devices(target)
-    _check_plugin(target.name)
+    check_compiler(target)
     import jax
     from jax.experimental import topologies
 
@@ -232,11 +232,13 @@ def _cpu_devices(target: Target) -> Sequence[Any]:
     return jax.devices()
 
 
-def _check_plugin(name: str) -> None:
-    """What compiling without a GPU needs: jax's plugin in jax's own version, and ptxas."""
+def check_compiler(target: Target) -> None:
+    """What compiling for GPUs that are not here needs: jax's plugin in jax's own version, and ptxas."""
+    if target.is_here:
+        return
     import jax
 
-    cure = "pip install 'jaxmem[plan]'"
+    name, cure = target.name, "pip install 'jaxmem[plan]'"
     wheels = {wheel: version for wheel, version in devices.cuda_wheels().items() if wheel.endswith(("plugin", "pjrt"))}
     if not any(wheel.endswith("plugin") for wheel in wheels):
         raise UserError(f"target {name}: compiling for GPUs needs jax's CUDA plugin: {cure}; or plan for cpu:N")

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from jaxmem.config import Config
 from jaxmem.errors import UserError
 from jaxmem.planning import Target, decided
-from jaxmem.planning.targets import local_target, parse_target
+from jaxmem.planning.targets import check_compiler, local_target, parse_target
 from jaxmem.search.compilers import Compilers
 from jaxmem.search.find import COMPILES, search
 from jaxmem.search.knobs import BY_DEFAULT
@@ -60,7 +60,9 @@ def maximize(
 
 def _aim(target: str | None) -> Target:
     if target is not None:
-        return parse_target(target)
+        aim = parse_target(target)
+        check_compiler(aim)  # now, not in each of its processes
+        return aim
     import jax
 
     here = local_target(jax.devices())

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -22,7 +23,7 @@ WORKER_BYTES = 3 << 29  # that a process may need
 
 
 class RefusedError(Exception):
-    """A config that is valid and yet has no program on this target; says why."""
+    """A config that is valid and yet has no program on this target, or none that could be made; says why."""
 
 
 class Compilers:
@@ -101,6 +102,7 @@ class _Process:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
+            env={**os.environ, "JAX_PLATFORMS": "cpu"},  # before it imports jax
             start_new_session=True,  # Ctrl-C is for the command alone, which then ends these
         )
 
@@ -111,19 +113,24 @@ class _Process:
             self._process.stdin.write(json.dumps(question) + "\n")
             self._process.stdin.flush()
         answer = self._process.stdout.readline()
-        if not answer:
-            raise UserError(
-                f"the compiler's process ended with code {self._process.wait()}; its messages stand above."
-                f" It needs {WORKER_BYTES / 2**30:.1f} GiB of memory"
-            )
+        if not answer.endswith("\n"):
+            raise self._ended(self._process.wait())
         return json.loads(answer)
+
+    def _ended(self, code: int) -> Exception:
+        """What kills a process, the system for its memory or XLA for a program that it takes ill, says something of
+        that config; an error of its own would meet every other one, too."""
+        needs = f"it needs {WORKER_BYTES / 2**30:.1f} GiB of memory"
+        if code < 0:
+            return RefusedError(f"the process that compiled it was ended by {signal.Signals(-code).name}; {needs}")
+        return UserError(f"the compiler's process ended with code {code}; its messages stand above; {needs}")
 
     def kill(self) -> None:
         self._process.kill()
 
     def stop(self) -> None:
         self.kill()
-        with self._process:  # closes its pipes and waits for it
+        with contextlib.suppress(BrokenPipeError), self._process:  # closes its pipes and waits for it
             pass
 
 

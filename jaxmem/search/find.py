@@ -42,6 +42,9 @@ def search(cfg: Config, target: Target, allow: Sequence[str], compilers: Compile
         left -= len(chosen)
         _compile(known, chosen, compilers)
         known.expect()
+    if not known.compiled:
+        tried = [one.refused for one in known.all if one.refused]
+        raise UserError(f"{cfg.name} on {target.name}: of {len(tried)} configs tried none compiles: {tried[0]}")
     _complete(known, compilers)
     helps = None if known.front() else _what_helps(known, compilers)
     return Fit(cfg, target, known, tuple(allow), time.perf_counter() - start, helps)

@@ -10,6 +10,7 @@ import dataclasses
 import time
 from dataclasses import dataclass
 
+from jaxmem.errors import UserError
 from jaxmem.planning import Plan, plan_program
 from jaxmem.program import program
 from jaxmem.search.candidates import Candidate, candidates
@@ -35,7 +36,10 @@ def nearest_that_fit(planned: Plan) -> list[Near]:
     for tries, one in enumerate(_hopeful(planned)):
         if len(found) == COUNT or tries == TRIES or time.perf_counter() - start > SECONDS:
             break
-        tried = plan_program(program(one.cfg, devices))
+        try:
+            tried = plan_program(program(one.cfg, devices))
+        except UserError:  # no program comes of it
+            continue
         tried = dataclasses.replace(tried, target=planned.target, reserve_gib=planned.reserve_gib)
         if tried.fits:
             found.append(Near(one.overrides, tried))

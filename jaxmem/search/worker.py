@@ -9,32 +9,33 @@ from __future__ import annotations
 import json
 import os
 import sys
+from collections.abc import Iterable
+from typing import Any, TextIO
 
 from jaxmem import devices
+from jaxmem.config import Config
 from jaxmem.errors import UserError
+from jaxmem.planning.compile import listening
+from jaxmem.planning.targets import Target, parse_target
+from jaxmem.search import facts
 
 
 def main(arguments: list[str]) -> None:
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
-
-    from jaxmem.planning.targets import parse_target
-
     target = parse_target(arguments[0])
-    reserve_gib = float(arguments[1]) if len(arguments) > 1 else None
     if target.is_cpu:
         devices.simulate(target.count)
-    else:
-        os.environ["JAX_PLATFORMS"] = "cpu"
+    serve(sys.stdin, answers, target, float(arguments[1]) if len(arguments) > 1 else None)
 
-    from jaxmem.config import Config
-    from jaxmem.planning.compile import listening
-    from jaxmem.search import facts
 
+def serve(questions: Iterable[str], answers: TextIO, target: Target, reserve_gib: float | None = None) -> None:
+    """Of a config that has no program, also where it is XLA that fails, the answer is why."""
     known: dict[str, int] = {}
-    for line in sys.stdin:
+    for line in questions:
         asked = json.loads(line)
         cfg = Config.model_validate_json(json.dumps(asked["config"]))
+        answer: dict[str, Any]
         try:
             with listening():
                 if asked["question"] == "step":

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
+import io
 import json
 from pathlib import Path
 
+import jax
 import pytest
 
 from jaxmem.cli import main
 from jaxmem.config import load_config
 from jaxmem.planning import parse_target
+from jaxmem.planning.targets import local_target
 from jaxmem.search import kept
 from jaxmem.search.compilers import Compilers, RefusedError
+from jaxmem.search.worker import serve
 
 from .conftest import SMALL, config
 
@@ -79,7 +83,32 @@ def test_a_command_end_to_end(tmp_path: Path, capsys: pytest.CaptureFixture[str]
         assert compilers.compiled == 0
 
 
-def test_what_a_target_has_no_program_for_is_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kept, "read", lambda _: {"refused": "no program"})
-    with Compilers(TWO) as compilers, pytest.raises(RefusedError, match="no program"):
-        compilers.step(config())
+def test_what_xla_fails_on_is_a_reason_and_the_next_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A worker's loop, in this process."""
+    failures = iter(["INTERNAL: no layout\nand a page more", "INTERNAL: nor here"])
+
+    def fail(*_: object, **__: object) -> None:
+        raise jax.errors.JaxRuntimeError(next(failures))
+
+    monkeypatch.setattr(jax.stages.Lowered, "compile", fail)
+    cfg, answers = config(batch={"global_size": 2}).for_devices(2), io.StringIO()
+    asked = ({"question": question, "config": cfg.model_dump(mode="json")} for question in ("step", "phases"))
+    serve(map(json.dumps, asked), answers, local_target(jax.devices()[:2]))
+    assert [json.loads(line)["refused"] for line in answers.getvalue().splitlines()] == [
+        "XLA does not compile this program: INTERNAL: no layout",
+        "XLA does not compile this program: INTERNAL: nor here",
+    ]
+
+
+def test_a_process_that_is_killed_loses_its_config_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    with Compilers(TWO, processes=1) as compilers:
+        with compilers._process() as first:
+            first.kill()
+        [(_, answer)] = compilers.each(compilers.step, [config()])
+        assert isinstance(answer, RefusedError)
+        assert "was ended by SIGKILL; it needs 1.5 GiB of memory" in str(answer)
+        with compilers._process() as second:
+            assert second is not first
+        monkeypatch.setattr(kept, "read", lambda _: {"refused": "no program"})
+        with pytest.raises(RefusedError, match="no program"):
+            compilers.step(config())

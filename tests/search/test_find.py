@@ -14,7 +14,8 @@ from jaxmem.planning import plan_program
 from jaxmem.program import program
 from jaxmem.search import BY_DEFAULT
 from jaxmem.search.candidates import candidates, estimated
-from jaxmem.search.compilers import Compilers
+from jaxmem.search.compilers import Compilers, RefusedError
+from jaxmem.search.facts import Facts
 from jaxmem.search.find import search
 from jaxmem.search.knobs import allowed
 from jaxmem.search.result import Fit
@@ -161,6 +162,30 @@ def test_a_budget_is_kept() -> None:
     assert fit.known.limit == int(gib * 2**30)
     assert fit.best is not None
     assert fit.best.total <= fit.known.limit
+
+
+def test_what_does_not_compile_loses() -> None:
+    """All others are searched; where nothing at all compiles, there is no result but the reason."""
+    target = with_memory("h100-80gb:8", 1 << 40)
+
+    class Failing(Told):
+        fails: frozenset[str] = frozenset()
+
+        def step(self, cfg: Config) -> Facts:
+            if cfg.memory.remat in self.fails:
+                raise RefusedError("XLA does not compile this program: INTERNAL: no layout")
+            return super().step(cfg)
+
+    with Failing(target) as compilers:
+        compilers.fails = frozenset({"none"})
+        fit = search(config(), target, ["remat"], compilers)
+        lost = next(one for one in fit.known.all if one.cfg.memory.remat == "none")
+        assert fit.why(lost) == "XLA does not compile this program: INTERNAL: no layout"
+        assert fit.best is not None
+        assert lost not in (*fit.front, *fit.known.compiled)
+        compilers.fails = frozenset({"none", "dots", "full", "sqrt"})
+        with pytest.raises(UserError, match=r"of 4 configs tried none compiles: XLA does not compile"):
+            search(config(), target, ["remat"], compilers)
 
 
 def test_other_phases_count() -> None:
