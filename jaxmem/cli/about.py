@@ -7,9 +7,9 @@ from typing import Annotated
 
 import typer
 
-from jaxmem import devices
 from jaxmem.cli.options import Json, Run
 from jaxmem.cli.printing import only_json, show
+from jaxmem.cli.starting import take_devices
 
 
 def report(
@@ -32,25 +32,34 @@ def tour(
     target: Annotated[
         str | None, typer.Option(metavar="T", help="Compile for it: h100-80gb, my-gpu.yaml", show_default=False)
     ] = None,
-    write: Annotated[Path | None, typer.Option(metavar="FILE", help="Also as Markdown.", show_default=False)] = None,
+    write: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Also as Markdown, its figure beside it.", show_default=False)
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """Each technique, with its number."""
-    from jaxmem import tour
+    from jaxmem import figures, tour
 
-    trains = topic in tour.STOPS and tour.STOPS[topic].trains
-    devices.stay_on_cpu_without_gpu(only_compile=not trains)
+    if topic is None:
+        listed = tour.stops()
+        show({"stops": [{"topic": "stops", "rows": listed.rows, "seconds": 0.0}]} if as_json else listed)
+        return
+    stop = tour.stop(topic)
+    picture = (write or Path("runs/tour") / topic).with_suffix(".png")
+    take_devices(tour.SIMULATED if stop.uses == "simulated" else None, only_compile=stop.uses == "compiler")
     with only_json(as_json):
-        stops = tour.visit(topic, target)
+        visit = stop.visit(target)
+    drawn = figures.can_draw() and visit.draw(picture)
     if write:
-        write.write_text("\n\n".join(stop.markdown() for stop in stops) + "\n")
+        write.write_text(visit.markdown(picture if drawn else None), encoding="utf-8")
     if as_json:
-        show({"stops": [stop.as_json() for stop in stops]})
-    else:
-        for stop in stops:
-            show(stop.table())
-            if stop.note:
-                show(stop.note)
+        show({"stops": [visit.as_json()]})
+        return
+    show(visit)
+    if drawn:
+        show(f"Figure: {picture}")
+    elif visit.found.draw:
+        show(f"No figure: {figures.MISSING}")
 
 
 def doctor(as_json: Json = False) -> None:

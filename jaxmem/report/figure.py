@@ -4,26 +4,29 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from jaxmem.errors import UserError
+from jaxmem.figures import figure
 from jaxmem.planning.text import duration, readable
 from jaxmem.report.palette import COLOURS, SHADES
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 GIB = 2**30
 
 
 def draw(plan: Mapping[str, Any], memory: Mapping[str, Any], path: str | Path) -> None:
     """`plan` and `memory` as plan.json and memory.json have them."""
-    try:
-        from matplotlib.figure import Figure
-    except ImportError:
-        raise UserError(f"{path}: drawing needs matplotlib: pip install 'jaxmem[figures]'") from None
+    with figure(path, 10, 7) as drawn:
+        _draw(drawn, plan, memory)
+
+
+def _draw(drawn: Figure, plan: Mapping[str, Any], memory: Mapping[str, Any]) -> None:
     unit, name = (GIB, "GiB") if sum(memory["peak"][1:]) >= GIB else (2**20, "MiB")
     seconds = memory["seconds"]
     scale = seconds or 100.0
-    figure = Figure(figsize=(10, 7), layout="constrained")
-    axes, strip, words = figure.subplots(3, height_ratios=(3, 0.12, 1.3))
+    axes, strip, words = drawn.subplots(3, height_ratios=(3, 0.12, 1.3))
     columns = memory["columns"]
     times = [scale * column[0] for column in columns] + [scale]
     bands = [n for n, _ in enumerate(memory["bands"]) if any(column[1 + n] for column in columns)]
@@ -70,4 +73,3 @@ def draw(plan: Mapping[str, Any], memory: Mapping[str, Any], path: str | Path) -
     lines = ["  ".join(f"{text:{width}}" for text, width in zip(row, widths, strict=True)) for row in rows]
     words.text(0, 1, "The ten largest buffers at the peak", fontsize=9, fontweight="bold", va="top")
     words.text(0, 0.88, "\n".join(lines), fontsize=6.5, family="monospace", va="top")
-    figure.savefig(path, format="png", dpi=150)

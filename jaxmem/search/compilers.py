@@ -56,6 +56,10 @@ class Compilers:
     def phases(self, cfg: Config) -> dict[str, int]:
         return self._answer("phases", cfg)
 
+    def plan(self, cfg: Config) -> dict[str, Any]:
+        """Of the step alone, as JSON, with no limit on memory."""
+        return self._answer("plan", cfg)
+
     def each(self, ask: Callable[[Config], Any], cfgs: Iterable[Config]) -> Iterator[tuple[Config, Any]]:
         """Answers as they come; `RefusedError` stands for one that there is none to."""
         futures: dict[Future[Any], Config] = {self._pool.submit(ask, cfg): cfg for cfg in cfgs}

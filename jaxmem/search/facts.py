@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -36,14 +37,22 @@ def step_facts(cfg: Config, target: Target, reserve_gib: float | None = None) ->
     return facts_of(Plan(built, target, step, 0.0, reserve_gib))
 
 
+def whole_plan(cfg: Config, target: Target) -> dict[str, Any]:
+    """The step's plan as JSON, compiled without a limit on memory: nothing is recomputed but what the config says."""
+    start = time.perf_counter()
+    built = program(cfg, target_devices(target, 1000 * target.memory))
+    step, _ = compile_all(built.lower_step(), {}, here=target.is_here, code=False)
+    return Plan(built, target, step, time.perf_counter() - start).as_json()
+
+
 def facts_of(plan: Plan) -> Facts:
     target, module = plan.target, plan.compiled_step.module
-    time = timeline(module, target.gpu or CPU, target.count, target.per_host)
+    paced = timeline(module, target.gpu or CPU, target.count, target.per_host)
     parts = {name: size for name, size in plan.bytes_per_device.items() if name not in ("activations", "total")}
     return Facts(
         plan.compiled_step.total,
         plan.compiled_step.host_total + held(plan.program.state),
-        time.seconds,
+        paced.seconds,
         parts | plan.kinds.get("activations", {}),
         recomputed(module),
     )

@@ -5,13 +5,13 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from rich.console import Console, ConsoleOptions, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from jaxmem.errors import UserError
+from jaxmem.figures import figure
 from jaxmem.hardware import GIB
 from jaxmem.planning import readable
 from jaxmem.planning.text import duration
@@ -73,53 +73,42 @@ def _settings(one: Entry) -> str:
 
 def draw(fit: Fit, path: str | Path) -> None:
     """Every candidate, those compiled, and the front."""
-    figure = _figure(path)
-    known = fit.known
-    axes = figure.subplots()
-    near = [one for one in known.all if one.total < 2 * known.limit]
-    for entries, label, color in (
-        ([one for one in near if not one.facts], "estimated", "lightgray"),
-        ([one for one in near if one.facts], "compiled", "tab:blue"),
-    ):
-        axes.scatter([one.seconds for one in entries], [one.total / GIB for one in entries], 16, color, label=label)
-    axes.plot(
-        [one.seconds for one in fit.front], [one.total / GIB for one in fit.front], "o-", c="tab:orange", label="front"
-    )
-    axes.axhline(known.limit / GIB, c="tab:red", ls="--", label="memory of a device")
-    if fit.best:
-        axes.set_xlim(0, 1.1 * SLOWEST * fit.best.seconds)
-    axes.set_xlabel("seconds a step, estimated")
-    axes.set_ylabel("GiB a device")
-    title = [f"{fit.given.name} on {fit.target.name}"]
-    title += textwrap.wrap(f"fastest: {_settings(fit.best)}", 100) if fit.best else []
-    axes.set_title("\n".join(title), fontsize=10)
-    axes.legend(loc="upper right")
-    figure.savefig(path, format="png", dpi=150)
+    with figure(path) as drawn:
+        known = fit.known
+        axes = drawn.subplots()
+        near = [one for one in known.all if one.total < 2 * known.limit]
+        for entries, label, color in (
+            ([one for one in near if not one.facts], "estimated", "lightgray"),
+            ([one for one in near if one.facts], "compiled", "tab:blue"),
+        ):
+            axes.scatter([one.seconds for one in entries], [one.total / GIB for one in entries], 16, color, label=label)
+        steps, sizes = [one.seconds for one in fit.front], [one.total / GIB for one in fit.front]
+        axes.plot(steps, sizes, "o-", c="tab:orange", label="front")
+        axes.axhline(known.limit / GIB, c="tab:red", ls="--", label="memory of a device")
+        if fit.best:
+            axes.set_xlim(0, 1.1 * SLOWEST * fit.best.seconds)
+        axes.set_xlabel("seconds a step, estimated")
+        axes.set_ylabel("GiB a device")
+        title = [f"{fit.given.name} on {fit.target.name}"]
+        title += textwrap.wrap(f"fastest: {_settings(fit.best)}", 100) if fit.best else []
+        axes.set_title("\n".join(title), fontsize=10)
+        axes.legend(loc="upper right")
 
 
 def draw_curve(most: Most, path: str | Path) -> None:
     """Memory of a device by the size of a batch, and what it brings."""
-    figure = _figure(path)
-    memory, rate = figure.subplots(1, 2)
-    total = [one.total / GIB for one in most.curve]
-    memory.plot([one.value for one in most.curve], total, "o-")
-    memory.axhline(most.limit / GIB, c="tab:red", ls="--", label="memory of a device")
-    memory.set_xlabel(most.key)
-    memory.set_ylabel("GiB a device")
-    memory.legend()
-    rate.plot(total, [one.rate for one in most.curve], "o-", c="tab:orange")
-    rate.axvline(most.limit / GIB, c="tab:red", ls="--")
-    rate.set_xlabel("GiB a device")
-    rate.set_ylabel("a second, estimated")
-    for axes in (memory, rate):
-        axes.set_ylim(bottom=0)
-    figure.suptitle(f"{most.key} on {most.target.name}")
-    figure.savefig(path, format="png", dpi=150)
-
-
-def _figure(path: str | Path) -> Any:
-    try:
-        from matplotlib.figure import Figure
-    except ImportError:
-        raise UserError(f"{path}: drawing needs matplotlib: pip install 'jaxmem[figures]'") from None
-    return Figure(figsize=(8, 5), layout="constrained")
+    with figure(path) as drawn:
+        memory, rate = drawn.subplots(1, 2)
+        total = [one.total / GIB for one in most.curve]
+        memory.plot([one.value for one in most.curve], total, "o-")
+        memory.axhline(most.limit / GIB, c="tab:red", ls="--", label="memory of a device")
+        memory.set_xlabel(most.key)
+        memory.set_ylabel("GiB a device")
+        memory.legend()
+        rate.plot(total, [one.rate for one in most.curve], "o-", c="tab:orange")
+        rate.axvline(most.limit / GIB, c="tab:red", ls="--")
+        rate.set_xlabel("GiB a device")
+        rate.set_ylabel("a second, estimated")
+        for axes in (memory, rate):
+            axes.set_ylim(bottom=0)
+        drawn.suptitle(f"{most.key} on {most.target.name}")

@@ -1,32 +1,25 @@
-"""Each technique with its number: `jaxmem tour TOPIC`."""
+"""Each technique with its number: `jaxmem tour TOPIC`. A stop is a module of this folder that has a `STOP`."""
 
 from __future__ import annotations
 
 from jaxmem.errors import UserError, nearest
-from jaxmem.tour.finetune import fine_tuned
-from jaxmem.tour.gpu import bytes_counted
-from jaxmem.tour.memory import by_technique
-from jaxmem.tour.stops import Stop, Stopped
+from jaxmem.tour import finetune, gpu, memory
+from jaxmem.tour.stops import SIMULATED, Found, Shown, Stop, Visit
 
-STOPS = {
-    stop.topic: stop
-    for stop in (
-        Stop("memory", "one technique after the other, and the bytes that each leaves", by_technique),
-        Stop("finetune", "a small model trained, fine-tuned by QLoRA, exported and talked to, here", fine_tuned, True),
-        Stop("gpu", "a sliding window, a matrix product: the bytes that they ask for, and times", bytes_counted, True),
-    )
-}
+STOPS = {module.STOP.topic: module.STOP for module in (gpu, memory, finetune)}
 
 
-def visit(topic: str | None = None, target: str | None = None) -> list[Stopped]:
-    """One stop; without a topic, the list of them."""
-    if topic is None:
-        rows = [{"topic": stop.topic, "about": stop.about} for stop in STOPS.values()]
-        columns = {"jaxmem tour": lambda row: row["topic"], "shows": lambda row: row["about"]}
-        return [Stopped("stops", "", rows, columns, 0.0)]
+def stop(topic: str) -> Stop:
+    """The stop of that name."""
     if topic not in STOPS:
         raise UserError(f"tour: no stop is called {topic!r}{nearest(topic, STOPS)}")
-    return [STOPS[topic].run(target)]
+    return STOPS[topic]
 
 
-__all__ = ["STOPS", "Stop", "Stopped", "visit"]
+def stops() -> Shown:
+    """The list of them."""
+    rows = [{"topic": one.topic, "about": one.about} for one in STOPS.values()]
+    return Shown("", rows, {"jaxmem tour": lambda row: row["topic"], "shows": lambda row: row["about"]})
+
+
+__all__ = ["SIMULATED", "STOPS", "Found", "Shown", "Stop", "Visit", "stop", "stops"]

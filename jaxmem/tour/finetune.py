@@ -20,7 +20,7 @@ from typing import Any
 from jaxmem.config import load_config
 from jaxmem.errors import UserError
 from jaxmem.tour.docstrings import VOCAB, questions, write_conversations, write_tokenizer
-from jaxmem.tour.stops import Stopped
+from jaxmem.tour.stops import Columns, Found, Shown, Stop
 
 PLACE = "runs/tour-finetune"
 MODEL = {"vocab": VOCAB, "layers": 4, "embed": 128, "mlp": 384, "heads": 4, "kv_heads": 2, "head_dim": 32}
@@ -64,22 +64,21 @@ def fine_tuned(
     place: str | Path = PLACE,
     pretrain: dict[str, Any] = PRETRAIN,
     finetune: dict[str, Any] = FINETUNE,
-) -> Stopped:
+) -> Found:
     """All of it, in `place`; what is there already is put aside."""
     if target is not None:
         raise UserError(f"--target {target}: tour finetune trains on this machine; leave it out")
     from jaxmem.checkpoint import put_aside
 
-    start = time.perf_counter()
     put_aside(Path(place))
     visit = _Visit(Path(place))
     visit.data()
     visit.pretrain(pretrain)
     visit.tune(finetune)
     visit.talk()
-    columns = {"what": lambda row: row["what"], "s of CPU": _seconds, "result": lambda row: row["result"]}
+    columns: Columns = {"what": lambda row: row["what"], "s of CPU": _seconds, "result": lambda row: row["result"]}
     title = f"A model of one's own, fine-tuned, in {place}"
-    return Stopped("finetune", title, visit.rows, columns, time.perf_counter() - start, NOTE.format(place=place))
+    return Found([Shown(title, visit.rows, columns)], NOTE.format(place=place))
 
 
 def _seconds(row: dict[str, Any]) -> str:
@@ -203,3 +202,13 @@ def opened_by_transformers(directory: Path, python: Sequence[str] | None = None)
     ours = list(generate(program, params, tokenizer_for(str(directory)).encode(PROMPT), len(theirs)))
     same = ours == theirs
     return f"opened there: {NEW} tokens, {'the same' if same else 'others'}", same
+
+
+STOP = Stop(
+    "finetune",
+    "a small model trained, fine-tuned by QLoRA, exported and talked to, here",
+    fine_tuned,
+    uses="devices",
+    config=["adapter.kind=qlora"],
+    read=["jaxmem/tour/finetune.py", "jaxmem/adapters/lora.py"],
+)

@@ -13,13 +13,17 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from typing import Any
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from jaxmem import devices
 from jaxmem.errors import UserError
-from jaxmem.tour.stops import Stopped
+from jaxmem.tour.stops import Columns, Found, Row, Shown, Stop
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 TARGET = "h100-80gb"
 NUMBERS, WINDOW = 1 << 17, 256
@@ -28,31 +32,37 @@ TYPES = {"float32": 4, "bfloat16": 2}
 HEAP_STEPS = 2  # comparisons of a number in and out of a heap of w: two for each of log2 w levels
 
 
-def bytes_counted(target: str | None = None) -> Stopped:
+def bytes_counted(target: str | None = None) -> Found:
     """The table, with the least time that the bytes take on a target; times are this machine's."""
-    started = time.perf_counter()
     from jaxmem.planning.targets import parse_target
     from jaxmem.planning.text import readable
 
     gpu = parse_target(target or TARGET).gpu
     if gpu is None:
         raise UserError(f"target {target}: tour gpu counts what a GPU reads; give one, as {TARGET}")
-    rows = [*_windows(), *_products()]
-    for row in rows:
+    windows, products = list(_windows()), list(_products())
+    for row in (*windows, *products):
         row["least_seconds"] = row["bytes"] / (gpu.bandwidth_gb_s * 1e9) if row["bytes"] else None
-    title = (
-        f"Bytes that reach the processors of {gpu.name}: the largest of each {WINDOW} of {NUMBERS:,} numbers; a product"
-        f" of {SIZE} x {SIZE} matrices"
-    )
-    columns: dict[str, Callable[[dict[str, Any]], str]] = {
-        "": lambda row: row["name"],
-        "operations": lambda row: f"{row['operations']:.2g}",
+    asked: Columns = {
         "bytes": lambda row: readable(row["bytes"]) if row["bytes"] else "",
-        "each byte": lambda row: f"{row['operations'] / row['bytes']:,.1f}" if row["bytes"] else "",
         "shared": lambda row: readable(row["shared"]) if row["shared"] else "",
         "at least": lambda row: _time(row["least_seconds"]),
+    }
+    scans: Columns = {
+        "way": lambda row: row["name"],
+        "operations": lambda row: f"{row['operations']:.2g}",
+        **asked,
         "here": lambda row: _time(row["seconds"]),
     }
+    tiles: Columns = {
+        "tiles": lambda row: row["name"],
+        "each byte": lambda row: f"{row['operations'] / row['bytes']:,.1f}",
+        **asked,
+    }
+    tables = [
+        Shown(f"The largest of each {WINDOW} of {NUMBERS:,} numbers, and what {gpu.name} waits for", windows, scans),
+        Shown(f"A product of {SIZE} x {SIZE} matrices on {gpu.name}", products, tiles),
+    ]
     needed = gpu.flops / (gpu.bandwidth_gb_s * 1e9)
     note = (
         "Bytes: asked of global memory; each byte: operations for it; shared: what a block holds in shared memory; at"
@@ -60,10 +70,10 @@ def bytes_counted(target: str | None = None) -> Stopped:
         f" {gpu.name} does {needed:,.0f} operations in bfloat16 in the time of a byte: a product with more operations a"
         " byte than that waits for none. Kernels' times are measured where there is a GPU."
     )
-    return Stopped("gpu", title, rows, columns, time.perf_counter() - started, note)
+    return Found(tables, note, partial(_draw, windows=windows, products=products, needed=needed))
 
 
-def _windows() -> Iterator[dict[str, Any]]:
+def _windows() -> Iterator[Row]:
     import jax
     import jax.numpy as jnp
 
@@ -92,11 +102,11 @@ def _windows() -> Iterator[dict[str, Any]]:
     yield _row("XLA, here", NUMBERS * WINDOW, 8 * NUMBERS, seconds=_measured(run, x))
 
 
-def _products() -> Iterator[dict[str, Any]]:
+def _products() -> Iterator[Row]:
     for name, width in TYPES.items():
         for tile in TILES:
             held = 2 * tile * tile * width
-            yield _row(f"{name}, tiles of {tile}", 2 * SIZE**3, product_bytes(SIZE, tile, width), held)
+            yield _row(f"{name}, {tile}", 2 * SIZE**3, product_bytes(SIZE, tile, width), held)
 
 
 def product_bytes(size: int, tile: int, width: int) -> float:
@@ -110,7 +120,7 @@ def product_bytes(size: int, tile: int, width: int) -> float:
 
 def _row(
     name: str, operations: float, asked: float | None, shared: int | None = None, seconds: float | None = None
-) -> dict[str, Any]:
+) -> Row:
     return {"name": name, "operations": operations, "bytes": asked, "shared": shared, "seconds": seconds}
 
 
@@ -125,7 +135,33 @@ def _measured(run: Callable[[Any], Any], x: Any, times: int = 5) -> float:
     return sorted(taken)[times // 2]
 
 
+def _draw(drawn: Figure, windows: list[Row], products: list[Row], needed: float) -> None:
+    scans, tiles = drawn.subplots(1, 2, width_ratios=(1, 1.4))
+    timed = [row for row in windows if row["seconds"] is not None]
+    scans.barh([row["name"] for row in timed], [1e3 * row["seconds"] for row in timed])
+    scans.set(xscale="log", xlabel="ms, here", title=f"largest of each {WINDOW} of {NUMBERS:,}")
+    scans.invert_yaxis()
+    for name in TYPES:
+        own = [row for row in products if row["name"].startswith(f"{name}, ")]
+        tiles.plot(TILES, [row["operations"] / row["bytes"] for row in own], "o-", label=name)
+    tiles.axhline(needed, ls="--", c="tab:red", label="the device's own, bfloat16")
+    tiles.set(xscale="log", yscale="log", xlabel="tile", title=f"operations a byte, product of {SIZE} x {SIZE}")
+    tiles.set_xticks(TILES, [str(tile) for tile in TILES])
+    tiles.minorticks_off()
+    tiles.legend()
+
+
 def _time(seconds: float | None) -> str:
     if seconds is None:
         return ""
     return f"{seconds * 1e3:,.1f} ms" if seconds >= 1e-4 else f"{seconds * 1e6:,.1f} us"
+
+
+STOP = Stop(
+    "gpu",
+    "a sliding window, a matrix product: the bytes that they ask for, and times",
+    bytes_counted,
+    uses="devices",
+    config=["optimizer.kernel=pallas"],
+    read=["kernels/sliding_max/pallas.py", "jaxmem/planning/timeline.py"],
+)

@@ -7,15 +7,20 @@ a row fits in it, it also runs, and the device says what it held.
 
 from __future__ import annotations
 
-import time
+import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 from jaxmem import devices, hardware
 from jaxmem.config import load_config
 from jaxmem.errors import UserError
-from jaxmem.tour.stops import Stopped
+from jaxmem.tour import compiled
+from jaxmem.tour.stops import Columns, Found, Shown, Stop
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 MODEL = "llama3-8b"
 TARGET = "h100-80gb"
@@ -102,13 +107,12 @@ ROWS = (
 )
 
 
-def by_technique(target: str | None = None, base: dict[str, Any] = BASE, rows: Sequence[Row] = ROWS) -> Stopped:
+def by_technique(target: str | None = None, base: dict[str, Any] = BASE, rows: Sequence[Row] = ROWS) -> Found:
     """The table for a GPU, by default an H100; so many of them as the target says are those of the rows of several."""
-    start = time.perf_counter()
     kind, _, amount = (target or TARGET).partition(":")
     count = _count(target) if target and amount else SEVERAL
     found = list(_found(kind, base, [row.on(count) for row in rows]))
-    columns = {
+    columns: Columns = {
         "technique": lambda row: row["name"],
         "arithmetic, B/param": lambda row: row["formula"],
         "predicted": lambda row: _each(row, "predicted"),
@@ -119,38 +123,33 @@ def by_technique(target: str | None = None, base: dict[str, Any] = BASE, rows: S
         columns["measured, GiB"] = lambda row: f"{row['measured'] / 2**30:.1f}" if row["measured"] else ""
     name = base["model"].get("preset", base["name"])
     title = f"{name} on {kind}, {base['data']['sequence_length']} tokens a GPU: bytes a parameter on each GPU"
-    return Stopped("memory", title, found, columns, time.perf_counter() - start)
+    return Found([Shown(title, found, columns)], draw=partial(_draw, rows=found))
 
 
 def _found(kind: str, base: dict[str, Any], rows: Sequence[Row]) -> Iterator[dict[str, Any]]:
-    from jaxmem.planning import Plan, measure
-    from jaxmem.planning.compile import compile_all
-    from jaxmem.planning.targets import parse_target, target_devices
-    from jaxmem.program import program
+    from jaxmem.planning import measure
+    from jaxmem.planning.targets import parse_target
 
     here = _gpus_here(kind)
-    overrides: tuple[str, ...] = ()
+    overrides = dict(zip(rows, itertools.accumulate(row.overrides for row in rows), strict=True))
+    cfgs = {row: load_config(base, overrides[row]) for row in rows}
+    plans: dict[str, dict[str, Any]] = {}
+    for gpus, alike in itertools.groupby(rows, lambda row: row.gpus):
+        plans |= compiled.plans(f"{kind}:{gpus}", {row.name: cfgs[row] for row in alike})
     for row in rows:
-        overrides += row.overrides
-        start = time.perf_counter()
-        aim = parse_target(f"{kind}:{row.gpus}")
-        cfg = load_config(base, overrides)
-        built = program(cfg, target_devices(aim, 1000 * aim.memory))
-        step, _ = compile_all(built.lower_step(), {}, here=aim.is_here, code=aim.is_here)
-        plan = Plan(built, aim, step, time.perf_counter() - start)
-        total = plan.bytes_per_device["total"]
-        ran = None
-        if row.gpus == here and total <= aim.memory - hardware.reserved(row.gpus):
-            ran = measure.apart(cfg.model_dump(mode="json"))
+        plan = plans[row.name]
+        total = plan["bytes_per_device"]["total"]
+        limit = parse_target(f"{kind}:{row.gpus}").memory - hardware.reserved(row.gpus)
+        ran = measure.apart(cfgs[row].model_dump(mode="json")) if row.gpus == here and total <= limit else None
         yield {
             "name": row.name,
-            "overrides": list(row.overrides),
+            "overrides": list(overrides[row]),
             "formula": row.formula,
             "gpus": row.gpus,
-            "parameters": built.parameters,
-            "predicted": plan.predicted["total"],
+            "parameters": plan["model"]["parameters"],
+            "predicted": plan["predicted"]["total"],
             "compiled": total,
-            "parts": plan.bytes_per_device,
+            "parts": plan["bytes_per_device"],
             "measured": (ran or {}).get("measured"),
             "error": (ran or {}).get("error"),
         }
@@ -175,3 +174,30 @@ def _gpus_here(kind: str) -> int:
 
 def _each(row: dict[str, Any], field: str) -> str:
     return f"{row[field] / row['parameters']:.2f}" if row[field] else ""
+
+
+def _draw(drawn: Figure, rows: Sequence[dict[str, Any]]) -> None:
+    """On a scale that shows the last row as well as the first."""
+    axes = drawn.subplots()
+    places = range(len(rows))
+    for field, marker in (("predicted", "|"), ("compiled", "o"), ("measured", "x")):
+        found = [(row[field] / row["parameters"], place) for place, row in zip(places, rows, strict=True) if row[field]]
+        if found:
+            axes.plot(*zip(*found, strict=True), marker, label=field)
+    axes.set_yticks(places, [row["name"] for row in rows], fontsize=7)
+    axes.invert_yaxis()
+    axes.set(xscale="log", xlabel="bytes a parameter on each GPU")
+    axes.set_xticks((1, 2, 4, 8, 16, 32), ("1", "2", "4", "8", "16", "32"))
+    axes.minorticks_off()
+    axes.grid(alpha=0.3)
+    axes.legend()
+
+
+STOP = Stop(
+    "memory",
+    "one technique after the other, and the bytes that each leaves",
+    by_technique,
+    uses="compiler",
+    config=["memory.update=during", "optimizer.name=apollo_mini", "precision.parameters=int8"],
+    read=["jaxmem/tour/memory.py", "jaxmem/planning/predict.py"],
+)

@@ -11,7 +11,7 @@ from jaxmem.data.chat import conversation
 from jaxmem.data.template import template_for
 from jaxmem.data.tokenizer import tokenizer_for
 from jaxmem.errors import UserError
-from jaxmem.tour import visit
+from jaxmem.tour import stop
 from jaxmem.tour.docstrings import questions, write_tokenizer
 from jaxmem.tour.finetune import FINETUNE, PRETRAIN
 
@@ -75,4 +75,4 @@ def test_its_configs_are_possible_and_it_has_no_target() -> None:
         data = given["data"] | ({"path": "x", "template": "x"} if given is FINETUNE else {})
         load_config({"name": "x", **given, **more, "data": data})
     with pytest.raises(UserError, match="tour finetune trains on this machine; leave it out"):
-        visit("finetune", "h100-80gb")
+        stop("finetune").visit("h100-80gb")

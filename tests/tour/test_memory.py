@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from pathlib import Path
 
@@ -11,10 +10,8 @@ import pytest
 
 from jaxmem.config import load_config
 from jaxmem.errors import UserError
-from jaxmem.tour import STOPS, visit
 from jaxmem.tour.memory import BASE, ROWS, SEVERAL, Row, by_technique
 from tests.planning.conftest import SMALL
-from tests.test_cli import jaxmem
 
 DOCS = Path(__file__).parents[2] / "docs"
 TINY = {**BASE, "name": "tiny", "model": SMALL, "data": {"sequence_length": 16}}
@@ -34,7 +31,7 @@ def test_state_is_what_the_formula_says() -> None:
     assert len(jax.devices()) == 8  # started, or the first row would decide how many there are
     narrow = Row("narrow", ("precision.parameters=bfloat16",), "2 + 2 + 4")
     split = Row("split", ("batch.global_size=8",), "8/8", 8)
-    found = by_technique("cpu", TINY, (ROWS[0], narrow, split)).rows
+    found = by_technique("cpu", TINY, (ROWS[0], narrow, split)).tables[0].rows
     for row, each in zip(found, (12, 6, 6 / 8), strict=True):
         state = row["parts"]["parameters"] + row["parts"]["master"] + row["parts"]["optimizer"]
         assert state / row["parameters"] == pytest.approx(each, rel=0.05)
@@ -42,7 +39,7 @@ def test_state_is_what_the_formula_says() -> None:
 
 
 def test_the_table_in_the_docs_is_of_these_rows() -> None:
-    lines = [line for line in (DOCS / "tour-memory.md").read_text().splitlines() if line.startswith("| ")]
+    lines = [line for line in (DOCS / "tour/memory.md").read_text().splitlines() if line.startswith("| ")]
     assert [line.split(" | ")[0].removeprefix("| ") for line in lines[2:]] == [row.on(SEVERAL).name for row in ROWS]
     assert [line.split(" | ")[1] for line in lines[2:]] == [row.on(SEVERAL).formula for row in ROWS]
 
@@ -50,16 +47,3 @@ def test_the_table_in_the_docs_is_of_these_rows() -> None:
 def test_rows_of_several_gpus_need_several() -> None:
     with pytest.raises(UserError, match="need more than one; leave the number out for 8"):
         by_technique("h100-80gb:1")
-
-
-def test_the_list_of_stops(capsys: pytest.CaptureFixture[str]) -> None:
-    code, out, err = jaxmem("tour", "--json", capsys=capsys)
-    assert (code, err) == (0, "")
-    (stop,) = json.loads(out)["stops"]
-    assert set(stop) == {"topic", "rows", "seconds"}
-    assert [row["topic"] for row in stop["rows"]] == list(STOPS)
-
-
-def test_no_such_stop() -> None:
-    with pytest.raises(UserError, match=r"no stop is called 'memori'; did you mean memory\?"):
-        visit("memori")
