@@ -19,6 +19,7 @@ import numpy as np
 STEPS = 6
 WIDE = (2, 2048)  # blocks of 256 are the same in every order of counting
 MATRIX = (24, 40)
+SQUARE = (24, 24)  # where these libraries choose a side by which dimension of torch's [out, in] is which
 RANK = 4
 RATE = 1e-2
 ADAM = {"lr": RATE, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.0}
@@ -85,6 +86,7 @@ def main(path: str) -> None:
             MATRIX, lambda w: torch.optim.Muon([w], lr=RATE, weight_decay=0.0, adjust_lr_fn="match_rms_adamw")
         ),
         "galore": trained(MATRIX, lambda w: galore_torch.GaLoreAdamW([{"params": [w], **galore}], **ADAM)),
+        "galore_square": trained(SQUARE, lambda w: galore_torch.GaLoreAdamW([{"params": [w], **galore}], **ADAM)),
         "apollo": trained(MATRIX, lambda w: apollo(w, rank=RANK, scale=1.0, scale_type="channel")),
         "apollo_mini": trained(MATRIX, lambda w: apollo(w, rank=1, scale=128.0, scale_type="tensor")),
     }

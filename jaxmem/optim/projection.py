@@ -1,8 +1,9 @@
 """Projections of a matrix to few rows or columns, by products of matrices alone.
 
-The smaller dimension is projected away, the larger is kept, so [m, n] becomes [rank, n] or [m, rank]. What a mesh
-splits stays split: the basis lies as the dimension that it stands for, and of the projected matrix the new dimension
-takes the mesh axes that went with the old one (`projected` in the table of rules).
+The smaller dimension is projected away, the larger is kept, so [m, n] becomes [rank, n] or [m, rank]; of a square
+matrix the first, which counts what goes in, as in galore-torch and apollo-torch. What a mesh splits stays split: the
+basis lies as the dimension that it stands for, and of the projected matrix the new dimension takes the mesh axes that
+went with the old one (`projected` in the table of rules).
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ class Side:
 
     @property
     def away(self) -> int:
-        return 0 if self.leaf.shape[0] < self.leaf.shape[1] else 1
+        return 0 if self.leaf.shape[0] <= self.leaf.shape[1] else 1
 
     @property
     def basis_shape(self) -> tuple[int, int]:

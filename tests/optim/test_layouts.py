@@ -28,7 +28,7 @@ MESHES = {
 
 def weights():
     return {
-        "up": normal(2, 64, 96), "down": normal(2, 96, 64, seed=1), "table": normal(72, 64, seed=2),
+        "up": normal(2, 64, 96), "down": normal(2, 64, 64, seed=1), "table": normal(72, 64, seed=2),
         "norm": normal(2, 64, seed=3),
     }  # fmt: skip
 

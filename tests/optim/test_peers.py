@@ -19,17 +19,22 @@ compare = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(compare)
 
 
-def trained(tx, shape):
-    params = {"w": jnp.asarray(compare.weights(shape))}
+def trained(tx, shape, turn=np.asarray):
+    params = {"w": jnp.asarray(turn(compare.weights(shape)))}
     state, update = tx.init(params), jax.jit(tx.update)
     for g in compare.gradients(shape):
-        updates, state = update({"w": jnp.asarray(g)}, state, params)
+        updates, state = update({"w": jnp.asarray(turn(g))}, state, params)
         params = optim.apply(params, updates)
-    return np.asarray(params["w"])
+    return turn(np.asarray(params["w"]))
 
 
 def wide(name, **own):
     return trained(getattr(optim, name)(compare.RATE, weight_decay=0.0, **own), compare.WIDE)
+
+
+def matrix(tx, shape=compare.MATRIX):
+    """A torch matrix is [out, in]: ours is the other way round."""
+    return trained(tx, shape, turn=np.transpose)
 
 
 def off(one, other):
@@ -54,19 +59,20 @@ def test_lion8bit_is_bitsandbytes_s():
 
 
 def test_muon_is_torch_s():
-    ours = trained(optim.muon(compare.RATE, weight_decay=0.0), compare.MATRIX)
+    ours = matrix(optim.muon(compare.RATE, weight_decay=0.0))
     assert off(ours, PEERS["torch_muon"]) < 0.02  # torch's iterates in bfloat16
 
 
-def test_galore_is_galore_torch_s(monkeypatch):
-    """In the basis that it takes: singular vectors, of any sign."""
+@pytest.mark.parametrize(("name", "shape"), [("galore", compare.MATRIX), ("galore_square", compare.SQUARE)])
+def test_galore_is_galore_torch_s(name, shape, monkeypatch):
+    """In the basis that it takes: singular vectors, of any sign; of a square matrix on the side of what goes in."""
 
     def singular_vectors(g, start, key):
         return jnp.linalg.svd(g, full_matrices=False)[0][:, : start.shape[1]]
 
     monkeypatch.setattr(projection, "range_finder", singular_vectors)
-    ours = trained(optim.galore_adamw(compare.RATE, rank=compare.RANK, weight_decay=0.0), compare.MATRIX)
-    assert off(ours, PEERS["galore"]) < 1e-3
+    ours = matrix(optim.galore_adamw(compare.RATE, rank=compare.RANK, weight_decay=0.0), shape)
+    assert off(ours, PEERS[name]) < 1e-3
 
 
 @pytest.mark.parametrize(("name", "own"), [("apollo", {"rank": compare.RANK}), ("apollo_mini", {})])
@@ -74,5 +80,5 @@ def test_apollo_is_apollo_torch_s(name, own, monkeypatch):
     """On the projection that it drew."""
     drawn = jnp.asarray(PEERS[f"apollo_projection_{own.get('rank', 1)}"])
     monkeypatch.setattr(projection, "random_projection", lambda *_: drawn)
-    ours = trained(getattr(optim, name)(compare.RATE, weight_decay=0.0, **own), compare.MATRIX)
+    ours = matrix(getattr(optim, name)(compare.RATE, weight_decay=0.0, **own))
     assert off(ours, PEERS[name]) < 1e-3
