@@ -314,6 +314,19 @@ def rotate(x: jax.Array, axis: str, by: int) -> jax.Array:
     return jax.shard_map(send, mesh=layout.mesh, in_specs=spec, out_specs=spec, axis_names={axis, *layout.vmapped})(x)
 
 
+def each_part(function: Callable[..., Any], over: tuple[str, ...], *arrays: Any) -> Any:
+    """`function(*arrays)` of each part of their first dimension, which these mesh axes split. Along the other axes the
+    partitioner cuts what it does; along these nothing is sent, so each part may take another branch of a `cond`."""
+    layout = current()
+    if layout is None:
+        return function(*arrays)
+    spec = PartitionSpec(over)
+    run = jax.shard_map(
+        function, mesh=layout.mesh, in_specs=spec, out_specs=spec, axis_names=set(over), check_vma=False
+    )
+    return run(*arrays)
+
+
 def on_each_device(function: Callable[..., Any], arrays: Any, axes: Axes, shape: Sequence[int]) -> Any:
     """`function(*arrays)` of each device's own part, for what XLA's partitioner cannot cut. Arrays of the rank of one
     with these axes and this shape lie as it does among the optimizer's, whole along a dimension in which one of them

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from jaxmem.config.adapters import check_adapter, check_some_layers
 from jaxmem.config.data import check_data
 from jaxmem.config.memory import check_memory, is_scheduled
-from jaxmem.config.optimizers import FIELDS, OPTIMIZERS, SEARCH_BASES
+from jaxmem.config.optimizers import FIELDS, OPTIMIZERS
 from jaxmem.config.sections import (
     Config,
     Convnet,
@@ -226,11 +226,6 @@ def _optimizer(cfg: Config) -> Iterator[str]:
         if getattr(optimizer, field) is not None and field not in OPTIMIZERS[optimizer.name]:
             having = ", ".join(name for name, own in OPTIMIZERS.items() if field in own)
             yield f"optimizer.{field}: {optimizer.name} has none; those that do: {having}"
-    if cfg.mesh.stage != 1 and optimizer.name in SEARCH_BASES:
-        yield (
-            f"mesh.stage: {optimizer.name} would look for its bases at every update where layers lie on stages;"
-            " use 1, or another optimizer"
-        )
 
 
 RULES = (

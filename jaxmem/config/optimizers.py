@@ -30,4 +30,3 @@ OPTIMIZERS: dict[str, dict[str, Any]] = {
 }
 
 FIELDS = tuple(dict.fromkeys(field for own in OPTIMIZERS.values() for field in own))
-SEARCH_BASES = ("galore_adamw", "galore_adamw8bit", "qgalore")

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxmem.quant import QTensor
-from jaxmem.sharding import current
+from jaxmem.sharding import current, each_part
 from jaxmem.weights import is_quantized
 
 Grid = dict[int, int]  # into how many parts of one which dimensions are cut
@@ -57,16 +57,15 @@ def _one_by_one(one: Callable[[Any, Any, jax.Array], Any], stack: Any, beside: A
 
 
 def _on_stages(loop: Callable[[Any, Any, jax.Array], Any], stack: Any, beside: Any) -> Any:
-    """`loop(layers, beside, number of the first)` of a stack; of layers that lie on stages, a loop on each."""
+    """`loop(layers, beside, number of the first)` of a stack; of layers that lie on stages, a loop on each. Each stage
+    decides for itself what a layer needs: under `jax.vmap` all of them would do what any of them does."""
     own = current()
     over = () if own is None else own.over("optimizer", "layer")
     if own is None or not over:
         return loop(stack, beside, jnp.zeros((), jnp.int32))
     parts, layers = own.parts("optimizer", "layer"), jax.tree.leaves(stack)[0].shape[0]
-    stack, beside = jax.tree.map(lambda x: x.reshape(parts, -1, *x.shape[1:]), (stack, beside))
     first = jnp.arange(parts, dtype=jnp.int32) * (layers // parts)
-    done = jax.vmap(loop, spmd_axis_name=over)(stack, beside, first)
-    return jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), done)
+    return each_part(lambda stack, beside, first: loop(stack, beside, first[0]), over, stack, beside, first)
 
 
 def in_parts(one: Each, whole: Any, beside: Any, *, stacked: bool = False) -> Any:

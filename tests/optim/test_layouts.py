@@ -21,7 +21,7 @@ AXES = {
 MESHES = {
     "fsdp": ({"fsdp": 8}, 3),
     "tensor": ({"tensor": 4}, 3),
-    "both": ({"fsdp": 4, "tensor": 2}, 3),
+    "all": ({"stage": 2, "fsdp": 2, "tensor": 2}, 3),
     "zero-1": ({"fsdp": 8}, 1),
 }
 
@@ -33,9 +33,13 @@ def weights():
     }  # fmt: skip
 
 
+def layout_on(mesh, zero=3):
+    return layout_for(config(mesh=mesh, zero=zero), jax.devices()[: int(np.prod(list(mesh.values())))])
+
+
 def run(name, mesh, zero=3, updates=2, **own):
     """The updates that an optimizer makes on a mesh, and its state."""
-    layout = layout_for(config(mesh=mesh, zero=zero), jax.devices()[: int(np.prod(list(mesh.values())))])
+    layout = layout_on(mesh, zero)
     params = weights()
     tx = NAMED[name](1e-2, axes=AXES, **own)
 
@@ -61,7 +65,7 @@ def alone(name):
     return run(name, {})[0]
 
 
-CASES = [(name, "both") for name in sorted(NAMED)] + [
+CASES = [(name, "all") for name in sorted(NAMED)] + [
     ("adamw8bit", "fsdp"), ("adamw8bit", "zero-1"), ("galore_adamw8bit", "fsdp"), ("galore_adamw", "tensor"),
 ]  # fmt: skip
 
@@ -74,6 +78,15 @@ def test_every_mesh_updates_as_one_device(name, mesh):
             difference = np.abs(one[leaf] - expected[leaf])
             # A value between two codes may fall to either side: a few such are not seen in the mean.
             assert difference.mean() < 2e-4 * np.abs(expected[leaf]).mean(), leaf
+
+
+def test_a_stage_looks_for_a_basis_only_when_a_layer_of_its_own_is_due():
+    """A decision by layer, not all branches and then a choice between their results."""
+    params = weights()
+    tx = NAMED["galore_adamw"](1e-2, axes=AXES)
+    with layout_on(MESHES["all"][0]):
+        lowered = jax.jit(tx.update).lower(params, jax.eval_shape(tx.init, params), params).as_text()
+    assert lowered.count("stablehlo.case") == 2  # `up` and `down`
 
 
 def held(state):
