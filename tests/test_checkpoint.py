@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import logging
 import os
 import random
 import signal
@@ -11,6 +13,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -20,7 +23,7 @@ import optax
 import pytest
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from jaxmem.checkpoint import Best, Checkpoints, DamagedError, put_aside
+from jaxmem.checkpoint import Best, Checkpoints, DamagedError, failures, put_aside
 from jaxmem.checkpoint.manager import ROTATED
 from jaxmem.checksum import checksum, sum_bits
 from jaxmem.errors import UserError
@@ -327,7 +330,7 @@ FULL_DISK = """
 import resource, sys, jax, jax.numpy as jnp, numpy as np
 from jaxmem.checkpoint import Checkpoints
 from jaxmem.errors import UserError
-state = {"x": jax.random.normal(jax.random.key(0), (512, 1024))}
+state = {str(i): jax.random.normal(jax.random.key(i), (512, 128)) for i in range(9)}  # of which each write fails
 with Checkpoints(sys.argv[1], every=1) as checkpoints:
     checkpoints.save(1, state, {}, {})
     checkpoints.wait()
@@ -343,9 +346,30 @@ with Checkpoints(sys.argv[1], every=1) as checkpoints:
 """
 
 
+def test_writes_that_end_after_the_failure_say_nothing_of_themselves(monkeypatch: pytest.MonkeyPatch) -> None:
+    failed = asyncio.new_event_loop()
+    failed.close()
+    with pytest.raises(RuntimeError) as closed:
+        failed.call_soon_threadsafe(print)  # as TensorStore does when a write ends
+    told: list[Any] = []
+    monkeypatch.setattr(failures, "_told", told.append)
+    for error in (closed.value, RuntimeError("another")):
+        failures._but_leftovers(SimpleNamespace(exc_value=error))
+    assert [str(one.exc_value) for one in told] == ["another"]
+    here = "/orbax/checkpoint/serialization.py"
+    for file, passed in ((here, False), (__file__, True)):
+        try:
+            exec(compile("raise ValueError", file, "exec"))
+        except ValueError as error:
+            trace = (ValueError, error, error.__traceback__.tb_next)
+        record = logging.LogRecord("asyncio", logging.ERROR, file, 1, "exception was never retrieved", (), trace)
+        assert bool(logging.getLogger("asyncio").filter(record)) is passed
+
+
 def test_a_full_disk_is_said_and_survived(tmp_path: Path) -> None:
     done = subprocess.run([sys.executable, "-c", FULL_DISK, str(tmp_path)], capture_output=True, text=True, check=True)
     said, after = done.stdout.splitlines()
+    assert done.stderr == ""
     assert said.startswith(f"a checkpoint could not be written to {tmp_path} (step 1 is whole): ")
     assert "File too large" in said
     assert after == "[1] True [1, 3]"

@@ -1,7 +1,7 @@
 """What Orbax and TensorStore say when they fail, made one line.
 
 Orbax also tells of each of its steps, to the root logger of absl. That is silenced: what goes wrong reaches the user
-as an exception.
+as an exception. So is what its other writes say when the first has failed: they end on an event loop that is closed.
 """
 
 from __future__ import annotations
@@ -10,13 +10,33 @@ import gc
 import logging
 import sys
 import time
+import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 # What they raise on files that are not as they were written, and on disks that are full.
 FAILURES = (OSError, ValueError, KeyError, TypeError, AttributeError, RuntimeError)
 
-logging.getLogger("absl").addFilter(lambda record: "/orbax/checkpoint/" not in record.pathname)
+ORBAX = "/orbax/checkpoint/"
+_told = sys.unraisablehook
+
+
+def _is_leftover(record: logging.LogRecord) -> bool:
+    """Whether a task of Orbax's has failed beside the one whose failure is told."""
+    frames = traceback.walk_tb(record.exc_info[2] if record.exc_info else None)
+    return "never retrieved" in record.getMessage() and any(ORBAX in frame.f_code.co_filename for frame, _ in frames)
+
+
+logging.getLogger("absl").addFilter(lambda record: ORBAX not in record.pathname)
+logging.getLogger("asyncio").addFilter(lambda record: not _is_leftover(record))
+
+
+def _but_leftovers(failure: sys.UnraisableHookArgs) -> None:
+    if str(failure.exc_value) != "Event loop is closed":
+        _told(failure)
+
+
+sys.unraisablehook = _but_leftovers  # TensorStore's threads call it; the run goes on, or says why it does not
 
 
 def why(error: BaseException) -> str:

@@ -2,13 +2,18 @@
 
 Templates are Jinja programs out of somebody else's directory. They run in Jinja's sandbox, which lets them neither
 import, nor reach the insides of an object, nor change what they are given; they see no clock, so that the same data is
-the same tokens on any day.
+the same tokens on any day. The sandbox runs in a process of its own (`rendering`), so that one without end ends.
 """
 
 from __future__ import annotations
 
+import atexit
 import json
+import subprocess
+import sys
+import threading
 from collections.abc import Mapping, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +22,8 @@ from jaxmem.data.tokenizer import END_TEXT, Tokenizer
 from jaxmem.errors import UserError
 
 Message = Mapping[str, str]  # "role" and "content"
-# What a program of somebody else's may end in.
-FAILURES = (TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError)
+SECONDS = 5  # of a processor that a template may take for one conversation; a usual one takes a thousandth
+MEMORY = 1 << 30  # bytes, likewise
 
 
 class TemplateError(Exception):
@@ -29,38 +34,75 @@ class ChatTemplate:
     """`render` gives the text of a conversation."""
 
     def __init__(self, source: str, origin: str, tokens: Mapping[str, str]) -> None:
-        from jinja2 import TemplateError as JinjaError
-        from jinja2.ext import Extension, loopcontrols
-        from jinja2.sandbox import ImmutableSandboxedEnvironment
-
-        class Generation(Extension):
-            """`{% generation %}` marks what the model says; here that is found without it."""
-
-            tags = {"generation"}  # noqa: RUF012
-
-            def parse(self, parser: Any) -> Any:
-                next(parser.stream)
-                return parser.parse_statements(("name:endgeneration",), drop_needle=True)
-
-        environment = ImmutableSandboxedEnvironment(
-            trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols]
-        )
-        environment.filters["tojson"] = _to_json
-        environment.globals["raise_exception"] = _refuse
-        self._error, self._tokens, self.source = JinjaError, tokens, source
-        try:
-            self._template = environment.from_string(source)
-        except (JinjaError, *FAILURES) as error:
-            raise UserError(f"{origin}: no valid chat template: {_line(error)}") from error
+        self.source, self._origin, self._tokens = source, origin, tokens
+        self._asked({})
 
     def render(self, messages: Sequence[Message], *, answer: bool = False) -> str:
         """`answer`: with what begins the answer that is to be generated."""
-        try:
-            return self._template.render(messages=list(messages), add_generation_prompt=answer, **self._tokens)
-        except TemplateError:
-            raise
-        except (self._error, *FAILURES) as error:
-            raise TemplateError(f"the chat template fails: {_line(error)}") from error
+        said = self._asked({"messages": list(messages), "answer": answer, "tokens": self._tokens})
+        if "refused" in said:
+            raise TemplateError(said["refused"])
+        if "failed" in said:
+            raise TemplateError(f"the chat template fails: {said['failed']}")
+        return said["text"]
+
+    def _asked(self, request: dict[str, Any]) -> dict[str, str]:
+        said = _renderer().ask({"source": self.source, **request})
+        if said is None:
+            raise UserError(
+                f"{self._origin}: this chat template does not end: a conversation takes it more than {SECONDS} s of a "
+                f"processor, or more than {MEMORY >> 30} GiB"
+            )
+        if "invalid" in said:
+            raise UserError(f"{self._origin}: no valid chat template: {said['invalid']}")
+        return said
+
+
+class _Renderer:
+    """The process that renders, begun when it is first asked, and anew after it had to be ended."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._process: subprocess.Popen[str] | None = None
+        atexit.register(self.close)
+
+    def ask(self, request: Mapping[str, Any]) -> dict[str, str] | None:
+        """Its answer; None where it was ended before it had one."""
+        with self._lock:
+            process = self._process = self._process or _started()
+            assert process.stdin
+            assert process.stdout
+            try:
+                print(json.dumps(request), file=process.stdin, flush=True)
+                line = process.stdout.readline()
+            except BrokenPipeError:
+                line = ""
+            if not line.endswith("\n"):
+                self.close()
+                return None
+            found: dict[str, str] = json.loads(line)
+            return found
+
+    def close(self) -> None:
+        if (process := self._process) is not None:
+            self._process = None
+            process.kill()
+            process.communicate()
+
+
+def _started() -> subprocess.Popen[str]:
+    program = Path(__file__).with_name("rendering.py")
+    return subprocess.Popen(  # noqa: S603, this very package
+        [sys.executable, "-P", str(program), str(SECONDS), str(MEMORY)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+
+
+@cache
+def _renderer() -> _Renderer:
+    return _Renderer()
 
 
 def template_for(tokenizer: Tokenizer, file: str | None = None) -> ChatTemplate:
@@ -100,15 +142,3 @@ def _read(file: Path) -> str:
         return file.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"{file}: cannot be read: {error}") from error
-
-
-def _to_json(value: Any, ensure_ascii: bool = False, indent: int | None = None, **_: Any) -> str:
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent)
-
-
-def _refuse(message: str) -> None:
-    raise TemplateError(message)
-
-
-def _line(error: Exception) -> str:
-    return " ".join(str(error).split()) or type(error).__name__

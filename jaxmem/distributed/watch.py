@@ -25,6 +25,8 @@ from jaxmem.distributed.cluster import Cluster
 from jaxmem.errors import TemporaryError
 
 STOPPED = "jaxmem/stopped/"  # + process: its exit code and why it stopped
+GREETING = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes((0, 0, 0, 4, 0, 0, 0, 0, 0))  # and no settings (RFC 9113, 3.4)
+GREETED = 5.0  # s for the answer
 GOES_ON = "checkpoints are whole, the same command goes on from the last"
 
 
@@ -120,11 +122,14 @@ class Watch:
         self._stop(f"{self.name(0)} is gone: it does not answer at {self.cluster.address}; {GOES_ON}")
 
     def _answers(self) -> bool:
+        """Whether process 0 lives. The kernel takes connections for one that is stopped: it must say something, as
+        a server of gRPC does as soon as it is greeted."""
         try:
-            socket.create_connection((self.cluster.host, self.cluster.port), timeout=2).close()
+            with socket.create_connection((self.cluster.host, self.cluster.port), timeout=GREETED) as line:
+                line.sendall(GREETING)
+                return bool(line.recv(1))
         except OSError:
             return False
-        return True
 
     def _stop(self, reason: str, code: int = TemporaryError.exit_code) -> None:
         """From any thread: the main one may be inside a collective that never ends."""

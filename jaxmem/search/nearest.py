@@ -11,7 +11,7 @@ import time
 from dataclasses import dataclass
 
 from jaxmem.errors import UserError
-from jaxmem.planning import Plan, plan_program
+from jaxmem.planning import Plan, plan_program, readable
 from jaxmem.program import program
 from jaxmem.search.candidates import Candidate, candidates
 from jaxmem.search.knobs import BY_DEFAULT, allowed
@@ -27,6 +27,14 @@ class Near:
 
     overrides: list[str]
     plan: Plan
+
+
+def named(near: list[Near]) -> str:
+    """A line for each, with its bytes."""
+    if not near:
+        return "nothing near it fits; `jaxmem fit` searches further"
+    each = (f"  {' '.join(one.overrides)}    {readable(one.plan.compiled_step.total)}" for one in near)
+    return "\n".join(["nearest that fit, each compiled:", *each])
 
 
 def nearest_that_fit(planned: Plan) -> list[Near]:

@@ -12,7 +12,7 @@ from rich.console import Console
 from jaxmem.devices import spills
 from jaxmem.errors import UserError
 from jaxmem.planning import Plan, readable
-from jaxmem.search.nearest import Near, nearest_that_fit
+from jaxmem.search.nearest import Near, named, nearest_that_fit
 from jaxmem.training.progress import device_memory
 
 MEASURED_AFTER = 3  # steps of this process; by then every program of the loop has run
@@ -30,13 +30,8 @@ class DoesNotFitError(UserError):
         has = "which has" if planned.program.cfg.memory.budget is None else "of which it may take"
         needs = f"to {phase} takes {readable(size)} of each device, {has} {readable(planned.limit)}"
         name = planned.program.cfg.name
-        lines = [f"{name} does not fit: {needs}; of a step {readable(parts[largest])} are {largest}"]
-        if near:
-            lines.append("nearest that fit, each compiled:")
-            lines += [f"  {' '.join(one.overrides)}    {readable(one.plan.compiled_step.total)}" for one in near]
-        else:
-            lines.append("nothing near it fits; `jaxmem fit` searches further")
-        super().__init__("\n".join(lines))
+        told = f"{name} does not fit: {needs}; of a step {readable(parts[largest])} are {largest}"
+        super().__init__(f"{told}\n{named(near)}")
 
 
 def check_fits(planned: Plan) -> None:

@@ -40,6 +40,7 @@ from jaxmem.resume import refuse_changes
 from jaxmem.trained import BESIDE
 from jaxmem.training.fitting import DoesNotFitError, Measured, check_fits
 from jaxmem.training.lock import only_run
+from jaxmem.training.out_of_memory import explained
 from jaxmem.training.profile import Profile
 from jaxmem.training.progress import Progress, Work
 from jaxmem.training.replicas import Replicas
@@ -95,6 +96,7 @@ def _run(cfg: Config, devices: Sequence[Any] | None) -> Result:
         _make_room(cfg, directory, kept)
         checkpoints = opened.enter_context(_checkpoints(cfg, kept))
         opened.enter_context(together())  # closing what is above needs all processes
+        opened.enter_context(explained(planned))
         step, state, position = restored(built, checkpoints) or (0, begun(built), {})
         if position:
             loader.restore(position)

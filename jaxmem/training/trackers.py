@@ -48,7 +48,7 @@ def trackers_for(cfg: Config, directory: str | Path, step: int = 0) -> Trackers:
         "wandb": lambda: WeightsAndBiases(cfg, directory, step),
     }
     asked = [others[name]() for name in cfg.train.trackers]
-    file = MetricsFile(directory / "metrics.jsonl", step)
+    file = MetricsFile(directory / "metrics.jsonl", step, patient=cfg.checkpoint.on_failure == "go_on")
     return Trackers([file, *asked], file.last)
 
 
@@ -79,10 +79,14 @@ class Trackers:
 
 
 class MetricsFile:
-    """One JSON object a line, on disk as soon as it is logged. What is not finite is null: JSON has no NaN."""
+    """One JSON object a line, on disk as soon as it is logged. What is not finite is null: JSON has no NaN.
 
-    def __init__(self, path: str | Path, step: int = 0) -> None:
-        self.path = Path(path)
+    `patient`: what cannot be written (a full disk) is kept, and written with the next line; only what is left in the
+    end is an error.
+    """
+
+    def __init__(self, path: str | Path, step: int = 0, *, patient: bool = False) -> None:
+        self.path, self._patient, self._unwritten = Path(path), patient, b""
         try:
             self.last = self._open_after(step)
         except OSError as error:
@@ -90,7 +94,7 @@ class MetricsFile:
 
     def _open_after(self, step: int) -> dict[str, Any]:
         last = _drop_after(self.path, step)
-        self._file = self.path.open("a", buffering=1, encoding="utf-8")
+        self._file = self.path.open("ab", buffering=0)
         return last
 
     def back_to(self, step: int) -> None:
@@ -102,16 +106,24 @@ class MetricsFile:
 
     def log(self, step: int, values: Mapping[str, Any]) -> None:
         row = {name: value if math.isfinite(value) else None for name, value in {"step": step, **values}.items()}
+        self._unwritten += json.dumps(row).encode() + b"\n"
         try:
-            self._file.write(json.dumps(row) + "\n")
+            self._write()
         except OSError as error:
-            raise self._unwritable(error) from error
+            if not self._patient:
+                raise self._unwritable(error) from error
+
+    def _write(self) -> None:
+        while self._unwritten:  # a disk that is nearly full takes a part
+            self._unwritten = self._unwritten[self._file.write(self._unwritten) :]
 
     def close(self) -> None:
         try:
-            self._file.close()
+            self._write()
         except OSError as error:
             raise self._unwritable(error) from error
+        finally:
+            self._file.close()
 
     def _unwritable(self, error: OSError) -> UserError:
         return UserError(f"cannot write {self.path}: {error.strerror}")

@@ -10,6 +10,7 @@ import pytest
 
 from jaxmem.config import load_config
 from jaxmem.data import Loader
+from jaxmem.data import template as rendered
 from jaxmem.data.chat import conversation, messages_of
 from jaxmem.data.long_line import BrokenLineError
 from jaxmem.data.template import ChatTemplate, TemplateError, template_for
@@ -97,6 +98,19 @@ def test_a_text_cannot_forge_a_turn() -> None:
 def test_a_template_does_nothing_but_write(source: str) -> None:
     with pytest.raises(TemplateError):
         template(source).render(HI)
+
+
+def test_a_template_without_end_is_ended_and_the_next_is_rendered(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rendered, "SECONDS", 0.3)
+    renderer = rendered._Renderer()
+    monkeypatch.setattr(rendered, "_renderer", lambda: renderer)
+    loops = "{% for i in range(99999) %}" * 4 + "{% endfor %}" * 4
+    with pytest.raises(UserError, match=r"here: this chat template does not end: .* more than 0.3 s of a processor"):
+        template(loops).render(HI)
+    with pytest.raises(TemplateError, match="the chat template fails: it takes more than 1024 MiB"):
+        template("{{ messages[0].role * 2 ** 31 }}").render(HI)
+    assert template(PLAIN).render(HI)
+    renderer.close()
 
 
 def test_a_template_that_is_none() -> None:

@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import signal
+import socket
 from pathlib import Path
 from typing import Any
 
+from jax._src.lib import _jax
+
 from jaxmem.checkpoint import Checkpoints
+from jaxmem.distributed import watch
+from jaxmem.distributed.cluster import Cluster
 
 # What each process runs, beside the others: what is in place of END.
 PROGRAM = """
@@ -122,3 +127,19 @@ def test_the_first_process_is_killed(started: Any, program: Any) -> None:
     assert processes.codes(seconds=50) == [-signal.SIGKILL, 75]
     assert "error: process 0 of 2 (" in processes.said(1)
     assert "is gone: it does not answer at localhost:" in processes.said(1)
+
+
+def test_a_first_process_that_is_frozen_does_not_answer(monkeypatch: Any) -> None:
+    """Though its kernel goes on taking connections for it."""
+    monkeypatch.setattr(watch, "GREETED", 0.2)
+    with socket.create_server(("localhost", 0)) as door:
+        address = f"localhost:{door.getsockname()[1]}"
+        one = watch.Watch(Cluster(address, processes=2, process=1), ["here", "there"], heartbeat=3)
+        assert not one._answers()
+    service = _jax.get_distributed_runtime_service(address, 2)
+    try:
+        monkeypatch.setattr(watch, "GREETED", 20.0)
+        assert one._answers()
+    finally:
+        service.shutdown()
+    assert not one._answers()

@@ -16,12 +16,14 @@ from jaxmem.cli.starting import take_devices
 from jaxmem.config import load_config
 from jaxmem.errors import UserError
 from jaxmem.hardware import GIB, GPUS, reserved
-from jaxmem.planning import Plan, held, plan_program
+from jaxmem.planning import Plan, held, plan_program, readable
 from jaxmem.planning.advice import SPILLED
 from jaxmem.planning.targets import local_target
 from jaxmem.program import program
 from jaxmem.search import nearest
+from jaxmem.training import out_of_memory
 from jaxmem.training.fitting import DoesNotFitError, Measured, check_fits
+from jaxmem.training.out_of_memory import OutOfMemoryError, explained
 
 CONFIG = {
     "name": "small",
@@ -64,6 +66,38 @@ def test_the_nearest_that_fit_are_named_and_do(
         again = plan_program(program(load_config(CONFIG, overrides), jax.devices()[:2]))
         assert again.compiled_step.total <= tight.target.memory
         assert all("=" in override for override in overrides)
+
+
+def test_memory_that_runs_out_in_spite_of_the_plan(plan: Plan, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Plan beside reality, and what fits into as much as there was."""
+    total, limits = max(size or 0 for size in plan.phases.values()), []
+    monkeypatch.setattr(out_of_memory, "device_memory", lambda: {"bytes_in_use": total // 2})
+    asked = f"RESOURCE_EXHAUSTED: Out of memory while trying to allocate {total // 4} bytes."
+
+    def near(within: Plan) -> list[nearest.Near]:
+        limits.append(within.limit)
+        return [nearest.Near(["memory.remat=full"], plan)]
+
+    monkeypatch.setattr(out_of_memory, "nearest_that_fit", near)
+    with pytest.raises(OutOfMemoryError) as told, explained(plan):
+        raise jax.errors.JaxRuntimeError(asked)
+    assert told.value.exit_code == 3
+    first, second, third = str(told.value).splitlines()
+    takes, there, more = (readable(size) for size in (total, total // 2, total // 4))
+    assert first.startswith(f"small: out of memory in spite of its plan, which takes {takes} of {readable(plan.limit)}")
+    assert f"of each device; {there} were in use and {more} more were asked for" in first
+    assert (second, third.split()[0]) == ("nearest that fit, each compiled:", "memory.remat=full")
+    # It needed half as much again as planned: another must be smaller by that.
+    monkeypatch.setattr(out_of_memory, "device_memory", lambda: {"bytes_in_use": total + total // 4})
+    with pytest.raises(OutOfMemoryError), explained(cramped(plan, 2)):
+        raise jax.errors.JaxRuntimeError(asked)
+    monkeypatch.setattr(out_of_memory, "device_memory", dict)
+    with pytest.raises(OutOfMemoryError, match="in spite of its plan"), explained(plan):
+        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory")
+    twice = cramped(plan, 2).limit
+    assert limits == [total // 2 + total // 4 - 1, min(twice - 2 * (total // 4), total - 1), int(0.9 * total)]
+    with pytest.raises(jax.errors.JaxRuntimeError, match="INTERNAL"), explained(plan):
+        raise jax.errors.JaxRuntimeError("INTERNAL: another")
 
 
 def test_a_budget_is_a_limit_of_one_s_own(plan: Plan) -> None:
