@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,6 +23,7 @@ from jaxmem.config import (
     Config,
     Data,
     Decoder,
+    Memory,
     Mesh,
     Objective,
     Optimizer,
@@ -123,45 +124,85 @@ def passes_of(cfg: Config, platform: str) -> Passes:
     return dataclasses.replace(found, saved=0, hosted=found.saved) if moves_all else found
 
 
-@functools.lru_cache(maxsize=256)
 def _passes(shape: Config, tensor: int) -> Passes:
-    built = alone(shape)
-    objective_ = objective(built.cfg.objective, built.cfg.memory)
-    params = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, jax.numpy.bfloat16), built.made)
-    batch = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), built.batch)
+    """In two halves, each traced once for all configs that do not differ in it."""
+    memory = shape.memory
+    layers = shape.model_copy(update={"memory": memory.model_copy(update={"loss_chunk": "auto"})})
+    loss = shape.model_copy(update={"memory": Memory(loss_chunk=memory.loss_chunk)})
+    one, two = _of_layers(layers, tensor), _of_loss(loss, tensor)
+    products = one.products + two.products
+    return Passes(one.saved + two.saved, one.hosted + two.hosted, products, one.kernels + two.kernels)
 
-    def both(params: Any, batch: Any) -> tuple[Any, Any]:
-        """What is kept, and the gradients."""
 
-        def loss_of(at: Any) -> jax.Array:
-            return objective_(nnx.merge(built.graphdef, placed(params, at, built.some)), batch, None)["loss"]
+@functools.lru_cache(maxsize=256)
+def _of_layers(shape: Config, tensor: int) -> Passes:
+    """From a row to what its layers make of it."""
+    half = _Half(shape)
+    return half.passes(half.features, (), tensor)
 
-        loss, back = jax.vjp(loss_of, points(built.chosen(params)))
-        return jax.tree.leaves(back), back(jax.numpy.ones_like(loss))
 
-    traced, (outs, _) = jax.make_jaxpr(both, return_shape=True)(params, batch)
-    made_by = {out: eqn for eqn in traced.jaxpr.eqns for out in eqn.outvars}
-    forward = traced.jaxpr.outvars[: len(outs)]
+@functools.lru_cache(maxsize=256)
+def _of_loss(shape: Config, tensor: int) -> Passes:
+    """From there to the loss: the output projection."""
+    half = _Half(shape)
+    return half.passes(half.loss, (jax.eval_shape(half.features, half.params, half.batch),), tensor)
+
+
+class _Half:
+    """What a half of the passes takes: weights and one row, on one device."""
+
+    def __init__(self, shape: Config) -> None:
+        built = alone(shape)
+        self._built, self._shape, self._objective = built, shape, objective(built.cfg.objective, built.cfg.memory)
+        self.params = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, jax.numpy.bfloat16), built.made)
+        self.batch = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), built.batch)
+
+    def features(self, params: Any, batch: Any) -> Any:
+        return self._objective.features(nnx.merge(self._built.graphdef, params), batch, None)
+
+    def loss(self, params: Any, batch: Any, features: Any) -> jax.Array:
+        return self._objective.sums(nnx.merge(self._built.graphdef, params), features, batch)["loss"]
+
+    def passes(self, run: Callable[..., Any], given: tuple[Any, ...], tensor: int) -> Passes:
+        """Of `run(params, batch, *given)`, with the gradients of `given` and of the weights that learn."""
+
+        def both(params: Any, batch: Any, *given: Any) -> tuple[Any, Any]:
+            """What is kept, and the gradients."""
+
+            def of(at: Any, *given: Any) -> Any:
+                return run(placed(params, at, self._built.some), batch, *given)
+
+            y, back = jax.vjp(of, points(self._built.chosen(params)), *given)
+            return jax.tree.leaves(back), back(jax.tree.map(jax.numpy.ones_like, y))
+
+        traced, (outs, _) = jax.make_jaxpr(both, return_shape=True)(self.params, self.batch, *given)
+        saved = _saved(traced.jaxpr, len(outs), self._shape.model, tensor)
+        products: list[Product] = []
+        kernels = 0
+        for eqn, times in equations(traced.jaxpr, 1):
+            if eqn.primitive.name in ("dot_general", "conv_general_dilated"):
+                products.append(product(eqn, times))
+            if eqn.primitive.name in ("dot_general", "conv_general_dilated", "dynamic_update_slice"):
+                kernels += _KERNELS * times
+            elif eqn.primitive.name == "pallas_call" and not eqn.params["interpret"]:  # of two, that for GPUs
+                products.append(kernel(eqn, times))
+                kernels += times
+        return Passes(int(saved[DEVICE]), int(saved[HOST]), tuple(products), kernels)
+
+
+def _saved(traced: Any, outs: int, model: Any, tensor: int) -> dict[Any, float]:
+    """Bytes of the first results of a trace by where they lie: those that it computes; of a decoder those of scans."""
+    made_by = {out: eqn for eqn in traced.eqns for out in eqn.outvars}
+    forward = traced.outvars[:outs]
     kept = {out: made_by[out] for out in forward if not isinstance(out, Literal) and out in made_by}
     saved = dict.fromkeys(jax.memory.Space, 0.0)
     for out, eqn in kept.items():
-        if not isinstance(shape.model, Decoder):
+        if not isinstance(model, Decoder):
             saved[_space(out)] += _bytes(out.aval)
         elif eqn.primitive.name == "scan":
-            is_stream = out.aval.shape[-1:] == (shape.model.embed,) and not _is_factor(out, eqn)
+            is_stream = out.aval.shape[-1:] == (model.embed,) and not _is_factor(out, eqn)
             saved[_space(out)] += _bytes(out.aval) / (tensor if is_stream else 1)
-
-    products: list[Product] = []
-    kernels = 0
-    for eqn, times in equations(traced.jaxpr, 1):
-        if eqn.primitive.name in ("dot_general", "conv_general_dilated"):
-            products.append(product(eqn, times))
-        if eqn.primitive.name in ("dot_general", "conv_general_dilated", "dynamic_update_slice"):
-            kernels += _KERNELS * times
-        elif eqn.primitive.name == "pallas_call" and not eqn.params["interpret"]:  # of two, that for GPUs
-            products.append(kernel(eqn, times))
-            kernels += times
-    return Passes(int(saved[DEVICE]), int(saved[HOST]), tuple(products), kernels)
+    return saved
 
 
 def _space(out: Any) -> Any:

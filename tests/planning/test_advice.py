@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -154,6 +155,17 @@ def test_a_gathered_weight_that_is_kept(monkeypatch: pytest.MonkeyPatch) -> None
     assert "memory.remat=full" in warned.cure
 
 
+def test_gradients_that_are_whole_although_they_are_split() -> None:
+    """Those of a step that has them whole, as it should: to a plan of one that splits them it is a fault."""
+    plan = plan_here(4, mesh={"fsdp": 4}, zero=1, batch={"global_size": 16, "accumulate": 2})
+    assert found(advice._whole, breakdown=plan.breakdown, bytes_per_device=plan.bytes_per_device) == []
+    split = known_shapes(program(config(mesh={"fsdp": 4}, zero=2), jax.devices()[:4]))
+    faulty = dataclasses.replace(plan.breakdown, known=split)
+    warned = found(advice._whole, breakdown=faulty, bytes_per_device=plan.bytes_per_device)
+    assert {one.kind for one in warned} == {"whole array"}
+    assert any(one.text.startswith("a gradient of all layers is whole") for one in warned)
+
+
 def test_a_part_that_has_the_form_of_something_whole_is_no_sign_of_it() -> None:
     """Half of all queries' weights is as large as all keys' weights; a quarter is not. The MLP's are like no other."""
     keys, mlp = (2, 16, 32), (2, 32, 64)
@@ -169,18 +181,23 @@ def test_a_part_that_has_the_form_of_something_whole_is_no_sign_of_it() -> None:
 # ------------------------------------------------------------------ logits, scores
 
 
-@pytest.mark.parametrize(
-    ("rows", "cure"), [(8, "batch.accumulate=2, or mesh.tensor"), (1, "a shorter data.sequence_length, or mesh.tensor")]
-)
-def test_large_logits(rows: int, cure: str) -> None:
-    plan = plan_here(1, model={**SMALL, "vocab": 4096}, batch={"global_size": rows}, data={"sequence_length": 512})
+LOGITS = {"model": {**SMALL, "vocab": 4096}, "data": {"sequence_length": 512}}
+
+
+def test_large_logits_and_their_cure() -> None:
+    plan = plan_here(1, **LOGITS)
     (warned,) = [one for one in plan.warnings if one.kind == "logits"]
-    assert cure in warned.cure
     assert f"{plan.breakdown.of_kind('logits') / plan.bytes_per_device['total']:.0%} of all" in warned.text
+    chunk = re.fullmatch(r"memory.loss_chunk=(\d+), batch.accumulate=2, or mesh.tensor .*", warned.cure)
+    assert chunk is not None
+    assert "logits" not in kinds(plan_here(1, **LOGITS, memory={"loss_chunk": int(chunk[1])}))
+    one_row = config(**LOGITS, batch={"global_size": 1})
+    assert "a shorter data.sequence_length, or mesh.tensor" in advice._fewer_logits(one_row, "cpu")
 
 
-def test_small_logits(cpu_plan: Plan) -> None:
-    assert "logits" not in kinds(cpu_plan)
+def test_a_plan_without_a_fault_warns_of_nothing(cpu_plan: Plan) -> None:
+    """On fsdp and tensor, which divides everything."""
+    assert kinds(cpu_plan) == set()
 
 
 def test_attention_that_writes_out_all_scores() -> None:

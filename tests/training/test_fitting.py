@@ -212,6 +212,7 @@ def test_what_has_no_room_on_a_gpu_lies_on_its_host_as_far_as_that_has(plan: Pla
         assert not dataclasses.replace(one, target=dataclasses.replace(one.target, **less)).fits
     roomy = dataclasses.replace(one, target=dataclasses.replace(one.target, memory=2 * gpu.memory))
     assert (roomy.spilled, roomy.fits) == (0, True)
+    assert SPILLED not in {warned.kind for warned in roomy.warnings}
 
 
 def test_jax_is_told_to_spill_before_it_starts(monkeypatch: pytest.MonkeyPatch) -> None:
