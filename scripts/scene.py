@@ -24,6 +24,10 @@ PATIENCE = 1800  # s that any one thing may take, on a machine that does other t
 TICK = os.sysconf("SC_CLK_TCK")
 
 
+class StuckError(Exception):
+    """What should happen does not."""
+
+
 class Started:
     """Processes that are one run; what they say goes to one file."""
 
@@ -68,7 +72,7 @@ class Started:
                 return happened()
             if time.monotonic() > end:
                 self.kill()
-                raise SystemExit(f"nothing happens any more:\n{self.told[-3000:]}")
+                raise StuckError(f"nothing happens any more:\n{self.told[-3000:]}")
             time.sleep(0.005)
         return True
 
@@ -105,7 +109,7 @@ class Disk:
         self._anchor = subprocess.Popen(["unshare", "-rm", "sh", "-c", mount], stdout=subprocess.PIPE, text=True)
         assert self._anchor.stdout
         if self._anchor.stdout.readline() != "ready\n":
-            raise SystemExit("a disk of its own needs unshare(1) and the right to make a namespace")
+            raise StuckError("a disk of its own needs unshare(1) and the right to make a namespace")
         self._place = place
         self.seen = Path(f"/proc/{self._anchor.pid}/root{place}")  # from outside
         self._inside = ["nsenter", "--preserve-credentials", "-U", "-m", "-t", str(self._anchor.pid), "--"]
@@ -197,7 +201,7 @@ class Scene:
             told += started.wait()
             if started.codes == [0] * processes:
                 return told
-        raise SystemExit(f"{name} does not finish:\n{told[-3000:]}")
+        raise StuckError(f"{name} does not finish:\n{told[-3000:]}")
 
     def rows(self, name: str, runs: Path | None = None) -> list[dict[str, Any]]:
         file = (runs or self.runs) / name / "metrics.jsonl"
@@ -206,7 +210,7 @@ class Scene:
 
     def until_step(self, started: Started, name: str, step: int, runs: Path | None = None) -> None:
         if not started.until(lambda: len(self.rows(name, runs)) >= step):
-            raise SystemExit(f"{name} does not come to step {step}:\n{started.told[-3000:]}")
+            raise StuckError(f"{name} does not come to step {step}:\n{started.told[-3000:]}")
 
     def checkpoints(self, name: str, runs: Path | None = None) -> list[Path]:
         kept = (runs or self.runs) / name / "checkpoints"

@@ -6,7 +6,9 @@ from the number of devices.
 
 from __future__ import annotations
 
+import os
 import re
+import sys
 from collections.abc import Iterator
 
 from jaxmem.config.adapters import check_adapter, check_some_layers
@@ -85,6 +87,31 @@ def _places_to_write(cfg: Config) -> Iterator[str]:
     scheme, remote, _ = (cfg.checkpoint.path or "").partition("://")
     if remote and scheme not in BUCKETS:
         yield f"checkpoint.path: {scheme}:// is not known; use a directory, {' or '.join(f'{b}://' for b in BUCKETS)}"
+
+
+def _paths(cfg: Config) -> Iterator[str]:
+    data = cfg.data
+    paths = {
+        "output": cfg.output,
+        "checkpoint.path": cfg.checkpoint.path,
+        "adapter.run": cfg.adapter.run,
+        **{f"data.{key}": getattr(data, key) for key in ("path", "tokenizer", "template", "reference")},
+        **{f"data.mixture[{i}].path": source.path for i, source in enumerate(data.mixture)},
+    }
+    for key, path in paths.items():
+        if path is not None and "\0" in path:
+            yield f"{key}: {path!a} has a null byte, which no file's name has"
+        elif path is not None and not _nameable(path):
+            coding = sys.getfilesystemencoding()
+            yield f"{key}: {path!a} cannot be a file's name where names are in {coding}; set PYTHONUTF8=1"
+
+
+def _nameable(path: str) -> bool:
+    try:
+        os.fsencode(path)
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _decoder(cfg: Config) -> Iterator[str]:
@@ -231,6 +258,7 @@ def _optimizer(cfg: Config) -> Iterator[str]:
 RULES = (
     _run,
     _places_to_write,
+    _paths,
     _decoder,
     _image_model,
     _objective,

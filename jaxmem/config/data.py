@@ -10,6 +10,7 @@ BYTE_VOCAB = 257  # 256 bytes and the end of a document
 DIGIT_SHAPE = (8, 1)  # pixels a side, channels
 NEEDS_PATH = ("text", "jsonl", "parquet", "chat", "preference", "tokens")
 HAS_FIELDS = ("jsonl", "parquet")
+CHATS = ("chat", "preference")
 
 
 def check_data(cfg: Config) -> Iterator[str]:
@@ -96,12 +97,11 @@ def _buckets(cfg: Config) -> Iterator[str]:
 
 def _chat(data: Data) -> Iterator[str]:
     kinds = [source.source for source in data.mixture or (data,)]
-    if not {"chat", "preference"} & {*kinds}:
-        default = Data()
-        for field in ("too_long", "broken"):
-            if getattr(data, field) != getattr(default, field):
-                yield f"data.{field}: only data.source: chat and preference have it, not {data.source}"
-    elif "chat" in kinds and data.tokenizer == "bytes" and data.template is None:
+    default = Data()
+    for field, having in (("too_long", CHATS), ("broken", (*CHATS, *HAS_FIELDS))):
+        if not {*having} & {*kinds} and getattr(data, field) != getattr(default, field):
+            yield f"data.{field}: only data.source: {', '.join(having)} have it, not {data.source}"
+    if "chat" in kinds and data.tokenizer == "bytes" and data.template is None:
         yield "data.template: missing; data.tokenizer: bytes has none of its own; give a file of Jinja"
 
 

@@ -149,7 +149,7 @@ class Data(Source):
     epochs: Count | None = None  # passes over the data, at most, whatever `train.steps` asks for
     template: str | None = None  # of chats: a file of Jinja; none: the tokenizer's own
     too_long: Literal["cut", "drop"] = "cut"  # chat, preference: what is longer than `sequence_length`
-    broken: Literal["stop", "skip"] = "stop"  # chat, preference: lines that are no conversation, or no pair
+    broken: Literal["stop", "skip"] = "stop"  # chat, preference, jsonl, parquet: lines or rows that hold none
     reference: str | None = None  # preference: the file of the reference's log-probabilities; none: beside the data
     held_out: Fraction = 0.02  # share of the documents kept for evaluation
     shuffle: bool = True

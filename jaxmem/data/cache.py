@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxmem.data.text import Piece, Records
+from jaxmem.data.text import BrokenRecordError, Piece, Records
 from jaxmem.data.tokenizer import Tokenizer, document_tokens
 from jaxmem.errors import UserError
 from jaxmem.whole import written_whole
@@ -92,44 +92,52 @@ def write_cache(
     tokenizer: Tokenizer,
     made_with: str,
     progress: Callable[[int, int], None] | None = None,
+    *,
+    skip: bool = False,
 ) -> dict[str, Any]:
-    """Tokenizes all records in their order; returns what meta.json says."""
+    """Tokenizes all records in their order; returns what meta.json says. `skip`: those that are broken are left out."""
     dtype = np.uint16 if tokenizer.vocab_size <= 2**16 else np.uint32
     with written_whole(directory) as place:
-        written = 0
+        written = kept = 0
         with (place / "tokens.bin").open("wb") as tokens, (place / "ends.bin").open("wb") as ends:
-            for start, pieces in _together(records):
+            for done, pieces in _together(records, skip):
                 try:
                     found = document_tokens(tokenizer, pieces)
                 except UnicodeDecodeError as error:
-                    raise not_utf8(records, start, pieces) from error
+                    raise not_utf8(records, done - len(pieces), pieces) from error
                 lengths = np.cumsum([len(ids) for ids in found], dtype=np.int64)
                 tokens.write(np.concatenate(found).astype(dtype).tobytes())
                 ends.write((lengths + written).tobytes())
-                written += int(lengths[-1])
+                written, kept = written + int(lengths[-1]), kept + len(pieces)
                 if progress:
-                    progress(start + len(pieces), len(records))
+                    progress(done, len(records))
+        if not kept:
+            raise UserError("every record is broken; data.broken=stop says why")
         meta = {
             "format": FORMAT,
             "tokenizer": tokenizer.identity,
             "made_with": made_with,
             "vocab_size": tokenizer.vocab_size,
-            "records": len(records),
+            "records": kept,
             "tokens": written,
         }
         (place / "meta.json").write_text(json.dumps(meta, indent=1) + "\n", encoding="utf-8")
     return meta
 
 
-def _together(records: Records) -> Any:
-    """Runs of records of about a megabyte: (number of the first, pieces)."""
+def _together(records: Records, skip: bool) -> Any:
+    """Runs of records of about a megabyte: (records done, pieces)."""
     pieces: list[Piece] = []
     size = 0
     for index in range(len(records)):
-        pieces.append(records[index])
-        size += len(pieces[-1].text)
-        if size >= TOGETHER or index == len(records) - 1:
-            yield index + 1 - len(pieces), pieces
+        try:
+            pieces.append(records[index])
+            size += len(pieces[-1].text)
+        except BrokenRecordError:
+            if not skip:
+                raise
+        if pieces and (size >= TOGETHER or index == len(records) - 1):
+            yield index + 1, pieces
             pieces, size = [], 0
 
 

@@ -14,7 +14,7 @@ import numpy as np
 from jaxmem.config.sections import Config, Source
 from jaxmem.data import order
 from jaxmem.data.cache import TokenCache, not_utf8, write_cache
-from jaxmem.data.chat import Conversations
+from jaxmem.data.chat import NOTHING, Conversations, Seen
 from jaxmem.data.digits import Digits, digits_file
 from jaxmem.data.files import file_size, find_files
 from jaxmem.data.jsonl import JsonLines
@@ -22,7 +22,7 @@ from jaxmem.data.packing import Document
 from jaxmem.data.parquet import ParquetRows
 from jaxmem.data.preference import Preferences
 from jaxmem.data.template import template_for
-from jaxmem.data.text import Records, TextFiles, piece_bytes, stdlib_files
+from jaxmem.data.text import BrokenRecordError, Records, TextFiles, piece_bytes, stdlib_files
 from jaxmem.data.tokenizer import Tokenizer, document_tokens, tokenizer_for
 from jaxmem.errors import UserError
 
@@ -41,11 +41,11 @@ def source_files(source: Source) -> list[Path]:
             return find_files(source.path, kind, SUFFIXES.get(kind, ()))
 
 
-def _open_text(source: Source, limit: int) -> Records:
+def _open_text(source: Source, limit: int, *, skip: bool) -> Records:
     paths = source_files(source)
     match source.source:
         case "jsonl":
-            return JsonLines(paths, source.field, limit)
+            return JsonLines(paths, source.field, limit, skip=skip)
         case "parquet":
             return ParquetRows(paths, source.field)
         case _:
@@ -64,7 +64,7 @@ class Corpus:
     """All sources of a config, indexed. One corpus serves several loaders, in threads of their own."""
 
     def __init__(self, cfg: Config) -> None:
-        self._cfg = cfg
+        self._cfg, self._seen = cfg, Seen("documents")
         kinds = [source.source for source in _sources(cfg)]
         images = not cfg.objective.reads_text
         if images != ("digits" in kinds) or (images and len(kinds) > 1):
@@ -99,7 +99,7 @@ class Corpus:
                 asked = cache(lambda: template_for(self.tokenizer, self._cfg.data.template))
                 return Preferences(source_files(source), self._cfg.data, self.tokenizer, asked)
             case _:
-                return _open_text(source, limit)
+                return _open_text(source, limit, skip=self._cfg.data.broken == "skip")
 
     def document(self, source: int, record: int) -> Document:
         """One record, as rows are made of it."""
@@ -119,8 +119,8 @@ class Corpus:
 
     def said(self) -> list[str]:
         """What there is to say of what was read."""
-        found = [str(source.seen) for source in self.sources if isinstance(source, Conversations | Preferences)]
-        return [line for line in found if line]
+        counted = [source.seen for source in self.sources if isinstance(source, Conversations | Preferences)]
+        return [line for line in map(str, [self._seen, *counted]) if line]
 
     def tokens(self, source: int, record: int) -> np.ndarray:
         """The token ids of one record, int32."""
@@ -131,7 +131,14 @@ class Corpus:
             return records.document(record).tokens
         if isinstance(records, Digits | Preferences):
             raise TypeError("records of more than tokens")
-        piece = records[record]
+        self._seen.read += 1
+        try:
+            piece = records[record]
+        except BrokenRecordError as error:
+            if self._cfg.data.broken == "stop":
+                raise UserError(f"{error} (data.broken=skip passes over such records)") from error
+            self._seen.broken += 1
+            return NOTHING.tokens
         try:
             return document_tokens(self.tokenizer, [piece])[0]
         except UnicodeDecodeError as error:
@@ -169,9 +176,10 @@ def tokenize(
     if source.source in ("digits", "tokens"):
         raise UserError(f"data.source {source.source} has no text to tokenize")
     tokenizer: Tokenizer = tokenizer_for(cfg.data.tokenizer)
-    records = _open_text(source, piece_bytes(cfg.data.sequence_length))
+    skip = cfg.data.broken == "skip"
+    records = _open_text(source, piece_bytes(cfg.data.sequence_length), skip=skip)
     try:
-        return write_cache(directory, records, tokenizer, cfg.data.tokenizer, progress)
+        return write_cache(directory, records, tokenizer, cfg.data.tokenizer, progress, skip=skip)
     finally:
         records.close()
 

@@ -16,7 +16,7 @@ import numpy as np
 
 from jaxmem.data import long_line
 from jaxmem.data.files import OpenFiles, file_size
-from jaxmem.data.text import Piece
+from jaxmem.data.text import BrokenRecordError, Piece
 from jaxmem.errors import UserError
 
 BLOCK = 16 * 1024
@@ -29,11 +29,12 @@ class JsonLines:
 
     blocks = None
 
-    def __init__(self, paths: Sequence[Path], field: str | None, limit: int) -> None:
-        """`field` None: lines are asked for as they are, and none may be longer than `limit`."""
+    def __init__(self, paths: Sequence[Path], field: str | None, limit: int, *, skip: bool = False) -> None:
+        """`field` None: lines are asked for as they are, and none may be longer than `limit`. `skip`: a long line that
+        is broken is an error only when it is read, as a short one is."""
         self.field, self.limit = field or "", limit
         self._files = OpenFiles()
-        self._indexes = [_LineIndex(path, self._files, field, limit) for path in paths]
+        self._indexes = [_LineIndex(path, self._files, field, limit, skip) for path in paths]
         self._ends = np.cumsum([index.records for index in self._indexes], dtype=np.int64)
         if not self._ends[-1]:
             raise UserError(f"{paths[0]}{' and the others' if len(paths) > 1 else ''}: empty, no documents")
@@ -54,7 +55,7 @@ class JsonLines:
                 return Piece(_encoded(long_line.decode(contents)), piece == 0, piece == len(cuts) - 2)
             return Piece(_encoded(_parse(file.line(record), self.field)), True, True)
         except long_line.BrokenLineError as error:
-            raise UserError(f"{self.where(index)}: {error}") from error
+            raise BrokenRecordError(f"{self.where(index)}: {error}") from error
 
     def line(self, index: int) -> bytes:
         file, record = self._place(index)
@@ -93,7 +94,7 @@ def _encoded(text: str) -> bytes:
 class _LineIndex:
     """Where the lines of one file are."""
 
-    def __init__(self, path: Path, files: OpenFiles, field: str | None, limit: int) -> None:
+    def __init__(self, path: Path, files: OpenFiles, field: str | None, limit: int, skip: bool) -> None:
         self.path, self.limit = path, limit
         self._files = files
         self._size = file_size(path)
@@ -103,7 +104,12 @@ class _LineIndex:
         special_lines, starts, lengths = special
         counts = (lengths > limit).astype(np.int64)  # records of each line that is not one plain record
         for i in np.flatnonzero(counts):
-            cuts = self._cut(int(special_lines[i]), int(starts[i]), int(starts[i] + lengths[i]), field)
+            try:
+                cuts = self._cut(int(special_lines[i]), int(starts[i]), int(starts[i] + lengths[i]), field)
+            except BrokenRecordError:
+                if skip:
+                    continue  # one record, which does not parse
+                raise
             self._long[int(special_lines[i])] = cuts
             counts[i] = len(cuts) - 1
         extra = np.cumsum(counts - 1)
@@ -123,7 +129,7 @@ class _LineIndex:
         try:
             return long_line.cut_string(read, *long_line.find_string(read, start, end, field), self.limit)
         except long_line.BrokenLineError as error:
-            raise UserError(f"{self.path}, line {line + 1}: {error}") from error
+            raise BrokenRecordError(f"{self.path}, line {line + 1}: {error}") from error
 
     def _scan(self) -> tuple[tuple[np.ndarray, np.ndarray], tuple[np.ndarray, np.ndarray, np.ndarray], int]:
         """Marks (line, offset), lines that are empty or long (line, start, length), count of lines."""

@@ -28,6 +28,7 @@ from jaxmem.errors import UserError
 
 Batch = dict[str, np.ndarray]
 Place = dict[str, Any]  # in the data, for JSON
+EMPTY = 1000  # records one after the other, that all were skipped; or data of nothing else would never fill a row
 OF_TOKENS = ("inputs", "targets", "positions", "segment_ids")
 
 
@@ -78,7 +79,7 @@ class RowStream:
 
     def fill(self, row: Batch) -> None:
         """Writes the next row into arrays of zeros; what stays zero is padding."""
-        at, segment, length = 0, 0, len(row["inputs"])
+        at, segment, length, empty = 0, 0, len(row["inputs"]), 0
         while at < length and not self.ended:
             if self._document is None:
                 self._document = self._read(self._row + self.record * self._stride)
@@ -86,6 +87,9 @@ class RowStream:
             if self._document.whole and at and left > length - at:
                 return
             segment += left > 0
+            empty = 0 if left else empty + 1
+            if empty > EMPTY:
+                raise UserError(f"{EMPTY} records in a row hold nothing to learn (data.broken, data.too_long)")
             used = lay(self._document, self.offset, at, segment, row)
             at += used
             self.offset += used

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxmem.data.text import Piece
+from jaxmem.data.text import BrokenRecordError, Piece
 from jaxmem.errors import UserError, nearest
 
 DECODED = 4  # row groups kept
@@ -63,7 +63,7 @@ class ParquetRows:
             column = self._column(group)
         text = column[index - int(self._ends[group]) + len(column)].as_py()
         if text is None:
-            raise UserError(f"{self.where(index)}: {self.field!r} is null")
+            raise BrokenRecordError(f"{self.where(index)}: {self.field!r} is null")
         return Piece(text, True, True)
 
     def _column(self, group: int) -> Any:

@@ -21,6 +21,10 @@ from jaxmem.errors import UserError
 NOT_SOURCE = {"site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test"}
 
 
+class BrokenRecordError(UserError):
+    """A line or row that holds no document; `data.broken` says whether it is passed over."""
+
+
 class Piece(NamedTuple):
     """A record's text: a whole document, or a part of one."""
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 
 from jaxmem.config import Config, load_config
@@ -39,6 +41,7 @@ def lines(base: dict, *overrides: str) -> list[str]:
             ["output=gs://bucket/runs"],
             "output: gs://bucket/runs is no directory; give a bucket to checkpoint.path, and the logs a directory",
         ),
+        (TEXT, ['output="a\\0b"'], "output: 'a\\x00b' has a null byte, which no file's name has"),
         (
             TEXT,
             ["checkpoint.path=hdfs://x"],
@@ -329,3 +332,12 @@ def test_steps():
     assert load_config(TEXT).steps == 100
     cfg = load_config(TEXT, ["train={tokens: 100_001}", "batch.global_size=10", "data.sequence_length=100"])
     assert cfg.steps == 101
+
+
+def test_a_path_that_the_locale_cannot_write(monkeypatch: pytest.MonkeyPatch) -> None:
+    load_config(TEXT, ["output=größer"])
+    monkeypatch.setattr(os, "fsencode", lambda path: path.encode("ascii"))
+    [line] = lines(TEXT, "output=größer")
+    assert line.startswith(
+        "output: 'gr\\xf6\\xdfer' cannot be a file's name where names are in utf-8; set PYTHONUTF8=1"
+    )

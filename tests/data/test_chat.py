@@ -171,7 +171,10 @@ def test_what_is_too_long_may_be_dropped_and_what_is_broken_skipped(tmp_path: Pa
     ("data", "message"),
     [
         ({"template": None}, "data.template: missing; data.tokenizer: bytes has none"),
-        ({"source": "text", "broken": "skip"}, "data.broken: only data.source: chat and preference have it, not text"),
+        (
+            {"source": "text", "broken": "skip"},
+            "data.broken: only data.source: chat, preference, jsonl, parquet have it, not text",
+        ),
         ({"path": None}, "data.path: missing; source chat needs a file"),
     ],
 )

@@ -233,6 +233,25 @@ def test_errors_of_the_thread_reach_the_consumer_at_their_turn(config: Make, tmp
         assert loader.state() == state
 
 
+def test_broken_lines_are_passed_over_and_counted(config: Make, tmp_path: Any) -> None:
+    """Short and long ones, also where a cache is written; of nothing else no row is made."""
+    path = tmp_path / "x.jsonl"
+    path.write_text('{"text": "good"}\n' * 3 + "broken\n" + '{"text": "' + "x" * 99_999 + "\n" + '{"text": "last"}\n')
+    asked = {"path": str(path), "shuffle": False, "packing": False, "epochs": 1, "held_out": 0.0, "global_size": 1}
+    with data.Loader(config(**asked, broken="skip")) as loader:
+        assert documents(list(loader)) == {"good": 3, "last": 1}
+        assert loader.corpus.said() == ["of 6 documents read: 2 broken lines skipped"]
+    assert data.tokenize(config(**asked, broken="skip"), tmp_path / "cache")["records"] == 4
+    path.write_text("broken\n")
+    with (
+        pytest.raises(UserError, match=r"1000 records in a row hold nothing to learn \(data.broken"),
+        data.Loader(config(path=str(path), broken="skip", held_out=0.0, global_size=1)) as loader,
+    ):
+        next(loader)
+    with pytest.raises(UserError, match="every record is broken"):
+        data.tokenize(config(**asked, broken="skip"), tmp_path / "other")
+
+
 def test_closing_stops_the_thread(config: Make, numbered: str) -> None:
     before = threading.active_count()
     loader = data.Loader(config(path=numbered))
