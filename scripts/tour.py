@@ -1,14 +1,11 @@
 """The tour's pages in docs, each made by its own stop: docs/tour/TOPIC.md and .png, and docs/tour.md, which lists them.
 
-    python scripts/tour.py              # every stop, one after the other, each in a process of its own
-    python scripts/tour.py memory gpu   # these alone, and the list
-
-The list reads from each page how many seconds it took, so that one stop can be made anew.
+python scripts/tour.py              # every stop, one after the other, each in a process of its own
+python scripts/tour.py memory gpu   # these alone, and the list
 """
 
 from __future__ import annotations
 
-import re
 import subprocess
 import sys
 from pathlib import Path
@@ -22,18 +19,15 @@ Every idea with its own number: `jaxmem tour TOPIC` prints a table, says what it
 and names the setting that turns the idea on and the file to read. A stop takes under a minute on two cores, without a
 GPU; where there is one, it measures as well. These pages are what `python scripts/tour.py` made.
 
-| stop | shows | seconds | config |
-| --- | --- | ---: | --- |
+| stop | shows | config |
+| --- | --- | --- |
 """
 
 
 def row(topic: str) -> str:
     """Of the list: a stop, its page, what turns it on."""
-    took = re.search(rf"`jaxmem tour {topic}` in (\d+) s", (DOCS / f"tour/{topic}.md").read_text(encoding="utf-8"))
-    if not took:
-        raise SystemExit(f"docs/tour/{topic}.md does not say how long it took; make it: python scripts/tour.py {topic}")
     config = ", ".join(f"`{one}`" for one in STOPS[topic].config)
-    return f"| [{topic}](tour/{topic}.md) | {STOPS[topic].about} | {took[1]} | {config} |\n"
+    return f"| [{topic}](tour/{topic}.md) | {STOPS[topic].about} | {config} |\n"
 
 
 def main(topics: list[str]) -> None:

@@ -66,8 +66,9 @@ def estimate(cfg: Config, platform: str, gpu: Gpu | None = None, per_host: int =
     copies = held("weights", filter(held.is_turned, state.params)) if during else 0
     kinds = sizes.fullest(passes.saved) | {"weights: copies": copies}
     # Where the optimizer holds only a part of the weights, the new ones are whole before they replace the old ones.
-    resting = held("weights", state.trained, 4)
-    updates = resting if resting > held("optimizer", state.trained, 4) else 0
+    width = math.ceil(state.rest)
+    resting = held("weights", state.trained, width)
+    updates = resting if resting > held("optimizer", state.trained, width) else 0
     in_passes = sum(kinds.values())
     if during:
         whole = sizes.is_whole or (cfg.optimizer.tables == "projected" and "galore" in cfg.optimizer.name)

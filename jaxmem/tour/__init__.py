@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from jaxmem.errors import UserError, nearest
-from jaxmem.tour import finetune, gpu, memory
+from jaxmem.tour import adapters, finetune, gpu, memory, networks, parallel, precision, stack
 from jaxmem.tour.stops import SIMULATED, Found, Shown, Stop, Visit
 
-STOPS = {module.STOP.topic: module.STOP for module in (gpu, memory, finetune)}
+ORDER = (networks, gpu, memory, precision, parallel, adapters, stack, finetune)
+STOPS = {module.STOP.topic: module.STOP for module in ORDER}
 
 
 def stop(topic: str) -> Stop:

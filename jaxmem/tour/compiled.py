@@ -7,12 +7,13 @@ from typing import Any
 
 from jaxmem.config import Config
 from jaxmem.errors import UserError
-from jaxmem.planning.targets import parse_target
-from jaxmem.search.compilers import Compilers, RefusedError
 
 
 def plans(target: str, cfgs: Mapping[str, Config]) -> dict[str, dict[str, Any]]:
     """Of each by its name what `jaxmem plan --json` says of its step, with no limit on memory."""
+    from jaxmem.planning.targets import parse_target
+    from jaxmem.search.compilers import Compilers, RefusedError
+
     names = {id(cfg): name for name, cfg in cfgs.items()}
     found = {}
     with Compilers(parse_target(target)) as compilers:

@@ -105,7 +105,7 @@ class Visit:
         """A page for docs, with the line that makes it anew. `picture`: where its figure lies."""
         parts = [
             f"# {self.stop.topic}: {self.stop.about}",
-            f"Made by `jaxmem tour {self.stop.topic}` in {self.seconds:.0f} s.",
+            f"Made by `jaxmem tour {self.stop.topic}`.",
             *(table.markdown() for table in self.found.tables),
             *([f"![{self.stop.topic}]({picture.name})"] if picture else []),
             *([self.found.note] if self.found.note else []),

@@ -51,7 +51,7 @@ def test_where_an_idea_is_turned_on_and_read(topic: str) -> None:
 @pytest.mark.parametrize("topic", STOPS)
 def test_its_page_in_docs_is_what_it_makes(topic: str) -> None:
     page = (ROOT / f"docs/tour/{topic}.md").read_text(encoding="utf-8")
-    assert page.startswith(f"# {topic}: {STOPS[topic].about}\n\nMade by `jaxmem tour {topic}` in ")
+    assert page.startswith(f"# {topic}: {STOPS[topic].about}\n\nMade by `jaxmem tour {topic}`.\n")
     for picture in re.findall(r"!\[.*\]\((.*)\)", page):
         assert (ROOT / "docs/tour" / picture).is_file()
     assert f"[{topic}](tour/{topic}.md)" in (ROOT / "docs/tour.md").read_text(encoding="utf-8")
@@ -64,7 +64,7 @@ def test_a_page_and_a_figure_of_a_visit(tmp_path: Path) -> None:
     assert visit.draw(tmp_path / "two.png")
     assert (tmp_path / "two.png").stat().st_size > 1000
     page = visit.markdown(tmp_path / "two.png")
-    assert page.startswith("# two: numbers\n\nMade by `jaxmem tour two` in 0 s.\n\nTwo rows\n\n| what | twice |\n")
+    assert page.startswith("# two: numbers\n\nMade by `jaxmem tour two`.\n\nTwo rows\n\n| what | twice |\n")
     for part in (
         "| 2 | [x] |",
         "![two](two.png)",
