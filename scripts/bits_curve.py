@@ -24,9 +24,9 @@ import jax
 from jaxmem import devices
 from jaxmem.evaluate import HeldOut
 from jaxmem.quant import quantize
+from jaxmem.tour.quantization import BLOCK, is_matrix, rounded
 from jaxmem.trained import open_run
 
-BLOCK = 64
 LEAST = 1e-4  # nats: what a figure shows of less
 SERIES = {  # of formats with more and more bits
     "by scale": ("int2", "int3", "int4", "int5", "int6", "int8"),
@@ -49,17 +49,6 @@ def rows(run: str, batches: int) -> Iterator[dict[str, Any]]:
                 loss = held_out(jax.tree.map(lambda x, form=form: rounded(x, form), params), batches)["loss"]
                 bits = 8 * sum(codes) / matrices
                 yield {"format": form, "series": series, "bits": bits, "loss": loss, "above": loss - trained}
-
-
-def is_matrix(x: jax.Array) -> bool:
-    """Norms of a stack of layers are one vector a layer."""
-    return x.ndim > 1 and min(x.shape[-2:]) >= BLOCK
-
-
-def rounded(x: jax.Array, form: str, axis: int = -2) -> jax.Array:
-    if not is_matrix(x):
-        return x
-    return jax.device_put(quantize(x, form, BLOCK, axis, double=True).dequantize(), x.sharding)
 
 
 def tables(run: str, batches: int, form: str) -> None:

@@ -7,7 +7,7 @@ from flax import nnx
 
 from jaxmem.config.names import BOUNDARY
 from jaxmem.stack import Way, apply_stack, stacked
-from scripts.recompute import compiled
+from jaxmem.tour.checkpointing import backward
 from tests.stack.test_schedule import Affine, layer
 
 
@@ -32,7 +32,7 @@ def test_boundaries_leave_the_device_and_are_back_in_time():
     """Compiled for a GPU: all but the one in use and the next are in host memory, and travel while layers compute."""
     shape = {"embed": 512, "mlp": 2048, "heads": 4, "kv_heads": 2, "head_dim": 128, "vocab": 512}
     here, away = (
-        compiled("full", 16, "h100-80gb", shape, time=4096, arithmetic=False, host=host) for host in ((), (BOUNDARY,))
+        backward("full", 16, "h100-80gb", shape, time=4096, arithmetic=False, host=host) for host in ((), (BOUNDARY,))
     )
     assert here["host"] == 0
     assert away["host"] == 16 * away["boundary"]

@@ -10,7 +10,7 @@ from flax import nnx
 
 from jaxmem.stack import Way, apply_stack, stacked
 from jaxmem.stack.schedule import fewest, schedule
-from scripts.recompute import FORMULAS, compiled
+from jaxmem.tour.checkpointing import FORMULAS, backward
 
 POLICIES = ("sqrt", "recursive", "constant", "every_1", "every_4", "every_300", "slots_1", "slots_2", "slots_4")
 
@@ -80,7 +80,7 @@ def test_memory_and_arithmetic_of_a_decoder_compiled_for_a_gpu():
     """Boundaries as the formulas count them, and one layer."""
     shape = {"embed": 256, "mlp": 512, "heads": 4, "kv_heads": 2, "head_dim": 64, "vocab": 512}
     full, sqrt, recursive = (
-        compiled(remat, layers, "h100-80gb", shape, time=1024, arithmetic=False)
+        backward(remat, layers, "h100-80gb", shape, time=1024, arithmetic=False)
         for remat, layers in (("full", 16), ("sqrt", 64), ("recursive", 64))
     )
     one_layer = full["temporaries"] - 16 * full["boundary"]
