@@ -42,6 +42,7 @@ KINDS: Mapping[str, tuple[str, ...]] = {
     "QLoRA": ("adapter.kind=qlora", "adapter.rank=8", "optimizer.learning_rate=1e-2"),
 }
 STEPS = 60  # of each fine-tuning
+RATE = 1e-2  # of a subset and what stands beside it; scripts/random_subset.py tries others
 
 
 def tuned(target: str | None = None, steps: int | None = None) -> Found:
@@ -52,7 +53,7 @@ def tuned(target: str | None = None, steps: int | None = None) -> Found:
     from jaxmem.tour import subset
 
     kinds = list(_kinds(steps))
-    subsets = list(subset.learnt(steps or subset.STEPS))
+    subsets = list(subset.learnt(steps or subset.STEPS, rates=(RATE,)))
     saves: Columns = {
         "what learns": lambda row: row["name"],
         "numbers": lambda row: f"{row['trainable']:,}",

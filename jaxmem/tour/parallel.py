@@ -59,7 +59,7 @@ def split(target: str | None = None, base: dict[str, Any] = BASE) -> Found:
         "exposed": lambda row: f"{row['exposed']:.0%}",
         "step, s": lambda row: f"{row['step']:.2f}" if row["step"] else "",
         "idle": lambda row: f"{row['bubble']:.0%}" if row["bubble"] else "",
-        "collectives, executed": lambda row: row["collectives"],
+        "most by": lambda row: row["most"],
     }
     ways: Columns = {
         "the matrix split by": lambda row: row["name"],
@@ -98,24 +98,25 @@ def _row(name: str, plan: dict[str, Any]) -> Row:
         "exposed": exposed / wire,
         "step": plan["estimated_step_seconds"],
         "bubble": Pipeline(layers=32, stages=stages, micro_batches=micro, rounds=rounds).bubble,
-        "collectives": ", ".join(f"{kind} {told['executed']:,.0f}" for kind, told in sent.items()),
+        "collectives": sent,
+        "most": max(sent, key=lambda kind: sent[kind]["wire_bytes"]),
     }
 
 
 def _server(parallel: Row) -> Row:
-    """The link of a server that as many workers push to and pull from; the bytes of weights are those of the plan."""
+    """The link of a server that as many workers push to and pull from, in the dtype that the all-reduce sends."""
     from jaxmem.parameter_server import busiest_link
 
-    link, _ = busiest_link(parallel["parts"]["parameters"], GPUS)
+    link, ring = busiest_link(parallel["parts"]["parameters"], GPUS)
     return {
         "name": "parameter server, its link",
         "overrides": [],
         "total": None,
-        "wire": link,
+        "wire": parallel["wire"] * link / ring,
         "exposed": 1.0,
         "step": None,
         "bubble": 0.0,
-        "collectives": "push; and as much pull",
+        "most": "push; pull as much",
     }
 
 

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 FORMATS = ("float32", "bfloat16", "float16", "float8_e4m3fn", "float8_e5m2")
 WEIGHT, UPDATE, UPDATES = 1.0, 1e-3, 1000  # a weight, and what is added to it so often
+GRADIENT, SCALE = 1e-8, 2.0**16  # what a format makes of it, and of so many times it
 BASE: dict[str, Any] = {
     "model": {
         "family": "decoder", "vocab": 257, "layers": 2, "embed": 64, "mlp": 192, "heads": 4, "kv_heads": 4,
@@ -54,7 +55,8 @@ def held(target: str | None = None, steps: int | None = None) -> Found:
         "smallest": lambda row: f"{row['smallest']:.1g}",
         "step at 1": lambda row: f"{row['step']:.2g}",
         f"{WEIGHT:g} + {UPDATES} x {UPDATE:g}": lambda row: f"{row['sum']:.3g}",
-        "stochastic": lambda row: f"{row['drawn']:.3g}" if row["drawn"] else "",
+        f"{GRADIENT:g}": lambda row: f"{row['gradient']:.1g}",
+        "scaled": lambda row: f"{row['scaled']:.1g}",
     }
     costs: Columns = {
         "precision": lambda row: row["name"],
@@ -64,10 +66,12 @@ def held(target: str | None = None, steps: int | None = None) -> Found:
         "config": lambda row: " ".join(row["overrides"]),
     }
     pure = next(row for row in runs if row["name"] == "bfloat16, rounded stochastically")
+    (drawn,) = (row["drawn"] for row in formats if row["drawn"])
     note = (
         f"B/param: weights, their copies and AdamW's two moments; pure bfloat16 with its gradients is"
         f" {pure['state'] + 2:.0f}. Loss: nats a byte of text held out, after {runs[0]['steps']} updates from one"
-        " start. The sum adds as an optimizer does, rounding after each update."
+        " start. The sum adds as an optimizer does, rounding after each update; stochastically rounded, bfloat16 comes"
+        f" to {drawn:.2f}. The last two columns are a small gradient as it is, and through a scaled loss."
     )
     tables = [
         Shown("What a format holds", formats, holds),
@@ -96,6 +100,7 @@ def _format(name: str) -> Row:
         keys = jax.random.split(jax.random.key(0), UPDATES)
         many, _ = jax.lax.scan(update, jnp.full(1000, WEIGHT, jnp.bfloat16), keys)
         drawn = float(jnp.mean(many.astype(jnp.float32)))
+    small, large = (np.asarray(x, np.float32).astype(told.dtype) for x in (GRADIENT, SCALE * GRADIENT))
     return {
         "name": name,
         "bytes": told.bits // 8,
@@ -104,6 +109,8 @@ def _format(name: str) -> Row:
         "step": float(told.eps),
         "sum": float(total),
         "drawn": drawn,
+        "gradient": float(small),
+        "scaled": float(large) / SCALE,
     }
 
 
@@ -111,7 +118,7 @@ def _runs(steps: int) -> Iterator[Row]:
     for name, overrides in RUNS.items():
         result = trained({**BASE, "train": {"steps": steps}}, overrides)
         plan = result.plan.as_json()
-        state = sum(plan["bytes_per_device"][part] for part in ("parameters", "master", "optimizer"))
+        state = sum(plan["predicted"][part] for part in ("parameters", "master", "optimizer"))
         yield {
             "name": name,
             "overrides": list(overrides),
@@ -124,14 +131,13 @@ def _runs(steps: int) -> Iterator[Row]:
 def _draw(drawn: Figure, formats: Sequence[Row], runs: Sequence[Row]) -> None:
     holds, losses = drawn.subplots(1, 2)
     for place, row in enumerate(formats):
-        holds.barh(place, row["largest"] / row["smallest"], left=row["smallest"])
+        holds.barh(place, row["largest"], left=row["smallest"])
     holds.set(xscale="log", xlabel="from the smallest to the largest number", yticks=range(len(formats)))
     holds.set_yticklabels([f"{row['name']}\nstep {row['step']:.1g}" for row in formats], fontsize=7)
-    losses.plot([row["state"] for row in runs], [row["loss"] for row in runs], "o")
-    for row in runs:
-        losses.annotate(row["name"], (row["state"], row["loss"]), (4, 2), textcoords="offset points", fontsize=6)
-    losses.set(xlabel="bytes a parameter", ylabel="loss held out")
-    losses.margins(x=0.4)
+    losses.barh([row["name"] for row in runs], [row["loss"] - runs[0]["loss"] for row in runs])
+    losses.set(xlabel="loss beside float32's")
+    losses.tick_params(axis="y", labelsize=7)
+    losses.invert_yaxis()
 
 
 STOP = Stop(

@@ -38,6 +38,8 @@ def test_what_formats_hold() -> None:
     assert found["float16"]["largest"] == 65504
     assert found["float32"]["sum"] == pytest.approx(2, abs=1e-3)
     assert found["bfloat16"]["sum"] == found["float8_e5m2"]["sum"] == 1  # every update lost
+    assert found["float16"]["gradient"] == 0
+    assert found["float16"]["scaled"] == pytest.approx(1e-8, rel=1e-3)
     assert found["bfloat16"]["drawn"] == pytest.approx(2, abs=0.05)
 
 
