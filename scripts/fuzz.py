@@ -12,10 +12,12 @@ jaxmem that none had reached before joins those that the next are made from. The
 from __future__ import annotations
 
 import argparse
+import atexit
 import json
 import os
 import random
 import resource
+import shutil
 import signal
 import struct
 import sys
@@ -23,12 +25,17 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable, Iterator
+from functools import cache
 from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
+import jax
+import jax.numpy as jnp
+
+from jaxmem.checkpoint import Checkpoints
 from jaxmem.config import load_config
 from jaxmem.config.hugging_face import decoder_fields
 from jaxmem.config.peft import adapter_fields
@@ -90,10 +97,10 @@ PIECES = [
 
 
 class Class:
-    """One kind of input: good examples, and what reads it."""
+    """One kind of input: good examples, and what reads it. `slow`: a tenth of a second of a processor."""
 
-    def __init__(self, examples: list[bytes], read: Callable[[bytes, Path], object]) -> None:
-        self.examples, self.read = examples, read
+    def __init__(self, examples: list[bytes], read: Callable[[bytes, Path], object], *, slow: bool = False) -> None:
+        self.examples, self.read, self.slow = examples, read, slow
 
 
 def classes() -> dict[str, Class]:
@@ -129,6 +136,7 @@ def classes() -> dict[str, Class]:
         "memory_gib: 24\ncompute_capability: 8.9\nbandwidth: 1.0e12\nhost_memory_gib: 64\nmultiprocessors: 128\n"
         "bf16_flops: 1.6e14\nlink: 2.5e10\nnetwork: 1.2e10\n"
     )
+    checkpoint = _checkpoint()
     template = ChatTemplate("{% for m in messages %}<{{ m.role }}>{{ m.content }}\n{% endfor %}", "here", {})
     return {
         "config": Class(configs, lambda data, at: load_config(_file(at, "x.yaml", data))),
@@ -167,7 +175,40 @@ def classes() -> dict[str, Class]:
             [b"\n".join(_json({"text": text}) for text in ("one", "two", "three" * 50))],
             lambda data, at: _all(JsonLines([_file(at, "x.jsonl", data)], "text", 64)),
         ),
+        **{
+            f"checkpoint {name}": Class(
+                [(checkpoint / file).read_bytes()],
+                lambda data, at, file=file: _restored(checkpoint, at, file, data),
+                slow=True,
+            )
+            for name, file in PARTS.items()
+        },
     }
+
+
+# Of a checkpoint: jaxmem's own record, Orbax's description of the arrays, TensorStore's of its files.
+PARTS = {"record": "1/run/metadata", "metadata": "1/state/_METADATA", "manifest": "1/state/manifest.ocdbt"}
+
+
+@cache
+def _checkpoint() -> Path:
+    """A whole one, of step 1."""
+    folder = tempfile.TemporaryDirectory(prefix="jaxmem-fuzz-")
+    atexit.register(folder.cleanup)
+    with Checkpoints(folder.name) as checkpoints:
+        checkpoints.save(1, {"x": jnp.arange(8.0)}, {"step": 1}, {"name": "x"}, force=True)
+    return Path(folder.name)
+
+
+def _restored(whole: Path, at: Path, file: str, data: bytes) -> Any:
+    """With another content of one of its files."""
+    place, array = at / "checkpoints", jnp.arange(8.0)
+    shutil.rmtree(place, ignore_errors=True)
+    shutil.copytree(whole, place)
+    (place / file).write_bytes(data)
+    with Checkpoints(place, read_only=True) as checkpoints:
+        wanted = jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=array.sharding)
+        return checkpoints.restore(1, {"x": wanted})
 
 
 def _json(value: Any) -> bytes:

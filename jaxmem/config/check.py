@@ -84,7 +84,9 @@ def _run(cfg: Config) -> Iterator[str]:
 def _places_to_write(cfg: Config) -> Iterator[str]:
     if "://" in cfg.output:
         yield f"output: {cfg.output} is no directory; give a bucket to checkpoint.path, and the logs a directory"
-    scheme, remote, _ = (cfg.checkpoint.path or "").partition("://")
+    scheme, remote, place = (cfg.checkpoint.path or "").partition("://")
+    if "@" in place.partition("/")[0]:
+        yield "checkpoint.path: has a name or password before the @, which config.yaml would keep; use the environment"
     if remote and scheme not in BUCKETS:
         yield f"checkpoint.path: {scheme}:// is not known; use a directory, {' or '.join(f'{b}://' for b in BUCKETS)}"
 

@@ -31,7 +31,7 @@ def copy_beside(source: str | Path, target: Path) -> None:
     for name in (*SETTINGS, *TOKENIZER):
         file = Path(source).expanduser() / name
         if file.is_file():
-            shutil.copyfile(file, target / name)
+            _copied(file, target / name)
 
 
 def copy_tokenizer(name: str, target: Path) -> None:
@@ -49,11 +49,20 @@ def copy_tokenizer(name: str, target: Path) -> None:
         return
     given = Path(name).expanduser()
     if given.is_file():
-        shutil.copyfile(given, target / "tokenizer.json")
+        shutil.copyfile(given, target / "tokenizer.json")  # which was named as it is
         given = given.parent
     for one in TOKENIZER:
         if (given / one).is_file() and not (target / one).exists():
-            shutil.copyfile(given / one, target / one)
+            _copied(given / one, target / one)
+
+
+def _copied(file: Path, target: Path) -> None:
+    """A link may lead to another file of its directory or, as in the cache of Hugging Face, to `../../blobs`: no other,
+    or somebody else's directory would take files of this machine along."""
+    place, real = file.parent.resolve(), file.resolve()
+    if real.parent not in (place, place.parent.parent / "blobs"):
+        raise UserError(f"{file}: a link that leads out of its directory, to {real}; put the file itself there")
+    shutil.copyfile(real, target)
 
 
 def storage_dtype(directory: str | Path) -> str:
