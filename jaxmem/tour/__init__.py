@@ -3,10 +3,34 @@
 from __future__ import annotations
 
 from jaxmem.errors import UserError, nearest
-from jaxmem.tour import adapters, checkpointing, finetune, gpu, memory, networks, parallel, precision, qlora, stack
+from jaxmem.tour import (
+    adapters,
+    checkpointing,
+    finetune,
+    gpu,
+    memory,
+    networks,
+    parallel,
+    precision,
+    qlora,
+    quantization,
+    stack,
+)
 from jaxmem.tour.stops import SIMULATED, Found, Shown, Stop, Visit
 
-ORDER = (networks, gpu, memory, precision, parallel, adapters, qlora, checkpointing, stack, finetune)
+ORDER = (
+    networks,
+    gpu,
+    memory,
+    precision,
+    parallel,
+    adapters,
+    quantization,
+    qlora,
+    checkpointing,
+    stack,
+    finetune,
+)
 STOPS = {module.STOP.topic: module.STOP for module in ORDER}
 
 
