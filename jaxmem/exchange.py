@@ -21,10 +21,11 @@ from jaxtyping import Array, Float, Int
 
 from jaxmem import kernels, tables
 from jaxmem.errors import UserError
+from jaxmem.host import brought, is_away
 from jaxmem.kernels.attention import ring
 from jaxmem.quant import QTensor
-from jaxmem.sharding import Axes, Layout, constrain, current, gather, whole
-from jaxmem.tables import Slices
+from jaxmem.sharding import Axes, Layout, axes_at_rest, constrain, current, gather, whole
+from jaxmem.tables import NUMBERS, Slices
 from jaxmem.weights import Point, Weight
 
 HEADS: Axes = ("batch", "time", "heads", "head_dim")
@@ -106,6 +107,8 @@ def _found(
 ) -> jax.Array:
     """`counted`: jax counts along which mesh axes values differ also where groups of rows are mapped over. On several
     stages it loses count of what is mapped first and differentiated then; of the opposite it needs it."""
+    if any(map(is_away, jax.tree.leaves(table))):
+        return _found_in_slices(table, ids, axes, dtype)
     layout = current()
     split = None if layout is None else _Split.over(layout, axes)
     if isinstance(table, QTensor) and layout is not None and split is not None:
@@ -136,12 +139,41 @@ def _found(
     return find(table, ids)
 
 
+def _found_in_slices(table: jax.Array | QTensor, ids: jax.Array, axes: Axes, dtype: DTypeLike) -> jax.Array:
+    """Of a table in host memory: all of it comes by, the next slice while rows are found in one."""
+    layout, vocab = current(), table.shape[0]
+    resting = 1 if layout is None else layout.parts("weights", axes[0])
+    width = min(vocab // resting, max(1, NUMBERS // (table.shape[1] * resting)))
+    slices = Slices(vocab, width, resting)
+
+    def read(j: jax.Array) -> jax.Array | QTensor:
+        def one(x: jax.Array, own: Axes) -> jax.Array:
+            shared = x.shape[0] == 1
+            return brought(x) if shared else constrain(slices.read(x, 0, j), *own, role="weights")
+
+        return jax.tree.map(one, table, axes_at_rest(axes, table))
+
+    def step(j: jax.Array, carried: tuple[jax.Array, Any]) -> tuple[jax.Array, Any]:
+        x, piece = carried
+        following, places = read(jnp.minimum(j + 1, slices.count - 1)), slices.places(ids, j)
+        found = _found(piece, places, axes, dtype)
+        there = constrain((places < slices.size)[..., None], *STREAM[:2], None)
+        return jnp.where(there, found, x), following
+
+    empty = constrain(jnp.zeros((*ids.shape, table.shape[1]), dtype), *STREAM)
+    return jax.lax.fori_loop(0, slices.count, step, (empty, read(jnp.int32(0))))[0]
+
+
 def rows(table: jax.Array | QTensor, ids: jax.Array, dtype: DTypeLike, mode: str | None = None) -> jax.Array:
     """Rows of a table that is at hand. Blocks of one in codes run along its rows: each row is whole, but for what all
     rows share."""
 
     def taken(x: jax.Array) -> jax.Array:
-        return x.reshape(*[1] * (ids.ndim - 1), *x.shape) if x.shape[0] == 1 else jnp.take(x, ids, axis=0, mode=mode)
+        if x.shape[0] == 1:
+            return brought(x).reshape(*[1] * (ids.ndim - 1), *x.shape)
+        if is_away(x):  # one after the other, for few
+            return jax.lax.map(lambda i: brought(x[i]), ids.reshape(-1)).reshape(*ids.shape, -1)
+        return jnp.take(x, ids, axis=0, mode=mode)
 
     rows = jax.tree.map(taken, table)
     return rows.dequantize(dtype) if isinstance(rows, QTensor) else rows

@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -15,6 +16,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Key
 
 from jaxmem.config import Precision
+from jaxmem.host import to_host
 from jaxmem.quant import FORMATS, QTensor, even_block, quantize
 
 Params = dict[str, Any]  # weights by name, nested as the modules are: arrays, and QTensors of those in codes
@@ -31,15 +33,28 @@ def compute_dtype(precision: Precision, platform: str) -> np.dtype:
     return np.dtype(getattr(jnp, precision.compute))
 
 
-def at_rest(
-    w: Float[Array, "*shape"], axes: tuple[str | None, ...], precision: Precision, *, double: bool = False
-) -> jax.Array | QTensor:
+@dataclass(frozen=True)
+class Rest:
+    """How a weight rests."""
+
+    precision: Precision
+    double: bool = False  # whether the constants of codes are in codes too
+    away: bool = False  # whether matrices lie in host memory
+
+
+def at_rest(w: Float[Array, "*shape"], axes: tuple[str | None, ...], how: Rest) -> jax.Array | QTensor:
     """A new weight, or one layer of it, as it rests between steps.
 
     In codes are matrices, in blocks along the dimension that a product sums over: `in` of [in, out], the row of a
-    table of tokens; `double`: their constants in codes too. Vectors stay in float32. To an optimizer a weight in codes
+    table of tokens. Vectors stay in float32. To an optimizer a weight in codes
     is one in bfloat16.
     """
+    made = _in_its_form(w, axes, how)
+    return to_host(made) if how.away and w.ndim > 1 else made
+
+
+def _in_its_form(w: jax.Array, axes: tuple[str | None, ...], how: Rest) -> jax.Array | QTensor:
+    precision = how.precision
     if not precision.quantized:
         return w.astype(getattr(jnp, precision.parameters))
     axis = -1 if axes[:1] == ("vocab",) else -2
@@ -47,17 +62,17 @@ def at_rest(
         return w
     most = precision.block_size or (256 if FORMATS[precision.parameters].bits == 8 else 64)
     size = w.shape[axis]
-    q = quantize(w, precision.parameters, even_block(size, most) or min(most, size), axis, double=double)
+    q = quantize(w, precision.parameters, even_block(size, most) or min(most, size), axis, double=how.double)
     return dataclasses.replace(q, dtype="bfloat16")
 
 
-_resting: ContextVar[tuple[Precision, bool] | None] = ContextVar("resting", default=None)
+_resting: ContextVar[Rest | None] = ContextVar("resting", default=None)
 
 
 @contextmanager
-def resting(precision: Precision, *, double: bool = False) -> Iterator[None]:
+def resting(how: Rest) -> Iterator[None]:
     """Weights that are made in here are brought to rest one by one, before the next is made."""
-    token = _resting.set((precision, double))
+    token = _resting.set(how)
     try:
         yield
     finally:
@@ -67,7 +82,7 @@ def resting(precision: Precision, *, double: bool = False) -> Iterator[None]:
 def rested(w: Float[Array, "*shape"], axes: tuple[str | None, ...]) -> jax.Array | QTensor:
     """A weight that was just made; outside of `resting` it stays as it is."""
     how = _resting.get()
-    return w if how is None else at_rest(w, axes, how[0], double=how[1])
+    return w if how is None else at_rest(w, axes, how)
 
 
 def gradient_dtype(precision: Precision, platform: str) -> np.dtype | None:

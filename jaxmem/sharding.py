@@ -30,7 +30,7 @@ from jax.experimental.layout import with_layout_constraint
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 
-from jaxmem import config
+from jaxmem import config, host
 from jaxmem.config import Config, undivided
 from jaxmem.errors import UserError, nearest
 from jaxmem.quant import QTensor
@@ -369,7 +369,8 @@ def _as_even(axes: Axes, shape: Sequence[int], whole: Sequence[int]) -> Axes:
 def gather(weight: Weight, axes: Axes, dtype: DTypeLike, role: Role = "computing") -> jax.Array:
     """A weight as it is computed with: in the compute dtype, whole over `fsdp`, with zeros added where `tensor` does
     not divide it. It is cast before it travels, so that fewer bytes do; codes travel as they are and are decoded
-    where they are used. Its gradient goes back to where gradients lie, which makes XLA reduce-scatter it."""
+    where they are used. What lies in host memory comes from there. Its gradient goes back to where gradients lie, which
+    makes XLA reduce-scatter it."""
     layout = current()
     shape = weight.shape if layout is None else layout.padded(role, axes, weight.shape)
     if isinstance(weight, Point) and weight.at is not None and groups():
@@ -378,7 +379,7 @@ def gather(weight: Weight, axes: Axes, dtype: DTypeLike, role: Role = "computing
 
     @jax.custom_vjp
     def brought(at: Any, rest: Any) -> jax.Array:
-        w = at if rest is None else rest
+        w = host.brought(at if rest is None else rest)
         if is_quantized(w):
             w = _decoded(whole(w, axes), np.dtype(dtype))
         else:
@@ -428,7 +429,11 @@ def _mapped_as(at: jax.Array, rest: Any) -> Any:
 def whole(q: QTensor, axes: Axes) -> QTensor:
     """Codes and constants where the weight is computed with."""
     even = tuple(axis and axis + IF_EVEN for axis in axes)  # what is padded to be split is whole until it is decoded
-    return jax.tree.map(lambda x: constrain(_as_it_rests(x, even, "weights", "computing"), *even, role="computing"), q)
+
+    def one(x: jax.Array) -> jax.Array:
+        return constrain(_as_it_rests(x, even, "weights", "computing"), *even, role="computing")
+
+    return jax.tree.map(one, host.brought(q))
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(1,))

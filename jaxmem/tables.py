@@ -21,6 +21,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from jaxmem.host import brought, empty, is_away, sent_as
 from jaxmem.quant import QTensor
 from jaxmem.sharding import Axes, current
 from jaxmem.weights import Weight
@@ -82,7 +83,7 @@ class Slices:
             return dataclasses.replace(weight, codes=codes, scale=scale, offset=offset, axis=-3)
         dim = axes.index("vocab")
         if weight.shape[dim] == 1:  # what all entries share
-            return weight.reshape(-1, 1, 1)
+            return brought(weight).reshape(-1, 1, 1)
         one = jnp.moveaxis(self._read(weight, dim, j), (dim, dim + 1), (1, 2))
         return one.reshape(one.shape[0], self.parts, -1)
 
@@ -100,12 +101,13 @@ class Slices:
         return one.reshape(*one.shape[:dim], self.size, *one.shape[dim + 2 :])
 
     def read(self, x: jax.Array, dim: int, j: Int[Array, ""]) -> jax.Array:
-        """A slice of any array of whose dimension `dim` each element stands for so many entries."""
+        """A slice of any array of whose dimension `dim` each element stands for so many entries, on the device."""
         one = self._read(x, dim, j)
         return one.reshape(*x.shape[:dim], -1, *x.shape[dim + 1 :])
 
     def written(self, x: jax.Array, dim: int, j: Int[Array, ""], one: jax.Array) -> jax.Array:
         """The array with such a slice in its place."""
+        one = sent_as(one, x)
         one = one.reshape(*x.shape[:dim], self.resting, -1, *x.shape[dim + 1 :])
         begin = self._begin(j) * (x.shape[dim] // self.resting) // self.held
         return jax.lax.dynamic_update_slice_in_dim(self._split(x, dim), one, begin, axis=dim + 1).reshape(x.shape)
@@ -113,7 +115,12 @@ class Slices:
     def _read(self, x: jax.Array, dim: int, j: Int[Array, ""]) -> jax.Array:
         held = x.shape[dim] // self.resting
         begin, width = self._begin(j) * held // self.held, self.width * held // self.held
-        return jax.lax.dynamic_slice_in_dim(self._split(x, dim), begin, width, axis=dim + 1)
+        if width == held:  # all of it
+            return self._split(brought(x), dim)
+        if self.resting == 1:  # out of host memory comes what lies there, in its own form
+            one = brought(jax.lax.dynamic_slice_in_dim(x, begin, width, axis=dim))
+            return one.reshape(*x.shape[:dim], 1, width, *x.shape[dim + 1 :])
+        return brought(jax.lax.dynamic_slice_in_dim(self._split(x, dim), begin, width, axis=dim + 1))
 
     def _begin(self, j: Int[Array, ""]) -> Int[Array, ""]:
         return jnp.minimum(j * self.width, self.held - self.width)
@@ -160,7 +167,8 @@ def made(draw: Callable[[jax.Array, tuple[int, ...]], Any], key: jax.Array, shap
         return [slices.written(x, dim, j, one) for x, one in zip(whole, ones, strict=True)]
 
     arrays, form = jax.tree.flatten(jax.eval_shape(lambda: draw(key, shape)))
-    zeros = [jnp.zeros(x.shape, x.dtype) for x in arrays]
+    room = [empty if is_away(one) else jnp.zeros for one in jax.tree.leaves(draw(key, own))]
+    zeros = [make(x.shape, x.dtype) for make, x in zip(room, arrays, strict=True)]
     return jax.tree.unflatten(form, jax.lax.fori_loop(0, count, step, zeros))
 
 

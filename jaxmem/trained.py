@@ -19,6 +19,7 @@ from jaxmem.config.peft import adapter_fields, base_of, is_adapter
 from jaxmem.data import tokenizer_for
 from jaxmem.data.tokenizer import Tokenizer
 from jaxmem.errors import UserError
+from jaxmem.host import brought
 from jaxmem.program import Program, program
 from jaxmem.weights import is_quantized
 
@@ -161,8 +162,10 @@ def _brought_to_rest(built: Program, params: Any) -> Any:
         own = axes[path][1:] if stacked else axes[path]
 
         def rest(w: Any) -> Any:
-            how, double = built.weights.rests(path)
-            return precision.at_rest(w.dequantize(jnp.float32) if is_quantized(w) else w, own, how, double=double)
+            w = brought(w)
+            return precision.at_rest(
+                w.dequantize(jnp.float32) if is_quantized(w) else w, own, built.weights.rests(path)
+            )
 
         wanted = placed[path]
         if _alike(left[path], wanted):

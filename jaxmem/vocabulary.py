@@ -17,6 +17,7 @@ al. (arXiv:2411.09009) do it in one kernel.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -27,6 +28,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from jaxmem import tables, weights
+from jaxmem.host import is_away
 from jaxmem.quant import QTensor
 from jaxmem.sharding import Axes, constrain, current, gather
 from jaxmem.tables import NUMBERS, Columns, Entries, Slices
@@ -112,7 +114,9 @@ def cross_entropy(
     z_loss: float = 0.0,
 ) -> PerToken:
     """`losses.cross_entropy` of x @ weight; `weight` is [embed, vocab] or [vocab, embed], as it rests."""
-    loss = _Loss(axes, slices, Terms(label_smoothing, z_loss))
+    # What comes from elsewhere is on its way beside the work on what came before.
+    ahead = slices.ahead or any(map(is_away, jax.tree.leaves(weight)))
+    loss = _Loss(axes, dataclasses.replace(slices, ahead=ahead), Terms(label_smoothing, z_loss))
     if (y := tables.instead(Projection(x, weight, labels, loss))) is not None:
         return y
     at, rest = (weight.at, weight.rest) if isinstance(weight, weights.Point) else (weight, None)

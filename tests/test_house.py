@@ -16,7 +16,7 @@ ROOT = Path(__file__).parents[1]
 LAYERS = (
     ("errors", "devices", "hardware", "figures", "whole"),
     ("config",),
-    ("kernels", "quant", "weights", "sharding", "tables", "leaves"),
+    ("host", "kernels", "quant", "weights", "sharding", "tables", "leaves"),
     ("distributed",),
     ("stack", "precision", "losses", "vocabulary", "exchange"),
     ("models", "adapters", "optim"),

@@ -9,7 +9,7 @@ from jaxmem.config import Precision, load_config
 from jaxmem.kernels import attention
 from jaxmem.losses import cross_entropy
 from jaxmem.models.parts import RMSNorm
-from jaxmem.precision import at_rest, compute_dtype, rounded
+from jaxmem.precision import Rest, at_rest, compute_dtype, rounded
 from jaxmem.sharding import layout_for
 
 
@@ -29,7 +29,7 @@ def test_compute_follows_the_hardware_unless_asked(asked, platform, given):
 
 @pytest.mark.parametrize("name", ["float32", "bfloat16"])
 def test_weights_rest_as_asked(name):
-    assert at_rest(jnp.ones((2, 3)), ("embed", "mlp"), Precision(parameters=name)).dtype.name == name
+    assert at_rest(jnp.ones((2, 3)), ("embed", "mlp"), Rest(Precision(parameters=name))).dtype.name == name
 
 
 # ------------------------------------------------------------------ stochastic rounding

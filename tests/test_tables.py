@@ -7,7 +7,7 @@ import pytest
 
 from jaxmem import tables
 from jaxmem.config.sections import Precision
-from jaxmem.precision import at_rest
+from jaxmem.precision import Rest, at_rest
 from jaxmem.tables import Slices
 
 
@@ -40,7 +40,7 @@ def test_a_large_table_is_made_some_entries_at_a_time(shape, axes, monkeypatch):
         return jax.random.normal(key, shape, jnp.float32)
 
     def resting(key, shape):
-        return at_rest(drawn(key, shape), axes, Precision(parameters="int8"))
+        return at_rest(drawn(key, shape), axes, Rest(Precision(parameters="int8")))
 
     np.testing.assert_array_equal(tables.made(drawn, key, shape, axes), drawn(key, shape))
     monkeypatch.setattr(tables, "NUMBERS", 512)
@@ -48,5 +48,5 @@ def test_a_large_table_is_made_some_entries_at_a_time(shape, axes, monkeypatch):
     assert len(np.unique(whole)) == 32 * 64  # no part is another one's
     assert float(jnp.mean(whole)) == pytest.approx(0.0, abs=0.1)
     assert float(jnp.std(whole)) == pytest.approx(1.0, abs=0.1)
-    expected = at_rest(whole, axes, Precision(parameters="int8"))
+    expected = at_rest(whole, axes, Rest(Precision(parameters="int8")))
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6), codes, expected)

@@ -30,6 +30,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from jaxmem.errors import UserError, nearest
+from jaxmem.host import brought
 from jaxmem.models import parts
 from jaxmem.models.parts import Embedding, Keys, Linear, fetch, product
 from jaxmem.precision import rested
@@ -142,7 +143,7 @@ def merge(model: nnx.Module) -> None:
 
 def _summed(w: jax.Array | QTensor, own: Mapping[str, jax.Array], scale: float) -> jax.Array | QTensor:
     def one(given: tuple[jax.Array | QTensor, Mapping[str, jax.Array]]) -> jax.Array | QTensor:
-        w, own = given
+        w, own = brought(given)
         if isinstance(w, QTensor):
             return w.renewed(merged(w.dequantize(jnp.float32), own, scale))
         return merged(w, own, scale).astype(w.dtype)
@@ -178,6 +179,7 @@ def _lengths(base: Linear | Embedding) -> Float[Array, "*layers outputs"]:
     """Of a weight's columns, one layer after the other."""
 
     def one(w: jax.Array | QTensor) -> jax.Array:
+        w = brought(w)
         w = w.dequantize(jnp.float32) if isinstance(w, QTensor) else w.astype(jnp.float32)
         return jnp.sqrt(jnp.sum(jnp.square(w), axis=-2))
 

@@ -52,6 +52,10 @@ def _offload(cfg: Config) -> Iterator[str]:
         yield "memory.remat: budget chooses what the device keeps, and memory.offload what not; use full, dots or names"
     if rests_on_host(memory.offload, "optimizer"):
         yield from _state_offloaded(cfg)
+    if rests_on_host(memory.offload, "frozen") and not cfg.learns:
+        yield "memory.offload: frozen would move nothing: all weights learn; use none, optimizer or an adapter.kind"
+    if rests_on_host(memory.offload, "frozen") and cfg.mesh.stage != 1:
+        yield "mesh.stage: stages need their layers at every tick, memory.offload: frozen brings one at a time; use 1"
     named = [name for name in away if name != BOUNDARY]
     if named and is_scheduled(cfg):
         yield f"memory.offload: {named[0]} is kept by no layer under memory.remat: {remat}; use full"

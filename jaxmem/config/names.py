@@ -16,7 +16,7 @@ NAMES: dict[str, tuple[str, ...]] = {
 
 BOUNDARY = "boundary"  # a layer's input, for `memory.offload: activations`
 
-RESTING = ("optimizer",)  # what waits in host memory between updates, for `memory.offload`
+RESTING = ("optimizer", "frozen")  # what waits in host memory between updates, for `memory.offload`
 
 
 def rests_on_host(offload: str | tuple[str, ...], what: str) -> bool:

@@ -241,8 +241,8 @@ Offloaded = Annotated[tuple[str, ...], Field(strict=False, min_length=1)]
 class Memory(Section):
     remat: Literal["none", "full", "dots", "sqrt", "recursive", "constant", "budget"] | Scheduled | Save = "none"
     # What waits in host memory: all that layers keep (activations), or names of what is kept there and nowhere else;
-    # the optimizer's state of layers (optimizer).
-    offload: Literal["none", "activations", "optimizer"] | Offloaded = "none"
+    # the optimizer's state (optimizer), weights that do not learn (frozen).
+    offload: Literal["none", "activations", "optimizer", "frozen"] | Offloaded = "none"
     update: Literal["after", "during"] = "after"  # the backward pass
     attention: Literal["auto", "blockwise", "pallas", "reference"] = "auto"
     budget: Positive | None = None  # GiB of each device that the run may take; by default all but what is reserved

@@ -25,6 +25,7 @@ from jaxmem.config import Decoder
 from jaxmem.config.hugging_face import decoder_fields
 from jaxmem.hf.names import COMPUTED, Weight, weights
 from jaxmem.hf.tensors import Tensors
+from jaxmem.host import HOST, empty, sent_as, to_host
 from jaxmem.quant import QTensor
 from jaxmem.sharding import Axes, Layout
 
@@ -146,13 +147,17 @@ def _array(read: Callable[[Any], np.ndarray], shape: tuple[int, ...], lies: Any)
 
 @cache
 def _placed(transposed: bool, spec: Spec) -> Any:
-    return jax.jit(partial(_turned, transposed=transposed, spec=spec), out_shardings=_lies(spec))
+    def place(x: jax.Array) -> Any:
+        new = _turned(x, transposed, spec)
+        return jax.tree.map(lambda x, own: to_host(x) if _is_away(own) else x, new, spec)
+
+    return jax.jit(place, out_shardings=_lies(spec))
 
 
 @cache
 def _written(transposed: bool, spec: Spec) -> Any:
     def write(whole: Any, one: jax.Array, place: jax.Array) -> Any:
-        new = _turned(one, transposed, spec)
+        new = sent_as(_turned(one, transposed, spec), whole)
         return jax.tree.map(lambda x, y: jax.lax.dynamic_update_index_in_dim(x, y, place, 0), whole, new)
 
     return jax.jit(write, donate_argnums=0, out_shardings=_lies(spec))
@@ -165,7 +170,14 @@ def _turned(x: jax.Array, transposed: bool, spec: Spec) -> Any:
 
 @cache
 def _zeros(spec: Spec) -> Any:
-    return jax.jit(lambda: jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), spec), out_shardings=_lies(spec))
+    def zeros(x: jax.ShapeDtypeStruct) -> jax.Array:
+        return empty(x.shape, x.dtype) if _is_away(x) else jnp.zeros(x.shape, x.dtype)
+
+    return jax.jit(lambda: jax.tree.map(zeros, spec), out_shardings=_lies(spec))
+
+
+def _is_away(x: jax.ShapeDtypeStruct) -> bool:
+    return bool(x.sharding.memory_kind == HOST)
 
 
 def _lies(spec: Spec) -> Any:

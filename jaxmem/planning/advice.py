@@ -12,7 +12,7 @@ import jax
 from jax.tree_util import keystr, tree_leaves_with_path
 
 from jaxmem.config import Config, undivided
-from jaxmem.planning.breakdown import ALL_SCORES, GATHERED, LOGITS, STATE_COPIES, UPDATES, form
+from jaxmem.planning.breakdown import ALL_SCORES, COPIES, GATHERED, LOGITS, STATE_COPIES, UPDATES, form
 from jaxmem.planning.collectives import collective
 from jaxmem.planning.hlo import Module, total_flops
 from jaxmem.planning.predict import held
@@ -95,14 +95,19 @@ def _offload(plan: Plan) -> Iterator[Warned]:
             "the step moves values to host memory, and as XLA compiled it every byte is on the device",
             "plan for a GPU with --target: on a CPU nothing moves; for one, keep them on the device or report it",
         )
-    waits, copied = plan.breakdown.on_host("optimizer", "master"), plan.breakdown.of_kind(STATE_COPIES)
-    if copied > COPIED * waits > 0:
-        yield Warned(
-            "offloaded in vain",
-            f"{readable(waits)} of the optimizer's state rests in host memory, and at the fullest moment"
-            f" {readable(copied)} of it is on the device: the peak is hardly lower",
-            "keep it on the device, where no step waits for it; split it further with zero and mesh.fsdp",
-        )
+    resting = (
+        ("the optimizer's state", ("optimizer", "master"), STATE_COPIES),
+        ("the frozen weights", ("parameters", "quantization"), COPIES),
+    )
+    for what, parts, kind in resting:
+        waits, copied = plan.breakdown.on_host(*parts), plan.breakdown.of_kind(kind)
+        if copied > COPIED * waits > 0:
+            yield Warned(
+                "offloaded in vain",
+                f"{readable(waits)} of {what} rests in host memory, and at the fullest moment {readable(copied)} of it"
+                " is on the device: the peak is hardly lower",
+                "keep it on the device, where no step waits for it; split it further with zero and mesh.fsdp",
+            )
 
 
 def _spilled(plan: Plan) -> Iterator[Warned]:

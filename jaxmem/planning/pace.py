@@ -27,10 +27,18 @@ class Weights:
 
 
 def seconds_of(
-    cfg: Config, passes: Passes, weights: Weights, parts: Mapping[str, int], waiting: int, gpu: Gpu, per_host: int
+    cfg: Config,
+    passes: Passes,
+    weights: Weights,
+    parts: Mapping[str, int],
+    waiting: int,
+    frozen: int,
+    gpu: Gpu,
+    per_host: int,
 ) -> float:
-    """Of a step of one device; `parts` are the bytes that it holds, `waiting` those of its state in host memory."""
-    return _Pace(cfg, gpu, per_host).step(passes, weights, parts, waiting)
+    """Of a step of one device; `parts` are the bytes that it holds, `waiting` those of the optimizer's state and
+    `frozen` those of weights in host memory."""
+    return _Pace(cfg, gpu, per_host).step(passes, weights, parts, waiting, frozen)
 
 
 class _Pace:
@@ -41,12 +49,13 @@ class _Pace:
         self.host_link = gpu.host_link_gb_s * 1e9 * ATTAINED_LINK
         self.split = cfg.mesh.fsdp * cfg.mesh.context
 
-    def step(self, passes: Passes, weights: Weights, parts: Mapping[str, int], waiting: int) -> float:
+    def step(self, passes: Passes, weights: Weights, parts: Mapping[str, int], waiting: int, frozen: int) -> float:
         micro = self.cfg.batch.accumulate
         computing = self._computing(passes) * passes_run(self.cfg) / micro
         messages = self._split_messages(weights) + self._tensor_messages() + self._ring()
         exposed = max(_EXPOSED * messages, messages - computing)
         state = parts["parameters"] + parts["master"] + parts["optimizer"] + parts["gradients"]
+        exposed += max(0.0, 2 * frozen / self.host_link - computing)  # to both passes, a layer ahead
         each = computing + exposed + self._waiting(passes, computing) + 3 * parts["gradients"] / self.memory
         # An update after the passes has nothing else to do meanwhile; the link carries state both ways at once.
         moved = waiting / self.host_link

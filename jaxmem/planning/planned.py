@@ -104,9 +104,9 @@ class Plan:
     @cached_property
     def phases(self) -> dict[str, int | None]:
         """Bytes of a device in each phase of a run, with what lies there meanwhile; None: the run has no such phase."""
-        waiting = held(self.program.waiting)
-        state = held(self.program.state) - waiting
-        aside = held(self.program.state.opt_state) - waiting  # while an evaluation runs
+        waiting = self.program.waiting
+        state = held(self.program.state) - held(waiting)
+        aside = held(self.program.state.opt_state) - held(waiting.opt_state)  # while an evaluation runs
         return {
             "initialise": self._other("initialise"),
             "load": state,  # each part of an array is read to where it lies

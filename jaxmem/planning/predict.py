@@ -69,15 +69,22 @@ def estimate(cfg: Config, platform: str, gpu: Gpu | None = None, per_host: int =
     width = math.ceil(state.rest)
     resting = held("weights", state.trained, width)
     updates = resting if resting > held("optimizer", state.trained, width) else 0
+    whole_state = sum(held("weights", part) for part in (state.params, state.constants))
+    whole_state += held("optimizer", (*state.master, *state.optimizer))
+    if rests_on_host(cfg.memory.offload, "optimizer"):
+        state = replace(state, optimizer=_staying(state.optimizer), master=_staying(state.master))
+    frozen, rest = 0, state.rest
+    if rests_on_host(cfg.memory.offload, "frozen"):
+        away = [leaf for leaf in (*state.params, *state.constants) if leaf.may_wait]
+        frozen = held("weights", away)
+        layers = [(held("weights", [leaf]), leaf.shape[0]) for leaf in away if leaf.axes[:1] == ("layer",)]
+        kinds["weights: from the host"] = 2 * sum(size // count for size, count in layers)  # this layer's and the next
+        state = replace(state, params=_staying(state.params), constants=_staying(state.constants))
     in_passes = sum(kinds.values())
     if during:
         whole = sizes.is_whole or (cfg.optimizer.tables == "projected" and "galore" in cfg.optimizer.name)
         one_pass, updates = _during(held, [leaf for leaf in state.trained if whole or "vocab" not in leaf.axes])
         one_pass *= 4 // sizes.width if several else 1
-    whole_state = sum(held("weights", part) for part in (state.params, state.constants))
-    whole_state += held("optimizer", (*state.master, *state.optimizer))
-    if rests_on_host(cfg.memory.offload, "optimizer"):
-        state = replace(state, optimizer=_outside(state.optimizer), master=_outside(state.master))
     parts = {
         "parameters": held("weights", state.params),
         "quantization": held("weights", state.constants),
@@ -88,15 +95,15 @@ def estimate(cfg: Config, platform: str, gpu: Gpu | None = None, per_host: int =
         "batch": sizes.batch,
     }
     # Codes are decoded where they arrive, other weights cast before they leave.
-    weights = held.by_message(state.weights, sizes.width, state.rest if cfg.precision.quantized else sizes.width)
+    weights = held.by_message(state.weights, sizes.width, rest if cfg.precision.quantized else sizes.width)
     waiting = whole_state - sum(parts[name] for name in STATE)
-    seconds = seconds_of(cfg, passes, weights, parts, waiting, gpu, per_host) if gpu else None
+    seconds = seconds_of(cfg, passes, weights, parts, waiting - frozen, frozen, gpu, per_host) if gpu else None
     return Estimate(parts, kinds, seconds, sizes.kept(passes.hosted) + waiting + whole_state)
 
 
-def _outside(leaves: Sequence[Leaf]) -> tuple[Leaf, ...]:
-    """What lies in no layer: state of the others waits in host memory."""
-    return tuple(leaf for leaf in leaves if leaf.axes[:1] != ("layer",))
+def _staying(leaves: Sequence[Leaf]) -> tuple[Leaf, ...]:
+    """What does not wait in host memory."""
+    return tuple(leaf for leaf in leaves if not leaf.may_wait)
 
 
 def _during(held: Held, params: Sequence[Leaf]) -> tuple[int, int]:

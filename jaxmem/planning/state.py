@@ -15,6 +15,7 @@ from jaxmem.config import Config, Memory
 from jaxmem.planning.breakdown import part_of
 from jaxmem.planning.pace import Weights
 from jaxmem.planning.passes import alone, shape_of
+from jaxmem.program.on_host import frozen_waits, state_waits
 from jaxmem.sharding import Axes, Role, is_axes, rules_of, splits
 from jaxmem.weights import points
 
@@ -24,6 +25,7 @@ class Leaf:
     axes: Axes
     shape: tuple[int, ...]
     itemsize: int
+    may_wait: bool = False  # whether `memory.offload` may have it in host memory
 
 
 @dataclass(frozen=True)
@@ -52,14 +54,16 @@ def state_of(cfg: Config, platform: str) -> State:
 def _state(shape: Config) -> State:
     built = alone(shape)
     found: dict[str, list[Leaf]] = {part: [] for part in ("parameters", "quantization", "master", "optimizer")}
-    for where, named, placed in (
-        ("params", built.axes_at_rest, built.state.params),
-        ("opt_state", built.opt_axes, built.state.opt_state),
+    frozen = frozen_waits(built.axes, built.chosen(built.axes), built.axes_at_rest)
+    for where, named, placed, waits in (
+        ("params", built.axes_at_rest, built.state.params, frozen),
+        ("opt_state", built.opt_axes, built.state.opt_state, state_waits(built.opt_axes)),
     ):
         axes = jax.tree.leaves(named, is_leaf=is_axes)
-        for name, (path, leaf) in zip(axes, jax.tree_util.tree_leaves_with_path(placed), strict=True):
+        leaves_there = jax.tree_util.tree_leaves_with_path(placed)
+        for name, (path, leaf), may_wait in zip(axes, leaves_there, jax.tree.leaves(waits), strict=True):
             part = part_of(f"state.{where}{jax.tree_util.keystr(path)}")
-            found[part].append(Leaf(name, leaf.shape, np.dtype(leaf.dtype).itemsize))
+            found[part].append(Leaf(name, leaf.shape, np.dtype(leaf.dtype).itemsize, may_wait))
     at = jax.eval_shape(lambda params: points(params, built.gradients_in), built.state.params)
 
     def leaves(axes: Any, at: Any) -> tuple[Leaf, ...]:

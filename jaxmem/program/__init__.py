@@ -24,7 +24,7 @@ from flax.traverse_util import unflatten_dict
 
 from jaxmem import data, optim, precision
 from jaxmem.config import Config, Convnet, Decoder
-from jaxmem.config.names import rests_on_host
+from jaxmem.config.names import RESTING, rests_on_host
 from jaxmem.devices import lowering_for
 from jaxmem.errors import UserError
 from jaxmem.exchange import places
@@ -35,7 +35,7 @@ from jaxmem.program.checkpointed import Checkpointed
 from jaxmem.program.compiler import compiler_options
 from jaxmem.program.during import During
 from jaxmem.program.objective import Batch, Sums, likelihoods, objective
-from jaxmem.program.on_host import InLayers, kinds, placed, rests_there, sent, told
+from jaxmem.program.on_host import InLayers, frozen_waits, kinds, placed, sent, state_waits, told
 from jaxmem.program.pipelined import sums_of_all
 from jaxmem.program.step import Metrics, TrainState, make_step
 from jaxmem.program.weights import Weights
@@ -130,12 +130,13 @@ class Program:
     def state(self) -> TrainState:
         """Shape, dtype and place of every array of the state."""
         shapes = self._shapes
-        return TrainState(
+        state = TrainState(
             step=self._placed("weights", (), shapes.step),
             params=self._placed("weights", self.axes_at_rest, shapes.params),
-            opt_state=self._at_rest(self._placed("optimizer", self.opt_axes, shapes.opt_state)),
+            opt_state=self._placed("optimizer", self.opt_axes, shapes.opt_state),
             loss_scale=self._placed("optimizer", jax.tree.map(lambda _: (), shapes.loss_scale), shapes.loss_scale),
         )
+        return placed(state, self._away, self.layout.mesh.devices) if self.offloads else state
 
     @cached_property
     def weights(self) -> Weights:
@@ -145,24 +146,33 @@ class Program:
     def checkpointed(self) -> Checkpointed:
         return Checkpointed(self)
 
+    def rests_away(self, what: str) -> bool:
+        """Whether this part of the state waits in host memory: `optimizer`, or `frozen` weights."""
+        return rests_on_host(self.cfg.memory.offload, what)
+
     @property
     def offloads(self) -> bool:
-        """Whether the optimizer's state of layers waits in host memory."""
-        return rests_on_host(self.cfg.memory.offload, "optimizer")
+        """Whether some of the state does."""
+        return any(map(self.rests_away, RESTING))
 
     @property
-    def waiting(self) -> list[Any]:
-        """Shape, dtype and place of the arrays that wait there."""
-        if not self.offloads:
-            return []
-        axes = jax.tree.leaves(self.opt_axes, is_leaf=is_axes)
-        return [x for own, x in zip(axes, jax.tree.leaves(self.state.opt_state), strict=True) if rests_there(own)]
+    def waiting(self) -> TrainState:
+        """Shape, dtype and place of the arrays that wait there, None in the place of others."""
+        return jax.tree.map(lambda own, x: x if own else None, self._away, self.state)
 
-    def _at_rest(self, specs: Any) -> Any:
-        return placed(specs, self.opt_axes, self.layout.mesh.devices) if self.offloads else specs
+    @cached_property
+    def _away(self) -> TrainState:
+        """Of each array of the state, whether it waits in host memory."""
+        away = jax.tree.map(lambda _: False, self._shapes)
+        if self.rests_away("optimizer"):
+            away = dataclasses.replace(away, opt_state=state_waits(self.opt_axes))
+        if self.rests_away("frozen"):
+            learning = self.chosen(self.axes)
+            away = dataclasses.replace(away, params=frozen_waits(self.axes, learning, self.axes_at_rest))
+        return away
 
     def _sent(self, state: TrainState) -> TrainState:
-        return dataclasses.replace(state, opt_state=sent(state.opt_state, self.opt_axes)) if self.offloads else state
+        return sent(state, self._away) if self.offloads else state
 
     def _told(self, lowered: jax.stages.Lowered) -> jax.stages.Lowered:
         return told(lowered) if self.offloads and kinds(self.layout.mesh.devices.flat[0]) is None else lowered
@@ -252,7 +262,9 @@ class Program:
             self._during if self.cfg.memory.update == "during" else None,
             self.cfg.train.on_nan == "skip",
             self.choice,
-            InLayers(self.chosen(self.axes), self.opt_axes, self._optimizer_for) if self.offloads else None,
+            InLayers(self.chosen(self.axes), self.opt_axes, self._optimizer_for)
+            if self.rests_away("optimizer")
+            else None,
         )
 
         def step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
@@ -264,7 +276,7 @@ class Program:
                 step,
                 donate_argnums=0,
                 out_shardings=(places, self.layout.replicated()),
-                compiler_options=compiler_options(self.platform, self.layout.mesh.size),
+                compiler_options=compiler_options(self.platform, self.layout.mesh.size, fetches=self.offloads),
             )
             return self._told(jitted.lower(self.state, self.batch))
 
@@ -279,7 +291,7 @@ class Program:
             self.gradients_in,
             measures=self.cfg.measures_first,
             chosen=self.chosen,
-            on_host=self.offloads,
+            on_host=self.rests_away("optimizer"),
             entries=None if self.cfg.memory.loss_chunk == "auto" else self.cfg.memory.loss_chunk,
         )
 
@@ -317,14 +329,15 @@ class Program:
         plain = objective(terms, self.cfg.memory)
 
         def evaluate(params: Params, batch: Batch) -> Sums:
-            network = nnx.merge(self.graphdef, params)
+            network = nnx.merge(self.graphdef, sent(params, self._away.params))
             if self.pipeline is not None:
                 return sums_of_all(plain, self.pipeline, network, batch, None)
             sums = jax.lax.map(lambda micro: plain(network, micro, None), batch)
             return jax.tree.map(lambda x: jnp.sum(x, axis=0), sums)
 
         with self.lowering():
-            return jax.jit(evaluate, out_shardings=self.layout.replicated()).lower(self.state.params, self.batch)
+            jitted = jax.jit(evaluate, out_shardings=self.layout.replicated())
+            return self._told(jitted.lower(self.state.params, self.batch))
 
     @cached_property
     def rows(self) -> range:

@@ -18,11 +18,15 @@ OVERLAP: Options = {
     "xla_gpu_reduce_scatter_combine_threshold_bytes": 1,  # each gradient leaves as soon as it is made
     "xla_gpu_experimental_parallel_collective_overlap_limit": 2,
 }
+# What comes from host memory may all be on its way at once. By default two slices are, and XLA lines up the others
+# before the first kernel: of seven weights of a layer five are waited for.
+FETCH: Options = {"xla_gpu_experimental_parallel_async_compute_limit": 64}
 # jax 0.10 gives batched products on CPUs to a library that takes twice as long for them as Eigen does.
 EIGEN: Options = {"xla_cpu_experimental_ynn_fusion_type": "LIBRARY_FUSION_TYPE_REDUCE"}
 
 
-def compiler_options(platform: str, devices: int) -> Options:
+def compiler_options(platform: str, devices: int, *, fetches: bool) -> Options:
+    """`fetches`: whether the step brings some of its state from host memory."""
     if platform == "cpu":
         return EIGEN if jax.__version_info__ < (0, 11) else {}
-    return OVERLAP if devices > 1 else {}
+    return (OVERLAP if devices > 1 else {}) | (FETCH if fetches else {})

@@ -24,6 +24,7 @@ import numpy as np
 import optax
 
 from jaxmem import optim
+from jaxmem.host import brought, sent_as
 from jaxmem.optim.parts import Part, layer_at, pinned, put, select, with_layer, without
 from jaxmem.precision import Params
 from jaxmem.program import culprit
@@ -112,7 +113,9 @@ class During:
             weights = select(params, grads)
             part = self._part(weights)
             grads = pinned(grads, part.axes, "gradients")
-            new, state = part.update(grads, part.state(opt_state), weights, draws, norm=norm)
+            before = part.state(opt_state)
+            new, state = part.update(grads, brought(before), weights, draws, norm=norm)
+            state = sent_as(state, before)
             done.append((new, [state], jax.tree.map(_square, grads)))
             return new
 

@@ -3,7 +3,7 @@
 With V entries of E numbers and slices of v entries, gradient and update hold 2 v E numbers in place of 2 V E. An
 optimizer that sums over the whole table has it gone through once more for each of its sums that waits for another
 (`optim.piece`), and every time the gradient is made again: of an output projection 4 T V E FLOPs for T tokens, of rows
-that were found next to none.
+that were found next to none. State in host memory comes and goes in the same slices.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxmem.host import brought, is_away, sent_as
 from jaxmem.optim.apply import global_norm
 from jaxmem.optim.parts import Part, pinned
 from jaxmem.optim.piece import Piece, Total, Totals, totals
@@ -37,8 +38,8 @@ class Table:
     part: Part
     weights: Tree
     state: Tree
-    dtype: np.dtype | None  # of its gradient; None: the weight's own
-    entries: int | None  # updated at once; None: as many as have 16 M numbers
+    dtype: np.dtype | None = None  # of its gradient; None: the weight's own
+    entries: int | None = None  # updated at once; None: as many as have 16 M numbers
 
     def updated(
         self, gradient: OfSlice, draws: jax.Array | None, norm: jax.Array | None
@@ -48,7 +49,8 @@ class Table:
         known = None if slices is None else self._totals(gradient, slices, norm)
         if slices is None or known is None:
             grads = self._gradient(gradient, self.weights)
-            return *self.part.update(grads, self.state, self.weights, draws, norm=norm), _squares(grads)
+            new, kept = self.part.update(grads, brought(self.state), self.weights, draws, norm=norm)
+            return new, sent_as(kept, self.state), _squares(grads)
 
         def step(j: jax.Array, carried: tuple[Tree, Tree, jax.Array]) -> tuple[Tree, Tree, jax.Array]:
             weights, state, squares = carried
@@ -150,7 +152,8 @@ def _written(slices: Slices, j: jax.Array, tree: Tree, axes: Tree, role: Role, n
             return new
         # Laid out before it is written, so that nothing but this slice moves.
         new = constrain(new, *names, role=role)
-        return constrain(slices.written(x, dim, j, new), *names, role=role)
+        whole = slices.written(x, dim, j, new)
+        return whole if is_away(whole) else constrain(whole, *names, role=role)
 
     done = [one(x, names, new) for (x, names), new in zip(_named(tree, axes), jax.tree.leaves(new), strict=True)]
     return jax.tree.unflatten(jax.tree.structure(tree), done)

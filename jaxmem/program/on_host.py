@@ -1,8 +1,9 @@
-"""Optimizer's state in host memory: each layer's comes to the device when its weights are updated, and goes back.
+"""What waits in host memory between steps: the optimizer's state, and weights that do not learn.
 
-With P parameters in N layers and s bytes of state each, the device holds s P / N of one layer, and during an update
-what was brought ahead, in place of s P; the host holds s P, and its link carries 2 s P a step (Ren et al.,
-arXiv:2101.06840). State of what lies in no layer stays on the device.
+State of a layer comes to the device when its weights are updated, and goes back. With P parameters in N layers and s
+bytes of state each, the device holds s P / N of one layer, and during an update what was brought ahead, in place of
+s P; the host holds s P, and its link carries 2 s P a step (Ren et al., arXiv:2101.06840). That of tables comes in
+slices (`in_slices.py`). Frozen weights come a layer ahead of each pass (`stack`), tables in slices, and none goes back.
 """
 
 from __future__ import annotations
@@ -17,25 +18,43 @@ import optax
 from jax.extend.mlir import ir
 
 from jaxmem.errors import UserError
+from jaxmem.host import HOST, to_device, to_host
 from jaxmem.optim import remember
 from jaxmem.optim.parts import Part, layer_at, pinned, put, select, with_layer
 from jaxmem.precision import Params
-from jaxmem.sharding import Axes, axes_at_rest, is_axes
-from jaxmem.stack import layer_of, to_device, to_host
-from jaxmem.stack.host import HOST
+from jaxmem.program.in_slices import Table
+from jaxmem.program.segments import OfSlice
+from jaxmem.sharding import Axes, axes_at_rest, is_axes, named
+from jaxmem.stack import layer_of
+from jaxmem.tables import Slices
 from jaxmem.weights import is_quantized
 
 Tree = Any
 
 
-def rests_there(axes: Axes) -> bool:
-    """Whether an array of the state with these axes is one that waits in host memory."""
-    return axes[:1] == ("layer",)
+def state_waits(axes: Tree) -> Tree:
+    """Of each array of the optimizer's state, whether it waits there."""
+    return jax.tree.map(_waits, axes, is_leaf=is_axes)
 
 
-def sent(tree: Tree, axes: Tree) -> Tree:
-    """State as it rests."""
-    return jax.tree.map(lambda own, x: to_host(x) if rests_there(own) else x, axes, tree, is_leaf=is_axes)
+def _waits(axes: Axes) -> bool:
+    return axes[:1] == ("layer",) or "vocab" in (axis and named(axis) for axis in axes)
+
+
+def frozen_waits(axes: Tree, learning: Tree, at_rest: Tree) -> Tree:
+    """Of each array that parameters rest in, whether it waits there: `learning` is None where they do not learn.
+    Vectors stay."""
+
+    def of(axes: Axes, learns: Axes | None, at_rest: Tree) -> Tree:
+        frozen = learns is None and len(axes) - (axes[:1] == ("layer",)) > 1
+        return jax.tree.map(lambda _: frozen, at_rest, is_leaf=is_axes)
+
+    return jax.tree.map(of, axes, learning, at_rest, is_leaf=is_axes)
+
+
+def sent(tree: Tree, away: Tree) -> Tree:
+    """Arrays as they rest; `away` says of each whether it is on the host."""
+    return jax.tree.map(lambda own, x: to_host(x) if own else x, away, tree)
 
 
 def fetched(state: Tree, axes: Tree, layer: jax.Array, rest: Tree) -> Tree:
@@ -47,7 +66,7 @@ def stored(state: Tree, axes: Tree, layer: jax.Array, new: Tree) -> Tree:
     """And back."""
 
     def one(own: Axes, x: jax.Array, new: jax.Array) -> jax.Array:
-        return jax.lax.dynamic_update_index_in_dim(x, to_host(new), layer, 0) if rests_there(own) else new
+        return jax.lax.dynamic_update_index_in_dim(x, to_host(new), layer, 0) if own[:1] == ("layer",) else new
 
     return jax.tree.map(one, axes, state, pinned(new, axes, "optimizer"), is_leaf=is_axes)
 
@@ -71,15 +90,25 @@ class InLayers:
             part = Part.of(weights, self.optimizer_for, self.axes, self.opt_axes)
             own, state = select(grads, part.axes, is_leaf=is_axes), part.state(opt_state)
             (names,) = jax.tree.leaves(part.axes, is_leaf=is_axes)
-            update = _in_layers if names[:1] == ("layer",) else _at_once
-            new, state = update(part, own, state, weights, draws, norm)
+            if names[:1] == ("layer",):
+                new, state = _in_layers(part, own, state, weights, draws, norm)
+            elif "vocab" in names:
+                new, state, _ = Table(part, weights, state).updated(_of_all(own, names), draws, norm)
+            else:
+                new, state = part.update(own, state, weights, draws, norm=norm)
             done.append(new)
             states.append(state)
         return put(params, *done), remember(put(opt_state, *states), norm)
 
 
-def _at_once(part: Part, grads: Tree, state: Tree, weights: Tree, draws: Any, norm: jax.Array) -> tuple[Tree, Tree]:
-    return part.update(grads, state, weights, draws, norm=norm)
+def _of_all(grads: Tree, names: Axes) -> OfSlice:
+    """Any slice of a table's gradient that is there whole."""
+    (whole,) = jax.tree.leaves(grads)
+
+    def of_slice(_: Any, slices: Slices | None = None, j: jax.Array | None = None) -> jax.Array:
+        return whole if slices is None or j is None else slices.read(whole, names.index("vocab"), j)
+
+    return of_slice
 
 
 def _in_layers(part: Part, grads: Tree, before: Tree, weights: Tree, draws: Any, norm: jax.Array) -> tuple[Tree, Tree]:
@@ -114,7 +143,7 @@ def kinds(device: Any) -> set[str] | None:
     return {memory.kind for memory in device.addressable_memories()} or None
 
 
-def placed(specs: Tree, axes: Tree, devices: np.ndarray) -> Tree:
+def placed(specs: Tree, away: Tree, devices: np.ndarray) -> Tree:
     """Shapes with their places, those of what waits on the host there."""
     known = kinds(devices.flat[0])
     if known is None:  # the program is told instead
@@ -125,12 +154,12 @@ def placed(specs: Tree, axes: Tree, devices: np.ndarray) -> Tree:
             f" {', '.join(sorted(known))}; use memory.offload=none"
         )
 
-    def place(own: Axes, x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
-        if not rests_there(own):
+    def place(own: bool, x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+        if not own:
             return x
         return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding.with_memory_kind(HOST))
 
-    return jax.tree.map(place, axes, specs, is_leaf=is_axes)
+    return jax.tree.map(place, away, specs)
 
 
 def told(lowered: jax.stages.Lowered) -> jax.stages.Lowered:

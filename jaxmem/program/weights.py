@@ -11,8 +11,9 @@ from flax import nnx
 from flax.traverse_util import flatten_dict, unflatten_dict
 
 from jaxmem import adapters, hf, models, precision
-from jaxmem.config import Config, Decoder, Precision
-from jaxmem.precision import Params
+from jaxmem.config import Config, Decoder
+from jaxmem.config.names import rests_on_host
+from jaxmem.precision import Params, Rest
 from jaxmem.program.execution import execution
 from jaxmem.sharding import Axes, is_axes
 
@@ -82,13 +83,14 @@ class Weights:
         with self._program.lowering():
             return jax.jit(made, out_shardings=places)(jax.random.key(self._cfg.seed))
 
-    def rests(self, path: Sequence[str]) -> tuple[Precision, bool]:
-        """What the weight at a path of names rests in, and whether the constants of codes do so in codes."""
+    def rests(self, path: Sequence[str]) -> Rest:
+        """How the weight at a path of names does."""
         cfg, choice = self._cfg, self._program.choice
-        learns = choice is None or tuple(jax.tree_util.DictKey(name) for name in path) in choice.layers
-        if learns or cfg.base_precision == cfg.precision:
-            return cfg.precision, False
-        return cfg.base_precision, cfg.adapter.double
+        if choice is None or tuple(jax.tree_util.DictKey(name) for name in path) in choice.layers:
+            return Rest(cfg.precision)
+        away = rests_on_host(cfg.memory.offload, "frozen")
+        double = cfg.adapter.double and cfg.base_precision != cfg.precision
+        return Rest(cfg.base_precision, double, away)
 
     def _model(self, key: jax.Array) -> models.Network:
         compute = precision.compute_dtype(self._cfg.precision, self._program.platform)
@@ -99,19 +101,19 @@ class Weights:
         """New weights of the model itself, in what those that learn and those that stay rest in. Made twice in a trace
         where the two are not alike, and once in what is compiled."""
 
-        def made(how: Precision, double: bool) -> Params:
-            with precision.resting(how, double=double):
+        def made(how: Rest) -> Params:
+            with precision.resting(how):
                 return nnx.to_pure_dict(nnx.state(self._model(key)))
 
         axes = self._program.axes
-        kinds = {how: flatten_dict(made(*how)) for how in {self.rests(path) for path in flatten_dict(axes)}}
+        kinds = {how: flatten_dict(made(how)) for how in {self.rests(path) for path in flatten_dict(axes)}}
         return unflatten_dict({path: kinds[self.rests(path)][path] for path in flatten_dict(adapters.base_of(axes))})
 
     def _with_adapters(self, base: Params, key: jax.Array) -> Params:
         network = nnx.eval_shape(partial(self._model, key))
         graphdef, _ = nnx.split(network)
         network = nnx.merge(graphdef, base)
-        with precision.resting(self._cfg.precision):
+        with precision.resting(Rest(self._cfg.precision)):
             adapters.attach(network, self._cfg.adapter, jax.random.fold_in(key, _ADAPTERS), self.order)
         return nnx.to_pure_dict(nnx.state(network))
 

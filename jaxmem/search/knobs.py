@@ -104,10 +104,11 @@ def _mlp_chunks(cfg: Config, _: Target) -> Iterable[Change]:
         yield from ({"memory.mlp_chunk": chunk} for chunk in ("auto", cfg.data.sequence_length // 8))
 
 
-def _offloads(_: Config, target: Target) -> Iterable[Change]:
-    """One of them, or both. On CPUs there is one memory."""
-    both = ("activations", "optimizer")
-    return () if target.is_cpu else ({"memory.offload": name} for name in (*values("memory.offload"), both))
+def _offloads(cfg: Config, target: Target) -> Iterable[Change]:
+    """One of them, or both; of weights where some stay. On CPUs there is one memory."""
+    both = ("activations", "frozen" if cfg.learns else "optimizer")
+    one = [name for name in values("memory.offload") if cfg.learns or name != "frozen"]
+    return () if target.is_cpu else ({"memory.offload": name} for name in (*one, both))
 
 
 def _resting(_cfg: Config, _target: Target) -> Iterable[Change]:

@@ -6,7 +6,6 @@ through them with each layer's gradient in sight.
 """
 
 from jaxmem.stack.apply import Applied, Way, applied_by, apply_stack, stacked
-from jaxmem.stack.host import to_device, to_host
 from jaxmem.stack.pipeline import Pipeline
 from jaxmem.stack.remat import PRODUCT, REMAT
 from jaxmem.stack.reverse import Passed, forward, layer_of, together
@@ -29,7 +28,5 @@ __all__ = [
     "real",
     "schedule",
     "stacked",
-    "to_device",
-    "to_host",
     "together",
 ]

@@ -12,11 +12,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
 from jax.custom_batching import custom_vmap
 
 from jaxmem.config.names import BOUNDARY
+from jaxmem.host import away, brought
 from jaxmem.sharding import groups
-from jaxmem.stack.host import named
 from jaxmem.stack.pipeline import Pipeline, in_order, through_stages
 from jaxmem.stack.remat import Remat, policy
 from jaxmem.stack.schedule import Schedule, schedule
@@ -79,7 +80,7 @@ def apply_stack(
     weights = nnx.to_pure_dict(state)
 
     def run(weights: Any, x: Any, one: Any, beside: Any) -> tuple[Any, Any]:
-        return layer(nnx.merge(graphdef, unhooked(weights)), x, one, beside)
+        return layer(nnx.merge(graphdef, unhooked(brought(weights))), x, one, beside)
 
     if way.pipeline is not None:
         return _staged(way.pipeline, run, way.remat)(weights, x, inputs, beside)
@@ -101,27 +102,31 @@ def _in_turn(
     run: Run, weights: Any, x: Any, inputs: Any, beside: Any, layers: int, way: Way, forms: set[tuple[int, ...]]
 ) -> tuple[Any, Any]:
     """`forms`: the shapes that weights are seen in."""
-    instead, away = _instead.get(), BOUNDARY in way.host
-    # Boundaries alone go by a schedule that keeps each: it fetches the next one while a layer computes.
-    remat = "every_1" if way.remat == "full" and way.host == (BOUNDARY,) and instead is None else way.remat
+    instead, on_host, fetches = _instead.get(), BOUNDARY in way.host, bool(jax.tree.leaves(away(weights)))
+    # Boundaries alone, or weights, come by a schedule that keeps each: it fetches the next one while a layer computes.
+    ahead = way.remat == "full" and instead is None and (way.host == (BOUNDARY,) or (fetches and not way.host))
+    remat = "every_1" if ahead else way.remat
     plan = schedule(remat, layers)
     if plan is not None and instead is not None:
-        return instead(Applied(run, weights, x, inputs, beside, away, plan))
+        return instead(Applied(run, weights, x, inputs, beside, on_host, plan))
     if plan is not None:
-        return by_schedule(run, plan, on_host=away)(weights, x, inputs, beside)
-    if instead is not None and away:  # what is kept is in sight, and moved there
+        return by_schedule(run, plan, on_host=on_host)(weights, x, inputs, beside)
+    if instead is not None and on_host:  # what is kept is in sight, and moved there
         keep = policy(way.remat, forms)
     else:
-        keep, run = policy(way.remat, forms, way.host), _named(run) if away else run
+        keep, run = policy(way.remat, forms, way.host), _named(run) if on_host else run
     # Inside scan the loop already keeps XLA from merging the recomputation with the first pass.
     run = jax.checkpoint(run, policy=keep, prevent_cse=False)
     if instead is not None:
-        return instead(Applied(run, weights, x, inputs, beside, away))
+        return instead(Applied(run, weights, x, inputs, beside, on_host))
     return jax.lax.scan(lambda x, one: run(one[0], x, one[1], beside), x, (weights, inputs))
 
 
 def _named(run: Run) -> Run:
-    return lambda weights, x, one, beside: run(weights, named(x), one, beside)
+    def of_named(weights: Any, x: Any, one: Any, beside: Any) -> tuple[Any, Any]:
+        return run(weights, jax.tree.map(lambda leaf: checkpoint_name(leaf, BOUNDARY), x), one, beside)
+
+    return of_named
 
 
 def _staged(pipeline: Pipeline, run: Run, remat: Remat) -> Callable[..., tuple[Any, Any]]:

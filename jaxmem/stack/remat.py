@@ -21,7 +21,7 @@ import jax
 
 from jaxmem.config.names import BOUNDARY
 from jaxmem.errors import UserError, nearest
-from jaxmem.stack.host import HOST
+from jaxmem.host import HOST
 from jaxmem.stack.schedule import is_scheduled
 
 Policy = Callable[..., bool]
@@ -31,10 +31,10 @@ Forms = set[tuple[int, ...]]
 PRODUCT = "product"  # the checkpoint name of every product with a weight
 
 # `sharding.gather` and a pipeline's stages are made of these, each of which keeps the weight's shape; and of the last
-# ones what takes a layer's weight out of a stack.
+# ones what takes a layer's weight out of a stack, or brings it from the host.
 _FETCH = (
     "custom_vjp_call", "convert_element_type", "sharding_constraint", "name", "optimization_barrier", "dynamic_slice",
-    "squeeze",
+    "squeeze", "device_put",
 )  # fmt: skip
 
 

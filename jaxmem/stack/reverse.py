@@ -20,11 +20,11 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
+from jaxmem.host import layer_ahead, to_device, to_host
 from jaxmem.sharding import current
 from jaxmem.stack.apply import Applied
-from jaxmem.stack.host import to_device, to_host
 from jaxmem.stack.schedule import Schedule
-from jaxmem.stack.scheduled import first_pass, made_again
+from jaxmem.stack.scheduled import first_pass, layer_with, made_again, onward
 from jaxmem.weights import placed, points
 
 # (what is carried, layer, the gradient of its weights, what was made ready for it) -> what is carried
@@ -55,20 +55,22 @@ class Passed(ABC):
         is carried; `ready` is asked before a layer's gradient is made, and what it brings may come meanwhile."""
         beside = apart(self.applied.beside, self.micro)
 
-        def step(turn: jax.Array, state: tuple[Any, Any, Any]) -> tuple[Any, Any, Any]:
-            carried, g, ahead = state
+        def step(turn: jax.Array, state: tuple[Any, ...]) -> tuple[Any, ...]:
+            carried, g, ahead, coming = state
             layer = self.layers - 1 - turn
             stacked = weights(carried)
-            own, one = layer_of((stacked, self.applied.inputs), layer)
+            own, one = layer_with(stacked, layer, coming), layer_of(self.applied.inputs, layer)
+            coming = layer_ahead(stacked, layer - 1)
             kept, ahead = self._at(layer, stacked, ahead)
             brought = ready(carried, layer)
             dw, dx = self._gradients(own, apart(one, self.micro), beside, kept, g)
             # Before a visitor writes what it read: or XLA would keep, or copy, what weights were until all is done.
             layer, dw, dx, brought = jax.lax.optimization_barrier((layer, dw, dx, brought))
-            return visit(carried, layer, dw, brought), dx, ahead
+            return visit(carried, layer, dw, brought), dx, ahead, coming
 
-        begin = carried, apart(g, self.micro), self._begin()
-        carried, g, _ = jax.lax.fori_loop(0, self.layers, step, begin)
+        last = layer_ahead(weights(carried), jnp.int32(self.layers - 1))
+        begin = carried, apart(g, self.micro), self._begin(), last
+        carried, g, *_ = jax.lax.fori_loop(0, self.layers, step, begin)
         return carried, together(g, self.micro)
 
     @abstractmethod
@@ -166,11 +168,10 @@ def forward(applied: Applied, learns: Any = True, dtype: DTypeLike | None = None
 
     def layers(batch: tuple[Any, Any, Any]) -> tuple[Any, list[jax.Array]]:
         x, inputs, beside = batch
-        (y, _), kept = jax.lax.scan(step, (x, beside), (applied.weights, inputs))
+        y, _, kept = onward(step, beside, applied.weights, x, inputs)
         return y, kept
 
-    def step(carried: tuple[Any, Any], xs: tuple[Any, Any]) -> tuple[tuple[Any, Any], list[jax.Array]]:
-        (x, beside), (weights, one) = carried, xs
+    def step(beside: Any, one: Any, weights: Any, x: Any) -> tuple[Any, Any, list[jax.Array]]:
         at = points(_learning(learns, weights), dtype)
         y, derivative = jax.vjp(lambda at, x: applied.run(placed(weights, at), x, one, beside)[0], at, x)
         leaves, tree = jax.tree.flatten(derivative)
@@ -178,7 +179,7 @@ def forward(applied: Applied, learns: Any = True, dtype: DTypeLike | None = None
         given = tuple(places.get(id(leaf)) for leaf in leaves)
         form[:] = [tree, given]
         kept = [jnp.asarray(leaf) for leaf, place in zip(leaves, given, strict=True) if place is None]
-        return (y, beside), to_host(kept) if applied.on_host else kept
+        return y, beside, to_host(kept) if applied.on_host else kept
 
     batch = apart(applied.x, micro), apart(applied.inputs, micro, 1), apart(applied.beside, micro)
     y, kept = layers(batch) if micro == 1 else jax.lax.map(layers, batch)

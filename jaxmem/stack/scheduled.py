@@ -1,7 +1,8 @@
 """Back through a stack of layers by a schedule of which boundaries are kept and which are made again.
 
 The weights are indexed by layer wherever one runs, never handed to a loop in segments: those would be copies. Beside
-the slots of the schedule the backward pass holds one layer's intermediates and its gradient.
+the slots of the schedule the backward pass holds one layer's intermediates and its gradient. Of weights that lie on the
+host the next layer's are on their way while one computes.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxmem.stack.host import to_device, to_host
+from jaxmem.host import filled, here, layer_ahead, to_device, to_host
 from jaxmem.stack.schedule import Schedule
 from jaxmem.weights import Point
 
@@ -23,26 +24,41 @@ def first_pass(
     run: Run, plan: Schedule, weights: Any, x: Any, inputs: Any, beside: Any, *, on_host: bool
 ) -> tuple[Any, Any, Any]:
     """(x, stacked outputs, the boundaries in their slots)."""
-    away = to_host if on_host else lambda x: x
+    sent = to_host if on_host else lambda x: x
     every = _keeps_each(plan)
 
-    def step(carry: tuple[Any, Any], one: tuple[Any, Any, jax.Array]) -> tuple[tuple[Any, Any], Any]:
-        x, slots = carry
-        kept = away(x)
-        slots = slots if every else _put(slots, one[2], kept)
-        x, output = run(one[0], x, one[1], beside)
-        return (x, slots), (output, kept if every else None)
+    def keep(slots: Any, one: tuple[Any, Any], weights: Any, x: Any) -> tuple[Any, Any, Any]:
+        of_layer, slot = one
+        kept = sent(x)
+        slots = slots if every else _put(slots, slot, kept)
+        x, output = run(weights, x, of_layer, beside)
+        return x, slots, (output, kept if every else None)
 
     def room() -> Any:
         """Filled from x, so that the slots lie on the devices as x does; on the host one after the other, or all of
         them would be on the device first."""
         if on_host:
-            return jax.lax.scan(lambda _, __: (None, away(x)), None, length=plan.slots)[1]
+            return jax.lax.scan(lambda _, __: (None, sent(x)), None, length=plan.slots)[1]
         return jax.tree.map(lambda x: jnp.broadcast_to(x, (plan.slots, *x.shape)), x)
 
-    begin = x, None if every else room()
-    (x, slots), (outputs, kept) = jax.lax.scan(step, begin, (weights, inputs, _numbers(plan.first)))
+    x, slots, (outputs, kept) = onward(keep, None if every else room(), weights, x, (inputs, _numbers(plan.first)))
     return x, outputs, kept if every else slots
+
+
+def onward(step: Callable[..., Any], carried: Any, weights: Any, x: Any, inputs: Any) -> tuple[Any, Any, Any]:
+    """Through all layers: `step(carried, its input, its weights, x)` gives (x, what is carried, what the layer gives).
+    What lies on the host comes a layer ahead. (x, what is carried, what the layers gave)."""
+
+    def one(carry: tuple[Any, Any, Any], of_layer: tuple[Any, Any, jax.Array]) -> tuple[tuple[Any, Any, Any], Any]:
+        (x, carried, ready), (own, given, layer) = carry, of_layer
+        following = layer_ahead(weights, layer + 1)
+        x, carried, output = step(carried, given, filled(own, ready), x)
+        return (x, carried, following), output
+
+    numbers = jnp.arange(jax.tree.leaves(weights)[0].shape[0], dtype=jnp.int32)
+    begin = x, carried, layer_ahead(weights, jnp.int32(0))
+    (x, carried, _), outputs = jax.lax.scan(one, begin, (here(weights), inputs, numbers))
+    return x, carried, outputs
 
 
 def made_again(
@@ -76,7 +92,12 @@ def by_schedule(run: Run, plan: Schedule, *, on_host: bool = False) -> Callable[
 
     @jax.custom_vjp
     def apply(weights: Any, x: Any, inputs: Any, beside: Any) -> tuple[Any, Any]:
-        return jax.lax.scan(lambda x, one: run(one[0], x, one[1], beside), x, (weights, inputs))
+        def step(_: None, one: Any, weights: Any, x: Any) -> tuple[Any, None, Any]:
+            x, output = run(weights, x, one, beside)
+            return x, None, output
+
+        x, _, outputs = onward(step, None, weights, x, inputs)
+        return x, outputs
 
     def forward(weights: Any, x: Any, inputs: Any, beside: Any) -> tuple[tuple[Any, Any], tuple[Any, ...]]:
         x, outputs, slots = first_pass(run, plan, weights, x, inputs, beside, on_host=on_host)
@@ -86,20 +107,21 @@ def by_schedule(run: Run, plan: Schedule, *, on_host: bool = False) -> Callable[
         weights, slots, inputs, beside = kept
 
         def step(carry: tuple[Any, ...], one: tuple[Any, ...]) -> tuple[tuple[Any, ...], tuple[Any, Any]]:
-            slots, ahead, g, of_beside = carry
+            slots, ahead, ready, g, of_beside = carry
             layer, at, begin, end, of_output = one
             slots = made_again(run, plan, weights, slots, inputs, beside, (begin, end), on_host=on_host)
             x = ahead if every else back(_at(slots, at))
             ahead = back(_at(slots, jnp.maximum(at - 1, 0))) if every else None  # on its way while this layer computes
-            through = _differentiated(run, _at(weights, layer), x, _at(inputs, layer), beside)
+            following = layer_ahead(weights, layer - 1)
+            through = _differentiated(run, layer_with(weights, layer, ready), x, _at(inputs, layer), beside)
             of_weights, g, of_input, more = through(g, of_output)
-            return (slots, ahead, g, jax.tree.map(jnp.add, of_beside, more)), (of_weights, of_input)
+            return (slots, ahead, following, g, jax.tree.map(jnp.add, of_beside, more)), (of_weights, of_input)
 
         nothing = jax.tree.map(jnp.zeros_like, real(beside))
         each = (jnp.arange(len(plan.at), dtype=jnp.int32), *map(_numbers, (plan.at, plan.begin, plan.end)))
         ahead = back(_at(slots, jnp.int32(plan.at[-1]))) if every else None
-        carry = (slots, ahead, wanted[0], nothing)
-        (_, _, g, of_beside), (of_weights, of_inputs) = jax.lax.scan(step, carry, (*each, wanted[1]), reverse=True)
+        carry = (slots, ahead, layer_ahead(weights, jnp.int32(len(plan.at) - 1)), wanted[0], nothing)
+        (*_, g, of_beside), (of_weights, of_inputs) = jax.lax.scan(step, carry, (*each, wanted[1]), reverse=True)
         return of_weights, g, of_inputs, of_beside
 
     apply.defvjp(forward, backward)
@@ -143,6 +165,11 @@ def merged(tree: Any, numbers: Any) -> Any:
 
 def _is_point(x: Any) -> bool:
     return isinstance(x, Point)
+
+
+def layer_with(stacked: Any, layer: jax.Array, ready: Any) -> Any:
+    """One layer's weights, of which some have been brought."""
+    return filled(_at(here(stacked), layer), ready)
 
 
 def _numbers(values: tuple[int, ...]) -> jax.Array:

@@ -155,6 +155,11 @@ def lines(base: dict, *overrides: str) -> list[str]:
         ),
         (
             TEXT,
+            ["memory.offload=frozen"],
+            "memory.offload: frozen would move nothing: all weights learn; use none, optimizer or an adapter.kind",
+        ),
+        (
+            TEXT,
             ["memory.offload=[optimizer]", "mesh.stage=2"],
             "mesh.stage: stages update their layers at the same time, memory.offload: optimizer one by one; use 1",
         ),

@@ -11,7 +11,7 @@ from jaxmem.leaves import state_axes
 from jaxmem.optim.chains import NAMED
 from jaxmem.optim.parts import Part, select
 from jaxmem.optim.promotion import chained
-from jaxmem.precision import at_rest
+from jaxmem.precision import Rest, at_rest
 from jaxmem.program.in_slices import Table
 from tests.optim.conftest import normal, same
 
@@ -27,7 +27,7 @@ def built(name, own, precision):
         return optim.with_remainder(tx, 8, axes) if precision.master == "remainder8" else tx
 
     params = {"head": normal(64, 512), "rows": normal(512, 64, seed=1)}
-    params = jax.tree.map(lambda w, axes: at_rest(w, axes, precision), params, AXES)
+    params = jax.tree.map(lambda w, axes: at_rest(w, axes, Rest(precision)), params, AXES)
     return optimizer_for, params, optimizer_for(AXES).init(params)
 
 
