@@ -55,7 +55,7 @@ def onward(step: Callable[..., Any], carried: Any, weights: Any, x: Any, inputs:
         x, carried, output = step(carried, given, filled(own, ready), x)
         return (x, carried, following), output
 
-    numbers = jnp.arange(jax.tree.leaves(weights)[0].shape[0], dtype=jnp.int32)
+    numbers = jnp.arange(jax.tree.leaves((weights, inputs))[0].shape[0], dtype=jnp.int32)
     begin = x, carried, layer_ahead(weights, jnp.int32(0))
     (x, carried, _), outputs = jax.lax.scan(one, begin, (here(weights), inputs, numbers))
     return x, carried, outputs
