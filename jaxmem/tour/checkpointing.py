@@ -215,5 +215,5 @@ STOP = Stop(
     by_policy,
     uses="devices",
     config=["memory.remat=sqrt", "memory.offload=activations"],
-    read=["jaxmem/stack/schedule.py", "jaxmem/stack/scheduled.py", "jaxmem/stack/host.py"],
+    read=["jaxmem/stack/schedule.py", "jaxmem/stack/scheduled.py", "jaxmem/host.py"],
 )
