@@ -5,6 +5,7 @@ from __future__ import annotations
 from jaxmem.errors import UserError, nearest
 from jaxmem.tour import (
     adapters,
+    attention,
     checkpointing,
     finetune,
     gpu,
@@ -28,6 +29,7 @@ ORDER = (
     quantization,
     qlora,
     checkpointing,
+    attention,
     stack,
     finetune,
 )
