@@ -61,7 +61,7 @@ def estimate(cfg: Config, platform: str, gpu: Gpu | None = None, per_host: int =
     sizes, held = _Sizes(cfg, platform), Held(cfg)
     one_pass = held("gradients", state.trained)
     during, several = cfg.memory.update == "during", cfg.batch.accumulate > 1
-    summed = held("optimizer", state.trained, 4) if several and not during else 0  # in float32
+    summed = held("gradients", state.trained, 4) if several and not during else 0  # in float32
     # Weights that the backward pass changes lie as they are gathered best; others are turned a layer at a time.
     copies = held("weights", filter(held.is_turned, state.params)) if during else 0
     kinds = sizes.fullest(passes.saved) | {"weights: copies": copies}
@@ -145,7 +145,10 @@ class _Sizes:
             self.chunk = loss_chunk(cfg, platform) or 0
             self.is_whole = self.chunk == held_vocabulary(cfg)
             # Where the features' gradient and the head's both travel, XLA makes the head's after the layers' gradients.
-            self.head_waits = self.chunk < model.vocab and cfg.zero >= 2 and mesh.fsdp * mesh.context > 1
+            # So it does where state comes from the host, in a step of one micro-batch: seen where fsdp splits it.
+            travels = cfg.zero >= 2 and mesh.fsdp * mesh.context > 1
+            fetched = rests_on_host(cfg.memory.offload, "optimizer") and cfg.batch.accumulate == 1 and mesh.fsdp > 1
+            self.head_waits = travels and (self.chunk < model.vocab or fetched)
             self.logits = tokens / (tensor // vocab) * self.chunk * width
             self.head = model.embed * self.chunk * width
             attention = (2 * model.heads + 2 * model.kv_heads) * model.head_dim

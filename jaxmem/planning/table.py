@@ -17,6 +17,7 @@ from jaxmem.planning.text import count, duration, readable
 NAMES = {"parameters": "weights"}
 NARROW = 66  # columns; below, some have no place
 MANY = 0.02  # of the total: a kind that is named for itself
+LARGEST = 2  # that are said to dominate
 
 
 class Targets:
@@ -55,6 +56,7 @@ class Report:
         plan = self.plan
         yield Text(f"{plan.program.cfg.name}: {plan.program.parameters:,} parameters on {_devices(plan)}", style="bold")
         yield self._memory(wide=options.max_width >= NARROW)
+        yield Text(f"most of it: {', '.join(self._largest())}")
         if isinstance(kept := plan.program.cfg.memory.remat, Save):
             yield Text(f"kept of each layer: its input, {', '.join(kept.save)}")
         yield from self._verdict()
@@ -71,7 +73,7 @@ class Report:
         plan = self.plan
         total, devices = plan.bytes_per_device["total"], plan.target.count
         table = Table(title="Memory of one device", title_justify="left")
-        table.add_column("")
+        table.add_column("", overflow="fold")
         table.add_column("compiled", justify="right", no_wrap=True)
         if wide:
             table.add_column("predicted", justify="right", no_wrap=True)
@@ -94,6 +96,14 @@ class Report:
         table.add_section()
         row("total", total, plan.predicted["total"])
         return table
+
+    def _largest(self) -> Iterator[str]:
+        """What dominates: of a part that consists of several kinds, its kinds."""
+        plan, whole = self.plan, self.plan.bytes_per_device["total"]
+        sizes = {NAMES.get(part, part): plan.bytes_per_device[part] for part in PARTS if part != "activations"}
+        sizes |= plan.kinds.get("activations", {})
+        for name, size in sorted(sizes.items(), key=lambda kind: -kind[1])[:LARGEST]:
+            yield f"{name} {size / whole:.0%}"
 
     def _verdict(self) -> Iterator[Text]:
         plan = self.plan

@@ -17,9 +17,11 @@ def readable(size: float) -> str:
 
 def duration(seconds: float) -> str:
     """
-    >>> duration(0.0123), duration(2.5)
-    ('12 ms', '2.5 s')
+    >>> duration(0.0123), duration(2.5), duration(43e-6)
+    ('12 ms', '2.5 s', '43 us')
     """
+    if seconds < 1e-3:
+        return f"{seconds * 1e6:.0f} us"
     return f"{seconds * 1e3:.0f} ms" if seconds < 1 else f"{seconds:.1f} s"
 
 

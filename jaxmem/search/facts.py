@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -17,6 +16,7 @@ from jaxmem.planning.predict import held
 from jaxmem.planning.targets import target_devices, usable
 from jaxmem.planning.timeline import timeline
 from jaxmem.program import Program, program
+from jaxmem.search import kept
 
 
 @dataclass(frozen=True)
@@ -58,16 +58,16 @@ def facts_of(plan: Plan) -> Facts:
     )
 
 
-def other_phases(cfg: Config, target: Target, reserve_gib: float | None, known: dict[str, int]) -> dict[str, int]:
-    """Bytes of the phases beside the step. Configs share many of these programs: `known` is total by content."""
+def other_phases(cfg: Config, target: Target, reserve_gib: float | None = None) -> dict[str, int]:
+    """Bytes of the phases beside the step. Configs share many of these programs, so each is kept by its content."""
     built = built_for(cfg, target, reserve_gib)
     found = {}
     for phase, lower in built.lower_others().items():
         one = lower()
-        text = hashlib.sha256(one.as_text().encode()).hexdigest()
-        if text not in known:
-            known[text] = sized(one, here=target.is_here)
-        found[phase] = known[text]
+        name = kept.name_of_program(one.as_text(), target, reserve_gib)
+        known = kept.read(name) or {"total": sized(one, here=target.is_here)}
+        kept.write(name, known)
+        found[phase] = known["total"]
     if "evaluate" in found:
         found["evaluate"] += held(built.state.opt_state) - held(built.waiting)
     return found

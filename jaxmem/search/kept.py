@@ -13,6 +13,7 @@ import importlib.metadata
 import importlib.util
 import json
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -30,15 +31,20 @@ def directory() -> Path:
 
 def name_of(question: str, cfg: Config, target: Target, reserve_gib: float | None) -> str:
     """The same for everything that would be answered alike."""
-    gpu = target.gpu  # of a CPU no memory is compiled for
-    about = {
-        "question": question,
-        "config": cfg.model_dump(mode="json", exclude=_ELSEWHERE),
-        "target": [repr(gpu), target.count, target.per_host, target.memory if gpu else 0, reserve_gib],
-        "versions": [importlib.metadata.version(package) for package in ("jax", "jaxlib", "flax", "optax")],
-        "sources": _sources(),
-    }
-    return hashlib.sha256(json.dumps(about, sort_keys=True).encode()).hexdigest()
+    return _digest(
+        {
+            "question": question,
+            "config": cfg.model_dump(mode="json", exclude=_ELSEWHERE),
+            "target": _place(target, reserve_gib),
+            "versions": _versions(),
+            "sources": _sources(),
+        }
+    )
+
+
+def name_of_program(text: str, target: Target, reserve_gib: float | None) -> str:
+    """Of what a program is compiled to. Many configs have the same initialiser."""
+    return _digest({"program": text, "target": _place(target, reserve_gib), "versions": _versions()})
 
 
 def read(name: str) -> dict[str, Any] | None:
@@ -58,6 +64,19 @@ def write(name: str, answer: dict[str, Any]) -> None:
     except OSError:  # a disk that is full or read-only: the next search compiles again
         with contextlib.suppress(OSError):
             partial.unlink(missing_ok=True)
+
+
+def _digest(about: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(about, sort_keys=True).encode()).hexdigest()
+
+
+def _place(target: Target, reserve_gib: float | None) -> list[Any]:
+    gpu = target.gpu  # of a CPU no memory is compiled for
+    return [repr(gpu), target.count, target.per_host, target.memory if gpu else 0, reserve_gib]
+
+
+def _versions() -> list[str]:
+    return [importlib.metadata.version(package) for package in ("jax", "jaxlib", "flax", "optax")]
 
 
 @functools.cache

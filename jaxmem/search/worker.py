@@ -31,7 +31,6 @@ def main(arguments: list[str]) -> None:
 
 def serve(questions: Iterable[str], answers: TextIO, target: Target, reserve_gib: float | None = None) -> None:
     """Of a config that has no program, also where it is XLA that fails, the answer is why."""
-    known: dict[str, int] = {}
     for line in questions:
         asked = json.loads(line)
         cfg = Config.model_validate_json(json.dumps(asked["config"]))
@@ -43,7 +42,7 @@ def serve(questions: Iterable[str], answers: TextIO, target: Target, reserve_gib
                 elif asked["question"] == "plan":
                     answer = facts.whole_plan(cfg, target)
                 else:
-                    answer = facts.other_phases(cfg, target, reserve_gib, known)
+                    answer = facts.other_phases(cfg, target, reserve_gib)
         except UserError as error:
             answer = {"refused": str(error).splitlines()[0]}
         answers.write(json.dumps(answer) + "\n")

@@ -86,6 +86,14 @@ def test_totals_are_near_what_is_compiled(count: int, sections: dict) -> None:
     assert expected.host - held(built.state) == pytest.approx(step.host_total, rel=0.01, abs=8)
 
 
+@pytest.mark.parametrize(("zero", "split"), [(1, 1), (3, 4)])
+def test_sums_of_gradients_lie_as_gradients_do(zero: int, split: int) -> None:
+    """Up to zero 1 each group of rows has its own, whole, beside those of one micro-batch."""
+    built = program(config(mesh={"fsdp": 4}, zero=zero, batch={"global_size": 32, "accumulate": 4}), jax.devices()[:4])
+    expected = 2 * 4 * built.parameters / split
+    assert estimate(built.cfg, "cpu").parts["gradients"] == pytest.approx(expected, rel=0.03)
+
+
 @pytest.mark.parametrize("remat", ["none", "full"])
 def test_the_traced_products_are_those_that_run(remat: str) -> None:
     """A whole step's arithmetic from the trace of one row."""

@@ -27,6 +27,7 @@ def test_it_is_no_wider_than_the_terminal(width: int, cpu_plan: Plan) -> None:
         "B/param",
         "other phases: initialise",
         "fits in",
+        "most of it: ",
         "ideal",
     ):
         assert word in text

@@ -37,6 +37,8 @@ def test_names_are_by_content() -> None:
         kept.name_of("step", cfg, dataclasses.replace(parse_target("h100-80gb:2"), per_host=1), None),
     ]
     assert len({name, *others}) == 1 + len(others)
+    programs = {kept.name_of_program(text, TWO, reserve) for text in ("a", "b") for reserve in (None, 3.0)}
+    assert len(programs) == 4
 
 
 def test_sources_are_part_of_a_name(monkeypatch: pytest.MonkeyPatch) -> None:
