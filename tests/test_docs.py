@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import re
 import shlex
 from pathlib import Path
@@ -90,3 +91,11 @@ def test_links_lead(page: Path) -> None:
     for link in re.findall(r"\]\(([^)#\s]+)[^)]*\)", page.read_text(encoding="utf-8")):
         if "://" not in link:
             assert (page.parent / link).exists(), link
+
+
+def test_the_reference_is_of_these_docstrings() -> None:
+    """Otherwise: python scripts/api.py."""
+    spec = importlib.util.spec_from_file_location("api", ROOT / "scripts/api.py")
+    api = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(api)
+    assert api.FILE.read_text(encoding="utf-8") == api.reference()
