@@ -33,7 +33,7 @@ NETWORKS: Mapping[str, dict[str, Any]] = {
     "vit": {
         **DIGITS,
         "objective": "classify",
-        "model": {"family": "vit", "patch": 2, "layers": 2, "embed": 64, "mlp": 128, "heads": 4},
+        "model": {"family": "vit", "patch": 4, "layers": 2, "embed": 64, "mlp": 128, "heads": 4},
         "train": {"steps": 200},
     },
     "decoder": {

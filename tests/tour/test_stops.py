@@ -42,7 +42,7 @@ def test_where_an_idea_is_turned_on_and_read(topic: str) -> None:
         assert value
         with pytest.raises(UserError) as refused:  # the key is one: only its value is not
             load_config(ROOT / "configs/demo.yaml", [f"{key}={{nonsense: [1]}}"])
-        assert "unknown key" not in str(refused.value)
+        assert f"{key}: unknown key" not in str(refused.value)
     assert one.read
     for file in one.read:
         assert (ROOT / file).is_file()

@@ -10,7 +10,7 @@ import pytest
 from jaxmem.config import load_config
 from jaxmem.training.run import run
 
-VIT = {"family": "vit", "patch": 2, "layers": 2, "embed": 64, "mlp": 128, "heads": 4}
+VIT = {"family": "vit", "patch": 4, "layers": 1, "embed": 64, "mlp": 128, "heads": 4}
 CONVNET = {"family": "convnet", "stages": [16, 32], "blocks": 1}
 MLP = {"family": "mlp", "layers": 2, "embed": 64, "mlp": 128}
 
@@ -41,7 +41,7 @@ def learn(tmp_path):
 @pytest.mark.parametrize(
     ("model", "steps", "learning_rate", "accuracy"),
     [
-        (VIT, 300, 1e-2, 0.96),  # 0.973 to 0.989
+        (VIT, 200, 1e-2, 0.96),  # 0.973 to 0.987
         (CONVNET, 100, 5e-3, 0.97),  # 0.984 to 0.992
         (MLP, 200, 5e-3, 0.97),  # 0.989 to 0.997
         (MLP | {"inputs": "embedding"}, 200, 1e-2, 0.95),  # 0.968 to 0.976
