@@ -1,6 +1,7 @@
 """Losses that stay what they are: of a few updates of small models, recorded with the tests.
 
     python scripts/golden.py             # how far this jax, on this machine, is from what is recorded
+    python scripts/golden.py --ways      # and the decoder in all ways that change memory and time and no number
     python scripts/golden.py --record    # in place of what is recorded
 
 Every version of jax that jaxmem runs on must give them to rounding (TOLERANCE). Where they change:
@@ -25,6 +26,7 @@ import jax
 import numpy as np
 
 from jaxmem.config import Config, load_config
+from jaxmem.devices import simulate
 from jaxmem.program import Program, program
 
 FILE = Path(__file__).parents[1] / "tests/program/data/golden.json"
@@ -52,12 +54,35 @@ MODELS: dict[str, dict[str, Any]] = {
 }
 
 
+# What changes memory and time, and no number: (sections, devices).
+WAYS: dict[str, tuple[dict[str, Any], int]] = {
+    "mesh": ({"mesh": {"fsdp": 4, "tensor": 2}}, 8),
+    "groups": ({"mesh": {"replica": 2, "fsdp": 2, "context": 2}, "zero": 1}, 8),
+    "stages": ({"mesh": {"stage": 2, "fsdp": 2}, "batch": {"global_size": 8, "accumulate": 2}}, 4),
+    "micro-batches": ({"batch": {"global_size": 8, "accumulate": 4}, "mesh": {"fsdp": 2}}, 2),
+    "recomputed": ({"memory": {"remat": "full"}}, 1),
+    "by a schedule": ({"memory": {"remat": "sqrt"}}, 1),
+    "in chunks": ({"memory": {"loss_chunk": 50, "mlp_chunk": 5, "head_groups": 2}}, 1),
+    "attention by blocks": ({"memory": {"attention": "blockwise"}}, 1),
+    "kept in host memory": ({"memory": {"remat": "full", "offload": ["activations", "optimizer"]}}, 1),
+    "update during": ({"memory": {"update": "during"}, "optimizer": {"clip": None}}, 1),
+    "all together": (
+        {
+            "mesh": {"fsdp": 2, "tensor": 2},
+            "batch": {"global_size": 8, "accumulate": 2},
+            "memory": {"remat": "full", "loss_chunk": 50, "mlp_chunk": 5, "head_groups": 2, "offload": "optimizer"},
+        },
+        4,
+    ),
+}
+
+
 def config(name: str, **sections: Any) -> Config:
     given = MODELS[name]
     data = {"sequence_length": 24, **given.get("data", {})}
     # With the usual epsilon of 1e-8 Adam's update of a gradient near zero is its sign, which rounding decides.
     optimizer = {"learning_rate": 1e-2, "warmup": 2, **({"epsilon": 1e-3} if "adamw" in name else {})}
-    optimizer |= given.get("optimizer", {})
+    optimizer |= given.get("optimizer", {}) | sections.pop("optimizer", {})
     base = {"name": "golden", "batch": {"global_size": 8}, "train": {"steps": 10}}
     return load_config({**base, **given, "data": data, "optimizer": optimizer, **sections})
 
@@ -102,13 +127,28 @@ def off(mine: list[float], theirs: list[float]) -> float:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--record", action="store_true", help="in place of what is recorded")
+    parser.add_argument("--ways", action="store_true", help="the decoder in all ways, on 8 simulated devices")
     args = parser.parse_args()
+    if args.ways:
+        simulate(8)
     found = {name: losses(config(name)) for name in MODELS}
     if args.record:
         FILE.write_text(json.dumps(found, indent=1) + "\n")
     far = {name: off(found[name], theirs) for name, theirs in recorded().items()}
     for name, difference in far.items():
         print(f"{name:20} {found[name][-1]:.6f} after {UPDATES} updates, off by {difference:.1e}")
+    base = "decoder, adamw"
+    for way, (sections, devices) in WAYS.items() if args.ways else ():
+        plain = {key: sections[key] for key in ("optimizer",) if key in sections}
+        cfg = config(base, **sections)
+        once = losses(cfg, devices)
+        far[way] = off(once, losses(config(base, **plain)) if plain else found[base])
+        same = losses(cfg, devices) == once
+        print(
+            f"{way:20} off by {far[way]:.1e}, {'the same bits' if same else 'OTHER BITS'} when it runs again",
+            flush=True,
+        )
+        far[way] = far[way] if same else 1.0
     return int(max(far.values()) > TOLERANCE)
 
 

@@ -13,12 +13,6 @@ from jaxmem.program import program
 from tests.program.conftest import Trained, batch_for, config
 
 
-def test_two_runs_are_bitwise_equal():
-    one, two = (Trained(config(mesh={"fsdp": 4, "tensor": 2}), 8) for _ in range(2))
-    assert one.metrics == two.metrics
-    jax.tree.map(np.testing.assert_array_equal, one.params, two.params)
-
-
 def test_the_seed_matters():
     one, two = Trained(config(), updates=0), Trained(config(seed=1), updates=0)
     assert not np.array_equal(one.params["embedding"]["weight"], two.params["embedding"]["weight"])

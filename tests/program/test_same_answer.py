@@ -1,0 +1,24 @@
+"""One model, one answer: the same bits when it runs again, the same to rounding however it is split, cut or kept.
+
+All ways one by one, on every version of jax: scripts/golden.py --ways.
+"""
+
+import pytest
+
+from scripts.golden import TOLERANCE, WAYS, config, losses, off, recorded
+
+
+def test_losses_are_those_that_were_recorded():
+    """By any jax: scripts/golden.py says what to do where they are not."""
+    name = "decoder, adamw8bit"
+    assert off(losses(config(name)), recorded()[name]) < TOLERANCE
+
+
+@pytest.mark.parametrize("way", ["kept in host memory", "all together"])
+def test_however_it_is_trained(way):
+    """Against what one device was recorded to come to, with nothing saved."""
+    sections, devices = WAYS[way]
+    cfg = config("decoder, adamw", **sections)
+    once = losses(cfg, devices)
+    assert off(once, recorded()["decoder, adamw"]) < TOLERANCE
+    assert losses(cfg, devices) == once  # to the bit
