@@ -27,6 +27,7 @@ from jaxmem.hf.names import Path as Path_
 from jaxmem.hf.names import Weight, weights
 from jaxmem.hf.tensors import DTYPES as NUMPY
 from jaxmem.hf.tensors import SHARD, Given, write_tensors
+from jaxmem.host import brought
 from jaxmem.quant import QTensor
 from jaxmem.weights import is_quantized
 from jaxmem.whole import written_whole
@@ -113,6 +114,7 @@ def _there(stacked: bool, transposed: bool, dtype: str, scale: float) -> Any:
     def turned(x: jax.Array | QTensor, own: dict[str, jax.Array] | None, place: jax.Array) -> jax.Array:
         if stacked:
             x, own = jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, place, keepdims=False), (x, own))
+        x = brought(x)
         one = x.dequantize(jnp.float32) if isinstance(x, QTensor) else x
         one = one if own is None else merged(one, own, scale)
         return (one.T if transposed else one).astype(dtype)

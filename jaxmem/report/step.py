@@ -114,7 +114,8 @@ def _buffers(buffers: Iterable[Json]) -> str:
     rows = []
     for one in buffers:
         band = one["band"]
-        kind = band if one["kind"] == "argument" or one["kind"] == band else f"{band}: {one['kind']}"
+        kind = one["kind"].removeprefix("weights: ")  # which the band says
+        kind = band if kind == "argument" or band.endswith(kind) else f"{band}: {kind}"
         beside = ", ".join(filter(None, (one["inside"].replace(" > ", " › "), one["layers"])))
         rows.append(
             f'<tr><td><i class="swatch" style="background:{COLOURS[band]}"></i></td>'

@@ -57,9 +57,12 @@ def logits_of(built, params, rows):
     return jax.jit(lambda params: nnx.merge(built.graphdef, params)(jnp.asarray(rows, jnp.int32)))(params)
 
 
-@pytest.mark.parametrize("case", ["lora", "dora"])
-def test_logits_are_those_of_peft_merged_too(case, place, peft, tmp_path):
-    built, params = open_model(place / "base", [f"adapter.hf={place / case}"])
+@pytest.mark.parametrize(("case", "offload"), [("lora", "none"), ("dora", "frozen")])
+def test_logits_are_those_of_peft_merged_too(case, offload, place, peft, tmp_path):
+    """Also where what does not learn was read to host memory."""
+    built, params = open_model(place / "base", [f"adapter.hf={place / case}", f"memory.offload={offload}"])
+    away = [x.sharding.memory_kind == "pinned_host" for x in jax.tree.leaves(params)]
+    assert sum(away) == (2 + 7 if offload == "frozen" else 0)  # tables, and a layer's matrices
     np.testing.assert_allclose(logits_of(built, params, peft.ROWS), PEERS[f"{case}.logits"], atol=1e-4)
 
     hf.save_adapter(params, built.cfg.adapter, tmp_path / "out", layers=2, base=str(place / "base"))
