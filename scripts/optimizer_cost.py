@@ -1,7 +1,7 @@
 """What optimizers add to a step, counted in its compiled module: operations, bytes moved, and seconds by the target's
 rates. The table of docs/optimizers.md; no GPU needed.
 
-    python scripts/optimizer_cost.py [OPTIMIZER ...]        # some minutes
+    python scripts/optimizer_cost.py [NAME ...]        # some minutes; names as in the table
 
 The step is that of Llama 2 7B in bfloat16 with stochastic rounding, in sequences of 2,048 tokens. A projection's
 search for a new basis counts as often as it happens in the mean.
@@ -32,13 +32,14 @@ BASE = "adamw"
 OPTIMIZERS = {
     BASE: "",
     "adamw8bit": "",
+    "adamw8bit, kernel: pallas": "optimizer.kernel=pallas",
     "adamw4bit": "",
     "galore_adamw": f"optimizer.rank={RANK}",
     "galore_adamw8bit": f"optimizer.rank={RANK}",
     "qgalore": f"optimizer.rank={RANK}",
     "apollo": "optimizer.rank=256",
     "apollo_mini": "",
-}
+}  # the name before a comma is the optimizer's
 CONFIG = {
     "name": "cost",
     "model": {"preset": "llama2-7b"},
@@ -66,7 +67,8 @@ def main(optimizers: list[str]) -> None:
 
 def counted(optimizer: str, batch: int) -> Timeline:
     target = parse_target(TARGET)
-    overrides = [f"optimizer.name={optimizer}", f"batch.global_size={batch}", *OPTIMIZERS[optimizer].split()]
+    name, *_ = optimizer.split(",")
+    overrides = [f"optimizer.name={name}", f"batch.global_size={batch}", *OPTIMIZERS[optimizer].split()]
     built = program(load_config(CONFIG, overrides), target_devices(target, 1000 * target.memory))
     step, _ = compile_all(built.lower_step(), {}, here=False, code=False)
     return Plan(built, target, step, 0.0).timeline

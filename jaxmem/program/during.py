@@ -87,9 +87,9 @@ class During:
                     whole = select(weights, part.axes, is_leaf=is_axes)
                     # Counts of updates are those before this one.
                     kept = layer_at(state, part.state_axes, layer, old) if brought is None else brought[place]
-                    new, kept = part.update(
-                        own, kept, layer_of(whole, layer), draws, layer=layer, layers=layers, norm=norm
-                    )
+                    # Read once: of two who read a layer one may come after it is written, and XLA would copy the stack.
+                    mine = jax.lax.optimization_barrier(layer_of(whole, layer))
+                    new, kept = part.update(own, kept, mine, draws, layer=layer, layers=layers, norm=norm)
                     weights = put(weights, with_layer(whole, axes_at_rest(part.axes, whole), "weights", layer, new))
                     if brought is None:
                         done = [*done, with_layer(state, part.state_axes, "optimizer", layer, kept)]

@@ -27,34 +27,27 @@ def test_every_optimizer_of_a_config_is_a_chain():
         NAMED[name](0.1, axes=AXES, **own).init(stack())
 
 
-@pytest.mark.parametrize("name", sorted(set(NAMED) - DRAWS))
-def test_a_stack_is_so_many_matrices(name):
-    params = stack()
-    grads = gradients(params, 3)
-    said, _ = updates(NAMED[name](0.1, axes=AXES), params, grads)
-    for layer in range(3):
-        one = lambda tree, layer=layer: jax.tree.map(lambda x: x[layer], tree)  # noqa: E731
-        alone = {path: axes[1:] for path, axes in AXES.items()}
-        expected, _ = updates(NAMED[name](0.1, axes=alone), one(params), [one(g) for g in grads])
-        same([one(u) for u in said], expected)
-
-
 @pytest.mark.parametrize("name", sorted(NAMED))
-def test_one_layer_at_a_time_is_the_same(name):
-    """Update after update, also in when each layer's projection is found anew."""
+def test_a_stack_is_so_many_matrices(name):
+    """Update after update, also in when each layer's projection is found anew; one layer at a time is the same."""
     params = stack()
     grads = gradients(params, 2)
-    tx = NAMED[name](0.1, axes=AXES, **{"refresh_every": 2} if "refresh_every" in OPTIMIZERS[name] else {})
+    own = {"refresh_every": 2} if "refresh_every" in OPTIMIZERS[name] else {}
+    tx = NAMED[name](0.1, axes=AXES, **own)
     all_at_once, _ = updates(tx, params, grads)
     begun = jax.jit(tx.init)(params)
     update = jax.jit(lambda g, s, w, i: tx.update(g, s, w, layer=i, layers=3))
-    stacked = lambda x: x.ndim > 0  # noqa: E731
+    matrix = NAMED[name](0.1, axes={path: axes[1:] for path, axes in AXES.items()}, **own)
+    alone = jax.jit(matrix.update)
     for layer in range(3):
-        one = lambda tree, layer=layer: jax.tree.map(lambda x: x[layer] if stacked(x) else x, tree)  # noqa: E731
-        state = one(begun)
+        one = lambda tree, layer=layer: jax.tree.map(lambda x: x[layer] if x.ndim else x, tree)  # noqa: E731
+        state = single = one(begun)
         for g, expected in zip(grads, all_at_once, strict=True):
             said, state = update(one(g), state, one(params), jnp.asarray(layer))
             same(said, one(expected))
+            if name not in DRAWS:
+                said, single = alone(one(g), single, one(params))
+                same(said, one(expected))
 
 
 @pytest.mark.parametrize("name", sorted(NAMED))
@@ -79,10 +72,11 @@ def test_the_dtype_of_a_gradient_is_that_of_its_update():
     assert state.leaves["w"]["m"].value.dtype == jnp.float32
 
 
-def test_a_step_holds_one_layer_beside_the_state():
+@pytest.mark.parametrize("name", ["muon", "galore_adamw8bit", "qgalore", "apollo", "adafactor", "adam_mini"])
+def test_an_update_holds_one_layer_beside_the_state(name):
     """Compiled bytes: state and gradients are written in place."""
     params = {"w": jax.ShapeDtypeStruct((32, 64, 128), jnp.float32)}
-    tx = optim.scale_by_muon(axes={"w": ("layer", "embed", "mlp")})
+    tx = NAMED[name](0.1, axes={"w": ("layer", "embed", "mlp")})
     state = jax.eval_shape(tx.init, params)
     compiled = jax.jit(tx.update, donate_argnums=(0, 1)).lower(params, state, params).compile()
     assert compiled.memory_analysis().temp_size_in_bytes < 8 * 64 * 128 * 4

@@ -3,24 +3,45 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
 
+from jaxmem import optim
 from jaxmem.checkpoint import Checkpoints
 from jaxmem.leaves import state_axes
 from jaxmem.optim.chains import NAMED
-from jaxmem.sharding import is_axes, layout_for
-from tests.optim.conftest import gradients
+from jaxmem.quant import quantize
+from jaxmem.sharding import axes_at_rest, is_axes, layout_for
 from tests.optim.test_layouts import AXES, MESHES, weights
 from tests.program.conftest import config
 
+NAMES = [
+    "lion8bit", "momentum8bit", "adamw4bit", "galore_adamw8bit", "qgalore", "apollo_mini", "adafactor", "adam_mini"
+]  # fmt: skip
+FORMS = [("nf4", True), ("int3", False), ("uint4", False), ("fp8_e4m3", False)]
 
-@pytest.mark.parametrize("name", ["adamw8bit", "adamw4bit", "qgalore", "apollo_mini", "adafactor"])
-def test_a_state_moves_between_meshes(name, tmp_path):
-    params, tx = weights(), NAMED[name](1e-2, axes=AXES)
-    (g,) = gradients(params, 1)
-    _, state = jax.jit(tx.update)(g, jax.jit(tx.init)(params), params)
-    shapes = jax.eval_shape(tx.init, params)
-    axes = state_axes(shapes, params, AXES)
+
+def shapes_and_axes():
+    """Of all optimizers' states at once, of bits that complete weights, and of weights in codes."""
+    params = jax.eval_shape(weights)
+    txs = {name: NAMED[name](1e-2, axes=AXES) for name in NAMES}
+    txs |= {f"remainder{bits}": optim.with_remainder(optim.adamw8bit(1e-2, axes=AXES), bits, AXES) for bits in (8, 16)}
+    states = {name: jax.eval_shape(tx.init, params) for name, tx in txs.items()}
+    axes = {name: state_axes(state, params, AXES) for name, state in states.items()}
+    # Blocks of 24 along a dimension of which the one mesh has parts of 16, the other parts of 8.
+    coded = {
+        form: jax.eval_shape(lambda w, f=form, d=double: quantize(w, f, 24, axis=-2, double=d), params["up"])
+        for form, double in FORMS
+    }
+    return {**states, "coded": coded}, {**axes, "coded": axes_at_rest(dict.fromkeys(coded, AXES["up"]), coded)}
+
+
+def test_states_and_weights_move_between_meshes(tmp_path):
+    shapes, axes = shapes_and_axes()
+    draw = np.random.default_rng(0)
+
+    def drawn(x):
+        integers = jnp.issubdtype(x.dtype, jnp.integer)
+        values = draw.integers(0, 127, x.shape) if integers else draw.normal(size=x.shape)
+        return np.asarray(values).astype(x.dtype)
 
     def on(mesh, zero):
         layout = layout_for(config(mesh=mesh, zero=zero), jax.devices())
@@ -31,10 +52,12 @@ def test_a_state_moves_between_meshes(name, tmp_path):
         return jax.tree.map(place, axes, shapes, is_leaf=is_axes)
 
     first, second = on(*MESHES["both"]), on(*MESHES["fsdp"])
+    state = jax.tree.map(drawn, shapes)
     placed = jax.device_put(state, jax.tree.map(lambda x: x.sharding, first))
     with Checkpoints(tmp_path) as checkpoints:
         checkpoints.save(1, placed, {}, {}, force=True)
         found, _, _ = checkpoints.restore(1, second)
+    assert len(jax.tree.leaves(state)) > 100
     for saved, restored, asked in zip(*map(jax.tree.leaves, (state, found, second)), strict=True):
         assert restored.sharding.is_equivalent_to(asked.sharding, restored.ndim)
-        np.testing.assert_array_equal(np.asarray(jnp.asarray(saved)), np.asarray(restored))
+        np.testing.assert_array_equal(saved, np.asarray(restored))
