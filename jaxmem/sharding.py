@@ -283,6 +283,21 @@ def constrain(x: jax.Array, *axes: str | None, role: Role = "activations") -> ja
     return jax.lax.with_sharding_constraint(x, layout.sharding(role, axes, x.shape))
 
 
+def row_major(x: jax.Array, *axes: str | None, role: Role = "activations") -> jax.Array:
+    """In memory row after row, as arrays come and go. Another order, if products like it, XLA would give to all that
+    this array is cut out of: of what stages keep of their layers it would hold a copy. The partitioner cannot cut what
+    says it, so each device says it of its own part."""
+    layout = current()
+    if layout is None:
+        return x
+    spec = layout.sharding(role, axes, x.shape).spec
+
+    def pinned(x: jax.Array) -> jax.Array:
+        return with_layout_constraint(x, InMemory(tuple(range(x.ndim))))
+
+    return jax.shard_map(pinned, mesh=layout.mesh, in_specs=spec, out_specs=spec, check_vma=False)(x)
+
+
 def groups() -> tuple[int, ...]:
     """What the vmap of `Layout.within` puts before an array's shape."""
     layout = current()
@@ -406,17 +421,11 @@ def gather(weight: Weight, axes: Axes, dtype: DTypeLike, role: Role = "computing
 def _as_it_rests(x: jax.Array, axes: Axes, role: Role, computing: Role) -> jax.Array:
     """Row after row on each device, as arrays rest, where the other role is not split alike. What is gathered or
     scattered along a dimension lies best with that one outermost, and XLA would turn not this array but all that it
-    is cut out of or written into: a whole stack of layers, twice there. The partitioner cannot cut what says it, so
-    each device says it of its own part."""
+    is cut out of or written into: a whole stack of layers, twice there."""
     layout = current()
     if layout is None or x.ndim < 2 or layout.over_each(role, axes) == layout.over_each(computing, axes):
         return x
-    spec = layout.sharding(role, axes, x.shape).spec
-
-    def pinned(x: jax.Array) -> jax.Array:
-        return with_layout_constraint(x, InMemory(tuple(range(x.ndim))))
-
-    return jax.shard_map(pinned, mesh=layout.mesh, in_specs=spec, out_specs=spec, check_vma=False)(x)
+    return row_major(x, *axes, role=role)
 
 
 def _mapped_as(at: jax.Array, rest: Any) -> Any:

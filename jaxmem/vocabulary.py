@@ -149,9 +149,14 @@ def statistics(x: Features, labels: Labels, fetch: Fetch, slices: Slices) -> Sta
     """The first pass. Each device of `tensor` adds up its own parts; what they have together is one message."""
     empty = constrain(jnp.zeros((*labels.shape, slices.parts), jnp.float32), "batch", "vocab_time", "vocab")
 
+    def own(j: jax.Array) -> jax.Array:
+        """A slice's number, as one for these labels. Where batches follow each other in a loop that is differentiated,
+        jax would make before it what is the same for all: every slice, and a mask of it for every token."""
+        return jax.lax.optimization_barrier((j, labels))[0]
+
     def add(found: _Sums, weight: Columns, j: jax.Array) -> _Sums:
         most, total, chosen, summed = found
-        logits, entries = _logits(x, weight), slices.entries(j)
+        logits, entries = _logits(x, weight), slices.entries(own(j))
         real = entries >= 0
         higher = jnp.maximum(most, jnp.max(jnp.where(real, logits, -jnp.inf), axis=-1))
         exponentials = jnp.where(real, jnp.exp(logits - higher[..., None]), 0.0)
@@ -163,7 +168,7 @@ def statistics(x: Features, labels: Labels, fetch: Fetch, slices: Slices) -> Sta
             summed + jnp.sum(jnp.where(real, logits, 0.0), axis=-1),
         )
 
-    most, total, chosen, summed = in_turn(slices, fetch, add, (empty - jnp.inf, empty, empty, empty))
+    most, total, chosen, summed = in_turn(slices, lambda j: fetch(own(j)), add, (empty - jnp.inf, empty, empty, empty))
     highest = jnp.max(most, axis=-1)
     partition = highest + jnp.log(jnp.sum(total * jnp.exp(most - highest[..., None]), axis=-1))
     return Statistics(partition, jnp.sum(chosen, axis=-1), jnp.sum(summed, axis=-1) / slices.vocab)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import math
 from collections import Counter
 
 import jax
@@ -42,6 +43,7 @@ LAYOUTS = {
 }
 TARGET = parse_target("h100-80gb:8")
 SLICE = 64  # entries of the vocabulary, where the loss takes it in slices
+SLICED = "hybrid", "stages"
 SMALLEST = 0.01  # of all bytes: norms' gradients, ids, sums
 
 
@@ -50,7 +52,7 @@ def compiled(name):
     mesh, zero, _ = LAYOUTS[name]
     cfg = config(
         model=MODEL, mesh=mesh, zero=zero, data={"sequence_length": 128}, batch={"global_size": 128, "accumulate": 4},
-        memory={"remat": "full", "loss_chunk": SLICE if name == "hybrid" else "auto"},
+        memory={"remat": "full", "loss_chunk": SLICE if name in SLICED else "auto"},
     )  # fmt: skip
     built = program(cfg, target_devices(TARGET, TARGET.memory))
     with listening() as remarks:
@@ -121,6 +123,16 @@ def test_from_zero_2_on_no_device_holds_whole_gradients():
     assert live_at_most("data", stacked, only_backward=True) > 0
     assert live_at_most("zero-2", stacked, only_backward=True) == 0
     assert live_at_most("hybrid", stacked, only_backward=True) == 0
+
+
+def test_stages_keep_each_boundary_once_and_no_slice_of_the_vocabulary():
+    built, _ = compiled("stages")
+    pipeline, rows, time = built.pipeline, 16, 128
+    kept = pipeline.ticks, pipeline.group, rows, time, MODEL["embed"]
+    assert live_at_most("stages", {form(kept)}) == 2 * math.prod(kept)
+    slices = -(-MODEL["vocab"] // SLICE)
+    beside = {form((slices, rows, time, SLICE)), form((slices, MODEL["embed"], SLICE))}
+    assert live_at_most("stages", beside) == 0
 
 
 def test_zero_3_gathers_one_layer_at_a_time():
