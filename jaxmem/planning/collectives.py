@@ -97,10 +97,13 @@ def _of_iota(proto: wire.Message) -> np.ndarray:
 
 
 def _of_mesh(proto: wire.Message) -> np.ndarray:
-    """A mesh with named axes, of which those listed lie within a group: an axis whole, or only a middle part of it."""
+    """A mesh with named axes, of which those listed lie within a group: an axis whole, or only a middle part of it. Its
+    devices are listed, or in order, or in that of another grid whose axes are permuted."""
     mesh = wire.read(wire.data(proto, 1))
     sizes = [wire.number(axis, 2, 1) for axis in wire.messages(mesh, 1)]
-    ids = wire.numbers(mesh, 2) or range(math.prod(sizes))
+    turned = wire.read(wire.data(mesh, 3))
+    grid = np.arange(math.prod(sizes)).reshape(wire.numbers(turned, 1) or -1)
+    ids = wire.numbers(mesh, 2) or grid.transpose(wire.numbers(turned, 2) or None).reshape(-1)
     parts: dict[int, list[tuple[int, int]]] = {}  # of an axis: from where to where, as products of sizes
     for ref in wire.messages(proto, 2):
         axis, part = wire.number(ref, 1), wire.read(wire.data(ref, 2))

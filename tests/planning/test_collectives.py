@@ -63,7 +63,9 @@ def instruction(**raw: list) -> Instruction:
 
 
 IOTA = varint(1, 4) + varint(2, 2) + nested(3, bytes([2, 4])) + nested(4, bytes([1, 0]))
-AXES = nested(1, nested(1, nested(1, b"x") + varint(2, 2)) + nested(1, nested(1, b"y") + varint(2, 4)))
+X_AND_Y = nested(1, nested(1, b"x") + varint(2, 2)) + nested(1, nested(1, b"y") + varint(2, 4))
+AXES = nested(1, X_AND_Y)
+TURNED = nested(1, X_AND_Y + nested(3, nested(1, bytes([4, 2])) + nested(2, bytes([1, 0]))))
 ACROSS = [[0, 4], [1, 5], [2, 6], [3, 7]]
 
 
@@ -81,6 +83,7 @@ ACROSS = [[0, 4], [1, 5], [2, 6], [3, 7]]
         (instruction(f93=[AXES + nested(2, b"")]), ACROSS),
         (instruction(f93=[AXES + nested(2, varint(1, 1))]), [[0, 1, 2, 3], [4, 5, 6, 7]]),
         (instruction(f93=[AXES + nested(2, b"") + nested(2, varint(1, 1))]), [[0, 1, 2, 3, 4, 5, 6, 7]]),
+        (instruction(f93=[TURNED + nested(2, b"")]), [[0, 1], [2, 3], [4, 5], [6, 7]]),
         # Of the second axis, 4 = 2 x 2, only the outer half or only the inner.
         (
             instruction(f93=[AXES + nested(2, varint(1, 1) + nested(2, varint(1, 1) + varint(2, 2)))]),
