@@ -8,6 +8,8 @@ from jaxmem.tour import (
     attention,
     checkpointing,
     finetune,
+    frontier,
+    fusion,
     gpu,
     memory,
     networks,
@@ -30,7 +32,9 @@ ORDER = (
     qlora,
     checkpointing,
     attention,
+    fusion,
     stack,
+    frontier,
     finetune,
 )
 STOPS = {module.STOP.topic: module.STOP for module in ORDER}
