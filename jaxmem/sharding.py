@@ -295,7 +295,13 @@ def row_major(x: jax.Array, *axes: str | None, role: Role = "activations") -> ja
     def pinned(x: jax.Array) -> jax.Array:
         return with_layout_constraint(x, InMemory(tuple(range(x.ndim))))
 
-    return jax.shard_map(pinned, mesh=layout.mesh, in_specs=spec, out_specs=spec, check_vma=False)(x)
+    # Differentiated by jax it would add up over all axes that are not named here, of which some are mapped over later.
+    @jax.custom_vjp
+    def laid(x: jax.Array) -> jax.Array:
+        return jax.shard_map(pinned, mesh=layout.mesh, in_specs=spec, out_specs=spec, check_vma=False)(x)
+
+    laid.defvjp(lambda x: (laid(x), None), lambda _, g: (laid(g),))
+    return laid(x)
 
 
 def groups() -> tuple[int, ...]:
