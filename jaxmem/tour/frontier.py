@@ -2,7 +2,8 @@
 
 The arithmetic of `jaxmem fit` for every target: of a number of layers the bytes of a step, without compiling, and from
 two of them the most that fit. On one target two answers are compiled, and say how far the arithmetic is off; `jaxmem
-fit --maximize model.layers` compiles until it knows the number exactly.
+fit --maximize model.layers` compiles until it knows the number exactly. Constants of codes are cut between blocks: over
+1,024 GPUs the 64 blocks of a matrix of 4,096 rows lie whole on each, and QLoRA gains less there than LoRA.
 """
 
 from __future__ import annotations
