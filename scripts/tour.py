@@ -16,8 +16,9 @@ DOCS = Path(__file__).parents[1] / "docs"
 HEAD = """# The tour
 
 Every idea with its own number: `jaxmem tour TOPIC` prints a table, says what it shows, draws a figure in `runs/tour/`,
-and names the setting that turns the idea on and the file to read. A stop takes under a minute on two cores, without a
-GPU; where there is one, it measures as well. These pages are what `python scripts/tour.py` made.
+and names the setting that turns the idea on and the file to read. Most take about a minute on two cores without a GPU,
+`memory` and `parallel` two, `finetune` five; what was compiled once is kept. These pages are what
+`python scripts/tour.py` made.
 
 | stop | shows | config |
 | --- | --- | --- |

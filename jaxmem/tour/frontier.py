@@ -25,7 +25,9 @@ if TYPE_CHECKING:
     from jaxmem.planning import Target
 
 TARGET = "rtx4090-24gb"  # of what is compiled
-TARGETS = ("rtx4060ti-16gb", "rtx4090-24gb", "h100-80gb", "h100-80gb:128x8")
+TARGETS = (
+    "rtx3080-10gb", "rtx4060ti-16gb", "rtx4090-24gb", "h100-80gb", "h100-80gb:8", "h100-80gb:8x8", "h100-80gb:128x8",
+)  # fmt: skip
 BASE: dict[str, Any] = {
     "name": "tour",
     "model": {"preset": "llama3-8b"},
@@ -38,9 +40,13 @@ BASE: dict[str, Any] = {
 }
 WAYS: dict[str, tuple[str, ...]] = {
     "all weights": (),
+    "all, in few bytes": (
+        "precision.parameters=int8", "precision.rounding=auto", "optimizer.name=apollo_mini",
+        "optimizer.tables=projected", "optimizer.clip_by=weight", "memory.update=during",
+    ),
     "LoRA": ("adapter.kind=lora", "optimizer.name=adamw8bit"),
     "QLoRA": ("adapter.kind=qlora", "optimizer.name=adamw8bit"),
-}
+}  # fmt: skip
 
 
 def by_memory(
@@ -170,6 +176,6 @@ STOP = Stop(
     "the largest model that fits, from a laptop's GPU to 1,024 H100s",
     by_memory,
     uses="compiler",
-    config=["adapter.kind=qlora", "mesh.fsdp=-1", "memory.remat=sqrt"],
+    config=["memory.update=during", "adapter.kind=qlora", "mesh.fsdp=-1"],
     read=["jaxmem/search/most.py", "jaxmem/planning/predict.py"],
 )

@@ -12,7 +12,7 @@ from jaxmem.tour import compiled, frontier
 from jaxmem.tour.frontier import BASE, WAYS, by_memory
 
 GIB = 2**30
-LAYER = {"all weights": GIB, "LoRA": GIB // 4, "QLoRA": GIB // 16}
+LAYER = {"all weights": GIB, "all, in few bytes": GIB // 3, "LoRA": GIB // 4, "QLoRA": GIB // 16}
 
 
 def estimate(way: str, layers: int, gpus: int) -> int:

@@ -6,7 +6,7 @@ import pytest
 
 from jaxmem.config import load_config
 from jaxmem.errors import UserError
-from jaxmem.tour import STOPS, adapters, networks, parallel, precision
+from jaxmem.tour import STOPS, adapters, galore, networks, parallel, precision
 
 
 @pytest.mark.parametrize("topic", ["networks", "precision", "adapters", "stack", "finetune"])
@@ -27,6 +27,12 @@ def test_every_run_is_a_config(tmp_path) -> None:
         load_config({**precision.BASE, **own}, overrides)
     for overrides in adapters.KINDS.values():
         load_config({**adapters.BASE, **own, "data": {"source": "text", "path": ".", "sequence_length": 64}}, overrides)
+    for overrides in galore.STEPS.values():
+        load_config(galore.BASE, overrides)
+    for name in galore.UPDATED:
+        load_config(galore.BASE, (*galore.STEPS[name], galore.DURING))
+    for overrides in galore.RUNS.values():
+        load_config({**galore.SMALL, **own}, overrides)
     for overrides in parallel.LAYOUTS.values():
         load_config(parallel.BASE, overrides).for_devices(parallel.GPUS)
 
