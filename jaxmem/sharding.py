@@ -304,6 +304,12 @@ def row_major(x: jax.Array, *axes: str | None, role: Role = "activations") -> ja
     return laid(x)
 
 
+def kept_by_stages(x: jax.Array, *axes: str | None) -> jax.Array:
+    """A layer's input, which stages keep in a stack: as that lies. Elsewhere XLA is free to order it."""
+    layout = current()
+    return row_major(x, *axes) if layout and layout.size(("stage",)) > 1 else x
+
+
 def groups() -> tuple[int, ...]:
     """What the vmap of `Layout.within` puts before an array's shape."""
     layout = current()

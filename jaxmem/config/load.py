@@ -25,6 +25,7 @@ from jaxmem.errors import UserError, nearest
 
 MAX_BYTES = 256 * 1024
 MAX_DEPTH = 16
+BREAKS = "\n\r\x85\u2028\u2029"
 
 SCALARS = {
     "tag:yaml.org,2002:null": (r"~|null|Null|NULL|", ["~", "n", "N", ""]),
@@ -69,6 +70,11 @@ class Dumper(yaml.SafeDumper):
     """Quotes whatever text `Loader` would take for something else."""
 
     yaml_implicit_resolvers = {}  # noqa: RUF012, filled below
+
+    def choose_scalar_style(self) -> str:
+        """What YAML takes for the end of a line stays what it is only where it is written as an escape."""
+        event: Any = self.event
+        return '"' if set(event.value) & set(BREAKS) else super().choose_scalar_style()
 
 
 for _tag, (_pattern, _first) in SCALARS.items():

@@ -21,7 +21,7 @@ from jaxmem.models.cache import Cache, Place
 from jaxmem.models.chunks import Long, by_heads, by_tokens, groups_of_heads, joined, tokens_at_once
 from jaxmem.models.parts import Keys, Linear, RMSNorm, RowKeys, dropout, each, several
 from jaxmem.models.rope import Angles, rotate
-from jaxmem.sharding import constrain, current, row_major
+from jaxmem.sharding import constrain, current, kept_by_stages
 
 
 class Attention(nnx.Module):
@@ -194,7 +194,7 @@ class Block(nnx.Module):
         keys: RowKeys | None = None,
         cache: Place | None = None,
     ) -> tuple[Float[Array, "batch time embed"], Cache | None]:
-        x = row_major(x, "batch", "stream", "embed")
+        x = kept_by_stages(x, "batch", "stream", "embed")
         first, second, third, fourth = (None,) * 4 if keys is None else self._token_keys(keys, x.shape[1])
         mixed, kept = self._attended(x, angles, segment_ids, cache, third)
         x = x + dropout(checkpoint_name(mixed, "attention_out"), self.dropout, first)

@@ -51,7 +51,7 @@ def test_states_and_weights_move_between_meshes(tmp_path):
 
         return jax.tree.map(place, axes, shapes, is_leaf=is_axes)
 
-    first, second = on(*MESHES["both"]), on(*MESHES["fsdp"])
+    first, second = on({"fsdp": 4, "tensor": 2}, 3), on(*MESHES["fsdp"])
     state = jax.tree.map(drawn, shapes)
     placed = jax.device_put(state, jax.tree.map(lambda x: x.sharding, first))
     with Checkpoints(tmp_path) as checkpoints:

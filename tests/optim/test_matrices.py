@@ -113,11 +113,6 @@ def test_a_field_that_an_optimizer_does_not_have_is_refused(optimizer, line):
     assert str(refused.value).startswith(line)
 
 
-def test_bases_are_not_looked_for_on_stages():
-    with pytest.raises(UserError, match=r"mesh.stage: qgalore would look for its bases at every update"):
-        load_config({**RUN, "mesh": {"stage": 2}, "optimizer": {"name": "qgalore"}})
-
-
 def test_a_config_is_read_back_as_it_was_written(tmp_path):
     from jaxmem.config import save_config
 

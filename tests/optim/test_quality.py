@@ -14,7 +14,7 @@ import pytest
 
 from jaxmem import optim, weights
 from jaxmem.config.sections import Precision
-from jaxmem.precision import at_rest
+from jaxmem.precision import Rest, at_rest
 
 SEEN, WIDE, STEPS, BATCH, RATE = 8, 128, 200, 256, 3e-3
 AXES = {"rows": ("vocab", "embed"), "in": ("embed", "mlp"), "out": ("mlp", "embed")}
@@ -61,7 +61,7 @@ def learnt(name, times=1, own=None, precision=None):
     tx = getattr(optim, name)(times * RATE, axes=AXES, **(own or {}))
     if precision.master == "remainder8":
         tx = optim.with_remainder(tx, 8, AXES)
-    params = jax.tree.map(lambda w, axes: at_rest(w, axes, precision), drawn(), AXES)
+    params = jax.tree.map(lambda w, axes: at_rest(w, axes, Rest(precision)), drawn(), AXES)
 
     def step(carried, batch):
         params, state, key = carried

@@ -85,8 +85,9 @@ def test_a_command_end_to_end(tmp_path: Path, capsys: pytest.CaptureFixture[str]
         assert compilers.compiled == 0
 
 
-def test_what_xla_fails_on_is_a_reason_and_the_next_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_xla_fails_on_is_a_reason_and_the_next_is_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A worker's loop, in this process."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))  # another test's initialiser may be the same program
     failures = iter(["INTERNAL: no layout\nand a page more", "INTERNAL: nor here"])
 
     def fail(*_: object, **__: object) -> None:
