@@ -1,5 +1,6 @@
 """One model under every table: the same losses and weights as on one device, the bytes that the tables promise."""
 
+import collections
 import itertools
 import re
 
@@ -9,6 +10,9 @@ import pytest
 
 from jaxmem.errors import UserError
 from jaxmem.leaves import Derived, state_axes
+from jaxmem.planning.breakdown import form
+from jaxmem.planning.collectives import collective
+from jaxmem.planning.hlo import read_module
 from jaxmem.program import program
 from jaxmem.sharding import MESH_AXES, Layout, layout_for, rules
 from tests.program.conftest import SMALL, Trained, config
@@ -50,9 +54,43 @@ IN_PIECES = {
 }
 
 
-def gathers(text):
-    shapes = re.findall(r"= \(?\w+\[([\d,]*)\]\S* all-gather(?:-start)?\(", text)
-    return [int(np.prod([int(n) for n in shape.split(",") if n])) for shape in shapes]
+# What XLA calls messages; on CPUs it writes a reduce-scatter as an all-reduce of which each device takes its part.
+KINDS = {
+    "all-reduce": "reduce",
+    "reduce-scatter": "reduce",
+    "all-gather": "gather",
+    "all-to-all": "exchange",
+    "collective-permute": "pass on",
+}
+
+
+def claimed(mesh, zero):
+    """The kinds of messages along each axis, as docs/layouts.md has them."""
+    kinds = {axis: {"reduce"} for axis in mesh}
+    for axis in {"fsdp", "context"} & set(mesh):
+        kinds[axis] |= {"gather"} if zero >= 1 else set()  # weights
+        kinds[axis] |= {"exchange"} if zero >= 2 else set()  # rows of the embedding
+    more = {"tensor": {"gather"}, "context": {"pass on"}, "stage": {"pass on", "gather"}}  # of stages: their norms
+    for axis in more.keys() & mesh.keys():
+        kinds[axis] |= more[axis]
+    return kinds
+
+
+def messages(built, compiled):
+    """The kinds of messages along each axis of the mesh, and the shapes that are gathered."""
+    mesh = built.layout.mesh
+    module = read_module(compiled.runtime_executable().hlo_modules()[0].as_serialized_hlo_module_proto())
+    kinds, gathered = collections.defaultdict(set), set()
+    for one in module.walk():
+        if (found := collective(one, mesh.size, mesh.size)) is None:
+            continue
+        places = zip(*(np.unravel_index(member, mesh.devices.shape) for member in found.members), strict=True)
+        for axis, place in zip(mesh.axis_names, places, strict=True):
+            if len(set(place)) > 1:
+                kinds[axis].add(KINDS[found.kind])
+        if found.kind == "all-gather":
+            gathered |= {form(shape.dims) for shape in one.shape.parts or [one.shape]}
+    return dict(kinds), gathered
 
 
 def devices_of(mesh):
@@ -87,6 +125,10 @@ def test_every_layout_learns_what_one_device_learns_in_the_bytes_that_the_tables
     held = lambda x: x.size // x.addressable_shards[0].data.size  # noqa: E731
     assert held(weight) == others * (fsdp if zero >= 3 else 1)
     assert held(moment) == others * (fsdp if zero >= 1 else 1)
+    kinds, gathered = messages(trained.built, trained.compiled)
+    assert kinds == claimed(mesh, zero)
+    stacks = {form(x.shape) for x in jax.tree.leaves(trained.params["blocks"]) if x.ndim == 3}
+    assert zero in (1, 2) or not stacks & gathered  # all layers of a weight are sent where they are new, or never
 
 
 def test_state_is_born_where_it_lies():
@@ -109,12 +151,15 @@ def test_a_vocabulary_that_does_not_divide_is_padded(tied, mesh):
 
 def test_no_device_holds_all_logits_and_no_table_is_gathered():
     cfg = config(mesh={"fsdp": 2, "tensor": 4}, model={"preset": "tiny", **SMALL, "vocab": 1024})
-    text = program(cfg, jax.devices()).lower_step().compile().as_text()
+    built = program(cfg, jax.devices())
+    compiled = built.lower_step().compile()
+    text = compiled.as_text()
     rows, time, vocab = 4, 24, 1024  # of a device's batch
     largest = max(int(np.prod([int(n) for n in dims.split(",")])) for dims in re.findall(r"\[([\d,]+)\]", text))
     assert largest == rows * time * vocab // 4  # the logits
     whole_table = SMALL["embed"] * vocab
-    assert not [size for size in gathers(text) if size >= whole_table]
+    _, gathered = messages(built, compiled)
+    assert not [dims for dims in gathered if np.prod(dims) >= whole_table]
 
 
 def test_a_weight_without_axes_is_named():
