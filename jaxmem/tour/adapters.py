@@ -15,16 +15,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from jaxmem.errors import UserError
+from jaxmem.tour.bars import stacked
 from jaxmem.tour.docstrings import questions
 from jaxmem.tour.stops import Columns, Found, Row, Shown, Stop
-from jaxmem.tour.trained import trained
+from jaxmem.tour.trained import DECODER, trained
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-MODEL = {
-    "family": "decoder", "vocab": 257, "layers": 4, "embed": 96, "mlp": 256, "heads": 4, "kv_heads": 4, "head_dim": 24,
-}  # fmt: skip
+MODEL = {**DECODER, "layers": 4, "embed": 96, "mlp": 256, "head_dim": 24}
 BASE: dict[str, Any] = {
     "model": MODEL,
     "data": {"source": "stdlib", "sequence_length": 128},
@@ -117,14 +116,10 @@ def _kinds(steps: int | None) -> Iterator[Row]:
 
 def _draw(drawn: Figure, kinds: Sequence[Row]) -> None:
     memory, losses = drawn.subplots(1, 2, sharey=True)
-    names = [row["name"] for row in kinds]
-    state = [row["state"] / 2**20 for row in kinds]
-    memory.barh(names, state, label="state")
-    memory.barh(names, [row["rest"] / 2**20 for row in kinds], left=state, label="gradients, and what is kept")
-    memory.invert_yaxis()
+    stacked(memory, kinds, {"state": "state", "rest": "gradients, and what is kept"}, unit=2**20)
     memory.set(xlabel="MiB of a step beside weights")
     memory.legend(fontsize=8)
-    losses.barh(names, [row["before"] - row["loss"] for row in kinds])
+    losses.barh([row["name"] for row in kinds], [row["before"] - row["loss"] for row in kinds])
     losses.set(xlabel="nats a byte learnt, of answers held out")
 
 

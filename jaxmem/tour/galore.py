@@ -15,8 +15,9 @@ from typing import TYPE_CHECKING, Any
 
 from jaxmem.config import load_config
 from jaxmem.tour import compiled
+from jaxmem.tour.bars import stacked
 from jaxmem.tour.stops import Columns, Found, Row, Shown, Stop
-from jaxmem.tour.trained import trained
+from jaxmem.tour.trained import DECODER, trained
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -44,14 +45,11 @@ STEPS: Mapping[str, tuple[str, ...]] = {
 }
 UPDATED = ("GaLore, moments in 8 bits", "APOLLO-Mini, weights in int8")  # during the backward pass too
 SMALL: dict[str, Any] = {
-    "model": {
-        "family": "decoder", "vocab": 257, "layers": 2, "embed": 64, "mlp": 192, "heads": 4, "kv_heads": 4,
-        "head_dim": 16,
-    },
+    "model": DECODER,
     "data": {"source": "stdlib", "sequence_length": 128},
     "batch": {"global_size": 8},
     "train": {"steps": 150},
-}  # fmt: skip
+}
 LOW = ("optimizer.name=galore_adamw", "optimizer.rank=16", "optimizer.refresh_every=50")
 RUNS: Mapping[str, tuple[str, ...]] = {  # rates as their papers have them
     "AdamW": ("optimizer.learning_rate=3e-3",),
@@ -126,12 +124,7 @@ def _runs(steps: int) -> Iterator[Row]:
 
 def _draw(drawn: Figure, rows: Sequence[Row]) -> None:
     axes = drawn.subplots()
-    names, start = [row["name"] for row in rows], [0.0] * len(rows)
-    for part, label in {"weights": "weights", "state": "state", "rest": "gradients, activations, logits"}.items():
-        sizes = [row[part] / 2**30 for row in rows]
-        axes.barh(names, sizes, left=start, label=label)
-        start = [before + size for before, size in zip(start, sizes, strict=True)]
-    axes.invert_yaxis()
+    stacked(axes, rows, {"weights": "weights", "state": "state", "rest": "gradients, activations, logits"})
     axes.set(xlabel="GiB in a step")
     axes.legend()
 

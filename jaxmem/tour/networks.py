@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from jaxmem.errors import UserError
 from jaxmem.tour.stops import Columns, Found, Row, Shown, Stop
-from jaxmem.tour.trained import trained
+from jaxmem.tour.trained import DECODER, trained
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -38,16 +38,7 @@ NETWORKS: Mapping[str, dict[str, Any]] = {
     },
     "decoder": {
         **TEXT,
-        "model": {
-            "family": "decoder",
-            "vocab": 257,
-            "layers": 2,
-            "embed": 64,
-            "mlp": 192,
-            "heads": 4,
-            "kv_heads": 4,
-            "head_dim": 16,
-        },
+        "model": DECODER,
         "train": {"steps": 120},
     },
 }

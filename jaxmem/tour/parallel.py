@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from jaxmem.config import load_config
 from jaxmem.errors import UserError
+from jaxmem.tour.bars import stacked
 from jaxmem.tour.compiled import plans
 from jaxmem.tour.stops import SIMULATED, Columns, Found, Row, Shown, Stop
 
@@ -147,13 +148,8 @@ def _draw(drawn: Figure, rows: Sequence[Row]) -> None:
     from jaxmem.stack.pipeline import Pipeline
 
     held, ticks = drawn.subplots(1, 2, width_ratios=(1.2, 1))
-    known = [row for row in rows if row["total"]]
-    left = [0.0] * len(known)
-    for part in ("parameters", "optimizer", "gradients", "activations", "other"):
-        sizes = [row["parts"][part] / 2**30 for row in known]
-        held.barh([row["name"] for row in known], sizes, left=left, label=part)
-        left = [a + b for a, b in zip(left, sizes, strict=True)]
-    held.invert_yaxis()
+    known = [{**row["parts"], "name": row["name"]} for row in rows if row["total"]]
+    stacked(held, known, {part: part for part in ("parameters", "optimizer", "gradients", "activations", "other")})
     held.set(xlabel="GiB of a device")
     held.tick_params(axis="y", labelsize=7)
     held.legend(fontsize=7)

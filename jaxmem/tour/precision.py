@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from jaxmem.errors import UserError
 from jaxmem.tour.stops import Columns, Found, Row, Shown, Stop
-from jaxmem.tour.trained import trained
+from jaxmem.tour.trained import DECODER, trained
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -23,15 +23,12 @@ FORMATS = ("float32", "bfloat16", "float16", "float8_e4m3fn", "float8_e5m2")
 WEIGHT, UPDATE, UPDATES = 1.0, 1e-3, 1000  # a weight, and what is added to it so often
 GRADIENT, SCALE = 1e-8, 2.0**16  # what a format makes of it, and of so many times it
 BASE: dict[str, Any] = {
-    "model": {
-        "family": "decoder", "vocab": 257, "layers": 2, "embed": 64, "mlp": 192, "heads": 4, "kv_heads": 4,
-        "head_dim": 16,
-    },
+    "model": DECODER,
     "data": {"source": "stdlib", "sequence_length": 128},
     "batch": {"global_size": 8},
     "optimizer": {"learning_rate": 1e-3, "warmup": 10},
     "train": {"steps": 200},
-}  # fmt: skip
+}
 RUNS: Mapping[str, tuple[str, ...]] = {
     "float32": (),
     "bfloat16, a float32 copy": ("precision.parameters=bfloat16", "precision.master=float32"),

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from jaxmem.config import Config, load_config
 from jaxmem.tour import compiled
+from jaxmem.tour.bars import stacked
 from jaxmem.tour.stops import Columns, Found, Row, Shown, Stop
 
 if TYPE_CHECKING:
@@ -140,13 +141,8 @@ def _note(rows: Sequence[Row], length: int) -> str:
 
 def _draw(drawn: Figure, rows: Sequence[Row]) -> None:
     axes = drawn.subplots()
-    names, start = [row["name"] for row in rows], [0.0] * len(rows)
     shown = {"layers": "base: layers", "tables": "base: tables", "learns": "learns", "activations": "activations"}
-    for part, label in shown.items():
-        sizes = [row[part] / 2**30 for row in rows]
-        axes.barh(names, sizes, left=start, label=label)
-        start = [before + size for before, size in zip(start, sizes, strict=True)]
-    axes.invert_yaxis()
+    stacked(axes, rows, shown)
     axes.set(xlabel="GiB in a step")
     axes.legend()
 
