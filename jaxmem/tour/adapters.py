@@ -14,10 +14,9 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from jaxmem.errors import UserError
 from jaxmem.tour.bars import stacked
 from jaxmem.tour.docstrings import questions
-from jaxmem.tour.stops import Columns, Found, Row, Shown, Stop
+from jaxmem.tour.stops import Columns, Found, Row, Shown, Stop, only_here
 from jaxmem.tour.trained import DECODER, trained
 
 if TYPE_CHECKING:
@@ -46,8 +45,7 @@ RATE = 1e-2  # of a subset and what stands beside it; scripts/random_subset.py t
 
 def tuned(target: str | None = None, steps: int | None = None) -> Found:
     """Each kind here, from the same weights and for as many updates; then a random subset of the weights."""
-    if target is not None:
-        raise UserError(f"--target {target}: tour adapters trains on this machine; leave it out")
+    only_here("adapters", target)
     from jaxmem.planning.text import readable
     from jaxmem.tour import subset
 

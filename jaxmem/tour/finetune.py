@@ -20,7 +20,7 @@ from typing import Any
 from jaxmem.config import load_config
 from jaxmem.errors import UserError
 from jaxmem.tour.docstrings import VOCAB, questions, write_conversations, write_tokenizer
-from jaxmem.tour.stops import Columns, Found, Shown, Stop
+from jaxmem.tour.stops import Columns, Found, Shown, Stop, only_here
 
 PLACE = "runs/tour-finetune"
 MODEL = {"vocab": VOCAB, "layers": 4, "embed": 128, "mlp": 384, "heads": 4, "kv_heads": 2, "head_dim": 32}
@@ -66,8 +66,7 @@ def fine_tuned(
     finetune: dict[str, Any] = FINETUNE,
 ) -> Found:
     """All of it, in `place`; what is there already is put aside."""
-    if target is not None:
-        raise UserError(f"--target {target}: tour finetune trains on this machine; leave it out")
+    only_here("finetune", target)
     from jaxmem.checkpoint import put_aside
 
     put_aside(Path(place))

@@ -12,8 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from jaxmem.errors import UserError
-from jaxmem.tour.stops import Columns, Found, Row, Shown, Stop
+from jaxmem.tour.stops import Columns, Found, Row, Shown, Stop, only_here
 from jaxmem.tour.trained import DECODER, trained
 
 if TYPE_CHECKING:
@@ -54,8 +53,7 @@ RATE = {"learning_rate": 5e-3, "warmup": 20}
 
 def learnt(target: str | None = None, steps: int | None = None) -> Found:
     """Each network trained here, then each error on the smallest one. `steps`: of every run, by default its own."""
-    if target is not None:
-        raise UserError(f"--target {target}: tour networks trains on this machine; leave it out")
+    only_here("networks", target)
     from jaxmem.planning.text import count, readable
 
     networks = list(_networks(steps))

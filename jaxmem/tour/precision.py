@@ -12,8 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from jaxmem.errors import UserError
-from jaxmem.tour.stops import Columns, Found, Row, Shown, Stop
+from jaxmem.tour.stops import Columns, Found, Row, Shown, Stop, only_here
 from jaxmem.tour.trained import DECODER, trained
 
 if TYPE_CHECKING:
@@ -42,8 +41,7 @@ RUNS: Mapping[str, tuple[str, ...]] = {
 
 def held(target: str | None = None, steps: int | None = None) -> Found:
     """What formats hold, by definition; and the same small run under each precision, here."""
-    if target is not None:
-        raise UserError(f"--target {target}: tour precision trains on this machine; leave it out")
+    only_here("precision", target)
     formats, runs = [_format(name) for name in FORMATS], list(_runs(steps or BASE["train"]["steps"]))
     holds: Columns = {
         "format": lambda row: row["name"],

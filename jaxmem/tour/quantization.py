@@ -14,8 +14,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from jaxmem.config import load_config
-from jaxmem.errors import UserError
-from jaxmem.tour.stops import Columns, Found, Row, Shown, Stop
+from jaxmem.tour.stops import Columns, Found, Row, Shown, Stop, only_here
 
 if TYPE_CHECKING:
     import jax
@@ -68,8 +67,7 @@ def by_bits(
     target: str | None = None, model: str = MODEL, forms: Sequence[Form] = FORMS, trained: Mapping[str, Any] = TRAINED
 ) -> Found:
     """Bytes and errors of each form; then a small model, trained here, with its weights in fewer and fewer bits."""
-    if target is not None:
-        raise UserError(f"--target {target}: tour quantization counts and trains on this machine; leave it out")
+    only_here("quantization", target, "counts and trains")
     rows, kept = list(_forms(model, forms)), list(_trained(trained))
     sizes: Columns = {
         "a weight as": lambda row: row["name"],

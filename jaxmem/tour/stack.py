@@ -17,8 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from jaxmem.config import Config, load_config
-from jaxmem.errors import UserError
-from jaxmem.tour.stops import SIMULATED, Columns, Found, Row, Shown, Stop
+from jaxmem.tour.stops import SIMULATED, Columns, Found, Row, Shown, Stop, only_here
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -104,8 +103,7 @@ GIVES: Mapping[str, tuple[Callable[..., Any], str]] = {
 
 def layered(target: str | None = None, steps: int | None = None) -> Found:
     """The three on one device; then the config on eight, and stopped half-way and started again."""
-    if target is not None:
-        raise UserError(f"--target {target}: tour stack trains on this machine; leave it out")
+    only_here("stack", target)
     import jax
 
     one, all_of_them = jax.devices()[:1], jax.devices()[:SIMULATED]

@@ -12,6 +12,7 @@ from rich.console import Console, ConsoleOptions, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from jaxmem.errors import UserError
 from jaxmem.figures import figure
 
 if TYPE_CHECKING:
@@ -20,6 +21,12 @@ if TYPE_CHECKING:
 Row = dict[str, Any]
 Columns = dict[str, Callable[[Row], str]]  # heading -> how a row's cell reads
 SIMULATED = 8  # devices of a stop that splits
+
+
+def only_here(topic: str, target: str | None, does: str = "trains") -> None:
+    """Refuse a target where a stop has nothing to compile for one."""
+    if target is not None:
+        raise UserError(f"--target {target}: tour {topic} {does} on this machine; leave it out")
 
 
 @dataclass(frozen=True)
