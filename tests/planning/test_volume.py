@@ -39,7 +39,11 @@ LAYOUTS = {
         3,
         {"collective-permute", "reduce-scatter", "all-gather", "all-to-all", "all-reduce"},
     ),
-    "stages x tensor": ({"stage": 2, "tensor": 4}, 1, {"collective-permute", "reduce-scatter", "all-gather"}),
+    "stages x tensor": (
+        {"stage": 2, "fsdp": 2, "tensor": 2},
+        1,
+        {"collective-permute", "reduce-scatter", "all-gather"},
+    ),
 }
 TARGET = parse_target("h100-80gb:8")
 SLICE = 64  # entries of the vocabulary, where the loss takes it in slices
