@@ -42,9 +42,10 @@ def import_model(source: str | Path, target: str | Path) -> None:
 
 def export_model(
     run: str | Path, target: str | Path, dtype: str | None = None, adapter: bool = False, merge: bool = False
-) -> None:
+) -> str:
     """A run as a Hugging Face directory, in the dtype that it came in, that its weights rest in, or another. Of one
-    with adapters either these alone, as PEFT keeps them, or all weights with them merged in, tensor by tensor."""
+    with adapters either these alone, as PEFT keeps them, or all weights with them merged in, tensor by tensor. What
+    was written is said."""
     if not is_run(run):
         raise UserError(f"{run}: no run is there (no config.yaml); give the directory that `jaxmem train` wrote")
     _refuse(run, config_of(run), adapter, merge)
@@ -52,8 +53,9 @@ def export_model(
     cfg, own = program.cfg, Path(run, BESIDE)
     order = None if program.pipeline is None else program.pipeline.order.tolist()
     if adapter and isinstance(cfg.model, Decoder):
-        hf.save_adapter(params, cfg.adapter, target, layers=cfg.model.layers, base=cfg.model.hf, order=order)
-        return
+        ranks = hf.save_adapter(params, cfg.adapter, target, layers=cfg.model.layers, base=cfg.model.hf, order=order)
+        differ = "; its ranks differ, and vLLM knows one scale for all layers: give it what --merge writes"
+        return f"{target}: what PEFT opens{differ if len(set(ranks.values())) > 1 else ''}"
     hf.save(
         nnx.merge(program.graphdef, params),
         target,
@@ -63,6 +65,7 @@ def export_model(
         length=cfg.data.sequence_length,
         order=order,
     )
+    return f"{target}: config.json, *.safetensors and the tokenizer"
 
 
 def _refuse(run: str | Path, cfg: Config, adapter: bool, merge: bool) -> None:

@@ -51,7 +51,7 @@ def config_of(directory: str | Path, overrides: Sequence[str] = ()) -> Config:
     if (directory / "config.json").is_file():
         return load_config(_standing_for(directory), overrides)
     if is_adapter(directory):
-        standing = _standing_for(Path(base_of(directory)))
+        standing = _standing_for(base_of(directory))
         if adapter_fields(str(directory))["kind"] == "prompt":  # which stands before one text in each row
             standing["data"]["packing"] = False
         return load_config({**standing, "adapter": {"hf": str(directory)}}, overrides)
@@ -104,7 +104,8 @@ def open_run(directory: str | Path, overrides: Sequence[str] = ()) -> tuple[Prog
         step = checkpoints.latest()
         if step is None:
             raise UserError(f"{directory}: no checkpoint is there yet")
-        _, config = checkpoints.read(step)
+        position, config = checkpoints.read(step)
+        built.checkpointed.belongs(position, directory)
         kept = {field: config["precision"][field] for field in RESTING}
         held = dataclasses.replace(
             built, cfg=built.cfg.model_copy(update={"precision": built.cfg.precision.model_copy(update=kept)})
@@ -118,12 +119,13 @@ def base_from(built: Program, checkpoints: Checkpoints, step: int) -> Any:
     """The model's own weights out of another run's checkpoint, as this program keeps them. For a new classifier all but
     the old one."""
     where = checkpoints.directory / str(step)
-    _, config = checkpoints.read(step)
+    position, config = checkpoints.read(step)
     saved, here = load_config(config), built.cfg
     if saved.adapter.kind in (*LOW_RANK, "prompt"):
         raise UserError(f"{where}: has adapters beside its weights; export it with --merge, and give model.hf")
     same = {name: getattr(here, name) for name in ("mesh", "rules", "zero", "pipeline", "batch", "memory")}
     held = dataclasses.replace(built, cfg=saved.model_copy(update=same))
+    held.checkpointed.belongs(position, where)
     read = checkpoints.restore_params(step, held.checkpointed.state(config).params)
     params = flatten_dict(held.checkpointed.restored_params(read, config))
     if here.adapter.kind == "head" and not isinstance(here.model, Decoder):

@@ -27,7 +27,7 @@ from typing import Any
 
 from scene import Disk, Scene, Started, StuckError
 
-STEPS, EVERY, HEARTBEAT = 60, 3, 10
+STEPS, EVERY, HEARTBEAT = 24, 2, 10
 CONFIG = {
     "model": {"preset": "tiny", "layers": 1, "embed": 32, "mlp": 64, "heads": 4, "kv_heads": 4},
     "data": {"source": "text", "sequence_length": 32},
@@ -55,19 +55,20 @@ def clear(told: str) -> bool:
 
 
 def kills(scene: Scene, number: int, seed: int, processes: int = 1) -> Outcomes:
-    """SIGKILL of all processes at random moments, from starting Python to writing the last checkpoint. Four of five
-    come after the imports, of which most of so short a run is."""
+    """SIGKILL of all processes at random moments. Every other one by a processor second of the whole, of which most is
+    spent before the first step; the others at a random step, in turn just after it, while a checkpoint is written and
+    while an old one is removed. Every fourth run finds nothing compiled but what those before it leave."""
     draw = random.Random(seed)  # noqa: S311, which is to give the same again
-    begun, whole = _pace(scene, processes)
+    seconds = _pace(scene, processes)
     kind = "one process" if processes == 1 else f"{processes} processes"
     done, run, wrong = 0, 0, 0
     moments: Counter[str] = Counter()
     while done < number:
         name = f"killed-{processes}-{run}"
+        if run % 4 == 3 and not (scene.runs / name).exists():
+            scene.forget_compiled()
         started = scene.start(name, processes)
-        moment = draw.uniform(0.0 if draw.random() < 0.2 else begun, whole)
-        started.until(lambda started=started, moment=moment: started.seconds() >= moment)
-        if not started.ended:
+        if _until_moment(scene, name, started, done, draw, seconds):
             started.kill()
             done += 1
             moments[_moment(scene, name, started)] += 1
@@ -78,25 +79,41 @@ def kills(scene: Scene, number: int, seed: int, processes: int = 1) -> Outcomes:
     yield f"SIGKILL of {kind}", {"times": done, **moments, "runs": run, "runs that differ": wrong, "ok": wrong == 0}
 
 
-def _pace(scene: Scene, processes: int) -> tuple[float, float]:
-    """Processor seconds to where a run takes its lock, and to its end."""
+def _pace(scene: Scene, processes: int) -> float:
+    """Processor seconds of a run that finds everything compiled."""
     undisturbed(scene, processes)  # compiles
     started = scene.start("pace", processes)
-    started.until((scene.runs / ".pace.lock").exists)
-    begun = started.seconds()
     started.until(lambda: started.seconds() < 0 or started.ended)
     shutil.rmtree(scene.runs / "pace")
-    return begun, started.seconds()
+    return started.seconds()
+
+
+def _until_moment(scene: Scene, name: str, started: Started, done: int, draw: random.Random, seconds: float) -> bool:
+    """Whether it came before the run ended."""
+    if done % 2 == 0:
+        moment = draw.uniform(0, seconds)
+        return started.until(lambda: started.seconds() >= moment) and not started.ended
+    kept, rows = scene.runs / name / "checkpoints", len(scene.rows(name))
+    step = draw.uniform(rows, STEPS) if rows < STEPS else STEPS
+    started.until(lambda: len(scene.rows(name)) > step)
+    if sight := (None, WRITTEN, REMOVED)[done // 2 % 3]:
+        started.until(lambda: any(kept.glob(sight)))
+    return not started.ended
+
+
+WRITTEN, REMOVED = "*tmp*", ".rotated/*"  # what is seen in a directory of checkpoints meanwhile
 
 
 def _moment(scene: Scene, name: str, started: Started) -> str:
     kept = scene.runs / name / "checkpoints"
+    if "parameters, " not in started.told:
+        return "while it started and compiled"
     if "step " not in started.told:
-        return "before the first step"
-    if list(kept.glob("*tmp*")):
+        return "before its first step"
+    if any(kept.glob(REMOVED)):
+        return "while an old checkpoint was removed"
+    if any(kept.glob(WRITTEN)):
         return "while a checkpoint was written"
-    if list(kept.glob(".rotated/*")):
-        return "while an old one was removed"
     return "between"
 
 

@@ -38,7 +38,7 @@ import jax.numpy as jnp
 from jaxmem.checkpoint import Checkpoints
 from jaxmem.config import load_config
 from jaxmem.config.hugging_face import decoder_fields
-from jaxmem.config.peft import adapter_fields
+from jaxmem.config.peft import adapter_fields, named_base
 from jaxmem.data.chat import conversation, messages_of
 from jaxmem.data.jsonl import JsonLines
 from jaxmem.data.long_line import BrokenLineError
@@ -126,6 +126,7 @@ def classes() -> dict[str, Class]:
         },
     }
     adapter = {"peft_type": "LORA", "r": 8, "lora_alpha": 16, "target_modules": ["q_proj", "v_proj"]}
+    adapter |= {"base_model_name_or_path": "somewhere"}
     chat = [
         {"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello"}]},
         {"conversations": [{"from": "human", "value": "hi"}, {"from": "gpt", "value": "hello"}], "system": "short"},
@@ -160,7 +161,7 @@ def classes() -> dict[str, Class]:
             [_json(llama)], lambda data, at: decoder_fields(str(_file(at, "config.json", data).parent))
         ),
         "adapter_config.json": Class(
-            [_json(adapter)], lambda data, at: adapter_fields(str(_file(at, "adapter_config.json", data).parent))
+            [_json(adapter)], lambda data, at: _adapter(_file(at, "adapter_config.json", data))
         ),
         "tokenizer.json": Class(
             [_json(byte_tokenizer())],
@@ -224,6 +225,11 @@ def _file(directory: Path, name: str, data: bytes) -> Path:
     path = directory / name
     path.write_bytes(data)
     return path
+
+
+def _adapter(file: Path) -> None:
+    named_base(file.parent)
+    adapter_fields(str(file.parent))
 
 
 def _all(records: JsonLines) -> None:

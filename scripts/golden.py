@@ -107,11 +107,19 @@ def rows(built: Program, update: int) -> dict[str, np.ndarray]:
 
 def losses(cfg: Config, devices: int = 1) -> list[float]:
     """Of each update, from new weights on."""
+    return losses_of_runs(cfg, devices, 1)[0]
+
+
+def losses_of_runs(cfg: Config, devices: int, runs: int) -> list[list[float]]:
+    """Of one program that is run so often, each time from new weights on."""
     built = program(cfg, jax.devices()[:devices])
-    state, step, found = built.initialise(), built.lower_step().compile(), []
-    for update in range(UPDATES):
-        state, metrics = step(state, built.place(rows(built, update)))
-        found.append(float(metrics["loss"]))
+    step, found = built.lower_step().compile(), []
+    for _ in range(runs):
+        state, own = built.initialise(), []
+        for update in range(UPDATES):
+            state, metrics = step(state, built.place(rows(built, update)))
+            own.append(float(metrics["loss"]))
+        found.append(own)
     return found
 
 
@@ -141,9 +149,9 @@ def main() -> int:
     for way, (sections, devices) in WAYS.items() if args.ways else ():
         plain = {key: sections[key] for key in ("optimizer",) if key in sections}
         cfg = config(base, **sections)
-        once = losses(cfg, devices)
+        once, again = losses_of_runs(cfg, devices, 2)
         far[way] = off(once, losses(config(base, **plain)) if plain else found[base])
-        same = losses(cfg, devices) == once
+        same = once == again
         print(
             f"{way:20} off by {far[way]:.1e}, {'the same bits' if same else 'OTHER BITS'} when it runs again",
             flush=True,

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -73,7 +74,7 @@ class Started:
             if time.monotonic() > end:
                 self.kill()
                 raise StuckError(f"nothing happens any more:\n{self.told[-3000:]}")
-            time.sleep(0.005)
+            time.sleep(0.002)
         return True
 
     def wait(self) -> str:
@@ -163,6 +164,9 @@ class Scene:
         for number in range(40):
             words = (f"{(number * 7 + i * i) % 101} bottles" for i in range(60 + 5 * number))
             (self.text / f"{number}.txt").write_text("\n".join(words))
+
+    def forget_compiled(self) -> None:
+        shutil.rmtree(self.environment["JAX_COMPILATION_CACHE_DIR"])
 
     def write(self, name: str, sections: Mapping[str, Any] | None = None) -> Path:
         """The config file of a run."""

@@ -38,8 +38,7 @@ def export(
     take_devices(simulate)
     from jaxmem.convert import export_model
 
-    export_model(run, target, dtype, adapter, merge)
-    print(f"{target}: " + ("what PEFT opens" if adapter else "config.json, *.safetensors and the tokenizer"))
+    print(export_model(run, target, dtype, adapter, merge))
 
 
 def tokenize(

@@ -89,13 +89,26 @@ def _prompt_fields(file: Path, given: Mapping[str, Any]) -> dict[str, Any]:
     return {"kind": "prompt", "length": length}
 
 
-def base_of(directory: str | Path) -> str:
+def named_base(directory: str | Path) -> tuple[str | None, Path | None]:
+    """What an adapter says that it belongs to, a directory or a name of a hub; and that directory, where it is one of
+    this machine."""
+    named = read_json(Path(directory).expanduser() / CONFIG).get("base_model_name_or_path")
+    if not isinstance(named, str):
+        return None, None
+    try:
+        here = Path(named).expanduser()
+        return named, here if here.is_dir() else None
+    except (OSError, RuntimeError, ValueError):  # no name that a file system knows
+        return named, None
+
+
+def base_of(directory: str | Path) -> Path:
     """The model that an adapter belongs to, where that is a directory of this machine."""
-    file = Path(directory).expanduser() / CONFIG
-    named = read_json(file).get("base_model_name_or_path")
-    if not isinstance(named, str) or not Path(named).expanduser().is_dir():
+    named, here = named_base(directory)
+    if here is None:
+        file = Path(directory).expanduser() / CONFIG
         raise UserError(f"{file}: its base {named!r} is no directory here; give that of the base, and adapter.hf")
-    return named
+    return here
 
 
 def adapter_json(adapter: Adapter, ranks: Mapping[str, int], base: str | None) -> dict[str, Any]:
@@ -110,15 +123,16 @@ def adapter_json(adapter: Adapter, ranks: Mapping[str, int], base: str | None) -
             "inference_mode": True,
         }
     names = {ours: theirs for theirs, ours in TARGETS.items()}
+    usual = adapter.rank if adapter.rank in ranks.values() else max(ranks.values())
     return {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
         "base_model_name_or_path": base,
-        "r": adapter.rank,
+        "r": usual,
         "lora_alpha": int(adapter.alpha) if adapter.alpha.is_integer() else adapter.alpha,
         "lora_dropout": adapter.dropout,
         "target_modules": [names[layer] for layer in ranks],
-        "rank_pattern": {names[layer]: rank for layer, rank in ranks.items() if rank != adapter.rank},
+        "rank_pattern": {names[layer]: rank for layer, rank in ranks.items() if rank != usual},
         "use_rslora": adapter.stabilized,
         "use_dora": adapter.kind == "dora",
         "bias": "none",

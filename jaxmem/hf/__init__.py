@@ -6,9 +6,20 @@ save(model, "mine")                                  # a directory that transfor
 `model.hf: DIR` in a config does the first for a run, `jaxmem export` the second.
 """
 
+from jaxmem.hf.base import check_adapter, mark
 from jaxmem.hf.beside import copy_beside, storage_dtype
 from jaxmem.hf.load import load, read_weights
 from jaxmem.hf.peft import read_adapter, save_adapter
 from jaxmem.hf.save import save
 
-__all__ = ["copy_beside", "load", "read_adapter", "read_weights", "save", "save_adapter", "storage_dtype"]
+__all__ = [
+    "check_adapter",
+    "copy_beside",
+    "load",
+    "mark",
+    "read_adapter",
+    "read_weights",
+    "save",
+    "save_adapter",
+    "storage_dtype",
+]

@@ -72,7 +72,7 @@ def read_weights(
     # the next one comes.
     named = sorted(weights(params), key=lambda one: one[0].path[0] != "embedding")
     with Tensors(directory) as tensors:
-        known = partial(_is_known, cfg)
+        known = partial(is_known, cfg)
         return unflatten_dict(read(tensors, named, axes, cfg.layers, layout, order, ignored=known))
 
 
@@ -99,7 +99,7 @@ def read(
     }
 
 
-def _is_known(cfg: Decoder, name: str) -> bool:
+def is_known(cfg: Decoder, name: str) -> bool:
     """What a file may hold beside the weights: tables that are computed, and the other name of a tied embedding."""
     return name.endswith(COMPUTED) or (cfg.tie_embeddings and name == "lm_head.weight")
 

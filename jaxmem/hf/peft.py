@@ -15,6 +15,7 @@ from flax.traverse_util import flatten_dict
 
 from jaxmem.config import Adapter
 from jaxmem.config.peft import CONFIG, adapter_json
+from jaxmem.hf.base import ADAPTER, KEY, mark
 from jaxmem.hf.load import read
 from jaxmem.hf.names import MODULES, Weight
 from jaxmem.hf.save import given
@@ -22,7 +23,6 @@ from jaxmem.hf.tensors import Tensors, write_tensors
 from jaxmem.sharding import Layout
 from jaxmem.whole import written_whole
 
-SINGLE = "adapter_model.safetensors"
 LINEAR = {"a": "lora_A.weight", "b": "lora_B.weight", "magnitude": "lora_magnitude_vector"}
 PROMPT = "prompt_embeddings"
 TABLE = {"a": "lora_embedding_A", "b": "lora_embedding_B"}
@@ -49,15 +49,17 @@ def save_adapter(
     layers: int,
     base: str | None = None,
     order: Sequence[int] | None = None,
-) -> None:
+) -> dict[str, int]:
     """Writes the adapters among a decoder's parameters. `base`: where its own weights came from. `order`: which layer
-    lies at each place of the stack."""
+    lies at each place of the stack. The rank of each adapter is given back, by the name of its layer."""
     own = list(weights(params))
     ranks = {".".join(weight.path[:-2]): leaf.shape[-1] for weight, leaf in own if weight.path[-1] == "a"}
+    known = {KEY: mark(base)} if base else {}
     with written_whole(directory) as place:
         (place / CONFIG).write_text(json.dumps(adapter_json(adapter, ranks, base), indent=2) + "\n")
         dtype = str(jax.tree.leaves([leaf for _, leaf in own])[0].dtype)
-        write_tensors(place, given(own, dtype, layers, order), single=SINGLE)
+        write_tensors(place, given(own, dtype, layers, order), single=ADAPTER, metadata=known)
+    return ranks
 
 
 def read_adapter(
@@ -69,6 +71,6 @@ def read_adapter(
     order: Sequence[int] | None = None,
 ) -> dict[tuple[str, ...], Any]:
     """Arrays for the adapters among `params`, shapes with their dtypes and places; a flat dict, by path."""
-    with Tensors(directory, SINGLE) as tensors:
+    with Tensors(directory, ADAPTER) as tensors:
         known = lambda name: ".base_layer." in name  # noqa: E731 - the base's embedding, which PEFT may save as well
         return read(tensors, list(weights(params)), axes, layers, layout, order, CONFIG, known)

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Self
 
 import ml_dtypes
@@ -81,12 +82,14 @@ class Tensors:
 
     def read(self, name: str, index: tuple[slice, ...]) -> np.ndarray:
         """A part of a tensor, in its own dtype."""
-        entry = self.entries[name]
-        if entry.file not in self._handles:
-            from safetensors import safe_open
+        return self._handle(self.entries[name].file).get_slice(name)[index]
 
-            self._handles[entry.file] = self._opened.enter_context(safe_open(entry.file, framework="numpy"))
-        return self._handles[entry.file].get_slice(name)[index]
+    def metadata(self) -> dict[str, str]:
+        """What a header says beside its tensors."""
+        found: dict[str, str] = {}
+        for file in {entry.file for entry in self.entries.values()}:
+            found |= self._handle(file).metadata() or {}
+        return found
 
     def __enter__(self) -> Self:
         return self
@@ -94,6 +97,13 @@ class Tensors:
     def __exit__(self, *_: object) -> None:
         self._handles.clear()
         self._opened.close()
+
+    def _handle(self, file: Path) -> Any:
+        if file not in self._handles:
+            from safetensors import safe_open
+
+            self._handles[file] = self._opened.enter_context(safe_open(file, framework="numpy"))
+        return self._handles[file]
 
 
 def read_header(file: Path) -> dict[str, Entry]:
@@ -187,14 +197,21 @@ class Given:
         return math.prod(self.shape) * self.dtype.itemsize
 
 
-def write_tensors(directory: Path, given: Sequence[Given], shard: int = SHARD, single: str = SINGLE) -> None:
-    """In files of at most `shard` bytes, with an index where they are several. One tensor is held at a time."""
+def write_tensors(
+    directory: Path,
+    given: Sequence[Given],
+    shard: int = SHARD,
+    single: str = SINGLE,
+    metadata: Mapping[str, str] = MappingProxyType({}),
+) -> None:
+    """In files of at most `shard` bytes, with an index where they are several. One tensor is held at a time.
+    `metadata`: what else their headers say."""
     parts = list(_shards(given, shard))
     names = (
         [single] if len(parts) == 1 else [f"model-{n + 1:05}-of-{len(parts):05}.safetensors" for n in range(len(parts))]
     )
     for name, part in zip(names, parts, strict=True):
-        header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+        header: dict[str, Any] = {"__metadata__": {"format": "pt", **metadata}}
         end = 0
         for one in part:
             header[one.name] = {"dtype": NAMES[one.dtype], "shape": one.shape, "data_offsets": [end, end + one.nbytes]}

@@ -8,11 +8,14 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from flax.traverse_util import flatten_dict, unflatten_dict
 
+from jaxmem import hf
 from jaxmem.config import Decoder
+from jaxmem.errors import UserError
 from jaxmem.precision import Params
 from jaxmem.program.restage import Restage
 from jaxmem.program.step import TrainState
@@ -56,6 +59,21 @@ class Checkpointed:
         base = flatten_dict(self._program.weights.read())
         every = unflatten_dict({path: base.get(path, x) for path, x in flatten_dict(params).items()})
         return every if self._program.choice is None else self._program.choice.put(every, params)
+
+    @cached_property
+    def base(self) -> str | None:
+        """The mark of what is read from `model.hf` whenever it is needed."""
+        model = self._program.cfg.model
+        return hf.mark(model.hf) if self._base_elsewhere and isinstance(model, Decoder) and model.hf else None
+
+    def belongs(self, position: Mapping[str, Any], where: object) -> None:
+        """Refuse what a checkpoint holds where it was learnt beside other weights than `model.hf` has."""
+        model = self._program.cfg.model
+        if isinstance(model, Decoder) and position.get("base", self.base) != self.base:
+            raise UserError(
+                f"model.hf: {model.hf} holds other weights than those that {where} was learnt beside; give the"
+                " directory as it was"
+            )
 
     @property
     def _base_elsewhere(self) -> bool:

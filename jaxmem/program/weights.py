@@ -51,6 +51,8 @@ class Weights:
         model, program = self._cfg.model, self._program
         assert isinstance(model, Decoder)
         assert model.hf is not None
+        if self._cfg.adapter.hf is not None:
+            hf.check_adapter(self._cfg.adapter.hf, model.hf)
         base, axes = adapters.base_of(program.state.params), adapters.base_of(program.axes)
         return hf.read_weights(model.hf, model, base, axes, program.layout, self.order)
 

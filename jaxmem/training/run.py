@@ -84,7 +84,7 @@ def _run(cfg: Config, devices: Sequence[Any] | None) -> Result:
     kept = place(cfg, directory)
     identity = _same_everywhere(fingerprint(cfg), "the data's files", "fingerprint")
     if cfg.checkpoint.resume == "auto":
-        _refuse_another_run(cfg, directory, kept, identity)
+        _refuse_another_run(built, directory, kept, identity)
 
     with ExitStack() as opened:
         opened.enter_context(nothing_to_save())
@@ -100,7 +100,7 @@ def _run(cfg: Config, devices: Sequence[Any] | None) -> Result:
         step, state, position = restored(built, checkpoints) or (0, begun(built), {})
         if position:
             loader.restore(position)
-        made_of = {"fingerprint": identity}
+        made_of = {"fingerprint": identity} | ({"base": built.checkpointed.base} if built.checkpointed.base else {})
         if cfg.objective.name == "dpo":
             made_of["reference"] = _refer(built, loader, state, identity, position.get("reference"))
         if jax.process_index() == 0:  # all that could be refused was accepted
@@ -205,15 +205,16 @@ def _make_room(cfg: Config, directory: Path, kept: epath.Path) -> None:
     )
 
 
-def _refuse_another_run(cfg: Config, directory: Path, kept: epath.Path, identity: str) -> None:
+def _refuse_another_run(built: Program, directory: Path, kept: epath.Path, identity: str) -> None:
     """Before anything is compiled: what is there must be of this config, but for what may change."""
     if all(gather(kept.is_dir())):
         with Checkpoints(kept, read_only=True) as checkpoints:
             if found := checkpoints.read_latest():
                 position, before = found
-                after = cfg.model_dump(mode="json")
+                cfg, after = built.cfg, built.cfg.model_dump(mode="json")
                 if position:
                     refuse_changes(before, after, directory, (position["fingerprint"], identity))
+                    built.checkpointed.belongs(position, directory)
                 else:  # imported weights, which rest in something else where they stay
                     own = WEIGHTS if cfg.adapter.kind == "none" else ("model",)
                     refuse_changes({key: before[key] for key in own}, {key: after[key] for key in own}, directory)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import shutil
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -14,11 +15,12 @@ import numpy as np
 import pytest
 from flax import nnx
 from flax.traverse_util import flatten_dict
-from safetensors.numpy import load_file
+from safetensors.numpy import load_file, save_file
 
 from jaxmem import hf
 from jaxmem.config import load_config
 from jaxmem.errors import UserError
+from jaxmem.hf.base import check_adapter
 from jaxmem.program import program
 from jaxmem.trained import open_model
 
@@ -119,6 +121,7 @@ def test_what_does_not_fit(place, tmp_path, peft):
         ({"target_modules": "all"}, r"target_modules must be a list of names, not 'all'"),
         ({"peft_type": "LOHA"}, r"peft_type 'LOHA' is not supported, only 'LORA'"),
         ({"base_model_name_or_path": "meta/Llama"}, r"its base 'meta/Llama' is no directory here"),
+        ({"base_model_name_or_path": "a\0b" + "c" * 9000}, r"is no directory here"),
         ({"r": 8}, r"lora_A.weight is \[4, .*, but adapter_config.json makes it \[8, "),
     ):
         found = changed(**settings)
@@ -128,3 +131,28 @@ def test_what_does_not_fit(place, tmp_path, peft):
     peft.write_directory("llama2", tmp_path / "other")  # more key heads
     with pytest.raises(UserError, match=r"k_proj\.lora_B\.weight is \[16, 4\], but .* makes it \[32, 4\]"):
         open_model(tmp_path / "other", [f"adapter.hf={place / 'lora'}"])
+
+
+def test_a_base_of_the_same_shape_and_other_weights(place, tmp_path, peft):
+    """Is refused before it is read: by an adapter of ours, which knows its base in any dtype, and by one that names a
+    directory that is here."""
+    peft.write_directory(peft.BASE, other := tmp_path / "other")
+    weights = load_file(other / "model.safetensors")
+    shutil.copytree(other, half := tmp_path / "half")
+    save_file({name: x.astype(np.float16) for name, x in weights.items()}, half / "model.safetensors")
+    weights["model.layers.1.mlp.up_proj.weight"][0, 5] *= -1
+    save_file(weights, other / "model.safetensors")
+
+    cfg = beside(place, "lora", data={"source": "tokens", "path": "none", "tokenizer": "bytes"})
+    params = program(cfg, jax.devices()[:1]).initialise().params
+    hf.save_adapter(params, cfg.adapter, tmp_path / "ours", layers=2, base=str(place / "base"))
+    (tmp_path / "theirs").mkdir()
+    peft.write_adapter("lora", tmp_path / "theirs")
+    for adapter, named in (("ours", "somewhere/else"), ("theirs", str(place / "base"))):
+        file = tmp_path / adapter / "adapter_config.json"
+        file.write_text(json.dumps({**json.loads(file.read_text()), "base_model_name_or_path": named}))
+        check_adapter(tmp_path / adapter, half)
+        with pytest.raises(
+            UserError, match=rf"adapter\.hf: .*{adapter} was made for other weights than those of .*other"
+        ):
+            open_model(other, [f"adapter.hf={tmp_path / adapter}"])

@@ -6,7 +6,7 @@ import jax
 import numpy as np
 import pytest
 from flax.traverse_util import flatten_dict
-from safetensors.numpy import load_file
+from safetensors.numpy import load_file, save_file
 
 from jaxmem.checkpoint import Checkpoints
 from jaxmem.config import load_config
@@ -43,6 +43,30 @@ def test_a_new_classifier_on_a_backbone(tmp_path):
         run(config("other", "binary", 1, adapter=adapter, model=wider), ONE)
     with pytest.raises(UserError, match=r"adapter\.run: nowhere: no run is there"):
         run(config("other", "binary", 1, adapter={"kind": "head", "run": "nowhere"}), ONE)
+
+
+def test_a_run_goes_on_beside_the_weights_it_began_beside(tmp_path, compare):
+    """They are not in its checkpoints; others of the same shape would be taken for them."""
+    place = tmp_path / "given"
+    compare.write_directory("llama3", place, vocab_size=257)
+    (text := tmp_path / "text").mkdir()
+    (text / "1.txt").write_text("a few words, again and again. " * 40)
+    sections = {
+        "output": str(tmp_path / "runs"),
+        "model": {"hf": str(place)},
+        "data": {"source": "text", "path": str(text), "tokenizer": "bytes", "sequence_length": 16, "held_out": 0},
+        "adapter": {"kind": "lora", "rank": 2},
+        "batch": {"global_size": 2},
+    }
+    run(load_config({"name": "x", **sections, "train": {"steps": 1}}), ONE)
+    weights = load_file(place / "model.safetensors")
+    save_file({name: -x for name, x in weights.items()}, place / "model.safetensors")
+    for again in (
+        lambda: run(load_config({"name": "x", **sections, "train": {"steps": 2}}), ONE),
+        lambda: open_model(tmp_path / "runs" / "x"),
+    ):
+        with pytest.raises(UserError, match=r"model\.hf: .*given holds other weights than those that .*x was"):
+            again()
 
 
 def test_adapters_on_imported_weights(tmp_path, compare):
