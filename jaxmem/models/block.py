@@ -22,6 +22,7 @@ from jaxmem.models.chunks import Long, by_heads, by_tokens, groups_of_heads, joi
 from jaxmem.models.parts import Keys, Linear, RMSNorm, RowKeys, dropout, each, several
 from jaxmem.models.rope import Angles, rotate
 from jaxmem.sharding import constrain, current, kept_by_stages
+from jaxmem.stack import from_inputs
 
 
 class Attention(nnx.Module):
@@ -94,10 +95,11 @@ class Attention(nnx.Module):
             *every, segment_ids = beside
             flat = by_tokens(project, own, x, tuple(every), size=size)
             q, k, v = (y.reshape(*y.shape[:2], -1, self.head_dim) for y in flat)
-            return self._mixed(q, k, v, segment_ids).reshape(flat[0].shape)
+            return self._mixed(q, k, v, segment_ids)
 
         inner = {"norm": norm, **self._inner}
         mixed = by_heads(attend, inner, x, (angles, inner_keys, segment_ids), groups, ("heads", "kv_heads"))
+        mixed = mixed.reshape(*mixed.shape[:-2], -1)
 
         def out(own: dict[str, Any], mixed: jax.Array, words: jax.Array | None) -> jax.Array:
             return _streamed(own["o"](constrain(joined(mixed), "batch", "time", "heads"), _keys(words)))
@@ -159,8 +161,9 @@ class GatedMlp(nnx.Module):
     ) -> Float[Array, "batch time embed"]:
         own = each(keys, 3)
         gate, up = checkpoint_name(self.gate(x, own[0]), "mlp_gate"), checkpoint_name(self.up(x, own[1]), "mlp_up")
-        hidden = checkpoint_name(jax.nn.silu(gate) * up, "mlp_hidden")
-        return self.down(constrain(hidden, "batch", "mlp_time", "mlp"), own[2])
+        hidden = from_inputs(lambda gate, up: jax.nn.silu(gate) * up, gate, up)
+        hidden = constrain(checkpoint_name(hidden, "mlp_hidden"), "batch", "mlp_time", "mlp")
+        return self.down(hidden, own[2])
 
 
 class DenseMlp(nnx.Module):
@@ -173,7 +176,8 @@ class DenseMlp(nnx.Module):
 
     def __call__(self, x: Float[Array, "*batch embed"], keys: Keys | None = None) -> Float[Array, "*batch embed"]:
         own = each(keys, 2)
-        hidden = checkpoint_name(jax.nn.gelu(checkpoint_name(self.up(x, own[0]), "mlp_up")), "mlp_hidden")
+        up = checkpoint_name(self.up(x, own[0]), "mlp_up")
+        hidden = checkpoint_name(from_inputs(jax.nn.gelu, up), "mlp_hidden")
         return self.down(constrain(hidden, *("batch", "mlp_time")[: x.ndim - 1], "mlp"), own[1])
 
 

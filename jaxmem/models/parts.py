@@ -25,7 +25,7 @@ from jaxmem.models.chunks import Long
 from jaxmem.precision import rested
 from jaxmem.quant import QTensor
 from jaxmem.sharding import Axes, gather
-from jaxmem.stack import PRODUCT, Way
+from jaxmem.stack import PRODUCT, Way, from_inputs
 from jaxmem.weights import Point, Ready
 
 RowKeys = Key[Array, "batch"]  # a random key for each row of the batch
@@ -174,6 +174,19 @@ class Embedding(nnx.Module):
         return x @ fetch(self.weight, x.dtype).T
 
 
+def _rms_norm(epsilon: float, x: jax.Array, scale: jax.Array) -> jax.Array:
+    wide = x.astype(jnp.float32)
+    wide = wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + epsilon)
+    return (wide * scale).astype(x.dtype)
+
+
+def _layer_norm(epsilon: float, x: jax.Array, scale: jax.Array, bias: jax.Array) -> jax.Array:
+    wide = x.astype(jnp.float32)
+    wide = wide - jnp.mean(wide, axis=-1, keepdims=True)
+    wide = wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + epsilon)
+    return (wide * scale + bias).astype(x.dtype)
+
+
 class RMSNorm(nnx.Module):
     """x / sqrt(mean x^2) * scale (Zhang and Sennrich, arXiv:1910.07467), in float32."""
 
@@ -182,9 +195,7 @@ class RMSNorm(nnx.Module):
         self.epsilon = epsilon
 
     def __call__(self, x: Float[Array, "*batch size"]) -> Float[Array, "*batch size"]:
-        wide = x.astype(jnp.float32)
-        wide = wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + self.epsilon)
-        return (wide * fetch(self.scale, jnp.float32)).astype(x.dtype)
+        return from_inputs(partial(_rms_norm, self.epsilon), x, fetch(self.scale, jnp.float32))
 
 
 class LayerNorm(nnx.Module):
@@ -196,10 +207,8 @@ class LayerNorm(nnx.Module):
         self.epsilon = epsilon
 
     def __call__(self, x: Float[Array, "*batch size"]) -> Float[Array, "*batch size"]:
-        wide = x.astype(jnp.float32)
-        wide = wide - jnp.mean(wide, axis=-1, keepdims=True)
-        wide = wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + self.epsilon)
-        return (wide * fetch(self.scale, jnp.float32) + fetch(self.bias, jnp.float32)).astype(x.dtype)
+        scale, bias = fetch(self.scale, jnp.float32), fetch(self.bias, jnp.float32)
+        return from_inputs(partial(_layer_norm, self.epsilon), x, scale, bias)
 
 
 def dropout(x: Float[Array, "*shape"], rate: float, keys: Keys | None) -> Float[Array, "*shape"]:

@@ -45,7 +45,7 @@ def names(cfg: Config, target: str | None = None) -> list[Named]:
 
 
 def names_table(found: Sequence[Named]) -> Table:
-    drawn = Table(title="Values of one layer on one device, for memory.remat: {save: [names]}", title_justify="left")
+    drawn = Table(title=r"Values of one layer on one device, for memory.remat: {save: \[names]}", title_justify="left")
     for column in ("", "kept", "of all layers", "FLOPs to make it again"):
         drawn.add_column(column, justify="right" if column else "left", no_wrap=True)
     for one in found:

@@ -191,7 +191,7 @@ class _Half:
 
 
 def _saved(traced: Any, outs: int, model: Any, tensor: int) -> dict[Any, float]:
-    """Bytes of the first results of a trace by where they lie: those that it computes; of a decoder those of scans."""
+    """Bytes of the first results of a trace by where they lie: those that it computes; of a decoder those of layers."""
     made_by = {out: eqn for eqn in traced.eqns for out in eqn.outvars}
     forward = traced.outvars[:outs]
     kept = {out: made_by[out] for out in forward if not isinstance(out, Literal) and out in made_by}
@@ -199,7 +199,7 @@ def _saved(traced: Any, outs: int, model: Any, tensor: int) -> dict[Any, float]:
     for out, eqn in kept.items():
         if not isinstance(model, Decoder):
             saved[_space(out)] += _bytes(out.aval)
-        elif eqn.primitive.name == "scan":
+        elif eqn.primitive.name == "scan" and not _leaves_layers(out, eqn):
             is_stream = out.aval.shape[-1:] == (model.embed,) and not _is_factor(out, eqn)
             saved[_space(out)] += _bytes(out.aval) / (tensor if is_stream else 1)
     return saved
@@ -207,6 +207,11 @@ def _saved(traced: Any, outs: int, model: Any, tensor: int) -> dict[Any, float]:
 
 def _space(out: Any) -> Any:
     return getattr(out.aval, "memory_space", DEVICE)  # random keys have none
+
+
+def _leaves_layers(out: Any, scan: Any) -> bool:
+    """Whether it is the stream behind the last layer: [row, time, embed], handed on from layer to layer."""
+    return out.aval.ndim == 3 and scan.outvars.index(out) < scan.params["num_carry"]
 
 
 def _is_factor(out: Any, scan: Any) -> bool:

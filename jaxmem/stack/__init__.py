@@ -7,7 +7,7 @@ through them with each layer's gradient in sight.
 
 from jaxmem.stack.apply import Applied, Way, applied_by, apply_stack, stacked
 from jaxmem.stack.pipeline import Pipeline
-from jaxmem.stack.remat import PRODUCT, REMAT
+from jaxmem.stack.remat import PRODUCT, REMAT, from_inputs
 from jaxmem.stack.reverse import Passed, forward, layer_of, together
 from jaxmem.stack.schedule import Schedule, schedule
 from jaxmem.stack.scheduled import merged, real
@@ -23,6 +23,7 @@ __all__ = [
     "applied_by",
     "apply_stack",
     "forward",
+    "from_inputs",
     "layer_of",
     "merged",
     "real",

@@ -83,3 +83,15 @@ def policy(remat: Remat, weights: Forms, host: tuple[str, ...] = ()) -> Policy:
     if remat not in REMAT:
         raise UserError(f"memory.remat: {remat!r} is no policy{nearest(remat, REMAT)}")
     return REMAT[remat](weights)
+
+
+def from_inputs(function: Callable[..., jax.Array], *inputs: jax.Array) -> jax.Array:
+    """function(*inputs), of which nothing is kept for the backward pass but what goes in. The rest is made again there:
+    for work on single numbers, which costs no product and joins the kernels that need it."""
+
+    @jax.custom_vjp
+    def run(*given: jax.Array) -> jax.Array:
+        return function(*given)
+
+    run.defvjp(lambda *kept: (function(*kept), kept), lambda kept, g: jax.vjp(function, *kept)[1](g))
+    return run(*inputs)

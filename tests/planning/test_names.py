@@ -1,9 +1,13 @@
 """What layers' values take and what making them again takes: by hand, for a small decoder."""
 
+import io
+
 import pytest
+from rich.console import Console
 
 from jaxmem.config.names import NAMES
 from jaxmem.planning import names
+from jaxmem.planning.names import names_table
 from tests.program.conftest import SMALL, config
 
 ROWS, TIME, BYTES = 4, 24, 4  # of each of two devices, in float32
@@ -25,3 +29,10 @@ def test_bytes_and_arithmetic_of_every_name():
     # With the statistics of each row; the products are those of all that is seen, or of the blocks in which it lies.
     assert found["attention"].bytes == tokens * (heads + SMALL["heads"]) * BYTES
     assert found["attention"].flops == pytest.approx(4 * tokens * TIME * heads, rel=0.5)
+
+
+def test_the_table_says_how_a_config_names_them():
+    out = io.StringIO()
+    Console(file=out, width=100).print(names_table(names(config(memory={"remat": "full"}), "cpu:1")))
+    assert "{save: [names]}" in out.getvalue()
+    assert "attention_q" in out.getvalue()

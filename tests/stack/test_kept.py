@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from scripts.kept import EMBED, LAYERS, ROWS, TIME, kept, kinds
+import pytest
+
+from scripts.kept import EMBED, HIDDEN, LAYERS, ROWS, TIME, kept, kinds
 
 
 def test_a_linear_layer_keeps_its_input_for_the_outer_product_and_nothing_where_it_does_not_learn() -> None:
@@ -14,3 +16,14 @@ def test_a_linear_layer_keeps_its_input_for_the_outer_product_and_nothing_where_
 def test_a_sliced_loss_keeps_features_and_a_number_a_token() -> None:
     held = {shape.dims[1:] for shape in kept(kinds()["logits and loss, in slices"], "cpu:1")}
     assert held == {(ROWS, TIME, EMBED), (ROWS, TIME)}
+
+
+@pytest.mark.parametrize(
+    ("kind", "widths"),
+    [("RMS norm", [EMBED]), ("layer norm", [EMBED]), ("gated MLP", [EMBED, *3 * [HIDDEN]]),
+     ("MLP with GELU", [EMBED, *2 * [HIDDEN]])],
+)  # fmt: skip
+def test_norms_and_activations_keep_what_goes_into_them_in_its_own_dtype(kind: str, widths: list[int]) -> None:
+    held = kept(kinds()[kind], "h100-80gb")
+    assert sorted(shape.dims for shape in held) == [(LAYERS, ROWS, TIME, width) for width in widths]
+    assert {shape.dtype for shape in held} == {"bfloat16"}
