@@ -77,7 +77,9 @@ def draw(found: list[dict[str, Any]], file: Path) -> None:
         axes.plot(bits, above, "o" if series == "not even" else "o-", label=series)
     for one in found:
         if one["series"] == "not even":
-            axes.annotate(f"  {one['format']}", (one["bits"], max(one["above"], LEAST)), fontsize=8, rotation=35)
+            at, side = (one["bits"], max(one["above"], LEAST)), "right" if one["bits"] > 6 else "left"
+            away = (-6 if side == "right" else 6, -9 if one["format"] == "nf4" else 3)
+            axes.annotate(one["format"], at, away, textcoords="offset points", fontsize=8, ha=side)
     axes.set(xlabel="bits a weight, constants included", ylabel="loss above float32's, nats a byte", yscale="log")
     axes.grid(alpha=0.3)
     axes.legend()

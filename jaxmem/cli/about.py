@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -47,6 +48,8 @@ def tour(
     stop = tour.stop(topic)
     picture = (write or Path("runs/tour") / topic).with_suffix(".png")
     take_devices(tour.SIMULATED if stop.uses == "simulated" else None, only_compile=stop.uses == "compiler")
+    if stop.takes:
+        print(f"{topic} takes {stop.takes} on two cores without a GPU.", file=sys.stderr, flush=True)
     with only_json(as_json):
         visit = stop.visit(target)
     drawn = figures.can_draw() and visit.draw(picture)

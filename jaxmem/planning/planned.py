@@ -151,6 +151,17 @@ class Plan:
         return warnings_of(self)
 
     def as_json(self) -> dict[str, Any]:
+        return {
+            **self.step_as_json(),
+            "spilled_bytes_per_device": self.spilled,
+            "phases": self.phases,
+            "fits": self.fits,
+            "warnings": [asdict(warned) for warned in self.warnings],
+            "seconds": self.seconds,
+        }
+
+    def step_as_json(self) -> dict[str, Any]:
+        """Of the step alone: what needs no other program to be compiled."""
         built, target = self.program, self.target
         return {
             "model": {"name": built.cfg.name, "parameters": built.parameters, "trainable": built.trainable},
@@ -168,10 +179,8 @@ class Plan:
             "kinds": self.kinds,
             "predicted": self.predicted,
             "host_bytes_per_device": self.compiled_step.host_total,
-            "spilled_bytes_per_device": self.spilled,
             "bytes_per_parameter": self.compiled_step.total * target.count / built.parameters,
             "compiled": self.compiled,
-            "phases": self.phases,
             "collectives": self._told(self.timeline.traffic, "wire_bytes"),
             "host_transfers": self._told(self.timeline.transfers, "bytes"),
             "messages": [
@@ -190,9 +199,6 @@ class Plan:
             "ideal_flops_per_device": self.ideal_flops_per_device,
             "estimated_step_seconds": self.estimated_step_seconds,
             "bound_by": self.timeline.bound if self.target.gpu else None,
-            "fits": self.fits,
-            "warnings": [asdict(warned) for warned in self.warnings],
-            "seconds": self.seconds,
         }
 
     def _told(self, kinds: Mapping[str, Traffic], moved: str) -> dict[str, dict[str, Any]]:

@@ -232,6 +232,11 @@ def _cpu_devices(target: Target) -> Sequence[Any]:
     return jax.devices()
 
 
+def shared_memory(gpu: Gpu) -> int:
+    """Bytes of one multiprocessor."""
+    return _CORES[gpu.compute_capability][0]
+
+
 def check_compiler(target: Target) -> None:
     """What compiling for GPUs that are not here needs: jax's plugin in jax's own version, and ptxas."""
     if target.is_here:

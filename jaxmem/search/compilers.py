@@ -57,7 +57,7 @@ class Compilers:
         return self._answer("phases", cfg)
 
     def plan(self, cfg: Config) -> dict[str, Any]:
-        """Of the step alone, as JSON, with no limit on memory."""
+        """Of the step, as JSON, with no limit on memory."""
         return self._answer("plan", cfg)
 
     def each(self, ask: Callable[[Config], Any], cfgs: Iterable[Config]) -> Iterator[tuple[Config, Any]]:

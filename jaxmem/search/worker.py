@@ -40,7 +40,7 @@ def serve(questions: Iterable[str], answers: TextIO, target: Target, reserve_gib
                 if asked["question"] == "step":
                     answer = facts.as_dict(facts.step_facts(cfg, target, reserve_gib))
                 elif asked["question"] == "plan":
-                    answer = facts.whole_plan(cfg, target)
+                    answer = facts.step_plan(cfg, target)
                 else:
                     answer = facts.other_phases(cfg, target, reserve_gib)
         except UserError as error:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from jaxmem.tour.bars import stacked
 from jaxmem.tour.docstrings import questions
 from jaxmem.tour.stops import Columns, Found, Row, Shown, Stop, only_here
-from jaxmem.tour.trained import DECODER, trained
+from jaxmem.tour.trained import DECODER, Run, trained
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -94,21 +94,20 @@ def _kinds(steps: int | None) -> Iterator[Row]:
             (texts / f"{number}.txt").write_text(f"{question}\n{answer}\n", encoding="utf-8")
         base = {**BASE, "train": {"steps": steps or BASE["train"]["steps"]}}
         data = {"source": "text", "path": str(texts), "sequence_length": 64, "held_out": 0.05}
-        trained(base, place=Path(place) / "base")
+        trained({"base": Run(base, place=f"{place}/base")})
         before = evaluate(Path(place) / "base", overrides=[f"data={json.dumps(data)}"])["loss"]
         learns = {"adapter": {"run": f"{place}/base"}, "train": {"steps": steps or STEPS}}
-        for name, overrides in KINDS.items():
-            result = trained({**base, "data": data, **learns}, overrides)
-            plan = result.plan.as_json()
-            parts = plan["bytes_per_device"]
+        given = {**base, "data": data, **learns}
+        for name, ran in trained({name: Run(given, overrides) for name, overrides in KINDS.items()}).items():
+            parts = ran.plan["bytes_per_device"]
             yield {
                 "name": name,
-                "overrides": list(overrides),
-                "trainable": plan["model"]["trainable"],
+                "overrides": list(KINDS[name]),
+                "trainable": ran.plan["model"]["trainable"],
                 "state": parts["optimizer"] + parts["master"],
                 "rest": parts["gradients"] + parts["activations"] + parts["other"],
                 "before": before,
-                "loss": result.held_out["loss"],
+                "loss": ran.held_out["loss"],
             }
 
 
@@ -116,7 +115,7 @@ def _draw(drawn: Figure, kinds: Sequence[Row]) -> None:
     memory, losses = drawn.subplots(1, 2, sharey=True)
     stacked(memory, kinds, {"state": "state", "rest": "gradients, and what is kept"}, unit=2**20)
     memory.set(xlabel="MiB of a step beside weights")
-    memory.legend(fontsize=8)
+    memory.legend(fontsize=8, loc="lower center", bbox_to_anchor=(0.5, 1), ncols=2)
     losses.barh([row["name"] for row in kinds], [row["before"] - row["loss"] for row in kinds])
     losses.set(xlabel="nats a byte learnt, of answers held out")
 

@@ -8,7 +8,6 @@ score is taken off before the exponential, so that none overflows, and a row tha
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -16,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from jaxmem.errors import UserError
+from jaxmem.tour import timed
 from jaxmem.tour.stops import Columns, Found, Row, Shown, Stop
 
 if TYPE_CHECKING:
@@ -40,7 +40,7 @@ def by_length(target: str | None = None, lengths: Sequence[int] = LENGTHS, here:
     errors = list(_errors())
     tables = [
         Shown(f"Bytes beside inputs and gradients, forward and backward, on {aim.name}", *_across(compiled, _held)),
-        Shown("Here, of a processor: 4 heads of 32 in float32, forward and backward", *_across(ran, _ms)),
+        Shown(f"Here, {timed.where()}: 4 heads of 32 in float32, forward and backward", *_across(ran, _ms)),
         Shown("Largest error beside float64, as a share of the largest value", *_across(errors, _error)),
     ]
     return Found(tables, _note(compiled, errors), partial(_draw, compiled=compiled, ran=ran))
@@ -116,20 +116,15 @@ def _arrays(length: int, heads: int = 4, dim: int = 32) -> list[Any]:
     return [jax.random.normal(key, (1, length, heads, dim)) for key in jax.random.split(jax.random.key(0), 4)]
 
 
-def _timed(length: int, times: int = 3) -> Iterator[Row]:
+def _timed(length: int) -> Iterator[Row]:
     import jax
 
     from jaxmem.kernels import attention
 
     arrays = _arrays(length)
-    for way in ("reference", "blockwise"):
+    for way in ("reference", "blockwise", *(("pallas",) if jax.default_backend() == "gpu" else ())):
         run = jax.jit(_with_gradients(partial(attention, causal=True, implementation=way)))
-        taken = []
-        for _ in range(1 + times):  # the first compiles
-            started = time.process_time()
-            jax.block_until_ready(run(*arrays))
-            taken.append(time.process_time() - started)
-        yield {"of": length, "way": way, "seconds": min(taken)}
+        yield {"of": length, "way": way, "seconds": timed.seconds(run, *arrays)}
 
 
 def _errors(length: int = 64) -> Iterator[Row]:
@@ -217,7 +212,7 @@ def _draw(drawn: Figure, compiled: Sequence[Row], ran: Sequence[Row]) -> None:
         axes.minorticks_off()
         axes.legend()
     size.set_title("GiB, compiled for the target")
-    speed.set_title("ms of a processor, here")
+    speed.set_title(f"ms {timed.where()}, here")
 
 
 STOP = Stop(

@@ -9,17 +9,19 @@ layers run again more often. Boundaries may also wait in host memory, and come b
 from __future__ import annotations
 
 import math
-import time as clock
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from jaxmem.config import Decoder, load_config
 from jaxmem.config.names import BOUNDARY
+from jaxmem.tour import timed
 from jaxmem.tour.stops import Columns, Found, Row, Shown, Stop
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
+
+    from jaxmem.planning import Target
 
 TARGET = "h100-80gb"
 POLICIES = ("none", "full", "sqrt", "recursive", "slots_4", "constant")
@@ -46,11 +48,11 @@ def backward(
     *,
     arithmetic: bool = True,
     host: tuple[str, ...] = (),
-    here: bool = False,
+    runs: bool = False,
 ) -> Row:
-    """Bytes, FLOPs and seconds of a gradient on one device: estimated for a GPU, where numbers are in bfloat16, and
-    measured on a CPU if `here`. Layers of llama3-8b but for `shape`. Without `arithmetic` the FLOPs are those of frozen
-    weights too. `host`: what waits in host memory."""
+    """Bytes, FLOPs and seconds of a gradient on one device, estimated, and `measured` where it `runs`: on a CPU, and on
+    a GPU that is here. Numbers of a GPU are in bfloat16. Layers of llama3-8b but for `shape`. Without `arithmetic` the
+    FLOPs are those of frozen weights too. `host`: what waits in host memory."""
     import jax
     import jax.numpy as jnp
     from flax import nnx
@@ -67,7 +69,8 @@ def backward(
     base = {"name": "x", "model": {"preset": "llama3-8b", **shape, "layers": layers}, "train": {"steps": 1}}
     cfg = load_config({**base, "data": {"source": "tokens", "path": "unused"}}).model
     assert isinstance(cfg, Decoder)
-    aim = parse_target(target)
+    aim = _here(parse_target(target)) if runs else parse_target(target)
+    runs = runs and aim.is_here
     dtype = jnp.dtype(jnp.float32 if aim.is_cpu else jnp.bfloat16)
     execution = models.Execution(dtype=dtype, stack=Way(policy, host=host))
     network = nnx.eval_shape(lambda: models.build(cfg, nnx.Rngs(0), execution))
@@ -87,7 +90,7 @@ def backward(
     # Of frozen weights the temporaries are boundaries and one layer; arithmetic is that of training them.
     def made(argnums: int | tuple[int, ...]) -> Any:
         lowered = jax.jit(jax.grad(loss, argnums)).lower(*given)
-        return compile_all(lowered, {}, here=aim.is_here, code=here)[0]
+        return compile_all(lowered, {}, here=aim.is_here, code=runs)[0]
 
     frozen = made(1)
     trained = made((0, 1)) if arithmetic else frozen
@@ -100,22 +103,28 @@ def backward(
         "host": frozen.host_total,
         "flops": total_flops(trained.module),
         "hidden": paced.hidden,
-        "seconds": _measured(trained.executable, given) if here else paced.seconds,
+        "seconds": paced.seconds,
+        "measured": _timed(trained.executable, given) if runs else None,
     }
 
 
-def _measured(run: Any, given: Any, times: int = 3) -> float:
-    """Of a processor; the shortest of some calls."""
+def _here(aim: Target) -> Target:
+    """This machine's first device, where it is such a GPU."""
+    import jax
+
+    from jaxmem import hardware
+    from jaxmem.planning.targets import local_target
+
+    first = jax.devices()[0]
+    is_one = aim.gpu is not None and first.platform == "gpu" and hardware.find(first.device_kind) == aim.gpu
+    return local_target([first]) if is_one else aim
+
+
+def _timed(run: Any, given: Any) -> float:
     import jax
     import jax.numpy as jnp
 
-    filled = jax.tree.map(lambda x: jnp.ones(x.shape, x.dtype), given)
-    taken = []
-    for _ in range(times):
-        started = clock.process_time()
-        jax.block_until_ready(run(*filled))
-        taken.append(clock.process_time() - started)
-    return min(taken)
+    return timed.seconds(run, *jax.tree.map(lambda x: jax.device_put(jnp.ones(x.shape, x.dtype), x.sharding), given))
 
 
 def by_policy(
@@ -126,9 +135,9 @@ def by_policy(
 ) -> Found:
     """Small layers on this CPU, compiled and run; then what waits in host memory, compiled for a GPU."""
     aim = target or TARGET
-    rows = list(_here(policies, depths))
+    rows = list(_small(policies, depths))
     deepest = [row for row in rows if row["layers"] == depths[-1]]
-    hosted = [backward(name, 32, aim, {}, 8192, arithmetic=False, host=host) for name, host in on_host]
+    hosted = [backward(name, 32, aim, {}, 8192, arithmetic=False, host=host, runs=True) for name, host in on_host]
     for row in hosted:
         row["name"] = f"{row['policy']}, on the host" if row["host"] else row["policy"]
     work: Columns = {
@@ -136,7 +145,7 @@ def by_policy(
         "boundaries": lambda row: "all between" if row["kept"] is None else str(row["kept"]),
         "run again": lambda row: str(row["again"]),
         "arithmetic": lambda row: f"{row['flops'] / deepest[0]['flops']:.2f} x",
-        "CPU, here": lambda row: f"{row['seconds'] * 1e3:,.0f} ms",
+        "CPU, here": lambda row: f"{row['measured'] * 1e3:,.0f} ms",
     }
     sizes: Columns = {"remat": lambda row: row["policy"]}
     for layers in depths:
@@ -148,6 +157,8 @@ def by_policy(
         "estimate": lambda row: f"{row['seconds']:.2f} s",
         "hidden": lambda row: f"{row['hidden']:.0%}" if row["host"] else "",
     }
+    if any(row["measured"] for row in hosted):
+        away["measured"] = lambda row: f"{row['measured']:.2f} s"
     tables = [
         Shown(f"{depths[-1]} small layers: what is kept, and how many layers run again", deepest, work),
         Shown("MiB for the backward pass, compiled for this CPU", deepest, sizes),
@@ -156,7 +167,7 @@ def by_policy(
     return Found(tables, _note(deepest, hosted), partial(_draw, rows=rows))
 
 
-def _here(policies: Sequence[str], depths: Sequence[int]) -> Iterator[Row]:
+def _small(policies: Sequence[str], depths: Sequence[int]) -> Iterator[Row]:
     from jaxmem.stack import schedule
 
     for layers in depths:
@@ -165,7 +176,7 @@ def _here(policies: Sequence[str], depths: Sequence[int]) -> Iterator[Row]:
             again = 0 if policy == "none" else layers + (plan.runs if plan else 0)
             kept = None if policy == "none" else plan.slots if plan else layers
             runs = layers == depths[-1]
-            found = backward(policy, layers, "cpu:1", SMALL, 128, arithmetic=False, here=runs)
+            found = backward(policy, layers, "cpu:1", SMALL, 128, arithmetic=False, runs=runs)
             yield {**found, "again": again, "kept": kept}
 
 
@@ -195,17 +206,17 @@ def _draw(drawn: Figure, rows: Sequence[Row]) -> None:
     for policy in dict.fromkeys(row["policy"] for row in rows):
         own = [row for row in rows if row["policy"] == policy]
         (line,) = depth.plot([row["layers"] for row in own], [row["temporaries"] / 2**20 for row in own], "o-")
-        time.plot(own[-1]["temporaries"] / 2**20, own[-1]["seconds"] * 1e3, "o", color=line.get_color(), label=policy)
+        time.plot(own[-1]["temporaries"] / 2**20, own[-1]["measured"] * 1e3, "o", color=line.get_color(), label=policy)
     layers = sorted({row["layers"] for row in rows})
     depth.set(xscale="log", yscale="log", xlabel="layers", title="MiB for the backward pass")
     depth.set_xticks(layers, [str(n) for n in layers])
-    depth.minorticks_off()
-    time.set(
-        xscale="log",
-        yscale="log",
-        xlabel="MiB for the backward pass",
-        title=f"ms of a processor here, {layers[-1]} layers",
-    )
+    depth.set_yticks((1, 2, 4, 8, 16, 32), ("1", "2", "4", "8", "16", "32"))
+    time.set(xscale="log", yscale="log", xlabel="MiB for the backward pass")
+    time.set(title=f"ms of a processor here, {layers[-1]} layers")
+    time.set_xticks((1, 2, 4, 8, 16, 32), ("1", "2", "4", "8", "16", "32"))
+    time.set_yticks((50, 100, 200, 400, 800), ("50", "100", "200", "400", "800"))
+    for axes in (depth, time):
+        axes.minorticks_off()
     time.legend()
 
 

@@ -14,29 +14,33 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from jaxmem.config import load_config
 from jaxmem.errors import UserError
 from jaxmem.tour.docstrings import VOCAB, questions, write_conversations, write_tokenizer
 from jaxmem.tour.stops import Columns, Found, Shown, Stop, only_here
 
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
 PLACE = "runs/tour-finetune"
 MODEL = {"vocab": VOCAB, "layers": 4, "embed": 128, "mlp": 384, "heads": 4, "kv_heads": 2, "head_dim": 32}
 PRETRAIN = {
     "model": MODEL,
     "data": {"source": "stdlib", "sequence_length": 256},
-    "batch": {"global_size": 16},
+    "batch": {"global_size": 8},
     "optimizer": {"learning_rate": 4e-3, "warmup": 20},
-    "train": {"steps": 240, "log_every": 40},
+    "train": {"steps": 240, "log_every": 20},
 }
 FINETUNE = {
     "data": {"source": "chat", "sequence_length": 128, "held_out": 0.05},
     "batch": {"global_size": 16},
     "adapter": {"kind": "qlora", "rank": 8, "alpha": 16.0},
     "optimizer": {"learning_rate": 4e-3, "warmup": 10},
-    "train": {"steps": 120, "log_every": 40},
+    "train": {"steps": 120, "log_every": 20},
 }
 ASKED = 3  # of the held-out questions, to be answered at the end
 PROMPT, NEW = "def ", 16  # what transformers continues, and by how many tokens
@@ -77,7 +81,7 @@ def fine_tuned(
     visit.talk()
     columns: Columns = {"what": lambda row: row["what"], "s of CPU": _seconds, "result": lambda row: row["result"]}
     title = f"A model of one's own, fine-tuned, in {place}"
-    return Found([Shown(title, visit.rows, columns)], NOTE.format(place=place))
+    return Found([Shown(title, visit.rows, columns)], NOTE.format(place=place), partial(_draw, place=Path(place)))
 
 
 def _seconds(row: dict[str, Any]) -> str:
@@ -203,6 +207,16 @@ def opened_by_transformers(directory: Path, python: Sequence[str] | None = None)
     return f"opened there: {NEW} tokens, {'the same' if same else 'others'}", same
 
 
+def _draw(drawn: Figure, place: Path) -> None:
+    """What each update's batch cost, as the runs logged it."""
+    for axes, name in zip(drawn.subplots(1, 2), ("pretrained", "tuned"), strict=True):
+        lines = (place / name / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+        logged = [line for line in map(json.loads, lines) if "loss" in line]
+        axes.plot([line["step"] for line in logged], [line["loss"] for line in logged], "o-")
+        axes.set(xlabel="updates", ylabel="nats a token", title=f"{name}, as it learnt")
+        axes.grid(alpha=0.3)
+
+
 STOP = Stop(
     "finetune",
     "a small model trained, fine-tuned by QLoRA, exported and talked to, here",
@@ -210,4 +224,5 @@ STOP = Stop(
     uses="devices",
     config=["adapter.kind=qlora"],
     read=["jaxmem/tour/finetune.py", "jaxmem/adapters/lora.py"],
+    takes="one to two minutes",
 )

@@ -2,8 +2,9 @@
 
 The arithmetic of `jaxmem fit` for every target: of a number of layers the bytes of a step, without compiling, and from
 two of them the most that fit. On one target two answers are compiled, and say how far the arithmetic is off; `jaxmem
-fit --maximize model.layers` compiles until it knows the number exactly. Constants of codes are cut between blocks: over
-1,024 GPUs the 64 blocks of a matrix of 4,096 rows lie whole on each, and QLoRA gains less there than LoRA.
+fit --maximize model.layers` compiles until it knows the number exactly. Codes are split as weights are, but their
+constants between blocks: over more GPUs than a column has blocks they lie whole on each, and what rests in few bytes
+stops growing.
 """
 
 from __future__ import annotations
@@ -77,6 +78,7 @@ def by_memory(
         "compiled, GiB": lambda row: f"{row['compiled'] / 2**30:.2f}",
         "there is": lambda row: f"{row['limit'] / 2**30:.2f}",
     }
+    held |= compiled.measured(checked)
     length = base["data"]["sequence_length"]
     tables = [
         Shown(f"The largest model that fits, in billions of weights; {length:,} tokens a GPU", rows, columns),
@@ -117,18 +119,22 @@ def _room(one: Row) -> int:
 
 def _of_layers(aim: Target, base: Mapping[str, Any], overrides: Sequence[str], layers: int) -> Row:
     from jaxmem.config.presets import parameter_count
+    from jaxmem.planning.state import Held, state_of
     from jaxmem.planning.targets import usable
     from jaxmem.search.candidates import estimated
 
     over = [*overrides, f"model.layers={layers}", f"batch.global_size={aim.count}"]
     cfg = load_config(dict(base), over).for_devices(aim.count)
     assert isinstance(cfg.model, Decoder)
+    constants, held = state_of(cfg, "gpu").constants, Held(cfg)
+    each = ((held("weights", [leaf]), leaf.itemsize * math.prod(leaf.shape)) for leaf in constants)
     return {
         "overrides": over,
         "layers": layers,
         "parameters": parameter_count(cfg.model),
         "estimate": estimated(cfg, aim).total,
         "limit": usable(aim, cfg),
+        "whole": sum(mine for mine, all_of_it in each if mine == all_of_it and aim.count > 1),
     }
 
 
@@ -137,8 +143,16 @@ def _checked(row: Row, base: Mapping[str, Any]) -> list[Row]:
     found = [(way, one) for way, one in row["ways"].items() if one]
     ends = dict((found[0], found[-1]))
     plans = compiled.plans(row["target"], {way: load_config(dict(base), ends[way]["overrides"]) for way in ends})
-    sizes = {way: plan["bytes_per_device"]["total"] for way, plan in plans.items()}
-    return [{"way": way, "target": row["target"], **one, "compiled": sizes[way]} for way, one in ends.items()]
+    return [
+        {
+            "way": way,
+            "target": row["target"],
+            **one,
+            "compiled": plans[way]["bytes_per_device"]["total"],
+            "measured": plans[way].get("measured"),
+        }
+        for way, one in ends.items()
+    ]
 
 
 def _note(rows: Sequence[Row], checked: Sequence[Row]) -> str:
@@ -153,8 +167,17 @@ def _note(rows: Sequence[Row], checked: Sequence[Row]) -> str:
         f" Bytes of memory for each weight, there: {each}. On one {first['target']} {ways[-1]} reaches"
         f" {small['parameters'] / 1e9:.1f} B weights; {last['target']}, {last['gpus']:,} GPUs, trains all of"
         f" {large['parameters'] / 1e9:,.0f} B. Several GPUs split weights, gradients and state; what layers keep of its"
-        " own tokens each has for itself."
+        " own tokens each has for itself. Codes are split too, their constants only between blocks, of which a column"
+        " of 4,096 numbers has 64 in nf4 and 16 in int8: over more GPUs than that they lie whole on each"
+        f"{_of_constants(last)}, and what rests in few bytes gains little from a larger cluster."
     )
+
+
+def _of_constants(row: Row) -> str:
+    """What of a GPU they take on the largest target."""
+    shares = {way: one["whole"] / one["limit"] for way, one in row["ways"].items() if one and one["whole"]}
+    told = " and ".join(f"{share:.0%} of its memory in '{way}'" for way, share in shares.items())
+    return f", on {row['target']} {told}" if told else ""
 
 
 def _draw(drawn: Figure, rows: Sequence[Row]) -> None:
@@ -162,12 +185,14 @@ def _draw(drawn: Figure, rows: Sequence[Row]) -> None:
     for way in rows[0]["ways"]:
         own = [(row["memory"] / 2**30, row["ways"][way]["parameters"] / 1e9) for row in rows if row["ways"][way]]
         axes.plot(*zip(*own, strict=True), "o-", label=way)
-    for row in rows:
-        axes.axvline(row["memory"] / 2**30, c="gray", lw=0.3)
-        axes.annotate(
-            row["target"], (row["memory"] / 2**30, 0.02), fontsize=6, rotation=90, xycoords=("data", "axes fraction")
-        )
     axes.set(xscale="log", yscale="log", xlabel="GiB of all GPUs together", ylabel="billions of weights")
+    axes.grid(alpha=0.3)
+    above = axes.secondary_xaxis("top")
+    above.set_xticks([row["memory"] / 2**30 for row in rows], [row["target"] for row in rows])
+    above.tick_params(rotation=45, labelsize=8)
+    for label in above.get_xticklabels():
+        label.set(ha="left")
+    above.minorticks_off()
     axes.legend()
 
 

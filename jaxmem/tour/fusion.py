@@ -39,6 +39,12 @@ CHUNKS: dict[str, tuple[str, ...]] = {
     "the loss": ("memory.loss_chunk=auto", f"memory.mlp_chunk={TOKENS}"),
     "loss and MLP": ("memory.loss_chunk=auto", f"memory.mlp_chunk={TOKENS // 8}"),
 }
+LONG = 4 * TOKENS
+AWAY = f"{LONG:,} tokens, boundaries on the host"
+CHUNKS |= {
+    f"{name}; {AWAY}": (*CHUNKS[name], "memory.offload=activations", f"data.sequence_length={LONG}")
+    for name in ("the loss", "loss and MLP")
+}
 
 
 def by_chain(
@@ -161,14 +167,16 @@ def _note(rows: Sequence[Row], held: Sequence[Row]) -> str:
     norm, kernel = (
         next(row for row in rows if row["back"] and row["name"] == name) for name in (rows[0]["name"], IN_A_KERNEL)
     )
-    first, last = held[0], held[-1]
+    whole, loss, both, away, both_away = (row["activations"] / 2**30 for row in held)
     return (
         f"One by one these chains move {apart / 1e9:.1f} GB; fused by XLA {fused / 1e9:.1f}, {fused / least:.2f} times"
         " the least, which reads every input and writes every result once. Where a whole row is needed before its first"
         f" number can be written, as in a norm's gradient, it reads more than once: {norm['moved'] / norm['least']:.2f}"
         f" times the least, and a kernel written for it {kernel['moved'] / kernel['least']:.2f}. The results of"
-        " products are written in any case; in chunks of the vocabulary and of the tokens what a step holds of them"
-        f" shrinks from {first['activations'] / 2**30:.1f} to {last['activations'] / 2**30:.1f} GiB."
+        " products are written in any case. The loss in chunks of the vocabulary, so that no logits are there whole,"
+        f" takes a step's activations from {whole:.2f} to {loss:.2f} GiB. The MLP in chunks of tokens makes of that"
+        f" {both:.2f}: gradients of its weights are added up in float32 meanwhile, and at {TOKENS:,} tokens that takes"
+        f" all that they save. At {AWAY}, it goes from {away:.2f} to {both_away:.2f}."
     )
 
 

@@ -17,7 +17,7 @@ from jaxmem.config import load_config
 from jaxmem.tour import compiled
 from jaxmem.tour.bars import stacked
 from jaxmem.tour.stops import Columns, Found, Row, Shown, Stop
-from jaxmem.tour.trained import DECODER, trained
+from jaxmem.tour.trained import DECODER, Run, trained
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -74,6 +74,7 @@ def by_rank(target: str | None = None, base: Mapping[str, Any] = BASE, steps: in
         "in all": lambda row: f"{row['total'] / 2**30:.2f}",
         "B/param": lambda row: f"{row['total'] / row['parameters']:.2f}",
     }
+    holds |= compiled.measured(rows)
     learns: Columns = {
         "optimizer": lambda row: row["name"],
         "state, B/param": lambda row: f"{row['state']:.2f}",
@@ -106,19 +107,19 @@ def _row(name: str, overrides: Sequence[str], plan: dict[str, Any]) -> Row:
         "state": state,
         "rest": parts["total"] - weights - state,
         "total": parts["total"],
+        "measured": plan.get("measured"),
     }
 
 
 def _runs(steps: int) -> Iterator[Row]:
-    for name, overrides in RUNS.items():
-        result = trained({**SMALL, "train": {"steps": steps}}, overrides)
-        plan = result.plan.as_json()
+    given = {**SMALL, "train": {"steps": steps}}
+    for name, ran in trained({name: Run(given, overrides) for name, overrides in RUNS.items()}).items():
         yield {
             "name": name,
-            "overrides": list(overrides),
+            "overrides": list(RUNS[name]),
             "steps": steps,
-            "state": plan["predicted"]["optimizer"] / plan["model"]["parameters"],
-            "loss": result.held_out["loss"],
+            "state": ran.plan["predicted"]["optimizer"] / ran.plan["model"]["parameters"],
+            "loss": ran.held_out["loss"],
         }
 
 

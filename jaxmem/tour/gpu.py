@@ -1,4 +1,4 @@
-"""What a GPU waits for: the bytes that reach its processors, on two small problems.
+"""What a GPU waits for: the bytes that reach its processors, on two small problems and in a whole training step.
 
 The maximum over a sliding window: on one processor brute force, a heap and a monotonic deque, of which each does less;
 on a GPU the plain way, every thread its own window, straight from global memory and through shared memory. There the
@@ -12,22 +12,26 @@ where its operations for each byte read are at least its operations a second ove
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from jaxmem import devices
 from jaxmem.errors import UserError
+from jaxmem.tour import roofline, timed
 from jaxmem.tour.stops import Columns, Found, Row, Shown, Stop
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
+    from jaxmem.hardware import Gpu
+
 TARGET = "h100-80gb"
 NUMBERS, WINDOW = 1 << 17, 256
 SIZE, TILES = 8192, (16, 32, 64, 128, 256)
+DRAWN = (16, 128)  # of these, under the roof
 TYPES = {"float32": 4, "bfloat16": 2}
 HEAP_STEPS = 2  # comparisons of a number in and out of a heap of w: two for each of log2 w levels
 
@@ -35,14 +39,22 @@ HEAP_STEPS = 2  # comparisons of a number in and out of a heap of w: two for eac
 def bytes_counted(target: str | None = None) -> Found:
     """The table, with the least time that the bytes take on a target; times are this machine's."""
     from jaxmem.planning.targets import parse_target
-    from jaxmem.planning.text import readable
+    from jaxmem.planning.text import count, readable
 
-    gpu = parse_target(target or TARGET).gpu
+    aim = parse_target(target or TARGET)
+    gpu = aim.gpu
     if gpu is None:
         raise UserError(f"target {target}: tour gpu counts what a GPU reads; give one, as {TARGET}")
-    windows, products = list(_windows()), list(_products())
+    levels, windows, products = roofline.levels(gpu), list(_windows()), list(_products())
+    step = roofline.operations(aim)
     for row in (*windows, *products):
         row["least_seconds"] = row["bytes"] / (gpu.bandwidth_gb_s * 1e9) if row["bytes"] else None
+    nearness: Columns = {
+        "from": lambda row: row["name"],
+        "there is": lambda row: readable(row["bytes"]) if row["bytes"] else "",
+        "GB/s": lambda row: f"{row['speed']:,.0f}" if row["speed"] else "",
+        "operations in a byte's time": lambda row: f"{row['operations']:,.0f}" if row["operations"] else "",
+    }
     asked: Columns = {
         "bytes": lambda row: readable(row["bytes"]) if row["bytes"] else "",
         "shared": lambda row: readable(row["shared"]) if row["shared"] else "",
@@ -59,18 +71,31 @@ def bytes_counted(target: str | None = None) -> Found:
         "each byte": lambda row: f"{row['operations'] / row['bytes']:,.1f}",
         **asked,
     }
+    needed = gpu.flops / (gpu.bandwidth_gb_s * 1e9)
+    kinds: Columns = {
+        "kernels": lambda row: row["name"],
+        "FLOP": lambda row: count(row["flops"]) if row["flops"] else "",
+        "bytes": lambda row: readable(row["bytes"]),
+        "each byte": lambda row: f"{row['flops'] / row['bytes']:,.0f}" if row["flops"] else "",
+        "wait for": lambda row: "arithmetic" if row["flops"] > needed * row["bytes"] else "memory",
+        "about": lambda row: _time(row["seconds"]),
+    }
+    model, length = roofline.BASE["model"]["preset"], roofline.BASE["data"]["sequence_length"]
     tables = [
+        Shown(f"Where a byte comes from, on {gpu.name}", levels, nearness),
         Shown(f"The largest of each {WINDOW} of {NUMBERS:,} numbers, and what {gpu.name} waits for", windows, scans),
         Shown(f"A product of {SIZE} x {SIZE} matrices on {gpu.name}", products, tiles),
+        Shown(f"A step of {model} on {length:,} tokens, compiled for {gpu.name}", step, kinds),
     ]
-    needed = gpu.flops / (gpu.bandwidth_gb_s * 1e9)
+    waits = sum(row["seconds"] for row in step if row["flops"] <= needed * row["bytes"])
     note = (
         "Bytes: asked of global memory; each byte: operations for it; shared: what a block holds in shared memory; at"
         " least: the time of the bytes; here: measured on this machine."
         f" {gpu.name} does {needed:,.0f} operations in bfloat16 in the time of a byte: a product with more operations a"
-        " byte than that waits for none. Kernels' times are measured where there is a GPU."
+        f" byte than that waits for none. A training step spends {waits / sum(row['seconds'] for row in step):.0%} of"
+        " its time in kernels that do wait. Kernels' times are measured where there is a GPU."
     )
-    return Found(tables, note, partial(_draw, windows=windows, products=products, needed=needed))
+    return Found(tables, note, partial(_draw, gpu=gpu, windows=windows, step=step))
 
 
 def _windows() -> Iterator[Row]:
@@ -87,19 +112,19 @@ def _windows() -> Iterator[Row]:
         "monotonic deque": 2 * NUMBERS,
     }
     for name, run in HOST.items():
-        started = time.perf_counter()
+        started = time.process_time()
         run(listed, WINDOW)
-        yield _row(f"{name}, one CPU", work[name], None, seconds=time.perf_counter() - started)
+        yield _row(f"{name}, one CPU", work[name], None, seconds=time.process_time() - started)
     x = jnp.asarray(numbers)
     for name in ("straight", "shared"):
         seconds = None
         if devices.has_nvidia_gpu() and jax.default_backend() == "gpu":
-            seconds = _measured(jax.jit(lambda x, name=name: sliding_max(x, WINDOW, implementation=name)), x)
+            seconds = timed.seconds(jax.jit(lambda x, name=name: sliding_max(x, WINDOW, implementation=name)), x)
         held = 4 * (pallas.OUTPUTS + pallas.STRIP) if name == "shared" else None
         asked = pallas.bytes_asked(name, NUMBERS, WINDOW)
         yield _row(f"GPU, {name}", NUMBERS * WINDOW, asked, held, seconds)
     run = jax.jit(lambda x: sliding_max(x, WINDOW, implementation="reference"))
-    yield _row("XLA, here", NUMBERS * WINDOW, 8 * NUMBERS, seconds=_measured(run, x))
+    yield _row("XLA, here", NUMBERS * WINDOW, 8 * NUMBERS, seconds=timed.seconds(run, x))
 
 
 def _products() -> Iterator[Row]:
@@ -124,31 +149,23 @@ def _row(
     return {"name": name, "operations": operations, "bytes": asked, "shared": shared, "seconds": seconds}
 
 
-def _measured(run: Callable[[Any], Any], x: Any, times: int = 5) -> float:
-    """The median of some calls, without the first."""
-    run(x).block_until_ready()
-    taken = []
-    for _ in range(times):
-        started = time.perf_counter()
-        run(x).block_until_ready()
-        taken.append(time.perf_counter() - started)
-    return sorted(taken)[times // 2]
-
-
-def _draw(drawn: Figure, windows: list[Row], products: list[Row], needed: float) -> None:
-    scans, tiles = drawn.subplots(1, 2, width_ratios=(1, 1.4))
-    timed = [row for row in windows if row["seconds"] is not None]
-    scans.barh([row["name"] for row in timed], [1e3 * row["seconds"] for row in timed])
-    scans.set(xscale="log", xlabel="ms, here", title=f"largest of each {WINDOW} of {NUMBERS:,}")
+def _draw(drawn: Figure, gpu: Gpu, windows: list[Row], step: list[Row]) -> None:
+    scans, roof = drawn.subplots(1, 2, width_ratios=(1, 1.4))
+    timed_rows = [row for row in windows if row["seconds"] is not None]
+    bars = scans.barh([row["name"] for row in timed_rows], [1e3 * row["seconds"] for row in timed_rows])
+    scans.bar_label(bars, [_time(row["seconds"]) for row in timed_rows], padding=3)
+    scans.set(xscale="log", xlabel="ms, here", title=f"largest of each {WINDOW} of {NUMBERS:,}", xlim=(1, 1e4))
     scans.invert_yaxis()
-    for name in TYPES:
-        own = [row for row in products if row["name"].startswith(f"{name}, ")]
-        tiles.plot(TILES, [row["operations"] / row["bytes"] for row in own], "o-", label=name)
-    tiles.axhline(needed, ls="--", c="tab:red", label="the device's own, bfloat16")
-    tiles.set(xscale="log", yscale="log", xlabel="tile", title=f"operations a byte, product of {SIZE} x {SIZE}")
-    tiles.set_xticks(TILES, [str(tile) for tile in TILES])
-    tiles.minorticks_off()
-    tiles.legend()
+    tiles = [
+        {
+            "name": f"product, tiles of {tile}",
+            "flops": 2 * SIZE**3,
+            "bytes": product_bytes(SIZE, tile, TYPES["bfloat16"]),
+        }
+        for tile in DRAWN
+    ]
+    roofline.draw(roof, gpu, [*(row for row in step if row["flops"]), *tiles])
+    roof.set_title(f"{gpu.name}: a step's kernels, products in tiles")
 
 
 def _time(seconds: float | None) -> str:
@@ -159,9 +176,9 @@ def _time(seconds: float | None) -> str:
 
 STOP = Stop(
     "gpu",
-    "a sliding window, a matrix product: the bytes that they ask for, and times",
+    "its memories; a sliding window, a product, a training step: the bytes they ask for, and times",
     bytes_counted,
     uses="devices",
     config=["optimizer.kernel=pallas"],
-    read=["kernels/sliding_max/pallas.py", "jaxmem/planning/timeline.py"],
+    read=["kernels/sliding_max/pallas.py", "jaxmem/tour/roofline.py", "jaxmem/planning/timeline.py"],
 )

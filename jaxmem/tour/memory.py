@@ -1,8 +1,7 @@
 """The headline table: a model of 8 B parameters, one technique a row, each on top of the one before.
 
 Every row is the training step compiled for the target, with no limit on memory, so that nothing is recomputed but
-what the row says. A row takes some ten seconds of a processor and no GPU. Where the target's GPU is in this machine and
-a row fits in it, it also runs, and the device says what it held.
+what the row says. A row takes some seconds of a processor and no GPU.
 """
 
 from __future__ import annotations
@@ -13,7 +12,6 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from jaxmem import devices, hardware
 from jaxmem.config import load_config
 from jaxmem.errors import UserError
 from jaxmem.tour import compiled
@@ -119,18 +117,13 @@ def by_technique(target: str | None = None, base: dict[str, Any] = BASE, rows: S
         "compiled": lambda row: _each(row, "compiled"),
         "GiB a GPU": lambda row: f"{row['compiled'] / 2**30:.1f}",
     }
-    if any(row["measured"] for row in found):
-        columns["measured, GiB"] = lambda row: f"{row['measured'] / 2**30:.1f}" if row["measured"] else ""
+    columns |= compiled.measured(found)
     name = base["model"].get("preset", base["name"])
     title = f"{name} on {kind}, {base['data']['sequence_length']} tokens a GPU: bytes a parameter on each GPU"
-    return Found([Shown(title, found, columns)], draw=partial(_draw, rows=found))
+    return Found([Shown(title, found, columns)], _note(kind, found), partial(_draw, rows=found))
 
 
 def _found(kind: str, base: dict[str, Any], rows: Sequence[Row]) -> Iterator[dict[str, Any]]:
-    from jaxmem.planning import measure
-    from jaxmem.planning.targets import parse_target
-
-    here = _gpus_here(kind)
     overrides = dict(zip(rows, itertools.accumulate(row.overrides for row in rows), strict=True))
     cfgs = {row: load_config(base, overrides[row]) for row in rows}
     plans: dict[str, dict[str, Any]] = {}
@@ -138,9 +131,6 @@ def _found(kind: str, base: dict[str, Any], rows: Sequence[Row]) -> Iterator[dic
         plans |= compiled.plans(f"{kind}:{gpus}", {row.name: cfgs[row] for row in alike})
     for row in rows:
         plan = plans[row.name]
-        total = plan["bytes_per_device"]["total"]
-        limit = parse_target(f"{kind}:{row.gpus}").memory - hardware.reserved(row.gpus)
-        ran = measure.apart(cfgs[row].model_dump(mode="json")) if row.gpus == here and total <= limit else None
         yield {
             "name": row.name,
             "overrides": list(overrides[row]),
@@ -148,10 +138,9 @@ def _found(kind: str, base: dict[str, Any], rows: Sequence[Row]) -> Iterator[dic
             "gpus": row.gpus,
             "parameters": plan["model"]["parameters"],
             "predicted": plan["predicted"]["total"],
-            "compiled": total,
+            "compiled": plan["bytes_per_device"]["total"],
             "parts": plan["bytes_per_device"],
-            "measured": (ran or {}).get("measured"),
-            "error": (ran or {}).get("error"),
+            "measured": plan.get("measured"),
         }
 
 
@@ -166,10 +155,15 @@ def _count(target: str) -> int:
     return count
 
 
-def _gpus_here(kind: str) -> int:
-    """How many GPUs of this kind this machine has; asked of the driver, since jax would take their memory."""
-    names = [hardware.find(gpu["name"], gpu["memory"]) for gpu in devices.gpus()]
-    return sum(gpu is not None and gpu.name == kind for gpu in names)
+def _note(kind: str, rows: Sequence[dict[str, Any]]) -> str:
+    first, last = rows[0], [row for row in rows if row["gpus"] == 1][-1]
+    return (
+        "Each row has the settings of those above it and one more; the arithmetic is of weights, gradients and"
+        " optimizer's state, and what a step has beyond it are activations, logits and what is there only in passing."
+        " Predicted is arithmetic on the config alone, compiled what XLA allocates, nothing left out; where a"
+        f" {kind} is in the machine, rows that fit also run and say what it held. Every weight is trained in every"
+        f" row: one GPU goes from {_each(first, 'compiled')} bytes a parameter to {_each(last, 'compiled')}."
+    )
 
 
 def _each(row: dict[str, Any], field: str) -> str:
@@ -178,15 +172,19 @@ def _each(row: dict[str, Any], field: str) -> str:
 
 def _draw(drawn: Figure, rows: Sequence[dict[str, Any]]) -> None:
     """On a scale that shows the last row as well as the first."""
+    drawn.set_size_inches(9, 6)
     axes = drawn.subplots()
     places = range(len(rows))
-    for field, marker in (("predicted", "|"), ("compiled", "o"), ("measured", "x")):
+    for field, look in (("compiled", "o"), ("predicted", "|"), ("measured", "x")):
         found = [(row[field] / row["parameters"], place) for place, row in zip(places, rows, strict=True) if row[field]]
         if found:
-            axes.plot(*zip(*found, strict=True), marker, label=field)
-    axes.set_yticks(places, [row["name"] for row in rows], fontsize=7)
+            axes.plot(*zip(*found, strict=True), look, label=field, ms=14 if look == "|" else 8, mew=2)
+    for place, row in zip(places, rows, strict=True):
+        at = max(row[field] or 0 for field in ("compiled", "predicted")) / row["parameters"]
+        axes.annotate(_each(row, "compiled"), (at, place), (8, -3), textcoords="offset points", fontsize=9)
+    axes.set_yticks(places, [row["name"] for row in rows])
     axes.invert_yaxis()
-    axes.set(xscale="log", xlabel="bytes a parameter on each GPU")
+    axes.set(xscale="log", xlabel="bytes a parameter on each GPU", xlim=(1, 64))
     axes.set_xticks((1, 2, 4, 8, 16, 32), ("1", "2", "4", "8", "16", "32"))
     axes.minorticks_off()
     axes.grid(alpha=0.3)

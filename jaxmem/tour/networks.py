@@ -7,13 +7,12 @@ library's.
 
 from __future__ import annotations
 
-import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from jaxmem.tour.stops import Columns, Found, Row, Shown, Stop, only_here
-from jaxmem.tour.trained import DECODER, trained
+from jaxmem.tour.trained import DECODER, Ran, Run, trained
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -56,8 +55,9 @@ def learnt(target: str | None = None, steps: int | None = None) -> Found:
     only_here("networks", target)
     from jaxmem.planning.text import count, readable
 
-    networks = list(_networks(steps))
-    errors = list(_errors(steps))
+    ran = trained(runs(steps))
+    networks = [_network(name, ran[name]) for name in NETWORKS]
+    errors = [{"name": name, "means": means, **_held_out(ran[name])} for name, (_, means) in OBJECTIVES.items()]
     made: Columns = {
         "network": lambda row: row["name"],
         "parameters": lambda row: f"{row['parameters']:,}",
@@ -80,30 +80,29 @@ def learnt(target: str | None = None, steps: int | None = None) -> Found:
     return Found(tables, note, partial(_draw, networks=networks))
 
 
-def _networks(steps: int | None) -> Iterator[Row]:
-    for name, given in NETWORKS.items():
-        start = time.perf_counter()
-        result = trained({**given, "optimizer": RATE, "train": {"steps": steps or given["train"]["steps"]}})
-        plan = result.plan.as_json()
-        yield {
-            "name": name,
-            "parameters": plan["model"]["parameters"],
-            "flops": plan["flops_per_device"],
-            "activations": plan["bytes_per_device"]["activations"],
-            "seconds": time.perf_counter() - start,
-            **_held_out(result.held_out),
-        }
+def runs(steps: int | None = None) -> dict[str, Run]:
+    """Each network, then each error on the smallest one."""
+    given = {name: dict(one) for name, one in NETWORKS.items()}
+    for name, (last, _) in OBJECTIVES.items():
+        given[name] = {**DIGITS, "objective": name, "model": {**MLP, **last}, "train": {"steps": 200}}
+    if steps:
+        given = {name: {**one, "train": {"steps": steps}} for name, one in given.items()}
+    return {name: Run({**one, "optimizer": RATE}) for name, one in given.items()}
 
 
-def _errors(steps: int | None) -> Iterator[Row]:
-    for name, (last, means) in OBJECTIVES.items():
-        given = {**DIGITS, "objective": name, "model": {**MLP, **last}, "optimizer": RATE}
-        result = trained({**given, "train": {"steps": steps or 200}})
-        yield {"name": name, "means": means, **_held_out(result.held_out)}
+def _network(name: str, ran: Ran) -> Row:
+    return {
+        "name": name,
+        "parameters": ran.plan["model"]["parameters"],
+        "flops": ran.plan["flops_per_device"],
+        "activations": ran.plan["bytes_per_device"]["activations"],
+        "seconds": ran.seconds,
+        **_held_out(ran),
+    }
 
 
-def _held_out(found: Mapping[str, float]) -> Row:
-    return {"loss": found["loss"], "accuracy": found.get("accuracy")}
+def _held_out(ran: Ran) -> Row:
+    return {"loss": ran.held_out["loss"], "accuracy": ran.held_out.get("accuracy")}
 
 
 def _result(row: Row) -> str:
@@ -116,14 +115,20 @@ def _per_weight(rows: Sequence[Row], name: str) -> float:
 
 
 def _draw(drawn: Figure, networks: Sequence[Row]) -> None:
-    for axes, (field, label) in zip(
+    from jaxmem.planning.text import count, readable
+
+    for axes, (field, title, said) in zip(
         drawn.subplots(1, 3),
-        (("parameters", "parameters"), ("flops", "FLOP a step"), ("activations", "bytes kept for backward")),
+        (
+            ("parameters", "parameters", count),
+            ("flops", "FLOP a step", count),
+            ("activations", "bytes kept for backward", readable),
+        ),
         strict=True,
     ):
-        axes.bar([row["name"] for row in networks], [row[field] for row in networks])
-        axes.set_title(label, fontsize=10)
-        axes.tick_params(axis="x", labelsize=8)
+        bars = axes.bar([row["name"] for row in networks], [row[field] for row in networks])
+        axes.bar_label(bars, [said(row[field]) for row in networks], fontsize=9, padding=2)
+        axes.set(title=title, yticks=[])
 
 
 STOP = Stop(

@@ -11,10 +11,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from jaxmem import devices
 from jaxmem.config import load_config
 from jaxmem.errors import UserError
+from jaxmem.tour import compiled
 from jaxmem.tour.bars import stacked
-from jaxmem.tour.compiled import plans
 from jaxmem.tour.stops import SIMULATED, Columns, Found, Row, Shown, Stop
 
 if TYPE_CHECKING:
@@ -50,9 +51,10 @@ def split(target: str | None = None, base: dict[str, Any] = BASE) -> Found:
     kind, _, count = (target or TARGET).partition(":")
     if count not in ("", str(GPUS)):
         raise UserError(f"target {target}: the tour's layouts are of {GPUS} GPUs; leave the number out")
-    compiled = plans(f"{kind}:{GPUS}", {name: load_config(base, changes) for name, changes in LAYOUTS.items()})
-    rows = [_row(name, plan) for name, plan in compiled.items()]
+    plans = compiled.plans(f"{kind}:{GPUS}", {name: load_config(base, changes) for name, changes in LAYOUTS.items()})
+    rows = [_row(name, plan) for name, plan in plans.items()]
     rows.append(_server(rows[0]))
+    devices.simulate(SIMULATED)  # only now: steps run on GPUs, if they are here
     holds: Columns = {
         "layout": lambda row: row["name"],
         "GiB": lambda row: f"{row['total'] / 2**30:.1f}" if row["total"] else "",
@@ -62,6 +64,7 @@ def split(target: str | None = None, base: dict[str, Any] = BASE) -> Found:
         "idle": lambda row: f"{row['bubble']:.0%}" if row["bubble"] else "",
         "most by": lambda row: row["most"],
     }
+    holds |= compiled.measured(rows)
     ways: Columns = {
         "the matrix split by": lambda row: row["name"],
         "then": lambda row: row["collective"],
@@ -94,6 +97,7 @@ def _row(name: str, plan: dict[str, Any]) -> Row:
         "name": name,
         "overrides": list(LAYOUTS[name]),
         "total": plan["bytes_per_device"]["total"],
+        "measured": plan.get("measured"),
         "parts": plan["bytes_per_device"],
         "wire": wire,
         "exposed": exposed / wire,
@@ -168,7 +172,7 @@ STOP = Stop(
     "parallel",
     "every way to split a model over eight GPUs: what each holds, sends and hides",
     split,
-    uses="simulated",
+    uses="compiler",
     config=["mesh.fsdp=8", "zero=3", "mesh.tensor=8", "mesh.context=8", "mesh.stage=8"],
     read=["jaxmem/sharding.py", "jaxmem/stack/pipeline.py", "jaxmem/parameter_server.py"],
 )

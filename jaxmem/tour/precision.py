@@ -13,7 +13,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from jaxmem.tour.stops import Columns, Found, Row, Shown, Stop, only_here
-from jaxmem.tour.trained import DECODER, trained
+from jaxmem.tour.trained import DECODER, Run, trained
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -110,28 +110,28 @@ def _format(name: str) -> Row:
 
 
 def _runs(steps: int) -> Iterator[Row]:
-    for name, overrides in RUNS.items():
-        result = trained({**BASE, "train": {"steps": steps}}, overrides)
-        plan = result.plan.as_json()
-        state = sum(plan["predicted"][part] for part in ("parameters", "master", "optimizer"))
+    given = {**BASE, "train": {"steps": steps}}
+    for name, ran in trained({name: Run(given, overrides) for name, overrides in RUNS.items()}).items():
+        state = sum(ran.plan["predicted"][part] for part in ("parameters", "master", "optimizer"))
         yield {
             "name": name,
-            "overrides": list(overrides),
+            "overrides": list(RUNS[name]),
             "steps": steps,
-            "state": state / plan["model"]["parameters"],
-            "loss": result.held_out["loss"],
+            "state": state / ran.plan["model"]["parameters"],
+            "loss": ran.held_out["loss"],
         }
 
 
 def _draw(drawn: Figure, formats: Sequence[Row], runs: Sequence[Row]) -> None:
     holds, losses = drawn.subplots(1, 2)
     for place, row in enumerate(formats):
-        holds.barh(place, row["largest"], left=row["smallest"])
-    holds.set(xscale="log", xlabel="from the smallest to the largest number", yticks=range(len(formats)))
-    holds.set_yticklabels([f"{row['name']}\nstep {row['step']:.1g}" for row in formats], fontsize=7)
+        holds.plot((row["smallest"], row["largest"]), (place, place), lw=14, solid_capstyle="butt")
+    holds.set(xscale="log", xlabel="from the smallest to the largest number", ylim=(len(formats) - 0.5, -0.5))
+    holds.set_yticks(range(len(formats)), [f"{row['name']}\nstep {row['step']:.1g}" for row in formats], fontsize=8)
     losses.barh([row["name"] for row in runs], [row["loss"] - runs[0]["loss"] for row in runs])
+    losses.axvline(0, c="gray", lw=0.8)
     losses.set(xlabel="loss beside float32's")
-    losses.tick_params(axis="y", labelsize=7)
+    losses.tick_params(axis="y", labelsize=8)
     losses.invert_yaxis()
 
 

@@ -55,6 +55,7 @@ def by_base(
         "activations": lambda row: f"{row['activations'] / 2**30:.2f}",
         "in all": lambda row: f"{row['total'] / 2**30:.2f}",
     }
+    held |= compiled.measured(rows)
     done: Columns = {
         "base rests in": lambda row: row["name"],
         "bits a weight": lambda row: f"{row['bits']:.2f}",
@@ -91,6 +92,7 @@ def _rows(target: str, cfgs: Mapping[str, Config], bases: Mapping[str, Sequence[
             "trainable": plan["model"]["trainable"],
             "activations": parts["activations"],
             "total": parts["total"],
+            "measured": plan.get("measured"),
             "bits": 8 * held / count,
             "flops": plan["flops_per_device"],
             "ideal": plan["ideal_flops_per_device"],

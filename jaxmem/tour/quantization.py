@@ -195,17 +195,22 @@ def _note(rows: Sequence[Row], kept: Sequence[Row]) -> str:
 
 
 def _draw(drawn: Figure, rows: Sequence[Row], kept: Sequence[Row]) -> None:
-    error, right = drawn.subplots(1, 2)
+    error, right = drawn.subplots(1, 2, width_ratios=(1.3, 1))
+    four = [row for row in rows if row["name"].startswith(("int4", "uint4", "nf4"))]
     for row in rows:
         if row["error"]:
-            error.plot(row["bits"], row["error"], "o")
-            error.annotate(f"  {row['name']}", (row["bits"], row["error"]), fontsize=7)
+            label = row["name"] if row in four else None
+            error.plot(row["bits"], row["error"], "o", label=label, c=None if label else "gray")
+            if not label:
+                beside = {"ha": "right", "xytext": (-7, -4)} if row["bits"] > 10 else {"xytext": (7, -4)}
+                error.annotate(row["name"], (row["bits"], row["error"]), textcoords="offset points", **beside)
     error.set(yscale="log", xlabel="bits a weight, constants included", title="mean error of normal numbers")
+    error.legend(fontsize=8)
     even = [row for row in kept if row["affine"]]
     for series in ("scale", "affine"):
-        right.plot([row["bits"] for row in even], [row[series]["accuracy"] for row in even], "o-", label=series)
-    right.axhline(kept[0]["scale"]["accuracy"], ls=":", c="gray", label="as trained")
-    right.set(xlabel="bits a weight, without constants", title="held-out digits read rightly")
+        right.plot([row["bits"] for row in even], [100 * row[series]["accuracy"] for row in even], "o-", label=series)
+    right.axhline(100 * kept[0]["scale"]["accuracy"], ls=":", c="gray", label="as trained")
+    right.set(xlabel="bits a weight, without constants", title="% of held-out digits read rightly")
     right.legend()
 
 

@@ -147,8 +147,13 @@ def _row(name: str, losses: list[float], expected: list[float]) -> Row:
 
 def _draw(drawn: Figure, rows: Sequence[Row]) -> None:
     axes = drawn.subplots()
-    for place, row in enumerate(rows):
-        axes.plot(row["losses"], label=row["name"], lw=1 + 1.5 * (len(rows) - place - 1), alpha=0.7)
+    same = [row for row in rows if row["off"] is not None]
+    for row in rows:
+        if row not in same:
+            axes.plot(row["losses"], label=f"{row['name']}, on its own draw of rows", c="gray", alpha=0.6)
+    for number, row in enumerate(same):  # they lie on each other, so each is seen in places of its own
+        every = (number, len(same))
+        axes.plot(row["losses"], "o-", c=f"C{number}", lw=0.6, ms=6, markevery=every, label=row["name"])
     axes.set(yscale="log", xlabel="updates", ylabel="loss")
     axes.legend()
 

@@ -39,16 +39,37 @@ class Shown:
 
     def __rich__(self) -> Table:
         table = Table(title=self.title, title_justify="left")
-        for number, heading in enumerate(self.columns):
-            table.add_column(heading, justify="right" if number else "left")
-        for row in self.rows:
-            table.add_row(*(Text(cell(row)) for cell in self.columns.values()))
+        for heading, numbers in zip(self.columns, self._numbers, strict=True):
+            table.add_column(heading, justify="right" if numbers else "left")
+        for cells in self._cells:
+            table.add_row(*map(Text, cells))
         return table
 
     def markdown(self) -> str:
-        ruled = ["---", *["---:"] * (len(self.columns) - 1)]
-        lines = [list(self.columns), ruled, *([cell(row) for cell in self.columns.values()] for row in self.rows)]
-        return f"{self.title}\n\n" + "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
+        ruled = ["---:" if numbers else "---" for numbers in self._numbers]
+        return f"{self.title}\n\n" + "\n".join(
+            f"| {' | '.join(cells)} |" for cells in (list(self.columns), ruled, *self._cells)
+        )
+
+    @property
+    def _cells(self) -> list[list[str]]:
+        return [[cell(row) for cell in self.columns.values()] for row in self.rows]
+
+    @property
+    def _numbers(self) -> list[bool]:
+        """Which columns are of numbers, the first apart: these stand at the right."""
+        _, *columns = zip(*self._cells, strict=True)
+        return [False, *map(are_numbers, columns)]
+
+
+def are_numbers(cells: Sequence[str]) -> bool:
+    """Whether most of what is there begins as a number does.
+
+    >>> are_numbers(["1.5 MiB", "", "-0.1"]), are_numbers(["all-gather", "2 sums", "none"]), are_numbers([""])
+    (True, False, False)
+    """
+    there = [cell for cell in cells if cell]
+    return sum(cell.lstrip("+-")[:1].isdigit() for cell in there) * 2 > len(there)
 
 
 @dataclass(frozen=True)
@@ -62,7 +83,8 @@ class Found:
 
 @dataclass(frozen=True)
 class Stop:
-    """`uses`: it only compiles, or runs on this machine's devices, or on simulated ones."""
+    """`uses`: it only compiles, or runs on this machine's devices, or on simulated ones. `takes`: how long on two cores
+    without a GPU, where that is over a minute; it is said before it begins."""
 
     topic: str
     about: str
@@ -70,6 +92,7 @@ class Stop:
     uses: Literal["compiler", "devices", "simulated"]
     config: Sequence[str]  # what turns it on: settings of a config
     read: Sequence[str]  # the files that do it
+    takes: str = ""
 
     def visit(self, target: str | None = None) -> Visit:
         start = time.perf_counter()

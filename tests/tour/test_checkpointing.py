@@ -18,7 +18,7 @@ def test_what_is_kept_and_run_again(monkeypatch: pytest.MonkeyPatch) -> None:
         asked.append((policy, layers, target, host))
         kept = FORMULAS.get(policy, lambda n: 16 * n)(layers)
         held = {"temporaries": int(1000 * kept), "host": 1000 * len(host), "hidden": 1.0 if host else None}
-        return {"policy": policy, "layers": layers, "flops": 100, "seconds": 1.0, **held}
+        return {"policy": policy, "layers": layers, "flops": 100, "seconds": 1.0, "measured": None, **held}
 
     monkeypatch.setattr(checkpointing, "backward", by_formula)
     found = by_policy("rtx4090-24gb", depths=(4, 36))

@@ -17,12 +17,9 @@ def test_what_trains_here_takes_no_target(topic: str) -> None:
 
 def test_every_run_is_a_config(tmp_path) -> None:
     own = {"name": "run", "output": str(tmp_path)}
-    for given in networks.NETWORKS.values():
-        load_config({**given, **own})
-    for name, (last, _) in networks.OBJECTIVES.items():
-        load_config(
-            {**networks.DIGITS, **own, "objective": name, "model": {**networks.MLP, **last}, "train": {"steps": 1}}
-        )
+    for run in networks.runs().values():
+        load_config({**run.given, **own}, run.overrides)
+    assert {run.given["train"]["steps"] for run in networks.runs(steps=3).values()} == {3}
     for overrides in precision.RUNS.values():
         load_config({**precision.BASE, **own}, overrides)
     for overrides in adapters.KINDS.values():

@@ -12,7 +12,7 @@ import pytest
 from jaxmem.config import Config, load_config
 from jaxmem.errors import UserError
 from jaxmem.planning import parse_target
-from jaxmem.search.facts import whole_plan
+from jaxmem.search.facts import step_plan
 from jaxmem.tour import compiled
 from jaxmem.tour.memory import BASE, ROWS, SEVERAL, Row, by_technique
 from tests.planning.conftest import SMALL
@@ -34,7 +34,7 @@ def test_state_is_what_the_formula_says(monkeypatch: pytest.MonkeyPatch) -> None
     """Weights and the optimizer's state are arguments of the step; its gradients are not."""
 
     def here(target: str, cfgs: dict[str, Config]) -> dict[str, Any]:
-        return {name: whole_plan(cfg, parse_target(target)) for name, cfg in cfgs.items()}
+        return {name: step_plan(cfg, parse_target(target)) for name, cfg in cfgs.items()}
 
     monkeypatch.setattr(compiled, "plans", here)  # and not in processes of their own
     assert len(jax.devices()) == 8  # started, or the first row would decide how many there are
