@@ -33,7 +33,7 @@ from jaxmem.config import (
 )
 from jaxmem.config.names import BOUNDARY, on_host
 from jaxmem.planning.hlo import mean_runs
-from jaxmem.planning.share import held_vocabulary, loss_chunk
+from jaxmem.planning.share import held_vocabulary, layers_together, loss_chunk
 from jaxmem.precision import compute_dtype
 from jaxmem.program import Program
 from jaxmem.program.objective import objective
@@ -105,6 +105,8 @@ def passes_of(cfg: Config, platform: str) -> Passes:
     away = on_host(cfg.memory.offload)
     moves_all = away == (BOUNDARY,)  # what would be kept without it
     same = {"update": "after", "offload": "none" if moves_all or not away else away}
+    if (together := layers_together(cfg)) > 1:
+        same["remat"] = f"every_{together}"
     shape = shape_of(cfg, platform)
     shape = shape.model_copy(
         update={

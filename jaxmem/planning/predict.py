@@ -24,7 +24,15 @@ from jaxmem.kernels.attention.blockwise import SHORT
 from jaxmem.planning.breakdown import SAVED
 from jaxmem.planning.pace import seconds_of
 from jaxmem.planning.passes import passes_of
-from jaxmem.planning.share import head_groups, held_vocabulary, loss_chunk, mlp_chunk, passes_held, rows_of
+from jaxmem.planning.share import (
+    head_groups,
+    held_vocabulary,
+    layers_together,
+    loss_chunk,
+    mlp_chunk,
+    passes_held,
+    rows_of,
+)
 from jaxmem.planning.state import Held, Leaf, state_of
 from jaxmem.precision import compute_dtype
 from jaxmem.program import Program
@@ -60,6 +68,8 @@ def estimate(cfg: Config, platform: str, gpu: Gpu | None = None, per_host: int =
     passes, state = passes_of(cfg, platform), state_of(cfg, platform)
     sizes, held = _Sizes(cfg, platform), Held(cfg)
     one_pass = held("gradients", state.trained)
+    if cfg.mesh.stage > 1:  # layers' join their sums one by one
+        one_pass = max(held("gradients", [leaf]) for leaf in state.trained if leaf.axes[:1] != ("layer",))
     during, several = cfg.memory.update == "during", cfg.batch.accumulate > 1
     summed = held("gradients", state.trained, 4) if several and not during else 0  # in float32
     # Weights that the backward pass changes lie as they are gathered best; others are turned a layer at a time.
@@ -159,7 +169,12 @@ class _Sizes:
 
     def kept(self, row: int) -> int:
         """Of a micro-batch, what is kept of one row for the backward pass."""
-        return int(row * self.rows * passes_held(self.cfg))
+        share = 1.0
+        if (together := layers_together(self.cfg)) > 1:
+            # Of layers / together + together boundaries the last ones are there once, however many passes are held.
+            layers = self.cfg.model.layers  # type: ignore[union-attr]  # a convnet has no stages
+            share = layers / (layers + together**2)
+        return int(row * self.rows * ((passes_held(self.cfg) - 1) * share + 1))
 
     def fullest(self, saved: int) -> dict[str, int]:
         """The larger of two moments: the loss, or one layer's backward pass. What comes back from host memory is among
@@ -169,11 +184,14 @@ class _Sizes:
         if not isinstance(model, Decoder):
             return kept
         layer = self._layer(model)
-        if self.pieces and saved and self.cfg.mesh.tensor == 1 and self.cfg.memory.remat != "none":
+        alone = self.cfg.mesh.tensor == self.cfg.mesh.stage == 1
+        if self.pieces and saved and alone and self.cfg.memory.remat != "none":
             # XLA turns what all layers keep into the order that the pieces' products like, before the first layer's
             # backward pass. Not where it is gathered between them.
             layer = max(layer, sum(kept.values()) + 2 * self.residual)
         logits, head = self.logits, self.head
+        if self.is_whole and self.cfg.mesh.stage > 1:  # made again for their gradient, in float32 too
+            logits += 4 / self.width * logits
         if not self.is_whole:  # a slice's logits, its weight and their gradients, and the features' gradient in float32
             logits += 2 * head + 4 / self.width * self.residual
             return kept | ({"logits": int(logits)} if logits > layer else {"intermediates": int(layer)})

@@ -78,6 +78,13 @@ def passes_held(cfg: Config) -> float:
     return 1 if cfg.mesh.stage == 1 else passes_run(cfg)
 
 
+def layers_together(cfg: Config) -> int:
+    """On stages, how many layers go back from one boundary that is kept."""
+    pipeline = pipeline_of(cfg)
+    remat = cfg.memory.remat
+    return pipeline.together(remat) if pipeline is not None and isinstance(remat, str) else 1
+
+
 def rows_of(cfg: Config) -> float:
     """Of one micro-batch on one device."""
     mesh = cfg.mesh

@@ -26,6 +26,7 @@ import numpy as np
 
 from jaxmem.sharding import groups, rotate, split_first
 from jaxmem.stack.remat import Remat, policy
+from jaxmem.stack.schedule import is_scheduled
 
 Run = Callable[[Any, Any, Any, Any], tuple[Any, Any]]  # (one layer's weights, x, its input, beside) -> (x, output)
 AXIS = "stage"
@@ -67,6 +68,19 @@ class Pipeline:
         0.2727272727272727
         """
         return (self.stages - 1) / self.ticks
+
+    def together(self, remat: Remat) -> int:
+        """How many layers of a tick go back from one boundary that is kept: with `sqrt` as many as keep the fewest.
+
+        >>> pipeline = Pipeline(layers=32, stages=4, micro_batches=2)
+        >>> [pipeline.together(remat) for remat in ("full", "every_2", "sqrt")]
+        [1, 2, 4]
+        """
+        if not isinstance(remat, str) or not is_scheduled(remat):
+            return 1
+        if remat != "sqrt":
+            return min(int(remat.removeprefix("every_")), self.group)
+        return min(range(1, self.group + 1), key=lambda size: self.ticks * -(-self.group // size) + size)
 
     @cached_property
     def order(self) -> np.ndarray:
@@ -137,11 +151,29 @@ def through_stages(
             return y, sums
         return jax.tree.map(lambda y, x: jnp.where(number < p.layers, y, x), y, x), sums
 
-    layer = jax.checkpoint(layer, policy=policy(remat, seen), prevent_cse=False)
+    again = partial(jax.checkpoint, policy=policy(remat, seen), prevent_cse=False)
+    size = p.together(remat)
 
     def stage(weights: Any, x: Any, sums: Any, stage: jax.Array, item: jax.Array) -> Any:
-        step = lambda carry, xs: (layer(xs[0], carry[0], carry[1], xs[1], stage, item), None)  # noqa: E731
-        return jax.lax.scan(step, (x, sums), (weights, places))[0]
+        if size == 1:
+            step = lambda carry, xs: (again(layer)(xs[0], *carry, xs[1], stage, item), None)  # noqa: E731
+            return jax.lax.scan(step, (x, sums), (weights, places))[0]
+
+        @again
+        def one(x: Any, sums: Any, place: jax.Array) -> tuple[Any, Any]:
+            """Weights are looked up in here, for this tick: handed on in segments, or found before the first tick, they
+            would be copies."""
+            place, now = jax.lax.optimization_barrier((place, item))
+            own = jax.tree.map(lambda leaf: jax.lax.dynamic_index_in_dim(leaf, place, keepdims=False), weights)
+            return layer(own, x, sums, place, stage, now)
+
+        @again
+        def segment(x: Any, sums: Any, places: jax.Array) -> tuple[Any, Any]:
+            return jax.lax.scan(lambda carry, place: (one(*carry, place), None), (x, sums), places)[0]
+
+        whole = places[: p.group // size * size].reshape(-1, size)
+        carry, _ = jax.lax.scan(lambda carry, places: (segment(*carry, places), None), (x, sums), whole)
+        return segment(*carry, places[whole.size :]) if whole.size < p.group else carry
 
     staged = jax.tree.map(lambda leaf: split_first(p.split(leaf), AXIS), weights)
     sums = jax.tree.map(lambda leaf: split_first(_sum_of(leaf), AXIS), staged)

@@ -102,10 +102,10 @@ def lines(base: dict, *overrides: str) -> list[str]:
         ),
         (
             TEXT,
-            ["memory.remat=sqrt", "mesh.stage=2"],
+            ["memory.remat=slots_4", "mesh.stage=2"],
             (
-                "memory.remat: sqrt goes back through all layers one by one, which mesh.stage 2 does not;"
-                " use none, full, dots or {save: [names]}"
+                "memory.remat: slots_4 goes back through all layers one by one, which mesh.stage 2 does not;"
+                " use none, full, every_K, sqrt, dots or {save: [names]}"
             ),
         ),
         (

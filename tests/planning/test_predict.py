@@ -76,6 +76,16 @@ def test_the_state_of_adapters_is_exact() -> None:
             },
         ),
         (2, {"memory": {"remat": "full", "mlp_chunk": 128}, "mesh": {"fsdp": 2}}),
+        # Every tick keeps one boundary of its group of layers.
+        (
+            4,
+            {
+                "memory": {"remat": "sqrt"},
+                "mesh": {"stage": 2, "fsdp": 2},
+                "zero": 1,
+                "batch": {"global_size": 64, "accumulate": 4},
+            },
+        ),
     ],
 )
 def test_totals_are_near_what_is_compiled(count: int, sections: dict) -> None:

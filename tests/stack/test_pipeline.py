@@ -14,8 +14,10 @@ SHAPES = [  # layers, stages, micro-batches, rounds
     (5, 3, 7, 1),  # neither layers nor micro-batches divide
     (6, 2, 4, 2),  # two of eight places do nothing
     (12, 2, 2, 3),
+    (10, 2, 4, 1),  # segments of two layers do not divide five
+    (8, 2, 4, 1),
 ]
-REMAT = ["none", "full", "dots", "none", "full"]
+REMAT = ["none", "full", "dots", "none", "full", "every_2", "sqrt"]
 
 
 class Affine(nnx.Module):
