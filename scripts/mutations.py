@@ -1,6 +1,6 @@
 """Do the tests notice? Faults planted in the numerics one by one, in a copy, and the tests that must fail.
 
-    python scripts/mutations.py            # all; half a minute each on one core
+    python scripts/mutations.py            # all; ten seconds each on one core
     python scripts/mutations.py lora rope  # some
 
 Each is a line that a tired person might write. One that no test notices is a hole in the tests: exit code 1.

@@ -59,6 +59,7 @@ def test_a_run_goes_on_beside_the_weights_it_began_beside(tmp_path, compare):
         "batch": {"global_size": 2},
     }
     run(load_config({"name": "x", **sections, "train": {"steps": 1}}), ONE)
+    assert open_model(tmp_path / "runs" / "x")[1]["blocks"]["mlp"]["up"]["lora"]["a"].shape == (2, 32, 2)
     weights = load_file(place / "model.safetensors")
     save_file({name: -x for name, x in weights.items()}, place / "model.safetensors")
     for again in (
