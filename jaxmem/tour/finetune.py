@@ -45,10 +45,12 @@ FINETUNE = {
 ASKED = 3  # of the held-out questions, to be answered at the end
 PROMPT, NEW = "def ", 16  # what transformers continues, and by how many tokens
 
-NOTE = """What was learnt is how to answer: {place}/base continues a question as if it were source text, {place}/merged
-answers in the form of a docstring. A model of this size knows hardly any of the functions. The base has read their
-source, docstrings included; fine-tuning saw none of the questions that are held out.
-Talk to it: jaxmem chat {place}/merged"""
+NOTE = (
+    "What was learnt is how to answer: {place}/base continues a question as if it were source text, {place}/merged"
+    " answers in the form of a docstring. A model of this size knows hardly any of the functions. The base has read"
+    " their source, docstrings included; fine-tuning saw none of the questions that are held out."
+    " Talk to it: jaxmem chat {place}/merged"
+)
 
 # In a process of its own: what it prints is compared with what this library makes of the same directory.
 PEER = """

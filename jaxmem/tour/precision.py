@@ -66,7 +66,8 @@ def held(target: str | None = None, steps: int | None = None) -> Found:
         f"B/param: weights, their copies and AdamW's two moments; pure bfloat16 with its gradients is"
         f" {pure['state'] + 2:.0f}. Loss: nats a byte of text held out, after {runs[0]['steps']} updates from one"
         " start. The sum adds as an optimizer does, rounding after each update; stochastically rounded, bfloat16 comes"
-        f" to {drawn:.2f}. The last two columns are a small gradient as it is, and through a scaled loss."
+        f" to {drawn:.2f}. The last two columns are a small gradient as it is, and through a scaled loss; those of this"
+        " small run are large enough for float16 either way."
     )
     tables = [
         Shown("What a format holds", formats, holds),

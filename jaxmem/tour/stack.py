@@ -133,7 +133,8 @@ def layered(target: str | None = None, steps: int | None = None) -> Found:
     }
     note = (
         f"{steps} updates of {GIVEN['batch']['global_size']} pictures. Beside the config's: by how much a loss differs"
-        f" at most; 0 is bit for bit. A config leaves {', '.join(left)}."
+        f" at most; 0 is bit for bit. Its metrics have one line an update, on {SIMULATED} devices too. It leaves"
+        f" {', '.join(left)}."
     )
     return Found([Shown("One run, three ways to write it", rows, columns)], note, partial(_draw, rows=rows))
 

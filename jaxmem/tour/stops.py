@@ -40,7 +40,7 @@ class Shown:
     def __rich__(self) -> Table:
         table = Table(title=self.title, title_justify="left")
         for heading, numbers in zip(self.columns, self._numbers, strict=True):
-            table.add_column(heading, justify="right" if numbers else "left")
+            table.add_column(heading, justify="right" if numbers else "left", overflow="fold")
         for cells in self._cells:
             table.add_row(*map(Text, cells))
         return table

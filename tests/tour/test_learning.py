@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from jaxmem.config import load_config
 from jaxmem.errors import UserError
 from jaxmem.tour import STOPS, adapters, galore, networks, parallel, precision
+
+NETWORKS = Path(__file__).parents[2] / "docs/tour/networks.md"
 
 
 @pytest.mark.parametrize("topic", ["networks", "precision", "adapters", "stack", "finetune"])
@@ -32,6 +36,17 @@ def test_every_run_is_a_config(tmp_path) -> None:
         load_config({**galore.SMALL, **own}, overrides)
     for overrides in parallel.LAYOUTS.values():
         load_config(parallel.BASE, overrides).for_devices(parallel.GPUS)
+
+
+def test_networks_reach_what_is_stated() -> None:
+    """In the page that a visit left."""
+    lines = [line.split(" | ") for line in NETWORKS.read_text().splitlines() if line.startswith("| ")]
+    for name, stated in networks.STATED.items():
+        (held_out,) = (line[-2] for line in lines if line[0] == f"| {name}")
+        if held_out.endswith("%"):
+            assert float(held_out.removesuffix("%")) / 100 >= stated
+        else:
+            assert float(held_out) <= stated
 
 
 def test_what_formats_hold() -> None:
