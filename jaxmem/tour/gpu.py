@@ -165,7 +165,7 @@ def _draw(drawn: Figure, gpu: Gpu, windows: list[Row], step: list[Row]) -> None:
         for tile in DRAWN
     ]
     roofline.draw(roof, gpu, [*(row for row in step if row["flops"]), *tiles])
-    roof.set_title(f"{gpu.name}: a step's kernels, products in tiles")
+    roof.set_title(f"{gpu.name}: kernels under its roof")
 
 
 def _time(seconds: float | None) -> str:

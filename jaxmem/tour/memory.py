@@ -160,9 +160,9 @@ def _note(kind: str, rows: Sequence[dict[str, Any]]) -> str:
     return (
         "Each row has the settings of those above it and one more; the arithmetic is of weights, gradients and"
         " optimizer's state, and what a step has beyond it are activations, logits and what is there only in passing."
-        " Predicted is arithmetic on the config alone, compiled what XLA allocates, nothing left out; where a"
-        f" {kind} is in the machine, rows that fit also run and say what it held. Every weight is trained in every"
-        f" row: one GPU goes from {_each(first, 'compiled')} bytes a parameter to {_each(last, 'compiled')}."
+        " Predicted is arithmetic on the config alone, compiled what XLA allocates, nothing left out; where the machine"
+        f" has a GPU of that kind, {kind}, rows that fit also run and say what it held. Every weight is trained in"
+        f" every row: one GPU goes from {_each(first, 'compiled')} bytes a parameter to {_each(last, 'compiled')}."
     )
 
 
