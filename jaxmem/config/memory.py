@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from importlib.util import find_spec
 
 from jaxmem.config.names import BOUNDARY, IN_CHUNKS, IN_GROUPS, NAMES, RESTING, on_host, rests_on_host
 from jaxmem.config.sections import Config, Decoder, Save, Vit
@@ -11,6 +12,8 @@ from jaxmem.errors import nearest
 
 def check_memory(cfg: Config) -> Iterator[str]:
     yield from _names(cfg)
+    if cfg.memory.attention == "triton" and find_spec("jax_triton") is None:
+        yield "memory.attention: triton needs jax-triton: pip install 'jaxmem[cuda13]'; or use pallas"
     yield from _offload(cfg)
     yield from _chunks(cfg)
     yield from _spill(cfg)

@@ -6,16 +6,22 @@ one that cannot run a call raises ValueError and says why. `tests/kernels/test_a
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
 
 from jaxmem.kernels.choice import choose
 
-from . import blockwise, pallas, reference
+from . import blockwise, pallas, reference, triton
 from .arguments import checked
 
-IMPLEMENTATIONS = {"blockwise": blockwise.attend, "pallas": pallas.attend, "reference": reference.attend}
+IMPLEMENTATIONS: dict[str, Callable[..., tuple[jax.Array, jax.Array]]] = {
+    "blockwise": blockwise.attend,
+    "pallas": pallas.attend,
+    "reference": reference.attend,
+    "triton": triton.attend,
+}
 
 
 def attention(

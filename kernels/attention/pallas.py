@@ -20,41 +20,18 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.ad_checkpoint import checkpoint_name
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 from jax.experimental.xla_metadata import set_xla_metadata
-from jaxtyping import Array, Float
 
-from .arguments import Extras, Options
+from . import flash
 from .block import Beside, Blocks, Call
-from .blockwise import SAVED
+from .flash import Passes
 from .programs import d_keys, d_queries, forward
 
-MOST_DIM = 256
 
-
-def attend(
-    q: Float[Array, "batch queries heads dim"],
-    k: Float[Array, "batch keys kv_heads dim"],
-    v: Float[Array, "batch keys kv_heads dim"],
-    options: Options,
-    extras: Extras,
-) -> tuple[Float[Array, "batch queries heads dim"], Float[Array, "batch heads queries"]]:
-    """Output and log-sum-exp."""
-    if q.shape[3] > MOST_DIM:
-        raise ValueError(f"attention: q has dim {q.shape[3]}; the pallas implementation takes at most {MOST_DIM}")
-    return _attend(options, q, k, v, extras)
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _attend(options: Options, q: jax.Array, k: jax.Array, v: jax.Array, extras: Extras) -> tuple[jax.Array, jax.Array]:
-    return _forward(options, q, k, v, extras)[0]
-
-
-def _forward(options: Options, q: jax.Array, k: jax.Array, v: jax.Array, extras: Extras) -> tuple[Any, Any]:
+def _forward(call: Call, q: Any, k: Any, v: Any, beside: Beside) -> tuple[Any, Any]:
     batch, queries, heads, _ = q.shape
-    call = _call(options, q, k, _forward_blocks)
     grid = (pl.cdiv(queries, call.blocks.queries), heads, batch)
     out, lse = _run(
         "attention_forward",
@@ -66,30 +43,12 @@ def _forward(options: Options, q: jax.Array, k: jax.Array, v: jax.Array, extras:
         (q, k, v),
         [_queries_block(call, grid), _rows_block(call, grid)],
         [jax.ShapeDtypeStruct(q.shape, q.dtype), jax.ShapeDtypeStruct((batch, heads, queries), jnp.float32)],
-        _beside(call, extras, by_keys=False),
+        beside,
     )
-    out, lse = checkpoint_name(out, SAVED), checkpoint_name(lse, SAVED)
-    return (out, lse), (q, k, v, extras, out, lse)
+    return out, lse
 
 
-def _backward(options: Options, saved: Any, cotangents: tuple[jax.Array, jax.Array]) -> tuple[Any, ...]:
-    q, k, v, extras, out, lse = saved
-    d_out, d_lse = cotangents
-    # d(loss)/d(score) = p (dp - inner): the row's product of output and cotangent, less the cotangent of the
-    # log-sum-exp. A row that sees nothing has p = exp(-inf) = 0, once its log-sum-exp of -inf is out of the way.
-    inner = jnp.sum(out.astype(jnp.float32) * d_out.astype(jnp.float32), axis=-1).swapaxes(1, 2) - d_lse
-    call = _call(options, q, k, _d_queries_blocks)
-    rows = jnp.where(jnp.isneginf(lse), 0.0, lse / call.unit), inner
-    d_out = d_out.astype(q.dtype)
-    dq = _d_queries(call, q, k, v, d_out, rows, extras)
-    dk, dv = _d_keys(_call(options, q, k, _d_keys_blocks), q, k, v, d_out, rows, extras)
-    return dq, dk, dv, None
-
-
-_attend.defvjp(_forward, _backward)
-
-
-def _d_queries(call: Call, q: Any, k: Any, v: Any, d_out: Any, rows: Any, extras: Extras) -> jax.Array:
+def _d_queries(call: Call, q: Any, k: Any, v: Any, d_out: Any, rows: Any, beside: Beside) -> jax.Array:
     grid = (pl.cdiv(call.queries, call.blocks.queries), q.shape[2], q.shape[0])
     mine = _queries_block(call, grid)
     row = _rows_block(call, grid)
@@ -103,12 +62,12 @@ def _d_queries(call: Call, q: Any, k: Any, v: Any, d_out: Any, rows: Any, extras
         (q, k, v, d_out, *rows),
         [mine],
         [jax.ShapeDtypeStruct(q.shape, q.dtype)],
-        _beside(call, extras, by_keys=False),
+        beside,
     )
     return dq
 
 
-def _d_keys(call: Call, q: Any, k: Any, v: Any, d_out: Any, rows: Any, extras: Extras) -> tuple[Any, Any]:
+def _d_keys(call: Call, q: Any, k: Any, v: Any, d_out: Any, rows: Any, beside: Beside) -> tuple[Any, Any]:
     kv_heads = k.shape[2]
     groups = q.shape[2] // kv_heads
     grid = (pl.cdiv(call.keys, call.blocks.keys), kv_heads, k.shape[0])
@@ -125,34 +84,9 @@ def _d_keys(call: Call, q: Any, k: Any, v: Any, d_out: Any, rows: Any, extras: E
         (q, k, v, d_out, *rows),
         [own, own],
         [jax.ShapeDtypeStruct(k.shape, k.dtype)] * 2,
-        _beside(call, extras, by_keys=True),
+        beside,
     )
     return dk, dv
-
-
-# ---------------------------------------------------------------- calling them
-
-
-def _beside(call: Call, extras: Extras, *, by_keys: bool) -> Beside:
-    if extras.segment_ids is None or extras.kv_segment_ids is None:
-        return Beside(extras.seed)
-    mine, theirs = _reach(extras.segment_ids, call.blocks.queries), _reach(extras.kv_segment_ids, call.blocks.keys)
-    if by_keys:
-        mine, theirs = theirs, mine
-    (low, high), (other_low, other_high) = mine, theirs
-    meets = (low[:, :, None] <= other_high[:, None]) & (other_low[:, None] <= high[:, :, None])
-    count = meets.shape[2]
-    begin = jnp.argmax(meets, axis=2).astype(jnp.int32)
-    end = count - jnp.argmax(meets[:, :, ::-1], axis=2).astype(jnp.int32)
-    return Beside(
-        extras.seed, extras.segment_ids, extras.kv_segment_ids, begin, jnp.where(jnp.any(meets, axis=2), end, 0)
-    )
-
-
-def _reach(ids: jax.Array, block: int) -> tuple[jax.Array, jax.Array]:
-    """Lowest and highest id of each block."""
-    padded = jnp.pad(ids, ((0, 0), (0, -ids.shape[1] % block)), mode="edge").reshape(ids.shape[0], -1, block)
-    return jnp.min(padded, axis=2), jnp.max(padded, axis=2)
 
 
 def _run(
@@ -211,15 +145,6 @@ def _all_keys(call: Call, groups: int) -> list[pl.BlockSpec]:
     return [spec, spec]
 
 
-def _call(options: Options, q: jax.Array, k: jax.Array, blocks: Callable[[int, int], Blocks]) -> Call:
-    most = blocks(pl.next_power_of_2(q.shape[3]), q.dtype.itemsize)
-    fitted = most._replace(
-        queries=min(most.queries, max(16, pl.next_power_of_2(q.shape[1]))),
-        keys=min(most.keys, max(16, pl.next_power_of_2(k.shape[1]))),
-    )
-    return Call(options, q.shape[1], k.shape[1], q.shape[3], fitted)
-
-
 def _forward_blocks(dim: int, itemsize: int) -> Blocks:
     """Within the 99 KB of shared memory that a consumer GPU gives a block: (queries + 2 keys stages) dim numbers."""
     if itemsize == 4:
@@ -244,3 +169,9 @@ def _d_keys_blocks(dim: int, itemsize: int) -> Blocks:
     if dim <= 64:
         return Blocks(32, 128, 8, 2)
     return Blocks(32, 64, 8, 1) if dim <= 128 else Blocks(32, 32, 8, 1)
+
+
+PASSES = Passes(
+    "pallas", 256, _forward_blocks, _forward, _d_queries_blocks, _d_queries, _d_keys_blocks, _d_keys
+)  # fmt: skip
+attend = functools.partial(flash.attend, PASSES)

@@ -339,6 +339,14 @@ def test_steps():
     assert cfg.steps == 101
 
 
+def test_triton_where_it_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    over = "memory.attention=triton"
+    assert load_config(TEXT, [over]).memory.attention == "triton"
+    monkeypatch.setattr("jaxmem.config.memory.find_spec", lambda _: None)
+    [line] = lines(TEXT, over)
+    assert line == "memory.attention: triton needs jax-triton: pip install 'jaxmem[cuda13]'; or use pallas"
+
+
 def test_a_path_that_the_locale_cannot_write(monkeypatch: pytest.MonkeyPatch) -> None:
     load_config(TEXT, ["output=größer"])
     monkeypatch.setattr(os, "fsencode", lambda path: path.encode("ascii"))

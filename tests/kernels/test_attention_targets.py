@@ -1,5 +1,5 @@
-"""The Pallas kernels as Triton and ptxas compile them for GPUs that are not here: they fit, hold nothing square, spill
-nothing. Whether they compute the right thing is tests/kernels/test_attention.py's."""
+"""The attention kernels as Triton and ptxas compile them for GPUs that are not here: they fit, hold nothing square and
+spill nothing. Whether they compute the right thing is tests/kernels/test_attention.py's."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from pathlib import Path
 
 import jax
 import jax.numpy as jnp
+import jax_triton
 import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
@@ -24,19 +25,25 @@ EVERYTHING = {"causal": True, "window": 900, "soft_cap": 30.0, "segments": True,
 # One GPU of each compute capability: 8.0, 8.6, 8.9, 9.0, 10.0, 12.0. The third, with 99 KB of shared memory, for each
 # width of head.
 CASES = [
-    ("a100-40gb", 128, "bfloat16", EVERYTHING),
-    ("a6000-48gb", 64, "bfloat16", {"causal": True}),
-    ("rtx4090-24gb", 64, "float16", EVERYTHING),
-    ("rtx4090-24gb", 96, "bfloat16", {"causal": True}),
-    ("rtx4090-24gb", 256, "bfloat16", {}),
-    ("rtx4090-24gb", 64, "float32", {"causal": True}),
-    ("h100-80gb", 128, "bfloat16", {"causal": True}),
-    ("b200-180gb", 128, "bfloat16", {"causal": True}),
-    ("rtx5090-32gb", 128, "bfloat16", {"causal": True}),
+    ("pallas", "a100-40gb", 128, "bfloat16", EVERYTHING),
+    ("pallas", "a6000-48gb", 64, "bfloat16", {"causal": True}),
+    ("pallas", "rtx4090-24gb", 64, "float16", EVERYTHING),
+    ("pallas", "rtx4090-24gb", 96, "bfloat16", {"causal": True}),
+    ("pallas", "rtx4090-24gb", 256, "bfloat16", {}),
+    ("pallas", "rtx4090-24gb", 64, "float32", {"causal": True}),
+    ("pallas", "h100-80gb", 128, "bfloat16", {"causal": True}),
+    ("pallas", "b200-180gb", 128, "bfloat16", {"causal": True}),
+    ("pallas", "rtx5090-32gb", 128, "bfloat16", {"causal": True}),
+    ("triton", "a100-40gb", 128, "bfloat16", EVERYTHING),
+    ("triton", "a6000-48gb", 64, "bfloat16", {}),
+    ("triton", "rtx4090-24gb", 256, "bfloat16", {}),
+    ("triton", "h100-80gb", 128, "bfloat16", {"causal": True}),
+    ("triton", "b200-180gb", 64, "bfloat16", {}),
+    ("triton", "rtx5090-32gb", 64, "bfloat16", {}),
 ]
 
 
-def compiled(target, dim, dtype, options, folder):
+def compiled(implementation, target, dim, dtype, options, folder):
     """The gradient of attention for one GPU, and the assembler's sources."""
     mesh = Mesh(np.array(target_devices(parse_target(target), 8 * 2**30)[:1]), ("one",))
     place = NamedSharding(mesh, PartitionSpec())
@@ -47,7 +54,7 @@ def compiled(target, dim, dtype, options, folder):
 
     def gradient(q, k, v, ids):
         def loss(q, k, v):
-            out = attention(q, k, v, segment_ids=ids if segments else None, implementation="pallas", **options)
+            out = attention(q, k, v, segment_ids=ids if segments else None, implementation=implementation, **options)
             return jnp.sum(out.astype(jnp.float32) ** 2)
 
         return jax.grad(loss, (0, 1, 2))(q, k, v)
@@ -55,18 +62,24 @@ def compiled(target, dim, dtype, options, folder):
     cut = jax.shard_map(gradient, mesh=mesh, in_specs=PartitionSpec(), out_specs=PartitionSpec(), check_vma=False)
     # Since jax 0.11 XLA writes no PTX unasked.
     dump = {"xla_gpu_autotune_level": "0", "xla_dump_to": str(folder), "xla_dump_emitter_re": "ptx"}
-    made = jax.jit(cut).lower(q, k, k, ids).compile(compiler_options=dump)
-    return made, [file for file in folder.glob("*.ptx") if "attention_" in file.read_text()]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(jax_triton.triton_lib, "_JAX_TRITON_DUMP_DIR", str(folder))
+        made = jax.jit(cut).lower(q, k, k, ids).compile(compiler_options=dump)
+    return made, [file for file in folder.rglob("*.ptx") if "attention_" in file.read_text()]
 
 
 @pytest.mark.parametrize(
-    ("target", "dim", "dtype", "options"), CASES, ids=[f"{target} {dim} {dtype}" for target, dim, dtype, _ in CASES]
+    ("implementation", "target", "dim", "dtype", "options"), CASES, ids=[" ".join(map(str, case[:4])) for case in CASES]
 )
-def test_it_fits_each_gpu(target, dim, dtype, options, tmp_path):
-    made, sources = compiled(target, dim, dtype, options, tmp_path)
+def test_it_fits_each_gpu(implementation, target, dim, dtype, options, tmp_path):
+    made, sources = compiled(implementation, target, dim, dtype, options, tmp_path)
     one = LENGTH * HEADS * dim * jnp.dtype(dtype).itemsize
     assert made.memory_analysis().temp_size_in_bytes < 4 * one  # output, its cotangent, and rows: nothing square
     assert sources
+    if target == "h100-80gb":  # what the kernels say of themselves is what a plan counts
+        module = read_module(made.runtime_executable().hlo_modules()[0].as_serialized_hlo_module_proto())
+        seen = pairs(LENGTH, LENGTH, causal=True, window=None)
+        assert total_flops(module) == pytest.approx((4 + 14) * HEADS * seen * dim, rel=1e-6)
     if dtype == "float32":
         return  # 32-bit products take the registers that they take
     major, minor = parse_target(target).gpu.compute_capability.split(".")
@@ -78,13 +91,6 @@ def test_it_fits_each_gpu(target, dim, dtype, options, tmp_path):
         stores = [int(count) for count in re.findall(r"(\d+) bytes spill stores", said)]
         assert stores
         assert not any(stores), said
-
-
-def test_a_kernel_says_what_it_computes(tmp_path):
-    made, _ = compiled("h100-80gb", 64, "bfloat16", {"causal": True}, tmp_path)
-    module = read_module(made.runtime_executable().hlo_modules()[0].as_serialized_hlo_module_proto())
-    seen = pairs(LENGTH, LENGTH, causal=True, window=None)
-    assert total_flops(module) == pytest.approx((4 + 14) * HEADS * seen * 64, rel=1e-6)
 
 
 def ptxas():

@@ -1,0 +1,107 @@
+"""What the attention kernels share, in whichever language they are written: the call around them, and its gradient.
+
+A kernel gives the output and each row's log-sum-exp; two more give dq, and dk and dv. Segments that are sorted, as
+packing makes them, let whole blocks be skipped: which those are is found here, before a kernel starts.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+from jax.experimental import pallas as pl
+
+from .arguments import Extras, Options
+from .block import Beside, Blocks, Call
+from .blockwise import SAVED
+
+
+class Passes(NamedTuple):
+    """An implementation: how it is cut, (width of a head, bytes a number) -> Blocks, and what runs each pass."""
+
+    name: str
+    most_dim: int
+    forward_blocks: Callable[[int, int], Blocks]
+    forward: Callable[..., tuple[jax.Array, jax.Array]]  # call, q, k, v, beside -> out, lse
+    d_queries_blocks: Callable[[int, int], Blocks]
+    d_queries: Callable[..., jax.Array]  # call, q, k, v, d_out, rows, beside -> dq
+    d_keys_blocks: Callable[[int, int], Blocks]
+    d_keys: Callable[..., tuple[jax.Array, jax.Array]]  # the same -> dk, dv
+
+
+def attend(
+    passes: Passes, q: jax.Array, k: jax.Array, v: jax.Array, options: Options, extras: Extras
+) -> tuple[jax.Array, jax.Array]:
+    """Output and log-sum-exp."""
+    if q.shape[3] > passes.most_dim:
+        raise ValueError(
+            f"attention: q has dim {q.shape[3]}; the {passes.name} implementation takes at most {passes.most_dim}"
+        )
+    return _attend(passes, options, q, k, v, extras)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _attend(
+    passes: Passes, options: Options, q: jax.Array, k: jax.Array, v: jax.Array, extras: Extras
+) -> tuple[jax.Array, jax.Array]:
+    return _forward(passes, options, q, k, v, extras)[0]
+
+
+def _forward(passes: Passes, options: Options, q: Any, k: Any, v: Any, extras: Extras) -> tuple[Any, Any]:
+    call = _call(options, q, k, passes.forward_blocks)
+    out, lse = passes.forward(call, q, k, v, _beside(call, extras, by_keys=False))
+    out, lse = checkpoint_name(out, SAVED), checkpoint_name(lse, SAVED)
+    return (out, lse), (q, k, v, extras, out, lse)
+
+
+def _backward(passes: Passes, options: Options, saved: Any, cotangents: tuple[Any, Any]) -> tuple[Any, ...]:
+    q, k, v, extras, out, lse = saved
+    d_out, d_lse = cotangents
+    # d(loss)/d(score) = p (dp - inner): the row's product of output and cotangent, less the cotangent of the
+    # log-sum-exp. A row that sees nothing has p = exp(-inf) = 0, once its log-sum-exp of -inf is out of the way.
+    inner = jnp.sum(out.astype(jnp.float32) * d_out.astype(jnp.float32), axis=-1).swapaxes(1, 2) - d_lse
+    call = _call(options, q, k, passes.d_queries_blocks)
+    rows = jnp.where(jnp.isneginf(lse), 0.0, lse / call.unit), inner
+    given = q, k, v, d_out.astype(q.dtype), rows
+    dq = passes.d_queries(call, *given, _beside(call, extras, by_keys=False))
+    call = _call(options, q, k, passes.d_keys_blocks)
+    dk, dv = passes.d_keys(call, *given, _beside(call, extras, by_keys=True))
+    return dq, dk, dv, None
+
+
+_attend.defvjp(_forward, _backward)
+
+
+def _beside(call: Call, extras: Extras, *, by_keys: bool) -> Beside:
+    if extras.segment_ids is None or extras.kv_segment_ids is None:
+        return Beside(extras.seed)
+    mine, theirs = _reach(extras.segment_ids, call.blocks.queries), _reach(extras.kv_segment_ids, call.blocks.keys)
+    if by_keys:
+        mine, theirs = theirs, mine
+    (low, high), (other_low, other_high) = mine, theirs
+    meets = (low[:, :, None] <= other_high[:, None]) & (other_low[:, None] <= high[:, :, None])
+    count = meets.shape[2]
+    begin = jnp.argmax(meets, axis=2).astype(jnp.int32)
+    end = count - jnp.argmax(meets[:, :, ::-1], axis=2).astype(jnp.int32)
+    return Beside(
+        extras.seed, extras.segment_ids, extras.kv_segment_ids, begin, jnp.where(jnp.any(meets, axis=2), end, 0)
+    )
+
+
+def _reach(ids: jax.Array, block: int) -> tuple[jax.Array, jax.Array]:
+    """Lowest and highest id of each block."""
+    padded = jnp.pad(ids, ((0, 0), (0, -ids.shape[1] % block)), mode="edge").reshape(ids.shape[0], -1, block)
+    return jnp.min(padded, axis=2), jnp.max(padded, axis=2)
+
+
+def _call(options: Options, q: jax.Array, k: jax.Array, blocks: Callable[[int, int], Blocks]) -> Call:
+    most = blocks(pl.next_power_of_2(q.shape[3]), q.dtype.itemsize)
+    fitted = most._replace(
+        queries=min(most.queries, max(16, pl.next_power_of_2(q.shape[1]))),
+        keys=min(most.keys, max(16, pl.next_power_of_2(k.shape[1]))),
+    )
+    return Call(options, q.shape[1], k.shape[1], q.shape[3], fitted)

@@ -1,0 +1,174 @@
+"""Attention written in Triton and called through jax-triton: the same passes as `pallas.py`, by Triton's own compiler.
+
+XLA brings a Triton of its own, which Pallas uses, and jax 0.12 calls that way deprecated; this is the Triton that is
+installed, with its newest pipelines for asynchronous copies and products. Operations and bytes are `pallas.py`'s. Needs
+jax-triton; on a CPU Triton's interpreter runs the same programs, for tests.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+
+from jaxmem.kernels.through_triton import kernels, launch
+
+from . import flash
+from .block import LOG2E, Beside, Blocks, Call
+from .flash import Passes
+
+
+@dataclass(frozen=True)
+class Static:
+    """All that is known of a call when its kernels are compiled. `rows` and `columns`: queries and keys of a block."""
+
+    queries: int
+    keys: int
+    heads: int
+    kv_heads: int
+    dim: int
+    wide: int
+    rows: int
+    columns: int
+    causal: bool
+    window: int | None
+    segments: bool
+    dropout: bool
+    threshold: int  # words below it are dropped
+    kept_weight: float
+    scale: float
+    factor: float  # what a product of q and k is multiplied with to be a score
+    tanh_factor: float | None  # with a soft cap: 2 log2(e) times what tanh takes
+    unit: float  # `Call.unit`
+    base: float  # what a difference of scores is multiplied with to be an exponent of 2
+
+    @property
+    def groups(self) -> int:
+        return self.heads // self.kv_heads
+
+    @property
+    def offset(self) -> int:
+        return self.keys - self.queries
+
+    @property
+    def stride(self) -> int:
+        return self.heads * self.dim
+
+    @property
+    def kv_stride(self) -> int:
+        return self.kv_heads * self.dim
+
+
+def static(call: Call, heads: int, kv_heads: int, *, segments: bool) -> Static:
+    o = call.options
+    return Static(
+        queries=call.queries,
+        keys=call.keys,
+        heads=heads,
+        kv_heads=kv_heads,
+        dim=call.dim,
+        wide=max(16, call.wide),
+        rows=call.blocks.queries,
+        columns=call.blocks.keys,
+        causal=o.causal or o.window is not None,
+        window=o.window,
+        segments=segments,
+        dropout=o.dropout > 0,
+        threshold=min(round(o.dropout * 2**32), 2**32 - 1),
+        kept_weight=1.0 / (1.0 - o.dropout),
+        scale=o.scale,
+        factor=1.0 if call.unit == o.scale else o.scale,
+        tanh_factor=None if o.soft_cap is None else 2.0 * LOG2E * o.scale / o.soft_cap,
+        unit=call.unit,
+        base=call.unit * LOG2E,
+    )
+
+
+def _forward(call: Call, q: Any, k: Any, v: Any, beside: Beside) -> tuple[Any, Any]:
+    batch, queries, heads, _ = q.shape
+    rows = jax.ShapeDtypeStruct((batch, heads, queries), jnp.float32)
+    out, lse = _run(
+        "attention_forward", call, q, k, (q, k, v), beside, [q, rows], flops=4 * call.pairs / queries, by_keys=False
+    )
+    return out, lse
+
+
+def _d_queries(call: Call, q: Any, k: Any, v: Any, d_out: Any, rows: Any, beside: Beside) -> jax.Array:
+    given = (q, k, v, d_out, *rows)
+    flops = 6 * call.pairs / call.queries
+    (dq,) = _run("attention_d_queries", call, q, k, given, beside, [q], flops=flops, by_keys=False)
+    return dq
+
+
+def _d_keys(call: Call, q: Any, k: Any, v: Any, d_out: Any, rows: Any, beside: Beside) -> tuple[Any, Any]:
+    given = (q, k, v, d_out, *rows)
+    flops = 8 * call.pairs * (q.shape[2] // k.shape[2]) / call.keys
+    dk, dv = _run("attention_d_keys", call, q, k, given, beside, [k, k], flops=flops, by_keys=True)
+    return dk, dv
+
+
+def _run(
+    name: str,
+    call: Call,
+    q: Any,
+    k: Any,
+    arrays: tuple[Any, ...],
+    beside: Beside,
+    outputs: list[Any],
+    *,
+    flops: float,
+    by_keys: bool,
+) -> list[jax.Array]:
+    programs = kernels("jaxmem.kernels.attention.triton_programs")
+    nothing = jnp.zeros(1, jnp.int32)  # stands where a program reads nothing
+    seed = jnp.zeros(2, jnp.uint32) if beside.seed is None else beside.seed
+    extra = [nothing if x is None else x for x in (beside.ids, beside.kv_ids, beside.begin, beside.end)]
+    batch, _, heads, _ = q.shape
+    kv_heads = k.shape[2]
+    blocks = pl.cdiv(call.keys, call.blocks.keys) if by_keys else pl.cdiv(call.queries, call.blocks.queries)
+    return launch(
+        getattr(programs, name),
+        [*arrays, *extra, seed],
+        [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in outputs],
+        grid=(blocks, kv_heads if by_keys else heads, batch),
+        static=static(call, heads, kv_heads, segments=beside.ids is not None),
+        warps=call.blocks.warps,
+        stages=call.blocks.stages,
+        flops=flops,
+    )
+
+
+def _forward_blocks(dim: int, itemsize: int) -> Blocks:
+    """Within the 99 KB of shared memory of a consumer GPU: (queries + 2 keys stages) dim numbers."""
+    if itemsize == 4:
+        return Blocks(32, 32, 4, 2) if dim <= 64 else Blocks(32, 16, 4, 2)
+    if dim <= 64:
+        return Blocks(128, 64, 8, 3)
+    return Blocks(128, 64, 8, 2) if dim <= 128 else Blocks(64, 32, 8, 2)
+
+
+def _d_queries_blocks(dim: int, itemsize: int) -> Blocks:
+    if itemsize == 4:
+        return Blocks(32, 32, 4, 1) if dim <= 128 else Blocks(16, 16, 4, 1)
+    if dim <= 64:
+        return Blocks(64, 64, 4, 2)
+    return Blocks(64, 64, 8, 1) if dim <= 128 else Blocks(32, 32, 4, 1)
+
+
+def _d_keys_blocks(dim: int, itemsize: int) -> Blocks:
+    """Two sums of keys x dim stay in registers."""
+    if itemsize == 4:
+        return Blocks(32, 32, 4, 1) if dim <= 128 else Blocks(16, 16, 4, 1)
+    if dim <= 64:
+        return Blocks(32, 128, 8, 2)
+    return Blocks(32, 64, 8, 1) if dim <= 128 else Blocks(32, 32, 8, 1)
+
+
+PASSES = Passes(
+    "triton", 256, _forward_blocks, _forward, _d_queries_blocks, _d_queries, _d_keys_blocks, _d_keys
+)  # fmt: skip
+attend = functools.partial(flash.attend, PASSES)

@@ -1,0 +1,141 @@
+"""Calling kernels written in Triton: through jax-triton on a GPU, by Triton's interpreter on a CPU, for tests.
+
+jax-triton comes with the extras `cuda12`, `cuda13` and `dev`. What is compiled for a GPU that is not here must be told
+its compute capability; jax knows the name of the GPU inside of a `jax.shard_map` over its mesh.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import inspect
+import re
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.experimental.xla_metadata import set_xla_metadata
+
+from .choice import device_kind
+
+# By names that devices give themselves.
+CAPABILITIES = {
+    r"A100|A30\b": 80,
+    r"A10\b|A40\b|A6000|RTX 30": 86,
+    r"L4\b|L40|RTX 40": 89,
+    r"H100|H200|GH200": 90,
+    r"B200": 100,
+    r"RTX 50|RTX PRO": 120,
+}
+PTX = 87  # the first that knows compute capability 12.0: an older ptxas than Triton's own reads it too
+
+
+def kernels(module: str) -> Any:
+    """A module of kernels, where Triton is installed."""
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        if not (error.name or "").startswith("triton"):
+            raise
+        text = "attention: the triton implementation needs jax-triton: pip install 'jaxmem[cuda13]'"
+        raise ValueError(text) from error
+
+
+def launch(
+    kernel: Any,
+    arrays: Sequence[jax.Array],
+    outputs: Sequence[jax.ShapeDtypeStruct],
+    *,
+    grid: tuple[int, ...],
+    static: Any,
+    warps: int,
+    stages: int,
+    flops: float = 0.0,
+) -> list[jax.Array]:
+    """`kernel(*arrays, *outputs, s=static)` on a grid; `flops` as in `launch.launch`. XLA cannot batch it: under
+    `jax.vmap` it runs once for each."""
+    capability = _capability()
+
+    def here(*arrays: jax.Array) -> list[jax.Array]:
+        interpret = functools.partial(_interpreted, kernel, grid, static, tuple(outputs))
+        return list(jax.pure_callback(interpret, list(outputs), *arrays))
+
+    def on_gpu(*arrays: jax.Array) -> list[jax.Array]:
+        call = _triton_call()
+        given: dict[str, Any] = {
+            "compute_capability": capability,
+            "num_warps": warps,
+            "num_stages": stages,
+            "s": static,
+        }
+        # What jax-triton 0.4 names in another way; the older one leaves the version of PTX to Triton.
+        if "out_type" in inspect.signature(call).parameters:
+            given |= {"out_type": list(outputs), "backend_options": {"enable_fp_fusion": True, "ptx_version": PTX}}
+        else:
+            given |= {"out_shape": list(outputs), "enable_fp_fusion": True}
+        return list(call(*arrays, kernel=kernel, grid=grid, **given))
+
+    @jax.custom_batching.sequential_vmap
+    def run(*arrays: jax.Array) -> list[jax.Array]:
+        with set_xla_metadata(flops_per_output=str(flops)):
+            return jax.lax.platform_dependent(*arrays, cpu=here, default=on_gpu)
+
+    return list(run(*arrays))
+
+
+def _triton_call() -> Any:
+    return importlib.import_module("jax_triton").triton_call
+
+
+def _capability() -> int | None:
+    """Of the GPU that this is compiled for; None on a CPU."""
+    absent = getattr(jax.sharding.get_abstract_mesh(), "abstract_device", None)
+    if absent is None and jax.devices()[0].platform == "gpu":
+        return round(10 * float(jax.devices()[0].compute_capability))
+    return next((number for name, number in CAPABILITIES.items() if re.search(name, device_kind())), None)
+
+
+# ---------------------------------------------------------------- interpreted
+
+_ONE = threading.Lock()  # the interpreter replaces parts of triton.language while it runs
+
+
+class _Memory:
+    """An array as Triton's interpreter takes it."""
+
+    def __init__(self, array: np.ndarray) -> None:
+        self.array = array
+        self.dtype = array.dtype.name
+
+    def data_ptr(self) -> int:
+        return self.array.ctypes.data
+
+
+def _interpreted(kernel: Any, grid: tuple[int, ...], static: Any, outputs: Any, *arrays: Any) -> Any:
+    interpreter = importlib.import_module("triton.runtime.interpreter")
+    jit = importlib.import_module("triton.runtime.jit")
+
+    class Executor(interpreter.GridExecutor):  # type: ignore[name-defined]
+        def _init_args_hst(self, args: Any, kwargs: Any) -> Any:
+            return args, kwargs
+
+        def _restore_args_dev(self, *_: Any) -> None:
+            """The memory is the arrays' own."""
+
+    def called(function: Any, *args: Any, **kwargs: Any) -> Any:
+        """A function that a kernel calls: interpreted too, where Triton would say that it is to be compiled."""
+        return interpreter.InterpretedFunction(function.fn).rewrite()(*args, **kwargs)
+
+    given = [np.ascontiguousarray(x) for x in arrays]
+    made = [np.zeros(x.shape, x.dtype) for x in outputs]
+    with _ONE, np.errstate(all="ignore"):
+        refused, jit.JITFunction.__call__ = jit.JITFunction.__call__, called
+        try:
+            function = interpreter.InterpretedFunction(kernel.fn)
+            run = Executor(function.rewrite(), function.arg_names, grid)
+            run(*map(_Memory, [*given, *made]), s=static)
+        finally:
+            jit.JITFunction.__call__ = refused
+    return made
