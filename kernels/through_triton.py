@@ -132,10 +132,32 @@ def _interpreted(kernel: Any, grid: tuple[int, ...], static: Any, outputs: Any, 
     made = [np.zeros(x.shape, x.dtype) for x in outputs]
     with _ONE, np.errstate(all="ignore"):
         refused, jit.JITFunction.__call__ = jit.JITFunction.__call__, called
+        builder = _with_bfloat16(interpreter)
         try:
             function = interpreter.InterpretedFunction(kernel.fn)
             run = Executor(function.rewrite(), function.arg_names, grid)
             run(*map(_Memory, [*given, *made]), s=static)
         finally:
             jit.JITFunction.__call__ = refused
+            del builder.cast_impl, builder.create_dot
     return made
+
+
+def _with_bfloat16(interpreter: Any) -> Any:
+    """The interpreter holds bfloat16 as bits. It multiplies the bits, and cuts off what a GPU rounds."""
+    builder = interpreter.interpreter_builder
+    kind, held, bits = type(builder), interpreter.TensorHandle, jax.numpy.bfloat16
+
+    def wide(x: Any) -> Any:
+        return x.data.view(bits).astype(np.float32) if x.dtype.scalar.name == "bf16" else x.data
+
+    def cast_impl(source: Any, to: Any) -> Any:
+        if (source.dtype.scalar.name, to.scalar.name) != ("fp32", "bf16"):
+            return kind.cast_impl(builder, source, to)
+        return held(source.data.astype(bits).view(np.uint16), to.scalar)
+
+    def create_dot(a: Any, b: Any, d: Any, *_: Any) -> Any:
+        return held(np.matmul(wide(a), wide(b), dtype=d.data.dtype) + d.data, d.dtype.scalar)
+
+    builder.cast_impl, builder.create_dot = cast_impl, create_dot
+    return builder

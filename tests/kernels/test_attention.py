@@ -40,9 +40,9 @@ CASES = {
     "segments of other lengths, some unseen": ((2, 50, 120, 2, 2, 8), {"segments": 5}),
     "soft cap": ((1, 72, 72, 2, 2, 8), {"causal": True, "soft_cap": 2.0}),
     "scale": ((1, 72, 72, 2, 2, 8), {"scale": 0.9}),
-    "dropout": ((2, 90, 90, 4, 2, 8), {"causal": True, "dropout": (KEY, 0.3)}),  # of one mask, whatever the tiles
+    "dropout": ((2, 90, 90, 2, 1, 8), {"causal": True, "dropout": (KEY, 0.3)}),  # of one mask, whatever the tiles
     "everything": (
-        (2, 100, 130, 4, 2, 8),
+        (2, 70, 130, 2, 1, 8),
         {"window": 33, "segments": 3, "soft_cap": 3.0, "scale": 0.5, "dropout": (KEY, 0.1)},
     ),
 }
