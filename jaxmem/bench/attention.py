@@ -22,7 +22,7 @@ REFUSALS = (ValueError, TypeError, RuntimeError, NotImplementedError)  # what on
 
 
 def measured(name: str, seconds: float, *, dry: bool) -> Iterator[dict[str, Any]]:
-    shape = _cut(SHAPES[name]) if dry else SHAPES[name]
+    shape = cut(SHAPES[name]) if dry else SHAPES[name]
     errors, whys = {}, {}
     for implementation in IMPLEMENTATIONS:
         try:
@@ -58,12 +58,12 @@ def measured(name: str, seconds: float, *, dry: bool) -> Iterator[dict[str, Any]
         yield {"operation": "attention", "shape": name, "contestant": contestant, "why_not": why}
 
 
-def _cut(shape: Shape) -> Shape:
+def cut(shape: Shape) -> Shape:
     window = None if shape.window is None else 16
     return Shape(1, 48, 48, min(shape.heads, 4), min(shape.kv_heads, 2), 16, shape.causal, window)
 
 
-def _arrays(shape: Shape, dtype: Any = jnp.bfloat16) -> list[jax.Array]:
+def arrays(shape: Shape, dtype: Any = jnp.bfloat16) -> list[jax.Array]:
     sizes = [(shape.queries, shape.heads), *[(shape.keys, shape.kv_heads)] * 2, (shape.queries, shape.heads)]
     keys = jax.random.split(jax.random.key(time.time_ns() % 2**31), 4)
     return [
@@ -78,7 +78,7 @@ def _arrays(shape: Shape, dtype: Any = jnp.bfloat16) -> list[jax.Array]:
 def _error(shape: Shape, implementation: str) -> float:
     """Largest distance to float64 of output and gradients, in units of the largest value times bfloat16's step."""
     shape = shape._replace(batch=1, queries=min(shape.queries, RIGHT), keys=min(shape.keys, RIGHT))
-    q, k, v, d_out = _arrays(shape)
+    q, k, v, d_out = arrays(shape)
     run = partial(attention, causal=shape.causal, window=shape.window, implementation=implementation)
 
     @jax.jit
@@ -118,7 +118,7 @@ def _exact(shape: Shape, q: jax.Array, k: jax.Array, v: jax.Array, d_out: jax.Ar
 
 
 def _of_jax(function: Callable[..., jax.Array], shape: Shape) -> tuple[Call, Call, Callable[[Any], Any]]:
-    q, k, v, d_out = _arrays(shape)
+    q, k, v, d_out = arrays(shape)
     run = partial(function, causal=shape.causal, window=shape.window)
     forward = jax.jit(run).lower(q, k, v).compile()
     _, pull = jax.jit(lambda q, k, v: jax.vjp(run, q, k, v))(q, k, v)

@@ -14,7 +14,17 @@ import jax.numpy as jnp
 
 from jaxmem.bench.attention import REFUSALS
 from jaxmem.bench.contest import Contestant, largest_error, rates, take_turns
-from jaxmem.kernels import Constants, Moments8, adam8_update, attention, cross_entropy, dequant_matmul, sliding_max
+from jaxmem.kernels import (
+    Constants,
+    Moments8,
+    adam8_update,
+    attention,
+    cross_entropy,
+    dequant_matmul,
+    int8_add,
+    rms_norm,
+    sliding_max,
+)
 from jaxmem.kernels.adam8_update import IMPLEMENTATIONS as ADAM8
 from jaxmem.kernels.adam8_update import shapes as adam8_shapes
 from jaxmem.kernels.attention import IMPLEMENTATIONS as ATTENTION
@@ -24,6 +34,8 @@ from jaxmem.kernels.cross_entropy import IMPLEMENTATIONS as LOSS
 from jaxmem.kernels.cross_entropy import shapes as loss_shapes
 from jaxmem.kernels.dequant_matmul import IMPLEMENTATIONS as PRODUCTS
 from jaxmem.kernels.dequant_matmul import shapes as product_shapes
+from jaxmem.kernels.rms_norm import IMPLEMENTATIONS as NORMS
+from jaxmem.kernels.rms_norm import shapes as norm_shapes
 from jaxmem.kernels.sliding_max import IMPLEMENTATIONS as WINDOWS
 from jaxmem.quant import QTensor, quantize
 
@@ -37,6 +49,7 @@ class Pass:
     exact: Run  # the same in float64
     amount: float  # TFLOP or GB
     error: float  # what counts as one step of error, as a share of the largest value
+    read: Run = lambda made: made  # what of the result is compared, outside of the time
 
 
 @dataclass(frozen=True)
@@ -96,7 +109,7 @@ def _error(one: Pass, compiled: Run, arrays: tuple[Any, ...]) -> float:
     del poison
     found = compiled(*arrays)
     with jax.enable_x64(True), jax.numpy_dtype_promotion("standard"):
-        return largest_error(found, one.exact(*arrays), one.error)
+        return largest_error(one.read(found), one.exact(*arrays), one.error)
 
 
 def explained(operation: str, name: str) -> Choice:
@@ -169,6 +182,64 @@ def _adam8(shape: adam8_shapes.Shape, dry: bool) -> Work:
     return Work((g, state, unbiased), {"update": Pass(run, exact, shape.least_bytes / 1e9, 2**-8)}, "GB/s")
 
 
+def _int8(shape: adam8_shapes.Shape, dry: bool) -> Work:
+    """Rounded stochastically: up to a step away, of the largest block's at most."""
+    if dry:
+        shape = shape._replace(dims=(shape.block, 2 * shape.block))
+    w, update = _draws(shape.dims, shape.dims)
+    q, update = quantize(w, "int8", shape.block, shape.along), update * jnp.asarray(0.01, BF16)
+
+    def run(way: str | None) -> Run:
+        def add(codes: Any, scale: Any, update: Any, seed: Any) -> Any:
+            given: dict[str, Any] = {"axis": shape.along, "block_size": shape.block, "implementation": way}
+            return int8_add(codes, scale, update, seed, **given)
+
+        return add
+
+    def wide(made: Any) -> Any:
+        codes, scale = made
+        steps = jnp.repeat(scale.astype(jnp.float64), shape.block, axis=shape.along) / 127
+        return codes.astype(jnp.float64) * jax.lax.slice_in_dim(steps, 0, codes.shape[shape.along], axis=shape.along)
+
+    def exact(codes: Any, scale: Any, update: Any, _: Any) -> Any:
+        return wide((codes, scale)) + update.astype(jnp.float64)
+
+    amount = shape.numbers * (4 + 8 / shape.block) / 1e9
+    arrays = (q.codes, q.scale, update, jnp.uint32(time.time_ns() % 2**31))
+    return Work(arrays, {"update": Pass(run, exact, amount, 2**-7, wide)}, "GB/s")
+
+
+def _norm(shape: norm_shapes.Shape, dry: bool) -> Work:
+    if dry:
+        shape = shape._replace(rows=16, size=64)
+    x, branch, d_normal, d_sum = _draws(*[(shape.rows, shape.size)] * 4)
+    scale = jnp.linspace(0.5, 1.5, shape.size, dtype=jnp.float32)
+
+    def forward(way: str | None) -> Run:
+        return lambda x, branch, scale, *_: rms_norm(x, scale, residual=branch, implementation=way)
+
+    def both(way: str | None) -> Run:
+        def run(x: Any, branch: Any, scale: Any, *cotangents: Any) -> Any:
+            return jax.vjp(lambda x, scale: forward(way)(x, branch, scale), x, scale)[1](cotangents)
+
+        return run
+
+    def exact(x: Any, branch: Any, scale: Any, *_: Any) -> Any:
+        total = jnp.asarray(x, jnp.float64) + jnp.asarray(branch, jnp.float64)
+        mean = jnp.mean(total * total, axis=1, keepdims=True) + 1e-5
+        return total * jax.lax.rsqrt(mean) * jnp.asarray(scale, jnp.float64), total
+
+    def exact_gradients(x: Any, branch: Any, scale: Any, *cotangents: Any) -> Any:
+        given = [jnp.asarray(a, jnp.float64) for a in (x, scale)]
+        return jax.vjp(lambda x, scale: exact(x, branch, scale), *given)[1](tuple(map(jnp.float64, cotangents)))
+
+    passes = {
+        "forward": Pass(forward, exact, shape.least_bytes / 1e9, 2**-8),
+        "backward": Pass(both, exact_gradients, 5 / 4 * shape.least_bytes / 1e9, 2**-8),  # two more read, one written
+    }
+    return Work((x, branch, scale, d_normal, d_sum), passes, "GB/s")
+
+
 def _loss(shape: loss_shapes.Shape, dry: bool) -> Work:
     if dry:
         shape = shape._replace(tokens=16, embed=32, vocab=96)
@@ -227,6 +298,8 @@ OPERATIONS = {
     "attention": Operation(ATTENTION, attention_shapes.SHAPES, _attention),
     "dequant_matmul": Operation(PRODUCTS, product_shapes.SHAPES, _product),
     "adam8_update": Operation(ADAM8, adam8_shapes.SHAPES, _adam8),
+    "int8_add": Operation(ADAM8, adam8_shapes.SHAPES, _int8),
+    "rms_norm": Operation(NORMS, norm_shapes.SHAPES, _norm),
     "cross_entropy": Operation(LOSS, loss_shapes.SHAPES, _loss),
     "sliding_max": Operation(WINDOWS, {"256 of 64 M": Windows(1 << 26, 256)}, _windows),
 }

@@ -11,6 +11,7 @@ from jaxmem import devices
 from jaxmem.cli.options import Json, Overrides
 from jaxmem.cli.printing import only_json, show
 from jaxmem.cli.starting import load
+from jaxmem.errors import UserError
 
 
 def bench_step(
@@ -75,10 +76,14 @@ def bench_tune(
 ) -> None:
     """Measure the kernels on this GPU and keep which implementation is the fastest for what."""
     devices.stay_on_cpu_without_gpu()
+    import jax
+
     from jaxmem.bench import kernels
     from jaxmem.kernels import choice
 
     path = write or Path(choice.__file__).with_name("tuned.json")
+    if write is None and jax.default_backend() == "cpu":
+        raise UserError("bench tune: measures the kernels of a GPU, and there is none here; --write FILE runs it dry")
     with only_json(as_json):
         table = kernels.tune(path, operation=operation, seconds=seconds)
     if as_json:

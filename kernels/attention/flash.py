@@ -18,6 +18,7 @@ from jax.experimental import pallas as pl
 from .arguments import Extras, Options
 from .block import Beside, Blocks, Call
 from .blockwise import SAVED
+from .tuning import measured
 
 
 class Passes(NamedTuple):
@@ -52,7 +53,7 @@ def _attend(
 
 
 def _forward(passes: Passes, options: Options, q: Any, k: Any, v: Any, extras: Extras) -> tuple[Any, Any]:
-    call = _call(options, q, k, passes.forward_blocks)
+    call = _call(passes, "forward", options, q, k)
     out, lse = passes.forward(call, q, k, v, _beside(call, extras, by_keys=False))
     out, lse = checkpoint_name(out, SAVED), checkpoint_name(lse, SAVED)
     return (out, lse), (q, k, v, extras, out, lse)
@@ -64,11 +65,11 @@ def _backward(passes: Passes, options: Options, saved: Any, cotangents: tuple[An
     # d(loss)/d(score) = p (dp - inner): the row's product of output and cotangent, less the cotangent of the
     # log-sum-exp. A row that sees nothing has p = exp(-inf) = 0, once its log-sum-exp of -inf is out of the way.
     inner = jnp.sum(out.astype(jnp.float32) * d_out.astype(jnp.float32), axis=-1).swapaxes(1, 2) - d_lse
-    call = _call(options, q, k, passes.d_queries_blocks)
+    call = _call(passes, "d_queries", options, q, k)
     rows = jnp.where(jnp.isneginf(lse), 0.0, lse / call.unit), inner
     given = q, k, v, d_out.astype(q.dtype), rows
     dq = passes.d_queries(call, *given, _beside(call, extras, by_keys=False))
-    call = _call(options, q, k, passes.d_keys_blocks)
+    call = _call(passes, "d_keys", options, q, k)
     dk, dv = passes.d_keys(call, *given, _beside(call, extras, by_keys=True))
     return dq, dk, dv, None
 
@@ -98,8 +99,9 @@ def _reach(ids: jax.Array, block: int) -> tuple[jax.Array, jax.Array]:
     return jnp.min(padded, axis=2), jnp.max(padded, axis=2)
 
 
-def _call(options: Options, q: jax.Array, k: jax.Array, blocks: Callable[[int, int], Blocks]) -> Call:
-    most = blocks(pl.next_power_of_2(q.shape[3]), q.dtype.itemsize)
+def _call(passes: Passes, of: str, options: Options, q: jax.Array, k: jax.Array) -> Call:
+    wide = pl.next_power_of_2(q.shape[3])
+    most = measured(passes.name, of, q, k, wide) or getattr(passes, f"{of}_blocks")(wide, q.dtype.itemsize)
     fitted = most._replace(
         queries=min(most.queries, max(16, pl.next_power_of_2(q.shape[1]))),
         keys=min(most.keys, max(16, pl.next_power_of_2(k.shape[1]))),

@@ -6,11 +6,12 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from jaxmem.bench import attention, contest, kernels
+from jaxmem.bench import attention, blocks, contest, kernels
+from jaxmem.cli import benches
 from jaxmem.errors import UserError
 from jaxmem.kernels import attention as operation
 from jaxmem.kernels import choice
-from jaxmem.kernels.attention import IMPLEMENTATIONS
+from jaxmem.kernels.attention import IMPLEMENTATIONS, pallas, triton, tuning
 
 
 def test_every_contestant_has_a_row(monkeypatch):
@@ -37,7 +38,7 @@ def test_every_contestant_has_a_row(monkeypatch):
 
 
 def test_the_reference_is_right():
-    shape = attention._cut(attention.SHAPES["mistral-7b"])
+    shape = attention.cut(attention.SHAPES["mistral-7b"])
     assert attention._error(shape, "reference") < 2
 
 
@@ -46,7 +47,9 @@ def test_an_unknown_shape_names_the_nearest():
         kernels.bench_kernels(["lomg"])
 
 
-@pytest.mark.parametrize("operation", ["dequant_matmul", "adam8_update", "cross_entropy", "sliding_max"])
+@pytest.mark.parametrize(
+    "operation", ["dequant_matmul", "adam8_update", "int8_add", "rms_norm", "cross_entropy", "sliding_max"]
+)
 def test_each_operation_is_right_and_takes_its_turns(operation, monkeypatch):
     """All passes against float64, on one shape; of the reference alone, which is quick to compile."""
     monkeypatch.setattr(contest, "BURST", 0.0)
@@ -83,8 +86,45 @@ def test_it_says_what_is_picked_and_a_measured_device_takes_its_winner(monkeypat
     choice._measured.cache_clear()
 
 
-def test_nothing_is_tuned_without_a_gpu(tmp_path):
-    with pytest.raises(UserError, match="there is none here"):
-        kernels.tune(tmp_path / "tuned.json")
+def test_tuning_runs_dry_and_its_winners_are_taken(tmp_path, monkeypatch):
+    """Two sizes of blocks for a pass of one kernel, and the winner is how the next call is cut."""
+    monkeypatch.setattr(contest, "BURST", 0.0)
+    monkeypatch.setattr(blocks, "KERNELS", ("triton",))
+    monkeypatch.setattr(tuning, "PASSES", ("forward",))
+    for name in set(IMPLEMENTATIONS) - {"reference", "blockwise", "triton"}:
+        monkeypatch.delitem(IMPLEMENTATIONS, name)
+    monkeypatch.setitem(IMPLEMENTATIONS, "triton", IMPLEMENTATIONS["triton"])
+    path = tmp_path / "tuned.json"
+    path.write_text('{"attention": {"another": []}}')
+    kernels.tune(path, operation="attention", seconds=0.0)
+    table = json.loads(path.read_text())
+    here = jax.devices()[0].device_kind
+    assert set(table["attention"]) == {"another", here}
+    assert table["attention"][here][0]["implementation"] in IMPLEMENTATIONS
+    (entry,) = table[tuning.OPERATION][here]
+    assert entry["of"] == 2
+    q = jnp.zeros((1, 100, 2, 16), jnp.bfloat16)
+    with choice.supplied(table):
+        assert list(tuning.measured("triton", "forward", q, q, 16)) == entry["blocks"]
+        assert tuning.measured("pallas", "forward", q, q, 16) is None
+    assert tuning.measured("triton", "forward", q, q, 16) is None
+
+
+@pytest.mark.parametrize("of", tuning.PASSES)
+def test_what_may_be_measured_has_room(of):
+    small, large = (tuning.space(of, 128, 2, tuning.SHARED[capability]) for capability in ("8.9", "9.0"))
+    assert set(small) < set(large)
+    assert all((b.queries + b.keys * b.stages) * 128 * 2 <= tuning.SHARED["8.9"] for b in small)
+    assert len(large) < 40
+    kept = [getattr(passes, f"{of}_blocks")(128, 2) for passes in (pallas.PASSES, triton.PASSES)]
+    assert set(kept) <= set(small)
+
+
+def test_the_packages_table_is_not_tuned_without_a_gpu():
+    with pytest.raises(UserError, match=r"there is none here; --write FILE runs it dry"):
+        benches.bench_tune(write=None)
+
+
+def test_an_operation_has_to_be_known():
     with pytest.raises(UserError, match=r"no operation 'atention'.*attention"):
         kernels.explain([], operation="atention")
