@@ -17,6 +17,7 @@ from jaxmem.kernels.attention import tuning
 from jaxmem.kernels.attention.shapes import SHAPES, Shape
 
 KERNELS = ("pallas", "triton")
+SHAPES_OF_EACH_WIDTH = ("long", "llama3.2-1b")
 RIGHT = 8.0  # steps of error beyond which a size wins nothing
 SOME = 2  # are enough to see that it works, where nothing is measured
 GRADIENTS = {"d_queries": (0,), "d_keys": (1, 2)}

@@ -64,7 +64,7 @@ def tune(path: Path, *, operation: str | None = None, seconds: float = 5.0) -> d
     for one in [operation] if operation else OPERATIONS:
         shapes = _known(one).shapes
         if one == "attention":
-            names = attention.DEFAULT[:1] if dry else attention.DEFAULT
+            names = blocks.SHAPES_OF_EACH_WIDTH[:1] if dry else blocks.SHAPES_OF_EACH_WIDTH
             found = [entry for name in names for entry in blocks.winners(name, seconds, dry=dry)]
             table.setdefault(tuning.OPERATION, {})[device.device_kind] = found
         with supplied(table):

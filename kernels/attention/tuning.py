@@ -28,7 +28,8 @@ _forced: ContextVar[dict[str, Blocks]] = ContextVar("forced", default={})  # noq
 
 def space(of: str, wide: int, itemsize: int, shared: int) -> list[Blocks]:
     """What may be measured for a pass of heads of `wide`: what has room in shared memory and in registers."""
-    sizes = itertools.product((32, 64, 128), (32, 64, 128), (4, 8), (1, 2, 3))
+    stages = (2, 3) if of == "forward" else (1, 2)
+    sizes = itertools.product((32, 64, 128), (32, 64, 128), (4, 8), stages)
     return [blocks for blocks in itertools.starmap(Blocks, sizes) if _fits(of, blocks, wide, itemsize, shared)]
 
 
@@ -41,7 +42,7 @@ def _fits(of: str, blocks: Blocks, wide: int, itemsize: int, shared: int) -> boo
     }[of]
     held = (stays + comes * stages) * wide * itemsize
     threads = 32 * warps
-    return held <= shared and (sums * wide + scores) / threads <= REGISTERS and queries * keys >= 16 * threads
+    return held <= shared and (sums * wide + scores) / threads <= REGISTERS and queries * keys >= 8 * threads
 
 
 def kind(implementation: str, of: str, dtype: str, wide: int) -> str:

@@ -115,7 +115,7 @@ def test_what_may_be_measured_has_room(of):
     small, large = (tuning.space(of, 128, 2, tuning.SHARED[capability]) for capability in ("8.9", "9.0"))
     assert set(small) < set(large)
     assert all((b.queries + b.keys * b.stages) * 128 * 2 <= tuning.SHARED["8.9"] for b in small)
-    assert len(large) < 40
+    assert len(large) < 40  # each takes seconds to compile
     kept = [getattr(passes, f"{of}_blocks")(128, 2) for passes in (pallas.PASSES, triton.PASSES)]
     assert set(kept) <= set(small)
 
