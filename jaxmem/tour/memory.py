@@ -198,4 +198,5 @@ STOP = Stop(
     uses="compiler",
     config=["memory.update=during", "optimizer.name=apollo_mini", "precision.parameters=int8"],
     read=["jaxmem/tour/memory.py", "jaxmem/planning/predict.py"],
+    takes="about a minute, seconds once it is compiled,",
 )

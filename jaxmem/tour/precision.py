@@ -143,4 +143,5 @@ STOP = Stop(
     uses="devices",
     config=["precision.parameters=bfloat16", "precision.rounding=stochastic", "precision.loss_scale=dynamic"],
     read=["jaxmem/precision.py", "jaxmem/optim/master.py", "jaxmem/program/step.py"],
+    takes="about a minute",
 )

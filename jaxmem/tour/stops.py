@@ -84,7 +84,7 @@ class Found:
 @dataclass(frozen=True)
 class Stop:
     """`uses`: it only compiles, or runs on this machine's devices, or on simulated ones. `takes`: how long on two cores
-    without a GPU, where that is over a minute; it is said before it begins."""
+    without a GPU, where that may be over a minute; it is said before it begins."""
 
     topic: str
     about: str

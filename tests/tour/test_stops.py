@@ -32,6 +32,15 @@ def test_no_such_stop(capsys: pytest.CaptureFixture[str]) -> None:
     )
 
 
+def test_what_takes_long_says_so_first(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    table = Shown("All", [{"n": 1}], {"what": lambda row: str(row["n"])})
+    one = Stop("slow", "waits", lambda _: Found([table]), "compiler", ["zero=3"], [], takes="an hour")
+    monkeypatch.setitem(STOPS, "slow", one)
+    code, out, err = jaxmem("tour", "slow", "--json", capsys=capsys)
+    assert (code, err) == (0, "slow takes an hour on two cores without a GPU.\n")
+    assert json.loads(out)["stops"][0]["rows"] == [{"n": 1}]
+
+
 @pytest.mark.parametrize("topic", STOPS)
 def test_where_an_idea_is_turned_on_and_read(topic: str) -> None:
     one = STOPS[topic]
