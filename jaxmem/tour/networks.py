@@ -65,7 +65,6 @@ def learnt(target: str | None = None, steps: int | None = None) -> Found:
         "parameters": lambda row: f"{row['parameters']:,}",
         "FLOP a step": lambda row: count(row["flops"]),
         "kept for backward": lambda row: readable(row["activations"]),
-        "s": lambda row: f"{row['seconds']:.0f}",
         "held out": _result,
         "stated": lambda row: f"over {row['stated']:.0%}" if row["accuracy"] else f"under {row['stated']:.2f}",
     }
@@ -99,7 +98,6 @@ def _network(name: str, ran: Ran) -> Row:
         "parameters": ran.plan["model"]["parameters"],
         "flops": ran.plan["flops_per_device"],
         "activations": ran.plan["bytes_per_device"]["activations"],
-        "seconds": ran.seconds,
         "stated": STATED[name],
         **_held_out(ran),
     }
