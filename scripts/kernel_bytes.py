@@ -1,5 +1,5 @@
-"""Bytes that an operation moves on a GPU that need not be here, by implementation, read from the compiled module: what a
-kernel would save a run. The table of docs/kernels.md.
+"""Bytes that an operation moves on a GPU that need not be here, by implementation, read from the compiled module: what
+a kernel would save a run. The table of docs/kernels.md.
 
     python scripts/kernel_bytes.py [TARGET]        # half a minute
 """
