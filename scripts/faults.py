@@ -1,6 +1,6 @@
 """Ways to lose a run, tried: each must be harmless, or said. The figures of docs/faults.md.
 
-    python scripts/faults.py                  # all: a quarter of an hour of a processor
+    python scripts/faults.py                  # all: half an hour of a processor
     python scripts/faults.py kills -n 50      # SIGKILL at 50 random moments of one process
     python scripts/faults.py --json FILE
 
