@@ -62,10 +62,8 @@ def _chosen(
 ) -> Choice:
     if given is not None:
         if given not in names:
-            near = difflib.get_close_matches(given, names, n=1, cutoff=0.0)[0]
-            raise ValueError(
-                f"{operation}: implementation is {given!r}; it should be one of {', '.join(names)}, nearest {near}"
-            )
+            known, near = ", ".join(sorted(names)), difflib.get_close_matches(given, names, n=1, cutoff=0.0)[0]
+            raise ValueError(f"{operation}: implementation is {given!r}; it should be one of {known}, nearest {near}")
         return Choice(given, "named", kind, sizes)
     return _measured(operation, device_kind(), portable, kind, sizes)
 

@@ -74,7 +74,7 @@ class Pipeline:
 
         >>> pipeline = Pipeline(layers=32, stages=4, micro_batches=2)
         >>> [pipeline.together(remat) for remat in ("full", "every_2", "sqrt")]
-        [1, 2, 4]
+        [1, 2, 8]
         """
         if not isinstance(remat, str) or not is_scheduled(remat):
             return 1
