@@ -17,8 +17,8 @@ HEAD = """# The tour
 
 Every idea with its own number: `jaxmem tour TOPIC` prints a table, says what it shows, draws a figure in
 `runs/tour/`, and names the setting that turns the idea on and the file to read; `pip install -e '.[tour]'` is all it
-needs. Each takes up to a minute on two cores without a GPU; `memory`, `precision` (about one) and `finetune` (one to
-two) say so first; what was compiled once is kept. Where the GPUs that a stop compiles for are in the machine, steps
+needs. Each takes up to a minute on two cores without a GPU; `galore`, `memory`, `precision` and `finetune` (about one)
+say so first; what was compiled once is kept. Where the GPUs that a stop compiles for are in the machine, steps
 that fit also run, and a column says what the devices held. These pages are what `python scripts/tour.py` made.
 
 | stop | shows | config |

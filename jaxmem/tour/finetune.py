@@ -226,5 +226,5 @@ STOP = Stop(
     uses="devices",
     config=["adapter.kind=qlora"],
     read=["jaxmem/tour/finetune.py", "jaxmem/adapters/lora.py"],
-    takes="one to two minutes",
+    takes="about a minute",
 )

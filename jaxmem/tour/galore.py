@@ -137,4 +137,5 @@ STOP = Stop(
     uses="devices",
     config=["optimizer.name=galore_adamw8bit", "optimizer.rank=1024", "memory.update=during"],
     read=["jaxmem/optim/galore.py", "jaxmem/optim/apollo.py", "jaxmem/optim/projection.py"],
+    takes="a little over a minute",
 )
