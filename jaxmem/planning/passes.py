@@ -213,7 +213,8 @@ def _space(out: Any) -> Any:
 
 def _leaves_layers(out: Any, scan: Any) -> bool:
     """Whether it is the stream behind the last layer: [row, time, embed], handed on from layer to layer."""
-    return out.aval.ndim == 3 and scan.outvars.index(out) < scan.params["num_carry"]
+    inner = scan.params["jaxpr"].jaxpr.outvars[scan.outvars.index(out)]
+    return out.aval.ndim == 3 and inner.aval.shape == out.aval.shape
 
 
 def _is_factor(out: Any, scan: Any) -> bool:
