@@ -215,7 +215,7 @@ def _mesh(cfg: Config) -> Iterator[str]:
     for axis, size in axes.items():
         if size < 1 and size != -1:
             yield f"mesh.{axis}: must be at least 1, or -1 for the rest of the devices, not {size}"
-    if cfg.mesh.stage != 1 and is_scheduled(cfg) and not re.match("sqrt|every", str(cfg.memory.remat)):
+    if cfg.mesh.stage != 1 and is_scheduled(cfg) and not str(cfg.memory.remat).startswith(("sqrt", "every_")):
         yield (
             f"memory.remat: {cfg.memory.remat} goes back through all layers one by one, which mesh.stage"
             f" {cfg.mesh.stage} does not; use none, full, every_K, sqrt, dots or {{save: [names]}}"

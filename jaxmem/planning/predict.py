@@ -24,15 +24,7 @@ from jaxmem.kernels.attention.blockwise import SHORT
 from jaxmem.planning.breakdown import SAVED
 from jaxmem.planning.pace import seconds_of
 from jaxmem.planning.passes import passes_of
-from jaxmem.planning.share import (
-    head_groups,
-    held_vocabulary,
-    layers_together,
-    loss_chunk,
-    mlp_chunk,
-    passes_held,
-    rows_of,
-)
+from jaxmem.planning.share import head_groups, held_vocabulary, loss_chunk, mlp_chunk, passes_held, rows_of
 from jaxmem.planning.state import Held, Leaf, state_of
 from jaxmem.precision import compute_dtype
 from jaxmem.program import Program
@@ -169,12 +161,7 @@ class _Sizes:
 
     def kept(self, row: int) -> int:
         """Of a micro-batch, what is kept of one row for the backward pass."""
-        share = 1.0
-        if (together := layers_together(self.cfg)) > 1:
-            # Of layers / together + together boundaries the last ones are there once, however many passes are held.
-            layers = self.cfg.model.layers  # type: ignore[union-attr]  # a convnet has no stages
-            share = layers / (layers + together**2)
-        return int(row * self.rows * ((passes_held(self.cfg) - 1) * share + 1))
+        return int(row * self.rows * passes_held(self.cfg))
 
     def fullest(self, saved: int) -> dict[str, int]:
         """The larger of two moments: the loss, or one layer's backward pass. What comes back from host memory is among

@@ -72,16 +72,20 @@ def passes_run(cfg: Config) -> float:
 
 
 def passes_held(cfg: Config) -> float:
-    """Of how many passes what is kept is there at once: on stages every tick keeps its own."""
+    """Of how many passes what is kept is there at once: on stages every tick keeps its own, but for the boundaries
+    within a segment of layers, which are those of the one that is gone back through."""
     if cfg.memory.update == "during":
         return cfg.batch.accumulate
-    return 1 if cfg.mesh.stage == 1 else passes_run(cfg)
+    if (pipeline := pipeline_of(cfg)) is None:
+        return 1
+    together = layers_together(cfg)
+    within = together**2 / (pipeline.layers + together**2) if together > 1 else 0.0
+    return passes_run(cfg) * (1 - within) + within
 
 
 def layers_together(cfg: Config) -> int:
     """On stages, how many layers go back from one boundary that is kept."""
-    pipeline = pipeline_of(cfg)
-    remat = cfg.memory.remat
+    pipeline, remat = pipeline_of(cfg), cfg.memory.remat
     return pipeline.together(remat) if pipeline is not None and isinstance(remat, str) else 1
 
 
