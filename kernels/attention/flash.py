@@ -16,21 +16,18 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.experimental import pallas as pl
 
 from .arguments import Extras, Options
-from .block import Beside, Blocks, Call
+from .block import Beside, Call
 from .blockwise import SAVED
-from .tuning import measured
+from .tuning import measured, usual
 
 
 class Passes(NamedTuple):
-    """An implementation: how it is cut, (width of a head, bytes a number) -> Blocks, and what runs each pass."""
+    """An implementation: what runs each pass."""
 
     name: str
     most_dim: int
-    forward_blocks: Callable[[int, int], Blocks]
     forward: Callable[..., tuple[jax.Array, jax.Array]]  # call, q, k, v, beside -> out, lse
-    d_queries_blocks: Callable[[int, int], Blocks]
     d_queries: Callable[..., jax.Array]  # call, q, k, v, d_out, rows, beside -> dq
-    d_keys_blocks: Callable[[int, int], Blocks]
     d_keys: Callable[..., tuple[jax.Array, jax.Array]]  # the same -> dk, dv
 
 
@@ -101,7 +98,7 @@ def _reach(ids: jax.Array, block: int) -> tuple[jax.Array, jax.Array]:
 
 def _call(passes: Passes, of: str, options: Options, q: jax.Array, k: jax.Array) -> Call:
     wide = pl.next_power_of_2(q.shape[3])
-    most = measured(passes.name, of, q, k, wide) or getattr(passes, f"{of}_blocks")(wide, q.dtype.itemsize)
+    most = measured(passes.name, of, q, k, wide) or usual(passes.name, of, wide, q.dtype.itemsize)
     fitted = most._replace(
         queries=min(most.queries, max(16, pl.next_power_of_2(q.shape[1]))),
         keys=min(most.keys, max(16, pl.next_power_of_2(k.shape[1]))),

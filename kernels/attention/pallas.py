@@ -145,33 +145,5 @@ def _all_keys(call: Call, groups: int) -> list[pl.BlockSpec]:
     return [spec, spec]
 
 
-def _forward_blocks(dim: int, itemsize: int) -> Blocks:
-    """Within the 99 KB of shared memory that a consumer GPU gives a block: (queries + 2 keys stages) dim numbers."""
-    if itemsize == 4:
-        return Blocks(64, 32, 4, 2) if dim <= 64 else Blocks(32, 16, 4, 2)
-    if dim <= 64:
-        return Blocks(128, 64, 8, 3)
-    return Blocks(128, 64, 8, 2) if dim <= 128 else Blocks(64, 32, 8, 2)
-
-
-def _d_queries_blocks(dim: int, itemsize: int) -> Blocks:
-    if itemsize == 4:
-        return Blocks(32, 32, 4, 1) if dim <= 128 else Blocks(16, 16, 4, 1)
-    if dim <= 64:
-        return Blocks(64, 64, 4, 2)
-    return Blocks(64, 64, 8, 1) if dim <= 128 else Blocks(32, 32, 8, 1)
-
-
-def _d_keys_blocks(dim: int, itemsize: int) -> Blocks:
-    """Two sums of keys x dim stay in registers, so the queries' blocks are small: more, and they spill."""
-    if itemsize == 4:
-        return Blocks(32, 32, 4, 1) if dim <= 128 else Blocks(16, 16, 4, 1)
-    if dim <= 64:
-        return Blocks(32, 128, 8, 2)
-    return Blocks(32, 64, 8, 1) if dim <= 128 else Blocks(32, 32, 8, 1)
-
-
-PASSES = Passes(
-    "pallas", 256, _forward_blocks, _forward, _d_queries_blocks, _d_queries, _d_keys_blocks, _d_keys
-)  # fmt: skip
+PASSES = Passes("pallas", 256, _forward, _d_queries, _d_keys)
 attend = functools.partial(flash.attend, PASSES)

@@ -18,7 +18,7 @@ from jax.experimental import pallas as pl
 from jaxmem.kernels.through_triton import kernels, launch
 
 from . import flash
-from .block import LOG2E, Beside, Blocks, Call
+from .block import LOG2E, Beside, Call
 from .flash import Passes
 
 
@@ -142,33 +142,5 @@ def _run(
     )
 
 
-def _forward_blocks(dim: int, itemsize: int) -> Blocks:
-    """Within the 99 KB of shared memory of a consumer GPU: (queries + 2 keys stages) dim numbers."""
-    if itemsize == 4:
-        return Blocks(32, 32, 4, 2) if dim <= 64 else Blocks(32, 16, 4, 2)
-    if dim <= 64:
-        return Blocks(128, 64, 8, 3)
-    return Blocks(128, 64, 8, 2) if dim <= 128 else Blocks(64, 32, 8, 2)
-
-
-def _d_queries_blocks(dim: int, itemsize: int) -> Blocks:
-    if itemsize == 4:
-        return Blocks(32, 32, 4, 1) if dim <= 128 else Blocks(16, 16, 4, 1)
-    if dim <= 64:
-        return Blocks(64, 64, 4, 2)
-    return Blocks(64, 64, 8, 1) if dim <= 128 else Blocks(32, 32, 4, 1)
-
-
-def _d_keys_blocks(dim: int, itemsize: int) -> Blocks:
-    """Two sums of keys x dim stay in registers."""
-    if itemsize == 4:
-        return Blocks(32, 32, 4, 1) if dim <= 128 else Blocks(16, 16, 4, 1)
-    if dim <= 64:
-        return Blocks(32, 128, 8, 2)
-    return Blocks(32, 64, 8, 1) if dim <= 128 else Blocks(32, 32, 8, 1)
-
-
-PASSES = Passes(
-    "triton", 256, _forward_blocks, _forward, _d_queries_blocks, _d_queries, _d_keys_blocks, _d_keys
-)  # fmt: skip
+PASSES = Passes("triton", 256, _forward, _d_queries, _d_keys)
 attend = functools.partial(flash.attend, PASSES)

@@ -1,7 +1,7 @@
 """The sizes of the kernels' blocks: which there are, which a GPU has room for, which were measured to be the fastest.
 
 `jaxmem bench tune` measures them and keeps the winners in `tuned.json`, as "attention blocks". Where nothing was
-measured, the sizes that stand beside each kernel are taken, which fit every GPU from Ampere on.
+measured, the usual sizes are taken, which fit every GPU from Ampere on.
 """
 
 from __future__ import annotations
@@ -23,6 +23,35 @@ PASSES = ("forward", "d_queries", "d_keys")
 SHARED = {"8.0": 166912, "8.6": 101376, "8.9": 101376, "9.0": 232448, "10.0": 232448, "12.0": 101376}
 REGISTERS = 224  # numbers that a thread may hold of sums and scores, of its 255 registers
 
+# By the bytes of a number and the width of a head, up to which they hold. A forward block takes (queries + 2 keys
+# stages) width numbers of shared memory: a consumer GPU gives it 99 KB. d_keys keeps two sums of keys x width in
+# registers, so its blocks of queries are small: more, and they spill.
+USUAL = {
+    "forward": {
+        (2, 64): Blocks(128, 64, 8, 3),
+        (2, 128): Blocks(128, 64, 8, 2),
+        (2, 256): Blocks(64, 32, 8, 2),
+        (4, 64): Blocks(64, 32, 4, 2),
+        (4, 256): Blocks(32, 16, 4, 2),
+    },
+    "d_queries": {
+        (2, 64): Blocks(64, 64, 4, 2),
+        (2, 128): Blocks(64, 64, 8, 1),
+        (2, 256): Blocks(32, 32, 8, 1),
+        (4, 128): Blocks(32, 32, 4, 1),
+        (4, 256): Blocks(16, 16, 4, 1),
+    },
+    "d_keys": {
+        (2, 64): Blocks(32, 128, 8, 2),
+        (2, 128): Blocks(32, 64, 8, 1),
+        (2, 256): Blocks(32, 32, 8, 1),
+        (4, 128): Blocks(32, 32, 4, 1),
+        (4, 256): Blocks(16, 16, 4, 1),
+    },
+}
+# Where an implementation's compiler needs others.
+OTHERS = {("triton", "forward", 4, 64): Blocks(32, 32, 4, 2), ("triton", "d_queries", 2, 256): Blocks(32, 32, 4, 1)}
+
 _forced: ContextVar[dict[str, Blocks]] = ContextVar("forced", default={})  # noqa: B039  (never written to)
 
 
@@ -43,6 +72,15 @@ def _fits(of: str, blocks: Blocks, wide: int, itemsize: int, shared: int) -> boo
     held = (stays + comes * stages) * wide * itemsize
     threads = 32 * warps
     return held <= shared and (sums * wide + scores) / threads <= REGISTERS and queries * keys >= 8 * threads
+
+
+def usual(implementation: str, of: str, wide: int, itemsize: int) -> Blocks:
+    """
+    >>> usual("pallas", "forward", 128, 2), usual("triton", "forward", 32, 4)
+    (Blocks(queries=128, keys=64, warps=8, stages=2), Blocks(queries=32, keys=32, warps=4, stages=2))
+    """
+    size, most = min(key for key in USUAL[of] if key >= (itemsize, wide))
+    return OTHERS.get((implementation, of, size, most), USUAL[of][size, most])
 
 
 def kind(implementation: str, of: str, dtype: str, wide: int) -> str:
