@@ -11,7 +11,7 @@ from jaxmem.cli import benches
 from jaxmem.errors import UserError
 from jaxmem.kernels import attention as operation
 from jaxmem.kernels import choice
-from jaxmem.kernels.attention import IMPLEMENTATIONS, pallas, triton, tuning
+from jaxmem.kernels.attention import IMPLEMENTATIONS, tuning
 
 
 def test_every_contestant_has_a_row(monkeypatch):
@@ -116,7 +116,7 @@ def test_what_may_be_measured_has_room(of):
     assert set(small) < set(large)
     assert all((b.queries + b.keys * b.stages) * 128 * 2 <= tuning.SHARED["8.9"] for b in small)
     assert len(large) < 40  # each takes seconds to compile
-    kept = [getattr(passes, f"{of}_blocks")(128, 2) for passes in (pallas.PASSES, triton.PASSES)]
+    kept = [tuning.usual(implementation, of, 128, 2) for implementation in ("pallas", "triton")]
     assert set(kept) <= set(small)
 
 
