@@ -179,9 +179,9 @@ _Over = Annotated[tuple[Literal["fsdp", "context", "tensor"], ...], Field(strict
 
 
 class Rules(Section):
-    """Which axes of the mesh split which dimension of the weights: the table of `sharding.py`. `fsdp` and `context` say
-    how weights rest, as far as `zero` splits them; `tensor` also how they are computed with. Where two dimensions of a
-    weight name one axis, the first has it."""
+    """Which axes of the mesh split which dimension of the weights: the table of `sharding/table.py`. `fsdp` and
+    `context` say how weights rest, as far as `zero` splits them; `tensor` also how they are computed with. Where two
+    dimensions of a weight name one axis, the first has it."""
 
     embed: Annotated[tuple[Literal["fsdp", "context"], ...], Field(strict=False)] = ("fsdp", "context")
     vocab: Annotated[tuple[Literal["tensor"], ...], Field(strict=False)] = ("tensor",)

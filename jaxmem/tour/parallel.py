@@ -174,5 +174,5 @@ STOP = Stop(
     split,
     uses="compiler",
     config=["mesh.fsdp=8", "zero=3", "mesh.tensor=8", "mesh.context=8", "mesh.stage=8"],
-    read=["jaxmem/sharding.py", "jaxmem/stack/pipeline.py", "jaxmem/parameter_server.py"],
+    read=["jaxmem/sharding/table.py", "jaxmem/stack/pipeline.py", "jaxmem/parameter_server.py"],
 )

@@ -1,0 +1,145 @@
+"""A mesh with its tables: where an array of any role, axes and shape lies."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any, Self
+
+import numpy as np
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+from jaxmem.config import Config
+from jaxmem.errors import UserError, nearest
+from jaxmem.sharding.table import MESH_AXES, Axes, Role, Rules, Table, named, rules_of, splits
+
+
+@dataclass(frozen=True)
+class Layout:
+    """A mesh and the rules on it. `with layout:` makes `constrain` and `gather` act."""
+
+    mesh: Mesh
+    rules: Rules
+    vmapped: tuple[str, ...] = ()  # mesh axes that `jax.vmap` around this code goes over
+
+    def __enter__(self) -> Self:
+        _stack.set((*_stack.get(), self))
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        _stack.set(_stack.get()[:-1])
+
+    def sharding(self, role: Role, axes: Axes, shape: Sequence[int], name: str = "array") -> NamedSharding:
+        """Where an array in this role lies. What cannot be split as the table says is an error that names it.
+
+        A name that ends in `?` asks for less: its dimension takes those mesh axes of the table that no other
+        dimension has, where its size divides over them, and is whole where not. One with `+` asks for more: its
+        dimension takes also those that split resting weights, and no other dimension has.
+        """
+        table: Table = getattr(self.rules, role)
+        if len(axes) != len(shape):
+            raise UserError(
+                f"{name}: shape {tuple(shape)} has {len(shape)} dimensions but axes {axes} name {len(axes)}"
+            )
+        known = [None if axis is None else named(axis) for axis in axes]
+        for axis in known:
+            if axis is not None and axis not in table:
+                raise UserError(f"{name}: no rule for logical axis {axis!r} among {role}{nearest(axis, table)}")
+        spec: list[tuple[str, ...] | None] = []
+        split = splits(axes, shape, table, self.mesh.shape)
+        for dim, (axis, over, size) in enumerate(zip(known, split, shape, strict=True)):
+            parts = math.prod(self.mesh.shape[a] for a in over)
+            if size % parts:
+                mesh = " x ".join(f"mesh.{a}" for a in over)
+                raise UserError(
+                    f"{name}: dimension {dim} ({axis}) of size {size} does not divide over {mesh} = {parts}"
+                )
+            spec.append(over or None)
+        return NamedSharding(self.mesh, PartitionSpec(*spec))
+
+    def over(self, role: Role, axis: str | None) -> tuple[str, ...]:
+        """The mesh axes of more than one device that split a logical axis."""
+        table: Table = getattr(self.rules, role)
+        return tuple(a for a in table[named(axis)] if self.mesh.shape[a] > 1) if axis else ()
+
+    def parts(self, role: Role, axis: str | None) -> int:
+        """Into how many parts a logical axis is split."""
+        return math.prod(self.mesh.shape[a] for a in self.over(role, axis))
+
+    def over_each(self, role: Role, axes: Axes) -> list[tuple[str, ...]]:
+        """The mesh axes of more than one device that split each dimension of an array that divides."""
+        table: Table = getattr(self.rules, role)
+        split = splits(axes, [0] * len(axes), table, self.mesh.shape)
+        return [tuple(a for a in over if self.mesh.shape[a] > 1) for over in split]
+
+    def spec(self, role: Role, axes: Axes) -> PartitionSpec:
+        """What `jax.shard_map` wants to know of it."""
+        return PartitionSpec(*(over or None for over in self.over_each(role, axes)))
+
+    def padded(self, role: Role, axes: Axes, shape: Sequence[int]) -> tuple[int, ...]:
+        """The next shape that divides."""
+        counts = [self.parts(role, axis) for axis in axes]
+        return tuple(-(-size // count) * count for size, count in zip(shape, counts, strict=True))
+
+    def with_whole_layers(self, role: Role, axes: Axes, shape: Sequence[int]) -> NamedSharding:
+        """Where a stack of layers lies that no stage may part: another dimension is split over `stage`, where one
+        divides."""
+        whole = dataclasses.replace(self.rules, **{role: {**getattr(self.rules, role), "layer": ()}})
+        placed = Layout(self.mesh, whole).sharding(role, axes, shape)
+        parts, spec = placed.shard_shape(tuple(shape)), list(placed.spec)
+        for dim in range(1, len(shape)):
+            if parts[dim] % self.mesh.shape["stage"] == 0:
+                over = spec[dim] or ()
+                spec[dim] = (*((over,) if isinstance(over, str) else over), "stage")
+                break
+        return NamedSharding(self.mesh, PartitionSpec(*spec))
+
+    @property
+    def apart(self) -> tuple[str, ...]:
+        """The mesh axes that split the batch and no gradient: their devices may add up gradients of their own rows, and
+        reduce them when they like."""
+        taken = {axis for over in self.rules.gradients.values() for axis in over}
+        return tuple(axis for axis in self.over("activations", "batch") if axis not in taken)
+
+    def within(self, vmapped: tuple[str, ...]) -> Layout:
+        """For code under `jax.vmap(..., spmd_axis_name=vmapped)` over groups of rows."""
+        batch = tuple(axis for axis in self.rules.activations["batch"] if axis not in vmapped)
+        activations = {**self.rules.activations, "batch": batch}
+        return Layout(self.mesh, dataclasses.replace(self.rules, activations=activations), vmapped)
+
+    def size(self, axes: Sequence[str]) -> int:
+        return math.prod(self.mesh.shape[axis] for axis in axes)
+
+    def of_texts(self, rows: int) -> Layout:
+        """For texts that grow, of any length, which nothing can split; so many as divide lie over the devices."""
+        batch = () if rows % self.parts("activations", "batch") else self.rules.activations["batch"]
+        whole = dict.fromkeys(("time", "stream", "mlp_time", "vocab_time"), ())
+        activations = {**self.rules.activations, **whole, "batch": batch}
+        return Layout(self.mesh, dataclasses.replace(self.rules, activations=activations))
+
+    def replicated(self) -> NamedSharding:
+        return NamedSharding(self.mesh, PartitionSpec())
+
+
+_stack: ContextVar[tuple[Layout, ...]] = ContextVar("layouts", default=())
+
+
+def current() -> Layout | None:
+    layouts = _stack.get()
+    return layouts[-1] if layouts else None
+
+
+def layout_for(cfg: Config, devices: Sequence[Any]) -> Layout:
+    """The mesh of a config whose `-1` is resolved, over these devices in order."""
+    shape = tuple(getattr(cfg.mesh, axis) for axis in MESH_AXES)
+    grid = np.asarray(devices, dtype=object).reshape(shape)
+    mesh = Mesh(grid, MESH_AXES, axis_types=(AxisType.Auto,) * len(MESH_AXES))
+    return Layout(mesh, rules_of(cfg))
+
+
+def along(mesh: Mesh, axis: str | None) -> NamedSharding:
+    """The first dimension split over one axis of any mesh; None: whole on each device."""
+    return NamedSharding(mesh, PartitionSpec(axis) if axis else PartitionSpec())
