@@ -33,7 +33,7 @@ def operations() -> Iterator[tuple[str, str, Callable[..., Any], tuple[Any, ...]
         yield "cross_entropy, forward", way, forward, loss
         yield "cross_entropy, with backward", way, jax.grad(partial(_sum, forward), (0, 1)), loss
     codes, scale = numbers((EMBED, MLP), jnp.int8), numbers((EMBED // 256, MLP), jnp.float32)
-    update = codes, scale, numbers((EMBED, MLP), jnp.bfloat16), numbers((), jnp.uint32)
+    update = codes, scale, numbers((EMBED, MLP), jnp.bfloat16), numbers(scale.shape, jnp.uint32)
     for way in ("reference", "pallas"):
         yield "int8_add", way, partial(int8_add, implementation=way), update
 

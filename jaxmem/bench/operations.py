@@ -190,9 +190,9 @@ def _int8(shape: adam8_shapes.Shape, dry: bool) -> Work:
     q, update = quantize(w, "int8", shape.block, shape.along), update * jnp.asarray(0.01, BF16)
 
     def run(way: str | None) -> Run:
-        def add(codes: Any, scale: Any, update: Any, seed: Any) -> Any:
+        def add(codes: Any, scale: Any, update: Any, seeds: Any) -> Any:
             given: dict[str, Any] = {"axis": shape.along, "block_size": shape.block, "implementation": way}
-            return int8_add(codes, scale, update, seed, **given)
+            return int8_add(codes, scale, update, seeds, **given)
 
         return add
 
@@ -204,8 +204,9 @@ def _int8(shape: adam8_shapes.Shape, dry: bool) -> Work:
     def exact(codes: Any, scale: Any, update: Any, _: Any) -> Any:
         return wide((codes, scale)) + update.astype(jnp.float64)
 
-    amount = shape.numbers * (4 + 8 / shape.block) / 1e9
-    arrays = (q.codes, q.scale, update, jnp.uint32(time.time_ns() % 2**31))
+    amount = shape.numbers * (4 + 12 / shape.block) / 1e9
+    seeds = jax.random.bits(jax.random.key(time.time_ns() % 2**31), q.scale.shape, jnp.uint32)
+    arrays = (q.codes, q.scale, update, seeds)
     return Work(arrays, {"update": Pass(run, exact, amount, 2**-7, wide)}, "GB/s")
 
 

@@ -255,6 +255,18 @@ def _optimizer(cfg: Config) -> Iterator[str]:
         if getattr(optimizer, field) is not None and field not in OPTIMIZERS[optimizer.name]:
             having = ", ".join(name for name, own in OPTIMIZERS.items() if field in own)
             yield f"optimizer.{field}: {optimizer.name} has none; those that do: {having}"
+    if optimizer.kernel == "pallas":
+        int8 = cfg.precision.parameters == "int8"
+        if not int8 and optimizer.name != "adamw8bit":
+            yield (
+                f"optimizer.kernel: pallas updates the state of adamw8bit and weights in int8, not {optimizer.name}"
+                f" with weights in {cfg.precision.parameters}; use none"
+            )
+        if int8 and not cfg.precision.stochastic:
+            yield (
+                f"optimizer.kernel: pallas rounds weights in int8 by chance, not to the {cfg.precision.rounding};"
+                " use none, or precision.rounding=auto"
+            )
 
 
 RULES = (

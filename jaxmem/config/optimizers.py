@@ -18,7 +18,7 @@ OPTIMIZERS: dict[str, dict[str, Any]] = {
     "adafactor": {"weight_decay": 0.0},
     "adam_mini": ADAMW,
     "muon": {"momentum": 0.95, **ADAMW},
-    "adamw8bit": {**ADAMW, "kernel": "none"},
+    "adamw8bit": ADAMW,
     "adamw4bit": ADAMW,
     "lion8bit": LION,
     "momentum8bit": {"momentum": 0.9, "weight_decay": 0.0},

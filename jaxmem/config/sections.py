@@ -267,6 +267,7 @@ class Optimizer(Section):
     clip: Positive | None = 1.0  # the largest norm of a gradient
     trainable: Annotated[tuple[str, ...], Field(strict=False)] = ()  # weights that learn, by patterns; none: all
     clip_by: Literal["global", "previous", "weight"] = "global"  # of all, of all an update ago, each its own
+    kernel: Literal["none", "pallas"] = "none"  # in one pass over memory, on GPUs: adamw8bit, weights in int8
     beta1: Fraction | None = None
     beta2: Fraction | None = None
     epsilon: Positive | None = None
@@ -276,7 +277,6 @@ class Optimizer(Section):
     scale: Positive | None = None  # of what comes back from a projection
     tables: Literal["adam", "projected"] | None = None  # embeddings and output projection, under a projection
     similarity: Fraction | None = None  # qgalore: share of the old space in the new that counts as the same
-    kernel: Literal["none", "pallas"] | None = None  # adamw8bit: its update in one pass over memory, on GPUs
     residual: bool | None = None  # GaLore: whether what is outside of the projection is added, scaled alike
     weight_decay: NotNegative | None = None  # matrices only, not norms and biases
 

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import dataclasses
 import zlib
 from collections.abc import Callable
-from typing import Any
+from functools import partial
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 
+from jaxmem import kernels
+from jaxmem.errors import UserError
+from jaxmem.kernels.draws import scramble
 from jaxmem.optim.in_turn import in_parts
 from jaxmem.optim.piece import Piece
 from jaxmem.precision import rounded
 from jaxmem.quant import QTensor
-from jaxmem.sharding import Axes
+from jaxmem.sharding import Axes, on_each_device
 from jaxmem.weights import is_quantized
 
 
@@ -25,24 +30,25 @@ def apply(
     *,
     layer: jax.Array | None = None,
     piece: Piece | None = None,
+    kernel: Literal["none", "pallas"] = "none",
 ) -> Any:
     """The one place where weights change: added in float32, stored as they were; with a key rounded stochastically.
 
     Each leaf, and each layer of a leaf whose `axes` begin with `layer`, draws from a key of its own: a layer that is
     updated alone (`layer=i`: of every stack this one) is rounded as it would be among all, and so are entries of a
     table (`piece`). Weights in codes are decoded and encoded again one layer after the other, 8 M numbers at a time,
-    each where it was.
+    each where it was. `kernel`: those in int8 in one pass over memory, on GPUs, with the same draws.
     """
 
     def add(path: Any, w: Any, u: jax.Array, axes: Axes | None) -> Any:
         own = None if key is None else leaf_key(key, path)
         if not is_quantized(w):
             return each_layer(_added, (w, u), own, axes, layer, piece)
-        if layer is None and axes is not None and axes[:1] == ("layer",):
-            return _encoded(w, u, own, stacked=True)
-        if own is not None and axes is not None and (keys := entry_keys(own, axes, w.shape, piece)) is not None:
-            return _encoded(w, u, keys)
-        return each_layer(_encoded, (w, u), own, axes, layer)
+        names: Axes = (None,) * w.ndim if axes is None else axes
+        seeds = None if own is None else _seeds(own, w, names, layer, piece)
+        if kernel == "pallas" and w.format == "int8":
+            return _in_one_pass(w, u, seeds, names[len(names) - w.ndim :])
+        return in_parts(_encoded, w, (u, seeds), stacked=layer is None and names[:1] == ("layer",))
 
     axes = jax.tree.map(lambda _: None, params, is_leaf=is_quantized) if axes is None else axes
     return jax.tree_util.tree_map_with_path(add, params, updates, axes, is_leaf=is_quantized)
@@ -86,24 +92,41 @@ def entry_keys(key: jax.Array, axes: Axes, shape: tuple[int, ...], piece: Piece 
     return keys.reshape([-1 if d == dim else 1 for d in range(len(shape))])
 
 
-def _encoded(w: QTensor, u: jax.Array, keys: jax.Array | None, *, stacked: bool = False) -> QTensor:
-    """`keys`: one, of which layers and parts make theirs, or one for each entry of a table."""
-    rows = keys is not None and keys.shape[:1] == w.shape[:1]  # which are then parted with them
-
-    def one(w: QTensor, beside: tuple[jax.Array, jax.Array | None], layer: jax.Array, number: jax.Array) -> QTensor:
-        u, own = beside
-        own = jax.random.wrap_key_data(own) if own is not None else keys
-        if own is not None:
-            own = _folded(jax.random.fold_in(own, layer) if stacked else own, number)
-        return w.renewed(w.dequantize(jnp.float32) + u.astype(jnp.float32), own)
-
-    beside = u, jax.random.key_data(keys) if keys is not None and rows else None
-    return in_parts(one, w, beside, stacked=stacked)
+def _encoded(w: QTensor, beside: tuple[jax.Array, jax.Array | None], *_: jax.Array) -> QTensor:
+    u, seeds = beside
+    return w.renewed(w.dequantize(jnp.float32) + u.astype(jnp.float32), seeds)
 
 
-def _folded(keys: jax.Array, i: jax.Array) -> jax.Array:
-    one = jax.vmap(lambda key: jax.random.fold_in(key, i))
-    return one(keys.reshape(-1)).reshape(keys.shape)
+def _in_one_pass(w: QTensor, u: jax.Array, seeds: jax.Array | None, axes: Axes) -> QTensor:
+    """By `kernels.int8_add`. On a mesh each device goes through its own part."""
+    if seeds is None:
+        raise UserError("optim.apply: kernel pallas rounds stochastically; give a key, or kernel none")
+    run = partial(kernels.int8_add, axis=w.axis, block_size=w.block_size, implementation="pallas")
+    try:
+        codes, scale = on_each_device(run, (w.codes, w.scale, u, seeds), axes, w.shape)
+    except ValueError as error:
+        raise UserError(f"optimizer.kernel: {error}; use none") from error
+    return dataclasses.replace(w, codes=codes, scale=scale)
+
+
+def _seeds(key: jax.Array, w: QTensor, axes: Axes, layer: jax.Array | None, piece: Piece | None) -> jax.Array:
+    """A word for each block, from its layer's key and its place in that layer's whole matrix."""
+    sizes = list(w.scale.shape)
+    places = [jnp.arange(size, dtype=jnp.uint32) for size in sizes]
+    keys = key.reshape(1)
+    if axes[:1] == ("layer",):
+        layers = layer
+        if layers is None:
+            layers, _ = places.pop(0), sizes.pop(0)
+        keys = jax.vmap(jax.random.fold_in, (None, 0))(key, jnp.atleast_1d(layers))
+    if piece is not None:  # blocks run within entries
+        dim = axes.index("vocab")
+        places[dim], sizes[dim] = piece.entries.astype(jnp.uint32), piece.shape[dim]
+    place = jnp.zeros((), jnp.uint32)
+    for own, size in zip(places, sizes, strict=True):
+        place = place[..., None] * jnp.uint32(size) + own
+    words = jax.vmap(jax.random.bits)(keys).reshape(-1, *[1] * len(sizes))
+    return scramble(place ^ words).reshape(w.scale.shape)
 
 
 def leaf_key(key: jax.Array, path: Any) -> jax.Array:

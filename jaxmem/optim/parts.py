@@ -13,11 +13,11 @@ from typing import Any
 import jax
 import optax
 
-from jaxmem.optim.apply import apply
 from jaxmem.sharding import Axes, Role, axes_at_rest, constrain, is_axes
 from jaxmem.weights import is_quantized
 
 Tree = Any
+Write = Callable[..., Any]  # `optim.apply`, told how to round
 
 
 @dataclass(frozen=True)
@@ -37,14 +37,12 @@ class Part:
         """Its part of an optimizer's state."""
         return select(whole, self.state_axes, is_leaf=is_axes)
 
-    def update(
-        self, grads: Tree, state: Tree, params: Tree, draws: jax.Array | None, **extra: Any
-    ) -> tuple[Tree, Tree]:
+    def update(self, grads: Tree, state: Tree, params: Tree, write: Write, **extra: Any) -> tuple[Tree, Tree]:
         """New parameters and new state. With `layer`, of one layer of stacked ones."""
         layer, piece = extra.get("layer"), extra.get("piece")
         grads = pinned(grads, self.axes, "gradients")
         updates, state = self.tx.update(grads, state, params, **extra)
-        params = apply(params, updates, draws, self.axes, layer=layer, piece=piece)
+        params = write(params, updates, axes=self.axes, layer=layer, piece=piece)
         # Cast where the optimizer's state lies, then gathered, or whole float32 updates would travel.
         return pinned(params, axes_at_rest(self.axes, params), "optimizer"), state
 

@@ -265,6 +265,7 @@ class Program:
             InLayers(self.chosen(self.axes), self.opt_axes, self._optimizer_for)
             if self.rests_away("optimizer")
             else None,
+            self.cfg.optimizer.kernel,
         )
 
         def step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:

@@ -25,7 +25,7 @@ import optax
 
 from jaxmem import optim
 from jaxmem.host import brought, sent_as
-from jaxmem.optim.parts import Part, layer_at, pinned, put, select, with_layer, without
+from jaxmem.optim.parts import Part, Write, layer_at, pinned, put, select, with_layer, without
 from jaxmem.precision import Params
 from jaxmem.program import culprit
 from jaxmem.program.in_slices import Table
@@ -53,7 +53,7 @@ class During:
     entries: int | None = None  # of a table that are updated at once; None: as many as have 16 M numbers
 
     def __call__(
-        self, params: Params, opt_state: Any, batch: Batch, keys: jax.Array, draws: jax.Array | None
+        self, params: Params, opt_state: Any, batch: Batch, keys: jax.Array, write: Write
     ) -> tuple[Params, Any, Sums, jax.Array]:
         """New weights, new state of the optimizer, sums of the batch, and the squares of the mean's gradient as
         `culprit` orders them. Leaves of the batch, and `keys`, are [micro-batches, rows, ...]."""
@@ -89,7 +89,7 @@ class During:
                     kept = layer_at(state, part.state_axes, layer, old) if brought is None else brought[place]
                     # Read once: of two who read a layer one may come after it is written, and XLA would copy the stack.
                     mine = jax.lax.optimization_barrier(layer_of(whole, layer))
-                    new, kept = part.update(own, kept, mine, draws, layer=layer, layers=layers, norm=norm)
+                    new, kept = part.update(own, kept, mine, write, layer=layer, layers=layers, norm=norm)
                     weights = put(weights, with_layer(whole, axes_at_rest(part.axes, whole), "weights", layer, new))
                     if brought is None:
                         done = [*done, with_layer(state, part.state_axes, "optimizer", layer, kept)]
@@ -114,7 +114,7 @@ class During:
             part = self._part(weights)
             grads = pinned(grads, part.axes, "gradients")
             before = part.state(opt_state)
-            new, state = part.update(grads, brought(before), weights, draws, norm=norm)
+            new, state = part.update(grads, brought(before), weights, write, norm=norm)
             state = sent_as(state, before)
             done.append((new, [state], jax.tree.map(_square, grads)))
             return new
@@ -122,7 +122,7 @@ class During:
         grads, tables = network.backward(through, begin=updated)
         updated(without(grads, network.last))
         for place, gradient in tables.items():
-            new, state, square = self._table(place, params, opt_state).updated(gradient, draws, norm)
+            new, state, square = self._table(place, params, opt_state).updated(gradient, write, norm)
             done.append((new, [state], at_place(place, square)))
         sums = {path: x for *_, sums in done for path, x in jax.tree_util.tree_leaves_with_path(sums)}
         axes = self.chosen(self.axes)

@@ -19,8 +19,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxmem.host import brought, is_away, sent_as
-from jaxmem.optim.apply import global_norm
-from jaxmem.optim.parts import Part, pinned
+from jaxmem.optim.apply import apply, global_norm
+from jaxmem.optim.parts import Part, Write, pinned
 from jaxmem.optim.piece import Piece, Total, Totals, totals
 from jaxmem.program.segments import OfSlice
 from jaxmem.quant import QTensor
@@ -41,15 +41,13 @@ class Table:
     dtype: np.dtype | None = None  # of its gradient; None: the weight's own
     entries: int | None = None  # updated at once; None: as many as have 16 M numbers
 
-    def updated(
-        self, gradient: OfSlice, draws: jax.Array | None, norm: jax.Array | None
-    ) -> tuple[Tree, Tree, jax.Array]:
+    def updated(self, gradient: OfSlice, write: Write, norm: jax.Array | None) -> tuple[Tree, Tree, jax.Array]:
         """New weights, new state and the sum of the gradient's squares."""
         slices = self._slices
         known = None if slices is None else self._totals(gradient, slices, norm)
         if slices is None or known is None:
             grads = self._gradient(gradient, self.weights)
-            new, kept = self.part.update(grads, brought(self.state), self.weights, draws, norm=norm)
+            new, kept = self.part.update(grads, brought(self.state), self.weights, write, norm=norm)
             return new, sent_as(kept, self.state), _squares(grads)
 
         def step(j: jax.Array, carried: tuple[Tree, Tree, jax.Array]) -> tuple[Tree, Tree, jax.Array]:
@@ -57,7 +55,7 @@ class Table:
             dw = self._gradient(gradient, weights, slices, j)
             own, kept = self._slice(slices, j, weights, state)
             piece = self._piece(slices, j, Totals(known))
-            own, kept = self.part.update(dw, kept, own, draws, norm=norm, piece=piece)
+            own, kept = self.part.update(dw, kept, own, write, norm=norm, piece=piece)
             weights = _written(slices, j, weights, self._axes, "weights", own)
             return weights, _written(slices, j, state, self.part.state_axes, "optimizer", kept), squares + _squares(dw)
 
@@ -78,7 +76,7 @@ class Table:
         def update(j: jax.Array, total: Total) -> None:
             dw = self._gradient(gradient, self.weights, slices, j)
             own, kept = self._slice(slices, j, self.weights, self.state)
-            self.part.update(dw, kept, own, None, norm=norm, piece=self._piece(slices, j, total))
+            self.part.update(dw, kept, own, apply, norm=norm, piece=self._piece(slices, j, total))
 
         return totals(update, slices.count)
 

@@ -20,7 +20,7 @@ from jax.extend.mlir import ir
 from jaxmem.errors import UserError
 from jaxmem.host import HOST, to_device, to_host
 from jaxmem.optim import remember
-from jaxmem.optim.parts import Part, layer_at, pinned, put, select, with_layer
+from jaxmem.optim.parts import Part, Write, layer_at, pinned, put, select, with_layer
 from jaxmem.precision import Params
 from jaxmem.program.in_slices import Table
 from jaxmem.program.segments import OfSlice
@@ -81,7 +81,7 @@ class InLayers:
     optimizer_for: Callable[[Tree], optax.GradientTransformationExtraArgs]  # of some of the parameters' axes
 
     def __call__(
-        self, params: Params, grads: Params, opt_state: Any, draws: jax.Array | None, norm: jax.Array
+        self, params: Params, grads: Params, opt_state: Any, write: Write, norm: jax.Array
     ) -> tuple[Params, Any]:
         """`params` are those that learn; `norm` is the length of all gradients."""
         done, states = [], []
@@ -91,11 +91,11 @@ class InLayers:
             own, state = select(grads, part.axes, is_leaf=is_axes), part.state(opt_state)
             (names,) = jax.tree.leaves(part.axes, is_leaf=is_axes)
             if names[:1] == ("layer",):
-                new, state = _in_layers(part, own, state, weights, draws, norm)
+                new, state = _in_layers(part, own, state, weights, write, norm)
             elif "vocab" in names:
-                new, state, _ = Table(part, weights, state).updated(_of_all(own, names), draws, norm)
+                new, state, _ = Table(part, weights, state).updated(_of_all(own, names), write, norm)
             else:
-                new, state = part.update(own, state, weights, draws, norm=norm)
+                new, state = part.update(own, state, weights, write, norm=norm)
             done.append(new)
             states.append(state)
         return put(params, *done), remember(put(opt_state, *states), norm)
@@ -111,14 +111,16 @@ def _of_all(grads: Tree, names: Axes) -> OfSlice:
     return of_slice
 
 
-def _in_layers(part: Part, grads: Tree, before: Tree, weights: Tree, draws: Any, norm: jax.Array) -> tuple[Tree, Tree]:
+def _in_layers(
+    part: Part, grads: Tree, before: Tree, weights: Tree, write: Write, norm: jax.Array
+) -> tuple[Tree, Tree]:
     layers = jax.tree.leaves(weights)[0].shape[0]
 
     def step(layer: jax.Array, carried: tuple[Tree, Tree, Tree]) -> tuple[Tree, Tree, Tree]:
         weights, state, ready = carried
         ahead = fetched(state, part.state_axes, jax.numpy.minimum(layer + 1, layers - 1), before)
         new, kept = part.update(
-            layer_of(grads, layer), ready, layer_of(weights, layer), draws, layer=layer, layers=layers, norm=norm
+            layer_of(grads, layer), ready, layer_of(weights, layer), write, layer=layer, layers=layers, norm=norm
         )
         # What is read is read before it is written over, or XLA would copy all of it.
         ahead, state = jax.lax.optimization_barrier((ahead, state))

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -63,10 +63,12 @@ def make_step(
     skip: bool = False,
     choice: optim.Choice | None = None,
     in_layers: InLayers | None = None,
+    kernel: Literal["none", "pallas"] = "none",
 ) -> Callable[[TrainState, Batch], tuple[TrainState, Metrics]]:
     """The training step. Leaves of the batch are [accumulate, rows, ...]; `axes` are those of the parameters that
     learn, `choice` says which, None: all; `compute` is the dtype that products run in, `gradients_in` what gradients
-    are held in, None: each in its weight's own. `skip`: an update whose gradients are not finite is left out."""
+    are held in, None: each in its weight's own. `skip`: an update whose gradients are not finite is left out.
+    `kernel`: what `optim.apply` may use."""
 
     some = {} if choice is None else choice.some
 
@@ -85,10 +87,10 @@ def make_step(
 
         def updated(grads: Params) -> tuple[Params, Any]:
             if in_layers is not None:
-                new, opt_state = in_layers(own, grads, state.opt_state, draws, norm)
+                new, opt_state = in_layers(own, grads, state.opt_state, write, norm)
             else:
                 updates, opt_state = tx.update(grads, state.opt_state, own)
-                new = optim.apply(own, updates, draws, axes)
+                new = write(own, updates, axes=axes)
                 # Cast where the optimizer's state lies, then gathered, or whole float32 updates would travel.
                 new = pinned(new, axes_at_rest(axes, new), "optimizer")
             return new if choice is None else choice.put(state.params, new), opt_state
@@ -97,9 +99,10 @@ def make_step(
         at = weights.points(own, gradients_in)
         key = jax.random.fold_in(jax.random.key(seed), state.step)
         draws = jax.random.fold_in(key, _ROUNDING) if precision.stochastic else None
+        write = partial(optim.apply, key=draws, kernel=kernel)
         keys = jax.random.split(key, batch["mask"].shape[:2])  # each row's own
         if during is not None:
-            params, opt_state, sums, squares = during(state.params, state.opt_state, batch, keys, draws)
+            params, opt_state, sums, squares = during(state.params, state.opt_state, batch, keys, write)
             return TrainState(state.step + 1, params, opt_state), said(state, sums, squares)
         if pipeline is not None:
             of_all = partial(loss, partial(sums_of_all, objective, pipeline))

@@ -17,9 +17,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float, Key, Shaped
+from jaxtyping import Array, Float, Key, Shaped, UInt32
 
 from jaxmem.errors import UserError, nearest
+from jaxmem.kernels.draws import uniform
 from jaxmem.quant.formats import FORMATS, Format
 from jaxmem.quant.packing import pack, unpack, values_per_group
 
@@ -83,10 +84,10 @@ class QTensor:
         scale = self.scale.dequantize() if isinstance(self.scale, QTensor) else self.scale
         return dataclasses.replace(self, scale=repeated(scale), offset=repeated(self.offset), block_size=block)
 
-    def renewed(self, x: Float[Array, "*shape"], key: Key[Array, "..."] | None = None) -> QTensor:
+    def renewed(self, x: Float[Array, "*shape"], seeds: UInt32[Array, "*blocks"] | None = None) -> QTensor:
         """Other values in the same form: format, blocks, dtype of the original."""
         double = isinstance(self.scale, QTensor)
-        new = quantize(x, self.format, self.block_size, self.axis, double=double, key=key)
+        new = quantize(x, self.format, self.block_size, self.axis, double=double, seeds=seeds)
         return dataclasses.replace(new, dtype=self.dtype)
 
 
@@ -98,13 +99,14 @@ def quantize(
     axis: int | None = -1,
     *,
     double: bool = False,
-    key: Key[Array, "..."] | None = None,
+    key: Key[Array, ""] | None = None,
+    seeds: UInt32[Array, "*blocks"] | None = None,
 ) -> QTensor:
     """Keep `x` in `format`, with a constant for each `block_size` values along `axis`.
 
     `block_size` None is one constant for each whole line along `axis` (a channel); `axis` None is one for all of x.
     A last block may be shorter. `double` quantizes the constants too. With a `key` values are rounded
-    stochastically; keys along one dimension of x ([n, 1] or [1, n]) are each that of one index.
+    stochastically, or with a word for each block (`seeds`), of which that block's draws are made.
 
     >>> q = quantize(jnp.linspace(-1, 1, 256).reshape(2, 128), "int4", block_size=32)
     >>> q.shape, q.codes.shape, q.scale.shape, q.nbytes
@@ -119,7 +121,7 @@ def quantize(
     dim = values.ndim + along
     over: Any = (dim,) if axis is not None else tuple(range(values.ndim))
     low, high = _range(values, form, over)
-    draws = None if key is None else _draws(key, x, values, along)
+    draws = _draws(key, seeds, values, dim)
     inside = (values - low if form.affine else values) * _inverse(high)
     codes = _flat(form.encode(inside, draws), along, size)
     scale, offset = jnp.squeeze(high, dim), jnp.squeeze(low, dim) if form.affine else None
@@ -128,13 +130,16 @@ def quantize(
     return QTensor(codes, _doubled(scale, along) if double else scale, offset, format, along, block, size, str(x.dtype))
 
 
-def _draws(key: Key[Array, "..."], x: jax.Array, values: jax.Array, axis: int) -> jax.Array:
-    if key.ndim == 0:
-        return jax.random.uniform(key, values.shape)
-    dim = max(range(x.ndim), key=lambda d: key.shape[d])
-    rest = (*x.shape[:dim], *x.shape[dim + 1 :])
-    each = jax.vmap(lambda key: jax.random.uniform(key, rest), out_axes=dim)(key.reshape(-1))
-    return _blocked(each, axis, values.shape[values.ndim + axis])
+def _draws(key: jax.Array | None, seeds: jax.Array | None, values: jax.Array, dim: int) -> jax.Array | None:
+    """Of each value, by its place in its block; None: it is rounded to the nearest."""
+    blocks = (*values.shape[:dim], *values.shape[dim + 1 :])
+    if key is not None:
+        seeds = jax.random.bits(key, blocks, jnp.uint32)
+    if seeds is None:
+        return None
+    if seeds.shape != blocks:
+        raise UserError(f"quantize: seeds have shape {seeds.shape}; there is a word for each block, {blocks}")
+    return uniform(jnp.expand_dims(seeds, dim), jax.lax.broadcasted_iota(jnp.int32, values.shape, dim))
 
 
 def even_block(size: int, most: int, parts: int = 8) -> int | None:

@@ -49,7 +49,7 @@ def int8_add(
     codes: jax.Array,
     scale: jax.Array,
     update: jax.Array,
-    seed: jax.Array,
+    seeds: jax.Array,
     *,
     axis: int = -2,
     block_size: int = 256,
@@ -58,13 +58,13 @@ def int8_add(
     """Weights in int8, value = code / 127 * scale, plus an update: decoded, added, scaled anew and rounded
     stochastically, so that an update far below a step moves the weight by the right amount in the mean. In place.
 
-    `seed`: a word in uint32; which number is drawn depends on it and an element's place."""
+    `seeds`: a word for each block. Which number is drawn depends on it and an element's place in the block, so that who
+    gives a block the same word in whatever part of an array it lies draws the same."""
     blocks = Blocks(axis, block_size)
-    checked("int8_add", update, {"codes": codes}, {"scale": scale}, blocks)
-    if codes.dtype != jnp.int8 or seed.dtype != jnp.uint32 or seed.shape != ():
-        raise ValueError(f"int8_add: codes are {codes.dtype} and seed {seed.dtype}{seed.shape}; int8 and one uint32")
+    numbers, constants = {"codes": (codes, "int8")}, {"scale": (scale, "float32"), "seeds": (seeds, "uint32")}
+    checked("int8_add", update, numbers, constants, blocks)
     run = IMPLEMENTATIONS[picked("int8_add", update, blocks, implementation).implementation]
-    return run.int8_add(blocks, codes, scale, update, seed)
+    return run.int8_add(blocks, codes, scale, update, seeds)
 
 
 def picked(operation: str, like: jax.Array, blocks: Blocks, implementation: str | None = None) -> Choice:
@@ -75,8 +75,9 @@ def picked(operation: str, like: jax.Array, blocks: Blocks, implementation: str 
 
 
 def _moments(state: Moments8, g: jax.Array, blocks: Blocks) -> None:
-    codes = {"m": state.m, "v": state.v}
-    checked("adam8_update", g, codes, {"m_scale": state.m_scale, "v_scale": state.v_scale}, blocks)
+    numbers = {"m": (state.m, "uint8"), "v": (state.v, "uint8")}
+    constants = {"m_scale": (state.m_scale, "float32"), "v_scale": (state.v_scale, "float32")}
+    checked("adam8_update", g, numbers, constants, blocks)
 
 
 __all__ = ["IMPLEMENTATIONS", "Blocks", "Moments8", "adam8_update", "int8_add", "picked"]

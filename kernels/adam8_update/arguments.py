@@ -10,6 +10,7 @@ import jax
 from jaxtyping import Array, Float, UInt8
 
 DTYPES = ("float32", "bfloat16", "float16")
+Named = dict[str, tuple[jax.Array, str]]  # arrays by name, and what they should be in
 
 
 class Moments8(NamedTuple):
@@ -36,10 +37,9 @@ class Blocks:
     size: int
 
 
-def checked(
-    operation: str, like: jax.Array, codes: dict[str, jax.Array], scales: dict[str, jax.Array], blocks: Blocks
-) -> None:
-    """A ValueError names what is wrong with `like` (a gradient, an update), its codes or their constants."""
+def checked(operation: str, like: jax.Array, numbers: Named, constants: Named, blocks: Blocks) -> None:
+    """A ValueError names what is wrong with `like` (a gradient, an update), with what there is for each of its numbers
+    or with what there is for each block, arrays beside the dtype that each should have."""
 
     def require(condition: bool, message: str) -> None:
         if not condition:
@@ -55,12 +55,12 @@ def checked(
     )
     wanted = list(like.shape)
     wanted[blocks.along] = size // blocks.size
-    for name, x in codes.items():
+    for name, (x, _) in numbers.items():
         require(x.shape == like.shape, f"{name} has shape {x.shape}; it should be that of its numbers, {like.shape}")
-        require(x.dtype.itemsize == 1, f"{name} is {x.dtype}; it should be codes of 8 bits")
-    for name, x in scales.items():
+    for name, (x, _) in constants.items():
         require(x.shape == tuple(wanted), f"{name} has shape {x.shape}; blocks of {blocks.size} take {tuple(wanted)}")
-        require(x.dtype.name == "float32", f"{name} is {x.dtype}; it should be float32")
+    for name, (x, dtype) in (numbers | constants).items():
+        require(x.dtype.name == dtype, f"{name} is {x.dtype}; it should be {dtype}")
 
 
 def blocked(x: jax.Array, blocks: Blocks) -> jax.Array:

@@ -5,7 +5,7 @@ numbers and numbers codes by arithmetic (`kernels/codes.py`): a list of 256 read
 the memory does.
 
 Bytes a number, with a gradient of 2: Adam reads 2 + 1 + 1 and writes 2 + 1 + 1, with the constants of blocks of 256
-8.06; int8 weights with an update of 2: 4.03. Operations a number, of Adam: some 25 to decode, 12 to step, 45 to encode.
+8.06; int8 weights with an update of 2: 4.05. Operations a number, of Adam: some 25 to decode, 12 to step, 45 to encode.
 In the time in which 8 bytes come and go an H200 does 55, an H100 75, a 4090 310: large cards wait for arithmetic.
 
 Codes and constants are written where they were. On a CPU the same kernels run interpreted, for tests.
@@ -36,7 +36,7 @@ WARPS = 8
 def adam8(adam: Adam, blocks: Blocks, g: jax.Array, state: Moments8, unbiased: jax.Array) -> tuple[jax.Array, Moments8]:
     numbers = tuple(blocked(x, blocks) for x in (g, state.m, state.v))
     constants = tuple(lines(x, blocks) for x in (state.m_scale, state.v_scale))
-    cut = _Cut(blocks, numbers[0].shape)
+    cut = _Cut("adam8_update", blocks, numbers[0].shape)
     u, *new = launch(
         "adam8_update",
         functools.partial(_adam8, adam, cut),
@@ -53,16 +53,16 @@ def adam8(adam: Adam, blocks: Blocks, g: jax.Array, state: Moments8, unbiased: j
 
 
 def int8_add(
-    blocks: Blocks, codes: jax.Array, scale: jax.Array, u: jax.Array, seed: jax.Array
+    blocks: Blocks, codes: jax.Array, scale: jax.Array, u: jax.Array, seeds: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
     numbers = blocked(codes, blocks), blocked(u, blocks)
-    cut = _Cut(blocks, numbers[0].shape)
+    cut = _Cut("int8_add", blocks, numbers[0].shape)
     new, new_scale = launch(
         "int8_add",
         functools.partial(_int8_add, cut),
-        (numbers[0], lines(scale, blocks), numbers[1], seed.reshape(1)),
+        (numbers[0], lines(scale, blocks), numbers[1], lines(seeds, blocks)),
         grid=cut.grid,
-        in_specs=[cut.numbers, cut.lines, cut.numbers, pl.BlockSpec((1,), lambda *_: (0,))],
+        in_specs=[cut.numbers, cut.lines, cut.numbers, cut.lines],
         out_specs=[cut.numbers, cut.lines],
         out_shape=[
             jax.ShapeDtypeStruct(numbers[0].shape, codes.dtype),
@@ -78,13 +78,12 @@ def int8_add(
 class _Cut:
     """Whole blocks for each program: [some, size], or [size, some] of one row of blocks."""
 
-    def __init__(self, blocks: Blocks, shape: tuple[int, ...]):
+    def __init__(self, operation: str, blocks: Blocks, shape: tuple[int, ...]):
         self.size, self.shape, self.dim = blocks.size, shape, 1 if blocks.along == -1 else 0
         wide = pl.next_power_of_2(blocks.size)
         if wide > 4 * NUMBERS:
-            raise ValueError(
-                f"adam8_update: block_size is {blocks.size}; the pallas implementation takes 16384 at most"
-            )
+            most = f"the pallas implementation takes {4 * NUMBERS} at most"
+            raise ValueError(f"{operation}: block_size is {blocks.size}; {most}")
         if self.dim:
             self.others = max(1, NUMBERS // wide)
             self.block: tuple[int, ...] = (self.others, wide)
@@ -106,13 +105,8 @@ class _Cut:
         return jnp.expand_dims(inside, 1 - self.dim) & jnp.expand_dims(line, self.dim), line
 
     def places(self) -> jax.Array:
-        """Where the program's numbers stand in the array, which is in row-major order."""
-        inside = jnp.expand_dims(jnp.arange(self.block[self.dim], dtype=jnp.int32), 1 - self.dim)
-        other = pl.program_id(0) * self.others + jnp.arange(self.others, dtype=jnp.int32)
-        other = jnp.expand_dims(other, self.dim)
-        if self.dim:
-            return other * self.size + inside
-        return (pl.program_id(1) * self.size + inside) * self.shape[2] + other
+        """Where in its block each of the program's numbers stands."""
+        return jnp.expand_dims(jnp.arange(self.block[self.dim], dtype=jnp.int32), 1 - self.dim)
 
     def beside(self, constants: jax.Array) -> jax.Array:
         return jnp.expand_dims(constants, self.dim)
@@ -149,14 +143,15 @@ def _adam8(adam: Adam, cut: _Cut, *refs: Any) -> None:
 
 
 def _int8_add(
-    cut: _Cut, codes_ref: Any, scale_ref: Any, u_ref: Any, seed_ref: Any, new_ref: Any, new_scale_ref: Any
+    cut: _Cut, codes_ref: Any, scale_ref: Any, u_ref: Any, seeds_ref: Any, new_ref: Any, new_scale_ref: Any
 ) -> None:
     here, line = cut.masks()
     scale = plgpu.load(scale_ref, mask=line, other=0.0) * (1.0 / STEPS)
     old = plgpu.load(codes_ref, mask=here, other=0).astype(jnp.float32) * cut.beside(scale)
     w = old + plgpu.load(u_ref, mask=here, other=0).astype(jnp.float32)
     most, inverse = cut.largest(w)
-    draws = uniform(seed_ref[0], cut.places())
+    seeds = plgpu.load(seeds_ref, mask=line, other=jnp.uint32(0))
+    draws = uniform(cut.beside(seeds), cut.places())
     codes = jnp.clip(jnp.floor(w * cut.beside(inverse) * STEPS + draws), -STEPS, STEPS)
     plgpu.store(new_ref, codes.astype(jnp.int32).astype(new_ref.dtype), mask=here)
     plgpu.store(new_scale_ref, most, mask=line)

@@ -41,11 +41,10 @@ def adam8(adam: Adam, blocks: Blocks, g: jax.Array, state: Moments8, unbiased: j
 
 
 def int8_add(
-    blocks: Blocks, codes: jax.Array, scale: jax.Array, u: jax.Array, seed: jax.Array
+    blocks: Blocks, codes: jax.Array, scale: jax.Array, u: jax.Array, seeds: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
     old = blocked(codes, blocks).astype(jnp.float32) * (_beside(lines(scale, blocks), blocks) * (1 / STEPS))
-    places = blocked(jnp.arange(codes.size, dtype=jnp.int32).reshape(codes.shape), blocks)
-    draws = uniform(seed, places)
+    draws = uniform(_beside(lines(seeds, blocks), blocks), jax.lax.broadcasted_iota(jnp.int32, old.shape, 1))
 
     def encode(x: jax.Array) -> jax.Array:
         return jnp.clip(jnp.floor(x * STEPS + draws), -STEPS, STEPS)

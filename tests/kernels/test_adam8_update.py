@@ -33,10 +33,10 @@ def drawn(case):
     return jnp.asarray(g, jnp.float32), Moments8(m.codes, v.codes, m.scale, v.scale), m, v
 
 
-def both(case, way, g, state, weight, seed):
+def both(case, way, g, state, weight, seeds):
     _, axis, block = CASES[case]
     options = {"axis": axis, "block_size": block, "implementation": way}
-    return adam8_update(g, state, UNBIASED, **options), int8_add(weight.codes, weight.scale, g, seed, **options)
+    return adam8_update(g, state, UNBIASED, **options), int8_add(weight.codes, weight.scale, g, seeds, **options)
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -44,9 +44,9 @@ def test_both_updates_equal_float64(case):
     g, state, m, v = drawn(case)
     _, axis, block = CASES[case]
     weight = quantize(0.2 * jax.random.normal(jax.random.key(1), g.shape), "int8", block, axis)
-    seed = jnp.uint32(5)
+    seeds = jax.random.bits(jax.random.key(2), weight.scale.shape, jnp.uint32)
     run = jax.jit(lambda *a: {way: both(case, way, *a) for way in IMPLEMENTATIONS})
-    found = run(g, state, weight, seed)
+    found = run(g, state, weight, seeds)
 
     wide = np.asarray(g, np.float64)
     new_m = 0.9 * np.asarray(m.dequantize(jnp.float32), np.float64) + 0.1 * wide
@@ -116,3 +116,22 @@ def test_mistakes_are_named(changes, message):
     options = {name: changes[name] for name in ("axis", "block_size", "implementation") if name in changes}
     with pytest.raises(ValueError, match=re.escape(f"adam8_update: {message}")):
         adam8_update(g, state, unbiased, **({"block_size": 64} | options))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"codes": "uint8"}, "codes is uint8; it should be int8"),
+        ({"seeds": "int32"}, "seeds is int32; it should be uint32"),
+        ({"scale": "bfloat16"}, "scale is bfloat16; it should be float32"),
+        ({"blocks": (4, 2)}, "scale has shape (4, 2); blocks of 64 take (4, 1)"),
+    ],
+)
+def test_mistakes_in_weights_are_named(changes, message):
+    codes = jnp.zeros((4, 64), changes.get("codes", "int8"))
+    scale, seeds = (
+        jnp.zeros(changes.get("blocks", (4, 1)), changes.get(name, dtype))
+        for name, dtype in (("scale", "float32"), ("seeds", "uint32"))
+    )
+    with pytest.raises(ValueError, match=re.escape(f"int8_add: {message}")):
+        int8_add(codes, scale, jnp.zeros((4, 64)), seeds, axis=-1, block_size=64)

@@ -37,7 +37,7 @@ NORM = ("rms_norm", "rms_norm_backward")
 NAMES = {"dequant_matmul", "dequant_matmul_of_activations", "adam8_update", "int8_add", *LOSS, *WINDOWS, *NORM}
 
 
-def program(x, g, nf4, state, unbiased, int8, seed):
+def program(x, g, nf4, state, unbiased, int8, seeds):
     """Every kernel once."""
     double = Constants(nf4.scale.codes, nf4.scale.scale, nf4.scale.offset)
     product = lambda x: dequant_matmul(x, nf4.codes, double, format="nf4", block_size=64, implementation="pallas")  # noqa: E731
@@ -45,7 +45,7 @@ def program(x, g, nf4, state, unbiased, int8, seed):
     wide = jnp.zeros((INPUTS, OUTPUTS), jnp.bfloat16)
     u, new = adam8_update(wide, state, unbiased, implementation="pallas")
     loss = lambda x, w: jnp.sum(cross_entropy(x, w, jnp.zeros(TOKENS, jnp.int32), implementation="pallas"))  # noqa: E731
-    coded = int8_add(int8.codes, int8.scale, u, seed, implementation="pallas")
+    coded = int8_add(int8.codes, int8.scale, u, seeds, implementation="pallas")
     windows = [
         sliding_max(unbiased[0] * x[0].astype(jnp.float32), 64, implementation=i) for i in ("straight", "shared")
     ]
@@ -61,7 +61,7 @@ def arguments(place):
         state = Moments8(m.codes, v.codes, m.scale, v.scale)
         nf4, int8 = quantize(w, "nf4", 64, -2, double=True), quantize(w, "int8", 256, -2)
         tokens = (jnp.zeros((TOKENS, size), jnp.bfloat16) for size in (INPUTS, OUTPUTS))
-        return (*tokens, nf4, state, jnp.zeros(2, jnp.float32), int8, jnp.uint32(0))
+        return (*tokens, nf4, state, jnp.zeros(2, jnp.float32), int8, jnp.zeros(int8.scale.shape, jnp.uint32))
 
     shapes = jax.eval_shape(made)
     return jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=place), shapes)

@@ -11,6 +11,7 @@ from flax import nnx
 from jaxmem import optim
 from jaxmem.checkpoint import Checkpoints
 from jaxmem.config.sections import Precision
+from jaxmem.errors import UserError
 from jaxmem.optim import in_turn
 from jaxmem.planning.predict import estimate, held
 from jaxmem.program import program
@@ -70,11 +71,15 @@ def test_a_gradient_is_that_of_the_values(alone):
     assert alone.metrics[0]["gradient_norm"] == pytest.approx(float(optim.global_norm(grads)), rel=1e-2)
 
 
-@pytest.mark.parametrize(("zero", "mesh"), [(3, {"stage": 2, "fsdp": 2, "tensor": 2}), (1, {"stage": 2, "fsdp": 2})])
-def test_every_mesh_learns_the_same(alone, zero, mesh):
+@pytest.mark.parametrize(
+    ("zero", "mesh", "kernel"),
+    [(3, {"stage": 2, "fsdp": 2, "tensor": 2}, "none"), (1, {"stage": 2, "fsdp": 2}, "pallas")],
+)
+def test_every_mesh_learns_the_same(alone, zero, mesh, kernel):
     """Which cuts blocks, layers into stages and the vocabulary into slices, and groups rows whose gradients are summed
-    apart."""
+    apart. With a kernel, too."""
     sections = {
+        "optimizer": {**INT8["optimizer"], "kernel": kernel},
         "zero": zero,
         "mesh": mesh,
         "batch": {"global_size": 8, "accumulate": 2},
@@ -82,7 +87,7 @@ def test_every_mesh_learns_the_same(alone, zero, mesh):
     }
     batches = [batch_for(alone.built, update) for update in range(3)]
     cut = [{name: x.reshape(2, -1, *x.shape[2:]) for name, x in batch.items()} for batch in batches]
-    split = Trained(config(**INT8, **sections), math.prod(mesh.values()), batches=cut)
+    split = Trained(config(**(INT8 | sections)), math.prod(mesh.values()), batches=cut)
     for mine, theirs in zip(split.metrics, alone.metrics, strict=True):
         assert mine["loss"] == pytest.approx(theirs["loss"], rel=1e-4)
         assert mine["gradient_norm"] == pytest.approx(theirs["gradient_norm"], rel=1e-4)
@@ -151,6 +156,14 @@ def test_a_layer_alone_changes_as_among_all(monkeypatch):
     one = optim.apply(*alone, key, axes, layer=jnp.asarray(1))["w"]
     assert isinstance(one, QTensor)
     jax.tree.map(np.testing.assert_array_equal, one, jax.tree.map(lambda x: x[1], every))
+
+
+def test_a_kernel_says_what_it_cannot_do():
+    params, update = {"w": quantize(jnp.ones((40, 8)), "int8", 32, -2)}, {"w": jnp.ones((40, 8))}
+    with pytest.raises(UserError, match=r"optimizer.kernel: int8_add: blocks of 32 do not fill the 40 .* use none"):
+        optim.apply(params, update, jax.random.key(0), kernel="pallas")
+    with pytest.raises(UserError, match="kernel pallas rounds stochastically; give a key"):
+        optim.apply(params, update, kernel="pallas")
 
 
 def test_a_step_holds_one_layer_of_values():

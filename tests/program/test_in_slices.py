@@ -1,5 +1,7 @@
 """A table updated in slices is the table updated as a whole: whatever the rule, with its state, rounded alike."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -44,7 +46,9 @@ def built(name, own, precision):
     ],
 )
 def test_an_update_in_slices_is_that_of_the_whole(name, own, precision, in_slices):
+    """Of weights in int8 by the kernel, too."""
     precision = Precision(**precision)
+    kernel = "pallas" if precision.parameters == "int8" else "none"
     optimizer_for, params, state = built(name, own, precision)
     axes_of_state = state_axes(jax.eval_shape(optimizer_for(AXES).init, params), params, AXES)
     grads = [{"head": normal(64, 512, seed=s, scale=0.1), "rows": normal(512, 64, seed=9 + s)} for s in (2, 3)]
@@ -59,7 +63,7 @@ def test_an_update_in_slices_is_that_of_the_whole(name, own, precision, in_slice
 
     @jax.jit
     def sliced(params, state, grads, key):
-        key, found = key if precision.stochastic else None, []
+        write, found = partial(optim.apply, key=key if precision.stochastic else None, kernel=kernel), []
         for leaf, axes in AXES.items():
             dim = axes.index("vocab")
 
@@ -70,7 +74,7 @@ def test_an_update_in_slices_is_that_of_the_whole(name, own, precision, in_slice
             own = select(params, {leaf: 0})
             part = Part.of(own, optimizer_for, AXES, axes_of_state)
             table = Table(part, own, part.state(state), jnp.dtype(jnp.float32), 128)
-            found.append(table.updated(gradient, key, None))
+            found.append(table.updated(gradient, write, None))
             squares = table.squares(gradient)
             found[-1] = (*found[-1], squares)
         weights = {leaf: new[leaf] for leaf, (new, *_) in zip(AXES, found, strict=True)}

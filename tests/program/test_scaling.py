@@ -88,12 +88,18 @@ def test_stochastically_rounded_weights_are_the_same_on_every_mesh():
 
 
 @pytest.mark.parametrize(
-    ("precision", "said"),
+    ("precision", "kernel", "said"),
     [
-        ({"rounding": "stochastic"}, "precision.rounding: stochastic is for weights that rest in less"),
-        ({"loss_scale": "dynamic"}, "precision.loss_scale: only float16 gradients need it"),
+        ({"rounding": "stochastic"}, "none", "precision.rounding: stochastic is for weights that rest in less"),
+        ({"loss_scale": "dynamic"}, "none", "precision.loss_scale: only float16 gradients need it"),
+        ({"parameters": "int4"}, "pallas", "optimizer.kernel: .* adamw8bit and weights in int8, not adamw .* in int4"),
+        (
+            {"parameters": "int8", "rounding": "nearest"},
+            "pallas",
+            "optimizer.kernel: pallas rounds weights in int8 by chance, not to the nearest",
+        ),
     ],
 )
-def test_what_does_nothing_is_refused(precision, said):
+def test_what_does_nothing_is_refused(precision, kernel, said):
     with pytest.raises(UserError, match=said):
-        config(precision=precision)
+        config(precision=precision, optimizer={"kernel": kernel})
