@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -12,6 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxmem.bench.contest import Call, Contestant, largest_error, rates, take_turns
+from jaxmem.bench.torch_kernels import needed, wait
 from jaxmem.kernels import attention
 from jaxmem.kernels.attention import IMPLEMENTATIONS
 from jaxmem.kernels.attention.shapes import SHAPES, Shape
@@ -139,15 +139,9 @@ def _jax_nn(implementation: Any, q: jax.Array, k: jax.Array, v: jax.Array, *, ca
 
 def _of_torch(backend: str, shape: Shape) -> tuple[Call, Call, Callable[[Any], Any]]:
     """Without windows: torch's fused kernels know none."""
-    try:
-        torch = importlib.import_module("torch")
-    except ImportError as error:
-        raise ValueError("torch is not installed") from error
-    if not torch.cuda.is_available():
-        raise ValueError("torch sees no GPU")
+    torch, kinds = needed("torch.nn.attention")
     if shape.window is not None:
         raise ValueError("torch's fused kernels know no window")
-    kinds = importlib.import_module("torch.nn.attention")
     kind = {"flash": kinds.SDPBackend.FLASH_ATTENTION, "cudnn": kinds.SDPBackend.CUDNN_ATTENTION}[backend]
 
     def drawn(length: int, heads: int) -> Any:
@@ -166,4 +160,4 @@ def _of_torch(backend: str, shape: Shape) -> tuple[Call, Call, Callable[[Any], A
     def backward() -> Any:
         return torch.autograd.grad(out, (q, k, v), d_out, retain_graph=True)
 
-    return forward, backward, lambda _: torch.cuda.synchronize()
+    return forward, backward, wait

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import importlib
+import importlib.metadata
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -75,8 +75,8 @@ def ceilings(size: int) -> dict[str, float]:
 
 
 def version(package: str) -> dict[str, str]:
-    with contextlib.suppress(ImportError):
-        return {package: importlib.import_module(package).__version__}
+    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+        return {package: importlib.metadata.version(package)}
     return {}
 
 

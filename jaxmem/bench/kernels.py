@@ -34,11 +34,12 @@ def bench_kernels(names: Sequence[str], *, operation: str = "attention", seconds
     device = jax.devices()[0]
     dry = device.platform == "cpu"
     rows = [row for name in _shapes(names, operation) for row in _measured(operation, name, seconds, dry)]
+    versions = {name: found for peer in ("torch", "bitsandbytes", "torchao") for name, found in version(peer).items()}
     return {
         "device": device.device_kind,
         "dry_run": dry,
         "date": dt.date.today().isoformat(),
-        "versions": {"jax": jax.__version__, **version("torch")},
+        "versions": {"jax": jax.__version__, **versions},
         "ceilings": ceilings(256 if dry else 8192),
         "rows": rows,
     }

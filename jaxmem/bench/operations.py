@@ -7,13 +7,16 @@ import math
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
+from jaxmem.bench import attention as attention_bench
+from jaxmem.bench import torch_kernels
 from jaxmem.bench.attention import REFUSALS
-from jaxmem.bench.contest import Contestant, largest_error, rates, take_turns
+from jaxmem.bench.contest import Call, Contestant, largest_error, rates, take_turns
+from jaxmem.bench.torch_kernels import wait
 from jaxmem.kernels import (
     Constants,
     Moments8,
@@ -64,13 +67,16 @@ class Work:
 class Operation:
     implementations: Mapping[str, Any]
     shapes: Mapping[str, Any]
-    work: Callable[[Any, bool], Work]
+    cut: Callable[[Any], Any]  # to sizes that show without a GPU that all of it works
+    work: Callable[[Any], Work]
+    peers: Mapping[str, Callable[[Any], Mapping[str, Call]]] = field(default_factory=dict)  # of other libraries
 
 
 def measured(operation: str, name: str, seconds: float, *, dry: bool) -> Iterator[dict[str, Any]]:
     """Right first, in memory that was filled with NaN before; then the contestants take turns."""
     own = OPERATIONS[operation]
-    work = own.work(own.shapes[name], dry)
+    shape = own.cut(own.shapes[name]) if dry else own.shapes[name]
+    work = own.work(shape)
     errors: dict[tuple[str, str], float] = {}
     contestants = []
     for way in own.implementations:
@@ -79,12 +85,21 @@ def measured(operation: str, name: str, seconds: float, *, dry: bool) -> Iterato
             for of, one in work.passes.items():
                 errors[way, of] = _error(one, compiled[of], work.arrays)
         except REFUSALS as error:
-            yield {"operation": operation, "shape": name, "contestant": way, "why_not": str(error).splitlines()[0]}
+            yield {"operation": operation, "shape": name, "contestant": way, "why_not": _said(error)}
             continue
         contestants.append(Contestant(way, {of: _call(run, work.arrays) for of, run in compiled.items()}))
     for other, passes in work.beside.items():
         runs = {of: jax.jit(run).lower(*work.arrays).compile() for of, run in passes.items()}
         contestants.append(Contestant(other, {of: _call(run, work.arrays) for of, run in runs.items()}))
+    for other, make in own.peers.items():
+        try:
+            calls = make(shape)
+            for call in calls.values():
+                call()
+        except (*REFUSALS, ImportError, AssertionError) as error:
+            yield {"operation": operation, "shape": name, "contestant": other, "why_not": _said(error)}
+            continue
+        contestants.append(Contestant(other, dict(calls), wait))
     take_turns(contestants, seconds)
     for contestant in contestants:
         for of, taken in contestant.seconds.items():
@@ -99,7 +114,11 @@ def measured(operation: str, name: str, seconds: float, *, dry: bool) -> Iterato
             }
 
 
-def _call(run: Run, arrays: tuple[Any, ...]) -> Callable[[], Any]:
+def _said(error: BaseException) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0]
+
+
+def _call(run: Run, arrays: tuple[Any, ...]) -> Call:
     return lambda: run(*arrays)
 
 
@@ -117,7 +136,7 @@ def explained(operation: str, name: str) -> Choice:
     own = OPERATIONS[operation]
 
     def traced() -> Any:
-        work = own.work(own.shapes[name], False)
+        work = own.work(own.shapes[name])
         return next(iter(work.passes.values())).run(None)(*work.arrays)
 
     with choices() as made:
@@ -130,9 +149,7 @@ def _draws(*shapes: tuple[int, ...], dtype: Any = BF16) -> Iterator[jax.Array]:
         yield jax.random.normal(key, shape, dtype)
 
 
-def _product(shape: product_shapes.Shape, dry: bool) -> Work:
-    if dry:
-        shape = shape._replace(tokens=16, inputs=2 * shape.block, outputs=32)
+def _product(shape: product_shapes.Shape) -> Work:
     x, g, w = _draws((shape.tokens, shape.inputs), (shape.tokens, shape.outputs), (shape.inputs, shape.outputs))
     q = quantize(w, shape.format, shape.block, -2, double=shape.double)
     double = isinstance(q.scale, QTensor)
@@ -158,9 +175,7 @@ def _product(shape: product_shapes.Shape, dry: bool) -> Work:
     return Work((x, g, q.codes, scale, q.dequantize(BF16)), passes, "TFLOP/s", {"decoded before": decoded})
 
 
-def _adam8(shape: adam8_shapes.Shape, dry: bool) -> Work:
-    if dry:
-        shape = shape._replace(dims=(shape.block, 2 * shape.block))
+def _adam8(shape: adam8_shapes.Shape) -> Work:
     (g,) = _draws(shape.dims)
     small = 0.1 * g.astype(jnp.float32)
     m, v = (quantize(x, of, shape.block, shape.along) for x, of in ((small, "dynamic8"), (small**2, "udynamic8")))
@@ -182,10 +197,8 @@ def _adam8(shape: adam8_shapes.Shape, dry: bool) -> Work:
     return Work((g, state, unbiased), {"update": Pass(run, exact, shape.least_bytes / 1e9, 2**-8)}, "GB/s")
 
 
-def _int8(shape: adam8_shapes.Shape, dry: bool) -> Work:
+def _int8(shape: adam8_shapes.Shape) -> Work:
     """Rounded stochastically: up to a step away, of the largest block's at most."""
-    if dry:
-        shape = shape._replace(dims=(shape.block, 2 * shape.block))
     w, update = _draws(shape.dims, shape.dims)
     q, update = quantize(w, "int8", shape.block, shape.along), update * jnp.asarray(0.01, BF16)
 
@@ -210,9 +223,7 @@ def _int8(shape: adam8_shapes.Shape, dry: bool) -> Work:
     return Work(arrays, {"update": Pass(run, exact, amount, 2**-7, wide)}, "GB/s")
 
 
-def _norm(shape: norm_shapes.Shape, dry: bool) -> Work:
-    if dry:
-        shape = shape._replace(rows=16, size=64)
+def _norm(shape: norm_shapes.Shape) -> Work:
     x, branch, d_normal, d_sum = _draws(*[(shape.rows, shape.size)] * 4)
     scale = jnp.linspace(0.5, 1.5, shape.size, dtype=jnp.float32)
 
@@ -241,9 +252,7 @@ def _norm(shape: norm_shapes.Shape, dry: bool) -> Work:
     return Work((x, branch, scale, d_normal, d_sum), passes, "GB/s")
 
 
-def _loss(shape: loss_shapes.Shape, dry: bool) -> Work:
-    if dry:
-        shape = shape._replace(tokens=16, embed=32, vocab=96)
+def _loss(shape: loss_shapes.Shape) -> Work:
     x, w = _draws((shape.tokens, shape.embed), (shape.embed, shape.vocab))
     x = x * jnp.asarray(shape.embed**-0.5, x.dtype)
     labels = jnp.arange(shape.tokens, dtype=jnp.int32) % shape.vocab
@@ -269,14 +278,13 @@ def _loss(shape: loss_shapes.Shape, dry: bool) -> Work:
     return Work((x, w, labels), passes, "TFLOP/s")
 
 
-@dataclass(frozen=True)
-class Windows:
+class Windows(NamedTuple):
     numbers: int
     window: int
 
 
-def _windows(shape: Windows, dry: bool) -> Work:
-    (x,) = _draws((2000 if dry else shape.numbers,), dtype=jnp.float32)
+def _windows(shape: Windows) -> Work:
+    (x,) = _draws((shape.numbers,), dtype=jnp.float32)
 
     def exact(x: Any) -> Any:
         wide = jnp.asarray(x, jnp.float64)
@@ -286,7 +294,7 @@ def _windows(shape: Windows, dry: bool) -> Work:
     return Work((x,), {"forward": Pass(run, exact, 2 * x.nbytes / 1e9, 2**-24)}, "GB/s")
 
 
-def _attention(shape: attention_shapes.Shape, _: bool) -> Work:
+def _attention(shape: attention_shapes.Shape) -> Work:
     """To be explained; it is measured by `bench/attention.py`."""
     q = jnp.zeros((shape.batch, shape.queries, shape.heads, shape.dim), BF16)
     k = jnp.zeros((shape.batch, shape.keys, shape.kv_heads, shape.dim), BF16)
@@ -295,12 +303,31 @@ def _attention(shape: attention_shapes.Shape, _: bool) -> Work:
     return Work((q, k, k), {"forward": Pass(run, run("reference"), math.nan, math.nan)}, "TFLOP/s")
 
 
+def _cut(**sizes: int) -> Callable[[Any], Any]:
+    return lambda shape: shape._replace(**sizes)
+
+
+def _cut_product(shape: product_shapes.Shape) -> product_shapes.Shape:
+    return shape._replace(tokens=16, inputs=2 * shape.block, outputs=32)
+
+
+def _cut_blocks(shape: adam8_shapes.Shape) -> adam8_shapes.Shape:
+    return shape._replace(dims=(shape.block, 2 * shape.block))
+
+
+BY_LIBRARIES = {
+    "bitsandbytes": torch_kernels.product_by_bitsandbytes,
+    "bitsandbytes, decoded": torch_kernels.product_decoded_by_bitsandbytes,
+    "torchao": torch_kernels.product_by_torchao,
+}
 OPERATIONS = {
-    "attention": Operation(ATTENTION, attention_shapes.SHAPES, _attention),
-    "dequant_matmul": Operation(PRODUCTS, product_shapes.SHAPES, _product),
-    "adam8_update": Operation(ADAM8, adam8_shapes.SHAPES, _adam8),
-    "int8_add": Operation(ADAM8, adam8_shapes.SHAPES, _int8),
-    "rms_norm": Operation(NORMS, norm_shapes.SHAPES, _norm),
-    "cross_entropy": Operation(LOSS, loss_shapes.SHAPES, _loss),
-    "sliding_max": Operation(WINDOWS, {"256 of 64 M": Windows(1 << 26, 256)}, _windows),
+    "attention": Operation(ATTENTION, attention_shapes.SHAPES, attention_bench.cut, _attention),
+    "dequant_matmul": Operation(PRODUCTS, product_shapes.SHAPES, _cut_product, _product, BY_LIBRARIES),
+    "adam8_update": Operation(
+        ADAM8, adam8_shapes.SHAPES, _cut_blocks, _adam8, {"bitsandbytes": torch_kernels.adam8_by_bitsandbytes}
+    ),
+    "int8_add": Operation(ADAM8, adam8_shapes.SHAPES, _cut_blocks, _int8),
+    "rms_norm": Operation(NORMS, norm_shapes.SHAPES, _cut(rows=16, size=64), _norm),
+    "cross_entropy": Operation(LOSS, loss_shapes.SHAPES, _cut(tokens=16, embed=32, vocab=96), _loss),
+    "sliding_max": Operation(WINDOWS, {"256 of 64 M": Windows(1 << 26, 256)}, _cut(numbers=2000), _windows),
 }

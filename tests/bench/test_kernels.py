@@ -1,12 +1,14 @@
 """The kernels' benchmark works without a GPU, says what it could not run, and notices a wrong implementation."""
 
 import json
+import sys
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
 import pytest
 
-from jaxmem.bench import attention, blocks, contest, kernels
+from jaxmem.bench import attention, blocks, contest, kernels, torch_kernels
 from jaxmem.cli import benches
 from jaxmem.errors import UserError
 from jaxmem.kernels import attention as operation
@@ -60,6 +62,54 @@ def test_each_operation_is_right_and_takes_its_turns(operation, monkeypatch):
     rows = [row for row in found["rows"] if row["contestant"] in own.implementations]
     assert {row["contestant"] for row in rows} == {"reference"}
     assert all(row["rate"] > 0 and row["error"] <= kernels.RIGHT for row in rows), rows
+
+
+def torch_with(monkeypatch, **modules):
+    """A PyTorch that sees a GPU, and libraries for it, of which every call is only written down."""
+    torch = mock.MagicMock()
+    torch.cuda.is_available.return_value = True
+    for name, module in {"torch": torch, **modules}.items():
+        monkeypatch.setitem(sys.modules, name, module)
+    return torch
+
+
+def test_libraries_that_are_here_take_turns_and_others_say_why_not(monkeypatch):
+    monkeypatch.setattr(contest, "BURST", 0.0)
+    own = kernels.OPERATIONS["dequant_matmul"]
+    for name in set(own.implementations) - {"reference"}:
+        monkeypatch.delitem(own.implementations, name)
+    here, functional = mock.MagicMock(), mock.MagicMock()
+    codes = functional.quantize_4bit.return_value = mock.MagicMock(), "state"
+    torch_with(monkeypatch, bitsandbytes=here, **{"bitsandbytes.functional": functional})
+    monkeypatch.setitem(sys.modules, "torchao.quantization", None)
+    found = kernels.bench_kernels(["llama3-8b up"], operation="dequant_matmul", seconds=0.0)
+    rows = {(row["contestant"], row.get("pass")): row for row in found["rows"]}
+    for of in ("forward", "backward"):
+        assert rows["bitsandbytes", of]["rate"] > 0
+        assert rows["bitsandbytes, decoded", of]["rate"] > 0
+    assert rows["torchao", None]["why_not"] == "torchao is not installed"
+    form = {"blocksize": 64, "compress_statistics": True, "quant_type": "nf4"}
+    assert all(call.kwargs == form for call in functional.quantize_4bit.call_args_list)
+    assert all(call.kwargs == {"quant_state": "state"} for call in here.matmul_4bit.call_args_list)
+    assert functional.dequantize_4bit.call_args_list[0].args == codes
+
+    shape = own.shapes["llama3-8b up"]
+    with pytest.raises(ValueError, match="bitsandbytes multiplies nf4 and fp4 in blocks, not int4"):
+        torch_kernels.product_by_bitsandbytes(shape._replace(format="int4"))
+    with pytest.raises(ValueError, match="bitsandbytes' blocks are of 256 numbers, not 172"):
+        torch_kernels.adam8_by_bitsandbytes(kernels.OPERATIONS["adam8_update"].shapes["llama2-7b down"])
+    assert set(torch_kernels.adam8_by_bitsandbytes(kernels.OPERATIONS["adam8_update"].shapes["llama3-8b up"])) == {
+        "update"
+    }
+
+
+def test_a_library_that_cannot_be_run_says_why(monkeypatch):
+    monkeypatch.setitem(sys.modules, "torch", None)
+    with pytest.raises(ValueError, match="torch is not installed"):
+        torch_kernels.needed("bitsandbytes")
+    torch_with(monkeypatch).cuda.is_available.return_value = False
+    with pytest.raises(ValueError, match="torch sees no GPU"):
+        torch_kernels.needed()
 
 
 def test_it_says_what_is_picked_and_a_measured_device_takes_its_winner(monkeypatch):
