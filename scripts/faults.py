@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import functools
+import itertools
 import json
 import os
 import random
@@ -253,13 +254,17 @@ def vanished(scene: Scene) -> Outcomes:
 
 
 def lost(scene: Scene) -> Outcomes:
-    """One of two processes killed or frozen: the other must end by itself and name it, and all goes on with as many or
-    with one."""
-    cases = [("SIGKILL", 0), ("SIGKILL", 1), ("SIGSTOP", 0), ("SIGSTOP", 1)]
-    for number, victim in cases:
-        name = f"lost-{number.lower()}-{victim}"
+    """One of two processes killed or frozen, between checkpoints or while one is written: the other must end by itself
+    and name it, and all goes on with as many or with one."""
+    for number, victim, moment in itertools.product(
+        ("SIGKILL", "SIGSTOP"), (0, 1), ("", " while a checkpoint is written")
+    ):
+        name = f"lost-{number.lower()}-{victim}-{len(moment)}"
         started = scene.start(name, 2)
         scene.until_step(started, name, STEPS // 4)
+        if moment:
+            kept = scene.runs / name / "checkpoints"
+            started.until(lambda kept=kept: any(kept.glob(WRITTEN)))
         started.processes[victim].send_signal(getattr(signal, number))
         began, other = time.monotonic(), started.processes[1 - victim]
         started.until(lambda other=other: other.poll() is not None)
@@ -276,7 +281,7 @@ def lost(scene: Scene) -> Outcomes:
         ok = named and same and other.returncode == 75
         which = f"process {victim} of 2" + (", the coordinator" if victim == 0 else "")
         outcome = {"seconds": round(seconds, 1), "exit code": other.returncode, "named": named, "same": same, "ok": ok}
-        yield f"{number} of {which}; then {left}", outcome
+        yield f"{number} of {which}{moment}; then {left}", outcome
 
 
 def _close(one: list[tuple[int, float]], other: list[tuple[int, float]]) -> bool:

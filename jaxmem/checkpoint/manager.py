@@ -20,6 +20,7 @@ from jaxmem.checkpoint.leaves import check_leaves, few, named
 from jaxmem.checkpoint.policy import Best, Keep
 from jaxmem.checksum import checksum
 from jaxmem.distributed.join import end_all
+from jaxmem.distributed.watch import between_processes
 from jaxmem.errors import TemporaryError, UserError
 
 CHUNK = 64 << 20  # bytes; the most that is decoded at once to restore a part of an array
@@ -58,6 +59,7 @@ class Checkpoints:
         try:
             self._manager = self._open()
         except FAILURES as error:
+            _unless_others_have_gone(error)
             raise UserError(f"cannot keep checkpoints in {self.directory}: {why(error)}") from error
         self._sweep()
 
@@ -229,10 +231,11 @@ class Checkpoints:
         self._say(f"{error}; going on")
 
     def _own_part_failed(self, error: BaseException) -> None:
-        if jax.process_count() > 1:
+        if jax.process_count() > 1 and between_processes(error) is None:
             end_all(self._failed(None, error))
 
     def _failed(self, step: int | None, error: BaseException) -> UserError:
+        _unless_others_have_gone(error)
         if jax.process_count() == 1:  # opening is done together, and the others know of no failure
             self._reopen()
         # As the disk has them: the manager counts the one that it was writing.
@@ -262,6 +265,7 @@ class Checkpoints:
         except Exception as error:  # it is what Orbax raises where a read fails
             if "RESOURCE_EXHAUSTED" in str(error):  # this device's memory, not the file's fault
                 raise
+            _unless_others_have_gone(error)
             raise self._damaged(step, why(error)) from None
         # Metadata that was changed can make something else of an array.
         found = {name: arrays[name] for name in wanted if isinstance(arrays.get(name), jax.Array)}
@@ -306,6 +310,12 @@ class _Manager(ocp.CheckpointManager):
         except BaseException as error:
             self._failed(error)
             raise
+
+
+def _unless_others_have_gone(error: BaseException) -> None:
+    """Which is no fault of a file's, and said by the watch."""
+    if jax.process_count() > 1 and (failure := between_processes(error)):
+        raise failure
 
 
 def _as_json(value: Any) -> Any:

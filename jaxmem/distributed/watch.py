@@ -63,7 +63,7 @@ class Watch:
 
         Where a collective failed, it is most likely another process that has gone, and the watch ends this one.
         """
-        if type(error).__name__ == "JaxRuntimeError":
+        if between_processes(error) is error:
             time.sleep(self.heartbeat + 2 * self._every)
         self._tell(error)
         until = time.monotonic() + 4 * self._every
@@ -138,6 +138,16 @@ class Watch:
             time.sleep(4 * self._every)  # with it goes the service, from which the others hear the same
         sys.stdout.flush()
         os._exit(code)
+
+
+def between_processes(error: BaseException | None) -> BaseException | None:
+    """The failure of a message or a wait between processes, if that is what the error is or comes of. JAX raises it
+    where a result is read; as another kind of error already where a program runs at once, as on CPUs it may."""
+    while error is not None:
+        if type(error).__name__ == "JaxRuntimeError" or (isinstance(error, ValueError) and "Gloo" in str(error)):
+            return error
+        error = error.__cause__
+    return None
 
 
 def exit_code(error: BaseException) -> int:

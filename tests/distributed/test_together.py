@@ -7,6 +7,7 @@ import socket
 from pathlib import Path
 from typing import Any
 
+import pytest
 from jax._src.lib import _jax
 
 from jaxmem.checkpoint import Checkpoints
@@ -127,6 +128,42 @@ def test_the_first_process_is_killed(started: Any, program: Any) -> None:
     assert processes.codes(seconds=50) == [-signal.SIGKILL, 75]
     assert "error: process 0 of 2 (" in processes.said(1)
     assert "is gone: it does not answer at localhost:" in processes.said(1)
+
+
+# In place of END: one is killed, and what they do together fails in the other, at once or when its result is read.
+KILLED = """
+    import os, signal
+    from jaxmem.checkpoint import Checkpoints
+    from jaxmem.distributed.agree import gather
+    from jaxmem.sharding import along
+
+    whole = along(jax.make_mesh((4,), ("all",)), None)
+    state = {"x": jax.make_array_from_callback((8,), whole, lambda index: np.zeros(8, np.float32)[index])}
+    with Checkpoints(sys.argv[1]) as checkpoints:
+        checkpoints.save(1, state, {}, {}, force=True)
+        checkpoints.wait()
+        gather("here")
+        if me == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        time.sleep(1)
+        ALONE
+"""
+
+
+@pytest.mark.parametrize(
+    "alone",
+    ["gather('alone')", "checkpoints.save(2, state, {}, {}, force=True)", "checkpoints.restore_latest(state)"],
+)
+def test_one_that_is_killed_is_named_by_whoever_goes_on(alone: str, started: Any, program: Any, tmp_path: Path) -> None:
+    """And it is no fault of a checkpoint's."""
+    text = PROGRAM.replace("    END", KILLED.replace("ALONE", alone))
+    processes = started([*program(text), str(tmp_path / "checkpoints")], 2, 2)
+    assert processes.codes(seconds=50) == [75, -signal.SIGKILL], processes.said(0)
+    assert "error: process 1 of 2 (" in processes.said(0)
+    assert "is gone: no heartbeat for 3 s" in processes.said(0)
+    assert "Traceback" not in processes.said(0)
+    with Checkpoints(tmp_path / "checkpoints", read_only=True) as checkpoints:
+        assert 1 in checkpoints.steps()
 
 
 def test_a_first_process_that_is_frozen_does_not_answer(monkeypatch: Any) -> None:
