@@ -10,15 +10,15 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxmem.bench.contest import Call, Contestant, largest_error, rates, take_turns
+from jaxmem.bench.blocks import Tried
+from jaxmem.bench.contest import REFUSALS, Call, Contestant, largest_error, rates, take_turns
 from jaxmem.bench.torch_kernels import needed, wait
 from jaxmem.kernels import attention
 from jaxmem.kernels.attention import IMPLEMENTATIONS
 from jaxmem.kernels.attention.shapes import SHAPES, Shape
 
 DEFAULT = ("long", "llama3-8b", "llama3.2-1b", "mistral-7b")
-RIGHT = 1024  # positions at most that are held against float64
-REFUSALS = (ValueError, TypeError, RuntimeError, NotImplementedError)  # what one cannot do is a result too
+EXACT = 1024  # positions at most that are held against float64
 
 
 def measured(name: str, seconds: float, *, dry: bool) -> Iterator[dict[str, Any]]:
@@ -77,7 +77,7 @@ def arrays(shape: Shape, dtype: Any = jnp.bfloat16) -> list[jax.Array]:
 
 def _error(shape: Shape, implementation: str) -> float:
     """Largest distance to float64 of output and gradients, in units of the largest value times bfloat16's step."""
-    shape = shape._replace(batch=1, queries=min(shape.queries, RIGHT), keys=min(shape.keys, RIGHT))
+    shape = shape._replace(batch=1, queries=min(shape.queries, EXACT), keys=min(shape.keys, EXACT))
     q, k, v, d_out = arrays(shape)
     run = partial(attention, causal=shape.causal, window=shape.window, implementation=implementation)
 
@@ -112,6 +112,37 @@ def _exact(shape: Shape, q: jax.Array, k: jax.Array, v: jax.Array, d_out: jax.Ar
 
     out, pull = jax.vjp(run, q, k, v)
     return (out, *pull(d_out))
+
+
+# ---------------------------------------------------------------- by its passes
+
+GRADIENTS = {"d_queries": (0,), "d_keys": (1, 2)}
+
+
+def tried(shape: Shape) -> Iterator[Tried]:
+    """Each kernel's pass by itself, held against plain JAX."""
+    given = arrays(shape)
+    for of in ("forward", *GRADIENTS):
+        wanted = _pass(shape, of, given, "blockwise")()
+
+        def error(made: Any, wanted: Any = wanted) -> float:
+            with jax.enable_x64(True):
+                exact = jax.tree.map(lambda x: jnp.asarray(x, jnp.float64), wanted)
+                return largest_error(made, exact, float(jnp.finfo(given[0].dtype).eps))
+
+        yield Tried(of, partial(_pass, shape, of, given), error)
+
+
+def _pass(shape: Shape, of: str, given: Any, implementation: str) -> Call:
+    q, k, v, d_out = given
+    run = partial(attention, causal=shape.causal, window=shape.window, implementation=implementation)
+    if of == "forward":
+        forward = jax.jit(run).lower(q, k, v).compile()
+        return lambda: forward(q, k, v)
+    _, pull = jax.jit(lambda q, k, v: jax.vjp(run, q, k, v))(q, k, v)
+    chosen = GRADIENTS[of]
+    backward = jax.jit(lambda pull, d: [pull(d)[i] for i in chosen]).lower(pull, d_out).compile()
+    return lambda: backward(pull, d_out)
 
 
 # ---------------------------------------------------------------- fast

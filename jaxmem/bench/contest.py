@@ -15,6 +15,8 @@ import jax.numpy as jnp
 
 Call = Callable[[], Any]  # starts work on the device and gives what it will come to
 BURST = 0.02  # s of calls between two looks at the clock
+RIGHT = 8.0  # steps of error beyond which nobody wins
+REFUSALS = (ValueError, TypeError, RuntimeError, NotImplementedError)  # what one cannot do is a result too
 
 
 @dataclass

@@ -20,13 +20,11 @@ from typing import Any
 import jax
 
 from jaxmem.bench import attention, blocks, operations
-from jaxmem.bench.contest import ceilings, version
+from jaxmem.bench.contest import RIGHT, ceilings, version
 from jaxmem.bench.operations import OPERATIONS
 from jaxmem.errors import UserError, nearest
-from jaxmem.kernels.attention import tuning
+from jaxmem.kernels import tuning
 from jaxmem.kernels.choice import supplied
-
-RIGHT = 8.0  # steps of error beyond which an implementation wins nothing
 
 
 def bench_kernels(names: Sequence[str], *, operation: str = "attention", seconds: float = 5.0) -> dict[str, Any]:
@@ -56,20 +54,23 @@ def explain(names: Sequence[str], *, operation: str | None = None) -> list[dict[
 
 
 def tune(path: Path, *, operation: str | None = None, seconds: float = 5.0) -> dict[str, Any]:
-    """Measures, and writes the winners for this kind of device into a table beside those of others: the sizes of
-    attention's blocks first, then, cut so, which implementation is the fastest. On a CPU all of it runs on shapes cut
-    down, to see that it works."""
+    """Measures, and writes the winners for this kind of device into a table beside those of others: how each kernel is
+    best cut, then, cut so, which implementation is the fastest. On a CPU all of it runs on small shapes, to see that it
+    works."""
     device = jax.devices()[0]
     dry = device.platform == "cpu"
     table = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
     for one in [operation] if operation else OPERATIONS:
-        shapes = _known(one).shapes
-        if one == "attention":
-            names = blocks.SHAPES_OF_EACH_WIDTH[:1] if dry else blocks.SHAPES_OF_EACH_WIDTH
-            found = [entry for name in names for entry in blocks.winners(name, seconds, dry=dry)]
-            table.setdefault(tuning.OPERATION, {})[device.device_kind] = found
+        own = _known(one)
+        found = [
+            entry
+            for name in (own.cuts[:1] if dry else own.cuts)
+            for entry in blocks.winners(operations.tried(one, name, dry=dry), own.implementations, seconds, dry=dry)
+        ]
+        if found:
+            table.setdefault(tuning.table(one), {})[device.device_kind] = found
         with supplied(table):
-            won = [_winner(one, name, list(_measured(one, name, seconds, dry))) for name in _some(shapes, dry)]
+            won = [_winner(one, name, list(_measured(one, name, seconds, dry))) for name in _some(own.shapes, dry)]
         table.setdefault(one, {})[device.device_kind] = [entry for entry in won if entry]
     path.write_text(json.dumps(table, indent=1) + "\n", encoding="utf-8")
     return table

@@ -14,8 +14,8 @@ import jax.numpy as jnp
 
 from jaxmem.bench import attention as attention_bench
 from jaxmem.bench import torch_kernels
-from jaxmem.bench.attention import REFUSALS
-from jaxmem.bench.contest import Call, Contestant, largest_error, rates, take_turns
+from jaxmem.bench.blocks import Tried
+from jaxmem.bench.contest import REFUSALS, Call, Contestant, largest_error, rates, take_turns
 from jaxmem.bench.torch_kernels import wait
 from jaxmem.kernels import (
     Constants,
@@ -69,6 +69,7 @@ class Operation:
     shapes: Mapping[str, Any]
     cut: Callable[[Any], Any]  # to sizes that show without a GPU that all of it works
     work: Callable[[Any], Work]
+    cuts: tuple[str, ...] = ()  # shapes of which the sizes of blocks are measured: one of each kind
     peers: Mapping[str, Callable[[Any], Mapping[str, Call]]] = field(default_factory=dict)  # of other libraries
 
 
@@ -114,6 +115,25 @@ def measured(operation: str, name: str, seconds: float, *, dry: bool) -> Iterato
             }
 
 
+def tried(operation: str, name: str, *, dry: bool) -> Iterator[Tried]:
+    """Its passes, to measure how kernels are best cut."""
+    own = OPERATIONS[operation]
+    shape = own.cut(own.shapes[name]) if dry else own.shapes[name]
+    if operation == "attention":
+        yield from attention_bench.tried(shape)
+        return
+    work = own.work(shape)
+    for of, one in work.passes.items():
+
+        def compiled(way: str, one: Pass = one) -> Call:
+            return _call(jax.jit(one.run(way)).lower(*work.arrays).compile(), work.arrays)
+
+        def error(made: Any, one: Pass = one) -> float:
+            return _far(one, made, work.arrays)
+
+        yield Tried(of, compiled, error)
+
+
 def _said(error: BaseException) -> str:
     return (str(error).splitlines() or [type(error).__name__])[0]
 
@@ -126,9 +146,12 @@ def _error(one: Pass, compiled: Run, arrays: tuple[Any, ...]) -> float:
     poison = [jnp.full(x.shape, jnp.nan, x.dtype) for x in jax.tree.leaves(arrays) if jnp.issubdtype(x.dtype, float)]
     jax.block_until_ready(poison)
     del poison
-    found = compiled(*arrays)
+    return _far(one, compiled(*arrays), arrays)
+
+
+def _far(one: Pass, made: Any, arrays: tuple[Any, ...]) -> float:
     with jax.enable_x64(True), jax.numpy_dtype_promotion("standard"):
-        return largest_error(one.read(found), one.exact(*arrays), one.error)
+        return largest_error(one.read(made), one.exact(*arrays), one.error)
 
 
 def explained(operation: str, name: str) -> Choice:
@@ -273,7 +296,7 @@ def _loss(shape: loss_shapes.Shape) -> Work:
 
     passes = {
         "forward": Pass(forward, exact, shape.flops / 1e12, 2**-8),
-        "both": Pass(both, exact_gradients, 4 * shape.flops / 1e12, 2**-8),
+        "backward": Pass(both, exact_gradients, 4 * shape.flops / 1e12, 2**-8),  # with the forward pass before it
     }
     return Work((x, w, labels), passes, "TFLOP/s")
 
@@ -321,13 +344,27 @@ BY_LIBRARIES = {
     "torchao": torch_kernels.product_by_torchao,
 }
 OPERATIONS = {
-    "attention": Operation(ATTENTION, attention_shapes.SHAPES, attention_bench.cut, _attention),
-    "dequant_matmul": Operation(PRODUCTS, product_shapes.SHAPES, _cut_product, _product, BY_LIBRARIES),
-    "adam8_update": Operation(
-        ADAM8, adam8_shapes.SHAPES, _cut_blocks, _adam8, {"bitsandbytes": torch_kernels.adam8_by_bitsandbytes}
+    "attention": Operation(
+        ATTENTION, attention_shapes.SHAPES, attention_bench.cut, _attention, ("long", "llama3.2-1b")
     ),
-    "int8_add": Operation(ADAM8, adam8_shapes.SHAPES, _cut_blocks, _int8),
-    "rms_norm": Operation(NORMS, norm_shapes.SHAPES, _cut(rows=16, size=64), _norm),
-    "cross_entropy": Operation(LOSS, loss_shapes.SHAPES, _cut(tokens=16, embed=32, vocab=96), _loss),
+    "dequant_matmul": Operation(
+        PRODUCTS,
+        product_shapes.SHAPES,
+        _cut_product,
+        _product,
+        ("llama3-8b up", "llama3-8b up, long", "llama2-7b int8"),
+        BY_LIBRARIES,
+    ),
+    "adam8_update": Operation(
+        ADAM8,
+        adam8_shapes.SHAPES,
+        _cut_blocks,
+        _adam8,
+        ("llama3-8b up", "llama2-7b down"),
+        {"bitsandbytes": torch_kernels.adam8_by_bitsandbytes},
+    ),
+    "int8_add": Operation(ADAM8, adam8_shapes.SHAPES, _cut_blocks, _int8, ("llama3-8b up", "llama2-7b down")),
+    "rms_norm": Operation(NORMS, norm_shapes.SHAPES, _cut(rows=16, size=64), _norm, ("llama3-8b",)),
+    "cross_entropy": Operation(LOSS, loss_shapes.SHAPES, _cut(tokens=16, embed=32, vocab=96), _loss, ("llama3-8b",)),
     "sliding_max": Operation(WINDOWS, {"256 of 64 M": Windows(1 << 26, 256)}, _cut(numbers=2000), _windows),
 }

@@ -14,29 +14,40 @@ Codes and constants are written where they were. On a CPU the same kernels run i
 from __future__ import annotations
 
 import functools
-from typing import Any
+import itertools
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
+from jaxmem.kernels import tuning
 from jaxmem.kernels.codes import dynamic8_code, dynamic8_value
 from jaxmem.kernels.draws import uniform
 from jaxmem.kernels.launch import launch
 
-from .arguments import Adam, Blocks, Moments8, blocked, lines
+from .arguments import Adam, Blocks, Moments8, blocked, count, lines
 from .reference import STEPS
 
-NUMBERS = 4096  # of a program: 16 a thread, which 8 warps have
-COLUMNS = 32  # at least side by side where blocks run along the rows: a sector of memory of codes
-WARPS = 8
+
+class Share(NamedTuple):
+    """What a program has."""
+
+    numbers: int
+    columns: int  # at least side by side where blocks run along the rows: a sector of memory of codes, or several
+    warps: int
+
+
+USUAL = Share(4096, 32, 8)
+MOST = 16384  # numbers of a block
+HELD = {"adam8_update": 8, "int8_add": 4}  # registers for each number of a thread
 
 
 def adam8(adam: Adam, blocks: Blocks, g: jax.Array, state: Moments8, unbiased: jax.Array) -> tuple[jax.Array, Moments8]:
     numbers = tuple(blocked(x, blocks) for x in (g, state.m, state.v))
     constants = tuple(lines(x, blocks) for x in (state.m_scale, state.v_scale))
-    cut = _Cut("adam8_update", blocks, numbers[0].shape)
+    cut = _Cut("adam8_update", blocks, numbers[0])
     u, *new = launch(
         "adam8_update",
         functools.partial(_adam8, adam, cut),
@@ -45,7 +56,7 @@ def adam8(adam: Adam, blocks: Blocks, g: jax.Array, state: Moments8, unbiased: j
         in_specs=[cut.numbers, cut.numbers, cut.numbers, cut.lines, cut.lines, pl.BlockSpec((2,), lambda *_: (0,))],
         out_specs=[cut.numbers, cut.numbers, cut.numbers, cut.lines, cut.lines],
         out_shape=[jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (*numbers, *constants)],
-        warps=WARPS,
+        warps=cut.warps,
         stages=1,
         in_place={1: 1, 2: 2, 3: 3, 4: 4},
     )
@@ -56,7 +67,7 @@ def int8_add(
     blocks: Blocks, codes: jax.Array, scale: jax.Array, u: jax.Array, seeds: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
     numbers = blocked(codes, blocks), blocked(u, blocks)
-    cut = _Cut("int8_add", blocks, numbers[0].shape)
+    cut = _Cut("int8_add", blocks, numbers[1])
     new, new_scale = launch(
         "int8_add",
         functools.partial(_int8_add, cut),
@@ -68,30 +79,43 @@ def int8_add(
             jax.ShapeDtypeStruct(numbers[0].shape, codes.dtype),
             jax.ShapeDtypeStruct(lines(scale, blocks).shape, scale.dtype),
         ],
-        warps=WARPS,
+        warps=cut.warps,
         stages=1,
         in_place={0: 0, 1: 1},
     )
     return new.reshape(codes.shape), new_scale.reshape(scale.shape)
 
 
+def space(operation: str, along: int, _: int) -> list[Share]:
+    """What may be measured: what has room in registers; shared memory is for sums alone."""
+    columns = (USUAL.columns,) if along == -1 else (32, 64)
+    shares = itertools.starmap(Share, itertools.product((2048, 4096, 8192), columns, (4, 8, 16)))
+    fits = lambda one: HELD[operation] * one.numbers / (32 * one.warps) <= tuning.REGISTERS  # noqa: E731
+    return list(filter(fits, shares))
+
+
 class _Cut:
     """Whole blocks for each program: [some, size], or [size, some] of one row of blocks."""
 
-    def __init__(self, operation: str, blocks: Blocks, shape: tuple[int, ...]):
+    def __init__(self, operation: str, blocks: Blocks, like: jax.Array):
+        shape = like.shape
         self.size, self.shape, self.dim = blocks.size, shape, 1 if blocks.along == -1 else 0
         wide = pl.next_power_of_2(blocks.size)
-        if wide > 4 * NUMBERS:
-            most = f"the pallas implementation takes {4 * NUMBERS} at most"
-            raise ValueError(f"{operation}: block_size is {blocks.size}; {most}")
+        if wide > MOST:
+            raise ValueError(
+                f"{operation}: block_size is {blocks.size}; the pallas implementation takes {MOST} at most"
+            )
+        kind, sizes = f"{like.dtype.name} along {blocks.along}", (count(like), blocks.size)
+        asked = tuning.Asked("pallas update", kind, sizes, functools.partial(space, operation, blocks.along))
+        numbers, columns, self.warps = tuning.blocks(operation, asked, USUAL)
         if self.dim:
-            self.others = max(1, NUMBERS // wide)
+            self.others = max(1, numbers // wide)
             self.block: tuple[int, ...] = (self.others, wide)
             self.grid: tuple[int, ...] = (pl.cdiv(shape[0], self.others),)
             self.numbers = pl.BlockSpec((self.others, wide), lambda i: (i, 0))
             self.lines = pl.BlockSpec((self.others,), lambda i: (i,))
         else:
-            self.others = min(max(COLUMNS, NUMBERS // wide), pl.next_power_of_2(shape[2]))
+            self.others = min(max(columns, numbers // wide), pl.next_power_of_2(shape[2]))
             self.block = (wide, self.others)
             self.grid = (pl.cdiv(shape[2], self.others), shape[0])
             self.numbers = pl.BlockSpec((None, wide, self.others), lambda j, i: (i, 0, j))

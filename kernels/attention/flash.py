@@ -18,7 +18,7 @@ from jax.experimental import pallas as pl
 from .arguments import Extras, Options
 from .block import Beside, Call
 from .blockwise import SAVED
-from .tuning import measured, usual
+from .tuning import blocks
 
 
 class Passes(NamedTuple):
@@ -98,7 +98,7 @@ def _reach(ids: jax.Array, block: int) -> tuple[jax.Array, jax.Array]:
 
 def _call(passes: Passes, of: str, options: Options, q: jax.Array, k: jax.Array) -> Call:
     wide = pl.next_power_of_2(q.shape[3])
-    most = measured(passes.name, of, q, k, wide) or usual(passes.name, of, wide, q.dtype.itemsize)
+    most = blocks(passes.name, of, q, k, wide)
     fitted = most._replace(
         queries=min(most.queries, max(16, pl.next_power_of_2(q.shape[1]))),
         keys=min(most.keys, max(16, pl.next_power_of_2(k.shape[1]))),

@@ -1,27 +1,17 @@
-"""The sizes of the kernels' blocks: which there are, which a GPU has room for, which were measured to be the fastest.
-
-`jaxmem bench tune` measures them and keeps the winners in `tuned.json`, as "attention blocks". Where nothing was
-measured, the usual sizes are taken, which fit every GPU from Ampere on.
-"""
+"""The sizes of the kernels' blocks: the usual ones fit every GPU from Ampere on; others, where there is room."""
 
 from __future__ import annotations
 
+import functools
 import itertools
-from collections.abc import Iterator
-from contextlib import contextmanager
-from contextvars import ContextVar
 
 import jax
 
-from jaxmem.kernels.choice import device_kind, fastest, tuned
+from jaxmem.kernels import tuning
 
 from .block import Blocks
 
-OPERATION = "attention blocks"
 PASSES = ("forward", "d_queries", "d_keys")
-# Bytes of shared memory that a block may have, by compute capability (CUDA programming guide).
-SHARED = {"8.0": 166912, "8.6": 101376, "8.9": 101376, "9.0": 232448, "10.0": 232448, "12.0": 101376}
-REGISTERS = 224  # numbers that a thread may hold of sums and scores, of its 255 registers
 
 # By the bytes of a number and the width of a head, up to which they hold. A forward block takes (queries + 2 keys
 # stages) width numbers of shared memory: a consumer GPU gives it 99 KB. d_keys keeps two sums of keys x width in
@@ -52,8 +42,6 @@ USUAL = {
 # Where an implementation's compiler needs others.
 OTHERS = {("triton", "forward", 4, 64): Blocks(32, 32, 4, 2), ("triton", "d_queries", 2, 256): Blocks(32, 32, 4, 1)}
 
-_forced: ContextVar[dict[str, Blocks]] = ContextVar("forced", default={})  # noqa: B039  (never written to)
-
 
 def space(of: str, wide: int, itemsize: int, shared: int) -> list[Blocks]:
     """What may be measured for a pass of heads of `wide`: what has room in shared memory and in registers."""
@@ -71,7 +59,7 @@ def _fits(of: str, blocks: Blocks, wide: int, itemsize: int, shared: int) -> boo
     }[of]
     held = (stays + comes * stages) * wide * itemsize
     threads = 32 * warps
-    return held <= shared and (sums * wide + scores) / threads <= REGISTERS and queries * keys >= 8 * threads
+    return held <= shared and (sums * wide + scores) / threads <= tuning.REGISTERS and queries * keys >= 8 * threads
 
 
 def usual(implementation: str, of: str, wide: int, itemsize: int) -> Blocks:
@@ -83,26 +71,9 @@ def usual(implementation: str, of: str, wide: int, itemsize: int) -> Blocks:
     return OTHERS.get((implementation, of, size, most), USUAL[of][size, most])
 
 
-def kind(implementation: str, of: str, dtype: str, wide: int) -> str:
-    return f"{implementation} {of} {dtype} {wide}"
-
-
-@contextmanager
-def forced(of: str, blocks: Blocks) -> Iterator[None]:
-    """Calls within are cut so: to measure them."""
-    token = _forced.set({**_forced.get(), of: blocks})
-    try:
-        yield
-    finally:
-        _forced.reset(token)
-
-
-def measured(implementation: str, of: str, q: jax.Array, k: jax.Array, wide: int) -> Blocks | None:
-    """What was the fastest on this kind of device, of the nearest lengths."""
-    if of in _forced.get():
-        return _forced.get()[of]
-    if not tuned().get(OPERATION):
-        return None
-    sizes = (q.shape[1], k.shape[1])
-    entry = fastest(tuned(), OPERATION, device_kind(), kind(implementation, of, q.dtype.name, wide), sizes)
-    return None if entry is None else Blocks(*entry["blocks"])
+def blocks(implementation: str, of: str, q: jax.Array, k: jax.Array, wide: int) -> Blocks:
+    """What a pass is cut into."""
+    itemsize = q.dtype.itemsize
+    room = functools.partial(space, of, wide, itemsize)
+    asked = tuning.Asked(f"{implementation} {of}", f"{q.dtype.name} {wide}", (q.shape[1], k.shape[1]), room)
+    return tuning.blocks("attention", asked, usual(implementation, of, wide, itemsize))

@@ -16,6 +16,7 @@ On a CPU the same kernels run interpreted, for tests.
 from __future__ import annotations
 
 import functools
+import itertools
 from typing import Any, NamedTuple
 
 import jax
@@ -23,6 +24,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
+from jaxmem.kernels import tuning
 from jaxmem.kernels.launch import launch, up_to
 
 from .arguments import Statistics, Terms, of_logits
@@ -41,6 +43,9 @@ class Blocks(NamedTuple):
     stages: int
 
 
+USUAL = {2: Blocks(128, 128, 32, 8, 3), 4: Blocks(64, 64, 32, 4, 2)}  # by the bytes of a number
+
+
 def losses(terms: Terms, x: Features, weight: Weight, labels: Labels) -> PerToken:
     return by_parts(Kernels(), terms, x, weight, labels)
 
@@ -48,7 +53,7 @@ def losses(terms: Terms, x: Features, weight: Weight, labels: Labels) -> PerToke
 class Kernels:
     def statistics(self, x: Features, weight: Weight, labels: Labels) -> Statistics:
         (tokens, embed), vocab = x.shape, weight.shape[1]
-        blocks = _blocks(x, weight)
+        blocks = _blocks("forward", x, weight)
         tiles, rows = pl.cdiv(vocab, blocks.entries), pl.cdiv(tokens, blocks.tokens)
         each = pl.cdiv(tiles, min(tiles, pl.cdiv(PROGRAMS, rows)))  # tiles of a part
         parts = pl.cdiv(tiles, each)
@@ -78,7 +83,7 @@ class Kernels:
         first: jax.Array, width: int,
     ) -> jax.Array:  # fmt: skip
         (tokens, embed), vocab = x.shape, weight.shape[1]
-        blocks = _blocks(x, weight)
+        blocks = _blocks("backward", x, weight)
         row = pl.BlockSpec((blocks.tokens,), lambda i, _: (i,))
         (g,) = launch(
             "cross_entropy_of_logits",
@@ -102,13 +107,27 @@ class Kernels:
         return g
 
 
-def _blocks(x: Features, weight: Weight) -> Blocks:
-    most = Blocks(64, 64, 32, 4, 2) if x.dtype.itemsize == 4 else Blocks(128, 128, 32, 8, 3)
+def _blocks(of: str, x: Features, weight: Weight) -> Blocks:
+    room = functools.partial(space, x.dtype.itemsize)
+    asked = tuning.Asked(f"pallas {of}", x.dtype.name, (x.shape[0], *weight.shape), room)
+    most = tuning.blocks("cross_entropy", asked, USUAL[x.dtype.itemsize])
     return most._replace(
         tokens=up_to(most.tokens, x.shape[0]),
         entries=up_to(most.entries, weight.shape[1]),
         embed=up_to(most.embed, x.shape[1]),
     )
+
+
+def space(itemsize: int, shared: int) -> list[Blocks]:
+    """What may be measured: what has room in shared memory and, logits and their exponentials, in registers."""
+
+    def fits(blocks: Blocks) -> bool:
+        tokens, entries, embed, warps, stages = blocks
+        held = stages * embed * (tokens + entries) * itemsize
+        return held <= shared and 32 <= tokens * entries / (32 * warps) <= tuning.REGISTERS / 2
+
+    sizes = itertools.product((64, 128), (64, 128, 256), (32, 64), (4, 8), (2, 3))
+    return [blocks for blocks in itertools.starmap(Blocks, sizes) if fits(blocks)]
 
 
 def _statistics(

@@ -15,6 +15,7 @@ On a CPU the same kernels run interpreted, for tests.
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -25,6 +26,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 from jaxtyping import Array, Float
 
+from jaxmem.kernels import tuning
 from jaxmem.kernels.codes import dynamic8_value
 from jaxmem.kernels.launch import launch, up_to
 
@@ -42,7 +44,7 @@ class Blocks(NamedTuple):
 
 
 LEAST = 16
-FORWARD, BACKWARD = Blocks(128, 32, 128, 8, 3), Blocks(128, 32, 64, 8, 3)
+USUAL = {"forward": Blocks(128, 32, 128, 8, 3), "backward": Blocks(128, 32, 64, 8, 3)}
 
 
 def multiply(
@@ -50,9 +52,8 @@ def multiply(
     x: Float[Array, "tokens inputs"],
     codes: jax.Array,
     scale: Any,
-    blocks: Blocks = FORWARD,
 ) -> Float[Array, "tokens outputs"]:
-    blocks = _fitting(call, x.shape[0], blocks)
+    blocks = _blocks("forward", call, x)
     (tokens, _), together, rows = x.shape, call.form.together, codes.shape[0]
     columns = jnp.moveaxis(x.reshape(tokens, rows, together), 2, 0)
     beside = _beside(call, scale)
@@ -80,9 +81,8 @@ def of_activations(
     g: Float[Array, "tokens outputs"],
     codes: jax.Array,
     scale: Any,
-    blocks: Blocks = BACKWARD,
 ) -> Float[Array, "tokens inputs"]:
-    blocks = _fitting(call, g.shape[0], blocks)
+    blocks = _blocks("backward", call, g)
     (tokens, _), together, rows = g.shape, call.form.together, codes.shape[0]
     beside = _beside(call, scale)
     (made,) = launch(
@@ -142,6 +142,27 @@ def _backward(call: Call, blocks: Blocks, tokens: int, rows: int, g_ref: Any, co
     totals = jax.lax.fori_loop(0, pl.cdiv(call.outputs, blocks.outputs), step, start)
     for p, total in enumerate(totals):
         plgpu.store(out_ref.at[jnp.int32(p), :, :], total.astype(out_ref.dtype), mask=token[:, None] & row[None, :])
+
+
+def _blocks(of: str, call: Call, x: jax.Array) -> Blocks:
+    room = functools.partial(space, of, call.form.together, x.dtype.itemsize)
+    sizes = x.shape[0], call.inputs, call.outputs
+    asked = tuning.Asked(f"pallas {of}", f"{call.form.bits} bits {x.dtype.name}", sizes, room)
+    return _fitting(call, x.shape[0], tuning.blocks("dequant_matmul", asked, USUAL[of]))
+
+
+def space(of: str, together: int, itemsize: int, shared: int) -> list[Blocks]:
+    """What may be measured: what has room in shared memory and in registers. Tiles of the weight pass through both."""
+
+    def fits(blocks: Blocks) -> bool:
+        tokens, rows, outputs, warps, stages = blocks
+        weight = together * rows * outputs
+        given, made = (together * rows, outputs) if of == "forward" else (outputs, together * rows)
+        held = stages * (tokens * given * itemsize + rows * outputs) + weight * itemsize
+        return held <= shared and 32 <= (tokens * made + weight) / (32 * warps) <= tuning.REGISTERS
+
+    sizes = itertools.product((64, 128), (32, 64), (64, 128, 256), (4, 8), (2, 3))
+    return [blocks for blocks in itertools.starmap(Blocks, sizes) if fits(blocks)]
 
 
 def _fitting(call: Call, tokens: int, most: Blocks) -> Blocks:

@@ -10,7 +10,8 @@ On a CPU the same kernels run interpreted, for tests.
 from __future__ import annotations
 
 import functools
-from typing import Any
+import itertools
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -18,14 +19,23 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 from jaxtyping import Array, Float
 
+from jaxmem.kernels import tuning
 from jaxmem.kernels.launch import launch
 
 from .reference import Rows
 
-NUMBERS = 4096  # of a tile: 16 a thread of 8 warps
+
+class Share(NamedTuple):
+    """What a program has."""
+
+    numbers: int  # of a tile, at least a row
+    warps: int
+    programs: int  # backward, at most: as many rows of partial sums
+
+
+USUAL = Share(4096, 8, 512)
 MOST = 65536  # numbers of a row
-PROGRAMS = 512  # backward: as many rows of partial sums
-WARPS = 8
+HELD = {"forward": 3, "backward": 6}  # registers for each number of a thread
 
 
 def normed(
@@ -44,8 +54,8 @@ def _normed(epsilon: float, x: Any, residual: Any, scale: Any) -> tuple[jax.Arra
 
 def _forward(epsilon: float, x: Any, residual: Any, scale: Any) -> tuple[tuple[jax.Array, jax.Array], Any]:
     rows, size = x.shape
-    several = _rows_of_tile(size)
-    wide = pl.next_power_of_2(size)
+    share, wide = _share("forward", x), pl.next_power_of_2(size)
+    several = max(1, share.numbers // wide)
     tile = pl.BlockSpec((several, wide), lambda i: (i, 0))
     given = (x,) if residual is None else (x, residual)
     shape = jax.ShapeDtypeStruct(x.shape, x.dtype)
@@ -57,7 +67,7 @@ def _forward(epsilon: float, x: Any, residual: Any, scale: Any) -> tuple[tuple[j
         in_specs=[pl.BlockSpec((wide,), lambda _: (0,)), *[tile] * len(given)],
         out_specs=[tile] * len(given),
         out_shape=[shape] * len(given),
-        warps=WARPS,
+        warps=share.warps,
         stages=1,
     )
     total = summed[0] if summed else x
@@ -67,8 +77,9 @@ def _forward(epsilon: float, x: Any, residual: Any, scale: Any) -> tuple[tuple[j
 def _backward(epsilon: float, kept: Any, cotangents: tuple[jax.Array, jax.Array]) -> tuple[Any, ...]:
     summed, scale, alone = kept
     rows, size = summed.shape
-    several, wide = _rows_of_tile(size), pl.next_power_of_2(size)
-    tiles = pl.cdiv(pl.cdiv(rows, several), PROGRAMS)  # of a program
+    share, wide = _share("backward", summed), pl.next_power_of_2(size)
+    several = max(1, share.numbers // wide)
+    tiles = pl.cdiv(pl.cdiv(rows, several), share.programs)  # of a program
     programs = pl.cdiv(rows, several * tiles)
     part = pl.BlockSpec((several * tiles, wide), lambda i: (i, 0))
     of_x, of_scale = launch(
@@ -82,7 +93,7 @@ def _backward(epsilon: float, kept: Any, cotangents: tuple[jax.Array, jax.Array]
             jax.ShapeDtypeStruct(summed.shape, summed.dtype),
             jax.ShapeDtypeStruct((programs, size), jnp.float32),
         ],
-        warps=WARPS,
+        warps=share.warps,
         stages=1,
     )
     return of_x, None if alone else of_x, jnp.sum(of_scale, axis=0).astype(scale.dtype)
@@ -91,8 +102,19 @@ def _backward(epsilon: float, kept: Any, cotangents: tuple[jax.Array, jax.Array]
 _normed.defvjp(_forward, _backward)
 
 
-def _rows_of_tile(size: int) -> int:
-    return max(1, NUMBERS // pl.next_power_of_2(size))
+def _share(of: str, x: jax.Array) -> Share:
+    rows, size = x.shape
+    asked = tuning.Asked(f"pallas {of}", x.dtype.name, (rows, size), functools.partial(space, of, size))
+    return tuning.blocks("rms_norm", asked, USUAL)
+
+
+def space(of: str, size: int, _: int) -> list[Share]:
+    """What may be measured: what has room in registers; shared memory is for sums alone."""
+    programs = (USUAL.programs,) if of == "forward" else (256, 512, 1024)
+    shares = itertools.starmap(Share, itertools.product((4096, 8192, 16384), (4, 8, 16), programs))
+    wide = pl.next_power_of_2(size)
+    fits = lambda one: HELD[of] * max(one.numbers, wide) / (32 * one.warps) <= tuning.REGISTERS  # noqa: E731
+    return list(filter(fits, shares))
 
 
 def _norm(epsilon: float, shape: tuple[int, int], scale_ref: Any, *refs: Any) -> None:

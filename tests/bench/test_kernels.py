@@ -8,12 +8,14 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from jaxmem.bench import attention, blocks, contest, kernels, torch_kernels
+from jaxmem.bench import attention, contest, kernels, torch_kernels
+from jaxmem.bench.operations import OPERATIONS
 from jaxmem.cli import benches
 from jaxmem.errors import UserError
 from jaxmem.kernels import attention as operation
-from jaxmem.kernels import choice
-from jaxmem.kernels.attention import IMPLEMENTATIONS, tuning
+from jaxmem.kernels import choice, tuning
+from jaxmem.kernels.attention import IMPLEMENTATIONS
+from jaxmem.kernels.attention import tuning as attention_tuning
 
 
 def test_every_contestant_has_a_row(monkeypatch):
@@ -139,8 +141,7 @@ def test_it_says_what_is_picked_and_a_measured_device_takes_its_winner(monkeypat
 def test_tuning_runs_dry_and_its_winners_are_taken(tmp_path, monkeypatch):
     """Two sizes of blocks for a pass of one kernel, and the winner is how the next call is cut."""
     monkeypatch.setattr(contest, "BURST", 0.0)
-    monkeypatch.setattr(blocks, "KERNELS", ("triton",))
-    monkeypatch.setattr(tuning, "PASSES", ("forward",))
+    monkeypatch.setattr(attention, "GRADIENTS", {})
     for name in set(IMPLEMENTATIONS) - {"reference", "blockwise", "triton"}:
         monkeypatch.delitem(IMPLEMENTATIONS, name)
     monkeypatch.setitem(IMPLEMENTATIONS, "triton", IMPLEMENTATIONS["triton"])
@@ -151,23 +152,58 @@ def test_tuning_runs_dry_and_its_winners_are_taken(tmp_path, monkeypatch):
     here = jax.devices()[0].device_kind
     assert set(table["attention"]) == {"another", here}
     assert table["attention"][here][0]["implementation"] in IMPLEMENTATIONS
-    (entry,) = table[tuning.OPERATION][here]
+    (entry,) = table["attention blocks"][here]
     assert entry["of"] == 2
     q = jnp.zeros((1, 100, 2, 16), jnp.bfloat16)
+    usual = [attention_tuning.usual(way, "forward", 16, 2) for way in ("triton", "pallas")]
+    entry["blocks"] = [16, 16, 4, 2]
     with choice.supplied(table):
-        assert list(tuning.measured("triton", "forward", q, q, 16)) == entry["blocks"]
-        assert tuning.measured("pallas", "forward", q, q, 16) is None
-    assert tuning.measured("triton", "forward", q, q, 16) is None
+        assert attention_tuning.blocks("triton", "forward", q, q, 16) == (16, 16, 4, 2)
+        assert attention_tuning.blocks("pallas", "forward", q, q, 16) == usual[1]
+    assert attention_tuning.blocks("triton", "forward", q, q, 16) == usual[0]
 
 
-@pytest.mark.parametrize("of", tuning.PASSES)
+def test_every_kernel_is_tuned(tmp_path, monkeypatch):
+    """Each that is not attention's, dry: two ways to cut it, of which one wins."""
+    monkeypatch.setattr(contest, "BURST", 0.0)
+    monkeypatch.setattr(kernels, "_winner", lambda *_: None)
+    path, here = tmp_path / "tuned.json", jax.devices()[0].device_kind
+    monkeypatch.setattr(kernels, "_measured", lambda *_: [])
+    for one in ("dequant_matmul", "adam8_update", "int8_add", "rms_norm", "cross_entropy"):
+        own = kernels.OPERATIONS[one]
+        kernels.tune(path, operation=one, seconds=0.0)
+        entries = json.loads(path.read_text())[f"{one} blocks"][here]
+        passes = own.work(own.cut(own.shapes[own.cuts[0]])).passes
+        assert [entry["kind"].split()[:2] for entry in entries] == [["pallas", of] for of in passes]
+        assert all(entry["of"] == 2 for entry in entries)
+
+
+@pytest.mark.parametrize("of", attention_tuning.PASSES)
 def test_what_may_be_measured_has_room(of):
-    small, large = (tuning.space(of, 128, 2, tuning.SHARED[capability]) for capability in ("8.9", "9.0"))
+    small, large = (attention_tuning.space(of, 128, 2, tuning.SHARED[capability]) for capability in ("8.9", "9.0"))
     assert set(small) < set(large)
     assert all((b.queries + b.keys * b.stages) * 128 * 2 <= tuning.SHARED["8.9"] for b in small)
     assert len(large) < 40  # each takes seconds to compile
-    kept = [tuning.usual(implementation, of, 128, 2) for implementation in ("pallas", "triton")]
+    kept = [attention_tuning.usual(implementation, of, 128, 2) for implementation in ("pallas", "triton")]
     assert set(kept) <= set(small)
+
+
+def test_the_usual_sizes_are_among_those_that_may_be_measured():
+    small = tuning.SHARED["8.9"]
+    spaces = [
+        (pallas.space(of, 2, 2, small), pallas.USUAL[of])
+        for pallas in [OPERATIONS["dequant_matmul"].implementations["pallas"]]
+        for of in ("forward", "backward")
+    ]
+    loss = OPERATIONS["cross_entropy"].implementations["pallas"]
+    spaces += [(loss.space(itemsize, small), usual) for itemsize, usual in loss.USUAL.items()]
+    update = OPERATIONS["adam8_update"].implementations["pallas"]
+    spaces += [(update.space(of, along, small), update.USUAL) for of in update.HELD for along in (-1, -2)]
+    norm = OPERATIONS["rms_norm"].implementations["pallas"]
+    spaces += [(norm.space(of, 4096, small), norm.USUAL) for of in norm.HELD]
+    for space, usual in spaces:
+        assert usual in space
+        assert 2 < len(space) < 40  # each takes seconds to compile
 
 
 def test_the_packages_table_is_not_tuned_without_a_gpu():

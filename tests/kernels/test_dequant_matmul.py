@@ -164,4 +164,4 @@ def test_bytes_of_the_named_shapes():
         )
         assert shape.weight_bytes == pytest.approx(q.nbytes, rel=0.01)
         call = Call(FORMS[shape.format], shape.block, shape.inputs, shape.outputs)
-        assert pallas._fitting(call, shape.tokens, pallas.FORWARD).rows >= 16  # the kernel can cut it
+        assert pallas._fitting(call, shape.tokens, pallas.USUAL["forward"]).rows >= 16  # the kernel can cut it

@@ -25,8 +25,7 @@ def exact(x, scale, g, own):
 
 def test_forward_and_gradients_equal_float64(monkeypatch):
     """Rows that fill no tile, tiles that fill no program; with a residual and without."""
-    monkeypatch.setattr(pallas, "NUMBERS", 512)
-    monkeypatch.setattr(pallas, "PROGRAMS", 3)
+    monkeypatch.setattr(pallas, "USUAL", pallas.Share(512, 8, 3))
     rng = np.random.default_rng(0)
     x, residual, g, own = (jnp.asarray(rng.standard_normal((3, 7, 100)), jnp.float32) for _ in range(4))
     scale = jnp.asarray(rng.standard_normal(100), jnp.float32)
