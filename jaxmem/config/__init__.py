@@ -4,6 +4,7 @@ from jaxmem.config.adapters import LOW_RANK
 from jaxmem.config.check import check
 from jaxmem.config.load import load_config, save_config
 from jaxmem.config.mesh import undivided
+from jaxmem.config.networks import Convnet, Decoder, Mlp, Model, Rope, Vit
 from jaxmem.config.presets import PRESETS, parameter_count
 from jaxmem.config.schema import json_schema
 from jaxmem.config.sections import (
@@ -12,24 +13,18 @@ from jaxmem.config.sections import (
     Checkpoint,
     Cluster,
     Config,
-    Convnet,
     Data,
-    Decoder,
     Generate,
     Memory,
     Mesh,
-    Mlp,
-    Model,
     Objective,
     Optimizer,
     Pipeline,
     Precision,
-    Rope,
     Rules,
     Save,
     Source,
     Train,
-    Vit,
 )
 
 __all__ = [

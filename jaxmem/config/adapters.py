@@ -6,7 +6,8 @@ from collections.abc import Iterator
 from fnmatch import fnmatchcase
 
 from jaxmem.config.names import LAYERS
-from jaxmem.config.sections import Adapter, Config, Convnet, Decoder
+from jaxmem.config.networks import Convnet, Decoder
+from jaxmem.config.sections import Adapter, Config
 
 PRODUCTS = ("nf4", "fp4", "int4", "int8")  # codes that kernels.dequant_matmul knows
 LOW_RANK = ("lora", "dora", "qlora")

@@ -14,20 +14,9 @@ from collections.abc import Iterator
 from jaxmem.config.adapters import check_adapter, check_some_layers
 from jaxmem.config.data import check_data
 from jaxmem.config.memory import check_memory, is_scheduled
+from jaxmem.config.networks import Convnet, Decoder, Mlp, Rope, Vit
 from jaxmem.config.optimizers import FIELDS, OPTIMIZERS
-from jaxmem.config.sections import (
-    Config,
-    Convnet,
-    Decoder,
-    Generate,
-    Mesh,
-    Mlp,
-    Objective,
-    Rope,
-    Rules,
-    Train,
-    Vit,
-)
+from jaxmem.config.sections import Config, Generate, Mesh, Objective, Rules, Train
 from jaxmem.errors import UserError
 
 DIGIT_CLASSES = 10

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from jaxmem.config.sections import Config, Data, Decoder, Source
+from jaxmem.config.networks import Decoder
+from jaxmem.config.sections import Config, Data, Source
 
 BYTE_VOCAB = 257  # 256 bytes and the end of a document
 DIGIT_SHAPE = (8, 1)  # pixels a side, channels

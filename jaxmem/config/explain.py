@@ -9,7 +9,9 @@ from typing import Any, Literal, get_args, get_origin
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
-from jaxmem.config.sections import FAMILIES, Config, Section
+from jaxmem.config.base import Section
+from jaxmem.config.networks import FAMILIES
+from jaxmem.config.sections import Config
 
 # What pydantic calls a mistake, and what would have been right.
 ALLOWED = {

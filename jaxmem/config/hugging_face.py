@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from jaxmem.config.sections import Decoder, Rope
+from jaxmem.config.networks import Decoder, Rope
 from jaxmem.errors import UserError
 
 MAX_BYTES = 16 << 20  # more than any of these files; their content is checked, not trusted

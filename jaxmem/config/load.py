@@ -18,9 +18,10 @@ from pydantic import ValidationError
 from jaxmem.config.check import check
 from jaxmem.config.explain import explain
 from jaxmem.config.hugging_face import decoder_fields
+from jaxmem.config.networks import Decoder
 from jaxmem.config.peft import adapter_fields
 from jaxmem.config.presets import PRESETS
-from jaxmem.config.sections import Adapter, Config, Decoder
+from jaxmem.config.sections import Adapter, Config
 from jaxmem.errors import UserError, nearest
 
 MAX_BYTES = 256 * 1024

@@ -6,7 +6,8 @@ from collections.abc import Iterator
 from importlib.util import find_spec
 
 from jaxmem.config.names import BOUNDARY, IN_CHUNKS, IN_GROUPS, NAMES, RESTING, on_host, rests_on_host
-from jaxmem.config.sections import Config, Decoder, Save, Vit
+from jaxmem.config.networks import Decoder, Vit
+from jaxmem.config.sections import Config, Save
 from jaxmem.errors import nearest
 
 

@@ -10,7 +10,8 @@ import math
 from collections.abc import Iterable, Iterator
 
 from jaxmem.config.check import check
-from jaxmem.config.sections import Config, Convnet, Decoder, Mesh, Mlp, Rules, Vit
+from jaxmem.config.networks import Convnet, Decoder, Mlp, Vit
+from jaxmem.config.sections import Config, Mesh, Rules
 from jaxmem.errors import UserError
 
 AXES = ("replica", "fsdp", "tensor", "context", "stage")

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from jaxmem.config.sections import Decoder
+from jaxmem.config.networks import Decoder
 
 SHAPE = ("vocab", "layers", "embed", "mlp", "heads", "kv_heads", "head_dim")
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from jaxmem.config.networks import FAMILIES, Decoder
 from jaxmem.config.presets import PRESETS
-from jaxmem.config.sections import FAMILIES, Config, Decoder
+from jaxmem.config.sections import Config
 
 
 def json_schema() -> dict[str, Any]:

@@ -6,114 +6,14 @@ what a person wrote; what follows from them together is checked in `check.py`.
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
 
+from jaxmem.config.base import Count, Fraction, NotNegative, Positive, Section
+from jaxmem.config.networks import Convnet, Decoder, Model
 from jaxmem.config.optimizers import OPTIMIZERS
 from jaxmem.errors import UserError
-
-Count = Annotated[int, Field(ge=1)]
-Fraction = Annotated[float, Field(ge=0.0, lt=1.0)]
-Positive = Annotated[float, Field(gt=0.0)]
-NotNegative = Annotated[float, Field(ge=0.0)]
-
-
-class Section(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, validate_default=True, allow_inf_nan=False)
-
-
-# ------------------------------------------------------------------ models
-
-
-class Rope(Section):
-    """Rotary positions: the base frequency and how it is stretched for longer contexts."""
-
-    theta: Positive = 10_000.0
-    scaling: Literal["none", "linear", "llama3", "yarn"] = "none"
-    factor: Positive = 1.0
-    original_length: Count = 8192
-    low_frequency: Positive = 1.0  # llama3: wavelengths per original_length, below which all is stretched
-    high_frequency: Positive = 4.0  # llama3: above which nothing is
-    beta_fast: Positive = 32.0  # yarn: rotations per original_length
-    beta_slow: Positive = 1.0
-    attention_factor: Positive | None = None  # yarn: on cosine and sine; None: 0.1 ln(factor) + 1
-
-
-class Decoder(Section):
-    """Llama 2/3, Mistral, Qwen 2.5/3: pre-norm attention and a gated MLP."""
-
-    family: Literal["decoder"] = "decoder"
-    preset: str | None = None
-    hf: str | None = None  # a Hugging Face directory, which gives the weights and every field that is not given here
-    vocab: Count
-    layers: Count
-    embed: Count
-    mlp: Count
-    heads: Count
-    kv_heads: Count
-    head_dim: Count
-    rope: Rope = Rope()
-    norm_epsilon: Positive = 1e-5
-    qk_norm: bool = False
-    attention_bias: bool = False  # of queries, keys and values
-    output_bias: bool = False  # of what attention gives
-    mlp_bias: bool = False
-    tie_embeddings: bool = False
-    window: Count | None = None  # keys a query sees, itself included
-    dropout: Fraction = 0.0
-
-
-class ImageInput(Section):
-    """An image of height x width x channels, as numbers or as categories for each pixel."""
-
-    image_size: Count = 8
-    channels: Count = 1
-    outputs: Count = 10
-
-
-class Vit(ImageInput):
-    """Vision transformer: patches to tokens, learned positions, bidirectional attention."""
-
-    family: Literal["vit"] = "vit"
-    preset: None = None
-    patch: Count = 2
-    layers: Count = 4
-    embed: Count = 64
-    mlp: Count = 128
-    heads: Count = 4
-    dropout: Fraction = 0.0
-
-
-class Convnet(ImageInput):
-    """Residual convolutions with normalisation and pooling between stages."""
-
-    family: Literal["convnet"] = "convnet"
-    preset: None = None
-    stages: Annotated[tuple[Count, ...], Field(strict=False, min_length=1)] = (32, 64)  # channels of each
-    blocks: Count = 2  # residual blocks a stage
-    dropout: Fraction = 0.0
-
-
-class Mlp(ImageInput):
-    """Dense layers with residual connections; pixels as numbers, one-hot or embedded categories."""
-
-    family: Literal["mlp"] = "mlp"
-    preset: None = None
-    layers: Count = 3
-    embed: Count = 128
-    mlp: Count = 256
-    inputs: Literal["numbers", "one_hot", "embedding"] = "numbers"
-    categories: Count = 17  # values a pixel takes, for one_hot and embedding
-    dropout: Fraction = 0.0
-
-
-Model = Annotated[Decoder | Vit | Convnet | Mlp, Field(discriminator="family")]
-FAMILIES: dict[str, type[Section]] = {
-    kind.model_fields["family"].default: kind for kind in get_args(get_args(Model)[0])
-}
-
-# ------------------------------------------------------------------ the rest of a run
 
 
 class Objective(Section):

@@ -14,7 +14,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import jaxmem.config
-from jaxmem.config.sections import FAMILIES, Config, Rules, Section
+from jaxmem.config.base import Section
+from jaxmem.config.networks import FAMILIES
+from jaxmem.config.sections import Config, Rules
 
 ROOT = Path(__file__).parents[2]
 FILES = [

@@ -7,7 +7,8 @@ import json
 import pytest
 
 from jaxmem.config import PRESETS, Decoder, json_schema
-from jaxmem.config.sections import FAMILIES, Config, Objective
+from jaxmem.config.networks import FAMILIES
+from jaxmem.config.sections import Config, Objective
 
 
 @pytest.fixture(scope="module")
