@@ -1,0 +1,55 @@
+"""The pages of README and docs, and what is typed on them."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+ROOT = Path(__file__).parents[2]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+PROGRAMS = ("jaxmem", "python", "make")
+
+
+def written(page: Path, language: str) -> list[str]:
+    return re.findall(rf"```{language}\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL)
+
+
+def typed(page: Path) -> list[list[str]]:
+    """Every command of a page, each once, in words, without what starts it (`srun jaxmem ...`) or where its output
+    goes."""
+    text = "\n".join(written(page, "sh")).replace("\\\n", " ")
+    found = []
+    for line in text.splitlines():
+        words = shlex.split(line.partition(" > ")[0], comments=True)
+        first = next((at for at, word in enumerate(words) if word in PROGRAMS), None)
+        if first is not None and words[first:] not in found:
+            found.append(words[first:])
+    return found
+
+
+def named(page: Path) -> str:
+    return str(page.relative_to(ROOT))
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """A test of `words` is of each command, one of `commands` of each page that has some, one of `page` of each."""
+    of = {page: typed(page) for page in PAGES}
+    if "words" in metafunc.fixturenames:
+        every = [(f"{named(page)}: {' '.join(words)[:60]}", words) for page in PAGES for words in of[page]]
+        metafunc.parametrize("words", [words for _, words in every], ids=[name for name, _ in every])
+    elif "commands" in metafunc.fixturenames:
+        some = [page for page in PAGES if of[page]]
+        metafunc.parametrize("commands", [of[page] for page in some], ids=[named(page) for page in some])
+    elif "page" in metafunc.fixturenames:
+        metafunc.parametrize("page", PAGES, ids=named)
+
+
+@pytest.fixture
+def shown(page: Path) -> list[dict[str, Any]]:
+    """What a page shows of configs."""
+    return [yaml.safe_load(block) for block in written(page, "yaml")]

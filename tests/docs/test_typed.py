@@ -1,0 +1,132 @@
+"""What README and docs tell people to type, typed: page by page, each command after the one before."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from jaxmem.devices import simulated
+from jaxmem.tour.docstrings import VOCAB, write_conversations, write_tokenizer
+
+ROOT = Path(__file__).parents[2]
+
+# What readers have, under the names that the pages have for it; all of it small, the models of configs/ too.
+MODEL = {"vocab": VOCAB, "layers": 8, "embed": 128, "mlp": 256, "heads": 8, "kv_heads": 8, "head_dim": 16}
+MODELS = ("HF_DIR", "llama-3.2-1b", "llama-3-70b")
+CHATS = ("chats.jsonl", "data/chats.jsonl")
+TOKENS = ("tokens", "data/llama3-tokens")
+TUNED = {"data": {"source": "chat", "path": "chats.jsonl"}, "adapter": {"kind": "qlora", "rank": 4}}
+CONFIGS = {
+    "base.yaml": {"name": "base", "model": MODEL, "data": {"source": "stdlib", "tokenizer": "data/llama3"}},
+    "mine.yaml": {"name": "mine", "model": {"hf": "HF_DIR"}, **TUNED},
+    "tune.yaml": {"name": "tuned", "model": {"hf": "base-hf"}, **TUNED},
+}
+QUESTION = {"prompt": "The sky is", "choices": [" blue", " green"], "answer": 0}
+# What is typed stays as it is; these only do less of it.
+LESS = {
+    "fit": ["--compiles", "2"],
+    "--maximize": ["memory.budget=0.25"],
+    "kernels": ["--seconds", "0.1"],
+    "scripts/fuzz.py": ["-n", "2"],
+}
+
+
+def cut_down(config: dict[str, Any]) -> str:
+    """The same config with little to do: a small decoder, short rows, two steps."""
+    if str(config["model"].get("preset")).startswith("llama"):
+        config["model"] = MODEL
+    if config["data"]["source"] != "digits":
+        config["data"] = {**config["data"], "sequence_length": 64}
+    config.get("optimizer", {}).pop("warmup", None)
+    return yaml.safe_dump({**config, "train": {"steps": 2}, "checkpoint": {}})
+
+
+def devices(place: Path, words: list[str]) -> int:
+    """As many as the config that is trained asks for."""
+    for config in (place / word for word in words if word.endswith(".yaml")):
+        return math.prod(max(size, 1) for size in yaml.safe_load(config.read_text()).get("mesh", {}).values())
+    return 1
+
+
+def types(place: Path, *words: str, seen: int = 0) -> None:
+    """A command does what it should: it ends well, or says in a line that it needs a GPU."""
+    here = {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+    if "tour" in words:
+        here["XLA_FLAGS"] = ""  # it trains for long enough that compiling well pays
+    program = ["-m", "jaxmem"] if words[0] == "jaxmem" else []
+    less = [more for word in words for more in LESS.get(word, ())]
+    done = subprocess.run(
+        [sys.executable, *program, *words[1:], *less],
+        cwd=place,
+        env=os.environ | simulated(seen or devices(place, words)) | here,
+        input="What is it?\n",
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    told = f"{shlex.join(words)}\n{done.stdout}\n{done.stderr}"
+    assert done.returncode == 0 or (done.returncode == 2 and "GPU, and there is none here" in done.stderr), told
+    assert "Traceback" not in done.stderr, told
+
+
+@pytest.fixture(scope="module")
+def desk(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What every reader begins with. Of what was trained before, they have an adapter."""
+    place = tmp_path_factory.mktemp("desk")
+    (place / "configs").mkdir()
+    for config in (ROOT / "configs").glob("*.yaml"):
+        (place / "configs" / config.name).write_text(cut_down(yaml.safe_load(config.read_text(encoding="utf-8"))))
+    for name, own in CONFIGS.items():
+        (place / name).write_text(cut_down({**own}))
+    (place / "scripts").symlink_to(ROOT / "scripts")
+    (place / "FILE").write_text(f"{json.dumps(QUESTION)}\n" * 40)
+    write_tokenizer(sorted((ROOT / "jaxmem").rglob("*.py")), place / "data/llama3")
+    for name in CHATS:
+        write_conversations([(f"What is {n}?", f"It is {n}.") for n in range(200)], place / name)
+    for name in TOKENS:
+        types(place, "jaxmem", "tokenize", "base.yaml", "--output", name)
+    types(place, "jaxmem", "train", "base.yaml")
+    for name in MODELS:
+        types(place, "jaxmem", "export", "runs/base", name)
+    types(place, "jaxmem", "train", "mine.yaml")
+    (place / "runs").rename(place / "before")
+    return place
+
+
+@pytest.fixture
+def place(desk: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(desk, tmp_path / "desk", symlinks=True))
+
+
+def test_what_a_page_says_is_typed(commands: list[list[str]], place: Path) -> None:
+    for words in commands:
+        for run in (place / word for word in words[2:] if word.startswith("runs/") and words[1] != "train"):
+            if not run.exists():
+                shutil.copytree(place / "before/mine", run)
+        shutil.rmtree(place / "DIR", ignore_errors=True)
+        if words[0] != "make":  # `make test` is this; of `make demo` below
+            types(place, *words)
+
+
+def test_the_demo(place: Path) -> None:
+    """What `make demo` types, once it has installed."""
+    recipe = re.findall(r"^\t@\$\(BIN\)/(jaxmem .*)$", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    assert len(recipe) == 3
+    for line in recipe:
+        types(place, *shlex.split(line.replace("$(DEMO)", "configs/demo.yaml")))
+
+
+def test_the_same_from_python(place: Path) -> None:
+    (code,) = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(encoding="utf-8"), re.DOTALL)
+    types(place, "python", "-c", code, seen=8)
