@@ -1,8 +1,9 @@
-"""The other kernels, all in one program, as Triton and ptxas compile them for GPUs that are not here: each within its
-shared memory, with no register spilled. What they compute is tested interpreted, in a file for each."""
+"""The other operations as XLA, Triton and ptxas compile them for GPUs that are not here: each kernel within its shared
+memory, with no register spilled. What they compute is tested interpreted, in a file for each."""
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import re
 import subprocess
@@ -24,58 +25,101 @@ from jaxmem.kernels import (
     rms_norm,
     sliding_max,
 )
+from jaxmem.kernels.adam8_update import IMPLEMENTATIONS as ADAM8_UPDATE
+from jaxmem.kernels.cross_entropy import IMPLEMENTATIONS as CROSS_ENTROPY
+from jaxmem.kernels.dequant_matmul import IMPLEMENTATIONS as DEQUANT_MATMUL
+from jaxmem.kernels.rms_norm import IMPLEMENTATIONS as RMS_NORM
+from jaxmem.kernels.sliding_max import IMPLEMENTATIONS as SLIDING_MAX
 from jaxmem.planning.hlo import read_module, total_flops
 from jaxmem.planning.targets import parse_target, target_devices
-from jaxmem.quant import quantize
+from jaxmem.quant import QTensor, quantize
 
 TOKENS, INPUTS, OUTPUTS = 512, 1024, 768
 # One GPU of each compute capability: 8.0, 8.6, 8.9, 9.0, 10.0, 12.0.
 TARGETS = ("a100-40gb", "a6000-48gb", "rtx4090-24gb", "h100-80gb", "b200-180gb", "rtx5090-32gb")
-LOSS = ("cross_entropy", "cross_entropy_of_logits")
-WINDOWS = ("sliding_max_straight", "sliding_max_shared")
-NORM = ("rms_norm", "rms_norm_backward")
-NAMES = {"dequant_matmul", "dequant_matmul_of_activations", "adam8_update", "int8_add", *LOSS, *WINDOWS, *NORM}
+KERNELS = {"pallas", "shared", "straight"}  # implementations that are not plain JAX
+PRODUCTS, UPDATES = {"dequant_matmul", "dequant_matmul_of_activations"}, {"adam8_update", "int8_add"}
+REST = {
+    "cross_entropy", "cross_entropy_of_logits", "rms_norm", "rms_norm_backward", "sliding_max_straight",
+    "sliding_max_shared",
+}  # fmt: skip
+TRITON = '"__gpu$xla.gpu.triton"'  # what Pallas' kernels are to XLA
+# What a program has: codes, how blocks run that are updated, and its kernels; XLA writes one of a name. fp4 is decoded
+# as nf4 is, with constants as those of int4.
+PROGRAMS = {
+    "nf4": (-1, PRODUCTS | UPDATES | REST),
+    "int8": (-2, PRODUCTS | UPDATES),
+    "int4": (None, PRODUCTS),
+}
+NAMES = PROGRAMS["nf4"][1]
 
 
-def program(x, g, nf4, state, unbiased, int8, seeds):
-    """Every kernel once."""
-    double = Constants(nf4.scale.codes, nf4.scale.scale, nf4.scale.offset)
-    product = lambda x: dequant_matmul(x, nf4.codes, double, format="nf4", block_size=64, implementation="pallas")  # noqa: E731
-    y, pull = jax.vjp(product, x)
-    wide = jnp.zeros((INPUTS, OUTPUTS), jnp.bfloat16)
-    u, new = adam8_update(wide, state, unbiased, implementation="pallas")
-    loss = lambda x, w: jnp.sum(cross_entropy(x, w, jnp.zeros(TOKENS, jnp.int32), implementation="pallas"))  # noqa: E731
-    coded = int8_add(int8.codes, int8.scale, u, seeds, implementation="pallas")
-    windows = [
-        sliding_max(unbiased[0] * x[0].astype(jnp.float32), 64, implementation=i) for i in ("straight", "shared")
-    ]
-    norm = lambda x: rms_norm(x, x[0], residual=x, implementation="pallas")  # noqa: E731
-    normal, back = jax.vjp(norm, x)
-    return y, pull(g), new, coded, jax.value_and_grad(loss, (0, 1))(x, wide), windows, back(normal)
+def product(way, x, g, q):
+    """And back."""
+    double = isinstance(q.scale, QTensor)
+    scale = Constants(q.scale.codes, q.scale.scale, q.scale.offset) if double else q.scale
+    options = {"format": q.format, "block_size": q.block_size, "implementation": way}
+    y, pull = jax.vjp(lambda x: dequant_matmul(x, q.codes, scale, **options), x)
+    return y, pull(g)
 
 
-def arguments(place):
+def updates(way, weight, blocks):
+    options = {"axis": blocks.axis, "block_size": blocks.block_size, "implementation": way}
+    state = Moments8(blocks.codes.astype(jnp.uint8), blocks.codes.astype(jnp.uint8), blocks.scale, blocks.scale)
+    u, new = adam8_update(weight, state, jnp.ones(2, jnp.float32), **options)
+    seeds = jnp.zeros(blocks.scale.shape, jnp.uint32)
+    return new, int8_add(blocks.codes, blocks.scale, u, seeds, **options)
+
+
+def loss(way, x, weight):
+    labels = jnp.zeros(TOKENS, jnp.int32)
+    run = lambda x, w: jnp.sum(cross_entropy(x, w, labels, implementation=way))  # noqa: E731
+    return jax.value_and_grad(run, (0, 1))(x, weight)
+
+
+def norm(way, x):
+    """And back."""
+    normal, pull = jax.vjp(lambda x: rms_norm(x, x[0], residual=x, implementation=way), x)
+    return pull(normal)
+
+
+def program(ways, own, x, g, weight, coded, blocks, numbers):
+    """By these implementations the operations of `own`; attention has a test of its own."""
+    made = []
+    if own >= PRODUCTS:
+        made += [product(way, x, g, coded) for way in ways & set(DEQUANT_MATMUL)]
+    if own >= UPDATES:
+        made += [updates(way, weight, blocks) for way in ways & set(ADAM8_UPDATE)]
+    if own >= REST:
+        made += [loss(way, x, weight) for way in ways & set(CROSS_ENTROPY)]
+        made += [norm(way, x) for way in ways & set(RMS_NORM)]
+        made += [sliding_max(numbers, 64, implementation=way) for way in ways & set(SLIDING_MAX)]
+    return made
+
+
+def compiled(ways, form, target, options):
+    along, own = PROGRAMS[form]
+    mesh = Mesh(np.array(target_devices(parse_target(target), 8 * 2**30)[:1]), ("one",))
+    place, whole = NamedSharding(mesh, PartitionSpec()), PartitionSpec()
+
     def made():
         w = jnp.zeros((INPUTS, OUTPUTS), jnp.float32)
-        m, v = quantize(w, "dynamic8", 256, -1), quantize(w, "udynamic8", 256, -1)
-        state = Moments8(m.codes, v.codes, m.scale, v.scale)
-        nf4, int8 = quantize(w, "nf4", 64, -2, double=True), quantize(w, "int8", 256, -2)
         tokens = (jnp.zeros((TOKENS, size), jnp.bfloat16) for size in (INPUTS, OUTPUTS))
-        return (*tokens, nf4, state, jnp.zeros(2, jnp.float32), int8, jnp.zeros(int8.scale.shape, jnp.uint32))
+        coded, blocks = quantize(w, form, 64, -2, double=form == "nf4"), quantize(w, "int8", 128, along or -1)
+        return (*tokens, w.astype(jnp.bfloat16), coded, blocks, w[0])
 
-    shapes = jax.eval_shape(made)
-    return jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=place), shapes)
+    run = functools.partial(program, set(ways), own)
+    cut = jax.shard_map(run, mesh=mesh, in_specs=whole, out_specs=whole, check_vma=False)
+    arguments = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=place), jax.eval_shape(made))
+    return jax.jit(cut).lower(*arguments).compile(compiler_options={"xla_gpu_autotune_level": "0", **options})
 
 
 @pytest.mark.parametrize("target", TARGETS)
-def test_every_kernel_fits_each_gpu(target, tmp_path):
-    mesh = Mesh(np.array(target_devices(parse_target(target), 8 * 2**30)[:1]), ("one",))
-    whole = PartitionSpec()
-    cut = jax.shard_map(program, mesh=mesh, in_specs=whole, out_specs=whole, check_vma=False)
-    dump = {"xla_gpu_autotune_level": "0", "xla_dump_to": str(tmp_path), "xla_dump_emitter_re": "ptx"}
-    dump["xla_backend_optimization_level"] = "3"  # as it would run: the tests' own level spills a few registers
-    lowered = jax.jit(cut).lower(*arguments(NamedSharding(mesh, whole)))
-    made = lowered.compile(compiler_options=dump)
+@pytest.mark.parametrize("form", PROGRAMS)
+def test_every_kernel_fits_each_gpu(form, target, tmp_path):
+    dump = {"xla_dump_to": str(tmp_path), "xla_dump_emitter_re": "ptx"}
+    # As it would run: the tests' own level spills a few registers.
+    made = compiled(KERNELS, form, target, {**dump, "xla_backend_optimization_level": "3"})
 
     major, minor = parse_target(target).gpu.compute_capability.split(".")
     found, shared = {}, set()
@@ -89,12 +133,23 @@ def test_every_kernel_fits_each_gpu(target, tmp_path):
         said = subprocess.run(command, capture_output=True, text=True, check=True).stderr
         shared |= entries if "ld.shared" in text else set()
         found |= {entry: re.findall(r"(\d+) bytes spill stores", said) for entry in entries}
-    assert set(found) == NAMES
+    _, own = PROGRAMS[form]
+    assert set(found) == own
+    assert TRITON in made.as_text()
     assert all(set(spills) == {"0"} for spills in found.values()), found
-    assert shared & set(WINDOWS) == {"sliding_max_shared"}  # numbers go between threads through shared memory
+    if own >= REST:  # numbers go between threads through shared memory
+        assert shared & {"sliding_max_straight", "sliding_max_shared"} == {"sliding_max_shared"}
     # What they say of themselves is what a plan counts: two products, and four of the loss.
     module = read_module(made.runtime_executable().hlo_modules()[0].as_serialized_hlo_module_proto())
-    assert total_flops(module) == pytest.approx((2 + 4) * 2 * TOKENS * INPUTS * OUTPUTS, rel=1e-6)
+    products = 2 + (4 if own >= REST else 0)
+    assert total_flops(module) == pytest.approx(products * 2 * TOKENS * INPUTS * OUTPUTS, rel=1e-6)
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_plain_jax_compiles_for_each_gpu(target):
+    ways = {*DEQUANT_MATMUL, *ADAM8_UPDATE, *CROSS_ENTROPY, *RMS_NORM, *SLIDING_MAX} - KERNELS
+    assert ways == {"reference", "sliced"}
+    assert TRITON not in compiled(ways, "nf4", target, {}).as_text()
 
 
 def ptxas():
