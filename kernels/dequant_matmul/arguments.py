@@ -68,7 +68,10 @@ def checked(
     last = "outputs" if transposed else "inputs"
     _require(x.ndim >= 1 and x.size > 0, f"x has shape {x.shape}; it should be [..., {last}], of no dimension empty")
     _require(x.dtype.name in DTYPES, f"x is {x.dtype}; it should be one of {', '.join(DTYPES)}")
-    _require(codes.ndim == 2, f"codes has shape {codes.shape}; it should be [inputs, outputs], several to a byte")
+    _require(
+        codes.ndim == 2 and codes.size > 0,
+        f"codes has shape {codes.shape}; it should be [inputs, outputs], several to a byte",
+    )
     wanted = "int8" if form.bits == 8 else "uint8"
     _require(codes.dtype.name == wanted, f"codes is {codes.dtype}; codes of {format_} are {wanted}")
     outputs = codes.shape[1]
@@ -86,11 +89,13 @@ def checked(
     )
     if isinstance(scale, Constants):
         _require(
-            scale.scale.ndim == 2 and scale.scale.shape[1] == outputs and scale.mean.shape == (1, 1),
+            scale.scale.shape[1:] == (outputs,) and scale.scale.size > 0 and scale.mean.shape == (1, 1),
             f"scale has groups of shape {scale.scale.shape} and a mean of {scale.mean.shape}; they should be"
             f" [groups, {outputs}] and [1, 1]",
         )
-        _require(jnp.issubdtype(own.dtype, jnp.uint8), f"scale has codes in {own.dtype}; they should be uint8")
+        _require(own.dtype == jnp.uint8, f"scale has codes in {own.dtype}; they should be uint8")
+        for name, x in (("groups", scale.scale), ("a mean", scale.mean)):
+            _require(x.dtype == jnp.float32, f"scale has {name} in {x.dtype}; they should be float32")
     else:
         _require(own.dtype == jnp.float32, f"scale is {own.dtype}; it should be float32")
     return Call(form, block_size, inputs, outputs)

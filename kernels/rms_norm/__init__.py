@@ -32,6 +32,7 @@ def rms_norm(
     _require(x.ndim >= 1 and x.size > 0, f"x has shape {x.shape}; it should be [..., size], of no dimension empty")
     _require(x.dtype.name in DTYPES, f"x is {x.dtype}; it should be one of {', '.join(DTYPES)}")
     _require(scale.shape == x.shape[-1:], f"scale has shape {scale.shape}; it should be {x.shape[-1:]}")
+    _require(scale.dtype.name in DTYPES, f"scale is {scale.dtype}; it should be one of {', '.join(DTYPES)}")
     alike = residual is None or (residual.shape == x.shape and residual.dtype == x.dtype)
     _require(alike, f"residual should be {x.dtype} of shape {x.shape}, as x is")
     _require(epsilon >= 0.0, f"epsilon is {epsilon}; it should not be negative")

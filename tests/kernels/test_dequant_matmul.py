@@ -121,33 +121,6 @@ def test_dynamic_codes_as_arithmetic(signed):
     assert np.all(distances[0] <= distances[1] * (1 + 1e-5))
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"format": "nf3"}, "format is 'nf3'; it should be one of nf4, fp4, int4, int8"),
-        ({"x": (0, 64)}, "x has shape (0, 64); it should be [..., inputs], of no dimension empty"),
-        ({"x_dtype": "int32"}, "x is int32; it should be one of"),
-        ({"codes": (32, 8, 1)}, "codes has shape (32, 8, 1)"),
-        ({"codes_dtype": "int8"}, "codes is int8; codes of nf4 are uint8"),
-        ({"codes": (64, 8)}, "codes has 64 rows; 64 inputs in nf4 take 32"),
-        ({"scale": (3, 8)}, "scale has shape (3, 8); 64 inputs in blocks of 32 take (2, 8)"),
-        ({"scale_dtype": "bfloat16"}, "scale is bfloat16; it should be float32"),
-        ({"block_size": 0}, "block_size is 0; it should be at least 1"),
-        ({"inputs": 60}, "x has shape (3, 64); its last dimension should be the 60 inputs"),
-        ({"implementation": "palas"}, "implementation is 'palas'; it should be one of pallas, reference, sliced"),
-    ],
-)
-def test_mistakes_are_named(changes, message):
-    def array(name, shape, dtype):
-        return jnp.zeros(changes.get(name, shape), changes.get(f"{name}_dtype", dtype))
-
-    arrays = array("x", (3, 64), "float32"), array("codes", (32, 8), "uint8"), array("scale", (2, 8), "float32")
-    named = ("format", "block_size", "inputs", "implementation")
-    options = {"format": "nf4", "block_size": 32} | {name: changes[name] for name in named if name in changes}
-    with pytest.raises(ValueError, match=re.escape(f"dequant_matmul: {message}")):
-        dequant_matmul(*arrays, **options)
-
-
 def test_what_the_kernel_cannot_cut_is_said():
     x, _, q = drawn("int8")
     arrays, options = arguments(q)
