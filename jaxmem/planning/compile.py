@@ -30,6 +30,8 @@ _REMARKS = {
     "state over the limit": re.compile(r"arguments \((?P<what>\d+)\) exceeds the base limit"),
     "over the limit": re.compile(r"Can't reduce memory use below (?P<what>\S+)"),
 }
+# A page of it about a product for which XLA had no default kernel; compiling goes on without (`elsewhere.py`).
+_NO_DEFAULT = re.compile(rb"(?ms)^E\d{4} [^\n]*\] Could not get config for HLO.*?(?=^[EIW]\d{4} |\Z)")
 # For a program that will never run: LLVM, which comes after XLA, need not optimize it. Half of a CPU's compilation.
 _QUICK: Options = {"xla_backend_optimization_level": "0", "xla_llvm_disable_expensive_passes": True}
 
@@ -154,7 +156,7 @@ def listening() -> Iterator[Remarks]:
             sys.stderr.flush()
             os.dup2(real, 2)
             log.seek(0)
-            for line in log.read().splitlines(keepends=True):
+            for line in _NO_DEFAULT.sub(b"", log.read()).splitlines(keepends=True):
                 if not _remarked(line.decode(errors="replace"), remarks):
                     os.write(2, line)
             os.close(real)

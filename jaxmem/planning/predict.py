@@ -147,10 +147,12 @@ class _Sizes:
             self.chunk = loss_chunk(cfg, platform) or 0
             self.is_whole = self.chunk == held_vocabulary(cfg)
             # Where the features' gradient and the head's both travel, XLA makes the head's after the layers' gradients.
-            # So it does where state comes from the host, in a step of one micro-batch: seen where fsdp splits it.
+            # So it does where keys go round; where state comes from the host, in a step of one micro-batch, seen where
+            # fsdp splits it; and from jax 0.11 on, where layers run again, on a lone device too.
             travels = cfg.zero >= 2 and mesh.fsdp * mesh.context > 1
             fetched = rests_on_host(cfg.memory.offload, "optimizer") and cfg.batch.accumulate == 1 and mesh.fsdp > 1
-            self.head_waits = travels and (self.chunk < model.vocab or fetched)
+            alone = jax.__version_info__ >= (0, 11) and cfg.memory.remat != "none" and split * tensor * mesh.stage == 1
+            self.head_waits = (travels and (self.chunk < model.vocab or mesh.context > 1 or fetched)) or alone
             self.logits = tokens / (tensor // vocab) * self.chunk * width
             self.head = model.embed * self.chunk * width
             attention = (2 * model.heads + 2 * model.kv_heads) * model.head_dim
@@ -197,20 +199,23 @@ class _Sizes:
             self.layer + (self.matrix if self.cfg.mesh.fsdp > 1 else 0)
             + 6 * self.residual + (1 + 2 * wide) * self.queries + 2 * (1 + wide) * self.keys
         )  # fmt: skip
-        return lasting + max(4 * self.hidden + self.pieces, self._ring(model, wide))
+        mlp = 4 * self.hidden + self.pieces
+        return lasting + max(mlp, self._ring(model, wide, mlp))
 
-    def _ring(self, model: Decoder, wide: float) -> float:
+    def _ring(self, model: Decoder, wide: float, mlp: float) -> float:
         """What devices that pass keys round have beside their own attention: keys and their gradients on the way, of
-        two halves of the queries q, output and both gradients, and where blocks are written out one after the other
-        XLA makes all blocks' scores before it uses the first: probabilities and their gradients in float32, and
-        rounded."""
+        two halves of the queries q, output and both gradients. Where blocks are written out one after the other XLA
+        makes all blocks' scores before it uses the first, probabilities and their gradients in float32, and rounded;
+        the gradients of the MLP's weights after them; and what devices of `tensor` gather is turned round twice."""
         cfg = self.cfg
         half = cfg.data.sequence_length // (2 * cfg.mesh.context)
         if cfg.mesh.context == 1 or model.window:
             return 0
         moving = 2 * (1 + wide) * self.keys + (3 + wide) * self.queries
-        scores = self.queries / model.head_dim * half if half * half <= SHORT else 0
-        return moving + (2 * wide + 1) * scores
+        if half * half > SHORT:
+            return moving
+        scores = (2 * wide + 1) * self.queries / model.head_dim * half
+        return moving + scores + mlp + (2 * self.residual if cfg.mesh.tensor > 1 else 0)
 
 
 def _platform(built: Program) -> str:

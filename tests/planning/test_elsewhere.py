@@ -10,8 +10,9 @@ import pytest
 
 from jaxmem.planning import parse_target
 from jaxmem.planning.buffers import sizes_of
+from jaxmem.planning.compile import compile_all, listening
 from jaxmem.planning.elsewhere import UNTIMED, compile_elsewhere, without_cache
-from jaxmem.planning.hlo import read_module
+from jaxmem.planning.hlo import read_module, total_flops
 from jaxmem.planning.targets import target_devices
 
 Lowered = jax.stages.Lowered
@@ -41,6 +42,25 @@ def test_it_ends_before_code_is_made_with_the_same_bytes(lowered: Lowered, monke
     }
     assert made.alias_size_in_bytes == 256 * 256 * 4
     assert {"parameter", "fusion"} <= {one.opcode for one in read_module(module).walk()}
+
+
+def test_joined_weights_have_a_gradient_on_every_jax(capfd: pytest.CaptureFixture) -> None:
+    """For which jax 0.11 has no default kernel, and says so in a page."""
+    place = jax.sharding.SingleDeviceSharding(target_devices(parse_target("h100-80gb"), 2**33)[0])
+    turned, key, x = (
+        jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=place)
+        for shape in ((16, 512, 32, 64), (8192, 1024), (8192, 4096))
+    )
+
+    def gradient(x: jax.Array, a: jax.Array, b: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+        q = jnp.concatenate([a, b], -1).reshape(8192, 4096)
+        return jnp.concatenate([x.T @ q, x.T @ k, x.T @ v], 1)
+
+    lowered = jax.jit(gradient).lower(x, turned, turned, key, key)
+    with listening():
+        compiled, _ = compile_all(lowered, {}, here=False)
+    assert total_flops(compiled.module) == 2 * 8192 * 4096 * 6144
+    assert "config" not in capfd.readouterr().err
 
 
 def test_what_xla_refuses_is_said(lowered: Lowered, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -75,6 +75,16 @@ def test_the_state_of_adapters_is_exact() -> None:
                 "batch": {"global_size": 64, "accumulate": 2},
             },
         ),
+        (4, {"memory": {"remat": "full"}, "mesh": {"context": 4}, "batch": {"global_size": 32, "accumulate": 2}}),
+        (
+            4,
+            {
+                "memory": {"remat": "full"},
+                "mesh": {"context": 2, "fsdp": 2},
+                "data": {"sequence_length": 8192},
+                "batch": {"global_size": 8, "accumulate": 2},
+            },
+        ),
         (2, {"memory": {"remat": "full", "mlp_chunk": 128}, "mesh": {"fsdp": 2}}),
         # Every tick keeps one boundary of its group of layers.
         (
