@@ -64,7 +64,7 @@ def tune(path: Path, *, operation: str | None = None, seconds: float = 5.0) -> d
         own = _known(one)
         found = [
             entry
-            for name in (own.cuts[:1] if dry else own.cuts)
+            for name in (own.tuned[:1] if dry else own.tuned)
             for entry in blocks.winners(operations.tried(one, name, dry=dry), own.implementations, seconds, dry=dry)
         ]
         if found:

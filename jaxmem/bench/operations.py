@@ -7,6 +7,7 @@ import math
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -53,6 +54,26 @@ class Pass:
     amount: float  # TFLOP or GB
     error: float  # what counts as one step of error, as a share of the largest value
     read: Run = lambda made: made  # what of the result is compared, outside of the time
+    in_place: tuple[tuple[int, int], ...] = ()  # which argument's memory which result takes, as in a run
+
+    def compiled(self, way: str, arrays: tuple[Any, ...]) -> Call:
+        """By an implementation; what is updated in place goes on from call to call."""
+        own = [place for place, _ in self.in_place]
+        run = jax.jit(self.run(way), donate_argnums=own).lower(*arrays).compile()
+        held = [jax.tree.map(jnp.copy, x) if i in own else x for i, x in enumerate(arrays)]
+
+        def call() -> Any:
+            made = run(*held)
+            for place, result in self.in_place:
+                held[place] = made[result]
+            return made
+
+        return call
+
+    def far(self, made: Any, arrays: tuple[Any, ...]) -> float:
+        """Steps of error."""
+        with jax.enable_x64(True), jax.numpy_dtype_promotion("standard"):
+            return largest_error(self.read(made), self.exact(*arrays), self.error)
 
 
 @dataclass(frozen=True)
@@ -67,40 +88,43 @@ class Work:
 class Operation:
     implementations: Mapping[str, Any]
     shapes: Mapping[str, Any]
-    cut: Callable[[Any], Any]  # to sizes that show without a GPU that all of it works
+    small: Callable[[Any], Any]  # of a shape one that shows without a GPU that all of it works
     work: Callable[[Any], Work]
-    cuts: tuple[str, ...] = ()  # shapes of which the sizes of blocks are measured: one of each kind
+    tuned: tuple[str, ...] = ()  # shapes on which kernels are cut in all ways: one of each kind
     peers: Mapping[str, Callable[[Any], Mapping[str, Call]]] = field(default_factory=dict)  # of other libraries
+
+    def shape(self, name: str, *, dry: bool) -> Any:
+        return self.small(self.shapes[name]) if dry else self.shapes[name]
 
 
 def measured(operation: str, name: str, seconds: float, *, dry: bool) -> Iterator[dict[str, Any]]:
     """Right first, in memory that was filled with NaN before; then the contestants take turns."""
     own = OPERATIONS[operation]
-    shape = own.cut(own.shapes[name]) if dry else own.shapes[name]
+    shape = own.shape(name, dry=dry)
     work = own.work(shape)
     errors: dict[tuple[str, str], float] = {}
     contestants = []
     for way in own.implementations:
         try:
-            compiled = {of: jax.jit(one.run(way)).lower(*work.arrays).compile() for of, one in work.passes.items()}
+            calls = {of: one.compiled(way, work.arrays) for of, one in work.passes.items()}
             for of, one in work.passes.items():
-                errors[way, of] = _error(one, compiled[of], work.arrays)
+                errors[way, of] = _error(one, calls[of], work.arrays)
         except REFUSALS as error:
             yield {"operation": operation, "shape": name, "contestant": way, "why_not": _said(error)}
             continue
-        contestants.append(Contestant(way, {of: _call(run, work.arrays) for of, run in compiled.items()}))
+        contestants.append(Contestant(way, calls))
     for other, passes in work.beside.items():
         runs = {of: jax.jit(run).lower(*work.arrays).compile() for of, run in passes.items()}
         contestants.append(Contestant(other, {of: _call(run, work.arrays) for of, run in runs.items()}))
     for other, make in own.peers.items():
         try:
-            calls = make(shape)
-            for call in calls.values():
+            theirs = make(shape)
+            for call in theirs.values():
                 call()
         except (*REFUSALS, ImportError, AssertionError) as error:
             yield {"operation": operation, "shape": name, "contestant": other, "why_not": _said(error)}
             continue
-        contestants.append(Contestant(other, dict(calls), wait))
+        contestants.append(Contestant(other, dict(theirs), wait))
     take_turns(contestants, seconds)
     for contestant in contestants:
         for of, taken in contestant.seconds.items():
@@ -118,20 +142,13 @@ def measured(operation: str, name: str, seconds: float, *, dry: bool) -> Iterato
 def tried(operation: str, name: str, *, dry: bool) -> Iterator[Tried]:
     """Its passes, to measure how kernels are best cut."""
     own = OPERATIONS[operation]
-    shape = own.cut(own.shapes[name]) if dry else own.shapes[name]
+    shape = own.shape(name, dry=dry)
     if operation == "attention":
         yield from attention_bench.tried(shape)
         return
     work = own.work(shape)
     for of, one in work.passes.items():
-
-        def compiled(way: str, one: Pass = one) -> Call:
-            return _call(jax.jit(one.run(way)).lower(*work.arrays).compile(), work.arrays)
-
-        def error(made: Any, one: Pass = one) -> float:
-            return _far(one, made, work.arrays)
-
-        yield Tried(of, compiled, error)
+        yield Tried(of, partial(one.compiled, arrays=work.arrays), partial(one.far, arrays=work.arrays))
 
 
 def _said(error: BaseException) -> str:
@@ -142,16 +159,11 @@ def _call(run: Run, arrays: tuple[Any, ...]) -> Call:
     return lambda: run(*arrays)
 
 
-def _error(one: Pass, compiled: Run, arrays: tuple[Any, ...]) -> float:
+def _error(one: Pass, call: Call, arrays: tuple[Any, ...]) -> float:
     poison = [jnp.full(x.shape, jnp.nan, x.dtype) for x in jax.tree.leaves(arrays) if jnp.issubdtype(x.dtype, float)]
     jax.block_until_ready(poison)
     del poison
-    return _far(one, compiled(*arrays), arrays)
-
-
-def _far(one: Pass, made: Any, arrays: tuple[Any, ...]) -> float:
-    with jax.enable_x64(True), jax.numpy_dtype_promotion("standard"):
-        return largest_error(one.read(made), one.exact(*arrays), one.error)
+    return one.far(call(), arrays)
 
 
 def explained(operation: str, name: str) -> Choice:
@@ -206,7 +218,7 @@ def _adam8(shape: adam8_shapes.Shape) -> Work:
 
     def run(way: str | None) -> Run:
         def update(g: Any, state: Any, unbiased: Any) -> Any:
-            return adam8_update(g, state, unbiased, axis=shape.along, block_size=shape.block, implementation=way)[0]
+            return adam8_update(g, state, unbiased, axis=shape.along, block_size=shape.block, implementation=way)
 
         return update
 
@@ -217,7 +229,8 @@ def _adam8(shape: adam8_shapes.Shape) -> Work:
         return new_m / unbiased[0] / (jnp.sqrt(new_v / unbiased[1]) + 1e-8)
 
     state = Moments8(m.codes, v.codes, m.scale, v.scale)
-    return Work((g, state, unbiased), {"update": Pass(run, exact, shape.least_bytes / 1e9, 2**-8)}, "GB/s")
+    update = Pass(run, exact, shape.least_bytes / 1e9, 2**-8, lambda made: made[0], ((1, 1),))
+    return Work((g, state, unbiased), {"update": update}, "GB/s")
 
 
 def _int8(shape: adam8_shapes.Shape) -> Work:
@@ -243,7 +256,7 @@ def _int8(shape: adam8_shapes.Shape) -> Work:
     amount = shape.numbers * (4 + 12 / shape.block) / 1e9
     seeds = jax.random.bits(jax.random.key(time.time_ns() % 2**31), q.scale.shape, jnp.uint32)
     arrays = (q.codes, q.scale, update, seeds)
-    return Work(arrays, {"update": Pass(run, exact, amount, 2**-7, wide)}, "GB/s")
+    return Work(arrays, {"update": Pass(run, exact, amount, 2**-7, wide, ((0, 0), (1, 1)))}, "GB/s")
 
 
 def _norm(shape: norm_shapes.Shape) -> Work:
@@ -326,15 +339,15 @@ def _attention(shape: attention_shapes.Shape) -> Work:
     return Work((q, k, k), {"forward": Pass(run, run("reference"), math.nan, math.nan)}, "TFLOP/s")
 
 
-def _cut(**sizes: int) -> Callable[[Any], Any]:
+def _with(**sizes: int) -> Callable[[Any], Any]:
     return lambda shape: shape._replace(**sizes)
 
 
-def _cut_product(shape: product_shapes.Shape) -> product_shapes.Shape:
+def _small_product(shape: product_shapes.Shape) -> product_shapes.Shape:
     return shape._replace(tokens=16, inputs=2 * shape.block, outputs=32)
 
 
-def _cut_blocks(shape: adam8_shapes.Shape) -> adam8_shapes.Shape:
+def _small_blocks(shape: adam8_shapes.Shape) -> adam8_shapes.Shape:
     return shape._replace(dims=(shape.block, 2 * shape.block))
 
 
@@ -350,7 +363,7 @@ OPERATIONS = {
     "dequant_matmul": Operation(
         PRODUCTS,
         product_shapes.SHAPES,
-        _cut_product,
+        _small_product,
         _product,
         ("llama3-8b up", "llama3-8b up, long", "llama2-7b int8"),
         BY_LIBRARIES,
@@ -358,13 +371,13 @@ OPERATIONS = {
     "adam8_update": Operation(
         ADAM8,
         adam8_shapes.SHAPES,
-        _cut_blocks,
+        _small_blocks,
         _adam8,
         ("llama3-8b up", "llama2-7b down"),
         {"bitsandbytes": torch_kernels.adam8_by_bitsandbytes},
     ),
-    "int8_add": Operation(ADAM8, adam8_shapes.SHAPES, _cut_blocks, _int8, ("llama3-8b up", "llama2-7b down")),
-    "rms_norm": Operation(NORMS, norm_shapes.SHAPES, _cut(rows=16, size=64), _norm, ("llama3-8b",)),
-    "cross_entropy": Operation(LOSS, loss_shapes.SHAPES, _cut(tokens=16, embed=32, vocab=96), _loss, ("llama3-8b",)),
-    "sliding_max": Operation(WINDOWS, {"256 of 64 M": Windows(1 << 26, 256)}, _cut(numbers=2000), _windows),
+    "int8_add": Operation(ADAM8, adam8_shapes.SHAPES, _small_blocks, _int8, ("llama3-8b up", "llama2-7b down")),
+    "rms_norm": Operation(NORMS, norm_shapes.SHAPES, _with(rows=16, size=64), _norm, ("llama3-8b",)),
+    "cross_entropy": Operation(LOSS, loss_shapes.SHAPES, _with(tokens=16, embed=32, vocab=96), _loss, ("llama3-8b",)),
+    "sliding_max": Operation(WINDOWS, {"256 of 64 M": Windows(1 << 26, 256)}, _with(numbers=2000), _windows),
 }

@@ -66,6 +66,17 @@ def test_each_operation_is_right_and_takes_its_turns(operation, monkeypatch):
     assert all(row["rate"] > 0 and row["error"] <= kernels.RIGHT for row in rows), rows
 
 
+@pytest.mark.parametrize("operation", ["adam8_update", "int8_add"])
+def test_what_a_run_updates_in_place_is_measured_so(operation):
+    """Each call takes the memory of what the one before gave; what they are compared with stays."""
+    own = OPERATIONS[operation]
+    work = own.work(own.shape("llama3-8b up", dry=True))
+    call = work.passes["update"].compiled("reference", work.arrays)
+    first, second = call(), call()
+    assert jax.tree.leaves(first)[-1].is_deleted()
+    assert not any(x.is_deleted() for x in jax.tree.leaves((second, work.arrays)))
+
+
 def torch_with(monkeypatch, **modules):
     """A PyTorch that sees a GPU, and libraries for it, of which every call is only written down."""
     torch = mock.MagicMock()
@@ -173,7 +184,7 @@ def test_every_kernel_is_tuned(tmp_path, monkeypatch):
         own = kernels.OPERATIONS[one]
         kernels.tune(path, operation=one, seconds=0.0)
         entries = json.loads(path.read_text())[f"{one} blocks"][here]
-        passes = own.work(own.cut(own.shapes[own.cuts[0]])).passes
+        passes = own.work(own.shape(own.tuned[0], dry=True)).passes
         assert [entry["kind"].split()[:2] for entry in entries] == [["pallas", of] for of in passes]
         assert all(entry["of"] == 2 for entry in entries)
 
