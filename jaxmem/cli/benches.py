@@ -74,7 +74,7 @@ def bench_tune(
     write: Annotated[Path | None, typer.Option(metavar="FILE", help="By default kernels/tuned.json.")] = None,
     as_json: Json = False,
 ) -> None:
-    """Measure the kernels on this GPU and keep which implementation is the fastest for what."""
+    """Measure the kernels on this GPU; keep how each is best cut, and which implementation is the fastest for what."""
     devices.stay_on_cpu_without_gpu()
     import jax
 
