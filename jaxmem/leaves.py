@@ -10,8 +10,9 @@ the value, which dimension of the parameter it runs along (an int), a logical ax
     codes and constants of blocks   Derived(QTensor, (0, 1))
 
 The value may be several arrays of that form, as a QTensor's are. One that is shorter than the parameter along a
-dimension (packed codes, constants of blocks) is split as the parameter is where that comes out even, and whole
-along it where the mesh cuts between. A leaf that says nothing is an error, never a silent replica.
+dimension (packed codes, constants of blocks) is split as the parameter is where that comes out even; where the mesh
+cuts between it is whole along it, and another dimension is split in its place. A leaf that says nothing is an error,
+never a silent replica.
 """
 
 from __future__ import annotations

@@ -24,8 +24,8 @@ GATHERED = "gathered_weight"  # the checkpoint name of a weight as it is compute
 
 def axes_at_rest(axes: Any, weights: Any) -> Any:
     """The axes of each array of a tree of weights, or of one layer of them, from those of each weight. Codes and
-    constants of a quantized one lie as it would where that comes out even, and are whole along what a mesh cuts
-    between."""
+    constants of a quantized one lie as it would where that comes out even; where a mesh cuts between, another
+    dimension is split."""
 
     def one(axes: Axes, w: Any) -> Any:
         if not is_quantized(w):

@@ -92,11 +92,12 @@ def named(axis: str) -> str:
 
 def splits(axes: Axes, shape: Sequence[int], table: Table, mesh: Mapping[str, int]) -> list[tuple[str, ...]]:
     """The mesh axes that split each dimension, as the table says and `+` and `?` allow. What two dimensions name, the
-    first of them has."""
+    first of them has. Where a `?` does not come out even over what splits resting weights, another dimension of a
+    layer is split in its place, so that constants of blocks are not whole on each of many devices."""
     taken = {a for axis in axes if axis is not None and not axis.endswith(IF_EVEN) for a in table[named(axis)]}
     resting = [a for a in RESTING if any(a in over for over in table.values())]
     given: set[str] = set()
-    found = []
+    found, left = [], []
 
     def even(size: int, over: tuple[str, ...]) -> bool:
         return size % math.prod(mesh[a] for a in over) == 0
@@ -108,10 +109,15 @@ def splits(axes: Axes, shape: Sequence[int], table: Table, mesh: Mapping[str, in
         if axis is not None and ALSO in axis:
             more = (*over, *(a for a in resting if a not in over and a not in taken and a not in given))
             over = more if even(size, more) else over
-        if axis is not None and axis.endswith(IF_EVEN):
-            over = over if even(size, over) else ()
+        if axis is not None and axis.endswith(IF_EVEN) and not even(size, over):
+            left += [a for a in over if a in resting]
+            over = ()
         given.update(over)
         found.append(over)
+    for a in _without(tuple(left), *given):
+        others = (d for d, axis in enumerate(axes) if axis is not None and named(axis) not in ("layer", "vocab"))
+        if (d := next((d for d in others if even(shape[d], (*found[d], a))), None)) is not None:
+            found[d] = (*found[d], a)
     return found
 
 

@@ -2,9 +2,7 @@
 
 The arithmetic of `jaxmem fit` for every target: of a number of layers the bytes of a step, without compiling, and from
 two of them the most that fit. On one target two answers are compiled, and say how far the arithmetic is off; `jaxmem
-fit --maximize model.layers` compiles until it knows the number exactly. Codes are split as weights are, but their
-constants between blocks: over more GPUs than a column has blocks they lie whole on each, and what rests in few bytes
-stops growing.
+fit --maximize model.layers` compiles until it knows the number exactly.
 """
 
 from __future__ import annotations
@@ -119,22 +117,18 @@ def _room(one: Row) -> int:
 
 def _of_layers(aim: Target, base: Mapping[str, Any], overrides: Sequence[str], layers: int) -> Row:
     from jaxmem.config.presets import parameter_count
-    from jaxmem.planning.state import Held, state_of
     from jaxmem.planning.targets import usable
     from jaxmem.search.candidates import estimated
 
     over = [*overrides, f"model.layers={layers}", f"batch.global_size={aim.count}"]
     cfg = load_config(dict(base), over).for_devices(aim.count)
     assert isinstance(cfg.model, Decoder)
-    constants, held = state_of(cfg, "gpu").constants, Held(cfg)
-    each = ((held("weights", [leaf]), leaf.itemsize * math.prod(leaf.shape)) for leaf in constants)
     return {
         "overrides": over,
         "layers": layers,
         "parameters": parameter_count(cfg.model),
         "estimate": estimated(cfg, aim).total,
         "limit": usable(aim, cfg),
-        "whole": sum(mine for mine, all_of_it in each if mine == all_of_it and aim.count > 1),
     }
 
 
@@ -167,17 +161,8 @@ def _note(rows: Sequence[Row], checked: Sequence[Row]) -> str:
         f" Bytes of memory for each weight, there: {each}. On one {first['target']} {ways[-1]} reaches"
         f" {small['parameters'] / 1e9:.1f} B weights; {last['target']}, {last['gpus']:,} GPUs, trains all of"
         f" {large['parameters'] / 1e9:,.0f} B. Several GPUs split weights, gradients and state; what layers keep of its"
-        " own tokens each has for itself. Codes are split too, their constants only between blocks, of which a column"
-        " of 4,096 numbers has 64 in nf4 and 16 in int8: over more GPUs than that they lie whole on each"
-        f"{_of_constants(last)}, and what rests in few bytes gains little from a larger cluster."
+        " own tokens each has for itself."
     )
-
-
-def _of_constants(row: Row) -> str:
-    """What of a GPU they take on the largest target."""
-    shares = {way: one["whole"] / one["limit"] for way, one in row["ways"].items() if one and one["whole"]}
-    told = " and ".join(f"{share:.0%} of its memory in '{way}'" for way, share in shares.items())
-    return f", on {row['target']} {told}" if told else ""
 
 
 def _draw(drawn: Figure, rows: Sequence[Row]) -> None:

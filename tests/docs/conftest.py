@@ -37,16 +37,19 @@ def named(page: Path) -> str:
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """A test of `words` is of each command, one of `commands` of each page that has some, one of `page` of each."""
-    of = {page: typed(page) for page in PAGES}
-    if "words" in metafunc.fixturenames:
-        every = [(f"{named(page)}: {' '.join(words)[:60]}", words) for page in PAGES for words in of[page]]
+    """A test of `words` is of each command, one of `page` of each page, with `commands` of those that have some."""
+    wanted = metafunc.fixturenames
+    if "words" in wanted:
+        every = [(f"{named(page)}: {' '.join(words)[:60]}", words) for page in PAGES for words in typed(page)]
         metafunc.parametrize("words", [words for _, words in every], ids=[name for name, _ in every])
-    elif "commands" in metafunc.fixturenames:
-        some = [page for page in PAGES if of[page]]
-        metafunc.parametrize("commands", [of[page] for page in some], ids=[named(page) for page in some])
-    elif "page" in metafunc.fixturenames:
-        metafunc.parametrize("page", PAGES, ids=named)
+    elif "page" in wanted:
+        pages = [page for page in PAGES if "commands" not in wanted or typed(page)]
+        metafunc.parametrize("page", pages, ids=named)
+
+
+@pytest.fixture
+def commands(page: Path) -> list[list[str]]:
+    return typed(page)
 
 
 @pytest.fixture

@@ -23,15 +23,19 @@ ROOT = Path(__file__).parents[2]
 
 # What readers have, under the names that the pages have for it; all of it small, the models of configs/ too.
 MODEL = {"vocab": VOCAB, "layers": 8, "embed": 128, "mlp": 256, "heads": 8, "kv_heads": 8, "head_dim": 16}
-MODELS = ("HF_DIR", "llama-3.2-1b", "llama-3-70b")
-CHATS = ("chats.jsonl", "data/chats.jsonl")
+MODELS = ("HF_DIR", "llama-3.2-1b", "llama-3-8b", "llama-3-70b")
+CHATS = ("chats.jsonl", "conversations.jsonl", "data/chats.jsonl")
 TOKENS = ("tokens", "data/llama3-tokens")
-TUNED = {"data": {"source": "chat", "path": "chats.jsonl"}, "adapter": {"kind": "qlora", "rank": 4}}
 CONFIGS = {
     "base.yaml": {"name": "base", "model": MODEL, "data": {"source": "stdlib", "tokenizer": "data/llama3"}},
-    "mine.yaml": {"name": "mine", "model": {"hf": "HF_DIR"}, **TUNED},
-    "tune.yaml": {"name": "tuned", "model": {"hf": "base-hf"}, **TUNED},
+    "before.yaml": {
+        "name": "before",
+        "model": {"hf": "HF_DIR"},
+        "data": {"source": "chat", "path": "chats.jsonl"},
+        "adapter": {"kind": "qlora", "rank": 4},
+    },
 }
+OWN = ("mine.yaml", "tune.yaml")  # what a page calls the config that it shows
 QUESTION = {"prompt": "The sky is", "choices": [" blue", " green"], "answer": 0}
 # What is typed stays as it is; these only do less of it.
 LESS = {
@@ -99,8 +103,9 @@ def desk(tmp_path_factory: pytest.TempPathFactory) -> Path:
     types(place, "jaxmem", "train", "base.yaml")
     for name in MODELS:
         types(place, "jaxmem", "export", "runs/base", name)
-    types(place, "jaxmem", "train", "mine.yaml")
-    (place / "runs").rename(place / "before")
+    types(place, "jaxmem", "train", "before.yaml")
+    (place / "runs/before").rename(place / "before")
+    shutil.rmtree(place / "runs")
     return place
 
 
@@ -115,7 +120,12 @@ def answered() -> list[list[str]]:
     return []
 
 
-def test_what_a_page_says_is_typed(commands: list[list[str]], place: Path, answered: list[list[str]]) -> None:
+def test_what_a_page_says_is_typed(
+    commands: list[list[str]], shown: list[dict[str, Any]], place: Path, answered: list[list[str]]
+) -> None:
+    for config in (config for config in shown[::-1] if "hf" in config.get("model", {})):
+        for name in OWN:
+            (place / name).write_text(cut_down({"name": "mine", **config}))
     for words in commands:
         if words in answered:
             continue
@@ -123,7 +133,7 @@ def test_what_a_page_says_is_typed(commands: list[list[str]], place: Path, answe
             answered.append(words)
         for run in (place / word for word in words[2:] if word.startswith("runs/") and words[1] != "train"):
             if not run.exists():
-                shutil.copytree(place / "before/mine", run)
+                shutil.copytree(place / "before", run)
         shutil.rmtree(place / "DIR", ignore_errors=True)
         if words[0] != "make":  # `make test` is this; of `make demo` below
             types(place, *words)

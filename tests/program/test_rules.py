@@ -36,3 +36,14 @@ def test_a_weight_rests_along_the_first_dimension_that_may():
     assert split("weights", "embed", "mlp") == (8, 32)
     assert split("weights", "mlp", "embed") == (4, 64)
     assert split("computing", "mlp", "embed") == (16, 64)
+
+
+def test_constants_of_blocks_are_whole_on_no_device_of_many():
+    """What a dimension cannot have for its blocks, another of its layer has; not the layers, nor a table."""
+    layout = layout_for(config(mesh={"fsdp": 4, "tensor": 2}), jax.devices())
+    split = lambda axes, shape: layout.sharding("weights", axes, shape).shard_shape(shape)  # noqa: E731
+    assert split(("layer", "embed?", "mlp"), (8, 4, 64)) == (8, 1, 32)
+    assert split(("layer", "embed?", "mlp"), (8, 2, 64)) == (8, 2, 8)
+    assert split(("layer", "embed?", "mlp"), (8, 2, 60)) == (8, 2, 30)
+    assert split(("layer", "mlp?", "embed"), (8, 3, 64)) == (8, 3, 16)
+    assert split(("vocab", "embed?"), (64, 2)) == (32, 2)

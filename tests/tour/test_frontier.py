@@ -24,8 +24,7 @@ def test_the_most_that_fits(monkeypatch: pytest.MonkeyPatch) -> None:
     def by_formula(aim: Any, _: Any, overrides: Any, layers: int) -> dict[str, Any]:
         (way,) = (name for name in WAYS if WAYS[name] == tuple(overrides))
         found = {"overrides": [f"model.layers={layers}"], "layers": layers, "parameters": layers * 10**8}
-        whole = aim.memory // 2 if way == "QLoRA" and aim.count > 64 else 0
-        return {**found, "estimate": estimate(way, layers, aim.count), "limit": aim.memory, "whole": whole}
+        return {**found, "estimate": estimate(way, layers, aim.count), "limit": aim.memory}
 
     monkeypatch.setattr(frontier, "_of_layers", by_formula)
     held = {"bytes_per_device": {"total": 20 * GIB}}
@@ -45,7 +44,6 @@ def test_the_most_that_fits(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [row["way"] for row in checked] == ["all weights", "QLoRA"]
     assert {row["target"] for row in checked} == {"rtx4090-24gb"}
     assert "h100-80gb:128x8, 1,024 GPUs, trains all of" in found.note
-    assert "lie whole on each, on h100-80gb:128x8 50% of its memory in 'QLoRA', and" in found.note
 
 
 def test_where_nothing_fits_there_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
