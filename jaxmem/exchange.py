@@ -29,7 +29,11 @@ from jaxmem.tables import NUMBERS, Slices
 from jaxmem.weights import Point, Weight
 
 HEADS: Axes = ("batch", "time", "heads", "head_dim")
-UNDIVIDED = ("pallas", "triton")  # implementations that XLA's partitioner cannot cut: each device calls its own
+UNDIVIDED = (
+    "mosaic",
+    "pallas",
+    "triton",
+)  # implementations that XLA's partitioner cannot cut: each device calls its own
 STREAM: Axes = ("batch", "stream", "embed")
 
 

@@ -13,6 +13,7 @@ import importlib.resources
 import json
 import logging
 import math
+import re
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -22,6 +23,15 @@ from typing import Any
 import jax
 
 LOG = logging.getLogger("jaxmem.kernels")
+# By names that devices give themselves.
+CAPABILITIES = {
+    r"A100|A30\b": 80,
+    r"A10\b|A40\b|A6000|RTX 30": 86,
+    r"L4\b|L40|RTX 40": 89,
+    r"H100|H200|GH200": 90,
+    r"B200": 100,
+    r"RTX 50|RTX PRO": 120,
+}
 
 
 @dataclass(frozen=True)
@@ -115,3 +125,11 @@ def device_kind() -> str:
     """Of the device that this is compiled for, which need not be here."""
     absent = getattr(jax.sharding.get_abstract_mesh(), "abstract_device", None)
     return absent.device_kind if absent is not None else jax.devices()[0].device_kind
+
+
+def capability() -> int | None:
+    """Of the GPU that this is compiled for, 90 for 9.0; None on a CPU."""
+    absent = getattr(jax.sharding.get_abstract_mesh(), "abstract_device", None)
+    if absent is None and jax.devices()[0].platform == "gpu":
+        return round(10 * float(jax.devices()[0].compute_capability))
+    return next((number for name, number in CAPABILITIES.items() if re.search(name, device_kind())), None)

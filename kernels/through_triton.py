@@ -9,7 +9,6 @@ from __future__ import annotations
 import functools
 import importlib
 import inspect
-import re
 import threading
 from collections.abc import Sequence
 from typing import Any
@@ -18,17 +17,8 @@ import jax
 import numpy as np
 from jax.experimental.xla_metadata import set_xla_metadata
 
-from .choice import device_kind
+from .choice import capability
 
-# By names that devices give themselves.
-CAPABILITIES = {
-    r"A100|A30\b": 80,
-    r"A10\b|A40\b|A6000|RTX 30": 86,
-    r"L4\b|L40|RTX 40": 89,
-    r"H100|H200|GH200": 90,
-    r"B200": 100,
-    r"RTX 50|RTX PRO": 120,
-}
 PTX = 87  # the first that knows compute capability 12.0: an older ptxas than Triton's own reads it too
 
 
@@ -56,7 +46,7 @@ def launch(
 ) -> list[jax.Array]:
     """`kernel(*arrays, *outputs, s=static)` on a grid; `flops` as in `launch.launch`. XLA cannot batch it: under
     `jax.vmap` it runs once for each."""
-    capability = _capability()
+    on = capability()
 
     def here(*arrays: jax.Array) -> list[jax.Array]:
         interpret = functools.partial(_interpreted, kernel, grid, static, tuple(outputs))
@@ -65,7 +55,7 @@ def launch(
     def on_gpu(*arrays: jax.Array) -> list[jax.Array]:
         call = _triton_call()
         given: dict[str, Any] = {
-            "compute_capability": capability,
+            "compute_capability": on,
             "num_warps": warps,
             "num_stages": stages,
             "s": static,
@@ -87,14 +77,6 @@ def launch(
 
 def _triton_call() -> Any:
     return importlib.import_module("jax_triton").triton_call
-
-
-def _capability() -> int | None:
-    """Of the GPU that this is compiled for; None on a CPU."""
-    absent = getattr(jax.sharding.get_abstract_mesh(), "abstract_device", None)
-    if absent is None and jax.devices()[0].platform == "gpu":
-        return round(10 * float(jax.devices()[0].compute_capability))
-    return next((number for name, number in CAPABILITIES.items() if re.search(name, device_kind())), None)
 
 
 # ---------------------------------------------------------------- interpreted

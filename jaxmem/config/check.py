@@ -213,7 +213,7 @@ def _mesh(cfg: Config) -> Iterator[str]:
         model = cfg.model
         if not isinstance(model, Decoder):
             yield f"mesh.context: {cfg.mesh.context} splits sequences of tokens; family {model.family} has none; use 1"
-        elif cfg.memory.attention in ("reference", "pallas", "triton") and model.window is None:
+        elif cfg.memory.attention in ("reference", "mosaic", "pallas", "triton") and model.window is None:
             yield f"memory.attention: {cfg.memory.attention} does not go round mesh.context; use auto or blockwise"
     rest = [f"mesh.{axis}" for axis, size in axes.items() if size == -1]
     if len(rest) > 1:

@@ -15,6 +15,8 @@ def check_memory(cfg: Config) -> Iterator[str]:
     yield from _names(cfg)
     if cfg.memory.attention == "triton" and find_spec("jax_triton") is None:
         yield "memory.attention: triton needs jax-triton: pip install 'jaxmem[cuda13]'; or use pallas"
+    if cfg.memory.attention == "mosaic" and cfg.precision.compute == "float32":
+        yield "memory.attention: mosaic takes 16-bit numbers, not precision.compute float32; or use pallas"
     yield from _offload(cfg)
     yield from _chunks(cfg)
     yield from _spill(cfg)

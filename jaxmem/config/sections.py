@@ -144,7 +144,7 @@ class Memory(Section):
     # the optimizer's state (optimizer), weights that do not learn (frozen).
     offload: Literal["none", "activations", "optimizer", "frozen"] | Offloaded = "none"
     update: Literal["after", "during"] = "after"  # the backward pass
-    attention: Literal["auto", "blockwise", "pallas", "triton", "reference"] = "auto"
+    attention: Literal["auto", "blockwise", "mosaic", "pallas", "triton", "reference"] = "auto"
     budget: Positive | None = None  # GiB of each device that the run may take; by default all but what is reserved
     # Where a device is full: it runs out of memory, or takes its host's, at the link's speed (CUDA's unified memory).
     spill: Literal["none", "unified"] = "none"

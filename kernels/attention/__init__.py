@@ -13,11 +13,12 @@ import jax
 
 from jaxmem.kernels.choice import choose
 
-from . import blockwise, pallas, reference, triton
+from . import blockwise, mosaic, pallas, reference, triton
 from .arguments import checked
 
 IMPLEMENTATIONS: dict[str, Callable[..., tuple[jax.Array, jax.Array]]] = {
     "blockwise": blockwise.attend,
+    "mosaic": mosaic.attend,
     "pallas": pallas.attend,
     "reference": reference.attend,
     "triton": triton.attend,

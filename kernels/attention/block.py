@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -76,13 +77,15 @@ def dot(a: jax.Array, b: jax.Array, trans_b: bool = False) -> jax.Array:
     return plgpu.dot(a, b, trans_b=trans_b, precision=precision).astype(jnp.float32)
 
 
-def bent(call: Call, raw: jax.Array) -> tuple[jax.Array, jax.Array | None]:
+def bent(
+    call: Call, raw: jax.Array, tanh: Callable[[jax.Array], jax.Array] = jnp.tanh
+) -> tuple[jax.Array, jax.Array | None]:
     """Scores in `call.unit`, and what soft-capping makes of a change in them. Differences are taken before the unit is
     multiplied in: no more operations, and as exact for scores of 10,000 as for small ones."""
     o = call.options
     if o.soft_cap is None:
         return (raw if _is_unit(o.scale) else raw * o.scale), None
-    capped = jnp.tanh(raw * (o.scale / o.soft_cap))
+    capped = tanh(raw * (o.scale / o.soft_cap))
     return capped, 1.0 - capped * capped
 
 
@@ -96,13 +99,18 @@ def _is_unit(scale: float) -> bool:
     return scale > 1e-6
 
 
-def in_sight(call: Call, query: jax.Array, key: jax.Array, mine: Any, theirs: Any, dims: tuple[int, int]) -> jax.Array:
+def in_sight(
+    call: Call, query: jax.Array, key: jax.Array, mine: Any, theirs: Any, dims: tuple[int, int] | None = None
+) -> jax.Array:
+    """`dims`: which ones of the scores the ids lack, if they lack any."""
     seen = key < call.keys
     near = visible(query, key, offset=call.offset, causal=call.options.causal, window=call.options.window)
     if near is not None:
         seen &= near
     if mine is not None:
-        seen &= jnp.expand_dims(mine, dims[0]) == jnp.expand_dims(theirs, dims[1])
+        if dims is not None:
+            mine, theirs = jnp.expand_dims(mine, dims[0]), jnp.expand_dims(theirs, dims[1])
+        seen &= mine == theirs
     return seen
 
 

@@ -15,7 +15,9 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jax.experimental import pallas as pl
 
-from .arguments import Extras, Options
+from jaxmem.kernels.choice import capability, device_kind
+
+from .arguments import DTYPES, Extras, Options
 from .block import Beside, Call
 from .blockwise import SAVED
 from .tuning import blocks
@@ -29,6 +31,9 @@ class Passes(NamedTuple):
     forward: Callable[..., tuple[jax.Array, jax.Array]]  # call, q, k, v, beside -> out, lse
     d_queries: Callable[..., jax.Array]  # call, q, k, v, d_out, rows, beside -> dq
     d_keys: Callable[..., tuple[jax.Array, jax.Array]]  # the same -> dk, dv
+    dtypes: tuple[str, ...] = DTYPES
+    least: int = 16  # positions of a block
+    capability: int | None = None  # of the GPU, where there is only one that it is for: 90 is 9.0
 
 
 def attend(
@@ -38,6 +43,16 @@ def attend(
     if q.shape[3] > passes.most_dim:
         raise ValueError(
             f"attention: q has dim {q.shape[3]}; the {passes.name} implementation takes at most {passes.most_dim}"
+        )
+    if q.dtype.name not in passes.dtypes:
+        raise ValueError(
+            f"attention: q is {q.dtype}; the {passes.name} implementation takes {' and '.join(passes.dtypes)}"
+        )
+    here = capability()
+    if passes.capability is not None and here is not None and here != passes.capability:
+        raise ValueError(
+            f"attention: {device_kind()} has compute capability {here / 10}; the {passes.name} implementation is for"
+            f" {passes.capability / 10}"
         )
     return _attend(passes, options, q, k, v, extras)
 
@@ -100,7 +115,7 @@ def _call(passes: Passes, of: str, options: Options, q: jax.Array, k: jax.Array)
     wide = pl.next_power_of_2(q.shape[3])
     most = blocks(passes.name, of, q, k, wide)
     fitted = most._replace(
-        queries=min(most.queries, max(16, pl.next_power_of_2(q.shape[1]))),
-        keys=min(most.keys, max(16, pl.next_power_of_2(k.shape[1]))),
+        queries=min(most.queries, max(passes.least, pl.next_power_of_2(q.shape[1]))),
+        keys=min(most.keys, max(passes.least, pl.next_power_of_2(k.shape[1]))),
     )
     return Call(options, q.shape[1], k.shape[1], q.shape[3], fitted)

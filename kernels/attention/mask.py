@@ -6,6 +6,8 @@ backward pass compute the same bits without storing them.
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int32, UInt32
@@ -45,9 +47,17 @@ def kept(
     A counter-based generator: two scrambled words a row, shared by its keys, then one more
     round for each element, which costs about ten integer operations.
     """
+    return keeps(*words_of_rows(seed, batch_and_head, query), key, rate)
+
+
+def words_of_rows(seed: Any, batch_and_head: Int32[Array, "..."], query: Int32[Array, "..."]) -> tuple[Any, Any]:
     row = batch_and_head.astype(jnp.uint32)
     first = scramble(scramble(row ^ seed[0]) + query.astype(jnp.uint32) * jnp.uint32(0x9E3779B9))
-    second = scramble(first ^ seed[1])
+    return first, scramble(first ^ seed[1])
+
+
+def keeps(first: Any, second: Any, key: Int32[Array, "..."], rate: float) -> Bool[Array, "..."]:
+    """`kept`, from the words of its row."""
     word = scramble((key.astype(jnp.uint32) ^ first) * jnp.uint32(0x85EBCA6B) + second)
     # `rate` of the 2**32 words fall below the threshold and are dropped.
     return word >= jnp.uint32(min(round(rate * 2**32), 2**32 - 1))

@@ -24,7 +24,7 @@ from .block import (
     store,
     turned_block,
 )
-from .visits import over_keys, over_queries
+from .visits import of_keys, of_queries, over
 
 
 def forward(call: Call, q_ref: Any, k_ref: Any, v_ref: Any, beside: Beside, out_ref: Any, lse_ref: Any) -> None:
@@ -60,7 +60,7 @@ def forward(call: Call, q_ref: Any, k_ref: Any, v_ref: Any, beside: Beside, out_
         jnp.full((rows,), -jnp.inf, jnp.float32),
         jnp.zeros((rows,), jnp.float32),
     )
-    out, top, total = over_keys(call, block, beside, visit, start)
+    out, top, total = over(of_keys(call, block, beside), visit, start)
     seen = total > 0
     out = out / jnp.where(seen, total, 1.0)[:, None]
     lse = jnp.where(seen, top * call.unit + jnp.log(jnp.where(seen, total, 1.0)), -jnp.inf)
@@ -103,7 +103,7 @@ def d_queries(
         ds = ds if slope is None else ds * slope
         return dq + dot(ds.astype(k.dtype), k)
 
-    dq = over_keys(call, block, beside, visit, jnp.zeros((call.blocks.queries, call.wide), jnp.float32))
+    dq = over(of_keys(call, block, beside), visit, jnp.zeros((call.blocks.queries, call.wide), jnp.float32))
     store(dq_ref, dq * call.options.scale, real, call)
 
 
@@ -152,7 +152,7 @@ def d_keys(
             ds = ds if slope is None else ds * slope
             return dk + dot(ds.astype(q.dtype), q), dv + dot(shared.astype(d_out.dtype), d_out)
 
-        return over_queries(call, block, beside, visit, state)
+        return over(of_queries(call, block, beside), visit, state)
 
     zeros = jnp.zeros((call.blocks.keys, call.wide), jnp.float32)
     dk, dv = jax.lax.fori_loop(0, groups, of_head, (zeros, zeros))

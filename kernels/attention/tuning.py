@@ -39,14 +39,28 @@ USUAL = {
         (4, 256): Blocks(16, 16, 4, 1),
     },
 }
-# Where an implementation's compiler needs others.
-OTHERS = {("triton", "forward", 4, 64): Blocks(32, 32, 4, 2), ("triton", "d_queries", 2, 256): Blocks(32, 32, 4, 1)}
+# Where an implementation's compiler needs others. Of `mosaic` the two warpgroups that compute are 8 warps.
+OTHERS = {
+    ("triton", "forward", 4, 64): Blocks(32, 32, 4, 2),
+    ("triton", "d_queries", 2, 256): Blocks(32, 32, 4, 1),
+    ("mosaic", "forward", 2, 64): Blocks(128, 128, 8, 3),
+    ("mosaic", "forward", 2, 128): Blocks(128, 128, 8, 2),
+    ("mosaic", "forward", 2, 256): Blocks(128, 64, 8, 2),
+    ("mosaic", "d_queries", 2, 64): Blocks(128, 128, 8, 2),
+    ("mosaic", "d_queries", 2, 128): Blocks(128, 64, 8, 3),
+    ("mosaic", "d_keys", 2, 64): Blocks(64, 128, 8, 2),
+    ("mosaic", "d_keys", 2, 128): Blocks(64, 128, 8, 2),
+}
 
 
-def space(of: str, wide: int, itemsize: int, shared: int) -> list[Blocks]:
+def space(implementation: str, of: str, wide: int, itemsize: int, shared: int) -> list[Blocks]:
     """What may be measured for a pass of heads of `wide`: what has room in shared memory and in registers."""
-    stages = (2, 3) if of == "forward" else (1, 2)
-    sizes = itertools.product((32, 64, 128), (32, 64, 128), (4, 8), stages)
+    if implementation == "mosaic":  # two warpgroups of 64 rows
+        own, others = (128,), (64, 128, 192)
+        sizes = itertools.product(*((others, own) if of == "d_keys" else (own, others)), (8,), (2, 3, 4))
+    else:
+        stages = (2, 3) if of == "forward" else (1, 2)
+        sizes = itertools.product((32, 64, 128), (32, 64, 128), (4, 8), stages)
     return [blocks for blocks in itertools.starmap(Blocks, sizes) if _fits(of, blocks, wide, itemsize, shared)]
 
 
@@ -74,6 +88,6 @@ def usual(implementation: str, of: str, wide: int, itemsize: int) -> Blocks:
 def blocks(implementation: str, of: str, q: jax.Array, k: jax.Array, wide: int) -> Blocks:
     """What a pass is cut into."""
     itemsize = q.dtype.itemsize
-    room = functools.partial(space, of, wide, itemsize)
+    room = functools.partial(space, implementation, of, wide, itemsize)
     asked = tuning.Asked(f"{implementation} {of}", f"{q.dtype.name} {wide}", (q.shape[1], k.shape[1]), room)
     return tuning.blocks("attention", asked, usual(implementation, of, wide, itemsize))

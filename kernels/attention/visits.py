@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -13,8 +13,22 @@ from jax.experimental import pallas as pl
 from .block import Beside, Call
 
 
-def over_keys(call: Call, block: jax.Array, beside: Beside, visit: Callable[..., Any], state: Any) -> Any:
-    """`visit` each block of keys in which this block of queries sees something."""
+class Visits(NamedTuple):
+    """Consecutive blocks, and whether a mask touches them."""
+
+    start: Any
+    stop: Any
+    masked: bool
+
+
+def over(visits: list[Visits], visit: Callable[..., Any], state: Any) -> Any:
+    for start, stop, masked in visits:
+        state = jax.lax.fori_loop(start, stop, functools.partial(visit, masked=masked), state)
+    return state
+
+
+def of_keys(call: Call, block: jax.Array, beside: Beside) -> list[Visits]:
+    """The blocks of keys in which this block of queries sees something."""
     o, size = call.options, call.blocks.keys
     first = block * call.blocks.queries
     last = first + call.blocks.queries - 1
@@ -28,11 +42,12 @@ def over_keys(call: Call, block: jax.Array, beside: Beside, visit: Callable[...,
     if o.window is not None:
         low = jnp.maximum(first + call.offset - o.window + 1, 0)
         whole_low = jnp.maximum(last + call.offset - o.window + 1, 0)
-    return _over(low, high, whole_low, whole_high, size, block, beside, visit, state)
+    edges = o.window is not None, o.causal or o.window is not None or call.keys % size > 0
+    return _of(low, high, whole_low, whole_high, size, block, beside, edges)
 
 
-def over_queries(call: Call, block: jax.Array, beside: Beside, visit: Callable[..., Any], state: Any) -> Any:
-    """`visit` each block of queries that see something of this block of keys."""
+def of_queries(call: Call, block: jax.Array, beside: Beside) -> list[Visits]:
+    """The blocks of queries that see something of this block of keys."""
     o, size = call.options, call.blocks.queries
     first = block * call.blocks.keys
     last = first + call.blocks.keys - 1
@@ -47,28 +62,32 @@ def over_queries(call: Call, block: jax.Array, beside: Beside, visit: Callable[.
     if o.window is not None:
         high = jnp.clip(last - call.offset + o.window, 0, call.queries)
         whole_high = jnp.clip(first - call.offset + o.window, 0, call.queries)
-    return _over(low, high, whole_low, whole_high, size, block, beside, visit, state)
+    edges = o.causal or o.window is not None, o.window is not None
+    return _of(low, high, whole_low, whole_high, size, block, beside, edges)
 
 
-def _over(
-    low: Any, high: Any, whole_low: Any, whole_high: Any, size: int, block: Any, beside: Beside, visit: Any, state: Any
-) -> Any:
+def _of(
+    low: Any,
+    high: Any,
+    whole_low: Any,
+    whole_high: Any,
+    size: int,
+    block: Any,
+    beside: Beside,
+    edges: tuple[bool, bool],
+) -> list[Visits]:
     """Blocks that hold positions low..high-1; those within whole_low..whole_high-1 need no mask. `block` is the one
-    that this program holds."""
+    that this program holds. `edges`: whether there can be masked blocks before and after the whole ones."""
     begin, end = _div(low, size), _div(high + size - 1, size)
     if beside.begin is not None:
         begin = jnp.maximum(begin, beside.begin[block])
         end = jnp.minimum(end, beside.end[block])
-        return jax.lax.fori_loop(begin, end, functools.partial(visit, masked=True), state)
+        return [Visits(begin, end, True)]
     whole_begin = jnp.clip(_div(whole_low + size - 1, size), begin, jnp.maximum(begin, end))
     whole_end = jnp.clip(_div(whole_high, size), whole_begin, jnp.maximum(whole_begin, end))
-    for start, stop, masked in (
-        (begin, whole_begin, True),
-        (whole_begin, whole_end, False),
-        (whole_end, end, True),
-    ):
-        state = jax.lax.fori_loop(start, stop, functools.partial(visit, masked=masked), state)
-    return state
+    before, whole, after = (begin, whole_begin), (whole_begin, whole_end), (whole_end, end)
+    masks = [Visits(*before, True)] * edges[0], [Visits(*after, True)] * edges[1]
+    return [*masks[0], Visits(*whole, False), *masks[1]]
 
 
 def _div(x: Any, size: int) -> jax.Array:

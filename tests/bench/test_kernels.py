@@ -191,12 +191,15 @@ def test_every_kernel_is_tuned(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("of", attention_tuning.PASSES)
 def test_what_may_be_measured_has_room(of):
-    small, large = (attention_tuning.space(of, 128, 2, tuning.SHARED[capability]) for capability in ("8.9", "9.0"))
+    capabilities = "8.9", "9.0"
+    small, large = (attention_tuning.space("pallas", of, 128, 2, tuning.SHARED[x]) for x in capabilities)
     assert set(small) < set(large)
     assert all((b.queries + b.keys * b.stages) * 128 * 2 <= tuning.SHARED["8.9"] for b in small)
     assert len(large) < 40  # each takes seconds to compile
     kept = [attention_tuning.usual(implementation, of, 128, 2) for implementation in ("pallas", "triton")]
     assert set(kept) <= set(small)
+    room = attention_tuning.space("mosaic", of, 128, 2, tuning.SHARED["9.0"])
+    assert attention_tuning.usual("mosaic", of, 128, 2) in room
 
 
 def test_the_usual_sizes_are_among_those_that_may_be_measured():

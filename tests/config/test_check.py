@@ -347,6 +347,13 @@ def test_triton_where_it_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> No
     assert line == "memory.attention: triton needs jax-triton: pip install 'jaxmem[cuda13]'; or use pallas"
 
 
+def test_mosaic_takes_16_bits() -> None:
+    over = "memory.attention=mosaic"
+    assert load_config(TEXT, [over]).memory.attention == "mosaic"
+    [line] = lines(TEXT, over, "precision.compute=float32")
+    assert line == "memory.attention: mosaic takes 16-bit numbers, not precision.compute float32; or use pallas"
+
+
 def test_a_path_that_the_locale_cannot_write(monkeypatch: pytest.MonkeyPatch) -> None:
     load_config(TEXT, ["output=größer"])
     monkeypatch.setattr(os, "fsencode", lambda path: path.encode("ascii"))

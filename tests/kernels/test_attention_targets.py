@@ -41,6 +41,12 @@ CASES = [
     ("triton", "b200-180gb", 64, "bfloat16", {}),
     ("triton", "rtx5090-32gb", 64, "bfloat16", {}),
 ]
+MOSAIC = [
+    *[(dim, "bfloat16", {"causal": True}) for dim in (64, 96, 128, 256)],
+    (64, "float16", EVERYTHING),
+    (128, "bfloat16", {}),
+    (128, "bfloat16", {"causal": True, "window": 900, "segments": True}),
+]
 
 
 def compiled(implementation, target, dim, dtype, options, folder):
@@ -91,6 +97,27 @@ def test_it_fits_each_gpu(implementation, target, dim, dtype, options, tmp_path)
         stores = [int(count) for count in re.findall(r"(\d+) bytes spill stores", said)]
         assert stores
         assert not any(stores), said
+
+
+@pytest.mark.parametrize(("dim", "dtype", "options"), MOSAIC)
+def test_mosaic_fits_hopper(dim, dtype, options, tmp_path, monkeypatch, capfd):
+    """What its compiler says of registers; shared memory it refuses to exceed."""
+    monkeypatch.setenv("MOSAIC_GPU_DUMP_PTXAS", "1")
+    made, _ = compiled("mosaic", "h100-80gb", dim, dtype, options, tmp_path)
+    one = LENGTH * HEADS * dim * jnp.dtype(dtype).itemsize
+    assert made.memory_analysis().temp_size_in_bytes < 4 * one
+    module = read_module(made.runtime_executable().hlo_modules()[0].as_serialized_hlo_module_proto())
+    seen = pairs(LENGTH, LENGTH, causal="causal" in options, window=options.get("window"))
+    assert total_flops(module) == pytest.approx((4 + 14) * HEADS * seen * dim, rel=1e-6)
+    said = capfd.readouterr().out
+    kernels = set(re.findall(r"entry function '(attention_\w+?)_mosaic", said))
+    assert kernels == {"attention_forward"} | (set() if dim > 128 else {"attention_d_queries", "attention_d_keys"})
+    assert set(re.findall(r"(\d+) bytes spill stores", said)) == {"0"}, said
+
+
+def test_mosaic_refuses_another_gpu(tmp_path):
+    with pytest.raises(ValueError, match=r"A100.* has compute capability 8.0; the mosaic implementation is for 9.0"):
+        compiled("mosaic", "a100-40gb", 128, "bfloat16", {}, tmp_path)
 
 
 def ptxas():

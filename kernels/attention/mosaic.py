@@ -1,0 +1,189 @@
+"""Attention for Hopper, compiled by Mosaic GPU, in FlashAttention-3's way (Shah et al., arXiv:2407.08608).
+
+A program is three warpgroups. One copies, by TMA; two multiply, by asynchronous `wgmma`, and forward they take turns,
+so that the products of one hide the softmax of the other. Operations, bytes and the order of sums are `pallas.py`'s:
+equal input gives equal bits. It takes 16-bit numbers, as the tensor cores do, and heads of `WIDTHS`; others are filled
+up with zeros, in a copy. The backward pass of heads wider than 128, for whose sums there are no registers, is
+`pallas.py`'s.
+
+On a CPU what would be compiled is evaluated, for tests (`through_mosaic.py`).
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from jaxmem.kernels.through_mosaic import launch
+
+from . import flash, pallas
+from .block import Beside, Call
+from .flash import Passes
+from .mosaic_programs import BATCH, BLOCK, COMPUTING, HEAD, ROWS, Own, Stream, d_keys, d_queries, forward
+
+WIDTHS = (64, 96, 128, 256)
+WIDEST = 128  # of the backward pass: the sums of dk and dv take 2 x dim registers of a thread's 240
+
+
+def _forward(call: Call, q: Any, k: Any, v: Any, beside: Beside) -> tuple[Any, Any]:
+    batch, queries, heads, _ = q.shape
+    q, k, v = _widened(q, k, v)
+    ids = beside.ids is not None
+    size = call.blocks.queries
+    rows = jax.ShapeDtypeStruct((batch, heads, pl.cdiv(queries, size) * size), jnp.float32)
+    out, lse = _run(
+        "attention_forward",
+        4 * call.pairs / queries,
+        functools.partial(forward, call, heads // k.shape[2]),
+        call,
+        (q, k, v),
+        beside,
+        [q, rows],
+        heads=heads,
+        by_keys=False,
+        scratch={
+            "own": _own(q, of=1, ids=ids),
+            "keys": _stream(call, call.blocks.keys, q, of=1, ids=ids),
+            "values": _stream(call, call.blocks.keys, q, of=1),
+            "rows_held": plgpu.SMEM((COMPUTING, ROWS), jnp.float32),
+            "turns": plgpu.Barrier(num_barriers=COMPUTING),
+        },
+    )
+    return out[..., : call.dim], lse[..., :queries]
+
+
+def _d_queries(call: Call, q: Any, k: Any, v: Any, d_out: Any, rows: Any, beside: Beside) -> jax.Array:
+    if call.dim > WIDEST:
+        return pallas.PASSES.d_queries(call, q, k, v, d_out, rows, beside)
+    heads = q.shape[2]
+    q, k, v, d_out = _widened(q, k, v, d_out)
+    ids = beside.ids is not None
+    (dq,) = _run(
+        "attention_d_queries",
+        6 * call.pairs / call.queries,
+        functools.partial(d_queries, call, heads // k.shape[2]),
+        call,
+        (q, k, v, d_out, *(_filled(x, call.blocks.queries) for x in rows)),
+        beside,
+        [q],
+        heads=heads,
+        by_keys=False,
+        scratch={
+            "own": _own(q, of=2, numbers=2, ids=ids),
+            "keys": _stream(call, call.blocks.keys, q, of=1, ids=ids),
+            "values": _stream(call, call.blocks.keys, q, of=1),
+        },
+    )
+    return dq[..., : call.dim]
+
+
+def _d_keys(call: Call, q: Any, k: Any, v: Any, d_out: Any, rows: Any, beside: Beside) -> tuple[Any, Any]:
+    if call.dim > WIDEST:
+        return pallas.PASSES.d_keys(call, q, k, v, d_out, rows, beside)
+    heads, kv_heads = q.shape[2], k.shape[2]
+    q, k, v, d_out = _widened(q, k, v, d_out)
+    ids = beside.ids is not None
+    dk, dv = _run(
+        "attention_d_keys",
+        8 * call.pairs * (heads // kv_heads) / call.keys,
+        functools.partial(d_keys, call, heads // kv_heads),
+        call,
+        (q, k, v, d_out, *(_filled(x, call.blocks.queries) for x in rows)),
+        beside,
+        [k, k],
+        heads=kv_heads,
+        by_keys=True,
+        scratch={
+            "own": _own(q, of=2, ids=ids),
+            "queries": _stream(call, call.blocks.queries, q, of=2, numbers=2, ids=ids),
+        },
+    )
+    return dk[..., : call.dim], dv[..., : call.dim]
+
+
+def _run(
+    name: str,
+    flops: float,
+    kernel: Callable[..., None],
+    call: Call,
+    arrays: tuple[Any, ...],
+    beside: Beside,
+    outputs: list[Any],
+    *,
+    heads: int,
+    by_keys: bool,
+    scratch: dict[str, Any],
+) -> list[jax.Array]:
+    beside = beside._replace(
+        ids=_filled(beside.ids, call.blocks.queries), kv_ids=_filled(beside.kv_ids, call.blocks.keys)
+    )
+    given = {name: x for name, x in beside._asdict().items() if x is not None}
+    count = len(arrays)
+
+    def body(*refs: Any, **held: Any) -> None:
+        extra = Beside(**dict(zip(given, refs[count:], strict=False)))
+        kernel(*refs[:count], extra, *refs[count + len(given) :], **held)
+
+    blocks = pl.cdiv(call.keys, call.blocks.keys) if by_keys else pl.cdiv(call.queries, call.blocks.queries)
+    return launch(
+        name,
+        body,
+        (*arrays, *given.values()),
+        [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in outputs],
+        grid={HEAD: heads, BLOCK: blocks, BATCH: arrays[0].shape[0]},
+        warpgroups=COMPUTING + 1,
+        scratch=scratch,
+        flops=flops * call.dim / arrays[0].shape[3],
+    )
+
+
+def _own(like: jax.Array, *, of: int, numbers: int = 0, ids: bool) -> Own:
+    held = _held(COMPUTING, ROWS, like, of, numbers, ids)
+    return Own(held, plgpu.Barrier(num_arrivals=len(held), num_barriers=COMPUTING))
+
+
+def _stream(call: Call, size: int, like: jax.Array, *, of: int, numbers: int = 0, ids: bool = False) -> Stream:
+    stages = call.blocks.stages
+    held = _held(stages, size, like, of, numbers, ids)
+    here = plgpu.Barrier(num_arrivals=len(held), num_barriers=stages)
+    return Stream(held, here, plgpu.Barrier(num_arrivals=COMPUTING, num_barriers=stages))
+
+
+def _held(count: int, size: int, like: jax.Array, of: int, numbers: int, ids: bool) -> tuple[Any, ...]:
+    """`count` places in shared memory for blocks of `size` rows: of arrays like `like`, of a number a row, of ids."""
+    wide = like.shape[-1]
+    line = 128 if wide % 64 == 0 else 64  # bytes that lie together; `wgmma` reads tiles of 8 such lines
+    tiles = plgpu.TilingTransform((8, line // like.dtype.itemsize)), plgpu.SwizzleTransform(line)
+    rows = [jnp.float32] * numbers + [jnp.int32] * ids
+    blocks = [plgpu.SMEM((count, size, wide), like.dtype, transforms=tiles)] * of
+    return (*blocks, *(plgpu.SMEM((count, size), dtype) for dtype in rows))
+
+
+def _widened(*arrays: jax.Array) -> list[jax.Array]:
+    dim = arrays[0].shape[3]
+    wide = min(width for width in WIDTHS if width >= dim)
+    return [jnp.pad(x, ((0, 0), (0, 0), (0, 0), (0, wide - dim))) if dim < wide else x for x in arrays]
+
+
+def _filled(rows: Any, size: int) -> Any:
+    """Up to whole blocks: TMA wants rows to begin at multiples of 16 bytes."""
+    return None if rows is None else jnp.pad(rows, (*[(0, 0)] * (rows.ndim - 1), (0, -rows.shape[-1] % size)))
+
+
+PASSES = Passes(
+    "mosaic",
+    WIDTHS[-1],
+    _forward,
+    _d_queries,
+    _d_keys,
+    dtypes=("bfloat16", "float16"),
+    least=COMPUTING * ROWS,
+    capability=90,
+)
+attend = functools.partial(flash.attend, PASSES)
