@@ -1,0 +1,224 @@
+"""Checkpoints survive a kill at any moment, find what is damaged, and say what disks refuse."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from jaxmem.checkpoint import Checkpoints, DamagedError, failures
+from jaxmem.checkpoint.manager import ROTATED
+from jaxmem.errors import UserError
+from tests.checkpoint.conftest import abstract, bits, filled, mesh
+
+
+def cut(file: Path) -> None:
+    os.truncate(file, file.stat().st_size // 2)
+
+
+def flip(file: Path) -> None:
+    data = bytearray(file.read_bytes())
+    data[len(data) // 2] ^= 16
+    file.write_bytes(data)
+
+
+DAMAGES: dict[str, tuple[str, Callable[[Path], None]]] = {
+    "index missing": ("state/manifest.ocdbt", Path.unlink),
+    "index cut": ("state/manifest.ocdbt", cut),
+    "data missing": ("state/ocdbt.process_0/d/*", Path.unlink),
+    "data cut": ("state/ocdbt.process_0/d/*", cut),
+    "data flipped": ("state/ocdbt.process_0/d/*", flip),
+    "tree emptied": ("state/_METADATA", lambda file: file.write_text("")),
+    "position missing": ("run/metadata", Path.unlink),
+    "position flipped": ("run/metadata", flip),
+    "state missing": ("state", lambda path: path.rename(path.with_name("lost"))),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_damage_is_found_and_the_one_before_is_used(tmp_path: Path, damage: str, capfd: pytest.CaptureFixture) -> None:
+    shapes = {"params": abstract(mesh(4, 1), width=512).params["layers"]["up"]}
+    pattern, harm = DAMAGES[damage]
+    with Checkpoints(tmp_path, every=1, keep=5) as checkpoints:
+        for step in (1, 2, 3):
+            checkpoints.save(step, filled(shapes, seed=step), {"step": step}, {}, metrics={"loss": 4.0 - step})
+    for step in (3, 2):
+        for file in list((tmp_path / str(step)).glob(pattern)):
+            harm(file)
+    said: list[str] = []
+    with Checkpoints(tmp_path, every=1, keep=5) as checkpoints:
+        with pytest.raises(DamagedError, match=f"checkpoint {tmp_path / '3'} is damaged: .+"):
+            checkpoints.restore(3, shapes)
+        assert checkpoints.read_latest() == ({"step": 1 if "position" in damage else 3}, {})
+        found = checkpoints.restore_latest(shapes, say=said.append)
+        assert found is not None
+        assert found[0] == 1
+        assert bits(found[1]) == bits(filled(shapes, seed=1))
+        assert found[2] == {"step": 1}
+        assert [line.split(" is damaged")[0] for line in said] == [f"checkpoint {tmp_path / s}" for s in ("3", "2")]
+        assert said[0].endswith(f"put aside as {tmp_path / '3.old-1'}")
+        assert checkpoints.save(3, found[1], {}, {})  # the place is free
+    assert capfd.readouterr() == ("", "")
+
+
+def test_with_none_whole_it_stops(tmp_path: Path) -> None:
+    shapes = {"params": abstract(mesh(1, 1)).params["embed"]}
+    with Checkpoints(tmp_path, every=1) as checkpoints:
+        assert checkpoints.restore_latest(shapes) is None
+        assert checkpoints.read_latest() is None
+        for step in (1, 2):
+            checkpoints.save(step, filled(shapes), {}, {})
+            checkpoints.wait()
+            flip(tmp_path / str(step) / "run/metadata")
+        with pytest.raises(DamagedError, match="none of the 2 checkpoints"):
+            checkpoints.restore_latest(shapes, say=lambda _: None)
+
+
+WRITER = """
+import sys, jax, jax.numpy as jnp
+from jaxmem.checkpoint import Checkpoints
+with Checkpoints(sys.argv[1], every=1, keep=1) as checkpoints:
+    step = checkpoints.latest() or 0
+    while True:
+        step += 1
+        state = {f"part{i}": jnp.full((256, 1024), step, jnp.float32) for i in range(4)}
+        checkpoints.save(step, state, {"step": step}, {})
+        print(step, flush=True)
+"""
+
+
+def test_killed_at_any_moment_a_whole_checkpoint_remains(tmp_path: Path) -> None:
+    """Writing and rotating without a pause, killed at random; the next one goes on from what is whole."""
+    shape = jax.ShapeDtypeStruct((256, 1024), jnp.float32, sharding=jax.device_put(0).sharding)
+    before = 0
+    for delay in (0.01, 0.07, 0.15):
+        writer = subprocess.Popen([sys.executable, "-c", WRITER, str(tmp_path)], stdout=subprocess.PIPE, text=True)
+        assert writer.stdout is not None
+        for _ in range(3):  # two are whole, one is being written
+            assert writer.stdout.readline().strip().isdigit()
+        time.sleep(delay * random.random())
+        writer.send_signal(signal.SIGKILL)
+        writer.wait()
+        writer.stdout.close()
+        with Checkpoints(tmp_path, read_only=True) as checkpoints:
+            assert checkpoints.steps()
+            for step in checkpoints.steps():
+                state, position, _ = checkpoints.restore(step, {f"part{i}": shape for i in range(4)})
+                assert position == {"step": step}
+                assert {float(value) for part in state.values() for value in (part.min(), part.max())} == {step}
+            last = checkpoints.latest()
+        assert last is not None
+        assert last > before
+        before = last
+
+
+def test_the_half_written_is_cleared_by_who_writes_and_left_by_who_reads(tmp_path: Path) -> None:
+    with Checkpoints(tmp_path, every=1) as checkpoints:
+        checkpoints.save(1, {"x": jnp.ones(3)}, {}, {})
+    half, old = tmp_path / "2.orbax-checkpoint-tmp", tmp_path / ROTATED / "0"
+    for directory in (half, old):
+        directory.mkdir(parents=True)
+        (directory / "data").write_text("half")
+    with Checkpoints(tmp_path, read_only=True) as checkpoints:
+        assert checkpoints.steps() == [1]
+    assert half.exists()
+    with Checkpoints(tmp_path) as checkpoints:
+        assert checkpoints.steps() == [1]
+        assert checkpoints.save(2, {"x": jnp.ones(3)}, {}, {}, force=True)
+    assert sorted(path.name for path in tmp_path.iterdir()) == [ROTATED, "1", "2"]
+    assert not old.exists()
+
+
+FULL_DISK = """
+import resource, sys, jax, jax.numpy as jnp, numpy as np
+from jaxmem.checkpoint import Checkpoints
+from jaxmem.errors import UserError
+state = {str(i): jax.random.normal(jax.random.key(i), (512, 128)) for i in range(9)}  # of which each write fails
+with Checkpoints(sys.argv[1], every=1) as checkpoints:
+    checkpoints.save(1, state, {}, {})
+    checkpoints.wait()
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, resource.RLIM_INFINITY))  # bytes a file may have
+    try:
+        checkpoints.save(2, state, {}, {})
+        checkpoints.wait()
+        print("saved?")
+    except UserError as error:
+        print(error)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+    print(checkpoints.steps(), checkpoints.save(3, state, {}, {}), checkpoints.steps())
+"""
+
+
+def test_writes_that_end_after_the_failure_say_nothing_of_themselves(monkeypatch: pytest.MonkeyPatch) -> None:
+    failed = asyncio.new_event_loop()
+    failed.close()
+    with pytest.raises(RuntimeError) as closed:
+        failed.call_soon_threadsafe(print)  # as TensorStore does when a write ends
+    told: list[Any] = []
+    monkeypatch.setattr(failures, "_told", told.append)
+    for error in (closed.value, RuntimeError("another")):
+        failures._but_leftovers(SimpleNamespace(exc_value=error))
+    assert [str(one.exc_value) for one in told] == ["another"]
+    here = "/orbax/checkpoint/serialization.py"
+    for file, passed in ((here, False), (__file__, True)):
+        try:
+            exec(compile("raise ValueError", file, "exec"))
+        except ValueError as error:
+            trace = (ValueError, error, error.__traceback__.tb_next)
+        record = logging.LogRecord("asyncio", logging.ERROR, file, 1, "exception was never retrieved", (), trace)
+        assert bool(logging.getLogger("asyncio").filter(record)) is passed
+
+
+def test_a_full_disk_is_said_and_survived(tmp_path: Path) -> None:
+    done = subprocess.run([sys.executable, "-c", FULL_DISK, str(tmp_path)], capture_output=True, text=True, check=True)
+    said, after = done.stdout.splitlines()
+    assert done.stderr == ""
+    assert said.startswith(f"a checkpoint could not be written to {tmp_path} (step 1 is whole): ")
+    assert "File too large" in said
+    assert after == "[1] True [1, 3]"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["1", "3"]
+    assert done.stderr == ""
+
+
+def test_a_place_that_cannot_be_written(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UserError, match=r"cannot keep checkpoints in .*file/checkpoints: .*Not a directory"):
+        Checkpoints(tmp_path / "file" / "checkpoints")
+
+
+def test_a_run_may_go_on_without_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[str] = []
+    state = {"x": jnp.ones(3)}
+
+    def full(*_: Any, **__: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    for say in (told.append, None):
+        with Checkpoints(tmp_path / str(say is None), every=1, say=say) as checkpoints:
+            checkpoints.save(1, state, {}, {})
+            checkpoints.wait()
+            with monkeypatch.context() as patch:
+                patch.setattr(checkpoints._manager, "save", full)
+                if say is None:
+                    with pytest.raises(UserError, match="step 2 could not be written"):
+                        checkpoints.save(2, state, {}, {})
+                else:
+                    assert not checkpoints.save(2, state, {}, {})
+            assert checkpoints.save(3, state, {}, {})
+            assert checkpoints.steps() == [1, 3]
+    [line] = told
+    assert line.startswith("the checkpoint of step 2 could not be written")
+    assert line.endswith("(step 1 is whole): [Errno 28] No space left on device; going on")

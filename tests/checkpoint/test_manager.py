@@ -1,0 +1,167 @@
+"""Checkpoints come back bit by bit on any mesh, and say what does not fit."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding, PartitionSpec
+
+from jaxmem.checkpoint import Best, Checkpoints, put_aside
+from jaxmem.checkpoint.manager import ROTATED
+from jaxmem.errors import UserError
+from tests.checkpoint.conftest import State, abstract, bits, filled, mesh
+
+POSITION = {"rows": 96, "sources": [{"file": 3, "offset": 12}], "fingerprint": "5f0c"}
+CONFIG = {"name": "x", "model": {"stages": (32, 64)}, "optimizer": {"clip": None}}
+
+
+def test_everything_comes_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture) -> None:
+    monkeypatch.chdir(tmp_path)
+    shapes = abstract(mesh(4, 2))
+    state = filled(shapes)
+    with Checkpoints("mit Leerzeichen, é", every=10) as checkpoints:
+        assert checkpoints.latest() is None
+        assert checkpoints.save(10, state, POSITION, CONFIG)
+        restored, position, config = checkpoints.restore(10, shapes)
+    assert bits(restored) == bits(state)
+    assert jax.tree.structure(restored) == jax.tree.structure(state)
+    assert jax.tree.map(lambda x: (x.dtype, x.sharding), restored) == jax.tree.map(
+        lambda x: (x.dtype, x.sharding), state
+    )
+    assert position == POSITION
+    assert config == {"name": "x", "model": {"stages": [32, 64]}, "optimizer": {"clip": None}}
+    assert capfd.readouterr() == ("", "")
+
+
+def test_a_state_moves_over_meshes(tmp_path: Path) -> None:
+    """8 -> 4 -> 2 x 2 -> 1 -> 8 devices, saved by one and read by the next; nothing is whole where it is split."""
+    meshes = [mesh(8, 1), mesh(4, 1), mesh(2, 2), mesh(1, 1), mesh(4, 2)]
+    state = filled(abstract(meshes[0]))
+    first = bits(state)
+    with Checkpoints(tmp_path) as checkpoints:
+        for step, on in enumerate(meshes[1:], 1):
+            checkpoints.save(step, state, POSITION, CONFIG, force=True)
+            state, _, _ = checkpoints.restore(step, abstract(on))
+            assert bits(state) == first
+            for leaf, wanted in zip(jax.tree.leaves(state), jax.tree.leaves(abstract(on)), strict=True):
+                assert leaf.sharding == wanted.sharding
+                assert {s.data.shape for s in leaf.addressable_shards} == {wanted.sharding.shard_shape(leaf.shape)}
+            assert state.params["layers"]["up"].addressable_shards[0].data.size * on.size == 3 * 16 * 32
+
+
+def test_the_state_may_be_donated_at_once(tmp_path: Path) -> None:
+    """What is on its way to the disk is a copy, or memory that jax will not give away while it is looked at."""
+    overwrite = jax.jit(lambda state: jax.tree.map(jnp.negative, state), donate_argnums=0)
+    with Checkpoints(tmp_path, keep=9) as checkpoints:
+        for step in range(1, 5):
+            state = {"params": {"w": jnp.full((512, 4096), step, jnp.float32)}, "count": jnp.full((), step, jnp.int32)}
+            shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), state)
+            checkpoints.save(step, state, {}, {}, force=True)
+            state = overwrite(state)
+            assert np.asarray(state["params"]["w"]).max() == -step
+        for step in checkpoints.steps():
+            restored, _, _ = checkpoints.restore(step, shapes)
+            assert np.asarray(restored["params"]["w"]).min() == step == np.asarray(restored["params"]["w"]).max()
+
+
+def test_many_leaves_while_a_step_runs(tmp_path: Path) -> None:
+    """More programs with collectives than simulated devices can have under way at once."""
+    sharding = NamedSharding(mesh(4, 2), PartitionSpec("fsdp", "tensor"))
+    state = {f"w{i}": jax.device_put(jnp.full((32, 32), i, jnp.float32), sharding) for i in range(100)}
+    step = jax.jit(lambda state: jax.tree.map(lambda x: x + jnp.sum(x), state), donate_argnums=0)
+    with Checkpoints(tmp_path, keep=1) as checkpoints:
+        for number in range(1, 4):
+            state = step(state)
+            checkpoints.save(number, state, {}, {}, force=True)
+        last = bits(state)
+        shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), state)
+        assert bits(checkpoints.restore(3, shapes)[0]) == last
+
+
+def test_only_the_parameters(tmp_path: Path) -> None:
+    """On another mesh, and whatever became of the optimizer's state."""
+    state = filled(abstract(mesh(8, 1)))
+    with Checkpoints(tmp_path, every=1) as checkpoints:
+        checkpoints.save(1, state, POSITION, CONFIG)
+    with Checkpoints(tmp_path, read_only=True) as checkpoints:
+        params = checkpoints.restore_params(1, abstract(mesh(2, 2)).params)
+        assert bits(params) == bits(state.params)
+        assert params["embed"].sharding.mesh.size == 4
+        assert checkpoints.read(1)[0] == POSITION
+        with pytest.raises(ValueError, match="read_only"):
+            checkpoints.save(2, state, POSITION, CONFIG, force=True)
+        with pytest.raises(UserError, match=r"no checkpoint of step 7 in .*; there are: \[1\]"):
+            checkpoints.read(7)
+
+
+def test_when_to_save(tmp_path: Path) -> None:
+    state = {"x": jnp.ones(3)}
+    with Checkpoints(tmp_path / "a", every=2) as checkpoints:
+        saved = [step for step in range(1, 8) if checkpoints.save(step, state, {}, {})]
+        assert saved == [2, 4, 6]
+        assert checkpoints.save(7, state, {}, {}, force=True)
+        assert not checkpoints.save(7, state, {}, {}, force=True)  # it is there
+    with Checkpoints(tmp_path / "b") as checkpoints:
+        assert not checkpoints.save(2, state, {}, {})
+
+
+def test_kept_are_the_newest_and_the_best(tmp_path: Path) -> None:
+    losses = {1: 3.0, 2: 1.5, 3: float("nan"), 4: 2.0, 5: None, 6: 2.0}
+    for keep_best, kept in ((True, [2, 5, 6]), (False, [5, 6])):
+        directory = tmp_path / str(keep_best)
+        with Checkpoints(directory, every=1, keep=2, keep_best=keep_best) as checkpoints:
+            for step, loss in losses.items():
+                checkpoints.save(step, {"x": jnp.ones(3)}, {}, {}, metrics=None if loss is None else {"loss": loss})
+            assert checkpoints.steps() == kept
+        assert list((directory / ROTATED).iterdir()) == []
+        with Checkpoints(directory, read_only=True) as checkpoints:
+            assert checkpoints.best() == (Best(2, 1.5) if keep_best else Best(6, 2.0))
+            assert checkpoints.latest() == 6
+
+
+def test_a_new_best_is_saved_whenever_it_is_found(tmp_path: Path) -> None:
+    losses = {1: 3.0, 2: 2.0, 3: 2.5, 4: float("nan"), 5: 1.0, 6: None, 7: 1.0}
+    for keep_best, saved in ((True, [1, 2, 5]), (False, [])):
+        with Checkpoints(tmp_path / str(keep_best), keep=9, keep_best=keep_best) as checkpoints:
+            for step, loss in losses.items():
+                metrics = {} if loss is None else {"loss": loss}
+                assert checkpoints.save(step, {"x": jnp.ones(3)}, {}, {}, metrics) == (step in saved)
+
+
+def test_what_does_not_fit_is_named(tmp_path: Path) -> None:
+    on = mesh(4, 1)
+    with Checkpoints(tmp_path, every=1) as checkpoints:
+        checkpoints.save(1, filled(abstract(on)), POSITION, CONFIG)
+        both = r"params.layers.up is bfloat16\[3, 16, 32\] in the checkpoint and "
+        with pytest.raises(UserError, match=both + r"bfloat16\[3, 16, 64\] here"):
+            checkpoints.restore(1, abstract(on, width=64))
+        with pytest.raises(UserError, match=both + r"float32\[3, 16, 32\] here"):
+            checkpoints.restore(1, abstract(on, dtype=jnp.float32))
+        shapes = abstract(on)
+        with pytest.raises(UserError, match=r"opt_state.1.0.count is int32\[\] in the checkpoint and absent here"):
+            checkpoints.restore(1, State(shapes.step, shapes.params, ()))
+        params = {**shapes.params, "head": shapes.params["embed"]}
+        with pytest.raises(UserError, match=r"params.head is absent in the checkpoint and float32\[64, 16\] here"):
+            checkpoints.restore_params(1, params)
+        with pytest.raises(ValueError, match=r"no sharding to restore to: params.embed"):
+            checkpoints.restore_params(1, {"embed": jax.ShapeDtypeStruct((64, 16), jnp.float32)})
+
+
+def test_put_aside(tmp_path: Path) -> None:
+    directory, file = tmp_path / "checkpoints", tmp_path / "metrics.jsonl"
+    directory.mkdir()
+    assert put_aside(directory) is None  # empty
+    assert put_aside(file) is None  # absent
+    for n in (1, 2):
+        directory.mkdir(exist_ok=True)
+        (directory / "a").write_text(str(n))
+        file.write_text(str(n))
+        assert put_aside(directory) is not None
+        assert put_aside(file) is not None
+    names = ["checkpoints.old-1", "checkpoints.old-2", "metrics.old-1.jsonl", "metrics.old-2.jsonl"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == names
+    assert (tmp_path / "metrics.old-2.jsonl").read_text() == "2"
