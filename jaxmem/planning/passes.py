@@ -97,7 +97,7 @@ class Passes:
 # XLA fuses what lies between products into few kernels. Measured on compiled decoders: these read and write two and a
 # half times what the products do, and there are about three for each product or write in place.
 AROUND, _KERNELS = 2.5, 3
-PALLAS = ("pallas_call", "mpmd_map")  # its kernels, compiled by Triton and by Mosaic GPU
+OURS = ("pallas_call", "mpmd_map", "triton_kernel_call")  # kernels: of Pallas by Triton, by Mosaic GPU, of Triton
 
 
 def passes_of(cfg: Config, platform: str) -> Passes:
@@ -187,7 +187,7 @@ class _Half:
                 products.append(product(eqn, times))
             if eqn.primitive.name in ("dot_general", "conv_general_dilated", "dynamic_update_slice"):
                 kernels += _KERNELS * times
-            elif eqn.primitive.name in PALLAS and not eqn.params["interpret"]:  # of two, that for GPUs
+            elif eqn.primitive.name in OURS and not eqn.params.get("interpret"):  # of two, that for GPUs
                 products.append(kernel(eqn, times))
                 kernels += times
         return Passes(int(saved[DEVICE]), int(saved[HOST]), tuple(products), kernels)
@@ -239,7 +239,7 @@ def inside(eqn: Any, times: int) -> Iterator[tuple[Any, int]]:
         times *= eqn.params["length"]
     elif eqn.primitive.name == "while":
         times = int(times * mean_runs(str(eqn.source_info.name_stack)))
-    elif eqn.primitive.name in PALLAS:  # its grid and its loops are its own affair
+    elif eqn.primitive.name in OURS:  # its grid and its loops are its own affair
         return
     for value in eqn.params.values():
         for part in value if isinstance(value, (list, tuple)) else (value,):

@@ -122,6 +122,18 @@ def test_the_traced_products_are_those_that_run(remat: str) -> None:
     assert 8 * traced == pytest.approx(plan.timeline.flops, rel=0.05)
 
 
+def test_attentions_products_count_whatever_computes_them() -> None:
+    of = {
+        name: [
+            (one.times, one.flops) for one in passes_of(config(model=WIDE, memory={"attention": name}), "gpu").products
+        ]
+        for name in ("pallas", "triton", "mosaic")
+    }
+    assert of["pallas"] == of["triton"] == of["mosaic"]
+    plain = sum(one.times * one.flops for one in passes_of(config(model=WIDE), "gpu").products)
+    assert sum(times * flops for times, flops in of["triton"]) > plain / 2
+
+
 def test_more_bandwidth_is_less_time() -> None:
     cfg = config(model=WIDE, mesh={"fsdp": 8})
     seconds = [
