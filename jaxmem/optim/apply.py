@@ -46,9 +46,10 @@ def apply(
             return each_layer(_added, (w, u), own, axes, layer, piece)
         names: Axes = (None,) * w.ndim if axes is None else axes
         seeds = None if own is None else _seeds(own, w, names, layer, piece)
+        names = names[len(names) - w.ndim :]
         if kernel == "pallas" and w.format == "int8":
-            return _in_one_pass(w, u, seeds, names[len(names) - w.ndim :])
-        return in_parts(_encoded, w, (u, seeds), stacked=layer is None and names[:1] == ("layer",))
+            return _in_one_pass(w, u, seeds, names)
+        return in_parts(_encoded, w, (u, seeds), names)
 
     axes = jax.tree.map(lambda _: None, params, is_leaf=is_quantized) if axes is None else axes
     return jax.tree_util.tree_map_with_path(add, params, updates, axes, is_leaf=is_quantized)

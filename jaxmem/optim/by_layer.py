@@ -191,7 +191,7 @@ def _update_leaf(
         leaf = dataclasses.replace(leaf, shape=w.shape, axes=names)
         return one((g, state), w, jnp.zeros((), jnp.int32))
     if getattr(rule, "in_parts", False):
-        return in_parts(one, (g, state), None, stacked=stacked)
+        return in_parts(one, (g, state), None, names)
     if stacked:
         return layers_in_turn(one, (g, state), w)
     return one((g, state), w, jnp.zeros((), jnp.int32) if alone is None else alone)

@@ -20,14 +20,14 @@ from jaxmem.weights import is_quantized
 def add_decayed_weights(weight_decay: float, axes: Any = None) -> optax.GradientTransformationExtraArgs:
     """Only matrices decay, not norms and biases. `update(..., layer=i)`: of every stack only this layer is there."""
 
-    def update(updates: Any, state: Any, params: Any, *, layer: jax.Array | None = None, **_: Any) -> tuple[Any, Any]:
+    def update(updates: Any, state: Any, params: Any, **_: Any) -> tuple[Any, Any]:
         def one(names: Axes, u: jax.Array, w: Any) -> jax.Array:
             stacked = names[:1] == ("layer",)
             if len(names) - stacked < 2:
                 return u
             if not is_quantized(w):
                 return u + weight_decay * w
-            return in_parts(decayed, u, w, stacked=stacked and layer is None)
+            return in_parts(decayed, u, w, names[len(names) - w.ndim :])
 
         def decayed(u: jax.Array, w: Any, *_: jax.Array) -> jax.Array:
             return (u.astype(jnp.float32) + weight_decay * w.dequantize(jnp.float32)).astype(u.dtype)

@@ -12,14 +12,13 @@ import jax
 import jax.numpy as jnp
 
 from jaxmem.quant import QTensor
-from jaxmem.sharding import current, each_part
+from jaxmem.sharding import Axes, current, each_part
 from jaxmem.weights import is_quantized
 
 Grid = dict[int, int]  # into how many parts of one which dimensions are cut
 Each = Callable[[Any, Any, jax.Array, jax.Array], Any]
 
-PART = 1 << 23  # numbers that are decoded at once
-SHARDS = 8  # parts have a multiple of so many rows where they can: meshes then cut between them
+PART = 1 << 23  # numbers that a device decodes at once
 
 
 def in_turn(grid: Grid, one: Callable[[Any, jax.Array], Any], arrays: Any) -> Any:
@@ -68,19 +67,19 @@ def _on_stages(loop: Callable[[Any, Any, jax.Array], Any], stack: Any, beside: A
     return each_part(lambda stack, beside, first: loop(stack, beside, first[0]), over, stack, beside, first)
 
 
-def in_parts(one: Each, whole: Any, beside: Any, *, stacked: bool = False) -> Any:
-    """`one(part, beside, layer, number)` on so many rows of a matrix at a time that no more than 8 M numbers are ever
-    decoded, each result where the part was. `whole` and `beside` are trees of arrays and QTensors of one shape, and
-    of blocks along one dimension; `stacked`: of matrices, part after part of each in one loop.
+def in_parts(one: Each, whole: Any, beside: Any, axes: Axes) -> Any:
+    """`one(part, beside, layer, number)` on so many rows of a matrix at a time that no device ever decodes more than
+    8 M numbers, each result where the part was. `whole` and `beside` are trees of arrays and QTensors of one shape with
+    these axes, and of blocks along one dimension; of a stack of layers, part after part of each in one loop.
 
     Rows of a part are not neighbours but every so many: where a mesh splits the rows, each device works on its own
     in every part."""
-    if stacked:
-        return _on_stages(partial(_in_parts, one), whole, beside)
-    return _in_parts(one, whole, beside, None)
+    if axes[:1] == ("layer",):
+        return _on_stages(partial(_in_parts, one, axes[1:]), whole, beside)
+    return _in_parts(one, axes, whole, beside, None)
 
 
-def _in_parts(one: Each, whole: Any, beside: Any, first: jax.Array | None) -> Any:
+def _in_parts(one: Each, axes: Axes, whole: Any, beside: Any, first: jax.Array | None) -> Any:
     """`first`: the number of the first layer of a stack; None: there is no stack."""
     leaves = jax.tree.leaves((whole, beside), is_leaf=is_quantized)
     codes = [x for x in leaves if isinstance(x, QTensor)]
@@ -89,7 +88,7 @@ def _in_parts(one: Each, whole: Any, beside: Any, first: jax.Array | None) -> An
     # No block is cut that runs along the rows.
     along = [q.block_size for q in codes if q.axis == -len(shape)]
     units = shape[0] // along[0] if along else shape[0]
-    parts = _parts(math.prod(shape), units)
+    parts = _parts(math.prod(shape), units, _devices(axes))
     if any(x.shape[rows] % units for x in jax.tree.leaves((whole, beside))):
         parts = 1
     if parts == 1:
@@ -149,7 +148,20 @@ def _along_rows(x: Any) -> bool:
     return isinstance(x, QTensor) and x.axis == -x.ndim
 
 
-def _parts(size: int, units: int) -> int:
-    """As many as it takes; they divide the units, if possible into multiples of eight."""
-    enough = [n for n in range(1, units + 1) if units % n == 0 and size <= n * PART]
-    return min((n for n in enough if units // n % SHARDS == 0), default=min(enough, default=units))
+def _devices(axes: Axes) -> list[int]:
+    """Over how many devices each dimension is split where it is updated."""
+    layout = current()
+    return [1] if layout is None else [layout.size(over) for over in layout.over_each("optimizer", axes)]
+
+
+def _parts(size: int, units: int, devices: list[int]) -> int:
+    """As many as it takes; they divide the units, so that each device has as many of a part's: with fewer parts where
+    that needs it, or all units of a part would travel.
+
+    >>> _parts(8 * PART, 16, [1]), _parts(8 * PART, 16, [8]), _parts(64 * PART, 16, [8]), _parts(8 * PART, 16, [1, 8])
+    (8, 1, 2, 1)
+    """
+    own = size // math.prod(devices)
+    found = [n for n in range(1, units + 1) if units % n == 0]
+    shared = [n for n in found if units // n % devices[0] == 0] or found
+    return next((n for n in shared if own <= n * PART), shared[-1])

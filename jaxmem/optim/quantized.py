@@ -26,11 +26,11 @@ from jaxmem.errors import UserError
 from jaxmem.leaves import Derived
 from jaxmem.optim.adam import Adam, Moments, unbiased
 from jaxmem.optim.by_layer import At, Leaf, Rule, by_layer
-from jaxmem.optim.in_turn import SHARDS
 from jaxmem.quant import FORMATS, QTensor, even_block, quantize
 from jaxmem.sharding import on_each_device
 
 LEAST = 4096  # numbers below which codes save nothing worth having
+SHARDS = 8  # so many blocks, or a multiple, along a dimension where they can: meshes then cut between them
 SPLIT_FINELY = ("embed", "projected", "vocab")  # over many devices, or of any size: blocks run along these last
 
 Formats = tuple[tuple[str, str], ...]  # the rule's names for its numbers, and what they are kept in

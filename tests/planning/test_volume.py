@@ -10,6 +10,7 @@ from collections import Counter
 import jax
 import pytest
 
+from jaxmem.optim import in_turn
 from jaxmem.planning.breakdown import form, pass_of
 from jaxmem.planning.buffers import Lifetimes, read_allocations
 from jaxmem.planning.collectives import collective
@@ -109,6 +110,16 @@ def test_the_next_slice_of_the_head_is_gathered_beside_the_work_on_this_one():
                 loops += 1
                 assert any(begins < place < order[done] for place in products)
     assert loops == 4  # forward and backward, in the loop over micro-batches and in the last one
+
+
+def test_codes_are_updated_where_they_lie(monkeypatch):
+    """Part after part: what is sent are codes, twice, and gradients."""
+    monkeypatch.setattr(in_turn, "PART", 2**12)
+    cfg = config(model=MODEL, mesh={"fsdp": 8}, precision={"parameters": "int8"}, memory={"remat": "full"})
+    built = program(cfg, target_devices(TARGET, TARGET.memory))
+    step, _ = compile_all(built.lower_step(), {}, here=False, code=False)
+    sent = sum(one.wire_bytes for one in sent_by(step).traffic.values())
+    assert sent < 6 * built.parameters
 
 
 def live_at_most(name, forms, only_backward=False):
