@@ -6,7 +6,7 @@ equal input gives equal bits. It takes 16-bit numbers, as the tensor cores do, a
 up with zeros, in a copy. The backward pass of heads wider than 128, for whose sums there are no registers, is
 `pallas.py`'s.
 
-On a CPU what would be compiled is evaluated, for tests (`through_mosaic.py`).
+On a CPU what would be compiled is evaluated, for tests (`warpgroups.py`).
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ from jaxmem.kernels.through_mosaic import launch
 from . import flash, pallas
 from .block import Beside, Call
 from .flash import Passes
-from .mosaic_programs import BATCH, BLOCK, COMPUTING, HEAD, ROWS, Own, Stream, d_keys, d_queries, forward
+from .mosaic_parts import BATCH, BLOCK, COMPUTING, HEAD, ROWS, Own, Stream
+from .mosaic_programs import d_keys, d_queries, forward
 
 WIDTHS = (64, 96, 128, 256)
 WIDEST = 128  # of the backward pass: the sums of dk and dv take 2 x dim registers of a thread's 240

@@ -10,8 +10,9 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jaxmem.kernels import through_mosaic
-from jaxmem.kernels.through_mosaic import THREAD, launch
+from jaxmem.kernels import warpgroups
+from jaxmem.kernels.through_mosaic import launch
+from jaxmem.kernels.warpgroups import THREAD
 
 ROWS = 64
 TILES = plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128)
@@ -76,7 +77,7 @@ def test_a_place_given_back_before_its_product_is_read_too_late():
 
 
 def test_warpgroups_that_wait_for_each_other(monkeypatch):
-    monkeypatch.setattr(through_mosaic, "PATIENCE", 0.5)
+    monkeypatch.setattr(warpgroups, "PATIENCE", 0.5)
     x = jnp.zeros((64, ROWS), jnp.float16)
     with pytest.raises(jax.errors.JaxRuntimeError, match=r"the warpgroups of a kernel wait for each other"):
         jax.block_until_ready(summed(x, waits=2))

@@ -1,0 +1,161 @@
+"""What the programs of the Mosaic GPU kernels are made of: places, copies by TMA, arithmetic on what lies in registers.
+
+Arrays in registers lie as products leave them (`WGMMA`): of numbers for each row, `BY_ROW`, of numbers for each column,
+`BY_COLUMN`. TMA fills with zeros what it reads beyond the end of an array, and writes nothing there.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from .block import LOG2E, Beside, Call, in_sight
+from .mask import keeps, words_of_rows
+
+# The dimensions of the grid. A mesh around the kernel may have axes of shorter names.
+HEAD, BLOCK, BATCH = "mosaic_head", "mosaic_block", "mosaic_batch"
+ROWS = 64
+COMPUTING = 2  # warpgroups
+# Of the 65,536 registers of a multiprocessor, a thread that computes has these, and one that copies.
+REGISTERS, FEW_REGISTERS = 240, 24
+
+WGMMA = plgpu.Layout.WGMMA
+BY_ROW, BY_COLUMN = WGMMA.reduce(1), WGMMA.reduce(0)
+
+
+class Own(NamedTuple):
+    """What a warpgroup reads once and keeps in shared memory: [COMPUTING, ...], and when it is there."""
+
+    held: tuple[Any, ...]
+    here: Any
+
+
+class Stream(NamedTuple):
+    """Blocks that come one after the other into [stages, ...]: when one is here, when its place is free."""
+
+    held: tuple[Any, ...]
+    here: Any
+    free: Any
+
+
+# ---------------------------------------------------------------- places
+
+
+def turned(length: int, size: int) -> jax.Array:
+    """The queries' block of this program: the last ones come first, since under `causal` they take the longest."""
+    return pl.cdiv(length, size) - 1 - lax.axis_index(BLOCK)
+
+
+def slot_of(call: Call, n: Any) -> jax.Array:
+    """Where the n-th block of a stream lies."""
+    return lax.rem(n, jnp.int32(call.blocks.stages))
+
+
+def positions(count: int, first: Any, layout: Any) -> jax.Array:
+    return plgpu.broadcasted_iota(jnp.int32, (count,), 0, layout=layout) + first
+
+
+def of_batch(beside: Beside, batch: Any) -> Beside:
+    """The seed has no rows of the batch."""
+    rows = [None if x is None else x.at[batch] for x in beside[1:]]
+    return Beside(beside.seed, *rows)
+
+
+def part_of(ids: Any, first: Any, size: int) -> Any:
+    return None if ids is None else ids.at[pl.ds(first, size)]
+
+
+# ---------------------------------------------------------------- copies
+
+
+def brought(own: Own, number: Any, *sources: Any) -> list[Any]:
+    """This warpgroup's own part, brought."""
+    held = [x.at[number] for x in own.held]
+    for source, target in zip((x for x in sources if x is not None), held, strict=True):
+        plgpu.copy_gmem_to_smem(source, target, own.here.at[number])
+    plgpu.barrier_wait(own.here.at[number])
+    return held
+
+
+def bring_next(call: Call, stream: Stream, n: Any, *sources: Any) -> None:
+    """The n-th block, once its place is free."""
+    slot = slot_of(call, n)
+    pl.when(n >= call.blocks.stages)(lambda: plgpu.barrier_wait(stream.free.at[slot]))
+    for source, held in zip((x for x in sources if x is not None), stream.held, strict=True):
+        plgpu.copy_gmem_to_smem(source, held.at[slot], stream.here.at[slot])
+
+
+def write_back(*parts: tuple[Any, Any]) -> None:
+    plgpu.commit_smem()
+    for source, target in parts:
+        plgpu.copy_smem_to_gmem(source, target)
+    plgpu.wait_smem_to_gmem(0)
+
+
+# ---------------------------------------------------------------- arithmetic
+
+
+def zeros_in(shape: tuple[int, ...], layout: Any) -> jax.Array:
+    return plgpu.layout_cast(jnp.zeros(shape, jnp.float32), layout)
+
+
+def numbers(ref: Any, layout: Any) -> jax.Array:
+    return plgpu.layout_cast(ref[...], layout)
+
+
+def along(x: jax.Array, shape: tuple[int, ...], dim: int) -> jax.Array:
+    return lax.broadcast_in_dim(x, shape, (dim,))
+
+
+def products(shape: tuple[int, int], *pairs: tuple[Any, Any]) -> list[jax.Array]:
+    """a @ b of each, all begun before the first is waited for."""
+
+    def multiply(*sums: Any) -> list[jax.Array]:
+        for held, (a, b) in zip(sums, pairs, strict=True):
+            plgpu.wgmma(held, a, b)
+        return [held[...] for held in sums]
+
+    return pl.run_scoped(multiply, *[plgpu.WGMMAAccumulatorRef(shape, jnp.float32)] * len(pairs))
+
+
+def plus(*terms: tuple[jax.Array, Any, Any]) -> tuple[jax.Array, ...]:
+    """sum + a @ b of each."""
+
+    def multiply(sums: Any) -> None:
+        for held, (_, a, b) in zip(sums, terms, strict=True):
+            plgpu.wgmma(held, a, b)
+
+    return pl.run_state(multiply)(tuple(plgpu.WGMMAAccumulatorRef.init(x) for x, _, _ in terms))
+
+
+def tanh(x: jax.Array) -> jax.Array:
+    """The GPU's own is good to 11 bits. exp2 overflows to infinity or to 0, and both give the right end."""
+    return 1.0 - 2.0 / (jnp.exp2(x * (2.0 * LOG2E)) + 1.0)
+
+
+def masked_scores(
+    call: Call, s: jax.Array, at: Any, key: Any, mine: Any, theirs: Any, dims: tuple[int, int]
+) -> jax.Array:
+    """`dims`: along which one of the scores the queries lie, and the keys."""
+    at, key, mine, theirs = (
+        None if x is None else along(x, s.shape, dim) for x, dim in zip((at, key, mine, theirs), 2 * dims, strict=True)
+    )
+    return jnp.where(in_sight(call, at, key, mine, theirs), s, -jnp.inf)
+
+
+def words_of(beside: Beside, row: Any, at: jax.Array) -> Any:
+    """Of dropout, for a row of batch and heads and queries at these positions."""
+    return None if beside.seed is None else words_of_rows((beside.seed[0], beside.seed[1]), row, at)
+
+
+def kept_share(call: Call, words: Any, key: jax.Array, shape: tuple[int, ...], dims: tuple[int, int]) -> jax.Array:
+    """What dropout makes of each probability's weight: 0, or 1 / (1 - rate)."""
+    rate = call.options.dropout
+    first, second = (along(x, shape, dims[0]) for x in words)
+    kept = keeps(first, second, along(key, shape, dims[1]), rate)
+    return jnp.where(kept, 1.0 / (1.0 - rate), 0.0)
