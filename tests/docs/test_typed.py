@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 import math
 import os
@@ -10,12 +12,14 @@ import shlex
 import shutil
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 
+from jaxmem.cli import main
 from jaxmem.devices import simulated
 from jaxmem.tour.docstrings import VOCAB, write_conversations, write_tokenizer
 
@@ -37,6 +41,7 @@ CONFIGS = {
 }
 OWN = ("mine.yaml", "tune.yaml")  # what a page calls the config that it shows
 QUESTION = {"prompt": "The sky is", "choices": [" blue", " green"], "answer": 0}
+HERE = ("plan", "fit", "bench", "report")  # run in this process, which has started jax already
 # What is typed stays as it is; these only do less of it.
 LESS = {
     "fit": ["--compiles", "2"],
@@ -56,7 +61,7 @@ def cut_down(config: dict[str, Any]) -> str:
     return yaml.safe_dump({**config, "train": {"steps": 2}, "checkpoint": {}})
 
 
-def devices(place: Path, words: list[str]) -> int:
+def devices(place: Path, words: Sequence[str]) -> int:
     """As many as the config that is trained asks for."""
     for config in (place / word for word in words if word.endswith(".yaml")):
         return math.prod(max(size, 1) for size in yaml.safe_load(config.read_text()).get("mesh", {}).values())
@@ -65,23 +70,37 @@ def devices(place: Path, words: list[str]) -> int:
 
 def types(place: Path, *words: str, seen: int = 0) -> None:
     """A command does what it should: it ends well, or says in a line that it needs a GPU."""
-    here = {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
-    if "tour" in words:
-        here["XLA_FLAGS"] = ""  # it trains for long enough that compiling well pays
+    words = (*words, *(more for word in words for more in LESS.get(word, ())))
+    code, said = (here if words[1] in HERE else apart)(place, words, seen)
+    assert code == 0 or (code == 2 and "GPU, and there is none here" in said), f"{shlex.join(words)}\n{said}"
+    assert "Traceback" not in said, f"{shlex.join(words)}\n{said}"
+
+
+def here(place: Path, words: tuple[str, ...], _: int) -> tuple[int, str]:
+    said = io.StringIO()
+    with contextlib.chdir(place), contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
+        try:
+            main([*words[1:]])
+        except SystemExit as exit_:
+            return int(exit_.code or 0), said.getvalue()
+    raise AssertionError("a command ends its process")
+
+
+def apart(place: Path, words: tuple[str, ...], seen: int) -> tuple[int, str]:
     program = ["-m", "jaxmem"] if words[0] == "jaxmem" else []
-    less = [more for word in words for more in LESS.get(word, ())]
+    own = {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+    if "tour" in words:
+        own["XLA_FLAGS"] = ""  # it trains for long enough that compiling well pays
     done = subprocess.run(
-        [sys.executable, *program, *words[1:], *less],
+        [sys.executable, *program, *words[1:]],
         cwd=place,
-        env=os.environ | simulated(seen or devices(place, words)) | here,
+        env=os.environ | simulated(seen or devices(place, words)) | own,
         input="What is it?\n",
         capture_output=True,
         text=True,
         check=False,
     )
-    told = f"{shlex.join(words)}\n{done.stdout}\n{done.stderr}"
-    assert done.returncode == 0 or (done.returncode == 2 and "GPU, and there is none here" in done.stderr), told
-    assert "Traceback" not in done.stderr, told
+    return done.returncode, done.stdout + done.stderr
 
 
 @pytest.fixture(scope="module")
