@@ -144,16 +144,7 @@ def forward(
 
     @pl.when(number == COMPUTING)
     def _() -> None:
-        plgpu.set_max_registers(FEW_REGISTERS, action="decrease")
-        kv_head = lax.div(head, jnp.int32(groups))
-
-        def bring(j: Any) -> None:
-            at = j * call.blocks.keys
-            here, n = (batch, pl.ds(at, call.blocks.keys), kv_head), j - begin
-            bring_next(call, keys, n, k_ref.at[here], part_of(beside.kv_ids, at, call.blocks.keys))
-            bring_next(call, values, n, v_ref.at[here])
-
-        pl.loop(begin, end)(bring)
+        _bring_keys(call, batch, head, groups, begin, end, (k_ref, v_ref, beside.kv_ids), keys, values)
 
 
 def d_queries(
@@ -225,16 +216,9 @@ def d_queries(
 
     @pl.when(number == COMPUTING)
     def _() -> None:
-        plgpu.set_max_registers(FEW_REGISTERS, action="decrease")
-        kv_head = lax.div(head, jnp.int32(groups))
-
-        def bring(j: Any) -> None:
-            at = j * call.blocks.keys
-            here, n = (batch, pl.ds(at, call.blocks.keys), kv_head), j - visits[0].start
-            bring_next(call, keys, n, k_ref.at[here], part_of(beside.kv_ids, at, call.blocks.keys))
-            bring_next(call, values, n, v_ref.at[here])
-
-        pl.loop(visits[0].start, visits[-1].stop)(bring)
+        _bring_keys(
+            call, batch, head, groups, visits[0].start, visits[-1].stop, (k_ref, v_ref, beside.kv_ids), keys, values
+        )
 
 
 def d_keys(
@@ -327,3 +311,28 @@ def d_keys(
             )
 
         pl.loop(0, groups)(lambda g: pl.loop(begin, end)(lambda i: bring(g, i)))
+
+
+def _bring_keys(
+    call: Call,
+    batch: Any,
+    head: Any,
+    groups: int,
+    begin: Any,
+    end: Any,
+    sources: tuple[Any, Any, Any],
+    keys: Stream,
+    values: Stream,
+) -> None:
+    """What the third warpgroup does where a program goes through the keys from one block to another."""
+    plgpu.set_max_registers(FEW_REGISTERS, action="decrease")
+    k_ref, v_ref, kv_ids = sources
+    kv_head = lax.div(head, jnp.int32(groups))
+
+    def bring(j: Any) -> None:
+        at = j * call.blocks.keys
+        here, n = (batch, pl.ds(at, call.blocks.keys), kv_head), j - begin
+        bring_next(call, keys, n, k_ref.at[here], part_of(kv_ids, at, call.blocks.keys))
+        bring_next(call, values, n, v_ref.at[here])
+
+    pl.loop(begin, end)(bring)
