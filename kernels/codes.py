@@ -3,17 +3,22 @@
 A block's numbers are scaled to -1 ... 1; nf4 and fp4 are lists of 16. The dynamic codes (Dettmers et al.,
 arXiv:2110.02861) divide each power of ten evenly, the larger ones twice as finely as the one before. So the place of a
 code among those of its sign, as a float, has the decade in its exponent and the part of the decade in its mantissa:
-some ten operations and no memory, in place of a look into a table by every thread.
+a few instructions and no memory, in place of a look into a table by every thread.
+
+In detail: with h, the place and a half, and 2^o, the power of two that is not above h, a code of no sign stands for
+0.9e-7 * 5^o * (h - 8/9 * 2^o), a continuous function of h of which encoding is the inverse. Signed codes have half as
+many places: there h is twice the place and one.
 """
 
 from __future__ import annotations
 
 import math
 
-import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int, Shaped
+from jaxtyping import Array, Float, UInt8
+
+from .instructions import LARGE, bits, exp2, fma, fma_saturated, from_bits, large_down, large_from_bytes, to_bytes
 
 # The 16 quantiles of a normal distribution: Dettmers et al., arXiv:2305.14314, appendix E, in float32.
 NF4 = (
@@ -25,7 +30,14 @@ _FP4 = (0.0, 0.0052083333, 2 / 3, 1.0, 1 / 3, 0.5, 1 / 6, 0.25)  # by its three 
 FP4 = (*_FP4, *(-value for value in _FP4))
 
 DECADES = 7
-_LOG2_10 = math.log2(10.0)
+_LOG2_10 = float(np.float32(math.log2(10.0)))
+_EIGHT_NINTHS = 8 / 9
+# log2(0.9e-7 * 5^o) from 2^-119 * (1 + (o - 1) / 16): the two floats that give all eight to 1e-6.
+_SLOPE, _OFFSET = 37.15085220336914 * 2.0**119, -58.23442459106445
+# A float's bits rise nearly as its logarithm does. Where 10/9 of the numbers that end a decade have risen by such a
+# step, the logarithm is between 0.8 parts of the lesser decade too small and 0.2 too large for each of six decades.
+_STEP, _START = 3.3458, 0.1125
+_SIGN = -(2**31)
 
 
 def dynamic_code(bits: int, *, signed: bool) -> tuple[float, ...]:
@@ -46,48 +58,55 @@ def dynamic_code(bits: int, *, signed: bool) -> tuple[float, ...]:
     return tuple(float(value) for value in sorted(found))
 
 
-def dynamic8_value(code: Shaped[Array, "*shape"], *, signed: bool) -> Float[Array, "*shape"]:
-    """What an 8-bit dynamic code stands for, to the last bit or two of a float32."""
-    place = code.astype(jnp.int32)
-    place = place - 127 if signed else place + (place > 0).astype(jnp.int32)
-    count = jnp.abs(place)  # 1 or 2 in the first decade, twice as many in each that follows
-    bits = jax.lax.bitcast_convert_type(count.astype(jnp.float32), jnp.int32)
-    octave = (bits >> 23) - 127
-    part = jax.lax.bitcast_convert_type((bits & 0x7FFFFF) | 0x3F800000, jnp.float32) - 1.0
-    middle = part + jax.lax.bitcast_convert_type((126 - octave) << 23, jnp.float32)  # 2 ** (-1 - octave)
-    decade = octave if signed else octave - 1
-    size = (0.1 + 0.9 * middle) * jnp.exp2((decade - (DECADES - 1)).astype(jnp.float32) * _LOG2_10)
-    size = jnp.where(count == _one(signed), 1.0, size)
-    return jnp.where(count == 0, 0.0, jnp.where(place < 0, -size, size))
-
-
-def dynamic8_code(x: Float[Array, "*shape"], *, signed: bool) -> Int[Array, "*shape"]:
-    """The nearest code of numbers in -1 ... 1. Within a decade that is the part that a number lies in. A decade's last
-    value is half a part below its end, and the next value half of a part five times as large above it: numbers up to
-    one (small) part above the end belong below it."""
-    size = jnp.abs(x)
-    decade = jnp.zeros(x.shape, jnp.int32)  # 0: to zero; 8: to one
-    for end in _ends(signed):
-        decade += (size > end).astype(jnp.int32)
-    octave = decade if not signed else decade - 1
-    wide = size * jnp.exp2((DECADES - decade).astype(jnp.float32) * _LOG2_10)  # 0.1 ... 1
-    parts = jax.lax.bitcast_convert_type((octave + 127) << 23, jnp.float32)
-    part = jnp.clip(jnp.floor((wide - 0.1) * (1 / 0.9) * parts), 0.0, parts - 1.0)
-    place = (parts + part).astype(jnp.int32)
-    place = jnp.where(decade == 0, 0, jnp.where(decade > DECADES, _one(signed), place))
+def dynamic8_value(code: UInt8[Array, "*shape"], *, signed: bool) -> Float[Array, "*shape"]:
+    """What an 8-bit dynamic code stands for, to 2e-6 of it."""
+    large = large_from_bytes(code)
     if signed:
-        return 127 + jnp.where(x < 0, -jnp.minimum(place, _one(signed) - 1), place)  # there is no -1
-    return jnp.maximum(place - 1, 0)
+        place = fma(large, 2.0, -2 * (LARGE + 127))
+        h = jnp.abs(place) + 1.0
+    else:
+        place, h = large, large - (LARGE - 1.5)
+    # Of 2 ... 256 the power of two. Of 1, which is zero's, something very small, and so is then 5^o: it is taken off.
+    power = bits(h) & 0x43800000
+    fives = exp2(fma(from_bits(power >> 4), _SLOPE, _OFFSET))
+    # The last code, one, stands for the end of its part, not for the middle: it would be more than one.
+    size = fma_saturated(fma(from_bits(power), -_EIGHT_NINTHS, h), fives, -(2.0**-56))
+    return from_bits(bits(size) | (bits(place) & _SIGN)) if signed else size
 
 
-def _one(signed: bool) -> int:
-    """The place of 1 among the positive codes."""
-    return 2**DECADES if signed else 2 ** (DECADES + 1)
+def dynamic8_code(
+    x: Float[Array, "*shape"],
+    inverse: Float[Array, "*inverse"] | float = 1.0,
+    *,
+    signed: bool,
+    zero: bool = True,
+) -> UInt8[Array, "*shape"]:
+    """The nearest code of x * inverse, which lies in -1 ... 1; without `zero` at least the first one above it.
 
-
-def _ends(signed: bool) -> tuple[float, ...]:
-    """Above which numbers belong to no lesser decade, from zero to one."""
-    code = np.asarray(dynamic_code(8, signed=signed), np.float64)
-    code = code[code >= 0]
-    first = [2**d if signed else 2 ** (d + 1) - 1 for d in range(DECADES + 1)]  # of each decade; the last one is 1
-    return tuple(float((code[place - 1] + code[place]) / 2) for place in first)
+    A decade's last value is half a part below its end, and the next value half of a part five times as large above it:
+    numbers up to one (small) part above the end, 0.2 of the larger ones, belong below it. There a number is made less
+    by those 0.2. So near an end both decades lead to the same code, and the decade need not be known exactly.
+    """
+    top = 2.0 ** (DECADES - 1 if signed else DECADES)  # parts of the last decade: below, h is in units of it
+    part = 5 / 9 if zero else 10 / 9
+    wide = x * (inverse * part)
+    size = jnp.abs(wide)
+    if zero:  # the first border is where a decade's would be once the numbers below are drawn halfway to `least`
+        least = 2.85e-7 if signed else 2.175e-7
+        size = size + jnp.maximum(size, least * part)
+    else:
+        size = jnp.maximum(size, 2e-7 * part)
+    # Its exponent and mantissa, as the mantissa of a tiny float: 2^-124 * (1 + (31 + log2) / 32).
+    tiny = from_bits(bits(size) >> 5)
+    less = large_down(fma(tiny, -(2.0**129) / _STEP, (63 + _START) / _STEP))  # decades than the last one
+    tens = exp2(fma(less, _LOG2_10, -LARGE * _LOG2_10))
+    h = from_bits(bits(fma(size, tens, _EIGHT_NINTHS)) - (bits(less) << 23))
+    below = h - 0.2 / top
+    h = jnp.where((bits(h) ^ bits(below)) & 0x7F800000 != 0, below, h)
+    # From a quarter part below one on it is one: more than `end` there, and less than h before.
+    end = 2 - 0.5 / top if signed else 2.0
+    last = fma(wide, 4 * (10 / 9) / part, end - 4 * (10 / 9 - 0.25 / top))
+    if not signed:
+        return to_bytes(jnp.maximum(h, last), int(top), -1, jnp.uint8, down=True)
+    h = from_bits(bits(h - 0.5 / top) | (bits(wide) & _SIGN))
+    return to_bytes(jnp.maximum(h, last), int(top), 127, jnp.uint8)  # there is no -1

@@ -10,6 +10,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 from jax.experimental.xla_metadata import set_xla_metadata
 
+from .instructions import written
+
 
 def launch(
     name: str,
@@ -29,8 +31,12 @@ def launch(
     of this kernel. `in_place`: which input's memory which output takes."""
 
     def call(interpret: bool) -> Callable[..., Any]:
+        def traced(*refs: Any) -> None:
+            with written(not interpret):
+                kernel(*refs)
+
         return pl.pallas_call(
-            kernel,
+            traced,
             grid=grid,
             in_specs=list(in_specs),
             out_specs=list(out_specs),

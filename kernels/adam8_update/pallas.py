@@ -5,8 +5,9 @@ numbers and numbers codes by arithmetic (`kernels/codes.py`): a list of 256 read
 the memory does.
 
 Bytes a number, with a gradient of 2: Adam reads 2 + 1 + 1 and writes 2 + 1 + 1, with the constants of blocks of 256
-8.06; int8 weights with an update of 2: 4.05. Operations a number, of Adam: some 25 to decode, 12 to step, 45 to encode.
-In the time in which 8 bytes come and go an H200 does 55, an H100 75, a 4090 310: large cards wait for arithmetic.
+8.06; int8 weights with an update of 2: 4.05. Instructions a number, counted (`scripts/kernel_instructions.py`): Adam 71
+along columns and 81 along rows, int8 weights 34 and 40. In the time in which Adam's bytes come and go an H200 does 56,
+an H100 80, a 4090 330: so they are counted, and written one by one where it matters (`kernels/instructions.py`).
 
 Codes and constants are written where they were. On a CPU the same kernels run interpreted, for tests.
 """
@@ -15,6 +16,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import math
 from typing import Any, NamedTuple
 
 import jax
@@ -25,6 +27,7 @@ from jax.experimental.pallas import triton as plgpu
 from jaxmem.kernels import tuning
 from jaxmem.kernels.codes import dynamic8_code, dynamic8_value
 from jaxmem.kernels.draws import uniform
+from jaxmem.kernels.instructions import LARGE, floats, fma, large_from_bytes, reciprocal, sqrt, to_bytes
 from jaxmem.kernels.launch import launch
 
 from .arguments import Adam, Blocks, Moments8, blocked, count, lines
@@ -35,12 +38,17 @@ class Share(NamedTuple):
     """What a program has."""
 
     numbers: int
-    columns: int  # at least side by side where blocks run along the rows: a sector of memory of codes, or several
-    warps: int
+    columns: int  # at least side by side where blocks run along the rows: 32 bytes are what memory is read in
+    warps: int  # of so many numbers: where a program has to have more, it has more warps
 
 
-USUAL = Share(4096, 32, 8)
+# 16 numbers a thread: codes are read and written 16 bytes at a time, and three programs or more share a multiprocessor,
+# of which one waits for memory while another computes. With 32 columns of Adam's there would be one.
+USUAL = {"adam8_update": Share(2048, 16, 4), "int8_add": Share(2048, 32, 4)}
+WARPS = 32  # that a program may have
+COLUMNS = 4  # that a thread has where blocks run along the rows, so that most of a block's largest is its own to find
 MOST = 16384  # numbers of a block
+LEAST = 2.0**-126  # of numbers that have all their bits: a block of less is one of zeros
 HELD = {"adam8_update": 8, "int8_add": 4}  # registers for each number of a thread
 
 
@@ -88,7 +96,7 @@ def int8_add(
 
 def space(operation: str, along: int, _: int) -> list[Share]:
     """What may be measured: what has room in registers; shared memory is for sums alone."""
-    columns = (USUAL.columns,) if along == -1 else (32, 64)
+    columns = (USUAL[operation].columns,) if along == -1 else (16, 32, 64)
     shares = itertools.starmap(Share, itertools.product((2048, 4096, 8192), columns, (4, 8, 16)))
     fits = lambda one: HELD[operation] * one.numbers / (32 * one.warps) <= tuning.REGISTERS  # noqa: E731
     return list(filter(fits, shares))
@@ -107,7 +115,7 @@ class _Cut:
             )
         kind, sizes = f"{like.dtype.name} along {blocks.along}", (count(like), blocks.size)
         asked = tuning.Asked("pallas update", kind, sizes, functools.partial(space, operation, blocks.along))
-        numbers, columns, self.warps = tuning.blocks(operation, asked, USUAL)
+        numbers, columns, warps = tuning.blocks(operation, asked, USUAL[operation])
         if self.dim:
             self.others = max(1, numbers // wide)
             self.block: tuple[int, ...] = (self.others, wide)
@@ -121,12 +129,23 @@ class _Cut:
             self.numbers = pl.BlockSpec((None, wide, self.others), lambda j, i: (i, 0, j))
             self.lines = pl.BlockSpec((None, self.others), lambda j, i: (i, j))
 
-    def masks(self) -> tuple[jax.Array, jax.Array]:
-        """Which numbers of the program's block are there, and which constants."""
-        inside = jnp.arange(self.block[self.dim], dtype=jnp.int32) < self.size
+        self.warps = min(WARPS, warps * max(1, math.prod(self.block) // numbers))
+
+    def masks(self) -> tuple[jax.Array | None, jax.Array | None]:
+        """Which numbers of the program's block are there, and which constants; None: all."""
         end = self.shape[0] if self.dim else self.shape[2]
+        wide = self.block[self.dim]
+        if self.size == wide and end % self.others == 0:
+            return None, None
+        inside = jnp.arange(wide, dtype=jnp.int32) < self.size
         line = pl.program_id(0) * self.others + jnp.arange(self.others, dtype=jnp.int32) < end
         return jnp.expand_dims(inside, 1 - self.dim) & jnp.expand_dims(line, self.dim), line
+
+    def numbers_of(self, ref: Any) -> Any:
+        if self.dim:
+            return ref
+        rows, columns = (jnp.arange(size, dtype=jnp.int32) for size in self.block)
+        return ref.at[rows[:, None], plgpu.max_contiguous(columns, COLUMNS)[None, :]]
 
     def places(self) -> jax.Array:
         """Where in its block each of the program's numbers stands."""
@@ -138,44 +157,53 @@ class _Cut:
     def largest(self, x: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Of each block, and by what numbers are multiplied to be in -1 ... 1."""
         most = jnp.max(jnp.abs(x), axis=self.dim)
-        return most, jnp.where(most > 0, 1.0 / jnp.where(most > 0, most, 1.0), 0.0)
+        return most, jnp.where(most >= LEAST, reciprocal(jnp.maximum(most, LEAST)), 0.0)
 
 
 def _adam8(adam: Adam, cut: _Cut, *refs: Any) -> None:
+    """With m in units of 1 - beta1 and v of 1 - beta2, so that g and its square are added as they are."""
     g_ref, m_ref, v_ref, m_scale_ref, v_scale_ref, unbiased_ref, u_ref, *new_refs = refs
+    g_ref, m_ref, v_ref, u_ref = (cut.numbers_of(x) for x in (g_ref, m_ref, v_ref, u_ref))
+    new_refs[:2] = [cut.numbers_of(x) for x in new_refs[:2]]
     here, line = cut.masks()
-    g = plgpu.load(g_ref, mask=here, other=0).astype(jnp.float32)
+    m_unit, v_unit = 1 - adam.beta1, 1 - adam.beta2
+    g = floats(_load(g_ref, here, 0))
     zero = 127  # the code of zero, so that what is not there is no block's largest
-    old_m = dynamic8_value(plgpu.load(m_ref, mask=here, other=zero), signed=True)
-    old_v = dynamic8_value(plgpu.load(v_ref, mask=here, other=0), signed=False)
-    m_scale, v_scale = (plgpu.load(ref, mask=line, other=0.0) for ref in (m_scale_ref, v_scale_ref))
-    m = adam.beta1 * (old_m * cut.beside(m_scale)) + (1 - adam.beta1) * g
-    v = adam.beta2 * (old_v * cut.beside(v_scale)) + (1 - adam.beta2) * g * g
-    unbiased_m, unbiased_v = unbiased_ref[0], unbiased_ref[1]
-    u = m / unbiased_m / (jnp.sqrt(v / unbiased_v) + adam.epsilon)
+    old_m = dynamic8_value(_load(m_ref, here, zero), signed=True)
+    old_v = dynamic8_value(_load(v_ref, here, 0), signed=False)
+    m_scale, v_scale = (_load(ref, line, 0) for ref in (m_scale_ref, v_scale_ref))
+    m = fma(old_m, cut.beside(m_scale * (adam.beta1 / m_unit)), g)
+    v = fma(g, g, old_v * cut.beside(v_scale * (adam.beta2 / v_unit)))
+    # (m_unit * m / unbiased[0]) / (sqrt(v_unit * v / unbiased[1]) + epsilon)
+    unbiased_m, unbiased_v = (jnp.full((1, 1), unbiased_ref[i], jnp.float32) for i in (0, 1))
+    per_unit = unbiased_m / m_unit
+    below = fma(sqrt(v), sqrt(v_unit * reciprocal(unbiased_v)) * per_unit, adam.epsilon * per_unit)
     (m_most, m_inverse), (v_most, v_inverse) = cut.largest(m), cut.largest(v)
-    m_codes = dynamic8_code(m * cut.beside(m_inverse), signed=True)
-    v_codes = jnp.maximum(dynamic8_code(v * cut.beside(v_inverse), signed=False), 1)
     for ref, x, mask in (
-        (u_ref, u, here),
-        (new_refs[0], m_codes, here),
-        (new_refs[1], v_codes, here),
-        (new_refs[2], m_most, line),
-        (new_refs[3], v_most, line),
+        (u_ref, m * reciprocal(below), here),
+        (new_refs[0], dynamic8_code(m, cut.beside(m_inverse), signed=True), here),
+        (new_refs[1], dynamic8_code(v, cut.beside(v_inverse), signed=False, zero=False), here),
+        (new_refs[2], m_most * m_unit, line),
+        (new_refs[3], v_most * v_unit, line),
     ):
         plgpu.store(ref, x.astype(ref.dtype), mask=mask)
+
+
+def _load(ref: Any, mask: jax.Array | None, other: Any) -> jax.Array:
+    return plgpu.load(ref, mask=mask, other=None if mask is None else jnp.asarray(other, ref.dtype))
 
 
 def _int8_add(
     cut: _Cut, codes_ref: Any, scale_ref: Any, u_ref: Any, seeds_ref: Any, new_ref: Any, new_scale_ref: Any
 ) -> None:
     here, line = cut.masks()
-    scale = plgpu.load(scale_ref, mask=line, other=0.0) * (1.0 / STEPS)
-    old = plgpu.load(codes_ref, mask=here, other=0).astype(jnp.float32) * cut.beside(scale)
-    w = old + plgpu.load(u_ref, mask=here, other=0).astype(jnp.float32)
+    codes_ref, u_ref, new_ref = (cut.numbers_of(x) for x in (codes_ref, u_ref, new_ref))
+    scale = _load(scale_ref, line, 0) * (1.0 / STEPS)
+    old = large_from_bytes(_load(codes_ref, here, 0)) - (LARGE + 128)
+    w = fma(old, cut.beside(scale), floats(_load(u_ref, here, 0)))
     most, inverse = cut.largest(w)
-    seeds = plgpu.load(seeds_ref, mask=line, other=jnp.uint32(0))
+    seeds = _load(seeds_ref, line, 0)
     draws = uniform(cut.beside(seeds), cut.places())
-    codes = jnp.clip(jnp.floor(w * cut.beside(inverse) * STEPS + draws), -STEPS, STEPS)
-    plgpu.store(new_ref, codes.astype(jnp.int32).astype(new_ref.dtype), mask=here)
+    steps = jnp.maximum(w * cut.beside(inverse * STEPS), -STEPS)  # int8 has a number below, too
+    plgpu.store(new_ref, to_bytes(steps + draws, 1, 0, jnp.int8, down=True), mask=here)
     plgpu.store(new_scale_ref, most, mask=line)

@@ -212,7 +212,7 @@ def test_the_usual_sizes_are_among_those_that_may_be_measured():
     loss = OPERATIONS["cross_entropy"].implementations["pallas"]
     spaces += [(loss.space(itemsize, small), usual) for itemsize, usual in loss.USUAL.items()]
     update = OPERATIONS["adam8_update"].implementations["pallas"]
-    spaces += [(update.space(of, along, small), update.USUAL) for of in update.HELD for along in (-1, -2)]
+    spaces += [(update.space(of, along, small), update.USUAL[of]) for of in update.HELD for along in (-1, -2)]
     norm = OPERATIONS["rms_norm"].implementations["pallas"]
     spaces += [(norm.space(of, 4096, small), norm.USUAL) for of in norm.HELD]
     for space, usual in spaces:

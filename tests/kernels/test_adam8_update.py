@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 
 import jax
@@ -10,9 +11,9 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, PartitionSpec
 
-from jaxmem.kernels import Moments8, adam8_update, int8_add
+from jaxmem.kernels import Moments8, adam8_update, instructions, int8_add
 from jaxmem.kernels.adam8_update import IMPLEMENTATIONS
-from jaxmem.kernels.codes import dynamic_code
+from jaxmem.kernels.codes import dynamic8_code, dynamic_code
 from jaxmem.quant import quantize
 
 # name: shape, axis, block. Blocks that are powers of two and not, several programs and ends that fill none.
@@ -83,6 +84,36 @@ def test_every_implementation_ran():
 
 def spread(scale, axis, block):
     return np.repeat(scale, block, axis=axis)
+
+
+@pytest.mark.parametrize("signed", [True, False])
+def test_codes_on_both_sides_of_every_border(signed):
+    """The nearest, but where a number is as far from two codes to 4e-5 of their distance: around all borders, and
+    densely around the decades' ends, where a kernel does not know for certain in which decade a number is."""
+    code = np.asarray(dynamic_code(8, signed=signed))
+    border = (code[1:] + code[:-1]) / 2
+    near = [np.float32(border) * (1 + np.float32(2.0**-23) * n) for n in range(-20, 21)]
+    ends = [10.0**-k * np.linspace(0.9, 1.2, 30001) for k in range(8)]
+    x = np.concatenate([*near, *ends, [0.0, 1e-40, 1e-30, 1e-8, 1.0]]).astype(np.float32)
+    x = np.concatenate([x, -x]) if signed else np.abs(x)
+    x = x[np.abs(x) <= 1]
+    nearest = np.searchsorted(border, x.astype(np.float64))
+    for zero in [True] if signed else [True, False]:
+        encode = functools.partial(dynamic8_code, signed=signed, zero=zero)
+        found, wanted = np.asarray(jax.jit(encode)(x)).astype(int), nearest if zero else np.maximum(nearest, 1)
+        other = found != wanted
+        assert np.all(np.abs(found - wanted) <= 1)
+        below = np.minimum(found, wanted)[other]
+        assert np.all(np.abs(x[other] - border[below]) <= 4e-5 * (code[below + 1] - code[below]))
+
+
+def test_one_rounding():
+    """What a CPU computes in place of a multiplication and addition with one rounding."""
+    rng = np.random.default_rng(0)
+    a, b, c = (rng.standard_normal(10000).astype(np.float32) for _ in range(3))
+    c[:5000] = -a[:5000] * b[:5000]  # what is left is the product's rounding error
+    wanted = (a.astype(np.float64) * b + c).astype(np.float32)
+    np.testing.assert_array_almost_equal_nulp(np.asarray(jax.jit(instructions.fma)(a, b, c)), wanted, 1)
 
 
 def test_each_device_its_own_blocks():
