@@ -31,19 +31,44 @@ def only_here(topic: str, target: str | None, does: str = "trains") -> None:
 
 @dataclass(frozen=True)
 class Shown:
-    """A table: rows of like fields."""
+    """A table: rows of like fields; one field below the other where a terminal is too narrow for its words."""
 
     title: str
     rows: Sequence[Row]
     columns: Columns
 
-    def __rich__(self) -> Table:
-        table = Table(title=self.title, title_justify="left")
-        for heading, numbers in zip(self.columns, self._numbers, strict=True):
-            table.add_column(heading, justify="right" if numbers else "left", overflow="fold")
-        for cells in self._cells:
-            table.add_row(*map(Text, cells))
-        return table
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[RenderableType]:
+        widths = self._widths(options.max_width)
+        if widths is not None:
+            table = Table(title=self.title, title_justify="left")
+            for heading, numbers, width in zip(self.columns, self._numbers, widths, strict=True):
+                table.add_column(heading, justify="right" if numbers else "left", width=width)
+            for cells in self._cells:
+                table.add_row(*map(Text, cells))
+            yield table
+            return
+        yield Text(self.title, style="italic")
+        _, *headings = self.columns
+        for name, *cells in self._cells:
+            yield Text(name, style="bold")
+            for heading, cell in zip(headings, cells, strict=True):
+                if cell:
+                    yield Text(f"  {heading}: {cell}")
+        yield Text()
+
+    def _widths(self, room: int) -> list[int] | None:
+        """Of columns in which no word is broken, those that lack least at their full width; None: there is no room."""
+        full, words = [], []
+        for cells in zip(self.columns, *self._cells, strict=True):
+            full.append(max(map(len, cells)))
+            words.append(max(len(word) for cell in cells for word in cell.split() or [""]))
+        spare = room - sum(words) - 3 * len(words) - 1  # a column's line and two spaces
+        if spare < 0:
+            return None
+        for i in sorted(range(len(words)), key=lambda i: full[i] - words[i]):
+            more = min(full[i] - words[i], spare)
+            words[i], spare = words[i] + more, spare - more
+        return words
 
     def markdown(self) -> str:
         ruled = ["---:" if numbers else "---" for numbers in self._numbers]

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import io
 import json
 import re
+from functools import partial
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
 from jaxmem.config import load_config
 from jaxmem.errors import UserError
@@ -64,6 +67,19 @@ def test_its_page_in_docs_is_what_it_makes(topic: str) -> None:
     for picture in re.findall(r"!\[.*\]\((.*)\)", page):
         assert (ROOT / "docs/tour" / picture).is_file()
     assert f"[{topic}](tour/{topic}.md)" in (ROOT / "docs/tour.md").read_text(encoding="utf-8")
+
+
+def test_a_narrow_terminal_breaks_no_word() -> None:
+    """A table as wide as its words need; below that, one field under the other."""
+    rows = [{"name": "shared memory", "GB/s": "33,454", "operations in its time": "1.5"}, {"name": "another host"}]
+    columns = {name: partial(lambda row, name: row.get(name, ""), name=name) for name in rows[0]}
+    words = {word for row in rows for cell in row.values() for word in cell.split()}
+    for width in range(20, 60):
+        printed = io.StringIO()
+        Console(file=printed, width=width).print(Shown("Title", rows, columns))
+        assert words <= set(printed.getvalue().replace("│", " ").split()), width
+        assert max(map(len, printed.getvalue().splitlines())) <= width
+        assert ("━" in printed.getvalue()) == (width >= 7 + 6 + 10 + 3 * 3 + 1)
 
 
 def test_a_page_and_a_figure_of_a_visit(tmp_path: Path) -> None:
