@@ -47,9 +47,23 @@ def launch(
             name=name,
         )
 
-    with set_xla_metadata(flops_per_output=str(flops)):
-        run = jax.lax.platform_dependent
-        return run(*arrays, cpu=call(interpret=True), default=call(interpret=False))
+    def run(*arrays: jax.Array) -> Any:
+        with set_xla_metadata(flops_per_output=str(flops)):
+            return jax.lax.platform_dependent(*arrays, cpu=call(interpret=True), default=call(interpret=False))
+
+    return without_gradient(name, run)(*arrays)
+
+
+def without_gradient(name: str, run: Callable[..., Any]) -> Callable[..., Any]:
+    """A kernel, which says so where its gradient is asked for: an operation has the first, by kernels of its own, and
+    in plain JAX also those of gradients."""
+    once = jax.custom_jvp(run)
+
+    @once.defjvp
+    def refused(*_: Any) -> Any:
+        raise ValueError(f"{name}: a kernel has no gradient of its own; implementation='reference' has")
+
+    return once
 
 
 def up_to(most: int, size: int, least: int = 16) -> int:

@@ -18,6 +18,8 @@ import numpy as np
 from jax.experimental.xla_metadata import set_xla_metadata
 
 from .choice import capability
+from .launch import without_gradient
+from .tuning import SHARED
 
 PTX = 87  # the first that knows compute capability 12.0: an older ptxas than Triton's own reads it too
 
@@ -72,11 +74,34 @@ def launch(
         with set_xla_metadata(flops_per_output=str(flops)):
             return jax.lax.platform_dependent(*arrays, cpu=here, default=on_gpu)
 
-    return list(run(*arrays))
+    return list(without_gradient(kernel.__name__, run)(*arrays))
 
 
+@functools.cache
 def _triton_call() -> Any:
-    return importlib.import_module("jax_triton").triton_call
+    """jax-triton's call. It compiles what has no room, which the GPU refuses when it runs: here compiling does."""
+    library: Any = importlib.import_module("jax_triton.triton_lib")
+    compiled = library.compile_ttir_inplace
+
+    def with_room(module: Any, backend: Any, options: Any, target: Any, *rest: Any) -> Any:
+        made = compiled(module, backend, options, target, *rest)
+        number = getattr(target, "arch", target)  # jax-triton 0.3 gives the compute capability itself
+        require_room(made.name, made.shared_mem_bytes, number)
+        return made
+
+    library.compile_ttir_inplace = with_room
+    return library.triton_call
+
+
+def require_room(kernel: str, held: int, number: int) -> None:
+    """Of shared memory, on a GPU of this compute capability, 90 for 9.0."""
+    name = f"{number // 10}.{number % 10}"
+    most = SHARED.get(name)
+    if most is not None and held > most:
+        raise ValueError(
+            f"{kernel}: a block takes {held:,} bytes of shared memory, of which compute capability {name} has {most:,};"
+            " take smaller blocks, or another implementation"
+        )
 
 
 # ---------------------------------------------------------------- interpreted

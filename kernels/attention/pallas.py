@@ -24,6 +24,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 from jax.experimental.xla_metadata import set_xla_metadata
 
+from jaxmem.kernels.launch import without_gradient
+
 from . import flash
 from .block import Beside, Blocks, Call
 from .flash import Passes
@@ -120,9 +122,11 @@ def _run(
             name=name,
         )
 
-    with set_xla_metadata(flops_per_output=str(flops)):
-        run = jax.lax.platform_dependent
-        return run(*arrays, *given.values(), cpu=call(interpret=True), default=call(interpret=False))
+    def run(*arrays: jax.Array) -> Any:
+        with set_xla_metadata(flops_per_output=str(flops)):
+            return jax.lax.platform_dependent(*arrays, cpu=call(interpret=True), default=call(interpret=False))
+
+    return without_gradient(name, run)(*arrays, *given.values())
 
 
 def _queries_block(call: Call, grid: tuple[int, int, int]) -> pl.BlockSpec:

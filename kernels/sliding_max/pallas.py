@@ -8,6 +8,9 @@ caches answer most.
 once: 4 (1 + (w - 1) / OUTPUTS) bytes a result. Between the threads they go through shared memory, which is where
 Triton lays an array that is spread along a new dimension. The comparisons stay n w: what changes is where the numbers
 come from.
+
+Compared are whole numbers that stand in the order of the floats whose bits they are, with NaN above all of them: the
+larger of NaN and a number is, to a GPU, the number.
 """
 
 from __future__ import annotations
@@ -25,6 +28,7 @@ from jaxmem.kernels.launch import launch
 
 OUTPUTS = 512  # results of a program
 STRIP = 16  # numbers that are compared with all of its results at once
+LEAST = -(2**31)  # in the order of floats before -inf
 
 
 def straight(x: Float[Array, "numbers"], window: int) -> Float[Array, "windows"]:
@@ -64,10 +68,10 @@ def _straight(numbers: int, window: int, x_ref: Any, out_ref: Any) -> None:
 
     def step(k: jax.Array, most: jax.Array) -> jax.Array:
         here = plgpu.load(x_ref.at[pl.ds(first + k, OUTPUTS)], mask=place + k < numbers, other=-jnp.inf)
-        return jnp.maximum(most, here)
+        return jnp.maximum(most, _in_order(here))
 
-    most = jax.lax.fori_loop(0, window, step, jnp.full((OUTPUTS,), -jnp.inf, x_ref.dtype))
-    plgpu.store(out_ref, most, mask=place <= numbers - window)
+    most = jax.lax.fori_loop(0, window, step, jnp.full((OUTPUTS,), LEAST, jnp.int32))
+    plgpu.store(out_ref, _as_number(most), mask=place <= numbers - window)
 
 
 def _shared(numbers: int, window: int, x_ref: Any, out_ref: Any) -> None:
@@ -79,8 +83,17 @@ def _shared(numbers: int, window: int, x_ref: Any, out_ref: Any) -> None:
         strip = plgpu.load(x_ref.at[pl.ds(first + t * STRIP, STRIP)], mask=at < numbers, other=-jnp.inf)
         distance = at[None, :] - place[:, None]
         inside = (distance >= 0) & (distance < window)
-        return jnp.maximum(most, jnp.max(jnp.where(inside, strip[None, :], -jnp.inf), axis=1))
+        return jnp.maximum(most, jnp.max(jnp.where(inside, _in_order(strip)[None, :], LEAST), axis=1))
 
     strips = pl.cdiv(OUTPUTS + window - 1, STRIP)
-    most = jax.lax.fori_loop(0, strips, step, jnp.full((OUTPUTS,), -jnp.inf, x_ref.dtype))
-    plgpu.store(out_ref, most, mask=place <= numbers - window)
+    most = jax.lax.fori_loop(0, strips, step, jnp.full((OUTPUTS,), LEAST, jnp.int32))
+    plgpu.store(out_ref, _as_number(most), mask=place <= numbers - window)
+
+
+def _in_order(x: jax.Array) -> jax.Array:
+    bits = jax.lax.bitcast_convert_type(jnp.where(x != x, jnp.float32(jnp.nan), x), jnp.int32)
+    return jnp.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
+
+
+def _as_number(order: jax.Array) -> jax.Array:
+    return jax.lax.bitcast_convert_type(jnp.where(order < 0, order ^ 0x7FFFFFFF, order), jnp.float32)

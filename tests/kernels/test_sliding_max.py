@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from jax.sharding import Mesh, PartitionSpec
 
 from jaxmem.kernels import sliding_max
 from jaxmem.kernels.sliding_max import HOST, IMPLEMENTATIONS, pallas
@@ -29,6 +30,27 @@ def test_on_a_device():
     assert len(found) == 3 * len(windows)
     for (_, window), got in found.items():
         np.testing.assert_array_equal(got, np.lib.stride_tricks.sliding_window_view(x, window).max(1))
+
+
+@pytest.mark.parametrize("way", IMPLEMENTATIONS)
+def test_nan_is_not_hidden(way):
+    x = np.random.default_rng(0).standard_normal(60).astype(np.float32)
+    x[20], x[33:35], x[50:] = np.nan, (-np.nan, np.inf), -np.inf
+    wanted = np.lib.stride_tricks.sliding_window_view(x, 5).max(1)
+    got = jax.jit(lambda x: sliding_max(x, 5, implementation=way))(jnp.asarray(x))
+    np.testing.assert_array_equal(got, wanted)
+    assert np.isnan(got).sum() == 10
+    assert np.isneginf(got).any()
+
+
+def test_each_device_its_own_numbers():
+    x = jax.random.normal(jax.random.key(0), (80,))
+    mesh, split = Mesh(np.array(jax.devices()[:2]), ("d",)), PartitionSpec("d")
+    for way in ("shared", "straight"):
+        run = lambda x, way=way: sliding_max(x, 7, implementation=way)  # noqa: E731
+        cut = jax.jit(jax.shard_map(run, mesh=mesh, in_specs=split, out_specs=split, check_vma=False))
+        wanted = [np.lib.stride_tricks.sliding_window_view(half, 7).max(1) for half in (x[:40], x[40:])]
+        np.testing.assert_array_equal(cut(x), np.concatenate(wanted))
 
 
 def test_bytes_asked():
