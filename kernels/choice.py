@@ -2,7 +2,8 @@
 
 `tuned.json` holds what `jaxmem bench tune` found: for each operation and kind of device the sizes that were measured,
 and the winner. A call takes the winner of the nearest sizes. On a device that nobody measured it is the implementation
-that runs wherever XLA does. Each new choice is one line of the log `jaxmem.kernels`.
+that runs wherever XLA does; so it is where the winner cannot run the call. Each new choice is one line of the log
+`jaxmem.kernels`.
 """
 
 from __future__ import annotations
@@ -14,13 +15,15 @@ import json
 import logging
 import math
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
+
+from .given import Given, shown
 
 LOG = logging.getLogger("jaxmem.kernels")
 # By names that devices give themselves.
@@ -32,6 +35,10 @@ CAPABILITIES = {
     r"B200": 100,
     r"RTX 50|RTX PRO": 120,
 }
+
+
+_Way = TypeVar("_Way")
+_Made = TypeVar("_Made")
 
 
 @dataclass(frozen=True)
@@ -57,48 +64,97 @@ def choices() -> Iterator[list[Choice]]:
         _listening.reset(token)
 
 
-def choose(
-    operation: str, given: str | None, names: Iterable[str], *, portable: str, kind: str, sizes: tuple[int, ...]
-) -> Choice:
-    """`kind`: what of a call (a dtype, a format) changes everything; `sizes`: what changes it gradually."""
-    choice = _chosen(operation, given, list(names), portable, kind, sizes)
-    if (made := _listening.get()) is not None:
-        made.append(choice)
-    return choice
-
-
-def _chosen(
-    operation: str, given: str | None, names: list[str], portable: str, kind: str, sizes: tuple[int, ...]
-) -> Choice:
+def run(
+    operation: str,
+    given: Any,
+    implementations: Mapping[str, _Way],
+    call: Callable[[_Way], _Made],
+    arrays: tuple[Any, ...],
+    *,
+    portable: str,
+    kind: str,
+    sizes: tuple[int, ...],
+) -> _Made:
+    """`call` of the implementation that is named (`given`), or was the fastest. `kind`: what of a call (a dtype, a
+    format) changes everything; `sizes`: what changes it gradually. `arrays`: all that it takes."""
+    known = Given(operation)
     if given is not None:
-        if given not in names:
-            known, near = ", ".join(sorted(names)), difflib.get_close_matches(given, names, n=1, cutoff=0.0)[0]
-            raise ValueError(f"{operation}: implementation is {given!r}; it should be one of {known}, nearest {near}")
-        return Choice(given, "named", kind, sizes)
-    return _measured(operation, device_kind(), portable, kind, sizes)
+        names = ", ".join(sorted(implementations))
+        known.require(isinstance(given, str), f"implementation is {shown(given)}; it should be one of {names}")
+        near = difflib.get_close_matches(given, implementations, n=1, cutoff=0.0)[0]
+        known.require(
+            given in implementations, f"implementation is {given!r}; it should be one of {names}, nearest {near}"
+        )
+
+    def made(choice: Choice) -> _Made:
+        known.undivided(choice.implementation, arrays)
+        done = call(implementations[choice.implementation])
+        if (heard := _listening.get()) is not None:
+            heard.append(choice)
+        return done
+
+    if given is not None:
+        return made(Choice(given, "named", kind, sizes))
+    choice = chosen(operation, list(implementations), portable=portable, kind=kind, sizes=sizes)
+    try:
+        return made(choice)
+    except (ValueError, NotImplementedError) as refused:
+        if choice.implementation == portable:
+            raise
+        why = f"{choice.implementation}, {choice.why}, cannot: {refused}"
+        instead = Choice(portable, why, kind, sizes)
+        _log(operation, instead)
+        return made(instead)
+
+
+def chosen(operation: str, names: list[str], *, portable: str, kind: str, sizes: tuple[int, ...]) -> Choice:
+    """Where none is named. A `reference` holds what the others are there not to hold: it is taken where there is none
+    but it and kernels."""
+    device = device_kind()
+    candidates = {name for name in names if name != "reference" or name == portable}
+    entries = tuple(
+        (entry["implementation"], tuple(entry["sizes"]))
+        for entry in tuned().get(operation, {}).get(device, [])
+        if entry["kind"] == kind and entry["implementation"] in candidates
+    )
+    return _measured(operation, device, portable, kind, sizes, entries)
 
 
 @functools.cache
-def _measured(operation: str, device: str, portable: str, kind: str, sizes: tuple[int, ...]) -> Choice:
-    found = fastest(tuned(), operation, device, kind, sizes)
-    if found is None:
-        choice = Choice(portable, f"{device} was not measured: {portable} runs everywhere", kind, sizes)
+def _measured(
+    operation: str,
+    device: str,
+    portable: str,
+    kind: str,
+    sizes: tuple[int, ...],
+    entries: tuple[tuple[str, tuple[int, ...]], ...],
+) -> Choice:
+    if entries:
+        winner, measured = min(entries, key=lambda entry: _distance(entry[1], sizes))
+        choice = Choice(winner, f"the fastest of {list(measured)} on {device}", kind, sizes)
     else:
-        choice = Choice(found["implementation"], f"the fastest of {found['sizes']} on {device}", kind, sizes)
-    LOG.info("%s %s %s: %s, %s", operation, kind, "x".join(map(str, sizes)), choice.implementation, choice.why)
+        choice = Choice(portable, f"{device} was not measured: {portable} runs everywhere", kind, sizes)
+    _log(operation, choice)
     return choice
+
+
+@functools.cache
+def _log(operation: str, choice: Choice) -> None:
+    sizes = "x".join(map(str, choice.sizes))
+    LOG.info("%s %s %s: %s, %s", operation, choice.kind, sizes, choice.implementation, choice.why)
 
 
 def fastest(
     table: dict[str, Any], operation: str, device: str, kind: str, sizes: tuple[int, ...]
 ) -> dict[str, Any] | None:
-    """The entry of the nearest sizes that were measured, by their ratios."""
+    """The entry of the nearest sizes that were measured."""
     entries = [entry for entry in table.get(operation, {}).get(device, []) if entry["kind"] == kind]
+    return min(entries, key=lambda entry: _distance(entry["sizes"], sizes), default=None)
 
-    def distance(entry: dict[str, Any]) -> float:
-        return sum(abs(math.log(a / b)) for a, b in zip(entry["sizes"], sizes, strict=True))
 
-    return min(entries, key=distance, default=None)
+def _distance(measured: Sequence[int], sizes: Sequence[int]) -> float:
+    """By their ratios."""
+    return sum(abs(math.log(a / b)) for a, b in zip(measured, sizes, strict=True))
 
 
 @contextmanager

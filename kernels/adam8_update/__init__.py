@@ -5,13 +5,14 @@ A new implementation is a module with `adam8` and `int8_add` as in `reference.py
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable
 from typing import Any
 
 import jax
-import jax.numpy as jnp
+from jax.typing import ArrayLike
 
-from jaxmem.kernels.choice import Choice, choose
+from jaxmem.kernels import choice
+from jaxmem.kernels.given import Given, shown
 
 from . import pallas, reference
 from .arguments import Adam, Blocks, Moments8, checked, count
@@ -20,9 +21,9 @@ IMPLEMENTATIONS: dict[str, Any] = {"pallas": pallas, "reference": reference}
 
 
 def adam8_update(
-    g: jax.Array,
+    g: ArrayLike,
     state: Moments8,
-    unbiased: jax.Array,
+    unbiased: ArrayLike,
     *,
     beta1: float = 0.9,
     beta2: float = 0.95,
@@ -37,19 +38,26 @@ def adam8_update(
     moment never becomes zero: it is the least that a code holds. `unbiased`: 1 - beta1^t and 1 - beta2^t, [2], by
     which the averages are divided.
     """
-    blocks = Blocks(axis, block_size)
-    _moments(state, g, blocks)
-    if unbiased.shape != (2,) or unbiased.dtype != jnp.float32:
-        raise ValueError(f"adam8_update: unbiased is {unbiased.dtype}{unbiased.shape}; it should be two in float32")
-    run = IMPLEMENTATIONS[picked("adam8_update", g, blocks, implementation).implementation]
-    return run.adam8(Adam(beta1, beta2, epsilon), blocks, g, state, unbiased)
+    given = Given("adam8_update")
+    given.require(isinstance(state, Moments8), f"state is {shown(state)}; it should be Moments8")
+    numbers = {"m": (state.m, "uint8"), "v": (state.v, "uint8")}
+    constants = {"m_scale": (state.m_scale, "float32"), "v_scale": (state.v_scale, "float32")}
+    g, found, blocks = checked(given, "g", g, numbers, constants, axis, block_size)
+    state, unbiased = Moments8(**found), given.array("unbiased", unbiased, None, ("float32",))
+    given.require(unbiased.shape == (2,), f"unbiased has shape {unbiased.shape}; it should be (2,)")
+    adam = Adam(*(given.number(name, x) for name, x in (("beta1", beta1), ("beta2", beta2), ("epsilon", epsilon))))
+    for name, beta in (("beta1", adam.beta1), ("beta2", adam.beta2)):
+        given.require(0.0 <= beta < 1.0, f"{name} is {beta}; it should be in [0, 1)")
+    given.require(adam.epsilon >= 0.0, f"epsilon is {adam.epsilon}; it should not be negative")
+    run = lambda way: way.adam8(adam, blocks, g, state, unbiased)  # noqa: E731
+    return _by("adam8_update", implementation, run, g, (g, state, unbiased), blocks)
 
 
 def int8_add(
-    codes: jax.Array,
-    scale: jax.Array,
-    update: jax.Array,
-    seeds: jax.Array,
+    codes: ArrayLike,
+    scale: ArrayLike,
+    update: ArrayLike,
+    seeds: ArrayLike,
     *,
     axis: int = -2,
     block_size: int = 256,
@@ -60,24 +68,25 @@ def int8_add(
 
     `seeds`: a word for each block. Which number is drawn depends on it and an element's place in the block, so that who
     gives a block the same word in whatever part of an array it lies draws the same."""
-    blocks = Blocks(axis, block_size)
     numbers, constants = {"codes": (codes, "int8")}, {"scale": (scale, "float32"), "seeds": (seeds, "uint32")}
-    checked("int8_add", update, numbers, constants, blocks)
-    run = IMPLEMENTATIONS[picked("int8_add", update, blocks, implementation).implementation]
-    return run.int8_add(blocks, codes, scale, update, seeds)
+    update, found, blocks = checked(Given("int8_add"), "update", update, numbers, constants, axis, block_size)
+    arrays = found["codes"], found["scale"], update, found["seeds"]
+    return _by("int8_add", implementation, lambda way: way.int8_add(blocks, *arrays), update, arrays, blocks)
 
 
-def picked(operation: str, like: jax.Array, blocks: Blocks, implementation: str | None = None) -> Choice:
-    """Which implementation runs it, and why."""
-    names: Iterable[str] = IMPLEMENTATIONS
-    kind = f"{like.dtype.name} along {blocks.along}"
-    return choose(operation, implementation, names, portable="reference", kind=kind, sizes=(count(like), blocks.size))
+def _by(
+    operation: str, given: Any, run: Callable[[Any], Any], like: jax.Array, arrays: tuple[Any, ...], blocks: Blocks
+) -> Any:
+    return choice.run(
+        operation,
+        given,
+        IMPLEMENTATIONS,
+        run,
+        arrays,
+        portable="reference",
+        kind=f"{like.dtype.name} along {blocks.along}",
+        sizes=(count(like), blocks.size),
+    )
 
 
-def _moments(state: Moments8, g: jax.Array, blocks: Blocks) -> None:
-    numbers = {"m": (state.m, "uint8"), "v": (state.v, "uint8")}
-    constants = {"m_scale": (state.m_scale, "float32"), "v_scale": (state.v_scale, "float32")}
-    checked("adam8_update", g, numbers, constants, blocks)
-
-
-__all__ = ["IMPLEMENTATIONS", "Blocks", "Moments8", "adam8_update", "int8_add", "picked"]
+__all__ = ["IMPLEMENTATIONS", "Blocks", "Moments8", "adam8_update", "int8_add"]

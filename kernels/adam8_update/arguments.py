@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 from jaxtyping import Array, Float, UInt8
 
-DTYPES = ("float32", "bfloat16", "float16")
-Named = dict[str, tuple[jax.Array, str]]  # arrays by name, and what they should be in
+from jaxmem.kernels.given import FLOATS, Given
+
+Named = dict[str, tuple[Any, str]]  # arrays by name, and what they should be in
 
 
 class Moments8(NamedTuple):
@@ -37,30 +38,31 @@ class Blocks:
     size: int
 
 
-def checked(operation: str, like: jax.Array, numbers: Named, constants: Named, blocks: Blocks) -> None:
-    """A ValueError names what is wrong with `like` (a gradient, an update), with what there is for each of its numbers
-    or with what there is for each block, arrays beside the dtype that each should have."""
-
-    def require(condition: bool, message: str) -> None:
-        if not condition:
-            raise ValueError(f"{operation}: {message}")
-
-    require(like.ndim >= 2 and like.size > 0, f"an array of shape {like.shape}; it should be [..., rows, columns]")
-    require(like.dtype.name in DTYPES, f"numbers in {like.dtype}; they should be in one of {', '.join(DTYPES)}")
-    require(blocks.along in (-1, -2), f"axis is {blocks.along}; it should be -1 or -2")
-    require(blocks.size >= 1, f"block_size is {blocks.size}; it should be at least 1")
+def checked(
+    given: Given, named: str, like: Any, numbers: Named, constants: Named, axis: Any, block_size: Any
+) -> tuple[jax.Array, dict[str, jax.Array], Blocks]:
+    """In one form, or a ValueError that names what is wrong with `like` (the gradient, the update), with what there is
+    for each of its numbers or with what there is for each block, arrays beside the dtype that each should have."""
+    like = given.array(named, like, "[..., rows, columns]", FLOATS)
+    blocks = Blocks(given.whole("axis", axis), given.whole("block_size", block_size))
+    given.require(blocks.along in (-1, -2), f"axis is {blocks.along}; it should be -1 or -2")
+    given.require(blocks.size >= 1, f"block_size is {blocks.size}; it should be at least 1")
     size = like.shape[blocks.along]
-    require(
+    given.require(
         size % blocks.size == 0, f"blocks of {blocks.size} do not fill the {size} numbers along axis {blocks.along}"
     )
-    wanted = list(like.shape)
-    wanted[blocks.along] = size // blocks.size
-    for name, (x, _) in numbers.items():
-        require(x.shape == like.shape, f"{name} has shape {x.shape}; it should be that of its numbers, {like.shape}")
-    for name, (x, _) in constants.items():
-        require(x.shape == tuple(wanted), f"{name} has shape {x.shape}; blocks of {blocks.size} take {tuple(wanted)}")
-    for name, (x, dtype) in (numbers | constants).items():
-        require(x.dtype.name == dtype, f"{name} is {x.dtype}; it should be {dtype}")
+    lines = list(like.shape)
+    lines[blocks.along] = size // blocks.size
+    found = {}
+    for name, (x, dtype) in numbers.items():
+        found[name] = given.array(name, x, None, (dtype,))
+        given.require(x.shape == like.shape, f"{name} has shape {x.shape}; it should be {named}'s, {like.shape}")
+    for name, (x, dtype) in constants.items():
+        found[name] = given.array(name, x, None, (dtype,))
+        given.require(
+            x.shape == tuple(lines), f"{name} has shape {x.shape}; blocks of {blocks.size} take {tuple(lines)}"
+        )
+    return like, found, blocks
 
 
 def blocked(x: jax.Array, blocks: Blocks) -> jax.Array:

@@ -10,11 +10,12 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+from jax.typing import ArrayLike
 
-from jaxmem.kernels.choice import choose
+from jaxmem.kernels import choice
 
 from . import blockwise, mosaic, pallas, reference, triton
-from .arguments import checked
+from .arguments import GIVEN, checked
 
 IMPLEMENTATIONS: dict[str, Callable[..., tuple[jax.Array, jax.Array]]] = {
     "blockwise": blockwise.attend,
@@ -26,14 +27,14 @@ IMPLEMENTATIONS: dict[str, Callable[..., tuple[jax.Array, jax.Array]]] = {
 
 
 def attention(
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
+    q: ArrayLike,
+    k: ArrayLike,
+    v: ArrayLike,
     *,
     causal: bool = False,
     window: int | None = None,
-    segment_ids: jax.Array | None = None,
-    kv_segment_ids: jax.Array | None = None,
+    segment_ids: ArrayLike | None = None,
+    kv_segment_ids: ArrayLike | None = None,
     scale: float | None = None,
     soft_cap: float | None = None,
     dropout: tuple[jax.Array, float] | None = None,
@@ -54,7 +55,7 @@ def attention(
     `return_lse`: also log(sum(exp(scores))), [batch, heads, queries] in float32, differentiable.
     `implementation`: a name in IMPLEMENTATIONS; None picks one.
     """
-    options, extras = checked(
+    arrays, options, extras = checked(
         q,
         k,
         v,
@@ -66,8 +67,16 @@ def attention(
         soft_cap=soft_cap,
         dropout=dropout,
     )
-    kind = f"{q.dtype.name} {'causal' if causal or window is not None else 'full'}"
-    sizes = (q.shape[1], k.shape[1], q.shape[2], q.shape[3])
-    chosen = choose("attention", implementation, IMPLEMENTATIONS, portable="blockwise", kind=kind, sizes=sizes)
-    out, lse = IMPLEMENTATIONS[chosen.implementation](q, k, v, options, extras)
-    return (out, lse) if return_lse else out
+    like, keys, _ = arrays
+    with_lse = GIVEN.flag("return_lse", return_lse)
+    out, lse = choice.run(
+        "attention",
+        implementation,
+        IMPLEMENTATIONS,
+        lambda attend: attend(*arrays, options, extras),
+        (arrays, extras),
+        portable="blockwise",
+        kind=f"{like.dtype.name} {'causal' if options.causal or options.window is not None else 'full'}",
+        sizes=(like.shape[1], keys.shape[1], *like.shape[2:]),
+    )
+    return (out, lse) if with_lse else out

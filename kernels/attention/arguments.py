@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Int32, UInt32
+
+from jaxmem.kernels.given import FLOATS, Given, shown
 
 from .mask import seed_of
 
-DTYPES = ("float32", "bfloat16", "float16")
+DTYPES = FLOATS
+GIVEN = Given("attention")
 
 
 @dataclass(frozen=True)
@@ -35,35 +38,36 @@ class Extras(NamedTuple):
 
 
 def checked(
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
+    q: Any,
+    k: Any,
+    v: Any,
     *,
-    causal: bool,
-    window: int | None,
-    segment_ids: jax.Array | None,
-    kv_segment_ids: jax.Array | None,
-    scale: float | None,
-    soft_cap: float | None,
-    dropout: tuple[jax.Array, float] | None,
-) -> tuple[Options, Extras]:
+    causal: Any,
+    window: Any,
+    segment_ids: Any,
+    kv_segment_ids: Any,
+    scale: Any,
+    soft_cap: Any,
+    dropout: Any,
+) -> tuple[tuple[jax.Array, jax.Array, jax.Array], Options, Extras]:
     """The arguments in one form, or a ValueError that names the argument and what it should be."""
-    for name, x in (("q", q), ("k", k), ("v", v)):
-        _require(x.ndim == 4, f"{name} has shape {x.shape}; it should be [batch, time, heads, dim]")
-        _require(x.size > 0, f"{name} has shape {x.shape}; no dimension may be empty")
-        _require(x.dtype.name in DTYPES, f"{name} is {x.dtype}; it should be one of {', '.join(DTYPES)}")
+    q, k, v = (GIVEN.array(name, x, "[batch, time, heads, dim]", DTYPES) for name, x in (("q", q), ("k", k), ("v", v)))
+    for name, x in (("k", k), ("v", v)):
         _require(x.dtype == q.dtype, f"{name} is {x.dtype} and q is {q.dtype}; they should be the same")
     _require(k.shape == v.shape, f"k has shape {k.shape} and v {v.shape}; they should be the same")
     batch, queries, heads, dim = q.shape
     _require(k.shape[0] == batch, f"k has batch {k.shape[0]} and q {batch}; they should be the same")
     _require(k.shape[3] == dim, f"k has dim {k.shape[3]} and q {dim}; they should be the same")
     _require(heads % k.shape[2] == 0, f"k has {k.shape[2]} heads; they should divide the {heads} heads of q")
+    causal = GIVEN.flag("causal", causal)
     if window is not None:
-        _require(window >= 1, f"window is {window!r}; it should be at least 1 (the key at the query's own place)")
+        window = GIVEN.whole("window", window)
+        _require(window >= 1, f"window is {window}; it should be at least 1 (the key at the query's own place)")
+        window = min(window, k.shape[1])  # of 32 bits, as positions are
     if soft_cap is not None:
-        _require(soft_cap > 0 and math.isfinite(soft_cap), f"soft_cap is {soft_cap!r}; it should be above 0")
-    if scale is not None:
-        _require(math.isfinite(scale), f"scale is {scale!r}; it should be a finite number")
+        soft_cap = GIVEN.number("soft_cap", soft_cap)
+        _require(soft_cap > 0, f"soft_cap is {soft_cap!r}; it should be above 0")
+    scale = dim**-0.5 if scale is None else GIVEN.number("scale", scale)
     if kv_segment_ids is None and k.shape[1] == queries:
         kv_segment_ids = segment_ids
     _require(
@@ -76,19 +80,23 @@ def checked(
         kv_segment_ids = _ids("kv_segment_ids", kv_segment_ids, (batch, k.shape[1]))
     rate, seed = 0.0, None
     if dropout is not None:
-        key, rate = dropout
-        _require(0.0 <= rate < 1.0, f"dropout has rate {rate!r}; it should be at least 0 and below 1")
+        pair = isinstance(dropout, tuple | list) and len(dropout) == 2
+        _require(pair, f"dropout is {shown(dropout)}; it should be a pair, (a jax random key, a rate)")
+        key, rate = dropout[0], GIVEN.number("dropout's rate", dropout[1])
+        _require(0.0 <= rate < 1.0, f"dropout's rate is {rate!r}; it should be at least 0 and below 1")
+        _require(_is_key(key), f"dropout's key is {shown(key)}; it should be one key of jax.random")
         seed = seed_of(key) if rate else None
-    options = Options(bool(causal), window, dim**-0.5 if scale is None else float(scale), soft_cap, float(rate))
-    return options, Extras(segment_ids, kv_segment_ids, seed)
+    return (q, k, v), Options(causal, window, scale, soft_cap, rate), Extras(segment_ids, kv_segment_ids, seed)
 
 
-def _ids(name: str, ids: jax.Array, shape: tuple[int, int]) -> jax.Array:
-    _require(ids.shape == shape, f"{name} has shape {ids.shape}; it should be [batch, time], {shape}")
-    _require(jnp.issubdtype(ids.dtype, jnp.integer), f"{name} is {ids.dtype}; it should be of integers")
-    return ids.astype(jnp.int32)
+def _ids(name: str, ids: Any, shape: tuple[int, int]) -> jax.Array:
+    return GIVEN.integers(name, ids, shape, "[batch, time], ").astype(jnp.int32)
 
 
-def _require(condition: bool, message: str) -> None:
-    if not condition:
-        raise ValueError(f"attention: {message}")
+def _is_key(key: Any) -> bool:
+    if isinstance(key, jax.Array) and jnp.issubdtype(key.dtype, jax.dtypes.prng_key):
+        return key.shape == ()
+    return isinstance(key, jax.Array | np.ndarray) and key.ndim == 1 and key.dtype == jnp.uint32
+
+
+_require = GIVEN.require

@@ -55,7 +55,7 @@ def ring(
     soft_cap: float | None = None,
 ) -> jax.Array:
     """Causal attention of one sequence over all devices of `axis`, its time in the order of `places`."""
-    options, extras = checked(
+    _, options, extras = checked(
         q, k, v, causal=True, window=None, segment_ids=segment_ids, kv_segment_ids=None, scale=scale,
         soft_cap=soft_cap, dropout=None,
     )  # fmt: skip

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-DTYPES = ("float32", "bfloat16", "float16")
+from jaxmem.kernels.given import FLOATS, Given
 
 
 @dataclass(frozen=True)
@@ -48,20 +48,20 @@ def of_logits(
     return wanted * ((1.0 + 2.0 * terms.z_loss * partition) * jnp.exp(logits - partition) - aim)
 
 
-def checked(x: jax.Array, weight: jax.Array, labels: jax.Array, label_smoothing: float, z_loss: float) -> Terms:
-    """The terms, or a ValueError that names the argument and what it should be."""
-    _require(x.ndim >= 2 and x.size > 0, f"x has shape {x.shape}; it should be [..., embed], of no dimension empty")
-    _require(x.dtype.name in DTYPES, f"x is {x.dtype}; it should be one of {', '.join(DTYPES)}")
-    _require(weight.dtype == x.dtype, f"weight is {weight.dtype} and x {x.dtype}; they should be the same")
+def checked(
+    x: Any, weight: Any, labels: Any, label_smoothing: Any, z_loss: Any
+) -> tuple[jax.Array, jax.Array, jax.Array, Terms]:
+    """The arguments in one form, or a ValueError that names the argument and what it should be."""
+    given = Given("cross_entropy")
+    x = given.array("x", x, "[..., tokens, embed]", FLOATS)
+    weight = given.array("weight", weight)
+    given.require(weight.dtype == x.dtype, f"weight is {weight.dtype} and x {x.dtype}; they should be the same")
     fits = weight.ndim == 2 and weight.shape[0] == x.shape[-1] and weight.shape[1] > 0
-    _require(fits, f"weight has shape {weight.shape}; it should be [{x.shape[-1]}, vocab]")
-    _require(labels.shape == x.shape[:-1], f"labels has shape {labels.shape}; it should be {x.shape[:-1]}")
-    _require(jnp.issubdtype(labels.dtype, jnp.integer), f"labels is {labels.dtype}; it should be of integers")
-    _require(0.0 <= label_smoothing < 1.0, f"label_smoothing is {label_smoothing}; it should be in [0, 1)")
-    _require(z_loss >= 0.0, f"z_loss is {z_loss}; it should not be negative")
-    return Terms(float(label_smoothing), float(z_loss))
-
-
-def _require(condition: bool, message: str) -> None:
-    if not condition:
-        raise ValueError(f"cross_entropy: {message}")
+    given.require(fits, f"weight has shape {weight.shape}; it should be [{x.shape[-1]}, vocab]")
+    labels = given.integers("labels", labels, x.shape[:-1])
+    if labels.dtype.itemsize < 4:  # 8 bits hold no vocabulary to compare with
+        labels = labels.astype(jnp.int32)
+    smoothing, z_loss = given.number("label_smoothing", label_smoothing), given.number("z_loss", z_loss)
+    given.require(0.0 <= smoothing < 1.0, f"label_smoothing is {smoothing}; it should be in [0, 1)")
+    given.require(z_loss >= 0.0, f"z_loss is {z_loss}; it should not be negative")
+    return x, weight, labels, Terms(smoothing, z_loss)

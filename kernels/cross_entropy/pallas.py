@@ -61,7 +61,7 @@ class Kernels:
         most, total, chosen, summed = launch(
             "cross_entropy",
             functools.partial(_statistics, blocks, (tokens, embed), vocab, each),
-            (x, weight, labels.astype(jnp.int32)),
+            (x, weight, labels),
             grid=(rows, parts),
             in_specs=[
                 pl.BlockSpec((blocks.tokens, embed), lambda i, _: (i, 0)),
@@ -88,7 +88,7 @@ class Kernels:
         (g,) = launch(
             "cross_entropy_of_logits",
             functools.partial(_gradient, blocks, (tokens, embed), vocab, width, terms),
-            (x, weight, labels.astype(jnp.int32), partition, wanted, first.reshape(1)),
+            (x, weight, labels, partition, wanted, first.reshape(1)),
             grid=(pl.cdiv(tokens, blocks.tokens), pl.cdiv(width, blocks.entries)),
             in_specs=[
                 pl.BlockSpec((blocks.tokens, embed), lambda i, _: (i, 0)),

@@ -11,8 +11,10 @@ from functools import partial
 from typing import Any
 
 import jax
+from jax.typing import ArrayLike
 
-from jaxmem.kernels.choice import Choice, choose
+from jaxmem.kernels import choice
+from jaxmem.kernels.given import Given
 
 from . import pallas, reference, sliced
 from .arguments import FORMS, Call, Constants, checked
@@ -21,8 +23,8 @@ IMPLEMENTATIONS: dict[str, Any] = {"pallas": pallas, "reference": reference, "sl
 
 
 def dequant_matmul(
-    x: jax.Array,
-    codes: jax.Array,
+    x: ArrayLike,
+    codes: ArrayLike,
     scale: Any,  # an array, or Constants
     *,
     format: str,  # noqa: A002 - the word everybody uses
@@ -39,23 +41,19 @@ def dequant_matmul(
     float32 and rounded to the dtype of x; sums are in float32. x alone has a gradient, made from the same codes.
     `inputs`: by default as many as x, or the codes, have. `implementation`: a name in IMPLEMENTATIONS; None picks one.
     """
-    call = checked(x, codes, scale, format, block_size, inputs, transposed)
-    rows = x.reshape(-1, x.shape[-1])
-    run = picked(call, format, x.dtype.name, rows.shape[0], implementation)
-    made = _product(IMPLEMENTATIONS[run.implementation], call, transposed, rows, codes, scale)
-    return made.reshape(*x.shape[:-1], made.shape[1])
-
-
-def picked(call: Call, format_: str, dtype: str, tokens: int, implementation: str | None = None) -> Choice:
-    """Which implementation runs it, and why."""
-    return choose(
+    transposed = Given("dequant_matmul").flag("transposed", transposed)
+    x, codes, scale, call = checked(x, codes, scale, format, block_size, inputs, transposed)
+    made = choice.run(
         "dequant_matmul",
         implementation,
         IMPLEMENTATIONS,
+        lambda way: _product(way, call, transposed, x.reshape(-1, x.shape[-1]), codes, scale),
+        (x, codes, scale),
         portable="sliced",
-        kind=f"{format_} {dtype}",
-        sizes=(tokens, call.inputs, call.outputs),
+        kind=f"{format} {x.dtype.name}",
+        sizes=(x.size // x.shape[-1], call.inputs, call.outputs),
     )
+    return made.reshape(*x.shape[:-1], made.shape[1])
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
@@ -75,4 +73,4 @@ def _backward(run: Any, call: Call, transposed: bool, kept: Any, g: jax.Array) -
 
 _product.defvjp(_forward, _backward)
 
-__all__ = ["FORMS", "IMPLEMENTATIONS", "Call", "Constants", "dequant_matmul", "picked"]
+__all__ = ["FORMS", "IMPLEMENTATIONS", "Call", "Constants", "dequant_matmul"]

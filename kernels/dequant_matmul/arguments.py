@@ -6,12 +6,11 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float, UInt8
 
 from jaxmem.kernels.codes import FP4, NF4
-
-DTYPES = ("float32", "bfloat16", "float16")
+from jaxmem.kernels.given import FLOATS, Given, shown
 
 
 class Constants(NamedTuple):
@@ -60,47 +59,52 @@ class Call:
 
 
 def checked(
-    x: jax.Array, codes: jax.Array, scale: Any, format_: str, block_size: int, inputs: int | None, transposed: bool
-) -> Call:
-    """The call, or a ValueError that names the argument and what it should be."""
-    _require(format_ in FORMS, f"format is {format_!r}; it should be one of {', '.join(FORMS)}")
+    x: Any, codes: Any, scale: Any, format_: Any, block_size: Any, inputs: Any, transposed: bool
+) -> tuple[jax.Array, jax.Array, Any, Call]:
+    """The arguments in one form, or a ValueError that names the argument and what it should be."""
+    given = Given("dequant_matmul")
+    known = isinstance(format_, str) and format_ in FORMS
+    given.require(known, f"format is {shown(format_)}; it should be one of {', '.join(FORMS)}")
     form = FORMS[format_]
     last = "outputs" if transposed else "inputs"
-    _require(x.ndim >= 1 and x.size > 0, f"x has shape {x.shape}; it should be [..., {last}], of no dimension empty")
-    _require(x.dtype.name in DTYPES, f"x is {x.dtype}; it should be one of {', '.join(DTYPES)}")
-    _require(
-        codes.ndim == 2 and codes.size > 0,
-        f"codes has shape {codes.shape}; it should be [inputs, outputs], several to a byte",
-    )
+    x = given.array("x", x, f"[..., {last}]", FLOATS)
+    codes = given.array("codes", codes, "[inputs, outputs]")
     wanted = "int8" if form.bits == 8 else "uint8"
-    _require(codes.dtype.name == wanted, f"codes is {codes.dtype}; codes of {format_} are {wanted}")
+    given.require(codes.dtype.name == wanted, f"codes is {codes.dtype}; codes of {format_} are {wanted}")
     outputs = codes.shape[1]
-    inputs = (codes.shape[0] * form.together if transposed else x.shape[-1]) if inputs is None else inputs
+    if inputs is None:
+        inputs = codes.shape[0] * form.together if transposed else x.shape[-1]
+    inputs, block = given.whole("inputs", inputs), given.whole("block_size", block_size)
     wide = outputs if transposed else inputs
-    _require(x.shape[-1] == wide, f"x has shape {x.shape}; its last dimension should be the {wide} {last}")
+    given.require(x.shape[-1] == wide, f"x has shape {x.shape}; its last dimension should be the {wide} {last}")
     rows = -(-inputs // form.together)
-    _require(codes.shape[0] == rows, f"codes has {codes.shape[0]} rows; {inputs} inputs in {format_} take {rows}")
-    _require(block_size >= 1, f"block_size is {block_size}; it should be at least 1")
-    blocks = -(-inputs // block_size)
+    given.require(codes.shape[0] == rows, f"codes has {codes.shape[0]} rows; {inputs} inputs in {format_} take {rows}")
+    given.require(block >= 1, f"block_size is {block}; it should be at least 1")
+    blocks = -(-inputs // block)
+    scale = _constants(given, scale)
     own = scale.codes if isinstance(scale, Constants) else scale
-    _require(
+    given.require(
         own.shape == (blocks, outputs),
-        f"scale has shape {own.shape}; {inputs} inputs in blocks of {block_size} take {(blocks, outputs)}",
+        f"scale has shape {own.shape}; {inputs} inputs in blocks of {block} take {(blocks, outputs)}",
     )
     if isinstance(scale, Constants):
-        _require(
+        given.require(
             scale.scale.shape[1:] == (outputs,) and scale.scale.size > 0 and scale.mean.shape == (1, 1),
             f"scale has groups of shape {scale.scale.shape} and a mean of {scale.mean.shape}; they should be"
             f" [groups, {outputs}] and [1, 1]",
         )
-        _require(own.dtype == jnp.uint8, f"scale has codes in {own.dtype}; they should be uint8")
-        for name, x in (("groups", scale.scale), ("a mean", scale.mean)):
-            _require(x.dtype == jnp.float32, f"scale has {name} in {x.dtype}; they should be float32")
-    else:
-        _require(own.dtype == jnp.float32, f"scale is {own.dtype}; it should be float32")
-    return Call(form, block_size, inputs, outputs)
+    if blocks == 1:  # a block that ends far beyond the inputs is one that ends a little beyond them
+        block = min(block, max(2, 1 << (inputs - 1).bit_length()))
+    return x, codes, scale, Call(form, block, inputs, outputs)
 
 
-def _require(condition: bool, message: str) -> None:
-    if not condition:
-        raise ValueError(f"dequant_matmul: {message}")
+def _constants(given: Given, scale: Any) -> Any:
+    if not isinstance(scale, Constants):
+        array = isinstance(scale, jax.Array | np.ndarray)
+        given.require(array, f"scale is {shown(scale)}; it should be an array or Constants")
+        return given.array("scale", scale, None, ("float32",))
+    return Constants(
+        given.array("scale.codes", scale.codes, None, ("uint8",)),
+        given.array("scale.scale", scale.scale, None, ("float32",)),
+        given.array("scale.mean", scale.mean, None, ("float32",)),
+    )

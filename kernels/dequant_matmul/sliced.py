@@ -33,32 +33,33 @@ def multiply(
 
         return x @ decoded(call, cut(codes), jax.tree.map(cut, scale), x.dtype)
 
-    return _in_slices(part, call.outputs, width, 1, jnp.zeros((x.shape[0], call.outputs), x.dtype))
+    return _in_slices(part, call.outputs, width, jnp.zeros((x.shape[0], call.outputs), x.dtype))
 
 
 def of_activations(
     call: Call, g: Float[Array, "tokens outputs"], codes: jax.Array, scale: Any
 ) -> Float[Array, "tokens inputs"]:
     blocks = max(1, SLICE // call.outputs // call.block)
+    blocks += blocks * call.block % call.form.together  # bytes are not cut
     height = blocks * call.block
     if height >= call.inputs:
         return g @ decoded(call, codes, scale, g.dtype).T
-    if call.inputs % call.block:
-        raise ValueError(
-            f"dequant_matmul: {call.inputs} inputs in blocks of {call.block}; the sliced implementation takes whole"
-            " blocks"
-        )
     own = constants(scale) if isinstance(scale, Constants) else scale  # a 64th of the weight's numbers
-    some = replace(call, inputs=height)
 
-    def part(first: jax.Array) -> jax.Array:
-        rows = jax.lax.dynamic_slice_in_dim(codes, first // call.form.together, height // call.form.together)
-        return g @ decoded(some, rows, jax.lax.dynamic_slice_in_dim(own, first // call.block, blocks), g.dtype).T
+    def put(made: jax.Array, first: Any, count: int) -> jax.Array:
+        some, together = replace(call, inputs=count), call.form.together
+        rows = jax.lax.dynamic_slice_in_dim(codes, first // together, -(-count // together))
+        lines = jax.lax.dynamic_slice_in_dim(own, first // call.block, -(-count // call.block))
+        part = g @ decoded(some, rows, lines, g.dtype).T
+        return jax.lax.dynamic_update_slice_in_dim(made, part, first, axis=1)
 
-    return _in_slices(part, call.inputs, height, 1, jnp.zeros((g.shape[0], call.inputs), g.dtype))
+    slices, rest = divmod(call.inputs, height)
+    made = jnp.zeros((g.shape[0], call.inputs), g.dtype)
+    made = jax.lax.fori_loop(0, slices, lambda i, made: put(made, i * height, height), made)
+    return put(made, slices * height, rest) if rest else made
 
 
-def _in_slices(part: Callable[[jax.Array], jax.Array], size: int, width: int, dim: int, empty: jax.Array) -> jax.Array:
+def _in_slices(part: Callable[[jax.Array], jax.Array], size: int, width: int, empty: jax.Array) -> jax.Array:
     """`part(first)` where it belongs. The last slice begins earlier where it would reach beyond the end, and makes
     some numbers a second time."""
     if width == size:
@@ -66,6 +67,6 @@ def _in_slices(part: Callable[[jax.Array], jax.Array], size: int, width: int, di
 
     def step(i: jax.Array, made: jax.Array) -> jax.Array:
         first = jnp.minimum(i * width, size - width)
-        return jax.lax.dynamic_update_slice_in_dim(made, part(first), first, axis=dim)
+        return jax.lax.dynamic_update_slice_in_dim(made, part(first), first, axis=1)
 
     return jax.lax.fori_loop(0, -(-size // width), step, empty)

@@ -8,9 +8,10 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import jax
-import jax.numpy as jnp
+from jax.typing import ArrayLike
 
-from jaxmem.kernels.choice import choose
+from jaxmem.kernels import choice
+from jaxmem.kernels.given import Given
 
 from . import pallas, reference
 from .host import HOST
@@ -22,15 +23,25 @@ IMPLEMENTATIONS: dict[str, Callable[[jax.Array, int], jax.Array]] = {
 }
 
 
-def sliding_max(x: jax.Array, window: int, *, implementation: str | None = None) -> jax.Array:
-    """The largest of each `window` neighbours among n numbers in float32, n - window + 1 results."""
-    if x.ndim != 1 or x.dtype != jnp.float32:
-        raise ValueError(f"sliding_max: x is {x.dtype} of shape {x.shape}; it should be float32 of one dimension")
-    if not 1 <= window <= x.shape[0]:
-        raise ValueError(f"sliding_max: window is {window}; it should be from 1 to the {x.shape[0]} numbers of x")
-    sizes = (x.shape[0], window)
-    chosen = choose("sliding_max", implementation, IMPLEMENTATIONS, portable="reference", kind="float32", sizes=sizes)
-    return IMPLEMENTATIONS[chosen.implementation](x, window)
+def sliding_max(x: ArrayLike, window: int, *, implementation: str | None = None) -> jax.Array:
+    """The largest of each `window` neighbours among n numbers in float32, n - window + 1 results; NaN of those with a
+    NaN. `reference` has a gradient."""
+    given = Given("sliding_max")
+    x = given.array("x", x, "[numbers]", ("float32",))
+    window = given.whole("window", window)
+    given.require(
+        1 <= window <= x.shape[0], f"window is {window}; it should be from 1 to the {x.shape[0]} numbers of x"
+    )
+    return choice.run(
+        "sliding_max",
+        implementation,
+        IMPLEMENTATIONS,
+        lambda maximum: maximum(x, window),
+        (x,),
+        portable="reference",
+        kind="float32",
+        sizes=(x.shape[0], window),
+    )
 
 
 __all__ = ["HOST", "IMPLEMENTATIONS", "sliding_max"]

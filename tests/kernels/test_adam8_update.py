@@ -127,3 +127,13 @@ def test_each_device_its_own_blocks():
     assert not re.findall(r"all-gather|all-reduce|all-to-all|collective-permute", compiled.as_text())
     wanted = jax.jit(lambda *a: adam8_update(*a, UNBIASED, implementation="reference"))(g, state)
     np.testing.assert_allclose(compiled(g, state)[0], wanted[0], rtol=1e-5, atol=1e-6)
+
+    weight = quantize(0.2 * jax.random.normal(jax.random.key(1), g.shape), "int8", 256, -1)
+    arrays = weight.codes, weight.scale, g, jax.random.bits(jax.random.key(2), weight.scale.shape, jnp.uint32)
+    add = lambda way: lambda *arrays: int8_add(*arrays, axis=-1, implementation=way)  # noqa: E731
+    cut = jax.jit(jax.shard_map(add("pallas"), mesh=mesh, in_specs=split, out_specs=split, check_vma=False))
+    compiled = cut.lower(*arrays).compile()
+    assert not re.findall(r"all-gather|all-reduce|all-to-all|collective-permute", compiled.as_text())
+    wanted = jax.jit(add("reference"))(*arrays)
+    np.testing.assert_array_equal(compiled(*arrays)[0], wanted[0])  # the same draws
+    np.testing.assert_array_equal(compiled(*arrays)[1], wanted[1])

@@ -43,6 +43,7 @@ CASES = {
     "soft cap": ((1, 72, 72, 2, 2, 8), {"causal": True, "soft_cap": 2.0}),
     "scale": ((1, 72, 72, 2, 2, 8), {"scale": 0.9}),
     "dropout": ((2, 90, 90, 2, 1, 8), {"causal": True, "dropout": (KEY, 0.3)}),  # of one mask, whatever the tiles
+    "heads of 64": ((1, 20, 20, 2, 1, 64), {"causal": True}),
     "everything": (
         (2, 70, 130, 2, 1, 8),
         {"window": 33, "segments": 3, "soft_cap": 3.0, "scale": 0.5, "dropout": (KEY, 0.1)},
@@ -180,10 +181,9 @@ def test_forward_and_gradients_equal_float64(way, case):
     RAN.add((way, case))
 
 
-def test_every_implementation_ran_every_case(request):
+def test_every_implementation_ran_every_case():
     """A gradient test that was skipped, or an implementation that the table forgot, does not count as passed."""
-    tests = [x for x in request.session.items if x.function is test_forward_and_gradients_equal_float64]
-    assert {(test.callspec.params["way"], test.callspec.params["case"]) for test in tests} == RAN
+    assert {(way, case) for way in WAYS for case in CASES} == RAN
     assert {way.split(",")[0] for way in WAYS} == set(IMPLEMENTATIONS)
 
 
@@ -403,40 +403,6 @@ def test_each_device_its_own_batch_and_heads(way):
 # ---------------------------------------------------------------- what it refuses
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"q": (2, 8, 4)}, "q has shape (2, 8, 4); it should be [batch, time, heads, dim]"),
-        ({"q": (2, 0, 4, 8)}, "q has shape (2, 0, 4, 8); no dimension may be empty"),
-        ({"k": (2, 8, 4, 8, 1)}, "k has shape"),
-        ({"v": (2, 9, 4, 8)}, "k has shape (2, 8, 4, 8) and v (2, 9, 4, 8); they should be the same"),
-        ({"k": (3, 8, 4, 8), "v": (3, 8, 4, 8)}, "k has batch 3 and q 2"),
-        ({"k": (2, 8, 4, 4), "v": (2, 8, 4, 4)}, "k has dim 4 and q 8"),
-        ({"k": (2, 8, 3, 8), "v": (2, 8, 3, 8)}, "k has 3 heads; they should divide the 4 heads of q"),
-        ({"k_dtype": "bfloat16"}, "k is bfloat16 and q is float32; they should be the same"),
-        ({"q_dtype": "int32"}, "q is int32; it should be one of"),
-        ({"window": 0}, "window is 0; it should be at least 1"),
-        ({"soft_cap": 0.0}, "soft_cap is 0.0; it should be above 0"),
-        ({"scale": float("nan")}, "scale is nan"),
-        ({"dropout": (KEY, 1.0)}, "dropout has rate 1.0; it should be at least 0 and below 1"),
-        ({"segment_ids": (2, 9)}, "segment_ids has shape (2, 9); it should be [batch, time], (2, 8)"),
-        ({"segment_ids": (2, 8), "kv_segment_ids": (2, 7)}, "kv_segment_ids has shape (2, 7)"),
-        ({"segment_ids": (2, 8), "k": (2, 9, 4, 8), "v": (2, 9, 4, 8)}, "kv_segment_ids is missing"),
-        ({"kv_segment_ids": (2, 8)}, "segment_ids is missing"),
-    ],
-)
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-def test_mistakes_are_named(implementation, changes, message):
-    def array(name, default):
-        return jnp.zeros(changes.get(name, default), changes.get(f"{name}_dtype", jnp.float32))
-
-    arrays = [array(name, (2, 8, 4, 8)) for name in "qkv"]
-    ids = {name: jnp.zeros(shape, jnp.int32) for name, shape in changes.items() if name.endswith("segment_ids")}
-    options = {name: changes[name] for name in ("window", "soft_cap", "scale", "dropout") if name in changes}
-    with pytest.raises(ValueError, match=re.escape(message)):
-        attention(*arrays, implementation=implementation, **ids, **options)
-
-
 def test_mosaic_says_what_it_does_not_take(monkeypatch):
     q = jnp.zeros((1, 4, 1, 4))
     with pytest.raises(ValueError, match=r"q is float32; the mosaic implementation takes bfloat16 and float16"):
@@ -456,12 +422,6 @@ def test_mosaic_takes_heads_of_every_width(dim):
     shape, options = (1, 130, 260, 2, 1, dim), {"causal": True}
     arrays = drawn(shape, dtype="float16")
     assert_close(run("mosaic", arrays, options), exact(*arrays, **options), 4e-3)
-
-
-def test_an_unknown_implementation_names_the_nearest():
-    q = jnp.zeros((1, 4, 1, 4))
-    with pytest.raises(ValueError, match=r"implementation is 'blokwise'.*nearest blockwise"):
-        attention(q, q, q, implementation="blokwise")
 
 
 def test_operations_of_the_named_shapes():

@@ -69,11 +69,42 @@ def test_every_implementation_ran():
 def test_each_device_its_own_tokens():
     x, w, labels, _ = drawn()
     mesh, split, same = Mesh(np.array(jax.devices()[:2]), ("d",)), PartitionSpec("d"), PartitionSpec()
-    run = lambda x, w, labels: cross_entropy(x, w, labels, implementation="pallas")  # noqa: E731
-    cut = jax.jit(jax.shard_map(run, mesh=mesh, in_specs=(split, same, split), out_specs=split, check_vma=False))
-    compiled = cut.lower(x, w, labels).compile()
+    _, _, _, wanted = drawn()
+
+    def both(x, w, labels, wanted):
+        loss, pull = jax.vjp(lambda x, w: cross_entropy(x, w, labels, implementation="pallas"), x, w)
+        of_x, of_w = pull(wanted)
+        return loss, of_x, of_w[None]
+
+    cut = jax.shard_map(both, mesh=mesh, in_specs=(split, same, split, split), out_specs=split, check_vma=False)
+    compiled = jax.jit(cut).lower(x, w, labels, wanted).compile()
     assert not re.findall(r"all-gather|all-reduce|all-to-all|collective-permute", compiled.as_text())
-    np.testing.assert_allclose(compiled(x, w, labels), exact(x, w, labels, labels, 0, 0)[0], rtol=1e-5)
+    loss, of_x, of_w = compiled(x, w, labels, wanted)
+    for one, other in zip((loss, of_x, of_w.sum(0)), exact(x, w, labels, wanted, 0, 0), strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("way", "dtype"), [*((way, "int32") for way in IMPLEMENTATIONS), ("sliced", "int8"), ("sliced", "uint32")]
+)
+def test_a_label_of_no_entry_gives_nan_and_no_gradient(way, dtype):
+    """And changes nothing of the others; `jnp.where` leaves it out."""
+    x, w, labels, wanted = drawn(tokens=6, vocab=50)
+    none = jnp.asarray([0, 50, 1, 0, 100, 0] if dtype == "uint32" else [0, 50, 1, -1, -100, 0])
+    labels = jnp.where((none > 1) | (none < 0), none, labels).astype(dtype)
+    there = np.array([True, False, True, dtype == "uint32", False, True])
+
+    @jax.jit
+    def both(x, w, labels, wanted):
+        loss, pull = jax.vjp(lambda x, w: cross_entropy(x, w, labels, implementation=way), x, w)
+        return loss, *pull(wanted)
+
+    loss, of_x, of_w = both(x, w, labels, wanted)
+    kept = exact(x[there], w, np.asarray(labels)[there].astype(int), wanted[there], 0, 0)
+    assert np.isnan(np.asarray(loss)[~there]).all()
+    assert not np.asarray(of_x)[~there].any()
+    for one, other in zip((loss[there], of_x[there], of_w), kept, strict=True):
+        np.testing.assert_allclose(one, other, rtol=2e-5, atol=2e-5)
 
 
 def test_logits_are_never_whole():

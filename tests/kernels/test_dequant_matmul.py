@@ -79,15 +79,37 @@ def test_every_implementation_ran_every_case():
 
 def test_each_device_its_own_tokens():
     """Codes whole on each device, tokens split: the same numbers, and nothing is sent."""
-    (x, _, q), way = drawn("int4"), "pallas"
+    x, g, q = drawn("int4")
     arrays, options = arguments(q)
-    run = lambda x, *a: dequant_matmul(x, *a, implementation=way, **options)  # noqa: E731
     mesh = Mesh(np.array(jax.devices()[:2]), ("d",))
     split, same = PartitionSpec("d"), PartitionSpec()
-    cut = jax.shard_map(run, mesh=mesh, in_specs=(split, same, same), out_specs=split, check_vma=False)
-    compiled = jax.jit(cut).lower(x, *arrays).compile()
+    run = both("pallas", options)
+    cut = jax.shard_map(run, mesh=mesh, in_specs=(split, split, same, same), out_specs=split, check_vma=False)
+    compiled = jax.jit(cut).lower(x, g, *arrays).compile()
     assert not re.findall(r"all-gather|all-reduce|all-to-all|collective-permute", compiled.as_text())
-    np.testing.assert_allclose(compiled(x, *arrays), x @ q.dequantize(x.dtype), atol=1e-4)
+    y, of_x = compiled(x, g, *arrays)
+    w = q.dequantize(x.dtype)
+    np.testing.assert_allclose(y, x @ w, atol=1e-4)
+    np.testing.assert_allclose(of_x, g @ w.T, atol=1e-4)
+
+
+@pytest.mark.parametrize(("form", "block", "inputs"), [("nf4", 16, 100), ("nf4", 5, 90), ("int8", 7, 66)])
+def test_slices_take_blocks_of_any_size(form, block, inputs, monkeypatch):
+    """Odd ones, whose bytes hold values of two, and some that inputs do not fill."""
+    monkeypatch.setattr(sliced, "SLICE", 400)
+    rng = np.random.default_rng(0)
+    x, g = (jnp.asarray(rng.standard_normal(shape), jnp.float32) for shape in ((3, inputs), (3, 20)))
+    low, high = (0, 256) if form == "nf4" else (-127, 128)
+    codes = jnp.asarray(
+        rng.integers(low, high, (inputs // 2 if form == "nf4" else inputs, 20)).astype(
+            "uint8" if form == "nf4" else "int8"
+        )
+    )
+    scale = jnp.asarray(rng.random((-(-inputs // block), 20)), jnp.float32)
+    options = {"format": form, "block_size": block}
+    run = jax.jit(lambda *a: [both(way, options)(*a) for way in ("sliced", "reference")])
+    for one, other in zip(*run(x, g, codes, scale), strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-5)
 
 
 def test_a_slice_of_the_weight_is_all_that_is_held():

@@ -1,17 +1,22 @@
 """What operations refuse: an argument that is wrong is named, with what it should be, the same by every implementation.
-Attention's are in its own file."""
+And what they take in place of a jax array and of Python's numbers."""
 
 from __future__ import annotations
 
 import re
 
 import jax
+import jax.numpy as jnp
+import jaxtyping
+import numpy as np
 import pytest
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from jaxmem.kernels import (
     Constants,
     Moments8,
     adam8_update,
+    attention,
     cross_entropy,
     dequant_matmul,
     int8_add,
@@ -19,10 +24,20 @@ from jaxmem.kernels import (
     sliding_max,
 )
 from jaxmem.kernels.adam8_update import IMPLEMENTATIONS as ADAM8_UPDATE
+from jaxmem.kernels.attention import IMPLEMENTATIONS as ATTENTION
 from jaxmem.kernels.cross_entropy import IMPLEMENTATIONS as CROSS_ENTROPY
 from jaxmem.kernels.dequant_matmul import IMPLEMENTATIONS as DEQUANT_MATMUL
+from jaxmem.kernels.given import PLAIN, shown
 from jaxmem.kernels.rms_norm import IMPLEMENTATIONS as RMS_NORM
 from jaxmem.kernels.sliding_max import IMPLEMENTATIONS as SLIDING_MAX
+
+KEY = jax.random.key(7)
+
+
+@pytest.fixture(autouse=True)
+def as_outside_of_tests(monkeypatch):
+    """Where nobody holds arguments against annotations."""
+    monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)
 
 
 def in_codes(x, codes, constants, scale, groups, mean, **options):
@@ -34,13 +49,20 @@ def adam8(g, m, v, m_scale, v_scale, unbiased, **options):
     return adam8_update(g, Moments8(m, v, m_scale, v_scale), unbiased, **options)
 
 
+Q = ((2, 8, 4, 8), "float16")
 # Of each operation: its implementations, a call that it takes, arrays by shape and dtype; and what it refuses of that.
 CALLS = {
+    "attention": (
+        ATTENTION,
+        attention,
+        {"q": Q, "k": Q, "v": Q, "segment_ids": None, "kv_segment_ids": None},
+        {},
+    ),
     "dequant_matmul": (
         DEQUANT_MATMUL,
         in_codes,
         {
-            "x": ((3, 64), "float32"), "codes": ((32, 8), "uint8"), "constants": None, "scale": ((2, 8), "float32"),
+            "x": ((4, 64), "float32"), "codes": ((32, 8), "uint8"), "constants": None, "scale": ((2, 8), "float32"),
             "groups": ((1, 8), "float32"), "mean": ((1, 1), "float32"),
         },
         {"format": "nf4", "block_size": 32},
@@ -75,10 +97,38 @@ CALLS = {
         {"x": ((4, 8), "float32"), "weight": ((8, 20), "float32"), "labels": ((4,), "int32")},
         {},
     ),
-    "sliding_max": (SLIDING_MAX, sliding_max, {"x": ((9,), "float32")}, {"window": 3}),
+    "sliding_max": (SLIDING_MAX, sliding_max, {"x": ((10,), "float32")}, {"window": 3}),
 }  # fmt: skip
 REFUSED = {
+    "attention": [
+        ({"q": (2, 8, 4)}, "q has shape (2, 8, 4); it should be [batch, time, heads, dim], of no dimension empty"),
+        ({"q": (2, 0, 4, 8)}, "q has shape (2, 0, 4, 8); it should be [batch, time, heads, dim], of no dimension"),
+        ({"k": (2, 8, 4, 8, 1)}, "k has shape"),
+        ({"v": (2, 9, 4, 8)}, "k has shape (2, 8, 4, 8) and v (2, 9, 4, 8); they should be the same"),
+        ({"k": (3, 8, 4, 8), "v": (3, 8, 4, 8)}, "k has batch 3 and q 2"),
+        ({"k": (2, 8, 4, 4), "v": (2, 8, 4, 4)}, "k has dim 4 and q 8"),
+        ({"k": (2, 8, 3, 8), "v": (2, 8, 3, 8)}, "k has 3 heads; they should divide the 4 heads of q"),
+        ({"k": "bfloat16"}, "k is bfloat16 and q is float16; they should be the same"),
+        ({"q": "int32"}, "q is int32; it should be one of"),
+        ({"window": 0}, "window is 0; it should be at least 1"),
+        ({"window": -(2**40)}, "window is -1099511627776; it should be at least 1"),
+        ({"soft_cap": 0.0}, "soft_cap is 0.0; it should be above 0"),
+        ({"dropout": (KEY, 1.0)}, "dropout's rate is 1.0; it should be at least 0 and below 1"),
+        ({"dropout": (KEY, "0.1")}, "dropout's rate is '0.1'; it should be a finite number"),
+        ({"dropout": 0.1}, "dropout is 0.1; it should be a pair, (a jax random key, a rate)"),
+        ({"dropout": (0, 0.1)}, "dropout's key is 0; it should be one key of jax.random"),
+        ({"dropout": (jax.random.split(KEY), 0.1)}, "dropout's key is an array, key<fry>(2,); it should be one key"),
+        ({"segment_ids": ((2, 9), "int32")}, "segment_ids has shape (2, 9); it should be [batch, time], (2, 8)"),
+        ({"segment_ids": ((2, 8), "float32")}, "segment_ids is float32; it should be of integers"),
+        ({"segment_ids": ((2, 8), "int32"), "kv_segment_ids": ((2, 7), "int32")}, "kv_segment_ids has shape (2, 7)"),
+        (
+            {"segment_ids": ((2, 8), "int32"), "k": (2, 9, 4, 8), "v": (2, 9, 4, 8)},
+            "kv_segment_ids is missing; with 8 queries and 9 keys both are needed",
+        ),
+        ({"kv_segment_ids": ((2, 8), "int32")}, "segment_ids is missing"),
+    ],
     "dequant_matmul": [
+        ({"format": 4}, "format is 4; it should be one of nf4, fp4, int4, int8"),
         ({"format": "nf3"}, "format is 'nf3'; it should be one of nf4, fp4, int4, int8"),
         ({"x": ()}, "x has shape (); it should be [..., inputs], of no dimension empty"),
         ({"x": (0, 64)}, "x has shape (0, 64); it should be [..., inputs], of no dimension empty"),
@@ -89,33 +139,36 @@ REFUSED = {
         ({"codes": (64, 8)}, "codes has 64 rows; 64 inputs in nf4 take 32"),
         ({"scale": (3, 8)}, "scale has shape (3, 8); 64 inputs in blocks of 32 take (2, 8)"),
         ({"scale": "bfloat16"}, "scale is bfloat16; it should be float32"),
-        ({"constants": ((2, 8), "int8")}, "scale has codes in int8; they should be uint8"),
+        ({"constants": ((2, 8), "int8")}, "scale.codes is int8; it should be uint8"),
         ({"constants": ((2, 8), "uint8"), "mean": (1,)}, "scale has groups of shape (1, 8) and a mean of (1,)"),
         ({"constants": ((2, 8), "uint8"), "groups": (0, 8)}, "scale has groups of shape (0, 8) and a mean of (1, 1)"),
         (
             {"constants": ((2, 8), "uint8"), "groups": "bfloat16"},
-            "scale has groups in bfloat16; they should be float32",
+            "scale.scale is bfloat16; it should be float32",
         ),
         ({"block_size": 0}, "block_size is 0; it should be at least 1"),
-        ({"inputs": 60}, "x has shape (3, 64); its last dimension should be the 60 inputs"),
-        ({"transposed": True}, "x has shape (3, 64); its last dimension should be the 8 outputs"),
+        ({"inputs": 60}, "x has shape (4, 64); its last dimension should be the 60 inputs"),
+        ({"transposed": True}, "x has shape (4, 64); its last dimension should be the 8 outputs"),
     ],
     "adam8_update": [
-        ({"g": (8,)}, "an array of shape (8,); it should be [..., rows, columns]"),
-        ({"g": (0, 64)}, "an array of shape (0, 64); it should be [..., rows, columns]"),
-        ({"g": "int32"}, "numbers in int32; they should be in one of float32"),
+        ({"g": (8,)}, "g has shape (8,); it should be [..., rows, columns]"),
+        ({"g": (0, 64)}, "g has shape (0, 64); it should be [..., rows, columns]"),
+        ({"g": "int32"}, "g is int32; it should be one of float32"),
         ({"axis": 0}, "axis is 0; it should be -1 or -2"),
+        ({"beta1": 1}, "beta1 is 1.0; it should be in [0, 1)"),
+        ({"beta2": -0.1}, "beta2 is -0.1; it should be in [0, 1)"),
+        ({"epsilon": -1.0}, "epsilon is -1.0; it should not be negative"),
         ({"block_size": 48}, "blocks of 48 do not fill the 64 numbers along axis -1"),
-        ({"m": (4, 32)}, "m has shape (4, 32); it should be that of its numbers, (4, 64)"),
+        ({"m": (4, 32)}, "m has shape (4, 32); it should be g's, (4, 64)"),
         ({"v": "int8"}, "v is int8; it should be uint8"),
         ({"m_scale": (4, 2)}, "m_scale has shape (4, 2); blocks of 64 take (4, 1)"),
         ({"v_scale": "bfloat16"}, "v_scale is bfloat16; it should be float32"),
-        ({"unbiased": (3,)}, "unbiased is float32(3,); it should be two in float32"),
+        ({"unbiased": (3,)}, "unbiased has shape (3,); it should be (2,)"),
     ],
     "int8_add": [
-        ({"update": (64,)}, "an array of shape (64,); it should be [..., rows, columns]"),
+        ({"update": (64,)}, "update has shape (64,); it should be [..., rows, columns]"),
         ({"codes": "uint8"}, "codes is uint8; it should be int8"),
-        ({"codes": (4, 32)}, "codes has shape (4, 32); it should be that of its numbers, (4, 64)"),
+        ({"codes": (4, 32)}, "codes has shape (4, 32); it should be update's, (4, 64)"),
         ({"seeds": "int32"}, "seeds is int32; it should be uint32"),
         ({"seeds": ()}, "seeds has shape (); blocks of 64 take (4, 1)"),
         ({"scale": (4, 2)}, "scale has shape (4, 2); blocks of 64 take (4, 1)"),
@@ -132,8 +185,8 @@ REFUSED = {
         ({"epsilon": -1.0}, "epsilon is -1.0; it should not be negative"),
     ],
     "cross_entropy": [
-        ({"x": (8,)}, "x has shape (8,); it should be [..., embed], of no dimension empty"),
-        ({"x": (0, 8)}, "x has shape (0, 8); it should be [..., embed], of no dimension empty"),
+        ({"x": (8,)}, "x has shape (8,); it should be [..., tokens, embed], of no dimension empty"),
+        ({"x": (0, 8)}, "x has shape (0, 8); it should be [..., tokens, embed], of no dimension empty"),
         ({"x": "int32"}, "x is int32; it should be one of"),
         ({"weight": "bfloat16"}, "weight is bfloat16 and x float32; they should be the same"),
         ({"weight": (9, 20)}, "weight has shape (9, 20); it should be [8, vocab]"),
@@ -144,13 +197,24 @@ REFUSED = {
         ({"z_loss": -1.0}, "z_loss is -1.0; it should not be negative"),
     ],
     "sliding_max": [
-        ({"x": (2, 3)}, "x is float32 of shape (2, 3); it should be float32 of one dimension"),
-        ({"x": "int32"}, "x is int32 of shape (9,)"),
-        ({"window": 0}, "window is 0; it should be from 1 to the 9 numbers of x"),
-        ({"window": 10}, "window is 10; it should be from 1 to the 9 numbers of x"),
+        ({"x": (2, 3)}, "x has shape (2, 3); it should be [numbers], of no dimension empty"),
+        ({"x": "int32"}, "x is int32; it should be float32"),
+        ({"window": 0}, "window is 0; it should be from 1 to the 10 numbers of x"),
+        ({"window": 2**40}, "window is 1099511627776; it should be from 1 to the 10 numbers of x"),
     ],
 }
 CASES = [(operation, *case) for operation, cases in REFUSED.items() for case in cases]
+# Options that are whole numbers, numbers, or True and False.
+WHOLE = {
+    "attention": ("window",), "dequant_matmul": ("block_size", "inputs"), "adam8_update": ("axis", "block_size"),
+    "int8_add": ("axis", "block_size"), "sliding_max": ("window",),
+}  # fmt: skip
+NUMBERS = {
+    "attention": ("scale", "soft_cap"), "adam8_update": ("beta1", "beta2", "epsilon"), "rms_norm": ("epsilon",),
+    "cross_entropy": ("label_smoothing", "z_loss"),
+}  # fmt: skip
+FLAGS = {"attention": ("causal", "return_lse"), "dequant_matmul": ("transposed",)}
+NO_NUMBER = ["3", b"3", [3], np.array([3]), np.array([3.0, 4.0]), True, 1j, KEY]
 
 
 def call(operation, implementation, changes):
@@ -171,11 +235,75 @@ def call(operation, implementation, changes):
     return jax.eval_shape(lambda given: function(**given, **options, implementation=implementation), given)
 
 
+def refused(operation, message, *changes):
+    """By each implementation, and where none is named."""
+    for implementation in (*CALLS[operation][0], None):
+        for change in changes:
+            with pytest.raises(ValueError, match=re.escape(f"{operation}: {message(change)}")) as found:
+                call(operation, implementation, change)
+            assert "\n" not in str(found.value).split("\n---")[0]  # jax adds where its own frames went
+
+
 @pytest.mark.parametrize(("operation", "changes", "message"), CASES)
 def test_mistakes_are_named(operation, changes, message):
-    for implementation in (*CALLS[operation][0], None):
-        with pytest.raises(ValueError, match=re.escape(f"{operation}: {message}")):
-            call(operation, implementation, changes)
+    refused(operation, lambda _: message, changes)
+
+
+def drawn(operation):
+    """Arrays of a call, in numpy."""
+    rng = np.random.default_rng(0)
+    arrays = {name: usual for name, usual in CALLS[operation][2].items() if usual is not None}
+    return {
+        name: rng.integers(0, 3, shape).astype(dtype) if "int" in dtype else rng.random(shape).astype(dtype)
+        for name, (shape, dtype) in arrays.items()
+    } | {name: None for name in CALLS[operation][2] if name not in arrays}
+
+
+@pytest.mark.parametrize("operation", CALLS)
+def test_what_is_no_array_is_named(operation):
+    implementations, function, arrays, options = CALLS[operation]
+    needed = [name for name in arrays if arrays[name] is not None and name not in ("groups", "mean", "residual")]
+    for name in needed:
+        for value in ([1.0], None, 3.0, "x", np.float32(1), {}, (1, 2)):
+            given = drawn(operation) | {name: value}
+            message = re.escape(f"{operation}: {name} is {shown(value)}; it should be an array")
+            for implementation in (*implementations, None):
+                with pytest.raises(ValueError, match=message):
+                    function(**given, **options, implementation=implementation)
+
+
+def test_a_plain_tuple_is_no_state():
+    *arrays, unbiased = drawn("adam8_update").values()
+    for way in ADAM8_UPDATE:
+        with pytest.raises(ValueError, match="adam8_update: state is a tuple; it should be Moments8"):
+            adam8_update(arrays[0], tuple(arrays[1:]), unbiased, block_size=64, implementation=way)
+
+
+@pytest.mark.parametrize(("operation", "name"), [(o, name) for o, names in WHOLE.items() for name in names])
+def test_what_is_no_whole_number_is_named(operation, name):
+    values = [*NO_NUMBER, 2.5, 3.0, np.float32(3), jnp.float32(3)]
+    values += [] if name in ("window", "inputs") and operation != "sliding_max" else [None]
+    said = lambda change: f"{name} is {shown(change[name])}; it should be a whole number"  # noqa: E731
+    refused(operation, said, *({name: value} for value in values))
+    traced = f"{operation}: {name} is traced, int32(); it should be a whole number"
+    with pytest.raises(ValueError, match=re.escape(traced)):
+        jax.eval_shape(lambda value: call(operation, None, {name: value}), jnp.int32(3))
+
+
+@pytest.mark.parametrize(("operation", "name"), [(o, name) for o, names in NUMBERS.items() for name in names])
+def test_what_is_no_number_is_named(operation, name):
+    values = [*NO_NUMBER, float("nan"), float("inf"), *([] if name in ("scale", "soft_cap") else [None])]
+    said = lambda change: f"{name} is {shown(change[name])}; it should be a finite number"  # noqa: E731
+    refused(operation, said, *({name: value} for value in values))
+    traced = f"{operation}: {name} is traced, float32(); it should be a finite number"
+    with pytest.raises(ValueError, match=re.escape(traced)):
+        jax.eval_shape(lambda value: call(operation, None, {name: value}), jnp.float32(3))
+
+
+@pytest.mark.parametrize(("operation", "name"), [(o, name) for o, names in FLAGS.items() for name in names])
+def test_what_is_neither_true_nor_false_is_named(operation, name):
+    said = lambda change: f"{name} is {shown(change[name])}; it should be True or False"  # noqa: E731
+    refused(operation, said, *({name: value} for value in (1, None, "no", [])))
 
 
 @pytest.mark.parametrize("operation", CALLS)
@@ -184,5 +312,64 @@ def test_what_is_right_is_taken_and_an_unknown_implementation_is_not(operation):
     for implementation in implementations:
         call(operation, implementation, {})
     known = ", ".join(sorted(implementations))
-    with pytest.raises(ValueError, match=f"{operation}: implementation is 'refrence'; it should be one of {known}"):
-        call(operation, "refrence", {})
+    for name in ("refrence", 3, ["reference"], implementations["reference"]):
+        message = f"{operation}: implementation is {shown(name)}; it should be one of {known}"
+        with pytest.raises(
+            ValueError, match=re.escape(message) + (", nearest reference" if name == "refrence" else "")
+        ):
+            call(operation, name, {})
+
+
+@pytest.mark.parametrize("operation", CALLS)
+def test_numpys_arrays_and_numbers_are_taken(operation):
+    """The same as jax's and Python's."""
+    _, function, _, options = CALLS[operation]
+    usual = {"window": 3, "scale": 0.5, "soft_cap": 2.0, "beta1": 0.5, "epsilon": 0.25, "z_loss": 0.125}
+    names = [*WHOLE.get(operation, ()), *NUMBERS.get(operation, ())]
+    options = options | {name: usual[name] for name in names if name in usual}
+    arrays = drawn(operation)
+    wanted = function(**jax.tree.map(jnp.asarray, arrays), **options)
+    for kind in (lambda n: np.float32(n) if isinstance(n, float) else np.int64(n), np.asarray, jnp.asarray):
+        more = {name: kind(value) if name in names else value for name, value in options.items()}
+        for one, other in zip(jax.tree.leaves(function(**arrays, **more)), jax.tree.leaves(wanted), strict=True):
+            np.testing.assert_array_equal(one, other)
+
+
+@pytest.mark.parametrize("implementation", ATTENTION)
+def test_a_window_or_block_beyond_32_bits_is_all_there_is(implementation):
+    call("attention", implementation, {"window": 2**40})
+    arrays = drawn("attention")
+    whole, wide = (attention(**arrays, **o, implementation="reference") for o in ({"causal": True}, {"window": 2**40}))
+    np.testing.assert_array_equal(whole, wide)
+    if implementation in DEQUANT_MATMUL:
+        arrays = drawn("dequant_matmul") | {"scale": np.ones((1, 8), np.float32)}
+        one, other = (
+            in_codes(**arrays, format="nf4", block_size=size, implementation=implementation) for size in (64, 2**40)
+        )
+        np.testing.assert_array_equal(one, other)
+
+
+@pytest.mark.parametrize("operation", CALLS)
+def test_a_kernel_refuses_what_lies_split_over_devices(operation):
+    """Which XLA would gather on each of them. What is whole everywhere it takes, and plain JAX takes both."""
+    implementations, function, _, options = CALLS[operation]
+    mesh, seen = (
+        Mesh(np.array(jax.devices()[:2]), ("d",), axis_types=(kind,)) for kind in (AxisType.Auto, AxisType.Explicit)
+    )
+    first, *rest = drawn(operation).items()
+    name, x = first
+    split, whole = NamedSharding(mesh, PartitionSpec("d")), NamedSharding(mesh, PartitionSpec())
+    put = lambda sharding: {name: jax.device_put(x, sharding), **dict(rest)}  # noqa: E731
+    known = jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(seen, PartitionSpec("d")))
+    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), dict(rest))
+    for implementation in implementations:
+        run = lambda arrays, way=implementation: function(**arrays, **options, implementation=way)  # noqa: E731
+        if implementation in PLAIN:
+            run(put(split))
+            continue
+        jax.eval_shape(lambda _, run=run: run(put(whole)), 0)
+        message = f"{operation}: an array of shape {x.shape} lies split over devices, which the {implementation}"
+        with pytest.raises(ValueError, match=re.escape(message) + ".*call it within jax.shard_map"):
+            run(put(split))
+        with jax.set_mesh(seen), pytest.raises(ValueError, match=re.escape(message)):
+            jax.eval_shape(run, {name: known, **shapes})

@@ -19,6 +19,7 @@ from jaxmem.kernels import (
     Constants,
     Moments8,
     adam8_update,
+    attention,
     cross_entropy,
     dequant_matmul,
     int8_add,
@@ -26,6 +27,8 @@ from jaxmem.kernels import (
     sliding_max,
 )
 from jaxmem.kernels.adam8_update import IMPLEMENTATIONS as ADAM8_UPDATE
+from jaxmem.kernels.attention import flash
+from jaxmem.kernels.attention.block import Blocks
 from jaxmem.kernels.cross_entropy import IMPLEMENTATIONS as CROSS_ENTROPY
 from jaxmem.kernels.dequant_matmul import IMPLEMENTATIONS as DEQUANT_MATMUL
 from jaxmem.kernels.rms_norm import IMPLEMENTATIONS as RMS_NORM
@@ -150,6 +153,56 @@ def test_plain_jax_compiles_for_each_gpu(target):
     ways = {*DEQUANT_MATMUL, *ADAM8_UPDATE, *CROSS_ENTROPY, *RMS_NORM, *SLIDING_MAX} - KERNELS
     assert ways == {"reference", "sliced"}
     assert TRITON not in compiled(ways, "nf4", target, {}).as_text()
+
+
+def lowered(run, target, *shapes):
+    """For one GPU, of arrays of these shapes and dtypes."""
+    mesh = Mesh(np.array(target_devices(parse_target(target), 8 * 2**30)[:1]), ("one",))
+    place, whole = NamedSharding(mesh, PartitionSpec()), PartitionSpec()
+    cut = jax.shard_map(run, mesh=mesh, in_specs=whole, out_specs=whole, check_vma=False)
+    return jax.jit(cut).lower(*(jax.ShapeDtypeStruct(*one, sharding=place) for one in shapes))
+
+
+def held(run, *shapes):
+    made = lowered(run, "h100-80gb", *shapes).compile(compiler_options={"xla_gpu_autotune_level": "0"})
+    return made.memory_analysis().temp_size_in_bytes
+
+
+def test_the_loss_holds_no_logits():
+    """Both passes: a slice of their gradient, and sums for x, however many tokens there are."""
+    embed, vocab = 128, 64000
+    shape = lambda tokens: (((tokens, embed), jnp.bfloat16), ((embed, vocab), jnp.bfloat16), ((tokens,), jnp.int32))  # noqa: E731
+    run = lambda x, w, labels: jnp.sum(cross_entropy(x, w, labels, implementation="pallas"))  # noqa: E731
+    logits = 2 * 4096 * vocab
+    few, many = (held(jax.grad(run, (0, 1)), *shape(tokens)) for tokens in (4096, 8192))
+    assert few < 2 * 2**25 + 3 * 4 * 4096 * embed < 0.2 * logits  # a slice is 32 MiB
+    assert many - few < 4 * 4 * 4096 * embed
+
+
+def test_the_product_holds_no_weight():
+    tokens, inputs, outputs = 256, 4096, 14336
+
+    def both(x, g, codes, scale):
+        options = {"format": "nf4", "block_size": 64, "implementation": "pallas"}
+        y, pull = jax.vjp(lambda x: dequant_matmul(x, codes, scale, **options), x)
+        return y, pull(g)
+
+    arrays = ((tokens, inputs), (tokens, outputs)), ((inputs // 2, outputs), jnp.uint8)
+    shapes = [*((one, jnp.bfloat16) for one in arrays[0]), arrays[1], ((inputs // 64, outputs), jnp.float32)]
+    copies = 2 * 2 * tokens * inputs  # of x, and of its gradient, by even and odd columns
+    assert held(both, *shapes) < 1.1 * copies < 0.1 * (2 * inputs * outputs)
+
+
+def test_triton_says_what_has_no_room(monkeypatch):
+    """160 KB and more, on a card of 99 and on one of 227."""
+    monkeypatch.setattr(flash, "blocks", lambda *_: Blocks(128, 128, 8, 3))
+    run = lambda q: attention(q, q, q, implementation="triton")  # noqa: E731
+    shape = (1, 256, 1, 128), jnp.bfloat16
+    with pytest.raises(
+        ValueError, match=r"attention_forward: a block takes .* bytes of shared memory, of which.* 8.9 has"
+    ):
+        lowered(run, "rtx4090-24gb", shape)
+    lowered(run, "h100-80gb", shape)
 
 
 def ptxas():

@@ -1,0 +1,162 @@
+"""Calls that nobody thought of: sizes and options as hypothesis draws them, each implementation against the reference,
+which the other files hold against float64. Attention's are in its own file."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from jaxmem.kernels import (
+    Moments8,
+    adam8_update,
+    cross_entropy,
+    dequant_matmul,
+    int8_add,
+    rms_norm,
+    sliding_max,
+)
+from jaxmem.kernels.codes import dynamic_code
+
+EXAMPLES = 3  # each compiles two programs or three
+SIZES = st.integers(1, 40)
+
+
+def compared(run, others, arrays, tolerance=2e-5):
+    """`run(way)(*arrays)` of these and of the reference, in one program."""
+    found = jax.jit(lambda *arrays: {way: run(way)(*arrays) for way in (*others, "reference")})(*arrays)
+    wanted = found.pop("reference")
+    assert set(found) == set(others)
+    for way, got in found.items():
+        for one, other in zip(jax.tree.leaves(got), jax.tree.leaves(wanted), strict=True):
+            one, other = np.asarray(one, np.float64), np.asarray(other, np.float64)
+            np.testing.assert_allclose(one, other, rtol=tolerance, atol=tolerance * np.abs(other).max(), err_msg=way)
+
+
+def normal(rng, *shape):
+    return jnp.asarray(rng.standard_normal(shape), jnp.float32)
+
+
+@settings(max_examples=EXAMPLES)
+@given(st.data())
+def test_dequant_matmul(data):
+    form = data.draw(st.sampled_from(["nf4", "fp4", "int4", "int8"]))
+    block = 2 ** data.draw(st.integers(5, 7))  # what the kernel takes of every format
+    tokens, inputs, outputs = data.draw(SIZES), 2 * data.draw(st.integers(1, 90)), data.draw(SIZES)
+    rng = np.random.default_rng(data.draw(st.integers(0, 9)))
+    rows = inputs if form == "int8" else inputs // 2
+    codes = rng.integers(-127, 128, (rows, outputs)) if form == "int8" else rng.integers(0, 256, (rows, outputs))
+    codes = jnp.asarray(codes.astype("int8" if form == "int8" else "uint8"))
+    scale = jnp.asarray(rng.random((-(-inputs // block), outputs)), jnp.float32)
+
+    def run(way):
+        def both(x, g, codes, scale):
+            product = lambda x: dequant_matmul(x, codes, scale, format=form, block_size=block, implementation=way)  # noqa: E731
+            y, pull = jax.vjp(product, x)
+            return y, *pull(g)
+
+        return both
+
+    compared(run, ("pallas", "sliced"), (normal(rng, tokens, inputs), normal(rng, tokens, outputs), codes, scale))
+
+
+def blocks(data):
+    """Shape, axis, block size, and the shape of what there is for each block."""
+    axis, size = data.draw(st.sampled_from([-1, -2])), data.draw(SIZES)
+    shape = [data.draw(st.integers(1, 3)), data.draw(st.integers(1, 20)), data.draw(st.integers(1, 20))]
+    shape[axis] = size * data.draw(st.integers(1, 3))
+    lines = list(shape)
+    lines[axis] //= size
+    return tuple(shape), axis, size, tuple(lines)
+
+
+@settings(max_examples=EXAMPLES)
+@given(st.data())
+def test_adam8_update(data):
+    """Codes may be each other's neighbours, where a number lies between them: what they stand for is compared."""
+    shape, axis, size, lines = blocks(data)
+    rng = np.random.default_rng(data.draw(st.integers(0, 9)))
+    m, v = (jnp.asarray(rng.integers(low, 256, shape).astype("uint8")) for low in (0, 1))
+    scales = (jnp.asarray(rng.random(lines) + 0.1, jnp.float32) for _ in range(2))
+    unbiased = jnp.asarray(1 - np.array([0.9, 0.95]) ** data.draw(st.integers(1, 9)), jnp.float32)
+
+    def run(way):
+        def update(g, state):
+            options = {"axis": axis, "block_size": size, "implementation": way}
+            u, new = adam8_update(g, state, unbiased, **options)
+            listed = [jnp.asarray(dynamic_code(8, signed=signed), jnp.float32) for signed in (True, False)]
+            return u, new.m_scale, new.v_scale, listed[0][new.m], listed[1][new.v]
+
+        return update
+
+    arrays = normal(rng, *shape), Moments8(m, v, *scales)
+    found = {way: jax.jit(run(way))(*arrays) for way in ("pallas", "reference")}
+    for place, (one, other) in enumerate(zip(*found.values(), strict=True)):
+        step = 0.008 if place > 2 else 2e-5  # of 1, between the largest codes
+        np.testing.assert_allclose(one, other, rtol=2e-5, atol=step)
+
+
+@settings(max_examples=EXAMPLES)
+@given(st.data())
+def test_int8_add(data):
+    shape, axis, size, lines = blocks(data)
+    rng = np.random.default_rng(data.draw(st.integers(0, 9)))
+    codes = jnp.asarray(rng.integers(-127, 128, shape).astype("int8"))
+    scale, seeds = jnp.asarray(rng.random(lines), jnp.float32), jnp.asarray(rng.integers(0, 2**32, lines), jnp.uint32)
+    run = lambda way: lambda *a: int8_add(*a, axis=axis, block_size=size, implementation=way)  # noqa: E731
+    arrays = codes, scale, 0.1 * normal(rng, *shape), seeds
+    found = {way: jax.jit(run(way))(*arrays) for way in ("pallas", "reference")}
+    (one, one_scale), (other, other_scale) = found.values()
+    np.testing.assert_allclose(one_scale, other_scale, rtol=1e-6)
+    apart = np.abs(np.asarray(one, int) - np.asarray(other, int))
+    assert apart.max(initial=0) <= 1  # where the draw is just what decides
+    assert apart.mean() < 0.01
+
+
+@settings(max_examples=EXAMPLES)
+@given(st.data())
+def test_rms_norm(data):
+    rows, size, own = data.draw(SIZES), data.draw(st.integers(1, 200)), data.draw(st.booleans())
+    rng = np.random.default_rng(data.draw(st.integers(0, 9)))
+    x, residual, g = (normal(rng, rows, size) for _ in range(3))
+
+    def run(way):
+        def both(x, scale, residual, g):
+            norm = lambda x, s, r: rms_norm(x, s, residual=r if own else None, implementation=way, epsilon=1e-3)  # noqa: E731
+            made, pull = jax.vjp(norm, x, scale, residual)
+            return made, pull((g, g) if own else g)
+
+        return both
+
+    compared(run, ("pallas",), (x, normal(rng, size), residual, g), 1e-4)
+
+
+@settings(max_examples=EXAMPLES)
+@given(st.data())
+def test_cross_entropy(data):
+    tokens, embed, vocab = data.draw(SIZES), data.draw(SIZES), data.draw(st.integers(1, 300))
+    rng = np.random.default_rng(data.draw(st.integers(0, 9)))
+    labels = jnp.asarray(rng.integers(-1, vocab + 1, tokens))
+    terms = {"label_smoothing": data.draw(st.floats(0, 0.5)), "z_loss": data.draw(st.floats(0, 0.1))}
+
+    def run(way):
+        def both(x, w, wanted):
+            loss, pull = jax.vjp(lambda x, w: cross_entropy(x, w, labels, implementation=way, **terms), x, w)
+            return jnp.nan_to_num(loss, nan=-1.0), *pull(wanted)
+
+        return both
+
+    compared(run, ("pallas", "sliced"), (normal(rng, tokens, embed), normal(rng, embed, vocab), normal(rng, tokens)))
+
+
+@settings(max_examples=EXAMPLES)
+@given(st.data())
+@pytest.mark.parametrize("way", ["straight", "shared"])
+def test_sliding_max(way, data):
+    numbers = data.draw(st.integers(1, 700))
+    window = data.draw(st.integers(1, numbers))
+    x = normal(np.random.default_rng(data.draw(st.integers(0, 9))), numbers)
+    compared(lambda way: lambda x: sliding_max(x, window, implementation=way), (way,), (x,), 0)
