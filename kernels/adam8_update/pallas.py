@@ -6,7 +6,7 @@ the memory does.
 
 Bytes a number, with a gradient of 2: Adam reads 2 + 1 + 1 and writes 2 + 1 + 1, with the constants of blocks of 256
 8.06; int8 weights with an update of 2: 4.05. Instructions a number, counted (`scripts/kernel_instructions.py`): Adam 71
-along columns and 81 along rows, int8 weights 34 and 40. In the time in which Adam's bytes come and go an H200 does 56,
+along columns and 82 along rows, int8 weights 35 and 41. In the time in which Adam's bytes come and go an H200 does 56,
 an H100 80, a 4090 330: so they are counted, and written one by one where it matters (`kernels/instructions.py`).
 
 Codes and constants are written where they were. On a CPU the same kernels run interpreted, for tests.
@@ -27,7 +27,17 @@ from jax.experimental.pallas import triton as plgpu
 from jaxmem.kernels import tuning
 from jaxmem.kernels.codes import dynamic8_code, dynamic8_value
 from jaxmem.kernels.draws import uniform
-from jaxmem.kernels.instructions import LARGE, floats, fma, large_from_bytes, reciprocal, sqrt, to_bytes
+from jaxmem.kernels.instructions import (
+    LARGE,
+    bits,
+    floats,
+    fma,
+    from_bits,
+    large_from_bytes,
+    reciprocal,
+    sqrt,
+    to_bytes,
+)
 from jaxmem.kernels.launch import launch
 
 from .arguments import Adam, Blocks, Moments8, blocked, count, lines
@@ -154,9 +164,10 @@ class _Cut:
     def beside(self, constants: jax.Array) -> jax.Array:
         return jnp.expand_dims(constants, self.dim)
 
-    def largest(self, x: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Of each block, and by what numbers are multiplied to be in -1 ... 1."""
-        most = jnp.max(jnp.abs(x), axis=self.dim)
+    def largest(self, x: jax.Array, *, signed: bool = True) -> tuple[jax.Array, jax.Array]:
+        """Of each block, and by what numbers are multiplied to be in -1 ... 1. Compared are bits, in whose order NaN is
+        above all numbers: to a GPU's maximum of floats it is less than any."""
+        most = from_bits(jnp.max(bits(jnp.abs(x) if signed else x), axis=self.dim))
         return most, jnp.where(most >= LEAST, reciprocal(jnp.maximum(most, LEAST)), 0.0)
 
 
@@ -178,7 +189,7 @@ def _adam8(adam: Adam, cut: _Cut, *refs: Any) -> None:
     unbiased_m, unbiased_v = (jnp.full((1, 1), unbiased_ref[i], jnp.float32) for i in (0, 1))
     per_unit = unbiased_m / m_unit
     below = fma(sqrt(v), sqrt(v_unit * reciprocal(unbiased_v)) * per_unit, adam.epsilon * per_unit)
-    (m_most, m_inverse), (v_most, v_inverse) = cut.largest(m), cut.largest(v)
+    (m_most, m_inverse), (v_most, v_inverse) = cut.largest(m), cut.largest(v, signed=False)
     for ref, x, mask in (
         (u_ref, m * reciprocal(below), here),
         (new_refs[0], dynamic8_code(m, cut.beside(m_inverse), signed=True), here),

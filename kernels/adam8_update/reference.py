@@ -14,6 +14,7 @@ import numpy as np
 
 from jaxmem.kernels.codes import dynamic_code
 from jaxmem.kernels.draws import uniform
+from jaxmem.kernels.instructions import bits, from_bits
 
 from .arguments import Adam, Blocks, Moments8, blocked, lines
 
@@ -54,7 +55,7 @@ def int8_add(
 
 
 def _encoded(x: jax.Array, blocks: Blocks, encode: Callable[[jax.Array], jax.Array]) -> tuple[jax.Array, jax.Array]:
-    most = jnp.max(jnp.abs(x), axis=1)
+    most = from_bits(jnp.max(bits(jnp.abs(x)), axis=1))  # to XLA on a CPU the larger of NaN and a number is the number
     inverse = jnp.where(most > 0, 1 / jnp.where(most > 0, most, 1), 0)
     return encode(x * _beside(inverse, blocks)), most
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import re
 
@@ -114,6 +115,26 @@ def test_one_rounding():
     c[:5000] = -a[:5000] * b[:5000]  # what is left is the product's rounding error
     wanted = (a.astype(np.float64) * b + c).astype(np.float32)
     np.testing.assert_array_almost_equal_nulp(np.asarray(jax.jit(instructions.fma)(a, b, c)), wanted, 1)
+
+
+@pytest.mark.parametrize("way", IMPLEMENTATIONS)
+@pytest.mark.parametrize("case", CASES)
+def test_nan_is_not_hidden(case, way):
+    """In one place of a gradient: its block's constants are NaN, in this step and all that follow; no other's."""
+    g, state, *_ = drawn(case)
+    _, axis, block = CASES[case]
+    weight = quantize(0.2 * jax.random.normal(jax.random.key(1), g.shape), "int8", block, axis)
+    seeds = jnp.zeros(weight.scale.shape, jnp.uint32)
+    run = jax.jit(lambda *a: both(case, way, *a))
+    (u, new), (codes, scale) = run(g.at[1, 2, 3].set(jnp.nan), state, weight, seeds)
+    at = (1, 2, 0) if axis == -1 else (1, 0, 3)
+    wanted = np.zeros(weight.scale.shape, bool)
+    wanted[at] = True
+    assert np.isnan(u).sum() == 1
+    weight = dataclasses.replace(weight, codes=codes, scale=scale)
+    (_, later), (_, later_scale) = run(g, new, weight, seeds)
+    for one in (new.m_scale, new.v_scale, scale, later.m_scale, later.v_scale, later_scale):
+        np.testing.assert_array_equal(np.isnan(one), wanted)
 
 
 def test_each_device_its_own_blocks():

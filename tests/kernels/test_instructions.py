@@ -34,6 +34,7 @@ def compiled(name):
 def drawn(rng):
     g = rng.standard_normal((ROWS, SIZE)) * 10.0 ** rng.integers(-6, 1, (ROWS, SIZE))
     g[3] = 0
+    g[5, 7] = np.nan
     return g.astype(jnp.bfloat16)
 
 
@@ -64,8 +65,10 @@ def test_adam8_update_as_compiled():
     state = Moments8(*map(jnp.asarray, (m, v, *(scale[:, None] for scale in scales))))
     u, new = jax.jit(lambda *a: adam8_update(*a, implementation="reference"))(g, state, unbiased)
     np.testing.assert_allclose(made[0].astype(np.float32), np.asarray(u, np.float32), rtol=2.0**-8, atol=1e-6)
-    np.testing.assert_array_equal(made[1], new.m)
-    np.testing.assert_array_equal(made[2], new.v)
+    assert np.isnan(new.v_scale).sum() == 1
+    there = ~np.isnan(np.asarray(new.v_scale)[:, 0])  # codes of a block with a NaN stand for NaN, whatever they are
+    np.testing.assert_array_equal(made[1][there], new.m[there])
+    np.testing.assert_array_equal(made[2][there], new.v[there])
     np.testing.assert_allclose(made[3], new.m_scale[:, 0], rtol=1e-6)
     np.testing.assert_allclose(made[4], new.v_scale[:, 0], rtol=1e-6)
 
@@ -79,7 +82,9 @@ def test_int8_add_as_compiled():
 
     add = jax.jit(lambda *a: int8_add(*a, axis=-1, implementation="reference"))
     wanted, most = add(codes, scale[:, None], update, seeds[:, None])
-    np.testing.assert_array_equal(made[0], wanted)
+    there = ~np.isnan(np.asarray(most)[:, 0])
+    assert there.sum() == ROWS - 1
+    np.testing.assert_array_equal(made[0][there], wanted[there])
     np.testing.assert_allclose(made[1], most[:, 0], rtol=1e-6)
 
 

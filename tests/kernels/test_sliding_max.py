@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from jax.sharding import Mesh, PartitionSpec
 
 from jaxmem.kernels import sliding_max
-from jaxmem.kernels.sliding_max import HOST, IMPLEMENTATIONS, pallas
+from jaxmem.kernels.sliding_max import HOST, IMPLEMENTATIONS, pallas, shapes
 
 
 @given(st.lists(st.integers(-9, 9).map(float), min_size=1, max_size=30), st.data())
@@ -56,3 +56,6 @@ def test_each_device_its_own_numbers():
 def test_bytes_asked():
     assert pallas.bytes_asked("straight", 1000, 100) == 4 * 901 * 101
     assert pallas.bytes_asked("shared", 10**6, 513) == pytest.approx(4 * 3 * 10**6, rel=0.01)
+    for shape in shapes.SHAPES.values():
+        straight, shared = (pallas.bytes_asked(way, *shape) for way in ("straight", "shared"))
+        assert shape.least_bytes < shared < 1.3 * shape.least_bytes < straight
