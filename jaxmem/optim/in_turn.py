@@ -121,12 +121,14 @@ def _in_parts(one: Each, axes: Axes, whole: Any, beside: Any, first: jax.Array |
 
 
 def _place(grid: Grid, i: jax.Array) -> list[jax.Array]:
-    """Where part i is along each dimension of a grid: the last one moves fastest."""
+    """Where part i is along each dimension of a grid: the last one moves fastest. It is asked for each array that a
+    loop reads and writes, so it takes few operations: `%` and `//`, which mind signs, take ten each."""
+    _, *faster = grid.values()
     found: list[jax.Array] = []
-    for size in reversed(grid.values()):
-        found.insert(0, i % size)
-        i = i // size
-    return found
+    for size in reversed(faster):
+        found.insert(0, jax.lax.rem(i, jnp.int32(size)))
+        i = jax.lax.div(i, jnp.int32(size))
+    return [i, *found]
 
 
 def _read(grid: Grid, x: jax.Array, i: jax.Array) -> jax.Array:
