@@ -15,6 +15,7 @@ import jax.numpy as jnp
 
 Call = Callable[[], Any]  # starts work on the device and gives what it will come to
 BURST = 0.02  # s of calls between two looks at the clock
+FEWEST = 5  # bursts of each, however little time there is
 RIGHT = 8.0  # steps of error beyond which nobody wins
 REFUSALS = (ValueError, TypeError, RuntimeError, NotImplementedError)  # what one cannot do is a result too
 
@@ -31,14 +32,14 @@ class Contestant:
 
 
 def take_turns(contestants: Sequence[Contestant], seconds: float) -> None:
-    """Bursts of calls, as many as take `BURST`, until the time is over; at least five of each."""
+    """Bursts of calls, as many as take `BURST`, until the time is over; at least `FEWEST` of each."""
     bursts: dict[tuple[str, str], int] = {}
     for one in contestants:
         for name in one.calls:
             _burst(one, name, 1)  # warm
             bursts[one.name, name] = max(1, round(BURST / _burst(one, name, 3)))
     end, turn = time.perf_counter() + seconds, 0
-    while turn < 5 or time.perf_counter() < end:
+    while turn < FEWEST or time.perf_counter() < end:
         for one in contestants:
             for name, taken in one.seconds.items():
                 taken.append(_burst(one, name, bursts[one.name, name]))
