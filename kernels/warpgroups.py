@@ -21,15 +21,18 @@ THREAD = "mosaic_warpgroup"
 PATIENCE = 60.0  # seconds that a warpgroup waits for the others before it is called a deadlock
 
 
-def evaluated(jaxpr: Any, grid: dict[str, int], warpgroups: int, outputs: Any, *arrays: Any) -> Any:
-    refs = [*map(np.asarray, arrays), *(_unwritten(x.shape, x.dtype) for x in outputs)]
+def evaluated(jaxpr: Any, grid: dict[str, int], warpgroups: int, outputs: Any, sums: Any, *arrays: Any) -> Any:
+    """What a kernel on `arrays` writes, and what is in `sums`, zeros at first, when it is done."""
+    written = [_unwritten(x.shape, x.dtype) for x in outputs]
+    added = [np.zeros(x.shape, x.dtype) for x in sums]
+    refs = [*map(np.asarray, arrays), *added, *written]
     with ThreadPoolExecutor(warpgroups) as pool:
         for place in itertools.product(*map(range, grid.values())):
             at, shared = dict(zip(grid, place, strict=True)), _Shared()
             groups = [_Warpgroup({**at, THREAD: i}, shared) for i in range(warpgroups)]
             for done in [pool.submit(group.start, jaxpr, refs) for group in groups]:
                 done.result()
-    return refs[len(arrays) :]
+    return [*written, *added]
 
 
 def _unwritten(shape: tuple[int, ...], dtype: Any) -> np.ndarray:
@@ -56,16 +59,15 @@ class _Barrier:
 
 
 class _Sums:
-    """Sums in registers. A product is done when they are read, so that an operand given back too soon is noticed."""
+    """Sums in registers."""
 
     def __init__(self, value: np.ndarray) -> None:
         self.value = value
-        self.begun: list[Callable[[], np.ndarray]] = []
+        self.begun = 0  # products that nobody waited for yet
 
     def read(self) -> np.ndarray:
-        for product in self.begun:
-            self.value = self.value + product()
-        self.begun.clear()
+        if self.begun:
+            raise RuntimeError("a kernel reads sums before their products are done")
         return self.value
 
 
@@ -85,7 +87,7 @@ class _Warpgroup:
     def __init__(self, at: dict[str, int], shared: _Shared) -> None:
         self.at, self.shared = at, shared
         self.waits: dict[_Barrier, int] = {}
-        self.multiplying: list[_Sums] = []
+        self.multiplying: list[tuple[_Sums, Callable[[], np.ndarray]]] = []
 
     def start(self, jaxpr: Any, refs: list[Any]) -> None:
         with np.errstate(all="ignore"):
@@ -147,6 +149,7 @@ class _Warpgroup:
         inner = eqn.params["jaxpr"]
         held = [_Sums(x) if _is_sums(var.aval) else x for var, x in zip(inner.invars, given, strict=True)]
         self.evaluate(inner, held)
+        self._wait_for_products(0)
         return [x.read() if isinstance(x, _Sums) else x for x in held]
 
     def _get(self, eqn: Any, ref: Any, *leaves: Any) -> list[Any]:
@@ -169,7 +172,11 @@ class _Warpgroup:
 
     def _copy_smem_to_gmem(self, eqn: Any, source: Any, target: Any, *leaves: Any) -> list[Any]:
         from_, to = _unflattened(eqn.params, leaves, "src_transforms_treedef", "dst_transforms_treedef")
-        _write(target, to, _read(source, from_))
+        how = eqn.params["reduction_op"]
+        if how not in (None, "add"):
+            raise NotImplementedError(f"copies that {how} in a Mosaic kernel on a CPU")
+        value = _read(source, from_)
+        _write(target, to, value if how is None else _read(target, to) + value)
         return []
 
     # Barriers and products.
@@ -185,19 +192,26 @@ class _Warpgroup:
         return []
 
     def _wgmma_ref(self, eqn: Any, sums: _Sums, a: Any, b: Any, *leaves: Any) -> list[Any]:
+        """A product is done when it is waited for, so that an operand given back too soon is noticed."""
         _, at_a, at_b = _unflattened(eqn.params, leaves, *(f"{x}_transforms_tree" for x in ("acc", "a", "b")))
-        sums.begun.append(lambda: np.matmul(_read(a, at_a).astype(np.float32), _read(b, at_b).astype(np.float32)))
-        self.multiplying.append(sums)
+        product = lambda: np.matmul(_read(a, at_a).astype(np.float32), _read(b, at_b).astype(np.float32))  # noqa: E731
+        sums.begun += 1
+        self.multiplying.append((sums, product))
         return []
 
-    def _wgmma_wait(self, *_: Any) -> list[Any]:
-        for sums in self.multiplying:
-            sums.read()
-        self.multiplying.clear()
+    def _wait_for_products(self, but: int) -> None:
+        while len(self.multiplying) > but:
+            sums, product = self.multiplying.pop(0)
+            sums.value = sums.value + product()
+            sums.begun -= 1
+
+    def _wgmma_wait(self, eqn: Any, *given: Any) -> list[Any]:
+        self._wait_for_products(int(eqn.params["n"] if "n" in eqn.params else given[0]))
         return []
 
-    def _wgmma_accumulator_deref(self, _: Any, sums: _Sums) -> list[Any]:
-        self._wgmma_wait()
+    def _wgmma_accumulator_deref(self, eqn: Any, sums: _Sums) -> list[Any]:
+        if eqn.params["wait_n"] is not None:
+            self._wait_for_products(eqn.params["wait_n"])
         return [sums.read()]
 
     def _nothing(self, *_: Any) -> list[Any]:
@@ -292,7 +306,10 @@ def _of(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 _OPERATIONS: dict[str, Callable[..., Any]] = {
-    **{name: _of(getattr(operator, name)) for name in ("add", "sub", "mul", "neg", "eq", "ne", "lt", "le", "gt", "ge")},
+    **{
+        name: _of(getattr(operator, name))
+        for name in ("abs", "add", "sub", "mul", "neg", "eq", "ne", "lt", "le", "gt", "ge")
+    },
     **{name: _of(getattr(np, name)) for name in ("exp2", "log")},
     "div": _divided,
     "rem": _of(np.fmod),

@@ -38,6 +38,7 @@ def attention(
     scale: float | None = None,
     soft_cap: float | None = None,
     dropout: tuple[jax.Array, float] | None = None,
+    deterministic: bool = False,
     return_lse: bool = False,
     implementation: str | None = None,
 ) -> Any:  # an array, with `return_lse` two
@@ -52,6 +53,8 @@ def attention(
     cap tanh(score / cap). `dropout`: (a jax random key, the share of probabilities that become 0); the choice
     depends on key, batch row, head and positions, never on how the work is cut; inside `shard_map` they count
     from 0 on each shard, so fold the shard's index into the key there.
+    `deterministic`: equal input gives equal gradients, to the bit. Else `mosaic` adds to dq in an order that changes
+    from run to run, which is faster; all others are deterministic anyway.
     `return_lse`: also log(sum(exp(scores))), [batch, heads, queries] in float32, differentiable.
     `implementation`: a name in IMPLEMENTATIONS; None picks one.
     """
@@ -66,6 +69,7 @@ def attention(
         scale=scale,
         soft_cap=soft_cap,
         dropout=dropout,
+        deterministic=deterministic,
     )
     like, keys, _ = arrays
     with_lse = GIVEN.flag("return_lse", return_lse)

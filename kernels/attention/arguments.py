@@ -27,6 +27,7 @@ class Options:
     scale: float
     soft_cap: float | None
     dropout: float  # the share of probabilities dropped
+    deterministic: bool
 
 
 class Extras(NamedTuple):
@@ -49,6 +50,7 @@ def checked(
     scale: Any,
     soft_cap: Any,
     dropout: Any,
+    deterministic: Any,
 ) -> tuple[tuple[jax.Array, jax.Array, jax.Array], Options, Extras]:
     """The arguments in one form, or a ValueError that names the argument and what it should be."""
     q, k, v = (GIVEN.array(name, x, "[batch, time, heads, dim]", DTYPES) for name, x in (("q", q), ("k", k), ("v", v)))
@@ -59,7 +61,7 @@ def checked(
     _require(k.shape[0] == batch, f"k has batch {k.shape[0]} and q {batch}; they should be the same")
     _require(k.shape[3] == dim, f"k has dim {k.shape[3]} and q {dim}; they should be the same")
     _require(heads % k.shape[2] == 0, f"k has {k.shape[2]} heads; they should divide the {heads} heads of q")
-    causal = GIVEN.flag("causal", causal)
+    causal, deterministic = GIVEN.flag("causal", causal), GIVEN.flag("deterministic", deterministic)
     if window is not None:
         window = GIVEN.whole("window", window)
         _require(window >= 1, f"window is {window}; it should be at least 1 (the key at the query's own place)")
@@ -86,7 +88,8 @@ def checked(
         _require(0.0 <= rate < 1.0, f"dropout's rate is {rate!r}; it should be at least 0 and below 1")
         _require(_is_key(key), f"dropout's key is {shown(key)}; it should be one key of jax.random")
         seed = seed_of(key) if rate else None
-    return (q, k, v), Options(causal, window, scale, soft_cap, rate), Extras(segment_ids, kv_segment_ids, seed)
+    options = Options(causal, window, scale, soft_cap, rate, deterministic)
+    return (q, k, v), options, Extras(segment_ids, kv_segment_ids, seed)
 
 
 def _ids(name: str, ids: Any, shape: tuple[int, int]) -> jax.Array:

@@ -1,7 +1,8 @@
 """What the attention kernels share, in whichever language they are written: the call around them, and its gradient.
 
-A kernel gives the output and each row's log-sum-exp; two more give dq, and dk and dv. Segments that are sorted, as
-packing makes them, let whole blocks be skipped: which those are is found here, before a kernel starts.
+A kernel gives the output and each row's log-sum-exp; two more give dq, and dk and dv, or one gives all three. Segments
+that are sorted, as packing makes them, let whole blocks be skipped: which those are is found here, before a kernel
+starts.
 """
 
 from __future__ import annotations
@@ -31,6 +32,8 @@ class Passes(NamedTuple):
     forward: Callable[..., tuple[jax.Array, jax.Array]]  # call, q, k, v, beside -> out, lse
     d_queries: Callable[..., jax.Array]  # call, q, k, v, d_out, rows, beside -> dq
     d_keys: Callable[..., tuple[jax.Array, jax.Array]]  # the same -> dk, dv
+    # For heads of dim, if there is one: call, ... -> dq, dk, dv, in sums whose order changes from run to run.
+    one_pass: Callable[[int], Callable[..., tuple[jax.Array, jax.Array, jax.Array]] | None] = lambda _: None
     dtypes: tuple[str, ...] = DTYPES
     least: int = 16  # positions of a block
     capability: int | None = None  # of the GPU, where there is only one that it is for: 90 is 9.0
@@ -77,9 +80,12 @@ def _backward(passes: Passes, options: Options, saved: Any, cotangents: tuple[An
     # d(loss)/d(score) = p (dp - inner): the row's product of output and cotangent, less the cotangent of the
     # log-sum-exp. A row that sees nothing has p = exp(-inf) = 0, once its log-sum-exp of -inf is out of the way.
     inner = jnp.sum(out.astype(jnp.float32) * d_out.astype(jnp.float32), axis=-1).swapaxes(1, 2) - d_lse
-    call = _call(passes, "d_queries", options, q, k)
+    gradients = None if options.deterministic else passes.one_pass(q.shape[3])
+    call = _call(passes, "gradients" if gradients else "d_queries", options, q, k)
     rows = jnp.where(jnp.isneginf(lse), 0.0, lse / call.unit), inner
     given = q, k, v, d_out.astype(q.dtype), rows
+    if gradients is not None:
+        return *gradients(call, *given, _beside(call, extras, by_keys=True)), None
     dq = passes.d_queries(call, *given, _beside(call, extras, by_keys=False))
     call = _call(passes, "d_keys", options, q, k)
     dk, dv = passes.d_keys(call, *given, _beside(call, extras, by_keys=True))

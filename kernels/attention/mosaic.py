@@ -1,10 +1,12 @@
 """Attention for Hopper, compiled by Mosaic GPU, in FlashAttention-3's way (Shah et al., arXiv:2407.08608).
 
 A program is three warpgroups. One copies, by TMA; two multiply, by asynchronous `wgmma`, and forward they take turns,
-so that the products of one hide the softmax of the other. Operations, bytes and the order of sums are `pallas.py`'s:
-equal input gives equal bits. It takes 16-bit numbers, as the tensor cores do, and heads of `WIDTHS`; others are filled
-up with zeros, in a copy. The backward pass of heads wider than 128, for whose sums there are no registers, is
-`pallas.py`'s.
+so that the products of one hide the softmax of the other. Heads of 64 and 128 go backward in one pass, of 5 products:
+10 operations for each pair and dimension, dq in float32, and sums whose order changes from run to run. There are two
+passes with `deterministic`, and for other heads, as in `pallas.py`: 14 operations, equal bits for equal input.
+
+It takes 16-bit numbers, as the tensor cores do, and heads of `WIDTHS`; others are filled up with zeros, in a copy. The
+backward pass of heads wider than 128, for whose sums there are no registers, is `pallas.py`'s.
 
 On a CPU what would be compiled is evaluated, for tests (`warpgroups.py`).
 """
@@ -12,7 +14,7 @@ On a CPU what would be compiled is evaluated, for tests (`warpgroups.py`).
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -25,10 +27,12 @@ from jaxmem.kernels.through_mosaic import launch
 from . import flash, pallas
 from .block import Beside, Call
 from .flash import Passes
-from .mosaic_parts import BATCH, BLOCK, COMPUTING, HEAD, ROWS, Own, Stream
-from .mosaic_programs import d_keys, d_queries, forward
+from .mosaic_gradients import d_keys, d_queries
+from .mosaic_parts import BATCH, BLOCK, COMPUTING, HEAD, ROWS, Own, Stream, Together
+from .mosaic_programs import forward
 
 WIDTHS = (64, 96, 128, 256)
+ONE_PASS = (64, 128)  # whose columns two warpgroups share evenly, in tiles
 WIDEST = 128  # of the backward pass: the sums of dk and dv take 2 x dim registers of a thread's 240
 
 
@@ -87,25 +91,59 @@ def _d_queries(call: Call, q: Any, k: Any, v: Any, d_out: Any, rows: Any, beside
 def _d_keys(call: Call, q: Any, k: Any, v: Any, d_out: Any, rows: Any, beside: Beside) -> tuple[Any, Any]:
     if call.dim > WIDEST:
         return pallas.PASSES.d_keys(call, q, k, v, d_out, rows, beside)
+    dk, dv = _by_keys("attention_d_keys", 8, call, q, k, v, d_out, rows, beside)
+    return dk, dv
+
+
+def _one_pass(dim: int) -> Callable[..., tuple[Any, Any, Any]] | None:
+    return _gradients if _width(dim) in ONE_PASS else None
+
+
+def _gradients(call: Call, q: Any, k: Any, v: Any, d_out: Any, rows: Any, beside: Beside) -> tuple[Any, Any, Any]:
+    dk, dv, dq = _by_keys("attention_gradients", 10, call, q, k, v, d_out, rows, beside, together=True)
+    return (dq * call.options.scale).astype(q.dtype), dk, dv
+
+
+def _by_keys(
+    name: str,
+    products: int,
+    call: Call,
+    q: Any,
+    k: Any,
+    v: Any,
+    d_out: Any,
+    rows: Any,
+    beside: Beside,
+    *,
+    together: bool = False,
+) -> list[Any]:
     heads, kv_heads = q.shape[2], k.shape[2]
     q, k, v, d_out = _widened(q, k, v, d_out)
     ids = beside.ids is not None
-    dk, dv = _run(
-        "attention_d_keys",
-        8 * call.pairs * (heads // kv_heads) / call.keys,
+    size, half = call.blocks.queries, q.shape[3] // COMPUTING
+    line = min(128, 2 * half) if together else 128
+    scratch = {
+        "own": _own(q, of=2, ids=ids, line=line),
+        "queries": _stream(call, size, q, of=2, numbers=2, ids=ids, line=line),
+    }
+    if together:
+        ds = plgpu.SMEM((2, COMPUTING, ROWS, size), q.dtype, transforms=_tiles(q.dtype, line))
+        dq = plgpu.SMEM((COMPUTING, size, half), jnp.float32, transforms=_tiles(jnp.float32, 128))
+        scratch["together"] = Together(ds, plgpu.Barrier(num_arrivals=COMPUTING), dq)
+    made = _run(
+        name,
+        products * call.pairs * (1 / call.queries if together else heads / kv_heads / call.keys),
         functools.partial(d_keys, call, heads // kv_heads),
         call,
-        (q, k, v, d_out, *(_filled(x, call.blocks.queries) for x in rows)),
+        (q, k, v, d_out, *(_filled(x, size) for x in rows)),
         beside,
         [k, k],
         heads=kv_heads,
         by_keys=True,
-        scratch={
-            "own": _own(q, of=2, ids=ids),
-            "queries": _stream(call, call.blocks.queries, q, of=2, numbers=2, ids=ids),
-        },
+        scratch=scratch,
+        sums=[jax.ShapeDtypeStruct(q.shape, jnp.float32)] * together,
     )
-    return dk[..., : call.dim], dv[..., : call.dim]
+    return [x[..., : call.dim] for x in made]
 
 
 def _run(
@@ -120,6 +158,7 @@ def _run(
     heads: int,
     by_keys: bool,
     scratch: dict[str, Any],
+    sums: Sequence[jax.ShapeDtypeStruct] = (),
 ) -> list[jax.Array]:
     beside = beside._replace(
         ids=_filled(beside.ids, call.blocks.queries), kv_ids=_filled(beside.kv_ids, call.blocks.keys)
@@ -139,36 +178,47 @@ def _run(
         [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in outputs],
         grid={HEAD: heads, BLOCK: blocks, BATCH: arrays[0].shape[0]},
         warpgroups=COMPUTING + 1,
+        sums=sums,
         scratch=scratch,
         flops=flops * call.dim / arrays[0].shape[3],
     )
 
 
-def _own(like: jax.Array, *, of: int, numbers: int = 0, ids: bool) -> Own:
-    held = _held(COMPUTING, ROWS, like, of, numbers, ids)
+def _own(like: jax.Array, *, of: int, numbers: int = 0, ids: bool, line: int = 128) -> Own:
+    held = _held(COMPUTING, ROWS, like, of, numbers, ids, line)
     return Own(held, plgpu.Barrier(num_arrivals=len(held), num_barriers=COMPUTING))
 
 
-def _stream(call: Call, size: int, like: jax.Array, *, of: int, numbers: int = 0, ids: bool = False) -> Stream:
+def _stream(
+    call: Call, size: int, like: jax.Array, *, of: int, numbers: int = 0, ids: bool = False, line: int = 128
+) -> Stream:
     stages = call.blocks.stages
-    held = _held(stages, size, like, of, numbers, ids)
+    held = _held(stages, size, like, of, numbers, ids, line)
     here = plgpu.Barrier(num_arrivals=len(held), num_barriers=stages)
     return Stream(held, here, plgpu.Barrier(num_arrivals=COMPUTING, num_barriers=stages))
 
 
-def _held(count: int, size: int, like: jax.Array, of: int, numbers: int, ids: bool) -> tuple[Any, ...]:
+def _held(count: int, size: int, like: jax.Array, of: int, numbers: int, ids: bool, line: int) -> tuple[Any, ...]:
     """`count` places in shared memory for blocks of `size` rows: of arrays like `like`, of a number a row, of ids."""
     wide = like.shape[-1]
-    line = 128 if wide % 64 == 0 else 64  # bytes that lie together; `wgmma` reads tiles of 8 such lines
-    tiles = plgpu.TilingTransform((8, line // like.dtype.itemsize)), plgpu.SwizzleTransform(line)
+    tiles = _tiles(like.dtype, line if wide % 64 == 0 else 64)
     rows = [jnp.float32] * numbers + [jnp.int32] * ids
     blocks = [plgpu.SMEM((count, size, wide), like.dtype, transforms=tiles)] * of
     return (*blocks, *(plgpu.SMEM((count, size), dtype) for dtype in rows))
 
 
+def _tiles(dtype: Any, line: int) -> tuple[Any, Any]:
+    """`line` bytes lie together; `wgmma` reads tiles of 8 such lines."""
+    return plgpu.TilingTransform((8, line // jnp.dtype(dtype).itemsize)), plgpu.SwizzleTransform(line)
+
+
+def _width(dim: int) -> int:
+    return min(width for width in WIDTHS if width >= dim)
+
+
 def _widened(*arrays: jax.Array) -> list[jax.Array]:
     dim = arrays[0].shape[3]
-    wide = min(width for width in WIDTHS if width >= dim)
+    wide = _width(dim)
     return [jnp.pad(x, ((0, 0), (0, 0), (0, 0), (0, wide - dim))) if dim < wide else x for x in arrays]
 
 
@@ -183,6 +233,7 @@ PASSES = Passes(
     _forward,
     _d_queries,
     _d_keys,
+    one_pass=_one_pass,
     dtypes=("bfloat16", "float16"),
     least=COMPUTING * ROWS,
     capability=90,

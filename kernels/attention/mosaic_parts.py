@@ -43,6 +43,14 @@ class Stream(NamedTuple):
     free: Any
 
 
+class Together(NamedTuple):
+    """What the warpgroups of a program make for each other."""
+
+    ds: Any  # [2, COMPUTING, keys, queries]: while one is written, the one before may still be read
+    here: Any
+    dq: Any  # [COMPUTING, queries, columns], on its way to memory
+
+
 # ---------------------------------------------------------------- places
 
 
@@ -54,6 +62,12 @@ def turned(length: int, size: int) -> jax.Array:
 def slot_of(call: Call, n: Any) -> jax.Array:
     """Where the n-th block of a stream lies."""
     return lax.rem(n, jnp.int32(call.blocks.stages))
+
+
+def unforeseen_zero(n: Any) -> jax.Array:
+    """What is reckoned from it is made where it is used. Descriptors of what lies still the compiler would else make
+    once for all, and keep in registers that the sums need."""
+    return n - lax.optimization_barrier(n)
 
 
 def positions(count: int, first: Any, layout: Any) -> jax.Array:
@@ -88,6 +102,31 @@ def bring_next(call: Call, stream: Stream, n: Any, *sources: Any) -> None:
     pl.when(n >= call.blocks.stages)(lambda: plgpu.barrier_wait(stream.free.at[slot]))
     for source, held in zip((x for x in sources if x is not None), stream.held, strict=True):
         plgpu.copy_gmem_to_smem(source, held.at[slot], stream.here.at[slot])
+
+
+def bring_keys(
+    call: Call,
+    batch: Any,
+    head: Any,
+    groups: int,
+    begin: Any,
+    end: Any,
+    sources: tuple[Any, Any, Any],
+    keys: Stream,
+    values: Stream,
+) -> None:
+    """What the third warpgroup does where a program goes through the keys from one block to another."""
+    plgpu.set_max_registers(FEW_REGISTERS, action="decrease")
+    k_ref, v_ref, kv_ids = sources
+    kv_head = lax.div(head, jnp.int32(groups))
+
+    def bring(j: Any) -> None:
+        at = j * call.blocks.keys
+        here, n = (batch, pl.ds(at, call.blocks.keys), kv_head), j - begin
+        bring_next(call, keys, n, k_ref.at[here], part_of(kv_ids, at, call.blocks.keys))
+        bring_next(call, values, n, v_ref.at[here])
+
+    pl.loop(begin, end)(bring)
 
 
 def write_back(*parts: tuple[Any, Any]) -> None:

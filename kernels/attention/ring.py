@@ -57,7 +57,7 @@ def ring(
     """Causal attention of one sequence over all devices of `axis`, its time in the order of `places`."""
     _, options, extras = checked(
         q, k, v, causal=True, window=None, segment_ids=segment_ids, kv_segment_ids=None, scale=scale,
-        soft_cap=soft_cap, dropout=None,
+        soft_cap=soft_cap, dropout=None, deterministic=False,
     )  # fmt: skip
     return _ring(axis, options, q, k, v, extras.segment_ids)
 

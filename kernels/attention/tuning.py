@@ -11,7 +11,7 @@ from jaxmem.kernels import tuning
 
 from .block import Blocks
 
-PASSES = ("forward", "d_queries", "d_keys")
+PASSES = ("forward", "d_queries", "d_keys")  # of all; `mosaic` has another, "gradients"
 
 # By the bytes of a number and the width of a head, up to which they hold. A forward block takes (queries + 2 keys
 # stages) width numbers of shared memory: a consumer GPU gives it 99 KB. d_keys keeps two sums of keys x width in
@@ -48,6 +48,8 @@ OTHERS = {
     ("mosaic", "forward", 2, 256): Blocks(128, 64, 8, 2),
     ("mosaic", "d_queries", 2, 64): Blocks(128, 128, 8, 2),
     ("mosaic", "d_queries", 2, 128): Blocks(128, 64, 8, 3),
+    ("mosaic", "gradients", 2, 64): Blocks(64, 128, 8, 2),
+    ("mosaic", "gradients", 2, 128): Blocks(64, 128, 8, 2),
     ("mosaic", "d_keys", 2, 64): Blocks(64, 128, 8, 2),
     ("mosaic", "d_keys", 2, 128): Blocks(64, 128, 8, 2),
 }
@@ -57,7 +59,7 @@ def space(implementation: str, of: str, wide: int, itemsize: int, shared: int) -
     """What may be measured for a pass of heads of `wide`: what has room in shared memory and in registers."""
     if implementation == "mosaic":  # two warpgroups of 64 rows
         own, others = (128,), (64, 128, 192)
-        sizes = itertools.product(*((others, own) if of == "d_keys" else (own, others)), (8,), (2, 3, 4))
+        sizes = itertools.product(*((others, own) if of in ("d_keys", "gradients") else (own, others)), (8,), (2, 3, 4))
     else:
         stages = (2, 3) if of == "forward" else (1, 2)
         sizes = itertools.product((32, 64, 128), (32, 64, 128), (4, 8), stages)
@@ -70,6 +72,8 @@ def _fits(of: str, blocks: Blocks, wide: int, itemsize: int, shared: int) -> boo
         "forward": (queries, 2 * keys, queries, queries * keys),
         "d_queries": (2 * queries, 2 * keys, queries, 2 * queries * keys),
         "d_keys": (2 * keys, 2 * queries, 2 * keys, 2 * queries * keys),
+        # The gradient of the scores too stays, twice, and dq, in float32, on its way.
+        "gradients": (2 * keys + 2 * keys * queries // wide + 2 * queries, 2 * queries, 2 * keys, 2 * queries * keys),
     }[of]
     held = (stays + comes * stages) * wide * itemsize
     threads = 32 * warps
@@ -81,8 +85,9 @@ def usual(implementation: str, of: str, wide: int, itemsize: int) -> Blocks:
     >>> usual("pallas", "forward", 128, 2), usual("triton", "forward", 32, 4)
     (Blocks(queries=128, keys=64, warps=8, stages=2), Blocks(queries=32, keys=32, warps=4, stages=2))
     """
-    size, most = min(key for key in USUAL[of] if key >= (itemsize, wide))
-    return OTHERS.get((implementation, of, size, most), USUAL[of][size, most])
+    usual = USUAL["d_keys" if of == "gradients" else of]
+    size, most = min(key for key in usual if key >= (itemsize, wide))
+    return OTHERS.get((implementation, of, size, most), usual[size, most])
 
 
 def blocks(implementation: str, of: str, q: jax.Array, k: jax.Array, wide: int) -> Blocks:

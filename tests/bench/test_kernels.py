@@ -198,8 +198,14 @@ def test_what_may_be_measured_has_room(of):
     assert len(large) < 40  # each takes seconds to compile
     kept = [attention_tuning.usual(implementation, of, 128, 2) for implementation in ("pallas", "triton")]
     assert set(kept) <= set(small)
-    room = attention_tuning.space("mosaic", of, 128, 2, tuning.SHARED["9.0"])
-    assert attention_tuning.usual("mosaic", of, 128, 2) in room
+
+
+@pytest.mark.parametrize("of", [*attention_tuning.PASSES, "gradients"])
+def test_what_may_be_measured_of_mosaic_has_room(of):
+    for wide in (64, 128):
+        room = attention_tuning.space("mosaic", of, wide, 2, tuning.SHARED["9.0"])
+        assert attention_tuning.usual("mosaic", of, wide, 2) in room
+        assert len(room) < 10
 
 
 def test_the_usual_sizes_are_among_those_that_may_be_measured():

@@ -45,8 +45,13 @@ MOSAIC = [
     *[(dim, "bfloat16", {"causal": True}) for dim in (64, 96, 128, 256)],
     (64, "float16", EVERYTHING),
     (128, "bfloat16", {}),
-    (128, "bfloat16", {"causal": True, "window": 900, "segments": True}),
+    (128, "bfloat16", {"causal": True, "soft_cap": 30.0, "window": 900, "segments": True}),
+    (64, "bfloat16", {"deterministic": True}),
+    (128, "bfloat16", {"causal": True, "window": 900, "segments": True, "deterministic": True}),
 ]
+TWO = {"attention_d_queries", "attention_d_keys"}
+# jax 0.10 does not name a kernel that adds to what is there.
+ONE = {"new_body" if jax.__version_info__ < (0, 11) else "attention_gradients"}
 
 
 def compiled(implementation, target, dim, dtype, options, folder):
@@ -108,10 +113,11 @@ def test_mosaic_fits_hopper(dim, dtype, options, tmp_path, monkeypatch, capfd):
     assert made.memory_analysis().temp_size_in_bytes < 4 * one
     module = read_module(made.runtime_executable().hlo_modules()[0].as_serialized_hlo_module_proto())
     seen = pairs(LENGTH, LENGTH, causal="causal" in options, window=options.get("window"))
-    assert total_flops(module) == pytest.approx((4 + 14) * HEADS * seen * dim, rel=1e-6)
+    one_pass = dim in (64, 128) and not options.get("deterministic")
+    assert total_flops(module) == pytest.approx((4 + (10 if one_pass else 14)) * HEADS * seen * dim, rel=1e-6)
     said = capfd.readouterr().out
-    kernels = set(re.findall(r"entry function '(attention_\w+?)_mosaic", said))
-    assert kernels == {"attention_forward"} | (set() if dim > 128 else {"attention_d_queries", "attention_d_keys"})
+    kernels = set(re.findall(r"entry function '(\w+?)_mosaic", said))
+    assert kernels == {"attention_forward"} | (ONE if one_pass else set() if dim > 128 else TWO)
     assert set(re.findall(r"(\d+) bytes spill stores", said)) == {"0"}, said
 
 
