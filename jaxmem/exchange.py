@@ -192,12 +192,13 @@ def attention(
     window: int | None,
     segment_ids: Int[Array, "batch time"] | None,
     implementation: str | None,
+    deterministic: bool = False,
 ) -> Float[Array, "batch time heads dim"]:
     """`kernels.attention` of arrays split over batch, heads and time. A time split over `context` lies in the order
     of `places`: the ring's, or with a window as it is."""
     layout = current()
     over = () if layout is None else layout.over("activations", "time")
-    options: dict[str, Any] = {"window": window, "implementation": implementation}
+    options: dict[str, Any] = {"window": window, "implementation": implementation, "deterministic": deterministic}
     run: Callable[..., jax.Array] = partial(kernels.attention, causal=causal, **options)
     if layout is None or (not over and implementation not in UNDIVIDED):
         return run(q, k, v, segment_ids=segment_ids, kv_segment_ids=segment_ids)

@@ -230,6 +230,7 @@ class Train(Section):
     # A loss so many standard deviations above the mean of the last 100.
     on_spike: Literal["ignore", "stop", "rollback"] = "ignore"
     spike: Annotated[float, Field(gt=0)] = 10.0
+    deterministic: bool = False  # on GPUs the same bits each time; may be slower
     check_replicas: Count | None = None  # updates; then whether all copies of the state hold the same bits
     profile: Annotated[tuple[Count, Count], Field(strict=False)] | None = None  # [from, to] steps
     trackers: Annotated[tuple[Literal["tensorboard", "wandb"], ...], Field(strict=False)] = ()

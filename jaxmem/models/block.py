@@ -42,6 +42,7 @@ class Attention(nnx.Module):
         output_bias: bool = False,
         qk_norm: float | None = None,  # the epsilon of a norm on each head's q and k
         implementation: str | None = None,
+        deterministic: bool = False,
     ):
         self.q = Linear(rngs, embed, heads * head_dim, ("embed", "heads"), bias=bias)
         self.k = Linear(rngs, embed, kv_heads * head_dim, ("embed", "kv_heads"), bias=bias)
@@ -51,6 +52,7 @@ class Attention(nnx.Module):
         self.k_norm = None if qk_norm is None else RMSNorm(head_dim, qk_norm, "head_dim")
         self.heads, self.kv_heads, self.head_dim = heads, kv_heads, head_dim
         self.causal, self.window, self.implementation = causal, window, implementation
+        self.deterministic = deterministic
 
     def __call__(
         self,
@@ -130,6 +132,7 @@ class Attention(nnx.Module):
             window=self.window,
             segment_ids=segment_ids,
             implementation=self.implementation,
+            deterministic=self.deterministic,
         )
 
     def _split(

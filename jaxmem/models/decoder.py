@@ -45,6 +45,7 @@ class Decoder(nnx.Module):
             output_bias=cfg.output_bias,
             qk_norm=cfg.norm_epsilon if cfg.qk_norm else None,
             implementation=self.execution.attention,
+            deterministic=self.execution.deterministic,
         )
         norms = parts.RMSNorm(cfg.embed, cfg.norm_epsilon), parts.RMSNorm(cfg.embed, cfg.norm_epsilon)
         mlp = GatedMlp(rngs, cfg.embed, cfg.mlp, bias=cfg.mlp_bias)

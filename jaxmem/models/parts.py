@@ -38,6 +38,7 @@ class Execution:
 
     dtype: np.dtype = np.dtype(np.float32)  # noqa: RUF009 - immutable
     attention: str | None = None  # an implementation's name; None: picked by device and shape
+    deterministic: bool = False  # attention's gradients have the same bits each time
     long: Long = Long()  # noqa: RUF009 - immutable
     stack: Way = Way()  # noqa: RUF009 - immutable
 

@@ -40,6 +40,7 @@ class Vit(nnx.Module):
             causal=False,
             bias=True,
             implementation=self.execution.attention,
+            deterministic=self.execution.deterministic,
         )
         norms = parts.LayerNorm(cfg.embed), parts.LayerNorm(cfg.embed)
         return Block(attention, DenseMlp(rngs, cfg.embed, cfg.mlp), norms, cfg.dropout, self.execution.long)

@@ -277,7 +277,12 @@ class Program:
                 step,
                 donate_argnums=0,
                 out_shardings=(places, self.layout.replicated()),
-                compiler_options=compiler_options(self.platform, self.layout.mesh.size, fetches=self.offloads),
+                compiler_options=compiler_options(
+                    self.platform,
+                    self.layout.mesh.size,
+                    fetches=self.offloads,
+                    deterministic=self.cfg.train.deterministic,
+                ),
             )
             return self._told(jitted.lower(self.state, self.batch))
 

@@ -21,12 +21,15 @@ OVERLAP: Options = {
 # What comes from host memory may all be on its way at once. By default two slices are, and XLA lines up the others
 # before the first kernel: of seven weights of a layer five are waited for.
 FETCH: Options = {"xla_gpu_experimental_parallel_async_compute_limit": 64}
+# Without it some of XLA's kernels, as those that add rows to a table's gradient, add in an order that changes.
+SAME: Options = {"xla_gpu_deterministic_ops": True}
 # jax 0.10 gives batched products on CPUs to a library that takes twice as long for them as Eigen does.
 EIGEN: Options = {"xla_cpu_experimental_ynn_fusion_type": "LIBRARY_FUSION_TYPE_REDUCE"}
 
 
-def compiler_options(platform: str, devices: int, *, fetches: bool) -> Options:
-    """`fetches`: whether the step brings some of its state from host memory."""
+def compiler_options(platform: str, devices: int, *, fetches: bool, deterministic: bool) -> Options:
+    """`fetches`: whether the step brings some of its state from host memory; `deterministic`: whether equal input must
+    give equal bits."""
     if platform == "cpu":
         return EIGEN if jax.__version_info__ < (0, 11) else {}
-    return (OVERLAP if devices > 1 else {}) | (FETCH if fetches else {})
+    return (OVERLAP if devices > 1 else {}) | (FETCH if fetches else {}) | (SAME if deterministic else {})

@@ -20,6 +20,7 @@ def execution(cfg: Config, compute: np.dtype, pipeline: Pipeline | None) -> mode
     return models.Execution(
         dtype=compute,
         attention=None if memory.attention == "auto" else memory.attention,
+        deterministic=cfg.train.deterministic,
         long=pieces(memory),
         stack=Way(remat, pipeline, on_host(memory.offload)),
     )

@@ -10,6 +10,7 @@ from flax import nnx
 from jaxmem import optim
 from jaxmem.config import Optimizer
 from jaxmem.program import program
+from jaxmem.program.compiler import compiler_options
 from tests.program.conftest import Trained, batch_for, config
 
 
@@ -26,6 +27,18 @@ def test_micro_batches_add_up_to_the_large_batch(mesh):
     batches = [batch_for(whole.built, update) for update in range(3)]
     cut = [{name: x.reshape(4, 2, *x.shape[2:]) for name, x in batch.items()} for batch in batches]
     Trained(config(mesh=mesh, batch={"global_size": 8, "accumulate": 4}), devices, batches=cut).agrees_with(whole)
+
+
+def test_what_is_deterministic_adds_in_no_order_that_changes():
+    """Attention's gradients then come from two kernels, each of which is one call of Python on a CPU."""
+    kernels = {}
+    for deterministic in (False, True):
+        sections = {"precision": {"compute": "bfloat16"}, "memory": {"attention": "mosaic"}}
+        built = program(config(**sections, train={"steps": 1, "deterministic": deterministic}), jax.devices()[:1])
+        kernels[deterministic] = built.lower_step().as_text().count("python_cpu_callback")
+        told = compiler_options("cuda", 1, fetches=False, deterministic=deterministic)
+        assert ("xla_gpu_deterministic_ops" in told) == deterministic
+    assert kernels[True] == kernels[False] + 1
 
 
 def test_micro_batches_hold_less():
