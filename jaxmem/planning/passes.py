@@ -114,7 +114,7 @@ def passes_of(cfg: Config, platform: str) -> Passes:
         update={
             "optimizer": Optimizer(trainable=cfg.optimizer.trainable),
             "memory": shape.memory.model_copy(update=same),
-            "train": Train(steps=1),
+            "train": Train(steps=1, deterministic=cfg.train.deterministic),
             # What weights rest in is no matter: products take them in the dtype that they compute in.
             "precision": Precision(parameters="bfloat16", compute=shape.precision.compute),
         }
