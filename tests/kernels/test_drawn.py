@@ -21,7 +21,7 @@ from jaxmem.kernels import (
 )
 from jaxmem.kernels.codes import dynamic_code
 
-EXAMPLES = 3  # each compiles two programs or three
+EXAMPLES = 2  # each compiles two programs or three
 SIZES = st.integers(1, 40)
 
 
