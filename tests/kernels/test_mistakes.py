@@ -213,7 +213,7 @@ NUMBERS = {
     "attention": ("scale", "soft_cap"), "adam8_update": ("beta1", "beta2", "epsilon"), "rms_norm": ("epsilon",),
     "cross_entropy": ("label_smoothing", "z_loss"),
 }  # fmt: skip
-FLAGS = {"attention": ("causal", "return_lse"), "dequant_matmul": ("transposed",)}
+FLAGS = {"attention": ("causal", "deterministic", "return_lse"), "dequant_matmul": ("transposed",)}
 NO_NUMBER = ["3", b"3", [3], np.array([3]), np.array([3.0, 4.0]), True, 1j, KEY]
 
 
