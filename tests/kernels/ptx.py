@@ -176,4 +176,5 @@ PLAIN = {
     "shl": lambda x, by: x << by.astype(x.dtype), "shr": lambda x, by: x >> by.astype(x.dtype),
     "selp": lambda a, b, p: np.where(p, a, b), "prmt": permuted,
     "shfl": lambda x, lane, *_: x[np.arange(len(x)) ^ int(lane[0])],
+    "redux": lambda x, _: np.repeat(x.reshape(-1, 32).max(1), 32),  # of a warp, which jax 0.12 has of whole numbers
 }  # fmt: skip
