@@ -25,11 +25,12 @@ PTX = 87  # the first that knows compute capability 12.0: an older ptxas than Tr
 
 
 def kernels(module: str) -> Any:
-    """A module of kernels, where Triton is installed."""
+    """A module of kernels, where Triton and what calls its kernels are installed."""
     try:
+        importlib.import_module("jax_triton")
         return importlib.import_module(module)
     except ImportError as error:
-        if not (error.name or "").startswith("triton"):
+        if (error.name or "").partition(".")[0] not in ("triton", "jax_triton"):
             raise
         text = "attention: the triton implementation needs jax-triton: pip install 'jaxmem[cuda13]'"
         raise ValueError(text) from error

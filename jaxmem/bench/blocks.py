@@ -2,48 +2,53 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
 
-from jaxmem.bench.contest import REFUSALS, RIGHT, Call, Contestant, take_turns
+from jaxmem.bench.contest import RIGHT, Contestant, Row, Say, take_turns
+from jaxmem.bench.measure import Job, takes_part
+from jaxmem.bench.operations import OPERATIONS
+from jaxmem.bench.work import Pass, Work
 from jaxmem.kernels import tuning
 
 SOME = 2  # are enough to see that it works, where nothing is measured
 
 
-class Tried(NamedTuple):
-    """A pass by itself, as an implementation's kernel of that name makes it."""
+class Cutting(NamedTuple):
+    """`passes`: of these alone, where there are some; `there`: kinds and sizes of calls whose kernels are cut well."""
 
-    of: str
-    compiled: Callable[[str], Call]  # by this implementation, cut as the kernels are told to
-    error: Callable[[Any], float]  # of what a call made, in steps
+    job: Job
+    passes: tuple[str, ...]
+    there: tuple[tuple[str, tuple[int, ...]], ...]
 
 
-def winners(
-    tried: Iterable[Tried], implementations: Iterable[str], seconds: float, *, dry: bool
-) -> Iterator[dict[str, Any]]:
+def winners(cutting: Cutting, *, done: Sequence[Row], without: Sequence[str], say: Say) -> Iterator[Row]:
     """Entries of the table of winners: one for each kernel whose sizes can be chosen and that runs here."""
+    job, own = cutting.job, OPERATIONS[cutting.job.operation]
     capability = getattr(jax.devices()[0], "compute_capability", "")
     shared = tuning.SHARED.get(capability, min(tuning.SHARED.values()))
-    for one in tried:
-        for implementation in implementations:
-            kernel = f"{implementation} {one.of}"
-            with tuning.listening() as heard:
-                try:
-                    one.compiled(implementation)
-                except REFUSALS:
-                    continue
-            if kernel not in heard:
+    there = {*cutting.there, *((entry["kind"], tuple(entry["sizes"])) for entry in done)}
+    work = own.work(own.shape(job.shape, dry=job.dry))
+    for of, one in (work.kernels or work.passes).items():
+        wanted: list[Any] = []  # when it is needed, once
+        for implementation in own.implementations:
+            kernel = f"{implementation} {of}"
+            if (cutting.passes and of not in cutting.passes) or not takes_part(implementation, of, job.only, without):
                 continue
-            asked = heard[kernel]
-            space = asked.space(shared)
-            contestants = list(_right(one, implementation, space[:SOME] if dry else space))
-            take_turns(contestants, seconds)
-            taken = {contestant.name: min(contestant.seconds[one.of]) for contestant in contestants}
+            asked = _heard(one, implementation, work).get(kernel)
+            if asked is None or (f"{kernel} {asked.kind}", tuple(asked.sizes)) in there:
+                continue
+            space = [blocks for blocks in asked.space(shared) if takes_part(kernel, _named(blocks), (), without)]
+            if not wanted:
+                say(f"plain {of}")
+                wanted.append(one.wanted(work))
+            contestants = list(_right(kernel, one, work, wanted[0], space[:SOME] if job.dry else space, say))
+            take_turns(contestants, job.seconds, say)
+            taken = {contestant.of: min(contestant.seconds) for contestant in contestants if contestant.failed is None}
             if taken:
-                best = min(taken, key=lambda key: taken[key])
+                best = min(taken, key=lambda blocks: taken[blocks])
                 yield {
                     "kind": f"{kernel} {asked.kind}",
                     "sizes": list(asked.sizes),
@@ -53,14 +58,31 @@ def winners(
                 }
 
 
-def _right(one: Tried, implementation: str, space: Iterable[tuple[int, ...]]) -> Iterator[Contestant]:
+def _heard(one: Pass, implementation: str, work: Work) -> dict[str, tuning.Asked]:
+    """The kernels that a pass calls by an implementation, if it can."""
+    with tuning.listening() as heard:
+        try:
+            one.traced(implementation, work)
+        except Exception:  # noqa: BLE001 (it is told where the implementation is measured)
+            return {}
+    return heard
+
+
+def _right(
+    kernel: str, one: Pass, work: Work, wanted: Any, space: Iterable[tuple[int, ...]], say: Say
+) -> Iterator[Contestant]:
     """Those that compile and give what they should."""
     for blocks in space:
+        say(f"{kernel} {_named(blocks)}")
         try:
-            with tuning.forced(f"{implementation} {one.of}", blocks):
-                call = one.compiled(implementation)
-            error = one.error(call())
-        except REFUSALS:
+            with tuning.forced(kernel, blocks):
+                call = one.compiled(kernel.split(maxsplit=1)[0], work)
+            error = one.far(call(), wanted)
+        except Exception:  # noqa: BLE001, S112 (of many sizes some do not compile)
             continue
         if error <= RIGHT:
-            yield Contestant("x".join(map(str, blocks)), {one.of: call})
+            yield Contestant(kernel, _named(blocks), call)
+
+
+def _named(blocks: tuple[int, ...]) -> str:
+    return "x".join(map(str, blocks))

@@ -9,6 +9,7 @@ from typing import Any
 
 from jaxmem.bench.contest import Call
 from jaxmem.kernels.adam8_update import shapes as adam8_shapes
+from jaxmem.kernels.attention import shapes as attention_shapes
 from jaxmem.kernels.dequant_matmul import shapes as product_shapes
 
 Calls = Mapping[str, Call]  # by the name of the pass
@@ -29,6 +30,27 @@ def needed(*names: str) -> list[Any]:
 
 def wait(_: Any) -> None:
     importlib.import_module("torch").cuda.synchronize()
+
+
+def attention_by_torch(shape: attention_shapes.Shape, *, kind: str, on: str = "cuda") -> Calls:
+    """Without windows: torch's fused kernels know none."""
+    torch, kinds = needed("torch.nn.attention")
+    if shape.window is not None:
+        raise ValueError("torch's fused kernels know no window")
+    backend = {"flash": kinds.SDPBackend.FLASH_ATTENTION, "cudnn": kinds.SDPBackend.CUDNN_ATTENTION}[kind]
+    own, theirs = (
+        (shape.batch, *size, shape.dim) for size in ((shape.heads, shape.queries), (shape.kv_heads, shape.keys))
+    )
+    q, k, v, d_out = _drawn(torch, on, own, theirs, theirs, own)
+    for x in (q, k, v):
+        x.requires_grad_()
+
+    def forward() -> Any:
+        with kinds.sdpa_kernel(backend):
+            return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=shape.causal, enable_gqa=True)
+
+    out = forward()
+    return {"forward": forward, "backward": lambda: torch.autograd.grad(out, (q, k, v), d_out, retain_graph=True)}
 
 
 def product_by_bitsandbytes(shape: product_shapes.Shape, *, on: str = "cuda") -> Calls:

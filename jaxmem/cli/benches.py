@@ -36,70 +36,131 @@ def bench_step(
     print(f"losses differ by {found['largest_loss_difference']:.1e} at most")
 
 
+Shapes = Annotated[list[str] | None, typer.Argument(metavar="[SHAPE]...", help="long llama3-8b", show_default=False)]
 Operation = Annotated[
-    str | None, typer.Option(metavar="OPERATION", help="attention dequant_matmul", show_default=False)
+    str | None,
+    typer.Option(
+        metavar="OPERATION",
+        help="attention dequant_matmul adam8_update int8_add rms_norm cross_entropy sliding_max",
+        show_default=False,
+    ),
 ]
+Only = Annotated[
+    list[str] | None,
+    typer.Option(metavar="NAME", help="mosaic, or one of its passes; again for more.", show_default=False),
+]
+Without = Annotated[list[str] | None, typer.Option(metavar="NAME", help="torch; again for more.", show_default=False)]
 
 
 def bench_kernels(
-    shapes: Annotated[
-        list[str] | None, typer.Argument(metavar="[SHAPE]...", help="long llama3-8b", show_default=False)
-    ] = None,
+    shapes: Shapes = None,
     operation: Operation = None,
     explain: Annotated[bool, typer.Option(help="Only say what is picked for each shape, and why.")] = False,
+    check: Annotated[bool, typer.Option(help="Only whether they are right, with every option; no times.")] = False,
+    only: Only = None,
+    without: Without = None,
     seconds: Annotated[float, typer.Option(min=0.1, help="How long to measure each, about.")] = 5.0,
+    write: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Add each row at once, a line of JSON.", show_default=False)
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """Whether kernels (by default attention) are right on this device, and how fast, beside cuDNN and PyTorch."""
     devices.stay_on_cpu_without_gpu()
     from jaxmem.bench import kernels
 
-    with only_json(as_json):
-        if explain:
-            found: dict[str, Any] = {"choices": kernels.explain(shapes or [], operation=operation)}
+    if explain:
+        with only_json(as_json):
+            choices = kernels.explain(shapes or [], operation=operation)
+        if as_json:
+            show({"choices": choices})
         else:
-            found = kernels.bench_kernels(shapes or [], operation=operation or "attention", seconds=seconds)
-    if as_json:
-        show(found)
-    elif explain:
-        for row in found["choices"]:
-            print(f"{row['operation']:14} {row['shape']:20} {row['implementation']:10} {row['why']}")
-    else:
-        _print_rates(found)
+            for row in choices:
+                print(f"{row['operation']:14} {row['shape']:20} {row['implementation']:10} {row['why']}")
+        return
+    with only_json(as_json):
+        found = kernels.bench_kernels(
+            shapes or [],
+            operation=operation or "attention",
+            seconds=seconds,
+            check=check,
+            only=only or [],
+            without=without or [],
+            write=write,
+        )
+        if not as_json:
+            for row in found:
+                _print_row(row)
+            return
+        here, *rows = found
+    show(here | {"rows": rows})
 
 
 def bench_tune(
+    shapes: Shapes = None,
     operation: Operation = None,
-    seconds: Annotated[float, typer.Option(min=0.1, help="How long to measure each shape, about.")] = 5.0,
+    only: Only = None,
+    without: Without = None,
+    passes: Annotated[
+        list[str] | None,
+        typer.Option("--pass", metavar="PASS", help="forward; again for more.", show_default=False),
+    ] = None,
+    again: Annotated[bool, typer.Option(help="Measure also what the table has.")] = False,
+    seconds: Annotated[float, typer.Option(min=0.1, help="How long to measure each kernel or shape, about.")] = 5.0,
     write: Annotated[Path | None, typer.Option(metavar="FILE", help="By default kernels/tuned.json.")] = None,
     as_json: Json = False,
 ) -> None:
     """Measure the kernels on this GPU; keep how each is best cut, and which implementation is the fastest for what."""
     devices.stay_on_cpu_without_gpu()
-    import jax
-
     from jaxmem.bench import kernels
     from jaxmem.kernels import choice
 
     path = write or Path(choice.__file__).with_name("tuned.json")
-    if write is None and jax.default_backend() == "cpu":
+    if write is None and not devices.has_nvidia_gpu():
         raise UserError("bench tune: measures the kernels of a GPU, and there is none here; --write FILE runs it dry")
     with only_json(as_json):
-        table = kernels.tune(path, operation=operation, seconds=seconds)
+        rows = []
+        for row in kernels.tune(
+            path,
+            shapes or [],
+            operation=operation,
+            seconds=seconds,
+            only=only or [],
+            without=without or [],
+            passes=passes or [],
+            again=again,
+        ):
+            rows.append(row)
+            if not as_json:
+                _print_row(row)
     if as_json:
-        show(table)
-    else:
-        print(f"{path}: {', '.join(f'{name} on {len(kinds)} kinds of device' for name, kinds in table.items())}")
+        show({"rows": rows})
 
 
-def _print_rates(found: dict[str, Any]) -> None:
-    dry = ": a dry run on small shapes, its speeds mean nothing" if found["dry_run"] else ""
-    print(f"{found['device']}{dry}")
-    print("ceilings: {matmul_tflops:.1f} TFLOP/s, {copy_gb_s:.0f} GB/s".format(**found["ceilings"]))
-    for row in found["rows"]:
-        who = f"{row['operation']:14} {row['shape']:20} {row['contestant']:14}"
-        if "why_not" in row:
-            print(f"{who} not: {row['why_not']}")
-            continue
-        error = "" if row["error"] is None else f"  error {row['error']:.1f} steps"
-        print(f"{who} {row['pass']:8} {row['rate']:10.3f} {row['unit']}{error}")
+def _print_row(row: dict[str, Any]) -> None:
+    if "operation" not in row:
+        dry = ": a dry run on small shapes, its speeds mean nothing" if row["dry_run"] else ""
+        print(f"{row['device']}, driver {row['driver']}, {row['time']}{dry}", flush=True)
+        return
+    who = f"{row['operation']:14} {row['shape']:18} {row.get('contestant', ''):14} {row.get('pass', ''):8}"
+    print(f"{who} {_said(row)}".rstrip(), flush=True)
+
+
+def _said(row: dict[str, Any]) -> str:
+    if "why_not" in row:
+        return f"not{_checked(row)}: {row['why_not']}"
+    if "implementation" in row:
+        return f"the fastest: {row['implementation']}"
+    if "blocks" in row:
+        return f"{row['kind']}: {'x'.join(map(str, row['blocks']))} of {row['of']}, {row['milliseconds']:.3f} ms"
+    if "rate" not in row:
+        error = "infinite" if row["error"] is None else f"{row['error']:.1f} steps"
+        return f"{'right' if row['right'] else 'WRONG'}{_checked(row)}, error {error}"
+    least, most = row["spread"]
+    ratios = "".join(f"  {ratio:.2f} x {name}" for name, ratio in row["ratios"].items())
+    marks = f"{'' if row.get('right', True) else '  WRONG'}{'  BY HOST' if row['by_host'] else ''}"
+    return f"{row['rate']:9.3f} ({least:.3f} to {most:.3f}) {row['unit']}{marks}{ratios}"
+
+
+def _checked(row: dict[str, Any]) -> str:
+    return f", {row['check']}" if "check" in row else ""

@@ -49,6 +49,7 @@ LESS = {
     "--maximize": ["memory.budget=0.01"],
     "kernels": ["--seconds", "0.1"],
     "dry.json": ["--seconds", "0.1"],
+    "--check": ["--without", "pallas"],  # interpreted, it is what takes longest to compile
     "scripts/fuzz.py": ["-n", "2"],
 }
 # The same of a tour, which takes no settings: it ends well after fewer updates too.
