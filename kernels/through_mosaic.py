@@ -16,6 +16,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.experimental.xla_metadata import set_xla_metadata
 
+from jaxmem.kernels.launch import without_gradient
 from jaxmem.kernels.warpgroups import THREAD, evaluated
 
 
@@ -66,7 +67,7 @@ def launch(
     def run(*arrays: jax.Array) -> list[jax.Array]:
         return jax.lax.platform_dependent(*arrays, cpu=here, default=on_gpu)
 
-    return list(run(*arrays))
+    return list(without_gradient(name, run)(*arrays))
 
 
 def _traced(call: Callable[..., Any], arrays: Sequence[jax.Array]) -> Any:

@@ -151,13 +151,17 @@ def grid(jaxpr: Any) -> tuple[int, ...]:
 
 def instructions(source: str, name: str) -> list[str]:
     """The names of those that a thread goes through, each once."""
+    line = re.compile(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9_.]+)")
+    return [name for name in line.findall(listing(source, name)) if name != "NOP"]
+
+
+def listing(source: str, name: str) -> str:
+    """What ptxas makes of PTX for the GPU of this name, in words."""
     with tempfile.TemporaryDirectory() as folder:
         assembly, binary = Path(folder, "kernel.ptx"), Path(folder, "kernel.cubin")
         assembly.write_text(source)
         _said(tool("ptxas"), f"--gpu-name={name}", assembly, "-o", binary)
-        listed = _said(tool("nvdisasm"), "-c", binary)
-    line = re.compile(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9_.]+)")
-    return [name for name in line.findall(listed) if name != "NOP"]
+        return _said(tool("nvdisasm"), "-c", binary)
 
 
 def tool(name: str) -> Path:
