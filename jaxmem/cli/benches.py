@@ -140,7 +140,8 @@ def bench_tune(
 def _print_row(row: dict[str, Any]) -> None:
     if "operation" not in row:
         dry = ": a dry run on small shapes, its speeds mean nothing" if row["dry_run"] else ""
-        print(f"{row['device']}, driver {row['driver']}, {row['time']}{dry}", flush=True)
+        driver = "" if row["driver"] is None else f", driver {row['driver']}"
+        print(f"{row['device']}{driver}, {row['time']}{dry}", flush=True)
         return
     who = f"{row['operation']:14} {row['shape']:18} {row.get('contestant', ''):14} {row.get('pass', ''):8}"
     print(f"{who} {_said(row)}".rstrip(), flush=True)
