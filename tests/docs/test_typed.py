@@ -48,7 +48,7 @@ LESS = {
     "fit": ["--compiles", "2"],
     "--maximize": ["memory.budget=0.01"],
     "kernels": ["--seconds", "0.1"],
-    "dry.json": ["--seconds", "0.1"],
+    "dry.json": ["--seconds", "0.1", "--only", "mosaic", "--pass", "forward"],
     "--check": ["--without", "pallas"],  # interpreted, it is what takes longest to compile
     "scripts/fuzz.py": ["-n", "2"],
 }
