@@ -21,10 +21,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import triton as plgpu
-from jax.experimental.xla_metadata import set_xla_metadata
 
-from jaxmem.kernels.launch import without_gradient
+from jaxmem.kernels.launch import launch
 
 from . import flash
 from .block import Beside, Blocks, Call
@@ -110,23 +108,18 @@ def _run(
         extra = Beside(**dict(zip(given, refs[count:], strict=False)))
         kernel(*refs[:count], extra, *refs[count + len(given) :])
 
-    def call(interpret: bool) -> Callable[..., Any]:
-        return pl.pallas_call(
-            body,
-            grid=grid,
-            in_specs=[*specs, *map(_row_of_batch, given.values())],
-            out_specs=out_specs,
-            out_shape=out_shape,
-            compiler_params=plgpu.CompilerParams(num_warps=blocks.warps, num_stages=blocks.stages),
-            interpret=interpret,
-            name=name,
-        )
-
-    def run(*arrays: jax.Array) -> Any:
-        with set_xla_metadata(flops_per_output=str(flops)):
-            return jax.lax.platform_dependent(*arrays, cpu=call(interpret=True), default=call(interpret=False))
-
-    return without_gradient(name, run)(*arrays, *given.values())
+    return launch(
+        name,
+        body,
+        (*arrays, *given.values()),
+        grid=grid,
+        in_specs=[*specs, *map(_row_of_batch, given.values())],
+        out_specs=out_specs,
+        out_shape=out_shape,
+        warps=blocks.warps,
+        stages=blocks.stages,
+        flops=flops,
+    )
 
 
 def _queries_block(call: Call, grid: tuple[int, int, int]) -> pl.BlockSpec:
