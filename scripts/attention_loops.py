@@ -10,7 +10,6 @@ multiplication and one addition being two.
 
 from __future__ import annotations
 
-import contextlib
 import os
 import re
 import sys
@@ -20,7 +19,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from jaxmem import devices
+from jaxmem import devices, standard_error
 
 devices.stay_on_cpu_without_gpu(only_compile=True)
 
@@ -50,24 +49,12 @@ def sources(target: str, dim: int, *, deterministic: bool) -> Iterator[tuple[str
     with tempfile.TemporaryDirectory() as folder, devices.lowering_for(place.device_set.copy().pop()):
         os.environ["MOSAIC_GPU_DUMP_TO"] = folder
         lowered = jax.jit(jax.grad(loss, (0, 1, 2))).lower(q, q, q)
-        with quiet():  # Mosaic looks for a disassembler elsewhere
+        with standard_error.filtered(lambda _: b""):  # Mosaic looks for a disassembler elsewhere
             lowered.compile({"xla_gpu_autotune_level": "0"})
         for source in (file.read_text() for file in sorted(Path(folder).glob("*.ptx"))):
             (name,) = re.findall(r"\.entry (\w+)_mosaic_gpu_kernel", source)
             # jax 0.10 does not name a kernel that adds to what is there.
             yield name.removeprefix("attention_").replace("new_body", "gradients"), source
-
-
-@contextlib.contextmanager
-def quiet() -> Iterator[None]:
-    kept = os.dup(2)
-    with Path(os.devnull).open("w") as nowhere:
-        os.dup2(nowhere.fileno(), 2)
-    try:
-        yield
-    finally:
-        os.dup2(kept, 2)
-        os.close(kept)
 
 
 def longest_loop(source: str) -> list[str]:

@@ -14,7 +14,7 @@ ROOT = Path(__file__).parents[1]
 
 # From the ground up; a module imports from its own line and those above it.
 LAYERS = (
-    ("errors", "devices", "hardware", "figures", "whole"),
+    ("errors", "devices", "hardware", "figures", "standard_error", "whole"),
     ("config",),
     ("host", "kernels", "quant", "weights", "sharding", "tables", "leaves"),
     ("distributed",),

@@ -5,13 +5,13 @@ from __future__ import annotations
 import os
 import signal
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from jaxmem import standard_error
 from jaxmem.distributed.cluster import Cluster, find
 from jaxmem.distributed.rollcall import roll_call
 from jaxmem.distributed.watch import Watch, exit_code
@@ -134,16 +134,9 @@ def _without_warning(process: int) -> Iterator[None]:
     if process != 0:
         yield
         return
-    sys.stderr.flush()
-    with tempfile.TemporaryFile() as log:
-        real = os.dup(2)
-        os.dup2(log.fileno(), 2)
-        try:
-            yield
-        finally:
-            os.dup2(real, 2)
-            os.close(real)
-            log.seek(0)
-            for line in log:
-                if b"recoverable task feature" not in line:
-                    os.write(2, line)
+
+    def others(log: bytes) -> bytes:
+        return b"".join(line for line in log.splitlines(keepends=True) if b"recoverable task feature" not in line)
+
+    with standard_error.filtered(others):
+        yield

@@ -7,10 +7,7 @@ XLA decides the same, and makes no code (`elsewhere.py`).
 from __future__ import annotations
 
 import contextlib
-import os
 import re
-import sys
-import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -19,6 +16,7 @@ from typing import Any
 
 import jax
 
+from jaxmem import standard_error
 from jaxmem.errors import UserError
 from jaxmem.planning.buffers import sizes_of
 from jaxmem.planning.elsewhere import Options, compile_elsewhere, without_cache
@@ -141,25 +139,15 @@ class Remarks:
 
 @contextlib.contextmanager
 def listening() -> Iterator[Remarks]:
-    """Catch the lines of XLA's log that a plan says in its own words; all others go on to standard error.
-
-    XLA writes to the process's file descriptor, whatever Python thinks of sys.stderr.
-    """
+    """Catch the lines of XLA's log that a plan says in its own words; all others go on to standard error."""
     remarks = Remarks()
-    sys.stderr.flush()
-    with tempfile.TemporaryFile() as log:
-        real = os.dup(2)
-        os.dup2(log.fileno(), 2)
-        try:
-            yield remarks
-        finally:
-            sys.stderr.flush()
-            os.dup2(real, 2)
-            log.seek(0)
-            for line in _NO_DEFAULT.sub(b"", log.read()).splitlines(keepends=True):
-                if not _remarked(line.decode(errors="replace"), remarks):
-                    os.write(2, line)
-            os.close(real)
+
+    def others(log: bytes) -> bytes:
+        lines = _NO_DEFAULT.sub(b"", log).splitlines(keepends=True)
+        return b"".join(line for line in lines if not _remarked(line.decode(errors="replace"), remarks))
+
+    with standard_error.filtered(others):
+        yield remarks
 
 
 def _remarked(line: str, remarks: Remarks) -> bool:

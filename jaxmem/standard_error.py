@@ -1,0 +1,26 @@
+"""What libraries in C++ write to the process's standard error, whatever Python thinks of `sys.stderr`."""
+
+from __future__ import annotations
+
+import os
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+
+@contextmanager
+def filtered(passed: Callable[[bytes], bytes]) -> Iterator[None]:
+    """Held back until the end; then what `passed` makes of it goes on."""
+    sys.stderr.flush()
+    with tempfile.TemporaryFile() as log:
+        real = os.dup(2)
+        os.dup2(log.fileno(), 2)
+        try:
+            yield
+        finally:
+            sys.stderr.flush()
+            os.dup2(real, 2)
+            log.seek(0)
+            os.write(2, passed(log.read()))
+            os.close(real)
