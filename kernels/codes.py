@@ -37,6 +37,9 @@ _SLOPE, _OFFSET = 37.15085220336914 * 2.0**119, -58.23442459106445
 # A float's bits rise nearly as its logarithm does. Where 10/9 of the numbers that end a decade have risen by such a
 # step, the logarithm is between 0.8 parts of the lesser decade too small and 0.2 too large for each of six decades.
 _STEP, _START = 3.3458, 0.1125
+# Where fractions are cut off whole steps alone can be added: so many, once the logarithm has what is missing to them.
+_STEPS = 19
+_MISSING = round((_STEPS * _STEP - 63 - _START) * 2**18)
 _SIGN = -(2**31)
 
 
@@ -90,23 +93,24 @@ def dynamic8_code(
     top = 2.0 ** (DECADES - 1 if signed else DECADES)  # parts of the last decade: below, h is in units of it
     part = 5 / 9 if zero else 10 / 9
     wide = x * (inverse * part)
-    size = jnp.abs(wide)
+    size = jnp.abs(wide) if signed else wide
     if zero:  # the first border is where a decade's would be once the numbers below are drawn halfway to `least`
         least = 2.85e-7 if signed else 2.175e-7
         size = size + jnp.maximum(size, least * part)
     else:
         size = jnp.maximum(size, 2e-7 * part)
     # Its exponent and mantissa, as the mantissa of a tiny float: 2^-124 * (1 + (31 + log2) / 32).
-    tiny = from_bits(bits(size) >> 5)
-    less = large_down(fma(tiny, -(2.0**129) / _STEP, (63 + _START) / _STEP))  # decades than the last one
+    tiny = from_bits((bits(size) >> 5) + _MISSING)
+    less = large_down(tiny, -(2.0**129) / _STEP, _STEPS)  # decades than the last one
     tens = exp2(fma(less, _LOG2_10, -LARGE * _LOG2_10))
     h = from_bits(bits(fma(size, tens, _EIGHT_NINTHS)) - (bits(less) << 23))
     below = h - 0.2 / top
     h = jnp.where((bits(h) ^ bits(below)) & 0x7F800000 != 0, below, h)
-    # From a quarter part below one on it is one: more than `end` there, and less than h before.
-    end = 2 - 0.5 / top if signed else 2.0
-    last = fma(wide, 4 * (10 / 9) / part, end - 4 * (10 / 9 - 0.25 / top))
+    # From a quarter part below one on it is one.
     if not signed:
-        return to_bytes(jnp.maximum(h, last), int(top), -1, jnp.uint8, down=True)
+        return to_bytes(h, int(top), -1, jnp.uint8, down=True, last=(wide, (1 - 0.25 * (0.9 / top)) * part))
+    # More than `end` there, and less than h before.
+    end = 2 - 0.5 / top
+    last = fma(wide, 4 * (10 / 9) / part, end - 4 * (10 / 9 - 0.25 / top))
     h = from_bits(bits(h - 0.5 / top) | (bits(wide) & _SIGN))
     return to_bytes(jnp.maximum(h, last), int(top), 127, jnp.uint8)  # there is no -1

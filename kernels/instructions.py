@@ -81,9 +81,9 @@ def floats(x: Shaped[Array, "*shape"]) -> Floats:
 LARGE = 2.0**23  # from here to 2^24 floats are the whole numbers, their last bits these numbers
 
 
-def large_down(x: Floats) -> Floats:
-    """LARGE + the whole number below x, of x in 0 ... LARGE."""
-    return _float("add.rz.f32", lambda x, large: jnp.floor(x) + large, x, LARGE)
+def large_down(x: Floats, by: float, plus: int) -> Floats:
+    """LARGE + the whole number below x * by + plus, where that is in 0 ... LARGE."""
+    return _float("fma.rz.f32", lambda x, by, _: jnp.floor(x * by + plus) + LARGE, x, by, LARGE + plus)
 
 
 def large_from_bytes(x: Bytes) -> Floats:
@@ -95,8 +95,17 @@ def large_from_bytes(x: Bytes) -> Floats:
     return _asm([*given, *(f"prmt.b32 ${i}, a, 0x4B000000, 0x744{i};" for i in range(4))], "=r,=r,=r,=r,r", 4, x)
 
 
-def to_bytes(x: Floats, scale: int, plus: int, dtype: Any, *, down: bool = False) -> Bytes:
-    """scale * x + plus to the nearest of the 256 numbers of a uint8 or an int8, or `down` to the one below.
+def to_bytes(
+    x: Floats,
+    scale: int,
+    plus: int,
+    dtype: Any,
+    *,
+    down: bool = False,
+    last: tuple[Floats, Any] | None = None,
+) -> Bytes:
+    """scale * x + plus to the nearest of the 256 numbers of a uint8 or an int8, or `down` to the one below. Of a uint8
+    those are 255 that have beside them, in `last`, as much as the number there or more; just below that they are 254.
 
     In units of 2^-149, the least that a float can be, the sum is rounded to a whole number of them, which is the
     float's bits. Packing four bytes saturates: negative ones, whose first bit is set, to 0, and those above 255.
@@ -105,17 +114,23 @@ def to_bytes(x: Floats, scale: int, plus: int, dtype: Any, *, down: bool = False
     if not _written.get():
         total = scale * x + plus
         total = jnp.floor(total) if down else jnp.round(total)
+        total = total if last is None else jnp.where(last[0] >= last[1], 255.0, total)
         return jnp.clip(total, -lift, 255 - lift).astype(jnp.int32).astype(dtype)
     plus += lift
+    # A float's bits count its steps: one step below the last number this is 254, and less than what is there before.
+    steps = 255 - _word(last[1]) if last else 0
     units = f"0f{scale:08X}, 0f{abs(plus) | (0x80000000 if plus < 0 else 0):08X}"
     lines = [
-        ".reg .b32 a, b, c, d;",
+        ".reg .b32 a, b, c, d, e;",
         *(f"fma.{'rz' if down else 'rn'}.f32 {name}, ${i + 1}, {units};" for i, name in enumerate("abcd")),
+        *(f"add.s32 e, ${i + 5}, {steps}; max.s32 {name}, e, {name};" for i, name in enumerate("abcd") if last),
         "cvt.pack.sat.u8.s32.b32 d, d, c, 0;",
         "cvt.pack.sat.u8.s32.b32 d, b, a, d;",
         f"xor.b32 $0, d, {_LIFT if lift else 0};",
     ]
-    return _asm(lines, "=r,r,r,r,r", 4, x, dtype=jnp.int8).astype(dtype)  # Pallas takes no unsigned results
+    given = (x, last[0]) if last else (x,)
+    said = ",".join(["=r", *(["r"] * 4 * len(given))])
+    return _asm(lines, said, 4, *given, dtype=jnp.int8).astype(dtype)  # Pallas takes no unsigned results
 
 
 def _float(name: str, plain: Callable[..., Any], *operands: Operand) -> jax.Array:
@@ -137,8 +152,12 @@ def _asm(lines: list[str], constraints: str, pack: int, *arrays: jax.Array, dtyp
 
 
 def _immediate(x: float) -> str:
+    return f"0f{_word(x):08X}"
+
+
+def _word(x: float) -> int:
     (word,) = struct.unpack("<I", struct.pack("<f", x))
-    return f"0f{word:08X}"
+    return int(word)
 
 
 def _fused(a: jax.Array, b: Operand, c: Operand) -> jax.Array:

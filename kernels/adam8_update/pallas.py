@@ -5,8 +5,8 @@ numbers and numbers codes by arithmetic (`kernels/codes.py`): a list of 256 read
 the memory does.
 
 Bytes a number, with a gradient of 2: Adam reads 2 + 1 + 1 and writes 2 + 1 + 1, with the constants of blocks of 256
-8.06; int8 weights with an update of 2: 4.05. Instructions a number, counted (`scripts/kernel_instructions.py`): Adam 71
-along columns and 82 along rows, int8 weights 35 and 41. In the time in which Adam's bytes come and go an H200 does 56,
+8.06; int8 weights with an update of 2: 4.05. Instructions a number, counted (`scripts/kernel_instructions.py`): Adam 66
+along columns and 69 along rows, int8 weights 21 and 26. In the time in which Adam's bytes come and go an H200 does 56,
 an H100 80, a 4090 330: so they are counted, and written one by one where it matters (`kernels/instructions.py`).
 
 Codes and constants are written where they were. On a CPU the same kernels run interpreted, for tests.
@@ -52,14 +52,16 @@ class Share(NamedTuple):
     warps: int  # of so many numbers: where a program has to have more, it has more warps
 
 
-# 16 numbers a thread: codes are read and written 16 bytes at a time, and three programs or more share a multiprocessor,
-# of which one waits for memory while another computes. With 32 columns of Adam's there would be one.
-USUAL = {"adam8_update": Share(2048, 16, 4), "int8_add": Share(2048, 32, 4)}
+# 32 numbers a thread: what it does once is a small part, and two programs or more share a multiprocessor, of which one
+# waits for memory while another computes.
+USUAL = {"adam8_update": Share(4096, 32, 4), "int8_add": Share(4096, 32, 4)}
 WARPS = 32  # that a program may have
-COLUMNS = 4  # that a thread has where blocks run along the rows, so that most of a block's largest is its own to find
+# Numbers that a thread has side by side. Along the columns as many as it reads of a gradient in one instruction: all
+# arrays lie in its registers alike. Along the rows fewer, so that most of a block's largest is its own to find.
+AT_ONCE = {-1: 8, -2: 4}
 MOST = 16384  # numbers of a block
-LEAST = 2.0**-126  # of numbers that have all their bits: a block of less is one of zeros
-HELD = {"adam8_update": 8, "int8_add": 4}  # registers for each number of a thread
+MOST_TIMES = 2.0**126  # by which a block is multiplied: one of zeros, too
+HELD = {"adam8_update": 5, "int8_add": 3}  # registers for each number of a thread
 
 
 def adam8(adam: Adam, blocks: Blocks, g: jax.Array, state: Moments8, unbiased: jax.Array) -> tuple[jax.Array, Moments8]:
@@ -69,7 +71,7 @@ def adam8(adam: Adam, blocks: Blocks, g: jax.Array, state: Moments8, unbiased: j
     u, *new = launch(
         "adam8_update",
         functools.partial(_adam8, adam, cut),
-        (*numbers, *constants, unbiased),
+        (*numbers, *constants, divisor(adam, unbiased)),
         grid=cut.grid,
         in_specs=[cut.numbers, cut.numbers, cut.numbers, cut.lines, cut.lines, pl.BlockSpec((2,), lambda *_: (0,))],
         out_specs=[cut.numbers, cut.numbers, cut.numbers, cut.lines, cut.lines],
@@ -79,6 +81,12 @@ def adam8(adam: Adam, blocks: Blocks, g: jax.Array, state: Moments8, unbiased: j
         in_place={1: 1, 2: 2, 3: 3, 4: 4},
     )
     return u.reshape(g.shape), Moments8(*(x.reshape(old.shape) for x, old in zip(new, state, strict=True)))
+
+
+def divisor(adam: Adam, unbiased: jax.Array) -> jax.Array:
+    """a and b, with which m / (a * sqrt(v) + b) is the direction of an m in units of 1 - beta1 and a v of 1 - beta2."""
+    root = jnp.sqrt((1 - adam.beta2) / unbiased[1])
+    return jnp.stack([root, jnp.float32(adam.epsilon)]) * (unbiased[0] / (1 - adam.beta1))
 
 
 def int8_add(
@@ -136,7 +144,10 @@ class _Cut:
             self.others = min(max(columns, numbers // wide), pl.next_power_of_2(shape[2]))
             self.block = (wide, self.others)
             self.grid = (pl.cdiv(shape[2], self.others), shape[0])
-            self.numbers = pl.BlockSpec((None, wide, self.others), lambda j, i: (i, 0, j))
+            # Nothing is masked off, but the compiler sees how large a program's number can be: so that places stay
+            # below 2^31 where they do, and leaves a row's distance from the first to what loads or stores it.
+            most_j, most_i = (pl.next_power_of_2(size) - 1 for size in self.grid)
+            self.numbers = pl.BlockSpec((None, wide, self.others), lambda j, i: (i & most_i, 0, j & most_j))
             self.lines = pl.BlockSpec((None, self.others), lambda j, i: (i, j))
 
         self.warps = min(WARPS, warps * max(1, math.prod(self.block) // numbers))
@@ -147,33 +158,39 @@ class _Cut:
         wide = self.block[self.dim]
         if self.size == wide and end % self.others == 0:
             return None, None
-        inside = jnp.arange(wide, dtype=jnp.int32) < self.size
+        inside = self.places() < self.size
         line = pl.program_id(0) * self.others + jnp.arange(self.others, dtype=jnp.int32) < end
-        return jnp.expand_dims(inside, 1 - self.dim) & jnp.expand_dims(line, self.dim), line
+        return inside & jnp.expand_dims(line, self.dim), line
 
     def numbers_of(self, ref: Any) -> Any:
         if self.dim:
-            return ref
-        rows, columns = (jnp.arange(size, dtype=jnp.int32) for size in self.block)
-        return ref.at[rows[:, None], plgpu.max_contiguous(columns, COLUMNS)[None, :]]
+            lines = jnp.arange(self.others, dtype=jnp.int32)
+            return ref.at[lines[:, None], plgpu.max_contiguous(self.places(), (1, AT_ONCE[-1]))]
+        columns = jnp.arange(self.others, dtype=jnp.int32)
+        return ref.at[self.places(), plgpu.max_contiguous(columns, AT_ONCE[-2])[None, :]]
 
     def places(self) -> jax.Array:
-        """Where in its block each of the program's numbers stands."""
-        return jnp.expand_dims(jnp.arange(self.block[self.dim], dtype=jnp.int32), 1 - self.dim)
+        """Where in its block each of the program's numbers stands. Along the rows neighbours are half of the rows
+        apart, which is where a thread has several: it draws for both at once."""
+        wide = self.block[self.dim]
+        found = jnp.arange(wide, dtype=jnp.int32)
+        if not self.dim and wide > 1:
+            found = found % (wide // 2) * 2 + found // (wide // 2)
+        return jnp.expand_dims(found, 1 - self.dim)
 
     def beside(self, constants: jax.Array) -> jax.Array:
         return jnp.expand_dims(constants, self.dim)
 
-    def largest(self, x: jax.Array, *, signed: bool = True) -> tuple[jax.Array, jax.Array]:
-        """Of each block, and by what numbers are multiplied to be in -1 ... 1. Compared are bits, in whose order NaN is
-        above all numbers: to a GPU's maximum of floats it is less than any."""
+    def largest(self, x: jax.Array, *, signed: bool = True, steps: int = 1) -> tuple[jax.Array, jax.Array]:
+        """Of each block, and by what numbers are multiplied to be in -steps ... steps. Compared are bits, in whose
+        order NaN is above all numbers: to a GPU's maximum of floats it is less than any."""
         most = from_bits(jnp.max(bits(jnp.abs(x) if signed else x), axis=self.dim))
-        return most, jnp.where(most >= LEAST, reciprocal(jnp.maximum(most, LEAST)), 0.0)
+        return most, jnp.minimum(steps * reciprocal(most), MOST_TIMES)
 
 
 def _adam8(adam: Adam, cut: _Cut, *refs: Any) -> None:
     """With m in units of 1 - beta1 and v of 1 - beta2, so that g and its square are added as they are."""
-    g_ref, m_ref, v_ref, m_scale_ref, v_scale_ref, unbiased_ref, u_ref, *new_refs = refs
+    g_ref, m_ref, v_ref, m_scale_ref, v_scale_ref, divisor_ref, u_ref, *new_refs = refs
     g_ref, m_ref, v_ref, u_ref = (cut.numbers_of(x) for x in (g_ref, m_ref, v_ref, u_ref))
     new_refs[:2] = [cut.numbers_of(x) for x in new_refs[:2]]
     here, line = cut.masks()
@@ -185,10 +202,7 @@ def _adam8(adam: Adam, cut: _Cut, *refs: Any) -> None:
     m_scale, v_scale = (_load(ref, line, 0) for ref in (m_scale_ref, v_scale_ref))
     m = fma(old_m, cut.beside(m_scale * (adam.beta1 / m_unit)), g)
     v = fma(g, g, old_v * cut.beside(v_scale * (adam.beta2 / v_unit)))
-    # (m_unit * m / unbiased[0]) / (sqrt(v_unit * v / unbiased[1]) + epsilon)
-    unbiased_m, unbiased_v = (jnp.full((1, 1), unbiased_ref[i], jnp.float32) for i in (0, 1))
-    per_unit = unbiased_m / m_unit
-    below = fma(sqrt(v), sqrt(v_unit * reciprocal(unbiased_v)) * per_unit, adam.epsilon * per_unit)
+    below = fma(sqrt(v), *(jnp.full((1, 1), divisor_ref[i], jnp.float32) for i in (0, 1)))
     (m_most, m_inverse), (v_most, v_inverse) = cut.largest(m), cut.largest(v, signed=False)
     for ref, x, mask in (
         (u_ref, m * reciprocal(below), here),
@@ -212,9 +226,9 @@ def _int8_add(
     scale = _load(scale_ref, line, 0) * (1.0 / STEPS)
     old = large_from_bytes(_load(codes_ref, here, 0)) - (LARGE + 128)
     w = fma(old, cut.beside(scale), floats(_load(u_ref, here, 0)))
-    most, inverse = cut.largest(w)
+    most, inverse = cut.largest(w, steps=STEPS)
     seeds = _load(seeds_ref, line, 0)
     draws = uniform(cut.beside(seeds), cut.places())
-    steps = jnp.maximum(w * cut.beside(inverse * STEPS), -STEPS)  # int8 has a number below, too
+    steps = jnp.maximum(w * cut.beside(inverse), -STEPS)  # int8 has a number below, too
     plgpu.store(new_ref, to_bytes(steps + draws, 1, 0, jnp.int8, down=True), mask=here)
     plgpu.store(new_scale_ref, most, mask=line)

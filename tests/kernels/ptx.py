@@ -47,6 +47,8 @@ class Block:
         kind = name[-1]
         if name[0] == "st":
             return self.store(operands, mask, 2 if kind == "b16" else 4)
+        if name[0] == "ldmatrix":
+            return self.load_matrix(operands)
         if name[0] == "ld":
             return self.load(name, operands, mask, 2 if kind == "b16" else 4)
         target, *given = operands
@@ -104,6 +106,14 @@ class Block:
         for target, column in zip(targets, words.T, strict=True):
             old = self.registers.get(target, np.zeros(self.threads, column.dtype))
             self.registers[target] = np.where(mask, column, old)
+
+    def load_matrix(self, operands: list[str]) -> None:
+        """Of each warp one of 8 x 8 numbers of 16 bits: its first eight threads say where rows are, all get two."""
+        arrays, where = self.places(operands[1], 4, 4)
+        lane = np.arange(self.threads) % 32
+        row = np.arange(self.threads) - lane + lane // 4
+        words = self.memory[int(arrays[0])][where[row].astype(np.int64)].view(WORD)
+        self.registers[operands[0].strip("{ }")] = words[np.arange(self.threads), lane % 4]
 
     def store(self, operands: list[str], mask: np.ndarray, width: int) -> None:
         given = operands[1].strip("{ }").replace(" ", "").split(",")
@@ -172,6 +182,7 @@ COMPARED = {
 PLAIN = {
     "mov": lambda x: x, "cvta": lambda x: x, "abs": np.abs, "neg": np.negative,
     "max": np.fmax, "min": np.fmin, "add": np.add, "sub": np.subtract, "mul": np.multiply,
+    "mad": lambda a, b, c: a * b + c,
     "and": np.bitwise_and, "or": np.bitwise_or, "xor": np.bitwise_xor, "not": np.invert,
     "shl": lambda x, by: x << by.astype(x.dtype), "shr": lambda x, by: x >> by.astype(x.dtype),
     "selp": lambda a, b, p: np.where(p, a, b), "prmt": permuted,
