@@ -24,7 +24,7 @@ from jaxmem.exchange import coded_product, lookup
 from jaxmem.models.chunks import Long
 from jaxmem.precision import rested
 from jaxmem.quant import QTensor
-from jaxmem.sharding import Axes, gather
+from jaxmem.sharding import Axes, gather, gather_for
 from jaxmem.stack import PRODUCT, Way, from_inputs
 from jaxmem.weights import Point, Ready
 
@@ -60,11 +60,15 @@ def constant(value: float, shape: tuple[int, ...], axes: Axes) -> nnx.Param:
 
 def fetch(param: nnx.Param, dtype: DTypeLike) -> jax.Array:
     """A weight as it is computed with. Inside a stack its leading axis `layer` is gone."""
+    return fetch_for(None, param, dtype)[1]
+
+
+def fetch_for(x: jax.Array | None, param: nnx.Param, dtype: DTypeLike) -> tuple[Any, jax.Array]:
+    """And `x`, which it is multiplied with, as `gather_for` wants it."""
     value = param.get_value()
     if isinstance(value, Ready):
-        return value.value.astype(dtype)
-    axes: Axes = param.get_metadata()["axes"]
-    return gather(value, axes[len(axes) - value.ndim :], dtype)
+        return x, value.value.astype(dtype)
+    return gather_for(x, value, axes_of(param, value.ndim), dtype)
 
 
 def axes_of(param: nnx.Param, ndim: int) -> Axes:
@@ -98,8 +102,8 @@ class Linear(nnx.Module):
     def __call__(self, x: Float[Array, "*batch inputs"], keys: Keys | None = None) -> Float[Array, "*batch outputs"]:
         """`keys`, for the first dimensions of x, turn an adapter's dropout on."""
         codes = frozen_codes(self.weight)
-        w = None if codes is not None else fetch(self.weight, x.dtype)
-        y = self._coded(x, codes) if codes is not None else product(x, w)
+        own, w = (x, None) if codes is not None else fetch_for(x, self.weight, x.dtype)
+        y = self._coded(x, codes) if codes is not None else product(own, w)
         y = checkpoint_name(y, PRODUCT)
         if self.lora is not None:
             y = self.lora(x, y, partial(fetch, self.weight, x.dtype) if w is None else lambda: w, keys)

@@ -149,10 +149,13 @@ class _Sizes:
             # Where the features' gradient and the head's both travel, XLA makes the head's after the layers' gradients.
             # So it does where keys go round; where state comes from the host, in a step of one micro-batch, seen where
             # fsdp splits it; and from jax 0.11 on, where layers run again, on a lone device too.
+            # Not where a layer's gradients come in order (`sharding.gather_for`): nothing is left for later.
             travels = cfg.zero >= 2 and mesh.fsdp * mesh.context > 1
+            self.in_order = travels and tensor == 1 and tokens >= 2 * model.embed
             fetched = rests_on_host(cfg.memory.offload, "optimizer") and cfg.batch.accumulate == 1 and mesh.fsdp > 1
             alone = jax.__version_info__ >= (0, 11) and cfg.memory.remat != "none" and split * tensor * mesh.stage == 1
-            self.head_waits = (travels and (self.chunk < model.vocab or mesh.context > 1 or fetched)) or alone
+            late = travels and not self.in_order
+            self.head_waits = (late and (self.chunk < model.vocab or mesh.context > 1 or fetched)) or alone
             self.logits = tokens / (tensor // vocab) * self.chunk * width
             self.head = model.embed * self.chunk * width
             attention = (2 * model.heads + 2 * model.kv_heads) * model.head_dim
@@ -185,7 +188,7 @@ class _Sizes:
             logits += 2 * head + 4 / self.width * self.residual
             return kept | ({"logits": int(logits)} if logits > layer else {"intermediates": int(layer)})
         # Of one micro-batch they wait too; not beside layers in pieces that keep nothing here.
-        waits = self.cfg.batch.accumulate == 1 and (saved > 0 or not self.pieces)
+        waits = self.cfg.batch.accumulate == 1 and not self.in_order and (saved > 0 or not self.pieces)
         if waits or self.head_waits:
             return kept | {"logits": int(logits + head), "intermediates": int(layer)}
         if logits > layer:
@@ -215,7 +218,8 @@ class _Sizes:
         if half * half > SHORT:
             return moving
         scores = (2 * wide + 1) * self.queries / model.head_dim * half
-        return moving + scores + mlp + (2 * self.residual if cfg.mesh.tensor > 1 else 0)
+        later = 0 if self.in_order else mlp
+        return moving + scores + later + (2 * self.residual if cfg.mesh.tensor > 1 else 0)
 
 
 def _platform(built: Program) -> str:

@@ -21,7 +21,7 @@ from jaxmem.sharding.arrays import (
     row_major,
     split_first,
 )
-from jaxmem.sharding.gathered import GATHERED, axes_at_rest, gather, whole
+from jaxmem.sharding.gathered import GATHERED, axes_at_rest, gather, gather_for, whole
 from jaxmem.sharding.layout import Layout, along, current, layout_for
 from jaxmem.sharding.table import (
     ALSO,
@@ -58,6 +58,7 @@ __all__ = [
     "current",
     "each_part",
     "gather",
+    "gather_for",
     "groups",
     "is_axes",
     "kept_by_stages",

@@ -40,14 +40,24 @@ def gather(weight: Weight, axes: Axes, dtype: DTypeLike, role: Role = "computing
     not divide it. It is cast before it travels, so that fewer bytes do; codes travel as they are and are decoded
     where they are used. What lies in host memory comes from there. Its gradient goes back to where gradients lie, which
     makes XLA reduce-scatter it."""
+    return gather_for(None, weight, axes, dtype, role)[1]
+
+
+def gather_for(
+    x: jax.Array | None, weight: Weight, axes: Axes, dtype: DTypeLike, role: Role = "computing"
+) -> tuple[jax.Array | None, jax.Array]:
+    """And `x`, which is multiplied with it and whose gradient goes on only when the weight's is at rest. Left to itself
+    XLA makes a layer's gradients of weights behind all others, and nothing follows the last of them that its message
+    could move beside. So each one's moves beside the product that makes the gradient of x."""
     layout = current()
     shape = weight.shape if layout is None else layout.padded(role, axes, weight.shape)
     if isinstance(weight, Point) and weight.at is not None and groups():
         weight = dataclasses.replace(weight, rest=_mapped_as(weight.at, weight.rest))
     at, rest = (weight.at, weight.rest) if isinstance(weight, Point) else (weight, None)
+    waits = x is not None and at is not None and _waits(x, weight, axes, role)
 
     @jax.custom_vjp
-    def brought(at: Any, rest: Any) -> jax.Array:
+    def brought(at: Any, rest: Any, x: Any) -> tuple[jax.Array, Any]:
         w = host.brought(at if rest is None else rest)
         if is_quantized(w):
             w = _decoded(whole(w, axes), np.dtype(dtype))
@@ -57,19 +67,33 @@ def gather(weight: Weight, axes: Axes, dtype: DTypeLike, role: Role = "computing
             w = _as_it_rests(w, axes, "weights", role)
         if shape != w.shape:
             w = jnp.pad(w, [(0, more - size) for more, size in zip(shape, w.shape, strict=True)])
-        return constrain(w, *axes, role=role)
+        return constrain(w, *axes, role=role), x
 
-    def back(_: None, g: jax.Array) -> tuple[jax.Array | None, None]:
+    def back(_: None, gradients: tuple[jax.Array, Any]) -> tuple[jax.Array | None, None, Any]:
+        g, of_x = gradients
         if at is None:
-            return None, None
+            return None, None, of_x
         # Partial sums first, or XLA may gather what they are made of to make each part of them in one go.
         g = constrain(g, *axes, role=role)
         g = jax.lax.slice(g, (0,) * g.ndim, weight.shape)
         g = _as_it_rests(constrain(g, *axes, role="gradients"), axes, "gradients", role)
-        return g.astype(at.dtype), None
+        if waits:
+            g, of_x = jax.lax.optimization_barrier((g, of_x))
+        return g.astype(at.dtype), None, of_x
 
-    brought.defvjp(lambda at, rest: (brought(at, rest), None), back)
-    return checkpoint_name(brought(at, rest), GATHERED)
+    brought.defvjp(lambda at, rest, x: (brought(at, rest, x), None), back)
+    w, x = brought(at, rest, x)
+    return x, checkpoint_name(w, GATHERED)
+
+
+def _waits(x: jax.Array, weight: Weight, axes: Axes, role: Role) -> bool:
+    """Whether a weight's gradient is scattered and the gradient of x is none of sums that travel too. Waiting, a device
+    holds the weight and its gradient longer and an array of its tokens shorter, which has to be worth it."""
+    layout = current()
+    if layout is None or any(layout.over_each(role, axes)) or not any(layout.over_each("gradients", axes)):
+        return False
+    tokens = x.size // x.shape[-1] // layout.parts("activations", "batch") // layout.parts("activations", "time")
+    return tokens >= 2 * min(weight.shape)
 
 
 def _as_it_rests(x: jax.Array, axes: Axes, role: Role, computing: Role) -> jax.Array:
