@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import gc
 import importlib.metadata
 import os
 import shutil
@@ -95,6 +96,12 @@ def keep_freed_memory() -> None:
         arenas, mmap_threshold, trim_threshold = -8, -3, -1  # M_ARENA_MAX and so on, of malloc.h
         for option, value in ((arenas, 1), (mmap_threshold, 1 << 30), (trim_threshold, 2**31 - 1)):
             mallopt(option, value)
+
+
+def seldom_look_for_garbage() -> None:
+    """jax traces a step into millions of objects that stay, and at Python's own pace a sixth of a plan's time goes in
+    looking for garbage among them."""
+    gc.set_threshold(100_000, 20, 20)
 
 
 def has_nvidia_gpu() -> bool:

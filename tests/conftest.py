@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import importlib.metadata
 import importlib.util
 import os
 import tempfile
@@ -13,10 +14,12 @@ import pytest
 from hypothesis import settings
 from jaxtyping import install_import_hook
 
-from jaxmem.devices import simulate
+from jaxmem.devices import seldom_look_for_garbage, simulate
 
 # The programs are small and run a few times: what LLVM gains at run time it takes twice in compiling. HLO is the same.
 os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_backend_optimization_level=0"
+if importlib.metadata.version("jaxlib").startswith("0.10."):  # later ones have no other way to emit a fusion
+    os.environ["XLA_FLAGS"] += " --xla_cpu_use_fusion_emitters=false"  # half the time of compiling
 simulate(8)
 
 # Tests compile many like programs, here and in the processes they start: each is compiled once a run, a third of
@@ -37,6 +40,7 @@ install_import_hook(
 import jax  # noqa: E402
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
+seldom_look_for_garbage()
 
 # The same examples in every run, and no database left in the checkout.
 settings.register_profile("repeatable", deadline=None, derandomize=True, database=None)

@@ -12,6 +12,7 @@ import sys
 import typer
 
 from jaxmem.cli import about, benches, files, planning, running, talking
+from jaxmem.devices import seldom_look_for_garbage
 from jaxmem.errors import UserError
 
 app = typer.Typer(
@@ -47,6 +48,7 @@ def main(arguments: list[str] | None = None) -> None:
     """Run one command and exit: 0 done, 2 a mistake in what was given, 3 it does not fit, 75 try again,
     130 interrupted."""
     arguments = sys.argv[1:] if arguments is None else arguments
+    seldom_look_for_garbage()
     try:
         code = app(arguments or ["--help"], prog_name="jaxmem", standalone_mode=False)
     except (UserError, typer.TyperException) as error:

@@ -23,6 +23,7 @@ from jaxmem.search import facts
 def main(arguments: list[str]) -> None:
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
+    devices.seldom_look_for_garbage()
     target = parse_target(arguments[0])
     if target.is_cpu:
         devices.simulate(target.count)

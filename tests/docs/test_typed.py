@@ -23,6 +23,7 @@ from jaxmem.bench import contest
 from jaxmem.cli import main
 from jaxmem.devices import simulated
 from jaxmem.tour.docstrings import VOCAB, write_conversations, write_tokenizer
+from tests.docs import started
 
 ROOT = Path(__file__).parents[2]
 
@@ -52,14 +53,6 @@ LESS = {
     "--check": ["--without", "pallas"],  # interpreted, it is what takes longest to compile
     "scripts/fuzz.py": ["-n", "2"],
 }
-# The same of a tour, which takes no settings: it ends well after fewer updates too.
-FEW_UPDATES = """
-from jaxmem.cli import main
-from jaxmem.tour.finetune import FINETUNE, PRETRAIN
-for config in (PRETRAIN, FINETUNE):
-    config["optimizer"]["warmup"], config["train"]["steps"] = 0, 4
-main()
-"""
 
 
 def cut_down(config: dict[str, Any]) -> str:
@@ -98,15 +91,16 @@ def here(place: Path, words: tuple[str, ...], _: int) -> tuple[int, str]:
 
 
 def apart(place: Path, words: tuple[str, ...], seen: int) -> tuple[int, str]:
-    program = ["-m", "jaxmem"] if words[0] == "jaxmem" else []
-    if words[1:3] == ("tour", "finetune"):
-        program = ["-c", FEW_UPDATES]
-    own = {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+    there = simulated(seen or devices(place, words))
+    there["PATH"] = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    asked = "What is it?\n"
+    if words[0] == "jaxmem":
+        return started.command(words[1:], place, there, asked)
     done = subprocess.run(
-        [sys.executable, *program, *words[1:]],
+        [sys.executable, *words[1:]],
         cwd=place,
-        env=os.environ | simulated(seen or devices(place, words)) | own,
-        input="What is it?\n",
+        env=os.environ | there,
+        input=asked,
         capture_output=True,
         text=True,
         check=False,

@@ -1,0 +1,50 @@
+"""Commands, each in a process of its own that has imported what all of them import and has not started jax."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import jax
+
+import jaxmem.hf
+import jaxmem.planning
+import jaxmem.training.run  # noqa: F401
+from jaxmem.cli import main
+from jaxmem.tour import finetune, memory
+
+SERVER = multiprocessing.get_context("forkserver")
+
+
+def command(words: Sequence[str], place: Path, devices: Mapping[str, str], asked: str) -> tuple[int, str]:
+    """Its exit code and what it said, run in `place` with `asked` on standard input."""
+    SERVER.set_forkserver_preload([__name__])
+    with TemporaryDirectory() as name:
+        Path(name, "asked").write_text(asked)
+        process = SERVER.Process(target=_run, args=(words, place, devices, Path(name)))
+        process.start()
+        process.join()
+        return process.exitcode or 0, Path(name, "said").read_text()
+
+
+def _run(words: Sequence[str], place: Path, devices: Mapping[str, str], files: Path) -> None:
+    os.dup2(os.open(files / "asked", os.O_RDONLY), 0)
+    for stream in (1, 2):
+        os.dup2(os.open(files / "said", os.O_WRONLY | os.O_CREAT | os.O_APPEND), stream)
+    os.chdir(place)
+    os.environ.update(devices)
+    jax.config.update("jax_platforms", devices["JAX_PLATFORMS"])  # which it has read already
+    jax.config.update("jax_num_cpu_devices", int(devices["JAX_NUM_CPU_DEVICES"]))
+    _tours_do_less()
+    main([*words])
+
+
+def _tours_do_less() -> None:
+    """They take no settings; with fewer updates and fewer rows they end as well."""
+    for config in (finetune.PRETRAIN, finetune.FINETUNE):
+        config["optimizer"]["warmup"], config["train"]["steps"] = 0, 4
+    rows = memory.ROWS[0], memory.ROWS[-3]
+    memory.by_technique.__defaults__ = (None, memory.BASE, rows)
