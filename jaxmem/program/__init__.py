@@ -12,7 +12,7 @@ import dataclasses
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Any
 
 import jax
@@ -27,10 +27,9 @@ from jaxmem.config import Config, Convnet, Decoder
 from jaxmem.config.names import RESTING, rests_on_host
 from jaxmem.devices import lowering_for
 from jaxmem.errors import UserError
-from jaxmem.exchange import places
 from jaxmem.leaves import state_axes
 from jaxmem.precision import Params
-from jaxmem.program import culprit, scaling
+from jaxmem.program import batches, culprit, scaling
 from jaxmem.program.checkpointed import Checkpointed
 from jaxmem.program.compiler import compiler_options
 from jaxmem.program.during import During
@@ -348,29 +347,11 @@ class Program:
     @cached_property
     def rows(self) -> range:
         """The columns of the global batch of which this process's devices hold something."""
-        spec = next(iter(self.batch.values()))
-        held = spec.sharding.addressable_devices_indices_map(spec.shape).values()
-        starts, stops, _ = zip(*(index[1].indices(spec.shape[1]) for index in held), strict=True)
-        return range(min(starts), max(stops))
+        return batches.rows(self.batch)
 
-    def place(self, batch: dict[str, np.ndarray]) -> dict[str, jax.Array]:
-        """A batch on its devices. Each process gives the rows of its own, whole in all other dimensions. A time split
-        over `context` is brought into the order in which every device has the same work: losses add up over tokens,
-        whatever their order."""
-        first, model, length = self.rows.start, self.cfg.model, self.bucket(batch)
-        if isinstance(model, Decoder):
-            order = places(self.layout, length, model.window)
-            batch = batch if order is None else {name: x[..., order] for name, x in batch.items()}
-
-        def part(x: np.ndarray, index: tuple[slice, ...]) -> np.ndarray:
-            over, rows, *rest = index
-            start, stop, _ = rows.indices(first + x.shape[1])
-            return x[over, start - first : stop - first, *rest]
-
-        return {
-            name: jax.make_array_from_callback(spec.shape, spec.sharding, partial(part, batch[name]))
-            for name, spec in self.buckets[length].batch.items()
-        }
+    def place(self, batch: Mapping[str, np.ndarray]) -> dict[str, jax.Array]:
+        """A batch on its devices; each process gives its `rows`."""
+        return batches.place(self.cfg, self.layout, self.rows, self.buckets[self.bucket(batch)].batch, batch)
 
     @contextlib.contextmanager
     def lowering(self) -> Iterator[None]:
