@@ -1,8 +1,6 @@
-"""Every implementation of attention against float64, forward and gradients; what it holds; where it runs."""
+"""Every implementation of attention against float64, forward and gradients; what it refuses."""
 
 from __future__ import annotations
-
-import re
 
 import jax
 import jax.numpy as jnp
@@ -10,164 +8,13 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxmem.kernels import attention
-from jaxmem.kernels.attention import IMPLEMENTATIONS, blockwise, flash, shapes
-from jaxmem.kernels.attention.block import Blocks
+from jaxmem.kernels.attention import IMPLEMENTATIONS, flash, shapes
 from jaxmem.kernels.attention.mask import kept, seed_of
+from tests.kernels.exact import CASES, KEY, TAKES, WAYS, assert_close, drawn, exact, run, with_segments
 
-KEY = jax.random.key(7)
-BLOCKS = Blocks(queries=64, keys=64, warps=4, stages=1)
-# Blockwise has two ways: everything written out, and a loop over tiles. Small tiles make small cases cross many. Mosaic
-# goes backward in one pass or in two.
-WAYS = {
-    **{name: {} for name in IMPLEMENTATIONS},
-    "blockwise, looping": {"SHORT": 0, "LONG_BLOCK": 32},
-    "mosaic, deterministic": {},
-}
-# In float32, but for what takes 16 bits only: there it is as good as the rounding of p and of the results.
-TAKES = {way: ("float16", 4e-3) if way.startswith("mosaic") else ("float32", 2e-5) for way in WAYS}
-
-# name: (batch, queries, keys, heads, kv_heads, dim), options
-CASES = {
-    "causal": ((2, 96, 96, 2, 2, 16), {"causal": True}),
-    "full": ((2, 80, 80, 2, 2, 16), {}),
-    "grouped": ((2, 64, 64, 6, 2, 8), {"causal": True}),
-    "one key head": ((1, 64, 64, 4, 1, 8), {}),
-    "odd lengths": ((1, 71, 71, 2, 1, 8), {"causal": True}),
-    "one position": ((2, 1, 1, 2, 2, 8), {"causal": True}),
-    "one query, many keys": ((2, 1, 133, 4, 2, 8), {"causal": True}),
-    "more keys than queries": ((1, 40, 90, 2, 2, 8), {"causal": True}),
-    "more queries than keys: the first see nothing": ((1, 90, 40, 2, 1, 8), {"causal": True}),
-    "window": ((1, 150, 150, 2, 1, 8), {"causal": True, "window": 37}),
-    "window of one": ((1, 70, 70, 2, 2, 8), {"window": 1}),
-    "window, more keys than queries": ((1, 66, 160, 2, 2, 8), {"window": 20}),
-    "segments": ((2, 100, 100, 2, 1, 8), {"causal": True, "segments": 4}),
-    "segments of other lengths, some unseen": ((2, 50, 120, 2, 2, 8), {"segments": 5}),
-    "soft cap": ((1, 72, 72, 2, 2, 8), {"causal": True, "soft_cap": 2.0}),
-    "scale": ((1, 72, 72, 2, 2, 8), {"scale": 0.9}),
-    "dropout": ((2, 90, 90, 2, 1, 8), {"causal": True, "dropout": (KEY, 0.3)}),  # of one mask, whatever the tiles
-    "heads of 64": ((1, 20, 20, 2, 1, 64), {"causal": True}),
-    "everything": (
-        (2, 70, 130, 2, 1, 8),
-        {"window": 33, "segments": 3, "soft_cap": 3.0, "scale": 0.5, "dropout": (KEY, 0.1)},
-    ),
-}
 RAN: set[tuple[str, str]] = set()
-
-
-def drawn(shape, seed=0, dtype=jnp.float32):
-    """q, k, v and the cotangents of output and log-sum-exp."""
-    batch, queries, keys, heads, kv_heads, dim = shape
-    rng = np.random.default_rng(seed)
-    sizes = [(batch, queries, heads, dim), *[(batch, keys, kv_heads, dim)] * 2, (batch, queries, heads, dim)]
-    arrays = [jnp.asarray(rng.standard_normal(size), dtype) for size in sizes]
-    return (*arrays, jnp.asarray(rng.standard_normal((batch, heads, queries)), jnp.float32))
-
-
-def with_segments(shape, options, seed=0):
-    """Options with ids drawn, sorted as packing makes them where there are as many keys as queries."""
-    options = dict(options)
-    count = options.pop("segments", None)
-    if count is None:
-        return options
-    batch, queries, keys = shape[:3]
-    rng = np.random.default_rng(seed)
-    mine = np.sort(rng.integers(0, count + 1, (batch, queries)), axis=1)
-    theirs = mine if keys == queries else rng.integers(0, count, (batch, keys))
-    return options | {"segment_ids": jnp.asarray(mine), "kv_segment_ids": jnp.asarray(theirs)}
-
-
-def exact(
-    q,
-    k,
-    v,
-    d_out,
-    d_lse,
-    *,
-    causal=False,
-    window=None,
-    segment_ids=None,
-    kv_segment_ids=None,
-    scale=None,
-    soft_cap=None,
-    dropout=None,
-):
-    """Output, log-sum-exp, dq, dk, dv, in float64 and by hand."""
-    kinds = [np.asarray(x, np.float64) for x in (q, k, v, d_out, d_lse)]
-    q, k, v, d_out, d_lse = kinds
-    batch, queries, heads, dim = q.shape
-    keys, kv_heads = k.shape[1:3]
-    groups = heads // kv_heads
-    k, v = np.repeat(k, groups, axis=2), np.repeat(v, groups, axis=2)
-    scale = dim**-0.5 if scale is None else scale
-    s = np.einsum("bqhd,bkhd->bhqk", q, k) * scale
-    bend = np.ones_like(s)
-    if soft_cap is not None:
-        bend = 1 - np.tanh(s / soft_cap) ** 2
-        s = soft_cap * np.tanh(s / soft_cap)
-    distance = np.arange(queries)[:, None] + keys - queries - np.arange(keys)
-    seen = np.ones((batch, 1, queries, keys), bool)
-    if causal or window is not None:
-        seen &= distance >= 0
-    if window is not None:
-        seen &= distance < window
-    if segment_ids is not None:
-        seen &= (np.asarray(segment_ids)[:, :, None] == np.asarray(kv_segment_ids)[:, None, :])[:, None]
-    s = np.where(seen, s, -np.inf)
-    top = np.max(s, axis=-1, keepdims=True)
-    e = np.exp(s - np.where(np.isinf(top), 0, top))
-    total = e.sum(-1, keepdims=True)
-    with np.errstate(divide="ignore"):
-        lse = (top + np.log(total))[..., 0]
-    p = e / np.where(total > 0, total, 1)
-    factor = np.ones_like(p)
-    if dropout is not None:
-        key, rate = dropout
-        row = jnp.arange(batch * heads).reshape(batch, heads, 1, 1)
-        factor = np.asarray(kept(seed_of(key), row, jnp.arange(queries)[:, None], jnp.arange(keys), rate)) / (1 - rate)
-    out = np.einsum("bhqk,bkhd->bqhd", p * factor, v)
-    dv = np.einsum("bhqk,bqhd->bkhd", p * factor, d_out)
-    dp = np.einsum("bqhd,bkhd->bhqk", d_out, v) * factor
-    ds = p * (dp - (p * dp).sum(-1, keepdims=True) + d_lse[..., None]) * bend * scale
-    dq = np.einsum("bhqk,bkhd->bqhd", ds, k)
-    dk = np.einsum("bhqk,bqhd->bkhd", ds, q)
-    dk, dv = (x.reshape(batch, keys, kv_heads, groups, dim).sum(3) for x in (dk, dv))
-    return out, lse, dq, dk, dv
-
-
-def run(way, arrays, options):
-    """Output, log-sum-exp, dq, dk, dv of an implementation, compiled. A log-sum-exp of -inf gets no cotangent."""
-    name, deterministic = way.split(",")[0], way.endswith("deterministic")
-    options = options | {"implementation": name, "deterministic": deterministic}
-    calls = []
-
-    def counted(*args):
-        calls.append(name)
-        return implementation(*args)
-
-    implementation = IMPLEMENTATIONS[name]
-
-    @jax.jit
-    def both(q, k, v, d_out, d_lse):
-        (out, lse), pull = jax.vjp(lambda q, k, v: attention(q, k, v, return_lse=True, **options), q, k, v)
-        return (out, lse, *pull((d_out, jnp.where(jnp.isneginf(lse), 0.0, d_lse))))
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(IMPLEMENTATIONS, name, counted)
-        for constant, value in WAYS[way].items():
-            patch.setattr(blockwise, constant, value)
-        if name == "triton":  # its interpreter takes milliseconds a block, of any size
-            patch.setattr(flash, "blocks", lambda *_: BLOCKS)
-        results = both(*arrays)
-    assert calls == [name]
-    return results
-
-
-def assert_close(got, wanted, tolerance):
-    for name, x, y in zip(("out", "lse", "dq", "dk", "dv"), got, wanted, strict=True):
-        np.testing.assert_allclose(np.asarray(x, np.float64), y, rtol=tolerance, atol=tolerance, err_msg=name)
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -307,101 +154,6 @@ def test_within_jit_scan_remat_and_vmap():
     for x, y, z in zip(wanted, got, mapped, strict=True):
         np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-4)
         np.testing.assert_allclose(x, z[:, 0], rtol=1e-4, atol=1e-4)
-
-
-# ---------------------------------------------------------------- what it holds
-
-
-def temporaries(shape, **options):
-    """Bytes that the compiled gradient allocates beside arguments and results."""
-    batch, queries, keys, heads, kv_heads, dim = shape
-    q = jax.ShapeDtypeStruct((batch, queries, heads, dim), jnp.float32)
-    k = jax.ShapeDtypeStruct((batch, keys, kv_heads, dim), jnp.float32)
-
-    def loss(q, k, v):
-        return jnp.sum(attention(q, k, v, **options) ** 2)
-
-    return jax.jit(jax.grad(loss, (0, 1, 2))).lower(q, k, k).compile().memory_analysis().temp_size_in_bytes
-
-
-def test_bytes_grow_with_the_sequence_not_with_its_square():
-    lengths = [1024, 2048, 4096, 8192]
-    blocks = [temporaries((1, n, n, 2, 1, 16), causal=True, implementation="blockwise") for n in lengths]
-    rows = 2 * 16 * 4  # bytes a position, of one array of all heads
-    for length, following, bytes_, more in zip(lengths, lengths[1:], blocks, blocks[1:], strict=False):
-        assert more - bytes_ < 16 * rows * (following - length)
-    scores = 2 * lengths[-1] ** 2 * 4
-    assert blocks[-1] < 0.1 * scores
-    assert temporaries((1, 1024, 1024, 2, 1, 16), causal=True, implementation="reference") > 2 * 1024**2 * 4
-
-
-def test_the_program_does_not_grow_with_the_sequence():
-    def size(length):
-        q = jax.ShapeDtypeStruct((1, length, 1, 8), jnp.float32)
-        return len(
-            jax.jit(jax.grad(lambda q: jnp.sum(attention(q, q, q, causal=True)))).lower(q).as_text().splitlines()
-        )
-
-    assert size(65536) <= 1.02 * size(2048)
-
-
-# ---------------------------------------------------------------- on several devices
-
-
-@pytest.mark.parametrize("way", [way for way in WAYS if way.startswith("blockwise")])
-def test_batch_and_heads_split_over_devices(way, monkeypatch):
-    """GSPMD: the same values as on one device, and not one element moves between devices."""
-    for constant, value in WAYS[way].items():
-        monkeypatch.setattr(blockwise, constant, value)
-    shape, options = (4, 96, 96, 4, 2, 8), {"causal": True, "segments": 3, "dropout": (KEY, 0.2)}
-    options = with_segments(shape, options)
-    ids = options.pop("segment_ids")
-    del options["kv_segment_ids"]
-    *arrays, d_lse = drawn(shape)
-
-    def both(q, k, v, d_out, d_lse, ids):
-        (out, lse), pull = jax.vjp(
-            lambda q, k, v: attention(
-                q, k, v, segment_ids=ids, return_lse=True, implementation=way.split(",")[0], **options
-            ),
-            q,
-            k,
-            v,
-        )
-        return (out, lse, *pull((out, lse)), *pull((d_out, d_lse)))
-
-    mesh = Mesh(np.array(jax.devices()).reshape(4, 2), ("fsdp", "tensor"))
-    by_head = NamedSharding(mesh, PartitionSpec("fsdp", None, "tensor", None))
-    places = (
-        *[by_head] * 4,
-        NamedSharding(mesh, PartitionSpec("fsdp", "tensor")),
-        NamedSharding(mesh, PartitionSpec("fsdp")),
-    )
-    given_ = (*arrays, d_lse, ids)
-    compiled = jax.jit(both, in_shardings=places).lower(*given_).compile()
-    for x, y in zip(jax.jit(both)(*given_), compiled(*map(jax.device_put, given_, places)), strict=True):
-        np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-5)
-    moved = re.findall(r"all-gather|all-reduce|all-to-all|collective-permute|reduce-scatter", compiled.as_text())
-    assert not moved
-    assert all(x.is_equivalent_to(by_head, 4) for x in (compiled.output_shardings[0], *compiled.output_shardings[2:5]))
-
-
-@pytest.mark.parametrize("way", IMPLEMENTATIONS)
-def test_each_device_its_own_batch_and_heads(way):
-    """What XLA cannot cut by itself is called on each device's part."""
-    shape = (4, 40, 40, 4, 2, 8)
-    *arrays, _ = drawn(shape, dtype=TAKES[way][0])
-    mesh = Mesh(np.array(jax.devices()).reshape(4, 2), ("fsdp", "tensor"))
-    by_head = PartitionSpec("fsdp", None, "tensor", None)
-
-    def both(q, k, v, d_out):
-        out, pull = jax.vjp(lambda q, k, v: attention(q, k, v, causal=True, implementation=way), q, k, v)
-        return (out, *pull(d_out))
-
-    cut = jax.jit(jax.shard_map(both, mesh=mesh, in_specs=(by_head,) * 4, out_specs=(by_head,) * 4, check_vma=False))
-    tolerance = TAKES[way][1] / 2
-    for x, y in zip(jax.jit(both)(*arrays), cut(*arrays), strict=True):
-        np.testing.assert_allclose(x, y, rtol=tolerance, atol=tolerance)
 
 
 # ---------------------------------------------------------------- what it refuses

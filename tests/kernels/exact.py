@@ -1,0 +1,164 @@
+"""Attention in float64, and what its implementations are held against it with."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxmem.kernels import attention
+from jaxmem.kernels.attention import IMPLEMENTATIONS, blockwise, flash
+from jaxmem.kernels.attention.block import Blocks
+from jaxmem.kernels.attention.mask import kept, seed_of
+
+KEY = jax.random.key(7)
+BLOCKS = Blocks(queries=64, keys=64, warps=4, stages=1)
+# Blockwise has two ways: everything written out, and a loop over tiles. Small tiles make small cases cross many. Mosaic
+# goes backward in one pass or in two.
+WAYS = {
+    **{name: {} for name in IMPLEMENTATIONS},
+    "blockwise, looping": {"SHORT": 0, "LONG_BLOCK": 32},
+    "mosaic, deterministic": {},
+}
+# In float32, but for what takes 16 bits only: there it is as good as the rounding of p and of the results.
+TAKES = {way: ("float16", 4e-3) if way.startswith("mosaic") else ("float32", 2e-5) for way in WAYS}
+
+# name: (batch, queries, keys, heads, kv_heads, dim), options
+CASES = {
+    "causal": ((2, 96, 96, 2, 2, 16), {"causal": True}),
+    "full": ((2, 80, 80, 2, 2, 16), {}),
+    "grouped": ((2, 64, 64, 6, 2, 8), {"causal": True}),
+    "one key head": ((1, 64, 64, 4, 1, 8), {}),
+    "odd lengths": ((1, 71, 71, 2, 1, 8), {"causal": True}),
+    "one position": ((2, 1, 1, 2, 2, 8), {"causal": True}),
+    "one query, many keys": ((2, 1, 133, 4, 2, 8), {"causal": True}),
+    "more keys than queries": ((1, 40, 90, 2, 2, 8), {"causal": True}),
+    "more queries than keys: the first see nothing": ((1, 90, 40, 2, 1, 8), {"causal": True}),
+    "window": ((1, 150, 150, 2, 1, 8), {"causal": True, "window": 37}),
+    "window of one": ((1, 70, 70, 2, 2, 8), {"window": 1}),
+    "window, more keys than queries": ((1, 66, 160, 2, 2, 8), {"window": 20}),
+    "segments": ((2, 100, 100, 2, 1, 8), {"causal": True, "segments": 4}),
+    "segments of other lengths, some unseen": ((2, 50, 120, 2, 2, 8), {"segments": 5}),
+    "soft cap": ((1, 72, 72, 2, 2, 8), {"causal": True, "soft_cap": 2.0}),
+    "scale": ((1, 72, 72, 2, 2, 8), {"scale": 0.9}),
+    "dropout": ((2, 90, 90, 2, 1, 8), {"causal": True, "dropout": (KEY, 0.3)}),  # of one mask, whatever the tiles
+    "heads of 64": ((1, 20, 20, 2, 1, 64), {"causal": True}),
+    "everything": (
+        (2, 70, 130, 2, 1, 8),
+        {"window": 33, "segments": 3, "soft_cap": 3.0, "scale": 0.5, "dropout": (KEY, 0.1)},
+    ),
+}
+
+
+def drawn(shape, seed=0, dtype=jnp.float32):
+    """q, k, v and the cotangents of output and log-sum-exp."""
+    batch, queries, keys, heads, kv_heads, dim = shape
+    rng = np.random.default_rng(seed)
+    sizes = [(batch, queries, heads, dim), *[(batch, keys, kv_heads, dim)] * 2, (batch, queries, heads, dim)]
+    arrays = [jnp.asarray(rng.standard_normal(size), dtype) for size in sizes]
+    return (*arrays, jnp.asarray(rng.standard_normal((batch, heads, queries)), jnp.float32))
+
+
+def with_segments(shape, options, seed=0):
+    """Options with ids drawn, sorted as packing makes them where there are as many keys as queries."""
+    options = dict(options)
+    count = options.pop("segments", None)
+    if count is None:
+        return options
+    batch, queries, keys = shape[:3]
+    rng = np.random.default_rng(seed)
+    mine = np.sort(rng.integers(0, count + 1, (batch, queries)), axis=1)
+    theirs = mine if keys == queries else rng.integers(0, count, (batch, keys))
+    return options | {"segment_ids": jnp.asarray(mine), "kv_segment_ids": jnp.asarray(theirs)}
+
+
+def exact(
+    q,
+    k,
+    v,
+    d_out,
+    d_lse,
+    *,
+    causal=False,
+    window=None,
+    segment_ids=None,
+    kv_segment_ids=None,
+    scale=None,
+    soft_cap=None,
+    dropout=None,
+):
+    """Output, log-sum-exp, dq, dk, dv, in float64 and by hand."""
+    kinds = [np.asarray(x, np.float64) for x in (q, k, v, d_out, d_lse)]
+    q, k, v, d_out, d_lse = kinds
+    batch, queries, heads, dim = q.shape
+    keys, kv_heads = k.shape[1:3]
+    groups = heads // kv_heads
+    k, v = np.repeat(k, groups, axis=2), np.repeat(v, groups, axis=2)
+    scale = dim**-0.5 if scale is None else scale
+    s = np.einsum("bqhd,bkhd->bhqk", q, k) * scale
+    bend = np.ones_like(s)
+    if soft_cap is not None:
+        bend = 1 - np.tanh(s / soft_cap) ** 2
+        s = soft_cap * np.tanh(s / soft_cap)
+    distance = np.arange(queries)[:, None] + keys - queries - np.arange(keys)
+    seen = np.ones((batch, 1, queries, keys), bool)
+    if causal or window is not None:
+        seen &= distance >= 0
+    if window is not None:
+        seen &= distance < window
+    if segment_ids is not None:
+        seen &= (np.asarray(segment_ids)[:, :, None] == np.asarray(kv_segment_ids)[:, None, :])[:, None]
+    s = np.where(seen, s, -np.inf)
+    top = np.max(s, axis=-1, keepdims=True)
+    e = np.exp(s - np.where(np.isinf(top), 0, top))
+    total = e.sum(-1, keepdims=True)
+    with np.errstate(divide="ignore"):
+        lse = (top + np.log(total))[..., 0]
+    p = e / np.where(total > 0, total, 1)
+    factor = np.ones_like(p)
+    if dropout is not None:
+        key, rate = dropout
+        row = jnp.arange(batch * heads).reshape(batch, heads, 1, 1)
+        factor = np.asarray(kept(seed_of(key), row, jnp.arange(queries)[:, None], jnp.arange(keys), rate)) / (1 - rate)
+    out = np.einsum("bhqk,bkhd->bqhd", p * factor, v)
+    dv = np.einsum("bhqk,bqhd->bkhd", p * factor, d_out)
+    dp = np.einsum("bqhd,bkhd->bhqk", d_out, v) * factor
+    ds = p * (dp - (p * dp).sum(-1, keepdims=True) + d_lse[..., None]) * bend * scale
+    dq = np.einsum("bhqk,bkhd->bqhd", ds, k)
+    dk = np.einsum("bhqk,bqhd->bkhd", ds, q)
+    dk, dv = (x.reshape(batch, keys, kv_heads, groups, dim).sum(3) for x in (dk, dv))
+    return out, lse, dq, dk, dv
+
+
+def run(way, arrays, options):
+    """Output, log-sum-exp, dq, dk, dv of an implementation, compiled. A log-sum-exp of -inf gets no cotangent."""
+    name, deterministic = way.split(",")[0], way.endswith("deterministic")
+    options = options | {"implementation": name, "deterministic": deterministic}
+    calls = []
+
+    def counted(*args):
+        calls.append(name)
+        return implementation(*args)
+
+    implementation = IMPLEMENTATIONS[name]
+
+    @jax.jit
+    def both(q, k, v, d_out, d_lse):
+        (out, lse), pull = jax.vjp(lambda q, k, v: attention(q, k, v, return_lse=True, **options), q, k, v)
+        return (out, lse, *pull((d_out, jnp.where(jnp.isneginf(lse), 0.0, d_lse))))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(IMPLEMENTATIONS, name, counted)
+        for constant, value in WAYS[way].items():
+            patch.setattr(blockwise, constant, value)
+        if name == "triton":  # its interpreter takes milliseconds a block, of any size
+            patch.setattr(flash, "blocks", lambda *_: BLOCKS)
+        results = both(*arrays)
+    assert calls == [name]
+    return results
+
+
+def assert_close(got, wanted, tolerance):
+    for name, x, y in zip(("out", "lse", "dq", "dk", "dv"), got, wanted, strict=True):
+        np.testing.assert_allclose(np.asarray(x, np.float64), y, rtol=tolerance, atol=tolerance, err_msg=name)
