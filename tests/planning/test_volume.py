@@ -112,13 +112,15 @@ def test_the_next_slice_of_the_head_is_gathered_beside_the_work_on_this_one():
     assert loops == 4  # forward and backward, in the loop over micro-batches and in the last one
 
 
-def test_gradients_of_a_layer_travel_beside_products():
-    """Also the last that it makes."""
+@pytest.mark.parametrize("gpus", ["h100-80gb:8", "a100-80gb:8"])
+def test_gradients_of_a_layer_travel_beside_products(gpus):
+    """Also the last that it makes; and on what is older than Hopper, where XLA has to be told."""
+    target = parse_target(gpus)
     cfg = config(
         model={"preset": "llama3-8b", "layers": 4}, mesh={"fsdp": 8}, data={"sequence_length": 8192},
         memory={"remat": "full"},
     )  # fmt: skip
-    built = program(cfg, target_devices(TARGET, TARGET.memory))
+    built = program(cfg, target_devices(target, target.memory))
     step, _ = compile_all(built.lower_step(), {}, here=False, code=False)
     in_layers = [one for one in sent_by(step).sent if one.message.kind == "reduce-scatter" and one.executed == 4]
     assert len(in_layers) == 7
