@@ -31,7 +31,7 @@ demo: $(VENV)/installed
 		'  jaxmem doctor'
 
 test: $(VENV)/installed-dev
-	@$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
+	@$(BIN)/python -m pytest -n 2 --dist loadfile
 
 # mypy reads a tree of links in which kernels/ stands where it installs: jaxmem/kernels.
 lint: $(VENV)/installed-dev
