@@ -343,6 +343,7 @@ def _too_long(*_: object) -> None:
 
 def outcome(one: Class, data: bytes, at: Path) -> str | None:
     """What is wrong with what came of an input; None: it was read, or refused by a clear error."""
+    signal.signal(signal.SIGPROF, _too_long)  # which would end the process
     signal.setitimer(signal.ITIMER_PROF, SECONDS)
     try:
         one.read(data, at)
@@ -398,7 +399,6 @@ def main() -> int:
         parser.error(f"no class {unknown[0]!r}; known: {', '.join(known)}")
     used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     resource.setrlimit(resource.RLIMIT_AS, (used + MEMORY, used + MEMORY))
-    signal.signal(signal.SIGPROF, _too_long)
     failed = 0
     for name in args.names or known:
         found = fuzz(name, known[name], args.seed, args.n, args.seconds, args.keep)
