@@ -28,6 +28,7 @@ from jaxmem.planning.share import head_groups, held_vocabulary, loss_chunk, mlp_
 from jaxmem.planning.state import Held, Leaf, state_of
 from jaxmem.precision import compute_dtype
 from jaxmem.program import Program
+from jaxmem.sharding import ENOUGH
 
 STATE = ("parameters", "quantization", "master", "optimizer")
 
@@ -151,7 +152,7 @@ class _Sizes:
             # fsdp splits it; and from jax 0.11 on, where layers run again, on a lone device too.
             # Not where a layer's gradients come in order (`sharding.gather_for`): nothing is left for later.
             travels = cfg.zero >= 2 and mesh.fsdp * mesh.context > 1
-            self.in_order = travels and tensor == 1 and tokens >= 2 * model.embed
+            self.in_order = travels and tensor == 1 and tokens >= ENOUGH * model.embed
             fetched = rests_on_host(cfg.memory.offload, "optimizer") and cfg.batch.accumulate == 1 and mesh.fsdp > 1
             alone = jax.__version_info__ >= (0, 11) and cfg.memory.remat != "none" and split * tensor * mesh.stage == 1
             late = travels and not self.in_order

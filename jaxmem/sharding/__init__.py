@@ -21,7 +21,7 @@ from jaxmem.sharding.arrays import (
     row_major,
     split_first,
 )
-from jaxmem.sharding.gathered import GATHERED, axes_at_rest, gather, gather_for, whole
+from jaxmem.sharding.gathered import ENOUGH, GATHERED, axes_at_rest, gather, gather_for, whole
 from jaxmem.sharding.layout import Layout, along, current, layout_for
 from jaxmem.sharding.table import (
     ALSO,
@@ -42,6 +42,7 @@ from jaxmem.sharding.table import (
 
 __all__ = [
     "ALSO",
+    "ENOUGH",
     "GATHERED",
     "IF_EVEN",
     "MESH_AXES",

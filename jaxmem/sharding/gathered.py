@@ -20,6 +20,7 @@ from jaxmem.sharding.table import IF_EVEN, Axes, Role, as_even, is_axes
 from jaxmem.weights import Point, Weight, is_quantized
 
 GATHERED = "gathered_weight"  # the checkpoint name of a weight as it is computed with
+ENOUGH = 2  # tokens of a device, for each row of a weight's smaller side: from here on to wait for a gradient pays
 
 
 def axes_at_rest(axes: Any, weights: Any) -> Any:
@@ -93,7 +94,7 @@ def _waits(x: jax.Array, weight: Weight, axes: Axes, role: Role) -> bool:
     if layout is None or any(layout.over_each(role, axes)) or not any(layout.over_each("gradients", axes)):
         return False
     tokens = x.size // x.shape[-1] // layout.parts("activations", "batch") // layout.parts("activations", "time")
-    return tokens >= 2 * min(weight.shape)
+    return tokens >= ENOUGH * min(weight.shape)
 
 
 def _as_it_rests(x: jax.Array, axes: Axes, role: Role, computing: Role) -> jax.Array:
