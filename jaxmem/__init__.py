@@ -5,7 +5,7 @@
     result = jaxmem.train(cfg)
 
 Everything is imported when it is first used: `import jaxmem` takes milliseconds and does not start jax,
-so that a program can still choose its devices (`jaxmem.devices.simulate(8)`).
+so that a program can still choose its devices (`jaxmem.simulate(8)`).
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ _NAMES = {
     "fit": "jaxmem.search:fit",
     "load_config": "jaxmem.config:load_config",
     "plan": "jaxmem.planning:plan",
+    "simulate": "jaxmem.machine.devices:simulate",
     "train": "jaxmem.training.run:run",
 }
 

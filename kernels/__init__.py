@@ -9,7 +9,6 @@ from .attention import attention
 from .cross_entropy import cross_entropy
 from .dequant_matmul import Constants, dequant_matmul
 from .rms_norm import rms_norm
-from .sliding_max import sliding_max
 
 __all__ = [
     "Constants",
@@ -20,5 +19,4 @@ __all__ = [
     "dequant_matmul",
     "int8_add",
     "rms_norm",
-    "sliding_max",
 ]

@@ -20,8 +20,8 @@ ROOMS = {  # what a loop of one's own is made of; None: all that it says is publ
     "jaxmem.adapters": None,
     "jaxmem.hf": None,
     "jaxmem.kernels": None,
-    "jaxmem.losses": ("cross_entropy",),
-    "jaxmem.parameter_server": ("ParameterServer", "train", "busiest_link"),
+    "jaxmem.models.losses": ("cross_entropy",),
+    "jaxmem.lab.parameter_server": ("ParameterServer", "train", "busiest_link"),
     "jaxmem.distributed.communicator": ("Communicator",),
 }
 

@@ -19,7 +19,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from jaxmem import devices, standard_error
+from jaxmem.machine import devices, stderr
 
 devices.stay_on_cpu_without_gpu(only_compile=True)
 
@@ -49,7 +49,7 @@ def sources(target: str, dim: int, *, deterministic: bool) -> Iterator[tuple[str
     with tempfile.TemporaryDirectory() as folder, devices.lowering_for(place.device_set.copy().pop()):
         os.environ["MOSAIC_GPU_DUMP_TO"] = folder
         lowered = jax.jit(jax.grad(loss, (0, 1, 2))).lower(q, q, q)
-        with standard_error.filtered(lambda _: b""):  # Mosaic looks for a disassembler elsewhere
+        with stderr.filtered(lambda _: b""):  # Mosaic looks for a disassembler elsewhere
             lowered.compile({"xla_gpu_autotune_level": "0"})
         for source in (file.read_text() for file in sorted(Path(folder).glob("*.ptx"))):
             (name,) = re.findall(r"\.entry (\w+)_mosaic_gpu_kernel", source)

@@ -21,11 +21,11 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 import jax
 
-from jaxmem import devices
-from jaxmem.evaluate import HeldOut
+from jaxmem.inference.evaluate import HeldOut
+from jaxmem.inference.load import open_run
+from jaxmem.lab.tour.quantization import BLOCK, is_matrix, rounded
+from jaxmem.machine import devices
 from jaxmem.quant import quantize
-from jaxmem.tour.quantization import BLOCK, is_matrix, rounded
-from jaxmem.trained import open_run
 
 LEAST = 1e-4  # nats: what a figure shows of less
 SERIES = {  # of formats with more and more bits

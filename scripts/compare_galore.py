@@ -28,9 +28,9 @@ import numpy as np
 import torch
 
 import jaxmem
-from jaxmem.bench.torch_peer import network_of
 from jaxmem.data import Loader
-from jaxmem.program import program
+from jaxmem.lab.bench.torch_peer import network_of
+from jaxmem.step import program
 
 ROOT = Path(__file__).parents[1]
 RECORDS = ROOT / "docs" / "benchmarks" / "optimizer-quality.jsonl"

@@ -134,8 +134,8 @@ def write(place: Path) -> None:
     from flax.traverse_util import flatten_dict, unflatten_dict
 
     from jaxmem import hf
-    from jaxmem.decode import generate
-    from jaxmem.trained import open_model
+    from jaxmem.inference.generate import generate
+    from jaxmem.inference.load import open_model
 
     write_directory(BASE, place / "base")
     found = {}

@@ -12,7 +12,7 @@ from pathlib import Path
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 from jaxmem.config import load_config
-from jaxmem.hardware import GIB
+from jaxmem.machine.gpus import GIB
 from jaxmem.planning import plan
 
 CONFIGS = Path(__file__).parents[1] / "configs"

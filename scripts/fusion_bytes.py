@@ -10,12 +10,12 @@ from __future__ import annotations
 
 import sys
 
-from jaxmem import devices
+from jaxmem.machine import devices
 
 devices.stay_on_cpu_without_gpu(only_compile=True)
 
+from jaxmem.lab.tour.fusion import chains  # noqa: E402
 from jaxmem.planning.targets import parse_target, target_devices  # noqa: E402
-from jaxmem.tour.fusion import chains  # noqa: E402
 
 
 def main(target: str = "h100-80gb") -> None:

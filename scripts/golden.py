@@ -26,10 +26,10 @@ import jax
 import numpy as np
 
 from jaxmem.config import Config, load_config
-from jaxmem.devices import simulate
-from jaxmem.program import Program, program
+from jaxmem.machine.devices import simulate
+from jaxmem.step import Program, program
 
-FILE = Path(__file__).parents[1] / "tests/program/data/golden.json"
+FILE = Path(__file__).parents[1] / "tests/step/data/golden.json"
 UPDATES, TOLERANCE = 5, 2e-5  # of each loss
 DECODER = {
     "preset": "tiny",

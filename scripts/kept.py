@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from jaxmem import devices
+from jaxmem.machine import devices
 
 LAYERS, ROWS, TIME, EMBED, HIDDEN, HEADS, KEY_HEADS, VOCAB, SIDE = 8, 2, 512, 256, 704, 4, 2, 1408, 32
 
@@ -37,8 +37,7 @@ def kinds() -> dict[str, Kind]:
     import jax
     import jax.numpy as jnp
 
-    from jaxmem import losses, vocabulary
-    from jaxmem.models import block, convnet, parts
+    from jaxmem.models import block, convnet, losses, parts, vocab_loss
 
     def attention(rngs: Any) -> Any:
         sizes = (EMBED, HEADS, KEY_HEADS, EMBED // HEADS)
@@ -56,8 +55,8 @@ def kinds() -> dict[str, Kind]:
 
     def sliced(head: Any, x: Any) -> Any:
         labels, weight = jnp.zeros((ROWS, TIME), jnp.int32), head.weight
-        axes, slices = ("embed", "vocab"), vocabulary.slices(VOCAB // 4, x, VOCAB)
-        return x + _mean(vocabulary.cross_entropy(x, weight.get_value(), labels, axes=axes, slices=slices), x)
+        axes, slices = ("embed", "vocab"), vocab_loss.slices(VOCAB // 4, x, VOCAB)
+        return x + _mean(vocab_loss.cross_entropy(x, weight.get_value(), labels, axes=axes, slices=slices), x)
 
     def apply(layer: Any, x: Any) -> Any:
         return layer(x)

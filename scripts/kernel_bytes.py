@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
-from jaxmem import devices
+from jaxmem.machine import devices
 
 devices.stay_on_cpu_without_gpu(only_compile=True)
 
@@ -19,8 +19,8 @@ import jax  # noqa: E402
 import jax.numpy as jnp  # noqa: E402
 
 from jaxmem.kernels import cross_entropy, int8_add  # noqa: E402
+from jaxmem.lab.tour.fusion import counted  # noqa: E402
 from jaxmem.planning.targets import parse_target, target_devices  # noqa: E402
-from jaxmem.tour.fusion import counted  # noqa: E402
 
 TOKENS, EMBED, VOCAB, MLP = 8192, 4096, 128256, 14336  # Llama 3 8B
 

@@ -11,7 +11,7 @@ and logic 64, exp2, reciprocals, roots and conversions 16, memory and shuffles 3
 programming guide). The units work side by side: the time is that of what takes the longest of them, and of beginning
 all instructions.
 
-`slots there are`: SMs x clock x 128 lanes x bytes a number / bandwidth, by the data sheets (`jaxmem/hardware.py`), the
+`slots there are`: SMs x clock x 128 lanes x bytes a number / bandwidth, by data sheets (`jaxmem/machine/gpus.py`), the
 clock being the highest. `bandwidth left`: these by those that are taken, at most all. A copy itself attains some 85 %
 of the data sheet's; that loads are waited for, and that units stand in each other's way, is not in it.
 """
@@ -29,7 +29,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from jaxmem import devices
+from jaxmem.machine import devices
 
 devices.stay_on_cpu_without_gpu(only_compile=True)
 
@@ -37,8 +37,8 @@ import jax  # noqa: E402
 import jax.numpy as jnp  # noqa: E402
 
 from jaxmem.errors import UserError  # noqa: E402
-from jaxmem.hardware import Gpu  # noqa: E402
 from jaxmem.kernels import Moments8, adam8_update, int8_add, rms_norm  # noqa: E402
+from jaxmem.machine.gpus import Gpu  # noqa: E402
 from jaxmem.planning.targets import parse_target, target_devices  # noqa: E402
 
 TARGETS = ("h200-141gb", "rtx4090-24gb", "a100-80gb")

@@ -20,7 +20,7 @@ from jaxmem.planning.compile import compile_all
 from jaxmem.planning.targets import parse_target, target_devices
 from jaxmem.planning.timeline import timeline
 from jaxmem.planning.volume import volume
-from jaxmem.program import program
+from jaxmem.step import program
 
 LAYOUTS = {
     "data parallel": "zero=0 mesh.fsdp=8",

@@ -88,7 +88,7 @@ def measure(cfg: Config) -> dict[str, Any]:
     import jax
 
     from jaxmem.data import Loader
-    from jaxmem.program import program
+    from jaxmem.step import program
 
     built = program(cfg, jax.devices())
     before, began = resident(), time.monotonic()
@@ -147,7 +147,7 @@ def main() -> int:
     parser.add_argument("--measure", nargs="+", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.measure:
-        from jaxmem.devices import simulate
+        from jaxmem.machine.devices import simulate
 
         simulate(8)
         print(json.dumps(measure(load_config(ROOT / "configs/demo.yaml", args.measure))))

@@ -21,7 +21,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from jaxmem import devices
+from jaxmem.machine import devices
 from jaxmem.planning.measure import apart
 
 MODELS = {
@@ -99,7 +99,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--first", type=int, help="only so many configs")
     parser.add_argument("--minutes", type=float, default=8.5, help="what is not done by then is left out, and said")
     given = parser.parse_args(arguments)
-    gpus = devices.gpus() if devices.has_nvidia_gpu() else []
+    gpus = devices.nvidia_gpus() if devices.has_nvidia_gpu() else []
     if not gpus:
         print("no GPU here: tiny shapes on the CPU, nothing is measured", file=sys.stderr)
     begun, rows = time.monotonic(), list[dict[str, Any]]()

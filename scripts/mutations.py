@@ -60,25 +60,25 @@ FAULTS = {
     ),
     "micro-batch": Fault(
         "the last micro-batch dropped",
-        "jaxmem/program/gradients.py",
+        "jaxmem/step/gradients.py",
         "looped = (batch, keys) if apart is None else",
         "looped = jax.tree.map(lambda x: x[:-1], (batch, keys)) if apart is None else",
-        "tests/program/test_step.py::test_micro_batches_add_up_to_the_large_batch",
+        "tests/step/test_step.py::test_micro_batches_add_up_to_the_large_batch",
     ),
     "axes": Fault(
         "two mesh axes exchanged in a rule: what the optimizer holds is split as for a lower ZeRO stage",
         "jaxmem/sharding/table.py",
         "optimizer=state if zero >= 1 else tensor",
         "optimizer=tensor if zero >= 1 else state",
-        "tests/program/test_layouts.py::test_every_table_covers_the_same_axes "
-        "tests/program/test_layouts.py::test_every_layout_learns_what_one_device_learns_in_the_bytes_that_the_tables_promise",
+        "tests/step/test_layouts.py::test_every_table_covers_the_same_axes "
+        "tests/step/test_layouts.py::test_every_layout_learns_what_one_device_learns_in_the_bytes_that_the_tables_promise",
     ),
     "mask": Fault(
         "the mask of the loss counted twice",
-        "jaxmem/program/objective.py",
+        "jaxmem/step/objective.py",
         '"count": jnp.sum(mask)}',
         '"count": 2 * jnp.sum(mask)}',
-        "tests/program/test_step.py::test_the_update_is_adamw_on_clipped_mean_gradients",
+        "tests/step/test_step.py::test_the_update_is_adamw_on_clipped_mean_gradients",
     ),
     "rope": Fault(
         "a rotation that is none",
@@ -96,10 +96,10 @@ FAULTS = {
     ),
     "rounding": Fault(
         "stochastic rounding that always rounds down",
-        "jaxmem/precision.py",
+        "jaxmem/quant/precision.py",
         "draws = jax.random.bits(key, x.shape, jnp.uint16).astype(jnp.uint32)",
         "draws = jnp.zeros(x.shape, jnp.uint32)",
-        "tests/test_precision.py::test_rounded_stochastically_a_value_is_one_of_its_neighbours_and_itself_in_the_mean",
+        "tests/quant/test_precision.py::test_rounded_stochastically_a_value_is_one_of_its_neighbours_and_itself_in_the_mean",
     ),
     "dropout": Fault(
         "what dropout keeps is not made larger",
@@ -110,10 +110,10 @@ FAULTS = {
     ),
     "smoothing": Fault(
         "label smoothing the wrong way round",
-        "jaxmem/losses.py",
+        "jaxmem/models/losses.py",
         "(1.0 - label_smoothing) * loss + label_smoothing * uniform",
         "label_smoothing * loss + (1.0 - label_smoothing) * uniform",
-        "tests/test_losses.py",
+        "tests/models/test_losses.py",
     ),
 }
 

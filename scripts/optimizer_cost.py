@@ -14,7 +14,8 @@ import sys
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
-from jaxmem import devices, load_config
+from jaxmem import load_config
+from jaxmem.machine import devices
 
 devices.stay_on_cpu_without_gpu(only_compile=True)
 
@@ -22,7 +23,7 @@ from jaxmem.planning import Plan  # noqa: E402
 from jaxmem.planning.compile import compile_all  # noqa: E402
 from jaxmem.planning.targets import parse_target, target_devices  # noqa: E402
 from jaxmem.planning.timeline import Timeline  # noqa: E402
-from jaxmem.program import program  # noqa: E402
+from jaxmem.step import program  # noqa: E402
 
 TARGET = "h100-80gb"
 SEQUENCE = 2048

@@ -10,7 +10,7 @@ import time
 import jax
 import jax.numpy as jnp
 
-from jaxmem.devices import stay_on_cpu_without_gpu
+from jaxmem.machine.devices import stay_on_cpu_without_gpu
 from jaxmem.quant import FORMATS, quantize
 
 SHAPE = (4096, 4096)

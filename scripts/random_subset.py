@@ -1,11 +1,11 @@
-"""A random subset of the weights, beside low-rank adapters of as many numbers: `jaxmem.tour.subset` says what and why.
+"""A random subset of the weights, beside low-rank adapters of as many parameters: see `jaxmem.lab.tour.subset`.
 
 python scripts/random_subset.py
 """
 
 from __future__ import annotations
 
-from jaxmem.tour.subset import RATES, STEPS, learnt
+from jaxmem.lab.tour.subset import RATES, STEPS, learnt
 
 if __name__ == "__main__":
     print(f"{STEPS} updates, the best of the rates {', '.join(map(str, RATES))}")

@@ -14,9 +14,9 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from jaxmem import devices
-from jaxmem.figures import figure
-from jaxmem.tour.checkpointing import FORMULAS, POLICIES, backward
+from jaxmem.lab.tour.checkpointing import FORMULAS, POLICIES, backward
+from jaxmem.machine import devices
+from jaxmem.report.matplotlib_figure import figure
 
 
 def rows(policies: Sequence[str], depths: Sequence[int], target: str, **size: Any) -> Iterator[dict[str, Any]]:

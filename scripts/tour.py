@@ -10,7 +10,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from jaxmem.tour import STOPS, stop
+from jaxmem.lab.tour import STOPS, stop
 
 DOCS = Path(__file__).parents[1] / "docs"
 HEAD = """# The tour

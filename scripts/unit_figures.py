@@ -14,7 +14,8 @@ import sys
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
-from jaxmem import devices, load_config
+from jaxmem import load_config
+from jaxmem.machine import devices
 
 devices.stay_on_cpu_without_gpu(only_compile=True)
 
@@ -22,7 +23,7 @@ from jaxmem.planning import Plan  # noqa: E402
 from jaxmem.planning.breakdown import UPDATES  # noqa: E402
 from jaxmem.planning.compile import compile_all  # noqa: E402
 from jaxmem.planning.targets import parse_target, target_devices  # noqa: E402
-from jaxmem.program import program  # noqa: E402
+from jaxmem.step import program  # noqa: E402
 
 PUBLISHED = {0: 120, 1: 31.4, 2: 16.6, 3: 1.9}  # GB a GPU (arXiv:1910.02054, figure 1)
 CONFIG = {

@@ -14,7 +14,7 @@ import pytest
 from hypothesis import settings
 from jaxtyping import install_import_hook
 
-from jaxmem.devices import seldom_look_for_garbage, simulate
+from jaxmem.machine.devices import seldom_look_for_garbage, simulate
 
 # The programs are small and run a few times: what LLVM gains at run time it takes twice in compiling. HLO is the same.
 os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_backend_optimization_level=0"
@@ -36,7 +36,14 @@ os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "0"
 
 # Each call of a function in these has its arguments and its result held against their annotations.
 install_import_hook(
-    ["jaxmem.kernels", "jaxmem.models", "jaxmem.losses", "jaxmem.vocabulary", "jaxmem.precision", "jaxmem.stack"],
+    [
+        "jaxmem.kernels",
+        "jaxmem.models",
+        "jaxmem.models.losses",
+        "jaxmem.models.vocab_loss",
+        "jaxmem.quant.precision",
+        "jaxmem.stack",
+    ],
     "beartype.beartype",
 )
 

@@ -131,7 +131,7 @@ def test_bench_kernels(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.M
         {"contestant": "torch flash", "why_not": "torch is not installed"},
     ]
     rows = [{"operation": "attention", "shape": "long", **row} for row in rows]
-    monkeypatch.setattr("jaxmem.bench.kernels.bench_kernels", lambda *_, **__: iter([here, *rows]))
+    monkeypatch.setattr("jaxmem.lab.bench.kernels.bench_kernels", lambda *_, **__: iter([here, *rows]))
     assert jaxmem("bench", "kernels", "--json", capsys=capsys)[1] == json.dumps(here | {"rows": rows}, indent=2) + "\n"
     _, out, _ = jaxmem("bench", "kernels", capsys=capsys)
     assert "pallas         forward  right, float16, error 0.4 steps" in out
@@ -142,7 +142,7 @@ def test_bench_kernels(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.M
 
 def test_bench_step(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     found = {"jaxmem": 4000.0, "torch_eager": 3200.0, "ratio_eager": 1.25, "largest_loss_difference": 2e-6}
-    monkeypatch.setattr("jaxmem.bench.step.bench_step", lambda *_, **__: found)
+    monkeypatch.setattr("jaxmem.lab.bench.step.bench_step", lambda *_, **__: found)
     config = str(ROOT / "configs" / "bench.yaml")
     assert jaxmem("bench", "step", config, "--json", capsys=capsys)[1] == json.dumps(found, indent=2) + "\n"
     _, out, _ = jaxmem("bench", "step", config, capsys=capsys)
@@ -214,7 +214,7 @@ def test_json_is_all_that_stands_on_standard_output(capsys: pytest.CaptureFixtur
 def test_what_a_library_prints_does_not_spoil_the_json(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("jaxmem.doctor.examine", lambda: print("by the way") or {"fine": True})
+    monkeypatch.setattr("jaxmem.machine.doctor.examine", lambda: print("by the way") or {"fine": True})
     assert jaxmem("doctor", "--json", capsys=capsys) == (0, '{\n  "fine": true\n}\n', "by the way\n")
 
 
@@ -230,7 +230,7 @@ def test_a_user_error_of_the_library_is_one_line(
     def refuse() -> dict:
         raise UserError("mesh.fsdp is 3; 8 devices allow 1, 2, 4, 8")
 
-    monkeypatch.setattr("jaxmem.doctor.examine", refuse)
+    monkeypatch.setattr("jaxmem.machine.doctor.examine", refuse)
     assert jaxmem("doctor", capsys=capsys) == (2, "", "error: mesh.fsdp is 3; 8 devices allow 1, 2, 4, 8\n")
 
 
@@ -238,7 +238,7 @@ def test_an_interrupt_is_quiet_and_130(capsys: pytest.CaptureFixture[str], monke
     def interrupt() -> dict:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("jaxmem.doctor.examine", interrupt)
+    monkeypatch.setattr("jaxmem.machine.doctor.examine", interrupt)
     assert jaxmem("doctor", capsys=capsys) == (130, "", "")
 
 

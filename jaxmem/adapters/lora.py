@@ -30,12 +30,12 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from jaxmem.errors import UserError, nearest
-from jaxmem.host import brought
 from jaxmem.models import parts
 from jaxmem.models.parts import Embedding, Keys, Linear, fetch, product
-from jaxmem.precision import rested
 from jaxmem.quant import QTensor
 from jaxmem.sharding import ALSO, Axes
+from jaxmem.sharding.host import brought
+from jaxmem.sharding.storage import store_new
 
 LEARNS = ("*.lora.*",)
 
@@ -168,7 +168,7 @@ def _targets(model: nnx.Module, ranks: Mapping[str, int]) -> list[tuple[Linear |
 
 
 def _weight(value: jax.Array, axes: Axes) -> nnx.Param:
-    return nnx.Param(rested(value, axes), axes=axes)
+    return nnx.Param(store_new(value, axes), axes=axes)
 
 
 def _also(axis: str | None) -> str | None:

@@ -14,9 +14,9 @@ from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
-from jaxmem.exchange import rows
 from jaxmem.models import Decoder, parts
-from jaxmem.precision import rested
+from jaxmem.models.exchange import rows
+from jaxmem.sharding.storage import store_new
 
 LEARNS = ("prompt.*",)
 
@@ -25,7 +25,7 @@ class Prompt(nnx.Module):
     """Tokens beyond the vocabulary: `vocab`, `vocab + 1`, ... stand for its rows."""
 
     def __init__(self, begin: Float[Array, "length embed"], vocab: int):
-        self.weight = nnx.Param(rested(begin, (None, "embed")), axes=(None, "embed"))
+        self.weight = nnx.Param(store_new(begin, (None, "embed")), axes=(None, "embed"))
         self.length, self.vocab = begin.shape[0], vocab
 
     @property

@@ -14,11 +14,11 @@ import jax
 import orbax.checkpoint as ocp
 from etils import epath
 
+from jaxmem.checkpoint.checksum import checksum
 from jaxmem.checkpoint.failures import FAILURES, one_failure, why
 from jaxmem.checkpoint.files import absolute, free_name, put_aside
 from jaxmem.checkpoint.leaves import check_leaves, few, named
 from jaxmem.checkpoint.policy import Best, Keep
-from jaxmem.checksum import checksum
 from jaxmem.distributed.join import end_all
 from jaxmem.distributed.watch import between_processes
 from jaxmem.errors import TemporaryError, UserError

@@ -12,8 +12,8 @@ import sys
 import typer
 
 from jaxmem.cli import about, benches, files, planning, running, talking
-from jaxmem.devices import seldom_look_for_garbage
 from jaxmem.errors import UserError
+from jaxmem.machine.devices import seldom_look_for_garbage
 
 app = typer.Typer(
     help="Train large models in the least memory, and know the number first.",

@@ -39,7 +39,8 @@ def tour(
     as_json: Json = False,
 ) -> None:
     """Each technique, with its number."""
-    from jaxmem import figures, tour
+    from jaxmem.lab import tour
+    from jaxmem.report import matplotlib_figure
 
     if topic is None:
         listed = tour.stops()
@@ -52,7 +53,7 @@ def tour(
         print(f"{topic} takes {stop.takes} on two cores without a GPU.", file=sys.stderr, flush=True)
     with only_json(as_json):
         visit = stop.visit(target)
-    drawn = figures.can_draw() and visit.draw(picture)
+    drawn = matplotlib_figure.can_draw() and visit.draw(picture)
     if write:
         write.write_text(visit.markdown(picture if drawn else None), encoding="utf-8")
     if as_json:
@@ -62,12 +63,12 @@ def tour(
     if drawn:
         show(f"Figure: {picture}")
     elif visit.found.draw:
-        show(f"No figure: {figures.MISSING}")
+        show(f"No figure: {matplotlib_figure.MISSING}")
 
 
 def doctor(as_json: Json = False) -> None:
     """Driver, wheels, memory in use, what works here."""
-    from jaxmem import doctor
+    from jaxmem.machine import doctor
 
     with only_json(as_json):
         findings = doctor.examine()

@@ -7,11 +7,11 @@ from typing import Annotated, Any
 
 import typer
 
-from jaxmem import devices
 from jaxmem.cli.options import Json, Overrides
 from jaxmem.cli.printing import only_json, show
 from jaxmem.cli.starting import load
 from jaxmem.errors import UserError
+from jaxmem.machine import devices
 
 
 def bench_step(
@@ -22,7 +22,7 @@ def bench_step(
 ) -> None:
     """Tokens a second of the compiled step, against PyTorch."""
     cfg = load(config, overrides, None)
-    from jaxmem.bench import step
+    from jaxmem.lab.bench import step
 
     with only_json(as_json):
         found = step.bench_step(cfg, seconds=seconds)
@@ -67,7 +67,7 @@ def bench_kernels(
 ) -> None:
     """Whether kernels (by default attention) are right on this device, and how fast, beside cuDNN and PyTorch."""
     devices.stay_on_cpu_without_gpu()
-    from jaxmem.bench import kernels
+    from jaxmem.lab.bench import kernels
 
     if explain:
         with only_json(as_json):
@@ -112,8 +112,8 @@ def bench_tune(
 ) -> None:
     """Measure the kernels on this GPU; keep how each is best cut, and which implementation is the fastest for what."""
     devices.stay_on_cpu_without_gpu()
-    from jaxmem.bench import kernels
     from jaxmem.kernels import choice
+    from jaxmem.lab.bench import kernels
 
     path = write or Path(choice.__file__).with_name("tuned.json")
     if write is None and not devices.has_nvidia_gpu():

@@ -18,7 +18,7 @@ def import_(
 ) -> None:
     """A Hugging Face directory as a run, to train, generate from, evaluate."""
     take_devices(simulate)
-    from jaxmem.convert import import_model
+    from jaxmem.inference.export import import_model
 
     import_model(source, target)
     print(f"{target}: try it with jaxmem generate {target} --prompt TEXT")
@@ -36,7 +36,7 @@ def export(
 ) -> None:
     """A run as a Hugging Face directory, which transformers opens, or its adapters as one that PEFT opens."""
     take_devices(simulate)
-    from jaxmem.convert import export_model
+    from jaxmem.inference.export import export_model
 
     print(export_model(run, target, dtype, adapter, merge))
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from jaxmem import devices
+from jaxmem.machine import devices
 
 if TYPE_CHECKING:
     from jaxmem.config import Config

@@ -44,8 +44,8 @@ def generate(
         raise UserError("--prompt TEXT or --prompts FILE: give one of the two")
     take_devices(simulate)
     with joined(config_of(run)):
-        from jaxmem.decode import Sampling
-        from jaxmem.talk import Speaker, read_prompts
+        from jaxmem.inference.chat import Speaker, read_prompts
+        from jaxmem.inference.generate import Sampling
 
         sampling = Sampling(temperature, top_k, top_p, seed)
         speaker = Speaker(run, sampling, tokens=tokens, stops=stop or (), overrides=overrides or ())
@@ -72,8 +72,8 @@ def chat(
 ) -> None:
     """Talk to a model that has a chat template. /new begins anew; the end of the input ends it."""
     take_devices(simulate)
-    from jaxmem.decode import Sampling
-    from jaxmem.talk import Speaker
+    from jaxmem.inference.chat import Speaker
+    from jaxmem.inference.generate import Sampling
 
     sampling = Sampling(temperature, top_k, top_p, seed)
     speaker = Speaker(run, sampling, tokens=tokens, stops=stop or (), overrides=overrides or ())
@@ -107,8 +107,8 @@ def evaluate(
         raise UserError("--data and --choices: give one of the two")
     take_devices(simulate)
     with joined(config_of(run)):
-        from jaxmem.choices import evaluate_choices
-        from jaxmem.evaluate import evaluate
+        from jaxmem.inference.evaluate import evaluate
+        from jaxmem.inference.multiple_choice import evaluate_choices
 
         with only_json(as_json):
             if choices is None:

@@ -19,7 +19,7 @@ import numpy as np
 from jaxmem.data.text import BrokenRecordError, Piece, Records
 from jaxmem.data.tokenizer import Tokenizer, document_tokens
 from jaxmem.errors import UserError
-from jaxmem.whole import written_whole
+from jaxmem.machine.atomic_directory import written_whole
 
 FORMAT = 1
 TOGETHER = 1 << 20  # characters tokenized at a time

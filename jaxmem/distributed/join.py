@@ -11,11 +11,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from jaxmem import standard_error
 from jaxmem.distributed.cluster import Cluster, find
 from jaxmem.distributed.rollcall import roll_call
 from jaxmem.distributed.watch import Watch, exit_code
 from jaxmem.errors import UserError
+from jaxmem.machine import stderr
 
 _watch: Watch | None = None
 
@@ -138,5 +138,5 @@ def _without_warning(process: int) -> Iterator[None]:
     def others(log: bytes) -> bytes:
         return b"".join(line for line in log.splitlines(keepends=True) if b"recoverable task feature" not in line)
 
-    with standard_error.filtered(others):
+    with stderr.filtered(others):
         yield

@@ -21,9 +21,9 @@ from contextlib import contextmanager, suppress
 from types import FrameType
 from typing import IO, Any, Self
 
-from jaxmem.devices import simulated
 from jaxmem.distributed.cluster import visible_gpus
 from jaxmem.errors import UserError
+from jaxmem.machine.devices import simulated
 
 PASSED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 TO_END = 3.0  # s that the others have to end by themselves, once one has failed

@@ -25,9 +25,9 @@ from jaxmem.config import Decoder
 from jaxmem.config.hugging_face import decoder_fields
 from jaxmem.hf.names import COMPUTED, Weight, weights
 from jaxmem.hf.tensors import Tensors
-from jaxmem.host import HOST, empty, sent_as, to_host
 from jaxmem.quant import QTensor
 from jaxmem.sharding import Axes, Layout
+from jaxmem.sharding.host import HOST, empty, sent_as, to_host
 
 Spec: TypeAlias = jax.ShapeDtypeStruct | QTensor  # shape, dtype and place of a weight; of what one in codes consists of
 

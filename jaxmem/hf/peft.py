@@ -20,8 +20,8 @@ from jaxmem.hf.load import read
 from jaxmem.hf.names import MODULES, Weight
 from jaxmem.hf.save import given
 from jaxmem.hf.tensors import Tensors, write_tensors
+from jaxmem.machine.atomic_directory import written_whole
 from jaxmem.sharding import Layout
-from jaxmem.whole import written_whole
 
 LINEAR = {"a": "lora_A.weight", "b": "lora_B.weight", "magnitude": "lora_magnitude_vector"}
 PROMPT = "prompt_embeddings"

@@ -27,10 +27,10 @@ from jaxmem.hf.names import Path as Path_
 from jaxmem.hf.names import Weight, weights
 from jaxmem.hf.tensors import DTYPES as NUMPY
 from jaxmem.hf.tensors import SHARD, Given, write_tensors
-from jaxmem.host import brought
+from jaxmem.machine.atomic_directory import written_whole
 from jaxmem.quant import QTensor
-from jaxmem.weights import is_quantized
-from jaxmem.whole import written_whole
+from jaxmem.sharding.host import brought
+from jaxmem.sharding.weights import is_quantized
 
 
 def save(

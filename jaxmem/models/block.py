@@ -15,10 +15,10 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
-from jaxmem.exchange import attention, places, spread
 from jaxmem.models import cache as caches
 from jaxmem.models.cache import Cache, Place
 from jaxmem.models.chunks import Long, by_heads, by_tokens, groups_of_heads, joined, tokens_at_once
+from jaxmem.models.exchange import attention, places, spread
 from jaxmem.models.parts import Keys, Linear, RMSNorm, RowKeys, dropout, each, several
 from jaxmem.models.rope import Angles, rotate
 from jaxmem.sharding import constrain, current, kept_by_stages

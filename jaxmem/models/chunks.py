@@ -24,7 +24,7 @@ from jax.typing import DTypeLike
 
 from jaxmem.kernels.attention.blockwise import SAVED
 from jaxmem.sharding import current, gather, named, split_first
-from jaxmem.weights import Ready
+from jaxmem.sharding.weights import Ready
 
 Chunk = int | Literal["auto"] | None
 Groups = int | Literal["auto"]

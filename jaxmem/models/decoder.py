@@ -11,11 +11,11 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from jaxmem import config
-from jaxmem.exchange import places
 from jaxmem.models import cache as caches
 from jaxmem.models import parts
 from jaxmem.models.block import Attention, Block, GatedMlp
 from jaxmem.models.cache import Cache, Place
+from jaxmem.models.exchange import places
 from jaxmem.models.parts import Execution
 from jaxmem.models.rope import Angles, angles
 from jaxmem.sharding import constrain, current

@@ -19,14 +19,14 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, Key
 
-from jaxmem import tables
-from jaxmem.exchange import coded_product, lookup
+from jaxmem.models import vocab_slices
 from jaxmem.models.chunks import Long
-from jaxmem.precision import rested
+from jaxmem.models.exchange import coded_product, lookup
 from jaxmem.quant import QTensor
 from jaxmem.sharding import Axes, gather, gather_for
+from jaxmem.sharding.storage import store_new
+from jaxmem.sharding.weights import Point, Ready
 from jaxmem.stack import PRODUCT, Way, from_inputs
-from jaxmem.weights import Point, Ready
 
 RowKeys = Key[Array, "batch"]  # a random key for each row of the batch
 Keys = Key[Array, "*rows"]
@@ -49,13 +49,13 @@ def weight(rngs: nnx.Rngs, shape: tuple[int, ...], axes: Axes, *, scale: float |
         scale = float(np.prod(shape[:-1])) ** -0.5
 
     def draw(key: jax.Array, shape: tuple[int, ...]) -> Any:
-        return rested(scale * jax.random.normal(key, shape, jnp.float32), axes)
+        return store_new(scale * jax.random.normal(key, shape, jnp.float32), axes)
 
-    return nnx.Param(tables.made(draw, rngs.params(), shape, axes), axes=axes)
+    return nnx.Param(vocab_slices.made(draw, rngs.params(), shape, axes), axes=axes)
 
 
 def constant(value: float, shape: tuple[int, ...], axes: Axes) -> nnx.Param:
-    return nnx.Param(rested(jnp.full(shape, value, jnp.float32), axes), axes=axes)
+    return nnx.Param(store_new(jnp.full(shape, value, jnp.float32), axes), axes=axes)
 
 
 def fetch(param: nnx.Param, dtype: DTypeLike) -> jax.Array:

@@ -9,7 +9,12 @@ from jaxmem.optim.adam_mini import scale_by_adam_mini
 from jaxmem.optim.apollo import scale_by_apollo
 from jaxmem.optim.apply import apply, global_norm, leaf_key
 from jaxmem.optim.by_layer import At, Leaf, Rule, by_layer
-from jaxmem.optim.chains import (
+from jaxmem.optim.clipping import clip, remember
+from jaxmem.optim.galore import scale_by_galore, scale_by_galore_adam
+from jaxmem.optim.master import BITS, with_master, with_remainder
+from jaxmem.optim.muon import scale_by_muon
+from jaxmem.optim.quantized import scale_by_adam4bit, scale_by_adam8bit, scale_by_lion8bit, trace8bit
+from jaxmem.optim.registry import (
     adafactor,
     adam,
     adam_mini,
@@ -28,13 +33,8 @@ from jaxmem.optim.chains import (
     qgalore,
     sgd,
 )
-from jaxmem.optim.choice import Choice
-from jaxmem.optim.clipping import clip, remember
-from jaxmem.optim.galore import scale_by_galore, scale_by_galore_adam
-from jaxmem.optim.master import BITS, with_master, with_remainder
-from jaxmem.optim.muon import scale_by_muon
-from jaxmem.optim.quantized import scale_by_adam4bit, scale_by_adam8bit, scale_by_lion8bit, trace8bit
 from jaxmem.optim.schedule import schedule
+from jaxmem.optim.selection import Choice
 from jaxmem.optim.trainable import faster, only, trainable
 
 __all__ = [

@@ -14,9 +14,9 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from jaxmem.leaves import Derived
 from jaxmem.optim.by_layer import At, Leaf, by_layer
-from jaxmem.weights import is_quantized
+from jaxmem.sharding.leaves import Derived
+from jaxmem.sharding.weights import is_quantized
 
 SQUARE = 1e-30  # added to each squared gradient
 LEAST_SIZE = 1e-3  # of weights, where they begin at zero

@@ -8,8 +8,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxmem.leaves import Derived
 from jaxmem.optim.by_layer import At, Leaf
+from jaxmem.sharding.leaves import Derived
 
 
 @dataclass(frozen=True)

@@ -15,9 +15,9 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from jaxmem.leaves import Derived
 from jaxmem.optim.adam import Adam, Moments
 from jaxmem.optim.by_layer import At, Leaf, Rule, by_layer
+from jaxmem.sharding.leaves import Derived
 
 
 @dataclass(frozen=True)

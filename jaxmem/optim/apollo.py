@@ -18,12 +18,12 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from jaxmem.leaves import Derived
 from jaxmem.optim import projection
 from jaxmem.optim.adam import Adam, Moments, unbiased
 from jaxmem.optim.by_layer import At, Leaf, Rule, by_layer
 from jaxmem.optim.galore import is_projected, rank_of
 from jaxmem.optim.projection import Side
+from jaxmem.sharding.leaves import Derived
 
 GROWTH = 1.01
 TINY = 1e-8

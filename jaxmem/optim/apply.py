@@ -16,10 +16,10 @@ from jaxmem.errors import UserError
 from jaxmem.kernels.draws import scramble
 from jaxmem.optim.in_turn import in_parts
 from jaxmem.optim.piece import Piece
-from jaxmem.precision import rounded
 from jaxmem.quant import QTensor
+from jaxmem.quant.precision import rounded
 from jaxmem.sharding import Axes, on_each_device
-from jaxmem.weights import is_quantized
+from jaxmem.sharding.weights import is_quantized
 
 
 def apply(

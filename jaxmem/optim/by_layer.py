@@ -23,12 +23,12 @@ import jax.numpy as jnp
 import optax
 from jax.typing import DTypeLike
 
-from jaxmem.leaves import Derived
 from jaxmem.optim.apply import leaf_key
 from jaxmem.optim.in_turn import in_parts, layers_in_turn
 from jaxmem.optim.piece import IndivisibleError, Piece
 from jaxmem.sharding import Axes, constrain, is_axes
-from jaxmem.weights import is_quantized
+from jaxmem.sharding.leaves import Derived
+from jaxmem.sharding.weights import is_quantized
 
 
 @dataclass(frozen=True)

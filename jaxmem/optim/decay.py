@@ -14,7 +14,7 @@ import optax
 
 from jaxmem.optim.in_turn import in_parts
 from jaxmem.sharding import Axes, is_axes
-from jaxmem.weights import is_quantized
+from jaxmem.sharding.weights import is_quantized
 
 
 def add_decayed_weights(weight_decay: float, axes: Any = None) -> optax.GradientTransformationExtraArgs:

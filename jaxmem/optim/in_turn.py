@@ -13,7 +13,7 @@ import jax.numpy as jnp
 
 from jaxmem.quant import QTensor
 from jaxmem.sharding import Axes, current, each_part
-from jaxmem.weights import is_quantized
+from jaxmem.sharding.weights import is_quantized
 
 Grid = dict[int, int]  # into how many parts of one which dimensions are cut
 Each = Callable[[Any, Any, jax.Array, jax.Array], Any]

@@ -22,7 +22,7 @@ import optax
 from jaxmem.optim.apply import each_layer, leaf_key
 from jaxmem.optim.piece import Piece
 from jaxmem.sharding import Axes
-from jaxmem.weights import Completed
+from jaxmem.sharding.weights import Completed
 
 BITS = {"remainder8": 8, "remainder16": 16}
 _FINITE = 0x7F7F_FFFF  # bits of the largest float32

@@ -15,9 +15,9 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from jaxmem.leaves import Derived
 from jaxmem.optim.adam import Adam, Moments
 from jaxmem.optim.by_layer import At, Leaf, Rule, by_layer
+from jaxmem.sharding.leaves import Derived
 
 STEPS = 5
 QUINTIC = (3.4445, -4.7750, 2.0315)  # steepest at zero of those that stay near one

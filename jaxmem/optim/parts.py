@@ -14,7 +14,7 @@ import jax
 import optax
 
 from jaxmem.sharding import Axes, Role, axes_at_rest, constrain, is_axes
-from jaxmem.weights import is_quantized
+from jaxmem.sharding.weights import is_quantized
 
 Tree = Any
 Write = Callable[..., Any]  # `optim.apply`, told how to round

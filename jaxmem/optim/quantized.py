@@ -23,11 +23,11 @@ import optax
 
 from jaxmem import kernels
 from jaxmem.errors import UserError
-from jaxmem.leaves import Derived
 from jaxmem.optim.adam import Adam, Moments, unbiased
 from jaxmem.optim.by_layer import At, Leaf, Rule, by_layer
 from jaxmem.quant import FORMATS, QTensor, even_block, quantize
 from jaxmem.sharding import on_each_device
+from jaxmem.sharding.leaves import Derived
 
 LEAST = 4096  # numbers below which codes save nothing worth having
 SHARDS = 8  # so many blocks, or a multiple, along a dimension where they can: meshes then cut between them

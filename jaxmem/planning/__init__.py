@@ -21,7 +21,7 @@ from jaxmem.planning.planned import Plan
 from jaxmem.planning.predict import held, ideal_flops
 from jaxmem.planning.targets import Target, local_target, parse_target, target_devices, usable
 from jaxmem.planning.text import readable
-from jaxmem.program import Program, program
+from jaxmem.step import Program, program
 
 
 def plan(cfg: Config, target: str | None = None, *, reserve_gib: float | None = None) -> Plan:

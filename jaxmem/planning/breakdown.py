@@ -19,8 +19,8 @@ import jax
 from jaxmem.planning.buffers import Allocation, Held, Lifetimes, Moment, fullest, read_allocations
 from jaxmem.planning.hlo import Frame, Instruction, Module, Shape, dot_flops
 from jaxmem.planning.origins import BATCH, NOWHERE, OPTIMIZER, OTHER, WEIGHTS, Origins, at, trace_origins
-from jaxmem.program import Program
 from jaxmem.sharding import Axes, is_axes
+from jaxmem.step import Program
 
 PARTS = ("parameters", "quantization", "master", "optimizer", "gradients", "activations", "batch", "other")
 Form = tuple[int, ...]
@@ -264,7 +264,8 @@ def inside(one: Instruction) -> Iterator[Instruction]:
 def of_logits(frames: Sequence[Frame]) -> bool:
     """Whether the loss, or the product before it, made something."""
     return any(
-        frame.file.endswith(("jaxmem/losses.py", "jaxmem/vocabulary.py")) or frame.function.endswith(".logits")
+        frame.file.endswith(("jaxmem/models/losses.py", "jaxmem/models/vocab_loss.py"))
+        or frame.function.endswith(".logits")
         for frame in frames
     )
 

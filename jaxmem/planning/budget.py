@@ -25,8 +25,8 @@ from jaxmem.planning.passes import passes_of
 from jaxmem.planning.predict import estimate
 from jaxmem.planning.share import passes_held, rows_of
 from jaxmem.planning.targets import Target, target_devices, usable
-from jaxmem.program import program
 from jaxmem.stack import schedule
+from jaxmem.step import program
 
 TRIES = 4  # steps that are compiled, if one of them fits
 ROOM = 1000  # times the memory: or XLA would repeat things of its own accord

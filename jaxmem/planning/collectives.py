@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from jaxmem.hardware import ATTAINED_LINK, Gpu
+from jaxmem.machine.gpus import ATTAINED_LINK, Gpu
 from jaxmem.planning import wire
 from jaxmem.planning.hlo import Instruction
 

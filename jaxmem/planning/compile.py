@@ -16,8 +16,8 @@ from typing import Any
 
 import jax
 
-from jaxmem import standard_error
 from jaxmem.errors import UserError
+from jaxmem.machine import stderr
 from jaxmem.planning.buffers import sizes_of
 from jaxmem.planning.elsewhere import Options, compile_elsewhere, without_cache
 from jaxmem.planning.hlo import Module, read_module
@@ -146,7 +146,7 @@ def listening() -> Iterator[Remarks]:
         lines = _NO_DEFAULT.sub(b"", log).splitlines(keepends=True)
         return b"".join(line for line in lines if not _remarked(line.decode(errors="replace"), remarks))
 
-    with standard_error.filtered(others):
+    with stderr.filtered(others):
         yield remarks
 
 

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from jaxmem.hardware import Gpu
+from jaxmem.machine.gpus import Gpu
 from jaxmem.planning.breakdown import COPIES, GATHERED, LOGITS, SAVED, Breakdown, Item, maker_of, of_logits, pass_of
 from jaxmem.planning.buffers import held_at
 from jaxmem.planning.hlo import Computation, Instruction

@@ -20,9 +20,9 @@ from jax.extend.core import Literal
 from jaxmem.config import Config, Decoder
 from jaxmem.config.names import NAMES
 from jaxmem.planning.passes import alone, inside, one_share, product, shape_of, unplaced
-from jaxmem.program.objective import objective
+from jaxmem.sharding.weights import placed, points
 from jaxmem.stack import Applied, applied_by, merged, real
-from jaxmem.weights import placed, points
+from jaxmem.step.objective import objective
 
 _BACK = "backward"  # the name of the gradient that comes in: with it the backward pass begins
 _LOOPS, _PRODUCTS = ("scan", "while"), ("dot_general", "conv_general_dilated")

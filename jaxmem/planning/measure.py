@@ -23,7 +23,7 @@ def measure(cfg: Config) -> dict[str, Any]:
     import numpy as np
 
     from jaxmem.planning import plan_program
-    from jaxmem.program import program
+    from jaxmem.step import program
 
     built = program(cfg)
     planned = plan_program(built)
@@ -61,7 +61,7 @@ def apart(raw: dict[str, Any], simulate: int | None = None, seconds: float | Non
 
 
 def _main(raw: str, simulate: str) -> None:
-    from jaxmem import devices
+    from jaxmem.machine import devices
 
     if simulate:
         devices.simulate(int(simulate))

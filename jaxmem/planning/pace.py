@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from jaxmem.config import Config, Decoder
 from jaxmem.config.names import BOUNDARY, on_host
-from jaxmem.hardware import ATTAINED_BANDWIDTH, ATTAINED_FLOPS, ATTAINED_LINK, Gpu
+from jaxmem.machine.gpus import ATTAINED_BANDWIDTH, ATTAINED_FLOPS, ATTAINED_LINK, Gpu
 from jaxmem.planning.passes import AROUND, Passes
 from jaxmem.planning.share import passes_run, rows_of
 from jaxmem.planning.timeline import LAUNCH, RATES

@@ -34,11 +34,11 @@ from jaxmem.config import (
 from jaxmem.config.names import BOUNDARY, on_host
 from jaxmem.planning.hlo import mean_runs
 from jaxmem.planning.share import held_vocabulary, layers_together, loss_chunk
-from jaxmem.precision import compute_dtype
-from jaxmem.program import Program
-from jaxmem.program.objective import objective
+from jaxmem.quant.precision import compute_dtype
 from jaxmem.sharding import layout_for
-from jaxmem.weights import placed, points
+from jaxmem.sharding.weights import placed, points
+from jaxmem.step import Program
+from jaxmem.step.objective import objective
 
 DEVICE, HOST = jax.memory.Space.Device, jax.memory.Space.Host
 

@@ -17,7 +17,7 @@ from jaxmem.planning.history import History, history
 from jaxmem.planning.predict import held, ideal_flops, predict
 from jaxmem.planning.targets import Target, reserved, usable
 from jaxmem.planning.timeline import Timeline, Traffic, timeline
-from jaxmem.program import Program, step_at
+from jaxmem.step import Program, step_at
 
 
 @dataclass(frozen=True)

@@ -19,16 +19,16 @@ import numpy as np
 from jaxmem.config import Config, Decoder
 from jaxmem.config.names import rests_on_host
 from jaxmem.data import batch_spec
-from jaxmem.hardware import Gpu
 from jaxmem.kernels.attention.blockwise import SHORT
+from jaxmem.machine.gpus import Gpu
 from jaxmem.planning.breakdown import SAVED
 from jaxmem.planning.pace import seconds_of
 from jaxmem.planning.passes import passes_of
 from jaxmem.planning.share import head_groups, held_vocabulary, loss_chunk, mlp_chunk, passes_held, rows_of
 from jaxmem.planning.state import Held, Leaf, state_of
-from jaxmem.precision import compute_dtype
-from jaxmem.program import Program
+from jaxmem.quant.precision import compute_dtype
 from jaxmem.sharding import ENOUGH
+from jaxmem.step import Program
 
 STATE = ("parameters", "quantization", "master", "optimizer")
 

@@ -6,12 +6,12 @@ import math
 
 import jax
 
-from jaxmem import vocabulary
 from jaxmem.config import Config, Decoder
+from jaxmem.models import vocab_loss
 from jaxmem.models.chunks import groups_of_heads, tokens_at_once
-from jaxmem.precision import compute_dtype
-from jaxmem.program import pipeline_of
-from jaxmem.program.execution import pieces
+from jaxmem.quant.precision import compute_dtype
+from jaxmem.step import pipeline_of
+from jaxmem.step.execution import pieces
 
 
 def loss_chunk(cfg: Config, platform: str) -> int | None:
@@ -23,8 +23,8 @@ def loss_chunk(cfg: Config, platform: str) -> int | None:
     tokens = rows_of(cfg) * cfg.data.sequence_length
     if "tensor" not in cfg.rules.vocab:
         tokens /= cfg.mesh.tensor
-    most = vocabulary.entries_at_once(cfg.memory.update, cfg.model.embed)
-    return vocabulary.width(cfg.memory.loss_chunk, math.ceil(tokens), held, itemsize, most) or held
+    most = vocab_loss.entries_at_once(cfg.memory.update, cfg.model.embed)
+    return vocab_loss.width(cfg.memory.loss_chunk, math.ceil(tokens), held, itemsize, most) or held
 
 
 def mlp_chunk(cfg: Config, platform: str) -> int | None:

@@ -15,9 +15,9 @@ from jaxmem.config import Config, Memory
 from jaxmem.planning.breakdown import part_of
 from jaxmem.planning.pace import Weights
 from jaxmem.planning.passes import alone, shape_of
-from jaxmem.program.on_host import frozen_waits, state_waits
 from jaxmem.sharding import Axes, Role, is_axes, rules_of, splits
-from jaxmem.weights import points
+from jaxmem.sharding.weights import points
+from jaxmem.step.host_state import frozen_waits, state_waits
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from rich.table import Table
 from rich.text import Text
 
 from jaxmem.config import Save
-from jaxmem.hardware import GPUS
+from jaxmem.machine.gpus import GPUS
 from jaxmem.planning.breakdown import PARTS
 from jaxmem.planning.planned import Plan
 from jaxmem.planning.text import count, duration, readable

@@ -20,10 +20,10 @@ from typing import Any
 
 import yaml
 
-from jaxmem import devices, hardware
 from jaxmem.config import Config
 from jaxmem.errors import UserError, nearest
-from jaxmem.hardware import GPUS, Gpu
+from jaxmem.machine import devices, gpus
+from jaxmem.machine.gpus import GPUS, Gpu
 
 PER_HOST = 8  # GPUs a host, unless the target says otherwise
 
@@ -54,7 +54,7 @@ class Target:
     @property
     def spillable(self) -> int:
         """Bytes of its host that may hold what a device has no room for, with `memory.spill`."""
-        return hardware.spillable(self.host_memory) if self.gpu and not self.here else self.beyond
+        return gpus.spillable(self.host_memory) if self.gpu and not self.here else self.beyond
 
     @property
     def hosts(self) -> int:
@@ -97,13 +97,13 @@ def local_target(seen: Sequence[Any]) -> Target:
         return Target(f"cpu:{count}", None, count, per_host, share, share, tuple(seen))
     reported = (first.memory_stats() or {}).get("bytes_limit", 0)
     spills = devices.spills()
-    whole = min(one["memory"] for one in devices.gpus()) if spills else reported
-    gpu = hardware.find(first.device_kind, whole)
+    whole = min(one["memory"] for one in devices.nvidia_gpus()) if spills else reported
+    gpu = gpus.find(first.device_kind, whole)
     # What jax may use is a share of what the driver reports; the table knows the whole.
     memory = max(gpu.memory, whole) if gpu else whole
     name = gpu.name if gpu else first.device_kind
     withheld = memory - reported if reported and not spills else None
-    beyond = max(0, reported - (memory - hardware.reserved(count))) if spills else 0
+    beyond = max(0, reported - (memory - gpus.reserved(count))) if spills else 0
     host = devices.memory_here() // per_host
     return Target(f"{name}:{count}", gpu, count, per_host, memory, host, tuple(seen), withheld, beyond)
 
@@ -114,7 +114,7 @@ def reserved(target: Target, gib: float | None = None) -> int:
         return 0
     if target.withheld is not None and gib is None:
         return target.withheld
-    return hardware.reserved(target.count, gib)
+    return gpus.reserved(target.count, gib)
 
 
 def usable(target: Target, cfg: Config, reserve_gib: float | None = None) -> int:
@@ -124,10 +124,10 @@ def usable(target: Target, cfg: Config, reserve_gib: float | None = None) -> int
             raise UserError(f"memory.spill: unified moves what CUDA keeps on a GPU; {target.name} is none; use none")
         raise UserError(
             "memory.spill: unified: jax has started without it; `jaxmem train` sets it up, and in Python"
-            " jaxmem.devices.spill_to_host() does before jax starts"
+            " jaxmem.machine.devices.spill_to_host() does before jax starts"
         )
     left, budget = target.memory - reserved(target, reserve_gib), cfg.memory.budget
-    return left if budget is None else min(left, int(budget * hardware.GIB))
+    return left if budget is None else min(left, int(budget * gpus.GIB))
 
 
 def target_config(gpu: Gpu, usable: int) -> str:

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from fractions import Fraction
 from typing import Literal
 
-from jaxmem.hardware import ATTAINED_BANDWIDTH, ATTAINED_FLOPS, Gpu
+from jaxmem.machine.gpus import ATTAINED_BANDWIDTH, ATTAINED_FLOPS, Gpu
 from jaxmem.planning.collectives import Collective, collective
 from jaxmem.planning.hlo import Computation, Instruction, Module, dot_flops, runs, total_flops
 from jaxmem.planning.transfers import Transfer, transfer

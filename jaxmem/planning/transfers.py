@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from jaxmem.hardware import ATTAINED_LINK, Gpu
+from jaxmem.machine.gpus import ATTAINED_LINK, Gpu
 from jaxmem.planning.collectives import LATENCY
 from jaxmem.planning.hlo import Instruction
 

@@ -35,12 +35,12 @@ from dataclasses import dataclass, fields
 
 import jax
 
-from jaxmem import vocabulary
 from jaxmem.config import Decoder, Rules
 from jaxmem.errors import UserError
-from jaxmem.precision import compute_dtype
-from jaxmem.program import Program
-from jaxmem.weights import points
+from jaxmem.models import vocab_loss
+from jaxmem.quant.precision import compute_dtype
+from jaxmem.sharding.weights import points
+from jaxmem.step import Program
 
 FLOAT32 = 4
 
@@ -89,8 +89,8 @@ def volume(built: Program) -> Volume:
         passes, micro = pipeline.ticks / pipeline.rounds, pipeline.slots / p
         executed, shifts = pipeline.ticks * pipeline.group, 4 * pipeline.ticks + 3
     every = layers + embedding + head
-    most = vocabulary.entries_at_once(cfg.memory.update, model.embed)
-    sliced = vocabulary.width(cfg.memory.loss_chunk, round(tokens * t), -(-model.vocab // t), w, most)
+    most = vocab_loss.entries_at_once(cfg.memory.update, model.embed)
+    sliced = vocab_loss.width(cfg.memory.loss_chunk, round(tokens * t), -(-model.vocab // t), w, most)
     # The logits' weights: gathered forward only, or in slices again; on stages once for all, and again each time.
     heads = micro + 1 if p > 1 else 2 * micro if sliced else micro
     split = cfg.zero >= 2

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from jaxmem.figures import figure
 from jaxmem.planning.text import duration, readable
+from jaxmem.report.matplotlib_figure import figure
 from jaxmem.report.palette import COLOURS, SHADES
 
 if TYPE_CHECKING:

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from html import escape
 from typing import Any
 
-from jaxmem.hardware import GIB
+from jaxmem.machine.gpus import GIB
 from jaxmem.planning.text import duration, readable
 from jaxmem.report import charts
 from jaxmem.report.charts import Said

@@ -18,11 +18,11 @@ from typing import Any
 from jaxmem.config import Config, Optimizer, Rules, load_config
 from jaxmem.config.mesh import resolve
 from jaxmem.errors import UserError
-from jaxmem.hardware import CPU
+from jaxmem.machine.gpus import CPU
 from jaxmem.planning import Target
 from jaxmem.planning.predict import Estimate, estimate
 from jaxmem.planning.share import loss_chunk, mlp_chunk
-from jaxmem.precision import compute_dtype
+from jaxmem.quant.precision import compute_dtype
 from jaxmem.search.knobs import Change, Knob
 from jaxmem.sharding import RESTING
 

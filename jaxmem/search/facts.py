@@ -7,15 +7,15 @@ from dataclasses import dataclass
 from typing import Any
 
 from jaxmem.config import Config
-from jaxmem.hardware import CPU
+from jaxmem.machine.gpus import CPU
 from jaxmem.planning import Plan, Target
 from jaxmem.planning.advice import recomputed
 from jaxmem.planning.compile import compile_all, sized
 from jaxmem.planning.predict import held
 from jaxmem.planning.targets import target_devices, usable
 from jaxmem.planning.timeline import timeline
-from jaxmem.program import Program, program
 from jaxmem.search import kept
+from jaxmem.step import Program, program
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ from jaxmem.config.check import DIMS
 from jaxmem.config.mesh import AXES
 from jaxmem.errors import UserError, nearest
 from jaxmem.planning import Target
-from jaxmem.precision import compute_dtype
+from jaxmem.quant.precision import compute_dtype
 from jaxmem.sharding import RESTING
 
 Change = Mapping[str, Any]  # dotted key -> value

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 
 from jaxmem.errors import UserError
 from jaxmem.planning import Plan, plan_program, readable
-from jaxmem.program import program
 from jaxmem.search.candidates import Candidate, candidates
 from jaxmem.search.knobs import BY_DEFAULT, allowed
+from jaxmem.step import program
 
 COUNT = 3  # configs to name
 TRIES = 6  # compiled at most

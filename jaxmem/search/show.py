@@ -11,10 +11,10 @@ from rich.console import Console, ConsoleOptions, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from jaxmem.figures import figure
-from jaxmem.hardware import GIB
+from jaxmem.machine.gpus import GIB
 from jaxmem.planning import readable
 from jaxmem.planning.text import duration
+from jaxmem.report.matplotlib_figure import figure
 from jaxmem.search.entries import SLOWEST, Entry
 from jaxmem.search.result import Fit
 

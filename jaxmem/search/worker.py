@@ -12,9 +12,9 @@ import sys
 from collections.abc import Iterable
 from typing import Any, TextIO
 
-from jaxmem import devices
 from jaxmem.config import Config
 from jaxmem.errors import UserError
+from jaxmem.machine import devices
 from jaxmem.planning.compile import listening
 from jaxmem.planning.targets import Target, parse_target
 from jaxmem.search import facts

@@ -12,12 +12,12 @@ import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 from jax.typing import DTypeLike
 
-from jaxmem import host
 from jaxmem.quant import QTensor
+from jaxmem.sharding import host
 from jaxmem.sharding.arrays import constrain, groups, row_major
 from jaxmem.sharding.layout import current
 from jaxmem.sharding.table import IF_EVEN, Axes, Role, as_even, is_axes
-from jaxmem.weights import Point, Weight, is_quantized
+from jaxmem.sharding.weights import Point, Weight, is_quantized
 
 GATHERED = "gathered_weight"  # the checkpoint name of a weight as it is computed with
 ENOUGH = 2  # tokens of a device, for each row of a weight's smaller side: from here on to wait for a gradient pays

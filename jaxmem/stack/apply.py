@@ -16,14 +16,14 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.custom_batching import custom_vmap
 
 from jaxmem.config.names import BOUNDARY
-from jaxmem.host import away, brought
 from jaxmem.sharding import groups
+from jaxmem.sharding.host import away, brought
+from jaxmem.sharding.weights import unhooked
 from jaxmem.stack.pipeline import Pipeline, in_order, through_stages
 from jaxmem.stack.remat import Remat, policy
 from jaxmem.stack.schedule import Schedule, schedule
 from jaxmem.stack.scheduled import by_schedule
 from jaxmem.stack.sections import Run, sections
-from jaxmem.weights import unhooked
 
 # (module, x, this layer's input, what every layer sees) -> (x, this layer's output)
 Layer = Callable[[Any, Any, Any, Any], tuple[Any, Any]]

@@ -21,7 +21,7 @@ import jax
 
 from jaxmem.config.names import BOUNDARY
 from jaxmem.errors import UserError, nearest
-from jaxmem.host import HOST
+from jaxmem.sharding.host import HOST
 from jaxmem.stack.schedule import is_scheduled
 
 Policy = Callable[..., bool]

@@ -20,12 +20,12 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from jaxmem.host import layer_ahead, to_device, to_host
 from jaxmem.sharding import current
+from jaxmem.sharding.host import layer_ahead, to_device, to_host
+from jaxmem.sharding.weights import placed, points
 from jaxmem.stack.apply import Applied
 from jaxmem.stack.schedule import Schedule
 from jaxmem.stack.scheduled import first_pass, layer_with, made_again, onward
-from jaxmem.weights import placed, points
 
 # (what is carried, layer, the gradient of its weights, what was made ready for it) -> what is carried
 Visit = Callable[[Any, jax.Array, Any, Any], Any]

@@ -13,9 +13,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxmem.host import filled, here, layer_ahead, to_device, to_host
+from jaxmem.sharding.host import filled, here, layer_ahead, to_device, to_host
+from jaxmem.sharding.weights import Point
 from jaxmem.stack.schedule import Schedule
-from jaxmem.weights import Point
 
 Run = Callable[[Any, Any, Any, Any], tuple[Any, Any]]  # (one layer's weights, x, its input, beside) -> (x, output)
 

@@ -9,8 +9,8 @@ from typing import Any
 import jax
 from rich.console import Console
 
-from jaxmem.devices import spills
 from jaxmem.errors import UserError
+from jaxmem.machine.devices import spills
 from jaxmem.planning import Plan, readable
 from jaxmem.search.nearest import Near, named, nearest_that_fit
 from jaxmem.training.progress import device_memory

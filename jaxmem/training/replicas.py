@@ -13,7 +13,7 @@ from typing import Any
 
 import jax
 
-from jaxmem.checksum import checksum
+from jaxmem.checkpoint.checksum import checksum
 from jaxmem.distributed.agree import gather
 from jaxmem.errors import UserError
 

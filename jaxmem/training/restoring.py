@@ -8,9 +8,9 @@ import jax
 
 from jaxmem.checkpoint import Checkpoints
 from jaxmem.config import Train
-from jaxmem.program import Program
-from jaxmem.program.step import TrainState
-from jaxmem.trained import base_from, base_of_run
+from jaxmem.inference.load import base_from, base_of_run
+from jaxmem.step import Program
+from jaxmem.step.step import TrainState
 from jaxmem.training.telemetry import DivergedError
 
 

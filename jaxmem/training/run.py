@@ -22,22 +22,22 @@ from etils import epath
 
 from jaxmem import hf
 from jaxmem.checkpoint import Checkpoints, place, put_aside
+from jaxmem.checkpoint.resume import refuse_changes
 from jaxmem.config import Config, Decoder, Train, save_config
 from jaxmem.data import Loader, fingerprint, merge_states
-from jaxmem.devices import keep_compiled, peak_flops
 from jaxmem.distributed.agree import Vote, any_of, gather, in_order
 from jaxmem.distributed.join import together
 from jaxmem.distributed.preflight import preflight
 from jaxmem.errors import UserError
-from jaxmem.evaluate import HeldOut
+from jaxmem.inference.evaluate import HeldOut
+from jaxmem.inference.load import BESIDE
+from jaxmem.inference.reference import reference_for
+from jaxmem.machine.devices import keep_compiled, peak_flops
 from jaxmem.planning import Plan, decided, ideal_flops, plan_program, readable
 from jaxmem.planning.advice import SPILLED
 from jaxmem.planning.targets import local_target
-from jaxmem.program import Program, program
-from jaxmem.program.step import TrainState
-from jaxmem.reference import reference_for
-from jaxmem.resume import refuse_changes
-from jaxmem.trained import BESIDE
+from jaxmem.step import Program, program
+from jaxmem.step.step import TrainState
 from jaxmem.training.fitting import DoesNotFitError, Measured, check_fits
 from jaxmem.training.lock import only_run
 from jaxmem.training.out_of_memory import explained

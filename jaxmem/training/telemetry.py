@@ -13,7 +13,7 @@ from statistics import fmean, pstdev
 import jax
 
 from jaxmem.errors import UserError
-from jaxmem.program.step import CULPRIT, Metrics
+from jaxmem.step.step import CULPRIT, Metrics
 from jaxmem.training.progress import Progress, Work
 from jaxmem.training.trackers import Trackers
 

@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 from flax import nnx
 from flax.traverse_util import flatten_dict
+from tests.step.conftest import Trained, config
 
 from jaxmem import adapters
-from jaxmem.decode import Generator, Thread
 from jaxmem.errors import UserError
-from jaxmem.program import program
-from tests.program.conftest import Trained, config
+from jaxmem.inference.generate import Generator, Thread
+from jaxmem.step import program
 
 SECTIONS = {
     "adapter": {"kind": "prompt", "length": 4},

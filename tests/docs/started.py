@@ -14,7 +14,7 @@ import jaxmem.hf
 import jaxmem.planning
 import jaxmem.training.run  # noqa: F401
 from jaxmem.cli import main
-from jaxmem.tour import finetune, memory
+from jaxmem.lab.tour import finetune, memory
 
 SERVER = multiprocessing.get_context("forkserver")
 

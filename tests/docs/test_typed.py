@@ -19,10 +19,10 @@ from typing import Any
 import pytest
 import yaml
 
-from jaxmem.bench import contest
 from jaxmem.cli import main
-from jaxmem.devices import simulated
-from jaxmem.tour.docstrings import VOCAB, write_conversations, write_tokenizer
+from jaxmem.lab.bench import contest
+from jaxmem.lab.tour.docstrings import VOCAB, write_conversations, write_tokenizer
+from jaxmem.machine.devices import simulated
 from tests.docs import started
 
 ROOT = Path(__file__).parents[2]

@@ -17,11 +17,11 @@ from safetensors.numpy import load_file, save_file
 from jaxmem import hf, models
 from jaxmem.config import Decoder, load_config
 from jaxmem.config.hugging_face import config_json, decoder_fields, fields_of
-from jaxmem.convert import export_model, import_model
 from jaxmem.errors import UserError
-from jaxmem.program import program
+from jaxmem.inference.export import export_model, import_model
+from jaxmem.inference.load import open_model
 from jaxmem.quant import quantize
-from jaxmem.trained import open_model
+from jaxmem.step import program
 from jaxmem.training.run import run
 
 SMALL = {"vocab": 257, "layers": 2, "embed": 16, "mlp": 24, "heads": 4, "kv_heads": 2, "head_dim": 8, "qk_norm": True}

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from jaxmem import hf
-from jaxmem.decode import generate
-from jaxmem.trained import open_model
+from jaxmem.inference.generate import generate
+from jaxmem.inference.load import open_model
 
 HERE = Path(__file__).parent
 PEERS = np.load(HERE / "data" / "transformers.npz")

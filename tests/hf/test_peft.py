@@ -21,8 +21,8 @@ from jaxmem import hf
 from jaxmem.config import load_config
 from jaxmem.errors import UserError
 from jaxmem.hf.base import check_adapter
-from jaxmem.program import program
-from jaxmem.trained import open_model
+from jaxmem.inference.load import open_model
+from jaxmem.step import program
 
 HERE = Path(__file__).parent
 PEERS = np.load(HERE / "data" / "peft.npz")

@@ -10,16 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxmem.kernels import (
-    Moments8,
-    adam8_update,
-    cross_entropy,
-    dequant_matmul,
-    int8_add,
-    rms_norm,
-    sliding_max,
-)
+from jaxmem.kernels import Moments8, adam8_update, cross_entropy, dequant_matmul, int8_add, rms_norm
 from jaxmem.kernels.codes import dynamic_code
+from jaxmem.lab import sliding_max
 
 EXAMPLES = 2  # each compiles two programs or three
 SIZES = st.integers(1, 40)

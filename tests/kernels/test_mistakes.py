@@ -21,7 +21,6 @@ from jaxmem.kernels import (
     dequant_matmul,
     int8_add,
     rms_norm,
-    sliding_max,
 )
 from jaxmem.kernels.adam8_update import IMPLEMENTATIONS as ADAM8_UPDATE
 from jaxmem.kernels.attention import IMPLEMENTATIONS as ATTENTION
@@ -29,7 +28,8 @@ from jaxmem.kernels.cross_entropy import IMPLEMENTATIONS as CROSS_ENTROPY
 from jaxmem.kernels.dequant_matmul import IMPLEMENTATIONS as DEQUANT_MATMUL
 from jaxmem.kernels.given import PLAIN, shown
 from jaxmem.kernels.rms_norm import IMPLEMENTATIONS as RMS_NORM
-from jaxmem.kernels.sliding_max import IMPLEMENTATIONS as SLIDING_MAX
+from jaxmem.lab import sliding_max
+from jaxmem.lab.sliding_max import IMPLEMENTATIONS as SLIDING_MAX
 
 KEY = jax.random.key(7)
 

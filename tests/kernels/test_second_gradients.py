@@ -8,7 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxmem.kernels import Moments8, adam8_update, attention, cross_entropy, dequant_matmul, rms_norm, sliding_max
+from jaxmem.kernels import Moments8, adam8_update, attention, cross_entropy, dequant_matmul, rms_norm
+from jaxmem.lab import sliding_max
 
 RNG = np.random.default_rng(0)
 X, W = (jnp.asarray(RNG.standard_normal(shape), jnp.float32) for shape in ((6, 16), (16, 20)))

@@ -7,14 +7,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from tests.step.conftest import SMALL, config
 
 from jaxmem.config import Rope
 from jaxmem.models import parts
 from jaxmem.models.block import Attention, Block, GatedMlp
 from jaxmem.models.chunks import Long
 from jaxmem.models.rope import angles
-from jaxmem.program import program
-from tests.program.conftest import SMALL, config
+from jaxmem.step import program
 
 ROWS, TIME, EMBED = 2, 40, 32
 TOKENS, CHUNK, HIDDEN = 256, 32, 4096

@@ -8,7 +8,7 @@ import pytest
 from jaxmem import optim
 from jaxmem.config import load_config
 from jaxmem.config.optimizers import OPTIMIZERS
-from jaxmem.optim.chains import NAMED
+from jaxmem.optim.registry import NAMED
 from jaxmem.sharding import layout_for
 from tests.optim.conftest import gradients, normal, same, updates
 

@@ -12,9 +12,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxmem import optim, weights
+from jaxmem import optim
 from jaxmem.config.sections import Precision
-from jaxmem.precision import Rest, at_rest
+from jaxmem.sharding import weights
+from jaxmem.sharding.storage import Storage, store
 
 SEEN, WIDE, STEPS, BATCH, RATE = 8, 128, 200, 256, 3e-3
 AXES = {"rows": ("vocab", "embed"), "in": ("embed", "mlp"), "out": ("mlp", "embed")}
@@ -61,7 +62,7 @@ def learnt(name, times=1, own=None, precision=None):
     tx = getattr(optim, name)(times * RATE, axes=AXES, **(own or {}))
     if precision.master == "remainder8":
         tx = optim.with_remainder(tx, 8, AXES)
-    params = jax.tree.map(lambda w, axes: at_rest(w, axes, Rest(precision)), drawn(), AXES)
+    params = jax.tree.map(lambda w, axes: store(w, axes, Storage(precision)), drawn(), AXES)
 
     def step(carried, batch):
         params, state, key = carried

@@ -5,16 +5,16 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import SingleDeviceSharding
+from tests.step.conftest import config
 
 from jaxmem import optim
-from jaxmem.hardware import GIB
+from jaxmem.machine.gpus import GIB
 from jaxmem.optim import in_turn, quantized
 from jaxmem.optim.by_layer import Leaf
 from jaxmem.planning.targets import parse_target, target_devices
-from jaxmem.program import program
 from jaxmem.quant import QTensor
+from jaxmem.step import program
 from tests.optim.conftest import gradients, normal, updates
-from tests.program.conftest import config
 
 EIGHT = {"adamw8bit": 2.04, "adamw4bit": 1.07, "lion8bit": 1.02, "momentum8bit": 1.02}
 

@@ -7,7 +7,7 @@ import optax
 import pytest
 
 from jaxmem import optim
-from jaxmem.weights import Completed
+from jaxmem.sharding.weights import Completed
 from tests.optim.conftest import gradients, normal
 
 AXES = {"w": ("layer", "embed", "mlp"), "norm": ("layer", "norm")}

@@ -12,7 +12,7 @@ from jaxmem import planning
 from jaxmem.config import Config, load_config
 from jaxmem.planning import Plan
 from jaxmem.planning.hlo import Module, read_module
-from jaxmem.program import program
+from jaxmem.step import program
 
 SMALL = {
     "family": "decoder",

@@ -23,7 +23,7 @@ from jaxmem.planning.buffers import Allocation, Buffer
 from jaxmem.planning.compile import Compiled, compile_all, listening
 from jaxmem.planning.hlo import Computation, Instruction, Module, Shape
 from jaxmem.planning.targets import parse_target, target_devices
-from jaxmem.program import program
+from jaxmem.step import program
 from tests.planning.conftest import SMALL, config, plan_here
 
 MIB = 2**20

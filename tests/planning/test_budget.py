@@ -12,7 +12,7 @@ from jaxmem.planning.hlo import total_flops
 from jaxmem.planning.layers import layers_of
 from jaxmem.planning.passes import passes_of
 from jaxmem.planning.targets import parse_target, target_devices
-from jaxmem.program import program
+from jaxmem.step import program
 from tests.planning.conftest import SMALL, config
 
 DEEP = {**SMALL, "layers": 8, "embed": 64, "mlp": 192, "head_dim": 16}

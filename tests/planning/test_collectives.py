@@ -9,7 +9,7 @@ import pytest
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxmem.hardware import GPUS
+from jaxmem.machine.gpus import GPUS
 from jaxmem.planning.collectives import LATENCY, Collective, _groups, collective
 from jaxmem.planning.hlo import Instruction, Shape
 from tests.planning.conftest import module_of

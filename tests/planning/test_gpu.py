@@ -18,7 +18,7 @@ from jaxmem.planning import Plan, wire
 from jaxmem.planning.compile import compile_all
 from jaxmem.planning.targets import parse_target, target_devices
 from jaxmem.planning.timeline import timeline
-from jaxmem.program import program
+from jaxmem.step import program
 from tests.planning.conftest import SMALL, config
 
 ROOT = Path(__file__).parents[2]
@@ -101,7 +101,7 @@ devices.stay_on_cpu_without_gpu(only_compile=True)
 from jaxmem.planning.compile import compile_all
 from jaxmem.planning.elsewhere import UNTIMED, without_cache
 from jaxmem.planning.targets import parse_target, target_devices
-from jaxmem.program import program
+from jaxmem.step import program
 target = parse_target("rtx4090-24gb")
 built = program(load_config("configs/digits-mlp.yaml"), target_devices(target, target.memory))
 lowered = built.lower_step()

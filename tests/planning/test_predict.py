@@ -11,7 +11,7 @@ from jaxmem.planning.compile import compile_all
 from jaxmem.planning.passes import passes_of
 from jaxmem.planning.predict import estimate, held
 from jaxmem.planning.targets import target_devices
-from jaxmem.program import Program, program
+from jaxmem.step import Program, program
 
 from .conftest import config, plan_here
 

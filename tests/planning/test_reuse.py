@@ -8,7 +8,7 @@ from jaxmem.planning import Plan, held
 from jaxmem.planning.breakdown import COPIES, SAVED, STATE_COPIES
 from jaxmem.planning.buffers import Lifetimes, fullest, held_at, read_allocations
 from jaxmem.planning.compile import compile_all
-from jaxmem.program import program
+from jaxmem.step import program
 from tests.planning.conftest import SMALL, config
 
 ROWS, TIME, EMBED = 4, 64, SMALL["embed"]

@@ -12,9 +12,9 @@ import jax
 import pytest
 from rich.console import Console
 
-from jaxmem import devices, hardware
 from jaxmem.errors import UserError
-from jaxmem.hardware import GIB, GPUS
+from jaxmem.machine import devices, gpus
+from jaxmem.machine.gpus import GIB, GPUS
 from jaxmem.planning import targets
 from jaxmem.planning.table import Targets
 from jaxmem.planning.targets import local_target, parse_target, target_config, target_devices
@@ -61,7 +61,7 @@ def test_the_names_of_the_issue_are_all_there() -> None:
 
 
 @pytest.mark.parametrize("gpu", GPUS.values(), ids=list(GPUS))
-def test_facts_are_of_the_right_size(gpu: hardware.Gpu) -> None:
+def test_facts_are_of_the_right_size(gpu: gpus.Gpu) -> None:
     said = int(gpu.name.rpartition("-")[2].removesuffix("gb"))
     assert 0.85 * said < gpu.memory_gib * GIB / 1e9 < 1.08 * said
     assert 200 < gpu.bandwidth_gb_s < 10_000

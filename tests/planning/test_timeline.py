@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from jaxmem.hardware import ATTAINED_BANDWIDTH, ATTAINED_FLOPS, GPUS
+from jaxmem.machine.gpus import ATTAINED_BANDWIDTH, ATTAINED_FLOPS, GPUS
 from jaxmem.planning.collectives import LATENCY
 from jaxmem.planning.hlo import Computation, Instruction, Module, Shape
 from jaxmem.planning.timeline import LAUNCH, moved_bytes, timeline

@@ -13,9 +13,9 @@ from jaxmem.config import Config, load_config
 from jaxmem.planning import held
 from jaxmem.planning.compile import sized
 from jaxmem.planning.targets import parse_target, target_devices
-from jaxmem.program import Program, program
 from jaxmem.quant import QTensor, quantize
 from jaxmem.sharding import is_axes
+from jaxmem.step import Program, program
 from tests.planning.conftest import plan_here
 
 GB = 1e9

@@ -19,7 +19,7 @@ from jaxmem.planning.hlo import dot_flops
 from jaxmem.planning.targets import parse_target, target_devices
 from jaxmem.planning.timeline import fused, timeline
 from jaxmem.planning.volume import volume
-from jaxmem.program import program
+from jaxmem.step import program
 from tests.planning.conftest import SMALL, config
 
 MODEL = {**SMALL, "layers": 5, "embed": 256, "mlp": 1024, "heads": 8, "kv_heads": 8, "head_dim": 32}

@@ -11,7 +11,6 @@ from rich.console import Console
 from jaxmem.config import Config, Rules, load_config
 from jaxmem.errors import UserError
 from jaxmem.planning import plan_program
-from jaxmem.program import program
 from jaxmem.search import BY_DEFAULT
 from jaxmem.search.candidates import candidates, estimated
 from jaxmem.search.compilers import Compilers, RefusedError
@@ -19,6 +18,7 @@ from jaxmem.search.facts import Facts
 from jaxmem.search.find import search
 from jaxmem.search.knobs import allowed
 from jaxmem.search.result import Fit
+from jaxmem.step import program
 
 from .conftest import Told, config, with_memory
 

@@ -3,15 +3,15 @@
 import jax
 import pytest
 from flax import nnx
+from tests.step.conftest import config
 
 from jaxmem import models
 from jaxmem.config import load_config
 from jaxmem.config.names import NAMES
 from jaxmem.models import Execution
-from jaxmem.program import program
-from jaxmem.program.objective import objective
 from jaxmem.stack import Way
-from tests.program.conftest import config
+from jaxmem.step import program
+from jaxmem.step.objective import objective
 
 PICTURES = {"data": {"source": "digits"}, "objective": "classify"}
 

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from jaxmem.lab.tour.checkpointing import FORMULAS, backward
 from jaxmem.stack import Way, apply_stack, stacked
 from jaxmem.stack.schedule import fewest, schedule
-from jaxmem.tour.checkpointing import FORMULAS, backward
 
 POLICIES = ("sqrt", "recursive", "constant", "every_1", "every_4", "every_300", "slots_1", "slots_2", "slots_4")
 

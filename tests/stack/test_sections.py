@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from jaxmem.sharding.weights import Point, Some
 from jaxmem.stack import Way, apply_stack, stacked
-from jaxmem.weights import Point, Some
 
 LAYERS = 6
 

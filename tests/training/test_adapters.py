@@ -10,11 +10,11 @@ from safetensors.numpy import load_file, save_file
 
 from jaxmem.checkpoint import Checkpoints
 from jaxmem.config import load_config
-from jaxmem.convert import import_model
 from jaxmem.errors import UserError
 from jaxmem.hf.beside import copy_tokenizer
-from jaxmem.program import program
-from jaxmem.trained import open_model
+from jaxmem.inference.export import import_model
+from jaxmem.inference.load import open_model
+from jaxmem.step import program
 from jaxmem.training.restoring import restored
 from jaxmem.training.run import run
 

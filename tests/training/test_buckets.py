@@ -11,7 +11,7 @@ import pytest
 
 from jaxmem.config import load_config
 from jaxmem.data import Loader
-from jaxmem.evaluate import HeldOut
+from jaxmem.inference.evaluate import HeldOut
 from jaxmem.planning import plan
 from jaxmem.training.fitting import DoesNotFitError
 from jaxmem.training.run import run

@@ -11,16 +11,16 @@ import jax
 import pytest
 from rich.text import Text
 
-from jaxmem import devices
 from jaxmem.cli.starting import take_devices
 from jaxmem.config import load_config
 from jaxmem.errors import UserError
-from jaxmem.hardware import GIB, GPUS, reserved
+from jaxmem.machine import devices
+from jaxmem.machine.gpus import GIB, GPUS, reserved
 from jaxmem.planning import Plan, held, plan_program, readable
 from jaxmem.planning.advice import SPILLED
 from jaxmem.planning.targets import local_target
-from jaxmem.program import program
 from jaxmem.search import nearest
+from jaxmem.step import program
 from jaxmem.training import out_of_memory
 from jaxmem.training.fitting import DoesNotFitError, Measured, check_fits
 from jaxmem.training.out_of_memory import OutOfMemoryError, explained

@@ -13,10 +13,10 @@ from flax import nnx
 from jaxmem.config import load_config
 from jaxmem.data import Loader
 from jaxmem.errors import UserError
-from jaxmem.evaluate import evaluate
-from jaxmem.program import program
-from jaxmem.program.objective import objective
-from jaxmem.reference import file_for, read
+from jaxmem.inference.evaluate import evaluate
+from jaxmem.inference.reference import file_for, read
+from jaxmem.step import program
+from jaxmem.step.objective import objective
 from jaxmem.training.run import run
 
 MODEL = {"vocab": 257, "layers": 2, "embed": 16, "mlp": 24, "heads": 2, "kv_heads": 1, "head_dim": 8}

@@ -17,9 +17,9 @@ import pytest
 from jaxmem.checkpoint import Checkpoints
 from jaxmem.config import load_config, save_config
 from jaxmem.errors import UserError
+from jaxmem.inference.load import open_run
 from jaxmem.planning import plan_program
-from jaxmem.program import Program
-from jaxmem.trained import open_run
+from jaxmem.step import Program
 from jaxmem.training.run import DoesNotFitError, run
 from jaxmem.training.telemetry import Spikes
 

@@ -1,0 +1,118 @@
+"""Multiple choice: of several continuations of a text, which one the model finds likeliest.
+
+A line of JSONL is {"prompt": "...", "choices": ["...", ...], "answer": 0}; the answer is a number from 0, a letter, or
+the choice itself. Each choice is scored by the sum of its tokens' log-likelihoods after the prompt; `normalised`
+divides by its bytes, so that length does not decide.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from jaxmem.data.tokenizer import Tokenizer
+from jaxmem.errors import UserError
+from jaxmem.inference.generate import length_for
+from jaxmem.inference.load import open_model, tokenizer_of
+from jaxmem.models import losses
+from jaxmem.step import Program
+
+
+@dataclass(frozen=True)
+class Question:
+    prompt: str
+    choices: tuple[str, ...]
+    answer: int
+
+
+def evaluate_choices(directory: str | Path, file: str | Path, overrides: Sequence[str] = ()) -> dict[str, float]:
+    """Shares of right answers, of a run or a Hugging Face directory."""
+    questions = read_questions(file)
+    program, params = open_model(directory, overrides)
+    tokenizer = tokenizer_of(program)
+    right = np.zeros(2)
+    for question, found in zip(questions, scores(program, params, tokenizer, questions), strict=True):
+        lengths = np.array([len(choice.encode()) for choice in question.choices])
+        right += [int(np.argmax(by)) == question.answer for by in (found, found / lengths)]
+    share = right / len(questions)
+    return {"questions": len(questions), "accuracy": float(share[0]), "normalised": float(share[1])}
+
+
+def scores(program: Program, params: Any, tokenizer: Tokenizer, questions: Sequence[Question]) -> list[np.ndarray]:
+    """The log-likelihood of each choice. The logits of one choice are held at a time."""
+    if program.cfg.model.family != "decoder":
+        raise UserError(f"model.family: {program.cfg.model.family} reads no text; choices need a decoder")
+
+    def likelihood(params: Any, tokens: jax.Array, said: jax.Array) -> jax.Array:
+        network = nnx.merge(program.graphdef, params)
+
+        def one(row: tuple[jax.Array, jax.Array]) -> jax.Array:
+            tokens, said = (x[None] for x in row)
+            logits = network.logits(network.features(tokens[:, :-1]))
+            return -jnp.sum(losses.cross_entropy(logits, tokens[:, 1:]) * said)
+
+        return jax.lax.map(one, (tokens, said))
+
+    compiled = jax.jit(likelihood)
+    found = []
+    with program.layout.of_texts(1):
+        for question in questions:
+            rows = [_tokens(tokenizer, question.prompt, choice) for choice in question.choices]
+            width = length_for(max(len(ids) for ids, _ in rows)) + 1
+            tokens = np.zeros((len(rows), width), np.int32)  # what follows a choice changes nothing before it
+            said = np.zeros((len(rows), width - 1), np.float32)
+            for at, (ids, start) in enumerate(rows):
+                tokens[at, : len(ids)] = ids
+                said[at, start - 1 : len(ids) - 1] = 1
+            found.append(np.asarray(compiled(params, jnp.asarray(tokens), jnp.asarray(said))))
+    return found
+
+
+def _tokens(tokenizer: Tokenizer, prompt: str, choice: str) -> tuple[np.ndarray, int]:
+    """Of prompt and choice as one text, and where they part from those of the prompt alone."""
+    head = np.array(tokenizer.begin, np.int32)
+    before, whole = (np.concatenate([head, tokenizer.encode(text)]) for text in (prompt, prompt + choice))
+    shared = min(len(before), len(whole))
+    apart = np.flatnonzero(before[:shared] != whole[:shared])
+    start = int(apart[0]) if len(apart) else shared
+    if not head.size:  # nothing stands before the first token: it cannot be scored
+        start = max(start, 1)
+    return whole, start
+
+
+def read_questions(file: str | Path) -> list[Question]:
+    try:
+        lines = Path(file).read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"{file}: cannot be read: {error}") from error
+    found = []
+    for number, line in enumerate(lines, 1):
+        if line.strip():
+            try:
+                found.append(_question(json.loads(line)))
+            except (ValueError, LookupError, TypeError, RecursionError) as error:
+                raise UserError(f"{file}, line {number}: no question: {error}") from error
+    if not found:
+        raise UserError(f"{file}: empty, no questions")
+    return found
+
+
+def _question(given: Any) -> Question:
+    prompt, choices, answer = given["prompt"], given["choices"], given["answer"]
+    if not isinstance(prompt, str) or not isinstance(choices, list) or len(choices) < 2:
+        raise ValueError("it needs a prompt and two choices or more")
+    if any(not isinstance(choice, str) or not choice for choice in choices):
+        raise ValueError("a choice is no text")
+    if isinstance(answer, str):
+        answer = choices.index(answer) if answer in choices else ord(answer.upper()) - ord("A")
+    if type(answer) is not int or not 0 <= answer < len(choices):
+        raise ValueError(f"answer {given['answer']!r} is none of its {len(choices)} choices")
+    return Question(prompt, tuple(choices), answer)

@@ -1,0 +1,118 @@
+"""What the model that DPO starts from gives each answer: computed once, then read.
+
+Of P pairs 8 P bytes, in a file beside the data, in place of a second model in memory. It holds what it was made of:
+weights, tokens, and how long rows are; one that was made of anything else is refused.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import zipfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxmem.checkpoint.checksum import checksum
+from jaxmem.config import Config
+from jaxmem.data import Corpus, Loader
+from jaxmem.distributed.agree import any_of, gather, in_order
+from jaxmem.errors import UserError
+from jaxmem.step import Program
+
+SUFFIX = ".reference.npz"
+
+
+@dataclass(frozen=True)
+class Reference:
+    """Log-probabilities [pairs, 2], of the preferred answer first."""
+
+    values: np.ndarray
+    data: str  # fingerprints of what they were made of
+    weights: str
+
+
+def reference_for(program: Program, corpus: Corpus, params: Any, identity: str, weights: str | None) -> Reference:
+    """Read, or computed with `params`. `identity` is the data's fingerprint; `weights` that of the weights a run began
+    with, if it is not at its beginning: then `params` are others."""
+    cfg = program.cfg
+    file, data = file_for(cfg), _of_rows(cfg, identity)
+    if any_of(file.is_file()):
+        found = read(file)
+        wanted = weights or fingerprint(params)
+        problem = "other data" if found.data != data else "other weights" if found.weights != wanted else None
+        if problem or len(found.values) != len(corpus.sources[0]):
+            raise UserError(
+                f"{file}: was computed with {problem or 'another number of pairs'}; remove it, or give data.reference"
+                " another name"
+            )
+        return found
+    if weights is not None:
+        raise UserError(
+            f"{file}: is not there, and the weights that it was computed with have learnt since; put it back"
+        )
+    made = Reference(_computed(program, corpus, params), data, fingerprint(params))
+    if jax.process_index() == 0:
+        _write(file, made)
+    gather(None)  # it is there for all
+    return made
+
+
+def file_for(cfg: Config) -> Path:
+    if cfg.data.reference is not None:
+        return Path(cfg.data.reference).expanduser()
+    given = Path(cfg.data.path or "").expanduser()
+    if any(letter in given.name for letter in "*?["):
+        raise UserError(f"data.reference: missing; data.path {cfg.data.path} is no one place to lay it beside")
+    return given.with_name(given.name + SUFFIX)
+
+
+def read(file: Path) -> Reference:
+    try:
+        with np.load(file, allow_pickle=False) as found:
+            values = found["values"]
+            if values.ndim != 2 or values.shape[1] != 2 or values.dtype != np.float32:
+                raise ValueError(f"values are {values.dtype} {list(values.shape)}")
+            return Reference(values, str(found["data"]), str(found["weights"]))
+    except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile) as error:
+        raise UserError(f"{file}: no log-probabilities of a reference: {error}; remove it") from error
+
+
+def fingerprint(params: Any) -> str:
+    """Of weights, the same on any mesh."""
+    digest = hashlib.blake2b(digest_size=16)
+    for path, leaf in jax.tree_util.tree_leaves_with_path(params):
+        digest.update(f"{jax.tree_util.keystr(path)} {leaf.dtype} {leaf.shape} {checksum(leaf)}\0".encode())
+    return digest.hexdigest()
+
+
+def _of_rows(cfg: Config, identity: str) -> str:
+    data = cfg.data
+    return f"{identity} {data.sequence_length} {data.too_long} {data.broken}"
+
+
+def _computed(program: Program, corpus: Corpus, params: Any) -> np.ndarray:
+    pairs = len(corpus.sources[0])
+    corpus.references = np.zeros((pairs, 2), np.float32)
+    found = []
+    in_turn = program.cfg.at_length(program.cfg.data.sequence_length)  # not by buckets
+    with Loader(in_turn, "all", program.rows, corpus=corpus, agree=any_of) as loader:
+        for batch in loader:
+            rows = in_order(program.compiled_likelihoods(params, program.place(batch)))
+            found.append(np.asarray(rows).ravel())
+    corpus.references = None
+    return np.concatenate(found)[: 2 * pairs].reshape(pairs, 2)
+
+
+def _write(file: Path, made: Reference) -> None:
+    unfinished = file.with_name(f".{file.name}.unfinished")
+    try:
+        with unfinished.open("wb") as opened:
+            np.savez(opened, values=made.values, data=made.data, weights=made.weights)
+        unfinished.replace(file)
+    except OSError as error:
+        raise UserError(f"{file}: cannot be written: {error.strerror}; give data.reference another place") from error
+    finally:
+        unfinished.unlink(missing_ok=True)

@@ -1,0 +1,121 @@
+"""Attention as it is measured: beside jax.nn's own, by XLA and cuDNN, and PyTorch's."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxmem.kernels import attention
+from jaxmem.kernels.attention import IMPLEMENTATIONS
+from jaxmem.kernels.attention.mask import kept, seed_of
+from jaxmem.kernels.attention.shapes import SHAPES, Shape
+from jaxmem.lab.bench import torch_kernels
+from jaxmem.lab.bench.work import Operation, Pass, Run, Work
+
+EXACT = 1024  # positions at most that are held against float64
+# Bytes of scores in float32, beyond which those who hold them all, several times, are not asked to.
+SCORES = {"reference": 2 * 2**30, "jax.nn xla": 8 * 2**30}
+GRADIENTS = {"gradients": (0, 1, 2), "d_queries": (0,), "d_keys": (1, 2)}  # by one kernel, or deterministic by two
+PEERS = ("jax.nn xla", "jax.nn cudnn")
+
+
+def cut(shape: Shape) -> Shape:
+    window = None if shape.window is None else 16
+    return Shape(1, 48, 48, min(shape.heads, 4), min(shape.kv_heads, 2), 16, shape.causal, window)
+
+
+def work(shape: Shape, dtype: Any = jnp.bfloat16, **options: Any) -> Work:
+    """`options`: beyond the shape's own."""
+    keys = jax.random.split(jax.random.key(time.time_ns() % 2**31), 4)
+    sizes = [(shape.queries, shape.heads), *[(shape.keys, shape.kv_heads)] * 2, (shape.queries, shape.heads)]
+    q, k, v, d_out = (
+        jax.random.normal(key, (shape.batch, length, heads, shape.dim), dtype)
+        for key, (length, heads) in zip(keys, sizes, strict=True)
+    )
+    options = {"causal": shape.causal, "window": shape.window} | options
+    run = partial(_run, shape, options)
+    step, forward = float(jnp.finfo(dtype).eps), shape.flops / 1e12
+    passes = {
+        "forward": Pass(run, partial(_exact, options), forward, step),
+        "backward": Pass(run, partial(_exact, options), 2.5 * forward, step, gradients=(0, 1, 2)),
+    }
+    # Each by itself and as large as it is: held against plain JAX.
+    kernels = {"forward": Pass(run, "blockwise", forward, step)}
+    for of, which in GRADIENTS.items():
+        own = partial(_run, shape, options | {"deterministic": of != "gradients"})
+        kernels[of] = Pass(own, "blockwise", forward, step, gradients=which)
+    return Work((q, k, v), passes, "TFLOP/s", d_out, kernels)
+
+
+def checks(shape: Shape) -> Mapping[str, Callable[[], Work]]:
+    """As it is, and with each option at a length that no block divides."""
+    row = shape._replace(batch=1, queries=min(shape.queries, EXACT), keys=min(shape.keys, EXACT))
+    if row.window is not None:
+        row = row._replace(window=min(row.window, row.keys // 4))  # so that it leaves something out
+    odd = row._replace(queries=row.queries - row.queries // 40 - 1, keys=row.keys - row.keys // 40 - 1)
+    ids = jnp.arange(odd.keys, dtype=jnp.int32) * 5 // odd.keys
+    options = {"segment_ids": ids[None, -odd.queries :], "kv_segment_ids": ids[None]}
+    dropout = (jax.random.key(time.time_ns() % 2**31), 0.2)
+    return {
+        "as it is": partial(work, row),
+        "float16": partial(work, odd, jnp.float16),
+        "full": partial(work, odd._replace(causal=False, window=None)),
+        "window": partial(work, odd._replace(causal=True, window=odd.keys // 3)),
+        "segments": partial(work, odd, **options),
+        "soft cap": partial(work, odd, soft_cap=5.0),
+        "dropout": partial(work, odd, dropout=dropout),
+        "deterministic": partial(work, odd, deterministic=True),
+    }
+
+
+def _run(shape: Shape, options: dict[str, Any], way: str | None) -> Run:
+    holds = 4 * shape.batch * shape.heads * shape.queries * shape.keys
+    if way is not None and holds > SCORES.get(way, holds):
+        raise ValueError(f"{way} holds all scores several times, {holds / 2**30:.0f} GiB each")
+    if way in PEERS:
+        window = None if shape.window is None else (shape.window - 1, 0)
+        own: Any = {"is_causal": shape.causal, "local_window_size": window, "implementation": way.split()[1]}
+        return lambda q, k, v: jax.nn.dot_product_attention(q, k, v, **own)
+    return lambda q, k, v: attention(q, k, v, **options, implementation=way)
+
+
+def _exact(options: dict[str, Any], q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+    (batch, queries, heads, dim), keys = q.shape, k.shape[1]
+    query, key = jnp.arange(queries, dtype=jnp.int32)[:, None], jnp.arange(keys, dtype=jnp.int32)
+    distance = query + keys - queries - key
+    window = options["window"]
+    seen = jnp.ones((batch, 1, queries, keys), bool)
+    if options["causal"] or window is not None:
+        seen &= (distance >= 0) & (distance < (keys if window is None else window))
+    if "segment_ids" in options:
+        seen &= (options["segment_ids"][:, :, None] == options["kv_segment_ids"][:, None])[:, None]
+    k, v = (jnp.repeat(x, heads // x.shape[2], axis=2) for x in (k, v))
+    s = jnp.einsum("bqhd,bkhd->bhqk", q, k) * dim**-0.5
+    if "soft_cap" in options:
+        s = options["soft_cap"] * jnp.tanh(s / options["soft_cap"])
+    p = jax.nn.softmax(jnp.where(seen, s, -jnp.inf), axis=-1)
+    if "dropout" in options:
+        seed, rate = seed_of(options["dropout"][0]), options["dropout"][1]
+        row = jnp.arange(batch * heads, dtype=jnp.int32).reshape(batch, heads, 1, 1)
+        p = jnp.where(kept(seed, row, query, key, rate), p / (1 - rate), 0.0)
+    return jnp.einsum("bhqk,bkhd->bqhd", p, v)
+
+
+OPERATION = Operation(
+    IMPLEMENTATIONS,
+    SHAPES,
+    cut,
+    work,
+    passes=("forward", "backward", *GRADIENTS),
+    tuned=("long", "llama3.2-1b"),
+    beside=PEERS,
+    peers={f"torch {kind}": partial(torch_kernels.attention_by_torch, kind=kind) for kind in ("flash", "cudnn")},
+    usual=("long", "llama3-8b", "llama3.2-1b", "mistral-7b"),
+    plain="blockwise",
+    checks=checks,
+)

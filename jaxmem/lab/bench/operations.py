@@ -1,0 +1,254 @@
+"""The kernels beside attention as they are measured: their arrays, what each pass of an implementation runs, what it
+should give in float64, how much work that is, and which implementation a call picks by itself."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from jaxmem.kernels import (
+    Constants,
+    Moments8,
+    adam8_update,
+    cross_entropy,
+    dequant_matmul,
+    int8_add,
+    rms_norm,
+)
+from jaxmem.kernels.adam8_update import IMPLEMENTATIONS as ADAM8
+from jaxmem.kernels.adam8_update import shapes as adam8_shapes
+from jaxmem.kernels.choice import Choice, choices
+from jaxmem.kernels.cross_entropy import IMPLEMENTATIONS as LOSS
+from jaxmem.kernels.cross_entropy import shapes as loss_shapes
+from jaxmem.kernels.dequant_matmul import IMPLEMENTATIONS as PRODUCTS
+from jaxmem.kernels.dequant_matmul import shapes as product_shapes
+from jaxmem.kernels.rms_norm import IMPLEMENTATIONS as NORMS
+from jaxmem.kernels.rms_norm import shapes as norm_shapes
+from jaxmem.lab import sliding_max
+from jaxmem.lab.bench import attention, torch_kernels
+from jaxmem.lab.bench.work import Operation, Pass, Run, Work
+from jaxmem.lab.sliding_max import IMPLEMENTATIONS as WINDOWS
+from jaxmem.quant import QTensor, quantize
+
+BF16 = jnp.bfloat16
+
+
+def explained(operation: str, name: str) -> Choice:
+    """What a call of this shape picks on this device, and why; nothing is computed."""
+    own = OPERATIONS[operation]
+
+    def traced() -> Any:
+        work = own.work(own.shapes[name])
+        return next(iter(work.passes.values())).run(None)(*work.arrays)
+
+    with choices() as made:
+        jax.eval_shape(traced)
+    return made[-1]
+
+
+def _draws(*shapes: tuple[int, ...], dtype: Any = BF16) -> Iterator[jax.Array]:
+    for key, shape in zip(jax.random.split(jax.random.key(time.time_ns() % 2**31), len(shapes)), shapes, strict=True):
+        yield jax.random.normal(key, shape, dtype)
+
+
+def _product(shape: product_shapes.Shape) -> Work:
+    x, g, w = _draws((shape.tokens, shape.inputs), (shape.tokens, shape.outputs), (shape.inputs, shape.outputs))
+    q = quantize(w, shape.format, shape.block, -2, double=shape.double)
+    double = isinstance(q.scale, QTensor)
+    scale = Constants(q.scale.codes, q.scale.scale, q.scale.offset) if double else q.scale
+    options: dict[str, Any] = {"format": shape.format, "block_size": shape.block, "inputs": shape.inputs}
+
+    def product(way: str | None, transposed: bool) -> Run:
+        def run(x: Any, g: Any, codes: Any, scale: Any, w: Any) -> Any:
+            given = g if transposed else x
+            if way == "decoded before":
+                return given @ (w.T if transposed else w)
+            return dequant_matmul(given, codes, scale, transposed=transposed, implementation=way, **options)
+
+        return run
+
+    def one(transposed: bool) -> Pass:
+        return Pass(lambda way: product(way, transposed), product("decoded before", transposed), shape.flops / 1e12)
+
+    arrays = (x, g, q.codes, scale, q.dequantize(BF16))
+    return Work(arrays, {"forward": one(False), "backward": one(True)}, "TFLOP/s")
+
+
+def _adam8(shape: adam8_shapes.Shape) -> Work:
+    (g,) = _draws(shape.dims)
+    small = 0.1 * g.astype(jnp.float32)
+    m, v = (quantize(x, of, shape.block, shape.along) for x, of in ((small, "dynamic8"), (small**2, "udynamic8")))
+    unbiased = jnp.asarray([0.19, 0.0975], jnp.float32)
+
+    def run(way: str | None) -> Run:
+        def update(g: Any, state: Any, unbiased: Any) -> Any:
+            return adam8_update(g, state, unbiased, axis=shape.along, block_size=shape.block, implementation=way)
+
+        return update
+
+    def numbers(state: Any) -> Any:
+        """As good as their codes: half a step is 0.7 % of the largest."""
+        pairs = (m, state.m, state.m_scale), (v, state.v, state.v_scale)
+        return tuple(dataclasses.replace(q, codes=c, scale=s).dequantize(jnp.float32) for q, c, s in pairs)
+
+    def exact(g: Any, state: Any, unbiased: Any) -> Any:
+        old_m, old_v = (x.astype(jnp.float64) for x in numbers(state))
+        new_m, new_v = 0.9 * old_m + 0.1 * g, 0.95 * old_v + 0.05 * g**2
+        return new_m / unbiased[0] / (jnp.sqrt(new_v / unbiased[1]) + 1e-8), new_m, new_v
+
+    def decoded(made: Any) -> Any:
+        return made[0], *numbers(made[1])
+
+    state = Moments8(m.codes, v.codes, m.scale, v.scale)
+    update = Pass(run, exact, shape.least_bytes / 1e9, read=decoded, in_place=((1, 1),))
+    return Work((g, state, unbiased), {"update": update}, "GB/s")
+
+
+def _int8(shape: adam8_shapes.Shape) -> Work:
+    """Rounded stochastically: up to a step away, of the largest block's at most."""
+    w, update = _draws(shape.dims, shape.dims)
+    q, update = quantize(w, "int8", shape.block, shape.along), update * jnp.asarray(0.01, BF16)
+
+    def run(way: str | None) -> Run:
+        def add(codes: Any, scale: Any, update: Any, seeds: Any) -> Any:
+            given: dict[str, Any] = {"axis": shape.along, "block_size": shape.block, "implementation": way}
+            return int8_add(codes, scale, update, seeds, **given)
+
+        return add
+
+    def wide(made: Any) -> Any:
+        codes, scale = made
+        steps = jnp.repeat(scale.astype(jnp.float64), shape.block, axis=shape.along) / 127
+        return codes.astype(jnp.float64) * jax.lax.slice_in_dim(steps, 0, codes.shape[shape.along], axis=shape.along)
+
+    def exact(codes: Any, scale: Any, update: Any, _: Any) -> Any:
+        return wide((codes, scale)) + update
+
+    amount = shape.numbers * (4 + 12 / shape.block) / 1e9
+    seeds = jax.random.bits(jax.random.key(time.time_ns() % 2**31), q.scale.shape, jnp.uint32)
+    arrays = (q.codes, q.scale, update, seeds)
+    return Work(arrays, {"update": Pass(run, exact, amount, 2**-7, read=wide, in_place=((0, 0), (1, 1)))}, "GB/s")
+
+
+def _norm(shape: norm_shapes.Shape) -> Work:
+    x, branch, d_normal, d_sum = _draws(*[(shape.rows, shape.size)] * 4)
+    scale = jnp.linspace(0.5, 1.5, shape.size, dtype=jnp.float32)
+
+    def run(way: str | None) -> Run:
+        return lambda x, branch, scale: rms_norm(x, scale, residual=branch, implementation=way)
+
+    def exact(x: Any, branch: Any, scale: Any) -> Any:
+        total = x + branch
+        mean = jnp.mean(total * total, axis=1, keepdims=True) + 1e-5
+        return total * jax.lax.rsqrt(mean) * scale, total
+
+    amount = shape.least_bytes / 1e9  # backward too: the sum and two gradients read, one written
+    passes = {"forward": Pass(run, exact, amount), "backward": Pass(run, exact, amount, gradients=(0, 2))}
+    return Work((x, branch, scale), passes, "GB/s", (d_normal, d_sum))
+
+
+def _loss(shape: loss_shapes.Shape) -> Work:
+    x, w = _draws((shape.tokens, shape.embed), (shape.embed, shape.vocab))
+    x = x * jnp.asarray(shape.embed**-0.5, x.dtype)
+    labels = jnp.arange(shape.tokens, dtype=jnp.int32) % shape.vocab
+
+    def run(way: str | None) -> Run:
+        return lambda x, w, labels: cross_entropy(x, w, labels, implementation=way)
+
+    def exact(x: Any, w: Any, labels: Any) -> Any:
+        logits = x @ w
+        return jax.nn.logsumexp(logits, axis=1) - jnp.take_along_axis(logits, labels[:, None], axis=1)[:, 0]
+
+    amount = shape.flops / 1e12
+    # Backward logits are made again: three products.
+    passes = {"forward": Pass(run, exact, amount), "backward": Pass(run, exact, 3 * amount, gradients=(0, 1))}
+    return Work((x, w, labels), passes, "TFLOP/s", jnp.ones((shape.tokens,), jnp.float32))
+
+
+class Windows(NamedTuple):
+    numbers: int
+    window: int
+
+
+def _windows(shape: Windows) -> Work:
+    (x,) = _draws((shape.numbers,), dtype=jnp.float32)
+
+    def exact(x: Any) -> Any:
+        return jax.lax.reduce_window(x, -jnp.inf, jax.lax.max, (shape.window,), (1,), "VALID")
+
+    run = lambda way: lambda x: sliding_max(x, shape.window, implementation=way)  # noqa: E731
+    return Work((x,), {"forward": Pass(run, exact, 2 * x.nbytes / 1e9, step=2**-24)}, "GB/s")
+
+
+def _with(**sizes: int) -> Callable[[Any], Any]:
+    return lambda shape: shape._replace(**sizes)
+
+
+def _small_product(shape: product_shapes.Shape) -> product_shapes.Shape:
+    return shape._replace(tokens=16, inputs=2 * shape.block, outputs=32)
+
+
+def _small_blocks(shape: adam8_shapes.Shape) -> adam8_shapes.Shape:
+    return shape._replace(dims=(shape.block, 2 * shape.block))
+
+
+BY_LIBRARIES = {
+    "bitsandbytes": torch_kernels.product_by_bitsandbytes,
+    "bitsandbytes, decoded": torch_kernels.product_decoded_by_bitsandbytes,
+    "torchao": torch_kernels.product_by_torchao,
+}
+# All of Llama's matrices at once take 56 GiB to update in plain JAX, and 74 in float64: by name only.
+ONE_MATRIX = ("llama3-8b up", "llama2-7b down")
+OPERATIONS = {
+    "attention": attention.OPERATION,
+    "dequant_matmul": Operation(
+        PRODUCTS,
+        product_shapes.SHAPES,
+        _small_product,
+        _product,
+        tuned=("llama3-8b up", "llama3-8b up, long", "llama2-7b int8"),
+        beside=("decoded before",),
+        peers=BY_LIBRARIES,
+        plain="sliced",
+    ),
+    "adam8_update": Operation(
+        ADAM8,
+        adam8_shapes.SHAPES,
+        _small_blocks,
+        _adam8,
+        passes=("update",),
+        tuned=ONE_MATRIX,
+        peers={"bitsandbytes": torch_kernels.adam8_by_bitsandbytes},
+        usual=ONE_MATRIX,
+    ),
+    "int8_add": Operation(
+        ADAM8,
+        adam8_shapes.SHAPES,
+        _small_blocks,
+        _int8,
+        passes=("update",),
+        tuned=ONE_MATRIX,
+        usual=ONE_MATRIX,
+    ),
+    "rms_norm": Operation(NORMS, norm_shapes.SHAPES, _with(rows=16, size=64), _norm, tuned=("llama3-8b",)),
+    "cross_entropy": Operation(
+        LOSS,
+        loss_shapes.SHAPES,
+        _with(tokens=16, embed=32, vocab=96),
+        _loss,
+        tuned=("llama3-8b",),
+        plain="sliced",
+    ),
+    "sliding_max": Operation(
+        WINDOWS,
+        {"256 of 64 M": Windows(1 << 26, 256)},
+        _with(numbers=2000),
+        _windows,
+        passes=("forward",),
+    ),
+}

@@ -1,0 +1,125 @@
+"""What libraries for PyTorch do of what the kernels do, to measure beside. One that is not here, or that has no such
+thing, is a ValueError that says so."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Mapping
+from typing import Any
+
+from jaxmem.kernels.adam8_update import shapes as adam8_shapes
+from jaxmem.kernels.attention import shapes as attention_shapes
+from jaxmem.kernels.dequant_matmul import shapes as product_shapes
+from jaxmem.lab.bench.contest import Call
+
+Calls = Mapping[str, Call]  # by the name of the pass
+
+
+def needed(*names: str) -> list[Any]:
+    """PyTorch, where it sees a GPU, and these modules."""
+    found = []
+    for name in ("torch", *names):
+        try:
+            found.append(importlib.import_module(name))
+        except ImportError as error:
+            raise ValueError(f"{name.partition('.')[0]} is not installed") from error
+    if not found[0].cuda.is_available():
+        raise ValueError("torch sees no GPU")
+    return found
+
+
+def wait(_: Any) -> None:
+    importlib.import_module("torch").cuda.synchronize()
+
+
+def attention_by_torch(shape: attention_shapes.Shape, *, kind: str, on: str = "cuda") -> Calls:
+    """Without windows: torch's fused kernels know none."""
+    torch, kinds = needed("torch.nn.attention")
+    if shape.window is not None:
+        raise ValueError("torch's fused kernels know no window")
+    backend = {"flash": kinds.SDPBackend.FLASH_ATTENTION, "cudnn": kinds.SDPBackend.CUDNN_ATTENTION}[kind]
+    own, theirs = (
+        (shape.batch, *size, shape.dim) for size in ((shape.heads, shape.queries), (shape.kv_heads, shape.keys))
+    )
+    q, k, v, d_out = _drawn(torch, on, own, theirs, theirs, own)
+    for x in (q, k, v):
+        x.requires_grad_()
+
+    def forward() -> Any:
+        with kinds.sdpa_kernel(backend):
+            return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=shape.causal, enable_gqa=True)
+
+    out = forward()
+    return {"forward": forward, "backward": lambda: torch.autograd.grad(out, (q, k, v), d_out, retain_graph=True)}
+
+
+def product_by_bitsandbytes(shape: product_shapes.Shape, *, on: str = "cuda") -> Calls:
+    """What QLoRA runs there: its own choice of a kernel, or of decoding first."""
+    torch, bitsandbytes = needed("bitsandbytes")
+    x, g, codes, state = _in_four_bits(shape, on)
+    x.requires_grad_()
+    made = bitsandbytes.matmul_4bit(x, codes.t(), quant_state=state)
+
+    def forward() -> Any:
+        with torch.no_grad():
+            return bitsandbytes.matmul_4bit(x, codes.t(), quant_state=state)
+
+    return {"forward": forward, "backward": lambda: torch.autograd.grad(made, x, g, retain_graph=True)}
+
+
+def product_decoded_by_bitsandbytes(shape: product_shapes.Shape, *, on: str = "cuda") -> Calls:
+    """Decoded whole, then multiplied by cuBLAS."""
+    x, g, codes, state = _in_four_bits(shape, on)
+    decode = needed("bitsandbytes.functional")[1].dequantize_4bit
+    return {"forward": lambda: x @ decode(codes, state).t(), "backward": lambda: g @ decode(codes, state)}
+
+
+def _in_four_bits(shape: product_shapes.Shape, on: str) -> tuple[Any, Any, Any, Any]:
+    """Of a product x and its gradient, the codes of a weight [outputs, inputs], and what they stand for."""
+    torch, functional = needed("bitsandbytes.functional")
+    if shape.format not in ("nf4", "fp4"):
+        raise ValueError(f"bitsandbytes multiplies nf4 and fp4 in blocks, not {shape.format}")
+    x, g, w = _drawn(
+        torch, on, (shape.tokens, shape.inputs), (shape.tokens, shape.outputs), (shape.outputs, shape.inputs)
+    )
+    form = {"blocksize": shape.block, "compress_statistics": shape.double, "quant_type": shape.format}
+    return x, g, *functional.quantize_4bit(w, **form)
+
+
+def product_by_torchao(shape: product_shapes.Shape, *, on: str = "cuda") -> Calls:
+    """A linear layer as its `quantize_` leaves it: int4 in groups, int8 with a constant for each output."""
+    torch, quantization = needed("torchao.quantization")
+    if shape.format not in ("int4", "int8"):
+        raise ValueError(f"torchao multiplies int4 and int8, not {shape.format}")
+    layer = torch.nn.Linear(shape.inputs, shape.outputs, bias=False, device=on, dtype=torch.bfloat16)
+    int4 = shape.format == "int4"
+    form = quantization.Int4WeightOnlyConfig(group_size=shape.block) if int4 else quantization.Int8WeightOnlyConfig()
+    quantization.quantize_(layer, form)
+    x, g = _drawn(torch, on, (shape.tokens, shape.inputs), (shape.tokens, shape.outputs))
+    x.requires_grad_()
+    made = layer(x)
+
+    def forward() -> Any:
+        with torch.no_grad():
+            return layer(x)
+
+    return {"forward": forward, "backward": lambda: torch.autograd.grad(made, x, g, retain_graph=True)}
+
+
+def adam8_by_bitsandbytes(shape: adam8_shapes.Shape, *, on: str = "cuda") -> Calls:
+    """Its 8-bit AdamW, in blocks of 256 numbers as they lie, which changes the weight in the same pass: 4 bytes more a
+    number than the update alone, for which both count the same."""
+    torch, functional = needed("bitsandbytes.functional")
+    if shape.block != 256:
+        raise ValueError(f"bitsandbytes' blocks are of 256 numbers, not {shape.block}")
+    p, g = _drawn(torch, on, shape.dims, shape.dims)
+    state = {f"state{i}": torch.zeros(shape.dims, dtype=torch.uint8, device=on) for i in (1, 2)}
+    state |= {f"absmax{i}": torch.zeros(shape.numbers // 256, device=on) for i in (1, 2)}
+    maps = {f"qmap{i}": functional.create_dynamic_map(signed=i == 1).to(on) for i in (1, 2)}
+    rates = {"beta1": 0.9, "beta2": 0.95, "beta3": 0.0, "alpha": 0.0, "eps": 1e-8, "step": 2, "lr": 1e-3}
+    update = functional.optimizer_update_8bit_blockwise
+    return {"update": lambda: update("adam", g, p, **state, **maps, **rates)}
+
+
+def _drawn(torch: Any, on: str, *shapes: tuple[int, ...]) -> list[Any]:
+    return [torch.randn(shape, dtype=torch.bfloat16, device=on) for shape in shapes]

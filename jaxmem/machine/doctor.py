@@ -1,0 +1,194 @@
+"""What this machine is and what works on it, in one screen, with the line that would mend what does not.
+
+jax is asked in processes of its own: a wheel that does not fit its driver then costs a line here, not a traceback,
+and no memory of a GPU stays taken. About two seconds.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import os
+import platform
+import shutil
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from jaxmem import __version__
+from jaxmem.machine import devices
+
+if TYPE_CHECKING:
+    from rich.console import Group
+
+PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "numpy")
+# What works through a package: the package, the extra that brings it ("": the install itself), what it is for.
+OPTIONAL = {
+    "tokenizers": ("tokenizers", "", "data.tokenizer: any tokenizer.json"),
+    "parquet": ("pyarrow", "[parquet]", "data.source: parquet"),
+    "digits": ("scikit-learn", "[digits]", "data.source: digits"),
+    "tensorboard": ("tensorboardX", "[tensorboard]", "train.trackers: [tensorboard]"),
+    "wandb": ("wandb", "[wandb]", "train.trackers: [wandb]"),
+}
+DRIVER_NEEDED = {"cuda13": 580, "cuda12": 525}  # the first driver series that runs programs of that CUDA
+
+_PROBE = """
+import json, sys
+import jax
+seen = [dict(kind=d.device_kind, platform=d.platform, memory=d.memory_stats()) for d in jax.local_devices()]
+print(json.dumps(seen))
+"""
+
+
+def examine() -> dict[str, Any]:
+    """Everything known about this machine, as one JSON-able dict; sizes in bytes."""
+    with ThreadPoolExecutor() as pool:
+        here = pool.submit(_see_devices, {})
+        simulated = pool.submit(_see_devices, {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "8"})
+        gpus = devices.nvidia_gpus()
+    seen, error = here.result()
+    findings: dict[str, Any] = {
+        "jaxmem": __version__,
+        "python": platform.python_version(),
+        "system": f"{platform.system()} {platform.machine()}",
+        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "packages": {name: _version(name) for name in PACKAGES},
+        "cuda_wheels": devices.cuda_wheels(),
+        "driver": gpus[0]["driver"] if gpus else None,
+        "gpus": gpus,
+        "devices": seen,
+        "devices_error": error,
+        "host_memory": _host_memory(),
+        "disk": {"path": "runs", "free": shutil.disk_usage(Path.cwd()).free},
+    }
+    findings["works"] = [
+        _check("simulated devices", len(simulated.result()[0]) == 8, simulated.result()[1]),
+        _gpu_check(findings),
+        _plan_check(findings),
+        *(
+            _check(what, _version(package) is not None, _install(extra), use)
+            for what, (package, extra, use) in OPTIONAL.items()
+        ),
+    ]
+    return findings
+
+
+def table(findings: dict[str, Any]) -> Group:
+    """The findings for people: what is here, then what works, each line with its cure."""
+    from rich.console import Group
+    from rich.table import Table
+    from rich.text import Text
+
+    packages = findings["packages"] | findings["cuda_wheels"]
+    memory = findings["host_memory"]
+    facts = Table.grid(padding=(0, 2))
+    facts.add_row("python", f"{findings['python']} on {findings['system']}, {findings['cores']} cores")
+    facts.add_row("packages", ", ".join(f"{name} {version or 'missing'}" for name, version in packages.items()))
+    facts.add_row("driver", findings["driver"] or "none")
+    for gpu in findings["gpus"]:
+        facts.add_row("gpu", f"{gpu['name']}: {_gib(gpu['memory_in_use'])} of {_gib(gpu['memory'])} in use")
+    kinds = [device["kind"] for device in findings["devices"]]
+    counted = ", ".join(f"{kinds.count(kind)} x {kind}" for kind in dict.fromkeys(kinds))
+    facts.add_row("jax sees", Text(findings["devices_error"] or counted))
+    facts.add_row("memory", f"{_gib(memory['available'])} of {_gib(memory['total'])} free")
+    facts.add_row("disk", f"{_gib(findings['disk']['free'])} free for {findings['disk']['path']}/")
+
+    works = Table.grid(padding=(0, 2))
+    for check in findings["works"]:
+        mark = Text("yes", style="green") if check["works"] else Text("no", style="yellow")
+        works.add_row(check["what"], mark, Text(check["use"] if check["works"] else check["cure"] or ""))
+    return Group(facts, "", works)
+
+
+def _check(what: str, works: bool, cure: str | None, use: str = "") -> dict[str, Any]:
+    return {"what": what, "works": works, "cure": None if works else cure, "use": use}
+
+
+def _gpu_check(findings: dict[str, Any]) -> dict[str, Any]:
+    works = any(device["platform"] in {"gpu", "cuda", "rocm"} for device in findings["devices"])
+    return _check("GPU", works, None if works else _gpu_cure(findings))
+
+
+def _gpu_cure(findings: dict[str, Any]) -> str:
+    driver, wheels = findings["driver"], findings["cuda_wheels"]
+    if driver is None and not devices.has_nvidia_gpu():
+        return "no NVIDIA driver runs on this machine"
+    if driver is None:
+        return "nvidia-smi does not answer: is the driver installed as its library expects?"
+    series = int(driver.split(".")[0])
+    fitting = next((cuda for cuda, needed in DRIVER_NEEDED.items() if series >= needed), None)
+    if fitting is None:
+        return f"driver {driver} is older than {min(DRIVER_NEEDED.values())}: update it"
+    if not any(fitting in wheel for wheel in wheels):
+        return _install(f"[{fitting}]")
+    return _mismatch(findings, fitting) or findings["devices_error"] or "jax sees no GPU: is JAX_PLATFORMS set?"
+
+
+def _plan_check(findings: dict[str, Any]) -> dict[str, Any]:
+    """Compiling for GPUs needs the plugin in jax's own version, ptxas and libdevice; no driver."""
+    wheels = findings["cuda_wheels"]
+    tools = shutil.which("ptxas") is not None or (_version("nvidia-cuda-nvcc") and _version("nvidia-nvvm"))
+    extra = next((cuda for cuda in DRIVER_NEEDED if f"jax-{cuda}-plugin" in wheels), "plan")
+    mismatch = _mismatch(findings, extra)
+    works = bool(wheels and tools and not mismatch)
+    return _check("plan for GPUs", works, mismatch or _install("[plan]"), "compiled without one")
+
+
+def _mismatch(findings: dict[str, Any], extra: str) -> str | None:
+    """CUDA wheels of another version than jax's are refused by jax: which, and what mends it."""
+    version = findings["packages"]["jax"]
+    for wheel, its in findings["cuda_wheels"].items():
+        if its != version:
+            return f"{wheel} is {its} and jax {version}: pip install 'jax[{extra}-local]=={version}'"
+    return None
+
+
+def _install(extra: str) -> str:
+    return f"pip install 'jaxmem{extra}'"
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _see_devices(environment: dict[str, str]) -> tuple[list[dict[str, Any]], str | None]:
+    """What jax sees in a fresh process: its devices, or the last line of what it said instead."""
+    if devices.cuda_wheels() and not devices.has_nvidia_gpu():
+        environment = {"JAX_PLATFORMS": "cpu"} | environment
+    environment = os.environ | {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"} | environment
+    try:
+        child = subprocess.run(  # noqa: S603
+            [sys.executable, "-c", _PROBE], env=environment, capture_output=True, text=True, timeout=120, check=False
+        )
+    except subprocess.TimeoutExpired:
+        return [], "jax did not start within two minutes"
+    if child.returncode != 0:
+        said = [line for line in child.stderr.splitlines() if line.strip()]
+        return [], said[-1].strip() if said else f"jax ended with code {child.returncode}"
+    return json.loads(child.stdout.splitlines()[-1]), None
+
+
+def _host_memory() -> dict[str, int]:
+    """Bytes of main memory, in all and free to take; a container's own limit counts where it is lower."""
+    if not Path("/proc/meminfo").exists():  # macOS: what is free right now has no plain meaning there
+        total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        return {"total": total, "available": total}
+    kib = {}
+    for line in Path("/proc/meminfo").read_text().splitlines():
+        name, _, rest = line.partition(":")
+        kib[name] = int(rest.split()[0])
+    total, available = kib["MemTotal"] << 10, kib["MemAvailable"] << 10
+    limit = Path("/sys/fs/cgroup/memory.max")
+    if limit.exists() and (text := limit.read_text().strip()) != "max":
+        used = int(Path("/sys/fs/cgroup/memory.current").read_text())
+        total, available = min(total, int(text)), min(available, max(0, int(text) - used))
+    return {"total": total, "available": available}
+
+
+def _gib(count: int) -> str:
+    return f"{count / 2**30:.1f} GiB"

@@ -1,0 +1,49 @@
+"""The dtypes that a run computes in, and rounding to a narrower dtype."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float, Key
+
+from jaxmem.config import Precision
+
+Params = dict[str, Any]  # weights by name, nested as the modules are: arrays, or QTensors where quantized
+
+
+def compute_dtype(precision: Precision, platform: str) -> np.dtype:
+    """The dtype of matrix multiplications. `auto`: float32 on CPUs, which have no fast bfloat16, bfloat16 elsewhere.
+
+    Normalization, softmax and losses are computed in float32 whatever the setting.
+    """
+    if precision.compute == "auto":
+        return np.dtype(jnp.float32 if platform == "cpu" else jnp.bfloat16)
+    return np.dtype(getattr(jnp, precision.compute))
+
+
+def gradient_dtype(precision: Precision, platform: str) -> np.dtype | None:
+    """The dtype of gradients; None: each has its weight's own."""
+    if precision.gradients != "auto":
+        return np.dtype(getattr(jnp, precision.gradients))
+    return compute_dtype(precision, platform) if precision.quantized else None
+
+
+def rounded(x: Float[Array, "*shape"], dtype: DTypeLike, key: Key[Array, ""] | None = None) -> Float[Array, "*shape"]:
+    """`x` in `dtype`, rounded to nearest; with a key, rounded stochastically to one of the two neighbouring bfloat16
+    values with expectation x, so that an update smaller than half a unit in the last place is not always lost.
+
+    A random integer below the last bit that is kept is added before the lower bits are cut off (Zamirai et al.,
+    arXiv:2010.06192). The draw depends on the key and the position of an element, not on the mesh.
+    """
+    if key is None or x.dtype == dtype:
+        return x.astype(dtype)
+    if dtype != jnp.bfloat16:
+        raise ValueError(f"stochastic rounding supports float32 to bfloat16, not {jnp.dtype(dtype)}")
+    noise = jax.random.bits(key, x.shape, jnp.uint16).astype(jnp.uint32)
+    bits = jax.lax.bitcast_convert_type(x.astype(jnp.float32), jnp.uint32) + noise
+    truncated = jax.lax.bitcast_convert_type(bits & jnp.uint32(0xFFFF0000), jnp.float32)
+    return jnp.where(jnp.isfinite(x), truncated, x).astype(dtype)

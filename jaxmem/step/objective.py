@@ -1,0 +1,145 @@
+"""From a batch to the sums that a step, an evaluation and several micro-batches all add up.
+
+An objective gives sums, never means: the sum of the loss, of what was right, and of how many counted. Divided
+at the end, micro-batches of unequal size weigh as they do in one large batch. It comes in two halves, because a
+pipeline sends all micro-batches through the layers before it takes any one's loss.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxmem import config
+from jaxmem.models import Decoder, Network, losses, vocab_loss
+from jaxmem.models.parts import several
+from jaxmem.sharding import constrain
+
+Batch = dict[str, jax.Array]
+Sums = dict[str, jax.Array]  # "loss", "count"; "correct" where right and wrong mean something; "margin" of pairs
+
+
+@dataclass(frozen=True)
+class Objective:
+    """(network, batch, each row's dropout key or None) -> sums, in two halves."""
+
+    features: Callable[[Any, Batch, jax.Array | None], Any]  # what the layers make of a batch
+    sums: Callable[[Any, Any, Batch], Sums]  # the output projection and the loss, of features and their batch
+
+    def __call__(self, network: Any, batch: Batch, keys: jax.Array | None) -> Sums:
+        return self.sums(network, self.features(network, batch, keys), batch)
+
+
+def objective(cfg: config.Objective, memory: config.Memory) -> Objective:
+    """What a config minimises."""
+    return {
+        "next_token": lambda: Objective(_tokens, _next_token(cfg, memory)),
+        "dpo": lambda: Objective(_tokens, _preferred(cfg, memory)),
+        "classify": lambda: Objective(_pictures, _classify(cfg)),
+        "binary": lambda: Objective(_pictures, _binary),
+        "regress_l1": lambda: Objective(_pictures, _regress(losses.absolute_error)),
+        "regress_l2": lambda: Objective(_pictures, _regress(losses.squared_error)),
+        "contrastive": lambda: Objective(_pairs, _contrastive(cfg)),
+    }[cfg.name]()
+
+
+def means(sums: Sums) -> dict[str, jax.Array]:
+    """`loss`, and `accuracy` and `margin` where there are such, from sums."""
+    count = jnp.maximum(sums["count"], 1.0)
+    named = {"loss": "loss", "correct": "accuracy", "margin": "margin"}
+    return {name: sums[kind] / count for kind, name in named.items() if kind in sums}
+
+
+def _tokens(network: Decoder, batch: Batch, keys: jax.Array | None) -> jax.Array:
+    return network.features(batch["inputs"], batch["positions"], batch["segment_ids"], keys)
+
+
+def _pictures(network: Network, batch: Batch, keys: jax.Array | None) -> jax.Array:
+    return network.features(batch["inputs"], keys=keys)
+
+
+def _pairs(network: Network, batch: Batch, keys: jax.Array | None) -> tuple[jax.Array, jax.Array]:
+    first, second = (None, None) if keys is None else several(keys, 2)
+    return network.features(batch["inputs"], keys=first), network.features(batch["pairs"], keys=second)
+
+
+def likelihoods(network: Decoder, batch: Batch, memory: config.Memory) -> jax.Array:
+    """Of each row, the log-probability of the tokens in it that count."""
+    return _likelihoods(network, _tokens(network, batch, None), batch, memory)
+
+
+def _next_token(cfg: config.Objective, memory: config.Memory) -> Callable[[Decoder, jax.Array, Batch], Sums]:
+    def sums(network: Decoder, x: jax.Array, batch: Batch) -> Sums:
+        more = {"label_smoothing": cfg.label_smoothing, "z_loss": cfg.z_loss}
+        return _sums(_cross_entropy(network, x, batch["targets"], memory, **more), batch["mask"])
+
+    return sums
+
+
+def _preferred(cfg: config.Objective, memory: config.Memory) -> Callable[[Decoder, jax.Array, Batch], Sums]:
+    """Rows 2 i and 2 i + 1 are the two answers of a pair, the preferred one first; pairs of padding count nothing."""
+
+    def sums(network: Decoder, x: jax.Array, batch: Batch) -> Sums:
+        gained = (_likelihoods(network, x, batch, memory) - batch["reference"]).reshape(-1, 2)
+        real = jnp.all(jnp.any(batch["mask"] > 0, axis=-1).reshape(-1, 2), axis=-1).astype(jnp.float32)
+        margins = cfg.beta * (gained[:, 0] - gained[:, 1])
+        found = _sums(losses.preference(margins, cfg.label_smoothing), real, margins > 0)
+        return found | {"margin": jnp.sum(margins * real)}
+
+    return sums
+
+
+def _likelihoods(network: Decoder, x: jax.Array, batch: Batch, memory: config.Memory) -> jax.Array:
+    return -jnp.sum(_cross_entropy(network, x, batch["targets"], memory) * batch["mask"], axis=-1)
+
+
+def _cross_entropy(
+    network: Decoder, x: jax.Array, labels: jax.Array, memory: config.Memory, **more: float
+) -> jax.Array:
+    most = vocab_loss.entries_at_once(memory.update, x.shape[-1])
+    slices, weight = vocab_loss.slices(memory.loss_chunk, x, network.cfg.vocab, most), network.projection
+    if slices is None or weight is None:
+        return losses.cross_entropy(network.logits(x), labels, **more)
+    x, axes = constrain(x, "batch", "vocab_time", "embed"), weight.get_metadata()["axes"]
+    return vocab_loss.cross_entropy(x, weight.get_value(), labels, axes=axes, slices=slices, **more)
+
+
+def _classify(cfg: config.Objective) -> Callable[[Network, jax.Array, Batch], Sums]:
+    def sums(network: Network, x: jax.Array, batch: Batch) -> Sums:
+        logits, labels = network.logits(x), batch["targets"]
+        loss = losses.cross_entropy(logits, labels, label_smoothing=cfg.label_smoothing, z_loss=cfg.z_loss)
+        return _sums(loss, batch["mask"], jnp.argmax(logits, axis=-1) == labels)
+
+    return sums
+
+
+def _binary(network: Network, x: jax.Array, batch: Batch) -> Sums:
+    logits = network.logits(x)[:, 0]
+    loss = losses.binary_cross_entropy(logits, batch["targets"])
+    return _sums(loss, batch["mask"], (logits > 0) == (batch["targets"] > 0.5))
+
+
+def _regress(error: Callable[[jax.Array, jax.Array], jax.Array]) -> Callable[[Network, jax.Array, Batch], Sums]:
+    def sums(network: Network, x: jax.Array, batch: Batch) -> Sums:
+        return _sums(error(network.logits(x)[:, 0], batch["targets"]), batch["mask"])
+
+    return sums
+
+
+def _contrastive(cfg: config.Objective) -> Callable[[Network, tuple[jax.Array, jax.Array], Batch], Sums]:
+    def sums(network: Network, pair: tuple[jax.Array, jax.Array], batch: Batch) -> Sums:
+        left, right = (network.logits(x) for x in pair)
+        scores = losses.similarities(left, right, batch["mask"], cfg.temperature)
+        correct = jnp.argmax(scores, axis=-1) == jnp.arange(scores.shape[0])
+        return _sums(losses.contrastive(scores), batch["mask"], correct)
+
+    return sums
+
+
+def _sums(loss: jax.Array, mask: jax.Array, correct: jax.Array | None = None) -> Sums:
+    sums = {"loss": jnp.sum(loss * mask), "count": jnp.sum(mask)}
+    return sums if correct is None else sums | {"correct": jnp.sum(jnp.where(correct, mask, 0.0))}

@@ -1,0 +1,161 @@
+"""A table's update in slices: a slice of its gradient is made, and that slice of weight and state updated in place.
+
+With V entries of E numbers and slices of v entries, gradient and update hold 2 v E numbers in place of 2 V E. An
+optimizer that sums over the whole table has it gone through once more for each of its sums that waits for another
+(`optim.piece`), and every time the gradient is made again: of an output projection 4 T V E FLOPs for T tokens, of rows
+that were found next to none. State in host memory comes and goes in the same slices.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxmem.models.vocab_slices import NUMBERS, Slices, even_slices
+from jaxmem.optim.apply import apply, global_norm
+from jaxmem.optim.parts import Part, Write, pinned
+from jaxmem.optim.piece import Piece, Total, Totals, totals
+from jaxmem.quant import QTensor
+from jaxmem.sharding import IF_EVEN, Axes, Role, axes_at_rest, constrain, is_axes
+from jaxmem.sharding.host import brought, is_away, sent_as
+from jaxmem.sharding.weights import is_quantized
+from jaxmem.step.segments import OfSlice
+
+Tree = Any
+
+
+@dataclass(frozen=True)
+class Table:
+    """The one table of a part of the parameters."""
+
+    part: Part
+    weights: Tree
+    state: Tree
+    dtype: np.dtype | None = None  # of its gradient; None: the weight's own
+    entries: int | None = None  # updated at once; None: as many as have 16 M numbers
+
+    def updated(self, gradient: OfSlice, write: Write, norm: jax.Array | None) -> tuple[Tree, Tree, jax.Array]:
+        """New weights, new state and the sum of the gradient's squares."""
+        slices = self._slices
+        known = None if slices is None else self._totals(gradient, slices, norm)
+        if slices is None or known is None:
+            grads = self._gradient(gradient, self.weights)
+            new, kept = self.part.update(grads, brought(self.state), self.weights, write, norm=norm)
+            return new, sent_as(kept, self.state), _squares(grads)
+
+        def step(j: jax.Array, carried: tuple[Tree, Tree, jax.Array]) -> tuple[Tree, Tree, jax.Array]:
+            weights, state, squares = carried
+            dw = self._gradient(gradient, weights, slices, j)
+            own, kept = self._slice(slices, j, weights, state)
+            piece = self._piece(slices, j, Totals(known))
+            own, kept = self.part.update(dw, kept, own, write, norm=norm, piece=piece)
+            weights = _written(slices, j, weights, self._axes, "weights", own)
+            return weights, _written(slices, j, state, self.part.state_axes, "optimizer", kept), squares + _squares(dw)
+
+        return jax.lax.fori_loop(0, slices.count, step, (self.weights, self.state, jnp.zeros((), jnp.float32)))
+
+    def squares(self, gradient: OfSlice) -> jax.Array:
+        """The sum of the gradient's squares."""
+        slices = self._slices
+        if slices is None:
+            return _squares(self._gradient(gradient, self.weights))
+
+        def add(j: jax.Array, squares: jax.Array) -> jax.Array:
+            return squares + _squares(self._gradient(gradient, self.weights, slices, j))
+
+        return jax.lax.fori_loop(0, slices.count, add, jnp.zeros((), jnp.float32))
+
+    def _totals(self, gradient: OfSlice, slices: Slices, norm: jax.Array | None) -> list[Any] | None:
+        def update(j: jax.Array, total: Total) -> None:
+            dw = self._gradient(gradient, self.weights, slices, j)
+            own, kept = self._slice(slices, j, self.weights, self.state)
+            self.part.update(dw, kept, own, apply, norm=norm, piece=self._piece(slices, j, total))
+
+        return totals(update, slices.count)
+
+    def _piece(self, slices: Slices, j: jax.Array, total: Total) -> Piece:
+        return Piece(self._weight(self.weights).shape, self._names.index("vocab"), slices.entries(j).reshape(-1), total)
+
+    def _slice(self, slices: Slices, j: jax.Array, weights: Tree, state: Tree) -> tuple[Tree, Tree]:
+        """Of weight and state; what of the state has no entries is that of before: counts of updates too."""
+        own = _read(slices, j, weights, self._axes, self.weights)
+        return own, _read(slices, j, state, self.part.state_axes, self.state)
+
+    def _gradient(self, gradient: OfSlice, weights: Tree, *which: Any) -> Tree:
+        weight = self._weight(weights)
+        dw = gradient(weight, *which).astype(weight.dtype if self.dtype is None else self.dtype)
+        like = jax.tree.structure(weights, is_leaf=is_quantized)
+        return pinned(jax.tree.unflatten(like, [dw]), self.part.axes, "gradients")
+
+    def _weight(self, weights: Tree) -> jax.Array | QTensor:
+        (weight,) = jax.tree.leaves(weights, is_leaf=is_quantized)
+        return weight
+
+    @property
+    def _names(self) -> Axes:
+        (names,) = jax.tree.leaves(self.part.axes, is_leaf=is_axes)
+        return names
+
+    @property
+    def _axes(self) -> Tree:
+        return axes_at_rest(self.part.axes, self.weights)
+
+    @cached_property
+    def _slices(self) -> Slices | None:
+        held = [*_named(self.weights, self._axes), *_named(self.state, self.part.state_axes)]
+        sizes = {x.shape[dim] for x, names in held if (dim := _dim(names)) is not None}
+        shape = self._weight(self.weights).shape
+        vocab = shape[self._names.index("vocab")]
+        return even_slices(vocab, self.entries or max(1, NUMBERS * vocab // math.prod(shape)), sizes)
+
+
+def _named(tree: Tree, axes: Tree) -> list[tuple[jax.Array, Axes]]:
+    return list(zip(jax.tree.leaves(tree), jax.tree.leaves(axes, is_leaf=is_axes), strict=True))
+
+
+def _dim(names: Axes) -> int | None:
+    """Which dimension of an array runs along the vocabulary."""
+    return next((dim for dim, name in enumerate(names) if name and name.removesuffix(IF_EVEN) == "vocab"), None)
+
+
+def _read(slices: Slices, j: jax.Array, tree: Tree, axes: Tree, rest: Tree) -> Tree:
+    own = [
+        other if (dim := _dim(names)) is None else slices.read(x, dim, j)
+        for (x, names), other in zip(_named(tree, axes), jax.tree.leaves(rest), strict=True)
+    ]
+    cut = jax.tree.unflatten(jax.tree.structure(tree), own)
+    return jax.tree.map(_as_cut, cut, tree, is_leaf=lambda x: isinstance(x, QTensor))
+
+
+def _as_cut(new: Any, old: Any) -> Any:
+    """Codes that were cut, as those of a smaller array."""
+    if not isinstance(new, QTensor):
+        return new
+    size = old.size * new.codes.shape[new.axis] // old.codes.shape[old.axis]
+    return dataclasses.replace(new, size=size, scale=_as_cut(new.scale, old.scale))
+
+
+def _written(slices: Slices, j: jax.Array, tree: Tree, axes: Tree, role: Role, new: Tree) -> Tree:
+    """Arrays with a slice in its place; of what has no entries the new ones."""
+
+    def one(x: jax.Array, names: Axes, new: jax.Array) -> jax.Array:
+        if (dim := _dim(names)) is None:
+            return new
+        # Laid out before it is written, so that nothing but this slice moves.
+        new = constrain(new, *names, role=role)
+        whole = slices.written(x, dim, j, new)
+        return whole if is_away(whole) else constrain(whole, *names, role=role)
+
+    done = [one(x, names, new) for (x, names), new in zip(_named(tree, axes), jax.tree.leaves(new), strict=True)]
+    return jax.tree.unflatten(jax.tree.structure(tree), done)
+
+
+def _squares(grads: Tree) -> jax.Array:
+    return jnp.square(global_norm(grads))

@@ -1,0 +1,119 @@
+"""What may change between a checkpoint and the run that goes on from it."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from jaxmem.checkpoint.resume import BOUND, FREE, changed, refuse_changes
+from jaxmem.config import Config
+from jaxmem.errors import UserError
+
+BASE: dict[str, Any] = {
+    "name": "x",
+    "model": {"family": "convnet"},
+    "data": {"mixture": [{"source": "text", "path": "a"}, {"source": "jsonl", "path": "b"}]},
+    "train": {"steps": 9},
+}
+
+
+def config(**changes: Any) -> dict[str, Any]:
+    """The base with `section.field` replaced, resolved."""
+    raw = json.loads(json.dumps(BASE))
+    for field, value in changes.items():
+        *sections, name = field.split("__")
+        place = raw
+        for section in sections:
+            place = place[int(section)] if isinstance(place, list) else place.setdefault(section, {})
+        place[name] = value
+    return Config.model_validate(raw).model_dump(mode="python")
+
+
+OLD = json.loads(json.dumps(config()))  # as it comes from a checkpoint
+
+BINDING = {
+    "seed": 1,
+    "objective__name": "classify",
+    "model__stages": [8, 16],
+    "model__blocks": 3,
+    "data__tokenizer": "t.json",
+    "data__sequence_length": 8,
+    "data__shuffle": False,
+    "data__held_out": 0.1,
+    "data__mixture__1__weight": 2.0,
+    "batch__global_size": 16,
+    "precision__parameters": "bfloat16",
+    "precision__master": "float32",
+    "optimizer__name": "adam",
+}
+HARMLESS = {
+    "name": "y",
+    "output": "elsewhere",
+    "objective__label_smoothing": 0.1,
+    "model__dropout": 0.1,
+    "data__mixture__0__path": "moved/a",
+    "data__epochs": 3,
+    "batch__accumulate": 2,
+    "mesh__fsdp": 4,
+    "mesh__stage": 2,
+    "pipeline__rounds": 2,
+    "zero": 1,
+    "precision__compute": "bfloat16",
+    "memory__remat": "full",
+    "memory__attention": "reference",
+    "optimizer__learning_rate": 1.0,
+    "optimizer__warmup": 5,
+    "train__steps": 100,
+    "train__log_every": 1,
+    "train__trackers": ["wandb"],
+    "checkpoint__keep": 1,
+}
+
+
+@pytest.mark.parametrize("field", BINDING)
+def test_binding(field: str) -> None:
+    [line] = changed(OLD, config(**{field: BINDING[field]}))
+    assert line.startswith(f"{field.replace('__', '.')} was ")
+    assert line.endswith(f", is {json.dumps(BINDING[field])}")
+
+
+@pytest.mark.parametrize("field", HARMLESS)
+def test_harmless(field: str) -> None:
+    new = config(**{field: HARMLESS[field]})
+    assert new != config()
+    assert changed(OLD, new) == []
+
+
+def test_a_source_more_and_another_family() -> None:
+    assert 'data.mixture.2.source was null, is "digits"' in changed(
+        OLD, config(data__mixture=[*BASE["data"]["mixture"], {"source": "digits"}])
+    )
+    assert 'model.family was "convnet", is "mlp"' in changed(OLD, config(model={"family": "mlp"}))
+
+
+def test_fields_of_the_table_exist() -> None:
+    fields = set()
+
+    def walk(value: Any, prefix: str) -> None:
+        fields.add(prefix)
+        if isinstance(value, dict):
+            for key, item in value.items():
+                walk(item, f"{prefix}.{key}" if prefix else key)
+
+    walk(OLD, "")
+    assert set(BOUND) <= fields
+    assert set(FREE) - {"data.mixture.*.path", "model.hf"} <= fields  # the second is a decoder's
+
+
+def test_refusal_says_what_to_do() -> None:
+    refuse_changes(OLD, config(mesh__fsdp=2), "runs/x", ("a", "a"))
+    with pytest.raises(UserError) as caught:
+        refuse_changes(OLD, config(seed=3, batch__global_size=32), "runs/x")
+    assert str(caught.value) == (
+        "cannot go on from runs/x: seed was 0, is 3; batch.global_size was 8, is 32. Change it back, give the run "
+        "another `name`, or start anew with checkpoint.resume=never (what is there is put aside, not deleted)"
+    )
+    with pytest.raises(UserError, match="the data's files are not what they were"):
+        refuse_changes(OLD, config(), "runs/x", ("a", "b"))

@@ -1,0 +1,197 @@
+"""Texts in and out: batches as single rows, sampling, stops, conversations, multiple choice."""
+
+from __future__ import annotations
+
+import io
+import json
+import shutil
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from safetensors.numpy import save_file
+
+from jaxmem.cli import main
+from jaxmem.data.tokenizer import Bytes, tokenizer_for
+from jaxmem.errors import UserError
+from jaxmem.hf.beside import copy_tokenizer
+from jaxmem.inference.chat import Speaker, pieces, read_prompts
+from jaxmem.inference.generate import ENDED, Generator, Sampling
+from jaxmem.inference.load import open_model
+from jaxmem.inference.multiple_choice import read_questions, scores
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory, compare) -> Path:
+    """A Hugging Face directory whose tokens are bytes, with a template."""
+    place = tmp_path_factory.mktemp("talk") / "model"
+    compare.write_directory("mistral", place)
+    given = json.loads((place / "config.json").read_text()) | {"vocab_size": 257}
+    (place / "config.json").write_text(json.dumps(given))
+    made = {name: compare.values(name, shape) for name, shape in compare.shapes(given).items()}
+    save_file(made, place / "model.safetensors")
+    copy_tokenizer("bytes", place)
+    (place / "chat_template.jinja").write_text("{% for m in messages %}{{ m.content }};{% endfor %}")
+    return place
+
+
+@pytest.fixture(scope="module")
+def opened(model):
+    return open_model(model)
+
+
+@pytest.fixture(scope="module")
+def generator(opened):
+    return Generator(*opened)
+
+
+PROMPTS = [np.frombuffer(text, np.uint8).astype(np.int32) for text in (b"one", b"a longer prompt", b"x")]
+
+
+def test_a_batch_says_what_each_row_would_alone(generator) -> None:
+    """Shorter prompts have padding in front, and a window besides."""
+    together = np.stack(list(generator(PROMPTS, 6)))
+    for row, prompt in enumerate(PROMPTS):
+        assert together[:, row].tolist() == np.stack(list(generator([prompt] * 3, 6)))[:, 0].tolist()
+
+
+def test_a_row_is_over_after_an_end(generator) -> None:
+    free = np.stack(list(generator(PROMPTS, 6)))
+    ended = np.stack(list(generator(PROMPTS, 6, ends={int(free[1, 0])})))
+    assert ended[:2, 0].tolist() == free[:2, 0].tolist()
+    assert (ended[2:, 0] == ENDED).all()
+
+
+def draws(logits: list[float], **own) -> set[int]:
+    keys = jax.random.split(jax.random.key(0), 300)
+    picked = jax.vmap(lambda key: Sampling(1.0, **own).pick(jnp.asarray([logits]), key))(keys)
+    return set(np.asarray(picked).ravel().tolist())
+
+
+def test_what_may_be_drawn() -> None:
+    logits = np.log([0.5, 0.1, 0.3, 0.1]).tolist()
+    assert draws(logits) == {0, 1, 2, 3}
+    assert draws(logits, top_k=2) == {0, 2}
+    assert draws(logits, top_p=0.45) == {0}
+    assert draws(logits, top_p=0.75) == {0, 2}
+    assert draws(logits, top_k=3, top_p=0.45) == {0}
+
+
+@pytest.mark.parametrize("own", [{"temperature": -1.0}, {"top_k": 0}, {"top_p": 0.0}, {"top_p": 1.5}])
+def test_sampling_that_is_none(own) -> None:
+    with pytest.raises(UserError):
+        Sampling(**own)
+
+
+def test_pieces_end_before_a_stop_and_never_show_a_part_of_it() -> None:
+    def spell(ids):
+        return bytes(ids).decode(errors="replace")
+
+    said = list(pieces(spell, b"ab<en<end>more", ["<end>", "zz"]))
+    assert "".join(said) == "ab<en"
+    assert said[:3] == ["a", "b", ""]
+    assert "".join(pieces(spell, b"no stop<e", ["<end>"])) == "no stop<e"
+
+
+def run(capsys, *arguments: str) -> tuple[int, str, str]:
+    with pytest.raises(SystemExit) as ended:
+        main(list(arguments))
+    out, err = capsys.readouterr()
+    return ended.value.code, out, err
+
+
+def test_commands(model: Path, tmp_path: Path, capsys, monkeypatch) -> None:
+    """A prompt, a file of them, a conversation, an evaluation: of a Hugging Face directory."""
+    some = ("--tokens", "4", "--temperature", "0")
+    code, out, err = run(capsys, "generate", str(model), "--prompt", "one", *some)
+    assert (code, err) == (0, "")
+    assert out.startswith("one")
+    code, coded, err = run(
+        capsys, "generate", str(model), "precision.parameters=int8", "generate.cache=int8", "--prompt", "one", *some
+    )
+    assert (code, err, coded[:3]) == (0, "", "one")
+    (tmp_path / "prompts.jsonl").write_text('{"prompt": "one"}\n\n{"prompt": "another"}\n')
+    code, lines, _ = run(capsys, "generate", str(model), "--prompts", str(tmp_path / "prompts.jsonl"), *some)
+    found = [json.loads(line) for line in lines.splitlines()]
+    assert [one["prompt"] for one in found] == ["one", "another"]
+    assert "one" + found[0]["text"] + "\n" == out
+    monkeypatch.setattr("sys.stdin", io.StringIO("hello\n\n/new\nhello\n"))
+    code, answers, err = run(capsys, "chat", str(model), "--system", "s", *some)
+    assert (code, err) == (0, "")
+    half = len(answers) // 2
+    assert answers[:half] == answers[half:]  # after /new it knows of nothing
+    (tmp_path / "questions.jsonl").write_text(json.dumps({"prompt": "a", "choices": ["b", "cd"], "answer": "A"}) + "\n")
+    code, out, _ = run(capsys, "evaluate", str(model), "--choices", str(tmp_path / "questions.jsonl"), "--json")
+    assert json.loads(out)["questions"] == 1
+    code, _, err = run(capsys, "evaluate", str(model))
+    assert (code, err.count("\n")) == (2, 1)
+    assert "give --data FILE" in err
+
+
+def test_choices_are_scored_by_their_own_tokens(opened, tmp_path: Path) -> None:
+    program, params = opened
+    file = tmp_path / "q.jsonl"
+    file.write_text(json.dumps({"prompt": "ab", "choices": ["c", "dé"], "answer": 1}))
+    questions = read_questions(file)
+    [found] = scores(program, params, Bytes(), questions)
+    for choice, score in zip(questions[0].choices, found, strict=True):
+        ids = np.frombuffer(b"ab" + choice.encode(), np.uint8).astype(np.int32)
+        logits = jax.jit(nnx.merge(program.graphdef, params))(jnp.asarray(ids)[None])
+        likely = jax.nn.log_softmax(logits[0, :-1])[np.arange(len(ids) - 1), ids[1:]]
+        assert score == pytest.approx(float(likely[1:].sum()), rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("{", "line 1: no question"),
+        ('{"prompt": "a", "choices": ["b"], "answer": 0}', "two choices or more"),
+        ('{"prompt": "a", "choices": ["b", ""], "answer": 0}', "a choice is no text"),
+        ('{"prompt": "a", "choices": ["b", "c"], "answer": "D"}', "answer 'D' is none of its 2 choices"),
+        ("", "empty, no questions"),
+    ],
+)
+def test_questions_that_are_none(tmp_path: Path, line: str, message: str) -> None:
+    (tmp_path / "q.jsonl").write_text(line)
+    with pytest.raises(UserError, match=message):
+        read_questions(tmp_path / "q.jsonl")
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "message"),
+    [("p.jsonl", "{", "prompt 1: no JSON"), ("p.jsonl", '{"prompt": 1}', "is not text"), ("p", "\n", "no prompts")],
+)
+def test_prompts_that_are_none(tmp_path: Path, name: str, text: str, message: str) -> None:
+    (tmp_path / name).write_text(text)
+    with pytest.raises(UserError, match=message):
+        read_prompts(tmp_path / name)
+
+
+def test_another_model_s_tokenizer_is_refused(model: Path, tmp_path: Path, compare) -> None:
+    place = tmp_path / "model"
+    shutil.copytree(model, place)
+    compare.write_tokenizer("headers", place)
+    with pytest.raises(UserError, match="has 268 tokens, but the model knows 257"):
+        Speaker(place)
+
+
+def test_a_conversation_cannot_be_forged_and_needs_a_template(model: Path, tmp_path: Path) -> None:
+    speaker = Speaker(model)
+    with pytest.raises(UserError, match="is a token of the model's own"):
+        speaker.answered([{"role": "user", "content": "<|endoftext|>"}])
+    shutil.copytree(model, tmp_path / "model")
+    (tmp_path / "model/chat_template.jinja").unlink()
+    with pytest.raises(UserError, match="no chat template"):
+        Speaker(tmp_path / "model").answered([{"role": "user", "content": "a"}])
+
+
+def test_bytes_as_a_file_are_the_bytes(tmp_path: Path) -> None:
+    copy_tokenizer("bytes", tmp_path)
+    found = tokenizer_for(str(tmp_path))
+    text = "naïve\n\t😀 \x00<|endoftext|>"
+    assert found.encode(text).tolist() == Bytes().encode(text).tolist()
+    assert found.encode_marked(text)[0].tolist() == Bytes().encode_marked(text)[0].tolist()
+    assert (found.vocab_size, found.end, found.ends, found.begin) == (257, 256, frozenset({256}), ())

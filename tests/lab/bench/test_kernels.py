@@ -1,0 +1,350 @@
+"""The kernels' benchmark works without a GPU, says what it could not run, and notices a wrong implementation."""
+
+import dataclasses
+import json
+import sys
+from unittest import mock
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from jaxmem.errors import UserError
+from jaxmem.kernels import Moments8, choice, rms_norm
+from jaxmem.kernels import attention as operation
+from jaxmem.kernels.attention import IMPLEMENTATIONS
+from jaxmem.lab.bench import attention, contest, kernels, operations, torch_kernels, work
+from jaxmem.lab.bench.measure import Job, measured
+from jaxmem.lab.bench.operations import OPERATIONS
+
+ROWS = {"done": [], "without": [], "say": lambda _: None}
+
+
+def only(monkeypatch, implementations, **others):
+    """Of an operation's implementations the reference, and these."""
+    for name in set(implementations) - {"reference"}:
+        monkeypatch.delitem(implementations, name)
+    for name, function in others.items():
+        monkeypatch.setitem(implementations, name, function)
+
+
+class OwnError(Exception):
+    """Of a compiler's own kind, and here without a word."""
+
+
+def by_pass(rows):
+    return {(row["contestant"], row.get("pass")): row for row in rows if "check" not in row and "contestant" in row}
+
+
+def wrong(q, k, v, options, extras):
+    out, lse = operation(q, k, v, causal=options.causal, return_lse=True, implementation="reference")
+    return out + jnp.ones((), q.dtype), lse
+
+
+def test_every_contestant_has_rows_and_they_are_kept_as_they_come(monkeypatch, tmp_path):
+    def never(*_):
+        raise OwnError
+
+    monkeypatch.setattr(contest, "BURST", 0.0)
+    only(monkeypatch, IMPLEMENTATIONS, never=never, wrong=wrong)
+    file, kept = tmp_path / "rows.jsonl", []
+    for row in kernels.bench_kernels(["long"], seconds=0.0, write=file):
+        kept.append(row)
+        assert [json.loads(line) for line in file.read_text().splitlines()] == json.loads(json.dumps(kept))
+    here, *rows = kept
+    assert here["dry_run"]
+    assert {"driver", "time", "versions"} <= set(here)
+    checks = {(row["contestant"], row["pass"]): row for row in rows if "check" in row}
+    assert checks["never", "forward"]["why_not"] == "OwnError"
+    assert checks["wrong", "forward"]["error"] > 20
+    assert not checks["wrong", "forward"]["right"]
+    assert checks["reference", "backward"]["right"]
+    found = by_pass(rows)
+    assert ("never", "forward") not in found
+    assert not found["wrong", "forward"]["right"]
+    peer = found["jax.nn xla", "backward"]
+    assert len(peer["seconds"]) >= 5
+    assert peer["spread"][0] <= peer["rate"] <= peer["spread"][1]
+    assert set(found["reference", "forward"]["ratios"]) == {"jax.nn xla", "this device"}
+    assert {found["this device", of]["unit"] for of in ("product", "copy")} == {"TFLOP/s", "GB/s"}
+    assert "why_not" in found["torch flash", None]
+
+
+def test_names_choose_contestants_and_their_passes(monkeypatch):
+    monkeypatch.setattr(contest, "BURST", 0.0)
+    only(monkeypatch, IMPLEMENTATIONS, wrong=wrong)
+    chosen = kernels.bench_kernels(["long"], seconds=0.0, only=["reference", "jax.nn", "torch flash forward"])
+    found = by_pass(chosen)
+    assert {name for name, _ in found} == {"reference", "jax.nn xla", "jax.nn cudnn", "torch flash", "this device"}
+    left = kernels.bench_kernels(["long"], seconds=0.0, without=["torch", "jax.nn", "wrong", "reference backward"])
+    assert set(by_pass(left)) == {("reference", "forward"), ("this device", "product"), ("this device", "copy")}
+    with pytest.raises(UserError, match=r"no contestant 'reference bakward'"):
+        next(kernels.bench_kernels([], without=["reference bakward"]))
+    with pytest.raises(UserError, match=r"no contestant 'mosaik'.*reference"):
+        next(kernels.bench_kernels([], only=["mosaik"]))
+
+
+def test_one_that_fails_in_its_turn_is_out_and_the_others_go_on(monkeypatch):
+    """Out of memory beside the others, where there was enough for it alone."""
+    monkeypatch.setattr(contest, "BURST", 0.0)
+    only(monkeypatch, IMPLEMENTATIONS)
+    compiled, calls = work.Pass.compiled, []
+
+    def greedy(self, way, given):
+        call = compiled(self, way, given)
+
+        def second_fails():
+            calls.append(way)
+            if calls.count(way) > 6 and way == "jax.nn xla":
+                raise MemoryError("out of memory\nand a page of where")
+            return call()
+
+        return second_fails
+
+    monkeypatch.setattr(work.Pass, "compiled", greedy)
+    found = by_pass(measured(Job("attention", "long", 0.0, dry=True), **ROWS))
+    assert found["jax.nn xla", "backward"]["why_not"] == "out of memory"
+    assert found["reference", "forward"]["rate"] > 0
+    assert set(found["reference", "backward"]["ratios"]) == {"this device"}
+
+
+def test_what_is_known_is_not_checked_again(monkeypatch):
+    """As after another process has died."""
+    monkeypatch.setattr(contest, "BURST", 0.0)
+    only(monkeypatch, IMPLEMENTATIONS, wrong=wrong)
+    job = Job("attention", "long", 0.0, dry=True, peers=False)
+    rows = measured(job, **ROWS)
+    done = [next(rows) for _ in range(3)]
+    rows.close()
+    found = list(measured(job, done=done, without=["wrong backward"], say=lambda _: None))
+    assert [(row["contestant"], row["pass"]) for row in found if "check" in row] == [("reference", "backward")] * (
+        ("reference", "backward") not in {(row["contestant"], row["pass"]) for row in done}
+    )
+    assert ("wrong", "backward") not in by_pass(found)
+    assert not by_pass(found)["wrong", "forward"]["right"]
+
+
+def test_triton_without_what_calls_its_kernels_says_so(monkeypatch):
+    monkeypatch.setitem(sys.modules, "jax_triton", None)
+    rows = list(kernels.bench_kernels(["long"], check=True, only=["triton forward"]))[1:]
+    assert rows
+    assert all("the triton implementation needs jax-triton: pip install" in row["why_not"] for row in rows)
+
+
+def test_scores_that_are_too_many_are_not_held():
+    shape = attention.SHAPES["mistral-7b"]
+    with pytest.raises(ValueError, match=r"jax.nn xla holds all scores several times, 32 GiB each"):
+        attention._run(shape, {}, "jax.nn xla")
+    assert attention._run(attention.SHAPES["llama3-8b"], {}, "jax.nn xla") is not None
+
+
+# ---------------------------------------------------------------- right
+
+
+def test_attention_is_checked_with_every_option(monkeypatch):
+    only(monkeypatch, IMPLEMENTATIONS)
+    _, *rows = kernels.bench_kernels(["mistral-7b"], check=True)
+    checks = ("as it is", "float16", "full", "window", "segments", "soft cap", "dropout", "deterministic")
+    assert [(row["check"], row["pass"]) for row in rows] == [(c, of) for c in checks for of in ("forward", "backward")]
+    assert all(row["right"] and row["error"] < 2 for row in rows)
+    windows = [attention.checks(attention.SHAPES["mistral-7b"])[c]().arrays[0].shape[1] for c in ("as it is", "window")]
+    assert windows == [1024, 998]
+
+
+@pytest.mark.parametrize("forgotten", ["window", "segment_ids", "soft_cap", "dropout", "causal"])
+def test_an_implementation_that_forgets_an_option_is_noticed(monkeypatch, forgotten):
+    """At least where that option is checked."""
+
+    def forgetful(q, k, v, options, extras):
+        reference = IMPLEMENTATIONS["reference"]
+        if forgotten in ("window", "soft_cap", "causal"):
+            options = dataclasses.replace(options, **{forgotten: False if forgotten == "causal" else None})
+        elif forgotten == "segment_ids":
+            extras = extras._replace(segment_ids=None)
+        else:
+            extras = extras._replace(seed=None)
+        return reference(q, k, v, options, extras)
+
+    only(monkeypatch, IMPLEMENTATIONS, forgetful=forgetful)
+    _, *rows = kernels.bench_kernels(["long"], check=True, only=["forgetful forward"])
+    wrong = {row["check"] for row in rows if not row["right"]}
+    where = {"segment_ids": "segments", "soft_cap": "soft cap", "causal": "as it is"}
+    assert where.get(forgotten, forgotten) in wrong
+
+
+def test_results_are_written_where_nan_stood(monkeypatch):
+    """Otherwise what a kernel leaves out may be right by chance."""
+    poisoned, there, places = work.poisoned, [], []
+
+    def noted(x):
+        made = poisoned(x)
+        there.append(made.unsafe_buffer_pointer())
+        return made
+
+    def read(pair):
+        places.extend(y.unsafe_buffer_pointer() for y in pair)
+        return pair
+
+    monkeypatch.setattr(work, "poisoned", noted)
+    one = work.Pass(lambda _: lambda x: (x + x, x.astype(jnp.int8)), lambda x: (x + x, x), 1.0, read=read)
+    given = work.Work((jnp.ones((4096,), jnp.bfloat16),), {}, "")
+    assert one.error("", given, one.wanted(given)) == 0
+    assert places == there
+    assert bool(jnp.isnan(poisoned(jax.ShapeDtypeStruct((1,), jnp.bfloat16)))[0])
+    assert int(poisoned(jax.ShapeDtypeStruct((1,), jnp.uint8))[0]) == 255
+
+
+def states(change):
+    """adam8_update by the reference, its state changed after."""
+    reference = OPERATIONS["adam8_update"].implementations["reference"]
+
+    class Changed:
+        @staticmethod
+        def adam8(*given):
+            u, state = reference.adam8(*given)
+            return u, change(state)
+
+    return Changed
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda state: state._replace(m=jnp.full_like(state.m, 127)),
+        lambda state: state._replace(v_scale=state.v_scale * jnp.nan),
+        lambda state: Moments8(state.v, state.m, state.m_scale, state.v_scale),
+    ],
+)
+def test_a_wrong_state_is_noticed(monkeypatch, change):
+    own = OPERATIONS["adam8_update"]
+    only(monkeypatch, own.implementations, changed=states(change))
+    _, *rows = kernels.bench_kernels(["llama3-8b up"], operation="adam8_update", check=True)
+    right = {row["contestant"]: row["right"] for row in rows}
+    assert right == {"changed": False, "reference": True}
+    assert "Infinity" not in json.dumps(rows, allow_nan=False)
+
+
+def test_a_wrong_gradient_is_noticed(monkeypatch):
+    def doubled(*given, **options):
+        normal, total = rms_norm(*given, **options | {"implementation": "reference"})
+        return normal, total + (total - jax.lax.stop_gradient(total))
+
+    only(monkeypatch, OPERATIONS["rms_norm"].implementations, doubled=None)
+
+    def named(*given, **options):
+        return (doubled if options["implementation"] == "doubled" else rms_norm)(*given, **options)
+
+    monkeypatch.setattr(operations, "rms_norm", named)
+    _, *rows = kernels.bench_kernels(["llama3-8b"], operation="rms_norm", check=True)
+    right = {(row["contestant"], row["pass"]): row["right"] for row in rows}
+    assert right.pop(("doubled", "backward")) is False
+    assert all(right.values())
+
+
+def test_an_unknown_shape_names_the_nearest():
+    with pytest.raises(UserError, match=r"no shape 'lomg'.*long"):
+        next(kernels.bench_kernels(["lomg"]))
+
+
+def test_a_file_that_cannot_be_written_is_said_before_anything_is_measured(tmp_path):
+    with pytest.raises(UserError, match=r"there is no folder .*missing"):
+        next(kernels.bench_kernels([], write=tmp_path / "missing/rows.jsonl"))
+    with pytest.raises(UserError, match="is a folder"):
+        next(kernels.bench_kernels([], write=tmp_path))
+
+
+@pytest.mark.parametrize(
+    "operation", ["dequant_matmul", "adam8_update", "int8_add", "rms_norm", "cross_entropy", "sliding_max"]
+)
+def test_each_operation_is_right_and_takes_its_turns(operation, monkeypatch):
+    """All passes against float64, on one shape; of the reference alone, which is quick to compile."""
+    monkeypatch.setattr(contest, "BURST", 0.0)
+    own = OPERATIONS[operation]
+    only(monkeypatch, own.implementations)
+    _, *found = kernels.bench_kernels([next(iter(own.shapes))], operation=operation, seconds=0.0)
+    rows = [row for row in found if row["contestant"] == "reference" and "check" not in row]
+    assert {row["pass"] for row in rows} == set(own.passes)
+    assert all(row["rate"] > 0 and row["right"] for row in rows), rows
+    assert all(row["sizes"] and row["ratios"]["this device"] > 0 for row in rows)
+
+
+@pytest.mark.parametrize("operation", ["adam8_update", "int8_add"])
+def test_what_a_run_updates_in_place_is_measured_so(operation):
+    """Each call takes the memory of what the one before gave; what they are compared with stays."""
+    own = OPERATIONS[operation]
+    given = own.work(own.shape("llama3-8b up", dry=True))
+    call = given.passes["update"].compiled("reference", given)
+    first, second = call(), call()
+    assert jax.tree.leaves(first)[-1].is_deleted()
+    assert not any(x.is_deleted() for x in jax.tree.leaves((second, given.arrays)))
+
+
+def torch_with(monkeypatch, **modules):
+    """A PyTorch that sees a GPU, and libraries for it, of which every call is only written down."""
+    torch = mock.MagicMock()
+    torch.cuda.is_available.return_value = True
+    for name, module in {"torch": torch, **modules}.items():
+        monkeypatch.setitem(sys.modules, name, module)
+    return torch
+
+
+def test_libraries_that_are_here_take_turns_and_others_say_why_not(monkeypatch):
+    monkeypatch.setattr(contest, "BURST", 0.0)
+    own = OPERATIONS["dequant_matmul"]
+    only(monkeypatch, own.implementations)
+    here, functional = mock.MagicMock(), mock.MagicMock()
+    codes = functional.quantize_4bit.return_value = mock.MagicMock(), "state"
+    torch_with(monkeypatch, bitsandbytes=here, **{"bitsandbytes.functional": functional})
+    monkeypatch.setitem(sys.modules, "torchao.quantization", None)
+    found = kernels.bench_kernels(["llama3-8b up"], operation="dequant_matmul", seconds=0.0)
+    rows = by_pass(found)
+    for of in ("forward", "backward"):
+        assert rows["bitsandbytes", of]["rate"] > 0
+        assert rows["bitsandbytes, decoded", of]["rate"] > 0
+    assert rows["torchao", None]["why_not"] == "torchao is not installed"
+    form = {"blocksize": 64, "compress_statistics": True, "quant_type": "nf4"}
+    assert all(call.kwargs == form for call in functional.quantize_4bit.call_args_list)
+    assert all(call.kwargs == {"quant_state": "state"} for call in here.matmul_4bit.call_args_list)
+    assert functional.dequantize_4bit.call_args_list[0].args == codes
+
+    shape = own.shapes["llama3-8b up"]
+    with pytest.raises(ValueError, match="bitsandbytes multiplies nf4 and fp4 in blocks, not int4"):
+        torch_kernels.product_by_bitsandbytes(shape._replace(format="int4"))
+    with pytest.raises(ValueError, match="bitsandbytes' blocks are of 256 numbers, not 172"):
+        torch_kernels.adam8_by_bitsandbytes(kernels.OPERATIONS["adam8_update"].shapes["llama2-7b down"])
+    assert set(torch_kernels.adam8_by_bitsandbytes(kernels.OPERATIONS["adam8_update"].shapes["llama3-8b up"])) == {
+        "update"
+    }
+
+
+def test_a_library_that_cannot_be_run_says_why(monkeypatch):
+    monkeypatch.setitem(sys.modules, "torch", None)
+    with pytest.raises(ValueError, match="torch is not installed"):
+        torch_kernels.needed("bitsandbytes")
+    torch_with(monkeypatch).cuda.is_available.return_value = False
+    with pytest.raises(ValueError, match="torch sees no GPU"):
+        torch_kernels.needed()
+
+
+def test_it_says_what_is_picked_and_a_measured_device_takes_its_winner(monkeypatch):
+    rows = kernels.explain([])
+    assert {row["operation"] for row in rows} == set(kernels.OPERATIONS)
+    assert all("was not measured" in row["why"] for row in rows)
+    names = {row["operation"]: row["implementation"] for row in rows}
+    assert names["attention"] == "blockwise"
+    assert names["dequant_matmul"] == names["cross_entropy"] == "sliced"
+
+    choice_of = operations.explained("dequant_matmul", "llama3-8b up")
+    winner = {"kind": choice_of.kind, "sizes": list(choice_of.sizes), "implementation": "pallas"}
+    table = {"dequant_matmul": {jax.devices()[0].device_kind: [json.loads(json.dumps(winner))]}}
+    monkeypatch.setattr(choice, "tuned", lambda: table)
+    choice._measured.cache_clear()
+    (row,) = kernels.explain(["llama3-8b up, long"], operation="dequant_matmul")
+    assert row["implementation"] == "pallas"
+    assert row["why"].startswith("the fastest of [512, 4096, 14336] on ")
+    choice._measured.cache_clear()
+
+
+def test_an_operation_has_to_be_known():
+    with pytest.raises(UserError, match=r"no operation 'atention'.*attention"):
+        kernels.explain([], operation="atention")

@@ -1,0 +1,180 @@
+"""Tuning finds how kernels are cut and who wins, keeps each at once, and goes on where it was stopped."""
+
+import json
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from jaxmem.cli import benches
+from jaxmem.errors import UserError
+from jaxmem.kernels import choice, tuning
+from jaxmem.kernels.attention import IMPLEMENTATIONS
+from jaxmem.kernels.attention import tuning as attention_tuning
+from jaxmem.lab.bench import attention, blocks, contest, kernels
+from jaxmem.lab.bench.operations import OPERATIONS
+
+
+@pytest.fixture
+def quick(monkeypatch):
+    """Attention forward, by one implementation that is cut in two ways."""
+    monkeypatch.setattr(contest, "BURST", 0.0)
+    monkeypatch.setattr(attention, "GRADIENTS", {})
+    for name in set(IMPLEMENTATIONS) - {"reference", "blockwise", "pallas"}:
+        monkeypatch.delitem(IMPLEMENTATIONS, name)
+
+
+def test_tuning_runs_dry_and_its_winners_are_taken(tmp_path, quick):
+    """Two sizes of blocks for a pass of one kernel, and the winner is how the next call is cut. A second time nothing
+    is left to measure."""
+    path = tmp_path / "tuned.json"
+    path.write_text('{"attention": {"another": []}}')
+    rows = list(kernels.tune(path, operation="attention", seconds=0.0))
+    assert any("rate" in row for row in rows)
+    table = json.loads(path.read_text())
+    here = jax.devices()[0].device_kind
+    assert set(table["attention"]) == {"another", here}
+    assert table["attention"][here][0]["implementation"] in IMPLEMENTATIONS
+    (entry,) = table["attention blocks"][here]
+    assert entry["of"] == 2
+    assert list(kernels.tune(path, operation="attention", seconds=0.0)) == []
+    again = list(kernels.tune(path, operation="attention", seconds=0.0, passes=["forward"], again=True))
+    assert [row["kind"] for row in again] == [entry["kind"]]
+    table = json.loads(path.read_text())
+    (entry,) = table["attention blocks"][here]
+    q = jnp.zeros((1, 100, 2, 16), jnp.bfloat16)
+    usual = [attention_tuning.usual(way, "forward", 16, 2) for way in ("pallas", "triton")]
+    entry["blocks"] = [16, 16, 4, 2]
+    with choice.supplied(table):
+        assert attention_tuning.blocks("pallas", "forward", q, q, 16) == (16, 16, 4, 2)
+        assert attention_tuning.blocks("triton", "forward", q, q, 16) == usual[1]
+    assert attention_tuning.blocks("pallas", "forward", q, q, 16) == usual[0]
+
+
+def test_every_kernel_is_tuned(tmp_path, monkeypatch):
+    """Each that is not attention's, dry: two ways to cut it, of which one wins."""
+    monkeypatch.setattr(contest, "BURST", 0.0)
+    path, here = tmp_path / "tuned.json", jax.devices()[0].device_kind
+    for one in ("dequant_matmul", "adam8_update", "int8_add", "rms_norm", "cross_entropy"):
+        own = kernels.OPERATIONS[one]
+        list(kernels.tune(path, operation=one, seconds=0.0, only=["pallas"]))
+        entries = json.loads(path.read_text())[f"{one} blocks"][here]
+        assert [entry["kind"].split()[:2] for entry in entries] == [["pallas", of] for of in own.passes]
+        assert all(entry["of"] == 2 for entry in entries)
+        assert one not in json.loads(path.read_text())  # one alone wins nothing
+
+
+def test_what_was_measured_before_tuning_stopped_is_kept(tmp_path, monkeypatch):
+    monkeypatch.setattr(contest, "BURST", 0.0)
+    path, operation = tmp_path / "tuned.json", {"operation": "dequant_matmul", "seconds": 0.0}
+    stopped = kernels.tune(path, **operation)
+    first = next(stopped)
+    stopped.close()
+    (kept,) = json.loads(path.read_text())["dequant_matmul blocks"][jax.devices()[0].device_kind]
+    assert kept.items() <= first.items()
+    found = list(kernels.tune(path, **operation, only=["pallas"]))
+    assert [row["kind"].split()[1] for row in found] == ["backward"]
+
+
+def test_sizes_that_cannot_be_measured_cost_themselves_alone(tmp_path, quick, monkeypatch):
+    """One does not compile, one hung before, and so is left out."""
+    compiled, seen = blocks.Pass.compiled, []
+
+    def failing(self, way, work):
+        seen.append(way)
+        if len(seen) == 2:  # after the one that the others are held against
+            raise OSError("of a compiler's own kind")
+        return compiled(self, way, work)
+
+    monkeypatch.setattr(blocks.Pass, "compiled", failing)
+    monkeypatch.setattr(blocks, "SOME", 3)
+    hung = "x".join(map(str, attention_tuning.space("pallas", "forward", 16, 2, tuning.SHARED["8.9"])[1]))
+    given = {"operation": "attention", "seconds": 0.0, "passes": ["forward"]}
+    monkeypatch.setattr(kernels, "_check_contestants", lambda *_: None)
+    (row,) = kernels.tune(tmp_path / "tuned.json", **given, without=[f"pallas forward {hung}"])
+    assert row["of"] == 2
+
+
+@pytest.mark.parametrize(
+    ("text", "said"), [("{", "is not JSON"), ("[]", "is no table of winners"), (None, "there is no folder")]
+)
+def test_a_table_that_cannot_be_kept_is_said_before_anything_is_measured(tmp_path, text, said):
+    path = tmp_path / "tuned.json"
+    if text is None:
+        path = tmp_path / "missing/tuned.json"
+    else:
+        path.write_text(text)
+    with pytest.raises(UserError, match=said):
+        next(kernels.tune(path))
+
+
+def test_who_wins():
+    """The least time of all passes together: rates would count a backward pass, twice and a half the work, no more than
+    the forward pass."""
+    attention_, update = OPERATIONS["attention"], OPERATIONS["adam8_update"]
+
+    def row(way, of, milliseconds, right=True):
+        return {"contestant": way, "pass": of, "milliseconds": milliseconds, "right": right}
+
+    even = [row("mosaic", "forward", 1.8), row("mosaic", "backward", 9.196)]  # 600 and 300 TFLOP/s
+    uneven = [row("pallas", "forward", 2.4), row("pallas", "backward", 8.374)]  # 450 and 330
+    assert kernels._winner(attention_, even + uneven)["implementation"] == "pallas"
+    wrong = [row("triton", "forward", 0.1), row("triton", "backward", 0.1, right=False)]
+    half = [row("blockwise", "forward", 0.1)]
+    largest = [row("reference", "forward", 0.1), row("reference", "backward", 0.1)]
+    others = [row("jax.nn cudnn", "forward", 0.1), {"contestant": "x", "why_not": "y"}]
+    assert kernels._winner(attention_, even + wrong + half + largest + others)["implementation"] == "mosaic"
+    plain = [row("reference", "update", 1.0), row("pallas", "update", 2.0)]
+    assert kernels._winner(update, plain)["implementation"] == "reference"
+    assert kernels._winner(update, []) is None
+
+
+@pytest.mark.parametrize("of", attention_tuning.PASSES)
+def test_what_may_be_measured_has_room(of):
+    capabilities = "8.9", "9.0"
+    small, large = (attention_tuning.space("pallas", of, 128, 2, tuning.SHARED[x]) for x in capabilities)
+    assert set(small) < set(large)
+    assert all((b.queries + b.keys * b.stages) * 128 * 2 <= tuning.SHARED["8.9"] for b in small)
+    assert len(large) < 40  # each takes seconds to compile
+    kept = [attention_tuning.usual(implementation, of, 128, 2) for implementation in ("pallas", "triton")]
+    assert set(kept) <= set(small)
+
+
+@pytest.mark.parametrize("of", [*attention_tuning.PASSES, "gradients"])
+def test_what_may_be_measured_of_mosaic_has_room(of):
+    for wide in (64, 128):
+        room = attention_tuning.space("mosaic", of, wide, 2, tuning.SHARED["9.0"])
+        assert attention_tuning.usual("mosaic", of, wide, 2) in room
+        assert len(room) < 10
+
+
+def test_the_usual_sizes_are_among_those_that_may_be_measured():
+    small = tuning.SHARED["8.9"]
+    spaces = [
+        (pallas.space(of, 2, 2, small), pallas.USUAL[of])
+        for pallas in [OPERATIONS["dequant_matmul"].implementations["pallas"]]
+        for of in ("forward", "backward")
+    ]
+    loss = OPERATIONS["cross_entropy"].implementations["pallas"]
+    spaces += [(loss.space(itemsize, small), usual) for itemsize, usual in loss.USUAL.items()]
+    update = OPERATIONS["adam8_update"].implementations["pallas"]
+    spaces += [(update.space(of, along, small), update.USUAL[of]) for of in update.HELD for along in (-1, -2)]
+    norm = OPERATIONS["rms_norm"].implementations["pallas"]
+    spaces += [(norm.space(of, 4096, small), norm.USUAL) for of in norm.HELD]
+    for space, usual in spaces:
+        assert usual in space
+        assert 2 < len(space) < 40  # each takes seconds to compile
+
+
+def test_the_packages_table_is_not_tuned_without_a_gpu():
+    with pytest.raises(UserError, match=r"there is none here; --write FILE runs it dry"):
+        benches.bench_tune(write=None)
+
+
+def test_what_is_chosen_to_be_tuned_has_to_be_known(tmp_path):
+    path = tmp_path / "tuned.json"
+    with pytest.raises(UserError, match="long: of which --operation"):
+        next(kernels.tune(path, ["long"]))
+    with pytest.raises(UserError, match=r"no pass 'd_key'.*d_keys"):
+        next(kernels.tune(path, operation="attention", passes=["d_key"]))
+    assert not path.exists()

@@ -1,0 +1,57 @@
+"""The tour: every row is a config that compiles, and each holds what its arithmetic says."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import jax
+import pytest
+
+from jaxmem.config import Config, load_config
+from jaxmem.errors import UserError
+from jaxmem.lab.tour import compiled
+from jaxmem.lab.tour.memory import BASE, ROWS, SEVERAL, Row, by_technique
+from jaxmem.planning import parse_target
+from jaxmem.search.facts import step_plan
+from tests.planning.conftest import SMALL
+
+DOCS = Path(__file__).parents[3] / "docs"
+TINY = {**BASE, "name": "tiny", "model": SMALL, "data": {"sequence_length": 16}}
+
+
+def test_rows_compose_in_order_and_every_config_is_possible() -> None:
+    for count in (SEVERAL, 16):
+        overrides: tuple[str, ...] = ()
+        for row in (row.on(count) for row in ROWS):
+            overrides += row.overrides
+            assert load_config(BASE, overrides).for_devices(row.gpus).mesh.fsdp in (1, count)
+            assert re.fullmatch(r"[\d+/ ()]+", row.formula)
+
+
+def test_state_is_what_the_formula_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Weights and the optimizer's state are arguments of the step; its gradients are not."""
+
+    def here(target: str, cfgs: dict[str, Config]) -> dict[str, Any]:
+        return {name: step_plan(cfg, parse_target(target)) for name, cfg in cfgs.items()}
+
+    monkeypatch.setattr(compiled, "plans", here)  # and not in processes of their own
+    assert len(jax.devices()) == 8  # started, or the first row would decide how many there are
+    split = Row("split", ("batch.global_size=8",), "8/8", 8)
+    found = by_technique("cpu", TINY, (ROWS[0], split)).tables[0].rows
+    for row, each in zip(found, (12, 12 / 8), strict=True):
+        state = row["parts"]["parameters"] + row["parts"]["master"] + row["parts"]["optimizer"]
+        assert state / row["parameters"] == pytest.approx(each, rel=0.05)
+    assert all(row["measured"] is None and row["compiled"] == row["parts"]["total"] for row in found)
+
+
+def test_the_table_in_the_docs_is_of_these_rows() -> None:
+    lines = [line for line in (DOCS / "tour/memory.md").read_text().splitlines() if line.startswith("| ")]
+    assert [line.split(" | ")[0].removeprefix("| ") for line in lines[2:]] == [row.on(SEVERAL).name for row in ROWS]
+    assert [line.split(" | ")[1] for line in lines[2:]] == [row.on(SEVERAL).formula for row in ROWS]
+
+
+def test_rows_of_several_gpus_need_several() -> None:
+    with pytest.raises(UserError, match="need more than one; leave the number out for 8"):
+        by_technique("h100-80gb:1")

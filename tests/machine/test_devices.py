@@ -1,0 +1,95 @@
+"""What jax is told before it starts, and the peaks that MFU is measured against."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import jax
+import pytest
+
+from jaxmem.errors import UserError
+from jaxmem.machine import devices
+
+
+def test_the_tests_run_on_eight_devices() -> None:
+    assert [device.platform for device in jax.devices()] == ["cpu"] * 8
+
+
+@pytest.mark.parametrize("imports", ["", "import jax; "], ids=["before jax", "after import jax"])
+def test_simulate_decides_how_many_devices_there_are(imports: str) -> None:
+    code = f"{imports}from jaxmem import devices; devices.simulate(3); import jax; print(len(jax.devices()))"
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(("JAX_", "XLA_"))}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "3"
+
+
+def test_simulate_another_number_once_jax_has_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "environ", dict(os.environ))
+    with pytest.raises(UserError, match="cannot simulate 4 devices: jax has already started with 8 cpu devices"):
+        devices.simulate(4)
+
+
+def test_simulate_keeps_the_flags_that_were_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    given = "--xla_cpu_collective_call_terminate_timeout_seconds=7 --xla_cpu_enable_fast_math=false"
+    monkeypatch.setattr(os, "environ", {"XLA_FLAGS": given})
+    devices.simulate(8)
+    assert os.environ["XLA_FLAGS"] == f"{given} --xla_cpu_collective_call_warn_stuck_timeout_seconds=120"
+
+
+@pytest.mark.parametrize(
+    ("wheels", "gpu", "expected"),
+    [({"jax-cuda13-plugin": "1"}, False, "cpu"), ({"jax-cuda13-plugin": "1"}, True, None), ({}, False, None)],
+)
+def test_cuda_wheels_without_a_gpu_are_left_alone(
+    monkeypatch: pytest.MonkeyPatch, wheels: dict[str, str], gpu: bool, expected: str | None
+) -> None:
+    monkeypatch.setattr(os, "environ", {})
+    monkeypatch.setattr(devices, "cuda_wheels", lambda: wheels)
+    monkeypatch.setattr(devices, "has_nvidia_gpu", lambda: gpu)
+    devices.stay_on_cpu_without_gpu()
+    assert os.environ.get("JAX_PLATFORMS") == expected
+
+
+@pytest.mark.parametrize(("only_compile", "kept"), [(False, 1), (True, 0)])
+def test_compiling_alone_leaves_malloc_its_pools(
+    monkeypatch: pytest.MonkeyPatch, only_compile: bool, kept: int
+) -> None:
+    calls: list[None] = []
+    monkeypatch.setattr(os, "environ", {})
+    monkeypatch.setattr(devices, "has_nvidia_gpu", lambda: False)
+    monkeypatch.setattr(devices, "keep_freed_memory", lambda: calls.append(None))
+    devices.stay_on_cpu_without_gpu(only_compile=only_compile)
+    assert len(calls) == kept
+
+
+@pytest.mark.parametrize(
+    ("kind", "peak"),
+    [
+        ("NVIDIA H100 80GB HBM3", 989e12),
+        ("NVIDIA H100 PCIe", 756e12),
+        ("NVIDIA A100-SXM4-80GB", 312e12),
+        ("NVIDIA L40S", 362e12),
+        ("NVIDIA L4", 121e12),
+        ("NVIDIA GeForce RTX 4090", 165.2e12),
+        ("cpu", None),
+    ],
+)
+def test_peak_flops(kind: str, peak: float | None) -> None:
+    assert devices.peak_flops(SimpleNamespace(device_kind=kind)) == peak
+
+
+def test_what_is_compiled_for_accelerators_is_kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    told = {}
+    monkeypatch.setattr(jax.config, "update", told.__setitem__)
+    monkeypatch.setattr(jax, "default_backend", lambda: "cpu")
+    devices.keep_compiled(tmp_path)
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    devices.keep_compiled(tmp_path)  # the tests' own place was given by JAX_COMPILATION_CACHE_DIR, and stays
+    assert told == {}
+    monkeypatch.setattr(type(jax.config), "jax_compilation_cache_dir", None, raising=False)
+    devices.keep_compiled(tmp_path)
+    assert told == {"jax_compilation_cache_dir": str(tmp_path / ".compiled")}

@@ -1,0 +1,95 @@
+"""The doctor says what is true here, and for machines that this one is not, what would mend them."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import sys
+
+import pytest
+from rich.console import Console
+
+from jaxmem.machine import devices, doctor
+
+
+def machine(**changes: object) -> dict:
+    """Findings of a machine where GPUs work, with changes."""
+    return {
+        "packages": {"jax": "0.10.2"},
+        "cuda_wheels": {"jax-cuda13-plugin": "0.10.2", "jax-cuda13-pjrt": "0.10.2"},
+        "driver": "580.65.06",
+        "devices": [{"kind": "NVIDIA H100 80GB HBM3", "platform": "gpu", "memory": None}],
+        "devices_error": None,
+    } | changes
+
+
+@pytest.fixture(scope="module")
+def findings() -> dict:
+    return doctor.examine()
+
+
+def test_this_machine(findings: dict) -> None:
+    assert json.loads(json.dumps(findings)) == findings
+    assert findings["python"].startswith(f"{sys.version_info.major}.{sys.version_info.minor}.")
+    assert findings["packages"]["jax"] == importlib.metadata.version("jax")
+    assert 0 < findings["host_memory"]["available"] <= findings["host_memory"]["total"]
+    works = {check["what"]: check["works"] for check in findings["works"]}
+    assert works["simulated devices"]
+    assert works["tokenizers"]
+    assert works["GPU"] == any(device["platform"] != "cpu" for device in findings["devices"])
+
+
+def test_what_does_not_work_says_what_would_mend_it(findings: dict) -> None:
+    for check in findings["works"]:
+        assert check["works"] == (check["cure"] is None), check
+
+
+@pytest.mark.parametrize("width", [40, 100])
+def test_the_screen_is_no_wider_than_the_terminal(findings: dict, width: int) -> None:
+    console = Console(width=width, record=True, quiet=False, file=None)
+    with console.capture() as screen:
+        console.print(doctor.table(findings))
+    lines = screen.get().splitlines()
+    assert max(map(len, lines)) <= width
+    assert len(lines) <= 60
+    assert any("parquet" in line for line in lines)
+
+
+@pytest.mark.parametrize(
+    ("changes", "cure"),
+    [
+        ({"driver": "570.1", "cuda_wheels": {}}, "pip install 'jaxmem[cuda12]'"),
+        ({"driver": "580.1", "cuda_wheels": {}}, "pip install 'jaxmem[cuda13]'"),
+        ({"driver": "470.1"}, "driver 470.1 is older than 525"),
+        (
+            {"cuda_wheels": {"jax-cuda13-plugin": "0.10.1"}},
+            "jax-cuda13-plugin is 0.10.1 and jax 0.10.2: pip install 'jax[cuda13-local]==0.10.2'",
+        ),
+        ({"devices_error": "RuntimeError: out of memory"}, "RuntimeError: out of memory"),
+    ],
+)
+def test_a_gpu_that_jax_does_not_see(monkeypatch: pytest.MonkeyPatch, changes: dict, cure: str) -> None:
+    monkeypatch.setattr(devices, "has_nvidia_gpu", lambda: True)
+    check = doctor._gpu_check(machine(devices=[], **changes))
+    assert not check["works"]
+    assert cure in check["cure"]
+
+
+def test_no_gpu_is_not_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(devices, "has_nvidia_gpu", lambda: False)
+    assert doctor._gpu_check(machine(devices=[], driver=None))["cure"] == "no NVIDIA driver runs on this machine"
+    assert doctor._gpu_check(machine())["works"]
+
+
+def test_planning_for_gpus_needs_the_plugin_in_jaxs_version(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "_version", lambda _: "13.0")
+    assert doctor._plan_check(machine(driver=None, devices=[]))["works"]
+    assert doctor._plan_check(machine(cuda_wheels={}))["cure"] == "pip install 'jaxmem[plan]'"
+    assert "0.9.0" in doctor._plan_check(machine(cuda_wheels={"jax-cuda12-plugin": "0.9.0"}))["cure"]
+
+
+def test_a_jax_that_does_not_start_is_a_line_not_a_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        doctor, "_PROBE", "import sys; print('noise', file=sys.stderr); raise RuntimeError('no device')"
+    )
+    assert doctor._see_devices({}) == ([], "RuntimeError: no device")

@@ -1,0 +1,129 @@
+"""The loss over slices of the vocabulary: the whole one's values and gradients, and no logits."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxmem.models import losses, vocab_loss
+from jaxmem.models.vocab_loss import Slices
+from jaxmem.sharding import layout_for
+from tests.planning.conftest import config, module_of
+
+VOCAB, EMBED = 24, 8
+UNTIED, TIED = ("embed", "vocab"), ("vocab", "embed")
+
+
+def inputs(dtype=jnp.float32):
+    draw = np.random.default_rng(0)
+    x, weight = (jnp.asarray(draw.normal(size=shape), dtype) for shape in ((2, 6, EMBED), (EMBED, VOCAB)))
+    labels = jnp.asarray(draw.integers(0, VOCAB, (2, 6)), jnp.int32)
+    counts = jnp.asarray(draw.random((2, 6)) < 0.7, jnp.float32)
+    return x, 3 * weight, labels, counts
+
+
+def sliced(x, weight, labels, counts, slices, axes, **terms):
+    return jnp.sum(counts * vocab_loss.cross_entropy(x, weight, labels, axes=axes, slices=slices, **terms))
+
+
+def whole(x, weight, labels, counts, **terms):
+    return jnp.sum(counts * losses.cross_entropy(x @ weight, labels, **terms))
+
+
+@pytest.mark.parametrize(
+    ("slices", "axes", "terms"),
+    [
+        (Slices(VOCAB, 6), UNTIED, {}),
+        (Slices(VOCAB, 7), UNTIED, {"label_smoothing": 0.1, "z_loss": 1e-2}),  # the last slice has less of its own
+        (Slices(VOCAB, 5), TIED, {"label_smoothing": 0.1}),
+        (Slices(VOCAB, 23), UNTIED, {"z_loss": 1e-2}),
+        (Slices(VOCAB, 5, resting=2, parts=2), UNTIED, {"label_smoothing": 0.1}),  # as over two devices of `tensor`
+        (Slices(VOCAB, 10, resting=1, parts=2), TIED, {"z_loss": 1e-2}),  # of a vocabulary that these do not divide
+    ],
+)
+def test_values_and_gradients_are_those_of_the_whole(slices, axes, terms):
+    x, weight, labels, counts = inputs()
+    turned = weight if axes == UNTIED else weight.T
+    expected = jax.jit(jax.value_and_grad(whole, (0, 1)), static_argnames=tuple(terms))(
+        x, weight, labels, counts, **terms
+    )
+    by_slices = lambda x, weight: sliced(x, weight, labels, counts, slices, axes, **terms)  # noqa: E731
+    loss, (of_x, of_weight) = jax.jit(jax.value_and_grad(by_slices, (0, 1)))(x, turned)
+    found = loss, (of_x, of_weight if axes == UNTIED else of_weight.T)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-5, atol=1e-5), found, expected)
+
+
+def test_in_bfloat16_it_is_rounded_as_the_whole_is():
+    """Against float64, no further off than the whole."""
+    x, weight, labels, counts = inputs(jnp.bfloat16)
+    by_slices = lambda x, weight: sliced(x, weight, labels, counts, Slices(VOCAB, 5), UNTIED)  # noqa: E731
+    all_at_once = lambda x, weight: whole(x, weight, labels, counts)  # noqa: E731
+    exact = _exact_gradients(*(np.asarray(a, np.float64) for a in (x, weight)), np.asarray(labels), np.asarray(counts))
+    for found, other, truth in zip(
+        jax.jit(jax.grad(by_slices, (0, 1)))(x, weight),
+        jax.jit(jax.grad(all_at_once, (0, 1)))(x, weight),
+        exact,
+        strict=True,
+    ):
+        assert found.dtype == jnp.bfloat16
+        off, usual = (np.abs(np.asarray(a, np.float64) - truth).max() for a in (found, other))
+        assert off <= 1.5 * usual + 1e-3
+
+
+def _exact_gradients(x, weight, labels, counts):
+    logits = x @ weight
+    likely = np.exp(logits - logits.max(-1, keepdims=True))
+    likely /= likely.sum(-1, keepdims=True)
+    g = counts[..., None] * (likely - np.eye(VOCAB)[labels])
+    return g @ weight.T, np.einsum("bte,btv->ev", x, g)
+
+
+def test_a_label_that_nothing_else_is_near():
+    """Logits so far apart that their exponentials overflow."""
+    x, weight = jnp.full((1, 1, 1), 1e4), jnp.asarray([[1.0, -1.0, 0.5, 1.0]])
+    by_slices = lambda x: sliced(x, weight, jnp.array([[3]], jnp.int32), 1.0, Slices(4, 2), UNTIED)  # noqa: E731
+    loss, gradient = jax.value_and_grad(by_slices)(x)
+    assert float(loss) == pytest.approx(np.log(2.0), abs=1e-3)  # float32 near 1e4
+    assert float(gradient[0, 0, 0]) == pytest.approx(0.0, abs=1e-3)
+
+
+def test_auto_leaves_small_logits_whole():
+    assert vocab_loss.width("auto", tokens=64, held=264, itemsize=4) is None
+    for tokens, held in ((8192, 128256), (2**20, 128256), (1024, 2**20)):
+        wide = vocab_loss.width("auto", tokens, held, 2)
+        assert wide % vocab_loss.MULTIPLE == 0
+        assert 2 * tokens * wide <= max(vocab_loss.PIECE, 2 * tokens * vocab_loss.LEAST)
+    assert vocab_loss.width(300, tokens=64, held=264, itemsize=4) is None
+    assert vocab_loss.width(100, tokens=64, held=264, itemsize=4) == 100
+
+
+def test_no_device_holds_the_logits_the_table_or_its_gradient():
+    """In a loop over slices, each slice of the weight is gathered and its gradient summed where it belongs."""
+    cfg = config(mesh={"fsdp": 4, "tensor": 2}, data={"sequence_length": 16}, batch={"global_size": 8})
+    rows, time, embed, vocab, wide = 8, 16, 64, 1024, 128
+    layout = layout_for(cfg, jax.devices())
+
+    def placed(role, axes, shape, dtype=jnp.float32):
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=layout.sharding(role, axes, shape))
+
+    def gradients(x, weight, labels, counts):
+        slices = vocab_loss.slices(wide, x, vocab)
+        loss = lambda x, weight: sliced(x, weight, labels, counts, slices, UNTIED)  # noqa: E731
+        return jax.grad(loss, (0, 1))(x, weight)
+
+    tokens = ("batch", "time")
+    with layout:
+        module = module_of(
+            gradients,
+            placed("activations", (*tokens, "embed"), (rows, time, embed)),
+            placed("weights", UNTIED, (embed, vocab)),
+            placed("activations", tokens, (rows, time), jnp.int32),
+            placed("activations", tokens, (rows, time)),
+        )
+    held = embed // 4 * vocab // 2  # a device's share of the weight; its logits would be twice as many
+    sizes = [one.shape.elements for one in module.walk() if one.opcode != "parameter" and not one.shape.parts]
+    assert max(sizes) == held == embed * wide
+    for one in module.walk():
+        if one.opcode in ("all-gather", "all-reduce", "reduce-scatter"):
+            shapes = one.shape.parts or [one.shape]
+            assert max(shape.elements for shape in shapes) <= embed * wide, one.name

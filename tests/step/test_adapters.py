@@ -1,0 +1,133 @@
+"""Adapters: only they learn, on any mesh, with the base in numbers or codes; nothing is spent on what stays."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+
+import jax
+import numpy as np
+import pytest
+from flax.traverse_util import flatten_dict
+from tests.step.conftest import Trained, config
+
+from jaxmem.errors import UserError
+from jaxmem.planning.breakdown import known_shapes
+from jaxmem.sharding.weights import is_quantized
+from jaxmem.step import program
+
+LEARNING = {"epsilon": 1e-3, "learning_rate": 1e-2}
+
+
+def adapted(kind="lora", adapter=None, **sections):
+    return config(optimizer=LEARNING, adapter={"kind": kind, "rank": 4, **(adapter or {})}, **sections)
+
+
+def both(**sections):
+    """In layers and in the embedding, of different ranks, with dropout."""
+    targets = {"*.mlp.*": 2, "blocks.*": 4, "embedding": 3}
+    return adapted(adapter={"targets": targets, "faster": 4.0, "dropout": 0.2}, **sections)
+
+
+class Decoded:
+    """Where another run began, its codes as the numbers that they stand for."""
+
+    def __init__(self, begun):
+        numbers = lambda w: np.array(w.dequantize(np.float32)) if is_quantized(w) else w  # noqa: E731
+        self.begun = replace(begun, params=jax.tree.map(numbers, begun.params, is_leaf=is_quantized))
+
+
+@pytest.fixture(scope="module")
+def alone():
+    return Trained(both(), updates=2)
+
+
+def test_only_adapters_move(alone):
+    before, after = flatten_dict(alone.first), flatten_dict(alone.params)
+    moved = {path for path in before if (before[path] != after[path]).any()}
+    assert moved == {path for path in before if "lora" in path}
+    assert {before[path].shape[-1] for path in before if path[-1] == "a"} == {2, 3, 4}
+    held = sum(x.size for x in jax.tree.leaves(alone.state.opt_state))
+    assert alone.built.trainable < held <= 2 * alone.built.trainable + 8
+
+
+def test_a_mesh_in_chunks_does_the_same_and_holds_no_adapter_whole(alone):
+    memory = {"remat": "full", "mlp_chunk": 5, "head_groups": 2}
+    mesh = Trained(both(mesh={"fsdp": 4, "tensor": 2}, memory=memory), devices=8, updates=2)
+    mesh.agrees_with(alone)
+    for path, placed in flatten_dict(mesh.built.state.params).items():
+        parts = placed.size // np.prod(placed.sharding.shard_shape(placed.shape))
+        assert "lora" not in path or parts >= 4, path
+
+
+def test_a_base_in_codes_stays_as_it_is():
+    """nf4, constants in codes too, head and embedding included; the loss in slices, boundaries by a schedule."""
+    sections = {"memory": {"remat": "sqrt", "loss_chunk": 100}, "mesh": {"fsdp": 2}}
+    trained = Trained(adapted("qlora", **sections), devices=2, updates=2)
+    before, after = (flatten_dict(params) for params in (trained.first, trained.params))
+    for path, leaf in before.items():
+        same = all(jax.tree.leaves(jax.tree.map(np.array_equal, leaf, after[path])))
+        assert same != ("lora" in path), path
+    q = before["head", "weight"]
+    assert (q.format, q.scale.format) == ("nf4", "dynamic8")
+    # The same step from the same values in float32: they are computed with as they are.
+    plain = Trained(adapted(), updates=2, begin=Decoded(trained.begun))
+    for mine, other in zip(trained.metrics, plain.metrics, strict=True):
+        assert mine["loss"] == pytest.approx(other["loss"], rel=1e-5)
+        assert mine["gradient_norm"] == pytest.approx(other["gradient_norm"], rel=1e-4)
+    # And the same where kernels.dequant_matmul decodes.
+    kernel = Trained(adapted("qlora", {"product": "sliced"}, **sections), devices=2, updates=1, begin=trained)
+    assert kernel.metrics[0] == pytest.approx(trained.metrics[0], rel=1e-4)
+
+
+def test_the_compiled_step_spends_nothing_on_what_stays():
+    """No gradient of the base, no state of it, no second copy of it: in bytes, and in the shapes of products."""
+    wide = {"vocab": 264, "embed": 64, "mlp": 512, "heads": 4, "kv_heads": 4, "head_dim": 16, "layers": 2}
+    sections = {"model": {"preset": "tiny", **wide}, "batch": {"global_size": 1}, "data": {"sequence_length": 16}}
+    chunks = {**sections, "memory": {"mlp_chunk": 4}}
+    lora, full, chunked = (
+        program(cfg, jax.devices()[:1]) for cfg in (adapted(**sections), config(**sections), adapted(**chunks))
+    )
+    steps = [built.lower_step().compile() for built in (lora, full, chunked)]
+    memory = [step.memory_analysis() for step in steps]
+    base = 4 * full.parameters
+    # Arguments: the base, adapters with two moments each, the batch.
+    assert memory[0].argument_size_in_bytes < base + 12 * lora.trainable + 2000
+    assert memory[0].alias_size_in_bytes > base  # passed through where it lies
+    assert memory[0].temp_size_in_bytes < memory[1].temp_size_in_bytes - 0.8 * base
+    made = [set(re.findall(r"= f32\[([0-9,]*)\]\S* dot\(", step.as_text())) for step in steps]
+    gradients = {"64,512", "512,64", "264,64", "64,264", "64,64"}
+    assert made[1] & gradients
+    assert not made[0] & gradients
+    assert not made[2] & gradients  # nor added up over chunks
+
+
+def test_the_planner_counts_no_gradient_of_what_stays():
+    """A layer's adapters have the forms of A and B, of which the base has none."""
+    every = known_shapes(program(config(), jax.devices()[:1])).gradients
+    own = known_shapes(program(adapted(), jax.devices()[:1])).gradients
+    assert own
+    assert not own & every
+
+
+def test_dora_begins_with_the_lengths_that_the_base_has():
+    first = program(adapted("dora"), jax.devices()[:1]).initialise().params["blocks"]["mlp"]["up"]
+    weight = np.float64(first["weight"])
+    np.testing.assert_allclose(first["lora"]["magnitude"], np.linalg.norm(weight, axis=1), rtol=1e-5)
+
+
+def test_an_unknown_target():
+    with pytest.raises(UserError, match=r"no layer is called 'blocks\.atention\.q'; did you mean"):
+        _ = program(adapted(adapter={"targets": ["blocks.atention.q"]}), jax.devices()[:1]).state
+
+
+def test_preferences_are_learnt_on_any_mesh():
+    """DPO of adapters, pairs in micro-batches."""
+    sections = {
+        "objective": {"name": "dpo"},
+        "data": {"source": "preference", "path": "none", "packing": False, "sequence_length": 16},
+        "batch": {"global_size": 8, "accumulate": 2},
+    }
+    alone = Trained(adapted(**sections), updates=1)
+    Trained(adapted(**sections, mesh={"fsdp": 2, "tensor": 2}), devices=4, updates=1).agrees_with(alone)
+    assert alone.metrics[0]["margin"] != 0

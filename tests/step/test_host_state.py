@@ -1,0 +1,83 @@
+"""State and frozen weights in host memory: the same training, kept and read as any other, and off the device by what a
+compiler counts."""
+
+from __future__ import annotations
+
+import jax
+import numpy as np
+import pytest
+from tests.step.conftest import SMALL, Trained, config
+
+from jaxmem import planning
+from jaxmem.checkpoint import Checkpoints
+from jaxmem.errors import UserError
+from jaxmem.planning.predict import held
+from jaxmem.step import host_state, program
+
+# The output projection and attention learn, the embedding and the MLPs stay.
+SOME = {
+    "mesh": {"fsdp": 4, "tensor": 2},
+    "optimizer": {"epsilon": 1e-3, "clip": None, "trainable": ["head.*", "blocks.attention.*"]},
+}
+AWAY = ["optimizer", "frozen", "activations"]
+
+
+@pytest.fixture(scope="module")
+def usual():
+    return Trained(config(**SOME), devices=8)
+
+
+@pytest.mark.parametrize("update", ["after", "during"])
+def test_the_training_is_the_same(usual, update, tmp_path):
+    """In slices of tables, and a layer ahead."""
+    memory = {"offload": AWAY, "update": update, "remat": "full", "loss_chunk": 64}
+    away = Trained(config(**SOME, memory=memory), devices=8)
+    waiting = jax.tree.leaves(away.built.waiting)
+    assert all(x.sharding.memory_kind == "pinned_host" for x in waiting)
+    there = [x for x in jax.tree.leaves(away.state) if x.sharding.memory_kind == "pinned_host"]
+    assert [(x.shape, x.sharding) for x in there] == [(x.shape, x.sharding) for x in waiting]
+    # The embedding and the MLPs' three; of the head and attention's four both moments.
+    assert len(waiting) == 4 + 2 * 5
+    away.agrees_with(usual)
+    if update == "after":
+        assert_kept(away, tmp_path)
+
+
+def assert_kept(trained, directory):
+    """In a checkpoint, where it was, bit by bit."""
+    with Checkpoints(directory, every=1, keep=1, keep_best=False) as checkpoints:
+        checkpoints.save(1, trained.state, {}, {}, None, force=True)
+        checkpoints.wait()
+        _, state, *_ = checkpoints.restore_latest(lambda _: trained.built.state)
+    for one, other in zip(jax.tree.leaves(trained.state), jax.tree.leaves(state), strict=True):
+        assert one.sharding == other.sharding
+        np.testing.assert_array_equal(one, other)
+
+
+def test_bytes_leave_the_device():
+    """Of GPUs that are not here, with the places written into the program."""
+    wide = {**SMALL, "preset": "tiny", "vocab": 2048, "embed": 128, "mlp": 1024, "layers": 4}
+    memory = {"offload": AWAY, "remat": "full", "update": "during", "loss_chunk": 512}
+    plan = planning.plan(config(**{**SOME, "mesh": {"fsdp": 2}}, model=wide, memory=memory), "h100-80gb:2")
+    built, sizes = plan.program, plan.compiled
+    waiting, state = held(built.waiting), held(built.state)
+    assert waiting > 0.8 * state
+    assert plan.compiled_step.host_total >= waiting
+    assert sizes["arguments"] == state - waiting + held(built.batch)
+    assert sizes["aliased"] == state - waiting
+    assert plan.phases["initialise"] < state
+    assert not [one for one in plan.warnings if "offloaded" in one.kind]
+    # Layers that stay come to both passes, the table once, the optimizer's state goes both ways.
+    frozen, moments = held(built.waiting.params), held(built.waiting.opt_state)
+    table = held(built.waiting.params["embedding"])
+    moved = plan.as_json()["host_transfers"]
+    assert moved["from host"]["bytes"] >= 2 * frozen - table + moments
+    assert moved["to host"]["bytes"] >= moments
+    assert moved["from host"]["seconds"] > 0
+
+
+def test_where_there_is_no_such_memory_it_is_said(monkeypatch):
+    monkeypatch.setattr(host_state, "kinds", lambda _: {"device"})
+    built = program(config(memory={"offload": "optimizer"}), jax.devices()[:1])
+    with pytest.raises(UserError, match="cpu devices have no pinned_host memory, only device; use"):
+        _ = built.state

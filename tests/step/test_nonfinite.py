@@ -1,0 +1,84 @@
+"""A gradient that is no number: who was first, and an update that is left out."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from tests.step.conftest import Trained, batch_for, config
+
+from jaxmem.errors import UserError
+from jaxmem.step import nonfinite
+from jaxmem.step.step import CULPRIT
+from jaxmem.training.telemetry import Telemetry
+
+AXES = {
+    "blocks": {"a": ("layer", "embed", "mlp"), "b": ("layer", "norm")},
+    "embedding": ("vocab", "embed"),
+    "head": ("embed", "vocab"),
+}
+
+
+def gradients(*bad):
+    grads = {
+        "blocks": {"a": np.ones((3, 2, 2)), "b": np.ones((3, 2))},
+        "embedding": np.ones((2, 2)),
+        "head": np.ones((2, 2)),
+    }
+    for path in bad:
+        leaf = grads["blocks"] if path[0] in "ab" else grads
+        leaf[path[0]][path[1:] or (0,)] = np.nan
+    return jax.tree.map(jnp.asarray, grads)
+
+
+@pytest.mark.parametrize(
+    ("bad", "name"),
+    [
+        ((), None),
+        ([("embedding",)], "embedding"),
+        ([("b", 1), ("a", 0), ("b", 0), ("embedding",)], "blocks.b of layer 1"),
+        ([("a", 2), ("b", 1)], "blocks.a of layer 2"),
+        ([("head",), ("a", 2)], "head"),
+    ],
+)
+def test_the_first_in_the_backward_pass_is_named(bad, name):
+    grads = gradients(*bad)
+    place = int(nonfinite.first(nonfinite.squares(grads, AXES)))
+    assert (nonfinite.names(AXES, grads)[place] if place >= 0 else None) == name
+
+
+def test_the_length_is_that_of_all():
+    assert float(jnp.sum(nonfinite.squares(gradients(), AXES))) == 12 + 6 + 4 + 4
+
+
+class Said:
+    def __init__(self):
+        self.lines = []
+
+    def say(self, line):
+        self.lines.append(line)
+
+    def update(self, *_):
+        return None
+
+
+def test_an_update_that_is_no_number_is_left_out_and_counted():
+    trained = Trained(config(train={"steps": 10, "on_nan": "skip", "most_skipped": 1}), updates=1)
+    poisoned = jax.tree.map(lambda x: x, trained.state)
+    up = poisoned.params["blocks"]["mlp"]["up"]
+    up["weight"] = up["weight"].at[1, 0].set(jnp.nan)
+    before = jax.tree.map(np.array, poisoned)
+    after, metrics = trained.compiled(poisoned, trained.built.place(batch_for(trained.built)))
+    assert trained.metrics[0]["skipped"] == 0
+    assert int(metrics["skipped"]) == 1
+    assert trained.built.culprits[int(metrics[CULPRIT])].startswith(("head", "norm"))  # the loss itself is none
+    jax.tree.map(np.testing.assert_array_equal, (after.params, after.opt_state), (before.params, before.opt_state))
+    assert int(after.step) == 2
+
+    progress = Said()
+    telemetry = Telemetry(progress, None, trained.built.culprits, most_skipped=1)
+    for step in (1, 2, 3):
+        telemetry.update(step, trained.metrics[0] if step == 1 else metrics)
+    assert len(progress.lines) == 1
+    assert "left out" in progress.lines[0]
+    with pytest.raises(UserError, match=r"loss is nan at step 3.* the first that is no number: (head|norm)"):
+        telemetry.flush()

@@ -1,0 +1,191 @@
+"""Layers on stages: what one device learns, messages between neighbours only, and the schedule's memory and bubble."""
+
+import functools
+import itertools
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from tests.step.conftest import SMALL, Trained, batch_for, config
+
+from jaxmem.checkpoint import Checkpoints
+from jaxmem.inference.generate import generate
+from jaxmem.planning.hlo import read_module, trip_count
+from jaxmem.step import program
+from jaxmem.step.step import TrainState
+
+MODEL = {"preset": "tiny", **SMALL, "vocab": 264}
+
+
+def staged(mesh, micro=4, layers=6, rounds=1, rows=4, dropout=0.0, **sections):
+    return config(
+        model={**MODEL, "layers": layers, "dropout": dropout},
+        batch={"global_size": rows * micro, "accumulate": micro},
+        mesh=mesh,
+        pipeline={"rounds": rounds},
+        **sections,
+    )
+
+
+def devices_of(cfg):
+    mesh = cfg.mesh
+    return mesh.stage * mesh.replica * mesh.fsdp * mesh.tensor * mesh.context
+
+
+RUNS = {
+    "layers filled up": staged({"stage": 4}, dropout=0.2, memory={"remat": "sqrt"}),
+    "micro-batches in unequal numbers": staged({"stage": 3}, dropout=0.2, memory={"remat": "dots"}),
+    "circular x fsdp x tensor": staged({"stage": 2, "fsdp": 2, "tensor": 2}, rounds=2, dropout=0.2),
+}
+
+
+@pytest.fixture(scope="module")
+def alone():
+    return Trained(staged({}, dropout=0.2), updates=2)
+
+
+@functools.cache
+def trained(name):
+    return Trained(RUNS[name], devices_of(RUNS[name]), updates=2)
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_stages_learn_what_one_device_learns(name, alone):
+    on_stages = trained(name)
+    for mine, theirs in zip(on_stages.metrics, alone.metrics, strict=True):
+        assert mine == pytest.approx(theirs, rel=2e-5, abs=1e-6)
+    built = on_stages.built
+    expected = built.checkpointed.restored_params(alone.params, alone.built.cfg.model_dump())
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-5), on_stages.params, expected)
+    assert built.parameters == alone.built.parameters
+
+
+def test_what_lies_on_stages_is_used_there(alone):
+    """Evaluated, and asked for a text."""
+    built = trained("circular x fsdp x tensor").built
+    params = jax.device_put(
+        built.checkpointed.restored_params(alone.params, alone.built.cfg.model_dump()),
+        jax.tree.map(lambda x: x.sharding, built.state.params),
+    )
+    batch = batch_for(built)
+    pairs = (alone.built, alone.state.params), (built, params)
+    sums = [one.compiled_evaluate(weights, one.place(batch)) for one, weights in pairs]
+    assert jax.tree.map(float, sums[1]) == pytest.approx(jax.tree.map(float, sums[0]), rel=2e-5)
+    texts = [list(generate(one, weights, np.arange(5), 6)) for one, weights in pairs]
+    assert texts[0] == texts[1]
+
+
+def test_layers_that_fill_up_stay_zero():
+    """Also in a network whose blocks have biases, which a gradient would reach."""
+    cfg = config(
+        model={"family": "mlp", "layers": 3, "embed": 16, "mlp": 32},
+        objective="classify",
+        data={"source": "digits"},
+        batch={"global_size": 8, "accumulate": 2},
+        mesh={"stage": 2},
+    )
+    on_stages = Trained(cfg, 2, updates=2)
+    for path, leaf in jax.tree_util.tree_leaves_with_path(on_stages.state):
+        if "blocks" in str(path):
+            assert leaf.shape[0] == 4
+            assert not np.asarray(leaf[3]).any()
+            assert np.asarray(leaf[2]).any()
+
+
+def test_a_checkpoint_moves_over_stages(tmp_path):
+    """Saved on one device, read on 4 stages, saved there, read on 3, then on 2 that go round twice, and back on one."""
+    meshes = [({}, 1), ({"stage": 4, "fsdp": 2}, 1), ({"stage": 3}, 1), ({"stage": 2, "fsdp": 2}, 2)]
+    programs = [staged(mesh, rounds=rounds) for mesh, rounds in meshes]
+    programs = [program(cfg, jax.devices()[: devices_of(cfg)]) for cfg in programs]
+    state = programs[0].initialise()
+    # The weights in place of the moments: every number another, and zeros where layers fill up.
+    state = TrainState(state.step, state.params, moments(state.opt_state, state.params))
+    first = jax.tree.map(np.asarray, state)
+    with Checkpoints(tmp_path) as checkpoints:
+        for step, (before, after) in enumerate(itertools.pairwise([*programs, programs[0]])):
+            saved = before.cfg.model_dump(mode="json")
+            checkpoints.save(step, state, {}, saved, force=True)
+            read, _, found = checkpoints.restore(step, after.checkpointed.state)
+            state = after.checkpointed.restored(read, found)
+            for leaf, wanted in zip(jax.tree.leaves(state), jax.tree.leaves(after.state), strict=True):
+                assert (leaf.shape, leaf.dtype) == (wanted.shape, wanted.dtype)
+                assert leaf.sharding.is_equivalent_to(wanted.sharding, leaf.ndim)
+            jax.tree.map(np.testing.assert_array_equal, state, stored(after.pipeline, first))
+
+
+def stored(pipeline, state):
+    """One device's state as stages have it."""
+    if pipeline is None:
+        return state
+    in_blocks = lambda path: "blocks" in jax.tree_util.keystr(path)  # noqa: E731
+    one = lambda path, x: pipeline.arranged(jnp.asarray(x)) if in_blocks(path) else x  # noqa: E731
+    return jax.tree_util.tree_map_with_path(one, state)
+
+
+def moments(opt_state, params):
+    """An optimizer's state with the weights in place of what has their form."""
+    form = jax.tree.structure(params)
+    alike = lambda x: jax.tree.structure(x) == form  # noqa: E731
+    return jax.tree.map(lambda x: params if alike(x) else x, opt_state, is_leaf=alike)
+
+
+def test_the_same_stages_on_other_devices():
+    """In one process, as a search makes them: nothing is kept of the devices before."""
+    cfg = staged({"stage": 2, "fsdp": 2}, zero=1)
+    for first in (0, 4):
+        program(cfg, jax.devices()[first : first + 4]).lower_step()
+
+
+# ------------------------------------------------------------------ the compiled step
+
+
+def idle(name):
+    """The share of a stage's ticks without work: of the loops that hand something on, as they were compiled."""
+    run = trained(name)
+    module = read_module(run.compiled.runtime_executable().hlo_modules()[0].as_serialized_hlo_module_proto())
+    loops = [
+        trip_count(one)
+        for one in module.walk()
+        if one.opcode == "while"
+        and any(inner.op_name.endswith("ppermute") for body in one.called for inner in body.instructions)
+    ]
+    assert len(loops) == 2  # forward and backward
+    assert loops[0] == loops[1]
+    return 1 - run.built.pipeline.rounds * run.built.pipeline.micro_batches / loops[0]
+
+
+def test_the_bubble_is_what_the_schedule_promises():
+    assert idle("layers filled up") == pytest.approx((4 - 1) / (4 + 4 - 1))
+    assert idle("circular x fsdp x tensor") == pytest.approx((2 - 1) / (2 * 4 + 2 - 1))
+
+
+def test_stages_send_activations_to_their_neighbours_and_no_weights():
+    text = trained("layers filled up").compiled.as_text()
+    messages = re.findall(r"collective-permute(?:-start)?\(.*source_target_pairs=\{(.*?)\}\}", text)
+    directions = {int(b) - int(a) for pairs in messages for a, b in re.findall(r"(\d),(\d)", pairs)}
+    assert directions == {1, -1, 3, -3}  # the neighbours, around the ring
+    weights = {tuple(sorted(shape)) for shape in ((32, 64), (32, 32), (4 * 8, 32))}
+    for kind in ("all-gather", "all-to-all"):
+        for shape in re.findall(rf"= \(?\w+\[([\d,]*)\]\S* {kind}(?:-start)?\(", text):
+            dims = [int(n) for n in shape.split(",") if int(n) > 1]
+            assert tuple(sorted(dims[-2:])) not in weights
+
+
+def test_memory_follows_the_schedule():
+    """Another micro-batch costs each device its boundaries in the layers that lie there, not in all layers, and a
+    part of what goes in and comes out."""
+    stages, layers, rows, length, embed = 4, 4, 2, 128, 32
+
+    def temporaries(micro):
+        cfg = staged(
+            {"stage": stages}, micro, layers, rows=rows, memory={"remat": "full"}, data={"sequence_length": length}
+        )
+        built = program(cfg, jax.devices()[:stages])
+        return built.lower_step().compile().memory_analysis().temp_size_in_bytes
+
+    grown = (temporaries(16) - temporaries(8)) / 8
+    boundary = rows * length * embed * 4
+    kept, in_and_out = layers / stages * boundary, boundary / stages
+    assert kept <= grown <= kept + 4 * in_and_out

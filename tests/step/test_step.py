@@ -1,0 +1,157 @@
+"""The step: micro-batches, clipping, schedules, determinism, donation, and state that is born where it lies."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from tests.step.conftest import Trained, batch_for, config
+
+from jaxmem import optim
+from jaxmem.config import Optimizer
+from jaxmem.step import program
+from jaxmem.step.compiler import compiler_options
+
+
+def test_the_seed_matters():
+    one, two = Trained(config(), updates=0), Trained(config(seed=1), updates=0)
+    assert not np.array_equal(one.params["embedding"]["weight"], two.params["embedding"]["weight"])
+
+
+@pytest.mark.parametrize("mesh", [{}, {"fsdp": 2}])
+def test_micro_batches_add_up_to_the_large_batch(mesh):
+    """Though their masks keep different numbers of tokens."""
+    devices = mesh.get("fsdp", 1)
+    whole = Trained(config(mesh=mesh), devices)
+    batches = [batch_for(whole.built, update) for update in range(3)]
+    cut = [{name: x.reshape(4, 2, *x.shape[2:]) for name, x in batch.items()} for batch in batches]
+    Trained(config(mesh=mesh, batch={"global_size": 8, "accumulate": 4}), devices, batches=cut).agrees_with(whole)
+
+
+def test_what_is_deterministic_adds_in_no_order_that_changes():
+    """Attention's gradients then come from two kernels, each of which is one call of Python on a CPU."""
+    kernels = {}
+    for deterministic in (False, True):
+        sections = {"precision": {"compute": "bfloat16"}, "memory": {"attention": "mosaic"}}
+        built = program(config(**sections, train={"steps": 1, "deterministic": deterministic}), jax.devices()[:1])
+        kernels[deterministic] = built.lower_step().as_text().count("python_cpu_callback")
+        told = compiler_options("cuda", 1, fetches=False, deterministic=deterministic)
+        assert ("xla_gpu_deterministic_ops" in told) == deterministic
+    assert kernels[True] == kernels[False] + 1
+
+
+def test_micro_batches_hold_less():
+    def temporaries(accumulate):
+        cfg = config(batch={"global_size": 32, "accumulate": accumulate}, data={"sequence_length": 128})
+        return program(cfg, jax.devices()[:1]).lower_step().compile().memory_analysis().temp_size_in_bytes
+
+    assert temporaries(8) < 0.5 * temporaries(1)
+
+
+def test_the_update_is_adamw_on_clipped_mean_gradients():
+    """Against optax, on the mean loss of one batch."""
+    cfg = config(optimizer={"warmup": 2, "clip": 0.1, "learning_rate": 1e-2, "epsilon": 1e-3})
+    trained = Trained(cfg, updates=2)
+    built, params = trained.built, jax.tree.map(jnp.asarray, trained.first)
+
+    def mean(params, batch):
+        network = nnx.merge(built.graphdef, params)
+        logits = network.logits(network.features(batch["inputs"], batch["positions"], batch["segment_ids"]))
+        each = optax.softmax_cross_entropy_with_integer_labels(logits, batch["targets"])
+        return jnp.sum(each * batch["mask"]) / jnp.sum(batch["mask"])
+
+    with jax.numpy_dtype_promotion("standard"):
+        matrices = jax.tree.map(lambda x: x.ndim > 1, params)
+        matrices["blocks"]["attention_norm"] = matrices["blocks"]["mlp_norm"] = {"scale": False}
+        tx = optax.chain(
+            optax.clip_by_global_norm(0.1),
+            optax.adamw(lambda step: [0.005, 0.01][int(step)], 0.9, 0.95, 1e-3, weight_decay=0.1, mask=matrices),
+        )
+        state = tx.init(params)
+        for update in range(2):
+            batch = jax.tree.map(lambda x: jnp.asarray(x[0]), batch_for(built, update))
+            loss, grads = jax.jit(jax.value_and_grad(mean))(params, batch)
+            assert trained.metrics[update]["loss"] == pytest.approx(float(loss), rel=1e-5)
+            assert trained.metrics[update]["gradient_norm"] == pytest.approx(float(optim.global_norm(grads)), rel=1e-4)
+            updates, state = tx.update(grads, state, params)
+            params = optax.apply_updates(params, updates)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=2e-5), trained.params, params)
+
+
+def test_every_weight_learns():
+    trained = Trained(config(model={"preset": "tiny", "attention_bias": True, "qk_norm": True}), updates=2)
+    for path, (before, after) in _pairs(trained.first, trained.params):
+        assert not np.array_equal(before, after), path
+
+
+def test_kernels_called_on_each_device_learn_the_same():
+    mesh = {"fsdp": 2, "tensor": 2}
+    one = Trained(config(), updates=2)
+    Trained(config(mesh=mesh, memory={"attention": "pallas"}), 4, updates=2, begin=one).agrees_with(one)
+
+
+def test_parameters_may_rest_in_bfloat16():
+    trained = Trained(config(precision={"parameters": "bfloat16"}))
+    assert {leaf.dtype for leaf in jax.tree.leaves(trained.params)} == {jnp.dtype(jnp.bfloat16)}
+    assert np.isfinite(trained.metrics[-1]["loss"])
+
+
+def test_the_state_is_donated():
+    trained = Trained(config(), updates=0)
+    before = jax.tree.leaves(trained.state.params)
+    trained.compiled(trained.state, trained.built.place(batch_for(trained.built)))
+    assert all(leaf.is_deleted() for leaf in before)
+
+
+def test_initialising_needs_no_more_than_training():
+    cfg = config(model={"preset": "tiny", "layers": 16}, mesh={"fsdp": 4, "tensor": 2})
+    built = program(cfg, jax.devices())
+    stats = built.lower_initialise().compile().memory_analysis()
+    step = built.lower_step().compile().memory_analysis()
+    held = lambda s: s.output_size_in_bytes + s.temp_size_in_bytes + s.argument_size_in_bytes - s.alias_size_in_bytes  # noqa: E731
+    assert held(stats) < held(step)
+    layers = sum(np.prod(x.shape) * 4 for x in jax.tree.leaves(built.state.params["blocks"]))
+    assert stats.temp_size_in_bytes < layers / 2  # no second copy of the stack, whole or split
+
+
+def test_no_layout_holds_a_gathered_model_for_the_backward_pass():
+    """Under `none`, a layer's weights are gathered again: temporaries do not grow with depth by whole layers."""
+
+    def temporaries(layers):
+        cfg = config(
+            model={"preset": "tiny", "layers": layers, "mlp": 2048},
+            mesh={"fsdp": 8},
+            data={"sequence_length": 8},
+        )
+        return program(cfg, jax.devices()).lower_step().compile().memory_analysis().temp_size_in_bytes
+
+    layer = 3 * 128 * 2048 * 4
+    assert temporaries(12) - temporaries(4) < 8 * layer / 2
+
+
+@pytest.mark.parametrize(
+    ("schedule", "middle", "last"), [("cosine", 0.55, 0.1), ("linear", 0.55, 0.1), ("constant", 1.0, 1.0)]
+)
+def test_schedules_warm_up_and_come_down(schedule, middle, last):
+    rate = optim.schedule(Optimizer(learning_rate=2.0, schedule=schedule, warmup=10, final=0.1), 110)
+    assert float(rate(0)) == pytest.approx(0.2)
+    assert float(rate(4)) == pytest.approx(1.0)
+    assert float(rate(10)) == pytest.approx(2.0)
+    assert float(rate(60)) == pytest.approx(2.0 * middle)
+    assert float(rate(110)) == pytest.approx(2.0 * last)
+
+
+def test_adam_does_not_decay():
+    quiet = {"learning_rate": 1e-3, "clip": None}
+    plain = Trained(config(optimizer={"name": "adam", **quiet}))
+    decayed = Trained(config(optimizer={"name": "adamw", "weight_decay": 0.0, **quiet}))
+    jax.tree.map(np.testing.assert_array_equal, plain.params, decayed.params)
+
+
+def _pairs(a, b):
+    return zip(
+        [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(a)],
+        zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True),
+        strict=True,
+    )

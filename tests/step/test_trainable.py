@@ -1,0 +1,120 @@
+"""Some weights learn: the others keep their bits, and have neither gradient nor state, on any mesh and in codes."""
+
+from __future__ import annotations
+
+import jax
+import numpy as np
+import pytest
+from flax.traverse_util import flatten_dict
+from tests.step.conftest import SMALL, Trained, config
+
+from jaxmem.errors import UserError
+from jaxmem.step import program
+
+NORMS = ["*norm.scale", "head.*"]
+
+
+def frozen(**sections):
+    own = {"epsilon": 1e-3, "learning_rate": 1e-2, "trainable": NORMS}
+    return config(optimizer=own, batch={"global_size": 8, "accumulate": 2}, **sections)
+
+
+@pytest.fixture(scope="module")
+def alone():
+    return Trained(frozen(), updates=2)
+
+
+def test_only_what_is_chosen_moves(alone):
+    before, after = flatten_dict(alone.first), flatten_dict(alone.params)
+    moved = {".".join(path) for path in before if (before[path] != after[path]).any()}
+    assert moved == {"blocks.attention_norm.scale", "blocks.mlp_norm.scale", "norm.scale", "head.weight"}
+    held = sum(x.size for x in jax.tree.leaves(alone.state.opt_state))
+    assert alone.built.trainable < held <= 2 * alone.built.trainable + 8
+
+
+def test_a_mesh_does_the_same(alone):
+    Trained(frozen(mesh={"fsdp": 4, "tensor": 2}), devices=8, updates=2).agrees_with(alone)
+
+
+def test_codes_stay_as_they_are():
+    """Frozen weights in codes are neither decoded nor encoded again."""
+    cfg = config(
+        optimizer={"learning_rate": 1e-2, "trainable": ["*norm.scale"]},
+        precision={"parameters": "int8"},
+        mesh={"fsdp": 2},
+    )
+    trained = Trained(cfg, devices=2, updates=2)
+    before, after = (flatten_dict(params) for params in (trained.first, trained.params))
+    for path in before:
+        same = jax.tree.map(np.array_equal, before[path], after[path])
+        assert all(jax.tree.leaves(same)) != (path[-1] == "scale"), path
+
+
+def test_the_compiled_step_has_no_gradient_of_what_is_frozen(alone):
+    every = program(config(batch={"global_size": 8, "accumulate": 2}), jax.devices()[:1])
+    full, less = (built.lower_step().compile() for built in (every, alone.built))
+    gone = alone.built.parameters - alone.built.trainable
+    sizes = [one.memory_analysis() for one in (full, less)]
+    assert sizes[0].argument_size_in_bytes - sizes[1].argument_size_in_bytes == 8 * gone  # Adam's moments
+    assert sizes[0].temp_size_in_bytes - sizes[1].temp_size_in_bytes > 4 * gone  # the sum of gradients
+    assert less.cost_analysis()["flops"] < 0.85 * full.cost_analysis()["flops"]
+
+
+def test_what_cannot_be_chosen():
+    with pytest.raises(UserError, match="no weight is called 'norms'"):
+        _ = program(config(optimizer={"trainable": ["norms"]}), jax.devices()[:1]).state
+
+
+SOME = ["blocks[:1].attention.*", "blocks[-1:].mlp.*", "blocks[1:].mlp.up.*", "*norm.scale"]
+
+
+def test_some_layers_learn_on_any_mesh():
+    """Of stacks with three layers, each weight in other ones; where groups of rows keep their sums apart, too."""
+    own = {"epsilon": 1e-3, "learning_rate": 1e-2, "trainable": SOME}
+    model, batch = {"preset": "tiny", **SMALL, "vocab": 264, "layers": 3}, {"global_size": 8, "accumulate": 2}
+    alone = Trained(config(model=model, optimizer=own, batch=batch), updates=2)
+    before, after = (flatten_dict(params)["blocks", "mlp", "up", "weight"] for params in (alone.first, alone.params))
+    assert [bool((before[n] != after[n]).any()) for n in range(3)] == [False, True, True]
+    assert "blocks.mlp.down.weight of layer 2" in alone.built.culprits
+    assert "blocks.mlp.down.weight of layer 1" not in alone.built.culprits
+    mesh = {"replica": 2, "fsdp": 2}
+    split = config(model=model, optimizer=own, batch=batch, mesh=mesh, memory={"remat": "sqrt"})
+    Trained(split, devices=4, updates=2).agrees_with(alone)
+
+
+def test_the_backward_pass_stops_where_nothing_learns():
+    """Of six layers the last one, in compiled bytes: no state, no gradient and no boundary of the others."""
+    wide = {"vocab": 264, "embed": 64, "mlp": 256, "heads": 4, "kv_heads": 4, "head_dim": 16, "layers": 6}
+    sections = {"model": {"preset": "tiny", **wide}, "batch": {"global_size": 2}, "memory": {"remat": "full"}}
+    last = program(config(adapter={"kind": "last_layers"}, **sections), jax.devices()[:1])
+    full, less = (one.lower_step().compile() for one in (program(config(**sections), jax.devices()[:1]), last))
+    gone = last.parameters - last.trainable
+    assert gone == 5 * (4 * 64 * 64 + 3 * 64 * 256 + 2 * 64) + 264 * 64
+    sizes = [one.memory_analysis() for one in (full, less)]
+    assert sizes[0].argument_size_in_bytes - sizes[1].argument_size_in_bytes == 8 * gone  # Adam's moments
+    assert sizes[0].temp_size_in_bytes - sizes[1].temp_size_in_bytes > 4 * gone
+    boundaries = "f32[6,2,24,64]"
+    assert boundaries in full.as_text()
+    assert boundaries not in less.as_text()
+
+
+@pytest.mark.parametrize(
+    ("sections", "message"),
+    [
+        ({"mesh": {"stage": 2}}, r"mesh.stage: blocks\[-1:\].\* are layers of some stages"),
+        ({"memory": {"update": "during"}}, r"memory.update: during goes through all layers alike, and blocks\[-1:\]"),
+        ({"adapter": {"base": "nf4"}}, r"adapter.base: blocks\[-1:\].\* are layers of stacks, which rest in one form"),
+        ({"adapter": {"layers": 3}}, "adapter.layers: 3 are more than the 2 of the last stack; use 2 or fewer"),
+        (
+            {"adapter": {"rank": 4}},
+            "adapter.rank: adapter.kind: last_layers has none; those that do: lora, dora, qlora",
+        ),
+        ({"adapter": {"kind": "prompt"}}, "data.packing: a prompt stands before a row"),
+        ({"adapter": {"kind": "prompt"}, "mesh": {"context": 2}}, "mesh.context: 2 parts rows as they are in the data"),
+        ({"adapter": {"kind": "patterns", "targets": {"*.bias": 2}}}, "patterns of weights have no ranks; give a list"),
+    ],
+)
+def test_kinds_say_what_they_do_not_go_with(sections, message):
+    adapter = {"kind": "last_layers", **sections.get("adapter", {})}
+    with pytest.raises(UserError, match=message):
+        config(**{**sections, "adapter": adapter})
