@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 from flax import nnx
 from flax.traverse_util import flatten_dict
-from tests.step.conftest import Trained, config
 
 from jaxmem import adapters
 from jaxmem.errors import UserError
 from jaxmem.inference.generate import Generator, Thread
 from jaxmem.step import program
+from tests.step.conftest import Trained, config
 
 SECTIONS = {
     "adapter": {"kind": "prompt", "length": 4},

@@ -7,7 +7,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from tests.step.conftest import SMALL, config
 
 from jaxmem.config import Rope
 from jaxmem.models import parts
@@ -15,6 +14,7 @@ from jaxmem.models.block import Attention, Block, GatedMlp
 from jaxmem.models.chunks import Long
 from jaxmem.models.rope import angles
 from jaxmem.step import program
+from tests.step.conftest import SMALL, config
 
 ROWS, TIME, EMBED = 2, 40, 32
 TOKENS, CHUNK, HIDDEN = 256, 32, 4096

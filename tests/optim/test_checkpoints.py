@@ -3,7 +3,6 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
-from tests.step.conftest import config
 
 from jaxmem import optim
 from jaxmem.checkpoint import Checkpoints
@@ -12,6 +11,7 @@ from jaxmem.quant import quantize
 from jaxmem.sharding import axes_at_rest, is_axes, layout_for
 from jaxmem.sharding.leaves import state_axes
 from tests.optim.test_layouts import AXES, MESHES, weights
+from tests.step.conftest import config
 
 NAMES = [
     "lion8bit", "momentum8bit", "adamw4bit", "galore_adamw8bit", "qgalore", "apollo_mini", "adafactor", "adam_mini"

@@ -117,10 +117,9 @@ def test_the_state_is_split_whichever_side_is_projected_away():
 
 
 def test_no_gradient_is_gathered_and_nothing_decomposed():
-    from tests.step.conftest import config
-
     from jaxmem.sharding import layout_for
     from jaxmem.sharding.leaves import state_axes
+    from tests.step.conftest import config
 
     layout = layout_for(config(mesh={"fsdp": 8}), jax.devices())
     axes = {"w": ("layer", "embed", "mlp")}

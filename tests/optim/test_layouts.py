@@ -5,12 +5,12 @@ import functools
 import jax
 import numpy as np
 import pytest
-from tests.step.conftest import config
 
 from jaxmem.optim.registry import NAMED
 from jaxmem.sharding import is_axes, layout_for
 from jaxmem.sharding.leaves import state_axes
 from tests.optim.conftest import gradients, normal
+from tests.step.conftest import config
 
 AXES = {
     "up": ("layer", "embed", "mlp"),

@@ -7,11 +7,11 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from tests.step.conftest import Trained, config
 
 from jaxmem import optim
 from jaxmem.planning.predict import held
 from jaxmem.step import program
+from tests.step.conftest import Trained, config
 
 MIXED = {"parameters": "bfloat16", "master": "float32"}
 

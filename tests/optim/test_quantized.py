@@ -5,7 +5,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import SingleDeviceSharding
-from tests.step.conftest import config
 
 from jaxmem import optim
 from jaxmem.machine.gpus import GIB
@@ -15,6 +14,7 @@ from jaxmem.planning.targets import parse_target, target_devices
 from jaxmem.quant import QTensor
 from jaxmem.step import program
 from tests.optim.conftest import gradients, normal, updates
+from tests.step.conftest import config
 
 EIGHT = {"adamw8bit": 2.04, "adamw4bit": 1.07, "lion8bit": 1.02, "momentum8bit": 1.02}
 

@@ -4,11 +4,11 @@ import io
 
 import pytest
 from rich.console import Console
-from tests.step.conftest import SMALL, config
 
 from jaxmem.config.names import NAMES
 from jaxmem.planning import names
 from jaxmem.planning.names import names_table
+from tests.step.conftest import SMALL, config
 
 ROWS, TIME, BYTES = 4, 24, 4  # of each of two devices, in float32
 

@@ -3,7 +3,6 @@
 import jax
 import pytest
 from flax import nnx
-from tests.step.conftest import config
 
 from jaxmem import models
 from jaxmem.config import load_config
@@ -12,6 +11,7 @@ from jaxmem.models import Execution
 from jaxmem.stack import Way
 from jaxmem.step import program
 from jaxmem.step.objective import objective
+from tests.step.conftest import config
 
 PICTURES = {"data": {"source": "digits"}, "objective": "classify"}
 

@@ -9,12 +9,12 @@ import jax
 import numpy as np
 import pytest
 from flax.traverse_util import flatten_dict
-from tests.step.conftest import Trained, config
 
 from jaxmem.errors import UserError
 from jaxmem.planning.breakdown import known_shapes
 from jaxmem.sharding.weights import is_quantized
 from jaxmem.step import program
+from tests.step.conftest import Trained, config
 
 LEARNING = {"epsilon": 1e-3, "learning_rate": 1e-2}
 

@@ -6,13 +6,13 @@ from __future__ import annotations
 import jax
 import numpy as np
 import pytest
-from tests.step.conftest import SMALL, Trained, config
 
 from jaxmem import planning
 from jaxmem.checkpoint import Checkpoints
 from jaxmem.errors import UserError
 from jaxmem.planning.predict import held
 from jaxmem.step import host_state, program
+from tests.step.conftest import SMALL, Trained, config
 
 # The output projection and attention learn, the embedding and the MLPs stay.
 SOME = {

@@ -7,7 +7,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from tests.step.conftest import Trained, batch_for, config
 
 from jaxmem import optim
 from jaxmem.checkpoint import Checkpoints
@@ -19,6 +18,7 @@ from jaxmem.quant import FORMATS, QTensor, quantize
 from jaxmem.sharding.weights import is_quantized
 from jaxmem.step import program
 from jaxmem.step.objective import objective
+from tests.step.conftest import Trained, batch_for, config
 
 INT8 = {"precision": {"parameters": "int8"}, "optimizer": {"learning_rate": 1e-2, "epsilon": 1e-3}}
 

@@ -7,7 +7,6 @@ import re
 import jax
 import numpy as np
 import pytest
-from tests.step.conftest import SMALL, Trained, config
 
 from jaxmem.errors import UserError
 from jaxmem.planning.breakdown import form
@@ -16,6 +15,7 @@ from jaxmem.planning.hlo import read_module
 from jaxmem.sharding import MESH_AXES, Layout, layout_for, rules
 from jaxmem.sharding.leaves import Derived, state_axes
 from jaxmem.step import program
+from tests.step.conftest import SMALL, Trained, config
 
 # Every way by itself, and every two axes together in some row.
 LAYOUTS = {

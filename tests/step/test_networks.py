@@ -6,9 +6,9 @@ import jax
 import numpy as np
 import optax
 import pytest
-from tests.step.conftest import Trained, batch_for, config
 
 from jaxmem.step import program
+from tests.step.conftest import Trained, batch_for, config
 
 EVERYWHERE = {"fsdp": 4, "tensor": 2}
 RUNS = {

@@ -4,12 +4,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from tests.step.conftest import Trained, batch_for, config
 
 from jaxmem.errors import UserError
 from jaxmem.step import nonfinite
 from jaxmem.step.step import CULPRIT
 from jaxmem.training.telemetry import Telemetry
+from tests.step.conftest import Trained, batch_for, config
 
 AXES = {
     "blocks": {"a": ("layer", "embed", "mlp"), "b": ("layer", "norm")},

@@ -8,13 +8,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from tests.step.conftest import SMALL, Trained, batch_for, config
 
 from jaxmem.checkpoint import Checkpoints
 from jaxmem.inference.generate import generate
 from jaxmem.planning.hlo import read_module, trip_count
 from jaxmem.step import program
 from jaxmem.step.step import TrainState
+from tests.step.conftest import SMALL, Trained, batch_for, config
 
 MODEL = {"preset": "tiny", **SMALL, "vocab": 264}
 

@@ -2,9 +2,9 @@
 
 import jax
 import pytest
-from tests.step.conftest import SMALL, Trained, config
 
 from jaxmem.sharding import layout_for
+from tests.step.conftest import SMALL, Trained, config
 
 FIRST = ["tensor", "fsdp", "context"]
 TABLES = {

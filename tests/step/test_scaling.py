@@ -4,12 +4,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from tests.step.conftest import Trained, config
 
 from jaxmem import optim
 from jaxmem.errors import UserError
 from jaxmem.quant.precision import rounded
 from jaxmem.step import scaling
+from tests.step.conftest import Trained, config
 
 HALF = {"compute": "float16", "loss_scale": "dynamic"}
 

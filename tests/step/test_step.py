@@ -6,12 +6,12 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
-from tests.step.conftest import Trained, batch_for, config
 
 from jaxmem import optim
 from jaxmem.config import Optimizer
 from jaxmem.step import program
 from jaxmem.step.compiler import compiler_options
+from tests.step.conftest import Trained, batch_for, config
 
 
 def test_the_seed_matters():

@@ -6,10 +6,10 @@ import jax
 import numpy as np
 import pytest
 from flax.traverse_util import flatten_dict
-from tests.step.conftest import SMALL, Trained, config
 
 from jaxmem.errors import UserError
 from jaxmem.step import program
+from tests.step.conftest import SMALL, Trained, config
 
 NORMS = ["*norm.scale", "head.*"]
 

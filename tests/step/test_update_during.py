@@ -5,7 +5,6 @@ import numpy as np
 import optax
 import pytest
 from flax.traverse_util import flatten_dict
-from tests.step.conftest import SMALL, Trained, batch_for, config
 
 from jaxmem import optim
 from jaxmem.config.optimizers import OPTIMIZERS
@@ -17,6 +16,7 @@ from jaxmem.planning.compile import compile_all
 from jaxmem.planning.targets import parse_target, target_devices
 from jaxmem.step import program
 from jaxmem.step.step import CULPRIT
+from tests.step.conftest import SMALL, Trained, batch_for, config
 
 MODEL = {"preset": "tiny", **SMALL, "layers": 3, "vocab": 264}
 
