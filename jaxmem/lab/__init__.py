@@ -1,1 +1,1 @@
-"""What no run uses: the tour of the course, benchmarks, a parameter server, a sliding maximum; only `cli` imports it."""
+"""What no run uses: the tour of the course, benchmarks, a parameter server, a sliding maximum. Only cli imports it."""
