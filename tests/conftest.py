@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import atexit
 import importlib.metadata
-import importlib.util
 import os
 import tempfile
-from pathlib import Path
 from types import ModuleType
 
 import pytest
@@ -59,9 +57,7 @@ settings.load_profile("repeatable")
 
 @pytest.fixture(scope="session")
 def compare() -> ModuleType:
-    """The script that recorded what transformers makes of tiny models, which it makes by a formula."""
-    script = Path(__file__).parents[1] / "scripts/compare_transformers.py"
-    spec = importlib.util.spec_from_file_location("compare_transformers", script)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    """The tiny models whose outputs transformers has computed; their weights follow from a formula."""
+    from tests.hf import transformers_reference
+
+    return transformers_reference

@@ -16,7 +16,7 @@ from jaxmem.errors import UserError
 from jaxmem.hf.beside import copy_beside, copy_tokenizer
 from jaxmem.hf.tensors import Tensors
 from jaxmem.planning.targets import parse_target
-from scripts.fuzz import classes, fuzz
+from tests.support.fuzz import classes, fuzz
 
 CLASSES = classes()
 ROOT = Path(__file__).parents[1]

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from scripts.mutations import FAULTS
+from tests.support.mutations import FAULTS
 
 ROOT = Path(__file__).parents[1]
 MUST = {  # what a training library gets wrong without anybody seeing it

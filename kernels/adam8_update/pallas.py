@@ -5,7 +5,8 @@ numbers and numbers codes by arithmetic (`kernels/codes.py`): a list of 256 read
 the memory does.
 
 Bytes a number, with a gradient of 2: Adam reads 2 + 1 + 1 and writes 2 + 1 + 1, with the constants of blocks of 256
-8.06; int8 weights with an update of 2: 4.05. Instructions a number, counted (`scripts/kernel_instructions.py`): Adam 66
+8.06; int8 weights with an update of 2: 4.05. Instructions a number, counted
+(`scripts/measure/kernel_instructions.py`): Adam 66
 along columns and 69 along rows, int8 weights 21 and 26. In the time in which Adam's bytes come and go an H200 does 56,
 an H100 80, a 4090 330: so they are counted, and written one by one where it matters (`kernels/instructions.py`).
 

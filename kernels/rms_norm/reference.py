@@ -1,7 +1,7 @@
 """The norm as its definition reads, in plain JAX: the contract; runs wherever XLA does.
 
 XLA reads a row once for its mean and again to divide by it: forward a quarter more bytes than there are, backward
-twice as many (`scripts/fusion_bytes.py`).
+twice as many (`scripts/measure/fusion_bytes.py`).
 """
 
 from __future__ import annotations

@@ -42,7 +42,8 @@ def test_a_command_is_one(words: list[str], tmp_path: Path) -> None:
     if program == "make":
         assert re.search(rf"^{rest[0]}:", (ROOT / "Makefile").read_text(), re.MULTILINE)
     elif program == "python":
-        assert (ROOT / rest[0]).is_file()
+        file = f"{rest[1].replace('.', '/')}.py" if rest[0] == "-m" else rest[0]
+        assert (ROOT / file).is_file()
     else:
         name, given = parsed(rest)
         if (config := given.get("config")) is not None:

@@ -51,7 +51,7 @@ LESS = {
     "kernels": ["--seconds", "0.1"],
     "dry.json": ["--seconds", "0.1", "--only", "mosaic", "--pass", "forward"],
     "--check": ["--without", "pallas"],  # interpreted, it is what takes longest to compile
-    "scripts/fuzz.py": ["-n", "2"],
+    "tests.support.fuzz": ["-n", "2"],
 }
 
 
@@ -117,7 +117,8 @@ def desk(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (place / "configs" / config.name).write_text(cut_down(yaml.safe_load(config.read_text(encoding="utf-8"))))
     for name, own in CONFIGS.items():
         (place / name).write_text(cut_down({**own}))
-    (place / "scripts").symlink_to(ROOT / "scripts")
+    for name in ("scripts", "tests"):
+        (place / name).symlink_to(ROOT / name)
     (place / "FILE").write_text(f"{json.dumps(QUESTION)}\n" * 10)
     write_tokenizer(sorted((ROOT / "jaxmem").rglob("*.py")), place / "data/llama3")
     for name in CHATS:

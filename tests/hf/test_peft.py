@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import shutil
-import sys
 from pathlib import Path
 from types import ModuleType
 
@@ -30,14 +28,10 @@ PEERS = np.load(HERE / "data" / "peft.npz")
 
 @pytest.fixture(scope="module")
 def peft() -> ModuleType:
-    """The script that recorded what PEFT makes of these adapters."""
-    folder = HERE.parents[1] / "scripts"
-    spec = importlib.util.spec_from_file_location("compare_peft", folder / "compare_peft.py")
-    module = importlib.util.module_from_spec(spec)
-    sys.path.insert(0, str(folder))
-    spec.loader.exec_module(module)
-    sys.path.remove(str(folder))
-    return module
+    """The adapters whose outputs PEFT has computed."""
+    from tests.hf import peft_reference
+
+    return peft_reference
 
 
 @pytest.fixture(scope="module")

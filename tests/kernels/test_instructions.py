@@ -19,7 +19,7 @@ from jaxmem.kernels.adam8_update.pallas import divisor
 from tests.kernels import ptx
 
 spec = importlib.util.spec_from_file_location(
-    "kernel_instructions", Path(__file__).parents[2] / "scripts/kernel_instructions.py"
+    "kernel_instructions", Path(__file__).parents[2] / "scripts/measure/kernel_instructions.py"
 )
 script = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(script)

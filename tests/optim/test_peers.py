@@ -1,6 +1,5 @@
 """The same weights after the same gradients as in bitsandbytes, torchao, torch, galore-torch and apollo-torch."""
 
-import importlib.util
 from pathlib import Path
 
 import jax
@@ -10,13 +9,10 @@ import pytest
 
 from jaxmem import optim
 from jaxmem.optim import projection
+from tests.optim import peer_optimizers as compare
 
 HERE = Path(__file__).parent
 PEERS = np.load(HERE / "data" / "peers.npz")
-
-spec = importlib.util.spec_from_file_location("compare_optimizers", HERE.parents[1] / "scripts/compare_optimizers.py")
-compare = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(compare)
 
 
 def trained(tx, shape, turn=np.asarray):

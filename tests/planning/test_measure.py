@@ -8,7 +8,7 @@ from pathlib import Path
 from jaxmem.config import load_config
 from jaxmem.planning import measure
 
-SCRIPT = runpy.run_path(str(Path(__file__).parents[2] / "scripts" / "measure_plan.py"))
+SCRIPT = runpy.run_path(str(Path(__file__).parents[2] / "scripts/measure/measure_plan.py"))
 
 
 def test_every_config_of_the_script_is_one_and_they_differ() -> None:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from jaxmem.errors import UserError
 from jaxmem.quant import FORMATS, dynamic_code, quantize
 
-# Made by scripts/compare_bitsandbytes.py.
+# Made by tests/quant/bitsandbytes_reference.py.
 RECORDED = np.load(Path(__file__).parent / "data" / "bitsandbytes.npz")
 
 

@@ -1,15 +1,15 @@
 """One model, one answer: the same bits when it runs again, the same to rounding however it is split, cut or kept.
 
-All ways one by one, on every version of jax: scripts/golden.py --ways.
+All ways one by one, on every version of jax: python -m tests.step.golden --ways.
 """
 
 import pytest
 
-from scripts.golden import TOLERANCE, WAYS, config, losses, losses_of_runs, off, recorded
+from tests.step.golden import TOLERANCE, WAYS, config, losses, losses_of_runs, off, recorded
 
 
 def test_losses_are_those_that_were_recorded():
-    """By any jax: scripts/golden.py says what to do where they are not."""
+    """By any jax: tests/step/golden.py says what to do where they are not."""
     name = "decoder, adamw8bit"
     assert off(losses(config(name)), recorded()[name]) < TOLERANCE
 

@@ -40,7 +40,7 @@ KINDS: Mapping[str, tuple[str, ...]] = {
     "QLoRA": ("adapter.kind=qlora", "adapter.rank=8", "optimizer.learning_rate=1e-2"),
 }
 STEPS = 60  # of each fine-tuning
-RATE = 1e-2  # of a subset and what stands beside it; scripts/random_subset.py tries others
+RATE = 1e-2  # of a subset and what stands beside it; scripts/measure/random_subset.py tries others
 
 
 def tuned(target: str | None = None, steps: int | None = None) -> Found:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from scripts.kept import EMBED, HIDDEN, LAYERS, ROWS, TIME, kept, kinds
+from tests.stack.saved_activations import EMBED, HIDDEN, LAYERS, ROWS, TIME, kept, kinds
 
 
 def test_a_linear_layer_keeps_its_input_for_the_outer_product_and_nothing_where_it_does_not_learn() -> None:

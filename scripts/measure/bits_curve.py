@@ -1,8 +1,8 @@
 """How few bits a trained weight can do with: the held-out loss of a run, its weights in fewer and fewer bits.
 
     jaxmem train configs/quality.yaml
-    python scripts/bits_curve.py runs/quality [--batches 64] [--json FILE] [--png FILE]
-    python scripts/bits_curve.py runs/quality --tables nf4    # what of that comes from the tables of tokens
+    python scripts/measure/bits_curve.py runs/quality [--batches 64] [--json FILE] [--png FILE]
+    python scripts/measure/bits_curve.py runs/quality --tables nf4    # what of that comes from the tables of tokens
 
 Every matrix, embedding and output projection included, is quantized once after training, in blocks of 64 along its
 inputs; vectors stay. The table and the figure of docs/quantization.md.

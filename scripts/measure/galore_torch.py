@@ -2,9 +2,9 @@
 
 In an environment with jaxmem, torch, transformers and galore-torch:
 
-    python scripts/compare_galore.py [SEED ...]       # ten minutes of one core for each seed
+    python scripts/measure/galore_torch.py [SEED ...]       # ten minutes of one core for each seed
 
-A record a run goes to docs/benchmarks/optimizer-quality.jsonl, where `python scripts/optimizer_quality.py table` reads
+A record a run goes to docs/benchmarks/optimizer-quality.jsonl, where `scripts/measure/optimizer_quality.py table` reads
 them beside the runs of jaxmem: torch's own AdamW first, to show that the two train alike.
 """
 
@@ -32,7 +32,7 @@ from jaxmem.data import Loader
 from jaxmem.lab.bench.torch_peer import network_of
 from jaxmem.step import program
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 RECORDS = ROOT / "docs" / "benchmarks" / "optimizer-quality.jsonl"
 METHODS = {
     "adamw, torch": "",

@@ -1,7 +1,7 @@
 """What XLA makes by itself of norms, gates and rotations: the bytes that its kernels read and write, in the compiled
 module of a GPU that need not be here, beside the least that any kernel could. The table of docs/kernels.md.
 
-    python scripts/fusion_bytes.py [TARGET]        # half a minute
+    python scripts/measure/fusion_bytes.py [TARGET]        # half a minute
 
 8,192 tokens of Llama 3 8B in bfloat16. `with backward`: both passes, as where a layer is made again for its gradient.
 """

@@ -1,7 +1,7 @@
 """Do the tests notice? Faults planted in the numerics one by one, in a copy, and the tests that must fail.
 
-    python scripts/mutations.py            # all; ten seconds each on one core
-    python scripts/mutations.py lora rope  # some
+    python -m tests.support.mutations            # all; ten seconds each on one core
+    python -m tests.support.mutations lora rope  # some
 
 Each is a line that a tired person might write. One that no test notices is a hole in the tests: exit code 1.
 """
@@ -17,7 +17,7 @@ import tempfile
 from pathlib import Path
 from typing import NamedTuple
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 COPIED = ("jaxmem", "kernels", "tests", "scripts", "configs", "docs", "pyproject.toml")
 
 

@@ -1,7 +1,7 @@
 """A long run of the demo's model: what grows with its steps? The figures of docs/faults.md.
 
-    python scripts/long_run.py                       # 2,000 steps, 8 simulated devices
-    python scripts/long_run.py --steps 500 batch.global_size=16 data.sequence_length=256
+    python -m tests.support.long_run                       # 2,000 steps, 8 simulated devices
+    python -m tests.support.long_run --steps 500 batch.global_size=16 data.sequence_length=256
 
 Sampled from outside while it runs: host memory, open files, programs compiled, and processor seconds a step, which are
 the same on a busy machine. It evaluates and saves on the way; what grows with the number of either would show. Fewer
@@ -19,11 +19,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-from scene import Scene, Started
 
 from jaxmem.config import load_config
+from tests.support.scene import Scene, Started
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 SMALLER = ["batch.global_size=8", "data.sequence_length=64", "train.evaluate_every=100", "checkpoint.every=100"]
 SETTLED = 0.25  # of the run, after which nothing should grow
 

@@ -3,10 +3,9 @@
 The weights follow from their names by a formula, so that the suite builds the same directories without torch. In an
 environment with torch, transformers 5, safetensors and numpy:
 
-    python scripts/compare_transformers.py record tests/hf/data
-    python scripts/compare_transformers.py models DIR        # the directories themselves
-    python scripts/compare_transformers.py same DIR OTHER    # whether transformers sees the same tensors in both, bit
-                                                             # for bit, and the same logits
+    python -m tests.hf.transformers_reference record tests/hf/data
+    python -m tests.hf.transformers_reference models DIR        # the directories themselves
+    python -m tests.hf.transformers_reference same DIR OTHER    # transformers reads equal tensors, bitwise; same logits
 
 Recorded with torch 2.13.0, transformers 5.23.0, on a CPU.
 """

@@ -2,7 +2,7 @@
 
 In an environment with torch, bitsandbytes, torchao, galore-torch and apollo-torch:
 
-    python scripts/compare_optimizers.py tests/optim/data/peers.npz
+    python -m tests.optim.peer_optimizers tests/optim/data/peers.npz
 
 Recorded with torch 2.13.0, bitsandbytes 0.50.2, torchao 0.18.0, galore-torch 1.0, apollo-torch 1.0.3, on a CPU.
 """

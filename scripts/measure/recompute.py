@@ -1,6 +1,6 @@
 """What N layers hold for the backward pass under each recomputation policy, and what they compute again.
 
-    python scripts/recompute.py --output docs/benchmarks/recompute.json --png docs/recompute.png
+    python scripts/measure/recompute.py --output docs/benchmarks/recompute.json --png docs/recompute.png
 
 Layers of llama3-8b's shape in bfloat16, one sequence of 2,048 tokens, compiled for a target that need not be here: the
 gradient by the first boundary for the bytes, and by the weights too for the arithmetic. Ten seconds of a core for each.

@@ -1,7 +1,7 @@
 """What each kind of layer keeps for the backward pass, from the compiled gradient of a stack of them.
 
-    python scripts/kept.py                      a table, as in docs/activations.md
-    python scripts/kept.py --target cpu --json
+    python -m tests.stack.saved_activations                      a table, as in docs/activations.md
+    python -m tests.stack.saved_activations --target cpu --json
 
 Eight layers of a kind after each other in a loop, in bfloat16, compiled for a target that need not be here: what lies
 in the loop's stacks when memory is fullest was kept, layer by layer. A second of a core for each.

@@ -1,7 +1,7 @@
 """Bytes that an operation moves on a GPU that need not be here, by implementation, read from the compiled module: what
 a kernel would save a run. The table of docs/kernels.md.
 
-    python scripts/kernel_bytes.py [TARGET]        # half a minute
+    python scripts/measure/kernel_bytes.py [TARGET]        # half a minute
 """
 
 from __future__ import annotations

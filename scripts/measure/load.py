@@ -1,7 +1,7 @@
 """Data by the ton: what it costs in memory and waiting. The figures of docs/faults.md.
 
-    python scripts/load.py                    # 10 GB of JSONL, 10,000 small files, a line of 200 MB; some minutes
-    python scripts/load.py jsonl --gb 1
+    python scripts/measure/load.py   # 10 GB of JSONL, 10,000 small files, a line of 200 MB; some minutes
+    python scripts/measure/load.py jsonl --gb 1
 
 The data is made on the spot, in a temporary directory (TMPDIR), and goes with it. Each case runs in a process of its
 own: it indexes the data, reads batches of random records, and trains the demo's model on 8 simulated devices, counting
@@ -24,7 +24,7 @@ from typing import Any
 
 from jaxmem.config import Config, load_config
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 GB = 10**9
 FILE = GB // 2  # bytes of each file of JSONL
 BLOCK = 16 << 20

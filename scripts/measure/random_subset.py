@@ -1,6 +1,6 @@
 """A random subset of the weights, beside low-rank adapters of as many parameters: see `jaxmem.lab.tour.subset`.
 
-python scripts/random_subset.py
+python scripts/measure/random_subset.py
 """
 
 from __future__ import annotations

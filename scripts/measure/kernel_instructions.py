@@ -1,7 +1,7 @@
 """Machine instructions a number of kernels that read and write each array once, compiled for GPUs that need not be
 here, and what of the memory's bandwidth they leave. The table of docs/kernels.md.
 
-    python scripts/kernel_instructions.py [TARGET ...]    # a minute; without one: h200-141gb rtx4090-24gb a100-80gb
+    python scripts/measure/kernel_instructions.py [TARGET ...]  # a minute; default: h200-141gb rtx4090-24gb a100-80gb
 
 XLA and Triton write PTX, ptxas makes instructions of it, Triton's nvdisasm lists them. A kernel without a loop executes
 each once for its thread's numbers. A multiprocessor begins four instructions of a warp a cycle, 128 lanes: a slot is

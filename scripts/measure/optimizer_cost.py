@@ -1,7 +1,7 @@
 """What optimizers add to a step, counted in its compiled module: operations, bytes moved, and seconds by the target's
 rates. The table of docs/optimizers.md; no GPU needed.
 
-    python scripts/optimizer_cost.py [NAME ...]        # some minutes; names as in the table
+    python scripts/measure/optimizer_cost.py [NAME ...]        # some minutes; names as in the table
 
 The step is that of Llama 2 7B in bfloat16 with stochastic rounding, in sequences of 2,048 tokens. A projection's
 search for a new basis counts as often as it happens in the mean.

@@ -1,6 +1,6 @@
 """Large models trained in full in a few bytes a parameter: compiled for their GPUs, one line of a table each.
 
-    python scripts/few_bytes.py [NAME ...]     # rows by the beginning of their names; none: all
+    python scripts/measure/few_bytes.py [NAME ...]     # rows by the beginning of their names; none: all
 
 Prints the table of docs/update-during.md. A row takes some ten seconds of a processor and no GPU.
 """
@@ -15,7 +15,7 @@ from jaxmem.config import load_config
 from jaxmem.machine.gpus import GIB
 from jaxmem.planning import plan
 
-CONFIGS = Path(__file__).parents[1] / "configs"
+CONFIGS = Path(__file__).parents[2] / "configs"
 # name: config, what is changed in it, target
 ROWS = {
     "llama3-8b, 8-bit AdamW": ("llama3-8b-one-gpu", (), "a100-40gb"),

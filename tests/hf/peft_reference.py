@@ -3,13 +3,12 @@
 Weights follow from their names by a formula, so that the suite builds the same directories without torch. In an
 environment with torch, transformers 5, peft, safetensors and numpy:
 
-    python scripts/compare_peft.py record tests/hf/data
-    python scripts/compare_peft.py opens DIR    # whether PEFT opens what jaxmem wrote there, with the same logits and
-                                                # the same greedily generated tokens
+    python -m tests.hf.peft_reference record tests/hf/data
+    python -m tests.hf.peft_reference opens DIR    # PEFT opens what jaxmem wrote: same logits, same greedy tokens
 
 and before the last, where jaxmem is installed:
 
-    python scripts/compare_peft.py write DIR
+    python -m tests.hf.peft_reference write DIR
 
 Recorded with torch 2.13.0, transformers 5.23.0, peft 0.21.0, on a CPU.
 """
@@ -23,8 +22,7 @@ from typing import Any
 
 import numpy as np
 
-sys.path.insert(0, str(Path(__file__).parent))
-from compare_transformers import NEW, ROWS, config, shapes, values, write_directory
+from tests.hf.transformers_reference import NEW, ROWS, config, shapes, values, write_directory
 
 BASE = "llama3"
 PRODUCTS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]

@@ -1,7 +1,7 @@
 """Machine instructions of the loops of attention's Mosaic kernels, compiled for a Hopper GPU that need not be here: how
 much of the time that its tensor cores take for a block goes to beginning instructions. Figures of docs/kernels.md.
 
-    python scripts/attention_loops.py [TARGET]    # a minute; without one: h200-141gb
+    python scripts/measure/attention_loops.py [TARGET]    # a minute; without one: h200-141gb
 
 A loop is what a warp goes through for one block; each scheduler has one warp of either warpgroup that computes, and
 begins one instruction a cycle. The tensor cores of a multiprocessor do 4,096 operations a cycle in 16 bits, one

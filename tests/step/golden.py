@@ -1,15 +1,15 @@
 """Losses that stay what they are: of a few updates of small models, recorded with the tests.
 
-    python scripts/golden.py             # how far this jax, on this machine, is from what is recorded
-    python scripts/golden.py --ways      # and the decoder in all ways that change memory and time and no number
-    python scripts/golden.py --record    # in place of what is recorded
+    python -m tests.step.golden             # how far this jax, on this machine, is from what is recorded
+    python -m tests.step.golden --ways      # and the decoder in all ways that change memory and time and no number
+    python -m tests.step.golden --record    # in place of what is recorded
 
 Every version of jax that jaxmem runs on must give them to rounding (TOLERANCE). Where they change:
 
-- The change was to leave numbers alone (a refactor, a layout, a kernel): then it is wrong. `git bisect run python
-  scripts/golden.py` finds it.
+- The change was to leave numbers alone (a refactor, a layout, a kernel): then it is wrong. `git bisect run python -m
+tests.step.golden` finds it.
 - The change is of the numbers (an initialiser, an optimizer's rule, a loss): record them anew in the same commit, whose
-  message says why they moved and shows that what was trained got no worse (`scripts/optimizer_quality.py`).
+  message says why they moved and shows that what was trained got no worse (`scripts/measure/optimizer_quality.py`).
 - A new jax draws other random numbers, or rounds otherwise by more: the same, once for all versions; if they cannot
   agree, the version is no longer the same answer and docs/faults.md says so.
 """
@@ -29,7 +29,7 @@ from jaxmem.config import Config, load_config
 from jaxmem.machine.devices import simulate
 from jaxmem.step import Program, program
 
-FILE = Path(__file__).parents[1] / "tests/step/data/golden.json"
+FILE = Path(__file__).parent / "data/golden.json"
 UPDATES, TOLERANCE = 5, 2e-5  # of each loss
 DECODER = {
     "preset": "tiny",

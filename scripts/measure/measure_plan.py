@@ -1,6 +1,6 @@
 """Planned bytes against what the GPU of this machine measured, for configs of different shape; JSON with --output.
 
-    python scripts/measure_plan.py --output docs/benchmarks/measured-plan.json
+    python scripts/measure/measure_plan.py --output docs/benchmarks/measured-plan.json
 
 Each config runs three steps in a process of its own; after --minutes the rest is left out, and said. On a machine
 without a GPU the same configs run on tiny shapes: every path but the measuring, since a CPU does not tell its peak.

@@ -1,8 +1,8 @@
 """Ways to lose a run, tried: each must be harmless, or said. The figures of docs/faults.md.
 
-    python scripts/faults.py                  # all: half an hour of a processor
-    python scripts/faults.py kills -n 50      # SIGKILL at 50 random moments of one process
-    python scripts/faults.py --json FILE
+    python -m tests.support.faults                  # all: half an hour of a processor
+    python -m tests.support.faults kills -n 50      # SIGKILL at 50 random moments of one process
+    python -m tests.support.faults --json FILE
 
 Every fault is done to a small run in processes of its own, which is then started again until it is finished. It must
 end with the very losses and weights of a run that nobody disturbed.
@@ -26,7 +26,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from scene import Disk, Scene, Started, StuckError
+from tests.support.scene import Disk, Scene, Started, StuckError
 
 STEPS, EVERY, HEARTBEAT = 24, 2, 10
 CONFIG = {
@@ -59,7 +59,7 @@ def kills(scene: Scene, number: int, seed: int, processes: int = 1) -> Outcomes:
     """SIGKILL of all processes at random moments. Every other one by a processor second of the whole, of which most is
     spent before the first step; the others at a random step, in turn just after it, while a checkpoint is written and
     while an old one is removed. Every fourth run finds nothing compiled but what those before it leave."""
-    draw = random.Random(seed)  # noqa: S311, which is to give the same again
+    draw = random.Random(seed)
     seconds = _pace(scene, processes)
     kind = "one process" if processes == 1 else f"{processes} processes"
     done, run, wrong = 0, 0, 0

@@ -1,6 +1,6 @@
 """Published figures beside what XLA allocates for the whole model: the ZeRO paper's table, 7.5 B on 64 GPUs.
 
-    python scripts/unit_figures.py [STAGE ...]      # some minutes; no GPU needed
+    python scripts/measure/unit_figures.py [STAGE ...]      # some minutes; no GPU needed
 
 Weights, their float32 copy and moments are arguments of the compiled step. Gradients are what it holds of them at its
 fullest moment. At stages 1 and 2 the paper has no room for new weights, which are whole beside the old ones before

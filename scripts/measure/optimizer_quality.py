@@ -1,9 +1,9 @@
 """What few bytes cost in quality: one small model trained by every optimizer and precision, from the same weights on
 the same batches, for several seeds. The table and the figure of docs/optimizers.md.
 
-    python scripts/optimizer_quality.py train                    # goes on where it stopped; some hours on two cores
-    python scripts/optimizer_quality.py train adamw8bit -s 0     # one method, one seed
-    python scripts/optimizer_quality.py table --png FILE         # of what has been recorded
+    python scripts/measure/optimizer_quality.py train                  # resumes; some hours on two cores
+    python scripts/measure/optimizer_quality.py train adamw8bit -s 0     # one method, one seed
+    python scripts/measure/optimizer_quality.py table --png FILE         # of what has been recorded
 
 A record a run goes to docs/benchmarks/optimizer-quality.jsonl. What is compared is the loss on held-out documents
 after the last update, method by method against float32 AdamW of the same seed.
@@ -23,7 +23,7 @@ from typing import NamedTuple
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 RECORDS = ROOT / "docs" / "benchmarks" / "optimizer-quality.jsonl"
 BASE = "adamw"
 # A short run looks for its basis more often. After 400 updates 1e-2, 2e-2, 4e-2 ended at 1.816, 1.729, 1.742 (AdamW
@@ -48,7 +48,7 @@ METHODS = {  # and the most that its loss may be above AdamW's
     "apollo_mini": ("optimizer.name=apollo_mini optimizer.learning_rate=1e-2", 0.02),
     "apollo_mini, int8": ("precision.parameters=int8 optimizer.name=apollo_mini optimizer.learning_rate=1e-2", 0.10),
 }
-PEERS = {"adamw, torch": None, "galore, galore-torch": None}  # recorded by scripts/compare_galore.py
+PEERS = {"adamw, torch": None, "galore, galore-torch": None}  # recorded by scripts/measure/galore_torch.py
 SEEDS = (0, 1, 2)
 
 

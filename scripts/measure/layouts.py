@@ -1,7 +1,7 @@
 """The table of docs/layouts.md: one model under many layouts, compiled for GPUs that need not be there.
 
-    python scripts/layouts.py                       # Llama 3 8B on 8 x H100, some minutes
-    python scripts/layouts.py CONFIG TARGET key=value ...
+    python scripts/measure/layouts.py                       # Llama 3 8B on 8 x H100, some minutes
+    python scripts/measure/layouts.py CONFIG TARGET key=value ...
 
 Bytes and messages are of one device and one update. `theory` is `jaxmem.planning.volume`'s. `exposed` is what no kernel
 hides, in bytes and as a share of the messages' time.

@@ -1,7 +1,7 @@
 """Record what bitsandbytes makes of fixed arrays, for tests/quant to compare with bit by bit.
 
 Needs an environment of its own: pip install torch==2.13.0 bitsandbytes==0.50.2 numpy
-    python scripts/compare_bitsandbytes.py tests/quant/data/bitsandbytes.npz
+    python -m tests.quant.bitsandbytes_reference tests/quant/data/bitsandbytes.npz
 """
 
 import sys

@@ -1,6 +1,6 @@
 """Every format's bits, error and time, as the table in docs/quantization.md.
 
-python scripts/quantization_table.py [--json]
+python scripts/measure/quantization_table.py [--json]
 """
 
 import argparse

@@ -1,9 +1,9 @@
 """Bad input of every kind that jaxmem reads: what must come of it is an answer or one clear error, soon and in little
 memory.
 
-    python scripts/fuzz.py                      # every class of input, a minute each
-    python scripts/fuzz.py safetensors -n 5000  # one, so many inputs
-    python scripts/fuzz.py --seed 7 --keep DIR  # others; what fails is kept there
+    python -m tests.support.fuzz                      # every class of input, a minute each
+    python -m tests.support.fuzz safetensors -n 5000  # one, so many inputs
+    python -m tests.support.fuzz --seed 7 --keep DIR  # others; what fails is kept there
 
 Inputs are made from good ones by mutation: bytes, and values of JSON where they are that. One that reaches a line of
 jaxmem that none had reached before joins those that the next are made from. The same seed makes the same inputs.
@@ -49,7 +49,7 @@ from jaxmem.hf.beside import byte_tokenizer
 from jaxmem.hf.tensors import Tensors, read_header
 from jaxmem.planning.targets import parse_target
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 OURS = str(ROOT / "jaxmem")
 SECONDS = 5  # of a processor that one input may take
 MEMORY = 1 << 30  # bytes that one may take beside what is there
@@ -366,7 +366,7 @@ def outcome(one: Class, data: bytes, at: Path) -> str | None:
 
 def fuzz(name: str, one: Class, seed: int, number: int | None, seconds: float, keep: Path | None) -> dict[str, Any]:
     corpus, lines = list(one.examples), Lines()
-    another = Mutations(random.Random(f"{seed} {name}"), corpus)  # noqa: S311, which is to give the same again
+    another = Mutations(random.Random(f"{seed} {name}"), corpus)
     failures: dict[str, bytes] = {}
     tried, end = 0, time.monotonic() + seconds
     with tempfile.TemporaryDirectory() as folder:
