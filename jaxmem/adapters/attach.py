@@ -18,14 +18,14 @@ def attach(model: Network, cfg: config.Adapter, key: jax.Array, order: Sequence[
     """`order`: which layer stands at each place of a stack. Kinds that choose among the model's own weights add
     nothing to it."""
     if cfg.kind == "prompt" and isinstance(model, Decoder):
-        prompt(model, length=cfg.length, key=key)
+        prompt(model, length=cfg.virtual_tokens, key=key)
     elif cfg.kind in config.LOW_RANK:
         lora(
             model,
             rank=cfg.rank,
             alpha=cfg.alpha,
             targets=cfg.targets,
-            stabilized=cfg.stabilized,
+            stabilized=cfg.rslora,
             dropout=cfg.dropout,
             magnitude=cfg.kind == "dora",
             key=key,
@@ -33,4 +33,4 @@ def attach(model: Network, cfg: config.Adapter, key: jax.Array, order: Sequence[
         )
     for _, module in nnx.iter_modules(model):
         if isinstance(module, Linear):
-            module.coded = None if cfg.product == "auto" else cfg.product
+            module.coded = None if cfg.matmul == "auto" else cfg.matmul

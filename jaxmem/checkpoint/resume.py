@@ -8,6 +8,7 @@ from fnmatch import fnmatchcase
 from os import PathLike
 from typing import Any
 
+from jaxmem.config.renamed import rename
 from jaxmem.errors import UserError
 
 # Changed, these make a checkpoint mean something else. All other fields may change: what the machine is (mesh, zero,
@@ -32,11 +33,11 @@ FREE = (
     "model.preset",  # a name for the other fields, which are compared one by one
     "model.hf",  # where the first weights came from: these are in the checkpoint
     "adapter.dropout",
-    "adapter.faster",
-    "adapter.run",  # where the first weights came from: these are in the checkpoint
+    "adapter.lora_plus_ratio",
+    "adapter.base_run",  # where the first weights came from: these are in the checkpoint
     "model.dropout",
-    "data.reference",  # a place; what is there has a fingerprint of its own
-    "data.template",  # in the data's fingerprint
+    "data.reference_logprobs",  # a place; what is there has a fingerprint of its own
+    "data.chat_template",  # in the data's fingerprint
     "data.path",  # files may move: the data's fingerprint tells whether they are the same
     "data.mixture.*.path",
     "data.weight",  # a share of a mixture, and this is not one
@@ -50,7 +51,7 @@ def changed(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
     >>> changed({"seed": 0, "mesh": {"fsdp": 8}}, {"seed": 1, "mesh": {"fsdp": 4}})
     ['seed was 0, is 1']
     """
-    before, after = _flat(old), _flat(new)
+    before, after = _flat(rename(old)[0]), _flat(new)
     return [
         f"{field} was {json.dumps(before.get(field))}, is {json.dumps(after.get(field))}"
         for field in {**before, **after}

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import shutil
 import sys
+import warnings
 
 import typer
 
@@ -49,6 +50,7 @@ def main(arguments: list[str] | None = None) -> None:
     130 interrupted."""
     arguments = sys.argv[1:] if arguments is None else arguments
     seldom_look_for_garbage()
+    warnings.formatwarning = lambda message, *_, **__: f"warning: {message}\n"
     try:
         code = app(arguments or ["--help"], prog_name="jaxmem", standalone_mode=False)
     except (UserError, typer.TyperException) as error:

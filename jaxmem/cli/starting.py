@@ -41,7 +41,7 @@ def joined(cfg: Config | None) -> Iterator[None]:
     from jaxmem.distributed import join
 
     cluster = cfg.cluster if cfg else Cluster()
-    with join.joined(cluster.heartbeat, cluster.start_timeout):
+    with join.joined(cluster.heartbeat_timeout, cluster.start_timeout):
         yield
 
 

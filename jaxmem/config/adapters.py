@@ -12,10 +12,10 @@ from jaxmem.config.sections import Adapter, Config
 PRODUCTS = ("nf4", "fp4", "int4", "int8")  # codes that kernels.dequant_matmul knows
 LOW_RANK = ("lora", "dora", "qlora")
 FIELDS: dict[str, tuple[str, ...]] = {  # the kinds that each belongs to; others belong to all
-    **dict.fromkeys(("rank", "alpha", "stabilized", "dropout", "faster"), LOW_RANK),
+    **dict.fromkeys(("rank", "alpha", "rslora", "dropout", "lora_plus_ratio"), LOW_RANK),
     "targets": (*LOW_RANK, "patterns"),
     "hf": (*LOW_RANK, "prompt"),
-    "length": ("prompt",),
+    "virtual_tokens": ("prompt",),
     "layers": ("last_layers",),
 }
 
@@ -32,8 +32,8 @@ def check_adapter(cfg: Config) -> Iterator[str]:
             yield f"adapter.{field}: adapter.kind: {adapter.kind} has none; those that do: {', '.join(kinds)}"
     if adapter.hf is not None and not (isinstance(cfg.model, Decoder) and cfg.model.hf is not None):
         yield f"adapter.hf: {adapter.hf} belongs to the weights of a model; give model.hf"
-    if adapter.run is not None and isinstance(cfg.model, Decoder) and cfg.model.hf is not None:
-        yield f"adapter.run: model.hf {cfg.model.hf} gives the weights; leave one of the two out"
+    if adapter.base_run is not None and isinstance(cfg.model, Decoder) and cfg.model.hf is not None:
+        yield f"adapter.base_run: model.hf {cfg.model.hf} gives the weights; leave one of the two out"
     if not adapter.targets:
         yield "adapter.targets: names nothing; give patterns, as blocks.*"
     if adapter.kind == "patterns" and isinstance(adapter.targets, dict):
@@ -74,8 +74,8 @@ def _base(cfg: Config) -> Iterator[str]:
         yield f"adapter.base: {adapter.base} is no code, which qlora is about; use nf4, or adapter.kind=lora"
     if adapter.kind == "lora" and codes and not cfg.precision.quantized:
         yield f"adapter.base: {adapter.base} is a code; use adapter.kind=qlora, or float32 or bfloat16"
-    if not codes and not adapter.double:
-        yield "adapter.double: a base that is not in codes has no constants; leave it out"
+    if not codes and not adapter.double_quant:
+        yield "adapter.double_quant: a base that is not in codes has no constants; leave it out"
     if cfg.precision.quantized and (adapter.kind in LOW_RANK or adapter.base is not None):
         yield (
             f"precision.parameters: {cfg.precision.parameters} would be the adapters' own; use float32 or bfloat16, and"
@@ -84,13 +84,13 @@ def _base(cfg: Config) -> Iterator[str]:
 
 
 def _product(cfg: Config) -> Iterator[str]:
-    product, base = cfg.adapter.product, cfg.base_precision.parameters
+    product, base = cfg.adapter.matmul, cfg.base_precision.parameters
     if product == "auto":
         return
     if base not in PRODUCTS:
-        yield f"adapter.product: {product} multiplies with a base in {', '.join(PRODUCTS)}, not {base}; use auto"
+        yield f"adapter.matmul: {product} multiplies with a base in {', '.join(PRODUCTS)}, not {base}; use auto"
     if cfg.mesh.tensor != 1:
-        yield f"adapter.product: {product} does not go with mesh.tensor {cfg.mesh.tensor}; use auto, or mesh.tensor=1"
+        yield f"adapter.matmul: {product} does not go with mesh.tensor {cfg.mesh.tensor}; use auto, or mesh.tensor=1"
 
 
 def _tables(cfg: Config) -> Iterator[str]:

@@ -62,8 +62,8 @@ def _run(cfg: Config) -> Iterator[str]:
     for key in ("on_nan", "on_spike"):
         if getattr(train, key) == "rollback" and cfg.checkpoint.every is None:
             yield f"train.{key}: rollback goes back to the last checkpoint; give checkpoint.every"
-    if train.spike != Train().spike and train.on_spike == "ignore":
-        yield "train.spike: does nothing with train.on_spike: ignore; use stop or rollback"
+    if train.spike_threshold != Train().spike_threshold and train.on_spike == "ignore":
+        yield "train.spike_threshold: does nothing with train.on_spike: ignore; use stop or rollback"
     if cfg.checkpoint.keep_best and train.evaluate_every is None:
         yield "checkpoint.keep_best: the best is the lowest held-out loss; give train.evaluate_every"
     if train.evaluate_every is not None and data.held_out == 0:
@@ -85,8 +85,8 @@ def _paths(cfg: Config) -> Iterator[str]:
     paths = {
         "output": cfg.output,
         "checkpoint.path": cfg.checkpoint.path,
-        "adapter.run": cfg.adapter.run,
-        **{f"data.{key}": getattr(data, key) for key in ("path", "tokenizer", "template", "reference")},
+        "adapter.base_run": cfg.adapter.base_run,
+        **{f"data.{key}": getattr(data, key) for key in ("path", "tokenizer", "chat_template", "reference_logprobs")},
         **{f"data.mixture[{i}].path": source.path for i, source in enumerate(data.mixture)},
     }
     for key, path in paths.items():

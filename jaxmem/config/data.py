@@ -28,8 +28,8 @@ def _pairs(cfg: Config) -> Iterator[str]:
             use = "data.source=preference" if dpo else "objective.name=dpo, or data.source=chat"
             yield f"{key}.source: {source.source} does not go with objective {cfg.objective.name}; use {use}"
     if not dpo:
-        if data.reference is not None:
-            yield f"data.reference: only objective dpo has one, not {cfg.objective.name}"
+        if data.reference_logprobs is not None:
+            yield f"data.reference_logprobs: only objective dpo has one, not {cfg.objective.name}"
         return
     if data.mixture:
         yield "data.mixture: the reference's log-probabilities lie beside one source; give data.source and data.path"
@@ -99,11 +99,11 @@ def _buckets(cfg: Config) -> Iterator[str]:
 def _chat(data: Data) -> Iterator[str]:
     kinds = [source.source for source in data.mixture or (data,)]
     default = Data()
-    for field, having in (("too_long", CHATS), ("broken", (*CHATS, *HAS_FIELDS))):
+    for field, having in (("on_overlong", CHATS), ("on_invalid", (*CHATS, *HAS_FIELDS))):
         if not {*having} & {*kinds} and getattr(data, field) != getattr(default, field):
             yield f"data.{field}: only data.source: {', '.join(having)} have it, not {data.source}"
-    if "chat" in kinds and data.tokenizer == "bytes" and data.template is None:
-        yield "data.template: missing; data.tokenizer: bytes has none of its own; give a file of Jinja"
+    if "chat" in kinds and data.tokenizer == "bytes" and data.chat_template is None:
+        yield "data.chat_template: missing; data.tokenizer: bytes has none of its own; give a file of Jinja"
 
 
 def _places(cfg: Config) -> list[tuple[str, Source]]:

@@ -21,6 +21,7 @@ from jaxmem.config.hugging_face import decoder_fields
 from jaxmem.config.networks import Decoder
 from jaxmem.config.peft import adapter_fields
 from jaxmem.config.presets import PRESETS
+from jaxmem.config.renamed import rename, warn_of
 from jaxmem.config.sections import Adapter, Config
 from jaxmem.errors import UserError, nearest
 
@@ -85,9 +86,12 @@ for _tag, (_pattern, _first) in SCALARS.items():
 
 def load_config(source: str | os.PathLike[str] | Mapping[str, Any], overrides: Iterable[str] = ()) -> Config:
     """The config of a file or dict with `key=value` overrides, checked but for the device count."""
-    raw = _copy(source) if isinstance(source, Mapping) else _read(Path(source))
+    raw, changes = rename(_copy(source) if isinstance(source, Mapping) else _read(Path(source)))
     for override in overrides:
         _override(raw, override)
+        raw, more = rename(raw)
+        changes += more
+    warn_of(changes)
     _expand(raw)
     try:
         cfg = Config.model_validate(raw)

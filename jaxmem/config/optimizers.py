@@ -6,7 +6,7 @@ from typing import Any
 
 ADAM: dict[str, Any] = {"beta1": 0.9, "beta2": 0.95, "epsilon": 1e-8}
 ADAMW = {**ADAM, "weight_decay": 0.1}
-GALORE = {"rank": None, "refresh_every": 200, "scale": 0.25, "tables": "adam"}
+GALORE = {"rank": None, "refresh_every": 200, "scale": 0.25, "project_embeddings": False}
 OUTSIDE = {"residual": False}
 LION = {"beta1": 0.9, "beta2": 0.99, "weight_decay": 0.1}
 
@@ -26,7 +26,7 @@ OPTIMIZERS: dict[str, dict[str, Any]] = {
     "galore_adamw8bit": {**GALORE, **OUTSIDE, **ADAMW},
     "qgalore": {**GALORE, **OUTSIDE, "similarity": 0.4, **ADAMW},
     "apollo": {**GALORE, "scale": 1.0, **ADAMW},
-    "apollo_mini": {"refresh_every": 200, "scale": 128.0, "tables": "adam", **ADAMW},
+    "apollo_mini": {"refresh_every": 200, "scale": 128.0, "project_embeddings": False, **ADAMW},
 }
 
 FIELDS = tuple(dict.fromkeys(field for own in OPTIMIZERS.values() for field in own))

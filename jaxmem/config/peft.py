@@ -74,7 +74,7 @@ def adapter_fields(directory: str) -> dict[str, Any]:
         "kind": "dora" if given.get("use_dora", False) else "lora",
         "rank": rank,
         "alpha": float(alpha),
-        "stabilized": bool(given.get("use_rslora", False)),
+        "rslora": bool(given.get("use_rslora", False)),
         "dropout": float(dropout),
         "targets": {TARGETS[name]: ranks.get(name, rank) for name in sorted(names)},
     }
@@ -86,7 +86,7 @@ def _prompt_fields(file: Path, given: Mapping[str, Any]) -> dict[str, Any]:
         raise UserError(f"{file}: num_virtual_tokens must be a whole number of at least 1, not {length!r}")
     if parts not in (1, None):
         raise UserError(f"{file}: num_transformer_submodules {parts!r} is not supported, only 1")
-    return {"kind": "prompt", "length": length}
+    return {"kind": "prompt", "virtual_tokens": length}
 
 
 def named_base(directory: str | Path) -> tuple[str | None, Path | None]:
@@ -118,7 +118,7 @@ def adapter_json(adapter: Adapter, ranks: Mapping[str, int], base: str | None) -
             "peft_type": "PROMPT_TUNING",
             "task_type": "CAUSAL_LM",
             "base_model_name_or_path": base,
-            "num_virtual_tokens": adapter.length,
+            "num_virtual_tokens": adapter.virtual_tokens,
             "num_transformer_submodules": 1,
             "inference_mode": True,
         }
@@ -133,7 +133,7 @@ def adapter_json(adapter: Adapter, ranks: Mapping[str, int], base: str | None) -
         "lora_dropout": adapter.dropout,
         "target_modules": [names[layer] for layer in ranks],
         "rank_pattern": {names[layer]: rank for layer, rank in ranks.items() if rank != usual},
-        "use_rslora": adapter.stabilized,
+        "use_rslora": adapter.rslora,
         "use_dora": adapter.kind == "dora",
         "bias": "none",
         "fan_in_fan_out": False,

@@ -47,10 +47,10 @@ class Data(Source):
     buckets: Annotated[tuple[Count, ...], Field(strict=False)] = ()
     tokenizer: str = "bytes"  # or the path of a tokenizer.json
     epochs: Count | None = None  # passes over the data, at most, whatever `train.steps` asks for
-    template: str | None = None  # of chats: a file of Jinja; none: the tokenizer's own
-    too_long: Literal["cut", "drop"] = "cut"  # chat, preference: what is longer than `sequence_length`
-    broken: Literal["stop", "skip"] = "stop"  # chat, preference, jsonl, parquet: lines or rows that hold none
-    reference: str | None = None  # preference: the file of the reference's log-probabilities; none: beside the data
+    chat_template: str | None = None  # of chats: a file of Jinja; none: the tokenizer's own
+    on_overlong: Literal["cut", "drop"] = "cut"  # chat, preference: what is longer than `sequence_length`
+    on_invalid: Literal["stop", "skip"] = "stop"  # chat, preference, jsonl, parquet: lines or rows that hold none
+    reference_logprobs: str | None = None  # preference: a file of the reference model's; null: beside the data
     held_out: Fraction = 0.02  # share of the documents kept for evaluation
     shuffle: bool = True
 
@@ -163,7 +163,7 @@ class Optimizer(Section):
     learning_rate: Positive = 3e-4
     schedule: Literal["cosine", "linear", "constant"] = "cosine"
     warmup: Annotated[int, Field(ge=0)] = 0  # updates
-    final: Fraction = 0.1  # learning rate at the end, as a share of the peak
+    min_lr_ratio: Fraction = 0.1  # learning rate at the end, as a share of the peak
     clip: Positive | None = 1.0  # the largest norm of a gradient
     trainable: Annotated[tuple[str, ...], Field(strict=False)] = ()  # weights that learn, by patterns; none: all
     clip_by: Literal["global", "previous", "weight"] = "global"  # of all, of all an update ago, each its own
@@ -175,7 +175,7 @@ class Optimizer(Section):
     rank: Count | None = None  # of projections; by default a quarter of each matrix's smaller side
     refresh_every: Count | None = None  # updates between projections
     scale: Positive | None = None  # of what comes back from a projection
-    tables: Literal["adam", "projected"] | None = None  # embeddings and output projection, under a projection
+    project_embeddings: bool | None = None  # embeddings and output projection, under a projection
     similarity: Fraction | None = None  # qgalore: share of the old space in the new that counts as the same
     residual: bool | None = None  # GaLore: whether what is outside of the projection is added, scaled alike
     weight_decay: NotNegative | None = None  # matrices only, not norms and biases
@@ -201,20 +201,20 @@ class Adapter(Section):
     kind: Literal["none", "lora", "dora", "qlora", "prompt", "head", "last_layers", "patterns"] = "none"
     rank: Count = 16
     alpha: Positive = 16.0  # what an adapter adds counts alpha / rank
-    stabilized: bool = False  # alpha / sqrt(rank) (rsLoRA)
+    rslora: bool = False  # alpha / sqrt(rank) (rsLoRA)
     # Linear layers and embeddings by patterns; with a number to each, its rank. The first that matches counts. Under
     # patterns: weights.
     targets: Annotated[tuple[str, ...], Field(strict=False)] | dict[str, Count] = ("blocks.*",)
     dropout: Fraction = 0.0  # of what an adapter sees
     base: Rest | None = None  # what the model's own weights rest in; none: nf4 under qlora, else as those that learn
-    double: bool = True  # of a base in codes, the constants in 8 bits too
+    double_quant: bool = True  # of a base in codes, the constants in 8 bits too
     hf: str | None = None  # a PEFT directory, which gives adapters to begin from and every field that is not given here
-    faster: Positive = 1.0  # the learning rate of B, as a multiple of A's (LoRA+)
+    lora_plus_ratio: Positive = 1.0  # the learning rate of B, as a multiple of A's (LoRA+)
     # Products with a base in codes: auto decodes each matrix whole, the others (kernels.dequant_matmul) never do.
-    product: Literal["auto", "sliced", "pallas"] = "auto"
-    length: Count = 20  # prompt: tokens that are learnt
+    matmul: Literal["auto", "sliced", "pallas"] = "auto"
+    virtual_tokens: Count = 20  # prompt: tokens that are learnt
     layers: Count = 1  # last_layers: how many
-    run: str | None = None  # a run whose weights stay; none: those of model.hf, or new ones
+    base_run: str | None = None  # a run whose weights stay; none: those of model.hf, or new ones
 
 
 class Train(Section):
@@ -224,12 +224,12 @@ class Train(Section):
     evaluate_every: Count | None = None
     evaluate_batches: Count = 8
     # A gradient that is no number: stop and name it; leave that update out; or go back to the last checkpoint and on
-    # with the data that follows. `most_skipped`: stop after so many in a row, or so many times back to one checkpoint.
+    # with the data that follows. `max_skipped`: stop after so many in a row, or so many times back to one checkpoint.
     on_nan: Literal["stop", "skip", "rollback"] = "stop"
-    most_skipped: Count = 10
+    max_skipped: Count = 10
     # A loss so many standard deviations above the mean of the last 100.
     on_spike: Literal["ignore", "stop", "rollback"] = "ignore"
-    spike: Annotated[float, Field(gt=0)] = 10.0
+    spike_threshold: Annotated[float, Field(gt=0)] = 10.0
     deterministic: bool = False  # on GPUs the same bits each time; may be slower
     check_replicas: Count | None = None  # updates; then whether all copies of the state hold the same bits
     profile: Annotated[tuple[Count, Count], Field(strict=False)] | None = None  # [from, to] steps
@@ -242,20 +242,20 @@ class Checkpoint(Section):
     keep: Count = 3
     keep_best: bool = False  # also the one with the lowest held-out loss
     resume: Literal["auto", "never"] = "auto"
-    on_failure: Literal["stop", "go_on"] = "stop"  # where one cannot be written; the last one must be
+    on_failure: Literal["stop", "continue"] = "stop"  # where one cannot be written; the last one must be
 
 
 class Generate(Section):
     """How text is made with what was trained."""
 
-    cache: Literal["full", "int8"] = "full"  # what keys and values are kept in: as they are computed with, or codes
-    chunk: Count = 1024  # tokens of a prompt that go through the layers together
+    kv_cache: Literal["full", "int8"] = "full"  # what keys and values are kept in: as they are computed with, or codes
+    prefill_chunk: Count = 1024  # tokens of a prompt that go through the layers together
 
 
 class Cluster(Section):
     """Several processes, on one host or many."""
 
-    heartbeat: Annotated[int, Field(ge=2)] = 20  # seconds without a sign of life after which a process counts as gone
+    heartbeat_timeout: Annotated[int, Field(ge=2)] = 20  # seconds of silence after which a process counts as lost
     start_timeout: Count = 300  # seconds to wait for all processes to be there
     preflight: bool = True  # measure how fast they are, and talk, before training
 
@@ -322,7 +322,7 @@ class Config(Section):
     @property
     def prompt_length(self) -> int:
         """Tokens before each row that an adapter learns."""
-        return self.adapter.length if self.adapter.kind == "prompt" else 0
+        return self.adapter.virtual_tokens if self.adapter.kind == "prompt" else 0
 
     @property
     def time(self) -> int:

@@ -112,7 +112,7 @@ def write_cache(
                 if progress:
                     progress(done, len(records))
         if not kept:
-            raise UserError("every record is broken; data.broken=stop says why")
+            raise UserError("every record is broken; data.on_invalid=stop says why")
         meta = {
             "format": FORMAT,
             "tokenizer": tokenizer.identity,

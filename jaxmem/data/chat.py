@@ -76,7 +76,7 @@ class Conversations:
         more = len(document.tokens) - self._cfg.sequence_length
         if more <= 0:
             return document
-        if self._cfg.too_long == "drop":
+        if self._cfg.on_overlong == "drop":
             self.seen.dropped += 1
             return NOTHING
         self.seen.cut += 1
@@ -98,8 +98,8 @@ def read_line(lines: JsonLines, index: int, cfg: Data, seen: Seen, read: Callabl
     try:
         return read(lines.line(index))
     except (BrokenLineError, TemplateError) as error:
-        if cfg.broken == "stop":
-            raise UserError(f"{lines.where(index)}: {error} (data.broken=skip passes over such lines)") from error
+        if cfg.on_invalid == "stop":
+            raise UserError(f"{lines.where(index)}: {error} (data.on_invalid=skip passes over such lines)") from error
         seen.broken += 1
         return None
 

@@ -93,13 +93,13 @@ class Corpus:
             case "tokens":
                 return TokenCache(source.path, self.tokenizer)
             case "chat":
-                template = template_for(self.tokenizer, self._cfg.data.template)
+                template = template_for(self.tokenizer, self._cfg.data.chat_template)
                 return Conversations(source_files(source), self._cfg.data, self.tokenizer, template)
             case "preference":
-                asked = cache(lambda: template_for(self.tokenizer, self._cfg.data.template))
+                asked = cache(lambda: template_for(self.tokenizer, self._cfg.data.chat_template))
                 return Preferences(source_files(source), self._cfg.data, self.tokenizer, asked)
             case _:
-                return _open_text(source, limit, skip=self._cfg.data.broken == "skip")
+                return _open_text(source, limit, skip=self._cfg.data.on_invalid == "skip")
 
     def document(self, source: int, record: int) -> Document:
         """One record, as rows are made of it."""
@@ -114,7 +114,7 @@ class Corpus:
     def reference(self, record: int) -> np.ndarray:
         """Of a pair, each answer's log-probability."""
         if self.references is None:
-            raise UserError("data.reference: its log-probabilities are not there; `jaxmem train` computes them")
+            raise UserError("data.reference_logprobs: the file does not exist; `jaxmem train` computes it")
         return np.asarray(self.references[record])
 
     def said(self) -> list[str]:
@@ -135,8 +135,8 @@ class Corpus:
         try:
             piece = records[record]
         except BrokenRecordError as error:
-            if self._cfg.data.broken == "stop":
-                raise UserError(f"{error} (data.broken=skip passes over such records)") from error
+            if self._cfg.data.on_invalid == "stop":
+                raise UserError(f"{error} (data.on_invalid=skip passes over such records)") from error
             self._seen.broken += 1
             return NOTHING.tokens
         try:
@@ -176,7 +176,7 @@ def tokenize(
     if source.source in ("digits", "tokens"):
         raise UserError(f"data.source {source.source} has no text to tokenize")
     tokenizer: Tokenizer = tokenizer_for(cfg.data.tokenizer)
-    skip = cfg.data.broken == "skip"
+    skip = cfg.data.on_invalid == "skip"
     records = _open_text(source, piece_bytes(cfg.data.sequence_length), skip=skip)
     try:
         return write_cache(directory, records, tokenizer, cfg.data.tokenizer, progress, skip=skip)
@@ -194,9 +194,9 @@ def fingerprint(cfg: Config) -> str:
     if cfg.objective.reads_text:
         tokenizer = tokenizer_for(cfg.data.tokenizer)
         digest.update(tokenizer.identity.encode())
-        asked = cfg.data.template or cfg.data.tokenizer != "bytes"  # texts of preference need none
+        asked = cfg.data.chat_template or cfg.data.tokenizer != "bytes"  # texts of preference need none
         if any(source.source == "chat" or (source.source == "preference" and asked) for source in _sources(cfg)):
-            digest.update(template_for(tokenizer, cfg.data.template).source.encode())
+            digest.update(template_for(tokenizer, cfg.data.chat_template).source.encode())
     for source in _sources(cfg):
         paths = source_files(source)
         sizes = [file_size(path) for path in paths]

@@ -89,7 +89,7 @@ class RowStream:
             segment += left > 0
             empty = 0 if left else empty + 1
             if empty > EMPTY:
-                raise UserError(f"{EMPTY} records in a row hold nothing to learn (data.broken, data.too_long)")
+                raise UserError(f"{EMPTY} records in a row hold nothing to learn (data.on_invalid, data.on_overlong)")
             used = lay(self._document, self.offset, at, segment, row)
             at += used
             self.offset += used

@@ -63,7 +63,7 @@ class Preferences:
         length = self._cfg.sequence_length
         more = [max(0, len(one.tokens) - length) for one in (first, second)]
         cut = _cut(first, length), _cut(second, length)
-        if (any(more) and self._cfg.too_long == "drop") or not all(_learnt(one).any() for one in cut):
+        if (any(more) and self._cfg.on_overlong == "drop") or not all(_learnt(one).any() for one in cut):
             self.seen.dropped += 1
             return NOTHING, NOTHING
         if any(more):

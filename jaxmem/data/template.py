@@ -122,7 +122,7 @@ def template_for(tokenizer: Tokenizer, file: str | None = None) -> ChatTemplate:
         source = {one.get("name"): one.get("template") for one in source if isinstance(one, dict)}.get("default")
     if not isinstance(source, str):
         where = f"{place}: no {TEMPLATE} and no chat_template in tokenizer_config.json" if place else "bytes have none"
-        raise UserError(f"no chat template ({where}); give data.template, a file of Jinja")
+        raise UserError(f"no chat template ({where}); give data.chat_template, a file of Jinja")
     return ChatTemplate(source, f"{place}/tokenizer_config.json", tokens)
 
 

@@ -22,7 +22,7 @@ NOT_SOURCE = {"site-packages", "dist-packages", "__pycache__", "test", "tests", 
 
 
 class BrokenRecordError(UserError):
-    """A line or row that holds no document; `data.broken` says whether it is passed over."""
+    """A line or row that holds no document; `data.on_invalid` says whether it is passed over."""
 
 
 class Piece(NamedTuple):

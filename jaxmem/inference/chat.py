@@ -31,7 +31,7 @@ class Speaker:
         self._generate = Generator(program, params, sampling)
         self._thread = Thread(self._generate)
         self._tokenizer = tokenizer_of(program)
-        self._file = program.cfg.data.template
+        self._file = program.cfg.data.chat_template
         self._tokens, self._stops = tokens, tuple(stop for stop in stops if stop)
 
     def continued(self, prompt: str) -> Iterator[str]:

@@ -1,8 +1,8 @@
 """Continue texts with what was trained.
 
 What was read leaves its keys and values (`models/cache.py`); each further token reads them and adds its own, in place.
-Prompts are read in chunks, so that activations are those of `generate.chunk` tokens and one layer, whatever the length
-and the depth. A conversation's cache is kept between its turns: of each only what is new is read.
+Prompts are read in chunks, so that activations are those of `generate.prefill_chunk` tokens and one layer, whatever
+the length and the depth. A conversation's cache is kept between its turns: of each only what is new is read.
 
 Prompts of a batch end together: shorter ones have padding in front, which no position sees. Lengths are rounded up, so
 that a conversation that grows is compiled for a few lengths only.
@@ -84,7 +84,7 @@ class Generator:
         if cfg.model.family != "decoder":
             raise UserError(f"model.family: {cfg.model.family} makes no text; generate needs a decoder")
         self._program, self._params, self._sampling = program, params, sampling
-        self._kept, self._chunk = cfg.generate.cache, cfg.generate.chunk
+        self._kept, self._chunk = cfg.generate.kv_cache, cfg.generate.prefill_chunk
         own = nnx.merge(program.graphdef, program.state.params).prompt
         # Read before every text, as any tokens are.
         self.before = np.zeros(0, np.int32) if own is None else own.vocab + np.arange(own.length, dtype=np.int32)

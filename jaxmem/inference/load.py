@@ -145,11 +145,11 @@ def base_from(built: Program, checkpoints: Checkpoints, step: int) -> Any:
 def base_of_run(built: Program, run: str | Path) -> Any:
     """`base_from` the newest checkpoint of a run."""
     if not is_run(run):
-        raise UserError(f"adapter.run: {run}: no run is there (no config.yaml); give what `jaxmem train` wrote")
+        raise UserError(f"adapter.base_run: {run}: no run is there (no config.yaml); give what `jaxmem train` wrote")
     with Checkpoints(place(load_config(Path(run, "config.yaml")), run), read_only=True) as checkpoints:
         step = checkpoints.latest()
         if step is None:
-            raise UserError(f"adapter.run: {run}: no checkpoint is there yet")
+            raise UserError(f"adapter.base_run: {run}: no checkpoint is there yet")
         return base_from(built, checkpoints, step)
 
 

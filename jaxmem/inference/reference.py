@@ -45,8 +45,8 @@ def reference_for(program: Program, corpus: Corpus, params: Any, identity: str, 
         problem = "other data" if found.data != data else "other weights" if found.weights != wanted else None
         if problem or len(found.values) != len(corpus.sources[0]):
             raise UserError(
-                f"{file}: was computed with {problem or 'another number of pairs'}; remove it, or give data.reference"
-                " another name"
+                f"{file}: was computed with {problem or 'another number of pairs'}; remove it, or give"
+                " data.reference_logprobs another name"
             )
         return found
     if weights is not None:
@@ -61,11 +61,11 @@ def reference_for(program: Program, corpus: Corpus, params: Any, identity: str, 
 
 
 def file_for(cfg: Config) -> Path:
-    if cfg.data.reference is not None:
-        return Path(cfg.data.reference).expanduser()
+    if cfg.data.reference_logprobs is not None:
+        return Path(cfg.data.reference_logprobs).expanduser()
     given = Path(cfg.data.path or "").expanduser()
     if any(letter in given.name for letter in "*?["):
-        raise UserError(f"data.reference: missing; data.path {cfg.data.path} is no one place to lay it beside")
+        raise UserError(f"data.reference_logprobs: missing; data.path {cfg.data.path} is no one place to lay it beside")
     return given.with_name(given.name + SUFFIX)
 
 
@@ -90,7 +90,7 @@ def fingerprint(params: Any) -> str:
 
 def _of_rows(cfg: Config, identity: str) -> str:
     data = cfg.data
-    return f"{identity} {data.sequence_length} {data.too_long} {data.broken}"
+    return f"{identity} {data.sequence_length} {data.on_overlong} {data.on_invalid}"
 
 
 def _computed(program: Program, corpus: Corpus, params: Any) -> np.ndarray:
@@ -113,6 +113,8 @@ def _write(file: Path, made: Reference) -> None:
             np.savez(opened, values=made.values, data=made.data, weights=made.weights)
         unfinished.replace(file)
     except OSError as error:
-        raise UserError(f"{file}: cannot be written: {error.strerror}; give data.reference another place") from error
+        raise UserError(
+            f"{file}: cannot be written: {error.strerror}; give data.reference_logprobs another place"
+        ) from error
     finally:
         unfinished.unlink(missing_ok=True)

@@ -250,7 +250,7 @@ def _multiplied(x: jax.Array, q: QTensor, axes: Axes, implementation: str, *, tr
             x, q.codes, scale
         )
     except ValueError as error:
-        raise UserError(f"adapter.product: {error}; use auto") from error
+        raise UserError(f"adapter.matmul: {error}; use auto") from error
 
 
 coded_product.defvjp(

@@ -79,11 +79,11 @@ def scale_by_apollo(
     epsilon: float = 1e-8,
     *,
     whole: bool = False,
-    tables: str = "adam",
+    project_embeddings: bool = False,
     axes: Any = None,
 ) -> optax.GradientTransformationExtraArgs:
-    """`rank` None is a quarter of each matrix's smaller side. APOLLO-Mini: `rank=1, scale=128, whole=True`. `tables`
-    "projected": embeddings and the output projection too.
+    """`rank` None is a quarter of each matrix's smaller side. APOLLO-Mini: `rank=1, scale=128, whole=True`.
+    `project_embeddings`: embeddings and the output projection too.
 
     >>> state = scale_by_apollo(rank=1, whole=True).init({"w": jnp.zeros((32, 64))}).leaves["w"]
     >>> state["m"].value.shape
@@ -92,7 +92,7 @@ def scale_by_apollo(
     moments = Moments(beta1, beta2, epsilon)
 
     def rule_for(leaf: Leaf) -> Rule:
-        if not is_projected(leaf, rank, tables):
+        if not is_projected(leaf, rank, project_embeddings):
             return Adam(moments)
         return Scaled(moments, leaf, rank_of(leaf, rank), refresh_every, scale, whole)
 

@@ -120,10 +120,10 @@ def scale_by_galore(
     similarity: float | None = None,
     *,
     residual: bool = False,
-    tables: str = "adam",
+    project_embeddings: bool = False,
     axes: Any = None,
 ) -> optax.GradientTransformationExtraArgs:
-    """Of any inner rule. `rank` None is a quarter of each matrix's smaller side. `tables` "projected": embeddings and
+    """Of any inner rule. `rank` None is a quarter of each matrix's smaller side. `project_embeddings`: embeddings and
     the output projection too.
 
     >>> state = scale_by_galore(rank=8).init({"w": jnp.zeros((32, 64))}).leaves["w"]
@@ -132,7 +132,7 @@ def scale_by_galore(
     """
 
     def rule_for(leaf: Leaf) -> Rule:
-        if not is_projected(leaf, rank, tables):
+        if not is_projected(leaf, rank, project_embeddings):
             return inner_for(leaf)
         return Projected(inner_for, leaf, rank_of(leaf, rank), refresh_every, scale, similarity, residual)
 
@@ -150,14 +150,21 @@ def scale_by_galore_adam(
     bits: int = 32,
     similarity: float | None = None,
     residual: bool = False,
-    tables: str = "adam",
+    project_embeddings: bool = False,
     axes: Any = None,
 ) -> optax.GradientTransformationExtraArgs:
     """GaLore on Adam whose moments have 32 or 8 bits."""
     adam = Adam(Moments(beta1, beta2, epsilon))
     inner_for = quantized(adam, ADAM8) if bits == 8 else lambda _: adam
     return scale_by_galore(
-        rank, refresh_every, scale, inner_for, similarity, residual=residual, tables=tables, axes=axes
+        rank,
+        refresh_every,
+        scale,
+        inner_for,
+        similarity,
+        residual=residual,
+        project_embeddings=project_embeddings,
+        axes=axes,
     )
 
 
@@ -165,9 +172,9 @@ def rank_of(leaf: Leaf, rank: int | None) -> int:
     return max(1, min(leaf.shape) // 4) if rank is None else rank
 
 
-def is_projected(leaf: Leaf, rank: int | None, tables: str) -> bool:
+def is_projected(leaf: Leaf, rank: int | None, project_embeddings: bool) -> bool:
     """Matrices that a projection makes smaller; tables with a row for each token only where they are asked for."""
-    wanted = leaf.is_hidden_matrix or (len(leaf.shape) == 2 and tables == "projected")
+    wanted = leaf.is_hidden_matrix or (len(leaf.shape) == 2 and project_embeddings)
     return wanted and rank_of(leaf, rank) < min(leaf.shape)
 
 

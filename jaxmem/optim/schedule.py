@@ -9,11 +9,11 @@ from jaxmem.optim.promotion import standard_promotion
 
 
 def schedule(cfg: config.Optimizer, steps: int) -> optax.Schedule:
-    """Linear warm-up from zero, then down to `final` of the peak at the last update."""
+    """Linear warm-up from zero, then down to `min_lr_ratio` of the peak at the last update."""
     peak, rest = cfg.learning_rate, max(steps - cfg.warmup, 1)
     decay: optax.Schedule = {
-        "cosine": lambda: optax.cosine_decay_schedule(peak, rest, alpha=cfg.final),
-        "linear": lambda: optax.linear_schedule(peak, peak * cfg.final, rest),
+        "cosine": lambda: optax.cosine_decay_schedule(peak, rest, alpha=cfg.min_lr_ratio),
+        "linear": lambda: optax.linear_schedule(peak, peak * cfg.min_lr_ratio, rest),
         "constant": lambda: optax.constant_schedule(peak),
     }[cfg.schedule]()
     if cfg.warmup:

@@ -122,7 +122,7 @@ def passes_of(cfg: Config, platform: str) -> Passes:
     if cfg.base_precision.quantized and cfg.adapter.kind != "none":
         kind = "lora" if cfg.adapter.kind == "qlora" else cfg.adapter.kind
         shape = shape.model_copy(
-            update={"adapter": cfg.adapter.model_copy(update={"kind": kind, "base": "bfloat16", "double": True})}
+            update={"adapter": cfg.adapter.model_copy(update={"kind": kind, "base": "bfloat16", "double_quant": True})}
         )
     found = _passes(one_share(shape, cfg), cfg.mesh.tensor)
     return dataclasses.replace(found, saved=0, hosted=found.saved) if moves_all else found

@@ -85,7 +85,7 @@ def estimate(cfg: Config, platform: str, gpu: Gpu | None = None, per_host: int =
         state = replace(state, params=_staying(state.params), constants=_staying(state.constants))
     in_passes = sum(kinds.values())
     if during:
-        whole = sizes.is_whole or (cfg.optimizer.tables == "projected" and "galore" in cfg.optimizer.name)
+        whole = sizes.is_whole or (cfg.optimizer.project_embeddings and "galore" in cfg.optimizer.name)
         one_pass, updates = _during(held, [leaf for leaf in state.trained if whole or "vocab" not in leaf.axes])
         one_pass *= 4 // sizes.width if several else 1
     parts = {

@@ -139,7 +139,7 @@ def _adapters(cfg: Config, _: Target) -> Iterable[Change]:
     wants that says so, and keeps it."""
     own, low_rank = cfg.adapter, cfg.adapter.kind in LOW_RANK
     for kind in ("none", "lora", "qlora"):
-        said = own.model_copy(update={"base": None, "double": True}) if low_rank and kind != "none" else Adapter()
+        said = own.model_copy(update={"base": None, "double_quant": True}) if low_rank and kind != "none" else Adapter()
         kept = own if kind == own.kind else said.model_copy(update={"kind": kind})
         yield {f"adapter.{field}": value for field, value in kept}
 

@@ -119,8 +119,8 @@ class Program:
     def _optimizer_for(self, axes: Any) -> optax.GradientTransformationExtraArgs:
         """Of the parameters that have these axes: all, or some."""
         tx = optim.build(self.cfg.optimizer, self.learning_rate, axes)
-        if self.cfg.adapter.faster != 1.0:
-            tx = optim.faster(tx, self.cfg.adapter.faster, ("*.lora.b",))
+        if self.cfg.adapter.lora_plus_ratio != 1.0:
+            tx = optim.faster(tx, self.cfg.adapter.lora_plus_ratio, ("*.lora.b",))
         master = self.cfg.precision.master
         if master in optim.BITS:
             return optim.with_remainder(tx, optim.BITS[master], axes)
@@ -236,9 +236,9 @@ class Program:
             return self._told(begun.lower(self.state.params))
 
     def lower_initialise(self) -> jax.stages.Lowered:
-        """What makes a new state: of a random key, or of the weights that `model.hf` or `adapter.run` names."""
+        """What makes a new state: of a random key, or of the weights that `model.hf` or `adapter.base_run` names."""
         model = self.cfg.model
-        if self.cfg.adapter.run is not None or (isinstance(model, Decoder) and model.hf is not None):
+        if self.cfg.adapter.base_run is not None or (isinstance(model, Decoder) and model.hf is not None):
             return self._lower_begin()
         key = self._placed("weights", (), jax.eval_shape(lambda: jax.random.key(0)))
         places = jax.tree.map(lambda x: x.sharding, self.state)

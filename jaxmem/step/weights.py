@@ -93,7 +93,7 @@ class Weights:
         if choice is None or tuple(jax.tree_util.DictKey(name) for name in path) in choice.layers:
             return Storage(cfg.precision)
         away = rests_on_host(cfg.memory.offload, "frozen")
-        double = cfg.adapter.double and cfg.base_precision != cfg.precision
+        double = cfg.adapter.double_quant and cfg.base_precision != cfg.precision
         return Storage(cfg.base_precision, double, away)
 
     def _model(self, key: jax.Array) -> models.Network:

@@ -28,8 +28,8 @@ def restored(built: Program, checkpoints: Checkpoints) -> tuple[int, TrainState,
 
 
 def begun(built: Program) -> TrainState:
-    """The state that a run begins with: of the weights that `model.hf` or `adapter.run` names, or of new ones."""
-    run = built.cfg.adapter.run
+    """The state that a run begins with: of the weights that `model.hf` or `adapter.base_run` names, or of new ones."""
+    run = built.cfg.adapter.base_run
     return built.initialise() if run is None else built.begin(built.weights.adapted(base_of_run(built, run)))
 
 
@@ -51,7 +51,7 @@ class Rollback:
         latest = self._checkpoints.latest()
         self._times = self._times + 1 if latest == self._to else 1
         self._to = latest
-        if latest is None or self._times > self._train.most_skipped:
+        if latest is None or self._times > self._train.max_skipped:
             raise error
         for leaf in jax.tree.leaves(state):
             leaf.delete()

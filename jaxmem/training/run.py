@@ -173,7 +173,7 @@ def _preflight(cfg: Config) -> None:
 
 def _checkpoints(cfg: Config, kept: epath.Path) -> Checkpoints:
     keep = cfg.checkpoint
-    say = partial(print, flush=True) if keep.on_failure == "go_on" else None
+    say = partial(print, flush=True) if keep.on_failure == "continue" else None
     return Checkpoints(kept, keep.every, keep.keep, keep.keep_best, say=say)
 
 
@@ -228,8 +228,8 @@ def _refer(built: Program, loader: Loader, state: TrainState, identity: str, beg
 
 
 def _telemetry(train: Train, culprits: Sequence[str], progress: Progress, trackers: Trackers) -> Telemetry:
-    skipped = train.most_skipped if train.on_nan == "skip" else 0
-    spikes = None if train.on_spike == "ignore" else Spikes(train.spike)
+    skipped = train.max_skipped if train.on_nan == "skip" else 0
+    spikes = None if train.on_spike == "ignore" else Spikes(train.spike_threshold)
     return Telemetry(progress, trackers, culprits, skipped, spikes)
 
 

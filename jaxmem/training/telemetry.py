@@ -47,7 +47,7 @@ class Spikes:
 
 
 class Telemetry:
-    """Reads metrics one step late, and stops a run whose loss is no number, at once or after `most_skipped` updates in
+    """Reads metrics one step late, and stops a run whose loss is no number, at once or after `max_skipped` updates in
     a row that were left out, or one of `spikes`. `culprits` are what the metric of that name counts."""
 
     def __init__(
@@ -55,11 +55,11 @@ class Telemetry:
         progress: Progress,
         trackers: Trackers,
         culprits: Sequence[str] = (),
-        most_skipped: int = 0,
+        max_skipped: int = 0,
         spikes: Spikes | None = None,
     ) -> None:
         self._progress, self._trackers = progress, trackers
-        self._culprits, self._most_skipped, self._spikes = culprits, most_skipped, spikes
+        self._culprits, self._most_skipped, self._spikes = culprits, max_skipped, spikes
         self._skipped = 0  # updates in a row
         self._pending: tuple[int, Metrics, Work | None] | None = None
         self.last: dict[str, float] = {}  # of the last step that was read

@@ -48,7 +48,7 @@ def trackers_for(cfg: Config, directory: str | Path, step: int = 0) -> Trackers:
         "wandb": lambda: WeightsAndBiases(cfg, directory, step),
     }
     asked = [others[name]() for name in cfg.train.trackers]
-    file = MetricsFile(directory / "metrics.jsonl", step, patient=cfg.checkpoint.on_failure == "go_on")
+    file = MetricsFile(directory / "metrics.jsonl", step, patient=cfg.checkpoint.on_failure == "continue")
     return Trackers([file, *asked], file.last)
 
 

@@ -40,7 +40,7 @@ CONFIGS: tuple[tuple[str, dict[str, Any]], ...] = (
     ("1b", {"memory": {"remat": "full"}}),
     ("1b", {"memory": {"remat": "full", "update": "during"}, "precision": BF16, "optimizer": SMALL_STATE}),
     ("1b", {"memory": {"remat": "full", "update": "during"}, "precision": {"parameters": "int8"},
-            "optimizer": {"name": "apollo_mini", "clip_by": "previous", "tables": "projected"}}),
+            "optimizer": {"name": "apollo_mini", "clip_by": "previous", "project_embeddings": True}}),
     ("1b", {"memory": {"remat": "full"}, "precision": BF16 | {"master": "remainder8"},
             "optimizer": {"name": "adamw8bit"}}),
     ("1b", {"memory": {"remat": "full", "attention": "pallas"}, "precision": BF16, "data": LONG}),

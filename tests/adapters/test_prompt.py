@@ -16,7 +16,7 @@ from jaxmem.step import program
 from tests.step.conftest import Trained, config
 
 SECTIONS = {
-    "adapter": {"kind": "prompt", "length": 4},
+    "adapter": {"kind": "prompt", "virtual_tokens": 4},
     "data": {"sequence_length": 20, "packing": False},
     "optimizer": {"epsilon": 1e-3, "learning_rate": 1e-2},
 }

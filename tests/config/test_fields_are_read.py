@@ -38,7 +38,7 @@ READ_HERE = {
     # Given to the optimizer by name; tests/optim builds each with all of its own.
     **{f"Rules.{dim}": "Rules.table" for dim in Rules.model_fields},
     **dict.fromkeys(
-        ("momentum", "rank", "refresh_every", "scale", "similarity", "residual", "tables"), "Optimizer.own"
+        ("momentum", "rank", "refresh_every", "scale", "similarity", "residual", "project_embeddings"), "Optimizer.own"
     ),
 }
 

@@ -116,7 +116,7 @@ def test_a_template_without_end_is_ended_and_the_next_is_rendered(monkeypatch: p
 def test_a_template_that_is_none() -> None:
     with pytest.raises(UserError, match="here: no valid chat template"):
         template("{% if %}")
-    with pytest.raises(UserError, match=r"no chat template \(bytes have none\); give data.template"):
+    with pytest.raises(UserError, match=r"no chat template \(bytes have none\); give data.chat_template"):
         template_for(Bytes())
 
 
@@ -124,7 +124,12 @@ def chat(place: Path, lines: list[str], **data: object) -> object:
     (place / "chat.jsonl").write_text("\n".join(lines))
     (place / "plain.jinja").write_text(PLAIN)
     model = {"family": "decoder", "layers": 1, "embed": 8, "mlp": 8, "heads": 1, "kv_heads": 1, "head_dim": 8}
-    own = {"source": "chat", "path": f"{place}/chat.jsonl", "template": f"{place}/plain.jinja", "sequence_length": 16}
+    own = {
+        "source": "chat",
+        "path": f"{place}/chat.jsonl",
+        "chat_template": f"{place}/plain.jinja",
+        "sequence_length": 16,
+    }
     return load_config(
         {
             "name": "x",
@@ -156,11 +161,11 @@ def test_conversations_lie_whole_in_rows(tmp_path: Path) -> None:
 def test_what_is_too_long_may_be_dropped_and_what_is_broken_skipped(tmp_path: Path) -> None:
     lines = [line("12"), "{", line("8" * 20), line("3")]
     with (
-        pytest.raises(UserError, match=r"chat\.jsonl, line 2: no valid JSON.*data\.broken=skip"),
+        pytest.raises(UserError, match=r"chat\.jsonl, line 2: no valid JSON.*data\.on_invalid=skip"),
         Loader(chat(tmp_path, lines)) as loader,
     ):
         list(loader)
-    with Loader(chat(tmp_path, lines, broken="skip", too_long="drop")) as loader:
+    with Loader(chat(tmp_path, lines, on_invalid="skip", on_overlong="drop")) as loader:
         masks = np.concatenate([batch["mask"].ravel() for batch in loader])
         said = loader.corpus.said()
     assert masks.sum() == 5
@@ -170,10 +175,10 @@ def test_what_is_too_long_may_be_dropped_and_what_is_broken_skipped(tmp_path: Pa
 @pytest.mark.parametrize(
     ("data", "message"),
     [
-        ({"template": None}, "data.template: missing; data.tokenizer: bytes has none"),
+        ({"chat_template": None}, "data.chat_template: missing; data.tokenizer: bytes has none"),
         (
-            {"source": "text", "broken": "skip"},
-            "data.broken: only data.source: chat, preference, jsonl, parquet have it, not text",
+            {"source": "text", "on_invalid": "skip"},
+            "data.on_invalid: only data.source: chat, preference, jsonl, parquet have it, not text",
         ),
         ({"path": None}, "data.path: missing; source chat needs a file"),
     ],

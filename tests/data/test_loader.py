@@ -238,18 +238,18 @@ def test_broken_lines_are_passed_over_and_counted(config: Make, tmp_path: Any) -
     path = tmp_path / "x.jsonl"
     path.write_text('{"text": "good"}\n' * 3 + "broken\n" + '{"text": "' + "x" * 99_999 + "\n" + '{"text": "last"}\n')
     asked = {"path": str(path), "shuffle": False, "packing": False, "epochs": 1, "held_out": 0.0, "global_size": 1}
-    with data.Loader(config(**asked, broken="skip")) as loader:
+    with data.Loader(config(**asked, on_invalid="skip")) as loader:
         assert documents(list(loader)) == {"good": 3, "last": 1}
         assert loader.corpus.said() == ["of 6 documents read: 2 broken lines skipped"]
-    assert data.tokenize(config(**asked, broken="skip"), tmp_path / "cache")["records"] == 4
+    assert data.tokenize(config(**asked, on_invalid="skip"), tmp_path / "cache")["records"] == 4
     path.write_text("broken\n")
     with (
-        pytest.raises(UserError, match=r"1000 records in a row hold nothing to learn \(data.broken"),
-        data.Loader(config(path=str(path), broken="skip", held_out=0.0, global_size=1)) as loader,
+        pytest.raises(UserError, match=r"1000 records in a row hold nothing to learn \(data.on_invalid"),
+        data.Loader(config(path=str(path), on_invalid="skip", held_out=0.0, global_size=1)) as loader,
     ):
         next(loader)
     with pytest.raises(UserError, match="every record is broken"):
-        data.tokenize(config(**asked, broken="skip"), tmp_path / "other")
+        data.tokenize(config(**asked, on_invalid="skip"), tmp_path / "other")
 
 
 def test_closing_stops_the_thread(config: Make, numbered: str) -> None:

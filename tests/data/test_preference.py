@@ -69,13 +69,13 @@ def test_what_is_too_long_or_broken_is_counted_and_both_answers_go_together(tmp_
     file.write_text("\n".join([*map(json.dumps, lines), "{"]) + "\n")
 
     def of(**given: object) -> tuple[list[list[int]], str]:
-        records = Preferences([file], Data(sequence_length=6, broken="skip", **given), Bytes(), template)
+        records = Preferences([file], Data(sequence_length=6, on_invalid="skip", **given), Bytes(), template)
         found = [[len(records.document(index, answer).tokens) for answer in (0, 1)] for index in range(len(records))]
         return found, str(records.seen)
 
     cut = "of 4 pairs read: 1 cut, 6 tokens of them lost; 1 dropped as too long; 1 broken lines skipped"
     assert of() == ([[6, 4], [6, 6], [0, 0], [0, 0]], cut)
     dropped = "of 4 pairs read: 2 dropped as too long; 1 broken lines skipped"
-    assert of(too_long="drop") == ([[6, 4], [0, 0], [0, 0], [0, 0]], dropped)
-    with pytest.raises(UserError, match=r"pairs.jsonl, line 4: no valid JSON.*data.broken=skip"):
+    assert of(on_overlong="drop") == ([[6, 4], [0, 0], [0, 0], [0, 0]], dropped)
+    with pytest.raises(UserError, match=r"pairs.jsonl, line 4: no valid JSON.*data.on_invalid=skip"):
         Preferences([file], Data(sequence_length=6), Bytes(), template).document(3, 0)

@@ -33,7 +33,7 @@ def with_what_is_here(settings: list[str], place: Path) -> list[str]:
     here = [setting for setting in settings if not (setting.startswith("model=") and "hf:" in setting)]
     if len(here) < len(settings) and "chat" in " ".join(here):
         (place / "chat.jinja").write_text("{{ messages }}")
-        here.append(f"data.template={place}/chat.jinja")
+        here.append(f"data.chat_template={place}/chat.jinja")
     return here
 
 

@@ -119,9 +119,9 @@ def record(target: Path) -> None:
 
 OURS: dict[str, list[str]] = {  # of each adapter, how it is asked for
     "lora": ["adapter.kind=lora", "adapter.rank=3", "adapter.alpha=8", 'adapter.targets=["blocks.*", "embedding"]'],
-    "rslora": ["adapter.kind=lora", 'adapter.targets={"*.mlp.*": 2, "*.q": 5}', "adapter.stabilized=true"],
+    "rslora": ["adapter.kind=lora", 'adapter.targets={"*.mlp.*": 2, "*.q": 5}', "adapter.rslora=true"],
     "dora": ["adapter.kind=dora", "adapter.rank=4"],
-    "prompt": ["adapter.kind=prompt", "adapter.length=5", "data.packing=false"],
+    "prompt": ["adapter.kind=prompt", "adapter.virtual_tokens=5", "data.packing=false"],
 }
 
 

@@ -110,7 +110,7 @@ def test_commands(model: Path, tmp_path: Path, capsys, monkeypatch) -> None:
     assert (code, err) == (0, "")
     assert out.startswith("one")
     code, coded, err = run(
-        capsys, "generate", str(model), "precision.parameters=int8", "generate.cache=int8", "--prompt", "one", *some
+        capsys, "generate", str(model), "precision.parameters=int8", "generate.kv_cache=int8", "--prompt", "one", *some
     )
     assert (code, err, coded[:3]) == (0, "", "one")
     (tmp_path / "prompts.jsonl").write_text('{"prompt": "one"}\n\n{"prompt": "another"}\n')

@@ -123,7 +123,7 @@ def test_int8_is_near_the_full_cache(alone):
 def test_of_a_conversation_only_what_is_new_is_read(alone, monkeypatch):
     one, params = alone
     small = program(
-        one.cfg.model_copy(update={"generate": made(generate={"chunk": 4}).cfg.generate}), jax.devices()[:1]
+        one.cfg.model_copy(update={"generate": made(generate={"prefill_chunk": 4}).cfg.generate}), jax.devices()[:1]
     )
     fresh, thread = Generator(one, params), Thread(Generator(small, params))
     read = []

@@ -138,8 +138,8 @@ def test_no_gradient_is_gathered_and_nothing_decomposed():
     assert all("128,256" not in shape for shape in gathered), gathered
 
 
-@pytest.mark.parametrize(("tables", "shape"), [("adam", (64, 16)), ("projected", (64, 1))])
-def test_tables_are_projected_where_asked(tables, shape):
+@pytest.mark.parametrize(("project_embeddings", "shape"), [(False, (64, 16)), (True, (64, 1))])
+def test_embeddings_are_projected_where_asked(project_embeddings, shape):
     params, axes = {"embedding": jnp.zeros((64, 16))}, {"embedding": ("vocab", "embed")}
-    state = optim.scale_by_apollo(1, whole=True, tables=tables, axes=axes).init(params)
+    state = optim.scale_by_apollo(1, whole=True, project_embeddings=project_embeddings, axes=axes).init(params)
     assert state.leaves["embedding"]["m"].value.shape == shape

@@ -26,7 +26,7 @@ def adapted(kind="lora", adapter=None, **sections):
 def both(**sections):
     """In layers and in the embedding, of different ranks, with dropout."""
     targets = {"*.mlp.*": 2, "blocks.*": 4, "embedding": 3}
-    return adapted(adapter={"targets": targets, "faster": 4.0, "dropout": 0.2}, **sections)
+    return adapted(adapter={"targets": targets, "lora_plus_ratio": 4.0, "dropout": 0.2}, **sections)
 
 
 class Decoded:
@@ -76,7 +76,7 @@ def test_a_base_in_codes_stays_as_it_is():
         assert mine["loss"] == pytest.approx(other["loss"], rel=1e-5)
         assert mine["gradient_norm"] == pytest.approx(other["gradient_norm"], rel=1e-4)
     # And the same where kernels.dequant_matmul decodes.
-    kernel = Trained(adapted("qlora", {"product": "sliced"}, **sections), devices=2, updates=1, begin=trained)
+    kernel = Trained(adapted("qlora", {"matmul": "sliced"}, **sections), devices=2, updates=1, begin=trained)
     assert kernel.metrics[0] == pytest.approx(trained.metrics[0], rel=1e-4)
 
 

@@ -62,7 +62,7 @@ class Said:
 
 
 def test_an_update_that_is_no_number_is_left_out_and_counted():
-    trained = Trained(config(train={"steps": 10, "on_nan": "skip", "most_skipped": 1}), updates=1)
+    trained = Trained(config(train={"steps": 10, "on_nan": "skip", "max_skipped": 1}), updates=1)
     poisoned = jax.tree.map(lambda x: x, trained.state)
     up = poisoned.params["blocks"]["mlp"]["up"]
     up["weight"] = up["weight"].at[1, 0].set(jnp.nan)
@@ -75,7 +75,7 @@ def test_an_update_that_is_no_number_is_left_out_and_counted():
     assert int(after.step) == 2
 
     progress = Said()
-    telemetry = Telemetry(progress, None, trained.built.culprits, most_skipped=1)
+    telemetry = Telemetry(progress, None, trained.built.culprits, max_skipped=1)
     for step in (1, 2, 3):
         telemetry.update(step, trained.metrics[0] if step == 1 else metrics)
     assert len(progress.lines) == 1

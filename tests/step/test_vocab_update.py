@@ -40,9 +40,9 @@ def built(name, own, precision):
         ("adafactor", {}, {}, True),
         ("adam_mini", EPSILON, {}, True),
         ("adamw8bit", EPSILON, {"parameters": "bfloat16", "master": "remainder8"}, True),
-        ("apollo", {**EPSILON, "tables": "projected"}, {}, True),
-        ("apollo_mini", {**EPSILON, "tables": "projected"}, {"parameters": "int8"}, True),
-        ("galore_adamw", {**EPSILON, "tables": "projected"}, {}, False),  # needs the gradient whole, and gets it
+        ("apollo", {**EPSILON, "project_embeddings": True}, {}, True),
+        ("apollo_mini", {**EPSILON, "project_embeddings": True}, {"parameters": "int8"}, True),
+        ("galore_adamw", {**EPSILON, "project_embeddings": True}, {}, False),  # needs the gradient whole, and gets it
     ],
 )
 def test_an_update_in_slices_is_that_of_the_whole(name, own, precision, in_slices):

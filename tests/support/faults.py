@@ -36,7 +36,7 @@ CONFIG = {
     "mesh": {"fsdp": 2},
     "train": {"steps": STEPS, "log_every": 1},
     "checkpoint": {"every": EVERY},
-    "cluster": {"heartbeat": HEARTBEAT, "preflight": False},
+    "cluster": {"heartbeat_timeout": HEARTBEAT, "preflight": False},
 }
 
 Outcomes = Iterator[tuple[str, dict[str, Any]]]
@@ -196,7 +196,7 @@ def _last(told: str) -> str:
 def disks(scene: Scene) -> Outcomes:
     """A disk full in the middle of a run, one that may no longer be written, and one that could not from the start."""
     for number, what in enumerate(("the disk full", "the directory unwritable")):
-        for on_failure in ("stop", "go_on"):
+        for on_failure in ("stop", "continue"):
             place = scene.place / f"disk-{number}-{on_failure}"
             with Disk(place, "8m") as disk:
                 yield f"{what}, on_failure: {on_failure}", _without_room(scene, disk, place, number == 0, on_failure)
@@ -219,7 +219,7 @@ def _without_room(scene: Scene, disk: Disk, place: Path, full: bool, on_failure:
     disk.fill() if full else kept.chmod(0o555)
     cure = disk.empty if full else functools.partial(kept.chmod, 0o755)
     started.send(signal.SIGCONT)
-    if on_failure == "go_on":
+    if on_failure == "continue":
         started.until(lambda: "; going on" in started.told)
         cure()
     told, code = started.wait(), started.codes[0]

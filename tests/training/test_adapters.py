@@ -28,7 +28,7 @@ def test_a_new_classifier_on_a_backbone(tmp_path):
         return load_config({**base, "data": {"source": "digits"}, "batch": {"global_size": 8}, **sections})
 
     first = flatten_dict(run(config("base", "classify", 10), ONE).state.params)
-    adapter = {"kind": "head", "run": str(tmp_path / "base")}
+    adapter = {"kind": "head", "base_run": str(tmp_path / "base")}
     second = run(config("odd", "binary", 1, adapter=adapter), ONE)
     for path, x in flatten_dict(second.state.params).items():
         if path[0] == "head":
@@ -41,8 +41,8 @@ def test_a_new_classifier_on_a_backbone(tmp_path):
     wider = {"family": "mlp", "layers": 1, "embed": 16, "mlp": 24, "outputs": 1}
     with pytest.raises(UserError, match=r"mlp\.down\.weight is \(1, 16, 16\), but the config.s model makes it \(1, 24"):
         run(config("other", "binary", 1, adapter=adapter, model=wider), ONE)
-    with pytest.raises(UserError, match=r"adapter\.run: nowhere: no run is there"):
-        run(config("other", "binary", 1, adapter={"kind": "head", "run": "nowhere"}), ONE)
+    with pytest.raises(UserError, match=r"adapter.base_run: nowhere: no run is there"):
+        run(config("other", "binary", 1, adapter={"kind": "head", "base_run": "nowhere"}), ONE)
 
 
 def test_a_run_goes_on_beside_the_weights_it_began_beside(tmp_path, compare):

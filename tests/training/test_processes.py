@@ -40,7 +40,7 @@ def config(place: Path, name: str, steps: int) -> Config:
             "optimizer": {"schedule": "constant", "learning_rate": 1e-3, "epsilon": 1e-3},
             "train": {"steps": steps, "log_every": 1, "evaluate_every": 5, "evaluate_batches": 2},
             "checkpoint": {"every": 2},
-            "cluster": {"heartbeat": 4, "start_timeout": 120},
+            "cluster": {"heartbeat_timeout": 4, "start_timeout": 120},
         }
     )
 

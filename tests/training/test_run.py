@@ -281,7 +281,7 @@ def test_a_run_goes_back_and_on_with_other_data(config, monkeypatch, capsys):
 def test_a_run_that_only_goes_back_stops(config, monkeypatch, capsys):
     poisoned(monkeypatch, 6, 1000)
     with pytest.raises(UserError, match=r"loss is nan at step 5, .*: lower optimizer"):
-        run(config(train={"on_nan": "rollback", "most_skipped": 2}))
+        run(config(train={"on_nan": "rollback", "max_skipped": 2}))
     assert capsys.readouterr().out.count("back to step 4") == 2
 
 

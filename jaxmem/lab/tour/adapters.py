@@ -96,7 +96,7 @@ def _kinds(steps: int | None) -> Iterator[Row]:
         data = {"source": "text", "path": str(texts), "sequence_length": 64, "held_out": 0.05}
         trained({"base": Run(base, place=f"{place}/base")})
         before = evaluate(Path(place) / "base", overrides=[f"data={json.dumps(data)}"])["loss"]
-        learns = {"adapter": {"run": f"{place}/base"}, "train": {"steps": steps or STEPS}}
+        learns = {"adapter": {"base_run": f"{place}/base"}, "train": {"steps": steps or STEPS}}
         given = {**base, "data": data, **learns}
         for name, ran in trained({name: Run(given, overrides) for name, overrides in KINDS.items()}).items():
             parts = ran.plan["bytes_per_device"]

@@ -41,7 +41,7 @@ WAYS: dict[str, tuple[str, ...]] = {
     "all weights": (),
     "all, in few bytes": (
         "precision.parameters=int8", "precision.rounding=auto", "optimizer.name=apollo_mini",
-        "optimizer.tables=projected", "optimizer.clip_by=weight", "memory.update=during",
+        "optimizer.project_embeddings=true", "optimizer.clip_by=weight", "memory.update=during",
     ),
     "LoRA": ("adapter.kind=lora", "optimizer.name=adamw8bit"),
     "QLoRA": ("adapter.kind=qlora", "optimizer.name=adamw8bit"),

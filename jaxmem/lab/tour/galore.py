@@ -85,7 +85,7 @@ def by_rank(target: str | None = None, base: Mapping[str, Any] = BASE, steps: in
     note = (
         f"From {first['name']} to {last['name']} a step goes from {first['total'] / 2**30:.1f} to"
         f" {last['total'] / 2**30:.1f} GiB, and every weight is still trained. The rest: gradients, activations,"
-        " logits. Embedding and output projection have a state as AdamW's, unless optimizer.tables=projected."
+        " logits. Embedding and output projection have a state as AdamW's, unless optimizer.project_embeddings=true."
         f" Loss: nats a byte of text held out, after {runs[0]['steps']} updates of a small decoder; longer runs stand"
         " in docs/optimizers.md."
     )

@@ -83,14 +83,14 @@ ROWS = (
         "1 + 2 + 1",
     ),
     Row("APOLLO-Mini", ("optimizer.name=apollo_mini", "optimizer.rank=null"), "1 + 2 + 1"),
-    Row("embedding and output projection under it too", ("optimizer.tables=projected",), "1 + 2 + 0"),
+    Row("embedding and output projection under it too", ("optimizer.project_embeddings=true",), "1 + 2 + 0"),
     Row("each layer updated in the backward pass", ("memory.update=during", "optimizer.clip_by=weight"), "1 + 0 + 0"),
     Row(
         "{gpus} GPUs, AdamW, ZeRO-1",
         (
             "precision.parameters=bfloat16",
             "precision.rounding=stochastic",
-            "optimizer.tables=null",
+            "optimizer.project_embeddings=null",
             "optimizer.name=adamw",
             "optimizer.clip_by=global",
             "memory.update=after",

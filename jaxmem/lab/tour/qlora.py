@@ -34,8 +34,8 @@ BASE: dict[str, Any] = {
 }
 BASES: dict[str, tuple[str, ...]] = {
     "bfloat16": ("adapter.kind=lora", "adapter.base=bfloat16"),
-    "int8": ("adapter.kind=qlora", "adapter.base=int8", "adapter.double=false"),
-    "nf4": ("adapter.kind=qlora", "adapter.double=false"),
+    "int8": ("adapter.kind=qlora", "adapter.base=int8", "adapter.double_quant=false"),
+    "nf4": ("adapter.kind=qlora", "adapter.double_quant=false"),
     "nf4, constants in 8 bits": ("adapter.kind=qlora",),
     "the same, no layer again": ("adapter.kind=qlora", "memory.remat=none"),
 }
@@ -117,7 +117,7 @@ def _operations(cfg: Config, size: int = 1024) -> float:
         return 0.0
     block = base.block_size or (256 if base.parameters == "int8" else 64)
     matrix = jax.ShapeDtypeStruct((size, size), jnp.bfloat16)
-    codes = jax.eval_shape(lambda x: quantize(x, base.parameters, block, -2, double=cfg.adapter.double), matrix)
+    codes = jax.eval_shape(lambda x: quantize(x, base.parameters, block, -2, double=cfg.adapter.double_quant), matrix)
     counted = jax.jit(lambda q: q.dequantize(jnp.bfloat16)).lower(codes).cost_analysis()
     assert counted is not None
     return counted["flops"] / size**2
@@ -154,6 +154,6 @@ STOP = Stop(
     "adapters beside a base in bfloat16, int8 and nf4: what a step holds and computes",
     by_base,
     uses="compiler",
-    config=["adapter.kind=qlora", "adapter.base=nf4", "adapter.double=true"],
+    config=["adapter.kind=qlora", "adapter.base=nf4", "adapter.double_quant=true"],
     read=["jaxmem/adapters/lora.py", "jaxmem/quant/qtensor.py", "jaxmem/sharding/weights.py"],
 )

@@ -219,6 +219,6 @@ STOP = Stop(
     "70 B weights in 35 GB: bits, errors, and what a trained network can do without",
     by_bits,
     uses="devices",
-    config=["precision.parameters=nf4", "precision.block_size=64", "adapter.double=true"],
+    config=["precision.parameters=nf4", "precision.block_size=64", "adapter.double_quant=true"],
     read=["jaxmem/quant/qtensor.py", "jaxmem/quant/formats.py", "jaxmem/quant/packing.py"],
 )

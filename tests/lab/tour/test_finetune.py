@@ -72,7 +72,7 @@ def test_the_tokenizer_knows_whose_turn_it_is(files: list[Path], tmp_path: Path)
 
 def test_its_configs_are_possible_and_it_has_no_target() -> None:
     for given, more in ((PRETRAIN, {}), (FINETUNE, {"model": PRETRAIN["model"]})):
-        data = given["data"] | ({"path": "x", "template": "x"} if given is FINETUNE else {})
+        data = given["data"] | ({"path": "x", "chat_template": "x"} if given is FINETUNE else {})
         load_config({"name": "x", **given, **more, "data": data})
     with pytest.raises(UserError, match="tour finetune trains on this machine; leave it out"):
         stop("finetune").visit("h100-80gb")
