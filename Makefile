@@ -1,6 +1,6 @@
 # make demo    set up, train a small decoder, explain the memory
 # make test    set up, pass the tests
-# make lint    ruff and mypy
+# make lint    ruff, mypy and the words
 # make clean   remove what these made
 # Needs Python 3.11 or newer; another one than the first found: make PYTHON=/path/to/python demo
 
@@ -37,6 +37,7 @@ test: $(VENV)/installed-dev
 lint: $(VENV)/installed-dev
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
+	@$(BIN)/python scripts/check_words.py
 	@rm -rf build/types && mkdir -p build/types/jaxmem
 	@ln -s $(CURDIR)/jaxmem/*.py $(CURDIR)/jaxmem/*/ $(CURDIR)/kernels build/types/jaxmem/
 	@$(BIN)/mypy
