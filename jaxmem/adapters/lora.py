@@ -145,7 +145,7 @@ def _summed(w: jax.Array | QTensor, own: Mapping[str, jax.Array], scale: float) 
     def one(given: tuple[jax.Array | QTensor, Mapping[str, jax.Array]]) -> jax.Array | QTensor:
         w, own = brought(given)
         if isinstance(w, QTensor):
-            return w.renewed(merged(w.dequantize(jnp.float32), own, scale))
+            return w.requantize(merged(w.dequantize(jnp.float32), own, scale))
         return merged(w, own, scale).astype(w.dtype)
 
     return jax.lax.map(one, (w, own)) if w.ndim > 2 else one((w, own))

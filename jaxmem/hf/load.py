@@ -165,7 +165,7 @@ def _written(transposed: bool, spec: Spec) -> Any:
 
 def _turned(x: jax.Array, transposed: bool, spec: Spec) -> Any:
     x = x.T if transposed else x
-    return spec.renewed(x.astype(jnp.float32)) if isinstance(spec, QTensor) else x.astype(spec.dtype)
+    return spec.requantize(x.astype(jnp.float32)) if isinstance(spec, QTensor) else x.astype(spec.dtype)
 
 
 @cache

@@ -101,7 +101,7 @@ def attend(
 
 
 def _written(room: Room, new: New, place: Place) -> Room:
-    values: Any = room.renewed(new) if isinstance(room, QTensor) else new.astype(room.dtype)
+    values: Any = room.requantize(new) if isinstance(room, QTensor) else new.astype(room.dtype)
     at = (place.layer, 0, place.length, 0, 0)
     return _pinned(jax.tree.map(lambda x, y: jax.lax.dynamic_update_slice(x, y[None], at), room, values))
 

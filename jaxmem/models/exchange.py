@@ -118,7 +118,7 @@ def _found(
     split = None if layout is None else _Split.over(layout, axes)
     if isinstance(table, QTensor) and layout is not None and split is not None:
         parts = layout.parts("gradients", axes[1])
-        cut = table.cut(parts)
+        cut = table.with_aligned_blocks(parts)
         if cut is None:  # a device would have a part of a byte
             split = None
         else:

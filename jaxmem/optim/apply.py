@@ -95,7 +95,7 @@ def entry_keys(key: jax.Array, axes: Axes, shape: tuple[int, ...], piece: Piece 
 
 def _encoded(w: QTensor, beside: tuple[jax.Array, jax.Array | None], *_: jax.Array) -> QTensor:
     u, seeds = beside
-    return w.renewed(w.dequantize(jnp.float32) + u.astype(jnp.float32), seeds)
+    return w.requantize(w.dequantize(jnp.float32) + u.astype(jnp.float32), seeds)
 
 
 def _in_one_pass(w: QTensor, u: jax.Array, seeds: jax.Array | None, axes: Axes) -> QTensor:

@@ -25,7 +25,7 @@ from jaxmem import kernels
 from jaxmem.errors import UserError
 from jaxmem.optim.adam import Adam, Moments, unbiased
 from jaxmem.optim.by_layer import At, Leaf, Rule, by_layer
-from jaxmem.quant import FORMATS, QTensor, even_block, quantize
+from jaxmem.quant import FORMATS, QTensor, even_block_size, quantize
 from jaxmem.sharding import on_each_device
 from jaxmem.sharding.leaves import Derived
 
@@ -94,7 +94,7 @@ class Quantized:
     def update(self, g: jax.Array, state: dict[str, Any], at: At, /) -> tuple[jax.Array, dict[str, Any]]:
         values = {name: q.dequantize(jnp.float32) for name, q in state.items()}
         u, new = self.rule.update(g, values, at)
-        return u.astype(g.dtype), {name: _above_zero(q.renewed(new[name])) for name, q in state.items()}
+        return u.astype(g.dtype), {name: _above_zero(q.requantize(new[name])) for name, q in state.items()}
 
 
 @dataclass(frozen=True)
@@ -175,14 +175,14 @@ def trace8bit(momentum: float = 0.9, *, axes: Any = None) -> optax.GradientTrans
 
 
 def blocks(leaf: Leaf, most: int) -> tuple[int, int]:
-    """The dimension that blocks run along, counted from the end, and their size: `even_block`. The same on every mesh.
+    """The dimension (negative) that blocks run along, and their size: `even_block_size`. The same on every mesh.
 
     >>> blocks(Leaf((4096, 14336), jnp.float32, ("embed", "mlp"), (0, 1)), 256)
     (-1, 256)
     >>> blocks(Leaf((11008, 4096), jnp.float32, ("mlp", "embed"), (0, 1)), 256)
     (-2, 172)
     """
-    found = [even_block(size, most, SHARDS) or 0 for size in leaf.shape]
+    found = [even_block_size(size, most, SHARDS) or 0 for size in leaf.shape]
     dim = max(
         range(len(found)),
         key=lambda d: (found[d] >= most // 2, found[d] >= most // 16, leaf.axes[d] not in SPLIT_FINELY, d),

@@ -10,7 +10,7 @@ import numpy as np
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Key
 
-from jaxmem.config import Precision
+from jaxmem.config.sections import Precision
 
 Params = dict[str, Any]  # weights by name, nested as the modules are: arrays, or QTensors where quantized
 

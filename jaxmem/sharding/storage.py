@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from jaxmem.config import Precision
-from jaxmem.quant import FORMATS, QTensor, even_block, quantize
+from jaxmem.quant import FORMATS, QTensor, even_block_size, quantize
 from jaxmem.sharding.host import to_host
 
 MIN_BLOCK = 16  # values per scale; with fewer, a quantized array would be larger than the original
@@ -47,8 +47,8 @@ def _converted(w: jax.Array, axes: tuple[str | None, ...], storage: Storage) -> 
         return w
     limit = precision.block_size or (256 if FORMATS[precision.parameters].bits == 8 else 64)
     size = w.shape[axis]
-    block = even_block(size, limit) or min(limit, size)
-    q = quantize(w, precision.parameters, block, axis, double=storage.double_quant)
+    block = even_block_size(size, limit) or min(limit, size)
+    q = quantize(w, precision.parameters, block, axis, double_quant=storage.double_quant)
     return dataclasses.replace(q, dtype="bfloat16")
 
 

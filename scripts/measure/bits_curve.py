@@ -44,7 +44,9 @@ def rows(run: str, batches: int) -> Iterator[dict[str, Any]]:
         for series, formats in SERIES.items():
             for form in formats:
                 codes = [
-                    quantize(x, form, BLOCK, -2, double=True).nbytes for x in jax.tree.leaves(params) if is_matrix(x)
+                    quantize(x, form, BLOCK, -2, double_quant=True).nbytes
+                    for x in jax.tree.leaves(params)
+                    if is_matrix(x)
                 ]
                 loss = held_out(jax.tree.map(lambda x, form=form: rounded(x, form), params), batches)["loss"]
                 bits = 8 * sum(codes) / matrices

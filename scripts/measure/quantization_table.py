@@ -32,7 +32,7 @@ def rows():
     for name in FORMATS:
         given = jnp.abs(x) if name.startswith("udynamic") else x
         for double in (False, True):
-            make = jax.jit(lambda x, name=name, double=double: quantize(x, name, 64, double=double))
+            make = jax.jit(lambda x, name=name, double=double: quantize(x, name, 64, double_quant=double))
             back = jax.jit(lambda q: q.dequantize())
             q = make(given)
             error = back(q) - given

@@ -36,7 +36,7 @@ def drawn(case):
         jnp.asarray(rng.standard_normal(shape), dtype)
         for shape in ((tokens, inputs), (tokens, outputs), (inputs, outputs))
     )
-    return x, g, quantize(w, form, block, -2, double=double)
+    return x, g, quantize(w, form, block, -2, double_quant=double)
 
 
 def arguments(q):
@@ -114,7 +114,7 @@ def test_slices_take_blocks_of_any_size(form, block, inputs, monkeypatch):
 
 def test_a_slice_of_the_weight_is_all_that_is_held():
     shape = shapes.SHAPES["llama3-8b up"]
-    q = jax.eval_shape(lambda: quantize(jnp.zeros((shape.inputs, shape.outputs)), "nf4", 64, -2, double=True))
+    q = jax.eval_shape(lambda: quantize(jnp.zeros((shape.inputs, shape.outputs)), "nf4", 64, -2, double_quant=True))
     (codes, scale), options = arguments(q)
     x, g = (jax.ShapeDtypeStruct((1, size), jnp.bfloat16) for size in (shape.inputs, shape.outputs))
 
@@ -132,7 +132,7 @@ def test_dynamic_codes_as_arithmetic(signed):
     """What kernels compute in place of looking: values but for the last bits of a float32, codes the nearest."""
     form = FORMATS["dynamic8" if signed else "udynamic8"]
     code = jnp.arange(256, dtype=jnp.uint8)
-    listed = np.asarray(form.code)
+    listed = np.asarray(form.values)
     values = jax.jit(dynamic8_value, static_argnames="signed")(code, signed=signed)
     np.testing.assert_allclose(values, listed, rtol=2e-6)
     rng = np.random.default_rng(0)
@@ -155,7 +155,7 @@ def test_what_the_kernel_cannot_cut_is_said():
 def test_bytes_of_the_named_shapes():
     for shape in shapes.SHAPES.values():
         q = jax.eval_shape(
-            lambda s=shape: quantize(jnp.zeros((s.inputs, s.outputs)), s.format, s.block, -2, double=s.double)
+            lambda s=shape: quantize(jnp.zeros((s.inputs, s.outputs)), s.format, s.block, -2, double_quant=s.double)
         )
         assert shape.weight_bytes == pytest.approx(q.nbytes, rel=0.01)
         call = Call(FORMS[shape.format], shape.block, shape.inputs, shape.outputs)

@@ -108,7 +108,7 @@ def compiled(ways, form, target, options):
     def made():
         w = jnp.zeros((INPUTS, OUTPUTS), jnp.float32)
         tokens = (jnp.zeros((TOKENS, size), jnp.bfloat16) for size in (INPUTS, OUTPUTS))
-        coded, blocks = quantize(w, form, 64, -2, double=form == "nf4"), quantize(w, "int8", 128, along or -1)
+        coded, blocks = quantize(w, form, 64, -2, double_quant=form == "nf4"), quantize(w, "int8", 128, along or -1)
         return (*tokens, w.astype(jnp.bfloat16), coded, blocks, w[0])
 
     run = functools.partial(program, set(ways), own)

@@ -28,7 +28,7 @@ def shapes_and_axes():
     axes = {name: state_axes(state, params, AXES) for name, state in states.items()}
     # Blocks of 24 along a dimension of which the one mesh has parts of 16, the other parts of 8.
     coded = {
-        form: jax.eval_shape(lambda w, f=form, d=double: quantize(w, f, 24, axis=-2, double=d), params["up"])
+        form: jax.eval_shape(lambda w, f=form, d=double: quantize(w, f, 24, axis=-2, double_quant=d), params["up"])
         for form, double in FORMS
     }
     return {**states, "coded": coded}, {**axes, "coded": axes_at_rest(dict.fromkeys(coded, AXES["up"]), coded)}

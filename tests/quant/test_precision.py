@@ -47,14 +47,14 @@ def test_rounded_stochastically_a_value_is_one_of_its_neighbours_and_itself_in_t
         assert abs(values.mean() - exact) < 5 * values.std() / len(keys) ** 0.5
 
 
-def test_what_bfloat16_holds_is_not_moved_and_what_is_not_finite_stays():
+def test_bfloat16_values_and_non_finite_values_are_unchanged():
     x = jnp.asarray([0.0, 1.0, -2.5, 3.0e38, jnp.inf, -jnp.inf, jnp.nan], jnp.bfloat16)
     found = rounded(x.astype(jnp.float32), jnp.bfloat16, jax.random.key(1))
     np.testing.assert_array_equal(found.astype(jnp.float32), x.astype(jnp.float32))
 
 
-def test_only_bfloat16_is_rounded_to_stochastically():
-    with pytest.raises(ValueError, match="not to float16"):
+def test_stochastic_rounding_supports_bfloat16_only():
+    with pytest.raises(ValueError, match="not float16"):
         rounded(jnp.ones(3), jnp.float16, jax.random.key(0))
 
 

@@ -1,4 +1,4 @@
-"""Codes against bitsandbytes' own, bit by bit; errors and bits against the papers' figures; shapes, axes, meshes."""
+"""Codes bitwise equal to those of bitsandbytes; errors and bits of the papers; shapes, axes, stacks."""
 
 from pathlib import Path
 
@@ -33,7 +33,7 @@ def bits(q):
 
 
 @pytest.mark.parametrize("name", ["nf4", "fp4"])
-def test_4_bit_codes_constants_and_values_are_those_of_bitsandbytes(name):
+def test_4_bit_codes_scales_and_values_equal_those_of_bitsandbytes(name):
     q = quantize(jnp.asarray(RECORDED["x"]), name, 64)
     ours, theirs = np.asarray(q.codes).ravel(), RECORDED[f"{name}_codes"].ravel()
     if name == "fp4":  # which of its two zeros a tiny value gets differs between its own kernels
@@ -44,13 +44,13 @@ def test_4_bit_codes_constants_and_values_are_those_of_bitsandbytes(name):
     np.testing.assert_array_equal(q.dequantize(), RECORDED[f"{name}_values"])
 
 
-def test_a_weight_blocked_along_in_has_the_codes_of_its_transpose_in_torch():
+def test_blocks_along_the_input_dimension_equal_blocks_of_the_transpose_in_torch():
     q = quantize(jnp.asarray(RECORDED["x"].T), "nf4", 64, axis=-2)
     np.testing.assert_array_equal(np.asarray(q.codes).T.ravel(), RECORDED["nf4_codes"].ravel())
 
 
 @pytest.mark.parametrize(("theirs", "ours"), [("signed", "dynamic8"), ("unsigned", "udynamic8")])
-def test_dynamic_codes_are_those_of_bitsandbytes(theirs, ours):
+def test_dynamic_codes_equal_those_of_bitsandbytes(theirs, ours):
     np.testing.assert_array_equal(
         np.asarray(dynamic_code(8, signed=theirs == "signed"), np.float32), RECORDED[f"{theirs}_code"]
     )
@@ -60,9 +60,9 @@ def test_dynamic_codes_are_those_of_bitsandbytes(theirs, ours):
 
 
 @pytest.mark.parametrize("name", ["nf4", "fp4"])
-def test_double_quantization_is_no_further_off_than_theirs(name):
+def test_double_quantization_error_is_at_most_that_of_bitsandbytes(name):
     x = RECORDED["x"]
-    ours = np.asarray(quantize(jnp.asarray(x), name, 64, double=True).dequantize()) - x
+    ours = np.asarray(quantize(jnp.asarray(x), name, 64, double_quant=True).dequantize()) - x
     theirs = RECORDED[f"{name}_double_values"] - x
     # Their rows of all scales share one group; ours have one each.
     assert (ours**2).mean(axis=1) == pytest.approx((theirs**2).mean(axis=1), rel=0.05) or (
@@ -84,9 +84,9 @@ def test_double_quantization_is_no_further_off_than_theirs(name):
         ("fp8_e4m3", 256, False, 0.0177, None),
     ],
 )
-def test_errors_on_normal_values_are_the_published_ones(name, block, double, mean, square):
+def test_errors_on_normal_values_equal_the_published_ones(name, block, double, mean, square):
     x = normal(256, 4096)
-    error = np.asarray(quantize(x, name, block, double=double).dequantize() - x, np.float64)
+    error = np.asarray(quantize(x, name, block, double_quant=double).dequantize() - x, np.float64)
     assert np.abs(error).mean() == pytest.approx(mean, rel=0.01)
     if square:
         assert (error**2).mean() == pytest.approx(square, rel=0.01)
@@ -94,12 +94,14 @@ def test_errors_on_normal_values_are_the_published_ones(name, block, double, mea
 
 @pytest.mark.parametrize("shape", [(4096, 4096), (4096, 14336), (14336, 4096), (8192, 28672), (28672, 8192)])
 def test_nf4_with_double_quantization_takes_4_135_bits_on_real_weights(shape):
-    q = jax.eval_shape(lambda x: quantize(x, "nf4", 64, axis=-2, double=True), jax.ShapeDtypeStruct(shape, jnp.float32))
+    q = jax.eval_shape(
+        lambda x: quantize(x, "nf4", 64, axis=-2, double_quant=True), jax.ShapeDtypeStruct(shape, jnp.float32)
+    )
     assert 4.125 < bits(q) < 4.135
 
 
 @pytest.mark.parametrize("name", FORMATS)
-def test_each_format_takes_its_bits_and_the_constants(name):
+def test_bytes_are_those_of_the_codes_and_the_block_scales(name):
     q = quantize(suited(name, normal(16, 512)), name, 64)
     assert bits(q) == FORMATS[name].bits + (64 if FORMATS[name].affine else 32) / 64
     assert q.shape == (16, 512)
@@ -107,7 +109,7 @@ def test_each_format_takes_its_bits_and_the_constants(name):
 
 
 @pytest.mark.parametrize("name", FORMATS)
-def test_what_a_format_can_hold_it_holds(name):
+def test_values_of_the_format_are_unchanged_by_quantization(name):
     """Quantized again, values stay what they are. The largest is positive: signed dynamic codes lack -1."""
     once = quantize(suited(name, normal(4, 256)).at[:, ::32].set(5.0), name, 32)
     twice = quantize(once.dequantize(), name, 32)
@@ -115,7 +117,7 @@ def test_what_a_format_can_hold_it_holds(name):
 
 
 @pytest.mark.parametrize("name", FORMATS)
-def test_every_value_becomes_the_nearest_that_the_format_has(name):
+def test_values_are_rounded_to_the_nearest_value_of_the_format(name):
     form, x = FORMATS[name], np.linspace(0, 1, 1001, dtype=np.float32)
     every = np.arange(256).astype(np.int8 if name == "int8" else np.uint8)
     every = jnp.asarray(every if form.bits == 8 else every[: 2**form.bits])
@@ -129,7 +131,7 @@ def test_every_value_becomes_the_nearest_that_the_format_has(name):
 
 
 @pytest.mark.parametrize("name", FORMATS)
-def test_stochastic_rounding_is_right_on_average_and_never_further_than_a_neighbour(name):
+def test_stochastic_rounding_is_unbiased(name):
     x = normal(1, 64)
     x = jnp.abs(x) if "dynamic" in name else x  # the signed ones lack -1
     nearest = quantize(x, name).dequantize()
@@ -144,17 +146,17 @@ def test_stochastic_rounding_is_right_on_average_and_never_further_than_a_neighb
 
 @pytest.mark.parametrize("name", ["int8", "uint4", "int3"])
 @pytest.mark.parametrize(("axis", "double"), [(0, False), (0, True), (1, True)])
-def test_blocks_run_along_any_dimension_and_the_last_may_be_shorter(name, axis, double):
+def test_blocks_along_any_dimension_with_a_shorter_last_block(name, axis, double):
     x = normal(21, 19, 23)
-    moved = quantize(jnp.moveaxis(x, axis, -1), name, 8, double=double).dequantize()
-    q = quantize(x, name, 8, axis, double=double)
+    moved = quantize(jnp.moveaxis(x, axis, -1), name, 8, double_quant=double).dequantize()
+    q = quantize(x, name, 8, axis, double_quant=double)
     assert q.shape == x.shape
     np.testing.assert_allclose(q.dequantize(), jnp.moveaxis(moved, -1, axis), atol=0.05 if double else 0)
 
 
 @settings(max_examples=10)  # each is another program to compile
 @given(st.integers(1, 70), st.integers(1, 70))
-def test_a_block_that_does_not_divide_changes_no_other(size, block):
+def test_a_shorter_last_block_does_not_change_the_others(size, block):
     x = normal(size)
     whole = size // block * block
     q = np.asarray(quantize(x, "int8", block).dequantize())
@@ -164,7 +166,7 @@ def test_a_block_that_does_not_divide_changes_no_other(size, block):
         np.testing.assert_allclose(q[whole:], quantize(x[whole:], "int8", None).dequantize(), rtol=1e-6)
 
 
-def test_constants_for_a_channel_and_for_the_whole():
+def test_scales_per_channel_and_per_array():
     x = normal(4, 6)
     assert quantize(x, "int8", None).scale.shape == (4, 1)
     assert quantize(x, "int8", None, axis=0).scale.shape == (1, 6)
@@ -180,20 +182,20 @@ def test_empty_arrays_and_single_values(shape, name):
     np.testing.assert_allclose(q.dequantize(), np.ones(shape), rtol=1e-6)
 
 
-def test_zeros_stay_zeros_and_what_is_not_finite_stays_seen():
+def test_zeros_stay_zeros_and_nan_stays_nan():
     np.testing.assert_array_equal(quantize(jnp.zeros((2, 64)), "nf4").dequantize(), np.zeros((2, 64)))
     assert not np.isfinite(np.asarray(quantize(normal(64).at[3].set(jnp.nan), "int8").dequantize())).any()
 
 
-def test_the_dtype_comes_back_unless_another_is_asked_for():
+def test_dequantize_returns_the_original_dtype_unless_given_another():
     q = quantize(normal(64).astype(jnp.bfloat16), "int8")
     assert q.dequantize().dtype == jnp.bfloat16
     assert q.dequantize(jnp.float32).dtype == jnp.float32
 
 
-def test_a_layer_of_a_stack_is_the_layer_alone_under_vmap_and_scan():
+def test_vmap_and_scan_over_layers_equal_quantizing_the_stack():
     x = normal(3, 32, 16)
-    make = lambda w: quantize(w, "nf4", 16, axis=-2, double=True)  # noqa: E731
+    make = lambda w: quantize(w, "nf4", 16, axis=-2, double_quant=True)  # noqa: E731
     stacked, mapped = make(x), jax.vmap(make)(x)
     for one, other in zip(jax.tree.leaves(stacked), jax.tree.leaves(mapped), strict=True):
         np.testing.assert_array_equal(one, other)
@@ -201,13 +203,13 @@ def test_a_layer_of_a_stack_is_the_layer_alone_under_vmap_and_scan():
     np.testing.assert_array_equal(layers, stacked.dequantize())
 
 
-def test_mistakes_are_named():
-    for call, said in (
-        (lambda: quantize(normal(4), "nf5"), "format 'nf5' is none; did you mean nf4"),
-        (lambda: quantize(jnp.arange(4), "int8"), "takes floating-point values, not int32"),
-        (lambda: quantize(jnp.float32(1.0), "int8"), "a scalar"),
-        (lambda: quantize(normal(4), "int8", axis=1), "axis 1 is none of an array of 1 dimensions"),
-        (lambda: quantize(normal(4), "int8", 0), "block_size 0 should be 1 or more"),
+def test_errors():
+    for call, message in (
+        (lambda: quantize(normal(4), "nf5"), "unknown format 'nf5'; did you mean nf4"),
+        (lambda: quantize(jnp.arange(4), "int8"), "supports floating-point arrays, not int32"),
+        (lambda: quantize(jnp.float32(1.0), "int8"), "scalars"),
+        (lambda: quantize(normal(4), "int8", axis=1), "axis=1 is out of range for an array of 1 dimensions"),
+        (lambda: quantize(normal(4), "int8", 0), "block_size=0; give a positive integer"),
     ):
-        with pytest.raises(UserError, match=said):
+        with pytest.raises(UserError, match=message):
             call()

@@ -58,7 +58,7 @@ def _draws(*shapes: tuple[int, ...], dtype: Any = BF16) -> Iterator[jax.Array]:
 
 def _product(shape: product_shapes.Shape) -> Work:
     x, g, w = _draws((shape.tokens, shape.inputs), (shape.tokens, shape.outputs), (shape.inputs, shape.outputs))
-    q = quantize(w, shape.format, shape.block, -2, double=shape.double)
+    q = quantize(w, shape.format, shape.block, -2, double_quant=shape.double)
     double = isinstance(q.scale, QTensor)
     scale = Constants(q.scale.codes, q.scale.scale, q.scale.offset) if double else q.scale
     options: dict[str, Any] = {"format": shape.format, "block_size": shape.block, "inputs": shape.inputs}

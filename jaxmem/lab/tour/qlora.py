@@ -117,7 +117,8 @@ def _operations(cfg: Config, size: int = 1024) -> float:
         return 0.0
     block = base.block_size or (256 if base.parameters == "int8" else 64)
     matrix = jax.ShapeDtypeStruct((size, size), jnp.bfloat16)
-    codes = jax.eval_shape(lambda x: quantize(x, base.parameters, block, -2, double=cfg.adapter.double_quant), matrix)
+    double_quant = cfg.adapter.double_quant
+    codes = jax.eval_shape(lambda x: quantize(x, base.parameters, block, -2, double_quant=double_quant), matrix)
     counted = jax.jit(lambda q: q.dequantize(jnp.bfloat16)).lower(codes).cost_analysis()
     assert counted is not None
     return counted["flops"] / size**2

@@ -136,7 +136,7 @@ def _bytes(form: Form, x: Any) -> int:
 def _quantized(form: Form, x: Any) -> Any:
     from jaxmem.quant import quantize
 
-    return quantize(x, form.format, form.block, form.axis, double=form.double)
+    return quantize(x, form.format, form.block, form.axis, double_quant=form.double)
 
 
 def is_matrix(x: Any) -> bool:
@@ -152,7 +152,7 @@ def rounded(x: jax.Array, form: str, axis: int = -2) -> jax.Array:
 
     if not is_matrix(x):
         return x
-    return jax.device_put(quantize(x, form, BLOCK, axis, double=True).dequantize(), x.sharding)
+    return jax.device_put(quantize(x, form, BLOCK, axis, double_quant=True).dequantize(), x.sharding)
 
 
 def _trained(given: Mapping[str, Any]) -> Iterator[Row]:
