@@ -87,6 +87,8 @@ for _tag, (_pattern, _first) in SCALARS.items():
 def load_config(source: str | os.PathLike[str] | Mapping[str, Any], overrides: Iterable[str] = ()) -> Config:
     """The config of a file or dict with `key=value` overrides, checked but for the device count."""
     raw, changes = rename(_copy(source) if isinstance(source, Mapping) else _read(Path(source)))
+    if set(Config.model_fields) <= set(raw):  # saved by a run: nobody has to write it anew
+        changes.clear()
     for override in overrides:
         _override(raw, override)
         raw, more = rename(raw)

@@ -46,7 +46,17 @@ NEW = {
 }  # fmt: skip
 
 
-def test_every_old_key_is_accepted_with_one_warning(tmp_path):
+def with_old_names(raw: dict[str, Any]) -> dict[str, Any]:
+    """A whole config as the release before saved it."""
+    before = {section: dict(fields) if isinstance(fields, dict) else fields for section, fields in raw.items()}
+    for key, new in KEYS.items():
+        section, _, old = key.partition(".")
+        value = before[section].pop(new)
+        before[section][old] = {v: k for k, v in VALUES.get(f"{section}.{new}", {}).items()}.get(value, value)
+    return before
+
+
+def test_every_old_key_is_accepted_with_one_warning():
     with pytest.warns(OldNameWarning) as seen:
         cfg = load_config(OLD)
     assert len(seen) == 1
@@ -55,10 +65,15 @@ def test_every_old_key_is_accepted_with_one_warning(tmp_path):
     assert all(f"{old} -> {old.partition('.')[0]}.{new}" in text for old, new in KEYS.items())
     assert "checkpoint.on_failure=go_on -> continue" in text
     assert cfg == load_config(NEW)
+
+
+def test_what_a_run_saved_opens_without_a_warning(tmp_path):
+    cfg = load_config(NEW)
     save_config(cfg, tmp_path / "config.yaml")
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert load_config(tmp_path / "config.yaml") == cfg
+        assert load_config(with_old_names(cfg.model_dump(mode="json"))) == cfg
 
 
 def test_old_overrides_win_over_what_a_file_says():
@@ -71,9 +86,4 @@ def test_old_overrides_win_over_what_a_file_says():
 
 def test_a_checkpoint_of_the_old_names_belongs_to_the_same_run():
     after = load_config(NEW).model_dump(mode="json")
-    before = {section: dict(fields) if isinstance(fields, dict) else fields for section, fields in after.items()}
-    for key, new in KEYS.items():
-        section, _, old = key.partition(".")
-        value = before[section].pop(new)
-        before[section][old] = {v: k for k, v in VALUES.get(f"{section}.{new}", {}).items()}.get(value, value)
-    assert changed(before, after) == []
+    assert changed(with_old_names(after), after) == []
