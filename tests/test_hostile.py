@@ -13,7 +13,7 @@ from jaxmem.data.chat import messages_of
 from jaxmem.data.long_line import BrokenLineError
 from jaxmem.data.template import ChatTemplate
 from jaxmem.errors import UserError
-from jaxmem.hf.beside import copy_beside, copy_tokenizer
+from jaxmem.hf.files import copy_metadata, copy_tokenizer
 from jaxmem.hf.tensors import Tensors
 from jaxmem.planning.targets import parse_target
 from tests.support.fuzz import classes, fuzz
@@ -63,7 +63,7 @@ LLAMA = {
     [
         ({"architectures": 3}, "architectures: must be a list of names, not 3"),
         ({"layer_types": [[]]}, "layer_types: must be a list of names"),
-        ({"max_window_layers": "x"}, "max_window_layers: must be a whole number of at least 0"),
+        ({"max_window_layers": "x"}, "max_window_layers: must be an integer of at least 0"),
         ({"num_hidden_layers": 2**60, "max_window_layers": 1}, "layers of 2 kinds"),  # counted, not gone through
         ({"rope_scaling": {"rope_type": []}}, r"rope_type \[\] is not supported"),
         ({"rms_norm_eps": 10**400}, "rms_norm_eps: must be a number above 0"),
@@ -128,10 +128,10 @@ def test_no_link_leads_out_of_a_directory_of_weights(tmp_path):
     blobs.mkdir()
     written(blobs / "1f0c", {})
     (model / "config.json").symlink_to("../../blobs/1f0c")
-    copy_beside(model, tmp_path / "taken")
+    copy_metadata(model, tmp_path / "taken")
     assert [path.name for path in (tmp_path / "taken").iterdir()] == ["config.json"]
     (model / "merges.txt").symlink_to(secret)
-    for copy in (copy_beside, copy_tokenizer):
+    for copy in (copy_metadata, copy_tokenizer):
         with pytest.raises(UserError, match=r"merges\.txt: a link that leads out of its directory"):
             copy(str(model), tmp_path / "other")
     assert not (tmp_path / "other" / "merges.txt").exists()

@@ -1,8 +1,8 @@
 """A Hugging Face `config.json` as the fields of a decoder, and back.
 
-Each family says what its class does by itself (which projections have biases, whether heads are normalised, what a
-key means that is absent). What a decoder here cannot compute is refused, never left out: other scaling of rotary
-positions, layers that differ, other activations, weights quantized by another tool.
+Each family states what its class does regardless of the file (which projections have biases, whether heads are
+normalized, the default of an absent key). What a decoder here cannot compute is refused, never ignored: other scaling
+of rotary positions, layers that differ, other activations, weights quantized by another tool.
 """
 
 from __future__ import annotations
@@ -21,23 +21,26 @@ MAX_BYTES = 16 << 20  # more than any of these files; their content is checked, 
 
 @dataclass(frozen=True)
 class Family:
-    """One architecture of Hugging Face's, with the defaults of its class for keys that a file may lack."""
+    """An architecture of transformers, with the defaults of its class for keys that a file may lack."""
 
     model_type: str
     defaults: Mapping[str, Any] = field(default_factory=dict)
-    biased: bool | None = None  # of queries, keys and values: always, never; None: as `attention_bias` says
+    biased: bool | None = None  # queries, keys and values: always, never; None: as `attention_bias` says
     biased_output: bool = True  # where `attention_bias` says so
     mlp_bias: bool = False  # whether the file may ask for it
     qk_norm: bool = False
+    windows: str | None = None  # "all": every layer has `sliding_window`; "asked": where `use_sliding_window` says so
 
 
-_QWEN = {"sliding_window": 4096}  # where `use_sliding_window` says so
+_QWEN = {"num_key_value_heads": 32, "sliding_window": 4096}
 
 FAMILIES = {
     "LlamaForCausalLM": Family("llama", mlp_bias=True),
-    "MistralForCausalLM": Family("mistral", {"num_key_value_heads": 8, "sliding_window": 4096}, biased=False),
-    "Qwen2ForCausalLM": Family("qwen2", {"num_key_value_heads": 32, **_QWEN}, biased=True, biased_output=False),
-    "Qwen3ForCausalLM": Family("qwen3", {"num_key_value_heads": 32, "head_dim": 128, **_QWEN}, qk_norm=True),
+    "MistralForCausalLM": Family(
+        "mistral", {"num_key_value_heads": 8, "sliding_window": 4096}, biased=False, windows="all"
+    ),
+    "Qwen2ForCausalLM": Family("qwen2", _QWEN, biased=True, biased_output=False, windows="asked"),
+    "Qwen3ForCausalLM": Family("qwen3", {**_QWEN, "head_dim": 128}, qk_norm=True, windows="asked"),
 }
 SHAPE = {
     "vocab": "vocab_size",
@@ -46,17 +49,31 @@ SHAPE = {
     "mlp": "intermediate_size",
     "heads": "num_attention_heads",
 }
-SCALINGS = ("default", "linear", "llama3", "yarn")
-# Settings that change what a model computes, and the only value of each that a decoder here has.
-FIXED = {
-    "hidden_act": "silu",
-    "partial_rotary_factor": 1.0,
-    "quantization_config": None,
-    "attn_logit_softcapping": None,
+# Scalings of rotary positions; for each the fields of `model.rope` that it has beside `factor`: key and default.
+ROPE: dict[str, dict[str, tuple[str, float | None]]] = {
+    "default": {},
+    "linear": {},
+    "llama3": {"low_frequency": ("low_freq_factor", None), "high_frequency": ("high_freq_factor", None)},
+    "yarn": {"beta_fast": ("beta_fast", 32.0), "beta_slow": ("beta_slow", 1.0)},
+}
+ORIGINAL_LENGTH = "original_max_position_embeddings"
+# Settings that change what a model computes, and the only values that a decoder here supports, the default first.
+FIXED: dict[str, tuple[Any, ...]] = {
+    "hidden_act": ("silu",),
+    "partial_rotary_factor": (1.0, None),
+    "quantization_config": (None,),
+    "attn_logit_softcapping": (None,),
+}
+FIXED_ROPE: dict[str, tuple[Any, ...]] = {
+    "partial_rotary_factor": (1.0, None),
+    "mscale": (None,),
+    "mscale_all_dim": (None,),
+    "truncate": (True, None),
 }
 
 
 def read_json(file: Path) -> dict[str, Any]:
+    """The object that a JSON file contains."""
     try:
         if file.stat().st_size > MAX_BYTES:
             raise UserError(f"{file}: larger than {MAX_BYTES >> 20} MiB, which no such file is")
@@ -66,138 +83,142 @@ def read_json(file: Path) -> dict[str, Any]:
     try:
         found = json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise UserError(f"{file}: no valid JSON: {error}") from error
+        raise UserError(f"{file}: invalid JSON: {error}") from error
     if not isinstance(found, dict):
-        raise UserError(f"{file}: must hold an object, not {type(found).__name__}")
+        raise UserError(f"{file}: must contain an object, not {type(found).__name__}")
     return found
 
 
 def decoder_fields(directory: str) -> dict[str, Any]:
-    """The fields of `model` that the config.json of a directory stands for."""
+    """The fields of `model` that the config.json of a directory describes."""
     place = Path(directory).expanduser()
     if not place.is_dir():
         raise UserError(f"model.hf: {directory}: no such directory; give one with config.json and *.safetensors")
     file = place / "config.json"
     if not file.is_file():
-        raise UserError(f"model.hf: {directory}: no config.json is there; give a Hugging Face model's directory")
+        raise UserError(f"model.hf: {directory}: contains no config.json; give a Hugging Face model's directory")
     try:
         return fields_of(read_json(file))
-    except _UnfitError as error:
+    except _UnsupportedError as error:
         raise UserError(f"{file}: {error}") from None
 
 
-class _UnfitError(Exception):
-    """What a decoder here does not have."""
+class _UnsupportedError(Exception):
+    """What a decoder here cannot compute, or a value of the wrong type."""
 
 
-def fields_of(given: Mapping[str, Any]) -> dict[str, Any]:
-    named = _names(given, "architectures")
-    family = next((FAMILIES[name] for name in named if name in FAMILIES), None) or next(
-        (one for one in FAMILIES.values() if not named and one.model_type == given.get("model_type")), None
-    )
+def fields_of(settings: Mapping[str, Any]) -> dict[str, Any]:
+    names, model_type = _names(settings, "architectures"), settings.get("model_type")
+    family = next((FAMILIES[name] for name in names if name in FAMILIES), None)
+    if not names:
+        family = next((one for one in FAMILIES.values() if one.model_type == model_type), None)
     if family is None:
-        raise _UnfitError(
-            f"architecture {', '.join(named) or given.get('model_type')} is not known; known: {', '.join(FAMILIES)}"
+        raise _UnsupportedError(
+            f"architecture {', '.join(names) or model_type} is not supported; supported: {', '.join(FAMILIES)}"
         )
-    for key, only in FIXED.items():
-        if given.get(key, only) != only:
-            raise _UnfitError(f"{key} {json.dumps(given[key])} is not supported, only {json.dumps(only)}")
-    shape = {name: _whole(given, key) for name, key in SHAPE.items()}
-    known = {"num_key_value_heads": shape["heads"], **family.defaults}
-    asked = bool(given.get("attention_bias", False))
-    biased = asked if family.biased is None else family.biased
+    _check_fixed(settings, FIXED)
+    shape = {name: _integer(settings, key) for name, key in SHAPE.items()}
+    defaults = {
+        "num_key_value_heads": shape["heads"], "head_dim": shape["embed"] // shape["heads"], **family.defaults
+    }  # fmt: skip
+    biased = bool(settings.get("attention_bias", False)) if family.biased is None else family.biased
     return {
         **shape,
-        "kv_heads": _whole(given, "num_key_value_heads", known["num_key_value_heads"]),
-        "head_dim": _whole(given, "head_dim", known.get("head_dim", shape["embed"] // shape["heads"])),
-        "rope": _rope(given),
-        "norm_epsilon": _number(given, "rms_norm_eps", 1e-6),
+        "kv_heads": _integer(settings, "num_key_value_heads", defaults["num_key_value_heads"]),
+        "head_dim": _integer(settings, "head_dim", defaults["head_dim"]),
+        "rope": _rope_fields(settings),
+        "norm_epsilon": _number(settings, "rms_norm_eps", 1e-6),
         "qk_norm": family.qk_norm,
         "attention_bias": biased,
         "output_bias": biased and family.biased_output,
-        "mlp_bias": family.mlp_bias and bool(given.get("mlp_bias", False)),
-        "tie_embeddings": bool(given.get("tie_word_embeddings", False)),
-        "window": _window(given, family, shape["layers"]),
+        "mlp_bias": family.mlp_bias and bool(settings.get("mlp_bias", False)),
+        "tie_embeddings": bool(settings.get("tie_word_embeddings", False)),
+        "window": _window(settings, family, shape["layers"]),
     }
 
 
-def _names(given: Mapping[str, Any], key: str) -> list[str]:
-    value = given.get(key) or []
+def _check_fixed(settings: Mapping[str, Any], fixed: Mapping[str, tuple[Any, ...]], section: str = "") -> None:
+    for key, supported in fixed.items():
+        if settings.get(key, supported[0]) not in supported:
+            value, only = json.dumps(settings[key]), json.dumps(supported[0])
+            raise _UnsupportedError(f"{section}{key} {value} is not supported, only {only}")
+
+
+def _names(settings: Mapping[str, Any], key: str) -> list[str]:
+    value = settings.get(key) or []
     if not isinstance(value, list) or not all(isinstance(name, str) for name in value):
-        raise _UnfitError(f"{key}: must be a list of names, not {value!r}")
+        raise _UnsupportedError(f"{key}: must be a list of names, not {value!r}")
     return value
 
 
-def _whole(given: Mapping[str, Any], key: str, default: Any = None, least: int = 1) -> int:
-    value = given.get(key)
+def _integer(settings: Mapping[str, Any], key: str, default: Any = None, least: int = 1) -> int:
+    value = settings.get(key)
     value = default if value is None else value
     if type(value) is not int or value < least:
-        raise _UnfitError(f"{key}: must be a whole number of at least {least}, not {value!r}")
+        raise _UnsupportedError(f"{key}: must be an integer of at least {least}, not {value!r}")
     return value
 
 
-def _window(given: Mapping[str, Any], family: Family, layers: int) -> int | None:
-    """How many keys a query sees; every layer must see as many."""
-    kinds = set(_names(given, "layer_types"))
-    window = given.get("sliding_window", family.defaults.get("sliding_window"))
-    if family.model_type in ("qwen2", "qwen3"):
-        if not given.get("use_sliding_window", False) or window is None:
-            return None
-        first = _whole(given, "max_window_layers", 28, least=0)
-        there = {"full_attention": first > 0, "sliding_attention": first < layers}
-        kinds = kinds or {kind for kind, any_layer in there.items() if any_layer}
-    elif family.model_type != "mistral" or window is None:
+def _number(settings: Mapping[str, Any], key: str, default: float | None = None) -> float:
+    value = settings.get(key)
+    value = default if value is None else value
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < 1e300:
+        raise _UnsupportedError(f"{key}: must be a number above 0, not {value!r}")
+    return float(value)
+
+
+def _window(settings: Mapping[str, Any], family: Family, layers: int) -> int | None:
+    """How many keys a query sees; the same in every layer."""
+    kinds = set(_names(settings, "layer_types"))
+    window = settings.get("sliding_window", family.defaults.get("sliding_window"))
+    if window is None or family.windows is None:
         return None
+    if family.windows == "asked":
+        if not settings.get("use_sliding_window", False):
+            return None
+        first = _integer(settings, "max_window_layers", 28, least=0)
+        present = {"full_attention": first > 0, "sliding_attention": first < layers}
+        kinds = kinds or {kind for kind, is_present in present.items() if is_present}
     kinds = kinds or {"sliding_attention"}
     if kinds == {"full_attention"}:
         return None
     if kinds != {"sliding_attention"}:
-        raise _UnfitError(f"layers of {len(kinds)} kinds ({', '.join(sorted(kinds))}); all must have the same window")
-    return _whole(given, "sliding_window", window)
+        raise _UnsupportedError(
+            f"layer_types: layers of {len(kinds)} kinds ({', '.join(sorted(kinds))}) are not supported; "
+            "all must have the same window"
+        )
+    return _integer(settings, "sliding_window", window)
 
 
-def _rope(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Both spellings: `rope_theta` and `rope_scaling`, or since transformers 5 `rope_parameters`."""
-    scaling = given.get("rope_parameters") or given.get("rope_scaling") or {}
+def _rope_fields(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Both spellings: `rope_theta` and `rope_scaling`, or since transformers 5 `rope_parameters`. Of a file with both,
+    transformers reads `rope_scaling`."""
+    scaling = settings.get("rope_scaling") or settings.get("rope_parameters") or {}
     if not isinstance(scaling, Mapping):
-        raise _UnfitError(f"rope_scaling: must be an object, not {scaling!r}")
+        raise _UnsupportedError(f"rope_scaling: must be an object, not {scaling!r}")
     kind = scaling.get("rope_type", scaling.get("type", "default"))
-    if not isinstance(kind, str) or kind not in SCALINGS:
-        raise _UnfitError(f"rope_type {kind!r} is not supported; supported: {', '.join(SCALINGS)}")
-    for key, only in (("mscale", None), ("mscale_all_dim", None), ("truncate", True)):
-        if scaling.get(key, only) not in (only, None):
-            raise _UnfitError(f"rope_scaling.{key} {scaling[key]!r} is not supported; leave it out")
-    rope: dict[str, Any] = {"theta": _number({**given, **scaling}, "rope_theta", 10_000.0)}
+    if not isinstance(kind, str) or kind not in ROPE:
+        raise _UnsupportedError(f"rope_type {kind!r} is not supported; supported: {', '.join(ROPE)}")
+    _check_fixed(scaling, FIXED_ROPE, "rope_scaling.")
+    rope: dict[str, Any] = {"theta": _number({**settings, **scaling}, "rope_theta", 10_000.0)}
     if kind == "default":
         return rope
     rope |= {"scaling": kind, "factor": _number(scaling, "factor")}
-    if kind == "llama3":
-        rope |= {
-            "low_frequency": _number(scaling, "low_freq_factor"),
-            "high_frequency": _number(scaling, "high_freq_factor"),
-        }
-    if kind == "yarn":
-        rope |= {"beta_fast": _number(scaling, "beta_fast", 32.0), "beta_slow": _number(scaling, "beta_slow", 1.0)}
-        if scaling.get("attention_factor") is not None:
-            rope["attention_factor"] = _number(scaling, "attention_factor")
+    rope |= {name: _number(scaling, key, default) for name, (key, default) in ROPE[kind].items()}
+    if kind == "yarn" and scaling.get("attention_factor") is not None:
+        rope["attention_factor"] = _number(scaling, "attention_factor")
     if kind != "linear":
-        length = given.get("max_position_embeddings")
-        rope["original_length"] = _whole(scaling, "original_max_position_embeddings", length)
+        # transformers prefers the one at the top level.
+        default = scaling.get(ORIGINAL_LENGTH, settings.get("max_position_embeddings"))
+        rope["original_length"] = _integer(settings, ORIGINAL_LENGTH, default)
     return rope
 
 
-def _number(given: Mapping[str, Any], key: str, default: float | None = None) -> float:
-    value = given.get(key)
-    value = default if value is None else value
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < 1e300:
-        raise _UnfitError(f"{key}: must be a number above 0, not {value!r}")
-    return float(value)
-
-
 def config_json(model: Decoder, base: Mapping[str, Any] | None = None, length: int = 2048) -> dict[str, Any]:
-    """The config.json of a decoder: `base` where that already says the same, or that of the first family that can.
+    """The config.json of a decoder: `base` if that describes the same model, or that of the first family that can.
 
-    `base` is the file that the model came with; what has no meaning here (ids of special tokens) is kept from it.
+    `base` is the file that the model was loaded from; the ids of its special tokens are kept. `length`: the longest
+    sequence of the training.
     """
     wanted = _comparable(model)
     if base is not None and _read_back(base) == wanted:
@@ -206,31 +227,28 @@ def config_json(model: Decoder, base: Mapping[str, Any] | None = None, length: i
     if model.rope.scaling in ("llama3", "yarn"):
         length = max(length, round(model.rope.factor * model.rope.original_length))
     length = (base or {}).get("max_position_embeddings", length)
-    for architecture in FAMILIES:
-        written = _written(model, architecture, length)
+    for architecture, family in FAMILIES.items():
+        written = {"architectures": [architecture], **_settings(model, family, length)}
         if _read_back(written) == wanted:
             return {**written, **kept}
-    asked = [
-        name for name in ("qk_norm", "attention_bias", "output_bias", "mlp_bias", "window") if getattr(model, name)
-    ]
-    raise UserError(f"model: no family of Hugging Face has {', '.join(asked)} together; known: {', '.join(FAMILIES)}")
+    options = ("qk_norm", "attention_bias", "output_bias", "mlp_bias", "window")
+    used = ", ".join(name for name in options if getattr(model, name))
+    raise UserError(f"model: no family of Hugging Face supports {used} together; families: {', '.join(FAMILIES)}")
 
 
 def _comparable(model: Decoder) -> dict[str, Any]:
     return model.model_dump(exclude={"family", "preset", "hf", "dropout"})
 
 
-def _read_back(written: Mapping[str, Any]) -> dict[str, Any] | None:
+def _read_back(settings: Mapping[str, Any]) -> dict[str, Any] | None:
     try:
-        return _comparable(Decoder.model_validate(fields_of(written)))
-    except (_UnfitError, ValueError):
+        return _comparable(Decoder.model_validate(fields_of(settings)))
+    except (_UnsupportedError, ValueError):
         return None
 
 
-def _written(model: Decoder, architecture: str, length: int) -> dict[str, Any]:
-    family = FAMILIES[architecture]
+def _settings(model: Decoder, family: Family, length: int) -> dict[str, Any]:
     found = {
-        "architectures": [architecture],
         "model_type": family.model_type,
         **{key: getattr(model, name) for name, key in SHAPE.items()},
         "num_key_value_heads": model.kv_heads,
@@ -242,27 +260,22 @@ def _written(model: Decoder, architecture: str, length: int) -> dict[str, Any]:
         "tie_word_embeddings": model.tie_embeddings,
         "max_position_embeddings": length,
         "rope_theta": model.rope.theta,
-        "rope_scaling": _scaling(model.rope),
+        "rope_scaling": _rope_scaling(model.rope),
         "sliding_window": model.window,
     }
-    if family.model_type in ("qwen2", "qwen3"):
-        found |= {
-            "use_sliding_window": model.window is not None,
-            "max_window_layers": 0 if model.window else model.layers,
-        }
+    if family.windows == "asked":
+        first = 0 if model.window else model.layers
+        found |= {"use_sliding_window": model.window is not None, "max_window_layers": first}
     return found
 
 
-def _scaling(rope: Rope) -> dict[str, Any] | None:
+def _rope_scaling(rope: Rope) -> dict[str, Any] | None:
     if rope.scaling == "none":
         return None
     found: dict[str, Any] = {"rope_type": rope.scaling, "factor": rope.factor}
-    if rope.scaling == "llama3":
-        found |= {"low_freq_factor": rope.low_frequency, "high_freq_factor": rope.high_frequency}
-    if rope.scaling == "yarn":
-        found |= {"beta_fast": rope.beta_fast, "beta_slow": rope.beta_slow}
-        if rope.attention_factor is not None:
-            found["attention_factor"] = rope.attention_factor
+    found |= {key: getattr(rope, name) for name, (key, _) in ROPE[rope.scaling].items()}
+    if rope.scaling == "yarn" and rope.attention_factor is not None:
+        found["attention_factor"] = rope.attention_factor
     if rope.scaling != "linear":
-        found["original_max_position_embeddings"] = rope.original_length
+        found[ORIGINAL_LENGTH] = rope.original_length
     return found

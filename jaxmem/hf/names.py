@@ -1,6 +1,6 @@
-"""What a decoder's weights are called in a Hugging Face file, for every family: one table, read in both directions.
+"""The names of a decoder's weights in a Hugging Face file, for every family: one table, used in both directions.
 
-Here the weights of all layers are one array [layer, in, out]; there each layer has its own [out, in].
+Here the weights of all layers are one array [layer, in, out]; in a file each layer has its own tensor [out, in].
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Any
 
 from flax.traverse_util import flatten_dict
 
-Path = tuple[str, ...]
+WeightPath = tuple[str, ...]
 
 MODULES = {
     "embedding": "model.embed_tokens",
@@ -30,32 +30,34 @@ MODULES = {
     "head": "lm_head",
 }
 LEAVES = {"weight": "weight", "scale": "weight", "bias": "bias"}
-# Buffers that older files hold, and that are computed here.
+# Buffers that older files contain, and that are computed here.
 COMPUTED = ("rotary_emb.inv_freq",)
 
 
 @dataclass(frozen=True)
-class Weight:
-    """One weight here, and the tensor, or the tensor of each layer, that it is there."""
+class FileWeight:
+    """A weight of a network and its tensor in a file, or its tensor of each layer."""
 
-    path: Path
+    path: WeightPath
     name: str  # with {} for the layer
-    stacked: bool
-    transposed: bool
+    is_transposed: bool
 
-    def of_layer(self, layer: int) -> str:
+    @property
+    def is_stacked(self) -> bool:
+        return "{}" in self.name
+
+    def tensor_name(self, layer: int) -> str:
         return self.name.format(layer)
 
-    def there(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """The shape of a tensor there, of a weight's here."""
-        one = shape[1:] if self.stacked else shape
-        return one[::-1] if self.transposed else one
+    def file_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """The shape of a tensor in the file, given the shape of the weight."""
+        one = shape[1:] if self.is_stacked else shape
+        return one[::-1] if self.is_transposed else one
 
 
-def weights(params: Any) -> Iterator[tuple[Weight, Any]]:
+def decoder_weights(params: Any) -> Iterator[tuple[FileWeight, Any]]:
     """Each weight of a decoder's parameters, a nested dict, with its leaf."""
     for path, leaf in flatten_dict(params).items():
         *module, kind = path
         name = MODULES[".".join(module)]
-        weight = Weight(path, f"{name}.{LEAVES[kind]}", "{}" in name, kind == "weight" and name != MODULES["embedding"])
-        yield weight, leaf
+        yield FileWeight(path, f"{name}.{LEAVES[kind]}", kind == "weight" and module != ["embedding"]), leaf

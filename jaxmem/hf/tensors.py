@@ -1,8 +1,8 @@
-"""safetensors files, read as if they were hostile, and written tensor by tensor.
+"""safetensors files: read slice by slice, written tensor by tensor.
 
-A file is 8 bytes of length, a JSON header that says of each tensor dtype, shape and place, and the values. The header
-is checked against the file's size before anything is opened, with Python's integers, so that no claim of a file
-allocates memory. Values are then read by the `safetensors` library, slice by slice: what is held is one slice.
+The `safetensors` library checks a header (syntax, dtypes, shapes, offsets, size of the file) before it gives anything
+of it, and allocates nothing that a header merely claims; then it reads one slice at a time. Writing is our own: the
+library's writer takes all tensors of a file at once, ours holds one.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import json
 import math
 import struct
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
@@ -23,13 +22,10 @@ import numpy as np
 from jaxmem.config.hugging_face import read_json
 from jaxmem.errors import UserError
 
-MAX_HEADER = 100 << 20  # bytes; the library's own limit
-SHARD = 5 << 30  # bytes of values in a file that is written
+SHARD = 5 << 30  # bytes of values in a written file
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 DTYPES = {"F32": np.dtype(np.float32), "F16": np.dtype(np.float16), "BF16": np.dtype(ml_dtypes.bfloat16)}
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
-# Sizes of what may stand in a file and is no weight here, so that its place can be checked too.
-OTHER_SIZES = {"F64": 8, "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U8": 1, "BOOL": 1, "F8_E4M3": 1, "F8_E5M2": 1}
 LONGEST_NAME = 255  # of file systems
 PICKLED = (".bin", ".pt", ".pth", ".ckpt")
 
@@ -49,24 +45,25 @@ class Tensors:
     def __init__(self, directory: str | Path, single: str | None = None) -> None:
         """`single`: the name of the only file, where there can be no other."""
         self.directory = Path(directory).expanduser()
-        self._opened = ExitStack()
-        self._handles: dict[Path, Any] = {}
         self.entries: dict[str, Entry] = {}
-        for file in _files(self.directory) if single is None else [self.directory / single]:
-            found = read_header(file)
-            if twice := sorted(found.keys() & self.entries.keys()):
-                raise UserError(f"{file}: {_few(twice)} stand in {self.entries[twice[0]].file.name} too")
-            self.entries |= found
+        files = _files(self.directory) if single is None else [self.directory / single]
+        self._open = {file: open_file(file) for file in files}
+        for file, opened in self._open.items():
+            for name in opened.keys():  # noqa: SIM118 - not a mapping
+                if name in self.entries:
+                    raise UserError(f"{file}: tensor {name} is also in {self.entries[name].file.name}")
+                header = opened.get_slice(name)
+                self.entries[name] = Entry(file, header.get_dtype(), tuple(header.get_shape()))
 
     def expect(
-        self, wanted: Mapping[str, tuple[int, ...]], ignored: Callable[[str], bool], config: str = "config.json"
+        self, wanted: Mapping[str, tuple[int, ...]], is_ignored: Callable[[str], bool], config: str = "config.json"
     ) -> None:
-        """Refuse a directory that lacks a tensor, has one too many, or one of another shape or an unknown dtype."""
-        there = {name for name in self.entries if name in wanted or not ignored(name)}
+        """Refuse a directory with a missing or unexpected tensor, or one of another shape or an unknown dtype."""
+        found = {name for name in self.entries if name in wanted or not is_ignored(name)}
         problems = []
-        if missing := [name for name in wanted if name not in there]:
+        if missing := [name for name in wanted if name not in found]:
             problems.append(f"missing: {_few(missing)}")
-        if extra := sorted(there - wanted.keys()):
+        if extra := sorted(found - wanted.keys()):
             problems.append(f"not of this model: {_few(extra)}")
         if problems:
             raise UserError(f"{self.directory}: tensors {'; '.join(problems)}")
@@ -81,79 +78,30 @@ class Tensors:
                 raise UserError(f"{entry.file}: {name} is {entry.dtype}; weights are read as {', '.join(DTYPES)}")
 
     def read(self, name: str, index: tuple[slice, ...]) -> np.ndarray:
-        """A part of a tensor, in its own dtype."""
-        return self._handle(self.entries[name].file).get_slice(name)[index]
+        """A slice of a tensor, in the dtype of the file."""
+        return self._open[self.entries[name].file].get_slice(name)[index]
 
     def metadata(self) -> dict[str, str]:
-        """What a header says beside its tensors."""
-        found: dict[str, str] = {}
-        for file in {entry.file for entry in self.entries.values()}:
-            found |= self._handle(file).metadata() or {}
-        return found
+        """The headers' `__metadata__`."""
+        return {key: value for file in self._open.values() for key, value in (file.metadata() or {}).items()}
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._handles.clear()
-        self._opened.close()
-
-    def _handle(self, file: Path) -> Any:
-        if file not in self._handles:
-            from safetensors import safe_open
-
-            self._handles[file] = self._opened.enter_context(safe_open(file, framework="numpy"))
-        return self._handles[file]
+        self._open.clear()
 
 
-def read_header(file: Path) -> dict[str, Entry]:
-    """What a file says that it holds, checked against what it is."""
+def open_file(file: Path) -> Any:
+    """A safetensors file whose header is valid, memory mapped."""
+    from safetensors import SafetensorError, safe_open
+
+    if not file.is_file():
+        raise UserError(f"{file}: cannot be read: no such file")
     try:
-        size = file.stat().st_size
-        with file.open("rb") as opened:
-            length = struct.unpack("<Q", opened.read(8).ljust(8, b"\0"))[0]
-            if size < 8 or length > min(MAX_HEADER, size - 8):
-                raise UserError(f"{file}: truncated or no safetensors file: {size} bytes, its header says {length}")
-            text = opened.read(length)
-    except OSError as error:
-        raise UserError(f"{file}: cannot be read: {error.strerror}") from error
-    try:
-        header = json.loads(text, object_pairs_hook=_once)
-        if not isinstance(header, dict):
-            raise TypeError("no object")
-        header.pop("__metadata__", None)
-        places = sorted((*_place(name, said), name) for name, said in header.items())
-    except (ValueError, KeyError, TypeError, RecursionError) as error:
-        raise UserError(f"{file}: damaged header: {error}") from error
-    end = 0
-    for start, stop, name in places:
-        if start != end:
-            raise UserError(f"{file}: damaged header: {name} begins at byte {start} of the values, not at {end}")
-        end = stop
-    if end != size - 8 - length:
-        raise UserError(f"{file}: truncated: {size - 8 - length} bytes of values, its header says {end}")
-    return {name: Entry(file, said["dtype"], tuple(said["shape"])) for name, said in header.items()}
-
-
-def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) != len(pairs):
-        raise ValueError("a name stands there twice")
-    return found
-
-
-def _place(name: str, said: Any) -> tuple[int, int]:
-    """Where a tensor begins and ends, if that is as long as its shape."""
-    shape, (start, stop) = said["shape"], said["data_offsets"]
-    numbers = [*shape, start, stop]
-    if any(type(number) is not int or number < 0 for number in numbers):
-        raise ValueError(f"{name}: shape and offsets must be whole numbers of at least 0")
-    width = DTYPES[said["dtype"]].itemsize if said["dtype"] in DTYPES else OTHER_SIZES.get(said["dtype"])
-    if width is None:
-        raise ValueError(f"{name}: dtype {said['dtype']!r} is not known")
-    if stop - start != math.prod(shape) * width:
-        raise ValueError(f"{name}: {said['dtype']} of shape {shape} does not take {stop - start} bytes")
-    return start, stop
+        return safe_open(file, framework="numpy")
+    except (SafetensorError, OSError) as error:
+        raise UserError(f"{file}: damaged, truncated or not a safetensors file: {error}") from error
 
 
 def _files(directory: Path) -> list[Path]:
@@ -167,25 +115,25 @@ def _files(directory: Path) -> list[Path]:
         if outside := [name for name in files if Path(name).name != name or len(name) > LONGEST_NAME]:
             raise UserError(f"{directory / INDEX}: {_few(outside)} is not the name of a file beside it")
         if absent := [name for name in files if not (directory / name).is_file()]:
-            raise UserError(f"{directory / INDEX}: points to files that are not there: {_few(absent)}")
+            raise UserError(f"{directory / INDEX}: points to missing files: {_few(absent)}")
         return [directory / name for name in files]
     if (directory / SINGLE).is_file():
         return [directory / SINGLE]
     names = sorted(file.name for file in directory.iterdir())
     if several := [name for name in names if name.endswith(".safetensors")]:
-        raise UserError(f"{directory}: {_few(several)} without {INDEX}; one file must be called {SINGLE}")
+        raise UserError(f"{directory}: {_few(several)} without {INDEX}; a single file must be called {SINGLE}")
     if pickled := [name for name in names if name.endswith(PICKLED)]:
         raise UserError(
             f"{directory}: only pickled weights ({_few(pickled)}), which can run code when they are read; convert them "
             'where you trust them: python -c "from transformers import AutoModelForCausalLM as M; '
             "M.from_pretrained('DIR').save_pretrained('NEW')\""
         )
-    raise UserError(f"{directory}: no *.safetensors is there")
+    raise UserError(f"{directory}: contains no *.safetensors")
 
 
 @dataclass(frozen=True)
-class Given:
-    """A tensor to write; its values are asked for when it is their turn."""
+class OutputTensor:
+    """A tensor to write; `values` is called when it is its turn."""
 
     name: str
     dtype: np.dtype
@@ -199,17 +147,16 @@ class Given:
 
 def write_tensors(
     directory: Path,
-    given: Sequence[Given],
+    tensors: Sequence[OutputTensor],
     shard: int = SHARD,
     single: str = SINGLE,
     metadata: Mapping[str, str] = MappingProxyType({}),
 ) -> None:
-    """In files of at most `shard` bytes, with an index where they are several. One tensor is held at a time.
-    `metadata`: what else their headers say."""
-    parts = list(_shards(given, shard))
-    names = (
-        [single] if len(parts) == 1 else [f"model-{n + 1:05}-of-{len(parts):05}.safetensors" for n in range(len(parts))]
-    )
+    """Writes files of at most `shard` bytes, with an index if there are several. Holds one tensor at a time.
+    `metadata`: added to the `__metadata__` of each header."""
+    parts = list(_shards(tensors, shard))
+    names = [f"model-{n:05}-of-{len(parts):05}.safetensors" for n in range(1, len(parts) + 1)]
+    names = [single] if len(parts) == 1 else names
     for name, part in zip(names, parts, strict=True):
         header: dict[str, Any] = {"__metadata__": {"format": "pt", **metadata}}
         end = 0
@@ -224,15 +171,15 @@ def write_tensors(
                 file.write(np.ascontiguousarray(one.values()).reshape(-1).view(np.uint8).data)
     if len(parts) > 1:
         index = {
-            "metadata": {"total_size": sum(one.nbytes for one in given)},
+            "metadata": {"total_size": sum(one.nbytes for one in tensors)},
             "weight_map": {one.name: name for name, part in zip(names, parts, strict=True) for one in part},
         }
         (directory / INDEX).write_text(json.dumps(index, indent=2) + "\n")
 
 
-def _shards(given: Sequence[Given], most: int) -> Iterator[list[Given]]:
-    part: list[Given] = []
-    for one in given:
+def _shards(tensors: Sequence[OutputTensor], most: int) -> Iterator[list[OutputTensor]]:
+    part: list[OutputTensor] = []
+    for one in tensors:
         if part and sum(other.nbytes for other in part) + one.nbytes > most:
             yield part
             part = []

@@ -34,7 +34,7 @@ def import_model(source: str | Path, target: str | Path) -> None:
         data = cfg.data.model_copy(update={"tokenizer": str(target / BESIDE), "held_out": 0.02})
         whole = {"name": target.name, "output": str(target.parent), "model": model, "data": data}
         cfg = cfg.model_copy(update=whole)
-        hf.copy_beside(source, place / BESIDE)
+        hf.copy_metadata(source, place / BESIDE)
         save_config(cfg, place / "config.yaml")
         with Checkpoints(place / "checkpoints") as checkpoints:
             checkpoints.save(0, {"params": params}, {}, cfg.model_dump(mode="json"), force=True)

@@ -64,7 +64,7 @@ class Checkpointed:
     def base(self) -> str | None:
         """The mark of what is read from `model.hf` whenever it is needed."""
         model = self._program.cfg.model
-        return hf.mark(model.hf) if self._base_elsewhere and isinstance(model, Decoder) and model.hf else None
+        return hf.fingerprint(model.hf) if self._base_elsewhere and isinstance(model, Decoder) and model.hf else None
 
     def belongs(self, position: Mapping[str, Any], where: object) -> None:
         """Refuse what a checkpoint holds where it was learnt beside other weights than `model.hf` has."""

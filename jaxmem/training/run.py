@@ -241,7 +241,7 @@ def _leave(planned: Plan, directory: Path) -> None:
     (directory / "plan.json").write_text(json.dumps(planned.as_json(), indent=2) + "\n")
     (directory / "memory.json").write_text(json.dumps(planned.history.as_json()) + "\n")
     if isinstance(cfg.model, Decoder) and cfg.model.hf is not None and not (directory / BESIDE).exists():
-        hf.copy_beside(cfg.model.hf, directory / BESIDE)
+        hf.copy_metadata(cfg.model.hf, directory / BESIDE)
 
 
 def _work(built: Program) -> Work:

@@ -65,7 +65,7 @@ def test_every_family_s_settings_are_written_as_they_are_read(compare) -> None:
         fields = fields_of(compare.config(name))
         made = config_json(Decoder(**fields))
         assert fields_of(made) == fields, name
-    with pytest.raises(UserError, match="no family of Hugging Face has qk_norm, mlp_bias together"):
+    with pytest.raises(UserError, match="no family of Hugging Face supports qk_norm, mlp_bias together"):
         config_json(Decoder(**fields_of(compare.config("qwen3")) | {"mlp_bias": True}))
 
 

@@ -18,7 +18,7 @@ from safetensors.numpy import load_file, save_file
 from jaxmem import hf
 from jaxmem.config import load_config
 from jaxmem.errors import UserError
-from jaxmem.hf.base import check_adapter
+from jaxmem.hf.adapter_base import check_adapter
 from jaxmem.inference.load import open_model
 from jaxmem.step import program
 
@@ -111,7 +111,7 @@ def test_what_does_not_fit(place, tmp_path, peft):
         return tmp_path
 
     for settings, message in (
-        ({"target_modules": ["qproj"]}, r"target_modules has no 'qproj' here; did you mean q_proj"),
+        ({"target_modules": ["qproj"]}, r"target_modules: 'qproj' is not supported; did you mean q_proj"),
         ({"target_modules": "all"}, r"target_modules must be a list of names, not 'all'"),
         ({"peft_type": "LOHA"}, r"peft_type 'LOHA' is not supported, only 'LORA'"),
         ({"base_model_name_or_path": "meta/Llama"}, r"its base 'meta/Llama' is no directory here"),

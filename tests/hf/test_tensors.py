@@ -14,7 +14,7 @@ from safetensors.numpy import load_file, save_file
 
 from jaxmem import hf
 from jaxmem.errors import UserError
-from jaxmem.hf.tensors import Given, Tensors, read_header, write_tensors
+from jaxmem.hf.tensors import OutputTensor, Tensors, open_file, write_tensors
 
 X = {"a": np.arange(6, dtype=np.float32).reshape(2, 3), "b": np.ones(4, np.float16)}
 
@@ -26,56 +26,59 @@ def file_of(place: Path, header: object, values: bytes = b"") -> Path:
     return file
 
 
-def said(dtype: str = "F32", shape: object = (2,), offsets: object = (0, 8)) -> dict[str, object]:
+def header_of(dtype: str = "F32", shape: object = (2,), offsets: object = (0, 8)) -> dict[str, object]:
     return {"a": {"dtype": dtype, "shape": shape, "data_offsets": offsets}}
 
 
 @pytest.mark.parametrize(
     ("header", "message"),
     [
-        (b"", "damaged header"),
-        (b"[1]", "damaged header: no object"),
-        (b"\xff{", "damaged header"),
-        (b"[" * 100_000, "damaged header"),
-        (b'{"a": 1, "a": 2}', "a name stands there twice"),
-        ({"a": {"dtype": "F32"}}, "damaged header: 'shape'"),
-        (said(shape=[2**60], offsets=[0, 2**62]), "truncated: 8 bytes of values, its header says"),
-        (said(shape=[2**60]), "does not take 8 bytes"),
-        (said(shape=[-2]), "at least 0"),
-        (said(shape=[2.0]), "whole numbers"),
-        (said(shape="ab"), "whole numbers"),
-        (said(offsets=[0, 4]), "does not take 4 bytes"),
-        (said(offsets=[8, 0]), "does not take -8 bytes"),
-        (said(offsets=[4, 12]), "begins at byte 4"),
-        (said(shape=[4], offsets=[0, 16]), "truncated: 8 bytes of values, its header says 16"),
-        (said(dtype="PICKLE"), "'PICKLE' is not known"),
+        (b"", "invalid JSON"),
+        (b"[1]", "invalid type: sequence"),
+        (b"\xff{", "invalid UTF-8"),
+        (b"\xef\xbb\xbf" + json.dumps(header_of()).encode(), "invalid JSON"),
+        (b"[" * 100_000, "invalid JSON"),
+        (b'{"a": 1, "a": 2}', "invalid JSON"),
+        ({"a": {"dtype": "F32"}}, "missing field `shape`"),
+        (header_of() | {"__metadata__": {"format": 1}}, "expected a string"),
+        (header_of(shape=[2**60], offsets=[0, 2**62]), "overflow"),
+        (header_of(shape=[2**60]), "overflow"),
+        (header_of(shape=[-2]), "expected usize"),
+        (header_of(shape=[2.0]), "expected usize"),
+        (header_of(shape="ab"), "expected a sequence"),
+        (header_of(shape=[1] * 1_000_000), "invalid shape"),
+        (header_of(offsets=[0, 4]), "invalid shape, data type, or offset"),
+        (header_of(offsets=[8, 0]), "invalid offset"),
+        (header_of(offsets=[4, 12]), "invalid offset"),
+        (header_of(shape=[4], offsets=[0, 16]), "file not fully covered"),
+        (header_of(dtype="PICKLE"), "unknown variant `PICKLE`"),
     ],
 )
-def test_a_damaged_header_is_told(tmp_path: Path, header: object, message: str) -> None:
-    with pytest.raises(UserError, match=message):
-        read_header(file_of(tmp_path, header, b"12345678"))
+def test_a_damaged_header_is_refused_with_the_name_of_its_file(tmp_path: Path, header: object, message: str) -> None:
+    with pytest.raises(UserError, match=rf"model\.safetensors: damaged, truncated or not .*{message}"):
+        open_file(file_of(tmp_path, header, b"12345678"))
 
 
 @pytest.mark.parametrize("content", [b"", b"123", struct.pack("<Q", 2**60) + b"{}", struct.pack("<Q", 2**40) + b"{}"])
-def test_what_is_no_such_file(tmp_path: Path, content: bytes) -> None:
+def test_other_files_are_refused(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "x").write_bytes(content)
-    with pytest.raises(UserError, match="truncated or no safetensors file"):
-        read_header(tmp_path / "x")
+    with pytest.raises(UserError, match="x: damaged, truncated or not a safetensors file"):
+        open_file(tmp_path / "x")
 
 
 def test_every_truncation_is_noticed(tmp_path: Path) -> None:
     save_file(X, tmp_path / "x")
     whole = (tmp_path / "x").read_bytes()
-    assert set(read_header(tmp_path / "x")) == {"a", "b"}
+    assert set(open_file(tmp_path / "x").keys()) == {"a", "b"}
     for length in range(len(whole)):
         (tmp_path / "y").write_bytes(whole[:length])
-        with pytest.raises(UserError):
-            read_header(tmp_path / "y")
+        with pytest.raises(UserError, match="truncated"):
+            open_file(tmp_path / "y")
 
 
 @pytest.mark.parametrize("shard", [1, 30, 1 << 20])
 def test_what_is_written_is_what_the_library_reads(tmp_path: Path, shard: int) -> None:
-    given = [Given(name, x.dtype, x.shape, lambda x=x: x) for name, x in X.items()]
+    given = [OutputTensor(name, x.dtype, x.shape, lambda x=x: x) for name, x in X.items()]
     write_tensors(tmp_path, given, shard)
     found = {name: x for file in tmp_path.glob("*.safetensors") for name, x in load_file(file).items()}
     assert found.keys() == X.keys()
@@ -151,17 +154,17 @@ def tensors(change: Callable[[dict[str, np.ndarray]], None]) -> Callable[[Path],
         (tensors(lambda t: t.update({"lm_head.weight": np.ones((40, 32), np.int8)})), "is I8; weights are read as F32"),
         (config(intermediate_size=64), r"down_proj.weight is \[32, 48\], but config.json makes it \[32, 64\]"),
         (config(num_hidden_layers=1), "not of this model: model.layers.1.input_layernorm.weight, .* and 5 more"),
-        (config(architectures=["MambaForCausalLM"]), "MambaForCausalLM is not known; known: LlamaForCausalLM"),
+        (config(architectures=["MambaForCausalLM"]), "MambaForCausalLM is not supported; supported: LlamaForCausalLM"),
         (config(hidden_act="gelu"), 'hidden_act "gelu" is not supported, only "silu"'),
         (config(quantization_config={"bits": 4}), "quantization_config"),
         (config(rope_scaling={"rope_type": "dynamic", "factor": 2.0}), "rope_type 'dynamic' is not supported"),
         (config(rope_scaling={"rope_type": "llama3", "factor": 2.0}), "low_freq_factor: must be a number"),
-        (config(vocab_size=None), "vocab_size: must be a whole number"),
-        (lambda place: (place / "config.json").write_text("{"), "no valid JSON"),
-        (lambda place: (place / "config.json").unlink(), "no config.json is there"),
+        (config(vocab_size=None), "vocab_size: must be an integer"),
+        (lambda place: (place / "config.json").write_text("{"), "invalid JSON"),
+        (lambda place: (place / "config.json").unlink(), "contains no config.json"),
         (shutil.rmtree, "no such directory"),
-        (without, r"no \*.safetensors is there"),
-        (absent_file, "points to files that are not there: model-00002-of-00002.safetensors"),
+        (without, r"contains no \*.safetensors"),
+        (absent_file, "points to missing files: model-00002-of-00002.safetensors"),
         (outside, "is not the name of a file beside it"),
         (no_index, "without model.safetensors.index.json"),
         (pickled, "only pickled weights .pytorch_model.bin., .*save_pretrained"),

@@ -13,7 +13,7 @@ from safetensors import safe_open
 from jaxmem import adapters, hf, models
 from jaxmem.config import Adapter, Decoder
 from jaxmem.config.hugging_face import config_json, fields_of
-from jaxmem.hf.names import weights
+from jaxmem.hf.names import decoder_weights
 
 ASKED = json.loads((Path(__file__).parent / "data" / "vllm.json").read_text())
 OTHERWISE = {  # what transformers has and vLLM has not
@@ -55,9 +55,9 @@ def test_models(compare):
         written = config_json(model)
         assert not set(ASKED["config"]) - written.keys()
         there = {
-            weight.of_layer(n): weight.there(leaf.shape)
-            for weight, leaf in weights(nnx.to_pure_dict(nnx.state(network)))
-            for n in range(model.layers if weight.stacked else 1)
+            weight.tensor_name(n): weight.file_shape(leaf.shape)
+            for weight, leaf in decoder_weights(nnx.to_pure_dict(nnx.state(network)))
+            for n in range(model.layers if weight.is_stacked else 1)
         }
         only = OTHERWISE.get(name, set())
         if only == "refuses a window":

@@ -17,7 +17,7 @@ from safetensors.numpy import save_file
 from jaxmem.cli import main
 from jaxmem.data.tokenizer import Bytes, tokenizer_for
 from jaxmem.errors import UserError
-from jaxmem.hf.beside import copy_tokenizer
+from jaxmem.hf.files import copy_tokenizer
 from jaxmem.inference.chat import Speaker, pieces, read_prompts
 from jaxmem.inference.generate import ENDED, Generator, Sampling
 from jaxmem.inference.load import open_model

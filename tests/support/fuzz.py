@@ -38,15 +38,15 @@ import jax.numpy as jnp
 from jaxmem.checkpoint import Checkpoints
 from jaxmem.config import load_config
 from jaxmem.config.hugging_face import decoder_fields
-from jaxmem.config.peft import adapter_fields, named_base
+from jaxmem.config.peft import adapter_fields, base_directory
 from jaxmem.data.chat import conversation, messages_of
 from jaxmem.data.jsonl import JsonLines
 from jaxmem.data.long_line import BrokenLineError
 from jaxmem.data.template import ChatTemplate, TemplateError
 from jaxmem.data.tokenizer import Bytes, tokenizer_for
 from jaxmem.errors import UserError
-from jaxmem.hf.beside import byte_tokenizer
-from jaxmem.hf.tensors import Tensors, read_header
+from jaxmem.hf.files import byte_tokenizer
+from jaxmem.hf.tensors import Tensors, open_file
 from jaxmem.planning.targets import parse_target
 
 ROOT = Path(__file__).parents[2]
@@ -149,7 +149,7 @@ def classes() -> dict[str, Class]:
             [b"h100-80gb:16x8", b"cpu:8", b"rtx4090-24gb"], lambda data, _: parse_target(data.decode(errors="replace"))
         ),
         "target file": Class([gpu.encode()], lambda data, at: parse_target(str(_file(at, "x.yaml", data)))),
-        "safetensors": Class([tensors], lambda data, at: read_header(_file(at, "x.safetensors", data))),
+        "safetensors": Class([tensors], lambda data, at: open_file(_file(at, "x.safetensors", data))),
         "safetensors index": Class(
             [_json(index)],
             lambda data, at: (
@@ -228,7 +228,7 @@ def _file(directory: Path, name: str, data: bytes) -> Path:
 
 
 def _adapter(file: Path) -> None:
-    named_base(file.parent)
+    base_directory(file.parent)
     adapter_fields(str(file.parent))
 
 

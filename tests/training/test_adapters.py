@@ -11,7 +11,7 @@ from safetensors.numpy import load_file, save_file
 from jaxmem.checkpoint import Checkpoints
 from jaxmem.config import load_config
 from jaxmem.errors import UserError
-from jaxmem.hf.beside import copy_tokenizer
+from jaxmem.hf.files import copy_tokenizer
 from jaxmem.inference.export import import_model
 from jaxmem.inference.load import open_model
 from jaxmem.step import program

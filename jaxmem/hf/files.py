@@ -1,0 +1,95 @@
+"""The files of a Hugging Face directory beside its weights: model settings, generation settings, tokenizer."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+from jaxmem.config.hugging_face import read_json
+from jaxmem.errors import UserError
+
+TOKENIZER = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template.jinja",
+    "tokenizer.model",
+    "vocab.json",
+    "merges.txt",
+)
+SETTINGS = ("config.json", "generation_config.json")
+DTYPES = ("float32", "float16", "bfloat16")
+
+
+def copy_metadata(source: str | Path, target: Path) -> None:
+    """Copies the settings and the tokenizer, as far as they exist."""
+    target.mkdir(parents=True, exist_ok=True)
+    for name in (*SETTINGS, *TOKENIZER):
+        file = Path(source).expanduser() / name
+        if file.is_file():
+            _copy(file, target / name)
+
+
+def copy_tokenizer(name: str, target: Path) -> None:
+    """Copies the tokenizer that `data.tokenizer` names; for `bytes`, writes a tokenizer.json that gives the same
+    ids."""
+    if name == "bytes":
+        from jaxmem.data.tokenizer import END_TEXT
+
+        settings = {
+            "tokenizer_class": "PreTrainedTokenizerFast",
+            "eos_token": END_TEXT,
+            "clean_up_tokenization_spaces": False,
+        }
+        for file, content in (("tokenizer.json", byte_tokenizer()), ("tokenizer_config.json", settings)):
+            text = json.dumps(content, ensure_ascii=False, indent=1) + "\n"
+            (target / file).write_text(text, encoding="utf-8")
+        return
+    source = Path(name).expanduser()
+    if source.is_file():
+        shutil.copyfile(source, target / "tokenizer.json")  # named by the user: any link is followed
+        source = source.parent
+    for file in TOKENIZER:
+        if (source / file).is_file() and not (target / file).exists():
+            _copy(source / file, target / file)
+
+
+def _copy(file: Path, target: Path) -> None:
+    """Follows a link to a file of the same directory or, as in the cache of Hugging Face, to `../../blobs`: any other
+    link could copy private files of this machine into an export."""
+    place, real = file.parent.resolve(), file.resolve()
+    if real.parent not in (place, place.parent.parent / "blobs"):
+        raise UserError(f"{file}: a link that leads out of its directory, to {real}; put the file itself there")
+    shutil.copyfile(real, target)
+
+
+def storage_dtype(directory: str | Path) -> str:
+    """The dtype of a directory's weights, as its config.json says."""
+    file = Path(directory).expanduser() / "config.json"
+    settings = read_json(file)
+    dtype = str(settings.get("dtype") or settings.get("torch_dtype") or "float32")
+    if dtype not in DTYPES:
+        raise UserError(f"{file}: dtype {dtype!r} is not supported; supported: {', '.join(DTYPES)}")
+    return dtype
+
+
+def byte_tokenizer() -> dict[str, Any]:
+    """`data.tokenizer: bytes` as a tokenizer.json: byte-level BPE without merges, each byte its own id."""
+    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+
+    from jaxmem.data.tokenizer import END_TEXT, Bytes
+
+    # The format writes a printable byte as that character, and the others in order as characters from 256 on.
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    others = iter(letter for letter in alphabet if ord(letter) > 255)
+    letters = [chr(byte) if chr(byte) in alphabet else next(others) for byte in range(256)]
+    vocab = {letter: byte for byte, letter in enumerate(letters)} | {END_TEXT: Bytes.end}
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, trim_offsets=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([AddedToken(END_TEXT, normalized=False, special=True)])
+    made: dict[str, Any] = json.loads(tokenizer.to_str())
+    return made

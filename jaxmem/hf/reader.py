@@ -1,0 +1,182 @@
+"""Weights from a Hugging Face directory, each shard of each tensor straight to its device.
+
+The host holds one device's shard of one tensor at a time, and what is left of the one before: less than twice the
+largest tensor, whatever the model. The layers of a stack are written one by one into an array that is already on its
+devices; transposing and casting happen there too. A device needs its weights, and twice its shard of one tensor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import cache, partial
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from flax.traverse_util import flatten_dict, unflatten_dict
+from jax.typing import DTypeLike
+
+from jaxmem import models
+from jaxmem.config import Decoder
+from jaxmem.config.hugging_face import decoder_fields
+from jaxmem.hf.names import COMPUTED, FileWeight, WeightPath, decoder_weights
+from jaxmem.hf.tensors import Tensors
+from jaxmem.quant import QTensor
+from jaxmem.sharding import Axes, Layout
+from jaxmem.sharding.host import HOST, empty, sent_as, to_host
+
+# Shape, dtype and sharding of a weight, or of each array of a quantized one.
+Spec: TypeAlias = jax.ShapeDtypeStruct | QTensor
+
+
+def load(
+    directory: str | Path,
+    *,
+    layout: Layout | None = None,
+    dtype: DTypeLike = jnp.float32,
+    execution: models.Execution = models.Execution(),
+) -> models.Decoder:
+    """The model of a directory as a network with weights stored in `dtype`, on one device or sharded by `layout`."""
+    cfg = Decoder(**decoder_fields(str(directory)))
+    network = nnx.eval_shape(lambda: models.build(cfg, nnx.Rngs(0), execution))
+    graphdef: Any
+    graphdef, state = nnx.split(network)
+    axes = {path: v.get_metadata()["axes"] for path, v in nnx.to_flat_state(state)}
+    one = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
+
+    def spec(path: WeightPath, x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+        sharding = layout.sharding("weights", axes[path], x.shape) if layout else one
+        return jax.ShapeDtypeStruct(x.shape, dtype, sharding=sharding)
+
+    params = {path: spec(path, x) for path, x in flatten_dict(nnx.to_pure_dict(state)).items()}
+    weights = read_weights(directory, cfg, unflatten_dict(params), unflatten_dict(axes), layout)
+    merged: Any = nnx.merge(graphdef, weights)
+    return merged
+
+
+def read_weights(
+    directory: str | Path,
+    cfg: Decoder,
+    params: Any,
+    axes: Any,
+    layout: Layout | None,
+    order: Sequence[int] | None = None,
+) -> Any:
+    """Arrays for `params`, a nested dict of shapes with dtypes and shardings. `order`: the layer at each index of a
+    stack (default: 0, 1, ...); an index with a number beyond the layers is filled with zeros."""
+    # The two largest, embedding and output projection, not one after the other: jax releases a host array when
+    # the next one comes.
+    named = sorted(decoder_weights(params), key=lambda one: one[0].path[0] != "embedding")
+    with Tensors(directory) as tensors:
+        expect_shapes(tensors, named, cfg.layers, partial(is_ignored, cfg))
+        return unflatten_dict(read_arrays(tensors, named, axes, layout, range(cfg.layers) if order is None else order))
+
+
+def is_ignored(cfg: Decoder, name: str) -> bool:
+    """Tensors that a file may contain beside the weights: computed buffers, and the second name of a tied embedding."""
+    return name.endswith(COMPUTED) or (cfg.tie_embeddings and name == "lm_head.weight")
+
+
+def expect_shapes(
+    tensors: Tensors,
+    named: Sequence[tuple[FileWeight, Spec]],
+    layers: int,
+    is_ignored: Callable[[str], bool],
+    config: str = "config.json",
+) -> None:
+    """Refuse files that do not contain exactly these weights; `config` is the file that gives their shapes."""
+    wanted = {}
+    for weight, spec in named:
+        for layer in range(layers) if weight.is_stacked else (0,):
+            wanted[weight.tensor_name(layer)] = weight.file_shape(spec.shape)
+    tensors.expect(wanted, is_ignored, config)
+
+
+def read_arrays(
+    tensors: Tensors,
+    named: Sequence[tuple[FileWeight, Spec]],
+    axes: Any,
+    layout: Layout | None,
+    order: Sequence[int],
+) -> dict[WeightPath, Any]:
+    """Arrays by path."""
+    flat_axes = flatten_dict(axes)
+    return {weight.path: _read(tensors, weight, spec, flat_axes[weight.path], layout, order) for weight, spec in named}
+
+
+def _read(
+    tensors: Tensors, weight: FileWeight, spec: Spec, axes: Axes, layout: Layout | None, order: Sequence[int]
+) -> Any:
+    shape = weight.file_shape(spec.shape)
+    axes = axes[1:] if weight.is_stacked else axes
+    axes = axes[::-1] if weight.is_transposed else axes
+    sharding = layout.sharding("weights", axes, shape) if layout else jax.tree.leaves(_shardings(spec))[0]
+
+    def read(layer: int) -> jax.Array:
+        return _on_devices(partial(tensors.read, weight.tensor_name(layer)), shape, sharding)
+
+    if not weight.is_stacked:
+        return jax.block_until_ready(_converted(weight.is_transposed, spec)(read(0)))
+    stack = _zeros(spec)()
+    write = _write_layer(weight.is_transposed, spec)
+    for index, layer in enumerate(order):
+        if weight.tensor_name(layer) in tensors.entries:
+            # Waited for, or the host would hold what it has read ahead.
+            stack = jax.block_until_ready(write(stack, read(layer), jnp.asarray(index, jnp.int32)))
+    return stack
+
+
+def _on_devices(read: Callable[[Any], np.ndarray], shape: tuple[int, ...], sharding: Any) -> jax.Array:
+    """Reads one device's shard after the other; devices with the same shard share one read. Copied at once: jax keeps
+    an array that it aliases for a while."""
+    shards: dict[Any, np.ndarray] = {}
+    arrays = []
+    for device, index in sharding.addressable_devices_indices_map(shape).items():
+        key = tuple(part.indices(size) for part, size in zip(index, shape, strict=True))
+        if key not in shards:
+            shards = {key: read(index)}
+        arrays.append(jax.device_put(shards[key], device, may_alias=False))
+    return jax.make_array_from_single_device_arrays(shape, sharding, jax.block_until_ready(arrays))
+
+
+@cache
+def _converted(is_transposed: bool, spec: Spec) -> Any:
+    def convert(x: jax.Array) -> Any:
+        new = _as_spec(x, is_transposed, spec)
+        return jax.tree.map(lambda x, own: to_host(x) if _is_on_host(own) else x, new, spec)
+
+    return jax.jit(convert, out_shardings=_shardings(spec))
+
+
+@cache
+def _write_layer(is_transposed: bool, spec: Spec) -> Any:
+    def write(stack: Any, x: jax.Array, index: jax.Array) -> Any:
+        new = sent_as(_as_spec(x, is_transposed, spec), stack)
+        return jax.tree.map(lambda x, y: jax.lax.dynamic_update_index_in_dim(x, y, index, 0), stack, new)
+
+    return jax.jit(write, donate_argnums=0, out_shardings=_shardings(spec))
+
+
+def _as_spec(x: jax.Array, is_transposed: bool, spec: Spec) -> Any:
+    """Transposed, and cast or quantized."""
+    x = x.T if is_transposed else x
+    return spec.requantize(x.astype(jnp.float32)) if isinstance(spec, QTensor) else x.astype(spec.dtype)
+
+
+@cache
+def _zeros(spec: Spec) -> Any:
+    def zeros(x: jax.ShapeDtypeStruct) -> jax.Array:
+        return empty(x.shape, x.dtype) if _is_on_host(x) else jnp.zeros(x.shape, x.dtype)
+
+    return jax.jit(lambda: jax.tree.map(zeros, spec), out_shardings=_shardings(spec))
+
+
+def _is_on_host(x: jax.ShapeDtypeStruct) -> bool:
+    return bool(x.sharding.memory_kind == HOST)
+
+
+def _shardings(spec: Spec) -> Any:
+    return jax.tree.map(lambda x: x.sharding, spec)

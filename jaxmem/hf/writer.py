@@ -1,0 +1,122 @@
+"""A decoder as a Hugging Face directory, which transformers opens.
+
+Written tensor by tensor: the host holds one at a time. The directory appears when it is complete.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from functools import cache, partial
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from jaxmem import models
+from jaxmem.adapters import Lora, base_of, merged
+from jaxmem.config.hugging_face import config_json, read_json
+from jaxmem.errors import UserError
+from jaxmem.hf.files import DTYPES, copy_metadata, copy_tokenizer, storage_dtype
+from jaxmem.hf.names import FileWeight, WeightPath, decoder_weights
+from jaxmem.hf.tensors import DTYPES as NUMPY_DTYPES
+from jaxmem.hf.tensors import SHARD, OutputTensor, write_tensors
+from jaxmem.machine.atomic_directory import written_whole
+from jaxmem.quant import QTensor
+from jaxmem.sharding.host import brought
+from jaxmem.sharding.weights import is_quantized
+
+Adapter = tuple[dict[str, jax.Array], float]  # the weights of an adapter, and its scale
+
+
+def save(
+    model: models.Decoder,
+    directory: str | Path,
+    *,
+    base: str | Path | None = None,
+    tokenizer: str | None = None,
+    dtype: str | None = None,
+    length: int = 2048,
+    order: Sequence[int] | None = None,
+    shard: int = SHARD,
+) -> None:
+    """Writes a model, adapters merged.
+
+    `base`: the directory it was loaded from, whose settings, tokenizer and dtype are kept. `tokenizer`: the value of
+    `data.tokenizer`, where there is no base. `dtype`: float32, float16 or bfloat16; by default that of the base, or of
+    the weights. `length`: the longest sequence of the training. `order`: the layer at each index of the stack.
+    `shard`: the most bytes of a file.
+    """
+    if jax.process_count() > 1:
+        raise UserError("a Hugging Face directory is written by one process; start a single one")
+    params = base_of(nnx.to_pure_dict(nnx.state(model)))
+    stored = str(jax.tree.leaves(params, is_leaf=is_quantized)[0].dtype)
+    dtype = dtype or (storage_dtype(base) if base else stored)
+    if dtype not in DTYPES:
+        raise UserError(f"dtype {dtype!r} is not supported; supported: {', '.join(DTYPES)}")
+    settings = config_json(model.cfg, read_json(Path(base, "config.json")) if base else None, length)
+    settings = {key: value for key, value in settings.items() if key not in ("dtype", "torch_dtype")}
+    with written_whole(directory) as place:
+        if base:
+            copy_metadata(base, place)
+        elif tokenizer:
+            from jaxmem.data.tokenizer import tokenizer_for
+
+            copy_tokenizer(tokenizer, place)
+            known = tokenizer_for(tokenizer)
+            # Named, or transformers would take the ids of the family's class.
+            settings |= {"bos_token_id": known.begin[0] if known.begin else None, "eos_token_id": known.end}
+        (place / "config.json").write_text(json.dumps({**settings, "torch_dtype": dtype}, indent=2) + "\n")
+        named = list(decoder_weights(params))
+        write_tensors(place, output_tensors(named, dtype, model.cfg.layers, order, _adapters(model)), shard)
+
+
+def _adapters(model: models.Decoder) -> dict[WeightPath, Adapter]:
+    """By the path of the weight that they change."""
+    found: dict[WeightPath, Adapter] = {}
+    for path, module in nnx.iter_modules(model):
+        if isinstance(module, Lora):
+            own = {name: x for name, x in nnx.to_pure_dict(nnx.state(module)).items() if x is not None}
+            found[*map(str, path[:-1]), "weight"] = own, module.scale
+    return found
+
+
+def output_tensors(
+    named: Sequence[tuple[FileWeight, Any]],
+    dtype: str,
+    layers: int,
+    order: Sequence[int] | None,
+    adapters: Mapping[WeightPath, Adapter] = MappingProxyType({}),
+) -> list[OutputTensor]:
+    """The tensors of weights, with `adapters` merged. `order`: the layer at each index of a stack."""
+    places = {layer: place for place, layer in enumerate(range(layers) if order is None else order)}
+    numpy = next(one for one in NUMPY_DTYPES.values() if one.name == dtype)
+    found = []
+    for weight, leaf in named:
+        own, scale = adapters.get(weight.path, (None, 0.0))
+        convert = _converter(weight.is_stacked, weight.is_transposed, dtype, scale)
+        for layer in range(layers) if weight.is_stacked else (0,):
+            values = partial(_values, convert, leaf, own, places[layer])
+            found.append(OutputTensor(weight.tensor_name(layer), numpy, weight.file_shape(leaf.shape), values))
+    return found
+
+
+def _values(convert: Any, leaf: jax.Array | QTensor, own: dict[str, jax.Array] | None, place: int) -> np.ndarray:
+    return np.asarray(convert(leaf, own, np.int32(place)))
+
+
+@cache
+def _converter(is_stacked: bool, is_transposed: bool, dtype: str, scale: float) -> Any:
+    def convert(x: jax.Array | QTensor, own: dict[str, jax.Array] | None, place: jax.Array) -> jax.Array:
+        if is_stacked:
+            x, own = jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, place, keepdims=False), (x, own))
+        x = brought(x)
+        full = x.dequantize(jnp.float32) if isinstance(x, QTensor) else x
+        full = full if own is None else merged(full, own, scale)
+        return (full.T if is_transposed else full).astype(dtype)
+
+    return jax.jit(convert)
