@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import importlib.util
 import subprocess
 import sys
 import tomllib
@@ -82,6 +83,29 @@ def test_kernels_have_one_name() -> None:
     for path in files:
         names = {name.split(".")[0] for name in imported(path, SOURCES.get(path, path.stem))}
         assert "kernels" not in names, path
+
+
+SCRIPTS = sorted((ROOT / "scripts").rglob("*.py"))
+
+
+@pytest.mark.parametrize("path", SCRIPTS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_scripts_import_names_that_exist(path: Path) -> None:
+    """Scripts are not run by the tests: a name that was renamed or moved would be noticed by nobody."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("jaxmem"):
+            if "torch" in str(node.module):  # needs a library that tests do not install
+                continue
+            module = importlib.import_module(str(node.module))
+            for alias in node.names:
+                name = f"{node.module}.{alias.name}"
+                assert hasattr(module, alias.name) or importlib.util.find_spec(name), name
+
+
+def test_tests_load_no_scripts() -> None:
+    """What tests share with a command is in tests: scripts may then change as commands do."""
+    for path in (ROOT / "tests").rglob("*.py"):
+        names = imported(path, path.stem)
+        assert not any(name.split(".")[0] == "scripts" for name in names), path
 
 
 def test_kernels_install_under_one_name(tmp_path: Path) -> None:
