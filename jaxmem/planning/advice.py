@@ -12,9 +12,10 @@ import jax
 from jax.tree_util import keystr, tree_leaves_with_path
 
 from jaxmem.config import Config, undivided
-from jaxmem.planning.breakdown import ALL_SCORES, COPIES, GATHERED, LOGITS, STATE_COPIES, UPDATES, form
-from jaxmem.planning.collectives import collective
+from jaxmem.planning.breakdown import ALL_SCORES, COPIES, GATHERED, LOGITS, STATE_COPIES, UPDATES
+from jaxmem.planning.communication import collective
 from jaxmem.planning.hlo import Module, total_flops
+from jaxmem.planning.known_shapes import sorted_dims
 from jaxmem.planning.predict import held
 from jaxmem.planning.share import loss_chunk
 from jaxmem.planning.text import duration, readable
@@ -60,10 +61,10 @@ def _recomputed(plan: Plan) -> Iterator[Warned]:
 
 def _whole(plan: Plan) -> Iterator[Warned]:
     known = plan.breakdown.known
-    for item in plan.breakdown.items:
-        weight = item.kind == GATHERED and form(item.shape.dims) in known.whole_weights
+    for item in plan.breakdown.buffers:
+        weight = item.kind == GATHERED and sorted_dims(item.shape.dims) in known.whole_weights
         summed = item.part == "gradients" and item.kind != UPDATES
-        gradient = summed and form(item.shape.dims) in known.whole_gradients
+        gradient = summed and sorted_dims(item.shape.dims) in known.whole_gradients
         if (weight or gradient) and item.size > NOTABLE * plan.bytes_per_device["total"]:
             what = "a gradient" if gradient else "a weight"
             text = (
@@ -149,7 +150,7 @@ def _across_hosts(plan: Plan) -> Iterator[Warned]:
         # `tensor` is the innermost axis: its groups are devices in a row.
         if message and message.members == tuple(range(message.members[0], message.members[0] + tensor)):
             more = message.seconds(target.gpu) - message.seconds(target.gpu, one_host=True)
-            lost += module.executions[one.home] * more
+            lost += module.executions[one.computation] * more
     text = (
         f"mesh.tensor {tensor} reaches over hosts of {target.per_host} GPUs: its messages take {lost:.3g} s a step more"
         " than within a host"

@@ -19,7 +19,7 @@ from typing import Any
 import jax
 from jax.experimental.compilation_cache import compilation_cache
 
-from jaxmem.planning import wire
+from jaxmem.planning.hlo_proto import HloProto
 
 Options = dict[str, bool | str]
 
@@ -57,8 +57,8 @@ def _compile(lowered: jax.stages.Lowered, how: Options) -> tuple[bytes, bytes]:
             if _NO_CACHE not in str(error):
                 raise
         written = max(directory.glob("*after_optimizations.hlo.pb"), key=lambda file: file.stat().st_size)
-        proto = wire.read(written.read_bytes())
-    return wire.data(proto, 1), wire.data(proto, 3)
+        proto = HloProto.FromString(written.read_bytes())
+    return proto.hlo_module, proto.buffer_assignment
 
 
 @contextlib.contextmanager

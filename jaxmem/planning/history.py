@@ -15,8 +15,18 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from jaxmem.machine.gpus import Gpu
-from jaxmem.planning.breakdown import COPIES, GATHERED, LOGITS, SAVED, Breakdown, Item, maker_of, of_logits, pass_of
-from jaxmem.planning.buffers import held_at
+from jaxmem.planning.breakdown import (
+    COPIES,
+    GATHERED,
+    LOGITS,
+    SAVED,
+    Breakdown,
+    NamedBuffer,
+    is_of_loss,
+    maker_of,
+    pass_of,
+)  # fmt: skip
+from jaxmem.planning.buffers import snapshot
 from jaxmem.planning.hlo import Computation, Instruction
 from jaxmem.planning.sources import source_of
 from jaxmem.planning.targets import Target
@@ -106,21 +116,21 @@ def history(breakdown: Breakdown, total: int, target: Target, timed: Timeline) -
     """Of a step whose plan says `total` bytes a device; `timed` is its timeline on the target."""
     if target.gpu is None:
         timed = timeline(breakdown.module, _CPU, target.count, target.per_host)
-    edges = _edges(breakdown, timed.spent)
+    edges = _edges(breakdown, timed.seconds_in)
     lasting = Counter[str]()
-    for item in breakdown.lasting():
+    for item in breakdown.permanent():
         lasting[band(item)] += item.size
-    fullest = max(breakdown.fullest, key=lambda one: one[0].size, default=None)
-    spans = [[(breakdown.lifetimes.of(b), b) for b in place.buffers if b.size] for place, _ in breakdown.fullest]
+    fullest = max(breakdown.peaks, key=lambda one: one[0].size, default=None)
+    spans = [[(breakdown.lifetimes.of(b), b) for b in place.buffers if b.size] for place, _ in breakdown.peaks]
     bands: dict[tuple[int, ...], str] = {}
 
     def state(moment: int) -> Counter[str]:
         found = Counter(lasting)
-        for (allocation, _), lives in zip(breakdown.fullest, spans, strict=True):
-            for held in held_at(allocation, lives, moment).held:
+        for (allocation, _), lives in zip(breakdown.peaks, spans, strict=True):
+            for held in snapshot(allocation, lives, moment).regions:
                 key = tuple(map(id, held.buffers))
                 if key not in bands:
-                    bands[key] = band(breakdown.item(held))
+                    bands[key] = band(breakdown.classify(held))
                 found[bands[key]] += held.size
         return found
 
@@ -132,15 +142,15 @@ def history(breakdown: Breakdown, total: int, target: Target, timed: Timeline) -
     columns = _columns((edges[begin], edges[end], state(begin)) for begin, end in steps)
     return History(
         timed.seconds if target.gpu else None,
-        _passes([_pass(one) for one in breakdown.lifetimes.moments], edges),
+        _passes([_pass(one) for one in breakdown.lifetimes.schedule], edges),
         columns,
         Column((edges[at] + edges[at + 1]) / 2, state(at)),
-        [_large(item, breakdown) for item in breakdown.items[:LARGEST]],
-        [_large(item, breakdown) for item in breakdown.items if item.held][:LARGEST],
+        [_large(item, breakdown) for item in breakdown.buffers[:LARGEST]],
+        [_large(item, breakdown) for item in breakdown.buffers if item.region][:LARGEST],
     )
 
 
-def band(item: Item) -> str:
+def band(item: NamedBuffer) -> str:
     if item.part == "activations":
         return _OF_KIND.get(item.kind, "activations in passing")
     return _OF_PART[item.part]
@@ -150,14 +160,14 @@ def _row(column: Column) -> list[float]:
     return [round(column.at, 5), *(column.held.get(name, 0) for name in BANDS)]
 
 
-def _large(item: Item, breakdown: Breakdown) -> Large:
+def _large(item: NamedBuffer, breakdown: Breakdown) -> Large:
     source = source_of(item, breakdown.known.layers)
     return Large(item.size, band(item), item.kind, str(item.shape), source.where, source.inside, source.layers)
 
 
 def _edges(breakdown: Breakdown, spent: Mapping[Instruction, float]) -> list[float]:
     """When each moment of the schedule begins, as a share of the step, and when the last one ends."""
-    order = breakdown.lifetimes.moments
+    order = breakdown.lifetimes.schedule
     lasts = dict.fromkeys(order, 0.0)
     placed: set[Computation] = set()
 
@@ -197,7 +207,7 @@ def _pass(one: Instruction) -> str | None:
     maker = maker_of(one, ())
     if not maker.op_name.startswith("jit("):
         return None
-    return "loss" if of_logits(maker.frames) else pass_of(maker.op_name)
+    return "loss" if is_of_loss(maker.frames) else pass_of(maker.op_name)
 
 
 def _passes(labels: Sequence[str | None], edges: Sequence[float]) -> list[Pass]:

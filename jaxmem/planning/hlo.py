@@ -1,25 +1,24 @@
-"""A compiled module as XLA scheduled it: instructions with shapes, operands, order, and the source that made them.
+"""A compiled module as XLA scheduled it: instructions with shapes, operands, order, and source lines.
 
-Read from the serialized module (openxla/xla, `xla/service/hlo.proto`), so the numbers below are its field numbers.
-A loop's body stands here once and runs as often as its trip count says: `Module.executions`.
+A loop's body is one computation that runs as often as its trip count: `Module.executions`.
 """
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 import re
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from fractions import Fraction
 from functools import cached_property
 from typing import Any, NamedTuple
 
-from jaxmem.planning import wire
-from jaxmem.planning.wire import Message
+from jaxmem.planning.hlo_proto import HloInstructionProto, HloModuleProto, ShapeProto
 
-# PrimitiveType: name and bits. Tuples, tokens and opaque types hold nothing themselves.
+# PrimitiveType: name and bits. Tuples, tokens and opaque types take no memory themselves.
 _TYPES: dict[int, tuple[str, int]] = {
     1: ("bool", 8), 2: ("int8", 8), 3: ("int16", 16), 4: ("int32", 32), 5: ("int64", 64),
     6: ("uint8", 8), 7: ("uint16", 16), 8: ("uint32", 32), 9: ("uint64", 64),
@@ -31,14 +30,14 @@ _TYPES: dict[int, tuple[str, int]] = {
     32: ("float4_e2m1fn", 4), 33: ("float8_e8m0fnu", 8), 34: ("buffer", 0),
 }  # fmt: skip
 
-HOST_SPACE = 5  # XLA's number of pinned host memory
+HOST_SPACE = 5  # XLA's memory space of pinned host memory
 
 
 class Frame(NamedTuple):
-    """A place in the source."""
+    """A line of source code."""
 
     file: str
-    function: str  # its qualified name
+    function: str  # qualified name
     line: int
 
 
@@ -48,7 +47,7 @@ class Shape:
     bits: int
     dims: tuple[int, ...] = ()
     parts: tuple[Shape, ...] = ()  # of a tuple
-    on_host: bool = False  # in the host's pinned memory
+    on_host: bool = False  # in pinned host memory
 
     @property
     def elements(self) -> int:
@@ -73,31 +72,25 @@ class Instruction:
     name: str
     opcode: str
     shape: Shape
-    number: int  # of a parameter, or which element of a tuple
+    number: int  # of a parameter: which one; of a get-tuple-element: which element
     op_name: str  # jax's path of names: jit(step)/transpose(jvp())/while/body/...
-    raw: Message = field(repr=False)
+    proto: Any = field(default_factory=HloInstructionProto, repr=False)
     frames: tuple[Frame, ...] = field(default=(), repr=False)  # innermost first
     operands: list[Instruction] = field(default_factory=list, repr=False)
     users: list[Instruction] = field(default_factory=list, repr=False)
     called: list[Computation] = field(default_factory=list, repr=False)
-    home: Computation = field(init=False, repr=False)
+    computation: Computation = field(init=False, repr=False)  # that it belongs to
 
     @cached_property
     def config(self) -> dict[str, Any]:
-        """What the backend wants to know of it."""
-        given = wire.text(self.raw, 43)
-        return json.loads(given) if given.startswith('{"') else {}  # of custom calls it may be MLIR: {debug = false
-
-    @cached_property
-    def attributes(self) -> dict[str, str]:
-        """What the program said of it to whoever reads the module."""
-        entries = (entry for map_ in wire.messages(self.raw, 68) for entry in wire.messages(map_, 1))
-        return {wire.text(entry, 1): wire.text(entry, 2) for entry in entries}
+        """The backend's configuration."""
+        serialized = self.proto.backend_config
+        return json.loads(serialized) if serialized.startswith(b'{"') else {}  # a custom call's may be MLIR instead
 
     @property
-    def target(self) -> str:
-        """Of a custom call."""
-        return wire.text(self.raw, 28)
+    def attributes(self) -> dict[str, str]:
+        """Frontend attributes, which the program set."""
+        return {entry.key: entry.value for entry in self.proto.frontend_attributes.map}
 
     @property
     def is_fusion(self) -> bool:
@@ -108,7 +101,7 @@ class Instruction:
 class Computation:
     id: int
     name: str
-    instructions: list[Instruction] = field(repr=False)  # in the order in which they run
+    instructions: list[Instruction] = field(repr=False)  # in the order of the schedule
     root: Instruction = field(repr=False)
 
 
@@ -120,25 +113,26 @@ class Module:
 
     @cached_property
     def executions(self) -> dict[Computation, Fraction | int]:
-        """How often each computation runs in one run of the module, in the mean of many where a name says so."""
+        """Runs of each computation in one run of the module; a mean where a scope `runs_A_in_B` gives one."""
         times: dict[Computation, Fraction | int] = defaultdict(int)
         times[self.entry] = 1
         for caller in reversed(self.computations):  # callers come after what they call
             for one in caller.instructions:
-                for called, often in zip(one.called, runs(one), strict=True):
-                    times[called] += times[caller] * often
+                for called, count in zip(one.called, runs_of_called(one), strict=True):
+                    times[called] += times[caller] * count
         return times
 
     def walk(self) -> Iterator[Instruction]:
+        """Every instruction of every computation."""
         for computation in self.computations:
             yield from computation.instructions
 
 
-def runs(one: Instruction) -> list[Fraction | int]:
-    """How often one run of an instruction runs each of its computations.
+def runs_of_called(one: Instruction) -> list[Fraction | int]:
+    """Runs of each called computation in one run of an instruction.
 
-    Of a conditional whose name says how often its condition holds (`runs_1_in_200`) one branch runs so often, the other
-    the rest of the times. Of any other, each branch counts once.
+    In a scope `runs_1_in_200` a conditional's true branch runs 1 of 200 times and its false branch the other times;
+    without a scope each branch counts once.
     """
     if one.opcode == "while":
         return [trip_count(one)] * len(one.called)
@@ -150,128 +144,108 @@ def runs(one: Instruction) -> list[Fraction | int]:
 
 
 def trip_count(loop: Instruction) -> Fraction | int:
-    """How often a while loop's body runs, as XLA found it; where it did not, what the loop's name says of all its runs
-    together (`jaxmem.stack.scheduled`), otherwise 1."""
+    """Iterations of a while loop: XLA's count, or the mean that its scope gives (`jaxmem.stack.scheduled`), or 1."""
     if "known_trip_count" in loop.config:
         return int(loop.config["known_trip_count"]["n"])
     return mean_runs(loop.op_name.removesuffix("/while"))
 
 
 def mean_runs(name: str) -> Fraction | int:
-    """
+    """The mean number of runs that an innermost scope `runs_A_in_B` gives.
+
     >>> mean_runs("jit(step)/while/body/runs_9_in_16"), mean_runs("jit(step)")
     (Fraction(9, 16), 1)
     """
-    said = re.search(r"\bruns_(\d+)_in_(\d+)$", name)
-    return Fraction(int(said[1]), int(said[2])) if said else 1
+    scope = re.search(r"\bruns_(\d+)_in_(\d+)$", name)
+    return Fraction(int(scope[1]), int(scope[2])) if scope else 1
 
 
 def dot_flops(one: Instruction) -> int:
-    """Multiplications and additions of one matrix product, convolution or kernel of ours; 0 of anything else."""
+    """Multiplications and additions of one matrix multiplication, convolution or jaxmem kernel; else 0."""
     if one.opcode == "dot":
-        dims = wire.read(wire.data(one.raw, 30))
-        contracted = wire.numbers(dims, 1)
-        return 2 * one.shape.elements * math.prod(one.operands[0].shape.dims[d] for d in contracted)
+        return _matmul_flops(one, one.proto.dot_dimension_numbers.lhs_contracting_dimensions)
     if one.opcode == "convolution":
         kernel = one.operands[1].shape
-        outputs = wire.number(wire.read(wire.data(one.raw, 16)), 4)  # the kernel's dimension of output features
-        return 2 * one.shape.elements * kernel.elements // max(kernel.dims[outputs], 1)
+        features = one.proto.convolution_dimension_numbers.kernel_output_feature_dimension
+        return 2 * one.shape.elements * kernel.elements // max(kernel.dims[features], 1)
     if one.opcode == "custom-call" and "gemm_backend_config" in one.config:
         dims = one.config["gemm_backend_config"]["dot_dimension_numbers"]
-        contracted = tuple(int(d) for d in dims["lhs_contracting_dimensions"])
-        out = one.shape.parts[0] if one.shape.parts else one.shape
-        return 2 * out.elements * math.prod(one.operands[0].shape.dims[d] for d in contracted)
-    if one.opcode == "custom-call" and "flops_per_output" in one.attributes:  # a kernel of ours, which says it itself
-        out = one.shape.parts[0] if one.shape.parts else one.shape
-        return round(float(one.attributes["flops_per_output"]) * out.elements)
+        return _matmul_flops(one, map(int, dims["lhs_contracting_dimensions"]))
+    if one.opcode == "custom-call" and "flops_per_output" in one.attributes:  # jaxmem's kernels set it
+        return round(float(one.attributes["flops_per_output"]) * _result(one).elements)
     return 0
 
 
+def _matmul_flops(one: Instruction, contracted: Iterable[int]) -> int:
+    return 2 * _result(one).elements * math.prod(one.operands[0].shape.dims[d] for d in contracted)
+
+
+def _result(one: Instruction) -> Shape:
+    """A custom call may return a workspace beside its result."""
+    return one.shape.parts[0] if one.shape.parts else one.shape
+
+
 def total_flops(module: Module) -> int:
-    """Of all products in one run."""
-    return round(sum(dot_flops(one) * module.executions[one.home] for one in module.walk()))
+    """FLOPs of all matrix multiplications in one run."""
+    return round(sum(dot_flops(one) * module.executions[one.computation] for one in module.walk()))
 
 
 def read_module(serialized: bytes) -> Module:
     """From a serialized HloModuleProto."""
-    proto = wire.read(serialized)
-    frames = _Frames(wire.read(wire.data(proto, 17)))
-    order = {
-        wire.number(entry, 1): wire.numbers(wire.read(wire.data(entry, 2)), 1)
-        for entry in wire.messages(wire.read(wire.data(proto, 7)), 1)
-    }
+    proto = HloModuleProto.FromString(serialized)
+    frames = _Frames(proto.stack_frame_index)
+    order = {entry.key: entry.value.instruction_ids for entry in proto.schedule.sequences}
     by_id: dict[int, Instruction] = {}
     computations: dict[int, Computation] = {}
-    for one in wire.messages(proto, 3):
-        computation = _computation(one, order, by_id, computations, frames)
-        computations[computation.id] = computation
+    for one in proto.computations:  # callees before their callers
+        own = {raw.id: _instruction(raw, frames) for raw in one.instructions}
+        for raw in one.instructions:
+            own[raw.id].operands = [own[i] for i in raw.operand_ids]
+            own[raw.id].called = [computations[i] for i in raw.called_computation_ids]
+        in_order = [own[i] for i in order.get(one.id, own)]
+        computations[one.id] = Computation(one.id, one.name, in_order, own[one.root_id])
+        by_id |= own
+        for instruction in in_order:
+            instruction.computation = computations[one.id]
     for instruction in by_id.values():
         for operand in instruction.operands:
             operand.users.append(instruction)
-    return Module(list(computations.values()), computations[wire.number(proto, 6)], by_id)
+    return Module(list(computations.values()), computations[proto.entry_computation_id], by_id)
 
 
-def _computation(
-    proto: Message,
-    order: dict[int, tuple[int, ...]],
-    by_id: dict[int, Instruction],
-    known: dict[int, Computation],
-    frames: _Frames,
-) -> Computation:
-    own: dict[int, Instruction] = {}
-    for raw in wire.messages(proto, 2):
-        metadata = wire.read(wire.data(raw, 7))
-        opcode = wire.text(raw, 2)
-        one = Instruction(
-            id=wire.number(raw, 35),
-            name=wire.text(raw, 1),
-            opcode=opcode,
-            shape=_shape(wire.data(raw, 3)),
-            number=wire.number(raw, 9 if opcode == "parameter" else 13),
-            op_name=wire.text(metadata, 2),
-            frames=frames[wire.number(metadata, 15)],
-            raw=raw,
-        )
-        # Operands are listed before their users, callees before their callers.
-        one.operands = [own[i] for i in wire.numbers(raw, 36)]
-        one.called = [known[i] for i in wire.numbers(raw, 38)]
-        own[one.id] = one
-    by_id |= own
-    identity = wire.number(proto, 5)
-    in_order = [own[i] for i in order[identity]] if identity in order else list(own.values())
-    computation = Computation(identity, wire.text(proto, 1), in_order, own[wire.number(proto, 6)])
-    for one in in_order:
-        one.home = computation
-    return computation
+def _instruction(proto: Any, frames: _Frames) -> Instruction:
+    return Instruction(
+        id=proto.id,
+        name=proto.name,
+        opcode=proto.opcode,
+        shape=_shape(proto.shape),
+        number=proto.parameter_number if proto.opcode == "parameter" else proto.tuple_index,
+        op_name=proto.metadata.op_name,
+        proto=proto,
+        frames=frames[proto.metadata.stack_frame_id],
+    )
 
 
-_SHAPES: dict[bytes, Shape] = {}
-
-
+@functools.cache
 def _shape(serialized: bytes) -> Shape:
-    if serialized not in _SHAPES:
-        proto = wire.read(serialized)
-        name, bits = _TYPES[wire.number(proto, 2)]
-        parts = tuple(_shape(part) for part in proto.get(4, ()) if isinstance(part, bytes))
-        space = wire.number(wire.read(wire.data(proto, 5)), 8)  # of its layout
-        _SHAPES[serialized] = Shape(name, bits, wire.numbers(proto, 3), parts, space == HOST_SPACE)
-    return _SHAPES[serialized]
+    proto = ShapeProto.FromString(serialized)
+    name, bits = _TYPES[proto.element_type]
+    on_host = proto.layout.memory_space == HOST_SPACE
+    return Shape(name, bits, tuple(proto.dimensions), tuple(map(_shape, proto.tuple_shapes)), on_host)
 
 
 class _Frames:
-    """Stack frames by number: where in the source an instruction was made. Numbers count from 1; 0 is none."""
+    """Call stacks by id, innermost frame first. Ids count from 1; 0 is none."""
 
-    def __init__(self, index: Message) -> None:
-        names = [[bytes(n).decode() for n in index.get(f, ()) if isinstance(n, bytes)] for f in (1, 2)]
-        places = [
-            Frame(names[0][wire.number(place, 1) - 1], names[1][wire.number(place, 2) - 1], wire.number(place, 3))
-            for place in wire.messages(index, 3)
-        ]
-        self._frames = [(places[wire.number(f, 1) - 1], wire.number(f, 2)) for f in wire.messages(index, 4)]
-        self._found: dict[int, tuple[Frame, ...]] = {0: ()}
+    def __init__(self, index: Any) -> None:
+        self._index = index
+        self._stacks: dict[int, tuple[Frame, ...]] = {0: ()}
 
     def __getitem__(self, number: int) -> tuple[Frame, ...]:
-        if number not in self._found:
-            place, parent = self._frames[number - 1]
-            self._found[number] = (place, *self[parent])
-        return self._found[number]
+        if number not in self._stacks:
+            frame = self._index.stack_frames[number - 1]
+            place = self._index.file_locations[frame.file_location_id - 1]
+            file = self._index.file_names[place.file_name_id - 1]
+            function = self._index.function_names[place.function_name_id - 1]
+            self._stacks[number] = (Frame(file, function, place.line), *self[frame.parent_frame_id])
+        return self._stacks[number]

@@ -1,8 +1,7 @@
-"""Which of a program's inputs each value was computed from: weights alone, the batch, the optimizer's state.
+"""The inputs of a program that each value was computed from: weights alone, the batch, the optimizer state.
 
-A cast, gathered, sliced or dequantized weight comes from weights alone, whatever XLA made of the operations in
-between. A gradient comes from weights and batch. Found by following every operation from the inputs onwards, loops
-until nothing changes.
+A cast, gathered, sliced or dequantized weight comes from weights alone, whatever operations XLA made in between. A
+gradient comes from weights and batch. Every operation is followed from the inputs onwards, loops until nothing changes.
 """
 
 from __future__ import annotations
@@ -14,13 +13,12 @@ from jaxmem.planning.hlo import Computation, Instruction, Module, Shape
 
 Origins = int  # bits
 WEIGHTS, OPTIMIZER, BATCH, OTHER = 1, 2, 4, 8
-NOWHERE = 0  # constants and what follows from them
-# Of a tuple, a tuple of what its elements come from.
-Tree = Any
+NOWHERE = 0  # constants and what is computed from them
+Tree = Any  # Origins; of a tuple, a tuple of its elements' trees
 
 
 def trace_origins(module: Module, of_input: Callable[[Instruction], Origins]) -> dict[Instruction, Tree]:
-    """For every instruction; `of_input` says what an entry parameter is."""
+    """The origins of every instruction's result; `of_input` gives those of an entry parameter."""
     found: dict[Instruction, Tree] = {}
     inputs = [one for one in module.entry.instructions if one.opcode == "parameter"]
     given = {one.number: _spread(one.shape, of_input(one)) for one in inputs}
@@ -28,8 +26,8 @@ def trace_origins(module: Module, of_input: Callable[[Instruction], Origins]) ->
     return found
 
 
-def at(tree: Tree, index: tuple[int, ...]) -> Origins:
-    """The origins of one element, or of all of them together."""
+def origins_at(tree: Tree, index: tuple[int, ...]) -> Origins:
+    """The origins of one element, or of a whole tuple."""
     for place in index:
         if not isinstance(tree, tuple):
             break
@@ -85,12 +83,12 @@ def _union(tree: Tree) -> Origins:
 
 
 def _spread(shape: Shape, origins: Origins) -> Tree:
-    """Every element of a result from the same."""
+    """The same origins for every element of a result."""
     return tuple(_spread(part, origins) for part in shape.parts) if shape.parts else origins
 
 
 def _join(shape: Shape, trees: Sequence[Tree]) -> Tree:
-    """Of a result that is one of several."""
+    """The origins of a result that is one of several."""
     if not shape.parts:
         return _union(tuple(trees))
     parts = [tree if isinstance(tree, tuple) else _spread(shape, tree) for tree in trees]

@@ -11,9 +11,10 @@ from typing import Any
 import jax
 
 from jaxmem.planning.advice import Warned, warnings_of
-from jaxmem.planning.breakdown import PARTS, Breakdown, breakdown, known_shapes
+from jaxmem.planning.breakdown import PARTS, Breakdown, breakdown
 from jaxmem.planning.compile import Compiled, total_of
 from jaxmem.planning.history import History, history
+from jaxmem.planning.known_shapes import known_shapes
 from jaxmem.planning.predict import held, ideal_flops, predict
 from jaxmem.planning.targets import Target, reserved, usable
 from jaxmem.planning.timeline import Timeline, Traffic, timeline
@@ -74,7 +75,7 @@ class Plan:
     def kinds(self) -> dict[str, dict[str, int]]:
         """What each part consists of."""
         found: dict[str, Counter[str]] = {part: Counter() for part in PARTS}
-        for item in self.breakdown.items:
+        for item in self.breakdown.buffers:
             found[item.part][item.kind] += item.size
         return {part: dict(kinds.most_common()) for part, kinds in found.items() if kinds}
 
@@ -182,7 +183,7 @@ class Plan:
             "bytes_per_parameter": self.compiled_step.total * target.count / built.parameters,
             "compiled": self.compiled,
             "collectives": self._told(self.timeline.traffic, "wire_bytes"),
-            "host_transfers": self._told(self.timeline.transfers, "bytes"),
+            "host_transfers": self._told(self.timeline.host_traffic, "bytes"),
             "messages": [
                 {
                     "kind": one.message.kind,
@@ -193,7 +194,7 @@ class Plan:
                     "exposed_bytes": one.exposed_bytes,
                     "kernels_beside": one.kernels,
                 }
-                for one in self.timeline.sent
+                for one in self.timeline.collectives
             ],
             "flops_per_device": self.timeline.flops,
             "ideal_flops_per_device": self.ideal_flops_per_device,

@@ -1,4 +1,4 @@
-"""Where in the source a buffer of a compiled step comes from, for people."""
+"""The source line, the part of the model and the layers that a buffer of a compiled step belongs to."""
 
 from __future__ import annotations
 
@@ -6,35 +6,34 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from jaxmem.planning.breakdown import Item, maker_of, tells
+from jaxmem.planning.breakdown import NamedBuffer, information, maker_of
 from jaxmem.planning.hlo import Frame, Instruction
 
-_STEPS = 64  # back from a buffer to what filled it
-# What hands a value on as it is, or in another order or dtype.
-_HANDS_ON = {"bitcast", "convert", "copy", "optimization-barrier", "reshape", "transpose"}
+_STEPS = 64  # at most, back from a buffer to the operation that filled it
+# Operations that return their operand, perhaps in another order or dtype.
+_FORWARDING = {"bitcast", "convert", "copy", "optimization-barrier", "reshape", "transpose"}
 
 
 @dataclass(frozen=True)
 class Source:
     where: str  # a source line, or the path of an argument
-    inside: str  # the parts of the model that it belongs to: Decoder > Block > GatedMlp > Linear
-    layers: str  # of how many layers it is
+    inside: str  # the modules around it: Decoder > Block > GatedMlp > Linear
+    layers: str  # "all 32 layers", "one layer" or ""
 
 
-def source_of(item: Item, layers: int | None) -> Source:
-    """`layers`: how many a device holds of a stack."""
-    stacked = bool(layers and layers > 1 and layers in item.shape.dims)
-    if item.held is None:
-        return Source(path(item.what) if item.kind == "argument" else item.made_by, "", _of(layers, stacked))
-    names = [(one, index) for buffer in item.held.buffers for one, index in buffer.names]
-    filled = [_filled_by(one, index) for one, index in names]
-    made = max((maker_of(one, ()) for one in filled), key=lambda one: (_is_in_model(one.frames), tells(one)))
+def source_of(buffer: NamedBuffer, layers: int | None) -> Source:
+    """`layers`: of a stack on one device."""
+    every = f"all {layers} layers" if layers and layers > 1 and layers in buffer.shape.dims else ""
+    if buffer.region is None:
+        return Source(path(buffer.what) if buffer.kind == "argument" else buffer.made_by, "", every)
+    filled = [_filled_by(one, index) for alias in buffer.region.buffers for one, index in alias.aliases]
+    made = max((maker_of(one, ()) for one in filled), key=lambda one: (_is_in_model(one.frames), information(one)))
     if not made.frames:
-        return Source(path(made.op_name), "", _of(layers, stacked))
+        return Source(path(made.op_name), "", every)
     classes = (frame.function.partition(".")[0] for frame in reversed(made.frames) if _in_models(frame))
     inside = list(dict.fromkeys(name for name in classes if name[:1].isupper()))
-    one_layer = any("jaxmem/stack/" in frame.file for frame in made.frames)
-    return Source(line(_place(made.frames)), " > ".join(inside), _of(layers, stacked, one=one_layer))
+    one_layer = bool(layers and layers > 1) and any(_in_stack(frame) for frame in made.frames)
+    return Source(line(_place(made.frames)), " > ".join(inside), every or ("one layer" if one_layer else ""))
 
 
 def line(frame: Frame) -> str:
@@ -54,15 +53,9 @@ def path(name: str) -> str:
     return re.sub(r"\[(?:'([^']*)'|(\d+))\]", r".\1\2", name).removeprefix("state.")
 
 
-def _of(layers: int | None, stacked: bool, *, one: bool = False) -> str:
-    if stacked:
-        return f"all {layers} layers"
-    return "one layer" if one and layers and layers > 1 else ""
-
-
 def _filled_by(one: Instruction, index: tuple[int, ...]) -> Instruction:
-    """What computed a value that others store, cast or turn round: of a stack that a loop fills, what its body puts
-    there."""
+    """The operation that computed a value which others store, cast or transpose: of a stack that a loop fills, the one
+    in the loop's body."""
     fusions: list[Instruction] = []
     for _ in range(_STEPS):
         if one.is_fusion:
@@ -74,7 +67,7 @@ def _filled_by(one: Instruction, index: tuple[int, ...]) -> Instruction:
             one, index = one.operands[0], (one.number, *index)
         elif one.opcode == "dynamic-update-slice":
             one = one.operands[1]
-        elif one.opcode in _HANDS_ON or one.opcode.endswith("-done"):
+        elif one.opcode in _FORWARDING or one.opcode.endswith("-done"):
             one = one.operands[0]
         elif one.opcode == "parameter" and fusions:
             one = fusions.pop().operands[one.number]
@@ -84,14 +77,18 @@ def _filled_by(one: Instruction, index: tuple[int, ...]) -> Instruction:
 
 
 def _place(frames: Sequence[Frame]) -> Frame:
-    """The innermost place in a model; else the innermost that is no machinery of the stack."""
-    own = [frame for frame in frames if "jaxmem/stack/" not in frame.file]
+    """The innermost line of a model; else the innermost that does not apply the stack of layers."""
+    own = [frame for frame in frames if not _in_stack(frame)]
     return next((frame for frame in own if _in_models(frame)), (own or list(frames))[0])
 
 
 def _is_in_model(frames: Sequence[Frame]) -> bool:
-    return any(_in_models(frame) for frame in frames)
+    return any(map(_in_models, frames))
 
 
 def _in_models(frame: Frame) -> bool:
     return "jaxmem/models/" in frame.file
+
+
+def _in_stack(frame: Frame) -> bool:
+    return "jaxmem/stack/" in frame.file

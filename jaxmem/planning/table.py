@@ -64,7 +64,9 @@ class Report:
         if plan.timeline.traffic:
             yield self._messages(wide=options.max_width >= NARROW)
             if plan.estimated_step_seconds is not None:
-                yield Text(f"{plan.timeline.exposed:.1%} of the messages' {duration(plan.timeline.network)} is exposed")
+                yield Text(
+                    f"{plan.timeline.exposed_share:.1%} of the messages' {duration(plan.timeline.network)} is exposed"
+                )
         yield from self._host()
         for warned in plan.warnings:
             yield Text.assemble((f"{warned.kind}: ", "yellow"), f"{warned.text}; try {warned.cure}")
@@ -136,14 +138,14 @@ class Report:
 
     def _host(self) -> Iterator[RenderableType]:
         """What lies in the host's memory, and how long it travels."""
-        plan, moved = self.plan, self.plan.timeline.transfers
+        plan, moved = self.plan, self.plan.timeline.host_traffic
         if not moved:
             return
         size, sent = plan.compiled_step.host_total, sum(one.wire_bytes for one in moved.values())
         text = f"{readable(size)} of the host's memory for each device; {readable(sent)} to and fro a step"
         if plan.estimated_step_seconds is not None:
             seconds = sum(one.seconds for one in moved.values())
-            text += f", {duration(seconds)}, of which {plan.timeline.hidden:.1%} beside kernels"
+            text += f", {duration(seconds)}, of which {plan.timeline.overlapped_host_share:.1%} beside kernels"
         yield Text(text)
 
     def _messages(self, *, wide: bool) -> Table:

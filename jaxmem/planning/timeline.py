@@ -1,24 +1,22 @@
-"""How long a compiled step takes, estimated: its instructions in the order of the schedule, beside its messages.
+"""The estimated time of a compiled step: its instructions in the order of the schedule, communication overlapped.
 
 Each kernel takes the longer of its arithmetic and its memory traffic (Williams et al., 2009), at rates that large
-kernels attain. A message that begins before it is needed moves while kernels run; what is left when the program
-waits for it is exposed: max(0, its seconds - those of the kernels between its start and its done), loops executed, and
-as messages share one link and follow each other, what it waits for those before it too. Copies to the host and from
-there have a link of their own each way.
+kernels attain. An asynchronous collective moves while kernels run; what is left when the program waits for it is
+exposed: max(0, its seconds - those of the kernels between its start and its done). Collectives share one link and
+follow each other. Copies to host memory and from there have a link of their own each way.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from fractions import Fraction
 from typing import Literal
 
 from jaxmem.machine.gpus import ATTAINED_BANDWIDTH, ATTAINED_FLOPS, Gpu
-from jaxmem.planning.collectives import Collective, collective
-from jaxmem.planning.hlo import Computation, Instruction, Module, dot_flops, runs, total_flops
-from jaxmem.planning.transfers import Transfer, transfer
+from jaxmem.planning.communication import Collective, HostCopy, collective, host_copy
+from jaxmem.planning.hlo import Computation, Instruction, Module, dot_flops, runs_of_called, total_flops
 
 Bound = Literal["arithmetic", "memory", "network"]
 LAUNCH = 2e-6  # seconds from one kernel to the next
@@ -31,25 +29,25 @@ RATES = {"float64": 1 / 32, "float32": 0.5, "int8": 2.0, "uint8": 2.0, "float8_e
 
 
 @dataclass
-class Sent:
-    """A message, each time that it is sent: from when to when it has the link."""
+class Transmission:
+    """A collective or a host copy in the schedule, and when it has its link."""
 
     instruction: Instruction
-    message: Collective | Transfer
+    message: Collective | HostCopy
     begins: float
     ends: float
-    executed: float  # in the mean, where it is not in every run
+    executed: float  # times; a mean, where it is not in every run
     kernels: int = 0  # and loops, between its start and its done
-    exposed: float = 0.0  # seconds
+    exposed: float = 0.0  # seconds of one execution
 
     @property
-    def share(self) -> float:
-        """Of its time, exposed; of a device of which nothing is known, all."""
+    def exposed_share(self) -> float:
+        """Of its time; 1 where the device's speed is unknown."""
         return self.exposed / (self.ends - self.begins) if self.ends > self.begins else 1.0
 
     @property
     def exposed_bytes(self) -> int:
-        return round(self.executed * self.message.wire_bytes * self.share)
+        return round(self.executed * self.message.wire_bytes * self.exposed_share)
 
     @property
     def wire_bytes(self) -> int:
@@ -58,9 +56,9 @@ class Sent:
 
 @dataclass
 class Traffic:
-    """All messages of one kind."""
+    """All transmissions of one kind."""
 
-    executed: float = 0  # in the mean, where it is not in every run
+    executed: float = 0  # times; a mean, where not every run has all of them
     wire_bytes: int = 0
     exposed_bytes: int = 0
     seconds: float = 0.0
@@ -69,147 +67,156 @@ class Traffic:
 
 @dataclass
 class Timeline:
-    """One run of a program on one device; seconds are 0 where nothing is known of the device."""
+    """One run of a program on one device; seconds are 0 where the device's speed is unknown."""
 
     seconds: float = 0.0
     arithmetic: float = 0.0  # seconds in kernels that arithmetic bounds
     memory: float = 0.0  # seconds in kernels that memory bounds
     flops: int = 0
-    moved: int = 0  # bytes that kernels read and write
-    sent: list[Sent] = field(default_factory=list)
-    copied: list[Sent] = field(default_factory=list)  # to the host's memory and from there
-    # Seconds that pass in an instruction, in a loop all its runs together, while what it stands in runs once.
-    spent: dict[Instruction, float] = field(default_factory=dict)
+    kernel_bytes: int = 0  # that kernels read and write
+    collectives: list[Transmission] = field(default_factory=list)
+    host_copies: list[Transmission] = field(default_factory=list)
+    # Seconds in an instruction during one run of its computation; of a loop, all iterations together.
+    seconds_in: dict[Instruction, float] = field(default_factory=dict)
 
     @property
     def traffic(self) -> dict[str, Traffic]:
-        """Messages by kind."""
-        return self._added_up(self.sent)
+        """Collectives by kind."""
+        return _by_kind(self.collectives)
 
     @property
-    def transfers(self) -> dict[str, Traffic]:
-        """To the host and from there."""
-        return self._added_up(self.copied)
+    def host_traffic(self) -> dict[str, Traffic]:
+        """Host copies by direction."""
+        return _by_kind(self.host_copies)
 
     @property
-    def hidden(self) -> float | None:
-        """The share of the transfers' time in which kernels run; None: there are none."""
-        found = self.transfers.values()
-        seconds = sum(one.seconds for one in found)
-        return 1.0 - sum(one.exposed_seconds for one in found) / seconds if seconds else None
-
-    @staticmethod
-    def _added_up(sent: list[Sent]) -> dict[str, Traffic]:
-        kinds: dict[str, Traffic] = defaultdict(Traffic)
-        for one in sent:
-            total = kinds[one.message.kind]
-            total.executed += one.executed
-            total.wire_bytes += one.wire_bytes
-            total.exposed_bytes += one.exposed_bytes
-            total.seconds += one.executed * (one.ends - one.begins)
-            total.exposed_seconds += one.executed * one.exposed
-        return dict(kinds)
+    def overlapped_host_share(self) -> float | None:
+        """The share of the host copies' time in which kernels run; None: there are none."""
+        seconds, exposed = _seconds(self.host_traffic)
+        return 1.0 - exposed / seconds if seconds else None
 
     @property
     def network(self) -> float:
-        return sum(one.seconds for one in self.traffic.values())
+        """Seconds of all collectives."""
+        return _seconds(self.traffic)[0]
 
     @property
-    def exposed(self) -> float:
-        """The share of the messages' time in which the program waits for them."""
-        return sum(one.exposed_seconds for one in self.traffic.values()) / self.network if self.network else 0.0
+    def exposed_share(self) -> float:
+        """The share of the collectives' time in which the program waits for them."""
+        seconds, exposed = _seconds(self.traffic)
+        return exposed / seconds if seconds else 0.0
 
     @property
     def roofline(self) -> float:
-        """Seconds if messages and kernels overlapped perfectly: no schedule is faster."""
+        """Seconds if collectives and kernels overlapped perfectly: no schedule is faster."""
         return max(self.arithmetic + self.memory, self.network)
 
     @property
     def bound(self) -> Bound:
-        exposed = sum(one.exposed_seconds for one in self.traffic.values())
+        """What takes most of the time."""
+        exposed = _seconds(self.traffic)[1]
         seconds: dict[Bound, float] = {"arithmetic": self.arithmetic, "memory": self.memory, "network": exposed}
         return max(seconds, key=lambda bound: (seconds[bound], bound))
 
 
+def _by_kind(transmissions: Iterable[Transmission]) -> dict[str, Traffic]:
+    kinds: dict[str, Traffic] = defaultdict(Traffic)
+    for one in transmissions:
+        total = kinds[one.message.kind]
+        total.executed += one.executed
+        total.wire_bytes += one.wire_bytes
+        total.exposed_bytes += one.exposed_bytes
+        total.seconds += one.executed * (one.ends - one.begins)
+        total.exposed_seconds += one.executed * one.exposed
+    return dict(kinds)
+
+
+def _seconds(traffic: dict[str, Traffic]) -> tuple[float, float]:
+    """In all, and exposed."""
+    return sum(one.seconds for one in traffic.values()), sum(one.exposed_seconds for one in traffic.values())
+
+
 def timeline(module: Module, gpu: Gpu | None, devices: int, per_host: int) -> Timeline:
-    """`gpu` None: bytes and executions are counted, and every message is taken for exposed."""
+    """Simulates a module on one of `devices`, of which `per_host` share a host. Without a `gpu` bytes and executions
+    are counted, and all communication is exposed."""
     return _Simulation(module, gpu, devices, per_host).result()
 
 
 @dataclass
 class _Clock:
-    """A device and its links, from the begin of a computation."""
+    """A device and its links, from the beginning of a computation."""
 
     now: float = 0.0
     link_free: dict[str, float] = field(default_factory=lambda: defaultdict(float))
-    under_way: dict[Instruction, Sent] = field(default_factory=dict)
+    pending: dict[Instruction, Transmission] = field(default_factory=dict)
 
     def work(self, seconds: float) -> None:
         self.now += seconds
-        for one in self.under_way.values():
+        for one in self.pending.values():
             one.kernels += seconds > 0
 
-    def send(self, instruction: Instruction, message: Collective | Transfer, seconds: float, executed: float) -> Sent:
-        link = message.kind if isinstance(message, Transfer) else "network"
+    def start(
+        self, instruction: Instruction, message: Collective | HostCopy, seconds: float, executed: float
+    ) -> Transmission:
+        link = message.kind if isinstance(message, HostCopy) else "network"
         begins = max(self.now, self.link_free[link])
         self.link_free[link] = ends = begins + seconds
-        one = self.under_way[instruction] = Sent(instruction, message, begins, ends, executed)
+        one = self.pending[instruction] = Transmission(instruction, message, begins, ends, executed)
+        if not message.asynchronous:
+            self.wait_for(instruction)
         return one
 
     def wait_for(self, instruction: Instruction) -> None:
-        """What is exposed is whatever has the link meanwhile."""
-        until = max(self.now, self.under_way[instruction].ends)
-        for one in self.under_way.values():
+        """Whatever has the link meanwhile is exposed."""
+        until = max(self.now, self.pending[instruction].ends)
+        for one in self.pending.values():
             one.exposed += max(0.0, min(one.ends, until) - max(one.begins, self.now))
-        del self.under_way[instruction]
+        del self.pending[instruction]
         self.now = until
 
 
 class _Simulation:
     def __init__(self, module: Module, gpu: Gpu | None, devices: int, per_host: int) -> None:
         self._module, self._gpu, self._devices, self._per_host = module, gpu, devices, per_host
-        self._times = module.executions
-        self._done = Timeline()
-        self._lasted: dict[Computation, float] = {}
+        self._timeline = Timeline()
+        self._seconds: dict[Computation, float] = {}
 
     def result(self) -> Timeline:
-        self._done.seconds = self._run(self._module.entry)
-        self._done.flops = total_flops(self._module)
-        return self._done
+        self._timeline.seconds = self._run(self._module.entry)
+        self._timeline.flops = total_flops(self._module)
+        return self._timeline
 
     def _run(self, computation: Computation) -> float:
         """Seconds of one run. A loop's body is simulated once and counts as often as it runs."""
-        if computation in self._lasted:
-            return self._lasted[computation]
-        clock, times = _Clock(), self._times[computation]
+        if computation in self._seconds:
+            return self._seconds[computation]
+        clock, times = _Clock(), self._module.executions[computation]
         executed = float(times) if times % 1 else int(times)
         for one in computation.instructions:
             before = clock.now
             if one.opcode in ("while", "call", "conditional"):
-                often = runs(one)
-                lasted = [float(share) * self._run(called) for share, called in zip(often, one.called, strict=True)]
-                # Of a conditional that does not say how often it holds, the dearer branch.
-                clock.work(max(lasted) if one.opcode == "conditional" and sum(often) > 1 else sum(lasted, 0.0))
+                counts = runs_of_called(one)
+                seconds = [float(count) * self._run(called) for count, called in zip(counts, one.called, strict=True)]
+                # Of a conditional without a scope that gives its mean, the more expensive branch.
+                most = one.opcode == "conditional" and sum(counts) > 1
+                clock.work(max(seconds) if most else sum(seconds, 0.0))
             elif message := collective(one, self._devices, self._per_host):
-                seconds = message.seconds(self._gpu) if self._gpu else 0.0
-                self._done.sent.append(clock.send(one, message, seconds, executed))
-                if not message.asynchronous:
-                    clock.wait_for(one)
-            elif copy := transfer(one):
-                seconds = copy.seconds(self._gpu) if self._gpu else 0.0
-                self._done.copied.append(clock.send(one, copy, seconds, executed))
-                if not copy.asynchronous:
-                    clock.wait_for(one)
+                self._timeline.collectives.append(clock.start(one, message, self._duration(message), executed))
+            elif copy := host_copy(one):
+                self._timeline.host_copies.append(clock.start(one, copy, self._duration(copy), executed))
             elif one.opcode == "async-start":  # a kernel on a stream of its own
                 clock.work(self._run(one.called[0]))
-            elif one.opcode.endswith("-done") and one.operands[0] in clock.under_way:
+            elif one.opcode.endswith("-done") and one.operands[0] in clock.pending:
                 clock.wait_for(one.operands[0])
             else:
                 clock.work(self._kernel(one, times))
             if clock.now > before:
-                self._done.spent[one] = clock.now - before
-        self._lasted[computation] = clock.now
+                self._timeline.seconds_in[one] = clock.now - before
+        self._seconds[computation] = clock.now
         return clock.now
+
+    def _duration(self, message: Collective | HostCopy) -> float:
+        return message.seconds(self._gpu) if self._gpu else 0.0
 
     def _kernel(self, one: Instruction, times: int | Fraction) -> float:
         gpu = self._gpu
@@ -217,29 +224,29 @@ class _Simulation:
             return 0.0
         arithmetic = sum(
             dot_flops(part) / (gpu.flops * ATTAINED_FLOPS * RATES.get(part.operands[0].shape.dtype, 1.0))
-            for part in (one, *fused(one)) if dot_flops(part)
+            for part in (one, *fused_instructions(one)) if dot_flops(part)
         )  # fmt: skip
         memory = moved_bytes(one) / (gpu.bandwidth_gb_s * 1e9 * ATTAINED_BANDWIDTH)
-        self._done.moved += round(times * moved_bytes(one))
+        self._timeline.kernel_bytes += round(times * moved_bytes(one))
         seconds = LAUNCH + max(arithmetic, memory)
         if arithmetic > memory:
-            self._done.arithmetic += times * seconds
+            self._timeline.arithmetic += times * seconds
         else:
-            self._done.memory += times * seconds
+            self._timeline.memory += times * seconds
         return seconds
 
 
-def fused(one: Instruction) -> Iterator[Instruction]:
+def fused_instructions(one: Instruction) -> Iterator[Instruction]:
     """The instructions of a fusion, fusions within it included."""
     if one.is_fusion:
         for inner in one.called[0].instructions:
             yield inner
-            yield from fused(inner)
+            yield from fused_instructions(inner)
 
 
 def moved_bytes(one: Instruction) -> int:
-    """Bytes that a kernel reads and writes. Of an array that it takes a slice of, or writes a slice of in place,
-    only the slice counts."""
+    """Bytes that a kernel reads and writes. Of an array that it slices, or writes a slice of in place, only the slice
+    counts."""
     if not one.is_fusion:
         if one.opcode in ("dynamic-slice", "slice", "gather"):
             return 2 * one.shape.bytes
@@ -260,7 +267,7 @@ def _written(root: Instruction) -> int:
 
 
 def _read(parameter: Instruction) -> int:
-    """Bytes of a fusion's parameter that it looks at."""
+    """Bytes of a fusion's parameter that it reads."""
     total, waiting = 0, list(parameter.users)
     sources = {parameter}
     while waiting:

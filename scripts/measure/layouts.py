@@ -51,14 +51,14 @@ def main(config: str, target: str, *overrides: str) -> None:
         built = program(jaxmem.load_config(config, [*overrides, *changes.split()]), devices)
         step, _ = compile_all(built.lower_step(), {}, here=False, code=False)
         run = timeline(step.module, gpus.gpu, gpus.count, gpus.per_host)
-        sent, exposed = (sum(getattr(one, what) for one in run.sent) for what in ("wire_bytes", "exposed_bytes"))
+        sent, exposed = (sum(getattr(one, what) for one in run.collectives) for what in ("wire_bytes", "exposed_bytes"))
         try:
             theory = f"{volume(built).total / 2**30:.1f}"
         except UserError:
             theory = "not derived"
         total, sent, exposed = (f"{size / 2**30:.1f}" for size in (step.total, sent, exposed))
         cells = f"{total} | {sent} | {theory} | {exposed}"
-        print(f"| {name} | `{changes}` | {cells} | {run.exposed:.0%} | {run.seconds:.1f} |", flush=True)
+        print(f"| {name} | `{changes}` | {cells} | {run.exposed_share:.0%} | {run.seconds:.1f} |", flush=True)
 
 
 if __name__ == "__main__":

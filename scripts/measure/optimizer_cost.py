@@ -58,10 +58,9 @@ def main(optimizers: list[str]) -> None:
         base = counted(BASE, batch)
         for name in optimizers:
             one = base if name == BASE else counted(name, batch)
-            sizes = f"{one.flops / 1e12:.1f} | {one.moved / 1e9:.0f} | {one.seconds:.3f}"
-            more = [
-                a / b - 1 for a, b in ((one.flops, base.flops), (one.moved, base.moved), (one.seconds, base.seconds))
-            ]
+            sizes = f"{one.flops / 1e12:.1f} | {one.kernel_bytes / 1e9:.0f} | {one.seconds:.3f}"
+            fields = "flops", "kernel_bytes", "seconds"
+            more = [getattr(one, field) / getattr(base, field) - 1 for field in fields]
             beside = " | ".join("" if name == BASE else f"{100 * x:+.1f} %" for x in more)
             print(f"| `{name}` | {batch * SEQUENCE:,} | {sizes} | {beside} |", flush=True)
 

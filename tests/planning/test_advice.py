@@ -18,16 +18,17 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxmem import stack
 from jaxmem.planning import Plan, advice
 from jaxmem.planning.advice import Warned, warnings_of
-from jaxmem.planning.breakdown import Breakdown, Known, known_shapes
+from jaxmem.planning.breakdown import Breakdown
 from jaxmem.planning.buffers import Allocation, Buffer
 from jaxmem.planning.compile import Compiled, compile_all, listening
 from jaxmem.planning.hlo import Computation, Instruction, Module, Shape
+from jaxmem.planning.known_shapes import KnownShapes, known_shapes
 from jaxmem.planning.targets import parse_target, target_devices
 from jaxmem.step import program
 from tests.planning.conftest import SMALL, config, plan_here
 
 MIB = 2**20
-NOTHING_KNOWN = Known(frozenset(), frozenset(), frozenset(), frozenset(), frozenset())
+NOTHING_KNOWN = KnownShapes(frozenset(), frozenset(), frozenset(), frozenset(), frozenset())
 
 
 def found(check: Any, **plan: Any) -> list[Warned]:
@@ -118,13 +119,13 @@ def test_an_offload_that_moves() -> None:
 def state_on_host(copied: int) -> Breakdown:
     """Of a step whose optimizer's state rests on the host and comes to the device in pieces of `copied` bytes."""
     state, piece = Shape("float32", 32, (64 * MIB,)), Shape("float32", 32, (copied // 4,))
-    argument = Instruction(0, "state", "parameter", state, 0, "state.opt_state[0].mu['w']", {})
-    copy = Instruction(1, "copy", "slice", piece, 0, "", {}, operands=[argument])
-    result = Instruction(2, "result", "negate", piece, 0, "", {}, operands=[copy])
+    argument = Instruction(0, "state", "parameter", state, 0, "state.opt_state[0].mu['w']")
+    copy = Instruction(1, "copy", "slice", piece, 0, "", operands=[argument])
+    result = Instruction(2, "result", "negate", piece, 0, "", operands=[copy])
     argument.users, copy.users = [copy], [result]
     main = Computation(1, "main", [argument, copy, result], result)
     for one in main.instructions:
-        one.home = main
+        one.computation = main
     module = Module([main], main, {one.id: one for one in main.instructions})
     buffer = Buffer(copy, (), 0, piece.bytes, ((copy, ()),))
     allocations = [

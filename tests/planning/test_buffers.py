@@ -7,8 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxmem.planning import wire
-from jaxmem.planning.buffers import Lifetimes, fullest, read_allocations
+from jaxmem.planning.buffers import Lifetimes, peak_of, read_allocations
 from jaxmem.planning.hlo import read_module
 
 
@@ -21,7 +20,7 @@ def temporary(function: Any, *arguments: Any) -> tuple[Any, Any]:
     assert held == {"argument": stats.argument_size_in_bytes, "output": stats.output_size_in_bytes}
     (one,) = [one for one in allocations if one.kind == "temporary"]
     assert one.size == stats.temp_size_in_bytes
-    return one, fullest(one, Lifetimes(module))
+    return one, peak_of(one, Lifetimes(module))
 
 
 def test_values_that_live_at_once_are_held_at_once() -> None:
@@ -31,10 +30,10 @@ def test_values_that_live_at_once_are_held_at_once() -> None:
         return (first.T @ second).sum()  # both, and their product
 
     allocation, moment = temporary(function, jnp.ones((64, 64)))
-    large = [held.size for held in moment.held if held.size >= 64 * 64 * 4]
+    large = [held.size for held in moment.regions if held.size >= 64 * 64 * 4]
     assert large == [64 * 64 * 4] * len(large)
     assert len(large) in (3, 4)  # first, second, what is made of them, perhaps a transposed copy
-    assert moment.unused + sum(held.size for held in moment.held) == allocation.size
+    assert moment.unused + sum(held.size for held in moment.regions) == allocation.size
     assert moment.unused < 0.05 * allocation.size
 
 
@@ -44,9 +43,9 @@ def test_a_loop_s_carry_is_one_place_with_many_names() -> None:
         return jnp.einsum("lij,lkj->ik", stacked, stacked).sum()
 
     _, moment = temporary(function, jnp.ones((64, 64)))
-    stack = max(moment.held, key=lambda held: held.size)
+    stack = max(moment.regions, key=lambda held: held.size)
     assert stack.size == 6 * 64 * 64 * 4
-    assert len({name[0].opcode for buffer in stack.buffers for name in buffer.names}) > 1
+    assert len({name[0].opcode for buffer in stack.buffers for name in buffer.aliases}) > 1
 
 
 def test_what_is_dead_is_not_held() -> None:
@@ -56,28 +55,4 @@ def test_what_is_dead_is_not_held() -> None:
         return x.sum()
 
     _, moment = temporary(function, jnp.ones((64, 64)))
-    assert sum(held.size >= 64 * 64 * 4 for held in moment.held) <= 3
-
-
-def packed(assignment: bytes) -> dict[int, int]:
-    """Of each allocation that XLA simulated, the most bytes in use at once (hlo.proto, HeapSimulatorTrace)."""
-    proto = wire.read(assignment)
-    size = {wire.number(one, 1): wire.number(one, 2) for one in wire.messages(proto, 1)}
-    peaks = {}
-    for trace in wire.messages(proto, 4):
-        place: dict[int, int] = {}
-        users: dict[int, int] = {}
-        used = peak = 0
-        for event in wire.messages(trace, 1):
-            kind, buffer = wire.number(event, 1), wire.number(event, 2)
-            if kind == 1:  # freed
-                users[place[buffer]] -= 1
-                used -= 0 if users[place[buffer]] else size[place[buffer]]
-                continue
-            with_ = wire.number(event, 5) if kind == 2 else buffer  # shares another's place, or has its own
-            place[buffer] = place.get(with_, with_)
-            used += 0 if users.get(place[buffer]) else size[buffer]
-            users[place[buffer]] = users.get(place[buffer], 0) + 1
-            peak = max(peak, used)
-        peaks[wire.number(trace, 3)] = peak
-    return peaks
+    assert sum(held.size >= 64 * 64 * 4 for held in moment.regions) <= 3

@@ -14,8 +14,9 @@ import jax
 import pytest
 
 from jaxmem import planning
-from jaxmem.planning import Plan, wire
+from jaxmem.planning import Plan
 from jaxmem.planning.compile import compile_all
+from jaxmem.planning.hlo_proto import BufferAssignmentProto
 from jaxmem.planning.targets import parse_target, target_devices
 from jaxmem.planning.timeline import timeline
 from jaxmem.step import program
@@ -48,12 +49,12 @@ def test_the_parts_are_the_whole(planned: Plan) -> None:
     assert sum(parts.values()) == total
     assert total == held["arguments"] + held["outputs"] - held["aliased"] + held["temporaries"]
     assert parts["other"] < 0.05 * total
-    assert sum(item.size for item in planned.breakdown.items if item.part == "parameters") == parts["parameters"]
+    assert sum(item.size for item in planned.breakdown.buffers if item.part == "parameters") == parts["parameters"]
 
 
 def test_the_fullest_moment_is_the_one_that_xla_packed_for(planned: Plan) -> None:
     """So the lifetimes are XLA's own; what its packing could not use is a part of `other`."""
-    temporaries = [item for item in planned.breakdown.items if item.kind not in ("argument", "result")]
+    temporaries = [item for item in planned.breakdown.buffers if item.kind not in ("argument", "result")]
     gaps = planned.breakdown.of_kind("gaps between buffers")
     held = sum(item.size for item in temporaries) - gaps
     assert held + gaps == planned.compiled["temporaries"]
@@ -96,10 +97,12 @@ def test_devices_stand_host_by_host(planned: Plan) -> None:
 
 WITH_CODE = """
 import json
-from jaxmem import devices, load_config
+from jaxmem import load_config
+from jaxmem.machine import devices
 devices.stay_on_cpu_without_gpu(only_compile=True)
 from jaxmem.planning.compile import compile_all
 from jaxmem.planning.elsewhere import UNTIMED, without_cache
+from jaxmem.planning.hlo_proto import BufferAssignmentProto
 from jaxmem.planning.targets import parse_target, target_devices
 from jaxmem.step import program
 target = parse_target("rtx4090-24gb")
@@ -136,14 +139,14 @@ def test_machine_code_without_any_cuda_of_the_system(tmp_path: Path) -> None:
 
 def _simulated_peak(assignment: bytes) -> int:
     """Bytes in use at the fullest moment of XLA's own simulation of the heap, which it leaves in the assignment."""
-    proto = wire.read(assignment)
-    sizes = {wire.number(one, 1): wire.number(one, 2) for one in wire.messages(proto, 1)}
+    proto = BufferAssignmentProto.FromString(assignment)
+    sizes = {one.id: one.size for one in proto.logical_buffers}
     used = peak = 0
-    for trace in wire.messages(proto, 4):
+    for trace in proto.heap_simulator_traces:
         place: dict[int, int] = {}  # of a value: the one whose memory it shares
         users: Counter[int] = Counter()
-        for event in wire.messages(trace, 1):
-            kind, value, shared = (wire.number(event, field) for field in (1, 2, 5))
+        for event in trace.events:
+            kind, value, shared = event.kind, event.buffer_id, event.share_with_canonical_id
             if kind == 1:  # freed
                 users[place[value]] -= 1
                 used -= 0 if users[place[value]] else sizes[place[value]]

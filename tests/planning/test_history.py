@@ -11,16 +11,17 @@ import pytest
 
 from jaxmem.models.block import GatedMlp
 from jaxmem.planning import Plan
-from jaxmem.planning.breakdown import Breakdown, Known
+from jaxmem.planning.breakdown import Breakdown
 from jaxmem.planning.buffers import read_allocations
 from jaxmem.planning.compile import total_of
 from jaxmem.planning.history import BANDS, PASSES, _passes, history
 from jaxmem.planning.hlo import read_module
+from jaxmem.planning.known_shapes import KnownShapes
 from jaxmem.planning.sources import source_of
 from jaxmem.planning.targets import parse_target
 from jaxmem.planning.timeline import timeline
 
-NOTHING_KNOWN = Known(frozenset(), frozenset(), frozenset(), frozenset(), frozenset())
+NOTHING_KNOWN = KnownShapes(frozenset(), frozenset(), frozenset(), frozenset(), frozenset())
 
 
 def test_the_peak_adds_up_to_the_plan(cpu_plan: Plan) -> None:
@@ -73,14 +74,14 @@ def test_the_largest_are_named_by_their_source(cpu_plan: Plan) -> None:
     told = cpu_plan.history
     assert [one.size for one in told.largest] == sorted((one.size for one in told.largest), reverse=True)
     assert len(told.largest) == len(told.largest_made) == 10
-    assert told.largest[0].size == cpu_plan.breakdown.items[0].size
+    assert told.largest[0].size == cpu_plan.breakdown.buffers[0].size
     lines, first = inspect.getsourcelines(GatedMlp.__call__)
     within = {f"jaxmem/models/block.py:{first + n}" for n in range(len(lines))}
-    items = [item for item in cpu_plan.breakdown.items if item.held]
+    items = [item for item in cpu_plan.breakdown.buffers if item.region]
     sources = [source_of(item, 2) for item in items]
     assert any(one.where in within and one.inside.endswith("Block > GatedMlp") for one in sources)
     assert any(one.layers == "all 2 layers" for one in sources)
-    weights = {one.where for one in (source_of(item, 2) for item in cpu_plan.breakdown.items) if "gate" in one.where}
+    weights = {one.where for one in (source_of(item, 2) for item in cpu_plan.breakdown.buffers) if "gate" in one.where}
     assert "params.blocks.mlp.gate.weight" in weights
 
 

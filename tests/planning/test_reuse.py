@@ -6,7 +6,7 @@ import jax
 
 from jaxmem.planning import Plan, held
 from jaxmem.planning.breakdown import COPIES, SAVED, STATE_COPIES
-from jaxmem.planning.buffers import Lifetimes, fullest, held_at, read_allocations
+from jaxmem.planning.buffers import Lifetimes, peak_of, read_allocations, snapshot
 from jaxmem.planning.compile import compile_all
 from jaxmem.step import program
 from tests.planning.conftest import SMALL, config
@@ -26,10 +26,10 @@ def inference(layers: int) -> tuple[int, int]:
     found = read_allocations(compiled.module, compiled.assignment)
     (temporaries,) = [one for one in found if one.kind == "temporary"]
     lives = Lifetimes(compiled.module)
-    assert fullest(temporaries, lives).unused < 0.02 * temporaries.size
+    assert peak_of(temporaries, lives).unused < 0.02 * temporaries.size
     spans = [(lives.of(buffer), buffer) for buffer in temporaries.buffers if buffer.size]
     places = [
-        sum(one.size == RESIDUAL for one in held_at(temporaries, spans, moment).held) for moment in range(lives.end)
+        sum(one.size == RESIDUAL for one in snapshot(temporaries, spans, moment).regions) for moment in range(lives.end)
     ]
     return temporaries.size, max(places)
 
@@ -45,7 +45,7 @@ def test_a_training_step_holds_what_is_used_again_and_its_state_once(cpu_plan: P
     state = held(cpu_plan.program.state)
     assert cpu_plan.compiled["aliased"] == state  # every leaf is updated where it lies
     assert cpu_plan.compiled["outputs"] - state < 1024  # beside it: metrics
-    for place, moment in cpu_plan.breakdown.fullest:
+    for place, moment in cpu_plan.breakdown.peaks:
         assert moment.unused < 0.05 * place.size  # all else is used again after this moment
     assert cpu_plan.breakdown.of_kind(STATE_COPIES) + cpu_plan.breakdown.of_kind(COPIES) < 64  # counters
     # Of remat: full each layer's input is kept for the backward pass, and nothing else of a layer.

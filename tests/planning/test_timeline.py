@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import pytest
 
 from jaxmem.machine.gpus import ATTAINED_BANDWIDTH, ATTAINED_FLOPS, GPUS
-from jaxmem.planning.collectives import LATENCY
+from jaxmem.planning.communication import LATENCY
 from jaxmem.planning.hlo import Computation, Instruction, Module, Shape
 from jaxmem.planning.timeline import LAUNCH, moved_bytes, timeline
 from tests.planning.conftest import module_of
@@ -22,12 +22,12 @@ def program_of(*order: tuple[str, str, list[str]]) -> Module:
     made: dict[str, Instruction] = {}
     for number, (name, opcode, operands) in enumerate(order):
         shape = Shape("tuple", 0, (), (F32, F32)) if opcode == "all-gather-start" else F32
-        one = Instruction(number, name, opcode, shape, 0, "", {})
+        one = Instruction(number, name, opcode, shape, 0, "")
         one.operands = [made[operand] for operand in operands]
         made[name] = one
     main = Computation(1, "main", list(made.values()), list(made.values())[-1])
     for one in made.values():
-        one.home = main
+        one.computation = main
     return Module([main], main, {one.id: one for one in made.values()})
 
 
@@ -49,8 +49,8 @@ def test_a_message_is_exposed_but_for_the_kernels_beside_it(kernels: int, hidden
     assert one.exposed_seconds == pytest.approx(message - hidden * KERNEL)
     assert one.exposed_bytes == pytest.approx(one.wire_bytes * one.exposed_seconds / message, rel=1e-6)
     assert found.seconds == pytest.approx(message)
-    assert found.exposed == pytest.approx(one.exposed_seconds / message)
-    assert [sent.kernels for sent in found.sent] == [kernels]
+    assert found.exposed_share == pytest.approx(one.exposed_seconds / message)
+    assert [one.kernels for one in found.collectives] == [kernels]
 
 
 def test_messages_follow_each_other_on_one_link() -> None:
@@ -76,7 +76,7 @@ def test_what_is_waited_for_is_the_message_that_has_the_link() -> None:
         ("one", "all-gather-done", ["first"]),
     )
     found = timeline(module, H100, 8, 8)
-    assert [sent.share for sent in found.sent] == [1.0, 1.0]
+    assert [one.exposed_share for one in found.collectives] == [1.0, 1.0]
 
 
 def test_an_enough_hidden_message_costs_nothing() -> None:

@@ -11,13 +11,14 @@ import jax
 import pytest
 
 from jaxmem.optim import in_turn
-from jaxmem.planning.breakdown import form, pass_of
+from jaxmem.planning.breakdown import pass_of
 from jaxmem.planning.buffers import Lifetimes, read_allocations
-from jaxmem.planning.collectives import collective
+from jaxmem.planning.communication import collective
 from jaxmem.planning.compile import compile_all, listening
 from jaxmem.planning.hlo import dot_flops
+from jaxmem.planning.known_shapes import sorted_dims
 from jaxmem.planning.targets import parse_target, target_devices
-from jaxmem.planning.timeline import fused, timeline
+from jaxmem.planning.timeline import fused_instructions, timeline
 from jaxmem.planning.volume import volume
 from jaxmem.step import program
 from tests.planning.conftest import SMALL, config
@@ -87,7 +88,7 @@ def test_sums_of_gradients_are_reduced_layer_by_layer_in_the_last_backward_pass(
     """Beside kernels, where each is a message of its own: XLA joins those under 30 MiB, and from jax 0.11 on nothing
     runs beside what it has joined."""
     _, step = compiled(name, mlp=MATRIX // MODEL["embed"])
-    gradients = [one for one in sent_by(step).sent if one.message.kind == "all-reduce"]
+    gradients = [one for one in sent_by(step).collectives if one.message.kind == "all-reduce"]
     in_layers = [one for one in gradients if one.executed == MODEL["layers"]]
     assert sum(one.wire_bytes for one in in_layers) > 0.8 * sum(one.wire_bytes for one in gradients)
     large = [one for one in in_layers if one.wire_bytes > 0.1 * sum(one.wire_bytes for one in in_layers)]
@@ -100,7 +101,7 @@ def test_the_next_slice_of_the_head_is_gathered_beside_the_work_on_this_one():
     loops = 0
     for computation in step.module.computations:
         order = {one: place for place, one in enumerate(computation.instructions)}
-        products = [place for one, place in order.items() if any(map(dot_flops, (one, *fused(one))))]
+        products = [place for one, place in order.items() if any(map(dot_flops, (one, *fused_instructions(one))))]
         for start, begins in order.items():
             message = collective(start, TARGET.count, TARGET.per_host)
             if not message or message.kind != "all-gather" or not message.asynchronous:
@@ -122,7 +123,7 @@ def test_gradients_of_a_layer_travel_beside_products(gpus):
     )  # fmt: skip
     built = program(cfg, target_devices(target, target.memory))
     step, _ = compile_all(built.lower_step(), {}, here=False, code=False)
-    in_layers = [one for one in sent_by(step).sent if one.message.kind == "reduce-scatter" and one.executed == 4]
+    in_layers = [one for one in sent_by(step).collectives if one.message.kind == "reduce-scatter" and one.executed == 4]
     assert len(in_layers) == 7
     assert all(one.exposed == 0 for one in in_layers)
 
@@ -146,7 +147,7 @@ def live_at_most(name, forms, only_backward=False):
         places = set()
         for buffer in one.buffers if one.kind == "temporary" else ():
             counts = not only_backward or pass_of(buffer.made_by.op_name) == "backward"
-            if counts and form(buffer.shape.dims) in forms:
+            if counts and sorted_dims(buffer.shape.dims) in forms:
                 places.add((*lifetimes.of(buffer), buffer.offset, buffer.size))
         for first, last, _, size in places:
             changes[first] += size
@@ -160,7 +161,7 @@ def matrices():
 
 
 def test_from_zero_2_on_no_device_holds_whole_gradients():
-    stacked = {form(leaf.shape) for leaf in matrices()}
+    stacked = {sorted_dims(leaf.shape) for leaf in matrices()}
     assert live_at_most("data", stacked, only_backward=True) > 0
     assert live_at_most("zero-2", stacked, only_backward=True) == 0
     assert live_at_most("hybrid", stacked, only_backward=True) == 0
@@ -170,14 +171,14 @@ def test_stages_keep_each_boundary_once_and_no_slice_of_the_vocabulary():
     built, _ = compiled("stages")
     pipeline, rows, time = built.pipeline, 16, 128
     kept = pipeline.ticks, pipeline.group, rows, time, MODEL["embed"]
-    assert live_at_most("stages", {form(kept)}) == 2 * math.prod(kept)
+    assert live_at_most("stages", {sorted_dims(kept)}) == 2 * math.prod(kept)
     slices = -(-MODEL["vocab"] // SLICE)
-    beside = {form((slices, rows, time, SLICE)), form((slices, MODEL["embed"], SLICE))}
+    beside = {sorted_dims((slices, rows, time, SLICE)), sorted_dims((slices, MODEL["embed"], SLICE))}
     assert live_at_most("stages", beside) == 0
 
 
 def test_zero_3_gathers_one_layer_at_a_time():
     """Its weights and their gradients, in the compute dtype; never all layers of any."""
-    assert live_at_most("hybrid", {form(leaf.shape) for leaf in matrices()}) == 0
+    assert live_at_most("hybrid", {sorted_dims(leaf.shape) for leaf in matrices()}) == 0
     one_layer = 2 * sum(leaf.size // len(leaf) for leaf in matrices())
-    assert 0 < live_at_most("hybrid", {form(leaf.shape[1:]) for leaf in matrices()}) <= 2 * one_layer
+    assert 0 < live_at_most("hybrid", {sorted_dims(leaf.shape[1:]) for leaf in matrices()}) <= 2 * one_layer

@@ -91,7 +91,7 @@ def kept(kind: Kind, target: str) -> list[Any]:
     import jax.numpy as jnp
     from flax import nnx
 
-    from jaxmem.planning.buffers import Lifetimes, fullest, read_allocations
+    from jaxmem.planning.buffers import Lifetimes, peak_of, read_allocations
     from jaxmem.planning.compile import compile_all
     from jaxmem.planning.targets import parse_target, target_devices
     from jaxmem.stack.apply import stacked
@@ -117,7 +117,7 @@ def kept(kind: Kind, target: str) -> list[Any]:
     compiled, _ = compile_all(lowered, {}, here=aim.is_here, code=False)
     lives = Lifetimes(compiled.module)
     temporaries = [one for one in read_allocations(compiled.module, compiled.assignment) if one.kind == "temporary"]
-    shapes = [held.buffers[0].shape for one in temporaries for held in fullest(one, lives).held]
+    shapes = [region.buffers[0].shape for one in temporaries for region in peak_of(one, lives).regions]
     stacks = [shape for shape in shapes if shape.dims[:1] == (LAYERS,)]
     return [shape for shape in stacks if (SIDE if kind.image else TIME) in shape.dims]
 

@@ -102,7 +102,7 @@ def backward(
         "temporaries": frozen.sizes["temporaries"],
         "host": frozen.host_total,
         "flops": total_flops(trained.module),
-        "hidden": paced.hidden,
+        "hidden": paced.overlapped_host_share,
         "seconds": paced.seconds,
         "measured": _timed(trained.executable, given) if runs else None,
     }

@@ -61,16 +61,16 @@ def operations(aim: Target, base: dict[str, Any] = BASE) -> list[Row]:
     from jaxmem.planning.compile import compile_all
     from jaxmem.planning.hlo import dot_flops
     from jaxmem.planning.targets import target_devices
-    from jaxmem.planning.timeline import fused, moved_bytes, timeline
+    from jaxmem.planning.timeline import fused_instructions, moved_bytes, timeline
     from jaxmem.step import program
 
     built = program(load_config(base), target_devices(aim, 1000 * aim.memory)[:1])
     module = compile_all(built.lower_step(), {}, here=aim.is_here, code=False)[0].module
     found: dict[str, Row] = {}
-    for one, seconds in timeline(module, aim.gpu, 1, 1).spent.items():
+    for one, seconds in timeline(module, aim.gpu, 1, 1).seconds_in.items():
         if one.opcode in ("while", "call", "conditional"):  # what is in them is counted
             continue
-        times, products = module.executions[one.home], sum(map(dot_flops, (one, *fused(one))))
+        times, products = module.executions[one.computation], sum(map(dot_flops, (one, *fused_instructions(one))))
         name = _part(one, products > 0)
         row = found.setdefault(name, {"name": name, "flops": 0.0, "bytes": 0.0, "seconds": 0.0})
         for field, value in (("flops", products), ("bytes", moved_bytes(one)), ("seconds", seconds)):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -10,8 +12,9 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxmem.machine.gpus import GPUS
-from jaxmem.planning.collectives import LATENCY, Collective, _groups, collective
+from jaxmem.planning.communication import LATENCY, Collective, _groups, collective
 from jaxmem.planning.hlo import Instruction, Shape
+from jaxmem.planning.hlo_proto import HloInstructionProto
 from tests.planning.conftest import module_of
 
 
@@ -48,24 +51,21 @@ def test_alone_nothing_is_sent() -> None:
     assert sent(lambda x: jax.lax.psum(x, "b"), P(("a", "b")), devices=2) == []
 
 
-def varint(field: int, number: int) -> bytes:
-    return bytes([field << 3, number])
+def instruction(**fields: Any) -> Instruction:
+    return Instruction(1, "x", "all-reduce", Shape("float32", 32), 0, "", HloInstructionProto(**fields))
 
 
-def nested(field: int, data: bytes) -> bytes:
-    key = field << 3 | 2
-    return (bytes([key]) if key < 128 else bytes([key & 127 | 128, key >> 7])) + bytes([len(data)]) + data
+def over(*axes: dict[str, Any], **mesh: Any) -> Instruction:
+    """Along these axes of a mesh of 2 x and 4 y."""
+    x_and_y = [{"name": "x", "size": 2}, {"name": "y", "size": 4}]
+    return instruction(mesh_axes_replica_group_list={"mesh": {"axes": x_and_y, **mesh}, "axes": list(axes)})
 
 
-def instruction(**raw: list) -> Instruction:
-    fields = {int(field.removeprefix("f")): value for field, value in raw.items()}
-    return Instruction(1, "x", "all-reduce", Shape("float32", 32), 0, "", fields)
-
-
-IOTA = varint(1, 4) + varint(2, 2) + nested(3, bytes([2, 4])) + nested(4, bytes([1, 0]))
-X_AND_Y = nested(1, nested(1, b"x") + varint(2, 2)) + nested(1, nested(1, b"y") + varint(2, 4))
-AXES = nested(1, X_AND_Y)
-TURNED = nested(1, X_AND_Y + nested(3, nested(1, bytes([4, 2])) + nested(2, bytes([1, 0]))))
+IOTA = {
+    "num_replica_groups": 4, "num_devices_per_group": 2, "iota_reshape_dims": [2, 4], "iota_transpose_perm": [1, 0]
+}  # fmt: skip
+TRANSPOSED = {"dims": [4, 2], "transpose_perm": [1, 0]}
+X, Y = {}, {"mesh_axis_index": 1}
 ACROSS = [[0, 4], [1, 5], [2, 6], [3, 7]]
 
 
@@ -73,30 +73,24 @@ ACROSS = [[0, 4], [1, 5], [2, 6], [3, 7]]
     ("one", "groups"),
     [
         (instruction(), [[0, 1, 2, 3, 4, 5, 6, 7]]),
-        (instruction(f49=[nested(1, bytes([0, 4])), nested(1, bytes([1, 5]))]), [[0, 4], [1, 5]]),
+        (instruction(replica_groups=[{"replica_ids": [0, 4]}, {"replica_ids": [1, 5]}]), [[0, 4], [1, 5]]),
         (
-            instruction(f87=[nested(1, nested(1, bytes([0, 1]))) + nested(1, nested(1, bytes([2, 3])))]),
+            instruction(collective_device_list={"replica_groups": [{"replica_ids": [0, 1]}, {"replica_ids": [2, 3]}]}),
             [[0, 1], [2, 3]],
         ),
-        (instruction(f87=[nested(2, IOTA)]), ACROSS),
-        (instruction(f92=[IOTA]), ACROSS),
-        (instruction(f93=[AXES + nested(2, b"")]), ACROSS),
-        (instruction(f93=[AXES + nested(2, varint(1, 1))]), [[0, 1, 2, 3], [4, 5, 6, 7]]),
-        (instruction(f93=[AXES + nested(2, b"") + nested(2, varint(1, 1))]), [[0, 1, 2, 3, 4, 5, 6, 7]]),
-        (instruction(f93=[TURNED + nested(2, b"")]), [[0, 1], [2, 3], [4, 5], [6, 7]]),
+        (instruction(collective_device_list={"iota_replica_group_list": IOTA}), ACROSS),
+        (instruction(iota_collective_device_list=IOTA), ACROSS),
+        (over(X), ACROSS),
+        (over(Y), [[0, 1, 2, 3], [4, 5, 6, 7]]),
+        (over(X, Y), [[0, 1, 2, 3, 4, 5, 6, 7]]),
+        (over(X, iota=TRANSPOSED), [[0, 1], [2, 3], [4, 5], [6, 7]]),
         # Of the second axis, 4 = 2 x 2, only the outer half or only the inner.
-        (
-            instruction(f93=[AXES + nested(2, varint(1, 1) + nested(2, varint(1, 1) + varint(2, 2)))]),
-            [[0, 2], [1, 3], [4, 6], [5, 7]],
-        ),
-        (
-            instruction(f93=[AXES + nested(2, varint(1, 1) + nested(2, varint(1, 2) + varint(2, 2)))]),
-            [[0, 1], [2, 3], [4, 5], [6, 7]],
-        ),
+        (over({**Y, "sub_axis_info": {"pre_size": 1, "size": 2}}), [[0, 2], [1, 3], [4, 6], [5, 7]]),
+        (over({**Y, "sub_axis_info": {"pre_size": 2, "size": 2}}), [[0, 1], [2, 3], [4, 5], [6, 7]]),
     ],
 )
 def test_groups_however_they_are_written(one: Instruction, groups: list[list[int]]) -> None:
-    assert _groups(one, 8).tolist() == groups
+    assert _groups(one.proto, 8).tolist() == groups
 
 
 def test_messages_between_hosts_are_slower_and_share_their_networks() -> None:
