@@ -51,13 +51,13 @@ def export_model(
     _refuse(run, config_of(run), adapter, merge)
     program, params = open_model(run)
     cfg, own = program.cfg, Path(run, BESIDE)
-    order = None if program.pipeline is None else program.pipeline.order.tolist()
+    order = None if program.model.pipeline is None else program.model.pipeline.order.tolist()
     if adapter and isinstance(cfg.model, Decoder):
         ranks = hf.save_adapter(params, cfg.adapter, target, layers=cfg.model.layers, base=cfg.model.hf, order=order)
         differ = "; its ranks differ, and vLLM knows one scale for all layers: give it what --merge writes"
         return f"{target}: what PEFT opens{differ if len(set(ranks.values())) > 1 else ''}"
     hf.save(
-        nnx.merge(program.graphdef, params),
+        nnx.merge(program.model.graphdef, params),
         target,
         base=own if own.is_dir() else None,
         tokenizer=cfg.data.tokenizer,

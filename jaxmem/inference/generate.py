@@ -85,7 +85,7 @@ class Generator:
             raise UserError(f"model.family: {cfg.model.family} makes no text; generate needs a decoder")
         self._program, self._params, self._sampling = program, params, sampling
         self._kept, self._chunk = cfg.generate.kv_cache, cfg.generate.prefill_chunk
-        own = nnx.merge(program.graphdef, program.state.params).prompt
+        own = nnx.merge(program.model.graphdef, program.spec.state.params).prompt
         # Read before every text, as any tokens are.
         self.before = np.zeros(0, np.int32) if own is None else own.vocab + np.arange(own.length, dtype=np.int32)
 
@@ -141,7 +141,7 @@ class Generator:
         def extend(
             params: Any, tokens: jax.Array, cache: Cache, length: Any, first: jax.Array, last: Any, key: Any
         ) -> tuple[jax.Array, Cache]:
-            network = nnx.merge(self._program.graphdef, params)
+            network = nnx.merge(self._program.model.graphdef, params)
             logits, cache = network.extend(tokens, cache, length, first, last)
             return self._sampling.pick(logits, jax.random.fold_in(key, length + last)), cache
 
@@ -149,7 +149,7 @@ class Generator:
 
     @cached_property
     def _empty(self) -> Any:
-        network = nnx.merge(self._program.graphdef, self._program.state.params)
+        network = nnx.merge(self._program.model.graphdef, self._program.spec.state.params)
         return jax.jit(partial(network.empty, kept=self._kept), static_argnums=(0, 1))
 
     @cached_property

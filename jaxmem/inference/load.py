@@ -130,8 +130,8 @@ def base_from(built: Program, checkpoints: Checkpoints, step: int) -> Any:
     read = checkpoints.restore_params(step, held.checkpointed.state(config).params)
     params = flatten_dict(held.checkpointed.restored_params(read, config))
     if here.adapter.kind == "head" and not isinstance(here.model, Decoder):
-        params = {path: x for path, x in params.items() if path[0] != "head"} | built.weights.fresh("head")
-    wanted = flatten_dict(adapters.base_of(built.state.params))
+        params = {path: x for path, x in params.items() if path[0] != "head"} | built.new_module("head")
+    wanted = flatten_dict(adapters.base_of(built.spec.state.params))
     for path in sorted(wanted.keys() | params.keys()):
         given, expected = (tuple(tree[path].shape) if path in tree else None for tree in (params, wanted))
         if given != expected:
@@ -156,7 +156,7 @@ def base_of_run(built: Program, run: str | Path) -> Any:
 def _brought_to_rest(built: Program, params: Any) -> Any:
     """Weights in the form that this program keeps them in, one after the other: beside those that were read, what is
     made of them."""
-    axes, placed = flatten_dict(built.axes), flatten_dict(built.state.params)
+    axes, placed = flatten_dict(built.model.axes), flatten_dict(built.spec.state.params)
     left = flatten_dict(params)
     params.clear()
 
@@ -166,7 +166,7 @@ def _brought_to_rest(built: Program, params: Any) -> Any:
 
         def rest(w: Any) -> Any:
             w = brought(w)
-            return store(w.dequantize(jnp.float32) if is_quantized(w) else w, own, built.weights.rests(path))
+            return store(w.dequantize(jnp.float32) if is_quantized(w) else w, own, built.model.storage(path))
 
         wanted = placed[path]
         if _alike(left[path], wanted):

@@ -52,7 +52,7 @@ def scores(program: Program, params: Any, tokenizer: Tokenizer, questions: Seque
         raise UserError(f"model.family: {program.cfg.model.family} reads no text; choices need a decoder")
 
     def likelihood(params: Any, tokens: jax.Array, said: jax.Array) -> jax.Array:
-        network = nnx.merge(program.graphdef, params)
+        network = nnx.merge(program.model.graphdef, params)
 
         def one(row: tuple[jax.Array, jax.Array]) -> jax.Array:
             tokens, said = (x[None] for x in row)

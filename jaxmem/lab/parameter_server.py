@@ -184,7 +184,7 @@ def gradient_of(program: Program) -> Gradient:
 
     def mean(params: Any, batch: dict[str, jax.Array]) -> jax.Array:
         one = jax.tree.map(lambda x: x[0], batch)
-        return means(of_batch(nnx.merge(program.graphdef, params), one, None))["loss"]
+        return means(of_batch(nnx.merge(program.model.graphdef, params), one, None))["loss"]
 
     return jax.jit(jax.value_and_grad(mean))
 

@@ -27,6 +27,7 @@ from jaxmem.models.vocab_slices import NUMBERS, Slices
 from jaxmem.quant import QTensor
 from jaxmem.sharding import Axes, Layout, axes_at_rest, constrain, current, gather, whole
 from jaxmem.sharding.host import brought, is_away
+from jaxmem.stack.cuts import cut
 from jaxmem.sharding.weights import Point, Weight
 
 HEADS: Axes = ("batch", "time", "heads", "head_dim")
@@ -49,7 +50,7 @@ def lookup(
     gradient would move vocab x embed numbers instead, and hold them whole. Devices that hold some of the rows
     (`tensor`) find zeros for the others; the sum is scattered over the time.
     """
-    if (y := vocab_slices.instead(Lookup(table, ids, axes, dtype))) is not None:
+    if (y := cut(Lookup(table, ids, axes, dtype))) is not None:
         return y
     if not isinstance(table, Point):
         return _found(table, ids, axes, dtype)

@@ -30,6 +30,7 @@ from jaxtyping import Array, Float, Int
 from jaxmem.models import vocab_slices
 from jaxmem.models.vocab_slices import NUMBERS, Columns, Entries, Slices
 from jaxmem.quant import QTensor
+from jaxmem.stack.cuts import cut
 from jaxmem.sharding import Axes, constrain, current, gather, weights
 from jaxmem.sharding.host import is_away
 
@@ -117,7 +118,7 @@ def cross_entropy(
     # What comes from elsewhere is on its way beside the work on what came before.
     ahead = slices.ahead or any(map(is_away, jax.tree.leaves(weight)))
     loss = _Loss(axes, dataclasses.replace(slices, ahead=ahead), Terms(label_smoothing, z_loss))
-    if (y := vocab_slices.instead(Projection(x, weight, labels, loss))) is not None:
+    if (y := cut(Projection(x, weight, labels, loss))) is not None:
         return y
     at, rest = (weight.at, weight.rest) if isinstance(weight, weights.Point) else (weight, None)
     return _cross_entropy(loss, x, at, rest, labels)

@@ -1,18 +1,16 @@
 """Tables with a row or a column for each entry of a vocabulary, gone through some entries at a time.
 
 An embedding and an output projection are the largest matrices of many models, and what is made of one (its gradient,
-its update, logits) is as large or larger. `Slices` says how its entries are gone through. `used_by` lets a caller take
-the place of what computes with tables: with what goes in, and the gradient of what comes out, a caller makes any slice
-of the table's gradient when it likes, and never all of it.
+its update, logits) is as large or larger. `Slices` says how its entries are gone through. What computes
+with such a matrix is a `Use`, which `stack.cut_by` gives to a caller: with the input, and the gradient of the output, a
+caller computes any slice of the matrix's gradient when it needs it, and never all of it.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from contextvars import ContextVar
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol, runtime_checkable
@@ -200,23 +198,3 @@ class Use(Protocol):
         """What goes in, where that has a gradient."""
 
     def forward(self) -> Used: ...
-
-
-_instead: ContextVar[Callable[[Any], jax.Array | None] | None] = ContextVar("tables", default=None)
-
-
-@contextmanager
-def used_by(instead: Callable[[Any], jax.Array | None]) -> Iterator[None]:
-    """Within it, each `Use` of a table is handed to this function, which answers with what comes out, or with None to
-    leave it as it is."""
-    token = _instead.set(instead)
-    try:
-        yield
-    finally:
-        _instead.reset(token)
-
-
-def instead(use: Use) -> jax.Array | None:
-    """What whoever takes the place of computing with tables says of this one."""
-    answer = _instead.get()
-    return None if answer is None else answer(use)

@@ -164,7 +164,7 @@ def _undivided(plan: Plan) -> Iterator[Warned]:
     built, tensor = plan.program, plan.mesh["tensor"]
     for name in undivided(built.cfg):
         sizes = jax.tree.map(
-            lambda axes, w, name=name: held(w) if name in axes else 0, built.axes, built.state.params, is_leaf=is_axes
+            lambda axes, w, name=name: held(w) if name in axes else 0, built.model.axes, built.spec.state.params, is_leaf=is_axes
         )
         size = readable(sum(jax.tree.leaves(sizes)))
         count = getattr(built.cfg.model, name)
@@ -175,11 +175,11 @@ def _undivided(plan: Plan) -> Iterator[Warned]:
 
 
 def _filled_up(plan: Plan) -> Iterator[Warned]:
-    pipeline = plan.program.pipeline
+    pipeline = plan.program.model.pipeline
     if pipeline is None or pipeline.stored == pipeline.layers:
         return
     extra = pipeline.stored - pipeline.layers
-    stacked = [x for path, x in tree_leaves_with_path(plan.program.state) if "blocks" in keystr(path)]
+    stacked = [x for path, x in tree_leaves_with_path(plan.program.spec.state) if "blocks" in keystr(path)]
     text = (
         f"{extra} layers that do nothing and never change fill model.layers {pipeline.layers} up to {pipeline.stored}"
         f" on the stages: {readable(held(stacked) * extra / pipeline.stored)} of weights and optimizer state a device"
@@ -190,7 +190,7 @@ def _filled_up(plan: Plan) -> Iterator[Warned]:
 
 
 def _idle(plan: Plan) -> Iterator[Warned]:
-    pipeline = plan.program.pipeline
+    pipeline = plan.program.model.pipeline
     if pipeline is not None and pipeline.bubble > LARGE:
         text = f"each stage has nothing to do in {pipeline.bubble:.0%} of the {pipeline.ticks} ticks of a step"
         fewer = f"batch.accumulate={4 * pipeline.stages}" if pipeline.micro_batches < 4 * pipeline.stages else ""

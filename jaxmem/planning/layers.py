@@ -21,7 +21,7 @@ from jaxmem.config import Config, Decoder
 from jaxmem.config.names import NAMES
 from jaxmem.planning.passes import alone, inside, one_share, product, shape_of, unplaced
 from jaxmem.sharding.weights import placed, points
-from jaxmem.stack import Applied, applied_by, merged, real
+from jaxmem.stack import Applied, cut_by, merged, real
 from jaxmem.step.objective import objective
 
 _BACK = "backward"  # the name of the gradient that comes in: with it the backward pass begins
@@ -102,19 +102,21 @@ def layers_of(cfg: Config, platform: str) -> list[Layer]:
     memory = {"remat": "none", "offload": "none", "attention": "auto"}
     built = alone(one_share(shape.model_copy(update={"memory": shape.memory.model_copy(update=memory)}), cfg))
     loss, known = objective(built.cfg.objective, built.cfg.memory), NAMES[cfg.model.family]
-    params = jax.tree.map(unplaced, built.state.params)
-    batch = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), built.batch)
+    params = jax.tree.map(unplaced, built.spec.state.params)
+    batch = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), built.spec.batch)
     stream = (cfg.model.embed, cfg.mesh.tensor) if isinstance(cfg.model, Decoder) else (0, 1)
     found: list[Layer] = []
 
-    def note(applied: Applied) -> tuple[Any, None]:
-        found.append(_traced(applied, _Flat(known, stream)))
-        return applied.x, None
+    def note(part: Any) -> tuple[Any, None] | None:
+        if not isinstance(part, Applied):
+            return None
+        found.append(_traced(part, _Flat(known, stream)))
+        return part.x, None
 
     def features(params: Any, batch: Any) -> Any:
-        with applied_by(note):
-            weights = placed(params, points(built.chosen(params)))
-            return loss.features(nnx.merge(built.graphdef, weights), batch, None)
+        with cut_by(note):
+            weights = placed(params, points(built.model.select(params)))
+            return loss.features(nnx.merge(built.model.graphdef, weights), batch, None)
 
     jax.eval_shape(features, params, batch)
     return found

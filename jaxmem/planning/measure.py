@@ -29,7 +29,7 @@ def measure(cfg: Config) -> dict[str, Any]:
     planned = plan_program(built)
     if not planned.fits:
         raise UserError(f"{built.cfg.name}: does not fit here, {-planned.room} bytes are missing")
-    batch = {name: jax.device_put(np.zeros(x.shape, x.dtype), x.sharding) for name, x in built.batch.items()}
+    batch = {name: jax.device_put(np.zeros(x.shape, x.dtype), x.sharding) for name, x in built.spec.batch.items()}
     state, metrics = built.initialise(), None
     for _ in range(STEPS):
         state, metrics = planned.step(state, batch)
@@ -39,7 +39,7 @@ def measure(cfg: Config) -> dict[str, Any]:
     most = max(size for size in planned.phases.values() if size is not None)
     return {
         "name": built.cfg.name,
-        "parameters": built.parameters,
+        "parameters": built.model.parameters,
         "planned": most,
         "measured": measured,
         "difference": measured / most - 1 if measured else None,

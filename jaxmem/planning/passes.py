@@ -158,14 +158,14 @@ class _Half:
     def __init__(self, shape: Config) -> None:
         built = alone(shape)
         self._built, self._shape, self._objective = built, shape, objective(built.cfg.objective, built.cfg.memory)
-        self.params = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, jax.numpy.bfloat16), built.made)
-        self.batch = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), built.batch)
+        self.params = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, jax.numpy.bfloat16), built.model.shapes)
+        self.batch = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), built.spec.batch)
 
     def features(self, params: Any, batch: Any) -> Any:
-        return self._objective.features(nnx.merge(self._built.graphdef, params), batch, None)
+        return self._objective.features(nnx.merge(self._built.model.graphdef, params), batch, None)
 
     def loss(self, params: Any, batch: Any, features: Any) -> jax.Array:
-        return self._objective.sums(nnx.merge(self._built.graphdef, params), features, batch)["loss"]
+        return self._objective.sums(nnx.merge(self._built.model.graphdef, params), features, batch)["loss"]
 
     def passes(self, run: Callable[..., Any], given: tuple[Any, ...], tensor: int) -> Passes:
         """Of `run(params, batch, *given)`, with the gradients of `given` and of the weights that learn."""
@@ -174,9 +174,9 @@ class _Half:
             """What is kept, and the gradients."""
 
             def of(at: Any, *given: Any) -> Any:
-                return run(placed(params, at, self._built.some), batch, *given)
+                return run(placed(params, at, self._built.model.partial_stacks), batch, *given)
 
-            y, back = jax.vjp(of, points(self._built.chosen(params)), *given)
+            y, back = jax.vjp(of, points(self._built.model.select(params)), *given)
             return jax.tree.leaves(back), back(jax.tree.map(jax.numpy.ones_like, y))
 
         traced, (outs, _) = jax.make_jaxpr(both, return_shape=True)(self.params, self.batch, *given)

@@ -105,9 +105,9 @@ class Plan:
     @cached_property
     def phases(self) -> dict[str, int | None]:
         """Bytes of a device in each phase of a run, with what lies there meanwhile; None: the run has no such phase."""
-        waiting = self.program.waiting
-        state = held(self.program.state) - held(waiting)
-        aside = held(self.program.state.opt_state) - held(waiting.opt_state)  # while an evaluation runs
+        waiting = self.program.spec.host_state
+        state = held(self.program.spec.state) - held(waiting)
+        aside = held(self.program.spec.state.opt_state) - held(waiting.opt_state)  # while an evaluation runs
         return {
             "initialise": self._other("initialise"),
             "load": state,  # each part of an array is read to where it lies
@@ -120,7 +120,7 @@ class Plan:
     @cached_property
     def host_bytes(self) -> int:
         """Host memory for each device at its fullest: what is offloaded, and the state's copy while it is saved."""
-        return self.compiled_step.host_total + held(self.program.state)
+        return self.compiled_step.host_total + held(self.program.spec.state)
 
     @property
     def reserved(self) -> int:
@@ -165,7 +165,7 @@ class Plan:
         """Of the step alone: what needs no other program to be compiled."""
         built, target = self.program, self.target
         return {
-            "model": {"name": built.cfg.name, "parameters": built.parameters, "trainable": built.trainable},
+            "model": {"name": built.cfg.name, "parameters": built.model.parameters, "trainable": built.model.trainable},
             "target": {
                 "name": target.name,
                 "devices": target.count,
@@ -180,7 +180,7 @@ class Plan:
             "kinds": self.kinds,
             "predicted": self.predicted,
             "host_bytes_per_device": self.compiled_step.host_total,
-            "bytes_per_parameter": self.compiled_step.total * target.count / built.parameters,
+            "bytes_per_parameter": self.compiled_step.total * target.count / built.model.parameters,
             "compiled": self.compiled,
             "collectives": self._told(self.timeline.traffic, "wire_bytes"),
             "host_transfers": self._told(self.timeline.host_traffic, "bytes"),

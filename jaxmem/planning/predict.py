@@ -233,14 +233,14 @@ def ideal_flops(built: Program) -> float:
     is not counted, so this is a lower bound there."""
     cfg, model = built.cfg, built.cfg.model
     if model.family != "decoder":
-        return 6.0 * built.parameters * cfg.batch.global_size
+        return 6.0 * built.model.parameters * cfg.batch.global_size
     length = cfg.time
     looked_up = 0 if model.tie_embeddings else model.vocab * model.embed
     seen = min(model.window or length, length)
     pairs = seen * length - seen * (seen - 1) / 2  # (query, key) that see each other
     attention = 4 * model.layers * model.heads * model.head_dim * pairs
-    products = built.parameters - looked_up
-    frozen = built.parameters - built.trainable if cfg.learns else 0  # has no gradient to make
+    products = built.model.parameters - looked_up
+    frozen = built.model.parameters - built.model.trainable if cfg.learns else 0  # has no gradient to make
     return cfg.batch.global_size * (3.0 * (2.0 * products * length + attention) - 2.0 * frozen * length)
 
 

@@ -54,24 +54,24 @@ def state_of(cfg: Config, platform: str) -> State:
 def _state(shape: Config) -> State:
     built = alone(shape)
     found: dict[str, list[Leaf]] = {part: [] for part in ("parameters", "quantization", "master", "optimizer")}
-    frozen = frozen_waits(built.axes, built.chosen(built.axes), built.axes_at_rest)
+    frozen = frozen_waits(built.model.axes, built.model.select(built.model.axes), built.spec.param_axes)
     for where, named, placed, waits in (
-        ("params", built.axes_at_rest, built.state.params, frozen),
-        ("opt_state", built.opt_axes, built.state.opt_state, state_waits(built.opt_axes)),
+        ("params", built.spec.param_axes, built.spec.state.params, frozen),
+        ("opt_state", built.spec.opt_axes, built.spec.state.opt_state, state_waits(built.spec.opt_axes)),
     ):
         axes = jax.tree.leaves(named, is_leaf=is_axes)
         leaves_there = jax.tree_util.tree_leaves_with_path(placed)
         for name, (path, leaf), may_wait in zip(axes, leaves_there, jax.tree.leaves(waits), strict=True):
             part = part_of(f"state.{where}{jax.tree_util.keystr(path)}")
             found[part].append(Leaf(name, leaf.shape, np.dtype(leaf.dtype).itemsize, may_wait))
-    at = jax.eval_shape(lambda params: points(params, built.gradients_in), built.state.params)
+    at = jax.eval_shape(lambda params: points(params, built.spec.gradient_dtype), built.spec.state.params)
 
     def leaves(axes: Any, at: Any) -> tuple[Leaf, ...]:
         named = jax.tree.leaves(axes, is_leaf=is_axes)
         return tuple(Leaf(axes, x.shape, x.dtype.itemsize) for axes, x in zip(named, jax.tree.leaves(at), strict=True))
 
-    trained = leaves(built.chosen(built.axes), built.chosen(at))
-    return State(leaves(built.axes, at), trained, *map(tuple, found.values()))
+    trained = leaves(built.model.select(built.model.axes), built.model.select(at))
+    return State(leaves(built.model.axes, at), trained, *map(tuple, found.values()))
 
 
 class Held:

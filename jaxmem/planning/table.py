@@ -54,7 +54,7 @@ class Report:
 
     def _parts(self, options: ConsoleOptions) -> Iterator[RenderableType]:
         plan = self.plan
-        yield Text(f"{plan.program.cfg.name}: {plan.program.parameters:,} parameters on {_devices(plan)}", style="bold")
+        yield Text(f"{plan.program.cfg.name}: {plan.program.model.parameters:,} parameters on {_devices(plan)}", style="bold")
         yield self._memory(wide=options.max_width >= NARROW)
         yield Text(f"most of it: {', '.join(self._largest())}")
         if isinstance(kept := plan.program.cfg.memory.remat, Save):
@@ -83,7 +83,7 @@ class Report:
         table.add_column("B/param", justify="right", no_wrap=True)
 
         def row(name: str, size: int, predicted: int | None = None, *, known: bool = True) -> None:
-            each = f"{size * devices / plan.program.parameters:.2f}"
+            each = f"{size * devices / plan.program.model.parameters:.2f}"
             said = "" if predicted is None else readable(predicted)
             off = f"{size / predicted - 1:+.1%}" if predicted and known else ""
             table.add_row(name, readable(size), *((said, off) if wide else ()), each)

@@ -68,12 +68,12 @@ def volume(built: Program) -> Volume:
         raise UserError(f"model.family: the messages of a {model.family} are not derived; a decoder's are")
     if cfg.rules != Rules():
         raise UserError("rules: messages are derived for the usual table; leave rules out")
-    if built.pipeline is not None and cfg.batch.accumulate == 1:
+    if built.model.pipeline is not None and cfg.batch.accumulate == 1:
         raise UserError("batch.accumulate: on stages messages are derived for several micro-batches; give 2 or more")
     n, m, t = mesh["fsdp"] * mesh["context"], mesh["replica"], mesh["tensor"]
     a, c, f = cfg.batch.accumulate, mesh["context"], mesh["fsdp"]
     w = compute_dtype(cfg.precision, built.layout.mesh.devices.flat[0].platform).itemsize
-    at_rest, weights = jax.tree.leaves(built.state.params), jax.tree.leaves(jax.eval_shape(points, built.state.params))
+    at_rest, weights = jax.tree.leaves(built.spec.state.params), jax.tree.leaves(jax.eval_shape(points, built.spec.state.params))
     r = sum(x.size * x.dtype.itemsize for x in at_rest) / sum(x.size for x in weights)
     sent = r if cfg.precision.quantized else w  # codes are decoded where they arrive, other weights cast before
     tokens = cfg.batch.global_size // a // (f * m) * cfg.data.sequence_length // c / t
@@ -81,9 +81,9 @@ def volume(built: Program) -> Volume:
 
     embedding = model.vocab * model.embed / t  # and so many for the logits
     head = 0 if model.tie_embeddings else embedding
-    layers = built.parameters / t - embedding - head
+    layers = built.model.parameters / t - embedding - head
     passes, micro, executed, shifts, p = float(a), float(a), a * model.layers, 0, 1
-    if (pipeline := built.pipeline) is not None:
+    if (pipeline := built.model.pipeline) is not None:
         p = pipeline.stages
         layers *= pipeline.stored / pipeline.layers / p
         passes, micro = pipeline.ticks / pipeline.rounds, pipeline.slots / p

@@ -50,7 +50,7 @@ def facts_of(plan: Plan) -> Facts:
     parts = {name: size for name, size in plan.bytes_per_device.items() if name not in ("activations", "total")}
     return Facts(
         plan.compiled_step.total,
-        plan.compiled_step.host_total + held(plan.program.state),
+        plan.compiled_step.host_total + held(plan.program.spec.state),
         paced.seconds,
         parts | plan.kinds.get("activations", {}),
         recomputed(module),
@@ -68,7 +68,7 @@ def other_phases(cfg: Config, target: Target, reserve_gib: float | None = None) 
         kept.write(name, known)
         found[phase] = known["total"]
     if "evaluate" in found:
-        found["evaluate"] += held(built.state.opt_state) - held(built.waiting)
+        found["evaluate"] += held(built.spec.state.opt_state) - held(built.spec.host_state)
     return found
 
 

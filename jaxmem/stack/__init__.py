@@ -5,7 +5,8 @@ Layers are stored stacked, so one layer is compiled once whatever the depth. `ap
 through them with each layer's gradient in sight.
 """
 
-from jaxmem.stack.apply import Applied, Way, applied_by, apply_stack, stacked
+from jaxmem.stack.apply import Applied, Way, apply_stack, stacked
+from jaxmem.stack.cuts import cut, cut_by
 from jaxmem.stack.pipeline import Pipeline
 from jaxmem.stack.remat import PRODUCT, REMAT, from_inputs
 from jaxmem.stack.reverse import Passed, forward, layer_of, together
@@ -20,8 +21,9 @@ __all__ = [
     "Pipeline",
     "Schedule",
     "Way",
-    "applied_by",
     "apply_stack",
+    "cut",
+    "cut_by",
     "forward",
     "from_inputs",
     "layer_of",

@@ -3,9 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from contextvars import ContextVar
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +17,7 @@ from jaxmem.config.names import BOUNDARY
 from jaxmem.sharding import groups
 from jaxmem.sharding.host import away, brought
 from jaxmem.sharding.weights import unhooked
+from jaxmem.stack.cuts import cut, is_cut
 from jaxmem.stack.pipeline import Pipeline, in_order, through_stages
 from jaxmem.stack.remat import Remat, policy
 from jaxmem.stack.schedule import Schedule, schedule
@@ -51,20 +50,6 @@ class Applied:
     plan: Schedule | None = None  # which boundaries are kept; None: all, with what `run` says of each layer
 
 
-_instead: ContextVar[Callable[[Applied], tuple[Any, Any]] | None] = ContextVar("instead", default=None)
-
-
-@contextmanager
-def applied_by(instead: Callable[[Applied], tuple[Any, Any]]) -> Iterator[None]:
-    """Within it, stacks are handed to this function, which answers in the place of `apply_stack`: a network can so be
-    cut before and after its layers without knowing of it."""
-    token = _instead.set(instead)
-    try:
-        yield
-    finally:
-        _instead.reset(token)
-
-
 def apply_stack(
     blocks: nnx.Module, layer: Layer, x: Any, inputs: Any = None, beside: Any = None, *, way: Way = Way()
 ) -> tuple[Any, Any]:
@@ -86,12 +71,12 @@ def apply_stack(
         return _staged(way.pipeline, run, way.remat)(weights, x, inputs, beside)
     forms = {(*group, *leaf.shape[1:]) for leaf in jax.tree.leaves(weights) for group in ((), groups())}
     layers = jax.tree.leaves(weights)[0].shape[0]
-    cut = sections(weights)
-    if len(cut) == 1:
+    parts = sections(weights)
+    if len(parts) == 1:
         return _in_turn(run, weights, x, inputs, beside, layers, way, forms)
     forms |= {(*group, size, *form) for form in forms for size in (1, layers) for group in ((), groups())}
     outputs = []
-    for section in cut:
+    for section in parts:
         own_run, own, own_inputs, own_beside = section.of(run, weights, inputs, beside)
         x, output = _in_turn(own_run, own, x, own_inputs, own_beside, section.stop - section.start, way, forms)
         outputs.append(output)
@@ -102,23 +87,23 @@ def _in_turn(
     run: Run, weights: Any, x: Any, inputs: Any, beside: Any, layers: int, way: Way, forms: set[tuple[int, ...]]
 ) -> tuple[Any, Any]:
     """`forms`: the shapes that weights are seen in."""
-    instead, on_host, fetches = _instead.get(), BOUNDARY in way.host, bool(jax.tree.leaves(away(weights)))
+    on_host, fetches = BOUNDARY in way.host, bool(jax.tree.leaves(away(weights)))
     # Boundaries alone, or weights, come by a schedule that keeps each: it fetches the next one while a layer computes.
-    ahead = way.remat == "full" and instead is None and (way.host == (BOUNDARY,) or (fetches and not way.host))
+    ahead = way.remat == "full" and not is_cut() and (way.host == (BOUNDARY,) or (fetches and not way.host))
     remat = "every_1" if ahead else way.remat
     plan = schedule(remat, layers)
-    if plan is not None and instead is not None:
-        return instead(Applied(run, weights, x, inputs, beside, on_host, plan))
     if plan is not None:
+        if (result := cut(Applied(run, weights, x, inputs, beside, on_host, plan))) is not None:
+            return result
         return by_schedule(run, plan, on_host=on_host)(weights, x, inputs, beside)
-    if instead is not None and on_host:  # what is kept is in sight, and moved there
+    if is_cut() and on_host:  # what is kept is in sight, and moved there
         keep = policy(way.remat, forms)
     else:
         keep, run = policy(way.remat, forms, way.host), _named(run) if on_host else run
     # Inside scan the loop already keeps XLA from merging the recomputation with the first pass.
     run = jax.checkpoint(run, policy=keep, prevent_cse=False)
-    if instead is not None:
-        return instead(Applied(run, weights, x, inputs, beside, on_host))
+    if (result := cut(Applied(run, weights, x, inputs, beside, on_host))) is not None:
+        return result
     return jax.lax.scan(lambda x, one: run(one[0], x, one[1], beside), x, (weights, inputs))
 
 

@@ -1,9 +1,10 @@
-"""Batches on the devices: of which rows of them a process's devices hold something, and how they get there."""
+"""The arrays of a batch: their shapes, which rows a process holds, and how they get to the devices."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import partial
+from typing import Any
 
 import jax
 import numpy as np
@@ -12,30 +13,54 @@ from jaxmem.config import Config, Decoder
 from jaxmem.models.exchange import places
 from jaxmem.sharding import Layout
 
-Spec = Mapping[str, jax.ShapeDtypeStruct]  # shape, dtype and place of every array of a batch
+Array = tuple[tuple[int, ...], Any, tuple[str, ...]]  # shape, dtype, logical axes
+Spec = Mapping[str, jax.ShapeDtypeStruct]  # shape, dtype and sharding of every array of a batch
+
+
+def batch_spec(cfg: Config) -> dict[str, Array]:
+    """Shape, dtype and logical axes of each array of the global batch; where lengths vary, of the longest."""
+    rows = (cfg.batch.accumulate, cfg.batch.global_size // cfg.batch.accumulate)
+    axes = ("accumulate", "batch")
+    mask: Array = (rows, np.float32, axes)
+    if cfg.objective.reads_text:
+        tokens: Array = ((*rows, cfg.data.sequence_length), np.int32, (*axes, "time"))
+        arrays = dict.fromkeys(("inputs", "targets", "positions", "segment_ids"), tokens)
+        arrays["mask"] = (tokens[0], np.float32, tokens[2])
+        return arrays | {"reference": mask} if cfg.objective.name == "dpo" else arrays
+    size, channels = cfg.model.image_size, cfg.model.channels  # type: ignore[union-attr]
+    images: Array = ((*rows, size, size, channels), image_dtype(cfg), (*axes, "height", "width", "channels"))
+    if cfg.objective.name == "contrastive":
+        return {"inputs": images, "pairs": images, "mask": mask}
+    labels: Array = (rows, np.int32 if cfg.objective.name == "classify" else np.float32, axes)
+    return {"inputs": images, "targets": labels, "mask": mask}
+
+
+def image_dtype(cfg: Config) -> Any:
+    """int32 categories for a model that embeds pixels, float32 otherwise."""
+    return np.int32 if getattr(cfg.model, "inputs", "numbers") != "numbers" else np.float32
 
 
 def rows(spec: Spec) -> range:
-    """The columns of the global batch of which this process's devices hold something."""
+    """The rows of the global batch that this process's devices hold."""
     one = next(iter(spec.values()))
-    held = one.sharding.addressable_devices_indices_map(one.shape).values()
-    starts, stops, _ = zip(*(index[1].indices(one.shape[1]) for index in held), strict=True)
+    indices = one.sharding.addressable_devices_indices_map(one.shape).values()
+    starts, stops, _ = zip(*(index[1].indices(one.shape[1]) for index in indices), strict=True)
     return range(min(starts), max(stops))
 
 
 def place(cfg: Config, layout: Layout, own: range, spec: Spec, batch: Mapping[str, np.ndarray]) -> dict[str, jax.Array]:
-    """Of `own` rows, whole in all other dimensions. A time split over `context` is brought into the order in which
-    every device has the same work: losses add up over tokens, whatever their order."""
+    """The arrays of `own` rows on their devices. A time sharded over `context` is permuted so that every device has the
+    same work: losses are sums over tokens, whatever their order."""
     if isinstance(cfg.model, Decoder):
         order = places(layout, spec["inputs"].shape[2], cfg.model.window)
         batch = batch if order is None else {name: x[..., order] for name, x in batch.items()}
 
-    def part(x: np.ndarray, index: tuple[slice, ...]) -> np.ndarray:
-        over, wanted, *rest = index
+    def shard(x: np.ndarray, index: tuple[slice, ...]) -> np.ndarray:
+        micro_batches, wanted, *rest = index
         start, stop, _ = wanted.indices(own.start + x.shape[1])
-        return x[over, start - own.start : stop - own.start, *rest]
+        return x[micro_batches, start - own.start : stop - own.start, *rest]
 
     return {
-        name: jax.make_array_from_callback(one.shape, one.sharding, partial(part, batch[name]))
+        name: jax.make_array_from_callback(one.shape, one.sharding, partial(shard, batch[name]))
         for name, one in spec.items()
     }

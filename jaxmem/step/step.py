@@ -1,132 +1,123 @@
-"""One update as a pure function of state and batch.
+"""One update: batch -> loss -> gradients -> update -> metrics.
 
-With P parameters in float32 and Adam, an update holds 4P bytes of weights, 8P of moments and 4P of gradients,
-each divided by what the layout splits it over. Micro-batches are a scan whose gradients add up in one buffer:
-the peak is that of one micro-batch, whatever the batch. On stages they go through the layers together.
+With P parameters in float32 and Adam, an update holds 4 P bytes of weights, 8 P of moments and 4 P of gradients, each
+divided by the number of devices that the layout shards it over. Micro-batches are a scan that adds gradients up in one
+buffer: peak memory is that of one micro-batch, whatever the batch. Pipeline stages take all micro-batches in one pass.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
-import optax
 from flax import nnx
 
 from jaxmem import optim
-from jaxmem.config import Precision
-from jaxmem.optim.parts import pinned
-from jaxmem.quant.precision import Params
-from jaxmem.sharding import axes_at_rest, weights
-from jaxmem.stack import Pipeline
-from jaxmem.step import nonfinite, scaling
+from jaxmem.optim.parts import Write, pinned
+from jaxmem.quant.precision import Params, compute_dtype
+from jaxmem.sharding import axes_at_rest
+from jaxmem.sharding.weights import placed, points
+from jaxmem.step import loss_scale, nonfinite
 from jaxmem.step.gradients import accumulated, at_once, in_one_pass
-from jaxmem.step.host_state import InLayers
-from jaxmem.step.objective import Batch, Objective, Sums, means
-from jaxmem.step.pipelined import sums_of_all
-from jaxmem.step.scaling import LossScale
-from jaxmem.step.update_during import During
+from jaxmem.step.objective import Batch, Sums, means, objective
+from jaxmem.step.state import StateSpec, TrainState
 
 Metrics = dict[str, jax.Array]
-CULPRIT = "culprit"  # of the metrics: the place of the first gradient that is no number among `Program.culprits`, or -1
-_ROUNDING = 2**31 - 1  # folded into a step's key: what rounds weights, beside what drops activations
+_ROUNDING_KEY = 2**31 - 1  # folded into a step's key for stochastic rounding, beside the keys of dropout
 
 
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True)
-class TrainState:
-    """All that an update changes, and all that a checkpoint holds."""
-
-    step: jax.Array  # updates done
-    params: Params
-    opt_state: Any
-    loss_scale: LossScale | None = None
-
-
-def make_step(
-    graphdef: Any,
-    axes: Any,
-    objective: Objective,
-    tx: optax.GradientTransformation,
-    learning_rate: optax.Schedule,
-    seed: int,
-    precision: Precision,
-    compute: np.dtype,
-    pipeline: Pipeline | None = None,
-    gradients_in: np.dtype | None = None,
-    during: During | None = None,
-    skip: bool = False,
-    choice: optim.Choice | None = None,
-    in_layers: InLayers | None = None,
-    kernel: Literal["none", "pallas"] = "none",
-) -> Callable[[TrainState, Batch], tuple[TrainState, Metrics]]:
-    """The training step. Leaves of the batch are [accumulate, rows, ...]; `axes` are those of the parameters that
-    learn, `choice` says which, None: all; `compute` is the dtype that products run in, `gradients_in` what gradients
-    are held in, None: each in its weight's own. `skip`: an update whose gradients are not finite is left out.
-    `kernel`: what `optim.apply` may use."""
-
-    some = {} if choice is None else choice.some
-
-    def said(state: TrainState, sums: Sums, squares: jax.Array) -> Metrics:
-        own = {"count": sums["count"], "learning_rate": learning_rate(state.step), CULPRIT: nonfinite.first(squares)}
-        return means(sums) | own | {"gradient_norm": jnp.sqrt(jnp.sum(squares))}
+def make_step(spec: StateSpec) -> Callable[[TrainState, Batch], tuple[TrainState, Metrics]]:
+    """The training step. Leaves of a batch are [micro-batches, rows, ...]."""
+    cfg = spec.cfg
 
     def step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
-        scale = jnp.float32(1)
-        if state.loss_scale:  # of a mean over a micro-batch, as everywhere else; objectives give sums
-            scale = state.loss_scale.scale / batch["mask"][0].size
+        key = jax.random.fold_in(jax.random.key(cfg.seed), state.step)
+        row_keys = jax.random.split(key, batch["mask"].shape[:2])
+        rounding = jax.random.fold_in(key, _ROUNDING_KEY) if cfg.precision.stochastic else None
+        write = partial(optim.apply, key=rounding, kernel=cfg.optimizer.kernel)
+        if cfg.memory.update == "during":
+            from jaxmem.step.update_during import update_during_backward
 
-        def loss(of: Callable[..., Sums], at: Params, batch: Batch, keys: jax.Array) -> tuple[jax.Array, Sums]:
-            sums = of(nnx.merge(graphdef, weights.placed(state.params, at, some)), batch, keys)
-            return sums["loss"] * scale, sums
-
-        def updated(grads: Params) -> tuple[Params, Any]:
-            if in_layers is not None:
-                new, opt_state = in_layers(own, grads, state.opt_state, write, norm)
-            else:
-                updates, opt_state = tx.update(grads, state.opt_state, own)
-                new = write(own, updates, axes=axes)
-                # Cast where the optimizer's state lies, then gathered, or whole float32 updates would travel.
-                new = pinned(new, axes_at_rest(axes, new), "optimizer")
-            return new if choice is None else choice.put(state.params, new), opt_state
-
-        own = state.params if choice is None else choice(state.params)
-        at = weights.points(own, gradients_in)
-        key = jax.random.fold_in(jax.random.key(seed), state.step)
-        draws = jax.random.fold_in(key, _ROUNDING) if precision.stochastic else None
-        write = partial(optim.apply, key=draws, kernel=kernel)
-        keys = jax.random.split(key, batch["mask"].shape[:2])  # each row's own
-        if during is not None:
-            params, opt_state, sums, squares = during(state.params, state.opt_state, batch, keys, write)
-            return TrainState(state.step + 1, params, opt_state), said(state, sums, squares)
-        if pipeline is not None:
-            of_all = partial(loss, partial(sums_of_all, objective, pipeline))
-            several = partial(in_one_pass, dtype=compute) if len(keys) > 1 else at_once
-            grads, sums = several(of_all, at, batch, keys, axes)
-        elif len(keys) == 1:
-            one = jax.tree.map(lambda x: x[0], batch)
-            grads, sums = at_once(partial(loss, objective), at, one, keys[0], axes)
-        else:
-            grads, sums = accumulated(partial(loss, objective), at, batch, keys, axes, compute)
-        count = jnp.maximum(sums["count"], 1.0)
-        grads = jax.tree.map(lambda g: (g.astype(jnp.float32) / (count * scale)).astype(g.dtype), grads)
-        squares = nonfinite.squares(grads, axes, some)
-        metrics = said(state, sums, squares)
+            params, opt_state, sums, squares = update_during_backward(spec, state, batch, row_keys, write)
+            return TrainState(state.step + 1, params, opt_state), _metrics(spec, state, sums, squares)
+        grads, sums = _gradients(spec, state, batch, row_keys)
+        squares = nonfinite.squared_norms(grads, spec.model.select(spec.model.axes), spec.model.partial_stacks)
+        metrics = _metrics(spec, state, sums, squares)
         norm = metrics["gradient_norm"]
-        if state.loss_scale is None and not skip:
-            return TrainState(state.step + 1, *updated(grads)), metrics
+        if state.loss_scale is None and cfg.train.on_nan != "skip":
+            return TrainState(state.step + 1, *_update(spec, state, grads, norm, write)), metrics
         finite = jnp.isfinite(norm)
-        params, opt_state = jax.lax.cond(finite, updated, lambda _: (state.params, state.opt_state), grads)
+        params, opt_state = jax.lax.cond(
+            finite,
+            lambda grads: _update(spec, state, grads, norm, write),
+            lambda _: (state.params, state.opt_state),
+            grads,
+        )
         if state.loss_scale is None:
             metrics |= {"skipped": 1 - finite.astype(jnp.int32)}
             return TrainState(state.step + 1, params, opt_state), metrics
-        loss_scale = scaling.after(state.loss_scale, finite, dynamic=precision.loss_scale == "dynamic")
-        metrics |= {"loss_scale": loss_scale.scale, "skipped": loss_scale.skipped}
-        return TrainState(state.step + 1, params, opt_state, loss_scale), metrics
+        scale = loss_scale.after(state.loss_scale, finite, dynamic=cfg.precision.loss_scale == "dynamic")
+        metrics |= {"loss_scale": scale.scale, "skipped": scale.skipped}
+        return TrainState(state.step + 1, params, opt_state, scale), metrics
 
     return step
+
+
+def _gradients(spec: StateSpec, state: TrainState, batch: Batch, row_keys: jax.Array) -> tuple[Params, Sums]:
+    """Gradients of the mean loss by the trainable parameters, and the sums of the objective."""
+    cfg, model = spec.cfg, spec.model
+    losses = objective(cfg.objective, cfg.memory)
+    axes, compute = model.select(model.axes), compute_dtype(cfg.precision, model.platform)
+    scale = jnp.float32(1)
+    if state.loss_scale:  # of a mean over a micro-batch, the usual convention; objectives give sums
+        scale = state.loss_scale.scale / batch["mask"][0].size
+
+    def loss(sums_of: Callable[..., Sums], at: Params, batch: Batch, keys: jax.Array) -> tuple[jax.Array, Sums]:
+        network = nnx.merge(model.graphdef, placed(state.params, at, model.partial_stacks))
+        sums = sums_of(network, batch, keys)
+        return sums["loss"] * scale, sums
+
+    at = points(model.select(state.params), spec.gradient_dtype)
+    if model.pipeline is not None:
+        from jaxmem.step.pipelined import sums_of_all
+
+        of_all = partial(loss, partial(sums_of_all, losses, model.pipeline))
+        differentiate = partial(in_one_pass, dtype=compute) if len(row_keys) > 1 else at_once
+        grads, sums = differentiate(of_all, at, batch, row_keys, axes)
+    elif len(row_keys) == 1:
+        micro_batch = jax.tree.map(lambda x: x[0], batch)
+        grads, sums = at_once(partial(loss, losses), at, micro_batch, row_keys[0], axes)
+    else:
+        grads, sums = accumulated(partial(loss, losses), at, batch, row_keys, axes, compute)
+    divisor = jnp.maximum(sums["count"], 1.0) * scale
+    return jax.tree.map(lambda g: (g.astype(jnp.float32) / divisor).astype(g.dtype), grads), sums
+
+
+def _update(
+    spec: StateSpec, state: TrainState, grads: Params, norm: jax.Array, write: Write
+) -> tuple[Params, Any]:
+    """New parameters and optimizer state."""
+    model = spec.model
+    params, axes = model.select(state.params), model.select(model.axes)
+    if spec.offloads("optimizer"):
+        from jaxmem.step.host_update import update_from_host
+
+        new, opt_state = update_from_host(spec, params, grads, state.opt_state, write, norm)
+    else:
+        updates, opt_state = spec.optimizer.update(grads, state.opt_state, params)
+        new = write(params, updates, axes=axes)
+        # Cast where the optimizer state is, then gathered, or float32 updates would be communicated.
+        new = pinned(new, axes_at_rest(axes, new), "optimizer")
+    return model.replace(state.params, new), opt_state
+
+
+def _metrics(spec: StateSpec, state: TrainState, sums: Sums, squares: jax.Array) -> Metrics:
+    return means(sums) | {
+        "count": sums["count"],
+        "learning_rate": spec.learning_rate(state.step),
+        nonfinite.METRIC: nonfinite.first(squares),
+        "gradient_norm": jnp.sqrt(jnp.sum(squares)),
+    }

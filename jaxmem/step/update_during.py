@@ -1,27 +1,23 @@
-"""An update in which a layer's gradient lives only until that layer is updated.
+"""`memory.update: during`: each layer is updated in the backward pass, as soon as its gradient exists.
 
-The backward pass goes through the layers from the last to the first. Each one's gradient is made, its weights and its
-part of the optimizer's state are read, updated and written where they were, and the gradient is gone. With P
-parameters in N layers the gradients hold P / N numbers in place of P, whatever the optimizer; results are those of an
-update after the pass, which goes through the same layers one by one (Lv et al., arXiv:2306.09782). Of a batch in
-micro-batches a layer goes back through all before it is updated. What is frozen lets gradients through. Embedding and
-output projection are updated at the end, slice by slice (`in_slices`). Of what else is in no layer, that after the
-layers is updated before them, that before and between them at the end.
+The backward pass goes through the layers from the last to the first. A layer's gradient is computed, its weights and its
+part of the optimizer state are read, updated and written in place, and the gradient is freed. With P parameters in N
+layers gradients take P / N values in place of P, whatever the optimizer; the results are those of an update after the
+pass, which goes through the same layers one by one (Lv et al., arXiv:2306.09782). With micro-batches, a layer goes back
+through all of them before it is updated. Embedding and output matrices are updated at the end, slice by slice
+(`vocab_update.py`). Of other parameters outside of layers, those after the layers are updated before them, the rest at
+the end.
 
-What asks for the length of all gradients before the first update (clipping by the global norm) costs a second
-backward pass, one that only measures.
+An optimizer that needs the norm of all gradients before the first update (clipping by the global norm) costs a second
+backward pass, which only measures.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
-import optax
 
 from jaxmem import optim
 from jaxmem.optim.parts import Part, Write, layer_at, pinned, put, select, with_layer, without
@@ -31,140 +27,149 @@ from jaxmem.sharding.host import brought, sent_as
 from jaxmem.sharding.weights import is_quantized
 from jaxmem.stack import layer_of, together
 from jaxmem.step import nonfinite
-from jaxmem.step.host_state import fetched, stored
-from jaxmem.step.objective import Batch, Objective, Sums
-from jaxmem.step.segments import Path, Segments, at_place
-from jaxmem.step.vocab_update import Table
+from jaxmem.step.host_update import fetch_layer, store_layer
+from jaxmem.step.objective import Batch, Sums
+from jaxmem.step.segments import Path, Segments, nested
+from jaxmem.step.state import StateSpec, TrainState
+from jaxmem.step.vocab_update import VocabUpdate
 
 Tree = Any
 
 
-@dataclass(frozen=True)
-class During:
-    graphdef: Any
-    axes: Tree
-    opt_axes: Tree
-    objective: Objective
-    optimizer_for: Callable[[Tree], optax.GradientTransformationExtraArgs]  # of some of the parameters' axes
-    gradients_in: np.dtype | None  # None: each in its weight's own dtype
-    measures: bool  # whether the optimizer wants to know the length of all gradients first
-    chosen: Callable[[Tree], Tree]  # of all parameters those that learn, None in the place of others
-    on_host: bool = False  # whether the optimizer's state of layers waits in host memory
-    entries: int | None = None  # of a table that are updated at once; None: as many as have 16 M numbers
+def update_during_backward(
+    spec: StateSpec, state: TrainState, batch: Batch, keys: jax.Array, write: Write
+) -> tuple[Params, Any, Sums, jax.Array]:
+    """New parameters, new optimizer state, the sums of the objective, and the squared norms of the gradients in the
+    order of `nonfinite.gradient_names`. Leaves of the batch, and `keys`, are [micro-batches, rows, ...]."""
+    micro_batches = len(keys)
+    if micro_batches == 1:
+        batch, key = jax.tree.map(lambda x: x[0], (batch, keys))
+    else:
+        batch, key = together((batch, keys), micro_batches)
+    network = Segments(spec, state.params, batch, key, micro_batches)
+    return _BackwardUpdate(spec, state, network, write)()
 
-    def __call__(
-        self, params: Params, opt_state: Any, batch: Batch, keys: jax.Array, write: Write
-    ) -> tuple[Params, Any, Sums, jax.Array]:
-        """New weights, new state of the optimizer, sums of the batch, and the squares of the mean's gradient as
-        `culprit` orders them. Leaves of the batch, and `keys`, are [micro-batches, rows, ...]."""
-        micro = len(keys)
-        batch, key = jax.tree.map(lambda x: x[0], (batch, keys)) if micro == 1 else together((batch, keys), micro)
-        own = self.chosen(params)
-        network = Segments(self.graphdef, self.objective, params, batch, key, own, self.gradients_in, micro)
-        parts = {n: self._parts(network.learning(n)) for n in network.stacks}
-        norm = self._measured(network, parts, params, opt_state) if self.measures else None
-        done: list[tuple[Tree, Tree, Tree]] = []  # weights, state, the sum of each gradient's squares
+
+class _BackwardUpdate:
+    def __init__(self, spec: StateSpec, state: TrainState, network: Segments, write: Write) -> None:
+        self._spec, self._state, self._network, self._write = spec, state, network, write
+        self._parts = {n: self._parts_of(network.trainable(n)) for n in network.stacks}  # of each stack, one per weight
+        self._norm: jax.Array | None = None  # of all gradients, where the optimizer needs it
+        self._params: list[Tree] = []
+        self._states: list[Tree] = []
+        self._squares: list[Tree] = []
+
+    def __call__(self) -> tuple[Params, Any, Sums, jax.Array]:
+        network, params, opt_state = self._network, self._state.params, self._state.opt_state
+        if self._spec.cfg.measures_first:
+            self._norm = self._measure()
+        grads, matrices = network.backward(self._update_stack, begin=self._update_unstacked)
+        self._update_unstacked(without(grads, network.last))
+        for path, gradient in matrices.items():
+            new, kept, square = self._vocab_update(path).update(gradient, self._write, self._norm)
+            self._add(new, [kept], nested(path, square))
+        by_path = {path: x for sums in self._squares for path, x in jax.tree_util.tree_leaves_with_path(sums)}
+        axes = self._spec.model.select(self._spec.model.axes)
+        sums = jax.tree_util.tree_map_with_path(lambda path, _: by_path[path], axes, is_leaf=is_axes)
+        squares = nonfinite.in_order(sums, axes)
+        opt_state = optim.remember(put(opt_state, *self._states), jnp.sqrt(jnp.sum(squares)))
+        return put(params, *self._params), opt_state, network.sums, squares
+
+    def _update_stack(self, number: int, g: Any) -> Any:
+        """Backward through a stack, updating its layers; from the gradient of its output to that of its input."""
+        network, parts, stack = self._network, self._parts[number], self._network.stacks[number]
+        before = [part.state(self._state.opt_state) for part in parts]  # counts of updates are those before this one
+        layers = jax.tree.leaves(stack.applied.weights)[0].shape[0]
+        on_host = self._spec.offloads("optimizer")
+
+        def fetch(carry: Any, layer: jax.Array) -> list[Tree] | None:
+            """State in host memory is on its way while the gradient is computed."""
+            if not on_host:
+                return None
+            each = zip(parts, carry[1], before, strict=True)
+            return [fetch_layer(state, part.state_axes, layer, old) for part, state, old in each]
+
+        def visit(carry: Any, layer: jax.Array, dw: Tree, fetched: list[Tree] | None) -> Any:
+            """One weight after the other: the buffers of one update are free before the next begins."""
+            weights, states, squares = carry
+            grads, new_states = network.nest(number, dw), list[Tree]()
+            for i, (part, state, old) in enumerate(zip(parts, states, before, strict=True)):
+                own = pinned(select(grads, part.axes, is_leaf=is_axes), part.axes, "gradients")
+                own, weights, state, new_states = jax.lax.optimization_barrier((own, weights, state, new_states))
+                stacked = select(weights, part.axes, is_leaf=is_axes)
+                kept = layer_at(state, part.state_axes, layer, old) if fetched is None else fetched[i]
+                # Read once: a second read could come after the layer is written, and XLA would copy the stack.
+                weight = jax.lax.optimization_barrier(layer_of(stacked, layer))
+                new, kept = part.update(own, kept, weight, self._write, layer=layer, layers=layers, norm=self._norm)
+                stacked_axes = axes_at_rest(part.axes, stacked)
+                weights = put(weights, with_layer(stacked, stacked_axes, "weights", layer, new))
+                if fetched is None:
+                    new_states = [*new_states, with_layer(state, part.state_axes, "optimizer", layer, kept)]
+                else:
+                    new_states = [*new_states, store_layer(state, part.state_axes, layer, kept)]
+                sums = jax.tree.map(lambda each, g: each.at[layer].set(_square(g)), select(squares, own), own)
+                squares = put(squares, sums)
+            return weights, new_states, squares
+
+        weights = network.trainable(number)
+        squares = jax.tree.map(lambda _: jnp.zeros(layers, jnp.float32), weights, is_leaf=is_quantized)
+        carry = weights, before, squares
+        done, g = stack.backward(g, lambda carry: network.weights(number, carry[0]), visit, carry, fetch)
+        self._add(*done)
+        return g
+
+    def _update_unstacked(self, grads: Tree) -> Tree:
+        """Parameters in no stack, all at once."""
+        if not jax.tree.leaves(grads):
+            return grads
+        weights = select(self._state.params, grads)
+        part = self._part(weights)
+        grads = pinned(grads, part.axes, "gradients")
+        before = part.state(self._state.opt_state)
+        new, state = part.update(grads, brought(before), weights, self._write, norm=self._norm)
+        self._add(new, [sent_as(state, before)], jax.tree.map(_square, grads))
+        return new
+
+    def _measure(self) -> jax.Array:
+        """The norm of all gradients, by a backward pass that keeps none."""
+        network = self._network
+        sums = []
 
         def through(number: int, g: Any) -> Any:
-            stack = network.stacks[number]
-            before = [part.state(opt_state) for part in parts[number]]
-            layers = jax.tree.leaves(stack.applied.weights)[0].shape[0]
-
-            def ready(carried: Any, layer: jax.Array) -> list[Tree] | None:
-                """What waits in host memory is on its way while the gradient is made."""
-                if not self.on_host:
-                    return None
-                each = zip(parts[number], carried[1], before, strict=True)
-                return [fetched(state, part.state_axes, layer, old) for part, state, old in each]
-
-            def visit(carried: Any, layer: jax.Array, dw: Tree, brought: list[Tree] | None) -> Any:
-                """One weight after the other: what the update of one takes is free before the next one's begins."""
-                weights, states, squares = carried
-                grads, done = network.stacked(number, dw), list[Tree]()
-                for place, (part, state, old) in enumerate(zip(parts[number], states, before, strict=True)):
-                    own = pinned(select(grads, part.axes, is_leaf=is_axes), part.axes, "gradients")
-                    own, weights, state, done = jax.lax.optimization_barrier((own, weights, state, done))
-                    whole = select(weights, part.axes, is_leaf=is_axes)
-                    # Counts of updates are those before this one.
-                    kept = layer_at(state, part.state_axes, layer, old) if brought is None else brought[place]
-                    # Read once: of two who read a layer one may come after it is written, and XLA would copy the stack.
-                    mine = jax.lax.optimization_barrier(layer_of(whole, layer))
-                    new, kept = part.update(own, kept, mine, write, layer=layer, layers=layers, norm=norm)
-                    weights = put(weights, with_layer(whole, axes_at_rest(part.axes, whole), "weights", layer, new))
-                    if brought is None:
-                        done = [*done, with_layer(state, part.state_axes, "optimizer", layer, kept)]
-                    else:
-                        done = [*done, stored(state, part.state_axes, layer, kept)]
-                    sums = jax.tree.map(lambda each, g: each.at[layer].set(_square(g)), select(squares, own), own)
-                    squares = put(squares, sums)
-                return weights, done, squares
-
-            weights = network.learning(number)
-            squares = jax.tree.map(lambda _: jnp.zeros(layers, jnp.float32), weights, is_leaf=is_quantized)
-            begin = weights, before, squares
-            end, g = stack.backward(g, lambda carried: network.weights(number, carried[0]), visit, begin, ready)
-            done.append(end)
-            return g
-
-        def updated(grads: Tree) -> Tree:
-            """Of parameters in no stack, all at once."""
-            if not jax.tree.leaves(grads):
-                return grads
-            weights = select(params, grads)
-            part = self._part(weights)
-            grads = pinned(grads, part.axes, "gradients")
-            before = part.state(opt_state)
-            new, state = part.update(grads, brought(before), weights, write, norm=norm)
-            state = sent_as(state, before)
-            done.append((new, [state], jax.tree.map(_square, grads)))
-            return new
-
-        grads, tables = network.backward(through, begin=updated)
-        updated(without(grads, network.last))
-        for place, gradient in tables.items():
-            new, state, square = self._table(place, params, opt_state).updated(gradient, write, norm)
-            done.append((new, [state], at_place(place, square)))
-        sums = {path: x for *_, sums in done for path, x in jax.tree_util.tree_leaves_with_path(sums)}
-        axes = self.chosen(self.axes)
-        found = jax.tree_util.tree_map_with_path(lambda path, _: sums[path], axes, is_leaf=is_axes)
-        squares = nonfinite.in_order(found, axes)
-        params = put(params, *(weights for weights, *_ in done))
-        opt_state = put(opt_state, *(state for _, states, _ in done for state in states))
-        return params, optim.remember(opt_state, jnp.sqrt(jnp.sum(squares))), network.sums, squares
-
-    def _measured(self, network: Segments, parts: dict[int, list[Part]], params: Params, opt_state: Any) -> jax.Array:
-        """The length of all gradients, by a backward pass that keeps none."""
-        found = []
-
-        def through(number: int, g: Any) -> Any:
-            stack, axes = network.stacks[number], [part.axes for part in parts[number]]
+            stack, axes = network.stacks[number], [part.axes for part in self._parts[number]]
 
             def visit(squares: jax.Array, _: jax.Array, dw: Tree, __: None) -> jax.Array:
-                grads = network.stacked(number, dw)
+                grads = network.nest(number, dw)
                 each = (_squares(pinned(select(grads, own, is_leaf=is_axes), own, "gradients")) for own in axes)
                 return sum(each, squares)
 
             squares, g = stack.backward(g, lambda _: stack.applied.weights, visit, jnp.zeros((), jnp.float32))
-            found.append(squares)
+            sums.append(squares)
             return g
 
-        grads, tables = network.backward(through)
-        for place, gradient in tables.items():
-            found.append(self._table(place, params, opt_state).squares(gradient))
-        return jnp.sqrt(_squares(grads) + sum(found))
+        grads, matrices = network.backward(through)
+        for path, gradient in matrices.items():
+            sums.append(self._vocab_update(path).squares(gradient))
+        return jnp.sqrt(_squares(grads) + sum(sums))
 
-    def _table(self, place: Path, params: Params, opt_state: Any) -> Table:
-        weights = select(params, at_place(place, 0))
-        part = self._part(weights)
-        return Table(part, weights, part.state(opt_state), self.gradients_in, self.entries)
+    def _add(self, params: Tree, states: list[Tree], squares: Tree) -> None:
+        self._params.append(params)
+        self._states += states
+        self._squares.append(squares)
 
-    def _parts(self, params: Tree) -> list[Part]:
+    def _vocab_update(self, path: Path) -> VocabUpdate:
+        weight = select(self._state.params, nested(path, 0))
+        part, chunk = self._part(weight), self._spec.cfg.memory.loss_chunk
+        entries = None if chunk == "auto" else chunk
+        return VocabUpdate(part, weight, part.state(self._state.opt_state), self._spec.gradient_dtype, entries)
+
+    def _parts_of(self, params: Tree) -> list[Part]:
         """One for each weight."""
-        places = [path for path, _ in jax.tree_util.tree_leaves_with_path(params, is_leaf=is_quantized)]
-        return [self._part(select(params, at_place(place, 0))) for place in places]
+        paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(params, is_leaf=is_quantized)]
+        return [self._part(select(params, nested(path, 0))) for path in paths]
 
     def _part(self, params: Tree) -> Part:
-        return Part.of(params, self.optimizer_for, self.axes, self.opt_axes)
+        return Part.of(params, self._spec.optimizer_for, self._spec.model.axes, self._spec.opt_axes)
 
 
 def _squares(grads: Tree) -> jax.Array:

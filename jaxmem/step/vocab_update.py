@@ -1,9 +1,10 @@
-"""A table's update in slices: a slice of its gradient is made, and that slice of weight and state updated in place.
+"""Updating an embedding or output matrix in slices: the gradient of a slice is computed, and that slice of weight and
+optimizer state is updated in place.
 
-With V entries of E numbers and slices of v entries, gradient and update hold 2 v E numbers in place of 2 V E. An
-optimizer that sums over the whole table has it gone through once more for each of its sums that waits for another
-(`optim.piece`), and every time the gradient is made again: of an output projection 4 T V E FLOPs for T tokens, of rows
-that were found next to none. State in host memory comes and goes in the same slices.
+With V entries of E values and slices of v entries, gradient and update hold 2 v E values in place of 2 V E. An optimizer
+that sums over the whole matrix has it passed over once more for each sum that depends on another (`optim.piece`), and
+each time the gradient is recomputed: 4 T V E FLOPs for an output projection and T tokens, next to nothing for rows that
+were looked up. State in host memory comes and goes in the same slices.
 """
 
 from __future__ import annotations
@@ -23,25 +24,25 @@ from jaxmem.optim.apply import apply, global_norm
 from jaxmem.optim.parts import Part, Write, pinned
 from jaxmem.optim.piece import Piece, Total, Totals, totals
 from jaxmem.quant import QTensor
-from jaxmem.sharding import IF_EVEN, Axes, Role, axes_at_rest, constrain, is_axes
+from jaxmem.sharding import Axes, Role, axes_at_rest, constrain, is_axes, named
 from jaxmem.sharding.host import brought, is_away, sent_as
 from jaxmem.sharding.weights import is_quantized
-from jaxmem.step.segments import OfSlice
+from jaxmem.step.segments import SliceGradient
 
 Tree = Any
 
 
 @dataclass(frozen=True)
-class Table:
-    """The one table of a part of the parameters."""
+class VocabUpdate:
+    """Of the one matrix in a part of the parameters."""
 
     part: Part
     weights: Tree
     state: Tree
-    dtype: np.dtype | None = None  # of its gradient; None: the weight's own
-    entries: int | None = None  # updated at once; None: as many as have 16 M numbers
+    dtype: np.dtype | None = None  # of the gradient; None: the weight's own
+    entries: int | None = None  # per slice; None: 16 M values
 
-    def updated(self, gradient: OfSlice, write: Write, norm: jax.Array | None) -> tuple[Tree, Tree, jax.Array]:
+    def update(self, gradient: SliceGradient, write: Write, norm: jax.Array | None) -> tuple[Tree, Tree, jax.Array]:
         """New weights, new state and the sum of the gradient's squares."""
         slices = self._slices
         known = None if slices is None else self._totals(gradient, slices, norm)
@@ -61,7 +62,7 @@ class Table:
 
         return jax.lax.fori_loop(0, slices.count, step, (self.weights, self.state, jnp.zeros((), jnp.float32)))
 
-    def squares(self, gradient: OfSlice) -> jax.Array:
+    def squares(self, gradient: SliceGradient) -> jax.Array:
         """The sum of the gradient's squares."""
         slices = self._slices
         if slices is None:
@@ -72,7 +73,7 @@ class Table:
 
         return jax.lax.fori_loop(0, slices.count, add, jnp.zeros((), jnp.float32))
 
-    def _totals(self, gradient: OfSlice, slices: Slices, norm: jax.Array | None) -> list[Any] | None:
+    def _totals(self, gradient: SliceGradient, slices: Slices, norm: jax.Array | None) -> list[Any] | None:
         def update(j: jax.Array, total: Total) -> None:
             dw = self._gradient(gradient, self.weights, slices, j)
             own, kept = self._slice(slices, j, self.weights, self.state)
@@ -84,11 +85,11 @@ class Table:
         return Piece(self._weight(self.weights).shape, self._names.index("vocab"), slices.entries(j).reshape(-1), total)
 
     def _slice(self, slices: Slices, j: jax.Array, weights: Tree, state: Tree) -> tuple[Tree, Tree]:
-        """Of weight and state; what of the state has no entries is that of before: counts of updates too."""
+        """A slice of weight and state. What has no vocabulary dimension, as counts of updates, is that before the update."""
         own = _read(slices, j, weights, self._axes, self.weights)
         return own, _read(slices, j, state, self.part.state_axes, self.state)
 
-    def _gradient(self, gradient: OfSlice, weights: Tree, *which: Any) -> Tree:
+    def _gradient(self, gradient: SliceGradient, weights: Tree, *which: Any) -> Tree:
         weight = self._weight(weights)
         dw = gradient(weight, *which).astype(weight.dtype if self.dtype is None else self.dtype)
         like = jax.tree.structure(weights, is_leaf=is_quantized)
@@ -109,51 +110,51 @@ class Table:
 
     @cached_property
     def _slices(self) -> Slices | None:
-        held = [*_named(self.weights, self._axes), *_named(self.state, self.part.state_axes)]
+        held = [*_with_axes(self.weights, self._axes), *_with_axes(self.state, self.part.state_axes)]
         sizes = {x.shape[dim] for x, names in held if (dim := _dim(names)) is not None}
         shape = self._weight(self.weights).shape
         vocab = shape[self._names.index("vocab")]
         return even_slices(vocab, self.entries or max(1, NUMBERS * vocab // math.prod(shape)), sizes)
 
 
-def _named(tree: Tree, axes: Tree) -> list[tuple[jax.Array, Axes]]:
+def _with_axes(tree: Tree, axes: Tree) -> list[tuple[jax.Array, Axes]]:
     return list(zip(jax.tree.leaves(tree), jax.tree.leaves(axes, is_leaf=is_axes), strict=True))
 
 
 def _dim(names: Axes) -> int | None:
-    """Which dimension of an array runs along the vocabulary."""
-    return next((dim for dim, name in enumerate(names) if name and name.removesuffix(IF_EVEN) == "vocab"), None)
+    """The vocabulary dimension of an array."""
+    return next((dim for dim, name in enumerate(names) if name and named(name) == "vocab"), None)
 
 
 def _read(slices: Slices, j: jax.Array, tree: Tree, axes: Tree, rest: Tree) -> Tree:
     own = [
         other if (dim := _dim(names)) is None else slices.read(x, dim, j)
-        for (x, names), other in zip(_named(tree, axes), jax.tree.leaves(rest), strict=True)
+        for (x, names), other in zip(_with_axes(tree, axes), jax.tree.leaves(rest), strict=True)
     ]
     cut = jax.tree.unflatten(jax.tree.structure(tree), own)
-    return jax.tree.map(_as_cut, cut, tree, is_leaf=lambda x: isinstance(x, QTensor))
+    return jax.tree.map(_resized, cut, tree, is_leaf=lambda x: isinstance(x, QTensor))
 
 
-def _as_cut(new: Any, old: Any) -> Any:
-    """Codes that were cut, as those of a smaller array."""
+def _resized(new: Any, old: Any) -> Any:
+    """A slice of a quantized array, with the size of the slice."""
     if not isinstance(new, QTensor):
         return new
     size = old.size * new.codes.shape[new.axis] // old.codes.shape[old.axis]
-    return dataclasses.replace(new, size=size, scale=_as_cut(new.scale, old.scale))
+    return dataclasses.replace(new, size=size, scale=_resized(new.scale, old.scale))
 
 
 def _written(slices: Slices, j: jax.Array, tree: Tree, axes: Tree, role: Role, new: Tree) -> Tree:
-    """Arrays with a slice in its place; of what has no entries the new ones."""
+    """Arrays with a slice replaced; those without a vocabulary dimension are replaced as a whole."""
 
     def one(x: jax.Array, names: Axes, new: jax.Array) -> jax.Array:
         if (dim := _dim(names)) is None:
             return new
-        # Laid out before it is written, so that nothing but this slice moves.
+        # Sharded before it is written, so that only this slice is communicated.
         new = constrain(new, *names, role=role)
         whole = slices.written(x, dim, j, new)
         return whole if is_away(whole) else constrain(whole, *names, role=role)
 
-    done = [one(x, names, new) for (x, names), new in zip(_named(tree, axes), jax.tree.leaves(new), strict=True)]
+    done = [one(x, names, new) for (x, names), new in zip(_with_axes(tree, axes), jax.tree.leaves(new), strict=True)]
     return jax.tree.unflatten(jax.tree.structure(tree), done)
 
 

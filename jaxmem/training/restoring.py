@@ -10,7 +10,7 @@ from jaxmem.checkpoint import Checkpoints
 from jaxmem.config import Train
 from jaxmem.inference.load import base_from, base_of_run
 from jaxmem.step import Program
-from jaxmem.step.step import TrainState
+from jaxmem.step.state import TrainState
 from jaxmem.training.telemetry import DivergedError
 
 

@@ -37,7 +37,7 @@ from jaxmem.planning import Plan, decided, ideal_flops, plan_program, readable
 from jaxmem.planning.advice import SPILLED
 from jaxmem.planning.targets import local_target
 from jaxmem.step import Program, program
-from jaxmem.step.step import TrainState
+from jaxmem.step.state import TrainState
 from jaxmem.training.fitting import DoesNotFitError, Measured, check_fits
 from jaxmem.training.lock import only_run
 from jaxmem.training.out_of_memory import explained
@@ -110,7 +110,7 @@ def _run(cfg: Config, devices: Sequence[Any] | None) -> Result:
         progress = opened.enter_context(_progress(planned, step, trackers.last))
         work = {bucket: _work(at) for bucket, at in built.buckets.items()}
         progress.say(_opening(planned, step))
-        telemetry = _telemetry(cfg.train, built.culprits, progress, trackers)
+        telemetry = _telemetry(cfg.train, built.spec.gradient_names, progress, trackers)
         rollback = Rollback(built, checkpoints, cfg.train)
         replicas = Replicas(cfg.train.check_replicas)
         measured = Measured(planned, directory / "plan.json")
@@ -274,9 +274,9 @@ def _opening(planned: Plan, step: int) -> str:
     shape = " x ".join(f"{axis} {size}" for axis, size in built.layout.mesh.shape.items() if size > 1)
     kind = built.layout.mesh.devices.flat[0].platform
     total = readable(planned.bytes_per_device["total"])
-    start = f"goes on after step {step}" if step else f"{built.parameters:,} parameters"
+    start = f"goes on after step {step}" if step else f"{built.model.parameters:,} parameters"
     devices = f"{built.layout.mesh.devices.size} {kind} devices{f' ({shape})' if shape else ''}"
-    extra = built.pipeline.stored - built.pipeline.layers if built.pipeline else 0
+    extra = built.model.pipeline.stored - built.model.pipeline.layers if built.model.pipeline else 0
     filled = f", {extra} layers that do nothing among the stages" if extra else ""
     spilled = [one for one in planned.warnings if one.kind == SPILLED] if planned.spilled else []
     warned = "".join(f"\nwarning: {one.text}; try {one.cure}" for one in spilled)

@@ -13,7 +13,8 @@ from statistics import fmean, pstdev
 import jax
 
 from jaxmem.errors import UserError
-from jaxmem.step.step import CULPRIT, Metrics
+from jaxmem.step import nonfinite
+from jaxmem.step.step import Metrics
 from jaxmem.training.progress import Progress, Work
 from jaxmem.training.trackers import Trackers
 
@@ -76,7 +77,7 @@ class Telemetry:
         step, metrics, work = self._pending
         self._pending = None
         self.last = {name: float(value) for name, value in jax.device_get(metrics).items()}
-        place = int(self.last.pop(CULPRIT, -1))
+        place = int(self.last.pop(nonfinite.METRIC, -1))
         overflowed = "loss_scale" in self.last and math.isfinite(self.last["loss"])  # which is how a scale is found
         if math.isfinite(self.last["loss"]) and (place < 0 or overflowed):
             self._skipped = 0

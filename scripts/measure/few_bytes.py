@@ -48,7 +48,7 @@ def main() -> None:
             parts = made.bytes_per_device
             resting = sum(parts[part] for part in ("parameters", "quantization", "master", "optimizer"))
             sizes = (resting, parts["total"] - resting, parts["total"], made.phases["initialise"])
-            each = parts["total"] * made.target.count / made.program.parameters
+            each = parts["total"] * made.target.count / made.program.model.parameters
             row = (name, target, *(f"{size / GIB:.2f} GiB" for size in sizes), f"{each:.2f}")
             print(f"| {' | '.join((*row, 'yes' if made.fits else 'no'))} |", flush=True)
 

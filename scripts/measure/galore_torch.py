@@ -46,7 +46,7 @@ def trained(method: str, seed: int) -> dict[str, Any]:
     built = program(cfg, jax.devices()[:1])
     network = network_of(cfg, built.initialise().params)
     optimizer = _optimizer(cfg, network)
-    rate, curve = built.learning_rate, []
+    rate, curve = built.spec.learning_rate, []
     loader = Loader(cfg, "train")
     for step, batch in enumerate(islice(loader, cfg.steps), 1):
         for group in optimizer.param_groups:

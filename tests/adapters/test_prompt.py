@@ -30,13 +30,13 @@ def alone():
 def test_only_the_prompt_learns_on_any_mesh(alone):
     before, after = flatten_dict(alone.first), flatten_dict(alone.params)
     assert {path for path in before if (before[path] != after[path]).any()} == {("prompt", "weight")}
-    assert alone.built.trainable == 4 * 32
+    assert alone.built.model.trainable == 4 * 32
     mesh = {"fsdp": 2, "tensor": 2}
     Trained(config(**SECTIONS, mesh=mesh, memory={"remat": "full"}), devices=4, updates=2).agrees_with(alone)
 
 
 def test_a_base_in_codes_stays_in_codes():
-    placed = program(config(**{**SECTIONS, "adapter": {**SECTIONS["adapter"], "base": "nf4"}}), jax.devices()[:1]).state
+    placed = program(config(**{**SECTIONS, "adapter": {**SECTIONS["adapter"], "base": "nf4"}}), jax.devices()[:1]).spec.state
     assert placed.params["head"]["weight"].format == "nf4"
     assert placed.params["prompt"]["weight"].dtype == np.float32
 
@@ -44,7 +44,7 @@ def test_a_base_in_codes_stays_in_codes():
 def test_it_is_read_before_every_text(alone):
     """Prompts of two lengths, and a conversation, are continued as whole sequences behind the rows would be."""
     built, params = alone.built, alone.state.params
-    plain = nnx.merge(built.graphdef, params)
+    plain = nnx.merge(built.model.graphdef, params)
     plain.prompt = None  # by hand: a table of tokens with the prompt's rows behind it
     table = jnp.concatenate([params["embedding"]["weight"], params["prompt"]["weight"]])
     plain.embedding.weight = nnx.Param(table, axes=("vocab", "embed"))
@@ -55,11 +55,11 @@ def test_it_is_read_before_every_text(alone):
         ids = np.append(prompt, said[:2, row]).astype(np.int32)
         logits = jax.jit(plain)(jnp.asarray([[*range(264, 268), *ids]], jnp.int32))[0, 4:]
         assert np.argmax(logits, axis=-1)[-3:].tolist() == said[:, row].tolist()
-    found = jax.jit(nnx.merge(built.graphdef, params))(jnp.asarray(ids)[None])[0]
+    found = jax.jit(nnx.merge(built.model.graphdef, params))(jnp.asarray(ids)[None])[0]
     np.testing.assert_allclose(found, logits, rtol=1e-5, atol=1e-5)
     assert list(Thread(generator)(prompts[0], 3)) == said[:, 0].tolist()
 
 
 def test_it_cannot_be_merged(alone):
     with pytest.raises(UserError, match="merge: a prompt stands before what is read"):
-        adapters.merge(nnx.merge(alone.built.graphdef, alone.state.params))
+        adapters.merge(nnx.merge(alone.built.model.graphdef, alone.state.params))

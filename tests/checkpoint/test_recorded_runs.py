@@ -50,4 +50,4 @@ def test_the_model_of_a_recorded_run_opens(name: str) -> None:
         _, config = checkpoints.read(4)
     assert load_config(config).model == load_config(f"runs/{name}/config.yaml").model
     built, params = open_run(f"runs/{name}", ["mesh.fsdp=-1"])
-    assert len(jax.tree.leaves(params)) == len(jax.tree.leaves(built.state.params))
+    assert len(jax.tree.leaves(params)) == len(jax.tree.leaves(built.spec.state.params))

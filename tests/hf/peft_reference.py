@@ -148,7 +148,7 @@ def write(place: Path) -> None:
         written = unflatten_dict(flat)
         hf.save_adapter(written, built.cfg.adapter, place / case, layers=2, base=str(place / "base"))
         built, params = open_model(place / case)
-        network = nnx.merge(built.graphdef, params)
+        network = nnx.merge(built.model.graphdef, params)
         found[f"{case}.logits"] = np.asarray(jax.jit(network)(jax.numpy.asarray(ROWS, "int32")))
         found[f"{case}.greedy"] = np.array(list(generate(built, params, ROWS[0], NEW)))
     np.savez(place / "expected.npz", **found)

@@ -91,7 +91,7 @@ def test_each_device_reads_its_own_part(mesh: str, directories: Path) -> None:
     place = directories / "llama3"
     built = program(config(place, MESHES[mesh]))
     params = built.weights.read()
-    for x, spec in zip(*map(jax.tree.leaves, (params, built.state.params)), strict=True):
+    for x, spec in zip(*map(jax.tree.leaves, (params, built.spec.state.params)), strict=True):
         assert x.sharding.is_equivalent_to(spec.sharding, x.ndim)
     there = load_file(place / "model.safetensors")
     np.testing.assert_array_equal(params["embedding"]["weight"], there["model.embed_tokens.weight"])

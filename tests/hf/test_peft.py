@@ -50,7 +50,7 @@ def beside(place: Path, case: str, **sections):
 
 
 def logits_of(built, params, rows):
-    return jax.jit(lambda params: nnx.merge(built.graphdef, params)(jnp.asarray(rows, jnp.int32)))(params)
+    return jax.jit(lambda params: nnx.merge(built.model.graphdef, params)(jnp.asarray(rows, jnp.int32)))(params)
 
 
 @pytest.mark.parametrize(("case", "offload"), [("lora", "none"), ("dora", "frozen")])
@@ -69,7 +69,7 @@ def test_logits_are_those_of_peft_merged_too(case, offload, place, peft, tmp_pat
     again = open_model(tmp_path / "out")[0].cfg.adapter  # the base by its name
     assert again.model_copy(update={"hf": built.cfg.adapter.hf}) == built.cfg.adapter
 
-    hf.save(nnx.merge(built.graphdef, params), tmp_path / "merged", base=place / "base")
+    hf.save(nnx.merge(built.model.graphdef, params), tmp_path / "merged", base=place / "base")
     model = hf.load(tmp_path / "merged")
     np.testing.assert_allclose(jax.jit(model)(jnp.asarray(peft.ROWS)), PEERS[f"{case}.logits"], atol=1e-4)
 

@@ -139,7 +139,7 @@ def test_choices_are_scored_by_their_own_tokens(opened, tmp_path: Path) -> None:
     [found] = scores(program, params, Bytes(), questions)
     for choice, score in zip(questions[0].choices, found, strict=True):
         ids = np.frombuffer(b"ab" + choice.encode(), np.uint8).astype(np.int32)
-        logits = jax.jit(nnx.merge(program.graphdef, params))(jnp.asarray(ids)[None])
+        logits = jax.jit(nnx.merge(program.model.graphdef, params))(jnp.asarray(ids)[None])
         likely = jax.nn.log_softmax(logits[0, :-1])[np.arange(len(ids) - 1), ids[1:]]
         assert score == pytest.approx(float(likely[1:].sum()), rel=1e-5)
 

@@ -62,7 +62,7 @@ def test_synchronous_is_the_ordinary_step(ordinary):
     """Also with clipping by the norm of all gradients, which no single weight's gradient knows."""
     built, _, initial, batches, losses = ordinary
     assert built.cfg.optimizer.clip == 1.0
-    server = ParameterServer(initial, built.optimizer, PAIR, jax.devices()[PAIR])
+    server = ParameterServer(initial, built.spec.optimizer, PAIR, jax.devices()[PAIR])
     seen = train(server, gradient_of(built), shares(batches), jax.devices()[:PAIR])
     assert np.mean(seen, axis=0) == pytest.approx(losses, rel=1e-5)
     assert losses[-1] < losses[0]
@@ -74,7 +74,7 @@ def test_bytes_through_the_busiest_link(ordinary):
     built, planned, initial, batches, _ = ordinary
     size = sum(x.nbytes for x in jax.tree.leaves(initial))
     by_server, by_ring = busiest_link(size, PAIR)
-    server = ParameterServer(initial, built.optimizer, PAIR, jax.devices()[PAIR])
+    server = ParameterServer(initial, built.spec.optimizer, PAIR, jax.devices()[PAIR])
     train(server, gradient_of(built), [share[:2] for share in shares(batches)], jax.devices()[:PAIR])
     assert server.traffic.received == server.traffic.sent == 2 * by_server
     counted = planned.as_json()["collectives"]["all-reduce"]["wire_bytes"]

@@ -30,7 +30,7 @@ def test_bytes_a_parameter_on_real_arrays(name, most):
 @pytest.mark.parametrize("name", EIGHT)
 def test_nearly_every_number_is_a_code(name):
     built = program(config(model={"preset": "tiny"}, optimizer={"name": name}), jax.devices()[:1])
-    leaves = jax.tree.leaves(built.state.opt_state, is_leaf=lambda x: isinstance(x, QTensor))
+    leaves = jax.tree.leaves(built.spec.state.opt_state, is_leaf=lambda x: isinstance(x, QTensor))
     coded = sum(np.prod(x.shape) for x in leaves if isinstance(x, QTensor))
     plain = sum(np.prod(x.shape) for x in leaves if not isinstance(x, QTensor))
     assert coded >= 0.95 * (coded + plain)

@@ -39,17 +39,17 @@ def on_gpus(count: int, **sections: object) -> Program:
 def test_state_is_exact(zero: int, mesh: dict[str, int], parameters: str, master: str) -> None:
     built = program(config(mesh=mesh, zero=zero, precision={"parameters": parameters, "master": master}))
     parts = estimate(built.cfg, "cpu").parts
-    assert parts["parameters"] == held(built.state.params)
-    assert parts["master"] + parts["optimizer"] == held(built.state.opt_state)
-    assert parts["batch"] == held(built.batch)
+    assert parts["parameters"] == held(built.spec.state.params)
+    assert parts["master"] + parts["optimizer"] == held(built.spec.state.opt_state)
+    assert parts["batch"] == held(built.spec.batch)
 
 
 def test_the_state_of_adapters_is_exact() -> None:
     built = program(config(mesh={"fsdp": 4, "tensor": 2}, adapter={"kind": "qlora", "rank": 4}))
     found = estimate(built.cfg, "cpu")
-    assert found.parts["parameters"] + found.parts["quantization"] == held(built.state.params)
-    assert found.parts["optimizer"] == held(built.state.opt_state)
-    assert found.host == held(built.state.params) + held(built.state.opt_state)
+    assert found.parts["parameters"] + found.parts["quantization"] == held(built.spec.state.params)
+    assert found.parts["optimizer"] == held(built.spec.state.opt_state)
+    assert found.host == held(built.spec.state.params) + held(built.spec.state.opt_state)
 
 
 @pytest.mark.parametrize(
@@ -103,14 +103,14 @@ def test_totals_are_near_what_is_compiled(count: int, sections: dict) -> None:
     step, _ = compile_all(built.lower_step(), {}, here=False, code=False)
     expected = estimate(built.cfg, "gpu")
     assert expected.total == pytest.approx(step.total, rel=0.1)
-    assert expected.host - held(built.state) == pytest.approx(step.host_total, rel=0.01, abs=8)
+    assert expected.host - held(built.spec.state) == pytest.approx(step.host_total, rel=0.01, abs=8)
 
 
 @pytest.mark.parametrize(("zero", "split"), [(1, 1), (3, 4)])
 def test_sums_of_gradients_lie_as_gradients_do(zero: int, split: int) -> None:
     """Up to zero 1 each group of rows has its own, whole, beside those of one micro-batch."""
     built = program(config(mesh={"fsdp": 4}, zero=zero, batch={"global_size": 32, "accumulate": 4}), jax.devices()[:4])
-    expected = 2 * 4 * built.parameters / split
+    expected = 2 * 4 * built.model.parameters / split
     assert estimate(built.cfg, "cpu").parts["gradients"] == pytest.approx(expected, rel=0.03)
 
 

@@ -38,12 +38,12 @@ def sections(draw: st.DrawFn) -> dict[str, Any]:
 def test_planned_bytes_are_those_of_real_arrays(sections: dict[str, Any]) -> None:
     devices = int(np.prod(list(sections["mesh"].values())))
     plan = plan_here(devices, **sections)
-    wanted = jax.tree.leaves((plan.program.state, plan.program.batch))
+    wanted = jax.tree.leaves((plan.program.spec.state, plan.program.spec.batch))
     arrays = [jax.device_put(np.zeros(x.shape, x.dtype), x.sharding) for x in wanted]
     held = sum(x.addressable_shards[0].data.nbytes for x in arrays)
     assert plan.compiled["arguments"] == held
     parts = plan.bytes_per_device
     assert sum(parts[part] for part in PARTS) == parts["total"]
     assert all(parts[part] >= 0 for part in PARTS)
-    state = sum(x.addressable_shards[0].data.nbytes for x in arrays[: len(jax.tree.leaves(plan.program.state))])
+    state = sum(x.addressable_shards[0].data.nbytes for x in arrays[: len(jax.tree.leaves(plan.program.spec.state))])
     assert parts["parameters"] + parts["master"] + parts["optimizer"] >= state - 4  # all but the count of steps

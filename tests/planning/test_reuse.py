@@ -42,7 +42,7 @@ def test_inference_holds_two_arrays_and_what_is_added_at_any_depth() -> None:
 
 
 def test_a_training_step_holds_what_is_used_again_and_its_state_once(cpu_plan: Plan) -> None:
-    state = held(cpu_plan.program.state)
+    state = held(cpu_plan.program.spec.state)
     assert cpu_plan.compiled["aliased"] == state  # every leaf is updated where it lies
     assert cpu_plan.compiled["outputs"] - state < 1024  # beside it: metrics
     for place, moment in cpu_plan.breakdown.peaks:

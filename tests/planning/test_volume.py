@@ -135,7 +135,7 @@ def test_codes_are_updated_where_they_lie(monkeypatch):
     built = program(cfg, target_devices(TARGET, TARGET.memory))
     step, _ = compile_all(built.lower_step(), {}, here=False, code=False)
     sent = sum(one.wire_bytes for one in sent_by(step).traffic.values())
-    assert sent < 6 * built.parameters
+    assert sent < 6 * built.model.parameters
 
 
 def live_at_most(name, forms, only_backward=False):
@@ -169,7 +169,7 @@ def test_from_zero_2_on_no_device_holds_whole_gradients():
 
 def test_stages_keep_each_boundary_once_and_no_slice_of_the_vocabulary():
     built, _ = compiled("stages")
-    pipeline, rows, time = built.pipeline, 16, 128
+    pipeline, rows, time = built.model.pipeline, 16, 128
     kept = pipeline.ticks, pipeline.group, rows, time, MODEL["embed"]
     assert live_at_most("stages", {sorted_dims(kept)}) == 2 * math.prod(kept)
     slices = -(-MODEL["vocab"] // SLICE)

@@ -117,7 +117,7 @@ def height_at(outline: list[tuple[float, ...]], x: float) -> float:
 
 def test_the_page_says_what_the_plan_says(plan: Plan, text: str) -> None:
     words = Page(text).words
-    total, share = plan.bytes_per_device["total"], plan.target.count / plan.program.parameters
+    total, share = plan.bytes_per_device["total"], plan.target.count / plan.program.model.parameters
     assert words.count(readable(total)) >= 2  # in all, and over the chart
     assert f"peak {readable(total)}" in words
     for band, held in plan.history.peak.held.items():

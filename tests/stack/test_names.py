@@ -22,7 +22,7 @@ def loss_of(cfg, remat):
     network = nnx.eval_shape(lambda: models.build(cfg.model, nnx.Rngs(0), Execution(stack=Way(remat))))
     graphdef, state = nnx.split(network)
     whole = objective(cfg.objective, cfg.memory)
-    batch = {name: jax.ShapeDtypeStruct(x.shape[1:], x.dtype) for name, x in built.batch.items()}
+    batch = {name: jax.ShapeDtypeStruct(x.shape[1:], x.dtype) for name, x in built.spec.batch.items()}
     loss = lambda weights, batch: whole(nnx.merge(graphdef, weights), batch, None)["loss"]  # noqa: E731
     return loss, (nnx.to_pure_dict(state), batch)
 

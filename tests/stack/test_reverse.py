@@ -6,7 +6,7 @@ import numpy as np
 from flax import nnx
 
 from jaxmem.config.names import BOUNDARY
-from jaxmem.stack import Way, applied_by, apply_stack, forward, stacked
+from jaxmem.stack import Way, cut_by, apply_stack, forward, stacked
 from tests.stack.test_schedule import Affine, layer
 
 
@@ -26,7 +26,7 @@ def test_gradients_are_those_of_jax_while_what_was_visited_is_spoilt():
             passed.append(forward(one))
             return passed[0].y, None
 
-        with applied_by(keep):
+        with cut_by(keep):
             y = applied(weights, x, way)
 
         def visit(carried, number, dw, brought):

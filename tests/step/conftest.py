@@ -28,7 +28,7 @@ def batch_for(built, seed=0):
     """Random values of a batch's form, with padding and with two documents in each row of tokens."""
     draw = np.random.default_rng(seed)
     batch = {}
-    for name, spec in built.batch.items():
+    for name, spec in built.spec.batch.items():
         if name == "mask":
             batch[name] = (draw.random(spec.shape) < 0.8).astype(np.float32)
         elif name == "positions":
@@ -49,14 +49,14 @@ class Trained:
 
     def __init__(self, cfg, devices=1, updates=3, batches=None, begin=None):
         self.built = program(cfg, jax.devices()[:devices])
-        places = jax.tree.map(lambda x: x.sharding, self.built.state)
+        places = jax.tree.map(lambda x: x.sharding, self.built.spec.state)
         self.state = jax.device_put(begin.begun, places) if begin else self.built.initialise()
         # Copies: a view of the state would keep it from being donated.
         self.begun = jax.tree.map(np.array, self.state)
         self.first = self.begun.params
         self.compiled = self.built.lower_step().compile()
         # Every leaf of the state is updated where it lies, whatever the config.
-        assert self.compiled.memory_analysis().alias_size_in_bytes == held(self.built.state)
+        assert self.compiled.memory_analysis().alias_size_in_bytes == held(self.built.spec.state)
         self.metrics = []
         for update in range(updates):
             batch = batches[update] if batches else batch_for(self.built, update)

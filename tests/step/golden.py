@@ -91,7 +91,7 @@ def rows(built: Program, update: int) -> dict[str, np.ndarray]:
     """The same 8 rows for every cut into micro-batches: two documents in each row of tokens, a fifth of which does not
     count."""
     draw, found = np.random.default_rng(update), {}
-    for name, spec in sorted(built.batch.items()):
+    for name, spec in sorted(built.spec.batch.items()):
         shape = (8, *spec.shape[2:])
         if name == "mask":
             values: np.ndarray = draw.random(shape) < 0.8

@@ -48,14 +48,14 @@ def test_only_adapters_move(alone):
     assert moved == {path for path in before if "lora" in path}
     assert {before[path].shape[-1] for path in before if path[-1] == "a"} == {2, 3, 4}
     held = sum(x.size for x in jax.tree.leaves(alone.state.opt_state))
-    assert alone.built.trainable < held <= 2 * alone.built.trainable + 8
+    assert alone.built.model.trainable < held <= 2 * alone.built.model.trainable + 8
 
 
 def test_a_mesh_in_chunks_does_the_same_and_holds_no_adapter_whole(alone):
     memory = {"remat": "full", "mlp_chunk": 5, "head_groups": 2}
     mesh = Trained(both(mesh={"fsdp": 4, "tensor": 2}, memory=memory), devices=8, updates=2)
     mesh.agrees_with(alone)
-    for path, placed in flatten_dict(mesh.built.state.params).items():
+    for path, placed in flatten_dict(mesh.built.spec.state.params).items():
         parts = placed.size // np.prod(placed.sharding.shard_shape(placed.shape))
         assert "lora" not in path or parts >= 4, path
 
@@ -118,7 +118,7 @@ def test_dora_begins_with_the_lengths_that_the_base_has():
 
 def test_an_unknown_target():
     with pytest.raises(UserError, match=r"no layer is called 'blocks\.atention\.q'; did you mean"):
-        _ = program(adapted(adapter={"targets": ["blocks.atention.q"]}), jax.devices()[:1]).state
+        _ = program(adapted(adapter={"targets": ["blocks.atention.q"]}), jax.devices()[:1]).spec.state
 
 
 def test_preferences_are_learnt_on_any_mesh():

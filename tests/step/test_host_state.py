@@ -32,7 +32,7 @@ def test_the_training_is_the_same(usual, update, tmp_path):
     """In slices of tables, and a layer ahead."""
     memory = {"offload": AWAY, "update": update, "remat": "full", "loss_chunk": 64}
     away = Trained(config(**SOME, memory=memory), devices=8)
-    waiting = jax.tree.leaves(away.built.waiting)
+    waiting = jax.tree.leaves(away.built.spec.host_state)
     assert all(x.sharding.memory_kind == "pinned_host" for x in waiting)
     there = [x for x in jax.tree.leaves(away.state) if x.sharding.memory_kind == "pinned_host"]
     assert [(x.shape, x.sharding) for x in there] == [(x.shape, x.sharding) for x in waiting]
@@ -48,7 +48,7 @@ def assert_kept(trained, directory):
     with Checkpoints(directory, every=1, keep=1, keep_best=False) as checkpoints:
         checkpoints.save(1, trained.state, {}, {}, None, force=True)
         checkpoints.wait()
-        _, state, *_ = checkpoints.restore_latest(lambda _: trained.built.state)
+        _, state, *_ = checkpoints.restore_latest(lambda _: trained.built.spec.state)
     for one, other in zip(jax.tree.leaves(trained.state), jax.tree.leaves(state), strict=True):
         assert one.sharding == other.sharding
         np.testing.assert_array_equal(one, other)
@@ -60,16 +60,16 @@ def test_bytes_leave_the_device():
     memory = {"offload": AWAY, "remat": "full", "update": "during", "loss_chunk": 512}
     plan = planning.plan(config(**{**SOME, "mesh": {"fsdp": 2}}, model=wide, memory=memory), "h100-80gb:2")
     built, sizes = plan.program, plan.compiled
-    waiting, state = held(built.waiting), held(built.state)
+    waiting, state = held(built.spec.host_state), held(built.spec.state)
     assert waiting > 0.8 * state
     assert plan.compiled_step.host_total >= waiting
-    assert sizes["arguments"] == state - waiting + held(built.batch)
+    assert sizes["arguments"] == state - waiting + held(built.spec.batch)
     assert sizes["aliased"] == state - waiting
     assert plan.phases["initialise"] < state
     assert not [one for one in plan.warnings if "offloaded" in one.kind]
     # Layers that stay come to both passes, the table once, the optimizer's state goes both ways.
-    frozen, moments = held(built.waiting.params), held(built.waiting.opt_state)
-    table = held(built.waiting.params["embedding"])
+    frozen, moments = held(built.spec.host_state.params), held(built.spec.host_state.opt_state)
+    table = held(built.spec.host_state.params["embedding"])
     moved = plan.as_json()["host_transfers"]
     assert moved["from host"]["bytes"] >= 2 * frozen - table + moments
     assert moved["to host"]["bytes"] >= moments
@@ -80,4 +80,4 @@ def test_where_there_is_no_such_memory_it_is_said(monkeypatch):
     monkeypatch.setattr(host_state, "kinds", lambda _: {"device"})
     built = program(config(memory={"offload": "optimizer"}), jax.devices()[:1])
     with pytest.raises(UserError, match="cpu devices have no pinned_host memory, only device; use"):
-        _ = built.state
+        _ = built.spec.state

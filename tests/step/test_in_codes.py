@@ -63,7 +63,7 @@ def test_a_gradient_is_that_of_the_values(alone):
     one = {name: jnp.asarray(x[0]) for name, x in batch.items()}
 
     def mean(params):
-        sums = objective(cfg.objective, cfg.memory)(nnx.merge(alone.built.graphdef, params), one, None)
+        sums = objective(cfg.objective, cfg.memory)(nnx.merge(alone.built.model.graphdef, params), one, None)
         return sums["loss"] / sums["count"]
 
     loss, grads = jax.jit(jax.value_and_grad(mean))(values(alone.begun.params))
@@ -107,7 +107,7 @@ def test_a_checkpoint_moves_to_another_mesh(alone, tmp_path):
 
 def test_what_is_evaluated_is_what_is_trained(alone):
     batch = alone.built.place(batch_for(alone.built, 0))
-    params = jax.device_put(alone.begun.params, jax.tree.map(lambda x: x.sharding, alone.built.state.params))
+    params = jax.device_put(alone.begun.params, jax.tree.map(lambda x: x.sharding, alone.built.spec.state.params))
     sums = alone.built.compiled_evaluate(params, batch)
     assert float(sums["loss"] / sums["count"]) == pytest.approx(alone.metrics[0]["loss"], rel=1e-6)
 
@@ -116,11 +116,11 @@ def test_what_is_evaluated_is_what_is_trained(alone):
 def test_their_bytes_are_known_beforehand(sections):
     built = program(config(**INT8, **sections), jax.devices()[: 8 if sections else 1])
     parts = estimate(built.cfg, "cpu").parts
-    assert parts["parameters"] + parts["quantization"] == held(built.state.params)
+    assert parts["parameters"] + parts["quantization"] == held(built.spec.state.params)
     if not sections:
-        codes = [w for w in jax.tree.leaves(built.state.params, is_leaf=is_quantized) if is_quantized(w)]
+        codes = [w for w in jax.tree.leaves(built.spec.state.params, is_leaf=is_quantized) if is_quantized(w)]
         assert parts["quantization"] == sum(4 * w.scale.size for w in codes)
-        assert parts["gradients"] == 4 * built.parameters  # in what is computed in: float32 on a CPU
+        assert parts["gradients"] == 4 * built.model.parameters  # in what is computed in: float32 on a CPU
 
 
 # ------------------------------------------------------------------ where they change

@@ -115,7 +115,7 @@ def test_every_layout_learns_what_one_device_learns_in_the_bytes_that_the_tables
     memory |= IN_PIECES.get(name, {})
     trained = Trained(dropping(mesh=mesh, zero=zero, memory=memory), devices_of(mesh), updates=2, begin=alone)
     trained.agrees_with(alone)
-    for real, promised in zip(jax.tree.leaves(trained.state), jax.tree.leaves(trained.built.state), strict=True):
+    for real, promised in zip(jax.tree.leaves(trained.state), jax.tree.leaves(trained.built.spec.state), strict=True):
         assert real.sharding.is_equivalent_to(promised.sharding, real.ndim)
         assert real.addressable_shards[0].data.shape == promised.sharding.shard_shape(real.shape)
     fsdp, others = mesh.get("fsdp", 1) * mesh.get("context", 1), mesh.get("tensor", 1) * mesh.get("stage", 1)
@@ -134,7 +134,7 @@ def test_every_layout_learns_what_one_device_learns_in_the_bytes_that_the_tables
 def test_state_is_born_where_it_lies():
     mesh, zero = LAYOUTS["hybrid x tensor"]
     built = program(config(mesh=mesh, zero=zero), jax.devices())
-    for born, promised in zip(jax.tree.leaves(built.initialise()), jax.tree.leaves(built.state), strict=True):
+    for born, promised in zip(jax.tree.leaves(built.initialise()), jax.tree.leaves(built.spec.state), strict=True):
         assert born.sharding.is_equivalent_to(promised.sharding, born.ndim)
 
 

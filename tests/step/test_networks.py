@@ -84,7 +84,7 @@ def test_gathered_weights_are_not_the_whole_model(family):
     largest gather larger."""
     built = program(pictures(family, mesh=EVERYWHERE), jax.devices())
     sizes = gathers(built.lower_step().compile().as_text())
-    weights = max(x.size // (x.shape[0] if "blocks" in str(path) else 1) for path, x in paths(built.state.params))
+    weights = max(x.size // (x.shape[0] if "blocks" in str(path) else 1) for path, x in paths(built.spec.state.params))
     model = built.cfg.model
     rows = built.cfg.batch.global_size // EVERYWHERE["fsdp"]
     stream = rows * (model.image_size // model.patch) ** 2 * model.embed if model.family == "vit" else 0

@@ -7,7 +7,7 @@ import pytest
 
 from jaxmem.errors import UserError
 from jaxmem.step import nonfinite
-from jaxmem.step.step import CULPRIT
+from jaxmem.step import nonfinite
 from jaxmem.training.telemetry import Telemetry
 from tests.step.conftest import Trained, batch_for, config
 
@@ -70,12 +70,12 @@ def test_an_update_that_is_no_number_is_left_out_and_counted():
     after, metrics = trained.compiled(poisoned, trained.built.place(batch_for(trained.built)))
     assert trained.metrics[0]["skipped"] == 0
     assert int(metrics["skipped"]) == 1
-    assert trained.built.culprits[int(metrics[CULPRIT])].startswith(("head", "norm"))  # the loss itself is none
+    assert trained.built.spec.gradient_names[int(metrics[nonfinite.METRIC])].startswith(("head", "norm"))  # the loss itself is none
     jax.tree.map(np.testing.assert_array_equal, (after.params, after.opt_state), (before.params, before.opt_state))
     assert int(after.step) == 2
 
     progress = Said()
-    telemetry = Telemetry(progress, None, trained.built.culprits, max_skipped=1)
+    telemetry = Telemetry(progress, None, trained.built.spec.gradient_names, max_skipped=1)
     for step in (1, 2, 3):
         telemetry.update(step, trained.metrics[0] if step == 1 else metrics)
     assert len(progress.lines) == 1

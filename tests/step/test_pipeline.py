@@ -13,7 +13,7 @@ from jaxmem.checkpoint import Checkpoints
 from jaxmem.inference.generate import generate
 from jaxmem.planning.hlo import read_module, trip_count
 from jaxmem.step import program
-from jaxmem.step.step import TrainState
+from jaxmem.step.state import TrainState
 from tests.step.conftest import SMALL, Trained, batch_for, config
 
 MODEL = {"preset": "tiny", **SMALL, "vocab": 264}
@@ -59,7 +59,7 @@ def test_stages_learn_what_one_device_learns(name, alone):
     built = on_stages.built
     expected = built.checkpointed.restored_params(alone.params, alone.built.cfg.model_dump())
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-5), on_stages.params, expected)
-    assert built.parameters == alone.built.parameters
+    assert built.model.parameters == alone.built.model.parameters
 
 
 def test_what_lies_on_stages_is_used_there(alone):
@@ -67,7 +67,7 @@ def test_what_lies_on_stages_is_used_there(alone):
     built = trained("circular x fsdp x tensor").built
     params = jax.device_put(
         built.checkpointed.restored_params(alone.params, alone.built.cfg.model_dump()),
-        jax.tree.map(lambda x: x.sharding, built.state.params),
+        jax.tree.map(lambda x: x.sharding, built.spec.state.params),
     )
     batch = batch_for(built)
     pairs = (alone.built, alone.state.params), (built, params)
@@ -153,7 +153,7 @@ def idle(name):
     ]
     assert len(loops) == 2  # forward and backward
     assert loops[0] == loops[1]
-    return 1 - run.built.pipeline.rounds * run.built.pipeline.micro_batches / loops[0]
+    return 1 - run.built.model.pipeline.rounds * run.built.model.pipeline.micro_batches / loops[0]
 
 
 def test_the_bubble_is_what_the_schedule_promises():

@@ -56,7 +56,7 @@ def test_the_update_is_adamw_on_clipped_mean_gradients():
     built, params = trained.built, jax.tree.map(jnp.asarray, trained.first)
 
     def mean(params, batch):
-        network = nnx.merge(built.graphdef, params)
+        network = nnx.merge(built.model.graphdef, params)
         logits = network.logits(network.features(batch["inputs"], batch["positions"], batch["segment_ids"]))
         each = optax.softmax_cross_entropy_with_integer_labels(logits, batch["targets"])
         return jnp.sum(each * batch["mask"]) / jnp.sum(batch["mask"])
@@ -111,7 +111,7 @@ def test_initialising_needs_no_more_than_training():
     step = built.lower_step().compile().memory_analysis()
     held = lambda s: s.output_size_in_bytes + s.temp_size_in_bytes + s.argument_size_in_bytes - s.alias_size_in_bytes  # noqa: E731
     assert held(stats) < held(step)
-    layers = sum(np.prod(x.shape) * 4 for x in jax.tree.leaves(built.state.params["blocks"]))
+    layers = sum(np.prod(x.shape) * 4 for x in jax.tree.leaves(built.spec.state.params["blocks"]))
     assert stats.temp_size_in_bytes < layers / 2  # no second copy of the stack, whole or split
 
 

@@ -29,7 +29,7 @@ def test_only_what_is_chosen_moves(alone):
     moved = {".".join(path) for path in before if (before[path] != after[path]).any()}
     assert moved == {"blocks.attention_norm.scale", "blocks.mlp_norm.scale", "norm.scale", "head.weight"}
     held = sum(x.size for x in jax.tree.leaves(alone.state.opt_state))
-    assert alone.built.trainable < held <= 2 * alone.built.trainable + 8
+    assert alone.built.model.trainable < held <= 2 * alone.built.model.trainable + 8
 
 
 def test_a_mesh_does_the_same(alone):
@@ -53,7 +53,7 @@ def test_codes_stay_as_they_are():
 def test_the_compiled_step_has_no_gradient_of_what_is_frozen(alone):
     every = program(config(batch={"global_size": 8, "accumulate": 2}), jax.devices()[:1])
     full, less = (built.lower_step().compile() for built in (every, alone.built))
-    gone = alone.built.parameters - alone.built.trainable
+    gone = alone.built.model.parameters - alone.built.model.trainable
     sizes = [one.memory_analysis() for one in (full, less)]
     assert sizes[0].argument_size_in_bytes - sizes[1].argument_size_in_bytes == 8 * gone  # Adam's moments
     assert sizes[0].temp_size_in_bytes - sizes[1].temp_size_in_bytes > 4 * gone  # the sum of gradients
@@ -62,7 +62,7 @@ def test_the_compiled_step_has_no_gradient_of_what_is_frozen(alone):
 
 def test_what_cannot_be_chosen():
     with pytest.raises(UserError, match="no weight is called 'norms'"):
-        _ = program(config(optimizer={"trainable": ["norms"]}), jax.devices()[:1]).state
+        _ = program(config(optimizer={"trainable": ["norms"]}), jax.devices()[:1]).spec.state
 
 
 SOME = ["blocks[:1].attention.*", "blocks[-1:].mlp.*", "blocks[1:].mlp.up.*", "*norm.scale"]
@@ -75,8 +75,8 @@ def test_some_layers_learn_on_any_mesh():
     alone = Trained(config(model=model, optimizer=own, batch=batch), updates=2)
     before, after = (flatten_dict(params)["blocks", "mlp", "up", "weight"] for params in (alone.first, alone.params))
     assert [bool((before[n] != after[n]).any()) for n in range(3)] == [False, True, True]
-    assert "blocks.mlp.down.weight of layer 2" in alone.built.culprits
-    assert "blocks.mlp.down.weight of layer 1" not in alone.built.culprits
+    assert "blocks.mlp.down.weight of layer 2" in alone.built.spec.gradient_names
+    assert "blocks.mlp.down.weight of layer 1" not in alone.built.spec.gradient_names
     mesh = {"replica": 2, "fsdp": 2}
     split = config(model=model, optimizer=own, batch=batch, mesh=mesh, memory={"remat": "sqrt"})
     Trained(split, devices=4, updates=2).agrees_with(alone)

@@ -15,7 +15,7 @@ from jaxmem.optim.registry import NAMED
 from jaxmem.planning.compile import compile_all
 from jaxmem.planning.targets import parse_target, target_devices
 from jaxmem.step import program
-from jaxmem.step.step import CULPRIT
+from jaxmem.step import nonfinite
 from tests.step.conftest import SMALL, Trained, batch_for, config
 
 MODEL = {"preset": "tiny", **SMALL, "layers": 3, "vocab": 264}
@@ -70,7 +70,7 @@ def test_adapters_and_frozen_weights_in_micro_batches():
         adapter = trained.state.params["blocks"]["attention"]["q"]["lora"]
         adapter["b"] = adapter["b"].at[1].set(np.nan)
         _, metrics = trained.compiled(trained.state, trained.built.place(batch_for(trained.built)))
-        places.append(trained.built.culprits[int(metrics[CULPRIT])])
+        places.append(trained.built.spec.gradient_names[int(metrics[nonfinite.METRIC])])
     assert places[0] == places[1]
 
 

@@ -112,7 +112,7 @@ def test_a_budget_is_a_limit_of_one_s_own(plan: Plan) -> None:
 
 def test_a_host_that_overflows_does_not_fit(plan: Plan) -> None:
     """What is offloaded, and the copy of the state that a checkpoint is written from."""
-    assert plan.host_bytes >= held(plan.program.state)
+    assert plan.host_bytes >= held(plan.program.spec.state)
     for host, fits in ((plan.host_bytes, True), (plan.host_bytes - 1, False)):
         assert dataclasses.replace(plan, target=dataclasses.replace(plan.target, host_memory=host)).fits is fits
 

@@ -55,10 +55,10 @@ def bench_step(cfg: Config, *, seconds: float = 60.0, rounds: int = 100, compile
     state = built.initialise()
     weights = jax.device_get(state.params)
     runners = [Runner("jaxmem", _jaxmem(built, state))]
-    runners.append(Runner("torch_eager", torch_peer.stepper(built.cfg, weights, built.learning_rate, compiled=False)))
+    runners.append(Runner("torch_eager", torch_peer.stepper(built.cfg, weights, built.spec.learning_rate, compiled=False)))
     if compiled_peer:
         runners.append(
-            Runner("torch_compile", torch_peer.stepper(built.cfg, weights, built.learning_rate, compiled=True))
+            Runner("torch_compile", torch_peer.stepper(built.cfg, weights, built.spec.learning_rate, compiled=True))
         )
     batches = _batches(built)
     _take_turns(runners, batches, seconds, rounds)
@@ -94,7 +94,7 @@ def _jaxmem(built: Program, state: Any) -> Step:
 def _batches(built: Program, count: int = 4) -> list[Batch]:
     """Random tokens in the form that the program takes, every row one document."""
     assert isinstance(built.cfg.model, Decoder)
-    accumulate, rows, time_ = built.batch["inputs"].shape
+    accumulate, rows, time_ = built.spec.batch["inputs"].shape
     tokens = np.random.default_rng(built.cfg.seed).integers(
         0, built.cfg.model.vocab, (count, accumulate, rows, time_ + 1), np.int32
     )
@@ -122,7 +122,7 @@ def _take_turns(runners: list[Runner], batches: list[Batch], seconds: float, rou
 
 def _result(built: Program, runners: list[Runner]) -> dict[str, Any]:
     ours, *peers = runners
-    accumulate, rows, time_ = built.batch["inputs"].shape
+    accumulate, rows, time_ = built.spec.batch["inputs"].shape
     tokens = accumulate * rows * time_
     found: dict[str, Any] = {r.name: tokens / statistics.median(r.seconds) for r in runners}
     spread: dict[str, Any] = {r.name: _quartiles([tokens / s for s in r.seconds]) for r in runners}
@@ -138,7 +138,7 @@ def _result(built: Program, runners: list[Runner]) -> dict[str, Any]:
         "losses": {r.name: [r.losses[0], r.losses[-1]] for r in runners},
         "spread": spread,
         "rounds": len(ours.seconds),
-        "parameters": built.parameters,
+        "parameters": built.model.parameters,
         "tokens_per_step": tokens,
     }
 

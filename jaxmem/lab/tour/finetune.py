@@ -132,7 +132,7 @@ class _Visit:
             )
         )
         loss = result.held_out["loss"]
-        parameters = result.plan.program.parameters
+        parameters = result.plan.program.model.parameters
         self._done(
             "a Llama, trained on the standard library",
             f"{parameters / 1e6:.1f} M parameters, {loss:.2f} nats a token held out",
@@ -158,7 +158,7 @@ class _Visit:
             {**given, **self._named("tuned"), "model": {"hf": str(self.place / "base")}, "data": self._data}
         )
         result = run(cfg)
-        learnt = result.plan.program.trainable
+        learnt = result.plan.program.model.trainable
         after = evaluate(self.place / "tuned")["loss"]
         self._done(
             f"answers, after {cfg.steps} steps of QLoRA",

@@ -18,7 +18,7 @@ from jaxmem.config import Decoder
 from jaxmem.errors import UserError
 from jaxmem.quant.precision import Params
 from jaxmem.step.restage import Restage
-from jaxmem.step.step import TrainState
+from jaxmem.step.state import TrainState
 
 if TYPE_CHECKING:
     from jaxmem.step import Program
@@ -37,28 +37,28 @@ class Checkpointed:
     def state(self, config: Mapping[str, Any]) -> TrainState:
         """Shapes and places to read a checkpoint into."""
         program, restage = self._program, self._restage(config)
-        state = self.of(program.state)
+        state = self.of(program.spec.state)
         if not restage.needed:
             return state
-        params = restage.saved("weights", self._kept(program.axes_at_rest), state.params)
-        opt_state = restage.saved("optimizer", program.opt_axes, state.opt_state)
+        params = restage.saved("weights", self._kept(program.spec.param_axes), state.params)
+        opt_state = restage.saved("optimizer", program.spec.opt_axes, state.opt_state)
         return dataclasses.replace(state, params=params, opt_state=opt_state)
 
     def restored(self, read: TrainState, config: Mapping[str, Any]) -> TrainState:
         """The program's state, of what was read into `state`."""
         program = self._program
         params = self.restored_params(read.params, config)
-        opt_state = self._restaged(config, program.opt_axes, read.opt_state, program.state.opt_state)
+        opt_state = self._restaged(config, program.spec.opt_axes, read.opt_state, program.spec.state.opt_state)
         return dataclasses.replace(read, params=params, opt_state=opt_state)
 
     def restored_params(self, params: Params, config: Mapping[str, Any]) -> Params:
-        axes, placed = self._kept(self._program.axes_at_rest), self._kept(self._program.state.params)
+        axes, placed = self._kept(self._program.spec.param_axes), self._kept(self._program.spec.state.params)
         params = self._restaged(config, axes, params, placed)
         if not self._base_elsewhere:
             return params
         base = flatten_dict(self._program.weights.read())
         every = unflatten_dict({path: base.get(path, x) for path, x in flatten_dict(params).items()})
-        return every if self._program.choice is None else self._program.choice.put(every, params)
+        return every if self._program.model.selection is None else self._program.model.selection.put(every, params)
 
     @cached_property
     def base(self) -> str | None:
@@ -82,7 +82,7 @@ class Checkpointed:
         return isinstance(cfg.model, Decoder) and cfg.model.hf is not None and bool(cfg.learns)
 
     def _kept(self, params: Any) -> Any:
-        return self._program.chosen(params) if self._base_elsewhere else params
+        return self._program.model.select(params) if self._base_elsewhere else params
 
     def _restage(self, config: Mapping[str, Any]) -> Restage:
         return Restage(config, self._program.cfg.model_dump(mode="json"), self._program.layout)

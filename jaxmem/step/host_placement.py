@@ -1,0 +1,92 @@
+"""Which state is in host memory between updates: optimizer state of layers and of embeddings, and frozen matrices."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import numpy as np
+from jax.extend.mlir import ir
+
+from jaxmem.errors import UserError
+from jaxmem.sharding import Axes, is_axes, named
+from jaxmem.sharding.host import HOST, to_host
+
+Tree = Any
+
+
+def offloaded_state(axes: Tree) -> Tree:
+    """Of each array of the optimizer state, whether `memory.offload: optimizer` moves it."""
+
+    def one(axes: Axes) -> bool:
+        return axes[:1] == ("layer",) or "vocab" in (axis and named(axis) for axis in axes)
+
+    return jax.tree.map(one, axes, is_leaf=is_axes)
+
+
+def offloaded_weights(axes: Tree, trainable: Tree, stored: Tree) -> Tree:
+    """Of each array that parameters are stored in, whether `memory.offload: frozen` moves it: matrices that are not
+    trainable. `stored` are the axes of these arrays; `trainable` has None in place of frozen parameters."""
+
+    def one(axes: Axes, trainable: Axes | None, stored: Tree) -> Tree:
+        is_frozen_matrix = trainable is None and len(axes) - (axes[:1] == ("layer",)) > 1
+        return jax.tree.map(lambda _: is_frozen_matrix, stored, is_leaf=is_axes)
+
+    return jax.tree.map(one, axes, trainable, stored, is_leaf=is_axes)
+
+
+def send(tree: Tree, is_on_host: Tree) -> Tree:
+    """Arrays moved to host memory where marked."""
+    return jax.tree.map(lambda on_host, x: to_host(x) if on_host else x, is_on_host, tree)
+
+
+def memory_kinds(device: Any) -> set[str] | None:
+    """The memories that a device can address; None for a device that is only described."""
+    return {memory.kind for memory in device.addressable_memories()} or None
+
+
+def place(shapes: Tree, is_on_host: Tree, devices: np.ndarray) -> Tree:
+    """Shapes with their shardings, in host memory where marked."""
+    known = memory_kinds(devices.flat[0])
+    if known is None:  # the lowered program is annotated instead
+        return shapes
+    if HOST not in known:
+        raise UserError(
+            f"memory.offload: {devices.flat[0].platform} devices have no {HOST} memory, only"
+            f" {', '.join(sorted(known))}; use memory.offload=none"
+        )
+
+    def one(on_host: bool, x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+        if not on_host:
+            return x
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding.with_memory_kind(HOST))
+
+    return jax.tree.map(one, is_on_host, shapes)
+
+
+def annotate(lowered: jax.stages.Lowered) -> jax.stages.Lowered:
+    """For devices that are only described, whose memories jax does not know: arguments whose first use sends them to
+    the host are marked as being there, and so are results that are sent there last."""
+    module: Any = lowered.compiler_ir()
+    with module.context:
+        main = next(one for one in module.body.operations if one.attributes["sym_name"].value == "main")
+        block = main.regions[0].blocks[0]
+        arguments = [any(_is_sent(use.owner) for use in one.uses) for one in block.arguments]
+        results = [_is_sent(one.owner) for one in block.operations[len(block.operations) - 1].operands]
+        for kind, on_host in (("arg_attrs", arguments), ("res_attrs", results)):
+            main.attributes[kind] = ir.ArrayAttr.get(
+                [_with_kind(one) if host else one for one, host in zip(main.attributes[kind], on_host, strict=True)]
+            )
+    return lowered
+
+
+def _is_sent(operation: Any) -> bool:
+    operation = getattr(operation, "operation", operation)
+    if getattr(operation, "name", "") != "stablehlo.custom_call":
+        return False
+    return "annotate_device_placement" in str(operation) and HOST in str(operation)
+
+
+def _with_kind(attributes: Any) -> Any:
+    known = {one.name: one.attr for one in ir.DictAttr(attributes)}
+    return ir.DictAttr.get({**known, "mhlo.memory_kind": ir.StringAttr.get(HOST)})

@@ -1,0 +1,97 @@
+"""An update whose optimizer state is in host memory: the state of one layer at a time comes to the device and goes back.
+
+With P parameters in N layers and s bytes of state per parameter, a device holds s P / N of one layer and as much that
+is fetched ahead, in place of s P; the host holds s P, and its link carries 2 s P per step (Ren et al.,
+arXiv:2101.06840). State of embedding and output matrices comes in slices (`vocab_update.py`). Frozen weights are
+fetched a layer ahead of each pass (`stack`), and none goes back.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxmem.models.vocab_slices import Slices
+from jaxmem.optim import remember
+from jaxmem.optim.parts import Part, Write, layer_at, pinned, put, select, with_layer
+from jaxmem.quant.precision import Params
+from jaxmem.sharding import Axes, axes_at_rest, is_axes
+from jaxmem.sharding.host import to_device, to_host
+from jaxmem.sharding.weights import is_quantized
+from jaxmem.stack import layer_of
+from jaxmem.step.segments import SliceGradient, nested
+from jaxmem.step.state import StateSpec
+from jaxmem.step.vocab_update import VocabUpdate
+
+Tree = Any
+
+
+def update_from_host(
+    spec: StateSpec, params: Params, grads: Params, opt_state: Any, write: Write, norm: jax.Array
+) -> tuple[Params, Any]:
+    """New parameters and optimizer state, one weight after the other; of a stack, layer after layer, with the state of
+    the next one on its way. `params` are the trainable ones; `norm` is the norm of all gradients."""
+    axes = spec.model.select(spec.model.axes)
+    new_params, new_states = [], []
+    for path, _ in jax.tree_util.tree_leaves_with_path(params, is_leaf=is_quantized):
+        weight = select(params, nested(path, ()), is_leaf=is_axes)
+        part = Part.of(weight, spec.optimizer_for, axes, spec.opt_axes)
+        gradient, state = select(grads, part.axes, is_leaf=is_axes), part.state(opt_state)
+        (names,) = jax.tree.leaves(part.axes, is_leaf=is_axes)
+        if names[:1] == ("layer",):
+            new, state = _layer_by_layer(part, gradient, state, weight, write, norm)
+        elif "vocab" in names:
+            new, state, _ = VocabUpdate(part, weight, state).update(_slices_of(gradient, names), write, norm)
+        else:
+            new, state = part.update(gradient, state, weight, write, norm=norm)
+        new_params.append(new)
+        new_states.append(state)
+    return put(params, *new_params), remember(put(opt_state, *new_states), norm)
+
+
+def fetch_layer(state: Tree, axes: Tree, layer: jax.Array, unstacked: Tree) -> Tree:
+    """One layer of the state on the device; what is not stacked is taken from `unstacked`."""
+    return to_device(layer_at(state, axes, layer, unstacked))
+
+
+def store_layer(state: Tree, axes: Tree, layer: jax.Array, new: Tree) -> Tree:
+    """The state with one layer replaced, in host memory."""
+
+    def one(own: Axes, x: jax.Array, new: jax.Array) -> jax.Array:
+        return jax.lax.dynamic_update_index_in_dim(x, to_host(new), layer, 0) if own[:1] == ("layer",) else new
+
+    return jax.tree.map(one, axes, state, pinned(new, axes, "optimizer"), is_leaf=is_axes)
+
+
+def _slices_of(grads: Tree, names: Axes) -> SliceGradient:
+    """Slices of a gradient that exists as a whole."""
+    (whole,) = jax.tree.leaves(grads)
+
+    def of_slice(_: Any, slices: Slices | None = None, j: jax.Array | None = None) -> jax.Array:
+        return whole if slices is None or j is None else slices.read(whole, names.index("vocab"), j)
+
+    return of_slice
+
+
+def _layer_by_layer(
+    part: Part, grads: Tree, state: Tree, weights: Tree, write: Write, norm: jax.Array
+) -> tuple[Tree, Tree]:
+    layers = jax.tree.leaves(weights)[0].shape[0]
+    initial_state = state  # counts of updates are those before this one, for every layer
+
+    def step(layer: jax.Array, carry: tuple[Tree, Tree, Tree]) -> tuple[Tree, Tree, Tree]:
+        weights, state, fetched = carry
+        ahead = fetch_layer(state, part.state_axes, jnp.minimum(layer + 1, layers - 1), initial_state)
+        new, kept = part.update(
+            layer_of(grads, layer), fetched, layer_of(weights, layer), write, layer=layer, layers=layers, norm=norm
+        )
+        # Read before it is written over, or XLA would copy all of it.
+        ahead, state = jax.lax.optimization_barrier((ahead, state))
+        weights = with_layer(weights, axes_at_rest(part.axes, weights), "weights", layer, new)
+        return weights, store_layer(state, part.state_axes, layer, kept), ahead
+
+    first = fetch_layer(state, part.state_axes, jnp.int32(0), initial_state)
+    weights, state, _ = jax.lax.fori_loop(0, layers, step, (weights, state, first))
+    return weights, state

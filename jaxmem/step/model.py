@@ -1,0 +1,185 @@
+"""The network of a config, before any array exists: its structure, the shapes and logical axes of its weights, which of
+them are trainable, and how new ones are created."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property, partial
+from typing import Any
+
+import jax
+from flax import nnx
+from flax.traverse_util import flatten_dict, unflatten_dict
+
+from jaxmem import adapters, models
+from jaxmem.config import Config, Convnet, Memory, Save
+from jaxmem.config.names import on_host, rests_on_host
+from jaxmem.errors import UserError
+from jaxmem.models.chunks import Long
+from jaxmem.optim.selection import Choice
+from jaxmem.quant.precision import Params, compute_dtype
+from jaxmem.sharding import Axes, is_axes
+from jaxmem.sharding.storage import Storage, storing_as
+from jaxmem.stack import Pipeline, Way
+
+_ADAPTER_KEY = 2**31 - 1  # folded into the seed's key for new adapters, which so do not depend on the model's own weights
+
+
+@dataclass(frozen=True)
+class ModelSpec:
+    cfg: Config
+    platform: str  # of the devices: `compute: auto` depends on it
+
+    @cached_property
+    def pipeline(self) -> Pipeline | None:
+        return pipeline_of(self.cfg)
+
+    @property
+    def layer_order(self) -> list[int] | None:
+        """Which layer is stored at each position of a stack; None: the model's order."""
+        return None if self.pipeline is None else self.pipeline.order.tolist()
+
+    @cached_property
+    def _split(self) -> tuple[Any, Any, Any]:
+        def network() -> models.Network:
+            """With adapters, and without the identity layers that pad pipeline stages."""
+            network = self._build(jax.random.key(0))
+            adapters.attach(network, self.cfg.adapter, jax.random.key(0))
+            return network
+
+        graphdef, state = nnx.split(nnx.eval_shape(network))
+        axes = unflatten_dict({path: axes_of(path, variable) for path, variable in nnx.to_flat_state(state)})
+        return graphdef, axes, nnx.to_pure_dict(state)
+
+    @property
+    def graphdef(self) -> Any:
+        return self._split[0]
+
+    @property
+    def axes(self) -> Any:
+        """The logical axes of each parameter."""
+        return self._split[1]
+
+    @property
+    def shapes(self) -> Any:
+        """The shape of each parameter before it is converted to the form in which it is stored."""
+        return self._split[2]
+
+    @cached_property
+    def parameters(self) -> int:
+        """Their number, without identity layers."""
+        return _count(self.shapes)
+
+    @cached_property
+    def trainable(self) -> int:
+        """The number of trainable parameters."""
+        return _count(self.select(self.shapes))
+
+    @cached_property
+    def selection(self) -> Choice | None:
+        """Which parameters are trainable; None: all."""
+        patterns = self.cfg.learns
+        if not patterns:
+            return None
+        Choice.of(self.axes, patterns)  # refuses layers of what is not a stack
+        return Choice.of(self.shapes, patterns)
+
+    @property
+    def partial_stacks(self) -> Mapping[Any, tuple[int, ...]]:
+        """The stacks of which only some layers are trainable, by path, and which layers these are."""
+        return {} if self.selection is None else self.selection.some
+
+    def select(self, params: Any) -> Any:
+        """The trainable part of a tree of parameters, or of their axes; None in place of frozen ones."""
+        return params if self.selection is None else self.selection(params)
+
+    def replace(self, params: Any, trainable: Any) -> Any:
+        """`params` with the trainable ones replaced."""
+        return trainable if self.selection is None else self.selection.put(params, trainable)
+
+    def storage(self, path: Sequence[str]) -> Storage:
+        """How the weight at a path is stored."""
+        cfg, selection = self.cfg, self.selection
+        if selection is None or tuple(jax.tree_util.DictKey(name) for name in path) in selection.layers:
+            return Storage(cfg.precision)
+        double_quant = cfg.adapter.double_quant and cfg.base_precision != cfg.precision
+        return Storage(cfg.base_precision, double_quant, rests_on_host(cfg.memory.offload, "frozen"))
+
+    def new_weights(self, key: jax.Array) -> Params:
+        """Initial weights, adapters included, as they are stored."""
+        base = self.new_base(key)
+        if self.pipeline is not None:
+            base = jax.tree.map(self._arranged, adapters.base_of(self.axes), base, is_leaf=is_axes)
+        return base if self.cfg.adapter.kind == "none" else self.with_adapters(base, key)
+
+    def new_base(self, key: jax.Array) -> Params:
+        """Initial weights of the model itself. Trainable and frozen weights may be stored differently; then the network
+        is traced twice, and XLA drops what is not used."""
+
+        def create(storage: Storage) -> Params:
+            with storing_as(storage):
+                return nnx.to_pure_dict(nnx.state(self._build(key)))
+
+        storages = {self.storage(path) for path in flatten_dict(self.axes)}
+        created = {storage: flatten_dict(create(storage)) for storage in storages}
+        paths = flatten_dict(adapters.base_of(self.axes))
+        return unflatten_dict({path: created[self.storage(path)][path] for path in paths})
+
+    def with_adapters(self, base: Params, key: jax.Array) -> Params:
+        """The model's own weights with new adapters beside them."""
+        network = nnx.eval_shape(partial(self._build, key))
+        network = nnx.merge(nnx.split(network)[0], base)
+        with storing_as(Storage(self.cfg.precision)):
+            adapters.attach(network, self.cfg.adapter, jax.random.fold_in(key, _ADAPTER_KEY), self.layer_order)
+        return nnx.to_pure_dict(nnx.state(network))
+
+    def _build(self, key: jax.Array) -> models.Network:
+        return models.build(self.cfg.model, nnx.Rngs(params=key), self._execution)
+
+    @property
+    def _execution(self) -> models.Execution:
+        memory = self.cfg.memory
+        if memory.remat == "budget":
+            raise UserError("memory.remat: budget is resolved by `plan` and `train`; use full, dots or names")
+        remat = memory.remat.save if isinstance(memory.remat, Save) else memory.remat
+        return models.Execution(
+            dtype=compute_dtype(self.cfg.precision, self.platform),
+            attention=None if memory.attention == "auto" else memory.attention,
+            deterministic=self.cfg.train.deterministic,
+            long=chunking(memory),
+            stack=Way(remat, self.pipeline, on_host(memory.offload)),
+        )
+
+    def _arranged(self, axes: Axes, weight: Any) -> Any:
+        """A stack of layers in the order in which pipeline stages store it."""
+        pipeline = self.pipeline
+        return jax.tree.map(pipeline.arranged, weight) if pipeline and axes[:1] == ("layer",) else weight
+
+
+def pipeline_of(cfg: Config) -> Pipeline | None:
+    """The pipeline of a config whose mesh is resolved; None: one stage."""
+    if cfg.mesh.stage == 1 or isinstance(cfg.model, Convnet):
+        return None
+    return Pipeline(cfg.model.layers, cfg.mesh.stage, cfg.batch.accumulate, cfg.pipeline.rounds)
+
+
+def chunking(memory: Memory) -> Long:
+    """`auto` chunks a layer only where nothing inside of it is saved, since chunks are recomputed."""
+    if memory.remat not in ("none", "dots") and not isinstance(memory.remat, Save):
+        return Long(memory.mlp_chunk, memory.head_groups)
+    chunk = None if memory.mlp_chunk == "auto" else memory.mlp_chunk
+    return Long(chunk, 1 if memory.head_groups == "auto" else memory.head_groups)
+
+
+def axes_of(path: tuple[Any, ...], variable: nnx.Variable) -> Axes:
+    axes = variable.get_metadata().get("axes")
+    if axes is None or len(axes) != len(variable.shape):
+        name = ".".join(map(str, path))
+        raise UserError(f"weight {name} of shape {variable.shape} names axes {axes}; it needs one for each dimension")
+    return axes
+
+
+def _count(shapes: Any) -> int:
+    return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(shapes))

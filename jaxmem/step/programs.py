@@ -1,0 +1,209 @@
+"""A config on devices: the functions that a run compiles, for `plan` and `train` alike.
+
+State is created sharded: shapes by `eval_shape`, shardings from the layout, then one compiled initializer whose outputs
+have these shardings. No array is replicated on a device that is not to hold all of it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from jaxmem import adapters
+from jaxmem.config import Config
+from jaxmem.machine.devices import lowering_for
+from jaxmem.quant.precision import Params
+from jaxmem.sharding import Layout, layout_for
+from jaxmem.step import batches, host_placement
+from jaxmem.step.compiler_options import compiler_options
+from jaxmem.step.model import ModelSpec
+from jaxmem.step.objective import Batch, Sums, likelihoods, objective
+from jaxmem.step.state import StateSpec, TrainState
+from jaxmem.step.step import Metrics, make_step
+
+
+@dataclass(frozen=True)
+class Program:
+    """Compiled functions of a resolved config on a layout; `model` and `spec` describe what they work on."""
+
+    cfg: Config
+    layout: Layout
+
+    @cached_property
+    def model(self) -> ModelSpec:
+        return ModelSpec(self.cfg, self.platform)
+
+    @cached_property
+    def spec(self) -> StateSpec:
+        return StateSpec(self.cfg, self.layout, self.model)
+
+    @property
+    def platform(self) -> str:
+        return self.layout.mesh.devices.flat[0].platform
+
+    def lower_step(self) -> jax.stages.Lowered:
+        """(state, batch) -> (state, metrics): the training step, which donates its state."""
+        update = make_step(self.spec)
+
+        def step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
+            return update(self.spec.to_memory(state), batch)
+
+        options = compiler_options(
+            self.platform,
+            self.layout.mesh.size,
+            fetches=self.spec.has_offload,
+            deterministic=self.cfg.train.deterministic,
+        )
+        outputs = (self.spec.shardings, self.layout.replicated())
+        return self._lower(step, self.spec.state, self.spec.batch, outputs=outputs, donate=0, options=options)
+
+    def lower_initialise(self) -> jax.stages.Lowered:
+        """What creates the state: key -> state, or parameters -> state where a config names existing weights."""
+        if self.cfg.adapter.base_run is not None or getattr(self.cfg.model, "hf", None) is not None:
+            return self._lower_begin()
+
+        def initialise(key: jax.Array) -> TrainState:
+            return self.spec.to_memory(self.spec.new_state(self.model.new_weights(key)))
+
+        key = self.spec.sharded("weights", (), jax.eval_shape(lambda: jax.random.key(0)))
+        return self._lower(initialise, key, outputs=self.spec.shardings)
+
+    def lower_evaluate(self) -> jax.stages.Lowered:
+        """(params, batch) -> sums of the objective, without label smoothing and z-loss."""
+        terms = self.cfg.objective.model_copy(update={"label_smoothing": 0.0, "z_loss": 0.0})
+        plain = objective(terms, self.cfg.memory)
+
+        def evaluate(params: Params, batch: Batch) -> Sums:
+            network = nnx.merge(self.model.graphdef, self.spec.to_memory(params))
+            if self.model.pipeline is not None:
+                from jaxmem.step.pipelined import sums_of_all
+
+                return sums_of_all(plain, self.model.pipeline, network, batch, None)
+            sums = jax.lax.map(lambda micro_batch: plain(network, micro_batch, None), batch)
+            return jax.tree.map(lambda x: jnp.sum(x, axis=0), sums)
+
+        return self._lower(evaluate, self.spec.state.params, self.spec.batch, outputs=self.layout.replicated())
+
+    def lower_others(self) -> dict[str, Callable[[], jax.stages.Lowered]]:
+        """What a run compiles beside the step, by phase."""
+        shorter = {step_at(length): at.lower_step for length, at in self.buckets.items() if at is not self}
+        evaluate = {"evaluate": self.lower_evaluate} if self.cfg.train.evaluate_every else {}
+        return {"initialise": self.lower_initialise, **shorter, **evaluate}
+
+    @cached_property
+    def compiled_initialise(self) -> jax.stages.Compiled:
+        return self.lower_initialise().compile()
+
+    @cached_property
+    def compiled_evaluate(self) -> jax.stages.Compiled:
+        return self.lower_evaluate().compile()
+
+    @cached_property
+    def compiled_likelihoods(self) -> jax.stages.Compiled:
+        """(params, batch) -> the log-probability of each row, [micro-batches, rows]."""
+
+        def of_rows(params: Params, batch: Batch) -> jax.Array:
+            network = nnx.merge(self.model.graphdef, params)
+            return jax.lax.map(lambda micro_batch: likelihoods(network, micro_batch, self.cfg.memory), batch)
+
+        replicated = self.layout.replicated()
+        with self.layout:
+            return jax.jit(of_rows, out_shardings=replicated).lower(self.spec.state.params, self.spec.batch).compile()
+
+    def initialise(self) -> TrainState:
+        """A new state from random weights: the same bits for the same seed and mesh. `hf.initial_state` also starts
+        from existing weights."""
+        return self.compiled_initialise(jax.random.key(self.cfg.seed))
+
+    def begin(self, params: Params) -> TrainState:
+        """A new state from these parameters, which are donated."""
+        return self._compiled_begin(params)
+
+    def add_adapters(self, base: Params) -> Params:
+        """The model's own weights, which are donated, with new adapters beside them."""
+        if self.cfg.adapter.kind == "none":
+            return base
+        with self.lowering():
+            add = jax.jit(self.model.with_adapters, donate_argnums=0, out_shardings=self.spec.shardings.params)
+            return add(base, jax.random.key(self.cfg.seed))
+
+    def new_module(self, name: str) -> dict[tuple[str, ...], Any]:
+        """New weights of one module of the model, by path."""
+        from flax.traverse_util import flatten_dict
+
+        shardings = flatten_dict(self.spec.shardings.params)
+        paths = [path for path in flatten_dict(adapters.base_of(self.model.axes)) if path[0] == name]
+
+        def create(key: jax.Array) -> dict[tuple[str, ...], Any]:
+            weights = flatten_dict(self.model.new_base(key))
+            return {path: weights[path] for path in paths}
+
+        with self.lowering():
+            outputs = {path: shardings[path] for path in paths}
+            return jax.jit(create, out_shardings=outputs)(jax.random.key(self.cfg.seed))
+
+    @cached_property
+    def buckets(self) -> dict[int, Program]:
+        """This program for rows of each length that batches have; the longest, and last, is itself."""
+        shorter = {length: replace(self, cfg=self.cfg.at_length(length)) for length in self.cfg.data.buckets}
+        return {**shorter, self.cfg.data.sequence_length: self}
+
+    def bucket(self, batch: Mapping[str, Any]) -> int:
+        """Which of `buckets` a batch belongs to."""
+        return int(batch["inputs"].shape[2]) if self.cfg.data.buckets else self.cfg.data.sequence_length
+
+    @cached_property
+    def rows(self) -> range:
+        """The rows of the global batch that this process's devices hold."""
+        return batches.rows(self.spec.batch)
+
+    def place(self, batch: Mapping[str, np.ndarray]) -> dict[str, jax.Array]:
+        """A batch on its devices; each process gives its `rows`."""
+        spec = self.buckets[self.bucket(batch)].spec.batch
+        return batches.place(self.cfg, self.layout, self.rows, spec, batch)
+
+    @contextlib.contextmanager
+    def lowering(self) -> Iterator[None]:
+        with self.layout, lowering_for(self.layout.mesh.devices.flat[0]):
+            yield
+
+    @cached_property
+    def _compiled_begin(self) -> jax.stages.Compiled:
+        return self._lower_begin().compile()
+
+    def _lower_begin(self) -> jax.stages.Lowered:
+        def begin(params: Params) -> TrainState:
+            return self.spec.to_memory(self.spec.new_state(params))
+
+        return self._lower(begin, self.spec.state.params, outputs=self.spec.shardings, donate=0)
+
+    def _lower(
+        self, function: Callable[..., Any], *arguments: Any, outputs: Any, donate: int | None = None, options: Any = None
+    ) -> jax.stages.Lowered:
+        donated = () if donate is None else donate
+        with self.lowering():
+            jitted = jax.jit(function, donate_argnums=donated, out_shardings=outputs, compiler_options=options)
+            lowered = jitted.lower(*arguments)
+        # jax knows no memories of a device that is only described; the lowered program is annotated instead.
+        described = host_placement.memory_kinds(self.layout.mesh.devices.flat[0]) is None
+        return host_placement.annotate(lowered) if self.spec.has_offload and described else lowered
+
+
+def program(cfg: Config, devices: Sequence[Any] | None = None) -> Program:
+    """The program of a config on these devices, by default all that jax sees."""
+    devices = jax.devices() if devices is None else devices
+    cfg = cfg.for_devices(len(devices))
+    return Program(cfg, layout_for(cfg, devices))
+
+
+def step_at(length: int) -> str:
+    """The phase that is a step of rows shorter than the longest."""
+    return f"step at {length}"

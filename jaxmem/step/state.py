@@ -1,0 +1,164 @@
+"""The training state: its arrays, and their shapes, dtypes and shardings before any of them exists."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from jaxmem import optim
+from jaxmem.config import Config
+from jaxmem.config.names import RESTING, rests_on_host
+from jaxmem.quant.precision import Params, gradient_dtype
+from jaxmem.sharding import Axes, Layout, Role, axes_at_rest, is_axes
+from jaxmem.sharding.leaves import state_axes
+from jaxmem.sharding.weights import points
+from jaxmem.step import host_placement, loss_scale, nonfinite
+from jaxmem.step.batches import batch_spec
+from jaxmem.step.loss_scale import LossScale
+from jaxmem.step.model import ModelSpec
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class TrainState:
+    """All that an update changes, and all that a checkpoint contains."""
+
+    step: jax.Array  # number of updates so far
+    params: Params
+    opt_state: Any
+    loss_scale: LossScale | None = None
+
+
+@dataclass(frozen=True)
+class StateSpec:
+    """What the compiled step is made from: a resolved config, its model, its optimizer, and the sharding of all state."""
+
+    cfg: Config
+    layout: Layout
+    model: ModelSpec
+
+    @cached_property
+    def learning_rate(self) -> optax.Schedule:
+        return optim.schedule(self.cfg.optimizer, self.cfg.steps)
+
+    @cached_property
+    def optimizer(self) -> optax.GradientTransformationExtraArgs:
+        """Of all trainable parameters."""
+        return self.optimizer_for(self.model.select(self.model.axes))
+
+    def optimizer_for(self, axes: Any) -> optax.GradientTransformationExtraArgs:
+        """Of the parameters that have these axes, a subset of the trainable ones."""
+        tx = optim.build(self.cfg.optimizer, self.learning_rate, axes)
+        if self.cfg.adapter.lora_plus_ratio != 1.0:
+            tx = optim.faster(tx, self.cfg.adapter.lora_plus_ratio, ("*.lora.b",))
+        master = self.cfg.precision.master
+        if master in optim.BITS:
+            return optim.with_remainder(tx, optim.BITS[master], axes)
+        return tx if master == "none" else optim.with_master(tx)
+
+    @property
+    def gradient_dtype(self) -> np.dtype | None:
+        """None: each gradient has its weight's own dtype."""
+        return gradient_dtype(self.cfg.precision, self.model.platform)
+
+    @cached_property
+    def state(self) -> TrainState:
+        """Shape, dtype and sharding of every array of the state."""
+        shapes = self._shapes
+        scalars = jax.tree.map(lambda _: (), shapes.loss_scale)
+        state = TrainState(
+            step=self.sharded("weights", (), shapes.step),
+            params=self.sharded("weights", self.param_axes, shapes.params),
+            opt_state=self.sharded("optimizer", self.opt_axes, shapes.opt_state),
+            loss_scale=self.sharded("optimizer", scalars, shapes.loss_scale),
+        )
+        return host_placement.place(state, self.is_on_host, self.layout.mesh.devices) if self.has_offload else state
+
+    @property
+    def shardings(self) -> TrainState:
+        return jax.tree.map(lambda x: x.sharding, self.state)
+
+    @cached_property
+    def batch(self) -> dict[str, jax.ShapeDtypeStruct]:
+        """Shape, dtype and sharding of every array of a batch."""
+        return {
+            name: self.sharded("activations", axes, jax.ShapeDtypeStruct(shape, dtype))
+            for name, (shape, dtype, axes) in batch_spec(self.cfg).items()
+        }
+
+    @cached_property
+    def param_axes(self) -> Any:
+        """The logical axes of every array that parameters are stored in."""
+        return axes_at_rest(self.model.axes, self._shapes.params)
+
+    @cached_property
+    def opt_axes(self) -> Any:
+        """The logical axes of every array of the optimizer state."""
+        select = self.model.select
+        return state_axes(self._shapes.opt_state, select(self._shapes.params), select(self.model.axes))
+
+    def offloads(self, part: str) -> bool:
+        """Whether this part of the state is in host memory between updates: `optimizer`, or `frozen` weights."""
+        return rests_on_host(self.cfg.memory.offload, part)
+
+    @property
+    def has_offload(self) -> bool:
+        return any(map(self.offloads, RESTING))
+
+    @cached_property
+    def is_on_host(self) -> TrainState:
+        """Of each array of the state, whether it is in host memory between updates."""
+        on_host = jax.tree.map(lambda _: False, self._shapes)
+        if self.offloads("optimizer"):
+            on_host = dataclasses.replace(on_host, opt_state=host_placement.offloaded_state(self.opt_axes))
+        if self.offloads("frozen"):
+            trainable = self.model.select(self.model.axes)
+            frozen = host_placement.offloaded_weights(self.model.axes, trainable, self.param_axes)
+            on_host = dataclasses.replace(on_host, params=frozen)
+        return on_host
+
+    @property
+    def host_state(self) -> TrainState:
+        """Shape, dtype and sharding of the arrays in host memory, None in place of others."""
+        return jax.tree.map(lambda on_host, x: x if on_host else None, self.is_on_host, self.state)
+
+    @property
+    def gradient_names(self) -> list[str]:
+        """What the metric `nonfinite.METRIC` counts: weights, of stacks with their layer."""
+        dense = jax.eval_shape(points, self._shapes.params)
+        model = self.model
+        return nonfinite.gradient_names(
+            model.select(model.axes), model.select(dense), model.layer_order, model.partial_stacks
+        )
+
+    def new_state(self, params: Params) -> TrainState:
+        """The state before the first update of these parameters."""
+        scale = loss_scale.initial(self.cfg.precision.loss_scale)
+        return TrainState(jnp.zeros((), jnp.int32), params, self.optimizer.init(self.model.select(params)), scale)
+
+    def to_memory(self, state: Any) -> Any:
+        """Each array of a state, or of its parameters, in the memory in which it is stored."""
+        if not self.has_offload:
+            return state
+        on_host = self.is_on_host if isinstance(state, TrainState) else self.is_on_host.params
+        return host_placement.send(state, on_host)
+
+    @cached_property
+    def _shapes(self) -> TrainState:
+        return jax.eval_shape(lambda key: self.new_state(self.model.new_weights(key)), jax.random.key(0))
+
+    def sharded(self, role: Role, axes: Any, shapes: Any) -> Any:
+        """Shapes with their shardings."""
+
+        def one(path: Any, axes: Axes, x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+            name = jax.tree_util.keystr(path, simple=True, separator=".")
+            return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=self.layout.sharding(role, axes, x.shape, name))
+
+        return jax.tree_util.tree_map_with_path(one, axes, shapes, is_leaf=is_axes)
