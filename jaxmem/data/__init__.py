@@ -1,7 +1,6 @@
 """Batches from text and images: sources, tokenizers, packing, the position to resume from.
 
     tokenizer_for     bytes, or a tokenizer.json
-    batch_spec        what a batch holds, without reading files
     Loader            batches of a split, this process's rows only
     merge_states      one position of all processes' positions
     tokenize          the pre-tokenized cache, for `data.source: tokens`
@@ -13,7 +12,7 @@ length together (`buckets`).
 """
 
 from jaxmem.data.corpus import Corpus, Split, fingerprint, tokenize
-from jaxmem.data.loader import Loader, batch_spec, merge_states
+from jaxmem.data.loader import Loader, merge_states
 from jaxmem.data.tokenizer import tokenizer_for
 
-__all__ = ["Corpus", "Loader", "Split", "batch_spec", "fingerprint", "merge_states", "tokenize", "tokenizer_for"]
+__all__ = ["Corpus", "Loader", "Split", "fingerprint", "merge_states", "tokenize", "tokenizer_for"]

@@ -20,6 +20,7 @@ from jaxmem.config.sections import Config
 from jaxmem.data.order import mix64
 from jaxmem.data.packing import Batch, Place
 from jaxmem.errors import UserError
+from jaxmem.step.batches import image_dtype
 
 SIZE = 8  # pixels, each side
 BRIGHTEST = 16
@@ -53,11 +54,6 @@ class Digits:
 
     def close(self) -> None:
         pass
-
-
-def pixels_dtype(cfg: Config) -> Any:
-    """Categories for a model that embeds pixels, otherwise numbers."""
-    return np.int32 if getattr(cfg.model, "inputs", "numbers") != "numbers" else np.float32
 
 
 class DigitRows:
@@ -94,7 +90,7 @@ class DigitRows:
         return batch | {"mask": real.astype(np.float32)}
 
     def _pixels(self, images: np.ndarray) -> np.ndarray:
-        dtype = pixels_dtype(self._cfg)
+        dtype = image_dtype(self._cfg)
         values = images[..., None].astype(dtype)
         return values if dtype is np.int32 else values / np.float32(BRIGHTEST)
 

@@ -26,30 +26,13 @@ from jaxmem.config.sections import Config
 from jaxmem.data.ahead import Ahead
 from jaxmem.data.buckets import BucketRows
 from jaxmem.data.corpus import Corpus, Split
-from jaxmem.data.digits import SIZE, DigitRows, Digits, pixels_dtype
+from jaxmem.data.digits import DigitRows, Digits
 from jaxmem.data.packing import Batch, Document, TextRows
 from jaxmem.data.preference import PairRows, Preferences
 from jaxmem.errors import UserError
 
 Spec = tuple[tuple[int, ...], Any, tuple[str, ...]]  # shape, dtype, logical axes
 State = dict[str, Any]
-
-
-def batch_spec(cfg: Config) -> dict[str, Spec]:
-    """Shape, dtype and logical axes of each array of the global batch, of buckets the longest's; reads no files."""
-    rows = (cfg.batch.accumulate, cfg.batch.global_size // cfg.batch.accumulate)
-    axes = ("accumulate", "batch")
-    if cfg.objective.reads_text:
-        tokens: Spec = ((*rows, cfg.data.sequence_length), np.int32, (*axes, "time"))
-        mask: Spec = (tokens[0], np.float32, tokens[2])
-        found = dict.fromkeys(("inputs", "targets", "positions", "segment_ids"), tokens) | {"mask": mask}
-        return found | {"reference": (rows, np.float32, axes)} if cfg.objective.name == "dpo" else found
-    images: Spec = ((*rows, SIZE, SIZE, 1), pixels_dtype(cfg), (*axes, "height", "width", "channels"))
-    if cfg.objective.name == "contrastive":
-        second = {"pairs": images}
-    else:
-        second = {"targets": (rows, np.int32 if cfg.objective.name == "classify" else np.float32, axes)}
-    return {"inputs": images, **second, "mask": (rows, np.float32, axes)}
 
 
 Rows = TextRows | BucketRows | DigitRows

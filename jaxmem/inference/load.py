@@ -14,11 +14,13 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 
 from jaxmem import adapters, hf
 from jaxmem.checkpoint import Checkpoints, place
+from jaxmem.checkpoint.saved_state import SavedState
 from jaxmem.config import LOW_RANK, Config, Decoder, Mesh, load_config
 from jaxmem.config.peft import adapter_fields, base_of, is_adapter
 from jaxmem.data import tokenizer_for
 from jaxmem.data.tokenizer import Tokenizer
 from jaxmem.errors import UserError
+from jaxmem.hf.initial import add_adapters, read_base
 from jaxmem.sharding.host import brought
 from jaxmem.sharding.storage import store
 from jaxmem.sharding.weights import is_quantized
@@ -33,7 +35,7 @@ def open_model(directory: str | Path, overrides: Sequence[str] = ()) -> tuple[Pr
     if is_run(directory):
         return open_run(directory, overrides)
     built = _program(config_of(directory, overrides))
-    return built, built.weights.adapted(built.weights.read())
+    return built, add_adapters(built, read_base(built))
 
 
 def is_run(directory: str | Path) -> bool:
@@ -106,13 +108,13 @@ def open_run(directory: str | Path, overrides: Sequence[str] = ()) -> tuple[Prog
         if step is None:
             raise UserError(f"{directory}: no checkpoint is there yet")
         position, config = checkpoints.read(step)
-        built.checkpointed.belongs(position, directory)
+        SavedState(built).check_base(position, directory)
         kept = {field: config["precision"][field] for field in RESTING}
         held = dataclasses.replace(
             built, cfg=built.cfg.model_copy(update={"precision": built.cfg.precision.model_copy(update=kept)})
         )
-        params = checkpoints.restore_params(step, held.checkpointed.state(config).params)
-        params = held.checkpointed.restored_params(params, config)
+        params = checkpoints.restore_params(step, SavedState(held).shapes(config).params)
+        params = SavedState(held).restored_params(params, config)
     return built, params if held.cfg == built.cfg else _brought_to_rest(built, params)
 
 
@@ -126,9 +128,9 @@ def base_from(built: Program, checkpoints: Checkpoints, step: int) -> Any:
         raise UserError(f"{where}: has adapters beside its weights; export it with --merge, and give model.hf")
     same = {name: getattr(here, name) for name in ("mesh", "rules", "zero", "pipeline", "batch", "memory")}
     held = dataclasses.replace(built, cfg=saved.model_copy(update=same))
-    held.checkpointed.belongs(position, where)
-    read = checkpoints.restore_params(step, held.checkpointed.state(config).params)
-    params = flatten_dict(held.checkpointed.restored_params(read, config))
+    SavedState(held).check_base(position, where)
+    read = checkpoints.restore_params(step, SavedState(held).shapes(config).params)
+    params = flatten_dict(SavedState(held).restored_params(read, config))
     if here.adapter.kind == "head" and not isinstance(here.model, Decoder):
         params = {path: x for path, x in params.items() if path[0] != "head"} | built.new_module("head")
     wanted = flatten_dict(adapters.base_of(built.spec.state.params))

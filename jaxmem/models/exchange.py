@@ -22,13 +22,12 @@ from jaxtyping import Array, Float, Int
 from jaxmem import kernels
 from jaxmem.errors import UserError
 from jaxmem.kernels.attention import ring
-from jaxmem.models import vocab_slices
 from jaxmem.models.vocab_slices import NUMBERS, Slices
 from jaxmem.quant import QTensor
 from jaxmem.sharding import Axes, Layout, axes_at_rest, constrain, current, gather, whole
 from jaxmem.sharding.host import brought, is_away
-from jaxmem.stack.cuts import cut
 from jaxmem.sharding.weights import Point, Weight
+from jaxmem.stack.cuts import cut
 
 HEADS: Axes = ("batch", "time", "heads", "head_dim")
 UNDIVIDED = (

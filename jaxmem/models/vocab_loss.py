@@ -27,12 +27,11 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from jaxmem.models import vocab_slices
 from jaxmem.models.vocab_slices import NUMBERS, Columns, Entries, Slices
 from jaxmem.quant import QTensor
-from jaxmem.stack.cuts import cut
 from jaxmem.sharding import Axes, constrain, current, gather, weights
 from jaxmem.sharding.host import is_away
+from jaxmem.stack.cuts import cut
 
 Features = Float[Array, "batch time embed"]
 Labels = Int[Array, "batch time"]

@@ -164,7 +164,10 @@ def _undivided(plan: Plan) -> Iterator[Warned]:
     built, tensor = plan.program, plan.mesh["tensor"]
     for name in undivided(built.cfg):
         sizes = jax.tree.map(
-            lambda axes, w, name=name: held(w) if name in axes else 0, built.model.axes, built.spec.state.params, is_leaf=is_axes
+            lambda axes, w, name=name: held(w) if name in axes else 0,
+            built.model.axes,
+            built.spec.state.params,
+            is_leaf=is_axes,
         )
         size = readable(sum(jax.tree.leaves(sizes)))
         count = getattr(built.cfg.model, name)

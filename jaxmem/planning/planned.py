@@ -18,7 +18,8 @@ from jaxmem.planning.known_shapes import known_shapes
 from jaxmem.planning.predict import held, ideal_flops, predict
 from jaxmem.planning.targets import Target, reserved, usable
 from jaxmem.planning.timeline import Timeline, Traffic, timeline
-from jaxmem.step import Program, step_at
+from jaxmem.step import Program
+from jaxmem.step.programs import step_at
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,6 @@ import numpy as np
 
 from jaxmem.config import Config, Decoder
 from jaxmem.config.names import rests_on_host
-from jaxmem.data import batch_spec
 from jaxmem.kernels.attention.blockwise import SHORT
 from jaxmem.machine.gpus import Gpu
 from jaxmem.planning.breakdown import SAVED
@@ -29,6 +28,7 @@ from jaxmem.planning.state import Held, Leaf, state_of
 from jaxmem.quant.precision import compute_dtype
 from jaxmem.sharding import ENOUGH
 from jaxmem.step import Program
+from jaxmem.step.batches import batch_spec
 
 STATE = ("parameters", "quantization", "master", "optimizer")
 

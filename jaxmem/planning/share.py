@@ -10,8 +10,7 @@ from jaxmem.config import Config, Decoder
 from jaxmem.models import vocab_loss
 from jaxmem.models.chunks import groups_of_heads, tokens_at_once
 from jaxmem.quant.precision import compute_dtype
-from jaxmem.step import pipeline_of
-from jaxmem.step.execution import pieces
+from jaxmem.step.model import chunking, pipeline_of
 
 
 def loss_chunk(cfg: Config, platform: str) -> int | None:
@@ -31,7 +30,7 @@ def mlp_chunk(cfg: Config, platform: str) -> int | None:
     """`memory.mlp_chunk` as it comes out: tokens of a row at a time. None: all."""
     model = cfg.model
     return (
-        tokens_at_once(pieces(cfg.memory).chunk, stream_of(cfg, platform), model.mlp)
+        tokens_at_once(chunking(cfg.memory).chunk, stream_of(cfg, platform), model.mlp)
         if isinstance(model, Decoder)
         else None
     )
@@ -42,7 +41,7 @@ def head_groups(cfg: Config, platform: str) -> int:
     model, split = cfg.model, cfg.mesh.tensor if "tensor" in cfg.rules.heads else 1
     if not isinstance(model, Decoder) or model.kv_heads % split:
         return 1
-    keys, groups = model.kv_heads // split, pieces(cfg.memory).groups
+    keys, groups = model.kv_heads // split, chunking(cfg.memory).groups
     return groups_of_heads(groups, stream_of(cfg, platform), model.heads // split, keys, model.head_dim)
 
 

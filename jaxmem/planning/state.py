@@ -17,7 +17,7 @@ from jaxmem.planning.pace import Weights
 from jaxmem.planning.passes import alone, shape_of
 from jaxmem.sharding import Axes, Role, is_axes, rules_of, splits
 from jaxmem.sharding.weights import points
-from jaxmem.step.host_state import frozen_waits, state_waits
+from jaxmem.step.host_placement import offloaded_state, offloaded_weights
 
 
 @dataclass(frozen=True)
@@ -54,10 +54,10 @@ def state_of(cfg: Config, platform: str) -> State:
 def _state(shape: Config) -> State:
     built = alone(shape)
     found: dict[str, list[Leaf]] = {part: [] for part in ("parameters", "quantization", "master", "optimizer")}
-    frozen = frozen_waits(built.model.axes, built.model.select(built.model.axes), built.spec.param_axes)
+    frozen = offloaded_weights(built.model.axes, built.model.select(built.model.axes), built.spec.param_axes)
     for where, named, placed, waits in (
         ("params", built.spec.param_axes, built.spec.state.params, frozen),
-        ("opt_state", built.spec.opt_axes, built.spec.state.opt_state, state_waits(built.spec.opt_axes)),
+        ("opt_state", built.spec.opt_axes, built.spec.state.opt_state, offloaded_state(built.spec.opt_axes)),
     ):
         axes = jax.tree.leaves(named, is_leaf=is_axes)
         leaves_there = jax.tree_util.tree_leaves_with_path(placed)

@@ -54,7 +54,9 @@ class Report:
 
     def _parts(self, options: ConsoleOptions) -> Iterator[RenderableType]:
         plan = self.plan
-        yield Text(f"{plan.program.cfg.name}: {plan.program.model.parameters:,} parameters on {_devices(plan)}", style="bold")
+        yield Text(
+            f"{plan.program.cfg.name}: {plan.program.model.parameters:,} parameters on {_devices(plan)}", style="bold"
+        )
         yield self._memory(wide=options.max_width >= NARROW)
         yield Text(f"most of it: {', '.join(self._largest())}")
         if isinstance(kept := plan.program.cfg.memory.remat, Save):

@@ -73,7 +73,10 @@ def volume(built: Program) -> Volume:
     n, m, t = mesh["fsdp"] * mesh["context"], mesh["replica"], mesh["tensor"]
     a, c, f = cfg.batch.accumulate, mesh["context"], mesh["fsdp"]
     w = compute_dtype(cfg.precision, built.layout.mesh.devices.flat[0].platform).itemsize
-    at_rest, weights = jax.tree.leaves(built.spec.state.params), jax.tree.leaves(jax.eval_shape(points, built.spec.state.params))
+    at_rest, weights = (
+        jax.tree.leaves(built.spec.state.params),
+        jax.tree.leaves(jax.eval_shape(points, built.spec.state.params)),
+    )
     r = sum(x.size * x.dtype.itemsize for x in at_rest) / sum(x.size for x in weights)
     sent = r if cfg.precision.quantized else w  # codes are decoded where they arrive, other weights cast before
     tokens = cfg.batch.global_size // a // (f * m) * cfg.data.sequence_length // c / t

@@ -1,4 +1,5 @@
-"""An update whose optimizer state is in host memory: the state of one layer at a time comes to the device and goes back.
+"""An update whose optimizer state is in host memory: the state of one layer at a time comes to the device and goes
+back.
 
 With P parameters in N layers and s bytes of state per parameter, a device holds s P / N of one layer and as much that
 is fetched ahead, in place of s P; the host holds s P, and its link carries 2 s P per step (Ren et al.,

@@ -1,8 +1,8 @@
 """Loss scaling: float16 gradients, which underflow below 6e-8, are computed larger than they are.
 
 The loss is multiplied by a scale and the gradients divided by it (Micikevicius et al., arXiv:1710.03740). An update
-whose gradients overflow is skipped; a dynamic scale is then halved, and doubled again after 2,000 finite ones. The state
-is 12 bytes.
+whose gradients overflow is skipped; a dynamic scale is then halved, and doubled again after 2,000 finite ones. The
+state is 12 bytes.
 """
 
 from __future__ import annotations

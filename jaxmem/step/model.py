@@ -24,7 +24,9 @@ from jaxmem.sharding import Axes, is_axes
 from jaxmem.sharding.storage import Storage, storing_as
 from jaxmem.stack import Pipeline, Way
 
-_ADAPTER_KEY = 2**31 - 1  # folded into the seed's key for new adapters, which so do not depend on the model's own weights
+_ADAPTER_KEY = (
+    2**31 - 1
+)  # folded into the seed's key for new adapters, which so do not depend on the model's own weights
 
 
 @dataclass(frozen=True)

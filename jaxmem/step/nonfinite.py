@@ -20,7 +20,9 @@ from jaxmem.sharding import Axes, is_axes
 PartialStacks: TypeAlias = Mapping[Any, tuple[int, ...]]  # by path, the layers of a stack that have a gradient
 WHOLE: PartialStacks = MappingProxyType({})
 
-METRIC = "nonfinite"  # of a step's metrics: the index in `gradient_names` of the first gradient that is not finite, or -1
+METRIC = (
+    "nonfinite"  # of a step's metrics: the index in `gradient_names` of the first gradient that is not finite, or -1
+)
 AFTER_LAYERS = ("head", "norm")  # what networks have between their layers and the loss
 
 

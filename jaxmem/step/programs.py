@@ -186,7 +186,12 @@ class Program:
         return self._lower(begin, self.spec.state.params, outputs=self.spec.shardings, donate=0)
 
     def _lower(
-        self, function: Callable[..., Any], *arguments: Any, outputs: Any, donate: int | None = None, options: Any = None
+        self,
+        function: Callable[..., Any],
+        *arguments: Any,
+        outputs: Any,
+        donate: int | None = None,
+        options: Any = None,
     ) -> jax.stages.Lowered:
         donated = () if donate is None else donate
         with self.lowering():

@@ -38,7 +38,8 @@ class TrainState:
 
 @dataclass(frozen=True)
 class StateSpec:
-    """What the compiled step is made from: a resolved config, its model, its optimizer, and the sharding of all state."""
+    """What the compiled step is made from: a resolved config, its model, its optimizer, and the sharding of all
+    state."""
 
     cfg: Config
     layout: Layout

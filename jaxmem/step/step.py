@@ -96,9 +96,7 @@ def _gradients(spec: StateSpec, state: TrainState, batch: Batch, row_keys: jax.A
     return jax.tree.map(lambda g: (g.astype(jnp.float32) / divisor).astype(g.dtype), grads), sums
 
 
-def _update(
-    spec: StateSpec, state: TrainState, grads: Params, norm: jax.Array, write: Write
-) -> tuple[Params, Any]:
+def _update(spec: StateSpec, state: TrainState, grads: Params, norm: jax.Array, write: Write) -> tuple[Params, Any]:
     """New parameters and optimizer state."""
     model = spec.model
     params, axes = model.select(state.params), model.select(model.axes)

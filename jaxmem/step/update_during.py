@@ -1,10 +1,10 @@
 """`memory.update: during`: each layer is updated in the backward pass, as soon as its gradient exists.
 
-The backward pass goes through the layers from the last to the first. A layer's gradient is computed, its weights and its
-part of the optimizer state are read, updated and written in place, and the gradient is freed. With P parameters in N
-layers gradients take P / N values in place of P, whatever the optimizer; the results are those of an update after the
-pass, which goes through the same layers one by one (Lv et al., arXiv:2306.09782). With micro-batches, a layer goes back
-through all of them before it is updated. Embedding and output matrices are updated at the end, slice by slice
+The backward pass goes through the layers from the last to the first. A layer's gradient is computed, its weights and
+its part of the optimizer state are read, updated and written in place, and the gradient is freed. With P parameters in
+N layers gradients take P / N values in place of P, whatever the optimizer; the results are those of an update after
+the pass, which goes through the same layers one by one (Lv et al., arXiv:2306.09782). With micro-batches, a layer goes
+back through all of them before it is updated. Embedding and output matrices are updated at the end, slice by slice
 (`vocab_update.py`). Of other parameters outside of layers, those after the layers are updated before them, the rest at
 the end.
 

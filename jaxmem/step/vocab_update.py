@@ -1,10 +1,10 @@
 """Updating an embedding or output matrix in slices: the gradient of a slice is computed, and that slice of weight and
 optimizer state is updated in place.
 
-With V entries of E values and slices of v entries, gradient and update hold 2 v E values in place of 2 V E. An optimizer
-that sums over the whole matrix has it passed over once more for each sum that depends on another (`optim.piece`), and
-each time the gradient is recomputed: 4 T V E FLOPs for an output projection and T tokens, next to nothing for rows that
-were looked up. State in host memory comes and goes in the same slices.
+With V entries of E values and slices of v entries, gradient and update hold 2 v E values in place of 2 V E. An
+optimizer that sums over the whole matrix has it passed over once more for each sum that depends on another
+(`optim.piece`), and each time the gradient is recomputed: 4 T V E FLOPs for an output projection and T tokens, next to
+nothing for rows that were looked up. State in host memory comes and goes in the same slices.
 """
 
 from __future__ import annotations
@@ -85,7 +85,8 @@ class VocabUpdate:
         return Piece(self._weight(self.weights).shape, self._names.index("vocab"), slices.entries(j).reshape(-1), total)
 
     def _slice(self, slices: Slices, j: jax.Array, weights: Tree, state: Tree) -> tuple[Tree, Tree]:
-        """A slice of weight and state. What has no vocabulary dimension, as counts of updates, is that before the update."""
+        """A slice of weight and state. What has no vocabulary dimension, as counts of updates, is that before the
+        update."""
         own = _read(slices, j, weights, self._axes, self.weights)
         return own, _read(slices, j, state, self.part.state_axes, self.state)
 

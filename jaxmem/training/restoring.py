@@ -7,7 +7,9 @@ from typing import Any
 import jax
 
 from jaxmem.checkpoint import Checkpoints
+from jaxmem.checkpoint.saved_state import SavedState
 from jaxmem.config import Train
+from jaxmem.hf.initial import add_adapters, initial_state
 from jaxmem.inference.load import base_from, base_of_run
 from jaxmem.step import Program
 from jaxmem.step.state import TrainState
@@ -17,20 +19,20 @@ from jaxmem.training.telemetry import DivergedError
 def restored(built: Program, checkpoints: Checkpoints) -> tuple[int, TrainState, dict[str, Any]] | None:
     """Step, state and the data's position of the newest whole checkpoint. Of imported weights the position is empty:
     nothing was trained."""
-    kept = built.checkpointed
+    saved = SavedState(built)
     if (imported := checkpoints.read_latest()) and not imported[0]:
-        return 0, built.begin(built.weights.adapted(base_from(built, checkpoints, 0))), {}
-    found = checkpoints.restore_latest(kept.state)
+        return 0, built.begin(add_adapters(built, base_from(built, checkpoints, 0))), {}
+    found = checkpoints.restore_latest(saved.shapes)
     if found is None:
         return None
     step, state, position, config = found
-    return step, kept.restored(state, config), position
+    return step, saved.restored(state, config), position
 
 
 def begun(built: Program) -> TrainState:
     """The state that a run begins with: of the weights that `model.hf` or `adapter.base_run` names, or of new ones."""
     run = built.cfg.adapter.base_run
-    return built.initialise() if run is None else built.begin(built.weights.adapted(base_of_run(built, run)))
+    return initial_state(built) if run is None else built.begin(add_adapters(built, base_of_run(built, run)))
 
 
 class Rollback:

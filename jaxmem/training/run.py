@@ -23,6 +23,7 @@ from etils import epath
 from jaxmem import hf
 from jaxmem.checkpoint import Checkpoints, place, put_aside
 from jaxmem.checkpoint.resume import refuse_changes
+from jaxmem.checkpoint.saved_state import SavedState
 from jaxmem.config import Config, Decoder, Train, save_config
 from jaxmem.data import Loader, fingerprint, merge_states
 from jaxmem.distributed.agree import Vote, any_of, gather, in_order
@@ -100,7 +101,8 @@ def _run(cfg: Config, devices: Sequence[Any] | None) -> Result:
         step, state, position = restored(built, checkpoints) or (0, begun(built), {})
         if position:
             loader.restore(position)
-        made_of = {"fingerprint": identity} | ({"base": built.checkpointed.base} if built.checkpointed.base else {})
+        saved = SavedState(built)
+        made_of = {"fingerprint": identity} | ({"base": saved.base} if saved.base else {})
         if cfg.objective.name == "dpo":
             made_of["reference"] = _refer(built, loader, state, identity, position.get("reference"))
         if jax.process_index() == 0:  # all that could be refused was accepted
@@ -122,7 +124,7 @@ def _run(cfg: Config, devices: Sequence[Any] | None) -> Result:
             if checkpoints.due(step, metrics, force):
                 telemetry.flush()  # nothing is kept of a step that is not known to be sound
                 position = merge_states(gather(loader.state())) | made_of
-                kept = built.checkpointed.of(state)
+                kept = saved.of(state)
                 checkpoints.save(step, kept, position, cfg.model_dump(mode="json"), metrics, force=force)
 
         batches = iter(loader)
@@ -214,7 +216,7 @@ def _refuse_another_run(built: Program, directory: Path, kept: epath.Path, ident
                 cfg, after = built.cfg, built.cfg.model_dump(mode="json")
                 if position:
                     refuse_changes(before, after, directory, (position["fingerprint"], identity))
-                    built.checkpointed.belongs(position, directory)
+                    SavedState(built).check_base(position, directory)
                 else:  # imported weights, which rest in something else where they stay
                     own = WEIGHTS if cfg.adapter.kind == "none" else ("model",)
                     refuse_changes({key: before[key] for key in own}, {key: after[key] for key in own}, directory)

@@ -36,7 +36,9 @@ def test_only_the_prompt_learns_on_any_mesh(alone):
 
 
 def test_a_base_in_codes_stays_in_codes():
-    placed = program(config(**{**SECTIONS, "adapter": {**SECTIONS["adapter"], "base": "nf4"}}), jax.devices()[:1]).spec.state
+    placed = program(
+        config(**{**SECTIONS, "adapter": {**SECTIONS["adapter"], "base": "nf4"}}), jax.devices()[:1]
+    ).spec.state
     assert placed.params["head"]["weight"].format == "nf4"
     assert placed.params["prompt"]["weight"].dtype == np.float32
 

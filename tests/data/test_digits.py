@@ -15,6 +15,7 @@ from jaxmem import data
 from jaxmem.config.sections import Config
 from jaxmem.data.digits import Digits, another_view
 from jaxmem.errors import UserError
+from jaxmem.step.batches import batch_spec
 
 Make = Callable[..., Config]
 Batch = dict[str, np.ndarray]
@@ -39,7 +40,7 @@ def test_the_images_are_scikit_learns() -> None:
 @pytest.mark.parametrize("objective", ["classify", "binary", "regress_l1", "regress_l2", "contrastive"])
 def test_batches_are_what_the_spec_says_and_hold_real_pairs(config: Make, objective: str, inputs: str) -> None:
     cfg = digits(config, objective, inputs, global_size=6, accumulate=2)
-    spec = data.batch_spec(cfg)
+    spec = batch_spec(cfg)
     [batch] = take(cfg, 1)
     assert {name: (x.shape, x.dtype) for name, x in batch.items()} == {
         name: (shape, np.dtype(dtype)) for name, (shape, dtype, _) in spec.items()

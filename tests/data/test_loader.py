@@ -47,7 +47,7 @@ def documents(batches: list[Batch]) -> Counter[str]:
 
 def test_batches_are_what_the_spec_says(config: Make, numbered: str) -> None:
     cfg = config(path=numbered, global_size=6, accumulate=3)
-    spec = data.batch_spec(cfg)
+    spec = batch_spec(cfg)
     [batch] = take(cfg, 1)
     assert {name: (x.shape, x.dtype) for name, x in batch.items()} == {
         name: (shape, np.dtype(dtype)) for name, (shape, dtype, _) in spec.items()

@@ -18,6 +18,7 @@ from jaxmem import hf, models
 from jaxmem.config import Decoder, load_config
 from jaxmem.config.hugging_face import config_json, decoder_fields, fields_of
 from jaxmem.errors import UserError
+from jaxmem.hf.initial import read_base
 from jaxmem.inference.export import export_model, import_model
 from jaxmem.inference.load import open_model
 from jaxmem.quant import quantize
@@ -90,7 +91,7 @@ def config(place: Path, mesh: dict[str, int], **sections):
 def test_each_device_reads_its_own_part(mesh: str, directories: Path) -> None:
     place = directories / "llama3"
     built = program(config(place, MESHES[mesh]))
-    params = built.weights.read()
+    params = read_base(built)
     for x, spec in zip(*map(jax.tree.leaves, (params, built.spec.state.params)), strict=True):
         assert x.sharding.is_equivalent_to(spec.sharding, x.ndim)
     there = load_file(place / "model.safetensors")
@@ -146,7 +147,7 @@ def test_weights_are_encoded_on_the_way(directories: Path) -> None:
     """Each layer as it would be among all, and the vectors as they are."""
     place = directories / "llama3"
     built = program(config(place, {"fsdp": 2, "tensor": 2}, precision={"parameters": "int8"}), jax.devices()[:4])
-    params = built.weights.read()
+    params = read_base(built)
     there = load_file(place / "model.safetensors")
     q = params["blocks"]["mlp"]["up"]["weight"]
     whole = np.stack([there[f"model.layers.{layer}.mlp.up_proj.weight"].T for layer in range(2)])

@@ -16,6 +16,7 @@ from flax.traverse_util import flatten_dict
 from safetensors.numpy import load_file, save_file
 
 from jaxmem import hf
+from jaxmem.checkpoint.saved_state import SavedState
 from jaxmem.config import load_config
 from jaxmem.errors import UserError
 from jaxmem.hf.adapter_base import check_adapter
@@ -97,9 +98,9 @@ def test_losses_are_those_of_peft_and_checkpoints_hold_no_base(place, peft):
         losses.append(float(metrics["loss"]))
     np.testing.assert_allclose(losses, PEERS["lora.losses"], rtol=1e-4)
 
-    kept = flatten_dict(built.checkpointed.of(state).params)
+    kept = flatten_dict(SavedState(built).of(state).params)
     assert {path for path, x in kept.items() if x is not None} == {path for path in kept if "lora" in path}
-    again = built.checkpointed.restored(built.checkpointed.of(state), built.cfg.model_dump(mode="json"))
+    again = SavedState(built).restored(SavedState(built).of(state), built.cfg.model_dump(mode="json"))
     jax.tree.map(np.testing.assert_array_equal, again.params, state.params)
 
 

@@ -6,7 +6,7 @@ import numpy as np
 from flax import nnx
 
 from jaxmem.config.names import BOUNDARY
-from jaxmem.stack import Way, cut_by, apply_stack, forward, stacked
+from jaxmem.stack import Way, apply_stack, cut_by, forward, stacked
 from tests.stack.test_schedule import Affine, layer
 
 

@@ -165,10 +165,10 @@ def test_no_device_holds_all_logits_and_no_table_is_gathered():
 def test_a_weight_without_axes_is_named():
     from flax import nnx
 
-    from jaxmem.step import _axes
+    from jaxmem.step.model import axes_of
 
     with pytest.raises(UserError, match=r"weight blocks\.up\.weight of shape \(3, 4\) names axes None"):
-        _axes(("blocks", "up", "weight"), nnx.Param(np.zeros((3, 4), np.float32)))
+        axes_of(("blocks", "up", "weight"), nnx.Param(np.zeros((3, 4), np.float32)))
 
 
 @pytest.fixture

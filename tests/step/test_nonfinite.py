@@ -7,7 +7,6 @@ import pytest
 
 from jaxmem.errors import UserError
 from jaxmem.step import nonfinite
-from jaxmem.step import nonfinite
 from jaxmem.training.telemetry import Telemetry
 from tests.step.conftest import Trained, batch_for, config
 
@@ -42,12 +41,12 @@ def gradients(*bad):
 )
 def test_the_first_in_the_backward_pass_is_named(bad, name):
     grads = gradients(*bad)
-    place = int(nonfinite.first(nonfinite.squares(grads, AXES)))
-    assert (nonfinite.names(AXES, grads)[place] if place >= 0 else None) == name
+    place = int(nonfinite.first(nonfinite.squared_norms(grads, AXES)))
+    assert (nonfinite.gradient_names(AXES, grads)[place] if place >= 0 else None) == name
 
 
 def test_the_length_is_that_of_all():
-    assert float(jnp.sum(nonfinite.squares(gradients(), AXES))) == 12 + 6 + 4 + 4
+    assert float(jnp.sum(nonfinite.squared_norms(gradients(), AXES))) == 12 + 6 + 4 + 4
 
 
 class Said:
@@ -70,7 +69,9 @@ def test_an_update_that_is_no_number_is_left_out_and_counted():
     after, metrics = trained.compiled(poisoned, trained.built.place(batch_for(trained.built)))
     assert trained.metrics[0]["skipped"] == 0
     assert int(metrics["skipped"]) == 1
-    assert trained.built.spec.gradient_names[int(metrics[nonfinite.METRIC])].startswith(("head", "norm"))  # the loss itself is none
+    assert trained.built.spec.gradient_names[int(metrics[nonfinite.METRIC])].startswith(
+        ("head", "norm")
+    )  # the loss itself is none
     jax.tree.map(np.testing.assert_array_equal, (after.params, after.opt_state), (before.params, before.opt_state))
     assert int(after.step) == 2
 

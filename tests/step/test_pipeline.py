@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from jaxmem.checkpoint import Checkpoints
+from jaxmem.checkpoint.saved_state import SavedState
 from jaxmem.inference.generate import generate
 from jaxmem.planning.hlo import read_module, trip_count
 from jaxmem.step import program
@@ -57,7 +58,7 @@ def test_stages_learn_what_one_device_learns(name, alone):
     for mine, theirs in zip(on_stages.metrics, alone.metrics, strict=True):
         assert mine == pytest.approx(theirs, rel=2e-5, abs=1e-6)
     built = on_stages.built
-    expected = built.checkpointed.restored_params(alone.params, alone.built.cfg.model_dump())
+    expected = SavedState(built).restored_params(alone.params, alone.built.cfg.model_dump())
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-5), on_stages.params, expected)
     assert built.model.parameters == alone.built.model.parameters
 
@@ -66,7 +67,7 @@ def test_what_lies_on_stages_is_used_there(alone):
     """Evaluated, and asked for a text."""
     built = trained("circular x fsdp x tensor").built
     params = jax.device_put(
-        built.checkpointed.restored_params(alone.params, alone.built.cfg.model_dump()),
+        SavedState(built).restored_params(alone.params, alone.built.cfg.model_dump()),
         jax.tree.map(lambda x: x.sharding, built.spec.state.params),
     )
     batch = batch_for(built)
@@ -107,8 +108,8 @@ def test_a_checkpoint_moves_over_stages(tmp_path):
         for step, (before, after) in enumerate(itertools.pairwise([*programs, programs[0]])):
             saved = before.cfg.model_dump(mode="json")
             checkpoints.save(step, state, {}, saved, force=True)
-            read, _, found = checkpoints.restore(step, after.checkpointed.state)
-            state = after.checkpointed.restored(read, found)
+            read, _, found = checkpoints.restore(step, SavedState(after).shapes)
+            state = SavedState(after).restored(read, found)
             for leaf, wanted in zip(jax.tree.leaves(state), jax.tree.leaves(after.state), strict=True):
                 assert (leaf.shape, leaf.dtype) == (wanted.shape, wanted.dtype)
                 assert leaf.sharding.is_equivalent_to(wanted.sharding, leaf.ndim)

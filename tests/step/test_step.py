@@ -10,7 +10,7 @@ from flax import nnx
 from jaxmem import optim
 from jaxmem.config import Optimizer
 from jaxmem.step import program
-from jaxmem.step.compiler import compiler_options
+from jaxmem.step.compiler_options import compiler_options
 from tests.step.conftest import Trained, batch_for, config
 
 

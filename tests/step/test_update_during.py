@@ -14,8 +14,7 @@ from jaxmem.optim.parts import put
 from jaxmem.optim.registry import NAMED
 from jaxmem.planning.compile import compile_all
 from jaxmem.planning.targets import parse_target, target_devices
-from jaxmem.step import program
-from jaxmem.step import nonfinite
+from jaxmem.step import nonfinite, program
 from tests.step.conftest import SMALL, Trained, batch_for, config
 
 MODEL = {"preset": "tiny", **SMALL, "layers": 3, "vocab": 264}

@@ -14,7 +14,7 @@ from jaxmem.optim.promotion import chained
 from jaxmem.optim.registry import NAMED
 from jaxmem.sharding.leaves import state_axes
 from jaxmem.sharding.storage import Storage, store
-from jaxmem.step.vocab_update import Table
+from jaxmem.step.vocab_update import VocabUpdate
 from tests.optim.conftest import normal, same
 
 AXES = {"head": ("embed", "vocab"), "rows": ("vocab", "embed")}
@@ -73,8 +73,8 @@ def test_an_update_in_slices_is_that_of_the_whole(name, own, precision, in_slice
 
             own = select(params, {leaf: 0})
             part = Part.of(own, optimizer_for, AXES, axes_of_state)
-            table = Table(part, own, part.state(state), jnp.dtype(jnp.float32), 128)
-            found.append(table.updated(gradient, write, None))
+            table = VocabUpdate(part, own, part.state(state), jnp.dtype(jnp.float32), 128)
+            found.append(table.update(gradient, write, None))
             squares = table.squares(gradient)
             found[-1] = (*found[-1], squares)
         weights = {leaf: new[leaf] for leaf, (new, *_) in zip(AXES, found, strict=True)}

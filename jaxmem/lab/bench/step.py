@@ -55,7 +55,9 @@ def bench_step(cfg: Config, *, seconds: float = 60.0, rounds: int = 100, compile
     state = built.initialise()
     weights = jax.device_get(state.params)
     runners = [Runner("jaxmem", _jaxmem(built, state))]
-    runners.append(Runner("torch_eager", torch_peer.stepper(built.cfg, weights, built.spec.learning_rate, compiled=False)))
+    runners.append(
+        Runner("torch_eager", torch_peer.stepper(built.cfg, weights, built.spec.learning_rate, compiled=False))
+    )
     if compiled_peer:
         runners.append(
             Runner("torch_compile", torch_peer.stepper(built.cfg, weights, built.spec.learning_rate, compiled=True))

@@ -8,28 +8,28 @@ import pytest
 from jaxmem import optim
 from jaxmem.errors import UserError
 from jaxmem.quant.precision import rounded
-from jaxmem.step import scaling
+from jaxmem.step import loss_scale
 from tests.step.conftest import Trained, config
 
 HALF = {"compute": "float16", "loss_scale": "dynamic"}
 
 
 def test_a_dynamic_scale_halves_at_an_overflow_and_doubles_after_enough_sound_updates(monkeypatch):
-    monkeypatch.setattr(scaling, "PATIENCE", 3)
-    state, seen = scaling.initial("dynamic"), []
+    monkeypatch.setattr(scaling, "GROWTH_INTERVAL", 3)
+    state, seen = loss_scale.initial("dynamic"), []
     for finite in (True, True, True, False, True, False, True, True, True):
-        state = scaling.after(state, jnp.asarray(finite), dynamic=True)
-        seen.append(float(state.scale) / scaling.START)
+        state = loss_scale.after(state, jnp.asarray(finite), dynamic=True)
+        seen.append(float(state.scale) / loss_scale.INITIAL)
     assert seen == [1, 1, 2, 1, 1, 0.5, 0.5, 0.5, 1]
     assert int(state.skipped) == 2
 
 
 def test_a_scale_never_falls_below_one_and_a_fixed_one_never_moves():
-    state = scaling.initial(2.0)
+    state = loss_scale.initial(2.0)
     for _ in range(3):
-        state = scaling.after(state, jnp.asarray(False), dynamic=True)
-    assert float(state.scale) == scaling.LEAST
-    fixed = scaling.after(scaling.initial(1024.0), jnp.asarray(False), dynamic=False)
+        state = loss_scale.after(state, jnp.asarray(False), dynamic=True)
+    assert float(state.scale) == loss_scale.MINIMUM
+    fixed = loss_scale.after(loss_scale.initial(1024.0), jnp.asarray(False), dynamic=False)
     assert (float(fixed.scale), int(fixed.skipped)) == (1024.0, 1)
 
 

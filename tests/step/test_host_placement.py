@@ -11,7 +11,7 @@ from jaxmem import planning
 from jaxmem.checkpoint import Checkpoints
 from jaxmem.errors import UserError
 from jaxmem.planning.predict import held
-from jaxmem.step import host_state, program
+from jaxmem.step import host_placement, program
 from tests.step.conftest import SMALL, Trained, config
 
 # The output projection and attention learn, the embedding and the MLPs stay.
@@ -77,7 +77,7 @@ def test_bytes_leave_the_device():
 
 
 def test_where_there_is_no_such_memory_it_is_said(monkeypatch):
-    monkeypatch.setattr(host_state, "kinds", lambda _: {"device"})
+    monkeypatch.setattr(host_placement, "memory_kinds", lambda _: {"device"})
     built = program(config(memory={"offload": "optimizer"}), jax.devices()[:1])
     with pytest.raises(UserError, match="cpu devices have no pinned_host memory, only device; use"):
         _ = built.spec.state

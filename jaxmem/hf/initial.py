@@ -1,0 +1,43 @@
+"""The weights that a program starts from where its config names existing ones."""
+
+from __future__ import annotations
+
+from flax.traverse_util import flatten_dict, unflatten_dict
+
+from jaxmem import adapters
+from jaxmem.config.networks import Decoder
+from jaxmem.hf.base import check_adapter
+from jaxmem.hf.load import read_weights
+from jaxmem.hf.peft import read_adapter
+from jaxmem.quant.precision import Params
+from jaxmem.step import Program
+from jaxmem.step.state import TrainState
+
+
+def initial_state(program: Program) -> TrainState:
+    """A new state: from the weights of `model.hf` if given, else random."""
+    if getattr(program.cfg.model, "hf", None) is None:
+        return program.initialise()
+    return program.begin(add_adapters(program, read_base(program)))
+
+
+def read_base(program: Program) -> Params:
+    """The model's own weights from `model.hf`, stored and sharded as the program does."""
+    model, adapter = program.cfg.model, program.cfg.adapter
+    assert isinstance(model, Decoder)
+    assert model.hf is not None
+    if adapter.hf is not None:
+        check_adapter(adapter.hf, model.hf)
+    base, axes = adapters.base_of(program.spec.state.params), adapters.base_of(program.model.axes)
+    return read_weights(model.hf, model, base, axes, program.layout, program.model.layer_order)
+
+
+def add_adapters(program: Program, base: Params) -> Params:
+    """The model's own weights, which are donated, and adapters: new ones, or those of `adapter.hf`."""
+    params, model, directory = program.add_adapters(base), program.cfg.model, program.cfg.adapter.hf
+    if directory is None or program.cfg.adapter.kind == "none":
+        return params
+    assert isinstance(model, Decoder)
+    spec, order = program.spec, program.model.layer_order
+    read = read_adapter(directory, spec.state.params, program.model.axes, model.layers, program.layout, order)
+    return unflatten_dict({**flatten_dict(params), **read})
