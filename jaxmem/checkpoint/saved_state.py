@@ -1,7 +1,7 @@
-"""What a checkpoint holds of a program's state, and the way back.
+"""What a checkpoint contains of a training state, and how the state is restored from it.
 
-Weights that stay as `model.hf` has them are not kept again. Layers are kept as their run's stages store them, and
-brought into the order of this program's.
+Frozen weights that `model.hf` provides are not saved again. Layers are saved in the order in which pipeline stages
+store them, and brought into this program's order when they are restored.
 """
 
 from __future__ import annotations
@@ -9,84 +9,83 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from flax.traverse_util import flatten_dict, unflatten_dict
 
-from jaxmem import hf
-from jaxmem.config import Decoder
+from jaxmem.checkpoint.restage import Restage
 from jaxmem.errors import UserError
 from jaxmem.quant.precision import Params
-from jaxmem.step.restage import Restage
+from jaxmem.step import Program
 from jaxmem.step.state import TrainState
 
-if TYPE_CHECKING:
-    from jaxmem.step import Program
 
-
-class Checkpointed:
-    """A config, where one is asked for, is that of the run that wrote, as JSON."""
+class SavedState:
+    """Of one program. `config`, where one is asked for, is that of the run that saved, as JSON."""
 
     def __init__(self, program: Program) -> None:
-        self._program = program
+        self._program, self._model, self._spec = program, program.model, program.spec
 
     def of(self, state: TrainState) -> TrainState:
-        """What a checkpoint holds of a state."""
-        return dataclasses.replace(state, params=self._kept(state.params))
+        """The part of a state that is saved."""
+        return dataclasses.replace(state, params=self._saved(state.params))
 
-    def state(self, config: Mapping[str, Any]) -> TrainState:
-        """Shapes and places to read a checkpoint into."""
-        program, restage = self._program, self._restage(config)
-        state = self.of(program.spec.state)
+    def shapes(self, config: Mapping[str, Any]) -> TrainState:
+        """Shapes and shardings to restore a checkpoint into."""
+        spec, restage = self._spec, self._restage(config)
+        state = self.of(spec.state)
         if not restage.needed:
             return state
-        params = restage.saved("weights", self._kept(program.spec.param_axes), state.params)
-        opt_state = restage.saved("optimizer", program.spec.opt_axes, state.opt_state)
+        params = restage.saved("weights", self._saved(spec.param_axes), state.params)
+        opt_state = restage.saved("optimizer", spec.opt_axes, state.opt_state)
         return dataclasses.replace(state, params=params, opt_state=opt_state)
 
-    def restored(self, read: TrainState, config: Mapping[str, Any]) -> TrainState:
-        """The program's state, of what was read into `state`."""
-        program = self._program
-        params = self.restored_params(read.params, config)
-        opt_state = self._restaged(config, program.spec.opt_axes, read.opt_state, program.spec.state.opt_state)
-        return dataclasses.replace(read, params=params, opt_state=opt_state)
+    def restored(self, saved: TrainState, config: Mapping[str, Any]) -> TrainState:
+        """The program's state, from what was restored into `shapes`."""
+        params = self.restored_params(saved.params, config)
+        opt_state = self._restaged(config, self._spec.opt_axes, saved.opt_state, self._spec.state.opt_state)
+        return dataclasses.replace(saved, params=params, opt_state=opt_state)
 
     def restored_params(self, params: Params, config: Mapping[str, Any]) -> Params:
-        axes, placed = self._kept(self._program.spec.param_axes), self._kept(self._program.spec.state.params)
-        params = self._restaged(config, axes, params, placed)
-        if not self._base_elsewhere:
+        axes, shapes = self._saved(self._spec.param_axes), self._saved(self._spec.state.params)
+        params = self._restaged(config, axes, params, shapes)
+        if not self._has_external_base:
             return params
-        base = flatten_dict(self._program.weights.read())
-        every = unflatten_dict({path: base.get(path, x) for path, x in flatten_dict(params).items()})
-        return every if self._program.model.selection is None else self._program.model.selection.put(every, params)
+        from jaxmem.hf.initial import read_base
+
+        base = flatten_dict(read_base(self._program))
+        merged = unflatten_dict({path: base.get(path, x) for path, x in flatten_dict(params).items()})
+        return self._model.replace(merged, params)
 
     @cached_property
     def base(self) -> str | None:
-        """The mark of what is read from `model.hf` whenever it is needed."""
-        model = self._program.cfg.model
-        return hf.fingerprint(model.hf) if self._base_elsewhere and isinstance(model, Decoder) and model.hf else None
+        """The fingerprint of the frozen weights that `model.hf` provides; None: all weights are saved."""
+        from jaxmem.hf.adapter_base import fingerprint
 
-    def belongs(self, position: Mapping[str, Any], where: object) -> None:
-        """Refuse what a checkpoint holds where it was learnt beside other weights than `model.hf` has."""
-        model = self._program.cfg.model
-        if isinstance(model, Decoder) and position.get("base", self.base) != self.base:
+        return fingerprint(self._hf) if self._has_external_base else None
+
+    def check_base(self, position: Mapping[str, Any], where: object) -> None:
+        """Refuses a checkpoint that was trained on other frozen weights than `model.hf` provides."""
+        if self._hf is not None and position.get("base", self.base) != self.base:
             raise UserError(
-                f"model.hf: {model.hf} holds other weights than those that {where} was learnt beside; give the"
-                " directory as it was"
+                f"model.hf: {self._hf} holds other weights than those that {where} was trained on; give the unchanged"
+                " directory"
             )
 
     @property
-    def _base_elsewhere(self) -> bool:
-        """Whether what does not learn is read from `model.hf` whenever it is needed."""
-        cfg = self._program.cfg
-        return isinstance(cfg.model, Decoder) and cfg.model.hf is not None and bool(cfg.learns)
+    def _hf(self) -> str | None:
+        return getattr(self._program.cfg.model, "hf", None)
 
-    def _kept(self, params: Any) -> Any:
-        return self._program.model.select(params) if self._base_elsewhere else params
+    @property
+    def _has_external_base(self) -> bool:
+        return self._hf is not None and bool(self._program.cfg.learns)
+
+    def _saved(self, params: Any) -> Any:
+        return self._model.select(params) if self._has_external_base else params
 
     def _restage(self, config: Mapping[str, Any]) -> Restage:
         return Restage(config, self._program.cfg.model_dump(mode="json"), self._program.layout)
 
-    def _restaged(self, config: Mapping[str, Any], axes: Any, arrays: Any, placed: Any) -> Any:
+    def _restaged(self, config: Mapping[str, Any], axes: Any, arrays: Any, shapes: Any) -> Any:
         restage = self._restage(config)
-        return restage(axes, arrays, placed) if restage.needed else arrays
+        return restage(axes, arrays, shapes) if restage.needed else arrays

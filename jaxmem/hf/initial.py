@@ -6,9 +6,9 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 
 from jaxmem import adapters
 from jaxmem.config.networks import Decoder
-from jaxmem.hf.base import check_adapter
-from jaxmem.hf.load import read_weights
+from jaxmem.hf.adapter_base import check_adapter
 from jaxmem.hf.peft import read_adapter
+from jaxmem.hf.reader import read_weights
 from jaxmem.quant.precision import Params
 from jaxmem.step import Program
 from jaxmem.step.state import TrainState

@@ -44,7 +44,7 @@ def known_shapes(built: Program) -> KnownShapes:
     sharded: set[Dims] = set()  # stacked weights and gradients
     sizes: set[int] = set()
     layers: set[int] = set()
-    params = built.state.params
+    params = built.spec.state.params
 
     def add(axes: Axes, leaf: Any, trainable: Any) -> None:
         stored, split, used, moments = (
@@ -66,7 +66,7 @@ def known_shapes(built: Program) -> KnownShapes:
             layers.add(stored[0])
             whole_weights.update({sorted_dims(used)} if used != stored else ())
 
-    jax.tree.map(add, built.axes, params, built.chosen(params), is_leaf=is_axes)
+    jax.tree.map(add, built.model.axes, params, built.model.select(params), is_leaf=is_axes)
     return KnownShapes(
         frozenset(stored_dims),
         frozenset(gradients),
