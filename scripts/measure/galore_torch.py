@@ -2,23 +2,18 @@
 
 In an environment with jaxmem, torch, transformers and galore-torch:
 
-    python scripts/measure/galore_torch.py [SEED ...]       # ten minutes of one core for each seed
+    python scripts/measure/galore_torch.py [SEED ...]       # ten minutes of one core per seed
 
-A record a run goes to docs/benchmarks/optimizer-quality.jsonl, where `scripts/measure/optimizer_quality.py table` reads
-them beside the runs of jaxmem: torch's own AdamW first, to show that the two train alike.
+Records go where `optimizer_quality.py table` reads them beside the runs of jaxmem. torch's own AdamW comes first, to
+show that the two train alike.
 """
 
 from __future__ import annotations
 
-import datetime as dt
 import importlib.metadata
-import json
 import os
-import platform
 import sys
-from collections.abc import Iterator
 from itertools import islice
-from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
@@ -26,33 +21,27 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 import jax
 import numpy as np
 import torch
+from optimizer_quality import CONFIG, METHODS, PEERS, add_record
 
-import jaxmem
+from jaxmem.config import Config, load_config
 from jaxmem.data import Loader
 from jaxmem.lab.bench.torch_peer import network_of
 from jaxmem.step import program
 
-ROOT = Path(__file__).parents[2]
-RECORDS = ROOT / "docs" / "benchmarks" / "optimizer-quality.jsonl"
-METHODS = {
-    "adamw, torch": "",
-    "galore, galore-torch": "optimizer.name=galore_adamw optimizer.learning_rate=2e-2 optimizer.refresh_every=50",
-}
 
-
-def trained(method: str, seed: int) -> dict[str, Any]:
-    overrides = [*METHODS[method].split(), f"seed={seed}", f"name=quality-{seed}"]
-    cfg = jaxmem.load_config(ROOT / "configs" / "quality.yaml", overrides)
+def train(method: str, seed: int) -> None:
+    overrides, _ = METHODS[PEERS[method]]
+    cfg = load_config(CONFIG, [*overrides.split(), f"seed={seed}", f"name=quality-{seed}"])
     built = program(cfg, jax.devices()[:1])
     network = network_of(cfg, built.initialise().params)
-    optimizer = _optimizer(cfg, network)
-    rate, curve = built.spec.learning_rate, []
+    optimizer = make_optimizer(cfg, network)
+    curve = []
     loader = Loader(cfg, "train")
     for step, batch in enumerate(islice(loader, cfg.steps), 1):
         for group in optimizer.param_groups:
-            group["lr"] = float(rate(step - 1))
+            group["lr"] = float(built.spec.learning_rate(step - 1))
         optimizer.zero_grad(set_to_none=True)
-        total, count = _loss(network, batch)
+        total, count = summed_loss(network, batch)
         (total / count).backward()
         torch.nn.utils.clip_grad_norm_(network.parameters(), cfg.optimizer.clip)
         optimizer.step()
@@ -60,47 +49,31 @@ def trained(method: str, seed: int) -> dict[str, Any]:
             curve.append((step, total.item() / count))
             print(f"{method}, seed {seed}: step {step}, loss {curve[-1][1]:.4f}", flush=True)
     loader.close()
-    return {
-        "method": method,
-        "seed": seed,
-        "overrides": METHODS[method],
-        "held_out": _held_out(cfg, network),
-        "curve": curve,
-        "steps": cfg.steps,
-        "date": dt.date.today().isoformat(),
-        "device": "cpu",
-        "torch": torch.__version__,
-        "galore-torch": importlib.metadata.version("galore-torch"),
-        "python": platform.python_version(),
-    }
+    versions = {"device": "cpu", "torch": torch.__version__, "galore-torch": importlib.metadata.version("galore-torch")}
+    add_record(method, seed, overrides, held_out=held_out(cfg, network), curve=curve, steps=cfg.steps, **versions)
 
 
-def _optimizer(cfg: Any, network: Any) -> Any:
-    """Matrices of layers projected, the rest Adam's, vectors without decay: as jaxmem has it."""
+def make_optimizer(cfg: Config, network: Any) -> Any:
+    """As jaxmem has it: the layers' matrices projected, the others Adam's, vectors without weight decay."""
     own = cfg.optimizer
-    named = list(network.named_parameters())
-    hidden = [p for name, p in named if p.ndim > 1 and ".layers." in name]
-    tables = [p for name, p in named if p.ndim > 1 and ".layers." not in name]
-    decayed = [{"params": hidden}, {"params": tables}]
-    if own.name == "galore_adamw":
-        from galore_torch import GaLoreAdamW
+    parameters = list(network.named_parameters())
+    layers = {"params": [p for name, p in parameters if p.ndim > 1 and ".layers." in name]}
+    others = {"params": [p for name, p in parameters if p.ndim > 1 and ".layers." not in name]}
+    vectors = {"params": [p for _, p in parameters if p.ndim == 1], "weight_decay": 0.0}
+    settings = {"lr": own.learning_rate, "betas": (own.beta1, own.beta2), "eps": own.epsilon}
+    settings["weight_decay"] = own.weight_decay
+    if own.name == "adamw":
+        return torch.optim.AdamW([layers, others, vectors], **settings)
+    from galore_torch import GaLoreAdamW
 
-        # One rank for all: each matrix's smaller side is the width of the model.
-        rank = cfg.model.embed // 4
-        decayed[0] |= {"rank": rank, "update_proj_gap": own.refresh_every, "scale": own.scale, "proj_type": "std"}
-        make = GaLoreAdamW
-    else:
-        make = torch.optim.AdamW
-    groups = [
-        *({**group, "weight_decay": own.weight_decay} for group in decayed),
-        {"params": [p for _, p in named if p.ndim == 1], "weight_decay": 0.0},
-    ]
-    extra = {"no_deprecation_warning": True} if own.name == "galore_adamw" else {}
-    return make(groups, lr=own.learning_rate, betas=(own.beta1, own.beta2), eps=own.epsilon, **extra)
+    # One rank for all: each matrix's smaller side is the width of the model.
+    layers |= {"rank": cfg.model.embed // 4, "update_proj_gap": own.refresh_every, "scale": own.scale}
+    layers |= {"proj_type": "std"}
+    return GaLoreAdamW([layers, others, vectors], no_deprecation_warning=True, **settings)
 
 
-def _loss(network: Any, batch: dict[str, np.ndarray]) -> tuple[Any, float]:
-    """(sum, how many) over the tokens of one batch, documents apart from each other."""
+def summed_loss(network: Any, batch: dict[str, np.ndarray]) -> tuple[Any, float]:
+    """(sum, count) over the tokens of one batch; packed documents do not attend to each other."""
     arrays = {name: torch.from_numpy(np.asarray(x[0])) for name, x in batch.items()}
     segments, time = arrays["segment_ids"], arrays["inputs"].shape[1]
     seen = (segments[:, None, :, None] == segments[:, None, None, :]) & torch.ones(time, time).tril().bool()
@@ -112,25 +85,15 @@ def _loss(network: Any, batch: dict[str, np.ndarray]) -> tuple[Any, float]:
     return (each * arrays["mask"].flatten()).sum(), float(arrays["mask"].sum())
 
 
-def _held_out(cfg: Any, network: Any) -> float:
+def held_out(cfg: Config, network: Any) -> float:
+    loader = Loader(cfg, "held_out")
     with torch.no_grad():
-        sums = [_loss(network, batch) for batch in _batches(cfg)]
+        sums = [summed_loss(network, batch) for batch in islice(loader, cfg.train.evaluate_batches)]
+    loader.close()
     return sum(total.item() for total, _ in sums) / sum(count for _, count in sums)
 
 
-def _batches(cfg: Any) -> Iterator[dict[str, np.ndarray]]:
-    loader = Loader(cfg, "held_out")
-    yield from islice(loader, cfg.train.evaluate_batches)
-    loader.close()
-
-
-def main(seeds: list[int]) -> None:
-    for seed in seeds:
-        for method in METHODS:
-            record = trained(method, seed)
-            with RECORDS.open("a") as file:
-                file.write(json.dumps(record) + "\n")
-
-
 if __name__ == "__main__":
-    main([int(seed) for seed in sys.argv[1:]] or [0, 1, 2])
+    for seed in [int(seed) for seed in sys.argv[1:]] or [0, 1, 2]:
+        for method in PEERS:
+            train(method, seed)
