@@ -1,13 +1,18 @@
-"""What a run is: sections, presets, loading, checking. Imports no jax."""
+"""What a run is: its sections, how they are loaded and checked. Imports no jax.
 
-from jaxmem.config.adapters import LOW_RANK
-from jaxmem.config.check import check
-from jaxmem.config.load import load_config, save_config
-from jaxmem.config.mesh import undivided
+The sections are at hand; what loads, checks and describes them is imported when it is first used.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
 from jaxmem.config.networks import Convnet, Decoder, Mlp, Model, Rope, Vit
-from jaxmem.config.presets import PRESETS, parameter_count
-from jaxmem.config.schema import json_schema
+from jaxmem.config.optimizers import Optimizer
 from jaxmem.config.sections import (
+    LOW_RANK,
+    MESH_AXES,
     Adapter,
     Batch,
     Checkpoint,
@@ -18,7 +23,6 @@ from jaxmem.config.sections import (
     Memory,
     Mesh,
     Objective,
-    Optimizer,
     Pipeline,
     Precision,
     Rules,
@@ -27,36 +31,24 @@ from jaxmem.config.sections import (
     Train,
 )
 
+_LAZY = {
+    "PRESETS": "presets",
+    "check": "check",
+    "for_devices": "devices",
+    "json_schema": "schema",
+    "load_config": "load",
+    "parameter_count": "presets",
+    "save_config": "load",
+}
 __all__ = [
-    "LOW_RANK",
-    "PRESETS",
-    "Adapter",
-    "Batch",
-    "Checkpoint",
-    "Cluster",
-    "Config",
-    "Convnet",
-    "Data",
-    "Decoder",
-    "Generate",
-    "Memory",
-    "Mesh",
-    "Mlp",
-    "Model",
-    "Objective",
-    "Optimizer",
-    "Pipeline",
-    "Precision",
-    "Rope",
-    "Rules",
-    "Save",
-    "Source",
-    "Train",
-    "Vit",
-    "check",
-    "json_schema",
-    "load_config",
-    "parameter_count",
+    "LOW_RANK", "MESH_AXES", "PRESETS", "Adapter", "Batch", "Checkpoint", "Cluster", "Config", "Convnet", "Data",
+    "Decoder", "Generate", "Memory", "Mesh", "Mlp", "Model", "Objective", "Optimizer", "Pipeline", "Precision", "Rope",
+    "Rules", "Save", "Source", "Train", "Vit", "check", "for_devices", "json_schema", "load_config", "parameter_count",
     "save_config",
-    "undivided",
-]
+]  # fmt: skip
+
+
+def __getattr__(name: str) -> Any:
+    if name in _LAZY:
+        return getattr(importlib.import_module(f"jaxmem.config.{_LAZY[name]}"), name)
+    raise AttributeError(f"module 'jaxmem.config' has no attribute {name!r}")

@@ -11,11 +11,13 @@ import re
 import sys
 from collections.abc import Iterator
 
-from jaxmem.config.adapters import check_adapter, check_some_layers
-from jaxmem.config.data import check_data
-from jaxmem.config.memory import check_memory, is_scheduled
+from jaxmem.config.check_adapter import check_adapter, check_some_layers
+from jaxmem.config.check_data import check_data
+from jaxmem.config.check_memory import check_memory
+from jaxmem.config.dimensions import dims
 from jaxmem.config.networks import Convnet, Decoder, Mlp, Rope, Vit
-from jaxmem.config.optimizers import FIELDS, OPTIMIZERS
+from jaxmem.config.optimizers import OPTIMIZERS
+from jaxmem.config.recompute import policy_of
 from jaxmem.config.sections import Config, Generate, Mesh, Objective, Rules, Train
 from jaxmem.errors import UserError
 
@@ -25,12 +27,6 @@ DIGIT_LEVELS = 17  # a pixel is 0 to 16
 BUCKETS = ("gs", "s3")
 CROSS_ENTROPY = ("next_token", "classify")
 SMOOTHED = (*CROSS_ENTROPY, "dpo")
-DIMS = {  # of each family's weights, by the names that `rules` has for them
-    "decoder": ("embed", "vocab", "heads", "kv_heads", "mlp"),
-    "vit": ("embed", "heads", "kv_heads", "mlp"),
-    "convnet": ("embed", "mlp"),
-    "mlp": ("embed", "mlp"),
-}
 
 
 def check(cfg: Config) -> Config:
@@ -204,7 +200,8 @@ def _mesh(cfg: Config) -> Iterator[str]:
     for axis, size in axes.items():
         if size < 1 and size != -1:
             yield f"mesh.{axis}: must be at least 1, or -1 for the rest of the devices, not {size}"
-    if cfg.mesh.stage != 1 and is_scheduled(cfg) and not str(cfg.memory.remat).startswith(("sqrt", "every_")):
+    policy = policy_of(cfg.memory.remat)
+    if cfg.mesh.stage != 1 and policy is not None and not policy.in_stages:
         yield (
             f"memory.remat: {cfg.memory.remat} goes back through all layers one by one, which mesh.stage"
             f" {cfg.mesh.stage} does not; use none, full, every_K, sqrt, dots or {{save: [names]}}"
@@ -221,12 +218,12 @@ def _mesh(cfg: Config) -> Iterator[str]:
 
 
 def _rules(cfg: Config) -> Iterator[str]:
-    usual, dims = Rules().table, DIMS[cfg.model.family]
+    usual, known = Rules().table, dims(cfg)
     for dim, over in cfg.rules.table.items():
         if len(set(over)) < len(over):
             yield f"rules.{dim}: {list(over)} names an axis twice; use {list(dict.fromkeys(over))}"
-        if over != usual[dim] and dim not in dims:
-            yield f"rules.{dim}: family {cfg.model.family} has none; it has {', '.join(dims)}"
+        if over != usual[dim] and dim not in known:
+            yield f"rules.{dim}: family {cfg.model.family} has none; it has {', '.join(known)}"
     if "tensor" in cfg.rules.kv_heads and "tensor" not in cfg.rules.heads:
         yield "rules.kv_heads: tensor splits key heads together with heads; give it to rules.heads, or to neither"
 
@@ -240,10 +237,10 @@ def _generate(cfg: Config) -> Iterator[str]:
 
 def _optimizer(cfg: Config) -> Iterator[str]:
     optimizer = cfg.optimizer
-    for field in FIELDS:
-        if getattr(optimizer, field) is not None and field not in OPTIMIZERS[optimizer.name]:
-            having = ", ".join(name for name, own in OPTIMIZERS.items() if field in own)
-            yield f"optimizer.{field}: {optimizer.name} has none; those that do: {having}"
+    for field, value in optimizer:
+        having = [name for name, entry in OPTIMIZERS.items() if field in entry.fields]
+        if value is not None and having and optimizer.name not in having and field != "kernel":
+            yield f"optimizer.{field}={value} requires optimizer.name={' or '.join(having)}, not {optimizer.name}"
     if optimizer.kernel == "pallas":
         int8 = cfg.precision.parameters == "int8"
         if not int8 and optimizer.name != "adamw8bit":

@@ -16,25 +16,25 @@ NAMES: dict[str, tuple[str, ...]] = {
 
 BOUNDARY = "boundary"  # a layer's input, for `memory.offload: activations`
 
-RESTING = ("optimizer", "frozen")  # what waits in host memory between updates, for `memory.offload`
+STATE_PARTS = ("optimizer", "frozen")  # parts of the state that `memory.offload` stores in host memory between updates
 
 
-def rests_on_host(offload: str | tuple[str, ...], what: str) -> bool:
+def is_offloaded(offload: str | tuple[str, ...], part: str) -> bool:
     """
-    >>> rests_on_host("optimizer", "optimizer"), rests_on_host(("activations",), "optimizer")
+    >>> is_offloaded("optimizer", "optimizer"), is_offloaded(("activations",), "optimizer")
     (True, False)
     """
-    return what in ((offload,) if isinstance(offload, str) else offload)
+    return part in ((offload,) if isinstance(offload, str) else offload)
 
 
-def on_host(offload: str | tuple[str, ...]) -> tuple[str, ...]:
-    """What layers keep in host memory, by name, as `memory.offload` says it.
+def offloaded_activations(offload: str | tuple[str, ...]) -> tuple[str, ...]:
+    """The names of the activations that layers save in host memory, as `memory.offload` gives them.
 
-    >>> on_host("none"), on_host("activations"), on_host(("attention",))
+    >>> offloaded_activations("none"), offloaded_activations("activations"), offloaded_activations(("attention",))
     ((), ('boundary',), ('attention',))
     """
     given = (offload,) if isinstance(offload, str) else offload
-    return tuple(BOUNDARY if name == "activations" else name for name in given if name not in ("none", *RESTING))
+    return tuple(BOUNDARY if name == "activations" else name for name in given if name not in ("none", *STATE_PARTS))
 
 
 # Of these, what is there for some tokens or some heads at a time only, where layers go through a sequence in pieces.

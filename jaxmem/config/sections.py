@@ -6,13 +6,14 @@ what a person wrote; what follows from them together is checked in `check.py`.
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
-from pydantic import Field, model_validator
+from pydantic import AfterValidator, Field
 
 from jaxmem.config.base import Count, Fraction, NotNegative, Positive, Section
 from jaxmem.config.networks import Convnet, Decoder, Model
-from jaxmem.config.optimizers import OPTIMIZERS
+from jaxmem.config.optimizers import Optimizer
+from jaxmem.config.recompute import NUMBERED, POLICIES
 from jaxmem.errors import UserError
 
 
@@ -66,14 +67,17 @@ class Batch(Section):
 
 
 class Mesh(Section):
-    """Devices along each axis; one may be -1, the rest of the devices."""
+    """Devices along each axis; one may be -1: all that are left. In the order of the device grid, outermost first:
+    neighbours along the last axis share the fastest links."""
 
+    stage: int = 1
     replica: int = 1
     fsdp: int = 1
-    tensor: int = 1
     context: int = 1
-    stage: int = 1
+    tensor: int = 1
 
+
+MESH_AXES = tuple(Mesh.model_fields)
 
 _Over = Annotated[tuple[Literal["fsdp", "context", "tensor"], ...], Field(strict=False)]
 
@@ -100,14 +104,14 @@ class Pipeline(Section):
     rounds: Count = 1  # how often each goes round, through a group of layers a stage: 1 is GPipe, more is circular
 
 
-Rest = Literal[
+StoredFormat = Literal[
     "float32", "bfloat16", "int8", "int6", "int5", "int4", "int3", "int2", "uint8", "uint6", "uint5", "uint4",
     "uint3", "uint2", "nf4", "fp4", "fp8_e4m3", "fp8_e5m2", "dynamic8", "dynamic4",
 ]  # fmt: skip
 
 
 class Precision(Section):
-    parameters: Rest = "float32"
+    parameters: StoredFormat = "float32"
     block_size: Count | None = None  # weights in codes that share a constant; by default 256, below 8 bits 64
     compute: Literal["auto", "float32", "bfloat16", "float16"] = "auto"  # bfloat16 on accelerators, float32 on CPU
     gradients: Literal["auto", "float32", "bfloat16"] = "auto"  # as the weights; of weights in codes as `compute`
@@ -132,14 +136,15 @@ class Save(Section):
     save: Annotated[tuple[str, ...], Field(strict=False)]
 
 
-Scheduled = Annotated[str, Field(pattern=r"^(every|slots)_[1-9][0-9]*$")]
-
-
+# `budget` is no policy of its own: planning chooses one that fits into `memory.budget`.
+_PLAIN = [name for name, policy in POLICIES.items() if not policy.has_number]
+_Policy = Literal[*_PLAIN, "budget"]  # type: ignore[valid-type]
+_Numbered = Annotated[str, Field(pattern=NUMBERED)]
 Offloaded = Annotated[tuple[str, ...], Field(strict=False, min_length=1)]
 
 
 class Memory(Section):
-    remat: Literal["none", "full", "dots", "sqrt", "recursive", "constant", "budget"] | Scheduled | Save = "none"
+    remat: _Policy | _Numbered | Save = "none"
     # What waits in host memory: all that layers keep (activations), or names of what is kept there and nowhere else;
     # the optimizer's state (optimizer), weights that do not learn (frozen).
     offload: Literal["none", "activations", "optimizer", "frozen"] | Offloaded = "none"
@@ -153,46 +158,17 @@ class Memory(Section):
     head_groups: Literal["auto"] | Count = "auto"  # into which attention goes, one after the other
 
 
-class Optimizer(Section):
-    """Fields that are None here have a default of the optimizer's own, or do not exist for it: `optimizers.py`."""
+LOW_RANK = ("lora", "dora", "qlora")  # kinds of adapters that add low-rank matrices
 
-    name: Literal[
-        "adamw", "adam", "sgd", "lion", "adafactor", "adam_mini", "muon", "adamw8bit", "adamw4bit", "lion8bit",
-        "momentum8bit", "galore_adamw", "galore_adamw8bit", "qgalore", "apollo", "apollo_mini",
-    ] = "adamw"  # fmt: skip
-    learning_rate: Positive = 3e-4
-    schedule: Literal["cosine", "linear", "constant"] = "cosine"
-    warmup: Annotated[int, Field(ge=0)] = 0  # updates
-    min_lr_ratio: Fraction = 0.1  # learning rate at the end, as a share of the peak
-    clip: Positive | None = 1.0  # the largest norm of a gradient
-    trainable: Annotated[tuple[str, ...], Field(strict=False)] = ()  # weights that learn, by patterns; none: all
-    clip_by: Literal["global", "previous", "weight"] = "global"  # of all, of all an update ago, each its own
-    kernel: Literal["none", "pallas"] = "none"  # in one pass over memory, on GPUs: adamw8bit, weights in int8
-    beta1: Fraction | None = None
-    beta2: Fraction | None = None
-    epsilon: Positive | None = None
-    momentum: Fraction | None = None
-    rank: Count | None = None  # of projections; by default a quarter of each matrix's smaller side
-    refresh_every: Count | None = None  # updates between projections
-    scale: Positive | None = None  # of what comes back from a projection
-    project_embeddings: bool | None = None  # embeddings and output projection, under a projection
-    similarity: Fraction | None = None  # qgalore: share of the old space in the new that counts as the same
-    residual: bool | None = None  # GaLore: whether what is outside of the projection is added, scaled alike
-    weight_decay: NotNegative | None = None  # matrices only, not norms and biases
 
-    @model_validator(mode="before")
-    @classmethod
-    def _filled(cls, given: Any) -> Any:
-        """With the named optimizer's own defaults."""
-        if not isinstance(given, dict):
-            return given
-        own = OPTIMIZERS.get(str(given.get("name", cls.model_fields["name"].default)), {})
-        return {**own, **{field: value for field, value in given.items() if value is not None or field not in own}}
+class HashableDict(dict[str, int]):
+    """A dict that nothing changes, so that the section that holds it is hashable as all others are."""
 
-    @property
-    def own(self) -> dict[str, Any]:
-        """The fields that the named optimizer has."""
-        return {field: getattr(self, field) for field in OPTIMIZERS[self.name]}
+    def __hash__(self) -> int:  # type: ignore[override]
+        return hash(frozenset(self.items()))
+
+
+Ranks = Annotated[dict[str, Count], AfterValidator(HashableDict)]
 
 
 class Adapter(Section):
@@ -204,9 +180,9 @@ class Adapter(Section):
     rslora: bool = False  # alpha / sqrt(rank) (rsLoRA)
     # Linear layers and embeddings by patterns; with a number to each, its rank. The first that matches counts. Under
     # patterns: weights.
-    targets: Annotated[tuple[str, ...], Field(strict=False)] | dict[str, Count] = ("blocks.*",)
+    targets: Annotated[tuple[str, ...], Field(strict=False)] | Ranks = ("blocks.*",)
     dropout: Fraction = 0.0  # of what an adapter sees
-    base: Rest | None = None  # what the model's own weights rest in; none: nf4 under qlora, else as those that learn
+    base: StoredFormat | None = None  # frozen weights, stored; null: nf4 for qlora, else precision.parameters
     double_quant: bool = True  # of a base in codes, the constants in 8 bits too
     hf: str | None = None  # a PEFT directory, which gives adapters to begin from and every field that is not given here
     lora_plus_ratio: Positive = 1.0  # the learning rate of B, as a multiple of A's (LoRA+)
@@ -340,9 +316,3 @@ class Config(Section):
         """Whether a backward pass finds the length of all gradients before the one that updates."""
         clips = self.optimizer.clip is not None and self.optimizer.clip_by == "global"
         return clips and self.memory.update == "during"
-
-    def for_devices(self, n: int) -> Config:
-        """This config with its mesh filled in for `n` devices, or a `UserError` that says what to change."""
-        from jaxmem.config.mesh import for_devices
-
-        return for_devices(self, n)

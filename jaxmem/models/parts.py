@@ -19,6 +19,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, Key
 
+from jaxmem.config.recompute import MATMUL
 from jaxmem.models import vocab_slices
 from jaxmem.models.chunks import Long
 from jaxmem.models.exchange import coded_product, lookup
@@ -26,7 +27,7 @@ from jaxmem.quant import QTensor
 from jaxmem.sharding import Axes, gather, gather_for
 from jaxmem.sharding.storage import store_new
 from jaxmem.sharding.weights import Point, Ready
-from jaxmem.stack import PRODUCT, Way, from_inputs
+from jaxmem.stack import Way, from_inputs
 
 RowKeys = Key[Array, "batch"]  # a random key for each row of the batch
 Keys = Key[Array, "*rows"]
@@ -104,7 +105,7 @@ class Linear(nnx.Module):
         codes = frozen_codes(self.weight)
         own, w = (x, None) if codes is not None else fetch_for(x, self.weight, x.dtype)
         y = self._coded(x, codes) if codes is not None else product(own, w)
-        y = checkpoint_name(y, PRODUCT)
+        y = checkpoint_name(y, MATMUL)
         if self.lora is not None:
             y = self.lora(x, y, partial(fetch, self.weight, x.dtype) if w is None else lambda: w, keys)
         return y if self.bias is None else y + fetch(self.bias, x.dtype)

@@ -35,8 +35,7 @@ Transformation: TypeAlias = optax.GradientTransformationExtraArgs
 
 def build(cfg: config.Optimizer, learning_rate: optax.Schedule, axes: Any) -> Transformation:
     """The optimizer that a config names, after clipping. `axes` are the parameters' logical axes."""
-    kernel = {"kernel": cfg.kernel} if cfg.name == "adamw8bit" else {}
-    named = NAMED[cfg.name](learning_rate, axes=axes, **cfg.own, **kernel)
+    named = NAMED[cfg.name](learning_rate, axes=axes, **cfg.hyperparameters)
     return named if cfg.clip is None else chained(clip(cfg.clip, cfg.clip_by, axes=axes), named)
 
 

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING
 import jax
 from jax.tree_util import keystr, tree_leaves_with_path
 
-from jaxmem.config import Config, undivided
+from jaxmem.config import Config
+from jaxmem.config.dimensions import undivided
 from jaxmem.planning.breakdown import ALL_SCORES, COPIES, GATHERED, LOGITS, STATE_COPIES, UPDATES
 from jaxmem.planning.communication import collective
 from jaxmem.planning.hlo import Module, total_flops

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from jaxmem.config import Config, Save
+from jaxmem.config.devices import for_devices
 from jaxmem.config.names import IN_CHUNKS, IN_GROUPS, NAMES
 from jaxmem.planning.breakdown import SAVED
 from jaxmem.planning.compile import sized
@@ -43,7 +44,7 @@ def decided(cfg: Config, target: Target, reserve_gib: float | None = None) -> Co
     """The config with what `memory.remat: budget` comes to on a target; any other as it is."""
     if cfg.memory.remat != "budget":
         return cfg
-    limit, whole = usable(target, cfg, reserve_gib), cfg.for_devices(target.count)
+    limit, whole = usable(target, cfg, reserve_gib), for_devices(cfg, target.count)
     platform = "cpu" if target.is_cpu else "gpu"
     ladder = rungs(whole, platform)
     devices = target_devices(target, ROOM * limit)

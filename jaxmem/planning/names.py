@@ -14,6 +14,7 @@ import jax
 from rich.table import Table
 
 from jaxmem.config import Config
+from jaxmem.config.devices import for_devices
 from jaxmem.planning.layers import layers_of
 from jaxmem.planning.share import rows_of
 from jaxmem.planning.targets import local_target, parse_target
@@ -34,7 +35,7 @@ class Named:
 def names(cfg: Config, target: str | None = None) -> list[Named]:
     """For a device of a target, by default of this machine."""
     aim = local_target(jax.devices()) if target is None else parse_target(target)
-    cfg = cfg.for_devices(aim.count)
+    cfg = for_devices(cfg, aim.count)
     whole = cfg.memory.model_copy(update={"mlp_chunk": "auto", "head_groups": "auto"})  # every name is there
     rows = rows_of(cfg)
     return [

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from jaxmem.config import Config, Decoder
-from jaxmem.config.names import BOUNDARY, on_host
+from jaxmem.config.names import BOUNDARY, offloaded_activations
 from jaxmem.machine.gpus import ATTAINED_BANDWIDTH, ATTAINED_FLOPS, ATTAINED_LINK, Gpu
 from jaxmem.planning.passes import AROUND, Passes
 from jaxmem.planning.share import passes_run, rows_of
@@ -117,7 +117,7 @@ class _Pace:
         """For what goes to host memory and comes back. Boundaries alone are fetched a layer ahead; of all else XLA puts
         most copies where they are needed."""
         each_way = rows_of(self.cfg) * passes.hosted / self.host_link
-        ahead = self.cfg.memory.remat == "full" and on_host(self.cfg.memory.offload) == (BOUNDARY,)
+        ahead = self.cfg.memory.remat == "full" and offloaded_activations(self.cfg.memory.offload) == (BOUNDARY,)
         return max(0.0, each_way - computing / 2) if ahead else _WAITED * 2 * each_way
 
     def _tokens(self) -> float:

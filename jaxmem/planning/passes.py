@@ -31,7 +31,7 @@ from jaxmem.config import (
     Rules,
     Train,
 )
-from jaxmem.config.names import BOUNDARY, on_host
+from jaxmem.config.names import BOUNDARY, offloaded_activations
 from jaxmem.planning.hlo import mean_runs
 from jaxmem.planning.share import held_vocabulary, layers_together, loss_chunk
 from jaxmem.quant.precision import compute_dtype
@@ -104,7 +104,7 @@ OURS = ("pallas_call", "mpmd_map", "run_state", "triton_kernel_call")
 def passes_of(cfg: Config, platform: str) -> Passes:
     """Of a config whose mesh is filled in. Where `tensor` does not split the hidden units or the vocabulary it splits
     the time beside them: the same products in other shapes."""
-    away = on_host(cfg.memory.offload)
+    away = offloaded_activations(cfg.memory.offload)
     moves_all = away == (BOUNDARY,)  # what would be kept without it
     same = {"update": "after", "offload": "none" if moves_all or not away else away}
     if (together := layers_together(cfg)) > 1:

@@ -17,7 +17,7 @@ import jax
 import numpy as np
 
 from jaxmem.config import Config, Decoder
-from jaxmem.config.names import rests_on_host
+from jaxmem.config.names import is_offloaded
 from jaxmem.kernels.attention.blockwise import SHORT
 from jaxmem.machine.gpus import Gpu
 from jaxmem.planning.breakdown import SAVED
@@ -74,10 +74,10 @@ def estimate(cfg: Config, platform: str, gpu: Gpu | None = None, per_host: int =
     updates = resting if resting > held("optimizer", state.trained, width) else 0
     whole_state = sum(held("weights", part) for part in (state.params, state.constants))
     whole_state += held("optimizer", (*state.master, *state.optimizer))
-    if rests_on_host(cfg.memory.offload, "optimizer"):
+    if is_offloaded(cfg.memory.offload, "optimizer"):
         state = replace(state, optimizer=_staying(state.optimizer), master=_staying(state.master))
     frozen, rest = 0, state.rest
-    if rests_on_host(cfg.memory.offload, "frozen"):
+    if is_offloaded(cfg.memory.offload, "frozen"):
         away = [leaf for leaf in (*state.params, *state.constants) if leaf.may_wait]
         frozen = held("weights", away)
         layers = [(held("weights", [leaf]), leaf.shape[0]) for leaf in away if leaf.axes[:1] == ("layer",)]
@@ -153,7 +153,7 @@ class _Sizes:
             # Not where a layer's gradients come in order (`sharding.gather_for`): nothing is left for later.
             travels = cfg.zero >= 2 and mesh.fsdp * mesh.context > 1
             self.in_order = travels and tensor == 1 and tokens >= ENOUGH * model.embed
-            fetched = rests_on_host(cfg.memory.offload, "optimizer") and cfg.batch.accumulate == 1 and mesh.fsdp > 1
+            fetched = is_offloaded(cfg.memory.offload, "optimizer") and cfg.batch.accumulate == 1 and mesh.fsdp > 1
             alone = jax.__version_info__ >= (0, 11) and cfg.memory.remat != "none" and split * tensor * mesh.stage == 1
             late = travels and not self.in_order
             self.head_waits = (late and (self.chunk < model.vocab or mesh.context > 1 or fetched)) or alone

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from jaxmem.config import Config, Optimizer, Rules, load_config
-from jaxmem.config.mesh import resolve
+from jaxmem.config.devices import for_devices, resolve
 from jaxmem.errors import UserError
 from jaxmem.machine.gpus import CPU
 from jaxmem.planning import Target
@@ -110,7 +110,7 @@ def candidates(cfg: Config, target: Target, knobs: Sequence[Knob]) -> list[Candi
 def begun(space: Space, cfg: Config, target: Target) -> list[Candidate]:
     found = space.begin()
     if not found:
-        cfg.for_devices(target.count)  # says why not
+        for_devices(cfg, target.count)  # says why not
         raise UserError(f"{cfg.name}: nothing that may change makes a valid config on {target.name}")
     return found
 

@@ -14,10 +14,8 @@ from typing import Annotated, Any, Literal, get_args, get_origin
 
 from annotated_types import Ge, Le
 
-from jaxmem.config import Adapter, Config, Decoder, Optimizer, Precision
-from jaxmem.config.adapters import LOW_RANK
-from jaxmem.config.check import DIMS
-from jaxmem.config.mesh import AXES
+from jaxmem.config import LOW_RANK, MESH_AXES, Adapter, Config, Decoder, Optimizer, Precision
+from jaxmem.config.dimensions import dims
 from jaxmem.errors import UserError, nearest
 from jaxmem.planning import Target
 from jaxmem.quant.precision import compute_dtype
@@ -65,8 +63,8 @@ def _names(annotation: Any) -> Iterable[Any]:
 
 def _meshes(_: Config, target: Target) -> Iterable[Change]:
     """Every way to lay the devices out along the axes."""
-    for sizes in _factors(target.count, len(AXES)):
-        yield {f"mesh.{axis}": size for axis, size in zip(AXES, sizes, strict=True)}
+    for sizes in _factors(target.count, len(MESH_AXES)):
+        yield {f"mesh.{axis}": size for axis, size in zip(MESH_AXES, sizes, strict=True)}
 
 
 def _factors(n: int, count: int) -> Iterable[tuple[int, ...]]:
@@ -147,8 +145,7 @@ def _adapters(cfg: Config, _: Target) -> Iterable[Change]:
 def _tables(cfg: Config, _: Target) -> Iterable[Change]:
     """For each kind of weight: whether `tensor` splits it, and along which of its dimensions it rests in parts. Where
     `embed` may be that dimension and the other too, it is the first of the two."""
-    dims = DIMS[cfg.model.family]
-    kinds = [dim for dim in ("vocab", "heads", "mlp") if dim in dims]
+    kinds = [dim for dim in ("vocab", "heads", "mlp") if dim in dims(cfg)]
     forms = (((), ("tensor",), RESTING, ("tensor", *RESTING)), ((), ("tensor",)))
     for embed in (RESTING, ()):
         for own in itertools.product(*(forms[dim == "vocab"] for dim in kinds)):

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxmem.config import Config, Decoder, load_config
+from jaxmem.config.devices import for_devices
 from jaxmem.errors import UserError, nearest
 from jaxmem.planning import Target, readable
 from jaxmem.planning.targets import usable
@@ -229,5 +230,5 @@ class _Search:
 
 def _rows(cfg: Config, target: Target) -> int:
     """By how many sequences a batch grows: one a device that splits it and micro-batch."""
-    mesh = cfg.for_devices(target.count).mesh
+    mesh = for_devices(cfg, target.count).mesh
     return cfg.batch.accumulate * mesh.replica * mesh.fsdp

@@ -26,7 +26,6 @@ from jaxmem.sharding.layout import Layout, along, current, layout_for
 from jaxmem.sharding.table import (
     ALSO,
     IF_EVEN,
-    MESH_AXES,
     RESTING,
     USUAL,
     Axes,
@@ -45,7 +44,6 @@ __all__ = [
     "ENOUGH",
     "GATHERED",
     "IF_EVEN",
-    "MESH_AXES",
     "RESTING",
     "USUAL",
     "Axes",

@@ -12,9 +12,9 @@ from typing import Any, Self
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from jaxmem.config import Config
+from jaxmem.config import MESH_AXES, Config
 from jaxmem.errors import UserError, nearest
-from jaxmem.sharding.table import MESH_AXES, Axes, Role, Rules, Table, named, rules_of, splits
+from jaxmem.sharding.table import Axes, Role, Rules, Table, named, rules_of, splits
 
 
 @dataclass(frozen=True)

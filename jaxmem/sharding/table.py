@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from jaxmem import config
-from jaxmem.config import Config, undivided
+from jaxmem.config import Config
+from jaxmem.config.dimensions import undivided
 
 Axes = tuple[str | None, ...]  # a logical name for each dimension; None: nothing may split it
 Table = Mapping[str, tuple[str, ...]]  # logical axis -> the mesh axes that split it; (): whole
@@ -19,9 +20,6 @@ def is_axes(x: Any) -> bool:
     """A tuple of axis names, not one of optax's tuples of states."""
     return type(x) is tuple and all(a is None or isinstance(a, str) for a in x)
 
-
-# Outermost first: neighbours along the last axis share the fastest links.
-MESH_AXES = ("stage", "replica", "fsdp", "context", "tensor")
 
 USUAL: Table = config.Rules().table
 RESTING = ("fsdp", "context")  # split what rests; where it is computed with it is whole over them

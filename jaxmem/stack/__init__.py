@@ -8,14 +8,12 @@ through them with each layer's gradient in sight.
 from jaxmem.stack.apply import Applied, Way, apply_stack, stacked
 from jaxmem.stack.cuts import cut, cut_by
 from jaxmem.stack.pipeline import Pipeline
-from jaxmem.stack.remat import PRODUCT, REMAT, from_inputs
+from jaxmem.stack.remat import from_inputs
 from jaxmem.stack.reverse import Passed, forward, layer_of, together
 from jaxmem.stack.schedule import Schedule, schedule
 from jaxmem.stack.scheduled import merged, real
 
 __all__ = [
-    "PRODUCT",
-    "REMAT",
     "Applied",
     "Passed",
     "Pipeline",

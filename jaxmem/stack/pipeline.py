@@ -24,9 +24,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxmem.config.recompute import is_scheduled
 from jaxmem.sharding import groups, rotate, split_first
 from jaxmem.stack.remat import Remat, policy
-from jaxmem.stack.schedule import is_scheduled
 
 Run = Callable[[Any, Any, Any, Any], tuple[Any, Any]]  # (one layer's weights, x, its input, beside) -> (x, output)
 AXIS = "stage"

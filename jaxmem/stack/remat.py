@@ -20,15 +20,13 @@ from typing import Any
 import jax
 
 from jaxmem.config.names import BOUNDARY
+from jaxmem.config.recompute import POLICIES, policy_of
 from jaxmem.errors import UserError, nearest
 from jaxmem.sharding.host import HOST
-from jaxmem.stack.schedule import is_scheduled
 
 Policy = Callable[..., bool]
 Remat = str | tuple[str, ...]
 Forms = set[tuple[int, ...]]
-
-PRODUCT = "product"  # the checkpoint name of every product with a weight
 
 # `sharding.gather` and a pipeline's stages are made of these, each of which keeps the weight's shape; and of the last
 # ones what takes a layer's weight out of a stack, or brings it from the host.
@@ -36,14 +34,6 @@ _FETCH = (
     "custom_vjp_call", "convert_element_type", "sharding_constraint", "name", "optimization_barrier", "dynamic_slice",
     "squeeze", "device_put",
 )  # fmt: skip
-
-
-def _save_nothing(_: Forms) -> Policy:
-    return jax.checkpoint_policies.nothing_saveable
-
-
-def _save_dots(_: Forms) -> Policy:
-    return jax.checkpoint_policies.save_only_these_names(PRODUCT)
 
 
 def _save_all_but_weights(weights: Forms) -> Policy:
@@ -55,34 +45,26 @@ def _save_all_but_weights(weights: Forms) -> Policy:
     return policy
 
 
-REMAT: dict[str, Callable[[Forms], Policy]] = {
-    "none": _save_all_but_weights,
-    "dots": _save_dots,
-    "full": _save_nothing,
-}
-
-_KEPT: dict[str, tuple[str, ...]] = {"dots": (PRODUCT,), "full": ()}  # by name
-
-
 def policy(remat: Remat, weights: Forms, host: tuple[str, ...] = ()) -> Policy:
     """`weights`: the shapes in which one layer's weights are seen; `host`: what goes to host memory, by name, beside
     what else is kept. With a layer's boundary goes all that is kept."""
-    if isinstance(remat, str) and is_scheduled(remat):  # of one layer there is nothing to leave out
-        remat = "full"
-    kept = remat if isinstance(remat, tuple) else _KEPT.get(remat)
-    if host and kept is not None:
-        away = (*host, *kept) if BOUNDARY in host else host
+    if isinstance(remat, tuple):
+        saved: tuple[str, ...] | None = remat
+    elif (known := policy_of(remat)) is not None:  # a scheduled one: of one layer there is nothing to leave out
+        saved = known.saved
+    else:
+        raise UserError(f"memory.remat: unknown policy {remat!r}{nearest(remat, POLICIES)}")
+    if saved is None:
+        return _save_all_but_weights(weights)
+    if host:
+        away = (*host, *saved) if BOUNDARY in host else host
         return jax.checkpoint_policies.save_and_offload_only_these_names(
-            names_which_can_be_saved=[name for name in kept if name not in away],
+            names_which_can_be_saved=[name for name in saved if name not in away],
             names_which_can_be_offloaded=list(dict.fromkeys(away)),
             offload_src="device",
             offload_dst=HOST,
         )
-    if isinstance(remat, tuple):
-        return jax.checkpoint_policies.save_only_these_names(*remat)
-    if remat not in REMAT:
-        raise UserError(f"memory.remat: {remat!r} is no policy{nearest(remat, REMAT)}")
-    return REMAT[remat](weights)
+    return jax.checkpoint_policies.save_only_these_names(*saved)
 
 
 def from_inputs(function: Callable[..., jax.Array], *inputs: jax.Array) -> jax.Array:

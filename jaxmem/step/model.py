@@ -15,7 +15,7 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 
 from jaxmem import adapters, models
 from jaxmem.config import Config, Convnet, Memory, Save
-from jaxmem.config.names import on_host, rests_on_host
+from jaxmem.config.names import is_offloaded, offloaded_activations
 from jaxmem.errors import UserError
 from jaxmem.models.chunks import Long
 from jaxmem.optim.selection import Choice
@@ -107,7 +107,7 @@ class ModelSpec:
         if selection is None or tuple(jax.tree_util.DictKey(name) for name in path) in selection.layers:
             return Storage(cfg.precision)
         double_quant = cfg.adapter.double_quant and cfg.base_precision != cfg.precision
-        return Storage(cfg.base_precision, double_quant, rests_on_host(cfg.memory.offload, "frozen"))
+        return Storage(cfg.base_precision, double_quant, is_offloaded(cfg.memory.offload, "frozen"))
 
     def new_weights(self, key: jax.Array) -> Params:
         """Initial weights, adapters included, as they are stored."""
@@ -151,7 +151,7 @@ class ModelSpec:
             attention=None if memory.attention == "auto" else memory.attention,
             deterministic=self.cfg.train.deterministic,
             long=chunking(memory),
-            stack=Way(remat, self.pipeline, on_host(memory.offload)),
+            stack=Way(remat, self.pipeline, offloaded_activations(memory.offload)),
         )
 
     def _arranged(self, axes: Axes, weight: Any) -> Any:

@@ -19,6 +19,7 @@ from flax import nnx
 
 from jaxmem import adapters
 from jaxmem.config import Config
+from jaxmem.config.devices import for_devices
 from jaxmem.machine.devices import lowering_for
 from jaxmem.quant.precision import Params
 from jaxmem.sharding import Layout, layout_for
@@ -205,7 +206,7 @@ class Program:
 def program(cfg: Config, devices: Sequence[Any] | None = None) -> Program:
     """The program of a config on these devices, by default all that jax sees."""
     devices = jax.devices() if devices is None else devices
-    cfg = cfg.for_devices(len(devices))
+    cfg = for_devices(cfg, len(devices))
     return Program(cfg, layout_for(cfg, devices))
 
 

@@ -14,7 +14,7 @@ import optax
 
 from jaxmem import optim
 from jaxmem.config import Config
-from jaxmem.config.names import RESTING, rests_on_host
+from jaxmem.config.names import STATE_PARTS, is_offloaded
 from jaxmem.quant.precision import Params, gradient_dtype
 from jaxmem.sharding import Axes, Layout, Role, axes_at_rest, is_axes
 from jaxmem.sharding.leaves import state_axes
@@ -107,11 +107,11 @@ class StateSpec:
 
     def offloads(self, part: str) -> bool:
         """Whether this part of the state is in host memory between updates: `optimizer`, or `frozen` weights."""
-        return rests_on_host(self.cfg.memory.offload, part)
+        return is_offloaded(self.cfg.memory.offload, part)
 
     @property
     def has_offload(self) -> bool:
-        return any(map(self.offloads, RESTING))
+        return any(map(self.offloads, STATE_PARTS))
 
     @cached_property
     def is_on_host(self) -> TrainState:

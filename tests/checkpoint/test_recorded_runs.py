@@ -49,5 +49,5 @@ def test_the_model_of_a_recorded_run_opens(name: str) -> None:
     with Checkpoints(f"runs/{name}/checkpoints", read_only=True) as checkpoints:
         _, config = checkpoints.read(4)
     assert load_config(config).model == load_config(f"runs/{name}/config.yaml").model
-    built, params = open_run(f"runs/{name}", ["mesh.fsdp=-1"])
+    built, params = open_run(f"runs/{name}", ["mesh.fsdp=4", "mesh.tensor=2"])
     assert len(jax.tree.leaves(params)) == len(jax.tree.leaves(built.spec.state.params))

@@ -342,7 +342,7 @@ def test_steps():
 def test_triton_where_it_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
     over = "memory.attention=triton"
     assert load_config(TEXT, [over]).memory.attention == "triton"
-    monkeypatch.setattr("jaxmem.config.memory.find_spec", lambda _: None)
+    monkeypatch.setattr("jaxmem.config.check_memory.find_spec", lambda _: None)
     [line] = lines(TEXT, over)
     assert line == "memory.attention: triton needs jax-triton: pip install 'jaxmem[cuda13]'; or use pallas"
 

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from jaxmem.config import load_config, save_config
+from jaxmem.config.devices import for_devices
 
 ROOT = Path(__file__).parents[2]
 FILES = sorted((ROOT / "configs").glob("*.yaml"))
@@ -26,4 +27,4 @@ def test_config(path, tmp_path):
     opening = [line for line in path.read_text().split("\n\n")[0].split("\n") if line.startswith("#")]
     assert any(f"configs/{path.name}" in line or "jaxmem bench" in line for line in opening)
     (devices,) = (line for line in opening if line.startswith("# Devices: "))
-    cfg.for_devices(int(re.search(r"\d+", devices)[0]))
+    for_devices(cfg, int(re.search(r"\d+", devices)[0]))

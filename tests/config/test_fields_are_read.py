@@ -38,14 +38,15 @@ READ_HERE = {
     # Given to the optimizer by name; tests/optim builds each with all of its own.
     **{f"Rules.{dim}": "Rules.table" for dim in Rules.model_fields},
     **dict.fromkeys(
-        ("momentum", "rank", "refresh_every", "scale", "similarity", "residual", "project_embeddings"), "Optimizer.own"
+        ("momentum", "rank", "refresh_every", "scale", "similarity", "residual", "project_embeddings"),
+        "Optimizer.hyperparameters",
     ),
 }
 
 Kinds = frozenset[type[Section]]
 NOTHING: Kinds = frozenset()
-FROM_SAME = {"for_devices", "model_copy"}  # methods that return the section they are called on
-PASS_ON = {"enumerate", "list", "reversed", "sorted", "tuple", "zip"}
+FROM_SAME = {"model_copy"}  # methods that return the section they are called on
+PASS_ON = {"enumerate", "for_devices", "list", "reversed", "sorted", "tuple", "zip"}
 
 
 def sections_in(annotation: object) -> Iterator[type[Section]]:
@@ -129,6 +130,8 @@ class File:
         match node:
             case ast.Name(id=name) | ast.Attribute(value=ast.Name(id="self"), attr=name):
                 return self.holds.get(name, NOTHING)
+            case ast.Attribute(attr="cfg"):  # of a program or a spec
+                return BY_NAME["Config"]
             case ast.Attribute(value=value, attr=name):
                 fields = [section.model_fields.get(name) for section in self.kinds(value)]
                 return frozenset(kind for field in fields if field for kind in sections_in(field.annotation))

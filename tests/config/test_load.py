@@ -204,3 +204,35 @@ def test_a_save_that_fails_leaves_the_old_file(tmp_path, monkeypatch):
         save_config(load_config(TINY), path)
     assert path.read_text() == "old"
     assert list(tmp_path.iterdir()) == [path]
+
+
+FORMS = [  # every field that is a list, a mapping or a section of its own
+    "adapter={kind: lora, targets: {'*.mlp.*': 2, '*.q': 5}}",
+    "adapter={kind: lora, targets: ['*.q']}",
+    "data.mixture=[{source: stdlib}, {source: text, path: a}]",
+    "data={packing: false, buckets: [8, 16]}",
+    "memory.remat={save: [mlp_hidden]}",
+    "memory={remat: full, offload: [activations, optimizer]}",
+    "optimizer.trainable=['head.*']",
+    "rules.mlp=[tensor, fsdp]",
+    "train={steps: 5, profile: [1, 2], trackers: [tensorboard]}",
+]
+
+
+@pytest.mark.parametrize("override", FORMS)
+def test_a_config_is_hashable_in_every_form(override, tmp_path):
+    cfg = load_config(TINY, [override])
+    save_config(cfg, tmp_path / "config.yaml")
+    again = load_config(tmp_path / "config.yaml")
+    assert again == cfg
+    assert hash(again) == hash(cfg)
+    assert {cfg: 1}[again] == 1
+
+
+def test_importing_sections_loads_nothing_that_reads_or_checks_them():
+    code = (
+        "import sys, jaxmem.config.sections; print(*sorted(m for m in sys.modules if m.startswith('jaxmem.config.')))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    loaded = {name.removeprefix("jaxmem.config.") for name in done.stdout.split()}
+    assert loaded == {"base", "networks", "optimizers", "recompute", "sections"}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from jaxmem.config import load_config
+from jaxmem.config.devices import for_devices
 from jaxmem.errors import UserError
 
 TEXT = {"name": "x", "model": {"preset": "tiny"}, "train": {"steps": 10}}
@@ -14,7 +15,7 @@ PICTURES = {**TEXT, "objective": "classify", "model": {"family": "vit"}, "data":
 def lines(base: dict, n: int, *overrides: str) -> list[str]:
     cfg = load_config(base, overrides)
     with pytest.raises(UserError) as error:
-        cfg.for_devices(n)
+        for_devices(cfg, n)
     return str(error.value).split("\n")
 
 
@@ -32,9 +33,9 @@ def lines(base: dict, n: int, *overrides: str) -> list[str]:
 )
 def test_the_rest_of_the_devices(n, overrides, expected):
     cfg = load_config(TEXT, overrides)
-    resolved = cfg.for_devices(n)
+    resolved = for_devices(cfg, n)
     assert (resolved.mesh.replica, resolved.mesh.fsdp, resolved.mesh.tensor) == expected
-    assert resolved.for_devices(n) == resolved
+    assert for_devices(resolved, n) == resolved
     assert resolved.model_copy(update={"mesh": cfg.mesh}) == cfg  # nothing else changed
 
 
@@ -87,17 +88,17 @@ def test_stages(base, overrides, line):
 
 
 def test_the_rest_of_the_devices_may_be_stages():
-    cfg = load_config(TEXT, ["mesh.stage=-1", "mesh.fsdp=2", "batch.accumulate=4"]).for_devices(8)
+    cfg = for_devices(load_config(TEXT, ["mesh.stage=-1", "mesh.fsdp=2", "batch.accumulate=4"]), 8)
     assert (cfg.mesh.stage, cfg.mesh.fsdp) == (4, 2)
 
 
 def test_layers_that_do_not_divide_are_filled_up():
-    assert load_config(TEXT, ["mesh.stage=3", "batch.accumulate=8"]).for_devices(3).mesh.stage == 3
+    assert for_devices(load_config(TEXT, ["mesh.stage=3", "batch.accumulate=8"]), 3).mesh.stage == 3
 
 
 def test_stages_are_advised_to_who_asked_for_some():
     assert lines(TEXT, 8, "mesh.stage=8")[1] == (
-        "meshes that work on 8: mesh.fsdp=2 mesh.stage=4, or mesh.tensor=2 mesh.stage=4, or mesh.replica=2 mesh.stage=4"
+        "meshes that work on 8: mesh.stage=4 mesh.fsdp=2, or mesh.stage=4 mesh.tensor=2, or mesh.stage=4 mesh.replica=2"
     )
 
 
@@ -204,7 +205,7 @@ def test_dims(base, n, overrides, line):
 )
 def test_what_divides_is_allowed(base, overrides):
     cfg = load_config(base, overrides)
-    assert cfg.for_devices(6) == cfg
+    assert for_devices(cfg, 6) == cfg
 
 
 @pytest.mark.parametrize("n", [1, 2, 8, 24, 64])
@@ -215,7 +216,7 @@ def test_advice_works(n):
     _, colon, meshes = advice.partition(f"meshes that work on {n}: ")
     assert colon
     for mesh in meshes.split(", or "):
-        load_config(TEXT, [*start, *mesh.split()]).for_devices(n)
+        for_devices(load_config(TEXT, [*start, *mesh.split()]), n)
 
 
 def test_no_mesh_at_all_says_which_batch_would_do():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from jaxmem.config import PRESETS, Decoder, load_config, parameter_count
+from jaxmem.config.devices import for_devices
 
 PUBLISHED = {
     "60m": 58_073_600,
@@ -79,7 +80,7 @@ def test_what_the_count_does_not_show(name, field, value):
 @pytest.mark.parametrize("fsdp", [1, 2, 4, 8])
 def test_tiny_divides(fsdp, tensor):
     cfg = load_config({"name": "x", "model": {"preset": "tiny"}, "train": {"steps": 1}, "mesh": {"fsdp": fsdp}})
-    mesh = (
-        cfg.model_copy(update={"mesh": cfg.mesh.model_copy(update={"tensor": tensor})}).for_devices(fsdp * tensor).mesh
-    )
+    mesh = for_devices(
+        cfg.model_copy(update={"mesh": cfg.mesh.model_copy(update={"tensor": tensor})}), fsdp * tensor
+    ).mesh
     assert (mesh.fsdp, mesh.tensor) == (fsdp, tensor)

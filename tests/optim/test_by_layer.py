@@ -23,7 +23,8 @@ def stack():
 
 def test_every_optimizer_of_a_config_is_a_chain():
     assert set(NAMED) == set(OPTIMIZERS)
-    for name, own in OPTIMIZERS.items():
+    for name, entry in OPTIMIZERS.items():
+        own = entry.fields
         NAMED[name](0.1, axes=AXES, **own).init(stack())
 
 
@@ -32,7 +33,7 @@ def test_a_stack_is_so_many_matrices(name):
     """Update after update, also in when each layer's projection is found anew; one layer at a time is the same."""
     params = stack()
     grads = gradients(params, 2)
-    own = {"refresh_every": 2} if "refresh_every" in OPTIMIZERS[name] else {}
+    own = {"refresh_every": 2} if "refresh_every" in OPTIMIZERS[name].fields else {}
     tx = NAMED[name](0.1, axes=AXES, **own)
     all_at_once, _ = updates(tx, params, grads)
     begun = jax.jit(tx.init)(params)

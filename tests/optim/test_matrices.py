@@ -93,7 +93,7 @@ RUN = {"name": "x", "model": {"preset": "tiny"}, "train": {"steps": 10}}
 
 
 def test_each_optimizer_has_the_defaults_of_its_paper():
-    own = lambda **optimizer: load_config({**RUN, "optimizer": optimizer}).optimizer.own  # noqa: E731
+    own = lambda **optimizer: load_config({**RUN, "optimizer": optimizer}).optimizer.hyperparameters  # noqa: E731
     assert own() == {"beta1": 0.9, "beta2": 0.95, "epsilon": 1e-8, "weight_decay": 0.1}
     assert own(name="lion") == {"beta1": 0.9, "beta2": 0.99, "weight_decay": 0.1}
     assert own(name="muon", beta1=0.8)["beta1"] == 0.8

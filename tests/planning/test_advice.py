@@ -24,6 +24,7 @@ from jaxmem.planning.compile import Compiled, compile_all, listening
 from jaxmem.planning.hlo import Computation, Instruction, Module, Shape
 from jaxmem.planning.known_shapes import KnownShapes, known_shapes
 from jaxmem.planning.targets import parse_target, target_devices
+from jaxmem.stack import remat
 from jaxmem.step import program
 from tests.planning.conftest import SMALL, config, plan_here
 
@@ -150,7 +151,7 @@ def test_a_gathered_weight_that_is_kept(monkeypatch: pytest.MonkeyPatch) -> None
     split = {"model": model, "mesh": {"fsdp": 8}, "data": {"sequence_length": 8}}
     assert warnings_of(plan_here(**split)) == []
     keep = lambda _: jax.checkpoint_policies.everything_saveable  # noqa: E731
-    monkeypatch.setitem(stack.REMAT, "none", keep)
+    monkeypatch.setattr(remat, "_save_all_but_weights", keep)
     (warned, *_) = [one for one in plan_here(**split).warnings if one.kind == "whole array"]
     assert "is whole on each device although it is split: float32[4,64,256]" in warned.text
     assert "memory.remat=full" in warned.cure

@@ -6,6 +6,7 @@ import pytest
 
 from jaxmem import planning
 from jaxmem.config import Config, Save, load_config
+from jaxmem.config.devices import for_devices
 from jaxmem.planning.budget import Rung, highest, keeping, rungs
 from jaxmem.planning.compile import compile_all
 from jaxmem.planning.hlo import total_flops
@@ -20,7 +21,7 @@ NAMED = ("dots", "recursive")
 
 
 def given(**memory: object) -> Config:
-    return config(model=DEEP, data={"sequence_length": 128}, batch={"global_size": 1}, memory=memory).for_devices(1)
+    return for_devices(config(model=DEEP, data={"sequence_length": 128}, batch={"global_size": 1}, memory=memory), 1)
 
 
 def traced(cfg: Config) -> tuple[int, int]:

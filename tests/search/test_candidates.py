@@ -7,8 +7,8 @@ from typing import get_args
 
 import pytest
 
-from jaxmem.config import Adapter, Memory, Optimizer, Rules, Save, load_config
-from jaxmem.config.mesh import AXES
+from jaxmem.config import MESH_AXES, Adapter, Memory, Optimizer, Rules, Save, load_config
+from jaxmem.config.devices import for_devices
 from jaxmem.errors import UserError
 from jaxmem.planning import parse_target
 from jaxmem.search import BY_DEFAULT
@@ -30,7 +30,7 @@ def test_names_come_from_the_config() -> None:
 def test_what_changes_the_mathematics_is_asked_for() -> None:
     kept = {key for knob in allowed(BY_DEFAULT) for change in knob.choices(config(), EIGHT) for key in change}
     memory = {f"memory.{field}" for field in ("remat", "offload", "update", "loss_chunk", "mlp_chunk")}
-    assert kept == memory | {"zero", "batch.accumulate"} | {*(f"mesh.{axis}" for axis in AXES)}
+    assert kept == memory | {"zero", "batch.accumulate"} | {*(f"mesh.{axis}" for axis in MESH_AXES)}
     assert {knob.allow for knob in KNOBS} >= {*BY_DEFAULT, "precision", "optimizer", "adapter"}
 
 
@@ -46,11 +46,11 @@ def test_every_candidate_is_what_its_overrides_say() -> None:
     cfg = config()
     for words in (["mesh", "batch"], ["batch", "precision"]):
         found = candidates(cfg, TWO, allowed(words))
-        assert found[0].cfg == cfg.for_devices(2)
+        assert found[0].cfg == for_devices(cfg, 2)
         assert found[0].overrides == []
         assert len({one.cfg for one in found}) == len(found)
         for one in found[:: max(len(found) // 20, 1)]:
-            again = load_config(cfg.model_dump(mode="json"), one.overrides).for_devices(2)
+            again = for_devices(load_config(cfg.model_dump(mode="json"), one.overrides), 2)
             assert again == one.cfg
             assert one.cfg.batch.global_size == cfg.batch.global_size
             assert one.cfg.model == cfg.model
@@ -120,18 +120,23 @@ def test_a_table_is_considered_once_in_its_plainest_words() -> None:
 
 def test_all_meshes_that_divide_are_there() -> None:
     found = {
-        tuple(getattr(one.cfg.mesh, axis) for axis in AXES) for one in candidates(config(), EIGHT, allowed(["mesh"]))
+        tuple(getattr(one.cfg.mesh, axis) for axis in MESH_AXES)
+        for one in candidates(config(), EIGHT, allowed(["mesh"]))
     }
-    sizes = itertools.product((1, 2, 4, 8), repeat=len(AXES))
+    sizes = itertools.product((1, 2, 4, 8), repeat=len(MESH_AXES))
     expected = set()
     for size in sizes:
         try:
-            cfg = load_config(
-                config().model_dump(mode="json"), [f"mesh.{axis}={n}" for axis, n in zip(AXES, size, strict=True)]
-            ).for_devices(8)
+            cfg = for_devices(
+                load_config(
+                    config().model_dump(mode="json"),
+                    [f"mesh.{axis}={n}" for axis, n in zip(MESH_AXES, size, strict=True)],
+                ),
+                8,
+            )
         except UserError:
             continue
-        expected.add(tuple(getattr(cfg.mesh, axis) for axis in AXES))
+        expected.add(tuple(getattr(cfg.mesh, axis) for axis in MESH_AXES))
     assert found == expected
 
 

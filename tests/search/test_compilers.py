@@ -12,6 +12,7 @@ import pytest
 
 from jaxmem.cli import main
 from jaxmem.config import load_config
+from jaxmem.config.devices import for_devices
 from jaxmem.planning import parse_target
 from jaxmem.planning.targets import local_target
 from jaxmem.search import kept
@@ -78,7 +79,7 @@ def test_a_command_end_to_end(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert results[0] | {"seconds": 0} == results[1] | {"seconds": 0}
     assert results[0]["considered"] == 4  # none, full, dots, sqrt
     assert results[0]["compiled"] == 2
-    cfg = load_config(best).for_devices(2)
+    cfg = for_devices(load_config(best), 2)
     assert cfg.memory.remat == results[0]["best"]["config"].get("memory.remat", "none")
     with Compilers(TWO) as compilers:
         assert compilers.step(cfg).total <= results[0]["best"]["total"]
@@ -94,7 +95,7 @@ def test_what_xla_fails_on_is_a_reason_and_the_next_is_asked(tmp_path: Path, mon
         raise jax.errors.JaxRuntimeError(next(failures))
 
     monkeypatch.setattr(jax.stages.Lowered, "compile", fail)
-    cfg, answers = config(batch={"global_size": 2}).for_devices(2), io.StringIO()
+    cfg, answers = for_devices(config(batch={"global_size": 2}), 2), io.StringIO()
     asked = ({"question": question, "config": cfg.model_dump(mode="json")} for question in ("step", "phases"))
     serve(map(json.dumps, asked), answers, local_target(jax.devices()[:2]))
     assert [json.loads(line)["refused"] for line in answers.getvalue().splitlines()] == [

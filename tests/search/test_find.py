@@ -9,6 +9,7 @@ import pytest
 from rich.console import Console
 
 from jaxmem.config import Config, Rules, load_config
+from jaxmem.config.devices import for_devices
 from jaxmem.errors import UserError
 from jaxmem.planning import plan_program
 from jaxmem.search import BY_DEFAULT
@@ -88,7 +89,7 @@ def test_advice_is_a_config_that_fits(found: tuple[Fit, Told]) -> None:
     for one in fit.known.all:
         _, advised, cure = fit.why(one).partition("; try ")
         if advised:
-            cfg = load_config(one.cfg.model_dump(mode="json"), cure.split()).for_devices(8)
+            cfg = for_devices(load_config(one.cfg.model_dump(mode="json"), cure.split()), 8)
             assert fit.known.fits(next(other for other in fit.known.all if other.cfg == cfg))
             tried += 1
     assert tried > 10
@@ -127,7 +128,7 @@ def test_a_table_as_good_as_any_that_is_known_is_found() -> None:
     assert "rules.mlp=[" in console.file.getvalue()  # type: ignore[attr-defined]
     smallest = min(fit.front, key=lambda one: one.total)
     assert smallest.total <= min(other.total for other in others) < estimated(poor, target).total
-    assert load_config(poor.model_dump(mode="json"), fit.best.candidate.overrides).for_devices(8) == fit.best.cfg
+    assert for_devices(load_config(poor.model_dump(mode="json"), fit.best.candidate.overrides), 8) == fit.best.cfg
 
 
 def test_around_the_best_of_a_sample_there_may_be_better(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from jaxmem.config import load_config
+from jaxmem.config.devices import for_devices
 from jaxmem.errors import UserError
 from jaxmem.search.candidates import estimated
 from jaxmem.search.most import UNITS, check_drawn, maximize
@@ -29,7 +30,7 @@ def test_the_largest_is_exact_however_wrong_the_estimate(key: str, value: int, b
     cfg = config(memory={"remat": "full"})
     wide = with_memory("h100-80gb:8", 1 << 40)
     with Told(wide, lambda _: (bent, 1.0)) as told:
-        needs = told.truth(load_config(cfg.model_dump(mode="json"), [f"{key}={value}"]).for_devices(8)).total
+        needs = told.truth(for_devices(load_config(cfg.model_dump(mode="json"), [f"{key}={value}"]), 8)).total
     with Told(with_memory("h100-80gb:8", needs), lambda _: (bent, 1.0)) as compilers:
         found = maximize(cfg, compilers.target, key, [], compilers)
     assert found.best is not None
@@ -48,7 +49,7 @@ def test_the_largest_is_exact_however_wrong_the_estimate(key: str, value: int, b
 def test_the_curve_of_batch_sizes(tmp_path: Path) -> None:
     cfg = config(memory={"remat": "full"})
     with Told(with_memory("h100-80gb:8", 1 << 40)) as told:
-        needs = told.truth(load_config(cfg.model_dump(mode="json"), ["batch.global_size=40"]).for_devices(8)).total
+        needs = told.truth(for_devices(load_config(cfg.model_dump(mode="json"), ["batch.global_size=40"]), 8)).total
     with Told(with_memory("h100-80gb:8", needs)) as compilers:
         found = maximize(cfg, compilers.target, "batch.global_size", [], compilers)
     assert {8, 16, 32, 40, 48} <= {one.value for one in found.curve}
@@ -65,7 +66,7 @@ def test_the_curve_of_batch_sizes(tmp_path: Path) -> None:
 
 def test_what_may_change_makes_room() -> None:
     """With recomputation and micro-batches allowed, more layers fit, in the config that needs least."""
-    limit = int(1.2 * estimated(config().for_devices(8), with_memory("h100-80gb:8", 1)).total)
+    limit = int(1.2 * estimated(for_devices(config(), 8), with_memory("h100-80gb:8", 1)).total)
     layers = []
     for allow in ([], ["remat", "batch"]):
         with Told(with_memory("h100-80gb:8", limit)) as compilers:

@@ -8,9 +8,10 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from jaxmem.config.recompute import fewest
 from jaxmem.lab.tour.checkpointing import FORMULAS, backward
 from jaxmem.stack import Way, apply_stack, stacked
-from jaxmem.stack.schedule import fewest, schedule
+from jaxmem.stack.schedule import schedule
 
 POLICIES = ("sqrt", "recursive", "constant", "every_1", "every_4", "every_300", "slots_1", "slots_2", "slots_4")
 

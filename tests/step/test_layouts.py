@@ -8,11 +8,12 @@ import jax
 import numpy as np
 import pytest
 
+from jaxmem.config import MESH_AXES
 from jaxmem.errors import UserError
 from jaxmem.planning.communication import collective
 from jaxmem.planning.hlo import read_module
 from jaxmem.planning.known_shapes import sorted_dims
-from jaxmem.sharding import MESH_AXES, Layout, layout_for, rules
+from jaxmem.sharding import Layout, layout_for, rules
 from jaxmem.sharding.leaves import Derived, state_axes
 from jaxmem.step import program
 from tests.step.conftest import SMALL, Trained, config

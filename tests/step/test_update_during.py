@@ -120,7 +120,7 @@ def mixed(names, axes):
     """An optimizer for each pattern that any of these weights has the name of."""
     found = {}
     for pattern, name in names.items():
-        own = {"epsilon": 1e-3} if "epsilon" in OPTIMIZERS[name] else {}
+        own = {"epsilon": 1e-3} if "epsilon" in OPTIMIZERS[name].fields else {}
         try:
             found[pattern] = NAMED[name](1e-2, axes=optim.only(axes, [pattern]), **own)
         except UserError:

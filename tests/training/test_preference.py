@@ -11,6 +11,7 @@ import pytest
 from flax import nnx
 
 from jaxmem.config import load_config
+from jaxmem.config.devices import for_devices
 from jaxmem.data import Loader
 from jaxmem.errors import UserError
 from jaxmem.inference.evaluate import evaluate
@@ -130,4 +131,4 @@ def test_what_does_not_go_together(config, sections, message):
 
 def test_pairs_lie_on_one_device(config):
     with pytest.raises(UserError, match=r"over replica 1 x fsdp 4, each with pairs of rows; nearest: 16"):
-        config(mesh={"fsdp": 4}).for_devices(4)
+        for_devices(config(mesh={"fsdp": 4}), 4)

@@ -14,6 +14,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from jaxmem.config import Decoder, load_config
+from jaxmem.config.devices import for_devices
 from jaxmem.errors import UserError
 from jaxmem.lab.tour import compiled
 from jaxmem.lab.tour.stops import Columns, Found, Row, Shown, Stop
@@ -121,7 +122,7 @@ def _of_layers(aim: Target, base: Mapping[str, Any], overrides: Sequence[str], l
     from jaxmem.search.candidates import estimated
 
     over = [*overrides, f"model.layers={layers}", f"batch.global_size={aim.count}"]
-    cfg = load_config(dict(base), over).for_devices(aim.count)
+    cfg = for_devices(load_config(dict(base), over), aim.count)
     assert isinstance(cfg.model, Decoder)
     return {
         "overrides": over,

@@ -14,6 +14,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from jaxmem.config import load_config
+from jaxmem.config.devices import for_devices
 from jaxmem.errors import UserError
 from jaxmem.lab.tour.stops import Columns, Found, Row, Shown, Stop
 
@@ -158,7 +159,7 @@ def one_by_one(jaxpr: Any) -> int:
 def _chunked(name: str, cfg: Any) -> Row:
     from jaxmem.planning.predict import estimate
 
-    found = estimate(cfg.for_devices(1), "gpu")
+    found = estimate(for_devices(cfg, 1), "gpu")
     return {"name": name, "activations": found.parts["activations"], "total": found.total}
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from jaxmem.config import load_config
+from jaxmem.config.devices import for_devices
 from jaxmem.errors import UserError
 from jaxmem.lab.tour import STOPS, adapters, galore, networks, parallel, precision
 
@@ -35,7 +36,7 @@ def test_every_run_is_a_config(tmp_path) -> None:
     for overrides in galore.RUNS.values():
         load_config({**galore.SMALL, **own}, overrides)
     for overrides in parallel.LAYOUTS.values():
-        load_config(parallel.BASE, overrides).for_devices(parallel.GPUS)
+        for_devices(load_config(parallel.BASE, overrides), parallel.GPUS)
 
 
 def test_networks_reach_what_is_stated() -> None:

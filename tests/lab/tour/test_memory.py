@@ -10,6 +10,7 @@ import jax
 import pytest
 
 from jaxmem.config import Config, load_config
+from jaxmem.config.devices import for_devices
 from jaxmem.errors import UserError
 from jaxmem.lab.tour import compiled
 from jaxmem.lab.tour.memory import BASE, ROWS, SEVERAL, Row, by_technique
@@ -26,7 +27,7 @@ def test_rows_compose_in_order_and_every_config_is_possible() -> None:
         overrides: tuple[str, ...] = ()
         for row in (row.on(count) for row in ROWS):
             overrides += row.overrides
-            assert load_config(BASE, overrides).for_devices(row.gpus).mesh.fsdp in (1, count)
+            assert for_devices(load_config(BASE, overrides), row.gpus).mesh.fsdp in (1, count)
             assert re.fullmatch(r"[\d+/ ()]+", row.formula)
 
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from importlib.util import find_spec
 
-from jaxmem.config.names import BOUNDARY, IN_CHUNKS, IN_GROUPS, NAMES, RESTING, on_host, rests_on_host
+from jaxmem.config.names import BOUNDARY, IN_CHUNKS, IN_GROUPS, NAMES, STATE_PARTS, is_offloaded, offloaded_activations
 from jaxmem.config.networks import Decoder, Vit
+from jaxmem.config.recompute import is_scheduled
 from jaxmem.config.sections import Config, Save
 from jaxmem.errors import nearest
 
@@ -31,9 +32,9 @@ def _names(cfg: Config) -> Iterator[str]:
         for name in remat.save:
             if name not in known:
                 yield f"memory.remat.save: family {cfg.model.family} has no {name!r}{nearest(name, known)}"
-    for name in on_host(cfg.memory.offload):
+    for name in offloaded_activations(cfg.memory.offload):
         if name not in (BOUNDARY, *known):
-            said = nearest(name, ["activations", *RESTING, *known])
+            said = nearest(name, ["activations", *STATE_PARTS, *known])
             yield f"memory.offload: family {cfg.model.family} has no {name!r}{said}"
 
 
@@ -47,7 +48,7 @@ def _spill(cfg: Config) -> Iterator[str]:
 
 def _offload(cfg: Config) -> Iterator[str]:
     """What would move nothing."""
-    remat, memory, away = cfg.memory.remat, cfg.memory, on_host(cfg.memory.offload)
+    remat, memory, away = cfg.memory.remat, cfg.memory, offloaded_activations(cfg.memory.offload)
     if away and remat == "none":
         yield "memory.remat: none keeps what has no name, which memory.offload cannot move; use full, dots or names"
     if away and cfg.model.family == "convnet":
@@ -56,14 +57,14 @@ def _offload(cfg: Config) -> Iterator[str]:
         yield "mesh.stage: stages keep what they keep of every tick on the device; use 1, or memory.offload=none"
     if away and remat == "budget":
         yield "memory.remat: budget chooses what the device keeps, and memory.offload what not; use full, dots or names"
-    if rests_on_host(memory.offload, "optimizer"):
+    if is_offloaded(memory.offload, "optimizer"):
         yield from _state_offloaded(cfg)
-    if rests_on_host(memory.offload, "frozen") and not cfg.learns:
+    if is_offloaded(memory.offload, "frozen") and not cfg.learns:
         yield "memory.offload: frozen would move nothing: all weights learn; use none, optimizer or an adapter.kind"
-    if rests_on_host(memory.offload, "frozen") and cfg.mesh.stage != 1:
+    if is_offloaded(memory.offload, "frozen") and cfg.mesh.stage != 1:
         yield "mesh.stage: stages need their layers at every tick, memory.offload: frozen brings one at a time; use 1"
     named = [name for name in away if name != BOUNDARY]
-    if named and is_scheduled(cfg):
+    if named and is_scheduled(cfg.memory.remat):
         yield f"memory.offload: {named[0]} is kept by no layer under memory.remat: {remat}; use full"
     for name in named:
         for key, hidden in (("mlp_chunk", IN_CHUNKS), ("head_groups", IN_GROUPS)):
@@ -101,21 +102,16 @@ def _chunks(cfg: Config) -> Iterator[str]:
             yield f"memory.head_groups: {cfg.memory.head_groups} does not divide {heads} key heads; use one of {near}"
 
 
-def is_scheduled(cfg: Config) -> bool:
-    """Whether only some boundaries of layers are kept."""
-    return isinstance(cfg.memory.remat, str) and cfg.memory.remat not in ("none", "full", "dots", "budget")
-
-
 def _update(cfg: Config) -> Iterator[str]:
     """What an update during the backward pass cannot be combined with. It sees one layer's gradient at a time, once."""
     if cfg.memory.update != "during":
         return
-    if is_scheduled(cfg) and cfg.batch.accumulate > 1:
+    if is_scheduled(cfg.memory.remat) and cfg.batch.accumulate > 1:
         yield (
             f"memory.remat: {cfg.memory.remat} makes again what lies between boundaries, and memory.update: during goes"
             f" back through all {cfg.batch.accumulate} at once; use none, full, dots or {{save: [names]}}"
         )
-    if cfg.batch.accumulate > 1 and on_host(cfg.memory.offload):
+    if cfg.batch.accumulate > 1 and offloaded_activations(cfg.memory.offload):
         yield (
             f"batch.accumulate: what layers keep of {cfg.batch.accumulate} micro-batches at once XLA cannot lay out in"
             " host memory, and memory.update: during needs it so; use 1, memory.update=after or memory.offload=none"

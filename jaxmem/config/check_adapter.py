@@ -7,10 +7,9 @@ from fnmatch import fnmatchcase
 
 from jaxmem.config.names import LAYERS
 from jaxmem.config.networks import Convnet, Decoder
-from jaxmem.config.sections import Adapter, Config
+from jaxmem.config.sections import LOW_RANK, Adapter, Config
 
 PRODUCTS = ("nf4", "fp4", "int4", "int8")  # codes that kernels.dequant_matmul knows
-LOW_RANK = ("lora", "dora", "qlora")
 FIELDS: dict[str, tuple[str, ...]] = {  # the kinds that each belongs to; others belong to all
     **dict.fromkeys(("rank", "alpha", "rslora", "dropout", "lora_plus_ratio"), LOW_RANK),
     "targets": (*LOW_RANK, "patterns"),

@@ -10,11 +10,11 @@ import math
 from collections.abc import Iterable, Iterator
 
 from jaxmem.config.check import check
-from jaxmem.config.networks import Convnet, Decoder, Mlp, Vit
-from jaxmem.config.sections import Config, Mesh, Rules
+from jaxmem.config.dimensions import dims, divided, undivided
+from jaxmem.config.networks import Convnet, Decoder, Vit
+from jaxmem.config.sections import MESH_AXES, Config, Mesh, Rules
 from jaxmem.errors import UserError
 
-AXES = ("replica", "fsdp", "tensor", "context", "stage")
 ASKED_FOR = ("context", "stage")  # said and advised only to who asked for it
 
 TIME = ("context", "tensor")  # what the time of the residual stream is split over
@@ -34,44 +34,8 @@ def resolve(cfg: Config, n: int) -> tuple[Config, list[str]]:
     return resolved, problems or list(_indivisible(resolved))
 
 
-def dims(cfg: Config) -> dict[str, dict[str, int]]:
-    """By the names that `rules` has for them: the dimensions of weights, and how many of what they hold."""
-    model = cfg.model
-    match model:
-        case Decoder():
-            sizes = {name: getattr(model, name) for name in ("embed", "vocab", "heads", "kv_heads", "mlp")}
-        case Vit():
-            sizes = {"embed": model.embed, "heads": model.heads, "kv_heads": model.heads, "mlp": model.mlp}
-        case Mlp():
-            sizes = {"embed": model.embed, "mlp": model.mlp}
-        case _:  # Convnet
-            stages = {f"stages[{i}]": channels for i, channels in enumerate(model.stages)}
-            return {"embed": stages, "mlp": stages}
-    return {name: {name: size} for name, size in sizes.items()}
-
-
-def divided(cfg: Config) -> dict[str, dict[str, int]]:
-    """For each mesh axis that splits weights as usual, the dimensions that it must divide."""
-    found = dims(cfg)
-    wide = [name for name in ("heads", "mlp") if name in found and "tensor" in getattr(cfg.rules, name)]
-    split = cfg.zero > 0 and cfg.rules.embed == Rules().embed
-    return {
-        "fsdp": found["embed"] if split else {},
-        "tensor": {key: size for name in wide for key, size in found[name].items()},
-    }
-
-
-def undivided(cfg: Config) -> tuple[str, ...]:
-    """The dimensions that `mesh.tensor` need not divide and does not: key and value heads are then on several of its
-    devices at once; a vocabulary rests whole and is padded while it is computed with."""
-    if not isinstance(cfg.model, Decoder):
-        return ()
-    named = (name for name in ("kv_heads", "vocab") if "tensor" in getattr(cfg.rules, name))
-    return tuple(name for name in named if getattr(cfg.model, name) % cfg.mesh.tensor)
-
-
 def _resolve(cfg: Config, n: int) -> tuple[Config, list[str]]:
-    axes = {axis: getattr(cfg.mesh, axis) for axis in AXES}
+    axes = {axis: getattr(cfg.mesh, axis) for axis in MESH_AXES}
     fixed = math.prod(size for size in axes.values() if size != -1)
     shown = " x ".join(f"{axis} {size}" for axis, size in axes.items() if size != 1 or axis not in ASKED_FOR)
     if -1 in axes.values():
@@ -102,13 +66,13 @@ def _indivisible(cfg: Config) -> Iterator[str]:
             f"batch.global_size: {batch.global_size} over accumulate {batch.accumulate} makes {rows} rows, "
             f"which do not divide over {over}; nearest: {near}"
         )
-    for axis, dims in divided(cfg).items():
+    for axis, counts in divided(cfg).items():
         # Along `context` lies what lies along `fsdp`.
         own, beside = getattr(mesh, axis), mesh.context if axis == "fsdp" else 1
-        whole = [f"model.{name} {dim}" for name, dim in dims.items() if dim % (own * beside)]
+        whole = [f"model.{name} {dim}" for name, dim in counts.items() if dim % (own * beside)]
         if whole:
             shown = f"{own} x mesh.context {beside}" if beside > 1 else f"{own}"
-            near = _near(own, (d // beside for d in _divisors(math.gcd(*dims.values())) if d % beside == 0))
+            near = _near(own, (d // beside for d in _divisors(math.gcd(*counts.values())) if d % beside == 0))
             other = ", or zero=0 to split no weights" if axis == "fsdp" else ""
             yield f"mesh.{axis}: {shown} does not divide {', '.join(whole)}; nearest: {near or 'none'}{other}"
     yield from _own_rules(cfg)
@@ -193,9 +157,9 @@ def _stages(cfg: Config) -> Iterator[str]:
 
 def _advice(cfg: Config, n: int) -> str:
     """The meshes of n devices nearest to the given one that this config trains on, as overrides."""
-    given = {axis: getattr(cfg.mesh, axis) for axis in AXES}
+    given = {axis: getattr(cfg.mesh, axis) for axis in MESH_AXES}
     works: list[tuple[int, int, float, int, str]] = []
-    for axes in _meshes(n, [axis for axis in AXES if axis not in ASKED_FOR or given[axis] != 1]):
+    for axes in _meshes(n, [axis for axis in MESH_AXES if axis not in ASKED_FOR or given[axis] != 1]):
         one = _with_mesh(cfg, axes)
         if next(_indivisible(one), None) is None:
             changed = [f"mesh.{axis}={size}" for axis, size in axes.items() if size != given[axis]]
@@ -211,7 +175,7 @@ def _advice(cfg: Config, n: int) -> str:
 def _meshes(n: int, axes: list[str]) -> Iterator[dict[str, int]]:
     """Every way to make n devices of these axes; the others are 1."""
     if len(axes) == 1:
-        yield {**dict.fromkeys(AXES, 1), axes[0]: n}
+        yield {**dict.fromkeys(MESH_AXES, 1), axes[0]: n}
     else:
         for size in _divisors(n):
             for rest in _meshes(n // size, axes[1:]):

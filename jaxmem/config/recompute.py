@@ -1,0 +1,100 @@
+"""The policies of `memory.remat`: what layers save for the backward pass. A new policy is a line of `POLICIES`.
+
+A policy saves all activations of a layer, or its input and those with some names. Policies with a `split` save only
+some layers' inputs (boundaries), B bytes each, and recompute the others: of N layers
+
+    every_K    N / K + K slots          below N runs      boundaries of segments of K, and those of one segment
+    sqrt       2 sqrt N                 below N           the same with K = sqrt N (Chen et al., arXiv:1604.06174)
+    recursive  1 + log2 N               N / 2 log2 N      halves of halves (the same paper, section 4.3)
+    slots_K    K, and one to run on     the fewest        Griewank and Walther, ACM TOMS 26(1), 2000: revolve
+    constant   1, and one to run on     N (N - 1) / 2     every boundary from the stack's own input
+
+`jaxmem.stack.schedule` makes the order of the layers from a split. Imports no jax.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+
+MATMUL = "product"  # the checkpoint name of every matrix multiplication with a weight
+Split = Callable[[int, int], int]  # (layers of a segment, its slot) -> how far to run on, at least 1 and less than all
+
+
+@dataclass(frozen=True)
+class Policy:
+    """`splits` makes the split of a stack from its number of layers, or from the K in the policy's name."""
+
+    saved: tuple[str, ...] | None = ()  # activations that each layer saves beside its input; None: all of them
+    splits: Callable[[int], Split] | None = None
+    has_number: bool = False  # the K in every_K
+    in_stages: bool = False  # runs under mesh.stage
+
+
+def _segments(size: int) -> Split:
+    return lambda n, _: size if n > size else 1
+
+
+def _revolve(slots: int) -> Split:
+    def split(n: int, slot: int) -> int:
+        free = slots - slot
+        if free <= 1:
+            return n - 1
+        return min(range(1, n), key=lambda far: far + fewest(n - far, free - 1) + fewest(far, free))
+
+    return split
+
+
+POLICIES = {
+    "none": Policy(saved=None, in_stages=True),
+    "full": Policy(in_stages=True),
+    "dots": Policy(saved=(MATMUL,), in_stages=True),
+    "sqrt": Policy(splits=lambda layers: _segments(math.isqrt(layers - 1) + 1), in_stages=True),
+    "recursive": Policy(splits=lambda _: lambda n, _: -(-n // 2)),
+    "constant": Policy(splits=lambda _: lambda n, _: n - 1),
+    "every": Policy(splits=_segments, has_number=True, in_stages=True),
+    "slots": Policy(splits=_revolve, has_number=True),
+}
+NUMBERED = rf"^({'|'.join(name for name, policy in POLICIES.items() if policy.has_number)})_([1-9][0-9]*)$"
+
+
+def policy_of(remat: object) -> Policy | None:
+    """The policy that `memory.remat` names, "every_4" with its number; None: it names activations, or nothing known."""
+    if not isinstance(remat, str):
+        return None
+    numbered = re.match(NUMBERED, remat)
+    policy = POLICIES.get(numbered[1] if numbered else remat)
+    return policy if policy is not None and policy.has_number == bool(numbered) else None
+
+
+def is_scheduled(remat: object) -> bool:
+    """Whether only some boundaries of layers are saved.
+
+    >>> [is_scheduled(remat) for remat in ("full", "sqrt", "slots_4", ("attention",))]
+    [False, True, True, False]
+    """
+    policy = policy_of(remat)
+    return policy is not None and policy.splits is not None
+
+
+def split_of(remat: object, layers: int) -> Split | None:
+    """The split of a scheduled policy for so many layers."""
+    policy = policy_of(remat)
+    if policy is None or policy.splits is None:
+        return None
+    return policy.splits(int(str(remat).rpartition("_")[2]) if policy.has_number else layers)
+
+
+def fewest(layers: int, slots: int) -> int:
+    """The least number of layers that run again with so many boundaries saved: r N - C(slots + r, r - 1), where r is
+    how often one layer runs at the most.
+
+    >>> fewest(16, 16), fewest(16, 4), fewest(16, 1)
+    (15, 27, 120)
+    """
+    r = 0
+    while math.comb(slots + r, r) < layers:
+        r += 1
+    return r * layers - math.comb(slots + r, r - 1) if r else 0
