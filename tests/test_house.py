@@ -85,12 +85,12 @@ def test_kernels_have_one_name() -> None:
         assert "kernels" not in names, path
 
 
-SCRIPTS = sorted((ROOT / "scripts").rglob("*.py"))
+SCRIPTS = sorted(path for folder in ("scripts", "tests/support") for path in (ROOT / folder).rglob("*.py"))
 
 
 @pytest.mark.parametrize("path", SCRIPTS, ids=lambda path: str(path.relative_to(ROOT)))
 def test_scripts_import_names_that_exist(path: Path) -> None:
-    """Scripts are not run by the tests: a name that was renamed or moved would be noticed by nobody."""
+    """Most scripts are not run by the tests: a name that was renamed or moved would not be noticed."""
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("jaxmem"):
             if "torch" in str(node.module):  # needs a library that tests do not install

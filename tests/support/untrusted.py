@@ -1,0 +1,171 @@
+"""Everything that jaxmem reads and somebody else may have written: good examples of each, and what reads them."""
+
+from __future__ import annotations
+
+import atexit
+import json
+import shutil
+import struct
+import tempfile
+from collections.abc import Callable
+from functools import cache, partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from jaxmem.checkpoint import Checkpoints
+from jaxmem.config import load_config
+from jaxmem.config.hugging_face import decoder_fields
+from jaxmem.config.peft import adapter_fields, base_directory
+from jaxmem.data.chat import conversation, messages_of
+from jaxmem.data.jsonl import JsonLines
+from jaxmem.data.template import ChatTemplate
+from jaxmem.data.tokenizer import Bytes, tokenizer_for
+from jaxmem.hf.files import byte_tokenizer
+from jaxmem.hf.tensors import Tensors, open_file
+from jaxmem.planning.targets import parse_target
+
+ROOT = Path(__file__).parents[2]
+OVERRIDES = ("mesh.fsdp=8", "memory.remat={save: [mlp_up]}", "objective.z_loss=1e-4", "model={preset: tiny}")
+TARGETS = ("h100-80gb:16x8", "cpu:8", "rtx4090-24gb")
+GPU = """memory_gib: 24
+compute_capability: 8.9
+bandwidth: 1.0e12
+host_memory_gib: 64
+multiprocessors: 128
+bf16_flops: 1.6e14
+link: 2.5e10
+network: 1.2e10
+"""
+HEADER = {"a": {"dtype": "F32", "shape": [2, 3], "data_offsets": [0, 24]}, "__metadata__": {"format": "pt"}}
+INDEX = {"metadata": {}, "weight_map": {"a": "one.safetensors"}}
+ROPE = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+LLAMA = {
+    "architectures": ["LlamaForCausalLM"],
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 257,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 1e4,
+    "rope_scaling": {**ROPE, "original_max_position_embeddings": 8192},
+}
+ADAPTER = {"peft_type": "LORA", "r": 8, "lora_alpha": 16, "target_modules": ["q_proj", "v_proj"]}
+ADAPTER["base_model_name_or_path"] = "somewhere"
+CONVERSATIONS = (
+    {"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello"}]},
+    {"conversations": [{"from": "human", "value": "hi"}, {"from": "gpt", "value": "hello"}], "system": "short"},
+    {"instruction": "say", "input": "it", "output": "it"},
+)
+TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}\n{% endfor %}"
+# Of a checkpoint: jaxmem's own record, Orbax's description of the arrays, TensorStore's of its files.
+CHECKPOINT = {"record": "1/run/metadata", "metadata": "1/state/_METADATA", "manifest": "1/state/manifest.ocdbt"}
+
+
+class Kind(NamedTuple):
+    """One kind of input: good examples, and what reads one, in a directory. `slow`: takes a tenth of a second."""
+
+    examples: list[bytes]
+    read: Callable[[bytes, Path], object]
+    slow: bool = False
+
+
+def kinds() -> dict[str, Kind]:
+    configs = [file.read_bytes() for file in sorted((ROOT / "configs").glob("*.yaml"))]
+    tensors = safetensors(encoded(HEADER), bytes(24))
+    lines = b"\n".join(encoded({"text": text}) for text in ("one", "two", "three" * 50))
+    template = ChatTemplate(TEMPLATE, "here", {})
+
+    def file(name: str, read: Callable[[Path], object], *examples: bytes) -> Kind:
+        """Of a file, which is written first."""
+        return Kind(list(examples), lambda data, at: read(_written(at / name, data)))
+
+    def text(read: Callable[[str], object], *examples: str) -> Kind:
+        return Kind([one.encode() for one in examples], lambda data, _: read(data.decode(errors="replace")))
+
+    def read_index(index: Path) -> Tensors:
+        _written(index.with_name("one.safetensors"), tensors)
+        return Tensors(index.parent)
+
+    return {
+        "config": file("x.yaml", load_config, *configs),
+        "override": Kind(
+            [one.encode() for one in OVERRIDES],
+            lambda data, _: load_config(ROOT / "configs/demo.yaml", [data.decode(errors="surrogateescape")]),
+        ),
+        "target": text(parse_target, *TARGETS),
+        "target file": file("x.yaml", lambda path: parse_target(str(path)), GPU.encode()),
+        "safetensors": file("x.safetensors", open_file, tensors),
+        "safetensors index": file("model.safetensors.index.json", read_index, encoded(INDEX)),
+        "model config.json": file("config.json", lambda path: decoder_fields(str(path.parent)), encoded(LLAMA)),
+        "adapter_config.json": file("adapter_config.json", _read_adapter, encoded(ADAPTER)),
+        "tokenizer.json": file(
+            "tokenizer.json",
+            lambda path: tokenizer_for(str(path)).encode_marked("some text"),
+            encoded(byte_tokenizer()),
+        ),
+        "chat line": Kind(
+            [encoded(one) for one in CONVERSATIONS],
+            lambda data, _: conversation(messages_of(data), Bytes(), template),
+        ),
+        "chat template": text(
+            lambda source: ChatTemplate(source, "here", {}).render(messages_of(encoded(CONVERSATIONS[0]))), TEMPLATE
+        ),
+        "jsonl": file("x.jsonl", _read_lines, lines),
+        **{
+            f"checkpoint {name}": Kind([(_checkpoint() / part).read_bytes()], partial(_restore, part), slow=True)
+            for name, part in CHECKPOINT.items()
+        },
+    }
+
+
+def encoded(value: Any) -> bytes:
+    return json.dumps(value).encode()
+
+
+def safetensors(header: bytes, values: bytes) -> bytes:
+    """The bytes of a file: the length of its header, the header, the values."""
+    return struct.pack("<Q", len(header)) + header + values
+
+
+def _written(path: Path, data: bytes) -> Path:
+    path.write_bytes(data)
+    return path
+
+
+def _read_adapter(file: Path) -> None:
+    base_directory(file.parent)
+    adapter_fields(str(file.parent))
+
+
+def _read_lines(file: Path) -> None:
+    records = JsonLines([file], "text", 64)
+    try:
+        for index in range(len(records)):
+            records[index]
+    finally:
+        records.close()
+
+
+@cache
+def _checkpoint() -> Path:
+    """The directory of an undamaged checkpoint, of step 1."""
+    folder = tempfile.TemporaryDirectory(prefix="jaxmem-fuzz-")
+    atexit.register(folder.cleanup)
+    with Checkpoints(folder.name) as checkpoints:
+        checkpoints.save(1, {"x": jnp.arange(8.0)}, {"step": 1}, {"name": "x"}, force=True)
+    return Path(folder.name)
+
+
+def _restore(part: str, data: bytes, at: Path) -> Any:
+    """A copy of that checkpoint, one of its files replaced."""
+    place, array = at / "checkpoints", jnp.arange(8.0)
+    shutil.rmtree(place, ignore_errors=True)
+    shutil.copytree(_checkpoint(), place)
+    (place / part).write_bytes(data)
+    with Checkpoints(place, read_only=True) as checkpoints:
+        return checkpoints.restore(1, {"x": jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=array.sharding)})
