@@ -33,8 +33,8 @@ from jaxmem.errors import UserError, nearest
 from jaxmem.models import parts
 from jaxmem.models.parts import Embedding, Keys, Linear, fetch, product
 from jaxmem.quant import QTensor
-from jaxmem.sharding import ALSO, Axes
-from jaxmem.sharding.host import brought
+from jaxmem.sharding import Axes, Axis
+from jaxmem.sharding.host import fetch_from_host
 from jaxmem.sharding.storage import store_new
 
 LEARNS = ("*.lora.*",)
@@ -143,7 +143,7 @@ def merge(model: nnx.Module) -> None:
 
 def _summed(w: jax.Array | QTensor, own: Mapping[str, jax.Array], scale: float) -> jax.Array | QTensor:
     def one(given: tuple[jax.Array | QTensor, Mapping[str, jax.Array]]) -> jax.Array | QTensor:
-        w, own = brought(given)
+        w, own = fetch_from_host(given)
         if isinstance(w, QTensor):
             return w.requantize(merged(w.dequantize(jnp.float32), own, scale))
         return merged(w, own, scale).astype(w.dtype)
@@ -171,15 +171,15 @@ def _weight(value: jax.Array, axes: Axes) -> nnx.Param:
     return nnx.Param(store_new(value, axes), axes=axes)
 
 
-def _also(axis: str | None) -> str | None:
-    return axis and axis + ALSO
+def _also(axis: str | None) -> Axis | None:
+    return axis and Axis(axis, like_storage=True)
 
 
 def _lengths(base: Linear | Embedding) -> Float[Array, "*layers outputs"]:
     """Of a weight's columns, one layer after the other."""
 
     def one(w: jax.Array | QTensor) -> jax.Array:
-        w = brought(w)
+        w = fetch_from_host(w)
         w = w.dequantize(jnp.float32) if isinstance(w, QTensor) else w.astype(jnp.float32)
         return jnp.sqrt(jnp.sum(jnp.square(w), axis=-2))
 

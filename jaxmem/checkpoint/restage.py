@@ -49,7 +49,7 @@ class Restage:
             if not _stacked(axes):
                 return x
             shape = (self._stored, *x.shape[1:])
-            return jax.ShapeDtypeStruct(shape, x.dtype, sharding=self._layout.with_whole_layers(role, axes, shape))
+            return jax.ShapeDtypeStruct(shape, x.dtype, sharding=self._layout.with_unsplit_layers(role, axes, shape))
 
         return jax.tree.map(one, axes, placed, is_leaf=is_axes)
 

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from jaxmem.sharding import along
+from jaxmem.sharding import first_dim_sharding
 
 Op = Literal["sum", "max", "mean"]
 _Part = Callable[[jax.Array], jax.Array]  # what one participant does with its value; hashable, compiled once
@@ -43,7 +43,7 @@ class Communicator:
         if axis not in where.axis_names:
             raise ValueError(f"axis {axis!r}: the mesh has {', '.join(where.axis_names)}")
         self.mesh, self.axis, self.size = where, axis, where.shape[axis]
-        self._each = along(where, axis)
+        self._each = first_dim_sharding(where, axis)
 
     def put(self, values: Any) -> jax.Array:
         """[participants of this process, ...], in order, to the devices: [participants, ...]."""
@@ -83,7 +83,7 @@ def _compiled(mesh: Mesh, axis: str, part: _Part, out: str | None) -> Any:
         result = part(values[0])
         return result[None] if out else result
 
-    before, after = along(mesh, axis).spec, along(mesh, out).spec
+    before, after = first_dim_sharding(mesh, axis).spec, first_dim_sharding(mesh, out).spec
     return jax.jit(jax.shard_map(local, mesh=mesh, in_specs=before, out_specs=after, check_vma=False))
 
 

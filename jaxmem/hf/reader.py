@@ -26,7 +26,7 @@ from jaxmem.hf.names import COMPUTED, FileWeight, WeightPath, decoder_weights
 from jaxmem.hf.tensors import Tensors
 from jaxmem.quant import QTensor
 from jaxmem.sharding import Axes, Layout
-from jaxmem.sharding.host import HOST, empty, sent_as, to_host
+from jaxmem.sharding.host import HOST, send_like, to_host, zeros_on_host
 
 # Shape, dtype and sharding of a weight, or of each array of a quantized one.
 Spec: TypeAlias = jax.ShapeDtypeStruct | QTensor
@@ -154,7 +154,7 @@ def _converted(is_transposed: bool, spec: Spec) -> Any:
 @cache
 def _write_layer(is_transposed: bool, spec: Spec) -> Any:
     def write(stack: Any, x: jax.Array, index: jax.Array) -> Any:
-        new = sent_as(_as_spec(x, is_transposed, spec), stack)
+        new = send_like(_as_spec(x, is_transposed, spec), stack)
         return jax.tree.map(lambda x, y: jax.lax.dynamic_update_index_in_dim(x, y, index, 0), stack, new)
 
     return jax.jit(write, donate_argnums=0, out_shardings=_shardings(spec))
@@ -169,7 +169,7 @@ def _as_spec(x: jax.Array, is_transposed: bool, spec: Spec) -> Any:
 @cache
 def _zeros(spec: Spec) -> Any:
     def zeros(x: jax.ShapeDtypeStruct) -> jax.Array:
-        return empty(x.shape, x.dtype) if _is_on_host(x) else jnp.zeros(x.shape, x.dtype)
+        return zeros_on_host(x.shape, x.dtype) if _is_on_host(x) else jnp.zeros(x.shape, x.dtype)
 
     return jax.jit(lambda: jax.tree.map(zeros, spec), out_shardings=_shardings(spec))
 

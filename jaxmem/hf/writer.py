@@ -27,7 +27,7 @@ from jaxmem.hf.tensors import DTYPES as NUMPY_DTYPES
 from jaxmem.hf.tensors import SHARD, OutputTensor, write_tensors
 from jaxmem.machine.atomic_directory import written_whole
 from jaxmem.quant import QTensor
-from jaxmem.sharding.host import brought
+from jaxmem.sharding.host import fetch_from_host
 from jaxmem.sharding.weights import is_quantized
 
 Adapter = tuple[dict[str, jax.Array], float]  # the weights of an adapter, and its scale
@@ -114,7 +114,7 @@ def _converter(is_stacked: bool, is_transposed: bool, dtype: str, scale: float) 
     def convert(x: jax.Array | QTensor, own: dict[str, jax.Array] | None, place: jax.Array) -> jax.Array:
         if is_stacked:
             x, own = jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, place, keepdims=False), (x, own))
-        x = brought(x)
+        x = fetch_from_host(x)
         full = x.dequantize(jnp.float32) if isinstance(x, QTensor) else x
         full = full if own is None else merged(full, own, scale)
         return (full.T if is_transposed else full).astype(dtype)

@@ -109,7 +109,7 @@ class Generator:
     def _more(self, read: Read, tokens: np.ndarray, count: int, ends: Collection[int]) -> Iterator[np.ndarray]:
         rows, width = tokens.shape
         over = np.zeros(rows, bool)
-        with self._program.layout.of_texts(rows):
+        with self._program.layout.for_generation(rows):
             *chunks, rest = (tokens[:, start : start + self._chunk] for start in range(0, width, self._chunk))
             padding = min(length_for(rest.shape[1]), self._chunk) - rest.shape[1]
             most = read.length + width + max(count, padding)

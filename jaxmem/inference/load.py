@@ -21,7 +21,7 @@ from jaxmem.data import tokenizer_for
 from jaxmem.data.tokenizer import Tokenizer
 from jaxmem.errors import UserError
 from jaxmem.hf.initial import add_adapters, read_base
-from jaxmem.sharding.host import brought
+from jaxmem.sharding.host import fetch_from_host
 from jaxmem.sharding.storage import store
 from jaxmem.sharding.weights import is_quantized
 from jaxmem.step import Program, program
@@ -167,7 +167,7 @@ def _brought_to_rest(built: Program, params: Any) -> Any:
         own = axes[path][1:] if stacked else axes[path]
 
         def rest(w: Any) -> Any:
-            w = brought(w)
+            w = fetch_from_host(w)
             return store(w.dequantize(jnp.float32) if is_quantized(w) else w, own, built.model.storage(path))
 
         wanted = placed[path]

@@ -63,7 +63,7 @@ def scores(program: Program, params: Any, tokenizer: Tokenizer, questions: Seque
 
     compiled = jax.jit(likelihood)
     found = []
-    with program.layout.of_texts(1):
+    with program.layout.for_generation(1):
         for question in questions:
             rows = [_tokens(tokenizer, question.prompt, choice) for choice in question.choices]
             width = length_for(max(len(ids) for ids, _ in rows)) + 1

@@ -21,8 +21,8 @@ from jaxmem.models.chunks import Long, by_heads, by_tokens, groups_of_heads, joi
 from jaxmem.models.exchange import attention, places, spread
 from jaxmem.models.parts import Keys, Linear, RMSNorm, RowKeys, dropout, each, several
 from jaxmem.models.rope import Angles, rotate
-from jaxmem.sharding import constrain, current, kept_by_stages
-from jaxmem.stack import from_inputs
+from jaxmem.sharding import constrain, current, row_major_in_stages
+from jaxmem.stack import recompute_from_inputs
 
 
 class Attention(nnx.Module):
@@ -164,7 +164,7 @@ class GatedMlp(nnx.Module):
     ) -> Float[Array, "batch time embed"]:
         own = each(keys, 3)
         gate, up = checkpoint_name(self.gate(x, own[0]), "mlp_gate"), checkpoint_name(self.up(x, own[1]), "mlp_up")
-        hidden = from_inputs(lambda gate, up: jax.nn.silu(gate) * up, gate, up)
+        hidden = recompute_from_inputs(lambda gate, up: jax.nn.silu(gate) * up, gate, up)
         hidden = constrain(checkpoint_name(hidden, "mlp_hidden"), "batch", "mlp_time", "mlp")
         return self.down(hidden, own[2])
 
@@ -180,7 +180,7 @@ class DenseMlp(nnx.Module):
     def __call__(self, x: Float[Array, "*batch embed"], keys: Keys | None = None) -> Float[Array, "*batch embed"]:
         own = each(keys, 2)
         up = checkpoint_name(self.up(x, own[0]), "mlp_up")
-        hidden = checkpoint_name(from_inputs(jax.nn.gelu, up), "mlp_hidden")
+        hidden = checkpoint_name(recompute_from_inputs(jax.nn.gelu, up), "mlp_hidden")
         return self.down(constrain(hidden, *("batch", "mlp_time")[: x.ndim - 1], "mlp"), own[1])
 
 
@@ -201,7 +201,7 @@ class Block(nnx.Module):
         keys: RowKeys | None = None,
         cache: Place | None = None,
     ) -> tuple[Float[Array, "batch time embed"], Cache | None]:
-        x = kept_by_stages(x, "batch", "stream", "embed")
+        x = row_major_in_stages(x, "batch", "stream", "embed")
         first, second, third, fourth = (None,) * 4 if keys is None else self._token_keys(keys, x.shape[1])
         mixed, kept = self._attended(x, angles, segment_ids, cache, third)
         x = x + dropout(checkpoint_name(mixed, "attention_out"), self.dropout, first)

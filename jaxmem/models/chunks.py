@@ -23,8 +23,8 @@ from flax import nnx
 from jax.typing import DTypeLike
 
 from jaxmem.kernels.attention.blockwise import SAVED
-from jaxmem.sharding import current, gather, named, split_first
-from jaxmem.sharding.weights import Ready
+from jaxmem.sharding import axis_name, current, gather, shard_first_dim
+from jaxmem.sharding.weights import GatheredWeight
 
 Chunk = int | Literal["auto"] | None
 Groups = int | Literal["auto"]
@@ -100,7 +100,7 @@ def by_tokens(run: Run, modules: Any, x: Tree, beside: Tree = None, *, size: int
     graphdef, weights = fetched(modules, first.dtype)
 
     def one(weights: Tree, x: Tree, beside: Tree) -> Tree:
-        return run(nnx.merge(graphdef, jax.tree.map(Ready, weights)), x, beside)
+        return run(nnx.merge(graphdef, jax.tree.map(GatheredWeight, weights)), x, beside)
 
     return _by_tokens(_Cut(one, parts, count, held, over), weights, x, beside)
 
@@ -111,7 +111,7 @@ def fetched(modules: Any, dtype: DTypeLike) -> tuple[Any, Tree]:
 
     def fetch(param: nnx.Variable) -> jax.Array:
         value, axes = param.get_value(), param.get_metadata()["axes"]
-        if isinstance(value, Ready):
+        if isinstance(value, GatheredWeight):
             return value.value
         return gather(value, axes[len(axes) - value.ndim :], dtype if value.ndim > 1 else jnp.float32)
 
@@ -227,14 +227,14 @@ class _Apart:
         size = layout.size(self.over)
         dims = jax.tree.map(lambda x: x.ndim - 3, chunks)  # the batch
         opened = jax.tree.map(lambda x, d: x.reshape(*x.shape[:d], size, -1, *x.shape[d + 1 :]), chunks, dims)
-        with layout.within(self.over):
+        with layout.inside_vmap(self.over):
             of_weights, of_x = jax.vmap(gradients, in_axes=dims, out_axes=(0, dims[0]), spmd_axis_name=self.over)(
                 *opened
             )
         return of_weights, jax.tree.map(lambda x, like: x.reshape(like.shape), of_x, chunks[0])
 
     def pinned(self, x: jax.Array) -> jax.Array:
-        return split_first(x, self.over) if self.over else x
+        return shard_first_dim(x, self.over) if self.over else x
 
     def summed(self, x: jax.Array) -> jax.Array:
         """In the dtype that it has: `jnp.sum` would send float32."""
@@ -255,7 +255,7 @@ def by_heads(attend: Run, modules: Any, x: jax.Array, beside: Tree, groups: int,
     def opened(path: Any, w: jax.Array) -> jax.Array:
         """Each device's heads in as many groups: [groups, ...]."""
         own = names[tuple(step.key for step in path)][-w.ndim :]
-        dim = next((i for i, axis in enumerate(own) if axis is not None and named(axis) in axes), None)
+        dim = next((i for i, axis in enumerate(own) if axis is not None and axis_name(axis) in axes), None)
         if dim is None:
             return jnp.broadcast_to(w, (groups, *w.shape))
         w = w.reshape(*w.shape[:dim], parts, groups, -1, *w.shape[dim + 1 :])
@@ -263,7 +263,7 @@ def by_heads(attend: Run, modules: Any, x: jax.Array, beside: Tree, groups: int,
         return w.reshape(groups, *w.shape[1 : dim + 1], -1, *w.shape[dim + 3 :])
 
     def group(own: Tree, x: jax.Array) -> Tree:
-        return attend(nnx.merge(graphdef, jax.tree.map(Ready, own)), x, beside)
+        return attend(nnx.merge(graphdef, jax.tree.map(GatheredWeight, own)), x, beside)
 
     group = jax.checkpoint(group, policy=jax.checkpoint_policies.save_only_these_names(SAVED), prevent_cse=False)
     return jax.lax.scan(lambda _, own: (None, group(own, x)), None, jax.tree_util.tree_map_with_path(opened, weights))[

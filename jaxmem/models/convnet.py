@@ -91,7 +91,7 @@ class Stage(nnx.Module):
     ):
         self.widen = Convolution(rngs, inputs, channels, ("channels", "embed"))
         self.blocks = stacked(lambda rngs: ConvBlock(rngs, channels, cfg.dropout), cfg.blocks, rngs)
-        self.count, self.way, self.pool = cfg.blocks, execution.stack, pool
+        self.count, self.stack, self.pool = cfg.blocks, execution.stack, pool
 
     def __call__(self, x: Images, keys: parts.RowKeys | None) -> Images:
         if self.pool:
@@ -101,7 +101,7 @@ class Stage(nnx.Module):
             lambda block, x, keys, _: (block(x, keys), None),
             self.widen(x),
             parts.layer_keys(keys, self.count),
-            way=self.way,
+            options=self.stack,
         )
         return x
 

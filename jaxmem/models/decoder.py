@@ -77,7 +77,7 @@ class Decoder(nnx.Module):
             self._embed(tokens),
             parts.layer_keys(keys, self.cfg.layers),
             (self._angles(tokens, positions), segment_ids),
-            way=self.execution.stack,
+            options=self.execution.stack,
         )
         return self.norm(x if self.prompt is None else x[:, self.prompt.length :])
 
@@ -136,7 +136,7 @@ class Decoder(nnx.Module):
         layers = jnp.arange(self.cfg.layers, dtype=jnp.int32)
         # Nothing goes back through this, so that nothing need be made again.
         way = dataclasses.replace(self.execution.stack, remat="none")
-        (x, cache), _ = apply_stack(self.blocks, layer, (self._embed(tokens), cache), layers, way=way)
+        (x, cache), _ = apply_stack(self.blocks, layer, (self._embed(tokens), cache), layers, options=way)
         x = x[:, -1:] if last is None else jax.lax.dynamic_slice_in_dim(x, last, 1, axis=1)
         return self.logits(self.norm(x))[:, 0], cache
 

@@ -24,9 +24,9 @@ from jaxmem.errors import UserError
 from jaxmem.kernels.attention import ring
 from jaxmem.models.vocab_slices import NUMBERS, Slices
 from jaxmem.quant import QTensor
-from jaxmem.sharding import Axes, Layout, axes_at_rest, constrain, current, gather, whole
-from jaxmem.sharding.host import brought, is_away
-from jaxmem.sharding.weights import Point, Weight
+from jaxmem.sharding import Axes, Layout, constrain, current, gather, gather_quantized, stored_axes
+from jaxmem.sharding.host import fetch_from_host, is_on_host
+from jaxmem.sharding.weights import StoredWeight, Weight
 from jaxmem.stack.cuts import cut
 
 HEADS: Axes = ("batch", "time", "heads", "head_dim")
@@ -51,10 +51,10 @@ def lookup(
     """
     if (y := cut(Lookup(table, ids, axes, dtype))) is not None:
         return y
-    if not isinstance(table, Point):
+    if not isinstance(table, StoredWeight):
         return _found(table, ids, axes, dtype)
     if table.at is None:
-        return _found(table.rest, ids, axes, dtype)
+        return _found(table.stored, ids, axes, dtype)
     at = table.at
 
     @jax.custom_vjp
@@ -65,7 +65,7 @@ def lookup(
         return _of_rows(at.shape, ids, axes, g).astype(at.dtype), None, None
 
     found.defvjp(lambda at, rest, ids: (found(at, rest, ids), ids), back)
-    return found(at, table.rest, ids)
+    return found(at, table.stored, ids)
 
 
 def _of_rows(shape: tuple[int, ...], ids: jax.Array, axes: Axes, g: jax.Array) -> jax.Array:
@@ -86,7 +86,7 @@ class Lookup:
     x: None = None
 
     def forward(self) -> Looked:
-        rest = self.weight.rest if isinstance(self.weight, Point) else self.weight
+        rest = self.weight.stored if isinstance(self.weight, StoredWeight) else self.weight
         return Looked(_found(rest, self.ids, self.axes, self.dtype), self)
 
 
@@ -112,7 +112,7 @@ def _found(
 ) -> jax.Array:
     """`counted`: jax counts along which mesh axes values differ also where groups of rows are mapped over. On several
     stages it loses count of what is mapped first and differentiated then; of the opposite it needs it."""
-    if any(map(is_away, jax.tree.leaves(table))):
+    if any(map(is_on_host, jax.tree.leaves(table))):
         return _found_in_slices(table, ids, axes, dtype)
     layout = current()
     split = None if layout is None else _Split.over(layout, axes)
@@ -124,7 +124,7 @@ def _found(
         else:
             table = dataclasses.replace(cut, size=cut.size // parts)  # as each device sees it
     if layout is None or split is None:
-        table = whole(table, axes) if isinstance(table, QTensor) else gather(table, axes, dtype)
+        table = gather_quantized(table, axes) if isinstance(table, QTensor) else gather(table, axes, dtype)
         return constrain(rows(table, ids, dtype), *STREAM)
     # Split at least as finely as the table rests.
     if isinstance(table, QTensor):
@@ -154,9 +154,9 @@ def _found_in_slices(table: jax.Array | QTensor, ids: jax.Array, axes: Axes, dty
     def read(j: jax.Array) -> jax.Array | QTensor:
         def one(x: jax.Array, own: Axes) -> jax.Array:
             shared = x.shape[0] == 1
-            return brought(x) if shared else constrain(slices.read(x, 0, j), *own, role="weights")
+            return fetch_from_host(x) if shared else constrain(slices.read(x, 0, j), *own, role="weights")
 
-        return jax.tree.map(one, table, axes_at_rest(axes, table))
+        return jax.tree.map(one, table, stored_axes(axes, table))
 
     def step(j: jax.Array, carried: tuple[jax.Array, Any]) -> tuple[jax.Array, Any]:
         x, piece = carried
@@ -175,9 +175,9 @@ def rows(table: jax.Array | QTensor, ids: jax.Array, dtype: DTypeLike, mode: str
 
     def taken(x: jax.Array) -> jax.Array:
         if x.shape[0] == 1:
-            return brought(x).reshape(*[1] * (ids.ndim - 1), *x.shape)
-        if is_away(x):  # one after the other, for few
-            return jax.lax.map(lambda i: brought(x[i]), ids.reshape(-1)).reshape(*ids.shape, -1)
+            return fetch_from_host(x).reshape(*[1] * (ids.ndim - 1), *x.shape)
+        if is_on_host(x):  # one after the other, for few
+            return jax.lax.map(lambda i: fetch_from_host(x[i]), ids.reshape(-1)).reshape(*ids.shape, -1)
         return jnp.take(x, ids, axis=0, mode=mode)
 
     rows = jax.tree.map(taken, table)
@@ -230,7 +230,7 @@ def coded_product(
 
 def _multiplied(x: jax.Array, q: QTensor, axes: Axes, implementation: str, *, transposed: bool = False) -> jax.Array:
     x, q = jax.lax.optimization_barrier((x, q))  # not before x is there
-    q, layout = whole(q, axes), current()
+    q, layout = gather_quantized(q, axes), current()
     double = isinstance(q.scale, QTensor)
     scale = kernels.Constants(q.scale.codes, q.scale.scale, q.scale.offset) if double else q.scale
     run = partial(
@@ -245,7 +245,7 @@ def _multiplied(x: jax.Array, q: QTensor, axes: Axes, implementation: str, *, tr
         if layout is None:
             return run(x, q.codes, scale)
         tokens = layout.spec("activations", (*("batch", "time")[: x.ndim - 1], None))
-        specs = (tokens, layout.spec("computing", (None, None)), layout.spec("computing", ()))
+        specs = (tokens, layout.spec("compute", (None, None)), layout.spec("compute", ()))
         return jax.shard_map(run, mesh=layout.mesh, in_specs=specs, out_specs=tokens, check_vma=False)(
             x, q.codes, scale
         )
@@ -287,7 +287,7 @@ class _Split:
     def over(cls, layout: Layout, axes: Axes) -> _Split | None:
         """None where devices hold parts of the columns and the same tokens, and nothing could be exchanged; or parts of
         the rows and other tokens."""
-        rows, columns = layout.over_each("gradients", axes)
+        rows, columns = layout.mesh_axes_each("gradients", axes)
         batch, time = layout.over("activations", "batch"), layout.over("activations", "time")
         same_tokens = set(layout.over("activations", "stream")) - set(time)
         if not set(columns) <= {*batch, *time} or not set(rows) <= same_tokens:

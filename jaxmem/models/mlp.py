@@ -66,7 +66,7 @@ class Mlp(nnx.Module):
             lambda block, x, keys, _: (block(x, keys), None),
             x,
             parts.layer_keys(keys, self.cfg.layers),
-            way=self.execution.stack,
+            options=self.execution.stack,
         )
         return self.norm(x)
 

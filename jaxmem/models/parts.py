@@ -24,10 +24,10 @@ from jaxmem.models import vocab_slices
 from jaxmem.models.chunks import Long
 from jaxmem.models.exchange import coded_product, lookup
 from jaxmem.quant import QTensor
-from jaxmem.sharding import Axes, gather, gather_for
+from jaxmem.sharding import Axes, gather, gather_with_input
 from jaxmem.sharding.storage import store_new
-from jaxmem.sharding.weights import Point, Ready
-from jaxmem.stack import Way, from_inputs
+from jaxmem.sharding.weights import GatheredWeight, StoredWeight
+from jaxmem.stack import StackOptions, recompute_from_inputs
 
 RowKeys = Key[Array, "batch"]  # a random key for each row of the batch
 Keys = Key[Array, "*rows"]
@@ -41,7 +41,7 @@ class Execution:
     attention: str | None = None  # an implementation's name; None: picked by device and shape
     deterministic: bool = False  # attention's gradients have the same bits each time
     long: Long = Long()  # noqa: RUF009 - immutable
-    stack: Way = Way()  # noqa: RUF009 - immutable
+    stack: StackOptions = StackOptions()  # noqa: RUF009 - immutable
 
 
 def weight(rngs: nnx.Rngs, shape: tuple[int, ...], axes: Axes, *, scale: float | None = None) -> nnx.Param:
@@ -65,11 +65,11 @@ def fetch(param: nnx.Param, dtype: DTypeLike) -> jax.Array:
 
 
 def fetch_for(x: jax.Array | None, param: nnx.Param, dtype: DTypeLike) -> tuple[Any, jax.Array]:
-    """And `x`, which it is multiplied with, as `gather_for` wants it."""
+    """And `x`, which it is multiplied with, as `gather_with_input` wants it."""
     value = param.get_value()
-    if isinstance(value, Ready):
+    if isinstance(value, GatheredWeight):
         return x, value.value.astype(dtype)
-    return gather_for(x, value, axes_of(param, value.ndim), dtype)
+    return gather_with_input(x, value, axes_of(param, value.ndim), dtype)
 
 
 def axes_of(param: nnx.Param, ndim: int) -> Axes:
@@ -80,8 +80,8 @@ def axes_of(param: nnx.Param, ndim: int) -> Axes:
 def frozen_codes(param: nnx.Param) -> QTensor | None:
     """Of a weight in codes that has no gradient."""
     value = param.get_value()
-    frozen = isinstance(value, Point) and value.at is None and isinstance(value.rest, QTensor)
-    return value.rest if frozen else None
+    frozen = isinstance(value, StoredWeight) and value.at is None and isinstance(value.stored, QTensor)
+    return value.stored if frozen else None
 
 
 class Linear(nnx.Module):
@@ -201,7 +201,7 @@ class RMSNorm(nnx.Module):
         self.epsilon = epsilon
 
     def __call__(self, x: Float[Array, "*batch size"]) -> Float[Array, "*batch size"]:
-        return from_inputs(partial(_rms_norm, self.epsilon), x, fetch(self.scale, jnp.float32))
+        return recompute_from_inputs(partial(_rms_norm, self.epsilon), x, fetch(self.scale, jnp.float32))
 
 
 class LayerNorm(nnx.Module):
@@ -214,7 +214,7 @@ class LayerNorm(nnx.Module):
 
     def __call__(self, x: Float[Array, "*batch size"]) -> Float[Array, "*batch size"]:
         scale, bias = fetch(self.scale, jnp.float32), fetch(self.bias, jnp.float32)
-        return from_inputs(partial(_layer_norm, self.epsilon), x, scale, bias)
+        return recompute_from_inputs(partial(_layer_norm, self.epsilon), x, scale, bias)
 
 
 def dropout(x: Float[Array, "*shape"], rate: float, keys: Keys | None) -> Float[Array, "*shape"]:

@@ -60,7 +60,7 @@ class Vit(nnx.Module):
             lambda block, x, keys, _: (block(x, keys=keys)[0], None),
             x,
             parts.layer_keys(keys, self.cfg.layers),
-            way=self.execution.stack,
+            options=self.execution.stack,
         )
         return jnp.mean(self.norm(x), axis=1)
 

@@ -30,7 +30,7 @@ from jaxtyping import Array, Float, Int
 from jaxmem.models.vocab_slices import NUMBERS, Columns, Entries, Slices
 from jaxmem.quant import QTensor
 from jaxmem.sharding import Axes, constrain, current, gather, weights
-from jaxmem.sharding.host import is_away
+from jaxmem.sharding.host import is_on_host
 from jaxmem.stack.cuts import cut
 
 Features = Float[Array, "batch time embed"]
@@ -94,8 +94,8 @@ def slices(chunk: int | Literal["auto"], x: Features, vocab: int, most: int | No
     resting, parts, ahead, tokens = 1, 1, False, x.shape[0] * x.shape[1]
     if layout is not None:
         tokens //= layout.parts("activations", "batch") * layout.parts("activations", "vocab_time")
-        resting, parts = layout.parts("weights", "vocab"), layout.parts("computing", "vocab")
-        ahead = any(set(layout.over("weights", dim)) - set(layout.over("computing", dim)) for dim in ("embed", "vocab"))
+        resting, parts = layout.parts("weights", "vocab"), layout.parts("compute", "vocab")
+        ahead = any(set(layout.over("weights", dim)) - set(layout.over("compute", dim)) for dim in ("embed", "vocab"))
     wide = width(chunk, tokens, -(-vocab // parts), x.dtype.itemsize, most)
     if wide is None:
         return None
@@ -115,11 +115,11 @@ def cross_entropy(
 ) -> PerToken:
     """`losses.cross_entropy` of x @ weight; `weight` is [embed, vocab] or [vocab, embed], as it rests."""
     # What comes from elsewhere is on its way beside the work on what came before.
-    ahead = slices.ahead or any(map(is_away, jax.tree.leaves(weight)))
+    ahead = slices.ahead or any(map(is_on_host, jax.tree.leaves(weight)))
     loss = _Loss(axes, dataclasses.replace(slices, ahead=ahead), Terms(label_smoothing, z_loss))
     if (y := cut(Projection(x, weight, labels, loss))) is not None:
         return y
-    at, rest = (weight.at, weight.rest) if isinstance(weight, weights.Point) else (weight, None)
+    at, rest = (weight.at, weight.stored) if isinstance(weight, weights.StoredWeight) else (weight, None)
     return _cross_entropy(loss, x, at, rest, labels)
 
 
@@ -269,7 +269,7 @@ class Projection:
         return self.loss.axes
 
     def forward(self) -> Projected:
-        rest = self.weight.rest if isinstance(self.weight, weights.Point) else self.weight
+        rest = self.weight.stored if isinstance(self.weight, weights.StoredWeight) else self.weight
         y, (*_, found) = _forward(self.loss, self.x, rest, None, self.labels)
         return Projected(y, self, rest, found)
 

@@ -21,7 +21,7 @@ from jaxtyping import Array, Float, Int
 
 from jaxmem.quant import QTensor
 from jaxmem.sharding import Axes, current
-from jaxmem.sharding.host import brought, empty, is_away, sent_as
+from jaxmem.sharding.host import fetch_from_host, is_on_host, send_like, zeros_on_host
 from jaxmem.sharding.weights import Weight
 
 # A slice as it is computed with: devices of `tensor` have `width` entries of their own part each.
@@ -81,7 +81,7 @@ class Slices:
             return dataclasses.replace(weight, codes=codes, scale=scale, offset=offset, axis=-3)
         dim = axes.index("vocab")
         if weight.shape[dim] == 1:  # what all entries share
-            return brought(weight).reshape(-1, 1, 1)
+            return fetch_from_host(weight).reshape(-1, 1, 1)
         one = jnp.moveaxis(self._read(weight, dim, j), (dim, dim + 1), (1, 2))
         return one.reshape(one.shape[0], self.parts, -1)
 
@@ -105,7 +105,7 @@ class Slices:
 
     def written(self, x: jax.Array, dim: int, j: Int[Array, ""], one: jax.Array) -> jax.Array:
         """The array with such a slice in its place."""
-        one = sent_as(one, x)
+        one = send_like(one, x)
         one = one.reshape(*x.shape[:dim], self.resting, -1, *x.shape[dim + 1 :])
         begin = self._begin(j) * (x.shape[dim] // self.resting) // self.held
         return jax.lax.dynamic_update_slice_in_dim(self._split(x, dim), one, begin, axis=dim + 1).reshape(x.shape)
@@ -114,11 +114,11 @@ class Slices:
         held = x.shape[dim] // self.resting
         begin, width = self._begin(j) * held // self.held, self.width * held // self.held
         if width == held:  # all of it
-            return self._split(brought(x), dim)
+            return self._split(fetch_from_host(x), dim)
         if self.resting == 1:  # out of host memory comes what lies there, in its own form
-            one = brought(jax.lax.dynamic_slice_in_dim(x, begin, width, axis=dim))
+            one = fetch_from_host(jax.lax.dynamic_slice_in_dim(x, begin, width, axis=dim))
             return one.reshape(*x.shape[:dim], 1, width, *x.shape[dim + 1 :])
-        return brought(jax.lax.dynamic_slice_in_dim(self._split(x, dim), begin, width, axis=dim + 1))
+        return fetch_from_host(jax.lax.dynamic_slice_in_dim(self._split(x, dim), begin, width, axis=dim + 1))
 
     def _begin(self, j: Int[Array, ""]) -> Int[Array, ""]:
         return jnp.minimum(j * self.width, self.held - self.width)
@@ -136,7 +136,7 @@ def even_slices(vocab: int, most: int, sizes: set[int]) -> Slices | None:
     """
     layout, resting, parts = current(), 1, 1
     if layout is not None:
-        resting, parts = layout.parts("optimizer", "vocab"), layout.parts("computing", "vocab")
+        resting, parts = layout.parts("optimizer", "vocab"), layout.parts("compute", "vocab")
     if any(size % resting or vocab % size for size in sizes):
         return None
     held, common = vocab // resting, math.gcd(*(size // resting for size in sizes))
@@ -165,7 +165,7 @@ def made(draw: Callable[[jax.Array, tuple[int, ...]], Any], key: jax.Array, shap
         return [slices.written(x, dim, j, one) for x, one in zip(whole, ones, strict=True)]
 
     arrays, form = jax.tree.flatten(jax.eval_shape(lambda: draw(key, shape)))
-    room = [empty if is_away(one) else jnp.zeros for one in jax.tree.leaves(draw(key, own))]
+    room = [zeros_on_host if is_on_host(one) else jnp.zeros for one in jax.tree.leaves(draw(key, own))]
     zeros = [make(x.shape, x.dtype) for make, x in zip(room, arrays, strict=True)]
     return jax.tree.unflatten(form, jax.lax.fori_loop(0, count, step, zeros))
 

@@ -18,7 +18,7 @@ from jaxmem.optim.in_turn import in_parts
 from jaxmem.optim.piece import Piece
 from jaxmem.quant import QTensor
 from jaxmem.quant.precision import rounded
-from jaxmem.sharding import Axes, on_each_device
+from jaxmem.sharding import Axes, per_device
 from jaxmem.sharding.weights import is_quantized
 
 
@@ -104,7 +104,7 @@ def _in_one_pass(w: QTensor, u: jax.Array, seeds: jax.Array | None, axes: Axes) 
         raise UserError("optim.apply: kernel pallas rounds stochastically; give a key, or kernel none")
     run = partial(kernels.int8_add, axis=w.axis, block_size=w.block_size, implementation="pallas")
     try:
-        codes, scale = on_each_device(run, (w.codes, w.scale, u, seeds), axes, w.shape)
+        codes, scale = per_device(run, (w.codes, w.scale, u, seeds), axes, w.shape)
     except ValueError as error:
         raise UserError(f"optimizer.kernel: {error}; use none") from error
     return dataclasses.replace(w, codes=codes, scale=scale)

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxmem.quant import QTensor
-from jaxmem.sharding import Axes, current, each_part
+from jaxmem.sharding import Axes, current, map_shards
 from jaxmem.sharding.weights import is_quantized
 
 Grid = dict[int, int]  # into how many parts of one which dimensions are cut
@@ -64,7 +64,7 @@ def _on_stages(loop: Callable[[Any, Any, jax.Array], Any], stack: Any, beside: A
         return loop(stack, beside, jnp.zeros((), jnp.int32))
     parts, layers = own.parts("optimizer", "layer"), jax.tree.leaves(stack)[0].shape[0]
     first = jnp.arange(parts, dtype=jnp.int32) * (layers // parts)
-    return each_part(lambda stack, beside, first: loop(stack, beside, first[0]), over, stack, beside, first)
+    return map_shards(lambda stack, beside, first: loop(stack, beside, first[0]), over, stack, beside, first)
 
 
 def in_parts(one: Each, whole: Any, beside: Any, axes: Axes) -> Any:
@@ -153,7 +153,7 @@ def _along_rows(x: Any) -> bool:
 def _devices(axes: Axes) -> list[int]:
     """Over how many devices each dimension is split where it is updated."""
     layout = current()
-    return [1] if layout is None else [layout.size(over) for over in layout.over_each("optimizer", axes)]
+    return [1] if layout is None else [layout.size(over) for over in layout.mesh_axes_each("optimizer", axes)]
 
 
 def _parts(size: int, units: int, devices: list[int]) -> int:

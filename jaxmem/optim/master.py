@@ -22,7 +22,7 @@ import optax
 from jaxmem.optim.apply import each_layer, leaf_key
 from jaxmem.optim.piece import Piece
 from jaxmem.sharding import Axes
-from jaxmem.sharding.weights import Completed
+from jaxmem.sharding.weights import WithRemainder
 
 BITS = {"remainder8": 8, "remainder16": 16}
 _FINITE = 0x7F7F_FFFF  # bits of the largest float32
@@ -79,7 +79,7 @@ def with_remainder(
 
     def init(params: Any) -> Remaindered:
         lacks = jax.tree.map(lambda w: jnp.zeros(w.shape, kept), params)
-        return Remaindered(jnp.zeros((), jnp.int32), lacks, tx.init(jax.tree.map(Completed, params, lacks)))
+        return Remaindered(jnp.zeros((), jnp.int32), lacks, tx.init(jax.tree.map(WithRemainder, params, lacks)))
 
     def update(
         grads: Any,
@@ -90,7 +90,7 @@ def with_remainder(
         piece: Piece | None = None,
         **extra: Any,
     ) -> tuple[Any, Remaindered]:
-        whole = jax.tree.map(Completed, params, state.master)
+        whole = jax.tree.map(WithRemainder, params, state.master)
         updates, inner = tx.update(grads, state.inner, whole, layer=layer, piece=piece, **extra)
         key = jax.random.fold_in(jax.random.key(0), state.step)
 
@@ -109,7 +109,7 @@ def with_remainder(
 def _changed(u: jax.Array, w: jax.Array, lacks: jax.Array, key: jax.Array | None) -> tuple[jax.Array, jax.Array]:
     """The change of a weight that leads to the nearest bfloat16, and what that then lacks. As integers: of a float's
     bits the upper 16 are a bfloat16's, and half a step up is half a step away from zero."""
-    new = Completed(w, lacks).dequantize() + u.astype(jnp.float32)
+    new = WithRemainder(w, lacks).dequantize() + u.astype(jnp.float32)
     bits = jax.lax.bitcast_convert_type(new, jnp.int32)
     sign, size = bits & jnp.int32(-(2**31)), bits & jnp.int32(2**31 - 1)
     unit = 1 << (16 - 8 * lacks.dtype.itemsize)  # of what is lacked, in bits of a float32

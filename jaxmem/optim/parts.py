@@ -13,7 +13,7 @@ from typing import Any
 import jax
 import optax
 
-from jaxmem.sharding import Axes, Role, axes_at_rest, constrain, is_axes
+from jaxmem.sharding import Axes, Role, constrain, is_axes, stored_axes
 from jaxmem.sharding.weights import is_quantized
 
 Tree = Any
@@ -44,7 +44,7 @@ class Part:
         updates, state = self.tx.update(grads, state, params, **extra)
         params = write(params, updates, axes=self.axes, layer=layer, piece=piece)
         # Cast where the optimizer's state lies, then gathered, or whole float32 updates would travel.
-        return pinned(params, axes_at_rest(self.axes, params), "optimizer"), state
+        return pinned(params, stored_axes(self.axes, params), "optimizer"), state
 
 
 def select(tree: Tree, like: Tree, is_leaf: Callable[[Any], bool] | None = None) -> Tree:

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxmem.optim.by_layer import Leaf
-from jaxmem.sharding import IF_EVEN, constrain
+from jaxmem.sharding import constrain, if_even
 
 PROJECTED = "projected"
 EXACT = jax.lax.Precision.HIGHEST
@@ -74,7 +74,7 @@ class Side:
     def _placed(self, x: jax.Array, leaf: Leaf) -> jax.Array:
         if not any(self.leaf.axes):
             return x
-        return constrain(x, *(a + IF_EVEN if a == PROJECTED else a for a in leaf.axes), role="optimizer")
+        return constrain(x, *(if_even(a) if a == PROJECTED else a for a in leaf.axes), role="optimizer")
 
 
 def _product(a: jax.Array, b: jax.Array) -> jax.Array:

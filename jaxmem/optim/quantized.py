@@ -26,7 +26,7 @@ from jaxmem.errors import UserError
 from jaxmem.optim.adam import Adam, Moments, unbiased
 from jaxmem.optim.by_layer import At, Leaf, Rule, by_layer
 from jaxmem.quant import FORMATS, QTensor, even_block_size, quantize
-from jaxmem.sharding import on_each_device
+from jaxmem.sharding import per_device
 from jaxmem.sharding.leaves import Derived
 
 LEAST = 4096  # numbers below which codes save nothing worth having
@@ -119,7 +119,7 @@ class InOnePass(Quantized):
         unbiased_by = jnp.stack([unbiased(beta, at.count) for beta in (moments.beta1, moments.beta2)])
         arrays = g, kernels.Moments8(m.codes, v.codes, m.scale, v.scale), unbiased_by
         try:
-            u, new = on_each_device(run, arrays, at.leaf.axes, g.shape)
+            u, new = per_device(run, arrays, at.leaf.axes, g.shape)
         except ValueError as error:
             raise UserError(f"optimizer.kernel: {error}; use none") from error
         kept = {"m": (new.m, new.m_scale), "v": (new.v, new.v_scale)}

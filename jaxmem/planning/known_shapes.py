@@ -49,7 +49,7 @@ def known_shapes(built: Program) -> KnownShapes:
     def add(axes: Axes, leaf: Any, trainable: Any) -> None:
         stored, split, used, moments = (
             built.layout.sharding(role, axes, shape).shard_shape(shape)
-            for role in ("weights", "gradients", "computing", "optimizer")
+            for role in ("weights", "gradients", "compute", "optimizer")
             for shape in (built.layout.padded(role, axes, leaf.shape),)
         )
         stored_dims.update(sorted_dims(x.sharding.shard_shape(x.shape)) for x in jax.tree.leaves(leaf))

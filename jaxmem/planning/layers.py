@@ -20,8 +20,8 @@ from jax.extend.core import Literal
 from jaxmem.config import Config, Decoder
 from jaxmem.config.names import NAMES
 from jaxmem.planning.passes import alone, inside, one_share, product, shape_of, unplaced
-from jaxmem.sharding.weights import placed, points
-from jaxmem.stack import Applied, cut_by, merged, real
+from jaxmem.sharding.weights import differentiable, with_gradients
+from jaxmem.stack import StackCall, cut_by, inexact_leaves, with_inexact
 from jaxmem.step.objective import objective
 
 _BACK = "backward"  # the name of the gradient that comes in: with it the backward pass begins
@@ -108,26 +108,26 @@ def layers_of(cfg: Config, platform: str) -> list[Layer]:
     found: list[Layer] = []
 
     def note(part: Any) -> tuple[Any, None] | None:
-        if not isinstance(part, Applied):
+        if not isinstance(part, StackCall):
             return None
         found.append(_traced(part, _Flat(known, stream)))
         return part.x, None
 
     def features(params: Any, batch: Any) -> Any:
         with cut_by(note):
-            weights = placed(params, points(built.model.select(params)))
+            weights = with_gradients(params, differentiable(built.model.select(params)))
             return loss.features(nnx.merge(built.model.graphdef, weights), batch, None)
 
     jax.eval_shape(features, params, batch)
     return found
 
 
-def _traced(applied: Applied, flat: _Flat) -> Layer:
+def _traced(applied: StackCall, flat: _Flat) -> Layer:
     weights, one = (jax.tree.map(lambda x: unplaced(x[0]), tree) for tree in (applied.weights, applied.inputs))
 
     def both(g: Any, weights: Any, x: Any, one: Any, beside: Any) -> Any:
-        run = lambda own, x: applied.run(merged(weights, own), x, one, beside)[0]  # noqa: E731
-        y, back = jax.vjp(run, real(weights), x)
+        run = lambda own, x: applied.run(with_inexact(weights, own), x, one, beside)[0]  # noqa: E731
+        y, back = jax.vjp(run, inexact_leaves(weights), x)
         return back(checkpoint_name(g, _BACK)), y
 
     x, beside = jax.tree.map(unplaced, (applied.x, applied.beside))

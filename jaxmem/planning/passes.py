@@ -36,7 +36,7 @@ from jaxmem.planning.hlo import mean_runs
 from jaxmem.planning.share import held_vocabulary, layers_together, loss_chunk
 from jaxmem.quant.precision import compute_dtype
 from jaxmem.sharding import layout_for
-from jaxmem.sharding.weights import placed, points
+from jaxmem.sharding.weights import differentiable, with_gradients
 from jaxmem.step import Program
 from jaxmem.step.objective import objective
 
@@ -174,9 +174,9 @@ class _Half:
             """What is kept, and the gradients."""
 
             def of(at: Any, *given: Any) -> Any:
-                return run(placed(params, at, self._built.model.partial_stacks), batch, *given)
+                return run(with_gradients(params, at, self._built.model.partial_stacks), batch, *given)
 
-            y, back = jax.vjp(of, points(self._built.model.select(params)), *given)
+            y, back = jax.vjp(of, differentiable(self._built.model.select(params)), *given)
             return jax.tree.leaves(back), back(jax.tree.map(jax.numpy.ones_like, y))
 
         traced, (outs, _) = jax.make_jaxpr(both, return_shape=True)(self.params, self.batch, *given)

@@ -26,7 +26,6 @@ from jaxmem.planning.passes import passes_of
 from jaxmem.planning.share import head_groups, held_vocabulary, loss_chunk, mlp_chunk, passes_held, rows_of
 from jaxmem.planning.state import Held, Leaf, state_of
 from jaxmem.quant.precision import compute_dtype
-from jaxmem.sharding import ENOUGH
 from jaxmem.step import Program
 from jaxmem.step.batches import batch_spec
 
@@ -150,7 +149,7 @@ class _Sizes:
             # Where the features' gradient and the head's both travel, XLA makes the head's after the layers' gradients.
             # So it does where keys go round; where state comes from the host, in a step of one micro-batch, seen where
             # fsdp splits it; and from jax 0.11 on, where layers run again, on a lone device too.
-            # Not where a layer's gradients come in order (`sharding.gather_for`): nothing is left for later.
+            # Not where a layer's gradients come in order (`sharding.gather_with_input`): nothing is left for later.
             travels = cfg.zero >= 2 and mesh.fsdp * mesh.context > 1
             self.in_order = travels and tensor == 1 and tokens >= ENOUGH * model.embed
             fetched = is_offloaded(cfg.memory.offload, "optimizer") and cfg.batch.accumulate == 1 and mesh.fsdp > 1

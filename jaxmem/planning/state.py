@@ -15,8 +15,8 @@ from jaxmem.config import Config, Memory
 from jaxmem.planning.breakdown import part_of
 from jaxmem.planning.pace import Weights
 from jaxmem.planning.passes import alone, shape_of
-from jaxmem.sharding import Axes, Role, is_axes, rules_of, splits
-from jaxmem.sharding.weights import points
+from jaxmem.sharding import Axes, Role, assign_mesh_axes, is_axes, rules_for
+from jaxmem.sharding.weights import differentiable
 from jaxmem.step.host_placement import offloaded_state, offloaded_weights
 
 
@@ -64,7 +64,7 @@ def _state(shape: Config) -> State:
         for name, (path, leaf), may_wait in zip(axes, leaves_there, jax.tree.leaves(waits), strict=True):
             part = part_of(f"state.{where}{jax.tree_util.keystr(path)}")
             found[part].append(Leaf(name, leaf.shape, np.dtype(leaf.dtype).itemsize, may_wait))
-    at = jax.eval_shape(lambda params: points(params, built.spec.gradient_dtype), built.spec.state.params)
+    at = jax.eval_shape(lambda params: differentiable(params, built.spec.gradient_dtype), built.spec.state.params)
 
     def leaves(axes: Any, at: Any) -> tuple[Leaf, ...]:
         named = jax.tree.leaves(axes, is_leaf=is_axes)
@@ -78,7 +78,7 @@ class Held:
     """How arrays lie on a config's mesh: each shape is divided once for each role."""
 
     def __init__(self, cfg: Config) -> None:
-        self._rules, self._mesh = rules_of(cfg), cfg.mesh.model_dump()
+        self._rules, self._mesh = rules_for(cfg), cfg.mesh.model_dump()
         # The embedding is looked up where it lies, unless it also makes the logits.
         self._looks_up = cfg.zero >= 2 and not getattr(cfg.model, "tie_embeddings", False)
         self._known: dict[tuple[Role, Axes, tuple[int, ...]], tuple[list[int], bool, int]] = {}
@@ -92,7 +92,7 @@ class Held:
         if self._looks_up and leaf.axes == ("vocab", "embed"):
             return False
         first = 2 if leaf.axes[:1] == ("layer",) else 1
-        return self._divided("weights", leaf)[0][first:] != self._divided("computing", leaf)[0][first:]
+        return self._divided("weights", leaf)[0][first:] != self._divided("compute", leaf)[0][first:]
 
     def by_message(self, leaves: Iterable[Leaf], width: int, gathered: float) -> Weights:
         """Where the tables part a weight differently, something is sent: `width` bytes a number of a gradient,
@@ -100,7 +100,7 @@ class Held:
         found = dict.fromkeys(("gathered", "scattered", "reduced", "beside", "renewed"), 0)
         for leaf in leaves:
             (_, tensor, used), (_, _, rests), (_, _, gradient), (_, _, updated) = (
-                self._divided(role, leaf) for role in ("computing", "weights", "gradients", "optimizer")
+                self._divided(role, leaf) for role in ("compute", "weights", "gradients", "optimizer")
             )
             found["gathered"] += int(used * gathered) if rests < used else 0
             found["scattered" if gradient < used else "reduced"] += used * width
@@ -112,7 +112,7 @@ class Held:
         """Into how many parts each dimension is split, whether `tensor` splits one, and numbers on one device."""
         key = role, leaf.axes, leaf.shape
         if key not in self._known:
-            split = splits(leaf.axes, leaf.shape, getattr(self._rules, role), self._mesh)
+            split = assign_mesh_axes(leaf.axes, leaf.shape, getattr(self._rules, role), self._mesh)
             parts = [math.prod(self._mesh[axis] for axis in over) for over in split]
             numbers = math.prod(-(-size // count) for size, count in zip(leaf.shape, parts, strict=True))
             self._known[key] = parts, any("tensor" in over for over in split), numbers

@@ -39,7 +39,7 @@ from jaxmem.config import Decoder, Rules
 from jaxmem.errors import UserError
 from jaxmem.models import vocab_loss
 from jaxmem.quant.precision import compute_dtype
-from jaxmem.sharding.weights import points
+from jaxmem.sharding.weights import differentiable
 from jaxmem.step import Program
 
 FLOAT32 = 4
@@ -75,7 +75,7 @@ def volume(built: Program) -> Volume:
     w = compute_dtype(cfg.precision, built.layout.mesh.devices.flat[0].platform).itemsize
     at_rest, weights = (
         jax.tree.leaves(built.spec.state.params),
-        jax.tree.leaves(jax.eval_shape(points, built.spec.state.params)),
+        jax.tree.leaves(jax.eval_shape(differentiable, built.spec.state.params)),
     )
     r = sum(x.size * x.dtype.itemsize for x in at_rest) / sum(x.size for x in weights)
     sent = r if cfg.precision.quantized else w  # codes are decoded where they arrive, other weights cast before

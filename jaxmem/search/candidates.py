@@ -24,7 +24,7 @@ from jaxmem.planning.predict import Estimate, estimate
 from jaxmem.planning.share import loss_chunk, mlp_chunk
 from jaxmem.quant.precision import compute_dtype
 from jaxmem.search.knobs import Change, Knob
-from jaxmem.sharding import RESTING
+from jaxmem.sharding import STORAGE_AXES
 
 MOST = 4000
 
@@ -177,11 +177,13 @@ def _same(cfg: Config, target: Target) -> Config:
 
 def _plain(cfg: Config) -> Rules:
     """The same table in the most usual words: what it says of axes of one device, or where all is whole, is nothing."""
-    split = [axis for axis in ("tensor", *(RESTING if cfg.zero else ())) if getattr(cfg.mesh, axis) > 1]
+    split = [axis for axis in ("tensor", *(STORAGE_AXES if cfg.zero else ())) if getattr(cfg.mesh, axis) > 1]
     usual = Rules().table
     plain: dict[str, Any] = {}
     for dim, over in cfg.rules.table.items():
-        forms = [usual[dim], ()] if dim in ("embed", "vocab") else [usual[dim], ("tensor", *RESTING), RESTING, ()]
+        forms = (
+            [usual[dim], ()] if dim in ("embed", "vocab") else [usual[dim], ("tensor", *STORAGE_AXES), STORAGE_AXES, ()]
+        )
         acts = [axis for axis in over if axis in split]
         plain[dim] = next((form for form in forms if [axis for axis in form if axis in split] == acts), over)
     return Rules(**plain)

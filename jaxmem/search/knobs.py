@@ -19,7 +19,6 @@ from jaxmem.config.dimensions import dims
 from jaxmem.errors import UserError, nearest
 from jaxmem.planning import Target
 from jaxmem.quant.precision import compute_dtype
-from jaxmem.sharding import RESTING
 
 Change = Mapping[str, Any]  # dotted key -> value
 

@@ -1,74 +1,89 @@
-"""How arrays lie on devices: one table from logical axes to mesh axes.
+"""How arrays are sharded: one table from logical axes to mesh axes for each role of an array.
 
-A weight names its dimensions once, where it is declared (`("embed", "mlp")`). A `Rules` object
-says, for each role an array plays, which mesh axes split which logical axis. Data parallelism,
-ZeRO 1-3 (Rajbhandari et al., arXiv:1910.02054), hybrid sharding and tensor parallelism
-(Shoeybi et al., arXiv:1909.08053) are different tables, not different code; XLA's partitioner
-derives the collectives. With P parameters over F devices of `fsdp`, the bytes of an array in
-a role fall by F exactly where its table names `fsdp`.
+A weight names its logical axes once, where it is declared (`("embed", "mlp")`). `Rules` says, for each role, which
+mesh axes shard which logical axis. Data parallelism, ZeRO 1-3 (Rajbhandari et al., arXiv:1910.02054), hybrid sharding
+and tensor parallelism (Shoeybi et al., arXiv:1909.08053) are different tables, not different code; XLA's partitioner
+derives the communication. With P parameters over F devices of `fsdp`, the bytes of an array in a role fall by F
+exactly where its table names `fsdp`.
 
-This is the only room that mentions PartitionSpec. Models call `constrain` and `gather`; both do
-nothing outside `with layout:`, so a model also runs in anyone's own loop.
+    table.py      logical axes, roles, ZeRO stages as tables
+    layout.py     a mesh with its tables: the sharding of an array
+    arrays.py     sharding constraints and communication along a mesh axis
+    gathering.py  weights from storage to compute, and gradients back
+    storage.py    how new weights are stored
+    weights.py    stored weights and what their gradients are computed with respect to
+    leaves.py     how optimizer state relates to its parameter
+    host.py       host memory
+
+No other package mentions PartitionSpec. Models call `constrain` and `gather`; both do nothing outside of `with
+layout:`, so that a model also runs in anyone's own loop.
 """
 
 from jaxmem.sharding.arrays import (
     constrain,
-    each_part,
-    groups,
-    kept_by_stages,
-    on_each_device,
+    map_shards,
+    per_device,
     rotate,
     row_major,
-    split_first,
+    row_major_in_stages,
+    shard_first_dim,
+    vmap_groups,
 )
-from jaxmem.sharding.gathered import ENOUGH, GATHERED, axes_at_rest, gather, gather_for, whole
-from jaxmem.sharding.layout import Layout, along, current, layout_for
+from jaxmem.sharding.gathering import (
+    GATHERED,
+    MIN_TOKENS_PER_ROW,
+    gather,
+    gather_quantized,
+    gather_with_input,
+    stored_axes,
+)
+from jaxmem.sharding.layout import Layout, current, first_dim_sharding, layout_for
 from jaxmem.sharding.table import (
-    ALSO,
-    IF_EVEN,
-    RESTING,
-    USUAL,
+    DEFAULT_TABLE,
+    STORAGE_AXES,
     Axes,
+    Axis,
     Role,
     Rules,
     Table,
+    assign_mesh_axes,
+    axis_name,
+    if_even,
     is_axes,
-    named,
-    rules,
-    rules_of,
-    splits,
+    make_rules,
+    rules_for,
 )
 
 __all__ = [
-    "ALSO",
-    "ENOUGH",
+    "DEFAULT_TABLE",
     "GATHERED",
-    "IF_EVEN",
-    "RESTING",
-    "USUAL",
+    "MIN_TOKENS_PER_ROW",
+    "STORAGE_AXES",
     "Axes",
+    "Axis",
     "Layout",
     "Role",
     "Rules",
     "Table",
-    "along",
-    "axes_at_rest",
+    "assign_mesh_axes",
+    "axis_name",
     "constrain",
     "current",
-    "each_part",
+    "first_dim_sharding",
     "gather",
-    "gather_for",
-    "groups",
+    "gather_quantized",
+    "gather_with_input",
+    "if_even",
     "is_axes",
-    "kept_by_stages",
     "layout_for",
-    "named",
-    "on_each_device",
+    "make_rules",
+    "map_shards",
+    "per_device",
     "rotate",
     "row_major",
-    "rules",
-    "rules_of",
-    "split_first",
-    "splits",
-    "whole",
+    "row_major_in_stages",
+    "rules_for",
+    "shard_first_dim",
+    "stored_axes",
+    "vmap_groups",
 ]

@@ -1,4 +1,4 @@
-"""Arrays told where to lie, and sent along a mesh axis. Outside `with layout:` nothing happens to them."""
+"""Sharding constraints, and communication along a mesh axis. Outside of `with layout:` arrays are left as they are."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from jax.experimental.layout import with_layout_constraint
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxmem.sharding.layout import current
-from jaxmem.sharding.table import Axes, Role, as_even
+from jaxmem.sharding.table import Axes, Role, relax_resized
 
 
 def constrain(x: jax.Array, *axes: str | None, role: Role = "activations") -> jax.Array:
-    """Pin an array to its place. Nothing happens outside a layout."""
+    """Constrains the sharding of an array."""
     layout = current()
     if layout is None:
         return x
@@ -24,9 +24,9 @@ def constrain(x: jax.Array, *axes: str | None, role: Role = "activations") -> ja
 
 
 def row_major(x: jax.Array, *axes: str | None, role: Role = "activations") -> jax.Array:
-    """In memory row after row, as arrays come and go. Another order, if products like it, XLA would give to all that
-    this array is cut out of: of what stages keep of their layers it would hold a copy. The partitioner cannot cut what
-    says it, so each device says it of its own part."""
+    """Constrains the memory layout to row-major. XLA may prefer another one for a matmul, and would apply it to
+    whatever the array is sliced from: for the saved activations of pipeline stages that is a copy of all of them. The
+    partitioner does not support the constraint, so each device applies it to its shard."""
     layout = current()
     if layout is None:
         return x
@@ -35,7 +35,7 @@ def row_major(x: jax.Array, *axes: str | None, role: Role = "activations") -> ja
     def pinned(x: jax.Array) -> jax.Array:
         return with_layout_constraint(x, InMemory(tuple(range(x.ndim))))
 
-    # Differentiated by jax it would add up over all axes that are not named here, of which some are mapped over later.
+    # jax would differentiate it as a sum over all mesh axes that are not named here, some of which are vmapped later.
     @jax.custom_vjp
     def laid(x: jax.Array) -> jax.Array:
         return jax.shard_map(pinned, mesh=layout.mesh, in_specs=spec, out_specs=spec, check_vma=False)(x)
@@ -44,20 +44,20 @@ def row_major(x: jax.Array, *axes: str | None, role: Role = "activations") -> ja
     return laid(x)
 
 
-def kept_by_stages(x: jax.Array, *axes: str | None) -> jax.Array:
-    """A layer's input, which stages keep in a stack: as that lies. Elsewhere XLA is free to order it."""
+def row_major_in_stages(x: jax.Array, *axes: str | None) -> jax.Array:
+    """A layer's input, row-major where pipeline stages save it in a stack; elsewhere XLA is free to choose."""
     layout = current()
     return row_major(x, *axes) if layout and layout.size(("stage",)) > 1 else x
 
 
-def groups() -> tuple[int, ...]:
-    """What the vmap of `Layout.within` puts before an array's shape."""
+def vmap_groups() -> tuple[int, ...]:
+    """The dimensions that the vmap of `Layout.inside_vmap` adds before an array's shape."""
     layout = current()
     return (layout.size(layout.vmapped),) if layout and layout.vmapped else ()
 
 
-def split_first(x: jax.Array, axis: str | tuple[str, ...]) -> jax.Array:
-    """Split the first dimension over a mesh axis, or several; how the others lie is left to the partitioner."""
+def shard_first_dim(x: jax.Array, axis: str | tuple[str, ...]) -> jax.Array:
+    """Shards the first dimension over a mesh axis, or several; the others are left to the partitioner."""
     layout = current()
     if layout is None:
         return x
@@ -66,8 +66,8 @@ def split_first(x: jax.Array, axis: str | tuple[str, ...]) -> jax.Array:
 
 
 def rotate(x: jax.Array, axis: str, by: int) -> jax.Array:
-    """`jnp.roll` along the first dimension, which has one place for each device along a mesh axis: one message to
-    the neighbour. Left to the partitioner, a roll becomes three all-to-alls."""
+    """`jnp.roll` along the first dimension, which has one element for each device along a mesh axis: one
+    collective-permute. The partitioner would make three all-to-alls of a roll."""
     layout = current()
     if layout is None:
         return jnp.roll(x, by, axis=0)
@@ -81,9 +81,9 @@ def rotate(x: jax.Array, axis: str, by: int) -> jax.Array:
     return jax.shard_map(send, mesh=layout.mesh, in_specs=spec, out_specs=spec, axis_names={axis, *layout.vmapped})(x)
 
 
-def each_part(function: Callable[..., Any], over: tuple[str, ...], *arrays: Any) -> Any:
-    """`function(*arrays)` of each part of their first dimension, which these mesh axes split. Along the other axes the
-    partitioner cuts what it does; along these nothing is sent, so each part may take another branch of a `cond`."""
+def map_shards(function: Callable[..., Any], over: tuple[str, ...], *arrays: Any) -> Any:
+    """`function(*arrays)` of each shard of their first dimension over these mesh axes. Along these axes nothing is
+    communicated, so each shard may take another branch of a `cond`; the partitioner handles the other axes."""
     layout = current()
     if layout is None:
         return function(*arrays)
@@ -94,16 +94,16 @@ def each_part(function: Callable[..., Any], over: tuple[str, ...], *arrays: Any)
     return run(*arrays)
 
 
-def on_each_device(function: Callable[..., Any], arrays: Any, axes: Axes, shape: Sequence[int]) -> Any:
-    """`function(*arrays)` of each device's own part, for what XLA's partitioner cannot cut. Arrays of the rank of one
-    with these axes and this shape lie as it does among the optimizer's, whole along a dimension in which one of them
-    (constants of blocks) would be cut in the midst; others are whole."""
+def per_device(function: Callable[..., Any], arrays: Any, axes: Axes, shape: Sequence[int]) -> Any:
+    """`function(*arrays)` of each device's shards, for operations that XLA's partitioner does not support. Arrays of
+    `len(shape)` dimensions are sharded as optimizer state with these axes is, but replicated along a dimension in which
+    one of them (block scales) does not divide; other arrays are replicated."""
     layout = current()
     if layout is None:
         return function(*arrays)
     alike = [x.shape for x in jax.tree.leaves(arrays) if x.ndim == len(shape)]
     least = [min(sizes) for sizes in zip(*alike, strict=True)]
-    own = layout.sharding("optimizer", as_even(axes, least, shape), least).spec
+    own = layout.sharding("optimizer", relax_resized(axes, least, shape), least).spec
 
     def specs(tree: Any) -> Any:
         return jax.tree.map(lambda x: own if x.ndim == len(shape) else PartitionSpec(), tree)

@@ -1,9 +1,9 @@
-"""Which memory an array lies in: the device's own, or its host's.
+"""Which memory an array is in: the device's own, or its host's.
 
-An array in host memory says so in its type, and nothing computes with it before it was brought: jax refuses. What N
-layers keep, or weights that stay, B bytes each, costs B over the host's link each time that it goes one way. The device
-holds 2 B of it: what is in use, and what was brought ahead of time. Where a layer computes longer than its bytes
-travel, nobody waits (Ren et al., arXiv:2101.06840). On CPUs there is one memory, and nothing moves.
+An array in host memory says so in its type, and jax refuses to compute with it before it is fetched. N layers of B
+bytes in host memory cost B over the host link for each layer and direction; a device holds 2 B, the layer in use and
+the one that is fetched ahead. Where a layer computes longer than its bytes take to transfer, the transfer is hidden
+(Ren et al., arXiv:2101.06840). CPUs have one memory, and nothing moves.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-HOST = "pinned_host"  # what jax calls it
-PIECE = 2**24  # numbers
+HOST = "pinned_host"  # jax's name of the memory
+CHUNK = 2**24  # values
 
 
 def to_host(tree: Any) -> Any:
@@ -27,50 +27,49 @@ def to_device(tree: Any) -> Any:
     return jax.tree.map(lambda x: jax.device_put(x, jax.memory.Space.Device), tree)
 
 
-def is_away(x: Any) -> bool:
-    """Whether an array lies in host memory."""
+def is_on_host(x: Any) -> bool:
     return bool(jax.typeof(x).memory_space == jax.memory.Space.Host)
 
 
-def brought(tree: Any) -> Any:
-    """What lies on the host, on the device; the rest as it is."""
-    return jax.tree.map(lambda x: to_device(x) if is_away(x) else x, tree)
+def fetch_from_host(tree: Any) -> Any:
+    """A tree with all leaves on the device."""
+    return jax.tree.map(lambda x: to_device(x) if is_on_host(x) else x, tree)
 
 
-def empty(shape: tuple[int, ...], dtype: DTypeLike) -> jax.Array:
-    """Zeros that were on the host from the beginning: written there piece by piece, never whole on the device."""
+def send_like(tree: Any, like: Any) -> Any:
+    """A tree whose leaves are in host memory where those of `like` are."""
+    return jax.tree.map(lambda x, old: to_host(x) if is_on_host(old) else x, tree, like)
+
+
+def zeros_on_host(shape: tuple[int, ...], dtype: DTypeLike) -> jax.Array:
+    """Zeros in host memory, written there chunk by chunk: the device never holds all of them."""
     counts = [n for n in range(1, shape[0] + 1) if shape[0] % n == 0]
-    parts = next((n for n in counts if math.prod(shape) // n <= PIECE), shape[0])
-    piece = (shape[0] // parts, *shape[1:])
-    _, pieces = jax.lax.scan(lambda _, __: (None, to_host(jnp.zeros(piece, dtype))), None, length=parts)
-    return pieces.reshape(shape)
+    parts = next((n for n in counts if math.prod(shape) // n <= CHUNK), shape[0])
+    chunk = (shape[0] // parts, *shape[1:])
+    _, chunks = jax.lax.scan(lambda _, __: (None, to_host(jnp.zeros(chunk, dtype))), None, length=parts)
+    return chunks.reshape(shape)
 
 
-def sent_as(tree: Any, before: Any) -> Any:
-    """To the host what lay there before."""
-    return jax.tree.map(lambda x, old: to_host(x) if is_away(old) else x, tree, before)
+def host_leaves(tree: Any) -> Any:
+    """The leaves in host memory, None in place of others."""
+    return jax.tree.map(lambda x: x if is_on_host(x) else None, tree)
 
 
-def away(tree: Any) -> Any:
-    """What lies on the host, with None in the place of the rest."""
-    return jax.tree.map(lambda x: x if is_away(x) else None, tree)
+def device_leaves(tree: Any) -> Any:
+    """The leaves on the device, None in place of others."""
+    return jax.tree.map(lambda x: None if is_on_host(x) else x, tree)
 
 
-def here(tree: Any) -> Any:
-    """And the rest."""
-    return jax.tree.map(lambda x: None if is_away(x) else x, tree)
-
-
-def layer_ahead(stacked: Any, layer: jax.Array) -> Any:
-    """One layer of what lies on the host, on its way to the device. Past either end it is the last one there, which
+def fetch_layer(stacked: Any, layer: jax.Array) -> Any:
+    """One layer of the leaves in host memory, on the device. Past either end it is the last layer there is, which
     nobody reads."""
 
     def one(x: jax.Array) -> jax.Array:
         return to_device(jax.lax.dynamic_index_in_dim(x, jnp.clip(layer, 0, x.shape[0] - 1), keepdims=False))
 
-    return jax.tree.map(one, away(stacked))
+    return jax.tree.map(one, host_leaves(stacked))
 
 
-def filled(tree: Any, others: Any) -> Any:
-    """What is `here` with what was brought in its places."""
+def fill(tree: Any, others: Any) -> Any:
+    """`device_leaves` with fetched leaves in place of None."""
     return jax.tree.map(lambda x, other: other if x is None else x, tree, others, is_leaf=lambda x: x is None)

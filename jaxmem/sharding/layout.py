@@ -1,4 +1,4 @@
-"""A mesh with its tables: where an array of any role, axes and shape lies."""
+"""A mesh with its tables: the sharding of an array by role, axes and shape."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from jaxmem.config import MESH_AXES, Config
 from jaxmem.errors import UserError, nearest
-from jaxmem.sharding.table import Axes, Role, Rules, Table, named, rules_of, splits
+from jaxmem.sharding.table import Axes, Role, Rules, Table, assign_mesh_axes, axis_name, rules_for
 
 
 @dataclass(frozen=True)
 class Layout:
-    """A mesh and the rules on it. `with layout:` makes `constrain` and `gather` act."""
+    """A mesh and the rules on it. `constrain` and `gather` take effect within `with layout:`."""
 
     mesh: Mesh
     rules: Rules
-    vmapped: tuple[str, ...] = ()  # mesh axes that `jax.vmap` around this code goes over
+    vmapped: tuple[str, ...] = ()  # mesh axes of an enclosing `jax.vmap(..., spmd_axis_name=)`
 
     def __enter__(self) -> Self:
         _stack.set((*_stack.get(), self))
@@ -33,23 +33,19 @@ class Layout:
         _stack.set(_stack.get()[:-1])
 
     def sharding(self, role: Role, axes: Axes, shape: Sequence[int], name: str = "array") -> NamedSharding:
-        """Where an array in this role lies. What cannot be split as the table says is an error that names it.
-
-        A name that ends in `?` asks for less: its dimension takes those mesh axes of the table that no other
-        dimension has, where its size divides over them, and is whole where not. One with `+` asks for more: its
-        dimension takes also those that split resting weights, and no other dimension has.
-        """
+        """The sharding of an array in this role. A dimension that the table's mesh axes do not divide is an error that
+        names the array, except for `Axis.if_even`."""
         table: Table = getattr(self.rules, role)
         if len(axes) != len(shape):
             raise UserError(
                 f"{name}: shape {tuple(shape)} has {len(shape)} dimensions but axes {axes} name {len(axes)}"
             )
-        known = [None if axis is None else named(axis) for axis in axes]
+        known = [None if axis is None else axis_name(axis) for axis in axes]
         for axis in known:
             if axis is not None and axis not in table:
                 raise UserError(f"{name}: no rule for logical axis {axis!r} among {role}{nearest(axis, table)}")
         spec: list[tuple[str, ...] | None] = []
-        split = splits(axes, shape, table, self.mesh.shape)
+        split = assign_mesh_axes(axes, shape, table, self.mesh.shape)
         for dim, (axis, over, size) in enumerate(zip(known, split, shape, strict=True)):
             parts = math.prod(self.mesh.shape[a] for a in over)
             if size % parts:
@@ -61,32 +57,32 @@ class Layout:
         return NamedSharding(self.mesh, PartitionSpec(*spec))
 
     def over(self, role: Role, axis: str | None) -> tuple[str, ...]:
-        """The mesh axes of more than one device that split a logical axis."""
+        """The mesh axes of more than one device that shard a logical axis."""
         table: Table = getattr(self.rules, role)
-        return tuple(a for a in table[named(axis)] if self.mesh.shape[a] > 1) if axis else ()
+        return tuple(a for a in table[axis_name(axis)] if self.mesh.shape[a] > 1) if axis else ()
 
     def parts(self, role: Role, axis: str | None) -> int:
-        """Into how many parts a logical axis is split."""
+        """The number of shards of a logical axis."""
         return math.prod(self.mesh.shape[a] for a in self.over(role, axis))
 
-    def over_each(self, role: Role, axes: Axes) -> list[tuple[str, ...]]:
-        """The mesh axes of more than one device that split each dimension of an array that divides."""
+    def mesh_axes_each(self, role: Role, axes: Axes) -> list[tuple[str, ...]]:
+        """The mesh axes of more than one device that shard each dimension of an array whose sizes divide."""
         table: Table = getattr(self.rules, role)
-        split = splits(axes, [0] * len(axes), table, self.mesh.shape)
+        split = assign_mesh_axes(axes, [0] * len(axes), table, self.mesh.shape)
         return [tuple(a for a in over if self.mesh.shape[a] > 1) for over in split]
 
     def spec(self, role: Role, axes: Axes) -> PartitionSpec:
-        """What `jax.shard_map` wants to know of it."""
-        return PartitionSpec(*(over or None for over in self.over_each(role, axes)))
+        """For `jax.shard_map`."""
+        return PartitionSpec(*(over or None for over in self.mesh_axes_each(role, axes)))
 
     def padded(self, role: Role, axes: Axes, shape: Sequence[int]) -> tuple[int, ...]:
-        """The next shape that divides."""
+        """The smallest shape, at least this one, that divides."""
         counts = [self.parts(role, axis) for axis in axes]
         return tuple(-(-size // count) * count for size, count in zip(shape, counts, strict=True))
 
-    def with_whole_layers(self, role: Role, axes: Axes, shape: Sequence[int]) -> NamedSharding:
-        """Where a stack of layers lies that no stage may part: another dimension is split over `stage`, where one
-        divides."""
+    def with_unsplit_layers(self, role: Role, axes: Axes, shape: Sequence[int]) -> NamedSharding:
+        """The sharding of a stack whose layers must not be distributed over stages: another dimension is sharded over
+        `stage`, where one divides."""
         whole = dataclasses.replace(self.rules, **{role: {**getattr(self.rules, role), "layer": ()}})
         placed = Layout(self.mesh, whole).sharding(role, axes, shape)
         parts, spec = placed.shard_shape(tuple(shape)), list(placed.spec)
@@ -98,14 +94,14 @@ class Layout:
         return NamedSharding(self.mesh, PartitionSpec(*spec))
 
     @property
-    def apart(self) -> tuple[str, ...]:
-        """The mesh axes that split the batch and no gradient: their devices may add up gradients of their own rows, and
-        reduce them when they like."""
+    def local_gradient_axes(self) -> tuple[str, ...]:
+        """The mesh axes that shard the batch and no gradient: devices along them can accumulate the gradients of their
+        own rows, and reduce them once per update."""
         taken = {axis for over in self.rules.gradients.values() for axis in over}
         return tuple(axis for axis in self.over("activations", "batch") if axis not in taken)
 
-    def within(self, vmapped: tuple[str, ...]) -> Layout:
-        """For code under `jax.vmap(..., spmd_axis_name=vmapped)` over groups of rows."""
+    def inside_vmap(self, vmapped: tuple[str, ...]) -> Layout:
+        """For code inside of `jax.vmap(..., spmd_axis_name=vmapped)` over groups of rows."""
         batch = tuple(axis for axis in self.rules.activations["batch"] if axis not in vmapped)
         activations = {**self.rules.activations, "batch": batch}
         return Layout(self.mesh, dataclasses.replace(self.rules, activations=activations), vmapped)
@@ -113,8 +109,8 @@ class Layout:
     def size(self, axes: Sequence[str]) -> int:
         return math.prod(self.mesh.shape[axis] for axis in axes)
 
-    def of_texts(self, rows: int) -> Layout:
-        """For texts that grow, of any length, which nothing can split; so many as divide lie over the devices."""
+    def for_generation(self, rows: int) -> Layout:
+        """For generation: sequences grow and so are not sharded; rows are, where their number divides."""
         batch = () if rows % self.parts("activations", "batch") else self.rules.activations["batch"]
         whole = dict.fromkeys(("time", "stream", "mlp_time", "vocab_time"), ())
         activations = {**self.rules.activations, **whole, "batch": batch}
@@ -137,9 +133,9 @@ def layout_for(cfg: Config, devices: Sequence[Any]) -> Layout:
     shape = tuple(getattr(cfg.mesh, axis) for axis in MESH_AXES)
     grid = np.asarray(devices, dtype=object).reshape(shape)
     mesh = Mesh(grid, MESH_AXES, axis_types=(AxisType.Auto,) * len(MESH_AXES))
-    return Layout(mesh, rules_of(cfg))
+    return Layout(mesh, rules_for(cfg))
 
 
-def along(mesh: Mesh, axis: str | None) -> NamedSharding:
-    """The first dimension split over one axis of any mesh; None: whole on each device."""
+def first_dim_sharding(mesh: Mesh, axis: str | None) -> NamedSharding:
+    """The first dimension sharded over one axis of any mesh; None: replicated."""
     return NamedSharding(mesh, PartitionSpec(axis) if axis else PartitionSpec())

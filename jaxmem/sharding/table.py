@@ -1,61 +1,83 @@
-"""The tables: for each role that an array plays, which mesh axes split which of its logical axes."""
+"""The sharding tables: for each role of an array, which mesh axes shard which of its logical axes."""
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from jaxmem import config
-from jaxmem.config import Config
 from jaxmem.config.dimensions import undivided
+from jaxmem.config.sections import Config
+from jaxmem.config.sections import Rules as RulesSection
 
-Axes = tuple[str | None, ...]  # a logical name for each dimension; None: nothing may split it
-Table = Mapping[str, tuple[str, ...]]  # logical axis -> the mesh axes that split it; (): whole
-Role = Literal["weights", "computing", "gradients", "optimizer", "activations"]
+
+@dataclass(frozen=True)
+class Axis:
+    """A logical axis with an exception to the table."""
+
+    name: str
+    if_even: bool = False  # replicated where the mesh axes do not divide it; an error otherwise
+    like_storage: bool = False  # also sharded over STORAGE_AXES, where that divides it
+
+
+Axes = tuple[str | Axis | None, ...]  # a logical axis for each dimension; None: never sharded
+Table = Mapping[str, tuple[str, ...]]  # logical axis -> the mesh axes that shard it; (): replicated
+Role = Literal["weights", "compute", "gradients", "optimizer", "activations"]
 
 
 def is_axes(x: Any) -> bool:
-    """A tuple of axis names, not one of optax's tuples of states."""
-    return type(x) is tuple and all(a is None or isinstance(a, str) for a in x)
+    """A tuple of logical axes, not one of optax's tuples of states."""
+    return type(x) is tuple and all(a is None or isinstance(a, str | Axis) for a in x)
 
 
-USUAL: Table = config.Rules().table
-RESTING = ("fsdp", "context")  # split what rests; where it is computed with it is whole over them
+def axis_name(axis: str | Axis) -> str:
+    return axis.name if isinstance(axis, Axis) else axis
 
-ALSO = "+"  # ends the name of an axis that rests split over `RESTING` too, where that comes out even
-IF_EVEN = "?"  # ends the name of an axis that is split where that comes out even, and whole otherwise
+
+def if_even(axis: str | Axis | None) -> Axis | None:
+    """The axis, replicated where it cannot be sharded evenly."""
+    if axis is None:
+        return None
+    return dataclasses.replace(axis, if_even=True) if isinstance(axis, Axis) else Axis(axis, if_even=True)
+
+
+DEFAULT_TABLE: Table = RulesSection().table
+STORAGE_AXES = (
+    "fsdp",
+    "context",
+)  # shard weights that are stored; weights are replicated over them to be computed with
 
 
 @dataclass(frozen=True)
 class Rules:
-    """For each role, which mesh axes split which logical axis. Every axis is listed: `()` is whole."""
+    """For each role, which mesh axes shard which logical axis. Every logical axis is listed: `()` is replicated."""
 
-    weights: Table  # as they rest between steps
-    computing: Table  # one layer's weights while it runs
+    weights: Table  # as stored between steps
+    compute: Table  # one layer's weights while it is computed
     gradients: Table
     optimizer: Table
     activations: Table
 
 
-def rules(zero: int, undivided: Collection[str] = (), dims: Table = USUAL) -> Rules:
-    """The table of a ZeRO stage: 1 splits the optimizer's state over `fsdp`, 2 also gradients, 3 also weights.
+def make_rules(zero: int, undivided: Collection[str] = (), dims: Table = DEFAULT_TABLE) -> Rules:
+    """The tables of a ZeRO stage: 1 shards the optimizer state over `fsdp`, 2 also gradients, 3 also weights.
 
-    Devices along `context` compute with the same weights as those along `fsdp`, so what is split lies over both.
-    `undivided`: axes that `tensor` does not divide. Key and value heads are then whole on each of its devices; a
-    vocabulary is whole where it rests, and padded where it is computed with. `dims`: the config's own table. What
-    `tensor` does not split is computed with whole, each device on its own part of the time.
+    Devices along `context` compute with the same weights as those along `fsdp`, so arrays are sharded over both.
+    `undivided`: logical axes that `tensor` does not divide. Key and value heads are then replicated over it; a
+    vocabulary is replicated where it is stored and padded where it is computed with. `dims`: the config's own table.
+    What `tensor` does not shard is computed with replicated weights, each device on its part of the time.
     """
-    own = "norm", "head_dim", "rank", "projected", "height", "width", "patch", "kernel", "channels", "classes"
-    split: Table = {**dict.fromkeys(own, ()), "layer": ("stage",), **dims}
+    replicated = "norm", "head_dim", "rank", "projected", "height", "width", "patch", "kernel", "channels", "classes"
+    split: Table = {**dict.fromkeys(replicated, ()), "layer": ("stage",), **dims}
     if "kv_heads" in undivided:
         split = {**split, "kv_heads": _without(split["kv_heads"], "tensor")}
-    padded = {axis: _without(over, *RESTING) for axis, over in split.items()}
+    padded = {axis: _without(over, *STORAGE_AXES) for axis, over in split.items()}
     if "vocab" in undivided:
         split = {**split, "vocab": _without(split["vocab"], "tensor")}
-    tensor = {axis: _without(over, *RESTING) for axis, over in split.items()}
-    # What a gradient is projected to takes the place of what was projected away.
+    tensor = {axis: _without(over, *STORAGE_AXES) for axis, over in split.items()}
+    # The dimension that a gradient is projected to takes the place of the one that is projected away.
     state: Table = {**split, "projected": split["embed"]}
     activations: Table = {
         **padded,
@@ -63,13 +85,13 @@ def rules(zero: int, undivided: Collection[str] = (), dims: Table = USUAL) -> Ru
         "accumulate": (),
         "batch": ("replica", "fsdp"),
         "time": ("context",),
-        "stream": ("context", "tensor"),  # the time of what runs from layer to layer, and of its norms
+        "stream": ("context", "tensor"),  # the time of the residual stream and of norms
         "mlp_time": ("context", *_without(("tensor",), *padded["mlp"])),
         "vocab_time": ("context", *_without(("tensor",), *padded["vocab"])),
     }
     return Rules(
         weights=split if zero >= 3 else tensor,
-        computing=padded,
+        compute=padded,
         gradients=split if zero >= 2 else tensor,
         optimizer=state if zero >= 1 else tensor,
         activations=activations,
@@ -80,51 +102,48 @@ def _without(over: tuple[str, ...], *axes: str) -> tuple[str, ...]:
     return tuple(axis for axis in over if axis not in axes)
 
 
-def named(axis: str) -> str:
-    """
-    >>> named("mlp"), named("mlp+"), named("mlp+?")
-    ('mlp', 'mlp', 'mlp')
-    """
-    return axis.removesuffix(IF_EVEN).removesuffix(ALSO)
+def assign_mesh_axes(axes: Axes, shape: Sequence[int], table: Table, mesh: Mapping[str, int]) -> list[tuple[str, ...]]:
+    """The mesh axes that shard each dimension. Of two dimensions that name one mesh axis, the first has it. Where an
+    `if_even` dimension does not divide over an axis of STORAGE_AXES, another dimension is sharded over it instead, so
+    that block scales are not replicated on many devices."""
+    exact = {a for axis in axes if axis is not None and not _is_if_even(axis) for a in table[axis_name(axis)]}
+    storage = [a for a in STORAGE_AXES if any(a in over for over in table.values())]
+    assigned: set[str] = set()
+    result, left = [], []
 
-
-def splits(axes: Axes, shape: Sequence[int], table: Table, mesh: Mapping[str, int]) -> list[tuple[str, ...]]:
-    """The mesh axes that split each dimension, as the table says and `+` and `?` allow. What two dimensions name, the
-    first of them has. Where a `?` does not come out even over what splits resting weights, another dimension of a
-    layer is split in its place, so that constants of blocks are not whole on each of many devices."""
-    taken = {a for axis in axes if axis is not None and not axis.endswith(IF_EVEN) for a in table[named(axis)]}
-    resting = [a for a in RESTING if any(a in over for over in table.values())]
-    given: set[str] = set()
-    found, left = [], []
-
-    def even(size: int, over: tuple[str, ...]) -> bool:
+    def divides(size: int, over: tuple[str, ...]) -> bool:
         return size % math.prod(mesh[a] for a in over) == 0
 
     for axis, size in zip(axes, shape, strict=True):
-        over = () if axis is None else _without(table[named(axis)], *given)
-        if axis is not None and axis.endswith(IF_EVEN):
-            over = _without(over, *taken)
-        if axis is not None and ALSO in axis:
-            more = (*over, *(a for a in resting if a not in over and a not in taken and a not in given))
-            over = more if even(size, more) else over
-        if axis is not None and axis.endswith(IF_EVEN) and not even(size, over):
-            left += [a for a in over if a in resting]
+        over = () if axis is None else _without(table[axis_name(axis)], *assigned)
+        if _is_if_even(axis):
+            over = _without(over, *exact)
+        if isinstance(axis, Axis) and axis.like_storage:
+            more = (*over, *(a for a in storage if a not in over and a not in exact and a not in assigned))
+            over = more if divides(size, more) else over
+        if _is_if_even(axis) and not divides(size, over):
+            left += [a for a in over if a in storage]
             over = ()
-        given.update(over)
-        found.append(over)
-    for a in _without(tuple(left), *given):
-        others = (d for d, axis in enumerate(axes) if axis is not None and named(axis) not in ("layer", "vocab"))
-        if (d := next((d for d in others if even(shape[d], (*found[d], a))), None)) is not None:
-            found[d] = (*found[d], a)
-    return found
+        assigned.update(over)
+        result.append(over)
+    for a in _without(tuple(left), *assigned):
+        others = (d for d, axis in enumerate(axes) if axis is not None and axis_name(axis) not in ("layer", "vocab"))
+        if (d := next((d for d in others if divides(shape[d], (*result[d], a))), None)) is not None:
+            result[d] = (*result[d], a)
+    return result
 
 
-def rules_of(cfg: Config) -> Rules:
-    return rules(cfg.zero, undivided(cfg), cfg.rules.table)
+def _is_if_even(axis: str | Axis | None) -> bool:
+    return isinstance(axis, Axis) and axis.if_even
 
 
-def as_even(axes: Axes, shape: Sequence[int], whole: Sequence[int]) -> Axes:
+def rules_for(cfg: Config) -> Rules:
+    return make_rules(cfg.zero, undivided(cfg), cfg.rules.table)
+
+
+def relax_resized(axes: Axes, shape: Sequence[int], original: Sequence[int]) -> Axes:
+    """Axes of an array whose dimensions may be shorter than the original's (packed codes, block scales): those that are
+    need not be sharded."""
     return tuple(
-        axis if axis is None or size == full else axis + IF_EVEN
-        for axis, size, full in zip(axes, shape, whole, strict=True)
+        axis if size == full else if_even(axis) for axis, size, full in zip(axes, shape, original, strict=True)
     )

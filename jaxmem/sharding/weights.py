@@ -1,17 +1,17 @@
-"""A weight and its gradient, where the two are not alike.
+"""Weights as they are stored, and what their gradients are computed with respect to.
 
-A weight that rests in codes has no derivative; what it is computed with, its values, has. A `Point` holds such a weight
-and zeros of the form that its gradient shall have: the weight's shape, a dtype of its own. `sharding.gather` and
-`exchange.lookup` compute with the weight and give the gradient to the zeros, which nothing reads: XLA drops them.
+A quantized weight has no derivative; the values that it is computed with have. A `StoredWeight` pairs such a weight
+with an array of zeros that has the shape and dtype of its gradient. `sharding.gather` and the embedding lookup compute
+with the stored weight and give the gradient to the zeros, which nothing reads: XLA drops them.
 
-    at = points(params, jnp.bfloat16)
-    grads = jax.grad(lambda at: loss(placed(params, at)))(at)
+    at = differentiable(params, jnp.bfloat16)
+    grads = jax.grad(lambda at: loss(with_gradients(params, at)))(at)
 
-Of a stack some layers may have a gradient and the others none: `Some`. `stack.apply_stack` makes two or more stacks of
-it, in each of which every weight is of one kind, so that networks only ever see a `Point`.
+Of a stack of layers some may be trainable and others not: a `PartialStack`. `stack.apply_stack` splits it into runs of
+layers in which every weight is either trainable or frozen, so that networks only see `StoredWeight`.
 
-A `Hooked` weight is one whose gradient goes through a function before it is given to anyone: for weights of stacked
-layers in each layer's own backward pass, where `unhooked` is called within the layer.
+A `HookedWeight` is one whose gradient passes through a function first: for stacked weights in the backward pass of each
+layer, where `apply_hooks` is called.
 """
 
 from __future__ import annotations
@@ -29,48 +29,49 @@ from jax.typing import DTypeLike
 from jaxmem.quant import QTensor
 
 
-class _Formed:
-    """Of the form of what it rests in."""
+class _HasShape:
+    """The shape of the stored array."""
 
-    rest: jax.Array | QTensor
+    stored: jax.Array | QTensor
 
     @property
     def shape(self) -> tuple[int, ...]:
-        return self.rest.shape
+        return self.stored.shape
 
     @property
     def ndim(self) -> int:
-        return self.rest.ndim
+        return self.stored.ndim
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
-class Point(_Formed):
-    """What a weight rests in, and what its gradient is the gradient of; None: it has none."""
+class StoredWeight(_HasShape):
+    """A stored weight (possibly quantized) and an array of zeros to differentiate with respect to. `at=None`:
+    frozen."""
 
-    rest: jax.Array | QTensor
+    stored: jax.Array | QTensor
     at: jax.Array | None
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
-class Some(_Formed):
-    """A stack of weights, and what the gradients of these layers are gradients of."""
+class PartialStack(_HasShape):
+    """Stacked weights of which these layers are trainable; `at` has their gradients, stacked."""
 
-    rest: jax.Array | QTensor
-    at: jax.Array | Hooked
+    stored: jax.Array | QTensor
+    at: jax.Array | HookedWeight
     layers: tuple[int, ...] = field(metadata={"static": True})
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
-class Hooked:
-    """What stands for a weight, an array, and where its gradient goes: to `at`, as `back(gradient, beside)`."""
+class HookedWeight:
+    """An array in place of a weight, and where its gradient goes: to `at`, as `hook(gradient, beside)`."""
 
     value: jax.Array
-    at: jax.Array  # of that one's form; nothing reads it
-    beside: jax.Array  # cut into layers with the weight
-    back: Callable[[jax.Array, jax.Array], jax.Array] = field(metadata={"static": True})
+    at: jax.Array  # of the hook's output shape; nothing reads it
+    beside: jax.Array  # sliced into layers together with the weight
+    hook: Callable[[jax.Array, jax.Array], jax.Array] = field(metadata={"static": True})
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -84,86 +85,86 @@ class Hooked:
     def dtype(self) -> jnp.dtype:
         return self.value.dtype
 
-    def unhooked(self) -> jax.Array:
-        return _unhooked(self.back, self.value, self.at, self.beside)
+    def apply(self) -> jax.Array:
+        return _hooked(self.hook, self.value, self.at, self.beside)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _unhooked(_: Callable[..., jax.Array], value: jax.Array, _at: jax.Array, _beside: jax.Array) -> jax.Array:
+def _hooked(_: Callable[..., jax.Array], value: jax.Array, _at: jax.Array, _beside: jax.Array) -> jax.Array:
     return value
 
 
-def _unhooked_backward(back: Callable[..., jax.Array], beside: jax.Array, g: jax.Array) -> tuple[Any, ...]:
-    return None, back(g, beside), None
+def _hooked_backward(hook: Callable[..., jax.Array], beside: jax.Array, g: jax.Array) -> tuple[Any, ...]:
+    return None, hook(g, beside), None
 
 
-_unhooked.defvjp(lambda _, value, _at, beside: (value, beside), _unhooked_backward)
+_hooked.defvjp(lambda _, value, _at, beside: (value, beside), _hooked_backward)
 
 
-def unhooked(tree: Any) -> Any:
-    """A tree of weights as they are computed with."""
-    is_hooked = lambda w: isinstance(w, Hooked)  # noqa: E731
-    return jax.tree.map(lambda w: w.unhooked() if is_hooked(w) else w, tree, is_leaf=is_hooked)
+def apply_hooks(tree: Any) -> Any:
+    """A tree of weights with hooked ones replaced by arrays to compute with."""
+    is_hooked = lambda w: isinstance(w, HookedWeight)  # noqa: E731
+    return jax.tree.map(lambda w: w.apply() if is_hooked(w) else w, tree, is_leaf=is_hooked)
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
-class Completed:
-    """A bfloat16 weight and the bits of a float32 that it lacks: 16 of them, or the first 8. What the bits stand for
-    is added to the weight's own, as an integer, so that each step is the 2^16th (2^8th) part of bfloat16's."""
+class WithRemainder:
+    """A float32 value as a bfloat16 weight and the remaining bits: 16 of them, or the first 8. The remainder is added
+    to the weight's bits as an integer, so that its unit is the 2^16th (2^8th) part of bfloat16's."""
 
-    rest: jax.Array
-    lacks: jax.Array  # int16 or int8
+    weight: jax.Array
+    remainder: jax.Array  # int16 or int8
     dtype: ClassVar = jnp.dtype(jnp.float32)
 
     @property
     def shape(self) -> tuple[int, ...]:
-        return self.rest.shape
+        return self.weight.shape
 
     @property
     def ndim(self) -> int:
-        return self.rest.ndim
+        return self.weight.ndim
 
     def dequantize(self, dtype: DTypeLike = jnp.float32) -> jax.Array:
-        high = jax.lax.bitcast_convert_type(self.rest, jnp.uint16).astype(jnp.int32) << 16
-        low = self.lacks.astype(jnp.int32) << (16 - 8 * self.lacks.dtype.itemsize)
+        high = jax.lax.bitcast_convert_type(self.weight, jnp.uint16).astype(jnp.int32) << 16
+        low = self.remainder.astype(jnp.int32) << (16 - 8 * self.remainder.dtype.itemsize)
         return jax.lax.bitcast_convert_type(high + low, jnp.float32).astype(dtype)
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
-class Ready:
-    """A weight that is where and in what it is computed with: nobody brings it again."""
+class GatheredWeight:
+    """A weight that is already gathered and in the compute dtype."""
 
     value: jax.Array
 
 
-Weight: TypeAlias = jax.Array | QTensor | Point
+Weight: TypeAlias = jax.Array | QTensor | StoredWeight
 
 
 def is_quantized(x: Any) -> bool:
-    """Whether a weight has to be decoded."""
-    return isinstance(x, QTensor | Completed)
+    """Whether a weight has to be dequantized before it is computed with."""
+    return isinstance(x, QTensor | WithRemainder)
 
 
-def points(params: Any, dtype: DTypeLike | None = None) -> Any:
-    """What to differentiate by: a weight of this dtype itself, zeros in the place of any other; None: each weight's
-    own dtype."""
+def differentiable(params: Any, dtype: DTypeLike | None = None) -> Any:
+    """What to differentiate with respect to: a weight of this dtype itself, zeros in place of any other. `dtype` None:
+    each weight's own."""
 
-    def point(w: jax.Array | QTensor) -> jax.Array:
+    def one(w: jax.Array | QTensor) -> jax.Array:
         wanted = jnp.dtype(w.dtype if dtype is None else dtype)
         return w if isinstance(w, jax.Array) and w.dtype == wanted else jnp.zeros(w.shape, wanted)
 
-    return jax.tree.map(point, params, is_leaf=is_quantized)
+    return jax.tree.map(one, params, is_leaf=is_quantized)
 
 
-def placed(params: Any, at: Any, some: Mapping[Any, tuple[int, ...]] = MappingProxyType({})) -> Any:
-    """Weights whose gradients go to `at`; where that has None, weights that have none. `some`: by their paths, stacks
-    of which `at` has these layers."""
+def with_gradients(params: Any, at: Any, partial: Mapping[Any, tuple[int, ...]] = MappingProxyType({})) -> Any:
+    """Weights whose gradients go to `at`; where it has None, frozen weights. `partial`: by path, the layers of a stack
+    that `at` has."""
 
-    def place(path: Any, w: jax.Array | QTensor, at: jax.Array | None) -> Weight | Some:
-        if at is not None and path in some:
-            return Some(w, at, some[path])
-        return at if at is not None and isinstance(w, jax.Array) and w.dtype == at.dtype else Point(w, at)
+    def one(path: Any, w: jax.Array | QTensor, at: jax.Array | None) -> Weight | PartialStack:
+        if at is not None and path in partial:
+            return PartialStack(w, at, partial[path])
+        return at if at is not None and isinstance(w, jax.Array) and w.dtype == at.dtype else StoredWeight(w, at)
 
-    return jax.tree_util.tree_map_with_path(place, params, at, is_leaf=is_quantized)
+    return jax.tree_util.tree_map_with_path(one, params, at, is_leaf=is_quantized)

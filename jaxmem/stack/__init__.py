@@ -5,29 +5,29 @@ Layers are stored stacked, so one layer is compiled once whatever the depth. `ap
 through them with each layer's gradient in sight.
 """
 
-from jaxmem.stack.apply import Applied, Way, apply_stack, stacked
+from jaxmem.stack.apply import StackCall, StackOptions, apply_stack, stacked
 from jaxmem.stack.cuts import cut, cut_by
 from jaxmem.stack.pipeline import Pipeline
-from jaxmem.stack.remat import from_inputs
-from jaxmem.stack.reverse import Passed, forward, layer_of, together
+from jaxmem.stack.remat import recompute_from_inputs
+from jaxmem.stack.reverse import ForwardPass, forward, merge_micro_batches, take_layer
 from jaxmem.stack.schedule import Schedule, schedule
-from jaxmem.stack.scheduled import merged, real
+from jaxmem.stack.scheduled import inexact_leaves, with_inexact
 
 __all__ = [
-    "Applied",
-    "Passed",
+    "ForwardPass",
     "Pipeline",
     "Schedule",
-    "Way",
+    "StackCall",
+    "StackOptions",
     "apply_stack",
     "cut",
     "cut_by",
     "forward",
-    "from_inputs",
-    "layer_of",
-    "merged",
-    "real",
+    "inexact_leaves",
+    "merge_micro_batches",
+    "recompute_from_inputs",
     "schedule",
     "stacked",
-    "together",
+    "take_layer",
+    "with_inexact",
 ]

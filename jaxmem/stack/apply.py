@@ -14,22 +14,22 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.custom_batching import custom_vmap
 
 from jaxmem.config.names import BOUNDARY
-from jaxmem.sharding import groups
-from jaxmem.sharding.host import away, brought
-from jaxmem.sharding.weights import unhooked
+from jaxmem.sharding import vmap_groups
+from jaxmem.sharding.host import fetch_from_host, host_leaves
+from jaxmem.sharding.weights import apply_hooks
 from jaxmem.stack.cuts import cut, is_cut
 from jaxmem.stack.pipeline import Pipeline, in_order, through_stages
 from jaxmem.stack.remat import Remat, policy
 from jaxmem.stack.schedule import Schedule, schedule
 from jaxmem.stack.scheduled import by_schedule
-from jaxmem.stack.sections import Run, sections
+from jaxmem.stack.sections import Run, layer_ranges
 
 # (module, x, this layer's input, what every layer sees) -> (x, this layer's output)
 Layer = Callable[[Any, Any, Any, Any], tuple[Any, Any]]
 
 
 @dataclass(frozen=True)
-class Way:
+class StackOptions:
     """How a stack is applied, whatever its layers are."""
 
     remat: Remat = "none"  # the name of a policy, or the names of what is kept
@@ -38,7 +38,7 @@ class Way:
 
 
 @dataclass(frozen=True)
-class Applied:
+class StackCall:
     """A stack that is being applied: all that it takes to do it."""
 
     run: Run  # (a layer's weights, x, its input, beside) -> (x, output)
@@ -51,58 +51,71 @@ class Applied:
 
 
 def apply_stack(
-    blocks: nnx.Module, layer: Layer, x: Any, inputs: Any = None, beside: Any = None, *, way: Way = Way()
+    blocks: nnx.Module,
+    layer: Layer,
+    x: Any,
+    inputs: Any = None,
+    beside: Any = None,
+    *,
+    options: StackOptions = StackOptions(),
 ) -> tuple[Any, Any]:
     """Run `x` through `blocks`, modules of one kind stacked by `stacked`: `layer(block, x, input, beside)` for each.
 
     `inputs` holds something for each layer (keys, caches), stacked likewise; `beside` is what every layer sees of
     the batch (positions, documents). What the layers give beside `x` comes back stacked.
 
-    With `way.pipeline` the layers lie on stages. `jax.vmap` over micro-batches then sends these through the stages
+    With `options.pipeline` the layers lie on stages. `jax.vmap` over micro-batches then sends these through the stages
     one behind the other, with what belongs to them: `layer` must not close over anything of a micro-batch.
     """
     graphdef, state = nnx.split(blocks)
     weights = nnx.to_pure_dict(state)
 
     def run(weights: Any, x: Any, one: Any, beside: Any) -> tuple[Any, Any]:
-        return layer(nnx.merge(graphdef, unhooked(brought(weights))), x, one, beside)
+        return layer(nnx.merge(graphdef, apply_hooks(fetch_from_host(weights))), x, one, beside)
 
-    if way.pipeline is not None:
-        return _staged(way.pipeline, run, way.remat)(weights, x, inputs, beside)
-    forms = {(*group, *leaf.shape[1:]) for leaf in jax.tree.leaves(weights) for group in ((), groups())}
+    if options.pipeline is not None:
+        return _staged(options.pipeline, run, options.remat)(weights, x, inputs, beside)
+    forms = {(*group, *leaf.shape[1:]) for leaf in jax.tree.leaves(weights) for group in ((), vmap_groups())}
     layers = jax.tree.leaves(weights)[0].shape[0]
-    parts = sections(weights)
+    parts = layer_ranges(weights)
     if len(parts) == 1:
-        return _in_turn(run, weights, x, inputs, beside, layers, way, forms)
-    forms |= {(*group, size, *form) for form in forms for size in (1, layers) for group in ((), groups())}
+        return _in_turn(run, weights, x, inputs, beside, layers, options, forms)
+    forms |= {(*group, size, *form) for form in forms for size in (1, layers) for group in ((), vmap_groups())}
     outputs = []
     for section in parts:
         own_run, own, own_inputs, own_beside = section.of(run, weights, inputs, beside)
-        x, output = _in_turn(own_run, own, x, own_inputs, own_beside, section.stop - section.start, way, forms)
+        x, output = _in_turn(own_run, own, x, own_inputs, own_beside, section.stop - section.start, options, forms)
         outputs.append(output)
     return x, jax.tree.map(lambda *parts: jnp.concatenate(parts), *outputs)
 
 
 def _in_turn(
-    run: Run, weights: Any, x: Any, inputs: Any, beside: Any, layers: int, way: Way, forms: set[tuple[int, ...]]
+    run: Run,
+    weights: Any,
+    x: Any,
+    inputs: Any,
+    beside: Any,
+    layers: int,
+    options: StackOptions,
+    forms: set[tuple[int, ...]],
 ) -> tuple[Any, Any]:
     """`forms`: the shapes that weights are seen in."""
-    on_host, fetches = BOUNDARY in way.host, bool(jax.tree.leaves(away(weights)))
+    on_host, fetches = BOUNDARY in options.host, bool(jax.tree.leaves(host_leaves(weights)))
     # Boundaries alone, or weights, come by a schedule that keeps each: it fetches the next one while a layer computes.
-    ahead = way.remat == "full" and not is_cut() and (way.host == (BOUNDARY,) or (fetches and not way.host))
-    remat = "every_1" if ahead else way.remat
+    ahead = options.remat == "full" and not is_cut() and (options.host == (BOUNDARY,) or (fetches and not options.host))
+    remat = "every_1" if ahead else options.remat
     plan = schedule(remat, layers)
     if plan is not None:
-        if (result := cut(Applied(run, weights, x, inputs, beside, on_host, plan))) is not None:
+        if (result := cut(StackCall(run, weights, x, inputs, beside, on_host, plan))) is not None:
             return result
         return by_schedule(run, plan, on_host=on_host)(weights, x, inputs, beside)
     if is_cut() and on_host:  # what is kept is in sight, and moved there
-        keep = policy(way.remat, forms)
+        keep = policy(options.remat, forms)
     else:
-        keep, run = policy(way.remat, forms, way.host), _named(run) if on_host else run
+        keep, run = policy(options.remat, forms, options.host), _named(run) if on_host else run
     # Inside scan the loop already keeps XLA from merging the recomputation with the first pass.
     run = jax.checkpoint(run, policy=keep, prevent_cse=False)
-    if (result := cut(Applied(run, weights, x, inputs, beside, on_host))) is not None:
+    if (result := cut(StackCall(run, weights, x, inputs, beside, on_host))) is not None:
         return result
     return jax.lax.scan(lambda x, one: run(one[0], x, one[1], beside), x, (weights, inputs))
 

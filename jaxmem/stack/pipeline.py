@@ -25,7 +25,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxmem.config.recompute import is_scheduled
-from jaxmem.sharding import groups, rotate, split_first
+from jaxmem.sharding import rotate, shard_first_dim, vmap_groups
 from jaxmem.stack.remat import Remat, policy
 
 Run = Callable[[Any, Any, Any, Any], tuple[Any, Any]]  # (one layer's weights, x, its input, beside) -> (x, output)
@@ -132,7 +132,7 @@ def through_stages(
     shapes = {leaf.shape[1:] for leaf in jax.tree.leaves(weights)}
     seen = {
         (*group, p.stages, *rounds, *shape)
-        for shape in shapes for rounds in ((), (p.rounds,)) for group in ((), groups())
+        for shape in shapes for rounds in ((), (p.rounds,)) for group in ((), vmap_groups())
     }  # fmt: skip
     places = jnp.arange(p.group, dtype=jnp.int32)
     stages = jnp.arange(p.stages, dtype=jnp.int32)
@@ -175,10 +175,10 @@ def through_stages(
         carry, _ = jax.lax.scan(lambda carry, places: (segment(*carry, places), None), (x, sums), whole)
         return segment(*carry, places[whole.size :]) if whole.size < p.group else carry
 
-    staged = jax.tree.map(lambda leaf: split_first(p.split(leaf), AXIS), weights)
-    sums = jax.tree.map(lambda leaf: split_first(_sum_of(leaf), AXIS), staged)
+    staged = jax.tree.map(lambda leaf: shard_first_dim(p.split(leaf), AXIS), weights)
+    sums = jax.tree.map(lambda leaf: shard_first_dim(_sum_of(leaf), AXIS), staged)
     staged = jax.lax.stop_gradient(staged)  # its gradient comes by way of the sums
-    waiting = jax.tree.map(lambda leaf: split_first(leaf.reshape(p.stages, -1, *leaf.shape[1:]), AXIS), x)
+    waiting = jax.tree.map(lambda leaf: shard_first_dim(leaf.reshape(p.stages, -1, *leaf.shape[1:]), AXIS), x)
 
     # Linear: kept would be nothing but masks as large as what they mask. A new function each time, since jax keeps what
     # it has traced of one, and the devices that it was traced for with it.
@@ -220,7 +220,7 @@ def _hand_on(p: Pipeline, y: Any, waiting: Any, t: jax.Array) -> tuple[Any, Any]
         new = jnp.where(numbers == p.stages - 1, y, rotate(old, AXIS, -1))
         x = jnp.where((numbers == 0) & arrives, old, rotate(y, AXIS, 1))
         waiting = jax.lax.dynamic_update_index_in_dim(waiting, jnp.where(arrives, new, old), column, axis=1)
-        return split_first(x, AXIS), split_first(waiting, AXIS)
+        return shard_first_dim(x, AXIS), shard_first_dim(waiting, AXIS)
 
     pairs = jax.tree.map(one, y, waiting)
     return jax.tree.transpose(jax.tree.structure(y), jax.tree.structure((0, 0)), pairs)

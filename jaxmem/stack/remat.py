@@ -67,7 +67,7 @@ def policy(remat: Remat, weights: Forms, host: tuple[str, ...] = ()) -> Policy:
     return jax.checkpoint_policies.save_only_these_names(*saved)
 
 
-def from_inputs(function: Callable[..., jax.Array], *inputs: jax.Array) -> jax.Array:
+def recompute_from_inputs(function: Callable[..., jax.Array], *inputs: jax.Array) -> jax.Array:
     """function(*inputs), of which nothing is kept for the backward pass but what goes in. The rest is made again there:
     for work on single numbers, which costs no product and joins the kernels that need it."""
 

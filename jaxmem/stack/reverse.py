@@ -21,9 +21,9 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from jaxmem.sharding import current
-from jaxmem.sharding.host import layer_ahead, to_device, to_host
-from jaxmem.sharding.weights import placed, points
-from jaxmem.stack.apply import Applied
+from jaxmem.sharding.host import fetch_layer, to_device, to_host
+from jaxmem.sharding.weights import differentiable, with_gradients
+from jaxmem.stack.apply import StackCall
 from jaxmem.stack.schedule import Schedule
 from jaxmem.stack.scheduled import first_pass, layer_with, made_again, onward
 
@@ -34,10 +34,10 @@ Ready = Callable[[Any, jax.Array], Any]  # (what is carried, layer)
 
 
 @dataclass(frozen=True)
-class Passed(ABC):
+class ForwardPass(ABC):
     """A stack after its forward pass."""
 
-    applied: Applied
+    applied: StackCall
     y: Any
     dtype: DTypeLike | None  # of gradients; None: each in its weight's own
     learns: Any  # whether weights have a gradient: of each, or of all
@@ -53,25 +53,25 @@ class Passed(ABC):
     ) -> tuple[Any, Any]:
         """What is carried in the end, and the gradient of the stack's x. `weights` finds the stacked weights in what
         is carried; `ready` is asked before a layer's gradient is made, and what it brings may come meanwhile."""
-        beside = apart(self.applied.beside, self.micro)
+        beside = split_micro_batches(self.applied.beside, self.micro)
 
         def step(turn: jax.Array, state: tuple[Any, ...]) -> tuple[Any, ...]:
             carried, g, ahead, coming = state
             layer = self.layers - 1 - turn
             stacked = weights(carried)
-            own, one = layer_with(stacked, layer, coming), layer_of(self.applied.inputs, layer)
-            coming = layer_ahead(stacked, layer - 1)
+            own, one = layer_with(stacked, layer, coming), take_layer(self.applied.inputs, layer)
+            coming = fetch_layer(stacked, layer - 1)
             kept, ahead = self._at(layer, stacked, ahead)
             brought = ready(carried, layer)
-            dw, dx = self._gradients(own, apart(one, self.micro), beside, kept, g)
+            dw, dx = self._gradients(own, split_micro_batches(one, self.micro), beside, kept, g)
             # Before a visitor writes what it read: or XLA would keep, or copy, what weights were until all is done.
             layer, dw, dx, brought = jax.lax.optimization_barrier((layer, dw, dx, brought))
             return visit(carried, layer, dw, brought), dx, ahead, coming
 
-        last = layer_ahead(weights(carried), jnp.int32(self.layers - 1))
-        begin = carried, apart(g, self.micro), self._begin(), last
+        last = fetch_layer(weights(carried), jnp.int32(self.layers - 1))
+        begin = carried, split_micro_batches(g, self.micro), self._begin(), last
         carried, g, *_ = jax.lax.fori_loop(0, self.layers, step, begin)
-        return carried, together(g, self.micro)
+        return carried, merge_micro_batches(g, self.micro)
 
     @abstractmethod
     def _begin(self) -> Any:
@@ -99,11 +99,11 @@ class Passed(ABC):
         return jax.lax.scan(add, zeros, (one, beside, kept, g))
 
     def _points(self, weights: Any) -> Any:
-        return points(_learning(self.learns, weights), self.dtype)
+        return differentiable(_learning(self.learns, weights), self.dtype)
 
 
 @dataclass(frozen=True)
-class Kept(Passed):
+class Kept(ForwardPass):
     """Of each layer there is what its policy keeps."""
 
     kept: list[jax.Array]  # for each layer, stacked; of several micro-batches, for each of these
@@ -119,7 +119,7 @@ class Kept(Passed):
         return self._of(layer), None
 
     def _of(self, layer: jax.Array) -> list[jax.Array]:
-        return layer_of(self.kept, layer, int(self.micro > 1))
+        return take_layer(self.kept, layer, int(self.micro > 1))
 
     def _fetched(self, layer: jax.Array) -> list[jax.Array]:
         return to_device(self._of(layer))
@@ -133,7 +133,7 @@ class Kept(Passed):
 
 
 @dataclass(frozen=True)
-class Scheduled(Passed):
+class Scheduled(ForwardPass):
     """Of some layers there is the boundary; the others are made again by layers that have not been updated yet."""
 
     plan: Schedule
@@ -146,17 +146,17 @@ class Scheduled(Passed):
         run, inputs, beside, on_host = self.applied.run, self.applied.inputs, self.applied.beside, self.applied.on_host
         begin, end, slot = (jnp.asarray(x, jnp.int32)[layer] for x in (self.plan.begin, self.plan.end, self.plan.at))
         slots = made_again(run, self.plan, weights, ahead, inputs, beside, (begin, end), on_host=on_host)
-        x = layer_of(slots, slot)
+        x = take_layer(slots, slot)
         return to_device(x) if on_host else x, slots
 
     def _derivative(self, weights: Any, one: Any, beside: Any, kept: Any) -> Derivative:
         def run(at: Any, x: Any) -> Any:
-            return self.applied.run(placed(weights, at), x, one, beside)[0]
+            return self.applied.run(with_gradients(weights, at), x, one, beside)[0]
 
         return jax.vjp(run, self._points(weights), kept)[1]
 
 
-def forward(applied: Applied, learns: Any = True, dtype: DTypeLike | None = None, micro: int = 1) -> Passed:
+def forward(applied: StackCall, learns: Any = True, dtype: DTypeLike | None = None, micro: int = 1) -> ForwardPass:
     """The forward pass. What a layer's derivative needs of weights, inputs and what is beside is not kept again.
     `learns`: which weights have a gradient, and `dtype`: in what; None: each in its weight's own. `micro`: so many
     micro-batches, one after the other, where every boundary is kept."""
@@ -172,8 +172,8 @@ def forward(applied: Applied, learns: Any = True, dtype: DTypeLike | None = None
         return y, kept
 
     def step(beside: Any, one: Any, weights: Any, x: Any) -> tuple[Any, Any, list[jax.Array]]:
-        at = points(_learning(learns, weights), dtype)
-        y, derivative = jax.vjp(lambda at, x: applied.run(placed(weights, at), x, one, beside)[0], at, x)
+        at = differentiable(_learning(learns, weights), dtype)
+        y, derivative = jax.vjp(lambda at, x: applied.run(with_gradients(weights, at), x, one, beside)[0], at, x)
         leaves, tree = jax.tree.flatten(derivative)
         places = {id(leaf): place for place, leaf in enumerate(jax.tree.leaves((at, weights, one, beside)))}
         given = tuple(places.get(id(leaf)) for leaf in leaves)
@@ -181,9 +181,13 @@ def forward(applied: Applied, learns: Any = True, dtype: DTypeLike | None = None
         kept = [jnp.asarray(leaf) for leaf, place in zip(leaves, given, strict=True) if place is None]
         return y, beside, to_host(kept) if applied.on_host else kept
 
-    batch = apart(applied.x, micro), apart(applied.inputs, micro, 1), apart(applied.beside, micro)
+    batch = (
+        split_micro_batches(applied.x, micro),
+        split_micro_batches(applied.inputs, micro, 1),
+        split_micro_batches(applied.beside, micro),
+    )
     y, kept = layers(batch) if micro == 1 else jax.lax.map(layers, batch)
-    return Kept(applied, together(y, micro), dtype, learns, micro, kept, *form)
+    return Kept(applied, merge_micro_batches(y, micro), dtype, learns, micro, kept, *form)
 
 
 def _learning(learns: Any, weights: Any) -> Any:
@@ -191,7 +195,7 @@ def _learning(learns: Any, weights: Any) -> Any:
     return jax.tree.map(lambda own, w: w if own else None, learns, weights)
 
 
-def together(tree: Any, micro: int) -> Any:
+def merge_micro_batches(tree: Any, micro: int) -> Any:
     """Micro-batches [micro, rows, ...] as one batch: rows stay on their devices, beside others of their own."""
     over = _devices()
     if micro == 1:
@@ -204,7 +208,7 @@ def together(tree: Any, micro: int) -> Any:
     return jax.tree.map(one, tree)
 
 
-def apart(tree: Any, micro: int, dim: int = 0) -> Any:
+def split_micro_batches(tree: Any, micro: int, dim: int = 0) -> Any:
     """And back: [..., micro x rows, ...] to [micro, ..., rows, ...], where `dim` counts rows."""
     over = _devices()
     if micro == 1:
@@ -224,5 +228,5 @@ def _devices() -> int:
     return 1 if layout is None else layout.parts("activations", "batch")
 
 
-def layer_of(stacked: Any, layer: jax.Array, dim: int = 0) -> Any:
+def take_layer(stacked: Any, layer: jax.Array, dim: int = 0) -> Any:
     return jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, layer, dim, keepdims=False), stacked)

@@ -13,8 +13,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxmem.sharding.host import filled, here, layer_ahead, to_device, to_host
-from jaxmem.sharding.weights import Point
+from jaxmem.sharding.host import device_leaves, fetch_layer, fill, to_device, to_host
+from jaxmem.sharding.weights import StoredWeight
 from jaxmem.stack.schedule import Schedule
 
 Run = Callable[[Any, Any, Any, Any], tuple[Any, Any]]  # (one layer's weights, x, its input, beside) -> (x, output)
@@ -51,13 +51,13 @@ def onward(step: Callable[..., Any], carried: Any, weights: Any, x: Any, inputs:
 
     def one(carry: tuple[Any, Any, Any], of_layer: tuple[Any, Any, jax.Array]) -> tuple[tuple[Any, Any, Any], Any]:
         (x, carried, ready), (own, given, layer) = carry, of_layer
-        following = layer_ahead(weights, layer + 1)
-        x, carried, output = step(carried, given, filled(own, ready), x)
+        following = fetch_layer(weights, layer + 1)
+        x, carried, output = step(carried, given, fill(own, ready), x)
         return (x, carried, following), output
 
     numbers = jnp.arange(jax.tree.leaves((weights, inputs))[0].shape[0], dtype=jnp.int32)
-    begin = x, carried, layer_ahead(weights, jnp.int32(0))
-    (x, carried, _), outputs = jax.lax.scan(one, begin, (here(weights), inputs, numbers))
+    begin = x, carried, fetch_layer(weights, jnp.int32(0))
+    (x, carried, _), outputs = jax.lax.scan(one, begin, (device_leaves(weights), inputs, numbers))
     return x, carried, outputs
 
 
@@ -112,15 +112,15 @@ def by_schedule(run: Run, plan: Schedule, *, on_host: bool = False) -> Callable[
             slots = made_again(run, plan, weights, slots, inputs, beside, (begin, end), on_host=on_host)
             x = ahead if every else back(_at(slots, at))
             ahead = back(_at(slots, jnp.maximum(at - 1, 0))) if every else None  # on its way while this layer computes
-            following = layer_ahead(weights, layer - 1)
+            following = fetch_layer(weights, layer - 1)
             through = _differentiated(run, layer_with(weights, layer, ready), x, _at(inputs, layer), beside)
             of_weights, g, of_input, more = through(g, of_output)
             return (slots, ahead, following, g, jax.tree.map(jnp.add, of_beside, more)), (of_weights, of_input)
 
-        nothing = jax.tree.map(jnp.zeros_like, real(beside))
+        nothing = jax.tree.map(jnp.zeros_like, inexact_leaves(beside))
         each = (jnp.arange(len(plan.at), dtype=jnp.int32), *map(_numbers, (plan.at, plan.begin, plan.end)))
         ahead = back(_at(slots, jnp.int32(plan.at[-1]))) if every else None
-        carry = (slots, ahead, layer_ahead(weights, jnp.int32(len(plan.at) - 1)), wanted[0], nothing)
+        carry = (slots, ahead, fetch_layer(weights, jnp.int32(len(plan.at) - 1)), wanted[0], nothing)
         (*_, g, of_beside), (of_weights, of_inputs) = jax.lax.scan(step, carry, (*each, wanted[1]), reverse=True)
         return of_weights, g, of_inputs, of_beside
 
@@ -132,9 +132,9 @@ def _differentiated(run: Run, weights: Any, x: Any, one: Any, beside: Any) -> Ca
     """(gradient of x, of the output) -> those of weights, x, input and beside; None for what is no real number."""
 
     def of_real(own: Any, x: Any, some: Any, others: Any) -> tuple[Any, Any]:
-        return run(merged(weights, own), x, merged(one, some), merged(beside, others))
+        return run(with_inexact(weights, own), x, with_inexact(one, some), with_inexact(beside, others))
 
-    _, back = jax.vjp(of_real, real(weights), x, real(one), real(beside))
+    _, back = jax.vjp(of_real, inexact_leaves(weights), x, inexact_leaves(one), inexact_leaves(beside))
     return lambda g, of_output: back((g, of_output))
 
 
@@ -142,34 +142,34 @@ def _is_real(leaf: Any) -> bool:
     return jnp.issubdtype(leaf.dtype, jnp.inexact)
 
 
-def real(tree: Any) -> Any:
+def inexact_leaves(tree: Any) -> Any:
     """Of a weight that is no number, or has no gradient, what stands for it."""
 
     def of(leaf: Any) -> Any:
-        at = leaf.at if isinstance(leaf, Point) else leaf
+        at = leaf.at if isinstance(leaf, StoredWeight) else leaf
         return at if at is not None and _is_real(at) else None
 
     return jax.tree.map(of, tree, is_leaf=_is_point)
 
 
-def merged(tree: Any, numbers: Any) -> Any:
+def with_inexact(tree: Any, numbers: Any) -> Any:
     """A tree with these numbers in the place of its own."""
 
     def of(leaf: Any, other: Any) -> Any:
         if other is None:
             return leaf
-        return Point(leaf.rest, other) if isinstance(leaf, Point) else other
+        return StoredWeight(leaf.stored, other) if isinstance(leaf, StoredWeight) else other
 
     return jax.tree.map(of, tree, numbers, is_leaf=_is_point)
 
 
 def _is_point(x: Any) -> bool:
-    return isinstance(x, Point)
+    return isinstance(x, StoredWeight)
 
 
 def layer_with(stacked: Any, layer: jax.Array, ready: Any) -> Any:
     """One layer's weights, of which some have been brought."""
-    return filled(_at(here(stacked), layer), ready)
+    return fill(_at(device_leaves(stacked), layer), ready)
 
 
 def _numbers(values: tuple[int, ...]) -> jax.Array:

@@ -15,13 +15,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxmem.sharding.weights import Point, Some
+from jaxmem.sharding.weights import PartialStack, StoredWeight
 
 Run = Callable[[Any, Any, Any, Any], tuple[Any, Any]]  # (one layer's weights, x, its input, beside) -> (x, output)
 
 
 @dataclass(frozen=True)
-class Section:
+class LayerRange:
     """Layers from one to before another."""
 
     start: int
@@ -32,12 +32,16 @@ class Section:
         leaves, form = jax.tree.flatten(weights, is_leaf=_is_kind)
         numbers = jnp.arange(self.start, self.stop, dtype=jnp.int32)
         # A `Point` that has no gradient, also where gradients of what is beside are asked for.
-        stay = [Point(leaf.rest, None) if isinstance(leaf, Point | Some) else None for leaf in leaves]
+        stay = [
+            StoredWeight(leaf.stored, None) if isinstance(leaf, StoredWeight | PartialStack) else None
+            for leaf in leaves
+        ]
 
         def each(own: list[Any], x: Any, one: Any, beside: Any) -> tuple[Any, Any]:
             (number, one), (stay, beside) = one, beside
             layer = [
-                at if rest is None else Point(_at(rest.rest, number), at) for at, rest in zip(own, stay, strict=True)
+                at if rest is None else StoredWeight(_at(rest.stored, number), at)
+                for at, rest in zip(own, stay, strict=True)
             ]
             return run(jax.tree.unflatten(form, layer), x, one, beside)
 
@@ -47,9 +51,9 @@ class Section:
     def _learning(self, leaf: Any) -> Any:
         """What learns of a weight here; None: nothing."""
         start, stop, at = self.start, self.stop, leaf
-        if isinstance(leaf, Point):
+        if isinstance(leaf, StoredWeight):
             at = leaf.at
-        elif isinstance(leaf, Some):
+        elif isinstance(leaf, PartialStack):
             if self.start not in leaf.layers:
                 return None
             start = leaf.layers.index(self.start)
@@ -57,13 +61,13 @@ class Section:
         return jax.tree.map(lambda x: x[start:stop], at)
 
 
-def sections(weights: Any) -> list[Section]:
+def layer_ranges(weights: Any) -> list[LayerRange]:
     """Of a stack's weights; one section: they are as everywhere else."""
     leaves = jax.tree.leaves(weights, is_leaf=_is_kind)
     count = leaves[0].shape[0]
-    learning = [{*leaf.layers} for leaf in leaves if isinstance(leaf, Some)]
+    learning = [{*leaf.layers} for leaf in leaves if isinstance(leaf, PartialStack)]
     edges = [n for n in range(1, count) if any((n in layers) != (n - 1 in layers) for layers in learning)]
-    return [Section(start, stop) for start, stop in pairwise((0, *edges, count))]
+    return [LayerRange(start, stop) for start, stop in pairwise((0, *edges, count))]
 
 
 def _at(stack: Any, layer: jax.Array) -> Any:
@@ -71,4 +75,4 @@ def _at(stack: Any, layer: jax.Array) -> Any:
 
 
 def _is_kind(x: Any) -> bool:
-    return isinstance(x, Point | Some)
+    return isinstance(x, StoredWeight | PartialStack)

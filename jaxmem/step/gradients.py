@@ -28,7 +28,7 @@ from jax.typing import DTypeLike
 from jaxmem.optim.parts import pinned
 from jaxmem.quant.precision import Params
 from jaxmem.sharding import Axes, Layout, Role, constrain, current, is_axes
-from jaxmem.sharding.weights import Hooked, points
+from jaxmem.sharding.weights import HookedWeight, differentiable
 from jaxmem.step.objective import Batch, Sums
 
 Loss = Callable[[Params, Batch, jax.Array], tuple[jax.Array, Sums]]  # (weights, batch, keys of its rows)
@@ -47,7 +47,7 @@ def accumulated(
     """Of micro-batches one after the other: leaves of the batch and `keys` are [micro-batches, rows, ...]. Added up in
     float32; `dtype` is what gradients travel in."""
     layout = current()
-    apart = _Apart(layout, axes, dtype) if layout is not None and layout.apart else None
+    apart = _Apart(layout, axes, dtype) if layout is not None and layout.local_gradient_axes else None
 
     def micro(batch: Batch, keys: jax.Array) -> tuple[Params, Sums]:
         return at_once(loss, params, batch, keys, axes) if apart is None else apart.gradients(loss, params, batch, keys)
@@ -70,7 +70,7 @@ def in_one_pass(
 ) -> tuple[Params, Sums]:
     """Of micro-batches that `loss` takes all together, as stages do: it adds their gradients up itself."""
     layout = current()
-    if layout is None or not layout.apart:
+    if layout is None or not layout.local_gradient_axes:
         return at_once(loss, params, batch, keys, axes)
     return _Apart(layout, axes, dtype, rows=1).summed(loss, params, batch, keys)
 
@@ -81,7 +81,7 @@ class _Apart:
     def __init__(self, layout: Layout, axes: Any, dtype: DTypeLike, rows: int = 0) -> None:
         """`rows`: which dimension of a batch they are."""
         self._layout, self._axes, self._dtype, self._rows = layout, axes, np.dtype(dtype), rows
-        self._over = layout.apart
+        self._over = layout.local_gradient_axes
         self._groups = layout.size(self._over)
 
     def gradients(self, loss: Loss, params: Params, batch: Batch, keys: jax.Array) -> tuple[Params, Sums]:
@@ -92,15 +92,15 @@ class _Apart:
     def reduced(self, loss: Loss, params: Params, total: Params, batch: Batch, keys: jax.Array) -> tuple[Params, Sums]:
         """`total` and the last micro-batch's, summed over the groups, where the optimizer's state lies."""
 
-        def hook(names: Axes, at: jax.Array, own: jax.Array, total: jax.Array) -> Hooked | jax.Array:
-            hooked = Hooked(own, at, total, self._reduced(names))
-            return hooked if names[:1] == ("layer",) else hooked.unhooked()  # layers do it one by one
+        def hook(names: Axes, at: jax.Array, own: jax.Array, total: jax.Array) -> HookedWeight | jax.Array:
+            hooked = HookedWeight(own, at, total, self._reduced(names))
+            return hooked if names[:1] == ("layer",) else hooked.apply()  # layers do it one by one
 
         def of_group(at: Params, own: Params, total: Params, batch: Batch, keys: jax.Array) -> tuple[jax.Array, Sums]:
             return loss(jax.tree.map(hook, self._axes, at, own, total, is_leaf=is_axes), batch, keys)
 
         # In what they travel in: the gradients of layers that are reduced lie beside what is left of the sums.
-        at = points(params, self._dtype)
+        at = differentiable(params, self._dtype)
         grads, sums = self._differentiated(of_group, at, batch, keys, self._named(params), total)
         return jax.tree.map(lambda g: g.astype(jnp.float32), pinned(grads, self._axes, "optimizer")), sums
 
@@ -125,7 +125,7 @@ class _Apart:
         # Rows lie group by group, so that this moves nothing.
         split = lambda x: x.reshape(*x.shape[: self._rows], self._groups, -1, *x.shape[self._rows + 1 :])  # noqa: E731
         batch, keys = jax.tree.map(split, (batch, keys))
-        with self._layout.within(self._over):
+        with self._layout.inside_vmap(self._over):
             return jax.grad(every, has_aux=True)(at, *own, batch, keys)
 
     def _named(self, params: Params) -> Params:

@@ -9,7 +9,7 @@ import numpy as np
 from jax.extend.mlir import ir
 
 from jaxmem.errors import UserError
-from jaxmem.sharding import Axes, is_axes, named
+from jaxmem.sharding import Axes, axis_name, is_axes
 from jaxmem.sharding.host import HOST, to_host
 
 Tree = Any
@@ -19,7 +19,7 @@ def offloaded_state(axes: Tree) -> Tree:
     """Of each array of the optimizer state, whether `memory.offload: optimizer` moves it."""
 
     def one(axes: Axes) -> bool:
-        return axes[:1] == ("layer",) or "vocab" in (axis and named(axis) for axis in axes)
+        return axes[:1] == ("layer",) or "vocab" in (axis and axis_name(axis) for axis in axes)
 
     return jax.tree.map(one, axes, is_leaf=is_axes)
 

@@ -18,10 +18,10 @@ from jaxmem.models.vocab_slices import Slices
 from jaxmem.optim import remember
 from jaxmem.optim.parts import Part, Write, layer_at, pinned, put, select, with_layer
 from jaxmem.quant.precision import Params
-from jaxmem.sharding import Axes, axes_at_rest, is_axes
+from jaxmem.sharding import Axes, is_axes, stored_axes
 from jaxmem.sharding.host import to_device, to_host
 from jaxmem.sharding.weights import is_quantized
-from jaxmem.stack import layer_of
+from jaxmem.stack import take_layer
 from jaxmem.step.segments import SliceGradient, nested
 from jaxmem.step.state import StateSpec
 from jaxmem.step.vocab_update import VocabUpdate
@@ -52,12 +52,12 @@ def update_from_host(
     return put(params, *new_params), remember(put(opt_state, *new_states), norm)
 
 
-def fetch_layer(state: Tree, axes: Tree, layer: jax.Array, unstacked: Tree) -> Tree:
+def fetch_state_layer(state: Tree, axes: Tree, layer: jax.Array, unstacked: Tree) -> Tree:
     """One layer of the state on the device; what is not stacked is taken from `unstacked`."""
     return to_device(layer_at(state, axes, layer, unstacked))
 
 
-def store_layer(state: Tree, axes: Tree, layer: jax.Array, new: Tree) -> Tree:
+def store_state_layer(state: Tree, axes: Tree, layer: jax.Array, new: Tree) -> Tree:
     """The state with one layer replaced, in host memory."""
 
     def one(own: Axes, x: jax.Array, new: jax.Array) -> jax.Array:
@@ -84,15 +84,15 @@ def _layer_by_layer(
 
     def step(layer: jax.Array, carry: tuple[Tree, Tree, Tree]) -> tuple[Tree, Tree, Tree]:
         weights, state, fetched = carry
-        ahead = fetch_layer(state, part.state_axes, jnp.minimum(layer + 1, layers - 1), initial_state)
+        ahead = fetch_state_layer(state, part.state_axes, jnp.minimum(layer + 1, layers - 1), initial_state)
         new, kept = part.update(
-            layer_of(grads, layer), fetched, layer_of(weights, layer), write, layer=layer, layers=layers, norm=norm
+            take_layer(grads, layer), fetched, take_layer(weights, layer), write, layer=layer, layers=layers, norm=norm
         )
         # Read before it is written over, or XLA would copy all of it.
         ahead, state = jax.lax.optimization_barrier((ahead, state))
-        weights = with_layer(weights, axes_at_rest(part.axes, weights), "weights", layer, new)
-        return weights, store_layer(state, part.state_axes, layer, kept), ahead
+        weights = with_layer(weights, stored_axes(part.axes, weights), "weights", layer, new)
+        return weights, store_state_layer(state, part.state_axes, layer, kept), ahead
 
-    first = fetch_layer(state, part.state_axes, jnp.int32(0), initial_state)
+    first = fetch_state_layer(state, part.state_axes, jnp.int32(0), initial_state)
     weights, state, _ = jax.lax.fori_loop(0, layers, step, (weights, state, first))
     return weights, state

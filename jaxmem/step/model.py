@@ -22,7 +22,7 @@ from jaxmem.optim.selection import Choice
 from jaxmem.quant.precision import Params, compute_dtype
 from jaxmem.sharding import Axes, is_axes
 from jaxmem.sharding.storage import Storage, storing_as
-from jaxmem.stack import Pipeline, Way
+from jaxmem.stack import Pipeline
 
 _ADAPTER_KEY = (
     2**31 - 1
@@ -151,7 +151,7 @@ class ModelSpec:
             attention=None if memory.attention == "auto" else memory.attention,
             deterministic=self.cfg.train.deterministic,
             long=chunking(memory),
-            stack=Way(remat, self.pipeline, offloaded_activations(memory.offload)),
+            stack=StackOptions(remat, self.pipeline, offloaded_activations(memory.offload)),
         )
 
     def _arranged(self, axes: Axes, weight: Any) -> Any:

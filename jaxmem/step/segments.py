@@ -24,8 +24,8 @@ from flax import nnx
 from jaxmem.models.vocab_slices import Used
 from jaxmem.optim.parts import put, select
 from jaxmem.quant.precision import Params
-from jaxmem.sharding.weights import is_quantized, placed, points
-from jaxmem.stack import Applied, Passed, cut_by, forward
+from jaxmem.sharding.weights import differentiable, is_quantized, with_gradients
+from jaxmem.stack import ForwardPass, StackCall, cut_by, forward
 from jaxmem.step.objective import Batch, Sums, objective
 from jaxmem.step.state import StateSpec
 
@@ -42,11 +42,11 @@ class Segments:
         self._graphdef, self._params, self._batch, self._key = spec.model.graphdef, params, batch, key
         self._objective = objective(spec.cfg.objective, spec.cfg.memory)
         self._trainable = trainable = spec.model.select(params)
-        self._cuts: list[Passed | Used] = []  # in the order in which the network computes them
+        self._cuts: list[ForwardPass | Used] = []  # in the order in which the network computes them
         self._cut_weights: list[Any] = []  # of each cut
 
         def run(part: Any) -> Any:
-            if isinstance(part, Applied):
+            if isinstance(part, StackCall):
                 own = _at(trainable, _path_of(params, part.weights))
                 learns = jax.tree.map(lambda w: w is not None, own, is_leaf=lambda w: w is None or is_quantized(w))
                 return self._add(forward(part, learns, spec.gradient_dtype, micro_batches), part.weights), None
@@ -58,11 +58,11 @@ class Segments:
             if self._uses_cut_matrix(partial(self._objective.sums, network), x):
                 self._objective.sums(network, x, batch)
         self._paths = [_path_of(params, weights) for weights in self._cut_weights]
-        self.stacks = {n: cut for n, cut in enumerate(self._cuts) if isinstance(cut, Passed)}
+        self.stacks = {n: cut for n, cut in enumerate(self._cuts) if isinstance(cut, ForwardPass)}
         uses = {n: path for n, path in enumerate(self._paths) if n not in self.stacks}
         stacked = [self._paths[n] for n in self.stacks]
         self._outside = _without(params, stacked)  # parameters that are in no stack
-        self._at = points(_without(trainable, stacked), spec.gradient_dtype)
+        self._at = differentiable(_without(trainable, stacked), spec.gradient_dtype)
         self._read = [self._read_by(number) for number in range(len(self._cuts) + 1)]
         read_elsewhere = set().union(*self._read)
         # By path, the uses of each matrix that is only computed with where it can be cut out.
@@ -107,8 +107,8 @@ class Segments:
         output_gradients: dict[int, Any] = {}
         for number in reversed(range(len(self._cuts))):
             cut, output_gradients[number] = self._cuts[number], g
-            g = through(number, g) if isinstance(cut, Passed) else cut.backward(g)
-            if not isinstance(cut, Passed) and self._paths[number] not in self.matrices:
+            g = through(number, g) if isinstance(cut, ForwardPass) else cut.backward(g)
+            if not isinstance(cut, ForwardPass) and self._paths[number] not in self.matrices:
                 whole = cut.of_weight(output_gradients[number], _at(self._params, self._paths[number]))
                 grads = _added(grads, self._paths[number], whole)
             if g is None:
@@ -119,13 +119,13 @@ class Segments:
             grads = jax.tree.map(jnp.add, grads, own)
 
         def slice_gradient(numbers: list[int]) -> SliceGradient:
-            uses = [(cut, output_gradients[n]) for n in numbers if not isinstance(cut := self._cuts[n], Passed)]
+            uses = [(cut, output_gradients[n]) for n in numbers if not isinstance(cut := self._cuts[n], ForwardPass)]
             return lambda weight, *which: reduce(jnp.add, (cut.of_weight(g, weight, *which) for cut, g in uses))
 
         trainable = {path: uses for path, uses in self.matrices.items() if _at(self._trainable, path) is not None}
         return _without(grads, list(self.matrices)), {path: slice_gradient(uses) for path, uses in trainable.items()}
 
-    def _add(self, cut: Passed | Used, weights: Any) -> Any:
+    def _add(self, cut: ForwardPass | Used, weights: Any) -> Any:
         self._cuts.append(cut)
         self._cut_weights.append(weights)
         return cut.y
@@ -156,13 +156,13 @@ class Segments:
         inputs: list[Any] = []
 
         def replay(part: Any) -> Any:
-            if not isinstance(part, Applied) and part.x is None and inputs:
+            if not isinstance(part, StackCall) and part.x is None and inputs:
                 return None
             inputs.append(part.x)
             y = before if len(inputs) == number else self._cuts[len(inputs) - 1].y
-            return (y, None) if isinstance(part, Applied) else y
+            return (y, None) if isinstance(part, StackCall) else y
 
-        network = nnx.merge(self._graphdef, _with(self._params, placed(self._outside, at)))
+        network = nnx.merge(self._graphdef, _with(self._params, with_gradients(self._outside, at)))
         with cut_by(replay):
             x = self._objective.features(network, self._batch, self._key)
             if number < len(inputs):

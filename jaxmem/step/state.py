@@ -16,9 +16,9 @@ from jaxmem import optim
 from jaxmem.config import Config
 from jaxmem.config.names import STATE_PARTS, is_offloaded
 from jaxmem.quant.precision import Params, gradient_dtype
-from jaxmem.sharding import Axes, Layout, Role, axes_at_rest, is_axes
+from jaxmem.sharding import Axes, Layout, Role, is_axes, stored_axes
 from jaxmem.sharding.leaves import state_axes
-from jaxmem.sharding.weights import points
+from jaxmem.sharding.weights import differentiable
 from jaxmem.step import host_placement, loss_scale, nonfinite
 from jaxmem.step.batches import batch_spec
 from jaxmem.step.loss_scale import LossScale
@@ -97,7 +97,7 @@ class StateSpec:
     @cached_property
     def param_axes(self) -> Any:
         """The logical axes of every array that parameters are stored in."""
-        return axes_at_rest(self.model.axes, self._shapes.params)
+        return stored_axes(self.model.axes, self._shapes.params)
 
     @cached_property
     def opt_axes(self) -> Any:
@@ -133,7 +133,7 @@ class StateSpec:
     @property
     def gradient_names(self) -> list[str]:
         """What the metric `nonfinite.METRIC` counts: weights, of stacks with their layer."""
-        dense = jax.eval_shape(points, self._shapes.params)
+        dense = jax.eval_shape(differentiable, self._shapes.params)
         model = self.model
         return nonfinite.gradient_names(
             model.select(model.axes), model.select(dense), model.layer_order, model.partial_stacks

@@ -18,8 +18,8 @@ from flax import nnx
 from jaxmem import optim
 from jaxmem.optim.parts import Write, pinned
 from jaxmem.quant.precision import Params, compute_dtype
-from jaxmem.sharding import axes_at_rest
-from jaxmem.sharding.weights import placed, points
+from jaxmem.sharding import stored_axes
+from jaxmem.sharding.weights import differentiable, with_gradients
 from jaxmem.step import loss_scale, nonfinite
 from jaxmem.step.gradients import accumulated, at_once, in_one_pass
 from jaxmem.step.objective import Batch, Sums, means, objective
@@ -76,11 +76,11 @@ def _gradients(spec: StateSpec, state: TrainState, batch: Batch, row_keys: jax.A
         scale = state.loss_scale.scale / batch["mask"][0].size
 
     def loss(sums_of: Callable[..., Sums], at: Params, batch: Batch, keys: jax.Array) -> tuple[jax.Array, Sums]:
-        network = nnx.merge(model.graphdef, placed(state.params, at, model.partial_stacks))
+        network = nnx.merge(model.graphdef, with_gradients(state.params, at, model.partial_stacks))
         sums = sums_of(network, batch, keys)
         return sums["loss"] * scale, sums
 
-    at = points(model.select(state.params), spec.gradient_dtype)
+    at = differentiable(model.select(state.params), spec.gradient_dtype)
     if model.pipeline is not None:
         from jaxmem.step.pipelined import sums_of_all
 
@@ -108,7 +108,7 @@ def _update(spec: StateSpec, state: TrainState, grads: Params, norm: jax.Array, 
         updates, opt_state = spec.optimizer.update(grads, state.opt_state, params)
         new = write(params, updates, axes=axes)
         # Cast where the optimizer state is, then gathered, or float32 updates would be communicated.
-        new = pinned(new, axes_at_rest(axes, new), "optimizer")
+        new = pinned(new, stored_axes(axes, new), "optimizer")
     return model.replace(state.params, new), opt_state
 
 

@@ -22,12 +22,12 @@ import jax.numpy as jnp
 from jaxmem import optim
 from jaxmem.optim.parts import Part, Write, layer_at, pinned, put, select, with_layer, without
 from jaxmem.quant.precision import Params
-from jaxmem.sharding import axes_at_rest, is_axes
-from jaxmem.sharding.host import brought, sent_as
+from jaxmem.sharding import is_axes, stored_axes
+from jaxmem.sharding.host import fetch_from_host, send_like
 from jaxmem.sharding.weights import is_quantized
-from jaxmem.stack import layer_of, together
+from jaxmem.stack import merge_micro_batches, take_layer
 from jaxmem.step import nonfinite
-from jaxmem.step.host_update import fetch_layer, store_layer
+from jaxmem.step.host_update import fetch_state_layer, store_state_layer
 from jaxmem.step.objective import Batch, Sums
 from jaxmem.step.segments import Path, Segments, nested
 from jaxmem.step.state import StateSpec, TrainState
@@ -45,7 +45,7 @@ def update_during_backward(
     if micro_batches == 1:
         batch, key = jax.tree.map(lambda x: x[0], (batch, keys))
     else:
-        batch, key = together((batch, keys), micro_batches)
+        batch, key = merge_micro_batches((batch, keys), micro_batches)
     network = Segments(spec, state.params, batch, key, micro_batches)
     return _BackwardUpdate(spec, state, network, write)()
 
@@ -87,7 +87,7 @@ class _BackwardUpdate:
             if not on_host:
                 return None
             each = zip(parts, carry[1], before, strict=True)
-            return [fetch_layer(state, part.state_axes, layer, old) for part, state, old in each]
+            return [fetch_state_layer(state, part.state_axes, layer, old) for part, state, old in each]
 
         def visit(carry: Any, layer: jax.Array, dw: Tree, fetched: list[Tree] | None) -> Any:
             """One weight after the other: the buffers of one update are free before the next begins."""
@@ -99,14 +99,14 @@ class _BackwardUpdate:
                 stacked = select(weights, part.axes, is_leaf=is_axes)
                 kept = layer_at(state, part.state_axes, layer, old) if fetched is None else fetched[i]
                 # Read once: a second read could come after the layer is written, and XLA would copy the stack.
-                weight = jax.lax.optimization_barrier(layer_of(stacked, layer))
+                weight = jax.lax.optimization_barrier(take_layer(stacked, layer))
                 new, kept = part.update(own, kept, weight, self._write, layer=layer, layers=layers, norm=self._norm)
-                stacked_axes = axes_at_rest(part.axes, stacked)
+                stacked_axes = stored_axes(part.axes, stacked)
                 weights = put(weights, with_layer(stacked, stacked_axes, "weights", layer, new))
                 if fetched is None:
                     new_states = [*new_states, with_layer(state, part.state_axes, "optimizer", layer, kept)]
                 else:
-                    new_states = [*new_states, store_layer(state, part.state_axes, layer, kept)]
+                    new_states = [*new_states, store_state_layer(state, part.state_axes, layer, kept)]
                 sums = jax.tree.map(lambda each, g: each.at[layer].set(_square(g)), select(squares, own), own)
                 squares = put(squares, sums)
             return weights, new_states, squares
@@ -114,7 +114,7 @@ class _BackwardUpdate:
         weights = network.trainable(number)
         squares = jax.tree.map(lambda _: jnp.zeros(layers, jnp.float32), weights, is_leaf=is_quantized)
         carry = weights, before, squares
-        done, g = stack.backward(g, lambda carry: network.weights(number, carry[0]), visit, carry, fetch)
+        done, g = stack.backward(g, lambda carry: network.weights(number, carry[0]), visit, carry, fetch_from_host)
         self._add(*done)
         return g
 
@@ -126,8 +126,8 @@ class _BackwardUpdate:
         part = self._part(weights)
         grads = pinned(grads, part.axes, "gradients")
         before = part.state(self._state.opt_state)
-        new, state = part.update(grads, brought(before), weights, self._write, norm=self._norm)
-        self._add(new, [sent_as(state, before)], jax.tree.map(_square, grads))
+        new, state = part.update(grads, fetch_from_host(before), weights, self._write, norm=self._norm)
+        self._add(new, [send_like(state, before)], jax.tree.map(_square, grads))
         return new
 
     def _measure(self) -> jax.Array:

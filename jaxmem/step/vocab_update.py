@@ -24,8 +24,8 @@ from jaxmem.optim.apply import apply, global_norm
 from jaxmem.optim.parts import Part, Write, pinned
 from jaxmem.optim.piece import Piece, Total, Totals, totals
 from jaxmem.quant import QTensor
-from jaxmem.sharding import Axes, Role, axes_at_rest, constrain, is_axes, named
-from jaxmem.sharding.host import brought, is_away, sent_as
+from jaxmem.sharding import Axes, Role, axis_name, constrain, is_axes, stored_axes
+from jaxmem.sharding.host import fetch_from_host, is_on_host, send_like
 from jaxmem.sharding.weights import is_quantized
 from jaxmem.step.segments import SliceGradient
 
@@ -48,8 +48,8 @@ class VocabUpdate:
         known = None if slices is None else self._totals(gradient, slices, norm)
         if slices is None or known is None:
             grads = self._gradient(gradient, self.weights)
-            new, kept = self.part.update(grads, brought(self.state), self.weights, write, norm=norm)
-            return new, sent_as(kept, self.state), _squares(grads)
+            new, kept = self.part.update(grads, fetch_from_host(self.state), self.weights, write, norm=norm)
+            return new, send_like(kept, self.state), _squares(grads)
 
         def step(j: jax.Array, carried: tuple[Tree, Tree, jax.Array]) -> tuple[Tree, Tree, jax.Array]:
             weights, state, squares = carried
@@ -107,7 +107,7 @@ class VocabUpdate:
 
     @property
     def _axes(self) -> Tree:
-        return axes_at_rest(self.part.axes, self.weights)
+        return stored_axes(self.part.axes, self.weights)
 
     @cached_property
     def _slices(self) -> Slices | None:
@@ -124,7 +124,7 @@ def _with_axes(tree: Tree, axes: Tree) -> list[tuple[jax.Array, Axes]]:
 
 def _dim(names: Axes) -> int | None:
     """The vocabulary dimension of an array."""
-    return next((dim for dim, name in enumerate(names) if name and named(name) == "vocab"), None)
+    return next((dim for dim, name in enumerate(names) if name and axis_name(name) == "vocab"), None)
 
 
 def _read(slices: Slices, j: jax.Array, tree: Tree, axes: Tree, rest: Tree) -> Tree:
@@ -153,7 +153,7 @@ def _written(slices: Slices, j: jax.Array, tree: Tree, axes: Tree, role: Role, n
         # Sharded before it is written, so that only this slice is communicated.
         new = constrain(new, *names, role=role)
         whole = slices.written(x, dim, j, new)
-        return whole if is_away(whole) else constrain(whole, *names, role=role)
+        return whole if is_on_host(whole) else constrain(whole, *names, role=role)
 
     done = [one(x, names, new) for (x, names), new in zip(_with_axes(tree, axes), jax.tree.leaves(new), strict=True)]
     return jax.tree.unflatten(jax.tree.structure(tree), done)

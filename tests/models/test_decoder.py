@@ -9,7 +9,7 @@ from flax import nnx
 from jaxmem.config import PRESETS, load_config, parameter_count
 from jaxmem.config import Decoder as DecoderConfig
 from jaxmem.models import Decoder, Execution, build, parts
-from jaxmem.stack import Way
+from jaxmem.stack import StackOptions
 
 
 def preset(name, **fields):
@@ -126,7 +126,7 @@ def test_recomputation_changes_no_gradient(remat):
     plain = gradient(Execution())
     jax.tree.map(
         lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-5 * float(jnp.abs(b).max())),
-        gradient(Execution(stack=Way(remat))),
+        gradient(Execution(stack=StackOptions(remat))),
         plain,
     )
 

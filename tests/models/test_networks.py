@@ -12,8 +12,8 @@ from flax.traverse_util import unflatten_dict
 
 from jaxmem.config import Convnet, Mlp, Vit
 from jaxmem.models import Execution, build, convnet
-from jaxmem.sharding import rules
-from jaxmem.stack import Way
+from jaxmem.sharding import make_rules
+from jaxmem.stack import StackOptions
 
 VIT = Vit(layers=2, embed=16, mlp=24, heads=2)
 CONVNET = Convnet(stages=(8, 16), blocks=2)
@@ -91,7 +91,7 @@ def test_one_row_of_outputs_for_each_image(cfg):
 
 @pytest.mark.parametrize("cfg", [VIT, CONVNET, MLP, changed(MLP, inputs="embedding")], ids=lambda cfg: cfg.family)
 def test_every_dimension_of_every_weight_is_named_and_has_a_rule(cfg):
-    known = set(rules(3).weights)
+    known = set(make_rules(3).weights)
     variables = nnx.to_flat_state(Compiled(cfg).variables)
     assert len(variables) > 8
     for path, variable in variables:
@@ -118,7 +118,7 @@ def test_dropout_needs_a_key_and_follows_it(cfg):
 @cache
 def gradient(cfg, remat):
     """The compiled gradient of something, and its value."""
-    network = Compiled(cfg, Execution(stack=Way(remat)))
+    network = Compiled(cfg, Execution(stack=StackOptions(remat)))
 
     def loss(params):
         return jnp.sum(jnp.square(network.call(params, images(64), keys=jax.random.split(jax.random.key(3), 64))))

@@ -8,7 +8,7 @@ from jaxmem import optim
 from jaxmem.checkpoint import Checkpoints
 from jaxmem.optim.registry import NAMED
 from jaxmem.quant import quantize
-from jaxmem.sharding import axes_at_rest, is_axes, layout_for
+from jaxmem.sharding import is_axes, layout_for, stored_axes
 from jaxmem.sharding.leaves import state_axes
 from tests.optim.test_layouts import AXES, MESHES, weights
 from tests.step.conftest import config
@@ -31,7 +31,7 @@ def shapes_and_axes():
         form: jax.eval_shape(lambda w, f=form, d=double: quantize(w, f, 24, axis=-2, double_quant=d), params["up"])
         for form, double in FORMS
     }
-    return {**states, "coded": coded}, {**axes, "coded": axes_at_rest(dict.fromkeys(coded, AXES["up"]), coded)}
+    return {**states, "coded": coded}, {**axes, "coded": stored_axes(dict.fromkeys(coded, AXES["up"]), coded)}
 
 
 def test_states_and_weights_move_between_meshes(tmp_path):

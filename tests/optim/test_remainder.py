@@ -7,7 +7,7 @@ import optax
 import pytest
 
 from jaxmem import optim
-from jaxmem.sharding.weights import Completed
+from jaxmem.sharding.weights import WithRemainder
 from tests.optim.conftest import gradients, normal
 
 AXES = {"w": ("layer", "embed", "mlp"), "norm": ("layer", "norm")}
@@ -26,7 +26,7 @@ def trained(tx, params, grads, **options):
 
 
 def completed(params, state):
-    return jax.tree.map(lambda w, lacks: Completed(w, lacks).dequantize(), params, state.master)
+    return jax.tree.map(lambda w, lacks: WithRemainder(w, lacks).dequantize(), params, state.master)
 
 
 def test_sixteen_bits_are_the_copy_bit_by_bit():

@@ -7,7 +7,7 @@ from flax import nnx
 
 from jaxmem.config.names import BOUNDARY
 from jaxmem.lab.tour.checkpointing import backward
-from jaxmem.stack import Way, apply_stack, stacked
+from jaxmem.stack import StackOptions, apply_stack, stacked
 from tests.stack.test_schedule import Affine, layer
 
 
@@ -19,13 +19,13 @@ def test_gradients_are_bitwise_those_of_keeping_all_on_the_device():
 
     def loss(weights, x, extra, shared, way):
         blocks = nnx.merge(graphdef, weights)
-        y, outputs = apply_stack(blocks, layer, x, (keys, extra), (shared, jnp.arange(3)), way=way)
+        y, outputs = apply_stack(blocks, layer, x, (keys, extra), (shared, jnp.arange(3)), options=way)
         return jnp.sum(y * y) + jnp.sum(jnp.sin(outputs))
 
     gradients = jax.jit(jax.value_and_grad(loss, (0, 1, 2, 3)), static_argnums=4)
-    expected = gradients(*given, Way("none"))
+    expected = gradients(*given, StackOptions("none"))
     for remat in ("full", "sqrt", ("unnamed",)):
-        jax.tree.map(np.testing.assert_array_equal, gradients(*given, Way(remat, host=(BOUNDARY,))), expected)
+        jax.tree.map(np.testing.assert_array_equal, gradients(*given, StackOptions(remat, host=(BOUNDARY,))), expected)
 
 
 def test_boundaries_leave_the_device_and_are_back_in_time():

@@ -8,7 +8,7 @@ from jaxmem import models
 from jaxmem.config import load_config
 from jaxmem.config.names import NAMES
 from jaxmem.models import Execution
-from jaxmem.stack import Way
+from jaxmem.stack import StackOptions
 from jaxmem.step import program
 from jaxmem.step.objective import objective
 from tests.step.conftest import config
@@ -19,7 +19,7 @@ PICTURES = {"data": {"source": "digits"}, "objective": "classify"}
 def loss_of(cfg, remat):
     """(weights, batch) -> loss, and abstract arguments, of one micro-batch."""
     built = program(cfg, jax.devices()[:1])
-    network = nnx.eval_shape(lambda: models.build(cfg.model, nnx.Rngs(0), Execution(stack=Way(remat))))
+    network = nnx.eval_shape(lambda: models.build(cfg.model, nnx.Rngs(0), Execution(stack=StackOptions(remat))))
     graphdef, state = nnx.split(network)
     whole = objective(cfg.objective, cfg.memory)
     batch = {name: jax.ShapeDtypeStruct(x.shape[1:], x.dtype) for name, x in built.spec.batch.items()}

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from jaxmem.stack import Pipeline, Way, apply_stack, stacked
+from jaxmem.stack import Pipeline, StackOptions, apply_stack, stacked
 
 SHAPES = [  # layers, stages, micro-batches, rounds
     (4, 2, 4, 1),
@@ -35,7 +35,7 @@ def layer(block, x, own, beside):
 
 def loss(blocks, x, own, beside, way):
     """`own` is each layer's, for each micro-batch; `beside` holds something of all and something of each."""
-    apply = lambda x, own, micro: apply_stack(blocks, layer, x, own, (beside[0], micro), way=way)[0]  # noqa: E731
+    apply = lambda x, own, micro: apply_stack(blocks, layer, x, own, (beside[0], micro), options=way)[0]  # noqa: E731
     return jax.vmap(apply)(x, own, beside[1])
 
 
@@ -55,14 +55,14 @@ def test_stages_do_what_layers_do(shape, remat):
     target = jnp.asarray(draw.normal(size=x.shape), jnp.float32)
 
     def plain(weights, x):
-        y = loss(nnx.merge(graphdef, weights), x, own, beside, Way(remat))
+        y = loss(nnx.merge(graphdef, weights), x, own, beside, StackOptions(remat))
         return jnp.sum(y * target), y
 
     def staged(weights, x):
         blocks = nnx.merge(graphdef, jax.tree.map(pipeline.arranged, weights))
         slots = pipeline.slots
         given = padded(own, slots), (beside[0], padded(beside[1], slots))
-        y = loss(blocks, padded(x, slots), *given, Way(remat, pipeline))[:micro]
+        y = loss(blocks, padded(x, slots), *given, StackOptions(remat, pipeline))[:micro]
         return jnp.sum(y * target), y
 
     results = [jax.jit(jax.grad(f, argnums=(0, 1), has_aux=True))(weights, x) for f in (plain, staged)]
@@ -79,7 +79,7 @@ def test_without_micro_batches_layer_follows_layer():
     beside = jnp.float32(0.5), jnp.ones((3,))
     plain = apply_stack(nnx.merge(graphdef, weights), count, x, own, beside)
     arranged = nnx.merge(graphdef, jax.tree.map(pipeline.arranged, weights))
-    staged = apply_stack(arranged, count, x, own, beside, way=Way(pipeline=pipeline))
+    staged = apply_stack(arranged, count, x, own, beside, options=StackOptions(pipeline=pipeline))
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), plain, staged)
 
 

@@ -6,7 +6,7 @@ import numpy as np
 from flax import nnx
 
 from jaxmem.config.names import BOUNDARY
-from jaxmem.stack import Way, apply_stack, cut_by, forward, stacked
+from jaxmem.stack import StackOptions, apply_stack, cut_by, forward, stacked
 from tests.stack.test_schedule import Affine, layer
 
 
@@ -17,7 +17,7 @@ def test_gradients_are_those_of_jax_while_what_was_visited_is_spoilt():
     given = (jax.random.split(jax.random.key(1), layers), jnp.arange(1.0 * layers)), (jnp.float32(0.5), jnp.arange(3))
 
     def applied(weights, x, way):
-        return apply_stack(nnx.merge(graphdef, weights), layer, x, *given, way=way)[0]
+        return apply_stack(nnx.merge(graphdef, weights), layer, x, *given, options=way)[0]
 
     def visited(weights, x, way):
         passed = []
@@ -40,8 +40,10 @@ def test_gradients_are_those_of_jax_while_what_was_visited_is_spoilt():
         (_, grads), g = passed[0].backward(2 * y, lambda carried: carried[0], visit, begin, ready)
         return grads, g
 
-    expected = jax.jit(jax.grad(lambda *at: jnp.sum(applied(*at, Way("none")) ** 2), (0, 1)))(weights, x)
-    ways = [Way(remat) for remat in ("full", "sqrt", "slots_2")] + [Way("recursive", host=(BOUNDARY,))]
+    expected = jax.jit(jax.grad(lambda *at: jnp.sum(applied(*at, StackOptions("none")) ** 2), (0, 1)))(weights, x)
+    ways = [StackOptions(remat) for remat in ("full", "sqrt", "slots_2")] + [
+        StackOptions("recursive", host=(BOUNDARY,))
+    ]
     found = jax.jit(lambda *at: [visited(*at, way) for way in ways])(weights, x)
     for one in found:
         jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), one, expected)

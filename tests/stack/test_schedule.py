@@ -10,7 +10,7 @@ from flax import nnx
 
 from jaxmem.config.recompute import fewest
 from jaxmem.lab.tour.checkpointing import FORMULAS, backward
-from jaxmem.stack import Way, apply_stack, stacked
+from jaxmem.stack import StackOptions, apply_stack, stacked
 from jaxmem.stack.schedule import schedule
 
 POLICIES = ("sqrt", "recursive", "constant", "every_1", "every_4", "every_300", "slots_1", "slots_2", "slots_4")
@@ -68,7 +68,7 @@ def test_gradients_are_bitwise_those_of_keeping_all():
 
     def loss(weights, x, extra, shared, remat):
         blocks = nnx.merge(graphdef, weights)
-        y, outputs = apply_stack(blocks, layer, x, (keys, extra), (shared, jnp.arange(3)), way=Way(remat))
+        y, outputs = apply_stack(blocks, layer, x, (keys, extra), (shared, jnp.arange(3)), options=StackOptions(remat))
         return jnp.sum(y * y) + jnp.sum(jnp.sin(outputs))
 
     gradients = jax.jit(jax.value_and_grad(loss, (0, 1, 2, 3)), static_argnums=4)

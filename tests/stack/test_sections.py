@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from jaxmem.sharding.weights import Point, Some
-from jaxmem.stack import Way, apply_stack, stacked
+from jaxmem.sharding.weights import PartialStack, StoredWeight
+from jaxmem.stack import StackOptions, apply_stack, stacked
 
 LAYERS = 6
 
@@ -22,9 +22,9 @@ class Layer(nnx.Module):
 
 def weight(value):
     """As a network has it: computed with what rests, its gradient goes to `at`."""
-    if not isinstance(value, Point):
+    if not isinstance(value, StoredWeight):
         return value
-    return value.rest if value.at is None else value.rest + (value.at - jax.lax.stop_gradient(value.at))
+    return value.stored if value.at is None else value.stored + (value.at - jax.lax.stop_gradient(value.at))
 
 
 def layer(block, x, one, beside):
@@ -39,11 +39,11 @@ def test_gradients_are_those_of_all_layers_where_they_learn(remat):
     x, inputs, beside = jnp.ones((3, 4)), jnp.arange(LAYERS, dtype=jnp.float32), jnp.float32(0.1)
 
     def loss(params, x):
-        y, sums = apply_stack(nnx.merge(graphdef, params), layer, x, inputs, beside, way=Way(remat=remat))
+        y, sums = apply_stack(nnx.merge(graphdef, params), layer, x, inputs, beside, options=StackOptions(remat=remat))
         return jnp.sum(jnp.square(y)) + jnp.sum(sums)
 
     def of_some(own, x):
-        some = {"w": Some(params["w"], own["w"], (1, 4, 5)), "b": Some(params["b"], own["b"], (0, 1))}
+        some = {"w": PartialStack(params["w"], own["w"], (1, 4, 5)), "b": PartialStack(params["b"], own["b"], (0, 1))}
         return loss(some, x)
 
     picked = {"w": np.array([1, 4, 5]), "b": np.array([0, 1])}

@@ -13,7 +13,7 @@ from jaxmem.errors import UserError
 from jaxmem.planning.communication import collective
 from jaxmem.planning.hlo import read_module
 from jaxmem.planning.known_shapes import sorted_dims
-from jaxmem.sharding import Layout, layout_for, rules
+from jaxmem.sharding import Axis, Layout, layout_for, make_rules
 from jaxmem.sharding.leaves import Derived, state_axes
 from jaxmem.step import program
 from tests.step.conftest import SMALL, Trained, config
@@ -201,8 +201,8 @@ def test_what_two_dimensions_name_the_first_of_them_has(layout):
 
 def test_every_table_covers_the_same_axes():
     for zero in range(4):
-        table = rules(zero)
-        assert set(table.weights) == set(table.computing) == set(table.gradients) == set(table.optimizer)
+        table = make_rules(zero)
+        assert set(table.weights) == set(table.compute) == set(table.gradients) == set(table.optimizer)
         assert all(axis in MESH_AXES for over in table.activations.values() for axis in over)
 
 
@@ -219,13 +219,13 @@ def test_derived_state_says_which_dimensions_it_keeps():
     params, axes = {"w": np.zeros((5, 2, 3))}, {"w": ("layer", "embed", "mlp")}
     state = {"low": {"w": Derived(np.zeros((5, 4, 3)), ("rank", 1))}, "row": {"w": Derived(np.zeros((5, 2)), (0,))}}
     named = state_axes(state, params, axes)
-    assert named["low"]["w"].value == ("layer", "rank?", "mlp")  # split where that comes out even
+    assert named["low"]["w"].value == ("layer", Axis("rank", if_even=True), "mlp")
     assert named["row"]["w"].value == ("layer", "embed")
 
 
 def test_undeclared_state_is_an_error_that_names_it():
     params, axes = {"w": np.zeros((2, 3))}, {"w": ("embed", "mlp")}
-    with pytest.raises(UserError, match=r"optimizer state row\.w of shape \(2,\) does not say how it relates"):
+    with pytest.raises(UserError, match=r"optimizer state row\.w of shape \(2,\) has no known relation"):
         state_axes({"row": {"w": np.zeros((2,))}}, params, axes)
 
 
@@ -234,7 +234,7 @@ def test_a_layout_only_acts_inside_it():
 
     x = np.zeros((3, 5), np.float32)
     assert constrain(x, "no", "such") is x
-    layout = Layout(layout_for(config(), jax.devices()[:1]).mesh, rules(3))
+    layout = Layout(layout_for(config(), jax.devices()[:1]).mesh, make_rules(3))
     with layout:
         assert current() is layout
         with pytest.raises(UserError, match="no rule"):

@@ -35,7 +35,7 @@ def test_a_weight_rests_along_the_first_dimension_that_may():
     split = lambda role, *axes: layout.sharding(role, axes, (32, 64)).shard_shape((32, 64))  # noqa: E731
     assert split("weights", "embed", "mlp") == (8, 32)
     assert split("weights", "mlp", "embed") == (4, 64)
-    assert split("computing", "mlp", "embed") == (16, 64)
+    assert split("compute", "mlp", "embed") == (16, 64)
 
 
 def test_constants_of_blocks_are_whole_on_no_device_of_many():

@@ -64,7 +64,7 @@ def backward(
     from jaxmem.planning.hlo import total_flops
     from jaxmem.planning.targets import parse_target, target_devices
     from jaxmem.planning.timeline import timeline
-    from jaxmem.stack import Way, apply_stack
+    from jaxmem.stack import StackOptions, apply_stack
 
     base = {"name": "x", "model": {"preset": "llama3-8b", **shape, "layers": layers}, "train": {"steps": 1}}
     cfg = load_config({**base, "data": {"source": "tokens", "path": "unused"}}).model
@@ -72,7 +72,7 @@ def backward(
     aim = _here(parse_target(target)) if runs else parse_target(target)
     runs = runs and aim.is_here
     dtype = jnp.dtype(jnp.float32 if aim.is_cpu else jnp.bfloat16)
-    execution = models.Execution(dtype=dtype, stack=Way(policy, host=host))
+    execution = models.Execution(dtype=dtype, stack=StackOptions(policy, host=host))
     network = nnx.eval_shape(lambda: models.build(cfg, nnx.Rngs(0), execution))
     graphdef, state = nnx.split(network)
     place = jax.sharding.SingleDeviceSharding(target_devices(aim, 1000 * aim.memory)[0])
