@@ -37,8 +37,6 @@ install_import_hook(
     [
         "jaxmem.kernels",
         "jaxmem.models",
-        "jaxmem.models.losses",
-        "jaxmem.models.vocab_loss",
         "jaxmem.quant.precision",
         "jaxmem.stack",
     ],

@@ -1,17 +1,34 @@
-"""What learns beside a model whose own weights stay as they are, or of them.
+"""Adapters: parameters trained beside, or a trained part of, a model that stays frozen.
 
-    learns = adapters.lora(model, rank=16, alpha=32, targets=["blocks.attention.*"])     # or prompt, head; in place
-    tx = optim.trainable(optax.adam(1e-4), learns)
-    adapters.merge(model)                                                                # into the model's own weights
+    patterns = adapters.lora(model, rank=16, alpha=32, targets=["blocks.attention.*"])   # or prompt, head; in place
+    tx = optim.trainable(optax.adam(1e-4), patterns)
+    adapters.merge(model)                                                                # into the model's weights
 
 An adapter is a module inside the module that it changes, so that weights keep their names and adapters have names of
-their own (`blocks.attention.q.lora.a`); every way of running, laying out and updating a model treats both alike.
+their own (`blocks.attention.q.lora.a`). Sharding, recompute and optimizers treat both alike.
 """
 
-from jaxmem.adapters.attach import attach
-from jaxmem.adapters.head import head
-from jaxmem.adapters.lora import Lora, lora, merge, merged
-from jaxmem.adapters.prompt import Prompt, prompt
-from jaxmem.adapters.tree import base_of, owns
+from __future__ import annotations
 
-__all__ = ["Lora", "Prompt", "attach", "base_of", "head", "lora", "merge", "merged", "owns", "prompt"]
+from importlib import import_module
+from typing import Any
+
+_MODULES = {
+    "Lora": "low_rank",
+    "LoraSpec": "low_rank",
+    "Prompt": "prompt_tuning",
+    "attach": "kinds",
+    "base_of": "tree",
+    "head": "output_head",
+    "lora": "low_rank",
+    "merge": "low_rank",
+    "merged_weight": "low_rank",
+    "prompt": "prompt_tuning",
+}
+__all__ = [*_MODULES]  # noqa: PLE0604 - names
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"jaxmem.adapters.{_MODULES[name]}"), name)

@@ -18,7 +18,7 @@ import numpy as np
 from flax import nnx
 
 from jaxmem import models
-from jaxmem.adapters import Lora, base_of, merged
+from jaxmem.adapters import Lora, base_of, merged_weight
 from jaxmem.config.hugging_face import config_json, read_json
 from jaxmem.errors import UserError
 from jaxmem.hf.files import DTYPES, copy_metadata, copy_tokenizer, storage_dtype
@@ -116,7 +116,7 @@ def _converter(is_stacked: bool, is_transposed: bool, dtype: str, scale: float) 
             x, own = jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, place, keepdims=False), (x, own))
         x = fetch_from_host(x)
         full = x.dequantize(jnp.float32) if isinstance(x, QTensor) else x
-        full = full if own is None else merged(full, own, scale)
+        full = full if own is None else merged_weight(full, own, scale)
         return (full.T if is_transposed else full).astype(dtype)
 
     return jax.jit(convert)

@@ -1,6 +1,6 @@
 """Continue texts with what was trained.
 
-What was read leaves its keys and values (`models/cache.py`); each further token reads them and adds its own, in place.
+What was read leaves its keys and values (`models/kv_cache.py`); each further token reads them and adds its own.
 Prompts are read in chunks, so that activations are those of `generate.prefill_chunk` tokens and one layer, whatever
 the length and the depth. A conversation's cache is kept between its turns: of each only what is new is read.
 
@@ -22,7 +22,7 @@ from flax import nnx
 
 from jaxmem.config import Config
 from jaxmem.errors import UserError
-from jaxmem.models.cache import Cache, room_of, with_room
+from jaxmem.models.kv_cache import KVCache, capacity_of, grow
 from jaxmem.step import Program
 
 LEAST = 16  # the shortest length that is compiled
@@ -73,7 +73,7 @@ class Read:
 
     first: jax.Array  # of each, the place where it begins
     length: int = 0  # places that are taken
-    cache: Cache | None = None
+    cache: KVCache | None = None
 
 
 class Generator:
@@ -115,7 +115,7 @@ class Generator:
             most = read.length + width + max(count, padding)
             if read.cache is None:
                 read.cache = self._empty(rows, room_for(most))
-            elif most > (room := room_of(read.cache)):  # twice, so that few lengths are compiled
+            elif most > (room := capacity_of(read.cache)):  # twice, so that few lengths are compiled
                 read.cache = self._wider(read.cache, room_for(max(most, 2 * room)) - room)
             for chunk in chunks:
                 self._step(read, chunk, self._chunk)
@@ -139,8 +139,8 @@ class Generator:
     @cached_property
     def _extend(self) -> Any:
         def extend(
-            params: Any, tokens: jax.Array, cache: Cache, length: Any, first: jax.Array, last: Any, key: Any
-        ) -> tuple[jax.Array, Cache]:
+            params: Any, tokens: jax.Array, cache: KVCache, length: Any, first: jax.Array, last: Any, key: Any
+        ) -> tuple[jax.Array, KVCache]:
             network = nnx.merge(self._program.model.graphdef, params)
             logits, cache = network.extend(tokens, cache, length, first, last)
             return self._sampling.pick(logits, jax.random.fold_in(key, length + last)), cache
@@ -150,11 +150,11 @@ class Generator:
     @cached_property
     def _empty(self) -> Any:
         network = nnx.merge(self._program.model.graphdef, self._program.spec.state.params)
-        return jax.jit(partial(network.empty, kept=self._kept), static_argnums=(0, 1))
+        return jax.jit(partial(network.empty_cache, storage=self._kept), static_argnums=(0, 1))
 
     @cached_property
     def _wider(self) -> Any:
-        return jax.jit(with_room, static_argnums=1)
+        return jax.jit(grow, static_argnums=1)
 
 
 class Thread:

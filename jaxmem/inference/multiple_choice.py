@@ -22,7 +22,7 @@ from jaxmem.data.tokenizer import Tokenizer
 from jaxmem.errors import UserError
 from jaxmem.inference.generate import length_for
 from jaxmem.inference.load import open_model, tokenizer_of
-from jaxmem.models import losses
+from jaxmem.models.cross_entropy import cross_entropy
 from jaxmem.step import Program
 
 
@@ -57,7 +57,7 @@ def scores(program: Program, params: Any, tokenizer: Tokenizer, questions: Seque
         def one(row: tuple[jax.Array, jax.Array]) -> jax.Array:
             tokens, said = (x[None] for x in row)
             logits = network.logits(network.features(tokens[:, :-1]))
-            return -jnp.sum(losses.cross_entropy(logits, tokens[:, 1:]) * said)
+            return -jnp.sum(cross_entropy(logits, tokens[:, 1:]) * said)
 
         return jax.lax.map(one, (tokens, said))
 

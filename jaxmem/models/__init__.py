@@ -1,27 +1,34 @@
-"""Networks as Flax NNX modules, all from one small set of parts. They know parameters and logical axes, not devices."""
+"""Networks as Flax NNX modules, built from one set of layers. They know parameters and logical axes, not devices."""
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import Any
 
-from flax import nnx
-
-from jaxmem import config
-from jaxmem.models.chunks import Long
-from jaxmem.models.convnet import Convnet
-from jaxmem.models.decoder import Decoder
-from jaxmem.models.mlp import Mlp
-from jaxmem.models.parts import Execution
-from jaxmem.models.vit import Vit
-
-Network = Decoder | Vit | Convnet | Mlp
-
-_FAMILIES: dict[str, Any] = {"decoder": Decoder, "vit": Vit, "convnet": Convnet, "mlp": Mlp}
-
-
-def build(cfg: config.Model, rngs: nnx.Rngs, execution: Execution = Execution()) -> Network:
-    """The network that a config's `model` section describes."""
-    return _FAMILIES[cfg.family](cfg, rngs, execution)
+# Each family: the module and class of its network. Its config section is in config/networks.py, its names in Hugging
+# Face directories in hf/names.py.
+FAMILIES = {
+    "decoder": ("jaxmem.models.decoder", "Decoder"),
+    "vit": ("jaxmem.models.vit", "Vit"),
+    "convnet": ("jaxmem.models.convnet", "Convnet"),
+    "mlp": ("jaxmem.models.mlp", "Mlp"),
+}
+_NAMES = {name: module for module, name in FAMILIES.values()} | {
+    "Chunking": "jaxmem.models.chunking",
+    "Execution": "jaxmem.models.network",
+    "Network": "jaxmem.models.network",
+}
+__all__ = ["FAMILIES", "Chunking", "Convnet", "Decoder", "Execution", "Mlp", "Network", "Vit", "build"]
 
 
-__all__ = ["Convnet", "Decoder", "Execution", "Long", "Mlp", "Network", "Vit", "build"]
+def build(cfg: Any, rngs: Any, execution: Any = None) -> Any:
+    """The network of a config's `model` section; only the module of its family is imported."""
+    module, name = FAMILIES[cfg.family]
+    network = getattr(import_module(module), name)
+    return network(cfg, rngs) if execution is None else network(cfg, rngs, execution)
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _NAMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(_NAMES[name]), name)

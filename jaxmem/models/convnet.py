@@ -1,7 +1,7 @@
-"""Residual convolutional network (He et al., arXiv:1512.03385), normalised over channels: no state crosses the batch.
+"""Residual convolutional network (He et al., arXiv:1512.03385) with layer norm over the channels.
 
-A block of C channels on H x W pixels holds 18 C^2 weights and takes 36 C^2 H W operations an image forward, twice that
-backward; kept for the backward pass are about 6 C H W numbers an image.
+A block of C channels on H x W pixels has 18 C^2 weights and takes 36 C^2 H W FLOPs per image forward, twice that
+backward; it saves about 6 C H W elements per image for the backward pass.
 """
 
 from __future__ import annotations
@@ -13,11 +13,12 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
-from jaxmem import config
-from jaxmem.models import parts
-from jaxmem.models.parts import Execution
+from jaxmem.config import networks
+from jaxmem.models.layers import LayerNorm, RowKeys, dropout, fetch, new_weight, split_keys
+from jaxmem.models.linear import Linear
+from jaxmem.models.network import Execution, ImageNetwork, apply_blocks
 from jaxmem.sharding import Axes, constrain
-from jaxmem.stack import apply_stack, stacked
+from jaxmem.stack import stacked
 
 Images = Float[Array, "_ _ _ _"]  # batch, height, width, channels
 Kernel = Float[Array, "_ _ _ _"]  # height, width, inputs, outputs
@@ -27,15 +28,15 @@ class Convolution(nnx.Module):
     """3 x 3, same size."""
 
     def __init__(self, rngs: nnx.Rngs, inputs: int, outputs: int, axes: Axes):
-        self.weight = parts.weight(rngs, (3, 3, inputs, outputs), ("kernel", "kernel", *axes))
+        self.weight = new_weight(rngs, (3, 3, inputs, outputs), ("kernel", "kernel", *axes))
 
     def __call__(self, x: Float[Array, "batch height width inputs"]) -> Float[Array, "batch height width outputs"]:
-        return convolve(x, parts.fetch(self.weight, x.dtype))
+        return convolve(x, fetch(self.weight, x.dtype))
 
 
 @jax.custom_vjp
 def convolve(x: Images, w: Kernel) -> Images:
-    """Each pixel and its neighbours times the weight, with zeros beyond the border."""
+    """A 3 x 3 convolution of the same size, padded with zeros."""
     return _correlate(x, w)
 
 
@@ -47,8 +48,8 @@ def _convolve_forward(x: Images, w: Kernel) -> tuple[Images, tuple[Images, Kerne
     return _correlate(x, w), (x, w)
 
 
-def _convolve_backward(kept: tuple[Images, Kernel], g: Images) -> tuple[Images, Kernel]:
-    return jax.lax.platform_dependent(*kept, g, cpu=_gradients_on_cpu, default=_gradients)
+def _convolve_backward(saved: tuple[Images, Kernel], g: Images) -> tuple[Images, Kernel]:
+    return jax.lax.platform_dependent(*saved, g, cpu=_gradients_on_cpu, default=_gradients)
 
 
 def _gradients(x: Images, w: Kernel, g: Images) -> tuple[Images, Kernel]:
@@ -56,8 +57,8 @@ def _gradients(x: Images, w: Kernel, g: Images) -> tuple[Images, Kernel]:
 
 
 def _gradients_on_cpu(x: Images, w: Kernel, g: Images) -> tuple[Images, Kernel]:
-    """The same sums. Within a loop XLA's CPU compiler has a fast convolution for NHWC and HWIO alone, and takes 50
-    times as long for the orders that jax's own derivative asks for; so these are transposed first."""
+    """The gradients by transposed inputs. Within a loop XLA's CPU compiler has a fast convolution for NHWC and HWIO
+    only, and takes 50 times as long for the orders of jax's own derivative."""
     dx = _correlate(g, w[::-1, ::-1].transpose(0, 1, 3, 2))
     dw = _correlate(x.transpose(3, 1, 2, 0), g.transpose(1, 2, 0, 3))
     return dx, dw.transpose(1, 2, 0, 3)
@@ -67,68 +68,53 @@ convolve.defvjp(_convolve_forward, _convolve_backward)
 
 
 class ConvBlock(nnx.Module):
-    """Norm, activation, convolution, twice, beside the residual."""
+    """x + two times (norm, ReLU, convolution) of x."""
 
     def __init__(self, rngs: nnx.Rngs, channels: int, dropout: float):
-        self.first_norm, self.second_norm = parts.LayerNorm(channels), parts.LayerNorm(channels)
+        self.first_norm, self.second_norm = LayerNorm(channels), LayerNorm(channels)
         self.first = Convolution(rngs, channels, channels, ("embed", "mlp"))
         self.second = Convolution(rngs, channels, channels, ("mlp", "embed"))
         self.dropout = dropout
 
     def __call__(
-        self, x: Float[Array, "batch height width channels"], keys: parts.RowKeys | None
+        self, x: Float[Array, "batch height width channels"], keys: RowKeys | None
     ) -> Float[Array, "batch height width channels"]:
         y = constrain(self.first(jax.nn.relu(self.first_norm(x))), "batch", "height", "width", "mlp")
         y = self.second(jax.nn.relu(self.second_norm(y)))
-        return constrain(x + parts.dropout(y, self.dropout, keys), "batch", "height", "width", "embed")
+        return constrain(x + dropout(y, self.dropout, keys), "batch", "height", "width", "embed")
 
 
 class Stage(nnx.Module):
-    """Blocks of one width. The second and later stages begin by halving the image."""
+    """Blocks of one width. Stages after the first begin with a 2 x 2 max pooling."""
 
     def __init__(
-        self, rngs: nnx.Rngs, inputs: int, channels: int, cfg: config.Convnet, execution: Execution, pool: bool
+        self, rngs: nnx.Rngs, inputs: int, channels: int, cfg: networks.Convnet, execution: Execution, pool: bool
     ):
         self.widen = Convolution(rngs, inputs, channels, ("channels", "embed"))
         self.blocks = stacked(lambda rngs: ConvBlock(rngs, channels, cfg.dropout), cfg.blocks, rngs)
         self.count, self.stack, self.pool = cfg.blocks, execution.stack, pool
 
-    def __call__(self, x: Images, keys: parts.RowKeys | None) -> Images:
+    def __call__(self, x: Images, keys: RowKeys | None) -> Images:
         if self.pool:
             x = nnx.max_pool(x, (2, 2), (2, 2))
-        x, _ = apply_stack(
-            self.blocks,
-            lambda block, x, keys, _: (block(x, keys), None),
-            self.widen(x),
-            parts.layer_keys(keys, self.count),
-            options=self.stack,
-        )
-        return x
+        return apply_blocks(self.blocks, self.widen(x), keys, self.count, self.stack)
 
 
-class Convnet(nnx.Module):
-    def __init__(self, cfg: config.Convnet, rngs: nnx.Rngs, execution: Execution = Execution()):
+class Convnet(ImageNetwork):
+    def __init__(self, cfg: networks.Convnet, rngs: nnx.Rngs, execution: Execution = Execution()):
         self.cfg, self.execution = cfg, execution
         widths = (cfg.channels, *cfg.stages)
         for i, (inputs, channels) in enumerate(pairwise(widths)):
             setattr(self, f"stage_{i}", Stage(rngs, inputs, channels, cfg, execution, pool=i > 0))
-        self.norm = parts.LayerNorm(cfg.stages[-1])
-        self.head = parts.Linear(rngs, cfg.stages[-1], cfg.outputs, ("embed", "classes"), bias=True)
-
-    def __call__(
-        self, images: Float[Array, "batch height width channels"], keys: parts.RowKeys | None = None
-    ) -> Float[Array, "batch outputs"]:
-        return self.logits(self.features(images, keys))
+        self.norm = LayerNorm(cfg.stages[-1])
+        self.head = Linear(rngs, cfg.stages[-1], cfg.outputs, ("embed", "classes"), bias=True)
 
     def features(
-        self, images: Float[Array, "batch height width channels"], keys: parts.RowKeys | None = None
+        self, images: Float[Array, "batch height width channels"], keys: RowKeys | None = None
     ) -> Float[Array, "batch embed"]:
         x = images.astype(self.execution.dtype)
         count = len(self.cfg.stages)
-        own = [None] * count if keys is None else parts.several(keys, count)
+        own = [None] * count if keys is None else split_keys(keys, count)
         for i in range(count):
             x = getattr(self, f"stage_{i}")(x, own[i])
         return jnp.mean(self.norm(x), axis=(1, 2))
-
-    def logits(self, x: Float[Array, "batch embed"]) -> Float[Array, "batch outputs"]:
-        return self.head(x)

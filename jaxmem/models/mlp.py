@@ -1,6 +1,6 @@
-"""Residual dense network. Pixels come in as numbers, one-hot or as a learned row for each category.
+"""Residual MLP. Pixels are numbers, or categories as one-hot vectors or learned embeddings.
 
-One-hot makes the first weight `categories` times as large; the learned rows 8 times, whatever the categories.
+One-hot makes the first weight `categories` times as large; embeddings 8 times, for any number of categories.
 """
 
 from __future__ import annotations
@@ -10,65 +10,51 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Num
 
-from jaxmem import config
-from jaxmem.models import parts
+from jaxmem.config import networks
 from jaxmem.models.block import DenseMlp
-from jaxmem.models.parts import Execution
+from jaxmem.models.layers import LayerNorm, RowKeys, dropout, fetch, new_weight, split_keys
+from jaxmem.models.linear import Linear
+from jaxmem.models.network import Execution, ImageNetwork, apply_blocks
 from jaxmem.sharding import constrain
-from jaxmem.stack import apply_stack, stacked
+from jaxmem.stack import stacked
 
-_EMBEDDED = 8  # numbers in the learned row of a pixel's category
+_EMBED = 8  # features of a category's embedding
 
 
 class MlpBlock(nnx.Module):
-    def __init__(self, rngs: nnx.Rngs, cfg: config.Mlp):
-        self.norm = parts.LayerNorm(cfg.embed)
+    def __init__(self, rngs: nnx.Rngs, cfg: networks.Mlp):
+        self.norm = LayerNorm(cfg.embed)
         self.mlp = DenseMlp(rngs, cfg.embed, cfg.mlp)
         self.dropout = cfg.dropout
 
-    def __call__(self, x: Float[Array, "batch embed"], keys: parts.RowKeys | None) -> Float[Array, "batch embed"]:
-        first, second = (None, None) if keys is None else parts.several(keys, 2)
-        made = self.mlp(self.norm(x), second)
-        return constrain(x + parts.dropout(made, self.dropout, first), "batch", "embed")
+    def __call__(self, x: Float[Array, "batch embed"], keys: RowKeys | None) -> Float[Array, "batch embed"]:
+        first, second = (None, None) if keys is None else split_keys(keys, 2)
+        y = dropout(self.mlp(self.norm(x), second), self.dropout, first)
+        return constrain(x + y, "batch", "embed")
 
 
-class Mlp(nnx.Module):
-    def __init__(self, cfg: config.Mlp, rngs: nnx.Rngs, execution: Execution = Execution()):
+class Mlp(ImageNetwork):
+    def __init__(self, cfg: networks.Mlp, rngs: nnx.Rngs, execution: Execution = Execution()):
         self.cfg, self.execution = cfg, execution
         pixels = cfg.image_size**2 * cfg.channels
-        width = {"numbers": 1, "one_hot": cfg.categories, "embedding": _EMBEDDED}[cfg.inputs]
+        width = {"numbers": 1, "one_hot": cfg.categories, "embedding": _EMBED}[cfg.inputs]
         embedded = cfg.inputs == "embedding"
-        self.categories = parts.weight(rngs, (cfg.categories, _EMBEDDED), ("channels", None)) if embedded else None
-        self.stem = parts.Linear(rngs, pixels * width, cfg.embed, ("patch", "embed"), bias=True)
+        self.categories = new_weight(rngs, (cfg.categories, _EMBED), ("channels", None)) if embedded else None
+        self.stem = Linear(rngs, pixels * width, cfg.embed, ("patch", "embed"), bias=True)
         self.blocks = stacked(lambda rngs: MlpBlock(rngs, cfg), cfg.layers, rngs)
-        self.norm = parts.LayerNorm(cfg.embed)
-        self.head = parts.Linear(rngs, cfg.embed, cfg.outputs, ("embed", "classes"), bias=True)
-
-    def __call__(
-        self, images: Num[Array, "batch height width channels"], keys: parts.RowKeys | None = None
-    ) -> Float[Array, "batch outputs"]:
-        return self.logits(self.features(images, keys))
+        self.norm = LayerNorm(cfg.embed)
+        self.head = Linear(rngs, cfg.embed, cfg.outputs, ("embed", "classes"), bias=True)
 
     def features(
-        self, images: Num[Array, "batch height width channels"], keys: parts.RowKeys | None = None
+        self, images: Num[Array, "batch height width channels"], keys: RowKeys | None = None
     ) -> Float[Array, "batch embed"]:
         dtype = self.execution.dtype
         pixels = images.reshape(images.shape[0], -1)
         if self.cfg.inputs == "one_hot":
             x = jax.nn.one_hot(pixels, self.cfg.categories, dtype=dtype)
         elif self.categories is not None:
-            x = jnp.take(parts.fetch(self.categories, dtype), pixels, axis=0)
+            x = jnp.take(fetch(self.categories, dtype), pixels, axis=0)
         else:
             x = pixels.astype(dtype)
         x = constrain(self.stem(x.reshape(images.shape[0], -1)), "batch", "embed")
-        x, _ = apply_stack(
-            self.blocks,
-            lambda block, x, keys, _: (block(x, keys), None),
-            x,
-            parts.layer_keys(keys, self.cfg.layers),
-            options=self.execution.stack,
-        )
-        return self.norm(x)
-
-    def logits(self, x: Float[Array, "batch embed"]) -> Float[Array, "batch outputs"]:
-        return self.head(x)
+        return self.norm(apply_blocks(self.blocks, x, keys, self.cfg.layers, self.execution.stack))

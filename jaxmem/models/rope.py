@@ -1,4 +1,4 @@
-"""Rotary positions (Su et al., arXiv:2104.09864) and three ways to stretch them to longer contexts.
+"""Rotary position embeddings (Su et al., arXiv:2104.09864) and three ways to extend them to longer contexts.
 
 `linear` divides every frequency; `llama3` only the low ones, blending between two wavelengths; `yarn`
 (Peng et al., arXiv:2309.00071) blends by rotations within the original length and sharpens the softmax.
@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from jaxmem.config import Rope
+from jaxmem.config.networks import Rope
 
 
 class Angles(NamedTuple):
@@ -24,7 +24,7 @@ class Angles(NamedTuple):
 
 
 def frequencies(rope: Rope, head_dim: int) -> tuple[np.ndarray, float]:
-    """Radians a position for each pair of dimensions, and a factor on cosine and sine."""
+    """Radians per position for each pair of dimensions, and a factor on cosine and sine."""
     base = rope.theta ** (-np.arange(0, head_dim, 2, dtype=np.float64) / head_dim)
     stretched = base / rope.factor
     if rope.scaling == "none":
@@ -38,7 +38,7 @@ def frequencies(rope: Rope, head_dim: int) -> tuple[np.ndarray, float]:
         return keep * base + (1 - keep) * stretched, 1.0
 
     def pair(rotations: float) -> float:
-        """The (fractional) pair of dimensions that turns so often within the original length."""
+        """The (fractional) pair of dimensions with so many rotations within the original length."""
         return head_dim * math.log(rope.original_length / (rotations * 2 * math.pi)) / (2 * math.log(rope.theta))
 
     low, high = max(math.floor(pair(rope.beta_fast)), 0), min(math.ceil(pair(rope.beta_slow)), head_dim - 1)
@@ -54,7 +54,7 @@ def angles(positions: Int[Array, "batch time"], rope: Rope, head_dim: int) -> An
 
 
 def rotate(x: Float[Array, "batch time heads head_dim"], angles: Angles) -> Float[Array, "batch time heads head_dim"]:
-    """Turn dimension i together with i + head_dim / 2, in float32."""
+    """x with dimensions i and i + head_dim / 2 rotated, in float32."""
     a, b = jnp.split(x.astype(jnp.float32), 2, axis=-1)
     cos, sin = angles.cos[:, :, None, :], angles.sin[:, :, None, :]
     return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(x.dtype)

@@ -1,9 +1,7 @@
-"""Tables with a row or a column for each entry of a vocabulary, gone through some entries at a time.
+"""Slices of an embedding or output matrix along the vocabulary.
 
-An embedding and an output projection are the largest matrices of many models, and what is made of one (its gradient,
-its update, logits) is as large or larger. `Slices` says how its entries are gone through. What computes
-with such a matrix is a `Use`, which `stack.cut_by` gives to a caller: with the input, and the gradient of the output, a
-caller computes any slice of the matrix's gradient when it needs it, and never all of it.
+These are the largest matrices of many models, and what is computed from one (its gradient, its update, logits) is as
+large or larger. `VocabSlices` divides the vocabulary so that only one slice of such an array exists at a time.
 """
 
 from __future__ import annotations
@@ -13,7 +11,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -24,177 +22,178 @@ from jaxmem.sharding import Axes, current
 from jaxmem.sharding.host import fetch_from_host, is_on_host, send_like, zeros_on_host
 from jaxmem.sharding.weights import Weight
 
-# A slice as it is computed with: devices of `tensor` have `width` entries of their own part each.
+# A slice in the layout of matmuls: each device along `tensor` has `width` columns of its own part.
 Columns = Float[Array, "embed parts width"]
-Entries = Int[Array, "parts width"]  # which entry of the vocabulary a column is; -1: none, it was in an earlier slice
+Entries = Int[Array, "parts width"]  # the vocabulary entry of each column; -1: already in an earlier slice
 
-NUMBERS = 2**24  # of a table that are worked on at once: 64 MiB in float32
+SLICE_SIZE = 2**24  # elements of an embedding or output matrix processed at once: 64 MiB in float32
 
 
 @dataclass(frozen=True)
-class Slices:
-    """How a vocabulary is gone through: each of the parts in which the weight rests, `width` entries at a time. Where
-    the last slice would reach beyond the end it begins earlier, and what was in another one is none of it."""
+class VocabSlices:
+    """Slices of `width` entries of each of the `stored_parts` in which devices store the vocabulary.
+
+    A last slice that would pass the end of a part begins earlier; entries that it shares with the slice before are
+    masked (-1 in `entries`).
+    """
 
     vocab: int
     width: int
-    resting: int = 1  # into how many parts the weight's vocabulary is split where it rests
-    parts: int = 1  # and where it is computed with
-    ahead: bool = False  # whether the next one is fetched beside the work on this one: where devices gather it
+    stored_parts: int = 1  # parts of the vocabulary dimension of the weight as it is stored
+    parts: int = 1  # and as it is used in matmuls
+    prefetch: bool = False  # fetch the next slice while the current one is used, for weights that are gathered
 
     @property
-    def held(self) -> int:
+    def part_size(self) -> int:
         """Entries of a part."""
-        return self.vocab // self.resting
+        return self.vocab // self.stored_parts
 
     @property
     def count(self) -> int:
         """
-        >>> Slices(vocab=128256, width=2048).count, Slices(vocab=128256, width=2048, resting=2, parts=2).count
-        (63, 32)
+        >>> VocabSlices(vocab=128256, width=2048).count
+        63
+        >>> VocabSlices(vocab=128256, width=2048, stored_parts=2, parts=2).count
+        32
         """
-        return -(-self.held // self.width)
+        return -(-self.part_size // self.width)
 
     @property
     def size(self) -> int:
-        """Entries of a slice, of all parts together."""
-        return self.width * self.resting
+        """Entries of a slice, over all parts."""
+        return self.width * self.stored_parts
 
     def entries(self, j: Int[Array, ""]) -> Entries:
-        within = self._begin(j) + jnp.arange(self.width, dtype=jnp.int32)
-        first = self.held * jnp.arange(self.resting, dtype=jnp.int32)
+        """The vocabulary entry of each column of slice j."""
+        within = self._start(j) + jnp.arange(self.width, dtype=jnp.int32)
+        first = self.part_size * jnp.arange(self.stored_parts, dtype=jnp.int32)
         numbers = jnp.where(within >= j * self.width, first[:, None] + within, -1)
         return numbers.reshape(self.parts, -1)
 
-    def places(self, ids: Int[Array, "*tokens"], j: Int[Array, ""]) -> Int[Array, "*tokens"]:
-        """Where in a slice the entries are that tokens name; what is in none of its rows is at `size`."""
-        within = ids % self.held - self._begin(j)
-        return jnp.where((within >= 0) & (within < self.width), ids // self.held * self.width + within, self.size)
+    def positions(self, ids: Int[Array, "*tokens"], j: Int[Array, ""]) -> Int[Array, "*tokens"]:
+        """The row of slice j that each token id refers to; `size` where the slice does not have it."""
+        within = ids % self.part_size - self._start(j)
+        inside = (within >= 0) & (within < self.width)
+        return jnp.where(inside, ids // self.part_size * self.width + within, self.size)
 
-    def cut(self, weight: Any, axes: Axes, j: Int[Array, ""]) -> Any:
-        """A slice out of the weight as it rests, [embed, vocab] or [vocab, embed]: [embed, parts, width]. Blocks of
-        one in codes run along `embed`."""
+    def read_columns(self, weight: Any, axes: Axes, j: Int[Array, ""]) -> Any:
+        """Slice j of a stored weight, [embed, vocab] or [vocab, embed], as [embed, parts, width]. The blocks of a
+        quantized weight run along `embed`."""
         if isinstance(weight, QTensor):
-            cut = partial(self.cut, axes=axes, j=j)
-            codes, scale = cut(weight.codes), cut(weight.scale)
-            offset = None if weight.offset is None else cut(weight.offset)
+            read = partial(self.read_columns, axes=axes, j=j)
+            codes, scale = read(weight.codes), read(weight.scale)
+            offset = None if weight.offset is None else read(weight.offset)
             return dataclasses.replace(weight, codes=codes, scale=scale, offset=offset, axis=-3)
         dim = axes.index("vocab")
-        if weight.shape[dim] == 1:  # what all entries share
+        if weight.shape[dim] == 1:  # shared by all entries
             return fetch_from_host(weight).reshape(-1, 1, 1)
-        one = jnp.moveaxis(self._read(weight, dim, j), (dim, dim + 1), (1, 2))
-        return one.reshape(one.shape[0], self.parts, -1)
+        columns = jnp.moveaxis(self._read(weight, dim, j), (dim, dim + 1), (1, 2))
+        return columns.reshape(columns.shape[0], self.parts, -1)
 
-    def put(
-        self, weight: Float[Array, "rows columns"], axes: Axes, j: Int[Array, ""], one: Columns
+    def write_columns(
+        self, weight: Float[Array, "rows columns"], axes: Axes, j: Int[Array, ""], columns: Columns
     ) -> Float[Array, "rows columns"]:
-        """The weight, or its gradient, with a slice of it replaced. From the last slice to the first: what a slice has
-        of another is written over by that one."""
-        return self.written(weight, axes.index("vocab"), j, self.laid(one, axes))
+        """The weight, or its gradient, with slice j replaced. Write from the last slice to the first: masked columns
+        are then overwritten by the slice that has them."""
+        return self.write(weight, axes.index("vocab"), j, self.as_weight(columns, axes))
 
-    def laid(self, one: Columns, axes: Axes) -> Float[Array, "rows columns"]:
-        """A slice as it is computed with, as one of the weight."""
+    def as_weight(self, columns: Columns, axes: Axes) -> Float[Array, "rows columns"]:
+        """A slice [embed, parts, width] in the order of the weight's dimensions."""
         dim = axes.index("vocab")
-        one = jnp.moveaxis(one.reshape(one.shape[0], self.resting, self.width), (1, 2), (dim, dim + 1))
-        return one.reshape(*one.shape[:dim], self.size, *one.shape[dim + 2 :])
+        x = columns.reshape(columns.shape[0], self.stored_parts, self.width)
+        x = jnp.moveaxis(x, (1, 2), (dim, dim + 1))
+        return x.reshape(*x.shape[:dim], self.size, *x.shape[dim + 2 :])
 
     def read(self, x: jax.Array, dim: int, j: Int[Array, ""]) -> jax.Array:
-        """A slice of any array of whose dimension `dim` each element stands for so many entries, on the device."""
-        one = self._read(x, dim, j)
-        return one.reshape(*x.shape[:dim], -1, *x.shape[dim + 1 :])
+        """Slice j, on the device, of an array whose dimension `dim` has an element for each entry, or for several."""
+        found = self._read(x, dim, j)
+        return found.reshape(*x.shape[:dim], -1, *x.shape[dim + 1 :])
 
-    def written(self, x: jax.Array, dim: int, j: Int[Array, ""], one: jax.Array) -> jax.Array:
-        """The array with such a slice in its place."""
-        one = send_like(one, x)
-        one = one.reshape(*x.shape[:dim], self.resting, -1, *x.shape[dim + 1 :])
-        begin = self._begin(j) * (x.shape[dim] // self.resting) // self.held
-        return jax.lax.dynamic_update_slice_in_dim(self._split(x, dim), one, begin, axis=dim + 1).reshape(x.shape)
+    def write(self, x: jax.Array, dim: int, j: Int[Array, ""], new: jax.Array) -> jax.Array:
+        """The array with slice j replaced, in the memory in which it is."""
+        new = send_like(new, x)
+        new = new.reshape(*x.shape[:dim], self.stored_parts, -1, *x.shape[dim + 1 :])
+        start = self._start(j) * (x.shape[dim] // self.stored_parts) // self.part_size
+        return jax.lax.dynamic_update_slice_in_dim(self._split(x, dim), new, start, axis=dim + 1).reshape(x.shape)
 
     def _read(self, x: jax.Array, dim: int, j: Int[Array, ""]) -> jax.Array:
-        held = x.shape[dim] // self.resting
-        begin, width = self._begin(j) * held // self.held, self.width * held // self.held
-        if width == held:  # all of it
+        part = x.shape[dim] // self.stored_parts
+        start, width = self._start(j) * part // self.part_size, self.width * part // self.part_size
+        if width == part:  # all of it
             return self._split(fetch_from_host(x), dim)
-        if self.resting == 1:  # out of host memory comes what lies there, in its own form
-            one = fetch_from_host(jax.lax.dynamic_slice_in_dim(x, begin, width, axis=dim))
-            return one.reshape(*x.shape[:dim], 1, width, *x.shape[dim + 1 :])
-        return fetch_from_host(jax.lax.dynamic_slice_in_dim(self._split(x, dim), begin, width, axis=dim + 1))
+        if self.stored_parts == 1:  # a transfer from host memory copies a slice of the array as it is there
+            found = fetch_from_host(jax.lax.dynamic_slice_in_dim(x, start, width, axis=dim))
+            return found.reshape(*x.shape[:dim], 1, width, *x.shape[dim + 1 :])
+        return fetch_from_host(jax.lax.dynamic_slice_in_dim(self._split(x, dim), start, width, axis=dim + 1))
 
-    def _begin(self, j: Int[Array, ""]) -> Int[Array, ""]:
-        return jnp.minimum(j * self.width, self.held - self.width)
+    def _start(self, j: Int[Array, ""]) -> Int[Array, ""]:
+        return jnp.minimum(j * self.width, self.part_size - self.width)
 
     def _split(self, x: jax.Array, dim: int) -> jax.Array:
-        return x.reshape(*x.shape[:dim], self.resting, -1, *x.shape[dim + 1 :])
+        return x.reshape(*x.shape[:dim], self.stored_parts, -1, *x.shape[dim + 1 :])
 
 
-def even_slices(vocab: int, most: int, sizes: set[int]) -> Slices | None:
-    """Slices of about `most` entries that have none in common and cut no element of dimensions of these sizes, which
-    all stand for the vocabulary; None where there are none near that.
+def even_slices(vocab: int, width: int, sizes: set[int]) -> VocabSlices | None:
+    """Slices of about `width` entries that do not overlap and split no element of dimensions of these sizes, each of
+    which stands for the vocabulary; None where no such width is near.
 
     >>> even_slices(128256, 4096, {128256, 768}).width, even_slices(50261, 4096, {50261})
     (4008, None)
     """
-    layout, resting, parts = current(), 1, 1
+    layout, stored, parts = current(), 1, 1
     if layout is not None:
-        resting, parts = layout.parts("optimizer", "vocab"), layout.parts("compute", "vocab")
-    if any(size % resting or vocab % size for size in sizes):
+        stored, parts = layout.parts("optimizer", "vocab"), layout.parts("compute", "vocab")
+    if any(size % stored or vocab % size for size in sizes):
         return None
-    held, common = vocab // resting, math.gcd(*(size // resting for size in sizes))
+    part, common = vocab // stored, math.gcd(*(size // stored for size in sizes))
     counts = [n for n in range(1, common + 1) if common % n == 0 and vocab // n % parts == 0]
-    count = _nearest(counts, held / most) if counts else 1
-    return None if count == 1 else Slices(vocab, held // count, resting, parts)
+    count = _nearest(counts, part / width) if counts else 1
+    return None if count == 1 else VocabSlices(vocab, part // count, stored, parts)
 
 
 def _nearest(counts: list[int], wanted: float) -> int:
     return min(counts, key=lambda n: abs(math.log(n / wanted)))
 
 
-def made(draw: Callable[[jax.Array, tuple[int, ...]], Any], key: jax.Array, shape: tuple[int, ...], axes: Axes) -> Any:
-    """A new weight, `draw(key, shape)` as it rests. A table of more than 16 M numbers is drawn some entries at a time,
-    each time with a key of their own, so that no more of them are ever there before they are brought to rest."""
-    parts = math.prod(shape) / NUMBERS
-    if "vocab" not in axes or parts <= 1:
+def initialize_in_slices(
+    draw: Callable[[jax.Array, tuple[int, ...]], Any], key: jax.Array, shape: tuple[int, ...], axes: Axes
+) -> Any:
+    """A new weight, `draw(key, shape)`. An embedding or output matrix of more than 16 M elements is drawn slice by
+    slice, each with a key of its own, so that no more than a slice exists before it is stored (quantized, sharded)."""
+    slices_wanted = math.prod(shape) / SLICE_SIZE
+    if "vocab" not in axes or slices_wanted <= 1:
         return draw(key, shape)
     dim = axes.index("vocab")
-    count = _nearest([n for n in range(1, shape[dim] + 1) if shape[dim] % n == 0], parts)
-    slices = Slices(shape[dim], shape[dim] // count)
-    own = (*shape[:dim], slices.width, *shape[dim + 1 :])
+    count = _nearest([n for n in range(1, shape[dim] + 1) if shape[dim] % n == 0], slices_wanted)
+    slices = VocabSlices(shape[dim], shape[dim] // count)
+    slice_shape = (*shape[:dim], slices.width, *shape[dim + 1 :])
 
     def step(j: jax.Array, whole: list[jax.Array]) -> list[jax.Array]:
-        ones = jax.tree.leaves(draw(jax.random.fold_in(key, j), own))
-        return [slices.written(x, dim, j, one) for x, one in zip(whole, ones, strict=True)]
+        new = jax.tree.leaves(draw(jax.random.fold_in(key, j), slice_shape))
+        return [slices.write(x, dim, j, one) for x, one in zip(whole, new, strict=True)]
 
-    arrays, form = jax.tree.flatten(jax.eval_shape(lambda: draw(key, shape)))
-    room = [zeros_on_host if is_on_host(one) else jnp.zeros for one in jax.tree.leaves(draw(key, own))]
-    zeros = [make(x.shape, x.dtype) for make, x in zip(room, arrays, strict=True)]
-    return jax.tree.unflatten(form, jax.lax.fori_loop(0, count, step, zeros))
-
-
-@runtime_checkable
-class Used(Protocol):
-    """A table after it was computed with."""
-
-    @property
-    def y(self) -> jax.Array: ...
-
-    def backward(self, g: jax.Array) -> jax.Array | None:
-        """From the gradient of y that of what went in; None: numbers of tokens have none."""
-
-    def of_weight(
-        self, g: jax.Array, weight: jax.Array | QTensor, slices: Slices | None = None, j: jax.Array | None = None
-    ) -> Float[Array, "rows columns"]:
-        """And that of the weight, or of a slice of it, laid out as the weight."""
+    arrays, structure = jax.tree.flatten(jax.eval_shape(lambda: draw(key, shape)))
+    make_zeros = [zeros_on_host if is_on_host(one) else jnp.zeros for one in jax.tree.leaves(draw(key, slice_shape))]
+    zeros = [make(x.shape, x.dtype) for make, x in zip(make_zeros, arrays, strict=True)]
+    return jax.tree.unflatten(structure, jax.lax.fori_loop(0, count, step, zeros))
 
 
-@runtime_checkable
-class Use(Protocol):
-    """A table that is about to be computed with."""
+@dataclass(frozen=True)
+class VocabOpResult:
+    """What a `VocabOp` returned, and its gradients."""
 
-    @property
-    def weight(self) -> Weight: ...
+    y: jax.Array
+    # gradient of y -> gradient of the input; None: token ids have none
+    input_gradient: Callable[[jax.Array], jax.Array | None]
+    # (gradient of y, weight, VocabSlices or None, slice number) -> gradient of the weight, or of that slice of it
+    weight_gradient: Callable[..., jax.Array]
 
-    @property
-    def x(self) -> jax.Array | None:
-        """What goes in, where that has a gradient."""
 
-    def forward(self) -> Used: ...
+@dataclass(frozen=True)
+class VocabOp:
+    """An operation with an embedding or output matrix that has not run yet, given to `stack.cut`. Who runs it may
+    compute any slice of the matrix's gradient when it is needed, and never all of it."""
+
+    weight: Weight
+    x: jax.Array | None  # the input, where it has a gradient
+    forward: Callable[[], VocabOpResult]

@@ -16,7 +16,7 @@ from pathlib import Path
 from types import ModuleType
 
 from jaxmem.kernels.attention import reference
-from jaxmem.models import losses, vocab_loss
+from jaxmem.models import cross_entropy, losses
 from jaxmem.optim.master import Mastered
 from jaxmem.planning.buffers import Allocation, Lifetimes, Region, Snapshot, peak_of, read_allocations
 from jaxmem.planning.hlo import Frame, Instruction, Module, Shape, dot_flops
@@ -43,7 +43,7 @@ def _source_file(module: ModuleType) -> str:
     return "/".join(Path(str(module.__file__)).parts[-2:])
 
 
-_LOSS_FILES = tuple(map(_source_file, (losses, vocab_loss)))
+_LOSS_FILES = tuple(map(_source_file, (losses, cross_entropy)))
 _REFERENCE_ATTENTION = _source_file(reference)
 _ATTENTION = "kernels/attention"
 

@@ -7,8 +7,7 @@ import math
 import jax
 
 from jaxmem.config import Config, Decoder
-from jaxmem.models import vocab_loss
-from jaxmem.models.chunks import groups_of_heads, tokens_at_once
+from jaxmem.models.cross_entropy import max_update_entries, slice_width
 from jaxmem.quant.precision import compute_dtype
 from jaxmem.step.model import chunking, pipeline_of
 
@@ -22,18 +21,14 @@ def loss_chunk(cfg: Config, platform: str) -> int | None:
     tokens = rows_of(cfg) * cfg.data.sequence_length
     if "tensor" not in cfg.rules.vocab:
         tokens /= cfg.mesh.tensor
-    most = vocab_loss.entries_at_once(cfg.memory.update, cfg.model.embed)
-    return vocab_loss.width(cfg.memory.loss_chunk, math.ceil(tokens), held, itemsize, most) or held
+    most = max_update_entries(cfg.memory.update, cfg.model.embed)
+    return slice_width(cfg.memory.loss_chunk, math.ceil(tokens), held, itemsize, most) or held
 
 
 def mlp_chunk(cfg: Config, platform: str) -> int | None:
     """`memory.mlp_chunk` as it comes out: tokens of a row at a time. None: all."""
     model = cfg.model
-    return (
-        tokens_at_once(chunking(cfg.memory).chunk, stream_of(cfg, platform), model.mlp)
-        if isinstance(model, Decoder)
-        else None
-    )
+    return chunking(cfg.memory).chunk_size(stream_of(cfg, platform), model.mlp) if isinstance(model, Decoder) else None
 
 
 def head_groups(cfg: Config, platform: str) -> int:
@@ -41,8 +36,8 @@ def head_groups(cfg: Config, platform: str) -> int:
     model, split = cfg.model, cfg.mesh.tensor if "tensor" in cfg.rules.heads else 1
     if not isinstance(model, Decoder) or model.kv_heads % split:
         return 1
-    keys, groups = model.kv_heads // split, chunking(cfg.memory).groups
-    return groups_of_heads(groups, stream_of(cfg, platform), model.heads // split, keys, model.head_dim)
+    heads, kv_heads = model.heads // split, model.kv_heads // split
+    return chunking(cfg.memory).group_count(stream_of(cfg, platform), heads, kv_heads, model.head_dim)
 
 
 def stream_of(cfg: Config, platform: str) -> jax.ShapeDtypeStruct:

@@ -38,8 +38,8 @@ def source_of(buffer: NamedBuffer, layers: int | None) -> Source:
 
 def line(frame: Frame) -> str:
     """
-    >>> line(Frame("/somewhere/site-packages/jaxmem/models/parts.py", "Linear.__call__", 87))
-    'jaxmem/models/parts.py:87'
+    >>> line(Frame("/somewhere/site-packages/jaxmem/models/linear.py", "Linear.__call__", 87))
+    'jaxmem/models/linear.py:87'
     """
     known = re.search(r"(?:.*/)?((?:jaxmem|kernels)/.*)", frame.file)
     return f"{known[1] if known else '/'.join(frame.file.rsplit('/', 2)[-2:])}:{frame.line}"

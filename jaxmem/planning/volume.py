@@ -37,7 +37,7 @@ import jax
 
 from jaxmem.config import Decoder, Rules
 from jaxmem.errors import UserError
-from jaxmem.models import vocab_loss
+from jaxmem.models.cross_entropy import max_update_entries, slice_width
 from jaxmem.quant.precision import compute_dtype
 from jaxmem.sharding.weights import differentiable
 from jaxmem.step import Program
@@ -92,8 +92,8 @@ def volume(built: Program) -> Volume:
         passes, micro = pipeline.ticks / pipeline.rounds, pipeline.slots / p
         executed, shifts = pipeline.ticks * pipeline.group, 4 * pipeline.ticks + 3
     every = layers + embedding + head
-    most = vocab_loss.entries_at_once(cfg.memory.update, model.embed)
-    sliced = vocab_loss.width(cfg.memory.loss_chunk, round(tokens * t), -(-model.vocab // t), w, most)
+    most = max_update_entries(cfg.memory.update, model.embed)
+    sliced = slice_width(cfg.memory.loss_chunk, round(tokens * t), -(-model.vocab // t), w, most)
     # The logits' weights: gathered forward only, or in slices again; on stages once for all, and again each time.
     heads = micro + 1 if p > 1 else 2 * micro if sliced else micro
     split = cfg.zero >= 2

@@ -14,7 +14,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxmem.models.vocab_slices import Slices
+from jaxmem.models.vocab_slices import VocabSlices
 from jaxmem.optim import remember
 from jaxmem.optim.parts import Part, Write, layer_at, pinned, put, select, with_layer
 from jaxmem.quant.precision import Params
@@ -70,7 +70,7 @@ def _slices_of(grads: Tree, names: Axes) -> SliceGradient:
     """Slices of a gradient that exists as a whole."""
     (whole,) = jax.tree.leaves(grads)
 
-    def of_slice(_: Any, slices: Slices | None = None, j: jax.Array | None = None) -> jax.Array:
+    def of_slice(_: Any, slices: VocabSlices | None = None, j: jax.Array | None = None) -> jax.Array:
         return whole if slices is None or j is None else slices.read(whole, names.index("vocab"), j)
 
     return of_slice

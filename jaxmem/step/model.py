@@ -17,12 +17,12 @@ from jaxmem import adapters, models
 from jaxmem.config import Config, Convnet, Memory, Save
 from jaxmem.config.names import is_offloaded, offloaded_activations
 from jaxmem.errors import UserError
-from jaxmem.models.chunks import Long
+from jaxmem.models.chunking import Chunking
 from jaxmem.optim.selection import Choice
 from jaxmem.quant.precision import Params, compute_dtype
 from jaxmem.sharding import Axes, is_axes
 from jaxmem.sharding.storage import Storage, storing_as
-from jaxmem.stack import Pipeline
+from jaxmem.stack import Pipeline, StackOptions
 
 _ADAPTER_KEY = (
     2**31 - 1
@@ -150,7 +150,7 @@ class ModelSpec:
             dtype=compute_dtype(self.cfg.precision, self.platform),
             attention=None if memory.attention == "auto" else memory.attention,
             deterministic=self.cfg.train.deterministic,
-            long=chunking(memory),
+            chunking=chunking(memory),
             stack=StackOptions(remat, self.pipeline, offloaded_activations(memory.offload)),
         )
 
@@ -167,12 +167,12 @@ def pipeline_of(cfg: Config) -> Pipeline | None:
     return Pipeline(cfg.model.layers, cfg.mesh.stage, cfg.batch.accumulate, cfg.pipeline.rounds)
 
 
-def chunking(memory: Memory) -> Long:
+def chunking(memory: Memory) -> Chunking:
     """`auto` chunks a layer only where nothing inside of it is saved, since chunks are recomputed."""
     if memory.remat not in ("none", "dots") and not isinstance(memory.remat, Save):
-        return Long(memory.mlp_chunk, memory.head_groups)
+        return Chunking(memory.mlp_chunk, memory.head_groups)
     chunk = None if memory.mlp_chunk == "auto" else memory.mlp_chunk
-    return Long(chunk, 1 if memory.head_groups == "auto" else memory.head_groups)
+    return Chunking(chunk, 1 if memory.head_groups == "auto" else memory.head_groups)
 
 
 def axes_of(path: tuple[Any, ...], variable: nnx.Variable) -> Axes:

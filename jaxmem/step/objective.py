@@ -15,9 +15,11 @@ import jax
 import jax.numpy as jnp
 
 from jaxmem import config
-from jaxmem.models import Decoder, Network, losses, vocab_loss
-from jaxmem.models.parts import several
-from jaxmem.sharding import constrain
+from jaxmem.models import losses
+from jaxmem.models.cross_entropy import cross_entropy, max_update_entries, vocab_cross_entropy
+from jaxmem.models.decoder import Decoder
+from jaxmem.models.layers import split_keys
+from jaxmem.models.network import Network
 
 Batch = dict[str, jax.Array]
 Sums = dict[str, jax.Array]  # "loss", "count"; "correct" where right and wrong mean something; "margin" of pairs
@@ -63,7 +65,7 @@ def _pictures(network: Network, batch: Batch, keys: jax.Array | None) -> jax.Arr
 
 
 def _pairs(network: Network, batch: Batch, keys: jax.Array | None) -> tuple[jax.Array, jax.Array]:
-    first, second = (None, None) if keys is None else several(keys, 2)
+    first, second = (None, None) if keys is None else split_keys(keys, 2)
     return network.features(batch["inputs"], keys=first), network.features(batch["pairs"], keys=second)
 
 
@@ -100,18 +102,14 @@ def _likelihoods(network: Decoder, x: jax.Array, batch: Batch, memory: config.Me
 def _cross_entropy(
     network: Decoder, x: jax.Array, labels: jax.Array, memory: config.Memory, **more: float
 ) -> jax.Array:
-    most = vocab_loss.entries_at_once(memory.update, x.shape[-1])
-    slices, weight = vocab_loss.slices(memory.loss_chunk, x, network.cfg.vocab, most), network.projection
-    if slices is None or weight is None:
-        return losses.cross_entropy(network.logits(x), labels, **more)
-    x, axes = constrain(x, "batch", "vocab_time", "embed"), weight.get_metadata()["axes"]
-    return vocab_loss.cross_entropy(x, weight.get_value(), labels, axes=axes, slices=slices, **more)
+    most = max_update_entries(memory.update, x.shape[-1])
+    return vocab_cross_entropy(network, x, labels, memory.loss_chunk, max_entries=most, **more)
 
 
 def _classify(cfg: config.Objective) -> Callable[[Network, jax.Array, Batch], Sums]:
     def sums(network: Network, x: jax.Array, batch: Batch) -> Sums:
         logits, labels = network.logits(x), batch["targets"]
-        loss = losses.cross_entropy(logits, labels, label_smoothing=cfg.label_smoothing, z_loss=cfg.z_loss)
+        loss = cross_entropy(logits, labels, label_smoothing=cfg.label_smoothing, z_loss=cfg.z_loss)
         return _sums(loss, batch["mask"], jnp.argmax(logits, axis=-1) == labels)
 
     return sums

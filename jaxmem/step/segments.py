@@ -5,10 +5,10 @@ from the output of one stack to the input of the next, from the output of the la
 whole network run once more under `stack.cut_by`, which returns known outputs in place of every stack: what a function
 does not use is dead code. So the network needs to know nothing of it, and each function is differentiated by itself.
 
-Embedding and output matrices are cut out likewise (`models.vocab_slices.Use`): rows looked up for a batch, where the
-network begins, and an output projection whose loss is computed in slices, where it ends. If nothing else computes with
-such a matrix, its gradient never exists as a whole: slices of it are computed on request. Frozen parameters have no
-gradient and let those of others through.
+Embedding and output matrices are cut out likewise (`models.vocab_slices.VocabOp`): rows looked up for a batch, where
+the network begins, and an output projection whose loss is computed in slices, where it ends. If nothing else computes
+with such a matrix, its gradient never exists as a whole: slices of it are computed on request. Frozen parameters have
+no gradient and let those of others through.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jaxmem.models.vocab_slices import Used
+from jaxmem.models.vocab_slices import VocabOpResult
 from jaxmem.optim.parts import put, select
 from jaxmem.quant.precision import Params
 from jaxmem.sharding.weights import differentiable, is_quantized, with_gradients
@@ -42,7 +42,7 @@ class Segments:
         self._graphdef, self._params, self._batch, self._key = spec.model.graphdef, params, batch, key
         self._objective = objective(spec.cfg.objective, spec.cfg.memory)
         self._trainable = trainable = spec.model.select(params)
-        self._cuts: list[ForwardPass | Used] = []  # in the order in which the network computes them
+        self._cuts: list[ForwardPass | VocabOpResult] = []  # in the order in which the network computes them
         self._cut_weights: list[Any] = []  # of each cut
 
         def run(part: Any) -> Any:
@@ -107,9 +107,9 @@ class Segments:
         output_gradients: dict[int, Any] = {}
         for number in reversed(range(len(self._cuts))):
             cut, output_gradients[number] = self._cuts[number], g
-            g = through(number, g) if isinstance(cut, ForwardPass) else cut.backward(g)
+            g = through(number, g) if isinstance(cut, ForwardPass) else cut.input_gradient(g)
             if not isinstance(cut, ForwardPass) and self._paths[number] not in self.matrices:
-                whole = cut.of_weight(output_gradients[number], _at(self._params, self._paths[number]))
+                whole = cut.weight_gradient(output_gradients[number], _at(self._params, self._paths[number]))
                 grads = _added(grads, self._paths[number], whole)
             if g is None:
                 break
@@ -120,12 +120,12 @@ class Segments:
 
         def slice_gradient(numbers: list[int]) -> SliceGradient:
             uses = [(cut, output_gradients[n]) for n in numbers if not isinstance(cut := self._cuts[n], ForwardPass)]
-            return lambda weight, *which: reduce(jnp.add, (cut.of_weight(g, weight, *which) for cut, g in uses))
+            return lambda weight, *which: reduce(jnp.add, (cut.weight_gradient(g, weight, *which) for cut, g in uses))
 
         trainable = {path: uses for path, uses in self.matrices.items() if _at(self._trainable, path) is not None}
         return _without(grads, list(self.matrices)), {path: slice_gradient(uses) for path, uses in trainable.items()}
 
-    def _add(self, cut: ForwardPass | Used, weights: Any) -> Any:
+    def _add(self, cut: ForwardPass | VocabOpResult, weights: Any) -> Any:
         self._cuts.append(cut)
         self._cut_weights.append(weights)
         return cut.y

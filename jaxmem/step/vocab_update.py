@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxmem.models.vocab_slices import NUMBERS, Slices, even_slices
+from jaxmem.models.vocab_slices import SLICE_SIZE, VocabSlices, even_slices
 from jaxmem.optim.apply import apply, global_norm
 from jaxmem.optim.parts import Part, Write, pinned
 from jaxmem.optim.piece import Piece, Total, Totals, totals
@@ -73,7 +73,7 @@ class VocabUpdate:
 
         return jax.lax.fori_loop(0, slices.count, add, jnp.zeros((), jnp.float32))
 
-    def _totals(self, gradient: SliceGradient, slices: Slices, norm: jax.Array | None) -> list[Any] | None:
+    def _totals(self, gradient: SliceGradient, slices: VocabSlices, norm: jax.Array | None) -> list[Any] | None:
         def update(j: jax.Array, total: Total) -> None:
             dw = self._gradient(gradient, self.weights, slices, j)
             own, kept = self._slice(slices, j, self.weights, self.state)
@@ -81,10 +81,10 @@ class VocabUpdate:
 
         return totals(update, slices.count)
 
-    def _piece(self, slices: Slices, j: jax.Array, total: Total) -> Piece:
+    def _piece(self, slices: VocabSlices, j: jax.Array, total: Total) -> Piece:
         return Piece(self._weight(self.weights).shape, self._names.index("vocab"), slices.entries(j).reshape(-1), total)
 
-    def _slice(self, slices: Slices, j: jax.Array, weights: Tree, state: Tree) -> tuple[Tree, Tree]:
+    def _slice(self, slices: VocabSlices, j: jax.Array, weights: Tree, state: Tree) -> tuple[Tree, Tree]:
         """A slice of weight and state. What has no vocabulary dimension, as counts of updates, is that before the
         update."""
         own = _read(slices, j, weights, self._axes, self.weights)
@@ -110,12 +110,12 @@ class VocabUpdate:
         return stored_axes(self.part.axes, self.weights)
 
     @cached_property
-    def _slices(self) -> Slices | None:
+    def _slices(self) -> VocabSlices | None:
         held = [*_with_axes(self.weights, self._axes), *_with_axes(self.state, self.part.state_axes)]
         sizes = {x.shape[dim] for x, names in held if (dim := _dim(names)) is not None}
         shape = self._weight(self.weights).shape
         vocab = shape[self._names.index("vocab")]
-        return even_slices(vocab, self.entries or max(1, NUMBERS * vocab // math.prod(shape)), sizes)
+        return even_slices(vocab, self.entries or max(1, SLICE_SIZE * vocab // math.prod(shape)), sizes)
 
 
 def _with_axes(tree: Tree, axes: Tree) -> list[tuple[jax.Array, Axes]]:
@@ -127,7 +127,7 @@ def _dim(names: Axes) -> int | None:
     return next((dim for dim, name in enumerate(names) if name and axis_name(name) == "vocab"), None)
 
 
-def _read(slices: Slices, j: jax.Array, tree: Tree, axes: Tree, rest: Tree) -> Tree:
+def _read(slices: VocabSlices, j: jax.Array, tree: Tree, axes: Tree, rest: Tree) -> Tree:
     own = [
         other if (dim := _dim(names)) is None else slices.read(x, dim, j)
         for (x, names), other in zip(_with_axes(tree, axes), jax.tree.leaves(rest), strict=True)
@@ -144,7 +144,7 @@ def _resized(new: Any, old: Any) -> Any:
     return dataclasses.replace(new, size=size, scale=_resized(new.scale, old.scale))
 
 
-def _written(slices: Slices, j: jax.Array, tree: Tree, axes: Tree, role: Role, new: Tree) -> Tree:
+def _written(slices: VocabSlices, j: jax.Array, tree: Tree, axes: Tree, role: Role, new: Tree) -> Tree:
     """Arrays with a slice replaced; those without a vocabulary dimension are replaced as a whole."""
 
     def one(x: jax.Array, names: Axes, new: jax.Array) -> jax.Array:
@@ -152,7 +152,7 @@ def _written(slices: Slices, j: jax.Array, tree: Tree, axes: Tree, role: Role, n
             return new
         # Sharded before it is written, so that only this slice is communicated.
         new = constrain(new, *names, role=role)
-        whole = slices.written(x, dim, j, new)
+        whole = slices.write(x, dim, j, new)
         return whole if is_on_host(whole) else constrain(whole, *names, role=role)
 
     done = [one(x, names, new) for (x, names), new in zip(_with_axes(tree, axes), jax.tree.leaves(new), strict=True)]

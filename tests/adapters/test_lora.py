@@ -9,7 +9,8 @@ import pytest
 from flax import nnx
 
 from jaxmem.adapters import Lora, lora
-from jaxmem.models.parts import Embedding, Linear
+from jaxmem.models.embedding import Embedding
+from jaxmem.models.linear import Linear
 
 
 class Network(nnx.Module):
@@ -20,7 +21,7 @@ class Network(nnx.Module):
 
 def layer(magnitude):
     linear = Linear(nnx.Rngs(0), 24, 40, ("embed", "mlp"), bias=True)
-    linear.lora = Lora(nnx.Rngs(1), linear, 3, 0.7, magnitude=magnitude)
+    linear.lora = Lora(nnx.Rngs(1), linear, 3, 0.7, dora=magnitude)
     linear.lora.b = nnx.Param(jax.random.normal(jax.random.key(2), (3, 40)), axes=("rank", "mlp+"))
     return linear
 
@@ -39,7 +40,7 @@ def test_the_scale_is_that_of_the_papers():
     model = Network()
     lora(model, targets={"first": 4, "second": 16}, alpha=32)
     assert (model.first.lora.scale, model.second.lora.scale) == (8, 2)
-    lora(model, targets=["*"], rank=16, alpha=32, stabilized=True)
+    lora(model, targets=["*"], rank=16, alpha=32, rslora=True)
     assert (model.first.lora.scale, model.second.lora.scale) == (8, 8)
 
 

@@ -63,5 +63,5 @@ def test_it_is_read_before_every_text(alone):
 
 
 def test_it_cannot_be_merged(alone):
-    with pytest.raises(UserError, match="merge: a prompt stands before what is read"):
+    with pytest.raises(UserError, match="merge does not support a prompt"):
         adapters.merge(nnx.merge(alone.built.model.graphdef, alone.state.params))

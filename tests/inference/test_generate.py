@@ -81,7 +81,7 @@ def test_memory_is_that_of_one_layer_and_one_cache(kept):
     def compiled(layers, tokens):
         one = made(layers=layers)
         network = nnx.merge(one.graphdef, one.state.params)
-        cache = jax.eval_shape(lambda: network.empty(1, room, kept))
+        cache = jax.eval_shape(lambda: network.empty_cache(1, room, kept))
         step = jax.jit(lambda p, *args: nnx.merge(one.graphdef, p).extend(*args), donate_argnums=2)
         given = jax.ShapeDtypeStruct((1, tokens), jnp.int32), cache, jax.ShapeDtypeStruct((), jnp.int32)
         memory = step.lower(one.state.params, *given).compile().memory_analysis()
@@ -106,7 +106,7 @@ def test_int8_is_near_the_full_cache(alone):
     extend = jax.jit(network.extend)
 
     def last(kept):
-        cache = network.empty(2, 48, kept)
+        cache = network.empty_cache(2, 48, kept)
         for start in range(0, 40, 8):
             logits, cache = extend(ids[:, start : start + 8], cache, jnp.asarray(start, jnp.int32))
         return np.asarray(logits), cache

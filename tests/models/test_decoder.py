@@ -8,7 +8,8 @@ from flax import nnx
 
 from jaxmem.config import PRESETS, load_config, parameter_count
 from jaxmem.config import Decoder as DecoderConfig
-from jaxmem.models import Decoder, Execution, build, parts
+from jaxmem.models import Decoder, Execution, build
+from jaxmem.models.layers import dropout
 from jaxmem.stack import StackOptions
 
 
@@ -89,7 +90,7 @@ def test_the_cache_gives_what_the_whole_sequence_gives(fields):
     network = Compiled(small(**fields))
     ids = tokens(1, 11)
     whole = network(ids)
-    cache = nnx.merge(network.graphdef, network.params).empty(1, 16)
+    cache = nnx.merge(network.graphdef, network.params).empty_cache(1, 16)
     for start, end in ((0, 5), (5, 10), (10, 11)):
         place = jnp.asarray(start, jnp.int32)
         logits, cache = network.extend(network.params, ids[:, start:end], cache, place)
@@ -97,7 +98,7 @@ def test_the_cache_gives_what_the_whole_sequence_gives(fields):
 
 
 def test_what_dropout_keeps_makes_up_for_what_it_drops():
-    dropped = parts.dropout(jnp.ones((4, 1000)), 0.25, jax.random.split(jax.random.key(0), 4))
+    dropped = dropout(jnp.ones((4, 1000)), 0.25, jax.random.split(jax.random.key(0), 4))
     np.testing.assert_allclose(np.unique(dropped), [0, 4 / 3], rtol=1e-6)
     assert float(jnp.mean(dropped)) == pytest.approx(1, abs=0.05)
 

@@ -10,6 +10,7 @@ import pytest
 
 from jaxmem.config import load_config
 from jaxmem.models import losses
+from jaxmem.models.cross_entropy import cross_entropy
 from jaxmem.sharding import constrain, layout_for
 
 
@@ -93,7 +94,7 @@ LABELS = np.random.default_rng(1).integers(0, 7, (3, 4)).astype(np.int32)
 def test_cross_entropy(smoothing, z_loss):
     options = {"label_smoothing": smoothing, "z_loss": z_loss}
     agree(
-        lambda x: losses.cross_entropy(x, jnp.asarray(LABELS), **options),
+        lambda x: cross_entropy(x, jnp.asarray(LABELS), **options),
         lambda x: entropy(x, LABELS, **options),
         draw(3, 4, 7, scale=3.0),
     )
@@ -104,7 +105,7 @@ def test_cross_entropy_of_logits_in_the_ten_thousands(label):
     logits = draw(5, 7, scale=1e4).astype(np.float32)
     labels = np.full(5, label, np.int32)
     value, gradient = jax.jit(
-        jax.value_and_grad(lambda x: jnp.sum(losses.cross_entropy(x, jnp.asarray(labels), label_smoothing=0.1)))
+        jax.value_and_grad(lambda x: jnp.sum(cross_entropy(x, jnp.asarray(labels), label_smoothing=0.1)))
     )(logits)
     np.testing.assert_allclose(value, entropy(logits.astype(np.float64), labels, 0.1).sum(), rtol=1e-6)
     target = np.eye(7)[labels] * 0.9 + 0.1 / 7
@@ -112,7 +113,7 @@ def test_cross_entropy_of_logits_in_the_ten_thousands(label):
 
 
 def test_equal_logits_cost_the_logarithm_of_the_classes():
-    of = jax.jit(lambda x: losses.cross_entropy(x, jnp.zeros(2, jnp.int32), label_smoothing=0.3))
+    of = jax.jit(lambda x: cross_entropy(x, jnp.zeros(2, jnp.int32), label_smoothing=0.3))
     for size in (-1e4, 0.0, 1e4):
         loss = of(jnp.full((2, 16), size))
         np.testing.assert_allclose(loss, np.log(16), rtol=2e-4)  # 1e4 has three decimals in float32
@@ -122,7 +123,7 @@ def test_z_loss_pulls_the_partition_to_one():
     """Shifting all logits leaves the loss alone but for the z term, which is least where log(partition) is zero."""
     logits = jnp.asarray(draw(7), jnp.float32)
     label = jnp.asarray(2, jnp.int32)
-    shift = jax.jit(lambda by, z: losses.cross_entropy(logits + by, label, z_loss=z), static_argnums=1)
+    shift = jax.jit(lambda by, z: cross_entropy(logits + by, label, z_loss=z), static_argnums=1)
     best = -log_sum(np.asarray(logits))
     np.testing.assert_allclose(shift(3.0, 0.0), shift(best, 0.0), rtol=1e-5)
     np.testing.assert_allclose(shift(best, 0.5), shift(best, 0.0), rtol=1e-5)
@@ -132,7 +133,7 @@ def test_z_loss_pulls_the_partition_to_one():
 def test_narrow_logits_are_summed_in_float32():
     """A bfloat16 sum would stop at 256 of the 4096 equal terms."""
     logits, labels = jnp.zeros((2, 4096), jnp.bfloat16), jnp.zeros(2, jnp.int32)
-    value, gradient = jax.jit(jax.value_and_grad(lambda x: jnp.sum(losses.cross_entropy(x, labels))))(logits)
+    value, gradient = jax.jit(jax.value_and_grad(lambda x: jnp.sum(cross_entropy(x, labels))))(logits)
     np.testing.assert_allclose(value, 2 * np.log(4096), rtol=1e-6)
     assert value.dtype == jnp.float32
     assert gradient.dtype == jnp.bfloat16
@@ -235,7 +236,7 @@ def test_classes_split_over_devices_are_reduced_where_they_lie(options):
     labels = jnp.asarray(np.random.default_rng(3).integers(0, classes, (2, rows // 2)), jnp.int32)
 
     def loss(x):
-        return jnp.sum(losses.cross_entropy(constrain(x, "batch", "time", "vocab"), labels, **options))
+        return jnp.sum(cross_entropy(constrain(x, "batch", "time", "vocab"), labels, **options))
 
     expected = jax.jit(jax.value_and_grad(loss))(logits)
     with layout:

@@ -26,8 +26,8 @@ def changed(cfg, **fields):
 
 
 class Compiled:
-    """A network that runs compiled, with weights that can be exchanged. They are drawn by numpy as `parts` draws them:
-    compiling an initialiser takes longer than a test."""
+    """A network that runs compiled, with weights that can be replaced. numpy draws them as `layers.py` does: compiling
+    an initializer takes longer than a test."""
 
     def __init__(self, cfg, execution=Execution()):
         self.graphdef, self.variables = nnx.split(nnx.eval_shape(lambda: build(cfg, nnx.Rngs(0), execution)))

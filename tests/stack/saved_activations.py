@@ -37,44 +37,48 @@ def kinds() -> dict[str, Kind]:
     import jax
     import jax.numpy as jnp
 
-    from jaxmem.models import block, convnet, losses, parts, vocab_loss
+    from jaxmem.models import attention as attentions
+    from jaxmem.models import block, convnet, cross_entropy, layers
+    from jaxmem.models.embedding import Embedding
+    from jaxmem.models.linear import Linear
+    from jaxmem.models.network import Execution
 
     def attention(rngs: Any) -> Any:
-        sizes = (EMBED, HEADS, KEY_HEADS, EMBED // HEADS)
-        return block.Attention(rngs, *sizes, causal=True, implementation="blockwise")
+        spec = attentions.AttentionSpec(EMBED, HEADS, KEY_HEADS, EMBED // HEADS, causal=True)
+        return attentions.Attention(rngs, spec, Execution(attention="blockwise"))
 
     def dropped(number: Any, x: Any) -> Any:
         key = jax.random.fold_in(jax.random.key(0), number.astype(jnp.uint32))
-        return parts.dropout(x, 0.1, jax.random.split(key, ROWS))
+        return layers.dropout(x, 0.1, jax.random.split(key, ROWS))
 
     def embedded(table: Any, x: Any) -> Any:
         return x + table(jnp.zeros((ROWS, TIME), jnp.int32), x.dtype)
 
     def whole(head: Any, x: Any) -> Any:
-        return x + _mean(losses.cross_entropy(head(x), jnp.zeros((ROWS, TIME), jnp.int32)), x)
+        return x + _mean(cross_entropy.cross_entropy(head(x), jnp.zeros((ROWS, TIME), jnp.int32)), x)
 
     def sliced(head: Any, x: Any) -> Any:
         labels, weight = jnp.zeros((ROWS, TIME), jnp.int32), head.weight
-        axes, slices = ("embed", "vocab"), vocab_loss.slices(VOCAB // 4, x, VOCAB)
-        return x + _mean(vocab_loss.cross_entropy(x, weight.get_value(), labels, axes=axes, slices=slices), x)
+        loss = cross_entropy.SlicedLoss(("embed", "vocab"), cross_entropy.slices_for(VOCAB // 4, x, VOCAB))
+        return x + _mean(loss(x, weight.get_value(), labels), x)
 
     def apply(layer: Any, x: Any) -> Any:
         return layer(x)
 
-    linear = partial(parts.Linear, inputs=EMBED, outputs=EMBED, axes=("embed", "embed"))
-    head = partial(parts.Linear, inputs=EMBED, outputs=VOCAB, axes=("embed", "vocab"))
+    linear = partial(Linear, inputs=EMBED, outputs=EMBED, axes=("embed", "embed"))
+    head = partial(Linear, inputs=EMBED, outputs=VOCAB, axes=("embed", "vocab"))
     return {
         "linear": Kind(linear, apply),
         "linear that does not learn": Kind(linear, apply, frozen=True),
-        "RMS norm": Kind(lambda _: parts.RMSNorm(EMBED, 1e-5), apply),
-        "layer norm": Kind(lambda _: parts.LayerNorm(EMBED), apply),
+        "RMS norm": Kind(lambda _: layers.RMSNorm(EMBED, 1e-5), apply),
+        "layer norm": Kind(lambda _: layers.LayerNorm(EMBED), apply),
         "attention, blockwise": Kind(attention, lambda layer, x: layer(x)[0]),
         "gated MLP": Kind(lambda rngs: block.GatedMlp(rngs, EMBED, HIDDEN), apply),
         "MLP with GELU": Kind(lambda rngs: block.DenseMlp(rngs, EMBED, HIDDEN), apply),
         "ReLU": Kind(None, lambda _, x: jax.nn.relu(x)),
         "residual connection": Kind(None, lambda _, x: x + x),
         "dropout": Kind(None, dropped),
-        "embedding": Kind(lambda rngs: parts.Embedding(rngs, VOCAB, EMBED), embedded),
+        "embedding": Kind(lambda rngs: Embedding(rngs, VOCAB, EMBED), embedded),
         "logits and loss, whole": Kind(head, whole),
         "logits and loss, in slices": Kind(head, sliced),
         "convolution": Kind(lambda rngs: convnet.Convolution(rngs, EMBED, EMBED, ("mlp", "embed")), apply, image=True),

@@ -39,8 +39,8 @@ FAULTS = {
     ),
     "lora": Fault(
         "LoRA without its scale",
-        "jaxmem/adapters/lora.py",
-        "scale = alpha / (math.sqrt(own) if stabilized else own)",
+        "jaxmem/adapters/low_rank.py",
+        "scale = spec.alpha / (math.sqrt(rank) if spec.rslora else rank)",
         "scale = 1.0",
         "tests/adapters/test_lora.py",
     ),
@@ -53,9 +53,9 @@ FAULTS = {
     ),
     "segments": Fault(
         "packed documents that see each other",
-        "jaxmem/models/block.py",
-        "            segment_ids=segment_ids,\n",
-        "            segment_ids=None,\n",
+        "jaxmem/models/attention.py",
+        "return run(q, k, v, segment_ids=segment_ids, kv_segment_ids=segment_ids)",
+        "return run(q, k, v)",
         "tests/models/test_decoder.py::test_packed_documents_do_not_see_each_other",
     ),
     "micro-batch": Fault(
@@ -97,22 +97,22 @@ FAULTS = {
     "rounding": Fault(
         "stochastic rounding that always rounds down",
         "jaxmem/quant/precision.py",
-        "draws = jax.random.bits(key, x.shape, jnp.uint16).astype(jnp.uint32)",
-        "draws = jnp.zeros(x.shape, jnp.uint32)",
+        "noise = jax.random.bits(key, x.shape, jnp.uint16).astype(jnp.uint32)",
+        "noise = jnp.zeros(x.shape, jnp.uint32)",
         "tests/quant/test_precision.py::test_rounded_stochastically_a_value_is_one_of_its_neighbours_and_itself_in_the_mean",
     ),
     "dropout": Fault(
         "what dropout keeps is not made larger",
-        "jaxmem/models/parts.py",
+        "jaxmem/models/layers.py",
         "x / (1.0 - rate)",
         "x",
         "tests/models/test_decoder.py::test_what_dropout_keeps_makes_up_for_what_it_drops",
     ),
     "smoothing": Fault(
         "label smoothing the wrong way round",
-        "jaxmem/models/losses.py",
-        "(1.0 - label_smoothing) * loss + label_smoothing * uniform",
-        "label_smoothing * loss + (1.0 - label_smoothing) * uniform",
+        "jaxmem/models/cross_entropy.py",
+        "partition - (1.0 - s) * label_logit - s * mean()",
+        "partition - s * label_logit - (1.0 - s) * mean()",
         "tests/models/test_losses.py",
     ),
 }

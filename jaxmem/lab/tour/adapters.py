@@ -126,5 +126,5 @@ STOP = Stop(
     tuned,
     uses="devices",
     config=["adapter.kind=lora", "optimizer.trainable=['*norm*']"],
-    read=["jaxmem/adapters/lora.py", "jaxmem/optim/trainable.py", "jaxmem/lab/tour/subset.py"],
+    read=["jaxmem/adapters/low_rank.py", "jaxmem/optim/trainable.py", "jaxmem/lab/tour/subset.py"],
 )

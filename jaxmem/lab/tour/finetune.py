@@ -225,6 +225,6 @@ STOP = Stop(
     fine_tuned,
     uses="devices",
     config=["adapter.kind=qlora"],
-    read=["jaxmem/lab/tour/finetune.py", "jaxmem/adapters/lora.py"],
+    read=["jaxmem/lab/tour/finetune.py", "jaxmem/adapters/low_rank.py"],
     takes="about a minute",
 )

@@ -200,5 +200,5 @@ STOP = Stop(
     by_chain,
     uses="devices",
     config=["memory.loss_chunk=auto", "memory.mlp_chunk=1024"],
-    read=["jaxmem/models/vocab_loss.py", "jaxmem/models/chunks.py", "kernels/rms_norm/pallas.py"],
+    read=["jaxmem/models/cross_entropy.py", "jaxmem/models/chunking.py", "kernels/rms_norm/pallas.py"],
 )

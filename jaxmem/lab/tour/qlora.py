@@ -156,5 +156,5 @@ STOP = Stop(
     by_base,
     uses="compiler",
     config=["adapter.kind=qlora", "adapter.base=nf4", "adapter.double_quant=true"],
-    read=["jaxmem/adapters/lora.py", "jaxmem/quant/qtensor.py", "jaxmem/sharding/weights.py"],
+    read=["jaxmem/adapters/low_rank.py", "jaxmem/quant/qtensor.py", "jaxmem/sharding/weights.py"],
 )

@@ -20,7 +20,7 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 from jaxmem import adapters, models, optim
 from jaxmem.config import Mlp
 from jaxmem.data.digits import BRIGHTEST, Digits
-from jaxmem.models import losses
+from jaxmem.models.cross_entropy import cross_entropy
 
 STEPS, ROWS, RANK, RATES = 300, 64, 4, (1e-3, 1e-2, 1e-1)
 HELD_OUT = 300
@@ -89,7 +89,7 @@ def _trained(apply: Apply, own: Params, data: Data, rate: float, steps: int) -> 
     tx = optim.adam(rate)
 
     def step(own: Params, state: Any, x: jax.Array, y: jax.Array) -> tuple[Params, Any]:
-        grads = jax.grad(lambda own: jnp.mean(losses.cross_entropy(apply(own)(x), y)))(own)
+        grads = jax.grad(lambda own: jnp.mean(cross_entropy(apply(own)(x), y)))(own)
         updates, state = tx.update(grads, state, own)
         return optax.apply_updates(own, updates), state
 

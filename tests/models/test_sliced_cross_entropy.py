@@ -1,12 +1,13 @@
-"""The loss over slices of the vocabulary: the whole one's values and gradients, and no logits."""
+"""Cross entropy in slices of the vocabulary: values and gradients of the whole one, without its logits."""
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxmem.models import losses, vocab_loss
-from jaxmem.models.vocab_loss import Slices
+from jaxmem.models import cross_entropy
+from jaxmem.models.cross_entropy import SlicedLoss, Terms, slice_width
+from jaxmem.models.vocab_slices import VocabSlices
 from jaxmem.sharding import layout_for
 from tests.planning.conftest import config, module_of
 
@@ -23,25 +24,37 @@ def inputs(dtype=jnp.float32):
 
 
 def sliced(x, weight, labels, counts, slices, axes, **terms):
-    return jnp.sum(counts * vocab_loss.cross_entropy(x, weight, labels, axes=axes, slices=slices, **terms))
+    return jnp.sum(counts * SlicedLoss(axes, slices, Terms(**terms))(x, weight, labels))
 
 
 def whole(x, weight, labels, counts, **terms):
-    return jnp.sum(counts * losses.cross_entropy(x @ weight, labels, **terms))
+    return jnp.sum(counts * cross_entropy.cross_entropy(x @ weight, labels, **terms))
 
 
 @pytest.mark.parametrize(
     ("slices", "axes", "terms"),
     [
-        (Slices(VOCAB, 6), UNTIED, {}),
-        (Slices(VOCAB, 7), UNTIED, {"label_smoothing": 0.1, "z_loss": 1e-2}),  # the last slice has less of its own
-        (Slices(VOCAB, 5), TIED, {"label_smoothing": 0.1}),
-        (Slices(VOCAB, 23), UNTIED, {"z_loss": 1e-2}),
-        (Slices(VOCAB, 5, resting=2, parts=2), UNTIED, {"label_smoothing": 0.1}),  # as over two devices of `tensor`
-        (Slices(VOCAB, 10, resting=1, parts=2), TIED, {"z_loss": 1e-2}),  # of a vocabulary that these do not divide
+        (VocabSlices(VOCAB, 6), UNTIED, {}),
+        (
+            VocabSlices(VOCAB, 7),
+            UNTIED,
+            {"label_smoothing": 0.1, "z_loss": 1e-2},
+        ),  # the last two overlap
+        (VocabSlices(VOCAB, 5), TIED, {"label_smoothing": 0.1}),
+        (VocabSlices(VOCAB, 23), UNTIED, {"z_loss": 1e-2}),
+        (
+            VocabSlices(VOCAB, 5, stored_parts=2, parts=2),
+            UNTIED,
+            {"label_smoothing": 0.1},
+        ),  # as over `tensor`
+        (
+            VocabSlices(VOCAB, 10, stored_parts=1, parts=2),
+            TIED,
+            {"z_loss": 1e-2},
+        ),  # not divisible
     ],
 )
-def test_values_and_gradients_are_those_of_the_whole(slices, axes, terms):
+def test_values_and_gradients_equal_those_of_the_whole(slices, axes, terms):
     x, weight, labels, counts = inputs()
     turned = weight if axes == UNTIED else weight.T
     expected = jax.jit(jax.value_and_grad(whole, (0, 1)), static_argnames=tuple(terms))(
@@ -56,7 +69,7 @@ def test_values_and_gradients_are_those_of_the_whole(slices, axes, terms):
 def test_in_bfloat16_it_is_rounded_as_the_whole_is():
     """Against float64, no further off than the whole."""
     x, weight, labels, counts = inputs(jnp.bfloat16)
-    by_slices = lambda x, weight: sliced(x, weight, labels, counts, Slices(VOCAB, 5), UNTIED)  # noqa: E731
+    by_slices = lambda x, weight: sliced(x, weight, labels, counts, VocabSlices(VOCAB, 5), UNTIED)  # noqa: E731
     all_at_once = lambda x, weight: whole(x, weight, labels, counts)  # noqa: E731
     exact = _exact_gradients(*(np.asarray(a, np.float64) for a in (x, weight)), np.asarray(labels), np.asarray(counts))
     for found, other, truth in zip(
@@ -78,26 +91,25 @@ def _exact_gradients(x, weight, labels, counts):
     return g @ weight.T, np.einsum("bte,btv->ev", x, g)
 
 
-def test_a_label_that_nothing_else_is_near():
-    """Logits so far apart that their exponentials overflow."""
+def test_logits_whose_exponentials_overflow():
     x, weight = jnp.full((1, 1, 1), 1e4), jnp.asarray([[1.0, -1.0, 0.5, 1.0]])
-    by_slices = lambda x: sliced(x, weight, jnp.array([[3]], jnp.int32), 1.0, Slices(4, 2), UNTIED)  # noqa: E731
+    by_slices = lambda x: sliced(x, weight, jnp.array([[3]], jnp.int32), 1.0, VocabSlices(4, 2), UNTIED)  # noqa: E731
     loss, gradient = jax.value_and_grad(by_slices)(x)
     assert float(loss) == pytest.approx(np.log(2.0), abs=1e-3)  # float32 near 1e4
     assert float(gradient[0, 0, 0]) == pytest.approx(0.0, abs=1e-3)
 
 
-def test_auto_leaves_small_logits_whole():
-    assert vocab_loss.width("auto", tokens=64, held=264, itemsize=4) is None
+def test_auto_keeps_small_logits_whole():
+    assert slice_width("auto", tokens=64, entries=264, itemsize=4) is None
     for tokens, held in ((8192, 128256), (2**20, 128256), (1024, 2**20)):
-        wide = vocab_loss.width("auto", tokens, held, 2)
-        assert wide % vocab_loss.MULTIPLE == 0
-        assert 2 * tokens * wide <= max(vocab_loss.PIECE, 2 * tokens * vocab_loss.LEAST)
-    assert vocab_loss.width(300, tokens=64, held=264, itemsize=4) is None
-    assert vocab_loss.width(100, tokens=64, held=264, itemsize=4) == 100
+        wide = slice_width("auto", tokens, held, 2)
+        assert wide % cross_entropy.MULTIPLE == 0
+        assert 2 * tokens * wide <= max(cross_entropy.SLICE_BYTES, 2 * tokens * cross_entropy.MIN_WIDTH)
+    assert slice_width(300, 64, entries=264, itemsize=4) is None
+    assert slice_width(100, tokens=64, entries=264, itemsize=4) == 100
 
 
-def test_no_device_holds_the_logits_the_table_or_its_gradient():
+def test_no_device_holds_the_logits_the_matrix_or_its_gradient():
     """In a loop over slices, each slice of the weight is gathered and its gradient summed where it belongs."""
     cfg = config(mesh={"fsdp": 4, "tensor": 2}, data={"sequence_length": 16}, batch={"global_size": 8})
     rows, time, embed, vocab, wide = 8, 16, 64, 1024, 128
@@ -107,7 +119,7 @@ def test_no_device_holds_the_logits_the_table_or_its_gradient():
         return jax.ShapeDtypeStruct(shape, dtype, sharding=layout.sharding(role, axes, shape))
 
     def gradients(x, weight, labels, counts):
-        slices = vocab_loss.slices(wide, x, vocab)
+        slices = cross_entropy.slices_for(wide, x, vocab)
         loss = lambda x, weight: sliced(x, weight, labels, counts, slices, UNTIED)  # noqa: E731
         return jax.grad(loss, (0, 1))(x, weight)
 

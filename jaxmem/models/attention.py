@@ -1,0 +1,227 @@
+"""Grouped-query attention, on one device or with batch, heads and time sharded.
+
+A time sharded over `context` (sequence parallelism) is in the order of `context_order`: ring attention, or with a
+window an exchange with the neighbours.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
+from jaxtyping import Array, Float, Int
+
+from jaxmem import kernels
+from jaxmem.models.chunking import join_head_groups, map_head_groups, map_token_chunks
+from jaxmem.models.kv_cache import CacheSlot, KVCache, attend_to_cache
+from jaxmem.models.layers import Keys, RMSNorm, fold_keys
+from jaxmem.models.linear import Linear
+from jaxmem.models.network import Execution
+from jaxmem.models.rope import Angles, rotate
+from jaxmem.sharding import Axes, Layout, constrain, current
+
+HEADS: Axes = ("batch", "time", "heads", "head_dim")
+PER_DEVICE = ("mosaic", "pallas", "triton")  # implementations that XLA's partitioner cannot split
+
+
+class Tokens(NamedTuple):
+    """What attention knows of each token."""
+
+    angles: Angles | None = None
+    segment_ids: Int[Array, "batch time"] | None = None  # the document of a packed row
+
+
+@dataclass(frozen=True)
+class AttentionSpec:
+    embed: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    causal: bool
+    window: int | None = None
+    bias: bool = False  # of queries, keys and values
+    output_bias: bool = False
+    qk_norm: float | None = None  # the epsilon of an RMS norm of each head's q and k
+
+
+class Attention(nnx.Module):
+    """Grouped-query attention (Ainslie et al., arXiv:2305.13245)."""
+
+    def __init__(self, rngs: nnx.Rngs, spec: AttentionSpec, execution: Execution = Execution()):
+        heads, kv_heads = spec.heads * spec.head_dim, spec.kv_heads * spec.head_dim
+        self.q = Linear(rngs, spec.embed, heads, ("embed", "heads"), bias=spec.bias)
+        self.k = Linear(rngs, spec.embed, kv_heads, ("embed", "kv_heads"), bias=spec.bias)
+        self.v = Linear(rngs, spec.embed, kv_heads, ("embed", "kv_heads"), bias=spec.bias)
+        self.o = Linear(rngs, heads, spec.embed, ("heads", "embed"), bias=spec.output_bias)
+        self.q_norm = None if spec.qk_norm is None else RMSNorm(spec.head_dim, spec.qk_norm, "head_dim")
+        self.k_norm = None if spec.qk_norm is None else RMSNorm(spec.head_dim, spec.qk_norm, "head_dim")
+        self.spec, self.execution = spec, execution
+
+    def __call__(
+        self,
+        x: Float[Array, "batch time embed"],
+        tokens: Tokens = Tokens(),
+        keys: Keys | None = None,
+        slot: CacheSlot | None = None,
+    ) -> tuple[Float[Array, "batch time embed"], KVCache | None]:
+        """With a `slot`, x follows what is in the KV cache there; the cache with x is returned too."""
+        inner, outer = fold_keys(keys, 2)
+        q, k, v = self._project(self._inner, x, tokens.angles, inner)
+        q, k, v = (checkpoint_name(y, f"attention_{of}") for y, of in ((q, "q"), (k, "k"), (v, "v")))
+        cache = None
+        if slot is not None:
+            window, implementation = self.spec.window, self.execution.attention
+            mixed, cache = attend_to_cache(q, k, v, slot, window=window, implementation=implementation)
+        else:
+            mixed = self._attend(q, k, v, tokens.segment_ids)
+        joined = mixed.reshape(*x.shape[:-1], -1)
+        return self.o(constrain(joined, "batch", "time", "heads"), outer), cache
+
+    def in_chunks(
+        self,
+        norm: Callable[[jax.Array], jax.Array],
+        x: Float[Array, "batch time embed"],
+        tokens: Tokens,
+        keys: Keys | None,
+        size: int | None,
+        groups: int,
+    ) -> Float[Array, "batch time embed"]:
+        """Attention of norm(x), one group of heads at a time, projections in chunks of `size` tokens."""
+
+        inner_keys, outer = (key_data(one) for one in fold_keys(keys, 2))
+
+        def project(own: dict[str, Any], x: jax.Array, others: Any) -> tuple[jax.Array, ...]:
+            angles, data = others
+            normal = gather_time(own["norm"](x), "time")
+            return tuple(y.reshape(*y.shape[:2], -1) for y in self._project(own, normal, angles, as_keys(data)))
+
+        def attend(own: dict[str, Any], x: jax.Array) -> jax.Array:
+            flat = map_token_chunks(project, own, x, (tokens.angles, inner_keys), size=size)
+            q, k, v = (y.reshape(*y.shape[:2], -1, self.spec.head_dim) for y in flat)
+            return self._attend(q, k, v, tokens.segment_ids)
+
+        inner = {"norm": norm, **self._inner}
+        mixed = map_head_groups(attend, inner, x, groups, ("heads", "kv_heads"))
+        mixed = mixed.reshape(*mixed.shape[:-2], -1)
+
+        def out(own: dict[str, Any], mixed: jax.Array, data: jax.Array | None) -> jax.Array:
+            joined = constrain(join_head_groups(mixed), "batch", "time", "heads")
+            return scatter_time(own["o"](joined, as_keys(data)))
+
+        return map_token_chunks(out, {"o": self.o}, mixed, outer, size=size)
+
+    @property
+    def _inner(self) -> dict[str, Any]:
+        """All but the output projection."""
+        own = {"q": self.q, "k": self.k, "v": self.v, "q_norm": self.q_norm, "k_norm": self.k_norm}
+        return {name: module for name, module in own.items() if module is not None}
+
+    def _project(
+        self, own: dict[str, Any], x: jax.Array, angles: Angles | None, keys: Keys | None
+    ) -> tuple[jax.Array, ...]:
+        """Queries, keys and values of the heads whose weights are in `own`: all or a group."""
+        of_q, of_k, of_v = fold_keys(keys, 3)
+        q = self._split_heads(own["q"](x, of_q), "heads", own.get("q_norm"), angles)
+        k = self._split_heads(own["k"](x, of_k), "kv_heads", own.get("k_norm"), angles)
+        return q, k, self._split_heads(own["v"](x, of_v), "kv_heads")
+
+    def _attend(self, q: jax.Array, k: jax.Array, v: jax.Array, segment_ids: jax.Array | None) -> jax.Array:
+        return sharded_attention(q, repeat_kv_heads(k), repeat_kv_heads(v), segment_ids, self.spec, self.execution)
+
+    def _split_heads(
+        self,
+        x: Float[Array, "batch time width"],
+        axis: str,
+        norm: RMSNorm | None = None,
+        angles: Angles | None = None,
+    ) -> Float[Array, "batch time heads head_dim"]:
+        x = x.reshape(*x.shape[:-1], -1, self.spec.head_dim)
+        if norm is not None:
+            x = norm(x)
+        if angles is not None:
+            x = rotate(x, angles)
+        return constrain(x, "batch", "time", axis, "head_dim")
+
+
+def sharded_attention(
+    q: Float[Array, "batch time heads dim"],
+    k: Float[Array, "batch time kv_heads dim"],
+    v: Float[Array, "batch time kv_heads dim"],
+    segment_ids: Int[Array, "batch time"] | None,
+    spec: AttentionSpec,
+    execution: Execution,
+) -> Float[Array, "batch time heads dim"]:
+    """`kernels.attention` of arrays sharded over batch, heads and time."""
+    layout, window = current(), spec.window
+    over = () if layout is None else layout.over("activations", "time")
+    options: dict[str, Any] = {
+        "window": window,
+        "implementation": execution.attention,
+        "deterministic": execution.deterministic,
+    }
+    run: Callable[..., jax.Array] = partial(kernels.attention, causal=spec.causal, **options)
+    if layout is None or (not over and execution.attention not in PER_DEVICE):
+        return run(q, k, v, segment_ids=segment_ids, kv_segment_ids=segment_ids)
+
+    def local(q: jax.Array, k: jax.Array, v: jax.Array, ids: jax.Array | None) -> jax.Array:
+        if not over:
+            return run(q, k, v, segment_ids=ids, kv_segment_ids=ids)
+        from jaxmem.kernels.attention import ring
+
+        (axis,) = over
+        if window is None:
+            return ring.ring(q, k, v, axis=axis, segment_ids=ids)
+        return ring.halo(kernels.attention, q, k, v, axis=axis, segment_ids=ids, **options)
+
+    heads, tokens = layout.spec("activations", HEADS), layout.spec("activations", ("batch", "time"))
+    specs = (heads, heads, heads, None if segment_ids is None else tokens)
+    return jax.shard_map(local, mesh=layout.mesh, in_specs=specs, out_specs=heads, check_vma=False)(
+        q, k, v, segment_ids
+    )
+
+
+def repeat_kv_heads(x: Float[Array, "batch time kv_heads dim"]) -> Float[Array, "batch time more dim"]:
+    """KV heads, repeated where `tensor` does not divide them: each device has those of its queries."""
+    layout = current()
+    parts = 1 if layout is None else layout.parts("activations", "heads")
+    if x.shape[2] % parts == 0:
+        return x
+    return constrain(jnp.repeat(x, parts // math.gcd(parts, x.shape[2]), axis=2), *HEADS)
+
+
+def context_order(layout: Layout | None, length: int, window: int | None) -> np.ndarray | None:
+    """For each index of a time sharded over `context`, the position that is stored there; None: its own."""
+    devices = 1 if layout is None else layout.parts("activations", "time")
+    if devices == 1 or window is not None:
+        return None
+    from jaxmem.kernels.attention.ring import places
+
+    return places(length, devices)
+
+
+def key_data(keys: Keys | None) -> jax.Array | None:
+    """Random keys as integers, which are sliced as other arrays of tokens are."""
+    return None if keys is None else jax.random.key_data(keys)
+
+
+def as_keys(data: jax.Array | None) -> Keys | None:
+    return None if data is None else jax.random.wrap_key_data(data)
+
+
+def scatter_time(x: Float[Array, "batch time embed"]) -> Float[Array, "batch time embed"]:
+    """Partial sums over `tensor`, reduce-scattered over the time."""
+    return constrain(x, "batch", "stream", "embed")
+
+
+def gather_time(x: Float[Array, "batch time embed"], time: str) -> Float[Array, "batch time embed"]:
+    """The whole time on each device along `tensor`: an all-gather, and a reduce-scatter of the gradient. Nothing is
+    gathered for weights that `tensor` does not shard (the logical axis `time` says so)."""
+    return constrain(scatter_time(x), "batch", time, "embed")

@@ -1,0 +1,277 @@
+"""Long sequences: a layer's token-wise operations in chunks of tokens, attention in groups of heads.
+
+An MLP of M hidden units over T tokens makes 6 T M bytes of intermediates in a 2-byte dtype, and as many gradients. In
+chunks of t tokens: 6 t M, and each chunk is recomputed in the backward pass. The weights are gathered once, before the
+first chunk. Their gradients are summed over the chunks in float32, on each device for its own rows, and reduced once,
+after the last: 4 bytes per weight of one layer (Bekman et al., arXiv:2506.13996, tile their MLP likewise).
+
+Attention of H heads over T tokens holds q, k, v and three gradients of the same shape. In G groups of KV heads with
+their queries it holds 1/G of these and the output, which is saved for the backward pass with each row's log-sum-exp.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.typing import DTypeLike
+
+from jaxmem.sharding import axis_name, current, gather, shard_first_dim
+from jaxmem.sharding.weights import GatheredWeight
+
+Array = jax.Array | jax.ShapeDtypeStruct
+Tree = Any
+# (modules, x [..., batch, time, width], other inputs, without gradient) -> arrays of the same batch and time
+TokenwiseFunction = Callable[[Any, Tree, Tree], Tree]
+
+MIN_SAVING = 2**30  # bytes that chunks or groups must save before `auto` uses them
+CHUNK_BYTES = 2**28  # bytes of the widest intermediate of a chunk or group that `auto` chooses
+MULTIPLE = 128  # tokens of a chunk
+
+
+@dataclass(frozen=True)
+class Chunking:
+    """How layers process long sequences: `memory.mlp_chunk` and `memory.head_groups`."""
+
+    tokens: int | Literal["auto"] | None = None  # of a row, per chunk; None: all
+    head_groups: int | Literal["auto"] = 1
+
+    def chunk_size(self, x: Array, width: int) -> int | None:
+        """Tokens of a row that a device processes at once, for x [batch, time, embed] and an MLP of `width` hidden
+        units; None: all.
+
+        `auto`: all, where chunks save less than `MIN_SAVING`: three intermediates of that width (gate and up of a
+        gated MLP and their product), less the float32 sums that chunks need of three weight gradients.
+
+        >>> x = jax.ShapeDtypeStruct((1, 65536, 4096), jnp.bfloat16)
+        >>> Chunking("auto").chunk_size(x, 14336), Chunking("auto").chunk_size(x, 2048), Chunking(1000).chunk_size(x, 1)
+        (9344, None, 1000)
+        """
+        chunk, (rows, time) = self.tokens, _per_device(x)
+        if chunk == "auto":
+            width //= _parts("mlp")
+            token = rows * width * x.dtype.itemsize
+            saved = 3 * time * token - 3 * 4 * x.shape[-1] * width
+            chunk = max(CHUNK_BYTES // token // MULTIPLE, 1) * MULTIPLE if saved > MIN_SAVING else None
+        return chunk if chunk is not None and chunk < time else None
+
+    def group_count(self, x: Array, heads: int, kv_heads: int, head_dim: int) -> int:
+        """Groups of heads, for x [batch, time, embed].
+
+        >>> Chunking(head_groups="auto").group_count(jax.ShapeDtypeStruct((1, 2**19, 4096), jnp.bfloat16), 32, 8, 128)
+        8
+        """
+        if self.head_groups != "auto":
+            return self.head_groups
+        parts, (rows, time) = _parts("heads"), _per_device(x)
+        queries = rows * time * heads // parts * head_dim * x.dtype.itemsize
+        if queries <= MIN_SAVING or kv_heads % parts:
+            return 1
+        most = kv_heads // parts
+        return next(n for n in range(1, most + 1) if most % n == 0 and (queries <= n * CHUNK_BYTES or n == most))
+
+
+def _parts(axis: str) -> int:
+    """Parts into which the current layout shards an axis of activations."""
+    layout = current()
+    return 1 if layout is None else layout.parts("activations", axis)
+
+
+def _per_device(x: Array) -> tuple[int, int]:
+    """Rows and time of [batch, time, ...] on a device."""
+    return max(x.shape[0] // _parts("batch"), 1), x.shape[1] // _parts("stream")
+
+
+def map_token_chunks(
+    function: TokenwiseFunction, modules: Any, x: Tree, others: Tree = None, *, size: int | None
+) -> Tree:
+    """`function` of `size` tokens of a row at a time on each device; None: of all at once. Leaves of x, of others and
+    of the result are [..., batch, time, width]."""
+    if size is None:
+        return function(modules, x, others)
+    layout = current()
+    first = jax.tree.leaves(x)[0]
+    parts = _parts("stream")
+    over = () if layout is None else layout.over("activations", "batch")
+    time = first.shape[-2] // parts
+    least = -(-time // size)
+    # Chunks that do not fill the time are padded, and copied for it: somewhat smaller ones are better.
+    count = next((n for n in range(least, 2 * least) if time % n == 0), least)
+    graphdef, weights = gather_weights(modules, first.dtype)
+
+    def run(weights: Tree, x: Tree, others: Tree) -> Tree:
+        return function(nnx.merge(graphdef, jax.tree.map(GatheredWeight, weights)), x, others)
+
+    return _map_chunks(_Chunks(run, parts, count, time, over), weights, x, others)
+
+
+def gather_weights(modules: Any, dtype: DTypeLike) -> tuple[Any, Tree]:
+    """A module's graph definition and its gathered weights: matrices in `dtype`, vectors in float32."""
+    graphdef, state = nnx.split(modules)
+
+    def fetch(param: nnx.Variable) -> jax.Array:
+        value, axes = param.get_value(), param.get_metadata()["axes"]
+        if isinstance(value, GatheredWeight):
+            return value.value
+        return gather(value, axes[len(axes) - value.ndim :], dtype if value.ndim > 1 else jnp.float32)
+
+    ready = {path: fetch(param) for path, param in nnx.to_flat_state(state)}
+    return graphdef, nnx.traversals.unflatten_mapping(ready)
+
+
+@dataclass(frozen=True)
+class _Chunks:
+    """Time sharded in `parts`, each processed in `count` chunks, the last one padded with zeros."""
+
+    run: TokenwiseFunction
+    parts: int
+    count: int
+    time: int  # tokens of a part
+    over: tuple[str, ...]  # mesh axes whose devices have rows of their own
+
+    @property
+    def size(self) -> int:
+        return -(-self.time // self.count)
+
+    def split(self, x: jax.Array) -> jax.Array:
+        """[..., batch, time, width] -> [..., batch, parts, count x size, width]"""
+        x = x.reshape(*x.shape[:-2], self.parts, self.time, x.shape[-1])
+        padding = self.count * self.size - self.time
+        return jnp.pad(x, [(0, 0)] * (x.ndim - 2) + [(0, padding), (0, 0)]) if padding else x
+
+    def join(self, x: jax.Array) -> jax.Array:
+        x = x[..., : self.time, :]
+        return x.reshape(*x.shape[:-3], -1, x.shape[-1])
+
+    def read(self, arrays: Tree, j: jax.Array) -> Tree:
+        def one(x: jax.Array) -> jax.Array:
+            x = jax.lax.dynamic_slice_in_dim(x, j * self.size, self.size, axis=x.ndim - 2)
+            return x.reshape(*x.shape[:-3], -1, x.shape[-1])
+
+        return jax.tree.map(one, arrays)
+
+    def write(self, arrays: Tree, j: jax.Array, chunk: Tree) -> Tree:
+        def one(whole: jax.Array, x: jax.Array) -> jax.Array:
+            x = x.reshape(*x.shape[:-2], self.parts, self.size, x.shape[-1])
+            return jax.lax.dynamic_update_slice_in_dim(whole, x, j * self.size, axis=whole.ndim - 2)
+
+        return jax.tree.map(one, arrays, chunk)
+
+    def zeros(self, chunk: Tree) -> Tree:
+        """Split arrays for all chunks of the shape of this one."""
+        return jax.tree.map(
+            lambda x: jnp.zeros((*x.shape[:-2], self.parts, self.count * self.size, x.shape[-1]), x.dtype), chunk
+        )
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _map_chunks(chunks: _Chunks, weights: Tree, x: Tree, others: Tree) -> Tree:
+    inputs = jax.tree.map(chunks.split, (x, others))
+
+    def step(done: Tree, j: jax.Array) -> tuple[Tree, None]:
+        return chunks.write(done, j, chunks.run(weights, *chunks.read(inputs, j))), None
+
+    shape = jax.eval_shape(lambda: chunks.run(weights, *chunks.read(inputs, jnp.int32(0))))
+    done, _ = jax.lax.scan(step, chunks.zeros(shape), jnp.arange(chunks.count, dtype=jnp.int32))
+    return jax.tree.map(chunks.join, done)
+
+
+def _map_chunks_backward(chunks: _Chunks, saved: tuple[Tree, Tree, Tree], g: Tree) -> tuple[Tree, Tree, None]:
+    weights, x, others = saved
+    inputs = jax.tree.map(chunks.split, (x, others, g))
+    local = _UnreducedGradients(chunks.over)
+
+    def gradients(x: Tree, others: Tree, g: Tree) -> tuple[Tree, Tree]:
+        return jax.vjp(lambda weights, x: chunks.run(weights, x, others), weights, x)[1](g)
+
+    def step(sums: tuple[Tree, Tree], j: jax.Array) -> tuple[tuple[Tree, Tree], None]:
+        of_weights, of_x = sums
+        more, own = local(gradients, *chunks.read(inputs, j))
+        of_weights = jax.tree.map(lambda total, w: local.constrain(total + w.astype(jnp.float32)), of_weights, more)
+        return (of_weights, chunks.write(of_x, j, own)), None
+
+    zeros = jax.tree.map(lambda w: local.constrain(jnp.zeros((*local.groups, *w.shape), jnp.float32)), weights)
+    shape = jax.eval_shape(lambda: chunks.read(inputs, jnp.int32(0))[0])
+    (total, of_x), _ = jax.lax.scan(step, (zeros, chunks.zeros(shape)), jnp.arange(chunks.count, dtype=jnp.int32))
+    of_weights = jax.tree.map(lambda total, w: local.reduce(total.astype(w.dtype)), total, weights)
+    return of_weights, jax.tree.map(chunks.join, of_x), None
+
+
+_map_chunks.defvjp(lambda chunks, *saved: (_map_chunks(chunks, *saved), saved), _map_chunks_backward)
+
+
+@dataclass(frozen=True)
+class _UnreducedGradients:
+    """Weight gradients that stay on the devices with rows of their own until the last chunk: XLA's partitioner would
+    reduce them after each."""
+
+    over: tuple[str, ...]
+
+    @property
+    def groups(self) -> tuple[int, ...]:
+        layout = current()
+        return (layout.size(self.over),) if layout is not None and self.over else ()
+
+    def __call__(self, gradients: Callable[..., tuple[Tree, Tree]], *chunks: Tree) -> tuple[Tree, Tree]:
+        layout = current()
+        if layout is None or not self.over:
+            return gradients(*chunks)
+        size = layout.size(self.over)
+        dims = jax.tree.map(lambda x: x.ndim - 3, chunks)  # the batch
+        split = jax.tree.map(lambda x, d: x.reshape(*x.shape[:d], size, -1, *x.shape[d + 1 :]), chunks, dims)
+        with layout.inside_vmap(self.over):
+            of_weights, of_x = jax.vmap(gradients, in_axes=dims, out_axes=(0, dims[0]), spmd_axis_name=self.over)(
+                *split
+            )
+        return of_weights, jax.tree.map(lambda x, like: x.reshape(like.shape), of_x, chunks[0])
+
+    def constrain(self, x: jax.Array) -> jax.Array:
+        return shard_first_dim(x, self.over) if self.over else x
+
+    def reduce(self, x: jax.Array) -> jax.Array:
+        """The sum over the devices, in the dtype of x: `jnp.sum` would send float32."""
+        return jax.lax.reduce(x, jnp.zeros((), x.dtype), jax.lax.add, (0,)) if self.over else x
+
+
+def map_head_groups(
+    attend: Callable[[Any, jax.Array], jax.Array], modules: Any, x: jax.Array, groups: int, axes: tuple[str, ...]
+) -> jax.Array:
+    """[groups, batch, time, width]: `attend(modules, x)` with one group of heads at a time. For the backward pass only
+    what the attention kernel names is saved. Weights with a dimension among `axes` are split, others shared."""
+    if groups == 1:
+        return attend(modules, x)[None]
+    from jaxmem.kernels.attention.blockwise import SAVED
+
+    parts = _parts("heads")
+    graphdef, weights = gather_weights(modules, x.dtype)
+    names = {path: param.get_metadata()["axes"] for path, param in nnx.to_flat_state(nnx.state(modules))}
+
+    def split(path: Any, w: jax.Array) -> jax.Array:
+        """Each device's heads in as many groups: [groups, ...]."""
+        own = names[tuple(step.key for step in path)][-w.ndim :]
+        dim = next((i for i, axis in enumerate(own) if axis is not None and axis_name(axis) in axes), None)
+        if dim is None:
+            return jnp.broadcast_to(w, (groups, *w.shape))
+        w = w.reshape(*w.shape[:dim], parts, groups, -1, *w.shape[dim + 1 :])
+        w = jnp.moveaxis(w, dim + 1, 0)
+        return w.reshape(groups, *w.shape[1 : dim + 1], -1, *w.shape[dim + 3 :])
+
+    def group(own: Tree, x: jax.Array) -> jax.Array:
+        return attend(nnx.merge(graphdef, jax.tree.map(GatheredWeight, own)), x)
+
+    group = jax.checkpoint(group, policy=jax.checkpoint_policies.save_only_these_names(SAVED), prevent_cse=False)
+    split_weights = jax.tree_util.tree_map_with_path(split, weights)
+    return jax.lax.scan(lambda _, own: (None, group(own, x)), None, split_weights)[1]
+
+
+def join_head_groups(x: jax.Array) -> jax.Array:
+    """[groups, batch, time, width] -> [batch, time, heads x head_dim], each device's heads in their order."""
+    parts = _parts("heads")
+    groups, *rows, width = x.shape
+    x = jnp.moveaxis(x.reshape(groups, *rows, parts, width // parts), 0, -2)
+    return x.reshape(*rows, groups * width)

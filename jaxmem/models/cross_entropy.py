@@ -1,0 +1,288 @@
+"""Cross entropy over classes or a vocabulary: from logits, or from features in slices that never hold all logits.
+
+With T tokens on a device, E features each, V entries of the vocabulary and a compute dtype of 2 bytes, logits and their
+gradient take 4 T V bytes. In slices of v entries: 4 T v bytes, 2 E v of the weight, and 4 T E of the gradient of the
+features, summed in float32. Each slice of the weight gradient is computed and written once, and rounded as the whole
+one is. Devices that shard the weight all-gather and reduce-scatter one slice at a time; the next slice, 2 E v bytes
+more, is gathered while the current one is used.
+
+The logits are computed twice, since the partition function is known only after the last slice: a third more arithmetic
+of the output projection. Slices of the tokens would compute them once, but read and write the whole weight gradient in
+float32 for each slice, which takes longer. The partition function is summed online (Milakov and Gimelshein,
+arXiv:1805.02867). Wijmans et al. (arXiv:2411.09009) do the same in one kernel.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Literal, NamedTuple, TypeVar
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from jaxmem.models.vocab_slices import SLICE_SIZE, Columns, VocabOp, VocabOpResult, VocabSlices
+from jaxmem.quant import QTensor
+from jaxmem.sharding import Axes, constrain, current, gather, weights
+from jaxmem.sharding.host import is_on_host
+from jaxmem.stack.cuts import cut
+
+Features = Float[Array, "batch time embed"]
+Labels = Int[Array, "batch time"]
+PerToken = Float[Array, "batch time"]
+
+MAX_WHOLE = 2**27  # bytes of logits per device up to which `auto` computes them whole
+SLICE_BYTES = 2**25  # bytes of logits in a slice that `auto` chooses
+MIN_WIDTH, MULTIPLE = 512, 128  # entries of a slice: narrower matmuls leave matrix units idle
+
+_Carry = TypeVar("_Carry")
+
+
+@dataclass(frozen=True)
+class Terms:
+    """`label_smoothing` s gives every class s / classes of the probability (Szegedy et al., arXiv:1512.00567);
+    `z_loss` adds its multiple of log(partition)^2 (Chowdhery et al., arXiv:2204.02311, section 5)."""
+
+    label_smoothing: float = 0.0
+    z_loss: float = 0.0
+
+    def loss(self, partition: jax.Array, label_logit: jax.Array, mean: Callable[[], jax.Array]) -> jax.Array:
+        """From the log of the partition function, the logit of the label and the mean of all logits."""
+        s = self.label_smoothing
+        loss = partition - (1.0 - s) * label_logit - s * mean() if s else partition - label_logit
+        return loss + self.z_loss * partition * partition if self.z_loss else loss
+
+
+def cross_entropy(
+    logits: Float[Array, "*batch classes"],
+    labels: Int[Array, "*batch"],
+    *,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+) -> Float[Array, "*batch"]:
+    """-log softmax(logits)[label] per element, in float32; saves 4 bytes per logit for the backward pass.
+
+    The label is picked by comparison, not by a gather, so that logits sharded over the classes are reduced in place.
+    """
+    logits = logits.astype(jnp.float32)
+    partition = jax.nn.logsumexp(logits, axis=-1)
+    is_label = labels[..., None] == jnp.arange(logits.shape[-1], dtype=labels.dtype)
+    label_logit = jnp.sum(jnp.where(is_label, logits, 0.0), axis=-1)
+    return Terms(label_smoothing, z_loss).loss(partition, label_logit, lambda: jnp.mean(logits, axis=-1))
+
+
+def vocab_cross_entropy(
+    network: Any,
+    x: Features,
+    labels: Labels,
+    chunk: int | Literal["auto"],
+    *,
+    max_entries: int | None = None,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+) -> PerToken:
+    """Loss per token of a decoder, from its features. The logits are whole, or in slices of `chunk` entries where
+    `slices_for` says so. An adapter of the output projection has whole logits."""
+    slices, weight = slices_for(chunk, x, network.cfg.vocab, max_entries), network.projection
+    if slices is None or weight is None:
+        return cross_entropy(network.logits(x), labels, label_smoothing=label_smoothing, z_loss=z_loss)
+    loss = SlicedLoss(weight.get_metadata()["axes"], slices, Terms(label_smoothing, z_loss))
+    return loss(constrain(x, "batch", "vocab_time", "embed"), weight.get_value(), labels)
+
+
+def slice_width(
+    chunk: int | Literal["auto"], tokens: int, entries: int, itemsize: int, max_entries: int | None = None
+) -> int | None:
+    """Entries of a slice, of the `entries` that a device computes with; None: all at once. `auto` keeps small logits
+    whole, unless `max_entries` limits the entries whose gradient may exist at once.
+
+    >>> slice_width("auto", 8192, 128256, itemsize=2), slice_width("auto", 2048, 32000, itemsize=2)
+    (2048, None)
+    """
+    if chunk != "auto":
+        width = chunk
+    elif max_entries is None and tokens * entries * itemsize <= MAX_WHOLE:
+        return None
+    else:
+        width = min(max(MIN_WIDTH, SLICE_BYTES // (tokens * itemsize) // MULTIPLE * MULTIPLE), max_entries or entries)
+    return width if width < entries else None
+
+
+def max_update_entries(update: Literal["after", "during"], embed: int) -> int | None:
+    """Entries whose gradient may exist at once: with `memory.update: during` those updated together; None: all."""
+    return max(MIN_WIDTH, SLICE_SIZE // embed) if update == "during" else None
+
+
+def slices_for(
+    chunk: int | Literal["auto"], x: Features, vocab: int, max_entries: int | None = None
+) -> VocabSlices | None:
+    """Slices for these features in the current layout; None: whole logits."""
+    layout = current()
+    stored, parts, prefetch, tokens = 1, 1, False, x.shape[0] * x.shape[1]
+    if layout is not None:
+        tokens //= layout.parts("activations", "batch") * layout.parts("activations", "vocab_time")
+        stored, parts = layout.parts("weights", "vocab"), layout.parts("compute", "vocab")
+        over = [(layout.over("weights", dim), layout.over("compute", dim)) for dim in ("embed", "vocab")]
+        prefetch = any(set(weights) - set(computing) for weights, computing in over)
+    width = slice_width(chunk, tokens, -(-vocab // parts), x.dtype.itemsize, max_entries)
+    # A vocabulary stored in one part but computed in several: each device computes its part of every slice.
+    return None if width is None else VocabSlices(vocab, width * parts // stored, stored, parts, prefetch)
+
+
+class Statistics(NamedTuple):
+    """What the loss of a token and its gradient need to know of all logits."""
+
+    partition: PerToken  # log of the sum of exponentials
+    label_logit: PerToken
+    mean: PerToken
+
+
+@dataclass(frozen=True)
+class SlicedLoss:
+    """`cross_entropy` of x @ weight, in slices of the vocabulary; `weight` is [embed, vocab] or [vocab, embed]."""
+
+    axes: Axes  # of the weight
+    slices: VocabSlices
+    terms: Terms = Terms()
+
+    def __call__(self, x: Features, weight: weights.Weight, labels: Labels) -> PerToken:
+        # A weight that is gathered or comes from host memory: the next slice is fetched while the current one is used.
+        prefetch = self.slices.prefetch or any(map(is_on_host, jax.tree.leaves(weight)))
+        loss = dataclasses.replace(self, slices=dataclasses.replace(self.slices, prefetch=prefetch))
+        if (y := cut(VocabOp(weight, x, partial(loss._separate, x, weight, labels)))) is not None:
+            return y
+        at, rest = (weight.at, weight.stored) if isinstance(weight, weights.StoredWeight) else (weight, None)
+        return _sliced(loss, x, at, rest, labels)
+
+    def _separate(self, x: jax.Array, weight: weights.Weight, labels: jax.Array) -> VocabOpResult:
+        """The loss, with its two gradients as functions of their own. Saved are the features and three numbers per
+        token; a slice of the weight gradient computes the logits of that slice again."""
+        rest = weight.stored if isinstance(weight, weights.StoredWeight) else weight
+        y, (*_, found) = _forward(self, x, rest, None, labels)
+
+        def weight_gradient(g: jax.Array, weight: Any, slices: Any = None, j: Any = None) -> jax.Array:
+            if slices is None or j is None:
+                zeros = jnp.zeros(weight.shape, x.dtype)
+                return jnp.asarray(_backward(self, (x, zeros, weight, labels, found), g)[1])
+            loss = dataclasses.replace(self, slices=slices)
+            columns, _ = loss.gradients(x, labels, loss.fetch(weight, x.dtype, j), j, found, g)
+            return slices.as_weight(constrain(columns, "embed", "vocab", None, role="gradients"), self.axes)
+
+        return VocabOpResult(y, lambda g: _backward(self, (x, None, rest, labels, found), g)[0], weight_gradient)
+
+    def fetch(self, weight: jax.Array | QTensor, dtype: jnp.dtype, j: jax.Array) -> jax.Array:
+        """Slice j of the weight, gathered, in the compute dtype."""
+        return gather(self.slices.read_columns(weight, self.axes, j), ("embed", "vocab", None), dtype)
+
+    def fold(
+        self,
+        fetch: Callable[[jax.Array], Columns],
+        update: Callable[[_Carry, Columns, jax.Array], _Carry],
+        carry: _Carry,
+        *,
+        reverse: bool = False,
+    ) -> _Carry:
+        """`carry = update(carry, columns, j)` for each slice. With prefetch the last slice is used after the loop, so
+        that each is fetched once."""
+        numbers = jnp.arange(self.slices.count, dtype=jnp.int32)[:: -1 if reverse else 1]
+        if not self.slices.prefetch:
+            return jax.lax.scan(lambda carry, j: (update(carry, fetch(j), j), None), carry, numbers)[0]
+
+        def step(pair: tuple[_Carry, Columns], j: tuple[jax.Array, jax.Array]) -> tuple[tuple[_Carry, Columns], None]:
+            return (update(*pair, j[0]), fetch(j[1])), None
+
+        carry, columns = jax.lax.scan(step, (carry, fetch(numbers[0])), (numbers[:-1], numbers[1:]))[0]
+        return update(carry, columns, numbers[-1])
+
+    def statistics(self, x: Features, labels: Labels, fetch: Callable[[jax.Array], Columns]) -> Statistics:
+        """The first pass. Each device along `tensor` sums over its part of the vocabulary; one all-reduce follows."""
+        slices = self.slices
+        zeros = constrain(jnp.zeros((*labels.shape, slices.parts), jnp.float32), "batch", "vocab_time", "vocab")
+
+        def depend(j: jax.Array) -> jax.Array:
+            """j, depending on the labels: in a differentiated loop over micro-batches jax would otherwise compute
+            before the loop what is equal for all: every slice, and a mask of it for every token."""
+            return jax.lax.optimization_barrier((j, labels))[0]
+
+        def add(sums: tuple[jax.Array, ...], weight: Columns, j: jax.Array) -> tuple[jax.Array, ...]:
+            highest, total, label_logit, summed = sums
+            logits, entries = _logits(x, weight), slices.entries(depend(j))
+            real = entries >= 0
+            higher = jnp.maximum(highest, jnp.max(jnp.where(real, logits, -jnp.inf), axis=-1))
+            exponentials = jnp.where(real, jnp.exp(logits - higher[..., None]), 0.0)
+            picked = jnp.where(entries == labels[..., None, None], logits, 0.0)
+            return (
+                higher,
+                total * jnp.exp(highest - higher) + jnp.sum(exponentials, axis=-1),
+                label_logit + jnp.sum(picked, axis=-1),
+                summed + jnp.sum(jnp.where(real, logits, 0.0), axis=-1),
+            )
+
+        start = (zeros - jnp.inf, zeros, zeros, zeros)
+        highest, total, label_logit, summed = self.fold(lambda j: fetch(depend(j)), add, start)
+        top = jnp.max(highest, axis=-1)
+        partition = top + jnp.log(jnp.sum(total * jnp.exp(highest - top[..., None]), axis=-1))
+        return Statistics(partition, jnp.sum(label_logit, axis=-1), jnp.sum(summed, axis=-1) / slices.vocab)
+
+    def gradients(
+        self, x: Features, labels: Labels, weight: Columns, j: jax.Array, found: Statistics, g: PerToken
+    ) -> tuple[Columns, Float[Array, "parts batch time embed"]]:
+        """The second pass for slice j, given the gradient `g` of each token's loss: the gradient of the slice in the
+        compute dtype, and its contribution to the gradient of x in float32, for each part of the vocabulary by itself,
+        so that devices along `tensor` reduce it once, after the last slice."""
+        per_token = lambda value: value[..., None, None]  # noqa: E731
+        entries, s = self.slices.entries(j), self.terms.label_smoothing
+        probability = jnp.exp(_logits(x, weight) - per_token(found.partition))
+        of_partition = 1.0 + 2.0 * self.terms.z_loss * found.partition
+        target = jnp.where(entries == per_token(labels), 1.0 - s, 0.0) + s / self.slices.vocab
+        of_logits = per_token(g) * (per_token(of_partition) * probability - target)
+        of_logits = jnp.where(entries >= 0, of_logits, 0.0).astype(x.dtype)
+        of_weight = jnp.einsum("bte,btpv->epv", x, of_logits)
+        of_x = jnp.einsum("btpv,epv->pbte", of_logits, weight, preferred_element_type=jnp.float32)
+        return of_weight, of_x
+
+
+def _logits(x: Features, weight: Columns) -> Float[Array, "batch time parts width"]:
+    logits = jnp.einsum("bte,epv->btpv", x, weight)
+    return constrain(logits, "batch", "vocab_time", "vocab", None).astype(jnp.float32)
+
+
+_Saved = tuple[jax.Array, Any, Any, jax.Array, Statistics]
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _sliced(loss: SlicedLoss, x: jax.Array, at: Any, rest: Any, labels: jax.Array) -> jax.Array:
+    return _forward(loss, x, at, rest, labels)[0]
+
+
+def _forward(loss: SlicedLoss, x: jax.Array, at: Any, rest: Any, labels: jax.Array) -> tuple[jax.Array, _Saved]:
+    weight = at if rest is None else rest
+    found = loss.statistics(x, labels, partial(loss.fetch, weight, x.dtype))
+    y = loss.terms.loss(found.partition, found.label_logit, lambda: found.mean)
+    return y, (x, at, rest, labels, found)
+
+
+def _backward(loss: SlicedLoss, saved: _Saved, g: jax.Array) -> tuple[jax.Array, jax.Array | None, None, None]:
+    x, at, rest, labels, found = saved
+    weight, trainable = at if rest is None else rest, at is not None
+    slices, axes = loss.slices, loss.axes
+
+    def add(sums: tuple[Any, jax.Array], columns: Columns, j: jax.Array) -> tuple[Any, jax.Array]:
+        of_weight, of_x = sums
+        slice_of_weight, slice_of_x = loss.gradients(x, labels, columns, j, found, g)
+        if trainable:
+            slice_of_weight = constrain(slice_of_weight, "embed", "vocab", None, role="gradients").astype(at.dtype)
+            of_weight = slices.write_columns(of_weight, axes, j, slice_of_weight)
+            of_weight = constrain(of_weight, *axes, role="gradients")
+        return of_weight, constrain(of_x + slice_of_x, "vocab", "batch", "vocab_time", None)
+
+    zeros = constrain(jnp.zeros(at.shape, at.dtype), *axes, role="gradients") if trainable else None
+    empty = constrain(jnp.zeros((slices.parts, *x.shape), jnp.float32), "vocab", "batch", "vocab_time", None)
+    of_weight, of_x = loss.fold(partial(loss.fetch, weight, x.dtype), add, (zeros, empty), reverse=True)
+    return constrain(jnp.sum(of_x.astype(x.dtype), axis=0), "batch", "vocab_time", "embed"), of_weight, None, None
+
+
+_sliced.defvjp(_forward, _backward)

@@ -1,0 +1,211 @@
+"""Token embeddings, looked up where the matrix is sharded.
+
+XLA's partitioner would all-gather the matrix, or move more than needed; the lookup therefore runs in `jax.shard_map`
+and names its own communication. An all-to-all over D devices that hold B bytes each sends (D - 1) / D B per device, an
+all-gather (D - 1) B.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float, Int
+
+from jaxmem.models.layers import fetch, new_weight
+from jaxmem.models.vocab_slices import SLICE_SIZE, VocabOp, VocabOpResult, VocabSlices
+from jaxmem.quant import QTensor
+from jaxmem.sharding import Axes, Layout, constrain, current, gather, gather_quantized, stored_axes
+from jaxmem.sharding.host import fetch_from_host, is_on_host
+from jaxmem.sharding.weights import StoredWeight, Weight
+from jaxmem.stack.cuts import cut
+
+RESIDUAL: Axes = ("batch", "stream", "embed")  # the residual stream
+Matrix = jax.Array | QTensor
+
+
+class Embedding(nnx.Module):
+    """A row of features for each token of a vocabulary."""
+
+    def __init__(self, rngs: nnx.Rngs, vocab: int, embed: int):
+        self.weight = new_weight(rngs, (vocab, embed), ("vocab", "embed"), scale=0.02)
+        self.lora: Any = nnx.data(None)
+
+    def __call__(self, ids: Int[Array, "batch time"], dtype: DTypeLike) -> Float[Array, "batch time embed"]:
+        x = lookup_param(self.weight, ids, dtype)
+        return x if self.lora is None else x + self.lora.rows(ids, dtype)
+
+    def project(self, x: Float[Array, "*batch embed"]) -> Float[Array, "*batch vocab"]:
+        """Logits, for tied embeddings."""
+        return x @ fetch(self.weight, x.dtype).T
+
+
+def lookup_param(param: nnx.Param, ids: Int[Array, "batch time"], dtype: DTypeLike) -> Float[Array, "batch time width"]:
+    return lookup(param.get_value(), ids, param.get_metadata()["axes"], dtype)
+
+
+def lookup(
+    matrix: Weight, ids: Int[Array, "batch time"], axes: Axes, dtype: DTypeLike
+) -> Float[Array, "batch time embed"]:
+    """Rows of an embedding matrix in the compute dtype, sharded as the residual stream. Of a quantized matrix only
+    these rows are dequantized.
+
+    Devices that hold a part of every row look up the tokens of each other and exchange the rows: an all-to-all of
+    tokens x embed elements, and the same for the gradient. An all-gather of the matrix and a reduce-scatter of its
+    gradient would move vocab x embed elements and hold the whole. Devices that hold some of the rows (`tensor`) take
+    zeros for the others; the sum is reduce-scattered over the time.
+    """
+    stored, at = (matrix.stored, matrix.at) if isinstance(matrix, StoredWeight) else (matrix, None)
+
+    def forward() -> VocabOpResult:
+        return VocabOpResult(_lookup(stored, ids, axes, dtype), lambda _: None, weight_gradient)
+
+    def weight_gradient(g: jax.Array, weight: Matrix, slices: VocabSlices | None = None, j: Any = None) -> jax.Array:
+        if slices is None or j is None:
+            return _matrix_gradient(weight.shape, ids, axes, g)
+        return _matrix_gradient((slices.size, weight.shape[1]), slices.positions(ids, j), axes, g)
+
+    if (y := cut(VocabOp(matrix, None, forward))) is not None:
+        return y
+    if at is None:
+        return _lookup(stored, ids, axes, dtype)
+
+    @jax.custom_vjp
+    def found(_: jax.Array, rest: Matrix, ids: jax.Array) -> jax.Array:
+        return _lookup(rest, ids, axes, dtype)
+
+    def back(ids: jax.Array, g: jax.Array) -> tuple[jax.Array, None, None]:
+        return _matrix_gradient(at.shape, ids, axes, g).astype(at.dtype), None, None
+
+    found.defvjp(lambda at, rest, ids: (found(at, rest, ids), ids), back)
+    return found(at, stored, ids)
+
+
+def take_rows(matrix: Matrix, ids: jax.Array, dtype: DTypeLike, mode: str | None = None) -> jax.Array:
+    """Rows of a matrix that is on this device. Blocks of a quantized one run along its rows, so that each row has its
+    own codes and scales."""
+
+    def take(x: jax.Array) -> jax.Array:
+        if x.shape[0] == 1:  # shared by all rows
+            return fetch_from_host(x).reshape(*[1] * (ids.ndim - 1), *x.shape)
+        if is_on_host(x):  # one after the other, for few
+            return jax.lax.map(lambda i: fetch_from_host(x[i]), ids.reshape(-1)).reshape(*ids.shape, -1)
+        return jnp.take(x, ids, axis=0, mode=mode)
+
+    rows = jax.tree.map(take, matrix)
+    return rows.dequantize(dtype) if isinstance(rows, QTensor) else rows
+
+
+def _matrix_gradient(shape: tuple[int, ...], ids: jax.Array, axes: Axes, g: jax.Array) -> jax.Array:
+    """The gradient of a matrix of this shape from that of the rows: a lookup is linear, so it does not depend on the
+    values. Ids beyond the last row add nothing."""
+    linear = partial(_lookup, ids=ids, axes=axes, dtype=g.dtype, check_vma=True)
+    return jax.vjp(linear, jnp.zeros(shape, g.dtype))[1](g)[0]
+
+
+def _lookup(matrix: Matrix, ids: jax.Array, axes: Axes, dtype: DTypeLike, *, check_vma: bool = False) -> jax.Array:
+    """`check_vma`: jax tracks along which mesh axes values vary, also where groups of rows are mapped over. In a
+    pipeline it loses track of a vmap that is differentiated, but needs it for the vmap of a derivative."""
+    if any(map(is_on_host, jax.tree.leaves(matrix))):
+        return _lookup_from_host(matrix, ids, axes, dtype)
+    layout = current()
+    shards = None if layout is None else _Shards.of(layout, axes)
+    if isinstance(matrix, QTensor) and layout is not None and shards is not None:
+        parts = layout.parts("gradients", axes[1])
+        aligned = matrix.with_aligned_blocks(parts)
+        if aligned is None:  # a device would hold a part of a byte
+            shards = None
+        else:
+            matrix = dataclasses.replace(aligned, size=aligned.size // parts)  # as each device sees it
+    if layout is None or shards is None:
+        matrix = gather_quantized(matrix, axes) if isinstance(matrix, QTensor) else gather(matrix, axes, dtype)
+        return constrain(take_rows(matrix, ids, dtype), *RESIDUAL)
+    # Sharded at least as finely as the matrix is stored.
+    if isinstance(matrix, QTensor):
+        matrix = jax.tree.map(lambda x: constrain(x, *axes, role="gradients"), matrix)
+    else:
+        matrix = gather(matrix, axes, dtype, "gradients")
+    find = jax.shard_map(
+        partial(shards.lookup, dtype=dtype),
+        mesh=layout.mesh,
+        in_specs=(
+            jax.tree.map(lambda _: layout.spec("gradients", axes), matrix),
+            layout.spec("activations", shards.tokens),
+        ),
+        out_specs=layout.spec("activations", RESIDUAL),
+        check_vma=check_vma or not layout.vmapped,
+    )
+    return find(matrix, ids)
+
+
+def _lookup_from_host(matrix: Matrix, ids: jax.Array, axes: Axes, dtype: DTypeLike) -> jax.Array:
+    """Rows of a matrix in host memory: all of it is transferred in slices, the next one during the lookup in one."""
+    layout, vocab = current(), matrix.shape[0]
+    stored = 1 if layout is None else layout.parts("weights", axes[0])
+    width = min(vocab // stored, max(1, SLICE_SIZE // (matrix.shape[1] * stored)))
+    slices = VocabSlices(vocab, width, stored)
+
+    def read(j: jax.Array) -> Matrix:
+        def one(x: jax.Array, own: Axes) -> jax.Array:
+            shared = x.shape[0] == 1
+            return fetch_from_host(x) if shared else constrain(slices.read(x, 0, j), *own, role="weights")
+
+        return jax.tree.map(one, matrix, stored_axes(axes, matrix))
+
+    def step(j: jax.Array, carry: tuple[jax.Array, Any]) -> tuple[jax.Array, Any]:
+        x, rows = carry
+        following, positions = read(jnp.minimum(j + 1, slices.count - 1)), slices.positions(ids, j)
+        found = _lookup(rows, positions, axes, dtype)
+        inside = constrain((positions < slices.size)[..., None], *RESIDUAL[:2], None)
+        return jnp.where(inside, found, x), following
+
+    zeros = constrain(jnp.zeros((*ids.shape, matrix.shape[1]), dtype), *RESIDUAL)
+    return jax.lax.fori_loop(0, slices.count, step, (zeros, read(jnp.int32(0))))[0]
+
+
+@dataclass(frozen=True)
+class _Shards:
+    """The mesh axes of more than one device over which the matrix is sharded, by what else they shard."""
+
+    rows: tuple[str, ...]  # the rows of the matrix
+    batch: tuple[str, ...]  # its columns, and the batch
+    time: tuple[str, ...]  # its columns, and the time
+    tokens: Axes
+
+    @classmethod
+    def of(cls, layout: Layout, axes: Axes) -> _Shards | None:
+        """None where devices hold parts of the columns and the same tokens, so that there is nothing to exchange, or
+        parts of the rows and other tokens."""
+        rows, columns = layout.mesh_axes_each("gradients", axes)
+        batch, time = layout.over("activations", "batch"), layout.over("activations", "time")
+        same_tokens = set(layout.over("activations", "stream")) - set(time)
+        if not set(columns) <= {*batch, *time} or not set(rows) <= same_tokens:
+            return None
+        batch, time = (tuple(axis for axis in columns if axis in tokens) for tokens in (batch, time))
+        return cls(rows, batch, time, ("batch", "time" if rows else "stream"))
+
+    def lookup(self, matrix: Matrix, ids: Int[Array, "b t"], dtype: DTypeLike) -> Float[Array, "b s embed"]:
+        """On each device: the rows of its own tokens."""
+        for dim, over in enumerate((self.batch, self.time)):
+            ids = jax.lax.all_gather(ids, over, axis=dim, tiled=True) if over else ids
+        if self.rows:
+            entries = jax.tree.leaves(matrix)[0].shape[0]
+            ids = ids - jax.lax.axis_index(self.rows) * entries
+            inside = (ids >= 0) & (ids < entries)
+            x = jnp.where(inside[..., None], take_rows(matrix, ids, dtype, "clip"), jnp.zeros((), dtype))
+            # Within each part of the time that other devices asked for, so that each gets its own part of the sum.
+            parts = jax.lax.axis_size(self.time) if self.time else 1
+            x = x.reshape(ids.shape[0], parts, -1, x.shape[-1])
+            x = jax.lax.psum_scatter(x, self.rows, scatter_dimension=2, tiled=True)
+            x = x.reshape(ids.shape[0], -1, x.shape[-1])
+        else:
+            x = take_rows(matrix, ids, dtype)
+        for dim, over in ((1, self.time), (0, self.batch)):
+            x = jax.lax.all_to_all(x, over, dim, 2, tiled=True) if over else x
+        return x

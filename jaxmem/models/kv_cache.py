@@ -1,0 +1,113 @@
+"""The KV cache: keys and values of every layer for the tokens read so far, with capacity for more.
+
+L layers, R texts and capacity for T tokens take 2 L R T kv_heads head_dim elements, sharded as the heads are. In the
+compute dtype that is 2 head_dim bytes per head and token (bfloat16); in int8, with a scale for each head and token,
+head_dim + 4 (Hooper et al., arXiv:2401.18079, go below). Rounding to int8 changes an element by at most 1 / 254 of the
+absmax of its head. New keys and values are written in place; beside the cache one layer's keys and values exist in the
+compute dtype.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int
+
+from jaxmem import kernels
+from jaxmem.config.networks import Decoder
+from jaxmem.quant import QTensor, quantize
+from jaxmem.sharding import constrain
+
+NewTokens = Float[Array, "batch time kv_heads head_dim"]
+Buffer: TypeAlias = Float[Array, "layer batch capacity kv_heads head_dim"] | QTensor
+KVCache = tuple[Buffer, Buffer]  # keys and values
+
+AXES = ("layer", "batch", None, "kv_heads", "head_dim")
+
+
+@dataclass(frozen=True)
+class CacheSlot:
+    """Where a layer reads earlier tokens and writes new ones."""
+
+    cache: KVCache
+    layer: Int[Array, ""]
+    length: Int[Array, ""]  # tokens in the cache
+    first: Int[Array, "batch"] | None  # the first token of each row that is not padding; None: 0
+
+
+def empty_cache(cfg: Decoder, rows: int, capacity: int, dtype: np.dtype, storage: str = "full") -> KVCache:
+    """`storage`: full, in `dtype`, or int8."""
+
+    values: Any = jax.ShapeDtypeStruct((cfg.layers, rows, capacity, cfg.kv_heads, cfg.head_dim), dtype)
+    if storage != "full":
+        values = jax.eval_shape(lambda x: quantize(x, storage, None), values)
+
+    def zeros() -> Buffer:
+        return _constrain(jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), values))
+
+    return zeros(), zeros()
+
+
+def grow(cache: KVCache, more: int) -> Any:
+    """The cache with capacity for `more` tokens; holds both while it copies."""
+    return jax.tree.map(lambda x: jnp.pad(x, [(0, more if d == 2 else 0) for d in range(x.ndim)]), cache)
+
+
+def capacity_of(cache: KVCache) -> int:
+    """Tokens that the cache can hold."""
+    return int(jax.tree.leaves(cache)[0].shape[2])
+
+
+def attend_to_cache(
+    q: Float[Array, "batch time heads head_dim"],
+    k: NewTokens,
+    v: NewTokens,
+    slot: CacheSlot,
+    *,
+    window: int | None,
+    implementation: str | None,
+) -> tuple[Float[Array, "batch time heads head_dim"], KVCache]:
+    """Attention of new tokens to those in the cache and to the new ones before them; also the cache with the new
+    ones."""
+    # Written, then read: the other way round XLA copies the caches of all layers.
+    cache = _write(slot.cache[0], k, slot), _write(slot.cache[1], v, slot)
+    new, capacity = q.shape[1], capacity_of(cache)
+    places = jnp.arange(capacity, dtype=jnp.int32)
+    end = slot.length + new
+    if new > 1:  # rotated so that the last token is at the end, where a causal mask expects it
+        places = (places + end) % capacity
+    visible = places < end
+    if new == 1 and window is not None:
+        visible &= places >= end - window
+    visible = visible[None] if slot.first is None else visible & (places >= slot.first[:, None])
+
+    def read(buffer: Buffer) -> jax.Array:
+        values = jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, slot.layer, keepdims=False), buffer)
+        if new > 1:
+            values = jax.tree.map(lambda x: jnp.take(x, places, axis=1), values)
+        return values.dequantize(q.dtype) if isinstance(values, QTensor) else values
+
+    mixed = kernels.attention(
+        q,
+        *map(read, cache),
+        causal=new > 1,
+        window=window if new > 1 else None,
+        segment_ids=jnp.ones(q.shape[:2], jnp.int32),
+        kv_segment_ids=jnp.broadcast_to(visible.astype(jnp.int32), (q.shape[0], capacity)),
+        implementation=implementation,
+    )
+    return mixed, cache
+
+
+def _write(buffer: Buffer, new: NewTokens, slot: CacheSlot) -> Buffer:
+    values: Any = buffer.requantize(new) if isinstance(buffer, QTensor) else new.astype(buffer.dtype)
+    at = (slot.layer, 0, slot.length, 0, 0)
+    return _constrain(jax.tree.map(lambda x, y: jax.lax.dynamic_update_slice(x, y[None], at), buffer, values))
+
+
+def _constrain(buffer: Buffer) -> Buffer:
+    return jax.tree.map(lambda x: constrain(x, *AXES), buffer)

@@ -1,0 +1,128 @@
+"""Weights, normalization and dropout: what all networks are made of.
+
+A weight's shape, logical axes and initializer are declared in one place. It is stored in its own dtype and sharding;
+`fetch` returns it gathered, in the compute dtype. Matmuls run in the dtype of their input; normalization, rotary
+embeddings and softmax in float32.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float, Key
+
+from jaxmem.models.vocab_slices import initialize_in_slices
+from jaxmem.sharding import Axes, gather_with_input
+from jaxmem.sharding.storage import store_new
+from jaxmem.sharding.weights import GatheredWeight
+from jaxmem.stack import recompute_from_inputs
+
+RowKeys = Key[Array, "batch"]  # a random key for each row of the batch
+Keys = Key[Array, "*rows"]
+
+
+def new_weight(rngs: nnx.Rngs, shape: tuple[int, ...], axes: Axes, *, scale: float | None = None) -> nnx.Param:
+    """Normally distributed with standard deviation `scale`, by default 1/sqrt(fan in): the product of all dimensions
+    but the last."""
+    deviation = float(np.prod(shape[:-1])) ** -0.5 if scale is None else scale
+
+    def draw(key: jax.Array, shape: tuple[int, ...]) -> Any:
+        return store_new(deviation * jax.random.normal(key, shape, jnp.float32), axes)
+
+    return nnx.Param(initialize_in_slices(draw, rngs.params(), shape, axes), axes=axes)
+
+
+def new_constant(value: float, shape: tuple[int, ...], axes: Axes) -> nnx.Param:
+    return nnx.Param(store_new(jnp.full(shape, value, jnp.float32), axes), axes=axes)
+
+
+def fetch(param: nnx.Param, dtype: DTypeLike) -> jax.Array:
+    """A weight gathered and in `dtype`. Within a stack its leading axis `layer` is gone."""
+    return fetch_for(None, param, dtype)[1]
+
+
+def fetch_for(x: jax.Array | None, param: nnx.Param, dtype: DTypeLike) -> tuple[Any, jax.Array]:
+    """Also returns `x`, which the weight is multiplied with: see `sharding.gather_with_input`."""
+    value = param.get_value()
+    if isinstance(value, GatheredWeight):
+        return x, value.value.astype(dtype)
+    return gather_with_input(x, value, axes_of(param, value.ndim), dtype)
+
+
+def axes_of(param: nnx.Param, ndim: int) -> Axes:
+    """The logical axes of the last `ndim` dimensions."""
+    axes: Axes = param.get_metadata()["axes"]
+    return axes[len(axes) - ndim :]
+
+
+def _rms_norm(epsilon: float, x: jax.Array, scale: jax.Array) -> jax.Array:
+    wide = x.astype(jnp.float32)
+    wide = wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + epsilon)
+    return (wide * scale).astype(x.dtype)
+
+
+def _layer_norm(epsilon: float, x: jax.Array, scale: jax.Array, bias: jax.Array) -> jax.Array:
+    wide = x.astype(jnp.float32)
+    wide = wide - jnp.mean(wide, axis=-1, keepdims=True)
+    wide = wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + epsilon)
+    return (wide * scale + bias).astype(x.dtype)
+
+
+class RMSNorm(nnx.Module):
+    """x / sqrt(mean x^2) * scale (Zhang and Sennrich, arXiv:1910.07467), in float32."""
+
+    def __init__(self, size: int, epsilon: float, axis: str | None = "norm"):
+        self.scale = new_constant(1.0, (size,), (axis,))
+        self.epsilon = epsilon
+
+    def __call__(self, x: Float[Array, "*batch size"]) -> Float[Array, "*batch size"]:
+        return recompute_from_inputs(partial(_rms_norm, self.epsilon), x, fetch(self.scale, jnp.float32))
+
+
+class LayerNorm(nnx.Module):
+    """(x - mean) / standard deviation * scale + bias, in float32."""
+
+    def __init__(self, size: int, epsilon: float = 1e-5):
+        self.scale = new_constant(1.0, (size,), ("norm",))
+        self.bias = new_constant(0.0, (size,), ("norm",))
+        self.epsilon = epsilon
+
+    def __call__(self, x: Float[Array, "*batch size"]) -> Float[Array, "*batch size"]:
+        scale, bias = fetch(self.scale, jnp.float32), fetch(self.bias, jnp.float32)
+        return recompute_from_inputs(partial(_layer_norm, self.epsilon), x, scale, bias)
+
+
+def dropout(x: Float[Array, "*shape"], rate: float, keys: Keys | None) -> Float[Array, "*shape"]:
+    """`keys` belong to the first dimensions: the mask of a row or token depends on its own key alone, however x is
+    sharded. No keys: no dropout, as in evaluation."""
+    if keys is None or rate == 0.0:
+        return x
+
+    def draw(key: jax.Array) -> jax.Array:
+        return jax.random.bernoulli(key, 1.0 - rate, x.shape[keys.ndim :])
+
+    for _ in range(keys.ndim):
+        draw = jax.vmap(draw)
+    return jnp.where(draw(keys), x / (1.0 - rate), jnp.zeros_like(x))
+
+
+def fold_keys(keys: Keys | None, count: int) -> tuple[Keys | None, ...]:
+    """`count` new keys from each key."""
+    if keys is None:
+        return (None,) * count
+    fold: Callable[..., Any] = jax.random.fold_in
+    for _ in range(keys.ndim):
+        fold = jax.vmap(fold, in_axes=(0, None))
+    return tuple(fold(keys, number) for number in range(count))
+
+
+def split_keys(keys: RowKeys, count: int) -> Key[Array, "count batch"]:
+    """`count` keys for each row: for layers, or for the dropouts of a layer."""
+    return jax.vmap(lambda key: jax.random.split(key, count), out_axes=1)(keys)

@@ -1,0 +1,134 @@
+"""The linear layer and its matmuls: with a weight, with a frozen quantized weight, or in a fused kernel."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import jax
+from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
+from jaxtyping import Array, Float
+
+from jaxmem.config.recompute import MATMUL
+from jaxmem.errors import UserError
+from jaxmem.models.layers import Keys, axes_of, fetch, fetch_for, new_constant, new_weight
+from jaxmem.quant import QTensor
+from jaxmem.sharding import Axes, current, gather, gather_quantized
+from jaxmem.sharding.weights import StoredWeight
+
+
+class Linear(nnx.Module):
+    def __init__(
+        self,
+        rngs: nnx.Rngs,
+        inputs: int,
+        outputs: int,
+        axes: tuple[str | None, str | None],
+        *,
+        bias: bool = False,
+        scale: float | None = None,
+    ):
+        self.weight = new_weight(rngs, (inputs, outputs), axes, scale=scale)
+        self.bias = new_constant(0.0, (outputs,), axes[1:]) if bias else None
+        self.lora: Any = nnx.data(None)  # an adapter of jaxmem.adapters
+        # The implementation of matmuls with a frozen quantized weight (kernels.dequant_matmul); None: dequantize.
+        self.dequant_matmul: str | None = None
+
+    def __call__(self, x: Float[Array, "*batch inputs"], keys: Keys | None = None) -> Float[Array, "*batch outputs"]:
+        """`keys`, for the first dimensions of x, turn on the dropout of an adapter."""
+        frozen, w = self._frozen_quantized, None
+        if frozen is None:
+            own, w = fetch_for(x, self.weight, x.dtype)
+            y = matmul(own, w)
+        elif self.dequant_matmul is None:
+            y = dequantizing_matmul(x, frozen, axes_of(self.weight, 2))
+        else:
+            y = fused_dequant_matmul(x, frozen, axes_of(self.weight, 2), self.dequant_matmul)
+        y = checkpoint_name(y, MATMUL)
+        if self.lora is not None:
+            y = self.lora(x, y, partial(fetch, self.weight, x.dtype) if w is None else lambda: w, keys)
+        return y if self.bias is None else y + fetch(self.bias, x.dtype)
+
+    @property
+    def _frozen_quantized(self) -> QTensor | None:
+        """The weight where it is quantized and has no gradient."""
+        value = self.weight.get_value()
+        frozen = isinstance(value, StoredWeight) and value.at is None and isinstance(value.stored, QTensor)
+        return value.stored if frozen else None
+
+
+@jax.custom_vjp
+def matmul(x: Float[Array, "*batch inputs"], w: Float[Array, "inputs outputs"]) -> Float[Array, "*batch outputs"]:
+    """x @ w, with the weight gradient computed in the weight's own order. jax computes its transpose and transposes
+    that, which on CPUs copies activations (a quarter of a step's time)."""
+    return x @ w
+
+
+def _matmul_backward(saved: tuple[jax.Array, jax.Array], g: jax.Array) -> tuple[jax.Array, jax.Array]:
+    x, w = saved
+    rows = tuple(range(x.ndim - 1))
+    return g @ w.T, jax.lax.dot_general(x, g, ((rows, rows), ((), ())))
+
+
+matmul.defvjp(lambda x, w: (x @ w, (x, w)), _matmul_backward)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(2,))
+def dequantizing_matmul(x: Float[Array, "*batch inputs"], q: QTensor, axes: Axes) -> Float[Array, "*batch outputs"]:
+    """x @ w of a frozen quantized weight, dequantized once x is there, and again for the gradient. So one matrix of a
+    layer at a time exists dequantized, not all from its first matmul to its last."""
+    return x @ _dequantized_after(x, q, axes)
+
+
+def _dequantized_after(x: jax.Array, q: QTensor, axes: Axes) -> jax.Array:
+    x, q = jax.lax.optimization_barrier((x, q))
+    return gather(q, axes, x.dtype)
+
+
+dequantizing_matmul.defvjp(
+    lambda x, q, axes: (dequantizing_matmul(x, q, axes), q),
+    lambda axes, q, g: (g @ _dequantized_after(g, q, axes).T, None),
+)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(2, 3))
+def fused_dequant_matmul(
+    x: Float[Array, "*batch inputs"], q: QTensor, axes: Axes, implementation: str
+) -> Float[Array, "*batch outputs"]:
+    """`kernels.dequant_matmul` of a frozen weight, gathered as codes and never dequantized whole: each device
+    multiplies its own tokens. The codes are gathered again for the gradient."""
+    return _fused(x, q, axes, implementation)
+
+
+def _fused(x: jax.Array, q: QTensor, axes: Axes, implementation: str, *, transposed: bool = False) -> jax.Array:
+    from jaxmem import kernels
+
+    x, q = jax.lax.optimization_barrier((x, q))  # not before x is there
+    q, layout = gather_quantized(q, axes), current()
+    double_quant = isinstance(q.scale, QTensor)
+    scale = kernels.Constants(q.scale.codes, q.scale.scale, q.scale.offset) if double_quant else q.scale
+    run = partial(
+        kernels.dequant_matmul,
+        format=q.format,
+        block_size=q.block_size,
+        inputs=q.shape[0],
+        transposed=transposed,
+        implementation=implementation,
+    )
+    try:
+        if layout is None:
+            return run(x, q.codes, scale)
+        tokens = layout.spec("activations", (*("batch", "time")[: x.ndim - 1], None))
+        specs = (tokens, layout.spec("compute", (None, None)), layout.spec("compute", ()))
+        return jax.shard_map(run, mesh=layout.mesh, in_specs=specs, out_specs=tokens, check_vma=False)(
+            x, q.codes, scale
+        )
+    except ValueError as error:
+        raise UserError(f"adapter.matmul: {error}; use auto") from error
+
+
+fused_dequant_matmul.defvjp(
+    lambda x, q, axes, implementation: (_fused(x, q, axes, implementation), q),
+    lambda axes, implementation, q, g: (_fused(g, q, axes, implementation, transposed=True), None),
+)

@@ -1,0 +1,69 @@
+"""What the networks of all families have in common."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+from flax import nnx
+from jaxtyping import Array, Float, Num
+
+from jaxmem.models.chunking import Chunking
+from jaxmem.models.layers import RowKeys, split_keys
+from jaxmem.stack import StackOptions, apply_stack
+
+
+@dataclass(frozen=True)
+class Execution:
+    """How a network runs, independent of its weights."""
+
+    dtype: np.dtype = np.dtype(np.float32)  # noqa: RUF009 - immutable. The compute dtype
+    attention: str | None = None  # an implementation; None: chosen by device and shape
+    deterministic: bool = False  # attention gradients are bitwise reproducible
+    chunking: Chunking = Chunking()  # noqa: RUF009 - immutable
+    stack: StackOptions = StackOptions()  # noqa: RUF009 - immutable
+
+
+class Network(nnx.Module):
+    """`features` computes the input of the output layer, `logits` the output layer."""
+
+    cfg: Any
+    execution: Execution
+
+    def features(self, *inputs: Any, **options: Any) -> jax.Array:
+        raise NotImplementedError
+
+    def logits(self, x: jax.Array) -> jax.Array:
+        raise NotImplementedError
+
+
+class ImageNetwork(Network):
+    """A network on images [batch, height, width, channels], with a linear `head`."""
+
+    head: Any
+
+    def __call__(
+        self, images: Num[Array, "batch height width channels"], keys: RowKeys | None = None
+    ) -> Float[Array, "batch outputs"]:
+        """`keys` turn on dropout."""
+        return self.logits(self.features(images, keys))
+
+    def logits(self, x: Float[Array, "batch embed"]) -> Float[Array, "batch outputs"]:
+        return self.head(x)
+
+
+def apply_blocks(
+    blocks: Any,
+    x: jax.Array,
+    keys: RowKeys | None,
+    layers: int,
+    options: StackOptions,
+    apply: Callable[..., jax.Array] = lambda block, x, keys, _: block(x, keys),
+    others: Any = None,
+) -> jax.Array:
+    """`x` after a stack of layers, each `apply(block, x, its dropout keys, others)`."""
+    layer_keys = None if keys is None else split_keys(keys, layers)
+    return apply_stack(blocks, lambda *inputs: (apply(*inputs), None), x, layer_keys, others, options=options)[0]
