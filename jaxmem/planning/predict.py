@@ -26,6 +26,7 @@ from jaxmem.planning.passes import passes_of
 from jaxmem.planning.share import head_groups, held_vocabulary, loss_chunk, mlp_chunk, passes_held, rows_of
 from jaxmem.planning.state import Held, Leaf, state_of
 from jaxmem.quant.precision import compute_dtype
+from jaxmem.sharding import MIN_TOKENS_PER_ROW
 from jaxmem.step import Program
 from jaxmem.step.batches import batch_spec
 
@@ -151,7 +152,7 @@ class _Sizes:
             # fsdp splits it; and from jax 0.11 on, where layers run again, on a lone device too.
             # Not where a layer's gradients come in order (`sharding.gather_with_input`): nothing is left for later.
             travels = cfg.zero >= 2 and mesh.fsdp * mesh.context > 1
-            self.in_order = travels and tensor == 1 and tokens >= ENOUGH * model.embed
+            self.in_order = travels and tensor == 1 and tokens >= MIN_TOKENS_PER_ROW * model.embed
             fetched = is_offloaded(cfg.memory.offload, "optimizer") and cfg.batch.accumulate == 1 and mesh.fsdp > 1
             alone = jax.__version_info__ >= (0, 11) and cfg.memory.remat != "none" and split * tensor * mesh.stage == 1
             late = travels and not self.in_order

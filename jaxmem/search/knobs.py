@@ -19,6 +19,7 @@ from jaxmem.config.dimensions import dims
 from jaxmem.errors import UserError, nearest
 from jaxmem.planning import Target
 from jaxmem.quant.precision import compute_dtype
+from jaxmem.sharding import STORAGE_AXES
 
 Change = Mapping[str, Any]  # dotted key -> value
 
@@ -145,8 +146,8 @@ def _tables(cfg: Config, _: Target) -> Iterable[Change]:
     """For each kind of weight: whether `tensor` splits it, and along which of its dimensions it rests in parts. Where
     `embed` may be that dimension and the other too, it is the first of the two."""
     kinds = [dim for dim in ("vocab", "heads", "mlp") if dim in dims(cfg)]
-    forms = (((), ("tensor",), RESTING, ("tensor", *RESTING)), ((), ("tensor",)))
-    for embed in (RESTING, ()):
+    forms = (((), ("tensor",), STORAGE_AXES, ("tensor", *STORAGE_AXES)), ((), ("tensor",)))
+    for embed in (STORAGE_AXES, ()):
         for own in itertools.product(*(forms[dim == "vocab"] for dim in kinds)):
             table: dict[str, tuple[str, ...]] = {"embed": embed}
             table.update(zip(kinds, own, strict=True))

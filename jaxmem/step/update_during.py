@@ -114,7 +114,7 @@ class _BackwardUpdate:
         weights = network.trainable(number)
         squares = jax.tree.map(lambda _: jnp.zeros(layers, jnp.float32), weights, is_leaf=is_quantized)
         carry = weights, before, squares
-        done, g = stack.backward(g, lambda carry: network.weights(number, carry[0]), visit, carry, fetch_from_host)
+        done, g = stack.backward(g, lambda carry: network.weights(number, carry[0]), visit, carry, fetch)
         self._add(*done)
         return g
 

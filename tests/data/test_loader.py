@@ -15,6 +15,7 @@ import pytest
 from jaxmem import data
 from jaxmem.config.sections import Config
 from jaxmem.errors import UserError
+from jaxmem.step.batches import batch_spec
 
 Make = Callable[..., Config]
 Batch = dict[str, np.ndarray]
