@@ -10,8 +10,7 @@ from jaxmem.config import load_config
 from jaxmem.config.hugging_face import decoder_fields
 from jaxmem.config.peft import adapter_fields
 from jaxmem.data.chat import messages_of
-from jaxmem.data.long_line import BrokenLineError
-from jaxmem.data.template import ChatTemplate
+from jaxmem.data.chat_template import ChatTemplate
 from jaxmem.errors import UserError
 from jaxmem.hf.files import copy_metadata, copy_tokenizer
 from jaxmem.hf.tensors import Tensors
@@ -99,12 +98,12 @@ def test_an_index_of_impossible_names(tmp_path):
 
 
 def test_a_template_nested_too_deep():
-    with pytest.raises(UserError, match="no valid chat template"):
+    with pytest.raises(UserError, match="not a valid chat template"):
         ChatTemplate("{{ " + "[" * 5000, "here", {})
 
 
 def test_a_role_that_is_no_text():
-    with pytest.raises(BrokenLineError, match="no valid text"):
+    with pytest.raises(UserError, match="'role' is not valid text"):
         messages_of(b'{"messages": [{"role": "\\ud800", "content": "x"}]}')
 
 

@@ -6,12 +6,13 @@ from collections.abc import Iterator
 
 from jaxmem.config.networks import Decoder
 from jaxmem.config.sections import Config, Data, Source
+from jaxmem.config.sources import SOURCES
 
 BYTE_VOCAB = 257  # 256 bytes and the end of a document
 DIGIT_SHAPE = (8, 1)  # pixels a side, channels
-NEEDS_PATH = ("text", "jsonl", "parquet", "chat", "preference", "tokens")
-HAS_FIELDS = ("jsonl", "parquet")
-CHATS = ("chat", "preference")
+NEEDS_PATH = tuple(name for name, kind in SOURCES.items() if kind.needs_path)
+HAS_FIELDS = tuple(name for name, kind in SOURCES.items() if kind.has_field)
+CHATS = tuple(name for name, kind in SOURCES.items() if kind.contents in ("chat", "pairs"))
 
 
 def check_data(cfg: Config) -> Iterator[str]:

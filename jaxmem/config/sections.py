@@ -14,6 +14,7 @@ from jaxmem.config.base import Count, Fraction, NotNegative, Positive, Section
 from jaxmem.config.networks import Convnet, Decoder, Model
 from jaxmem.config.optimizers import Optimizer
 from jaxmem.config.recompute import NUMBERED, POLICIES
+from jaxmem.config.sources import SOURCES, SourceKind, SourceName
 from jaxmem.errors import UserError
 
 
@@ -34,10 +35,14 @@ class Objective(Section):
 class Source(Section):
     """One place that documents come from."""
 
-    source: Literal["stdlib", "text", "jsonl", "parquet", "chat", "preference", "digits", "tokens"] = "stdlib"
+    source: SourceName = "stdlib"
     path: str | None = None  # a file, a directory or a glob
     field: str = "text"  # the key or column that holds the document (jsonl, parquet)
     weight: Positive = 1.0  # its share of a mixture
+
+    @property
+    def kind(self) -> SourceKind:
+        return SOURCES[self.source]
 
 
 class Data(Source):

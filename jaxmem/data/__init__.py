@@ -1,18 +1,33 @@
 """Batches from text and images: sources, tokenizers, packing, the position to resume from.
 
     tokenizer_for     bytes, or a tokenizer.json
-    Loader            batches of a split, this process's rows only
-    merge_states      one position of all processes' positions
-    tokenize          the pre-tokenized cache, for `data.source: tokens`
+    Loader            batches of a split, the rows of this process only
+    merge_states      one position from the positions of all processes
+    tokenize          writes a token cache, for `data.source: tokens`
     fingerprint       whether the data is still the same
 
-A record is a document, or a piece of one longer than max(16 KiB, 8 * sequence_length) bytes (`text`);
-records are ordered by arithmetic (`order`), and rows of a batch are streams over them (`packing`), or those of alike
-length together (`buckets`).
+A record is a document, or a piece of one longer than max(16 KiB, 8 * sequence_length) bytes. Records are ordered by
+arithmetic (`record_order`); rows of a batch are streams over them (`packing`), or records of similar length
+(`buckets`).
 """
 
-from jaxmem.data.corpus import Corpus, Split, fingerprint, tokenize
-from jaxmem.data.loader import Loader, merge_states
-from jaxmem.data.tokenizer import tokenizer_for
+import importlib
+from typing import Any
 
-__all__ = ["Corpus", "Loader", "Split", "fingerprint", "merge_states", "tokenize", "tokenizer_for"]
+# Imported when first used.
+_MODULES = {
+    "Corpus": "corpus",
+    "Loader": "loader",
+    "Split": "corpus",
+    "fingerprint": "corpus",
+    "merge_states": "loader",
+    "tokenize": "cache",
+    "tokenizer_for": "tokenizer",
+}
+__all__ = sorted(_MODULES)  # noqa: PLE0605
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f"{__name__}.{_MODULES[name]}"), name)

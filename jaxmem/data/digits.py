@@ -1,8 +1,8 @@
-"""scikit-learn's bundled handwritten digits: 1,797 real images of 8 x 8 pixels, each 0 to 16.
+"""scikit-learn's handwritten digits: 1,797 real images of 8 x 8 pixels, each 0 to 16.
 
-Read straight from the file in the installed package (importing scikit-learn takes a second and brings
-scipy). Each image is one record and each row of a batch takes one record a step; `mask` is 0 for the
-rows that are left over at the end of a split.
+Read from the file in the installed package (importing scikit-learn takes a second and brings scipy). Each image is one
+record and each row of a batch takes one record per step; `mask` is 0 for the rows that are left over at the end of a
+split.
 
 Alpaydin, Kaynak 1998, Optical Recognition of Handwritten Digits (UCI).
 """
@@ -11,14 +11,17 @@ from __future__ import annotations
 
 import gzip
 import importlib.util
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from jaxmem.config.sections import Config
-from jaxmem.data.order import mix64
-from jaxmem.data.packing import Batch, Place
+from jaxmem.config.sections import Config, Data, Source
+from jaxmem.data.packing import Batch, Position
+from jaxmem.data.record_order import mix64
+from jaxmem.data.records import RecordSource
+from jaxmem.data.tokenizer import Tokenizer
 from jaxmem.errors import UserError
 from jaxmem.step.batches import image_dtype
 
@@ -26,22 +29,25 @@ SIZE = 8  # pixels, each side
 BRIGHTEST = 16
 
 
-def digits_file() -> Path:
+def open_source(paths: Sequence[Path], source: Source, data: Data, tokenizer: Tokenizer) -> Digits:  # noqa: ARG001
+    return Digits()
+
+
+def default_files() -> list[Path]:
     found = importlib.util.find_spec("sklearn")
     for folder in (found.submodule_search_locations or []) if found else []:
         file = Path(folder, "datasets", "data", "digits.csv.gz")
         if file.is_file():
-            return file
-    raise UserError("data.source digits needs scikit-learn, which brings the images: pip install 'jaxmem[digits]'")
+            return [file]
+    raise UserError("data.source digits needs scikit-learn, which contains the images: pip install 'jaxmem[digits]'")
 
 
-class Digits:
+class Digits(RecordSource):
     """All images, uint8 [image, 8, 8], and their labels."""
 
-    blocks = None
-
     def __init__(self) -> None:
-        path = digits_file()
+        super().__init__("images", Data())
+        [path] = default_files()
         try:
             with gzip.open(path, "rt", encoding="ascii") as file:
                 table = np.loadtxt(file, delimiter=",", dtype=np.uint8)
@@ -51,9 +57,6 @@ class Digits:
 
     def __len__(self) -> int:
         return len(self.images)
-
-    def close(self) -> None:
-        pass
 
 
 class DigitRows:
@@ -67,7 +70,7 @@ class DigitRows:
         return self._rows + self._step * self._cfg.batch.global_size
 
     @property
-    def ended(self) -> bool:
+    def has_ended(self) -> bool:
         return bool(self._places().min() >= self._total)
 
     def batch(self) -> Batch:
@@ -95,16 +98,16 @@ class DigitRows:
         return values if dtype is np.int32 else values / np.float32(BRIGHTEST)
 
     @property
-    def place(self) -> Place:
+    def position(self) -> Position:
         return {"rows": [[row, self._step, 0] for row in self._rows.ravel().tolist()]}
 
-    @place.setter
-    def place(self, place: Place) -> None:
-        self._step = place["rows"][0][1]
+    @position.setter
+    def position(self, position: Position) -> None:
+        self._step = position["rows"][0][1]
 
 
 def another_view(images: np.ndarray, places: np.ndarray, seed: int) -> np.ndarray:
-    """The images moved by up to a pixel each way, with noise of up to 2 of 16, by their place in the order."""
+    """The images shifted by up to a pixel each way, with noise of up to 2 of 16, by their places in the order."""
     shape, images, places = images.shape, images.reshape(-1, SIZE, SIZE), places.reshape(-1)
     bits = mix64(mix64(places) ^ np.uint64(seed))
     down, right = (bits % np.uint64(3)).astype(int), (bits // np.uint64(3) % np.uint64(3)).astype(int)

@@ -1,8 +1,8 @@
-"""Files as the data sources see them: a sorted list of paths, and reads that keep nothing in memory.
+"""The files of data sources: a sorted list of paths, and reads of a part of a file.
 
-Reads are `pread`s of a few kilobytes from descriptors that stay open while they are in use (at most
-64, so 10,000 small files need no more). Unlike a memory map they do not count as the process's own
-memory: a run over 10 GB stays as small as one over 10 MB.
+Reads are `pread`s of a few kilobytes from descriptors that stay open while they are in use (at most 64, also for 10,000
+small files). Unlike the pages of a memory map they do not count as the process's own memory: a run on 10 GB takes no
+more than one on 10 MB.
 """
 
 from __future__ import annotations
@@ -20,10 +20,9 @@ OPEN_FILES = 64
 
 
 def find_files(path: str | None, source: str, suffixes: Sequence[str] = ()) -> list[Path]:
-    """The files that `path` (a file, a directory or a glob) names, in an order that no locale changes.
+    """The regular files that `path` (a file, a directory or a glob) names, in an order that no locale changes.
 
-    Of a directory: everything below it that is not hidden and ends with one of `suffixes` (any name
-    where there are none).
+    For a directory: everything below it that is not hidden and ends with one of `suffixes` (none: any name).
     """
     if not path:
         raise UserError(f"data.source {source} needs data.path: a file, a directory or a glob")
@@ -31,16 +30,17 @@ def find_files(path: str | None, source: str, suffixes: Sequence[str] = ()) -> l
     if given.is_file():
         return [given]
     if given.is_dir():
-        found = [file for file in _below(given) if not suffixes or file.suffix.lower() in suffixes]
-        lacking = f"no file ending in {', '.join(suffixes)} in this directory" if suffixes else "an empty directory"
+        named = (file for file in _below(given) if not suffixes or file.suffix.lower() in suffixes)
+        found = [file for file in named if file.is_file()]
+        problem = f"no file ending in {', '.join(suffixes)} in this directory" if suffixes else "an empty directory"
     elif glob.has_magic(path):
         names = glob.glob(str(given), recursive=True)  # noqa: PTH207 (Path.glob takes no absolute patterns)
         found = [file for file in map(Path, names) if file.is_file()]
-        lacking = "no file matches"
+        problem = "no file matches"
     else:
-        raise UserError(f"data.path {path}: no such file or directory{_neighbour(given)}")
+        raise UserError(f"data.path {path}: no such file or directory{_similar_name(given)}")
     if not found:
-        raise UserError(f"data.path {path}: {lacking}")
+        raise UserError(f"data.path {path}: {problem}")
     return sorted(found, key=os.fsencode)
 
 
@@ -50,7 +50,7 @@ def _below(root: Path) -> Iterator[Path]:
         yield from (Path(folder, name) for name in names if not name.startswith("."))
 
 
-def _neighbour(path: Path) -> str:
+def _similar_name(path: Path) -> str:
     hint = nearest(path.name, [file.name for file in path.parent.iterdir()]) if path.parent.is_dir() else ""
     return hint if "did you mean" in hint else ""
 

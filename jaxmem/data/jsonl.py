@@ -1,9 +1,8 @@
-"""Documents that are lines of JSON: `{"text": "..."}`, one document a line.
+"""Documents that are lines of JSON: `{"text": "..."}`, one document per line.
 
-One pass over the files at disk speed finds the lines; nothing is parsed until it is read. What is
-kept is the offset of one line in 16 KiB of file and of whatever is not a plain line (empty, or too
-long for one record): 10 GB need about 10 MB of memory whatever the length of the lines. Reading a
-record reads the 16 KiB that it lies in.
+One pass over the files at the speed of the disk finds the lines; nothing is parsed until it is read. The index holds
+the offset of one line per 16 KiB of file, and the lines that are empty or too long for one record: 10 GB need about
+10 MB of memory whatever the length of the lines. Reading a record reads the 16 KiB around it.
 """
 
 from __future__ import annotations
@@ -11,12 +10,15 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
+from jaxmem.config.sections import Data, Source
 from jaxmem.data import long_line
 from jaxmem.data.files import OpenFiles, file_size
-from jaxmem.data.text import BrokenRecordError, Piece
+from jaxmem.data.records import InvalidRecordError, Piece, TokenizedText, no_documents, piece_bytes
+from jaxmem.data.tokenizer import Tokenizer
 from jaxmem.errors import UserError
 
 BLOCK = 16 * 1024
@@ -24,75 +26,81 @@ CHUNK = 1 << 20
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 
 
+def open_source(paths: Sequence[Path], source: Source, data: Data, tokenizer: Tokenizer) -> TokenizedText:
+    limit = piece_bytes(data.sequence_length)
+    return TokenizedText(JsonLines(paths, source.field, limit, skip=data.on_invalid == "skip"), data, tokenizer)
+
+
 class JsonLines:
-    """The documents of JSONL files; a line longer than `limit` gives several records."""
+    """The documents of JSONL files; a line longer than `limit` bytes gives several records."""
 
     blocks = None
 
     def __init__(self, paths: Sequence[Path], field: str | None, limit: int, *, skip: bool = False) -> None:
-        """`field` None: lines are asked for as they are, and none may be longer than `limit`. `skip`: a long line that
-        is broken is an error only when it is read, as a short one is."""
-        self.field, self.limit = field or "", limit
+        """`field` None: `line` gives whole lines, none longer than `limit`. `skip`: an invalid long line is an
+        error when it is read, not before."""
+        self.field = field or ""
         self._files = OpenFiles()
         self._indexes = [_LineIndex(path, self._files, field, limit, skip) for path in paths]
         self._ends = np.cumsum([index.records for index in self._indexes], dtype=np.int64)
         if not self._ends[-1]:
-            raise UserError(f"{paths[0]}{' and the others' if len(paths) > 1 else ''}: empty, no documents")
+            raise no_documents(paths)
 
     def __len__(self) -> int:
         return int(self._ends[-1])
 
-    def _place(self, index: int) -> tuple[_LineIndex, int]:
+    def _find(self, index: int) -> tuple[_LineIndex, int]:
         file = int(np.searchsorted(self._ends, index, side="right"))
         return self._indexes[file], index - int(self._ends[file]) + self._indexes[file].records
 
     def __getitem__(self, index: int) -> Piece:
-        file, record = self._place(index)
-        try:
-            cuts, piece = file.cuts(record)
-            if cuts is not None:
-                contents = self._files.read(file.path, int(cuts[piece]), int(cuts[piece + 1]))
-                return Piece(_encoded(long_line.decode(contents)), piece == 0, piece == len(cuts) - 2)
-            return Piece(_encoded(_parse(file.line(record), self.field)), True, True)
-        except long_line.BrokenLineError as error:
-            raise BrokenRecordError(f"{self.where(index)}: {error}") from error
+        file, record = self._find(index)
+        cuts, piece = file.cuts(record)
+        if cuts is None:
+            found = parse_object(file.line(record))
+            if self.field not in found:
+                raise InvalidRecordError(long_line.missing_field(self.field, list(found)))
+            return Piece(string_value(found[self.field], self.field).encode(), True, True)
+        contents = self._files.read(file.path, int(cuts[piece]), int(cuts[piece + 1]))
+        text = string_value(long_line.decode(contents), self.field)
+        return Piece(text.encode(), piece == 0, piece == len(cuts) - 2)
 
     def line(self, index: int) -> bytes:
-        file, record = self._place(index)
+        file, record = self._find(index)
         return file.line(record)
 
     def where(self, index: int) -> str:
-        file, record = self._place(index)
+        file, record = self._find(index)
         return f"{file.path}, line {file.line_number(record)[0] + 1}"
 
     def close(self) -> None:
         self._files.close()
 
 
-def _parse(line: bytes, field: str) -> str:
+def parse_object(line: bytes) -> dict[str, Any]:
+    """The object that a line contains."""
     try:
         found = json.loads(line.removeprefix(BYTE_ORDER_MARK).decode())
     except (ValueError, RecursionError) as error:
-        raise long_line.BrokenLineError(f"no valid JSON: {error}") from error
+        raise InvalidRecordError(f"invalid JSON: {error}") from error
     if not isinstance(found, dict):
-        raise long_line.BrokenLineError(f"expected an object with the field {field!r}, found {type(found).__name__}")
-    if field not in found:
-        fields = ", ".join(list(found)[:8])
-        raise long_line.BrokenLineError(f"no field {field!r}; fields: {fields} (data.field names it)")
-    if not isinstance(found[field], str):
-        raise long_line.BrokenLineError(f"{field!r} is not a string")
-    return str(found[field])
+        raise InvalidRecordError(f"expected an object, found {type(found).__name__}")
+    return found
 
 
-def _encoded(text: str) -> bytes:
+def string_value(value: Any, key: str) -> str:
+    """`value`, the text at `key` of a line."""
+    if not isinstance(value, str):
+        raise InvalidRecordError(f"{key!r} is not a string")
     try:
-        return text.encode()
-    except UnicodeEncodeError as error:  # half of a surrogate pair, which JSON can write but no text holds
-        raise long_line.BrokenLineError(f"no valid text: {error}") from error
+        value.encode()
+    except UnicodeEncodeError as error:  # half of a surrogate pair, which JSON can write but no text contains
+        raise InvalidRecordError(f"{key!r} is not valid text: {error}") from error
+    return value
 
 
 class _LineIndex:
-    """Where the lines of one file are."""
+    """Where the lines of one file begin and end."""
 
     def __init__(self, path: Path, files: OpenFiles, field: str | None, limit: int, skip: bool) -> None:
         self.path, self.limit = path, limit
@@ -106,10 +114,10 @@ class _LineIndex:
         for i in np.flatnonzero(counts):
             try:
                 cuts = self._cut(int(special_lines[i]), int(starts[i]), int(starts[i] + lengths[i]), field)
-            except BrokenRecordError:
+            except InvalidRecordError as error:
                 if skip:
                     continue  # one record, which does not parse
-                raise
+                raise UserError(f"{path}, line {int(special_lines[i]) + 1}: {error}") from error
             self._long[int(special_lines[i])] = cuts
             counts[i] = len(cuts) - 1
         extra = np.cumsum(counts - 1)
@@ -119,17 +127,16 @@ class _LineIndex:
 
     def _cut(self, line: int, start: int, end: int, field: str | None) -> np.ndarray:
         if field is None:
-            raise UserError(f"{self.path}, line {line + 1}: {end - start:,} bytes, more than {self.limit:,}")
+            raise UserError(
+                f"{self.path}, line {line + 1}: {end - start:,} bytes; at most {self.limit:,} are supported"
+            )
 
         def read(low: int, high: int) -> bytes:
             return self._files.read(self.path, low, high)
 
         if start == 0 and read(0, 3) == BYTE_ORDER_MARK:
             start = 3
-        try:
-            return long_line.cut_string(read, *long_line.find_string(read, start, end, field), self.limit)
-        except long_line.BrokenLineError as error:
-            raise BrokenRecordError(f"{self.path}, line {line + 1}: {error}") from error
+        return long_line.cut_string(read, *long_line.find_string(read, start, end, field), self.limit)
 
     def _scan(self) -> tuple[tuple[np.ndarray, np.ndarray], tuple[np.ndarray, np.ndarray, np.ndarray], int]:
         """Marks (line, offset), lines that are empty or long (line, start, length), count of lines."""

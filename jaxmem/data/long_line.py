@@ -1,9 +1,10 @@
-"""One line of JSONL that is too long to be parsed as a whole: find a string in it and cut it.
+"""A line of JSONL that is too long to be parsed as a whole: find a string in it and cut it into pieces.
 
-A 200 MB line parsed by `json` needs a gigabyte. Here the line's top-level object is walked through a
-window of 64 KiB, the wanted string is located, and cut so that no escape (`\\n`, `\\u00e9`, a surrogate
-pair) and no UTF-8 character is split: each piece decodes on its own. Strings, keys and brackets are
-checked, as is whatever stands between the fields; the numbers and commas inside other fields are not.
+A 200 MB line parsed by `json` needs a gigabyte. Here the top-level object is scanned through a window of 64 KiB, the
+string is located, and cut so that no escape (`\\n`, `\\u00e9`, a surrogate pair) and no UTF-8 character is split: each
+piece decodes on its own. Strings, keys and brackets are checked, as is everything between the fields; the numbers and
+commas inside other fields are not. Streaming parsers (ijson) do not help: they give a string as a whole, in memory, and
+not where it is in the file.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from collections.abc import Callable
 
 import numpy as np
 
+from jaxmem.data.records import InvalidRecordError
 from jaxmem.data.text import character_start
 
 WINDOW = 64 * 1024
@@ -34,11 +36,7 @@ NOT_STRUCTURE = re.compile(rb'[^"{}\[\]]*+')
 CLOSES = {ord("{"): ord("}"), ord("["): ord("]")}
 
 
-class BrokenLineError(Exception):
-    """What is wrong with the line."""
-
-
-class _Walker:
+class _Scanner:
     """A position in the line, and a window of the file around it."""
 
     def __init__(self, read: Read, start: int, end: int) -> None:
@@ -73,7 +71,7 @@ class _Walker:
         byte = self.byte()
         if byte < 0 or chr(byte) not in allowed:
             found = "the line ends" if byte < 0 else f"found {chr(byte)!r}"
-            raise BrokenLineError(f"no valid JSON at byte {self.position}: expected {' or '.join(allowed)}, {found}")
+            raise InvalidRecordError(f"invalid JSON at byte {self.position}: expected {' or '.join(allowed)}, {found}")
         self.position += 1
         return chr(byte)
 
@@ -84,7 +82,7 @@ class _Walker:
         self.run(CHARACTERS)
         if self.byte() != ord('"'):
             what = "string without end" if self.byte() < 0 else "invalid character or escape in a string"
-            raise BrokenLineError(f"no valid JSON at byte {self.position}: {what}")
+            raise InvalidRecordError(f"invalid JSON at byte {self.position}: {what}")
         self.position += 1
         return start, self.position - 1
 
@@ -98,7 +96,7 @@ class _Walker:
             try:
                 json.loads(self.read(start, min(self.position, start + WINDOW)))
             except ValueError as error:
-                raise BrokenLineError(f"no valid JSON at byte {start}: {error}") from error
+                raise InvalidRecordError(f"invalid JSON at byte {start}: {error}") from error
         else:
             self._skip_nested()
 
@@ -110,11 +108,11 @@ class _Walker:
                 self.string()
             elif byte in CLOSES:
                 if len(open_brackets) == DEEPEST:
-                    raise BrokenLineError(f"nested deeper than {DEEPEST} at byte {self.position}")
+                    raise InvalidRecordError(f"nested deeper than {DEEPEST} at byte {self.position}")
                 open_brackets.append(CLOSES[byte])
                 self.position += 1
             elif byte < 0 or open_brackets.pop() != byte:
-                raise BrokenLineError(f"no valid JSON at byte {self.position}: brackets do not match")
+                raise InvalidRecordError(f"invalid JSON at byte {self.position}: brackets do not match")
             else:
                 self.position += 1
             if not open_brackets:
@@ -124,32 +122,36 @@ class _Walker:
 
 def find_string(read: Read, start: int, end: int, field: str) -> tuple[int, int]:
     """Where the contents of the string at `field` lie, in the line [start, end)."""
-    walker = _Walker(read, start, end)
-    walker.expect("{")
+    scanner = _Scanner(read, start, end)
+    scanner.expect("{")
     found = None
     keys = []
-    walker.run(SPACE)
-    separator = walker.expect("}") if walker.byte() == ord("}") else ","
+    scanner.run(SPACE)
+    separator = scanner.expect("}") if scanner.byte() == ord("}") else ","
     while separator == ",":
-        walker.run(SPACE)
-        low, high = walker.string()
+        scanner.run(SPACE)
+        low, high = scanner.string()
         key = decode(read(low, high)) if high - low <= WINDOW else ""
         keys.append(key)
-        walker.expect(":")
-        walker.run(SPACE)
-        if key == field and walker.byte() == ord('"'):
-            found = walker.string()
+        scanner.expect(":")
+        scanner.run(SPACE)
+        if key == field and scanner.byte() == ord('"'):
+            found = scanner.string()
         elif key == field:
-            raise BrokenLineError(f"{field!r} is not a string")
+            raise InvalidRecordError(f"{field!r} is not a string")
         else:
-            walker.skip_value()
-        separator = walker.expect(",", "}")
-    walker.run(SPACE)
-    if walker.position != end:
-        raise BrokenLineError(f"no valid JSON at byte {walker.position}: more text after the object")
+            scanner.skip_value()
+        separator = scanner.expect(",", "}")
+    scanner.run(SPACE)
+    if scanner.position != end:
+        raise InvalidRecordError(f"invalid JSON at byte {scanner.position}: more text after the object")
     if found is None:
-        raise BrokenLineError(f"no field {field!r}; fields: {', '.join(keys[:8])} (data.field names it)")
+        raise InvalidRecordError(missing_field(field, keys))
     return found
+
+
+def missing_field(field: str, keys: list[str]) -> str:
+    return f"no field {field!r}; fields: {', '.join(keys[:8])} (set data.field)"
 
 
 def cut_string(read: Read, start: int, end: int, limit: int) -> np.ndarray:
@@ -161,7 +163,7 @@ def cut_string(read: Read, start: int, end: int, limit: int) -> np.ndarray:
         match = CHARACTERS.match(window, 0, step)
         cut = character_start(window, match.end() if match else 0)
         if cut == 0:
-            raise BrokenLineError(f"no valid text at byte {offsets[-1]}")
+            raise InvalidRecordError(f"invalid text at byte {offsets[-1]}")
         offsets.append(offsets[-1] + cut)
     return np.array([*offsets, end], np.int64)
 
@@ -171,4 +173,4 @@ def decode(contents: bytes) -> str:
     try:
         return str(json.loads(b'"' + contents + b'"'))
     except ValueError as error:
-        raise BrokenLineError(f"no valid JSON string: {error}") from error
+        raise InvalidRecordError(f"invalid JSON string: {error}") from error

@@ -1,24 +1,30 @@
 """Documents that are rows of parquet files, read a row group at a time.
 
-Parquet has no cheap access to one row: a row group is decoded as a whole. So the shuffle keeps row
-groups together (`blocks`) and the last few stay decoded. A row is one record, however long. Where row
-groups are large or many processes read the same ones, `jaxmem tokenize` first: it reads each once.
+Parquet gives no cheap access to one row: a row group is decoded as a whole. So the shuffle keeps row groups together
+(`blocks`) and the last few stay decoded. A row is one record, however long. If row groups are large or many processes
+read the same ones, run `jaxmem tokenize` first: it reads each once.
 """
 
 from __future__ import annotations
 
 import threading
-from collections import OrderedDict
 from collections.abc import Sequence
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from jaxmem.data.text import BrokenRecordError, Piece
+from jaxmem.config.sections import Data, Source
+from jaxmem.data.records import InvalidRecordError, Piece, TokenizedText, no_documents
+from jaxmem.data.tokenizer import Tokenizer
 from jaxmem.errors import UserError, nearest
 
-DECODED = 4  # row groups kept
+DECODED = 4  # row groups that stay decoded
+
+
+def open_source(paths: Sequence[Path], source: Source, data: Data, tokenizer: Tokenizer) -> TokenizedText:
+    return TokenizedText(ParquetRows(paths, source.field), data, tokenizer)
 
 
 class ParquetRows:
@@ -31,9 +37,9 @@ class ParquetRows:
         self._groups = [(file, group) for file, group, rows in groups if rows]
         self.blocks: np.ndarray | None = np.array([rows for _, _, rows in groups if rows], np.int64)
         if not self._groups:
-            raise UserError(f"{paths[0]}{' and the others' if len(paths) > 1 else ''}: empty, no documents")
+            raise no_documents(paths)
         self._ends = np.cumsum(self.blocks)
-        self._decoded: OrderedDict[int, Any] = OrderedDict()
+        self._column = lru_cache(DECODED)(self._decode)
         self._lock = threading.Lock()
 
     def _group_lengths(self, file: int) -> list[int]:
@@ -44,7 +50,7 @@ class ParquetRows:
                 raise UserError(f"{path}: no column {self.field!r} (data.field){nearest(self.field, names)}")
             kind = str(opened.schema_arrow.field(self.field).type)
             if "string" not in kind:
-                raise UserError(f"{path}: column {self.field!r} holds {kind}, not strings")
+                raise UserError(f"{path}: column {self.field!r} contains {kind}, not strings")
             metadata = opened.metadata
             return [metadata.row_group(g).num_rows for g in range(metadata.num_row_groups)]
 
@@ -52,7 +58,7 @@ class ParquetRows:
         try:
             return self._parquet.ParquetFile(path)
         except (OSError, ValueError) as error:  # pyarrow's own errors are kinds of ValueError
-            raise UserError(f"{path}: no readable parquet file: {error}") from error
+            raise UserError(f"{path}: not a readable parquet file: {error}") from error
 
     def __len__(self) -> int:
         return int(self._ends[-1])
@@ -63,23 +69,16 @@ class ParquetRows:
             column = self._column(group)
         text = column[index - int(self._ends[group]) + len(column)].as_py()
         if text is None:
-            raise BrokenRecordError(f"{self.where(index)}: {self.field!r} is null")
+            raise InvalidRecordError(f"{self.field!r} is null")
         return Piece(text, True, True)
 
-    def _column(self, group: int) -> Any:
-        if group in self._decoded:
-            self._decoded.move_to_end(group)
-            return self._decoded[group]
+    def _decode(self, group: int) -> Any:
         file, number = self._groups[group]
         try:
             with self._open(self.paths[file]) as opened:
-                column = opened.read_row_group(number, columns=[self.field]).column(0)
+                return opened.read_row_group(number, columns=[self.field]).column(0)
         except (OSError, ValueError) as error:
             raise UserError(f"{self.paths[file]}, row group {number}: cannot be read: {error}") from error
-        self._decoded[group] = column
-        if len(self._decoded) > DECODED:
-            self._decoded.popitem(last=False)
-        return column
 
     def where(self, index: int) -> str:
         group = int(np.searchsorted(self._ends, index, side="right"))
@@ -88,7 +87,7 @@ class ParquetRows:
         return f"{self.paths[file]}, row group {number}, row {row}"
 
     def close(self) -> None:
-        self._decoded.clear()
+        self._column.cache_clear()
 
 
 def _pyarrow() -> Any:

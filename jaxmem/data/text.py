@@ -1,8 +1,8 @@
-"""Documents that are files: any text, and the Python standard library's own source.
+"""Documents that are files: any text, and the source code of Python's standard library.
 
-A record is a document, or a piece of one that is longer than `piece_bytes` as written in its file: its
-pieces are of equal length and cut between characters, so that a huge file is read, shuffled and shared
-among rows like many small ones. Pieces follow from the file's size: the index costs 8 bytes a file.
+A record is a document, or a piece of one longer than `limit` bytes: pieces of equal length, cut between characters, so
+that a huge file is read, shuffled and divided among rows like many small ones. Pieces follow from the size of the file:
+the index takes 8 bytes per file.
 """
 
 from __future__ import annotations
@@ -11,61 +11,31 @@ import os
 import sysconfig
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple, Protocol
 
 import numpy as np
 
+from jaxmem.config.sections import Data, Source
 from jaxmem.data.files import OpenFiles, file_size
+from jaxmem.data.records import Piece, TokenizedText, no_documents, piece_bytes
+from jaxmem.data.tokenizer import Tokenizer
 from jaxmem.errors import UserError
 
 NOT_SOURCE = {"site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test"}
 
 
-class BrokenRecordError(UserError):
-    """A line or row that holds no document; `data.on_invalid` says whether it is passed over."""
-
-
-class Piece(NamedTuple):
-    """A record's text: a whole document, or a part of one."""
-
-    text: bytes | str
-    first: bool  # the document begins here
-    last: bool  # the document ends here
-
-
-class Records(Protocol):
-    """Pieces of documents with random access."""
-
-    @property
-    def blocks(self) -> np.ndarray | None:
-        """Lengths of the runs of records that are read together, where there are such."""
-        ...
-
-    def __len__(self) -> int: ...
-
-    def __getitem__(self, index: int) -> Piece: ...
-
-    def where(self, index: int) -> str:
-        """The file and place of a record, for messages."""
-        ...
-
-    def close(self) -> None: ...
-
-
-def piece_bytes(sequence_length: int) -> int:
-    """The longest record, in bytes: several rows long, so that few documents are cut at all."""
-    return max(16 * 1024, 8 * sequence_length)
+def open_source(paths: Sequence[Path], source: Source, data: Data, tokenizer: Tokenizer) -> TokenizedText:  # noqa: ARG001
+    return TokenizedText(TextFiles(paths, piece_bytes(data.sequence_length)), data, tokenizer)
 
 
 class TextFiles:
-    """Each file is a document; empty files are none."""
+    """Each file is a document, unless it is empty."""
 
     blocks = None
 
     def __init__(self, paths: Sequence[Path], limit: int) -> None:
         sized = [(path, size) for path in paths if (size := file_size(path))]
         if not sized:
-            raise UserError(f"{paths[0]}{' and the others' if len(paths) > 1 else ''}: empty, no documents")
+            raise no_documents(paths)
         self.paths = [path for path, _ in sized]
         self.sizes = [size for _, size in sized]
         self._pieces = [-(-size // limit) for size in self.sizes]
@@ -75,14 +45,14 @@ class TextFiles:
     def __len__(self) -> int:
         return int(self._ends[-1])
 
-    def _place(self, index: int) -> tuple[int, int, int]:
+    def _find(self, index: int) -> tuple[int, int, int]:
         """The file, which piece of it, and of how many."""
         file = int(np.searchsorted(self._ends, index, side="right"))
         count = self._pieces[file]
         return file, index - (int(self._ends[file]) - count), count
 
     def __getitem__(self, index: int) -> Piece:
-        file, piece, count = self._place(index)
+        file, piece, count = self._find(index)
         size = self.sizes[file]
         start, end = piece * size // count, (piece + 1) * size // count
         # A cut inside a character moves back to its first byte: at most 3 bytes, the same at both ends.
@@ -92,7 +62,7 @@ class TextFiles:
         return Piece(text, piece == 0, piece == count - 1)
 
     def where(self, index: int) -> str:
-        file, piece, count = self._place(index)
+        file, piece, count = self._find(index)
         return f"{self.paths[file]}" + (f", part {piece + 1} of {count}" if count > 1 else "")
 
     def close(self) -> None:
@@ -100,7 +70,7 @@ class TextFiles:
 
 
 def character_start(data: bytes, cut: int) -> int:
-    """`cut`, or the start of the UTF-8 character that it would split (of other bytes: `cut`)."""
+    """`cut`, or the start of the UTF-8 character that it would split (in other bytes: `cut`)."""
     for start in range(cut, max(cut - 4, -1), -1):
         if start == len(data) or data[start] & 0xC0 != 0x80:
             return start
@@ -108,7 +78,7 @@ def character_start(data: bytes, cut: int) -> int:
 
 
 def stdlib_files() -> list[Path]:
-    """The standard library's .py files, without its tests: more than 10 MB on every Python we support."""
+    """The .py files of the standard library, without its tests: more than 10 MB on every supported Python."""
     root = sysconfig.get_paths()["stdlib"]
     found = []
     for folder, folders, names in os.walk(root):
@@ -117,7 +87,10 @@ def stdlib_files() -> list[Path]:
         found += [file for file in files if os.access(file, os.R_OK)]
     if not found:
         raise UserError(
-            f"data.source stdlib: this Python keeps no source text of its standard library in {root}; "
+            f"data.source stdlib: this Python contains no source text of its standard library in {root}; "
             "use data.source=text with data.path"
         )
     return sorted(found, key=lambda file: os.fsencode(file.relative_to(root)))
+
+
+default_files = stdlib_files  # of `data.source: stdlib`

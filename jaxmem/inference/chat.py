@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
-from jaxmem.data.template import Message, TemplateError, template_for
+from jaxmem.data.chat_template import Message, TemplateError, template_for
 from jaxmem.errors import UserError
 from jaxmem.inference.generate import ENDED, Generator, Sampling, Thread
 from jaxmem.inference.load import open_model, tokenizer_of
@@ -57,7 +57,7 @@ class Speaker:
             asked = template_for(self._tokenizer, self._file).render(messages, answer=True)
         except TemplateError as error:
             raise UserError(f"{error}") from error
-        ids = self._tokenizer.encode_marked(asked)[0]
+        ids = self._tokenizer.encode_with_offsets(asked)[0]
         return self._spoken(self._thread(ids, self._tokens, self._tokenizer.ends))
 
     def _encoded(self, prompt: str) -> np.ndarray:

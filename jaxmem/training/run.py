@@ -156,7 +156,7 @@ def _run(cfg: Config, devices: Sequence[Any] | None) -> Result:
         telemetry.flush()
         save(force=True)  # where the data ended first
         checkpoints.wait()
-        for line in loader.corpus.said():
+        for line in loader.corpus.summary():
             progress.say(line)
         progress.say(_closing(cfg, step, directory))
     return Result(directory, step, telemetry.last, held_out, state, planned, stop.exit_code)

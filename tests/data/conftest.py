@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from jaxmem.config.sections import Config
-from jaxmem.data.text import Records
+from jaxmem.data.records import TextRecords
 
 DECODER = {
     "family": "decoder",
@@ -47,21 +47,21 @@ def make_config(
     )
 
 
-def join(records: Records) -> list[bytes]:
+def join(records: TextRecords) -> list[bytes]:
     """The documents, put together from their pieces."""
     found: list[bytes] = []
     for i in range(len(records)):
         piece = records[i]
         part = piece.text.encode() if isinstance(piece.text, str) else piece.text
-        found = [*found, part] if piece.first else [*found[:-1], found[-1] + part]
+        found = [*found, part] if piece.is_first else [*found[:-1], found[-1] + part]
         if i + 1 < len(records):
-            assert piece.last == records[i + 1].first
-    assert records[len(records) - 1].last
+            assert piece.is_last == records[i + 1].is_first
+    assert records[len(records) - 1].is_last
     return found
 
 
 @pytest.fixture(scope="session")
-def joined() -> Callable[[Records], list[bytes]]:
+def joined() -> Callable[[TextRecords], list[bytes]]:
     return join
 
 

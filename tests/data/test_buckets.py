@@ -16,7 +16,8 @@ from hypothesis import strategies as st
 from jaxmem import data
 from jaxmem.config.sections import Config
 from jaxmem.data.buckets import BucketRows
-from jaxmem.data.packing import Batch, Document
+from jaxmem.data.packing import Batch, OrderedRecords
+from jaxmem.data.records import Document
 
 Make = Callable[..., Config]
 LENGTHS = (2, 5, 9)
@@ -29,12 +30,13 @@ def rows_of(lengths: list[int], batch: int, own: range | None = None, *, known: 
         return [Document(np.full(lengths[place], place + 1, np.int32))]
 
     numbers = np.array(own or range(batch))[None]
-    return BucketRows(read, lambda p: lengths[p] if known else None, numbers, batch, len(lengths), LENGTHS)
+    records = OrderedRecords(read, len(lengths), length=lambda p: lengths[p] if known else None)
+    return BucketRows(records, numbers, batch, LENGTHS)
 
 
 def batches_of(rows: BucketRows) -> list[Batch]:
     found = []
-    while not rows.ended:
+    while not rows.has_ended:
         found.append(rows.batch())
     return found
 
@@ -60,8 +62,8 @@ def test_every_record_comes_once_in_the_shortest_rows_that_hold_its_batch(length
 def test_processes_and_resumed_runs_make_the_batches_of_one(lengths: list[int], known: bool) -> None:
     whole, places = rows_of(lengths, 4, known=known), []
     made = []
-    while not whole.ended:
-        places.append(json.loads(json.dumps(whole.place)))
+    while not whole.has_ended:
+        places.append(json.loads(json.dumps(whole.position)))
         made.append(whole.batch())
     halves = [batches_of(rows_of(lengths, 4, range(start, start + 2))) for start in (0, 2)]
     for batch, *parts in zip(made, *halves, strict=True):
@@ -69,7 +71,7 @@ def test_processes_and_resumed_runs_make_the_batches_of_one(lengths: list[int], 
             np.testing.assert_array_equal(np.concatenate([part[name] for part in parts], axis=1), array)
     for start, place in enumerate(places):
         again = rows_of(lengths, 4)
-        again.place = place
+        again.position = place
         for batch, other in zip(batches_of(again), made[start:], strict=True):
             for name, array in batch.items():
                 np.testing.assert_array_equal(other[name], array)

@@ -9,11 +9,10 @@ import numpy as np
 import pytest
 
 from jaxmem.config import load_config
-from jaxmem.data import Loader
-from jaxmem.data import template as rendered
+from jaxmem.data import Loader, chat_template
 from jaxmem.data.chat import conversation, messages_of
-from jaxmem.data.long_line import BrokenLineError
-from jaxmem.data.template import ChatTemplate, TemplateError, template_for
+from jaxmem.data.chat_template import ChatTemplate, TemplateError, template_for
+from jaxmem.data.records import InvalidRecordError
 from jaxmem.data.tokenizer import Bytes, tokenizer_for
 from jaxmem.errors import UserError
 
@@ -36,7 +35,7 @@ def test_tokens_and_what_is_learnt_are_those_of_transformers(case: str, tmp_path
     messages, expected = compare.CONVERSATIONS[int(number)], RECORDED[case]
     found = conversation(messages, tokenizer, template)
     assert found.tokens.tolist() == expected["ids"]
-    assert found.learnt.astype(int).tolist() == expected["learnt"]
+    assert found.is_target.astype(int).tolist() == expected["learnt"]
     assert template.render(messages[:-1], answer=True) == expected["asked"]
 
 
@@ -58,17 +57,17 @@ def test_the_forms_of_a_line(line: object, expected: object) -> None:
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        (b"{", "no valid JSON"),
+        (b"{", "invalid JSON"),
         (b"[]", "expected an object, found list"),
         (b'{"text": "a"}', "no messages, conversations, or instruction and output; fields: text"),
-        (b'{"messages": []}', "messages is no list of messages"),
-        (b'{"messages": [{"role": "user"}]}', "a message needs role and content"),
-        (b'{"messages": [{"role": "user", "content": [{"type": "image"}]}]}', "content is not text"),
-        (b'{"messages": [{"role": "user", "content": "\\ud800"}]}', "no valid text"),
+        (b'{"messages": []}', "'messages' is not a list of messages"),
+        (b'{"messages": [{"role": "user"}]}', "a message needs 'role' and 'content'"),
+        (b'{"messages": [{"role": "user", "content": [{"type": "image"}]}]}', "'content' is not a string"),
+        (b'{"messages": [{"role": "user", "content": "\\ud800"}]}', "'content' is not valid text"),
     ],
 )
 def test_broken_lines(line: bytes, message: str) -> None:
-    with pytest.raises(BrokenLineError, match=message):
+    with pytest.raises(InvalidRecordError, match=message):
         messages_of(line)
 
 
@@ -77,9 +76,9 @@ def template(source: str) -> ChatTemplate:
 
 
 def test_a_text_cannot_forge_a_turn() -> None:
-    with pytest.raises(BrokenLineError, match=r"holds '<\|endoftext\|>'"):
+    with pytest.raises(InvalidRecordError, match=r"contains '<\|endoftext\|>'"):
         conversation([HI[0] | {"content": "a<|endoftext|>"}, HI[1]], Bytes(), template(PLAIN))
-    with pytest.raises(BrokenLineError, match="no answer"):
+    with pytest.raises(InvalidRecordError, match="no answer"):
         conversation(HI[:1], Bytes(), template(PLAIN))
 
 
@@ -101,11 +100,11 @@ def test_a_template_does_nothing_but_write(source: str) -> None:
 
 
 def test_a_template_without_end_is_ended_and_the_next_is_rendered(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rendered, "SECONDS", 0.3)
-    renderer = rendered._Renderer()
-    monkeypatch.setattr(rendered, "_renderer", lambda: renderer)
+    monkeypatch.setattr(chat_template, "SECONDS", 0.3)
+    renderer = chat_template._Renderer()
+    monkeypatch.setattr(chat_template, "_renderer", lambda: renderer)
     loops = "{% for i in range(99999) %}" * 4 + "{% endfor %}" * 4
-    with pytest.raises(UserError, match=r"here: this chat template does not end: .* more than 0.3 s of a processor"):
+    with pytest.raises(UserError, match=r"here: the chat template takes more than 0.3 s of processor time"):
         template(loops).render(HI)
     with pytest.raises(TemplateError, match="the chat template fails: it takes more than 1024 MiB"):
         template("{{ messages[0].role * 2 ** 31 }}").render(HI)
@@ -114,7 +113,7 @@ def test_a_template_without_end_is_ended_and_the_next_is_rendered(monkeypatch: p
 
 
 def test_a_template_that_is_none() -> None:
-    with pytest.raises(UserError, match="here: no valid chat template"):
+    with pytest.raises(UserError, match="here: not a valid chat template"):
         template("{% if %}")
     with pytest.raises(UserError, match=r"no chat template \(bytes have none\); give data.chat_template"):
         template_for(Bytes())
@@ -150,26 +149,26 @@ def test_conversations_lie_whole_in_rows(tmp_path: Path) -> None:
     cfg = chat(tmp_path, [line("12"), line("3"), line("4567"), line("8" * 20)])
     with Loader(cfg) as loader:
         rows = [{name: x[0, 0] for name, x in batch.items()} for batch in loader]
-        said = loader.corpus.said()
+        said = loader.corpus.summary()
     assert rows[0]["segment_ids"].tolist() == [1] * 8 + [2] * 7 + [0]
     learnt = [[int(t) for t, m in zip(row["targets"], row["mask"], strict=True) if m] for row in rows]
     assert learnt == [[*b"12", 256, *b"3", 256], [*b"4567", 256], [*b"8" * 11]]
     assert rows[0]["positions"].tolist() == [*range(8), *range(7), 0]
-    assert said == ["of 4 conversations read: 1 cut, 10 tokens of them lost"]
+    assert said == ["of 4 conversations read: 1 cut, 10 of their tokens lost"]
 
 
 def test_what_is_too_long_may_be_dropped_and_what_is_broken_skipped(tmp_path: Path) -> None:
     lines = [line("12"), "{", line("8" * 20), line("3")]
     with (
-        pytest.raises(UserError, match=r"chat\.jsonl, line 2: no valid JSON.*data\.on_invalid=skip"),
+        pytest.raises(UserError, match=r"chat\.jsonl, line 2: invalid JSON.*data\.on_invalid=skip"),
         Loader(chat(tmp_path, lines)) as loader,
     ):
         list(loader)
     with Loader(chat(tmp_path, lines, on_invalid="skip", on_overlong="drop")) as loader:
         masks = np.concatenate([batch["mask"].ravel() for batch in loader])
-        said = loader.corpus.said()
+        said = loader.corpus.summary()
     assert masks.sum() == 5
-    assert said == ["of 4 conversations read: 1 dropped as too long; 1 broken lines skipped"]
+    assert said == ["of 4 conversations read: 1 dropped as too long; 1 invalid ones skipped"]
 
 
 @pytest.mark.parametrize(

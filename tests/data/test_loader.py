@@ -113,7 +113,7 @@ def test_states_that_do_not_fit_together_are_refused(config: Make, numbered: str
     cfg = config(path=numbered, global_size=4)
     with data.Loader(cfg, rows=range(2)) as one, data.Loader(cfg, rows=range(2, 4)) as two:
         half = one.state()
-        with pytest.raises(ValueError, match="hold 2 of 4 rows"):
+        with pytest.raises(ValueError, match="contain 2 of 4 rows"):
             data.merge_states([half])
         with pytest.raises(UserError, match=r"lacks rows \[2, 3\]"):
             two.restore(half)
@@ -125,7 +125,7 @@ def test_states_that_do_not_fit_together_are_refused(config: Make, numbered: str
             data.merge_states([half, moved, {**two.state(), "step": 0}])
     with (
         data.Loader(config(path=numbered, global_size=8)) as other,
-        pytest.raises(UserError, match=r"is 8,.* of 4 rows"),
+        pytest.raises(UserError, match=r"global_size=8 does not fit .* of 4 rows"),
     ):
         other.restore({**half, "global_size": 4})
 
@@ -229,7 +229,7 @@ def test_errors_of_the_thread_reach_the_consumer_at_their_turn(config: Make, tmp
         assert all(documents([next(loader)]) == {"good": 2} for _ in range(3))
         state = loader.state()
         for _ in range(2):
-            with pytest.raises(UserError, match=r"x\.jsonl, line 7: no valid JSON"):
+            with pytest.raises(UserError, match=r"x\.jsonl, line 7: invalid JSON"):
                 next(loader)
         assert loader.state() == state
 
@@ -241,15 +241,15 @@ def test_broken_lines_are_passed_over_and_counted(config: Make, tmp_path: Any) -
     asked = {"path": str(path), "shuffle": False, "packing": False, "epochs": 1, "held_out": 0.0, "global_size": 1}
     with data.Loader(config(**asked, on_invalid="skip")) as loader:
         assert documents(list(loader)) == {"good": 3, "last": 1}
-        assert loader.corpus.said() == ["of 6 documents read: 2 broken lines skipped"]
+        assert loader.corpus.summary() == ["of 6 documents read: 2 invalid ones skipped"]
     assert data.tokenize(config(**asked, on_invalid="skip"), tmp_path / "cache")["records"] == 4
     path.write_text("broken\n")
     with (
-        pytest.raises(UserError, match=r"1000 records in a row hold nothing to learn \(data.on_invalid"),
+        pytest.raises(UserError, match=r"1000 consecutive records contain nothing to train on; see data.on_invalid"),
         data.Loader(config(path=str(path), on_invalid="skip", held_out=0.0, global_size=1)) as loader,
     ):
         next(loader)
-    with pytest.raises(UserError, match="every record is broken"):
+    with pytest.raises(UserError, match="every record is invalid"):
         data.tokenize(config(**asked, on_invalid="skip"), tmp_path / "other")
 
 
@@ -260,7 +260,7 @@ def test_closing_stops_the_thread(config: Make, numbered: str) -> None:
     assert threading.active_count() == before + 1
     loader.close()
     assert threading.active_count() == before
-    with pytest.raises(RuntimeError):
+    with pytest.raises(ValueError, match="closed"):
         next(loader)
 
 

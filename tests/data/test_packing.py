@@ -6,7 +6,8 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxmem.data.packing import Document, TextRows
+from jaxmem.data.packing import OrderedRecords, TextRows
+from jaxmem.data.records import Document
 
 Records = list[list[int]]
 records = st.lists(st.lists(st.integers(1, 255), max_size=12), min_size=1, max_size=15)
@@ -41,17 +42,17 @@ def as_rows(batch: dict[str, np.ndarray], column: int) -> list[tuple[int, int, i
 
 
 def text_rows(data: Records, count: int, time: int, packing: bool) -> TextRows:
-    def read(place: int) -> Document:
-        return Document(np.array(data[place], np.int32))
+    def read(place: int) -> list[Document]:
+        return [Document(np.array(data[place], np.int32))]
 
-    return TextRows(read, np.arange(count)[None], count, len(data), time, packing)
+    return TextRows(OrderedRecords(read, len(data)), np.arange(count)[None], count, time, packing)
 
 
 @given(records, st.integers(1, 3), st.integers(1, 9), st.booleans())
 def test_every_row_is_what_the_definition_says(data: Records, count: int, time: int, packing: bool) -> None:
     rows = text_rows(data, count, time, packing)
     found: list[list[list[tuple[int, int, int, int, int]]]] = [[] for _ in range(count)]
-    while not rows.ended:
+    while not rows.has_ended:
         batch = rows.batch()
         for column in range(count):
             found[column].append(as_rows(batch, column))
@@ -65,16 +66,16 @@ def test_every_row_is_what_the_definition_says(data: Records, count: int, time: 
 @given(records, st.integers(1, 9), st.booleans())
 def test_rows_go_on_from_any_position(data: Records, time: int, packing: bool) -> None:
     rows, positions, batches = text_rows(data, 2, time, packing), [], []
-    while not rows.ended:
-        positions.append(rows.place)
+    while not rows.has_ended:
+        positions.append(rows.position)
         batches.append(rows.batch())
     for start, position in enumerate(positions):
         again = text_rows(data, 2, time, packing)
-        again.place = position
+        again.position = position
         for batch in batches[start:]:
             for name, value in again.batch().items():
                 np.testing.assert_array_equal(value, batch[name])
-        assert again.ended
+        assert again.has_ended
 
 
 def test_a_document_continued_in_the_next_row_is_predicted_across_the_edge() -> None:

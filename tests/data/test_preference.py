@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from jaxmem.config.sections import Data
-from jaxmem.data.long_line import BrokenLineError
+from jaxmem.data.chat_template import ChatTemplate
 from jaxmem.data.preference import Preferences, pair
-from jaxmem.data.template import ChatTemplate
+from jaxmem.data.records import InvalidRecordError
 from jaxmem.data.tokenizer import END_TEXT, Bytes
 from jaxmem.errors import UserError
 
@@ -33,7 +33,7 @@ def learnt(line: object) -> list[tuple[str, str]]:
     def spelt(ids: np.ndarray) -> str:
         return "".join("|" if i == 256 else chr(i) for i in ids)
 
-    return [(spelt(one.tokens), spelt(one.tokens[one.learnt])) for one in found]
+    return [(spelt(one.tokens), spelt(one.tokens[one.is_target])) for one in found]
 
 
 def test_texts_and_messages() -> None:
@@ -49,17 +49,20 @@ def test_texts_and_messages() -> None:
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ([], "no object with chosen and rejected"),
-        ({"prompt": "a", "chosen": "b"}, "no object with chosen and rejected"),
-        ({**TEXT, "prompt": 1}, "prompt is not text"),
-        ({**TEXT, "rejected": ["x"]}, "rejected is not text"),
+        ([], "expected an object, found list"),
+        ({"prompt": "a", "chosen": "b"}, "no rejected; a pair has chosen and rejected"),
+        ({**TEXT, "prompt": 1}, "'prompt' is not a string"),
+        ({**TEXT, "rejected": ["x"]}, "'rejected' is not a string"),
         ({"chosen": [said("assistant", "a")], "rejected": [said("assistant", "a")]}, "are the same"),
-        ({"prompt": "u", "chosen": [said("user", "a")], "rejected": [said("user", "b")]}, "no answer of an assistant"),
-        ({"prompt": "u", "chosen": [{"role": 1}], "rejected": []}, "a message needs role and content"),
+        (
+            {"prompt": "u", "chosen": [said("user", "a")], "rejected": [said("user", "b")]},
+            "contains no answer",
+        ),
+        ({"prompt": "u", "chosen": [{"role": 1}], "rejected": []}, "a message needs 'role' and 'content'"),
     ],
 )
 def test_lines_that_are_no_pair(line: object, message: str) -> None:
-    with pytest.raises(BrokenLineError, match=message):
+    with pytest.raises(InvalidRecordError, match=message):
         pair(json.dumps(line).encode(), Bytes(), template)
 
 
@@ -70,12 +73,12 @@ def test_what_is_too_long_or_broken_is_counted_and_both_answers_go_together(tmp_
 
     def of(**given: object) -> tuple[list[list[int]], str]:
         records = Preferences([file], Data(sequence_length=6, on_invalid="skip", **given), Bytes(), template)
-        found = [[len(records.document(index, answer).tokens) for answer in (0, 1)] for index in range(len(records))]
-        return found, str(records.seen)
+        found = [[len(records.documents(index)[answer].tokens) for answer in (0, 1)] for index in range(len(records))]
+        return found, str(records.counts)
 
-    cut = "of 4 pairs read: 1 cut, 6 tokens of them lost; 1 dropped as too long; 1 broken lines skipped"
+    cut = "of 4 pairs read: 1 cut, 6 of their tokens lost; 1 dropped as too long; 1 invalid ones skipped"
     assert of() == ([[6, 4], [6, 6], [0, 0], [0, 0]], cut)
-    dropped = "of 4 pairs read: 2 dropped as too long; 1 broken lines skipped"
+    dropped = "of 4 pairs read: 2 dropped as too long; 1 invalid ones skipped"
     assert of(on_overlong="drop") == ([[6, 4], [0, 0], [0, 0], [0, 0]], dropped)
-    with pytest.raises(UserError, match=r"pairs.jsonl, line 4: no valid JSON.*data.on_invalid=skip"):
-        Preferences([file], Data(sequence_length=6), Bytes(), template).document(3, 0)
+    with pytest.raises(UserError, match=r"pairs.jsonl, line 4: invalid JSON.*data.on_invalid=skip"):
+        Preferences([file], Data(sequence_length=6), Bytes(), template).documents(3)

@@ -15,11 +15,12 @@ from hypothesis import strategies as st
 from jaxmem.config.sections import Config
 from jaxmem.data import Corpus
 from jaxmem.data.files import OPEN_FILES, find_files
-from jaxmem.data.text import Records, TextFiles, stdlib_files
+from jaxmem.data.records import TextRecords
+from jaxmem.data.text import TextFiles, stdlib_files
 from jaxmem.errors import UserError
 
 Make = Callable[..., Config]
-Join = Callable[[Records], list[bytes]]
+Join = Callable[[TextRecords], list[bytes]]
 
 
 @given(st.lists(st.text(st.sampled_from("aé€😀\n"), max_size=40), min_size=1, max_size=5), st.integers(8, 30))
@@ -113,9 +114,9 @@ def test_text_that_is_not_utf8_stops_a_tokenizer_that_needs_it(
 ) -> None:
     (tmp_path / "latin.txt").write_bytes(b"caf\xe9 " * 10)
     cfg = config(source="text", path=str(tmp_path / "latin.txt"))
-    assert bytes(Corpus(cfg).tokens(0, 0)[:-1].astype(np.uint8)) == b"caf\xe9 " * 10
+    assert bytes(Corpus(cfg).documents(0, 0)[0].tokens[:-1].astype(np.uint8)) == b"caf\xe9 " * 10
     with pytest.raises(UserError, match=r"latin\.txt: not UTF-8.*data\.tokenizer=bytes"):
-        Corpus(config(source="text", path=str(tmp_path / "latin.txt"), tokenizer=tokenizer_file)).tokens(0, 0)
+        Corpus(config(source="text", path=str(tmp_path / "latin.txt"), tokenizer=tokenizer_file)).documents(0, 0)
 
 
 def test_the_standard_library_is_ten_megabytes_of_source() -> None:

@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxmem.data import tokenizer_for
-from jaxmem.data.text import Piece
-from jaxmem.data.tokenizer import Bytes, document_tokens
+from jaxmem.data.records import Piece, document_tokens
+from jaxmem.data.tokenizer import Bytes
 from jaxmem.errors import UserError
 
 
@@ -77,7 +77,7 @@ def test_the_end_can_be_named_beside_the_file(tokenizer_file: str, tmp_path: Pat
         (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": eos}))
         assert tokenizer_for(str(path)).end == json.loads(content)["model"]["vocab"]["<stop>"]
     (tmp_path / "tokenizer_config.json").write_text("[")
-    with pytest.raises(UserError, match=r"tokenizer_config\.json: no valid JSON"):
+    with pytest.raises(UserError, match=r"tokenizer_config\.json: invalid JSON"):
         tokenizer_for(str(path))
 
 
@@ -87,7 +87,7 @@ def test_files_that_are_no_tokenizers(tmp_path: Path, tokenizer_file: str) -> No
     broken = tmp_path / "tokenizer.json"
     for content in (b"", b"{}", b"[" * 100_000, b"\xff\x00", Path(tokenizer_file).read_bytes()[:2000]):
         broken.write_bytes(content)
-        with pytest.raises(UserError, match=r"no valid tokenizer\.json"):
+        with pytest.raises(UserError, match=r"not a valid tokenizer\.json"):
             tokenizer_for(str(broken))
     shutil.copy(tokenizer_file, broken)
     assert tokenizer_for(str(tmp_path)).vocab_size > 257

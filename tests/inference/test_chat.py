@@ -193,5 +193,5 @@ def test_bytes_as_a_file_are_the_bytes(tmp_path: Path) -> None:
     found = tokenizer_for(str(tmp_path))
     text = "naïve\n\t😀 \x00<|endoftext|>"
     assert found.encode(text).tolist() == Bytes().encode(text).tolist()
-    assert found.encode_marked(text)[0].tolist() == Bytes().encode_marked(text)[0].tolist()
+    assert found.encode_with_offsets(text)[0].tolist() == Bytes().encode_with_offsets(text)[0].tolist()
     assert (found.vocab_size, found.end, found.ends, found.begin) == (257, 256, frozenset({256}), ())

@@ -29,8 +29,6 @@ from typing import Any
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
-from jaxmem.data.long_line import BrokenLineError
-from jaxmem.data.template import TemplateError
 from jaxmem.errors import UserError
 from tests.support.untrusted import ROOT, Kind, encoded, kinds, safetensors
 
@@ -52,8 +50,6 @@ FRAGMENTS = [
 ]
 
 
-class Mutator:
-    """Makes bad inputs out of those of a corpus, which may grow meanwhile."""
 
     def __init__(self, draw: random.Random, corpus: list[bytes]) -> None:
         self._draw, self._corpus = draw, corpus
@@ -151,12 +147,6 @@ def failure(kind: Kind, data: bytes, at: Path) -> str | None:
     signal.signal(signal.SIGPROF, _out_of_time)  # unhandled it would end the process
     signal.setitimer(signal.ITIMER_PROF, SECONDS)
     try:
-        kind.read(data, at)
-    except (UserError, BrokenLineError, TemplateError) as error:
-        text = str(error if isinstance(error, UserError) else UserError(str(error)))
-        is_clear = text.strip() and max(map(len, text.splitlines())) < 1000
-        return None if is_clear else f"an error that is empty or too long: {text[:80]}"
-    except OutOfTimeError:
         return f"took more than {SECONDS} s of a processor"
     except MemoryError:
         return f"took more than {MEMORY >> 30} GiB"

@@ -21,7 +21,7 @@ from jaxmem.config.hugging_face import decoder_fields
 from jaxmem.config.peft import adapter_fields, base_directory
 from jaxmem.data.chat import conversation, messages_of
 from jaxmem.data.jsonl import JsonLines
-from jaxmem.data.template import ChatTemplate
+from jaxmem.data.chat_template import ChatTemplate
 from jaxmem.data.tokenizer import Bytes, tokenizer_for
 from jaxmem.hf.files import byte_tokenizer
 from jaxmem.hf.tensors import Tensors, open_file
@@ -105,7 +105,7 @@ def kinds() -> dict[str, Kind]:
         "adapter_config.json": file("adapter_config.json", _read_adapter, encoded(ADAPTER)),
         "tokenizer.json": file(
             "tokenizer.json",
-            lambda path: tokenizer_for(str(path)).encode_marked("some text"),
+            lambda path: tokenizer_for(str(path)).encode_with_offsets("some text"),
             encoded(byte_tokenizer()),
         ),
         "chat line": Kind(

@@ -173,7 +173,7 @@ class _Visit:
         self._done("exported", f"adapter of {size / 2**20:.1f} MiB; merged: {merged:.2f}", loss=merged, bytes=size)
 
     def talk(self) -> None:
-        from jaxmem.data.order import held_out_records
+        from jaxmem.data.record_order import held_out_records
         from jaxmem.inference.chat import Speaker
 
         lines = (self.place / "chats.jsonl").read_text(encoding="utf-8").splitlines()

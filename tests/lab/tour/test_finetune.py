@@ -8,7 +8,7 @@ import pytest
 
 from jaxmem.config import load_config
 from jaxmem.data.chat import conversation
-from jaxmem.data.template import template_for
+from jaxmem.data.chat_template import template_for
 from jaxmem.data.tokenizer import tokenizer_for
 from jaxmem.errors import UserError
 from jaxmem.lab.tour import stop

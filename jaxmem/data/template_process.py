@@ -1,11 +1,12 @@
-"""A process that renders chat templates, and nothing else: `rendering.py SECONDS BYTES`, spoken to over its pipes.
+"""A process that renders chat templates, and nothing else: `template_process.py SECONDS BYTES`.
 
-Jinja's sandbox keeps a template from the machine, not from running for ever or asking for all memory (`10 ** 10 ** 10`,
-loops in loops, a text doubled a hundred times), and no thread of Python can be stopped from outside. A process can: the
-kernel ends it after so many seconds of a processor for one request, refuses it more memory, and lets it write no file.
+Jinja's sandbox protects the machine from a template, but not from one that runs for ever or allocates all memory (`10
+** 10 ** 10`, nested loops, a text doubled a hundred times), and a thread of Python cannot be stopped from outside. A
+process can: the kernel ends it after so many seconds of processor time for one request, limits its memory, and lets it
+write no file.
 
-A request is one line of JSON, {"source"} with {"messages", "answer", "tokens"} if it is to be rendered; the answer is
-another: {"text"}, {"refused"} (by the template), {"failed"} or {"invalid"} (the template itself).
+A request is one line of JSON on stdin: {"source"}, with {"messages", "answer", "tokens"} to render it. The reply is a
+line on stdout: {"text"}, {"refused"} (by the template), {"failed"}, or {"invalid"} (the template itself).
 """
 
 from __future__ import annotations
@@ -21,16 +22,16 @@ from jinja2 import Template, TemplateError
 from jinja2.ext import Extension, loopcontrols
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-# What a program of somebody else's may end in.
+# What a template may raise.
 FAILURES = (TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError)
 
 
 class RefusedError(Exception):
-    """What a template says of messages that it does not take."""
+    """Raised by a template for messages that it does not support."""
 
 
 class Generation(Extension):
-    """`{% generation %}` marks what the model says; here that is found without it."""
+    """`{% generation %}` marks what the model says, which `chat` finds without it."""
 
     tags = {"generation"}  # noqa: RUF012
 
@@ -39,27 +40,25 @@ class Generation(Extension):
         return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
 
-def environment() -> ImmutableSandboxedEnvironment:
-    made = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols])
-    made.filters["tojson"] = _to_json
-    made.globals["raise_exception"] = _refuse
-    return made
-
-
 @lru_cache(maxsize=4)
-def template(source: str) -> Template:
-    return environment().from_string(source)
+def compiled(source: str) -> Template:
+    sandbox = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols])
+    sandbox.filters["tojson"] = _to_json
+    sandbox.globals["raise_exception"] = _refuse
+    return sandbox.from_string(source)
 
 
-def answer(request: dict[str, Any]) -> dict[str, str]:
+def reply_to(request: dict[str, Any]) -> dict[str, str]:
     try:
-        found = template(request["source"])
+        template = compiled(request["source"])
     except (TemplateError, *FAILURES) as error:
         return {"invalid": _line(error)}
     if "messages" not in request:
         return {}
     try:
-        text = found.render(messages=request["messages"], add_generation_prompt=request["answer"], **request["tokens"])
+        text = template.render(
+            messages=request["messages"], add_generation_prompt=request["answer"], **request["tokens"]
+        )
     except RefusedError as error:
         return {"refused": str(error)}
     except (TemplateError, *FAILURES) as error:
@@ -84,15 +83,15 @@ def main(seconds: float, memory: int) -> None:
     memory = memory if most == resource.RLIM_INFINITY else min(memory, most)
     resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
     resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for who asks, and ends this by closing the pipe
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent, which then closes the pipe
     for line in sys.stdin:
-        signal.setitimer(signal.ITIMER_PROF, seconds)  # whose signal, unhandled, ends the process
+        signal.setitimer(signal.ITIMER_PROF, seconds)  # its signal ends the process
         try:
-            said = json.dumps(answer(json.loads(line)))
+            reply = json.dumps(reply_to(json.loads(line)))
         except MemoryError:
-            said = json.dumps({"failed": f"it takes more than {memory >> 20} MiB"})
+            reply = json.dumps({"failed": f"it takes more than {memory >> 20} MiB"})
         signal.setitimer(signal.ITIMER_PROF, 0)
-        print(said, flush=True)
+        print(reply, flush=True)
 
 
 if __name__ == "__main__":

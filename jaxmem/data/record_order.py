@@ -1,8 +1,9 @@
-"""In which order records are read: held-out share, shuffle, epochs, mixture, all by arithmetic.
+"""The order in which records are read: held-out share, shuffle, epochs, mixture, all by arithmetic.
 
-Built on grain's map datasets: `order[k]` is the k-th record of an order without end, found in O(1)
-memory and time, so that a position is one number and each row of a batch can walk its own way.
-Epoch e of a source is order[e * n : (e + 1) * n], each its own permutation.
+Built on grain's map datasets: `order[k]` is the k-th record of an endless order, found in O(1) memory and time, so that
+a position is one number and each row of a batch has its own. Epoch e of a source is order[e * n : (e + 1) * n], each
+with a permutation of its own. Where grain has another method (shuffle of blocks, weights of a mixture), the reason is
+given at the class; saved runs resume in these orders.
 """
 
 from __future__ import annotations
@@ -19,13 +20,13 @@ from jaxmem.errors import UserError
 
 Record = tuple[int, int]  # source, record of it
 
-TABLE = 2**16  # records up to which a shuffle is a table; grain's cipher is for more, and slow for few
+TABLE = 2**16  # records up to which a shuffle is a table; grain's cipher, for more, is slow for few
 
 
 def mix64(values: np.ndarray) -> np.ndarray:
-    """Steele, Lea, Flood 2014 (SplitMix64): a bijection of 64-bit numbers that looks random.
+    """Steele, Lea, Flood 2014 (SplitMix64): a pseudorandom bijection of 64-bit numbers.
 
-    Ours, because numpy's generators may change between releases and data must not.
+    Not numpy's generators, which may change between releases.
     """
     values = values.astype(np.uint64) + np.uint64(0x9E3779B97F4A7C15)
     values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
@@ -34,15 +35,14 @@ def mix64(values: np.ndarray) -> np.ndarray:
 
 
 def held_out_records(count: int, share: float) -> np.ndarray:
-    """The records kept for evaluation, sorted: those whose number hashes below the share.
+    """The numbers of the records kept for evaluation, sorted: those that hash below the share.
 
-    A record's side depends on its number alone, so data that grows at its end keeps its split. 8 bytes
-    for each record held out; at least one where the share is above 0.
+    Data that grows at its end keeps its split. 8 bytes per record held out; at least one if the share is above 0.
     """
     if not share:
         return np.zeros(0, np.int64)
     if count < 2:
-        raise UserError(f"data.held_out {share}: there is only {count} record to divide; set data.held_out=0")
+        raise UserError(f"data.held_out {share}: needs at least 2 records, the data has {count}; use data.held_out=0")
     below = np.uint64(share * 2**64)
     parts = (np.arange(start, min(start + 2**16, count)) for start in range(0, count, 2**16))
     held = np.concatenate([part[mix64(part) < below] for part in parts])
@@ -53,7 +53,7 @@ def held_out_records(count: int, share: float) -> np.ndarray:
 
 
 class _Training:
-    """The records of a source that are not held out, by their place among themselves."""
+    """The records of a source that are not held out, by their place among them."""
 
     def __init__(self, source: int, count: int, held: np.ndarray) -> None:
         self._source, self._length = source, count - len(held)
@@ -66,7 +66,7 @@ class _Training:
         return self._source, index + int(np.searchsorted(self._before, index, side="right"))
 
     def block_lengths(self, blocks: np.ndarray) -> np.ndarray:
-        """Lengths of runs of all records, as lengths of what is left of them."""
+        """From the lengths of runs of all records those of their training records."""
         held = self._before + np.arange(len(self._before))
         ends = np.cumsum(blocks)
         left = np.diff(ends - np.searchsorted(held, ends), prepend=0)
@@ -74,7 +74,7 @@ class _Training:
 
 
 class _HeldOut:
-    """The records held out, in a fixed order that is random in their numbers."""
+    """The records held out, in a fixed pseudorandom order."""
 
     def __init__(self, source: int, held: np.ndarray) -> None:
         self._source, self._records = source, held[np.argsort(mix64(held))]
@@ -87,12 +87,13 @@ class _HeldOut:
 
 
 class _BlockShuffle:
-    """A grain selection map: blocks in random order, and the records of each in random order."""
+    """A grain selection map: blocks in random order, and the records of each in random order. grain shuffles either all
+    records, which reads a parquet row group per record, or a window, whose positions are not numbers."""
 
     def __init__(self, lengths: np.ndarray, seed: int) -> None:
         self._lengths, self._seed = lengths, seed
         self._starts, self._count = np.cumsum(lengths) - lengths, int(lengths.sum())
-        # Rows walk close together, so few are in use at a time; at an epoch's end, those of two epochs.
+        # The rows of a batch are close together, so few are in use at a time; at an epoch's end, those of two epochs.
         self._blocks = lru_cache(4)(self._blocks_of)
         self._within = lru_cache(16)(self._within_block)
 
@@ -116,15 +117,15 @@ class _BlockShuffle:
 
 
 class _Weighted:
-    """A grain selection map: which source gives the k-th record, so that each has its share of any prefix.
+    """A grain selection map: the source of the k-th record, so that each has its share of any prefix.
 
-    Of k records the heaviest source gives those that the others' share, rounded, leaves; that is divided
-    likewise among the others. So each source is within half a record of its share for two sources, one for
-    three, two for twenty. Exact in integers: grain's own mixture rounds weights to hundredths of the least.
+    Of k records, the source of the largest weight gives what the rounded share of the others leaves; that share is
+    divided among the others in the same way. So each source is within half a record of its share for two sources, one
+    for three, two for twenty. Exact in integers: grain's own mixture rounds weights to hundredths of the smallest.
     """
 
     def __init__(self, lengths: Sequence[int], weights: Sequence[float]) -> None:
-        # Of each source: its number, and what all later ones weigh against it and them together.
+        # For each source: its number, and the weight of all later ones relative to it and them (a fraction).
         self._rests: list[tuple[int, int, int]] = []
         sources = sorted(range(len(weights)), key=lambda source: -weights[source])
         exact = [Fraction(weights[source]) for source in sources]
@@ -183,7 +184,7 @@ def training_order(
     seed: int,
     shuffle: bool,
 ) -> Any:
-    """A grain MapDataset of records, without end; its length is an epoch."""
+    """An endless grain MapDataset of records; its length is an epoch."""
     import grain
 
     parts = []
@@ -198,17 +199,17 @@ def training_order(
         elif shuffle and len(training) < 2**32:
             part = part.shuffle(seed=mixed(seed, source))
         elif shuffle:
-            raise UserError(f"{len(training)} records are more than can be shuffled (2^32); set data.shuffle=false")
+            raise UserError(f"data.shuffle supports at most 2^32 records, not {len(training)}; use data.shuffle=false")
         parts.append(part)
     return _mixture(parts, weights)
 
 
 def held_out_order(counts: Sequence[int], weights: Sequence[float], *, held_out: float) -> Any:
-    """A grain MapDataset of the records held out; each comes once in its length."""
+    """A grain MapDataset of the records held out, each once."""
     import grain
 
     if not held_out:
-        raise UserError("data.held_out is 0: nothing is kept for evaluation; set it to e.g. 0.02")
+        raise UserError("data.held_out=0 keeps nothing for evaluation; use e.g. data.held_out=0.02")
     parts = [_HeldOut(source, held_out_records(count, held_out)) for source, count in enumerate(counts)]
     return _mixture([grain.MapDataset.source(part) for part in parts], weights)
 

@@ -1,0 +1,139 @@
+"""A model's chat template: from messages to the text that the model was trained on.
+
+Templates are Jinja programs of third parties. They run in Jinja's sandbox, which lets them neither import, nor reach
+the internals of an object, nor change their inputs; they see no clock, so that the same data gives the same tokens on
+any day. The sandbox runs in a process of its own (`template_process`), so that an endless template can be ended.
+"""
+
+from __future__ import annotations
+
+import atexit
+import json
+import subprocess
+import sys
+import threading
+from collections.abc import Mapping, Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from jaxmem.config.hugging_face import MAX_BYTES, read_json
+from jaxmem.data.records import InvalidRecordError
+from jaxmem.data.tokenizer import END_TEXT, Tokenizer
+from jaxmem.errors import UserError
+
+Message = Mapping[str, str]  # "role" and "content"
+SECONDS = 5  # of processor time per conversation; a usual template takes a thousandth
+MEMORY = 1 << 30  # bytes, likewise
+FILE = "chat_template.jinja"
+TOKEN_FILES = ("special_tokens_map.json", "tokenizer_config.json")
+
+
+class TemplateError(InvalidRecordError):
+    """A template refuses the messages, or fails."""
+
+
+class ChatTemplate:
+    """`render` gives the text of a conversation."""
+
+    def __init__(self, source: str, origin: str, tokens: Mapping[str, str]) -> None:
+        """`origin`: the name of its file, for messages. `tokens`: the names and texts of special tokens."""
+        self.source, self._origin, self._tokens = source, origin, tokens
+        self._request({})
+
+    def render(self, messages: Sequence[Message], *, answer: bool = False) -> str:
+        """`answer`: followed by the generation prompt."""
+        reply = self._request({"messages": list(messages), "answer": answer, "tokens": self._tokens})
+        if "refused" in reply:
+            raise TemplateError(reply["refused"])
+        if "failed" in reply:
+            raise TemplateError(f"the chat template fails: {reply['failed']}")
+        return reply["text"]
+
+    def _request(self, request: dict[str, Any]) -> dict[str, str]:
+        reply = _renderer().request({"source": self.source, **request})
+        if reply is None:
+            raise UserError(
+                f"{self._origin}: the chat template takes more than {SECONDS} s of processor time or "
+                f"{MEMORY >> 30} GiB for a conversation; give another one as data.chat_template"
+            )
+        if "invalid" in reply:
+            raise UserError(f"{self._origin}: not a valid chat template: {reply['invalid']}")
+        return reply
+
+
+class _Renderer:
+    """The process that renders: started at the first request, and again after it had to be ended."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._process: subprocess.Popen[str] | None = None
+        atexit.register(self.close)
+
+    def request(self, request: Mapping[str, Any]) -> dict[str, str] | None:
+        """The reply; None if the process was ended before."""
+        with self._lock:
+            process = self._process = self._process or _start_process()
+            assert process.stdin
+            assert process.stdout
+            try:
+                print(json.dumps(request), file=process.stdin, flush=True)
+                line = process.stdout.readline()
+            except BrokenPipeError:
+                line = ""
+            if not line.endswith("\n"):
+                self.close()
+                return None
+            reply: dict[str, str] = json.loads(line)
+            return reply
+
+    def close(self) -> None:
+        if (process := self._process) is not None:
+            self._process = None
+            process.kill()
+            process.communicate()
+
+
+def _start_process() -> subprocess.Popen[str]:
+    program = Path(__file__).with_name("template_process.py")
+    return subprocess.Popen(  # noqa: S603, this very package
+        [sys.executable, "-P", str(program), str(SECONDS), str(MEMORY)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+
+
+@cache
+def _renderer() -> _Renderer:
+    return _Renderer()
+
+
+def template_for(tokenizer: Tokenizer, file: str | None = None) -> ChatTemplate:
+    """The template of a file, or the one in the tokenizer's directory."""
+    settings: dict[str, Any] = {"eos_token": END_TEXT}
+    place = tokenizer.directory
+    if place is not None:
+        present = [place / name for name in TOKEN_FILES if (place / name).is_file()]
+        settings = {key: value for path in present for key, value in read_json(path).items()}
+    texts = {key: value.get("content") if isinstance(value, dict) else value for key, value in settings.items()}
+    tokens = {key: text for key, text in texts.items() if key.endswith("_token") and text and isinstance(text, str)}
+    path = Path(file).expanduser() if file is not None else place / FILE if place is not None else None
+    if path is not None and (file is not None or path.is_file()):
+        return ChatTemplate(_read(path), str(file or path), tokens)
+    source = settings.get("chat_template")
+    if isinstance(source, list):  # several by name
+        source = {one.get("name"): one.get("template") for one in source if isinstance(one, dict)}.get("default")
+    if not isinstance(source, str):
+        where = f"{place}: no {FILE} and no chat_template in tokenizer_config.json" if place else "bytes have none"
+        raise UserError(f"no chat template ({where}); give data.chat_template, a file of Jinja")
+    return ChatTemplate(source, f"{place}/tokenizer_config.json", tokens)
+
+
+def _read(file: Path) -> str:
+    try:
+        if file.stat().st_size > MAX_BYTES:
+            raise UserError(f"{file}: larger than {MAX_BYTES >> 20} MiB, which no chat template is")
+        return file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"{file}: cannot be read: {error}") from error

@@ -1,0 +1,181 @@
+"""What the sources of data have in common: records, documents, and records that are invalid."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol, TypeVar
+
+import numpy as np
+
+from jaxmem.config.sections import Data
+from jaxmem.data.tokenizer import Tokenizer
+from jaxmem.errors import UserError
+
+Result = TypeVar("Result")
+
+
+class InvalidRecordError(UserError):
+    """Why a line or row contains no document, without the name of its file; see `data.on_invalid`."""
+
+
+class Piece(NamedTuple):
+    """The text of a record: a whole document, or a part of one."""
+
+    text: bytes | str
+    is_first: bool  # the document begins here
+    is_last: bool  # the document ends here
+
+
+class Document(NamedTuple):
+    """The tokens of a record."""
+
+    tokens: np.ndarray  # int32
+    is_target: np.ndarray | None = None  # bool for each token; None: all are
+    is_whole: bool = False  # at most a row long, and never divided among two rows
+
+
+EMPTY = Document(np.zeros(0, np.int32), np.zeros(0, bool), is_whole=True)
+
+
+@dataclass
+class RecordCounts:
+    """What happened to the records of a source, each counted as often as it was read."""
+
+    kind: str
+    read: int = 0
+    invalid: int = 0
+    dropped: int = 0
+    cut: int = 0
+    tokens_cut: int = 0
+
+    def __str__(self) -> str:
+        found = [f"{self.cut} cut, {self.tokens_cut:,} of their tokens lost"] if self.cut else []
+        found += [f"{self.dropped} dropped as too long"] if self.dropped else []
+        found += [f"{self.invalid} invalid ones skipped"] if self.invalid else []
+        return f"of {self.read} {self.kind} read: {'; '.join(found)}" if found else ""
+
+
+class RecordSource:
+    """Records with random access."""
+
+    documents_per_record = 1
+    blocks: np.ndarray | None = None  # lengths of the runs of records that are read together, if there are any
+
+    def __init__(self, kind: str, data: Data) -> None:
+        self.counts, self._data = RecordCounts(kind), data
+
+    def __len__(self) -> int:
+        raise NotImplementedError
+
+    def documents(self, index: int) -> Sequence[Document]:
+        """The documents of a record; empty ones if it is skipped."""
+        raise NotImplementedError
+
+    def length(self, index: int) -> int | None:  # noqa: ARG002
+        """The number of tokens of a record, if it is known without reading it."""
+        return None
+
+    def where(self, index: int) -> str:
+        """The file and place of a record, for messages."""
+        raise NotImplementedError
+
+    def close(self) -> None:
+        pass
+
+    def read_valid(self, index: int, read: Callable[[int], Result]) -> Result | None:
+        """`read(index)`; None, and counted, for an invalid record with `data.on_invalid: skip`."""
+        self.counts.read += 1
+        try:
+            return read(index)
+        except InvalidRecordError as error:
+            if self._data.on_invalid == "stop":
+                raise UserError(f"{self.where(index)}: {error} (data.on_invalid=skip skips such records)") from error
+            self.counts.invalid += 1
+            return None
+
+
+class TextRecords(Protocol):
+    """Pieces of text with random access."""
+
+    blocks: np.ndarray | None
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int) -> Piece: ...
+
+    def where(self, index: int) -> str: ...
+
+    def close(self) -> None: ...
+
+
+class TokenizedText(RecordSource):
+    """Text that is tokenized as it is read."""
+
+    def __init__(self, records: TextRecords, data: Data, tokenizer: Tokenizer) -> None:
+        super().__init__("documents", data)
+        self._records, self._tokenizer, self.blocks = records, tokenizer, records.blocks
+
+    def __len__(self) -> int:
+        return len(self._records)
+
+    def where(self, index: int) -> str:
+        return self._records.where(index)
+
+    def close(self) -> None:
+        self._records.close()
+
+    def documents(self, index: int) -> Sequence[Document]:
+        piece = self.read_valid(index, self._records.__getitem__)
+        return [EMPTY if piece is None else Document(self._tokenize([index], [piece])[0])]
+
+    def token_batches(self, characters: int) -> Iterator[tuple[int, list[np.ndarray]]]:
+        """The tokens of all valid records in order, of about so many characters at a time (the tokenizer works on them
+        in parallel), with the number of records read so far."""
+        pieces: dict[int, Piece] = {}
+        size = 0
+        for index in range(len(self)):
+            piece = self.read_valid(index, self._records.__getitem__)
+            if piece is not None:
+                pieces[index] = piece
+                size += len(piece.text)
+            if pieces and (size >= characters or index == len(self) - 1):
+                yield index + 1, self._tokenize([*pieces], [*pieces.values()])
+                pieces, size = {}, 0
+
+    def _tokenize(self, indices: Sequence[int], pieces: Sequence[Piece]) -> list[np.ndarray]:
+        try:
+            return document_tokens(self._tokenizer, pieces)
+        except UnicodeDecodeError:
+            for index, piece in zip(indices, pieces, strict=True):
+                try:
+                    piece.text.decode() if isinstance(piece.text, bytes) else piece.text
+                except UnicodeDecodeError as error:
+                    where = self.where(index)
+                    raise UserError(f"{where}: not UTF-8: {error} (data.tokenizer=bytes reads any bytes)") from error
+            raise
+
+
+def document_tokens(tokenizer: Tokenizer, pieces: Sequence[Piece]) -> list[np.ndarray]:
+    """Token ids of records: a document's begin and end tokens only where it begins and ends.
+
+    >>> from jaxmem.data.tokenizer import Bytes
+    >>> [tokens.tolist() for tokens in document_tokens(Bytes(), [Piece("a", True, False), Piece("b", False, True)])]
+    [[97], [98, 256]]
+    """
+    begin, end = np.array(tokenizer.begin, np.int32), np.array([tokenizer.end], np.int32)
+    none = end[:0]
+    return [
+        np.concatenate((begin if piece.is_first else none, ids, end if piece.is_last else none))
+        for piece, ids in zip(pieces, tokenizer.encode_many([piece.text for piece in pieces]), strict=True)
+    ]
+
+
+def piece_bytes(sequence_length: int) -> int:
+    """The longest record of a text source in bytes: several rows long, so that few documents are cut."""
+    return max(16 * 1024, 8 * sequence_length)
+
+
+def no_documents(paths: Sequence[object]) -> UserError:
+    others = f" and {len(paths) - 1} others" if len(paths) > 1 else ""
+    return UserError(f"{paths[0]}{others}: empty, no documents")

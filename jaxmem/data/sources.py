@@ -1,0 +1,34 @@
+"""Opens the sources of a config. `config.sources` lists them; a source is a module here with `open_source`."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from jaxmem.config.sections import Config, Data, Source
+from jaxmem.data.files import find_files
+from jaxmem.data.records import RecordSource
+from jaxmem.data.tokenizer import Tokenizer
+
+
+def sources_of(cfg: Config) -> Sequence[Source]:
+    return cfg.data.mixture or (cfg.data,)
+
+
+def open_source(source: Source, data: Data, tokenizer: Tokenizer) -> RecordSource:
+    opened: RecordSource = _module(source).open_source(source_files(source), source, data, tokenizer)
+    return opened
+
+
+def source_files(source: Source) -> list[Path]:
+    if source.kind.needs_path:
+        return find_files(source.path, source.source, source.kind.suffixes)
+    files: list[Path] = _module(source).default_files()
+    return files
+
+
+def _module(source: Source) -> Any:
+    """Imported when it is used."""
+    return importlib.import_module(f"jaxmem.data.{source.kind.module}")
