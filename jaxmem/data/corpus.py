@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from jaxmem.config.sections import Config
+from jaxmem.config.sections import Config, Source
 from jaxmem.data import record_order
 from jaxmem.data.files import file_size
 from jaxmem.data.records import Document
@@ -29,7 +29,8 @@ class Corpus:
 
     def __init__(self, cfg: Config) -> None:
         self._cfg = cfg
-        names = [source.source for source in sources_of(cfg)]
+        self._sections: Sequence[Source] = sources_of(cfg)
+        names = [source.source for source in self._sections]
         images = not cfg.objective.reads_text
         if images != ("digits" in names) or (images and len(names) > 1):
             raise UserError(
@@ -43,7 +44,7 @@ class Corpus:
                 f"data.tokenizer {cfg.data.tokenizer} has {self.tokenizer.vocab_size} tokens, but model.vocab is "
                 f"{vocab}; set model.vocab to {self.tokenizer.vocab_size} or more"
             )
-        self.sources = [open_source(source, cfg.data, self.tokenizer) for source in sources_of(cfg)]
+        self.sources = [open_source(source, cfg.data, self.tokenizer) for source in self._sections]
         self.references: np.ndarray | None = None  # of preferences: each answer's log-probability, [pairs, 2]
 
     def documents(self, source: int, record: int) -> Sequence[Document]:
@@ -67,7 +68,7 @@ class Corpus:
         """The split's records in their order: a grain MapDataset of (source, record), an epoch long."""
         data = self._cfg.data
         counts = [len(source) for source in self.sources]
-        weights = [source.weight for source in sources_of(self._cfg)]
+        weights = [source.weight for source in self._sections]
         if split == "held_out":
             return record_order.held_out_order(counts, weights, held_out=data.held_out)
         if split == "all":
