@@ -50,6 +50,8 @@ FRAGMENTS = [
 ]
 
 
+class Mutator:
+    """Makes bad inputs out of those of a corpus, which may grow meanwhile."""
 
     def __init__(self, draw: random.Random, corpus: list[bytes]) -> None:
         self._draw, self._corpus = draw, corpus
@@ -147,6 +149,12 @@ def failure(kind: Kind, data: bytes, at: Path) -> str | None:
     signal.signal(signal.SIGPROF, _out_of_time)  # unhandled it would end the process
     signal.setitimer(signal.ITIMER_PROF, SECONDS)
     try:
+        kind.read(data, at)
+    except UserError as error:
+        text = str(error if isinstance(error, UserError) else UserError(str(error)))
+        is_clear = text.strip() and max(map(len, text.splitlines())) < 1000
+        return None if is_clear else f"an error that is empty or too long: {text[:80]}"
+    except OutOfTimeError:
         return f"took more than {SECONDS} s of a processor"
     except MemoryError:
         return f"took more than {MEMORY >> 30} GiB"

@@ -20,8 +20,8 @@ from jaxmem.config import load_config
 from jaxmem.config.hugging_face import decoder_fields
 from jaxmem.config.peft import adapter_fields, base_directory
 from jaxmem.data.chat import conversation, messages_of
-from jaxmem.data.jsonl import JsonLines
 from jaxmem.data.chat_template import ChatTemplate
+from jaxmem.data.jsonl import JsonLines
 from jaxmem.data.tokenizer import Bytes, tokenizer_for
 from jaxmem.hf.files import byte_tokenizer
 from jaxmem.hf.tensors import Tensors, open_file
