@@ -1,22 +1,29 @@
 """Operations on plain arrays, useful to anyone with jax; nothing here imports jaxmem.
 
-One folder an operation: `reference.py` is the contract, beside it stand the implementations, the arguments'
-checks that they share and the real shapes they are tested and measured with.
+One folder per operation: `reference.py` is the contract, beside it stand the implementations, the checks of arguments
+that they share, and the real shapes they are tested and measured with. An operation is imported when it is first used,
+an implementation when it is first called.
 """
 
-from .adam8_update import Moments8, adam8_update, int8_add
-from .attention import attention
-from .cross_entropy import cross_entropy
-from .dequant_matmul import Constants, dequant_matmul
-from .rms_norm import rms_norm
+from __future__ import annotations
 
-__all__ = [
-    "Constants",
-    "Moments8",
-    "adam8_update",
-    "attention",
-    "cross_entropy",
-    "dequant_matmul",
-    "int8_add",
-    "rms_norm",
-]
+import importlib
+from typing import Any
+
+_MODULES = {
+    "QuantizedScales": "quantized_matmul",
+    "Moments8": "quantized_update",
+    "adam8_update": "quantized_update",
+    "attention": "fused_attention",
+    "dequant_matmul": "quantized_matmul",
+    "int8_add": "quantized_update",
+}
+__all__ = ["Moments8", "QuantizedScales", "adam8_update", "attention", "dequant_matmul", "int8_add"]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    found = getattr(importlib.import_module(f"{__name__}.{_MODULES[name]}"), name)
+    globals()[name] = found
+    return found

@@ -1,15 +1,16 @@
-"""Which implementation runs a call: the one that is named, or the one that was fastest when this device was measured.
+"""Which implementation runs a call: the one that is named, or the fastest of those measured on this kind of device.
 
-`tuned.json` holds what `jaxmem bench tune` found: for each operation and kind of device the sizes that were measured,
-and the winner. A call takes the winner of the nearest sizes. On a device that nobody measured it is the implementation
-that runs wherever XLA does; so it is where the winner cannot run the call. Each new choice is one line of the log
-`jaxmem.kernels`.
+`tuned.json` holds what `jaxmem bench tune` measured: for each operation and kind of device the sizes and the fastest
+implementation. A call takes that of the nearest sizes. On a device that was not measured, and where the fastest does
+not support the call, the portable implementation runs: the one that runs wherever XLA does. Each new choice is one
+line of the log `jaxmem.kernels`.
 """
 
 from __future__ import annotations
 
 import difflib
 import functools
+import importlib
 import importlib.resources
 import json
 import logging
@@ -23,10 +24,10 @@ from typing import Any, TypeVar
 
 import jax
 
-from .given import Given, shown
+from .validation import Validator, describe
 
 LOG = logging.getLogger("jaxmem.kernels")
-# By names that devices give themselves.
+# By the names that devices report.
 CAPABILITIES = {
     r"A100|A30\b": 80,
     r"A10\b|A40\b|A6000|RTX 30": 86,
@@ -36,9 +37,7 @@ CAPABILITIES = {
     r"RTX 50|RTX PRO": 120,
 }
 
-
-_Way = TypeVar("_Way")
-_Made = TypeVar("_Made")
+Result = TypeVar("Result")
 
 
 @dataclass(frozen=True)
@@ -49,79 +48,91 @@ class Choice:
     sizes: tuple[int, ...]
 
 
-_instead: ContextVar[dict[str, Any] | None] = ContextVar("instead", default=None)
-_listening: ContextVar[list[Choice] | None] = ContextVar("listening", default=None)
+@dataclass(frozen=True)
+class Operation:
+    """`implementations`: by name a module, or where it is imported from on first use. `portable`: the name of the one
+    that runs wherever XLA does."""
+
+    name: str
+    implementations: Mapping[str, Any]
+    portable: str
+
+    def load(self, implementation: str) -> Any:
+        found = self.implementations[implementation]
+        return importlib.import_module(found) if isinstance(found, str) else found
+
+    def run(
+        self,
+        implementation: Any,
+        call: Callable[[Any], Result],
+        arrays: tuple[Any, ...],
+        *,
+        kind: str,
+        sizes: tuple[int, ...],
+    ) -> Result:
+        """`call` of the implementation that is named, or of the fastest. `kind`: what of a call changes everything (a
+        dtype, a format); `sizes`: what changes it gradually. `arrays`: all that the call reads."""
+        checks = Validator(self.name)
+        if implementation is not None:
+            self._check(checks, implementation)
+
+        def run(choice: Choice) -> Result:
+            checks.unsharded(choice.implementation, arrays)
+            result = call(self.load(choice.implementation))
+            if (recorded := _recorded.get()) is not None:
+                recorded.append(choice)
+            return result
+
+        if implementation is not None:
+            return run(Choice(implementation, "named", kind, sizes))
+        choice = self.choose(kind, sizes)
+        try:
+            return run(choice)
+        except (ValueError, NotImplementedError) as error:
+            if choice.implementation == self.portable:
+                raise
+            why = f"{choice.implementation}, {choice.why}, does not support the call: {error}"
+            portable = Choice(self.portable, why, kind, sizes)
+            _log(self.name, portable)
+            return run(portable)
+
+    def choose(self, kind: str, sizes: tuple[int, ...]) -> Choice:
+        """Where none is named. `reference` holds what the others avoid holding: it is chosen only where it is the
+        portable one."""
+        candidates = {name for name in self.implementations if name != "reference" or name == self.portable}
+        device = device_kind()
+        entries = tuple(
+            (entry["implementation"], tuple(entry["sizes"]))
+            for entry in tuned().get(self.name, {}).get(device, [])
+            if entry["kind"] == kind and entry["implementation"] in candidates
+        )
+        return _nearest(self.name, device, self.portable, kind, sizes, entries)
+
+    def _check(self, checks: Validator, implementation: Any) -> None:
+        names = ", ".join(sorted(self.implementations))
+        text = f"implementation is {describe(implementation)}; it should be one of {names}"
+        checks.require(isinstance(implementation, str), text)
+        near = difflib.get_close_matches(implementation, self.implementations, n=1, cutoff=0.0)[0]
+        checks.require(implementation in self.implementations, f"{text}, nearest {near}")
+
+
+_table: ContextVar[dict[str, Any] | None] = ContextVar("table", default=None)
+_recorded: ContextVar[list[Choice] | None] = ContextVar("recorded", default=None)
 
 
 @contextmanager
-def choices() -> Iterator[list[Choice]]:
-    """What is chosen in here, in order."""
-    made: list[Choice] = []
-    token = _listening.set(made)
+def record_choices() -> Iterator[list[Choice]]:
+    """Choices made within, in order."""
+    recorded: list[Choice] = []
+    token = _recorded.set(recorded)
     try:
-        yield made
+        yield recorded
     finally:
-        _listening.reset(token)
-
-
-def run(
-    operation: str,
-    given: Any,
-    implementations: Mapping[str, _Way],
-    call: Callable[[_Way], _Made],
-    arrays: tuple[Any, ...],
-    *,
-    portable: str,
-    kind: str,
-    sizes: tuple[int, ...],
-) -> _Made:
-    """`call` of the implementation that is named (`given`), or was the fastest. `kind`: what of a call (a dtype, a
-    format) changes everything; `sizes`: what changes it gradually. `arrays`: all that it takes."""
-    known = Given(operation)
-    if given is not None:
-        names = ", ".join(sorted(implementations))
-        known.require(isinstance(given, str), f"implementation is {shown(given)}; it should be one of {names}")
-        near = difflib.get_close_matches(given, implementations, n=1, cutoff=0.0)[0]
-        known.require(
-            given in implementations, f"implementation is {given!r}; it should be one of {names}, nearest {near}"
-        )
-
-    def made(choice: Choice) -> _Made:
-        known.undivided(choice.implementation, arrays)
-        done = call(implementations[choice.implementation])
-        if (heard := _listening.get()) is not None:
-            heard.append(choice)
-        return done
-
-    if given is not None:
-        return made(Choice(given, "named", kind, sizes))
-    choice = chosen(operation, list(implementations), portable=portable, kind=kind, sizes=sizes)
-    try:
-        return made(choice)
-    except (ValueError, NotImplementedError) as refused:
-        if choice.implementation == portable:
-            raise
-        why = f"{choice.implementation}, {choice.why}, cannot: {refused}"
-        instead = Choice(portable, why, kind, sizes)
-        _log(operation, instead)
-        return made(instead)
-
-
-def chosen(operation: str, names: list[str], *, portable: str, kind: str, sizes: tuple[int, ...]) -> Choice:
-    """Where none is named. A `reference` holds what the others are there not to hold: it is taken where there is none
-    but it and kernels."""
-    device = device_kind()
-    candidates = {name for name in names if name != "reference" or name == portable}
-    entries = tuple(
-        (entry["implementation"], tuple(entry["sizes"]))
-        for entry in tuned().get(operation, {}).get(device, [])
-        if entry["kind"] == kind and entry["implementation"] in candidates
-    )
-    return _measured(operation, device, portable, kind, sizes, entries)
+        _recorded.reset(token)
 
 
 @functools.cache
-def _measured(
+def _nearest(
     operation: str,
     device: str,
     portable: str,
@@ -130,8 +141,8 @@ def _measured(
     entries: tuple[tuple[str, tuple[int, ...]], ...],
 ) -> Choice:
     if entries:
-        winner, measured = min(entries, key=lambda entry: _distance(entry[1], sizes))
-        choice = Choice(winner, f"the fastest of {list(measured)} on {device}", kind, sizes)
+        fastest, measured = min(entries, key=lambda entry: _distance(entry[1], sizes))
+        choice = Choice(fastest, f"the fastest of {list(measured)} on {device}", kind, sizes)
     else:
         choice = Choice(portable, f"{device} was not measured: {portable} runs everywhere", kind, sizes)
     _log(operation, choice)
@@ -144,7 +155,7 @@ def _log(operation: str, choice: Choice) -> None:
     LOG.info("%s %s %s: %s, %s", operation, choice.kind, sizes, choice.implementation, choice.why)
 
 
-def fastest(
+def nearest_entry(
     table: dict[str, Any], operation: str, device: str, kind: str, sizes: tuple[int, ...]
 ) -> dict[str, Any] | None:
     """The entry of the nearest sizes that were measured."""
@@ -158,33 +169,33 @@ def _distance(measured: Sequence[int], sizes: Sequence[int]) -> float:
 
 
 @contextmanager
-def supplied(table: dict[str, Any]) -> Iterator[None]:
-    """Another table in place of the package's, to measure with what was just found."""
-    token = _instead.set(table)
+def use_table(table: dict[str, Any]) -> Iterator[None]:
+    """A table in place of the package's, to measure with what was just found."""
+    token = _table.set(table)
     try:
         yield
     finally:
-        _instead.reset(token)
+        _table.reset(token)
 
 
 def tuned() -> dict[str, Any]:
-    instead = _instead.get()
-    return _kept() if instead is None else instead
+    table = _table.get()
+    return _packaged() if table is None else table
 
 
 @functools.cache
-def _kept() -> dict[str, Any]:
+def _packaged() -> dict[str, Any]:
     return json.loads(importlib.resources.files(__package__).joinpath("tuned.json").read_text(encoding="utf-8"))
 
 
 def device_kind() -> str:
-    """Of the device that this is compiled for, which need not be here."""
+    """Of the device that is compiled for, which need not be there."""
     absent = getattr(jax.sharding.get_abstract_mesh(), "abstract_device", None)
     return absent.device_kind if absent is not None else jax.devices()[0].device_kind
 
 
 def capability() -> int | None:
-    """Of the GPU that this is compiled for, 90 for 9.0; None on a CPU."""
+    """Compute capability of the GPU that is compiled for, 90 for 9.0; None on a CPU."""
     absent = getattr(jax.sharding.get_abstract_mesh(), "abstract_device", None)
     if absent is None and jax.devices()[0].platform == "gpu":
         return round(10 * float(jax.devices()[0].compute_capability))

@@ -14,7 +14,7 @@ _APART = 0x9E3779B9
 def scramble(x: UInt32[Array, "..."]) -> UInt32[Array, "..."]:
     """A bijection of 32-bit words in which each input bit flips each output bit half of the time.
 
-    Constants: Hash prospector's "lowbias32" (https://github.com/skeeto/hash-prospector).
+    QuantizedScales: Hash prospector's "lowbias32" (https://github.com/skeeto/hash-prospector).
     """
     x = x ^ (x >> jnp.uint32(16))
     x = x * jnp.uint32(0x7FEB352D)

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any, NamedTuple, TypeVar
 
-from jaxmem.kernels.choice import device_kind, fastest, tuned
+from jaxmem.kernels.choice import device_kind, nearest_entry, tuned
 
 # Bytes of shared memory that a block may have, by compute capability (CUDA programming guide).
 SHARED = {"8.0": 166912, "8.6": 101376, "8.9": 101376, "9.0": 232448, "10.0": 232448, "12.0": 101376}
@@ -52,7 +52,7 @@ def blocks(operation: str, asked: Asked, usual: Blocks) -> Blocks:
         return _like(usual, forced[1])
     if not tuned().get(table(operation)):
         return usual
-    entry = fastest(tuned(), table(operation), device_kind(), f"{asked.kernel} {asked.kind}", asked.sizes)
+    entry = nearest_entry(tuned(), table(operation), device_kind(), f"{asked.kernel} {asked.kind}", asked.sizes)
     return usual if entry is None else _like(usual, entry["blocks"])
 
 

@@ -170,7 +170,7 @@ def without_docstring(folders: Iterable[str]) -> Iterator[str]:
 
 
 def room(path: Path) -> str:
-    """The folder that a count is of: jaxmem/config, kernels/attention, docs, docs/tour."""
+    """The folder that a count is of: jaxmem/config, kernels/fused_attention, docs, docs/tour."""
     parts = path.relative_to(ROOT).parts
     return "/".join(parts[: 2 if len(parts) > 2 else 1])
 

@@ -45,6 +45,11 @@ install_import_hook(
 
 import jax  # noqa: E402
 
+from jaxmem.kernels import mosaic_launch  # noqa: E402
+from tests.kernels import warpgroups  # noqa: E402
+
+mosaic_launch.EVALUATOR = warpgroups.evaluator  # no compiler of Mosaic kernels for CPUs
+
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 seldom_look_for_garbage()
 

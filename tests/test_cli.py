@@ -125,16 +125,16 @@ def test_bench_kernels(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.M
     here = {"device": "cpu", "driver": None, "time": "now", "dry_run": True}
     timed = {"rate": 1.5, "spread": [1.25, 1.75], "unit": "TFLOP/s", "by_host": False, "ratios": {"jax.nn cudnn": 1.04}}
     rows: list[dict[str, object]] = [
-        {"contestant": "pallas", "pass": "forward", "check": "float16", "right": True, "error": 0.4},
+        {"contestant": "triton", "pass": "forward", "check": "float16", "right": True, "error": 0.4},
         {"contestant": "mosaic", "pass": "forward", "check": "float16", "right": False, "error": None},
-        {"contestant": "pallas", "pass": "forward", **timed},
+        {"contestant": "triton", "pass": "forward", **timed},
         {"contestant": "torch flash", "why_not": "torch is not installed"},
     ]
     rows = [{"operation": "attention", "shape": "long", **row} for row in rows]
     monkeypatch.setattr("jaxmem.lab.bench.kernels.bench_kernels", lambda *_, **__: iter([here, *rows]))
     assert jaxmem("bench", "kernels", "--json", capsys=capsys)[1] == json.dumps(here | {"rows": rows}, indent=2) + "\n"
     _, out, _ = jaxmem("bench", "kernels", capsys=capsys)
-    assert "pallas         forward  right, float16, error 0.4 steps" in out
+    assert "triton         forward  right, float16, error 0.4 steps" in out
     assert "mosaic         forward  WRONG, float16, error infinite" in out
     assert "1.500 (1.250 to 1.750) TFLOP/s  1.04 x jax.nn cudnn" in out
     assert "not: torch is not installed" in out

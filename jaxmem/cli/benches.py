@@ -41,7 +41,7 @@ Operation = Annotated[
     str | None,
     typer.Option(
         metavar="OPERATION",
-        help="attention dequant_matmul adam8_update int8_add rms_norm cross_entropy sliding_max",
+        help="attention dequant_matmul adam8_update int8_add sliding_max",
         show_default=False,
     ),
 ]

@@ -210,7 +210,7 @@ def _mesh(cfg: Config) -> Iterator[str]:
         model = cfg.model
         if not isinstance(model, Decoder):
             yield f"mesh.context: {cfg.mesh.context} splits sequences of tokens; family {model.family} has none; use 1"
-        elif cfg.memory.attention in ("reference", "mosaic", "pallas", "triton") and model.window is None:
+        elif cfg.memory.attention in ("reference", "mosaic", "triton") and model.window is None:
             yield f"memory.attention: {cfg.memory.attention} does not go round mesh.context; use auto or blockwise"
     rest = [f"mesh.{axis}" for axis, size in axes.items() if size == -1]
     if len(rest) > 1:
@@ -241,16 +241,16 @@ def _optimizer(cfg: Config) -> Iterator[str]:
         having = [name for name, entry in OPTIMIZERS.items() if field in entry.fields]
         if value is not None and having and optimizer.name not in having and field != "kernel":
             yield f"optimizer.{field}={value} requires optimizer.name={' or '.join(having)}, not {optimizer.name}"
-    if optimizer.kernel == "pallas":
+    if optimizer.kernel == "triton":
         int8 = cfg.precision.parameters == "int8"
         if not int8 and optimizer.name != "adamw8bit":
             yield (
-                f"optimizer.kernel: pallas updates the state of adamw8bit and weights in int8, not {optimizer.name}"
+                f"optimizer.kernel: triton updates the state of adamw8bit and weights in int8, not {optimizer.name}"
                 f" with weights in {cfg.precision.parameters}; use none"
             )
         if int8 and not cfg.precision.stochastic:
             yield (
-                f"optimizer.kernel: pallas rounds weights in int8 by chance, not to the {cfg.precision.rounding};"
+                f"optimizer.kernel: triton rounds weights in int8 by chance, not to the {cfg.precision.rounding};"
                 " use none, or precision.rounding=auto"
             )
 

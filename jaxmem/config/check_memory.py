@@ -14,10 +14,16 @@ from jaxmem.errors import nearest
 
 def check_memory(cfg: Config) -> Iterator[str]:
     yield from _names(cfg)
-    if cfg.memory.attention == "triton" and find_spec("jax_triton") is None:
-        yield "memory.attention: triton needs jax-triton: pip install 'jaxmem[cuda13]'; or use pallas"
+    kernels = (
+        ("memory.attention", cfg.memory.attention, "auto"),
+        ("optimizer.kernel", cfg.optimizer.kernel, "none"),
+        ("adapter.matmul", cfg.adapter.matmul, "auto"),
+    )
+    for key, value, other in kernels:
+        if value == "triton" and find_spec("jax_triton") is None:
+            yield f"{key}: triton needs jax-triton: pip install 'jaxmem[cuda13]'; or use {other}"
     if cfg.memory.attention == "mosaic" and cfg.precision.compute == "float32":
-        yield "memory.attention: mosaic takes 16-bit numbers, not precision.compute float32; or use pallas"
+        yield "memory.attention: mosaic supports 16-bit dtypes, not precision.compute float32; use triton"
     yield from _offload(cfg)
     yield from _chunks(cfg)
     yield from _spill(cfg)

@@ -129,7 +129,7 @@ class Optimizer(Section):
     clip: Positive | None = 1.0  # largest norm of the gradients
     trainable: Annotated[tuple[str, ...], Field(strict=False)] = ()  # patterns of trainable parameters; none: all
     clip_by: Literal["global", "previous", "weight"] = "global"  # norm of all gradients, of the last update's, of each
-    kernel: Literal["none", "pallas"] = "none"  # fused update on GPUs: the state of adamw8bit, weights in int8
+    kernel: Literal["none", "triton"] = "none"  # fused update on GPUs: the state of adamw8bit, weights in int8
     beta1: Fraction | None = None
     beta2: Fraction | None = None
     epsilon: Positive | None = None

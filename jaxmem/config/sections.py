@@ -154,7 +154,7 @@ class Memory(Section):
     # the optimizer's state (optimizer), weights that do not learn (frozen).
     offload: Literal["none", "activations", "optimizer", "frozen"] | Offloaded = "none"
     update: Literal["after", "during"] = "after"  # the backward pass
-    attention: Literal["auto", "blockwise", "mosaic", "pallas", "triton", "reference"] = "auto"
+    attention: Literal["auto", "blockwise", "mosaic", "triton", "reference"] = "auto"
     budget: Positive | None = None  # GiB of each device that the run may take; by default all but what is reserved
     # Where a device is full: it runs out of memory, or takes its host's, at the link's speed (CUDA's unified memory).
     spill: Literal["none", "unified"] = "none"
@@ -192,7 +192,7 @@ class Adapter(Section):
     hf: str | None = None  # a PEFT directory, which gives adapters to begin from and every field that is not given here
     lora_plus_ratio: Positive = 1.0  # the learning rate of B, as a multiple of A's (LoRA+)
     # Products with a base in codes: auto decodes each matrix whole, the others (kernels.dequant_matmul) never do.
-    matmul: Literal["auto", "sliced", "pallas"] = "auto"
+    matmul: Literal["auto", "sliced", "triton"] = "auto"
     virtual_tokens: Count = 20  # prompt: tokens that are learnt
     layers: Count = 1  # last_layers: how many
     base_run: str | None = None  # a run whose weights stay; none: those of model.hf, or new ones

@@ -29,7 +29,7 @@ from jaxmem.models.rope import Angles, rotate
 from jaxmem.sharding import Axes, Layout, constrain, current
 
 HEADS: Axes = ("batch", "time", "heads", "head_dim")
-PER_DEVICE = ("mosaic", "pallas", "triton")  # implementations that XLA's partitioner cannot split
+PER_DEVICE = ("mosaic", "triton")  # implementations that XLA's partitioner cannot split
 
 
 class Tokens(NamedTuple):
@@ -174,7 +174,7 @@ def sharded_attention(
     def local(q: jax.Array, k: jax.Array, v: jax.Array, ids: jax.Array | None) -> jax.Array:
         if not over:
             return run(q, k, v, segment_ids=ids, kv_segment_ids=ids)
-        from jaxmem.kernels.attention import ring
+        from jaxmem.kernels.fused_attention import ring
 
         (axis,) = over
         if window is None:
@@ -202,7 +202,7 @@ def context_order(layout: Layout | None, length: int, window: int | None) -> np.
     devices = 1 if layout is None else layout.parts("activations", "time")
     if devices == 1 or window is not None:
         return None
-    from jaxmem.kernels.attention.ring import places
+    from jaxmem.kernels.fused_attention.ring import places
 
     return places(length, devices)
 

@@ -245,7 +245,7 @@ def map_head_groups(
     what the attention kernel names is saved. Weights with a dimension among `axes` are split, others shared."""
     if groups == 1:
         return attend(modules, x)[None]
-    from jaxmem.kernels.attention.blockwise import SAVED
+    from jaxmem.kernels.fused_attention.blockwise import SAVED
 
     parts = _parts("heads")
     graphdef, weights = gather_weights(modules, x.dtype)

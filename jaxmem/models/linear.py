@@ -107,7 +107,7 @@ def _fused(x: jax.Array, q: QTensor, axes: Axes, implementation: str, *, transpo
     x, q = jax.lax.optimization_barrier((x, q))  # not before x is there
     q, layout = gather_quantized(q, axes), current()
     double_quant = isinstance(q.scale, QTensor)
-    scale = kernels.Constants(q.scale.codes, q.scale.scale, q.scale.offset) if double_quant else q.scale
+    scale = kernels.QuantizedScales(q.scale.codes, q.scale.scale, q.scale.offset) if double_quant else q.scale
     run = partial(
         kernels.dequant_matmul,
         format=q.format,

@@ -30,7 +30,7 @@ def apply(
     *,
     layer: jax.Array | None = None,
     piece: Piece | None = None,
-    kernel: Literal["none", "pallas"] = "none",
+    kernel: Literal["none", "triton"] = "none",
 ) -> Any:
     """The one place where weights change: added in float32, stored as they were; with a key rounded stochastically.
 
@@ -47,7 +47,7 @@ def apply(
         names: Axes = (None,) * w.ndim if axes is None else axes
         seeds = None if own is None else _seeds(own, w, names, layer, piece)
         names = names[len(names) - w.ndim :]
-        if kernel == "pallas" and w.format == "int8":
+        if kernel == "triton" and w.format == "int8":
             return _in_one_pass(w, u, seeds, names)
         return in_parts(_encoded, w, (u, seeds), names)
 
@@ -101,8 +101,8 @@ def _encoded(w: QTensor, beside: tuple[jax.Array, jax.Array | None], *_: jax.Arr
 def _in_one_pass(w: QTensor, u: jax.Array, seeds: jax.Array | None, axes: Axes) -> QTensor:
     """By `kernels.int8_add`. On a mesh each device goes through its own part."""
     if seeds is None:
-        raise UserError("optim.apply: kernel pallas rounds stochastically; give a key, or kernel none")
-    run = partial(kernels.int8_add, axis=w.axis, block_size=w.block_size, implementation="pallas")
+        raise UserError("optim.apply: kernel triton rounds stochastically; give a key, or kernel none")
+    run = partial(kernels.int8_add, axis=w.axis, block_size=w.block_size, implementation="triton")
     try:
         codes, scale = per_device(run, (w.codes, w.scale, u, seeds), axes, w.shape)
     except ValueError as error:

@@ -114,7 +114,7 @@ class InOnePass(Quantized):
             epsilon=moments.epsilon,
             axis=m.axis,
             block_size=m.block_size,
-            implementation="pallas",
+            implementation="triton",
         )
         unbiased_by = jnp.stack([unbiased(beta, at.count) for beta in (moments.beta1, moments.beta2)])
         arrays = g, kernels.Moments8(m.codes, v.codes, m.scale, v.scale), unbiased_by
@@ -142,7 +142,7 @@ def scale_by_adam8bit(
     beta2: float = 0.95,
     epsilon: float = 1e-8,
     *,
-    kernel: Literal["none", "pallas"] = "none",
+    kernel: Literal["none", "triton"] = "none",
     axes: Any = None,
 ) -> optax.GradientTransformationExtraArgs:
     """Adam with block-wise dynamic codes: 2.03 bytes a parameter. `kernel`: in one pass over memory, on GPUs.

@@ -15,7 +15,7 @@ from functools import cached_property
 from pathlib import Path
 from types import ModuleType
 
-from jaxmem.kernels.attention import reference
+from jaxmem.kernels.fused_attention import reference
 from jaxmem.models import cross_entropy, losses
 from jaxmem.optim.master import Mastered
 from jaxmem.planning.buffers import Allocation, Lifetimes, Region, Snapshot, peak_of, read_allocations
@@ -45,7 +45,7 @@ def _source_file(module: ModuleType) -> str:
 
 _LOSS_FILES = tuple(map(_source_file, (losses, cross_entropy)))
 _REFERENCE_ATTENTION = _source_file(reference)
-_ATTENTION = "kernels/attention"
+_ATTENTION = "kernels/fused_attention"
 
 
 @dataclass(frozen=True)

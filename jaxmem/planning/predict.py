@@ -18,7 +18,7 @@ import numpy as np
 
 from jaxmem.config import Config, Decoder
 from jaxmem.config.names import is_offloaded
-from jaxmem.kernels.attention.blockwise import SHORT
+from jaxmem.kernels.fused_attention.blockwise import SHORT
 from jaxmem.machine.gpus import Gpu
 from jaxmem.planning.breakdown import SAVED
 from jaxmem.planning.pace import seconds_of

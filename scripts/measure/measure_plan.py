@@ -43,7 +43,7 @@ CONFIGS: tuple[tuple[str, dict[str, Any]], ...] = (
             "optimizer": {"name": "apollo_mini", "clip_by": "previous", "project_embeddings": True}}),
     ("1b", {"memory": {"remat": "full"}, "precision": BF16 | {"master": "remainder8"},
             "optimizer": {"name": "adamw8bit"}}),
-    ("1b", {"memory": {"remat": "full", "attention": "pallas"}, "precision": BF16, "data": LONG}),
+    ("1b", {"memory": {"remat": "full", "attention": "triton"}, "precision": BF16, "data": LONG}),
     ("1b", {"memory": {"remat": "full", "loss_chunk": 8192}, "precision": BF16, "batch": {"global_size": 16}}),
     ("1b", {"memory": {"remat": "dots"}, "data": {"sequence_length": 2048}, "batch": {"global_size": 2}}),
     ("130m", {"memory": {"remat": "full"}, "batch": {"global_size": 32, "accumulate": 4}}),

@@ -26,7 +26,7 @@ BASE = "adamw"
 OPTIMIZERS = {
     BASE: "",
     "adamw8bit": "",
-    "adamw8bit, kernel: pallas": "optimizer.kernel=pallas",
+    "adamw8bit, kernel: triton": "optimizer.kernel=triton",
     "adamw4bit": "",
     "galore_adamw": f"optimizer.rank={RANK}",
     "galore_adamw8bit": f"optimizer.rank={RANK}",
@@ -39,7 +39,7 @@ CONFIG = {
     "model": {"preset": "llama2-7b"},
     "data": {"source": "tokens", "path": "unused", "sequence_length": SEQUENCE},
     "precision": {"parameters": "bfloat16", "rounding": "stochastic"},
-    "memory": {"attention": "pallas"},
+    "memory": {"attention": "triton"},
     "train": {"steps": 1000},
 }
 COLUMNS = (

@@ -344,14 +344,14 @@ def test_triton_where_it_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> No
     assert load_config(TEXT, [over]).memory.attention == "triton"
     monkeypatch.setattr("jaxmem.config.check_memory.find_spec", lambda _: None)
     [line] = lines(TEXT, over)
-    assert line == "memory.attention: triton needs jax-triton: pip install 'jaxmem[cuda13]'; or use pallas"
+    assert line == "memory.attention: triton needs jax-triton: pip install 'jaxmem[cuda13]'; or use auto"
 
 
 def test_mosaic_takes_16_bits() -> None:
     over = "memory.attention=mosaic"
     assert load_config(TEXT, [over]).memory.attention == "mosaic"
     [line] = lines(TEXT, over, "precision.compute=float32")
-    assert line == "memory.attention: mosaic takes 16-bit numbers, not precision.compute float32; or use pallas"
+    assert line == "memory.attention: mosaic supports 16-bit dtypes, not precision.compute float32; use triton"
 
 
 def test_a_path_that_the_locale_cannot_write(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -50,7 +50,7 @@ LESS = {
     "--maximize": ["memory.budget=0.01"],
     "kernels": ["--seconds", "0.1"],
     "dry.json": ["--seconds", "0.1", "--only", "mosaic", "--pass", "forward"],
-    "--check": ["--without", "pallas"],  # interpreted, it is what takes longest to compile
+    "--check": ["--without", "triton"],  # interpreted, it is what takes longest to compile
     "tests.support.fuzz": ["-n", "2"],
 }
 

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import importlib
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from jaxmem.kernels import attention
-from jaxmem.kernels.attention import IMPLEMENTATIONS, blockwise, flash
-from jaxmem.kernels.attention.block import Blocks
-from jaxmem.kernels.attention.mask import kept, seed_of
+from jaxmem.kernels.fused_attention import IMPLEMENTATIONS, blockwise, flash
+from jaxmem.kernels.fused_attention.block import Blocks
+from jaxmem.kernels.fused_attention.mask import keep_mask, seed_words
 
 KEY = jax.random.key(7)
 BLOCKS = Blocks(queries=64, keys=64, warps=4, stages=1)
@@ -120,7 +122,9 @@ def exact(
     if dropout is not None:
         key, rate = dropout
         row = jnp.arange(batch * heads).reshape(batch, heads, 1, 1)
-        factor = np.asarray(kept(seed_of(key), row, jnp.arange(queries)[:, None], jnp.arange(keys), rate)) / (1 - rate)
+        factor = np.asarray(keep_mask(seed_words(key), row, jnp.arange(queries)[:, None], jnp.arange(keys), rate)) / (
+            1 - rate
+        )
     out = np.einsum("bhqk,bkhd->bqhd", p * factor, v)
     dv = np.einsum("bhqk,bqhd->bkhd", p * factor, d_out)
     dp = np.einsum("bqhd,bkhd->bhqk", d_out, v) * factor
@@ -136,12 +140,12 @@ def run(way, arrays, options):
     name, deterministic = way.split(",")[0], way.endswith("deterministic")
     options = options | {"implementation": name, "deterministic": deterministic}
     calls = []
+    module = importlib.import_module(IMPLEMENTATIONS[name])
+    attend = module.attend
 
     def counted(*args):
         calls.append(name)
-        return implementation(*args)
-
-    implementation = IMPLEMENTATIONS[name]
+        return attend(*args)
 
     @jax.jit
     def both(q, k, v, d_out, d_lse):
@@ -149,7 +153,7 @@ def run(way, arrays, options):
         return (out, lse, *pull((d_out, jnp.where(jnp.isneginf(lse), 0.0, d_lse))))
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(IMPLEMENTATIONS, name, counted)
+        patch.setattr(module, "attend", counted)
         for constant, value in WAYS[way].items():
             patch.setattr(blockwise, constant, value)
         if name == "triton":  # its interpreter takes milliseconds a block, of any size

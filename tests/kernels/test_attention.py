@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxmem.kernels import attention
-from jaxmem.kernels.attention import IMPLEMENTATIONS, flash, shapes
-from jaxmem.kernels.attention.mask import kept, seed_of
+from jaxmem.kernels.fused_attention import IMPLEMENTATIONS, flash, shapes
+from jaxmem.kernels.fused_attention.mask import keep_mask, seed_words
 from tests.kernels.exact import CASES, KEY, TAKES, WAYS, assert_close, drawn, exact, run, with_segments
 
 RAN: set[tuple[str, str]] = set()
@@ -103,7 +103,7 @@ def test_half_precision_is_as_good_as_its_rounding(way, dtype):
 
 def test_dropout_keeps_its_share_and_nothing_repeats():
     row, query, key = np.ix_(np.arange(6), np.arange(64), np.arange(256))
-    mask = np.asarray(kept(seed_of(KEY), jnp.asarray(row), jnp.asarray(query), jnp.asarray(key), 0.25))
+    mask = np.asarray(keep_mask(seed_words(KEY), jnp.asarray(row), jnp.asarray(query), jnp.asarray(key), 0.25))
     count = mask.size
     deviation = (0.25 * 0.75 / count) ** 0.5
     assert abs(mask.mean() - 0.75) < 4 * deviation
@@ -113,7 +113,9 @@ def test_dropout_keeps_its_share_and_nothing_repeats():
             mask, np.arange(mask.shape[axis] - 1), axis
         )
         assert abs(both.mean() - 0.75**2) < 6 * deviation
-    other = np.asarray(kept(seed_of(jax.random.key(8)), jnp.asarray(row), jnp.asarray(query), jnp.asarray(key), 0.25))
+    other = np.asarray(
+        keep_mask(seed_words(jax.random.key(8)), jnp.asarray(row), jnp.asarray(query), jnp.asarray(key), 0.25)
+    )
     assert abs((mask == other).mean() - (0.75**2 + 0.25**2)) < 6 * deviation
 
 
@@ -159,16 +161,16 @@ def test_within_jit_scan_remat_and_vmap():
 # ---------------------------------------------------------------- what it refuses
 
 
-def test_mosaic_says_what_it_does_not_take(monkeypatch):
+def test_mosaic_names_what_it_does_not_support(monkeypatch):
     q = jnp.zeros((1, 4, 1, 4))
-    with pytest.raises(ValueError, match=r"q is float32; the mosaic implementation takes bfloat16 and float16"):
+    with pytest.raises(ValueError, match=r"q is float32; the mosaic implementation supports bfloat16 and float16"):
         attention(q, q, q, implementation="mosaic")
     wide = jnp.zeros((1, 4, 1, 264), jnp.bfloat16)
-    with pytest.raises(ValueError, match=r"q has dim 264; the mosaic implementation takes at most 256"):
+    with pytest.raises(ValueError, match=r"q has dim 264; the mosaic implementation supports at most 256"):
         attention(wide, wide, wide, implementation="mosaic")
     monkeypatch.setattr(flash, "capability", lambda: 80)
     half = q.astype(jnp.float16)
-    with pytest.raises(ValueError, match=r"has compute capability 8.0; the mosaic implementation is for 9.0"):
+    with pytest.raises(ValueError, match=r"has compute capability 8.0; the mosaic implementation needs 9.0"):
         attention(half, half, half, implementation="mosaic")
 
 

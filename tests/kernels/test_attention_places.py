@@ -11,7 +11,7 @@ import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxmem.kernels import attention
-from jaxmem.kernels.attention import IMPLEMENTATIONS, blockwise
+from jaxmem.kernels.fused_attention import IMPLEMENTATIONS, blockwise
 from tests.kernels.exact import KEY, TAKES, WAYS, drawn, with_segments
 
 # ---------------------------------------------------------------- what it holds

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import subprocess
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -10,9 +12,9 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jaxmem.kernels import attention, choice, cross_entropy, dequant_matmul, rms_norm
-from jaxmem.kernels.choice import choices, supplied
-from jaxmem.kernels.rms_norm import pallas
+from jaxmem.kernels import attention, choice, dequant_matmul
+from jaxmem.kernels.choice import record_choices, use_table
+from jaxmem.kernels.quantized_matmul import triton
 
 HERE = jax.devices()[0].device_kind
 
@@ -22,64 +24,78 @@ def winner(operation, implementation, kind, sizes):
 
 
 def picked(table, function, *arrays, **options):
-    with supplied(table), choices() as made:
+    with use_table(table), record_choices() as recorded:
         jax.eval_shape(lambda *arrays: function(*arrays, **options), *arrays)
-    (one,) = made  # also where there was another before it
+    (one,) = recorded  # also where there was another before it
     return one
 
 
+def chosen(table, rows=4, **options):
+    x, codes, scale = jnp.zeros((rows, 64)), jnp.zeros((64, 8), jnp.int8), jnp.ones((1, 8))
+    return picked(table, dequant_matmul, x, codes, scale, format="int8", block_size=64, **options)
+
+
+def entry(implementation, rows=4):
+    return winner("dequant_matmul", implementation, "int8 float32", [rows, 64, 8])
+
+
 def test_where_the_winner_cannot_run_the_portable_one_does(monkeypatch, caplog):
-    x = jnp.zeros((4, 100))
-    table = winner("rms_norm", "pallas", "float32", [4, 100])
-    assert picked(table, rms_norm, x, x[0]).implementation == "pallas"
-    monkeypatch.setattr(pallas, "MOST", 64)
+    assert chosen(entry("triton")).implementation == "triton"
+    monkeypatch.setattr(triton, "LEAST", 128)
     with caplog.at_level(logging.INFO, logger="jaxmem.kernels"):
-        one = picked(table, rms_norm, x, x[0])
-    assert one.implementation == "reference"
-    said = "x has rows of 100; the pallas implementation takes 64 at most"
-    assert one.why == f"pallas, the fastest of [4, 100] on {HERE}, cannot: rms_norm: {said}"
+        one = chosen(entry("triton"))
+    assert one.implementation == "sliced"
+    assert one.why.startswith(
+        f"triton, the fastest of [4, 64, 8] on {HERE}, does not support the call: dequant_matmul:"
+    )
     assert one.why in caplog.text
-    with pytest.raises(ValueError, match=said):
-        rms_norm(x, x[0], implementation="pallas")
+    with pytest.raises(ValueError, match="block_size is 64; the triton implementation supports"):
+        chosen({}, implementation="triton")
 
     wide = jnp.zeros((1, 4, 1, 300), jnp.float16)
     table = winner("attention", "mosaic", "float16 full", [4, 4, 1, 300])
     assert picked(table, attention, wide, wide, wide).implementation == "blockwise"
-    codes, scale = jnp.zeros((3, 8), jnp.uint8), jnp.ones((2, 8))
-    table = winner("dequant_matmul", "pallas", "nf4 float32", [4, 6, 8])
-    assert picked(table, dequant_matmul, x[:, :6], codes, scale, format="nf4", block_size=3).implementation == "sliced"
 
 
-def test_a_kernel_that_won_leaves_split_arrays_to_plain_jax():
+def test_a_kernel_that_won_leaves_sharded_arrays_to_plain_jax():
     mesh = Mesh(np.array(jax.devices()[:2]), ("d",))
-    x = jax.device_put(jnp.ones((4, 100)), NamedSharding(mesh, PartitionSpec("d")))
-    with supplied(winner("rms_norm", "pallas", "float32", [4, 100])), choices() as made:
-        y = rms_norm(x, jnp.ones(100))
-    assert [one.implementation for one in made] == ["reference"]
-    assert "lies split over devices" in made[0].why
+    x = jax.device_put(jnp.ones((4, 64)), NamedSharding(mesh, PartitionSpec("d")))
+    with use_table(entry("triton")), record_choices() as recorded:
+        y = dequant_matmul(x, jnp.zeros((64, 8), jnp.int8), jnp.ones((1, 8)), format="int8", block_size=64)
+    assert [one.implementation for one in recorded] == ["sliced"]
+    assert "is sharded over devices" in recorded[0].why
     assert len(y.sharding.device_set) == 2
 
 
-def test_a_table_holds_as_long_as_it_is_supplied():
-    x = jnp.zeros((5, 100))
-    call = rms_norm, x, x[0]
-    assert picked({}, *call).implementation == "reference"
-    assert picked(winner("rms_norm", "pallas", "float32", [5, 100]), *call).implementation == "pallas"
-    assert picked(winner("rms_norm", "reference", "float32", [5, 100]), *call).implementation == "reference"
-    assert picked({}, *call).why == f"{HERE} was not measured: reference runs everywhere"
+def test_a_table_holds_as_long_as_it_is_used():
+    assert chosen({}, 5).implementation == "sliced"
+    assert chosen(entry("triton", 5), 5).implementation == "triton"
+    assert chosen(entry("sliced", 5), 5).implementation == "sliced"
+    assert chosen({}, 5).why == f"{HERE} was not measured: sliced runs everywhere"
 
 
-def test_all_logits_are_held_only_where_that_is_asked_for():
-    x, w, labels = jnp.zeros((4, 8)), jnp.zeros((8, 9)), jnp.zeros(4, jnp.int32)
-    table = winner("cross_entropy", "reference", "float32", [4, 8, 9])
-    assert picked(table, cross_entropy, x, w, labels).implementation == "sliced"
-    assert picked(table, cross_entropy, x, w, labels, implementation="reference").implementation == "reference"
-    (entry,) = winner("cross_entropy", "pallas", "float32", [400, 800, 900])["cross_entropy"][HERE]
-    table["cross_entropy"][HERE].append(entry)
-    assert picked(table, cross_entropy, x, w, labels).implementation == "pallas"
+def test_a_whole_weight_is_held_only_where_that_is_asked_for():
+    table = entry("reference")
+    assert chosen(table).implementation == "sliced"
+    assert chosen(table, implementation="reference").implementation == "reference"
+    (other,) = entry("triton", 400)["dequant_matmul"][HERE]
+    table["dequant_matmul"][HERE].append(other)
+    assert chosen(table).implementation == "triton"
 
 
-def test_a_winner_that_is_no_more_is_none():
-    x = jnp.zeros((6, 100))
-    assert picked(winner("rms_norm", "gone", "float32", [6, 100]), rms_norm, x, x[0]).implementation == "reference"
-    assert choice.tuned() == choice._kept()
+def test_an_entry_of_an_implementation_that_is_gone_is_ignored():
+    assert chosen(entry("gone", 6), 6).implementation == "sliced"
+    assert choice.tuned() == choice._packaged()
+
+
+def test_an_implementation_is_imported_when_it_is_called():
+    """And an operation when it is used."""
+    code = """
+import sys
+import jaxmem.kernels
+assert not [name for name in sys.modules if name.startswith("jaxmem.kernels.")]
+from jaxmem.kernels import attention, dequant_matmul
+loaded = {name.rpartition(".")[2] for name in sys.modules if name.startswith("jaxmem.kernels.")}
+assert not loaded & {"mosaic", "triton", "ring", "blockwise", "reference", "sliced", "flash"}, loaded
+"""
+    subprocess.run([sys.executable, "-c", code], check=True)

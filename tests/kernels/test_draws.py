@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from jaxmem.kernels import int8_add
-from jaxmem.kernels.adam8_update import IMPLEMENTATIONS
 from jaxmem.kernels.draws import scramble, uniform
+from jaxmem.kernels.quantized_update import IMPLEMENTATIONS
 
 BLOCKS, SIZE = 4096, 256
 DEVIATIONS = 5  # that a sum of so many draws may be from its mean

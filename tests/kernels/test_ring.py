@@ -8,7 +8,7 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from jaxmem.kernels import attention
-from jaxmem.kernels.attention import ring
+from jaxmem.kernels.fused_attention import ring
 
 DEVICES, TIME = 4, 64
 SPLIT = P(None, "c")

@@ -15,7 +15,7 @@ AXES = {"w": ("layer", "embed", "mlp")}
 @pytest.mark.parametrize(
     ("name", "form", "kernel", "own", "most"),
     [
-        ("qgalore", "int8", "pallas", {"rank": 4, "refresh_every": 5, "scale": 1.0}, 0.2),
+        ("qgalore", "int8", "triton", {"rank": 4, "refresh_every": 5, "scale": 1.0}, 0.2),
         ("galore_adamw8bit", "int4", "none", {"rank": 4, "refresh_every": 5, "scale": 1.0}, 0.4),
         ("apollo_mini", "int8", "none", {"scale": 4.0}, 0.2),
     ],

@@ -96,7 +96,7 @@ def held(state):
 
 def test_a_kernel_updates_as_its_optimizer_does():
     """Stacks as one array, each device its own part; the second update comes from the codes of the first."""
-    said, _ = run("adamw8bit", {"fsdp": 2, "tensor": 2}, kernel="pallas")
+    said, _ = run("adamw8bit", {"fsdp": 2, "tensor": 2}, kernel="triton")
     for one, expected in zip(said, alone("adamw8bit"), strict=True):
         for leaf in one:
             difference = np.abs(one[leaf] - expected[leaf])

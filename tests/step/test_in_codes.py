@@ -73,7 +73,7 @@ def test_a_gradient_is_that_of_the_values(alone):
 
 @pytest.mark.parametrize(
     ("zero", "mesh", "kernel"),
-    [(3, {"stage": 2, "fsdp": 2, "tensor": 2}, "none"), (1, {"stage": 2, "fsdp": 2}, "pallas")],
+    [(3, {"stage": 2, "fsdp": 2, "tensor": 2}, "none"), (1, {"stage": 2, "fsdp": 2}, "triton")],
 )
 def test_every_mesh_learns_the_same(alone, zero, mesh, kernel):
     """Which cuts blocks, layers into stages and the vocabulary into slices, and groups rows whose gradients are summed
@@ -161,9 +161,9 @@ def test_a_layer_alone_changes_as_among_all(monkeypatch):
 def test_a_kernel_says_what_it_cannot_do():
     params, update = {"w": quantize(jnp.ones((40, 8)), "int8", 32, -2)}, {"w": jnp.ones((40, 8))}
     with pytest.raises(UserError, match=r"optimizer.kernel: int8_add: blocks of 32 do not fill the 40 .* use none"):
-        optim.apply(params, update, jax.random.key(0), kernel="pallas")
-    with pytest.raises(UserError, match="kernel pallas rounds stochastically; give a key"):
-        optim.apply(params, update, kernel="pallas")
+        optim.apply(params, update, jax.random.key(0), kernel="triton")
+    with pytest.raises(UserError, match="kernel triton rounds stochastically; give a key"):
+        optim.apply(params, update, kernel="triton")
 
 
 def test_a_step_holds_one_layer_of_values():

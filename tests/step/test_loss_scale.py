@@ -92,11 +92,11 @@ def test_stochastically_rounded_weights_are_the_same_on_every_mesh():
     [
         ({"rounding": "stochastic"}, "none", "precision.rounding: stochastic is for weights that rest in less"),
         ({"loss_scale": "dynamic"}, "none", "precision.loss_scale: only float16 gradients need it"),
-        ({"parameters": "int4"}, "pallas", "optimizer.kernel: .* adamw8bit and weights in int8, not adamw .* in int4"),
+        ({"parameters": "int4"}, "triton", "optimizer.kernel: .* adamw8bit and weights in int8, not adamw .* in int4"),
         (
             {"parameters": "int8", "rounding": "nearest"},
-            "pallas",
-            "optimizer.kernel: pallas rounds weights in int8 by chance, not to the nearest",
+            "triton",
+            "optimizer.kernel: triton rounds weights in int8 by chance, not to the nearest",
         ),
     ],
 )

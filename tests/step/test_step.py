@@ -88,7 +88,7 @@ def test_every_weight_learns():
 def test_kernels_called_on_each_device_learn_the_same():
     mesh = {"fsdp": 2, "tensor": 2}
     one = Trained(config(), updates=2)
-    Trained(config(mesh=mesh, memory={"attention": "pallas"}), 4, updates=2, begin=one).agrees_with(one)
+    Trained(config(mesh=mesh, memory={"attention": "triton"}), 4, updates=2, begin=one).agrees_with(one)
 
 
 def test_parameters_may_rest_in_bfloat16():

@@ -155,7 +155,7 @@ def test_weights_in_codes():
         "optimizer": {"name": "apollo_mini", "learning_rate": 1e-2, "epsilon": 1e-3, "clip_by": "weight"},
     }
     after = Trained(config(**cfg), updates=2)
-    kernel = {"optimizer": {**cfg["optimizer"], "kernel": "pallas"}, "batch": {"global_size": 8, "accumulate": 2}}
+    kernel = {"optimizer": {**cfg["optimizer"], "kernel": "triton"}, "batch": {"global_size": 8, "accumulate": 2}}
     whole = [batch_for(after.built, update) for update in (0, 1)]
     halves = [{name: x.reshape(2, -1, *x.shape[2:]) for name, x in batch.items()} for batch in whole]
     for sections, batches in (({}, None), (kernel, halves)):

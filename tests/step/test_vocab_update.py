@@ -48,7 +48,7 @@ def built(name, own, precision):
 def test_an_update_in_slices_is_that_of_the_whole(name, own, precision, in_slices):
     """Of weights in int8 by the kernel, too."""
     precision = Precision(**precision)
-    kernel = "pallas" if precision.parameters == "int8" else "none"
+    kernel = "triton" if precision.parameters == "int8" else "none"
     optimizer_for, params, state = built(name, own, precision)
     axes_of_state = state_axes(jax.eval_shape(optimizer_for(AXES).init, params), params, AXES)
     grads = [{"head": normal(64, 512, seed=s, scale=0.1), "rows": normal(512, 64, seed=9 + s)} for s in (2, 3)]

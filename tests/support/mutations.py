@@ -89,7 +89,7 @@ FAULTS = {
     ),
     "window": Fault(
         "a window that sees one key too many",
-        "kernels/attention/mask.py",
+        "kernels/fused_attention/mask.py",
         "seen & (distance < window)",
         "seen & (distance <= window)",
         "tests/models/test_decoder.py::test_a_window_hides_what_lies_further_back",

@@ -11,9 +11,9 @@ import jax
 import jax.numpy as jnp
 
 from jaxmem.kernels import attention
-from jaxmem.kernels.attention import IMPLEMENTATIONS
-from jaxmem.kernels.attention.mask import kept, seed_of
-from jaxmem.kernels.attention.shapes import SHAPES, Shape
+from jaxmem.kernels.fused_attention import IMPLEMENTATIONS
+from jaxmem.kernels.fused_attention.mask import keep_mask, seed_words
+from jaxmem.kernels.fused_attention.shapes import SHAPES, Shape
 from jaxmem.lab.bench import torch_kernels
 from jaxmem.lab.bench.work import Operation, Pass, Run, Work
 
@@ -100,9 +100,9 @@ def _exact(options: dict[str, Any], q: jax.Array, k: jax.Array, v: jax.Array) ->
         s = options["soft_cap"] * jnp.tanh(s / options["soft_cap"])
     p = jax.nn.softmax(jnp.where(seen, s, -jnp.inf), axis=-1)
     if "dropout" in options:
-        seed, rate = seed_of(options["dropout"][0]), options["dropout"][1]
+        seed, rate = seed_words(options["dropout"][0]), options["dropout"][1]
         row = jnp.arange(batch * heads, dtype=jnp.int32).reshape(batch, heads, 1, 1)
-        p = jnp.where(kept(seed, row, query, key, rate), p / (1 - rate), 0.0)
+        p = jnp.where(keep_mask(seed, row, query, key, rate), p / (1 - rate), 0.0)
     return jnp.einsum("bhqk,bkhd->bqhd", p, v)
 
 

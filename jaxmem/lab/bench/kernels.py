@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 from jaxmem.errors import UserError, nearest
 from jaxmem.kernels import tuning
-from jaxmem.kernels.choice import supplied
+from jaxmem.kernels.choice import use_table
 from jaxmem.lab.bench import apart, blocks, measure, operations
 from jaxmem.lab.bench.contest import Row, Say
 from jaxmem.lab.bench.measure import Job, measured
@@ -129,7 +129,7 @@ class Match(NamedTuple):
 def won(match: Match, *, done: Sequence[Row], without: Sequence[str], say: Say) -> Iterator[Row]:
     """The rows that were measured, and the winner's entry."""
     job = match.job
-    with supplied(match.table):
+    with use_table(match.table):
         choice = operations.explained(job.operation, job.shape)
         about = {"kind": choice.kind, "sizes": list(choice.sizes)}
         entries = match.table.get(job.operation, {}).get(match.device, [])

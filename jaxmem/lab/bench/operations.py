@@ -5,34 +5,23 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from collections.abc import Iterator
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from jaxmem.kernels import (
-    Constants,
-    Moments8,
-    adam8_update,
-    cross_entropy,
-    dequant_matmul,
-    int8_add,
-    rms_norm,
-)
-from jaxmem.kernels.adam8_update import IMPLEMENTATIONS as ADAM8
-from jaxmem.kernels.adam8_update import shapes as adam8_shapes
-from jaxmem.kernels.choice import Choice, choices
-from jaxmem.kernels.cross_entropy import IMPLEMENTATIONS as LOSS
-from jaxmem.kernels.cross_entropy import shapes as loss_shapes
-from jaxmem.kernels.dequant_matmul import IMPLEMENTATIONS as PRODUCTS
-from jaxmem.kernels.dequant_matmul import shapes as product_shapes
-from jaxmem.kernels.rms_norm import IMPLEMENTATIONS as NORMS
-from jaxmem.kernels.rms_norm import shapes as norm_shapes
-from jaxmem.lab import sliding_max
+from jaxmem.kernels import Moments8, QuantizedScales, adam8_update, dequant_matmul, int8_add
+from jaxmem.kernels.choice import Choice, record_choices
+from jaxmem.kernels.quantized_matmul import IMPLEMENTATIONS as PRODUCTS
+from jaxmem.kernels.quantized_matmul import shapes as product_shapes
+from jaxmem.kernels.quantized_update import IMPLEMENTATIONS as UPDATES
+from jaxmem.kernels.quantized_update import shapes as update_shapes
 from jaxmem.lab.bench import attention, torch_kernels
 from jaxmem.lab.bench.work import Operation, Pass, Run, Work
 from jaxmem.lab.sliding_max import IMPLEMENTATIONS as WINDOWS
+from jaxmem.lab.sliding_max import shapes as window_shapes
+from jaxmem.lab.sliding_max import sliding_max
 from jaxmem.quant import QTensor, quantize
 
 BF16 = jnp.bfloat16
@@ -46,7 +35,7 @@ def explained(operation: str, name: str) -> Choice:
         work = own.work(own.shapes[name])
         return next(iter(work.passes.values())).run(None)(*work.arrays)
 
-    with choices() as made:
+    with record_choices() as made:
         jax.eval_shape(traced)
     return made[-1]
 
@@ -60,7 +49,7 @@ def _product(shape: product_shapes.Shape) -> Work:
     x, g, w = _draws((shape.tokens, shape.inputs), (shape.tokens, shape.outputs), (shape.inputs, shape.outputs))
     q = quantize(w, shape.format, shape.block, -2, double_quant=shape.double)
     double = isinstance(q.scale, QTensor)
-    scale = Constants(q.scale.codes, q.scale.scale, q.scale.offset) if double else q.scale
+    scale = QuantizedScales(q.scale.codes, q.scale.scale, q.scale.offset) if double else q.scale
     options: dict[str, Any] = {"format": shape.format, "block_size": shape.block, "inputs": shape.inputs}
 
     def product(way: str | None, transposed: bool) -> Run:
@@ -79,7 +68,7 @@ def _product(shape: product_shapes.Shape) -> Work:
     return Work(arrays, {"forward": one(False), "backward": one(True)}, "TFLOP/s")
 
 
-def _adam8(shape: adam8_shapes.Shape) -> Work:
+def _adam8(shape: update_shapes.Shape) -> Work:
     (g,) = _draws(shape.dims)
     small = 0.1 * g.astype(jnp.float32)
     m, v = (quantize(x, of, shape.block, shape.along) for x, of in ((small, "dynamic8"), (small**2, "udynamic8")))
@@ -109,7 +98,7 @@ def _adam8(shape: adam8_shapes.Shape) -> Work:
     return Work((g, state, unbiased), {"update": update}, "GB/s")
 
 
-def _int8(shape: adam8_shapes.Shape) -> Work:
+def _int8(shape: update_shapes.Shape) -> Work:
     """Rounded stochastically: up to a step away, of the largest block's at most."""
     w, update = _draws(shape.dims, shape.dims)
     q, update = quantize(w, "int8", shape.block, shape.along), update * jnp.asarray(0.01, BF16)
@@ -135,47 +124,7 @@ def _int8(shape: adam8_shapes.Shape) -> Work:
     return Work(arrays, {"update": Pass(run, exact, amount, 2**-7, read=wide, in_place=((0, 0), (1, 1)))}, "GB/s")
 
 
-def _norm(shape: norm_shapes.Shape) -> Work:
-    x, branch, d_normal, d_sum = _draws(*[(shape.rows, shape.size)] * 4)
-    scale = jnp.linspace(0.5, 1.5, shape.size, dtype=jnp.float32)
-
-    def run(way: str | None) -> Run:
-        return lambda x, branch, scale: rms_norm(x, scale, residual=branch, implementation=way)
-
-    def exact(x: Any, branch: Any, scale: Any) -> Any:
-        total = x + branch
-        mean = jnp.mean(total * total, axis=1, keepdims=True) + 1e-5
-        return total * jax.lax.rsqrt(mean) * scale, total
-
-    amount = shape.least_bytes / 1e9  # backward too: the sum and two gradients read, one written
-    passes = {"forward": Pass(run, exact, amount), "backward": Pass(run, exact, amount, gradients=(0, 2))}
-    return Work((x, branch, scale), passes, "GB/s", (d_normal, d_sum))
-
-
-def _loss(shape: loss_shapes.Shape) -> Work:
-    x, w = _draws((shape.tokens, shape.embed), (shape.embed, shape.vocab))
-    x = x * jnp.asarray(shape.embed**-0.5, x.dtype)
-    labels = jnp.arange(shape.tokens, dtype=jnp.int32) % shape.vocab
-
-    def run(way: str | None) -> Run:
-        return lambda x, w, labels: cross_entropy(x, w, labels, implementation=way)
-
-    def exact(x: Any, w: Any, labels: Any) -> Any:
-        logits = x @ w
-        return jax.nn.logsumexp(logits, axis=1) - jnp.take_along_axis(logits, labels[:, None], axis=1)[:, 0]
-
-    amount = shape.flops / 1e12
-    # Backward logits are made again: three products.
-    passes = {"forward": Pass(run, exact, amount), "backward": Pass(run, exact, 3 * amount, gradients=(0, 1))}
-    return Work((x, w, labels), passes, "TFLOP/s", jnp.ones((shape.tokens,), jnp.float32))
-
-
-class Windows(NamedTuple):
-    numbers: int
-    window: int
-
-
-def _windows(shape: Windows) -> Work:
+def _windows(shape: window_shapes.Shape) -> Work:
     (x,) = _draws((shape.numbers,), dtype=jnp.float32)
 
     def exact(x: Any) -> Any:
@@ -185,16 +134,13 @@ def _windows(shape: Windows) -> Work:
     return Work((x,), {"forward": Pass(run, exact, 2 * x.nbytes / 1e9, step=2**-24)}, "GB/s")
 
 
-def _with(**sizes: int) -> Callable[[Any], Any]:
-    return lambda shape: shape._replace(**sizes)
-
-
 def _small_product(shape: product_shapes.Shape) -> product_shapes.Shape:
     return shape._replace(tokens=16, inputs=2 * shape.block, outputs=32)
 
 
-def _small_blocks(shape: adam8_shapes.Shape) -> adam8_shapes.Shape:
-    return shape._replace(dims=(shape.block, 2 * shape.block))
+def _small_blocks(shape: update_shapes.Shape) -> update_shapes.Shape:
+    dims = (16, 2 * shape.block)
+    return shape._replace(dims=dims if shape.along == -1 else dims[::-1])
 
 
 BY_LIBRARIES = {
@@ -217,8 +163,8 @@ OPERATIONS = {
         plain="sliced",
     ),
     "adam8_update": Operation(
-        ADAM8,
-        adam8_shapes.SHAPES,
+        UPDATES,
+        update_shapes.SHAPES,
         _small_blocks,
         _adam8,
         passes=("update",),
@@ -227,27 +173,18 @@ OPERATIONS = {
         usual=ONE_MATRIX,
     ),
     "int8_add": Operation(
-        ADAM8,
-        adam8_shapes.SHAPES,
+        UPDATES,
+        update_shapes.SHAPES,
         _small_blocks,
         _int8,
         passes=("update",),
         tuned=ONE_MATRIX,
         usual=ONE_MATRIX,
     ),
-    "rms_norm": Operation(NORMS, norm_shapes.SHAPES, _with(rows=16, size=64), _norm, tuned=("llama3-8b",)),
-    "cross_entropy": Operation(
-        LOSS,
-        loss_shapes.SHAPES,
-        _with(tokens=16, embed=32, vocab=96),
-        _loss,
-        tuned=("llama3-8b",),
-        plain="sliced",
-    ),
     "sliding_max": Operation(
         WINDOWS,
-        {"256 of 64 M": Windows(1 << 26, 256)},
-        _with(numbers=2000),
+        window_shapes.SHAPES,
+        lambda shape: shape._replace(numbers=2000),
         _windows,
         passes=("forward",),
     ),

@@ -7,9 +7,9 @@ import importlib
 from collections.abc import Mapping
 from typing import Any
 
-from jaxmem.kernels.adam8_update import shapes as adam8_shapes
-from jaxmem.kernels.attention import shapes as attention_shapes
-from jaxmem.kernels.dequant_matmul import shapes as product_shapes
+from jaxmem.kernels.fused_attention import shapes as attention_shapes
+from jaxmem.kernels.quantized_matmul import shapes as product_shapes
+from jaxmem.kernels.quantized_update import shapes as update_shapes
 from jaxmem.lab.bench.contest import Call
 
 Calls = Mapping[str, Call]  # by the name of the pass
@@ -106,7 +106,7 @@ def product_by_torchao(shape: product_shapes.Shape, *, on: str = "cuda") -> Call
     return {"forward": forward, "backward": lambda: torch.autograd.grad(made, x, g, retain_graph=True)}
 
 
-def adam8_by_bitsandbytes(shape: adam8_shapes.Shape, *, on: str = "cuda") -> Calls:
+def adam8_by_bitsandbytes(shape: update_shapes.Shape, *, on: str = "cuda") -> Calls:
     """Its 8-bit AdamW, in blocks of 256 numbers as they lie, which changes the weight in the same pass: 4 bytes more a
     number than the update alone, for which both count the same."""
     torch, functional = needed("bitsandbytes.functional")

@@ -98,7 +98,7 @@ def _compiled(aim: Any, lengths: Sequence[int]) -> Iterator[Row]:
     device = target_devices(aim, 1000 * aim.memory)[0]
     place = jax.sharding.SingleDeviceSharding(device)
     for length in lengths:
-        for way in ("reference", "blockwise", "pallas"):
+        for way in ("reference", "blockwise", "triton"):
             q, k = (
                 jax.ShapeDtypeStruct((1, length, heads, DIM), jnp.bfloat16, sharding=place)
                 for heads in (HEADS, KV_HEADS)
@@ -122,7 +122,7 @@ def _timed(length: int) -> Iterator[Row]:
     from jaxmem.kernels import attention
 
     arrays = _arrays(length)
-    for way in ("reference", "blockwise", *(("pallas",) if jax.default_backend() == "gpu" else ())):
+    for way in ("reference", "blockwise", *(("triton",) if jax.default_backend() == "gpu" else ())):
         run = jax.jit(_with_gradients(partial(attention, causal=True, implementation=way)))
         yield {"of": length, "way": way, "seconds": timed.seconds(run, *arrays)}
 
@@ -185,14 +185,14 @@ def _note(compiled: Sequence[Row], errors: Sequence[Row]) -> str:
     lengths = sorted({row["of"] for row in compiled})
     size = {(row["of"], row["way"]): row["temporaries"] for row in compiled}
     first, last = lengths[0], lengths[-1]
-    grown = {way: size[last, way] / size[first, way] for way in ("reference", "pallas")}
+    grown = {way: size[last, way] / size[first, way] for way in ("reference", "triton")}
     safe = max(row["error"] for row in errors if row["way"] == "blockwise")
     broken = sum(row["error"] is None for row in errors)
     return (
         f"{HEADS} heads of {DIM} with {KV_HEADS} of keys, in bfloat16. From {first:,} to {last:,} tokens what the"
         f" reference needs grows {grown['reference']:.0f} times, with the square of the length; a kernel's"
-        f" {grown['pallas']:.0f} times, with the length: {size[last, 'reference'] / 2**30:.0f} GiB against"
-        f" {size[last, 'pallas'] / 2**20:.1f} MiB at {last:,}. The reference keeps the scores for the backward pass,"
+        f" {grown['triton']:.0f} times, with the length: {size[last, 'reference'] / 2**30:.0f} GiB against"
+        f" {size[last, 'triton'] / 2**20:.1f} MiB at {last:,}. The reference keeps the scores for the backward pass,"
         " the others make them again, block by block, from one number a row."
         f" The softmax as textbooks write it fails in {broken} of {len(CASES)} cases, by an overflow and by 0 / 0; in"
         f" blocks the worst error beside float64 is {safe:.0e} of the largest value, with scores of 1e4 and rows that"
@@ -220,6 +220,10 @@ STOP = Stop(
     "scores written down or made in blocks: bytes, time, and numbers that stay numbers",
     by_length,
     uses="devices",
-    config=["memory.attention=pallas", "memory.attention=blockwise"],
-    read=["kernels/attention/reference.py", "kernels/attention/blockwise.py", "kernels/attention/pallas.py"],
+    config=["memory.attention=triton", "memory.attention=blockwise"],
+    read=[
+        "kernels/fused_attention/reference.py",
+        "kernels/fused_attention/blockwise.py",
+        "kernels/fused_attention/triton.py",
+    ],
 )

@@ -23,7 +23,6 @@ if TYPE_CHECKING:
 
 TARGET = "h100-80gb"
 TOKENS, EMBED, MLP, HEADS, DIM = 8192, 4096, 14336, 32, 128  # of llama3-8b
-IN_A_KERNEL = "the same, in a kernel"
 NO_KERNELS = ("parameter", "constant", "tuple", "get-tuple-element", "bitcast")
 VIEWS = ("broadcast_in_dim", "reshape", "squeeze")  # that nobody copies
 BASE: dict[str, Any] = {
@@ -61,7 +60,7 @@ def by_chain(
     held = [_chunked(name, load_config(dict(base), overrides)) for name, overrides in chunks.items()]
     moved: Columns = {
         "chain": lambda row: f"{row['name']}{', and back' if row['back'] else ''}",
-        "one by one, MB": lambda row: f"{row['apart'] / 1e6:,.0f}" if row["apart"] else "",
+        "one by one, MB": lambda row: f"{row['apart'] / 1e6:,.0f}",
         "fused": lambda row: f"{row['moved'] / 1e6:,.0f}",
         "least": lambda row: f"{row['least'] / 1e6:,.0f}",
         "kernels": lambda row: str(row["kernels"]),
@@ -83,21 +82,22 @@ def operations() -> Iterator[tuple[str, Callable[..., Any], tuple[Any, ...], tup
     import jax
     import jax.numpy as jnp
 
-    from jaxmem.kernels import rms_norm
     from jaxmem.models.rope import Angles, rotate
 
     def numbers(*shape: int, dtype: Any = jnp.bfloat16) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(shape, dtype)
 
-    def norm(x: Any, branch: Any, scale: Any, implementation: str) -> Any:
-        """A branch added to the residual stream, and the norm of the sum, as a block has it."""
-        return rms_norm(x, scale, residual=branch, implementation=implementation)
+    def norm(x: Any, branch: Any, scale: Any) -> Any:
+        """The norm of the residual stream with a branch added, and the sum, as in a block."""
+        total = x + branch
+        wide = total.astype(jnp.float32)
+        wide = wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + 1e-5)
+        return (wide * scale).astype(x.dtype), total
 
     half: Any = numbers(1, TOKENS, DIM // 2, dtype=jnp.float32)
     wide, angles = numbers(TOKENS, EMBED), Angles(half, half)
     summed = wide, wide, numbers(EMBED, dtype=jnp.float32)
-    yield "rms_norm, with the residual", partial(norm, implementation="reference"), summed, (0, 2)
-    yield IN_A_KERNEL, partial(norm, implementation="pallas"), summed, (0, 2)
+    yield "rms_norm, with the residual", norm, summed, (0, 2)
     yield "swiglu", lambda gate, up: jax.nn.silu(gate) * up, (numbers(TOKENS, MLP), numbers(TOKENS, MLP)), (0, 1)
     yield "rope", rotate, (numbers(1, TOKENS, HEADS, DIM), angles), (0,)
 
@@ -119,8 +119,7 @@ def chains(device: Any) -> Iterator[Row]:
         made = jax.eval_shape(function, *arguments)
         for back, run, given in ((False, function, arguments), (True, both, (arguments, made))):
             found = counted(run, given, device)
-            apart = None if name == IN_A_KERNEL else one_by_one(jax.make_jaxpr(run)(*given).jaxpr)
-            yield {"name": name, "back": back, "apart": apart, **found}
+            yield {"name": name, "back": back, "apart": one_by_one(jax.make_jaxpr(run)(*given).jaxpr), **found}
 
 
 def counted(function: Callable[..., Any], arguments: Any, device: Any) -> Row:
@@ -164,26 +163,23 @@ def _chunked(name: str, cfg: Any) -> Row:
 
 
 def _note(rows: Sequence[Row], held: Sequence[Row]) -> str:
-    apart, fused, least = (sum(row[of] for row in rows if row["apart"]) for of in ("apart", "moved", "least"))
-    norm, kernel = (
-        next(row for row in rows if row["back"] and row["name"] == name) for name in (rows[0]["name"], IN_A_KERNEL)
-    )
+    apart, fused, least = (sum(row[of] for row in rows) for of in ("apart", "moved", "least"))
+    norm = next(row for row in rows if row["back"] and row["name"] == rows[0]["name"])
     whole, loss, both, away, both_away = (row["activations"] / 2**30 for row in held)
     return (
         f"One by one these chains move {apart / 1e9:.1f} GB; fused by XLA {fused / 1e9:.1f}, {fused / least:.2f} times"
         " the least, which reads every input and writes every result once. Where a whole row is needed before its first"
         f" number can be written, as in a norm's gradient, it reads more than once: {norm['moved'] / norm['least']:.2f}"
-        f" times the least, and a kernel written for it {kernel['moved'] / kernel['least']:.2f}. The results of"
-        " products are written in any case. The loss in chunks of the vocabulary, so that no logits are there whole,"
-        f" takes a step's activations from {whole:.2f} to {loss:.2f} GiB. The MLP in chunks of tokens makes of that"
-        f" {both:.2f}: gradients of its weights are added up in float32 meanwhile, and at {TOKENS:,} tokens that takes"
-        f" all that they save. At {AWAY}, it goes from {away:.2f} to {both_away:.2f}."
+        " times the least. The results of products are written in any case. The loss in chunks of the vocabulary, so"
+        f" that no logits are there whole, takes a step's activations from {whole:.2f} to {loss:.2f} GiB. The MLP in"
+        f" chunks of tokens makes of that {both:.2f}: gradients of its weights are added up in float32 meanwhile, and"
+        f" at {TOKENS:,} tokens that takes all that they save. At {AWAY}, it goes from {away:.2f} to {both_away:.2f}."
     )
 
 
 def _draw(drawn: Figure, rows: Sequence[Row]) -> None:
     axes = drawn.subplots()
-    shown = [row for row in rows if row["apart"]]
+    shown = list(rows)
     places = range(len(shown))
     for number, (of, label) in enumerate((("apart", "one by one"), ("moved", "fused"), ("least", "least"))):
         axes.barh([place + 0.25 * number for place in places], [row[of] / 1e6 for row in shown], 0.25, label=label)
@@ -200,5 +196,5 @@ STOP = Stop(
     by_chain,
     uses="devices",
     config=["memory.loss_chunk=auto", "memory.mlp_chunk=1024"],
-    read=["jaxmem/models/cross_entropy.py", "jaxmem/models/chunking.py", "kernels/rms_norm/pallas.py"],
+    read=["jaxmem/models/cross_entropy.py", "jaxmem/models/chunking.py"],
 )

@@ -102,7 +102,7 @@ def _windows() -> Iterator[Row]:
     import jax
     import jax.numpy as jnp
 
-    from jaxmem.lab.sliding_max import HOST, pallas, sliding_max
+    from jaxmem.lab.sliding_max import HOST, sliding_max, triton
 
     numbers = np.random.default_rng(0).standard_normal(NUMBERS).astype(np.float32)
     listed = numbers.tolist()
@@ -120,8 +120,8 @@ def _windows() -> Iterator[Row]:
         seconds = None
         if devices.has_nvidia_gpu() and jax.default_backend() == "gpu":
             seconds = timed.seconds(jax.jit(lambda x, name=name: sliding_max(x, WINDOW, implementation=name)), x)
-        held = 4 * (pallas.OUTPUTS + pallas.STRIP) if name == "shared" else None
-        asked = pallas.bytes_asked(name, NUMBERS, WINDOW)
+        held = 4 * (triton.OUTPUTS + triton.STRIP) if name == "shared" else None
+        asked = triton.requested_bytes(name, NUMBERS, WINDOW)
         yield _row(f"GPU, {name}", NUMBERS * WINDOW, asked, held, seconds)
     run = jax.jit(lambda x: sliding_max(x, WINDOW, implementation="reference"))
     yield _row("XLA, here", NUMBERS * WINDOW, 8 * NUMBERS, seconds=timed.seconds(run, x))
@@ -179,6 +179,6 @@ STOP = Stop(
     "its memories; a sliding window, a product, a training step: the bytes they ask for, and times",
     bytes_counted,
     uses="devices",
-    config=["optimizer.kernel=pallas"],
-    read=["jaxmem/lab/sliding_max/pallas.py", "jaxmem/lab/tour/roofline.py", "jaxmem/planning/timeline.py"],
+    config=["optimizer.kernel=triton"],
+    read=["jaxmem/lab/sliding_max/triton.py", "jaxmem/lab/tour/roofline.py", "jaxmem/planning/timeline.py"],
 )

@@ -25,11 +25,11 @@ BASE: dict[str, Any] = {
     "data": {"source": "tokens", "path": "unused", "sequence_length": 4096},
     "batch": {"global_size": 1},
     "precision": {"parameters": "bfloat16", "rounding": "stochastic"},
-    "memory": {"remat": "full", "attention": "pallas"},
+    "memory": {"remat": "full", "attention": "triton"},
     "train": {"steps": 1000},
 }
 # Which files made a kernel, the innermost first; those with products of weights are told from those without.
-PARTS = {"kernels/attention": "attention", "jaxmem/vocabulary": "logits and loss", "jaxmem/optim": "the update"}
+PARTS = {"kernels/fused_attention": "attention", "jaxmem/vocabulary": "logits and loss", "jaxmem/optim": "the update"}
 PRODUCTS, ELEMENTWISE = "products with weights", "norms, activations, copies"
 REGISTERS = 65536 * 4  # bytes of a multiprocessor
 BANKS = 32 * 4  # bytes that a multiprocessor's shared memory hands over in a clock

@@ -9,8 +9,10 @@ import pytest
 from jaxmem.cli import benches
 from jaxmem.errors import UserError
 from jaxmem.kernels import choice, tuning
-from jaxmem.kernels.attention import IMPLEMENTATIONS
-from jaxmem.kernels.attention import tuning as attention_tuning
+from jaxmem.kernels.fused_attention import IMPLEMENTATIONS
+from jaxmem.kernels.fused_attention import tuning as attention_tuning
+from jaxmem.kernels.quantized_matmul import triton as matmul
+from jaxmem.kernels.quantized_update import triton as update
 from jaxmem.lab.bench import attention, blocks, contest, kernels
 from jaxmem.lab.bench.operations import OPERATIONS
 
@@ -19,8 +21,9 @@ from jaxmem.lab.bench.operations import OPERATIONS
 def quick(monkeypatch):
     """Attention forward, by one implementation that is cut in two ways."""
     monkeypatch.setattr(contest, "BURST", 0.0)
+    monkeypatch.setattr(contest, "FEWEST", 1)
     monkeypatch.setattr(attention, "GRADIENTS", {})
-    for name in set(IMPLEMENTATIONS) - {"reference", "blockwise", "pallas"}:
+    for name in set(IMPLEMENTATIONS) - {"reference", "blockwise", "triton"}:
         monkeypatch.delitem(IMPLEMENTATIONS, name)
 
 
@@ -43,36 +46,38 @@ def test_tuning_runs_dry_and_its_winners_are_taken(tmp_path, quick):
     table = json.loads(path.read_text())
     (entry,) = table["attention blocks"][here]
     q = jnp.zeros((1, 100, 2, 16), jnp.bfloat16)
-    usual = [attention_tuning.usual(way, "forward", 16, 2) for way in ("pallas", "triton")]
+    usual = [attention_tuning.usual(way, "forward", 16, 2) for way in ("triton", "mosaic")]
     entry["blocks"] = [16, 16, 4, 2]
-    with choice.supplied(table):
-        assert attention_tuning.blocks("pallas", "forward", q, q, 16) == (16, 16, 4, 2)
-        assert attention_tuning.blocks("triton", "forward", q, q, 16) == usual[1]
-    assert attention_tuning.blocks("pallas", "forward", q, q, 16) == usual[0]
+    with choice.use_table(table):
+        assert attention_tuning.blocks("triton", "forward", q, q, 16) == (16, 16, 4, 2)
+        assert attention_tuning.blocks("mosaic", "forward", q, q, 16) == usual[1]
+    assert attention_tuning.blocks("triton", "forward", q, q, 16) == usual[0]
 
 
 def test_every_kernel_is_tuned(tmp_path, monkeypatch):
     """Each that is not attention's, dry: two ways to cut it, of which one wins."""
     monkeypatch.setattr(contest, "BURST", 0.0)
+    monkeypatch.setattr(contest, "FEWEST", 1)
     path, here = tmp_path / "tuned.json", jax.devices()[0].device_kind
-    for one in ("dequant_matmul", "adam8_update", "int8_add", "rms_norm", "cross_entropy"):
+    for one in ("dequant_matmul", "adam8_update", "int8_add"):
         own = kernels.OPERATIONS[one]
-        list(kernels.tune(path, operation=one, seconds=0.0, only=["pallas"]))
+        list(kernels.tune(path, operation=one, seconds=0.0, only=["triton"]))
         entries = json.loads(path.read_text())[f"{one} blocks"][here]
-        assert [entry["kind"].split()[:2] for entry in entries] == [["pallas", of] for of in own.passes]
+        assert [entry["kind"].split()[:2] for entry in entries] == [["triton", of] for of in own.passes]
         assert all(entry["of"] == 2 for entry in entries)
         assert one not in json.loads(path.read_text())  # one alone wins nothing
 
 
 def test_what_was_measured_before_tuning_stopped_is_kept(tmp_path, monkeypatch):
     monkeypatch.setattr(contest, "BURST", 0.0)
+    monkeypatch.setattr(contest, "FEWEST", 1)
     path, operation = tmp_path / "tuned.json", {"operation": "dequant_matmul", "seconds": 0.0}
     stopped = kernels.tune(path, **operation)
     first = next(stopped)
     stopped.close()
     (kept,) = json.loads(path.read_text())["dequant_matmul blocks"][jax.devices()[0].device_kind]
     assert kept.items() <= first.items()
-    found = list(kernels.tune(path, **operation, only=["pallas"]))
+    found = list(kernels.tune(path, **operation, only=["triton"]))
     assert [row["kind"].split()[1] for row in found] == ["backward"]
 
 
@@ -88,10 +93,10 @@ def test_sizes_that_cannot_be_measured_cost_themselves_alone(tmp_path, quick, mo
 
     monkeypatch.setattr(blocks.Pass, "compiled", failing)
     monkeypatch.setattr(blocks, "SOME", 3)
-    hung = "x".join(map(str, attention_tuning.space("pallas", "forward", 16, 2, tuning.SHARED["8.9"])[1]))
+    hung = "x".join(map(str, attention_tuning.space("triton", "forward", 16, 2, tuning.SHARED["8.9"])[1]))
     given = {"operation": "attention", "seconds": 0.0, "passes": ["forward"]}
     monkeypatch.setattr(kernels, "_check_contestants", lambda *_: None)
-    (row,) = kernels.tune(tmp_path / "tuned.json", **given, without=[f"pallas forward {hung}"])
+    (row,) = kernels.tune(tmp_path / "tuned.json", **given, without=[f"triton forward {hung}"])
     assert row["of"] == 2
 
 
@@ -117,14 +122,14 @@ def test_who_wins():
         return {"contestant": way, "pass": of, "milliseconds": milliseconds, "right": right}
 
     even = [row("mosaic", "forward", 1.8), row("mosaic", "backward", 9.196)]  # 600 and 300 TFLOP/s
-    uneven = [row("pallas", "forward", 2.4), row("pallas", "backward", 8.374)]  # 450 and 330
-    assert kernels._winner(attention_, even + uneven)["implementation"] == "pallas"
+    uneven = [row("triton", "forward", 2.4), row("triton", "backward", 8.374)]  # 450 and 330
+    assert kernels._winner(attention_, even + uneven)["implementation"] == "triton"
     wrong = [row("triton", "forward", 0.1), row("triton", "backward", 0.1, right=False)]
     half = [row("blockwise", "forward", 0.1)]
     largest = [row("reference", "forward", 0.1), row("reference", "backward", 0.1)]
     others = [row("jax.nn cudnn", "forward", 0.1), {"contestant": "x", "why_not": "y"}]
     assert kernels._winner(attention_, even + wrong + half + largest + others)["implementation"] == "mosaic"
-    plain = [row("reference", "update", 1.0), row("pallas", "update", 2.0)]
+    plain = [row("reference", "update", 1.0), row("triton", "update", 2.0)]
     assert kernels._winner(update, plain)["implementation"] == "reference"
     assert kernels._winner(update, []) is None
 
@@ -132,12 +137,11 @@ def test_who_wins():
 @pytest.mark.parametrize("of", attention_tuning.PASSES)
 def test_what_may_be_measured_has_room(of):
     capabilities = "8.9", "9.0"
-    small, large = (attention_tuning.space("pallas", of, 128, 2, tuning.SHARED[x]) for x in capabilities)
+    small, large = (attention_tuning.space("triton", of, 128, 2, tuning.SHARED[x]) for x in capabilities)
     assert set(small) < set(large)
     assert all((b.queries + b.keys * b.stages) * 128 * 2 <= tuning.SHARED["8.9"] for b in small)
     assert len(large) < 40  # each takes seconds to compile
-    kept = [attention_tuning.usual(implementation, of, 128, 2) for implementation in ("pallas", "triton")]
-    assert set(kept) <= set(small)
+    assert attention_tuning.usual("triton", of, 128, 2) in small
 
 
 @pytest.mark.parametrize("of", [*attention_tuning.PASSES, "gradients"])
@@ -150,17 +154,8 @@ def test_what_may_be_measured_of_mosaic_has_room(of):
 
 def test_the_usual_sizes_are_among_those_that_may_be_measured():
     small = tuning.SHARED["8.9"]
-    spaces = [
-        (pallas.space(of, 2, 2, small), pallas.USUAL[of])
-        for pallas in [OPERATIONS["dequant_matmul"].implementations["pallas"]]
-        for of in ("forward", "backward")
-    ]
-    loss = OPERATIONS["cross_entropy"].implementations["pallas"]
-    spaces += [(loss.space(itemsize, small), usual) for itemsize, usual in loss.USUAL.items()]
-    update = OPERATIONS["adam8_update"].implementations["pallas"]
-    spaces += [(update.space(of, along, small), update.USUAL[of]) for of in update.HELD for along in (-1, -2)]
-    norm = OPERATIONS["rms_norm"].implementations["pallas"]
-    spaces += [(norm.space(of, 4096, small), norm.USUAL) for of in norm.HELD]
+    spaces = [(matmul.space(of, 2, 2, small), matmul.USUAL[of]) for of in ("forward", "backward")]
+    spaces += [(update.space(of, along, small), update.USUAL) for of in update.REGISTERS for along in (-1, -2)]
     for space, usual in spaces:
         assert usual in space
         assert 2 < len(space) < 40  # each takes seconds to compile

@@ -14,14 +14,14 @@ from jaxmem.lab.tour.attention import CASES, by_length
 def test_every_way_is_compared_and_only_the_textbooks_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     def by_formula(_: Any, lengths: Any) -> Any:
         for length in lengths:
-            for way, size in (("reference", length**2), ("blockwise", 64 * length), ("pallas", length)):
+            for way, size in (("reference", length**2), ("blockwise", 64 * length), ("triton", length)):
                 yield {"of": length, "way": way, "temporaries": size}
 
     monkeypatch.setattr(attention, "_compiled", by_formula)
     found = by_length("rtx4090-24gb", lengths=(64, 256), here=())
     sizes, _, errors = found.tables
     assert "rtx4090-24gb" in sizes.title
-    assert list(sizes.columns) == ["", "reference", "blockwise", "pallas"]
+    assert list(sizes.columns) == ["", "reference", "blockwise", "triton"]
     assert [line["of"] for line in errors.rows] == list(CASES)
     for line, bound in zip(errors.rows, (1e-5, 0.1, 1e-5), strict=True):
         written, *ours = line["ways"].values()

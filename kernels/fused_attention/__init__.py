@@ -1,0 +1,78 @@
+"""Attention with all options that transformers use. `reference.py` is the contract.
+
+A new implementation is a module with `attend` as in `reference.py`, and a line in IMPLEMENTATIONS; it raises ValueError
+for calls that it does not support. `tests/kernels/test_attention.py` tests all.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+from jax.typing import ArrayLike
+
+from jaxmem.kernels.choice import Operation
+
+from .arguments import CHECKS, check_arguments
+
+IMPLEMENTATIONS: dict[str, Any] = {
+    name: f"{__name__}.{name}" for name in ("blockwise", "mosaic", "reference", "triton")
+}
+
+
+def attention(
+    q: ArrayLike,
+    k: ArrayLike,
+    v: ArrayLike,
+    *,
+    causal: bool = False,
+    window: int | None = None,
+    segment_ids: ArrayLike | None = None,
+    kv_segment_ids: ArrayLike | None = None,
+    scale: float | None = None,
+    soft_cap: float | None = None,
+    dropout: tuple[jax.Array, float] | None = None,
+    deterministic: bool = False,
+    return_lse: bool = False,
+    implementation: str | None = None,
+) -> Any:  # an array, with `return_lse` two
+    """softmax(scale q k^T) v for each head, its softmax in float32.
+
+    q is [batch, queries, heads, dim]; k and v are [batch, keys, kv_heads, dim]; the output has the shape of q. `heads`
+    may be a multiple of `kv_heads`: consecutive groups of query heads share a key head.
+    `causal`: a query sees the keys up to its own position; with more keys than queries the last query is at the last
+    key. `window`: it sees this number of keys, its own included, and none after it.
+    `segment_ids`: it sees keys of its own id (`kv_segment_ids`; with equally many keys, the same ids).
+    A query that sees nothing gives zeros. `scale` is 1/sqrt(dim) by default. `soft_cap` bounds the scores,
+    cap tanh(score / cap). `dropout`: (a jax random key, the rate of probabilities set to 0); the mask depends on key,
+    batch row, head and positions, never on the tiling; inside `shard_map` positions count from 0 on each shard, so fold
+    the shard's index into the key there.
+    `deterministic`: equal input gives bitwise equal gradients. Otherwise `mosaic` adds to dq in an order that changes
+    from run to run, which is faster; all others are always deterministic.
+    `return_lse`: also log(sum(exp(scores))), [batch, heads, queries] in float32, differentiable.
+    `implementation`: a name in IMPLEMENTATIONS; None picks one.
+    """
+    arrays, options, extras = check_arguments(
+        q,
+        k,
+        v,
+        causal=causal,
+        window=window,
+        segment_ids=segment_ids,
+        kv_segment_ids=kv_segment_ids,
+        scale=scale,
+        soft_cap=soft_cap,
+        dropout=dropout,
+        deterministic=deterministic,
+    )
+    queries, keys, _ = arrays
+    with_lse = CHECKS.flag("return_lse", return_lse)
+    masked = options.causal or options.window is not None
+    out, lse = Operation("attention", IMPLEMENTATIONS, "blockwise").run(
+        implementation,
+        lambda module: module.attend(*arrays, options, extras),
+        (arrays, extras),
+        kind=f"{queries.dtype.name} {'causal' if masked else 'full'}",
+        sizes=(queries.shape[1], keys.shape[1], *queries.shape[2:]),
+    )
+    return (out, lse) if with_lse else out

@@ -1,0 +1,105 @@
+"""Arguments of attention, checked in one place for all implementations."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Int32, UInt32
+
+from jaxmem.kernels.validation import FLOATS, Validator, describe
+
+from .mask import seed_words
+
+DTYPES = FLOATS
+CHECKS = Validator("attention")
+
+
+@dataclass(frozen=True)
+class Options:
+    """What is known at compile time."""
+
+    causal: bool
+    window: int | None
+    scale: float
+    soft_cap: float | None
+    dropout: float  # the share of probabilities dropped
+    deterministic: bool
+
+
+class Extras(NamedTuple):
+    """Arrays beside q, k and v; None where the option is not used."""
+
+    segment_ids: Int32[Array, "batch queries"] | None = None
+    kv_segment_ids: Int32[Array, "batch keys"] | None = None
+    seed: UInt32[Array, "2"] | None = None  # of dropout
+
+
+def check_arguments(
+    q: Any,
+    k: Any,
+    v: Any,
+    *,
+    causal: Any,
+    window: Any,
+    segment_ids: Any,
+    kv_segment_ids: Any,
+    scale: Any,
+    soft_cap: Any,
+    dropout: Any,
+    deterministic: Any,
+) -> tuple[tuple[jax.Array, jax.Array, jax.Array], Options, Extras]:
+    """The arrays and options; ValueError naming a wrong argument."""
+    q, k, v = (CHECKS.array(name, x, "[batch, time, heads, dim]", DTYPES) for name, x in (("q", q), ("k", k), ("v", v)))
+    for name, x in (("k", k), ("v", v)):
+        _require(x.dtype == q.dtype, f"{name} is {x.dtype} and q is {q.dtype}; they should be the same")
+    _require(k.shape == v.shape, f"k has shape {k.shape} and v {v.shape}; they should be the same")
+    batch, queries, heads, dim = q.shape
+    _require(k.shape[0] == batch, f"k has batch {k.shape[0]} and q {batch}; they should be the same")
+    _require(k.shape[3] == dim, f"k has dim {k.shape[3]} and q {dim}; they should be the same")
+    _require(heads % k.shape[2] == 0, f"k has {k.shape[2]} heads; they should divide the {heads} heads of q")
+    causal, deterministic = CHECKS.flag("causal", causal), CHECKS.flag("deterministic", deterministic)
+    if window is not None:
+        window = CHECKS.whole_number("window", window)
+        _require(window >= 1, f"window is {window}; it should be at least 1 (the key at the query's own place)")
+        window = min(window, k.shape[1])  # of 32 bits, as positions are
+    if soft_cap is not None:
+        soft_cap = CHECKS.number("soft_cap", soft_cap)
+        _require(soft_cap > 0, f"soft_cap is {soft_cap!r}; it should be above 0")
+    scale = dim**-0.5 if scale is None else CHECKS.number("scale", scale)
+    if kv_segment_ids is None and k.shape[1] == queries:
+        kv_segment_ids = segment_ids
+    _require(
+        (segment_ids is None) == (kv_segment_ids is None),
+        f"{'segment_ids' if segment_ids is None else 'kv_segment_ids'} is missing; "
+        f"with {queries} queries and {k.shape[1]} keys both are needed",
+    )
+    if segment_ids is not None and kv_segment_ids is not None:
+        segment_ids = _ids("segment_ids", segment_ids, (batch, queries))
+        kv_segment_ids = _ids("kv_segment_ids", kv_segment_ids, (batch, k.shape[1]))
+    rate, seed = 0.0, None
+    if dropout is not None:
+        pair = isinstance(dropout, tuple | list) and len(dropout) == 2
+        _require(pair, f"dropout is {describe(dropout)}; it should be a pair, (a jax random key, a rate)")
+        key, rate = dropout[0], CHECKS.number("dropout's rate", dropout[1])
+        _require(0.0 <= rate < 1.0, f"dropout's rate is {rate!r}; it should be at least 0 and below 1")
+        _require(_is_key(key), f"dropout's key is {describe(key)}; it should be one key of jax.random")
+        seed = seed_words(key) if rate else None
+    options = Options(causal, window, scale, soft_cap, rate, deterministic)
+    return (q, k, v), options, Extras(segment_ids, kv_segment_ids, seed)
+
+
+def _ids(name: str, ids: Any, shape: tuple[int, int]) -> jax.Array:
+    return CHECKS.integers(name, ids, shape, "[batch, time], ").astype(jnp.int32)
+
+
+def _is_key(key: Any) -> bool:
+    if isinstance(key, jax.Array) and jnp.issubdtype(key.dtype, jax.dtypes.prng_key):
+        return key.shape == ()
+    return isinstance(key, jax.Array | np.ndarray) and key.ndim == 1 and key.dtype == jnp.uint32
+
+
+_require = CHECKS.require

@@ -1,0 +1,315 @@
+"""Attention in plain JAX, a tile of scores at a time: runs wherever XLA does.
+
+A tile is a block of queries of every head by a block of keys. The forward pass keeps a running maximum and
+sum of each row (Milakov and Gimelshein, arXiv:1805.02867; Rabe and Staats, arXiv:2112.05682) and visits only
+tiles in which something is visible. It saves the output and each row's log-sum-exp; the backward pass makes
+each tile's probabilities anew from those (Dao et al., arXiv:2205.14135).
+
+Time, with P visible (query, key) pairs: 4 P dim operations a head forward, 10 P dim backward.
+Bytes beside inputs and outputs: batch x heads x (a few tiles + a few times time x dim), never time x time.
+
+Batch and heads stay dimensions of their own throughout, so that arrays split over them stay where they are.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.ad_checkpoint import checkpoint_name
+from jaxtyping import Array, Float, Int32
+
+from .arguments import Extras, Options
+from .tiles import (
+    BACKWARD,
+    FORWARD,
+    Keys,
+    Outputs,
+    Problem,
+    Queries,
+    Rows,
+    Tile,
+    Turned,
+    apply_dropout,
+    merge_groups,
+    scores,
+)
+
+# Up to so many scores a head, a row's softmax is taken in one piece: blocks of queries (in the backward pass,
+# of keys) are written out one after the other, each with just the keys (queries) that it has to do with.
+SHORT = 512 * 512
+SHORT_BLOCKS = 4
+# Beyond, a loop over tiles of at most so many queries and keys: the program does not grow with the sequence.
+LONG_BLOCK = 256
+
+# A remat policy that keeps this name (`jax.checkpoint_policies.save_only_these_names`) spares the backward pass
+# a second forward pass through attention, for time x (dim + 1) numbers a head.
+SAVED = "attention"
+
+
+def attend(
+    q: Float[Array, "batch queries heads dim"],
+    k: Float[Array, "batch keys kv_heads dim"],
+    v: Float[Array, "batch keys kv_heads dim"],
+    options: Options,
+    extras: Extras,
+) -> tuple[Float[Array, "batch queries heads dim"], Float[Array, "batch heads queries"]]:
+    """Output and log-sum-exp."""
+    grouped = _grouped(q, k.shape[2]).transpose(0, 2, 3, 1, 4)
+    out, lse = _attend(options, grouped, k.transpose(0, 2, 1, 3), v.transpose(0, 2, 1, 3), extras)
+    return out.reshape(q.shape), lse.reshape(q.shape[0], q.shape[2], q.shape[1])
+
+
+def gradients(
+    q: Float[Array, "batch queries heads dim"],
+    k: Float[Array, "batch keys kv_heads dim"],
+    v: Float[Array, "batch keys kv_heads dim"],
+    out: Float[Array, "batch queries heads dim"],
+    lse: Float[Array, "batch heads queries"],
+    d_out: Float[Array, "batch queries heads dim"],
+    options: Options,
+    extras: Extras,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """The gradients of k and v, and their share in that of q, where these are some of the keys and `out` and `lse`
+    were made with all of them."""
+    kv_heads = k.shape[2]
+    arrays = _grouped(q, kv_heads).transpose(0, 2, 3, 1, 4), k.transpose(0, 2, 1, 3), v.transpose(0, 2, 1, 3)
+    rows = lse.reshape(lse.shape[0], kv_heads, -1, lse.shape[2])
+    saved = (*arrays, extras, _grouped(out, kv_heads), rows)
+    dq, dk, dv, _ = _backward(options, saved, (_grouped(d_out, kv_heads), jnp.zeros_like(rows)))
+    return dq.transpose(0, 3, 1, 2, 4).reshape(q.shape), dk.transpose(0, 2, 1, 3), dv.transpose(0, 2, 1, 3)
+
+
+def _grouped(q: jax.Array, kv_heads: int) -> jax.Array:
+    return q.reshape(*q.shape[:2], kv_heads, q.shape[2] // kv_heads, q.shape[3])
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _attend(options: Options, q: Queries, k: Keys, v: Keys, extras: Extras) -> tuple[Outputs, Rows]:
+    return _forward(options, q, k, v, extras)[0]
+
+
+def _forward(options: Options, q: Queries, k: Keys, v: Keys, extras: Extras) -> tuple[tuple[Outputs, Rows], Any]:
+    problem = Problem(options, extras, q.shape[3], k.shape[2])
+    out, lse = (_forward_short if _is_short(problem) else _forward_long)(problem, q, k, v)
+    out, lse = checkpoint_name(out.transpose(0, 3, 1, 2, 4), SAVED), checkpoint_name(lse, SAVED)
+    return (out, lse), (q, k, v, extras, out, lse)
+
+
+def _backward(options: Options, saved: Any, cotangents: tuple[Outputs, Rows]) -> tuple[Any, ...]:
+    q, k, v, extras, out, lse = saved
+    d_out, d_lse = cotangents
+    problem = Problem(options, extras, q.shape[3], k.shape[2])
+    # d(loss)/d(score) = p (dp - inner): the row's product of output and cotangent, less the cotangent of the
+    # log-sum-exp. In a row that sees nothing p = exp(-inf) = 0, once its lse of -inf is out of the way.
+    # A product with ones, because XLA:CPU of jax 0.10 takes 15 times as long for sums of so few numbers.
+    both, ones = out.astype(jnp.float32) * d_out.astype(jnp.float32), jnp.ones(out.shape[-1:], jnp.float32)
+    inner = jnp.matmul(both, ones, precision=jax.lax.Precision.HIGHEST).transpose(0, 2, 3, 1) - d_lse
+    lse = jnp.where(jnp.isneginf(lse), 0.0, lse)
+    run = _backward_short if _is_short(problem) else _backward_long
+    dq, dk, dv = run(problem, q, k, v, d_out.transpose(0, 2, 3, 1, 4), lse, inner)
+    return dq.astype(q.dtype), dk.astype(k.dtype), dv.astype(v.dtype), None
+
+
+_attend.defvjp(_forward, _backward)
+
+
+def _is_short(problem: Problem) -> bool:
+    return problem.queries * problem.keys <= SHORT
+
+
+# ---------------------------------------------------------------- one tile
+
+
+def _tile_forward(problem: Problem, tile: Tile, q: Queries, k: Keys, v: Keys, before: Any = None) -> tuple[Any, ...]:
+    """Weighted sum of values, maximum and sum of each row, with those of the tiles `before`."""
+    s, _ = scores(problem, q, k, tile, FORWARD)
+    top = jnp.max(s, axis=-1)
+    if before is not None:
+        top = jnp.maximum(top, before[1])
+    finite = jnp.where(jnp.isneginf(top), 0.0, top)  # of rows that have seen nothing yet
+    p = jnp.exp(s - finite[..., None])
+    total = jnp.sum(p, axis=-1)
+    p = apply_dropout(problem, p, tile, FORWARD).astype(v.dtype).reshape(*q.shape[:2], -1, tile.keys)
+    mixed = jnp.einsum("bnqk,bnkd->bnqd", p, v, preferred_element_type=jnp.float32).reshape(q.shape)
+    if before is not None:
+        shrink = jnp.exp(before[1] - finite)
+        mixed, total = mixed + before[0] * shrink[..., None], total + before[2] * shrink
+    return mixed, top, total
+
+
+def _finished(like: jax.Array, mixed: jax.Array, top: Rows, total: Rows) -> tuple[Queries, Rows]:
+    seen = total > 0.0
+    out = mixed / jnp.where(seen, total, 1.0)[..., None]
+    lse = jnp.where(seen, top + jnp.log(jnp.where(seen, total, 1.0)), -jnp.inf)
+    return out.astype(like.dtype), lse
+
+
+def _tile_backward(
+    problem: Problem, tile: Tile, q: Queries, k: Keys, k_turned: Turned, v: Keys, d_out: Queries, lse: Rows, inner: Rows
+) -> tuple[Any, ...]:
+    """A tile's part of dq (as [batch, kv_heads, dim, group, queries]), dk and dv.
+
+    Every product's left side is contracted over its last dimension, as the fast libraries on CPUs want it;
+    `k_turned` is there for the one of dq.
+    """
+    batch, heads, groups, queries, dim = q.shape
+    shape = (batch, heads, tile.keys, groups * queries)
+    s, slope = scores(problem, q, k, tile, BACKWARD)
+    p = jnp.exp(s - lse[:, :, None])
+    rows = merge_groups(d_out)
+    dv = jnp.einsum(
+        "bnkq,bnqd->bnkd",
+        apply_dropout(problem, p, tile, BACKWARD).astype(v.dtype).reshape(shape),
+        rows,
+        preferred_element_type=jnp.float32,
+    )
+    dp = jnp.einsum("bnkd,bnqd->bnkq", v, rows, preferred_element_type=jnp.float32).reshape(p.shape)
+    ds = p * (apply_dropout(problem, dp, tile, BACKWARD) - inner[:, :, None]) * slope
+    ds = ds.astype(q.dtype).reshape(shape)
+    dk = jnp.einsum("bnkq,bnqd->bnkd", ds, merge_groups(q), preferred_element_type=jnp.float32)
+    dq = jnp.einsum("bndk,bnkq->bndq", k_turned, ds, preferred_element_type=jnp.float32)
+    return dq.reshape(batch, heads, dim, groups, queries), dk, dv
+
+
+# ---------------------------------------------------------------- short sequences
+
+
+def _blocks(length: int) -> list[tuple[int, int]]:
+    """At most SHORT_BLOCKS ranges, of at least 64 where there are so many."""
+    size = max(64, 16 * -(-length // (16 * SHORT_BLOCKS)))
+    return [(first, min(first + size, length)) for first in range(0, length, size)]
+
+
+def _forward_short(problem: Problem, q: Queries, k: Keys, v: Keys) -> tuple[Queries, Rows]:
+    outs, lses = [], []
+    for first, last in _blocks(problem.queries):
+        low, high = problem.keys_seen(first, last)
+        part = q[..., first:last, :]
+        if low == high:
+            out, lse = jnp.zeros_like(part), jnp.full(part.shape[:-1], -jnp.inf, jnp.float32)
+        else:
+            tile = Tile(first, last - first, low, high - low)
+            out, lse = _finished(q, *_tile_forward(problem, tile, part, k[:, :, low:high], v[:, :, low:high]))
+        outs.append(out)
+        lses.append(lse)
+    return jnp.concatenate(outs, axis=3), jnp.concatenate(lses, axis=3)
+
+
+def _backward_short(
+    problem: Problem, q: Queries, k: Keys, v: Keys, d_out: Queries, lse: Rows, inner: Rows
+) -> tuple[Any, ...]:
+    batch, heads, groups, queries, dim = q.shape
+    dq = jnp.zeros((batch, heads, dim, groups, queries), jnp.float32)
+    k_turned = jnp.swapaxes(k, 2, 3)
+    dks, dvs = [], []
+    for first, last in _blocks(problem.keys):
+        low, high = problem.queries_seeing(first, last)
+        part_k, part_v = k[:, :, first:last], v[:, :, first:last]
+        if low == high:
+            dk = dv = jnp.zeros(part_k.shape, jnp.float32)
+        else:
+            tile = Tile(low, high - low, first, last - first)
+            some = [x[:, :, :, low:high] for x in (q, d_out, lse, inner)]
+            own = part_k, k_turned[..., first:last], part_v
+            more, dk, dv = _tile_backward(problem, tile, some[0], *own, *some[1:])
+            dq = _put(dq, dq[..., low:high] + more, low, 4)
+        dks.append(dk)
+        dvs.append(dv)
+    return dq.transpose(0, 1, 3, 4, 2), jnp.concatenate(dks, axis=2), jnp.concatenate(dvs, axis=2)
+
+
+# ---------------------------------------------------------------- long sequences
+
+
+def _block(length: int) -> int:
+    """The size of equal blocks, so that they reach little beyond the end."""
+    count = -(-length // LONG_BLOCK)
+    return min(length, 8 * -(-length // (8 * count)))
+
+
+def _visits(problem: Problem, block_q: int, block_k: int) -> Int32[np.ndarray, "visits 2"]:
+    """First query and first key of every tile in which something may be visible, a row of tiles after the other."""
+    found = []
+    for first in range(0, problem.queries, block_q):
+        low, high = problem.keys_seen(first, min(first + block_q, problem.queries))
+        found += [(first, key) for key in range(low // block_k * block_k, high, block_k)]
+    return np.asarray(found, np.int32).reshape(-1, 2)
+
+
+def _padded(x: jax.Array, dim: int, block: int) -> jax.Array:
+    short = -x.shape[dim] % block
+    return x if short == 0 else jnp.pad(x, [(0, short if d == dim else 0) for d in range(x.ndim)])
+
+
+def _slice(x: jax.Array, start: Any, length: int, dim: int) -> jax.Array:
+    return jax.lax.dynamic_slice_in_dim(x, start, length, dim)
+
+
+def _put(x: jax.Array, part: jax.Array, start: Any, dim: int) -> jax.Array:
+    return jax.lax.dynamic_update_slice_in_dim(x, part, start, dim)
+
+
+def _forward_long(problem: Problem, q: Queries, k: Keys, v: Keys) -> tuple[Queries, Rows]:
+    block_q, block_k = _block(problem.queries), _block(problem.keys)
+    problem, (q, k, v) = _fitted(problem, block_q, block_k, q, k, v)
+    visits = jnp.asarray(_visits(problem, block_q, block_k))
+
+    def visit(n: Any, state: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+        i, j = visits[n, 0], visits[n, 1]
+        before = tuple(_slice(x, i, block_q, 3) for x in state)
+        tile = Tile(i, block_q, j, block_k)
+        some = _slice(q, i, block_q, 3), _slice(k, j, block_k, 2), _slice(v, j, block_k, 2)
+        after = _tile_forward(problem, tile, *some, before)
+        return tuple(_put(x, part, i, 3) for x, part in zip(state, after, strict=True))
+
+    rows = q.shape[:-1]
+    start = jnp.zeros(q.shape, jnp.float32), jnp.full(rows, -jnp.inf, jnp.float32), jnp.zeros(rows, jnp.float32)
+    out, lse = _finished(q, *jax.lax.fori_loop(0, len(visits), visit, start))
+    return out[..., : problem.queries, :], lse[..., : problem.queries]
+
+
+def _backward_long(
+    problem: Problem, q: Queries, k: Keys, v: Keys, d_out: Queries, lse: Rows, inner: Rows
+) -> tuple[Any, ...]:
+    block_q, block_k = _block(problem.queries), _block(problem.keys)
+    problem, (q, k, v) = _fitted(problem, block_q, block_k, q, k, v)
+    d_out, lse, inner = (_padded(x, 3, block_q) for x in (d_out, lse, inner))
+    k_turned = jnp.swapaxes(k, 2, 3)
+    order = _visits(problem, block_q, block_k)
+    visits = jnp.asarray(order[np.lexsort((order[:, 0], order[:, 1]))])  # a column of tiles after the other
+
+    def visit(n: Any, state: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+        i, j = visits[n, 0], visits[n, 1]
+        tile = Tile(i, block_q, j, block_k)
+        rows = [_slice(x, i, block_q, 3) for x in (d_out, lse, inner)]
+        own = _slice(k, j, block_k, 2), _slice(k_turned, j, block_k, 3), _slice(v, j, block_k, 2)
+        parts = _tile_backward(problem, tile, _slice(q, i, block_q, 3), *own, *rows)
+        places = (i, block_q, 4), (j, block_k, 2), (j, block_k, 2)
+        return tuple(
+            _put(x, _slice(x, start, length, dim) + part, start, dim)
+            for x, part, (start, length, dim) in zip(state, parts, places, strict=True)
+        )
+
+    batch, heads, groups, queries, dim = q.shape
+    start = (
+        jnp.zeros((batch, heads, dim, groups, queries), jnp.float32),
+        jnp.zeros(k.shape, jnp.float32),
+        jnp.zeros(v.shape, jnp.float32),
+    )
+    dq, dk, dv = jax.lax.fori_loop(0, len(visits), visit, start)
+    return dq.transpose(0, 1, 3, 4, 2)[:, :, :, : problem.queries], dk[:, :, : problem.keys], dv[:, :, : problem.keys]
+
+
+def _fitted(
+    problem: Problem, block_q: int, block_k: int, q: jax.Array, k: jax.Array, v: jax.Array
+) -> tuple[Problem, tuple[jax.Array, jax.Array, jax.Array]]:
+    """Arrays, segment ids too, lengthened to whole blocks; the problem keeps its true lengths."""
+    mine, theirs, seed = problem.extras
+    if mine is not None and theirs is not None:
+        mine, theirs = _padded(mine, 1, block_q), _padded(theirs, 1, block_k)
+    problem = problem._replace(extras=Extras(mine, theirs, seed))
+    return problem, (_padded(q, 3, block_q), _padded(k, 2, block_k), _padded(v, 2, block_k))

@@ -1,0 +1,125 @@
+"""What the fused implementations share: the call around their kernels, and its gradient.
+
+A kernel gives the output and each row's log-sum-exp; two more give dq, and dk and dv, or one gives all three. Sorted
+segments, as packing makes them, let whole blocks be skipped: which those are is computed here, before a kernel starts.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+
+from jaxmem.kernels.choice import capability, device_kind
+from jaxmem.kernels.launch import block_size, next_power_of_2
+
+from .arguments import DTYPES, Extras, Options
+from .block import Call, MaskArrays
+from .blockwise import SAVED
+from .tuning import blocks
+
+
+class Passes(NamedTuple):
+    """The kernels of an implementation, and what they support."""
+
+    name: str
+    max_dim: int
+    forward: Callable[..., tuple[jax.Array, jax.Array]]  # call, q, k, v, masks -> out, lse
+    d_queries: Callable[..., jax.Array]  # call, q, k, v, d_out, rows, masks -> dq
+    d_keys: Callable[..., tuple[jax.Array, jax.Array]]  # the same -> dk, dv
+    # The same -> dq, dk, dv, in sums whose order changes from run to run; None: two kernels.
+    one_pass: Callable[..., tuple[jax.Array, jax.Array, jax.Array]] | None = None
+    dtypes: tuple[str, ...] = DTYPES
+    min_block: int = 16  # positions
+    capability: int | None = None  # the only compute capability that is supported: 90 is 9.0
+
+
+def attend(
+    passes: Passes, q: jax.Array, k: jax.Array, v: jax.Array, options: Options, extras: Extras
+) -> tuple[jax.Array, jax.Array]:
+    """Output and log-sum-exp."""
+    here = capability()
+    if q.shape[3] > passes.max_dim:
+        raise ValueError(
+            f"attention: q has dim {q.shape[3]}; the {passes.name} implementation supports at most {passes.max_dim}"
+        )
+    if q.dtype.name not in passes.dtypes:
+        raise ValueError(
+            f"attention: q is {q.dtype}; the {passes.name} implementation supports {' and '.join(passes.dtypes)}"
+        )
+    if passes.capability is not None and here is not None and here != passes.capability:
+        raise ValueError(
+            f"attention: {device_kind()} has compute capability {here / 10}; the {passes.name} implementation needs"
+            f" {passes.capability / 10}"
+        )
+    return _attend(passes, options, q, k, v, extras)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _attend(
+    passes: Passes, options: Options, q: jax.Array, k: jax.Array, v: jax.Array, extras: Extras
+) -> tuple[jax.Array, jax.Array]:
+    return _forward(passes, options, q, k, v, extras)[0]
+
+
+def _forward(passes: Passes, options: Options, q: Any, k: Any, v: Any, extras: Extras) -> tuple[Any, Any]:
+    call = _call(passes, "forward", options, q, k)
+    out, lse = passes.forward(call, q, k, v, _mask_arrays(call, extras, by_keys=False))
+    out, lse = checkpoint_name(out, SAVED), checkpoint_name(lse, SAVED)
+    return (out, lse), (q, k, v, extras, out, lse)
+
+
+def _backward(passes: Passes, options: Options, saved: Any, cotangents: tuple[Any, Any]) -> tuple[Any, ...]:
+    q, k, v, extras, out, lse = saved
+    d_out, d_lse = cotangents
+    # d(loss)/d(score) = p (dp - inner): the row's product of output and cotangent, less the cotangent of the
+    # log-sum-exp. A row that sees nothing has p = exp(-inf) = 0, once its log-sum-exp of -inf is out of the way.
+    inner = jnp.sum(out.astype(jnp.float32) * d_out.astype(jnp.float32), axis=-1).swapaxes(1, 2) - d_lse
+    gradients = None if options.deterministic else passes.one_pass
+    call = _call(passes, "gradients" if gradients else "d_queries", options, q, k)
+    rows = jnp.where(jnp.isneginf(lse), 0.0, lse / call.unit), inner
+    arrays = q, k, v, d_out.astype(q.dtype), rows
+    if gradients is not None:
+        return *gradients(call, *arrays, _mask_arrays(call, extras, by_keys=True)), None
+    dq = passes.d_queries(call, *arrays, _mask_arrays(call, extras, by_keys=False))
+    call = _call(passes, "d_keys", options, q, k)
+    dk, dv = passes.d_keys(call, *arrays, _mask_arrays(call, extras, by_keys=True))
+    return dq, dk, dv, None
+
+
+_attend.defvjp(_forward, _backward)
+
+
+def _mask_arrays(call: Call, extras: Extras, *, by_keys: bool) -> MaskArrays:
+    if extras.segment_ids is None or extras.kv_segment_ids is None:
+        return MaskArrays(extras.seed)
+    mine, theirs = _reach(extras.segment_ids, call.blocks.queries), _reach(extras.kv_segment_ids, call.blocks.keys)
+    if by_keys:
+        mine, theirs = theirs, mine
+    (low, high), (other_low, other_high) = mine, theirs
+    meets = (low[:, :, None] <= other_high[:, None]) & (other_low[:, None] <= high[:, :, None])
+    count = meets.shape[2]
+    begin = jnp.argmax(meets, axis=2).astype(jnp.int32)
+    end = count - jnp.argmax(meets[:, :, ::-1], axis=2).astype(jnp.int32)
+    return MaskArrays(
+        extras.seed, extras.segment_ids, extras.kv_segment_ids, begin, jnp.where(jnp.any(meets, axis=2), end, 0)
+    )
+
+
+def _reach(ids: jax.Array, block: int) -> tuple[jax.Array, jax.Array]:
+    """Lowest and highest id of each block."""
+    padded = jnp.pad(ids, ((0, 0), (0, -ids.shape[1] % block)), mode="edge").reshape(ids.shape[0], -1, block)
+    return jnp.min(padded, axis=2), jnp.max(padded, axis=2)
+
+
+def _call(passes: Passes, of: str, options: Options, q: jax.Array, k: jax.Array) -> Call:
+    most = blocks(passes.name, of, q, k, next_power_of_2(q.shape[3]))
+    fitted = most._replace(
+        queries=block_size(most.queries, q.shape[1], passes.min_block),
+        keys=block_size(most.keys, k.shape[1], passes.min_block),
+    )
+    return Call(options, q.shape[1], k.shape[1], q.shape[3], fitted)

@@ -1,0 +1,68 @@
+"""Which query sees which key, and which of the seen ones dropout keeps: the same in every implementation.
+
+Both are functions of positions alone, so any tiling of the score matrix, the reference and the
+backward pass compute the same bits without storing them.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Int32, UInt32
+
+from jaxmem.kernels.draws import scramble
+
+
+def visible(
+    query: Int32[Array, " *rows"],
+    key: Int32[Array, " *keys"],
+    *,
+    offset: int,
+    causal: bool,
+    window: int | None,
+) -> Bool[Array, "..."] | None:
+    """Whether key position `key` may be seen from query position `query` (they broadcast); None: always.
+
+    The diagonals are aligned at the end: query q stands at key position q + `offset`, with
+    `offset` = keys - queries. A window of w sees the w keys that end there.
+    """
+    if not causal and window is None:
+        return None
+    distance = query + jnp.int32(offset) - key
+    seen = distance >= 0
+    return seen if window is None else seen & (distance < window)
+
+
+def keep_mask(
+    seed: UInt32[Array, "2"] | tuple[UInt32[Array, ""], UInt32[Array, ""]],
+    batch_and_head: Int32[Array, "..."],
+    query: Int32[Array, "..."],
+    key: Int32[Array, "..."],
+    rate: float,
+) -> Bool[Array, "..."]:
+    """Whether dropout keeps the probability at these positions (they broadcast).
+
+    A counter-based generator: two scrambled words a row, shared by its keys, then one more
+    round for each element, which costs about ten integer operations.
+    """
+    return keep_from_words(*row_words(seed, batch_and_head, query), key, rate)
+
+
+def row_words(seed: Any, batch_and_head: Int32[Array, "..."], query: Int32[Array, "..."]) -> tuple[Any, Any]:
+    row = batch_and_head.astype(jnp.uint32)
+    first = scramble(scramble(row ^ seed[0]) + query.astype(jnp.uint32) * jnp.uint32(0x9E3779B9))
+    return first, scramble(first ^ seed[1])
+
+
+def keep_from_words(first: Any, second: Any, key: Int32[Array, "..."], rate: float) -> Bool[Array, "..."]:
+    """`keep_mask`, from the words of its row."""
+    word = scramble((key.astype(jnp.uint32) ^ first) * jnp.uint32(0x85EBCA6B) + second)
+    # `rate` of the 2**32 words fall below the threshold and are dropped.
+    return word >= jnp.uint32(min(round(rate * 2**32), 2**32 - 1))
+
+
+def seed_words(key: jax.Array) -> UInt32[Array, "2"]:
+    """Two words from a jax random key of any kind."""
+    return jax.random.bits(key, (2,), jnp.uint32)

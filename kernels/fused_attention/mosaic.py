@@ -1,0 +1,241 @@
+"""Attention for Hopper, compiled by Mosaic GPU, in FlashAttention-3's way (Shah et al., arXiv:2407.08608).
+
+A program is three warpgroups. One copies, by TMA; two multiply, by asynchronous `wgmma`, and forward they take turns,
+so that the products of one hide the softmax of the other. Heads of 64 and 128 go backward in one pass, of 5 products:
+10 operations for each pair and dimension, dq in float32, and sums whose order changes from run to run. There are two
+passes with `deterministic`, and for other heads, as in `triton.py`: 14 operations, equal bits for equal input.
+
+It takes 16-bit numbers, as the tensor cores do, and heads of `WIDTHS`; others are filled up with zeros, in a copy. The
+backward pass of heads wider than 128, for whose sums there are no registers, is `triton.py`'s (`_passes`).
+
+On a CPU what would be compiled is evaluated, for tests (`warpgroups.py`).
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from jaxmem.kernels.mosaic_launch import launch
+
+from . import flash, triton
+from .arguments import Extras, Options
+from .block import Call, MaskArrays
+from .flash import Passes
+from .mosaic_gradients import d_keys, d_queries
+from .mosaic_parts import BATCH, BLOCK, COMPUTING, HEAD, ROWS, Own, SharedGradients, Stream
+from .mosaic_programs import forward
+
+WIDTHS = (64, 96, 128, 256)
+ONE_PASS = (64, 128)  # whose columns two warpgroups share evenly, in tiles
+WIDEST = 128  # of the backward pass: the sums of dk and dv take 2 x dim registers of a thread's 240
+
+
+def _forward(call: Call, q: Any, k: Any, v: Any, masks: MaskArrays) -> tuple[Any, Any]:
+    batch, queries, heads, _ = q.shape
+    q, k, v = _widened(q, k, v)
+    ids = masks.ids is not None
+    size = call.blocks.queries
+    rows = jax.ShapeDtypeStruct((batch, heads, pl.cdiv(queries, size) * size), jnp.float32)
+    out, lse = _run(
+        "attention_forward",
+        4 * call.pairs / queries,
+        functools.partial(forward, call, heads // k.shape[2]),
+        call,
+        (q, k, v),
+        masks,
+        [q, rows],
+        heads=heads,
+        by_keys=False,
+        scratch={
+            "own": _own(q, of=1, ids=ids),
+            "keys": _stream(call, call.blocks.keys, q, of=1, ids=ids),
+            "values": _stream(call, call.blocks.keys, q, of=1),
+            "rows_held": plgpu.SMEM((COMPUTING, ROWS), jnp.float32),
+            "turns": plgpu.Barrier(num_barriers=COMPUTING),
+        },
+    )
+    return out[..., : call.dim], lse[..., :queries]
+
+
+def _d_queries(call: Call, q: Any, k: Any, v: Any, d_out: Any, rows: Any, masks: MaskArrays) -> jax.Array:
+    heads = q.shape[2]
+    q, k, v, d_out = _widened(q, k, v, d_out)
+    ids = masks.ids is not None
+    (dq,) = _run(
+        "attention_d_queries",
+        6 * call.pairs / call.queries,
+        functools.partial(d_queries, call, heads // k.shape[2]),
+        call,
+        (q, k, v, d_out, *(_filled(x, call.blocks.queries) for x in rows)),
+        masks,
+        [q],
+        heads=heads,
+        by_keys=False,
+        scratch={
+            "own": _own(q, of=2, numbers=2, ids=ids),
+            "keys": _stream(call, call.blocks.keys, q, of=1, ids=ids),
+            "values": _stream(call, call.blocks.keys, q, of=1),
+        },
+    )
+    return dq[..., : call.dim]
+
+
+def _d_keys(call: Call, q: Any, k: Any, v: Any, d_out: Any, rows: Any, masks: MaskArrays) -> tuple[Any, Any]:
+    dk, dv = _by_keys("attention_d_keys", 8, call, q, k, v, d_out, rows, masks)
+    return dk, dv
+
+
+def _gradients(call: Call, q: Any, k: Any, v: Any, d_out: Any, rows: Any, masks: MaskArrays) -> tuple[Any, Any, Any]:
+    dk, dv, dq = _by_keys("attention_gradients", 10, call, q, k, v, d_out, rows, masks, together=True)
+    return (dq * call.options.scale).astype(q.dtype), dk, dv
+
+
+def _by_keys(
+    name: str,
+    products: int,
+    call: Call,
+    q: Any,
+    k: Any,
+    v: Any,
+    d_out: Any,
+    rows: Any,
+    masks: MaskArrays,
+    *,
+    together: bool = False,
+) -> list[Any]:
+    heads, kv_heads = q.shape[2], k.shape[2]
+    q, k, v, d_out = _widened(q, k, v, d_out)
+    ids = masks.ids is not None
+    size, half = call.blocks.queries, q.shape[3] // COMPUTING
+    line = min(128, 2 * half) if together else 128
+    scratch = {
+        "own": _own(q, of=2, ids=ids, line=line),
+        "queries": _stream(call, size, q, of=2, numbers=2, ids=ids, line=line),
+    }
+    if together:
+        ds = plgpu.SMEM((2, COMPUTING, ROWS, size), q.dtype, transforms=_tiles(q.dtype, line))
+        dq = plgpu.SMEM((COMPUTING, size, half), jnp.float32, transforms=_tiles(jnp.float32, 128))
+        scratch["together"] = SharedGradients(ds, plgpu.Barrier(num_arrivals=COMPUTING), dq)
+    made = _run(
+        name,
+        products * call.pairs * (1 / call.queries if together else heads / kv_heads / call.keys),
+        functools.partial(d_keys, call, heads // kv_heads),
+        call,
+        (q, k, v, d_out, *(_filled(x, size) for x in rows)),
+        masks,
+        [k, k],
+        heads=kv_heads,
+        by_keys=True,
+        scratch=scratch,
+        sums=[jax.ShapeDtypeStruct(q.shape, jnp.float32)] * together,
+    )
+    return [x[..., : call.dim] for x in made]
+
+
+def _run(
+    name: str,
+    flops: float,
+    kernel: Callable[..., None],
+    call: Call,
+    arrays: tuple[Any, ...],
+    masks: MaskArrays,
+    outputs: list[Any],
+    *,
+    heads: int,
+    by_keys: bool,
+    scratch: dict[str, Any],
+    sums: Sequence[jax.ShapeDtypeStruct] = (),
+) -> list[jax.Array]:
+    masks = masks._replace(ids=_filled(masks.ids, call.blocks.queries), kv_ids=_filled(masks.kv_ids, call.blocks.keys))
+    given = {name: x for name, x in masks._asdict().items() if x is not None}
+    count = len(arrays)
+
+    def body(*refs: Any, **held: Any) -> None:
+        extra = MaskArrays(**dict(zip(given, refs[count:], strict=False)))
+        kernel(*refs[:count], extra, *refs[count + len(given) :], **held)
+
+    blocks = pl.cdiv(call.keys, call.blocks.keys) if by_keys else pl.cdiv(call.queries, call.blocks.queries)
+    return launch(
+        name,
+        body,
+        (*arrays, *given.values()),
+        [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in outputs],
+        grid={HEAD: heads, BLOCK: blocks, BATCH: arrays[0].shape[0]},
+        warpgroups=COMPUTING + 1,
+        sums=sums,
+        scratch=scratch,
+        flops=flops * call.dim / arrays[0].shape[3],
+    )
+
+
+def _own(like: jax.Array, *, of: int, numbers: int = 0, ids: bool, line: int = 128) -> Own:
+    held = _held(COMPUTING, ROWS, like, of, numbers, ids, line)
+    return Own(held, plgpu.Barrier(num_arrivals=len(held), num_barriers=COMPUTING))
+
+
+def _stream(
+    call: Call, size: int, like: jax.Array, *, of: int, numbers: int = 0, ids: bool = False, line: int = 128
+) -> Stream:
+    stages = call.blocks.stages
+    held = _held(stages, size, like, of, numbers, ids, line)
+    here = plgpu.Barrier(num_arrivals=len(held), num_barriers=stages)
+    return Stream(held, here, plgpu.Barrier(num_arrivals=COMPUTING, num_barriers=stages))
+
+
+def _held(count: int, size: int, like: jax.Array, of: int, numbers: int, ids: bool, line: int) -> tuple[Any, ...]:
+    """`count` places in shared memory for blocks of `size` rows: of arrays like `like`, of a number a row, of ids."""
+    wide = like.shape[-1]
+    tiles = _tiles(like.dtype, line if wide % 64 == 0 else 64)
+    rows = [jnp.float32] * numbers + [jnp.int32] * ids
+    blocks = [plgpu.SMEM((count, size, wide), like.dtype, transforms=tiles)] * of
+    return (*blocks, *(plgpu.SMEM((count, size), dtype) for dtype in rows))
+
+
+def _tiles(dtype: Any, line: int) -> tuple[Any, Any]:
+    """`line` bytes lie together; `wgmma` reads tiles of 8 such lines."""
+    return plgpu.TilingTransform((8, line // jnp.dtype(dtype).itemsize)), plgpu.SwizzleTransform(line)
+
+
+def _width(dim: int) -> int:
+    return min(width for width in WIDTHS if width >= dim)
+
+
+def _widened(*arrays: jax.Array) -> list[jax.Array]:
+    dim = arrays[0].shape[3]
+    wide = _width(dim)
+    return [jnp.pad(x, ((0, 0), (0, 0), (0, 0), (0, wide - dim))) if dim < wide else x for x in arrays]
+
+
+def _filled(rows: Any, size: int) -> Any:
+    """Up to whole blocks: TMA wants rows to begin at multiples of 16 bytes."""
+    return None if rows is None else jnp.pad(rows, (*[(0, 0)] * (rows.ndim - 1), (0, -rows.shape[-1] % size)))
+
+
+PASSES = Passes(
+    "mosaic",
+    WIDTHS[-1],
+    _forward,
+    _d_queries,
+    _d_keys,
+    dtypes=("bfloat16", "float16"),
+    min_block=COMPUTING * ROWS,
+    capability=90,
+)
+
+
+def attend(q: jax.Array, k: jax.Array, v: jax.Array, options: Options, extras: Extras) -> tuple[jax.Array, jax.Array]:
+    return flash.attend(_passes(q.shape[3]), q, k, v, options, extras)
+
+
+def _passes(dim: int) -> Passes:
+    """Of heads of this width."""
+    if dim > WIDEST:
+        return PASSES._replace(d_queries=triton.PASSES.d_queries, d_keys=triton.PASSES.d_keys)
+    return PASSES._replace(one_pass=_gradients) if _width(dim) in ONE_PASS else PASSES

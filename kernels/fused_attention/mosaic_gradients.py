@@ -1,0 +1,275 @@
+"""The backward programs of the Mosaic GPU kernels: dq; dk and dv; and all three at once.
+
+Each of the first two makes the scores and their gradients, 7 products in all, and sums in registers, so equal input
+gives equal bits. At once that is 5 products: a program has some keys, sums their dk and dv in registers, and adds what
+they give to dq to memory, by TMA, in whatever order programs come.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from jaxmem.kernels.mosaic_launch import THREAD
+
+from .block import LOG2E, Call, MaskArrays, capped_scores
+from .block_ranges import key_ranges, loop_over, query_ranges
+from .mosaic_parts import (
+    BATCH,
+    BLOCK,
+    BY_COLUMN,
+    BY_ROW,
+    COMPUTING,
+    FEW_REGISTERS,
+    HEAD,
+    REGISTERS,
+    ROWS,
+    WGMMA,
+    Own,
+    SharedGradients,
+    Stream,
+    add_products,
+    broadcast_along,
+    copy_keys,
+    copy_next,
+    copy_own,
+    dropout_factor,
+    dropout_words,
+    load_as,
+    masked_scores,
+    opaque_zero,
+    positions,
+    products,
+    reversed_block,
+    select_batch,
+    slice_ids,
+    slot_of,
+    tanh,
+    write_back,
+    zeros_in,
+)
+
+
+def d_queries(
+    call: Call,
+    groups: int,
+    q_ref: Any,
+    k_ref: Any,
+    v_ref: Any,
+    d_out_ref: Any,
+    lse_ref: Any,
+    inner_ref: Any,
+    masks: MaskArrays,
+    dq_ref: Any,
+    *,
+    own: Own,
+    keys: Stream,
+    values: Stream,
+) -> None:
+    number, head, batch = (lax.axis_index(name) for name in (THREAD, HEAD, BATCH))
+    block = reversed_block(call.queries, call.blocks.queries)
+    masks = select_batch(masks, batch)
+    ranges = key_ranges(call, block, masks)
+    shape = (ROWS, call.blocks.keys)
+    base = call.unit * LOG2E
+
+    @pl.when(number < COMPUTING)
+    def _() -> None:
+        plgpu.set_max_registers(REGISTERS, action="increase")
+        first = block * call.blocks.queries + number * ROWS
+        here, rows = (batch, pl.ds(first, ROWS), head), (batch, head, pl.ds(first, ROWS))
+        q, d_out, *held = copy_own(
+            own,
+            number,
+            q_ref.at[here],
+            d_out_ref.at[here],
+            lse_ref.at[rows],
+            inner_ref.at[rows],
+            slice_ids(masks.ids, first, ROWS),
+        )
+        lse, inner, *ids = (load_as(x, BY_ROW) for x in held)
+        level = lse * base
+        at = positions(ROWS, first, BY_ROW)
+        words = dropout_words(masks, batch * lax.axis_size(HEAD) + head, at)
+
+        def visit(j: Any, dq: Any, *, masked: bool) -> Any:
+            slot = slot_of(call, j - ranges[0].start)
+            k, v = keys.held[0].at[slot], values.held[0].at[slot]
+            plgpu.barrier_wait(keys.here.at[slot])
+            plgpu.barrier_wait(values.here.at[slot])
+            raw, dp = products(shape, (q, k.transpose((1, 0))), (d_out, v.transpose((1, 0))))
+            plgpu.barrier_arrive(values.free.at[slot])
+            s, slope = capped_scores(call, raw, tanh)
+            key = positions(call.blocks.keys, j * call.blocks.keys, BY_COLUMN)
+            if masked:
+                theirs = load_as(keys.held[1].at[slot], BY_COLUMN) if ids else None
+                s = masked_scores(call, s, at, key, ids[0] if ids else None, theirs, (0, 1))
+            p = jnp.exp2(s * base - broadcast_along(level, shape, 0))
+            if words is not None:
+                dp = dp * dropout_factor(call, words, key, shape, (0, 1))
+            ds = p * (dp - broadcast_along(inner, shape, 0))
+            ds = ds if slope is None else ds * slope
+            (dq,) = add_products((dq, ds.astype(q.dtype), k))
+            plgpu.barrier_arrive(keys.free.at[slot])
+            return dq
+
+        dq = loop_over(ranges, visit, zeros_in((ROWS, q.shape[-1]), WGMMA))
+        q[...] = (dq * call.options.scale).astype(q.dtype)
+        write_back((q, dq_ref.at[here]))
+
+    @pl.when(number == COMPUTING)
+    def _() -> None:
+        copy_keys(
+            call, batch, head, groups, ranges[0].start, ranges[-1].stop, (k_ref, v_ref, masks.kv_ids), keys, values
+        )
+
+
+def d_keys(
+    call: Call,
+    groups: int,
+    q_ref: Any,
+    k_ref: Any,
+    v_ref: Any,
+    d_out_ref: Any,
+    lse_ref: Any,
+    inner_ref: Any,
+    masks: MaskArrays,
+    *outputs: Any,
+    own: Own,
+    queries: Stream,
+    together: SharedGradients | None = None,
+) -> None:
+    """dk, dv; with `together` also dq, in float32 and not yet times the scale, to which it adds. Scores lie transposed,
+    keys by queries, as the sums of dk and dv read them. That of dq goes over the keys of both warpgroups: each gives
+    the other its part of the scores' gradient, and makes half of dq's columns."""
+    *dq_ref, dk_ref, dv_ref = outputs
+    number, block, kv_head, batch = (lax.axis_index(name) for name in (THREAD, BLOCK, HEAD, BATCH))
+    masks = select_batch(masks, batch)
+    ranges = query_ranges(call, block, masks)
+    begin, end = ranges[0].start, ranges[-1].stop
+    count = jnp.maximum(end - begin, 0)
+    size = call.blocks.queries
+    shape = (ROWS, size)
+    base = call.unit * LOG2E
+    # Where registers are enough, the product for the gradient runs while the scores become probabilities.
+    running = 1 if call.options.soft_cap is None and not call.options.dropout else 0
+    more = 1.0 / (1.0 - call.options.dropout)  # times what dropout leaves
+
+    @pl.when(number < COMPUTING)
+    def _() -> None:
+        plgpu.set_max_registers(REGISTERS, action="increase")
+        first = block * call.blocks.keys + number * ROWS
+        here = (batch, pl.ds(first, ROWS), kv_head)
+        _, _, *ids = copy_own(own, number, k_ref.at[here], v_ref.at[here], slice_ids(masks.kv_ids, first, ROWS))
+        theirs = load_as(ids[0], BY_ROW) if ids else None
+        key = positions(ROWS, first, BY_ROW)
+
+        def of_head(g: Any, sums: Any) -> Any:
+            def visit(i: Any, sums: Any, *, masked: bool) -> Any:
+                n = g * count + i - begin
+                slot, zero = slot_of(call, n), opaque_zero(n)
+                k, v = (x.at[number + zero] for x in own.held[:2])
+                plgpu.barrier_wait(queries.here.at[slot])
+                q, d_out, lse, inner, *mine = (x.at[slot] for x in queries.held)
+                at = positions(size, i * size, BY_COLUMN)
+                words = dropout_words(masks, (batch * lax.axis_size(HEAD) + kv_head) * groups + g, at)
+                less = lambda: -broadcast_along(load_as(inner, BY_COLUMN), shape, 1)  # noqa: E731
+
+                def multiply(held: Any) -> None:
+                    dk, dv, scores, change = held
+                    plgpu.wgmma(scores, k, q.transpose((1, 0)))
+                    plgpu.wgmma(change, v, d_out.transpose((1, 0)))
+                    s, slope = capped_scores(call, plgpu.wgmma_accumulator_load(scores, wait_n=running), tanh)
+                    if masked:
+                        ours = load_as(mine[0], BY_COLUMN) if mine else None
+                        s = masked_scores(call, s, at, key, ours, theirs, (1, 0))
+                    p = jnp.exp2(s * base - broadcast_along(load_as(lse, BY_COLUMN) * base, shape, 1))
+                    if words is None:
+                        shared = p
+                    else:  # what dropout takes away is remembered as a sign: no more registers
+                        p = jnp.where(dropout_factor(call, words, key, shape, (1, 0)) > 0, p, -p)
+                        shared = jnp.maximum(p, 0.0) * more
+                    plgpu.wgmma(dv, shared.astype(q.dtype), d_out)
+                    dp = plgpu.wgmma_accumulator_load(change, wait_n=1)
+                    if words is not None:
+                        p, dp = jnp.abs(p), jnp.where(p > 0.0, dp * more, 0.0) + less()
+                    ds = p * dp
+                    ds = (ds if slope is None else ds * slope).astype(q.dtype)
+                    if together is None:
+                        plgpu.wgmma(dk, ds, q)
+                        return
+                    there = dq_ref[0].at[batch, pl.ds(i * size, size), kv_head * groups + g]
+                    _and_to_dq(together, n, number, ds, (dk, q), own.held[0].at[pl.ds(zero, COMPUTING)], there)
+
+                zeros = zeros_in(shape, WGMMA)
+                # The product is added to what is to be subtracted from it: fewer registers.
+                starts = *sums, zeros, less() if words is None else zeros
+                dk, dv, *_ = pl.run_state(multiply)(tuple(map(plgpu.WGMMAAccumulatorRef.init, starts)))
+                plgpu.barrier_arrive(queries.free.at[slot])
+                return dk, dv
+
+            return loop_over(ranges, visit, sums)
+
+        k, v = (x.at[number] for x in own.held[:2])
+        zeros = zeros_in((ROWS, k.shape[-1]), WGMMA)
+        dk, dv = lax.fori_loop(0, groups, of_head, (zeros, zeros))
+        if together is not None:  # until then the other one may read these keys
+            _meet(together)
+        k[...] = (dk * call.options.scale).astype(k.dtype)
+        v[...] = dv.astype(v.dtype)
+        write_back((k, dk_ref.at[here]), (v, dv_ref.at[here]))
+
+    @pl.when(number == COMPUTING)
+    def _() -> None:
+        plgpu.set_max_registers(FEW_REGISTERS, action="decrease")
+
+        def bring(g: Any, i: Any) -> None:
+            at, head = pl.ds(i * size, size), kv_head * groups + g
+            here, rows = (batch, at, head), (batch, head, at)
+            copy_next(
+                call,
+                queries,
+                g * count + i - begin,
+                q_ref.at[here],
+                d_out_ref.at[here],
+                lse_ref.at[rows],
+                inner_ref.at[rows],
+                slice_ids(masks.ids, i * size, size),
+            )
+
+        pl.loop(0, groups)(lambda g: pl.loop(begin, end)(lambda i: bring(g, i)))
+
+
+def _and_to_dq(
+    together: SharedGradients, n: Any, number: Any, ds: jax.Array, dk: tuple[Any, Any], keys: Any, dq_ref: Any
+) -> None:
+    """dk's product, and beside it this warpgroup's columns of dq's, over the keys of both; `n` counts them."""
+    both = together.ds.at[lax.rem(n, 2)]
+    both.at[number][...] = ds
+    _meet(together)
+    size, columns = together.dq.shape[-2:]
+    half = pl.ds(number * columns, columns)
+
+    def multiply(dq: Any) -> None:
+        for part in range(COMPUTING):
+            plgpu.wgmma(dq, both.at[part].transpose((1, 0)), keys.at[part, :, half])
+        plgpu.wgmma(dk[0], ds, dk[1])
+        made, out = plgpu.wgmma_accumulator_load(dq, wait_n=1), together.dq.at[number]
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        out[...] = made
+        plgpu.commit_smem()
+        plgpu.copy_smem_to_gmem(out, dq_ref.at[:, half], reduction_op="add")
+
+    pl.run_scoped(multiply, plgpu.WGMMAAccumulatorRef((size, columns), jnp.float32))
+
+
+def _meet(together: SharedGradients) -> None:
+    """What a warpgroup wrote before is there for the other one after."""
+    plgpu.commit_smem()
+    plgpu.barrier_arrive(together.here)
+    plgpu.barrier_wait(together.here)

@@ -1,0 +1,49 @@
+"""Attention as its definition reads: every score at once. The contract that implementations are held to.
+
+Time and bytes grow with queries x keys; JAX differentiates it by itself.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from .arguments import Extras, Options
+from .mask import keep_mask, visible
+
+
+def attend(
+    q: Float[Array, "batch queries heads dim"],
+    k: Float[Array, "batch keys kv_heads dim"],
+    v: Float[Array, "batch keys kv_heads dim"],
+    options: Options,
+    extras: Extras,
+) -> tuple[Float[Array, "batch queries heads dim"], Float[Array, "batch heads queries"]]:
+    """Output and log-sum-exp. All in float32; a row that sees no key gives zeros and -inf."""
+    batch, queries, heads, dim = q.shape
+    keys, kv_heads = k.shape[1:3]
+    grouped = q.astype(jnp.float32).reshape(batch, queries, kv_heads, heads // kv_heads, dim)
+    s = jnp.einsum("bqngd,bknd->bngqk", grouped, k.astype(jnp.float32)) * options.scale
+    if options.soft_cap is not None:
+        s = options.soft_cap * jnp.tanh(s / options.soft_cap)
+    query, key = jnp.arange(queries, dtype=jnp.int32)[:, None], jnp.arange(keys, dtype=jnp.int32)
+    seen = visible(query, key, offset=keys - queries, causal=options.causal, window=options.window)
+    if seen is not None:
+        s = jnp.where(seen, s, -jnp.inf)
+    if extras.segment_ids is not None and extras.kv_segment_ids is not None:
+        same = extras.segment_ids[:, :, None] == extras.kv_segment_ids[:, None, :]
+        s = jnp.where(same[:, None, None], s, -jnp.inf)
+    top = jax.lax.stop_gradient(jnp.max(s, axis=-1, keepdims=True))
+    p = jnp.exp(s - jnp.where(jnp.isneginf(top), 0.0, top))
+    total = jnp.sum(p, axis=-1, keepdims=True)
+    some = total > 0.0
+    total = jnp.where(some, total, 1.0)
+    lse = jnp.where(some, top + jnp.log(total), -jnp.inf)[..., 0].reshape(batch, heads, queries)
+    p = p / total
+    if extras.seed is not None:
+        row = jnp.arange(batch * heads, dtype=jnp.int32).reshape(batch, kv_heads, heads // kv_heads, 1, 1)
+        keep = keep_mask(extras.seed, row, query, key, options.dropout)
+        p = jnp.where(keep, p * (1.0 / (1.0 - options.dropout)), 0.0)
+    out = jnp.einsum("bngqk,bknd->bqngd", p, v.astype(jnp.float32))
+    return out.astype(q.dtype).reshape(q.shape), lse

@@ -1,0 +1,152 @@
+"""Attention as Triton kernels, launched through jax-triton: NVIDIA GPUs from Ampere on.
+
+Forward (Dao, arXiv:2307.08691): a program holds a block of queries and goes over the keys that these see, a block at a
+time, with a running maximum and sum of each row. Key blocks that every query sees whole are not masked; those without
+a key of the queries' segments are not visited. Backward, two kernels without atomic additions, so that equal input
+gives equal bits: one holds a block of queries and sums dq, one holds a block of keys and sums dk and dv over the
+queries of all heads that share them. Both recompute the probabilities from the rows' log-sum-exp.
+
+Bytes beside inputs and outputs: batch x heads x time x 2 numbers, never time x time. Time, with P visible pairs: 4 P
+dim operations per head forward, 14 P dim backward (10, and the scores and their gradients a second time).
+
+On a CPU Triton's interpreter runs the same programs, for tests.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxmem.kernels.triton_launch import launch, load_programs
+
+from . import flash
+from .block import LOG2E, Call, MaskArrays
+from .flash import Passes
+
+
+@dataclass(frozen=True)
+class Static:
+    """What is known at compile time. `rows` and `columns`: queries and keys of a block."""
+
+    queries: int
+    keys: int
+    heads: int
+    kv_heads: int
+    dim: int
+    wide: int
+    rows: int
+    columns: int
+    causal: bool
+    window: int | None
+    segments: bool
+    dropout: bool
+    threshold: int  # words below it are dropped
+    kept_weight: float
+    scale: float
+    factor: float  # what a product of q and k is multiplied with to be a score
+    tanh_factor: float | None  # with a soft cap: 2 log2(e) times what tanh takes
+    unit: float  # `Call.unit`
+    base: float  # what a difference of scores is multiplied with to be an exponent of 2
+
+    @property
+    def groups(self) -> int:
+        return self.heads // self.kv_heads
+
+    @property
+    def offset(self) -> int:
+        return self.keys - self.queries
+
+    @property
+    def stride(self) -> int:
+        return self.heads * self.dim
+
+    @property
+    def kv_stride(self) -> int:
+        return self.kv_heads * self.dim
+
+
+def static(call: Call, heads: int, kv_heads: int, *, segments: bool) -> Static:
+    o = call.options
+    return Static(
+        queries=call.queries,
+        keys=call.keys,
+        heads=heads,
+        kv_heads=kv_heads,
+        dim=call.dim,
+        wide=max(16, call.wide),
+        rows=call.blocks.queries,
+        columns=call.blocks.keys,
+        causal=o.causal or o.window is not None,
+        window=o.window,
+        segments=segments,
+        dropout=o.dropout > 0,
+        threshold=min(round(o.dropout * 2**32), 2**32 - 1),
+        kept_weight=1.0 / (1.0 - o.dropout),
+        scale=o.scale,
+        factor=1.0 if call.unit == o.scale else o.scale,
+        tanh_factor=None if o.soft_cap is None else 2.0 * LOG2E * o.scale / o.soft_cap,
+        unit=call.unit,
+        base=call.unit * LOG2E,
+    )
+
+
+def _forward(call: Call, q: Any, k: Any, v: Any, masks: MaskArrays) -> tuple[Any, Any]:
+    batch, queries, heads, _ = q.shape
+    rows = jax.ShapeDtypeStruct((batch, heads, queries), jnp.float32)
+    out, lse = _run(
+        "attention_forward", call, q, k, (q, k, v), masks, [q, rows], flops=4 * call.pairs / queries, by_keys=False
+    )
+    return out, lse
+
+
+def _d_queries(call: Call, q: Any, k: Any, v: Any, d_out: Any, rows: Any, masks: MaskArrays) -> jax.Array:
+    given = (q, k, v, d_out, *rows)
+    flops = 6 * call.pairs / call.queries
+    (dq,) = _run("attention_d_queries", call, q, k, given, masks, [q], flops=flops, by_keys=False)
+    return dq
+
+
+def _d_keys(call: Call, q: Any, k: Any, v: Any, d_out: Any, rows: Any, masks: MaskArrays) -> tuple[Any, Any]:
+    given = (q, k, v, d_out, *rows)
+    flops = 8 * call.pairs * (q.shape[2] // k.shape[2]) / call.keys
+    dk, dv = _run("attention_d_keys", call, q, k, given, masks, [k, k], flops=flops, by_keys=True)
+    return dk, dv
+
+
+def _run(
+    name: str,
+    call: Call,
+    q: Any,
+    k: Any,
+    arrays: tuple[Any, ...],
+    masks: MaskArrays,
+    outputs: list[Any],
+    *,
+    flops: float,
+    by_keys: bool,
+) -> list[jax.Array]:
+    programs = load_programs("jaxmem.kernels.fused_attention.triton_programs")
+    nothing = jnp.zeros(1, jnp.int32)  # stands where a program reads nothing
+    seed = jnp.zeros(2, jnp.uint32) if masks.seed is None else masks.seed
+    extra = [nothing if x is None else x for x in (masks.ids, masks.kv_ids, masks.begin, masks.end)]
+    batch, _, heads, _ = q.shape
+    kv_heads = k.shape[2]
+    blocks = -(-call.keys // call.blocks.keys) if by_keys else -(-call.queries // call.blocks.queries)
+    return launch(
+        getattr(programs, name),
+        [*arrays, *extra, seed],
+        [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in outputs],
+        grid=(blocks, kv_heads if by_keys else heads, batch),
+        static=static(call, heads, kv_heads, segments=masks.ids is not None),
+        warps=call.blocks.warps,
+        stages=call.blocks.stages,
+        flops=flops,
+    )
+
+
+PASSES = Passes("triton", 256, _forward, _d_queries, _d_keys)
+attend = functools.partial(flash.attend, PASSES)

@@ -1,0 +1,324 @@
+"""The Triton programs of attention: what one block of queries, or of keys, does. `triton.py` launches them.
+
+Queries, keys and outputs are [batch, time, heads, dim] as they lie in memory. `s` is what is known at compile time
+(`triton.Static`), so each branch on it is taken then. Triton overlaps the loads of the blocks to come with the matmuls
+of this one: cp.async on Ampere and Ada, asynchronous wgmma on Hopper, tcgen05 after it.
+"""
+
+from __future__ import annotations
+
+import triton.language as tl
+from triton.language import core  # noqa: F401  (the interpreter replaces functions of this module)
+
+from jaxmem.kernels.triton_functions import program, scramble
+
+
+@program
+def dropout_factor(seed_ptr, row, query, key, s: tl.constexpr):
+    """What dropout makes of each probability's weight (`mask.keep_mask`): 0, or 1 / (1 - rate)."""
+    first = scramble(row.to(tl.uint32) ^ tl.load(seed_ptr)) + query.to(tl.uint32) * 0x9E3779B9
+    first = scramble(first)
+    second = scramble(first ^ tl.load(seed_ptr + 1))
+    word = scramble((key.to(tl.uint32) ^ first) * 0x85EBCA6B + second)
+    return tl.where(word >= s.threshold, s.kept_weight, 0.0)
+
+
+@program
+def capped_scores(raw, s: tl.constexpr):
+    """Scores in units of `s.unit`, and what soft-capping makes of a change in them. exp2 overflows to infinity or
+    to 0, and both give the right end of tanh."""
+    if s.tanh_factor is None:
+        score, slope = raw * s.factor, raw
+    else:
+        score = 1.0 - 2.0 / (tl.exp2(raw * s.tanh_factor) + 1.0)
+        slope = 1.0 - score * score
+    return score, slope
+
+
+@program
+def seen_in_block(query, key, mine, theirs, s: tl.constexpr):
+    seen = key < s.keys
+    if s.causal:
+        seen = seen & (query + s.offset >= key)
+    if s.window is not None:
+        seen = seen & (query + s.offset - key < s.window)
+    if s.segments:
+        seen = seen & (mine == theirs)
+    return seen
+
+
+@program
+def load_block(ptr, first, size: tl.constexpr, limit: tl.constexpr, stride: tl.constexpr, s: tl.constexpr):
+    """Rows from `first` on of a matrix whose rows lie `stride` apart; where they begin takes 64 bits."""
+    row, column = tl.arange(0, size), tl.arange(0, s.wide)
+    mask = (first + row < limit)[:, None] & (column < s.dim)[None, :]
+    ptr += first.to(tl.int64) * stride
+    return tl.load(ptr + row[:, None] * stride + column[None, :], mask=mask, other=0.0)
+
+
+@program
+def store_block(ptr, x, first, size: tl.constexpr, limit: tl.constexpr, stride: tl.constexpr, s: tl.constexpr):
+    row, column = tl.arange(0, size), tl.arange(0, s.wide)
+    mask = (first + row < limit)[:, None] & (column < s.dim)[None, :]
+    ptr += first.to(tl.int64) * stride
+    tl.store(ptr + row[:, None] * stride + column[None, :], x.to(ptr.dtype.element_ty), mask=mask)
+
+
+@program
+def load_ids(ptr, at, limit, s: tl.constexpr):
+    if s.segments:
+        ids = tl.load(ptr + at, mask=at < limit, other=-1)
+    else:
+        ids = at
+    return ids
+
+
+@program
+def ranges(low, high, whole_low, whole_high, begin_ptr, end_ptr, here, size: tl.constexpr, s: tl.constexpr):
+    """First and last block to visit, and between them those that need no mask; as `block_ranges.py`."""
+    begin = low // size
+    end = (high + size - 1) // size
+    if s.segments:
+        begin = tl.maximum(begin, tl.load(begin_ptr + here))
+        end = tl.minimum(end, tl.load(end_ptr + here))
+        whole_begin, whole_end = end, end
+    else:
+        whole_begin = tl.minimum(tl.maximum((whole_low + size - 1) // size, begin), tl.maximum(begin, end))
+        whole_end = tl.minimum(tl.maximum(whole_high // size, whole_begin), tl.maximum(whole_begin, end))
+    return begin, whole_begin, whole_end, end
+
+
+@program
+def ranges_of_keys(block, batch, begin_ptr, end_ptr, s: tl.constexpr):
+    first = block * s.rows
+    last = first + s.rows - 1
+    low = first * 0
+    whole_low = first * 0
+    high = first * 0 + s.keys
+    whole_high = first * 0 + s.keys
+    if s.causal:
+        high = tl.minimum(tl.maximum(last + s.offset + 1, 0), s.keys)
+        whole_high = tl.minimum(tl.maximum(first + s.offset + 1, 0), s.keys)
+    if s.window is not None:
+        low = tl.maximum(first + s.offset - s.window + 1, 0)
+        whole_low = tl.maximum(last + s.offset - s.window + 1, 0)
+    here = batch * tl.num_programs(0) + block
+    return ranges(low, high, whole_low, whole_high, begin_ptr, end_ptr, here, s.columns, s)
+
+
+@program
+def ranges_of_queries(block, batch, begin_ptr, end_ptr, s: tl.constexpr):
+    first = block * s.columns
+    last = first + s.columns - 1
+    low = first * 0
+    whole_low = first * 0
+    high = first * 0 + s.queries
+    # A last block that is not full may be whole: its empty rows add nothing.
+    whole_high = first * 0 + (s.queries + s.rows - 1) // s.rows * s.rows
+    if s.causal:
+        low = tl.maximum(first - s.offset, 0)
+        whole_low = tl.maximum(last - s.offset, 0)
+    if s.window is not None:
+        high = tl.minimum(tl.maximum(last - s.offset + s.window, 0), s.queries)
+        whole_high = tl.minimum(tl.maximum(first - s.offset + s.window, 0), s.queries)
+    here = batch * tl.num_programs(0) + block
+    return ranges(low, high, whole_low, whole_high, begin_ptr, end_ptr, here, s.rows, s)
+
+
+@program
+def forward_over(
+    start, stop, q, out, top, total, k_ptr, v_ptr, kv_ids_ptr, seed_ptr, mine, at, row, masked: tl.constexpr,
+    s: tl.constexpr,
+):  # fmt: skip
+    for j in range(start, stop):
+        first = j * s.columns
+        key = first + tl.arange(0, s.columns)
+        k = load_block(k_ptr, first, s.columns, s.keys, s.kv_stride, s)
+        scores, _ = capped_scores(tl.dot(q, tl.trans(k), input_precision="ieee"), s)
+        if masked:
+            theirs = load_ids(kv_ids_ptr, key, s.keys, s)
+            seen = seen_in_block(at[:, None], key[None, :], mine[:, None], theirs[None, :], s)
+            scores = tl.where(seen, scores, -float("inf"))
+        higher = tl.maximum(top, tl.max(scores, axis=1))
+        # Until a row has seen a key its maximum is -inf, and a difference of two of them no number.
+        level = tl.where(higher == -float("inf"), 0.0, higher)
+        p = tl.exp2((scores - level[:, None]) * s.base)
+        shrink = tl.exp2((top - level) * s.base)
+        total = total * shrink + tl.sum(p, axis=1)
+        if s.dropout:
+            p = p * dropout_factor(seed_ptr, row, at[:, None], key[None, :], s)
+        v = load_block(v_ptr, first, s.columns, s.keys, s.kv_stride, s)
+        out = out * shrink[:, None] + tl.dot(p.to(v.dtype), v, input_precision="ieee")
+        top = higher
+    return out, top, total
+
+
+@program
+def attention_forward(
+    q_ptr, k_ptr, v_ptr, ids_ptr, kv_ids_ptr, begin_ptr, end_ptr, seed_ptr, out_ptr, lse_ptr, s: tl.constexpr
+):  # fmt: skip
+    block = tl.num_programs(0) - 1 - tl.program_id(0)  # under `causal` the last blocks take the longest
+    head, batch = tl.program_id(1), tl.program_id(2)
+    row = batch * s.heads + head
+    first = block * s.rows
+    at = first + tl.arange(0, s.rows)
+    place = (batch.to(tl.int64) * s.queries * s.heads + head) * s.dim
+    kv_place = (batch.to(tl.int64) * s.keys * s.kv_heads + head // s.groups) * s.dim
+    q = load_block(q_ptr + place, first, s.rows, s.queries, s.stride, s)
+    mine = load_ids(ids_ptr + batch * s.queries, at, s.queries, s)
+    kv_ids_ptr += batch * s.keys
+    k_ptr += kv_place
+    v_ptr += kv_place
+    out = tl.zeros((s.rows, s.wide), tl.float32)
+    top = tl.full((s.rows,), -float("inf"), tl.float32)
+    total = tl.zeros((s.rows,), tl.float32)
+    a, b, c, d = ranges_of_keys(block, batch, begin_ptr, end_ptr, s)
+    out, top, total = forward_over(
+        a, b, q, out, top, total, k_ptr, v_ptr, kv_ids_ptr, seed_ptr, mine, at, row, True, s
+    )  # fmt: skip
+    if not s.segments:
+        out, top, total = forward_over(
+            b, c, q, out, top, total, k_ptr, v_ptr, kv_ids_ptr, seed_ptr, mine, at, row, False, s
+        )  # fmt: skip
+        out, top, total = forward_over(
+            c, d, q, out, top, total, k_ptr, v_ptr, kv_ids_ptr, seed_ptr, mine, at, row, True, s
+        )  # fmt: skip
+    seen = total > 0
+    safe = tl.where(seen, total, 1.0)
+    store_block(out_ptr + place, out / safe[:, None], first, s.rows, s.queries, s.stride, s)
+    lse = tl.where(seen, top * s.unit + tl.log2(safe) * 0.6931471805599453, -float("inf"))
+    tl.store(lse_ptr + row.to(tl.int64) * s.queries + at, lse, mask=at < s.queries)
+
+
+@program
+def d_queries_over(
+    start, stop, dq, q, d_out, lse, inner, k_ptr, v_ptr, kv_ids_ptr, seed_ptr, mine, at, row, masked: tl.constexpr,
+    s: tl.constexpr,
+):  # fmt: skip
+    for j in range(start, stop):
+        first = j * s.columns
+        key = first + tl.arange(0, s.columns)
+        k = load_block(k_ptr, first, s.columns, s.keys, s.kv_stride, s)
+        v = load_block(v_ptr, first, s.columns, s.keys, s.kv_stride, s)
+        scores, slope = capped_scores(tl.dot(q, tl.trans(k), input_precision="ieee"), s)
+        if masked:
+            theirs = load_ids(kv_ids_ptr, key, s.keys, s)
+            seen = seen_in_block(at[:, None], key[None, :], mine[:, None], theirs[None, :], s)
+            scores = tl.where(seen, scores, -float("inf"))
+        p = tl.exp2((scores - lse[:, None]) * s.base)
+        dp = tl.dot(d_out, tl.trans(v), input_precision="ieee")
+        if s.dropout:
+            dp = dp * dropout_factor(seed_ptr, row, at[:, None], key[None, :], s)
+        ds = p * (dp - inner[:, None])
+        if s.tanh_factor is not None:
+            ds = ds * slope
+        dq += tl.dot(ds.to(k.dtype), k, input_precision="ieee")
+    return dq
+
+
+@program
+def attention_d_queries(
+    q_ptr, k_ptr, v_ptr, d_out_ptr, rows_ptr, inner_ptr, ids_ptr, kv_ids_ptr, begin_ptr, end_ptr, seed_ptr, dq_ptr,
+    s: tl.constexpr,
+):  # fmt: skip
+    block = tl.num_programs(0) - 1 - tl.program_id(0)
+    head, batch = tl.program_id(1), tl.program_id(2)
+    row = batch * s.heads + head
+    first = block * s.rows
+    at = first + tl.arange(0, s.rows)
+    place = (batch.to(tl.int64) * s.queries * s.heads + head) * s.dim
+    kv_place = (batch.to(tl.int64) * s.keys * s.kv_heads + head // s.groups) * s.dim
+    q = load_block(q_ptr + place, first, s.rows, s.queries, s.stride, s)
+    d_out = load_block(d_out_ptr + place, first, s.rows, s.queries, s.stride, s)
+    first_row = row.to(tl.int64) * s.queries
+    lse = tl.load(rows_ptr + first_row + at, mask=at < s.queries, other=0.0)
+    inner = tl.load(inner_ptr + first_row + at, mask=at < s.queries, other=0.0)
+    mine = load_ids(ids_ptr + batch * s.queries, at, s.queries, s)
+    kv_ids_ptr += batch * s.keys
+    k_ptr += kv_place
+    v_ptr += kv_place
+    dq = tl.zeros((s.rows, s.wide), tl.float32)
+    a, b, c, d = ranges_of_keys(block, batch, begin_ptr, end_ptr, s)
+    dq = d_queries_over(
+        a, b, dq, q, d_out, lse, inner, k_ptr, v_ptr, kv_ids_ptr, seed_ptr, mine, at, row, True, s
+    )  # fmt: skip
+    if not s.segments:
+        dq = d_queries_over(
+            b, c, dq, q, d_out, lse, inner, k_ptr, v_ptr, kv_ids_ptr, seed_ptr, mine, at, row, False, s
+        )  # fmt: skip
+        dq = d_queries_over(
+            c, d, dq, q, d_out, lse, inner, k_ptr, v_ptr, kv_ids_ptr, seed_ptr, mine, at, row, True, s
+        )  # fmt: skip
+    store_block(dq_ptr + place, dq * s.scale, first, s.rows, s.queries, s.stride, s)
+
+
+@program
+def d_keys_over(
+    start, stop, dk, dv, k, v, q_ptr, d_out_ptr, rows_ptr, inner_ptr, ids_ptr, seed_ptr, theirs, key, row,
+    masked: tl.constexpr, s: tl.constexpr,
+):  # fmt: skip
+    """Scores lie transposed, keys by queries, as both products read them. Rows beyond the last query are zeros in q
+    and d_out and add nothing."""
+    for i in range(start, stop):
+        first = i * s.rows
+        at = first + tl.arange(0, s.rows)
+        q = load_block(q_ptr, first, s.rows, s.queries, s.stride, s)
+        d_out = load_block(d_out_ptr, first, s.rows, s.queries, s.stride, s)
+        lse = tl.load(rows_ptr + at, mask=at < s.queries, other=0.0)
+        inner = tl.load(inner_ptr + at, mask=at < s.queries, other=0.0)
+        scores, slope = capped_scores(tl.dot(k, tl.trans(q), input_precision="ieee"), s)
+        if masked:
+            mine = load_ids(ids_ptr, at, s.queries, s)
+            seen = seen_in_block(at[None, :], key[:, None], mine[None, :], theirs[:, None], s)
+            scores = tl.where(seen, scores, -float("inf"))
+        p = tl.exp2((scores - lse[None, :]) * s.base)
+        dp = tl.dot(v, tl.trans(d_out), input_precision="ieee")
+        shared = p
+        if s.dropout:
+            share = dropout_factor(seed_ptr, row, at[None, :], key[:, None], s)
+            shared = p * share
+            dp = dp * share
+        ds = p * (dp - inner[None, :])
+        if s.tanh_factor is not None:
+            ds = ds * slope
+        dv += tl.dot(shared.to(d_out.dtype), d_out, input_precision="ieee")
+        dk += tl.dot(ds.to(q.dtype), q, input_precision="ieee")
+    return dk, dv
+
+
+@program
+def attention_d_keys(
+    q_ptr, k_ptr, v_ptr, d_out_ptr, rows_ptr, inner_ptr, ids_ptr, kv_ids_ptr, begin_ptr, end_ptr, seed_ptr, dk_ptr,
+    dv_ptr, s: tl.constexpr,
+):  # fmt: skip
+    block, kv_head, batch = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    first = block * s.columns
+    key = first + tl.arange(0, s.columns)
+    kv_place = (batch.to(tl.int64) * s.keys * s.kv_heads + kv_head) * s.dim
+    k = load_block(k_ptr + kv_place, first, s.columns, s.keys, s.kv_stride, s)
+    v = load_block(v_ptr + kv_place, first, s.columns, s.keys, s.kv_stride, s)
+    theirs = load_ids(kv_ids_ptr + batch * s.keys, key, s.keys, s)
+    ids_ptr += batch * s.queries
+    dk = tl.zeros((s.columns, s.wide), tl.float32)
+    dv = tl.zeros((s.columns, s.wide), tl.float32)
+    a, b, c, d = ranges_of_queries(block, batch, begin_ptr, end_ptr, s)
+    for g in range(s.groups):
+        head = kv_head * s.groups + g
+        row = batch * s.heads + head
+        place = (batch.to(tl.int64) * s.queries * s.heads + head) * s.dim
+        first_row = row.to(tl.int64) * s.queries
+        dk, dv = d_keys_over(
+            a, b, dk, dv, k, v, q_ptr + place, d_out_ptr + place, rows_ptr + first_row, inner_ptr + first_row,
+            ids_ptr, seed_ptr, theirs, key, row, True, s,
+        )  # fmt: skip
+        if not s.segments:
+            dk, dv = d_keys_over(
+                b, c, dk, dv, k, v, q_ptr + place, d_out_ptr + place, rows_ptr + first_row, inner_ptr + first_row,
+                ids_ptr, seed_ptr, theirs, key, row, False, s,
+            )  # fmt: skip
+            dk, dv = d_keys_over(
+                c, d, dk, dv, k, v, q_ptr + place, d_out_ptr + place, rows_ptr + first_row, inner_ptr + first_row,
+                ids_ptr, seed_ptr, theirs, key, row, True, s,
+            )  # fmt: skip
+    store_block(dk_ptr + kv_place, dk * s.scale, first, s.columns, s.keys, s.kv_stride, s)
+    store_block(dv_ptr + kv_place, dv, first, s.columns, s.keys, s.kv_stride, s)

@@ -1,0 +1,110 @@
+"""Arguments of the product, checked in one place for all implementations."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from jaxtyping import Array, Float, UInt8
+
+from jaxmem.kernels.codes import FP4, NF4
+from jaxmem.kernels.validation import FLOATS, Validator, describe
+
+
+class QuantizedScales(NamedTuple):
+    """Quantized block scales (double quantization): block scale = value(code) * scale + mean, with the value of a
+    signed 8-bit dynamic code."""
+
+    codes: UInt8[Array, "blocks outputs"]
+    scale: Float[Array, "groups outputs"]  # each of equally many blocks
+    mean: Float[Array, "1 1"]
+
+
+@dataclass(frozen=True)
+class Form:
+    """Encoding of values from -1 to 1."""
+
+    bits: int
+    listed: tuple[float, ...] | None = None  # the value of each code; None: evenly spaced
+
+    @property
+    def together(self) -> int:
+        """Codes per byte, neighbours along `inputs`, the first in the highest bits."""
+        return 8 // self.bits
+
+    @property
+    def steps(self) -> int:
+        """From 0 to 1, of evenly spaced values."""
+        return 2 ** (self.bits - 1) - 1
+
+
+FORMS = {"nf4": Form(4, NF4), "fp4": Form(4, FP4), "int4": Form(4), "int8": Form(8)}
+
+
+@dataclass(frozen=True)
+class Call:
+    """What is known at compile time."""
+
+    form: Form
+    block: int  # inputs that share a scale
+    inputs: int
+    outputs: int
+
+    @property
+    def unit(self) -> int:
+        """Rows of codes that share a scale."""
+        return self.block // self.form.together
+
+
+def check_arguments(
+    x: Any, codes: Any, scale: Any, format_: Any, block_size: Any, inputs: Any, transposed: bool
+) -> tuple[jax.Array, jax.Array, Any, Call]:
+    """The arrays and what is known at compile time; ValueError naming a wrong argument."""
+    checks = Validator("dequant_matmul")
+    known = isinstance(format_, str) and format_ in FORMS
+    checks.require(known, f"format is {describe(format_)}; it should be one of {', '.join(FORMS)}")
+    form = FORMS[format_]
+    last = "outputs" if transposed else "inputs"
+    x = checks.array("x", x, f"[..., {last}]", FLOATS)
+    codes = checks.array("codes", codes, "[inputs, outputs]")
+    wanted = "int8" if form.bits == 8 else "uint8"
+    checks.require(codes.dtype.name == wanted, f"codes is {codes.dtype}; codes of {format_} are {wanted}")
+    outputs = codes.shape[1]
+    if inputs is None:
+        inputs = codes.shape[0] * form.together if transposed else x.shape[-1]
+    inputs, block = checks.whole_number("inputs", inputs), checks.whole_number("block_size", block_size)
+    wide = outputs if transposed else inputs
+    checks.require(x.shape[-1] == wide, f"x has shape {x.shape}; its last dimension should be the {wide} {last}")
+    rows = -(-inputs // form.together)
+    checks.require(codes.shape[0] == rows, f"codes has {codes.shape[0]} rows; {inputs} inputs in {format_} need {rows}")
+    checks.require(block >= 1, f"block_size is {block}; it should be at least 1")
+    blocks = -(-inputs // block)
+    scale = _scale(checks, scale)
+    own = scale.codes if isinstance(scale, QuantizedScales) else scale
+    checks.require(
+        own.shape == (blocks, outputs),
+        f"scale has shape {own.shape}; {inputs} inputs in blocks of {block} need {(blocks, outputs)}",
+    )
+    if isinstance(scale, QuantizedScales):
+        checks.require(
+            scale.scale.shape[1:] == (outputs,) and scale.scale.size > 0 and scale.mean.shape == (1, 1),
+            f"scale has groups of shape {scale.scale.shape} and a mean of {scale.mean.shape}; they should be"
+            f" [groups, {outputs}] and [1, 1]",
+        )
+    if blocks == 1:  # a block that ends far beyond the inputs is one that ends a little beyond them
+        block = min(block, max(2, 1 << (inputs - 1).bit_length()))
+    return x, codes, scale, Call(form, block, inputs, outputs)
+
+
+def _scale(checks: Validator, scale: Any) -> Any:
+    if not isinstance(scale, QuantizedScales):
+        array = isinstance(scale, jax.Array | np.ndarray)
+        checks.require(array, f"scale is {describe(scale)}; it should be an array or QuantizedScales")
+        return checks.array("scale", scale, None, ("float32",))
+    return QuantizedScales(
+        checks.array("scale.codes", scale.codes, None, ("uint8",)),
+        checks.array("scale.scale", scale.scale, None, ("float32",)),
+        checks.array("scale.mean", scale.mean, None, ("float32",)),
+    )

@@ -1,0 +1,52 @@
+"""The product by definition: the weight dequantized whole, then multiplied. The contract.
+
+Beside its arguments it holds the weight in the dtype of x, inputs x outputs numbers, and writes and reads it once more.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float
+
+from jaxmem.kernels.codes import dynamic_code
+
+from .arguments import Call, QuantizedScales
+
+
+def multiply(
+    call: Call, x: Float[Array, "tokens inputs"], codes: jax.Array, scale: Any
+) -> Float[Array, "tokens outputs"]:
+    return x @ decoded(call, codes, scale, x.dtype)
+
+
+def of_activations(
+    call: Call, g: Float[Array, "tokens outputs"], codes: jax.Array, scale: Any
+) -> Float[Array, "tokens inputs"]:
+    return g @ decoded(call, codes, scale, g.dtype).T
+
+
+def decoded(call: Call, codes: jax.Array, scale: Any, dtype: DTypeLike) -> Float[Array, "inputs outputs"]:
+    """The weight, or as many of its rows as `call` has inputs."""
+    form = call.form
+    if form.bits == 4:
+        codes = jnp.stack([codes >> 4, codes & 15], axis=1).reshape(-1, codes.shape[1])[: call.inputs]
+    if form.listed is not None:
+        values = jnp.asarray(form.listed, jnp.float32)[codes]
+    else:
+        values = (codes.astype(jnp.float32) - (form.steps if form.bits < 8 else 0)) / form.steps
+    own = block_scales(scale)
+    short = -call.inputs % call.block
+    blocked = jnp.pad(values, ((0, short), (0, 0))).reshape(own.shape[0], call.block, -1) * own[:, None]
+    return blocked.reshape(-1, values.shape[1])[: call.inputs].astype(dtype)
+
+
+def block_scales(scale: Any) -> Float[Array, "blocks outputs"]:
+    if not isinstance(scale, QuantizedScales):
+        return scale
+    blocks, groups = scale.codes.shape[0], scale.scale.shape[0]
+    of_block = jnp.repeat(scale.scale, -(-blocks // groups), axis=0)[:blocks]
+    return jnp.asarray(dynamic_code(8, signed=True), jnp.float32)[scale.codes] * of_block + scale.mean

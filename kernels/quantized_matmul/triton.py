@@ -1,0 +1,156 @@
+"""The product as Triton kernels: codes become numbers in registers, on their way to a matmul.
+
+Forward, a program makes a tile of the result: at each step it reads a tile of x and one of codes. Where a byte holds
+two codes, those are neighbours along the sum, so the bytes' first codes meet the even columns of x and their second
+ones the odd columns: two matmuls, and no value changes its place. For that x comes with its even columns first, which
+is the one copy made: 4 bytes per number of x, where decoding the weight first writes and reads 4 bytes per number of
+it. Backward the same tiles of codes, the sum along the outputs; it gives even and odd columns apart.
+
+With T tokens the codes are read T / 128 times, all but the first from the second-level cache, as programs that share a
+tile of codes start one after the other.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from jaxmem.kernels import tuning
+from jaxmem.kernels.launch import block_size
+from jaxmem.kernels.triton_launch import launch, load_programs
+
+from .arguments import Call, QuantizedScales
+
+PROGRAMS = "jaxmem.kernels.quantized_matmul.triton_programs"
+
+
+class Blocks(NamedTuple):
+    """Sizes of a program's tiles: powers of two, at least 16 for the tensor cores."""
+
+    tokens: int
+    rows: int  # of codes
+    outputs: int
+    warps: int
+    stages: int
+
+
+LEAST = 16
+USUAL = {"forward": Blocks(128, 32, 128, 8, 3), "backward": Blocks(128, 32, 64, 8, 3)}
+
+
+@dataclass(frozen=True)
+class Tiling:
+    """What a program knows at compile time."""
+
+    tokens: int
+    outputs: int
+    code_rows: int
+    blocks: int  # of scales, along the rows
+    blocks_of_group: int
+    tile_tokens: int
+    rows: int
+    tile_outputs: int
+    unit: int  # rows of codes that share a scale
+    together: int  # codes per byte
+    steps: int
+    listed: bool
+    double: bool
+
+    @property
+    def blocks_of_tile(self) -> int:
+        return max(1, self.rows // self.unit)
+
+
+def multiply(call: Call, x: Float[Array, "tokens inputs"], codes: jax.Array, scale: Any) -> jax.Array:
+    """[tokens, outputs]."""
+    blocks = _blocks("forward", call, x)
+    columns = jnp.moveaxis(x.reshape(x.shape[0], codes.shape[0], call.form.together), 2, 0)
+    return _run("dequant_matmul", call, blocks, columns, codes, scale)
+
+
+def of_activations(call: Call, g: Float[Array, "tokens outputs"], codes: jax.Array, scale: Any) -> jax.Array:
+    """[tokens, inputs]."""
+    made = _run("dequant_matmul_of_activations", call, _blocks("backward", call, g), g, codes, scale)
+    return jnp.moveaxis(made, 0, 2).reshape(g.shape[0], call.inputs)
+
+
+def _run(name: str, call: Call, blocks: Blocks, x: jax.Array, codes: jax.Array, scale: Any) -> jax.Array:
+    form, forward, tokens, rows = call.form, name == "dequant_matmul", x.shape[-2], codes.shape[0]
+    unused = jnp.zeros(1, jnp.float32)  # for pointers that the program does not read
+    double = isinstance(scale, QuantizedScales)
+    own, groups, mean = (scale.codes, scale.scale, scale.mean) if double else (scale, unused, unused)
+    listed = unused if form.listed is None else jnp.asarray(form.listed, jnp.float32)
+    static = Tiling(
+        tokens=tokens,
+        outputs=call.outputs,
+        code_rows=rows,
+        blocks=own.shape[0],
+        blocks_of_group=-(-own.shape[0] // groups.shape[0]),
+        tile_tokens=blocks.tokens,
+        rows=blocks.rows,
+        tile_outputs=blocks.outputs,
+        unit=call.unit,
+        together=form.together,
+        steps=form.steps,
+        listed=form.listed is not None,
+        double=double,
+    )
+    shape = (tokens, call.outputs) if forward else (form.together, tokens, rows)
+    tiles = -(-call.outputs // blocks.outputs) if forward else -(-rows // blocks.rows)
+    (made,) = launch(
+        getattr(load_programs(PROGRAMS), name),
+        [x, codes, own, groups, mean, listed],
+        [jax.ShapeDtypeStruct(shape, x.dtype)],
+        grid=(-(-tokens // blocks.tokens), tiles),
+        static=static,
+        warps=blocks.warps,
+        stages=blocks.stages,
+        flops=2.0 * (call.inputs if forward else call.outputs),
+    )
+    return made
+
+
+def _blocks(direction: str, call: Call, x: jax.Array) -> Blocks:
+    room = functools.partial(space, direction, call.form.together, x.dtype.itemsize)
+    sizes = x.shape[0], call.inputs, call.outputs
+    asked = tuning.Asked(f"triton {direction}", f"{call.form.bits} bits {x.dtype.name}", sizes, room)
+    return _fitting(call, x.shape[0], tuning.blocks("dequant_matmul", asked, USUAL[direction]))
+
+
+def space(direction: str, together: int, itemsize: int, shared: int) -> list[Blocks]:
+    """Sizes to measure, of those that fit in shared memory and registers. Tiles of the weight pass through both."""
+
+    def fits(blocks: Blocks) -> bool:
+        tokens, rows, outputs, warps, stages = blocks
+        weight = together * rows * outputs
+        read, written = (together * rows, outputs) if direction == "forward" else (outputs, together * rows)
+        held = stages * (tokens * read * itemsize + rows * outputs) + weight * itemsize
+        return held <= shared and 32 <= (tokens * written + weight) / (32 * warps) <= tuning.REGISTERS
+
+    sizes = itertools.product((64, 128), (32, 64), (64, 128, 256), (4, 8), (2, 3))
+    return [blocks for blocks in itertools.starmap(Blocks, sizes) if fits(blocks)]
+
+
+def _fitting(call: Call, tokens: int, most: Blocks) -> Blocks:
+    """A tile of codes lies in one block of scales, or has a power of two of them."""
+    together = call.form.together
+    rows = block_size(most.rows, -(-call.inputs // together))
+    if call.unit >= rows or call.unit & (call.unit - 1):
+        rows = math.gcd(rows, call.unit)
+    if call.block % together or rows < LEAST:
+        raise ValueError(
+            f"dequant_matmul: block_size is {call.block}; the triton implementation supports powers of two and"
+            f" multiples of {LEAST * together}"
+        )
+    if call.inputs % together:
+        raise ValueError(f"dequant_matmul: x has {call.inputs} inputs; the triton implementation needs an even number")
+    return most._replace(
+        tokens=block_size(most.tokens, tokens), rows=rows, outputs=block_size(most.outputs, call.outputs)
+    )

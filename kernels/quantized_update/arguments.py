@@ -1,0 +1,76 @@
+"""Arguments of the updates, checked in one place for all implementations."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+from jaxtyping import Array, Float, UInt8
+
+from jaxmem.kernels.validation import FLOATS, Validator
+
+NamedArrays = dict[str, tuple[Any, str]]  # by name: the array and the dtype that it should have
+
+
+class Moments8(NamedTuple):
+    """Adam's two moments in 8-bit dynamic codes, the second unsigned, with a scale per block."""
+
+    m: UInt8[Array, "*shape"]
+    v: UInt8[Array, "*shape"]
+    m_scale: Float[Array, "*blocks"]
+    v_scale: Float[Array, "*blocks"]
+
+
+@dataclass(frozen=True)
+class Adam:
+    beta1: float
+    beta2: float
+    epsilon: float
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """Which numbers share a scale."""
+
+    along: int  # the dimension that blocks run along, counted from the end: -1 or -2
+    size: int
+
+
+def check_arguments(
+    checks: Validator, name: str, like: Any, numbers: NamedArrays, scales: NamedArrays, axis: Any, block_size: Any
+) -> tuple[jax.Array, dict[str, jax.Array], Blocks]:
+    """`like` (the gradient, the update), the arrays by name, and how blocks lie; ValueError naming a wrong argument.
+    `numbers` have the shape of `like`, `scales` one element per block."""
+    like = checks.array(name, like, "[..., rows, columns]", FLOATS)
+    blocks = Blocks(checks.whole_number("axis", axis), checks.whole_number("block_size", block_size))
+    checks.require(blocks.along in (-1, -2), f"axis is {blocks.along}; it should be -1 or -2")
+    checks.require(blocks.size >= 1, f"block_size is {blocks.size}; it should be at least 1")
+    size = like.shape[blocks.along]
+    checks.require(
+        size % blocks.size == 0,
+        f"block_size {blocks.size} does not divide the {size} numbers along axis {blocks.along}",
+    )
+    lines = list(like.shape)
+    lines[blocks.along] = size // blocks.size
+    found = {}
+    for name_, (x, dtype) in numbers.items():
+        found[name_] = checks.array(name_, x, None, (dtype,))
+        checks.require(x.shape == like.shape, f"{name_} has shape {x.shape}; it should be {name}'s, {like.shape}")
+    for name_, (x, dtype) in scales.items():
+        found[name_] = checks.array(name_, x, None, (dtype,))
+        wanted = f"{name_} has shape {x.shape}; with blocks of {blocks.size} it should be {tuple(lines)}"
+        checks.require(x.shape == tuple(lines), wanted)
+    return like, found, blocks
+
+
+def blocked(x: jax.Array, blocks: Blocks) -> jax.Array:
+    """[blocks, size] or, along the rows, [rows of blocks, size, columns]: the same bytes in the same order."""
+    if blocks.along == -1:
+        return x.reshape(-1, blocks.size)
+    return x.reshape(-1, blocks.size, x.shape[-1])
+
+
+def lines(x: jax.Array, blocks: Blocks) -> jax.Array:
+    """Scales, shaped as `blocked` shapes their numbers, without the block's dimension."""
+    return x.reshape(-1) if blocks.along == -1 else x.reshape(-1, x.shape[-1])

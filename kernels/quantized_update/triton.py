@@ -1,0 +1,124 @@
+"""The updates as Triton kernels: each array is read once and written once, codes and scales in place.
+
+A program holds some whole blocks in registers, so a block's absmax is known before its codes are written. Bytes per
+number, with a 16-bit gradient and blocks of 256: Adam reads 4 and writes 4, with scales 8.06; int8 weights with a
+16-bit update 4.05.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from jaxmem.kernels import tuning
+from jaxmem.kernels.launch import next_power_of_2
+from jaxmem.kernels.triton_launch import launch, load_programs
+
+from .arguments import Adam, Blocks, Moments8, blocked, lines
+
+PROGRAMS = "jaxmem.kernels.quantized_update.triton_programs"
+
+
+class Share(NamedTuple):
+    """What one program updates."""
+
+    numbers: int
+    columns: int  # at least, where blocks run along the rows: memory is read in lines of 32 bytes
+    warps: int  # for this count of numbers; a program that has to hold more has more warps
+
+
+# 32 numbers per thread; two programs or more share a multiprocessor, and one computes while another waits for memory.
+USUAL = Share(4096, 32, 4)
+MAX_WARPS = 32
+MAX_BLOCK = 16384  # numbers of a block
+REGISTERS = {"adam8_update": 5, "int8_add": 3}  # per number of a thread
+
+
+@dataclass(frozen=True)
+class Tiling:
+    """What a program knows at compile time."""
+
+    along_columns: bool  # blocks along the last dimension; otherwise along the rows
+    size: int  # numbers of a block
+    padded: int  # the next power of two
+    count: int  # blocks of a program
+    blocks: int  # in all, along columns
+    columns: int
+    beta1: float = 0.0
+    beta2: float = 0.0
+
+    @property
+    def m_unit(self) -> float:
+        return 1.0 - self.beta1
+
+    @property
+    def v_unit(self) -> float:
+        return 1.0 - self.beta2
+
+
+def adam8(adam: Adam, blocks: Blocks, g: jax.Array, state: Moments8, unbiased: jax.Array) -> tuple[jax.Array, Moments8]:
+    # With a and b the direction is m / (a * sqrt(v) + b), m in units of 1 - beta1 and v of 1 - beta2.
+    root = jnp.sqrt((1 - adam.beta2) / unbiased[1])
+    factors = jnp.stack([root, jnp.float32(adam.epsilon)]) * (unbiased[0] / (1 - adam.beta1))
+    numbers = [blocked(x, blocks) for x in (g, state.m, state.v)]
+    arrays = [*numbers, *(lines(x, blocks) for x in (state.m_scale, state.v_scale)), factors]
+    u, *new = _run("adam8_update", blocks, arrays, g, arrays[:5], {1: 1, 2: 2, 3: 3, 4: 4}, adam)
+    return u.reshape(g.shape), Moments8(*(x.reshape(old.shape) for x, old in zip(new, state, strict=True)))
+
+
+def int8_add(
+    blocks: Blocks, codes: jax.Array, scale: jax.Array, u: jax.Array, seeds: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    arrays = [blocked(codes, blocks), lines(scale, blocks), blocked(u, blocks), lines(seeds, blocks)]
+    new, new_scale = _run("int8_add", blocks, arrays, u, arrays[:2], {0: 0, 1: 1})
+    return new.reshape(codes.shape), new_scale.reshape(scale.shape)
+
+
+def _run(
+    operation: str,
+    blocks: Blocks,
+    arrays: list[jax.Array],
+    like: jax.Array,
+    outputs: list[jax.Array],
+    in_place: dict[int, int],
+    adam: Adam | None = None,
+) -> list[jax.Array]:
+    along_columns, columns = blocks.along == -1, like.shape[-1]
+    padded = next_power_of_2(blocks.size)
+    if padded > MAX_BLOCK:
+        raise ValueError(
+            f"{operation}: block_size is {blocks.size}; the triton implementation supports at most {MAX_BLOCK}"
+        )
+    kind, sizes = f"{like.dtype.name} along {blocks.along}", (like.size, blocks.size)
+    asked = tuning.Asked("triton update", kind, sizes, functools.partial(space, operation, blocks.along))
+    numbers, least, warps = tuning.blocks(operation, asked, USUAL)
+    total = like.size // blocks.size
+    if along_columns:
+        each = max(1, numbers // padded)
+        grid = -(-total // each)
+    else:
+        each = min(max(least, numbers // padded), next_power_of_2(columns))
+        grid = -(-columns // each) * (total // columns)
+    betas = {} if adam is None else {"beta1": adam.beta1, "beta2": adam.beta2}
+    return launch(
+        getattr(load_programs(PROGRAMS), operation),
+        arrays,
+        [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in outputs],
+        grid=(grid,),
+        static=Tiling(along_columns, blocks.size, padded, each, total, columns, **betas),
+        warps=min(MAX_WARPS, warps * max(1, padded * each // numbers)),
+        stages=1,
+        in_place=in_place,
+    )
+
+
+def space(operation: str, along: int, _: int) -> list[Share]:
+    """Shares to measure, of those that fit in registers; shared memory holds sums alone."""
+    columns = (USUAL.columns,) if along == -1 else (16, 32, 64)
+    shares = itertools.starmap(Share, itertools.product((2048, 4096, 8192), columns, (4, 8, 16)))
+    return [one for one in shares if REGISTERS[operation] * one.numbers / (32 * one.warps) <= tuning.REGISTERS]

@@ -1,0 +1,175 @@
+"""Launching Triton kernels: through jax-triton on a GPU, by Triton's interpreter on a CPU, for tests.
+
+jax-triton comes with the extras `cuda12`, `cuda13` and `dev`. Compiling for a GPU that is not there needs its compute
+capability; jax knows the name of the GPU inside a `jax.shard_map` over its mesh.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import inspect
+import threading
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.experimental.xla_metadata import set_xla_metadata
+
+from .choice import capability
+from .launch import without_gradient
+from .tuning import SHARED
+
+PTX = 87  # the first that knows compute capability 12.0: a ptxas older than Triton's own reads it too
+
+
+def load_programs(module: str) -> Any:
+    """A module `...<operation>.triton_programs`; ValueError where Triton or jax-triton is not installed."""
+    try:
+        importlib.import_module("jax_triton")
+        return importlib.import_module(module)
+    except ImportError as error:
+        if (error.name or "").partition(".")[0] not in ("triton", "jax_triton"):
+            raise
+        operation = module.split(".")[-2]
+        text = f"{operation}: the triton implementation needs jax-triton: pip install 'jaxmem[cuda13]'"
+        raise ValueError(text) from error
+
+
+def launch(
+    kernel: Any,
+    arrays: Sequence[jax.Array],
+    outputs: Sequence[jax.ShapeDtypeStruct],
+    *,
+    grid: tuple[int, ...],
+    static: Any,
+    warps: int,
+    stages: int,
+    flops: float = 0.0,
+    in_place: Mapping[int, int] | None = None,
+) -> list[jax.Array]:
+    """`kernel(*arrays, *outputs, s=static)` on a grid. `flops`: per number of the first output, which the compiled
+    program carries as metadata. `in_place`: array number to the number of the output that reuses its memory. XLA
+    cannot batch it: under `jax.vmap` it runs once for each element."""
+    compute_capability = capability()
+
+    def on_cpu(*arrays: jax.Array) -> list[jax.Array]:
+        interpret = functools.partial(_interpret, kernel, grid, static, tuple(outputs))
+        return list(jax.pure_callback(interpret, list(outputs), *arrays))
+
+    def on_gpu(*arrays: jax.Array) -> list[jax.Array]:
+        call = _triton_call()
+        options: dict[str, Any] = {
+            "compute_capability": compute_capability,
+            "num_warps": warps,
+            "num_stages": stages,
+            "input_output_aliases": dict(in_place or {}),
+            "s": static,
+        }
+        # jax-triton 0.4 renames two arguments; 0.3 leaves the version of PTX to Triton.
+        if "out_type" in inspect.signature(call).parameters:
+            options |= {"out_type": list(outputs), "backend_options": {"enable_fp_fusion": True, "ptx_version": PTX}}
+        else:
+            options |= {"out_shape": list(outputs), "enable_fp_fusion": True}
+        return list(call(*arrays, kernel=kernel, grid=grid, **options))
+
+    @jax.custom_batching.sequential_vmap
+    def run(*arrays: jax.Array) -> list[jax.Array]:
+        with set_xla_metadata(flops_per_output=str(flops)):
+            return jax.lax.platform_dependent(*arrays, cpu=on_cpu, default=on_gpu)
+
+    return list(without_gradient(kernel.__name__, run)(*arrays))
+
+
+@functools.cache
+def _triton_call() -> Any:
+    """jax-triton's call, in which compiling checks the shared memory; jax-triton leaves that to the launch."""
+    library: Any = importlib.import_module("jax_triton.triton_lib")
+    compiled = library.compile_ttir_inplace
+
+    def check_shared_memory(module: Any, backend: Any, options: Any, target: Any, *rest: Any) -> Any:
+        made = compiled(module, backend, options, target, *rest)
+        number = getattr(target, "arch", target)  # jax-triton 0.3 gives the compute capability itself
+        require_shared_memory(made.name, made.shared_mem_bytes, number)
+        return made
+
+    library.compile_ttir_inplace = check_shared_memory
+    return library.triton_call
+
+
+def require_shared_memory(kernel: str, needed: int, number: int) -> None:
+    """ValueError where a GPU of compute capability `number` (90 for 9.0) has less."""
+    name = f"{number // 10}.{number % 10}"
+    most = SHARED.get(name)
+    if most is not None and needed > most:
+        raise ValueError(
+            f"{kernel}: a block needs {needed:,} bytes of shared memory; compute capability {name} has {most:,};"
+            " use smaller blocks or another implementation"
+        )
+
+
+# ---------------------------------------------------------------- interpreted
+
+_ONE = threading.Lock()  # the interpreter replaces parts of triton.language while it runs
+
+
+class _Memory:
+    """An array as Triton's interpreter takes it."""
+
+    def __init__(self, array: np.ndarray) -> None:
+        self.array = array
+        self.dtype = array.dtype.name
+
+    def data_ptr(self) -> int:
+        return self.array.ctypes.data
+
+
+def _interpret(kernel: Any, grid: tuple[int, ...], static: Any, outputs: Any, *arrays: Any) -> Any:
+    interpreter = importlib.import_module("triton.runtime.interpreter")
+    jit = importlib.import_module("triton.runtime.jit")
+
+    class Executor(interpreter.GridExecutor):  # type: ignore[name-defined]
+        def _init_args_hst(self, args: Any, kwargs: Any) -> Any:
+            return args, kwargs
+
+        def _restore_args_dev(self, *_: Any) -> None:
+            """The memory is the arrays' own."""
+
+    def called(function: Any, *args: Any, **kwargs: Any) -> Any:
+        """A function that a kernel calls: interpreted too, where Triton would say that it is to be compiled."""
+        return interpreter.InterpretedFunction(function.fn).rewrite()(*args, **kwargs)
+
+    given = [np.ascontiguousarray(x) for x in arrays]
+    made = [np.zeros(x.shape, x.dtype) for x in outputs]
+    with _ONE, np.errstate(all="ignore"):
+        refused, jit.JITFunction.__call__ = jit.JITFunction.__call__, called
+        builder = _with_bfloat16(interpreter)
+        try:
+            function = interpreter.InterpretedFunction(kernel.fn)
+            run = Executor(function.rewrite(), function.arg_names, grid)
+            run(*map(_Memory, [*given, *made]), s=static)
+        finally:
+            jit.JITFunction.__call__ = refused
+            del builder.cast_impl, builder.create_dot
+    return made
+
+
+def _with_bfloat16(interpreter: Any) -> Any:
+    """The interpreter holds bfloat16 as bits. It multiplies the bits, and cuts off what a GPU rounds."""
+    builder = interpreter.interpreter_builder
+    kind, held, bits = type(builder), interpreter.TensorHandle, jax.numpy.bfloat16
+
+    def wide(x: Any) -> Any:
+        return x.data.view(bits).astype(np.float32) if x.dtype.scalar.name == "bf16" else x.data
+
+    def cast_impl(source: Any, to: Any) -> Any:
+        if (source.dtype.scalar.name, to.scalar.name) != ("fp32", "bf16"):
+            return kind.cast_impl(builder, source, to)
+        return held(source.data.astype(bits).view(np.uint16), to.scalar)
+
+    def create_dot(a: Any, b: Any, d: Any, *_: Any) -> Any:
+        return held(np.matmul(wide(a), wide(b), dtype=d.data.dtype) + d.data, d.dtype.scalar)
+
+    builder.cast_impl, builder.create_dot = cast_impl, create_dot
+    return builder

@@ -1,0 +1,105 @@
+"""Checks of operations' arguments, the same rules for all.
+
+Arrays are jax's or numpy's; a list, None or a number in their place is refused, as it has no dtype. Whole numbers are
+what Python takes as an index (an int, numpy's, an array without dimensions), numbers what `float` takes; strings and
+bools are neither, and both are known when the program is compiled. Anything else raises ValueError in one line: the
+operation, the argument, its value, and what is allowed.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+FLOATS = ("float32", "bfloat16", "float16")
+# Implementations in plain JAX, which XLA's partitioner can shard; it cannot shard a kernel.
+PLAIN = ("blockwise", "reference", "sliced")
+
+
+@dataclass(frozen=True)
+class Validator:
+    operation: str
+
+    def require(self, condition: bool, message: str) -> None:
+        if not condition:
+            raise ValueError(f"{self.operation}: {message}")
+
+    def array(self, name: str, x: Any, dims: str | None = None, dtypes: tuple[str, ...] = ()) -> jax.Array:
+        """`dims`: as "[..., time, embed]", none of which may be empty. `dtypes`: those allowed; none given: any."""
+        self.require(isinstance(x, jax.Array | np.ndarray), f"{name} is {describe(x)}; it should be an array")
+        if dims is not None:
+            least = dims.count(",") + 1 - dims.count("...")
+            fits = x.size > 0 and (x.ndim >= least if "..." in dims else x.ndim == least)
+            self.require(fits, f"{name} has shape {x.shape}; it should be {dims}, with no empty dimension")
+        one = "" if len(dtypes) == 1 else "one of "
+        allowed = not dtypes or x.dtype.name in dtypes
+        self.require(allowed, f"{name} is {x.dtype}; it should be {one}{', '.join(dtypes)}")
+        return jnp.asarray(x)
+
+    def integers(self, name: str, x: Any, shape: tuple[int, ...], dims: str = "") -> jax.Array:
+        x = self.array(name, x)
+        self.require(x.shape == shape, f"{name} has shape {x.shape}; it should be {dims}{shape}")
+        self.require(jnp.issubdtype(x.dtype, jnp.integer), f"{name} is {x.dtype}; it should be an integer dtype")
+        return x
+
+    def whole_number(self, name: str, value: Any) -> int:
+        try:
+            if not isinstance(value, bool | np.bool_):
+                return operator.index(value)
+        except TypeError:  # also jax's for traced values
+            pass
+        raise ValueError(f"{self.operation}: {name} is {describe(value)}; it should be a whole number")
+
+    def number(self, name: str, value: Any) -> float:
+        try:
+            if not isinstance(value, bool | np.bool_ | str | bytes) and getattr(value, "ndim", 0) == 0:
+                found = float(value)
+                self.require(math.isfinite(found), f"{name} is {found}; it should be a finite number")
+                return found
+        except (TypeError, OverflowError):  # also jax's for traced values
+            pass
+        raise ValueError(f"{self.operation}: {name} is {describe(value)}; it should be a finite number")
+
+    def flag(self, name: str, value: Any) -> bool:
+        self.require(isinstance(value, bool | np.bool_), f"{name} is {describe(value)}; it should be True or False")
+        return bool(value)
+
+    def unsharded(self, implementation: str, arrays: tuple[Any, ...]) -> None:
+        """ValueError where a kernel gets a sharded array. Of traced arrays jax tells the sharding only where mesh axes
+        are explicit; otherwise, under `jax.jit`, XLA gathers the array on every device without notice."""
+        if implementation in PLAIN:
+            return
+        for x in jax.tree.leaves(arrays):
+            self.require(
+                not is_sharded(x),
+                f"an array of shape {x.shape} is sharded over devices, which the {implementation} implementation does"
+                " not support; call it within jax.shard_map, on each device's own part",
+            )
+
+
+def is_sharded(x: Any) -> bool:
+    if isinstance(x, jax.core.Tracer):
+        return any(axes is not None for axes in jax.typeof(x).sharding.spec)
+    return isinstance(x, jax.Array) and not x.is_fully_replicated
+
+
+def describe(value: Any) -> str:
+    """A number or a string as it is, other values by type.
+
+    >>> describe(2.5), describe("3"), describe([1, 2]), describe(None), describe(np.zeros(3, np.float32))
+    ('2.5', "'3'", 'a list', 'None', 'an array, float32(3,)')
+    """
+    if isinstance(value, jax.core.Tracer):
+        return f"traced, {value.dtype}{value.shape}"
+    if isinstance(value, jax.Array | np.ndarray):
+        return f"an array, {value.dtype}{value.shape}"
+    if value is None or isinstance(value, bool | int | float | complex | str | np.generic):
+        return str(value) if isinstance(value, np.generic) else repr(value)[:60]
+    name = type(value).__name__
+    return f"{'an' if name[0] in 'AEIOUaeiou' else 'a'} {name}"
