@@ -7,8 +7,6 @@ passes with `deterministic`, and for other heads, as in `triton.py`: 14 operatio
 
 It takes 16-bit numbers, as the tensor cores do, and heads of `WIDTHS`; others are filled up with zeros, in a copy. The
 backward pass of heads wider than 128, for whose sums there are no registers, is `triton.py`'s (`_passes`).
-
-On a CPU what would be compiled is evaluated, for tests (`warpgroups.py`).
 """
 
 from __future__ import annotations
