@@ -1,6 +1,6 @@
-"""A checksum of an array's bits that is the same however the array is split over devices.
+"""A checksum of an array's bits that does not depend on how the array is sharded.
 
-It is computed where the array is, so what it guards includes the way from the device to the disk and back. Cost:
+It is computed on the device, so it also guards the transfer from the device to the disk and back. Cost:
 one read of the array on the device, no temporary array, eight bytes of result.
 """
 
@@ -14,21 +14,21 @@ Sums = tuple[UInt32[Array, ""], UInt32[Array, ""]]
 
 
 def checksum(leaf: jax.Array) -> int:
-    """Waits for the result: simulated CPU devices block each other for good with more than 32 programs under way."""
+    """Waits for the result: simulated CPU devices deadlock with more than 32 programs in flight."""
     if leaf.sharding.memory_kind == "pinned_host":  # offloaded: one array at a time passes through the device
         leaf = jax.device_put(leaf, leaf.sharding.with_memory_kind("device"))
-    plain, placed = (int(value.addressable_data(0)) for value in sum_bits(leaf))  # a scalar is whole on every device
+    plain, placed = (int(value.addressable_data(0)) for value in sum_bits(leaf))  # a scalar is replicated
     return plain | placed << 32
 
 
 @jax.jit
 def sum_bits(x: Shaped[Array, "*shape"]) -> Sums:
-    """Modulo 2^32, the sum of all elements' bits, and of each one's bits times an odd number given by its place.
+    """Modulo 2^32, the sum of all elements' bits, and the sum of each one's bits times an odd number of its position.
 
     Integer sums do not depend on their order, so they are the same on any mesh. One changed bit always changes
-    both: an odd multiple of 2^k, k < 32, is not 0 modulo 2^32. Elements that change places change the second.
-    The two are one reduction, which XLA fuses with what it reduces; a single one it would split, on CPUs, into
-    windows over an array written out in between.
+    both: an odd multiple of 2^k, k < 32, is not 0 modulo 2^32. Elements that swap positions change the second.
+    The two are one reduction, which XLA fuses with its operand; on CPUs it would split a single sum into
+    windows over a materialized array.
     """
     bits = _bits(x)
     place = jnp.zeros(bits.shape, jnp.uint32)
@@ -45,7 +45,7 @@ def _add(a: Sums, b: Sums) -> Sums:
 
 
 def _bits(x: Shaped[Array, "*shape"]) -> UInt32[Array, "*words"]:
-    """64-bit elements become two words; what is narrower than a byte is widened, which loses nothing."""
+    """64-bit elements become two words; types narrower than a byte are widened."""
     if x.dtype == jnp.bool_ or jnp.dtype(x.dtype).name in ("int2", "int4", "uint2", "uint4"):
         return x.astype(jnp.int32).astype(jnp.uint32)
     width = min(jnp.dtype(x.dtype).itemsize, 4)

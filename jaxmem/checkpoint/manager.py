@@ -1,10 +1,8 @@
-"""The checkpoints of a run: saved, rotated, found and restored."""
+"""The checkpoints of a run: saved in the background, rotated, found and restored."""
 
 from __future__ import annotations
 
-import json
 import threading
-import zlib
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -15,24 +13,20 @@ import orbax.checkpoint as ocp
 from etils import epath
 
 from jaxmem.checkpoint.checksum import checksum
-from jaxmem.checkpoint.failures import FAILURES, one_failure, why
-from jaxmem.checkpoint.files import absolute, free_name, put_aside
-from jaxmem.checkpoint.leaves import check_leaves, few, named
-from jaxmem.checkpoint.policy import Best, Keep
+from jaxmem.checkpoint.orbax_errors import FAILURES, first_failure_only, root_cause
+from jaxmem.checkpoint.paths import absolute, free_name, move_aside
+from jaxmem.checkpoint.record import DamagedError, check_leaves, damaged, few, make_record, named_leaves, read_record
+from jaxmem.checkpoint.retention import Best, Retention
 from jaxmem.distributed.join import end_all
-from jaxmem.distributed.watch import between_processes
+from jaxmem.distributed.watch import lost_process_error
 from jaxmem.errors import TemporaryError, UserError
 
-CHUNK = 64 << 20  # bytes; the most that is decoded at once to restore a part of an array
-ROTATED = ".rotated"  # where replaced checkpoints are renamed to, to be deleted from there
-
-
-class DamagedError(UserError):
-    """A checkpoint that does not read back as it was written."""
+CHUNK = 64 << 20  # bytes decoded at once to restore a part of an array
+ROTATED = ".rotated"  # where replaced checkpoints are moved to be deleted
 
 
 class Checkpoints:
-    """The checkpoints of one run, saved behind the training loop.
+    """The checkpoints of one run, saved while the training loop continues.
 
     with Checkpoints("runs/x/checkpoints", every=100, keep=3) as checkpoints:
         for step in ...:
@@ -47,26 +41,26 @@ class Checkpoints:
         keep: int = 3,
         keep_best: bool = False,
         read_only: bool = False,
-        say: Callable[[str], None] | None = None,
+        warn: Callable[[str], None] | None = None,
     ) -> None:
-        """`read_only` looks without touching: it is safe beside a run that is writing. With `say` a save that failed
-        is told there where the next one begins; without it, and in `wait`, it is raised."""
+        """`read_only` changes nothing on disk: it is safe beside a run that is writing. With `warn` a failed save is
+        reported there by the next `save`; without it, and in `wait`, it is raised."""
         self.directory = absolute(directory)
-        self._in_bucket = "://" in str(self.directory)  # where a rename copies: there, what is replaced is deleted
-        self.every, self.read_only, self._say = every, read_only, say
-        self._policy = Keep(keep, keep_best, losses={})
+        self._in_bucket = "://" in str(self.directory)  # where a rename copies: replaced checkpoints are deleted there
+        self.every, self.read_only, self._warn = every, read_only, warn
+        self._retention = Retention(keep, keep_best, losses={})
         self._sweeper: threading.Thread | None = None
         try:
             self._manager = self._open()
         except FAILURES as error:
-            _unless_others_have_gone(error)
-            raise UserError(f"cannot keep checkpoints in {self.directory}: {why(error)}") from error
+            _raise_lost_process(error)
+            raise UserError(f"cannot keep checkpoints in {self.directory}: {root_cause(error)}") from error
         self._sweep()
 
-    def due(self, step: int, metrics: Mapping[str, float] | None = None, force: bool = False) -> bool:
-        """Whether `save` would: asked first where the position must be gathered from all processes."""
+    def is_due(self, step: int, metrics: Mapping[str, float] | None = None, force: bool = False) -> bool:
+        """Whether `save` would save; asked first because gathering the data position involves all processes."""
         loss = None if metrics is None else metrics.get("loss")
-        return bool(force or (self.every and step % self.every == 0) or self._policy.improved(loss))
+        return bool(force or (self.every and step % self.every == 0) or self._retention.is_best(loss))
 
     def save(
         self,
@@ -77,32 +71,30 @@ class Checkpoints:
         metrics: Mapping[str, float] | None = None,
         force: bool = False,
     ) -> bool:
-        """Begin to save if this step is due, forced, or with `keep_best` better than all before, and not there yet;
+        """Start to save if this step is due, forced, or with `keep_best` better than all before, and not saved yet;
         whether it did. `state` may be donated as soon as this returns. `metrics["loss"]` is the held-out loss of this
         very state, if it was just evaluated.
 
-        A save that failed is told or raised by the next `save`, and raised by `wait`; the run may go on after it.
+        A failed save is reported or raised by the next `save`, and raised by `wait`; the run may continue after it.
         """
-        if not self.due(step, metrics, force):
+        if not self.is_due(step, metrics, force):
             return False
         if self.read_only:
             raise ValueError("these checkpoints were opened with read_only=True")
         try:
             self.wait()
         except UserError as error:
-            self._tell(error)
+            self._report(error)
         if step in self._manager.all_steps():
             return False
-        leaves = named(state)
-        saved = {name: [x.shape, str(x.dtype), checksum(x)] for name, x in leaves.items()}
-        record = _as_json({"position": position, "config": config, "metrics": metrics or {}, "leaves": saved})
+        leaves = named_leaves(state)
+        record = make_record(leaves, position=position, config=config, metrics=metrics or {})
         arrays = ocp.args.PyTreeSave(leaves, save_args={name: ocp.SaveArgs(chunk_byte_size=CHUNK) for name in leaves})
-        args = ocp.args.Composite(state=arrays, run=ocp.args.JsonSave({**record, "crc32": _crc(record)}))
-        self._policy.losses[step] = record["metrics"].get("loss")
+        self._retention.losses[step] = record["metrics"].get("loss")
         try:
-            self._manager.save(step, args=args, force=True)
+            self._manager.save(step, args=ocp.args.Composite(state=arrays, run=ocp.args.JsonSave(record)), force=True)
         except FAILURES as error:
-            self._tell(self._failed(step, error))
+            self._report(self._save_error(step, error))
             return False
         self._sweeper = threading.Thread(target=self._sweep_when_saved, name="checkpoint-sweep")
         self._sweeper.start()
@@ -117,42 +109,40 @@ class Checkpoints:
         return max(self.steps(), default=None)
 
     def best(self) -> Best | None:
-        return self._policy.best(self.steps())
+        return self._retention.best(self.steps())
 
     def read(self, step: int) -> tuple[dict[str, Any], dict[str, Any]]:
-        """The data position and the config inside, without the arrays: enough to refuse before anything is compiled."""
-        self._expect(step)
-        record = self._record(step)
+        """Data position and config, without the arrays: enough to refuse a resume before anything is compiled."""
+        record = read_record(self._path(step))
         return record["position"], record["config"]
 
     def read_latest(self) -> tuple[dict[str, Any], dict[str, Any]] | None:
-        """`read` of the newest checkpoint in which these are whole; `restore_latest` says what is wrong with others."""
+        """`read` of the newest checkpoint whose record is undamaged; `restore_latest` reports the others."""
         for step in reversed(self.steps()):
             with suppress(DamagedError):
                 return self.read(step)
         return None
 
     def restore(self, step: int, abstract_state: Any) -> tuple[Any, dict[str, Any], dict[str, Any]]:
-        """State, data position, config. `abstract_state` is the state's tree with a jax.ShapeDtypeStruct and
-        its sharding on the present mesh for each array, or gives it for the config of the checkpoint."""
-        self._expect(step)
-        record = self._record(step)
+        """State, data position, config. `abstract_state`: the state's tree with a jax.ShapeDtypeStruct and its sharding
+        on the present mesh for each array, or a function that returns it for the config of the checkpoint."""
+        record = read_record(self._path(step))
         wanted = abstract_state(record["config"]) if callable(abstract_state) else abstract_state
         return self._arrays(step, wanted, record["leaves"]), record["position"], record["config"]
 
     def restore_params(self, step: int, abstract_params: Any) -> Any:
-        """Only the parameters; the optimizer's state is not read."""
-        self._expect(step)
-        saved = {name: leaf for name, leaf in self._record(step)["leaves"].items() if name.startswith("params.")}
+        """Only the parameters; the optimizer state is not read."""
+        leaves = read_record(self._path(step))["leaves"]
+        saved = {name: leaf for name, leaf in leaves.items() if name.startswith("params.")}
         return self._arrays(step, {"params": abstract_params}, saved)["params"]
 
     def restore_latest(
-        self, abstract_state: Any, say: Callable[[str], None] = print
+        self, abstract_state: Any, report: Callable[[str], None] = print
     ) -> tuple[int, Any, dict[str, Any], dict[str, Any]] | None:
         """(step, state, position, config) of the newest whole checkpoint; None where there never was one.
 
-        A damaged one is said and put aside for inspection, and the one before is used. If all are damaged
-        it stops: a run must not silently begin from nothing.
+        A damaged one is reported and renamed, and the one before is used. If all are damaged this raises: a run must
+        not silently start from nothing.
         """
         steps = self.steps()
         for step in reversed(steps):
@@ -160,23 +150,23 @@ class Checkpoints:
                 return step, *self.restore(step, abstract_state)
             except DamagedError as error:
                 if jax.process_count() > 1:
-                    self._leave_it(step, error, others=step != steps[0])
-                aside = put_aside(self.directory / str(step))
+                    self._leave_damaged(step, error, others=step != steps[0])
+                aside = move_aside(self.directory / str(step))
                 self._reopen()
-                say(f"{error}; put aside as {aside}")
+                report(f"{error}; moved to {aside}")
         if steps:
-            raise DamagedError(f"none of the {len(steps)} checkpoints in {self.directory} can be read; see above")
+            raise DamagedError(f"all {len(steps)} checkpoints in {self.directory} are damaged; see above")
         return None
 
     def wait(self) -> None:
-        """Until the save that is under way is on disk."""
+        """Until the current save is on disk."""
         if self._sweeper is not None:
             self._sweeper.join()
             self._sweeper = None
         try:
             self._manager.wait_until_finished()
         except FAILURES as error:
-            raise self._failed(None, error) from error
+            raise self._save_error(None, error) from error
 
     def close(self) -> None:
         try:
@@ -190,103 +180,90 @@ class Checkpoints:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    # -------------------------------------------------------------- inside
-
     def _open(self) -> Any:
         options = ocp.CheckpointManagerOptions(
-            preservation_policy=self._policy,
+            preservation_policy=self._retention,
             todelete_subdir=None if self.read_only or self._in_bucket else ROTATED,
             cleanup_tmp_directories=not self.read_only,  # what a killed run left half-written
             create=not self.read_only,
-            lightweight_initialize=True,  # opening looks at names only, so that a damaged one does not prevent it
+            lightweight_initialize=True,  # reads names only, so that a damaged checkpoint does not prevent opening
         )
-        manager = _Manager(self.directory, options=options, failed=self._own_part_failed)
-        self._policy.losses.clear()
+        manager = _Manager(self.directory, options=options, failed=self._end_if_only_this_process_failed)
+        self._retention.losses.clear()
         for step in manager.all_steps():
-            try:
-                self._policy.losses[step] = self._record(step)["metrics"].get("loss")
-            except DamagedError:
-                self._policy.losses[step] = None  # never the best; said when someone wants to read it
+            self._retention.losses[step] = None  # of a damaged one: never the best; reported when it is read
+            with suppress(DamagedError):
+                self._retention.losses[step] = read_record(self.directory / str(step))["metrics"].get("loss")
         return manager
 
     def _reopen(self) -> None:
-        """Look at the disk afresh and clear half-written directories, which matter most on a full disk."""
+        """Read the disk afresh and remove half-written directories, which matter most on a full disk."""
         self._manager.close()
         self._manager = self._open()
 
-    def _leave_it(self, step: int, error: DamagedError, others: bool) -> None:
-        """What one process cannot read, the others may be reading together without it: so all must stop. The next
-        start goes on from an older one, if there are `others`."""
+    def _leave_damaged(self, step: int, error: DamagedError, others: bool) -> None:
+        """What one process cannot read, the others may be reading together without it, so all must stop. The next
+        start uses an older checkpoint, if there are `others`."""
         if not others:
             raise error
         path = self.directory / str(step)
         aside = free_name(path)
         with suppress(OSError):  # another process has renamed it already
             path.rename(aside)
-        raise TemporaryError(f"{error}; put aside as {aside}; the same command goes on from the one before") from error
+        raise TemporaryError(
+            f"{error}; moved to {aside}; run the same command again to resume from the one before"
+        ) from error
 
-    def _tell(self, error: UserError) -> None:
-        if self._say is None:
+    def _report(self, error: UserError) -> None:
+        if self._warn is None:
             raise error
-        self._say(f"{error}; going on")
+        self._warn(f"{error}; continuing")
 
-    def _own_part_failed(self, error: BaseException) -> None:
-        if jax.process_count() > 1 and between_processes(error) is None:
-            end_all(self._failed(None, error))
+    def _end_if_only_this_process_failed(self, error: BaseException) -> None:
+        if jax.process_count() > 1 and lost_process_error(error) is None:
+            end_all(self._save_error(None, error))
 
-    def _failed(self, step: int | None, error: BaseException) -> UserError:
-        _unless_others_have_gone(error)
-        if jax.process_count() == 1:  # opening is done together, and the others know of no failure
+    def _save_error(self, step: int | None, error: BaseException) -> UserError:
+        _raise_lost_process(error)
+        if jax.process_count() == 1:  # opening involves all processes, and the others know of no failure
             self._reopen()
-        # As the disk has them: the manager counts the one that it was writing.
+        # From the disk: the manager counts the one that it was writing.
         last = max(ocp.utils.checkpoint_steps(self.directory), default=None)
         which = "a checkpoint" if step is None else f"the checkpoint of step {step}"
-        whole = "there is none yet" if last is None else f"step {last} is whole"
-        return UserError(f"{which} could not be written to {self.directory} ({whole}): {why(error)}")
-
-    def _record(self, step: int) -> dict[str, Any]:
-        file = self.directory / str(step) / "run" / "metadata"  # where Orbax's JsonSave puts the item `run`
-        try:
-            record = json.loads(file.read_text())
-        except FAILURES as error:
-            raise self._damaged(step, why(error)) from error
-        if not isinstance(record, dict) or record.pop("crc32", None) != _crc(record):
-            raise self._damaged(step, "its position and config do not match their checksum")
-        return record
+        whole = "no whole checkpoint yet" if last is None else f"last whole checkpoint: step {last}"
+        return UserError(f"{which} could not be written to {self.directory} ({whole}): {root_cause(error)}")
 
     def _arrays(self, step: int, abstract: Any, saved: dict[str, Any]) -> Any:
-        wanted = named(abstract)
-        check_leaves(self.directory / str(step), saved, wanted)
+        path, wanted = self.directory / str(step), named_leaves(abstract)
+        check_leaves(path, saved, wanted)
         restore_args = ocp.checkpoint_utils.construct_restore_args(wanted)
         args = ocp.args.PyTreeRestore(wanted, restore_args=restore_args, partial_restore=True)
         try:
-            with one_failure():
+            with first_failure_only():
                 arrays = self._manager.restore(step, args=ocp.args.Composite(state=args)).state
-        except Exception as error:  # it is what Orbax raises where a read fails
+        except Exception as error:  # what Orbax raises where a read fails
             if "RESOURCE_EXHAUSTED" in str(error):  # this device's memory, not the file's fault
                 raise
-            _unless_others_have_gone(error)
-            raise self._damaged(step, why(error)) from None
-        # Metadata that was changed can make something else of an array.
+            _raise_lost_process(error)
+            raise damaged(path, root_cause(error)) from None
+        # With damaged metadata an array can come back as something else.
         found = {name: arrays[name] for name in wanted if isinstance(arrays.get(name), jax.Array)}
         wrong = [name for name in wanted if name not in found or checksum(found[name]) != saved[name][2]]
         if wrong:
-            raise self._damaged(step, f"{few(wrong)} read back otherwise than written")
+            raise damaged(path, f"{few(wrong)} differ from what was written")
         return jax.tree.unflatten(jax.tree.structure(abstract), [arrays[name] for name in wanted])
 
-    def _expect(self, step: int) -> None:
+    def _path(self, step: int) -> epath.Path:
         steps = self.steps()
         if step not in steps:
-            raise UserError(f"no checkpoint of step {step} in {self.directory}; there are: {steps or 'none'}")
-
-    def _damaged(self, step: int, why: str) -> DamagedError:
-        return DamagedError(f"checkpoint {self.directory / str(step)} is damaged: {why}")
+            raise UserError(f"no checkpoint of step {step} in {self.directory}; available: {steps or 'none'}")
+        return self.directory / str(step)
 
     def _sweep_when_saved(self) -> None:
         try:
             self._manager.wait_until_finished()
         except FAILURES:
-            return  # nothing was replaced; Orbax raises it again in `wait`, where it is told
+            return  # nothing was replaced; Orbax raises it again in `wait`, where it is reported
         self._sweep()
 
     def _sweep(self) -> None:
@@ -297,8 +274,8 @@ class Checkpoints:
 
 
 class _Manager(ocp.CheckpointManager):
-    """Says at once when this process's part could not be written. Orbax would wait for the others first, who wait for
-    that part."""
+    """Reports at once when this process's part could not be written. Orbax would first wait for the other processes,
+    which wait for that part."""
 
     def __init__(self, *args: Any, failed: Callable[[BaseException], None], **options: Any) -> None:
         self._failed = failed
@@ -312,15 +289,7 @@ class _Manager(ocp.CheckpointManager):
             raise
 
 
-def _unless_others_have_gone(error: BaseException) -> None:
-    """Which is no fault of a file's, and said by the watch."""
-    if jax.process_count() > 1 and (failure := between_processes(error)):
+def _raise_lost_process(error: BaseException) -> None:
+    """A lost process is not the fault of a file; the watch reports it."""
+    if jax.process_count() > 1 and (failure := lost_process_error(error)):
         raise failure
-
-
-def _as_json(value: Any) -> Any:
-    return json.loads(json.dumps(value))
-
-
-def _crc(record: Mapping[str, Any]) -> int:
-    return zlib.crc32(json.dumps(record, sort_keys=True).encode())

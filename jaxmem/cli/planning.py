@@ -84,20 +84,19 @@ def fit(
     if target is not None:
         os.environ.setdefault("JAX_PLATFORMS", "cpu")  # no device here has anything to do
     take_devices(None, only_compile=True, spill=cfg.memory.spill != "none")
-    from jaxmem import search
-    from jaxmem.search.most import check_drawn
+    from jaxmem.search import fastest, largest
 
     given: dict[str, Any] = {"target": target, "reserve_gib": reserve}
     if allow is not None:
         given["allow"] = [word.strip() for word in allow.split(",") if word.strip()]
     if maximize and png:
-        check_drawn(maximize, png)
-    found: search.Most | search.Fit
+        largest.check_drawable(maximize, png)
+    found: largest.Largest | fastest.Fit
     with only_json(as_json):
         if maximize:
-            found = search.maximize(cfg, maximize, **given)
+            found = largest.maximize(cfg, maximize, **given)
         else:
-            found = search.fit(cfg, compiles=compiles, **given)
+            found = fastest.fit(cfg, compiles=compiles, **given)
         if png:
             found.figure(png)
         if found.best and write:

@@ -1,14 +1,14 @@
-"""Several processes, on one host or many, as one program: JAX's own distributed runtime, found and watched.
+"""Several processes, on one host or many, as one program: JAX's distributed runtime, found and watched.
 
-    cluster        which processes there are, by whoever started them
-    rollcall       who of them is missing, before JAX starts
-    join           with joined(): in together, out together; what fails in one stops all
-    watch          who has gone since, and why
-    agree          small answers that must be the same in every process
+    cluster        which processes there are, from the launcher's environment
+    rendezvous     waits for all processes and names the missing ones, before JAX starts
+    join           joined(): start and end JAX's runtime together; an error in one process stops all
+    watch          names a process that is lost, and stops the others
+    agree          small values that must be equal in every process
     communicator   all-reduce, all-gather, reduce-scatter, broadcast over a mesh axis
-    preflight      is one of them slow, and how fast do they talk
+    preflight      is one process slow, and how fast do they communicate
     launch         P processes on this host, without a scheduler
 
-Every process runs the same commands in the same order on its own devices, and holds its own share of every array.
-Cost: a roll call at the start, a few bytes to process 0 every few seconds, and one number reduced a step.
+Every process runs the same commands in the same order on its own devices and holds its own shards of every array. Cost:
+one rendezvous at the start, a few bytes to process 0 every few seconds, and one number all-reduced per step.
 """

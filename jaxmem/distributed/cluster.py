@@ -1,12 +1,12 @@
-"""Which processes there are, as whoever started them says: by JAX's own variables, Slurm, Open MPI or Kubernetes.
+"""Which processes there are, from JAX's own variables, Slurm, Open MPI or Kubernetes.
 
-Slurm's and the others' variables are read by JAX's own detection. This file only keeps it from what it would do wrong:
+The variables of schedulers are read by JAX's own detection. This module only corrects it:
 
 - a shell inside an allocation of four tasks (`salloc`, `srun --pty`) is one process, but JAX would wait for three more;
-- every pod of Kubernetes would be asked for its Job, although only those of an Indexed one have others;
-- one process for each host would be given one of the host's GPUs, by its number on that host; and a task to which
-  Slurm shows one GPU alone would look for the one of its own number, which is not there;
-- processes that were started by what JAX does not know would each train the whole run, over each other's files.
+- every Kubernetes pod would be asked for its Job, although only the pods of an Indexed Job have others;
+- with one process per host JAX would give it one GPU, the one with its number on that host; a task to which Slurm shows
+  a single GPU would look for the one of its own number, which is not there;
+- processes of an unknown launcher would each train the whole run, over each other's files.
 """
 
 from __future__ import annotations
@@ -15,26 +15,25 @@ import importlib.util
 import os
 import re
 import zlib
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from jaxmem.errors import UserError
 
-OURS = ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID")
-# What a launcher that JAX cannot ask says of its processes: how many, which.
-UNKNOWN = (("PMI_SIZE", "PMI_RANK"), ("PMIX_SIZE", "PMIX_RANK"), ("MV2_COMM_WORLD_SIZE", "MV2_COMM_WORLD_RANK"))
+VARIABLES = ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID")
+# Process count and number, from launchers that JAX does not support.
+UNSUPPORTED = (("PMI_SIZE", "PMI_RANK"), ("PMIX_SIZE", "PMIX_RANK"), ("MV2_COMM_WORLD_SIZE", "MV2_COMM_WORLD_RANK"))
 
 
 @dataclass(frozen=True)
 class Cluster:
-    """This process among the others."""
+    """The processes, and which of them this one is."""
 
     address: str  # HOST:PORT of process 0
     processes: int
     process: int
-    devices: tuple[int, ...] | None = None  # of this host's GPUs, those of this process; None: all that it sees
+    devices: tuple[int, ...] | None = None  # this process's GPUs on its host; None: all visible
 
     @property
     def port(self) -> int:
@@ -46,13 +45,13 @@ class Cluster:
 
 
 def find(timeout: float = 300) -> Cluster | None:
-    """Those who were started together with this process; None if it is alone. `timeout`: seconds for Kubernetes to
+    """The processes started together with this one; None for a lone process. `timeout`: seconds for Kubernetes to
     know the name of process 0."""
-    given = {name: os.environ[name] for name in OURS if os.environ.get(name)}
+    given = {name: os.environ[name] for name in VARIABLES if os.environ.get(name)}
     count = _number(given, "JAX_NUM_PROCESSES")
     if count == 1:
         return None
-    scheduler = _scheduler(asked=count is not None and "JAX_PROCESS_ID" in given)
+    scheduler = _scheduler(is_given=count is not None and "JAX_PROCESS_ID" in given)
     process = _number(given, "JAX_PROCESS_ID")
     if scheduler is not None:
         count = scheduler.processes() if count is None else count
@@ -64,20 +63,18 @@ def find(timeout: float = 300) -> Cluster | None:
         address = scheduler.address(timeout)
     if address is None and count is None and process is None:
         return None
-    if missing := [name for name, value in zip(OURS, (address, count, process), strict=True) if value is None]:
-        raise UserError(
-            f"{', '.join(missing)}: missing beside {', '.join(given)}; give all of {', '.join(OURS)}, or none"
-        )
+    if missing := [name for name, value in zip(VARIABLES, (address, count, process), strict=True) if value is None]:
+        raise UserError(f"{', '.join(given)} without {', '.join(missing)}; give all of {', '.join(VARIABLES)}, or none")
     assert address is not None and count is not None and process is not None  # noqa: PT018
     if not re.fullmatch(r".+:\d+", address):
-        raise UserError(f"JAX_COORDINATOR_ADDRESS: {address!r} is not HOST:PORT")
+        raise UserError(f"JAX_COORDINATOR_ADDRESS={address!r} is not HOST:PORT")
     if not 0 <= process < count:
-        raise UserError(f"JAX_PROCESS_ID: {process} is not one of the {count} processes, 0 to {count - 1}")
+        raise UserError(f"JAX_PROCESS_ID={process} is out of range; expected 0 to {count - 1}")
     return Cluster(address, count, process, _own_devices(scheduler))
 
 
 class _Scheduler:
-    """One of JAX's own cluster environments, and what it leaves out."""
+    """One of JAX's cluster environments, with what it lacks."""
 
     def __init__(self, environment: Any) -> None:
         self._environment = environment
@@ -93,7 +90,7 @@ class _Scheduler:
         return str(self._ask("get_coordinator_address", int(timeout), port))
 
     def here(self) -> tuple[int, int] | None:
-        """(which of this host's processes, how many there are); None: a host to itself, or not known."""
+        """(which process of this host, how many of them); None: alone on its host, or unknown."""
         return None
 
     def _ask(self, question: str, *arguments: Any) -> Any:
@@ -101,19 +98,19 @@ class _Scheduler:
             return getattr(self._environment, question)(*arguments)
         except (RuntimeError, KeyError, ValueError, OSError) as error:
             text = " ".join(str(error).split())
-            raise UserError(f"{self._environment.__name__}: {text}; or give {', '.join(OURS)}") from error
+            raise UserError(f"{self._environment.__name__}: {text}; or give {', '.join(VARIABLES)}") from error
 
 
 class _Slurm(_Scheduler):
     def processes(self) -> int:
-        """Those of this step: SLURM_NTASKS is the whole allocation's in a shell inside it."""
+        """Of this step: in a shell inside an allocation, SLURM_NTASKS counts the whole allocation."""
         step = os.environ.get("SLURM_STEP_NUM_TASKS")
         return int(step) if step else super().processes()
 
     def here(self) -> tuple[int, int] | None:
         counts = _expanded(os.environ.get("SLURM_STEP_TASKS_PER_NODE", ""))
         node = int(os.environ.get("SLURM_NODEID", "0"))
-        if node >= len(counts) or os.environ.get("SLURM_GPUS_PER_TASK"):  # what a task sees is its own
+        if node >= len(counts) or os.environ.get("SLURM_GPUS_PER_TASK"):  # a task sees only its own
             return None
         return int(os.environ["SLURM_LOCALID"]), counts[node]
 
@@ -134,7 +131,7 @@ class _OpenMpi(_Scheduler):
             return f"localhost:{port}"
         if importlib.util.find_spec("mpi4py") is None:
             raise UserError(
-                "Open MPI 5 does not say where process 0 is: pip install mpi4py, or give "
+                "Open MPI 5 does not report the address of process 0; pip install mpi4py, or give "
                 "JAX_COORDINATOR_ADDRESS=HOST:PORT of process 0 (mpirun -x JAX_COORDINATOR_ADDRESS=...)"
             )
         from jax._src.clusters import Mpi4pyCluster
@@ -146,35 +143,35 @@ class _OpenMpi(_Scheduler):
         return int(os.environ["OMPI_COMM_WORLD_LOCAL_RANK"]), int(os.environ["OMPI_COMM_WORLD_LOCAL_SIZE"])
 
 
-def _scheduler(asked: bool) -> _Scheduler | None:
-    """Who started this process. `asked`: its number and theirs were given, so that nobody need be known."""
-    from jax._src import clusters  # the only way to what jax.distributed.initialize itself would find
+def _scheduler(is_given: bool) -> _Scheduler | None:
+    """The scheduler that started this process. `is_given`: the process numbers were given, so none is needed."""
+    from jax._src import clusters  # what jax.distributed.initialize uses; not public
 
     if clusters.SlurmCluster.is_env_present():
         return _Slurm(clusters.SlurmCluster)
     if "OMPI_COMM_WORLD_SIZE" in os.environ:
         return _OpenMpi(clusters.OmpiCluster)
-    if asked:
+    if is_given:
         return None
     if "KUBERNETES_SERVICE_HOST" in os.environ and "JOB_COMPLETION_INDEX" in os.environ:
         if importlib.util.find_spec("kubernetes") is None:
             raise UserError(
-                "this is a pod of an Indexed Job of Kubernetes, and who the others are is not known without "
-                f"`pip install kubernetes`, or {', '.join(OURS)}; JAX_NUM_PROCESSES=1 if it is alone"
+                "the other pods of this Indexed Job of Kubernetes are unknown; pip install kubernetes, or give "
+                f"{', '.join(VARIABLES)}; JAX_NUM_PROCESSES=1 for a lone process"
             )
-        clusters.K8sCluster.is_env_present()  # which also connects
+        clusters.K8sCluster.is_env_present()  # also connects
         return _Scheduler(clusters.K8sCluster)
-    for size, rank in UNKNOWN:
+    for size, rank in UNSUPPORTED:
         if rank in os.environ and int(os.environ.get(size, "1")) > 1:
             raise UserError(
-                f"{rank} is {os.environ[rank]} of {os.environ[size]} processes, but not who the others are; "
-                f"give {', '.join(OURS)}; JAX_NUM_PROCESSES=1 if each is to be alone"
+                f"{rank}={os.environ[rank]} of {os.environ[size]} processes, but their addresses are unknown; "
+                f"give {', '.join(VARIABLES)}; JAX_NUM_PROCESSES=1 for lone processes"
             )
     return None
 
 
 def _own_devices(scheduler: _Scheduler | None) -> tuple[int, ...] | None:
-    """An equal part of the GPUs that this host's processes see, in order of their number on it."""
+    """An equal share of the visible GPUs, in order of the process numbers on this host."""
     if given := os.environ.get("JAX_LOCAL_DEVICE_IDS"):
         return tuple(int(number) for number in given.split(","))
     place = scheduler.here() if scheduler else None
@@ -189,7 +186,7 @@ def _own_devices(scheduler: _Scheduler | None) -> tuple[int, ...] | None:
 
 
 def visible_gpus() -> int:
-    """NVIDIA GPUs that this process may use; starts no driver."""
+    """The number of NVIDIA GPUs that this process may use; does not start the driver."""
     shown = os.environ.get("CUDA_VISIBLE_DEVICES")
     if shown is not None:
         return len([name for name in shown.split(",") if name.strip()])
@@ -197,21 +194,18 @@ def visible_gpus() -> int:
 
 
 def _expanded(counts: str) -> list[int]:
-    """
+    """Tasks per node, as Slurm writes them.
+
     >>> _expanded("4(x2),3")
     [4, 4, 3]
     """
-
-    def each() -> Iterator[int]:
-        for count, times in re.findall(r"(\d+)(?:\(x(\d+)\))?", counts):
-            yield from [int(count)] * int(times or 1)
-
-    return list(each())
+    found = re.findall(r"(\d+)(?:\(x(\d+)\))?", counts)
+    return [int(count) for count, times in found for _ in range(int(times or 1))]
 
 
 def _number(given: dict[str, str], name: str) -> int | None:
     if name not in given:
         return None
     if not given[name].isdigit():
-        raise UserError(f"{name}: {given[name]!r} is not a whole number")
+        raise UserError(f"{name}={given[name]!r} is not an integer")
     return int(given[name])

@@ -1,4 +1,4 @@
-"""Going in together and leaving together."""
+"""Start JAX's runtime in all processes together, and end it together."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 from jaxmem.distributed.cluster import Cluster, find
-from jaxmem.distributed.rollcall import roll_call
+from jaxmem.distributed.rendezvous import rendezvous
 from jaxmem.distributed.watch import Watch, exit_code
 from jaxmem.errors import UserError
 from jaxmem.machine import stderr
@@ -21,10 +21,10 @@ _watch: Watch | None = None
 
 
 def join(heartbeat: int = 20, start_timeout: int = 300) -> Cluster | None:
-    """Make the processes that were started together one JAX program; None, and nothing done, for a lone one.
+    """Make the processes that were started together one JAX program; None, and nothing done, for a lone process.
 
-    Call it before anything starts JAX's backend. `heartbeat`: seconds without a sign of life after which a process
-    counts as gone. `start_timeout`: seconds to wait for all to be there.
+    Call it before anything starts JAX's backend. `heartbeat`: seconds without a heartbeat after which a process counts
+    as lost. `start_timeout`: seconds to wait for all processes.
     """
     global _watch  # noqa: PLW0603, one JAX runtime in a process
     if _watch is not None:
@@ -32,16 +32,16 @@ def join(heartbeat: int = 20, start_timeout: int = 300) -> Cluster | None:
     cluster = find(start_timeout)
     if cluster is None:
         return None
-    hosts = roll_call(cluster, start_timeout)
+    hosts = rendezvous(cluster, start_timeout)
     import jax
 
     config: Any = jax.config
     config.update("jax_cpu_collectives_implementation", "gloo")
-    # JAX would end every process by abort() when one is gone; this way it lets `Watch` do it, and say who.
+    # Otherwise JAX ends every process by abort() when one is lost; with this it leaves that to `Watch`, which names it.
     config.update("jax_enable_recoverability", True)
-    _keep_standard_output()
-    before = signal.getsignal(signal.SIGTERM)  # JAX takes it as a notice of preemption, before anyone could act on it
-    with _without_warning(cluster.process):
+    _reserve_standard_output()
+    before = signal.getsignal(signal.SIGTERM)  # JAX takes it as a preemption notice
+    with stderr.filtered(_without_recovery_warning) if cluster.process == 0 else nullcontext():
         jax.distributed.initialize(
             cluster.address,
             cluster.processes,
@@ -71,24 +71,24 @@ def leave() -> None:
     client.wait_at_barrier("jaxmem/done", 1000 * 300)
     _watch.end()
     if _watch.cluster.process == 0:
-        time.sleep(0.2)  # the others' clients part from the service first
+        time.sleep(0.2)  # the other clients disconnect from the service first
     jax.distributed.shutdown()
     _watch = None
 
 
 @contextmanager
 def joined(heartbeat: int = 20, start_timeout: int = 300) -> Iterator[Cluster | None]:
-    """with joined(): all that the processes do alike."""
+    """with joined(): everything that all processes do."""
     cluster = join(heartbeat, start_timeout)
     try:
-        with together():
+        with failing_together():
             yield cluster
     finally:
-        leave()  # also after an error: it has come this far only if all have one
+        leave()  # also after an error, which gets here only if all processes have one
 
 
 def hosts() -> list[str]:
-    """The host of each process, in order; nothing for a lone one."""
+    """The host of each process, in order; empty for a lone process."""
     return [] if _watch is None else _watch.hosts
 
 
@@ -100,16 +100,16 @@ def end_all(error: BaseException) -> None:
 
 
 @contextmanager
-def together() -> Iterator[None]:
-    """Around what all processes do alike. An error in one of them stops all: those who do not have it say whose it is.
+def failing_together() -> Iterator[None]:
+    """Around what all processes do. An error in one stops all; the others report which process had it.
 
-    Unwinding may wait for others (a checkpoint is closed together), so it is only done when all have an error;
-    otherwise this process says its own and ends here.
+    Unwinding may wait for other processes (a checkpoint is closed together), so it happens only when all have an
+    error; otherwise this process reports its own and exits here.
     """
     try:
         yield
     except BaseException as error:
-        if _watch is None or _watch.failed(error):
+        if _watch is None or _watch.fail(error):
             raise
         if isinstance(error, UserError):
             print(f"error: {_watch.name(_watch.cluster.process)}: {error}", file=sys.stderr)
@@ -120,23 +120,14 @@ def together() -> Iterator[None]:
         os._exit(exit_code(error))
 
 
-def _keep_standard_output() -> None:
-    """Standard output is Python's alone: gloo and NCCL print there, and it may be JSON that somebody reads."""
+def _reserve_standard_output() -> None:
+    """For Python alone: gloo and NCCL print to it, and it may be JSON that somebody reads."""
     sys.stdout.flush()
     real = os.dup(1)
     os.dup2(2, 1)
     sys.stdout = os.fdopen(real, "w", buffering=1, encoding=sys.stdout.encoding, errors=sys.stdout.errors)
 
 
-@contextmanager
-def _without_warning(process: int) -> Iterator[None]:
-    """JAX's service, which starts in process 0, warns that recovery is experimental: here nothing recovers by it."""
-    if process != 0:
-        yield
-        return
-
-    def others(log: bytes) -> bytes:
-        return b"".join(line for line in log.splitlines(keepends=True) if b"recoverable task feature" not in line)
-
-    with stderr.filtered(others):
-        yield
+def _without_recovery_warning(log: bytes) -> bytes:
+    """JAX's service in process 0 warns that recovery is experimental; nothing here recovers by it."""
+    return b"".join(line for line in log.splitlines(keepends=True) if b"recoverable task feature" not in line)

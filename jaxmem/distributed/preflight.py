@@ -1,8 +1,9 @@
-"""Before hours of training, in seconds: how fast do the devices talk, and is one process much slower than the others.
+"""Before hours of training, in seconds: how fast do the devices communicate, and is one process slower than the others.
 
-A step takes as long as its slowest process. Each one multiplies matrices on its first device, alone, and copies to
-it; a process below half of the median is named. Then all add up one array over all devices. On a ring each of n
-devices sends 2 (n-1)/n of the bytes, so the bandwidth told is 2 (n-1)/n x bytes / seconds, best of a few.
+A step takes as long as its slowest process. Each process times a matrix multiplication on its first device and a copy
+to it; one below half of the median is named. Then all of them all-reduce one array over all devices. On a ring each
+of n devices sends 2 (n-1)/n of the bytes, so the bandwidth reported is 2 (n-1)/n x bytes / seconds, the best of a
+few.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from jaxmem.distributed.communicator import Communicator
 from jaxmem.distributed.join import hosts
 
 REPEATS = 5
-SECONDS = 0.3  # and more of them for so long, where a process measures alone: something else may run beside it
+SECONDS = 0.3  # at least, where a process measures alone: something else may run beside it
 SLOW = 0.5  # of the median
 SIZES = {"cpu": (256, 1 << 20)}  # matrix, bytes copied and reduced
 ACCELERATOR = (4096, 64 << 20)
@@ -30,7 +31,7 @@ ACCELERATOR = (4096, 64 << 20)
 @dataclass(frozen=True)
 class Preflight:
     bytes_per_second: float  # of an all-reduce over all devices
-    rates: Mapping[str, list[float]]  # by what was measured: of each process
+    rates: Mapping[str, list[float]]  # of each process, by what was measured
     hosts: list[str]
 
     @property
@@ -41,45 +42,42 @@ class Preflight:
             median = statistics.median(rates)
             for process, rate in enumerate(rates):
                 if rate < SLOW * median:
-                    where = f" ({self.hosts[process]})" if self.hosts else ""
-                    found.append(
-                        f"process {process} of {len(rates)}{where} is slow: {what} at {rate / median:.0%} of the median"
-                    )
+                    host = f" ({self.hosts[process]})" if self.hosts else ""
+                    name = f"process {process} of {len(rates)}{host}"
+                    found.append(f"{name} is slow: {what} at {rate / median:.0%} of the median")
         return found
 
     def lines(self) -> list[str]:
-        count = len(next(iter(self.rates.values())))
-        hosts = len(set(self.hosts))
-        on = f" on {hosts} host{'s' * (hosts > 1)}" if self.hosts else ""
+        count, host_count = len(next(iter(self.rates.values()))), len(set(self.hosts))
+        on = f" on {host_count} host{'s' * (host_count > 1)}" if self.hosts else ""
         return [f"{count} processes{on}: all-reduce {self.bytes_per_second / 1e9:.3g} GB/s", *self.slow]
 
 
 def preflight() -> Preflight:
     """Called by every process at once."""
     size, count = SIZES.get(jax.default_backend(), ACCELERATOR)
-    mine = _alone(size, count)
+    mine = _local_rates(size, count)
     everyone = gather(mine)
-    rates = {what: [one[what] for one in everyone] for what in mine}
-    return Preflight(_together(count), rates, hosts())
+    comm = Communicator()
+    values = comm.put(np.ones((jax.local_device_count(), count // 4), np.float32))
+    seconds = _best(lambda: comm.allreduce(values))
+    return Preflight(
+        bytes_per_second=2 * (comm.size - 1) / comm.size * count / seconds,
+        rates={what: [one[what] for one in everyone] for what in mine},
+        hosts=hosts(),
+    )
 
 
-def _alone(size: int, count: int) -> dict[str, float]:
-    """Products and bytes a second of this process's first device."""
+def _local_rates(size: int, count: int) -> dict[str, float]:
+    """FLOP and bytes per second of this process's first device."""
     device = jax.local_devices()[0]
     a = jax.device_put(np.ones((size, size), np.float32), device)
     multiply = jax.jit(lambda a: a @ a)
     block = np.ones(count, np.uint8)
     return {
-        "multiplying": 2 * size**3 / _best(lambda: multiply(a), SECONDS),
-        "copying": count / _best(lambda: jax.device_put(block, device), SECONDS),
+        "matmul": 2 * size**3 / _best(lambda: multiply(a), SECONDS),
+        "copy": count / _best(lambda: jax.device_put(block, device), SECONDS),
     }
-
-
-def _together(count: int) -> float:
-    comm = Communicator()
-    values = comm.put(np.ones((jax.local_device_count(), count // 4), np.float32))
-    seconds = _best(lambda: comm.allreduce(values))
-    return 2 * (comm.size - 1) / comm.size * count / seconds
 
 
 def _best(work: Callable[[], Any], seconds: float = 0.0) -> float:

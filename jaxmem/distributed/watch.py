@@ -1,12 +1,12 @@
-"""While the processes work: whoever goes is named, and the others stop at once instead of waiting forever.
+"""While the processes work: a lost process is named, and the others stop at once instead of waiting forever.
 
-JAX's coordination service, at process 0, hears a heartbeat of every process. A thread in each asks it who is alive;
-the service answers when all that live have asked, or when somebody's heartbeat has been out for `heartbeat` seconds.
-What a process has to say before it goes (a full disk, a wrong file) it leaves in the service's key-value store, so
-that the others can repeat it, with its exit code. Cost: two small messages to process 0 every few seconds.
+JAX's coordination service, in process 0, receives a heartbeat from every process. A thread in each asks it which are
+alive; the service answers when all live processes have asked, or when a heartbeat has been missing for `heartbeat`
+seconds. A process that stops for an error of its own (a full disk, a wrong file) leaves the reason and its exit code
+in the service's key-value store, and the others repeat both. Cost: two small messages to process 0 every few seconds.
 
-When process 0 goes, the service goes with it, and JAX's client ends the process by abort() from within a thread of
-its own. That is turned into the same one line and the same exit code.
+When process 0 is lost, the service is lost with it, and JAX's client calls abort() from a thread of its own. A signal
+handler turns that into the same one line and exit code.
 """
 
 from __future__ import annotations
@@ -24,24 +24,26 @@ from typing import Any
 from jaxmem.distributed.cluster import Cluster
 from jaxmem.errors import TemporaryError
 
-STOPPED = "jaxmem/stopped/"  # + process: its exit code and why it stopped
-GREETING = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes((0, 0, 0, 4, 0, 0, 0, 0, 0))  # and no settings (RFC 9113, 3.4)
-GREETED = 5.0  # s for the answer
-GOES_ON = "checkpoints are whole, the same command goes on from the last"
+STOPPED = "jaxmem/stopped/"  # + process: its exit code and reason
+HTTP2_PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes(
+    (0, 0, 0, 4, 0, 0, 0, 0, 0)
+)  # and empty settings (RFC 9113)
+ANSWER_TIMEOUT = 5.0  # s
+ADVICE = "checkpoints are whole; run the same command again to resume"
 
 
 class Watch:
-    """Of one process over the others, from `start` to `end`."""
+    """One process's watch over the others, from `start` to `end`."""
 
     def __init__(self, cluster: Cluster, hosts: list[str], heartbeat: float) -> None:
-        from jax._src import distributed  # the client; Orbax takes it from there, too
+        from jax._src import distributed  # the client is not public; Orbax takes it from there too
 
         self.cluster, self.hosts, self.heartbeat = cluster, hosts, heartbeat
         self._client: Any = distributed.global_state.client
         self._every = min(max(heartbeat / 8, 0.5), 5.0)
         self._ended = threading.Event()
         self._failed = False
-        self._abort = ctypes.CFUNCTYPE(None, ctypes.c_int)(self._aborted)  # kept: C only has its address
+        self._abort = ctypes.CFUNCTYPE(None, ctypes.c_int)(self._on_abort)  # referenced here: C has only its address
         self._thread = threading.Thread(target=self._run, name="jaxmem-watch", daemon=True)
 
     def start(self) -> None:
@@ -57,35 +59,35 @@ class Watch:
     def name(self, process: int) -> str:
         return f"process {process} of {self.cluster.processes} ({self.hosts[process]})"
 
-    def failed(self, error: BaseException) -> bool:
-        """Tell the others why this process stops. Whether all of them stop for a reason of their own, so that each may
-        clean up as usual, together; otherwise the others end now, and this process must without waiting for them.
+    def fail(self, error: BaseException) -> bool:
+        """Tell the others why this process stops. Returns whether all of them stop for errors of their own, so that
+        each can clean up as usual, together; otherwise the others end now, and this process must not wait for them.
 
-        Where a collective failed, it is most likely another process that has gone, and the watch ends this one.
+        Where a collective failed, another process is most likely lost, and the watch ends this one.
         """
-        if between_processes(error) is error:
+        if lost_process_error(error) is error:
             time.sleep(self.heartbeat + 2 * self._every)
-        self._tell(error)
+        self._publish(error)
         until = time.monotonic() + 4 * self._every
         while time.monotonic() < until:
-            if len(self._said()) == self.cluster.processes:
+            if len(self._stopped()) == self.cluster.processes:
                 return True
             time.sleep(0.1)
         return False
 
     def end_all(self, error: BaseException) -> None:
-        """From any thread: the main one may wait for others that wait for this very process. It ends here, with its
-        error, and the others with the same one."""
-        self._tell(error)
-        self._stop(f"{self.name(self.cluster.process)}: {error}", exit_code(error))
+        """From any thread: the main one may wait for others that wait for this process. It ends here with its error,
+        and the others with the same one."""
+        self._publish(error)
+        self._exit(f"{self.name(self.cluster.process)}: {error}", exit_code(error))
 
-    def _tell(self, error: BaseException) -> None:
+    def _publish(self, error: BaseException) -> None:
         self._failed = True
         text = " ".join(str(error).split()) or type(error).__name__
-        said = json.dumps([exit_code(error), text[:1000]])
-        self._client.key_value_set(f"{STOPPED}{self.cluster.process}", said, allow_overwrite=True)
+        value = json.dumps([exit_code(error), text[:1000]])
+        self._client.key_value_set(f"{STOPPED}{self.cluster.process}", value, allow_overwrite=True)
 
-    def _said(self) -> dict[int, tuple[int, str]]:
+    def _stopped(self) -> dict[int, tuple[int, str]]:
         """Exit code and reason of each process that has stopped."""
         found = self._client.key_value_dir_get(STOPPED)
         return {int(key.rpartition("/")[2]): tuple(json.loads(text)) for key, text in found}
@@ -94,55 +96,55 @@ class Watch:
         everyone = list(range(self.cluster.processes))
         while not self._ended.wait(self._every):
             try:
-                self._look(self._said())
+                self._check_stopped(self._stopped())
                 live = self._client.get_live_nodes(everyone)
-                gone = [process for process in everyone if process not in live]
-                if gone and not self._ended.is_set():
-                    self._look(self._said())
-                    names = " and ".join(self.name(process) for process in gone)
-                    verb = "is" if len(gone) == 1 else "are"
-                    self._stop(f"{names} {verb} gone: no heartbeat for {self.heartbeat:g} s; {GOES_ON}")
-            except Exception:  # noqa: BLE001, the service has ended: JAX's client says so by abort()
+                lost = [process for process in everyone if process not in live]
+                if lost and not self._ended.is_set():
+                    self._check_stopped(self._stopped())
+                    names = " and ".join(self.name(process) for process in lost)
+                    self._exit(f"{names} lost: no heartbeat for {self.heartbeat:g} s; {ADVICE}")
+            except Exception:  # noqa: BLE001, the service has ended: JAX's client reports it by abort()
                 if self._ended.is_set():
                     return
 
-    def _look(self, said: dict[int, tuple[int, str]]) -> None:
-        """Others have stopped. A process that is stopping itself decides on its own."""
-        if said and self.cluster.process not in said:
-            self._ended.wait(2 * self._every)  # this process may be about to say the same
-        if said and not self._failed and not self._ended.is_set():
-            process, (code, text) = min(said.items())
-            self._stop(f"{self.name(process)} stopped: {text}", code)
+    def _check_stopped(self, stopped: dict[int, tuple[int, str]]) -> None:
+        """End if others have stopped. A process that is stopping itself decides on its own."""
+        if stopped and self.cluster.process not in stopped:
+            self._ended.wait(2 * self._every)  # this process may be about to publish the same error
+        if stopped and not self._failed and not self._ended.is_set():
+            process, (code, text) = min(stopped.items())
+            self._exit(f"{self.name(process)} stopped: {text}", code)
 
-    def _aborted(self, _: int) -> None:
-        """A C signal handler, in the thread that called abort(); any other abort goes on as it would."""
-        if self._answers():
+    def _on_abort(self, _: int) -> None:
+        """A C signal handler, in the thread that called abort(); an abort for another reason proceeds."""
+        if self._coordinator_answers():
             signal.signal(signal.SIGABRT, signal.SIG_DFL)
             return
-        self._stop(f"{self.name(0)} is gone: it does not answer at {self.cluster.address}; {GOES_ON}")
+        self._exit(f"{self.name(0)} lost: no answer at {self.cluster.address}; {ADVICE}")
 
-    def _answers(self) -> bool:
-        """Whether process 0 lives. The kernel takes connections for one that is stopped: it must say something, as
-        a server of gRPC does as soon as it is greeted."""
+    def _coordinator_answers(self) -> bool:
+        """The kernel accepts connections for a process that is stopped, so it must send something, as a gRPC server
+        does as soon as it receives the preface."""
         try:
-            with socket.create_connection((self.cluster.host, self.cluster.port), timeout=GREETED) as line:
-                line.sendall(GREETING)
-                return bool(line.recv(1))
+            address = self.cluster.host, self.cluster.port
+            with socket.create_connection(address, timeout=ANSWER_TIMEOUT) as connection:
+                connection.sendall(HTTP2_PREFACE)
+                return bool(connection.recv(1))
         except OSError:
             return False
 
-    def _stop(self, reason: str, code: int = TemporaryError.exit_code) -> None:
+    def _exit(self, reason: str, code: int = TemporaryError.exit_code) -> None:
         """From any thread: the main one may be inside a collective that never ends."""
         os.write(2, f"error: {reason}\n".encode())
         if self.cluster.process == 0:
-            time.sleep(4 * self._every)  # with it goes the service, from which the others hear the same
+            time.sleep(4 * self._every)  # with it ends the service, from which the others learn the same
         sys.stdout.flush()
         os._exit(code)
 
 
-def between_processes(error: BaseException | None) -> BaseException | None:
-    """The failure of a message or a wait between processes, if that is what the error is or comes of. JAX raises it
-    where a result is read; as another kind of error already where a program runs at once, as on CPUs it may."""
+def lost_process_error(error: BaseException | None) -> BaseException | None:
+    """The failed collective or wait between processes that an error is or comes from, if any. JAX raises it where a
+    result is read; where a program runs at once, as on CPUs it may, as another type."""
     while error is not None:
         if type(error).__name__ == "JaxRuntimeError" or (isinstance(error, ValueError) and "Gloo" in str(error)):
             return error

@@ -13,7 +13,7 @@ import jax
 import numpy as np
 
 from jaxmem.data import Corpus, Loader, Split
-from jaxmem.distributed.agree import any_of, in_order
+from jaxmem.distributed.agree import any_process, serialized
 from jaxmem.errors import UserError
 from jaxmem.inference.load import config_of, is_run, open_model
 from jaxmem.inference.reference import Reference, file_for, read
@@ -28,7 +28,7 @@ class HeldOut:
 
     def __init__(self, program: Program, corpus: Corpus | None = None, *, split: Split = "held_out") -> None:
         self._program = program
-        self._loader = Loader(program.cfg, split, program.rows, corpus=corpus, agree=any_of)
+        self._loader = Loader(program.cfg, split, program.rows, corpus=corpus, agree=any_process)
         self._sums = {length: at.compiled_evaluate for length, at in program.buckets.items()}
 
     def __call__(self, params: Any, batches: int | None = None) -> Means:
@@ -50,7 +50,7 @@ class HeldOut:
         total: Sums = {}
         for batch in batches:
             of_rows = self._sums[self._program.bucket(batch)]
-            sums = in_order(of_rows(params, self._program.place(batch)))
+            sums = serialized(of_rows(params, self._program.place(batch)))
             total = jax.tree.map(lambda a, b: a + b, total, sums) if total else sums
         return total
 

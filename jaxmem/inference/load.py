@@ -13,7 +13,8 @@ import jax.numpy as jnp
 from flax.traverse_util import flatten_dict, unflatten_dict
 
 from jaxmem import adapters, hf
-from jaxmem.checkpoint import Checkpoints, place
+from jaxmem.checkpoint import Checkpoints
+from jaxmem.checkpoint.paths import checkpoint_directory
 from jaxmem.checkpoint.saved_state import SavedState
 from jaxmem.config import LOW_RANK, Config, Decoder, Mesh, load_config
 from jaxmem.config.peft import adapter_fields, base_of, is_adapter
@@ -103,7 +104,7 @@ def open_run(directory: str | Path, overrides: Sequence[str] = ()) -> tuple[Prog
     if not is_run(directory):
         raise UserError(f"{directory}: no run is there (no config.yaml); give the directory that `jaxmem train` wrote")
     built = _program(config_of(directory, overrides))
-    with Checkpoints(place(built.cfg, directory), read_only=True) as checkpoints:
+    with Checkpoints(checkpoint_directory(built.cfg, directory), read_only=True) as checkpoints:
         step = checkpoints.latest()
         if step is None:
             raise UserError(f"{directory}: no checkpoint is there yet")
@@ -148,7 +149,7 @@ def base_of_run(built: Program, run: str | Path) -> Any:
     """`base_from` the newest checkpoint of a run."""
     if not is_run(run):
         raise UserError(f"adapter.base_run: {run}: no run is there (no config.yaml); give what `jaxmem train` wrote")
-    with Checkpoints(place(load_config(Path(run, "config.yaml")), run), read_only=True) as checkpoints:
+    with Checkpoints(checkpoint_directory(load_config(Path(run, "config.yaml")), run), read_only=True) as checkpoints:
         step = checkpoints.latest()
         if step is None:
             raise UserError(f"adapter.base_run: {run}: no checkpoint is there yet")

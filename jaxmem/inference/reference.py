@@ -18,7 +18,7 @@ import numpy as np
 from jaxmem.checkpoint.checksum import checksum
 from jaxmem.config import Config
 from jaxmem.data import Corpus, Loader
-from jaxmem.distributed.agree import any_of, gather, in_order
+from jaxmem.distributed.agree import any_process, gather, serialized
 from jaxmem.errors import UserError
 from jaxmem.step import Program
 
@@ -39,7 +39,7 @@ def reference_for(program: Program, corpus: Corpus, params: Any, identity: str, 
     with, if it is not at its beginning: then `params` are others."""
     cfg = program.cfg
     file, data = file_for(cfg), _of_rows(cfg, identity)
-    if any_of(file.is_file()):
+    if any_process(file.is_file()):
         found = read(file)
         wanted = weights or fingerprint(params)
         problem = "other data" if found.data != data else "other weights" if found.weights != wanted else None
@@ -98,9 +98,9 @@ def _computed(program: Program, corpus: Corpus, params: Any) -> np.ndarray:
     corpus.references = np.zeros((pairs, 2), np.float32)
     found = []
     in_turn = program.cfg.at_length(program.cfg.data.sequence_length)  # not by buckets
-    with Loader(in_turn, "all", program.rows, corpus=corpus, agree=any_of) as loader:
+    with Loader(in_turn, "all", program.rows, corpus=corpus, agree=any_process) as loader:
         for batch in loader:
-            rows = in_order(program.compiled_likelihoods(params, program.place(batch)))
+            rows = serialized(program.compiled_likelihoods(params, program.place(batch)))
             found.append(np.asarray(rows).ravel())
     corpus.references = None
     return np.concatenate(found)[: 2 * pairs].reshape(pairs, 2)

@@ -1,7 +1,7 @@
 """All configs that a search considers: the given one with every combination of what may change, each with an estimate.
 
-A millisecond each, so thousands are looked at and few compiled. Of a space larger than MOST a fixed sample is taken,
-with everything that is one change away from the given config; a search then looks around the best of it.
+An estimate takes a millisecond. Of a space with more than MAX_SIZE configs a fixed sample is taken, with all that is
+one change away from the given config; a search then looks around the best of it.
 """
 
 from __future__ import annotations
@@ -15,6 +15,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from jaxmem.config import Config, Optimizer, Rules, load_config
 from jaxmem.config.devices import for_devices, resolve
 from jaxmem.errors import UserError
@@ -26,29 +28,27 @@ from jaxmem.quant.precision import compute_dtype
 from jaxmem.search.knobs import Change, Knob
 from jaxmem.sharding import STORAGE_AXES
 
-MOST = 4000
+MAX_SIZE = 4000
 
 
 @dataclass(frozen=True)
 class Candidate:
     cfg: Config  # its mesh filled in
     settings: Change  # dotted key -> value, of everything that differs between candidates or from the given config
-    changes: Change  # of those, what differs from the given config
+    changes: Change  # the settings that differ from the given config
     estimate: Estimate
 
     @property
-    def told(self) -> Change:
-        """The changes as one would write them."""
-        return written(self.cfg, self.changes)
+    def sections(self) -> Change:
+        return sections(self.cfg, self.changes)
 
     @property
     def overrides(self) -> list[str]:
-        """For the command line."""
         return overrides(self.cfg, self.changes)
 
 
-def written(cfg: Config, changes: Change) -> Change:
-    """Another optimizer as its whole section: each has other defaults, and none need be said."""
+def sections(cfg: Config, changes: Change) -> Change:
+    """Changes, with a new optimizer as one section: each optimizer has its own defaults, which need not be repeated."""
     others = {key: value for key, value in changes.items() if not key.startswith("optimizer.")}
     if len(others) == len(changes):
         return changes
@@ -58,7 +58,8 @@ def written(cfg: Config, changes: Change) -> Change:
 
 
 def overrides(cfg: Config, changes: Change) -> list[str]:
-    return [f"{key}={_yaml(value)}" for key, value in written(cfg, changes).items()]
+    """Changes as `key=value` for the command line."""
+    return [f"{key}={_yaml(value)}" for key, value in sections(cfg, changes).items()]
 
 
 class Space:
@@ -67,18 +68,22 @@ class Space:
     def __init__(self, cfg: Config, target: Target, knobs: Sequence[Knob]) -> None:
         self._cfg, self._target = cfg, target
         given = resolve(cfg, target.count)[0]
-        self._choices = [choices for knob in knobs if (choices := _with_own(given, list(knob.choices(cfg, target))))]
+        self._choices = [choices for knob in knobs if (choices := _with_given(given, list(knob.choices(cfg, target))))]
         self._keys = sorted({key for choice in itertools.chain(*self._choices) for key in choice})
-        self._known: set[Config] = set()
-        self._given = given.model_copy(update={"rules": _plain(given)})
-        self.is_sampled = math.prod(map(len, self._choices)) > MOST
+        self._seen: set[Config] = set()
+        self._given = given.model_copy(update={"rules": _plain_rules(given)})
+        self.is_sampled = math.prod(map(len, self._choices)) > MAX_SIZE
 
-    def begin(self) -> list[Candidate]:
+    def start(self) -> list[Candidate]:
         """The config itself, where it is valid on the target, then all others, or a sample of them."""
-        return self._new(self._cfg, itertools.chain([{}], _combined(self._choices)))
+        found = self._new(self._cfg, itertools.chain([{}], _combinations(self._choices)))
+        if not found:
+            for_devices(self._cfg, self._target.count)  # raises with the reason
+            raise UserError(f"{self._cfg.name}: no combination of what may change is valid on {self._target.name}")
+        return found
 
     def around(self, one: Candidate) -> list[Candidate]:
-        """Those not seen yet that differ from one in a single setting."""
+        """New candidates that differ from one in a single setting."""
         return self._new(one.cfg, itertools.chain(*self._choices))
 
     def _new(self, cfg: Config, all_changes: Iterable[Change]) -> list[Candidate]:
@@ -86,74 +91,57 @@ class Space:
         found = []
         for changes in all_changes:
             other = _changed(raw, changes, self._target)
-            if other is not None:
-                if other.mesh.fsdp == 1:  # no stage of ZeRO has anything to do
-                    other = other.model_copy(update={"zero": self._cfg.zero})
-                other = other.model_copy(update={"rules": _plain(other)})
-                same = _same(other, self._target)
-                if same not in self._known:
-                    self._known.add(same)
-                    found.append(other)
-        return [self._candidate(other) for other in found]
+            if other is None:
+                continue
+            if other.mesh.fsdp == 1:  # ZeRO shards nothing
+                other = other.model_copy(update={"zero": self._cfg.zero})
+            other = other.model_copy(update={"rules": _plain_rules(other)})
+            canonical = _canonical(other, self._target)
+            if canonical not in self._seen:
+                self._seen.add(canonical)
+                found.append(self._candidate(other))
+        return found
 
     def _candidate(self, cfg: Config) -> Candidate:
-        settings = {key: _at(cfg, key) for key in self._keys}
-        changes = {key: value for key, value in settings.items() if value != _at(self._given, key)}
+        settings = {key: _value(cfg, key) for key in self._keys}
+        changes = {key: value for key, value in settings.items() if value != _value(self._given, key)}
         return Candidate(cfg, settings, changes, estimated(cfg, self._target))
 
 
 def candidates(cfg: Config, target: Target, knobs: Sequence[Knob]) -> list[Candidate]:
-    """What a space begins with; an error that says why where it has nothing."""
-    return begun(Space(cfg, target, knobs), cfg, target)
-
-
-def begun(space: Space, cfg: Config, target: Target) -> list[Candidate]:
-    found = space.begin()
-    if not found:
-        for_devices(cfg, target.count)  # says why not
-        raise UserError(f"{cfg.name}: nothing that may change makes a valid config on {target.name}")
-    return found
+    return Space(cfg, target, knobs).start()
 
 
 def estimated(cfg: Config, target: Target) -> Estimate:
-    """Of a CPU, seconds only compare."""
-    platform = "cpu" if target.is_cpu else "gpu"
-    return estimate(cfg, platform, target.gpu or CPU, target.per_host)
+    """Seconds estimated for a CPU are only comparable with each other."""
+    return estimate(cfg, "cpu" if target.is_cpu else "gpu", target.gpu or CPU, target.per_host)
 
 
-def _with_own(cfg: Config, choices: list[Change]) -> list[Change]:
-    """What the config itself says is a choice too."""
+def _with_given(cfg: Config, choices: list[Change]) -> list[Change]:
+    """The choices, with the config's own values among them."""
+    if not choices:
+        return []
     raw = cfg.model_dump()
-    own = (
-        {key: functools.reduce(lambda section, name: section[name], key.split("."), raw) for key in choices[0]}
-        if choices
-        else {}
-    )
+    own = {key: functools.reduce(lambda section, name: section[name], key.split("."), raw) for key in choices[0]}
     return choices if own in choices else [own, *choices]
 
 
-def _combined(choices: Sequence[Sequence[Change]]) -> Iterator[Change]:
+def _combinations(choices: Sequence[Sequence[Change]]) -> Iterator[Change]:
     sizes = [len(each) for each in choices]
     total = math.prod(sizes)
-    if total <= MOST:
-        picked: Iterator[Sequence[Change]] = itertools.product(*choices)
+    if total <= MAX_SIZE:
+        picked: Iterable[Sequence[Change]] = itertools.product(*choices)
     else:
-        places = random.Random(0).sample(range(total), MOST)  # noqa: S311 - the same in every run
-        picked = ([each[i] for each, i in zip(choices, _digits(place, sizes), strict=True)] for place in places)
+        places = random.Random(0).sample(range(total), MAX_SIZE)  # noqa: S311 - the same in every run
+        indices = zip(*np.unravel_index(places, sizes, order="F"), strict=True)
+        picked = ([each[i] for each, i in zip(choices, row, strict=True)] for row in indices)
         yield from itertools.chain(*choices)
     for changes in picked:
         yield {key: value for change in changes for key, value in change.items()}
 
 
-def _digits(place: int, sizes: Sequence[int]) -> list[int]:
-    digits = []
-    for size in sizes:
-        place, digit = divmod(place, size)
-        digits.append(digit)
-    return digits
-
-
 def _changed(raw: Mapping[str, Any], changes: Change, target: Target) -> Config | None:
+    """None: not a valid config on the target."""
     given = {key: dict(value) if isinstance(value, dict) else value for key, value in raw.items()}
     for key, value in changes.items():
         *section, name = key.split(".")
@@ -166,8 +154,8 @@ def _changed(raw: Mapping[str, Any], changes: Change, target: Target) -> Config 
     return None if problems else resolved
 
 
-def _same(cfg: Config, target: Target) -> Config:
-    """One form for configs that come to the same program."""
+def _canonical(cfg: Config, target: Target) -> Config:
+    """The same config for all that compile to the same program."""
     platform = "cpu" if target.is_cpu else "gpu"
     precision = cfg.precision.model_copy(update={"compute": compute_dtype(cfg.precision, platform).name})
     chunks = {"loss_chunk": loss_chunk(cfg, platform) or "auto", "mlp_chunk": mlp_chunk(cfg, platform) or "auto"}
@@ -175,29 +163,27 @@ def _same(cfg: Config, target: Target) -> Config:
     return cfg.model_copy(update={"precision": precision, "memory": memory})
 
 
-def _plain(cfg: Config) -> Rules:
-    """The same table in the most usual words: what it says of axes of one device, or where all is whole, is nothing."""
-    split = [axis for axis in ("tensor", *(STORAGE_AXES if cfg.zero else ())) if getattr(cfg.mesh, axis) > 1]
+def _plain_rules(cfg: Config) -> Rules:
+    """The same table in its most usual form: mesh axes of size 1, or that shard nothing, make no difference."""
+    sharding = [axis for axis in ("tensor", *(STORAGE_AXES if cfg.zero else ())) if getattr(cfg.mesh, axis) > 1]
     usual = Rules().table
     plain: dict[str, Any] = {}
     for dim, over in cfg.rules.table.items():
-        forms = (
-            [usual[dim], ()] if dim in ("embed", "vocab") else [usual[dim], ("tensor", *STORAGE_AXES), STORAGE_AXES, ()]
-        )
-        acts = [axis for axis in over if axis in split]
-        plain[dim] = next((form for form in forms if [axis for axis in form if axis in split] == acts), over)
+        forms = [usual[dim], ()]
+        if dim not in ("embed", "vocab"):
+            forms[1:1] = [("tensor", *STORAGE_AXES), STORAGE_AXES]
+        effective = [axis for axis in over if axis in sharding]
+        same = (form for form in forms if [axis for axis in form if axis in sharding] == effective)
+        plain[dim] = next(same, over)
     return Rules(**plain)
 
 
-def _at(cfg: Config, key: str) -> Any:
-    value: Any = cfg
-    for name in key.split("."):
-        value = getattr(value, name)
-    return value
+def _value(cfg: Config, key: str) -> Any:
+    return functools.reduce(getattr, key.split("."), cfg)
 
 
 def _yaml(value: Any) -> str:
-    """As an override is written.
+    """A value as an override is written.
 
     >>> _yaml(None), _yaml(True), _yaml(2), _yaml("full")
     ('null', 'true', '2', 'full')

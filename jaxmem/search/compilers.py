@@ -1,4 +1,8 @@
-"""Compile many configs side by side, each process its own; what is known already is not asked again."""
+"""A pool of compiler processes, with a cache of their answers on disk.
+
+`concurrent.futures` would do for the pool, but not for this use: a killed process would end all of its pool's work,
+and the processes would import the calling script, which a script without a `__main__` guard does not survive.
+"""
 
 from __future__ import annotations
 
@@ -15,54 +19,68 @@ from typing import Any, Self
 
 from jaxmem.config import Config
 from jaxmem.errors import UserError
-from jaxmem.planning import Target
-from jaxmem.search import kept
-from jaxmem.search.facts import Facts
+from jaxmem.planning.targets import Target, check_compiler, local_target, parse_target
+from jaxmem.search import cache
+from jaxmem.search.worker import StepCost
 
 WORKER_BYTES = 3 << 29  # that a process may need
 
 
 class RefusedError(Exception):
-    """A config that is valid and yet has no program on this target, or none that could be made; says why."""
+    """A valid config without a program on this target, or whose program does not compile; the text says why."""
 
 
-class Compilers:
-    """with Compilers(target) as compilers: facts = compilers.step(cfg)"""
+def compile_target(target: str | None) -> Target:
+    """A target by name, by default this machine's devices; checked here, not in each compiler process."""
+    if target is not None:
+        aim = parse_target(target)
+        check_compiler(aim)
+        return aim
+    import jax
+
+    here = local_target(jax.devices())
+    if here.gpu is None and not here.is_cpu:
+        raise UserError(f"target: unknown device {here.name}; give a target, or a YAML file with its data")
+    return parse_target(here.name)  # the compiler processes do not touch the devices
+
+
+class CompilerPool:
+    """with CompilerPool(target) as compilers: cost = compilers.step(cfg)"""
 
     def __init__(self, target: Target, reserve_gib: float | None = None, processes: int | None = None) -> None:
         self.target, self.reserve_gib = target, reserve_gib
-        self.processes = processes or _processes()
-        self.compiled = 0  # programs, this time; the others were known
-        self._started: list[_Process] = []
-        self._free: list[_Process] = []
+        self.processes = processes or _process_count()
+        self.compiled = 0  # programs; answers from the cache do not count
+        self._started: list[_CompilerProcess] = []
+        self._idle: list[_CompilerProcess] = []
         self._lock = threading.Lock()
-        self._pool = ThreadPoolExecutor(self.processes)
+        self._threads = ThreadPoolExecutor(self.processes)
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, error: type[BaseException] | None, *_: object) -> None:
-        if error is not None:  # what still compiles is not waited for
+        if error is not None:  # do not wait for what still compiles
             for process in self._started:
                 process.kill()
-        self._pool.shutdown(cancel_futures=True)
-        for process in self._free:
+        self._threads.shutdown(cancel_futures=True)
+        for process in self._idle:
             process.stop()
 
-    def step(self, cfg: Config) -> Facts:
-        answer = self._answer("step", cfg)
-        return Facts(**answer)
+    def step(self, cfg: Config) -> StepCost:
+        return StepCost(**self._answer("step", cfg))
 
     def phases(self, cfg: Config) -> dict[str, int]:
+        """Bytes per device of the phases beside the step."""
         return self._answer("phases", cfg)
 
     def plan(self, cfg: Config) -> dict[str, Any]:
-        """Of the step, as JSON, with no limit on memory."""
+        """The step's plan as JSON, without a memory limit."""
         return self._answer("plan", cfg)
 
     def each(self, ask: Callable[[Config], Any], cfgs: Iterable[Config]) -> Iterator[tuple[Config, Any]]:
-        """Answers as they come; `RefusedError` stands for one that there is none to."""
-        futures: dict[Future[Any], Config] = {self._pool.submit(ask, cfg): cfg for cfg in cfgs}
+        """Configs with their answers as these come; a `RefusedError` in place of an answer is yielded, not raised."""
+        futures: dict[Future[Any], Config] = {self._threads.submit(ask, cfg): cfg for cfg in cfgs}
         for future in as_completed(futures):
             error = future.exception()
             if error is not None and not isinstance(error, RefusedError):
@@ -70,24 +88,24 @@ class Compilers:
             yield futures[future], error or future.result()
 
     def _answer(self, question: str, cfg: Config) -> dict[str, Any]:
-        name = kept.name_of(question, cfg, self.target, self.reserve_gib)
-        answer = kept.read(name)
+        key = cache.config_key(question, cfg, self.target, self.reserve_gib)
+        answer = cache.read(key)
         if answer is None:
             with self._process() as process:
                 answer = process.ask({"question": question, "config": cfg.model_dump(mode="json")})
             self.compiled += 1
-            kept.write(name, answer)
+            cache.write(key, answer)
         if "refused" in answer:
             raise RefusedError(answer["refused"])
         return answer
 
     @contextlib.contextmanager
-    def _process(self) -> Iterator[_Process]:
+    def _process(self) -> Iterator[_CompilerProcess]:
         with self._lock:
-            if self._free:
-                process = self._free.pop()
+            if self._idle:
+                process = self._idle.pop()
             else:
-                process = _Process(self.target.name, self.reserve_gib)
+                process = _CompilerProcess(self.target.name, self.reserve_gib)
                 self._started.append(process)
         try:
             yield process
@@ -95,10 +113,10 @@ class Compilers:
             process.stop()
             raise
         with self._lock:
-            self._free.append(process)
+            self._idle.append(process)
 
 
-class _Process:
+class _CompilerProcess:
     def __init__(self, target: str, reserve_gib: float | None) -> None:
         arguments = [target] if reserve_gib is None else [target, str(reserve_gib)]
         self._process = subprocess.Popen(  # noqa: S603 - this package's own module
@@ -107,7 +125,7 @@ class _Process:
             stdout=subprocess.PIPE,
             text=True,
             env={**os.environ, "JAX_PLATFORMS": "cpu"},  # before it imports jax
-            start_new_session=True,  # Ctrl-C is for the command alone, which then ends these
+            start_new_session=True,  # Ctrl-C reaches only the command, which then ends these
         )
 
     def ask(self, question: dict[str, Any]) -> dict[str, Any]:
@@ -118,16 +136,16 @@ class _Process:
             self._process.stdin.flush()
         answer = self._process.stdout.readline()
         if not answer.endswith("\n"):
-            raise self._ended(self._process.wait())
+            raise self._failure(self._process.wait())
         return json.loads(answer)
 
-    def _ended(self, code: int) -> Exception:
-        """What kills a process, the system for its memory or XLA for a program that it takes ill, says something of
-        that config; an error of its own would meet every other one, too."""
+    def _failure(self, code: int) -> Exception:
+        """A process that was killed (by the kernel for its memory, or by a crash in XLA) refuses this config only; an
+        error of the process itself would meet every config."""
         needs = f"it needs {WORKER_BYTES / 2**30:.1f} GiB of memory"
         if code < 0:
-            return RefusedError(f"the process that compiled it was ended by {signal.Signals(-code).name}; {needs}")
-        return UserError(f"the compiler's process ended with code {code}; its messages stand above; {needs}")
+            return RefusedError(f"its compiler process was killed by {signal.Signals(-code).name}; {needs}")
+        return UserError(f"a compiler process exited with code {code}; its messages are above; {needs}")
 
     def kill(self) -> None:
         self._process.kill()
@@ -138,8 +156,8 @@ class _Process:
             pass
 
 
-def _processes() -> int:
-    """One a core, as long as there is memory for them."""
+def _process_count() -> int:
+    """One per core, as far as memory allows."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
     return max(1, min(cores, memory // WORKER_BYTES))

@@ -1,8 +1,8 @@
-"""What a search may change: a line for each setting, with the word of `--allow` that lets it.
+"""What a search may change: one line per setting, with the `--allow` word that permits it.
 
-A knob gives, for a config and a target, the values worth trying, each as dotted overrides; those that the config then
-refuses are no candidates. A setting that lists its values in the config needs nothing but its key: a new
-recomputation policy or optimizer is tried as soon as the config has its name.
+A knob returns the values worth trying for a config and a target, each as dotted overrides; invalid combinations are
+dropped later. A setting whose config type lists its values needs only its key: a new recompute policy or optimizer is
+tried as soon as the config knows its name.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ Change = Mapping[str, Any]  # dotted key -> value
 
 @dataclass(frozen=True)
 class Knob:
-    allow: str  # the word that lets a search turn it
+    allow: str  # the word of `--allow` that permits it
     choices: Callable[[Config, Target], Iterable[Change]]
 
 
 def listed(key: str) -> Callable[[Config, Target], Iterable[Change]]:
-    """Every value that the config lists for a key."""
+    """Every value that the config's type lists for a key."""
     return lambda _cfg, _target: ({key: value} for value in values(key))
 
 
 def values(key: str) -> Sequence[Any]:
-    """What a key may be, where the config lists it: names, or whole numbers from one to another.
+    """The values of a key whose type lists them: names, or a range of integers.
 
     >>> values("zero"), values("memory.remat")[:2]
     ((0, 1, 2, 3), ('none', 'full'))
@@ -62,7 +62,7 @@ def _names(annotation: Any) -> Iterable[Any]:
 
 
 def _meshes(_: Config, target: Target) -> Iterable[Change]:
-    """Every way to lay the devices out along the axes."""
+    """Every factorization of the device count over the mesh axes."""
     for sizes in _factors(target.count, len(MESH_AXES)):
         yield {f"mesh.{axis}": size for axis, size in zip(MESH_AXES, sizes, strict=True)}
 
@@ -77,46 +77,45 @@ def _factors(n: int, count: int) -> Iterable[tuple[int, ...]]:
 
 
 def _micro_batches(cfg: Config, _: Target) -> Iterable[Change]:
-    """The same sequences an update, in so many micro-batches."""
+    """Every number of micro-batches that divides the global batch, whose size stays."""
     size = cfg.batch.global_size
     return ({"batch.accumulate": parts} for parts in range(1, size + 1) if size % parts == 0)
 
 
 def _policies(_cfg: Config, _target: Target) -> Iterable[Change]:
-    """Of those that keep few boundaries only `sqrt`: the others need a number, or far more time for little less.
-    `budget` is a search of its own."""
+    """Of the policies with checkpoint intervals only `sqrt`: the others need a number, or far more time for little less
+    memory. `budget` is a search of its own."""
     for name in values("memory.remat"):
         if name not in ("recursive", "constant", "budget"):
             yield {"memory.remat": name}
 
 
 def _loss_chunks(cfg: Config, _: Target) -> Iterable[Change]:
-    """Slices of the vocabulary as they come out by themselves, or none."""
+    """The automatic chunks of the vocabulary, or whole logits."""
     if isinstance(cfg.model, Decoder):
         yield from ({"memory.loss_chunk": chunk} for chunk in ("auto", cfg.model.vocab))
 
 
 def _mlp_chunks(cfg: Config, _: Target) -> Iterable[Change]:
-    """As `auto` goes through a sequence, or in eighths of it: what layers make shrinks, their time grows."""
+    """The automatic chunks of a sequence, or eighths of it: less activation memory, more time."""
     if isinstance(cfg.model, Decoder) and cfg.data.sequence_length >= 8:
         yield from ({"memory.mlp_chunk": chunk} for chunk in ("auto", cfg.data.sequence_length // 8))
 
 
 def _offloads(cfg: Config, target: Target) -> Iterable[Change]:
-    """One of them, or both; of weights where some stay. On CPUs there is one memory."""
+    """Each kind of state that can be offloaded, or two of them; none on CPUs, which have one memory."""
     both = ("activations", "frozen" if cfg.learns else "optimizer")
     one = [name for name in values("memory.offload") if cfg.learns or name != "frozen"]
     return () if target.is_cpu else ({"memory.offload": name} for name in (*one, both))
 
 
-def _resting(_cfg: Config, _target: Target) -> Iterable[Change]:
-    """What weights rest in. Codes of fewer bits than 8 train worse: who wants them says so."""
+def _stored_dtypes(_cfg: Config, _target: Target) -> Iterable[Change]:
+    """Dtypes to store weights in. Fewer than 8 bits train worse, so they are not tried unasked."""
     return ({"precision.parameters": name, "precision.block_size": None} for name in ("float32", "bfloat16", "int8"))
 
 
-def _computing(_cfg: Config, target: Target) -> Iterable[Change]:
-    """Number formats to compute in, the one that `auto` stands for under that name; float16 only with what keeps its
-    gradients from vanishing."""
+def _compute_dtypes(_cfg: Config, target: Target) -> Iterable[Change]:
+    """Dtypes to compute in (the one that `auto` resolves to is tried as `auto`); float16 only with loss scaling."""
     usual = compute_dtype(Precision(), "cpu" if target.is_cpu else "gpu").name
     for name in values("precision.compute"):
         if name == usual:
@@ -125,26 +124,25 @@ def _computing(_cfg: Config, target: Target) -> Iterable[Change]:
 
 
 def _optimizers(cfg: Config, _: Target) -> Iterable[Change]:
-    """Another optimizer, with its own defaults for what only some have."""
+    """Each optimizer, with its own defaults for the fields that only some have."""
     own = [field for field, info in Optimizer.model_fields.items() if info.default is None]
     for name in values("optimizer.name"):
-        kept = cfg.optimizer if name == cfg.optimizer.name else None
-        yield {"optimizer.name": name, **{f"optimizer.{field}": getattr(kept, field, None) for field in own}}
+        given = cfg.optimizer if name == cfg.optimizer.name else None
+        yield {"optimizer.name": name, **{f"optimizer.{field}": getattr(given, field, None) for field in own}}
 
 
 def _adapters(cfg: Config, _: Target) -> Iterable[Change]:
-    """All weights, low-rank adapters, and those beside a base in codes. What else can learn learns something else: who
-    wants that says so, and keeps it."""
+    """All weights trainable, LoRA, and QLoRA. Other kinds train something else, so they are not tried unasked."""
     own, low_rank = cfg.adapter, cfg.adapter.kind in LOW_RANK
     for kind in ("none", "lora", "qlora"):
-        said = own.model_copy(update={"base": None, "double_quant": True}) if low_rank and kind != "none" else Adapter()
-        kept = own if kind == own.kind else said.model_copy(update={"kind": kind})
-        yield {f"adapter.{field}": value for field, value in kept}
+        base = own.model_copy(update={"base": None, "double_quant": True}) if low_rank and kind != "none" else Adapter()
+        adapter = own if kind == own.kind else base.model_copy(update={"kind": kind})
+        yield {f"adapter.{field}": value for field, value in adapter}
 
 
-def _tables(cfg: Config, _: Target) -> Iterable[Change]:
-    """For each kind of weight: whether `tensor` splits it, and along which of its dimensions it rests in parts. Where
-    `embed` may be that dimension and the other too, it is the first of the two."""
+def _sharding_rules(cfg: Config, _: Target) -> Iterable[Change]:
+    """For each kind of weight: whether `tensor` shards it, and which of its dimensions is sharded in storage. Where
+    that may be `embed` or the other dimension, it is the first of the two."""
     kinds = [dim for dim in ("vocab", "heads", "mlp") if dim in dims(cfg)]
     forms = (((), ("tensor",), STORAGE_AXES, ("tensor", *STORAGE_AXES)), ((), ("tensor",)))
     for embed in (STORAGE_AXES, ()):
@@ -152,36 +150,35 @@ def _tables(cfg: Config, _: Target) -> Iterable[Change]:
             table: dict[str, tuple[str, ...]] = {"embed": embed}
             table.update(zip(kinds, own, strict=True))
             if "heads" in table:
-                # Keys are [embed, kv_heads]: beside a split `embed` these keep `tensor` alone.
+                # Keys are [embed, kv_heads]: where `embed` is sharded, `kv_heads` keeps `tensor` only.
                 table["kv_heads"] = tuple(axis for axis in table["heads"] if axis not in embed)
             yield {f"rules.{dim}": over for dim, over in table.items()}
 
 
-# Those of BY_DEFAULT leave the mathematics as they are.
+# Those of DEFAULT_ALLOW do not change the mathematics.
 KNOBS = (
     Knob("mesh", _meshes),
     Knob("mesh", listed("zero")),
-    Knob("rules", _tables),
+    Knob("rules", _sharding_rules),
     Knob("remat", _policies),
     Knob("offload", _offloads),
     Knob("update", listed("memory.update")),
     Knob("batch", _micro_batches),
     Knob("chunks", _loss_chunks),
     Knob("chunks", _mlp_chunks),
-    Knob("precision", _resting),
+    Knob("precision", _stored_dtypes),
     Knob("precision", listed("precision.master")),
-    Knob("precision", _computing),
+    Knob("precision", _compute_dtypes),
     Knob("optimizer", _optimizers),
     Knob("adapter", _adapters),
 )
-BY_DEFAULT = ("mesh", "remat", "offload", "update", "batch", "chunks")
+DEFAULT_ALLOW = ("mesh", "remat", "offload", "update", "batch", "chunks")
 
 
 def allowed(words: Sequence[str]) -> list[Knob]:
-    """The knobs that these words let a search turn."""
+    """The knobs that these words permit."""
     known = list(dict.fromkeys(knob.allow for knob in KNOBS))
     for word in words:
         if word not in known:
-            said = nearest(word, known)
-            raise UserError(f"allow: {word!r} is nothing that a search can change{said}")
+            raise UserError(f"allow: unknown word {word!r}{nearest(word, known)}")
     return [knob for knob in KNOBS if knob.allow in words]

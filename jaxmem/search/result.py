@@ -1,7 +1,9 @@
-"""What a search found, and of each config that did not win, why."""
+"""The result of a search for the fastest config: the front, and the reason why each other config is not on it."""
 
 from __future__ import annotations
 
+import textwrap
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -9,91 +11,94 @@ from typing import Any
 
 from jaxmem.config import Config, save_config
 from jaxmem.errors import UserError
+from jaxmem.machine.gpus import GIB
 from jaxmem.planning import Target, readable
+from jaxmem.planning.text import duration
 from jaxmem.search.candidates import overrides
-from jaxmem.search.entries import Entries, Entry
+from jaxmem.search.trials import SLOWEST, Trial, Trials
 
-TOGETHER = ("mesh", "optimizer", "rules", "adapter")  # sections that change as one
-SHOWN = 2  # kinds of bytes that a reason names
+ONE_SETTING = ("mesh", "optimizer", "rules", "adapter")  # sections that change as one
+KINDS = 2  # kinds of bytes that a reason names
+OTHERS = 8  # rows of configs that are not on the front
 
 
 @dataclass(frozen=True)
 class Fit:
-    """The result of a search."""
-
     given: Config
     target: Target
-    known: Entries
+    trials: Trials
     allow: tuple[str, ...]
     seconds: float
-    helps: str | None = None  # the change that would help most, where nothing fits
+    helps: str | None = None  # where nothing fits: the change that would save most
 
     @cached_property
-    def front(self) -> list[Entry]:
-        """Fastest first: each next one needs less memory. All compiled, in every phase of a run."""
-        return self.known.front()
+    def front(self) -> list[Trial]:
+        """Fastest first; each next one needs less memory. Compiled in every phase of a run."""
+        return self.trials.front()
 
     @property
-    def best(self) -> Entry | None:
+    def best(self) -> Trial | None:
         return self.front[0] if self.front else None
 
     @property
-    def smallest(self) -> Entry:
-        """Of all that were compiled."""
-        return min(self.known.compiled, key=lambda one: one.total)
+    def smallest(self) -> Trial:
+        """The smallest that was compiled."""
+        return min(self.trials.compiled, key=lambda one: one.total)
 
     @cached_property
-    def ranked(self) -> list[Entry]:
-        """What fits, fastest first; then the rest, smallest first. Compiled ones before estimated ones."""
+    def ranked(self) -> list[Trial]:
+        """Those that fit, fastest first; then the others, smallest first. Compiled before estimated."""
 
-        def order(one: Entry) -> tuple[bool, bool, float]:
-            fits = self.known.fits(one)
-            return not fits, one.facts is None, one.seconds if fits else one.total
+        def order(one: Trial) -> tuple[bool, bool, float]:
+            fits = self.trials.fits(one)
+            return not fits, one.cost is None, one.seconds if fits else one.total
 
-        return sorted(self.known.all, key=order)
+        return sorted(self.trials.all, key=order)
 
-    def why(self, one: Entry) -> str:
+    def reason(self, one: Trial) -> str:
         """Why it is not the best."""
         if one is self.best:
-            return "the fastest that fits"
+            return "fastest that fits"
         if one.refused:
             return one.refused
-        about = "" if one.facts else "about "
-        if not self.known.fits(one):
-            host = f"{readable(one.host)} of host memory, of which there are {readable(self.target.host_memory)}"
-            device = f"{readable(one.total)}: {_largest(one)}"
-            reason = f"needs {about}{device if one.total > self.known.limit else host}"
-            cure = self._cure(one)
-            return f"{reason}; try {cure}" if cure else reason
+        about = "" if one.cost else "about "
+        if not self.trials.fits(one):
+            kinds = sorted(one.kinds.items(), key=lambda kind: -kind[1])[:KINDS]
+            largest = ", ".join(f"{name} {readable(size)}" for name, size in kinds)
+            needs = f"needs {about}{readable(one.total)}: {largest}"
+            if one.total <= self.trials.limit:
+                needs = f"needs {about}{readable(one.host)} of {readable(self.target.host_memory)} host memory"
+            change = self._fitting_change(one)
+            return f"{needs}; try {change}" if change else needs
         if one in self.front:
-            return f"the fastest in {readable(one.total)}"
+            return f"fastest within {readable(one.total)}"
         assert self.best
         return f"{about}{one.seconds / self.best.seconds:.2f} x the time of the fastest"
 
-    def _cure(self, one: Entry) -> str | None:
-        """The one setting that would make it fit, at the least cost of time."""
-        fitting = [other for other in self._neighbours(one) if self.known.fits(other)]
+    def _fitting_change(self, one: Trial) -> str | None:
+        """The single setting that makes it fit at the least cost of time."""
+        fitting = [other for other in self._neighbours(one) if self.trials.fits(other)]
         if not fitting:
             return None
-        cure = min(fitting, key=lambda other: (other.facts is None, other.seconds))
-        old, new = one.candidate.settings, cure.candidate.settings
-        return " ".join(overrides(cure.cfg, {key: value for key, value in new.items() if value != old[key]}))
+        nearest = min(fitting, key=lambda other: (other.cost is None, other.seconds))
+        old, new = one.candidate.settings, nearest.candidate.settings
+        return " ".join(overrides(nearest.cfg, {key: value for key, value in new.items() if value != old[key]}))
 
     @cached_property
-    def _by_settings(self) -> dict[tuple[Any, ...], Entry]:
-        return {tuple(one.candidate.settings.values()): one for one in self.known.all}
+    def _by_settings(self) -> dict[tuple[Any, ...], Trial]:
+        return {tuple(one.candidate.settings.values()): one for one in self.trials.all}
 
     @cached_property
     def _values(self) -> dict[tuple[int, ...], set[tuple[Any, ...]]]:
-        """Of each group of settings that change together (a section's), which values were tried."""
+        """The values tried for each group of settings that change together, by the group's positions."""
         groups: dict[str, list[int]] = {}
-        for place, key in enumerate(self.known.all[0].candidate.settings):
+        for place, key in enumerate(self.trials.all[0].candidate.settings):
             section = key.partition(".")[0]
-            groups.setdefault(section if section in TOGETHER else key, []).append(place)
+            groups.setdefault(section if section in ONE_SETTING else key, []).append(place)
         rows = list(self._by_settings)
         return {tuple(places): {tuple(row[p] for p in places) for row in rows} for places in groups.values()}
 
-    def _neighbours(self, one: Entry) -> list[Entry]:
+    def _neighbours(self, one: Trial) -> list[Trial]:
         own, found = list(one.candidate.settings.values()), []
         for places, values in self._values.items():
             for value in values:
@@ -105,57 +110,110 @@ class Fit:
         return found
 
     def write(self, path: str | Path) -> None:
-        """The best config, as a file that `train` runs as it is."""
+        """The best config as a file for `train`."""
         save_best(self.best.cfg if self.best else None, path)
 
     def as_json(self) -> dict[str, Any]:
         return {
-            "target": target_json(self.target, self.known.limit),
+            "target": target_json(self.target, self.trials.limit),
             "allow": list(self.allow),
-            "considered": len(self.known.all),
-            "compiled": len(self.known.compiled),
-            "estimate_error": self.known.error,
+            "considered": len(self.trials.all),
+            "compiled": len(self.trials.compiled),
+            "estimate_error": self.trials.estimate_error,
             "candidates": [self._json(one) for one in self.ranked],
             "front": [self._json(one) for one in self.front],
             "best": self._json(self.best) if self.best else None,
-            "smallest": self._json(self.smallest) if self.known.compiled else None,
+            "smallest": self._json(self.smallest) if self.trials.compiled else None,
             "helps": self.helps,
             "seconds": self.seconds,
         }
 
-    def _json(self, one: Entry) -> dict[str, Any]:
+    def _json(self, one: Trial) -> dict[str, Any]:
         return {
-            "config": dict(one.candidate.told),
+            "config": dict(one.candidate.sections),
             "total": int(one.total),
             "estimated_step_seconds": one.seconds,
-            "fits": self.known.fits(one),
-            "compiled": one.facts is not None,
-            "why": self.why(one),
+            "fits": self.trials.fits(one),
+            "compiled": one.cost is not None,
+            "why": self.reason(one),
         }
 
     def table(self) -> Any:
-        """For people."""
-        from jaxmem.search.show import Report
+        """A rich renderable that fits 40 columns."""
+        from rich.console import Group
 
-        return Report(self)
+        return Group(*self._lines())
+
+    def _lines(self) -> Iterator[Any]:
+        from rich.table import Table
+        from rich.text import Text
+
+        trials = self.trials
+        yield Text(f"{self.given.name} on {self.target.name}", style="bold")
+        yield Text(
+            f"{len(trials.all):,} configs considered, {len(trials.compiled)} compiled, in {self.seconds:.0f} s;"
+            f" {readable(trials.limit)} per device"
+        )
+        if self.best:
+            table = Table(title="Fastest first, each next one in less memory", title_justify="left")
+            table.add_column("step", justify="right", no_wrap=True)
+            table.add_column("memory", justify="right", no_wrap=True)
+            table.add_column("changes")
+            for one in self.front:
+                table.add_row(duration(one.seconds), readable(one.total), Text(_overrides(one)))  # [] is no markup
+            yield table
+            yield Text(f"fastest: {_overrides(self.best)}", style="green")
+        else:
+            yield Text("nothing fits", style="red")
+            yield Text(f"smallest found: {readable(self.smallest.total)} with {_overrides(self.smallest)}")
+            if self.helps:
+                yield Text(f"largest saving by one change: {self.helps}")
+        others = [one for one in self.ranked if one.cost and one not in self.front][:OTHERS]
+        if others:
+            yield Text("Other compiled configs:")
+        for one in others:
+            yield Text(f"  {_overrides(one)}: {self.reason(one)}", style="dim")
+        if error := trials.estimate_error:
+            yield Text(
+                f"error of the estimates: median {error['median']:.1%}, largest {error['largest']:.1%},"
+                f" over {error['compared']:.0f} compiled steps"
+            )
 
     def figure(self, path: str | Path) -> None:
-        """Memory against time of everything, as a PNG."""
-        from jaxmem.search.show import draw
+        """Memory against time of every candidate, as a PNG."""
+        from jaxmem.report.matplotlib_figure import figure
 
-        draw(self, path)
+        trials = self.trials
+        with figure(path) as drawn:
+            axes = drawn.subplots()
+            near = [one for one in trials.all if one.total < 2 * trials.limit]
+            for group, label, color in (
+                ([one for one in near if not one.cost], "estimated", "lightgray"),
+                ([one for one in near if one.cost], "compiled", "tab:blue"),
+            ):
+                axes.scatter([one.seconds for one in group], [one.total / GIB for one in group], 16, color, label=label)
+            steps, sizes = [one.seconds for one in self.front], [one.total / GIB for one in self.front]
+            axes.plot(steps, sizes, "o-", c="tab:orange", label="front")
+            axes.axhline(trials.limit / GIB, c="tab:red", ls="--", label="device memory")
+            title = [f"{self.given.name} on {self.target.name}"]
+            if self.best:
+                axes.set_xlim(0, 1.1 * SLOWEST * self.best.seconds)
+                title += textwrap.wrap(f"fastest: {_overrides(self.best)}", 100)
+            axes.set_xlabel("seconds per step (estimated)")
+            axes.set_ylabel("GiB per device")
+            axes.set_title("\n".join(title), fontsize=10)
+            axes.legend(loc="upper right")
+
+
+def _overrides(one: Trial) -> str:
+    return " ".join(one.candidate.overrides) or "no change"
 
 
 def save_best(cfg: Config | None, path: str | Path) -> None:
     if cfg is None:
-        raise UserError(f"{path}: nothing fits, so nothing was written")
+        raise UserError(f"cannot write {path}: no config fits")
     save_config(cfg, path)
 
 
 def target_json(target: Target, limit: int) -> dict[str, Any]:
     return {"name": target.name, "devices": target.count, "limit_bytes": limit}
-
-
-def _largest(one: Entry) -> str:
-    kinds = sorted(one.kinds.items(), key=lambda kind: -kind[1])[:SHOWN]
-    return ", ".join(f"{name} {readable(size)}" for name, size in kinds)

@@ -1,4 +1,4 @@
-"""A process that compiles what it is asked to: a line of JSON in, a line of JSON out, until its input ends.
+"""A compiler process: one JSON question per line in, one JSON answer per line out, until its input ends.
 
 `python -m jaxmem.search.worker TARGET [RESERVE_GIB]`. It needs about 1 GiB of memory and never touches a device. What
 XLA or anything else prints goes to standard error.
@@ -9,15 +9,76 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any, TextIO
 
 from jaxmem.config import Config
 from jaxmem.errors import UserError
 from jaxmem.machine import devices
-from jaxmem.planning.compile import listening
-from jaxmem.planning.targets import Target, parse_target
-from jaxmem.search import facts
+from jaxmem.machine.gpus import CPU
+from jaxmem.planning import Plan
+from jaxmem.planning.advice import recomputed
+from jaxmem.planning.compile import compile_all, listening, sized
+from jaxmem.planning.predict import held
+from jaxmem.planning.targets import Target, parse_target, target_devices, usable
+from jaxmem.planning.timeline import timeline
+from jaxmem.search import cache
+from jaxmem.step import Program, program
+
+
+@dataclass(frozen=True)
+class StepCost:
+    """A compiled step, per device."""
+
+    total: int  # bytes
+    host: int  # bytes of host memory
+    seconds: float  # estimated from the compiled program; for CPUs only comparable with each other
+    kinds: Mapping[str, int]  # bytes by part, activations by kind
+    recomputed: int  # values that XLA recomputes by itself to stay within memory
+
+
+def step_cost(cfg: Config, target: Target, reserve_gib: float | None = None) -> StepCost:
+    """Compile the training step; nothing is allocated and no machine code is generated."""
+    built = _program(cfg, target, reserve_gib)
+    step, _ = compile_all(built.lower_step(), {}, here=target.is_here, code=False)
+    plan = Plan(built, target, step, 0.0, reserve_gib)
+    paced = timeline(step.module, target.gpu or CPU, target.count, target.per_host)
+    parts = {name: size for name, size in plan.bytes_per_device.items() if name not in ("activations", "total")}
+    return StepCost(
+        total=step.total,
+        host=step.host_total + held(built.spec.state),
+        seconds=paced.seconds,
+        kinds=parts | plan.kinds.get("activations", {}),
+        recomputed=recomputed(step.module),
+    )
+
+
+def step_plan(cfg: Config, target: Target) -> dict[str, Any]:
+    """The step's part of a plan as JSON, compiled without a memory limit, so that XLA recomputes nothing by itself."""
+    built = program(cfg, target_devices(target, 1000 * target.memory))
+    step, _ = compile_all(built.lower_step(), {}, here=target.is_here, code=False)
+    return Plan(built, target, step, 0.0).step_as_json()
+
+
+def other_phases(cfg: Config, target: Target, reserve_gib: float | None = None) -> dict[str, int]:
+    """Bytes per device of the phases beside the step. Configs share many of these programs, so each is cached by its
+    text."""
+    built = _program(cfg, target, reserve_gib)
+    sizes = {}
+    for phase, lower in built.lower_others().items():
+        lowered = lower()
+        key = cache.program_key(lowered.as_text(), target, reserve_gib)
+        answer = cache.read(key) or {"total": sized(lowered, here=target.is_here)}
+        cache.write(key, answer)
+        sizes[phase] = answer["total"]
+    if "evaluate" in sizes:
+        sizes["evaluate"] += held(built.spec.state.opt_state) - held(built.spec.host_state)
+    return sizes
+
+
+def _program(cfg: Config, target: Target, reserve_gib: float | None) -> Program:
+    return program(cfg, target_devices(target, usable(target, cfg, reserve_gib)))
 
 
 def main(arguments: list[str]) -> None:
@@ -31,7 +92,7 @@ def main(arguments: list[str]) -> None:
 
 
 def serve(questions: Iterable[str], answers: TextIO, target: Target, reserve_gib: float | None = None) -> None:
-    """Of a config that has no program, also where it is XLA that fails, the answer is why."""
+    """A config that has no program, or whose program XLA does not compile, is answered with the reason."""
     for line in questions:
         asked = json.loads(line)
         cfg = Config.model_validate_json(json.dumps(asked["config"]))
@@ -39,11 +100,11 @@ def serve(questions: Iterable[str], answers: TextIO, target: Target, reserve_gib
         try:
             with listening():
                 if asked["question"] == "step":
-                    answer = facts.as_dict(facts.step_facts(cfg, target, reserve_gib))
+                    answer = vars(step_cost(cfg, target, reserve_gib))
                 elif asked["question"] == "plan":
-                    answer = facts.step_plan(cfg, target)
+                    answer = step_plan(cfg, target)
                 else:
-                    answer = facts.other_phases(cfg, target, reserve_gib)
+                    answer = other_phases(cfg, target, reserve_gib)
         except UserError as error:
             answer = {"refused": str(error).splitlines()[0]}
         answers.write(json.dumps(answer) + "\n")

@@ -1,8 +1,8 @@
-"""One run at a time in a directory: two that wrote the same checkpoints would each destroy the other's.
+"""One run at a time per directory: two that wrote the same checkpoints would destroy each other's.
 
-The lock is the operating system's own (flock) on `output/.NAME.lock`, so it goes with the process that holds it,
-however that ends: what a killed run leaves behind keeps nobody out. Of several processes the first one holds it. On a
-shared file system it holds between hosts as far as that file system locks; one that cannot is said.
+The lock is the operating system's (flock) on `output/.NAME.lock`, so it is released when its process ends in any way; a
+library that creates and removes lock files would leave one behind a killed run. Process 0 holds it. On a shared file
+system it holds between hosts as far as that file system supports locks; a file system without locks is reported.
 """
 
 from __future__ import annotations
@@ -21,61 +21,55 @@ import jax
 from jaxmem.distributed.agree import gather
 from jaxmem.errors import UserError
 
-CANNOT = (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EINVAL)  # what file systems without locks answer
+UNSUPPORTED = (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EINVAL)  # from file systems without locks
 
 
 @contextmanager
-def only_run(output: str | Path, name: str) -> Iterator[str | None]:
-    """While it lasts, no other run is `output/name`. Gives what is to be said if the file system cannot lock."""
-    held, refused, told = None, None, None
+def run_lock(output: str | Path, name: str) -> Iterator[str | None]:
+    """Hold `output/name` for this run. Yields a warning where the file system has no locks."""
+    lock, refusal, warning = None, None, None
     path = Path(output, f".{name}.lock")
     if jax.process_index() == 0:
         try:
-            held = _taken(path)
+            lock = _acquire(path)
         except BlockingIOError:
-            refused = f"{Path(output, name)}: {_holder(path)} is writing it; wait for it, or give another name"
+            refusal = f"{Path(output, name)} is in use by {_holder(path)}; wait for it, or give another name"
         except OSError as error:
-            if error.errno not in CANNOT:
-                refused = f"output: cannot write {path}: {error.strerror}; give output another directory"
-            told = f"{path.parent} cannot lock files: nothing keeps a second run out of {name}"
+            if error.errno not in UNSUPPORTED:
+                refusal = f"output: cannot write {path}: {error.strerror}; give output another directory"
+            warning = f"warning: {path.parent} does not support file locks: a second run of {name} is not prevented"
     try:
-        if refused := gather(refused)[0]:
-            raise UserError(refused)
-        yield told
+        if refusal := gather(refusal)[0]:
+            raise UserError(refusal)
+        yield warning
     finally:
-        if held is not None:
-            path.unlink(missing_ok=True)  # before it is let go, so that nobody takes it in between
-            os.close(held)
+        if lock is not None:
+            path.unlink(missing_ok=True)  # before it is released, so that nobody acquires it in between
+            os.close(lock)
 
 
-def _taken(path: Path) -> int:
-    """The open file that holds the lock."""
-    with suppress(FileExistsError):  # what is no directory is told of by opening a file in it
+def _acquire(path: Path) -> int:
+    """The file descriptor that holds the lock."""
+    with suppress(FileExistsError):  # a parent that is a file is reported by open
         path.parent.mkdir(parents=True)
     while True:
         file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if _is(path, file):
-                os.ftruncate(file, 0)
-                os.pwrite(file, json.dumps({"process": os.getpid(), "host": socket.gethostname()}).encode(), 0)
-                return file
+            with suppress(FileNotFoundError):
+                if os.path.samestat(path.stat(), os.fstat(file)):
+                    os.ftruncate(file, 0)
+                    os.pwrite(file, json.dumps({"process": os.getpid(), "host": socket.gethostname()}).encode(), 0)
+                    return file
         except BaseException:
             os.close(file)
             raise
-        os.close(file)  # whoever held it has removed it meanwhile
-
-
-def _is(path: Path, file: int) -> bool:
-    try:
-        return os.path.samestat(path.stat(), os.fstat(file))
-    except FileNotFoundError:
-        return False
+        os.close(file)  # its holder removed it meanwhile
 
 
 def _holder(path: Path) -> str:
     try:
         holder = json.loads(path.read_text())
         return f"process {holder['process']} on {holder['host']}"
-    except (OSError, ValueError, TypeError, KeyError):  # just begun, or just ended
+    except (OSError, ValueError, TypeError, KeyError):  # just started, or just ended
         return "another run"

@@ -9,7 +9,7 @@ import jax
 
 
 class Profile:
-    """`train.profile: [from, to]` records those steps, both included, into `directory`."""
+    """`train.profile: [first, last]` records those steps, both included, into `directory`."""
 
     def __init__(self, directory: Path, steps: tuple[int, int] | None) -> None:
         self._directory, self._running = directory, False
@@ -21,18 +21,15 @@ class Profile:
             self._running = True
 
     def after(self, step: int, results: Any) -> None:
-        """The last profiled step is waited for, so that all of it is in the profile."""
+        """Waits for the last profiled step, so that all of it is recorded."""
         if self._running and step == self._last:
             jax.block_until_ready(results)
-            self._stop()
-
-    def _stop(self) -> None:
-        if self._running:
-            self._running = False
-            jax.profiler.stop_trace()
+            self.__exit__()
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._stop()
+        if self._running:
+            self._running = False
+            jax.profiler.stop_trace()

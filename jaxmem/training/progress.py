@@ -1,7 +1,8 @@
-"""How a run is going: a bar on a terminal, plain lines elsewhere, and the numbers behind both.
+"""The progress of a run: a bar on a terminal, plain lines elsewhere, and the numbers behind both.
 
-The clock and the device's counters are read once a logged step; the bar is redrawn by a thread of its own, four times
-a second, so the loop waits for neither. Everything is drawn in ASCII where the output knows no more.
+The clock and the device's counters are read once per logged step; a thread redraws the bar four times a second, so
+the loop waits for neither. Where the output supports only ASCII, everything is drawn in ASCII. rich's own progress
+bar wraps or cuts its columns on a narrow terminal; this one leaves out the least important.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from typing import Any, NamedTuple, Self
 
 import jax
@@ -16,111 +18,120 @@ from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
-GIB = 1 << 30
-BAR = 40  # columns, at most
-LEAST_BAR = 8  # a shorter one says nothing
+from jaxmem.machine.gpus import GIB
+
+MAX_BAR = 40  # columns
+MIN_BAR = 8  # a shorter one shows nothing
 
 
 class Work(NamedTuple):
-    """What goes through a step."""
+    """What a step processes."""
 
     tokens: int
-    flops: float
+    flops: float = 0.0
+
+
+@dataclass(frozen=True)
+class RunSpec:
+    """`work` and `peak_flops` (per second) count the same devices, one or all."""
+
+    total_steps: int
+    work: Work  # of a usual step
+    peak_flops: float | None = None
+    log_every: int = 1
+    unit: str = "tok"
+
+
+@dataclass(frozen=True)
+class Elapsed:
+    """Where a resumed run stands."""
+
+    step: int = 0
+    seconds: float = 0.0
+    tokens: int | None = None  # None: as many as usual steps have
 
 
 class Progress:
-    """with Progress(total, tokens_per_step, flops_per_step, peak_flops, enabled=process == 0) as progress:
+    """with Progress(RunSpec(total, Work(tokens, flops)), enabled=process == 0) as progress:
         for step in ...:
             if row := progress.update(step, metrics):
                 trackers.log(step, row)
 
-    `flops_per_step` and `peak_flops` are of the same devices, be it one or all. A run that goes on gives the step
-    and the seconds and tokens where it stands. A step that is no multiple of `log_every`, nor the last, only moves the
-    bar.
+    A step that is no multiple of `log_every`, nor the last, only moves the bar.
     """
 
     def __init__(
         self,
-        total_steps: int,
-        tokens_per_step: int,
-        flops_per_step: float | None = None,
-        peak_flops: float | None = None,
-        enabled: bool = True,
+        spec: RunSpec,
+        elapsed: Elapsed = Elapsed(),
         *,
-        log_every: int = 1,
-        step: int = 0,
-        seconds: float = 0.0,
-        tokens: int | None = None,
-        unit: str = "tok",
+        enabled: bool = True,
         console: Console | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        self.total, self.log_every, self.unit = total_steps, log_every, unit
-        self._usual = Work(tokens_per_step, flops_per_step or 0.0)
-        self._peak = peak_flops if flops_per_step else None
-        self._tokens = step * tokens_per_step if tokens is None else tokens
-        self._since = Work(0, 0.0)  # the last logged step
+        self.spec = spec
+        self._peak = spec.peak_flops if spec.work.flops else None
+        self._tokens = elapsed.step * spec.work.tokens if elapsed.tokens is None else elapsed.tokens
+        self._since = Work(0)  # the last logged step
         self._enabled, self._clock = enabled, clock
-        self._console = console or Screen(highlight=False)
-        self._step = self._first = step
-        self._seconds, self._paused = seconds, 0.0
-        self._began = self._last = clock()
+        self._console = console or PipeSafeConsole(highlight=False)
+        self._step = self._first = elapsed.step
+        self._seconds, self._paused = elapsed.seconds, 0.0
+        self._start = self._last = clock()
         self._parts: list[str] = []
         self._live: Live | None = None
 
     def update(self, step: int, metrics: Mapping[str, Any], work: Work | None = None) -> dict[str, Any] | None:
-        """At a logged step: show these metrics, and return them with what was measured: tokens and seconds since the
-        run began, tokens a second since the last logged step, model FLOPs utilisation, bytes on the fullest device.
-        `work`: of the steps since the last update, where it is not the usual."""
-        steps = step - self._step
-        tokens, flops = work or (steps * self._usual.tokens, steps * self._usual.flops)
+        """At a logged step: show these metrics and return them with what was measured: tokens and seconds since the
+        run started, tokens per second since the last logged step, model FLOPs utilization (mfu), bytes on the fullest
+        device. `work`: of the steps since the last update, where it is not the usual."""
+        steps, usual = step - self._step, self.spec.work
+        tokens, flops = work or (steps * usual.tokens, steps * usual.flops)
         self._tokens += tokens
         self._since = Work(self._since.tokens + tokens, self._since.flops + flops)
         self._step = step
-        if step % self.log_every and step != self.total:
+        if step % self.spec.log_every and step != self.spec.total_steps:
             return None
         now = self._clock()
         working = max(now - self._last - self._paused, 1e-9)
-        rate = self._since.tokens / working
-        mfu = self._since.flops / working / self._peak if self._peak else None
         self._seconds += now - self._last
-        self._since, self._last, self._paused = Work(0, 0.0), now, 0.0
         row: dict[str, Any] = {
             "step": step,
             **metrics,
             "tokens": self._tokens,
             "seconds": round(self._seconds, 3),
-            "tokens_per_second": rate,
+            "tokens_per_second": self._since.tokens / working,
         }
-        if mfu is not None:
-            row["mfu"] = mfu
+        if self._peak:
+            row["mfu"] = self._since.flops / working / self._peak
         row |= device_memory()
-        self._parts = self._told(row, now)
+        self._since, self._last, self._paused = Work(0), now, 0.0
+        self._parts = self._shown(row, now)
         if self._live is None:
-            self._plain()
+            self._print_line()
         return row
 
     def back_to(self, step: int) -> None:
-        """Go on from an earlier step. What was done since counts as time and tokens all the same."""
+        """Continue from an earlier step. The steps since then stay counted in time and tokens."""
         self._step = self._first = step
-        self._began = self._clock()
+        self._start = self._clock()
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """What happens in here (evaluating, waiting for a save) is not counted in tokens a second."""
+        """Time in here (evaluating, waiting for a save) does not count in tokens per second."""
         before = self._clock()
         try:
             yield
         finally:
-            self._paused += self._clock() - max(before, self._last)  # an update in here has counted what was before it
+            self._paused += self._clock() - max(before, self._last)  # an update in here has counted the time before it
 
     def say(self, text: str | None) -> None:
-        """One line, above the bar, if there is one to say."""
+        """Print one line, above the bar, if there is one."""
         if self._enabled and text is not None:
             self._print(text)
 
     def __enter__(self) -> Self:
-        self._began = self._last = self._clock()
+        self._start = self._last = self._clock()
         if self._enabled and self._console.is_terminal and not self._console.is_dumb_terminal:
             self._live = Live(get_renderable=self._bar, console=self._console, refresh_per_second=4)
             self._live.start()
@@ -129,42 +140,38 @@ class Progress:
 
     def __exit__(self, *_: object) -> None:
         if self._live is not None:
-            with suppress(OSError):  # a terminal that has gone
+            with suppress(OSError):  # the terminal is gone
                 self._live.stop()
             self._live = None
 
-    # -------------------------------------------------------------- inside
-
-    def _told(self, row: Mapping[str, Any], now: float) -> list[str]:
-        """What there is to say, the most important first."""
-        parts = []
-        if "loss" in row:
-            parts.append(f"loss {short_loss(float(row['loss']))}")
-        parts.append(f"{short_count(row['tokens_per_second'])} {self.unit}/s")
-        done = self._step - self._first
-        if done:
-            parts.append(f"{short_time(max(self.total - self._step, 0) * (now - self._began) / done)} left")
+    def _shown(self, row: Mapping[str, Any], now: float) -> list[str]:
+        """The parts of a progress line, most important first."""
+        parts = [f"loss {short_loss(float(row['loss']))}"] if "loss" in row else []
+        parts.append(f"{short_count(row['tokens_per_second'])} {self.spec.unit}/s")
+        if done := self._step - self._first:
+            left = max(self.spec.total_steps - self._step, 0) * (now - self._start) / done
+            parts.append(f"{short_time(left)} left")
         if "mfu" in row:
             parts.append(f"{row['mfu']:.0%} MFU")
         if "bytes_in_use" in row:
             parts.append(f"{row['bytes_in_use'] / GIB:.1f} GiB")
         return parts
 
-    def _plain(self) -> None:
+    def _print_line(self) -> None:
         if self._enabled:
-            head = f"step {self._step}/{self.total}"
+            head = f"step {self._step}/{self.spec.total_steps}"
             width = self._console.width if self._console.is_terminal else 1 << 16  # a file's lines may be long
             self._print("  ".join([head, *_fitting(self._parts, width - len(head), gap=2)]))
 
     def _bar(self) -> Text:
         width = self._console.width - 1  # the last column makes some terminals wrap
-        head = f"{self._step}/{self.total}"
-        parts = _fitting(self._parts, width - len(head) - (LEAST_BAR + 1 if width >= 60 else 0), gap=1)
-        room = min(BAR, width - sum(len(part) + 1 for part in parts) - len(head) - 1)
+        head = f"{self._step}/{self.spec.total_steps}"
+        parts = _fitting(self._parts, width - len(head) - (MIN_BAR + 1 if width >= 60 else 0), gap=1)
+        room = min(MAX_BAR, width - sum(len(part) + 1 for part in parts) - len(head) - 1)
         full, empty = ("#", "-") if self._console.options.ascii_only else ("\u2501", "\u2500")
         text = Text(head, no_wrap=True, overflow="crop")
-        if room >= LEAST_BAR:
-            done = min(room, room * self._step // max(self.total, 1))
+        if room >= MIN_BAR:
+            done = min(room, room * self._step // max(self.spec.total_steps, 1))
             text.append(" ").append(full * done, "green").append(empty * (room - done), "dim")
         return text.append("".join(f" {part}" for part in parts))
 
@@ -176,15 +183,15 @@ class Progress:
             self._enabled = False
 
 
-class Screen(Console):
-    """Rich's own way with an output that nobody reads any more (`| head`) is to end the process; training goes on."""
+class PipeSafeConsole(Console):
+    """rich ends the process when nobody reads its output any more (`| head`); training continues."""
 
     def on_broken_pipe(self) -> None:
         self.quiet = True
 
 
 def device_memory() -> dict[str, int]:
-    """Bytes in use and their peak on the fullest device of this process; nothing where devices do not tell."""
+    """Bytes in use and their peak on the fullest device of this process; empty where devices do not report them."""
     stats = [stat for device in jax.local_devices() if (stat := device.memory_stats())]
     keys = ("bytes_in_use", "peak_bytes_in_use")
     return {key: max(stat[key] for stat in stats) for key in keys} if stats else {}
@@ -204,7 +211,7 @@ def short_count(number: float) -> str:
 
 
 def short_time(seconds: float) -> str:
-    """Hours, minutes, seconds.
+    """Days and hours, or h:mm:ss.
 
     >>> [short_time(x) for x in (5, 65, 3 * 3600 + 62, 100 * 3600)]
     ['0:05', '1:05', '3:01:02', '4d 4h']
@@ -217,7 +224,7 @@ def short_time(seconds: float) -> str:
 
 
 def short_loss(loss: float) -> str:
-    """Five digits at most.
+    """At most five digits.
 
     >>> [short_loss(x) for x in (0.00012, 3.14159, 123.4, float("nan"))]
     ['1.2e-04', '3.1416', '123.4', 'nan']
@@ -228,7 +235,7 @@ def short_loss(loss: float) -> str:
 
 
 def _fitting(parts: Sequence[str], room: int, gap: int) -> list[str]:
-    """As many from the front as there is room for."""
+    """As many parts from the front as fit."""
     chosen: list[str] = []
     for part in parts:
         room -= len(part) + gap

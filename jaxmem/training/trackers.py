@@ -1,7 +1,7 @@
-"""Where a run's numbers go: `metrics.jsonl` always, TensorBoard and Weights & Biases if asked.
+"""Where a run's metrics are logged: `metrics.jsonl` always, TensorBoard and Weights & Biases if configured.
 
-Only process 0 writes. A run that goes on from step s first drops what the killed one had logged after s, so that a
-file reads as one run. A logged step costs one short write.
+Only process 0 writes. A run that resumes from step s first drops what was logged after s, so that a file reads as one
+run. A logged step costs one short write.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import importlib
 import json
 import math
 import secrets
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Protocol, Self
 
@@ -26,106 +26,100 @@ class Tracker(Protocol):
     def log(self, step: int, values: Mapping[str, Any]) -> None: ...
 
     def back_to(self, step: int) -> None:
-        """Forget what was logged of the steps after this one, where that can be."""
+        """Drop what was logged for the steps after this one, where that is possible."""
 
     def close(self) -> None: ...
 
 
 def check_trackers(cfg: Config) -> None:
-    """Refuse what is not installed, before anything is compiled."""
+    """Refuse trackers that are not installed, before anything is compiled."""
     for name in cfg.train.trackers:
         _package(name)
 
 
 def trackers_for(cfg: Config, directory: str | Path, step: int = 0) -> Trackers:
-    """The trackers of a run in `directory` that goes on after `step`; none in other processes than the first."""
+    """The trackers of a run in `directory` that resumes after `step`; none in processes other than 0."""
     check_trackers(cfg)
     directory = Path(directory)
     if jax.process_index() != 0:
         return Trackers([], {})
-    others: dict[str, Callable[[], Tracker]] = {
-        "tensorboard": lambda: TensorBoard(directory, step),
-        "wandb": lambda: WeightsAndBiases(cfg, directory, step),
-    }
-    asked = [others[name]() for name in cfg.train.trackers]
-    file = MetricsFile(directory / "metrics.jsonl", step, patient=cfg.checkpoint.on_failure == "continue")
-    return Trackers([file, *asked], file.last)
+    others = [
+        TensorBoard(directory, step) if name == "tensorboard" else WeightsAndBiases(cfg, directory, step)
+        for name in cfg.train.trackers
+    ]
+    file = MetricsFile(directory / "metrics.jsonl", step, retry=cfg.checkpoint.on_failure == "continue")
+    return Trackers([file, *others], file.last)
 
 
 class Trackers:
-    """All of a run's trackers as one. `last` is the line that the run had logged last before, or empty."""
+    """All of a run's trackers as one. `last`: the row logged last before, or empty."""
 
     def __init__(self, trackers: list[Tracker], last: dict[str, Any]) -> None:
         self._trackers, self.last = trackers, last
 
     def log(self, step: int, values: Mapping[str, Any]) -> None:
-        values = {name: _number(value) for name, value in values.items()}
+        numbers = {name: value.item() if hasattr(value, "item") else value for name, value in values.items()}
         for tracker in self._trackers:
-            tracker.log(step, values)
+            tracker.log(step, {name: x if isinstance(x, int) else float(x) for name, x in numbers.items()})
 
     def back_to(self, step: int) -> None:
         for tracker in self._trackers:
             tracker.back_to(step)
 
-    def close(self) -> None:
-        for tracker in self._trackers:
-            tracker.close()
-
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.close()
+        for tracker in self._trackers:
+            tracker.close()
 
 
 class MetricsFile:
-    """One JSON object a line, on disk as soon as it is logged. What is not finite is null: JSON has no NaN.
+    """One JSON object per line, on disk as soon as it is logged. A value that is not finite is null: JSON has no NaN.
 
-    `patient`: what cannot be written (a full disk) is kept, and written with the next line; only what is left in the
-    end is an error.
+    `retry`: a line that cannot be written (a full disk) is written with the next one; only what is unwritten at the end
+    is an error.
     """
 
-    def __init__(self, path: str | Path, step: int = 0, *, patient: bool = False) -> None:
-        self.path, self._patient, self._unwritten = Path(path), patient, b""
-        try:
-            self.last = self._open_after(step)
-        except OSError as error:
-            raise self._unwritable(error) from error
+    def __init__(self, path: str | Path, step: int = 0, *, retry: bool = False) -> None:
+        self.path, self._retry, self._unwritten = Path(path), retry, b""
+        self.last = self._open_after(step)
 
     def _open_after(self, step: int) -> dict[str, Any]:
-        last = _drop_after(self.path, step)
-        self._file = self.path.open("ab", buffering=0)
+        try:
+            last = _drop_after(self.path, step)
+            self._file = self.path.open("ab", buffering=0)
+        except OSError as error:
+            raise self._cannot_write(error) from error
         return last
 
     def back_to(self, step: int) -> None:
         self.close()
-        try:
-            self._open_after(step)
-        except OSError as error:
-            raise self._unwritable(error) from error
+        self._open_after(step)
 
     def log(self, step: int, values: Mapping[str, Any]) -> None:
         row = {name: value if math.isfinite(value) else None for name, value in {"step": step, **values}.items()}
         self._unwritten += json.dumps(row).encode() + b"\n"
         try:
             self._write()
-        except OSError as error:
-            if not self._patient:
-                raise self._unwritable(error) from error
+        except UserError:
+            if not self._retry:
+                raise
 
     def _write(self) -> None:
-        while self._unwritten:  # a disk that is nearly full takes a part
-            self._unwritten = self._unwritten[self._file.write(self._unwritten) :]
+        try:
+            while self._unwritten:  # a disk that is nearly full takes a part
+                self._unwritten = self._unwritten[self._file.write(self._unwritten) :]
+        except OSError as error:
+            raise self._cannot_write(error) from error
 
     def close(self) -> None:
         try:
             self._write()
-        except OSError as error:
-            raise self._unwritable(error) from error
         finally:
             self._file.close()
 
-    def _unwritable(self, error: OSError) -> UserError:
+    def _cannot_write(self, error: OSError) -> UserError:
         return UserError(f"cannot write {self.path}: {error.strerror}")
 
 
@@ -134,19 +128,19 @@ class TensorBoard:
 
     def __init__(self, directory: Path, step: int) -> None:
         self._directory = directory
-        self._writer = self._after(step)
+        self._writer = self._open_after(step)
 
-    def _after(self, step: int) -> Any:
+    def _open_after(self, step: int) -> Any:
         return _package("tensorboard").SummaryWriter(
             str(self._directory / "tensorboard"),
             purge_step=step + 1 if step else None,  # hides what was logged from there on
-            # Names have seconds only: a quick restart would overwrite the file.
+            # File names have a resolution of one second: a quick restart would overwrite the file.
             filename_suffix=f".after-{step}-{secrets.token_hex(4)}",
         )
 
     def back_to(self, step: int) -> None:
         self._writer.close()
-        self._writer = self._after(step)
+        self._writer = self._open_after(step)
 
     def log(self, step: int, values: Mapping[str, Any]) -> None:
         for name, value in values.items():
@@ -157,16 +151,16 @@ class TensorBoard:
 
 
 class WeightsAndBiases:
-    """A run of the project `jaxmem`; WANDB_MODE=offline keeps it in `wandb/`, to be sent later by `wandb sync`.
+    """A run in the project `jaxmem`; WANDB_MODE=offline keeps it in `wandb/` for `wandb sync`.
 
-    Charts are over the logged `step`, not over W&B's own count, which cannot go back: what a killed run had
-    logged after its last checkpoint is there twice, with the same values.
+    Charts are over the logged `step`, not W&B's own count, which cannot go back: what a killed run had logged after its
+    last checkpoint appears twice, with the same values.
     """
 
     def __init__(self, cfg: Config, directory: Path, step: int) -> None:
         wandb = _package("wandb")
         identity = directory / "wandb" / "id"
-        if not (step and identity.exists()):  # a run that starts anew is another one
+        if not (step and identity.exists()):  # a run that starts from step 0 is a new one
             identity.parent.mkdir(parents=True, exist_ok=True)
             identity.write_text(secrets.token_hex(8))
         try:
@@ -188,7 +182,7 @@ class WeightsAndBiases:
         self._run.log({"step": step, **values})
 
     def back_to(self, step: int) -> None:
-        """Nothing can be taken back."""
+        """Not possible: W&B keeps what was logged."""
 
     def close(self) -> None:
         self._run.finish()
@@ -199,29 +193,24 @@ def _package(tracker: str) -> Any:
         return importlib.import_module(_PACKAGES[tracker])
     except ImportError as error:
         raise UserError(
-            f"train.trackers: {tracker} needs {_PACKAGES[tracker]}; pip install 'jaxmem[{tracker}]' or drop it"
+            f"train.trackers: {tracker} needs {_PACKAGES[tracker]}; pip install 'jaxmem[{tracker}]', or leave it out"
         ) from error
 
 
 def _drop_after(path: Path, step: int) -> dict[str, Any]:
-    """Keep the whole lines up to `step`; the last of them."""
+    """Keep the whole lines up to `step`; returns the last of them."""
     if not path.exists():
         return {}
     last: dict[str, Any] = {}
-    kept = path.with_name(f"{path.name}.kept")
-    with path.open(encoding="utf-8", errors="replace") as old, kept.open("w", encoding="utf-8") as new:
+    partial = path.with_name(f"{path.name}.partial")
+    with path.open(encoding="utf-8", errors="replace") as old, partial.open("w", encoding="utf-8") as new:
         for line in old:
             try:
                 row = json.loads(line)
             except ValueError:
-                continue  # the line in which the run was killed
+                continue  # the line that a killed run was writing
             if isinstance(row, dict) and row.get("step", step + 1) <= step:
                 new.write(line if line.endswith("\n") else f"{line}\n")
                 last = row
-    kept.replace(path)
+    partial.replace(path)
     return last
-
-
-def _number(value: Any) -> int | float:
-    number = value.item() if hasattr(value, "item") else value
-    return number if isinstance(number, int) else float(number)

@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from jaxmem.checkpoint import Checkpoints, DamagedError, failures
+from jaxmem.checkpoint import Checkpoints, DamagedError, orbax_errors
 from jaxmem.checkpoint.manager import ROTATED
 from jaxmem.errors import UserError
 from tests.checkpoint.conftest import abstract, bits, filled, mesh
@@ -63,13 +63,13 @@ def test_damage_is_found_and_the_one_before_is_used(tmp_path: Path, damage: str,
         with pytest.raises(DamagedError, match=f"checkpoint {tmp_path / '3'} is damaged: .+"):
             checkpoints.restore(3, shapes)
         assert checkpoints.read_latest() == ({"step": 1 if "position" in damage else 3}, {})
-        found = checkpoints.restore_latest(shapes, say=said.append)
+        found = checkpoints.restore_latest(shapes, report=said.append)
         assert found is not None
         assert found[0] == 1
         assert bits(found[1]) == bits(filled(shapes, seed=1))
         assert found[2] == {"step": 1}
         assert [line.split(" is damaged")[0] for line in said] == [f"checkpoint {tmp_path / s}" for s in ("3", "2")]
-        assert said[0].endswith(f"put aside as {tmp_path / '3.old-1'}")
+        assert said[0].endswith(f"moved to {tmp_path / '3.old-1'}")
         assert checkpoints.save(3, found[1], {}, {})  # the place is free
     assert capfd.readouterr() == ("", "")
 
@@ -83,8 +83,8 @@ def test_with_none_whole_it_stops(tmp_path: Path) -> None:
             checkpoints.save(step, filled(shapes), {}, {})
             checkpoints.wait()
             flip(tmp_path / str(step) / "run/metadata")
-        with pytest.raises(DamagedError, match="none of the 2 checkpoints"):
-            checkpoints.restore_latest(shapes, say=lambda _: None)
+        with pytest.raises(DamagedError, match=r"all 2 checkpoints in .* are damaged"):
+            checkpoints.restore_latest(shapes, report=lambda _: None)
 
 
 WRITER = """
@@ -168,9 +168,9 @@ def test_writes_that_end_after_the_failure_say_nothing_of_themselves(monkeypatch
     with pytest.raises(RuntimeError) as closed:
         failed.call_soon_threadsafe(print)  # as TensorStore does when a write ends
     told: list[Any] = []
-    monkeypatch.setattr(failures, "_told", told.append)
+    monkeypatch.setattr(orbax_errors, "_unraisable", told.append)
     for error in (closed.value, RuntimeError("another")):
-        failures._but_leftovers(SimpleNamespace(exc_value=error))
+        orbax_errors._report_unraisable(SimpleNamespace(exc_value=error))
     assert [str(one.exc_value) for one in told] == ["another"]
     here = "/orbax/checkpoint/serialization.py"
     for file, passed in ((here, False), (__file__, True)):
@@ -186,7 +186,7 @@ def test_a_full_disk_is_said_and_survived(tmp_path: Path) -> None:
     done = subprocess.run([sys.executable, "-c", FULL_DISK, str(tmp_path)], capture_output=True, text=True, check=True)
     said, after = done.stdout.splitlines()
     assert done.stderr == ""
-    assert said.startswith(f"a checkpoint could not be written to {tmp_path} (step 1 is whole): ")
+    assert said.startswith(f"a checkpoint could not be written to {tmp_path} (last whole checkpoint: step 1): ")
     assert "File too large" in said
     assert after == "[1] True [1, 3]"
     assert sorted(path.name for path in tmp_path.iterdir()) == ["1", "3"]
@@ -207,7 +207,7 @@ def test_a_run_may_go_on_without_one(tmp_path: Path, monkeypatch: pytest.MonkeyP
         raise OSError(28, "No space left on device")
 
     for say in (told.append, None):
-        with Checkpoints(tmp_path / str(say is None), every=1, say=say) as checkpoints:
+        with Checkpoints(tmp_path / str(say is None), every=1, warn=say) as checkpoints:
             checkpoints.save(1, state, {}, {})
             checkpoints.wait()
             with monkeypatch.context() as patch:
@@ -221,4 +221,4 @@ def test_a_run_may_go_on_without_one(tmp_path: Path, monkeypatch: pytest.MonkeyP
             assert checkpoints.steps() == [1, 3]
     [line] = told
     assert line.startswith("the checkpoint of step 2 could not be written")
-    assert line.endswith("(step 1 is whole): [Errno 28] No space left on device; going on")
+    assert line.endswith("(last whole checkpoint: step 1): [Errno 28] No space left on device; continuing")

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jaxmem.checkpoint import Best, Checkpoints, put_aside
+from jaxmem.checkpoint import Best, Checkpoints, move_aside
 from jaxmem.checkpoint.manager import ROTATED
 from jaxmem.errors import UserError
 from tests.checkpoint.conftest import State, abstract, bits, filled, mesh
@@ -94,7 +94,7 @@ def test_only_the_parameters(tmp_path: Path) -> None:
         assert checkpoints.read(1)[0] == POSITION
         with pytest.raises(ValueError, match="read_only"):
             checkpoints.save(2, state, POSITION, CONFIG, force=True)
-        with pytest.raises(UserError, match=r"no checkpoint of step 7 in .*; there are: \[1\]"):
+        with pytest.raises(UserError, match=r"no checkpoint of step 7 in .*; available: \[1\]"):
             checkpoints.read(7)
 
 
@@ -154,14 +154,14 @@ def test_what_does_not_fit_is_named(tmp_path: Path) -> None:
 def test_put_aside(tmp_path: Path) -> None:
     directory, file = tmp_path / "checkpoints", tmp_path / "metrics.jsonl"
     directory.mkdir()
-    assert put_aside(directory) is None  # empty
-    assert put_aside(file) is None  # absent
+    assert move_aside(directory) is None  # empty
+    assert move_aside(file) is None  # absent
     for n in (1, 2):
         directory.mkdir(exist_ok=True)
         (directory / "a").write_text(str(n))
         file.write_text(str(n))
-        assert put_aside(directory) is not None
-        assert put_aside(file) is not None
+        assert move_aside(directory) is not None
+        assert move_aside(file) is not None
     names = ["checkpoints.old-1", "checkpoints.old-2", "metrics.old-1.jsonl", "metrics.old-2.jsonl"]
     assert sorted(path.name for path in tmp_path.iterdir()) == names
     assert (tmp_path / "metrics.old-2.jsonl").read_text() == "2"

@@ -112,8 +112,8 @@ def test_refusal_says_what_to_do() -> None:
     with pytest.raises(UserError) as caught:
         refuse_changes(OLD, config(seed=3, batch__global_size=32), "runs/x")
     assert str(caught.value) == (
-        "cannot go on from runs/x: seed was 0, is 3; batch.global_size was 8, is 32. Change it back, give the run "
-        "another `name`, or start anew with checkpoint.resume=never (what is there is put aside, not deleted)"
+        "cannot resume from runs/x: seed was 0, is 3; batch.global_size was 8, is 32. Undo the change, give the run "
+        "another `name`, or start from step 0 with checkpoint.resume=never (the old run is renamed, not deleted)"
     )
-    with pytest.raises(UserError, match="the data's files are not what they were"):
+    with pytest.raises(UserError, match="the data files have changed"):
         refuse_changes(OLD, config(), "runs/x", ("a", "b"))

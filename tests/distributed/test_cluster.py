@@ -61,16 +61,16 @@ def test_as_given(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        ({"JAX_NUM_PROCESSES": "2"}, "JAX_COORDINATOR_ADDRESS, JAX_PROCESS_ID: missing beside JAX_NUM_PROCESSES"),
-        (GIVEN | {"JAX_PROCESS_ID": "2"}, "JAX_PROCESS_ID: 2 is not one of the 2 processes, 0 to 1"),
-        (GIVEN | {"JAX_NUM_PROCESSES": "two"}, "JAX_NUM_PROCESSES: 'two' is not a whole number"),
+        ({"JAX_NUM_PROCESSES": "2"}, "JAX_NUM_PROCESSES without JAX_COORDINATOR_ADDRESS, JAX_PROCESS_ID"),
+        (GIVEN | {"JAX_PROCESS_ID": "2"}, "JAX_PROCESS_ID=2 is out of range; expected 0 to 1"),
+        (GIVEN | {"JAX_NUM_PROCESSES": "two"}, "JAX_NUM_PROCESSES='two' is not an integer"),
         (GIVEN | {"JAX_COORDINATOR_ADDRESS": "node1"}, "'node1' is not HOST:PORT"),
-        ({"PMI_SIZE": "4", "PMI_RANK": "2"}, "PMI_RANK is 2 of 4 processes, but not who the others are"),
+        ({"PMI_SIZE": "4", "PMI_RANK": "2"}, "PMI_RANK=2 of 4 processes, but their addresses are unknown"),
         (
             {"KUBERNETES_SERVICE_HOST": "10.0.0.1", "JOB_COMPLETION_INDEX": "1"},
-            "not known without `pip install kubernetes`",
+            "are unknown; pip install kubernetes",
         ),
-        (OPEN_MPI, "Open MPI 5 does not say where process 0 is: pip install mpi4py"),
+        (OPEN_MPI, "Open MPI 5 does not report the address of process 0; pip install mpi4py"),
     ],
 )
 def test_what_is_not_whole_is_refused(monkeypatch: pytest.MonkeyPatch, given: dict[str, str], said: str) -> None:

@@ -44,11 +44,12 @@ def test_gpus_are_shared(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    ("how", "code", "said"), [("sys.exit(3)", 3, "ended with 3"), ("os.kill(os.getpid(), 9)", 137, "killed by SIGKILL")]
+    ("how", "code", "said"),
+    [("sys.exit(3)", 3, "exited with 3"), ("os.kill(os.getpid(), 9)", 137, "killed by SIGKILL")],
 )
 def test_the_first_to_fail_stops_the_others(how: str, code: int, said: str) -> None:
     text = f"import os, sys, time\nif os.environ['JAX_PROCESS_ID'] == '1': {how}\ntime.sleep(60)"
-    done = launched(text, 2, TO_END=0.2)
+    done = launched(text, 2, GRACE=0.2)
     assert done.returncode == code
     assert done.stderr == f"launch: process 1 of 2 {'was ' * (code > 128)}{said}; stopping the others\n"
 
@@ -58,7 +59,7 @@ def test_one_that_will_not_stop_is_killed() -> None:
         "import os, signal, sys, time\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
         "if os.environ['JAX_PROCESS_ID'] == '1': time.sleep(1); sys.exit(4)\ntime.sleep(60)"
     )
-    assert launched(text, 2, TO_END=0.2, TO_STOP=0.5).returncode == 4
+    assert launched(text, 2, GRACE=0.2, TERM_TIMEOUT=0.5).returncode == 4
 
 
 def running(pids: list[int]) -> list[int]:

@@ -17,7 +17,7 @@ from jaxmem.distributed.cluster import Cluster
 # What each process runs, beside the others: what is in place of END.
 PROGRAM = """
 import sys, time
-from jaxmem import devices
+from jaxmem.machine import devices
 devices.stay_on_cpu_without_gpu()
 from jaxmem.distributed.join import hosts, join, joined
 from jaxmem.errors import UserError
@@ -36,14 +36,14 @@ print(f"process {me} has left", file=sys.stderr, flush=True)
 
 # In place of END: all that they say to each other.
 AGREE = """
-    from jaxmem.distributed.agree import Vote, any_of, gather, largest
+    from jaxmem.distributed.agree import DelayedMax, any_process, gather, maximum
     from jaxmem.distributed.communicator import Communicator
     from jaxmem.distributed.preflight import preflight
 
     assert gather({"I am": me, "text": "x" * 100 * me}) == [{"I am": 0, "text": ""}, {"I am": 1, "text": "x" * 100}]
-    assert (largest(10 * me), any_of(me == 1), any_of(False)) == (10, True, False)
-    vote = Vote()
-    assert [vote.cast(7 if step == 2 and me == 1 else 0) for step in range(5)] == [0, 0, 0, 7, 0]
+    assert (maximum(10 * me), any_process(me == 1), any_process(False)) == (10, True, False)
+    largest = DelayedMax()
+    assert [largest.of(7 if step == 2 and me == 1 else 0) for step in range(5)] == [0, 0, 0, 7, 0]
 
     comm = Communicator()
     values = np.arange(32, dtype=np.float32).reshape(4, 8)
@@ -115,7 +115,7 @@ def test_a_write_that_fails_in_one_process_ends_all(started: Any, program: Any, 
     why = "a checkpoint could not be written to "
     assert f"stopped: {why}" in processes.said(0)
     assert f"): {why}" in processes.said(1)
-    assert all("(step 1 is whole): " in processes.said(number) for number in range(2))
+    assert all("(last whole checkpoint: step 1): " in processes.said(number) for number in range(2))
     with Checkpoints(tmp_path / "checkpoints", read_only=True) as checkpoints:
         assert checkpoints.steps() == [1]
 
@@ -127,7 +127,7 @@ def test_the_first_process_is_killed(started: Any, program: Any) -> None:
     processes.all[0].send_signal(signal.SIGKILL)
     assert processes.codes(seconds=50) == [-signal.SIGKILL, 75]
     assert "error: process 0 of 2 (" in processes.said(1)
-    assert "is gone: it does not answer at localhost:" in processes.said(1)
+    assert "lost: no answer at localhost:" in processes.said(1)
 
 
 # In place of END: one is killed, and what they do together fails in the other, at once or when its result is read.
@@ -160,7 +160,7 @@ def test_one_that_is_killed_is_named_by_whoever_goes_on(alone: str, started: Any
     processes = started([*program(text), str(tmp_path / "checkpoints")], 2, 2)
     assert processes.codes(seconds=50) == [75, -signal.SIGKILL], processes.said(0)
     assert "error: process 1 of 2 (" in processes.said(0)
-    assert "is gone: no heartbeat for 3 s" in processes.said(0)
+    assert "lost: no heartbeat for 3 s" in processes.said(0)
     assert "Traceback" not in processes.said(0)
     with Checkpoints(tmp_path / "checkpoints", read_only=True) as checkpoints:
         assert 1 in checkpoints.steps()
@@ -168,15 +168,15 @@ def test_one_that_is_killed_is_named_by_whoever_goes_on(alone: str, started: Any
 
 def test_a_first_process_that_is_frozen_does_not_answer(monkeypatch: Any) -> None:
     """Though its kernel goes on taking connections for it."""
-    monkeypatch.setattr(watch, "GREETED", 0.2)
-    with socket.create_server(("localhost", 0)) as door:
-        address = f"localhost:{door.getsockname()[1]}"
+    monkeypatch.setattr(watch, "ANSWER_TIMEOUT", 0.2)
+    with socket.create_server(("localhost", 0)) as server:
+        address = f"localhost:{server.getsockname()[1]}"
         one = watch.Watch(Cluster(address, processes=2, process=1), ["here", "there"], heartbeat=3)
-        assert not one._answers()
+        assert not one._coordinator_answers()
     service = _jax.get_distributed_runtime_service(address, 2)
     try:
-        monkeypatch.setattr(watch, "GREETED", 20.0)
-        assert one._answers()
+        monkeypatch.setattr(watch, "ANSWER_TIMEOUT", 20.0)
+        assert one._coordinator_answers()
     finally:
         service.shutdown()
-    assert not one._answers()
+    assert not one._coordinator_answers()

@@ -1,4 +1,4 @@
-"""Small spaces to search, and a compiler that only says what it is told to."""
+"""Small spaces to search, and compilers whose answers the tests choose."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import pytest
 from jaxmem.config import Config
 from jaxmem.planning import Target, parse_target
 from jaxmem.search.candidates import estimated
-from jaxmem.search.compilers import Compilers
-from jaxmem.search.facts import Facts
+from jaxmem.search.compilers import CompilerPool
+from jaxmem.search.worker import StepCost
 from tests.planning.conftest import SMALL as TINY
 from tests.planning.conftest import config as planned
 
@@ -28,20 +28,20 @@ def with_memory(name: str, size: int) -> Target:
     return dataclasses.replace(parse_target(name), memory=size)
 
 
-class Told(Compilers):
-    """In place of compilers: the estimate, bent by a factor of bytes and one of seconds."""
+class FakeCompilers(CompilerPool):
+    """Answers with the estimate, times one factor for bytes and one for seconds."""
 
-    def __init__(self, target: Target, bent: Callable[[Config], tuple[float, float]] = lambda _: (1.0, 1.0)) -> None:
+    def __init__(self, target: Target, factors: Callable[[Config], tuple[float, float]] = lambda _: (1.0, 1.0)) -> None:
         super().__init__(target, 0.0, processes=2)
-        self.bent, self.asked = bent, []
+        self.factors, self.asked = factors, []
 
-    def truth(self, cfg: Config) -> Facts:
+    def truth(self, cfg: Config) -> StepCost:
         guess = estimated(cfg, self.target)
-        size, time = self.bent(cfg)
+        size, time = self.factors(cfg)
         assert guess.seconds
-        return Facts(int(size * guess.total), 0, time * guess.seconds, {"logits": 1}, 0)
+        return StepCost(int(size * guess.total), 0, time * guess.seconds, {"logits": 1}, 0)
 
-    def step(self, cfg: Config) -> Facts:
+    def step(self, cfg: Config) -> StepCost:
         self.asked.append(cfg)
         self.compiled += 1
         return self.truth(cfg)

@@ -1,4 +1,4 @@
-"""What may change, by word; and every candidate is a config that loads, resolves and is what its overrides say."""
+"""What may change, by word; every candidate is a valid config and equals its overrides applied to the given one."""
 
 from __future__ import annotations
 
@@ -11,9 +11,8 @@ from jaxmem.config import MESH_AXES, Adapter, Memory, Optimizer, Rules, Save, lo
 from jaxmem.config.devices import for_devices
 from jaxmem.errors import UserError
 from jaxmem.planning import parse_target
-from jaxmem.search import BY_DEFAULT
-from jaxmem.search.candidates import MOST, candidates
-from jaxmem.search.knobs import KNOBS, allowed, values
+from jaxmem.search.candidates import MAX_SIZE, candidates
+from jaxmem.search.knobs import DEFAULT_ALLOW, KNOBS, allowed, values
 
 from .conftest import config
 
@@ -21,28 +20,28 @@ TWO, EIGHT = parse_target("h100-80gb:2"), parse_target("h100-80gb:8")
 FIRST = ("tensor", "fsdp", "context")
 
 
-def test_names_come_from_the_config() -> None:
+def test_values_come_from_the_config() -> None:
     assert set(get_args(Memory.model_fields["attention"].annotation)) <= set(values("memory.attention"))
     assert set(get_args(Optimizer.model_fields["name"].annotation)) <= set(values("optimizer.name"))
     assert values("zero") == (0, 1, 2, 3)
 
 
-def test_what_changes_the_mathematics_is_asked_for() -> None:
-    kept = {key for knob in allowed(BY_DEFAULT) for change in knob.choices(config(), EIGHT) for key in change}
+def test_by_default_the_mathematics_does_not_change() -> None:
+    kept = {key for knob in allowed(DEFAULT_ALLOW) for change in knob.choices(config(), EIGHT) for key in change}
     memory = {f"memory.{field}" for field in ("remat", "offload", "update", "loss_chunk", "mlp_chunk")}
     assert kept == memory | {"zero", "batch.accumulate"} | {*(f"mesh.{axis}" for axis in MESH_AXES)}
-    assert {knob.allow for knob in KNOBS} >= {*BY_DEFAULT, "precision", "optimizer", "adapter"}
+    assert {knob.allow for knob in KNOBS} >= {*DEFAULT_ALLOW, "precision", "optimizer", "adapter"}
 
 
 @pytest.mark.parametrize(
     ("word", "said"), [("reamt", "did you mean remat"), ("colour", "known: adapter, batch"), ("", "known: adapter")]
 )
-def test_another_word_is_refused_with_what_there_is(word: str, said: str) -> None:
+def test_an_unknown_word_is_refused(word: str, said: str) -> None:
     with pytest.raises(UserError, match=said):
         allowed([word])
 
 
-def test_every_candidate_is_what_its_overrides_say() -> None:
+def test_overrides_reproduce_every_candidate() -> None:
     cfg = config()
     for words in (["mesh", "batch"], ["batch", "precision"]):
         found = candidates(cfg, TWO, allowed(words))
@@ -56,12 +55,12 @@ def test_every_candidate_is_what_its_overrides_say() -> None:
             assert one.cfg.model == cfg.model
 
 
-def test_one_program_is_considered_once() -> None:
+def test_equivalent_programs_are_one_candidate() -> None:
     found = candidates(config(), EIGHT, allowed(["mesh", "precision"]))
     idle = [one for one in found if one.cfg.mesh.fsdp == 1 and one.cfg.mesh.context == 1]
     assert {one.cfg.zero for one in idle} == {3}
     formats = {(one.cfg.precision.parameters, one.cfg.precision.compute) for one in found}
-    assert ("float32", "bfloat16") not in formats, "that is what auto stands for here"
+    assert ("float32", "bfloat16") not in formats, "auto resolves to bfloat16 here"
 
 
 def test_another_optimizer_has_its_own_defaults() -> None:
@@ -75,7 +74,7 @@ def test_another_optimizer_has_its_own_defaults() -> None:
     assert "optimizer={name: lion}" in [" ".join(one.overrides) for one in found]
 
 
-def test_adapters_are_tried_with_what_is_said_of_them() -> None:
+def test_adapters_keep_the_config_fields() -> None:
     ours = {"kind": "qlora", "rank": 4, "base": "int8"}
     found = {one.cfg.adapter: one for one in candidates(config(adapter=ours), EIGHT, allowed(["adapter"]))}
     assert [(one.kind, one.rank, one.base) for one in found] == [
@@ -87,7 +86,7 @@ def test_adapters_are_tried_with_what_is_said_of_them() -> None:
     assert lora.overrides == ["adapter.base=null", "adapter.kind=lora"]
 
 
-def test_host_memory_in_place_of_a_devices() -> None:
+def test_offloading_moves_bytes_to_the_host() -> None:
     found = candidates(config(memory={"remat": "full"}), EIGHT, allowed(["offload"]))
     by_offload = {one.cfg.memory.offload: one.estimate for one in found}
     here, away, state = by_offload["none"], by_offload["activations"], by_offload["optimizer"]
@@ -105,20 +104,20 @@ def test_host_memory_in_place_of_a_devices() -> None:
     assert len(candidates(config(memory={"remat": "full"}), parse_target("cpu:8"), allowed(["offload"]))) == 1
 
 
-def test_what_the_config_says_stays_a_choice() -> None:
+def test_the_given_value_stays_a_choice() -> None:
     found = candidates(config(memory={"remat": {"save": ["attention"]}}), EIGHT, allowed(["remat", "update"]))
     kept = [one for one in found if one.cfg.memory.remat == Save(save=("attention",))]
     assert len(kept) > 1
 
 
-def test_a_table_is_considered_once_in_its_plainest_words() -> None:
+def test_equivalent_sharding_rules_are_one_candidate() -> None:
     tables = {one.cfg.rules for one in candidates(config(), EIGHT, allowed(["rules"]))}
     assert Rules() in tables
-    assert len(tables) == 2**3, "with one device of tensor: embed, heads and mlp rest in parts or do not"
+    assert len(tables) == 2**3, "with tensor=1: embed, heads and mlp are sharded or not"
     assert Rules(heads=FIRST, mlp=FIRST) in tables
 
 
-def test_all_meshes_that_divide_are_there() -> None:
+def test_every_valid_mesh_is_a_candidate() -> None:
     found = {
         tuple(getattr(one.cfg.mesh, axis) for axis in MESH_AXES)
         for one in candidates(config(), EIGHT, allowed(["mesh"]))
@@ -140,16 +139,16 @@ def test_all_meshes_that_divide_are_there() -> None:
     assert found == expected
 
 
-def test_a_config_that_is_wrong_there_says_why() -> None:
+def test_an_invalid_config_is_refused_with_the_reason() -> None:
     with pytest.raises(UserError, match=r"mesh.fsdp: .* does not divide|not the number of devices"):
         candidates(config(mesh={"fsdp": 3}), EIGHT, allowed(["remat"]))
 
 
-def test_of_a_large_space_a_sample_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert MOST > 1000
-    monkeypatch.setattr("jaxmem.search.candidates.MOST", 20)
-    some = candidates(config(), EIGHT, allowed(BY_DEFAULT))
-    again = candidates(config(), EIGHT, allowed(BY_DEFAULT))
+def test_a_large_space_is_sampled(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert MAX_SIZE > 1000
+    monkeypatch.setattr("jaxmem.search.candidates.MAX_SIZE", 20)
+    some = candidates(config(), EIGHT, allowed(DEFAULT_ALLOW))
+    again = candidates(config(), EIGHT, allowed(DEFAULT_ALLOW))
     assert [one.cfg for one in some] == [one.cfg for one in again]
     singles = candidates(config(), EIGHT, allowed(["remat"]))
     assert {one.cfg for one in singles} <= {one.cfg for one in some}

@@ -1,4 +1,4 @@
-"""The compilers' processes, and what is kept of their answers."""
+"""Compiler processes, and the cache of their answers."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from jaxmem.config import load_config
 from jaxmem.config.devices import for_devices
 from jaxmem.planning import parse_target
 from jaxmem.planning.targets import local_target
-from jaxmem.search import kept
-from jaxmem.search.compilers import Compilers, RefusedError
+from jaxmem.search import cache
+from jaxmem.search.compilers import CompilerPool, RefusedError
 from jaxmem.search.worker import serve
 
 from .conftest import SMALL, config
@@ -24,45 +24,45 @@ from .conftest import SMALL, config
 TWO = parse_target("cpu:2")
 
 
-def test_names_are_by_content() -> None:
+def test_cache_keys_depend_on_content() -> None:
     cfg = config()
-    name = kept.name_of("step", cfg, TWO, None)
-    assert name == kept.name_of("step", config(name="another", output="elsewhere", seed=7), TWO, None)
+    name = cache.config_key("step", cfg, TWO, None)
+    assert name == cache.config_key("step", config(name="another", output="elsewhere", seed=7), TWO, None)
     others = [
-        kept.name_of("phases", cfg, TWO, None),
-        kept.name_of("step", config(memory={"remat": "full"}), TWO, None),
-        kept.name_of("step", config(model={**SMALL, "layers": 3}), TWO, None),
-        kept.name_of("step", cfg, parse_target("cpu:4"), None),
-        kept.name_of("step", cfg, parse_target("h100-80gb:2"), None),
-        kept.name_of("step", cfg, parse_target("h100-80gb:2"), 3.0),
-        kept.name_of("step", cfg, dataclasses.replace(parse_target("h100-80gb:2"), per_host=1), None),
+        cache.config_key("phases", cfg, TWO, None),
+        cache.config_key("step", config(memory={"remat": "full"}), TWO, None),
+        cache.config_key("step", config(model={**SMALL, "layers": 3}), TWO, None),
+        cache.config_key("step", cfg, parse_target("cpu:4"), None),
+        cache.config_key("step", cfg, parse_target("h100-80gb:2"), None),
+        cache.config_key("step", cfg, parse_target("h100-80gb:2"), 3.0),
+        cache.config_key("step", cfg, dataclasses.replace(parse_target("h100-80gb:2"), per_host=1), None),
     ]
     assert len({name, *others}) == 1 + len(others)
-    programs = {kept.name_of_program(text, TWO, reserve) for text in ("a", "b") for reserve in (None, 3.0)}
+    programs = {cache.program_key(text, TWO, reserve) for text in ("a", "b") for reserve in (None, 3.0)}
     assert len(programs) == 4
 
 
-def test_sources_are_part_of_a_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    before = kept.name_of("step", config(), TWO, None)
-    monkeypatch.setattr(kept, "_sources", lambda: "others")
-    assert kept.name_of("step", config(), TWO, None) != before
+def test_cache_keys_depend_on_the_sources(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = cache.config_key("step", config(), TWO, None)
+    monkeypatch.setattr(cache, "_sources", lambda: "others")
+    assert cache.config_key("step", config(), TWO, None) != before
 
 
-def test_answers_lie_where_xdg_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_cache_lies_in_xdg_cache_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert kept.read("x") is None
-    kept.write("x", {"total": 3})
-    assert kept.read("x") == {"total": 3}
+    assert cache.read("x") is None
+    cache.write("x", {"total": 3})
+    assert cache.read("x") == {"total": 3}
     assert [file.name for file in (tmp_path / "jaxmem" / "fit").iterdir()] == ["x.json"]
     (tmp_path / "jaxmem" / "fit" / "x.json").write_text('{"tot')
-    assert kept.read("x") is None
+    assert cache.read("x") is None
 
 
-def test_a_cache_that_cannot_be_written_is_no_obstacle(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unwritable_cache_is_ignored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
-    kept.write("x", {"total": 3})
-    assert kept.read("x") is None
+    cache.write("x", {"total": 3})
+    assert cache.read("x") is None
 
 
 def test_a_command_end_to_end(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -81,12 +81,12 @@ def test_a_command_end_to_end(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert results[0]["compiled"] == 2
     cfg = for_devices(load_config(best), 2)
     assert cfg.memory.remat == results[0]["best"]["config"].get("memory.remat", "none")
-    with Compilers(TWO) as compilers:
+    with CompilerPool(TWO) as compilers:
         assert compilers.step(cfg).total <= results[0]["best"]["total"]
         assert compilers.compiled == 0
 
 
-def test_what_xla_fails_on_is_a_reason_and_the_next_is_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_compile_failure_is_an_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A worker's loop, in this process."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))  # another test's initialiser may be the same program
     failures = iter(["INTERNAL: no layout\nand a page more", "INTERNAL: nor here"])
@@ -104,15 +104,15 @@ def test_what_xla_fails_on_is_a_reason_and_the_next_is_asked(tmp_path: Path, mon
     ]
 
 
-def test_a_process_that_is_killed_loses_its_config_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    with Compilers(TWO, processes=1) as compilers:
+def test_a_killed_process_refuses_only_its_config(monkeypatch: pytest.MonkeyPatch) -> None:
+    with CompilerPool(TWO, processes=1) as compilers:
         with compilers._process() as first:
             first.kill()
         [(_, answer)] = compilers.each(compilers.step, [config()])
         assert isinstance(answer, RefusedError)
-        assert "was ended by SIGKILL; it needs 1.5 GiB of memory" in str(answer)
+        assert "was killed by SIGKILL; it needs 1.5 GiB of memory" in str(answer)
         with compilers._process() as second:
             assert second is not first
-        monkeypatch.setattr(kept, "read", lambda _: {"refused": "no program"})
+        monkeypatch.setattr(cache, "read", lambda _: {"refused": "no program"})
         with pytest.raises(RefusedError, match="no program"):
             compilers.step(config())

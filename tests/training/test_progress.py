@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from jaxmem.training import progress as module
-from jaxmem.training.progress import Progress, Screen, Work
+from jaxmem.training.progress import Elapsed, PipeSafeConsole, Progress, RunSpec, Work
 
 ANSI = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 
@@ -27,17 +27,19 @@ class Clock:
         return self.now
 
 
-def console(width: int, terminal: bool, encoding: str = "utf-8") -> tuple[Screen, Callable[[], str]]:
+def console(width: int, terminal: bool, encoding: str = "utf-8") -> tuple[PipeSafeConsole, Callable[[], str]]:
     raw = io.BytesIO()
     file = io.TextIOWrapper(raw, encoding=encoding, write_through=True)
-    made = Screen(file=file, width=width, force_terminal=terminal, legacy_windows=False, _environ={"TERM": "xterm"})
+    made = PipeSafeConsole(
+        file=file, width=width, force_terminal=terminal, legacy_windows=False, _environ={"TERM": "xterm"}
+    )
     return made, lambda: raw.getvalue().decode(encoding)
 
 
 def test_rates_by_a_clock() -> None:
     clock = Clock()
     screen, shown = console(200, terminal=False)
-    with Progress(20, 1000, 6e9, 2.4e10, log_every=2, console=screen, clock=clock) as progress:
+    with Progress(RunSpec(20, Work(1000, 6e9), 2.4e10, log_every=2), console=screen, clock=clock) as progress:
         clock.now += 1.0
         assert progress.update(1, {"loss": 5.0}) is None
         clock.now += 1.0
@@ -58,10 +60,10 @@ def test_rates_by_a_clock() -> None:
     ]
 
 
-def test_a_run_that_goes_on_counts_from_where_it_is() -> None:
+def test_a_resumed_run_counts_from_where_it_stands() -> None:
     clock = Clock()
     screen, shown = console(200, terminal=False)
-    with Progress(110, 10, step=100, seconds=500.0, unit="row", console=screen, clock=clock) as progress:
+    with Progress(RunSpec(110, Work(10), unit="row"), Elapsed(100, 500.0), console=screen, clock=clock) as progress:
         clock.now += 2.0
         row = progress.update(101, {})
     assert row == {"step": 101, "tokens": 1010, "seconds": 502.0, "tokens_per_second": 5.0}
@@ -70,7 +72,8 @@ def test_a_run_that_goes_on_counts_from_where_it_is() -> None:
 
 def test_steps_of_unequal_work_are_counted_as_they_are() -> None:
     clock = Clock()
-    with Progress(110, 1000, 6e9, 2.4e10, log_every=2, step=100, tokens=70, enabled=False, clock=clock) as progress:
+    spec = RunSpec(110, Work(1000, 6e9), 2.4e10, log_every=2)
+    with Progress(spec, Elapsed(100, tokens=70), enabled=False, clock=clock) as progress:
         clock.now += 1.0
         assert progress.update(101, {}, Work(10, 1e9)) is None
         clock.now += 1.0
@@ -78,7 +81,7 @@ def test_steps_of_unequal_work_are_counted_as_they_are() -> None:
     assert row == {"step": 102, "tokens": 110, "seconds": 2.0, "tokens_per_second": 20.0, "mfu": 0.125}
 
 
-def test_the_fullest_device_tells(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_is_of_the_fullest_device(monkeypatch: pytest.MonkeyPatch) -> None:
     class Device:
         def __init__(self, used: int) -> None:
             self.used = used
@@ -89,7 +92,7 @@ def test_the_fullest_device_tells(monkeypatch: pytest.MonkeyPatch) -> None:
     assert module.device_memory() == {}  # CPUs do not
     monkeypatch.setattr(module.jax, "local_devices", lambda: [Device(1 << 30), Device(5 << 29)])
     screen, shown = console(200, terminal=False)
-    row = Progress(9, 1, console=screen, clock=Clock()).update(1, {"loss": 1.0})
+    row = Progress(RunSpec(9, Work(1)), console=screen, clock=Clock()).update(1, {"loss": 1.0})
     assert row is not None
     assert (row["bytes_in_use"], row["peak_bytes_in_use"]) == (5 << 29, 15 << 29)
     assert shown().endswith("  2.5 GiB\n")
@@ -100,7 +103,7 @@ def test_the_fullest_device_tells(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_bar_fits_its_terminal(width: int, encoding: str) -> None:
     clock = Clock()
     screen, shown = console(width, terminal=True, encoding=encoding)
-    with Progress(100_000, 4096, 1e9, 1e12, console=screen, clock=clock) as progress:
+    with Progress(RunSpec(100_000, Work(4096, 1e9), 1e12), console=screen, clock=clock) as progress:
         for step in (1, 50_000, 99_999):
             clock.now += 3600.0
             progress.update(step, {"loss": 3.14159})
@@ -116,7 +119,7 @@ def test_a_bar_fits_its_terminal(width: int, encoding: str) -> None:
 
 def test_silent_where_it_is_not_the_first_process() -> None:
     screen, shown = console(80, terminal=True)
-    with Progress(9, 10, enabled=False, console=screen, clock=Clock()) as progress:
+    with Progress(RunSpec(9, Work(10)), enabled=False, console=screen, clock=Clock()) as progress:
         row = progress.update(1, {"loss": 1.0})
         progress.say("hello")
     assert row is not None
@@ -124,7 +127,7 @@ def test_silent_where_it_is_not_the_first_process() -> None:
     assert shown() == ""
 
 
-def test_nobody_reads_it_any_more() -> None:
+def test_a_closed_output_does_not_stop_training() -> None:
     class Broken(io.StringIO):
         error: OSError | None = None
 
@@ -135,7 +138,9 @@ def test_nobody_reads_it_any_more() -> None:
 
     for error, terminal in ((BrokenPipeError(), False), (BrokenPipeError(), True), (OSError(28, "full"), False)):
         file = Broken()
-        with Progress(9, 10, console=Screen(file=file, force_terminal=terminal), clock=Clock()) as progress:
+        with Progress(
+            RunSpec(9, Work(10)), console=PipeSafeConsole(file=file, force_terminal=terminal), clock=Clock()
+        ) as progress:
             file.error = error
             for step in (1, 2):
                 assert progress.update(step, {"loss": 1.0}) is not None
@@ -143,8 +148,8 @@ def test_nobody_reads_it_any_more() -> None:
 
 
 RUN = """
-from jaxmem.training.progress import Progress
-with Progress(300, 2048) as progress:
+from jaxmem.training.progress import Progress, RunSpec, Work
+with Progress(RunSpec(300, Work(2048))) as progress:
     progress.say("Läufe: runs/é")
     for step in (100, 200, 300):
         progress.update(step, {"loss": 2.5})

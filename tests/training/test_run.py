@@ -20,8 +20,9 @@ from jaxmem.errors import UserError
 from jaxmem.inference.load import open_run
 from jaxmem.planning import plan_program
 from jaxmem.step import Program
-from jaxmem.training.run import DoesNotFitError, run
-from jaxmem.training.telemetry import Spikes
+from jaxmem.training.memory_check import DoesNotFitError
+from jaxmem.training.run import run
+from jaxmem.training.telemetry import SpikeDetector
 
 MODEL = {"preset": "tiny", "layers": 2, "embed": 32, "mlp": 64, "heads": 4, "kv_heads": 4, "head_dim": 8}
 EVERYWHERE = {"fsdp": 4, "tensor": 2}
@@ -90,7 +91,7 @@ def test_a_run_leaves_what_it_promises(config, capsys):
     assert load_config(directory / "config.yaml") == cfg
     told = capsys.readouterr().out
     assert "step 12/12" in told
-    assert "held out: loss" in told
+    assert "held-out loss" in told
 
 
 def test_a_finished_run_is_left_alone(config):
@@ -175,7 +176,7 @@ def test_sigterm_saves_and_exits_cleanly(config, tmp_path):
     told = process.communicate(timeout=120)[0]
     assert process.returncode == 0, told
     assert "SIGTERM: finishing this step and saving" in told
-    assert "the same command goes on" in told
+    assert "run the same command again" in told
     last = metrics(Path(cfg.output, cfg.name))[-1]["step"]
     with Checkpoints(Path(cfg.output, cfg.name, "checkpoints"), read_only=True) as checkpoints:
         assert checkpoints.latest() == last
@@ -209,7 +210,7 @@ def test_other_data_is_refused(config, text, tmp_path):
     changed.mkdir()
     for file in text.iterdir():
         (changed / file.name).write_text(file.read_text() + "!")
-    with pytest.raises(UserError, match="data's files are not what they were"):
+    with pytest.raises(UserError, match="data files have changed"):
         run(config(train={"steps": 2}, data={"path": str(changed)}))
 
 
@@ -286,7 +287,7 @@ def test_a_run_that_only_goes_back_stops(config, monkeypatch, capsys):
 
 
 def test_a_loss_far_above_those_before_is_seen():
-    spikes = Spikes(deviations=6)
+    spikes = SpikeDetector(deviations=6)
     losses = [3 + 0.1 * (-1) ** step for step in range(40)]
     assert not any(map(spikes.has, losses))
     assert not spikes.has(3.5)

@@ -1,4 +1,4 @@
-"""Being asked to stop is a flag; being asked twice is the end."""
+"""The first signal sets a flag; the second kills."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import threading
 import pytest
 
 from jaxmem.errors import TemporaryError
-from jaxmem.training.signals import Stop, nothing_to_save
+from jaxmem.training.signals import StopSignal, requeued_before_training
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 0), (signal.SIGINT, 130), (signal.SIGUSR1, 75)])
@@ -19,7 +19,7 @@ def test_the_first_is_recorded_and_handlers_come_back(
     number: signal.Signals, code: int, capfd: pytest.CaptureFixture
 ) -> None:
     before = {each: signal.getsignal(each) for each in (signal.SIGTERM, signal.SIGINT)}
-    with Stop() as stop:
+    with StopSignal() as stop:
         assert stop.requested is None
         assert stop.exit_code == 0
         os.kill(os.getpid(), number)
@@ -27,24 +27,24 @@ def test_the_first_is_recorded_and_handlers_come_back(
         assert stop.exit_code == code
         assert signal.getsignal(number) is signal.SIG_DFL
     assert {each: signal.getsignal(each) for each in before} == before
-    assert capfd.readouterr().err.strip() == f"{number.name}: finishing this step and saving; once more stops at once"
+    assert capfd.readouterr().err.strip() == f"{number.name}: finishing this step and saving; again to stop at once"
 
 
 def test_what_another_process_was_asked_counts_here() -> None:
-    with Stop() as stop:
-        assert not stop.agreed(0)
+    with StopSignal() as stop:
+        assert not stop.from_any_process(0)
         assert stop.exit_code == 0
-        assert stop.agreed(signal.SIGUSR1)
+        assert stop.from_any_process(signal.SIGUSR1)
         assert stop.exit_code == 75
 
 
 def test_before_there_is_something_to_save() -> None:
     before = signal.getsignal(signal.SIGUSR1)
-    with nothing_to_save():
-        with Stop() as stop:  # the loop has begun, and ended
+    with requeued_before_training():
+        with StopSignal() as stop:  # the loop has begun, and ended
             os.kill(os.getpid(), signal.SIGUSR1)
         assert stop.exit_code == 75
-        with pytest.raises(TemporaryError, match="SIGUSR1 came before the first step"):
+        with pytest.raises(TemporaryError, match="SIGUSR1 before the first step"):
             os.kill(os.getpid(), signal.SIGUSR1)
     assert signal.getsignal(signal.SIGUSR1) == before
     assert TemporaryError.exit_code == 75
@@ -55,22 +55,22 @@ def test_only_where_it_may(capfd: pytest.CaptureFixture) -> None:
     seen = []
 
     def run() -> None:
-        with Stop() as stop:
+        with StopSignal() as stop:
             seen.append((signal.getsignal(signal.SIGTERM), stop.requested))
 
     thread = threading.Thread(target=run)
     thread.start()
     thread.join()
     assert seen == [(signal.getsignal(signal.SIGTERM), None)]
-    with Stop(say=False):
+    with StopSignal(announce=False):
         os.kill(os.getpid(), signal.SIGTERM)
     assert capfd.readouterr().err == ""
 
 
 LOOP = """
 import sys, time
-from jaxmem.training.signals import Stop
-with Stop() as stop:
+from jaxmem.training.signals import StopSignal
+with StopSignal() as stop:
     print("ready", flush=True)
     while not stop.requested or sys.argv[1] == "deaf":
         time.sleep(0.01)

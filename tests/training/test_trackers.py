@@ -42,7 +42,8 @@ def test_a_killed_run_and_its_second_half_read_as_one(tmp_path: Path) -> None:
                 trackers.log(step, {"loss": 9.0 - step, "seconds": step * 10})
         with (tmp_path / "metrics.jsonl").open("a") as file:
             file.write('{"step": 8, "lo')  # torn
-    trackers_for(config(), tmp_path, step=9).close()
+    with trackers_for(config(), tmp_path, step=9):
+        pass
     assert [row["step"] for row in rows(tmp_path)] == list(range(1, 10))
     assert [path.name for path in tmp_path.iterdir()] == ["metrics.jsonl"]
 
@@ -60,7 +61,7 @@ def test_a_place_that_cannot_be_written(tmp_path: Path) -> None:
 
 
 def test_what_has_no_room_is_written_when_there_is_some(tmp_path: Path) -> None:
-    file = MetricsFile(tmp_path / "metrics.jsonl", patient=True)
+    file = MetricsFile(tmp_path / "metrics.jsonl", retry=True)
     there, file._file = file._file, Path("/dev/full").open("wb", buffering=0)  # noqa: SIM115
     file.log(1, {"loss": 1.0})
     file.log(2, {"loss": 0.5})

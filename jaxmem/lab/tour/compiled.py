@@ -41,11 +41,11 @@ def are_here(gpu: gpus.Gpu | None, count: int) -> bool:
 
 
 def _compiled(aim: Target, cfgs: Mapping[str, Config]) -> dict[str, dict[str, Any]]:
-    from jaxmem.search.compilers import Compilers, RefusedError
+    from jaxmem.search.compilers import CompilerPool, RefusedError
 
     names = {id(cfg): name for name, cfg in cfgs.items()}
     found = {}
-    with Compilers(aim) as compilers:
+    with CompilerPool(aim) as compilers:
         for cfg, answer in compilers.each(compilers.plan, cfgs.values()):
             if isinstance(answer, RefusedError):
                 raise UserError(f"{names[id(cfg)]}: {answer}")

@@ -73,9 +73,9 @@ def fine_tuned(
 ) -> Found:
     """All of it, in `place`; what is there already is put aside."""
     only_here("finetune", target)
-    from jaxmem.checkpoint import put_aside
+    from jaxmem.checkpoint import move_aside
 
-    put_aside(Path(place))
+    move_aside(Path(place))
     visit = _Visit(Path(place))
     visit.data()
     visit.pretrain(pretrain)

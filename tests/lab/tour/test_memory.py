@@ -15,7 +15,7 @@ from jaxmem.errors import UserError
 from jaxmem.lab.tour import compiled
 from jaxmem.lab.tour.memory import BASE, ROWS, SEVERAL, Row, by_technique
 from jaxmem.planning import parse_target
-from jaxmem.search.facts import step_plan
+from jaxmem.search.worker import step_plan
 from tests.planning.conftest import SMALL
 
 DOCS = Path(__file__).parents[3] / "docs"

@@ -11,13 +11,13 @@ from jaxmem.config import load_config
 from jaxmem.config.devices import for_devices
 from jaxmem.errors import UserError
 from jaxmem.search.candidates import estimated
-from jaxmem.search.most import UNITS, check_drawn, maximize
+from jaxmem.search.largest import UNITS, check_drawable, search_largest
 
-from .conftest import Told, config, with_memory
+from .conftest import FakeCompilers, config, with_memory
 
 
 @pytest.mark.parametrize(
-    ("key", "value", "bent"),
+    ("key", "value", "factor"),
     [
         ("model.layers", 7, 1.0),
         ("model.layers", 7, 1.6),
@@ -25,14 +25,14 @@ from .conftest import Told, config, with_memory
         ("batch.global_size", 40, 1),
     ],
 )
-def test_the_largest_is_exact_however_wrong_the_estimate(key: str, value: int, bent: float) -> None:
+def test_the_largest_is_exact_however_wrong_the_estimate(key: str, value: int, factor: float) -> None:
     """The memory is what `value` needs, so that fits and nothing above it does."""
     cfg = config(memory={"remat": "full"})
     wide = with_memory("h100-80gb:8", 1 << 40)
-    with Told(wide, lambda _: (bent, 1.0)) as told:
-        needs = told.truth(for_devices(load_config(cfg.model_dump(mode="json"), [f"{key}={value}"]), 8)).total
-    with Told(with_memory("h100-80gb:8", needs), lambda _: (bent, 1.0)) as compilers:
-        found = maximize(cfg, compilers.target, key, [], compilers)
+    with FakeCompilers(wide, lambda _: (factor, 1.0)) as compilers:
+        needs = compilers.truth(for_devices(load_config(cfg.model_dump(mode="json"), [f"{key}={value}"]), 8)).total
+    with FakeCompilers(with_memory("h100-80gb:8", needs), lambda _: (factor, 1.0)) as compilers:
+        found = search_largest(cfg, key, [], compilers)
     assert found.best is not None
     assert found.beyond is not None
     assert found.best.value == value
@@ -48,18 +48,20 @@ def test_the_largest_is_exact_however_wrong_the_estimate(key: str, value: int, b
 
 def test_the_curve_of_batch_sizes(tmp_path: Path) -> None:
     cfg = config(memory={"remat": "full"})
-    with Told(with_memory("h100-80gb:8", 1 << 40)) as told:
-        needs = told.truth(for_devices(load_config(cfg.model_dump(mode="json"), ["batch.global_size=40"]), 8)).total
-    with Told(with_memory("h100-80gb:8", needs)) as compilers:
-        found = maximize(cfg, compilers.target, "batch.global_size", [], compilers)
+    with FakeCompilers(with_memory("h100-80gb:8", 1 << 40)) as compilers:
+        needs = compilers.truth(
+            for_devices(load_config(cfg.model_dump(mode="json"), ["batch.global_size=40"]), 8)
+        ).total
+    with FakeCompilers(with_memory("h100-80gb:8", needs)) as compilers:
+        found = search_largest(cfg, "batch.global_size", [], compilers)
     assert {8, 16, 32, 40, 48} <= {one.value for one in found.curve}
     totals = [one.total for one in found.curve]
     assert totals == sorted(totals)
     for one, said in zip(found.curve, json.loads(json.dumps(found.as_json()))["curve"], strict=True):
         assert said["rate"] == one.rate == pytest.approx(one.value * 64 / one.seconds)
-        assert f"{one.rate:,.0f} a second" in found.table()
-    with pytest.raises(UserError, match=r"--maximize model.layers draws none; .* maximize batch.global_size"):
-        check_drawn("model.layers", "layers.png")
+        assert f"{one.rate:,.0f}" in found.table()
+    with pytest.raises(UserError, match=r"--png layers.png does not support --maximize model.layers"):
+        check_drawable("model.layers", "layers.png")
     found.figure(tmp_path / "curve.png")
     assert (tmp_path / "curve.png").read_bytes()[:4] == b"\x89PNG"
 
@@ -69,8 +71,8 @@ def test_what_may_change_makes_room() -> None:
     limit = int(1.2 * estimated(for_devices(config(), 8), with_memory("h100-80gb:8", 1)).total)
     layers = []
     for allow in ([], ["remat", "batch"]):
-        with Told(with_memory("h100-80gb:8", limit)) as compilers:
-            found = maximize(config(), compilers.target, "model.layers", allow, compilers)
+        with FakeCompilers(with_memory("h100-80gb:8", limit)) as compilers:
+            found = search_largest(config(), "model.layers", allow, compilers)
         assert found.best is not None
         layers.append(found.best.value)
     assert layers[1] > layers[0]
@@ -78,23 +80,23 @@ def test_what_may_change_makes_room() -> None:
 
 
 def test_where_not_even_one_fits() -> None:
-    with Told(with_memory("h100-80gb:8", 1000)) as compilers:
-        found = maximize(config(), compilers.target, "model.layers", [], compilers)
+    with FakeCompilers(with_memory("h100-80gb:8", 1000)) as compilers:
+        found = search_largest(config(), "model.layers", [], compilers)
     assert found.best is None
     assert found.beyond is not None
     assert found.beyond.value == 1
-    with pytest.raises(UserError, match="nothing fits"):
+    with pytest.raises(UserError, match="no config fits"):
         found.write("nowhere.yaml")
 
 
 @pytest.mark.parametrize(
     ("key", "allow", "said"),
     [
-        ("model.layer", [], r"not among .*did you mean model.layers"),
-        ("batch.global_size", ["batch"], "grows without end"),
-        ("model.layers", ["zzz"], "nothing that a search can change"),
+        ("model.layer", [], r"unknown key .*did you mean model.layers"),
+        ("batch.global_size", ["batch"], "no largest value"),
+        ("model.layers", ["zzz"], "unknown word"),
     ],
 )
 def test_what_cannot_be_asked(key: str, allow: list[str], said: str) -> None:
-    with Told(with_memory("h100-80gb:8", 1 << 30)) as compilers, pytest.raises(UserError, match=said):
-        maximize(config(), compilers.target, key, allow, compilers)
+    with FakeCompilers(with_memory("h100-80gb:8", 1 << 30)) as compilers, pytest.raises(UserError, match=said):
+        search_largest(config(), key, allow, compilers)

@@ -21,9 +21,14 @@ from jaxmem.planning.advice import SPILLED
 from jaxmem.planning.targets import local_target
 from jaxmem.search import nearest
 from jaxmem.step import program
-from jaxmem.training import out_of_memory
-from jaxmem.training.fitting import DoesNotFitError, Measured, check_fits
-from jaxmem.training.out_of_memory import OutOfMemoryError, explained
+from jaxmem.training import memory_check
+from jaxmem.training.memory_check import (
+    DoesNotFitError,
+    OutOfMemoryError,
+    PeakCheck,
+    check_fits,
+    explained_out_of_memory,
+)
 
 CONFIG = {
     "name": "small",
@@ -55,11 +60,13 @@ def test_the_nearest_that_fit_are_named_and_do(
     monkeypatch.setattr(nearest, "COUNT", 2)
     monkeypatch.setattr(nearest, "SECONDS", float("inf"))
     tight = cramped(plan, 0.75)
-    with pytest.raises(DoesNotFitError, match=r"small does not fit: to step takes .* are activations") as refused:
+    with pytest.raises(
+        DoesNotFitError, match=r"small does not fit: phase step needs .* of a step is activations"
+    ) as refused:
         check_fits(tight)
     assert "Memory of one device" in capsys.readouterr().err
     lines = str(refused.value).splitlines()
-    assert lines[1] == "nearest that fit, each compiled:"
+    assert lines[1] == "nearest configs that fit (compiled):"
     assert len(lines) == 4
     for line in lines[2:]:
         overrides = line.split("   ")[0].split()
@@ -71,32 +78,34 @@ def test_the_nearest_that_fit_are_named_and_do(
 def test_memory_that_runs_out_in_spite_of_the_plan(plan: Plan, monkeypatch: pytest.MonkeyPatch) -> None:
     """Plan beside reality, and what fits into as much as there was."""
     total, limits = max(size or 0 for size in plan.phases.values()), []
-    monkeypatch.setattr(out_of_memory, "device_memory", lambda: {"bytes_in_use": total // 2})
+    monkeypatch.setattr(memory_check, "device_memory", lambda: {"bytes_in_use": total // 2})
     asked = f"RESOURCE_EXHAUSTED: Out of memory while trying to allocate {total // 4} bytes."
 
-    def near(within: Plan) -> list[nearest.Near]:
+    def near(within: Plan) -> list[tuple[list[str], Plan]]:
         limits.append(within.limit)
-        return [nearest.Near(["memory.remat=full"], plan)]
+        return [(["memory.remat=full"], plan)]
 
-    monkeypatch.setattr(out_of_memory, "nearest_that_fit", near)
-    with pytest.raises(OutOfMemoryError) as told, explained(plan):
+    monkeypatch.setattr(nearest, "nearest_fitting", near)
+    with pytest.raises(OutOfMemoryError) as caught, explained_out_of_memory(plan):
         raise jax.errors.JaxRuntimeError(asked)
-    assert told.value.exit_code == 3
-    first, second, third = str(told.value).splitlines()
+    assert caught.value.exit_code == 3
+    first, second, third = str(caught.value).splitlines()
     takes, there, more = (readable(size) for size in (total, total // 2, total // 4))
-    assert first.startswith(f"small: out of memory in spite of its plan, which takes {takes} of {readable(plan.limit)}")
-    assert f"of each device; {there} were in use and {more} more were asked for" in first
-    assert (second, third.split()[0]) == ("nearest that fit, each compiled:", "memory.remat=full")
+    assert first.startswith(
+        f"small: out of memory although the plan fits: planned {takes} of {readable(plan.limit)} per device"
+    )
+    assert f"; {there} were in use; {more} more were requested" in first
+    assert (second, third.split()[0]) == ("nearest configs that fit (compiled):", "memory.remat=full")
     # It needed half as much again as planned: another must be smaller by that.
-    monkeypatch.setattr(out_of_memory, "device_memory", lambda: {"bytes_in_use": total + total // 4})
-    with pytest.raises(OutOfMemoryError), explained(cramped(plan, 2)):
+    monkeypatch.setattr(memory_check, "device_memory", lambda: {"bytes_in_use": total + total // 4})
+    with pytest.raises(OutOfMemoryError), explained_out_of_memory(cramped(plan, 2)):
         raise jax.errors.JaxRuntimeError(asked)
-    monkeypatch.setattr(out_of_memory, "device_memory", dict)
-    with pytest.raises(OutOfMemoryError, match="in spite of its plan"), explained(plan):
+    monkeypatch.setattr(memory_check, "device_memory", dict)
+    with pytest.raises(OutOfMemoryError, match="although the plan fits"), explained_out_of_memory(plan):
         raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory")
     twice = cramped(plan, 2).limit
     assert limits == [total // 2 + total // 4 - 1, min(twice - 2 * (total // 4), total - 1), int(0.9 * total)]
-    with pytest.raises(jax.errors.JaxRuntimeError, match="INTERNAL"), explained(plan):
+    with pytest.raises(jax.errors.JaxRuntimeError, match="INTERNAL"), explained_out_of_memory(plan):
         raise jax.errors.JaxRuntimeError("INTERNAL: another")
 
 
@@ -107,7 +116,7 @@ def test_a_budget_is_a_limit_of_one_s_own(plan: Plan) -> None:
     assert plan.fits
     assert not within.fits
     assert within.limit == int(gib * GIB)
-    assert str(DoesNotFitError(within, [])).count("of each device, of which it may take") == 1
+    assert "allowed by memory.budget" in str(DoesNotFitError(within, ""))
 
 
 def test_a_host_that_overflows_does_not_fit(plan: Plan) -> None:
@@ -118,7 +127,7 @@ def test_a_host_that_overflows_does_not_fit(plan: Plan) -> None:
 
 
 def test_where_nothing_fits_no_config_is_named(plan: Plan) -> None:
-    with pytest.raises(DoesNotFitError, match="nothing near it fits"):
+    with pytest.raises(DoesNotFitError, match="no config near it fits"):
         check_fits(cramped(plan, 0.01))
 
 
@@ -128,10 +137,10 @@ def test_measured_stands_beside_planned(plan: Plan, tmp_path: Path, monkeypatch:
     monkeypatch.setattr(jax, "local_devices", lambda: [device])
     file = tmp_path / "plan.json"
     file.write_text(json.dumps(plan.as_json()))
-    measured, length = Measured(plan, file), plan.program.cfg.data.sequence_length
+    measured, length = PeakCheck(plan, file), plan.program.cfg.data.sequence_length
     said = [measured.after_step(length) for _ in range(6)]
     assert [line is not None for line in said] == [False, False, True, False, False, False]
-    assert "measured" in str(said[2])
+    assert "measured peak" in str(said[2])
     told = json.loads(file.read_text())
     planned = max(told["phases"]["step"], told["phases"]["initialise"])
     assert told["measured"]["peak_bytes"] == stats["peak_bytes_in_use"]
@@ -141,7 +150,7 @@ def test_measured_stands_beside_planned(plan: Plan, tmp_path: Path, monkeypatch:
 
 
 def test_devices_that_do_not_tell_are_not_asked_again(plan: Plan, tmp_path: Path) -> None:
-    measured = Measured(plan, tmp_path / "plan.json")
+    measured = PeakCheck(plan, tmp_path / "plan.json")
     assert [measured.after_step(plan.program.cfg.data.sequence_length) for _ in range(5)] == [None] * 5
 
 
@@ -151,7 +160,7 @@ def test_devices_that_do_not_tell_are_not_asked_again(plan: Plan, tmp_path: Path
 def test_jax_takes_what_a_plan_counts_on(monkeypatch: pytest.MonkeyPatch) -> None:
     gpu = GPUS["a100-80gb"]
     monkeypatch.setattr(devices, "has_nvidia_gpu", lambda: True)
-    monkeypatch.setattr(devices, "gpus", lambda: [{"memory": gpu.memory}] * 8)
+    monkeypatch.setattr(devices, "nvidia_gpus", lambda: [{"memory": gpu.memory}] * 8)
     for name in (*devices._FRACTIONS, "CUDA_VISIBLE_DEVICES"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("XLA_CLIENT_MEM_FRACTION", "0.5")
@@ -218,7 +227,7 @@ def test_what_has_no_room_on_a_gpu_lies_on_its_host_as_far_as_that_has(plan: Pla
 def test_jax_is_told_to_spill_before_it_starts(monkeypatch: pytest.MonkeyPatch) -> None:
     gpu = GPUS["a100-80gb"]
     monkeypatch.setattr(devices, "has_nvidia_gpu", lambda: True)
-    monkeypatch.setattr(devices, "gpus", lambda: [{"memory": gpu.memory}] * 2)
+    monkeypatch.setattr(devices, "nvidia_gpus", lambda: [{"memory": gpu.memory}] * 2)
     monkeypatch.setattr(devices, "memory_here", lambda: 512 * GIB)
     monkeypatch.setattr(devices.os, "environ", {})
     take_devices(None, spill=True)

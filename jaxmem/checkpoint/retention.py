@@ -1,4 +1,8 @@
-"""Which checkpoints stay when a newer one is there."""
+"""Which checkpoints are kept when a newer one is written.
+
+Orbax has such policies too (`LatestN`, `BestN`); they do not tell whether a loss would be kept as the best, which
+decides whether a step is saved at all.
+"""
 
 from __future__ import annotations
 
@@ -12,26 +16,26 @@ import orbax.checkpoint as ocp
 
 @dataclass(frozen=True)
 class Best:
-    """The checkpoint with the lowest held-out loss among those kept."""
+    """The checkpoint with the lowest held-out loss."""
 
     step: int
     loss: float
 
 
 @dataclass
-class Keep(ocp.checkpoint_managers.PreservationPolicy):
-    """The newest `keep`, and the best if asked."""
+class Retention(ocp.checkpoint_managers.PreservationPolicy):
+    """The newest `keep`, and with `keep_best` the best."""
 
     keep: int
     keep_best: bool
-    losses: dict[int, float | None]
+    losses: dict[int, float | None]  # by step
 
     def best(self, steps: Sequence[int]) -> Best | None:
         losses = [(step, self.losses.get(step)) for step in steps]
         finite = [Best(step, loss) for step, loss in losses if loss is not None and math.isfinite(loss)]
         return min(finite, key=lambda best: (best.loss, best.step), default=None)
 
-    def improved(self, loss: float | None) -> bool:
+    def is_best(self, loss: float | None) -> bool:
         """Whether a checkpoint with this loss would be kept as the best."""
         if not self.keep_best or loss is None or not math.isfinite(loss):
             return False
@@ -41,6 +45,6 @@ class Keep(ocp.checkpoint_managers.PreservationPolicy):
     def should_preserve(self, checkpoints: Sequence[Any], *, context: Any) -> list[bool]:
         del context
         steps = [info.step for info in checkpoints]
-        kept = set(sorted(steps)[-self.keep :])
+        newest = set(sorted(steps)[-self.keep :])
         best = self.best(steps) if self.keep_best else None
-        return [step in kept or (best is not None and step == best.step) for step in steps]
+        return [step in newest or (best is not None and step == best.step) for step in steps]

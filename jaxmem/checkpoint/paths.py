@@ -1,4 +1,4 @@
-"""Paths, local or in a bucket, and moving out of the way what must not be lost."""
+"""Paths of checkpoints, local or in a bucket, and renaming what must not be overwritten."""
 
 from __future__ import annotations
 
@@ -11,39 +11,38 @@ from etils import epath
 from jaxmem.config import Config
 from jaxmem.errors import UserError
 
-BUCKETS = {"gs": "gcsfs", "s3": "s3fs"}  # what etils opens them with
+BUCKETS = {"gs": "gcsfs", "s3": "s3fs"}  # the packages with which etils opens them
 
 
 def absolute(path: str | Path | epath.Path) -> epath.Path:
     return epath.Path(path) if "://" in str(path) else epath.Path(Path(path).resolve())
 
 
-def place(cfg: Config, directory: str | Path) -> epath.Path:
-    """Where the checkpoints of a run in `directory` lie; a bucket's library that is not installed is named."""
+def checkpoint_directory(cfg: Config, directory: str | Path) -> epath.Path:
+    """Where the checkpoints of a run in `directory` are."""
     if cfg.checkpoint.path is None:
         return absolute(Path(directory, "checkpoints"))
     try:
-        found = absolute(cfg.checkpoint.path) / cfg.name
-        found.exists()
+        path = absolute(cfg.checkpoint.path) / cfg.name
+        path.exists()
     except ImportError as error:
         scheme = cfg.checkpoint.path.partition("://")[0]
         package = BUCKETS.get(scheme, error.name)
         raise UserError(f"checkpoint.path: {scheme}:// needs {package}; pip install {package}") from error
-    return found
+    return path
 
 
-def put_aside(path: str | Path | epath.Path) -> epath.Path | None:
-    """Rename what lies at `path` to `NAME.old-1` (or the next free number), so that nothing of it is mixed with what
-    comes, and nothing is lost. None if there is nothing. `checkpoint.resume=never` starts with this. All processes
-    call it together; the first one renames."""
+def move_aside(path: str | Path | epath.Path) -> epath.Path | None:
+    """Rename `path` to `NAME.old-1` (or the next free number), so that nothing of it is overwritten or mixed with new
+    files; returns the new name, or None if there is nothing. All processes call it together; process 0 renames."""
     path = absolute(path)
     target = None
     if path.exists() and (path.is_file() or any(path.iterdir())):
         target = free_name(path)
-    ocp.multihost.sync_global_processes(f"put aside: looked at {path.name}")
+    ocp.multihost.sync_global_processes(f"move aside: looked at {path.name}")
     if target is not None and jax.process_index() == 0:
         path.rename(target)
-    ocp.multihost.sync_global_processes(f"put aside: moved {path.name}")
+    ocp.multihost.sync_global_processes(f"move aside: renamed {path.name}")
     return target
 
 

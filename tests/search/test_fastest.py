@@ -1,4 +1,4 @@
-"""What the search compiles, what it finds, and that it finds what compiling everything would."""
+"""The search compiles few configs and finds what compiling everything would find."""
 
 from __future__ import annotations
 
@@ -12,16 +12,15 @@ from jaxmem.config import Config, Rules, load_config
 from jaxmem.config.devices import for_devices
 from jaxmem.errors import UserError
 from jaxmem.planning import plan_program
-from jaxmem.search import BY_DEFAULT
 from jaxmem.search.candidates import candidates, estimated
-from jaxmem.search.compilers import Compilers, RefusedError
-from jaxmem.search.facts import Facts
-from jaxmem.search.find import search
-from jaxmem.search.knobs import allowed
+from jaxmem.search.compilers import CompilerPool, RefusedError
+from jaxmem.search.fastest import search
+from jaxmem.search.knobs import DEFAULT_ALLOW, allowed
 from jaxmem.search.result import Fit
+from jaxmem.search.worker import StepCost
 from jaxmem.step import program
 
-from .conftest import Told, config, with_memory
+from .conftest import FakeCompilers, config, with_memory
 
 RESTING = ("fsdp", "context")
 FIRST = ("tensor", *RESTING)
@@ -36,21 +35,21 @@ def skewed(cfg: Config) -> tuple[float, float]:
 def typical(target_bytes: int = 0) -> int:
     """A limit that about half of the candidates keep."""
     target = with_memory("h100-80gb:8", 1 << 40)
-    sizes = sorted(one.estimate.total for one in candidates(config(), target, allowed(BY_DEFAULT)))
+    sizes = sorted(one.estimate.total for one in candidates(config(), target, allowed(DEFAULT_ALLOW)))
     return sizes[len(sizes) // 2] + target_bytes
 
 
 @pytest.fixture(scope="module")
-def found() -> tuple[Fit, Told]:
+def found() -> tuple[Fit, FakeCompilers]:
     target = with_memory("h100-80gb:8", typical())
-    with Told(target, skewed) as compilers:
-        return search(config(), target, BY_DEFAULT, compilers), compilers
+    with FakeCompilers(target, skewed) as compilers:
+        return search(config(), target, DEFAULT_ALLOW, compilers), compilers
 
 
-def test_the_true_best_is_found(found: tuple[Fit, Told]) -> None:
+def test_the_true_best_is_found(found: tuple[Fit, FakeCompilers]) -> None:
     fit, told = found
-    truth = {one.cfg: told.truth(one.cfg) for one in fit.known.all}
-    fitting = {cfg: facts for cfg, facts in truth.items() if facts.total <= fit.known.limit}
+    truth = {one.cfg: told.truth(one.cfg) for one in fit.trials.all}
+    fitting = {cfg: facts for cfg, facts in truth.items() if facts.total <= fit.trials.limit}
     assert 0 < len(fitting) < len(truth)
     assert fit.best is not None
     assert fit.best.seconds <= 1.005 * min(facts.seconds for facts in fitting.values())  # many are as good as alike
@@ -60,15 +59,15 @@ def test_the_true_best_is_found(found: tuple[Fit, Told]) -> None:
         assert all(facts.total > 0.97 * one.total for facts in faster)
 
 
-def test_only_a_few_are_compiled_and_all_that_is_shown(found: tuple[Fit, Told]) -> None:
+def test_few_are_compiled_and_the_whole_front_is(found: tuple[Fit, FakeCompilers]) -> None:
     fit, told = found
-    assert len(fit.known.all) > 100
-    assert len(fit.known.compiled) == len(told.asked) <= 20
-    assert all(one.facts and one.phases for one in fit.front)
+    assert len(fit.trials.all) > 100
+    assert len(fit.trials.compiled) == len(told.asked) <= 20
+    assert all(one.cost and one.phases for one in fit.front)
     assert [one.total for one in fit.front] == sorted((one.total for one in fit.front), reverse=True)
 
 
-def test_json(found: tuple[Fit, Told]) -> None:
+def test_json(found: tuple[Fit, FakeCompilers]) -> None:
     result = json.loads(json.dumps(found[0].as_json()))
     assert {"considered", "compiled", "candidates", "best", "seconds"} <= set(result)
     assert result["considered"] == len(result["candidates"])
@@ -80,23 +79,23 @@ def test_json(found: tuple[Fit, Told]) -> None:
     losers = [one for one in result["candidates"] if not one["fits"]]
     assert all(one["why"].startswith("needs ") for one in losers)
     assert any("; try " in one["why"] for one in losers)
-    assert result["best"]["why"] == "the fastest that fits"
+    assert result["best"]["why"] == "fastest that fits"
 
 
-def test_advice_is_a_config_that_fits(found: tuple[Fit, Told]) -> None:
+def test_suggested_changes_fit(found: tuple[Fit, FakeCompilers]) -> None:
     fit, _ = found
     tried = 0
-    for one in fit.known.all:
-        _, advised, cure = fit.why(one).partition("; try ")
+    for one in fit.trials.all:
+        _, advised, cure = fit.reason(one).partition("; try ")
         if advised:
             cfg = for_devices(load_config(one.cfg.model_dump(mode="json"), cure.split()), 8)
-            assert fit.known.fits(next(other for other in fit.known.all if other.cfg == cfg))
+            assert fit.trials.fits(next(other for other in fit.trials.all if other.cfg == cfg))
             tried += 1
     assert tried > 10
 
 
 @pytest.mark.parametrize("width", [40, 120])
-def test_the_table_fits(found: tuple[Fit, Told], width: int) -> None:
+def test_the_table_fits(found: tuple[Fit, FakeCompilers], width: int) -> None:
     console = Console(width=width, file=io.StringIO())
     console.print(found[0].table())
     text = console.file.getvalue()  # type: ignore[attr-defined]
@@ -104,20 +103,20 @@ def test_the_table_fits(found: tuple[Fit, Told], width: int) -> None:
     assert "configs considered" in " ".join(text.split())
 
 
-def test_the_figure(found: tuple[Fit, Told], tmp_path: object) -> None:
+def test_the_figure(found: tuple[Fit, FakeCompilers], tmp_path: object) -> None:
     place = f"{tmp_path}/front.png"
     found[0].figure(place)
     with open(place, "rb") as file:  # noqa: PTH123
         assert file.read(8) == b"\x89PNG\r\n\x1a\n"
 
 
-def test_a_table_as_good_as_any_that_is_known_is_found() -> None:
+def test_sharding_rules_as_good_as_the_known_ones_are_found() -> None:
     """From one that computes everything twice: Megatron's splits, and weights that rest along their first dimension."""
     mesh = {"fsdp": 4, "tensor": 2}
     poor = config(mesh=mesh, rules={"heads": [], "kv_heads": [], "mlp": [], "vocab": [], "embed": []})
     target = with_memory("h100-80gb:8", 1 << 40)
     known = [Rules(), Rules(mlp=FIRST, heads=FIRST), Rules(mlp=RESTING, vocab=())]
-    with Told(target) as compilers:
+    with FakeCompilers(target) as compilers:
         fit = search(poor, target, ["rules"], compilers)
     others = [estimated(config(mesh=mesh, rules=rules), target) for rules in known]
     assert fit.best is not None
@@ -131,48 +130,48 @@ def test_a_table_as_good_as_any_that_is_known_is_found() -> None:
     assert for_devices(load_config(poor.model_dump(mode="json"), fit.best.candidate.overrides), 8) == fit.best.cfg
 
 
-def test_around_the_best_of_a_sample_there_may_be_better(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_sampled_space_is_searched_around_its_best(monkeypatch: pytest.MonkeyPatch) -> None:
     target = with_memory("h100-80gb:8", 1 << 40)
     seconds = []
     for most in (10**6, 10):
-        monkeypatch.setattr("jaxmem.search.candidates.MOST", most)
-        with Told(target) as compilers:
+        monkeypatch.setattr("jaxmem.search.candidates.MAX_SIZE", most)
+        with FakeCompilers(target) as compilers:
             fit = search(config(), target, ["mesh", "batch"], compilers, compiles=2)
         assert fit.best is not None
-        seconds.append(min(one.candidate.estimate.seconds or 0.0 for one in fit.known.all))
+        seconds.append(min(one.candidate.estimate.seconds or 0.0 for one in fit.trials.all))
     assert seconds[1] == pytest.approx(seconds[0], rel=0.01)
 
 
-def test_where_nothing_fits_it_says_what_would_help() -> None:
+def test_where_nothing_fits_the_most_helpful_change_is_named() -> None:
     target = with_memory("h100-80gb:8", 1000)
-    with Told(target) as compilers:
+    with FakeCompilers(target) as compilers:
         fit = search(config(), target, ["remat", "batch"], compilers)
     assert fit.best is None
     assert fit.front == []
-    assert fit.smallest.total == min(one.estimate.total for one in (entry.candidate for entry in fit.known.all))
+    assert fit.smallest.total == min(one.estimate.total for one in (entry.candidate for entry in fit.trials.all))
     assert fit.helps is not None
-    with pytest.raises(UserError, match="nothing fits"):
+    with pytest.raises(UserError, match="no config fits"):
         fit.write("nowhere.yaml")
 
 
-def test_a_budget_is_kept() -> None:
+def test_memory_budget_limits_the_search() -> None:
     target = with_memory("h100-80gb:8", 1 << 40)
     gib = typical() / 2**30
-    with Told(target) as compilers:
+    with FakeCompilers(target) as compilers:
         fit = search(config(memory={"budget": gib}), target, ["remat", "batch"], compilers)
-    assert fit.known.limit == int(gib * 2**30)
+    assert fit.trials.limit == int(gib * 2**30)
     assert fit.best is not None
-    assert fit.best.total <= fit.known.limit
+    assert fit.best.total <= fit.trials.limit
 
 
-def test_what_does_not_compile_loses() -> None:
+def test_a_config_that_does_not_compile_is_refused() -> None:
     """All others are searched; where nothing at all compiles, there is no result but the reason."""
     target = with_memory("h100-80gb:8", 1 << 40)
 
-    class Failing(Told):
+    class Failing(FakeCompilers):
         fails: frozenset[str] = frozenset()
 
-        def step(self, cfg: Config) -> Facts:
+        def step(self, cfg: Config) -> StepCost:
             if cfg.memory.remat in self.fails:
                 raise RefusedError("XLA does not compile this program: INTERNAL: no layout")
             return super().step(cfg)
@@ -180,12 +179,12 @@ def test_what_does_not_compile_loses() -> None:
     with Failing(target) as compilers:
         compilers.fails = frozenset({"none"})
         fit = search(config(), target, ["remat"], compilers)
-        lost = next(one for one in fit.known.all if one.cfg.memory.remat == "none")
-        assert fit.why(lost) == "XLA does not compile this program: INTERNAL: no layout"
+        lost = next(one for one in fit.trials.all if one.cfg.memory.remat == "none")
+        assert fit.reason(lost) == "XLA does not compile this program: INTERNAL: no layout"
         assert fit.best is not None
-        assert lost not in (*fit.front, *fit.known.compiled)
+        assert lost not in (*fit.front, *fit.trials.compiled)
         compilers.fails = frozenset({"none", "dots", "full", "sqrt"})
-        with pytest.raises(UserError, match=r"of 4 configs tried none compiles: XLA does not compile"):
+        with pytest.raises(UserError, match=r"none of 4 configs compiles: XLA does not compile"):
             search(config(), target, ["remat"], compilers)
 
 
@@ -193,12 +192,12 @@ def test_other_phases_count() -> None:
     """What does not fit while it is initialised is no result."""
     target = with_memory("h100-80gb:8", typical())
 
-    class Greedy(Told):
+    class Greedy(FakeCompilers):
         def phases(self, cfg: Config) -> dict[str, int]:
             return {"initialise": target.memory + 1 if cfg.memory.remat == "none" else 1}
 
     with Greedy(target) as compilers:
-        fit = search(config(), target, BY_DEFAULT, compilers)
+        fit = search(config(), target, DEFAULT_ALLOW, compilers)
     assert fit.best is not None
     assert all(one.cfg.memory.remat != "none" for one in fit.front)
 
@@ -208,18 +207,18 @@ def test_a_small_space_compiled_whole() -> None:
     cfg = config(batch={"global_size": 2})
     target = with_memory("cpu:1", 1 << 40)
     words = ["remat", "batch"]
-    with Compilers(target) as compilers:
+    with CompilerPool(target) as compilers:
         every = [one.cfg for one in candidates(cfg, target, allowed(words))]
         truth = dict(compilers.each(compilers.step, every))
         limit = sorted(facts.total for facts in truth.values())[len(truth) // 2]
         tight = with_memory("cpu:1", limit)
-        with Compilers(tight) as others:
+        with CompilerPool(tight) as others:
             fit = search(cfg, tight, words, others, compiles=4)
-    assert len(fit.known.compiled) == 4 < len(every)
+    assert len(fit.trials.compiled) == 4 < len(every)
     assert fit.best is not None
     assert fit.best.seconds == min(facts.seconds for facts in truth.values() if facts.total <= limit)
     built = program(fit.best.cfg, jax_devices(1))
-    assert plan_program(built).compiled_step.total == fit.best.facts.total  # type: ignore[union-attr]
+    assert plan_program(built).compiled_step.total == fit.best.cost.total  # type: ignore[union-attr]
 
 
 def jax_devices(count: int) -> list:

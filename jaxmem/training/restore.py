@@ -1,4 +1,4 @@
-"""A run's state out of its checkpoints: where it goes on, and where it goes back to."""
+"""The state of a run from its checkpoints: to resume from, and to roll back to."""
 
 from __future__ import annotations
 
@@ -6,22 +6,23 @@ from typing import Any
 
 import jax
 
-from jaxmem.checkpoint import Checkpoints
+from jaxmem.checkpoint.manager import Checkpoints
 from jaxmem.checkpoint.saved_state import SavedState
 from jaxmem.config import Train
-from jaxmem.hf.initial import add_adapters, initial_state
-from jaxmem.inference.load import base_from, base_of_run
 from jaxmem.step import Program
 from jaxmem.step.state import TrainState
 from jaxmem.training.telemetry import DivergedError
 
 
-def restored(built: Program, checkpoints: Checkpoints) -> tuple[int, TrainState, dict[str, Any]] | None:
-    """Step, state and the data's position of the newest whole checkpoint. Of imported weights the position is empty:
-    nothing was trained."""
-    saved = SavedState(built)
+def restore(built: Program, checkpoints: Checkpoints) -> tuple[int, TrainState, dict[str, Any]] | None:
+    """Step, state and data position of the newest whole checkpoint. The position is empty for imported weights, on
+    which nothing was trained."""
     if (imported := checkpoints.read_latest()) and not imported[0]:
+        from jaxmem.hf.initial import add_adapters
+        from jaxmem.inference.load import base_from
+
         return 0, built.begin(add_adapters(built, base_from(built, checkpoints, 0))), {}
+    saved = SavedState(built)
     found = checkpoints.restore_latest(saved.shapes)
     if found is None:
         return None
@@ -29,16 +30,22 @@ def restored(built: Program, checkpoints: Checkpoints) -> tuple[int, TrainState,
     return step, saved.restored(state, config), position
 
 
-def begun(built: Program) -> TrainState:
-    """The state that a run begins with: of the weights that `model.hf` or `adapter.base_run` names, or of new ones."""
+def starting_state(built: Program) -> TrainState:
+    """New weights, or those that `model.hf` or `adapter.base_run` names."""
     run = built.cfg.adapter.base_run
-    return initial_state(built) if run is None else built.begin(add_adapters(built, base_of_run(built, run)))
+    from jaxmem.hf import initial
+
+    if run is None:
+        return initial.initial_state(built)
+    from jaxmem.inference.load import base_of_run
+
+    return built.begin(initial.add_adapters(built, base_of_run(built, run)))
 
 
 class Rollback:
-    """Back to the newest checkpoint, while the data goes on from where it is: what a run diverged on is not seen again.
+    """Back to the newest checkpoint, while the data continues: what a run diverged on is not repeated.
 
-    It costs the updates since that checkpoint, and no memory: the state that is given up makes room first.
+    Costs the updates since that checkpoint and no memory: the old state is freed first.
     """
 
     def __init__(self, built: Program, checkpoints: Checkpoints, train: Train) -> None:
@@ -47,7 +54,7 @@ class Rollback:
         self._times = 0
 
     def __call__(self, error: DivergedError, state: TrainState) -> tuple[int, TrainState]:
-        """Step and state to go on from; raises what was found where the run is to stop."""
+        """Step and state to continue from; raises the error where the run is to stop."""
         if getattr(self._train, error.key) != "rollback":
             raise error
         latest = self._checkpoints.latest()
@@ -57,6 +64,6 @@ class Rollback:
             raise error
         for leaf in jax.tree.leaves(state):
             leaf.delete()
-        found = restored(self._built, self._checkpoints)
+        found = restore(self._built, self._checkpoints)
         assert found is not None
         return found[:2]

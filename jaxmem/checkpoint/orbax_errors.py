@@ -1,0 +1,71 @@
+"""Errors of Orbax and TensorStore, reduced to one line.
+
+Orbax logs each of its steps to absl's root logger: silenced, because errors reach the user as exceptions. So is what
+its other writes report after the first has failed: they end on a closed event loop.
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+import sys
+import time
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+# What they raise on damaged files and full disks.
+FAILURES = (OSError, ValueError, KeyError, TypeError, AttributeError, RuntimeError)
+
+ORBAX = "/orbax/checkpoint/"
+_unraisable = sys.unraisablehook
+
+
+def _is_follow_up(record: logging.LogRecord) -> bool:
+    """Whether a task of Orbax failed beside the one whose failure is reported."""
+    frames = traceback.walk_tb(record.exc_info[2] if record.exc_info else None)
+    return "never retrieved" in record.getMessage() and any(ORBAX in frame.f_code.co_filename for frame, _ in frames)
+
+
+logging.getLogger("absl").addFilter(lambda record: ORBAX not in record.pathname)
+logging.getLogger("asyncio").addFilter(lambda record: not _is_follow_up(record))
+
+
+def _report_unraisable(failure: sys.UnraisableHookArgs) -> None:
+    if str(failure.exc_value) != "Event loop is closed":
+        _unraisable(failure)
+
+
+sys.unraisablehook = _report_unraisable  # called from TensorStore's threads
+
+
+def root_cause(error: BaseException) -> str:
+    while error.__cause__ is not None:
+        error = error.__cause__
+    text = " ".join(str(error).split(" [tensorstore_spec")[0].split())
+    if isinstance(error, LookupError) or not text:  # the text of a KeyError is only the key
+        text = f"{type(error).__name__} {text}"
+    return text if len(text) <= 200 else f"... {text[-200:]}"  # the cause comes last
+
+
+@contextmanager
+def first_failure_only() -> Iterator[None]:
+    """Where one read fails, Orbax leaves the others running on a closed event loop, and each prints a page through
+    hooks of the interpreter. Only the first failure is raised; the others are silenced."""
+    hooks = sys.unraisablehook, sys.excepthook
+    asyncio_log = logging.getLogger("asyncio")
+    asyncio_log.addFilter(_ignore)
+    sys.unraisablehook = sys.excepthook = _ignore
+    try:
+        yield
+    except BaseException:
+        time.sleep(0.2)  # for the reads of a local disk to end
+        gc.collect()
+        raise
+    finally:
+        sys.unraisablehook, sys.excepthook = hooks
+        asyncio_log.removeFilter(_ignore)
+
+
+def _ignore(*_: object) -> bool:
+    return False

@@ -1,0 +1,72 @@
+"""What stands beside the arrays of a checkpoint: data position, config, metrics, and each array's shape, dtype and
+checksum.
+
+The record has a checksum of its own.
+"""
+
+from __future__ import annotations
+
+import json
+import zlib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+from etils import epath
+
+from jaxmem.checkpoint.checksum import checksum
+from jaxmem.checkpoint.orbax_errors import FAILURES, root_cause
+from jaxmem.errors import UserError
+
+
+class DamagedError(UserError):
+    """A checkpoint that does not read back as it was written."""
+
+
+def damaged(checkpoint: epath.Path, reason: str) -> DamagedError:
+    return DamagedError(f"checkpoint {checkpoint} is damaged: {reason}")
+
+
+def make_record(leaves: Mapping[str, jax.Array], **sections: Any) -> dict[str, Any]:
+    saved = {name: [x.shape, str(x.dtype), checksum(x)] for name, x in leaves.items()}
+    record = json.loads(json.dumps({**sections, "leaves": saved}))
+    return {**record, "crc32": _crc(record)}
+
+
+def read_record(checkpoint: epath.Path) -> dict[str, Any]:
+    try:
+        record = json.loads((checkpoint / "run" / "metadata").read_text())  # where Orbax's JsonSave puts the item `run`
+    except FAILURES as error:
+        raise damaged(checkpoint, root_cause(error)) from error
+    if not isinstance(record, dict) or record.pop("crc32", None) != _crc(record):
+        raise damaged(checkpoint, "its position and config do not match their checksum")
+    return record
+
+
+def _crc(record: Mapping[str, Any]) -> int:
+    return zlib.crc32(json.dumps(record, sort_keys=True).encode())
+
+
+def named_leaves(tree: Any) -> dict[str, Any]:
+    """Each array by its path: params.layers.q.weight."""
+    leaves = jax.tree_util.tree_leaves_with_path(tree)
+    return {jax.tree_util.keystr(path, simple=True, separator="."): leaf for path, leaf in leaves}
+
+
+def check_leaves(checkpoint: epath.Path, saved: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:
+    """Refuse a checkpoint whose arrays have other names, shapes or dtypes than the run wants."""
+    if unplaced := [name for name, leaf in wanted.items() if leaf.sharding is None]:
+        raise ValueError(f"no sharding to restore to: {few(unplaced)}")  # Orbax would use the one it was saved with
+    wrong = []
+    for name in {**saved, **wanted}:
+        there = f"{saved[name][1]}{list(saved[name][0])}" if name in saved else "absent"
+        here = f"{wanted[name].dtype}{list(wanted[name].shape)}" if name in wanted else "absent"
+        if there != here:
+            wrong.append(f"{name} is {there} in the checkpoint and {here} here")
+    if wrong:
+        raise UserError(f"checkpoint {checkpoint} does not fit this run: {few(wrong)}")
+
+
+def few(items: Sequence[str], most: int = 3) -> str:
+    rest = f" and {len(items) - most} more" if len(items) > most else ""
+    return "; ".join(items[:most]) + rest

@@ -1,0 +1,115 @@
+"""Wait for all processes before JAX starts: JAX's own start waits for a missing process and then aborts without
+naming it.
+
+Process 0 listens on the coordinator's port, where JAX's service will be a moment later; every other process sends its
+number and host. When all are there, or time is up, each is told which are missing. One short message each way per
+process; on a healthy cluster it takes as long as the slowest start.
+"""
+
+from __future__ import annotations
+
+import json
+import socket
+import time
+from collections.abc import Callable
+from contextlib import ExitStack, suppress
+from typing import Any
+
+from jaxmem.distributed.cluster import Cluster
+from jaxmem.errors import TemporaryError, UserError
+
+MESSAGE_TIMEOUT = 5.0  # s, from a process that has connected; a foreign client may send nothing
+MESSAGE_BYTES = 1 << 20  # at most
+
+
+def rendezvous(cluster: Cluster, seconds: float, hostname: Callable[[], str] = socket.gethostname) -> list[str]:
+    """The host of each process; an error that names the missing processes after so many seconds."""
+    end, host = time.monotonic() + seconds, hostname()
+    answer = _collect(cluster, end, host) if cluster.process == 0 else _report(cluster, end, seconds, host)
+    hosts: list[str | None] = answer["hosts"]
+    if conflict := answer["conflict"]:
+        raise UserError(f"{conflict}; give each process another JAX_PROCESS_ID, 0 to {cluster.processes - 1}")
+    if None in hosts:
+        missing = [str(number) for number, host in enumerate(hosts) if host is None]
+        here = ", ".join(f"{number} on {host}" for number, host in enumerate(hosts) if host is not None)
+        raise TemporaryError(
+            f"process{'es' if len(missing) > 1 else ''} {', '.join(missing)} of {cluster.processes} did not start "
+            f"within {seconds:g} s (cluster.start_timeout); started: {here}"
+        )
+    return [host for host in hosts if host is not None]
+
+
+def _collect(cluster: Cluster, end: float, host: str) -> dict[str, Any]:
+    """In process 0: wait for the others, then answer all."""
+    hosts: list[str | None] = [host] + [None] * (cluster.processes - 1)
+    conflict = None
+    with ExitStack() as stack:
+        server = stack.enter_context(_listen(cluster.port))
+        connections = []
+        while None in hosts and not conflict and (left := end - time.monotonic()) > 0:
+            server.settimeout(left)
+            try:
+                connection = stack.enter_context(server.accept()[0])
+                process, count, other = _receive(connection)
+            except (OSError, ValueError, TypeError):
+                continue  # nobody, or a foreign client
+            connections.append(connection)
+            if count != cluster.processes:
+                conflict = f"process {process} on {other} was given {count} processes, process 0 {len(hosts)}"
+            elif hosts[process] is not None:
+                conflict = f"two processes have number {process}, on {hosts[process]} and on {other}"
+            else:
+                hosts[process] = other
+        answer = {"hosts": hosts, "conflict": conflict}
+        for connection in connections:
+            with suppress(OSError):  # lost since; the watch will report it
+                connection.sendall(json.dumps(answer).encode() + b"\n")
+    return answer
+
+
+def _report(cluster: Cluster, end: float, seconds: float, host: str) -> dict[str, Any]:
+    """In any other process: report to process 0, and read its answer."""
+    message = json.dumps([cluster.process, cluster.processes, host]).encode() + b"\n"
+    reason = ""
+    while (left := end - time.monotonic()) > 0:
+        try:
+            timeout = min(left, MESSAGE_TIMEOUT)
+            with socket.create_connection((cluster.host, cluster.port), timeout=timeout) as connection:
+                connection.sendall(message)
+                # process 0 may have started later
+                connection.settimeout(max(end + MESSAGE_TIMEOUT - time.monotonic(), 1.0))
+                answer: dict[str, Any] = _receive(connection)
+                return answer
+        except (OSError, ValueError) as error:
+            reason = str(error) or type(error).__name__
+            time.sleep(min(0.2, left))
+    raise TemporaryError(
+        f"process 0 did not answer at {cluster.address} within {seconds:g} s (cluster.start_timeout): {reason}; "
+        f"this is process {cluster.process} on {host}"
+    )
+
+
+def _listen(port: int) -> socket.socket:
+    """On every address of this host."""
+    ipv6 = socket.has_dualstack_ipv6()
+    family = socket.AF_INET6 if ipv6 else socket.AF_INET
+    try:
+        return socket.create_server(("", port), family=family, dualstack_ipv6=ipv6)
+    except OSError as error:
+        raise UserError(
+            f"process 0 cannot listen on port {port}: {error.strerror}; give another JAX_COORDINATOR_PORT, or wait "
+            "until the program that uses it has ended"
+        ) from error
+
+
+def _receive(connection: socket.socket) -> Any:
+    """One line of JSON."""
+    if connection.gettimeout() is None:
+        connection.settimeout(MESSAGE_TIMEOUT)
+    text = b""
+    while not text.endswith(b"\n"):
+        part = connection.recv(4096)
+        if not part or len(text) > MESSAGE_BYTES:
+            raise ValueError("incomplete message")
+        text += part
+    return json.loads(text)

@@ -1,0 +1,267 @@
+"""The largest model, sequence length or batch that fits.
+
+The estimate proposes a value; it and the next one are compiled side by side. If the first fits and the second does not,
+that is the answer; otherwise their bytes correct the estimate, and the search goes on between the largest value known
+to fit and the smallest known not to. Both bounds of the answer are compiled.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from jaxmem.config import Config, Decoder, load_config
+from jaxmem.config.devices import for_devices
+from jaxmem.errors import UserError, nearest
+from jaxmem.machine.gpus import GIB
+from jaxmem.planning import Target, readable
+from jaxmem.planning.targets import usable
+from jaxmem.planning.text import duration
+from jaxmem.search.candidates import Candidate, candidates
+from jaxmem.search.compilers import CompilerPool, RefusedError, compile_target
+from jaxmem.search.knobs import allowed
+from jaxmem.search.result import save_best, target_json
+from jaxmem.search.worker import StepCost
+
+# The keys, with the unit in which each grows, and the words of `allow` with which it would grow without end.
+UNITS = {"model.layers": 1, "data.sequence_length": 128, "batch.global_size": 1}
+UNBOUNDED = {"batch.global_size": "batch"}  # in more micro-batches any batch fits
+CURVES = ("batch.global_size",)  # each power of two below the largest is compiled too
+MAX_VALUE = 2**24
+BISECT_AFTER = 6  # compiled values without an answer: the estimates do not converge
+
+
+@dataclass(frozen=True)
+class Point:
+    """A compiled value, in the config that needs least memory for it."""
+
+    value: int
+    candidate: Candidate
+    total: int  # bytes per device, of the largest phase
+    fits: bool
+    seconds: float  # of a step, estimated from the compiled program
+
+    @property
+    def rate(self) -> float:
+        """Tokens per second of all devices; images per second for image models."""
+        cfg = self.candidate.cfg
+        length = cfg.data.sequence_length if isinstance(cfg.model, Decoder) else 1
+        return cfg.batch.global_size * length / self.seconds
+
+    def as_json(self) -> dict[str, Any]:
+        return {
+            "value": self.value,
+            "config": dict(self.candidate.sections),
+            "total": self.total,
+            "fits": self.fits,
+            "estimated_step_seconds": self.seconds,
+            "rate": self.rate,
+        }
+
+
+@dataclass(frozen=True)
+class Largest:
+    """The largest value that fits, and the next one, which does not."""
+
+    key: str
+    target: Target
+    limit: int  # bytes per device
+    points: tuple[Point, ...]
+    compiled: int
+    seconds: float
+
+    @property
+    def best(self) -> Point | None:
+        return max((one for one in self.points if one.fits), key=lambda one: one.value, default=None)
+
+    @property
+    def beyond(self) -> Point | None:
+        return min((one for one in self.points if not one.fits), key=lambda one: one.value, default=None)
+
+    @property
+    def curve(self) -> list[Point]:
+        """For the batch size: all compiled values."""
+        return list(self.points) if self.key in CURVES else []
+
+    def write(self, path: str | Path) -> None:
+        """The best config as a file for `train`."""
+        save_best(self.best.candidate.cfg if self.best else None, path)
+
+    def as_json(self) -> dict[str, Any]:
+        return {
+            "key": self.key,
+            "target": target_json(self.target, self.limit),
+            "best": self.best.as_json() if self.best else None,
+            "beyond": self.beyond.as_json() if self.beyond else None,
+            "curve": [one.as_json() for one in self.curve],
+            "tried": [one.as_json() for one in self.points],
+            "compiled": self.compiled,
+            "seconds": self.seconds,
+        }
+
+    def table(self) -> str:
+        lines = [f"{self.key} on {self.target.name}: {self.compiled} compiled in {self.seconds:.0f} s"]
+        for one, verdict in ((self.best, "fits"), (self.beyond, "does not fit")):
+            if one:
+                settings = " ".join([f"{self.key}={one.value}", *one.candidate.overrides])
+                lines.append(f"{verdict}: {settings}: {readable(one.total)} of {readable(self.limit)}")
+        if self.curve:
+            unit = "tokens/s" if isinstance(self.curve[0].candidate.cfg.model, Decoder) else "images/s"
+            lines.append(f"  {'batch':>8}  {'memory':>10}  {'step':>8}  {unit:>12}")
+        lines += [
+            f"  {one.value:>8,}  {readable(one.total):>10}  {duration(one.seconds):>8}  {one.rate:>12,.0f}"
+            for one in self.curve
+        ]
+        return "\n".join(lines)
+
+    def figure(self, path: str | Path) -> None:
+        """Memory and throughput by batch size, as a PNG."""
+        from jaxmem.report.matplotlib_figure import figure
+
+        check_drawable(self.key, path)
+        with figure(path) as drawn:
+            memory, rate = drawn.subplots(1, 2)
+            total = [one.total / GIB for one in self.curve]
+            memory.plot([one.value for one in self.curve], total, "o-")
+            memory.axhline(self.limit / GIB, c="tab:red", ls="--", label="device memory")
+            memory.set_xlabel(self.key)
+            memory.set_ylabel("GiB per device")
+            memory.legend()
+            rate.plot(total, [one.rate for one in self.curve], "o-", c="tab:orange")
+            rate.axvline(self.limit / GIB, c="tab:red", ls="--")
+            rate.set_xlabel("GiB per device")
+            rate.set_ylabel("tokens per second (estimated)")
+            for axes in (memory, rate):
+                axes.set_ylim(bottom=0)
+            drawn.suptitle(f"{self.key} on {self.target.name}")
+
+
+def check_drawable(key: str, path: str | Path) -> None:
+    """Before a search: whether its result has a figure."""
+    if key in UNITS and key not in CURVES:
+        raise UserError(f"--png {path} does not support --maximize {key}; leave --png out, or maximize {CURVES[0]}")
+
+
+def maximize(
+    cfg: Config,
+    key: str,
+    target: str | None = None,
+    *,
+    allow: Sequence[str] = (),
+    reserve_gib: float | None = None,
+    processes: int | None = None,
+) -> Largest:
+    """The largest `model.layers`, `data.sequence_length` or `batch.global_size` that fits. For each value the config
+    that needs least memory is compiled, among those that `allow` permits: by default only the given one."""
+    aim = compile_target(target)
+    if cfg.memory.remat == "budget":
+        raise UserError(f"maximize {key} does not support memory.remat=budget; use none, full, dots or names")
+    with CompilerPool(aim, reserve_gib, processes) as compilers:
+        return search_largest(cfg, key, allow, compilers)
+
+
+def search_largest(cfg: Config, key: str, allow: Sequence[str], compilers: CompilerPool) -> Largest:
+    start = time.perf_counter()
+    if key not in UNITS:
+        raise UserError(f"maximize: unknown key {key!r}; expected one of {', '.join(UNITS)}{nearest(key, UNITS)}")
+    if UNBOUNDED.get(key) in allow:
+        raise UserError(f"maximize {key} has no largest value with allow={UNBOUNDED[key]}; leave that word out")
+    search = _Search(cfg, key, allow, compilers)
+    search.run()
+    points = tuple(sorted(search.points.values(), key=lambda one: one.value))
+    return Largest(key, compilers.target, search.limit, points, compilers.compiled, time.perf_counter() - start)
+
+
+class _Search:
+    """Values are counted in units of the key."""
+
+    def __init__(self, cfg: Config, key: str, allow: Sequence[str], compilers: CompilerPool) -> None:
+        self._raw, self._key, self._compilers = cfg.model_dump(mode="json"), key, compilers
+        self._target, self._knobs = compilers.target, allowed(allow)
+        self.limit = usable(self._target, cfg, compilers.reserve_gib)
+        self._unit = UNITS[key]
+        if key == "batch.global_size":  # one sequence per micro-batch and device that the batch is sharded over
+            mesh = for_devices(cfg, self._target.count).mesh
+            self._unit = cfg.batch.accumulate * mesh.replica * mesh.fsdp
+        self._candidates: dict[int, Candidate | None] = {}
+        self._ratio = 1.0  # compiled to estimated bytes
+        self.points: dict[int, Point] = {}
+
+    def run(self) -> None:
+        """Until `low` fits (0: an empty model) and `low + 1 == high` does not."""
+        low, high = 0, None
+        while high is None or high - low > 1:
+            guess = self._guess(low, high)
+            for one in self._compile([units for units in (guess, guess + 1) if high is None or units < high]):
+                units = one.value // self._unit
+                if one.fits:
+                    low = max(low, units)
+                else:
+                    high = units if high is None else min(high, units)
+            if low * self._unit > MAX_VALUE:
+                return
+        if self._key in CURVES:
+            powers = [1 << power for power in range(low.bit_length())]
+            self._compile([units for units in powers if units * self._unit not in self.points])
+
+    def _guess(self, low: int, high: int | None) -> int:
+        """The largest value that fits by estimate, strictly between the bounds."""
+        if len(self.points) > BISECT_AFTER and high is not None:
+            return (low + high) // 2
+        top = low + 1 if high is None else high
+        while high is None and self._fits_by_estimate(top):
+            top *= 2
+        bottom, last = low, top if high is None else high - 1
+        while top - bottom > 1:
+            middle = (bottom + top) // 2
+            bottom, top = (middle, top) if self._fits_by_estimate(middle) else (bottom, middle)
+        return min(max(bottom, low + 1), last)
+
+    def _fits_by_estimate(self, units: int) -> bool:
+        one = self._candidate(units)
+        return one is not None and one.estimate.total * self._ratio <= self.limit
+
+    def _candidate(self, units: int) -> Candidate | None:
+        """The config with the least memory for a value, by estimate; None: no valid one."""
+        if units not in self._candidates:
+            try:
+                cfg = load_config(self._raw, [f"{self._key}={units * self._unit}"])
+                found = candidates(cfg, self._target, self._knobs)
+            except UserError:
+                if units == 1:
+                    raise
+                found = []
+            self._candidates[units] = min(found, key=lambda one: one.estimate.total, default=None)
+        return self._candidates[units]
+
+    def _compile(self, wanted: Sequence[int]) -> list[Point]:
+        chosen = {}
+        for units in wanted:
+            one = self._candidate(units)
+            if one is None:
+                raise UserError(f"{self._key}={units * self._unit}: no valid config has this value")
+            chosen[one.cfg] = units, one
+        found = []
+        for cfg, cost in self._compilers.each(self._compilers.step, chosen):
+            units, candidate = chosen[cfg]
+            if isinstance(cost, RefusedError):
+                raise UserError(f"{self._key}={units * self._unit}: {cost}")
+            found.append(self._point(units, candidate, cost))
+        return found
+
+    def _point(self, units: int, candidate: Candidate, cost: StepCost) -> Point:
+        total, fits = cost.total, cost.total <= self.limit and cost.host <= self._target.host_memory
+        if fits:
+            try:
+                total = max(total, *self._compilers.phases(candidate.cfg).values())
+            except RefusedError as error:
+                raise UserError(f"{self._key}={units * self._unit}: {error}") from error
+            fits = total <= self.limit
+        if not cost.recomputed:
+            self._ratio = cost.total / candidate.estimate.total
+        one = Point(units * self._unit, candidate, total, fits, cost.seconds)
+        self.points[one.value] = one
+        return one

@@ -1,0 +1,142 @@
+"""The candidates of a search with what is known of each: estimated, corrected by the surrogate, or compiled."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+from jaxmem.config import Config
+from jaxmem.planning import Target
+from jaxmem.search.candidates import Candidate
+from jaxmem.search.surrogate import PRIOR_STD, Covariance, expected_improvement, posterior, probability_below
+from jaxmem.search.worker import StepCost
+
+MATERIAL = 0.01  # a config on the front needs this share less memory than each faster one
+SLOWEST = 3.0  # times the fastest step: slower configs are not on the front
+MEMORY_WEIGHT = 0.3  # value of saving a share of memory, relative to the same share of time
+
+
+@dataclass
+class Trial:
+    """A candidate with its bytes and seconds: estimated, or compiled where that was worth it."""
+
+    candidate: Candidate
+    total: float  # bytes of the largest phase per device
+    seconds: float  # of a step
+    total_std: float = PRIOR_STD  # of log(total), while it is estimated
+    seconds_std: float = PRIOR_STD
+    cost: StepCost | None = None  # of the compiled step
+    phases: dict[str, int] | None = None  # bytes of the other compiled phases
+    refused: str | None = None  # why it does not compile
+
+    @classmethod
+    def of(cls, candidate: Candidate) -> Trial:
+        return cls(candidate, candidate.estimate.total, candidate.estimate.seconds or 0.0)
+
+    @property
+    def cfg(self) -> Config:
+        return self.candidate.cfg
+
+    @property
+    def is_open(self) -> bool:
+        return self.cost is None and self.refused is None
+
+    @property
+    def host(self) -> int:
+        """Bytes of host memory per device."""
+        return self.cost.host if self.cost else self.candidate.estimate.host
+
+    @property
+    def kinds(self) -> dict[str, int]:
+        """Bytes of a step by kind."""
+        if self.cost:
+            return dict(self.cost.kinds)
+        parts = {part: size for part, size in self.candidate.estimate.parts.items() if part != "activations"}
+        return parts | self.candidate.estimate.kinds
+
+
+@dataclass
+class Trials:
+    """All candidates of a search."""
+
+    target: Target
+    limit: int  # bytes per device
+    all: list[Trial] = field(default_factory=list)
+
+    @property
+    def compiled(self) -> list[Trial]:
+        return [one for one in self.all if one.cost]
+
+    def fits(self, one: Trial, slack: float = 0.0) -> bool:
+        """Exact for a compiled one; an estimate may exceed the limit by the share `slack`."""
+        limit = self.limit if one.cost else (1 + slack) * self.limit
+        return one.refused is None and one.total <= limit and one.host <= self.target.host_memory
+
+    def record_step(self, one: Trial, cost: StepCost) -> None:
+        one.cost, one.total, one.seconds = cost, cost.total, cost.seconds
+
+    def record_phases(self, one: Trial, phases: dict[str, int]) -> None:
+        one.phases, one.total = phases, max(one.total, *phases.values())
+
+    def update_estimates(self) -> None:
+        """Correct the estimates of open trials by the compiled ones. A step in which XLA recomputes values to stay
+        within memory says nothing about bytes."""
+        covariance = Covariance([one.candidate.settings for one in self.all])
+        guesses = [one.candidate.estimate for one in self.all]
+        costs = {index: one.cost for index, one in enumerate(self.all) if one.cost}
+        bytes_error = {at: math.log(c.total / guesses[at].total) for at, c in costs.items() if not c.recomputed}
+        time_error = {at: math.log(c.seconds / (guesses[at].seconds or 1.0)) for at, c in costs.items()}
+        if bytes_error:
+            for one, error, std in zip(self.all, *posterior(covariance, bytes_error), strict=True):
+                if one.is_open:
+                    one.total, one.total_std = one.candidate.estimate.total * math.exp(error), std
+        if time_error:
+            for one, error, std in zip(self.all, *posterior(covariance, time_error), strict=True):
+                if one.is_open:
+                    one.seconds, one.seconds_std = (one.candidate.estimate.seconds or 1.0) * math.exp(error), std
+
+    def fit_probability(self, one: Trial) -> float:
+        if one.host > self.target.host_memory:
+            return 0.0
+        return probability_below(math.log(self.limit / one.total) if one.total else 0.0, one.total_std)
+
+    def compile_value(self, trials: Sequence[Trial]) -> list[float]:
+        """What compiling each one should gain: a faster config that fits, or the same time in less memory. While none
+        is known to fit: the probability that it does, times its speed squared."""
+        front = self.front()
+        if not front:
+            fastest = min(one.seconds for one in trials)
+            return [self.fit_probability(one) * (fastest / one.seconds) ** 2 for one in trials]
+        return [self._expected_gain(one, front) for one in trials]
+
+    def _expected_gain(self, one: Trial, front: Sequence[Trial]) -> float:
+        best = front[0].seconds
+        faster = self.fit_probability(one) * expected_improvement(math.log(best / one.seconds), one.seconds_std)
+        if one.seconds > SLOWEST * best:
+            return faster
+        as_fast = [other.total for other in front if other.seconds <= one.seconds]
+        smaller = expected_improvement(math.log(min(as_fast, default=self.limit) / one.total), one.total_std)
+        return faster + MEMORY_WEIGHT * smaller * min(1.0, best / one.seconds)
+
+    def front(self, among: Iterable[Trial] | None = None, slack: float = 0.0) -> list[Trial]:
+        """The Pareto front of time and memory among those that fit (by default the compiled ones), fastest first."""
+        chosen: list[Trial] = []
+        fitting = (one for one in (self.compiled if among is None else among) if self.fits(one, slack))
+        for one in sorted(fitting, key=lambda one: (one.seconds, one.total)):
+            if chosen and one.seconds > SLOWEST * chosen[0].seconds:
+                break
+            if not chosen or one.total < (1 - MATERIAL) * chosen[-1].total:
+                chosen.append(one)
+        return chosen
+
+    @property
+    def estimate_error(self) -> dict[str, float] | None:
+        """Relative error of the first estimates, median and largest, over the compiled steps in which XLA recomputed
+        nothing."""
+        errors = sorted(
+            abs(one.candidate.estimate.total / one.cost.total - 1)
+            for one in self.compiled
+            if one.cost and not one.cost.recomputed
+        )
+        return {"median": errors[len(errors) // 2], "largest": errors[-1], "compared": len(errors)} if errors else None

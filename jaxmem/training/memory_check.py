@@ -1,0 +1,145 @@
+"""Device memory of a run: does the plan fit, did the first steps take what was planned, and what if memory runs out.
+
+A plan counts what XLA allocates. It cannot know what other processes take from the device meanwhile, nor what the
+driver, NCCL or a fragmented pool take beyond what is reserved for them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from jaxmem.errors import UserError
+from jaxmem.machine.devices import spills
+from jaxmem.planning import Plan, readable
+from jaxmem.training.progress import device_memory
+
+MEASURED_AFTER = 3  # steps of this process; by then every program of the loop has run
+MARGIN = 0.1  # of the plan: how much smaller another must be, where the device does not report what is missing
+REQUESTED = re.compile(r"allocate (?:([\d.]+) ?([KMGT])iB|(\d+) bytes)")
+
+
+class DoesNotFitError(UserError):
+    """Raised before anything is allocated."""
+
+    exit_code = 3
+
+    def __init__(self, plan: Plan, suggestions: str) -> None:
+        cfg = plan.program.cfg
+        phase, size = max(((name, size or 0) for name, size in plan.phases.items()), key=lambda pair: pair[1])
+        parts = {name: size for name, size in plan.bytes_per_device.items() if name != "total"}
+        largest = max(parts, key=lambda name: parts[name])
+        limit = "available" if cfg.memory.budget is None else "allowed by memory.budget"
+        super().__init__(
+            f"{cfg.name} does not fit: phase {phase} needs {readable(size)} per device, {readable(plan.limit)} are"
+            f" {limit}; the largest part of a step is {largest} with {readable(parts[largest])}\n{suggestions}"
+        )
+
+
+class OutOfMemoryError(UserError):
+    """Raised in place of XLA's own error."""
+
+    exit_code = 3
+
+    def __init__(self, plan: Plan, message: str, suggestions: str) -> None:
+        in_use, requested = device_memory().get("bytes_in_use"), _requested(message)
+        observed = f"; {readable(in_use)} were in use" if in_use else ""
+        observed += f"; {readable(requested)} more were requested" if requested else ""
+        super().__init__(
+            f"{plan.program.cfg.name}: out of memory although the plan fits: planned {readable(_planned(plan))} of"
+            f" {readable(plan.limit)} per device{observed}. Another process may use the device: see `jaxmem doctor`\n"
+            f"{suggestions}"
+        )
+
+
+def check_fits(plan: Plan) -> None:
+    """Stop a run that does not fit: its table on standard error, and the nearest configs that fit."""
+    if plan.fits:
+        return
+    from rich.console import Console
+
+    from jaxmem.search.nearest import suggestions
+
+    nearest = suggestions(plan)
+    if jax.process_index() == 0:
+        Console(stderr=True).print(plan.table())
+    raise DoesNotFitError(plan, nearest)
+
+
+@contextmanager
+def explained_out_of_memory(plan: Plan) -> Iterator[None]:
+    """Around all that runs by this plan. The search for configs that fit takes up to a minute. With several processes
+    there is none: only the one that failed would search, and XLA's autotuning waits for all."""
+    try:
+        yield
+    except jax.errors.JaxRuntimeError as error:
+        if "RESOURCE_EXHAUSTED" not in (message := str(error)):
+            raise
+        nearest = ""
+        if jax.process_count() == 1:
+            from jaxmem.search.nearest import suggestions
+
+            memory = _available(plan, message) + plan.reserved
+            nearest = suggestions(dataclasses.replace(plan, target=dataclasses.replace(plan.target, memory=memory)))
+        raise OutOfMemoryError(plan, message, nearest) from error
+
+
+class PeakCheck:
+    """Compares planned with measured peak memory once, after the first steps, where the devices report it; also
+    written to plan.json. Measured on the first process's devices: all run the same program."""
+
+    def __init__(self, plan: Plan, file: Path) -> None:
+        self._plan, self._file, self._steps = plan, file, 0
+        self._planned = plan.phases["initialise"] or 0  # the largest of what has run
+
+    def after_step(self, bucket: int) -> str | None:
+        """A line to print, once. `bucket`: the sequence length of the step."""
+        self._steps += 1
+        self._planned = max(self._planned, self._plan.total_for(bucket))
+        if self._steps != MEASURED_AFTER or jax.process_index():
+            return None
+        peak = device_memory().get("peak_bytes_in_use")
+        if peak is None:
+            return None
+        difference = peak / self._planned - 1
+        saved: dict[str, Any] = json.loads(self._file.read_text())
+        saved["measured"] = {"peak_bytes": peak, "planned_bytes": self._planned, "difference": difference}
+        partial = self._file.with_name(f".{self._file.name}")
+        partial.write_text(json.dumps(saved, indent=2))
+        partial.replace(self._file)
+        over = peak - self._plan.limit
+        spilled = f"; {readable(over)} of it in host memory (memory.spill), slow" if over > 0 and spills() else ""
+        return f"memory: planned {readable(self._planned)}, measured peak {readable(peak)} ({difference:+.1%}){spilled}"
+
+
+def _available(plan: Plan, message: str) -> int:
+    """Bytes per device that a plan may take, judged by what this one took when it failed."""
+    planned, in_use, requested = _planned(plan), device_memory().get("bytes_in_use"), _requested(message)
+    if in_use is None or requested is None:
+        return int((1 - MARGIN) * planned)
+    needed = in_use + requested
+    # It needed more than planned: allow that much less. It needed less: so much was not there.
+    return min(plan.limit - (needed - planned), planned - 1) if needed > planned else needed - 1
+
+
+def _planned(plan: Plan) -> int:
+    return max(size or 0 for size in plan.phases.values())
+
+
+def _requested(message: str) -> int | None:
+    """Bytes of the allocation that failed.
+
+    >>> _requested("RESOURCE_EXHAUSTED: Out of memory while trying to allocate 1.50GiB."), _requested("allocate 12
+    bytes") (1610612736, 12)
+    """
+    if not (found := REQUESTED.search(message)):
+        return None
+    number, unit, whole = found.groups()
+    return int(whole) if whole else int(float(number) * 1024 ** (1 + "KMGT".index(unit)))
