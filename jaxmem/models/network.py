@@ -32,6 +32,7 @@ class Network(nnx.Module):
 
     cfg: Any
     execution: Execution
+    head: Any  # the output layer; None: tied embeddings
 
     def features(self, *inputs: Any, **options: Any) -> jax.Array:
         raise NotImplementedError
@@ -42,8 +43,6 @@ class Network(nnx.Module):
 
 class ImageNetwork(Network):
     """A network on images [batch, height, width, channels], with a linear `head`."""
-
-    head: Any
 
     def __call__(
         self, images: Num[Array, "batch height width channels"], keys: RowKeys | None = None
