@@ -14,7 +14,6 @@ from collections.abc import Iterator
 from jaxmem.config.check_adapter import check_adapter, check_some_layers
 from jaxmem.config.check_data import check_data
 from jaxmem.config.check_memory import check_memory
-from jaxmem.config.dimensions import dims
 from jaxmem.config.networks import Convnet, Decoder, Mlp, Rope, Vit
 from jaxmem.config.optimizers import OPTIMIZERS
 from jaxmem.config.recompute import policy_of
@@ -218,7 +217,7 @@ def _mesh(cfg: Config) -> Iterator[str]:
 
 
 def _rules(cfg: Config) -> Iterator[str]:
-    usual, known = Rules().table, dims(cfg)
+    usual, known = Rules().table, cfg.model.dims()
     for dim, over in cfg.rules.table.items():
         if len(set(over)) < len(over):
             yield f"rules.{dim}: {list(over)} names an axis twice; use {list(dict.fromkeys(over))}"

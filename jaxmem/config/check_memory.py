@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from importlib.util import find_spec
 
-from jaxmem.config.names import BOUNDARY, IN_CHUNKS, IN_GROUPS, NAMES, STATE_PARTS, is_offloaded, offloaded_activations
+from jaxmem.config.names import BOUNDARY, IN_CHUNKS, IN_GROUPS, STATE_PARTS, is_offloaded, offloaded_activations
 from jaxmem.config.networks import Decoder, Vit
 from jaxmem.config.recompute import is_scheduled
 from jaxmem.config.sections import Config, Save
@@ -31,7 +31,7 @@ def check_memory(cfg: Config) -> Iterator[str]:
 
 
 def _names(cfg: Config) -> Iterator[str]:
-    remat, known = cfg.memory.remat, NAMES[cfg.model.family]
+    remat, known = cfg.memory.remat, cfg.model.activations
     if isinstance(remat, Save):
         if not remat.save:
             yield "memory.remat.save: names nothing; give some, or memory.remat=full"

@@ -10,7 +10,7 @@ import math
 from collections.abc import Iterable, Iterator
 
 from jaxmem.config.check import check
-from jaxmem.config.dimensions import dims, divided, undivided
+from jaxmem.config.dimensions import divided, undivided
 from jaxmem.config.networks import Convnet, Decoder, Vit
 from jaxmem.config.sections import MESH_AXES, Config, Mesh, Rules
 from jaxmem.errors import UserError
@@ -91,7 +91,7 @@ def _head_groups(cfg: Config) -> Iterator[str]:
     groups = cfg.memory.head_groups
     if groups == "auto" or groups == 1 or not isinstance(cfg.model, Decoder | Vit):
         return
-    heads = dims(cfg)["kv_heads"]["kv_heads"]
+    heads = cfg.model.dims()["kv_heads"]["kv_heads"]
     tensor = cfg.mesh.tensor if "tensor" in cfg.rules.heads else 1
     if heads % (groups * tensor):
         near = _near(groups, (n for n in _divisors(heads) if heads % (n * tensor) == 0))
@@ -103,7 +103,7 @@ def _own_rules(cfg: Config) -> Iterator[str]:
     """One line for each dimension that rules of one's own split unevenly."""
     if cfg.zero == 0:
         return
-    model, found, whole = cfg.model, dims(cfg), undivided(cfg)
+    model, found, whole = cfg.model, cfg.model.dims(), undivided(cfg)
     width = (
         model.head_dim if isinstance(model, Decoder) else model.embed // model.heads if isinstance(model, Vit) else 1
     )

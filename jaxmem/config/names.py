@@ -1,18 +1,8 @@
-"""What the layers of each family call their values, for `memory.remat: {save: [names]}` and `memory.offload`."""
+"""Names that `memory.remat: {save: [names]}` and `memory.offload` share with the layers; families add their own."""
 
 from __future__ import annotations
 
 import re
-
-_ATTENTION = (
-    "attention_norm", "attention_q", "attention_k", "attention_v", "attention", "attention_out", "mlp_norm",
-)  # fmt: skip
-NAMES: dict[str, tuple[str, ...]] = {
-    "decoder": (*_ATTENTION, "mlp_gate", "mlp_up", "mlp_hidden", "mlp_out"),
-    "vit": (*_ATTENTION, "mlp_up", "mlp_hidden", "mlp_out"),
-    "mlp": ("mlp_up", "mlp_hidden"),
-    "convnet": (),
-}
 
 BOUNDARY = "boundary"  # a layer's input, for `memory.offload: activations`
 

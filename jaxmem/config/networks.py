@@ -1,12 +1,27 @@
-"""The networks there are: what `model:` may say of each family."""
+"""The families of networks: the fields of `model:`, the activations of a layer and the dimensions of its weights."""
 
 from __future__ import annotations
 
-from typing import Annotated, Literal, get_args
+from typing import Annotated, ClassVar, Literal, get_args
 
 from pydantic import Field
 
 from jaxmem.config.base import Count, Fraction, Positive, Section
+
+_ATTENTION = (
+    "attention_norm", "attention_q", "attention_k", "attention_v", "attention", "attention_out", "mlp_norm",
+)  # fmt: skip
+SHARDED = ("embed", "vocab", "heads", "kv_heads", "mlp")  # dimensions of weights, as the section `rules` names them
+
+
+class Family(Section):
+    """What a family says of itself beside its fields."""
+
+    activations: ClassVar[tuple[str, ...]] = ()  # of a layer, for `memory.remat: {save: [names]}` and `memory.offload`
+
+    def dims(self) -> dict[str, dict[str, int]]:
+        """For each dimension of weights that can be sharded, the sizes along it, by the fields that give them."""
+        return {name: {name: getattr(self, name)} for name in SHARDED if name in type(self).model_fields}
 
 
 class Rope(Section):
@@ -23,9 +38,10 @@ class Rope(Section):
     attention_factor: Positive | None = None  # yarn: on cosine and sine; None: 0.1 ln(factor) + 1
 
 
-class Decoder(Section):
+class Decoder(Family):
     """Llama 2/3, Mistral, Qwen 2.5/3: pre-norm attention and a gated MLP."""
 
+    activations = (*_ATTENTION, "mlp_gate", "mlp_up", "mlp_hidden", "mlp_out")
     family: Literal["decoder"] = "decoder"
     preset: str | None = None
     hf: str | None = None  # a Hugging Face directory, which gives the weights and every field that is not given here
@@ -47,7 +63,7 @@ class Decoder(Section):
     dropout: Fraction = 0.0
 
 
-class ImageInput(Section):
+class ImageInput(Family):
     """An image of height x width x channels, as numbers or as categories for each pixel."""
 
     image_size: Count = 8
@@ -58,6 +74,7 @@ class ImageInput(Section):
 class Vit(ImageInput):
     """Vision transformer: patches to tokens, learned positions, bidirectional attention."""
 
+    activations = (*_ATTENTION, "mlp_up", "mlp_hidden", "mlp_out")
     family: Literal["vit"] = "vit"
     preset: None = None
     patch: Count = 2
@@ -67,6 +84,10 @@ class Vit(ImageInput):
     heads: Count = 4
     dropout: Fraction = 0.0
 
+    def dims(self) -> dict[str, dict[str, int]]:
+        sizes = {"embed": self.embed, "heads": self.heads, "kv_heads": self.heads, "mlp": self.mlp}
+        return {name: {name: size} for name, size in sizes.items()}
+
 
 class Convnet(ImageInput):
     """Residual convolutions with normalisation and pooling between stages."""
@@ -74,13 +95,18 @@ class Convnet(ImageInput):
     family: Literal["convnet"] = "convnet"
     preset: None = None
     stages: Annotated[tuple[Count, ...], Field(strict=False, min_length=1)] = (32, 64)  # channels of each
-    blocks: Count = 2  # residual blocks a stage
+    blocks: Count = 2  # residual blocks per stage
     dropout: Fraction = 0.0
+
+    def dims(self) -> dict[str, dict[str, int]]:
+        stages = {f"stages[{i}]": channels for i, channels in enumerate(self.stages)}
+        return {"embed": stages, "mlp": stages}
 
 
 class Mlp(ImageInput):
     """Dense layers with residual connections; pixels as numbers, one-hot or embedded categories."""
 
+    activations = ("mlp_up", "mlp_hidden")
     family: Literal["mlp"] = "mlp"
     preset: None = None
     layers: Count = 3
@@ -92,6 +118,4 @@ class Mlp(ImageInput):
 
 
 Model = Annotated[Decoder | Vit | Convnet | Mlp, Field(discriminator="family")]
-FAMILIES: dict[str, type[Section]] = {
-    kind.model_fields["family"].default: kind for kind in get_args(get_args(Model)[0])
-}
+FAMILIES: dict[str, type[Family]] = {kind.model_fields["family"].default: kind for kind in get_args(get_args(Model)[0])}

@@ -18,7 +18,7 @@ from typing import Any
 
 from jaxmem.config import Config, Save
 from jaxmem.config.devices import for_devices
-from jaxmem.config.names import IN_CHUNKS, IN_GROUPS, NAMES
+from jaxmem.config.names import IN_CHUNKS, IN_GROUPS
 from jaxmem.planning.breakdown import SAVED
 from jaxmem.planning.compile import sized
 from jaxmem.planning.layers import Layer, layers_of
@@ -103,7 +103,7 @@ def _by_name(cfg: Config, layers: Sequence[Layer]) -> Iterator[tuple[str | Save,
     """Every set of names, with bytes and what is repeated of all layers."""
     memory = cfg.memory
     hidden = {*(IN_CHUNKS if memory.mlp_chunk != "auto" else ()), *(IN_GROUPS if memory.head_groups != "auto" else ())}
-    known = [name for name in NAMES[cfg.model.family] if name not in hidden]
+    known = [name for name in cfg.model.activations if name not in hidden]
     for count in range(len(known) + 1):
         for names in itertools.combinations(known, count):
             each = [(layer.count, layer.boundary, *layer.kept(names)) for layer in layers]

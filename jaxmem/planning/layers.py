@@ -18,7 +18,6 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.extend.core import Literal
 
 from jaxmem.config import Config, Decoder
-from jaxmem.config.names import NAMES
 from jaxmem.planning.passes import alone, inside, one_share, product, shape_of, unplaced
 from jaxmem.sharding.weights import differentiable, with_gradients
 from jaxmem.stack import StackCall, cut_by, inexact_leaves, with_inexact
@@ -101,7 +100,7 @@ def layers_of(cfg: Config, platform: str) -> list[Layer]:
     shape = shape_of(cfg, platform)
     memory = {"remat": "none", "offload": "none", "attention": "auto"}
     built = alone(one_share(shape.model_copy(update={"memory": shape.memory.model_copy(update=memory)}), cfg))
-    loss, known = objective(built.cfg.objective, built.cfg.memory), NAMES[cfg.model.family]
+    loss, known = objective(built.cfg.objective, built.cfg.memory), cfg.model.activations
     params = jax.tree.map(unplaced, built.spec.state.params)
     batch = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), built.spec.batch)
     stream = (cfg.model.embed, cfg.mesh.tensor) if isinstance(cfg.model, Decoder) else (0, 1)

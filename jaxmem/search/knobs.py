@@ -15,7 +15,6 @@ from typing import Annotated, Any, Literal, get_args, get_origin
 from annotated_types import Ge, Le
 
 from jaxmem.config import LOW_RANK, MESH_AXES, Adapter, Config, Decoder, Optimizer, Precision
-from jaxmem.config.dimensions import dims
 from jaxmem.errors import UserError, nearest
 from jaxmem.planning import Target
 from jaxmem.quant.precision import compute_dtype
@@ -143,7 +142,7 @@ def _adapters(cfg: Config, _: Target) -> Iterable[Change]:
 def _sharding_rules(cfg: Config, _: Target) -> Iterable[Change]:
     """For each kind of weight: whether `tensor` shards it, and which of its dimensions is sharded in storage. Where
     that may be `embed` or the other dimension, it is the first of the two."""
-    kinds = [dim for dim in ("vocab", "heads", "mlp") if dim in dims(cfg)]
+    kinds = [dim for dim in ("vocab", "heads", "mlp") if dim in cfg.model.dims()]
     forms = (((), ("tensor",), STORAGE_AXES, ("tensor", *STORAGE_AXES)), ((), ("tensor",)))
     for embed in (STORAGE_AXES, ()):
         for own in itertools.product(*(forms[dim == "vocab"] for dim in kinds)):

@@ -5,7 +5,7 @@ import io
 import pytest
 from rich.console import Console
 
-from jaxmem.config.names import NAMES
+from jaxmem.config.networks import FAMILIES
 from jaxmem.planning import names
 from jaxmem.planning.names import names_table
 from tests.step.conftest import SMALL, config
@@ -16,7 +16,7 @@ ROWS, TIME, BYTES = 4, 24, 4  # of each of two devices, in float32
 def test_bytes_and_arithmetic_of_every_name():
     cfg = config(mesh={"fsdp": 2}, memory={"remat": "full", "mlp_chunk": 8})
     found = {one.name: one for one in names(cfg, "cpu:2")}
-    assert set(found) == set(NAMES["decoder"])
+    assert set(found) == set(FAMILIES["decoder"].activations)
     assert {one.layers for one in found.values()} == {SMALL["layers"]}
     tokens, embed, mlp, heads = ROWS * TIME, SMALL["embed"], SMALL["mlp"], SMALL["heads"] * SMALL["head_dim"]
     wide = found["mlp_hidden"]

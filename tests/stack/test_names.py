@@ -6,7 +6,7 @@ from flax import nnx
 
 from jaxmem import models
 from jaxmem.config import load_config
-from jaxmem.config.names import NAMES
+from jaxmem.config.networks import FAMILIES
 from jaxmem.models import Execution
 from jaxmem.stack import StackOptions
 from jaxmem.step import program
@@ -37,7 +37,7 @@ def equations(traced):
                     yield from equations(part)
 
 
-@pytest.mark.parametrize("family", NAMES)
+@pytest.mark.parametrize("family", FAMILIES)
 def test_the_table_is_what_networks_say(family):
     more = {} if family == "decoder" else {**PICTURES, "model": {"family": family}}
     base = {"name": "x", "model": {"preset": "tiny"}, "train": {"steps": 1}}
@@ -45,7 +45,7 @@ def test_the_table_is_what_networks_say(family):
     said = {
         one.params["name"] for one in equations(jax.make_jaxpr(loss)(*arguments).jaxpr) if one.primitive.name == "name"
     }
-    assert said - {"product", "gathered_weight"} == set(NAMES[family])
+    assert said - {"product", "gathered_weight"} == set(FAMILIES[family].activations)
 
 
 def test_what_is_named_is_kept_and_nothing_else():
