@@ -12,7 +12,7 @@ import pytest
 from hypothesis import settings
 from jaxtyping import install_import_hook
 
-from jaxmem.machine.devices import seldom_look_for_garbage, simulate
+from jaxmem.machine.devices import collect_garbage_rarely, simulate
 
 # The programs are small and run a few times: what LLVM gains at run time it takes twice in compiling. HLO is the same.
 os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_backend_optimization_level=0"
@@ -51,7 +51,7 @@ from tests.kernels import warpgroups  # noqa: E402
 mosaic_launch.EVALUATOR = warpgroups.evaluator  # no compiler of Mosaic kernels for CPUs
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
-seldom_look_for_garbage()
+collect_garbage_rarely()
 
 # The same examples in every run, and no database left in the checkout.
 settings.register_profile("repeatable", deadline=None, derandomize=True, database=None)

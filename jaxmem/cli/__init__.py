@@ -14,7 +14,7 @@ import typer
 
 from jaxmem.cli import about, benches, files, planning, running, talking
 from jaxmem.errors import UserError
-from jaxmem.machine.devices import seldom_look_for_garbage
+from jaxmem.machine.devices import collect_garbage_rarely
 
 app = typer.Typer(
     help="Train large models in the least memory, and know the number first.",
@@ -49,7 +49,7 @@ def main(arguments: list[str] | None = None) -> None:
     """Run one command and exit: 0 done, 2 a mistake in what was given, 3 it does not fit, 75 try again,
     130 interrupted."""
     arguments = sys.argv[1:] if arguments is None else arguments
-    seldom_look_for_garbage()
+    collect_garbage_rarely()
     warnings.formatwarning = lambda message, *_, **__: f"warning: {message}\n"
     try:
         code = app(arguments or ["--help"], prog_name="jaxmem", standalone_mode=False)

@@ -66,7 +66,7 @@ def bench_kernels(
     as_json: Json = False,
 ) -> None:
     """Whether kernels (by default attention) are right on this device, and how fast, beside cuDNN and PyTorch."""
-    devices.stay_on_cpu_without_gpu()
+    devices.use_cpu_without_gpu()
     from jaxmem.lab.bench import kernels
 
     if explain:
@@ -111,7 +111,7 @@ def bench_tune(
     as_json: Json = False,
 ) -> None:
     """Measure the kernels on this GPU; keep how each is best cut, and which implementation is the fastest for what."""
-    devices.stay_on_cpu_without_gpu()
+    devices.use_cpu_without_gpu()
     from jaxmem.kernels import choice
     from jaxmem.lab.bench import kernels
 

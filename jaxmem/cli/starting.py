@@ -28,8 +28,8 @@ def take_devices(simulate: int | None, *, only_compile: bool = False, spill: boo
     if simulate is None:
         if spill:
             devices.spill_to_host()
-        devices.stay_on_cpu_without_gpu(only_compile=only_compile)
-        devices.take_all_but_reserved()
+        devices.use_cpu_without_gpu(only_compile=only_compile)
+        devices.reserve_gpu_memory()
     else:
         devices.simulate(simulate)
 

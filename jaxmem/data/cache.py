@@ -20,7 +20,7 @@ from jaxmem.data import sources
 from jaxmem.data.records import Document, RecordSource, TokenizedText
 from jaxmem.data.tokenizer import Tokenizer, tokenizer_for
 from jaxmem.errors import UserError
-from jaxmem.machine.atomic_directory import written_whole
+from jaxmem.machine.atomic_directory import atomic_directory
 
 FORMAT = 1
 BATCH_CHARACTERS = 1 << 20  # tokenized at a time
@@ -105,7 +105,7 @@ def tokenize(
     records = sources.open_source(source, cfg.data, tokenizer)
     assert isinstance(records, TokenizedText)
     try:
-        with written_whole(directory) as place:
+        with atomic_directory(directory) as place:
             count = _write(records, place, _dtype(tokenizer.vocab_size), progress)
             meta = {
                 "format": FORMAT,

@@ -12,10 +12,8 @@ from contextlib import contextmanager, nullcontext
 from typing import Any
 
 from jaxmem.distributed.cluster import Cluster, find
-from jaxmem.distributed.rendezvous import rendezvous
 from jaxmem.distributed.watch import Watch, exit_code
 from jaxmem.errors import UserError
-from jaxmem.machine import stderr
 
 _watch: Watch | None = None
 
@@ -32,6 +30,9 @@ def join(heartbeat: int = 20, start_timeout: int = 300) -> Cluster | None:
     cluster = find(start_timeout)
     if cluster is None:
         return None
+    from jaxmem.distributed.rendezvous import rendezvous
+    from jaxmem.machine import stderr
+
     hosts = rendezvous(cluster, start_timeout)
     import jax
 

@@ -23,7 +23,7 @@ from typing import IO, Any, Self
 
 from jaxmem.distributed.cluster import visible_gpus
 from jaxmem.errors import UserError
-from jaxmem.machine.devices import simulated
+from jaxmem.machine.devices import simulation_environment
 
 FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 GRACE = 3.0  # s for the others to end by themselves, once one has failed
@@ -61,7 +61,7 @@ def environments(processes: int, devices: int | None) -> list[dict[str, str]]:
             "PYTHONUNBUFFERED": "1",
         }
         if devices:
-            one |= simulated(devices)
+            one |= simulation_environment(devices)
         elif gpus:
             each = gpus // processes
             one["JAX_LOCAL_DEVICE_IDS"] = ",".join(str(process * each + n) for n in range(each))

@@ -20,7 +20,7 @@ from jaxmem.hf.names import MODULES, FileWeight, WeightPath
 from jaxmem.hf.reader import expect_shapes, read_arrays
 from jaxmem.hf.tensors import Tensors, write_tensors
 from jaxmem.hf.writer import output_tensors
-from jaxmem.machine.atomic_directory import written_whole
+from jaxmem.machine.atomic_directory import atomic_directory
 from jaxmem.sharding import Layout
 
 LINEAR = {"a": "lora_A.weight", "b": "lora_B.weight", "magnitude": "lora_magnitude_vector"}
@@ -54,7 +54,7 @@ def save_adapter(
     own = list(adapter_weights(params))
     ranks = {".".join(weight.path[:-2]): leaf.shape[-1] for weight, leaf in own if weight.path[-1] == "a"}
     metadata = {KEY: fingerprint(base)} if base else {}
-    with written_whole(directory) as place:
+    with atomic_directory(directory) as place:
         (place / CONFIG).write_text(json.dumps(adapter_json(adapter, ranks, base), indent=2) + "\n")
         dtype = str(jax.tree.leaves([leaf for _, leaf in own])[0].dtype)
         write_tensors(place, output_tensors(own, dtype, layers, order), single=ADAPTER, metadata=metadata)

@@ -25,7 +25,7 @@ from jaxmem.hf.files import DTYPES, copy_metadata, copy_tokenizer, storage_dtype
 from jaxmem.hf.names import FileWeight, WeightPath, decoder_weights
 from jaxmem.hf.tensors import DTYPES as NUMPY_DTYPES
 from jaxmem.hf.tensors import SHARD, OutputTensor, write_tensors
-from jaxmem.machine.atomic_directory import written_whole
+from jaxmem.machine.atomic_directory import atomic_directory
 from jaxmem.quant import QTensor
 from jaxmem.sharding.host import fetch_from_host
 from jaxmem.sharding.weights import is_quantized
@@ -60,7 +60,7 @@ def save(
         raise UserError(f"dtype {dtype!r} is not supported; supported: {', '.join(DTYPES)}")
     settings = config_json(model.cfg, read_json(Path(base, "config.json")) if base else None, length)
     settings = {key: value for key, value in settings.items() if key not in ("dtype", "torch_dtype")}
-    with written_whole(directory) as place:
+    with atomic_directory(directory) as place:
         if base:
             copy_metadata(base, place)
         elif tokenizer:

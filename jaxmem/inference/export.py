@@ -17,7 +17,7 @@ from jaxmem.config import LOW_RANK, Config, Decoder, save_config
 from jaxmem.config.peft import is_adapter
 from jaxmem.errors import UserError
 from jaxmem.inference.load import BESIDE, config_of, is_run, open_model
-from jaxmem.machine.atomic_directory import written_whole
+from jaxmem.machine.atomic_directory import atomic_directory
 
 
 def import_model(source: str | Path, target: str | Path) -> None:
@@ -27,7 +27,7 @@ def import_model(source: str | Path, target: str | Path) -> None:
     if is_adapter(source):
         raise UserError(f"{source}: has adapters alone; import the model that they belong to, or train with adapter.hf")
     target = Path(target)
-    with written_whole(target) as place:
+    with atomic_directory(target) as place:
         program, params = open_model(source)
         cfg = program.cfg
         model = cfg.model.model_copy(update={"hf": None})

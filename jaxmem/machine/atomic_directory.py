@@ -1,4 +1,4 @@
-"""A directory that is there whole or not at all."""
+"""Write a directory atomically: it appears whole or not at all. No library of ours does it for a directory."""
 
 from __future__ import annotations
 
@@ -13,26 +13,26 @@ from jaxmem.errors import UserError
 
 
 @contextmanager
-def written_whole(directory: str | os.PathLike[str]) -> Iterator[Path]:
-    """A place beside `directory` to write to, which takes its name when all is done: what fails leaves nothing."""
+def atomic_directory(directory: str | os.PathLike[str]) -> Iterator[Path]:
+    """A temporary directory beside `directory`, renamed to it at the end; an error leaves nothing."""
     target = Path(directory).expanduser()
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
-        raise UserError(f"{target} exists already; remove it or choose another directory")
+        raise UserError(f"{target} exists already; remove it, or give another directory")
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         unfinished = Path(tempfile.mkdtemp(prefix=f".{target.name}.unfinished-", dir=target.parent))
     except OSError as error:
-        raise UserError(f"{target}: cannot be written: {error.strerror}") from error
+        raise UserError(f"cannot write {target}: {error.strerror}") from error
     try:
         yield unfinished
         for file in unfinished.rglob("*"):
             if file.is_file():
                 with file.open("rb") as opened:
                     os.fsync(opened.fileno())
-        unfinished.chmod(0o777 & ~_umask())  # mkdtemp's is for the owner alone
+        unfinished.chmod(0o777 & ~_umask())  # mkdtemp allows only the owner
         unfinished.rename(target)
     except OSError as error:
-        raise UserError(f"{target}: cannot be written: {error.strerror}") from error
+        raise UserError(f"cannot write {target}: {error.strerror}") from error
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)
 

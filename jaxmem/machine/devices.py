@@ -1,7 +1,7 @@
-"""What jax may see of this machine, decided before it starts, and how fast a device can be.
+"""Which devices jax sees and how much of their memory it takes, set before jax starts.
 
-jax settles its platform and its number of CPU devices once, at the first use: `simulate` and `stay_on_cpu_without_gpu`
-only set what it will read then, and importing this module starts nothing.
+jax fixes its platform and its number of CPU devices at its first use: the functions here set what it reads then.
+Importing this module starts nothing.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from jaxmem.machine import gpus
 if TYPE_CHECKING:
     import jax
 
-# Eight devices share a few cores, so one may be many seconds behind the others at a collective: XLA's 40 s are too few.
+# Simulated devices share a few cores, so one may reach a collective long after the others: XLA's 40 s are too few.
 _PATIENCE = {
     "--xla_cpu_collective_call_warn_stuck_timeout_seconds": 120,
     "--xla_cpu_collective_call_terminate_timeout_seconds": 1200,
@@ -32,16 +32,16 @@ _PATIENCE = {
 
 
 def simulate(count: int) -> None:
-    """Make jax see `count` CPU devices on this machine, whatever else it has.
+    """Make jax see `count` CPU devices on this machine, and nothing else.
 
     >>> simulate(8)  # the tests run on 8 already
     >>> simulate(3)
     Traceback (most recent call last):
     ...
-    jaxmem.errors.UserError: cannot simulate 3 devices: jax has already started with 8 cpu devices
+    jaxmem.errors.UserError: cannot simulate 3 devices: jax already runs with 8 cpu devices
     """
     keep_freed_memory()
-    os.environ.update(simulated(count))
+    os.environ.update(simulation_environment(count))
     if "jax" not in sys.modules:
         return
     import jax
@@ -54,14 +54,14 @@ def simulate(count: int) -> None:
     seen = jax.devices()
     if len(seen) != count or seen[0].platform != "cpu":
         raise UserError(
-            f"cannot simulate {count} devices: jax has already started with {len(seen)} {seen[0].platform} devices"
+            f"cannot simulate {count} devices: jax already runs with {len(seen)} {seen[0].platform} devices"
         )
 
 
 @contextlib.contextmanager
 def lowering_for(device: jax.Device) -> Iterator[None]:
-    """While jax lowers a program for a device that need not be here. Since jax 0.11 Pallas asks for which GPU its
-    kernels are, and within `jax.shard_map` the mesh says so; elsewhere this does."""
+    """Around lowering a program for a device that need not be present. Since jax 0.11 Pallas needs to know the GPU;
+    within `jax.shard_map` the mesh provides it, elsewhere this does."""
     import jax
 
     if device.platform != "gpu" or jax.__version_info__ < (0, 11):
@@ -74,7 +74,7 @@ def lowering_for(device: jax.Device) -> Iterator[None]:
         yield
 
 
-def simulated(count: int) -> dict[str, str]:
+def simulation_environment(count: int) -> dict[str, str]:
     """The environment in which jax starts with `count` CPU devices."""
     flags = os.environ.get("XLA_FLAGS", "").split()
     given = {flag.split("=")[0] for flag in flags}
@@ -82,35 +82,35 @@ def simulated(count: int) -> dict[str, str]:
         "XLA_FLAGS": " ".join(flags + [f"{name}={s}" for name, s in _PATIENCE.items() if name not in given]),
         "JAX_PLATFORMS": "cpu",
         "JAX_NUM_CPU_DEVICES": str(count),
-        # XLA has a thread for each device. A program that waits to start takes some of them, and a collective of the
-        # one before then waits for its last participant forever (jax 0.10): so there are more.
+        # XLA has one thread per device. A program that waits to start takes some of them, and then a collective of
+        # the one before waits for its last participant forever (jax 0.10): hence more threads.
         "PJRT_NPROC": os.environ.get("PJRT_NPROC", str(3 * count)),
     }
 
 
 def keep_freed_memory() -> None:
-    """On a CPU, XLA takes its temporaries from malloc at each step, from whatever thread, and glibc maps large blocks
-    anew each time and clears every page: a fifth of a small step. From here on it keeps what is freed, in one pool for
-    all threads; so call it before jax starts its own."""
+    """Make glibc keep freed memory, in one pool for all threads; call it before jax starts its own. On a CPU, XLA
+    mallocs its temporary buffers at each step, and glibc would map and clear large blocks each time: a fifth of a
+    small step."""
     if sys.platform == "linux" and (mallopt := getattr(ctypes.CDLL(None), "mallopt", None)):
         arenas, mmap_threshold, trim_threshold = -8, -3, -1  # M_ARENA_MAX and so on, of malloc.h
         for option, value in ((arenas, 1), (mmap_threshold, 1 << 30), (trim_threshold, 2**31 - 1)):
             mallopt(option, value)
 
 
-def seldom_look_for_garbage() -> None:
-    """jax traces a step into millions of objects that stay, and at Python's own pace a sixth of a plan's time goes in
-    looking for garbage among them."""
+def collect_garbage_rarely() -> None:
+    """Run Python's garbage collector less often: jax traces a step into millions of objects that stay, and scanning
+    them takes a sixth of a plan's time by default."""
     gc.set_threshold(100_000, 20, 20)
 
 
 def has_nvidia_gpu() -> bool:
-    """Whether the NVIDIA driver runs here (/dev/dxg is its door under WSL)."""
-    return any(Path(door).exists() for door in ("/proc/driver/nvidia/version", "/dev/nvidiactl", "/dev/dxg"))
+    """Whether the NVIDIA driver runs here (under WSL as /dev/dxg)."""
+    return any(Path(file).exists() for file in ("/proc/driver/nvidia/version", "/dev/nvidiactl", "/dev/dxg"))
 
 
 def cuda_wheels() -> dict[str, str]:
-    """jax's CUDA plugin wheels that are installed, name to version: {"jax-cuda13-plugin": "0.10.2"}."""
+    """The installed CUDA plugin wheels of jax, name to version: {"jax-cuda13-plugin": "0.10.2"}."""
     found = {}
     for name in ("jax-cuda13-plugin", "jax-cuda13-pjrt", "jax-cuda12-plugin", "jax-cuda12-pjrt"):
         try:
@@ -120,11 +120,11 @@ def cuda_wheels() -> dict[str, str]:
     return found
 
 
-def stay_on_cpu_without_gpu(*, only_compile: bool = False) -> None:
-    """Where no GPU is, settle on the CPU. With its CUDA wheels installed jax would print a traceback about cuDNN.
+def use_cpu_without_gpu(*, only_compile: bool = False) -> None:
+    """Where there is no GPU, use the CPU; with its CUDA wheels installed jax would print a traceback about cuDNN.
 
-    `only_compile`: nothing will run there. XLA's compiler takes small blocks from many threads, which wait for each
-    other at a single pool: planning 8 B parameters for 8 GPUs took a third more of processor time with one.
+    `only_compile`: nothing will run. XLA's compiler allocates small blocks from many threads, which contend for the
+    single pool of `keep_freed_memory`: planning 8 B parameters for 8 GPUs took a third more CPU time with it.
     """
     if not has_nvidia_gpu():
         if not only_compile:
@@ -133,10 +133,10 @@ def stay_on_cpu_without_gpu(*, only_compile: bool = False) -> None:
             os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 
-def keep_compiled(output: str | Path) -> None:
-    """What is compiled for accelerators is kept in `output/.compiled`, so that a run that starts again, on these hosts
-    or others that share the place, does not compile again. JAX_COMPILATION_CACHE_DIR names another place, and
-    JAX_ENABLE_COMPILATION_CACHE=false turns it off. Not for CPUs: there compiling is quick, and bound to one CPU's
+def cache_compiled_programs(output: str | Path) -> None:
+    """Cache compiled programs for accelerators in `output/.compiled`, so that restarts, on hosts that share the
+    directory, do not compile again. JAX_COMPILATION_CACHE_DIR sets another directory,
+    JAX_ENABLE_COMPILATION_CACHE=false turns it off. Not for CPUs, where compiling is quick and specific to the CPU's
     instructions."""
     import jax
 
@@ -146,7 +146,8 @@ def keep_compiled(output: str | Path) -> None:
 
 
 def nvidia_gpus() -> list[dict[str, Any]]:
-    """The GPUs as the driver knows them, with the memory that all processes together have in use; jax is not asked."""
+    """The GPUs by the driver, with the memory in use by all processes; does not start jax. nvidia-ml-py would save ten
+    lines of this for a dependency."""
     program = shutil.which("nvidia-smi")
     if program is None:
         return []
@@ -161,52 +162,52 @@ def nvidia_gpus() -> list[dict[str, Any]]:
     ]
 
 
-def memory_here() -> int:
-    """Bytes of this machine."""
+def main_memory() -> int:
+    """Bytes of main memory."""
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 _FRACTIONS = ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION")
-
-
-_UNIFIED = "TF_FORCE_UNIFIED_MEMORY"  # XLA's own name, from when it was a part of TensorFlow
+_UNIFIED = "TF_FORCE_UNIFIED_MEMORY"  # XLA's name for it, from when it was a part of TensorFlow
 _ALLOCATOR = "XLA_PYTHON_CLIENT_ALLOCATOR"
 
 
 def spill_to_host() -> None:
-    """Let jax take CUDA's unified memory, beyond what a GPU has: the driver moves pages to host memory when the GPU is
-    full, and back when a kernel touches them. XLA reads this once, when jax starts, and only its own pool of memory
-    (`bfc`) heeds it; a share of a GPU's memory above 1 is how much that pool may grow to."""
+    """Let jax allocate CUDA unified memory beyond what a GPU has: the driver moves pages to host memory when the GPU is
+    full, and back when a kernel touches them. XLA reads this once, when jax starts; it holds for its own allocator
+    (`bfc`) only, whose limit is a fraction of the GPU's memory above 1."""
     found = nvidia_gpus() if has_nvidia_gpu() else []
     if not found:
-        return  # a plan for GPUs elsewhere; what would run here is refused where it is known what that is
+        return  # a plan for GPUs elsewhere; a run without GPUs is refused later
     if Path("/dev/dxg").exists():
-        raise UserError("memory.spill: unified: under WSL, CUDA gives no more memory than the GPU has; use none")
+        raise UserError(
+            "memory.spill=unified does not support WSL, where CUDA cannot exceed the GPU's memory; use none"
+        )
     if (allocator := os.environ.setdefault(_ALLOCATOR, "bfc").lower()) not in ("bfc", "default"):
-        raise UserError(f"{_ALLOCATOR}={allocator}: never spills (memory.spill: unified); leave it out, or use bfc")
+        raise UserError(f"{_ALLOCATOR}={allocator} does not support memory.spill=unified; leave it out, or use bfc")
     for name in _FRACTIONS:
         if (share := os.environ.get(name)) is not None and float(share) <= 1:
-            raise UserError(f"{name}={share}: leaves nothing to spill to (memory.spill: unified); leave it out")
+            raise UserError(f"{name}={share} leaves memory.spill=unified no room; leave it out")
     count, least = _visible(found), min(gpu["memory"] for gpu in found)
-    room = least - gpus.reserved(count) + gpus.spillable(memory_here() // count)
+    room = least - gpus.reserved(count) + gpus.spillable(main_memory() // count)
     if not any(name in os.environ for name in _FRACTIONS):
         os.environ[_FRACTIONS[0]] = f"{room / least:.4f}"
     os.environ[_UNIFIED] = "true"
 
 
-def spills() -> bool:
-    """Whether `spill_to_host`, or the user, has asked for unified memory."""
+def is_spilling() -> bool:
+    """Whether unified memory is on, by `spill_to_host` or the user."""
     return os.environ.get(_UNIFIED, "").lower() in ("1", "true")
 
 
 def _visible(found: list[dict[str, Any]]) -> int:
-    """How many of these GPUs jax may see."""
+    """The number of these GPUs that jax may use."""
     return len([one for one in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if one]) or len(found)
 
 
-def take_all_but_reserved() -> None:
-    """Let jax, which would take three quarters of each GPU, take all but `gpus.reserved`: the number that a plan's
-    `fits` takes off. A fraction that the user gave stays, and plans then take off what it leaves."""
+def reserve_gpu_memory() -> None:
+    """Let jax take all of each GPU but `gpus.reserved`, which plans subtract too, instead of three quarters. A fraction set
+    by the user stays, and plans then subtract what it leaves."""
     if not has_nvidia_gpu() or any(name in os.environ for name in _FRACTIONS):
         return
     if found := nvidia_gpus():
@@ -216,6 +217,6 @@ def take_all_but_reserved() -> None:
 
 
 def peak_flops(device: jax.Device) -> float | None:
-    """The device's dense bf16 peak in FLOP/s, the denominator of MFU; None where it is not known."""
+    """The device's dense bf16 peak in FLOP/s, the denominator of MFU; None: unknown."""
     gpu = gpus.find(device.device_kind)
     return gpu.flops if gpu else None

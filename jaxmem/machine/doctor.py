@@ -1,7 +1,7 @@
-"""What this machine is and what works on it, in one screen, with the line that would mend what does not.
+"""`jaxmem doctor`: this machine and what works on it, with the command that repairs what does not.
 
-jax is asked in processes of its own: a wheel that does not fit its driver then costs a line here, not a traceback,
-and no memory of a GPU stays taken. About two seconds.
+jax runs in processes of its own: a wheel that does not match the driver is then one line here, not a traceback, and
+no GPU memory stays allocated. About two seconds.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from rich.console import Group
 
 PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "numpy")
-# What works through a package: the package, the extra that brings it ("": the install itself), what it is for.
+# Optional features: the package, the extra that installs it ("": jaxmem itself), the config key that needs it.
 OPTIONAL = {
     "tokenizers": ("tokenizers", "", "data.tokenizer: any tokenizer.json"),
     "parquet": ("pyarrow", "[parquet]", "data.source: parquet"),
@@ -32,7 +32,7 @@ OPTIONAL = {
     "tensorboard": ("tensorboardX", "[tensorboard]", "train.trackers: [tensorboard]"),
     "wandb": ("wandb", "[wandb]", "train.trackers: [wandb]"),
 }
-DRIVER_NEEDED = {"cuda13": 580, "cuda12": 525}  # the first driver series that runs programs of that CUDA
+DRIVER_NEEDED = {"cuda13": 580, "cuda12": 525}  # the first driver series for that CUDA
 
 _PROBE = """
 import json, sys
@@ -43,7 +43,7 @@ print(json.dumps(seen))
 
 
 def examine() -> dict[str, Any]:
-    """Everything known about this machine, as one JSON-able dict; sizes in bytes."""
+    """Everything known about this machine, as JSON; sizes in bytes."""
     with ThreadPoolExecutor() as pool:
         here = pool.submit(_see_devices, {})
         simulated = pool.submit(_see_devices, {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "8"})
@@ -76,7 +76,7 @@ def examine() -> dict[str, Any]:
 
 
 def table(findings: dict[str, Any]) -> Group:
-    """The findings for people: what is here, then what works, each line with its cure."""
+    """The findings as a table: what is here, then what works, each failure with its remedy."""
     from rich.console import Group
     from rich.table import Table
     from rich.text import Text
@@ -116,28 +116,28 @@ def _gpu_cure(findings: dict[str, Any]) -> str:
     if driver is None and not devices.has_nvidia_gpu():
         return "no NVIDIA driver runs on this machine"
     if driver is None:
-        return "nvidia-smi does not answer: is the driver installed as its library expects?"
+        return "nvidia-smi fails: check the driver installation"
     series = int(driver.split(".")[0])
     fitting = next((cuda for cuda, needed in DRIVER_NEEDED.items() if series >= needed), None)
     if fitting is None:
         return f"driver {driver} is older than {min(DRIVER_NEEDED.values())}: update it"
     if not any(fitting in wheel for wheel in wheels):
         return _install(f"[{fitting}]")
-    return _mismatch(findings, fitting) or findings["devices_error"] or "jax sees no GPU: is JAX_PLATFORMS set?"
+    return _mismatch(findings, fitting) or findings["devices_error"] or "jax sees no GPU: check JAX_PLATFORMS"
 
 
 def _plan_check(findings: dict[str, Any]) -> dict[str, Any]:
-    """Compiling for GPUs needs the plugin in jax's own version, ptxas and libdevice; no driver."""
+    """Compiling for GPUs needs the plugin in jax's version, ptxas and libdevice, but no driver."""
     wheels = findings["cuda_wheels"]
     tools = shutil.which("ptxas") is not None or (_version("nvidia-cuda-nvcc") and _version("nvidia-nvvm"))
     extra = next((cuda for cuda in DRIVER_NEEDED if f"jax-{cuda}-plugin" in wheels), "plan")
     mismatch = _mismatch(findings, extra)
     works = bool(wheels and tools and not mismatch)
-    return _check("plan for GPUs", works, mismatch or _install("[plan]"), "compiled without one")
+    return _check("plan for GPUs", works, mismatch or _install("[plan]"), "compiles without a GPU")
 
 
 def _mismatch(findings: dict[str, Any], extra: str) -> str | None:
-    """CUDA wheels of another version than jax's are refused by jax: which, and what mends it."""
+    """A CUDA wheel of another version than jax, which jax refuses, with the remedy."""
     version = findings["packages"]["jax"]
     for wheel, its in findings["cuda_wheels"].items():
         if its != version:
@@ -157,7 +157,7 @@ def _version(package: str) -> str | None:
 
 
 def _see_devices(environment: dict[str, str]) -> tuple[list[dict[str, Any]], str | None]:
-    """What jax sees in a fresh process: its devices, or the last line of what it said instead."""
+    """What jax sees in a fresh process: its devices, or the last line of its error output."""
     if devices.cuda_wheels() and not devices.has_nvidia_gpu():
         environment = {"JAX_PLATFORMS": "cpu"} | environment
     environment = os.environ | {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"} | environment
@@ -168,14 +168,14 @@ def _see_devices(environment: dict[str, str]) -> tuple[list[dict[str, Any]], str
     except subprocess.TimeoutExpired:
         return [], "jax did not start within two minutes"
     if child.returncode != 0:
-        said = [line for line in child.stderr.splitlines() if line.strip()]
-        return [], said[-1].strip() if said else f"jax ended with code {child.returncode}"
+        lines = [line for line in child.stderr.splitlines() if line.strip()]
+        return [], lines[-1].strip() if lines else f"jax exited with code {child.returncode}"
     return json.loads(child.stdout.splitlines()[-1]), None
 
 
 def _host_memory() -> dict[str, int]:
-    """Bytes of main memory, in all and free to take; a container's own limit counts where it is lower."""
-    if not Path("/proc/meminfo").exists():  # macOS: what is free right now has no plain meaning there
+    """Bytes of main memory, total and available; a container's limit counts where it is lower (psutil ignores it)."""
+    if not Path("/proc/meminfo").exists():  # macOS, where available memory is not well defined
         total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
         return {"total": total, "available": total}
     kib = {}

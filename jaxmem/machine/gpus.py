@@ -1,7 +1,7 @@
-"""GPUs, in one table: what a plan compiles for and estimates with, and what a run's speed is measured against.
+"""The table of GPUs: what plans compile for and estimate with, and what MFU is relative to.
 
-Figures are those of NVIDIA's data sheets and architecture papers; memory is what CUDA reports, which is less than
-the name says. Rates are peaks in one direction. Importing this starts nothing.
+Figures are from NVIDIA's data sheets and architecture papers; memory is what CUDA reports, less than the product name
+states. Rates are peaks in one direction. Importing this starts nothing.
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ from dataclasses import dataclass
 
 GIB = 2**30
 
-# What attained rates come to, as a share of the peaks: large bf16 products with power limits, streaming kernels,
-# NCCL's large messages. Estimates of time use these; nothing about memory does.
+# Attained rates as a share of the peaks: large bf16 matmuls under power limits, streaming kernels, large NCCL messages.
+# Only estimates of time use these.
 ATTAINED_FLOPS = 0.7
 ATTAINED_BANDWIDTH = 0.85
 ATTAINED_LINK = 0.8
@@ -21,12 +21,12 @@ ATTAINED_LINK = 0.8
 class Gpu:
     """One kind of GPU, in the units of its data sheet."""
 
-    name: str  # of the target
-    kind: str  # words of the name that CUDA gives the device
+    name: str  # as in a target
+    kind: str  # part of the device name that CUDA reports
     memory_gib: float
     bandwidth_gb_s: float
-    bf16_tflops: float  # dense, sums in float32
-    link_gb_s: float  # to the other GPUs of its host: NVLink, or PCIe where there is none
+    bf16_tflops: float  # dense, accumulated in float32
+    link_gb_s: float  # to the other GPUs of its host: NVLink, else PCIe
     network_gb_s: float  # its share of its host's network
     host_link_gb_s: float  # to host memory
     host_memory_gib: float  # its share of its host's memory
@@ -75,31 +75,30 @@ GPUS = {
     )
 }
 
-# A few cores of a server, one simulated device's share: times on it only compare one program with another.
+# A simulated device's share of a few server cores: its times only compare programs with each other.
 CPU = Gpu("cpu", "CPU", 16, 20, 0.2, 10, 10, 10, 16, "0.0", 1, 2.0, 1)
 
 
 def find(device_kind: str, memory: int | None = None) -> Gpu | None:
-    """The GPU whose name a device gives, the most specific one; of two sizes the one nearest to `memory`.
+    """The GPU with a device's name, most specific first; of two sizes the one nearest to `memory`.
 
     >>> find("NVIDIA H100 PCIe").name, find("NVIDIA A100-SXM4-80GB", 80 * GIB).name, find("cpu")
     ('h100-pcie-80gb', 'a100-80gb', None)
     """
-    said = f" {device_kind.replace('-', ' ')} "
-    found = [gpu for gpu in GPUS.values() if f" {gpu.kind} " in said]
+    words = f" {device_kind.replace('-', ' ')} "
+    found = [gpu for gpu in GPUS.values() if f" {gpu.kind} " in words]
     return max(found, key=lambda gpu: (len(gpu.kind), -abs(gpu.memory - (memory or 0))), default=None)
 
 
 def spillable(host_memory: int) -> int:
-    """Bytes of a device's share of its host's memory that what does not fit on the device may take: half. The rest is
-    for the data, for checkpoints on their way and for the system; a host that is full kills processes."""
+    """Bytes of a device's share of host memory that may hold what does not fit on the device: half. The rest is for
+    data, checkpoints being written and the system; a full host kills processes."""
     return host_memory // 2
 
 
 def reserved(devices: int, gib: float | None = None) -> int:
     """Bytes of a GPU that the compiler does not count: CUDA's context and kernels, libraries' workspaces, and with
-    several devices NCCL's buffers. `gib` says it otherwise. A plan's `fits` and a run's share of the memory agree
-    because both take this number off.
+    several devices NCCL's buffers. `gib` overrides it. Plans and runs both subtract this number, so they agree.
 
     >>> reserved(1) / GIB, reserved(8) / GIB, reserved(8, 2.5) / GIB
     (0.75, 1.5, 2.5)

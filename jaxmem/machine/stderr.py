@@ -1,4 +1,4 @@
-"""What libraries in C++ write to the process's standard error, whatever Python thinks of `sys.stderr`."""
+"""Filter what C++ libraries write to the process's standard error, past Python's `sys.stderr`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def filtered(passed: Callable[[bytes], bytes]) -> Iterator[None]:
-    """Held back until the end; then what `passed` makes of it goes on."""
+    """Holds standard error back until the end, then writes `passed` of it."""
     sys.stderr.flush()
     with tempfile.TemporaryFile() as log:
         real = os.dup(2)

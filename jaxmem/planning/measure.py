@@ -66,7 +66,7 @@ def _main(raw: str, simulate: str) -> None:
     if simulate:
         devices.simulate(int(simulate))
     else:
-        devices.stay_on_cpu_without_gpu()
+        devices.use_cpu_without_gpu()
     print(json.dumps(measure(load_config(json.loads(raw)))))
 
 

@@ -76,7 +76,7 @@ def parse_target(text: str) -> Target:
     if name == "cpu":
         if found[1]:
             raise UserError(f"target {text!r}: simulated devices share one host; give cpu:{hosts * size}")
-        share = devices.memory_here() // size
+        share = devices.main_memory() // size
         return Target(text, None, size, size, share, share)
     gpu = _from_file(Path(name)) if name.endswith((".yaml", ".yml")) else GPUS.get(name)
     if gpu is None:
@@ -93,10 +93,10 @@ def local_target(seen: Sequence[Any]) -> Target:
     first, count = seen[0], len(seen)
     per_host = max(1, sum(device.process_index == first.process_index for device in seen))
     if first.platform == "cpu":
-        share = devices.memory_here() // per_host
+        share = devices.main_memory() // per_host
         return Target(f"cpu:{count}", None, count, per_host, share, share, tuple(seen))
     reported = (first.memory_stats() or {}).get("bytes_limit", 0)
-    spills = devices.spills()
+    spills = devices.is_spilling()
     whole = min(one["memory"] for one in devices.nvidia_gpus()) if spills else reported
     gpu = gpus.find(first.device_kind, whole)
     # What jax may use is a share of what the driver reports; the table knows the whole.
@@ -104,7 +104,7 @@ def local_target(seen: Sequence[Any]) -> Target:
     name = gpu.name if gpu else first.device_kind
     withheld = memory - reported if reported and not spills else None
     beyond = max(0, reported - (memory - gpus.reserved(count))) if spills else 0
-    host = devices.memory_here() // per_host
+    host = devices.main_memory() // per_host
     return Target(f"{name}:{count}", gpu, count, per_host, memory, host, tuple(seen), withheld, beyond)
 
 

@@ -84,7 +84,7 @@ def _program(cfg: Config, target: Target, reserve_gib: float | None) -> Program:
 def main(arguments: list[str]) -> None:
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
-    devices.seldom_look_for_garbage()
+    devices.collect_garbage_rarely()
     target = parse_target(arguments[0])
     if target.is_cpu:
         devices.simulate(target.count)

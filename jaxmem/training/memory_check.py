@@ -17,7 +17,7 @@ from typing import Any
 import jax
 
 from jaxmem.errors import UserError
-from jaxmem.machine.devices import spills
+from jaxmem.machine.devices import is_spilling
 from jaxmem.planning import Plan, readable
 from jaxmem.training.progress import device_memory
 
@@ -115,7 +115,7 @@ class PeakCheck:
         partial.write_text(json.dumps(saved, indent=2))
         partial.replace(self._file)
         over = peak - self._plan.limit
-        spilled = f"; {readable(over)} of it in host memory (memory.spill), slow" if over > 0 and spills() else ""
+        spilled = f"; {readable(over)} of it in host memory (memory.spill), slow" if over > 0 and is_spilling() else ""
         return f"memory: planned {readable(self._planned)}, measured peak {readable(peak)} ({difference:+.1%}){spilled}"
 
 

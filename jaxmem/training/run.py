@@ -30,13 +30,12 @@ from jaxmem.data.loader import Loader, merge_states
 from jaxmem.distributed.agree import DelayedMax, any_process, gather, serialized
 from jaxmem.distributed.join import failing_together
 from jaxmem.errors import UserError
-from jaxmem.machine.devices import keep_compiled, peak_flops
+from jaxmem.machine.devices import cache_compiled_programs, peak_flops
 from jaxmem.step import Program, program
 from jaxmem.step.state import TrainState
 from jaxmem.training.lock import run_lock
 from jaxmem.training.profile import Profile
 from jaxmem.training.progress import Elapsed, Progress, RunSpec, Work
-from jaxmem.training.replicas import check_replicas
 from jaxmem.training.restore import Rollback, restore, starting_state
 from jaxmem.training.signals import StopSignal, requeued_before_training
 from jaxmem.training.telemetry import DivergedError, SpikeDetector, Telemetry
@@ -75,7 +74,7 @@ def _run(cfg: Config, devices: Sequence[Any] | None) -> Result:
     from jaxmem.training.memory_check import PeakCheck, check_fits, explained_out_of_memory
 
     check_trackers(cfg)
-    keep_compiled(cfg.output)
+    cache_compiled_programs(cfg.output)
     _preflight(cfg)
     devices = jax.devices() if devices is None else devices
     built = program(decided(cfg, local_target(devices)), devices)
@@ -136,6 +135,8 @@ def _run(cfg: Config, devices: Sequence[Any] | None) -> Result:
                 progress.say(peak.after_step(bucket))
                 with progress.paused():
                     if cfg.train.check_replicas and step % cfg.train.check_replicas == 0:
+                        from jaxmem.training.replicas import check_replicas
+
                         check_replicas(state, step)
                     if evaluate and (last or step % (cfg.train.evaluate_every or 1) == 0):
                         held_out = evaluate(state.params, cfg.train.evaluate_batches)

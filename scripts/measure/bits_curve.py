@@ -25,7 +25,7 @@ from common import parser, print_table
 from jaxmem.inference.evaluate import HeldOut
 from jaxmem.inference.load import open_run
 from jaxmem.lab.tour.quantization import BLOCK, is_matrix, rounded
-from jaxmem.machine.devices import stay_on_cpu_without_gpu
+from jaxmem.machine.devices import use_cpu_without_gpu
 from jaxmem.quant import quantize
 from jaxmem.report.matplotlib_figure import figure
 
@@ -95,7 +95,7 @@ def main() -> None:
     options.add_argument("--png", type=Path)
     options.add_argument("--embeddings", metavar="FORMAT")
     args = options.parse_args()
-    stay_on_cpu_without_gpu()
+    use_cpu_without_gpu()
     if args.embeddings:
         print_parts(args.run, args.batches, args.embeddings)
         return

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from common import parser, print_table
 
-from jaxmem.machine.devices import stay_on_cpu_without_gpu
+from jaxmem.machine.devices import use_cpu_without_gpu
 from jaxmem.quant import FORMATS, quantize
 
 SHAPE, BLOCK = (4096, 4096), 64
@@ -63,7 +63,7 @@ if __name__ == "__main__":
     options = parser(__doc__)
     options.add_argument("--json", action="store_true", help="instead of the table")
     args = options.parse_args()
-    stay_on_cpu_without_gpu()
+    use_cpu_without_gpu()
     if args.json:
         about = {"device": jax.devices()[0].device_kind, "jax": jax.__version__, "shape": SHAPE, "block": BLOCK}
         print(json.dumps({**about, "rows": list(rows())}, indent=2))

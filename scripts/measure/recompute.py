@@ -51,7 +51,7 @@ def main() -> None:
     options.add_argument("--json", type=Path)
     options.add_argument("--png", type=Path)
     args = options.parse_args()
-    devices.stay_on_cpu_without_gpu(only_compile=True)
+    devices.use_cpu_without_gpu(only_compile=True)
     rows: list[dict[str, Any]] = []
     for layers in args.depths:
         ideal = None  # operations without recomputation, where the policy `none` is among them

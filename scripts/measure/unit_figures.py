@@ -17,7 +17,7 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 from jaxmem import load_config
 from jaxmem.machine import devices
 
-devices.stay_on_cpu_without_gpu(only_compile=True)
+devices.use_cpu_without_gpu(only_compile=True)
 
 from jaxmem.planning import Plan  # noqa: E402
 from jaxmem.planning.breakdown import UPDATES  # noqa: E402

@@ -18,7 +18,7 @@ from jaxmem.distributed.cluster import Cluster
 PROGRAM = """
 import sys, time
 from jaxmem.machine import devices
-devices.stay_on_cpu_without_gpu()
+devices.use_cpu_without_gpu()
 from jaxmem.distributed.join import hosts, join, joined
 from jaxmem.errors import UserError
 

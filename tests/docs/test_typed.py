@@ -22,7 +22,7 @@ import yaml
 from jaxmem.cli import main
 from jaxmem.lab.bench import contest
 from jaxmem.lab.tour.docstrings import VOCAB, write_conversations, write_tokenizer
-from jaxmem.machine.devices import simulated
+from jaxmem.machine.devices import simulation_environment
 from tests.docs import started
 
 ROOT = Path(__file__).parents[2]
@@ -91,7 +91,7 @@ def here(place: Path, words: tuple[str, ...], _: int) -> tuple[int, str]:
 
 
 def apart(place: Path, words: tuple[str, ...], seen: int) -> tuple[int, str]:
-    there = simulated(seen or devices(place, words))
+    there = simulation_environment(seen or devices(place, words))
     there["PATH"] = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
     asked = "What is it?\n"
     if words[0] == "jaxmem":

@@ -29,7 +29,7 @@ def test_simulate_decides_how_many_devices_there_are(imports: str) -> None:
 
 def test_simulate_another_number_once_jax_has_started(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "environ", dict(os.environ))
-    with pytest.raises(UserError, match="cannot simulate 4 devices: jax has already started with 8 cpu devices"):
+    with pytest.raises(UserError, match="cannot simulate 4 devices: jax already runs with 8 cpu devices"):
         devices.simulate(4)
 
 
@@ -50,7 +50,7 @@ def test_cuda_wheels_without_a_gpu_are_left_alone(
     monkeypatch.setattr(os, "environ", {})
     monkeypatch.setattr(devices, "cuda_wheels", lambda: wheels)
     monkeypatch.setattr(devices, "has_nvidia_gpu", lambda: gpu)
-    devices.stay_on_cpu_without_gpu()
+    devices.use_cpu_without_gpu()
     assert os.environ.get("JAX_PLATFORMS") == expected
 
 
@@ -62,7 +62,7 @@ def test_compiling_alone_leaves_malloc_its_pools(
     monkeypatch.setattr(os, "environ", {})
     monkeypatch.setattr(devices, "has_nvidia_gpu", lambda: False)
     monkeypatch.setattr(devices, "keep_freed_memory", lambda: calls.append(None))
-    devices.stay_on_cpu_without_gpu(only_compile=only_compile)
+    devices.use_cpu_without_gpu(only_compile=only_compile)
     assert len(calls) == kept
 
 
@@ -86,10 +86,10 @@ def test_what_is_compiled_for_accelerators_is_kept(monkeypatch: pytest.MonkeyPat
     told = {}
     monkeypatch.setattr(jax.config, "update", told.__setitem__)
     monkeypatch.setattr(jax, "default_backend", lambda: "cpu")
-    devices.keep_compiled(tmp_path)
+    devices.cache_compiled_programs(tmp_path)
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
-    devices.keep_compiled(tmp_path)  # the tests' own place was given by JAX_COMPILATION_CACHE_DIR, and stays
+    devices.cache_compiled_programs(tmp_path)  # the tests' own place was given by JAX_COMPILATION_CACHE_DIR, and stays
     assert told == {}
     monkeypatch.setattr(type(jax.config), "jax_compilation_cache_dir", None, raising=False)
-    devices.keep_compiled(tmp_path)
+    devices.cache_compiled_programs(tmp_path)
     assert told == {"jax_compilation_cache_dir": str(tmp_path / ".compiled")}

@@ -99,7 +99,7 @@ WITH_CODE = """
 import json
 from jaxmem import load_config
 from jaxmem.machine import devices
-devices.stay_on_cpu_without_gpu(only_compile=True)
+devices.use_cpu_without_gpu(only_compile=True)
 from jaxmem.planning.compile import compile_all
 from jaxmem.planning.elsewhere import UNTIMED, without_cache
 from jaxmem.planning.hlo_proto import BufferAssignmentProto

@@ -131,7 +131,7 @@ def main() -> None:
     parser.add_argument("--target", default="h100-80gb")
     parser.add_argument("--json", action="store_true")
     given = parser.parse_args()
-    devices.stay_on_cpu_without_gpu(only_compile=True)
+    devices.use_cpu_without_gpu(only_compile=True)
     rows = []
     for name, kind in kinds().items():
         held, tokens = kept(kind, given.target), ROWS * (SIDE * SIDE if kind.image else TIME)

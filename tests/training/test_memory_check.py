@@ -164,10 +164,10 @@ def test_jax_takes_what_a_plan_counts_on(monkeypatch: pytest.MonkeyPatch) -> Non
     for name in (*devices._FRACTIONS, "CUDA_VISIBLE_DEVICES"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("XLA_CLIENT_MEM_FRACTION", "0.5")
-    devices.take_all_but_reserved()
+    devices.reserve_gpu_memory()
     assert devices.os.environ["XLA_CLIENT_MEM_FRACTION"] == "0.5"  # the user's own
     monkeypatch.delenv("XLA_CLIENT_MEM_FRACTION")
-    devices.take_all_but_reserved()
+    devices.reserve_gpu_memory()
     share = float(devices.os.environ["XLA_CLIENT_MEM_FRACTION"])
     assert share * gpu.memory == pytest.approx(gpu.memory - reserved(8), rel=1e-4)
 
@@ -228,7 +228,7 @@ def test_jax_is_told_to_spill_before_it_starts(monkeypatch: pytest.MonkeyPatch) 
     gpu = GPUS["a100-80gb"]
     monkeypatch.setattr(devices, "has_nvidia_gpu", lambda: True)
     monkeypatch.setattr(devices, "nvidia_gpus", lambda: [{"memory": gpu.memory}] * 2)
-    monkeypatch.setattr(devices, "memory_here", lambda: 512 * GIB)
+    monkeypatch.setattr(devices, "main_memory", lambda: 512 * GIB)
     monkeypatch.setattr(devices.os, "environ", {})
     take_devices(None, spill=True)
     share = float(devices.os.environ["XLA_CLIENT_MEM_FRACTION"])
@@ -243,5 +243,5 @@ def test_jax_is_told_to_spill_before_it_starts(monkeypatch: pytest.MonkeyPatch) 
     assert target.spillable == pytest.approx(128 * GIB, rel=1e-3)
     for given in ({"XLA_PYTHON_CLIENT_ALLOCATOR": "cuda_async"}, {"XLA_CLIENT_MEM_FRACTION": "0.9"}):
         monkeypatch.setattr(devices.os, "environ", dict(given))
-        with pytest.raises(UserError, match=r"memory\.spill: unified"):
+        with pytest.raises(UserError, match=r"memory\.spill=unified"):
             devices.spill_to_host()

@@ -89,7 +89,7 @@ def _ran(run: Run) -> Ran:
 
 
 def _main() -> None:
-    devices.stay_on_cpu_without_gpu()
+    devices.use_cpu_without_gpu()
     print(json.dumps({name: _ran(Run(*run)) for name, run in json.load(sys.stdin).items()}))
 
 
