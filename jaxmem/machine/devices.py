@@ -206,8 +206,8 @@ def _visible(found: list[dict[str, Any]]) -> int:
 
 
 def reserve_gpu_memory() -> None:
-    """Let jax take all of each GPU but `gpus.reserved`, which plans subtract too, instead of three quarters. A fraction set
-    by the user stays, and plans then subtract what it leaves."""
+    """Let jax take all of each GPU but `gpus.reserved`, which plans subtract too, instead of three quarters. A fraction
+    set by the user stays, and plans then subtract what it leaves."""
     if not has_nvidia_gpu() or any(name in os.environ for name in _FRACTIONS):
         return
     if found := nvidia_gpus():
