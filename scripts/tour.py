@@ -1,4 +1,4 @@
-"""The tour's pages in docs, each made by its own stop: docs/tour/TOPIC.md and .png, and docs/tour.md, which lists them.
+"""Writes the tour's pages: docs/tour/TOPIC.md and .png, and docs/tour.md, which lists them.
 
 python scripts/tour.py              # every stop, one after the other, each in a process of its own
 python scripts/tour.py memory gpu   # these alone, and the list
@@ -10,16 +10,25 @@ import subprocess
 import sys
 from pathlib import Path
 
-from jaxmem.lab.tour import STOPS, stop
+from jaxmem.lab.tour import STOPS, find_stop
 
 DOCS = Path(__file__).parents[1] / "docs"
 HEAD = """# The tour
 
-Every idea with its own number: `jaxmem tour TOPIC` prints a table, says what it shows, draws a figure in
-`runs/tour/`, and names the setting that turns the idea on and the file to read; `pip install -e '.[tour]'` is all it
-needs. Each takes up to a minute on two cores without a GPU; `galore`, `memory`, `precision` and `finetune` (about one)
-say so first; what was compiled once is kept. Where the GPUs that a stop compiles for are in the machine, steps
-that fit also run, and a column says what the devices held. These pages are what `python scripts/tour.py` made.
+Each technique with its number, on a machine with or without a GPU:
+
+```sh
+pip install -e '.[tour]'
+jaxmem tour            # the list
+jaxmem tour memory     # one stop; --target h100-80gb for another GPU, where the stop compiles for one
+```
+
+A stop explains the idea, prints tables, draws a figure in `runs/tour/`, and names the setting that turns the idea on
+and the files that implement it. It takes up to a minute on two cores; `galore`, `memory`, `precision` and `finetune`
+take about one and say so first. Compiled steps are kept and reused. If the machine has the GPUs that a stop compiles
+for, steps that fit also run, and the column `measured` has what the devices held.
+
+These pages were written by `python scripts/tour.py`.
 
 | stop | shows | config |
 | --- | --- | --- |
@@ -27,13 +36,13 @@ that fit also run, and a column says what the devices held. These pages are what
 
 
 def row(topic: str) -> str:
-    """Of the list: a stop, its page, what turns it on."""
-    config = ", ".join(f"`{one}`" for one in STOPS[topic].config)
+    """A line of the list: the stop, its page, what turns it on."""
+    config = ", ".join(f"`{setting}`" for setting in STOPS[topic].config)
     return f"| [{topic}](tour/{topic}.md) | {STOPS[topic].about} | {config} |\n"
 
 
 def main(topics: list[str]) -> None:
-    for topic in [stop(name).topic for name in topics or STOPS]:
+    for topic in [find_stop(name).topic for name in topics or STOPS]:
         print(topic, flush=True)
         page = str(DOCS / f"tour/{topic}.md")
         subprocess.run([sys.executable, "-m", "jaxmem", "tour", topic, "--write", page], check=True)

@@ -96,7 +96,7 @@ def test_a_run_that_is_not_there(tmp_path: Path, capsys: pytest.CaptureFixture[s
     for command in (["generate", "--prompt", "x"], ["evaluate"]):
         code, out, err = jaxmem(*command, str(tmp_path / "none"), capsys=capsys)
         assert (code, out) == (2, "")
-        assert "none: no run is there" in err
+        assert "none: is neither a run" in err
 
 
 def test_plan(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -8,8 +8,8 @@ from typing import Annotated, Any
 import typer
 
 from jaxmem.cli.options import Json, Overrides
-from jaxmem.cli.printing import only_json, show
-from jaxmem.cli.starting import load
+from jaxmem.cli.output import only_json, show
+from jaxmem.cli.start import load
 from jaxmem.errors import UserError
 from jaxmem.machine import devices
 

@@ -1,4 +1,4 @@
-"""What several commands take, declared once: the same word, the same help."""
+"""Arguments and options that several commands share, with one help text each."""
 
 from __future__ import annotations
 
@@ -8,19 +8,44 @@ from typing import Annotated
 import typer
 
 ConfigFile = Annotated[
-    Path, typer.Argument(metavar="CONFIG", help="A YAML file: configs/demo.yaml", show_default=False)
+    Path, typer.Argument(metavar="CONFIG", help="A YAML file, such as configs/demo.yaml.", show_default=False)
 ]
 Overrides = Annotated[
-    list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="mesh.fsdp=8 memory.remat=full", show_default=False)
+    list[str] | None,
+    typer.Argument(metavar="[KEY=VALUE]...", help="Config settings, such as mesh.fsdp=8.", show_default=False),
 ]
-Run = Annotated[Path, typer.Argument(metavar="RUN", help="A run's directory: runs/demo", show_default=False)]
+Run = Annotated[Path, typer.Argument(metavar="RUN", help="The directory of a run, such as runs/demo.")]
+Model = Annotated[
+    Path, typer.Argument(metavar="RUN_OR_HF_DIR", help="The directory of a run, or a Hugging Face model.")
+]
+Target = Annotated[
+    str | None,
+    typer.Option(metavar="T", help="Compile for T: h100-80gb:8, cpu:8 or my-gpu.yaml.", show_default=False),
+]
 Simulate = Annotated[
-    int | None, typer.Option(metavar="N", min=1, help="See N devices on this machine's CPU.", show_default=False)
+    int | None, typer.Option(metavar="N", min=1, help="Run on N simulated CPU devices.", show_default=False)
 ]
 Reserve = Annotated[
-    float | None, typer.Option(metavar="GIB", min=0.0, help="Of each GPU, for CUDA and NCCL.", show_default=False)
+    float | None,
+    typer.Option(metavar="GIB", min=0.0, help="Memory of each GPU kept free for CUDA and NCCL.", show_default=False),
 ]
-Html = Annotated[Path | None, typer.Option(metavar="FILE", help="Memory over a step, to look at.", show_default=False)]
-Png = Annotated[Path | None, typer.Option(metavar="FILE", help="The same as a figure.", show_default=False)]
+Html = Annotated[
+    Path | None, typer.Option(metavar="FILE", help="Write a page: memory over a step.", show_default=False)
+]
+Png = Annotated[
+    Path | None, typer.Option(metavar="FILE", help="Write a figure: memory over a step.", show_default=False)
+]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]
-Model = Annotated[Path, typer.Argument(metavar="RUN_OR_HF_DIR", help="A run, or a Hugging Face directory.")]
+
+# Of commands that generate text.
+Tokens = Annotated[int, typer.Option(metavar="N", min=1, help="Generate at most N tokens.")]
+Temperature = Annotated[float, typer.Option(metavar="X", min=0.0, help="Sampling temperature; 0 is greedy.")]
+TopK = Annotated[
+    int | None, typer.Option(metavar="K", min=1, help="Sample from the K most likely tokens.", show_default=False)
+]
+TopP = Annotated[float, typer.Option(metavar="P", help="Sample from the most likely tokens with total probability P.")]
+StopTexts = Annotated[
+    list[str] | None,
+    typer.Option("--stop", metavar="TEXT", help="End before TEXT; may be repeated.", show_default=False),
+]
+Seed = Annotated[int, typer.Option(metavar="N", min=0, help="Random seed of the sampling.")]

@@ -9,8 +9,8 @@ from typing import Annotated, Any
 import typer
 
 from jaxmem.cli.options import ConfigFile, Html, Json, Overrides, Png, Reserve, Simulate
-from jaxmem.cli.printing import only_json, show
-from jaxmem.cli.starting import load, take_devices
+from jaxmem.cli.output import only_json, show
+from jaxmem.cli.start import load, take_devices
 from jaxmem.errors import UserError
 
 

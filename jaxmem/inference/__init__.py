@@ -1,1 +1,1 @@
-"""Using a trained model: generate, chat, evaluate, multiple choice, log-probabilities of a reference, export."""
+"""Using a trained model: generate, chat, evaluate, multiple choice, reference log-probabilities, export."""

@@ -1,4 +1,4 @@
-"""Texts in, texts out: a model with its tokenizer, continuing prompts or answering in a conversation."""
+"""Text in, text out: a model with its tokenizer that continues prompts or answers in a conversation."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ import numpy as np
 
 from jaxmem.data.chat_template import Message, TemplateError, template_for
 from jaxmem.errors import UserError
-from jaxmem.inference.generate import ENDED, Generator, Sampling, Thread
+from jaxmem.inference.generate import ENDED, Conversation, Generator, Sampling
 from jaxmem.inference.load import open_model, tokenizer_of
 
 
-class Speaker:
-    """A run or a Hugging Face directory that speaks."""
+class TextGenerator:
+    """A run or a Hugging Face directory, ready to generate text."""
 
     def __init__(
         self,
@@ -26,78 +26,78 @@ class Speaker:
         stops: Sequence[str] = (),
         overrides: Sequence[str] = (),
     ) -> None:
-        """`tokens`: the most that one answer has. `stops`: texts before which it is over."""
+        """`tokens`: the most that are generated at a time. `stops`: texts before which the output ends."""
         program, params = open_model(directory, overrides)
         self._generate = Generator(program, params, sampling)
-        self._thread = Thread(self._generate)
+        self._conversation = Conversation(self._generate)
         self._tokenizer = tokenizer_of(program)
-        self._file = program.cfg.data.chat_template
+        self._template_file = program.cfg.data.chat_template
         self._tokens, self._stops = tokens, tuple(stop for stop in stops if stop)
 
-    def continued(self, prompt: str) -> Iterator[str]:
-        """What follows a text, piece by piece."""
-        found = self._generate([self._encoded(prompt)], self._tokens, self._tokenizer.ends)
-        return self._spoken(int(tokens[0]) for tokens in found)
+    def complete(self, prompt: str) -> Iterator[str]:
+        """The continuation of a text, token by token."""
+        found = self._generate([self._encode(prompt)], self._tokens, self._tokenizer.ends)
+        return self._decode(int(tokens[0]) for tokens in found)
 
-    def continued_all(self, prompts: Sequence[str], rows: int = 8) -> Iterator[str]:
-        """What follows each text, so many at a time."""
-        for start in range(0, len(prompts), rows):
-            given = [self._encoded(prompt) for prompt in prompts[start : start + rows]]
-            made = list(self._generate(given, self._tokens, self._tokenizer.ends))
-            for ids in np.stack(made).T:
-                yield "".join(pieces(self._tokenizer.decode, (int(i) for i in ids if i != ENDED), self._stops))
+    def complete_all(self, prompts: Sequence[str], batch: int = 8) -> Iterator[str]:
+        """The continuation of each text, `batch` at a time."""
+        for start in range(0, len(prompts), batch):
+            encoded = [self._encode(prompt) for prompt in prompts[start : start + batch]]
+            generated = list(self._generate(encoded, self._tokens, self._tokenizer.ends))
+            for ids in np.stack(generated).T:
+                yield "".join(self._decode(int(i) for i in ids if i != ENDED))
 
-    def answered(self, messages: Sequence[Message]) -> Iterator[str]:
-        """The assistant's answer to a conversation, piece by piece. What the last one that was answered begins with,
-        too, is not read again."""
+    def answer(self, messages: Sequence[Message]) -> Iterator[str]:
+        """The assistant's answer to a conversation, token by token. The KV cache of the previous conversation is reused
+        as far as both begin alike."""
         for text in self._tokenizer.special:
             if text in messages[-1]["content"]:
-                raise UserError(f"{text!r} is a token of the model's own; leave it out")
+                raise UserError(f"{text!r} is a special token of the model; leave it out")
         try:
-            asked = template_for(self._tokenizer, self._file).render(messages, answer=True)
+            rendered = template_for(self._tokenizer, self._template_file).render(messages, answer=True)
         except TemplateError as error:
             raise UserError(f"{error}") from error
-        ids = self._tokenizer.encode_with_offsets(asked)[0]
-        return self._spoken(self._thread(ids, self._tokens, self._tokenizer.ends))
+        ids = self._tokenizer.encode_with_offsets(rendered)[0]
+        return self._decode(self._conversation(ids, self._tokens, self._tokenizer.ends))
 
-    def _encoded(self, prompt: str) -> np.ndarray:
+    def _encode(self, prompt: str) -> np.ndarray:
         return np.array([*self._tokenizer.begin, *self._tokenizer.encode(prompt)], np.int32)
 
-    def _spoken(self, ids: Iterable[int]) -> Iterator[str]:
-        return pieces(self._tokenizer.decode, ids, self._stops)
+    def _decode(self, ids: Iterable[int]) -> Iterator[str]:
+        return decode_stream(self._tokenizer.decode, ids, self._stops)
 
 
 def read_prompts(file: str | Path) -> list[str]:
-    """One a line: text, or JSON with a `prompt` where the name ends in .jsonl."""
-    place = Path(file)
+    """One prompt per line: text, or JSON with a `prompt` if the name ends in .jsonl."""
+    path = Path(file)
     try:
-        lines = [line for line in place.read_text(encoding="utf-8").splitlines() if line.strip()]
+        lines = [line for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"{file}: cannot be read: {error}") from error
     if not lines:
-        raise UserError(f"{file}: empty, no prompts")
-    if place.suffix != ".jsonl":
+        raise UserError(f"{file}: is empty; give one prompt per line")
+    if path.suffix != ".jsonl":
         return lines
     found = []
     for number, line in enumerate(lines, 1):
         try:
             prompt = json.loads(line)["prompt"]
         except (ValueError, LookupError, TypeError, RecursionError) as error:
-            raise UserError(f"{file}, prompt {number}: no JSON object with a prompt: {error}") from error
+            raise UserError(f"{file}, prompt {number}: not a JSON object with a prompt: {error}") from error
         if not isinstance(prompt, str):
-            raise UserError(f"{file}, prompt {number}: prompt is not text")
+            raise UserError(f"{file}, prompt {number}: the prompt is not a text")
         found.append(prompt)
     return found
 
 
-def pieces(decode: Callable[[list[int]], str], ids: Iterable[int], stops: Sequence[str] = ()) -> Iterator[str]:
-    """The text of tokens as they come, each character when its last byte is there, until a text of `stops` comes; what
-    may be the beginning of one waits.
+def decode_stream(decode: Callable[[list[int]], str], ids: Iterable[int], stops: Sequence[str] = ()) -> Iterator[str]:
+    """The text of tokens as they come. A character comes with its last byte; the text ends before the first of `stops`,
+    and what may be the beginning of one is held back.
 
     >>> spell = lambda ids: bytes(ids).decode(errors="replace")
-    >>> list(pieces(spell, [104, 195, 169]))
+    >>> list(decode_stream(spell, [104, 195, 169]))
     ['h', '', 'é']
-    >>> list(pieces(spell, b"one, two", [", t"]))
+    >>> list(decode_stream(spell, b"one, two", [", t"]))
     ['o', 'n', 'e', '', '', '']
     """
     seen, shown = [], 0
@@ -108,12 +108,12 @@ def pieces(decode: Callable[[list[int]], str], ids: Iterable[int], stops: Sequen
         if ends:
             yield text[shown : min(ends)]
             return
-        sure = shown if text.endswith("\ufffd") else len(text) - _begun(text, stops)
-        yield text[shown:sure]
-        shown = max(shown, sure)
+        certain = shown if text.endswith("\ufffd") else len(text) - _stop_prefix(text, stops)
+        yield text[shown:certain]
+        shown = max(shown, certain)
     yield from [rest for rest in [decode(seen)[shown:]] if rest and not rest.endswith("\ufffd")]
 
 
-def _begun(text: str, stops: Sequence[str]) -> int:
-    """How many characters at a text's end may be the beginning of a stop."""
+def _stop_prefix(text: str, stops: Sequence[str]) -> int:
+    """How many characters at the end of a text may be the beginning of a stop."""
     return max((n for stop in stops for n in range(1, len(stop)) if text.endswith(stop[:n])), default=0)

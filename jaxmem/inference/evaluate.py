@@ -1,4 +1,4 @@
-"""How good a model is on documents it never saw: the objective's means, without what only training adds to it."""
+"""A model's loss on held-out data: the means of its objective, without the terms that only training adds."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import numpy as np
 from jaxmem.data import Corpus, Loader, Split
 from jaxmem.distributed.agree import any_process, serialized
 from jaxmem.errors import UserError
-from jaxmem.inference.load import config_of, is_run, open_model
+from jaxmem.inference.load import is_run, model_config, open_model
 from jaxmem.inference.reference import Reference, file_for, read
 from jaxmem.step import Program
 from jaxmem.step.objective import Sums, means
@@ -23,8 +23,8 @@ from jaxmem.step.objective import Sums, means
 Means = dict[str, float]
 
 
-class HeldOut:
-    """A corpus's held-out part, or all of it. Each call sees the same documents in the same order."""
+class Evaluator:
+    """Evaluates weights on the held-out part of a corpus, or on all of it, in the same order at each call."""
 
     def __init__(self, program: Program, corpus: Corpus | None = None, *, split: Split = "held_out") -> None:
         self._program = program
@@ -32,25 +32,25 @@ class HeldOut:
         self._sums = {length: at.compiled_evaluate for length, at in program.buckets.items()}
 
     def __call__(self, params: Any, batches: int | None = None) -> Means:
-        """Means over so many batches, by default all there are."""
+        """Means over `batches` batches, by default all."""
         self._loader.rewind()
         total = self._total(params, islice(self._loader, batches))
         if not total or not total["count"]:
-            raise UserError("data.held_out: no document is held out; raise it, or leave train.evaluate_every out")
+            raise UserError("data.held_out holds out no document; increase it, or leave train.evaluate_every out")
         result = {name: float(value) for name, value in means(total).items()}
         if self._program.cfg.objective.name == "next_token":
-            result["perplexity"] = math.exp(min(result["loss"], 700.0))  # beyond, a float overflows
+            result["perplexity"] = math.exp(min(result["loss"], 700.0))  # exp overflows above
         return result
 
-    def compared_with(self, reference: Reference) -> None:
-        """Of preferences, what each answer is held against."""
+    def set_reference(self, reference: Reference) -> None:
+        """Sets the reference log-probabilities of preference pairs."""
         self._loader.corpus.references = reference.values
 
     def _total(self, params: Any, batches: Iterable[dict[str, np.ndarray]]) -> Sums:
         total: Sums = {}
         for batch in batches:
-            of_rows = self._sums[self._program.bucket(batch)]
-            sums = serialized(of_rows(params, self._program.place(batch)))
+            compiled = self._sums[self._program.bucket(batch)]
+            sums = serialized(compiled(params, self._program.place(batch)))
             total = jax.tree.map(lambda a, b: a + b, total, sums) if total else sums
         return total
 
@@ -62,13 +62,13 @@ class HeldOut:
 
 
 def evaluate(run: str | Path, data: str | None = None, overrides: Sequence[str] = ()) -> Means:
-    """A trained run on its held-out documents; a run or a Hugging Face directory on the whole of a text file, or on
-    what overrides hold out of other data."""
-    if data is None and not is_run(run) and not config_of(run, overrides).data.held_out:
-        raise UserError(f"{run}: nothing of it is held out; give --data FILE, a text to evaluate on")
+    """Held-out means of a run on its own data. With `data`: of a run or a Hugging Face directory on a whole text file.
+    `overrides` may name other data."""
+    if data is None and not is_run(run) and not model_config(run, overrides).data.held_out:
+        raise UserError(f"{run}: has no held-out data; give --data FILE, a text to evaluate on")
     text = [] if data is None else ["data.source=text", f"data.path={json.dumps(data)}", "data.mixture=[]"]
     program, params = open_model(run, [*text, *overrides])
-    with HeldOut(program, split="held_out" if data is None else "all") as documents:
+    with Evaluator(program, split="held_out" if data is None else "all") as evaluator:
         if program.cfg.objective.name == "dpo":
-            documents.compared_with(read(file_for(program.cfg)))
-        return documents(params)
+            evaluator.set_reference(read(file_for(program.cfg)))
+        return evaluator(params)

@@ -1,8 +1,8 @@
-"""Multiple choice: of several continuations of a text, which one the model finds likeliest.
+"""Multiple choice: which of several continuations of a text the model finds most likely.
 
-A line of JSONL is {"prompt": "...", "choices": ["...", ...], "answer": 0}; the answer is a number from 0, a letter, or
-the choice itself. Each choice is scored by the sum of its tokens' log-likelihoods after the prompt; `normalised`
-divides by its bytes, so that length does not decide.
+A line of JSONL is {"prompt": "...", "choices": ["...", ...], "answer": 0}; the answer is an index from 0, a letter, or
+the choice itself. The score of a choice is the sum of its tokens' log-likelihoods after the prompt; `normalised`
+accuracy divides the score by the bytes of the choice.
 """
 
 from __future__ import annotations
@@ -28,62 +28,64 @@ from jaxmem.step import Program
 
 @dataclass(frozen=True)
 class Question:
+    """`answer`: the index of the correct choice."""
+
     prompt: str
     choices: tuple[str, ...]
     answer: int
 
 
 def evaluate_choices(directory: str | Path, file: str | Path, overrides: Sequence[str] = ()) -> dict[str, float]:
-    """Shares of right answers, of a run or a Hugging Face directory."""
+    """Accuracy of a run or a Hugging Face directory on the questions of a file."""
     questions = read_questions(file)
     program, params = open_model(directory, overrides)
     tokenizer = tokenizer_of(program)
-    right = np.zeros(2)
-    for question, found in zip(questions, scores(program, params, tokenizer, questions), strict=True):
+    correct = np.zeros(2)
+    for question, score in zip(questions, scores(program, params, tokenizer, questions), strict=True):
         lengths = np.array([len(choice.encode()) for choice in question.choices])
-        right += [int(np.argmax(by)) == question.answer for by in (found, found / lengths)]
-    share = right / len(questions)
+        correct += [int(np.argmax(by)) == question.answer for by in (score, score / lengths)]
+    share = correct / len(questions)
     return {"questions": len(questions), "accuracy": float(share[0]), "normalised": float(share[1])}
 
 
 def scores(program: Program, params: Any, tokenizer: Tokenizer, questions: Sequence[Question]) -> list[np.ndarray]:
-    """The log-likelihood of each choice. The logits of one choice are held at a time."""
+    """Log-likelihoods [choices] for each question. Only the logits of one choice exist at a time."""
     if program.cfg.model.family != "decoder":
-        raise UserError(f"model.family: {program.cfg.model.family} reads no text; choices need a decoder")
+        raise UserError(f"model.family={program.cfg.model.family} does not support --choices; use a decoder")
 
-    def likelihood(params: Any, tokens: jax.Array, said: jax.Array) -> jax.Array:
+    def likelihood(params: Any, tokens: jax.Array, scored: jax.Array) -> jax.Array:
         network = nnx.merge(program.model.graphdef, params)
 
         def one(row: tuple[jax.Array, jax.Array]) -> jax.Array:
-            tokens, said = (x[None] for x in row)
+            tokens, scored = (x[None] for x in row)
             logits = network.logits(network.features(tokens[:, :-1]))
-            return -jnp.sum(cross_entropy(logits, tokens[:, 1:]) * said)
+            return -jnp.sum(cross_entropy(logits, tokens[:, 1:]) * scored)
 
-        return jax.lax.map(one, (tokens, said))
+        return jax.lax.map(one, (tokens, scored))
 
     compiled = jax.jit(likelihood)
     found = []
     with program.layout.for_generation(1):
         for question in questions:
-            rows = [_tokens(tokenizer, question.prompt, choice) for choice in question.choices]
+            rows = [_encode(tokenizer, question.prompt, choice) for choice in question.choices]
             width = length_for(max(len(ids) for ids, _ in rows)) + 1
-            tokens = np.zeros((len(rows), width), np.int32)  # what follows a choice changes nothing before it
-            said = np.zeros((len(rows), width - 1), np.float32)
+            tokens = np.zeros((len(rows), width), np.int32)  # padding after a choice changes nothing before it
+            scored = np.zeros((len(rows), width - 1), np.float32)
             for at, (ids, start) in enumerate(rows):
                 tokens[at, : len(ids)] = ids
-                said[at, start - 1 : len(ids) - 1] = 1
-            found.append(np.asarray(compiled(params, jnp.asarray(tokens), jnp.asarray(said))))
+                scored[at, start - 1 : len(ids) - 1] = 1
+            found.append(np.asarray(compiled(params, jnp.asarray(tokens), jnp.asarray(scored))))
     return found
 
 
-def _tokens(tokenizer: Tokenizer, prompt: str, choice: str) -> tuple[np.ndarray, int]:
-    """Of prompt and choice as one text, and where they part from those of the prompt alone."""
+def _encode(tokenizer: Tokenizer, prompt: str, choice: str) -> tuple[np.ndarray, int]:
+    """Tokens of prompt and choice as one text, and the first position that differs from the prompt alone."""
     head = np.array(tokenizer.begin, np.int32)
     before, whole = (np.concatenate([head, tokenizer.encode(text)]) for text in (prompt, prompt + choice))
     shared = min(len(before), len(whole))
-    apart = np.flatnonzero(before[:shared] != whole[:shared])
-    start = int(apart[0]) if len(apart) else shared
-    if not head.size:  # nothing stands before the first token: it cannot be scored
+    different = np.flatnonzero(before[:shared] != whole[:shared])
+    start = int(different[0]) if len(different) else shared
+    if not head.size:  # the first token has no logits
         start = max(start, 1)
     return whole, start
 
@@ -99,20 +101,20 @@ def read_questions(file: str | Path) -> list[Question]:
             try:
                 found.append(_question(json.loads(line)))
             except (ValueError, LookupError, TypeError, RecursionError) as error:
-                raise UserError(f"{file}, line {number}: no question: {error}") from error
+                raise UserError(f"{file}, line {number}: not a question: {error}") from error
     if not found:
-        raise UserError(f"{file}: empty, no questions")
+        raise UserError(f"{file}: is empty; give one question per line")
     return found
 
 
 def _question(given: Any) -> Question:
     prompt, choices, answer = given["prompt"], given["choices"], given["answer"]
     if not isinstance(prompt, str) or not isinstance(choices, list) or len(choices) < 2:
-        raise ValueError("it needs a prompt and two choices or more")
+        raise ValueError("needs a prompt and at least two choices")
     if any(not isinstance(choice, str) or not choice for choice in choices):
-        raise ValueError("a choice is no text")
+        raise ValueError("a choice is not a text")
     if isinstance(answer, str):
         answer = choices.index(answer) if answer in choices else ord(answer.upper()) - ord("A")
     if type(answer) is not int or not 0 <= answer < len(choices):
-        raise ValueError(f"answer {given['answer']!r} is none of its {len(choices)} choices")
+        raise ValueError(f"answer {given['answer']!r} is not one of its {len(choices)} choices")
     return Question(prompt, tuple(choices), answer)

@@ -1,7 +1,7 @@
-"""What the model that DPO starts from gives each answer: computed once, then read.
+"""DPO's reference log-probabilities: computed once with the initial weights, then read from a file.
 
-Of P pairs 8 P bytes, in a file beside the data, in place of a second model in memory. It holds what it was made of:
-weights, tokens, and how long rows are; one that was made of anything else is refused.
+The file has 8 bytes per preference pair, and takes the place of a second model in memory. It also has fingerprints of
+the weights, the tokens and the sequence length; a file with other fingerprints is refused.
 """
 
 from __future__ import annotations
@@ -27,22 +27,22 @@ SUFFIX = ".reference.npz"
 
 @dataclass(frozen=True)
 class Reference:
-    """Log-probabilities [pairs, 2], of the preferred answer first."""
+    """Log-probabilities [pairs, 2], the preferred answer first; fingerprints of the data and of the weights."""
 
     values: np.ndarray
-    data: str  # fingerprints of what they were made of
+    data: str
     weights: str
 
 
-def reference_for(program: Program, corpus: Corpus, params: Any, identity: str, weights: str | None) -> Reference:
-    """Read, or computed with `params`. `identity` is the data's fingerprint; `weights` that of the weights a run began
-    with, if it is not at its beginning: then `params` are others."""
+def reference_logprobs(program: Program, corpus: Corpus, params: Any, identity: str, weights: str | None) -> Reference:
+    """Reads the file, or computes it with `params`. `identity`: the data's fingerprint. `weights`: in a resumed run
+    the fingerprint of its initial weights, since `params` have changed."""
     cfg = program.cfg
-    file, data = file_for(cfg), _of_rows(cfg, identity)
+    file, data = file_for(cfg), _data_fingerprint(cfg, identity)
     if any_process(file.is_file()):
         found = read(file)
-        wanted = weights or fingerprint(params)
-        problem = "other data" if found.data != data else "other weights" if found.weights != wanted else None
+        expected = weights or fingerprint(params)
+        problem = "other data" if found.data != data else "other weights" if found.weights != expected else None
         if problem or len(found.values) != len(corpus.sources[0]):
             raise UserError(
                 f"{file}: was computed with {problem or 'another number of pairs'}; remove it, or give"
@@ -51,13 +51,13 @@ def reference_for(program: Program, corpus: Corpus, params: Any, identity: str, 
         return found
     if weights is not None:
         raise UserError(
-            f"{file}: is not there, and the weights that it was computed with have learnt since; put it back"
+            f"{file}: is missing, and the initial weights that it needs have been trained since; restore the file"
         )
-    made = Reference(_computed(program, corpus, params), data, fingerprint(params))
+    computed = Reference(_compute(program, corpus, params), data, fingerprint(params))
     if jax.process_index() == 0:
-        _write(file, made)
-    gather(None)  # it is there for all
-    return made
+        _write(file, computed)
+    gather(None)  # until all processes can read it
+    return computed
 
 
 def file_for(cfg: Config) -> Path:
@@ -65,7 +65,9 @@ def file_for(cfg: Config) -> Path:
         return Path(cfg.data.reference_logprobs).expanduser()
     given = Path(cfg.data.path or "").expanduser()
     if any(letter in given.name for letter in "*?["):
-        raise UserError(f"data.reference_logprobs: missing; data.path {cfg.data.path} is no one place to lay it beside")
+        raise UserError(
+            f"data.reference_logprobs is missing, and data.path={cfg.data.path} names several files; set it"
+        )
     return given.with_name(given.name + SUFFIX)
 
 
@@ -77,27 +79,27 @@ def read(file: Path) -> Reference:
                 raise ValueError(f"values are {values.dtype} {list(values.shape)}")
             return Reference(values, str(found["data"]), str(found["weights"]))
     except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile) as error:
-        raise UserError(f"{file}: no log-probabilities of a reference: {error}; remove it") from error
+        raise UserError(f"{file}: not a file of reference log-probabilities: {error}; remove it") from error
 
 
 def fingerprint(params: Any) -> str:
-    """Of weights, the same on any mesh."""
+    """A hash of weights, the same on any mesh."""
     digest = hashlib.blake2b(digest_size=16)
     for path, leaf in jax.tree_util.tree_leaves_with_path(params):
         digest.update(f"{jax.tree_util.keystr(path)} {leaf.dtype} {leaf.shape} {checksum(leaf)}\0".encode())
     return digest.hexdigest()
 
 
-def _of_rows(cfg: Config, identity: str) -> str:
+def _data_fingerprint(cfg: Config, identity: str) -> str:
     data = cfg.data
     return f"{identity} {data.sequence_length} {data.on_overlong} {data.on_invalid}"
 
 
-def _computed(program: Program, corpus: Corpus, params: Any) -> np.ndarray:
+def _compute(program: Program, corpus: Corpus, params: Any) -> np.ndarray:
     pairs = len(corpus.sources[0])
     corpus.references = np.zeros((pairs, 2), np.float32)
     found = []
-    in_turn = program.cfg.at_length(program.cfg.data.sequence_length)  # not by buckets
+    in_turn = program.cfg.at_length(program.cfg.data.sequence_length)  # without length buckets
     with Loader(in_turn, "all", program.rows, corpus=corpus, agree=any_process) as loader:
         for batch in loader:
             rows = serialized(program.compiled_likelihoods(params, program.place(batch)))
@@ -106,11 +108,11 @@ def _computed(program: Program, corpus: Corpus, params: Any) -> np.ndarray:
     return np.concatenate(found)[: 2 * pairs].reshape(pairs, 2)
 
 
-def _write(file: Path, made: Reference) -> None:
+def _write(file: Path, reference: Reference) -> None:
     unfinished = file.with_name(f".{file.name}.unfinished")
     try:
         with unfinished.open("wb") as opened:
-            np.savez(opened, values=made.values, data=made.data, weights=made.weights)
+            np.savez(opened, values=reference.values, data=reference.data, weights=reference.weights)
         unfinished.replace(file)
     except OSError as error:
         raise UserError(

@@ -19,9 +19,9 @@ def restore(built: Program, checkpoints: Checkpoints) -> tuple[int, TrainState, 
     which nothing was trained."""
     if (imported := checkpoints.read_latest()) and not imported[0]:
         from jaxmem.hf.initial import add_adapters
-        from jaxmem.inference.load import base_from
+        from jaxmem.inference.load import base_params
 
-        return 0, built.begin(add_adapters(built, base_from(built, checkpoints, 0))), {}
+        return 0, built.begin(add_adapters(built, base_params(built, checkpoints, 0))), {}
     saved = SavedState(built)
     found = checkpoints.restore_latest(saved.shapes)
     if found is None:
@@ -37,9 +37,9 @@ def starting_state(built: Program) -> TrainState:
 
     if run is None:
         return initial.initial_state(built)
-    from jaxmem.inference.load import base_of_run
+    from jaxmem.inference.load import load_base_params
 
-    return built.begin(initial.add_adapters(built, base_of_run(built, run)))
+    return built.begin(initial.add_adapters(built, load_base_params(built, run)))
 
 
 class Rollback:

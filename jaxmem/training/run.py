@@ -42,7 +42,7 @@ from jaxmem.training.telemetry import DivergedError, SpikeDetector, Telemetry
 from jaxmem.training.trackers import Trackers, check_trackers, trackers_for
 
 if TYPE_CHECKING:
-    from jaxmem.inference.evaluate import HeldOut
+    from jaxmem.inference.evaluate import Evaluator
     from jaxmem.planning import Plan
 
 WEIGHTS = ("model", "precision")  # the config sections that define the weights
@@ -218,10 +218,10 @@ def _refuse_another_run(built: Program, directory: Path, path: epath.Path, data_
         refuse_changes({key: before[key] for key in own}, {key: after[key] for key in own}, directory)
 
 
-def _evaluator(built: Program, loader: Loader) -> HeldOut:
-    from jaxmem.inference.evaluate import HeldOut
+def _evaluator(built: Program, loader: Loader) -> Evaluator:
+    from jaxmem.inference.evaluate import Evaluator
 
-    return HeldOut(built, loader.corpus)
+    return Evaluator(built, loader.corpus)
 
 
 def _add_reference(
@@ -231,9 +231,9 @@ def _add_reference(
     reference's weights. `resumed`: that fingerprint in the checkpoint."""
     if built.cfg.objective.name != "dpo":
         return {}
-    from jaxmem.inference.reference import reference_for
+    from jaxmem.inference.reference import reference_logprobs
 
-    reference = reference_for(built, loader.corpus, state.params, data_fingerprint, resumed)
+    reference = reference_logprobs(built, loader.corpus, state.params, data_fingerprint, resumed)
     loader.corpus.references = reference.values
     return {"reference": reference.weights}
 
@@ -247,16 +247,16 @@ def _telemetry(train: Train, culprits: Sequence[str], progress: Progress, tracke
 def _write_description(plan: Plan, directory: Path) -> None:
     """Everything beside checkpoints and metrics, with the settings and tokenizer of imported weights, so that the run
     can be used without their source."""
-    from jaxmem.inference.load import BESIDE
+    from jaxmem.inference.load import HF_FOLDER
 
     cfg = plan.program.cfg
     save_config(cfg, directory / "config.yaml")
     (directory / "plan.json").write_text(json.dumps(plan.as_json(), indent=2) + "\n")
     (directory / "memory.json").write_text(json.dumps(plan.history.as_json()) + "\n")
-    if isinstance(cfg.model, Decoder) and cfg.model.hf is not None and not (directory / BESIDE).exists():
+    if isinstance(cfg.model, Decoder) and cfg.model.hf is not None and not (directory / HF_FOLDER).exists():
         from jaxmem import hf
 
-        hf.copy_metadata(cfg.model.hf, directory / BESIDE)
+        hf.copy_metadata(cfg.model.hf, directory / HF_FOLDER)
 
 
 def _work(built: Program) -> Work:

@@ -22,7 +22,7 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 import jax
 from common import parser, print_table
 
-from jaxmem.inference.evaluate import HeldOut
+from jaxmem.inference.evaluate import Evaluator
 from jaxmem.inference.load import open_run
 from jaxmem.lab.tour.quantization import BLOCK, is_matrix, rounded
 from jaxmem.machine.devices import use_cpu_without_gpu
@@ -41,7 +41,7 @@ SERIES = {  # formats with more and more bits
 def rows(run: str, batches: int) -> Iterator[dict[str, Any]]:
     program, params = open_run(run)
     matrices = [x for x in jax.tree.leaves(params) if is_matrix(x)]
-    with HeldOut(program) as held_out:
+    with Evaluator(program) as held_out:
         trained = held_out(params, batches)["loss"]
         yield {"format": "float32", "series": "", "bits": 32.0, "loss": trained, "above": 0.0}
         for series, formats in SERIES.items():
@@ -60,7 +60,7 @@ def print_parts(run: str, batches: int, form: str) -> None:
         axis = -1 if name == "embedding" else -2  # an embedding's blocks lie along its rows
         return jax.tree.map(lambda x: rounded(x, form, axis), part)
 
-    with HeldOut(program) as held_out:
+    with Evaluator(program) as held_out:
         trained = held_out(params, batches)["loss"]
         for part, is_layers in (("embedding and output", False), ("layers", True)):
             some = {name: quantized(name, x) if (name == "blocks") is is_layers else x for name, x in params.items()}

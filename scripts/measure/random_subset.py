@@ -1,14 +1,15 @@
-"""A random subset of the weights, beside low-rank adapters of as many parameters: see `jaxmem.lab.tour.subset`.
+"""Training a random subset of the weights, beside low-rank adapters: see `jaxmem.lab.tour.random_subset`.
 
 python scripts/measure/random_subset.py
 """
 
 from __future__ import annotations
 
-from jaxmem.lab.tour.subset import RATES, STEPS, learnt
+from jaxmem.lab.tour.random_subset import RATES, STEPS, compare
+from jaxmem.lab.tour.table import cell
 
 if __name__ == "__main__":
-    print(f"{STEPS} updates, the best of the rates {', '.join(map(str, RATES))}")
-    for row in learnt():
-        held = f"state {row['state'] / 1024:.0f} KiB, temporaries {row['temporaries'] / 1024:.0f} KiB"
-        print(f"{row['name']}: {row['learns']:,} numbers learn, {held}, accuracy {row['accuracy']:.3f}")
+    print(f"{STEPS} updates, the best of the learning rates {', '.join(map(str, RATES))}")
+    for row in compare():
+        held = f"state {cell(row['state'], 'bytes')}, temporary buffers {cell(row['temporary buffers'], 'bytes')}"
+        print(f"{row['trainable']}: {row['parameters'] or 0:,} parameters, {held}, accuracy {row['accuracy']:.3f}")

@@ -18,7 +18,7 @@ from jaxmem.cli import main
 from jaxmem.data.tokenizer import Bytes, tokenizer_for
 from jaxmem.errors import UserError
 from jaxmem.hf.files import copy_tokenizer
-from jaxmem.inference.chat import Speaker, pieces, read_prompts
+from jaxmem.inference.chat import TextGenerator, decode_stream, read_prompts
 from jaxmem.inference.generate import ENDED, Generator, Sampling
 from jaxmem.inference.load import open_model
 from jaxmem.inference.multiple_choice import read_questions, scores
@@ -67,7 +67,7 @@ def test_a_row_is_over_after_an_end(generator) -> None:
 
 def draws(logits: list[float], **own) -> set[int]:
     keys = jax.random.split(jax.random.key(0), 300)
-    picked = jax.vmap(lambda key: Sampling(1.0, **own).pick(jnp.asarray([logits]), key))(keys)
+    picked = jax.vmap(lambda key: Sampling(1.0, **own).sample(jnp.asarray([logits]), key))(keys)
     return set(np.asarray(picked).ravel().tolist())
 
 
@@ -90,10 +90,10 @@ def test_pieces_end_before_a_stop_and_never_show_a_part_of_it() -> None:
     def spell(ids):
         return bytes(ids).decode(errors="replace")
 
-    said = list(pieces(spell, b"ab<en<end>more", ["<end>", "zz"]))
+    said = list(decode_stream(spell, b"ab<en<end>more", ["<end>", "zz"]))
     assert "".join(said) == "ab<en"
     assert said[:3] == ["a", "b", ""]
-    assert "".join(pieces(spell, b"no stop<e", ["<end>"])) == "no stop<e"
+    assert "".join(decode_stream(spell, b"no stop<e", ["<end>"])) == "no stop<e"
 
 
 def run(capsys, *arguments: str) -> tuple[int, str, str]:
@@ -147,11 +147,11 @@ def test_choices_are_scored_by_their_own_tokens(opened, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ("{", "line 1: no question"),
-        ('{"prompt": "a", "choices": ["b"], "answer": 0}', "two choices or more"),
-        ('{"prompt": "a", "choices": ["b", ""], "answer": 0}', "a choice is no text"),
-        ('{"prompt": "a", "choices": ["b", "c"], "answer": "D"}', "answer 'D' is none of its 2 choices"),
-        ("", "empty, no questions"),
+        ("{", "line 1: not a question"),
+        ('{"prompt": "a", "choices": ["b"], "answer": 0}', "at least two choices"),
+        ('{"prompt": "a", "choices": ["b", ""], "answer": 0}', "a choice is not a text"),
+        ('{"prompt": "a", "choices": ["b", "c"], "answer": "D"}', "answer 'D' is not one of its 2 choices"),
+        ("", "give one question per line"),
     ],
 )
 def test_questions_that_are_none(tmp_path: Path, line: str, message: str) -> None:
@@ -162,7 +162,11 @@ def test_questions_that_are_none(tmp_path: Path, line: str, message: str) -> Non
 
 @pytest.mark.parametrize(
     ("name", "text", "message"),
-    [("p.jsonl", "{", "prompt 1: no JSON"), ("p.jsonl", '{"prompt": 1}', "is not text"), ("p", "\n", "no prompts")],
+    [
+        ("p.jsonl", "{", "prompt 1: not a JSON"),
+        ("p.jsonl", '{"prompt": 1}', "is not a text"),
+        ("p", "\n", "give one prompt per line"),
+    ],
 )
 def test_prompts_that_are_none(tmp_path: Path, name: str, text: str, message: str) -> None:
     (tmp_path / name).write_text(text)
@@ -174,18 +178,18 @@ def test_another_model_s_tokenizer_is_refused(model: Path, tmp_path: Path, compa
     place = tmp_path / "model"
     shutil.copytree(model, place)
     compare.write_tokenizer("headers", place)
-    with pytest.raises(UserError, match="has 268 tokens, but the model knows 257"):
-        Speaker(place)
+    with pytest.raises(UserError, match=r"has 268 tokens, but model\.vocab=257"):
+        TextGenerator(place)
 
 
 def test_a_conversation_cannot_be_forged_and_needs_a_template(model: Path, tmp_path: Path) -> None:
-    speaker = Speaker(model)
-    with pytest.raises(UserError, match="is a token of the model's own"):
-        speaker.answered([{"role": "user", "content": "<|endoftext|>"}])
+    generator = TextGenerator(model)
+    with pytest.raises(UserError, match="is a special token of the model"):
+        generator.answer([{"role": "user", "content": "<|endoftext|>"}])
     shutil.copytree(model, tmp_path / "model")
     (tmp_path / "model/chat_template.jinja").unlink()
     with pytest.raises(UserError, match="no chat template"):
-        Speaker(tmp_path / "model").answered([{"role": "user", "content": "a"}])
+        TextGenerator(tmp_path / "model").answer([{"role": "user", "content": "a"}])
 
 
 def test_bytes_as_a_file_are_the_bytes(tmp_path: Path) -> None:

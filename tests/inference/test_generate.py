@@ -8,7 +8,7 @@ from flax import nnx
 
 from jaxmem.config import load_config
 from jaxmem.errors import UserError
-from jaxmem.inference.generate import Generator, Read, Thread, generate
+from jaxmem.inference.generate import Conversation, Generator, ReadTokens, generate
 from jaxmem.step import program
 
 PROMPT = np.arange(40, 49)
@@ -41,7 +41,7 @@ def alone():
 
 def test_greedy_follows_the_whole_sequence(alone):
     made, params = alone
-    forward = jax.jit(nnx.merge(made.graphdef, params))
+    forward = jax.jit(nnx.merge(made.model.graphdef, params))
     ids = jnp.asarray(PROMPT, jnp.int32)[None]
     expected = []
     for _ in range(5):
@@ -57,8 +57,8 @@ def test_a_mesh_says_the_same(alone):
 
 
 def test_rows_and_heads_of_the_cache_lie_over_the_devices(alone):
-    read, prompts = Read(jnp.zeros(2, jnp.int32)), np.stack([PROMPT, PROMPT + 9])
-    together = list(Generator(*built({"fsdp": 2, "tensor": 2}, 4)).more(read, prompts, 4))
+    read, prompts = ReadTokens(jnp.zeros(2, jnp.int32)), np.stack([PROMPT, PROMPT + 9])
+    together = list(Generator(*built({"fsdp": 2, "tensor": 2}, 4)).extend(read, prompts, 4))
     assert {x.addressable_shards[0].data.shape for x in read.cache} == {(2, 1, 16, 1, 8)}
     np.testing.assert_array_equal(together, list(Generator(*alone)(prompts, 4)))
 
@@ -80,11 +80,11 @@ def test_memory_is_that_of_one_layer_and_one_cache(kept):
 
     def compiled(layers, tokens):
         one = made(layers=layers)
-        network = nnx.merge(one.graphdef, one.state.params)
+        network = nnx.merge(one.model.graphdef, one.spec.state.params)
         cache = jax.eval_shape(lambda: network.empty_cache(1, room, kept))
-        step = jax.jit(lambda p, *args: nnx.merge(one.graphdef, p).extend(*args), donate_argnums=2)
+        step = jax.jit(lambda p, *args: nnx.merge(one.model.graphdef, p).extend(*args), donate_argnums=2)
         given = jax.ShapeDtypeStruct((1, tokens), jnp.int32), cache, jax.ShapeDtypeStruct((), jnp.int32)
-        memory = step.lower(one.state.params, *given).compile().memory_analysis()
+        memory = step.lower(one.spec.state.params, *given).compile().memory_analysis()
         held = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(cache))
         assert held == layers * one_layer * (1 if kept == "full" else (8 + 4) / (8 * 4))
         assert memory.alias_size_in_bytes == held
@@ -100,7 +100,7 @@ def test_memory_is_that_of_one_layer_and_one_cache(kept):
 def test_int8_is_near_the_full_cache(alone):
     """And a prompt in chunks is the prompt."""
     one, params = alone
-    network = nnx.merge(one.graphdef, params)
+    network = nnx.merge(one.model.graphdef, params)
     ids = jax.random.randint(jax.random.key(1), (2, 40), 0, 256, jnp.int32)
 
     extend = jax.jit(network.extend)
@@ -125,7 +125,7 @@ def test_of_a_conversation_only_what_is_new_is_read(alone, monkeypatch):
     small = program(
         one.cfg.model_copy(update={"generate": made(generate={"prefill_chunk": 4}).cfg.generate}), jax.devices()[:1]
     )
-    fresh, thread = Generator(one, params), Thread(Generator(small, params))
+    fresh, thread = Generator(one, params), Conversation(Generator(small, params))
     read = []
     step = Generator._step
     monkeypatch.setattr(Generator, "_step", lambda self, *args: (read.append(args[2]), step(self, *args))[1])
@@ -145,9 +145,9 @@ def test_of_a_conversation_only_what_is_new_is_read(alone, monkeypatch):
 @pytest.mark.parametrize(
     ("prompt", "count", "temperature", "message"),
     [
-        (PROMPT[:0], 4, 0.0, "prompt: it is empty"),
-        (PROMPT, 0, 0.0, "tokens: 0 is none"),
-        (PROMPT, 4, -1.0, "temperature: -1.0"),
+        (PROMPT[:0], 4, 0.0, "the prompt is empty"),
+        (PROMPT, 0, 0.0, "tokens is 0; it must be at least 1"),
+        (PROMPT, 4, -1.0, "temperature is -1.0"),
     ],
 )
 def test_mistakes_are_named(alone, prompt, count, temperature, message):

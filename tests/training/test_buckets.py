@@ -11,7 +11,7 @@ import pytest
 
 from jaxmem.config import load_config
 from jaxmem.data import Loader
-from jaxmem.inference.evaluate import HeldOut
+from jaxmem.inference.evaluate import Evaluator
 from jaxmem.planning import plan
 from jaxmem.training.fitting import DoesNotFitError
 from jaxmem.training.run import run
@@ -95,6 +95,6 @@ def test_a_run_counts_what_its_rows_hold_and_goes_on_where_it_stopped(raw, built
 def test_evaluation_weighs_every_token_once(built, result):
     """As it is on rows of one length, where all documents are seen."""
     cfg = built.cfg.at_length(32)
-    with HeldOut(dataclasses.replace(built, cfg=cfg)) as whole:
+    with Evaluator(dataclasses.replace(built, cfg=cfg)) as whole:
         assert whole(result.state.params)["loss"] == pytest.approx(result.held_out["loss"], rel=1e-5)
     assert math.isfinite(result.held_out["perplexity"])

@@ -11,7 +11,7 @@ import jax
 import pytest
 from rich.text import Text
 
-from jaxmem.cli.starting import take_devices
+from jaxmem.cli.start import take_devices
 from jaxmem.config import load_config
 from jaxmem.errors import UserError
 from jaxmem.machine import devices

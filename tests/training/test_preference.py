@@ -110,7 +110,7 @@ def test_the_margin_grows_from_a_reference_that_is_kept(config, tmp_path):
         run(config(name="y", seed=1), jax.devices()[:1])
     assert not (tmp_path / "y/config.yaml").exists()
     file_for(cfg).write_bytes(b"x")
-    with pytest.raises(UserError, match="no log-probabilities of a reference"):
+    with pytest.raises(UserError, match="not a file of reference log-probabilities"):
         run(config(name="z"), jax.devices()[:1])
 
 

@@ -1,31 +1,29 @@
-"""Only a part of a model learns: what that saves, and what it can learn.
+"""Parameter-efficient fine-tuning: what it saves and what it can learn.
 
-A small decoder reads the Python standard library; then it is taught to answer questions about it, with all of its
-weights, a few of them, or a few new ones beside them. What stays has no gradient and no optimizer's state, and the
-backward pass ends where the first weight that learns stands.
+A small decoder reads the Python standard library; then it is fine-tuned to answer questions about it, with all of its
+weights, a few of them, or a few new ones beside them. A frozen weight has no gradient and no optimizer state, and the
+backward pass ends at the first trainable weight.
 """
 
 from __future__ import annotations
 
 import json
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
-from functools import partial
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from jaxmem.lab.tour.bars import stacked
-from jaxmem.lab.tour.docstrings import questions
-from jaxmem.lab.tour.stops import Columns, Found, Row, Shown, Stop, only_here
-from jaxmem.lab.tour.trained import DECODER, Run, trained
+from jaxmem.inference.evaluate import evaluate
+from jaxmem.lab.tour import random_subset
+from jaxmem.lab.tour.docstrings import questions, source_files
+from jaxmem.lab.tour.panels import Bars
+from jaxmem.lab.tour.stop import Findings, refuse_target
+from jaxmem.lab.tour.table import Row, Table
+from jaxmem.lab.tour.training import DECODER, TEXT, SmallRun, train_all, train_each
 
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
-
-MODEL = {**DECODER, "layers": 4, "embed": 96, "mlp": 256, "head_dim": 24}
 BASE: dict[str, Any] = {
-    "model": MODEL,
-    "data": {"source": "stdlib", "sequence_length": 128},
+    "model": {**DECODER, "layers": 4, "embed": 96, "mlp": 256, "head_dim": 24},
+    "data": TEXT,
     "batch": {"global_size": 16},
     "optimizer": {"learning_rate": 3e-3, "warmup": 10},
     "train": {"steps": 150},
@@ -35,96 +33,61 @@ KINDS: Mapping[str, tuple[str, ...]] = {
     "last layer": ("adapter.kind=last_layers",),
     "head": ("adapter.kind=head",),
     "norms alone": ("adapter.kind=patterns", "adapter.targets=['*norm*']"),
-    "prompt": ("adapter.kind=prompt", "data.packing=false", "optimizer.learning_rate=3e-2"),
+    "soft prompt": ("adapter.kind=prompt", "data.packing=false", "optimizer.learning_rate=3e-2"),
     "LoRA": ("adapter.kind=lora", "adapter.rank=8", "optimizer.learning_rate=1e-2"),
     "QLoRA": ("adapter.kind=qlora", "adapter.rank=8", "optimizer.learning_rate=1e-2"),
 }
-STEPS = 60  # of each fine-tuning
-RATE = 1e-2  # of a subset and what stands beside it; scripts/measure/random_subset.py tries others
+STEPS = 60  # of each fine-tuning run
+RATE = 1e-2  # of the random subset and of what it is compared with; scripts/measure/random_subset.py tries others
 
 
-def tuned(target: str | None = None, steps: int | None = None) -> Found:
-    """Each kind here, from the same weights and for as many updates; then a random subset of the weights."""
-    only_here("adapters", target)
-    from jaxmem.lab.tour import subset
-    from jaxmem.planning.text import readable
-
+def measure(target: str | None = None, steps: int | None = None) -> Findings:
+    """Every kind from the same weights and for the same number of updates; then a random subset of the weights."""
+    refuse_target("adapters", target)
     kinds = list(_kinds(steps))
-    subsets = list(subset.learnt(steps or subset.STEPS, rates=(RATE,)))
-    saves: Columns = {
-        "what learns": lambda row: row["name"],
-        "numbers": lambda row: f"{row['trainable']:,}",
-        "state": lambda row: readable(row["state"]),
-        "gradients, kept": lambda row: readable(row["rest"]),
-        "loss": lambda row: f"{row['loss']:.2f}",
-        "config": lambda row: " ".join(row["overrides"]),
-    }
-    fails: Columns = {
-        "what learns": lambda row: row["name"],
-        "numbers": lambda row: f"{row['learns']:,}" if row["learns"] else "",
-        "state": lambda row: readable(row["state"]) if row["learns"] else "",
-        "temporaries": lambda row: readable(row["temporaries"]) if row["learns"] else "",
-        "right": lambda row: f"{row['accuracy']:.1%}",
-    }
-    named = {row["name"]: row for row in subsets}
-    spared = named["random subset"]["temporaries"] / named["all weights"]["temporaries"]
-    note = (
-        f"Loss: nats a byte of answers held out, {kinds[0]['before']:.2f} before. Gradients, kept: all that a step"
-        " holds beside weights and state. A random subset of the weights learns, with as many numbers as the low-rank"
-        f" adapter, and its step takes {spared:.1f} times the temporaries of training all: gradients are of whole"
-        " matrices, whatever is done with them."
+    subsets = list(random_subset.compare(steps or random_subset.STEPS, rates=(RATE,)))
+    buffers = {row["trainable"]: row["temporary buffers"] for row in subsets}
+    learned = [{"trainable": row["trainable"], "loss": row["loss before"] - row["loss"]} for row in kinds]
+    formats = {"state": "bytes", "gradients, activations": "bytes", "loss": ".2f", "loss before": None}
+    return Findings(
+        [
+            Table("A decoder pretrained on source text is fine-tuned to answer", kinds, formats),
+            Table(
+                "A random subset of the weights: digits whose pixels were permuted",
+                subsets,
+                {"state": "bytes", "temporary buffers": "bytes", "accuracy": ".1%"},
+            ),
+        ],
+        f"Loss: nats per byte of held-out answers, {kinds[0]['loss before']:.2f} before. A frozen weight costs neither"
+        " gradient nor optimizer state. A random subset with as many parameters as the low-rank adapter needs"
+        f" {buffers['random subset'] / buffers['all weights']:.1f} times the temporary buffers of training all weights,"
+        " because gradients are computed for whole matrices.",
+        [
+            Bars("Memory of a step beside the weights", kinds, ("state", "gradients, activations"), "MiB"),
+            Bars("Decrease of the held-out loss, nats per byte", learned, ("loss",), ".2f"),
+        ],
     )
-    tables = [
-        Shown("A decoder that has read source text learns to answer", kinds, saves),
-        Shown("A random subset: digits whose pixels changed places", subsets, fails),
-    ]
-    return Found(tables, note, partial(_draw, kinds=kinds))
 
 
 def _kinds(steps: int | None) -> Iterator[Row]:
-    from jaxmem.data.text import stdlib_files
-    from jaxmem.inference.evaluate import evaluate
-
     with tempfile.TemporaryDirectory() as place:
-        files = stdlib_files()
-        root = next(one for one in files[0].parents if all(file.is_relative_to(one) for file in files))
         texts = Path(place) / "answers"
         texts.mkdir()
-        for number, (question, answer) in enumerate(questions(files, root)):
+        for number, (question, answer) in enumerate(questions(*source_files())):
             (texts / f"{number}.txt").write_text(f"{question}\n{answer}\n", encoding="utf-8")
         base = {**BASE, "train": {"steps": steps or BASE["train"]["steps"]}}
         data = {"source": "text", "path": str(texts), "sequence_length": 64, "held_out": 0.05}
-        trained({"base": Run(base, place=f"{place}/base")})
+        train_all({"base": SmallRun(base, directory=f"{place}/base")})
         before = evaluate(Path(place) / "base", overrides=[f"data={json.dumps(data)}"])["loss"]
-        learns = {"adapter": {"base_run": f"{place}/base"}, "train": {"steps": steps or STEPS}}
-        given = {**base, "data": data, **learns}
-        for name, ran in trained({name: Run(given, overrides) for name, overrides in KINDS.items()}).items():
-            parts = ran.plan["bytes_per_device"]
+        config = {**base, "data": data, "adapter": {"base_run": f"{place}/base"}}
+        for name, outcome in train_each(config, steps or STEPS, KINDS).items():
+            parts = outcome.plan["bytes_per_device"]
             yield {
-                "name": name,
-                "overrides": list(KINDS[name]),
-                "trainable": ran.plan["model"]["trainable"],
+                "trainable": name,
+                "parameters": outcome.plan["model"]["trainable"],
                 "state": parts["optimizer"] + parts["master"],
-                "rest": parts["gradients"] + parts["activations"] + parts["other"],
-                "before": before,
-                "loss": ran.held_out["loss"],
+                "gradients, activations": parts["gradients"] + parts["activations"] + parts["other"],
+                "loss before": before,
+                "loss": outcome.held_out["loss"],
+                "config": " ".join(KINDS[name]),
             }
-
-
-def _draw(drawn: Figure, kinds: Sequence[Row]) -> None:
-    memory, losses = drawn.subplots(1, 2, sharey=True)
-    stacked(memory, kinds, {"state": "state", "rest": "gradients, and what is kept"}, unit=2**20)
-    memory.set(xlabel="MiB of a step beside weights")
-    memory.legend(fontsize=8, loc="lower center", bbox_to_anchor=(0.5, 1), ncols=2)
-    losses.barh([row["name"] for row in kinds], [row["before"] - row["loss"] for row in kinds])
-    losses.set(xlabel="nats a byte learnt, of answers held out")
-
-
-STOP = Stop(
-    "adapters",
-    "only a part of a model learns: frozen layers, head, prompt, LoRA, a random subset",
-    tuned,
-    uses="devices",
-    config=["adapter.kind=lora", "optimizer.trainable=['*norm*']"],
-    read=["jaxmem/adapters/low_rank.py", "jaxmem/optim/trainable.py", "jaxmem/lab/tour/subset.py"],
-)

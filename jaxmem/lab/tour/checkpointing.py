@@ -1,35 +1,46 @@
-"""What N layers hold for the backward pass under each recomputation policy, and what they compute again.
+"""Activation checkpointing: what N layers save for the backward pass under each policy, and what they recompute.
 
-A layer goes back through what it made on its way forward. Kept of all layers that is N times a layer; kept of none but
-their boundaries it is N boundaries and one layer, for one more forward pass; with sqrt N or log N boundaries, or one,
-layers run again more often. Boundaries may also wait in host memory, and come back while other layers compute.
-(Chen et al., arXiv:1604.06174; Griewank and Walther, ACM TOMS 26(1), 2000.)
+A layer's backward pass needs what its forward pass computed. Saved for all layers that is N times a layer; with only
+the layers' inputs (boundaries) saved it is N boundaries and one layer, for one more forward pass; with sqrt N or log N
+boundaries, or one, layers run more often. Boundaries may also be offloaded to host memory and fetched while other
+layers compute. (Chen et al., arXiv:1604.06174; Griewank and Walther, ACM TOMS 26(1), 2000.)
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from jaxmem import models
 from jaxmem.config import Decoder, load_config
 from jaxmem.config.names import BOUNDARY
-from jaxmem.lab.tour import timed
-from jaxmem.lab.tour.stops import Columns, Found, Row, Shown, Stop
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
-
-    from jaxmem.planning import Target
+from jaxmem.lab.tour import common
+from jaxmem.lab.tour.panels import Lines
+from jaxmem.lab.tour.stop import Findings
+from jaxmem.lab.tour.table import Row, Table
+from jaxmem.machine import gpus
+from jaxmem.machine.gpus import CPU
+from jaxmem.models.rope import angles
+from jaxmem.planning import Target
+from jaxmem.planning.compile import compile_all
+from jaxmem.planning.hlo import total_flops
+from jaxmem.planning.targets import local_target, parse_target, target_devices
+from jaxmem.planning.timeline import timeline
+from jaxmem.stack import StackOptions, apply_stack, schedule
 
 TARGET = "h100-80gb"
 POLICIES = ("none", "full", "sqrt", "recursive", "slots_4", "constant")
 DEPTHS = (16, 64)
 SMALL = {"vocab": 256, "embed": 64, "mlp": 128, "heads": 4, "kv_heads": 4, "head_dim": 16}
-ON_HOST = (("full", ()), ("full", (BOUNDARY,)), ("sqrt", ()))  # policies, and what waits in host memory
+OFFLOADED = (("full", ()), ("full", (BOUNDARY,)), ("sqrt", ()))  # policies, and what is offloaded to host memory
 
-# Boundaries that a policy keeps of N layers.
+# Boundaries that a policy saves of N layers.
 FORMULAS: dict[str, Callable[[int], float]] = {
     "full": lambda n: n,
     "sqrt": lambda n: 2 * math.sqrt(n),
@@ -37,6 +48,78 @@ FORMULAS: dict[str, Callable[[int], float]] = {
     "slots_4": lambda _: 5,
     "constant": lambda _: 2,
 }
+
+
+def measure(
+    target: str | None = None,
+    policies: Sequence[str] = POLICIES,
+    depths: Sequence[int] = DEPTHS,
+    offloaded: Sequence[tuple[str, tuple[str, ...]]] = OFFLOADED,
+) -> Findings:
+    """Small layers, compiled for this CPU and run; then offloading, compiled for a GPU."""
+    aim, deep = target or TARGET, depths[-1]
+    found = {
+        (policy, layers): backward(policy, layers, "cpu:1", SMALL, 128, arithmetic=False, runs=layers == deep)
+        for layers in depths
+        for policy in policies
+    }
+    rows = [_recomputed(policy, deep, found[policy, deep], found[policies[0], deep]) for policy in policies]
+    buffers = [
+        {"remat": policy} | {f"{layers} layers": found[policy, layers]["temporaries"] for layers in depths}
+        for policy in policies
+    ]
+    hosted = [
+        _hosted(backward(name, 32, aim, {}, 8192, arithmetic=False, host=host, runs=True)) for name, host in offloaded
+    ]
+    by_name = {row["remat"]: row for row in rows}
+    saved = {row["remat"]: row[f"{deep} layers"] for row in buffers}
+    in_mib = {
+        policy: [(layers, found[policy, layers]["temporaries"] / 2**20) for layers in depths] for policy in policies
+    }
+    cost = {row["remat"]: [(saved[row["remat"]] / 2**20, row["CPU time"] * 1e3)] for row in rows}
+    formats = {"device": "GiB", "host": "GiB", "estimated": "s", "hidden": ".0%", "measured": "s"}
+    return Findings(
+        [
+            Table(f"{deep} small layers", rows, {"arithmetic": ".2f", "CPU time": "ms"}),
+            Table(
+                "Memory of the backward pass, compiled for this CPU", buffers, {f"{n} layers": "MiB" for n in depths}
+            ),
+            Table(f"32 layers of llama3-8b on {aim}, 8,192 tokens, frozen weights", hosted, formats),
+        ],
+        "Boundaries: layer inputs that are saved, with the one in use. Recomputed: layers run after the first forward"
+        " pass. Weights are frozen, so without recompute there are two passes of arithmetic, and each share is larger"
+        f" than in training. With about 2 sqrt N boundaries {deep} layers need {saved['none'] / saved['sqrt']:.0f}"
+        f" times fewer bytes than with everything saved, for {by_name['sqrt']['arithmetic'] - 1:.0%} more arithmetic;"
+        f" with one, {by_name['constant']['arithmetic']:.1f} times the arithmetic. Offloaded boundaries leave"
+        f" {hosted[1]['device'] / 2**30:.2f} GiB on the device in place of {hosted[0]['device'] / 2**30:.2f} and"
+        f" recompute nothing more; {hosted[1]['hidden']:.0%} of the transfers are overlapped with computation.",
+        [
+            Lines("Memory of the backward pass", "layers", "MiB", in_mib, "xy", {n: str(n) for n in depths}),
+            Lines(f"{deep} layers: memory and CPU time", "MiB", "ms", cost, "xy"),
+        ],
+    )
+
+
+def _recomputed(policy: str, layers: int, found: Row, none: Row) -> Row:
+    plan = schedule(policy, layers)
+    return {
+        "remat": policy,
+        "boundaries": "all activations" if policy == "none" else plan.slots if plan else layers,
+        "recomputed": 0 if policy == "none" else layers + (plan.runs if plan else 0),
+        "arithmetic": found["flops"] / none["flops"],
+        "CPU time": found["measured"],
+    }
+
+
+def _hosted(row: Row) -> Row:
+    return {
+        "remat": f"{row['policy']}, offloaded" if row["host"] else row["policy"],
+        "device": row["temporaries"],
+        "host": row["host"],
+        "estimated": row["seconds"],
+        "hidden": row["hidden"] if row["host"] else None,
+        "measured": row["measured"],
+    }
 
 
 def backward(
@@ -50,22 +133,9 @@ def backward(
     host: tuple[str, ...] = (),
     runs: bool = False,
 ) -> Row:
-    """Bytes, FLOPs and seconds of a gradient on one device, estimated, and `measured` where it `runs`: on a CPU, and on
-    a GPU that is here. Numbers of a GPU are in bfloat16. Layers of llama3-8b but for `shape`. Without `arithmetic` the
-    FLOPs are those of frozen weights too. `host`: what waits in host memory."""
-    import jax
-    import jax.numpy as jnp
-    from flax import nnx
-
-    from jaxmem import models
-    from jaxmem.machine.gpus import CPU
-    from jaxmem.models.rope import angles
-    from jaxmem.planning.compile import compile_all
-    from jaxmem.planning.hlo import total_flops
-    from jaxmem.planning.targets import parse_target, target_devices
-    from jaxmem.planning.timeline import timeline
-    from jaxmem.stack import StackOptions, apply_stack
-
+    """Bytes, FLOPs and seconds of a gradient on one device, compiled, and `measured` seconds where it `runs` (a CPU, or
+    a GPU of this machine). bfloat16 on a GPU. Layers of llama3-8b, changed by `shape`. Without `arithmetic` the FLOPs
+    are those of frozen weights too. `host`: names of the values that are offloaded to host memory."""
     base = {"name": "x", "model": {"preset": "llama3-8b", **shape, "layers": layers}, "train": {"steps": 1}}
     cfg = load_config({**base, "data": {"source": "tokens", "path": "unused"}}).model
     assert isinstance(cfg, Decoder)
@@ -87,13 +157,13 @@ def backward(
     placed = partial(jax.ShapeDtypeStruct, dtype=dtype, sharding=place)
     given = jax.tree.map(lambda x: placed(x.shape), nnx.to_pure_dict(state)), placed((1, time, cfg.embed))
 
-    # Of frozen weights the temporaries are boundaries and one layer; arithmetic is that of training them.
-    def made(argnums: int | tuple[int, ...]) -> Any:
+    # With frozen weights the temporary buffers are boundaries and one layer; the arithmetic is that of training them.
+    def compiled(argnums: int | tuple[int, ...]) -> Any:
         lowered = jax.jit(jax.grad(loss, argnums)).lower(*given)
         return compile_all(lowered, {}, here=aim.is_here, code=runs)[0]
 
-    frozen = made(1)
-    trained = made((0, 1)) if arithmetic else frozen
+    frozen = compiled(1)
+    trained = compiled((0, 1)) if arithmetic else frozen
     paced = timeline(frozen.module, aim.gpu or CPU, 1, 1)
     return {
         "policy": policy,
@@ -109,122 +179,11 @@ def backward(
 
 
 def _here(aim: Target) -> Target:
-    """This machine's first device, where it is such a GPU."""
-    import jax
-
-    from jaxmem.machine import gpus
-    from jaxmem.planning.targets import local_target
-
+    """This machine's first device if it is the target's kind of GPU."""
     first = jax.devices()[0]
     is_one = aim.gpu is not None and first.platform == "gpu" and gpus.find(first.device_kind) == aim.gpu
     return local_target([first]) if is_one else aim
 
 
 def _timed(run: Any, given: Any) -> float:
-    import jax
-    import jax.numpy as jnp
-
-    return timed.seconds(run, *jax.tree.map(lambda x: jax.device_put(jnp.ones(x.shape, x.dtype), x.sharding), given))
-
-
-def by_policy(
-    target: str | None = None,
-    policies: Sequence[str] = POLICIES,
-    depths: Sequence[int] = DEPTHS,
-    on_host: Sequence[tuple[str, tuple[str, ...]]] = ON_HOST,
-) -> Found:
-    """Small layers on this CPU, compiled and run; then what waits in host memory, compiled for a GPU."""
-    aim = target or TARGET
-    rows = list(_small(policies, depths))
-    deepest = [row for row in rows if row["layers"] == depths[-1]]
-    hosted = [backward(name, 32, aim, {}, 8192, arithmetic=False, host=host, runs=True) for name, host in on_host]
-    for row in hosted:
-        row["name"] = f"{row['policy']}, on the host" if row["host"] else row["policy"]
-    work: Columns = {
-        "remat": lambda row: row["policy"],
-        "boundaries": lambda row: "all between" if row["kept"] is None else str(row["kept"]),
-        "run again": lambda row: str(row["again"]),
-        "arithmetic": lambda row: f"{row['flops'] / deepest[0]['flops']:.2f} x",
-        "CPU, here": lambda row: f"{row['measured'] * 1e3:,.0f} ms",
-    }
-    sizes: Columns = {"remat": lambda row: row["policy"]}
-    for layers in depths:
-        sizes[f"{layers} layers"] = partial(_size, rows=rows, layers=layers)
-    away: Columns = {
-        "remat": lambda row: row["name"],
-        "device, GiB": lambda row: f"{row['temporaries'] / 2**30:.2f}",
-        "host, GiB": lambda row: f"{row['host'] / 2**30:.2f}",
-        "estimate": lambda row: f"{row['seconds']:.2f} s",
-        "hidden": lambda row: f"{row['hidden']:.0%}" if row["host"] else "",
-    }
-    if any(row["measured"] for row in hosted):
-        away["measured"] = lambda row: f"{row['measured']:.2f} s"
-    tables = [
-        Shown(f"{depths[-1]} small layers: what is kept, and how many layers run again", deepest, work),
-        Shown("MiB for the backward pass, compiled for this CPU", deepest, sizes),
-        Shown(f"32 layers of llama3-8b on {aim}, 8,192 tokens, frozen weights", hosted, away),
-    ]
-    return Found(tables, _note(deepest, hosted), partial(_draw, rows=rows))
-
-
-def _small(policies: Sequence[str], depths: Sequence[int]) -> Iterator[Row]:
-    from jaxmem.stack import schedule
-
-    for layers in depths:
-        for policy in policies:
-            plan = schedule(policy, layers)
-            again = 0 if policy == "none" else layers + (plan.runs if plan else 0)
-            kept = None if policy == "none" else plan.slots if plan else layers
-            runs = layers == depths[-1]
-            found = backward(policy, layers, "cpu:1", SMALL, 128, arithmetic=False, runs=runs)
-            yield {**found, "again": again, "kept": kept}
-
-
-def _size(row: Row, rows: Sequence[Row], layers: int) -> str:
-    (own,) = (one for one in rows if (one["policy"], one["layers"]) == (row["policy"], layers))
-    return f"{own['temporaries'] / 2**20:.2f}"
-
-
-def _note(deepest: Sequence[Row], hosted: Sequence[Row]) -> str:
-    by_name = {row["policy"]: row for row in deepest}
-    none, root, least = by_name["none"], by_name["sqrt"], by_name["constant"]
-    stay, away = hosted[0], hosted[1]
-    more, most = root["flops"] / none["flops"] - 1, least["flops"] / none["flops"]
-    return (
-        "Boundaries: the layers' inputs that are kept, the one in use included. Run again: layers, after the first"
-        " pass. Weights are frozen here, so that without recomputation there are two passes of arithmetic; a third, for"
-        f" their gradients, makes each share less. With about 2 sqrt N boundaries {none['layers']} layers need"
-        f" {none['temporaries'] / root['temporaries']:.0f} times fewer bytes than with everything kept, for {more:.0%}"
-        f" more arithmetic; with one, {most:.1f} times the arithmetic. Boundaries in host memory leave the device"
-        f" {away['temporaries'] / 2**30:.2f} GiB in place of {stay['temporaries'] / 2**30:.2f} and run nothing more;"
-        f" {away['hidden']:.0%} of their way there and back lies beside kernels."
-    )
-
-
-def _draw(drawn: Figure, rows: Sequence[Row]) -> None:
-    depth, time = drawn.subplots(1, 2)
-    for policy in dict.fromkeys(row["policy"] for row in rows):
-        own = [row for row in rows if row["policy"] == policy]
-        (line,) = depth.plot([row["layers"] for row in own], [row["temporaries"] / 2**20 for row in own], "o-")
-        time.plot(own[-1]["temporaries"] / 2**20, own[-1]["measured"] * 1e3, "o", color=line.get_color(), label=policy)
-    layers = sorted({row["layers"] for row in rows})
-    depth.set(xscale="log", yscale="log", xlabel="layers", title="MiB for the backward pass")
-    depth.set_xticks(layers, [str(n) for n in layers])
-    depth.set_yticks((1, 2, 4, 8, 16, 32), ("1", "2", "4", "8", "16", "32"))
-    time.set(xscale="log", yscale="log", xlabel="MiB for the backward pass")
-    time.set(title=f"ms of a processor here, {layers[-1]} layers")
-    time.set_xticks((1, 2, 4, 8, 16, 32), ("1", "2", "4", "8", "16", "32"))
-    time.set_yticks((50, 100, 200, 400, 800), ("50", "100", "200", "400", "800"))
-    for axes in (depth, time):
-        axes.minorticks_off()
-    time.legend()
-
-
-STOP = Stop(
-    "checkpointing",
-    "N, sqrt N, log N boundaries: bytes kept against layers run again; offload",
-    by_policy,
-    uses="devices",
-    config=["memory.remat=sqrt", "memory.offload=activations"],
-    read=["jaxmem/stack/schedule.py", "jaxmem/stack/scheduled.py", "jaxmem/sharding/host.py"],
-)
+    return common.seconds(run, *jax.tree.map(lambda x: jax.device_put(jnp.ones(x.shape, x.dtype), x.sharding), given))

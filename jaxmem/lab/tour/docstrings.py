@@ -1,7 +1,7 @@
-"""Conversations out of the Python standard library: what does X do? The first line of X's docstring.
+"""Conversations from the Python standard library: what does X do? The first line of X's docstring.
 
-And a tokenizer learnt from its source text, with the two tokens and the template that conversations need: everything
-that a small model of one's own has to have, without a network.
+And a tokenizer trained on its source text, with the special tokens and the chat template that conversations need: all
+that a small model needs, without a network.
 """
 
 from __future__ import annotations
@@ -13,18 +13,28 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+from jaxmem.data.text import stdlib_files
+
 VOCAB = 2048
-SAMPLE = 2 << 20  # bytes of source text that the tokenizer is learnt from
+SAMPLE = 2 << 20  # bytes of source text that the tokenizer is trained on
 SHORTEST, LONGEST = 16, 90  # characters of an answer
 TEMPLATE = (
     "{% for message in messages %}<|{{ message.role }}|>{{ message.content }}{{ eos_token }}{% endfor %}"
     "{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
-SPECIAL = ("<|endoftext|>", "<|user|>", "<|assistant|>")  # what ends a turn, and what begins it
+SPECIAL = ("<|endoftext|>", "<|user|>", "<|assistant|>")  # the end of a turn, and the beginning of each role's
+
+
+def source_files() -> tuple[list[Path], Path]:
+    """The standard library's modules, and the folder that has all of them."""
+    files = stdlib_files()
+    return files, next(one for one in files[0].parents if all(file.is_relative_to(one) for file in files))
 
 
 def questions(files: Sequence[Path], root: Path) -> Iterator[tuple[str, str]]:
-    """What each public function and class of these modules is said to do, each question once."""
+    """(question, answer) for each public function and class of these modules that has a docstring, each once."""
     seen = set()
     for file in files:
         module = ".".join(file.relative_to(root).with_suffix("").parts).removesuffix(".__init__")
@@ -32,15 +42,15 @@ def questions(files: Sequence[Path], root: Path) -> Iterator[tuple[str, str]]:
             continue
         try:
             tree = ast.parse(file.read_text(encoding="utf-8"))
-        except (OSError, ValueError, SyntaxError):  # templates, and what is kept to test the parser
+        except (OSError, ValueError, SyntaxError):  # templates, and files that test the parser
             continue
-        for name, summary in _said(tree, module):
+        for name, summary in _summaries(tree, module):
             if name not in seen:
                 seen.add(name)
                 yield f"What does {name} do?", summary
 
 
-def _said(node: Any, name: str) -> Iterator[tuple[str, str]]:
+def _summaries(node: Any, name: str) -> Iterator[tuple[str, str]]:
     for child in getattr(node, "body", ()):
         if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef) and not child.name.startswith("_"):
             own = f"{name}.{child.name}"
@@ -48,11 +58,11 @@ def _said(node: Any, name: str) -> Iterator[tuple[str, str]]:
             if SHORTEST <= len(summary) <= LONGEST and re.match(r"[A-Z][a-z]+ ", summary):
                 yield own, summary
             if isinstance(child, ast.ClassDef):
-                yield from _said(child, own)
+                yield from _summaries(child, own)
 
 
 def write_conversations(pairs: Sequence[tuple[str, str]], file: Path) -> None:
-    """In the form that OpenAI's tools take."""
+    """JSONL with `messages`, as OpenAI's API has them."""
     with file.open("w", encoding="utf-8") as opened:
         for question, answer in pairs:
             messages = [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
@@ -60,29 +70,19 @@ def write_conversations(pairs: Sequence[tuple[str, str]], file: Path) -> None:
 
 
 def write_tokenizer(files: Sequence[Path], place: Path) -> None:
-    """tokenizer.json of byte-level BPE, and the chat template beside it."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-
+    """tokenizer.json (byte-level BPE), and the chat template beside it."""
     tokenizer: Any = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, trim_offsets=False)
     tokenizer.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
     trainer = trainers.BpeTrainer(
-        vocab_size=VOCAB,
-        special_tokens=list(SPECIAL),
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
+        vocab_size=VOCAB, special_tokens=list(SPECIAL), initial_alphabet=alphabet, show_progress=False
     )
-    tokenizer.train_from_iterator(_sample(files), trainer)
+    each = SAMPLE // len(files)  # the beginning of every file
+    beginnings = (file.read_bytes()[:each].decode(errors="ignore") for file in files)
+    tokenizer.train_from_iterator(beginnings, trainer)
     place.mkdir(parents=True, exist_ok=True)
     tokenizer.save(str(place / "tokenizer.json"))
-    named = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": SPECIAL[0]}
-    (place / "tokenizer_config.json").write_text(json.dumps(named) + "\n")
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": SPECIAL[0]}
+    (place / "tokenizer_config.json").write_text(json.dumps(settings) + "\n")
     (place / "chat_template.jinja").write_text(TEMPLATE)
-
-
-def _sample(files: Sequence[Path]) -> Iterator[str]:
-    """The beginning of every file, as much of each."""
-    each = SAMPLE // len(files)
-    for file in files:
-        with file.open("rb") as opened:
-            yield opened.read(each).decode(errors="ignore")

@@ -1,135 +1,124 @@
-"""What the compiler fuses by itself: the bytes that a layer's elementwise chains read and write, from the compiled HLO.
+"""What the compiler fuses by itself: the bytes that a layer's elementwise chains read and write, from compiled HLO.
 
-Run one by one, every operation reads its arguments from memory and writes its result there. XLA makes one kernel of a
-chain, so that what lies between stays in registers; below that is only what must be read and written once. What it does
-not fuse with products are their results: those of the loss and of the MLP are made in chunks, so that they are never
-there whole.
+Run one by one, every operation reads its arguments from memory and writes its result there. XLA fuses a chain into one
+kernel, so that intermediate results stay in registers; the minimum is to read each input and write each result once.
+XLA does not fuse the results of matmuls: the loss and the MLP compute theirs in chunks, so that they never exist whole.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import jax
+import jax.numpy as jnp
 
 from jaxmem.config import load_config
 from jaxmem.config.devices import for_devices
-from jaxmem.errors import UserError
-from jaxmem.lab.tour.stops import Columns, Found, Row, Shown, Stop
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
+from jaxmem.lab.tour import common
+from jaxmem.lab.tour.panels import Bars
+from jaxmem.lab.tour.stop import Findings, gpu_target
+from jaxmem.lab.tour.table import Row, Table
+from jaxmem.machine.devices import lowering_for
+from jaxmem.models.rope import Angles, rotate
+from jaxmem.planning.compile import compile_all
+from jaxmem.planning.predict import estimate
+from jaxmem.planning.targets import target_devices
+from jaxmem.planning.timeline import moved_bytes
 
 TARGET = "h100-80gb"
 TOKENS, EMBED, MLP, HEADS, DIM = 8192, 4096, 14336, 32, 128  # of llama3-8b
 NO_KERNELS = ("parameter", "constant", "tuple", "get-tuple-element", "bitcast")
-VIEWS = ("broadcast_in_dim", "reshape", "squeeze")  # that nobody copies
-BASE: dict[str, Any] = {
-    "name": "tour",
-    "model": {"preset": "llama3-8b"},
-    "data": {"source": "tokens", "path": "unused", "sequence_length": TOKENS},
-    "batch": {"global_size": 1},
-    "precision": {"parameters": "bfloat16"},
-    "memory": {"remat": "full"},
-    "train": {"steps": 1000},
-}
-CHUNKS: dict[str, tuple[str, ...]] = {
-    "neither": ("memory.loss_chunk=128256", f"memory.mlp_chunk={TOKENS}"),
-    "the loss": ("memory.loss_chunk=auto", f"memory.mlp_chunk={TOKENS}"),
-    "loss and MLP": ("memory.loss_chunk=auto", f"memory.mlp_chunk={TOKENS // 8}"),
-}
+VIEWS = ("broadcast_in_dim", "reshape", "squeeze")  # operations that copy nothing
+BASE = common.llm_config("llama3-8b", TOKENS, precision={"parameters": "bfloat16"}, memory={"remat": "full"})
 LONG = 4 * TOKENS
-AWAY = f"{LONG:,} tokens, boundaries on the host"
-CHUNKS |= {
-    f"{name}; {AWAY}": (*CHUNKS[name], "memory.offload=activations", f"data.sequence_length={LONG}")
-    for name in ("the loss", "loss and MLP")
+OFFLOADED = ("memory.offload=activations", f"data.sequence_length={LONG}")
+LOSS, BOTH = (
+    ("memory.loss_chunk=auto", f"memory.mlp_chunk={TOKENS}"),
+    ("memory.loss_chunk=auto", f"memory.mlp_chunk={TOKENS // 8}"),
+)
+CHUNKS: dict[str, tuple[str, ...]] = {
+    "nothing": ("memory.loss_chunk=128256", f"memory.mlp_chunk={TOKENS}"),
+    "loss": LOSS,
+    "loss and MLP": BOTH,
+    f"loss; {LONG:,} tokens, boundaries offloaded": (*LOSS, *OFFLOADED),
+    f"loss and MLP; {LONG:,} tokens, boundaries offloaded": (*BOTH, *OFFLOADED),
 }
+MOVED = ("one by one", "fused", "minimum")
 
 
-def by_chain(
+def measure(
     target: str | None = None, base: Mapping[str, Any] = BASE, chunks: Mapping[str, Sequence[str]] = CHUNKS
-) -> Found:
-    """Compiled for a GPU that need not be here; what chunks leave, by the arithmetic of a plan."""
-    from jaxmem.planning.targets import parse_target, target_devices
-
-    aim = parse_target(target or TARGET)
-    if aim.gpu is None:
-        raise UserError(f"target {target}: tour fusion reads what a GPU's kernels move; give one, as {TARGET}")
+) -> Findings:
+    """Chains compiled for a GPU that need not be here; what chunks save, by the arithmetic of a plan."""
+    aim, _ = gpu_target("fusion", target or TARGET)
     rows = list(chains(target_devices(aim, 8 * 2**30)[0]))
     held = [_chunked(name, load_config(dict(base), overrides)) for name, overrides in chunks.items()]
-    moved: Columns = {
-        "chain": lambda row: f"{row['name']}{', and back' if row['back'] else ''}",
-        "one by one, MB": lambda row: f"{row['apart'] / 1e6:,.0f}",
-        "fused": lambda row: f"{row['moved'] / 1e6:,.0f}",
-        "least": lambda row: f"{row['least'] / 1e6:,.0f}",
-        "kernels": lambda row: str(row["kernels"]),
-    }
-    sizes: Columns = {
-        "in chunks": lambda row: row["name"],
-        "activations, GiB": lambda row: f"{row['activations'] / 2**30:.2f}",
-        "step, GiB": lambda row: f"{row['total'] / 2**30:.2f}",
-    }
-    tables = [
-        Shown(f"{TOKENS:,} tokens of llama3-8b in bfloat16: bytes that kernels move on {aim.name}", rows, moved),
-        Shown(f"A step on {TOKENS:,} tokens, by arithmetic", held, sizes),
-    ]
-    return Found(tables, _note(rows, held), partial(_draw, rows=rows))
+    apart, fused, minimum = (sum(row[name] for row in rows) for name in MOVED)
+    whole, loss, both, long, both_long = (row["activations"] / 2**30 for row in held)
+    return Findings(
+        [
+            Table(
+                f"{TOKENS:,} tokens of llama3-8b in bfloat16 on {aim.name}: bytes moved",
+                rows,
+                dict.fromkeys(MOVED, "MB"),
+            ),
+            Table(f"A step on {TOKENS:,} tokens, predicted", held, {"activations": "GiB", "step": "GiB"}),
+        ],
+        f"One by one these chains move {apart / 1e9:.1f} GB; fused by XLA {fused / 1e9:.1f} GB, {fused / minimum:.2f}"
+        " times the minimum. A norm needs a whole row before it can write the first number, so it reads more than once:"
+        f" {rows[1]['fused'] / rows[1]['minimum']:.2f} times the minimum with its gradient. The loss in chunks of the"
+        f" vocabulary takes the activations from {whole:.2f} to {loss:.2f} GiB. The MLP in chunks of tokens gives"
+        f" {both:.2f}, since its weight gradients are accumulated in float32 meanwhile; at {LONG:,} tokens it takes"
+        f" {long:.2f} to {both_long:.2f}.",
+        [Bars(f"Bytes read and written, {TOKENS:,} tokens of llama3-8b", rows, MOVED, "MB", grouped=True)],
+    )
 
 
 def operations() -> Iterator[tuple[str, Callable[..., Any], tuple[Any, ...], tuple[int, ...]]]:
-    """With the arguments that have a gradient of their own: that of a branch is that of the stream."""
-    import jax
-    import jax.numpy as jnp
-
-    from jaxmem.models.rope import Angles, rotate
+    """(name, function, arguments, those with a gradient of their own): that of a branch is that of the stream."""
 
     def numbers(*shape: int, dtype: Any = jnp.bfloat16) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(shape, dtype)
 
     def norm(x: Any, branch: Any, scale: Any) -> Any:
-        """The norm of the residual stream with a branch added, and the sum, as in a block."""
-        total = x + branch
-        wide = total.astype(jnp.float32)
+        """A branch added to the residual stream, and the RMS norm of the sum, as a block computes it."""
+        summed = x + branch
+        wide = summed.astype(jnp.float32)
         wide = wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + 1e-5)
-        return (wide * scale).astype(x.dtype), total
+        return (wide * scale).astype(x.dtype), summed
 
     half: Any = numbers(1, TOKENS, DIM // 2, dtype=jnp.float32)
-    wide, angles = numbers(TOKENS, EMBED), Angles(half, half)
-    summed = wide, wide, numbers(EMBED, dtype=jnp.float32)
-    yield "rms_norm, with the residual", norm, summed, (0, 2)
-    yield "swiglu", lambda gate, up: jax.nn.silu(gate) * up, (numbers(TOKENS, MLP), numbers(TOKENS, MLP)), (0, 1)
-    yield "rope", rotate, (numbers(1, TOKENS, HEADS, DIM), angles), (0,)
+    wide, gates = numbers(TOKENS, EMBED), (numbers(TOKENS, MLP), numbers(TOKENS, MLP))
+    yield "rms_norm and residual", norm, (wide, wide, numbers(EMBED, dtype=jnp.float32)), (0, 2)
+    yield "swiglu", lambda gate, up: jax.nn.silu(gate) * up, gates, (0, 1)
+    yield "rope", rotate, (numbers(1, TOKENS, HEADS, DIM), Angles(half, half)), (0,)
 
 
 def chains(device: Any) -> Iterator[Row]:
-    """Each forward, then with its backward pass."""
-    import jax
-
+    """Each chain forward, then with its backward pass."""
     for name, function, arguments, own in operations():
 
         def both(arguments: Any, cotangents: Any, function: Any = function, own: Any = own) -> Any:
             def of_own(*chosen: Any) -> Any:
-                given = dict(zip(own, chosen, strict=True))
-                return function(*(given.get(i, x) for i, x in enumerate(arguments)))
+                replaced = dict(zip(own, chosen, strict=True))
+                return function(*(replaced.get(i, x) for i, x in enumerate(arguments)))
 
-            made, pull = jax.vjp(of_own, *(arguments[i] for i in own))
-            return made, pull(cotangents)
+            out, pull = jax.vjp(of_own, *(arguments[i] for i in own))
+            return out, pull(cotangents)
 
-        made = jax.eval_shape(function, *arguments)
-        for back, run, given in ((False, function, arguments), (True, both, (arguments, made))):
-            found = counted(run, given, device)
-            yield {"name": name, "back": back, "apart": one_by_one(jax.make_jaxpr(run)(*given).jaxpr), **found}
+        out = jax.eval_shape(function, *arguments)
+        for label, run, given in ((name, function, arguments), (f"{name}, with backward", both, (arguments, out))):
+            yield {
+                "chain": label,
+                "one by one": one_by_one(jax.make_jaxpr(run)(*given).jaxpr),
+                **counted(run, given, device),
+            }
 
 
 def counted(function: Callable[..., Any], arguments: Any, device: Any) -> Row:
-    """Bytes that XLA's kernels move, the least, and how many kernels there are."""
-    import jax
-
-    from jaxmem.machine.devices import lowering_for
-    from jaxmem.planning.compile import compile_all
-    from jaxmem.planning.timeline import moved_bytes
-
+    """Bytes that XLA's kernels move, the minimum, and the number of kernels."""
     place = jax.sharding.SingleDeviceSharding(device)
     placed = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=place), arguments)
     with lowering_for(device):
@@ -137,17 +126,17 @@ def counted(function: Callable[..., Any], arguments: Any, device: Any) -> Row:
     module = compile_all(lowered, {}, here=False)[0].module
     kernels = [moved_bytes(one) for one in module.entry.instructions if one.opcode not in NO_KERNELS]
     read = sum(one.shape.bytes for one in module.entry.instructions if one.opcode == "parameter")
-    made = jax.tree.leaves(jax.eval_shape(function, *arguments))
-    written = sum(math.prod(a.shape) * a.dtype.itemsize for a in made)
-    return {"moved": sum(kernels), "least": read + written, "kernels": len(kernels)}
+    results = jax.tree.leaves(jax.eval_shape(function, *arguments))
+    written = sum(math.prod(a.shape) * a.dtype.itemsize for a in results)
+    return {"fused": sum(kernels), "minimum": read + written, "kernels": len(kernels)}
 
 
 def one_by_one(jaxpr: Any) -> int:
-    """Bytes read and written where each operation of a trace runs by itself."""
+    """Bytes read and written if each operation of a jaxpr runs by itself."""
     total = 0
     for one in jaxpr.eqns:
-        inner = [getattr(given, "jaxpr", given) for given in one.params.values()]
-        inner = [given for given in inner if hasattr(given, "eqns")]
+        inner = [getattr(value, "jaxpr", value) for value in one.params.values()]
+        inner = [value for value in inner if hasattr(value, "eqns")]
         if inner:
             total += one_by_one(inner[0])
         elif one.primitive.name not in VIEWS:
@@ -156,45 +145,5 @@ def one_by_one(jaxpr: Any) -> int:
 
 
 def _chunked(name: str, cfg: Any) -> Row:
-    from jaxmem.planning.predict import estimate
-
     found = estimate(for_devices(cfg, 1), "gpu")
-    return {"name": name, "activations": found.parts["activations"], "total": found.total}
-
-
-def _note(rows: Sequence[Row], held: Sequence[Row]) -> str:
-    apart, fused, least = (sum(row[of] for row in rows) for of in ("apart", "moved", "least"))
-    norm = next(row for row in rows if row["back"] and row["name"] == rows[0]["name"])
-    whole, loss, both, away, both_away = (row["activations"] / 2**30 for row in held)
-    return (
-        f"One by one these chains move {apart / 1e9:.1f} GB; fused by XLA {fused / 1e9:.1f}, {fused / least:.2f} times"
-        " the least, which reads every input and writes every result once. Where a whole row is needed before its first"
-        f" number can be written, as in a norm's gradient, it reads more than once: {norm['moved'] / norm['least']:.2f}"
-        " times the least. The results of products are written in any case. The loss in chunks of the vocabulary, so"
-        f" that no logits are there whole, takes a step's activations from {whole:.2f} to {loss:.2f} GiB. The MLP in"
-        f" chunks of tokens makes of that {both:.2f}: gradients of its weights are added up in float32 meanwhile, and"
-        f" at {TOKENS:,} tokens that takes all that they save. At {AWAY}, it goes from {away:.2f} to {both_away:.2f}."
-    )
-
-
-def _draw(drawn: Figure, rows: Sequence[Row]) -> None:
-    axes = drawn.subplots()
-    shown = list(rows)
-    places = range(len(shown))
-    for number, (of, label) in enumerate((("apart", "one by one"), ("moved", "fused"), ("least", "least"))):
-        axes.barh([place + 0.25 * number for place in places], [row[of] / 1e6 for row in shown], 0.25, label=label)
-    names = [f"{row['name']}{', and back' if row['back'] else ''}" for row in shown]
-    axes.set_yticks([place + 0.25 for place in places], names)
-    axes.invert_yaxis()
-    axes.set(xlabel="MB read and written")
-    axes.legend()
-
-
-STOP = Stop(
-    "fusion",
-    "chains that the compiler makes one kernel of, and products in chunks: bytes moved, bytes held",
-    by_chain,
-    uses="devices",
-    config=["memory.loss_chunk=auto", "memory.mlp_chunk=1024"],
-    read=["jaxmem/models/cross_entropy.py", "jaxmem/models/chunking.py"],
-)
+    return {"in chunks": name, "activations": found.parts["activations"], "step": found.total}

@@ -1,111 +1,158 @@
-"""What a GPU waits for: the bytes that reach its processors, on two small problems and in a whole training step.
+"""What a GPU waits for: the bytes that reach its processors, in two small problems and in a whole training step.
 
-The maximum over a sliding window: on one processor brute force, a heap and a monotonic deque, of which each does less;
-on a GPU the plain way, every thread its own window, straight from global memory and through shared memory. There the
-comparisons are the same, and the bytes asked of global memory a hundredth.
+The maximum over a sliding window: on a CPU brute force, a heap and a monotonic deque, each with fewer operations than
+the one before; on a GPU one thread per window, from global memory and through shared memory, which asks global memory
+for a hundredth of the bytes.
 
-A product of n x n matrices in tiles of t x t: each number is read n / t times, 2 n^3 / t in all, times its bytes. Twice
-the tile halves that and takes four times the shared memory; half the bytes a number do both without. A device is busy
-where its operations for each byte read are at least its operations a second over its bytes a second.
+A matmul of n x n matrices in tiles of t x t reads each number n / t times, 2 n^3 / t in all. Twice the tile halves that
+and takes four times the shared memory; half the bytes per number do both without. A kernel takes as long as the slower
+of two: its operations at the peak rate, or its bytes at the memory's bandwidth (the roofline).
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from functools import partial
-from typing import TYPE_CHECKING
+from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 
-from jaxmem.errors import UserError
-from jaxmem.lab.tour import roofline, timed
-from jaxmem.lab.tour.stops import Columns, Found, Row, Shown, Stop
+from jaxmem.config import load_config
+from jaxmem.lab.sliding_max import HOST, sliding_max, triton
+from jaxmem.lab.tour import common
+from jaxmem.lab.tour.panels import Bars, Lines
+from jaxmem.lab.tour.stop import Findings, gpu_target
+from jaxmem.lab.tour.table import Row, Table
 from jaxmem.machine import devices
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
-
-    from jaxmem.machine.gpus import Gpu
+from jaxmem.machine.gpus import Gpu
+from jaxmem.planning import Target
+from jaxmem.planning.compile import compile_all
+from jaxmem.planning.hlo import Instruction, dot_flops
+from jaxmem.planning.targets import shared_memory, target_devices
+from jaxmem.planning.timeline import fused_instructions, moved_bytes, timeline
+from jaxmem.step import program
 
 TARGET = "h100-80gb"
 NUMBERS, WINDOW = 1 << 17, 256
 SIZE, TILES = 8192, (16, 32, 64, 128, 256)
-DRAWN = (16, 128)  # of these, under the roof
+DRAWN = (16, 128)  # of these, in the roofline
 TYPES = {"float32": 4, "bfloat16": 2}
 HEAP_STEPS = 2  # comparisons of a number in and out of a heap of w: two for each of log2 w levels
+STEP = common.llm_config("llama3-8b", 4096, precision=common.BFLOAT16, memory={"remat": "full", "attention": "triton"})
+# The source file that a kernel comes from, the innermost frame first; the others by whether they multiply matrices.
+PARTS = {
+    "kernels/fused_attention": "attention",
+    "models/cross_entropy": "logits and loss",
+    "models/vocab_slices": "logits and loss",
+    "jaxmem/optim": "optimizer update",
+}
+MATMULS, ELEMENTWISE = "matmuls", "norms, activations, copies"
+REGISTERS = 65536 * 4  # bytes of a multiprocessor
+BANKS = 32 * 4  # bytes per clock from a multiprocessor's shared memory
 
 
-def bytes_counted(target: str | None = None) -> Found:
-    """The table, with the least time that the bytes take on a target; times are this machine's."""
-    from jaxmem.planning.targets import parse_target
-    from jaxmem.planning.text import count, readable
-
-    aim = parse_target(target or TARGET)
-    gpu = aim.gpu
-    if gpu is None:
-        raise UserError(f"target {target}: tour gpu counts what a GPU reads; give one, as {TARGET}")
-    levels, windows, products = roofline.levels(gpu), list(_windows()), list(_products())
-    step = roofline.operations(aim)
-    for row in (*windows, *products):
-        row["least_seconds"] = row["bytes"] / (gpu.bandwidth_gb_s * 1e9) if row["bytes"] else None
-    nearness: Columns = {
-        "from": lambda row: row["name"],
-        "there is": lambda row: readable(row["bytes"]) if row["bytes"] else "",
-        "GB/s": lambda row: f"{row['speed']:,.0f}" if row["speed"] else "",
-        "operations in a byte's time": lambda row: f"{row['operations']:,.0f}" if row["operations"] else "",
-    }
-    asked: Columns = {
-        "bytes": lambda row: readable(row["bytes"]) if row["bytes"] else "",
-        "shared": lambda row: readable(row["shared"]) if row["shared"] else "",
-        "at least": lambda row: _time(row["least_seconds"]),
-    }
-    scans: Columns = {
-        "way": lambda row: row["name"],
-        "operations": lambda row: f"{row['operations']:.2g}",
-        **asked,
-        "here": lambda row: _time(row["seconds"]),
-    }
-    tiles: Columns = {
-        "tiles": lambda row: row["name"],
-        "each byte": lambda row: f"{row['operations'] / row['bytes']:,.1f}",
-        **asked,
-    }
-    needed = gpu.flops / (gpu.bandwidth_gb_s * 1e9)
-    kinds: Columns = {
-        "kernels": lambda row: row["name"],
-        "FLOP": lambda row: count(row["flops"]) if row["flops"] else "",
-        "bytes": lambda row: readable(row["bytes"]),
-        "each byte": lambda row: f"{row['flops'] / row['bytes']:,.0f}" if row["flops"] else "",
-        "wait for": lambda row: "arithmetic" if row["flops"] > needed * row["bytes"] else "memory",
-        "about": lambda row: _time(row["seconds"]),
-    }
-    model, length = roofline.BASE["model"]["preset"], roofline.BASE["data"]["sequence_length"]
-    tables = [
-        Shown(f"Where a byte comes from, on {gpu.name}", levels, nearness),
-        Shown(f"The largest of each {WINDOW} of {NUMBERS:,} numbers, and what {gpu.name} waits for", windows, scans),
-        Shown(f"A product of {SIZE} x {SIZE} matrices on {gpu.name}", products, tiles),
-        Shown(f"A step of {model} on {length:,} tokens, compiled for {gpu.name}", step, kinds),
+def measure(target: str | None = None) -> Findings:
+    """Bytes and the least time that they take on a target; measured times are this machine's."""
+    aim, gpu = gpu_target("gpu", target or TARGET)
+    bandwidth = gpu.bandwidth_gb_s * 1e9
+    ridge = gpu.flops / bandwidth  # operations per byte at which both limits are equal
+    windows, matmuls, step = list(_windows(bandwidth)), list(_matmuls(bandwidth)), kernels_of(aim)
+    kernels = [
+        {
+            **row,
+            "FLOP": row["FLOP"] or None,
+            "FLOP per byte": row["FLOP"] / row["bytes"] if row["FLOP"] else None,
+            "limited by": "arithmetic" if row["FLOP"] > ridge * row["bytes"] else "memory",
+        }
+        for row in step
     ]
-    waits = sum(row["seconds"] for row in step if row["flops"] <= needed * row["bytes"])
-    note = (
-        "Bytes: asked of global memory; each byte: operations for it; shared: what a block holds in shared memory; at"
-        " least: the time of the bytes; here: measured on this machine."
-        f" {gpu.name} does {needed:,.0f} operations in bfloat16 in the time of a byte: a product with more operations a"
-        f" byte than that waits for none. A training step spends {waits / sum(row['seconds'] for row in step):.0%} of"
-        " its time in kernels that do wait. Kernels' times are measured where there is a GPU."
+    limited = sum(row["time"] for row in kernels if row["limited by"] == "memory") / sum(row["time"] for row in kernels)
+    sizes = {"operations": ".2g", "bytes": "bytes", "shared memory": "bytes", "least time": "time", "here": "time"}
+    levels = {"size": "bytes", "GB/s": ",.0f", "operations per byte": ",.0f"}
+    steps = {"FLOP": "count", "bytes": "bytes", "FLOP per byte": ",.0f", "time": "time"}
+    reach = {f"matmul, tiles of {t}": 2 * SIZE**3 / matmul_bytes(SIZE, t, TYPES["bfloat16"]) for t in DRAWN}
+    reach = {row["kernels"]: row["FLOP per byte"] for row in kernels if row["FLOP"]} | reach
+    roof = {"roof": [(at, min(gpu.flops, at * bandwidth) / 1e12) for at in (0.2, ridge, 20 * ridge)]}
+    points = {name: [(at, min(gpu.flops, at * bandwidth) / 1e12)] for name, at in reach.items()}
+    return Findings(
+        [
+            Table(f"Memories of a {gpu.name}", memory_levels(gpu), levels),
+            Table(f"Maximum of each {WINDOW} of {NUMBERS:,} numbers on {gpu.name}", windows, sizes),
+            Table(f"A matmul of {SIZE} x {SIZE} matrices on {gpu.name}", matmuls, {**sizes, "FLOP per byte": ",.1f"}),
+            Table(f"A step of llama3-8b on 4,096 tokens, compiled for {gpu.name}", kernels, steps),
+        ],
+        "Bytes: read from global memory and written to it; least time: of these bytes; here: measured on this machine."
+        f" {gpu.name} does {ridge:,.0f} bfloat16 operations in the time of a byte. A training step spends"
+        f" {limited:.0%} of its estimated time in kernels with fewer operations per byte, which are limited by memory.",
+        [
+            Bars(
+                f"Maximum of each {WINDOW} of {NUMBERS:,}, here",
+                [r for r in windows if r["here"]],
+                ("here",),
+                "ms",
+                log=True,
+            ),
+            Lines(f"Roofline of {gpu.name}", "operations per byte", "TFLOP/s", {**roof, **points}, "xy"),
+        ],
     )
-    return Found(tables, note, partial(_draw, gpu=gpu, windows=windows, step=step))
 
 
-def _windows() -> Iterator[Row]:
-    import jax
-    import jax.numpy as jnp
+def memory_levels(gpu: Gpu) -> list[Row]:
+    """From the nearest memory to the farthest: bytes, and GB/s per GPU in one direction."""
+    levels = [
+        ("registers", gpu.cores * REGISTERS, None),
+        ("shared memory", gpu.cores * shared_memory(gpu), gpu.cores * BANKS * gpu.clock_ghz),
+        ("L2 cache", int(gpu.l2_mib * 2**20), None),
+        ("its memory", gpu.memory, gpu.bandwidth_gb_s),
+        ("another GPU of its host", gpu.memory, gpu.link_gb_s),
+        ("its share of host memory", gpu.host_memory, gpu.host_link_gb_s),
+        ("another host", None, gpu.network_gb_s),
+    ]
+    return [
+        {
+            "memory": name,
+            "size": size,
+            "GB/s": speed,
+            "operations per byte": gpu.flops / (speed * 1e9) if speed else None,
+        }
+        for name, size, speed in levels
+    ]
 
-    from jaxmem.lab.sliding_max import HOST, sliding_max, triton
+
+def kernels_of(aim: Target, base: dict[str, Any] = STEP) -> list[Row]:
+    """A compiled step by what its kernels do: FLOP of matmuls, bytes, estimated time."""
+    built = program(load_config(base), target_devices(aim, 1000 * aim.memory)[:1])
+    module = compile_all(built.lower_step(), {}, here=aim.is_here, code=False)[0].module
+    found: dict[str, dict[str, Any]] = {}
+    for one, seconds in timeline(module, aim.gpu, 1, 1).seconds_in.items():
+        if one.opcode in ("while", "call", "conditional"):  # their bodies are counted
+            continue
+        times, flops = module.executions[one.computation], sum(map(dot_flops, (one, *fused_instructions(one))))
+        name = _part(one, flops > 0)
+        row = found.setdefault(name, {"kernels": name, "FLOP": 0.0, "bytes": 0.0, "time": 0.0})
+        for key, value in (("FLOP", flops), ("bytes", moved_bytes(one)), ("time", seconds)):
+            row[key] += float(times) * float(value)
+    return sorted(found.values(), key=lambda row: -row["time"])
+
+
+def _part(one: Instruction, multiplies: bool) -> str:
+    for frame in one.frames:
+        for file, part in PARTS.items():
+            if file in frame.file:
+                return part
+    return MATMULS if multiplies else ELEMENTWISE
+
+
+def _windows(bandwidth: float) -> Iterator[Row]:
+    def row(name: str, operations: int, asked: float | None = None, shared: int | None = None, here: Any = None) -> Row:
+        least = asked / bandwidth if asked else None
+        own = {"bytes": asked, "shared memory": shared, "least time": least, "here": here}
+        return {"algorithm": name, "operations": float(operations), **own}
 
     numbers = np.random.default_rng(0).standard_normal(NUMBERS).astype(np.float32)
-    listed = numbers.tolist()
+    listed, x = numbers.tolist(), jnp.asarray(numbers)
     work = {
         "brute force": NUMBERS * WINDOW,
         "heap": NUMBERS * HEAP_STEPS * int(np.log2(WINDOW)),
@@ -114,71 +161,33 @@ def _windows() -> Iterator[Row]:
     for name, run in HOST.items():
         started = time.process_time()
         run(listed, WINDOW)
-        yield _row(f"{name}, one CPU", work[name], None, seconds=time.process_time() - started)
-    x = jnp.asarray(numbers)
-    for name in ("straight", "shared"):
+        yield row(f"{name}, one CPU", work[name], here=time.process_time() - started)
+    for name, shared in (("straight", None), ("shared", 4 * (triton.OUTPUTS + triton.STRIP))):
         seconds = None
         if devices.has_nvidia_gpu() and jax.default_backend() == "gpu":
-            seconds = timed.seconds(jax.jit(lambda x, name=name: sliding_max(x, WINDOW, implementation=name)), x)
-        held = 4 * (triton.OUTPUTS + triton.STRIP) if name == "shared" else None
-        asked = triton.requested_bytes(name, NUMBERS, WINDOW)
-        yield _row(f"GPU, {name}", NUMBERS * WINDOW, asked, held, seconds)
+            seconds = common.seconds(jax.jit(lambda x, name=name: sliding_max(x, WINDOW, implementation=name)), x)
+        yield row(f"GPU, {name}", NUMBERS * WINDOW, triton.requested_bytes(name, NUMBERS, WINDOW), shared, seconds)
     run = jax.jit(lambda x: sliding_max(x, WINDOW, implementation="reference"))
-    yield _row("XLA, here", NUMBERS * WINDOW, 8 * NUMBERS, seconds=timed.seconds(run, x))
+    yield row("XLA, here", NUMBERS * WINDOW, 8 * NUMBERS, here=common.seconds(run, x))
 
 
-def _products() -> Iterator[Row]:
+def _matmuls(bandwidth: float) -> Iterator[Row]:
     for name, width in TYPES.items():
         for tile in TILES:
-            held = 2 * tile * tile * width
-            yield _row(f"{name}, {tile}", 2 * SIZE**3, product_bytes(SIZE, tile, width), held)
+            moved = matmul_bytes(SIZE, tile, width)
+            yield {
+                "tiles": f"{name}, {tile}",
+                "FLOP per byte": 2 * SIZE**3 / moved,
+                "bytes": moved,
+                "shared memory": 2 * tile * tile * width,
+                "least time": moved / bandwidth,
+            }
 
 
-def product_bytes(size: int, tile: int, width: int) -> float:
-    """Read for a product of square matrices, and its result written once.
+def matmul_bytes(size: int, tile: int, width: int) -> float:
+    """Read for a matmul of square matrices, and its result written once.
 
-    >>> product_bytes(4096, 1, 4) / product_bytes(4096, 64, 4) > 60
+    >>> matmul_bytes(4096, 1, 4) / matmul_bytes(4096, 64, 4) > 60
     True
     """
     return width * (2 * size**3 / tile + size**2)
-
-
-def _row(
-    name: str, operations: float, asked: float | None, shared: int | None = None, seconds: float | None = None
-) -> Row:
-    return {"name": name, "operations": operations, "bytes": asked, "shared": shared, "seconds": seconds}
-
-
-def _draw(drawn: Figure, gpu: Gpu, windows: list[Row], step: list[Row]) -> None:
-    scans, roof = drawn.subplots(1, 2, width_ratios=(1, 1.4))
-    timed_rows = [row for row in windows if row["seconds"] is not None]
-    bars = scans.barh([row["name"] for row in timed_rows], [1e3 * row["seconds"] for row in timed_rows])
-    scans.bar_label(bars, [_time(row["seconds"]) for row in timed_rows], padding=3)
-    scans.set(xscale="log", xlabel="ms, here", title=f"largest of each {WINDOW} of {NUMBERS:,}", xlim=(1, 1e4))
-    scans.invert_yaxis()
-    tiles = [
-        {
-            "name": f"product, tiles of {tile}",
-            "flops": 2 * SIZE**3,
-            "bytes": product_bytes(SIZE, tile, TYPES["bfloat16"]),
-        }
-        for tile in DRAWN
-    ]
-    roofline.draw(roof, gpu, [*(row for row in step if row["flops"]), *tiles])
-    roof.set_title(f"{gpu.name}: kernels under its roof")
-
-
-def _time(seconds: float | None) -> str:
-    if seconds is None:
-        return ""
-    return f"{seconds * 1e3:,.1f} ms" if seconds >= 1e-4 else f"{seconds * 1e6:,.1f} us"
-
-
-STOP = Stop(
-    "gpu",
-    "its memories; a sliding window, a product, a training step: the bytes they ask for, and times",
-    bytes_counted,
-    uses="devices",
-    config=["optimizer.kernel=triton"],
-    read=["jaxmem/lab/sliding_max/triton.py", "jaxmem/lab/tour/roofline.py", "jaxmem/planning/timeline.py"],
-)

@@ -1,88 +1,81 @@
-"""Every way to split a model over devices: what each holds, sends, and how much of that nothing hides.
+"""Every way to shard a model over devices: what each device stores and sends, and how much of that is exposed.
 
-Data parallel devices hold all and split the batch; ZeRO takes away what each holds of the optimizer's state (1), the
-gradients (2) and the weights (3); tensor parallel devices split each product, context parallel ones the sequence, and
-stages the layers. A parameter server is the other way to be data parallel: all goes through one device's link.
+Data parallelism replicates everything and shards the batch; ZeRO shards the optimizer state (1), the gradients (2) and
+the weights (3); tensor parallelism shards each matmul, context parallelism the sequence, and pipeline parallelism the
+layers. A parameter server is another form of data parallelism: everything goes over one device's link.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from functools import partial
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 from jaxmem.config import load_config
 from jaxmem.errors import UserError
-from jaxmem.lab.tour import compiled
-from jaxmem.lab.tour.bars import stacked
-from jaxmem.lab.tour.stops import SIMULATED, Columns, Found, Row, Shown, Stop
+from jaxmem.lab.tour import common
+from jaxmem.lab.tour.panels import Bars
+from jaxmem.lab.tour.stop import SIMULATED, Findings
+from jaxmem.lab.tour.table import Row, Table
 from jaxmem.machine import devices
 
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
-
 TARGET, GPUS = "h100-80gb", 8
-BASE: dict[str, Any] = {
-    "name": "tour",
-    "model": {"preset": "llama3-8b"},
-    "data": {"source": "tokens", "path": "unused", "sequence_length": 4096},
-    "batch": {"global_size": 8},
-    "memory": {"remat": "full"},
-    "train": {"steps": 1000},
-}
+BASE = common.llm_config("llama3-8b", 4096, memory={"remat": "full"}, batch={"global_size": 8})
 LAYOUTS: Mapping[str, tuple[str, ...]] = {
     "data parallel": ("zero=0", "mesh.fsdp=8"),
-    "ZeRO-1: state split": ("zero=1", "mesh.fsdp=8"),
+    "ZeRO-1: optimizer state sharded": ("zero=1", "mesh.fsdp=8"),
     "ZeRO-2: and gradients": ("zero=2", "mesh.fsdp=8"),
     "ZeRO-3 (FSDP): and weights": ("zero=3", "mesh.fsdp=8"),
     "hybrid: ZeRO-3 in two groups": ("zero=3", "mesh.replica=2", "mesh.fsdp=4"),
-    "tensor": ("mesh.tensor=8",),
-    "context": ("mesh.context=8",),
-    "stages, one after the other": ("mesh.stage=8", "zero=1"),
-    "stages, 8 micro-batches": ("mesh.stage=8", "zero=1", "batch.accumulate=8"),
-    "stages, in two rounds": ("mesh.stage=8", "zero=1", "batch.accumulate=8", "pipeline.rounds=2"),
+    "tensor parallel": ("mesh.tensor=8",),
+    "context parallel": ("mesh.context=8",),
+    "pipeline, 1 micro-batch": ("mesh.stage=8", "zero=1"),
+    "pipeline, 8 micro-batches": ("mesh.stage=8", "zero=1", "batch.accumulate=8"),
+    "pipeline, interleaved in 2 rounds": ("mesh.stage=8", "zero=1", "batch.accumulate=8", "pipeline.rounds=2"),
 }
-SIZE = 256  # of the matrices whose product is split
-DRAWN = (4, 8)  # stages and micro-batches of the timeline
+SIZE = 256  # of the matrices whose matmul is sharded
+STAGES, MICRO_BATCHES = 4, 8  # of the timeline
+PARTS = ("parameters", "optimizer", "gradients", "activations", "other")
 
 
-def split(target: str | None = None, base: dict[str, Any] = BASE) -> Found:
-    """The layouts compiled for eight GPUs; one product split in both ways over simulated devices, here."""
+def measure(target: str | None = None, base: dict[str, Any] = BASE) -> Findings:
+    """The layouts compiled for eight GPUs; one matmul sharded in both ways over simulated devices, here."""
+    from jaxmem.stack.pipeline import Pipeline
+
     kind, _, count = (target or TARGET).partition(":")
     if count not in ("", str(GPUS)):
-        raise UserError(f"target {target}: the tour's layouts are of {GPUS} GPUs; leave the number out")
-    plans = compiled.plans(f"{kind}:{GPUS}", {name: load_config(base, changes) for name, changes in LAYOUTS.items()})
+        raise UserError(
+            f"tour parallel does not support --target {target}: layouts are for {GPUS} GPUs; leave the number out"
+        )
+    plans = common.plans(f"{kind}:{GPUS}", {name: load_config(base, changes) for name, changes in LAYOUTS.items()})
     rows = [_row(name, plan) for name, plan in plans.items()]
     rows.append(_server(rows[0]))
     devices.simulate(SIMULATED)  # only now: steps run on GPUs, if they are here
-    holds: Columns = {
-        "layout": lambda row: row["name"],
-        "GiB": lambda row: f"{row['total'] / 2**30:.1f}" if row["total"] else "",
-        "sends, GiB": lambda row: f"{row['wire'] / 2**30:.1f}",
-        "exposed": lambda row: f"{row['exposed']:.0%}",
-        "step, s": lambda row: f"{row['step']:.2f}" if row["step"] else "",
-        "idle": lambda row: f"{row['bubble']:.0%}" if row["bubble"] else "",
-        "most by": lambda row: row["most"],
-    }
-    holds |= compiled.measured(rows)
-    ways: Columns = {
-        "the matrix split by": lambda row: row["name"],
-        "then": lambda row: row["collective"],
-        "a device sends": lambda row: f"{row['wire']:,} B",
-        "off by": lambda row: f"{row['error']:.0e}",
-    }
-    note = (
-        f"Of one device and one update of {base['batch']['global_size']} sequences of"
-        f" {base['data']['sequence_length']:,} tokens. Exposed: bytes sent while nothing is computed. Idle: the"
-        " share of a pipeline's ticks in which a stage has nothing to do; with one micro-batch that is plain model"
-        f" parallelism. A server's link carries {rows[-1]['wire'] / rows[0]['wire']:.1f} times what an all-reduce"
-        " sends over each."
+    matmuls = list(sharded_matmuls())
+    pipeline = Pipeline(layers=8, stages=STAGES, micro_batches=MICRO_BATCHES)
+    names = [f"micro-batch {number}" for number in range(MICRO_BATCHES)]
+    stages = [{"stage": f"stage {stage}", "begin": stage, **dict.fromkeys(names, 1)} for stage in range(STAGES)]
+    formats = {"per device": "GiB", "sent": "GiB", "exposed": ".0%", "step": "s", "idle": ".0%", "measured": "GiB"}
+    length, model = base["data"]["sequence_length"], base["model"].get("preset", "a model")
+    return Findings(
+        [
+            Table(f"{model} on {GPUS} x {kind}", rows, {**formats, "collectives": None, "parts": None}),
+            Table(f"A matmul of {SIZE} x {SIZE} matrices over {SIMULATED} devices", matmuls, {"relative error": ".0e"}),
+        ],
+        f"Per device and update of {base['batch']['global_size']} sequences of {length:,} tokens. Exposed: the share of"
+        " bytes sent while nothing is computed. Idle: the share of a pipeline's time slots in which a stage waits; with"
+        " one micro-batch that is plain model parallelism. A server's link carries"
+        f" {rows[-1]['sent'] / rows[0]['sent']:.1f} times what an all-reduce sends over each link.",
+        [
+            Bars("Memory per device", [{"layout": row["layout"], **row["parts"]} for row in rows[:-1]], PARTS, "GiB"),
+            Bars(
+                f"{MICRO_BATCHES} micro-batches through {STAGES} stages: {pipeline.bubble:.0%} idle",
+                stages,
+                names,
+                begin="begin",
+                labels=False,
+            ),
+        ],
     )
-    tables = [
-        Shown(f"{base['model'].get('preset', 'a model')} on {GPUS} x {kind}", rows, holds),
-        Shown(f"A product of {SIZE} x {SIZE} matrices over {SIMULATED} devices", list(_products()), ways),
-    ]
-    return Found(tables, note, partial(_draw, rows=rows))
 
 
 def _row(name: str, plan: dict[str, Any]) -> Row:
@@ -91,20 +84,18 @@ def _row(name: str, plan: dict[str, Any]) -> Row:
     changes = dict(change.split("=") for change in LAYOUTS[name])
     sent = plan["collectives"]
     wire, exposed = (sum(kind[field] for kind in sent.values()) for field in ("wire_bytes", "exposed_bytes"))
-    stages = int(changes.get("mesh.stage", 1))
-    micro, rounds = (int(changes.get(key, 1)) for key in ("batch.accumulate", "pipeline.rounds"))
+    stages, micro, rounds = (int(changes.get(key, 1)) for key in ("mesh.stage", "batch.accumulate", "pipeline.rounds"))
     return {
-        "name": name,
-        "overrides": list(LAYOUTS[name]),
-        "total": plan["bytes_per_device"]["total"],
-        "measured": plan.get("measured"),
-        "parts": plan["bytes_per_device"],
-        "wire": wire,
+        "layout": name,
+        "per device": plan["bytes_per_device"]["total"],
+        "sent": wire,
         "exposed": exposed / wire,
         "step": plan["estimated_step_seconds"],
-        "bubble": Pipeline(layers=32, stages=stages, micro_batches=micro, rounds=rounds).bubble,
+        "idle": Pipeline(layers=32, stages=stages, micro_batches=micro, rounds=rounds).bubble or None,
+        "most bytes": max(sent, key=lambda kind: sent[kind]["wire_bytes"]),
+        "measured": plan.get("measured"),
         "collectives": sent,
-        "most": max(sent, key=lambda kind: sent[kind]["wire_bytes"]),
+        "parts": plan["bytes_per_device"],
     }
 
 
@@ -113,19 +104,12 @@ def _server(parallel: Row) -> Row:
     from jaxmem.lab.parameter_server import busiest_link
 
     link, ring = busiest_link(parallel["parts"]["parameters"], GPUS)
-    return {
-        "name": "parameter server, its link",
-        "overrides": [],
-        "total": None,
-        "wire": parallel["wire"] * link / ring,
-        "exposed": 1.0,
-        "step": None,
-        "bubble": 0.0,
-        "most": "push; pull as much",
-    }
+    own = {"layout": "parameter server, its link", "sent": parallel["sent"] * link / ring, "exposed": 1.0}
+    return {**dict.fromkeys(parallel), **own, "most bytes": "push; pull as much"}
 
 
-def _products() -> Iterator[Row]:
+def sharded_matmuls() -> Iterator[Row]:
+    """x w with the columns and with the rows of w sharded: communication, and the error against float64."""
     import jax
     import numpy as np
 
@@ -135,44 +119,14 @@ def _products() -> Iterator[Row]:
     draws = np.random.default_rng(0)
     x, w = (draws.standard_normal((SIZE, SIZE)).astype(np.float32) for _ in range(2))
     exact = x.astype(np.float64) @ w.astype(np.float64)
-    n, whole = comm.size, 4 * SIZE * SIZE
+    n, size = comm.size, 4 * SIZE * SIZE
     columns = comm.put(np.stack([x @ part for part in np.split(w, n, axis=1)]))
     rows = comm.put(np.stack([a @ b for a, b in zip(np.split(x, n, axis=1), np.split(w, n, axis=0), strict=True)]))
     gathered = np.concatenate(np.asarray(comm.all_gather(columns)), axis=1)
     summed = np.asarray(comm.allreduce(rows))
     for name, collective, found, wire in (
-        ("columns", "all-gather", gathered, whole * (n - 1) // n),
-        ("rows", "all-reduce", summed, 2 * whole * (n - 1) // n),
+        ("columns", "all-gather", gathered, size * (n - 1) // n),
+        ("rows", "all-reduce", summed, 2 * size * (n - 1) // n),
     ):
         error = float(np.abs(found - exact).max() / np.abs(exact).max())
-        yield {"name": name, "collective": collective, "wire": wire, "error": error}
-
-
-def _draw(drawn: Figure, rows: Sequence[Row]) -> None:
-    from jaxmem.stack.pipeline import Pipeline
-
-    held, ticks = drawn.subplots(1, 2, width_ratios=(1.2, 1))
-    known = [{**row["parts"], "name": row["name"]} for row in rows if row["total"]]
-    stacked(held, known, {part: part for part in ("parameters", "optimizer", "gradients", "activations", "other")})
-    held.set(xlabel="GiB of a device")
-    held.tick_params(axis="y", labelsize=7)
-    held.legend(fontsize=7)
-    stages, micro = DRAWN
-    pipeline = Pipeline(layers=8, stages=stages, micro_batches=micro)
-    for stage in range(stages):
-        for batch in range(micro):
-            ticks.barh(stage, 1, left=stage + batch, color=f"C{batch}", edgecolor="white")
-            ticks.text(stage + batch + 0.5, stage, str(batch), ha="center", va="center", color="white", fontsize=8)
-    ticks.set(xlim=(0, pipeline.ticks), xlabel="ticks", ylabel="stage", yticks=range(stages))
-    ticks.invert_yaxis()
-    ticks.set_title(f"{micro} micro-batches through {stages} stages: {pipeline.bubble:.0%} idle", fontsize=10)
-
-
-STOP = Stop(
-    "parallel",
-    "every way to split a model over eight GPUs: what each holds, sends and hides",
-    split,
-    uses="compiler",
-    config=["mesh.fsdp=8", "zero=3", "mesh.tensor=8", "mesh.context=8", "mesh.stage=8"],
-    read=["jaxmem/sharding/table.py", "jaxmem/stack/pipeline.py", "jaxmem/lab/parameter_server.py"],
-)
+        yield {"sharded by": name, "then": collective, "bytes sent per device": wire, "relative error": error}

@@ -1,93 +1,92 @@
-"""What number formats can hold, and what a run loses in each.
+"""What number formats can represent, and what training in each of them loses.
 
-A format with e bits of exponent and m of mantissa spans 2^(2^e) and moves in steps of 2^-m of a number's size. bfloat16
-has float32's span and its steps are 65,536 times as wide: an update below half a step is rounded to none, unless it is
-rounded up as often as it is large. float16 has finer steps and no room below 6e-8: gradients vanish there, unless the
-loss they come from is multiplied first.
+A format with e bits of exponent and m of mantissa spans 2^(2^e), in steps of 2^-m relative to the number. bfloat16 has
+the range of float32 and steps 65,536 times as large: an update below half a step is lost, unless rounding is
+stochastic. float16 has finer steps and nothing below 6e-8: small gradients vanish, unless the loss is scaled.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from functools import partial
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping
+from typing import Any
 
-from jaxmem.lab.tour.stops import Columns, Found, Row, Shown, Stop, only_here
-from jaxmem.lab.tour.trained import DECODER, Run, trained
+import jax
+import jax.numpy as jnp
+import numpy as np
 
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
+from jaxmem.lab.tour.panels import Bars
+from jaxmem.lab.tour.stop import Findings, refuse_target
+from jaxmem.lab.tour.table import Row, Table
+from jaxmem.lab.tour.training import DECODER, TEXT, train_each
+from jaxmem.quant.precision import rounded
 
 FORMATS = ("float32", "bfloat16", "float16", "float8_e4m3fn", "float8_e5m2")
-WEIGHT, UPDATE, UPDATES = 1.0, 1e-3, 1000  # a weight, and what is added to it so often
-GRADIENT, SCALE = 1e-8, 2.0**16  # what a format makes of it, and of so many times it
+WEIGHT, UPDATE, UPDATES = 1.0, 1e-3, 1000  # a weight, and what is added to it this often
+GRADIENT, SCALE = 1e-8, 2.0**16  # stored as it is, and through a loss scaled by this
 BASE: dict[str, Any] = {
     "model": DECODER,
-    "data": {"source": "stdlib", "sequence_length": 128},
+    "data": TEXT,
     "batch": {"global_size": 8},
     "optimizer": {"learning_rate": 1e-3, "warmup": 10},
     "train": {"steps": 200},
 }
 RUNS: Mapping[str, tuple[str, ...]] = {
     "float32": (),
-    "bfloat16, a float32 copy": ("precision.parameters=bfloat16", "precision.master=float32"),
-    "bfloat16, 8 bits more": ("precision.parameters=bfloat16", "precision.master=remainder8"),
-    "bfloat16, rounded stochastically": ("precision.parameters=bfloat16", "precision.rounding=stochastic"),
-    "bfloat16, rounded to the nearest": ("precision.parameters=bfloat16",),
-    "products in float16, loss scaled": ("precision.compute=float16", "precision.loss_scale=dynamic"),
-    "products in float16, loss as it is": ("precision.compute=float16",),
+    "bfloat16 + float32 master weights": ("precision.parameters=bfloat16", "precision.master=float32"),
+    "bfloat16 + 8-bit remainder": ("precision.parameters=bfloat16", "precision.master=remainder8"),
+    "bfloat16, stochastic rounding": ("precision.parameters=bfloat16", "precision.rounding=stochastic"),
+    "bfloat16, round to nearest": ("precision.parameters=bfloat16",),
+    "float16 compute, loss scaling": ("precision.compute=float16", "precision.loss_scale=dynamic"),
+    "float16 compute, no loss scaling": ("precision.compute=float16",),
 }
+SUM, SMALL, SCALED = f"{WEIGHT:g} + {UPDATES} x {UPDATE:g}", f"{GRADIENT:g}", f"{GRADIENT:g}, loss scaled"
 
 
-def held(target: str | None = None, steps: int | None = None) -> Found:
-    """What formats hold, by definition; and the same small run under each precision, here."""
-    only_here("precision", target)
-    formats, runs = [_format(name) for name in FORMATS], list(_runs(steps or BASE["train"]["steps"]))
-    holds: Columns = {
-        "format": lambda row: row["name"],
-        "bytes": lambda row: str(row["bytes"]),
-        "largest": lambda row: f"{row['largest']:.2g}",
-        "smallest": lambda row: f"{row['smallest']:.1g}",
-        "step at 1": lambda row: f"{row['step']:.2g}",
-        f"{WEIGHT:g} + {UPDATES} x {UPDATE:g}": lambda row: f"{row['sum']:.3g}",
-        f"{GRADIENT:g}": lambda row: f"{row['gradient']:.1g}",
-        "scaled": lambda row: f"{row['scaled']:.1g}",
-    }
-    costs: Columns = {
-        "precision": lambda row: row["name"],
-        "B/param": lambda row: f"{row['state']:.1f}",
-        "loss": lambda row: f"{row['loss']:.3f}",
-        "beside float32": lambda row: f"{row['loss'] - runs[0]['loss']:+.3f}",
-        "config": lambda row: " ".join(row["overrides"]),
-    }
-    pure = next(row for row in runs if row["name"] == "bfloat16, rounded stochastically")
-    (drawn,) = (row["drawn"] for row in formats if row["drawn"])
-    note = (
-        f"B/param: weights, their copies and AdamW's two moments; pure bfloat16 with its gradients is"
-        f" {pure['state'] + 2:.0f}. Loss: nats a byte of text held out, after {runs[0]['steps']} updates from one"
-        " start. The sum adds as an optimizer does, rounding after each update; stochastically rounded, bfloat16 comes"
-        f" to {drawn:.2f}. The last two columns are a small gradient as it is, and through a scaled loss; those of this"
-        " small run are large enough for float16 either way."
+def measure(target: str | None = None, steps: int | None = None) -> Findings:
+    """The formats by definition; and the same small run in each precision, here."""
+    refuse_target("precision", target)
+    formats = [describe(name) for name in FORMATS]
+    runs = []
+    for name, outcome in train_each(BASE, steps, RUNS).items():
+        state = sum(outcome.plan["predicted"][part] for part in ("parameters", "master", "optimizer"))
+        loss = outcome.held_out["loss"]
+        runs.append(
+            {
+                "precision": name,
+                "bytes per parameter": state / outcome.plan["model"]["parameters"],
+                "loss": loss,
+                "minus float32": loss - (runs[0]["loss"] if runs else loss),
+                "config": " ".join(RUNS[name]),
+            }
+        )
+    (stochastic,) = (row["stochastic sum"] for row in formats if row["stochastic sum"])
+    digits = {"largest": ".2g", "smallest": ".1g", "step at 1": ".2g", SUM: ".3g", SMALL: ".1g", SCALED: ".1g"}
+    return Findings(
+        [
+            Table("What a format can represent", formats, {**digits, "stochastic sum": None}),
+            Table(
+                "A small decoder, trained here in each precision",
+                runs,
+                {"bytes per parameter": ".1f", "loss": ".3f", "minus float32": "+.3f"},
+            ),
+        ],
+        "Bytes per parameter: weights, their master weights or remainders, and AdamW's two moments. Loss: nats per byte"
+        f" of held-out text after {steps or BASE['train']['steps']} updates from the same weights. The sum rounds after"
+        f" each addition, as an optimizer does; with stochastic rounding bfloat16 comes to {stochastic:.2f}.",
+        [
+            Bars("Range of each format", formats, ("largest",), begin="smallest", log=True, labels=False),
+            Bars("Held-out loss minus float32's", runs, ("minus float32",), "+.3f"),
+        ],
     )
-    tables = [
-        Shown("What a format holds", formats, holds),
-        Shown("A small decoder, trained here under each precision", runs, costs),
-    ]
-    return Found(tables, note, partial(_draw, formats=formats, runs=runs))
 
 
-def _format(name: str) -> Row:
-    import jax
-    import jax.numpy as jnp
-    import numpy as np
-
-    from jaxmem.quant.precision import rounded
-
-    told = jnp.finfo(name)
-    total = np.asarray(WEIGHT, told.dtype)
+def describe(name: str) -> Row:
+    """A format's range and step, and what becomes of small updates and small gradients in it."""
+    info = jnp.finfo(name)
+    total = np.asarray(WEIGHT, info.dtype)
     for _ in range(UPDATES):
-        total = (total.astype(np.float32) + np.float32(UPDATE)).astype(told.dtype)
-    drawn = None
+        total = (total.astype(np.float32) + np.float32(UPDATE)).astype(info.dtype)
+    stochastic = None
     if name == "bfloat16":
 
         def update(many: jax.Array, key: jax.Array) -> tuple[jax.Array, None]:
@@ -95,53 +94,16 @@ def _format(name: str) -> Row:
 
         keys = jax.random.split(jax.random.key(0), UPDATES)
         many, _ = jax.lax.scan(update, jnp.full(1000, WEIGHT, jnp.bfloat16), keys)
-        drawn = float(jnp.mean(many.astype(jnp.float32)))
-    small, large = (np.asarray(x, np.float32).astype(told.dtype) for x in (GRADIENT, SCALE * GRADIENT))
+        stochastic = float(jnp.mean(many.astype(jnp.float32)))
+    small, large = (np.asarray(x, np.float32).astype(info.dtype) for x in (GRADIENT, SCALE * GRADIENT))
     return {
-        "name": name,
-        "bytes": told.bits // 8,
-        "largest": float(told.max),
-        "smallest": float(told.smallest_subnormal),
-        "step": float(told.eps),
-        "sum": float(total),
-        "drawn": drawn,
-        "gradient": float(small),
-        "scaled": float(large) / SCALE,
+        "format": name,
+        "bytes": info.bits // 8,
+        "largest": float(info.max),
+        "smallest": float(info.smallest_subnormal),
+        "step at 1": float(info.eps),
+        SUM: float(total),
+        SMALL: float(small),
+        SCALED: float(large) / SCALE,
+        "stochastic sum": stochastic,
     }
-
-
-def _runs(steps: int) -> Iterator[Row]:
-    given = {**BASE, "train": {"steps": steps}}
-    for name, ran in trained({name: Run(given, overrides) for name, overrides in RUNS.items()}).items():
-        state = sum(ran.plan["predicted"][part] for part in ("parameters", "master", "optimizer"))
-        yield {
-            "name": name,
-            "overrides": list(RUNS[name]),
-            "steps": steps,
-            "state": state / ran.plan["model"]["parameters"],
-            "loss": ran.held_out["loss"],
-        }
-
-
-def _draw(drawn: Figure, formats: Sequence[Row], runs: Sequence[Row]) -> None:
-    holds, losses = drawn.subplots(1, 2)
-    for place, row in enumerate(formats):
-        holds.plot((row["smallest"], row["largest"]), (place, place), lw=14, solid_capstyle="butt")
-    holds.set(xscale="log", xlabel="from the smallest to the largest number", ylim=(len(formats) - 0.5, -0.5))
-    holds.set_yticks(range(len(formats)), [f"{row['name']}\nstep {row['step']:.1g}" for row in formats], fontsize=8)
-    losses.barh([row["name"] for row in runs], [row["loss"] - runs[0]["loss"] for row in runs])
-    losses.axvline(0, c="gray", lw=0.8)
-    losses.set(xlabel="loss beside float32's")
-    losses.tick_params(axis="y", labelsize=8)
-    losses.invert_yaxis()
-
-
-STOP = Stop(
-    "precision",
-    "what number formats hold, and what training in each of them loses",
-    held,
-    uses="devices",
-    config=["precision.parameters=bfloat16", "precision.rounding=stochastic", "precision.loss_scale=dynamic"],
-    read=["jaxmem/quant/precision.py", "jaxmem/optim/master.py", "jaxmem/step/step.py"],
-    takes="about a minute",
-)

@@ -1,9 +1,9 @@
-"""Weights in a few bits: what 70 B of them come to, how far each value moves, what a trained model can do without.
+"""Quantized weights: the bytes of 70 B of them, the error of each value, and what a trained model loses.
 
-A value is kept as a code of b bits times a constant that it shares with others: with all (one scale), with a channel,
-with a block of 64; affine codes begin at a constant of their own; those of nf4 lie where a normal distribution has its
-values (Dettmers et al., arXiv:2305.14314), and `double` keeps the constants themselves in 8 bits. Blocks of k values
-cost 32 / k bits a value for their constants, 8 / k with `double`.
+A value is stored as a code of b bits and shares a scale with others: all of them, those of a channel, or a block of 64;
+affine codes also have a zero point; nf4 has its levels at the quantiles of a normal distribution (Dettmers et al.,
+arXiv:2305.14314), and double quantization stores the scales in 8 bits. Blocks of k values cost 32 / k bits per value
+for their scales, 8 / k with double quantization.
 """
 
 from __future__ import annotations
@@ -11,14 +11,20 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from jaxmem import models
 from jaxmem.config import load_config
-from jaxmem.lab.tour.stops import Columns, Found, Row, Shown, Stop, only_here
-
-if TYPE_CHECKING:
-    import jax
-    from matplotlib.figure import Figure
+from jaxmem.inference.evaluate import Evaluator
+from jaxmem.lab.tour.panels import Lines
+from jaxmem.lab.tour.stop import Findings, refuse_target
+from jaxmem.lab.tour.table import Row, Table
+from jaxmem.quant import quantize
+from jaxmem.training.run import run
 
 MODEL = "llama3-70b"
 BLOCK = 64
@@ -35,8 +41,8 @@ TRAINED: dict[str, Any] = {
 BITS = (8, 6, 5, 4, 3, 2)
 
 
-class Form(NamedTuple):
-    """How values share constants; a format of None is that many bytes a value."""
+class Scheme(NamedTuple):
+    """A format and how values share scales; without a format, `width` bytes per value."""
 
     name: str
     format: str | None
@@ -46,179 +52,126 @@ class Form(NamedTuple):
     width: int = 0
 
 
-FORMS = (
-    Form("float32", None, width=4),
-    Form("bfloat16", None, width=2),
-    Form("int8", "int8"),
-    Form("int6", "int6"),
-    Form("int5", "int5"),
-    Form("int4, one scale", "int4", axis=None),
-    Form("int4, a scale a channel", "int4", block=None),
-    Form("int4, blocks of 64", "int4"),
-    Form("uint4, affine blocks", "uint4"),
-    Form("nf4, blocks of 64", "nf4"),
-    Form("nf4, double", "nf4", double=True),
-    Form("int3", "int3"),
-    Form("int2", "int2"),
+SCHEMES = (
+    Scheme("float32", None, width=4),
+    Scheme("bfloat16", None, width=2),
+    Scheme("int8", "int8"),
+    Scheme("int6", "int6"),
+    Scheme("int5", "int5"),
+    Scheme("int4, one scale", "int4", axis=None),
+    Scheme("int4, a scale per channel", "int4", block=None),
+    Scheme("int4, blocks of 64", "int4"),
+    Scheme("uint4, affine blocks", "uint4"),
+    Scheme("nf4, blocks of 64", "nf4"),
+    Scheme("nf4, double quantization", "nf4", double=True),
+    Scheme("int3", "int3"),
+    Scheme("int2", "int2"),
 )
 
 
-def by_bits(
-    target: str | None = None, model: str = MODEL, forms: Sequence[Form] = FORMS, trained: Mapping[str, Any] = TRAINED
-) -> Found:
-    """Bytes and errors of each form; then a small model, trained here, with its weights in fewer and fewer bits."""
-    only_here("quantization", target, "counts and trains")
-    rows, kept = list(_forms(model, forms)), list(_trained(trained))
-    sizes: Columns = {
-        "a weight as": lambda row: row["name"],
-        "bits": lambda row: f"{row['bits']:.2f}",
-        "mean error": lambda row: f"{row['error']:.4f}",
-        "of all weights, GB": lambda row: f"{row['bytes'] / 1e9:.1f}",
-    }
-    digits: Columns = {"bits": lambda row: row["name"]}
-    for series, right, loss in (("scale", "by scale: right", "loss"), ("affine", "affine: right", "its loss")):
-        digits[right] = partial(_number, series=series, name="accuracy", form=".1%")
-        digits[loss] = partial(_number, series=series, name="loss", form=".3f")
-    tables = [
-        Shown(f"{rows[0]['parameters'] / 1e9:.1f} B weights of {model}; errors of normal numbers", rows, sizes),
-        Shown("A network that reads digits, every matrix in so many bits after training", kept, digits),
-    ]
-    return Found(tables, _note(rows, kept), partial(_draw, rows=rows, kept=kept))
+def measure(
+    target: str | None = None,
+    model: str = MODEL,
+    schemes: Sequence[Scheme] = SCHEMES,
+    trained: Mapping[str, Any] = TRAINED,
+) -> Findings:
+    """Bytes and errors of each scheme; then a small model, trained here, with its weights in fewer and fewer bits."""
+    refuse_target("quantization", target)
+    rows, networks = list(_schemes(model, schemes)), list(quantized_networks(trained))
+    error = {row["stored as"]: row["mean error"] for row in rows}
+    size = {row["stored as"]: row["all weights"] for row in rows}
+    count, accuracy = rows[0]["parameters"], networks[0]["symmetric"]
+    even = [row for row in networks if row["affine"] is not None]
+    fewest = min(row["bits"] for row in even if row["symmetric"] >= accuracy - 0.01)
+    formats = {"bits": ".2f", "mean error": ".4f", "all weights": "GB", "parameters": None}
+    percent = {"symmetric": ".1%", "loss": ".3f", "affine": ".1%", "affine loss": ".3f", "bits": None}
+    points = {row["stored as"]: [(row["bits"], row["mean error"])] for row in rows if row["mean error"]}
+    curves = {name: [(row["bits"], 100 * row[name]) for row in even] for name in ("symmetric", "affine")}
+    return Findings(
+        [
+            Table(f"{count / 1e9:.1f} B weights of {model}; errors of normal numbers", rows, formats),
+            Table("Accuracy on digits of a network that is quantized after training", networks, percent),
+        ],
+        f"In 4 bits alone {count / 1e9:.1f} B weights are {count / 2e9:.1f} GB; nf4 with double quantization is"
+        f" {size['nf4, double quantization'] / 1e9:.1f} GB. A scale per block takes the error of int4 from"
+        f" {error['int4, one scale']:.3f} to {error['int4, blocks of 64']:.3f}, and the levels of nf4 to"
+        f" {error['nf4, blocks of 64']:.3f}; each bit less doubles it. The network has an accuracy of {accuracy:.1%}"
+        f" and stays within a point of that down to {fewest} bits; in {BITS[-1]} bits it has"
+        f" {even[-1]['symmetric']:.1%} with symmetric codes (three values), {even[-1]['affine']:.1%} with affine ones"
+        " (four).",
+        [
+            Lines("Mean error of normal numbers", "bits per weight, with scales", "error", points, "y"),
+            Lines("Accuracy on held-out digits", "bits per weight, without scales", "%", curves),
+        ],
+    )
 
 
-def _number(row: Row, series: str, name: str, form: str) -> str:
-    return format(row[series][name], form) if row[series] else ""
-
-
-def _forms(model: str, forms: Sequence[Form]) -> Iterator[Row]:
-    import jax
-    import jax.numpy as jnp
-
+def _schemes(model: str, schemes: Sequence[Scheme]) -> Iterator[Row]:
     weights = _weights(model)
     count = sum(x.size for x in weights)
     x = jax.random.normal(jax.random.key(0), (SIZE, SIZE))
-    for form in forms:
-        if form.format is None:
-            back = x.astype(jnp.bfloat16 if form.width == 2 else jnp.float32).astype(jnp.float32)
+    for scheme in schemes:
+        if scheme.format is None:
+            back = x.astype(jnp.bfloat16 if scheme.width == 2 else jnp.float32).astype(jnp.float32)
         else:
-            back = _quantized(form, x).dequantize()
-        held = sum(_bytes(form, x) for x in weights)
-        yield {
-            "name": form.name,
-            "parameters": count,
-            "bytes": held,
-            "bits": 8 * held / count,
-            "error": float(jnp.mean(jnp.abs(back - x))),
-        }
+            back = _quantized(scheme, x).dequantize()
+        stored = sum(_bytes(scheme, x) for x in weights)
+        error = float(jnp.mean(jnp.abs(back - x)))
+        own = {"bits": 8 * stored / count, "mean error": error, "all weights": stored, "parameters": count}
+        yield {"stored as": scheme.name, **own}
 
 
 def _weights(model: str) -> list[Any]:
-    """Abstract: nothing of them is made."""
-    import jax
-    from flax import nnx
-
-    from jaxmem import models
-
+    """Abstract arrays."""
     cfg = load_config({"name": "x", "model": {"preset": model}, "train": {"steps": 1}}).model
     network = nnx.eval_shape(lambda: models.build(cfg, nnx.Rngs(0), models.Execution()))
     return jax.tree.leaves(nnx.state(network, nnx.Param))
 
 
-def _bytes(form: Form, x: Any) -> int:
-    """Of one weight; vectors stay as they are."""
-    import jax
-
+def _bytes(scheme: Scheme, x: Any) -> int:
+    """Of one weight; vectors stay in float32."""
     if not is_matrix(x):
         return 4 * x.size
-    return form.width * x.size if form.format is None else jax.eval_shape(partial(_quantized, form), x).nbytes
+    return scheme.width * x.size if scheme.format is None else jax.eval_shape(partial(_quantized, scheme), x).nbytes
 
 
-def _quantized(form: Form, x: Any) -> Any:
-    from jaxmem.quant import quantize
-
-    return quantize(x, form.format, form.block, form.axis, double_quant=form.double)
+def _quantized(scheme: Scheme, x: Any) -> Any:
+    return quantize(x, scheme.format, scheme.block, scheme.axis, double_quant=scheme.double)
 
 
 def is_matrix(x: Any) -> bool:
-    """Norms of a stack of layers are one vector a layer."""
+    """The norms of a stack of layers are one vector per layer."""
     return x.ndim > 1 and min(x.shape[-2:]) >= BLOCK
 
 
 def rounded(x: jax.Array, form: str, axis: int = -2) -> jax.Array:
-    """A matrix as its codes say, in blocks along its inputs, their constants in 8 bits."""
-    import jax
-
-    from jaxmem.quant import quantize
-
+    """A matrix quantized in blocks along its inputs with double quantization, and dequantized."""
     if not is_matrix(x):
         return x
     return jax.device_put(quantize(x, form, BLOCK, axis, double_quant=True).dequantize(), x.sharding)
 
 
-def _trained(given: Mapping[str, Any]) -> Iterator[Row]:
-    import jax
+def quantized_networks(config: Mapping[str, Any]) -> Iterator[Row]:
+    """A trained network's accuracy and loss, with its matrices in each number of bits."""
 
-    from jaxmem.inference.evaluate import HeldOut
-    from jaxmem.training.run import run
+    def row(name: str, bits: int, symmetric: Mapping[str, float], affine: Mapping[str, float]) -> Row:
+        own = {"symmetric": symmetric["accuracy"], "loss": symmetric["loss"]}
+        return {
+            "weights": name,
+            "bits": bits,
+            **own,
+            "affine": affine.get("accuracy"),
+            "affine loss": affine.get("loss"),
+        }
 
     with tempfile.TemporaryDirectory() as place:
-        result = run(load_config({**given, "output": place}), jax.devices()[:1])
-        with HeldOut(result.plan.program) as held_out:
+        result = run(load_config({**config, "output": place}), jax.devices()[:1])
+        with Evaluator(result.plan.program) as held_out:
 
-            def of(form: str) -> Row:
+            def means(form: str) -> Mapping[str, float]:
                 return held_out(jax.tree.map(partial(rounded, form=form), result.state.params))
 
-            yield {"name": "32, as trained", "bits": 32, "scale": held_out(result.state.params), "affine": None}
+            yield row("32 bits, as trained", 32, held_out(result.state.params), {})
             for bits in BITS:
-                yield {"name": str(bits), "bits": bits, "scale": of(f"int{bits}"), "affine": of(f"uint{bits}")}
-            yield {"name": "4, nf4", "bits": 4, "scale": of("nf4"), "affine": None}
-
-
-def _note(rows: Sequence[Row], kept: Sequence[Row]) -> str:
-    by_name = {row["name"]: row for row in rows}
-    whole, blocks, normal, double = (
-        by_name[name] for name in ("int4, one scale", "int4, blocks of 64", "nf4, blocks of 64", "nf4, double")
-    )
-    trained = kept[0]["scale"]["accuracy"]
-    enough = [row for row in kept[1:] if row["scale"]["accuracy"] >= trained - 0.01]
-    least, last = min(enough, key=lambda row: row["bits"]), next(row for row in kept if row["bits"] == BITS[-1])
-    return (
-        f"In 4 bits and nothing else {rows[0]['parameters'] / 1e9:.1f} B weights are"
-        f" {rows[0]['parameters'] / 2e9:.1f} GB; nf4 with its constants in 8 bits is {double['bytes'] / 1e9:.1f}."
-        f" Constants for blocks in place of one for all take the error of int4 from {whole['error']:.3f} to"
-        f" {blocks['error']:.3f}, and codes where normal numbers are to {normal['error']:.3f}; constants in 8 bits save"
-        f" {normal['bits'] - double['bits']:.2f} bits for {double['error'] - normal['error']:+.4f}. A bit less doubles"
-        f" the error. The network is right {trained:.1%} of the time as it was trained and within a point of that down"
-        f" to {least['name']} bits; in {BITS[-1]} it is at {last['scale']['accuracy']:.1%} by scale, which has three"
-        f" values, and at {last['affine']['accuracy']:.1%} affine, which has four."
-    )
-
-
-def _draw(drawn: Figure, rows: Sequence[Row], kept: Sequence[Row]) -> None:
-    error, right = drawn.subplots(1, 2, width_ratios=(1.3, 1))
-    four = [row for row in rows if row["name"].startswith(("int4", "uint4", "nf4"))]
-    for row in rows:
-        if row["error"]:
-            label = row["name"] if row in four else None
-            error.plot(row["bits"], row["error"], "o", label=label, c=None if label else "gray")
-            if not label:
-                beside = {"ha": "right", "xytext": (-7, -4)} if row["bits"] > 10 else {"xytext": (7, -4)}
-                error.annotate(row["name"], (row["bits"], row["error"]), textcoords="offset points", **beside)
-    error.set(yscale="log", xlabel="bits a weight, constants included", title="mean error of normal numbers")
-    error.legend(fontsize=8)
-    even = [row for row in kept if row["affine"]]
-    for series in ("scale", "affine"):
-        right.plot([row["bits"] for row in even], [100 * row[series]["accuracy"] for row in even], "o-", label=series)
-    right.axhline(100 * kept[0]["scale"]["accuracy"], ls=":", c="gray", label="as trained")
-    right.set(xlabel="bits a weight, without constants", title="% of held-out digits read rightly")
-    right.legend()
-
-
-STOP = Stop(
-    "quantization",
-    "70 B weights in 35 GB: bits, errors, and what a trained network can do without",
-    by_bits,
-    uses="devices",
-    config=["precision.parameters=nf4", "precision.block_size=64", "adapter.double_quant=true"],
-    read=["jaxmem/quant/qtensor.py", "jaxmem/quant/formats.py", "jaxmem/quant/packing.py"],
-)
+                yield row(f"{bits} bits", bits, means(f"int{bits}"), means(f"uint{bits}"))
+            yield row("nf4", 4, means("nf4"), {})

@@ -1,8 +1,8 @@
-"""One small run three times: a loop of jax and optax, the library's pieces in a loop of one's own, and a config.
+"""One small run written three times: a loop of jax and optax, the library's parts in a loop of your own, and a config.
 
-Each does what the one before does and more. The bare loop trains. The pieces know what the step will hold before
-anything is allocated, and put the same step on any mesh. The config adds what a run of days needs: metrics in a file,
-checkpoints, a restart that goes on bit by bit, evaluation; several processes log once.
+The bare loop trains. The library's parts know what the step needs before anything is allocated, and place the same step
+on any mesh. The config adds what a run of days needs: metrics in a file, checkpoints, a bitwise exact restart,
+evaluation; several processes log once.
 """
 
 from __future__ import annotations
@@ -10,19 +10,30 @@ from __future__ import annotations
 import contextlib
 import inspect
 import io
+import json
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import nnx
+
+from jaxmem import models
 from jaxmem.config import Config, load_config
-from jaxmem.lab.tour.stops import SIMULATED, Columns, Found, Row, Shown, Stop, only_here
+from jaxmem.data import Loader
+from jaxmem.data.digits import BRIGHTEST, Digits
+from jaxmem.lab.tour.panels import Lines
+from jaxmem.lab.tour.stop import SIMULATED, Findings, refuse_target
+from jaxmem.lab.tour.table import Row, Table
+from jaxmem.planning import plan_program
+from jaxmem.step import program
+from jaxmem.training.run import run
 
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
-
-GIVEN: dict[str, Any] = {
+BASE: dict[str, Any] = {
     "name": "run",
     "objective": "classify",
     "model": {"family": "mlp", "layers": 2, "embed": 64, "mlp": 128},
@@ -34,17 +45,8 @@ GIVEN: dict[str, Any] = {
 }
 
 
-def bare(cfg: Config) -> list[float]:
+def bare_loop(cfg: Config) -> list[float]:
     """jax, flax and optax."""
-    import jax
-    import jax.numpy as jnp
-    import numpy as np
-    import optax
-    from flax import nnx
-
-    from jaxmem import models
-    from jaxmem.data.digits import BRIGHTEST, Digits
-
     digits, draws = Digits(), np.random.default_rng(0)
     images = digits.images[..., None] / np.float32(BRIGHTEST)
     graphdef, params = nnx.split(models.build(cfg.model, nnx.Rngs(0)))
@@ -67,14 +69,10 @@ def bare(cfg: Config) -> list[float]:
     return losses
 
 
-def pieces(cfg: Config, devices: Sequence[Any]) -> list[float]:
-    """The library's step, planned, in a loop of one's own."""
-    from jaxmem.data import Loader
-    from jaxmem.planning import plan_program
-    from jaxmem.step import program
-
+def library_loop(cfg: Config, devices: Sequence[Any]) -> list[float]:
+    """The library's step, planned, in a loop of your own."""
     built = program(cfg, devices)
-    plan = plan_program(built)  # its bytes are known here, and nothing is allocated
+    plan = plan_program(built)  # its bytes are known here, before anything is allocated
     state, losses = built.initialise(), []
     with Loader(built.cfg) as loader:
         for _ in range(cfg.steps):
@@ -85,85 +83,54 @@ def pieces(cfg: Config, devices: Sequence[Any]) -> list[float]:
 
 def by_config(cfg: Config, devices: Sequence[Any]) -> list[float]:
     """`jaxmem train`."""
-    import json
-
-    from jaxmem.training.run import run
-
     with contextlib.redirect_stdout(io.StringIO()):
         result = run(cfg, devices)
     return [json.loads(line)["loss"] for line in (result.directory / "metrics.jsonl").read_text().splitlines()]
 
 
-GIVES: Mapping[str, tuple[Callable[..., Any], str]] = {
-    "a bare loop": (bare, "trains"),
-    "the library's pieces": (pieces, "and plans, on any mesh, with any setting"),
-    "a config": (by_config, "and logs, saves, evaluates, goes on where it stopped"),
-}
-
-
-def layered(target: str | None = None, steps: int | None = None) -> Found:
+def measure(target: str | None = None, steps: int | None = None) -> Findings:
     """The three on one device; then the config on eight, and stopped half-way and started again."""
-    only_here("stack", target)
-    import jax
-
-    one, all_of_them = jax.devices()[:1], jax.devices()[:SIMULATED]
-    steps = steps or GIVEN["train"]["steps"]
+    refuse_target("stack", target)
+    first, eight = jax.devices()[:1], jax.devices()[:SIMULATED]
+    steps = steps or BASE["train"]["steps"]
     with tempfile.TemporaryDirectory() as place:
 
         def config(name: str, *overrides: str) -> Config:
-            return load_config({**GIVEN, "output": f"{place}/{name}"}, [f"train.steps={steps}", *overrides])
+            return load_config({**BASE, "output": f"{place}/{name}"}, [f"train.steps={steps}", *overrides])
 
-        runs = {
-            "a bare loop": bare(config("bare")),
-            "the library's pieces": pieces(config("pieces"), one),
-            "a config": by_config(config("whole"), one),
-            "a config, 8 devices": by_config(config("eight"), all_of_them),
+        bare = bare_loop(config("bare"))
+        expected = by_config(config("whole"), first)
+        parts = library_loop(config("parts"), first)
+        sharded = by_config(config("eight"), eight)
+        by_config(config("again", f"train.steps={steps // 2}", f"checkpoint.every={steps // 2}"), first)
+        resumed = by_config(config("again"), first)
+        files = sorted(file.name for file in Path(place, "whole/run").iterdir())
+
+    def row(name: str, losses: list[float], adds: str, source: Any = None) -> Row:
+        difference = max(abs(a - b) for a, b in zip(losses, expected, strict=True))
+        return {
+            "run": name,
+            "lines": len(inspect.getsource(source).splitlines()) if source else None,
+            "first loss": losses[0],
+            "last loss": losses[-1],
+            "difference": difference if losses is not bare else "its own batches",
+            "what it does": adds,
+            "losses": losses,
         }
-        by_config(config("again", f"train.steps={steps // 2}", f"checkpoint.every={steps // 2}"), one)
-        runs["a config, stopped and started"] = by_config(config("again"), one)
-        left = sorted(file.name for file in Path(place, "whole/run").iterdir())
-    rows = [_row(name, losses, runs["a config"]) for name, losses in runs.items()]
-    columns: Columns = {
-        "the run": lambda row: row["name"],
-        "lines": lambda row: str(row["lines"] or ""),
-        "first loss": lambda row: f"{row['losses'][0]:.3f}",
-        "last loss": lambda row: f"{row['losses'][-1]:.3f}",
-        "beside the config's": lambda row: "its own rows" if row["off"] is None else f"{row['off']:.0e}",
-        "what it does": lambda row: row["gives"],
-    }
-    note = (
-        f"{steps} updates of {GIVEN['batch']['global_size']} pictures. Beside the config's: by how much a loss differs"
-        f" at most; 0 is bit for bit. Its metrics have one line an update, on {SIMULATED} devices too. It leaves"
-        f" {', '.join(left)}."
+
+    rows = [
+        row("bare loop", bare, "trains", bare_loop),
+        row("library loop", parts, "and plans, on any mesh, with any setting", library_loop),
+        row("config", expected, "and logs, saves, evaluates, resumes", by_config),
+        row("config, 8 devices", sharded, "one line of the config"),
+        row("config, stopped and started", resumed, "the same command again"),
+    ]
+    formats = {"first loss": ".3f", "last loss": ".3f", "difference": ".0e", "losses": None}
+    series = {row["run"]: list(enumerate(row["losses"])) for row in rows}
+    return Findings(
+        [Table("One run, written in three ways", rows, formats)],
+        f"{steps} updates of {BASE['batch']['global_size']} images. Difference: the largest between a loss and the"
+        " config's; 0 is bitwise equal. The config's metrics have one line per update, on"
+        f" {SIMULATED} devices too, and its directory has {', '.join(files)}.",
+        [Lines("Training loss", "updates", "loss", series, "y")],
     )
-    return Found([Shown("One run, three ways to write it", rows, columns)], note, partial(_draw, rows=rows))
-
-
-def _row(name: str, losses: list[float], expected: list[float]) -> Row:
-    run, gives = GIVES.get(name, (None, "one line of the config" if "8" in name else "the same command again"))
-    off = max(abs(a - b) for a, b in zip(losses, expected, strict=True)) if run is not bare else None
-    lines = len(inspect.getsource(run).splitlines()) if run else 0
-    return {"name": name, "lines": lines, "losses": losses, "off": off, "gives": gives}
-
-
-def _draw(drawn: Figure, rows: Sequence[Row]) -> None:
-    axes = drawn.subplots()
-    same = [row for row in rows if row["off"] is not None]
-    for row in rows:
-        if row not in same:
-            axes.plot(row["losses"], label=f"{row['name']}, on its own draw of rows", c="gray", alpha=0.6)
-    for number, row in enumerate(same):  # they lie on each other, so each is seen in places of its own
-        every = (number, len(same))
-        axes.plot(row["losses"], "o-", c=f"C{number}", lw=0.6, ms=6, markevery=every, label=row["name"])
-    axes.set(yscale="log", xlabel="updates", ylabel="loss")
-    axes.legend()
-
-
-STOP = Stop(
-    "stack",
-    "one run as a bare loop, with the library's pieces, and by config: what each adds",
-    layered,
-    uses="simulated",
-    config=["mesh.fsdp=8", "checkpoint.every=30", "checkpoint.resume=auto"],
-    read=["jaxmem/lab/tour/stack.py", "jaxmem/step/step.py", "jaxmem/training/run.py"],
-)

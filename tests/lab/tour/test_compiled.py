@@ -8,9 +8,10 @@ import pytest
 
 from jaxmem.config import load_config
 from jaxmem.errors import UserError
-from jaxmem.lab.tour import compiled, timed
+from jaxmem.lab.tour import common
 from jaxmem.lab.tour.memory import BASE
-from jaxmem.lab.tour.trained import Run, _apart
+from jaxmem.lab.tour.table import Table
+from jaxmem.lab.tour.training import SmallRun, train_in_process
 from jaxmem.machine import devices
 from jaxmem.planning import measure
 from jaxmem.planning.targets import parse_target
@@ -24,12 +25,12 @@ def plans(monkeypatch: pytest.MonkeyPatch) -> Any:
     """Of a target, on a machine with these cards, where each run holds a gibibyte more than was compiled."""
     cfgs = {name: load_config(BASE, [f"train.steps={steps}"]) for steps, name in enumerate(SIZES, 1)}
     sized = {name: {"bytes_per_device": {"total": size}} for name, size in SIZES.items()}
-    monkeypatch.setattr(compiled, "_compiled", lambda *_: sized)
+    monkeypatch.setattr(common, "_compiled", lambda *_: sized)
     monkeypatch.setattr(measure, "apart", lambda raw: {"measured": (raw["train"]["steps"] + 1) * 2**30})
 
     def of(target: str, cards: int) -> Any:
-        monkeypatch.setattr(devices, "gpus", lambda: [CARD] * cards)
-        return compiled.plans(target, cfgs)
+        monkeypatch.setattr(devices, "nvidia_gpus", lambda: [CARD] * cards)
+        return common.plans(target, cfgs)
 
     return of
 
@@ -37,8 +38,9 @@ def plans(monkeypatch: pytest.MonkeyPatch) -> Any:
 def test_what_fits_on_the_gpus_that_are_here_runs(plans: Any) -> None:
     found = plans("rtx4090-24gb", 1)
     assert {name: plan["measured"] for name, plan in found.items()} == {"small": 2 * 2**30, "large": None}
-    (heading, cell), *others = compiled.measured(found.values()).items()
-    assert (heading, [cell(plan) for plan in found.values()], others) == ("measured, GiB", ["2.00", ""], [])
+    rows = [{"name": name, "measured": plan["measured"]} for name, plan in found.items()]
+    table = Table("", rows, {"measured": "GiB"})
+    assert (table.headings, table.cells) == (["name", "measured, GiB"], [["small", "2.00"], ["large", ""]])
 
 
 @pytest.mark.parametrize(
@@ -47,20 +49,22 @@ def test_what_fits_on_the_gpus_that_are_here_runs(plans: Any) -> None:
 def test_elsewhere_nothing_runs_and_there_is_no_column(plans: Any, target: str, cards: int) -> None:
     found = plans(target, cards)
     assert [plan["measured"] for plan in found.values()] == [None, None]
-    assert compiled.measured(found.values()) == {}
+    assert Table("", [{"name": name, "measured": plan["measured"]} for name, plan in found.items()]).headings == [
+        "name"
+    ]
 
 
 def test_a_target_is_here_only_with_all_of_its_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(devices, "gpus", lambda: [CARD] * 8)
+    monkeypatch.setattr(devices, "nvidia_gpus", lambda: [CARD] * 8)
     gpu = parse_target("rtx4090-24gb").gpu
-    assert [compiled.are_here(gpu, count) for count in (1, 8)] == [False, True]
+    assert [common.is_this_machine(gpu, count) for count in (1, 8)] == [False, True]
 
 
 def test_a_processors_time_is_told_as_one() -> None:
-    assert timed.where() == "of a processor"
-    assert 0 <= timed.seconds(lambda x: x, 1, times=1) < 0.1
+    assert common.clock_name() == "processor time here"
+    assert 0 <= common.seconds(lambda x: x, 1, times=1) < 0.1
 
 
 def test_a_run_that_fails_says_why() -> None:
     with pytest.raises(UserError, match=r"a run of the tour failed: .*model\.family"):
-        _apart({"one": Run({"name": "x", "model": {"family": "unheard of"}, "train": {"steps": 1}})})
+        train_in_process({"one": SmallRun({"name": "x", "model": {"family": "unheard of"}, "train": {"steps": 1}})})

@@ -11,7 +11,7 @@ from jaxmem.data.chat import conversation
 from jaxmem.data.chat_template import template_for
 from jaxmem.data.tokenizer import tokenizer_for
 from jaxmem.errors import UserError
-from jaxmem.lab.tour import stop
+from jaxmem.lab.tour import find_stop
 from jaxmem.lab.tour.docstrings import questions, write_tokenizer
 from jaxmem.lab.tour.finetune import FINETUNE, PRETRAIN
 
@@ -74,5 +74,5 @@ def test_its_configs_are_possible_and_it_has_no_target() -> None:
     for given, more in ((PRETRAIN, {}), (FINETUNE, {"model": PRETRAIN["model"]})):
         data = given["data"] | ({"path": "x", "chat_template": "x"} if given is FINETUNE else {})
         load_config({"name": "x", **given, **more, "data": data})
-    with pytest.raises(UserError, match="tour finetune trains on this machine; leave it out"):
-        stop("finetune").visit("h100-80gb")
+    with pytest.raises(UserError, match="tour finetune does not support --target h100-80gb"):
+        find_stop("finetune").visit("h100-80gb")

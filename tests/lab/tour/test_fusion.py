@@ -10,7 +10,7 @@ import pytest
 
 from jaxmem.errors import UserError
 from jaxmem.lab.tour import fusion
-from jaxmem.lab.tour.fusion import by_chain, one_by_one
+from jaxmem.lab.tour.fusion import one_by_one
 
 
 def test_each_operation_reads_and_writes() -> None:
@@ -24,19 +24,23 @@ def test_each_operation_reads_and_writes() -> None:
 
 def test_rows_and_what_they_say(monkeypatch: pytest.MonkeyPatch) -> None:
     def by_formula(_: Any) -> Any:
-        for name, moved in (("rms_norm, with the residual", 4), ("swiglu", 2)):
-            for back in (False, True):
-                yield {"name": name, "back": back, "apart": 10 * 10**9, "moved": moved, "least": 2, "kernels": 1}
+        for name, moved in (
+            ("rms_norm", 4),
+            ("rms_norm, with backward", 4),
+            ("swiglu", 2),
+            ("swiglu, with backward", 2),
+        ):
+            yield {"chain": name, "one by one": 10 * 10**9, "fused": moved, "minimum": 2, "kernels": 1}
 
     monkeypatch.setattr(fusion, "chains", by_formula)
-    monkeypatch.setattr(fusion, "_chunked", lambda name, _: {"name": name, "activations": 2**30, "total": 2**31})
-    found = by_chain("rtx4090-24gb")
+    monkeypatch.setattr(fusion, "_chunked", lambda name, _: {"in chunks": name, "activations": 2**30, "step": 2**31})
+    found = fusion.measure("rtx4090-24gb")
     assert len(found.tables[0].rows) == 4
-    assert [row["name"] for row in found.tables[1].rows] == list(fusion.CHUNKS)
+    assert [row["in chunks"] for row in found.tables[1].rows] == list(fusion.CHUNKS)
     assert "One by one these chains move 40.0 GB" in found.note
-    assert "2.00 times the least" in found.note
+    assert "2.00 times the minimum with its gradient" in found.note
 
 
 def test_a_cpu_has_no_such_kernels() -> None:
-    with pytest.raises(UserError, match="tour fusion reads what a GPU's kernels move; give one, as h100-80gb"):
-        by_chain("cpu:8")
+    with pytest.raises(UserError, match="tour fusion does not support --target cpu:8: it has no GPU"):
+        fusion.measure("cpu:8")

@@ -12,8 +12,8 @@ import pytest
 from jaxmem.config import Config, load_config
 from jaxmem.config.devices import for_devices
 from jaxmem.errors import UserError
-from jaxmem.lab.tour import compiled
-from jaxmem.lab.tour.memory import BASE, ROWS, SEVERAL, Row, by_technique
+from jaxmem.lab.tour import common
+from jaxmem.lab.tour.memory import BASE, ROWS, SEVERAL, Technique, measure
 from jaxmem.planning import parse_target
 from jaxmem.search.worker import step_plan
 from tests.planning.conftest import SMALL
@@ -37,14 +37,14 @@ def test_state_is_what_the_formula_says(monkeypatch: pytest.MonkeyPatch) -> None
     def here(target: str, cfgs: dict[str, Config]) -> dict[str, Any]:
         return {name: step_plan(cfg, parse_target(target)) for name, cfg in cfgs.items()}
 
-    monkeypatch.setattr(compiled, "plans", here)  # and not in processes of their own
+    monkeypatch.setattr(common, "plans", here)  # and not in processes of their own
     assert len(jax.devices()) == 8  # started, or the first row would decide how many there are
-    split = Row("split", ("batch.global_size=8",), "8/8", 8)
-    found = by_technique("cpu", TINY, (ROWS[0], split)).tables[0].rows
+    sharded = Technique("sharded", "8/8", ("batch.global_size=8",), 8)
+    found = measure("cpu", TINY, (ROWS[0], sharded)).tables[0].rows
     for row, each in zip(found, (12, 12 / 8), strict=True):
         state = row["parts"]["parameters"] + row["parts"]["master"] + row["parts"]["optimizer"]
         assert state / row["parameters"] == pytest.approx(each, rel=0.05)
-    assert all(row["measured"] is None and row["compiled"] == row["parts"]["total"] for row in found)
+    assert all(row["measured"] is None and row["per GPU"] == row["parts"]["total"] for row in found)
 
 
 def test_the_table_in_the_docs_is_of_these_rows() -> None:
@@ -54,5 +54,5 @@ def test_the_table_in_the_docs_is_of_these_rows() -> None:
 
 
 def test_rows_of_several_gpus_need_several() -> None:
-    with pytest.raises(UserError, match="need more than one; leave the number out for 8"):
-        by_technique("h100-80gb:1")
+    with pytest.raises(UserError, match="the ZeRO rows need several GPUs; leave the number out for 8"):
+        measure("h100-80gb:1")

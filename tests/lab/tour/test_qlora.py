@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from jaxmem.lab.tour import compiled
-from jaxmem.lab.tour.qlora import BASE, BASES, by_base
+from jaxmem.lab.tour import common
+from jaxmem.lab.tour.qlora import BASE, BASES, measure
 from jaxmem.planning.state import Held, state_of
 from tests.planning.conftest import SMALL
 
@@ -28,15 +28,23 @@ def by_arithmetic(_: str, cfgs: Any) -> dict[str, Any]:
     return found
 
 
-def test_a_base_in_codes_takes_less_and_nothing_else_does(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compiled, "plans", by_arithmetic)
-    found = by_base(None, TINY, {name: BASES[name] for name in ("bfloat16", "nf4", "nf4, constants in 8 bits")})
-    whole, codes, double = found.tables[0].rows
-    assert whole["bits"] == 16
+def test_quantized_frozen_weights_take_less_and_nothing_else_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(common, "plans", by_arithmetic)
+    found = measure(None, TINY, {name: BASES[name] for name in ("bfloat16", "nf4", "nf4, double quantization")})
+    whole, codes, double = found.panels[0].rows
+    assert whole["bits per weight"] == 16
     assert 1.5 < whole["layers"] / codes["layers"] < 4  # blocks are short where the matrices are
-    assert whole["tables"] == whole["tables_in_bfloat16"] == codes["tables_in_bfloat16"] > 1.5 * codes["tables"]
-    assert whole["bits"] > codes["bits"] > double["bits"] > 4
-    assert whole["learns"] == codes["learns"] == double["learns"] > 0  # weights, gradients and state of adapters alone
+    assert (
+        whole["embedding and output"]
+        == whole["embedding and output in bfloat16"]
+        == codes["embedding and output in bfloat16"]
+        > 1.5 * codes["embedding and output"]
+    )
+    assert whole["bits per weight"] > codes["bits per weight"] > double["bits per weight"] > 4
+    assert (
+        whole["trainable"] == codes["trainable"] == double["trainable"] > 0
+    )  # weights, gradients and state of adapters alone
     assert whole["total"] > codes["total"] > double["total"]
-    assert whole["decoding"] == 0 < codes["decoding"] < double["decoding"]
-    assert "From bfloat16 to nf4, constants in 8 bits the base shrinks" in found.note
+    assert whole["one dequantization"] is None
+    assert 0 < codes["one dequantization"] < double["one dequantization"]
+    assert "From bfloat16 to nf4, double quantization the frozen weights shrink" in found.note

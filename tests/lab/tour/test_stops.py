@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import json
 import re
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -13,7 +12,10 @@ from rich.console import Console
 
 from jaxmem.config import load_config
 from jaxmem.errors import UserError
-from jaxmem.lab.tour import STOPS, Found, Shown, Stop
+from jaxmem.lab.tour import STOPS, precision
+from jaxmem.lab.tour.panels import Bars, Lines
+from jaxmem.lab.tour.stop import Findings, Visit
+from jaxmem.lab.tour.table import Table
 from tests.test_cli import jaxmem
 
 ROOT = Path(__file__).parents[3]
@@ -24,23 +26,21 @@ def test_the_list_of_stops(capsys: pytest.CaptureFixture[str]) -> None:
     assert (code, err) == (0, "")
     (listed,) = json.loads(out)["stops"]
     assert set(listed) == {"topic", "rows", "seconds"}
-    assert [row["topic"] for row in listed["rows"]] == list(STOPS)
+    assert [row["jaxmem tour"] for row in listed["rows"]] == list(STOPS)
 
 
 def test_no_such_stop(capsys: pytest.CaptureFixture[str]) -> None:
     assert jaxmem("tour", "memori", capsys=capsys) == (
         2,
         "",
-        "error: tour: no stop is called 'memori'; did you mean memory?\n",
+        "error: tour: unknown topic 'memori'; did you mean memory?\n",
     )
 
 
 def test_what_takes_long_says_so_first(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    table = Shown("All", [{"n": 1}], {"what": lambda row: str(row["n"])})
-    one = Stop("slow", "waits", lambda _: Found([table]), "compiler", ["zero=3"], [], takes="an hour")
-    monkeypatch.setitem(STOPS, "slow", one)
-    code, out, err = jaxmem("tour", "slow", "--json", capsys=capsys)
-    assert (code, err) == (0, "slow takes an hour on two cores without a GPU.\n")
+    monkeypatch.setattr(precision, "measure", lambda _: Findings([Table("All", [{"n": 1}])]))
+    code, out, err = jaxmem("tour", "precision", "--json", capsys=capsys)
+    assert (code, err) == (0, "precision takes about a minute on two cores without a GPU.\n")
     assert json.loads(out)["stops"][0]["rows"] == [{"n": 1}]
 
 
@@ -71,31 +71,40 @@ def test_its_page_in_docs_is_what_it_makes(topic: str) -> None:
 
 def test_a_narrow_terminal_breaks_no_word() -> None:
     """A table as wide as its words need; below that, one field under the other."""
-    rows = [{"name": "shared memory", "GB/s": "33,454", "operations in its time": "1.5"}, {"name": "another host"}]
-    columns = {name: partial(lambda row, name: row.get(name, ""), name=name) for name in rows[0]}
-    words = {word for row in rows for cell in row.values() for word in cell.split()}
+    first = {"name": "shared memory", "GB/s": "33,454", "operations in its time": "1.5"}
+    rows = [first, {"name": "another host", "GB/s": None, "operations in its time": None}]
+    words = {word for row in rows for cell in row.values() if cell for word in cell.split()}
     for width in range(20, 60):
         printed = io.StringIO()
-        Console(file=printed, width=width).print(Shown("Title", rows, columns))
+        Console(file=printed, width=width).print(Table("Title", rows))
         assert words <= set(printed.getvalue().replace("│", " ").split()), width
         assert max(map(len, printed.getvalue().splitlines())) <= width
         assert ("━" in printed.getvalue()) == (width >= 7 + 6 + 10 + 3 * 3 + 1)
 
 
+def test_columns_have_units_and_empty_ones_are_left_out() -> None:
+    rows = [
+        {"name": "a", "size": 3 * 2**29, "measured": None, "hidden": 1},
+        {"name": "b", "size": None, "measured": None, "hidden": 2},
+    ]
+    table = Table("", rows, {"size": "GiB", "measured": "GiB", "hidden": None})
+    assert (table.headings, table.cells) == (["name", "size, GiB"], [["a", "1.50"], ["b", ""]])
+
+
 def test_a_page_and_a_figure_of_a_visit(tmp_path: Path) -> None:
-    table = Shown("Two rows", [{"n": 1}, {"n": 2}], {"what": lambda row: str(row["n"]), "twice": lambda _: "[x]"})
-    found = Found([table], "They grow.", lambda drawn: drawn.subplots().plot([1, 2]))
-    visit = Stop("two", "numbers", lambda _: found, "compiler", ["zero=3"], ["jaxmem/lab/tour/stops.py"]).visit()
+    rows = [{"what": "1", "twice": "[x]", "size": 2**30}, {"what": "2", "twice": "[x]", "size": 2**31}]
+    line = Lines("curve", "steps", "loss", {"long": [(x, 1.0) for x in range(30)], "point": [(1.0, 2.0)]}, "y")
+    bars = Bars("sizes", rows, ("size",), "GiB")
+    found = Findings([Table("Two rows", rows, {"size": None})], "They grow.", [line, bars])
+    visit = Visit(STOPS["memory"], "An idea, in\ntwo lines.\n\nAnd more.\n", found, 1.0)
     assert visit.draw(tmp_path / "two.png")
     assert (tmp_path / "two.png").stat().st_size > 1000
     page = visit.markdown(tmp_path / "two.png")
-    assert page.startswith("# two: numbers\n\nMade by `jaxmem tour two`.\n\nTwo rows\n\n| what | twice |\n")
-    for part in (
-        "| 2 | [x] |",
-        "![two](two.png)",
-        "They grow.",
-        "`zero=3`",
-        "[jaxmem/lab/tour/stops.py](../../jaxmem/lab/tour/stops.py)",
-    ):
-        assert part in page
-    assert visit.as_json()["rows"] == [{"n": 1}, {"n": 2}]
+    head = (
+        f"# memory: {STOPS['memory'].about}\n\nMade by `jaxmem tour memory`.\n\nAn idea, in two lines.\n\nAnd more.\n\n"
+    )
+    assert page.startswith(head + "Two rows\n\n| what | twice |\n")
+    file = "jaxmem/planning/predict.py"
+    for part in ("| 2 | [x] |", "![two](two.png)", "They grow.", "`memory.update=during`", f"[{file}](../../{file})"):
+        assert part in page.replace("![memory]", "![two]")
+    assert visit.as_json()["rows"] == rows

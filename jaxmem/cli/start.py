@@ -1,4 +1,4 @@
-"""What a command does first: the config, the devices, the processes beside this one. jax starts only after it."""
+"""The beginning of a command: config, devices, and the other processes of the run. jax starts after it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def load(config: Path, overrides: list[str] | None, simulate: int | None, *, only_compile: bool = False) -> Config:
-    """The config, checked before jax is even imported, and the devices for it."""
+    """The config, checked before jax is imported; also chooses its devices."""
     from jaxmem.config import load_config
 
     cfg = load_config(config, overrides or [])
@@ -23,7 +23,7 @@ def load(config: Path, overrides: list[str] | None, simulate: int | None, *, onl
 
 
 def take_devices(simulate: int | None, *, only_compile: bool = False, spill: bool = False) -> None:
-    """Those of this machine, or as many simulated ones as asked for; before jax starts. `spill`: with CUDA's unified
+    """Chooses this machine's devices, or `simulate` CPU devices, before jax starts. `spill`: with CUDA's unified
     memory."""
     if simulate is None:
         if spill:
@@ -36,7 +36,7 @@ def take_devices(simulate: int | None, *, only_compile: bool = False, spill: boo
 
 @contextlib.contextmanager
 def joined(cfg: Config | None) -> Iterator[None]:
-    """Together with the processes that were started beside this one, if any. Nothing has started jax before."""
+    """Joins the processes that were started beside this one, if any. jax must not have started."""
     from jaxmem.config import Cluster
     from jaxmem.distributed import join
 
@@ -45,8 +45,8 @@ def joined(cfg: Config | None) -> Iterator[None]:
         yield
 
 
-def config_of(run: Path) -> Config | None:
-    """None where no run is: that is told later, by what reads it."""
+def run_config(run: Path) -> Config | None:
+    """The config of a run. None if there is no run: the code that opens it reports that."""
     from jaxmem.config import load_config
 
     file = run / "config.yaml"

@@ -1,8 +1,8 @@
-"""A random subset of the weights learns, and why nobody does it: beside low-rank adapters of as many numbers.
+"""Training a random subset of the weights, beside a low-rank adapter of as many parameters.
 
-A residual network learns the digits; then their pixels change places, and it learns again with so many numbers: a
-random few of each matrix, or an adapter beside it. A random subset saves the optimizer's state, and nothing else: to
-find the gradients of a few numbers the whole matrix's is made, and to use the numbers a copy of the matrix.
+A residual network learns the digits; then their pixels are permuted, and it learns again with few parameters. A random
+subset saves optimizer state and nothing else: the gradient of the whole matrix is computed to find the gradients of a
+few of its entries, and a copy of the matrix is made to use them.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from jaxmem.models.cross_entropy import cross_entropy
 STEPS, ROWS, RANK, RATES = 300, 64, 4, (1e-3, 1e-2, 1e-1)
 HELD_OUT = 300
 Params = dict[Any, jax.Array]
-Apply = Callable[[Params], Any]  # what learns -> a network
+Apply = Callable[[Params], Any]  # trainable parameters -> a network
 Data = tuple[jax.Array, jax.Array]
 
 
-def learnt(steps: int = STEPS, rates: Sequence[float] = RATES, width: int = 256) -> Iterator[dict[str, Any]]:
-    """Each way's numbers, bytes of the compiled step, and accuracy on digits it never saw at the best of the rates."""
+def compare(steps: int = STEPS, rates: Sequence[float] = RATES, width: int = 256) -> Iterator[dict[str, Any]]:
+    """For each method: its trainable parameters, bytes of the compiled step, held-out accuracy at the best rate."""
     digits = Digits()
     images, labels = digits.images[..., None] / np.float32(BRIGHTEST), digits.labels
     seen, unseen = (
@@ -43,48 +43,49 @@ def learnt(steps: int = STEPS, rates: Sequence[float] = RATES, width: int = 256)
     graphdef, state = nnx.split(models.build(Mlp(layers=4, embed=width, mlp=2 * width), nnx.Rngs(0)))
     params = flatten_dict(nnx.to_pure_dict(state))
 
-    def whole(own: Params) -> Any:
+    def full(own: Params) -> Any:
         return nnx.merge(graphdef, unflatten_dict(own))
 
-    base, _ = _trained(whole, jax.tree.map(jnp.copy, params), seen, 1e-3, steps)
-    yield {"name": "before", "learns": 0, "state": 0, "temporaries": 0, "accuracy": _right(whole(base), moved[1])}
+    base, _ = _train(full, jax.tree.map(jnp.copy, params), seen, 1e-3, steps)
+    empty = dict.fromkeys(("parameters", "state", "temporary buffers"))
+    yield {"trainable": "none", **empty, "accuracy": _accuracy(full(base), moved[1])}
 
-    network = whole(base)
+    network = full(base)
     adapters.lora(network, rank=RANK, targets=["*"])
-    with_lora, all_of_it = nnx.split(network)
-    every = flatten_dict(nnx.to_pure_dict(all_of_it))
+    with_lora, everything = nnx.split(network)
+    every = flatten_dict(nnx.to_pure_dict(everything))
     lora = {path: x for path, x in every.items() if "lora" in path}
     matrices = {path: x for path, x in base.items() if x.ndim > 1}
     share = sum(x.size for x in lora.values()) / sum(x.size for x in matrices.values())
     draws = np.random.default_rng(2)
     places = {path: draws.choice(x.size, round(share * x.size), replace=False) for path, x in matrices.items()}
 
-    def beside(own: Params) -> Any:
+    def adapted(own: Params) -> Any:
         return nnx.merge(with_lora, unflatten_dict({**every, **own}))
 
     def subset(own: Params) -> Any:
-        learnt = {path: x.reshape(-1).at[places[path]].add(own[path]).reshape(x.shape) for path, x in matrices.items()}
-        return whole({**base, **learnt})
+        changed = {path: x.reshape(-1).at[places[path]].add(own[path]).reshape(x.shape) for path, x in matrices.items()}
+        return full({**base, **changed})
 
-    ways: dict[str, tuple[Apply, Callable[[], Params]]] = {
-        "all weights": (whole, lambda: jax.tree.map(jnp.copy, base)),
-        "low-rank": (beside, lambda: jax.tree.map(jnp.copy, lora)),
+    methods: dict[str, tuple[Apply, Callable[[], Params]]] = {
+        "all weights": (full, lambda: jax.tree.map(jnp.copy, base)),
+        "low-rank adapter": (adapted, lambda: jax.tree.map(jnp.copy, lora)),
         "random subset": (subset, lambda: {path: jnp.zeros(len(at)) for path, at in places.items()}),
     }
-    for name, (apply, begin) in ways.items():
-        learns = sum(x.size for x in begin().values())
-        runs = [_trained(apply, begin(), moved[0], rate, steps) for rate in rates]
+    for name, (apply, initial) in methods.items():
+        count = sum(x.size for x in initial().values())
+        runs = [_train(apply, initial(), moved[0], rate, steps) for rate in rates]
         yield {
-            "name": name,
-            "learns": learns,
-            "state": 8 * learns,
-            "temporaries": runs[0][1].memory_analysis().temp_size_in_bytes,
-            "accuracy": max(_right(apply(own), moved[1]) for own, _ in runs),
+            "trainable": name,
+            "parameters": count,
+            "state": 8 * count,
+            "temporary buffers": runs[0][1].memory_analysis().temp_size_in_bytes,
+            "accuracy": max(_accuracy(apply(own), moved[1]) for own, _ in runs),
         }
 
 
-def _trained(apply: Apply, own: Params, data: Data, rate: float, steps: int) -> tuple[Params, Any]:
-    """What has learnt, and the compiled step."""
+def _train(apply: Apply, own: Params, data: Data, rate: float, steps: int) -> tuple[Params, Any]:
+    """The trained parameters, and the compiled step."""
     images, labels = data
     tx = optim.adam(rate)
 
@@ -101,5 +102,5 @@ def _trained(apply: Apply, own: Params, data: Data, rate: float, steps: int) -> 
     return own, compiled
 
 
-def _right(network: Any, data: Data) -> float:
+def _accuracy(network: Any, data: Data) -> float:
     return float(jnp.mean((jnp.argmax(jax.jit(network)(data[0]), -1) == data[1]).astype(jnp.float32)))

@@ -8,51 +8,50 @@ from typing import Annotated
 
 import typer
 
-from jaxmem.cli.options import Json, Run
-from jaxmem.cli.printing import only_json, show
-from jaxmem.cli.starting import take_devices
+from jaxmem.cli.options import Json, Png, Run, Target
+from jaxmem.cli.output import only_json, show
+from jaxmem.cli.start import take_devices
 
 
 def report(
     run: Run,
     html: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="By default RUN/report.html", show_default=False)
+        Path | None, typer.Option(metavar="FILE", help="The page. [default: RUN/report.html]", show_default=False)
     ] = None,
-    png: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Memory over a step, as a figure.", show_default=False)
-    ] = None,
+    png: Png = None,
 ) -> None:
-    """One HTML page of a run: its plan, its memory over a step, its curves."""
+    """Write an HTML page of a run: plan, memory, curves."""
     from jaxmem.report import report_run
 
     print(report_run(run, html, png))
 
 
 def tour(
-    topic: Annotated[str | None, typer.Argument(metavar="[TOPIC]", help="None: what there is.")] = None,
-    target: Annotated[
-        str | None, typer.Option(metavar="T", help="Compile for it: h100-80gb, my-gpu.yaml", show_default=False)
-    ] = None,
+    topic: Annotated[str | None, typer.Argument(metavar="[TOPIC]", help="A technique. [default: list them]")] = None,
+    target: Target = None,
     write: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Also as Markdown, its figure beside it.", show_default=False)
+        Path | None,
+        typer.Option(metavar="FILE", help="Also write a Markdown page and its figure.", show_default=False),
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Each technique, with its number."""
+    """Show a technique with its numbers."""
     from jaxmem.lab import tour
-    from jaxmem.report import matplotlib_figure
+    from jaxmem.lab.tour.stop import SIMULATED
 
     if topic is None:
-        listed = tour.stops()
+        listed = tour.list_stops()
         show({"stops": [{"topic": "stops", "rows": listed.rows, "seconds": 0.0}]} if as_json else listed)
         return
-    stop = tour.stop(topic)
+    stop = tour.find_stop(topic)
     picture = (write or Path("runs/tour") / topic).with_suffix(".png")
-    take_devices(tour.SIMULATED if stop.uses == "simulated" else None, only_compile=stop.uses == "compiler")
-    if stop.takes:
-        print(f"{topic} takes {stop.takes} on two cores without a GPU.", file=sys.stderr, flush=True)
+    take_devices(SIMULATED if stop.uses == "simulated" else None, only_compile=stop.uses == "compiler")
+    if stop.duration:
+        print(f"{topic} takes {stop.duration} on two cores without a GPU.", file=sys.stderr, flush=True)
     with only_json(as_json):
         visit = stop.visit(target)
+    from jaxmem.report import matplotlib_figure
+
     drawn = matplotlib_figure.can_draw() and visit.draw(picture)
     if write:
         write.write_text(visit.markdown(picture if drawn else None), encoding="utf-8")
@@ -62,12 +61,12 @@ def tour(
     show(visit)
     if drawn:
         show(f"Figure: {picture}")
-    elif visit.found.draw:
+    elif visit.findings.panels:
         show(f"No figure: {matplotlib_figure.MISSING}")
 
 
 def doctor(as_json: Json = False) -> None:
-    """Driver, wheels, memory in use, what works here."""
+    """Check driver, packages and devices."""
     from jaxmem.machine import doctor
 
     with only_json(as_json):
@@ -76,7 +75,7 @@ def doctor(as_json: Json = False) -> None:
 
 
 def schema() -> None:
-    """The config's JSON schema, for editors."""
+    """Print the JSON schema of a config."""
     from jaxmem.config import json_schema
 
     show(json_schema())

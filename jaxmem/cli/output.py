@@ -1,4 +1,4 @@
-"""What a command leaves on standard output: one JSON object for machines, tables for people."""
+"""Standard output of a command: one JSON object for programs, tables for people."""
 
 from __future__ import annotations
 
@@ -9,27 +9,28 @@ from collections.abc import Iterator
 from typing import Any
 
 
-def is_first() -> bool:
-    """Of several processes, the one that prints."""
+def is_first_process() -> bool:
+    """Of several processes only this one prints."""
     import jax
 
     return jax.process_index() == 0
 
 
-def say(piece: str) -> None:
-    if is_first():
-        print(piece, end="", flush=True)
+def print_text(text: str) -> None:
+    """A part of a text, without a new line, at once."""
+    if is_first_process():
+        print(text, end="", flush=True)
 
 
 @contextlib.contextmanager
 def only_json(wanted: bool) -> Iterator[None]:
-    """With --json, what the library says on the way goes to standard error."""
+    """With --json, sends what the library prints meanwhile to standard error."""
     with contextlib.redirect_stdout(sys.stderr) if wanted else contextlib.nullcontext():
         yield
 
 
 def show(result: Any) -> None:
-    """A dict as JSON; anything else is for people and printed by rich."""
+    """Prints a dict as JSON, and anything else through rich."""
     if isinstance(result, dict):
         print(json.dumps(result, indent=2))
         return

@@ -1,0 +1,61 @@
+"""Weights and text, in and out: `jaxmem import`, `export` and `tokenize`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from jaxmem.cli.options import ConfigFile, Overrides, Run, Simulate
+from jaxmem.cli.start import load, take_devices
+
+
+def import_(
+    source: Annotated[Path, typer.Argument(metavar="HF_DIR", help="A directory with config.json and *.safetensors.")],
+    target: Annotated[Path, typer.Argument(metavar="DIR", help="The run to write.")],
+    simulate: Simulate = None,
+) -> None:
+    """Import a Hugging Face model as a run."""
+    take_devices(simulate)
+    from jaxmem.inference.export import import_model
+
+    import_model(source, target)
+    print(f"{target}: try it with jaxmem generate {target} --prompt TEXT")
+
+
+def export(
+    run: Run,
+    target: Annotated[Path, typer.Argument(metavar="DIR", help="The directory to write.")],
+    dtype: Annotated[
+        str | None,
+        typer.Option(metavar="D", help="float32, float16 or bfloat16. [default: as imported or stored]"),
+    ] = None,
+    adapter: Annotated[bool, typer.Option("--adapter", help="Write the adapters alone, for PEFT.")] = False,
+    merge: Annotated[bool, typer.Option("--merge", help="Write the weights with the adapters merged.")] = False,
+    simulate: Simulate = None,
+) -> None:
+    """Export a run for transformers, or its adapters for PEFT."""
+    take_devices(simulate)
+    from jaxmem.inference.export import export_model
+
+    print(export_model(run, target, dtype, adapter, merge))
+
+
+def tokenize(
+    config: ConfigFile,
+    output: Annotated[Path, typer.Option(metavar="DIR", help="The token cache to write.", show_default=False)],
+    overrides: Overrides = None,
+) -> None:
+    """Tokenize the data of a config once, to train from disk."""
+    cfg = load(config, overrides, None)
+    from rich.console import Console
+    from rich.progress import Progress
+
+    from jaxmem import data
+
+    with Progress(console=Console(stderr=True), transient=True) as progress:
+        task = progress.add_task("records")
+        written = data.tokenize(cfg, output, lambda done, total: progress.update(task, completed=done, total=total))
+    print(f"{output}: {written['tokens']:,} tokens from {written['records']:,} records")
+    print(f"train on it with: data.source=tokens data.path={output}")

@@ -1,0 +1,131 @@
+"""Using a trained model: `jaxmem generate`, `chat` and `evaluate`."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from jaxmem.cli.options import Json, Model, Overrides, Seed, Simulate, StopTexts, Temperature, Tokens, TopK, TopP
+from jaxmem.cli.output import is_first_process, only_json, print_text, show
+from jaxmem.cli.start import joined, run_config, take_devices
+from jaxmem.errors import UserError
+
+
+def generate(
+    run: Model,
+    overrides: Overrides = None,
+    prompt: Annotated[
+        str | None, typer.Option(metavar="TEXT", help="The text to continue.", show_default=False)
+    ] = None,
+    prompts: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="One prompt per line; prints JSONL.", show_default=False)
+    ] = None,
+    tokens: Tokens = 200,
+    temperature: Temperature = 0.8,
+    top_k: TopK = None,
+    top_p: TopP = 1.0,
+    stop: StopTexts = None,
+    batch: Annotated[int, typer.Option(metavar="N", min=1, help="Prompts of a file per batch.")] = 8,
+    seed: Seed = 0,
+    simulate: Simulate = None,
+) -> None:
+    """Continue a text."""
+    if (prompt is None) == (prompts is None):
+        raise UserError("generate needs --prompt TEXT or --prompts FILE; give one of the two")
+    take_devices(simulate)
+    with joined(run_config(run)):
+        from jaxmem.inference.chat import TextGenerator, read_prompts
+        from jaxmem.inference.generate import Sampling
+
+        sampling = Sampling(temperature, top_k, top_p, seed)
+        model = TextGenerator(run, sampling, tokens=tokens, stops=stop or (), overrides=overrides or ())
+        if prompt is not None:
+            for text in itertools.chain([prompt], model.complete(prompt), ["\n"]):
+                print_text(text)
+            return
+        texts = read_prompts(prompts or "")
+        for one, text in zip(texts, model.complete_all(texts, batch), strict=True):
+            print_text(json.dumps({"prompt": one, "text": text}, ensure_ascii=False) + "\n")
+
+
+def chat(
+    run: Model,
+    overrides: Overrides = None,
+    system: Annotated[str | None, typer.Option(metavar="TEXT", help="The system message.", show_default=False)] = None,
+    tokens: Tokens = 512,
+    temperature: Temperature = 0.7,
+    top_k: TopK = None,
+    top_p: TopP = 0.9,
+    stop: StopTexts = None,
+    seed: Seed = 0,
+    simulate: Simulate = None,
+) -> None:
+    """Chat with a model that has a chat template.
+
+    /new starts a new conversation; the end of the input ends the command.
+    """
+    take_devices(simulate)
+    from jaxmem.inference.chat import TextGenerator
+    from jaxmem.inference.generate import Sampling
+
+    sampling = Sampling(temperature, top_k, top_p, seed)
+    model = TextGenerator(run, sampling, tokens=tokens, stops=stop or (), overrides=overrides or ())
+    first = [{"role": "system", "content": system}] if system else []
+    messages = list(first)
+    while (line := _read_line()) is not None:
+        if line == "/new":
+            messages = list(first)
+        elif line:
+            messages.append({"role": "user", "content": line})
+            answer = ""
+            for text in model.answer(messages):
+                answer += text
+                print_text(text)
+            print_text("\n")
+            messages.append({"role": "assistant", "content": answer})
+
+
+def evaluate(
+    run: Model,
+    overrides: Overrides = None,
+    data: Annotated[
+        str | None, typer.Option(metavar="FILE", help="A text, in place of the held-out data.", show_default=False)
+    ] = None,
+    choices: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Multiple-choice questions, JSONL.", show_default=False)
+    ] = None,
+    simulate: Simulate = None,
+    as_json: Json = False,
+) -> None:
+    """Measure loss, perplexity or accuracy."""
+    if data is not None and choices is not None:
+        raise UserError("evaluate does not support --data with --choices; give one of the two")
+    take_devices(simulate)
+    with joined(run_config(run)):
+        from jaxmem.inference.evaluate import evaluate
+        from jaxmem.inference.multiple_choice import evaluate_choices
+
+        with only_json(as_json):
+            if choices is None:
+                result = evaluate(run, data, overrides or ())
+            else:
+                result = evaluate_choices(run, choices, overrides or ())
+        if not is_first_process():
+            return
+        if as_json:
+            show(result)
+        else:
+            print("  ".join(f"{name} {value:.4g}" for name, value in result.items()))
+
+
+def _read_line() -> str | None:
+    """The next line of the input; None at its end."""
+    try:
+        return input("> " if sys.stdin.isatty() else "").strip()
+    except EOFError:
+        return None

@@ -1,0 +1,40 @@
+"""`jaxmem train`, and `jaxmem launch` for several processes on one host."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from jaxmem.cli.options import ConfigFile, Overrides, Simulate
+from jaxmem.cli.output import is_first_process
+from jaxmem.cli.start import joined, load
+
+
+def train(config: ConfigFile, overrides: Overrides = None, simulate: Simulate = None) -> None:
+    """Train a model, or resume its run."""
+    cfg = load(config, overrides, simulate)
+    with joined(cfg):
+        from jaxmem.report import report_run
+        from jaxmem.training.run import run
+
+        done = run(cfg)
+        if is_first_process():
+            report_run(done.directory)
+    raise typer.Exit(done.exit_code)
+
+
+def launch(
+    command: Annotated[list[str], typer.Argument(metavar="-- COMMAND", help="The command of each process.")],
+    processes: Annotated[int, typer.Option("-n", metavar="P", min=1, help="Number of processes.")],
+    devices: Annotated[
+        int | None, typer.Option(metavar="D", min=1, help="Simulated CPU devices per process.", show_default=False)
+    ] = None,
+) -> None:
+    """Run a command in several processes on this host.
+
+    Slurm, MPI and Kubernetes start the processes themselves and need no launcher.
+    """
+    from jaxmem.distributed.launch import launch
+
+    raise typer.Exit(launch(command, processes, devices))
