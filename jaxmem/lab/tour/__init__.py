@@ -111,7 +111,7 @@ _ALL = (
         "the largest model that fits, from a laptop's GPU to 1,024 H100s",
         "compiler",
         config=["memory.update=during", "adapter.kind=qlora", "mesh.fsdp=-1"],
-        read=["jaxmem/search/most.py", "jaxmem/planning/predict.py"],
+        read=["jaxmem/search/largest.py", "jaxmem/planning/predict.py"],
     ),
     Stop(
         "finetune",

@@ -13,7 +13,6 @@ from jaxmem.lab.tour.memory import BASE
 from jaxmem.lab.tour.table import Table
 from jaxmem.lab.tour.training import SmallRun, train_in_process
 from jaxmem.machine import devices
-from jaxmem.planning import measure
 from jaxmem.planning.targets import parse_target
 
 CARD = {"name": "NVIDIA GeForce RTX 4090", "driver": "1", "memory_in_use": 0, "memory": 24564 << 20}
@@ -26,7 +25,7 @@ def plans(monkeypatch: pytest.MonkeyPatch) -> Any:
     cfgs = {name: load_config(BASE, [f"train.steps={steps}"]) for steps, name in enumerate(SIZES, 1)}
     sized = {name: {"bytes_per_device": {"total": size}} for name, size in SIZES.items()}
     monkeypatch.setattr(common, "_compiled", lambda *_: sized)
-    monkeypatch.setattr(measure, "apart", lambda raw: {"measured": (raw["train"]["steps"] + 1) * 2**30})
+    monkeypatch.setattr(common, "apart", lambda raw: {"measured": (raw["train"]["steps"] + 1) * 2**30})
 
     def of(target: str, cards: int) -> Any:
         monkeypatch.setattr(devices, "nvidia_gpus", lambda: [CARD] * cards)

@@ -64,10 +64,10 @@ def test_the_tokenizer_knows_whose_turn_it_is(files: list[Path], tmp_path: Path)
     asked, told = questions(files, files[0].parent).__next__()
     messages = [{"role": "user", "content": asked}, {"role": "assistant", "content": told}]
     found = conversation(messages, tokenizer, template_for(tokenizer))
-    assert found.learnt is not None
-    assert tokenizer.decode(found.tokens[found.learnt]) == told
+    assert found.is_target is not None
+    assert tokenizer.decode(found.tokens[found.is_target]) == told
     assert found.tokens[-1] == tokenizer.end
-    assert found.learnt[-1]
+    assert found.is_target[-1]
 
 
 def test_its_configs_are_possible_and_it_has_no_target() -> None:
