@@ -8,7 +8,7 @@ matmul of W's gradient, a third of a layer's arithmetic, and adds 6 r (in + out)
 W may be quantized (QLoRA: Dettmers et al., arXiv:2305.14314): it is dequantized where it is used, forward and backward.
 
 DoRA (Liu et al., arXiv:2402.09353) trains the norm of each column of W + s A B apart from its direction:
-y = m / |W + s A B| (x W + s (x A) B). The norms count as constants in gradients (section 4.3). They are computed from
+y = m / |W + s A B| (x W + s (x A) B). Gradients do not pass through the norms (section 4.3). They are computed from
 |W|^2 + 2 s W^T A B + s^2 |A B|^2, without the sum: one more read of each W, and matmuls with r more columns.
 
 On a mesh A and B are sharded over all axes that shard weights: `in` of A and `out` of B as those of W, and over the
@@ -45,6 +45,8 @@ TRAINABLE = ("*.lora.*",)
 
 @dataclass(frozen=True)
 class LoraSpec:
+    """The settings of low-rank adapters: fields of a config's `adapter` section."""
+
     rank: int = 16
     alpha: float = 16.0
     # Patterns of linear layers and embeddings, or a rank for each pattern; the first that matches applies.
@@ -55,6 +57,8 @@ class LoraSpec:
 
 
 class Lora(nnx.Module):
+    """The adapter of one linear layer or embedding, or of a stack of them."""
+
     def __init__(
         self,
         rngs: nnx.Rngs,

@@ -1,7 +1,7 @@
 """Grouped-query attention, on one device or with batch, heads and time sharded.
 
 A time sharded over `context` (sequence parallelism) is in the order of `context_order`: ring attention, or with a
-window an exchange with the neighbours.
+window communication with the neighbours only.
 """
 
 from __future__ import annotations

@@ -45,8 +45,8 @@ class Chunking:
         """Tokens of a row that a device processes at once, for x [batch, time, embed] and an MLP of `width` hidden
         units; None: all.
 
-        `auto`: all, where chunks save less than `MIN_SAVING`: three intermediates of that width (gate and up of a
-        gated MLP and their product), less the float32 sums that chunks need of three weight gradients.
+        `auto`: all, where chunks save less than `MIN_SAVING`: three intermediates of that width (gate, up and hidden
+        units of a gated MLP), less the float32 sums that chunks need of three weight gradients.
 
         >>> x = jax.ShapeDtypeStruct((1, 65536, 4096), jnp.bfloat16)
         >>> Chunking("auto").chunk_size(x, 14336), Chunking("auto").chunk_size(x, 2048), Chunking(1000).chunk_size(x, 1)

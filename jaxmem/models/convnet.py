@@ -101,6 +101,8 @@ class Stage(nnx.Module):
 
 
 class Convnet(ImageNetwork):
+    """Stages of residual blocks; the logits are of the mean feature."""
+
     def __init__(self, cfg: networks.Convnet, rngs: nnx.Rngs, execution: Execution = Execution()):
         self.cfg, self.execution = cfg, execution
         widths = (cfg.channels, *cfg.stages)

@@ -84,8 +84,8 @@ def vocab_cross_entropy(
     label_smoothing: float = 0.0,
     z_loss: float = 0.0,
 ) -> PerToken:
-    """Loss per token of a decoder, from its features. The logits are whole, or in slices of `chunk` entries where
-    `slices_for` says so. An adapter of the output projection has whole logits."""
+    """Loss per token of a decoder, from its features. The logits are computed at once, or in slices of `chunk` entries
+    where `slices_for` says so; with an adapter of the output projection at once."""
     slices, weight = slices_for(chunk, x, network.cfg.vocab, max_entries), network.projection
     if slices is None or weight is None:
         return cross_entropy(network.logits(x), labels, label_smoothing=label_smoothing, z_loss=z_loss)

@@ -24,6 +24,8 @@ from jaxmem.stack import apply_stack, stacked
 
 
 class Decoder(Network):
+    """A pre-norm transformer with causal attention, gated MLPs and rotary positions."""
+
     def __init__(self, cfg: networks.Decoder, rngs: nnx.Rngs, execution: Execution = Execution()):
         self.cfg, self.execution = cfg, execution
         self.embedding = Embedding(rngs, cfg.vocab, cfg.embed)

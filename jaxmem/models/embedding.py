@@ -56,10 +56,10 @@ def lookup(
     """Rows of an embedding matrix in the compute dtype, sharded as the residual stream. Of a quantized matrix only
     these rows are dequantized.
 
-    Devices that hold a part of every row look up the tokens of each other and exchange the rows: an all-to-all of
-    tokens x embed elements, and the same for the gradient. An all-gather of the matrix and a reduce-scatter of its
-    gradient would move vocab x embed elements and hold the whole. Devices that hold some of the rows (`tensor`) take
-    zeros for the others; the sum is reduce-scattered over the time.
+    Devices that hold a part of every row look up the tokens of each other; an all-to-all of tokens x embed elements
+    brings the rows to their tokens, and the same for the gradient. An all-gather of the matrix and a reduce-scatter of
+    its gradient would move vocab x embed elements and hold the whole. Devices that hold some of the rows (`tensor`)
+    take zeros for the others; the sum is reduce-scattered over the time.
     """
     stored, at = (matrix.stored, matrix.at) if isinstance(matrix, StoredWeight) else (matrix, None)
 
@@ -180,7 +180,7 @@ class _Shards:
 
     @classmethod
     def of(cls, layout: Layout, axes: Axes) -> _Shards | None:
-        """None where devices hold parts of the columns and the same tokens, so that there is nothing to exchange, or
+        """None where devices hold parts of the columns and the same tokens, so that an all-to-all has nothing to do, or
         parts of the rows and other tokens."""
         rows, columns = layout.mesh_axes_each("gradients", axes)
         batch, time = layout.over("activations", "batch"), layout.over("activations", "time")

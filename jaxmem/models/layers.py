@@ -29,8 +29,8 @@ Keys = Key[Array, "*rows"]
 
 
 def new_weight(rngs: nnx.Rngs, shape: tuple[int, ...], axes: Axes, *, scale: float | None = None) -> nnx.Param:
-    """Normally distributed with standard deviation `scale`, by default 1/sqrt(fan in): the product of all dimensions
-    but the last."""
+    """Normally distributed with standard deviation `scale`, by default 1/sqrt(fan in), where fan in is all
+    dimensions but the last multiplied."""
     deviation = float(np.prod(shape[:-1])) ** -0.5 if scale is None else scale
 
     def draw(key: jax.Array, shape: tuple[int, ...]) -> Any:
@@ -62,17 +62,13 @@ def axes_of(param: nnx.Param, ndim: int) -> Axes:
     return axes[len(axes) - ndim :]
 
 
-def _rms_norm(epsilon: float, x: jax.Array, scale: jax.Array) -> jax.Array:
+def _normalize(epsilon: float, x: jax.Array, scale: jax.Array, bias: jax.Array | None = None) -> jax.Array:
+    """RMS norm; with a bias layer norm."""
     wide = x.astype(jnp.float32)
+    if bias is not None:
+        wide = wide - jnp.mean(wide, axis=-1, keepdims=True)
     wide = wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + epsilon)
-    return (wide * scale).astype(x.dtype)
-
-
-def _layer_norm(epsilon: float, x: jax.Array, scale: jax.Array, bias: jax.Array) -> jax.Array:
-    wide = x.astype(jnp.float32)
-    wide = wide - jnp.mean(wide, axis=-1, keepdims=True)
-    wide = wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + epsilon)
-    return (wide * scale + bias).astype(x.dtype)
+    return (wide * scale if bias is None else wide * scale + bias).astype(x.dtype)
 
 
 class RMSNorm(nnx.Module):
@@ -83,7 +79,7 @@ class RMSNorm(nnx.Module):
         self.epsilon = epsilon
 
     def __call__(self, x: Float[Array, "*batch size"]) -> Float[Array, "*batch size"]:
-        return recompute_from_inputs(partial(_rms_norm, self.epsilon), x, fetch(self.scale, jnp.float32))
+        return recompute_from_inputs(partial(_normalize, self.epsilon), x, fetch(self.scale, jnp.float32))
 
 
 class LayerNorm(nnx.Module):
@@ -96,7 +92,7 @@ class LayerNorm(nnx.Module):
 
     def __call__(self, x: Float[Array, "*batch size"]) -> Float[Array, "*batch size"]:
         scale, bias = fetch(self.scale, jnp.float32), fetch(self.bias, jnp.float32)
-        return recompute_from_inputs(partial(_layer_norm, self.epsilon), x, scale, bias)
+        return recompute_from_inputs(partial(_normalize, self.epsilon), x, scale, bias)
 
 
 def dropout(x: Float[Array, "*shape"], rate: float, keys: Keys | None) -> Float[Array, "*shape"]:

@@ -34,6 +34,8 @@ class MlpBlock(nnx.Module):
 
 
 class Mlp(ImageNetwork):
+    """Residual dense blocks on the flattened image."""
+
     def __init__(self, cfg: networks.Mlp, rngs: nnx.Rngs, execution: Execution = Execution()):
         self.cfg, self.execution = cfg, execution
         pixels = cfg.image_size**2 * cfg.channels

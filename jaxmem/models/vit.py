@@ -21,6 +21,8 @@ from jaxmem.stack import stacked
 
 
 class Vit(ImageNetwork):
+    """A transformer over patches, with learned positions; the logits are of the mean feature."""
+
     def __init__(self, cfg: networks.Vit, rngs: nnx.Rngs, execution: Execution = Execution()):
         self.cfg, self.execution = cfg, execution
         patches = (cfg.image_size // cfg.patch) ** 2

@@ -19,7 +19,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Protocol
 
 import jax
 import jax.numpy as jnp
@@ -32,20 +31,8 @@ Values = Float[Array, "*shape"]  # in the range of the format
 Codes = Shaped[Array, "*shape"]
 Draws = Float[Array, "*shape"] | None  # uniform in [0, 1) for stochastic rounding; None: round to nearest
 
-
-class Format(Protocol):
-    """Encodes values in the range of the format as codes of `bits` bits, and decodes them."""
-
-    @property
-    def bits(self) -> int: ...
-
-    @property
-    def affine(self) -> bool:
-        """Whether a block is scaled by its minimum and its range, to [0, 1]; else by its absmax, to [-1, 1]."""
-
-    def encode(self, x: Values, draws: Draws) -> Codes: ...
-
-    def decode(self, codes: Codes) -> Values: ...
+# A format has `bits` per code and encodes values in its range. `affine`: blocks are scaled by minimum and range to
+# [0, 1], else by their absmax to [-1, 1].
 
 
 @dataclass(frozen=True)
@@ -157,6 +144,7 @@ def _bins(ascending: np.ndarray, bits: int) -> tuple[np.ndarray, np.ndarray]:
     return below[0], below[1] - below[0]
 
 
+Format = Uniform | Codebook | Float8
 FORMATS: dict[str, Format] = {
     **{f"int{bits}": Uniform(bits) for bits in (2, 3, 4, 5, 6, 8)},
     **{f"uint{bits}": Uniform(bits, affine=True) for bits in (2, 3, 4, 5, 6, 8)},
