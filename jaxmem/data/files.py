@@ -62,6 +62,14 @@ def file_size(path: Path) -> int:
         raise UserError(f"{path}: cannot be read: {error.strerror}") from error
 
 
+def character_start(data: bytes, cut: int) -> int:
+    """`cut`, or the start of the UTF-8 character that it would split (in other bytes: `cut`)."""
+    for start in range(cut, max(cut - 4, -1), -1):
+        if start == len(data) or data[start] & 0xC0 != 0x80:
+            return start
+    return cut
+
+
 class OpenFiles:
     """Reads parts of many files through few descriptors; safe to use from several threads."""
 

@@ -1,10 +1,9 @@
 """A line of JSONL that is too long to be parsed as a whole: find a string in it and cut it into pieces.
 
-A 200 MB line parsed by `json` needs a gigabyte. Here the top-level object is scanned through a window of 64 KiB, the
-string is located, and cut so that no escape (`\\n`, `\\u00e9`, a surrogate pair) and no UTF-8 character is split: each
-piece decodes on its own. Strings, keys and brackets are checked, as is everything between the fields; the numbers and
-commas inside other fields are not. Streaming parsers (ijson) do not help: they give a string as a whole, in memory, and
-not where it is in the file.
+A 200 MB line parsed by `json` needs a gigabyte. Here the line is read through a window of 64 KiB and every string in it
+is replaced by a number, so that what remains is small and `json` can parse it. The string at the wanted field is cut so
+that no escape (`\\n`, `\\u00e9`, a surrogate pair) and no UTF-8 character is split: each piece decodes on its own.
+Streaming parsers (ijson) do not help: they give a string as a whole, in memory, and not its place in the file.
 """
 
 from __future__ import annotations
@@ -12,14 +11,16 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable
+from typing import NamedTuple
 
 import numpy as np
 
+from jaxmem.data.files import character_start
 from jaxmem.data.records import InvalidRecordError
-from jaxmem.data.text import character_start
 
 WINDOW = 64 * 1024
-DEEPEST = 1000
+LONGEST_ESCAPE = 12  # bytes
+MAX_STRUCTURE = 8 << 20  # bytes of a line outside its strings
 
 Read = Callable[[int, int], bytes]  # (start, end) -> bytes of the file
 
@@ -30,128 +31,71 @@ CHARACTERS = re.compile(
     rb"|\\u(?![dD][89a-fA-F])[0-9a-fA-F]{4}"
     rb"|\\u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2})*+"
 )
-SPACE = re.compile(rb"[ \t\r\n]*+")
-SCALAR = re.compile(rb"[-+.0-9a-zA-Z]*+")
-NOT_STRUCTURE = re.compile(rb'[^"{}\[\]]*+')
-CLOSES = {ord("{"): ord("}"), ord("["): ord("]")}
 
 
-class _Scanner:
-    """A position in the line, and a window of the file around it."""
-
-    def __init__(self, read: Read, start: int, end: int) -> None:
-        self.read, self.position, self.end = read, start, end
-        self._window, self._base = b"", start
-
-    def run(self, pattern: re.Pattern[bytes]) -> None:
-        """Moves past what the pattern matches, across windows."""
-        while True:
-            at = self.position - self._base
-            # 16 bytes: an escape (12 at most) that the window cuts must not look broken.
-            if at + 16 > len(self._window) and self._base + len(self._window) < self.end:
-                self._base, at = self.position, 0
-                self._window = self.read(self.position, min(self.position + WINDOW, self.end))
-            match = pattern.match(self._window, at)
-            if match is None or match.end() == at:
-                return
-            self.position = self._base + match.end()
-
-    def byte(self) -> int:
-        """The byte here, -1 at the line's end."""
-        if self.position >= self.end:
-            return -1
-        at = self.position - self._base
-        if at < len(self._window):
-            return self._window[at]
-        return self.read(self.position, self.position + 1)[0]
-
-    def expect(self, *allowed: str) -> str:
-        """Skips space, then takes one of the characters."""
-        self.run(SPACE)
-        byte = self.byte()
-        if byte < 0 or chr(byte) not in allowed:
-            found = "the line ends" if byte < 0 else f"found {chr(byte)!r}"
-            raise InvalidRecordError(f"invalid JSON at byte {self.position}: expected {' or '.join(allowed)}, {found}")
-        self.position += 1
-        return chr(byte)
-
-    def string(self) -> tuple[int, int]:
-        """Moves past a string; its contents' start and end."""
-        self.expect('"')
-        start = self.position
-        self.run(CHARACTERS)
-        if self.byte() != ord('"'):
-            what = "string without end" if self.byte() < 0 else "invalid character or escape in a string"
-            raise InvalidRecordError(f"invalid JSON at byte {self.position}: {what}")
-        self.position += 1
-        return start, self.position - 1
-
-    def skip_value(self) -> None:
-        self.run(SPACE)
-        if self.byte() == ord('"'):
-            self.string()
-        elif self.byte() not in CLOSES:
-            start = self.position
-            self.run(SCALAR)
-            try:
-                json.loads(self.read(start, min(self.position, start + WINDOW)))
-            except ValueError as error:
-                raise InvalidRecordError(f"invalid JSON at byte {start}: {error}") from error
-        else:
-            self._skip_nested()
-
-    def _skip_nested(self) -> None:
-        open_brackets = bytearray()
-        while True:
-            byte = self.byte()
-            if byte == ord('"'):
-                self.string()
-            elif byte in CLOSES:
-                if len(open_brackets) == DEEPEST:
-                    raise InvalidRecordError(f"nested deeper than {DEEPEST} at byte {self.position}")
-                open_brackets.append(CLOSES[byte])
-                self.position += 1
-            elif byte < 0 or open_brackets.pop() != byte:
-                raise InvalidRecordError(f"invalid JSON at byte {self.position}: brackets do not match")
-            else:
-                self.position += 1
-            if not open_brackets:
-                return
-            self.run(NOT_STRUCTURE)
+class _String(NamedTuple):
+    start: int  # of the contents, in the file
+    end: int
+    after: int  # the length of the structure up to and with its number
 
 
 def find_string(read: Read, start: int, end: int, field: str) -> tuple[int, int]:
-    """Where the contents of the string at `field` lie, in the line [start, end)."""
-    scanner = _Scanner(read, start, end)
-    scanner.expect("{")
-    found = None
-    keys = []
-    scanner.run(SPACE)
-    separator = scanner.expect("}") if scanner.byte() == ord("}") else ","
-    while separator == ",":
-        scanner.run(SPACE)
-        low, high = scanner.string()
-        key = decode(read(low, high)) if high - low <= WINDOW else ""
-        keys.append(key)
-        scanner.expect(":")
-        scanner.run(SPACE)
-        if key == field and scanner.byte() == ord('"'):
-            found = scanner.string()
-        elif key == field:
-            raise InvalidRecordError(f"{field!r} is not a string")
-        else:
-            scanner.skip_value()
-        separator = scanner.expect(",", "}")
-    scanner.run(SPACE)
-    if scanner.position != end:
-        raise InvalidRecordError(f"invalid JSON at byte {scanner.position}: more text after the object")
-    if found is None:
-        raise InvalidRecordError(missing_field(field, keys))
-    return found
+    """Where the contents of the string at `field` are, in the line [start, end)."""
+    structure, strings = _structure(read, start, end)
+    try:
+        found = json.loads(structure.decode())
+    except json.JSONDecodeError as error:
+        before = [string for string in strings if string.after <= error.pos]
+        byte = before[-1].end + 1 + error.pos - before[-1].after if before else start + error.pos
+        raise InvalidRecordError(f"invalid JSON at byte {byte}: {error.msg}") from error
+    except (ValueError, RecursionError) as error:
+        raise InvalidRecordError(f"invalid JSON: {error}") from error
+    if not isinstance(found, dict):
+        raise InvalidRecordError(f"expected an object, found {type(found).__name__}")
+    keys = [strings[int(number)] for number in found]
+    names = [decode(read(key.start, key.end)) if key.end - key.start <= WINDOW else "" for key in keys]
+    values = dict(zip(names, found.values(), strict=True))
+    if field not in values:
+        raise InvalidRecordError(missing_field(field, names))
+    if not isinstance(values[field], str):
+        raise InvalidRecordError(f"{field!r} is not a string")
+    string = strings[int(values[field])]
+    return string.start, string.end
 
 
-def missing_field(field: str, keys: list[str]) -> str:
-    return f"no field {field!r}; fields: {', '.join(keys[:8])} (set data.field)"
+def missing_field(field: str, names: list[str]) -> str:
+    return f"no field {field!r}; fields: {', '.join(names[:8])} (set data.field)"
+
+
+def _structure(read: Read, start: int, end: int) -> tuple[bytearray, list[_String]]:
+    """The line with each string replaced by its number, and the strings."""
+    structure, strings = bytearray(), list[_String]()
+    string_start = -1  # of the string that is being read
+    while start < end:
+        window = read(start, min(start + WINDOW, end))
+        is_last, at = start + len(window) == end, 0
+        while at < len(window):
+            if string_start < 0:
+                quote = window.find(b'"', at)
+                structure += window[at : quote if quote >= 0 else None]
+                at = quote + 1 if quote >= 0 else len(window)
+                string_start = start + at if quote >= 0 else -1
+                continue
+            match = CHARACTERS.match(window, at)
+            at = match.end() if match else at
+            if window[at : at + 1] != b'"':
+                break
+            structure += b'"%d"' % len(strings)
+            strings.append(_String(string_start, start + at, len(structure)))
+            string_start, at = -1, at + 1
+        if len(structure) > MAX_STRUCTURE:
+            raise InvalidRecordError(f"more than {MAX_STRUCTURE >> 20} MiB outside of strings, which is the most")
+        if at < len(window) and (is_last or at + LONGEST_ESCAPE <= len(window)):  # or else the window cuts an escape
+            raise InvalidRecordError(f"invalid JSON at byte {start + at}: invalid character or escape in a string")
+        start += at
+    if string_start >= 0:
+        raise InvalidRecordError(f"invalid JSON at byte {end}: string without end")
+    return structure, strings
 
 
 def cut_string(read: Read, start: int, end: int, limit: int) -> np.ndarray:
@@ -169,7 +113,7 @@ def cut_string(read: Read, start: int, end: int, limit: int) -> np.ndarray:
 
 
 def decode(contents: bytes) -> str:
-    """The text that a JSON string's contents stand for."""
+    """The text of a JSON string's contents."""
     try:
         return str(json.loads(b'"' + contents + b'"'))
     except ValueError as error:

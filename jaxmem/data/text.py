@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 
 from jaxmem.config.sections import Data, Source
-from jaxmem.data.files import OpenFiles, file_size
+from jaxmem.data.files import OpenFiles, character_start, file_size
 from jaxmem.data.records import Piece, TokenizedText, no_documents, piece_bytes
 from jaxmem.data.tokenizer import Tokenizer
 from jaxmem.errors import UserError
@@ -67,14 +67,6 @@ class TextFiles:
 
     def close(self) -> None:
         self._files.close()
-
-
-def character_start(data: bytes, cut: int) -> int:
-    """`cut`, or the start of the UTF-8 character that it would split (in other bytes: `cut`)."""
-    for start in range(cut, max(cut - 4, -1), -1):
-        if start == len(data) or data[start] & 0xC0 != 0x80:
-            return start
-    return cut
 
 
 def stdlib_files() -> list[Path]:

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxmem.config.sections import Config
-from jaxmem.data import jsonl
+from jaxmem.data import jsonl, long_line
 from jaxmem.data.files import find_files
 from jaxmem.data.jsonl import JsonLines
 from jaxmem.data.records import TextRecords
@@ -63,16 +63,21 @@ def test_lines_come_back_whatever_their_length(
 
 
 @given(
-    st.text(st.sampled_from('a "\\\n\té€😀\x7f\u2028'), min_size=1, max_size=300), st.booleans(), st.integers(32, 60)
+    st.text(st.sampled_from('a "\\\n\té€😀\x7f\u2028'), min_size=1, max_size=300),
+    st.booleans(),
+    st.integers(32, 60),
+    st.integers(13, 100),
 )
 def test_a_long_line_is_cut_between_characters_and_escapes(
-    tmp_path_factory: pytest.TempPathFactory, joined: Join, content: str, ascii_only: bool, limit: int
+    tmp_path_factory: pytest.TempPathFactory, joined: Join, content: str, ascii_only: bool, limit: int, window: int
 ) -> None:
     path = tmp_path_factory.mktemp("long") / "x.jsonl"
     rest = {"before": [[], {"a": ['"}', -1.5e3]}], "n": None, "later": "x" * 70}
     line = json.dumps({"before": rest, "text": content, "later": rest}, ensure_ascii=ascii_only)
     path.write_text(f'\ufeff{line}\n{{"text": "next"}}', encoding="utf-8")
-    records = JsonLines([path], "text", limit)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(long_line, "WINDOW", window)
+        records = JsonLines([path], "text", limit)
     assert joined(records) == [content.encode(), b"next"]
     assert all(len(records[i].text) <= limit for i in range(len(records)))
     records.close()
@@ -93,16 +98,17 @@ BROKEN = [
 ]
 BROKEN_LONG = [
     ('{"text": "' + LONG, "string without end"),
-    (LONG, r"expected \{, found 'x'"),
-    ('{"text": "' + LONG + '"', "expected , or }, the line ends"),
-    ('{"text": "' + LONG + '"} x', "more text after the object"),
+    (LONG, "invalid JSON at byte 14: Expecting value"),
+    ("[" + f'"{LONG}"' + "]", "expected an object, found list"),
+    ('{"text": "' + LONG + '"', "invalid JSON at byte 225: Expecting ',' delimiter"),
+    ('{"text": "' + LONG + '"} x', "invalid JSON at byte 227: Extra data"),
     ('{"text": "' + LONG + "\\x" + '"}', "invalid character or escape"),
     ('{"text": "' + LONG + "\t" + '"}', "invalid character or escape"),
     ('{"text": "' + LONG + "\\ud800" + '"}', "invalid character or escape"),
     ('{"text": 1, "a": "' + LONG + '"}', "'text' is not a string"),
     ('{"a": "' + LONG + '"}', r"no field 'text'; fields: a \(set data\.field"),
-    ('{"a": [' + "[" * 2000 + "]" * 2000 + "]}", "nested deeper than 1000"),
-    ('{"a": [' + "1, " * 80 + '}], "text": ""}', "brackets do not match"),
+    ('{"a": [' + "[" * 2000 + "]" * 2000 + "]}", "invalid JSON.*recursion"),
+    ('{"a": [' + "1, " * 80 + '}], "text": ""}', "invalid JSON at byte"),
     ('{"a": tru, "text": "' + LONG + '"}', "invalid JSON at byte 20"),
     ('{"a": , "text": "' + LONG + '"}', "invalid JSON at byte 20"),
 ]
@@ -128,6 +134,16 @@ def test_a_broken_long_line_is_named_at_once(tmp_path: Path, line: str, message:
     with pytest.raises(UserError, match=rf"x\.jsonl, line 2: .*{message}") as caught:
         JsonLines([path], "text", 64)
     assert len(str(caught.value)) < 400
+
+
+def test_what_is_outside_of_the_strings_of_a_long_line_is_limited(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(long_line, "MAX_STRUCTURE", 1 << 20)
+    path = tmp_path / "x.jsonl"
+    path.write_text('{"numbers": [' + "1, " * 400_000 + '1], "text": "x"}')
+    with pytest.raises(UserError, match=r"x\.jsonl, line 1: more than 1 MiB outside of strings"):
+        JsonLines([path], "text", 64)
 
 
 def test_files_without_a_document(tmp_path: Path) -> None:
