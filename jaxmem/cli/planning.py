@@ -29,10 +29,10 @@ def plan(
 ) -> None:
     """Bytes per device, without running: for what is here, or for any number of GPUs that are not."""
     if target == "list":
-        from jaxmem.planning.table import Targets
+        from jaxmem.planning.table import TargetList
         from jaxmem.planning.targets import targets_json
 
-        show(targets_json() if as_json else Targets())
+        show(targets_json() if as_json else TargetList())
         return
     if config is None:
         raise UserError("CONFIG: missing; give a YAML file such as configs/demo.yaml, or --target list")
@@ -42,8 +42,11 @@ def plan(
     from jaxmem import planning, report
 
     if names:
-        found = planning.names(cfg, target)
-        show({"names": [one.as_json() for one in found]} if as_json else planning.names_table(found))
+        from jaxmem.planning.layers import named_values
+        from jaxmem.planning.table import named_values_table
+
+        values = named_values(cfg, target)
+        show({"names": [one.as_json() for one in values]} if as_json else named_values_table(values))
         return
     with only_json(as_json):
         planned = planning.plan(cfg, target, reserve_gib=reserve)

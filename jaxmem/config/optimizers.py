@@ -156,3 +156,8 @@ class Optimizer(Section):
     def hyperparameters(self) -> dict[str, Any]:
         """The fields that the named optimizer has."""
         return {field: getattr(self, field) for field in OPTIMIZERS[self.name].fields}
+
+    @property
+    def needs_whole_embedding(self) -> bool:
+        """Whether an embedding cannot be updated in slices: GaLore decomposes its whole gradient."""
+        return bool(self.project_embeddings) and issubclass(OPTIMIZERS[self.name].settings, GaLoreSettings)

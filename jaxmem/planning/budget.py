@@ -1,12 +1,12 @@
-"""`memory.remat: budget`: of all that layers can keep, what fits the memory with the least arithmetic repeated.
+"""`memory.remat: budget`: of all that layers can save, what fits the memory with the least recomputation.
 
-Every set of names is a rung: what it keeps and what it repeats follow from one trace of a layer (`layers.py`). Above
-them stands `none`, below them `slots_K`, which keeps K boundaries as well as they can be kept. A rung that another one
-beats in both is left out. What lies beside no arithmetic tells to a percent: the step is compiled, up to four times,
-with the rung that should be the last to fit, and what it really needs says which one is.
+Every set of names is a candidate: what it saves and what it recomputes follow from one trace of a layer (`layers.py`).
+Beside them stand `none`, which saves most, and `slots_K`, which saves K boundaries as well as they can be saved.
+A candidate that another one beats in both is left out. Arithmetic does not give the rest of the step's memory to a
+percent, so the step is compiled, up to four times, with the candidate that should be the last to fit.
 
-The answer is a policy like any other, known before the step is made: a plan and a run come to the same, and the run's
-directory has it in the place of the word.
+The result is an ordinary policy, known before the step is made: a plan and a run choose the same, and the run's
+directory records it in place of `budget`.
 """
 
 from __future__ import annotations
@@ -20,100 +20,104 @@ from jaxmem.config import Config, Save
 from jaxmem.config.devices import for_devices
 from jaxmem.config.names import IN_CHUNKS, IN_GROUPS
 from jaxmem.planning.breakdown import SAVED
-from jaxmem.planning.compile import sized
+from jaxmem.planning.compile import compiled_size
 from jaxmem.planning.layers import Layer, layers_of
 from jaxmem.planning.passes import passes_of
 from jaxmem.planning.predict import estimate
-from jaxmem.planning.share import passes_held, rows_of
-from jaxmem.planning.targets import Target, target_devices, usable
+from jaxmem.planning.share import passes_in_memory, rows_of
+from jaxmem.planning.targets import Target, target_devices, usable_memory
 from jaxmem.stack import schedule
 from jaxmem.step import program
 
 TRIES = 4  # steps that are compiled, if one of them fits
-ROOM = 1000  # times the memory: or XLA would repeat things of its own accord
+ROOM = 1000  # times the memory: at the limit XLA would recompute of its own accord
 
 
 @dataclass(frozen=True)
-class Rung:
+class Candidate:
     remat: str | Save
-    kept: int  # bytes of a device
-    again: tuple[int, int]  # of a row, in all layers: FLOPs of products that are repeated, and other numbers
+    saved: int  # bytes of a device
+    recomputed: tuple[int, int]  # per row, in all layers: FLOPs of matmuls, and elements of other results
 
 
-def decided(cfg: Config, target: Target, reserve_gib: float | None = None) -> Config:
-    """The config with what `memory.remat: budget` comes to on a target; any other as it is."""
+def resolve_budget(cfg: Config, target: Target, reserve_gib: float | None = None) -> Config:
+    """The config with a policy in place of `memory.remat: budget`; any other config unchanged."""
     if cfg.memory.remat != "budget":
         return cfg
-    limit, whole = usable(target, cfg, reserve_gib), for_devices(cfg, target.count)
+    limit, resolved = usable_memory(target, cfg, reserve_gib), for_devices(cfg, target.count)
     platform = "cpu" if target.is_cpu else "gpu"
-    ladder = rungs(whole, platform)
     devices = target_devices(target, ROOM * limit)
 
-    def needed(rung: Rung) -> int:
-        return sized(program(keeping(cfg, rung), devices).lower_step(), here=target.is_here)
+    def needed(candidate: Candidate) -> int:
+        return compiled_size(program(with_policy(cfg, candidate), devices).lower_step(), here=target.is_here)
 
-    guess = estimate(keeping(whole, Rung("full", 0, (0, 0))), platform)
-    return keeping(cfg, highest(ladder, limit, needed, guess.total - guess.kinds[SAVED]))
-
-
-def keeping(cfg: Config, rung: Rung) -> Config:
-    return cfg.model_copy(update={"memory": cfg.memory.model_copy(update={"remat": rung.remat})})
+    full = estimate(with_policy(resolved, Candidate("full", 0, (0, 0))), platform)
+    return with_policy(
+        cfg, largest_that_fits(candidates(resolved, platform), limit, needed, full.total - full.kinds[SAVED])
+    )
 
 
-def highest(ladder: Sequence[Rung], limit: int, needed: Callable[[Rung], int], beside: float) -> Rung:
-    """The last rung that needs no more than the limit, as far as TRIES tell; where none does, the first. `beside`: what
-    a step is thought to need beside what its layers keep."""
+def with_policy(cfg: Config, candidate: Candidate) -> Config:
+    return cfg.model_copy(update={"memory": cfg.memory.model_copy(update={"remat": candidate.remat})})
+
+
+def largest_that_fits(
+    ladder: Sequence[Candidate], limit: int, needed: Callable[[Candidate], int], rest: float
+) -> Candidate:
+    """The last candidate that needs no more than the limit, as far as TRIES show; if none does, the first. `rest`: the
+    estimated bytes of a step without its saved activations."""
     known: dict[int, int] = {}  # bytes of those that were compiled
     low, high = -1, len(ladder)  # those up to `low` fit, from `high` on they do not
     while high - low > 1 and (len(known) < TRIES or low < 0):
         slope, last = 1.0, list(known)[-2:]
-        if len(last) == 2:  # not every byte that is kept lies there at the fullest moment
-            slope = (known[last[1]] - known[last[0]]) / (ladder[last[1]].kept - ladder[last[0]].kept)
+        if len(last) == 2:  # not every saved byte is there at the peak
+            slope = (known[last[1]] - known[last[0]]) / (ladder[last[1]].saved - ladder[last[0]].saved)
         if last:
-            beside = known[last[-1]] - slope * ladder[last[-1]].kept
-        guess = sum(slope * rung.kept + beside <= limit for rung in ladder) - 1
+            rest = known[last[-1]] - slope * ladder[last[-1]].saved
+        guess = sum(slope * one.saved + rest <= limit for one in ladder) - 1
         if guess <= low and len(last) == 2:
-            break  # by what two have shown, the next one does not
+            break  # by what two have shown, the next one does not fit
         number = min(max(guess, low + 1), high - 1)
         known[number] = needed(ladder[number])
         low, high = (number, high) if known[number] <= limit else (low, number)
     return ladder[max(low, 0)]
 
 
-def rungs(cfg: Config, platform: str) -> list[Rung]:
-    """Of a config whose mesh is filled in, from what keeps least to what keeps most; each repeats less than the one
-    before."""
-    layers, copies = layers_of(cfg, platform), rows_of(cfg) * passes_held(cfg)
-    every = keeping(cfg, Rung("none", 0, (0, 0)))
-    found = [Rung("none", round(copies * passes_of(every, platform).saved), (0, 0))]
-    found += [Rung(remat, round(copies * kept), again) for remat, kept, again in _by_name(cfg, layers)]
+def candidates(cfg: Config, platform: str) -> list[Candidate]:
+    """Of a config whose mesh is resolved, from the one that saves least to the one that saves most; each recomputes
+    less than the one before."""
+    layers, copies = layers_of(cfg, platform), rows_of(cfg) * passes_in_memory(cfg)
+    without = with_policy(cfg, Candidate("none", 0, (0, 0)))
+    found = [Candidate("none", round(copies * passes_of(without, platform).saved), (0, 0))]
+    found += [Candidate(remat, round(copies * saved), again) for remat, saved, again in _by_name(cfg, layers)]
     if cfg.mesh.stage == 1 and (cfg.memory.update == "after" or cfg.batch.accumulate == 1):
-        again = next(rung.again for rung in found if rung.remat == "full")
+        flops, elements = next(one.recomputed for one in found if one.remat == "full")
         found += [
-            Rung(remat, round(copies * kept), (again[0] + more, again[1])) for remat, kept, more in _by_schedule(layers)
+            Candidate(remat, round(copies * saved), (flops + more, elements))
+            for remat, saved, more in _by_schedule(layers)
         ]
-    best: list[Rung] = []
-    for rung in sorted(found, key=lambda rung: (rung.kept, rung.again)):
-        if not best or rung.again < best[-1].again:
-            best.append(rung)
+    best: list[Candidate] = []
+    for one in sorted(found, key=lambda one: (one.saved, one.recomputed)):
+        if not best or one.recomputed < best[-1].recomputed:
+            best.append(one)
     return best
 
 
 def _by_name(cfg: Config, layers: Sequence[Layer]) -> Iterator[tuple[str | Save, int, tuple[int, int]]]:
-    """Every set of names, with bytes and what is repeated of all layers."""
+    """Every set of names, with bytes saved and work repeated in all layers."""
     memory = cfg.memory
     hidden = {*(IN_CHUNKS if memory.mlp_chunk != "auto" else ()), *(IN_GROUPS if memory.head_groups != "auto" else ())}
     known = [name for name in cfg.model.activations if name not in hidden]
     for count in range(len(known) + 1):
         for names in itertools.combinations(known, count):
-            each = [(layer.count, layer.boundary, *layer.kept(names)) for layer in layers]
-            kept = sum(count * (boundary + size) for count, boundary, size, *_ in each)
-            again = sum(count * products for count, _, _, products, _ in each), sum(n * more for n, *_, more in each)
-            yield Save(save=names) if names else "full", kept, again
+            costs = [(layer.count, layer.boundary, *layer.saving(names)) for layer in layers]
+            saved = sum(n * (boundary + size) for n, boundary, size, *_ in costs)
+            again = sum(n * flops for n, _, _, flops, _ in costs), sum(n * elements for n, *_, elements in costs)
+            yield Save(save=names) if names else "full", saved, again
 
 
 def _by_schedule(layers: Sequence[Layer]) -> Iterator[tuple[str, int, int]]:
     for slots in range(1, max(layer.count for layer in layers)):
         plans: list[tuple[Layer, Any]] = [(layer, schedule(f"slots_{slots}", layer.count)) for layer in layers]
-        kept = sum(layer.boundary * (plan.slots if plan else 1) for layer, plan in plans)
-        yield f"slots_{slots}", kept, sum(layer.forward * plan.runs for layer, plan in plans if plan)
+        saved = sum(layer.boundary * (plan.slots if plan else 1) for layer, plan in plans)
+        yield f"slots_{slots}", saved, sum(layer.forward * plan.runs for layer, plan in plans if plan)

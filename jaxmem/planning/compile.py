@@ -1,7 +1,7 @@
-"""Compile, and keep what the compiler knows: the scheduled module, who lies where in memory, what it complained of.
+"""Compiling a program, and reading from the compiler: the scheduled module, the buffer assignment, the log.
 
-A program for devices that are here is compiled as it will run and tells this itself; of one for GPUs that are not here
-XLA decides the same, and makes no code (`elsewhere.py`).
+A program for local devices is compiled as it will run. For GPUs that are not here XLA makes the same decisions without
+generating code (`elsewhere.py`).
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import contextlib
 import re
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -22,15 +22,15 @@ from jaxmem.planning.buffers import sizes_of
 from jaxmem.planning.elsewhere import Options, compile_elsewhere, without_cache
 from jaxmem.planning.hlo import Module, read_module
 
-# Lines of XLA's log that a plan says in its own words.
+# Lines of XLA's log that a plan reports itself.
 _REMARKS = {
     "replicated": re.compile(r"Involuntary full rematerialization.*?for HLO operation (?P<what>%\S+ = \S+)"),
     "state over the limit": re.compile(r"arguments \((?P<what>\d+)\) exceeds the base limit"),
     "over the limit": re.compile(r"Can't reduce memory use below (?P<what>\S+)"),
 }
-# A page of it about a product for which XLA had no default kernel; compiling goes on without (`elsewhere.py`).
+# A page of it about a matmul for which XLA had no default kernel; compiling goes on without (`elsewhere.py`).
 _NO_DEFAULT = re.compile(rb"(?ms)^E\d{4} [^\n]*\] Could not get config for HLO.*?(?=^[EIW]\d{4} |\Z)")
-# For a program that will never run: LLVM, which comes after XLA, need not optimize it. Half of a CPU's compilation.
+# For a program that will never run LLVM, which comes after XLA, need not optimize: half of a CPU's compilation.
 _QUICK: Options = {"xla_backend_optimization_level": "0", "xla_llvm_disable_expensive_passes": True}
 
 
@@ -41,11 +41,11 @@ class Compiled:
     module: Module
     assignment: bytes
     wants_host: bool  # the program as it was given to XLA places values in host memory
-    executable: jax.stages.Compiled | None = None  # where its devices are here
+    executable: jax.stages.Compiled | None = None  # of a program for local devices
 
     @cached_property
     def sizes(self) -> dict[str, int]:
-        """Bytes of a device: arguments, outputs, aliased, temporaries."""
+        """Bytes per device: arguments, outputs, aliased, temporaries."""
         return sizes_of(self.assignment, on_host=False)
 
     @property
@@ -69,27 +69,31 @@ def compile_all(
     here: bool,
     code: bool = True,
 ) -> tuple[Compiled, dict[str, int]]:
-    """The step with all that is to be known of it, of other programs their size, side by side: while XLA works on one,
-    jax lowers the next.
+    """The compiled step, and bytes per device of other programs. XLA compiles in threads while jax lowers the next.
 
-    `here`: the devices are this machine's. `code` False: what is compiled is for its sizes and never run.
+    `here`: the devices are this machine's. `code` False: what is compiled is only measured and never run.
     """
     with contextlib.nullcontext() if here else without_cache(), ThreadPoolExecutor(1 + len(others)) as pool:
         compiled = pool.submit(_compile, step, here, code)
-        waiting = {name: pool.submit(_total, lower(), here, code) for name, lower in others.items()}
-        return compiled.result(), {name: one.result() for name, one in waiting.items()}
+        sizes = {name: pool.submit(_total, lower(), here, code) for name, lower in others.items()}
+        return compiled.result(), {name: one.result() for name, one in sizes.items()}
 
 
-def sized(lowered: jax.stages.Lowered, *, here: bool) -> int:
-    """Bytes of a device that a program needs which nobody will run."""
+def compiled_size(lowered: jax.stages.Lowered, *, here: bool) -> int:
+    """Bytes per device of a program that will not be run."""
     with contextlib.nullcontext() if here else without_cache():
         return _total(lowered, here, code=False)
+
+
+def total_of(executable: jax.stages.Compiled) -> int:
+    """Bytes per device."""
+    return _sum(sizes_of(_assignment(executable), on_host=False))
 
 
 def _compile(lowered: jax.stages.Lowered, here: bool, code: bool) -> Compiled:
     wants_host = "pinned_host" in lowered.as_text()
     if not here:
-        with _failures_told():
+        with _as_user_error():
             module, assignment = compile_elsewhere(lowered)
         return Compiled(read_module(module), assignment, wants_host)
     executable = _compile_here(lowered, code)
@@ -98,31 +102,26 @@ def _compile(lowered: jax.stages.Lowered, here: bool, code: bool) -> Compiled:
     return Compiled(read_module(module), _assignment(executable), wants_host, executable)
 
 
-def total_of(executable: jax.stages.Compiled) -> int:
-    """Bytes of a device that it needs."""
-    return _sum(sizes_of(_assignment(executable), on_host=False))
-
-
 def _total(lowered: jax.stages.Lowered, here: bool, code: bool) -> int:
     if here:
         return total_of(_compile_here(lowered, code))
-    with _failures_told():
+    with _as_user_error():
         return _sum(sizes_of(compile_elsewhere(lowered)[1], on_host=False))
 
 
 def _compile_here(lowered: jax.stages.Lowered, code: bool) -> jax.stages.Compiled:
-    with _failures_told():
+    with _as_user_error():
         return lowered.compile(compiler_options=None if code else _QUICK)
 
 
 @contextlib.contextmanager
-def _failures_told() -> Iterator[None]:
-    """A program that XLA has no way to compile is a config that cannot run here: one line, whatever XLA adds to it."""
+def _as_user_error() -> Iterator[None]:
+    """A program that XLA cannot compile is a config that cannot run: one line, however much XLA writes."""
     try:
         yield
     except jax.errors.JaxRuntimeError as error:
-        first = next(iter(str(error).splitlines()), "it does not say why")
-        raise UserError(f"XLA does not compile this program: {first}") from error
+        reason = next(iter(str(error).splitlines()), "no reason given")
+        raise UserError(f"XLA cannot compile this program: {reason}") from error
 
 
 def _assignment(executable: jax.stages.Compiled) -> bytes:
@@ -130,31 +129,24 @@ def _assignment(executable: jax.stages.Compiled) -> bytes:
     return stats.serialized_buffer_assignment_proto
 
 
-@dataclass
-class Remarks:
-    """What XLA's log said, by the keys above."""
-
-    found: dict[str, list[str]] = field(default_factory=dict)
-
-
 @contextlib.contextmanager
-def listening() -> Iterator[Remarks]:
-    """Catch the lines of XLA's log that a plan says in its own words; all others go on to standard error."""
-    remarks = Remarks()
+def compiler_remarks() -> Iterator[dict[str, list[str]]]:
+    """Collects what XLA's log says by the keys of `_REMARKS`; its other lines go on to standard error."""
+    remarks: dict[str, list[str]] = {}
 
     def others(log: bytes) -> bytes:
         lines = _NO_DEFAULT.sub(b"", log).splitlines(keepends=True)
-        return b"".join(line for line in lines if not _remarked(line.decode(errors="replace"), remarks))
+        return b"".join(line for line in lines if not _is_remark(line.decode(errors="replace"), remarks))
 
     with stderr.filtered(others):
         yield remarks
 
 
-def _remarked(line: str, remarks: Remarks) -> bool:
+def _is_remark(line: str, remarks: dict[str, list[str]]) -> bool:
     for key, pattern in _REMARKS.items():
-        if found := pattern.search(line):
-            said = remarks.found.setdefault(key, [])
-            if found["what"] not in said:
-                said.append(found["what"])
+        if match := pattern.search(line):
+            known = remarks.setdefault(key, [])
+            if match["what"] not in known:
+                known.append(match["what"])
             return True
     return False

@@ -1,7 +1,6 @@
-"""What a device says its memory was at its fullest, beside what was planned: one config, a few steps.
+"""Measured peak memory beside the plan: one config, a few steps, in a process of its own.
 
-Each config wants a process of its own, since a device's peak never falls again; `apart` starts one. Running it costs
-the config's own memory and as many seconds as compiling and three steps take.
+A device's peak never falls again, so each config needs its own process: `measure_apart` starts one.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ STEPS = 3
 
 
 def measure(cfg: Config) -> dict[str, Any]:
-    """Bytes of one device, planned and measured; `measured` is None where a device does not tell (a CPU)."""
+    """Bytes of one device, planned and measured; `measured` is None where a device reports none (a CPU)."""
     import jax
     import numpy as np
 
@@ -26,38 +25,37 @@ def measure(cfg: Config) -> dict[str, Any]:
     from jaxmem.step import program
 
     built = program(cfg)
-    planned = plan_program(built)
-    if not planned.fits:
-        raise UserError(f"{built.cfg.name}: does not fit here, {-planned.room} bytes are missing")
+    plan = plan_program(built)
+    if not plan.fits:
+        raise UserError(f"{built.cfg.name} does not fit on this machine: {-plan.room} bytes are missing")
     batch = {name: jax.device_put(np.zeros(x.shape, x.dtype), x.sharding) for name, x in built.spec.batch.items()}
     state, metrics = built.initialise(), None
     for _ in range(STEPS):
-        state, metrics = planned.step(state, batch)
+        state, metrics = plan.step(state, batch)
     jax.block_until_ready(metrics)
     peaks = [(device.memory_stats() or {}).get("peak_bytes_in_use") for device in jax.local_devices()]
     measured = max((peak for peak in peaks if peak is not None), default=None)
-    most = max(size for size in planned.phases.values() if size is not None)
     return {
         "name": built.cfg.name,
         "parameters": built.model.parameters,
-        "planned": most,
+        "planned": plan.peak,
         "measured": measured,
-        "difference": measured / most - 1 if measured else None,
+        "difference": measured / plan.peak - 1 if measured else None,
     }
 
 
-def apart(raw: dict[str, Any], simulate: int | None = None, seconds: float | None = None) -> dict[str, Any]:
-    """`measure` in a process of its own, which may take so many seconds; what went wrong comes back as `error`."""
+def measure_apart(raw: dict[str, Any], simulate: int | None = None, seconds: float | None = None) -> dict[str, Any]:
+    """`measure` in a process of its own, within `seconds`; what went wrong is returned as `error`."""
     command = [sys.executable, "-m", "jaxmem.planning.measure", json.dumps(raw), str(simulate or "")]
     try:
         done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=seconds)  # noqa: S603
     except subprocess.TimeoutExpired:
         return {"name": raw["name"], "error": f"took more than {seconds:.0f} seconds"}
     if done.returncode:
-        said = [line for line in done.stderr.splitlines() if line.strip()]
-        return {"name": raw["name"], "error": said[-1] if said else f"ended with code {done.returncode}"}
-    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    return found
+        lines = [line for line in done.stderr.splitlines() if line.strip()]
+        return {"name": raw["name"], "error": lines[-1] if lines else f"ended with code {done.returncode}"}
+    measured: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return measured
 
 
 def _main(raw: str, simulate: str) -> None:

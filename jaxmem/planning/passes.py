@@ -1,6 +1,6 @@
-"""One row's forward and backward pass, as jax traces them: what is kept from one for the other, and every product.
+"""One row's forward and backward pass, as jax traces them: saved activations, and every matrix multiplication.
 
-Nothing is compiled. The first config of a shape takes half a second; all that differ from it in mesh and batch alone
+Nothing is compiled. The first config of a shape takes half a second; configs that differ from it only in mesh and batch
 share the trace.
 """
 
@@ -30,10 +30,10 @@ from jaxmem.config import (
     Precision,
     Rules,
     Train,
-)
+)  # fmt: skip
 from jaxmem.config.names import BOUNDARY, offloaded_activations
 from jaxmem.planning.hlo import mean_runs
-from jaxmem.planning.share import held_vocabulary, layers_together, loss_chunk
+from jaxmem.planning.share import layers_per_boundary, loss_chunk, shards, vocab_entries
 from jaxmem.quant.precision import compute_dtype
 from jaxmem.sharding import layout_for
 from jaxmem.sharding.weights import differentiable, with_gradients
@@ -41,15 +41,42 @@ from jaxmem.step import Program
 from jaxmem.step.objective import objective
 
 DEVICE, HOST = jax.memory.Space.Device, jax.memory.Space.Host
+MATMULS, LOOPS = ("dot_general", "conv_general_dilated"), ("scan", "while")
+# Primitives of kernels: of Pallas for Triton, for Mosaic GPU, also with an accumulator; of Triton.
+KERNELS = ("pallas_call", "mpmd_map", "run_state", "triton_kernel_call")
+# XLA fuses what lies between matmuls into few kernels. Measured on compiled decoders: these read and write two and a
+# half times the bytes of the matmuls, and there are about three for each matmul or write in place.
+AROUND, _KERNELS_PER_MATMUL = 2.5, 3
+
+
+@dataclass(frozen=True)
+class Matmul:
+    """Matrix multiplications of one kind in the two passes of one row."""
+
+    times: int
+    flops: int
+    weights: int  # bytes of operands and results that are weights, however many rows there are
+    others: int
+    dtype: str
+
+
+@dataclass(frozen=True)
+class Passes:
+    """Forward and backward pass of one row on one of the devices that shard its layers."""
+
+    saved: int  # bytes of saved activations; of a decoder, those of its layers
+    offloaded: int  # bytes of those in host memory
+    matmuls: tuple[Matmul, ...]
+    kernels: int
 
 
 def shape_of(cfg: Config, platform: str) -> Config:
     """What shapes depend on: the config without its mesh, its batch and what only a run reads."""
     compute = compute_dtype(cfg.precision, platform).name
-    chunk, held = loss_chunk(cfg, platform), held_vocabulary(cfg)
-    if chunk is not None and chunk < held:
-        chunk = max(held // 16, 1)  # how large a slice is says little of the passes: one form for all
-    if cfg.objective.name == "dpo":  # a row of a pair goes through the layers and the vocabulary as any other
+    chunk, entries = loss_chunk(cfg, platform), vocab_entries(cfg)
+    if chunk is not None and chunk < entries:
+        chunk = max(entries // 16, 1)  # the size of a slice hardly matters to the passes: one shape for all
+    if cfg.objective.name == "dpo":  # a row of a pair is computed as any other
         data = Data(sequence_length=cfg.data.sequence_length, tokenizer=cfg.data.tokenizer)
         cfg = cfg.model_copy(update={"objective": Objective(), "data": data})
     return cfg.model_copy(
@@ -68,95 +95,61 @@ def shape_of(cfg: Config, platform: str) -> Config:
     )
 
 
-def alone(cfg: Config) -> Program:
-    """On one device that nothing is put on."""
-    return Program(cfg, layout_for(cfg, jax.devices()[:1]))
-
-
-@dataclass(frozen=True)
-class Product:
-    """Matrix products of one kind in the two passes of one row."""
-
-    times: int
-    flops: int
-    weights: int  # bytes of its sides that are weights, however many rows there are
-    others: int
-    dtype: str
-
-
-@dataclass(frozen=True)
-class Passes:
-    """Forward and backward pass of one row, as jax traces them, on one of the devices that split its layers."""
-
-    saved: int  # bytes that the forward pass keeps for the backward pass; of a decoder, what its layers keep
-    hosted: int  # and those that it keeps in host memory
-    products: tuple[Product, ...]
-    kernels: int
-
-
-# XLA fuses what lies between products into few kernels. Measured on compiled decoders: these read and write two and a
-# half times what the products do, and there are about three for each product or write in place.
-AROUND, _KERNELS = 2.5, 3
-# Kernels: of Pallas by Triton, by Mosaic GPU, there also with what it adds to; of Triton.
-OURS = ("pallas_call", "mpmd_map", "run_state", "triton_kernel_call")
-
-
 def passes_of(cfg: Config, platform: str) -> Passes:
-    """Of a config whose mesh is filled in. Where `tensor` does not split the hidden units or the vocabulary it splits
-    the time beside them: the same products in other shapes."""
-    away = offloaded_activations(cfg.memory.offload)
-    moves_all = away == (BOUNDARY,)  # what would be kept without it
-    same = {"update": "after", "offload": "none" if moves_all or not away else away}
-    if (together := layers_together(cfg)) > 1:
-        same["remat"] = f"every_{together}"
+    """Of a config whose mesh is resolved. Where `tensor` does not shard the hidden units or the vocabulary it shards
+    the time there: the same matmuls in other shapes."""
+    names = offloaded_activations(cfg.memory.offload)
+    all_offloaded = names == (BOUNDARY,)  # then everything that would be saved without it
+    memory = {"update": "after", "offload": "none" if all_offloaded or not names else names}
+    if (together := layers_per_boundary(cfg)) > 1:
+        memory["remat"] = f"every_{together}"
     shape = shape_of(cfg, platform)
     shape = shape.model_copy(
         update={
             "optimizer": Optimizer(trainable=cfg.optimizer.trainable),
-            "memory": shape.memory.model_copy(update=same),
+            "memory": shape.memory.model_copy(update=memory),
             "train": Train(steps=1, deterministic=cfg.train.deterministic),
-            # What weights rest in is no matter: products take them in the dtype that they compute in.
+            # The stored dtype of weights does not matter: matmuls take them in the compute dtype.
             "precision": Precision(parameters="bfloat16", compute=shape.precision.compute),
         }
     )
     if cfg.base_precision.quantized and cfg.adapter.kind != "none":
         kind = "lora" if cfg.adapter.kind == "qlora" else cfg.adapter.kind
-        shape = shape.model_copy(
-            update={"adapter": cfg.adapter.model_copy(update={"kind": kind, "base": "bfloat16", "double_quant": True})}
-        )
+        plain = {"kind": kind, "base": "bfloat16", "double_quant": True}
+        shape = shape.model_copy(update={"adapter": cfg.adapter.model_copy(update=plain)})
     found = _passes(one_share(shape, cfg), cfg.mesh.tensor)
-    return dataclasses.replace(found, saved=0, hosted=found.saved) if moves_all else found
+    return dataclasses.replace(found, saved=0, offloaded=found.saved) if all_offloaded else found
 
 
 def _passes(shape: Config, tensor: int) -> Passes:
-    """In two halves, each traced once for all configs that do not differ in it."""
+    """In two halves, layers and loss, each traced once for all configs that do not differ in it."""
     memory = shape.memory
     layers = shape.model_copy(update={"memory": memory.model_copy(update={"loss_chunk": "auto"})})
     loss = shape.model_copy(update={"memory": Memory(loss_chunk=memory.loss_chunk)})
     one, two = _of_layers(layers, tensor), _of_loss(loss, tensor)
-    products = one.products + two.products
-    return Passes(one.saved + two.saved, one.hosted + two.hosted, products, one.kernels + two.kernels)
+    matmuls = one.matmuls + two.matmuls
+    return Passes(one.saved + two.saved, one.offloaded + two.offloaded, matmuls, one.kernels + two.kernels)
 
 
 @functools.lru_cache(maxsize=256)
 def _of_layers(shape: Config, tensor: int) -> Passes:
-    """From a row to what its layers make of it."""
+    """From a row to the last layer's result."""
     half = _Half(shape)
     return half.passes(half.features, (), tensor)
 
 
 @functools.lru_cache(maxsize=256)
 def _of_loss(shape: Config, tensor: int) -> Passes:
-    """From there to the loss: the output projection."""
+    """From there to the loss: the output matrix."""
     half = _Half(shape)
     return half.passes(half.loss, (jax.eval_shape(half.features, half.params, half.batch),), tensor)
 
 
 class _Half:
-    """What a half of the passes takes: weights and one row, on one device."""
+    """The inputs of a half of the passes: weights and one row, on one device."""
 
     def __init__(self, shape: Config) -> None:
-        built = alone(shape)
+        built = on_one_device(shape)
         self._built, self._shape, self._objective = built, shape, objective(built.cfg.objective, built.cfg.memory)
         self.params = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, jax.numpy.bfloat16), built.model.shapes)
         self.batch = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), built.spec.batch)
@@ -167,44 +160,45 @@ class _Half:
     def loss(self, params: Any, batch: Any, features: Any) -> jax.Array:
         return self._objective.sums(nnx.merge(self._built.model.graphdef, params), features, batch)["loss"]
 
-    def passes(self, run: Callable[..., Any], given: tuple[Any, ...], tensor: int) -> Passes:
-        """Of `run(params, batch, *given)`, with the gradients of `given` and of the weights that learn."""
+    def passes(self, run: Callable[..., Any], inputs: tuple[Any, ...], tensor: int) -> Passes:
+        """Of `run(params, batch, *inputs)`, with the gradients of `inputs` and of the trainable weights."""
 
-        def both(params: Any, batch: Any, *given: Any) -> tuple[Any, Any]:
-            """What is kept, and the gradients."""
+        def both(params: Any, batch: Any, *inputs: Any) -> tuple[Any, Any]:
+            """Saved values, and gradients."""
 
-            def of(at: Any, *given: Any) -> Any:
-                return run(with_gradients(params, at, self._built.model.partial_stacks), batch, *given)
+            def forward(at: Any, *inputs: Any) -> Any:
+                return run(with_gradients(params, at, self._built.model.partial_stacks), batch, *inputs)
 
-            y, back = jax.vjp(of, differentiable(self._built.model.select(params)), *given)
+            y, back = jax.vjp(forward, differentiable(self._built.model.select(params)), *inputs)
             return jax.tree.leaves(back), back(jax.tree.map(jax.numpy.ones_like, y))
 
-        traced, (outs, _) = jax.make_jaxpr(both, return_shape=True)(self.params, self.batch, *given)
+        traced, (outs, _) = jax.make_jaxpr(both, return_shape=True)(self.params, self.batch, *inputs)
         saved = _saved(traced.jaxpr, len(outs), self._shape.model, tensor)
-        products: list[Product] = []
+        matmuls: list[Matmul] = []
         kernels = 0
         for eqn, times in equations(traced.jaxpr, 1):
-            if eqn.primitive.name in ("dot_general", "conv_general_dilated"):
-                products.append(product(eqn, times))
-            if eqn.primitive.name in ("dot_general", "conv_general_dilated", "dynamic_update_slice"):
-                kernels += _KERNELS * times
-            elif eqn.primitive.name in OURS and not eqn.params.get("interpret"):  # of two, that for GPUs
-                products.append(kernel(eqn, times))
+            if eqn.primitive.name in MATMULS:
+                matmuls.append(matmul(eqn, times))
+            if eqn.primitive.name in (*MATMULS, "dynamic_update_slice"):
+                kernels += _KERNELS_PER_MATMUL * times
+            elif eqn.primitive.name in KERNELS and not eqn.params.get("interpret"):  # of two, that for GPUs
+                matmuls.append(_kernel(eqn, times))
                 kernels += times
-        return Passes(int(saved[DEVICE]), int(saved[HOST]), tuple(products), kernels)
+        return Passes(int(saved[DEVICE]), int(saved[HOST]), tuple(matmuls), kernels)
 
 
 def _saved(traced: Any, outs: int, model: Any, tensor: int) -> dict[Any, float]:
-    """Bytes of the first results of a trace by where they lie: those that it computes; of a decoder those of layers."""
+    """Bytes of the first results of a trace by memory space: those that it computes; of a decoder those of layers."""
     made_by = {out: eqn for eqn in traced.eqns for out in eqn.outvars}
-    forward = traced.outvars[:outs]
-    kept = {out: made_by[out] for out in forward if not isinstance(out, Literal) and out in made_by}
     saved = dict.fromkeys(jax.memory.Space, 0.0)
-    for out, eqn in kept.items():
+    for out in traced.outvars[:outs]:
+        if isinstance(out, Literal) or out not in made_by:
+            continue
+        eqn = made_by[out]
         if not isinstance(model, Decoder):
             saved[_space(out)] += _bytes(out.aval)
         elif eqn.primitive.name == "scan" and not _leaves_layers(out, eqn):
-            is_stream = out.aval.shape[-1:] == (model.embed,) and not _is_factor(out, eqn)
+            is_stream = out.aval.shape[-1:] == (model.embed,) and not _is_matmul_input(out, eqn)
             saved[_space(out)] += _bytes(out.aval) / (tensor if is_stream else 1)
     return saved
 
@@ -214,33 +208,33 @@ def _space(out: Any) -> Any:
 
 
 def _leaves_layers(out: Any, scan: Any) -> bool:
-    """Whether it is the stream behind the last layer: [row, time, embed], handed on from layer to layer."""
+    """Whether it is the stream after the last layer: [row, time, embed], carried from layer to layer."""
     inner = scan.params["jaxpr"].jaxpr.outvars[scan.outvars.index(out)]
     return out.aval.ndim == 3 and inner.aval.shape == out.aval.shape
 
 
-def _is_factor(out: Any, scan: Any) -> bool:
-    """Whether a value that each layer keeps went into a product. Of the stream between layers `tensor` splits the time;
-    what goes into a product it holds whole."""
+def _is_matmul_input(out: Any, scan: Any) -> bool:
+    """Whether a value that each layer saves went into a matmul. `tensor` shards the time of the stream between layers;
+    a matmul's input is gathered."""
     body = scan.params["jaxpr"].jaxpr
     inner = body.outvars[scan.outvars.index(out)]
     return any(eqn.primitive.name == "dot_general" and inner in eqn.invars for eqn, _ in equations(body, 1))
 
 
 def equations(traced: Any, times: int) -> Iterator[tuple[Any, int]]:
-    """Every operation of a trace and how often it runs."""
+    """Every operation of a trace, nested ones included, and how often it runs."""
     for eqn in traced.eqns:
         yield eqn, times
         yield from inside(eqn, times)
 
 
 def inside(eqn: Any, times: int) -> Iterator[tuple[Any, int]]:
-    """Those that an operation which runs so often stands for, and how often they run."""
+    """The operations inside an operation that runs so often, and how often they run."""
     if eqn.primitive.name == "scan":
         times *= eqn.params["length"]
     elif eqn.primitive.name == "while":
         times = int(times * mean_runs(str(eqn.source_info.name_stack)))
-    elif eqn.primitive.name in OURS:  # its grid and its loops are its own affair
+    elif eqn.primitive.name in KERNELS:
         return
     for value in eqn.params.values():
         for part in value if isinstance(value, (list, tuple)) else (value,):
@@ -249,7 +243,8 @@ def inside(eqn: Any, times: int) -> Iterator[tuple[Any, int]]:
                 yield from equations(part, times)
 
 
-def product(eqn: Any, times: int) -> Product:
+def matmul(eqn: Any, times: int) -> Matmul:
+    """Of a `dot_general` or a convolution."""
     left, right, out = (*(x.aval for x in eqn.invars[:2]), eqn.outvars[0].aval)
     if eqn.primitive.name == "dot_general":
         (contracted, _), _ = eqn.params["dimension_numbers"]
@@ -259,39 +254,44 @@ def product(eqn: Any, times: int) -> Product:
     sides = [(_bytes(x), _is_weight(x)) for x in (left, right, out)]
     weights = sum(size for size, is_weight in sides if is_weight)
     others = sum(size for size, is_weight in sides if not is_weight)
-    return Product(times, 2 * math.prod(out.shape) * depth, weights, others, str(left.dtype))
+    return Matmul(times, 2 * math.prod(out.shape) * depth, weights, others, str(left.dtype))
 
 
-def kernel(eqn: Any, times: int) -> Product:
-    """One of ours, which says how much it computes for each number that it makes."""
-    said = (eqn.ctx.xla_metadata or {}).get("flops_per_output", 0)
+def _kernel(eqn: Any, times: int) -> Matmul:
+    """Of a kernel, whose metadata gives its FLOPs per element of its result."""
+    each = (eqn.ctx.xla_metadata or {}).get("flops_per_output", 0)
     out = eqn.outvars[0].aval
     moved = sum(_bytes(x.aval) for x in (*eqn.invars, *eqn.outvars))
-    return Product(times, int(float(said) * math.prod(out.shape)), 0, moved, str(out.dtype))
+    return Matmul(times, int(float(each) * math.prod(out.shape)), 0, moved, str(out.dtype))
 
 
 def _is_weight(x: Any) -> bool:
-    """Or its gradient, or a slice of either: what belongs to a batch, here of one row, begins with 1."""
+    """A weight, its gradient or a slice of either. Arrays of a batch, here of one row, begin with 1."""
     return x.ndim == 2 or (x.ndim == 3 and x.shape[0] != 1)
 
 
-def unplaced(leaf: Any) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
-
-
 def _bytes(x: Any) -> int:
-    """Of an array; keys of random numbers count as nothing."""
+    """Of an array; random keys count as nothing."""
     return math.prod(x.shape) * x.dtype.itemsize if hasattr(x.dtype, "itemsize") else 0
 
 
+def without_sharding(leaf: Any) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
+
+
+def on_one_device(cfg: Config) -> Program:
+    """To trace; nothing is placed on the device."""
+    return Program(cfg, layout_for(cfg, jax.devices()[:1]))
+
+
 def one_share(shape: Config, cfg: Config) -> Config:
-    """With one device's share of a decoder that `tensor` devices of the config split."""
+    """With one device's share of a decoder that `tensor` devices of the config shard."""
     model, tensor = shape.model, cfg.mesh.tensor
     if not isinstance(model, Decoder) or tensor == 1:
         return shape
-    split_heads = tensor if "tensor" in cfg.rules.heads else 1
-    heads = model.heads // split_heads
-    # Key heads that do not divide are whole everywhere, and each device uses those of its query heads.
-    keys = model.kv_heads // split_heads if model.kv_heads % split_heads == 0 else math.gcd(model.kv_heads, heads)
+    split = shards(cfg, "heads")
+    heads = model.heads // split
+    # Key heads that do not divide are replicated, and each device uses those of its query heads.
+    keys = model.kv_heads // split if model.kv_heads % split == 0 else math.gcd(model.kv_heads, heads)
     share = {"heads": heads, "kv_heads": keys, "mlp": model.mlp // tensor, "vocab": -(-model.vocab // tensor)}
     return shape.model_copy(update={"model": model.model_copy(update=share)})

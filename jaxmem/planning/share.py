@@ -1,39 +1,64 @@
-"""What one device has at a time, as a config comes out on its mesh: rows, tokens, entries of the vocabulary, passes."""
+"""One device's share of a config whose mesh is resolved: rows, tokens, vocabulary entries, passes in memory."""
 
 from __future__ import annotations
 
+import functools
 import math
 
 import jax
 
+from jaxmem import config
 from jaxmem.config import Config, Decoder
 from jaxmem.models.cross_entropy import max_update_entries, slice_width
 from jaxmem.quant.precision import compute_dtype
+from jaxmem.sharding.table import Table, make_rules
 from jaxmem.step.model import chunking, pipeline_of
+
+_BACKWARD = 0.75  # of both passes' time, with each layer's forward pass recomputed
+
+
+def shards(cfg: Config, axis: str) -> int:
+    """The number of devices that a logical axis of the weights is sharded over while they are computed with."""
+    return math.prod(getattr(cfg.mesh, over) for over in _computing(cfg.rules)[axis])
+
+
+@functools.lru_cache(maxsize=256)
+def _computing(table: config.Rules) -> Table:
+    return make_rules(zero=0, dims=table.table).compute
+
+
+def rows_of(cfg: Config) -> float:
+    """Rows of one micro-batch on one device; with `context`, the equivalent of its part of each row."""
+    mesh = cfg.mesh
+    return cfg.batch.global_size / cfg.batch.accumulate / (mesh.replica * mesh.fsdp * mesh.context)
+
+
+def vocab_entries(cfg: Config) -> int:
+    """Vocabulary entries that one device computes with."""
+    return -(-cfg.model.vocab // shards(cfg, "vocab")) if isinstance(cfg.model, Decoder) else 0
 
 
 def loss_chunk(cfg: Config, platform: str) -> int | None:
-    """`memory.loss_chunk` as it comes out for this config's batch and mesh: a whole part of the vocabulary, or less.
-    None: there is no vocabulary."""
+    """`memory.loss_chunk` as resolved for this batch and mesh: a device's vocabulary entries, or fewer. None: the
+    model has no vocabulary."""
     if not isinstance(cfg.model, Decoder):
         return None
-    itemsize, held = compute_dtype(cfg.precision, platform).itemsize, held_vocabulary(cfg)
-    tokens = rows_of(cfg) * cfg.data.sequence_length
-    if "tensor" not in cfg.rules.vocab:
-        tokens /= cfg.mesh.tensor
+    itemsize, entries = compute_dtype(cfg.precision, platform).itemsize, vocab_entries(cfg)
+    tokens = rows_of(cfg) * cfg.data.sequence_length * shards(cfg, "vocab") / cfg.mesh.tensor
     most = max_update_entries(cfg.memory.update, cfg.model.embed)
-    return slice_width(cfg.memory.loss_chunk, math.ceil(tokens), held, itemsize, most) or held
+    return slice_width(cfg.memory.loss_chunk, math.ceil(tokens), entries, itemsize, most) or entries
 
 
 def mlp_chunk(cfg: Config, platform: str) -> int | None:
-    """`memory.mlp_chunk` as it comes out: tokens of a row at a time. None: all."""
-    model = cfg.model
-    return chunking(cfg.memory).chunk_size(stream_of(cfg, platform), model.mlp) if isinstance(model, Decoder) else None
+    """`memory.mlp_chunk` as resolved: tokens of a row at a time. None: all."""
+    if not isinstance(cfg.model, Decoder):
+        return None
+    return chunking(cfg.memory).chunk_size(stream_of(cfg, platform), cfg.model.mlp)
 
 
 def head_groups(cfg: Config, platform: str) -> int:
-    """`memory.head_groups` as it comes out."""
-    model, split = cfg.model, cfg.mesh.tensor if "tensor" in cfg.rules.heads else 1
+    """`memory.head_groups` as resolved."""
+    model, split = cfg.model, shards(cfg, "heads")
     if not isinstance(model, Decoder) or model.kv_heads % split:
         return 1
     heads, kv_heads = model.heads // split, model.kv_heads // split
@@ -41,49 +66,34 @@ def head_groups(cfg: Config, platform: str) -> int:
 
 
 def stream_of(cfg: Config, platform: str) -> jax.ShapeDtypeStruct:
-    """What one device has of a micro-batch between two layers of a decoder."""
+    """One device's part of a micro-batch between two layers of a decoder."""
     assert isinstance(cfg.model, Decoder)
     mesh, compute = cfg.mesh, compute_dtype(cfg.precision, platform)
     rows, length = max(round(rows_of(cfg) * mesh.context), 1), cfg.data.sequence_length // (mesh.context * mesh.tensor)
     return jax.ShapeDtypeStruct((rows, length, cfg.model.embed), compute)
 
 
-def held_vocabulary(cfg: Config) -> int:
-    """Entries that one device computes with."""
-    parts = cfg.mesh.tensor if "tensor" in cfg.rules.vocab else 1
-    return -(-cfg.model.vocab // parts) if isinstance(cfg.model, Decoder) else 0
-
-
-_BACKWARD = 0.75  # of both passes' time, with each layer's forward pass run again
-
-
-def passes_run(cfg: Config) -> float:
-    """How many passes through all layers take as long as an update's: on stages its ticks, bubble included."""
+def passes_per_update(cfg: Config) -> float:
+    """How many passes through all layers take the time of an update; with a pipeline its ticks, bubble included."""
     if cfg.measures_first:
         return cfg.batch.accumulate * (1 + _BACKWARD)
     pipeline = pipeline_of(cfg)
     return cfg.batch.accumulate if pipeline is None else pipeline.ticks * pipeline.group / pipeline.layers
 
 
-def passes_held(cfg: Config) -> float:
-    """Of how many passes what is kept is there at once: on stages every tick keeps its own, but for the boundaries
-    within a segment of layers, which are those of the one that is gone back through."""
+def passes_in_memory(cfg: Config) -> float:
+    """How many passes have their saved activations in memory at once. In a pipeline every tick does; of the boundaries
+    within a segment of layers, only those of the segment that is being differentiated."""
     if cfg.memory.update == "during":
         return cfg.batch.accumulate
     if (pipeline := pipeline_of(cfg)) is None:
         return 1
-    together = layers_together(cfg)
-    within = together**2 / (pipeline.layers + together**2) if together > 1 else 0.0
-    return passes_run(cfg) * (1 - within) + within
+    segment = layers_per_boundary(cfg)
+    within = segment**2 / (pipeline.layers + segment**2) if segment > 1 else 0.0
+    return passes_per_update(cfg) * (1 - within) + within
 
 
-def layers_together(cfg: Config) -> int:
-    """On stages, how many layers go back from one boundary that is kept."""
+def layers_per_boundary(cfg: Config) -> int:
+    """In a pipeline, how many layers are recomputed from one saved boundary."""
     pipeline, remat = pipeline_of(cfg), cfg.memory.remat
     return pipeline.together(remat) if pipeline is not None and isinstance(remat, str) else 1
-
-
-def rows_of(cfg: Config) -> float:
-    """Of one micro-batch on one device."""
-    mesh = cfg.mesh
-    return cfg.batch.global_size / cfg.batch.accumulate / (mesh.replica * mesh.fsdp * mesh.context)

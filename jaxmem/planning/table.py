@@ -1,8 +1,9 @@
-"""A plan for people: where the memory of one device goes, what a step costs, what to look at. Fits 40 columns."""
+"""A plan, the list of targets and the names of a layer's values as tables for a terminal of 40 columns or more."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 from rich.console import Console, ConsoleOptions, Group, RenderableType
 from rich.table import Table
@@ -10,18 +11,22 @@ from rich.text import Text
 
 from jaxmem.config import Save
 from jaxmem.machine.gpus import GPUS
+from jaxmem.planning.advice import PlanWarning
 from jaxmem.planning.breakdown import PARTS
-from jaxmem.planning.planned import Plan
-from jaxmem.planning.text import count, duration, readable
+from jaxmem.planning.layers import NamedValue
+from jaxmem.planning.plan_facts import PlanFacts
+from jaxmem.planning.units import format_bytes, format_count, format_seconds
 
-NAMES = {"parameters": "weights"}
-NARROW = 66  # columns; below, some have no place
-MANY = 0.02  # of the total: a kind that is named for itself
-LARGEST = 2  # that are said to dominate
+# Names of parts in tables and figures, where they differ from those in JSON.
+LABELS = {
+    "parameters": "weights", "quantization": "block scales", "master": "master weights", "optimizer": "optimizer state"
+}  # fmt: skip
+NARROW = 66  # columns; a narrower table has fewer columns of its own
+NOTABLE = 0.02  # of the total: a kind with a row of its own
 
 
-class Targets:
-    """What `--target list` shows."""
+class TargetList:
+    """What `--target list` prints."""
 
     def __rich_console__(self, _: Console, options: ConsoleOptions) -> Iterator[RenderableType]:
         columns = {
@@ -33,135 +38,133 @@ class Targets:
             "host": "host_memory_gib",
         }
         shown = dict(list(columns.items())[: 6 if options.max_width >= NARROW else 2])
-        table = Table(title="NAME, NAME:GPUS, NAME:HOSTSxGPUS, cpu:N, or a YAML file", title_justify="left")
-        table.add_column("NAME", no_wrap=True)
-        for column in shown:
-            table.add_column(column, justify="right")
+        table = _table("NAME, NAME:GPUS, NAME:HOSTSxGPUS, cpu:N, or a YAML file", "NAME", *shown)
         for gpu in sorted(GPUS.values(), key=lambda gpu: gpu.memory_gib):
             table.add_row(gpu.name, *(f"{getattr(gpu, field):g}" for field in shown.values()))
-        about = "memory, host memory: GiB; rate of the memory, link within a host, network: GB/s; bf16: TFLOP/s"
-        yield Group(table, Text(about))
+        units = "memory, host memory: GiB; rate of the memory, link within a host, network: GB/s; bf16: TFLOP/s"
+        yield Group(table, Text(units))
 
 
-class Report:
-    """A plan."""
+def named_values_table(values: Sequence[NamedValue]) -> Table:
+    title = r"Per layer and device, for memory.remat: {save: \[names]}"
+    table = _table(title, "", "saved", "all layers", "FLOPs to recompute")
+    for one in values:
+        table.add_row(one.name, format_bytes(one.bytes), format_bytes(one.bytes * one.layers), f"{one.flops:.3g}")
+    return table
 
-    def __init__(self, plan: Plan) -> None:
-        self.plan = plan
+
+@dataclass
+class PlanTable:
+    plan: PlanFacts
+    warnings: Sequence[PlanWarning]
 
     def __rich_console__(self, _: Console, options: ConsoleOptions) -> Iterator[RenderableType]:
-        yield Group(*self._parts(options))
+        yield Group(*self._parts(wide=options.max_width >= NARROW))
 
-    def _parts(self, options: ConsoleOptions) -> Iterator[RenderableType]:
+    def _parts(self, *, wide: bool) -> Iterator[RenderableType]:
         plan = self.plan
         yield Text(
             f"{plan.program.cfg.name}: {plan.program.model.parameters:,} parameters on {_devices(plan)}", style="bold"
         )
-        yield self._memory(wide=options.max_width >= NARROW)
-        yield Text(f"most of it: {', '.join(self._largest())}")
-        if isinstance(kept := plan.program.cfg.memory.remat, Save):
-            yield Text(f"kept of each layer: its input, {', '.join(kept.save)}")
-        yield from self._verdict()
+        yield self._memory(wide=wide)
+        if isinstance(remat := plan.program.cfg.memory.remat, Save):
+            yield Text(f"saved activations of each layer: its input, {', '.join(remat.save)}")
+        yield self._phases()
+        yield self._verdict()
         yield from self._time()
         if plan.timeline.traffic:
-            yield self._messages(wide=options.max_width >= NARROW)
-            if plan.estimated_step_seconds is not None:
-                yield Text(
-                    f"{plan.timeline.exposed_share:.1%} of the messages' {duration(plan.timeline.network)} is exposed"
-                )
-        yield from self._host()
-        for warned in plan.warnings:
-            yield Text.assemble((f"{warned.kind}: ", "yellow"), f"{warned.text}; try {warned.cure}")
+            yield self._communication(wide=wide)
+        if plan.timeline.host_traffic:
+            yield self._host_copies()
+        for warning in self.warnings:
+            yield Text.assemble((f"{warning.kind}: ", "yellow"), f"{warning.text}; try {warning.cure}")
 
     def _memory(self, *, wide: bool) -> Table:
         plan = self.plan
         total, devices = plan.bytes_per_device["total"], plan.target.count
-        table = Table(title="Memory of one device", title_justify="left")
-        table.add_column("", overflow="fold")
-        table.add_column("compiled", justify="right", no_wrap=True)
-        if wide:
-            table.add_column("predicted", justify="right", no_wrap=True)
-            table.add_column("difference", justify="right", no_wrap=True)
-        table.add_column("B/param", justify="right", no_wrap=True)
+        prediction = ("predicted", "difference") if wide else ()
+        table = _table("Memory per device, planned", "", "compiled", *prediction, "bytes per\nparameter")
 
-        def row(name: str, size: int, predicted: int | None = None, *, known: bool = True) -> None:
-            each = f"{size * devices / plan.program.model.parameters:.2f}"
-            said = "" if predicted is None else readable(predicted)
-            off = f"{size / predicted - 1:+.1%}" if predicted and known else ""
-            table.add_row(name, readable(size), *((said, off) if wide else ()), each)
+        def row(name: str, size: int, predicted: int | None = None) -> None:
+            cells = ("", "")
+            if predicted is not None:
+                cells = format_bytes(predicted), f"{size / predicted - 1:+.1%}" if predicted else ""
+            share = f"{size * devices / plan.program.model.parameters:.2f}"
+            table.add_row(name, format_bytes(size), *(cells if wide else ()), share)
 
         for part in PARTS:
             size = plan.bytes_per_device[part]
             if size or plan.predicted.get(part):
-                row(NAMES.get(part, part), size, plan.predicted.get(part))
-            for kind, held in plan.kinds.get(part, {}).items():
-                if held > MANY * total and len(plan.kinds[part]) > 1:
-                    row(f"  {kind}", held)
+                row(LABELS.get(part, part), size, plan.predicted.get(part))
+            kinds = plan.kinds.get(part, {})
+            for kind, bytes_of_kind in kinds.items():
+                if bytes_of_kind > NOTABLE * total and len(kinds) > 1:
+                    row(f"  {kind}", bytes_of_kind)
         table.add_section()
         row("total", total, plan.predicted["total"])
         return table
 
-    def _largest(self) -> Iterator[str]:
-        """What dominates: of a part that consists of several kinds, its kinds."""
-        plan, whole = self.plan, self.plan.bytes_per_device["total"]
-        sizes = {NAMES.get(part, part): plan.bytes_per_device[part] for part in PARTS if part != "activations"}
-        sizes |= plan.kinds.get("activations", {})
-        for name, size in sorted(sizes.items(), key=lambda kind: -kind[1])[:LARGEST]:
-            yield f"{name} {size / whole:.0%}"
+    def _phases(self) -> Text:
+        sizes = ((phase, size) for phase, size in self.plan.phases.items() if size is not None and phase != "step")
+        return Text(f"other phases: {', '.join(f'{phase} {format_bytes(size)}' for phase, size in sizes)}")
 
-    def _verdict(self) -> Iterator[Text]:
+    def _verdict(self) -> Text:
         plan = self.plan
-        phases = {phase: size for phase, size in plan.phases.items() if size is not None}
-        others = ", ".join(f"{phase} {readable(size)}" for phase, size in phases.items() if phase != "step")
-        yield Text(f"other phases: {others}")
-        of = f"{readable(plan.target.memory)}" + (f" less {readable(plan.reserved)} reserved" if plan.reserved else "")
+        memory = format_bytes(plan.target.memory)
+        if plan.reserved:
+            memory += f" minus {format_bytes(plan.reserved)} reserved"
         if plan.limit < plan.target.memory - plan.reserved:
-            of = f"memory.budget, {readable(plan.limit)}"
+            memory = f"memory.budget, {format_bytes(plan.limit)}"
         if plan.fits and plan.spilled:
-            yield Text(f"{readable(plan.spilled)} too much for {of}: it lies in the host's memory", style="yellow")
-        elif plan.fits:
-            yield Text(f"fits in {of}: {readable(plan.room)} left", style="green")
-        elif plan.room < 0:
-            worst = max(phases, key=phases.__getitem__)
-            yield Text(f"does not fit in {of}: {worst} needs {readable(-plan.room)} more", style="red")
-        else:
-            host = f"{readable(plan.host_bytes)} of {readable(plan.target.host_memory)}"
-            yield Text(f"does not fit in host memory: {host} for each device", style="red")
+            return Text(f"{format_bytes(plan.spilled)} over {memory}: spilled to host memory", style="yellow")
+        if plan.fits:
+            return Text(f"fits in {memory}: {format_bytes(plan.room)} free", style="green")
+        if plan.room < 0:
+            worst = max((size, phase) for phase, size in plan.phases.items() if size is not None)[1]
+            return Text(f"does not fit in {memory}: {worst} needs {format_bytes(-plan.room)} more", style="red")
+        host = f"{format_bytes(plan.host_bytes)} of {format_bytes(plan.target.host_memory)} per device"
+        return Text(f"does not fit in host memory: {host}", style="red")
 
     def _time(self) -> Iterator[Text]:
         plan, time = self.plan, self.plan.timeline
-        ideal = plan.ideal_flops_per_device
-        yield Text(f"arithmetic: {count(time.flops)}FLOP a step and device, {time.flops / ideal:.2f} x the ideal")
+        ratio = time.flops / plan.ideal_flops_per_device
+        yield Text(f"arithmetic: {format_count(time.flops)}FLOP per step and device, {ratio:.2f} x the minimum")
         if plan.estimated_step_seconds is not None:
             yield Text(
-                f"a step takes about {duration(time.seconds)}, bound by {time.bound};"
-                f" no less than {duration(time.roofline)} by roofline"
+                f"estimated time per step: {format_seconds(time.seconds)}, bound by {time.bound};"
+                f" roofline {format_seconds(time.roofline)}"
             )
 
-    def _host(self) -> Iterator[RenderableType]:
-        """What lies in the host's memory, and how long it travels."""
-        plan, moved = self.plan, self.plan.timeline.host_traffic
-        if not moved:
-            return
-        size, sent = plan.compiled_step.host_total, sum(one.wire_bytes for one in moved.values())
-        text = f"{readable(size)} of the host's memory for each device; {readable(sent)} to and fro a step"
+    def _communication(self, *, wide: bool) -> Group:
+        time = self.plan.timeline
+        table = _table("Communication per device and step", "", *(("count",) if wide else ()), "bytes", "exposed")
+        for kind, one in sorted(time.traffic.items(), key=lambda kind: -kind[1].wire_bytes):
+            count = (f"{one.executed:,}",) if wide else ()
+            table.add_row(kind, *count, format_bytes(one.wire_bytes), format_bytes(one.exposed_bytes))
+        if self.plan.estimated_step_seconds is None:
+            return Group(table)
+        return Group(table, Text(f"{time.exposed_share:.1%} of {format_seconds(time.network)} is exposed"))
+
+    def _host_copies(self) -> Text:
+        plan, traffic = self.plan, self.plan.timeline.host_traffic.values()
+        size, moved = plan.compiled_step.host_total, sum(one.wire_bytes for one in traffic)
+        text = f"offloaded: {format_bytes(size)} of host memory per device; {format_bytes(moved)} copied per step"
         if plan.estimated_step_seconds is not None:
-            seconds = sum(one.seconds for one in moved.values())
-            text += f", {duration(seconds)}, of which {plan.timeline.overlapped_host_share:.1%} beside kernels"
-        yield Text(text)
-
-    def _messages(self, *, wide: bool) -> Table:
-        table = Table(title="Messages of one device and step", title_justify="left")
-        table.add_column("")
-        for column in ("times", "bytes", "exposed")[0 if wide else 1 :]:
-            table.add_column(column, justify="right", no_wrap=True)
-        for kind, one in sorted(self.plan.timeline.traffic.items(), key=lambda kind: -kind[1].wire_bytes):
-            cells = (f"{one.executed:,}", readable(one.wire_bytes), readable(one.exposed_bytes))
-            table.add_row(kind, *cells[0 if wide else 1 :])
-        return table
+            seconds = format_seconds(sum(one.seconds for one in traffic))
+            text += f" in {seconds}, {plan.timeline.overlapped_host_share:.1%} overlapped"
+        return Text(text)
 
 
-def _devices(plan: Plan) -> str:
+def _table(title: str, first: str, *columns: str) -> Table:
+    """Numbers to the right; the first column has names."""
+    table = Table(title=title, title_justify="left")
+    table.add_column(first, overflow="fold")
+    for column in columns:
+        table.add_column(column, justify="right", no_wrap=True)
+    return table
+
+
+def _devices(plan: PlanFacts) -> str:
     target = plan.target
     name = target.gpu.name if target.gpu else target.name.partition(":")[0]
     hosts = f" on {target.hosts} hosts" if target.hosts > 1 else ""

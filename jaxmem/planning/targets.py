@@ -1,8 +1,8 @@
-"""What a plan is made for: GPUs by name, so many of them, on so many hosts; a CPU's simulated devices; or what is here.
+"""The devices that a plan is for: GPUs by name, count and hosts; simulated devices of a CPU; or this machine's.
 
     rtx4090-24gb   a100-40gb:8   h100-80gb:16x8   h100-80gb:128 (hosts of 8)   my-gpu.yaml:4   cpu:8
 
-A GPU that is not in the table is a YAML file with the fields of `hardware.Gpu`, in the same units.
+A GPU that is not in the table is a YAML file with the fields of `machine.gpus.Gpu`, in the same units.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from jaxmem.errors import UserError, nearest
 from jaxmem.machine import devices, gpus
 from jaxmem.machine.gpus import GPUS, Gpu
 
-PER_HOST = 8  # GPUs a host, unless the target says otherwise
+PER_HOST = 8  # GPUs, unless the target gives hosts
 
 
 @dataclass(frozen=True)
 class Target:
-    """So many devices of one kind. `gpu` is None for a CPU, and for GPUs that the table does not know."""
+    """Devices of one kind. `gpu` is None for a CPU, and for GPUs that are not in the table."""
 
     name: str
     gpu: Gpu | None
@@ -38,9 +38,9 @@ class Target:
     per_host: int
     memory: int  # of one device, as its driver reports it
     host_memory: int  # of one device's share of its host
-    here: tuple[Any, ...] | None = None  # jax's devices of this machine, or None: compiled for without having any
-    withheld: int | None = None  # bytes of a device that jax may not take, where a device says so
-    beyond: int = 0  # bytes of host memory that programs take, of a device that is here, once it is full
+    here: tuple[Any, ...] | None = None  # jax's devices, where they are this machine's
+    withheld: int | None = None  # bytes of a device that jax may not use, where the device reports a limit
+    beyond: int = 0  # bytes of host memory that programs on a local device use once it is full
 
     @property
     def is_cpu(self) -> bool:
@@ -48,12 +48,12 @@ class Target:
 
     @property
     def is_here(self) -> bool:
-        """Whether programs for it run on this machine."""
+        """Whether programs for it can run on this machine."""
         return self.here is not None or self.gpu is None
 
     @property
     def spillable(self) -> int:
-        """Bytes of its host that may hold what a device has no room for, with `memory.spill`."""
+        """Bytes of host memory per device that `memory.spill` may use."""
         return gpus.spillable(self.host_memory) if self.gpu and not self.here else self.beyond
 
     @property
@@ -72,24 +72,24 @@ def parse_target(text: str) -> Target:
     found = re.fullmatch(r"(?:(\d{1,6})x)?(\d{1,6})", amount or "1")
     hosts, size = (int(found[1] or 1), int(found[2])) if found else (0, 0)
     if not found or not hosts * size:
-        raise UserError(f"target {text!r}: {amount!r} should be a number of devices, or HOSTSxGPUS as in {name}:16x8")
+        raise UserError(f"target {text!r}: {amount!r} should be a number of devices, or HOSTSxGPUS: {name}:16x8")
     if name == "cpu":
         if found[1]:
-            raise UserError(f"target {text!r}: simulated devices share one host; give cpu:{hosts * size}")
+            raise UserError(f"target {text!r}: simulated devices share one host; use cpu:{hosts * size}")
         share = devices.main_memory() // size
         return Target(text, None, size, size, share, share)
     gpu = _from_file(Path(name)) if name.endswith((".yaml", ".yml")) else GPUS.get(name)
     if gpu is None:
-        raise UserError(f"target {text!r}: no GPU is called {name!r}{nearest(name, [*GPUS, 'cpu'])}")
+        raise UserError(f"target {text!r}: unknown GPU {name!r}{nearest(name, [*GPUS, 'cpu'])}")
     per_host = size if found[1] else min(size, PER_HOST)
     count = hosts * size
     if count % per_host:
-        raise UserError(f"target {text!r}: {count} does not divide into hosts of {per_host} GPUs; give HOSTSxGPUS")
+        raise UserError(f"target {text!r}: {count} does not divide into hosts of {per_host} GPUs; use HOSTSxGPUS")
     return Target(text, gpu, count, per_host, gpu.memory, gpu.host_memory)
 
 
 def local_target(seen: Sequence[Any]) -> Target:
-    """The devices of this machine, or of this run."""
+    """These devices of this machine or run."""
     first, count = seen[0], len(seen)
     per_host = max(1, sum(device.process_index == first.process_index for device in seen))
     if first.platform == "cpu":
@@ -99,7 +99,7 @@ def local_target(seen: Sequence[Any]) -> Target:
     spills = devices.is_spilling()
     whole = min(one["memory"] for one in devices.nvidia_gpus()) if spills else reported
     gpu = gpus.find(first.device_kind, whole)
-    # What jax may use is a share of what the driver reports; the table knows the whole.
+    # jax may use a share of what the driver reports; the table has all of it.
     memory = max(gpu.memory, whole) if gpu else whole
     name = gpu.name if gpu else first.device_kind
     withheld = memory - reported if reported and not spills else None
@@ -108,8 +108,8 @@ def local_target(seen: Sequence[Any]) -> Target:
     return Target(f"{name}:{count}", gpu, count, per_host, memory, host, tuple(seen), withheld, beyond)
 
 
-def reserved(target: Target, gib: float | None = None) -> int:
-    """Bytes of a device that no program can have: of one that is here, what jax was told to leave."""
+def reserved_memory(target: Target, gib: float | None = None) -> int:
+    """Bytes of a device that no program can use; of a local one what jax was configured to leave."""
     if target.is_cpu:
         return 0
     if target.withheld is not None and gib is None:
@@ -117,24 +117,24 @@ def reserved(target: Target, gib: float | None = None) -> int:
     return gpus.reserved(target.count, gib)
 
 
-def usable(target: Target, cfg: Config, reserve_gib: float | None = None) -> int:
-    """Bytes of a device that this run may take: what is not reserved, or its own `memory.budget`."""
+def usable_memory(target: Target, cfg: Config, reserve_gib: float | None = None) -> int:
+    """Bytes of a device that this run may use: what is not reserved, or its `memory.budget`."""
     if cfg.memory.spill != "none" and not target.spillable:
         if target.gpu is None and not (target.here and target.here[0].platform == "gpu"):
-            raise UserError(f"memory.spill: unified moves what CUDA keeps on a GPU; {target.name} is none; use none")
+            raise UserError(f"memory.spill=unified needs CUDA GPUs; {target.name} has none; use memory.spill=none")
         raise UserError(
-            "memory.spill: unified: jax has started without it; `jaxmem train` sets it up, and in Python"
-            " jaxmem.machine.devices.spill_to_host() does before jax starts"
+            "memory.spill=unified must be set up before jax starts; `jaxmem train` does it, a Python program calls"
+            " jaxmem.machine.devices.spill_to_host() first"
         )
-    left, budget = target.memory - reserved(target, reserve_gib), cfg.memory.budget
-    return left if budget is None else min(left, int(budget * gpus.GIB))
+    free, budget = target.memory - reserved_memory(target, reserve_gib), cfg.memory.budget
+    return free if budget is None else min(free, int(budget * gpus.GIB))
 
 
 def target_config(gpu: Gpu, usable: int) -> str:
-    """The GPU as XLA's compiler wants it described: a text protobuf, `stream_executor.GpuTargetConfigProto`.
+    """The GPU's description for XLA's compiler: a text protobuf, `stream_executor.GpuTargetConfigProto`.
 
-    XLA begins to recompute by itself where a program needs more than 80 % of `device_memory_size`: it is told a
-    size of which `usable` is 80 %, so that this happens where the memory really ends.
+    XLA recomputes of its own accord where a program needs more than 80 % of `device_memory_size`. It is given a size of
+    which `usable` is 80 %, so that this happens at the real limit.
     """
     major, minor = (int(part) for part in gpu.compute_capability.split("."))
     shared_core, shared_block, threads, lanes = _CORES[gpu.compute_capability]
@@ -166,7 +166,7 @@ device_description_str: "NVIDIA {gpu.kind} like {_LIKE[gpu.compute_capability]}"
 """
 
 
-# By compute capability: bytes of shared memory a multiprocessor, and a block at most; threads and float32 lanes a
+# By compute capability: bytes of shared memory per multiprocessor, and at most per block; threads and float32 lanes per
 # multiprocessor (CUDA programming guide, "compute capabilities"). CUDA 13 compiles for nothing older.
 _CORES = {
     "8.0": (167936, 166912, 2048, 64),
@@ -176,7 +176,7 @@ _CORES = {
     "10.0": (233472, 232448, 2048, 128),
     "12.0": (102400, 101376, 1536, 128),
 }
-# jax's own table of GPUs has few of them: which of those has the same compute capability. Pallas looks for it.
+# Pallas looks the GPU up in jax's own table, which has one for each of these compute capabilities.
 _LIKE = {
     "8.0": "NVIDIA A100",
     "8.6": "NVIDIA A10",
@@ -188,7 +188,7 @@ _LIKE = {
 
 
 def target_devices(target: Target, usable: int) -> Sequence[Any]:
-    """jax's devices of a target: real ones, or descriptions that only a compiler can use."""
+    """jax's devices of a target, or descriptions of devices that only the compiler can use."""
     if target.here is not None:
         return target.here
     if target.gpu is None:
@@ -224,7 +224,7 @@ def _cpu_devices(target: Target) -> Sequence[Any]:
 
     try:
         devices.simulate(target.count)
-    except UserError:  # jax has started: with as many devices or more, the first of them will do
+    except UserError:  # jax has started: with as many devices or more, use the first of them
         seen = jax.devices()
         if seen[0].platform != "cpu" or len(seen) < target.count:
             raise
@@ -233,12 +233,12 @@ def _cpu_devices(target: Target) -> Sequence[Any]:
 
 
 def shared_memory(gpu: Gpu) -> int:
-    """Bytes of one multiprocessor."""
+    """Bytes per multiprocessor."""
     return _CORES[gpu.compute_capability][0]
 
 
 def check_compiler(target: Target) -> None:
-    """What compiling for GPUs that are not here needs: jax's plugin in jax's own version, and ptxas."""
+    """Checks what compiling for other GPUs needs: jax's CUDA plugin in jax's own version, and ptxas."""
     if target.is_here:
         return
     import jax
@@ -246,16 +246,16 @@ def check_compiler(target: Target) -> None:
     name, cure = target.name, "pip install 'jaxmem[plan]'"
     wheels = {wheel: version for wheel, version in devices.cuda_wheels().items() if wheel.endswith(("plugin", "pjrt"))}
     if not any(wheel.endswith("plugin") for wheel in wheels):
-        raise UserError(f"target {name}: compiling for GPUs needs jax's CUDA plugin: {cure}; or plan for cpu:N")
+        raise UserError(f"target {name}: compiling for GPUs needs jax's CUDA plugin: {cure}; or use cpu:N")
     for wheel, version in wheels.items():
         if version != jax.__version__:
-            raise UserError(f"target {name}: {wheel} is {version}, jax {jax.__version__}; they must be equal: {cure}")
+            raise UserError(f"target {name}: {wheel} {version} and jax {jax.__version__} must be equal: {cure}")
     if not _has_ptxas():
-        raise UserError(f"target {name}: ptxas, the assembler of GPU programs, is not installed; {cure}")
+        raise UserError(f"target {name}: ptxas, the assembler of GPU programs, is not installed: {cure}")
 
 
 def _has_ptxas() -> bool:
-    """In the wheel, or in a CUDA toolkit of the system."""
+    """From its wheel, or from a CUDA toolkit of the system."""
     with contextlib.suppress(importlib.metadata.PackageNotFoundError):
         return bool(importlib.metadata.version("nvidia-cuda-nvcc"))
     roots = (os.environ.get("CUDA_HOME", ""), os.environ.get("CUDA_PATH", ""), "/usr/local/cuda")
@@ -268,22 +268,19 @@ def _from_file(path: Path) -> Gpu:
     except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
         raise UserError(f"target {path}: cannot be read: {str(error).splitlines()[0]}") from error
     if not isinstance(given, dict):
-        raise UserError(f"target {path}: should hold fields such as memory_gib: 24, and holds {type(given).__name__}")
-    fields = {field.name: field.type for field in dataclasses.fields(Gpu)}
+        raise UserError(f"target {path}: expected fields such as memory_gib: 24, not a {type(given).__name__}")
     given = {"name": path.stem, "kind": path.stem, **given}
+    fields = {field.name: field.type for field in dataclasses.fields(Gpu)}
     for key in given:
         if key not in fields:
-            raise UserError(f"target {path}: {key!r} is no field of a GPU{nearest(str(key), fields)}")
-    missing = [key for key in fields if key not in given]
-    if missing:
+            raise UserError(f"target {path}: unknown field {key!r}{nearest(str(key), fields)}")
+    if missing := [key for key in fields if key not in given]:
         raise UserError(f"target {path}: missing {', '.join(missing)}")
-    given["compute_capability"] = str(given["compute_capability"])
     for key, kind in fields.items():
-        number = isinstance(given[key], int | float) and given[key] > 0
-        if kind in ("int", "float") and not number:
-            raise UserError(f"target {path}: {key} should be a number above 0 and is {given[key]!r}")
-    if given["compute_capability"] not in _CORES:
-        raise UserError(
-            f"target {path}: compute_capability is {given['compute_capability']}; known: {', '.join(_CORES)}"
-        )
+        is_positive = isinstance(given[key], int | float) and given[key] > 0
+        if kind in ("int", "float") and not is_positive:
+            raise UserError(f"target {path}: {key} must be a number above 0, not {given[key]!r}")
+    capability = given["compute_capability"] = str(given["compute_capability"])
+    if capability not in _CORES:
+        raise UserError(f"target {path}: unknown compute_capability {capability}; expected one of {', '.join(_CORES)}")
     return Gpu(**given)

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from jaxmem.planning.text import duration, readable
+from jaxmem.planning.units import format_bytes, format_seconds
 from jaxmem.report.matplotlib_figure import figure
 from jaxmem.report.palette import COLOURS, SHADES
 
@@ -41,7 +41,12 @@ def _draw(drawn: Figure, plan: Mapping[str, Any], memory: Mapping[str, Any]) -> 
     at = scale * memory["peak"][0]
     axes.axvline(at, color="black", ls="--", lw=1)
     axes.annotate(
-        f"peak {readable(peak * unit)}", (at, peak), (4, 4), textcoords="offset points", fontsize=9, fontweight="bold"
+        f"peak {format_bytes(peak * unit)}",
+        (at, peak),
+        (4, 4),
+        textcoords="offset points",
+        fontsize=9,
+        fontweight="bold",
     )
     strip.set(xlim=(0, scale), ylim=(0, 1), yticks=[])
     for one in memory["passes"]:
@@ -59,7 +64,7 @@ def _draw(drawn: Figure, plan: Mapping[str, Any], memory: Mapping[str, Any]) -> 
     handles, labels = axes.get_legend_handles_labels()
     axes.legend(handles[::-1], labels[::-1], loc="upper left", bbox_to_anchor=(1.0, 1.0), frameon=False, fontsize=8)
     target = plan["target"]
-    took = f", {duration(seconds)} a step" if seconds else ""
+    took = f", {format_seconds(seconds)} a step" if seconds else ""
     axes.set_title(
         f"{plan['model']['name']} on {target['devices']} x {target['name'].partition(':')[0]}: "
         f"{plan['bytes_per_parameter']:.2f} bytes a parameter{took}",
@@ -68,7 +73,9 @@ def _draw(drawn: Figure, plan: Mapping[str, Any], memory: Mapping[str, Any]) -> 
     )
     axes.spines[["top", "right"]].set_visible(False)
     words.axis("off")
-    rows = [(readable(one["size"]), one["band"], one["what"], one["where"], one["layers"]) for one in memory["largest"]]
+    rows = [
+        (format_bytes(one["size"]), one["band"], one["what"], one["where"], one["layers"]) for one in memory["largest"]
+    ]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = ["  ".join(f"{text:{width}}" for text, width in zip(row, widths, strict=True)) for row in rows]
     words.text(0, 1, "The ten largest buffers at the peak", fontsize=9, fontweight="bold", va="top")

@@ -10,7 +10,7 @@ from typing import Any
 
 from jaxmem import __version__
 from jaxmem.planning.breakdown import PARTS
-from jaxmem.planning.text import duration, readable
+from jaxmem.planning.units import format_bytes, format_seconds
 from jaxmem.report.curves import curves
 from jaxmem.report.step import largest_buffers, over_a_step
 
@@ -52,16 +52,16 @@ def _heading(plan: Json, memory: Json, trained: Trained | None) -> str:
     target, model = plan["target"], plan["model"]
     held, limit = max(size for size in plan["phases"].values() if size is not None), target["limit_bytes"]
     if limit >= held:
-        verdict = f"{readable(limit - held)} left" if plan["fits"] else "too little host memory"
+        verdict = f"{format_bytes(limit - held)} left" if plan["fits"] else "too little host memory"
     else:
-        verdict = f"{readable(held - limit)} {'spilled' if plan['fits'] else 'too much'}"
+        verdict = f"{format_bytes(held - limit)} {'spilled' if plan['fits'] else 'too much'}"
     tiles = [
-        (readable(plan["bytes_per_device"]["total"]), "of each device at the step's fullest moment"),
+        (format_bytes(plan["bytes_per_device"]["total"]), "of each device at the step's fullest moment"),
         (f"{plan['bytes_per_parameter']:.2f}", "bytes a parameter"),
-        (verdict, f"of {readable(limit)} that a run may take"),
+        (verdict, f"of {format_bytes(limit)} that a run may take"),
     ]
     if memory["seconds"] is not None:
-        tiles.append((duration(memory["seconds"]), f"a step, estimated; bound by {plan['bound_by']}"))
+        tiles.append((format_seconds(memory["seconds"]), f"a step, estimated; bound by {plan['bound_by']}"))
     if trained and trained.rows:
         last = trained.rows[-1]
         tiles.append((f"{last['step']:,} of {trained.steps:,}", "updates done"))
@@ -93,7 +93,7 @@ def _each(plan: Json) -> str:
 def _phases(plan: Json) -> str:
     sizes = {phase: size for phase, size in plan["phases"].items() if size is not None}
     most = max(*sizes.values(), 1)
-    rows = "".join(_bar(phase, {"compiled": size}, most, readable) for phase, size in sizes.items())
+    rows = "".join(_bar(phase, {"compiled": size}, most, format_bytes) for phase, size in sizes.items())
     return f'<h2>Every phase of a run</h2>\n<p>The largest decides whether it fits.</p>\n<div class="bars">{rows}</div>'
 
 

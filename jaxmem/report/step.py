@@ -7,7 +7,7 @@ from html import escape
 from typing import Any
 
 from jaxmem.machine.gpus import GIB
-from jaxmem.planning.text import duration, readable
+from jaxmem.planning.units import format_bytes, format_seconds
 from jaxmem.report import charts
 from jaxmem.report.charts import Said
 from jaxmem.report.palette import COLOURS, SHADES
@@ -29,13 +29,13 @@ def over_a_step(plan: Json, memory: Json) -> str:
     present = {band: n for n, band in enumerate(memory["bands"], 1) if any(held[band])}
     body = charts.stacked([column[0] for column in columns], {COLOURS[band]: held[band] for band in present}, top)
     said, rest = _said(memory, present.values())
-    label = f"Memory of one device over a step, {readable(most)} at its peak; arrow keys move through it"
+    label = f"Memory of one device over a step, {format_bytes(most)} at its peak; arrow keys move through it"
     how = (
         "Time is estimated from the compiled schedule."
         if seconds is not None
         else "Nothing is known of this device's speed: moments are placed by their arithmetic and traffic."
     )
-    end = "one step" if seconds is None else duration(seconds)
+    end = "one step" if seconds is None else format_seconds(seconds)
     lasts = ", ".join(f"{one['name']} {_lasts(one['end'] - one['begin'], memory)}" for one in memory["passes"])
     return (
         f"<h2>Memory over a step</h2>\n<p>{how} A loop's body is drawn once, over all of the loop's time.</p>\n"
@@ -51,11 +51,11 @@ def _marks(at: float, most: int, limit: int | None, top: float) -> str:
     unit, name = next((size, name) for size, name in UNITS if top >= size)
     marks = charts.ticks(top, unit, f" {name}") + (
         f'<div class="mark peak" style="left:{100 * at:.2f}%">'
-        f'<b style="--at:{100 * at:.0f}">peak {readable(most)}</b></div>'
+        f'<b style="--at:{100 * at:.0f}">peak {format_bytes(most)}</b></div>'
     )
     if limit is not None:
         at_limit = f'style="bottom:{100 * limit / top:.2f}%"'
-        marks += f'<div class="mark limit" {at_limit}><b>may take {readable(limit)}</b></div>'
+        marks += f'<div class="mark limit" {at_limit}><b>may take {format_bytes(limit)}</b></div>'
     return marks
 
 
@@ -64,7 +64,7 @@ def _said(memory: Json, bands: Iterable[int]) -> tuple[list[Said], Said]:
     bands = list(bands)
 
     def texts(head: str, column: Sequence[float]) -> list[str]:
-        return [f"{head}:", readable(sum(column[1:])), *(readable(column[n]) for n in bands)]
+        return [f"{head}:", format_bytes(sum(column[1:])), *(format_bytes(column[n]) for n in bands)]
 
     columns, peak = memory["columns"], memory["peak"]
     ends = [*(column[0] for column in columns[1:]), 1.0]
@@ -98,7 +98,7 @@ def _when(share: float, memory: Json) -> str:
 
 
 def _lasts(share: float, memory: Json) -> str:
-    return f"{share:.1%}" if memory["seconds"] is None else duration(share * memory["seconds"])
+    return f"{share:.1%}" if memory["seconds"] is None else format_seconds(share * memory["seconds"])
 
 
 def largest_buffers(memory: Json) -> str:
@@ -119,7 +119,7 @@ def _buffers(buffers: Iterable[Json]) -> str:
         beside = ", ".join(filter(None, (one["inside"].replace(" > ", " › "), one["layers"])))
         rows.append(
             f'<tr><td><i class="swatch" style="background:{COLOURS[band]}"></i></td>'
-            f'<td class="size">{readable(one["size"])}</td>'
+            f'<td class="size">{format_bytes(one["size"])}</td>'
             f"<td>{escape(kind)}<small><code>{escape(one['what'])}</code></small></td>"
             f"<td><code>{escape(one['where'])}</code><small>{escape(beside)}</small></td></tr>"
         )

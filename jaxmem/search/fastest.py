@@ -12,8 +12,8 @@ from typing import Any
 
 from jaxmem.config import Config
 from jaxmem.errors import UserError
-from jaxmem.planning import Target, decided, readable
-from jaxmem.planning.targets import usable
+from jaxmem.planning import Target, format_bytes, resolve_budget
+from jaxmem.planning.targets import usable_memory
 from jaxmem.search.candidates import Candidate, Space, candidates
 from jaxmem.search.compilers import CompilerPool, RefusedError, compile_target
 from jaxmem.search.knobs import DEFAULT_ALLOW, KNOBS, Knob, allowed
@@ -41,7 +41,7 @@ def fit(
     `processes`: compiler processes, by default as many as there are cores and memory for.
     """
     aim = compile_target(target)
-    cfg = decided(cfg, aim, reserve_gib)
+    cfg = resolve_budget(cfg, aim, reserve_gib)
     with CompilerPool(aim, reserve_gib, processes) as compilers:
         return search(cfg, aim, allow, compilers, compiles=compiles)
 
@@ -52,7 +52,7 @@ def search(
     start = time.perf_counter()
     if compiles < 1:
         raise UserError(f"compiles={compiles} is too small; give 1 or more")
-    trials = Trials(target, usable(target, cfg, compilers.reserve_gib))
+    trials = Trials(target, usable_memory(target, cfg, compilers.reserve_gib))
     space = Space(cfg, target, allowed(allow))
     trials.all = [Trial.of(one) for one in space.start()]
     if space.is_sampled:
@@ -119,5 +119,5 @@ def _most_helpful_change(trials: Trials, compilers: CompilerPool) -> str | None:
         for _, answer in compilers.each(compilers.step, [best.cfg]):
             if not isinstance(answer, RefusedError) and answer.total < smallest.total:
                 allow = f" (allow {word})" if word else ""
-                return f"{' '.join(best.overrides)}{allow}: {readable(answer.total)}"
+                return f"{' '.join(best.overrides)}{allow}: {format_bytes(answer.total)}"
     return None

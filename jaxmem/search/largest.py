@@ -17,9 +17,9 @@ from jaxmem.config import Config, Decoder, load_config
 from jaxmem.config.devices import for_devices
 from jaxmem.errors import UserError, nearest
 from jaxmem.machine.gpus import GIB
-from jaxmem.planning import Target, readable
-from jaxmem.planning.targets import usable
-from jaxmem.planning.text import duration
+from jaxmem.planning import Target, format_bytes
+from jaxmem.planning.targets import usable_memory
+from jaxmem.planning.units import format_seconds
 from jaxmem.search.candidates import Candidate, candidates
 from jaxmem.search.compilers import CompilerPool, RefusedError, compile_target
 from jaxmem.search.knobs import allowed
@@ -107,12 +107,12 @@ class Largest:
         for one, verdict in ((self.best, "fits"), (self.beyond, "does not fit")):
             if one:
                 settings = " ".join([f"{self.key}={one.value}", *one.candidate.overrides])
-                lines.append(f"{verdict}: {settings}: {readable(one.total)} of {readable(self.limit)}")
+                lines.append(f"{verdict}: {settings}: {format_bytes(one.total)} of {format_bytes(self.limit)}")
         if self.curve:
             unit = "tokens/s" if isinstance(self.curve[0].candidate.cfg.model, Decoder) else "images/s"
             lines.append(f"  {'batch':>8}  {'memory':>10}  {'step':>8}  {unit:>12}")
         lines += [
-            f"  {one.value:>8,}  {readable(one.total):>10}  {duration(one.seconds):>8}  {one.rate:>12,.0f}"
+            f"  {one.value:>8,}  {format_bytes(one.total):>10}  {format_seconds(one.seconds):>8}  {one.rate:>12,.0f}"
             for one in self.curve
         ]
         return "\n".join(lines)
@@ -181,7 +181,7 @@ class _Search:
     def __init__(self, cfg: Config, key: str, allow: Sequence[str], compilers: CompilerPool) -> None:
         self._raw, self._key, self._compilers = cfg.model_dump(mode="json"), key, compilers
         self._target, self._knobs = compilers.target, allowed(allow)
-        self.limit = usable(self._target, cfg, compilers.reserve_gib)
+        self.limit = usable_memory(self._target, cfg, compilers.reserve_gib)
         self._unit = UNITS[key]
         if key == "batch.global_size":  # one sequence per micro-batch and device that the batch is sharded over
             mesh = for_devices(cfg, self._target.count).mesh

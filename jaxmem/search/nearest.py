@@ -10,7 +10,7 @@ import dataclasses
 import time
 
 from jaxmem.errors import UserError
-from jaxmem.planning import Plan, plan_program, readable
+from jaxmem.planning import Plan, format_bytes, plan_program
 from jaxmem.search.candidates import Candidate, candidates
 from jaxmem.search.knobs import DEFAULT_ALLOW, allowed
 from jaxmem.step import program
@@ -25,7 +25,7 @@ def suggestions(plan: Plan) -> str:
     near = nearest_fitting(plan)
     if not near:
         return "no config near it fits; `jaxmem fit` searches further"
-    lines = (f"  {' '.join(overrides)}    {readable(other.compiled_step.total)}" for overrides, other in near)
+    lines = (f"  {' '.join(overrides)}    {format_bytes(other.compiled_step.total)}" for overrides, other in near)
     return "\n".join(["nearest configs that fit (compiled):", *lines])
 
 

@@ -12,8 +12,8 @@ from typing import Any
 from jaxmem.config import Config, save_config
 from jaxmem.errors import UserError
 from jaxmem.machine.gpus import GIB
-from jaxmem.planning import Target, readable
-from jaxmem.planning.text import duration
+from jaxmem.planning import Target, format_bytes
+from jaxmem.planning.units import format_seconds
 from jaxmem.search.candidates import overrides
 from jaxmem.search.trials import SLOWEST, Trial, Trials
 
@@ -64,14 +64,14 @@ class Fit:
         about = "" if one.cost else "about "
         if not self.trials.fits(one):
             kinds = sorted(one.kinds.items(), key=lambda kind: -kind[1])[:KINDS]
-            largest = ", ".join(f"{name} {readable(size)}" for name, size in kinds)
-            needs = f"needs {about}{readable(one.total)}: {largest}"
+            largest = ", ".join(f"{name} {format_bytes(size)}" for name, size in kinds)
+            needs = f"needs {about}{format_bytes(one.total)}: {largest}"
             if one.total <= self.trials.limit:
-                needs = f"needs {about}{readable(one.host)} of {readable(self.target.host_memory)} host memory"
+                needs = f"needs {about}{format_bytes(one.host)} of {format_bytes(self.target.host_memory)} host memory"
             change = self._fitting_change(one)
             return f"{needs}; try {change}" if change else needs
         if one in self.front:
-            return f"fastest within {readable(one.total)}"
+            return f"fastest within {format_bytes(one.total)}"
         assert self.best
         return f"{about}{one.seconds / self.best.seconds:.2f} x the time of the fastest"
 
@@ -152,7 +152,7 @@ class Fit:
         yield Text(f"{self.given.name} on {self.target.name}", style="bold")
         yield Text(
             f"{len(trials.all):,} configs considered, {len(trials.compiled)} compiled, in {self.seconds:.0f} s;"
-            f" {readable(trials.limit)} per device"
+            f" {format_bytes(trials.limit)} per device"
         )
         if self.best:
             table = Table(title="Fastest first, each next one in less memory", title_justify="left")
@@ -160,12 +160,14 @@ class Fit:
             table.add_column("memory", justify="right", no_wrap=True)
             table.add_column("changes")
             for one in self.front:
-                table.add_row(duration(one.seconds), readable(one.total), Text(_overrides(one)))  # [] is no markup
+                table.add_row(
+                    format_seconds(one.seconds), format_bytes(one.total), Text(_overrides(one))
+                )  # [] is no markup
             yield table
             yield Text(f"fastest: {_overrides(self.best)}", style="green")
         else:
             yield Text("nothing fits", style="red")
-            yield Text(f"smallest found: {readable(self.smallest.total)} with {_overrides(self.smallest)}")
+            yield Text(f"smallest found: {format_bytes(self.smallest.total)} with {_overrides(self.smallest)}")
             if self.helps:
                 yield Text(f"largest saving by one change: {self.helps}")
         others = [one for one in self.ranked if one.cost and one not in self.front][:OTHERS]

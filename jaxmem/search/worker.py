@@ -18,10 +18,10 @@ from jaxmem.errors import UserError
 from jaxmem.machine import devices
 from jaxmem.machine.gpus import CPU
 from jaxmem.planning import Plan
-from jaxmem.planning.advice import recomputed
-from jaxmem.planning.compile import compile_all, listening, sized
-from jaxmem.planning.predict import held
-from jaxmem.planning.targets import Target, parse_target, target_devices, usable
+from jaxmem.planning.advice import recomputed_values
+from jaxmem.planning.compile import compile_all, compiled_size, compiler_remarks
+from jaxmem.planning.state import bytes_on_device
+from jaxmem.planning.targets import Target, parse_target, target_devices, usable_memory
 from jaxmem.planning.timeline import timeline
 from jaxmem.search import cache
 from jaxmem.step import Program, program
@@ -35,7 +35,7 @@ class StepCost:
     host: int  # bytes of host memory
     seconds: float  # estimated from the compiled program; for CPUs only comparable with each other
     kinds: Mapping[str, int]  # bytes by part, activations by kind
-    recomputed: int  # values that XLA recomputes by itself to stay within memory
+    recomputed_values: int  # values that XLA recomputes by itself to stay within memory
 
 
 def step_cost(cfg: Config, target: Target, reserve_gib: float | None = None) -> StepCost:
@@ -47,10 +47,10 @@ def step_cost(cfg: Config, target: Target, reserve_gib: float | None = None) -> 
     parts = {name: size for name, size in plan.bytes_per_device.items() if name not in ("activations", "total")}
     return StepCost(
         total=step.total,
-        host=step.host_total + held(built.spec.state),
+        host=step.host_total + bytes_on_device(built.spec.state),
         seconds=paced.seconds,
         kinds=parts | plan.kinds.get("activations", {}),
-        recomputed=recomputed(step.module),
+        recomputed=recomputed_values(step.module),
     )
 
 
@@ -69,16 +69,16 @@ def other_phases(cfg: Config, target: Target, reserve_gib: float | None = None) 
     for phase, lower in built.lower_others().items():
         lowered = lower()
         key = cache.program_key(lowered.as_text(), target, reserve_gib)
-        answer = cache.read(key) or {"total": sized(lowered, here=target.is_here)}
+        answer = cache.read(key) or {"total": compiled_size(lowered, here=target.is_here)}
         cache.write(key, answer)
         sizes[phase] = answer["total"]
     if "evaluate" in sizes:
-        sizes["evaluate"] += held(built.spec.state.opt_state) - held(built.spec.host_state)
+        sizes["evaluate"] += bytes_on_device(built.spec.state.opt_state) - bytes_on_device(built.spec.host_state)
     return sizes
 
 
 def _program(cfg: Config, target: Target, reserve_gib: float | None) -> Program:
-    return program(cfg, target_devices(target, usable(target, cfg, reserve_gib)))
+    return program(cfg, target_devices(target, usable_memory(target, cfg, reserve_gib)))
 
 
 def main(arguments: list[str]) -> None:
@@ -98,7 +98,7 @@ def serve(questions: Iterable[str], answers: TextIO, target: Target, reserve_gib
         cfg = Config.model_validate_json(json.dumps(asked["config"]))
         answer: dict[str, Any]
         try:
-            with listening():
+            with compiler_remarks():
                 if asked["question"] == "step":
                     answer = vars(step_cost(cfg, target, reserve_gib))
                 elif asked["question"] == "plan":

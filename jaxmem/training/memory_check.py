@@ -18,7 +18,7 @@ import jax
 
 from jaxmem.errors import UserError
 from jaxmem.machine.devices import is_spilling
-from jaxmem.planning import Plan, readable
+from jaxmem.planning import Plan, format_bytes
 from jaxmem.training.progress import device_memory
 
 MEASURED_AFTER = 3  # steps of this process; by then every program of the loop has run
@@ -38,8 +38,9 @@ class DoesNotFitError(UserError):
         largest = max(parts, key=lambda name: parts[name])
         limit = "available" if cfg.memory.budget is None else "allowed by memory.budget"
         super().__init__(
-            f"{cfg.name} does not fit: phase {phase} needs {readable(size)} per device, {readable(plan.limit)} are"
-            f" {limit}; the largest part of a step is {largest} with {readable(parts[largest])}\n{suggestions}"
+            f"{cfg.name} does not fit: phase {phase} needs {format_bytes(size)} per device,"
+            f" {format_bytes(plan.limit)} are {limit}; the largest part of a step is {largest} with"
+            f" {format_bytes(parts[largest])}\n{suggestions}"
         )
 
 
@@ -50,12 +51,12 @@ class OutOfMemoryError(UserError):
 
     def __init__(self, plan: Plan, message: str, suggestions: str) -> None:
         in_use, requested = device_memory().get("bytes_in_use"), _requested(message)
-        observed = f"; {readable(in_use)} were in use" if in_use else ""
-        observed += f"; {readable(requested)} more were requested" if requested else ""
+        observed = f"; {format_bytes(in_use)} were in use" if in_use else ""
+        observed += f"; {format_bytes(requested)} more were requested" if requested else ""
         super().__init__(
-            f"{plan.program.cfg.name}: out of memory although the plan fits: planned {readable(_planned(plan))} of"
-            f" {readable(plan.limit)} per device{observed}. Another process may use the device: see `jaxmem doctor`\n"
-            f"{suggestions}"
+            f"{plan.program.cfg.name}: out of memory although the plan fits: planned {format_bytes(_planned(plan))} of"
+            f" {format_bytes(plan.limit)} per device{observed}. Another process may use the device: see `jaxmem doctor`"
+            f"\n{suggestions}"
         )
 
 
@@ -115,8 +116,11 @@ class PeakCheck:
         partial.write_text(json.dumps(saved, indent=2))
         partial.replace(self._file)
         over = peak - self._plan.limit
-        spilled = f"; {readable(over)} of it in host memory (memory.spill), slow" if over > 0 and is_spilling() else ""
-        return f"memory: planned {readable(self._planned)}, measured peak {readable(peak)} ({difference:+.1%}){spilled}"
+        spilled = (
+            f"; {format_bytes(over)} of it in host memory (memory.spill), slow" if over > 0 and is_spilling() else ""
+        )
+        planned = f"memory: planned {format_bytes(self._planned)}"
+        return f"{planned}, measured peak {format_bytes(peak)} ({difference:+.1%}){spilled}"
 
 
 def _available(plan: Plan, message: str) -> int:

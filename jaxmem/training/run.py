@@ -69,7 +69,7 @@ def run(cfg: Config, devices: Sequence[Any] | None = None) -> Result:
 
 
 def _run(cfg: Config, devices: Sequence[Any] | None) -> Result:
-    from jaxmem.planning import decided, plan_program
+    from jaxmem.planning import plan_program, resolve_budget
     from jaxmem.planning.targets import local_target
     from jaxmem.training.memory_check import PeakCheck, check_fits, explained_out_of_memory
 
@@ -77,7 +77,7 @@ def _run(cfg: Config, devices: Sequence[Any] | None) -> Result:
     cache_compiled_programs(cfg.output)
     _preflight(cfg)
     devices = jax.devices() if devices is None else devices
-    built = program(decided(cfg, local_target(devices)), devices)
+    built = program(resolve_budget(cfg, local_target(devices)), devices)
     cfg, directory = built.cfg, Path(cfg.output, cfg.name)
     checkpoint_path = checkpoint_directory(cfg, directory)
     data_fingerprint = _same_in_all_processes(fingerprint(cfg), "data files", "fingerprint")
@@ -284,7 +284,7 @@ def _progress(built: Program, step: int, last: Mapping[str, float]) -> Progress:
 
 
 def _first_line(plan: Plan, step: int) -> str:
-    from jaxmem.planning import readable
+    from jaxmem.planning import format_bytes
     from jaxmem.planning.advice import SPILLED
 
     built, mesh = plan.program, plan.program.layout.mesh
@@ -295,7 +295,7 @@ def _first_line(plan: Plan, step: int) -> str:
     padding = f", {extra} identity layers pad the pipeline stages" if extra else ""
     spilled = [one for one in plan.warnings if one.kind == SPILLED] if plan.spilled else []
     warnings = "".join(f"\nwarning: {one.text}; try {one.cure}" for one in spilled)
-    planned = readable(plan.bytes_per_device["total"])
+    planned = format_bytes(plan.bytes_per_device["total"])
     return f"{built.cfg.name}: {start}, {devices}, {planned} per device{padding}{warnings}"
 
 

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxmem.machine import devices
-from jaxmem.planning.measure import apart
+from jaxmem.planning.measure import measure_apart
 
 MODELS = {
     "130m": {"family": "decoder", "vocab": 32000, "layers": 12, "embed": 768, "mlp": 2048, "heads": 12, "kv_heads": 12,
@@ -106,7 +106,7 @@ def main(arguments: list[str] | None = None) -> int:
     every = configs(tiny=not gpus)[: given.first]
     for raw in every:
         left = 60 * given.minutes - (time.monotonic() - begun)
-        row = apart(raw, None if gpus else 1, left) if left > 0 else {"name": raw["name"], "error": NO_TIME}
+        row = measure_apart(raw, None if gpus else 1, left) if left > 0 else {"name": raw["name"], "error": NO_TIME}
         rows.append(row | {"config": raw})
         said = row.get("error") or f"planned {row['planned']:,} measured {row['measured']}"
         print(f"{raw['name']}: {said}", file=sys.stderr)

@@ -17,10 +17,10 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxmem import stack
 from jaxmem.planning import Plan, advice
-from jaxmem.planning.advice import Warned, warnings_of
+from jaxmem.planning.advice import PlanWarning, warnings_of
 from jaxmem.planning.breakdown import Breakdown
 from jaxmem.planning.buffers import Allocation, Buffer
-from jaxmem.planning.compile import Compiled, compile_all, listening
+from jaxmem.planning.compile import Compiled, compile_all, compiler_remarks
 from jaxmem.planning.hlo import Computation, Instruction, Module, Shape
 from jaxmem.planning.known_shapes import KnownShapes, known_shapes
 from jaxmem.planning.targets import parse_target, target_devices
@@ -32,7 +32,7 @@ MIB = 2**20
 NOTHING_KNOWN = KnownShapes(frozenset(), frozenset(), frozenset(), frozenset(), frozenset())
 
 
-def found(check: Any, **plan: Any) -> list[Warned]:
+def found(check: Any, **plan: Any) -> list[PlanWarning]:
     """One check of a plan of which only this is known."""
     return list(check(SimpleNamespace(**plan)))
 
@@ -64,11 +64,11 @@ def short_of(usable: int) -> Compiled:
 
 def test_recomputation_by_xla_and_what_it_costs() -> None:
     short, enough = short_of(400 * MIB), short_of(8192 * MIB)
-    assert found(advice._recomputed, compiled_step=enough, unlimited=None) == []
-    (warned,) = found(advice._recomputed, compiled_step=short, unlimited=enough)
+    assert found(advice._recomputed_by_xla, compiled_step=enough, unlimited=None) == []
+    (warned,) = found(advice._recomputed_by_xla, compiled_step=short, unlimited=enough)
     assert warned.kind == "recomputed by XLA"
-    assert "FLOPs a step more" in warned.text
-    assert "MiB less" in warned.text
+    assert "more FLOPs per step" in warned.text
+    assert "MiB less memory" in warned.text
     assert "memory.remat=full" in warned.cure
 
 
@@ -139,8 +139,8 @@ def state_on_host(copied: int) -> Breakdown:
 def test_state_on_the_host_that_comes_back_whole(copied: int, warns: bool) -> None:
     step = SimpleNamespace(wants_host=False)
     warned = found(advice._offload, compiled_step=step, breakdown=state_on_host(copied))
-    assert [one.kind for one in warned] == ["offloaded in vain"] * warns
-    assert all("256.0 MiB of the optimizer's state rests in host memory" in one.text for one in warned)
+    assert [one.kind for one in warned] == ["offloaded without gain"] * warns
+    assert all("256.0 MiB of optimizer state is in host memory" in one.text for one in warned)
 
 
 # ------------------------------------------------------------------ whole arrays
@@ -152,20 +152,20 @@ def test_a_gathered_weight_that_is_kept(monkeypatch: pytest.MonkeyPatch) -> None
     assert warnings_of(plan_here(**split)) == []
     keep = lambda _: jax.checkpoint_policies.everything_saveable  # noqa: E731
     monkeypatch.setattr(remat, "_save_all_but_weights", keep)
-    (warned, *_) = [one for one in plan_here(**split).warnings if one.kind == "whole array"]
-    assert "is whole on each device although it is split: float32[4,64,256]" in warned.text
+    (warned, *_) = [one for one in plan_here(**split).warnings if one.kind == "unsharded array"]
+    assert "are gathered on each device: float32[4,64,256]" in warned.text
     assert "memory.remat=full" in warned.cure
 
 
 def test_gradients_that_are_whole_although_they_are_split() -> None:
     """Those of a step that has them whole, as it should: to a plan of one that splits them it is a fault."""
     plan = plan_here(4, mesh={"fsdp": 4}, zero=1, batch={"global_size": 16, "accumulate": 2})
-    assert found(advice._whole, breakdown=plan.breakdown, bytes_per_device=plan.bytes_per_device) == []
+    assert found(advice._unsharded, breakdown=plan.breakdown, bytes_per_device=plan.bytes_per_device) == []
     split = known_shapes(program(config(mesh={"fsdp": 4}, zero=2), jax.devices()[:4]))
     faulty = dataclasses.replace(plan.breakdown, known=split)
-    warned = found(advice._whole, breakdown=faulty, bytes_per_device=plan.bytes_per_device)
-    assert {one.kind for one in warned} == {"whole array"}
-    assert any(one.text.startswith("a gradient of all layers is whole") for one in warned)
+    warned = found(advice._unsharded, breakdown=faulty, bytes_per_device=plan.bytes_per_device)
+    assert {one.kind for one in warned} == {"unsharded array"}
+    assert any("of a sharded gradient" in one.text for one in warned)
 
 
 def test_a_part_that_has_the_form_of_something_whole_is_no_sign_of_it() -> None:
@@ -189,12 +189,12 @@ LOGITS = {"model": {**SMALL, "vocab": 4096}, "data": {"sequence_length": 512}}
 def test_large_logits_and_their_cure() -> None:
     plan = plan_here(1, **LOGITS)
     (warned,) = [one for one in plan.warnings if one.kind == "logits"]
-    assert f"{plan.breakdown.of_kind('logits') / plan.bytes_per_device['total']:.0%} of all" in warned.text
-    chunk = re.fullmatch(r"memory.loss_chunk=(\d+), batch.accumulate=2, or mesh.tensor .*", warned.cure)
+    assert f"{plan.breakdown.of_kind('logits') / plan.bytes_per_device['total']:.0%} of the total" in warned.text
+    chunk = re.fullmatch(r"memory.loss_chunk=(\d+), batch.accumulate=2, or mesh.tensor, which .*", warned.cure)
     assert chunk is not None
     assert "logits" not in kinds(plan_here(1, **LOGITS, memory={"loss_chunk": int(chunk[1])}))
     one_row = config(**LOGITS, batch={"global_size": 1})
-    assert "a shorter data.sequence_length, or mesh.tensor" in advice._fewer_logits(one_row, "cpu")
+    assert "a shorter data.sequence_length, or mesh.tensor" in advice._smaller_logits(one_row, "cpu")
 
 
 def test_a_plan_without_a_fault_warns_of_nothing(cpu_plan: Plan) -> None:
@@ -229,15 +229,15 @@ class Moved:
             return jax.lax.with_sharding_constraint(jnp.sin(x), NamedSharding(mesh, self.after)) * 2
 
         x = jax.ShapeDtypeStruct((16, 8, 64), jnp.float32, sharding=NamedSharding(mesh, self.before))
-        with listening() as remarks:
+        with compiler_remarks() as remarks:
             jax.jit(move).lower(x).compile()
-        return remarks.found
+        return remarks
 
 
 def test_an_array_that_the_partitioner_replicates() -> None:
     remarks = Moved(PartitionSpec(("a", "b")), PartitionSpec(None, "a", "b")).remarks()
     (warned,) = found(advice._replicated, remarks=remarks)
-    assert "XLA gathers an array whole on every device to lay it out anew: f32[2,8,64] a device before" in warned.text
+    assert "each device's shard was f32[2,8,64]" in warned.text
 
 
 def test_an_array_that_it_moves_in_parts() -> None:
@@ -248,29 +248,30 @@ def test_an_array_that_it_moves_in_parts() -> None:
 # ------------------------------------------------------------------ stages
 
 
-def on_stages(**sizes: int) -> SimpleNamespace:
+def with_stages(**sizes: int) -> SimpleNamespace:
     pipeline = stack.Pipeline(**sizes)
     place = jax.sharding.SingleDeviceSharding(jax.devices()[0])
     blocks = jax.ShapeDtypeStruct((pipeline.stored, 64), jnp.float32, sharding=place)
-    return SimpleNamespace(pipeline=pipeline, state={"blocks": blocks, "head": blocks})
+    state = {"blocks": blocks, "head": blocks}
+    return SimpleNamespace(model=SimpleNamespace(pipeline=pipeline), spec=SimpleNamespace(state=state))
 
 
-def test_layers_that_fill_up_the_stages() -> None:
-    (warned,) = found(advice._filled_up, program=on_stages(layers=6, stages=4, micro_batches=4))
+def test_padding_layers() -> None:
+    (warned,) = found(advice._padding_layers, program=with_stages(layers=6, stages=4, micro_batches=4))
     assert warned.text == (
-        "2 layers that do nothing and never change fill model.layers 6 up to 8 on the stages: 512 B of weights and"
-        " optimizer state a device"
+        "2 identity layers pad model.layers=6 to 8, a multiple of the pipeline stages: 512 B of weights and optimizer"
+        " state per device"
     )
     assert warned.cure == "mesh.stage x pipeline.rounds = 3"
-    assert found(advice._filled_up, program=on_stages(layers=8, stages=4, micro_batches=4)) == []
-    assert found(advice._filled_up, program=SimpleNamespace(pipeline=None)) == []
+    assert found(advice._padding_layers, program=with_stages(layers=8, stages=4, micro_batches=4)) == []
+    assert found(advice._padding_layers, program=SimpleNamespace(model=SimpleNamespace(pipeline=None))) == []
 
 
-def test_idle_stages() -> None:
-    (warned,) = found(advice._idle, program=on_stages(layers=8, stages=4, micro_batches=4))
-    assert warned.text == "each stage has nothing to do in 43% of the 7 ticks of a step"
-    assert warned.cure == "batch.accumulate=16 or pipeline.rounds=2, or fewer stages"
-    assert found(advice._idle, program=on_stages(layers=8, stages=4, micro_batches=16)) == []
+def test_pipeline_bubble() -> None:
+    (warned,) = found(advice._pipeline_bubble, program=with_stages(layers=8, stages=4, micro_batches=4))
+    assert warned.text == "each pipeline stage is idle in 43% of the 7 ticks of a step"
+    assert warned.cure == "batch.accumulate=16 or pipeline.rounds=2, or a smaller mesh.stage"
+    assert found(advice._pipeline_bubble, program=with_stages(layers=8, stages=4, micro_batches=16)) == []
 
 
 # ------------------------------------------------------------------ tensor parallel
@@ -282,20 +283,24 @@ def uneven() -> Plan:
     return plan_here(mesh={"fsdp": 2, "tensor": 4}, model={**SMALL, "layers": 1, "vocab": 263})
 
 
-def test_what_tensor_does_not_divide_rests_whole(uneven: Plan) -> None:
+def test_what_tensor_does_not_divide_is_replicated(uneven: Plan) -> None:
     # A device of 2 along fsdp holds half of the float32 weights: two of 32 x 16, and two of 32 x 263.
-    heads, vocab = (one for one in warnings_of(uneven) if one.kind == "not split")
-    assert heads.text.startswith("mesh.tensor 4 does not divide model.kv_heads 2: its weights, 2.0 KiB, are whole;")
-    assert heads.cure == "mesh.tensor=2 splits it"
-    assert vocab.text.startswith("mesh.tensor 4 does not divide model.vocab 263: its weights, 32.9 KiB, are whole;")
+    heads, vocab = (one for one in warnings_of(uneven) if one.kind == "not sharded")
+    assert heads.text.startswith(
+        "mesh.tensor=4 does not divide model.kv_heads=2: its weights, 2.0 KiB, are replicated;"
+    )
+    assert heads.cure == "mesh.tensor=2"
+    assert vocab.text.startswith(
+        "mesh.tensor=4 does not divide model.vocab=263: its weights, 32.9 KiB, are replicated;"
+    )
 
 
 def test_tensor_across_hosts_costs_seconds(uneven: Plan) -> None:
-    def on(target: str) -> list[Warned]:
-        return list(advice._across_hosts(dataclasses.replace(uneven, target=parse_target(target))))
+    def on(target: str) -> list[PlanWarning]:
+        return list(advice._tensor_across_hosts(dataclasses.replace(uneven, target=parse_target(target))))
 
     assert on("h100-80gb:2x4") == on("cpu:8") == []
     (warned,) = on("h100-80gb:4x2")
-    assert warned.text.startswith("mesh.tensor 4 reaches over hosts of 2 GPUs: its messages take ")
-    assert float(warned.text.split("take ")[1].split(" s")[0]) > 0
+    assert warned.text.startswith("mesh.tensor=4 spans hosts of 2 GPUs: its communication takes ")
+    assert float(warned.text.split("takes ")[1].split(" s")[0]) > 0
     assert warned.cure == "mesh.tensor=2 mesh.fsdp=-1"

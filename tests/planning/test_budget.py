@@ -7,7 +7,7 @@ import pytest
 from jaxmem import planning
 from jaxmem.config import Config, Save, load_config
 from jaxmem.config.devices import for_devices
-from jaxmem.planning.budget import Rung, highest, keeping, rungs
+from jaxmem.planning.budget import Candidate, candidates, largest_that_fits, with_policy
 from jaxmem.planning.compile import compile_all
 from jaxmem.planning.hlo import total_flops
 from jaxmem.planning.layers import layers_of
@@ -27,38 +27,38 @@ def given(**memory: object) -> Config:
 def traced(cfg: Config) -> tuple[int, int]:
     """Bytes kept and FLOPs of both passes."""
     passes = passes_of(cfg, "gpu")
-    return passes.saved, sum(one.times * one.flops for one in passes.products)
+    return passes.saved, sum(one.times * one.flops for one in passes.matmuls)
 
 
 def test_rungs_keep_and_repeat_what_jax_does_and_no_policy_beats_them() -> None:
     cfg = given()
-    ladder = rungs(cfg, "gpu")
+    ladder = candidates(cfg, "gpu")
     least = traced(cfg)[1]
-    assert [rung.again for rung in ladder] == sorted({rung.again for rung in ladder}, reverse=True)
+    assert [rung.recomputed for rung in ladder] == sorted({rung.recomputed for rung in ladder}, reverse=True)
     assert ladder[0].remat == "slots_1"
     assert ladder[-1].remat == "none"
     named = [rung for rung in ladder if isinstance(rung.remat, Save)]
     for rung in (ladder[-1], named[len(named) // 2]):
-        kept, flops = traced(keeping(cfg, rung))
-        assert kept == rung.kept
-        assert flops - least == rung.again[0]
+        kept, flops = traced(with_policy(cfg, rung))
+        assert kept == rung.saved
+        assert flops - least == rung.recomputed[0]
     for remat in NAMED:
-        kept, flops = traced(keeping(cfg, Rung(remat, 0, (0, 0))))
-        assert [rung for rung in ladder if rung.kept <= kept][-1].again[0] <= flops - least, remat
+        kept, flops = traced(with_policy(cfg, Candidate(remat, 0, (0, 0))))
+        assert [rung for rung in ladder if rung.saved <= kept][-1].recomputed[0] <= flops - least, remat
 
 
 @pytest.mark.parametrize(("slope", "beside"), [(1.0, 1000), (0.6, 900), (1.1, 1100)])
 def test_the_last_that_fits_is_found_in_few_tries(slope: float, beside: int) -> None:
-    ladder = [Rung(str(i), 10 * i, (100 - i, 0)) for i in range(50)]
+    ladder = [Candidate(str(i), 10 * i, (100 - i, 0)) for i in range(50)]
     for limit in (beside - 1, beside, beside + 203, beside + 10_000):
         tried = []
 
-        def needed(rung: Rung, tried: list[Rung] = tried) -> int:
+        def needed(rung: Candidate, tried: list[Candidate] = tried) -> int:
             tried.append(rung)
-            return round(beside + slope * rung.kept)
+            return round(beside + slope * rung.saved)
 
-        found = highest(ladder, limit, needed, 1050)
-        fitting = [rung for rung in ladder if round(beside + slope * rung.kept) <= limit]
+        found = largest_that_fits(ladder, limit, needed, 1050)
+        fitting = [rung for rung in ladder if round(beside + slope * rung.saved) <= limit]
         assert found == (fitting or ladder)[-1 if fitting else 0]
         assert len(tried) <= 5
 
@@ -79,8 +79,8 @@ def test_a_budget_a_tenth_below_none_costs_next_to_nothing() -> None:
 
 
 def test_where_nothing_fits_the_plan_says_so() -> None:
-    ladder = [Rung("a", 1, (9, 0)), Rung("b", 2, (0, 0))]
-    assert highest(ladder, 0, lambda rung: rung.kept, 0).remat == "a"
+    ladder = [Candidate("a", 1, (9, 0)), Candidate("b", 2, (0, 0))]
+    assert largest_that_fits(ladder, 0, lambda rung: rung.saved, 0).remat == "a"
 
 
 def test_what_is_split_counts_for_one_device() -> None:

@@ -26,7 +26,7 @@ NOTHING_KNOWN = KnownShapes(frozenset(), frozenset(), frozenset(), frozenset(), 
 
 def test_the_peak_adds_up_to_the_plan(cpu_plan: Plan) -> None:
     parts, peak = cpu_plan.bytes_per_device, cpu_plan.history.peak
-    held = {band: peak.held.get(band, 0) for band in BANDS}
+    held = {band: peak.bytes.get(band, 0) for band in BANDS}
     assert peak.total == parts["total"] == max(column.total for column in cpu_plan.history.columns)
     assert held["weights"] == parts["parameters"] + parts["quantization"]
     assert held["optimizer"] == parts["optimizer"] + parts["master"]
@@ -39,14 +39,14 @@ def test_the_peak_adds_up_to_the_plan(cpu_plan: Plan) -> None:
 
 
 def test_columns_cover_the_step(cpu_plan: Plan) -> None:
-    told = cpu_plan.history
-    begins = [column.at for column in told.columns]
+    found = cpu_plan.history
+    begins = [column.at for column in found.columns]
     assert begins[0] == 0
     assert begins == sorted(set(begins))
     assert begins[-1] < 1
-    assert told.seconds is None
-    low = min(column.total for column in told.columns)
-    assert sum(cpu_plan.bytes_per_device[part] for part in ("parameters", "optimizer")) <= low < told.peak.total
+    assert found.seconds is None
+    low = min(column.total for column in found.columns)
+    assert sum(cpu_plan.bytes_per_device[part] for part in ("parameters", "optimizer")) <= low < found.peak.total
 
 
 def test_passes_come_in_their_order(cpu_plan: Plan) -> None:
@@ -71,10 +71,10 @@ def test_passes_that_mix_a_little_are_cut_where_most_agree() -> None:
 
 
 def test_the_largest_are_named_by_their_source(cpu_plan: Plan) -> None:
-    told = cpu_plan.history
-    assert [one.size for one in told.largest] == sorted((one.size for one in told.largest), reverse=True)
-    assert len(told.largest) == len(told.largest_made) == 10
-    assert told.largest[0].size == cpu_plan.breakdown.buffers[0].size
+    found = cpu_plan.history
+    assert [one.size for one in found.largest] == sorted((one.size for one in found.largest), reverse=True)
+    assert len(found.largest) == len(found.largest_made) == 10
+    assert found.largest[0].size == cpu_plan.breakdown.buffers[0].size
     lines, first = inspect.getsourcelines(GatedMlp.__call__)
     within = {f"jaxmem/models/block.py:{first + n}" for n in range(len(lines))}
     items = [item for item in cpu_plan.breakdown.buffers if item.region]
@@ -100,11 +100,11 @@ def test_a_loop_s_body_stands_over_all_its_time() -> None:
     allocations = read_allocations(module, compiled.memory_analysis().serialized_buffer_assignment_proto)
     target = parse_target("cpu:1")
     broken = Breakdown(module, allocations, NOTHING_KNOWN)
-    told = history(broken, total_of(compiled), target, timeline(module, None, 1, 1))
+    found = history(broken, total_of(compiled), target, timeline(module, None, 1, 1))
     stack = 16 * 256 * 256 * 4
-    ends = [column.at for column in told.columns[1:]] + [1.0]
-    held = sum(end - column.at for column, end in zip(told.columns, ends, strict=True) if column.total > stack)
+    ends = [column.at for column in found.columns[1:]] + [1.0]
+    held = sum(end - column.at for column, end in zip(found.columns, ends, strict=True) if column.total > stack)
     assert held == pytest.approx(0.5, abs=0.15)
-    assert told.columns[-1].total < stack
-    assert told.peak.at < 0.65
-    assert told.peak.total == total_of(compiled)
+    assert found.columns[-1].total < stack
+    assert found.peak.at < 0.65
+    assert found.peak.total == total_of(compiled)

@@ -19,7 +19,7 @@ def test_every_config_of_the_script_is_one_and_they_differ() -> None:
 
 def test_one_config_runs_in_a_process_of_its_own() -> None:
     (raw, *_) = SCRIPT["configs"](tiny=True)
-    found = measure.apart(raw, 1)
+    found = measure.measure_apart(raw, 1)
     assert found["name"] == raw["name"]
     assert found["planned"] > 12 * found["parameters"]
     assert found["measured"] is found["difference"] is None
@@ -27,4 +27,4 @@ def test_one_config_runs_in_a_process_of_its_own() -> None:
 
 def test_what_goes_wrong_there_is_a_line() -> None:
     raw = SCRIPT["configs"](tiny=True)[0] | {"zero": 9}
-    assert "zero: must be at most 3, not 9" in measure.apart(raw, 1)["error"]
+    assert "zero: must be at most 3, not 9" in measure.measure_apart(raw, 1)["error"]

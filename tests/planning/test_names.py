@@ -6,8 +6,8 @@ import pytest
 from rich.console import Console
 
 from jaxmem.config.networks import FAMILIES
-from jaxmem.planning import names
-from jaxmem.planning.names import names_table
+from jaxmem.planning.layers import named_values
+from jaxmem.planning.table import named_values_table
 from tests.step.conftest import SMALL, config
 
 ROWS, TIME, BYTES = 4, 24, 4  # of each of two devices, in float32
@@ -15,7 +15,7 @@ ROWS, TIME, BYTES = 4, 24, 4  # of each of two devices, in float32
 
 def test_bytes_and_arithmetic_of_every_name():
     cfg = config(mesh={"fsdp": 2}, memory={"remat": "full", "mlp_chunk": 8})
-    found = {one.name: one for one in names(cfg, "cpu:2")}
+    found = {one.name: one for one in named_values(cfg, "cpu:2")}
     assert set(found) == set(FAMILIES["decoder"].activations)
     assert {one.layers for one in found.values()} == {SMALL["layers"]}
     tokens, embed, mlp, heads = ROWS * TIME, SMALL["embed"], SMALL["mlp"], SMALL["heads"] * SMALL["head_dim"]
@@ -33,6 +33,6 @@ def test_bytes_and_arithmetic_of_every_name():
 
 def test_the_table_says_how_a_config_names_them():
     out = io.StringIO()
-    Console(file=out, width=100).print(names_table(names(config(memory={"remat": "full"}), "cpu:1")))
+    Console(file=out, width=100).print(named_values_table(named_values(config(memory={"remat": "full"}), "cpu:1")))
     assert "{save: [names]}" in out.getvalue()
     assert "attention_q" in out.getvalue()

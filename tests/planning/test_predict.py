@@ -9,7 +9,8 @@ from jaxmem.kernels.fused_attention.shapes import pairs
 from jaxmem.planning import parse_target
 from jaxmem.planning.compile import compile_all
 from jaxmem.planning.passes import passes_of
-from jaxmem.planning.predict import estimate, held
+from jaxmem.planning.predict import estimate
+from jaxmem.planning.state import bytes_on_device
 from jaxmem.planning.targets import target_devices
 from jaxmem.step import Program, program
 
@@ -39,17 +40,17 @@ def on_gpus(count: int, **sections: object) -> Program:
 def test_state_is_exact(zero: int, mesh: dict[str, int], parameters: str, master: str) -> None:
     built = program(config(mesh=mesh, zero=zero, precision={"parameters": parameters, "master": master}))
     parts = estimate(built.cfg, "cpu").parts
-    assert parts["parameters"] == held(built.spec.state.params)
-    assert parts["master"] + parts["optimizer"] == held(built.spec.state.opt_state)
-    assert parts["batch"] == held(built.spec.batch)
+    assert parts["parameters"] == bytes_on_device(built.spec.state.params)
+    assert parts["master"] + parts["optimizer"] == bytes_on_device(built.spec.state.opt_state)
+    assert parts["batch"] == bytes_on_device(built.spec.batch)
 
 
 def test_the_state_of_adapters_is_exact() -> None:
     built = program(config(mesh={"fsdp": 4, "tensor": 2}, adapter={"kind": "qlora", "rank": 4}))
     found = estimate(built.cfg, "cpu")
-    assert found.parts["parameters"] + found.parts["quantization"] == held(built.spec.state.params)
-    assert found.parts["optimizer"] == held(built.spec.state.opt_state)
-    assert found.host == held(built.spec.state.params) + held(built.spec.state.opt_state)
+    assert found.parts["parameters"] + found.parts["quantization"] == bytes_on_device(built.spec.state.params)
+    assert found.parts["optimizer"] == bytes_on_device(built.spec.state.opt_state)
+    assert found.host == bytes_on_device(built.spec.state.params) + bytes_on_device(built.spec.state.opt_state)
 
 
 @pytest.mark.parametrize(
@@ -103,7 +104,7 @@ def test_totals_are_near_what_is_compiled(count: int, sections: dict) -> None:
     step, _ = compile_all(built.lower_step(), {}, here=False, code=False)
     expected = estimate(built.cfg, "gpu")
     assert expected.total == pytest.approx(step.total, rel=0.1)
-    assert expected.host - held(built.spec.state) == pytest.approx(step.host_total, rel=0.01, abs=8)
+    assert expected.host - bytes_on_device(built.spec.state) == pytest.approx(step.host_total, rel=0.01, abs=8)
 
 
 @pytest.mark.parametrize(("zero", "split"), [(1, 1), (3, 4)])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import jax
 
-from jaxmem.planning import Plan, held
+from jaxmem.planning import Plan, bytes_on_device
 from jaxmem.planning.breakdown import COPIES, SAVED, STATE_COPIES
 from jaxmem.planning.buffers import Lifetimes, peak_of, read_allocations, snapshot
 from jaxmem.planning.compile import compile_all
@@ -42,7 +42,7 @@ def test_inference_holds_two_arrays_and_what_is_added_at_any_depth() -> None:
 
 
 def test_a_training_step_holds_what_is_used_again_and_its_state_once(cpu_plan: Plan) -> None:
-    state = held(cpu_plan.program.spec.state)
+    state = bytes_on_device(cpu_plan.program.spec.state)
     assert cpu_plan.compiled["aliased"] == state  # every leaf is updated where it lies
     assert cpu_plan.compiled["outputs"] - state < 1024  # beside it: metrics
     for place, moment in cpu_plan.breakdown.peaks:

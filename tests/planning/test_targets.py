@@ -16,7 +16,7 @@ from jaxmem.errors import UserError
 from jaxmem.machine import devices, gpus
 from jaxmem.machine.gpus import GIB, GPUS
 from jaxmem.planning import targets
-from jaxmem.planning.table import Targets
+from jaxmem.planning.table import TargetList
 from jaxmem.planning.targets import local_target, parse_target, target_config, target_devices
 
 OWN = """
@@ -82,7 +82,7 @@ def test_facts_are_of_the_right_size(gpu: gpus.Gpu) -> None:
         ("h100-80gb:x8", "should be a number"),
         ("h100-80gb:-1", "should be a number"),
         ("h100-80gb:9", "does not divide into hosts of 8"),
-        ("cpu:2x4", "give cpu:8"),
+        ("cpu:2x4", "use cpu:8"),
         ("nothing.yaml", "cannot be read"),
     ],
 )
@@ -106,11 +106,11 @@ def test_a_gpu_of_one_s_own(tmp_path: Path) -> None:
     [
         (("memory_gib: 24\n", ""), "missing memory_gib$"),
         (("cores: 100\nclock_ghz: 2.0\n", ""), "missing cores, clock_ghz$"),
-        (("cores: 100", "core: 100"), "'core' is no field of a GPU; did you mean cores?"),
-        (("cores: 100", "cores: many"), "cores should be a number above 0 and is 'many'"),
-        (("memory_gib: 24", "memory_gib: -1"), "memory_gib should be a number above 0 and is -1"),
-        (("8.9", "7.0"), "compute_capability is 7.0; known: 8.0"),
-        ((OWN, "[1, 2]"), "should hold fields"),
+        (("cores: 100", "core: 100"), "unknown field 'core'; did you mean cores"),
+        (("cores: 100", "cores: many"), "cores must be a number above 0, not 'many'"),
+        (("memory_gib: 24", "memory_gib: -1"), "memory_gib must be a number above 0, not -1"),
+        (("8.9", "7.0"), "unknown compute_capability 7.0; expected one of 8.0"),
+        ((OWN, "[1, 2]"), "expected fields such as"),
         ((OWN, "a: [1"), "cannot be read"),
     ],
 )
@@ -152,7 +152,7 @@ def test_a_local_gpu_is_found_by_name_and_memory(limit: int, name: str) -> None:
 def test_without_the_plan_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(devices, "cuda_wheels", dict)
     with pytest.raises(
-        UserError, match=r"h100-80gb.*needs jax's CUDA plugin: pip install 'jaxmem\[plan\]'; or .* cpu:N"
+        UserError, match=r"h100-80gb.*needs jax's CUDA plugin: pip install 'jaxmem\[plan\]'; or use cpu:N"
     ):
         target_devices(parse_target("h100-80gb"), GIB)
 
@@ -160,7 +160,7 @@ def test_without_the_plan_extra(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_plugin_of_another_version(monkeypatch: pytest.MonkeyPatch) -> None:
     wheels = {"jax-cuda13-plugin": jax.__version__, "jax-cuda13-pjrt": "0.1.2"}
     monkeypatch.setattr(devices, "cuda_wheels", lambda: wheels)
-    with pytest.raises(UserError, match=f"jax-cuda13-pjrt is 0.1.2, jax {jax.__version__}; they must be equal"):
+    with pytest.raises(UserError, match=f"jax-cuda13-pjrt 0.1.2 and jax {jax.__version__} must be equal"):
         target_devices(parse_target("h100-80gb"), GIB)
 
 
@@ -179,7 +179,7 @@ def test_without_an_assembler(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -
 @pytest.mark.parametrize("width", [40, 80])
 def test_the_list_shows_every_target_whole(width: int) -> None:
     console = Console(width=width, file=io.StringIO())
-    console.print(Targets())
+    console.print(TargetList())
     text = console.file.getvalue()
     assert all(name in text for name in GPUS)
     assert max(map(len, text.splitlines())) <= width

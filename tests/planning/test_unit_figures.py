@@ -10,8 +10,8 @@ import jax
 import pytest
 
 from jaxmem.config import Config, load_config
-from jaxmem.planning import held
-from jaxmem.planning.compile import sized
+from jaxmem.planning import bytes_on_device
+from jaxmem.planning.compile import compiled_size
 from jaxmem.planning.targets import parse_target, target_devices
 from jaxmem.quant import QTensor, quantize
 from jaxmem.sharding import is_axes
@@ -46,7 +46,7 @@ def gradients(built: Program) -> int:
 
 
 def states(built: Program) -> int:
-    return held(built.spec.state.params) + held(built.spec.state.opt_state) + gradients(built)
+    return bytes_on_device(built.spec.state.params) + bytes_on_device(built.spec.state.opt_state) + gradients(built)
 
 
 @pytest.mark.parametrize(("zero", "published"), [(0, 120), (1, 31.4), (2, 16.6), (3, 1.9)])
@@ -88,9 +88,9 @@ def test_70_billion_weights_in_4_bits_take_35_gb() -> None:
     """The lectures' figure: half a byte each. Constants of blocks of 64, themselves in 8 bits, make it 4.13 bits."""
     built = on("h100-80gb", run({"preset": "llama3-70b"}))
     stored = jax.tree.map(four_bits, built.model.axes, built.spec.state.params, is_leaf=is_axes)
-    held = [x for x in jax.tree.leaves(stored, is_leaf=lambda x: isinstance(x, QTensor)) if isinstance(x, QTensor)]
-    assert sum(x.codes.size for x in held) / GB == pytest.approx(35, rel=0.01)
-    assert 8 * sum(x.nbytes for x in held) / built.model.parameters == pytest.approx(4.127, rel=0.001)
+    quantized = [x for x in jax.tree.leaves(stored, is_leaf=lambda x: isinstance(x, QTensor)) if isinstance(x, QTensor)]
+    assert sum(x.codes.size for x in quantized) / GB == pytest.approx(35, rel=0.01)
+    assert 8 * sum(x.nbytes for x in quantized) / built.model.parameters == pytest.approx(4.127, rel=0.001)
 
 
 def four_bits(axes: Any, x: Any) -> Any:
@@ -104,7 +104,7 @@ def test_70_billion_weights_in_4_bits_are_evaluated_on_one_gpu() -> None:
     """Compiled: codes, a constant for each 256, and less than one layer's values beside them."""
     precision = {"parameters": "nf4", "block_size": 256}
     built = on("h100-80gb", run({"preset": "llama3-70b"}, precision=precision, batch={"global_size": 1}))
-    weights, total = held(built.spec.state.params), sized(built.lower_evaluate(), here=False)
+    weights, total = bytes_on_device(built.spec.state.params), compiled_size(built.lower_evaluate(), here=False)
     assert 8 * weights / built.model.parameters == pytest.approx(4.125, rel=0.001)
     assert 35 < weights / GB < total / GB < 38
     assert total - weights < 2 * built.model.parameters / 80

@@ -14,14 +14,14 @@ from jaxmem.optim import in_turn
 from jaxmem.planning.breakdown import pass_of
 from jaxmem.planning.buffers import Lifetimes, read_allocations
 from jaxmem.planning.communication import collective
-from jaxmem.planning.compile import compile_all, listening
+from jaxmem.planning.compile import compile_all, compiler_remarks
 from jaxmem.planning.hlo import dot_flops
 from jaxmem.planning.known_shapes import sorted_dims
 from jaxmem.planning.targets import parse_target, target_devices
 from jaxmem.planning.timeline import fused_instructions, timeline
-from jaxmem.planning.volume import volume
 from jaxmem.step import program
 from tests.planning.conftest import SMALL, config
+from tests.support.communication_theory import volume
 
 MODEL = {**SMALL, "layers": 5, "embed": 256, "mlp": 1024, "heads": 8, "kv_heads": 8, "head_dim": 32}
 LAYOUTS = {
@@ -64,9 +64,9 @@ def compiled(name, **model):
         memory={"remat": "full", "loss_chunk": SLICE if name in SLICED else "auto"},
     )  # fmt: skip
     built = program(cfg, target_devices(TARGET, TARGET.memory))
-    with listening() as remarks:
+    with compiler_remarks() as remarks:
         step, _ = compile_all(built.lower_step(), {}, here=False, code=False)
-    assert "replicated" not in remarks.found
+    assert "replicated" not in remarks
     return built, step
 
 

@@ -13,7 +13,7 @@ import pytest
 
 from jaxmem.config import save_config
 from jaxmem.errors import UserError
-from jaxmem.planning import Plan, readable
+from jaxmem.planning import Plan, format_bytes
 from jaxmem.planning.history import BANDS
 from jaxmem.report import report_run, write_figure, write_page
 from jaxmem.report.charts import HEIGHT, WIDTH, thinned
@@ -102,7 +102,7 @@ def test_what_is_drawn_adds_up_to_the_plan(plan: Plan, text: str) -> None:
     top = 1.04 * peak.total
     for band in BANDS:
         drawn = height_at(paths[COLOURS[band]], middle) * top / HEIGHT if COLOURS[band] in paths else 0.0
-        assert drawn == pytest.approx(columns[fullest].held.get(band, 0), abs=2e-4 * top), band
+        assert drawn == pytest.approx(columns[fullest].bytes.get(band, 0), abs=2e-4 * top), band
     assert sum(height_at(path, middle) for path in paths.values()) * top / HEIGHT == pytest.approx(
         plan.bytes_per_device["total"], rel=1e-3
     )
@@ -118,11 +118,11 @@ def height_at(outline: list[tuple[float, ...]], x: float) -> float:
 def test_the_page_says_what_the_plan_says(plan: Plan, text: str) -> None:
     words = Page(text).words
     total, share = plan.bytes_per_device["total"], plan.target.count / plan.program.model.parameters
-    assert words.count(readable(total)) >= 2  # in all, and over the chart
-    assert f"peak {readable(total)}" in words
-    for band, held in plan.history.peak.held.items():
+    assert words.count(format_bytes(total)) >= 2  # in all, and over the chart
+    assert f"peak {format_bytes(total)}" in words
+    for band, held in plan.history.peak.bytes.items():
         if held:
-            assert words[words.index(band) + 1] == readable(held)
+            assert words[words.index(band) + 1] == format_bytes(held)
     assert words[words.index("total") + 2] == f"{total * share:.2f}"
     assert [one.where for one in plan.history.largest] == [word for word in words if word in wheres(plan)][:10]
 
@@ -134,7 +134,7 @@ def wheres(plan: Plan) -> set[str]:
 def test_a_chart_answers_with_each_of_its_columns(plan: Plan, text: str) -> None:
     (told,) = [json.loads(found) for found in re.findall(r'<script type="application/json">(.*?)</script>', text)]
     assert len(told["begin"]) == len(told["texts"]) == len(plan.history.columns)
-    assert [texts[1] for texts in told["texts"]] == [readable(column.total) for column in plan.history.columns]
+    assert [texts[1] for texts in told["texts"]] == [format_bytes(column.total) for column in plan.history.columns]
     outs = sum("data-out" in attributes for _, attributes in Page(text).tags)
     assert {len(texts) for texts in told["texts"]} == {len(told["rest"])} == {outs}
 

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from jaxmem.config import load_config
-from jaxmem.planning import held
+from jaxmem.planning import bytes_on_device
 from jaxmem.step import program
 
 SMALL = {"vocab": 64, "layers": 2, "embed": 32, "mlp": 64, "heads": 8, "kv_heads": 4, "head_dim": 8}
@@ -56,7 +56,7 @@ class Trained:
         self.first = self.begun.params
         self.compiled = self.built.lower_step().compile()
         # Every leaf of the state is updated where it lies, whatever the config.
-        assert self.compiled.memory_analysis().alias_size_in_bytes == held(self.built.spec.state)
+        assert self.compiled.memory_analysis().alias_size_in_bytes == bytes_on_device(self.built.spec.state)
         self.metrics = []
         for update in range(updates):
             batch = batches[update] if batches else batch_for(self.built, update)

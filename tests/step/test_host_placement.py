@@ -10,7 +10,7 @@ import pytest
 from jaxmem import planning
 from jaxmem.checkpoint import Checkpoints
 from jaxmem.errors import UserError
-from jaxmem.planning.predict import held
+from jaxmem.planning.state import bytes_on_device
 from jaxmem.step import host_placement, program
 from tests.step.conftest import SMALL, Trained, config
 
@@ -60,16 +60,16 @@ def test_bytes_leave_the_device():
     memory = {"offload": AWAY, "remat": "full", "update": "during", "loss_chunk": 512}
     plan = planning.plan(config(**{**SOME, "mesh": {"fsdp": 2}}, model=wide, memory=memory), "h100-80gb:2")
     built, sizes = plan.program, plan.compiled
-    waiting, state = held(built.spec.host_state), held(built.spec.state)
+    waiting, state = bytes_on_device(built.spec.host_state), bytes_on_device(built.spec.state)
     assert waiting > 0.8 * state
     assert plan.compiled_step.host_total >= waiting
-    assert sizes["arguments"] == state - waiting + held(built.spec.batch)
+    assert sizes["arguments"] == state - waiting + bytes_on_device(built.spec.batch)
     assert sizes["aliased"] == state - waiting
     assert plan.phases["initialise"] < state
     assert not [one for one in plan.warnings if "offloaded" in one.kind]
     # Layers that stay come to both passes, the table once, the optimizer's state goes both ways.
-    frozen, moments = held(built.spec.host_state.params), held(built.spec.host_state.opt_state)
-    table = held(built.spec.host_state.params["embedding"])
+    frozen, moments = bytes_on_device(built.spec.host_state.params), bytes_on_device(built.spec.host_state.opt_state)
+    table = bytes_on_device(built.spec.host_state.params["embedding"])
     moved = plan.as_json()["host_transfers"]
     assert moved["from host"]["bytes"] >= 2 * frozen - table + moments
     assert moved["to host"]["bytes"] >= moments

@@ -13,7 +13,8 @@ from jaxmem.checkpoint import Checkpoints
 from jaxmem.config.sections import Precision
 from jaxmem.errors import UserError
 from jaxmem.optim import in_turn
-from jaxmem.planning.predict import estimate, held
+from jaxmem.planning.predict import estimate
+from jaxmem.planning.state import bytes_on_device
 from jaxmem.quant import FORMATS, QTensor, quantize
 from jaxmem.sharding.weights import is_quantized
 from jaxmem.step import program
@@ -116,7 +117,7 @@ def test_what_is_evaluated_is_what_is_trained(alone):
 def test_their_bytes_are_known_beforehand(sections):
     built = program(config(**INT8, **sections), jax.devices()[: 8 if sections else 1])
     parts = estimate(built.cfg, "cpu").parts
-    assert parts["parameters"] + parts["quantization"] == held(built.spec.state.params)
+    assert parts["parameters"] + parts["quantization"] == bytes_on_device(built.spec.state.params)
     if not sections:
         codes = [w for w in jax.tree.leaves(built.spec.state.params, is_leaf=is_quantized) if is_quantized(w)]
         assert parts["quantization"] == sum(4 * w.scale.size for w in codes)
@@ -173,6 +174,6 @@ def test_a_step_holds_one_layer_of_values():
     change = jax.jit(
         lambda q, u, key: optim.apply({"w": q}, {"w": u}, key, {"w": ("layer", "embed", "mlp")}), donate_argnums=0
     )
-    held = change.lower(q, u, jax.eval_shape(lambda: jax.random.key(0))).compile().memory_analysis()
-    assert held.temp_size_in_bytes < 8 * 64 * 128 * 4
-    assert held.alias_size_in_bytes == q.nbytes
+    memory = change.lower(q, u, jax.eval_shape(lambda: jax.random.key(0))).compile().memory_analysis()
+    assert memory.temp_size_in_bytes < 8 * 64 * 128 * 4
+    assert memory.alias_size_in_bytes == q.nbytes

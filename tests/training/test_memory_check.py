@@ -16,7 +16,7 @@ from jaxmem.config import load_config
 from jaxmem.errors import UserError
 from jaxmem.machine import devices
 from jaxmem.machine.gpus import GIB, GPUS, reserved
-from jaxmem.planning import Plan, held, plan_program, readable
+from jaxmem.planning import Plan, bytes_on_device, format_bytes, plan_program
 from jaxmem.planning.advice import SPILLED
 from jaxmem.planning.targets import local_target
 from jaxmem.search import nearest
@@ -90,9 +90,9 @@ def test_memory_that_runs_out_in_spite_of_the_plan(plan: Plan, monkeypatch: pyte
         raise jax.errors.JaxRuntimeError(asked)
     assert caught.value.exit_code == 3
     first, second, third = str(caught.value).splitlines()
-    takes, there, more = (readable(size) for size in (total, total // 2, total // 4))
+    takes, there, more = (format_bytes(size) for size in (total, total // 2, total // 4))
     assert first.startswith(
-        f"small: out of memory although the plan fits: planned {takes} of {readable(plan.limit)} per device"
+        f"small: out of memory although the plan fits: planned {takes} of {format_bytes(plan.limit)} per device"
     )
     assert f"; {there} were in use; {more} more were requested" in first
     assert (second, third.split()[0]) == ("nearest configs that fit (compiled):", "memory.remat=full")
@@ -121,7 +121,7 @@ def test_a_budget_is_a_limit_of_one_s_own(plan: Plan) -> None:
 
 def test_a_host_that_overflows_does_not_fit(plan: Plan) -> None:
     """What is offloaded, and the copy of the state that a checkpoint is written from."""
-    assert plan.host_bytes >= held(plan.program.spec.state)
+    assert plan.host_bytes >= bytes_on_device(plan.program.spec.state)
     for host, fits in ((plan.host_bytes, True), (plan.host_bytes - 1, False)):
         assert dataclasses.replace(plan, target=dataclasses.replace(plan.target, host_memory=host)).fits is fits
 

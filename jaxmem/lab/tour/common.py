@@ -12,7 +12,7 @@ from jaxmem.config import Config
 from jaxmem.errors import UserError
 from jaxmem.machine import devices, gpus
 from jaxmem.planning import Target
-from jaxmem.planning.measure import apart
+from jaxmem.planning.measure import measure_apart
 from jaxmem.planning.targets import parse_target
 from jaxmem.search.compilers import CompilerPool, RefusedError
 
@@ -56,7 +56,7 @@ def _measured(aim: Target, cfg: Config, plan: Mapping[str, Any]) -> int | None:
         return None
     if plan["bytes_per_device"]["total"] > aim.memory - gpus.reserved(aim.count):
         return None
-    return apart(cfg.model_dump(mode="json")).get("measured")
+    return measure_apart(cfg.model_dump(mode="json")).get("measured")
 
 
 def seconds(run: Callable[..., Any], *arguments: Any, times: int = 3) -> float:

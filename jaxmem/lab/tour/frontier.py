@@ -20,7 +20,7 @@ from jaxmem.lab.tour.panels import Lines
 from jaxmem.lab.tour.stop import Findings, gpu_target
 from jaxmem.lab.tour.table import Row, Table
 from jaxmem.planning import Target
-from jaxmem.planning.targets import parse_target, usable
+from jaxmem.planning.targets import parse_target, usable_memory
 from jaxmem.search.candidates import estimated
 
 TARGET = "rtx4090-24gb"  # of what is compiled
@@ -127,7 +127,7 @@ def _at_depth(aim: Target, base: Mapping[str, Any], overrides: Sequence[str], la
     overrides = [*overrides, f"model.layers={layers}", f"batch.global_size={aim.count}"]
     cfg = for_devices(load_config(dict(base), overrides), aim.count)
     assert isinstance(cfg.model, Decoder)
-    size, predicted, limit = parameter_count(cfg.model), estimated(cfg, aim).total, usable(aim, cfg)
+    size, predicted, limit = parameter_count(cfg.model), estimated(cfg, aim).total, usable_memory(aim, cfg)
     return {"overrides": overrides, "layers": layers, "parameters": size, "predicted": predicted, "limit": limit}
 
 

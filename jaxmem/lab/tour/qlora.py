@@ -72,7 +72,7 @@ def _rows(target: str, cfgs: Mapping[str, Config]) -> Iterator[Row]:
     plans = common.plans(target, cfgs)
     for name, cfg in cfgs.items():
         plan, state = plans[name], state_of(cfg, "cuda")
-        frozen = [leaf for leaf in (*state.params, *state.constants) if "rank" not in leaf.axes]
+        frozen = [leaf for leaf in (*state.params, *state.scales) if "rank" not in leaf.axes]
         weights = [leaf for leaf in state.weights if "rank" not in leaf.axes]
         vocabulary = _bytes(leaf for leaf in frozen if "vocab" in leaf.axes)
         parts, count, stored = plan["bytes_per_device"], sum(math.prod(leaf.shape) for leaf in weights), _bytes(frozen)

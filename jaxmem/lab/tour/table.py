@@ -30,7 +30,7 @@ def cell(value: Any, spec: str = "") -> str:
     >>> cell(3 * 2**29, "GiB"), cell(0.25, ".0%"), cell(None, ".2f"), cell(1234), cell(4e-5, "time")
     ('1.50', '25%', '', '1,234', '40.0 us')
     """
-    from jaxmem.planning.text import count, readable
+    from jaxmem.planning.units import format_bytes, format_count
 
     if value is None or isinstance(value, str):
         return value or ""
@@ -38,9 +38,9 @@ def cell(value: Any, spec: str = "") -> str:
         scale, digits = SCALES[spec]
         return format(value / scale, digits)
     if spec == "bytes":
-        return readable(value)
+        return format_bytes(value)
     if spec == "count":
-        return count(value)
+        return format_count(value)
     if spec == "time":
         return f"{value * 1e3:,.1f} ms" if value >= 1e-4 else f"{value * 1e6:,.1f} us"
     return format(value, spec or ("," if isinstance(value, int) else ""))

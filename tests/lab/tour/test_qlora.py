@@ -8,10 +8,10 @@ import pytest
 
 from jaxmem.lab.tour import common
 from jaxmem.lab.tour.qlora import BASE, BASES, measure
-from jaxmem.planning.state import Held, state_of
+from jaxmem.planning.state import DeviceBytes, state_of
 from tests.planning.conftest import SMALL
 
-STATE = {"parameters": "params", "quantization": "constants", "optimizer": "optimizer"}
+STATE = {"parameters": "params", "quantization": "scales", "optimizer": "optimizer"}
 TINY = {**BASE, "name": "tiny", "model": {**SMALL, "embed": 64}, "data": {"sequence_length": 16}}
 
 
@@ -19,8 +19,8 @@ def by_arithmetic(_: str, cfgs: Any) -> dict[str, Any]:
     """What a step holds of state, and some activations, without compiling it."""
     found = {}
     for name, cfg in cfgs.items():
-        held, state = Held(cfg), state_of(cfg, "cuda")
-        parts = {"activations": 1000, "gradients": held("gradients", state.trained)}
+        held, state = DeviceBytes(cfg), state_of(cfg, "cuda")
+        parts = {"activations": 1000, "gradients": held("gradients", state.trainable)}
         parts |= {part: held("weights", getattr(state, of)) for part, of in STATE.items()}
         known = {"flops_per_device": 6e9, "ideal_flops_per_device": 4e9, "estimated_step_seconds": 1.0}
         all_of = {"bytes_per_device": {**parts, "total": sum(parts.values())}}

@@ -1,11 +1,11 @@
-"""Numbers for people."""
+"""Numbers with units, to read."""
 
 from __future__ import annotations
 
 
-def readable(size: float) -> str:
+def format_bytes(size: float) -> str:
     """
-    >>> readable(1536), readable(3 * 2**30)
+    >>> format_bytes(1536), format_bytes(3 * 2**30)
     ('1.5 KiB', '3.0 GiB')
     """
     for unit in ("B", "KiB", "MiB"):
@@ -15,9 +15,9 @@ def readable(size: float) -> str:
     return f"{size:.1f} GiB"
 
 
-def duration(seconds: float) -> str:
+def format_seconds(seconds: float) -> str:
     """
-    >>> duration(0.0123), duration(2.5), duration(43e-6)
+    >>> format_seconds(0.0123), format_seconds(2.5), format_seconds(43e-6)
     ('12 ms', '2.5 s', '43 us')
     """
     if seconds < 1e-3:
@@ -25,9 +25,9 @@ def duration(seconds: float) -> str:
     return f"{seconds * 1e3:.0f} ms" if seconds < 1 else f"{seconds:.1f} s"
 
 
-def count(number: float) -> str:
+def format_count(number: float) -> str:
     """
-    >>> count(1.19e14), count(850)
+    >>> format_count(1.19e14), format_count(850)
     ('119 T', '850')
     """
     for unit in ("", " k", " M", " G", " T"):

@@ -1,0 +1,151 @@
+"""Seconds of a step by arithmetic alone: matmuls and the operations between them, exposed communication, the update.
+
+For comparing configs before any is compiled; `timeline.py` estimates the same from a compiled program.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from jaxmem.config import Config, Decoder
+from jaxmem.config.names import BOUNDARY, offloaded_activations
+from jaxmem.config.recompute import repeats_forward
+from jaxmem.machine.gpus import ATTAINED_BANDWIDTH, ATTAINED_FLOPS, ATTAINED_LINK, Gpu
+from jaxmem.planning.passes import AROUND, Passes
+from jaxmem.planning.share import passes_per_update, rows_of, shards
+from jaxmem.planning.timeline import LAUNCH, RATES
+
+_EXPOSED = 0.3  # of the communication, at least
+_WAITED = 0.8  # of copies between a device and its host, in compiled decoders with remat dots
+
+
+@dataclass(frozen=True)
+class WeightTraffic:
+    """Bytes of all weights as one device computes with them, by how they are communicated."""
+
+    gathered: float  # stored sharded: zero 3
+    scattered: float  # gradients end sharded: from zero 2
+    reduced: float  # gradients end replicated
+    replicated: float  # over `tensor`, whose devices see other tokens: gradients are summed over it as well
+    renewed: float  # in their stored dtype: updated sharded and then gathered: zero 1 and 2
+
+
+@dataclass(frozen=True)
+class OffloadedBytes:
+    """Bytes of one device's state in host memory."""
+
+    optimizer: int
+    frozen: int
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """The step of a config on GPUs of which `per_host` share a host."""
+
+    cfg: Config
+    gpu: Gpu
+    per_host: int
+
+    def seconds(
+        self, passes: Passes, weights: WeightTraffic, parts: Mapping[str, int], offloaded: OffloadedBytes
+    ) -> float:
+        """`parts`: bytes of one device by part."""
+        micro = self.cfg.batch.accumulate
+        compute = self._compute(passes) * passes_per_update(self.cfg) / micro
+        communication = self._weights(weights) + self._tensor() + self._context()
+        exposed = max(_EXPOSED * communication, communication - compute)
+        # Frozen weights are copied for both passes, a layer ahead.
+        exposed += max(0.0, 2 * offloaded.frozen / self._host_link - compute)
+        each = compute + exposed + self._offloaded_activations(passes, compute) + 3 * parts["gradients"] / self._memory
+        # Nothing overlaps an update after the passes; the link carries state both ways at once.
+        moved = offloaded.optimizer / self._host_link
+        exposed_state = max(0.0, moved - compute) if self.cfg.memory.update == "during" else moved
+        state = parts["parameters"] + parts["master"] + parts["optimizer"] + parts["gradients"] + offloaded.optimizer
+        return micro * each + exposed_state + self._per_update(weights) + 3 * state / self._memory
+
+    @property
+    def _memory(self) -> float:
+        """Bytes per second."""
+        return self.gpu.bandwidth_gb_s * 1e9 * ATTAINED_BANDWIDTH
+
+    @property
+    def _host_link(self) -> float:
+        return self.gpu.host_link_gb_s * 1e9 * ATTAINED_LINK
+
+    @property
+    def _split(self) -> int:
+        """Devices that share the weights of a replica."""
+        return self.cfg.mesh.fsdp * self.cfg.mesh.context
+
+    @property
+    def _width(self) -> int:
+        return 4 if self.cfg.precision.compute == "float32" else 2
+
+    @property
+    def _tokens(self) -> float:
+        return rows_of(self.cfg) * self.cfg.data.sequence_length
+
+    def _compute(self, passes: Passes) -> float:
+        rows = rows_of(self.cfg)
+        seconds = passes.kernels * LAUNCH
+        for one in passes.matmuls:
+            arithmetic = rows * one.flops / (self.gpu.flops * ATTAINED_FLOPS * RATES.get(one.dtype, 1.0))
+            moved = one.weights + rows * one.others
+            seconds += one.times * AROUND * moved / self._memory
+            if arithmetic > moved / self._memory:
+                seconds += one.times * arithmetic
+        return seconds
+
+    def _weights(self, weights: WeightTraffic) -> float:
+        """Data parallelism's communication for one micro-batch: weights twice, gradients once, in the compute dtype."""
+        mesh = self.cfg.mesh
+        within = self._ring(2 * weights.gathered + weights.scattered, self._split, mesh.tensor)
+        shared = self._ring(weights.reduced, mesh.context, mesh.tensor)
+        return within + 2 * (shared + self._ring(weights.replicated, mesh.tensor, 1))
+
+    def _per_update(self, weights: WeightTraffic) -> float:
+        """Its communication for an update: sums of replicated gradients, shards of the others, new weights."""
+        mesh, sides = self.cfg.mesh, 1 if self.cfg.zero else 2
+        within = self._ring(sides * weights.reduced, mesh.fsdp, mesh.tensor * mesh.context)
+        between = weights.scattered / self._split + weights.reduced / (mesh.fsdp if self.cfg.zero else 1)
+        replicas = 2 * self._ring(between, mesh.replica, mesh.tensor * self._split)
+        return within + replicas + self._ring(weights.renewed, self._split, mesh.tensor)
+
+    def _tensor(self) -> float:
+        """Two sums of the residual stream per layer and pass, one for each half that `tensor` shards. Attention that it
+        does not shard still needs all positions."""
+        model, tensor = self.cfg.model, self.cfg.mesh.tensor
+        if not isinstance(model, Decoder) or tensor == 1:
+            return 0.0
+        residual = self._tokens * model.embed * self._width
+        halves = (1 if shards(self.cfg, "heads") > 1 else 0.5) + (shards(self.cfg, "mlp") > 1)
+        passes = 5 if repeats_forward(self.cfg.memory.remat) else 4
+        return halves * passes * model.layers * self._ring(residual, tensor, 1)
+
+    def _context(self) -> float:
+        """Keys and values around the ring of `context`: forward, backward and with every recomputed forward pass, and
+        their gradients in float32."""
+        model, mesh = self.cfg.model, self.cfg.mesh
+        if not isinstance(model, Decoder):
+            return 0.0
+        keys = self._tokens * 2 * model.kv_heads * model.head_dim / shards(self.cfg, "heads")
+        rounds = 3 if repeats_forward(self.cfg.memory.remat) else 2
+        sent = mesh.context * keys * (rounds * self._width + 4)
+        return model.layers * self._ring(sent, mesh.context, mesh.tensor)
+
+    def _offloaded_activations(self, passes: Passes, compute: float) -> float:
+        """Exposed copies of offloaded activations. Boundaries alone are fetched a layer ahead; of everything else XLA
+        puts most copies where they are needed."""
+        each_way = rows_of(self.cfg) * passes.offloaded / self._host_link
+        ahead = self.cfg.memory.remat == "full" and offloaded_activations(self.cfg.memory.offload) == (BOUNDARY,)
+        return max(0.0, each_way - compute / 2) if ahead else _WAITED * 2 * each_way
+
+    def _ring(self, size: float, group: int, stride: int) -> float:
+        """Seconds in which a ring of `group` devices, each `stride` from the next, gathers `size` bytes."""
+        if group == 1:
+            return 0.0
+        neighbours, rate = min(group, max(1, self.per_host // stride)), self.gpu.link_gb_s
+        if neighbours < group:
+            rate = min(rate, self.gpu.network_gb_s * neighbours)
+        return size * (group - 1) / group / (rate * 1e9 * ATTAINED_LINK)
