@@ -35,7 +35,7 @@ class StepCost:
     host: int  # bytes of host memory
     seconds: float  # estimated from the compiled program; for CPUs only comparable with each other
     kinds: Mapping[str, int]  # bytes by part, activations by kind
-    recomputed_values: int  # values that XLA recomputes by itself to stay within memory
+    recomputed: int  # values that XLA recomputes by itself to stay within memory
 
 
 def step_cost(cfg: Config, target: Target, reserve_gib: float | None = None) -> StepCost:

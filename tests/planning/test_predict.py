@@ -119,7 +119,7 @@ def test_sums_of_gradients_lie_as_gradients_do(zero: int, split: int) -> None:
 def test_the_traced_products_are_those_that_run(remat: str) -> None:
     """A whole step's arithmetic from the trace of one row."""
     plan = plan_here(1, memory={"remat": remat})
-    traced = sum(one.times * one.flops for one in passes_of(plan.program.cfg, "cpu").products)
+    traced = sum(one.times * one.flops for one in passes_of(plan.program.cfg, "cpu").matmuls)
     assert 8 * traced == pytest.approx(plan.timeline.flops, rel=0.05)
 
 
@@ -127,14 +127,14 @@ def test_attentions_products_count_whatever_computes_them() -> None:
     def products(name: str, *, deterministic: bool = True) -> list[tuple[int, int]]:
         train = {"steps": 1, "deterministic": deterministic}
         cfg = config(model=WIDE, memory={"attention": name}, train=train)
-        return [(one.times, one.flops) for one in passes_of(cfg, "gpu").products]
+        return [(one.times, one.flops) for one in passes_of(cfg, "gpu").matmuls]
 
     def total(products: list[tuple[int, int]]) -> int:
         return sum(times * flops for times, flops in products)
 
     two = products("triton")
     assert two == products("mosaic")
-    plain = sum(one.times * one.flops for one in passes_of(config(model=WIDE), "gpu").products)
+    plain = sum(one.times * one.flops for one in passes_of(config(model=WIDE), "gpu").matmuls)
     assert total(two) > plain / 2
     # All gradients at once take 5 products in place of 7: two of one layer's attention less, for each.
     model = program(config(model=WIDE), jax.devices()[:1]).cfg
