@@ -25,7 +25,7 @@ def plans(monkeypatch: pytest.MonkeyPatch) -> Any:
     cfgs = {name: load_config(BASE, [f"train.steps={steps}"]) for steps, name in enumerate(SIZES, 1)}
     sized = {name: {"bytes_per_device": {"total": size}} for name, size in SIZES.items()}
     monkeypatch.setattr(common, "_compiled", lambda *_: sized)
-    monkeypatch.setattr(common, "apart", lambda raw: {"measured": (raw["train"]["steps"] + 1) * 2**30})
+    monkeypatch.setattr(common, "measure_apart", lambda raw: {"measured": (raw["train"]["steps"] + 1) * 2**30})
 
     def of(target: str, cards: int) -> Any:
         monkeypatch.setattr(devices, "nvidia_gpus", lambda: [CARD] * cards)
