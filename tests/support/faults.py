@@ -297,7 +297,7 @@ def second(scene: Scene) -> Outcomes:
     started.send(signal.SIGSTOP)  # or it might be finished before the other one has begun
     other = scene.start("twice")
     told = other.wait()
-    refused = other.codes == [2] and "is writing it" in told
+    refused = other.codes == [2] and "is in use by" in told
     started.kill()
     scene.finish("twice")
     same = scene.outcome("twice") == undisturbed(scene)
