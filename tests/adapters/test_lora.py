@@ -1,4 +1,4 @@
-"""What an adapter computes, against the weight that it stands for, in float64 by numpy."""
+"""LoRA and DoRA compared with the merged weight in float64."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def layer(magnitude):
 
 
 @pytest.mark.parametrize("magnitude", [False, True])
-def test_a_layer_is_that_of_the_sum(magnitude):
+def test_a_layer_with_an_adapter_equals_the_merged_layer(magnitude):
     linear, x = layer(magnitude), jax.random.normal(jax.random.key(3), (5, 24))
     w, a, b, bias = (np.float64(one.get_value()) for one in (linear.weight, linear.lora.a, linear.lora.b, linear.bias))
     summed = w + 0.7 * a @ b
@@ -36,7 +36,7 @@ def test_a_layer_is_that_of_the_sum(magnitude):
     np.testing.assert_allclose(linear(x), np.float64(x) @ summed + bias, rtol=2e-5, atol=2e-6)
 
 
-def test_the_scale_is_that_of_the_papers():
+def test_scale_of_lora_and_rslora():
     model = Network()
     lora(model, targets={"first": 4, "second": 16}, alpha=32)
     assert (model.first.lora.scale, model.second.lora.scale) == (8, 2)
@@ -44,7 +44,7 @@ def test_the_scale_is_that_of_the_papers():
     assert (model.first.lora.scale, model.second.lora.scale) == (8, 8)
 
 
-def test_lengths_count_as_constants():
+def test_gradients_do_not_pass_through_the_norms():
     """The gradient of A is that of m / c (x W + s x A B) with c held."""
     linear, x = layer(True), jax.random.normal(jax.random.key(3), (5, 24))
     graphdef, state = nnx.split(linear)
@@ -55,7 +55,7 @@ def test_lengths_count_as_constants():
     np.testing.assert_allclose(of["lora"]["a"].get_value(), 0.7 * np.float64(x).T @ (g @ b.T), rtol=1e-4, atol=1e-4)
 
 
-def test_rows_of_an_embedding():
+def test_an_adapter_of_an_embedding():
     embedding = Embedding(nnx.Rngs(0), 30, 8)
     embedding.lora = Lora(nnx.Rngs(1), embedding, 2, 0.5)
     ids = jnp.array([[3, 29, 0]])
@@ -66,7 +66,7 @@ def test_rows_of_an_embedding():
     np.testing.assert_allclose(embedding(ids, jnp.float32) - before, 0.5 * (a @ b)[ids], rtol=1e-5, atol=1e-6)
 
 
-def test_dropout_is_of_what_the_adapter_sees():
+def test_dropout_of_the_adapter_input():
     linear, x = layer(False), jnp.ones((4, 24))
     linear.lora.dropout = 0.5
     keys = jax.random.split(jax.random.key(0), 4)

@@ -1,4 +1,4 @@
-"""A learned prompt: what a network gives behind it, in training, in generation, and as PEFT's files have it."""
+"""Prompt tuning: what is trained, and what a network computes after a prompt in training and generation."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def alone():
     return Trained(config(**SECTIONS), updates=2)
 
 
-def test_only_the_prompt_learns_on_any_mesh(alone):
+def test_only_the_prompt_is_trained_on_any_mesh(alone):
     before, after = flatten_dict(alone.first), flatten_dict(alone.params)
     assert {path for path in before if (before[path] != after[path]).any()} == {("prompt", "weight")}
     assert alone.built.model.trainable == 4 * 32
@@ -35,7 +35,7 @@ def test_only_the_prompt_learns_on_any_mesh(alone):
     Trained(config(**SECTIONS, mesh=mesh, memory={"remat": "full"}), devices=4, updates=2).agrees_with(alone)
 
 
-def test_a_base_in_codes_stays_in_codes():
+def test_a_quantized_base_stays_quantized():
     placed = program(
         config(**{**SECTIONS, "adapter": {**SECTIONS["adapter"], "base": "nf4"}}), jax.devices()[:1]
     ).spec.state
@@ -43,7 +43,7 @@ def test_a_base_in_codes_stays_in_codes():
     assert placed.params["prompt"]["weight"].dtype == np.float32
 
 
-def test_it_is_read_before_every_text(alone):
+def test_a_prompt_is_read_before_every_text(alone):
     """Prompts of two lengths, and a conversation, are continued as whole sequences behind the rows would be."""
     built, params = alone.built, alone.state.params
     plain = nnx.merge(built.model.graphdef, params)
@@ -62,6 +62,6 @@ def test_it_is_read_before_every_text(alone):
     assert list(Thread(generator)(prompts[0], 3)) == said[:, 0].tolist()
 
 
-def test_it_cannot_be_merged(alone):
+def test_merging_a_prompt_is_an_error(alone):
     with pytest.raises(UserError, match="merge does not support a prompt"):
         adapters.merge(nnx.merge(alone.built.model.graphdef, alone.state.params))

@@ -42,19 +42,19 @@ def tokens(batch=2, time=13, seed=0):
 
 
 @pytest.mark.parametrize("name", PRESETS)
-def test_a_network_has_the_parameters_that_the_arithmetic_counts(name):
+def test_parameter_counts_equal_those_of_the_config(name):
     """Which are the published ones: tests/config/test_presets.py."""
     network = nnx.eval_shape(lambda: build(preset(name), nnx.Rngs(0)))
     assert sum(x.size for x in jax.tree.leaves(nnx.to_pure_dict(nnx.state(network)))) == parameter_count(preset(name))
 
 
-def test_every_weight_names_an_axis_for_each_dimension():
+def test_every_weight_has_logical_axes():
     network = nnx.eval_shape(lambda: Decoder(small(attention_bias=True, qk_norm=True), nnx.Rngs(0)))
     for path, variable in nnx.to_flat_state(nnx.split(network)[1]):
         assert len(variable.get_metadata()["axes"]) == len(variable.shape), path
 
 
-def test_a_token_changes_nothing_before_it():
+def test_attention_is_causal():
     network = Compiled(small())
     a = tokens()
     b = a.at[:, 8].set((a[:, 8] + 1) % 61)
@@ -63,7 +63,7 @@ def test_a_token_changes_nothing_before_it():
     assert float(jnp.abs(before[:, 8:] - after[:, 8:]).max()) > 1e-3
 
 
-def test_a_window_hides_what_lies_further_back():
+def test_a_window_masks_earlier_tokens():
     network = Compiled(small(window=3, layers=1))
     a = tokens()
     b = a.at[:, 2].set((a[:, 2] + 1) % 61)
@@ -72,7 +72,7 @@ def test_a_window_hides_what_lies_further_back():
     assert float(jnp.abs(before[:, 4] - after[:, 4]).max()) > 1e-4
 
 
-def test_packed_documents_do_not_see_each_other():
+def test_packed_documents_do_not_attend_to_each_other():
     network = Compiled(small())
     first, second = tokens(1, 5, 1), tokens(1, 8, 2)
     packed = jnp.concatenate([first, second], axis=1)
@@ -86,7 +86,7 @@ def test_packed_documents_do_not_see_each_other():
 @pytest.mark.parametrize(
     "fields", [{}, {"window": 4}, {"qk_norm": True, "attention_bias": True}, {"tie_embeddings": True}, {"kv_heads": 4}]
 )
-def test_the_cache_gives_what_the_whole_sequence_gives(fields):
+def test_decoding_with_a_kv_cache_equals_the_whole_sequence(fields):
     network = Compiled(small(**fields))
     ids = tokens(1, 11)
     whole = network(ids)
@@ -97,7 +97,7 @@ def test_the_cache_gives_what_the_whole_sequence_gives(fields):
         np.testing.assert_allclose(logits, whole[:, end - 1], atol=2e-5)
 
 
-def test_what_dropout_keeps_makes_up_for_what_it_drops():
+def test_dropout_scales_what_it_keeps():
     dropped = dropout(jnp.ones((4, 1000)), 0.25, jax.random.split(jax.random.key(0), 4))
     np.testing.assert_allclose(np.unique(dropped), [0, 4 / 3], rtol=1e-6)
     assert float(jnp.mean(dropped)) == pytest.approx(1, abs=0.05)
@@ -115,7 +115,7 @@ def test_dropout_needs_a_key_and_follows_it():
 
 
 @pytest.mark.parametrize("remat", ["none", "full", "dots"])
-def test_recomputation_changes_no_gradient(remat):
+def test_recompute_does_not_change_gradients(remat):
     cfg = small(dropout=0.3)
     ids = tokens()
 
@@ -132,7 +132,7 @@ def test_recomputation_changes_no_gradient(remat):
     )
 
 
-def test_products_in_bfloat16_norms_and_weights_in_float32():
+def test_matmuls_in_bfloat16_norms_and_weights_in_float32():
     network = Compiled(small(), Execution(dtype=np.dtype(jnp.bfloat16)))
     jaxpr = str(jax.make_jaxpr(network)(tokens()))
     assert "bf16[2,13,48] = dot_general" in jaxpr

@@ -1,4 +1,4 @@
-"""Losses and their gradients against float64, at sizes that overflow, and where the classes are split over devices."""
+"""Losses and their gradients compared with float64, for logits that overflow, and for sharded classes."""
 
 import re
 from functools import partial
@@ -119,7 +119,7 @@ def test_equal_logits_cost_the_logarithm_of_the_classes():
         np.testing.assert_allclose(loss, np.log(16), rtol=2e-4)  # 1e4 has three decimals in float32
 
 
-def test_z_loss_pulls_the_partition_to_one():
+def test_z_loss_is_least_for_a_partition_of_one():
     """Shifting all logits leaves the loss alone but for the z term, which is least where log(partition) is zero."""
     logits = jnp.asarray(draw(7), jnp.float32)
     label = jnp.asarray(2, jnp.int32)
@@ -178,7 +178,7 @@ def test_contrastive():
     )
 
 
-def test_rows_that_do_not_count_are_nobodys_negatives():
+def test_padding_rows_are_negatives_of_no_row():
     mask = np.array([1, 0, 1, 1, 0, 1])
     left, right = draw(6, 5).astype(np.float32), draw(6, 5, seed=1).astype(np.float32)
 
@@ -193,7 +193,7 @@ def test_rows_that_do_not_count_are_nobodys_negatives():
     assert np.all(np.any(gradient[mask == 1] != 0, axis=1))
 
 
-def test_contrastive_does_not_tell_left_from_right_nor_long_from_short():
+def test_contrastive_is_symmetric_and_scale_invariant():
     left, right, mask = draw(6, 5), draw(6, 5, seed=1), np.ones(6)
     one = paired(left, right, mask)
     swapped = paired(7 * right, left / 3, mask)
@@ -202,7 +202,7 @@ def test_contrastive_does_not_tell_left_from_right_nor_long_from_short():
     np.testing.assert_allclose(one[::-1], turned, rtol=1e-5)
 
 
-def test_contrastive_of_pairs_at_right_angles():
+def test_contrastive_of_orthogonal_pairs():
     """Of B such pairs each finds its own with probability 1 / (1 + (B - 1) exp(-1 / temperature))."""
     for size, temperature in ((4, 1.0), (8, 0.1)):
         same = paired(np.eye(size), 2 * np.eye(size), np.ones(size), temperature=temperature)
@@ -227,7 +227,7 @@ def collectives(compiled):
 
 
 @pytest.mark.parametrize("options", [{}, {"label_smoothing": 0.1, "z_loss": 1e-3}])
-def test_classes_split_over_devices_are_reduced_where_they_lie(options):
+def test_sharded_classes_are_reduced_in_place(options):
     rows, classes = 24, 64
     cfg = load_config({"name": "x", "model": {"preset": "tiny"}, "mesh": {"tensor": 8}, "train": {"steps": 1}})
     layout = layout_for(cfg, jax.devices()[:8])

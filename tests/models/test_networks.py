@@ -1,4 +1,4 @@
-"""The networks on pictures: shapes, symmetries, what their options change and what they must not."""
+"""Image networks: shapes, symmetries, and what their options may change."""
 
 import re
 from functools import cache
@@ -77,7 +77,7 @@ def differs(a, b, by=1e-3):
     ],
     ids=lambda cfg: cfg.family,
 )
-def test_one_row_of_outputs_for_each_image(cfg):
+def test_outputs_are_per_image(cfg):
     network = Compiled(cfg)
     draw = images if getattr(cfg, "inputs", "numbers") == "numbers" else categories
     pictures = draw(3, cfg.image_size, cfg.channels)
@@ -90,7 +90,7 @@ def test_one_row_of_outputs_for_each_image(cfg):
 
 
 @pytest.mark.parametrize("cfg", [VIT, CONVNET, MLP, changed(MLP, inputs="embedding")], ids=lambda cfg: cfg.family)
-def test_every_dimension_of_every_weight_is_named_and_has_a_rule(cfg):
+def test_every_weight_has_logical_axes_with_a_rule(cfg):
     known = set(make_rules(3).weights)
     variables = nnx.to_flat_state(Compiled(cfg).variables)
     assert len(variables) > 8
@@ -132,7 +132,7 @@ DEEP = [changed(VIT, layers=5), Convnet(stages=(8,), blocks=5), changed(MLP, lay
 
 @pytest.mark.parametrize("cfg", DEEP, ids=lambda cfg: cfg.family)
 @pytest.mark.parametrize(("remat", "share"), [("full", 0.7), ("dots", 1.0)])
-def test_recomputation_changes_what_is_kept_and_no_gradient(cfg, remat, share):
+def test_recompute_saves_memory_and_does_not_change_gradients(cfg, remat, share):
     (plain, expected), (frugal, found) = gradient(cfg, "none"), gradient(cfg, remat)
     assert all(np.any(leaf != 0) for leaf in jax.tree.leaves(expected))
     largest = max(float(jnp.abs(leaf).max()) for leaf in jax.tree.leaves(expected))
@@ -142,7 +142,7 @@ def test_recomputation_changes_what_is_kept_and_no_gradient(cfg, remat, share):
 
 
 @EVERY
-def test_products_in_bfloat16_norms_and_weights_in_float32(cfg):
+def test_matmuls_in_bfloat16_norms_and_weights_in_float32(cfg):
     network = Compiled(cfg, Execution(dtype=np.dtype(jnp.bfloat16)))
     jaxpr = str(jax.make_jaxpr(network)(images()))
     # Within attention, whose products have more dimensions, the kernel chooses.
@@ -169,7 +169,7 @@ def patches(pictures, patch):
     ]
 
 
-def test_a_vit_sees_each_patch_at_its_place():
+def test_a_vit_depends_on_patch_positions():
     network, order = Compiled(VIT), np.random.default_rng(0).permutation(16)
     cut = [patch for row in patches(images(), 2) for patch in row]
     rows = [jnp.concatenate([cut[order[4 * i + j]] for j in range(4)], axis=2) for i in range(4)]
@@ -182,7 +182,7 @@ def test_a_vit_sees_each_patch_at_its_place():
     np.testing.assert_allclose(network.call(nowhere, shuffled), network.call(nowhere, images()), atol=1e-5)
 
 
-def test_a_vit_sees_the_whole_of_each_patch():
+def test_a_vit_reads_all_pixels_of_a_patch():
     """Swapping two pixels of one patch, with the rows of the first weight that read them, is seen by no one."""
     network = Compiled(VIT)
     turned = jnp.concatenate([jnp.flip(jnp.concatenate(row, axis=2), axis=1) for row in patches(images(), 2)], axis=1)
@@ -201,7 +201,7 @@ def one_square(size, at, seed=0):
     return jnp.zeros((1, size, size, 1)).at[:, at[0] : at[0] + 3, at[1] : at[1] + 3].set(square)
 
 
-def test_a_convnet_finds_things_wherever_they_are():
+def test_a_convnet_is_translation_invariant():
     """Before the pooling a step moves what is found by a step. After it the image moves by the pooling's two pixels."""
     one_stage = Compiled(Convnet(image_size=24, stages=(8,), blocks=2))
     here = one_stage(one_square(24, (9, 9)))
@@ -245,12 +245,12 @@ def test_convolution_and_its_gradients():
 WAYS = {"cpu": convnet._gradients_on_cpu, "cuda": convnet._gradients}
 
 
-def test_both_ways_to_the_gradients_agree():
+def test_gradients_on_cpu_equal_those_of_jax():
     for ours, jaxs in zip(*(jax.jit(way)(*convolution_inputs()) for way in WAYS.values()), strict=True):
         np.testing.assert_allclose(ours, jaxs, atol=1e-5)
 
 
-def test_each_platform_gets_its_own_way():
+def test_each_platform_has_its_own_gradients():
     """The fast way on a CPU; elsewhere jax's own, in the orders that a GPU's compiler knows as gradients."""
 
     def orders(platform, function):
@@ -265,7 +265,7 @@ def test_each_platform_gets_its_own_way():
         assert (len(orders(platform, way)) == 1) == (platform == "cpu")
 
 
-def test_a_convnet_trains_with_the_convolutions_that_are_fast_on_a_cpu():
+def test_convolutions_have_the_orders_that_are_fast_on_a_cpu():
     """Within a loop XLA's CPU compiler leaves convolutions of other orders to a naive loop, 50 times slower."""
     text = gradient(DEEP[1], "none")[0].as_text()
     orders = re.findall(r"convolution\(.*dim_labels=([\w>-]+)", text)
@@ -277,7 +277,7 @@ def test_a_convnet_trains_with_the_convolutions_that_are_fast_on_a_cpu():
 
 
 @pytest.mark.parametrize(("inputs", "width"), [("numbers", 1), ("one_hot", 17), ("embedding", 8)])
-def test_an_mlp_knows_no_neighbours(inputs, width):
+def test_an_mlp_does_not_depend_on_pixel_order(inputs, width):
     """Shuffled pixels, with the rows of the first weight that read them, change nothing."""
     network, order = Compiled(changed(MLP, inputs=inputs)), np.random.default_rng(0).permutation(64)
     pictures = (images if inputs == "numbers" else categories)()
@@ -289,7 +289,7 @@ def test_an_mlp_knows_no_neighbours(inputs, width):
     assert differs(network(shuffled), network(pictures))
 
 
-def test_one_hot_is_an_embedding_whose_table_is_in_the_first_weight():
+def test_one_hot_equals_an_embedding_merged_into_the_first_weight():
     embedded, one_hot = (Compiled(changed(MLP, inputs=inputs)) for inputs in ("embedding", "one_hot"))
     table, stem = embedded.params["categories"], embedded.params["stem"]
     rows = jnp.einsum("cw,pwe->pce", table, stem["weight"].reshape(64, 8, -1)).reshape(64 * 17, -1)
@@ -300,7 +300,7 @@ def test_one_hot_is_an_embedding_whose_table_is_in_the_first_weight():
 
 
 @pytest.mark.parametrize("inputs", ["one_hot", "embedding"])
-def test_categories_have_no_order(inputs):
+def test_an_mlp_does_not_depend_on_category_order(inputs):
     """Renaming them, with the rows that stand for them, changes nothing; a picture of other categories differs."""
     network, order = Compiled(changed(MLP, inputs=inputs)), np.random.default_rng(0).permutation(17)
     params = dict(network.params)

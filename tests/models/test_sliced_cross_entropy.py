@@ -66,7 +66,7 @@ def test_values_and_gradients_equal_those_of_the_whole(slices, axes, terms):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-5, atol=1e-5), found, expected)
 
 
-def test_in_bfloat16_it_is_rounded_as_the_whole_is():
+def test_bfloat16_errors_are_those_of_the_whole():
     """Against float64, no further off than the whole."""
     x, weight, labels, counts = inputs(jnp.bfloat16)
     by_slices = lambda x, weight: sliced(x, weight, labels, counts, VocabSlices(VOCAB, 5), UNTIED)  # noqa: E731

@@ -56,7 +56,7 @@ FAULTS = {
         "jaxmem/models/attention.py",
         "return run(q, k, v, segment_ids=segment_ids, kv_segment_ids=segment_ids)",
         "return run(q, k, v)",
-        "tests/models/test_decoder.py::test_packed_documents_do_not_see_each_other",
+        "tests/models/test_decoder.py::test_packed_documents_do_not_attend_to_each_other",
     ),
     "micro-batch": Fault(
         "the last micro-batch dropped",
@@ -92,21 +92,21 @@ FAULTS = {
         "kernels/fused_attention/mask.py",
         "seen & (distance < window)",
         "seen & (distance <= window)",
-        "tests/models/test_decoder.py::test_a_window_hides_what_lies_further_back",
+        "tests/models/test_decoder.py::test_a_window_masks_earlier_tokens",
     ),
     "rounding": Fault(
         "stochastic rounding that always rounds down",
         "jaxmem/quant/precision.py",
         "noise = jax.random.bits(key, x.shape, jnp.uint16).astype(jnp.uint32)",
         "noise = jnp.zeros(x.shape, jnp.uint32)",
-        "tests/quant/test_precision.py::test_rounded_stochastically_a_value_is_one_of_its_neighbours_and_itself_in_the_mean",
+        "tests/quant/test_precision.py::test_stochastic_rounding_returns_a_neighbour_and_is_unbiased",
     ),
     "dropout": Fault(
         "what dropout keeps is not made larger",
         "jaxmem/models/layers.py",
         "x / (1.0 - rate)",
         "x",
-        "tests/models/test_decoder.py::test_what_dropout_keeps_makes_up_for_what_it_drops",
+        "tests/models/test_decoder.py::test_dropout_scales_what_it_keeps",
     ),
     "smoothing": Fault(
         "label smoothing the wrong way round",
