@@ -29,10 +29,11 @@ class Passes(NamedTuple):
     name: str
     max_dim: int
     forward: Callable[..., tuple[jax.Array, jax.Array]]  # call, q, k, v, masks -> out, lse
-    d_queries: Callable[..., jax.Array]  # call, q, k, v, d_out, rows, masks -> dq
-    d_keys: Callable[..., tuple[jax.Array, jax.Array]]  # the same -> dk, dv
-    # The same -> dq, dk, dv, in sums whose order changes from run to run; None: two kernels.
+    # call, q, k, v, d_out, rows, masks -> dq, dk, dv, in sums whose order changes from run to run; None: two kernels.
     one_pass: Callable[..., tuple[jax.Array, jax.Array, jax.Array]] | None = None
+    d_queries: Callable[..., jax.Array] | None = None  # the same -> dq
+    d_keys: Callable[..., tuple[jax.Array, jax.Array]] | None = None  # the same -> dk, dv
+    two_kernels: Any = None  # the Passes whose d_queries and d_keys run; None: its own
     dtypes: tuple[str, ...] = DTYPES
     min_block: int = 16  # positions
     capability: int | None = None  # the only compute capability that is supported: 90 is 9.0
@@ -79,12 +80,14 @@ def _backward(passes: Passes, options: Options, saved: Any, cotangents: tuple[An
     # d(loss)/d(score) = p (dp - inner): the row's product of output and cotangent, less the cotangent of the
     # log-sum-exp. A row that sees nothing has p = exp(-inf) = 0, once its log-sum-exp of -inf is out of the way.
     inner = jnp.sum(out.astype(jnp.float32) * d_out.astype(jnp.float32), axis=-1).swapaxes(1, 2) - d_lse
-    gradients = None if options.deterministic else passes.one_pass
-    call = _call(passes, "gradients" if gradients else "d_queries", options, q, k)
+    one_pass = None if options.deterministic else passes.one_pass
+    passes = passes if one_pass else passes.two_kernels or passes
+    call = _call(passes, "gradients" if one_pass else "d_queries", options, q, k)
     rows = jnp.where(jnp.isneginf(lse), 0.0, lse / call.unit), inner
     arrays = q, k, v, d_out.astype(q.dtype), rows
-    if gradients is not None:
-        return *gradients(call, *arrays, _mask_arrays(call, extras, by_keys=True)), None
+    if one_pass is not None:
+        return *one_pass(call, *arrays, _mask_arrays(call, extras, by_keys=True)), None
+    assert passes.d_queries is not None and passes.d_keys is not None  # noqa: PT018
     dq = passes.d_queries(call, *arrays, _mask_arrays(call, extras, by_keys=False))
     call = _call(passes, "d_keys", options, q, k)
     dk, dv = passes.d_keys(call, *arrays, _mask_arrays(call, extras, by_keys=True))

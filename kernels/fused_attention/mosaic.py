@@ -1,12 +1,12 @@
 """Attention for Hopper, compiled by Mosaic GPU, in FlashAttention-3's way (Shah et al., arXiv:2407.08608).
 
 A program is three warpgroups. One copies, by TMA; two multiply, by asynchronous `wgmma`, and forward they take turns,
-so that the products of one hide the softmax of the other. Heads of 64 and 128 go backward in one pass, of 5 products:
-10 operations for each pair and dimension, dq in float32, and sums whose order changes from run to run. There are two
-passes with `deterministic`, and for other heads, as in `triton.py`: 14 operations, equal bits for equal input.
+so that the matmuls of one overlap the softmax of the other. Heads of 64 and 128 go backward in one pass, of 5 matmuls:
+10 operations for each pair and dimension, dq in float32, and sums whose order changes from run to run. All other
+backward passes, `deterministic` ones and heads of other widths, are `triton.py`'s: 14 operations, equal bits for equal
+input.
 
-It takes 16-bit numbers, as the tensor cores do, and heads of `WIDTHS`; others are filled up with zeros, in a copy. The
-backward pass of heads wider than 128, for whose sums there are no registers, is `triton.py`'s (`_passes`).
+Supported are 16-bit dtypes, as of the tensor cores, and heads of `WIDTHS`; others are padded with zeros, in a copy.
 """
 
 from __future__ import annotations
@@ -26,13 +26,14 @@ from . import flash, triton
 from .arguments import Extras, Options
 from .block import Call, MaskArrays
 from .flash import Passes
-from .mosaic_gradients import d_keys, d_queries
+from .mosaic_gradients import gradients
 from .mosaic_parts import BATCH, BLOCK, COMPUTING, HEAD, ROWS, Own, SharedGradients, Stream
 from .mosaic_programs import forward
 
 WIDTHS = (64, 96, 128, 256)
-ONE_PASS = (64, 128)  # whose columns two warpgroups share evenly, in tiles
-WIDEST = 128  # of the backward pass: the sums of dk and dv take 2 x dim registers of a thread's 240
+# Backward: columns that two warpgroups share evenly, in tiles, and whose sums of dk and dv fit in a thread's 240
+# registers.
+ONE_PASS = (64, 128)
 
 
 def _forward(call: Call, q: Any, k: Any, v: Any, masks: MaskArrays) -> tuple[Any, Any]:
@@ -62,79 +63,33 @@ def _forward(call: Call, q: Any, k: Any, v: Any, masks: MaskArrays) -> tuple[Any
     return out[..., : call.dim], lse[..., :queries]
 
 
-def _d_queries(call: Call, q: Any, k: Any, v: Any, d_out: Any, rows: Any, masks: MaskArrays) -> jax.Array:
-    heads = q.shape[2]
-    q, k, v, d_out = _widened(q, k, v, d_out)
-    ids = masks.ids is not None
-    (dq,) = _run(
-        "attention_d_queries",
-        6 * call.pairs / call.queries,
-        functools.partial(d_queries, call, heads // k.shape[2]),
-        call,
-        (q, k, v, d_out, *(_filled(x, call.blocks.queries) for x in rows)),
-        masks,
-        [q],
-        heads=heads,
-        by_keys=False,
-        scratch={
-            "own": _own(q, of=2, numbers=2, ids=ids),
-            "keys": _stream(call, call.blocks.keys, q, of=1, ids=ids),
-            "values": _stream(call, call.blocks.keys, q, of=1),
-        },
-    )
-    return dq[..., : call.dim]
-
-
-def _d_keys(call: Call, q: Any, k: Any, v: Any, d_out: Any, rows: Any, masks: MaskArrays) -> tuple[Any, Any]:
-    dk, dv = _by_keys("attention_d_keys", 8, call, q, k, v, d_out, rows, masks)
-    return dk, dv
-
-
 def _gradients(call: Call, q: Any, k: Any, v: Any, d_out: Any, rows: Any, masks: MaskArrays) -> tuple[Any, Any, Any]:
-    dk, dv, dq = _by_keys("attention_gradients", 10, call, q, k, v, d_out, rows, masks, together=True)
-    return (dq * call.options.scale).astype(q.dtype), dk, dv
-
-
-def _by_keys(
-    name: str,
-    products: int,
-    call: Call,
-    q: Any,
-    k: Any,
-    v: Any,
-    d_out: Any,
-    rows: Any,
-    masks: MaskArrays,
-    *,
-    together: bool = False,
-) -> list[Any]:
-    heads, kv_heads = q.shape[2], k.shape[2]
+    heads, kv_heads, dtype = q.shape[2], k.shape[2], q.dtype
     q, k, v, d_out = _widened(q, k, v, d_out)
     ids = masks.ids is not None
     size, half = call.blocks.queries, q.shape[3] // COMPUTING
-    line = min(128, 2 * half) if together else 128
-    scratch = {
-        "own": _own(q, of=2, ids=ids, line=line),
-        "queries": _stream(call, size, q, of=2, numbers=2, ids=ids, line=line),
-    }
-    if together:
-        ds = plgpu.SMEM((2, COMPUTING, ROWS, size), q.dtype, transforms=_tiles(q.dtype, line))
-        dq = plgpu.SMEM((COMPUTING, size, half), jnp.float32, transforms=_tiles(jnp.float32, 128))
-        scratch["together"] = SharedGradients(ds, plgpu.Barrier(num_arrivals=COMPUTING), dq)
-    made = _run(
-        name,
-        products * call.pairs * (1 / call.queries if together else heads / kv_heads / call.keys),
-        functools.partial(d_keys, call, heads // kv_heads),
+    line = min(128, 2 * half)
+    ds = plgpu.SMEM((2, COMPUTING, ROWS, size), q.dtype, transforms=_tiles(q.dtype, line))
+    dq = plgpu.SMEM((COMPUTING, size, half), jnp.float32, transforms=_tiles(jnp.float32, 128))
+    found = _run(
+        "attention_gradients",
+        10 * call.pairs / call.queries,
+        functools.partial(gradients, call, heads // kv_heads),
         call,
         (q, k, v, d_out, *(_filled(x, size) for x in rows)),
         masks,
         [k, k],
         heads=kv_heads,
         by_keys=True,
-        scratch=scratch,
-        sums=[jax.ShapeDtypeStruct(q.shape, jnp.float32)] * together,
+        scratch={
+            "own": _own(q, of=2, ids=ids, line=line),
+            "queries": _stream(call, size, q, of=2, numbers=2, ids=ids, line=line),
+            "together": SharedGradients(ds, plgpu.Barrier(num_arrivals=COMPUTING), dq),
+        },
+        sums=[jax.ShapeDtypeStruct(q.shape, jnp.float32)],
     )
-    return [x[..., : call.dim] for x in made]
+    dk, dv, dq = (x[..., : call.dim] for x in found)
+    return (dq * call.options.scale).astype(dtype), dk, dv
 
 
 def _run(
@@ -202,7 +157,7 @@ def _tiles(dtype: Any, line: int) -> tuple[Any, Any]:
 
 
 def _width(dim: int) -> int:
-    return min(width for width in WIDTHS if width >= dim)
+    return min((width for width in WIDTHS if width >= dim), default=dim)
 
 
 def _widened(*arrays: jax.Array) -> list[jax.Array]:
@@ -220,20 +175,13 @@ PASSES = Passes(
     "mosaic",
     WIDTHS[-1],
     _forward,
-    _d_queries,
-    _d_keys,
     dtypes=("bfloat16", "float16"),
     min_block=COMPUTING * ROWS,
     capability=90,
+    two_kernels=triton.PASSES,
 )
 
 
 def attend(q: jax.Array, k: jax.Array, v: jax.Array, options: Options, extras: Extras) -> tuple[jax.Array, jax.Array]:
-    return flash.attend(_passes(q.shape[3]), q, k, v, options, extras)
-
-
-def _passes(dim: int) -> Passes:
-    """Of heads of this width."""
-    if dim > WIDEST:
-        return PASSES._replace(d_queries=triton.PASSES.d_queries, d_keys=triton.PASSES.d_keys)
-    return PASSES._replace(one_pass=_gradients) if _width(dim) in ONE_PASS else PASSES
+    passes = PASSES._replace(one_pass=_gradients) if _width(q.shape[3]) in ONE_PASS else PASSES
+    return flash.attend(passes, q, k, v, options, extras)

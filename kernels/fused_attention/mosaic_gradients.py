@@ -1,8 +1,7 @@
-"""The backward programs of the Mosaic GPU kernels: dq; dk and dv; and all three at once.
+"""The backward program of the Mosaic GPU kernels: dq, dk and dv in 5 matmuls. `mosaic.py` launches it.
 
-Each of the first two makes the scores and their gradients, 7 products in all, and sums in registers, so equal input
-gives equal bits. At once that is 5 products: a program has some keys, sums their dk and dv in registers, and adds what
-they give to dq to memory, by TMA, in whatever order programs come.
+A program has some keys, sums their dk and dv in registers, and adds what they give to dq to memory, by TMA, in whatever
+order programs come.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxmem.kernels.mosaic_launch import THREAD
 
 from .block import LOG2E, Call, MaskArrays, capped_scores
-from .block_ranges import key_ranges, loop_over, query_ranges
+from .block_ranges import loop_over, query_ranges
 from .mosaic_parts import (
     BATCH,
     BLOCK,
@@ -33,9 +32,7 @@ from .mosaic_parts import (
     Own,
     SharedGradients,
     Stream,
-    add_products,
     broadcast_along,
-    copy_keys,
     copy_next,
     copy_own,
     dropout_factor,
@@ -44,8 +41,6 @@ from .mosaic_parts import (
     masked_scores,
     opaque_zero,
     positions,
-    products,
-    reversed_block,
     select_batch,
     slice_ids,
     slot_of,
@@ -55,7 +50,7 @@ from .mosaic_parts import (
 )
 
 
-def d_queries(
+def gradients(
     call: Call,
     groups: int,
     q_ref: Any,
@@ -66,88 +61,16 @@ def d_queries(
     inner_ref: Any,
     masks: MaskArrays,
     dq_ref: Any,
+    dk_ref: Any,
+    dv_ref: Any,
     *,
     own: Own,
-    keys: Stream,
-    values: Stream,
-) -> None:
-    number, head, batch = (lax.axis_index(name) for name in (THREAD, HEAD, BATCH))
-    block = reversed_block(call.queries, call.blocks.queries)
-    masks = select_batch(masks, batch)
-    ranges = key_ranges(call, block, masks)
-    shape = (ROWS, call.blocks.keys)
-    base = call.unit * LOG2E
-
-    @pl.when(number < COMPUTING)
-    def _() -> None:
-        plgpu.set_max_registers(REGISTERS, action="increase")
-        first = block * call.blocks.queries + number * ROWS
-        here, rows = (batch, pl.ds(first, ROWS), head), (batch, head, pl.ds(first, ROWS))
-        q, d_out, *held = copy_own(
-            own,
-            number,
-            q_ref.at[here],
-            d_out_ref.at[here],
-            lse_ref.at[rows],
-            inner_ref.at[rows],
-            slice_ids(masks.ids, first, ROWS),
-        )
-        lse, inner, *ids = (load_as(x, BY_ROW) for x in held)
-        level = lse * base
-        at = positions(ROWS, first, BY_ROW)
-        words = dropout_words(masks, batch * lax.axis_size(HEAD) + head, at)
-
-        def visit(j: Any, dq: Any, *, masked: bool) -> Any:
-            slot = slot_of(call, j - ranges[0].start)
-            k, v = keys.held[0].at[slot], values.held[0].at[slot]
-            plgpu.barrier_wait(keys.here.at[slot])
-            plgpu.barrier_wait(values.here.at[slot])
-            raw, dp = products(shape, (q, k.transpose((1, 0))), (d_out, v.transpose((1, 0))))
-            plgpu.barrier_arrive(values.free.at[slot])
-            s, slope = capped_scores(call, raw, tanh)
-            key = positions(call.blocks.keys, j * call.blocks.keys, BY_COLUMN)
-            if masked:
-                theirs = load_as(keys.held[1].at[slot], BY_COLUMN) if ids else None
-                s = masked_scores(call, s, at, key, ids[0] if ids else None, theirs, (0, 1))
-            p = jnp.exp2(s * base - broadcast_along(level, shape, 0))
-            if words is not None:
-                dp = dp * dropout_factor(call, words, key, shape, (0, 1))
-            ds = p * (dp - broadcast_along(inner, shape, 0))
-            ds = ds if slope is None else ds * slope
-            (dq,) = add_products((dq, ds.astype(q.dtype), k))
-            plgpu.barrier_arrive(keys.free.at[slot])
-            return dq
-
-        dq = loop_over(ranges, visit, zeros_in((ROWS, q.shape[-1]), WGMMA))
-        q[...] = (dq * call.options.scale).astype(q.dtype)
-        write_back((q, dq_ref.at[here]))
-
-    @pl.when(number == COMPUTING)
-    def _() -> None:
-        copy_keys(
-            call, batch, head, groups, ranges[0].start, ranges[-1].stop, (k_ref, v_ref, masks.kv_ids), keys, values
-        )
-
-
-def d_keys(
-    call: Call,
-    groups: int,
-    q_ref: Any,
-    k_ref: Any,
-    v_ref: Any,
-    d_out_ref: Any,
-    lse_ref: Any,
-    inner_ref: Any,
-    masks: MaskArrays,
-    *outputs: Any,
-    own: Own,
     queries: Stream,
-    together: SharedGradients | None = None,
+    together: SharedGradients,
 ) -> None:
-    """dk, dv; with `together` also dq, in float32 and not yet times the scale, to which it adds. Scores lie transposed,
-    keys by queries, as the sums of dk and dv read them. That of dq goes over the keys of both warpgroups: each gives
-    the other its part of the scores' gradient, and makes half of dq's columns."""
-    *dq_ref, dk_ref, dv_ref = outputs
+    """dk, dv, and dq in float32, not yet times the scale, to which it adds. Scores lie transposed, keys by queries, as
+    the sums of dk and dv read them. That of dq goes over the keys of both warpgroups: each gives the other its part of
+    the scores' gradient, and makes half of dq's columns."""
     number, block, kv_head, batch = (lax.axis_index(name) for name in (THREAD, BLOCK, HEAD, BATCH))
     masks = select_batch(masks, batch)
     ranges = query_ranges(call, block, masks)
@@ -200,10 +123,7 @@ def d_keys(
                         p, dp = jnp.abs(p), jnp.where(p > 0.0, dp * more, 0.0) + less()
                     ds = p * dp
                     ds = (ds if slope is None else ds * slope).astype(q.dtype)
-                    if together is None:
-                        plgpu.wgmma(dk, ds, q)
-                        return
-                    there = dq_ref[0].at[batch, pl.ds(i * size, size), kv_head * groups + g]
+                    there = dq_ref.at[batch, pl.ds(i * size, size), kv_head * groups + g]
                     _and_to_dq(together, n, number, ds, (dk, q), own.held[0].at[pl.ds(zero, COMPUTING)], there)
 
                 zeros = zeros_in(shape, WGMMA)
@@ -218,8 +138,7 @@ def d_keys(
         k, v = (x.at[number] for x in own.held[:2])
         zeros = zeros_in((ROWS, k.shape[-1]), WGMMA)
         dk, dv = lax.fori_loop(0, groups, of_head, (zeros, zeros))
-        if together is not None:  # until then the other one may read these keys
-            _meet(together)
+        _meet(together)  # until then the other warpgroup may read these keys
         k[...] = (dk * call.options.scale).astype(k.dtype)
         v[...] = dv.astype(v.dtype)
         write_back((k, dk_ref.at[here]), (v, dv_ref.at[here]))
@@ -248,7 +167,7 @@ def d_keys(
 def _and_to_dq(
     together: SharedGradients, n: Any, number: Any, ds: jax.Array, dk: tuple[Any, Any], keys: Any, dq_ref: Any
 ) -> None:
-    """dk's product, and beside it this warpgroup's columns of dq's, over the keys of both; `n` counts them."""
+    """dk's matmul, and beside it this warpgroup's columns of dq's, over the keys of both; `n` counts them."""
     both = together.ds.at[lax.rem(n, 2)]
     both.at[number][...] = ds
     _meet(together)

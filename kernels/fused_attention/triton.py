@@ -148,5 +148,5 @@ def _run(
     )
 
 
-PASSES = Passes("triton", 256, _forward, _d_queries, _d_keys)
+PASSES = Passes("triton", 256, _forward, d_queries=_d_queries, d_keys=_d_keys)
 attend = functools.partial(flash.attend, PASSES)

@@ -11,7 +11,7 @@ from jaxmem.kernels import tuning
 
 from .block import Blocks
 
-PASSES = ("forward", "d_queries", "d_keys")  # of all; `mosaic` has another, "gradients"
+PASSES = ("forward", "d_queries", "d_keys")  # of `triton`; `mosaic` has forward and "gradients"
 
 # By the bytes of a number and the width of a head, up to which they hold. A forward block takes (queries + 2 keys
 # stages) width numbers of shared memory: a consumer GPU gives it 99 KB. d_keys keeps two sums of keys x width in
@@ -44,12 +44,8 @@ MOSAIC = {
     ("forward", 2, 64): Blocks(128, 128, 8, 3),
     ("forward", 2, 128): Blocks(128, 128, 8, 2),
     ("forward", 2, 256): Blocks(128, 64, 8, 2),
-    ("d_queries", 2, 64): Blocks(128, 128, 8, 2),
-    ("d_queries", 2, 128): Blocks(128, 64, 8, 3),
     ("gradients", 2, 64): Blocks(64, 128, 8, 2),
     ("gradients", 2, 128): Blocks(64, 128, 8, 2),
-    ("d_keys", 2, 64): Blocks(64, 128, 8, 2),
-    ("d_keys", 2, 128): Blocks(64, 128, 8, 2),
 }
 
 
@@ -57,7 +53,7 @@ def space(implementation: str, of: str, wide: int, itemsize: int, shared: int) -
     """What may be measured for a pass of heads of `wide`: what has room in shared memory and in registers."""
     if implementation == "mosaic":  # two warpgroups of 64 rows
         own, others = (128,), (64, 128, 192)
-        sizes = itertools.product(*((others, own) if of in ("d_keys", "gradients") else (own, others)), (8,), (2, 3, 4))
+        sizes = itertools.product(*((others, own) if of == "gradients" else (own, others)), (8,), (2, 3, 4))
     else:
         stages = (2, 3) if of == "forward" else (1, 2)
         sizes = itertools.product((32, 64, 128), (32, 64, 128), (4, 8), stages)
