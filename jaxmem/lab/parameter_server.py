@@ -1,19 +1,17 @@
-"""Data parallelism by a server: workers push gradients to it and pull weights from it (Li et al., 2014).
+"""Data parallelism with a parameter server: workers push gradients to it and pull weights from it (Li et al., 2014).
 
-The server holds the weights and the optimizer's state on a device of its own, or in host memory (a CPU device);
-a worker holds weights, gradients and activations, and no optimizer state. With n workers and B bytes of weights,
-n B of gradients enter the server's one link in a step and n B of weights leave it; in a ring all-reduce every link
-carries 2 B (n-1)/n. So the server is the narrow place, by n^2 / (2 (n-1)), and `train` does not use it. What it gives
-in return is that workers need not wait for each other:
+The server stores the weights and the optimizer state on a device of its own or in host memory; a worker stores weights,
+gradients and activations, and no optimizer state. With n workers and B bytes of weights, n B of gradients enter the
+server's link in each step and n B of weights leave it; in a ring all-reduce every link carries 2 B (n-1)/n. The
+server's link is the bottleneck, by n^2 / (2 (n-1)), so `train` does not use a server. In return, workers need not wait:
 
-- synchronous (`ahead=None`): weights change when all have pushed, by the mean of their gradients. That is the ordinary
-  step, number for number; the slowest worker sets the pace.
-- asynchronous (`ahead=s`): weights change at each worker's push, by what it found at weights that may be old since.
-  A worker may be at most s steps ahead of the slowest (Ho et al., 2013), so in n workers at most (n-1)(2s+1) updates
-  of others fall between what one pulled and what it pushes.
+- synchronous (`staleness=None`): weights change when all workers have pushed, by the mean of their gradients. This is
+  the ordinary step; the slowest worker sets the pace.
+- asynchronous (`staleness=s`): weights change at each push, by gradients of weights that may be stale. A worker may be
+  at most s steps ahead of the slowest (stale synchronous parallel: Ho et al., 2013), so with n workers at most
+  (n-1)(2s+1) updates of others fall between a pull and its push.
 
-Here workers are threads of one process, each with a device; gradients and weights really travel between devices, and
-are counted.
+Workers are threads of one process, each with a device. Gradients and weights move between devices, and are counted.
 """
 
 from __future__ import annotations
@@ -41,7 +39,7 @@ Gradient = Callable[[Any, Any], tuple[jax.Array, Any]]  # (weights, batch) -> lo
 
 @dataclass
 class Traffic:
-    """What went through the server's link."""
+    """Bytes over the server's link."""
 
     received: int = 0  # bytes of gradients
     sent: int = 0  # bytes of weights
@@ -51,7 +49,7 @@ class ParameterServer:
     """server = ParameterServer(params, optax.adam(1e-3), workers=4, device=jax.devices()[4])
     losses = train(server, gradient, batches, jax.devices()[:4])
 
-    Weights are numbered as `jax.tree.leaves` orders them. A step of a worker is a pull and a push of every number.
+    Weights have the indices of `jax.tree.leaves`. In a step a worker pulls and pushes every index once.
     """
 
     def __init__(
@@ -60,31 +58,33 @@ class ParameterServer:
         tx: optax.GradientTransformation,
         workers: int,
         device: jax.Device,
-        ahead: int | None = None,
+        staleness: int | None = None,
     ) -> None:
-        self.device, self.workers, self.ahead = device, workers, ahead
+        self.device, self.workers, self.staleness = device, workers, staleness
         self.traffic = Traffic()
-        self.worst_lead = 0  # steps that a worker was ahead of the slowest
-        self.worst_staleness = 0  # updates between what a worker pulled and what it pushed
+        self.worst_lead = 0  # the most steps that a worker was ahead of the slowest
+        self.worst_staleness = 0  # the most updates between a worker's pull and its push
         leaves = jax.tree.leaves(jax.device_put(params, device))
         self.structure: Any = jax.tree.structure(params)
-        self._leaves = [jnp.copy(leaf) for leaf in leaves]  # updated in place: the caller keeps its own
+        self._leaves = [jnp.copy(leaf) for leaf in leaves]  # a copy, because updates are in place
         with jax.numpy_dtype_promotion("standard"):  # optax mixes dtypes on purpose
             self._state = tx.init(jax.tree.unflatten(self.structure, self._leaves))
-        self._update = jax.jit(partial(_updated, tx), donate_argnums=(0, 1))
-        self._version = 0  # updates done
+        self._update = jax.jit(partial(_update_weights, tx), donate_argnums=(0, 1))
+        self._version = 0  # number of updates
         self._changed = threading.Condition()
         self._stopped = False
-        self._clocks = [0] * workers  # steps that each has pushed whole
-        self._left = [len(leaves)] * workers  # pushes to the end of each one's step
-        self._based_on = [0] * workers  # the version that each pulled for its present step
-        rows = workers if ahead is not None else 1  # synchronous pushes add up in one buffer, in the workers' order
+        self._clocks = [0] * workers  # complete steps of each worker
+        self._left = [len(leaves)] * workers  # pushes until the end of each worker's step
+        self._based_on = [0] * workers  # the version that each worker pulled for its current step
+        rows = (
+            workers if staleness is not None else 1
+        )  # synchronous gradients are summed in one buffer, in worker order
         self._pushed: list[list[jax.Array | None]] = [[None] * len(leaves) for _ in range(rows)]
         self._turn = [0] * len(leaves)
 
     @property
     def params(self) -> Any:
-        """A copy of the weights as they are."""
+        """A copy of the current weights."""
         with self._changed:
             return self.structure.unflatten([jnp.copy(leaf) for leaf in self._leaves])
 
@@ -93,25 +93,27 @@ class ParameterServer:
         return self._version
 
     def pull(self, index: int, worker: int, to: jax.Device) -> jax.Array:
-        """One weight, as new as this worker may have it: waits for the other workers if it must."""
+        """One weight, copied to device `to`. Waits until the other workers have come far enough."""
         with self._changed:
             clock = self._clocks[worker]
-            self._until(lambda: self._version == clock if self.ahead is None else clock - self._slowest <= self.ahead)
+            self._wait(
+                lambda: self._version == clock if self.staleness is None else clock - self._slowest <= self.staleness
+            )
             if index == 0:
                 self._based_on[worker] = self._version
                 self.worst_lead = max(self.worst_lead, clock - self._slowest)
             leaf = self._leaves[index]
             self.traffic.sent += leaf.nbytes
-            # Read before anybody may donate it to an update.
+            # Copied before an update may donate it.
             return jax.block_until_ready(jax.device_put(jnp.copy(leaf), to))
 
     def push(self, index: int, gradient: jax.Array, worker: int) -> None:
-        """One gradient; with the last one of a step, the weights change."""
+        """Sends one gradient; the last one of a step updates the weights."""
         gradient = jax.device_put(gradient, self.device)
         with self._changed:
             self.traffic.received += gradient.nbytes
-            if self.ahead is None:
-                self._until(lambda: self._turn[index] == worker)
+            if self.staleness is None:
+                self._wait(lambda: self._turn[index] == worker)
                 pushed, total = self._pushed[0], self._pushed[0][index]
                 pushed[index] = gradient if total is None else total + gradient
                 self._turn[index] += 1
@@ -131,14 +133,14 @@ class ParameterServer:
             self._changed.notify_all()
 
     def leave(self, worker: int) -> None:
-        """This worker pushes no more: nobody waits for it."""
+        """This worker has ended: the others do not wait for it."""
         with self._changed:
             self._clocks[worker] = 1 << 60
             self._changed.notify_all()
 
     @contextmanager
     def working(self, worker: int) -> Iterator[None]:
-        """Around all that a worker does. If it fails, the others do not wait for it forever."""
+        """Encloses the work of a worker. If it fails, the others stop waiting and fail too."""
         try:
             yield
         except BaseException:
@@ -146,16 +148,14 @@ class ParameterServer:
                 self._stopped = True
                 self._changed.notify_all()
             raise
-        if self.ahead is not None:
+        if self.staleness is not None:
             self.leave(worker)
-
-    # -------------------------------------------------------------- inside
 
     @property
     def _slowest(self) -> int:
         return min(self._clocks)
 
-    def _until(self, ready: Callable[[], bool]) -> None:
+    def _wait(self, ready: Callable[[], bool]) -> None:
         self._changed.wait_for(lambda: ready() or self._stopped)
         if self._stopped:
             raise RuntimeError("another worker has failed")
@@ -172,14 +172,14 @@ class ParameterServer:
 def train(
     server: ParameterServer, gradient: Gradient, batches: Sequence[Sequence[Any]], devices: Sequence[jax.Device]
 ) -> list[list[float]]:
-    """Each worker, on a device of its own, takes its batches one after another; the losses that each saw."""
+    """Trains each worker on its batches on its device. Returns the losses [worker][step]."""
     with ThreadPoolExecutor(server.workers, "worker") as pool:
-        numbers = range(server.workers)
-        return list(pool.map(lambda n: _work(server, gradient, n, batches[n], devices[n]), numbers))
+        workers = range(server.workers)
+        return list(pool.map(lambda n: _work(server, gradient, n, batches[n], devices[n]), workers))
 
 
 def gradient_of(program: Program) -> Gradient:
-    """Of a config's own network and objective: the mean over a batch's rows, as in its training step."""
+    """Loss and gradients of a program's network and objective: means over a batch, as in its training step."""
     of_batch = objective(program.cfg.objective, program.cfg.memory)
 
     def mean(params: Any, batch: dict[str, jax.Array]) -> jax.Array:
@@ -190,7 +190,7 @@ def gradient_of(program: Program) -> Gradient:
 
 
 def busiest_link(parameter_bytes: int, workers: int) -> tuple[int, float]:
-    """Bytes a step, one way, through the busiest link: of a server, and of a ring all-reduce.
+    """Bytes per step in one direction over the busiest link: of a server, and of a ring all-reduce.
 
     >>> busiest_link(1000, 4)
     (4000, 1500.0)
@@ -206,14 +206,16 @@ def _work(
         for batch in batches:
             count = server.structure.num_leaves
             params = server.structure.unflatten([server.pull(index, worker, device) for index in range(count)])
-            loss, found = gradient(params, jax.device_put(batch, device))
-            for index, leaf in enumerate(jax.tree.leaves(found)):
+            loss, gradients = gradient(params, jax.device_put(batch, device))
+            for index, leaf in enumerate(jax.tree.leaves(gradients)):
                 server.push(index, leaf, worker)
             losses.append(float(np.asarray(loss)))
     return losses
 
 
-def _updated(tx: optax.GradientTransformation, params: Any, state: Any, gradients: Any, count: int) -> tuple[Any, Any]:
+def _update_weights(
+    tx: optax.GradientTransformation, params: Any, state: Any, gradients: Any, count: int
+) -> tuple[Any, Any]:
     gradients = jax.tree.map(lambda g: g / jnp.asarray(count, g.dtype), gradients)
     with jax.numpy_dtype_promotion("standard"):
         updates, state = tx.update(gradients, state, params)

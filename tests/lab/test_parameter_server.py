@@ -99,21 +99,21 @@ def squared(params, batch):
     return jax.value_and_grad(lambda p: jnp.mean((batch["x"] @ p["w"] + p["b"] - batch["y"]) ** 2))(params)
 
 
-@pytest.mark.parametrize("ahead", [0, 2])
-def test_asynchronous_converges_within_its_bound(ahead):
+@pytest.mark.parametrize("staleness", [0, 2])
+def test_asynchronous_converges_within_its_bound(staleness):
     steps = 60
-    server = ParameterServer(NOTHING, optax.sgd(0.05), WORKERS, jax.devices()[7], ahead=ahead)
+    server = ParameterServer(NOTHING, optax.sgd(0.05), WORKERS, jax.devices()[7], staleness=staleness)
     losses = train(server, squared, [linear(n, steps) for n in range(WORKERS)], jax.devices()[:WORKERS])
     np.testing.assert_allclose(server.params["w"], TRUE, atol=1e-2)
     assert all(seen[-1] < 1e-3 * seen[0] for seen in losses)
     assert server.updates == WORKERS * steps
-    assert server.worst_lead <= ahead
-    assert 0 < server.worst_staleness <= (WORKERS - 1) * (2 * ahead + 1)
+    assert server.worst_lead <= staleness
+    assert 0 < server.worst_staleness <= (WORKERS - 1) * (2 * staleness + 1)
 
 
-def test_nobody_runs_further_ahead_than_allowed():
-    """Driven by hand: the second worker never pushes, and the first may do two steps more than it."""
-    server = ParameterServer(NOTHING, optax.sgd(0.1), 2, jax.devices()[7], ahead=2)
+def test_no_worker_is_further_ahead_than_allowed():
+    """The second worker never pushes, and the first may do two steps more than it."""
+    server = ParameterServer(NOTHING, optax.sgd(0.1), 2, jax.devices()[7], staleness=2)
 
     def step():
         for index in range(2):
@@ -143,6 +143,6 @@ def test_a_worker_that_fails_stops_the_others():
 
 
 def test_workers_may_stop_at_different_times():
-    server = ParameterServer(NOTHING, optax.adam(0.1), 2, jax.devices()[7], ahead=1)
+    server = ParameterServer(NOTHING, optax.adam(0.1), 2, jax.devices()[7], staleness=1)
     train(server, squared, [linear(0, 2), linear(1, 9)], jax.devices()[:2])
     assert server.updates == 11
