@@ -90,6 +90,7 @@ ELSEWHERE: tuple[tuple[str, str], ...] = (
     ("data/chat.py", "messages"),  # of a conversation
     ("data/template.py", "messages"),
     ("inference/chat.py", "messages"),
+    ("tour/docstrings.py", "messages"),
     ("docs/how-to/finetune.md", "messages"),
     ("docs/finetune.md", "messages"),
 )

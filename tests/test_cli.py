@@ -161,7 +161,7 @@ def test_tokenize_writes_what_training_reads(run: Path, tmp_path: Path, capsys: 
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "message"),
     [
         (["trian"], "No such command 'trian'. Did you mean 'train'? (jaxmem --help)"),
         (["train"], "Missing argument 'CONFIG'. (jaxmem train --help)"),
@@ -171,11 +171,11 @@ def test_tokenize_writes_what_training_reads(run: Path, tmp_path: Path, capsys: 
     ],
 )
 def test_a_mistake_is_one_line_and_exit_code_2(
-    capsys: pytest.CaptureFixture[str], arguments: list[str], said: str
+    capsys: pytest.CaptureFixture[str], arguments: list[str], message: str
 ) -> None:
     code, out, err = jaxmem(*arguments, capsys=capsys)
     assert (code, out) == (2, "")
-    assert err.startswith(f"error: {said}")
+    assert err.startswith(f"error: {message}")
     assert err.count("\n") == 1
 
 

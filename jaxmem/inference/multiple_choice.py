@@ -107,8 +107,8 @@ def read_questions(file: str | Path) -> list[Question]:
     return found
 
 
-def _question(given: Any) -> Question:
-    prompt, choices, answer = given["prompt"], given["choices"], given["answer"]
+def _question(record: Any) -> Question:
+    prompt, choices, answer = record["prompt"], record["choices"], record["answer"]
     if not isinstance(prompt, str) or not isinstance(choices, list) or len(choices) < 2:
         raise ValueError("needs a prompt and at least two choices")
     if any(not isinstance(choice, str) or not choice for choice in choices):
@@ -116,5 +116,5 @@ def _question(given: Any) -> Question:
     if isinstance(answer, str):
         answer = choices.index(answer) if answer in choices else ord(answer.upper()) - ord("A")
     if type(answer) is not int or not 0 <= answer < len(choices):
-        raise ValueError(f"answer {given['answer']!r} is not one of its {len(choices)} choices")
+        raise ValueError(f"answer {record['answer']!r} is not one of its {len(choices)} choices")
     return Question(prompt, tuple(choices), answer)

@@ -155,11 +155,11 @@ def backward(
         return jnp.sum(y.astype(jnp.float32) ** 2)
 
     placed = partial(jax.ShapeDtypeStruct, dtype=dtype, sharding=place)
-    given = jax.tree.map(lambda x: placed(x.shape), nnx.to_pure_dict(state)), placed((1, time, cfg.embed))
+    arguments = jax.tree.map(lambda x: placed(x.shape), nnx.to_pure_dict(state)), placed((1, time, cfg.embed))
 
     # With frozen weights the temporary buffers are boundaries and one layer; the arithmetic is that of training them.
     def compiled(argnums: int | tuple[int, ...]) -> Any:
-        lowered = jax.jit(jax.grad(loss, argnums)).lower(*given)
+        lowered = jax.jit(jax.grad(loss, argnums)).lower(*arguments)
         return compile_all(lowered, {}, here=aim.is_here, code=runs)[0]
 
     frozen = compiled(1)
@@ -174,7 +174,7 @@ def backward(
         "flops": total_flops(trained.module),
         "hidden": paced.overlapped_host_share,
         "seconds": paced.seconds,
-        "measured": _timed(trained.executable, given) if runs else None,
+        "measured": _time(trained.executable, arguments) if runs else None,
     }
 
 
@@ -185,5 +185,7 @@ def _here(aim: Target) -> Target:
     return local_target([first]) if is_one else aim
 
 
-def _timed(run: Any, given: Any) -> float:
-    return common.seconds(run, *jax.tree.map(lambda x: jax.device_put(jnp.ones(x.shape, x.dtype), x.sharding), given))
+def _time(run: Any, arguments: Any) -> float:
+    return common.seconds(
+        run, *jax.tree.map(lambda x: jax.device_put(jnp.ones(x.shape, x.dtype), x.sharding), arguments)
+    )

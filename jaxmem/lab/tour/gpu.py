@@ -78,7 +78,7 @@ def measure(target: str | None = None) -> Findings:
     points = {name: [(at, min(gpu.flops, at * bandwidth) / 1e12)] for name, at in reach.items()}
     return Findings(
         [
-            Table(f"Memories of a {gpu.name}", memory_levels(gpu), levels),
+            Table(f"Memory levels of {gpu.name}", memory_levels(gpu), levels),
             Table(f"Maximum of each {WINDOW} of {NUMBERS:,} numbers on {gpu.name}", windows, sizes),
             Table(f"A matmul of {SIZE} x {SIZE} matrices on {gpu.name}", matmuls, {**sizes, "FLOP per byte": ",.1f"}),
             Table(f"A step of llama3-8b on 4,096 tokens, compiled for {gpu.name}", kernels, steps),
@@ -146,9 +146,11 @@ def _part(one: Instruction, multiplies: bool) -> str:
 
 
 def _windows(bandwidth: float) -> Iterator[Row]:
-    def row(name: str, operations: int, asked: float | None = None, shared: int | None = None, here: Any = None) -> Row:
-        least = asked / bandwidth if asked else None
-        own = {"bytes": asked, "shared memory": shared, "least time": least, "here": here}
+    def row(
+        name: str, operations: int, requested: float | None = None, shared: int | None = None, here: Any = None
+    ) -> Row:
+        least = requested / bandwidth if requested else None
+        own = {"bytes": requested, "shared memory": shared, "least time": least, "here": here}
         return {"algorithm": name, "operations": float(operations), **own}
 
     numbers = np.random.default_rng(0).standard_normal(NUMBERS).astype(np.float32)

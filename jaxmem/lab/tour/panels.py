@@ -69,7 +69,8 @@ class Lines:
             # Long series may lie on each other: each has its markers at places of its own.
             every = (number, len(self.series)) if len(points) > 20 else None
             marker = "osD^vPX*"[number // 10] if len(points) == 1 else "o"
-            axes.plot(*zip(*points, strict=True), marker=marker, ms=5, lw=1.2, markevery=every, label=name)
+            width = 1.2 if len(points) > 1 else 0.0
+            axes.plot(*zip(*points, strict=True), marker=marker, ms=5, lw=width, markevery=every, label=name)
         axes.set(title=self.title, xlabel=self.x, ylabel=self.y)
         for axis in self.log:
             axes.set(**{f"{axis}scale": "log"})

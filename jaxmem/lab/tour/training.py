@@ -22,7 +22,7 @@ from jaxmem.config import load_config
 from jaxmem.errors import UserError
 from jaxmem.machine import devices
 
-# A language model of bytes that learns in seconds.
+# A language model of bytes that trains in seconds.
 DECODER: Mapping[str, Any] = {
     "family": "decoder", "vocab": 257, "layers": 2, "embed": 64, "mlp": 192, "heads": 4, "kv_heads": 4, "head_dim": 16,
 }  # fmt: skip

@@ -12,12 +12,12 @@ from jaxmem.lab.tour.checkpointing import FORMULAS, POLICIES
 
 
 def test_boundaries_and_recomputed_layers(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked = []
+    calls = []
 
-    def by_formula(policy: str, layers: int, target: str, *_: Any, host: tuple[str, ...] = (), **given: Any) -> Any:
-        asked.append((policy, layers, target, host))
-        kept = FORMULAS.get(policy, lambda n: 16 * n)(layers)
-        held = {"temporaries": int(1000 * kept), "host": 1000 * len(host), "hidden": 1.0 if host else None}
+    def by_formula(policy: str, layers: int, target: str, *_: Any, host: tuple[str, ...] = (), **_options: Any) -> Any:
+        calls.append((policy, layers, target, host))
+        boundaries = FORMULAS.get(policy, lambda n: 16 * n)(layers)
+        held = {"temporaries": int(1000 * boundaries), "host": 1000 * len(host), "hidden": 1.0 if host else None}
         return {"policy": policy, "layers": layers, "flops": 100, "seconds": 1.0, "measured": 1.0, **held}
 
     monkeypatch.setattr(checkpointing, "backward", by_formula)
@@ -29,6 +29,6 @@ def test_boundaries_and_recomputed_layers(monkeypatch: pytest.MonkeyPatch) -> No
     assert rows["sqrt"]["boundaries"] < 2 * math.sqrt(36) + 1
     assert rows["constant"]["recomputed"] == 36 + 35 * 34 // 2 > 10 * rows["sqrt"]["recomputed"]
     assert [row["remat"] for row in found.tables[2].rows] == ["full", "full, offloaded", "sqrt"]
-    assert {target for _, _, target, _ in asked[-3:]} == {"rtx4090-24gb"}
-    assert all(target == "cpu:1" for _, _, target, _ in asked[:-3])
+    assert {target for _, _, target, _ in calls[-3:]} == {"rtx4090-24gb"}
+    assert all(target == "cpu:1" for _, _, target, _ in calls[:-3])
     assert "48 times fewer bytes" in found.note

@@ -49,7 +49,9 @@ def test_the_most_that_fits(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_where_nothing_fits_there_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
     full = {"limit": GIB}
     monkeypatch.setattr(
-        frontier, "_at_depth", lambda *given: {**full, "layers": given[-1], "predicted": (1 + given[-1]) * GIB}
+        frontier,
+        "_at_depth",
+        lambda *arguments: {**full, "layers": arguments[-1], "predicted": (1 + arguments[-1]) * GIB},
     )
     assert frontier.largest_model(parse_target("rtx4090-24gb"), BASE, ()) is None
 

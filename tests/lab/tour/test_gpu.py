@@ -1,4 +1,4 @@
-"""The stop that counts bytes: its table is whole, and agrees with the one in the docs."""
+"""The stop that counts bytes: its table is complete, and agrees with the one in the docs."""
 
 from __future__ import annotations
 

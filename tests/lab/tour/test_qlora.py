@@ -1,4 +1,4 @@
-"""The stop of adapters beside a base in codes: what the base takes by its leaves, and what is said of it."""
+"""The stop of adapters beside quantized weights: their bytes by leaf, and the note."""
 
 from __future__ import annotations
 
