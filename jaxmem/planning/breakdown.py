@@ -25,6 +25,10 @@ from jaxmem.planning.origins import BATCH, NOWHERE, OPTIMIZER, OTHER, WEIGHTS, O
 from jaxmem.quant import QTensor
 
 PARTS = ("parameters", "quantization", "master", "optimizer", "gradients", "activations", "batch", "other")
+# Names of parts in tables and figures, where they differ from those in JSON.
+LABELS = {
+    "parameters": "weights", "quantization": "block scales", "master": "master weights", "optimizer": "optimizer state"
+}  # fmt: skip
 # Kinds of activations.
 SAVED, LOGITS, ALL_SCORES = "saved for the backward pass", "logits", "attention: all scores"
 GATHERED, COPIES = "weights: gathered or cast", "weights: copies"

@@ -132,7 +132,7 @@ def _groups_of_mesh(proto: Any) -> np.ndarray:
     sizes = [axis.size or 1 for axis in mesh.axes]
     grid = np.arange(math.prod(sizes)).reshape(mesh.iota.dims or -1)
     ids = list(mesh.device_ids) or grid.transpose(mesh.iota.transpose_perm or None).reshape(-1)
-    parts: dict[int, list[tuple[int, int]]] = {}  # of an axis: from where to where, as products of sizes
+    parts: dict[int, list[tuple[int, int]]] = {}  # of an axis: from where to where, as cumulative sizes
     for ref in proto.axes:
         first = ref.sub_axis_info.pre_size or 1
         last = first * (ref.sub_axis_info.size or sizes[ref.mesh_axis_index])

@@ -235,7 +235,7 @@ def _shape(serialized: bytes) -> Shape:
 
 
 class _Frames:
-    """Call stacks by id, innermost frame first. Ids count from 1; 0 is none."""
+    """Call stacks by id, innermost frame first. Ids count from 1; 0: no stack."""
 
     def __init__(self, index: Any) -> None:
         self._index = index

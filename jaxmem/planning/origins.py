@@ -13,7 +13,7 @@ from jaxmem.planning.hlo import Computation, Instruction, Module, Shape
 
 Origins = int  # bits
 WEIGHTS, OPTIMIZER, BATCH, OTHER = 1, 2, 4, 8
-NOWHERE = 0  # constants and what is computed from them
+NOWHERE = 0  # literals and what is computed from them
 Tree = Any  # Origins; of a tuple, a tuple of its elements' trees
 
 

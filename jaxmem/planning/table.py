@@ -12,15 +12,11 @@ from rich.text import Text
 from jaxmem.config import Save
 from jaxmem.machine.gpus import GPUS
 from jaxmem.planning.advice import PlanWarning
-from jaxmem.planning.breakdown import PARTS
+from jaxmem.planning.breakdown import LABELS, PARTS
 from jaxmem.planning.layers import NamedValue
 from jaxmem.planning.plan_facts import PlanFacts
 from jaxmem.planning.units import format_bytes, format_count, format_seconds
 
-# Names of parts in tables and figures, where they differ from those in JSON.
-LABELS = {
-    "parameters": "weights", "quantization": "block scales", "master": "master weights", "optimizer": "optimizer state"
-}  # fmt: skip
 NARROW = 66  # columns; a narrower table has fewer columns of its own
 NOTABLE = 0.02  # of the total: a kind with a row of its own
 

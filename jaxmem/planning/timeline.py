@@ -91,7 +91,7 @@ class Timeline:
 
     @property
     def overlapped_host_share(self) -> float | None:
-        """The share of the host copies' time in which kernels run; None: there are none."""
+        """The share of the host copies' time in which kernels run; None: no copies."""
         seconds, exposed = _seconds(self.host_traffic)
         return 1.0 - exposed / seconds if seconds else None
 

@@ -1,7 +1,7 @@
-"""What a run is and was, to look at: one HTML page, or a figure, of its plan, its memory over a step and its curves.
+"""A run as one HTML page or a figure: its plan, its memory over a step, its training curves.
 
-Everything is drawn from three files that a run leaves (plan.json, memory.json, metrics.jsonl), or from a plan of the
-moment. Nothing is compiled and no device is asked.
+Everything is drawn from three files of the run directory (plan.json, memory.json, metrics.jsonl), or from a plan.
+Nothing is compiled and no device is used.
 """
 
 from __future__ import annotations
@@ -14,21 +14,21 @@ from jaxmem.config import load_config
 from jaxmem.errors import UserError
 from jaxmem.planning import Plan
 from jaxmem.report.figure import draw
-from jaxmem.report.page import Trained, page
+from jaxmem.report.page import RunRecord, page
 
 
 def write_page(plan: Plan, path: str | Path) -> None:
-    """Of a plan, as a page."""
+    """Write a plan as an HTML page."""
     Path(path).write_text(page(plan.as_json(), plan.history.as_json()), encoding="utf-8")
 
 
 def write_figure(plan: Plan, path: str | Path) -> None:
-    """Of a plan, as a PNG of its memory over a step."""
+    """Write a plan's memory over a step as a PNG."""
     draw(plan.as_json(), plan.history.as_json(), path)
 
 
 def report_run(run: str | Path, path: str | Path | None = None, png: str | Path | None = None) -> Path:
-    """Of a run, as a page, by default `RUN/report.html`; where that lies. `png`: a figure too."""
+    """Write a run as a page, by default `RUN/report.html`, and return its path. `png`: also a figure."""
     run = Path(run)
     plan, memory = (_read(run, name) for name in ("plan.json", "memory.json"))
     if png is not None:
@@ -36,8 +36,8 @@ def report_run(run: str | Path, path: str | Path | None = None, png: str | Path 
     config = run / "config.yaml"
     rows = [json.loads(line) for line in _lines(run / "metrics.jsonl")]
     target = run / "report.html" if path is None else Path(path)
-    trained = Trained(load_config(config).steps, rows, config.read_text(encoding="utf-8"))
-    target.write_text(page(plan, memory, trained), encoding="utf-8")
+    record = RunRecord(load_config(config).steps, rows, config.read_text(encoding="utf-8"))
+    target.write_text(page(plan, memory, record), encoding="utf-8")
     return target
 
 
@@ -45,12 +45,12 @@ def _read(run: Path, name: str) -> dict[str, Any]:
     try:
         return json.loads((run / name).read_text(encoding="utf-8"))
     except OSError as error:
-        what = "no run is there" if not run.is_dir() else f"{name} is missing, which `jaxmem train` writes"
-        raise UserError(f"{run}: {what}; of a config: jaxmem plan CONFIG --html FILE") from error
+        what = "no such run directory" if not run.is_dir() else f"{name} is missing, which `jaxmem train` writes"
+        raise UserError(f"{run}: {what}; for a config use jaxmem plan CONFIG --html FILE") from error
 
 
 def _lines(file: Path) -> list[str]:
-    """Whole ones: a run that was killed may have left part of one."""
+    """Complete lines: a run that was killed may have left part of one."""
     if not file.is_file():
         return []
     text = file.read_text(encoding="utf-8", errors="replace")

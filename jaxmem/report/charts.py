@@ -1,7 +1,8 @@
-"""Charts as inline SVG that stretches to any width, with their words beside it as HTML that does not.
+"""Charts as inline SVG that scales to any width, with labels in HTML that do not scale.
 
-Each answers to pointer, touch and arrow keys: what it says at the cursor stands in elements that carry `data-out`,
-and at rest they say what matters most. Without JavaScript that is what stays.
+Each chart follows the pointer, touch and arrow keys: the readout at the cursor is written into elements with
+`data-out`; without a cursor, and without JavaScript, they show the most important one. matplotlib's SVG is not used
+here: its labels scale with the width, it has no readouts, and it would be needed by every run.
 """
 
 from __future__ import annotations
@@ -12,24 +13,24 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
 
-HEIGHT = 10_000  # of a chart, in its own units
+HEIGHT = 10_000  # of a chart, in SVG units
 WIDTH = 10_000
-POINTS = 600  # that a line is drawn with, at most
-LONE = 0.03  # of the width: the dash that stands for a point without others
+POINTS = 600  # of a line, at most
+DASH = 0.03  # of the width: a line of a single point
 
 
 @dataclass(frozen=True)
-class Said:
-    """What a chart says where the cursor is: one text for each `data-out`."""
+class Readout:
+    """What a chart shows at the cursor: one text for each `data-out`."""
 
-    begin: float  # the share of the width from which on
-    at: float  # where the cursor then stands
+    begin: float  # share of the width from which it is shown
+    at: float  # where the cursor is drawn
     texts: Sequence[str]
 
 
 def stacked(begins: Sequence[float], layers: Mapping[str, Sequence[float]], top: float) -> str:
-    """Layers above each other, each constant from one of `begins` (shares of the width) to the next. `layers` is from
-    colour to height, `top` the height of the chart in the same units."""
+    """Stacked areas, each constant from one of `begins` (shares of the width) to the next. `layers`: heights by colour,
+    in units of which the chart has `top`."""
     edges = [*begins, 1.0]
     below = [0.0] * len(begins)
     paths = []
@@ -43,9 +44,9 @@ def stacked(begins: Sequence[float], layers: Mapping[str, Sequence[float]], top:
 
 
 def lines(points: Mapping[str, Sequence[tuple[float, float]]]) -> str:
-    """From colour to points, both coordinates as shares of the chart. A single one is a short dash."""
+    """Lines by colour, coordinates as shares of the chart. A single point is a short dash."""
     marked = {
-        colour: line if len(line) > 1 else [(max(x - LONE, 0.0), y) for x, y in line] + [*line]
+        colour: line if len(line) > 1 else [(max(x - DASH, 0.0), y) for x, y in line] + [*line]
         for colour, line in points.items()
     }
     drawn = "".join(
@@ -55,15 +56,15 @@ def lines(points: Mapping[str, Sequence[tuple[float, float]]]) -> str:
     return _svg(drawn)
 
 
-def chart(body: str, marks: str, said: Sequence[Said], rest: Said, *, label: str, outs: str) -> str:
-    """A plot that can be asked, and what it answers with: `outs` holds an element with `data-out` for each text."""
-    told = {
-        "begin": [round(one.begin, 5) for one in said],
-        "at": [round(one.at, 5) for one in said],
-        "texts": [list(one.texts) for one in said],
-        "rest": list(rest.texts),
+def chart(body: str, marks: str, readouts: Sequence[Readout], default: Readout, *, label: str, outs: str) -> str:
+    """A plot and its readouts: `outs` has an element with `data-out` for each text."""
+    script = {
+        "begin": [round(one.begin, 5) for one in readouts],
+        "at": [round(one.at, 5) for one in readouts],
+        "texts": [list(one.texts) for one in readouts],
+        "rest": list(default.texts),
     }
-    data = json.dumps(told, separators=(",", ":")).replace("<", "\\u003c")
+    data = json.dumps(script, separators=(",", ":")).replace("<", "\\u003c")
     return (
         f'<div class="chart"><div class="outs" aria-live="polite">{outs}</div>'
         f'<div class="plot" tabindex="0" role="img" aria-label="{escape(label)}">'
@@ -72,7 +73,7 @@ def chart(body: str, marks: str, said: Sequence[Said], rest: Said, *, label: str
 
 
 def ticks(top: float, unit: float, suffix: str, count: int = 5) -> str:
-    """Labels and rules at round heights; `top` is the height of the chart, `unit` what one of `suffix` is of it."""
+    """Labels and grid lines at round heights, of a chart of height `top`, in multiples of `unit`."""
     step = round_step(top / unit / count)
     values = [step * n for n in range(math.floor(top / unit / step + 1e-9) + 1)]
     return "".join(
@@ -83,7 +84,7 @@ def ticks(top: float, unit: float, suffix: str, count: int = 5) -> str:
 
 
 def round_step(least: float) -> float:
-    """The smallest of 1, 2, 5, 10, ... that is no less.
+    """The smallest of 1, 2, 5, 10, ... that is at least as large.
 
     >>> [round_step(x) for x in (0.3, 4, 6, 70)]
     [0.5, 5, 10, 100]
@@ -94,7 +95,7 @@ def round_step(least: float) -> float:
 
 
 def thinned(points: Sequence[tuple[float, float]], most: int = POINTS) -> list[tuple[float, float]]:
-    """So few points that they look the same: of each stretch the first, the lowest, the highest and the last."""
+    """Fewer points that look the same: of each interval the first, the lowest, the highest and the last."""
     if len(points) <= most:
         return list(points)
     size = math.ceil(len(points) / (most // 4))

@@ -1,4 +1,4 @@
-"""The same picture as a PNG: memory over a step, its peak and the largest buffers there. Drawn by matplotlib."""
+"""Memory over a step as a PNG, with its peak and the largest buffers there, drawn by matplotlib."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ GIB = 2**30
 
 
 def draw(plan: Mapping[str, Any], memory: Mapping[str, Any], path: str | Path) -> None:
-    """`plan` and `memory` as plan.json and memory.json have them."""
+    """`plan` and `memory`: the contents of plan.json and memory.json."""
     with figure(path, 10, 7) as drawn:
         _draw(drawn, plan, memory)
 
@@ -55,19 +55,21 @@ def _draw(drawn: Figure, plan: Mapping[str, Any], memory: Mapping[str, Any]) -> 
             middle = scale * (one["begin"] + one["end"]) / 2
             strip.text(middle, 0.45, one["name"], ha="center", va="center", fontsize=8, color="white")
     strip.spines[:].set_visible(False)
-    strip.set_xlabel("seconds of a step, estimated" if seconds else "% of a step, by arithmetic and traffic")
+    strip.set_xlabel("estimated seconds of a step" if seconds else "% of a step, by arithmetic and memory traffic")
     axes.tick_params(labelbottom=False, bottom=False)
     limit = plan["target"]["limit_bytes"] / unit
     if limit < 1.6 * peak:
         axes.axhline(limit, color="#c25400", ls="--", lw=1)
-    axes.set(xlim=(0, scale), ylim=(0, 1.1 * max(peak, limit if limit < 1.6 * peak else 0)), ylabel=f"{name} a device")
+    axes.set(
+        xlim=(0, scale), ylim=(0, 1.1 * max(peak, limit if limit < 1.6 * peak else 0)), ylabel=f"{name} per device"
+    )
     handles, labels = axes.get_legend_handles_labels()
     axes.legend(handles[::-1], labels[::-1], loc="upper left", bbox_to_anchor=(1.0, 1.0), frameon=False, fontsize=8)
     target = plan["target"]
-    took = f", {format_seconds(seconds)} a step" if seconds else ""
+    time = f", {format_seconds(seconds)} per step" if seconds else ""
     axes.set_title(
         f"{plan['model']['name']} on {target['devices']} x {target['name'].partition(':')[0]}: "
-        f"{plan['bytes_per_parameter']:.2f} bytes a parameter{took}",
+        f"{plan['bytes_per_parameter']:.2f} bytes per parameter{time}",
         loc="left",
         fontsize=10,
     )

@@ -1,4 +1,4 @@
-"""Figures as PNG files, drawn by matplotlib where it is installed: nothing else asks for it."""
+"""Figures as PNG files. Only this room imports matplotlib, which is optional."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from jaxmem.errors import UserError
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-MISSING = "drawing needs matplotlib: pip install 'jaxmem[figures]'"
+MISSING = "figures need matplotlib: pip install 'jaxmem[figures]'"
 
 
 def can_draw() -> bool:
@@ -22,7 +22,7 @@ def can_draw() -> bool:
 
 @contextmanager
 def figure(path: str | Path, width: float = 8, height: float = 5) -> Iterator[Figure]:
-    """One to draw on, in inches; it is written at the end."""
+    """A figure to draw on, of this size in inches; it is written on exit."""
     if not can_draw():
         raise UserError(f"{path}: {MISSING}")
     from matplotlib.figure import Figure

@@ -1,4 +1,4 @@
-"""The page: one HTML file that needs nothing beside it. It is made from what `plan --json` prints and a run leaves."""
+"""The page: one self-contained HTML file, from the output of `plan --json` and the files of a run."""
 
 from __future__ import annotations
 
@@ -9,34 +9,33 @@ from importlib.resources import files
 from typing import Any
 
 from jaxmem import __version__
-from jaxmem.planning.breakdown import PARTS
+from jaxmem.planning.breakdown import LABELS, PARTS
 from jaxmem.planning.units import format_bytes, format_seconds
 from jaxmem.report.curves import curves
 from jaxmem.report.step import largest_buffers, over_a_step
 
-NAMES = {"parameters": "weights"}  # of parts of a plan, as its table has them
 Json = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
-class Trained:
-    """What a run has left so far."""
+class RunRecord:
+    """A run so far."""
 
-    steps: int  # that it is to do
+    steps: int  # in all
     rows: Sequence[Json]  # of metrics.jsonl
     config: str  # as YAML
 
 
-def page(plan: Json, memory: Json, trained: Trained | None = None) -> str:
-    """`plan` and `memory` as plan.json and memory.json have them."""
+def page(plan: Json, memory: Json, record: RunRecord | None = None) -> str:
+    """`plan` and `memory`: the contents of plan.json and memory.json."""
     parts = [
-        _heading(plan, memory, trained),
+        _heading(plan, memory, record),
         over_a_step(plan, memory),
         largest_buffers(memory),
-        _each(plan),
+        _bytes_per_parameter(plan),
         _phases(plan),
-        curves(trained.rows) if trained else "",
-        _footer(trained),
+        curves(record.rows) if record else "",
+        _footer(record),
     ]
     style, script = (files(__package__).joinpath(name).read_text() for name in ("page.css", "page.js"))
     return (
@@ -48,23 +47,23 @@ def page(plan: Json, memory: Json, trained: Trained | None = None) -> str:
     )
 
 
-def _heading(plan: Json, memory: Json, trained: Trained | None) -> str:
+def _heading(plan: Json, memory: Json, record: RunRecord | None) -> str:
     target, model = plan["target"], plan["model"]
-    held, limit = max(size for size in plan["phases"].values() if size is not None), target["limit_bytes"]
-    if limit >= held:
-        verdict = f"{format_bytes(limit - held)} left" if plan["fits"] else "too little host memory"
+    peak, limit = max(size for size in plan["phases"].values() if size is not None), target["limit_bytes"]
+    if limit >= peak:
+        verdict = f"{format_bytes(limit - peak)} free" if plan["fits"] else "too little host memory"
     else:
-        verdict = f"{format_bytes(held - limit)} {'spilled' if plan['fits'] else 'too much'}"
+        verdict = f"{format_bytes(peak - limit)} {'spilled' if plan['fits'] else 'too much'}"
     tiles = [
-        (format_bytes(plan["bytes_per_device"]["total"]), "of each device at the step's fullest moment"),
-        (f"{plan['bytes_per_parameter']:.2f}", "bytes a parameter"),
-        (verdict, f"of {format_bytes(limit)} that a run may take"),
+        (format_bytes(plan["bytes_per_device"]["total"]), "per device at the peak of a step"),
+        (f"{plan['bytes_per_parameter']:.2f}", "bytes per parameter"),
+        (verdict, f"of {format_bytes(limit)} usable"),
     ]
     if memory["seconds"] is not None:
-        tiles.append((format_seconds(memory["seconds"]), f"a step, estimated; bound by {plan['bound_by']}"))
-    if trained and trained.rows:
-        last = trained.rows[-1]
-        tiles.append((f"{last['step']:,} of {trained.steps:,}", "updates done"))
+        tiles.append((format_seconds(memory["seconds"]), f"per step, estimated; bound by {plan['bound_by']}"))
+    if record and record.rows:
+        last = record.rows[-1]
+        tiles.append((f"{last['step']:,} of {record.steps:,}", "updates"))
     shown = "".join(f'<div class="tile"><b>{value}</b><span>{what}</span></div>' for value, what in tiles)
     devices = f"{target['devices']} x {target['name'].partition(':')[0]}"
     return (
@@ -73,7 +72,7 @@ def _heading(plan: Json, memory: Json, trained: Trained | None) -> str:
     )
 
 
-def _each(plan: Json) -> str:
+def _bytes_per_parameter(plan: Json) -> str:
     share = plan["target"]["devices"] / plan["model"]["parameters"]
     bars = []
     for part in (*PARTS, "total"):
@@ -82,26 +81,28 @@ def _each(plan: Json) -> str:
             sizes["measured"] = plan["measured"]["peak_bytes"]
         sizes = {name: size for name, size in sizes.items() if size is not None}
         if any(sizes.values()):
-            bars.append((NAMES.get(part, part), sizes))
+            bars.append((LABELS.get(part, part), sizes))
     most = max(size for _, sizes in bars for size in sizes.values())
     rows = "".join(_bar(name, sizes, most, lambda size: f"{size * share:.2f}") for name, sizes in bars)
     names = dict.fromkeys(name for _, sizes in bars for name in sizes)
-    about = {"predicted": "predicted by arithmetic", "compiled": "compiled", "measured": "measured: the device's peak"}
-    return f'<h2>Bytes a parameter</h2>\n{_key({name: about[name] for name in names})}\n<div class="bars">{rows}</div>'
+    about = {"predicted": "predicted by arithmetic", "compiled": "compiled", "measured": "measured peak of a device"}
+    return (
+        f'<h2>Bytes per parameter</h2>\n{_key({name: about[name] for name in names})}\n<div class="bars">{rows}</div>'
+    )
 
 
 def _phases(plan: Json) -> str:
     sizes = {phase: size for phase, size in plan["phases"].items() if size is not None}
     most = max(*sizes.values(), 1)
     rows = "".join(_bar(phase, {"compiled": size}, most, format_bytes) for phase, size in sizes.items())
-    return f'<h2>Every phase of a run</h2>\n<p>The largest decides whether it fits.</p>\n<div class="bars">{rows}</div>'
+    return f'<h2>Phases of a run</h2>\n<p>The largest decides whether it fits.</p>\n<div class="bars">{rows}</div>'
 
 
-def _bar(name: str, sizes: Mapping[str, int], most: int, said: Callable[[int], str]) -> str:
+def _bar(name: str, sizes: Mapping[str, int], most: int, text: Callable[[int], str]) -> str:
     drawn = "".join(f'<i class="{kind}" style="width:{100 * size / most:.2f}%"></i>' for kind, size in sizes.items())
     last = list(sizes)[-1]
-    others = " / ".join(said(size) for kind, size in sizes.items() if kind != last)
-    value = (f"<span>{others} / </span>" if others else "") + said(sizes[last])
+    others = " / ".join(text(size) for kind, size in sizes.items() if kind != last)
+    value = (f"<span>{others} / </span>" if others else "") + text(sizes[last])
     return f'<span>{escape(name)}</span><span class="bar">{drawn}</span><span class="value">{value}</span>'
 
 
@@ -110,8 +111,8 @@ def _key(names: Mapping[str, str]) -> str:
     return f'<div class="key">{entries}</div>'
 
 
-def _footer(trained: Trained | None) -> str:
+def _footer(record: RunRecord | None) -> str:
     config = ""
-    if trained:
-        config = f"<details><summary>config.yaml</summary><pre>{escape(trained.config)}</pre></details>\n"
+    if record:
+        config = f"<details><summary>config.yaml</summary><pre>{escape(record.config)}</pre></details>\n"
     return f"{config}<footer>jaxmem {__version__}</footer>"

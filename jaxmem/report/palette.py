@@ -1,5 +1,5 @@
-"""The colours of what lies in memory, on the page and in figures: told apart also by people who see fewer (Okabe and
-Ito, "Color Universal Design", 2008)."""
+"""The colours of memory bands, on the page and in figures, distinct also with colour blindness (Okabe and Ito, "Color
+Universal Design", 2008)."""
 
 from __future__ import annotations
 
@@ -12,4 +12,5 @@ COLOURS = dict(
         strict=True,
     )
 )
+COLOURS["activations in passing"] = COLOURS["other activations"]  # its name in runs of before
 SHADES = dict(zip(PASSES, ("#64798c", "#3d5063", "#4f6477", "#7a8c9c"), strict=True))

@@ -1,4 +1,4 @@
-"""The picture of a step: memory over its time, and the largest buffers where it is fullest."""
+"""Memory over the time of a step, and the largest buffers at its peak, in HTML."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from typing import Any
 from jaxmem.machine.gpus import GIB
 from jaxmem.planning.units import format_bytes, format_seconds
 from jaxmem.report import charts
-from jaxmem.report.charts import Said
+from jaxmem.report.charts import Readout
 from jaxmem.report.palette import COLOURS, SHADES
 
-FAR = 1.6  # times the peak: a limit that is higher is said and not drawn
-WIDE_ENOUGH = 0.06  # of a step: a pass that has room for its name
+FAR = 1.6  # times the peak: a higher limit is not drawn
+WIDE_ENOUGH = 0.06  # of a step: a pass whose name is shown
 UNITS = ((GIB, "GiB"), (2**20, "MiB"), (2**10, "KiB"), (1, "B"))
 
 Json = Mapping[str, Any]
 
 
 def over_a_step(plan: Json, memory: Json) -> str:
-    """What lies in memory while a step runs, stacked, with its peak."""
+    """Memory by band, stacked, with its peak."""
     columns, seconds = memory["columns"], memory["seconds"]
     most, limit = sum(memory["peak"][1:]), plan["target"]["limit_bytes"]
     drawn = limit if limit <= FAR * most else None
@@ -28,22 +28,21 @@ def over_a_step(plan: Json, memory: Json) -> str:
     held = {band: [column[n] for column in columns] for n, band in enumerate(memory["bands"], 1)}
     present = {band: n for n, band in enumerate(memory["bands"], 1) if any(held[band])}
     body = charts.stacked([column[0] for column in columns], {COLOURS[band]: held[band] for band in present}, top)
-    said, rest = _said(memory, present.values())
-    label = f"Memory of one device over a step, {format_bytes(most)} at its peak; arrow keys move through it"
+    readouts, at_peak = _readouts(memory, present.values())
+    label = f"Memory of one device over a step, {format_bytes(most)} at its peak; arrow keys move the cursor"
     how = (
         "Time is estimated from the compiled schedule."
         if seconds is not None
-        else "Nothing is known of this device's speed: moments are placed by their arithmetic and traffic."
+        else "This device's speed is unknown: operations are placed by their arithmetic and memory traffic."
     )
     end = "one step" if seconds is None else format_seconds(seconds)
-    lasts = ", ".join(f"{one['name']} {_lasts(one['end'] - one['begin'], memory)}" for one in memory["passes"])
+    lasts = ", ".join(f"{one['name']} {_time(one['end'] - one['begin'], memory)}" for one in memory["passes"])
+    marks, outs = _marks(memory["peak"][0], most, drawn, top), _key(present, at_peak)
     return (
-        f"<h2>Memory over a step</h2>\n<p>{how} A loop's body is drawn once, over all of the loop's time.</p>\n"
-        + charts.chart(
-            body, _marks(memory["peak"][0], most, drawn, top), said, rest, label=label, outs=_key(present, rest)
-        )
-        + f'<div class="passes">{"".join(_passes(memory))}</div>'
-        + f'<div class="ends"><span>0</span><span>{end}</span></div>\n<p>{lasts}</p>'
+        f"<h2>Memory over a step</h2>\n<p>{how} A loop's body is drawn once, over the loop's whole time.</p>\n"
+        f"{charts.chart(body, marks, readouts, at_peak, label=label, outs=outs)}"
+        f'<div class="passes">{"".join(_passes(memory))}</div>'
+        f'<div class="ends"><span>0</span><span>{end}</span></div>\n<p>{lasts}</p>'
     )
 
 
@@ -55,12 +54,12 @@ def _marks(at: float, most: int, limit: int | None, top: float) -> str:
     )
     if limit is not None:
         at_limit = f'style="bottom:{100 * limit / top:.2f}%"'
-        marks += f'<div class="mark limit" {at_limit}><b>may take {format_bytes(limit)}</b></div>'
+        marks += f'<div class="mark limit" {at_limit}><b>limit {format_bytes(limit)}</b></div>'
     return marks
 
 
-def _said(memory: Json, bands: Iterable[int]) -> tuple[list[Said], Said]:
-    """What the chart says of each column, and at rest of the peak: when, all together, each band."""
+def _readouts(memory: Json, bands: Iterable[int]) -> tuple[list[Readout], Readout]:
+    """Of each column, and of the peak: the time, the total, each band."""
     bands = list(bands)
 
     def texts(head: str, column: Sequence[float]) -> list[str]:
@@ -68,20 +67,20 @@ def _said(memory: Json, bands: Iterable[int]) -> tuple[list[Said], Said]:
 
     columns, peak = memory["columns"], memory["peak"]
     ends = [*(column[0] for column in columns[1:]), 1.0]
-    said = []
+    readouts = []
     for column, end in zip(columns, ends, strict=True):
         middle = (column[0] + end) / 2
-        said.append(Said(column[0], middle, texts(_when(middle, memory).capitalize(), column)))
-    return said, Said(peak[0], peak[0], texts(f"At the peak, {_when(peak[0], memory)}", peak))
+        readouts.append(Readout(column[0], middle, texts(_when(middle, memory).capitalize(), column)))
+    return readouts, Readout(peak[0], peak[0], texts(f"At the peak, {_when(peak[0], memory)}", peak))
 
 
-def _key(bands: Iterable[str], rest: Said) -> str:
-    when, together, *each = (f'data-out="{n}">{text}' for n, text in enumerate(rest.texts))
+def _key(bands: Iterable[str], peak: Readout) -> str:
+    when, total, *each = (f'data-out="{n}">{text}' for n, text in enumerate(peak.texts))
     entries = [
-        f'<div><i class="swatch" style="background:{COLOURS[band]}"></i><span>{band}</span><b {said}</b></div>'
-        for band, said in zip(bands, each, strict=True)
+        f'<div><i class="swatch" style="background:{COLOURS[band]}"></i><span>{band}</span><b {text}</b></div>'
+        for band, text in zip(bands, each, strict=True)
     ]
-    return f'<div class="when"><span {when}</span> <b {together}</b></div>{"".join(reversed(entries))}'
+    return f'<div class="when"><span {when}</span> <b {total}</b></div>{"".join(reversed(entries))}'
 
 
 def _passes(memory: Json) -> Iterator[str]:
@@ -94,19 +93,19 @@ def _passes(memory: Json) -> Iterator[str]:
 
 def _when(share: float, memory: Json) -> str:
     inside = next((one["name"] for one in memory["passes"] if one["begin"] <= share < one["end"]), "")
-    return f"at {_lasts(share, memory)}{f', {inside}' if inside else ''}"
+    return f"at {_time(share, memory)}{f', {inside}' if inside else ''}"
 
 
-def _lasts(share: float, memory: Json) -> str:
+def _time(share: float, memory: Json) -> str:
     return f"{share:.1%}" if memory["seconds"] is None else format_seconds(share * memory["seconds"])
 
 
 def largest_buffers(memory: Json) -> str:
-    """The ten that take most at the peak, and the ten of those that are not there before the step."""
+    """The ten largest at the peak, and the ten largest that the step allocates."""
     found = "<h2>The ten largest buffers at the peak</h2>\n" + _buffers(memory["largest"])
     if memory["largest_made"] != memory["largest"]:
         made = _buffers(memory["largest_made"])
-        found += f"<details><summary>The largest that the step makes itself</summary>{made}</details>"
+        found += f"<details><summary>The largest that the step allocates</summary>{made}</details>"
     return found
 
 
@@ -114,7 +113,7 @@ def _buffers(buffers: Iterable[Json]) -> str:
     rows = []
     for one in buffers:
         band = one["band"]
-        kind = one["kind"].removeprefix("weights: ")  # which the band says
+        kind = one["kind"].removeprefix("weights: ")  # the name of the band
         kind = band if kind == "argument" or band.endswith(kind) else f"{band}: {kind}"
         beside = ", ".join(filter(None, (one["inside"].replace(" > ", " › "), one["layers"])))
         rows.append(
@@ -123,5 +122,5 @@ def _buffers(buffers: Iterable[Json]) -> str:
             f"<td>{escape(kind)}<small><code>{escape(one['what'])}</code></small></td>"
             f"<td><code>{escape(one['where'])}</code><small>{escape(beside)}</small></td></tr>"
         )
-    head = '<tr><th></th><th class="size">bytes</th><th>what</th><th>made at, for</th></tr>'
+    head = '<tr><th></th><th class="size">bytes</th><th>what</th><th>source, module</th></tr>'
     return f'<div class="wide"><table><thead>{head}</thead><tbody>{"".join(rows)}</tbody></table></div>'

@@ -132,11 +132,11 @@ def wheres(plan: Plan) -> set[str]:
 
 
 def test_a_chart_answers_with_each_of_its_columns(plan: Plan, text: str) -> None:
-    (told,) = [json.loads(found) for found in re.findall(r'<script type="application/json">(.*?)</script>', text)]
-    assert len(told["begin"]) == len(told["texts"]) == len(plan.history.columns)
-    assert [texts[1] for texts in told["texts"]] == [format_bytes(column.total) for column in plan.history.columns]
+    (script,) = [json.loads(found) for found in re.findall(r'<script type="application/json">(.*?)</script>', text)]
+    assert len(script["begin"]) == len(script["texts"]) == len(plan.history.columns)
+    assert [texts[1] for texts in script["texts"]] == [format_bytes(column.total) for column in plan.history.columns]
     outs = sum("data-out" in attributes for _, attributes in Page(text).tags)
-    assert {len(texts) for texts in told["texts"]} == {len(told["rest"])} == {outs}
+    assert {len(texts) for texts in script["texts"]} == {len(script["rest"])} == {outs}
 
 
 def test_a_run_shows_its_curves(run: Path) -> None:
@@ -144,7 +144,7 @@ def test_a_run_shows_its_curves(run: Path) -> None:
     page = Page((run / "report.html").read_text())
     drawn = [attributes["points"].split() for tag, attributes in page.tags if tag == "polyline"]
     assert [len(points) for points in drawn] == [3, 2, 4, 4]  # loss, held out (a dash), learning rate, tokens a second
-    for said in ("loss", "loss, held out", "learning rate", "tokens a second", "1.25", "1,004", "4 of 10"):
+    for said in ("loss", "held-out loss", "learning rate", "tokens per second", "1.25", "1,004", "4 of 10"):
         assert said in page.words
     assert any("measured" in word for word in page.words)
     assert any("global_size" in word for word in page.words)  # its config
@@ -157,7 +157,7 @@ def test_a_run_that_has_logged_nothing_yet(run: Path, tmp_path: Path) -> None:
 
 
 def test_mistakes_are_one_line(run: Path, tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="no run is there"):
+    with pytest.raises(UserError, match="no such run directory"):
         report_run(tmp_path / "none")
     (run / "memory.json").unlink()
     with pytest.raises(UserError, match=r"memory\.json is missing, which `jaxmem train` writes.*plan CONFIG --html"):
