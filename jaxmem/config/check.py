@@ -239,7 +239,7 @@ def _optimizer(cfg: Config) -> Iterator[str]:
     for field, value in optimizer:
         having = [name for name, entry in OPTIMIZERS.items() if field in entry.fields]
         if value is not None and having and optimizer.name not in having and field != "kernel":
-            yield f"optimizer.{field}={value} requires optimizer.name={' or '.join(having)}, not {optimizer.name}"
+            yield f"optimizer.{field}={value} requires optimizer.name={', '.join(having)}, not {optimizer.name}"
     if optimizer.kernel == "triton":
         int8 = cfg.precision.parameters == "int8"
         if not int8 and optimizer.name != "adamw8bit":

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from fnmatch import fnmatchcase
 
-from jaxmem.config.names import LAYERS
+from jaxmem.config.names import LAYER_RANGE
 from jaxmem.config.networks import Convnet, Decoder
 from jaxmem.config.sections import LOW_RANK, Adapter, Config
 
@@ -47,7 +47,7 @@ def check_adapter(cfg: Config) -> Iterator[str]:
 
 def check_some_layers(cfg: Config) -> Iterator[str]:
     """Layers that are named by their numbers, in `adapter` or in `optimizer.trainable`."""
-    some = [pattern for pattern in cfg.learns if LAYERS.search(pattern)]
+    some = [pattern for pattern in cfg.learns if LAYER_RANGE.search(pattern)]
     if not some:
         return
     if cfg.mesh.stage != 1:

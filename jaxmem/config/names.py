@@ -33,4 +33,4 @@ IN_CHUNKS = (*_INPUTS, "mlp_norm", "mlp_gate", "mlp_up", "mlp_hidden")
 IN_GROUPS = (*_INPUTS, "attention")
 
 # In a pattern of weights' names, which layers of a stack, as Python counts them: `blocks[-2:].*`.
-LAYERS = re.compile(r"\[(-?\d*):(-?\d*)\]")
+LAYER_RANGE = re.compile(r"\[(-?\d*):(-?\d*)\]")

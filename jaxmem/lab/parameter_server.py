@@ -219,4 +219,4 @@ def _update_weights(
     gradients = jax.tree.map(lambda g: g / jnp.asarray(count, g.dtype), gradients)
     with jax.numpy_dtype_promotion("standard"):
         updates, state = tx.update(gradients, state, params)
-    return optim.apply(params, updates), state
+    return optim.apply_updates(params, updates), state

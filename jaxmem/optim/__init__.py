@@ -1,85 +1,40 @@
-"""Optimizers: plain optax transformations that work in anyone's loop, and the chain that a config names.
+"""Optimizers: plain optax transformations that work in any training loop, and the chain that a config names.
 
-AdamW in float32 holds two numbers beside each weight and needs a third for the gradient: 16 bytes a parameter
-with the weight itself. The others here hold less; each module says how much and at what cost.
+AdamW in float32 stores two moments per parameter and needs its gradient too: 16 bytes per parameter with the weight
+itself. The others here store less; each module says how much and at what cost. A module is imported when one of its
+names is first used.
 """
 
-from jaxmem.optim.adafactor import scale_by_adafactor
-from jaxmem.optim.adam_mini import scale_by_adam_mini
-from jaxmem.optim.apollo import scale_by_apollo
-from jaxmem.optim.apply import apply, global_norm, leaf_key
-from jaxmem.optim.by_layer import At, Leaf, Rule, by_layer
-from jaxmem.optim.clipping import clip, remember
-from jaxmem.optim.galore import scale_by_galore, scale_by_galore_adam
-from jaxmem.optim.master import BITS, with_master, with_remainder
-from jaxmem.optim.muon import scale_by_muon
-from jaxmem.optim.quantized import scale_by_adam4bit, scale_by_adam8bit, scale_by_lion8bit, trace8bit
-from jaxmem.optim.registry import (
-    adafactor,
-    adam,
-    adam_mini,
-    adamw,
-    adamw4bit,
-    adamw8bit,
-    apollo,
-    apollo_mini,
-    build,
-    galore_adamw,
-    galore_adamw8bit,
-    lion,
-    lion8bit,
-    momentum8bit,
-    muon,
-    qgalore,
-    sgd,
-)
-from jaxmem.optim.schedule import schedule
-from jaxmem.optim.selection import Choice
-from jaxmem.optim.trainable import faster, only, trainable
+from __future__ import annotations
 
-__all__ = [
-    "BITS",
-    "At",
-    "Choice",
-    "Leaf",
-    "Rule",
-    "adafactor",
-    "adam",
-    "adam_mini",
-    "adamw",
-    "adamw4bit",
-    "adamw8bit",
-    "apollo",
-    "apollo_mini",
-    "apply",
-    "build",
-    "by_layer",
-    "clip",
-    "faster",
-    "galore_adamw",
-    "galore_adamw8bit",
-    "global_norm",
-    "leaf_key",
-    "lion",
-    "lion8bit",
-    "momentum8bit",
-    "muon",
-    "only",
-    "qgalore",
-    "remember",
-    "scale_by_adafactor",
-    "scale_by_adam4bit",
-    "scale_by_adam8bit",
-    "scale_by_adam_mini",
-    "scale_by_apollo",
-    "scale_by_galore",
-    "scale_by_galore_adam",
-    "scale_by_lion8bit",
-    "scale_by_muon",
-    "schedule",
-    "sgd",
-    "trace8bit",
-    "trainable",
-    "with_master",
-    "with_remainder",
-]
+import importlib
+from typing import Any
+
+from jaxmem.config.optimizers import OPTIMIZERS
+
+_MODULES = {
+    "rules.adafactor": ("scale_by_adafactor",),
+    "rules.adam_mini": ("scale_by_adam_mini",),
+    "rules.apollo": ("scale_by_apollo", "scale_by_apollo_mini"),
+    "apply": ("apply_updates", "global_norm", "leaf_key"),
+    "layers": ("MatrixRule", "ParameterSpec", "UpdateContext", "by_layer"),
+    "clipping": ("clip", "record_norm"),
+    "rules.galore": ("scale_by_galore", "scale_by_galore8bit", "scale_by_qgalore"),
+    "master": ("REMAINDER_BITS", "with_master", "with_remainder"),
+    "rules.muon": ("scale_by_muon",),
+    "rules.quantized": ("scale_by_adam4bit", "scale_by_adam8bit", "scale_by_lion8bit", "trace8bit"),
+    "registry": ("build", "optimizer"),
+    "learning_rate": ("schedule",),
+    "selection": ("Selection", "scale_updates", "select_trainable", "trainable"),
+}
+_NAMES = {name: module for module, names in _MODULES.items() for name in names}
+__all__ = sorted({*_NAMES, *OPTIMIZERS})  # noqa: PLE0605
+
+
+def __getattr__(name: str) -> Any:
+    """The functions of the modules above, and each optimizer of the registry: `optim.adamw(1e-3)`."""
+    if name in OPTIMIZERS:
+        return importlib.import_module("jaxmem.optim.registry").optimizer(name)
+    if name in _NAMES:
+        return getattr(importlib.import_module(f"jaxmem.optim.{_NAMES[name]}"), name)
+    raise AttributeError(f"module 'jaxmem.optim' has no attribute {name!r}")

@@ -14,60 +14,60 @@ import jax.numpy as jnp
 from jaxmem import kernels
 from jaxmem.errors import UserError
 from jaxmem.kernels.draws import scramble
-from jaxmem.optim.in_turn import in_parts
-from jaxmem.optim.piece import Piece
+from jaxmem.optim.in_place import update_rows
+from jaxmem.optim.vocab_slice import VocabSlice
 from jaxmem.quant import QTensor
 from jaxmem.quant.precision import rounded
 from jaxmem.sharding import Axes, per_device
 from jaxmem.sharding.weights import is_quantized
 
 
-def apply(
+def apply_updates(
     params: Any,
     updates: Any,
     key: jax.Array | None = None,
     axes: Any = None,
     *,
     layer: jax.Array | None = None,
-    piece: Piece | None = None,
+    vocab_slice: VocabSlice | None = None,
     kernel: Literal["none", "triton"] = "none",
 ) -> Any:
-    """The one place where weights change: added in float32, stored as they were; with a key rounded stochastically.
+    """The new weights: added in float32, stored in their dtype; with a key rounded stochastically.
 
     Each leaf, and each layer of a leaf whose `axes` begin with `layer`, draws from a key of its own: a layer that is
-    updated alone (`layer=i`: of every stack this one) is rounded as it would be among all, and so are entries of a
-    table (`piece`). Weights in codes are decoded and encoded again one layer after the other, 8 M numbers at a time,
-    each where it was. `kernel`: those in int8 in one pass over memory, on GPUs, with the same draws.
+    updated alone (`layer=i`: this one of every stack) is rounded as it would be among all, and so are rows of a
+    vocabulary matrix (`vocab_slice`). Quantized weights are dequantized and quantized again in place, one layer after
+    the other, 8 M numbers at a time. `kernel`: a fused update of int8 weights, on GPUs, with the same draws.
     """
 
     def add(path: Any, w: Any, u: jax.Array, axes: Axes | None) -> Any:
         own = None if key is None else leaf_key(key, path)
         if not is_quantized(w):
-            return each_layer(_added, (w, u), own, axes, layer, piece)
+            return map_layers(_added, (w, u), own, axes, layer, vocab_slice)
         names: Axes = (None,) * w.ndim if axes is None else axes
-        seeds = None if own is None else _seeds(own, w, names, layer, piece)
+        seeds = None if own is None else _block_seeds(own, w, names, layer, vocab_slice)
         names = names[len(names) - w.ndim :]
         if kernel == "triton" and w.format == "int8":
-            return _in_one_pass(w, u, seeds, names)
-        return in_parts(_encoded, w, (u, seeds), names)
+            return _add_fused(w, u, seeds, names)
+        return update_rows(_requantized, w, (u, seeds), names)
 
     axes = jax.tree.map(lambda _: None, params, is_leaf=is_quantized) if axes is None else axes
     return jax.tree_util.tree_map_with_path(add, params, updates, axes, is_leaf=is_quantized)
 
 
-def each_layer(
+def map_layers(
     one: Callable[..., Any],
     arrays: tuple[Any, ...],
     key: jax.Array | None,
     axes: Axes | None,
     layer: jax.Array | None,
-    piece: Piece | None = None,
+    vocab_slice: VocabSlice | None = None,
 ) -> Any:
-    """`one(*arrays, key)` of a leaf. Of a stack each layer has its own key, also where it comes alone as `layer`; of a
-    table each entry."""
+    """`one(*arrays, key)` of a leaf. Each layer of a stack has its own key, also where it is updated alone as `layer`;
+    each row of a vocabulary matrix, too."""
     if key is None or axes is None:
         return one(*arrays, key)
-    if (keys := entry_keys(key, axes, arrays[0].shape, piece)) is not None:
+    if (keys := row_keys(key, axes, arrays[0].shape, vocab_slice)) is not None:
         dim = axes.index("vocab")
         return jax.vmap(one, (dim,) * len(arrays) + (0,), dim)(*arrays, keys.reshape(-1))
     if axes[:1] != ("layer",):
@@ -79,29 +79,29 @@ def each_layer(
 
 
 def _added(w: jax.Array, u: jax.Array, key: jax.Array | None) -> jax.Array:
-    # A vector among weights in codes is kept in float32, where nothing is lost.
+    # A vector beside quantized matrices is stored in float32, where nothing is lost.
     return rounded(w.astype(jnp.float32) + u.astype(jnp.float32), w.dtype, key)
 
 
-def entry_keys(key: jax.Array, axes: Axes, shape: tuple[int, ...], piece: Piece | None) -> jax.Array | None:
-    """For each entry of a table a key of its own, [entries, 1] or [1, entries]; None: the weight is no table."""
+def row_keys(key: jax.Array, axes: Axes, shape: tuple[int, ...], vocab_slice: VocabSlice | None) -> jax.Array | None:
+    """A key for each row of a vocabulary matrix, [rows, 1] or [1, rows]; None: the weight is no such matrix."""
     if "vocab" not in axes or axes[:1] == ("layer",):
         return None
     dim = axes.index("vocab")
-    entries = jnp.arange(shape[dim], dtype=jnp.int32) if piece is None else piece.entries
-    keys = jax.vmap(jax.random.fold_in, in_axes=(None, 0))(key, entries)
+    rows = jnp.arange(shape[dim], dtype=jnp.int32) if vocab_slice is None else vocab_slice.rows
+    keys = jax.vmap(jax.random.fold_in, in_axes=(None, 0))(key, rows)
     return keys.reshape([-1 if d == dim else 1 for d in range(len(shape))])
 
 
-def _encoded(w: QTensor, beside: tuple[jax.Array, jax.Array | None], *_: jax.Array) -> QTensor:
+def _requantized(w: QTensor, beside: tuple[jax.Array, jax.Array | None], *_: jax.Array) -> QTensor:
     u, seeds = beside
     return w.requantize(w.dequantize(jnp.float32) + u.astype(jnp.float32), seeds)
 
 
-def _in_one_pass(w: QTensor, u: jax.Array, seeds: jax.Array | None, axes: Axes) -> QTensor:
-    """By `kernels.int8_add`. On a mesh each device goes through its own part."""
+def _add_fused(w: QTensor, u: jax.Array, seeds: jax.Array | None, axes: Axes) -> QTensor:
+    """By `kernels.int8_add`. On a mesh each device updates its own shard."""
     if seeds is None:
-        raise UserError("optim.apply: kernel triton rounds stochastically; give a key, or kernel none")
+        raise UserError("optim.apply_updates: kernel triton rounds stochastically; give a key, or kernel none")
     run = partial(kernels.int8_add, axis=w.axis, block_size=w.block_size, implementation="triton")
     try:
         codes, scale = per_device(run, (w.codes, w.scale, u, seeds), axes, w.shape)
@@ -110,8 +110,10 @@ def _in_one_pass(w: QTensor, u: jax.Array, seeds: jax.Array | None, axes: Axes) 
     return dataclasses.replace(w, codes=codes, scale=scale)
 
 
-def _seeds(key: jax.Array, w: QTensor, axes: Axes, layer: jax.Array | None, piece: Piece | None) -> jax.Array:
-    """A word for each block, from its layer's key and its place in that layer's whole matrix."""
+def _block_seeds(
+    key: jax.Array, w: QTensor, axes: Axes, layer: jax.Array | None, vocab_slice: VocabSlice | None
+) -> jax.Array:
+    """A random word for each block, from its layer's key and its position in that layer's whole matrix."""
     sizes = list(w.scale.shape)
     places = [jnp.arange(size, dtype=jnp.uint32) for size in sizes]
     keys = key.reshape(1)
@@ -120,9 +122,9 @@ def _seeds(key: jax.Array, w: QTensor, axes: Axes, layer: jax.Array | None, piec
         if layers is None:
             layers, _ = places.pop(0), sizes.pop(0)
         keys = jax.vmap(jax.random.fold_in, (None, 0))(key, jnp.atleast_1d(layers))
-    if piece is not None:  # blocks run within entries
+    if vocab_slice is not None:  # blocks run within rows
         dim = axes.index("vocab")
-        places[dim], sizes[dim] = piece.entries.astype(jnp.uint32), piece.shape[dim]
+        places[dim], sizes[dim] = vocab_slice.rows.astype(jnp.uint32), vocab_slice.shape[dim]
     place = jnp.zeros((), jnp.uint32)
     for own, size in zip(places, sizes, strict=True):
         place = place[..., None] * jnp.uint32(size) + own

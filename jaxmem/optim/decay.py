@@ -1,7 +1,6 @@
 """Decoupled weight decay (Loshchilov and Hutter, arXiv:1711.05101): a share of each matrix is taken off it.
 
-Weights in codes are decoded for it one layer after the other, 8 M numbers at a time, and added to the update where it
-is.
+Quantized weights are dequantized one layer after the other, 8 M numbers at a time, and added to the update in place.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from jaxmem.optim.in_turn import in_parts
+from jaxmem.optim.in_place import update_rows
 from jaxmem.sharding import Axes, is_axes
 from jaxmem.sharding.weights import is_quantized
 
@@ -27,7 +26,7 @@ def add_decayed_weights(weight_decay: float, axes: Any = None) -> optax.Gradient
                 return u
             if not is_quantized(w):
                 return u + weight_decay * w
-            return in_parts(decayed, u, w, names[len(names) - w.ndim :])
+            return update_rows(decayed, u, w, names[len(names) - w.ndim :])
 
         def decayed(u: jax.Array, w: Any, *_: jax.Array) -> jax.Array:
             return (u.astype(jnp.float32) + weight_decay * w.dequantize(jnp.float32)).astype(u.dtype)

@@ -1,14 +1,14 @@
-"""Weights in few bits to compute with, and what they lack of float32 to be updated: mixed precision (arXiv:1710.03740).
+"""Master weights: bfloat16 to compute with, float32 or the bits that it lacks to update (arXiv:1710.03740).
 
 An update of AdamW is often less than half of bfloat16's last bit and would be lost. With a float32 copy a step holds,
 per parameter, 2 bytes of weights, 2 of gradients, 4 of the copy and 8 of moments: the 16 bytes of ZeRO's arithmetic
 (arXiv:1910.02054).
 
-The copy's upper half is nearly the weight. Kept is only what the weight lacks, as a signed integer: `remainder16`, 2
+The copy's upper half is nearly the weight. Only the remainder is stored, as a signed integer: `remainder16`, 2
 bytes, is the float32 copy bit by bit; `remainder8`, 1 byte, makes 24 bits in all, rounded stochastically, so that
 updates below its last bit too add up. With 8-bit AdamW that is 2 + 1 + 2.03 bytes a parameter, and 2 of gradients.
 
-Copy and remainder are parts of the optimizer's state and lie where that lies.
+Copy and remainder are parts of the optimizer's state and sharded as it is.
 """
 
 from __future__ import annotations
@@ -19,22 +19,22 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from jaxmem.optim.apply import each_layer, leaf_key
-from jaxmem.optim.piece import Piece
+from jaxmem.optim.apply import leaf_key, map_layers
+from jaxmem.optim.vocab_slice import VocabSlice
 from jaxmem.sharding import Axes
 from jaxmem.sharding.weights import WithRemainder
 
-BITS = {"remainder8": 8, "remainder16": 16}
+REMAINDER_BITS = {"remainder8": 8, "remainder16": 16}
 _FINITE = 0x7F7F_FFFF  # bits of the largest float32
 
 
-class Mastered(NamedTuple):
+class MasterState(NamedTuple):
     master: Any  # the weights in float32
     inner: Any  # the optimizer's own state, which knows only the float32 weights
 
 
 def with_master(tx: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
-    """`tx` on a float32 copy of weights that rest in less. The update given back leads to the copy, rounded.
+    """`tx` on a float32 copy of weights stored in less. The update given back leads to the copy, rounded.
 
     >>> import optax
     >>> params = {"w": jnp.ones(3, jnp.bfloat16)}
@@ -44,23 +44,23 @@ def with_master(tx: optax.GradientTransformation) -> optax.GradientTransformatio
     """
     tx = optax.with_extra_args_support(tx)
 
-    def init(params: Any) -> Mastered:
+    def init(params: Any) -> MasterState:
         master = _in_float32(params)
-        return Mastered(master, tx.init(master))
+        return MasterState(master, tx.init(master))
 
-    def update(grads: Any, state: Mastered, params: Any = None, **extra: Any) -> tuple[Any, Mastered]:
+    def update(grads: Any, state: MasterState, params: Any = None, **extra: Any) -> tuple[Any, MasterState]:
         updates, inner = tx.update(_in_float32(grads), state.inner, state.master, **extra)
         master = jax.tree.map(lambda m, u: m + u.astype(jnp.float32), state.master, updates)
         # Exact where the two are within a factor of two of each other (Sterbenz), and so is the sum with the weights.
         change = jax.tree.map(lambda m, w: m - w.astype(jnp.float32), master, params)
-        return change, Mastered(master, inner)
+        return change, MasterState(master, inner)
 
     return optax.GradientTransformationExtraArgs(init, update)
 
 
-class Remaindered(NamedTuple):
+class RemainderState(NamedTuple):
     step: jax.Array  # updates so far
-    master: Any  # what each weight lacks
+    master: Any  # each weight's remainder
     inner: Any  # the optimizer's own state, which knows completed weights
 
 
@@ -75,44 +75,44 @@ def with_remainder(
     'int8'
     """
     tx = optax.with_extra_args_support(tx)
-    kept = {8: jnp.int8, 16: jnp.int16}[bits]
+    dtype = {8: jnp.int8, 16: jnp.int16}[bits]
 
-    def init(params: Any) -> Remaindered:
-        lacks = jax.tree.map(lambda w: jnp.zeros(w.shape, kept), params)
-        return Remaindered(jnp.zeros((), jnp.int32), lacks, tx.init(jax.tree.map(WithRemainder, params, lacks)))
+    def init(params: Any) -> RemainderState:
+        remainder = jax.tree.map(lambda w: jnp.zeros(w.shape, dtype), params)
+        return RemainderState(jnp.zeros((), jnp.int32), remainder, tx.init(jax.tree.map(WithRemainder, params, remainder)))
 
     def update(
         grads: Any,
-        state: Remaindered,
+        state: RemainderState,
         params: Any = None,
         *,
         layer: jax.Array | None = None,
-        piece: Piece | None = None,
+        vocab_slice: VocabSlice | None = None,
         **extra: Any,
-    ) -> tuple[Any, Remaindered]:
+    ) -> tuple[Any, RemainderState]:
         whole = jax.tree.map(WithRemainder, params, state.master)
-        updates, inner = tx.update(grads, state.inner, whole, layer=layer, piece=piece, **extra)
+        updates, inner = tx.update(grads, state.inner, whole, layer=layer, vocab_slice=vocab_slice, **extra)
         key = jax.random.fold_in(jax.random.key(0), state.step)
 
-        def change(path: Any, u: jax.Array, w: jax.Array, lacks: jax.Array, names: Axes | None) -> Any:
+        def change(path: Any, u: jax.Array, w: jax.Array, remainder: jax.Array, names: Axes | None) -> Any:
             draws = leaf_key(key, path) if bits == 8 else None
-            return each_layer(_changed, (u, w, lacks), draws, names, layer, piece)
+            return map_layers(_changed, (u, w, remainder), draws, names, layer, vocab_slice)
 
         names = jax.tree.map(lambda _: None, params) if axes is None else axes
         done = jax.tree_util.tree_map_with_path(change, updates, params, state.master, names)
-        changes, lacks = jax.tree.transpose(jax.tree.structure(updates), jax.tree.structure((0, 0)), done)
-        return changes, Remaindered(state.step + 1, lacks, inner)
+        changes, remainder = jax.tree.transpose(jax.tree.structure(updates), jax.tree.structure((0, 0)), done)
+        return changes, RemainderState(state.step + 1, remainder, inner)
 
     return optax.GradientTransformationExtraArgs(init, update)
 
 
-def _changed(u: jax.Array, w: jax.Array, lacks: jax.Array, key: jax.Array | None) -> tuple[jax.Array, jax.Array]:
-    """The change of a weight that leads to the nearest bfloat16, and what that then lacks. As integers: of a float's
-    bits the upper 16 are a bfloat16's, and half a step up is half a step away from zero."""
-    new = WithRemainder(w, lacks).dequantize() + u.astype(jnp.float32)
+def _changed(u: jax.Array, w: jax.Array, remainder: jax.Array, key: jax.Array | None) -> tuple[jax.Array, jax.Array]:
+    """The change of a weight that leads to the nearest bfloat16, and the new remainder. As integers: of a float's bits
+    the upper 16 are a bfloat16's, and half a step up is half a step away from zero."""
+    new = WithRemainder(w, remainder).dequantize() + u.astype(jnp.float32)
     bits = jax.lax.bitcast_convert_type(new, jnp.int32)
     sign, size = bits & jnp.int32(-(2**31)), bits & jnp.int32(2**31 - 1)
-    unit = 1 << (16 - 8 * lacks.dtype.itemsize)  # of what is lacked, in bits of a float32
+    unit = 1 << (16 - 8 * remainder.dtype.itemsize)  # of what is lacked, in bits of a float32
     if key is not None:
         size = jnp.minimum(size + jax.random.bits(key, w.shape, jnp.uint8).astype(jnp.int32) % unit, _FINITE)
     size = size & -unit
@@ -123,8 +123,8 @@ def _changed(u: jax.Array, w: jax.Array, lacks: jax.Array, key: jax.Array | None
     lands = (w.astype(jnp.float32) + change.astype(jnp.float32)).astype(w.dtype)
     high = jax.lax.bitcast_convert_type(lands, jnp.uint16).astype(jnp.int32) << 16
     rest = ((sign | size) - high) // unit
-    rest = jnp.clip(rest, jnp.iinfo(lacks.dtype).min, jnp.iinfo(lacks.dtype).max)
-    return change, jnp.where(jnp.isfinite(new), rest, 0).astype(lacks.dtype)
+    rest = jnp.clip(rest, jnp.iinfo(remainder.dtype).min, jnp.iinfo(remainder.dtype).max)
+    return change, jnp.where(jnp.isfinite(new), rest, 0).astype(remainder.dtype)
 
 
 def _in_float32(tree: Any) -> Any:

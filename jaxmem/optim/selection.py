@@ -1,7 +1,15 @@
-"""Which weights learn, by patterns of their names; of stacked ones which layers, too.
+"""Trainable and frozen parameters, selected by patterns of their names.
 
-A pattern is one of files, as `*.bias` or `head.*`. Where it names a stack it may say which of its layers, as Python
-counts them: `blocks[-2:].*` are the last two, `blocks[:4].mlp.*` the MLPs of the first four.
+A parameter is named by its path, `blocks.attention.q.weight`. A pattern is one of files: `*.bias` (BitFit, Zaken et
+al., arXiv:2106.10199), `head.*`, `*norm*`. Where it names a stack it may select layers of it as a Python slice:
+`blocks[-2:].*` are the last two, `blocks[:4].mlp.*` the MLPs of the first four.
+
+Frozen parameters have no optimizer state: with Adam 8 bytes per parameter less. Nor have they gradients, where nothing
+else needs them: jax does not compute what nobody reads.
+
+    tx = optim.trainable(optax.adam(1e-3), ["head.*"])
+    state = tx.init(params)
+    updates, state = tx.update(grads, state, params)     # of frozen parameters: zeros
 """
 
 from __future__ import annotations
@@ -14,8 +22,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import optax
 
-from jaxmem.config.names import LAYERS
+from jaxmem.config.names import LAYER_RANGE
 from jaxmem.errors import UserError, nearest
 from jaxmem.sharding import is_axes
 from jaxmem.sharding.weights import is_quantized
@@ -24,61 +33,108 @@ Path = tuple[Any, ...]
 
 
 @dataclass(frozen=True)
-class Choice:
-    """Of each weight that learns, by its path, which layers of the stack that it is do; None: it learns whole."""
+class Selection:
+    """The trainable parameters by path, of a stack the indices of its trainable layers; None: all of them."""
 
     layers: Mapping[Path, tuple[int, ...] | None]
 
     @classmethod
-    def of(cls, tree: Any, patterns: Sequence[str]) -> Choice:
+    def of(cls, tree: Any, patterns: Sequence[str]) -> Selection:
         """`tree`: weights, or their shapes; of their axes, which do not say how many layers there are, all learn."""
         named = _named(tree)
         found: dict[Path, tuple[int, ...] | None] = {}
         for pattern in patterns:
-            parts = LAYERS.search(pattern)
-            plain = LAYERS.sub("", pattern, count=1)
+            parts = LAYER_RANGE.search(pattern)
+            plain = LAYER_RANGE.sub("", pattern, count=1)
             own = [(path, name, x) for path, name, x in named if fnmatchcase(name, plain)]
             if not own:
                 names = [name for _, name, _ in named]
                 raise UserError(f"trainable: no weight is called {plain!r}{nearest(plain, names)}")
             for path, name, x in own:
-                some = None if parts is None else _counted(x, name, parts)
+                some = None if parts is None else _layers_in(x, name, parts)
                 known = found.get(path, ())
                 found[path] = None if some is None or known is None else tuple(sorted({*known, *some}))
         sizes = {path: x.shape[0] for path, _, x in named if found.get(path) is not None}
         return cls({path: None if some and len(some) == sizes[path] else some for path, some in found.items()})
 
-    def __call__(self, tree: Any) -> Any:
-        """A tree of weights, or of their axes, with None in the place of those that stay; of a stack of which some
-        layers learn, these."""
+    def select(self, tree: Any) -> Any:
+        """A tree of weights, or of their axes, with None in the place of frozen ones, and of a stack the trainable
+        layers."""
 
-        def chosen(path: Path, x: Any) -> Any:
+        def one(path: Path, x: Any) -> Any:
             if path not in self.layers:
                 return None
             some = self.layers[path]
-            return x if some is None or is_axes(x) else jax.tree.map(lambda x: _of_layers(x, some), x)
+            return x if some is None or is_axes(x) else jax.tree.map(lambda x: _take_layers(x, some), x)
 
-        return jax.tree_util.tree_map_with_path(chosen, tree, is_leaf=_is_weight)
+        return jax.tree_util.tree_map_with_path(one, tree, is_leaf=_is_weight)
 
-    def put(self, tree: Any, own: Any) -> Any:
-        """`tree` with what was chosen out of one like it in its place."""
-        new = {path: x for path, _, x in _named(own)}
+    def merge(self, tree: Any, selected: Any) -> Any:
+        """`tree` with the parameters of a selected tree in the place of its own."""
+        new = {path: x for path, _, x in _named(selected)}
 
         def one(path: Path, x: Any) -> Any:
             some = self.layers.get(path)
             if path not in new or some is None:
                 return new.get(path, x)
-            return jax.tree.map(lambda x, new: _written(x, new, some), x, new[path])
+            return jax.tree.map(lambda x, new: _put_layers(x, new, some), x, new[path])
 
         return jax.tree_util.tree_map_with_path(one, tree, is_leaf=_is_weight)
 
     @property
-    def some(self) -> dict[Path, tuple[int, ...]]:
-        """The stacks of which not all layers learn."""
+    def partial_stacks(self) -> dict[Path, tuple[int, ...]]:
+        """The stacks of which only some layers are trainable."""
         return {path: some for path, some in self.layers.items() if some is not None}
 
 
-def _counted(x: Any, name: str, parts: re.Match[str]) -> tuple[int, ...] | None:
+def trainable(tx: optax.GradientTransformation, patterns: Sequence[str]) -> optax.GradientTransformationExtraArgs:
+    """`tx` for the parameters whose names match; the updates of all others are zeros.
+
+    An optimizer with `axes` of stacked weights needs those of the trainable ones: `select_trainable(axes, patterns)`.
+    """
+    inner = optax.with_extra_args_support(tx)
+
+    def init(params: Any) -> Any:
+        return inner.init(select_trainable(params, patterns))
+
+    def update(grads: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, Any]:
+        selection = Selection.of(grads, patterns)
+        own = None if params is None else selection.select(params)
+        updates, state = inner.update(selection.select(grads), state, own, **extra)
+        return selection.merge(jax.tree.map(jnp.zeros_like, grads), updates), state
+
+    return optax.GradientTransformationExtraArgs(init, update)
+
+
+def scale_updates(
+    tx: optax.GradientTransformation, factor: float, patterns: Sequence[str]
+) -> optax.GradientTransformationExtraArgs:
+    """`tx` with the updates of parameters whose names match multiplied by a factor: their own learning rate, as of B in
+    LoRA+ (Hayou et al., arXiv:2402.12354)."""
+    inner = optax.with_extra_args_support(tx)
+
+    def update(grads: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, Any]:
+        updates, state = inner.update(grads, state, params, **extra)
+
+        def scaled(path: Any, u: jax.Array) -> jax.Array:
+            name = jax.tree_util.keystr(path, simple=True, separator=".")
+            return u * factor if any(fnmatchcase(name, pattern) for pattern in patterns) else u
+
+        return jax.tree_util.tree_map_with_path(scaled, updates), state
+
+    return optax.GradientTransformationExtraArgs(inner.init, update)
+
+
+def select_trainable(tree: Any, patterns: Sequence[str]) -> Any:
+    """A tree of weights, or of their axes, with None in the place of frozen ones.
+
+    >>> select_trainable({"a": {"bias": 1, "weight": 2}, "b": {"bias": 3}}, ["*.bias"])
+    {'a': {'bias': 1, 'weight': None}, 'b': {'bias': 3}}
+    """
+    return Selection.of(tree, patterns).select(tree)
+
+
+def _layers_in(x: Any, name: str, parts: re.Match[str]) -> tuple[int, ...] | None:
     if is_axes(x):
         if x[:1] != ("layer",):
             raise UserError(f"trainable: {name} is no stack, of which {parts[0]} would be layers; leave that out")
@@ -104,14 +160,14 @@ def _runs(layers: Sequence[int]) -> Iterator[tuple[int, int, int]]:
             begin = n
 
 
-def _of_layers(x: Any, layers: tuple[int, ...]) -> Any:
+def _take_layers(x: Any, layers: tuple[int, ...]) -> Any:
     if isinstance(x, jax.ShapeDtypeStruct):
         return jax.ShapeDtypeStruct((len(layers), *x.shape[1:]), x.dtype, sharding=x.sharding)
     parts = [x[first : first + count] for first, count, _ in _runs(layers)]
     return parts[0] if len(parts) == 1 else jnp.concatenate(parts)
 
 
-def _written(x: jax.Array, new: jax.Array, layers: tuple[int, ...]) -> jax.Array:
+def _put_layers(x: jax.Array, new: jax.Array, layers: tuple[int, ...]) -> jax.Array:
     for first, count, at in _runs(layers):
         x = jax.lax.dynamic_update_slice_in_dim(x, new[at : at + count], first, 0)
     return x

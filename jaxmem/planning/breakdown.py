@@ -17,7 +17,7 @@ from types import ModuleType
 
 from jaxmem.kernels.fused_attention import reference
 from jaxmem.models import cross_entropy, losses
-from jaxmem.optim.master import Mastered
+from jaxmem.optim.master import MasterState
 from jaxmem.planning.buffers import Allocation, Lifetimes, Region, Snapshot, peak_of, read_allocations
 from jaxmem.planning.hlo import Frame, Instruction, Module, Shape, dot_flops
 from jaxmem.planning.known_shapes import Dims, KnownShapes, sorted_dims
@@ -35,7 +35,7 @@ GATHERED, COPIES = "weights: gathered or cast", "weights: copies"
 UPDATES = "updates"
 STATE_COPIES = "working copies"  # of the optimizer state
 _SUMS = ("summed or scaled", UPDATES)  # before the optimizer and after it
-_IS_MASTER = re.compile(rf"^state\.opt_state.*\.{Mastered._fields[0]}\b")
+_IS_MASTER = re.compile(rf"^state\.opt_state.*\.{MasterState._fields[0]}\b")
 # The arrays of a quantized weight beside its integer codes.
 _SCALES = "|".join(f.name for f in dataclasses.fields(QTensor) if not f.metadata.get("static") and f.name != "codes")
 _IS_SCALE = re.compile(rf"^(state\.)?params\b.*\.({_SCALES})\b")

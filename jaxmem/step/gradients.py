@@ -25,7 +25,7 @@ import numpy as np
 from jax.custom_batching import custom_vmap
 from jax.typing import DTypeLike
 
-from jaxmem.optim.parts import pinned
+from jaxmem.optim.groups import constrain_tree
 from jaxmem.quant.precision import Params
 from jaxmem.sharding import Axes, Layout, Role, constrain, current, is_axes
 from jaxmem.sharding.weights import HookedWeight, differentiable
@@ -38,7 +38,7 @@ def at_once(loss: Loss, params: Params, batch: Batch, keys: jax.Array, axes: Any
     """Of one batch, reduced as they are made."""
     grads, sums = jax.grad(loss, has_aux=True)(params, batch, keys)
     # Where the layout wants them, so that they are reduced into their parts and never held whole.
-    return pinned(grads, axes, "gradients"), sums
+    return constrain_tree(grads, axes, "gradients"), sums
 
 
 def accumulated(
@@ -102,7 +102,7 @@ class _Apart:
         # In what they travel in: the gradients of layers that are reduced lie beside what is left of the sums.
         at = differentiable(params, self._dtype)
         grads, sums = self._differentiated(of_group, at, batch, keys, self._named(params), total)
-        return jax.tree.map(lambda g: g.astype(jnp.float32), pinned(grads, self._axes, "optimizer")), sums
+        return jax.tree.map(lambda g: g.astype(jnp.float32), constrain_tree(grads, self._axes, "optimizer")), sums
 
     def summed(self, loss: Loss, params: Params, batch: Batch, keys: jax.Array) -> tuple[Params, Sums]:
         """Over the groups, once the gradients of a whole batch are there."""
@@ -134,7 +134,7 @@ class _Apart:
         return self._pinned(named, "weights")
 
     def _pinned(self, tree: Params, role: Role) -> Params:
-        return jax.vmap(lambda tree: pinned(tree, self._axes, role), spmd_axis_name=self._over)(tree)
+        return jax.vmap(lambda tree: constrain_tree(tree, self._axes, role), spmd_axis_name=self._over)(tree)
 
 
 @dataclass(frozen=True)

@@ -15,8 +15,8 @@ import jax
 import jax.numpy as jnp
 
 from jaxmem.models.vocab_slices import VocabSlices
-from jaxmem.optim import remember
-from jaxmem.optim.parts import Part, Write, layer_at, pinned, put, select, with_layer
+from jaxmem.optim import record_norm
+from jaxmem.optim.groups import ParameterGroup, Write, take_stacked_layer, constrain_tree, merge, select, put_stacked_layer
 from jaxmem.quant.precision import Params
 from jaxmem.sharding import Axes, is_axes, stored_axes
 from jaxmem.sharding.host import to_device, to_host
@@ -38,7 +38,7 @@ def update_from_host(
     new_params, new_states = [], []
     for path, _ in jax.tree_util.tree_leaves_with_path(params, is_leaf=is_quantized):
         weight = select(params, nested(path, ()), is_leaf=is_axes)
-        part = Part.of(weight, spec.optimizer_for, axes, spec.opt_axes)
+        part = ParameterGroup.of(weight, spec.optimizer_for, axes, spec.opt_axes)
         gradient, state = select(grads, part.axes, is_leaf=is_axes), part.state(opt_state)
         (names,) = jax.tree.leaves(part.axes, is_leaf=is_axes)
         if names[:1] == ("layer",):
@@ -49,12 +49,12 @@ def update_from_host(
             new, state = part.update(gradient, state, weight, write, norm=norm)
         new_params.append(new)
         new_states.append(state)
-    return put(params, *new_params), remember(put(opt_state, *new_states), norm)
+    return merge(params, *new_params), record_norm(merge(opt_state, *new_states), norm)
 
 
 def fetch_state_layer(state: Tree, axes: Tree, layer: jax.Array, unstacked: Tree) -> Tree:
     """One layer of the state on the device; what is not stacked is taken from `unstacked`."""
-    return to_device(layer_at(state, axes, layer, unstacked))
+    return to_device(take_stacked_layer(state, axes, layer, unstacked))
 
 
 def store_state_layer(state: Tree, axes: Tree, layer: jax.Array, new: Tree) -> Tree:
@@ -63,7 +63,7 @@ def store_state_layer(state: Tree, axes: Tree, layer: jax.Array, new: Tree) -> T
     def one(own: Axes, x: jax.Array, new: jax.Array) -> jax.Array:
         return jax.lax.dynamic_update_index_in_dim(x, to_host(new), layer, 0) if own[:1] == ("layer",) else new
 
-    return jax.tree.map(one, axes, state, pinned(new, axes, "optimizer"), is_leaf=is_axes)
+    return jax.tree.map(one, axes, state, constrain_tree(new, axes, "optimizer"), is_leaf=is_axes)
 
 
 def _slices_of(grads: Tree, names: Axes) -> SliceGradient:
@@ -77,7 +77,7 @@ def _slices_of(grads: Tree, names: Axes) -> SliceGradient:
 
 
 def _layer_by_layer(
-    part: Part, grads: Tree, state: Tree, weights: Tree, write: Write, norm: jax.Array
+    part: ParameterGroup, grads: Tree, state: Tree, weights: Tree, write: Write, norm: jax.Array
 ) -> tuple[Tree, Tree]:
     layers = jax.tree.leaves(weights)[0].shape[0]
     initial_state = state  # counts of updates are those before this one, for every layer
@@ -90,7 +90,7 @@ def _layer_by_layer(
         )
         # Read before it is written over, or XLA would copy all of it.
         ahead, state = jax.lax.optimization_barrier((ahead, state))
-        weights = with_layer(weights, stored_axes(part.axes, weights), "weights", layer, new)
+        weights = put_stacked_layer(weights, stored_axes(part.axes, weights), "weights", layer, new)
         return weights, store_state_layer(state, part.state_axes, layer, kept), ahead
 
     first = fetch_state_layer(state, part.state_axes, jnp.int32(0), initial_state)

@@ -18,7 +18,7 @@ from jaxmem.config import Config, Convnet, Memory, Save
 from jaxmem.config.names import is_offloaded, offloaded_activations
 from jaxmem.errors import UserError
 from jaxmem.models.chunking import Chunking
-from jaxmem.optim.selection import Choice
+from jaxmem.optim.selection import Selection
 from jaxmem.quant.precision import Params, compute_dtype
 from jaxmem.sharding import Axes, is_axes
 from jaxmem.sharding.storage import Storage, storing_as
@@ -80,26 +80,26 @@ class ModelSpec:
         return _count(self.select(self.shapes))
 
     @cached_property
-    def selection(self) -> Choice | None:
+    def selection(self) -> Selection | None:
         """Which parameters are trainable; None: all."""
         patterns = self.cfg.learns
         if not patterns:
             return None
-        Choice.of(self.axes, patterns)  # refuses layers of what is not a stack
-        return Choice.of(self.shapes, patterns)
+        Selection.of(self.axes, patterns)  # refuses layers of what is not a stack
+        return Selection.of(self.shapes, patterns)
 
     @property
     def partial_stacks(self) -> Mapping[Any, tuple[int, ...]]:
         """The stacks of which only some layers are trainable, by path, and which layers these are."""
-        return {} if self.selection is None else self.selection.some
+        return {} if self.selection is None else self.selection.partial_stacks
 
     def select(self, params: Any) -> Any:
         """The trainable part of a tree of parameters, or of their axes; None in place of frozen ones."""
-        return params if self.selection is None else self.selection(params)
+        return params if self.selection is None else self.selection.select(params)
 
     def replace(self, params: Any, trainable: Any) -> Any:
         """`params` with the trainable ones replaced."""
-        return trainable if self.selection is None else self.selection.put(params, trainable)
+        return trainable if self.selection is None else self.selection.merge(params, trainable)
 
     def storage(self, path: Sequence[str]) -> Storage:
         """How the weight at a path is stored."""

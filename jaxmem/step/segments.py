@@ -22,7 +22,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jaxmem.models.vocab_slices import VocabOpResult
-from jaxmem.optim.parts import put, select
+from jaxmem.optim.groups import merge, select
 from jaxmem.quant.precision import Params
 from jaxmem.sharding.weights import differentiable, is_quantized, with_gradients
 from jaxmem.stack import ForwardPass, StackCall, cut_by, forward
@@ -87,7 +87,7 @@ class Segments:
 
     def weights(self, number: int, trainable: Tree) -> Any:
         """All weights of a stack, the trainable ones replaced."""
-        return put(self.stacks[number].applied.weights, _at(trainable, self._paths[number]))
+        return merge(self.stacks[number].applied.weights, _at(trainable, self._paths[number]))
 
     @cached_property
     def last(self) -> Tree:

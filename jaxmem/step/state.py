@@ -58,10 +58,10 @@ class StateSpec:
         """Of the parameters that have these axes, a subset of the trainable ones."""
         tx = optim.build(self.cfg.optimizer, self.learning_rate, axes)
         if self.cfg.adapter.lora_plus_ratio != 1.0:
-            tx = optim.faster(tx, self.cfg.adapter.lora_plus_ratio, ("*.lora.b",))
+            tx = optim.scale_updates(tx, self.cfg.adapter.lora_plus_ratio, ("*.lora.b",))
         master = self.cfg.precision.master
-        if master in optim.BITS:
-            return optim.with_remainder(tx, optim.BITS[master], axes)
+        if master in optim.REMAINDER_BITS:
+            return optim.with_remainder(tx, optim.REMAINDER_BITS[master], axes)
         return tx if master == "none" else optim.with_master(tx)
 
     @property

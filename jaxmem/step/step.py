@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jaxmem import optim
-from jaxmem.optim.parts import Write, pinned
+from jaxmem.optim.groups import Write, constrain_tree
 from jaxmem.quant.precision import Params, compute_dtype
 from jaxmem.sharding import stored_axes
 from jaxmem.sharding.weights import differentiable, with_gradients
@@ -37,7 +37,7 @@ def make_step(spec: StateSpec) -> Callable[[TrainState, Batch], tuple[TrainState
         key = jax.random.fold_in(jax.random.key(cfg.seed), state.step)
         row_keys = jax.random.split(key, batch["mask"].shape[:2])
         rounding = jax.random.fold_in(key, _ROUNDING_KEY) if cfg.precision.stochastic else None
-        write = partial(optim.apply, key=rounding, kernel=cfg.optimizer.kernel)
+        write = partial(optim.apply_updates, key=rounding, kernel=cfg.optimizer.kernel)
         if cfg.memory.update == "during":
             from jaxmem.step.update_during import update_during_backward
 
@@ -108,7 +108,7 @@ def _update(spec: StateSpec, state: TrainState, grads: Params, norm: jax.Array, 
         updates, opt_state = spec.optimizer.update(grads, state.opt_state, params)
         new = write(params, updates, axes=axes)
         # Cast where the optimizer state is, then gathered, or float32 updates would be communicated.
-        new = pinned(new, stored_axes(axes, new), "optimizer")
+        new = constrain_tree(new, stored_axes(axes, new), "optimizer")
     return model.replace(state.params, new), opt_state
 
 

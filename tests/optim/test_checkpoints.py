@@ -6,7 +6,6 @@ import numpy as np
 
 from jaxmem import optim
 from jaxmem.checkpoint import Checkpoints
-from jaxmem.optim.registry import NAMED
 from jaxmem.quant import quantize
 from jaxmem.sharding import is_axes, layout_for, stored_axes
 from jaxmem.sharding.leaves import state_axes
@@ -22,7 +21,7 @@ FORMS = [("nf4", True), ("int3", False), ("uint4", False), ("fp8_e4m3", False)]
 def shapes_and_axes():
     """Of all optimizers' states at once, of bits that complete weights, and of weights in codes."""
     params = jax.eval_shape(weights)
-    txs = {name: NAMED[name](1e-2, axes=AXES) for name in NAMES}
+    txs = {name: optim.optimizer(name)(1e-2, axes=AXES) for name in NAMES}
     txs |= {f"remainder{bits}": optim.with_remainder(optim.adamw8bit(1e-2, axes=AXES), bits, AXES) for bits in (8, 16)}
     states = {name: jax.eval_shape(tx.init, params) for name, tx in txs.items()}
     axes = {name: state_axes(state, params, AXES) for name, state in states.items()}

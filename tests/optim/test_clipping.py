@@ -34,7 +34,7 @@ def test_parts_are_clipped_by_the_length_of_all():
     said, _ = tx.update({"b": jnp.ones(4)}, tx.init({}), norm=jnp.float32(10.0))
     same(said, {"b": jnp.full(4, 0.05)})
     tx = optim.clip(LIMIT, "previous")
-    state = optim.remember(tx.update({"b": jnp.ones(4)}, tx.init({}))[1], jnp.float32(10.0))
+    state = optim.record_norm(tx.update({"b": jnp.ones(4)}, tx.init({}))[1], jnp.float32(10.0))
     same(tx.update({"b": jnp.ones(4)}, state)[0], {"b": jnp.full(4, 0.05)})
 
 

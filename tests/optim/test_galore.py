@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 from jaxmem import optim
-from jaxmem.optim.projection import orthonormal, range_finder
+from jaxmem.config.optimizers import ApolloMiniSettings, GaLoreSettings, QGaLoreSettings
+from jaxmem.optim.rules.projection import orthonormal, range_finder
 from tests.optim.conftest import gradients, normal, updates
 from tests.optim.test_layouts import held, run
 
@@ -45,7 +46,7 @@ def test_orthonormal_takes_anything(x):
 
 def test_layers_look_in_turn():
     params = {"w": normal(4, 16, 24)}
-    tx = optim.scale_by_galore(rank=4, refresh_every=4, axes={"w": ("layer", "embed", "mlp")})
+    tx = optim.scale_by_galore(GaLoreSettings(rank=4, refresh_every=4), axes={"w": ("layer", "embed", "mlp")})
     state, update = tx.init(params), jax.jit(tx.update)
     changed = []
     for g in gradients(params, 9):
@@ -61,11 +62,11 @@ def test_a_layer_that_does_not_change_is_looked_at_less():
     """Q-GaLore: intervals double while the gradient's space is the same."""
     params = {"w": normal(64, 96)}
     g = {"w": decaying(64, 96, 0.5)}
-    tx = optim.scale_by_galore_adam(rank=8, refresh_every=2, bits=8, similarity=0.4)
+    tx = optim.scale_by_qgalore(QGaLoreSettings(rank=8, refresh_every=2, similarity=0.4))
     _, state = updates(tx, params, [g] * 12)
     assert int(state.leaves["w"]["interval"].value) >= 8
     draw = [{"w": normal(64, 96, seed=i)} for i in range(12)]
-    _, state = updates(optim.scale_by_galore_adam(rank=8, refresh_every=2, bits=8, similarity=0.9), params, draw)
+    _, state = updates(optim.scale_by_qgalore(QGaLoreSettings(rank=8, refresh_every=2, similarity=0.9)), params, draw)
     assert int(state.leaves["w"]["interval"].value) == 2
 
 
@@ -75,7 +76,7 @@ def test_what_is_outside_of_the_basis_is_scaled_as_what_is_inside(shape):
     twelve directions outside have more than three times the squares of the four inside, what makes it that."""
     params, tall = {"w": normal(*shape)}, shape[0] > shape[1]
     grads = gradients(params, 3)
-    tx = optim.scale_by_galore(rank=4, scale=0.5, residual=True)
+    tx = optim.scale_by_galore(GaLoreSettings(rank=4, scale=0.5, residual=True))
     state, update = tx.init(params), jax.jit(tx.update)
     m = v = 0.0
     limited = []
@@ -141,5 +142,7 @@ def test_no_gradient_is_gathered_and_nothing_decomposed():
 @pytest.mark.parametrize(("project_embeddings", "shape"), [(False, (64, 16)), (True, (64, 1))])
 def test_embeddings_are_projected_where_asked(project_embeddings, shape):
     params, axes = {"embedding": jnp.zeros((64, 16))}, {"embedding": ("vocab", "embed")}
-    state = optim.scale_by_apollo(1, whole=True, project_embeddings=project_embeddings, axes=axes).init(params)
+    state = optim.scale_by_apollo_mini(ApolloMiniSettings(project_embeddings=project_embeddings), axes=axes).init(
+        params
+    )
     assert state.leaves["embedding"]["m"].value.shape == shape

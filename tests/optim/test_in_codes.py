@@ -30,7 +30,7 @@ def test_weights_in_codes_reach_their_aim(name, form, kernel, own, most):
     def step(params, state, key):
         grads = {"w": params["w"].dequantize(jnp.float32) - aim}
         updates, state = tx.update(grads, state, params)
-        return optim.apply(params, updates, key, AXES, kernel=kernel), state
+        return optim.apply_updates(params, updates, key, AXES, kernel=kernel), state
 
     state = jax.jit(tx.init)(params)
     for number in range(150):

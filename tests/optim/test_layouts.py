@@ -6,7 +6,8 @@ import jax
 import numpy as np
 import pytest
 
-from jaxmem.optim.registry import NAMED
+from jaxmem import optim
+from jaxmem.config.optimizers import OPTIMIZERS
 from jaxmem.sharding import is_axes, layout_for
 from jaxmem.sharding.leaves import state_axes
 from tests.optim.conftest import gradients, normal
@@ -41,7 +42,7 @@ def run(name, mesh, zero=3, updates=2, **own):
     """The updates that an optimizer makes on a mesh, and its state."""
     layout = layout_on(mesh, zero)
     params = weights()
-    tx = NAMED[name](1e-2, axes=AXES, **own)
+    tx = optim.optimizer(name)(1e-2, axes=AXES, **own)
 
     def placed(role, axes, tree):
         return jax.tree.map(lambda a, x: layout.sharding(role, a, x.shape), axes, tree, is_leaf=is_axes)
@@ -65,7 +66,7 @@ def alone(name):
     return run(name, {})[0]
 
 
-CASES = [(name, "all") for name in sorted(NAMED)] + [
+CASES = [(name, "all") for name in sorted(OPTIMIZERS)] + [
     ("adamw8bit", "fsdp"), ("adamw8bit", "zero-1"), ("galore_adamw8bit", "fsdp"), ("galore_adamw", "tensor"),
 ]  # fmt: skip
 
@@ -83,7 +84,7 @@ def test_every_mesh_updates_as_one_device(name, mesh):
 def test_a_stage_looks_for_a_basis_only_when_a_layer_of_its_own_is_due():
     """A decision by layer, not all branches and then a choice between their results."""
     params = weights()
-    tx = NAMED["galore_adamw"](1e-2, axes=AXES)
+    tx = optim.optimizer("galore_adamw")(1e-2, axes=AXES)
     with layout_on(MESHES["all"][0]):
         lowered = jax.jit(tx.update).lower(params, jax.eval_shape(tx.init, params), params).as_text()
     assert lowered.count("stablehlo.case") == 2  # `up` and `down`

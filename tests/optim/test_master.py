@@ -27,10 +27,10 @@ def test_the_copy_takes_the_steps_that_float32_weights_would_take() -> None:
         for _ in range(20):
             grads = jax.tree.map(lambda w: jnp.asarray(draw.normal(size=w.shape), jnp.bfloat16), weights)
             updates, state = mastered.update(grads, state, weights)
-            weights = optim.apply(weights, updates)
+            weights = optim.apply_updates(weights, updates)
             wide = jax.tree.map(lambda g: g.astype(jnp.float32), grads)
             updates, reference = tx.update(wide, reference, plain)
-            plain = optim.apply(plain, updates)
+            plain = optim.apply_updates(plain, updates)
     jax.tree.map(np.testing.assert_array_equal, state.master, plain)
     jax.tree.map(lambda w, m: np.testing.assert_array_equal(w, m.astype(jnp.bfloat16)), weights, plain)
 
@@ -43,7 +43,7 @@ def test_small_updates_are_not_lost() -> None:
         state = tx.init(weights)
         for _ in range(1000):
             updates, state = tx.update(jnp.ones((), jnp.bfloat16), state, weights)
-            weights = optim.apply(weights, updates)
+            weights = optim.apply_updates(weights, updates)
         return float(weights)
 
     assert after(optax.sgd(1e-4)) == 1.0

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from jaxmem import optim
-from jaxmem.optim import projection
+from jaxmem.optim.rules import projection
 from tests.optim import peer_optimizers as compare
 
 HERE = Path(__file__).parent
@@ -20,7 +20,7 @@ def trained(tx, shape, turn=np.asarray):
     state, update = tx.init(params), jax.jit(tx.update)
     for g in compare.gradients(shape):
         updates, state = update({"w": jnp.asarray(turn(g))}, state, params)
-        params = optim.apply(params, updates)
+        params = optim.apply_updates(params, updates)
     return turn(np.asarray(params["w"]))
 
 

@@ -8,8 +8,9 @@ from jax.sharding import SingleDeviceSharding
 
 from jaxmem import optim
 from jaxmem.machine.gpus import GIB
-from jaxmem.optim import in_turn, quantized
-from jaxmem.optim.by_layer import Leaf
+from jaxmem.optim import in_place
+from jaxmem.optim.layers import ParameterSpec
+from jaxmem.optim.rules import quantized
 from jaxmem.planning.targets import parse_target, target_devices
 from jaxmem.quant import QTensor
 from jaxmem.step import program
@@ -55,7 +56,7 @@ def test_part_by_part_is_the_same(shape, axes, monkeypatch):
     grads = gradients(params, 2)
     tx = optim.scale_by_adam8bit(axes={"w": axes})
     whole, state = updates(tx, params, grads)
-    monkeypatch.setattr(in_turn, "PART", 2048)
+    monkeypatch.setattr(in_place, "PART_SIZE", 2048)
     parts, other = updates(tx, params, grads)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6), whole, parts)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a.mean(), b.mean(), rtol=1e-3), state, other)
@@ -72,7 +73,7 @@ def test_part_by_part_is_the_same(shape, axes, monkeypatch):
     ],
 )
 def test_blocks_are_whole_where_they_can_be(shape, axes, expected):
-    assert quantized.blocks(Leaf(shape, jnp.float32, axes, (0, 1)), 256) == expected
+    assert quantized.blocks(ParameterSpec(shape, jnp.float32, axes, (0, 1)), 256) == expected
 
 
 def test_a_second_moment_is_never_zero():
@@ -98,7 +99,7 @@ def test_no_whole_leaf_is_decoded(axes):
     target = parse_target("h100-80gb:1")
     place = SingleDeviceSharding(target_devices(target, 80 * GIB)[0])
     shape = (8, 2048, 4096) if len(axes) == 3 else (65536, 4096)
-    numbers, layer = np.prod(shape), np.prod(shape[-2:]) if len(axes) == 3 else in_turn.PART
+    numbers, layer = np.prod(shape), np.prod(shape[-2:]) if len(axes) == 3 else in_place.PART_SIZE
     tx = optim.adamw8bit(1e-3, axes={"w": axes})
 
     def put(tree):
@@ -110,7 +111,7 @@ def test_no_whole_leaf_is_decoded(axes):
     def step(params, x, state):
         grads = jax.tree.map(lambda w: w * x, params)  # which nothing else holds
         said, state = tx.update(grads, state, params)
-        return optim.apply(params, said), state
+        return optim.apply_updates(params, said), state
 
     x = jax.ShapeDtypeStruct((), jnp.bfloat16)
     compiled = jax.jit(step, donate_argnums=(0, 2)).lower(put(params), put(x), put(state)).compile()

@@ -21,7 +21,7 @@ def trained(tx, params, grads, **options):
     state, step = tx.init(params), jax.jit(lambda g, s, p: tx.update(g, s, p, **options))
     for g in grads:
         updates, state = step(g, state, params)
-        params = optim.apply(params, updates)
+        params = optim.apply_updates(params, updates)
     return params, state
 
 
@@ -56,7 +56,7 @@ def test_one_layer_at_a_time_is_the_same():
     one = lambda tree: jax.tree.map(lambda x: x[1] if x.ndim else x, tree)  # noqa: E731
     update = jax.jit(lambda g, s, p: tx.update(g, s, p, layer=jnp.asarray(1)))
     updates, alone = update(one(g), one(jax.jit(tx.init)(params)), one(params))
-    jax.tree.map(np.testing.assert_array_equal, optim.apply(one(params), updates), one(every))
+    jax.tree.map(np.testing.assert_array_equal, optim.apply_updates(one(params), updates), one(every))
     jax.tree.map(np.testing.assert_array_equal, alone.master, one(state.master))
 
 

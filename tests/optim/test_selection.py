@@ -15,24 +15,24 @@ PARAMS = {"blocks": {"w": jnp.arange(24.0).reshape(4, 3, 2), "b": jnp.ones((4, 2
 
 
 def test_layers_are_taken_out_and_put_back():
-    choice = optim.Choice.of(PARAMS, ["blocks[-1:].*", "blocks[:2].w", "blocks.b"])
-    own = choice(PARAMS)
+    selection = optim.Selection.of(PARAMS, ["blocks[-1:].*", "blocks[:2].w", "blocks.b"])
+    own = selection.select(PARAMS)
     np.testing.assert_array_equal(own["blocks"]["w"], PARAMS["blocks"]["w"][np.array([0, 1, 3])])
     assert own["blocks"]["b"].shape == (4, 2)  # whole, as another pattern says
     assert own["head"] is None
-    assert [*choice.some.values()] == [(0, 1, 3)]
-    put = choice.put(PARAMS, {"blocks": {"w": -own["blocks"]["w"], "b": own["blocks"]["b"]}, "head": None})
+    assert [*selection.partial_stacks.values()] == [(0, 1, 3)]
+    put = selection.merge(PARAMS, {"blocks": {"w": -own["blocks"]["w"], "b": own["blocks"]["b"]}, "head": None})
     np.testing.assert_array_equal(put["blocks"]["w"][2], PARAMS["blocks"]["w"][2])
     np.testing.assert_array_equal(put["blocks"]["w"][np.array([0, 1, 3])], -own["blocks"]["w"])
-    assert optim.Choice.of(PARAMS, ["blocks[:9].b"]).some == {}  # all that there are
+    assert optim.Selection.of(PARAMS, ["blocks[:9].b"]).partial_stacks == {}  # all that there are
 
 
 def test_layers_in_codes():
     q = {"blocks": quantize(jnp.asarray(np.random.default_rng(0).normal(size=(4, 64, 2)), jnp.float32), "nf4", axis=-2)}
-    choice = optim.Choice.of(q, ["blocks[1:3]"])
-    own = choice(q)
+    selection = optim.Selection.of(q, ["blocks[1:3]"])
+    own = selection.select(q)
     np.testing.assert_array_equal(own["blocks"].dequantize(), q["blocks"].dequantize()[1:3])
-    np.testing.assert_array_equal(choice.put(q, own)["blocks"].dequantize(), q["blocks"].dequantize())
+    np.testing.assert_array_equal(selection.merge(q, own)["blocks"].dequantize(), q["blocks"].dequantize())
 
 
 def test_an_optimizer_holds_state_of_these_layers_alone():
@@ -55,4 +55,4 @@ def test_an_optimizer_holds_state_of_these_layers_alone():
 )
 def test_what_names_nothing(tree, pattern, message):
     with pytest.raises(UserError, match=message):
-        optim.Choice.of(tree, [pattern])
+        optim.Selection.of(tree, [pattern])

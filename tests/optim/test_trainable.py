@@ -21,7 +21,7 @@ def loss(params, x):
 def step(tx):
     def run(params, state, x):
         updates, state = tx.update(jax.grad(loss)(params, x), state, params)
-        return optim.apply(params, updates), state
+        return optim.apply_updates(params, updates), state
 
     return jax.jit(run, donate_argnums=(0, 1))
 
@@ -37,13 +37,13 @@ def step(tx):
 )
 @pytest.mark.parametrize("patterns", [["head.*"], ["*.bias", "stack.*"]], ids=str)
 def test_what_is_trained_moves_as_it_would_alone(make, patterns):
-    tx = optim.trainable(make(optim.only(AXES, patterns)), patterns)
+    tx = optim.trainable(make(optim.select_trainable(AXES, patterns)), patterns)
     state = tx.init(PARAMS)
     grads = jax.tree.map(lambda w: jnp.asarray(np.random.default_rng(w.ndim).normal(size=w.shape), w.dtype), PARAMS)
     updates, _ = jax.jit(tx.update)(grads, state, PARAMS)
-    chosen = optim.only(PARAMS, patterns)
-    own = make(optim.only(AXES, patterns))
-    alone, _ = jax.jit(own.update)(optim.only(grads, patterns), own.init(chosen), chosen)
+    chosen = optim.select_trainable(PARAMS, patterns)
+    own = make(optim.select_trainable(AXES, patterns))
+    alone, _ = jax.jit(own.update)(optim.select_trainable(grads, patterns), own.init(chosen), chosen)
     for u, expected in zip(jax.tree.leaves(updates), jax.tree.leaves(alone, is_leaf=lambda x: x is None), strict=True):
         np.testing.assert_allclose(u, 0.0 if expected is None else expected, rtol=1e-6)
     held = sum(x.size for x in jax.tree.leaves(state))

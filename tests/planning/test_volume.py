@@ -10,7 +10,7 @@ from collections import Counter
 import jax
 import pytest
 
-from jaxmem.optim import in_turn
+from jaxmem.optim import in_place
 from jaxmem.planning.breakdown import pass_of
 from jaxmem.planning.buffers import Lifetimes, read_allocations
 from jaxmem.planning.communication import collective
@@ -130,7 +130,7 @@ def test_gradients_of_a_layer_travel_beside_products(gpus):
 
 def test_codes_are_updated_where_they_lie(monkeypatch):
     """Part after part: what is sent are codes, twice, and gradients."""
-    monkeypatch.setattr(in_turn, "PART", 2**12)
+    monkeypatch.setattr(in_place, "PART_SIZE", 2**12)
     cfg = config(model=MODEL, mesh={"fsdp": 8}, precision={"parameters": "int8"}, memory={"remat": "full"})
     built = program(cfg, target_devices(TARGET, TARGET.memory))
     step, _ = compile_all(built.lower_step(), {}, here=False, code=False)

@@ -12,7 +12,7 @@ from jaxmem import optim
 from jaxmem.checkpoint import Checkpoints
 from jaxmem.config.sections import Precision
 from jaxmem.errors import UserError
-from jaxmem.optim import in_turn
+from jaxmem.optim import in_place
 from jaxmem.planning.predict import estimate
 from jaxmem.planning.state import bytes_on_device
 from jaxmem.quant import FORMATS, QTensor, quantize
@@ -138,23 +138,23 @@ def test_a_hundred_small_updates_add_up(form):
     params, axes = stack(form)
     before = params["w"].dequantize(jnp.float32)
     update = {"w": jnp.full((3, 64, 8), 1e-5)}
-    step = jax.jit(lambda p, key: optim.apply(p, update, key, axes))
+    step = jax.jit(lambda p, key: optim.apply_updates(p, update, key, axes))
     for number in range(100):
         params = step(params, jax.random.key(number))
     moved = params["w"].dequantize(jnp.float32) - before
     assert float(moved.mean()) == pytest.approx(1e-3, abs=5 * float(moved.std()) / moved.size**0.5)
     assert float(moved.std()) > 1e-3
-    still, begun = optim.apply(stack(form)[0], update, None, axes)["w"], stack(form)[0]["w"]
+    still, begun = optim.apply_updates(stack(form)[0], update, None, axes)["w"], stack(form)[0]["w"]
     assert (np.asarray(still.codes) != np.asarray(begun.codes)).mean() < 0.01
 
 
 def test_a_layer_alone_changes_as_among_all(monkeypatch):
-    monkeypatch.setattr(in_turn, "PART", 256)  # in two parts each
+    monkeypatch.setattr(in_place, "PART_SIZE", 256)  # in two parts each
     params, axes = stack()
     u, key = {"w": jax.random.normal(jax.random.key(1), (3, 64, 8)) * 1e-3}, jax.random.key(2)
-    every = optim.apply(params, u, key, axes)["w"]
+    every = optim.apply_updates(params, u, key, axes)["w"]
     alone = jax.tree.map(lambda x: x[1], (params, u))
-    one = optim.apply(*alone, key, axes, layer=jnp.asarray(1))["w"]
+    one = optim.apply_updates(*alone, key, axes, layer=jnp.asarray(1))["w"]
     assert isinstance(one, QTensor)
     jax.tree.map(np.testing.assert_array_equal, one, jax.tree.map(lambda x: x[1], every))
 
@@ -162,9 +162,9 @@ def test_a_layer_alone_changes_as_among_all(monkeypatch):
 def test_a_kernel_says_what_it_cannot_do():
     params, update = {"w": quantize(jnp.ones((40, 8)), "int8", 32, -2)}, {"w": jnp.ones((40, 8))}
     with pytest.raises(UserError, match=r"optimizer.kernel: int8_add: blocks of 32 do not fill the 40 .* use none"):
-        optim.apply(params, update, jax.random.key(0), kernel="triton")
+        optim.apply_updates(params, update, jax.random.key(0), kernel="triton")
     with pytest.raises(UserError, match="kernel triton rounds stochastically; give a key"):
-        optim.apply(params, update, kernel="triton")
+        optim.apply_updates(params, update, kernel="triton")
 
 
 def test_a_step_holds_one_layer_of_values():
@@ -172,7 +172,7 @@ def test_a_step_holds_one_layer_of_values():
     q = jax.eval_shape(lambda: quantize(jnp.zeros((64, 64, 128)), "int8", 64, -2))
     u = jax.ShapeDtypeStruct((64, 64, 128), jnp.float32)
     change = jax.jit(
-        lambda q, u, key: optim.apply({"w": q}, {"w": u}, key, {"w": ("layer", "embed", "mlp")}), donate_argnums=0
+        lambda q, u, key: optim.apply_updates({"w": q}, {"w": u}, key, {"w": ("layer", "embed", "mlp")}), donate_argnums=0
     )
     memory = change.lower(q, u, jax.eval_shape(lambda: jax.random.key(0))).compile().memory_analysis()
     assert memory.temp_size_in_bytes < 8 * 64 * 128 * 4

@@ -65,15 +65,17 @@ def test_small_updates_of_bfloat16_weights_are_lost_but_for_stochastic_rounding(
     axes = {"w": ("layer", "embed", "mlp")}
     nearest = drawn = weights
     for step in range(10):
-        nearest = optim.apply(nearest, updates)
-        drawn = optim.apply(drawn, updates, jax.random.key(step), axes)
+        nearest = optim.apply_updates(nearest, updates)
+        drawn = optim.apply_updates(drawn, updates, jax.random.key(step), axes)
     assert float(jnp.mean(nearest["w"].astype(jnp.float32))) == 1
     assert float(jnp.mean(drawn["w"].astype(jnp.float32))) == pytest.approx(1 - 1e-3, abs=5e-5)
 
 
 def test_a_layer_alone_is_rounded_as_among_all():
     w, key = jax.random.normal(jax.random.key(0), (3, 8, 8)), jax.random.key(1)
-    every = optim.apply({"w": w.astype(jnp.bfloat16)}, {"w": w * 1e-3}, key, {"w": ("layer", "embed", "mlp")})["w"]
+    every = optim.apply_updates({"w": w.astype(jnp.bfloat16)}, {"w": w * 1e-3}, key, {"w": ("layer", "embed", "mlp")})[
+        "w"
+    ]
     own = jax.random.fold_in(optim.leaf_key(key, (jax.tree_util.DictKey("w"),)), 2)
     alone = rounded(w[2].astype(jnp.bfloat16).astype(jnp.float32) + w[2] * 1e-3, jnp.bfloat16, own)
     np.testing.assert_array_equal(every[2].astype(jnp.float32), alone.astype(jnp.float32))

@@ -9,9 +9,8 @@ from flax.traverse_util import flatten_dict
 from jaxmem import optim
 from jaxmem.config.optimizers import OPTIMIZERS
 from jaxmem.errors import UserError
-from jaxmem.optim import quantized
-from jaxmem.optim.parts import put
-from jaxmem.optim.registry import NAMED
+from jaxmem.optim.groups import merge
+from jaxmem.optim.rules import quantized
 from jaxmem.planning.compile import compile_all
 from jaxmem.planning.targets import parse_target, target_devices
 from jaxmem.step import nonfinite, program
@@ -87,7 +86,7 @@ IN_A_TRANSFORMER = {
 
 
 def test_every_optimizer_is_in_one_of_them():
-    assert {*IN_A_DECODER.values(), *IN_A_TRANSFORMER.values()} == set(NAMED)
+    assert {*IN_A_DECODER.values(), *IN_A_TRANSFORMER.values()} == set(OPTIMIZERS)
 
 
 @pytest.mark.parametrize(
@@ -122,19 +121,19 @@ def mixed(names, axes):
     for pattern, name in names.items():
         own = {"epsilon": 1e-3} if "epsilon" in OPTIMIZERS[name].fields else {}
         try:
-            found[pattern] = NAMED[name](1e-2, axes=optim.only(axes, [pattern]), **own)
+            found[pattern] = optim.optimizer(name)(1e-2, axes=optim.select_trainable(axes, [pattern]), **own)
         except UserError:
             continue
 
     def init(params):
-        return {pattern: tx.init(optim.only(params, [pattern])) for pattern, tx in found.items()}
+        return {pattern: tx.init(optim.select_trainable(params, [pattern])) for pattern, tx in found.items()}
 
     def update(grads, state, params, **extra):
         said, new = grads, {}
         for pattern, tx in found.items():
-            own = optim.only(grads, [pattern]), state[pattern], optim.only(params, [pattern])
+            own = optim.select_trainable(grads, [pattern]), state[pattern], optim.select_trainable(params, [pattern])
             updates, new[pattern] = tx.update(*own, **extra)
-            said = put(said, updates)
+            said = merge(said, updates)
         return said, new
 
     return optax.GradientTransformationExtraArgs(init, update)

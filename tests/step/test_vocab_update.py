@@ -9,9 +9,8 @@ import pytest
 
 from jaxmem import optim
 from jaxmem.config.sections import Precision
-from jaxmem.optim.parts import Part, select
-from jaxmem.optim.promotion import chained
-from jaxmem.optim.registry import NAMED
+from jaxmem.optim.groups import ParameterGroup, select
+from jaxmem.optim.optax_promotion import chain
 from jaxmem.sharding.leaves import state_axes
 from jaxmem.sharding.storage import Storage, store
 from jaxmem.step.vocab_update import VocabUpdate
@@ -25,7 +24,7 @@ def built(name, own, precision):
     """(axes -> optimizer), weights at rest, and new state."""
 
     def optimizer_for(axes):
-        tx = chained(optim.clip(0.5, "weight", axes=axes), NAMED[name](0.1, axes=axes, **own))
+        tx = chain(optim.clip(0.5, "weight", axes=axes), optim.optimizer(name)(0.1, axes=axes, **own))
         return optim.with_remainder(tx, 8, axes) if precision.master == "remainder8" else tx
 
     params = {"head": normal(64, 512), "rows": normal(512, 64, seed=1)}
@@ -59,11 +58,11 @@ def test_an_update_in_slices_is_that_of_the_whole(name, own, precision, in_slice
         key = key if precision.stochastic else None
         tx = optimizer_for(AXES)
         updates, state = tx.update(grads, state, params)
-        return optim.apply(params, updates, key, AXES), state
+        return optim.apply_updates(params, updates, key, AXES), state
 
     @jax.jit
     def sliced(params, state, grads, key):
-        write, found = partial(optim.apply, key=key if precision.stochastic else None, kernel=kernel), []
+        write, found = partial(optim.apply_updates, key=key if precision.stochastic else None, kernel=kernel), []
         for leaf, axes in AXES.items():
             dim = axes.index("vocab")
 
@@ -72,7 +71,7 @@ def test_an_update_in_slices_is_that_of_the_whole(name, own, precision, in_slice
                 return grads[leaf] if slices is None else slices.read(grads[leaf], dim, j)
 
             own = select(params, {leaf: 0})
-            part = Part.of(own, optimizer_for, AXES, axes_of_state)
+            part = ParameterGroup.of(own, optimizer_for, AXES, axes_of_state)
             table = VocabUpdate(part, own, part.state(state), jnp.dtype(jnp.float32), 128)
             found.append(table.update(gradient, write, None))
             squares = table.squares(gradient)

@@ -15,21 +15,22 @@ import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
 import optax
 
 from jaxmem import kernels
+from jaxmem.config.optimizers import AdamSettings, AdamW8bitSettings, LionSettings, MomentumSettings
 from jaxmem.errors import UserError
-from jaxmem.optim.adam import Adam, Moments, unbiased
-from jaxmem.optim.by_layer import At, Leaf, Rule, by_layer
+from jaxmem.optim.layers import MatrixRule, ParameterSpec, UpdateContext, by_layer
+from jaxmem.optim.rules.adam import Adam, bias_correction
 from jaxmem.quant import FORMATS, QTensor, even_block_size, quantize
 from jaxmem.sharding import per_device
 from jaxmem.sharding.leaves import Derived
 
-LEAST = 4096  # numbers below which codes save nothing worth having
+MIN_SIZE = 4096  # numbers below which codes save nothing worth having
 SHARDS = 8  # so many blocks, or a multiple, along a dimension where they can: meshes then cut between them
 SPLIT_FINELY = ("embed", "projected", "vocab")  # over many devices, or of any size: blocks run along these last
 
@@ -40,86 +41,73 @@ MOMENTUM8: Formats = (("m", "dynamic8"),)
 
 
 @dataclass(frozen=True)
-class Lion:
-    """The sign of an average that is one gradient ahead of the one it keeps (Chen et al., arXiv:2302.06675)."""
+class Lion(MatrixRule):
+    """The sign of an average that is one gradient ahead of the stored one (Chen et al., arXiv:2302.06675)."""
 
-    beta1: float = 0.9
-    beta2: float = 0.99
+    settings: LionSettings
 
-    def init(self, leaf: Leaf) -> dict[str, Derived]:
-        return {"m": leaf.zeros()}
+    def init(self, spec: ParameterSpec) -> dict[str, Derived]:
+        return {"m": spec.zeros()}
 
-    def divides(self, _: int, /) -> bool:
-        return True
-
-    def update(self, g: jax.Array, state: dict[str, Any], _: At, /) -> tuple[jax.Array, dict[str, Any]]:
-        g, m = g.astype(jnp.float32), state["m"]
-        return jnp.sign(self.beta1 * m + (1 - self.beta1) * g), {"m": self.beta2 * m + (1 - self.beta2) * g}
+    def update(self, g: jax.Array, state: dict[str, Any], _: UpdateContext, /) -> tuple[jax.Array, dict[str, Any]]:
+        g, m, beta1, beta2 = g.astype(jnp.float32), state["m"], self.settings.beta1, self.settings.beta2
+        return jnp.sign(beta1 * m + (1 - beta1) * g), {"m": beta2 * m + (1 - beta2) * g}
 
 
 @dataclass(frozen=True)
-class Momentum:
-    decay: float = 0.9
+class Momentum(MatrixRule):
+    decay: float
 
-    def init(self, leaf: Leaf) -> dict[str, Derived]:
-        return {"m": leaf.zeros()}
+    def init(self, spec: ParameterSpec) -> dict[str, Derived]:
+        return {"m": spec.zeros()}
 
-    def divides(self, _: int, /) -> bool:
-        return True
-
-    def update(self, g: jax.Array, state: dict[str, Any], _: At, /) -> tuple[jax.Array, dict[str, Any]]:
+    def update(self, g: jax.Array, state: dict[str, Any], _: UpdateContext, /) -> tuple[jax.Array, dict[str, Any]]:
         m = self.decay * state["m"] + g.astype(jnp.float32)
         return m, {"m": m}
 
 
 @dataclass(frozen=True)
-class Quantized:
-    """An elementwise rule with its numbers in codes."""
+class Quantized(MatrixRule):
+    """An elementwise rule with quantized state."""
 
-    rule: Rule
+    rule: MatrixRule
     formats: Formats
     block_size: int = 256
+    elementwise: ClassVar = True
 
-    @property
-    def in_parts(self) -> bool:
-        return True
+    def init(self, spec: ParameterSpec) -> dict[str, Derived]:
+        axis, block = blocks(spec, self.block_size)
+        return {name: spec.derived(zeros(spec.shape, form, block, axis)) for name, form in self.formats}
 
-    def init(self, leaf: Leaf) -> dict[str, Derived]:
-        axis, block = blocks(leaf, self.block_size)
-        return {name: leaf.keep(zeros(leaf.shape, form, block, axis)) for name, form in self.formats}
-
-    def divides(self, dim: int, /) -> bool:
-        return self.rule.divides(dim)
-
-    def update(self, g: jax.Array, state: dict[str, Any], at: At, /) -> tuple[jax.Array, dict[str, Any]]:
+    def update(self, g: jax.Array, state: dict[str, Any], at: UpdateContext, /) -> tuple[jax.Array, dict[str, Any]]:
         values = {name: q.dequantize(jnp.float32) for name, q in state.items()}
         u, new = self.rule.update(g, values, at)
         return u.astype(g.dtype), {name: _above_zero(q.requantize(new[name])) for name, q in state.items()}
 
 
 @dataclass(frozen=True)
-class InOnePass(Quantized):
+class FusedAdam8bit(Quantized):
     """Adam in 8 bits by `kernels.adam8_update`: each number is read once and written once, nothing is held in float32,
     and a stack of layers is one array. On a mesh each device goes through its own part."""
 
-    takes_stacks: ClassVar = True
-    in_parts: ClassVar = False
+    updates_stacks: ClassVar = True
+    elementwise: ClassVar = False
 
-    def update(self, g: jax.Array, state: dict[str, Any], at: At, /) -> tuple[jax.Array, dict[str, Any]]:
-        m, v, moments = state["m"], state["v"], self.rule.moments  # type: ignore[attr-defined]
+    def update(self, g: jax.Array, state: dict[str, Any], at: UpdateContext, /) -> tuple[jax.Array, dict[str, Any]]:
+        m, v, settings = state["m"], state["v"], self.rule.settings  # type: ignore[attr-defined]
         run = partial(
             kernels.adam8_update,
-            beta1=moments.beta1,
-            beta2=moments.beta2,
-            epsilon=moments.epsilon,
+            beta1=settings.beta1,
+            beta2=settings.beta2,
+            epsilon=settings.epsilon,
             axis=m.axis,
             block_size=m.block_size,
             implementation="triton",
         )
-        unbiased_by = jnp.stack([unbiased(beta, at.count) for beta in (moments.beta1, moments.beta2)])
-        arrays = g, kernels.Moments8(m.codes, v.codes, m.scale, v.scale), unbiased_by
+        corrections = jnp.stack([bias_correction(beta, at.count) for beta in (settings.beta1, settings.beta2)])
+        arrays = g, kernels.Moments8(m.codes, v.codes, m.scale, v.scale), corrections
         try:
-            u, new = per_device(run, arrays, at.leaf.axes, g.shape)
+            u, new = per_device(run, arrays, at.spec.axes, g.shape)
         except ValueError as error:
             raise UserError(f"optimizer.kernel: {error}; use none") from error
         kept = {"m": (new.m, new.m_scale), "v": (new.v, new.v_scale)}
@@ -127,68 +115,65 @@ class InOnePass(Quantized):
 
 
 def quantized(
-    rule: Rule, formats: Formats, block_size: int = 256, kind: type[Quantized] = Quantized
-) -> Callable[[Leaf], Rule]:
-    """The rule in codes where that is worth it."""
+    rule: MatrixRule, formats: Formats, block_size: int = 256, kind: type[Quantized] = Quantized
+) -> Callable[[ParameterSpec], MatrixRule]:
+    """The rule with quantized state where that is worth it."""
 
-    def rule_for(leaf: Leaf) -> Rule:
-        return kind(rule, formats, block_size) if len(leaf.shape) > 1 and leaf.size >= LEAST else rule
+    def rule_for(spec: ParameterSpec) -> MatrixRule:
+        return kind(rule, formats, block_size) if len(spec.shape) > 1 and spec.size >= MIN_SIZE else rule
 
     return rule_for
 
 
 def scale_by_adam8bit(
-    beta1: float = 0.9,
-    beta2: float = 0.95,
-    epsilon: float = 1e-8,
-    *,
-    kernel: Literal["none", "triton"] = "none",
-    axes: Any = None,
+    settings: AdamW8bitSettings = AdamW8bitSettings(), *, axes: Any = None
 ) -> optax.GradientTransformationExtraArgs:
-    """Adam with block-wise dynamic codes: 2.03 bytes a parameter. `kernel`: in one pass over memory, on GPUs.
+    """Adam with block-wise dynamic codes: 2.03 bytes per parameter. `kernel`: a fused update, on GPUs.
 
     >>> state = scale_by_adam8bit().init({"w": jnp.zeros((256, 2048))}).leaves["w"]
     >>> state["m"].value.nbytes, state["v"].value.nbytes
     (532480, 532480)
     """
-    kind = Quantized if kernel == "none" else InOnePass
-    return by_layer(quantized(Adam(Moments(beta1, beta2, epsilon)), ADAM8, kind=kind), axes)
+    kind = Quantized if settings.kernel == "none" else FusedAdam8bit
+    return by_layer(quantized(Adam(settings), ADAM8, kind=kind), axes)
 
 
 def scale_by_adam4bit(
-    beta1: float = 0.9, beta2: float = 0.95, epsilon: float = 1e-8, *, axes: Any = None
+    settings: AdamSettings = AdamSettings(), *, axes: Any = None
 ) -> optax.GradientTransformationExtraArgs:
-    """Adam in 4 bits a number: 1.06 bytes a parameter."""
-    return by_layer(quantized(Adam(Moments(beta1, beta2, epsilon)), ADAM4, block_size=128), axes)
+    """Adam in 4 bits per moment: 1.06 bytes per parameter."""
+    return by_layer(quantized(Adam(settings), ADAM4, block_size=128), axes)
 
 
 def scale_by_lion8bit(
-    beta1: float = 0.9, beta2: float = 0.99, *, axes: Any = None
+    settings: LionSettings = LionSettings(), *, axes: Any = None
 ) -> optax.GradientTransformationExtraArgs:
-    """Lion with its average in 8 bits: 1.02 bytes a parameter."""
-    return by_layer(quantized(Lion(beta1, beta2), MOMENTUM8), axes)
+    """Lion with its moment in 8 bits: 1.02 bytes per parameter."""
+    return by_layer(quantized(Lion(settings), MOMENTUM8), axes)
 
 
-def trace8bit(momentum: float = 0.9, *, axes: Any = None) -> optax.GradientTransformationExtraArgs:
-    """Momentum in 8 bits: 1.02 bytes a parameter."""
-    return by_layer(quantized(Momentum(momentum), MOMENTUM8), axes)
+def trace8bit(
+    settings: MomentumSettings = MomentumSettings(), *, axes: Any = None
+) -> optax.GradientTransformationExtraArgs:
+    """Momentum in 8 bits: 1.02 bytes per parameter."""
+    return by_layer(quantized(Momentum(settings.momentum), MOMENTUM8), axes)
 
 
-def blocks(leaf: Leaf, most: int) -> tuple[int, int]:
+def blocks(spec: ParameterSpec, most: int) -> tuple[int, int]:
     """The dimension (negative) that blocks run along, and their size: `even_block_size`. The same on every mesh.
 
-    >>> blocks(Leaf((4096, 14336), jnp.float32, ("embed", "mlp"), (0, 1)), 256)
+    >>> blocks(ParameterSpec((4096, 14336), jnp.float32, ("embed", "mlp"), (0, 1)), 256)
     (-1, 256)
-    >>> blocks(Leaf((11008, 4096), jnp.float32, ("mlp", "embed"), (0, 1)), 256)
+    >>> blocks(ParameterSpec((11008, 4096), jnp.float32, ("mlp", "embed"), (0, 1)), 256)
     (-2, 172)
     """
-    found = [even_block_size(size, most, SHARDS) or 0 for size in leaf.shape]
+    found = [even_block_size(size, most, SHARDS) or 0 for size in spec.shape]
     dim = max(
         range(len(found)),
-        key=lambda d: (found[d] >= most // 2, found[d] >= most // 16, leaf.axes[d] not in SPLIT_FINELY, d),
+        key=lambda d: (found[d] >= most // 2, found[d] >= most // 16, spec.axes[d] not in SPLIT_FINELY, d),
     )
     if not found[dim]:  # no dimension divides well: a last block is shorter
-        return -1, min(most, leaf.shape[-1])
+        return -1, min(most, spec.shape[-1])
     return dim - len(found), found[dim]
 
 

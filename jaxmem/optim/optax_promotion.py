@@ -19,7 +19,7 @@ def standard_promotion(function: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-def chained(*parts: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
+def chain(*parts: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
     """optax.chain for callers with strict dtypes."""
-    chain = optax.chain(*parts)
-    return optax.GradientTransformationExtraArgs(standard_promotion(chain.init), standard_promotion(chain.update))
+    tx = optax.chain(*parts)
+    return optax.GradientTransformationExtraArgs(standard_promotion(tx.init), standard_promotion(tx.update))

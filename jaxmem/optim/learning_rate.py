@@ -5,7 +5,7 @@ from __future__ import annotations
 import optax
 
 from jaxmem import config
-from jaxmem.optim.promotion import standard_promotion
+from jaxmem.optim.optax_promotion import standard_promotion
 
 
 def schedule(cfg: config.Optimizer, steps: int) -> optax.Schedule:

@@ -15,8 +15,9 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from jaxmem.optim.adam import Adam, Moments
-from jaxmem.optim.by_layer import At, Leaf, Rule, by_layer
+from jaxmem.config.optimizers import MuonSettings
+from jaxmem.optim.layers import MatrixRule, ParameterSpec, UpdateContext, by_layer
+from jaxmem.optim.rules.adam import Adam
 from jaxmem.sharding.leaves import Derived
 
 STEPS = 5
@@ -25,16 +26,17 @@ ADAM_SIZE = 0.2  # root mean square of Adam's updates
 
 
 @dataclass(frozen=True)
-class Orthogonal:
-    momentum: float = 0.95
+class Orthogonalized(MatrixRule):
+    momentum: float
 
-    def init(self, leaf: Leaf) -> dict[str, Derived]:
-        return {"m": leaf.zeros()}
+    def init(self, spec: ParameterSpec) -> dict[str, Derived]:
+        return {"m": spec.zeros()}
 
-    def divides(self, _: int, /) -> bool:
+    def is_separable(self, dim: int, /) -> bool:
+        del dim
         return False
 
-    def update(self, g: jax.Array, state: dict[str, Any], _: At, /) -> tuple[jax.Array, dict[str, Any]]:
+    def update(self, g: jax.Array, state: dict[str, Any], _: UpdateContext, /) -> tuple[jax.Array, dict[str, Any]]:
         g = g.astype(jnp.float32)
         m = self.momentum * state["m"] + (1 - self.momentum) * g
         ahead = self.momentum * m + (1 - self.momentum) * g  # Nesterov's
@@ -54,21 +56,15 @@ def newton_schulz(x: jax.Array) -> jax.Array:
 
 
 def scale_by_muon(
-    momentum: float = 0.95,
-    beta1: float = 0.9,
-    beta2: float = 0.95,
-    epsilon: float = 1e-8,
-    *,
-    axes: Any = None,
+    settings: MuonSettings = MuonSettings(), *, axes: Any = None
 ) -> optax.GradientTransformationExtraArgs:
     """Muon for hidden matrices, Adam for the rest. Without `axes` every matrix is a hidden one.
 
     >>> sorted(scale_by_muon().init({"w": jnp.zeros((64, 32))}).leaves["w"])
     ['m']
     """
-    matrix, rest = Orthogonal(momentum), Adam(Moments(beta1, beta2, epsilon))
 
-    def rule_for(leaf: Leaf) -> Rule:
-        return matrix if leaf.is_hidden_matrix else rest
+    def rule_for(spec: ParameterSpec) -> MatrixRule:
+        return Orthogonalized(settings.momentum) if spec.is_hidden_matrix else Adam(settings)
 
     return by_layer(rule_for, axes)

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 import jax
 import jax.numpy as jnp
 
-from jaxmem.optim.by_layer import Leaf
-from jaxmem.sharding import constrain, if_even
+from jaxmem.optim.layers import ParameterSpec
+from jaxmem.sharding import if_even, constrain
 
 PROJECTED = "projected"
 EXACT = jax.lax.Precision.HIGHEST
@@ -27,57 +27,67 @@ FRESH = 0.1  # share of random directions in the beginning of a search
 class Side:
     """Which dimension of a matrix is projected away, and to what."""
 
-    leaf: Leaf
+    spec: ParameterSpec
     rank: int
 
     @property
     def away(self) -> int:
-        return 0 if self.leaf.shape[0] <= self.leaf.shape[1] else 1
+        return 0 if self.spec.shape[0] <= self.spec.shape[1] else 1
 
     @property
     def basis_shape(self) -> tuple[int, int]:
-        return self.leaf.shape[self.away], self.rank
+        return self.spec.shape[self.away], self.rank
 
     @property
-    def basis(self) -> Leaf:
-        axis, dim = self.leaf.axes[self.away], self.leaf.dims[self.away]
-        return Leaf(self.basis_shape, self.leaf.dtype, (axis, PROJECTED), (dim, PROJECTED))
+    def basis(self) -> ParameterSpec:
+        axis, dim = self.spec.axes[self.away], self.spec.dims[self.away]
+        return ParameterSpec(self.basis_shape, self.spec.dtype, (axis, PROJECTED), (dim, PROJECTED))
 
     @property
-    def low(self) -> Leaf:
+    def low(self) -> ParameterSpec:
         """The projected matrix as what an inner optimizer sees."""
 
         def replaced(values: tuple, new: object) -> tuple:
             return (*values[: self.away], new, *values[self.away + 1 :])
 
-        leaf = self.leaf
+        spec = self.spec
         return dataclasses.replace(
-            leaf,
-            shape=replaced(leaf.shape, self.rank),
-            axes=replaced(leaf.axes, PROJECTED),
-            dims=replaced(leaf.dims, PROJECTED),
+            spec,
+            shape=replaced(spec.shape, self.rank),
+            axes=replaced(spec.axes, PROJECTED),
+            dims=replaced(spec.dims, PROJECTED),
         )
 
     def project(self, basis: jax.Array, g: jax.Array) -> jax.Array:
         """[away, kept] or [kept, away] to rank in the place of `away`."""
-        low = _product(basis.T, g) if self.away == 0 else _product(g, basis)
-        return self._placed(low, self.low)
+        low = _matmul(basis.T, g) if self.away == 0 else _matmul(g, basis)
+        return self._as_state(low, self.low)
 
     def back(self, basis: jax.Array, low: jax.Array) -> jax.Array:
-        return _product(basis, low) if self.away == 0 else _product(low, basis.T)
+        return _matmul(basis, low) if self.away == 0 else _matmul(low, basis.T)
 
     def find(self, g: jax.Array, start: jax.Array, key: jax.Array) -> jax.Array:
         """The basis of what is largest in a gradient, beginning from an old one."""
         found = range_finder(g if self.away == 0 else g.T, start, key)
-        return self._placed(found, self.basis)
+        return self._as_state(found, self.basis)
 
-    def _placed(self, x: jax.Array, leaf: Leaf) -> jax.Array:
-        if not any(self.leaf.axes):
+    def _as_state(self, x: jax.Array, spec: ParameterSpec) -> jax.Array:
+        if not any(self.spec.axes):
             return x
-        return constrain(x, *(if_even(a) if a == PROJECTED else a for a in leaf.axes), role="optimizer")
+        return constrain(x, *(if_even(a) if a == PROJECTED else a for a in spec.axes), role="optimizer")
 
 
-def _product(a: jax.Array, b: jax.Array) -> jax.Array:
+def rank_of(spec: ParameterSpec, rank: int | None) -> int:
+    return max(1, min(spec.shape) // 4) if rank is None else rank
+
+
+def is_projected(spec: ParameterSpec, rank: int | None, project_embeddings: bool) -> bool:
+    """Matrices that a projection makes smaller; embedding and output matrices only where they are asked for."""
+    wanted = spec.is_hidden_matrix or (len(spec.shape) == 2 and project_embeddings)
+    return wanted and rank_of(spec, rank) < min(spec.shape)
+
+
+def _matmul(a: jax.Array, b: jax.Array) -> jax.Array:
     return jnp.matmul(a, b, preferred_element_type=jnp.float32)
 
 

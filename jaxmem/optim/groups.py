@@ -1,7 +1,7 @@
-"""Some of the parameters, updated by themselves: what an optimizer does to all, for those at hand.
+"""Some of the parameters, updated alone as an optimizer of all would update them.
 
-A part's parameters keep their paths, so that names, and the random numbers that follow from them, stay the same. Its
-state is those leaves of the whole state that lie at the same paths.
+A group's parameters keep their paths, so that names, and the random numbers that follow from them, stay the same. Its
+state is the leaves of the whole state at the same paths.
 """
 
 from __future__ import annotations
@@ -13,38 +13,38 @@ from typing import Any
 import jax
 import optax
 
-from jaxmem.sharding import Axes, Role, constrain, is_axes, stored_axes
+from jaxmem.sharding import Axes, Role, stored_axes, constrain, is_axes
 from jaxmem.sharding.weights import is_quantized
 
 Tree = Any
-Write = Callable[..., Any]  # `optim.apply`, told how to round
+Write = Callable[..., Any]  # `optim.apply_updates`, with its key
 
 
 @dataclass(frozen=True)
-class Part:
+class ParameterGroup:
     tx: optax.GradientTransformationExtraArgs
     axes: Tree  # of its parameters
     state_axes: Tree  # of its state
 
     @classmethod
-    def of(cls, params: Tree, optimizer_for: Callable[[Tree], Any], axes: Tree, state_axes: Tree) -> Part:
-        """`axes` and `state_axes` are those of all parameters, `params` this part's."""
+    def of(cls, params: Tree, optimizer_for: Callable[[Tree], Any], axes: Tree, state_axes: Tree) -> ParameterGroup:
+        """`axes` and `state_axes` are those of all parameters, `params` this group's."""
         own = select(axes, params, is_leaf=is_quantized)
         tx = optax.with_extra_args_support(optimizer_for(own))
         return cls(tx, own, select(state_axes, jax.eval_shape(tx.init, params)))
 
     def state(self, whole: Tree) -> Tree:
-        """Its part of an optimizer's state."""
+        """This group's part of an optimizer's state."""
         return select(whole, self.state_axes, is_leaf=is_axes)
 
     def update(self, grads: Tree, state: Tree, params: Tree, write: Write, **extra: Any) -> tuple[Tree, Tree]:
         """New parameters and new state. With `layer`, of one layer of stacked ones."""
-        layer, piece = extra.get("layer"), extra.get("piece")
-        grads = pinned(grads, self.axes, "gradients")
+        layer, vocab_slice = extra.get("layer"), extra.get("vocab_slice")
+        grads = constrain_tree(grads, self.axes, "gradients")
         updates, state = self.tx.update(grads, state, params, **extra)
-        params = write(params, updates, axes=self.axes, layer=layer, piece=piece)
-        # Cast where the optimizer's state lies, then gathered, or whole float32 updates would travel.
-        return pinned(params, stored_axes(self.axes, params), "optimizer"), state
+        params = write(params, updates, axes=self.axes, layer=layer, vocab_slice=vocab_slice)
+        # Cast where the optimizer's state is sharded, then gathered: otherwise float32 updates are sent.
+        return constrain_tree(params, stored_axes(self.axes, params), "optimizer"), state
 
 
 def select(tree: Tree, like: Tree, is_leaf: Callable[[Any], bool] | None = None) -> Tree:
@@ -55,7 +55,7 @@ def select(tree: Tree, like: Tree, is_leaf: Callable[[Any], bool] | None = None)
 
 
 def without(tree: Tree, part: Tree) -> Tree:
-    """Of nested dicts, what is not in a part."""
+    """Nested dicts without what is in a part of them."""
     left: dict[str, Any] = {}
     for name, value in tree.items():
         if not isinstance(value, dict):
@@ -65,22 +65,22 @@ def without(tree: Tree, part: Tree) -> Tree:
     return left
 
 
-def put(tree: Tree, *parts: Tree) -> Tree:
+def merge(tree: Tree, *parts: Tree) -> Tree:
     """`tree` with the leaves of parts in the place of its own."""
     found = {path: leaf for part in parts for path, leaf in jax.tree_util.tree_leaves_with_path(part)}
     return jax.tree_util.tree_map_with_path(found.get, tree)
 
 
-def pinned(tree: Tree, axes: Tree, role: Role) -> Tree:
-    """Each leaf where it lies in a role; one layer of a stack, where its layer lies."""
+def constrain_tree(tree: Tree, axes: Tree, role: Role) -> Tree:
+    """Each leaf sharded as in a role; one layer of a stack as that layer."""
 
-    def pin(names: Axes, x: jax.Array) -> jax.Array:
+    def one(names: Axes, x: jax.Array) -> jax.Array:
         return constrain(x, *names[len(names) - x.ndim :], role=role)
 
-    return jax.tree.map(pin, axes, tree, is_leaf=is_axes)
+    return jax.tree.map(one, axes, tree, is_leaf=is_axes)
 
 
-def layer_at(tree: Tree, axes: Tree, layer: jax.Array, rest: Tree) -> Tree:
+def take_stacked_layer(tree: Tree, axes: Tree, layer: jax.Array, rest: Tree) -> Tree:
     """One layer of what is stacked; what is not stacked from `rest`."""
 
     def one(names: Axes, x: jax.Array, other: jax.Array) -> jax.Array:
@@ -90,7 +90,7 @@ def layer_at(tree: Tree, axes: Tree, layer: jax.Array, rest: Tree) -> Tree:
     return jax.tree.map(one, axes, tree, rest, is_leaf=is_axes)
 
 
-def with_layer(tree: Tree, axes: Tree, role: Role, layer: jax.Array, new: Tree) -> Tree:
+def put_stacked_layer(tree: Tree, axes: Tree, role: Role, layer: jax.Array, new: Tree) -> Tree:
     """Stacked leaves with one layer's new values in their place; of the rest the new values."""
 
     def one(names: Axes, x: jax.Array, new: jax.Array) -> jax.Array:

@@ -1,4 +1,4 @@
-"""Loops over the layers of a stack, or over parts of a large array, that are updated in place."""
+"""Loops that update the layers of a stack, or some rows of a matrix at a time, in place."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from jaxmem.quant import QTensor
 from jaxmem.sharding import Axes, current, map_shards
 from jaxmem.sharding.weights import is_quantized
 
-Grid = dict[int, int]  # into how many parts of one which dimensions are cut
+Grid = dict[int, int]  # dimension -> number of parts
 Each = Callable[[Any, Any, jax.Array, jax.Array], Any]
 
-PART = 1 << 23  # numbers that a device decodes at once
+PART_SIZE = 1 << 23  # numbers that a device dequantizes at once
 
 
-def in_turn(grid: Grid, one: Callable[[Any, jax.Array], Any], arrays: Any) -> Any:
-    """`one(part, number)` for each part that a grid cuts arrays into, each result where the part was.
+def update_parts(grid: Grid, one: Callable[[Any, jax.Array], Any], arrays: Any) -> Any:
+    """`one(part, index)` for each part of arrays cut by a grid, each result in the place of its part.
 
     A part is read after the one before was written, from what was written, and carried to its turn. Read in its
     turn, by several users of which one might come after the write, XLA would copy the arrays to be safe.
@@ -38,21 +38,21 @@ def in_turn(grid: Grid, one: Callable[[Any, jax.Array], Any], arrays: Any) -> An
     return jax.lax.fori_loop(0, count, step, (arrays, first))[0]
 
 
-def layers_in_turn(one: Callable[[Any, Any, jax.Array], Any], stack: Any, beside: Any) -> Any:
-    """`one(layer, beside, number)` of every layer of a stack, each result where the layer was; `beside` is a stack
+def update_layers(one: Callable[[Any, Any, jax.Array], Any], stack: Any, beside: Any) -> Any:
+    """`one(layer, beside, index)` of every layer of a stack, each result in the place of its layer; `beside` is a stack
     that is only read."""
 
-    return _on_stages(partial(_one_by_one, one), stack, beside)
+    return _on_stages(partial(_update_each, one), stack, beside)
 
 
-def _one_by_one(one: Callable[[Any, Any, jax.Array], Any], stack: Any, beside: Any, first: jax.Array) -> Any:
+def _update_each(one: Callable[[Any, Any, jax.Array], Any], stack: Any, beside: Any, first: jax.Array) -> Any:
     """`first` is the first layer's number."""
 
     def step(mine: Any, i: jax.Array) -> Any:
         return one(mine, jax.tree.map(lambda x: _read(grid, x, i), beside), first + i)
 
     grid = {0: jax.tree.leaves(stack)[0].shape[0]}
-    return in_turn(grid, step, stack)
+    return update_parts(grid, step, stack)
 
 
 def _on_stages(loop: Callable[[Any, Any, jax.Array], Any], stack: Any, beside: Any) -> Any:
@@ -67,19 +67,20 @@ def _on_stages(loop: Callable[[Any, Any, jax.Array], Any], stack: Any, beside: A
     return map_shards(lambda stack, beside, first: loop(stack, beside, first[0]), over, stack, beside, first)
 
 
-def in_parts(one: Each, whole: Any, beside: Any, axes: Axes) -> Any:
-    """`one(part, beside, layer, number)` on so many rows of a matrix at a time that no device ever decodes more than
-    8 M numbers, each result where the part was. `whole` and `beside` are trees of arrays and QTensors of one shape with
-    these axes, and of blocks along one dimension; of a stack of layers, part after part of each in one loop.
+def update_rows(one: Each, whole: Any, beside: Any, axes: Axes) -> Any:
+    """`one(part, beside, layer, index)` on so many rows of a matrix at a time that no device dequantizes more than 8 M
+    numbers at once, each result in the place of its part. `whole` and `beside` are trees of arrays and QTensors
+    of one shape with these axes, and of blocks along one dimension; of a stack of layers, part after part of each in
+    one loop.
 
     Rows of a part are not neighbours but every so many: where a mesh splits the rows, each device works on its own
     in every part."""
     if axes[:1] == ("layer",):
-        return _on_stages(partial(_in_parts, one, axes[1:]), whole, beside)
-    return _in_parts(one, axes, whole, beside, None)
+        return _on_stages(partial(_update_rows, one, axes[1:]), whole, beside)
+    return _update_rows(one, axes, whole, beside, None)
 
 
-def _in_parts(one: Each, axes: Axes, whole: Any, beside: Any, first: jax.Array | None) -> Any:
+def _update_rows(one: Each, axes: Axes, whole: Any, beside: Any, first: jax.Array | None) -> Any:
     """`first`: the number of the first layer of a stack; None: there is no stack."""
     leaves = jax.tree.leaves((whole, beside), is_leaf=is_quantized)
     codes = [x for x in leaves if isinstance(x, QTensor)]
@@ -94,7 +95,7 @@ def _in_parts(one: Each, axes: Axes, whole: Any, beside: Any, first: jax.Array |
     if parts == 1:
         zero = jnp.zeros((), jnp.int32)
         each = lambda part, beside, layer: one(part, beside, layer, zero)  # noqa: E731
-        return each(whole, beside, zero) if first is None else _one_by_one(each, whole, beside, first)
+        return each(whole, beside, zero) if first is None else _update_each(each, whole, beside, first)
     grid = {rows + 1: parts} if first is None else {0: leaves[0].shape[0], rows + 1: parts}
 
     def cut(x: jax.Array) -> jax.Array:
@@ -116,7 +117,7 @@ def _in_parts(one: Each, axes: Axes, whole: Any, beside: Any, first: jax.Array |
     arrays, form = jax.tree.flatten(whole)
     read_only, beside_form = jax.tree.flatten(beside)
     apart = [cut(x) for x in read_only]
-    done = in_turn(grid, step, [cut(x) for x in arrays])
+    done = update_parts(grid, step, [cut(x) for x in arrays])
     return jax.tree.unflatten(form, [x.reshape(y.shape) for x, y in zip(done, arrays, strict=True)])
 
 
@@ -160,10 +161,11 @@ def _parts(size: int, units: int, devices: list[int]) -> int:
     """As many as it takes; they divide the units, so that each device has as many of a part's: with fewer parts where
     that needs it, or all units of a part would travel.
 
-    >>> _parts(8 * PART, 16, [1]), _parts(8 * PART, 16, [8]), _parts(64 * PART, 16, [8]), _parts(8 * PART, 16, [1, 8])
+    >>> many = 8 * PART_SIZE
+    >>> _parts(many, 16, [1]), _parts(many, 16, [8]), _parts(8 * many, 16, [8]), _parts(many, 16, [1, 8])
     (8, 1, 2, 1)
     """
     own = size // math.prod(devices)
     found = [n for n in range(1, units + 1) if units % n == 0]
     shared = [n for n in found if units // n % devices[0] == 0] or found
-    return next((n for n in shared if own <= n * PART), shared[-1])
+    return next((n for n in shared if own <= n * PART_SIZE), shared[-1])

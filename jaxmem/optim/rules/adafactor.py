@@ -1,6 +1,6 @@
 """Adafactor: of the second moment of a matrix only its row and column sums (Shazeer and Stern, arXiv:1804.04235).
 
-A matrix [m, n] has m + n numbers of state in place of 2mn, 4 (m + n) / (m n) bytes a parameter; a vector has one for
+A matrix [m, n] has m + n numbers of state in place of 2mn, 4 (m + n) / (m n) bytes per parameter; a vector has one for
 each weight. The update has the size of the weights' own root mean square, so a learning rate is a share of it:
 1e-2 where Adam has 1e-3 or less.
 """
@@ -14,57 +14,57 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from jaxmem.optim.by_layer import At, Leaf, by_layer
+from jaxmem.config.optimizers import AdafactorSettings
+from jaxmem.optim.layers import MatrixRule, ParameterSpec, UpdateContext, by_layer
 from jaxmem.sharding.leaves import Derived
 from jaxmem.sharding.weights import is_quantized
 
+DECAY = 0.8  # the average at update t forgets with 1 - t^-decay
 SQUARE = 1e-30  # added to each squared gradient
 LEAST_SIZE = 1e-3  # of weights, where they begin at zero
 LARGEST = 1.0  # root mean square of an update before it is scaled
 
 
 @dataclass(frozen=True)
-class Factored:
-    decay: float = 0.8  # the average at update t forgets with 1 - t^-decay
+class Factored(MatrixRule):
+    def init(self, spec: ParameterSpec) -> dict[str, Derived]:
+        if len(spec.shape) == 2:
+            return {"row": spec.zeros((0,)), "column": spec.zeros((1,))}
+        return {"v": spec.zeros()}
 
-    def init(self, leaf: Leaf) -> dict[str, Derived]:
-        if len(leaf.shape) == 2:
-            return {"row": leaf.zeros((0,)), "column": leaf.zeros((1,))}
-        return {"v": leaf.zeros()}
-
-    def divides(self, _: int, /) -> bool:
-        return True
-
-    def update(self, g: jax.Array, state: dict[str, Any], at: At, /) -> tuple[jax.Array, dict[str, Any]]:
+    def update(self, g: jax.Array, state: dict[str, Any], at: UpdateContext, /) -> tuple[jax.Array, dict[str, Any]]:
         g = g.astype(jnp.float32)
         squares = g * g + SQUARE
-        beta = 1 - at.count.astype(jnp.float32) ** -self.decay
+        beta = 1 - at.count.astype(jnp.float32) ** -DECAY
         averaged = lambda old, now: beta * old + (1 - beta) * now  # noqa: E731
         values = at.weight.dequantize(jnp.float32) if is_quantized(at.weight) else at.weight.astype(jnp.float32)
         weights = (values * values, None)
         if "row" in state:
-            rows, columns = at.leaf.shape
+            rows, columns = at.spec.shape
             row, column, every, before, weight = at.sums(
                 (squares, 1), (squares, 0), (squares, None), (state["row"], 0), weights
             )
             new = {"row": averaged(state["row"], row / columns), "column": averaged(state["column"], column / rows)}
-            # The product's mean over the rows is the columns' mean, which is counted once too often.
+            # The outer product's mean over the rows is the columns' mean, which is counted once too often.
             mean = averaged(before, every / columns) / rows
             u = g * jax.lax.rsqrt(new["row"] / mean)[:, None] * jax.lax.rsqrt(new["column"])[None, :]
         else:
             new = {"v": averaged(state["v"], squares)}
             u = g * jax.lax.rsqrt(new["v"])
             (weight,) = at.sums(weights)
-        size = jnp.maximum(jnp.sqrt(weight / at.leaf.size), LEAST_SIZE)
+        size = jnp.maximum(jnp.sqrt(weight / at.spec.size), LEAST_SIZE)
         (update,) = at.sums((u * u, None))
-        return u * (size / jnp.maximum(1.0, jnp.sqrt(update / at.leaf.size) / LARGEST)), new
+        return u * (size / jnp.maximum(1.0, jnp.sqrt(update / at.spec.size) / LARGEST)), new
 
 
-def scale_by_adafactor(decay: float = 0.8, *, axes: Any = None) -> optax.GradientTransformationExtraArgs:
+def scale_by_adafactor(
+    settings: AdafactorSettings = AdafactorSettings(), *, axes: Any = None
+) -> optax.GradientTransformationExtraArgs:
     """The paper's algorithm 4 with relative step sizes: factored second moment, clipped, scaled by the weights.
 
     >>> tx = scale_by_adafactor()
     >>> tx.init({"w": jnp.zeros((64, 32))}).leaves["w"]["row"].value.shape
     (64,)
     """
-    return by_layer(lambda _: Factored(decay), axes)
+    del settings  # weight decay is the registry's
+    return by_layer(lambda _: Factored(), axes)

@@ -1,0 +1,219 @@
+"""An optimizer is written for one matrix; here it is applied to every layer of a stack, one after the other.
+
+A weight [layer, m, n] is a stack of matrices, and what an optimizer says of a matrix (its rank, its rows, its norm) is
+said of each of them. `by_layer` makes an optax transformation of such a rule. It loops over the layers and writes
+each layer's state and update where the old state and the gradient were, so that beside the state and the gradients
+no more than one layer is ever held in float32, whatever form the state is kept in.
+
+In a loop of your own, name the dimensions of stacked weights: `axes` is a tree like the parameters', a tuple of names
+for each, `("layer", None, None)` for a stack of matrices. Without `axes` nothing is a stack. Names that matter are
+`layer`, and `vocab` for what is no hidden matrix: embeddings and the output projection.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, ClassVar, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.typing import DTypeLike
+
+from jaxmem.optim.apply import leaf_key
+from jaxmem.optim.in_place import update_layers, update_rows
+from jaxmem.optim.vocab_slice import NotSeparableError, VocabSlice
+from jaxmem.sharding import Axes, constrain, is_axes
+from jaxmem.sharding.leaves import Derived
+from jaxmem.sharding.weights import is_quantized
+
+
+@dataclass(frozen=True)
+class ParameterSpec:
+    """A weight, or one layer of it, before there are values."""
+
+    shape: tuple[int, ...]
+    dtype: Any
+    axes: Axes  # logical names, None where there is none
+    dims: tuple[int | str | None, ...]  # which of the parameter's dimensions these are, as `Derived` counts them
+
+    @property
+    def size(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def is_hidden_matrix(self) -> bool:
+        """Neither a vector nor a table with a row or column for each token."""
+        return len(self.shape) == 2 and "vocab" not in self.axes
+
+    def derived(self, value: Any, dims: tuple[int, ...] | None = None) -> Derived:
+        """State that runs along these dimensions of the weight, by default all."""
+        own = self.dims if dims is None else tuple(self.dims[d] for d in dims)
+        return Derived(value, own)
+
+    def zeros(self, dims: tuple[int, ...] | None = None, dtype: DTypeLike = jnp.float32) -> Derived:
+        over = range(len(self.shape)) if dims is None else dims
+        return self.derived(jnp.zeros([self.shape[d] for d in over], dtype), dims)
+
+
+@dataclass(frozen=True)
+class UpdateContext:
+    """What an update knows beside the gradient and the state."""
+
+    weight: Any  # an array, or a QTensor
+    spec: ParameterSpec
+    count: jax.Array  # updates, this one included: 1 at the first
+    layer: jax.Array  # index in the stack
+    layers: int
+    key: jax.Array  # the same at every update; one for each layer
+    vocab_slice: VocabSlice | None = None  # the weight is these rows of a vocabulary matrix
+
+    def sums(self, *terms: tuple[jax.Array, int | None]) -> tuple[jax.Array, ...]:
+        """Of each (array, dim) the sum over a dimension of the whole matrix, None: over all, also where only a slice
+        is at hand. Each call is then one more pass over all slices."""
+        own = [jnp.sum(x, axis=dim) for x, dim in terms]
+        if self.vocab_slice is None:
+            return tuple(own)
+        over = [i for i, (_, dim) in enumerate(terms) if dim in (None, self.vocab_slice.dim)]
+        total = dict(zip(over, self.vocab_slice.total([own[i] for i in over]), strict=True))
+        return tuple(total.get(i, x) for i, x in enumerate(own))
+
+
+class MatrixRule:
+    """An optimizer of one matrix (or vector, or scalar)."""
+
+    elementwise: ClassVar[bool] = False  # sees a few rows at a time, and no weight
+    updates_stacks: ClassVar[bool] = False  # sees a stack of layers as one array
+
+    def init(self, spec: ParameterSpec) -> dict[str, Any]:
+        """Trees of `Derived`, by name."""
+        raise NotImplementedError
+
+    def is_separable(self, dim: int, /) -> bool:
+        """Whether entries along a dimension can be updated alone, with `UpdateContext.sums` for sums over all."""
+        del dim
+        return True
+
+    def update(self, g: jax.Array, state: dict[str, Any], at: UpdateContext, /) -> tuple[jax.Array, dict[str, Any]]:
+        """The update before weight decay and learning rate, in any dtype, and the new state. Of `state` the rule
+        sees the values inside `Derived`."""
+        raise NotImplementedError
+
+
+class ByLayerState(NamedTuple):
+    step: jax.Array  # updates so far
+    leaves: Any  # at each parameter's place what its rule keeps
+
+
+def by_layer(
+    rule_for: Callable[[ParameterSpec], MatrixRule], axes: Any = None, *, seed: int = 0
+) -> optax.GradientTransformationExtraArgs:
+    """An optax transformation of one rule for each kind of leaf. Costs no memory beside the rules' own state.
+
+    `update(..., layer=i, layers=n)`: gradients, state and parameters are those of layer i of n alone. `update(...,
+    vocab_slice=s)`: those of some rows of the only parameter, a vocabulary matrix.
+    """
+
+    def named(params: Any) -> Any:
+        if axes is None:
+            return jax.tree.map(lambda w: (None,) * w.ndim, params, is_leaf=is_quantized)
+        return axes
+
+    def init(params: Any) -> ByLayerState:
+        def make(names: Axes, w: Any) -> dict[str, Any]:
+            spec, layers = _one_layer(names, w)
+            if spec.size == 0:
+                return {}
+            return jax.tree.map(lambda x: jnp.broadcast_to(x, (*layers, *x.shape)), rule_for(spec).init(spec))
+
+        made = jax.tree.map(make, named(params), params, is_leaf=is_axes)
+        return ByLayerState(jnp.zeros((), jnp.int32), made)
+
+    def update(
+        grads: Any,
+        state: ByLayerState,
+        params: Any = None,
+        *,
+        layer: jax.Array | None = None,
+        layers: int = 1,
+        vocab_slice: VocabSlice | None = None,
+        **_: Any,
+    ) -> tuple[Any, ByLayerState]:
+        weights = grads if params is None else params
+        now = _Update(rule_for, optax.safe_increment(state.step), jax.random.key(seed), layer, layers, vocab_slice)
+        names, treedef = jax.tree.flatten(named(weights), is_leaf=is_axes)
+        paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(grads)]
+        trees = (treedef.flatten_up_to(tree) for tree in (grads, state.leaves, weights))
+        new = [now.of_leaf(*leaf) for leaf in zip(paths, names, *trees, strict=True)]
+        updates, leaves = (jax.tree.unflatten(treedef, part) for part in zip(*new, strict=True))
+        return updates, ByLayerState(now.count, leaves)
+
+    return optax.GradientTransformationExtraArgs(init, update)
+
+
+@dataclass(frozen=True)
+class _Update:
+    """One update of all leaves."""
+
+    rule_for: Callable[[ParameterSpec], MatrixRule]
+    count: jax.Array
+    key: jax.Array
+    layer: jax.Array | None
+    layers: int
+    vocab_slice: VocabSlice | None
+
+    def of_leaf(self, path: Any, names: Axes, g: jax.Array, state: Any, w: Any) -> tuple[jax.Array, Any]:
+        """The update and the new state of one parameter."""
+        stacked = names[:1] == ("layer",)
+        if stacked and self.layer is not None:
+            names, stacked = names[1:], False
+        spec, stack = _one_layer(names, w)
+        if spec.size == 0:
+            return g, state
+        if self.vocab_slice is not None:
+            spec = dataclasses.replace(spec, shape=self.vocab_slice.shape)
+        rule = self.rule_for(spec)
+        if self.vocab_slice is not None and not rule.is_separable(self.vocab_slice.dim):
+            raise NotSeparableError
+        layers = math.prod(stack) if self.layer is None else self.layers
+        # A leaf's key follows from its name alone, so that it is the same on every mesh and in every order.
+        key = leaf_key(self.key, path)
+
+        def one(own: tuple[jax.Array, Any], w: Any, i: jax.Array, _: Any = None) -> tuple[jax.Array, Any]:
+            g, state = own
+            at = UpdateContext(w, spec, self.count, i, layers, jax.random.fold_in(key, i), self.vocab_slice)
+            values = jax.tree.map(lambda x: x.value, state, is_leaf=_is_derived)
+            u, new = rule.update(_as_state(g, spec), values, at)
+            replaced = jax.tree.map(
+                lambda x, value: dataclasses.replace(x, value=value), state, new, is_leaf=_is_derived
+            )
+            return _as_state(u.astype(g.dtype), spec), replaced
+
+        first = jnp.zeros((), jnp.int32) if self.layer is None else self.layer
+        if stacked and rule.updates_stacks:
+            spec = dataclasses.replace(spec, shape=w.shape, axes=names)
+            return one((g, state), w, first)
+        if rule.elementwise:
+            return update_rows(one, (g, state), None, names)
+        if stacked:
+            return update_layers(one, (g, state), w)
+        return one((g, state), w, first)
+
+
+def _one_layer(names: Axes, w: Any) -> tuple[ParameterSpec, tuple[int, ...]]:
+    """One layer of a weight, and how many there are: () where it is no stack."""
+    stacked = int(names[:1] == ("layer",))
+    shape = w.shape[stacked:]
+    return ParameterSpec(shape, w.dtype, names[stacked:], tuple(range(len(shape)))), w.shape[:stacked]
+
+
+def _as_state(x: jax.Array, spec: ParameterSpec) -> jax.Array:
+    """One layer, sharded as the optimizer's state of it is: nothing is gathered to be updated."""
+    return constrain(x, *spec.axes, role="optimizer") if any(spec.axes) else x
+
+
+def _is_derived(x: Any) -> bool:
+    return isinstance(x, Derived)

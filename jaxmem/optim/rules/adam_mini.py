@@ -1,0 +1,53 @@
+"""Adam-mini: one second moment for all weights of an output neuron (Zhang et al., arXiv:2406.16793).
+
+Weights that meet in one neuron share a scale of curvature. A matrix [m, n] keeps n second moments in place of mn: a
+little more than 4 bytes of state per parameter, half of Adam's. A block is a column (what gives one output), of
+embedding and output matrices the vector of one token. Queries and keys have a block per head in the paper; here they
+have one per neuron, which is finer. Vectors and scalars are Adam's.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from jaxmem.config.optimizers import AdamSettings
+from jaxmem.optim.layers import MatrixRule, ParameterSpec, UpdateContext, by_layer
+from jaxmem.optim.rules.adam import Adam, direction, next_moments
+from jaxmem.sharding.leaves import Derived
+
+
+@dataclass(frozen=True)
+class PerNeuron(MatrixRule):
+    settings: AdamSettings
+    neurons: int  # the dimension that counts them
+
+    def init(self, spec: ParameterSpec) -> dict[str, Derived]:
+        return {"m": spec.zeros(), "v": spec.zeros((self.neurons,))}
+
+    def update(self, g: jax.Array, state: dict[str, Any], at: UpdateContext, /) -> tuple[jax.Array, dict[str, Any]]:
+        g = g.astype(jnp.float32)
+        others = tuple(d for d in range(g.ndim) if d != self.neurons)
+        m, v = next_moments(self.settings, state["m"], state["v"], g, jnp.mean(g * g, axis=others))
+        return direction(self.settings, m, jnp.expand_dims(v, others), at.count), {"m": m, "v": v}
+
+
+def scale_by_adam_mini(
+    settings: AdamSettings = AdamSettings(), *, axes: Any = None
+) -> optax.GradientTransformationExtraArgs:
+    """
+    >>> state = scale_by_adam_mini().init({"w": jnp.zeros((64, 32))}).leaves["w"]
+    >>> state["m"].value.shape, state["v"].value.shape
+    ((64, 32), (32,))
+    """
+
+    def rule_for(spec: ParameterSpec) -> MatrixRule:
+        if len(spec.shape) < 2:
+            return Adam(settings)
+        return PerNeuron(settings, spec.axes.index("vocab") if "vocab" in spec.axes else len(spec.shape) - 1)
+
+    return by_layer(rule_for, axes)

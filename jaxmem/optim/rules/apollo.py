@@ -1,0 +1,103 @@
+"""APOLLO: the gradient itself, each column scaled as Adam would scale it (Zhu et al., arXiv:2412.05270).
+
+How much Adam would scale a column is read off a random projection of the gradient to `rank` rows: Adam runs there, and
+the ratio of lengths after and before is the column's. For [m, n] with m <= n the state is two moments of rank n
+numbers; the projection is drawn again from a counter at every update and not kept. APOLLO-Mini has rank 1 and one
+ratio for the whole matrix: 8 n + 4 bytes, next to nothing, which is SGD's memory.
+
+An update may be at most 1 % longer than the one before (the norm-growth limiter of Fira, arXiv:2410.01623).
+Vectors are Adam's, and so are embeddings and the output projection unless asked otherwise.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from jaxmem.config.optimizers import ApolloMiniSettings, ApolloSettings
+from jaxmem.optim.layers import MatrixRule, ParameterSpec, UpdateContext, by_layer
+from jaxmem.optim.rules import projection
+from jaxmem.optim.rules.adam import Adam, bias_correction, next_moments
+from jaxmem.optim.rules.projection import Side, is_projected, rank_of
+from jaxmem.sharding.leaves import Derived
+
+GROWTH = 1.01
+TINY = 1e-8
+
+
+@dataclass(frozen=True)
+class ScaledByProjection(MatrixRule):
+    settings: ApolloMiniSettings
+    spec: ParameterSpec
+    rank: int
+    per_matrix: bool  # one ratio for the matrix, not one for each row or column
+
+    @property
+    def side(self) -> Side:
+        return Side(self.spec, self.rank)
+
+    def init(self, spec: ParameterSpec) -> dict[str, Derived]:
+        low = self.side.low
+        return {"m": low.zeros(), "v": low.zeros(), "length": spec.zeros(())}
+
+    def is_separable(self, dim: int, /) -> bool:
+        return dim != self.side.away
+
+    def update(self, g: jax.Array, state: dict[str, Any], at: UpdateContext, /) -> tuple[jax.Array, dict[str, Any]]:
+        wide, side = g.astype(jnp.float32), self.side
+        key = jax.random.fold_in(at.key, (at.count - 1) // self.settings.refresh_every)
+        low = side.project(projection.random_projection(key, *side.basis_shape), wide)
+        m, v = next_moments(self.settings, state["m"], state["v"], low)
+        squares = _squares(m / (jnp.sqrt(v) + self.settings.epsilon), side.away), _squares(low, side.away)
+        if self.per_matrix:
+            after, before, square = at.sums(*((x, None) for x in (*squares, wide * wide)))
+            u, ratio = wide, jnp.sqrt(after) / (jnp.sqrt(before) + TINY)
+            length = ratio * jnp.sqrt(square)
+        else:
+            after, before = squares
+            u, ratio = wide * (jnp.sqrt(after) / (jnp.sqrt(before) + TINY)), jnp.float32(1)
+            length = jnp.sqrt(at.sums((u * u, None))[0])
+        # As long as the last one and a little; the moments' bias is corrected only after that.
+        most = jnp.where(state["length"] > 0, GROWTH * (state["length"] + TINY), jnp.inf)
+        shrink = jnp.minimum(1.0, most / jnp.maximum(length, TINY))
+        beta1, beta2 = self.settings.beta1, self.settings.beta2
+        unbiased = jnp.sqrt(bias_correction(beta2, at.count)) / bias_correction(beta1, at.count)
+        return u * (ratio * shrink * unbiased * self.settings.scale**0.5), {"m": m, "v": v, "length": length * shrink}
+
+
+def scale_by_apollo(
+    settings: ApolloSettings = ApolloSettings(), *, axes: Any = None
+) -> optax.GradientTransformationExtraArgs:
+    """One ratio for each column. `rank` None is a quarter of each matrix's smaller side."""
+    return _by_layer(settings, settings.rank, False, axes)
+
+
+def scale_by_apollo_mini(
+    settings: ApolloMiniSettings = ApolloMiniSettings(), *, axes: Any = None
+) -> optax.GradientTransformationExtraArgs:
+    """Rank 1, one ratio for each matrix.
+
+    >>> state = scale_by_apollo_mini().init({"w": jnp.zeros((32, 64))}).leaves["w"]
+    >>> state["m"].value.shape
+    (1, 64)
+    """
+    return _by_layer(settings, 1, True, axes)
+
+
+def _by_layer(
+    settings: ApolloMiniSettings, rank: int | None, per_matrix: bool, axes: Any
+) -> optax.GradientTransformationExtraArgs:
+    def rule_for(spec: ParameterSpec) -> MatrixRule:
+        if not is_projected(spec, rank, settings.project_embeddings):
+            return Adam(settings)
+        return ScaledByProjection(settings, spec, rank_of(spec, rank), per_matrix)
+
+    return by_layer(rule_for, axes)
+
+
+def _squares(x: jax.Array, over: int) -> jax.Array:
+    return jnp.sum(x * x, axis=over, keepdims=True)

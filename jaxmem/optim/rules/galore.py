@@ -1,0 +1,157 @@
+"""GaLore: Adam on gradients projected to low rank, weights trained in full (Zhao et al., arXiv:2403.03507).
+
+For a matrix [m, n] with m <= n and rank r the state is a basis of m r numbers and two moments of r n, 4 (m r + 2 r n)
+bytes in place of 8 m n: with r = m / 4 and a square matrix 3 bytes a parameter, and 1 with moments in 8 bits and
+a basis in bfloat16 (it has the weights' dtype). Embeddings, the output projection, vectors, and matrices whose smaller
+side is not larger than the rank are the inner optimizer's alone.
+
+The basis is found anew every `refresh_every` updates, by products of matrices (`range_finder`), in one layer after
+the other: no update stalls for all of them, but the first. Costs 4 m n r FLOPs an update to project and back.
+
+Q-GaLore (Zhang et al., arXiv:2407.08296) keeps the basis in 4 bits and looks less often where it does not change: a
+layer whose basis spans nearly the same space twice in a row has its interval doubled.
+
+What a gradient has outside of the basis is lost, and where the basis stays, so are those directions of the weights.
+`residual` adds it as it is, each column scaled as Adam scaled what is inside (Fira: Chen et al., arXiv:2410.01623):
+full rank, for no state and no product more. Where a column has more outside than a basis of its largest directions
+would leave, it is scaled so that in the mean no direction outside moves more than those inside.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from jaxmem.config.optimizers import GaLoreSettings, QGaLoreSettings
+from jaxmem.optim.layers import MatrixRule, ParameterSpec, UpdateContext, by_layer
+from jaxmem.optim.rules.adam import Adam
+from jaxmem.optim.rules.projection import Side, is_projected, rank_of
+from jaxmem.optim.rules.quantized import ADAM8, blocks, quantized, zeros
+from jaxmem.quant import QTensor, quantize
+
+RuleFor = Callable[[ParameterSpec], MatrixRule]
+
+BASIS_BLOCK = 256
+BASIS_FORMAT = "int4"
+TINY = 1e-30
+
+
+@dataclass(frozen=True)
+class Projected(MatrixRule):
+    settings: GaLoreSettings
+    inner_for: RuleFor
+    spec: ParameterSpec
+    rank: int
+    similarity: float | None = None  # Q-GaLore: share of the old basis in the new from which both count as the same
+
+    @property
+    def side(self) -> Side:
+        return Side(self.spec, self.rank)
+
+    def init(self, spec: ParameterSpec) -> dict[str, Any]:
+        basis, low = self.side.basis, self.side.low
+        inner = self.inner_for(low).init(low)
+        if self.similarity is None:
+            return {"basis": basis.zeros(dtype=self.spec.dtype), "inner": inner}
+        axis, block = blocks(basis, BASIS_BLOCK)
+        zero = spec.derived(jnp.zeros((), jnp.int32), ())
+        codes = basis.derived(zeros(basis.shape, BASIS_FORMAT, block, axis))
+        return {"basis": codes, "inner": inner, "due": zero, "interval": zero}
+
+    def is_separable(self, dim: int, /) -> bool:
+        del dim
+        return False  # the range finder multiplies with the gradient and its transpose several times
+
+    def update(self, g: jax.Array, state: dict[str, Any], at: UpdateContext, /) -> tuple[jax.Array, dict[str, Any]]:
+        key, every, scale = jax.random.fold_in(at.key, at.count), self.settings.refresh_every, self.settings.scale
+        basis_state = {name: x for name, x in state.items() if name != "inner"}
+        if self.similarity is None:
+            turn = (at.count - 1 - at.layer * every // at.layers) % every == 0
+            due = turn | (at.count == 1)
+        else:
+            due = at.count > state["due"]
+        with jax.named_scope(f"runs_1_in_{every}"):  # at most: for those who count operations
+            basis_state = jax.lax.cond(due, lambda k: self._refreshed(g, k, at, key), lambda k: k, basis_state)
+        # Matmuls in the weights' dtype: in bfloat16 they cost half of float32's, and accumulate in float32.
+        basis = _values(basis_state["basis"], g.dtype)
+        low = self.side.project(basis, g)
+        direction, inner = self.inner_for(self.side.low).update(low, state["inner"], at)
+        if not self.settings.residual:
+            return scale * self.side.back(basis, direction.astype(g.dtype)), {**basis_state, "inner": inner}
+        ratio = self._outside(g, low, direction)
+        # u = P d + ratio (g - P low), a column's ratio being one number: one matmul for both.
+        u = self.side.back(basis, (direction - ratio * low).astype(g.dtype)) + ratio * g.astype(jnp.float32)
+        return scale * u, {**basis_state, "inner": inner}
+
+    def _outside(self, g: jax.Array, low: jax.Array, direction: jax.Array) -> jax.Array:
+        """By what each column outside of the basis is multiplied."""
+        squares = lambda x: jnp.sum(jnp.square(x.astype(jnp.float32)), axis=self.side.away, keepdims=True)  # noqa: E731
+        inside = squares(low)
+        # A basis is orthonormal: what is outside has the rest of the squares, in the rest of the directions.
+        outside = (squares(g) - inside) * (self.rank / (self.spec.shape[self.side.away] - self.rank))
+        return jnp.sqrt(squares(direction) / jnp.maximum(jnp.maximum(inside, outside), TINY))
+
+    def _refreshed(
+        self, g: jax.Array, basis_state: dict[str, Any], at: UpdateContext, key: jax.Array
+    ) -> dict[str, Any]:
+        old = _values(basis_state["basis"], jnp.float32)
+        new = self.side.find(g.astype(jnp.float32), old, key)
+        if self.similarity is None:
+            return {"basis": new.astype(basis_state["basis"].dtype)}
+        q: QTensor = basis_state["basis"]
+        same = jnp.sum(jnp.square(old.T @ new)) / self.rank >= self.similarity
+        interval = jnp.where(basis_state["interval"] == 0, self.settings.refresh_every, basis_state["interval"])
+        # The layers' first intervals differ, and so all their later turns.
+        stagger = jnp.where(basis_state["interval"] == 0, at.layer * self.settings.refresh_every // at.layers, 0)
+        interval = jnp.where(same, 2 * interval, interval)
+        return {
+            "basis": quantize(new, q.format, q.block_size, q.axis),
+            "due": at.count - 1 + interval + stagger,
+            "interval": interval,
+        }
+
+
+def scale_by_galore(
+    settings: GaLoreSettings = GaLoreSettings(),
+    inner_for: RuleFor | None = None,
+    similarity: float | None = None,
+    *,
+    axes: Any = None,
+) -> optax.GradientTransformationExtraArgs:
+    """GaLore on any inner rule, by default Adam in float32. `rank` None is a quarter of each matrix's smaller side.
+
+    >>> state = scale_by_galore(GaLoreSettings(rank=8)).init({"w": jnp.zeros((32, 64))}).leaves["w"]
+    >>> state["basis"].value.shape, state["inner"]["m"].value.shape
+    ((32, 8), (8, 64))
+    """
+    inner = inner_for or (lambda _: Adam(settings))
+
+    def rule_for(spec: ParameterSpec) -> MatrixRule:
+        if not is_projected(spec, settings.rank, settings.project_embeddings):
+            return inner(spec)
+        return Projected(settings, inner, spec, rank_of(spec, settings.rank), similarity)
+
+    return by_layer(rule_for, axes)
+
+
+def scale_by_galore8bit(
+    settings: GaLoreSettings = GaLoreSettings(), *, axes: Any = None
+) -> optax.GradientTransformationExtraArgs:
+    """GaLore on Adam with moments in 8 bits."""
+    return scale_by_galore(settings, quantized(Adam(settings), ADAM8), axes=axes)
+
+
+def scale_by_qgalore(
+    settings: QGaLoreSettings = QGaLoreSettings(), *, axes: Any = None
+) -> optax.GradientTransformationExtraArgs:
+    """Q-GaLore: moments in 8 bits, bases in 4."""
+    return scale_by_galore(settings, quantized(Adam(settings), ADAM8), settings.similarity, axes=axes)
+
+
+def _values(basis: Any, dtype: Any) -> jax.Array:
+    return basis.dequantize(dtype) if isinstance(basis, QTensor) else basis.astype(dtype)

@@ -1,0 +1,76 @@
+"""An embedding or output matrix updated some rows at a time, by an optimizer that is written for all of it.
+
+Elementwise rules need not know. A rule that sums over the whole matrix (a norm, a mean of each column) calls
+`UpdateContext.sums`. With all rows at hand those are plain sums. In slices, the matrix is gone through once for each
+such call, to measure, and then once more to apply: the same rule each time, stopped where the next sums are not known
+yet, since what is not read is not computed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Int
+
+Total = Callable[[Any], Any]
+
+
+class NotSeparableError(Exception):
+    """The rule needs the whole matrix: no sum over slices gives what it computes."""
+
+
+@dataclass
+class SlicedSums:
+    """The sums over a matrix that are known so far, and what the rows at hand add to the next one."""
+
+    known: list[Any]
+    calls: int = field(default=0, init=False)
+    share: Any = field(default=None, init=False)
+
+    def __call__(self, share: Any) -> Any:
+        self.calls += 1
+        if self.calls <= len(self.known):
+            return self.known[self.calls - 1]
+        if self.calls == len(self.known) + 1:
+            self.share = share
+        return share  # the rest is traced and never computed
+
+
+@dataclass(frozen=True)
+class VocabSlice:
+    """Rows of a vocabulary matrix that are updated alone."""
+
+    shape: tuple[int, ...]  # of the whole matrix
+    dim: int  # the vocabulary's
+    rows: Int[Array, " rows"]  # their indices
+    total: Total  # from sums over these rows to sums over all
+
+
+def sliced_sums(update: Callable[[jax.Array, Total], Any], count: int) -> list[Any] | None:
+    """All sums that `update(index of the slice, total)` needs, over `count` slices. None: the rule needs the whole
+    matrix."""
+    first = jnp.zeros((), jnp.int32)
+
+    def share(j: jax.Array, known: list[Any]) -> SlicedSums:
+        found = SlicedSums(known)
+        update(j, found)
+        return found
+
+    def next_sums(known: list[Any]) -> Any:
+        zeros = jax.tree.map(jnp.zeros_like, jax.eval_shape(lambda: share(first, known).share))
+        add = lambda j, sums: jax.tree.map(jnp.add, sums, share(j, known).share)  # noqa: E731
+        return jax.lax.fori_loop(0, count, add, zeros)
+
+    passes: list[int] = []
+    try:
+        jax.eval_shape(lambda: passes.append(share(first, []).calls))
+    except NotSeparableError:
+        return None
+    known: list[Any] = []
+    for _ in range(*passes):
+        known = [*known, next_sums(known)]
+    return known
