@@ -13,7 +13,7 @@ from typing import Any
 import jax
 import optax
 
-from jaxmem.sharding import Axes, Role, stored_axes, constrain, is_axes
+from jaxmem.sharding import Axes, Role, constrain, is_axes, stored_axes
 from jaxmem.sharding.weights import is_quantized
 
 Tree = Any

@@ -79,7 +79,9 @@ def with_remainder(
 
     def init(params: Any) -> RemainderState:
         remainder = jax.tree.map(lambda w: jnp.zeros(w.shape, dtype), params)
-        return RemainderState(jnp.zeros((), jnp.int32), remainder, tx.init(jax.tree.map(WithRemainder, params, remainder)))
+        return RemainderState(
+            jnp.zeros((), jnp.int32), remainder, tx.init(jax.tree.map(WithRemainder, params, remainder))
+        )
 
     def update(
         grads: Any,

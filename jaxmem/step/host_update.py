@@ -16,7 +16,15 @@ import jax.numpy as jnp
 
 from jaxmem.models.vocab_slices import VocabSlices
 from jaxmem.optim import record_norm
-from jaxmem.optim.groups import ParameterGroup, Write, take_stacked_layer, constrain_tree, merge, select, put_stacked_layer
+from jaxmem.optim.groups import (
+    ParameterGroup,
+    Write,
+    constrain_tree,
+    merge,
+    put_stacked_layer,
+    select,
+    take_stacked_layer,
+)
 from jaxmem.quant.precision import Params
 from jaxmem.sharding import Axes, is_axes, stored_axes
 from jaxmem.sharding.host import to_device, to_host

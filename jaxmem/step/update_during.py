@@ -20,7 +20,16 @@ import jax
 import jax.numpy as jnp
 
 from jaxmem import optim
-from jaxmem.optim.groups import ParameterGroup, Write, take_stacked_layer, constrain_tree, merge, select, put_stacked_layer, without
+from jaxmem.optim.groups import (
+    ParameterGroup,
+    Write,
+    constrain_tree,
+    merge,
+    put_stacked_layer,
+    select,
+    take_stacked_layer,
+    without,
+)
 from jaxmem.quant.precision import Params
 from jaxmem.sharding import is_axes, stored_axes
 from jaxmem.sharding.host import fetch_from_host, send_like

@@ -82,7 +82,9 @@ class VocabUpdate:
         return sliced_sums(update, slices.count)
 
     def _vocab_slice(self, slices: VocabSlices, j: jax.Array, total: Total) -> VocabSlice:
-        return VocabSlice(self._weight(self.weights).shape, self._names.index("vocab"), slices.entries(j).reshape(-1), total)
+        return VocabSlice(
+            self._weight(self.weights).shape, self._names.index("vocab"), slices.entries(j).reshape(-1), total
+        )
 
     def _slice(self, slices: VocabSlices, j: jax.Array, weights: Tree, state: Tree) -> tuple[Tree, Tree]:
         """A slice of weight and state. What has no vocabulary dimension, as counts of updates, is that before the

@@ -172,7 +172,8 @@ def test_a_step_holds_one_layer_of_values():
     q = jax.eval_shape(lambda: quantize(jnp.zeros((64, 64, 128)), "int8", 64, -2))
     u = jax.ShapeDtypeStruct((64, 64, 128), jnp.float32)
     change = jax.jit(
-        lambda q, u, key: optim.apply_updates({"w": q}, {"w": u}, key, {"w": ("layer", "embed", "mlp")}), donate_argnums=0
+        lambda q, u, key: optim.apply_updates({"w": q}, {"w": u}, key, {"w": ("layer", "embed", "mlp")}),
+        donate_argnums=0,
     )
     memory = change.lower(q, u, jax.eval_shape(lambda: jax.random.key(0))).compile().memory_analysis()
     assert memory.temp_size_in_bytes < 8 * 64 * 128 * 4

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxmem.optim.layers import ParameterSpec
-from jaxmem.sharding import if_even, constrain
+from jaxmem.sharding import constrain, if_even
 
 PROJECTED = "projected"
 EXACT = jax.lax.Precision.HIGHEST
