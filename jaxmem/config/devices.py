@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator
 from jaxmem.config.check import check
 from jaxmem.config.dimensions import divided, undivided
 from jaxmem.config.networks import Convnet, Decoder, Vit
-from jaxmem.config.sections import MESH_AXES, Config, Mesh, Rules
+from jaxmem.config.sections import BATCH_AXES, MESH_AXES, Config, Mesh, Rules
 from jaxmem.errors import UserError
 
 ASKED_FOR = ("context", "stage")  # said and advised only to who asked for it
@@ -58,9 +58,10 @@ def _indivisible(cfg: Config) -> Iterator[str]:
     yield from _stages(cfg)
     rows = batch.global_size // batch.accumulate
     each = 2 if cfg.objective.name == "dpo" else 1  # rows that belong together
-    if rows % (each * mesh.replica * mesh.fsdp):
-        over = f"replica {mesh.replica} x fsdp {mesh.fsdp}" + (", each with pairs of rows" if each > 1 else "")
-        step = batch.accumulate * each * mesh.replica * mesh.fsdp
+    if rows % (each * mesh.row_shards):
+        over = " x ".join(f"{axis} {getattr(mesh, axis)}" for axis in BATCH_AXES)
+        over += ", each with pairs of rows" if each > 1 else ""
+        step = batch.accumulate * each * mesh.row_shards
         near = _near(batch.global_size, range(step, batch.global_size + step + 1, step))
         yield (
             f"batch.global_size: {batch.global_size} over accumulate {batch.accumulate} makes {rows} rows, "
@@ -141,7 +142,7 @@ def _stages(cfg: Config) -> Iterator[str]:
         most = model.layers // rounds
         fewer = f"; nearest: {most}" if most else ""
         yield f"mesh.stage: {stage}{each} is more than model.layers {model.layers}{fewer}"
-    size, rows = cfg.batch.global_size, cfg.mesh.replica * cfg.mesh.fsdp
+    size, rows = cfg.batch.global_size, cfg.mesh.row_shards
     counts = [count for count in _divisors(size) if size // count % rows == 0]
     if rounds > 1 and micro % stage:
         why, fill = "divide over", [count for count in counts if count % stage == 0]

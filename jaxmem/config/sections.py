@@ -6,6 +6,7 @@ what a person wrote; what follows from them together is checked in `check.py`.
 
 from __future__ import annotations
 
+import math
 from typing import Annotated, Literal
 
 from pydantic import AfterValidator, Field
@@ -81,8 +82,14 @@ class Mesh(Section):
     context: int = 1
     tensor: int = 1
 
+    @property
+    def row_shards(self) -> int:
+        """Among how many groups of devices the rows of a batch are divided."""
+        return math.prod(getattr(self, axis) for axis in BATCH_AXES)
+
 
 MESH_AXES = tuple(Mesh.model_fields)
+BATCH_AXES = ("replica", "fsdp")  # what the rows of a batch are sharded over
 
 _Over = Annotated[tuple[Literal["fsdp", "context", "tensor"], ...], Field(strict=False)]
 

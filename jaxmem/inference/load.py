@@ -18,6 +18,7 @@ from jaxmem.checkpoint.paths import checkpoint_directory
 from jaxmem.checkpoint.saved_state import SavedState
 from jaxmem.config import LOW_RANK, Config, Decoder, Mesh, load_config
 from jaxmem.config.peft import adapter_fields, base_of, is_adapter
+from jaxmem.config.sections import MESH_AXES
 from jaxmem.data import tokenizer_for
 from jaxmem.data.tokenizer import Tokenizer
 from jaxmem.errors import UserError
@@ -92,7 +93,7 @@ def _hf_config(directory: Path) -> dict[str, Any]:
 def _program(cfg: Config) -> Program:
     """On one device if the mesh does not fit this machine's devices."""
     devices, mesh = jax.devices(), cfg.mesh
-    sizes = (mesh.replica, mesh.fsdp, mesh.tensor, mesh.context, mesh.stage)
+    sizes = [getattr(mesh, axis) for axis in MESH_AXES]
     if -1 not in sizes and math.prod(sizes) != len(devices):
         cfg, devices = cfg.model_copy(update={"mesh": Mesh()}), devices[:1]
     return program(cfg, devices)

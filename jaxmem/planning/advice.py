@@ -77,7 +77,7 @@ def _logits(plan: PlanFacts) -> Iterator[PlanWarning]:
 
 
 def _smaller_logits(cfg: Config, platform: str) -> str:
-    rows, split = cfg.batch.global_size // cfg.batch.accumulate, cfg.mesh.replica * cfg.mesh.fsdp
+    rows, split = cfg.batch.global_size // cfg.batch.accumulate, cfg.mesh.row_shards
     chunk = loss_chunk(cfg, platform)
     smaller = "" if chunk is None else f"memory.loss_chunk={max(chunk // 8, 1)}, "
     more = f"batch.accumulate={2 * cfg.batch.accumulate}" if rows >= 2 * split else "a shorter data.sequence_length"

@@ -149,7 +149,7 @@ class _Activations:
         self.cfg = cfg
         self.rows, self.has_whole_logits = rows_of(cfg), True
         self.width = compute_dtype(cfg.precision, platform).itemsize
-        split = mesh.replica * mesh.fsdp * mesh.context
+        split = mesh.row_shards * mesh.context
         spec = batch_spec(cfg).values()
         self.batch = sum(math.prod(size) * np.dtype(dtype).itemsize // split for size, dtype, _ in spec)
         if isinstance(model, Decoder):

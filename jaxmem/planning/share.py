@@ -30,7 +30,7 @@ def _computing(table: config.Rules) -> Table:
 def rows_of(cfg: Config) -> float:
     """Rows of one micro-batch on one device; with `context`, the equivalent of its part of each row."""
     mesh = cfg.mesh
-    return cfg.batch.global_size / cfg.batch.accumulate / (mesh.replica * mesh.fsdp * mesh.context)
+    return cfg.batch.global_size / cfg.batch.accumulate / (mesh.row_shards * mesh.context)
 
 
 def vocab_entries(cfg: Config) -> int:

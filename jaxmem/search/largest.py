@@ -185,7 +185,7 @@ class _Search:
         self._unit = UNITS[key]
         if key == "batch.global_size":  # one sequence per micro-batch and device that the batch is sharded over
             mesh = for_devices(cfg, self._target.count).mesh
-            self._unit = cfg.batch.accumulate * mesh.replica * mesh.fsdp
+            self._unit = cfg.batch.accumulate * mesh.row_shards
         self._candidates: dict[int, Candidate | None] = {}
         self._ratio = 1.0  # compiled to estimated bytes
         self.points: dict[int, Point] = {}

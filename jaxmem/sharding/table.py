@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from jaxmem.config.dimensions import undivided
-from jaxmem.config.sections import Config
+from jaxmem.config.sections import BATCH_AXES, Config
 from jaxmem.config.sections import Rules as RulesSection
 
 
@@ -83,7 +83,7 @@ def make_rules(zero: int, undivided: Collection[str] = (), dims: Table = DEFAULT
         **padded,
         "layer": (),
         "accumulate": (),
-        "batch": ("replica", "fsdp"),
+        "batch": BATCH_AXES,
         "time": ("context",),
         "stream": ("context", "tensor"),  # the time of the residual stream and of norms
         "mlp_time": ("context", *_without(("tensor",), *padded["mlp"])),

@@ -118,7 +118,7 @@ FAULTS = {
 }
 
 
-def copied(to: Path) -> Path:
+def copy_code(to: Path) -> Path:
     """The repository, with jaxmem.kernels where it installs."""
     for name in COPIED:
         source = ROOT / name
@@ -160,7 +160,7 @@ def main() -> int:
         parser.error(f"no fault {unknown[0]!r}; known: {', '.join(FAULTS)}")
     missed = 0
     with tempfile.TemporaryDirectory() as folder:
-        at = copied(Path(folder))
+        at = copy_code(Path(folder))
         for name in names:
             found = caught(FAULTS[name], at)
             missed += not found
