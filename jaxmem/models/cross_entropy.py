@@ -39,6 +39,7 @@ SLICE_BYTES = 2**25  # bytes of logits in a slice that `auto` chooses
 MIN_WIDTH, MULTIPLE = 512, 128  # entries of a slice: narrower matmuls leave matrix units idle
 
 _Carry = TypeVar("_Carry")
+_Sums = tuple[jax.Array, jax.Array, jax.Array, jax.Array]
 
 
 @dataclass(frozen=True)
@@ -207,7 +208,7 @@ class SlicedLoss:
             before the loop what is equal for all: every slice, and a mask of it for every token."""
             return jax.lax.optimization_barrier((j, labels))[0]
 
-        def add(sums: tuple[jax.Array, ...], weight: Columns, j: jax.Array) -> tuple[jax.Array, ...]:
+        def add(sums: _Sums, weight: Columns, j: jax.Array) -> _Sums:
             highest, total, label_logit, summed = sums
             logits, entries = _logits(x, weight), slices.entries(depend(j))
             real = entries >= 0

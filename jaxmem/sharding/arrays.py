@@ -12,10 +12,10 @@ from jax.experimental.layout import with_layout_constraint
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxmem.sharding.layout import current
-from jaxmem.sharding.table import Axes, Role, relax_resized
+from jaxmem.sharding.table import Axes, Axis, Role, relax_resized
 
 
-def constrain(x: jax.Array, *axes: str | None, role: Role = "activations") -> jax.Array:
+def constrain(x: jax.Array, *axes: str | Axis | None, role: Role = "activations") -> jax.Array:
     """Constrains the sharding of an array."""
     layout = current()
     if layout is None:
@@ -23,7 +23,7 @@ def constrain(x: jax.Array, *axes: str | None, role: Role = "activations") -> ja
     return jax.lax.with_sharding_constraint(x, layout.sharding(role, axes, x.shape))
 
 
-def row_major(x: jax.Array, *axes: str | None, role: Role = "activations") -> jax.Array:
+def row_major(x: jax.Array, *axes: str | Axis | None, role: Role = "activations") -> jax.Array:
     """Constrains the memory layout to row-major. XLA may prefer another one for a matmul, and would apply it to
     whatever the array is sliced from: for the saved activations of pipeline stages that is a copy of all of them. The
     partitioner does not support the constraint, so each device applies it to its shard."""
@@ -44,7 +44,7 @@ def row_major(x: jax.Array, *axes: str | None, role: Role = "activations") -> ja
     return laid(x)
 
 
-def row_major_in_stages(x: jax.Array, *axes: str | None) -> jax.Array:
+def row_major_in_stages(x: jax.Array, *axes: str | Axis | None) -> jax.Array:
     """A layer's input, row-major where pipeline stages save it in a stack; elsewhere XLA is free to choose."""
     layout = current()
     return row_major(x, *axes) if layout and layout.size(("stage",)) > 1 else x

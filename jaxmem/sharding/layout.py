@@ -14,7 +14,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from jaxmem.config import MESH_AXES, Config
 from jaxmem.errors import UserError, nearest
-from jaxmem.sharding.table import Axes, Role, Rules, Table, assign_mesh_axes, axis_name, rules_for
+from jaxmem.sharding.table import Axes, Axis, Role, Rules, Table, assign_mesh_axes, axis_name, rules_for
 
 
 @dataclass(frozen=True)
@@ -56,12 +56,12 @@ class Layout:
             spec.append(over or None)
         return NamedSharding(self.mesh, PartitionSpec(*spec))
 
-    def over(self, role: Role, axis: str | None) -> tuple[str, ...]:
+    def over(self, role: Role, axis: str | Axis | None) -> tuple[str, ...]:
         """The mesh axes of more than one device that shard a logical axis."""
         table: Table = getattr(self.rules, role)
         return tuple(a for a in table[axis_name(axis)] if self.mesh.shape[a] > 1) if axis else ()
 
-    def parts(self, role: Role, axis: str | None) -> int:
+    def parts(self, role: Role, axis: str | Axis | None) -> int:
         """The number of shards of a logical axis."""
         return math.prod(self.mesh.shape[a] for a in self.over(role, axis))
 

@@ -12,9 +12,10 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from jaxmem.config import Precision
+from jaxmem.config.sections import Precision
 from jaxmem.quant import FORMATS, QTensor, even_block_size, quantize
 from jaxmem.sharding.host import to_host
+from jaxmem.sharding.table import Axes
 
 MIN_BLOCK = 16  # values per scale; with fewer, a quantized array would be larger than the original
 
@@ -28,7 +29,7 @@ class Storage:
     on_host: bool = False  # whether matrices are in host memory
 
 
-def store(w: Float[Array, "*shape"], axes: tuple[str | None, ...], storage: Storage) -> jax.Array | QTensor:
+def store(w: Float[Array, "*shape"], axes: Axes, storage: Storage) -> jax.Array | QTensor:
     """A new weight, or one layer of it, in the form in which it is stored between steps.
 
     Matrices are quantized, in blocks along the dimension that a matmul sums over: `in` of [in, out], the embedding
@@ -38,7 +39,7 @@ def store(w: Float[Array, "*shape"], axes: tuple[str | None, ...], storage: Stor
     return to_host(stored) if storage.on_host and w.ndim > 1 else stored
 
 
-def _converted(w: jax.Array, axes: tuple[str | None, ...], storage: Storage) -> jax.Array | QTensor:
+def _converted(w: jax.Array, axes: Axes, storage: Storage) -> jax.Array | QTensor:
     precision = storage.precision
     if not precision.quantized:
         return w.astype(getattr(jnp, precision.parameters))
@@ -65,7 +66,7 @@ def storing_as(storage: Storage) -> Iterator[None]:
         _storage.reset(token)
 
 
-def store_new(w: Float[Array, "*shape"], axes: tuple[str | None, ...]) -> jax.Array | QTensor:
+def store_new(w: Float[Array, "*shape"], axes: Axes) -> jax.Array | QTensor:
     """A weight that a module just created, in the form given by `storing_as`; unchanged outside of it."""
     storage = _storage.get()
     return w if storage is None else store(w, axes, storage)
