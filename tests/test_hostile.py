@@ -60,24 +60,24 @@ LLAMA = {
 
 
 @pytest.mark.parametrize(
-    ("wrong", "told"),
+    ("wrong", "message"),
     [
         ({"architectures": 3}, "architectures: must be a list of names, not 3"),
         ({"layer_types": [[]]}, "layer_types: must be a list of names"),
-        ({"max_window_layers": "x"}, "max_window_layers: must be an integer of at least 0"),
-        ({"num_hidden_layers": 2**60, "max_window_layers": 1}, "layers of 2 kinds"),  # counted, not gone through
+        ({"max_window_layers": "x"}, "max_window_layers: must be an integer from 0 to"),
+        ({"num_hidden_layers": 9000, "max_window_layers": 1}, "layers of 2 kinds"),
         ({"rope_scaling": {"rope_type": []}}, r"rope_type \[\] is not supported"),
         ({"rms_norm_eps": 10**400}, "rms_norm_eps: must be a number above 0"),
     ],
 )
-def test_settings_of_a_model_that_are_none(wrong, told, tmp_path):
+def test_settings_of_a_model_that_are_none(wrong, message, tmp_path):
     written(tmp_path / "config.json", LLAMA | wrong)
-    with pytest.raises(UserError, match=told):
+    with pytest.raises(UserError, match=message):
         decoder_fields(str(tmp_path))
 
 
 @pytest.mark.parametrize(
-    ("wrong", "told"),
+    ("wrong", "message"),
     [
         ({"target_modules": [[]]}, "target_modules must be a list of names"),
         ({"rank_pattern": 3}, "rank_pattern must be an object"),
@@ -85,9 +85,9 @@ def test_settings_of_a_model_that_are_none(wrong, told, tmp_path):
         ({"lora_alpha": 10**400}, "lora_alpha must be a number above 0"),
     ],
 )
-def test_settings_of_an_adapter_that_are_none(wrong, told, tmp_path):
+def test_settings_of_an_adapter_that_are_none(wrong, message, tmp_path):
     written(tmp_path / "adapter_config.json", {"target_modules": ["q_proj"]} | wrong)
-    with pytest.raises(UserError, match=told):
+    with pytest.raises(UserError, match=message):
         adapter_fields(str(tmp_path))
 
 

@@ -49,6 +49,7 @@ SHAPE = {
     "mlp": "intermediate_size",
     "heads": "num_attention_heads",
 }
+MAX_LAYERS, MAX_SIZE = 10_000, 1 << 31  # more than any model; checked before anything of such a size is made
 # Scalings of rotary positions; for each the fields of `model.rope` that it has beside `factor`: key and default.
 ROPE: dict[str, dict[str, tuple[str, float | None]]] = {
     "default": {},
@@ -118,6 +119,8 @@ def fields_of(settings: Mapping[str, Any]) -> dict[str, Any]:
         )
     _check_fixed(settings, FIXED)
     shape = {name: _integer(settings, key) for name, key in SHAPE.items()}
+    if shape["layers"] > MAX_LAYERS:
+        raise _UnsupportedError(f"num_hidden_layers: must be at most {MAX_LAYERS}, not {shape['layers']}")
     defaults = {
         "num_key_value_heads": shape["heads"], "head_dim": shape["embed"] // shape["heads"], **family.defaults
     }  # fmt: skip
@@ -154,8 +157,8 @@ def _names(settings: Mapping[str, Any], key: str) -> list[str]:
 def _integer(settings: Mapping[str, Any], key: str, default: Any = None, least: int = 1) -> int:
     value = settings.get(key)
     value = default if value is None else value
-    if type(value) is not int or value < least:
-        raise _UnsupportedError(f"{key}: must be an integer of at least {least}, not {value!r}")
+    if type(value) is not int or not least <= value <= MAX_SIZE:
+        raise _UnsupportedError(f"{key}: must be an integer from {least} to {MAX_SIZE}, not {value!r}")
     return value
 
 
@@ -208,9 +211,11 @@ def _rope_fields(settings: Mapping[str, Any]) -> dict[str, Any]:
     if kind == "yarn" and scaling.get("attention_factor") is not None:
         rope["attention_factor"] = _number(scaling, "attention_factor")
     if kind != "linear":
-        # transformers prefers the one at the top level.
-        default = scaling.get(ORIGINAL_LENGTH, settings.get("max_position_embeddings"))
-        rope["original_length"] = _integer(settings, ORIGINAL_LENGTH, default)
+        found = [one[ORIGINAL_LENGTH] for one in (scaling, settings) if one.get(ORIGINAL_LENGTH) is not None]
+        if len(found) == 2 and found[0] != found[1]:
+            raise _UnsupportedError(f"{ORIGINAL_LENGTH}: {found[1]} and in rope_scaling {found[0]}; remove one of them")
+        default = found[0] if found else settings.get("max_position_embeddings")
+        rope["original_length"] = _integer({}, ORIGINAL_LENGTH, default)
     return rope
 
 

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
 from types import MappingProxyType
@@ -115,13 +116,22 @@ class FileTokenizer:
     def _read(self) -> Any:
         from tokenizers import Tokenizer as Implementation
 
-        try:
+        with self._errors_of_file():
             tokenizer: Any = Implementation.from_buffer(self._content)
-        except Exception as error:  # tokenizers raises plain Exception for a file that it cannot read
+            tokenizer.no_truncation()
+            tokenizer.no_padding()
+            return tokenizer
+
+    @contextmanager
+    def _errors_of_file(self) -> Iterator[None]:
+        """tokenizers raises plain Exception for a file that it cannot use, and its Rust code panics, which is a
+        BaseException."""
+        try:
+            yield
+        except (KeyboardInterrupt, SystemExit, MemoryError):
+            raise
+        except BaseException as error:
             raise UserError(f"data.tokenizer {self._path}: not a valid tokenizer.json: {error}") from error
-        tokenizer.no_truncation()
-        tokenizer.no_padding()
-        return tokenizer
 
     @cached_property
     def _with_special(self) -> Any:
@@ -153,8 +163,9 @@ class FileTokenizer:
         return found
 
     def _begin_tokens(self) -> tuple[int, ...]:
-        plain = self._tokenizer.encode("a", add_special_tokens=False).ids
-        full = self._tokenizer.encode("a").ids
+        with self._errors_of_file():
+            plain = self._tokenizer.encode("a", add_special_tokens=False).ids
+            full = self._tokenizer.encode("a").ids
         for start in range(len(full) - len(plain) + 1):
             if full[start : start + len(plain)] == plain:
                 return tuple(full[:start])
@@ -166,11 +177,13 @@ class FileTokenizer:
     def encode_many(self, texts: Sequence[bytes | str]) -> list[np.ndarray]:
         """Encodes in parallel, on as many threads as there are cores."""
         decoded = [text.decode() if isinstance(text, bytes) else text for text in texts]
-        found = self._tokenizer.encode_batch_fast(decoded, add_special_tokens=False)
+        with self._errors_of_file():
+            found = self._tokenizer.encode_batch_fast(decoded, add_special_tokens=False)
         return [np.array(encoding.ids, np.int32) for encoding in found]
 
     def encode_with_offsets(self, text: str) -> tuple[np.ndarray, np.ndarray]:
-        found = self._with_special.encode(text, add_special_tokens=False)
+        with self._errors_of_file():
+            found = self._with_special.encode(text, add_special_tokens=False)
         return np.array(found.ids, np.int32), np.array(found.offsets, np.int64).reshape(-1, 2)
 
     def decode(self, ids: Iterable[int]) -> str:

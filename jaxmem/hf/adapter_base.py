@@ -15,7 +15,7 @@ from jaxmem.config.hugging_face import decoder_fields
 from jaxmem.config.networks import Decoder
 from jaxmem.config.peft import CONFIG, base_directory
 from jaxmem.errors import UserError
-from jaxmem.hf.reader import is_ignored
+from jaxmem.hf.names import is_ignored
 from jaxmem.hf.tensors import DTYPES, Tensors
 
 NUMBERS = 2048  # of each tensor

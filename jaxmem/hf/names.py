@@ -11,6 +11,8 @@ from typing import Any
 
 from flax.traverse_util import flatten_dict
 
+from jaxmem.config.networks import Decoder
+
 WeightPath = tuple[str, ...]
 
 MODULES = {
@@ -61,3 +63,8 @@ def decoder_weights(params: Any) -> Iterator[tuple[FileWeight, Any]]:
         *module, kind = path
         name = MODULES[".".join(module)]
         yield FileWeight(path, f"{name}.{LEAVES[kind]}", kind == "weight" and module != ["embedding"]), leaf
+
+
+def is_ignored(cfg: Decoder, name: str) -> bool:
+    """Tensors that a file may contain beside the weights: computed buffers, and the second name of a tied embedding."""
+    return name.endswith(COMPUTED) or (cfg.tie_embeddings and name == "lm_head.weight")

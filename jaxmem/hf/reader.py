@@ -22,7 +22,7 @@ from jax.typing import DTypeLike
 from jaxmem import models
 from jaxmem.config import Decoder
 from jaxmem.config.hugging_face import decoder_fields
-from jaxmem.hf.names import COMPUTED, FileWeight, WeightPath, decoder_weights
+from jaxmem.hf.names import FileWeight, WeightPath, decoder_weights, is_ignored
 from jaxmem.hf.tensors import Tensors
 from jaxmem.quant import QTensor
 from jaxmem.sharding import Axes, Layout
@@ -73,11 +73,6 @@ def read_weights(
     with Tensors(directory) as tensors:
         expect_shapes(tensors, named, cfg.layers, partial(is_ignored, cfg))
         return unflatten_dict(read_arrays(tensors, named, axes, layout, range(cfg.layers) if order is None else order))
-
-
-def is_ignored(cfg: Decoder, name: str) -> bool:
-    """Tensors that a file may contain beside the weights: computed buffers, and the second name of a tied embedding."""
-    return name.endswith(COMPUTED) or (cfg.tie_embeddings and name == "lm_head.weight")
 
 
 def expect_shapes(

@@ -35,9 +35,9 @@ def test_training_from_the_cache_gives_the_same_batches(
     texts = [f"the cat {i} " * (i * 37 % 50) for i in range(40)] + ["the mat é " * 5000]  # the last: several pieces
     options: dict[str, Any] = {"tokenizer": "bytes" if name == "bytes" else tokenizer_file, "held_out": 0.1}
     path = jsonl(texts)
-    told: list[tuple[int, int]] = []
-    meta = data.tokenize(config(source=source, path=path, **options), tmp_path / "cache", lambda *at: told.append(at))
-    assert told[-1] == (meta["records"], meta["records"])
+    calls: list[tuple[int, int]] = []
+    meta = data.tokenize(config(source=source, path=path, **options), tmp_path / "cache", lambda *at: calls.append(at))
+    assert calls[-1] == (meta["records"], meta["records"])
     for split in ("train", "held_out"):
         with (
             data.Loader(config(source=source, path=path, **options), split) as direct,

@@ -27,7 +27,7 @@ HI = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "bc"}]
 
 @pytest.mark.parametrize("case", RECORDED)
 def test_tokens_and_what_is_learnt_are_those_of_transformers(case: str, tmp_path: Path, compare) -> None:
-    """Theirs is told by the template's own marks; ours is found without them."""
+    """Theirs are the template's own marks; ours are found without them."""
     name, number = case.split(".")
     compare.write_tokenizer(name, tmp_path)
     tokenizer = tokenizer_for(str(tmp_path))
@@ -112,7 +112,7 @@ def test_a_template_without_end_is_ended_and_the_next_is_rendered(monkeypatch: p
     renderer.close()
 
 
-def test_a_template_that_is_none() -> None:
+def test_invalid_templates() -> None:
     with pytest.raises(UserError, match="here: not a valid chat template"):
         template("{% if %}")
     with pytest.raises(UserError, match=r"no chat template \(bytes have none\); give data.chat_template"):
@@ -144,17 +144,17 @@ def line(answer: str) -> str:
     return json.dumps({"instruction": "q", "output": answer})
 
 
-def test_conversations_lie_whole_in_rows(tmp_path: Path) -> None:
-    """`u:qa:` and an answer with its end: 5 tokens and what is said; two of three lie in the first row."""
+def test_conversations_are_not_divided_among_rows(tmp_path: Path) -> None:
+    """`u:qa:` and an answer with its end: 5 tokens and what is summary; two of three lie in the first row."""
     cfg = chat(tmp_path, [line("12"), line("3"), line("4567"), line("8" * 20)])
     with Loader(cfg) as loader:
         rows = [{name: x[0, 0] for name, x in batch.items()} for batch in loader]
-        said = loader.corpus.summary()
+        summary = loader.corpus.summary()
     assert rows[0]["segment_ids"].tolist() == [1] * 8 + [2] * 7 + [0]
     learnt = [[int(t) for t, m in zip(row["targets"], row["mask"], strict=True) if m] for row in rows]
     assert learnt == [[*b"12", 256, *b"3", 256], [*b"4567", 256], [*b"8" * 11]]
     assert rows[0]["positions"].tolist() == [*range(8), *range(7), 0]
-    assert said == ["of 4 conversations read: 1 cut, 10 of their tokens lost"]
+    assert summary == ["of 4 conversations read: 1 cut, 10 of their tokens lost"]
 
 
 def test_what_is_too_long_may_be_dropped_and_what_is_broken_skipped(tmp_path: Path) -> None:
@@ -166,9 +166,9 @@ def test_what_is_too_long_may_be_dropped_and_what_is_broken_skipped(tmp_path: Pa
         list(loader)
     with Loader(chat(tmp_path, lines, on_invalid="skip", on_overlong="drop")) as loader:
         masks = np.concatenate([batch["mask"].ravel() for batch in loader])
-        said = loader.corpus.summary()
+        summary = loader.corpus.summary()
     assert masks.sum() == 5
-    assert said == ["of 4 conversations read: 1 dropped as too long; 1 invalid ones skipped"]
+    assert summary == ["of 4 conversations read: 1 dropped as too long; 1 invalid ones skipped"]
 
 
 @pytest.mark.parametrize(

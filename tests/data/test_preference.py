@@ -1,4 +1,4 @@
-"""Pairs of answers: both forms, what is learnt, what is cut, and lines that are no pair."""
+"""Pairs of answers: both forms, what is trained on, what is cut, and lines that are no pair."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ def template() -> ChatTemplate:
     return ChatTemplate(source + "{% if add_generation_prompt %}a:{% endif %}", "test", {"eos_token": END_TEXT})
 
 
-def said(role: str, content: str) -> dict[str, str]:
+def message_of(role: str, content: str) -> dict[str, str]:
     return {"role": role, "content": content}
 
 
-def learnt(line: object) -> list[tuple[str, str]]:
+def targets_of(line: object) -> list[tuple[str, str]]:
     """Of each answer the whole text, and what of it is learnt; `|` is the end."""
     found = pair(json.dumps(line).encode(), Bytes(), template)
 
@@ -37,13 +37,13 @@ def learnt(line: object) -> list[tuple[str, str]]:
 
 
 def test_texts_and_messages() -> None:
-    assert learnt(TEXT) == [("abcde|", "cde|"), ("abf|", "f|")]
-    answers = {"chosen": [said("assistant", "yes")], "rejected": [said("assistant", "no")]}
-    asked = [said("user", "u"), said("assistant", "x"), said("user", "v")]
+    assert targets_of(TEXT) == [("abcde|", "cde|"), ("abf|", "f|")]
+    answers = {"chosen": [message_of("assistant", "yes")], "rejected": [message_of("assistant", "no")]}
+    prompt = [message_of("user", "u"), message_of("assistant", "x"), message_of("user", "v")]
     expected = [("u:u|a:x|u:v|a:yes|", "yes|"), ("u:u|a:x|u:v|a:no|", "no|")]
-    assert learnt({"prompt": asked, **answers}) == expected
-    assert learnt({name: asked + answer for name, answer in answers.items()}) == expected
-    assert learnt({"prompt": "u", **answers}) == [("u:u|a:yes|", "yes|"), ("u:u|a:no|", "no|")]
+    assert targets_of({"prompt": prompt, **answers}) == expected
+    assert targets_of({name: prompt + answer for name, answer in answers.items()}) == expected
+    assert targets_of({"prompt": "u", **answers}) == [("u:u|a:yes|", "yes|"), ("u:u|a:no|", "no|")]
 
 
 @pytest.mark.parametrize(
@@ -53,15 +53,15 @@ def test_texts_and_messages() -> None:
         ({"prompt": "a", "chosen": "b"}, "no rejected; a pair has chosen and rejected"),
         ({**TEXT, "prompt": 1}, "'prompt' is not a string"),
         ({**TEXT, "rejected": ["x"]}, "'rejected' is not a string"),
-        ({"chosen": [said("assistant", "a")], "rejected": [said("assistant", "a")]}, "are the same"),
+        ({"chosen": [message_of("assistant", "a")], "rejected": [message_of("assistant", "a")]}, "are the same"),
         (
-            {"prompt": "u", "chosen": [said("user", "a")], "rejected": [said("user", "b")]},
+            {"prompt": "u", "chosen": [message_of("user", "a")], "rejected": [message_of("user", "b")]},
             "contains no answer",
         ),
         ({"prompt": "u", "chosen": [{"role": 1}], "rejected": []}, "a message needs 'role' and 'content'"),
     ],
 )
-def test_lines_that_are_no_pair(line: object, message: str) -> None:
+def test_invalid_pairs(line: object, message: str) -> None:
     with pytest.raises(InvalidRecordError, match=message):
         pair(json.dumps(line).encode(), Bytes(), template)
 
@@ -71,14 +71,14 @@ def test_what_is_too_long_or_broken_is_counted_and_both_answers_go_together(tmp_
     lines = [TEXT, {**TEXT, "rejected": "f" * 9}, {**TEXT, "prompt": "p" * 8}]
     file.write_text("\n".join([*map(json.dumps, lines), "{"]) + "\n")
 
-    def of(**given: object) -> tuple[list[list[int]], str]:
-        records = Preferences([file], Data(sequence_length=6, on_invalid="skip", **given), Bytes(), template)
+    def read(**settings: object) -> tuple[list[list[int]], str]:
+        records = Preferences([file], Data(sequence_length=6, on_invalid="skip", **settings), Bytes(), template)
         found = [[len(records.documents(index)[answer].tokens) for answer in (0, 1)] for index in range(len(records))]
         return found, str(records.counts)
 
     cut = "of 4 pairs read: 1 cut, 6 of their tokens lost; 1 dropped as too long; 1 invalid ones skipped"
-    assert of() == ([[6, 4], [6, 6], [0, 0], [0, 0]], cut)
+    assert read() == ([[6, 4], [6, 6], [0, 0], [0, 0]], cut)
     dropped = "of 4 pairs read: 2 dropped as too long; 1 invalid ones skipped"
-    assert of(on_overlong="drop") == ([[6, 4], [0, 0], [0, 0], [0, 0]], dropped)
+    assert read(on_overlong="drop") == ([[6, 4], [0, 0], [0, 0], [0, 0]], dropped)
     with pytest.raises(UserError, match=r"pairs.jsonl, line 4: invalid JSON.*data.on_invalid=skip"):
         Preferences([file], Data(sequence_length=6), Bytes(), template).documents(3)

@@ -89,5 +89,9 @@ def test_files_that_are_no_tokenizers(tmp_path: Path, tokenizer_file: str) -> No
         broken.write_bytes(content)
         with pytest.raises(UserError, match=r"not a valid tokenizer\.json"):
             tokenizer_for(str(broken))
+    words = {"version": "1.0", "model": {"type": "WordLevel", "vocab": {"</s>": 0}, "unk_token": "[UNK]"}}
+    broken.write_text(json.dumps({**words, "added_tokens": []}))
+    with pytest.raises(UserError, match=r"not a valid tokenizer\.json: .*\[UNK\]"):  # which its vocabulary lacks
+        tokenizer_for(str(broken))
     shutil.copy(tokenizer_file, broken)
     assert tokenizer_for(str(tmp_path)).vocab_size > 257

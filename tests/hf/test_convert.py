@@ -70,6 +70,16 @@ def test_every_family_s_settings_are_written_as_they_are_read(compare) -> None:
         config_json(Decoder(**fields_of(compare.config("qwen3")) | {"mlp_bias": True}))
 
 
+def test_of_two_scalings_the_one_of_transformers_counts(compare) -> None:
+    yarn = {"rope_type": "yarn", "factor": 4.0}
+    given = {"rope_scaling": yarn, "rope_parameters": {"rope_type": "default"}, "original_max_position_embeddings": 32}
+    rope = fields_of(compare.config("llama3") | given)["rope"]
+    assert (rope["scaling"], rope["factor"], rope["original_length"]) == ("yarn", 4.0, 32)
+    given["rope_scaling"] = {**yarn, "original_max_position_embeddings": 16}
+    with pytest.raises(Exception, match="original_max_position_embeddings: 32 and in rope_scaling 16"):
+        fields_of(compare.config("llama3") | given)
+
+
 MESHES = {
     "sharded": {"fsdp": 4, "tensor": 2},
     "stages": {"stage": 2, "fsdp": 2, "tensor": 2},

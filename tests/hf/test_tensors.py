@@ -159,7 +159,11 @@ def tensors(change: Callable[[dict[str, np.ndarray]], None]) -> Callable[[Path],
         (config(quantization_config={"bits": 4}), "quantization_config"),
         (config(rope_scaling={"rope_type": "dynamic", "factor": 2.0}), "rope_type 'dynamic' is not supported"),
         (config(rope_scaling={"rope_type": "llama3", "factor": 2.0}), "low_freq_factor: must be a number"),
-        (config(vocab_size=None), "vocab_size: must be an integer"),
+        (config(vocab_size=2**60), "vocab_size: must be an integer from 1 to"),
+        (config(num_hidden_layers=10**9), "num_hidden_layers: must be at most 10000, not 1000000000"),
+        (config(rope_scaling={"rope_type": "yarn", "factor": 2.0, "mscale": 1.0}), "rope_scaling.mscale 1.0 is not"),
+        (config(rope_parameters={"partial_rotary_factor": 0.5}), "partial_rotary_factor 0.5 is not supported"),
+        (config(vocab_size=None), "vocab_size: must be an integer from 1 to 2147483648, not None"),
         (lambda place: (place / "config.json").write_text("{"), "invalid JSON"),
         (lambda place: (place / "config.json").unlink(), "contains no config.json"),
         (shutil.rmtree, "no such directory"),
@@ -170,15 +174,15 @@ def tensors(change: Callable[[dict[str, np.ndarray]], None]) -> Callable[[Path],
         (pickled, "only pickled weights .pytorch_model.bin., .*save_pretrained"),
     ],
 )
-def test_a_directory_that_is_not_whole(
+def test_an_incomplete_directory_is_refused(
     tmp_path: Path, directories: Path, spoil: Callable[[Path], object], message: str
 ) -> None:
     place = tmp_path / "model"
     shutil.copytree(directories / "llama3", place)
     spoil(place)
-    with pytest.raises(UserError, match=message) as told:
+    with pytest.raises(UserError, match=message) as refused:
         hf.load(place)
-    assert "\n" not in str(told.value)
+    assert "\n" not in str(refused.value)
 
 
 def test_layers_of_two_kinds_are_refused(tmp_path: Path, directories: Path) -> None:
