@@ -29,6 +29,8 @@ class Bars:
     labels: bool = True
 
     def draw(self, axes: Axes) -> None:
+        if self.log:  # before the bars, which are autoscaled for it
+            axes.set_xscale("log")
         scale, _ = SCALES.get(self.spec, (1, ""))
         places = range(len(self.rows))
         height = 0.8 / (len(self.parts) if self.grouped else 1)
@@ -45,10 +47,10 @@ class Bars:
         middle = (0.8 - height) / 2 if self.grouped else 0.0
         axes.set_yticks([place + middle for place in places], [str(next(iter(row.values()))) for row in self.rows])
         axes.invert_yaxis()
-        axes.margins(x=0.15)
+        axes.margins(x=0.2)
+        if self.begin and self.log:
+            axes.set_xlim(min(row[self.begin] for row in self.rows) / scale)
         axes.set(title=self.title, xlabel=with_unit("", self.spec).removeprefix(", "))
-        if self.log:
-            axes.set_xscale("log")
         if len(self.parts) > 1:
             axes.legend(fontsize=7)
 
