@@ -26,6 +26,13 @@ from typing import NamedTuple
 ROOT = Path(__file__).parents[1]
 FOLDERS = ("jaxmem", "kernels", "scripts", "docs", "configs", "README.md")
 CLEAN: tuple[str, ...] = (
+    "jaxmem/inference",
+    "jaxmem/lab/parameter_server.py",
+    "jaxmem/lab/tour",
+    "docs/finetune.md",
+    "docs/parameter-server.md",
+    "docs/tour",
+    "docs/tour.md",
     "jaxmem/adapters",
     "jaxmem/models",
     "jaxmem/quant",

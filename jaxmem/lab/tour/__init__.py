@@ -50,7 +50,7 @@ _ALL = (
         "parameter-efficient fine-tuning: frozen layers, head, soft prompt, LoRA, a random subset",
         "devices",
         config=["adapter.kind=lora", "optimizer.trainable=['*norm*']"],
-        read=["jaxmem/adapters/low_rank.py", "jaxmem/optim/trainable.py", "jaxmem/lab/tour/random_subset.py"],
+        read=["jaxmem/adapters/low_rank.py", "jaxmem/optim/selection.py", "jaxmem/lab/tour/random_subset.py"],
     ),
     Stop(
         "quantization",
@@ -71,7 +71,7 @@ _ALL = (
         "all weights trained with a low-rank optimizer state: GaLore, Q-GaLore, APOLLO",
         "devices",
         config=["optimizer.name=galore_adamw8bit", "optimizer.rank=1024", "memory.update=during"],
-        read=["jaxmem/optim/galore.py", "jaxmem/optim/apollo.py", "jaxmem/optim/projection.py"],
+        read=["jaxmem/optim/rules/galore.py", "jaxmem/optim/rules/apollo.py", "jaxmem/optim/rules/projection.py"],
         duration="a little over a minute",
     ),
     Stop(
