@@ -26,7 +26,7 @@ from jaxmem.planning.passes import passes_of
 from jaxmem.planning.predict import estimate
 from jaxmem.planning.share import passes_in_memory, rows_of
 from jaxmem.planning.targets import Target, target_devices, usable_memory
-from jaxmem.stack import schedule
+from jaxmem.stack.schedule import schedule
 from jaxmem.step import program
 
 TRIES = 4  # steps that are compiled, if one of them fits

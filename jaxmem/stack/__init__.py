@@ -1,33 +1,33 @@
-"""Apply a stack of layers: one signature, several ways; the model does not know which.
+"""Applying a stack of layers: one signature, several ways; the model does not know which.
 
-Layers are stored stacked, so one layer is compiled once whatever the depth. `apply.py` runs one after the other,
-`pipeline.py` runs them on stages of devices, `remat.py` says what the backward pass keeps, `reverse.py` goes back
-through them with each layer's gradient in sight.
+Layers are stored stacked, so that one layer is compiled once, whatever the depth.
+
+    apply.py         one layer after the other
+    pipeline.py      over pipeline stages; stages.py has their schedule
+    remat.py         activation checkpointing; schedule.py and scheduled.py recompute boundaries too
+    reverse.py       forward and backward pass with each layer's gradient in sight
+    layer_ranges.py  stacks with some trainable layers
+    cuts.py          taking the place of a stack within a network
 """
 
-from jaxmem.stack.apply import StackCall, StackOptions, apply_stack, stacked
-from jaxmem.stack.cuts import cut, cut_by
-from jaxmem.stack.pipeline import Pipeline
-from jaxmem.stack.remat import recompute_from_inputs
-from jaxmem.stack.reverse import ForwardPass, forward, merge_micro_batches, take_layer
-from jaxmem.stack.schedule import Schedule, schedule
-from jaxmem.stack.scheduled import inexact_leaves, with_inexact
+from jaxmem.lazy import lazy_names
 
-__all__ = [
-    "ForwardPass",
-    "Pipeline",
-    "Schedule",
-    "StackCall",
-    "StackOptions",
-    "apply_stack",
-    "cut",
-    "cut_by",
-    "forward",
-    "inexact_leaves",
-    "merge_micro_batches",
-    "recompute_from_inputs",
-    "schedule",
-    "stacked",
-    "take_layer",
-    "with_inexact",
-]
+_MODULES = {
+    "ForwardPass": "reverse",
+    "Pipeline": "stages",
+    "Schedule": "schedule",
+    "StackCall": "apply",
+    "StackOptions": "apply",
+    "apply_stack": "apply",
+    "cut": "cuts",
+    "cut_by": "cuts",
+    "forward": "reverse",
+    "inexact_leaves": "scheduled",
+    "merge_micro_batches": "reverse",
+    "recompute_from_inputs": "remat",
+    "stacked": "apply",
+    "take_layer": "reverse",
+    "with_inexact": "scheduled",
+}
+__all__ = list(_MODULES)
+__getattr__ = lazy_names(__name__, _MODULES)

@@ -1,111 +1,35 @@
 """A stack of layers over the mesh axis `stage`: micro-batches follow each other through the stages.
 
-GPipe (Huang et al., arXiv:1811.06965) as one program for all devices (Xu et al., arXiv:2105.04663): the stages'
-inputs are one array, split over `stage`; a tick runs every stage on its own part at once and hands the results on,
-a collective-permute. With p stages and m micro-batches m of the m + p - 1 ticks do work on a stage: the bubble is
-(p - 1) / (m + p - 1). The interleaved schedule (Narayanan et al., arXiv:2104.04473) gives each stage v groups of
-layers that do not follow each other, so that a micro-batch goes round v times and a tick is v times as short:
-(p - 1) / (v m + p - 1).
+One program for all devices (Xu et al., arXiv:2105.04663): the inputs of all stages are one array, sharded over
+`stage`; a tick runs every stage on its shard and passes the results on by a collective-permute. `stages.py` has the
+schedule.
 
-With L layers, boundaries of B bytes and K bytes kept of a layer by `memory.remat`, each device holds
-(m + (p - 1) / v) L / p K for the backward pass: layers fall by p, and all micro-batches are there at once. What goes
-in and what comes out lies spread over the stages and moves by one stage a visit: m / p B, never m B. A tick sends 2 B.
-Weights stay where they are. A device takes part in the ticks of the bubble and throws the result away.
+With L layers, boundaries of B bytes and K bytes saved per layer by `memory.remat`, each device holds (m + (p - 1) / v)
+L / p K for the backward pass: layers fall by p, and all micro-batches are held at once. The inputs and outputs of the
+stack are spread over the stages and move on by one stage per tick: m / p B, never m B. A tick sends 2 B. Weights do
+not move. In the ticks of the bubble a device computes a result that is discarded.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
-from jaxmem.config.recompute import is_scheduled
 from jaxmem.sharding import rotate, shard_first_dim, vmap_groups
 from jaxmem.stack.remat import Remat, policy
+from jaxmem.stack.stages import Pipeline
 
 Run = Callable[[Any, Any, Any, Any], tuple[Any, Any]]  # (one layer's weights, x, its input, beside) -> (x, output)
 AXIS = "stage"
 
 
-@dataclass(frozen=True)
-class Pipeline:
-    """So many layers over so many stages. What does not divide is filled up with layers that do nothing."""
-
-    layers: int
-    stages: int
-    micro_batches: int
-    rounds: int = 1  # how often a micro-batch goes round; 1 is GPipe
-
-    @property
-    def group(self) -> int:
-        """Layers that a stage runs in a tick."""
-        return -(-self.layers // (self.stages * self.rounds))
-
-    @property
-    def stored(self) -> int:
-        """Layers with those that do nothing."""
-        return self.stages * self.group * self.rounds
-
-    @property
-    def slots(self) -> int:
-        """Micro-batches with empty ones, as many on every stage."""
-        return -(-self.micro_batches // self.stages) * self.stages
-
-    @property
-    def ticks(self) -> int:
-        return self.rounds * self.micro_batches + self.stages - 1
-
-    @property
-    def bubble(self) -> float:
-        """The share of ticks in which a stage has nothing to do.
-
-        >>> Pipeline(layers=32, stages=4, micro_batches=8).bubble
-        0.2727272727272727
-        """
-        return (self.stages - 1) / self.ticks
-
-    def together(self, remat: Remat) -> int:
-        """How many layers of a tick go back from one boundary that is kept: with `sqrt` as many as keep the fewest.
-
-        >>> pipeline = Pipeline(layers=32, stages=4, micro_batches=2)
-        >>> [pipeline.together(remat) for remat in ("full", "every_2", "sqrt")]
-        [1, 2, 8]
-        """
-        if not isinstance(remat, str) or not is_scheduled(remat):
-            return 1
-        if remat != "sqrt":
-            return min(int(remat.removeprefix("every_")), self.group)
-        return min(range(1, self.group + 1), key=lambda size: self.ticks * -(-self.group // size) + size)
-
-    @cached_property
-    def order(self) -> np.ndarray:
-        """Which layer of the model stands at each place of the stored stack, `stages` x `group` x `rounds`; places
-        that the model has no layer for have numbers from `layers` on.
-
-        >>> Pipeline(layers=8, stages=2, micro_batches=4, rounds=2).order.tolist()
-        [0, 4, 1, 5, 2, 6, 3, 7]
-        """
-        stage, place, turn = np.ogrid[: self.stages, : self.group, : self.rounds]
-        return ((turn * self.stages + stage) * self.group + place).reshape(-1)
-
-    def arranged(self, stacked: jax.Array) -> jax.Array:
-        """The model's layers, [layers, ...], as they are stored; what fills up is zeros."""
-        filled = jnp.pad(stacked, [(0, self.stored - self.layers), *[(0, 0)] * (stacked.ndim - 1)])
-        return filled if self.rounds == 1 else filled[self.order]
-
-    def split(self, stacked: jax.Array) -> jax.Array:
-        """[stored, ...] -> [stages, group, rounds, ...], no byte moved."""
-        return stacked.reshape(self.stages, self.group, self.rounds, *stacked.shape[1:])
-
-
-def in_order(pipeline: Pipeline, run: Run, weights: Any, x: Any, inputs: Any, beside: Any) -> tuple[Any, Any]:
-    """Layer after layer on all devices, for what has no micro-batches: each layer's weights come from their stage to
-    all, one layer at a time."""
+def run_in_order(pipeline: Pipeline, run: Run, weights: Any, x: Any, inputs: Any, beside: Any) -> tuple[Any, Any]:
+    """Layer after layer on all devices, for a batch without micro-batches: the weights of one layer at a time are sent
+    from their stage to all devices."""
     staged = jax.tree.map(pipeline.split, weights)
 
     def fetch(stacked: jax.Array, layer: jax.Array) -> jax.Array:
@@ -126,8 +50,8 @@ def in_order(pipeline: Pipeline, run: Run, weights: Any, x: Any, inputs: Any, be
 def through_stages(
     pipeline: Pipeline, run: Run, weights: Any, x: Any, inputs: tuple[Any, Any], beside: tuple[Any, Any], remat: Remat
 ) -> Any:
-    """All micro-batches, stacked in `slots`, through all layers. `inputs` and `beside` come with which of their
-    leaves hold one of each micro-batch."""
+    """All micro-batches, stacked and padded to `pipeline.slots`, through all layers. `inputs` and `beside` are pairs: a
+    tree, and which of its leaves have a dimension of micro-batches."""
     p = pipeline
     shapes = {leaf.shape[1:] for leaf in jax.tree.leaves(weights)}
     seen = {
@@ -138,8 +62,8 @@ def through_stages(
     stages = jnp.arange(p.stages, dtype=jnp.int32)
 
     def layer(weights: Any, x: Any, sums: Any, place: jax.Array, stage: jax.Array, item: jax.Array) -> Any:
-        """Everything that depends on the tick is looked up in here, or it would be kept for each tick. And what does
-        not depend on it is made to, or jax would gather the weights of all layers before the first tick."""
+        """What depends on the tick is indexed in here, or it would be saved for each tick. And what does not depend on
+        it is made to, or jax would gather the weights of all layers before the first tick."""
         weights, item = jax.lax.optimization_barrier((weights, item))
         weights, sums = _summed_into(weights, sums, place)
         micro, turn = _item(p, item)
@@ -152,7 +76,7 @@ def through_stages(
         return jax.tree.map(lambda y, x: jnp.where(number < p.layers, y, x), y, x), sums
 
     again = partial(jax.checkpoint, policy=policy(remat, seen), prevent_cse=False)
-    size = p.together(remat)
+    size = p.layers_per_boundary(remat)
 
     def stage(weights: Any, x: Any, sums: Any, stage: jax.Array, item: jax.Array) -> Any:
         if size == 1:
@@ -161,8 +85,8 @@ def through_stages(
 
         @again
         def one(x: Any, sums: Any, place: jax.Array) -> tuple[Any, Any]:
-            """Weights are looked up in here, for this tick: handed on in segments, or found before the first tick, they
-            would be copies."""
+            """Weights are indexed in here, for this tick: passed on in segments, or indexed before the first tick, they
+            would be copied."""
             place, now = jax.lax.optimization_barrier((place, item))
             own = jax.tree.map(lambda leaf: jax.lax.dynamic_index_in_dim(leaf, place, keepdims=False), weights)
             return layer(own, x, sums, place, stage, now)
@@ -177,42 +101,42 @@ def through_stages(
 
     staged = jax.tree.map(lambda leaf: shard_first_dim(p.split(leaf), AXIS), weights)
     sums = jax.tree.map(lambda leaf: shard_first_dim(_sum_of(leaf), AXIS), staged)
-    staged = jax.lax.stop_gradient(staged)  # its gradient comes by way of the sums
+    staged = jax.lax.stop_gradient(staged)  # the sums carry its gradient
     waiting = jax.tree.map(lambda leaf: shard_first_dim(leaf.reshape(p.stages, -1, *leaf.shape[1:]), AXIS), x)
 
-    # Linear: kept would be nothing but masks as large as what they mask. A new function each time, since jax keeps what
-    # it has traced of one, and the devices that it was traced for with it.
-    hand_on = jax.checkpoint(partial(_hand_on, p))
+    # Linear: nothing but masks, as large as what they mask, would be saved. A new function each time, since jax caches
+    # the trace of a function together with its devices.
+    pass_on = jax.checkpoint(partial(_pass_on, p))
 
     def tick(carry: tuple[Any, Any, Any], t: jax.Array) -> tuple[tuple[Any, Any, Any], None]:
         x, waiting, sums = carry
         y, sums = jax.vmap(stage, spmd_axis_name=AXIS)(staged, x, sums, stages, t - stages)
-        return (*hand_on(y, waiting, t + 1), sums), None
+        return (*pass_on(y, waiting, t + 1), sums), None
 
-    begin = hand_on(jax.tree.map(lambda leaf: jnp.zeros_like(leaf[:, 0]), waiting), waiting, jnp.int32(0))
+    begin = pass_on(jax.tree.map(lambda leaf: jnp.zeros_like(leaf[:, 0]), waiting), waiting, jnp.int32(0))
     (_, done, _), _ = jax.lax.scan(tick, (*begin, sums), jnp.arange(p.ticks, dtype=jnp.int32))
     return jax.tree.map(partial(_collected, p), done)
 
 
 def _item(p: Pipeline, item: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Which micro-batch a stage works on, and in which round, when it has begun so many before. `stages` micro-batches
-    go through all rounds together, then the next: the last stage's result is at the first just when it is needed."""
+    """The micro-batch and the round of the item number `item` of a stage. `stages` micro-batches pass through all
+    rounds, then the next ones: the result of the last stage is at the first just when it is needed."""
     item = jnp.clip(item, 0, p.rounds * p.micro_batches - 1)
-    together, within = jnp.divmod(item, p.rounds * p.stages)
+    group, within = jnp.divmod(item, p.rounds * p.stages)
     turn, place = jnp.divmod(within, p.stages)
-    return together * p.stages + place, turn
+    return group * p.stages + place, turn
 
 
-def _hand_on(p: Pipeline, y: Any, waiting: Any, t: jax.Array) -> tuple[Any, Any]:
-    """What the stages begin tick `t` with, from what they made in the tick before: each its predecessor's, the first
-    a micro-batch that waits, or in a later round the last one's.
+def _pass_on(p: Pipeline, y: Any, waiting: Any, t: jax.Array) -> tuple[Any, Any]:
+    """The inputs of the stages in tick `t`, from their outputs in the tick before: for each stage that of its
+    predecessor, for the first one a waiting micro-batch, or in later rounds the output of the last stage.
 
-    `waiting` is [stages, slots / stages, ...]. Where the first stage takes a micro-batch out of its part of a column,
-    the column moves up by one stage, and the last one puts what it has finished into the free place.
+    `waiting` is [stages, slots / stages, ...]. When the first stage takes a micro-batch out of its shard of a column,
+    the column moves up by one stage, and the last stage stores its output in the free position.
     """
-    together, within = jnp.divmod(t, p.rounds * p.stages)
+    group, within = jnp.divmod(t, p.rounds * p.stages)
     arrives = within < p.stages
-    column = (together * p.stages + within) % (p.slots // p.stages)
+    column = (group * p.stages + within) % (p.slots // p.stages)
 
     def one(y: jax.Array, waiting: jax.Array) -> tuple[jax.Array, jax.Array]:
         numbers = jnp.arange(p.stages, dtype=jnp.int32).reshape(-1, *[1] * (y.ndim - 1))
@@ -227,8 +151,8 @@ def _hand_on(p: Pipeline, y: Any, waiting: Any, t: jax.Array) -> tuple[Any, Any]
 
 
 def _collected(p: Pipeline, done: jax.Array) -> jax.Array:
-    """Results in the order of the micro-batches. The visits left them `stages` columns on, and at the end of the slots
-    where there are more of these than micro-batches."""
+    """Results in the order of the micro-batches. The ticks left them `stages` columns further, and at the end where
+    there are more slots than micro-batches."""
     empty = p.slots - p.micro_batches
     done = jnp.roll(done, (empty - p.stages) % done.shape[1], axis=1)
     done = done.reshape(p.slots, *done.shape[2:])
@@ -237,10 +161,10 @@ def _collected(p: Pipeline, done: jax.Array) -> jax.Array:
 
 @jax.custom_vjp
 def _sum_of(weight: jax.Array) -> jax.Array:
-    """What goes through all ticks beside `weight`, untouched. Its gradient on the way back is the sum of those that
-    `_summed_into` adds: in float32, in place, one layer's at a time. Left to jax, each tick's gradients of a whole
-    stage would be made beside their sum, and summed in the weight's dtype. XLA drops the zeros on the way forward;
-    they are made of the weight, so that where groups of rows are mapped over each group has its own sum."""
+    """Zeros that are carried through all ticks beside `weight`. Their gradient in the backward pass is the sum of the
+    gradients that `_summed_into` adds: in float32, in place, one layer at a time. By default jax would hold each tick's
+    gradients of a whole stage beside their sum, and sum in the weight's dtype. XLA drops the zeros in the forward pass;
+    they depend on the weight, so that under a vmap over groups of rows each group has its own sum."""
     return jnp.where(False, weight, jnp.zeros_like(weight)).astype(jnp.float32)
 
 
@@ -253,7 +177,8 @@ _sum_of.defvjp(lambda weight: (_sum_of(weight), jnp.zeros((), weight.dtype)), _s
 
 @jax.custom_vjp
 def _summed_into(weights: Any, sums: Any, _: jax.Array) -> tuple[Any, Any]:
-    """(weights, sums, place) -> both as they are; on the way back the weights' gradients join the sums at `place`."""
+    """(weights, sums, place) -> (weights, sums); the backward pass adds the weights' gradients to the sums at
+    `place`."""
     return weights, sums
 
 
@@ -289,7 +214,7 @@ def _picked_forward(turn: jax.Array, weight: jax.Array) -> tuple[jax.Array, tupl
 
 
 def _picked_backward(kept: tuple[jax.Array, int], g: jax.Array) -> tuple[None, jax.Array]:
-    """A sum with what other rounds left, written at once: a scatter would first write zeros for all rounds."""
+    """Written with `where`: a scatter would first write zeros for all rounds."""
     turn, rounds = kept
     numbers = jnp.arange(rounds, dtype=jnp.int32).reshape(-1, *[1] * g.ndim)
     return None, jnp.where(numbers == turn, g[None], jnp.zeros_like(g))
@@ -299,5 +224,5 @@ _picked.defvjp(_picked_forward, _picked_backward)
 
 
 def _pick(turn: jax.Array, weight: jax.Array) -> jax.Array:
-    """This round's weights out of [rounds, ...]."""
+    """The weights of a round, from [rounds, ...]."""
     return weight[0] if weight.shape[0] == 1 else _picked(turn, weight)

@@ -1,9 +1,9 @@
-"""Which boundaries of N layers are saved, and which layers run again to make the others for the backward pass.
+"""Which boundaries of N layers are saved, and which layers are recomputed to obtain the others in the backward pass.
 
-A boundary is a layer's input. A segment of layers whose first boundary is saved is gone back through so: run on to a
-layer within it, save its boundary in the next slot, go back through what follows, then through what comes before. How
-far to run on is all that the policies differ in: their split (`jaxmem.config.recompute`). Every layer runs once more
-beside, to be differentiated.
+A boundary is a layer's input. The backward pass of a segment whose first boundary is saved: recompute up to a layer
+within it, save its boundary in the next slot, go back through the layers from there on, then through those before.
+Policies differ only in how far to recompute: their split (`jaxmem.config.recompute`). In addition every layer is
+recomputed once to be differentiated.
 """
 
 from __future__ import annotations
@@ -18,20 +18,20 @@ class Schedule:
     """Each tuple but `again` has an entry for each layer."""
 
     slots: int
-    first: tuple[int, ...]  # where the first pass writes its input
-    at: tuple[int, ...]  # where its input is when it is gone back through
-    begin: tuple[int, ...]  # the first of `again` that runs before that, and the one after the last
+    first: tuple[int, ...]  # the slot of its input in the forward pass
+    at: tuple[int, ...]  # the slot of its input in the backward pass
+    begin: tuple[int, ...]  # `again[begin:end]` is recomputed before its backward pass
     end: tuple[int, ...]
-    again: tuple[tuple[int, int, int], ...]  # a layer that runs, the slot of its input, the slot for its result
+    again: tuple[tuple[int, int, int], ...]  # (layer, slot of its input, slot of its output)
 
     @property
     def runs(self) -> int:
-        """Layers that run again, beside those that are differentiated."""
+        """The number of recomputed layers, in addition to the recomputation of each that is differentiated."""
         return len(self.again)
 
 
 def schedule(remat: str | tuple[str, ...], layers: int) -> Schedule | None:
-    """None: the policy keeps every boundary.
+    """None: the policy saves every boundary.
 
     >>> [(plan.slots, plan.runs) for name in ("sqrt", "recursive", "slots_4") if (plan := schedule(name, 16))]
     [(7, 9), (5, 17), (5, 12)]
@@ -51,7 +51,7 @@ def schedule(remat: str | tuple[str, ...], layers: int) -> Schedule | None:
         far = split(high - low, slot)
         steps += [(low + i, slot + min(i, 1), slot + 1) for i in range(far)]
         todo += [(low, low + far, slot), (low + far, high, slot + 1)]
-    # What runs before the last layer is gone back through is the first pass itself.
+    # What is computed before the backward pass of the last layer is the forward pass itself.
     own = layers - 1
     first = [0] + [target for _, _, target in steps[:own]]
     slots = 1 + max(target for _, _, target in steps)

@@ -1,8 +1,8 @@
-"""Back through a stack of layers by a schedule of which boundaries are kept and which are made again.
+"""Applying a stack by a schedule of which boundaries are saved and which are recomputed.
 
-The weights are indexed by layer wherever one runs, never handed to a loop in segments: those would be copies. Beside
-the slots of the schedule the backward pass holds one layer's intermediates and its gradient. Of weights that lie on the
-host the next layer's are on their way while one computes.
+Weights are indexed by layer where a layer is computed, never passed to a loop in segments: those would be copies.
+Beside the slots of the schedule the backward pass holds the intermediates of one layer and its gradient. Weights in
+host memory are fetched one layer ahead.
 """
 
 from __future__ import annotations
@@ -23,48 +23,49 @@ Run = Callable[[Any, Any, Any, Any], tuple[Any, Any]]  # (one layer's weights, x
 def first_pass(
     run: Run, plan: Schedule, weights: Any, x: Any, inputs: Any, beside: Any, *, on_host: bool
 ) -> tuple[Any, Any, Any]:
-    """(x, stacked outputs, the boundaries in their slots)."""
-    sent = to_host if on_host else lambda x: x
-    every = _keeps_each(plan)
+    """(x, stacked outputs, the saved boundaries)."""
+    store = to_host if on_host else lambda x: x
+    every = _saves_all(plan)
 
-    def keep(slots: Any, one: tuple[Any, Any], weights: Any, x: Any) -> tuple[Any, Any, Any]:
+    def step(slots: Any, one: tuple[Any, Any], weights: Any, x: Any) -> tuple[Any, Any, Any]:
         of_layer, slot = one
-        kept = sent(x)
-        slots = slots if every else _put(slots, slot, kept)
+        boundary = store(x)
+        slots = slots if every else _put(slots, slot, boundary)
         x, output = run(weights, x, of_layer, beside)
-        return x, slots, (output, kept if every else None)
+        return x, slots, (output, boundary if every else None)
 
-    def room() -> Any:
-        """Filled from x, so that the slots lie on the devices as x does; on the host one after the other, or all of
-        them would be on the device first."""
+    def empty_slots() -> Any:
+        """Filled with x, so that they are sharded as x is; in host memory one after the other, or all of them would
+        be on the device first."""
         if on_host:
-            return jax.lax.scan(lambda _, __: (None, sent(x)), None, length=plan.slots)[1]
+            return jax.lax.scan(lambda _, __: (None, store(x)), None, length=plan.slots)[1]
         return jax.tree.map(lambda x: jnp.broadcast_to(x, (plan.slots, *x.shape)), x)
 
-    x, slots, (outputs, kept) = onward(keep, None if every else room(), weights, x, (inputs, _numbers(plan.first)))
-    return x, outputs, kept if every else slots
+    slots = None if every else empty_slots()
+    x, slots, (outputs, boundaries) = scan_layers(step, slots, weights, x, (inputs, _numbers(plan.first)))
+    return x, outputs, boundaries if every else slots
 
 
-def onward(step: Callable[..., Any], carried: Any, weights: Any, x: Any, inputs: Any) -> tuple[Any, Any, Any]:
-    """Through all layers: `step(carried, its input, its weights, x)` gives (x, what is carried, what the layer gives).
-    What lies on the host comes a layer ahead. (x, what is carried, what the layers gave)."""
+def scan_layers(step: Callable[..., Any], carried: Any, weights: Any, x: Any, inputs: Any) -> tuple[Any, Any, Any]:
+    """(x, carried, stacked outputs) of `step(carried, input, weights, x) -> (x, carried, output)` for each layer.
+    Weights in host memory are fetched one layer ahead."""
 
-    def one(carry: tuple[Any, Any, Any], of_layer: tuple[Any, Any, jax.Array]) -> tuple[tuple[Any, Any, Any], Any]:
-        (x, carried, ready), (own, given, layer) = carry, of_layer
+    def scanned(carry: tuple[Any, Any, Any], of_layer: tuple[Any, Any, jax.Array]) -> tuple[tuple[Any, Any, Any], Any]:
+        (x, carried, fetched), (own, one, layer) = carry, of_layer
         following = fetch_layer(weights, layer + 1)
-        x, carried, output = step(carried, given, fill(own, ready), x)
+        x, carried, output = step(carried, one, fill(own, fetched), x)
         return (x, carried, following), output
 
     numbers = jnp.arange(jax.tree.leaves((weights, inputs))[0].shape[0], dtype=jnp.int32)
     begin = x, carried, fetch_layer(weights, jnp.int32(0))
-    (x, carried, _), outputs = jax.lax.scan(one, begin, (device_leaves(weights), inputs, numbers))
+    (x, carried, _), outputs = jax.lax.scan(scanned, begin, (device_leaves(weights), inputs, numbers))
     return x, carried, outputs
 
 
-def made_again(
+def recompute(
     run: Run, plan: Schedule, weights: Any, slots: Any, inputs: Any, beside: Any, which: Any, *, on_host: bool
 ) -> Any:
-    """The slots, when so many of the layers that run again (from one of them to before another) have run."""
+    """The slots after the layers `plan.again[which[0]:which[1]]` have been recomputed."""
     if not plan.again:
         return slots
     steps = jnp.asarray(plan.again, jnp.int32).reshape(-1, 3)
@@ -79,16 +80,16 @@ def made_again(
         return jax.lax.fori_loop(which[0], which[1], again, slots)
 
 
-def _keeps_each(plan: Schedule) -> bool:
-    """Whether each boundary has a slot of its own, and none is made again."""
+def _saves_all(plan: Schedule) -> bool:
+    """Whether each boundary has a slot of its own, and none is recomputed."""
     return plan.first == tuple(range(len(plan.at)))
 
 
 def by_schedule(run: Run, plan: Schedule, *, on_host: bool = False) -> Callable[[Any, Any, Any, Any], tuple[Any, Any]]:
-    """(stacked weights, x, stacked inputs, beside) -> (x, stacked outputs), with a backward pass of its own. With
-    `on_host` the boundaries wait in host memory."""
+    """(stacked weights, x, stacked inputs, beside) -> (x, stacked outputs), with a backward pass that follows the
+    schedule. With `on_host` boundaries are offloaded to host memory."""
     back = to_device if on_host else lambda x: x
-    every = _keeps_each(plan)
+    every = _saves_all(plan)
 
     @jax.custom_vjp
     def apply(weights: Any, x: Any, inputs: Any, beside: Any) -> tuple[Any, Any]:
@@ -96,64 +97,65 @@ def by_schedule(run: Run, plan: Schedule, *, on_host: bool = False) -> Callable[
             x, output = run(weights, x, one, beside)
             return x, None, output
 
-        x, _, outputs = onward(step, None, weights, x, inputs)
+        x, _, outputs = scan_layers(step, None, weights, x, inputs)
         return x, outputs
 
     def forward(weights: Any, x: Any, inputs: Any, beside: Any) -> tuple[tuple[Any, Any], tuple[Any, ...]]:
         x, outputs, slots = first_pass(run, plan, weights, x, inputs, beside, on_host=on_host)
         return (x, outputs), (weights, slots, inputs, beside)
 
-    def backward(kept: tuple[Any, ...], wanted: tuple[Any, Any]) -> tuple[Any, ...]:
-        weights, slots, inputs, beside = kept
+    def backward(saved: tuple[Any, ...], gradients: tuple[Any, Any]) -> tuple[Any, ...]:
+        weights, slots, inputs, beside = saved
 
         def step(carry: tuple[Any, ...], one: tuple[Any, ...]) -> tuple[tuple[Any, ...], tuple[Any, Any]]:
-            slots, ahead, ready, g, of_beside = carry
+            slots, ahead, fetched, g, of_beside = carry
             layer, at, begin, end, of_output = one
-            slots = made_again(run, plan, weights, slots, inputs, beside, (begin, end), on_host=on_host)
+            slots = recompute(run, plan, weights, slots, inputs, beside, (begin, end), on_host=on_host)
             x = ahead if every else back(_at(slots, at))
-            ahead = back(_at(slots, jnp.maximum(at - 1, 0))) if every else None  # on its way while this layer computes
+            ahead = back(_at(slots, jnp.maximum(at - 1, 0))) if every else None  # fetched while this layer computes
             following = fetch_layer(weights, layer - 1)
-            through = _differentiated(run, layer_with(weights, layer, ready), x, _at(inputs, layer), beside)
-            of_weights, g, of_input, more = through(g, of_output)
+            derivative = _derivative(run, layer_with(weights, layer, fetched), x, _at(inputs, layer), beside)
+            of_weights, g, of_input, more = derivative(g, of_output)
             return (slots, ahead, following, g, jax.tree.map(jnp.add, of_beside, more)), (of_weights, of_input)
 
         nothing = jax.tree.map(jnp.zeros_like, inexact_leaves(beside))
         each = (jnp.arange(len(plan.at), dtype=jnp.int32), *map(_numbers, (plan.at, plan.begin, plan.end)))
         ahead = back(_at(slots, jnp.int32(plan.at[-1]))) if every else None
-        carry = (slots, ahead, fetch_layer(weights, jnp.int32(len(plan.at) - 1)), wanted[0], nothing)
-        (*_, g, of_beside), (of_weights, of_inputs) = jax.lax.scan(step, carry, (*each, wanted[1]), reverse=True)
+        carry = (slots, ahead, fetch_layer(weights, jnp.int32(len(plan.at) - 1)), gradients[0], nothing)
+        (*_, g, of_beside), (of_weights, of_inputs) = jax.lax.scan(step, carry, (*each, gradients[1]), reverse=True)
         return of_weights, g, of_inputs, of_beside
 
     apply.defvjp(forward, backward)
     return apply
 
 
-def _differentiated(run: Run, weights: Any, x: Any, one: Any, beside: Any) -> Callable[[Any, Any], tuple[Any, ...]]:
-    """(gradient of x, of the output) -> those of weights, x, input and beside; None for what is no real number."""
+def _derivative(run: Run, weights: Any, x: Any, one: Any, beside: Any) -> Callable[[Any, Any], tuple[Any, ...]]:
+    """(gradient of x, of the output) -> those of weights, x, input and beside; None for integers and keys."""
 
-    def of_real(own: Any, x: Any, some: Any, others: Any) -> tuple[Any, Any]:
+    def of_inexact(own: Any, x: Any, some: Any, others: Any) -> tuple[Any, Any]:
         return run(with_inexact(weights, own), x, with_inexact(one, some), with_inexact(beside, others))
 
-    _, back = jax.vjp(of_real, inexact_leaves(weights), x, inexact_leaves(one), inexact_leaves(beside))
+    _, back = jax.vjp(of_inexact, inexact_leaves(weights), x, inexact_leaves(one), inexact_leaves(beside))
     return lambda g, of_output: back((g, of_output))
 
 
-def _is_real(leaf: Any) -> bool:
+def _is_inexact(leaf: Any) -> bool:
     return jnp.issubdtype(leaf.dtype, jnp.inexact)
 
 
 def inexact_leaves(tree: Any) -> Any:
-    """Of a weight that is no number, or has no gradient, what stands for it."""
+    """The leaves that have a gradient: floating-point arrays, and the `at` of stored weights. None in place of
+    others."""
 
     def of(leaf: Any) -> Any:
         at = leaf.at if isinstance(leaf, StoredWeight) else leaf
-        return at if at is not None and _is_real(at) else None
+        return at if at is not None and _is_inexact(at) else None
 
     return jax.tree.map(of, tree, is_leaf=_is_point)
 
 
 def with_inexact(tree: Any, numbers: Any) -> Any:
-    """A tree with these numbers in the place of its own."""
+    """A tree with its `inexact_leaves` replaced."""
 
     def of(leaf: Any, other: Any) -> Any:
         if other is None:
@@ -167,9 +169,9 @@ def _is_point(x: Any) -> bool:
     return isinstance(x, StoredWeight)
 
 
-def layer_with(stacked: Any, layer: jax.Array, ready: Any) -> Any:
-    """One layer's weights, of which some have been brought."""
-    return fill(_at(device_leaves(stacked), layer), ready)
+def layer_with(stacked: Any, layer: jax.Array, fetched: Any) -> Any:
+    """The weights of one layer, of which some have been fetched from host memory."""
+    return fill(_at(device_leaves(stacked), layer), fetched)
 
 
 def _numbers(values: tuple[int, ...]) -> jax.Array:

@@ -6,18 +6,8 @@ state.py      TrainState and StateSpec: shapes and shardings of the state and of
 programs.py   Program: the functions that `plan` and `train` compile
 """
 
-from typing import Any
+from jaxmem.lazy import lazy_names
 
-__all__ = ["Program", "TrainState", "program"]
-
-
-def __getattr__(name: str) -> Any:
-    if name == "TrainState":
-        from jaxmem.step.state import TrainState
-
-        return TrainState
-    if name in __all__:
-        from jaxmem.step import programs
-
-        return getattr(programs, name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+_MODULES = {"Program": "programs", "TrainState": "state", "program": "programs"}
+__all__ = list(_MODULES)
+__getattr__ = lazy_names(__name__, _MODULES)

@@ -1,8 +1,8 @@
-"""From a batch to the sums that a step, an evaluation and several micro-batches all add up.
+"""Objectives: from a network and a batch to sums, which steps, evaluations and micro-batches add up.
 
-An objective gives sums, never means: the sum of the loss, of what was right, and of how many counted. Divided
-at the end, micro-batches of unequal size weigh as they do in one large batch. It comes in two halves, because a
-pipeline sends all micro-batches through the layers before it takes any one's loss.
+An objective returns sums, never means: of the loss, of correct predictions, and the count. They are divided at the
+end, so that micro-batches of unequal size have the weight that they have in one large batch. It has two halves, since
+a pipeline sends all micro-batches through the layers before it computes a loss.
 """
 
 from __future__ import annotations
@@ -22,22 +22,22 @@ from jaxmem.models.layers import split_keys
 from jaxmem.models.network import Network
 
 Batch = dict[str, jax.Array]
-Sums = dict[str, jax.Array]  # "loss", "count"; "correct" where right and wrong mean something; "margin" of pairs
+Sums = dict[str, jax.Array]  # "loss", "count"; "correct" for classification; "margin" of pairs
 
 
 @dataclass(frozen=True)
 class Objective:
     """(network, batch, each row's dropout key or None) -> sums, in two halves."""
 
-    features: Callable[[Any, Batch, jax.Array | None], Any]  # what the layers make of a batch
-    sums: Callable[[Any, Any, Batch], Sums]  # the output projection and the loss, of features and their batch
+    features: Callable[[Any, Batch, jax.Array | None], Any]  # up to the last layer
+    sums: Callable[[Any, Any, Batch], Sums]  # the output projection and the loss, from features and batch
 
     def __call__(self, network: Any, batch: Batch, keys: jax.Array | None) -> Sums:
         return self.sums(network, self.features(network, batch, keys), batch)
 
 
 def objective(cfg: config.Objective, memory: config.Memory) -> Objective:
-    """What a config minimises."""
+    """The objective of a config."""
     return {
         "next_token": lambda: Objective(_tokens, _next_token(cfg, memory)),
         "dpo": lambda: Objective(_tokens, _preferred(cfg, memory)),
@@ -50,7 +50,7 @@ def objective(cfg: config.Objective, memory: config.Memory) -> Objective:
 
 
 def means(sums: Sums) -> dict[str, jax.Array]:
-    """`loss`, and `accuracy` and `margin` where there are such, from sums."""
+    """`loss`, and `accuracy` and `margin` if the objective has them."""
     count = jnp.maximum(sums["count"], 1.0)
     named = {"loss": "loss", "correct": "accuracy", "margin": "margin"}
     return {name: sums[kind] / count for kind, name in named.items() if kind in sums}
@@ -70,7 +70,7 @@ def _pairs(network: Network, batch: Batch, keys: jax.Array | None) -> tuple[jax.
 
 
 def likelihoods(network: Decoder, batch: Batch, memory: config.Memory) -> jax.Array:
-    """Of each row, the log-probability of the tokens in it that count."""
+    """The log-probability of each row: of its tokens whose mask is 1."""
     return _likelihoods(network, _tokens(network, batch, None), batch, memory)
 
 
@@ -83,7 +83,7 @@ def _next_token(cfg: config.Objective, memory: config.Memory) -> Callable[[Decod
 
 
 def _preferred(cfg: config.Objective, memory: config.Memory) -> Callable[[Decoder, jax.Array, Batch], Sums]:
-    """Rows 2 i and 2 i + 1 are the two answers of a pair, the preferred one first; pairs of padding count nothing."""
+    """DPO: rows 2 i and 2 i + 1 are a pair of answers, the preferred one first; padding pairs have no weight."""
 
     def sums(network: Decoder, x: jax.Array, batch: Batch) -> Sums:
         gained = (_likelihoods(network, x, batch, memory) - batch["reference"]).reshape(-1, 2)

@@ -1,9 +1,9 @@
-"""All micro-batches of an update in one pass, for layers that lie on stages.
+"""All micro-batches of an update in one pass, for pipeline stages.
 
-Everything but the layers would be the same work on every stage. It is shared out instead: each stage embeds its part
-of the micro-batches, and takes their loss, one at a time: the logits that a device holds are those of one
-micro-batch, recomputed in the backward pass (one more product with the output projection). The projection itself
-and the embedding lie on every stage, split as they are without stages.
+Everything but the layers would be the same work on every stage. It is divided instead: each stage embeds its share of
+the micro-batches, and computes their loss, one at a time: a device holds the logits of one micro-batch, which are
+recomputed in the backward pass (one more matmul with the output projection). Embedding and output projection are
+replicated over stages.
 """
 
 from __future__ import annotations
@@ -19,9 +19,10 @@ from jaxmem.step.objective import Batch, Objective, Sums
 
 
 def sums_of_all(objective: Objective, pipeline: Pipeline, network: Any, batch: Batch, keys: jax.Array | None) -> Sums:
-    """Leaves of the batch are [micro-batches, rows, ...], and so are `keys`, one for each row, or None."""
+    """The sums of the objective. Leaves of the batch are [micro-batches, rows, ...], and so are `keys`, one per row,
+    or None."""
     stages, empty = pipeline.stages, pipeline.slots - pipeline.micro_batches
-    # Rows of zeros have a mask of zeros. So that every stage has as many micro-batches as any other.
+    # Padded with rows of zeros, whose mask is zero, so that every stage has the same number of micro-batches.
     batch = jax.tree.map(lambda x: jnp.pad(x, [(0, empty), *[(0, 0)] * (x.ndim - 1)]), batch)
     if keys is not None:
         keys = jnp.concatenate([keys, jnp.broadcast_to(keys[:1], (empty, *keys.shape[1:]))])
@@ -31,7 +32,7 @@ def sums_of_all(objective: Objective, pipeline: Pipeline, network: Any, batch: B
 
     @jax.checkpoint
     def one(x: Any, batch: Batch) -> Sums:
-        """A micro-batch on each stage."""
+        """One micro-batch per stage."""
         sums = jax.vmap(lambda x, batch: objective.sums(network, x, batch), spmd_axis_name=AXIS)(x, batch)
         return jax.tree.map(lambda x: jnp.sum(x, axis=0), sums)
 

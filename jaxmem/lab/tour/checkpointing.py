@@ -32,7 +32,8 @@ from jaxmem.planning.compile import compile_all
 from jaxmem.planning.hlo import total_flops
 from jaxmem.planning.targets import local_target, parse_target, target_devices
 from jaxmem.planning.timeline import timeline
-from jaxmem.stack import StackOptions, apply_stack, schedule
+from jaxmem.stack import StackOptions, apply_stack
+from jaxmem.stack.schedule import schedule
 
 TARGET = "h100-80gb"
 POLICIES = ("none", "full", "sqrt", "recursive", "slots_4", "constant")
@@ -151,7 +152,7 @@ def backward(
         network: Any = nnx.merge(graphdef, weights)
         turned = angles(jnp.zeros((1, time), jnp.int32), cfg.rope, cfg.head_dim)
         layer = lambda block, x, _, beside: (block(x, beside)[0], None)  # noqa: E731
-        y, _ = apply_stack(network.blocks, layer, x, None, turned, way=execution.stack)
+        y, _ = apply_stack(network.blocks, layer, x, None, turned, options=execution.stack)
         return jnp.sum(y.astype(jnp.float32) ** 2)
 
     placed = partial(jax.ShapeDtypeStruct, dtype=dtype, sharding=place)

@@ -1,8 +1,8 @@
-"""A stack of which some layers learn, as stacks one behind the other: in each a weight learns in all layers or in none.
+"""A stack with some trainable layers, as consecutive ranges of layers: in each, a weight is trainable or frozen.
 
-What stays is indexed by layer wherever one runs, never cut: a cut would be a copy. It has no gradient; and where
-nothing before a section has one either, jax does not go back through it, and keeps nothing of it: with the last N of L
-layers learning, the backward pass, what it needs and the gradients are those of N layers.
+Frozen weights are indexed by layer where a layer is computed, never sliced: a slice would be a copy. Where nothing
+before a range has a gradient, jax does not differentiate it and saves nothing of it: with the last N of L layers
+trainable, the backward pass, saved activations and gradients are those of N layers.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ Run = Callable[[Any, Any, Any, Any], tuple[Any, Any]]  # (one layer's weights, x
 
 @dataclass(frozen=True)
 class LayerRange:
-    """Layers from one to before another."""
+    """Layers from `start` to before `stop`."""
 
     start: int
     stop: int
 
-    def of(self, run: Run, weights: Any, inputs: Any, beside: Any) -> tuple[Run, Any, Any, Any]:
-        """What to apply as a stack: run, weights, inputs and what is beside."""
+    def restrict(self, run: Run, weights: Any, inputs: Any, beside: Any) -> tuple[Run, Any, Any, Any]:
+        """(run, weights, inputs, beside) of these layers, to be applied as a stack."""
         leaves, form = jax.tree.flatten(weights, is_leaf=_is_kind)
         numbers = jnp.arange(self.start, self.stop, dtype=jnp.int32)
-        # A `Point` that has no gradient, also where gradients of what is beside are asked for.
+        # Frozen weights without a gradient, also where gradients of `beside` are requested.
         stay = [
             StoredWeight(leaf.stored, None) if isinstance(leaf, StoredWeight | PartialStack) else None
             for leaf in leaves
@@ -46,10 +46,10 @@ class LayerRange:
             return run(jax.tree.unflatten(form, layer), x, one, beside)
 
         inputs = jax.tree.map(lambda x: x[self.start : self.stop], inputs)
-        return each, [self._learning(leaf) for leaf in leaves], (numbers, inputs), (stay, beside)
+        return each, [self._trainable(leaf) for leaf in leaves], (numbers, inputs), (stay, beside)
 
-    def _learning(self, leaf: Any) -> Any:
-        """What learns of a weight here; None: nothing."""
+    def _trainable(self, leaf: Any) -> Any:
+        """The trainable part of a weight in this range, or None."""
         start, stop, at = self.start, self.stop, leaf
         if isinstance(leaf, StoredWeight):
             at = leaf.at
@@ -62,7 +62,7 @@ class LayerRange:
 
 
 def layer_ranges(weights: Any) -> list[LayerRange]:
-    """Of a stack's weights; one section: they are as everywhere else."""
+    """The ranges of a stack; a single one where no weight is partly trainable."""
     leaves = jax.tree.leaves(weights, is_leaf=_is_kind)
     count = leaves[0].shape[0]
     learning = [{*leaf.layers} for leaf in leaves if isinstance(leaf, PartialStack)]
