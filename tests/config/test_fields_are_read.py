@@ -46,6 +46,7 @@ READ_HERE = {
 Kinds = frozenset[type[Section]]
 NOTHING: Kinds = frozenset()
 FROM_SAME = {"model_copy"}  # methods that return the section they are called on
+MODULES = {"config", "networks"}  # as sections are named: `networks.Decoder`
 PASS_ON = {"enumerate", "for_devices", "list", "reversed", "sorted", "tuple", "zip"}
 
 
@@ -75,6 +76,7 @@ class File:
     def __init__(self, tree: ast.Module):
         self.tree = tree
         self.holds: dict[str, Kinds] = {}
+        self.names_of: dict[str, list[object]] = {}  # loop variables over field names
         self.names = {
             alias.asname or alias.name: BY_NAME[alias.name]
             for node in ast.walk(tree)
@@ -93,7 +95,7 @@ class File:
         for node in ast.walk(annotation) if annotation else ():
             if isinstance(node, ast.Name):
                 found |= self.names.get(node.id, NOTHING)
-            elif isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "config":
+            elif isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id in MODULES:
                 found |= BY_NAME.get(node.attr, NOTHING)
         return found
 
@@ -110,6 +112,8 @@ class File:
                 self.unpack(target, value)
             case ast.For(target=target, iter=value) | ast.comprehension(target=target, iter=value):
                 self.unpack(target, value)
+                if isinstance(target, ast.Name) and isinstance(value, ast.Tuple | ast.List):
+                    self.names_of[target.id] = [one.value for one in value.elts if isinstance(one, ast.Constant)]
 
     def unpack(self, target: ast.expr, value: ast.expr) -> None:
         if isinstance(target, ast.Tuple):
@@ -159,6 +163,10 @@ class File:
                     yield from ((kind, name) for kind in self.kinds(value))
                 case ast.Call(func=ast.Name(id="getattr"), args=[value, ast.Constant(value=str(name)), *_]):
                     yield from ((kind, name) for kind in self.kinds(value))
+                case ast.Call(func=ast.Name(id="getattr"), args=[value, ast.Name(id=each), *_]) if (
+                    each in self.names_of
+                ):
+                    yield from ((kind, str(name)) for kind in self.kinds(value) for name in self.names_of[each])
                 case ast.Call(func=ast.Name(id="getattr"), args=[value, *_]):
                     # the axes of the mesh are alike, and read by one loop over their names
                     mesh = self.kinds(value) & BY_NAME["Mesh"]

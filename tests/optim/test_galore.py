@@ -118,7 +118,7 @@ def test_the_state_is_split_whichever_side_is_projected_away():
 
 
 def test_no_gradient_is_gathered_and_nothing_decomposed():
-    from jaxmem.sharding import layout_for
+    from jaxmem.sharding import is_axes, layout_for
     from jaxmem.sharding.leaves import state_axes
     from tests.step.conftest import config
 
@@ -128,7 +128,6 @@ def test_no_gradient_is_gathered_and_nothing_decomposed():
     tx = optim.scale_by_galore(axes=axes)
     shapes = jax.eval_shape(tx.init, params)
     place = lambda a, x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=layout.sharding("optimizer", a, x.shape))  # noqa: E731
-    is_axes = lambda x: type(x) is tuple and all(isinstance(a, str) for a in x)  # noqa: E731
     state = jax.tree.map(place, state_axes(shapes, params, axes), shapes, is_leaf=is_axes)
     w = jax.tree.map(place, axes, params, is_leaf=is_axes)
     with layout:
