@@ -34,7 +34,7 @@ def open_source(paths: Sequence[Path], source: Source, data: Data, tokenizer: To
 class JsonLines:
     """The documents of JSONL files; a line longer than `limit` bytes gives several records."""
 
-    blocks = None
+    blocks: np.ndarray | None = None
 
     def __init__(self, paths: Sequence[Path], field: str | None, limit: int, *, skip: bool = False) -> None:
         """`field` None: `line` gives whole lines, none longer than `limit`. `skip`: an invalid long line is an

@@ -30,7 +30,7 @@ def open_source(paths: Sequence[Path], source: Source, data: Data, tokenizer: To
 class TextFiles:
     """Each file is a document, unless it is empty."""
 
-    blocks = None
+    blocks: np.ndarray | None = None
 
     def __init__(self, paths: Sequence[Path], limit: int) -> None:
         sized = [(path, size) for path in paths if (size := file_size(path))]
