@@ -1,4 +1,4 @@
-"""The bytes before they are used: `jaxmem plan` and `jaxmem fit`."""
+"""`jaxmem plan` and `jaxmem fit`: memory before it is used."""
 
 from __future__ import annotations
 
@@ -24,10 +24,12 @@ def plan(
     simulate: Simulate = None,
     html: Html = None,
     png: Png = None,
-    names: Annotated[bool, typer.Option("--names", help="What layers call their values, for memory.remat.")] = False,
+    names: Annotated[
+        bool, typer.Option("--names", help="Names of the activations that memory.remat can save.")
+    ] = False,
     as_json: Json = False,
 ) -> None:
-    """Bytes per device, without running: for what is here, or for any number of GPUs that are not."""
+    """Plan memory per device without running: for local devices, or for any number of GPUs that are not here."""
     if target == "list":
         from jaxmem.planning.table import TargetList
         from jaxmem.planning.targets import targets_json
@@ -35,9 +37,9 @@ def plan(
         show(targets_json() if as_json else TargetList())
         return
     if config is None:
-        raise UserError("CONFIG: missing; give a YAML file such as configs/demo.yaml, or --target list")
+        raise UserError("CONFIG is missing; give a YAML file such as configs/demo.yaml, or --target list")
     if target and simulate:
-        raise UserError(f"--simulate {simulate} and --target {target} say the same thing; give one")
+        raise UserError(f"--simulate {simulate} and --target {target} both give devices; use one of them")
     cfg = load(config, overrides, simulate, only_compile=True)
     from jaxmem import planning, report
 
@@ -68,24 +70,27 @@ def fit(
         typer.Option(metavar="WORDS", help="What may change: mesh,remat,update,batch,chunks", show_default=False),
     ] = None,
     maximize: Annotated[
-        str | None, typer.Option(metavar="KEY", help="model.layers: the largest that fits.", show_default=False)
+        str | None,
+        typer.Option(
+            metavar="KEY", help="The largest value of KEY that fits, such as model.layers.", show_default=False
+        ),
     ] = None,
     write: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="The best config, to train as it is.", show_default=False)
+        Path | None, typer.Option(metavar="FILE", help="Write the best config.", show_default=False)
     ] = None,
     png: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Memory against time, as a figure.", show_default=False)
+        Path | None, typer.Option(metavar="FILE", help="Write a figure: memory against time.", show_default=False)
     ] = None,
     reserve: Reserve = None,
-    compiles: Annotated[int, typer.Option(metavar="N", min=1, help="Compile at most so many steps.")] = 20,
+    compiles: Annotated[int, typer.Option(metavar="N", min=1, help="Compile at most N steps.")] = 20,
     as_json: Json = False,
 ) -> None:
-    """Search for what fits, fastest first. Exit code 3: nothing does."""
+    """Search for configs that fit, fastest first. Exit code 3: none fits."""
     from jaxmem.config import load_config
 
     cfg = load_config(config, overrides or [])
     if target is not None:
-        os.environ.setdefault("JAX_PLATFORMS", "cpu")  # no device here has anything to do
+        os.environ.setdefault("JAX_PLATFORMS", "cpu")  # no local device is used
     take_devices(None, only_compile=True, spill=cfg.memory.spill != "none")
     from jaxmem.search import fastest, largest
 

@@ -1,9 +1,9 @@
-"""Planned bytes against what the GPU of this machine measured, for configs of different shape; JSON with --output.
+"""Planned and measured peak memory on the GPU of this machine, for configs of different shape; JSON with --output.
 
     python scripts/measure/measure_plan.py --output docs/benchmarks/measured-plan.json
 
-Each config runs three steps in a process of its own; after --minutes the rest is left out, and said. On a machine
-without a GPU the same configs run on tiny shapes: every path but the measuring, since a CPU does not tell its peak.
+Each config runs three steps in a process of its own; after --minutes the rest is reported as not run. On a machine
+without a GPU the same configs run on tiny shapes, without measurements, since a CPU reports no peak.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ MODELS = {
            "head_dim": 64},
 }  # fmt: skip
 TINY = {"vocab": 264, "layers": 2, "embed": 32, "mlp": 64, "heads": 4, "kv_heads": 2, "head_dim": 8}
-NO_TIME = "no time was left for it"
+NO_TIME = "not run: out of time"
 BF16, SMALL_STATE = {"parameters": "bfloat16"}, {"name": "adamw8bit", "clip_by": "previous"}
 LONG = {"sequence_length": 4096}
-# What differs most comes first: whatever time there is, it measures many kinds of step.
+# The most different configs come first, so that little time measures many kinds of steps.
 CONFIGS: tuple[tuple[str, dict[str, Any]], ...] = (
     ("130m", {}),
     ("1b", {"memory": {"remat": "full"}}),
@@ -61,7 +61,7 @@ CONFIGS: tuple[tuple[str, dict[str, Any]], ...] = (
 
 
 def configs(*, tiny: bool) -> list[dict[str, Any]]:
-    """Whole configs; data is never read, so its path need not be there."""
+    """Complete configs. Their data is never read."""
     found = []
     for number, (model, changes) in enumerate(CONFIGS):
         raw: dict[str, Any] = {
@@ -84,33 +84,35 @@ def configs(*, tiny: bool) -> list[dict[str, Any]]:
 
 
 def commit() -> str | None:
-    """Of the sources that were measured; `+` where they were changed since."""
+    """The commit of the sources; with `+` if they have uncommitted changes."""
     git = shutil.which("git")
     if git is None:
         return None
     ask = [git, "-C", str(Path(__file__).parent), "describe", "--always", "--abbrev=40", "--exclude=*", "--dirty=+"]
-    said = subprocess.run(ask, capture_output=True, text=True, check=False)
-    return said.stdout.strip() or None
+    done = subprocess.run(ask, capture_output=True, text=True, check=False)
+    return done.stdout.strip() or None
 
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, help="where the JSON goes; default: standard output")
-    parser.add_argument("--first", type=int, help="only so many configs")
-    parser.add_argument("--minutes", type=float, default=8.5, help="what is not done by then is left out, and said")
+    parser.add_argument("--first", type=int, help="run only the first N configs")
+    parser.add_argument(
+        "--minutes", type=float, default=8.5, help="configs that are not reached by then are reported as not run"
+    )
     given = parser.parse_args(arguments)
     gpus = devices.nvidia_gpus() if devices.has_nvidia_gpu() else []
     if not gpus:
         print("no GPU here: tiny shapes on the CPU, nothing is measured", file=sys.stderr)
-    begun, rows = time.monotonic(), list[dict[str, Any]]()
+    start, rows = time.monotonic(), list[dict[str, Any]]()
     every = configs(tiny=not gpus)[: given.first]
     for raw in every:
-        left = 60 * given.minutes - (time.monotonic() - begun)
+        left = 60 * given.minutes - (time.monotonic() - start)
         row = measure_apart(raw, None if gpus else 1, left) if left > 0 else {"name": raw["name"], "error": NO_TIME}
         rows.append(row | {"config": raw})
-        said = row.get("error") or f"planned {row['planned']:,} measured {row['measured']}"
-        print(f"{raw['name']}: {said}", file=sys.stderr)
-        # After each config: what ends this script leaves what is known.
+        line = row.get("error") or f"planned {row['planned']:,} measured {row['measured']}"
+        print(f"{raw['name']}: {line}", file=sys.stderr)
+        # After each config, so that an interrupted script leaves its results.
         write(given.output, summary(rows, gpus), done=len(rows) == len(every))
     return int(any("error" in row for row in rows))
 

@@ -1,32 +1,32 @@
-"""How many bytes a device sends for an update, by arithmetic: what a compiled step's messages must come to.
+"""Bytes that a device sends for an update, by theory: what the communication of a compiled step must come to.
 
-For a decoder with P weights in its products and E in its embedding, in numbers of w bytes where it computes and r
-where they rest; a micro-batches of T tokens a device, of width D. n devices along `fsdp` x `context` share weights,
-m along `replica` copy them. Where n devices take part a message counts (n - 1) / n of its array.
+For a decoder with P weights in its matrix multiplications and E in its embedding, of w bytes each in the compute dtype
+and r as stored; a micro-batches of T tokens per device, of width D. n devices along `fsdp` x `context` shard the
+weights, m along `replica` replicate them. A collective over n devices counts (n - 1) / n of its array.
 
-    zero 0       2 (P + E) w            sums of gradients all-reduced over all n m, once an update
+    zero 0       2 (P + E) w            sums of gradients all-reduced over all n m, once per update
     zero 1       (P + E) (w + r)        sums of gradients reduce-scattered, new weights gathered
     zero 2       a P w + (P + E) r      gradients reduce-scattered, new weights gathered
     zero 3       a (3 P - H) w          weights gathered forward and backward, gradients reduce-scattered; the H
-                                        weights of the logits are gathered once, where the loss takes them in
-                                        slices twice; codes travel as they rest: r for w
-    from zero 2  2 a T D w              rows of the embedding, and their gradients, exchanged
-    from zero 1  2 (P + E) w / n        parts of the gradients all-reduced over m, once an update
+                                        weights of the output matrix are gathered once, twice where the loss slices
+                                        them; quantized weights are gathered as stored: r for w
+    from zero 2  2 a T D w              rows of the embedding, and their gradients, by all-to-all
+    from zero 1  2 (P + E) w / n        shards of the gradients all-reduced over m, once per update
     to zero 1    2 a (P + E) w          gradients all-reduced over `context`, whose devices share rows
 
-`tensor` splits P, E and, between its t devices, sends the residual stream of a token group of t T tokens: gathered
-and reduce-scattered twice a layer forward and twice backward, with memory.remat=full once more but for the last
-scatter; and once each for the embedding and for the logits. `context` with c devices sends keys and values of K
-numbers a token: c - 1 times forward and backward (and once more with full remat, where c = 2 finds both to be the same
-message), and c times their gradients, of which the first and the last travel in w bytes and the others in float32; with
-a window those of min(window - 1, (c - 1) T) tokens forward and back.
+`tensor` shards P and E and, among its t devices, communicates the residual stream of t T tokens: gathered and
+reduce-scattered twice per layer forward and twice backward, with memory.remat=full once more without the last scatter;
+and once each for the embedding and for the logits. `context` with c devices sends keys and values of K values per token:
+c - 1 times forward and backward (and once more with full recompute, where c = 2 finds both to be the same message), and
+c times their gradients, of which the first and the last are sent in w bytes and the others in float32; with a window
+those of min(window - 1, (c - 1) T) tokens forward and back.
 
-`stage` with p devices runs all micro-batches in s ticks, in each of which a device goes through a v-th of the P / p
-weights that it has, with v rounds: where P and layers are said above to be gone through a times, these are s times. A
-tick sends 4 T D w from stage to stage, and the way into the first one 3 of these. Embedding and logits are on every
-stage, of which each takes k = a / p micro-batches, so that their a is k. Their gradients are all-reduced over p, the
-embedding's in w and the logits' in 4 bytes; from zero 2 on the logits' k times, and over n too. The logits' weights are
-gathered k + 1 times, and what `tensor` gathers for the logits once more, since they are made again for their gradients.
+`stage` with p devices runs all micro-batches in s ticks, in each of which a device runs a v-th of its P / p weights,
+with v rounds: where a passes through P and the layers are counted above, there are s. A tick sends 4 T D w from stage to
+stage, and the input of the first 3 of these. Embedding and output matrix are on every stage, which processes k = a / p
+micro-batches of them, so that their a is k. Their gradients are all-reduced over p, the embedding's in w and the output
+matrix's in 4 bytes; from zero 2 on the latter's k times, and over n too. The output matrix is gathered k + 1 times, and
+what `tensor` gathers for the logits once more, since they are recomputed for their gradients.
 """
 
 from __future__ import annotations
@@ -65,11 +65,11 @@ def volume(built: Program) -> Volume:
     cfg, mesh = built.cfg, built.layout.mesh.shape
     model = cfg.model
     if not isinstance(model, Decoder):
-        raise UserError(f"model.family: the messages of a {model.family} are not derived; a decoder's are")
+        raise UserError(f"model.family={model.family} has no theory of communication; use a decoder")
     if cfg.rules != Rules():
-        raise UserError("rules: messages are derived for the usual table; leave rules out")
+        raise UserError("rules have no theory of communication; leave them out")
     if built.model.pipeline is not None and cfg.batch.accumulate == 1:
-        raise UserError("batch.accumulate: on stages messages are derived for several micro-batches; give 2 or more")
+        raise UserError("batch.accumulate=1 has no theory of communication in a pipeline; use 2 or more")
     n, m, t = mesh["fsdp"] * mesh["context"], mesh["replica"], mesh["tensor"]
     a, c, f = cfg.batch.accumulate, mesh["context"], mesh["fsdp"]
     w = compute_dtype(cfg.precision, built.layout.mesh.devices.flat[0].platform).itemsize
@@ -78,7 +78,9 @@ def volume(built: Program) -> Volume:
         jax.tree.leaves(jax.eval_shape(differentiable, built.spec.state.params)),
     )
     r = sum(x.size * x.dtype.itemsize for x in at_rest) / sum(x.size for x in weights)
-    sent = r if cfg.precision.quantized else w  # codes are decoded where they arrive, other weights cast before
+    sent = (
+        r if cfg.precision.quantized else w
+    )  # quantized weights are dequantized after they are gathered, others cast before
     tokens = cfg.batch.global_size // a // (f * m) * cfg.data.sequence_length // c / t
     full = cfg.memory.remat == "full"
 
