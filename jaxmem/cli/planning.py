@@ -24,9 +24,7 @@ def plan(
     simulate: Simulate = None,
     html: Html = None,
     png: Png = None,
-    names: Annotated[
-        bool, typer.Option("--names", help="Names of the activations that memory.remat can save.")
-    ] = False,
+    names: Annotated[bool, typer.Option("--names", help="Names of activations that memory.remat can save.")] = False,
     as_json: Json = False,
 ) -> None:
     """Plan memory per device without running: for local devices, or for any number of GPUs that are not here."""

@@ -97,9 +97,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, help="where the JSON goes; default: standard output")
     parser.add_argument("--first", type=int, help="run only the first N configs")
-    parser.add_argument(
-        "--minutes", type=float, default=8.5, help="configs that are not reached by then are reported as not run"
-    )
+    parser.add_argument("--minutes", type=float, default=8.5, help="what is left then is reported as not run")
     given = parser.parse_args(arguments)
     gpus = devices.nvidia_gpus() if devices.has_nvidia_gpu() else []
     if not gpus:

@@ -157,7 +157,7 @@ def live_at_most(name, forms, only_backward=False):
 
 def matrices():
     """Of all layers, stacked."""
-    return [leaf for leaf in jax.tree.leaves(compiled("data")[0].state.params["blocks"]) if leaf.ndim == 3]
+    return [leaf for leaf in jax.tree.leaves(compiled("data")[0].spec.state.params["blocks"]) if leaf.ndim == 3]
 
 
 def test_from_zero_2_on_no_device_holds_whole_gradients():

@@ -16,17 +16,17 @@ weights, m along `replica` replicate them. A collective over n devices counts (n
 
 `tensor` shards P and E and, among its t devices, communicates the residual stream of t T tokens: gathered and
 reduce-scattered twice per layer forward and twice backward, with memory.remat=full once more without the last scatter;
-and once each for the embedding and for the logits. `context` with c devices sends keys and values of K values per token:
+and once each for the embedding and for the logits. `context` with c devices sends keys and values, K per token:
 c - 1 times forward and backward (and once more with full recompute, where c = 2 finds both to be the same message), and
 c times their gradients, of which the first and the last are sent in w bytes and the others in float32; with a window
 those of min(window - 1, (c - 1) T) tokens forward and back.
 
 `stage` with p devices runs all micro-batches in s ticks, in each of which a device runs a v-th of its P / p weights,
-with v rounds: where a passes through P and the layers are counted above, there are s. A tick sends 4 T D w from stage to
-stage, and the input of the first 3 of these. Embedding and output matrix are on every stage, which processes k = a / p
-micro-batches of them, so that their a is k. Their gradients are all-reduced over p, the embedding's in w and the output
-matrix's in 4 bytes; from zero 2 on the latter's k times, and over n too. The output matrix is gathered k + 1 times, and
-what `tensor` gathers for the logits once more, since they are recomputed for their gradients.
+with v rounds: where a passes through P and the layers are counted above, there are s. A tick sends 4 T D w from stage
+to stage, and the input of the first 3 of these. Embedding and output matrix are on every stage, which processes
+k = a / p micro-batches of them, so that their a is k. Their gradients are all-reduced over p, the embedding's in w and
+the output matrix's in 4 bytes; from zero 2 on the latter's k times, and over n too. The output matrix is gathered k + 1
+times, and what `tensor` gathers for the logits once more, since they are recomputed for their gradients.
 """
 
 from __future__ import annotations
@@ -78,9 +78,7 @@ def volume(built: Program) -> Volume:
         jax.tree.leaves(jax.eval_shape(differentiable, built.spec.state.params)),
     )
     r = sum(x.size * x.dtype.itemsize for x in at_rest) / sum(x.size for x in weights)
-    sent = (
-        r if cfg.precision.quantized else w
-    )  # quantized weights are dequantized after they are gathered, others cast before
+    sent = r if cfg.precision.quantized else w  # quantized weights are gathered as stored
     tokens = cfg.batch.global_size // a // (f * m) * cfg.data.sequence_length // c / t
     full = cfg.memory.remat == "full"
 

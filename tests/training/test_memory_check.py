@@ -64,7 +64,7 @@ def test_the_nearest_that_fit_are_named_and_do(
         DoesNotFitError, match=r"small does not fit: phase step needs .* of a step is activations"
     ) as refused:
         check_fits(tight)
-    assert "Memory of one device" in capsys.readouterr().err
+    assert "Memory per device, planned" in capsys.readouterr().err
     lines = str(refused.value).splitlines()
     assert lines[1] == "nearest configs that fit (compiled):"
     assert len(lines) == 4
@@ -199,9 +199,7 @@ def spilling(plan: Plan) -> Plan:
 
 def test_what_has_no_room_on_a_gpu_lies_on_its_host_as_far_as_that_has(plan: Plan) -> None:
     gpu, half = GPUS["h100-80gb"], plan.compiled_step.total // 2
-    with pytest.raises(
-        UserError, match=r"memory\.spill: unified moves what CUDA keeps on a GPU; cpu:2 is none; use no"
-    ):
+    with pytest.raises(UserError, match=r"memory.spill=unified needs CUDA GPUs; cpu:2 has none; use memory.spill=no"):
         check_fits(spilling(plan))
     # A GPU here that has room for half of it, after what is reserved.
     target = dataclasses.replace(plan.target, gpu=gpu, memory=half + reserved(2), withheld=None)
