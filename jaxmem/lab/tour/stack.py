@@ -110,7 +110,7 @@ def measure(target: str | None = None, steps: int | None = None) -> Findings:
         difference = max(abs(a - b) for a, b in zip(losses, expected, strict=True))
         return {
             "run": name,
-            "lines": len(inspect.getsource(source).splitlines()) if source else None,
+            "lines without imports": len(inspect.getsource(source).splitlines()) if source else None,
             "first loss": losses[0],
             "last loss": losses[-1],
             "difference": difference if losses is not bare else "its own batches",
