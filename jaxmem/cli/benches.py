@@ -55,7 +55,7 @@ Without = Annotated[list[str] | None, typer.Option(metavar="NAME", help="torch; 
 def bench_kernels(
     shapes: Shapes = None,
     operation: Operation = None,
-    explain: Annotated[bool, typer.Option(help="Only say what is picked for each shape, and why.")] = False,
+    explain: Annotated[bool, typer.Option(help="Only show what is chosen for each shape, and why.")] = False,
     check: Annotated[bool, typer.Option(help="Only whether they are right, with every option; no times.")] = False,
     only: Only = None,
     without: Without = None,
@@ -110,7 +110,7 @@ def bench_tune(
     write: Annotated[Path | None, typer.Option(metavar="FILE", help="By default kernels/tuned.json.")] = None,
     as_json: Json = False,
 ) -> None:
-    """Measure the kernels on this GPU; keep how each is best cut, and which implementation is the fastest for what."""
+    """Measure the kernels on this GPU; keep the fastest block sizes of each, and the fastest implementations."""
     devices.use_cpu_without_gpu()
     from jaxmem.kernels import choice
     from jaxmem.lab.bench import kernels
@@ -144,10 +144,10 @@ def _print_row(row: dict[str, Any]) -> None:
         print(f"{row['device']}{driver}, {row['time']}{dry}", flush=True)
         return
     who = f"{row['operation']:14} {row['shape']:18} {row.get('contestant', ''):14} {row.get('pass', ''):8}"
-    print(f"{who} {_said(row)}".rstrip(), flush=True)
+    print(f"{who} {_describe(row)}".rstrip(), flush=True)
 
 
-def _said(row: dict[str, Any]) -> str:
+def _describe(row: dict[str, Any]) -> str:
     if "why_not" in row:
         return f"not{_checked(row)}: {row['why_not']}"
     if "implementation" in row:

@@ -8,7 +8,7 @@ import multiprocessing
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from jaxmem.lab.bench.contest import Row, said
+from jaxmem.lab.bench.contest import Row, error_line
 
 LIMIT = 100.0  # s that a turn may take: its compilation is most of it
 
@@ -23,7 +23,7 @@ def rows(work: Work, job: Any, *, without: list[str], limit: float | None) -> It
         try:
             yield from work(job, done=[], without=without, say=lambda _: None)
         except Exception as error:  # noqa: BLE001 (as in a child)
-            yield {"why_not": said(error)}
+            yield {"why_not": error_line(error)}
         return
     done: list[Row] = []
     while True:
@@ -86,5 +86,5 @@ def _child(parent: Any, work: Work, job: Any, done: list[Row], without: tuple[st
         except BrokenPipeError:
             raise
         except Exception as error:  # noqa: BLE001 (whatever it is, the others go on)
-            why = said(error)
+            why = error_line(error)
         parent.send(("end", why))

@@ -1,4 +1,4 @@
-"""Which sizes of blocks are the fastest for each kernel: all that a GPU has room for take turns, each right first."""
+"""The fastest block sizes of each kernel: all that a GPU has room for, each checked first, then measured in turns."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ import jax
 
 from jaxmem.kernels import tuning
 from jaxmem.lab.bench.contest import RIGHT, Contestant, Row, Say, take_turns
-from jaxmem.lab.bench.measure import Job, takes_part
+from jaxmem.lab.bench.measure import Job, is_selected
 from jaxmem.lab.bench.operations import OPERATIONS
 from jaxmem.lab.bench.work import Pass, Work
 
-SOME = 2  # are enough to see that it works, where nothing is measured
+DRY_SIZES = 2  # are enough to see that it works, where nothing is measured
 
 
-class Cutting(NamedTuple):
+class BlocksJob(NamedTuple):
     """`passes`: of these alone, where there are some; `there`: kinds and sizes of calls whose kernels are cut well."""
 
     job: Job
@@ -24,27 +24,29 @@ class Cutting(NamedTuple):
     there: tuple[tuple[str, tuple[int, ...]], ...]
 
 
-def winners(cutting: Cutting, *, done: Sequence[Row], without: Sequence[str], say: Say) -> Iterator[Row]:
+def tune_blocks(blocks_job: BlocksJob, *, done: Sequence[Row], without: Sequence[str], say: Say) -> Iterator[Row]:
     """Entries of the table of winners: one for each kernel whose sizes can be chosen and that runs here."""
-    job, own = cutting.job, OPERATIONS[cutting.job.operation]
+    job, own = blocks_job.job, OPERATIONS[blocks_job.job.operation]
     capability = getattr(jax.devices()[0], "compute_capability", "")
     shared = tuning.SHARED.get(capability, min(tuning.SHARED.values()))
-    there = {*cutting.there, *((entry["kind"], tuple(entry["sizes"])) for entry in done)}
+    there = {*blocks_job.there, *((entry["kind"], tuple(entry["sizes"])) for entry in done)}
     work = own.work(own.shape(job.shape, dry=job.dry))
     for of, one in (work.kernels or work.passes).items():
         wanted: list[Any] = []  # when it is needed, once
         for implementation in own.implementations:
             kernel = f"{implementation} {of}"
-            if (cutting.passes and of not in cutting.passes) or not takes_part(implementation, of, job.only, without):
+            if (blocks_job.passes and of not in blocks_job.passes) or not is_selected(
+                implementation, of, job.only, without
+            ):
                 continue
-            asked = _heard(one, implementation, work).get(kernel)
+            asked = _called_kernels(one, implementation, work).get(kernel)
             if asked is None or (f"{kernel} {asked.kind}", tuple(asked.sizes)) in there:
                 continue
-            space = [blocks for blocks in asked.space(shared) if takes_part(kernel, _named(blocks), (), without)]
+            space = [blocks for blocks in asked.space(shared) if is_selected(kernel, _named(blocks), (), without)]
             if not wanted:
                 say(f"plain {of}")
                 wanted.append(one.wanted(work))
-            contestants = list(_right(kernel, one, work, wanted[0], space[:SOME] if job.dry else space, say))
+            contestants = list(_correct(kernel, one, work, wanted[0], space[:DRY_SIZES] if job.dry else space, say))
             take_turns(contestants, job.seconds, say)
             taken = {contestant.of: min(contestant.seconds) for contestant in contestants if contestant.failed is None}
             if taken:
@@ -58,7 +60,7 @@ def winners(cutting: Cutting, *, done: Sequence[Row], without: Sequence[str], sa
                 }
 
 
-def _heard(one: Pass, implementation: str, work: Work) -> dict[str, tuning.Asked]:
+def _called_kernels(one: Pass, implementation: str, work: Work) -> dict[str, tuning.Asked]:
     """The kernels that a pass calls by an implementation, if it can."""
     with tuning.listening() as heard:
         try:
@@ -68,7 +70,7 @@ def _heard(one: Pass, implementation: str, work: Work) -> dict[str, tuning.Asked
     return heard
 
 
-def _right(
+def _correct(
     kernel: str, one: Pass, work: Work, wanted: Any, space: Iterable[tuple[int, ...]], say: Say
 ) -> Iterator[Contestant]:
     """Those that compile and give what they should."""

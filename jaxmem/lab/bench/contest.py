@@ -47,7 +47,7 @@ def take_turns(contestants: Sequence[Contestant], seconds: float, say: Say) -> N
     """Bursts of calls, as many as take `BURST`, until the time is over; at least `FEWEST` of each."""
     bursts: dict[int, int] = {}
     for one in contestants:
-        with _alone(one, say):
+        with _record_failure(one, say):
             one.burst(1)  # warm
             bursts[id(one)] = max(1, round(BURST / one.burst(3)[0]))
     end, turn = time.perf_counter() + seconds, 0
@@ -56,7 +56,7 @@ def take_turns(contestants: Sequence[Contestant], seconds: float, say: Say) -> N
         if not left:
             return
         for one in left:
-            with _alone(one, say):
+            with _record_failure(one, say):
                 taken, away = one.burst(bursts[id(one)])
                 one.seconds.append(taken)
                 one.enqueued.append(away)
@@ -64,16 +64,16 @@ def take_turns(contestants: Sequence[Contestant], seconds: float, say: Say) -> N
 
 
 @contextlib.contextmanager
-def _alone(one: Contestant, say: Say) -> Iterator[None]:
+def _record_failure(one: Contestant, say: Say) -> Iterator[None]:
     """What fails in here is one contestant's own."""
     say(f"{one.name} {one.of}")
     try:
         yield
     except Exception as error:  # noqa: BLE001 (each compiler has errors of its own)
-        one.failed = said(error)
+        one.failed = error_line(error)
 
 
-def said(error: BaseException) -> str:
+def error_line(error: BaseException) -> str:
     """In a line."""
     return (str(error).splitlines() or [type(error).__name__])[0] or type(error).__name__
 

@@ -1,12 +1,12 @@
-"""How fast the kernels are on this device, beside what else there is, and whether they are right.
+"""How fast the kernels are on this device, beside peers, and whether they are right.
 
 Each shape is measured in a process of its own, where there is a GPU (`apart.py`; `measure.py` says what is done in it);
 what hangs or ends its process is left out of the rest. On a CPU everything runs here, on shapes cut down to some dozen
 numbers: that shows that the harness works, and no speed.
 
-`tune` keeps the winners: of each kernel the sizes of blocks, then of each operation and shape the implementation that
-takes the least time for all passes together, among those that are right. `explain` says what is picked without being
-named, and why.
+`tune` keeps the fastest: of each kernel the block sizes, then of each operation and shape the implementation that takes
+the least time for all passes together, among those that are right. `explain` gives what is chosen where none is named,
+and why.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def explain(names: Sequence[str], *, operation: str | None = None) -> list[Row]:
         {"operation": one, "shape": name, "implementation": choice.implementation, "why": choice.why}
         for one in ([operation] if operation else OPERATIONS)
         for name in (_shapes(names, one) if names else _known(one).shapes)
-        for choice in [operations.explained(one, name)]
+        for choice in [operations.choice_for(one, name)]
     ]
 
 
@@ -99,25 +99,25 @@ def tune(
         own = _known(one)
         jobs = {name: Job(one, name, seconds, dry, tuple(only), peers=False) for name in own.shapes}
         kept = [] if again else [*table.get(tuning.table(one), {}).get(kind, [])]
-        for name in _some(names, own.tuned, dry):
+        for name in _selected(names, own.tuned, dry):
             there = tuple((entry["kind"], tuple(entry["sizes"])) for entry in kept)
-            cutting = blocks.Cutting(jobs[name], tuple(passes), there)
-            for row in apart.rows(blocks.winners, cutting, without=left_out, limit=_limit(here)):
+            blocks_job = blocks.BlocksJob(jobs[name], tuple(passes), there)
+            for row in apart.rows(blocks.tune_blocks, blocks_job, without=left_out, limit=_limit(here)):
                 if "kind" in row:
                     kept.append(row)
                     _keep(path, table, tuning.table(one), kind, row)
                 yield {"operation": one, "shape": name} | row
         if only or passes:
             continue
-        for name in _some(names, own.usual or tuple(own.shapes), dry):
-            match = Match(jobs[name], table, again, kind)
-            for row in apart.rows(won, match, without=left_out, limit=_limit(here)):
+        for name in _selected(names, own.usual or tuple(own.shapes), dry):
+            match = ImplementationJob(jobs[name], table, again, kind)
+            for row in apart.rows(tune_implementations, match, without=left_out, limit=_limit(here)):
                 if "kind" in row:
                     _keep(path, table, one, kind, row)
                 yield {"operation": one, "shape": name} | row
 
 
-class Match(NamedTuple):
+class ImplementationJob(NamedTuple):
     """Between the implementations of an operation, cut as a table of winners says."""
 
     job: Job
@@ -126,11 +126,13 @@ class Match(NamedTuple):
     device: str
 
 
-def won(match: Match, *, done: Sequence[Row], without: Sequence[str], say: Say) -> Iterator[Row]:
+def tune_implementations(
+    match: ImplementationJob, *, done: Sequence[Row], without: Sequence[str], say: Say
+) -> Iterator[Row]:
     """The rows that were measured, and the winner's entry."""
     job = match.job
     with use_table(match.table):
-        choice = operations.explained(job.operation, job.shape)
+        choice = operations.choice_for(job.operation, job.shape)
         about = {"kind": choice.kind, "sizes": list(choice.sizes)}
         entries = match.table.get(job.operation, {}).get(match.device, [])
         if not match.again and any(about.items() <= entry.items() for entry in entries):
@@ -139,11 +141,11 @@ def won(match: Match, *, done: Sequence[Row], without: Sequence[str], say: Say) 
         for row in measured(job, done=done, without=without, say=say):
             rows.append(row)
             yield row
-    if (winner := _winner(OPERATIONS[job.operation], rows)) is not None:
+    if (winner := _fastest(OPERATIONS[job.operation], rows)) is not None:
         yield about | winner
 
 
-def _winner(own: Operation, rows: Sequence[Row]) -> Row | None:
+def _fastest(own: Operation, rows: Sequence[Row]) -> Row | None:
     """What takes the least time for all passes together. What holds the most, the reference, only wins where nothing
     else is in plain JAX."""
     timed = [row for row in rows if "milliseconds" in row and row["contestant"] in own.implementations]
@@ -172,7 +174,7 @@ def _limit(here: Row) -> float | None:
     return None if here["dry_run"] else apart.LIMIT
 
 
-def _some(names: Sequence[str], usual: Sequence[str], dry: bool) -> Sequence[str]:
+def _selected(names: Sequence[str], usual: Sequence[str], dry: bool) -> Sequence[str]:
     return list(names) or (usual[:1] if dry else usual)
 
 

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import jax
 
-from jaxmem.lab.bench.contest import CEILING, RIGHT, Contestant, Row, Say, ceilings, said, take_turns, times
+from jaxmem.lab.bench.contest import CEILING, RIGHT, Contestant, Row, Say, ceilings, error_line, take_turns, times
 from jaxmem.lab.bench.operations import OPERATIONS
 from jaxmem.lab.bench.torch_kernels import wait
 from jaxmem.lab.bench.work import Operation, Work
@@ -65,28 +65,28 @@ def measured(job: Job, *, done: Sequence[Row], without: Sequence[str], say: Say)
     contestants: list[Contestant] = []
     for way in (*own.implementations, *(own.beside if job.peers else ())):
         for of, one in work.passes.items():
-            if takes_part(way, of, job.only, without) and (way, of) not in refused:
+            if is_selected(way, of, job.only, without) and (way, of) not in refused:
                 say(f"{way} {of}")
                 try:
                     contestants.append(Contestant(way, of, one.compiled(way, work)))
                 except Exception as error:  # noqa: BLE001 (each compiler has errors of its own)
-                    yield {**about, "contestant": way, "pass": of, "why_not": said(error)}
+                    yield {**about, "contestant": way, "pass": of, "why_not": error_line(error)}
     for name, make in own.peers.items() if job.peers else ():
-        if takes_part(name, "", job.only, without) and (name, None) not in refused:
+        if is_selected(name, "", job.only, without) and (name, None) not in refused:
             say(name)
             try:
-                calls = {of: call for of, call in make(shape).items() if takes_part(name, of, job.only, without)}
+                calls = {of: call for of, call in make(shape).items() if is_selected(name, of, job.only, without)}
                 contestants += [Contestant(name, of, call, wait) for of, call in calls.items()]
             except Exception as error:  # noqa: BLE001 (of other people's libraries)
-                yield {**about, "contestant": name, "why_not": said(error)}
+                yield {**about, "contestant": name, "why_not": error_line(error)}
     for row in _timed(job, own, work, contestants, checked, say):
         yield about | {"sizes": shape._asdict()} | row
 
 
-def takes_part(name: str, of: str, only: Sequence[str], without: Sequence[str]) -> bool:
+def is_selected(name: str, of: str, only: Sequence[str], without: Sequence[str]) -> bool:
     """A name stands for all that begin with its words: `torch` for `torch flash`, `mosaic` for its passes.
 
-    >>> takes_part("torch flash", "forward", (), ("torch",)), takes_part("mosaic", "forward", ("mosaic forward",), ())
+    >>> is_selected("torch flash", "forward", (), ("torch",)), is_selected("mosaic", "forward", ("mosaic forward",), ())
     (False, True)
     """
     words = f"{name} {of} ".replace("  ", " ")
@@ -107,7 +107,7 @@ def _checks(
             left = [
                 way
                 for way in own.implementations
-                if takes_part(way, of, job.only, without) and (check, way, of) not in there
+                if is_selected(way, of, job.only, without) and (check, way, of) not in there
             ]
             if not left:
                 continue
@@ -119,7 +119,7 @@ def _checks(
                 try:
                     error = one.error(way, work, wanted)
                 except Exception as refusal:  # noqa: BLE001 (each compiler has errors of its own)
-                    yield row | {"why_not": said(refusal)}
+                    yield row | {"why_not": error_line(refusal)}
                 else:
                     yield row | {"right": error <= RIGHT, "error": error if error < float("inf") else None}
 

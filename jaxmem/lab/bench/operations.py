@@ -27,7 +27,7 @@ from jaxmem.quant import QTensor, quantize
 BF16 = jnp.bfloat16
 
 
-def explained(operation: str, name: str) -> Choice:
+def choice_for(operation: str, name: str) -> Choice:
     """What a call of this shape picks on this device, and why; nothing is computed."""
     own = OPERATIONS[operation]
 

@@ -1,5 +1,5 @@
-"""What libraries for PyTorch do of what the kernels do, to measure beside. One that is not here, or that has no such
-thing, is a ValueError that says so."""
+"""The same operations by libraries for PyTorch, as peers. ValueError where one is not installed or does not support a
+format."""
 
 from __future__ import annotations
 

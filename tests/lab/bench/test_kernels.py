@@ -336,7 +336,7 @@ def test_it_says_what_is_picked_and_a_measured_device_takes_its_winner(monkeypat
     assert names["attention"] == "blockwise"
     assert names["dequant_matmul"] == "sliced"
 
-    choice_of = operations.explained("dequant_matmul", "llama3-8b up")
+    choice_of = operations.choice_for("dequant_matmul", "llama3-8b up")
     winner = {"kind": choice_of.kind, "sizes": list(choice_of.sizes), "implementation": "triton"}
     table = {"dequant_matmul": {jax.devices()[0].device_kind: [json.loads(json.dumps(winner))]}}
     monkeypatch.setattr(choice, "tuned", lambda: table)

@@ -92,7 +92,7 @@ def test_sizes_that_cannot_be_measured_cost_themselves_alone(tmp_path, quick, mo
         return compiled(self, way, work)
 
     monkeypatch.setattr(blocks.Pass, "compiled", failing)
-    monkeypatch.setattr(blocks, "SOME", 3)
+    monkeypatch.setattr(blocks, "DRY_SIZES", 3)
     hung = "x".join(map(str, attention_tuning.space("triton", "forward", 16, 2, tuning.SHARED["8.9"])[1]))
     given = {"operation": "attention", "seconds": 0.0, "passes": ["forward"]}
     monkeypatch.setattr(kernels, "_check_contestants", lambda *_: None)
@@ -123,15 +123,15 @@ def test_who_wins():
 
     even = [row("mosaic", "forward", 1.8), row("mosaic", "backward", 9.196)]  # 600 and 300 TFLOP/s
     uneven = [row("triton", "forward", 2.4), row("triton", "backward", 8.374)]  # 450 and 330
-    assert kernels._winner(attention_, even + uneven)["implementation"] == "triton"
+    assert kernels._fastest(attention_, even + uneven)["implementation"] == "triton"
     wrong = [row("triton", "forward", 0.1), row("triton", "backward", 0.1, right=False)]
     half = [row("blockwise", "forward", 0.1)]
     largest = [row("reference", "forward", 0.1), row("reference", "backward", 0.1)]
     others = [row("jax.nn cudnn", "forward", 0.1), {"contestant": "x", "why_not": "y"}]
-    assert kernels._winner(attention_, even + wrong + half + largest + others)["implementation"] == "mosaic"
+    assert kernels._fastest(attention_, even + wrong + half + largest + others)["implementation"] == "mosaic"
     plain = [row("reference", "update", 1.0), row("triton", "update", 2.0)]
-    assert kernels._winner(update, plain)["implementation"] == "reference"
-    assert kernels._winner(update, []) is None
+    assert kernels._fastest(update, plain)["implementation"] == "reference"
+    assert kernels._fastest(update, []) is None
 
 
 @pytest.mark.parametrize("of", attention_tuning.PASSES)
