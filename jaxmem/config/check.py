@@ -10,6 +10,7 @@ import os
 import re
 import sys
 from collections.abc import Iterator
+from operator import attrgetter
 
 from jaxmem.config.check_adapter import check_adapter, check_some_layers
 from jaxmem.config.check_data import check_data
@@ -17,7 +18,7 @@ from jaxmem.config.check_memory import check_memory
 from jaxmem.config.networks import Convnet, Decoder, Mlp, Rope, Vit
 from jaxmem.config.optimizers import OPTIMIZERS
 from jaxmem.config.recompute import policy_of
-from jaxmem.config.sections import Config, Generate, Mesh, Objective, Rules, Train
+from jaxmem.config.sections import Config, Generate, Mesh, Rules
 from jaxmem.errors import UserError
 
 DIGIT_CLASSES = 10
@@ -33,6 +34,24 @@ def check(cfg: Config) -> Config:
     if problems:
         raise UserError("\n".join(problems))
     return cfg
+
+
+REQUIRES = {  # what does nothing but with some values of another key
+    "objective.label_smoothing": ("objective.name", SMOOTHED),
+    "objective.z_loss": ("objective.name", CROSS_ENTROPY),
+    "objective.beta": ("objective.name", ("dpo",)),
+    "objective.temperature": ("objective.name", ("contrastive",)),
+    "train.spike_threshold": ("train.on_spike", ("stop", "rollback")),
+}
+
+
+def _requirements(cfg: Config) -> Iterator[str]:
+    for key, (other, allowed) in REQUIRES.items():
+        section, field = key.split(".")
+        value = getattr(getattr(cfg, section), field)
+        actual = attrgetter(other)(cfg)
+        if value != type(getattr(cfg, section)).model_fields[field].default and actual not in allowed:
+            yield f"{key}={value:g} requires {other}={' or '.join(allowed)}, not {actual}"
 
 
 def _run(cfg: Config) -> Iterator[str]:
@@ -57,8 +76,6 @@ def _run(cfg: Config) -> Iterator[str]:
     for key in ("on_nan", "on_spike"):
         if getattr(train, key) == "rollback" and cfg.checkpoint.every is None:
             yield f"train.{key}: rollback goes back to the last checkpoint; give checkpoint.every"
-    if train.spike_threshold != Train().spike_threshold and train.on_spike == "ignore":
-        yield "train.spike_threshold: does nothing with train.on_spike: ignore; use stop or rollback"
     if cfg.checkpoint.keep_best and train.evaluate_every is None:
         yield "checkpoint.keep_best: the best is the lowest held-out loss; give train.evaluate_every"
     if train.evaluate_every is not None and data.held_out == 0:
@@ -136,21 +153,14 @@ def _image_model(cfg: Config) -> Iterator[str]:
 
 
 def _objective(cfg: Config) -> Iterator[str]:
-    objective, model, default = cfg.objective, cfg.model, Objective()
+    objective, model = cfg.objective, cfg.model
     name = objective.name
     if isinstance(model, Decoder) != objective.reads_text:
         texts, pictures = "next_token or dpo", "classify, binary, regress_l1, regress_l2 or contrastive"
         use = pictures if objective.reads_text else texts
         yield f"objective.name: {name} does not go with family {model.family}; use {use}"
-    for field, having in (("label_smoothing", SMOOTHED), ("z_loss", CROSS_ENTROPY)):
-        if getattr(objective, field) and name not in having:
-            yield f"objective.{field}: only {', '.join(having)} have it, not {name}"
     if cfg.memory.loss_chunk != "auto" and not objective.reads_text:
         yield f"memory.loss_chunk: only next_token and dpo have a vocabulary to go through, not {name}; use auto"
-    if objective.beta != default.beta and name != "dpo":
-        yield f"objective.beta: only dpo has it, not {name}"
-    if objective.temperature != default.temperature and name != "contrastive":
-        yield f"objective.temperature: only contrastive has it, not {name}"
     if name == "contrastive":
         if cfg.batch.accumulate > 1:
             yield "batch.accumulate: contrastive takes its negatives from the batch, which this splits; use 1"
@@ -172,14 +182,14 @@ def _precision(cfg: Config) -> Iterator[str]:
     precision = cfg.precision
     if precision.rounding == "stochastic" and precision.parameters == "float32":
         yield (
-            f"precision.rounding: stochastic is for weights that rest in less than {precision.parameters}; "
+            f"precision.rounding: stochastic is for weights stored in less than {precision.parameters}; "
             "give precision.parameters=bfloat16, int8, ..."
         )
     if precision.block_size is not None and not (precision.quantized or cfg.base_precision.quantized):
         yield f"precision.block_size: weights in {precision.parameters} share no constants; use null"
     if precision.master != "none" and precision.parameters != "bfloat16":
         yield (
-            f"precision.master: {precision.master} completes weights that rest in bfloat16, not in"
+            f"precision.master: {precision.master} completes weights stored in bfloat16, not in"
             f" {precision.parameters}; use precision.parameters=bfloat16, or precision.master=none"
         )
     if precision.stochastic and precision.master != "none":
@@ -210,7 +220,10 @@ def _mesh(cfg: Config) -> Iterator[str]:
         if not isinstance(model, Decoder):
             yield f"mesh.context: {cfg.mesh.context} splits sequences of tokens; family {model.family} has none; use 1"
         elif cfg.memory.attention in ("reference", "mosaic", "triton") and model.window is None:
-            yield f"memory.attention: {cfg.memory.attention} does not go round mesh.context; use auto or blockwise"
+            yield (
+                f"mesh.context={cfg.mesh.context} does not support memory.attention={cfg.memory.attention}; use auto or"
+                " blockwise"
+            )
     rest = [f"mesh.{axis}" for axis, size in axes.items() if size == -1]
     if len(rest) > 1:
         yield f"{rest[1]}: only one axis can be -1, and {rest[0]} is"
@@ -255,6 +268,7 @@ def _optimizer(cfg: Config) -> Iterator[str]:
 
 
 RULES = (
+    _requirements,
     _run,
     _places_to_write,
     _paths,

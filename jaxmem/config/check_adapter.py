@@ -62,7 +62,7 @@ def check_some_layers(cfg: Config) -> Iterator[str]:
         )
     if cfg.base_precision != cfg.precision:
         yield (
-            f"adapter.base: {some[0]} are layers of stacks, which rest in one form; leave it out, and give"
+            f"adapter.base: {some[0]} are layers of stacks, which are stored in one format; leave it out, and give"
             " precision.parameters"
         )
 

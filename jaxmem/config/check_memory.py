@@ -62,11 +62,11 @@ def _offload(cfg: Config) -> Iterator[str]:
     if away and cfg.mesh.stage != 1:
         yield "mesh.stage: stages keep what they keep of every tick on the device; use 1, or memory.offload=none"
     if away and remat == "budget":
-        yield "memory.remat: budget chooses what the device keeps, and memory.offload what not; use full, dots or names"
+        yield "memory.remat=budget does not support memory.offload of activations; use full, dots or names"
     if is_offloaded(memory.offload, "optimizer"):
         yield from _state_offloaded(cfg)
     if is_offloaded(memory.offload, "frozen") and not cfg.learns:
-        yield "memory.offload: frozen would move nothing: all weights learn; use none, optimizer or an adapter.kind"
+        yield "memory.offload=frozen moves nothing: all parameters are trainable; use none or optimizer"
     if is_offloaded(memory.offload, "frozen") and cfg.mesh.stage != 1:
         yield "mesh.stage: stages need their layers at every tick, memory.offload: frozen brings one at a time; use 1"
     named = [name for name in away if name != BOUNDARY]

@@ -32,7 +32,7 @@ def lines(base: dict, *overrides: str) -> list[str]:
             TEXT,
             ["precision.master=float32"],
             (
-                "precision.master: float32 completes weights that rest in bfloat16, not in float32;"
+                "precision.master: float32 completes weights stored in bfloat16, not in float32;"
                 " use precision.parameters=bfloat16, or precision.master=none"
             ),
         ),
@@ -146,7 +146,7 @@ def lines(base: dict, *overrides: str) -> list[str]:
         (
             TEXT,
             ["memory.offload=activations", "memory.remat=budget"],
-            "memory.remat: budget chooses what the device keeps, and memory.offload what not; use full, dots or names",
+            "memory.remat=budget does not support memory.offload of activations; use full, dots or names",
         ),
         (
             TEXT,
@@ -156,7 +156,7 @@ def lines(base: dict, *overrides: str) -> list[str]:
         (
             TEXT,
             ["memory.offload=frozen"],
-            "memory.offload: frozen would move nothing: all weights learn; use none, optimizer or an adapter.kind",
+            "memory.offload=frozen moves nothing: all parameters are trainable; use none or optimizer",
         ),
         (
             TEXT,
@@ -204,14 +204,18 @@ def lines(base: dict, *overrides: str) -> list[str]:
         (
             PICTURES,
             ["objective={name: regress_l2, label_smoothing: 0.1}", "model.outputs=1"],
-            "objective.label_smoothing: only next_token, classify, dpo have it, not regress_l2",
+            "objective.label_smoothing=0.1 requires objective.name=next_token or classify or dpo, not regress_l2",
         ),
         (
             PICTURES,
             ["objective={name: binary, z_loss: 0.1}", "model.outputs=1"],
-            "objective.z_loss: only next_token, classify have it, not binary",
+            "objective.z_loss=0.1 requires objective.name=next_token or classify, not binary",
         ),
-        (TEXT, ["objective.temperature=1"], "objective.temperature: only contrastive has it, not next_token"),
+        (
+            TEXT,
+            ["objective.temperature=1"],
+            "objective.temperature=1 requires objective.name=contrastive, not next_token",
+        ),
         (
             PICTURES,
             ["objective=contrastive", "batch.accumulate=2"],
@@ -285,7 +289,7 @@ def lines(base: dict, *overrides: str) -> list[str]:
         (
             TEXT,
             ["mesh.context=2", "memory.attention=reference"],
-            "memory.attention: reference does not go round mesh.context; use auto or blockwise",
+            "mesh.context=2 does not support memory.attention=reference; use auto or blockwise",
         ),
         (
             TEXT,

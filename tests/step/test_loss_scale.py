@@ -92,7 +92,7 @@ def test_stochastically_rounded_weights_are_the_same_on_every_mesh():
 @pytest.mark.parametrize(
     ("precision", "kernel", "said"),
     [
-        ({"rounding": "stochastic"}, "none", "precision.rounding: stochastic is for weights that rest in less"),
+        ({"rounding": "stochastic"}, "none", "precision.rounding: stochastic is for weights stored in less"),
         ({"loss_scale": "dynamic"}, "none", "precision.loss_scale: only float16 gradients need it"),
         ({"parameters": "int4"}, "triton", "optimizer.kernel: .* adamw8bit and weights in int8, not adamw .* in int4"),
         (
