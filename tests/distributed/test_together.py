@@ -92,9 +92,9 @@ FULL = """
     import resource, signal
     from jax.sharding import Mesh
     from jaxmem.checkpoint import Checkpoints
-    from jaxmem.sharding import along
+    from jaxmem.sharding import first_dim_sharding
 
-    place = along(Mesh(np.asarray(jax.devices()), ("all",)), "all")
+    place = first_dim_sharding(Mesh(np.asarray(jax.devices()), ("all",)), "all")
     draw = np.random.default_rng(0).random((4, 2**16), np.float32)
     state = {"x": jax.make_array_from_callback(draw.shape, place, lambda index: draw[index])}
     with Checkpoints(sys.argv[1]) as checkpoints:
@@ -135,9 +135,9 @@ KILLED = """
     import os, signal
     from jaxmem.checkpoint import Checkpoints
     from jaxmem.distributed.agree import gather
-    from jaxmem.sharding import along
+    from jaxmem.sharding import first_dim_sharding
 
-    whole = along(jax.make_mesh((4,), ("all",)), None)
+    whole = first_dim_sharding(jax.make_mesh((4,), ("all",)), None)
     state = {"x": jax.make_array_from_callback((8,), whole, lambda index: np.zeros(8, np.float32)[index])}
     with Checkpoints(sys.argv[1]) as checkpoints:
         checkpoints.save(1, state, {}, {}, force=True)

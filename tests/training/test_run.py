@@ -249,9 +249,7 @@ def test_never_resuming_puts_the_old_run_aside(config):
 
 
 def test_a_non_finite_loss_stops_the_run(config):
-    with pytest.raises(
-        UserError, match=r"at step \d+, gradient norm nan; first non-finite: .* layer 1; lower optimizer"
-    ):
+    with pytest.raises(UserError, match=r"at step \d+, gradient norm nan; first non-finite: .* layer 1; lower"):
         run(config(optimizer={"learning_rate": 1e30, "clip": None}))
 
 
