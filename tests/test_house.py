@@ -7,6 +7,9 @@ import importlib.util
 import subprocess
 import sys
 import tomllib
+from collections.abc import Iterator
+from functools import cache
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -42,10 +45,14 @@ SOURCES = {
 }
 
 
-def imported(path: Path, module: str) -> set[str]:
+MODULES = {module.removesuffix(".__init__"): path for path, module in SOURCES.items()}
+TREES = {module: ast.parse(path.read_text()) for module, path in MODULES.items()}
+
+
+def imported(path: Path, module: str, within: ast.AST | None = None) -> set[str]:
     """Every module that the file names in an import, anywhere in it, relative ones resolved."""
     names = set()
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in ast.walk(within or ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
             names |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
@@ -76,6 +83,109 @@ def test_an_import_never_points_up(path: Path) -> None:
     assert not up
     if room(module) == "kernels":
         assert all(name.startswith("jaxmem.kernels") for name in within), "kernels import nothing from jaxmem"
+
+
+# ------------------------------------------------------------------ what reading one module takes
+
+
+def top_level(nodes: list[ast.stmt]) -> Iterator[ast.Import | ast.ImportFrom]:
+    """The imports that importing a module runs: those of functions and of TYPE_CHECKING left out."""
+    for node in nodes:
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            yield node
+        elif isinstance(node, ast.If) and "TYPE_CHECKING" not in ast.unparse(node.test):
+            yield from top_level([*node.body, *node.orelse])
+        elif isinstance(node, ast.Try | ast.With | ast.ClassDef):
+            yield from top_level(node.body)
+
+
+def lazy_modules(package: str) -> dict[str, str]:
+    """The module of each name that a package imports lazily, from the literal dict in its `__init__`."""
+    found = {}
+    for node in ast.walk(TREES[package]):
+        if isinstance(node, ast.Dict):
+            for key, value in zip(node.keys, node.values, strict=True):
+                if isinstance(key, ast.Constant) and isinstance(value, ast.Constant):
+                    module = str(value.value).partition(":")[0]
+                    found[key.value] = next((m for m in (module, f"{package}.{module}") if m in MODULES), "")
+    return {name: module for name, module in found.items() if module}
+
+
+@cache
+def imports(module: str) -> frozenset[str]:
+    """The modules of jaxmem that importing a module loads by itself; a lazy name of a package loads its module."""
+    found = set()
+    for node in top_level(TREES[module].body):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+            continue
+        base = module.split(".")[: -node.level or None] if node.level else []
+        if node.level and MODULES[module].name == "__init__.py":
+            base = module.split(".")[: len(module.split(".")) - node.level + 1]
+        package = ".".join([*base, *([node.module] if node.module else [])])
+        for alias in node.names:
+            own = f"{package}.{alias.name}"
+            found |= {package, own} if own in MODULES else {package}
+            if package in MODULES and MODULES[package].name == "__init__.py":
+                found |= {lazy_modules(package).get(alias.name, package)}
+    parents = {name.rpartition(".")[0] for name in found | {module}}
+    return frozenset((found | parents) & MODULES.keys() - {module})
+
+
+def closure(module: str) -> set[str]:
+    seen, todo = set(), [module]
+    while todo:
+        if (one := todo.pop()) not in seen:
+            seen.add(one)
+            todo += imports(one)
+    return seen
+
+
+@pytest.mark.parametrize(
+    ("module", "files", "lines"),
+    [
+        ("jaxmem.models.decoder", 45, 6_000),
+        ("jaxmem.step.programs", 60, 8_000),
+        ("jaxmem.training.run", 120, 16_000),
+    ],
+)
+def test_a_module_is_read_without_reading_the_whole(module: str, files: int, lines: int) -> None:
+    found = closure(module)
+    assert len(found) <= files
+    assert sum(len(MODULES[one].read_text().splitlines()) for one in found) <= lines
+    code = f"import sys, {module}; print(*(name for name in sys.modules if name.split('.')[0] == 'jaxmem'))"
+    assert set(run(code, cwd=ROOT).split()) <= found, "what runs is what is counted"
+
+
+def test_the_step_knows_neither_data_nor_files() -> None:
+    assert {room(module) for module in closure("jaxmem.step.programs")}.isdisjoint({"data", "hf", "checkpoint"})
+
+
+def test_importing_the_kernels_loads_no_operation(tmp_path: Path) -> None:
+    code = "import sys, jaxmem.kernels; print(*(name for name in sys.modules if name.startswith('jaxmem.kernels.')))"
+    assert run(code, cwd=tmp_path) == ""
+
+
+def test_no_imports_form_a_circle() -> None:
+    """Of files, also within a folder, and also under TYPE_CHECKING. A package's `__init__` is left out."""
+
+    def needs(module: str) -> set[str]:
+        hidden = {
+            name
+            for node in ast.walk(TREES[module])
+            if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)
+            for name in imported(MODULES[module], SOURCES[MODULES[module]], node)
+        }
+        hidden |= {name.rpartition(".")[0] for name in hidden}
+        return {one for one in imports(module) | (hidden & MODULES.keys()) if not module.startswith(f"{one}.")}
+
+    list(TopologicalSorter({module: needs(module) for module in MODULES}).static_order())  # raises CycleError
+
+
+def test_only_cli_reaches_the_lab() -> None:
+    for path, module in SOURCES.items():
+        if room(module) not in ("lab", "cli"):
+            assert all(room(name) != "lab" for name in imported(path, module) if name.startswith("jaxmem.")), module
 
 
 def test_kernels_have_one_name() -> None:

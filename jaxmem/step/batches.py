@@ -10,7 +10,6 @@ import jax
 import numpy as np
 
 from jaxmem.config import Config, Decoder
-from jaxmem.models.attention import context_order
 from jaxmem.sharding import Layout
 
 Array = tuple[tuple[int, ...], Any, tuple[str, ...]]  # shape, dtype, logical axes
@@ -52,6 +51,8 @@ def place(cfg: Config, layout: Layout, own: range, spec: Spec, batch: Mapping[st
     """The arrays of `own` rows on their devices. A time sharded over `context` is permuted so that every device has the
     same work: losses are sums over tokens, whatever their order."""
     if isinstance(cfg.model, Decoder):
+        from jaxmem.models.attention import context_order
+
         order = context_order(layout, spec["inputs"].shape[2], cfg.model.window)
         batch = batch if order is None else {name: x[..., order] for name, x in batch.items()}
 

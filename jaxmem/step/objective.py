@@ -17,7 +17,6 @@ import jax.numpy as jnp
 from jaxmem import config
 from jaxmem.models import losses
 from jaxmem.models.cross_entropy import cross_entropy, max_update_entries, vocab_cross_entropy
-from jaxmem.models.decoder import Decoder
 from jaxmem.models.layers import split_keys
 from jaxmem.models.network import Network
 
@@ -56,7 +55,7 @@ def means(sums: Sums) -> dict[str, jax.Array]:
     return {name: sums[kind] / count for kind, name in named.items() if kind in sums}
 
 
-def _tokens(network: Decoder, batch: Batch, keys: jax.Array | None) -> jax.Array:
+def _tokens(network: Network, batch: Batch, keys: jax.Array | None) -> jax.Array:
     return network.features(batch["inputs"], batch["positions"], batch["segment_ids"], keys)
 
 
@@ -69,23 +68,23 @@ def _pairs(network: Network, batch: Batch, keys: jax.Array | None) -> tuple[jax.
     return network.features(batch["inputs"], keys=first), network.features(batch["pairs"], keys=second)
 
 
-def likelihoods(network: Decoder, batch: Batch, memory: config.Memory) -> jax.Array:
+def likelihoods(network: Network, batch: Batch, memory: config.Memory) -> jax.Array:
     """The log-probability of each row: of its tokens whose mask is 1."""
     return _likelihoods(network, _tokens(network, batch, None), batch, memory)
 
 
-def _next_token(cfg: config.Objective, memory: config.Memory) -> Callable[[Decoder, jax.Array, Batch], Sums]:
-    def sums(network: Decoder, x: jax.Array, batch: Batch) -> Sums:
+def _next_token(cfg: config.Objective, memory: config.Memory) -> Callable[[Network, jax.Array, Batch], Sums]:
+    def sums(network: Network, x: jax.Array, batch: Batch) -> Sums:
         more = {"label_smoothing": cfg.label_smoothing, "z_loss": cfg.z_loss}
         return _sums(_cross_entropy(network, x, batch["targets"], memory, **more), batch["mask"])
 
     return sums
 
 
-def _preferred(cfg: config.Objective, memory: config.Memory) -> Callable[[Decoder, jax.Array, Batch], Sums]:
+def _preferred(cfg: config.Objective, memory: config.Memory) -> Callable[[Network, jax.Array, Batch], Sums]:
     """DPO: rows 2 i and 2 i + 1 are a pair of answers, the preferred one first; padding pairs have no weight."""
 
-    def sums(network: Decoder, x: jax.Array, batch: Batch) -> Sums:
+    def sums(network: Network, x: jax.Array, batch: Batch) -> Sums:
         gained = (_likelihoods(network, x, batch, memory) - batch["reference"]).reshape(-1, 2)
         real = jnp.all(jnp.any(batch["mask"] > 0, axis=-1).reshape(-1, 2), axis=-1).astype(jnp.float32)
         margins = cfg.beta * (gained[:, 0] - gained[:, 1])
@@ -95,12 +94,12 @@ def _preferred(cfg: config.Objective, memory: config.Memory) -> Callable[[Decode
     return sums
 
 
-def _likelihoods(network: Decoder, x: jax.Array, batch: Batch, memory: config.Memory) -> jax.Array:
+def _likelihoods(network: Network, x: jax.Array, batch: Batch, memory: config.Memory) -> jax.Array:
     return -jnp.sum(_cross_entropy(network, x, batch["targets"], memory) * batch["mask"], axis=-1)
 
 
 def _cross_entropy(
-    network: Decoder, x: jax.Array, labels: jax.Array, memory: config.Memory, **more: float
+    network: Network, x: jax.Array, labels: jax.Array, memory: config.Memory, **more: float
 ) -> jax.Array:
     most = max_update_entries(memory.update, x.shape[-1])
     return vocab_cross_entropy(network, x, labels, memory.loss_chunk, max_entries=most, **more)

@@ -19,8 +19,6 @@ from flax import nnx
 
 from jaxmem import adapters
 from jaxmem.config import Config
-from jaxmem.config.devices import for_devices
-from jaxmem.machine.devices import lowering_for
 from jaxmem.quant.precision import Params
 from jaxmem.sharding import Layout, layout_for
 from jaxmem.step import batches, host_placement
@@ -173,6 +171,8 @@ class Program:
 
     @contextlib.contextmanager
     def lowering(self) -> Iterator[None]:
+        from jaxmem.machine.devices import lowering_for
+
         with self.layout, lowering_for(self.layout.mesh.devices.flat[0]):
             yield
 
@@ -205,6 +205,8 @@ class Program:
 
 def program(cfg: Config, devices: Sequence[Any] | None = None) -> Program:
     """The program of a config on these devices, by default all that jax sees."""
+    from jaxmem.config.devices import for_devices
+
     devices = jax.devices() if devices is None else devices
     cfg = for_devices(cfg, len(devices))
     return Program(cfg, layout_for(cfg, devices))
