@@ -14,7 +14,7 @@ class UserError(Exception):
     exit_code = 2
 
     def __init__(self, text: str) -> None:
-        """What was given may be long: of each line the beginning and the end are told."""
+        """Of a long line only its beginning and end are shown."""
         super().__init__("\n".join(map(_readable, text.split("\n"))))
 
 

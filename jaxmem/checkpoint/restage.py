@@ -1,7 +1,7 @@
 """A checkpoint holds the layers as its run stored them: filled up and ordered for its stages. This brings them into
 the order of other stages, or of none.
 
-Such arrays are read with all layers on each device and another dimension split over `stage`, so that they are put in
+Such arrays are read with all layers on each device and another dimension sharded over `stage`, so that they are put in
 order where they are; then each layer goes to its stage. Beside the state this takes one array at a time.
 """
 

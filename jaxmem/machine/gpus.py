@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 GIB = 2**30
 
-# Attained rates as a share of the peaks: large bf16 matmuls under power limits, streaming kernels, large NCCL messages.
+# Attained rates as a share of the peaks: large bf16 matmuls under power limits, streaming kernels, NCCL transfers.
 # Only estimates of time use these.
 ATTAINED_FLOPS = 0.7
 ATTAINED_BANDWIDTH = 0.85

@@ -145,7 +145,7 @@ class _CompilerProcess:
         needs = f"it needs {WORKER_BYTES / 2**30:.1f} GiB of memory"
         if code < 0:
             return RefusedError(f"its compiler process was killed by {signal.Signals(-code).name}; {needs}")
-        return UserError(f"a compiler process exited with code {code}; its messages are above; {needs}")
+        return UserError(f"a compiler process exited with code {code}; its output is above; {needs}")
 
     def kill(self) -> None:
         self._process.kill()

@@ -124,6 +124,7 @@ _stack: ContextVar[tuple[Layout, ...]] = ContextVar("layouts", default=())
 
 
 def current() -> Layout | None:
+    """The layout of the innermost `with` that is active; None outside of any."""
     layouts = _stack.get()
     return layouts[-1] if layouts else None
 

@@ -33,6 +33,7 @@ def is_axes(x: Any) -> bool:
 
 
 def axis_name(axis: str | Axis) -> str:
+    """The logical axis without its exceptions."""
     return axis.name if isinstance(axis, Axis) else axis
 
 
@@ -138,6 +139,7 @@ def _is_if_even(axis: str | Axis | None) -> bool:
 
 
 def rules_for(cfg: Config) -> Rules:
+    """The sharding tables of a config."""
     return make_rules(cfg.zero, undivided(cfg), cfg.rules.table)
 
 

@@ -4,7 +4,7 @@ SIGTERM comes from schedulers and `kill`, SIGINT from Ctrl-C, SIGUSR1 from a sch
 first signal only sets a flag that the loop reads after each step. The exit code is 0 after SIGTERM (a clean stop is a
 success for its sender, and a printed line says that the run is not finished), 130 after Ctrl-C, as shells expect, and
 75 (EX_TEMPFAIL) after SIGUSR1: queue the same command again. A second signal has the system's default effect: it
-kills at once, also inside compiled code, where no Python runs; checkpoints on disk are whole at any moment.
+kills at once, also inside compiled code, where no Python runs; checkpoints on disk are complete at any moment.
 """
 
 from __future__ import annotations

@@ -29,7 +29,7 @@ class DivergedError(UserError):
 
 
 class SpikeDetector:
-    """Losses more than `deviations` standard deviations above the mean of the last `WINDOW`; the window is filled anew
+    """Losses more than `deviations` standard deviations above the mean of the last `WINDOW`; the window is filled again
     after a resume."""
 
     WINDOW, MINIMUM = 100, 20

@@ -62,7 +62,7 @@ def int8_add(
     block_size: int = 256,
     implementation: str | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """Weights in int8, value = code / 127 * scale, plus an update: dequantized, added, quantized anew with stochastic
+    """Weights in int8, value = code / 127 * scale, plus an update: dequantized, added, quantized again with stochastic
     rounding, so that an update far below a step moves the weight by the right amount in the mean. In place.
 
     `seeds`: a word per block. The number drawn for an element depends on that word and the element's place in the
