@@ -96,4 +96,4 @@ def passes_in_memory(cfg: Config) -> float:
 def layers_per_boundary(cfg: Config) -> int:
     """In a pipeline, how many layers are recomputed from one saved boundary."""
     pipeline, remat = pipeline_of(cfg), cfg.memory.remat
-    return pipeline.together(remat) if pipeline is not None and isinstance(remat, str) else 1
+    return pipeline.layers_per_boundary(remat) if pipeline is not None and isinstance(remat, str) else 1
