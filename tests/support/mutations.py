@@ -32,9 +32,9 @@ class Fault(NamedTuple):
 FAULTS = {
     "adam": Fault(
         "the wrong sign in the bias correction of Adam's moments",
-        "jaxmem/optim/adam.py",
-        "return 1 - jnp.float32(beta) ** count",
-        "return 1 + jnp.float32(beta) ** count",
+        "jaxmem/optim/rules/adam.py",
+        "return 1 - jnp.float32(beta) ** count.astype(jnp.float32)",
+        "return 1 + jnp.float32(beta) ** count.astype(jnp.float32)",
         "tests/optim/test_quantized.py::test_adam_in_codes_follows_adam",
     ),
     "lora": Fault(
@@ -46,7 +46,7 @@ FAULTS = {
     ),
     "galore": Fault(
         "a projection that is never found anew",
-        "jaxmem/optim/galore.py",
+        "jaxmem/optim/rules/galore.py",
         "due = turn | (at.count == 1)",
         "due = at.count == 1",
         "tests/optim/test_galore.py::test_layers_look_in_turn",
@@ -61,8 +61,8 @@ FAULTS = {
     "micro-batch": Fault(
         "the last micro-batch dropped",
         "jaxmem/step/gradients.py",
-        "looped = (batch, keys) if apart is None else",
-        "looped = jax.tree.map(lambda x: x[:-1], (batch, keys)) if apart is None else",
+        "looped = (batch, keys) if local is None else",
+        "looped = jax.tree.map(lambda x: x[:-1], (batch, keys)) if local is None else",
         "tests/step/test_step.py::test_micro_batches_add_up_to_the_large_batch",
     ),
     "axes": Fault(
