@@ -8,10 +8,7 @@ An adapter is a module inside the module that it changes, so that weights keep t
 their own (`blocks.attention.q.lora.a`). Sharding, recompute and optimizers treat both alike.
 """
 
-from __future__ import annotations
-
-from importlib import import_module
-from typing import Any
+from jaxmem.lazy import lazy_names
 
 _MODULES = {
     "Lora": "low_rank",
@@ -25,10 +22,5 @@ _MODULES = {
     "merged_weight": "low_rank",
     "prompt": "prompt_tuning",
 }
-__all__ = [*_MODULES]  # noqa: PLE0604 - names
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _MODULES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"jaxmem.adapters.{_MODULES[name]}"), name)
+__all__ = list(_MODULES)
+__getattr__ = lazy_names(__name__, _MODULES)

@@ -12,15 +12,8 @@ device needs, in chunks of at most `CHUNK`, straight to the requested sharding: 
 same one, and no device ever holds an array that it does not keep.
 """
 
-import importlib
-from typing import Any
+from jaxmem.lazy import lazy_names
 
-# Imported when first used.
 _MODULES = {"Best": "retention", "Checkpoints": "manager", "DamagedError": "record", "move_aside": "paths"}
-__all__ = sorted(_MODULES)  # noqa: PLE0605
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _MODULES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(f"{__name__}.{_MODULES[name]}"), name)
+__all__ = list(_MODULES)
+__getattr__ = lazy_names(__name__, _MODULES)

@@ -11,10 +11,8 @@ arithmetic (`record_order`); rows of a batch are streams over them (`packing`), 
 (`buckets`).
 """
 
-import importlib
-from typing import Any
+from jaxmem.lazy import lazy_names
 
-# Imported when first used.
 _MODULES = {
     "Corpus": "corpus",
     "Loader": "loader",
@@ -24,10 +22,5 @@ _MODULES = {
     "tokenize": "cache",
     "tokenizer_for": "tokenizer",
 }
-__all__ = sorted(_MODULES)  # noqa: PLE0605
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _MODULES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(f"{__name__}.{_MODULES[name]}"), name)
+__all__ = list(_MODULES)
+__getattr__ = lazy_names(__name__, _MODULES)

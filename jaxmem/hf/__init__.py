@@ -6,10 +6,8 @@ save(model, "mine")                                  # a directory that transfor
 `model.hf: DIR` in a config does the first for a run, `jaxmem export` the second.
 """
 
-import importlib
-from typing import Any
+from jaxmem.lazy import lazy_names
 
-# Imported when first used.
 _MODULES = {
     "check_adapter": "adapter_base",
     "copy_metadata": "files",
@@ -21,10 +19,5 @@ _MODULES = {
     "save_adapter": "peft",
     "storage_dtype": "files",
 }
-__all__ = sorted(_MODULES)  # noqa: PLE0605
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _MODULES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(f"{__name__}.{_MODULES[name]}"), name)
+__all__ = list(_MODULES)
+__getattr__ = lazy_names(__name__, _MODULES)
