@@ -78,7 +78,7 @@ class SavedState:
 
     @property
     def _has_external_base(self) -> bool:
-        return self._hf is not None and bool(self._program.cfg.learns)
+        return self._hf is not None and bool(self._program.cfg.trainable_patterns)
 
     def _saved(self, params: Any) -> Any:
         return self._model.select(params) if self._has_external_base else params

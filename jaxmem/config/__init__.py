@@ -1,6 +1,6 @@
-"""What a run is: its sections, how they are loaded and checked. Imports no jax.
+"""The config of a run: its sections, and how they are loaded and checked. Imports no jax.
 
-The sections are at hand; what loads, checks and describes them is imported when it is first used.
+The modules that load, check and describe the sections are imported at their first use.
 """
 
 from __future__ import annotations
@@ -8,11 +8,11 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
+from jaxmem.config.mesh import MESH_AXES, Mesh, Pipeline, Rules
 from jaxmem.config.networks import Convnet, Decoder, Mlp, Model, Rope, Vit
 from jaxmem.config.optimizers import Optimizer
 from jaxmem.config.sections import (
     LOW_RANK,
-    MESH_AXES,
     Adapter,
     Batch,
     Checkpoint,
@@ -21,11 +21,8 @@ from jaxmem.config.sections import (
     Data,
     Generate,
     Memory,
-    Mesh,
     Objective,
-    Pipeline,
     Precision,
-    Rules,
     Save,
     Source,
     Train,

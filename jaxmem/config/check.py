@@ -15,10 +15,11 @@ from operator import attrgetter
 from jaxmem.config.check_adapter import check_adapter, check_some_layers
 from jaxmem.config.check_data import check_data
 from jaxmem.config.check_memory import check_memory
+from jaxmem.config.mesh import Mesh, Rules
 from jaxmem.config.networks import Convnet, Decoder, Mlp, Rope, Vit
 from jaxmem.config.optimizers import OPTIMIZERS
 from jaxmem.config.recompute import policy_of
-from jaxmem.config.sections import Config, Generate, Mesh, Rules
+from jaxmem.config.sections import Config, Generate
 from jaxmem.errors import UserError
 
 DIGIT_CLASSES = 10
@@ -185,14 +186,14 @@ def _precision(cfg: Config) -> Iterator[str]:
             f"precision.rounding: stochastic is for weights stored in less than {precision.parameters}; "
             "give precision.parameters=bfloat16, int8, ..."
         )
-    if precision.block_size is not None and not (precision.quantized or cfg.base_precision.quantized):
+    if precision.block_size is not None and not (precision.is_quantized or cfg.base_precision.is_quantized):
         yield f"precision.block_size: weights in {precision.parameters} share no constants; use null"
     if precision.master != "none" and precision.parameters != "bfloat16":
         yield (
             f"precision.master: {precision.master} completes weights stored in bfloat16, not in"
             f" {precision.parameters}; use precision.parameters=bfloat16, or precision.master=none"
         )
-    if precision.stochastic and precision.master != "none":
+    if precision.stochastic_rounding and precision.master != "none":
         yield (
             f"precision.rounding: with precision.master: {precision.master} no update is lost in rounding; "
             "use one of the two"
@@ -260,7 +261,7 @@ def _optimizer(cfg: Config) -> Iterator[str]:
                 f"optimizer.kernel: triton updates the state of adamw8bit and weights in int8, not {optimizer.name}"
                 f" with weights in {cfg.precision.parameters}; use none"
             )
-        if int8 and not cfg.precision.stochastic:
+        if int8 and not cfg.precision.stochastic_rounding:
             yield (
                 f"optimizer.kernel: triton rounds weights in int8 by chance, not to the {cfg.precision.rounding};"
                 " use none, or precision.rounding=auto"

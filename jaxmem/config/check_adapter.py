@@ -47,7 +47,7 @@ def check_adapter(cfg: Config) -> Iterator[str]:
 
 def check_some_layers(cfg: Config) -> Iterator[str]:
     """Layers that are named by their numbers, in `adapter` or in `optimizer.trainable`."""
-    some = [pattern for pattern in cfg.learns if LAYER_RANGE.search(pattern)]
+    some = [pattern for pattern in cfg.trainable_patterns if LAYER_RANGE.search(pattern)]
     if not some:
         return
     if cfg.mesh.stage != 1:
@@ -68,14 +68,14 @@ def check_some_layers(cfg: Config) -> Iterator[str]:
 
 
 def _base(cfg: Config) -> Iterator[str]:
-    adapter, codes = cfg.adapter, cfg.base_precision.quantized
+    adapter, codes = cfg.adapter, cfg.base_precision.is_quantized
     if adapter.kind == "qlora" and not codes:
         yield f"adapter.base: {adapter.base} is no code, which qlora is about; use nf4, or adapter.kind=lora"
-    if adapter.kind == "lora" and codes and not cfg.precision.quantized:
+    if adapter.kind == "lora" and codes and not cfg.precision.is_quantized:
         yield f"adapter.base: {adapter.base} is a code; use adapter.kind=qlora, or float32 or bfloat16"
     if not codes and not adapter.double_quant:
         yield "adapter.double_quant: a base that is not in codes has no constants; leave it out"
-    if cfg.precision.quantized and (adapter.kind in LOW_RANK or adapter.base is not None):
+    if cfg.precision.is_quantized and (adapter.kind in LOW_RANK or adapter.base is not None):
         yield (
             f"precision.parameters: {cfg.precision.parameters} would be the adapters' own; use float32 or bfloat16, and"
             f" adapter.kind=qlora with adapter.base={cfg.precision.parameters} for the weights that stay"

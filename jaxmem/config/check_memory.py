@@ -65,7 +65,7 @@ def _offload(cfg: Config) -> Iterator[str]:
         yield "memory.remat=budget does not support memory.offload of activations; use full, dots or names"
     if is_offloaded(memory.offload, "optimizer"):
         yield from _state_offloaded(cfg)
-    if is_offloaded(memory.offload, "frozen") and not cfg.learns:
+    if is_offloaded(memory.offload, "frozen") and not cfg.trainable_patterns:
         yield "memory.offload=frozen moves nothing: all parameters are trainable; use none or optimizer"
     if is_offloaded(memory.offload, "frozen") and cfg.mesh.stage != 1:
         yield "mesh.stage: stages need their layers at every tick, memory.offload: frozen brings one at a time; use 1"

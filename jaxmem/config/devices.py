@@ -11,8 +11,9 @@ from collections.abc import Iterable, Iterator
 
 from jaxmem.config.check import check
 from jaxmem.config.dimensions import divided, undivided
+from jaxmem.config.mesh import BATCH_AXES, MESH_AXES, Mesh, Rules
 from jaxmem.config.networks import Convnet, Decoder, Vit
-from jaxmem.config.sections import BATCH_AXES, MESH_AXES, Config, Mesh, Rules
+from jaxmem.config.sections import Config
 from jaxmem.errors import UserError
 
 ASKED_FOR = ("context", "stage")  # said and advised only to who asked for it

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from jaxmem.config.mesh import Rules
 from jaxmem.config.networks import Decoder
-from jaxmem.config.sections import Config, Rules
+from jaxmem.config.sections import Config
 
 
 def divided(cfg: Config) -> dict[str, dict[str, int]]:

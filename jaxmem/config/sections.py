@@ -1,17 +1,16 @@
-"""What a run is: one frozen model a section, unknown keys refused.
+"""The sections of a config, as frozen pydantic models that reject unknown keys.
 
-A field exists only if something reads it; `tests/config` sees to that. The values here are
-what a person wrote; what follows from them together is checked in `check.py`.
+`tests/config/test_fields_are_read.py` checks that each field is read. Combinations are checked in `check.py`.
 """
 
 from __future__ import annotations
 
-import math
 from typing import Annotated, Literal
 
 from pydantic import AfterValidator, Field
 
-from jaxmem.config.base import Count, Fraction, NotNegative, Positive, Section
+from jaxmem.config.base import Count, Fraction, NotNegative, Positive, Section, StoredFormat
+from jaxmem.config.mesh import Mesh, Pipeline, Rules
 from jaxmem.config.networks import Convnet, Decoder, Model
 from jaxmem.config.optimizers import Optimizer
 from jaxmem.config.recompute import NUMBERED, POLICIES
@@ -20,13 +19,13 @@ from jaxmem.errors import UserError
 
 
 class Objective(Section):
-    """What is minimised. `objective: classify` is short for `objective: {name: classify}`."""
+    """The loss. `objective: classify` is short for `objective: {name: classify}`."""
 
     name: Literal["next_token", "dpo", "classify", "binary", "regress_l1", "regress_l2", "contrastive"] = "next_token"
     label_smoothing: Fraction = 0.0
     z_loss: NotNegative = 0.0
     temperature: Positive = 0.1  # contrastive
-    beta: Positive = 0.1  # dpo: how much leaving the reference counts
+    beta: Positive = 0.1  # dpo: weight of the divergence from the reference
 
     @property
     def reads_text(self) -> bool:
@@ -34,7 +33,7 @@ class Objective(Section):
 
 
 class Source(Section):
-    """One place that documents come from."""
+    """One source of documents."""
 
     source: SourceName = "stdlib"
     path: str | None = None  # a file, a directory or a glob
@@ -47,108 +46,66 @@ class Source(Section):
 
 
 class Data(Source):
+    """Documents, and the rows that they are cut or packed into."""
+
     mixture: Annotated[tuple[Source, ...], Field(strict=False)] = ()  # in place of `source`
     sequence_length: Count = 1024
     packing: bool = True
-    # Unpacked rows: lengths below `sequence_length`, of which each batch has the shortest that holds all its records.
+    # Unpacked rows: lengths below `sequence_length`; a batch has the shortest that holds all its records.
     buckets: Annotated[tuple[Count, ...], Field(strict=False)] = ()
     tokenizer: str = "bytes"  # or the path of a tokenizer.json
-    epochs: Count | None = None  # passes over the data, at most, whatever `train.steps` asks for
-    chat_template: str | None = None  # of chats: a file of Jinja; none: the tokenizer's own
-    on_overlong: Literal["cut", "drop"] = "cut"  # chat, preference: what is longer than `sequence_length`
-    on_invalid: Literal["stop", "skip"] = "stop"  # chat, preference, jsonl, parquet: lines or rows that hold none
-    reference_logprobs: str | None = None  # preference: a file of the reference model's; null: beside the data
-    held_out: Fraction = 0.02  # share of the documents kept for evaluation
+    epochs: Count | None = None  # at most so many passes over the data, whatever `train.steps` is
+    chat_template: str | None = None  # chat: a Jinja file; null: the tokenizer's own
+    on_overlong: Literal["cut", "drop"] = "cut"  # chat, preference: records longer than `sequence_length`
+    on_invalid: Literal["stop", "skip"] = "stop"  # chat, preference, jsonl, parquet: invalid records
+    reference_logprobs: str | None = None  # preference: file with those of the reference model; null: beside the data
+    held_out: Fraction = 0.02  # share of the documents for evaluation
     shuffle: bool = True
 
     @property
     def lengths(self) -> tuple[int, ...]:
-        """That rows have, the longest last."""
+        """Of rows, the longest last."""
         return (*self.buckets, self.sequence_length)
 
 
 class Batch(Section):
-    global_size: Count = 8  # sequences an update
-    accumulate: Count = 1  # micro-batches an update
+    """Rows per update, and the micro-batches whose gradients are accumulated."""
 
-
-class Mesh(Section):
-    """Devices along each axis; one may be -1: all that are left. In the order of the device grid, outermost first:
-    neighbours along the last axis share the fastest links."""
-
-    stage: int = 1
-    replica: int = 1
-    fsdp: int = 1
-    context: int = 1
-    tensor: int = 1
-
-    @property
-    def row_shards(self) -> int:
-        """Among how many groups of devices the rows of a batch are divided."""
-        return math.prod(getattr(self, axis) for axis in BATCH_AXES)
-
-
-MESH_AXES = tuple(Mesh.model_fields)
-BATCH_AXES = ("replica", "fsdp")  # what the rows of a batch are sharded over
-
-_Over = Annotated[tuple[Literal["fsdp", "context", "tensor"], ...], Field(strict=False)]
-
-
-class Rules(Section):
-    """Which axes of the mesh split which dimension of the weights: the table of `sharding/table.py`. `fsdp` and
-    `context` say how weights rest, as far as `zero` splits them; `tensor` also how they are computed with. Where two
-    dimensions of a weight name one axis, the first has it."""
-
-    embed: Annotated[tuple[Literal["fsdp", "context"], ...], Field(strict=False)] = ("fsdp", "context")
-    vocab: Annotated[tuple[Literal["tensor"], ...], Field(strict=False)] = ("tensor",)
-    heads: _Over = ("tensor",)
-    kv_heads: _Over = ("tensor",)
-    mlp: _Over = ("tensor",)
-
-    @property
-    def table(self) -> dict[str, tuple[str, ...]]:
-        return {dim: getattr(self, dim) for dim in Rules.model_fields}
-
-
-class Pipeline(Section):
-    """How micro-batches go through the stages of `mesh.stage`."""
-
-    rounds: Count = 1  # how often each goes round, through a group of layers a stage: 1 is GPipe, more is circular
-
-
-StoredFormat = Literal[
-    "float32", "bfloat16", "int8", "int6", "int5", "int4", "int3", "int2", "uint8", "uint6", "uint5", "uint4",
-    "uint3", "uint2", "nf4", "fp4", "fp8_e4m3", "fp8_e5m2", "dynamic8", "dynamic4",
-]  # fmt: skip
+    global_size: Count = 8
+    accumulate: Count = 1
 
 
 class Precision(Section):
+    """Formats of stored parameters, computation and gradients."""
+
     parameters: StoredFormat = "float32"
-    block_size: Count | None = None  # weights in codes that share a constant; by default 256, below 8 bits 64
+    block_size: Count | None = None  # quantized weights per scale; by default 256, below 8 bits 64
     compute: Literal["auto", "float32", "bfloat16", "float16"] = "auto"  # bfloat16 on accelerators, float32 on CPU
-    gradients: Literal["auto", "float32", "bfloat16"] = "auto"  # as the weights; of weights in codes as `compute`
-    # What the optimizer updates: a float32 copy of bfloat16 weights, or the bits that they lack, all or the first 8.
+    gradients: Literal["auto", "float32", "bfloat16"] = (
+        "auto"  # auto: as the parameters; of quantized ones as `compute`
+    )
+    # Of bfloat16 weights: a float32 copy, or the 16 or first 8 bits that they lack of it.
     master: Literal["none", "float32", "remainder16", "remainder8"] = "none"
-    rounding: Literal["auto", "nearest", "stochastic"] = "auto"  # of updated weights: stochastic where these are codes
+    rounding: Literal["auto", "nearest", "stochastic"] = "auto"  # of updated weights; auto: stochastic if quantized
     loss_scale: Literal["none", "dynamic"] | Positive = "none"
 
     @property
-    def quantized(self) -> bool:
-        """Whether weights rest in codes."""
+    def is_quantized(self) -> bool:
+        """Whether parameters are stored in an integer, table or 8-bit float format."""
         return self.parameters not in ("float32", "bfloat16")
 
     @property
-    def stochastic(self) -> bool:
-        return self.rounding == "stochastic" or (self.rounding == "auto" and self.quantized)
+    def stochastic_rounding(self) -> bool:
+        return self.rounding == "stochastic" or (self.rounding == "auto" and self.is_quantized)
 
 
 class Save(Section):
-    """By name what the layers keep for the backward pass; everything else is computed again."""
+    """Names of the activations that layers save for the backward pass; the others are recomputed."""
 
     save: Annotated[tuple[str, ...], Field(strict=False)]
 
 
-# `budget` is no policy of its own: planning chooses one that fits into `memory.budget`.
+# `budget`: planning chooses a policy that fits `memory.budget`.
 _PLAIN = [name for name, policy in POLICIES.items() if not policy.has_number]
 _Policy = Literal[*_PLAIN, "budget"]  # type: ignore[valid-type]
 _Numbered = Annotated[str, Field(pattern=NUMBERED)]
@@ -156,25 +113,27 @@ Offloaded = Annotated[tuple[str, ...], Field(strict=False, min_length=1)]
 
 
 class Memory(Section):
+    """Activation checkpointing, offload, and what is computed in chunks."""
+
     remat: _Policy | _Numbered | Save = "none"
-    # What waits in host memory: all that layers keep (activations), or names of what is kept there and nowhere else;
-    # the optimizer's state (optimizer), weights that do not learn (frozen).
+    # Stored in host memory: all saved activations (activations) or those with some names, the optimizer's state
+    # (optimizer), frozen parameters (frozen).
     offload: Literal["none", "activations", "optimizer", "frozen"] | Offloaded = "none"
     update: Literal["after", "during"] = "after"  # the backward pass
     attention: Literal["auto", "blockwise", "mosaic", "triton", "reference"] = "auto"
-    budget: Positive | None = None  # GiB of each device that the run may take; by default all but what is reserved
-    # Where a device is full: it runs out of memory, or takes its host's, at the link's speed (CUDA's unified memory).
+    budget: Positive | None = None  # GiB per device; by default all but the reserve
+    # A full device runs out of memory (none), or uses its host's at the link's speed (CUDA's unified memory).
     spill: Literal["none", "unified"] = "none"
-    loss_chunk: Literal["auto"] | Count = "auto"  # entries of the vocabulary whose logits exist at once
-    mlp_chunk: Literal["auto"] | Count = "auto"  # tokens of a row that norms, projections and MLP take at once
-    head_groups: Literal["auto"] | Count = "auto"  # into which attention goes, one after the other
+    loss_chunk: Literal["auto"] | Count = "auto"  # vocabulary entries per slice of the logits
+    mlp_chunk: Literal["auto"] | Count = "auto"  # tokens of a row per chunk of norms, projections and MLP
+    head_groups: Literal["auto"] | Count = "auto"  # that attention is computed in, one after the other
 
 
 LOW_RANK = ("lora", "dora", "qlora")  # kinds of adapters that add low-rank matrices
 
 
 class HashableDict(dict[str, int]):
-    """A dict that nothing changes, so that the section that holds it is hashable as all others are."""
+    """A dict that is never changed, so that the section that contains it is hashable."""
 
     def __hash__(self) -> int:  # type: ignore[override]
         return hash(frozenset(self.items()))
@@ -184,71 +143,77 @@ Ranks = Annotated[dict[str, Count], AfterValidator(HashableDict)]
 
 
 class Adapter(Section):
-    """What learns beside the model's own weights, or of them; the others stay as they are."""
+    """Parameter-efficient fine-tuning: added parameters, or a part of the model's; the others are frozen."""
 
     kind: Literal["none", "lora", "dora", "qlora", "prompt", "head", "last_layers", "patterns"] = "none"
     rank: Count = 16
-    alpha: Positive = 16.0  # what an adapter adds counts alpha / rank
+    alpha: Positive = 16.0  # the update of an adapter is scaled by alpha / rank
     rslora: bool = False  # alpha / sqrt(rank) (rsLoRA)
-    # Linear layers and embeddings by patterns; with a number to each, its rank. The first that matches counts. Under
-    # patterns: weights.
+    # Patterns of linear layers and embeddings, with a number to each: its rank; the first match counts. With
+    # kind=patterns: of weights.
     targets: Annotated[tuple[str, ...], Field(strict=False)] | Ranks = ("blocks.*",)
-    dropout: Fraction = 0.0  # of what an adapter sees
+    dropout: Fraction = 0.0  # of the input of an adapter
     base: StoredFormat | None = None  # frozen weights, stored; null: nf4 for qlora, else precision.parameters
-    double_quant: bool = True  # of a base in codes, the constants in 8 bits too
-    hf: str | None = None  # a PEFT directory, which gives adapters to begin from and every field that is not given here
-    lora_plus_ratio: Positive = 1.0  # the learning rate of B, as a multiple of A's (LoRA+)
-    # Products with a base in codes: auto decodes each matrix whole, the others (kernels.dequant_matmul) never do.
+    double_quant: bool = True  # of a quantized base: its scales in 8 bits too
+    hf: str | None = None  # a PEFT directory: initial adapters, and every field that is not given here
+    lora_plus_ratio: Positive = 1.0  # learning rate of B / that of A (LoRA+)
+    # With a quantized base: auto dequantizes each matrix as a whole, the others (kernels.dequant_matmul) never do.
     matmul: Literal["auto", "sliced", "triton"] = "auto"
-    virtual_tokens: Count = 20  # prompt: tokens that are learnt
-    layers: Count = 1  # last_layers: how many
-    base_run: str | None = None  # a run whose weights stay; none: those of model.hf, or new ones
+    virtual_tokens: Count = 20  # prompt: trainable tokens
+    layers: Count = 1  # last_layers: number of layers
+    base_run: str | None = None  # a run that gives the frozen weights; null: those of model.hf, or new ones
 
 
 class Train(Section):
+    """Length of a run, evaluation, and what follows an invalid gradient or loss."""
+
     steps: Count | None = None
     tokens: Count | None = None  # in place of `steps`
     log_every: Count = 10
     evaluate_every: Count | None = None
     evaluate_batches: Count = 8
-    # A gradient that is no number: stop and name it; leave that update out; or go back to the last checkpoint and on
-    # with the data that follows. `max_skipped`: stop after so many in a row, or so many times back to one checkpoint.
+    # On a NaN or infinite gradient: stop and name it, skip that update, or return to the last checkpoint and continue
+    # with the following data. `max_skipped`: stop after so many in a row, or so many returns to one checkpoint.
     on_nan: Literal["stop", "skip", "rollback"] = "stop"
     max_skipped: Count = 10
-    # A loss so many standard deviations above the mean of the last 100.
+    # On a loss `spike_threshold` standard deviations above the mean of the last 100.
     on_spike: Literal["ignore", "stop", "rollback"] = "ignore"
     spike_threshold: Annotated[float, Field(gt=0)] = 10.0
-    deterministic: bool = False  # on GPUs the same bits each time; may be slower
-    check_replicas: Count | None = None  # updates; then whether all copies of the state hold the same bits
+    deterministic: bool = False  # on GPUs: bitwise the same results each time; may be slower
+    check_replicas: Count | None = None  # updates between two checks that all replicas are bitwise equal
     profile: Annotated[tuple[Count, Count], Field(strict=False)] | None = None  # [from, to] steps
     trackers: Annotated[tuple[Literal["tensorboard", "wandb"], ...], Field(strict=False)] = ()
 
 
 class Checkpoint(Section):
-    path: str | None = None  # a directory or a bucket (gs://, s3://) for PATH/NAME; none: checkpoints/ of the run
+    """Where, when and how many checkpoints are saved."""
+
+    path: str | None = None  # a directory or bucket (gs://, s3://) for PATH/NAME; null: checkpoints/ of the run
     every: Count | None = None  # updates; the last one is always saved
     keep: Count = 3
     keep_best: bool = False  # also the one with the lowest held-out loss
     resume: Literal["auto", "never"] = "auto"
-    on_failure: Literal["stop", "continue"] = "stop"  # where one cannot be written; the last one must be
+    on_failure: Literal["stop", "continue"] = "stop"  # of a write; the last checkpoint must be written
 
 
 class Generate(Section):
-    """How text is made with what was trained."""
+    """Memory of text generation."""
 
-    kv_cache: Literal["full", "int8"] = "full"  # what keys and values are kept in: as they are computed with, or codes
-    prefill_chunk: Count = 1024  # tokens of a prompt that go through the layers together
+    kv_cache: Literal["full", "int8"] = "full"  # full: the compute dtype
+    prefill_chunk: Count = 1024  # tokens of a prompt per pass through the layers
 
 
 class Cluster(Section):
     """Several processes, on one host or many."""
 
-    heartbeat_timeout: Annotated[int, Field(ge=2)] = 20  # seconds of silence after which a process counts as lost
-    start_timeout: Count = 300  # seconds to wait for all processes to be there
-    preflight: bool = True  # measure how fast they are, and talk, before training
+    heartbeat_timeout: Annotated[int, Field(ge=2)] = 20  # seconds of silence until a process counts as lost
+    start_timeout: Count = 300  # seconds to wait for all processes
+    preflight: bool = True  # measure compute and communication before training
 
 
 class Config(Section):
+    """A run: all its sections, and the values that follow from several of them."""
+
     name: str
     seed: Annotated[int, Field(ge=0)] = 0
     output: str = "runs"
@@ -271,11 +236,11 @@ class Config(Section):
 
     @property
     def steps(self) -> int:
-        """Updates in all: `train.steps`, or as many as it takes to see `train.tokens`."""
+        """Number of updates: `train.steps`, or as many as `train.tokens` need."""
         if self.train.steps is not None:
             return self.train.steps
         if self.train.tokens is None:
-            raise UserError("train.steps: missing; give train.steps or train.tokens")
+            raise UserError("train.steps is missing; give train.steps or train.tokens")
         return -(-self.train.tokens // (self.batch.global_size * self.data.sequence_length))
 
     def at_length(self, length: int) -> Config:
@@ -283,13 +248,13 @@ class Config(Section):
         return self.model_copy(update={"data": self.data.model_copy(update={"sequence_length": length, "buckets": ()})})
 
     @property
-    def learns(self) -> tuple[str, ...]:
-        """Patterns of the weights that learn; none: all do."""
+    def trainable_patterns(self) -> tuple[str, ...]:
+        """Patterns of the names of trainable parameters; empty: all are trainable."""
         return (*self._own_patterns, *self.optimizer.trainable)
 
     @property
     def _own_patterns(self) -> tuple[str, ...]:
-        """Of what `adapter.kind` makes learn."""
+        """Patterns of the parameters that `adapter.kind` trains."""
         model, adapter = self.model, self.adapter
         match adapter.kind:
             case "none":
@@ -309,22 +274,22 @@ class Config(Section):
 
     @property
     def prompt_length(self) -> int:
-        """Tokens before each row that an adapter learns."""
+        """Trainable tokens before each row."""
         return self.adapter.virtual_tokens if self.adapter.kind == "prompt" else 0
 
     @property
-    def time(self) -> int:
-        """Tokens of the longest row as layers see it."""
+    def row_length(self) -> int:
+        """Tokens of the longest row, the prompt of an adapter included."""
         return self.data.sequence_length + self.prompt_length
 
     @property
     def base_precision(self) -> Precision:
-        """How the model's own weights rest, without those of adapters."""
+        """`precision` with the stored format of the frozen base model."""
         base = self.adapter.base or ("nf4" if self.adapter.kind == "qlora" else None)
         return self.precision if base is None else self.precision.model_copy(update={"parameters": base})
 
     @property
-    def measures_first(self) -> bool:
-        """Whether a backward pass finds the length of all gradients before the one that updates."""
+    def needs_global_norm_first(self) -> bool:
+        """Whether a backward pass computes the norm of all gradients before the one that updates."""
         clips = self.optimizer.clip is not None and self.optimizer.clip_by == "global"
         return clips and self.memory.update == "during"

@@ -17,8 +17,8 @@ from jaxmem.checkpoint import Checkpoints
 from jaxmem.checkpoint.paths import checkpoint_directory
 from jaxmem.checkpoint.saved_state import SavedState
 from jaxmem.config import LOW_RANK, Config, Decoder, Mesh, load_config
+from jaxmem.config.mesh import MESH_AXES
 from jaxmem.config.peft import adapter_fields, base_of, is_adapter
-from jaxmem.config.sections import MESH_AXES
 from jaxmem.data import tokenizer_for
 from jaxmem.data.tokenizer import Tokenizer
 from jaxmem.errors import UserError

@@ -73,6 +73,6 @@ def known_shapes(built: Program) -> KnownShapes:
         frozenset(sizes),
         frozenset(whole_weights - sharded),
         frozenset(whole_gradients - sharded),
-        built.cfg.time if built.cfg.objective.reads_text else None,
+        built.cfg.row_length if built.cfg.objective.reads_text else None,
         max(layers, default=None),
     )

@@ -113,7 +113,7 @@ def passes_of(cfg: Config, platform: str) -> Passes:
             "precision": Precision(parameters="bfloat16", compute=shape.precision.compute),
         }
     )
-    if cfg.base_precision.quantized and cfg.adapter.kind != "none":
+    if cfg.base_precision.is_quantized and cfg.adapter.kind != "none":
         kind = "lora" if cfg.adapter.kind == "qlora" else cfg.adapter.kind
         plain = {"kind": kind, "base": "bfloat16", "double_quant": True}
         shape = shape.model_copy(update={"adapter": cfg.adapter.model_copy(update=plain)})

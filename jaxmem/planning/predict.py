@@ -103,7 +103,7 @@ def estimate(cfg: Config, platform: str, gpu: Gpu | None = None, per_host: int =
     seconds = None
     if gpu:
         # Quantized weights are dequantized after they are gathered, others are cast before.
-        gathered = stored_bytes if cfg.precision.quantized else sizes.width
+        gathered = stored_bytes if cfg.precision.is_quantized else sizes.width
         traffic = size_of.traffic(state.weights, sizes.width, gathered)
         on_host = OffloadedBytes(offloaded - frozen, frozen)
         seconds = StepTime(cfg, gpu, per_host).seconds(passes, traffic, parts, on_host)
@@ -118,12 +118,12 @@ def ideal_flops(built: Program) -> float:
     parameters = built.model.parameters
     if model.family != "decoder":
         return 6.0 * parameters * cfg.batch.global_size
-    length = cfg.time
+    length = cfg.row_length
     looked_up = 0 if model.tie_embeddings else model.vocab * model.embed
     seen = min(model.window or length, length)
     pairs = seen * length - seen * (seen - 1) / 2  # (query, key) that are not masked
     attention = 4 * model.layers * model.heads * model.head_dim * pairs
-    frozen = parameters - built.model.trainable if cfg.learns else 0  # without a gradient
+    frozen = parameters - built.model.trainable if cfg.trainable_patterns else 0  # without a gradient
     forward = 2.0 * (parameters - looked_up) * length + attention
     return cfg.batch.global_size * (3.0 * forward - 2.0 * frozen * length)
 
@@ -153,7 +153,7 @@ class _Activations:
         spec = batch_spec(cfg).values()
         self.batch = sum(math.prod(size) * np.dtype(dtype).itemsize // split for size, dtype, _ in spec)
         if isinstance(model, Decoder):
-            tokens, width, tensor = self.rows * cfg.time, self.width, mesh.tensor
+            tokens, width, tensor = self.rows * cfg.row_length, self.width, mesh.tensor
             heads, mlp, vocab = (shards(cfg, axis) for axis in ("heads", "mlp", "vocab"))
             groups = head_groups(cfg, platform)
             self.residual = tokens * model.embed * width
@@ -164,7 +164,7 @@ class _Activations:
             if chunk := mlp_chunk(cfg, platform):
                 self.hidden *= chunk * mesh.context * tensor / cfg.data.sequence_length
                 # The stream and its gradients before and after; its weights' gradients, summed in float32.
-                sums = 0 if cfg.learns else 3 * model.embed * model.mlp / mlp * FLOAT32
+                sums = 0 if cfg.trainable_patterns else 3 * model.embed * model.mlp / mlp * FLOAT32
                 self.chunked = sums + 3 * self.residual / tensor
             self.chunk = loss_chunk(cfg, platform) or 0
             self.has_whole_logits = self.chunk == vocab_entries(cfg)

@@ -75,7 +75,7 @@ def stream_of(cfg: Config, platform: str) -> jax.ShapeDtypeStruct:
 
 def passes_per_update(cfg: Config) -> float:
     """How many passes through all layers take the time of an update; with a pipeline its ticks, bubble included."""
-    if cfg.measures_first:
+    if cfg.needs_global_norm_first:
         return cfg.batch.accumulate * (1 + _BACKWARD)
     pipeline = pipeline_of(cfg)
     return cfg.batch.accumulate if pipeline is None else pipeline.ticks * pipeline.group / pipeline.layers

@@ -29,7 +29,7 @@ def gradient_dtype(precision: Precision, platform: str) -> np.dtype | None:
     """The dtype of gradients; None: each has its weight's own."""
     if precision.gradients != "auto":
         return np.dtype(getattr(jnp, precision.gradients))
-    return compute_dtype(precision, platform) if precision.quantized else None
+    return compute_dtype(precision, platform) if precision.is_quantized else None
 
 
 def rounded(x: Float[Array, "*shape"], dtype: DTypeLike, key: Key[Array, ""] | None = None) -> Float[Array, "*shape"]:

@@ -103,8 +103,8 @@ def _mlp_chunks(cfg: Config, _: Target) -> Iterable[Change]:
 
 def _offloads(cfg: Config, target: Target) -> Iterable[Change]:
     """Each kind of state that can be offloaded, or two of them; none on CPUs, which have one memory."""
-    both = ("activations", "frozen" if cfg.learns else "optimizer")
-    one = [name for name in values("memory.offload") if cfg.learns or name != "frozen"]
+    both = ("activations", "frozen" if cfg.trainable_patterns else "optimizer")
+    one = [name for name in values("memory.offload") if cfg.trainable_patterns or name != "frozen"]
     return () if target.is_cpu else ({"memory.offload": name} for name in (*one, both))
 
 

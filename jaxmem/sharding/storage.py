@@ -41,7 +41,7 @@ def store(w: Float[Array, "*shape"], axes: Axes, storage: Storage) -> jax.Array 
 
 def _converted(w: jax.Array, axes: Axes, storage: Storage) -> jax.Array | QTensor:
     precision = storage.precision
-    if not precision.quantized:
+    if not precision.is_quantized:
         return w.astype(getattr(jnp, precision.parameters))
     axis = -1 if axes[:1] == ("vocab",) else -2
     if w.ndim < 2 or w.shape[axis] < MIN_BLOCK:

@@ -9,8 +9,9 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from jaxmem.config.dimensions import undivided
-from jaxmem.config.sections import BATCH_AXES, Config
-from jaxmem.config.sections import Rules as RulesSection
+from jaxmem.config.mesh import BATCH_AXES
+from jaxmem.config.mesh import Rules as RulesSection
+from jaxmem.config.sections import Config
 
 
 @dataclass(frozen=True)

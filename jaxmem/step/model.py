@@ -82,7 +82,7 @@ class ModelSpec:
     @cached_property
     def selection(self) -> Selection | None:
         """Which parameters are trainable; None: all."""
-        patterns = self.cfg.learns
+        patterns = self.cfg.trainable_patterns
         if not patterns:
             return None
         Selection.of(self.axes, patterns)  # refuses layers of what is not a stack

@@ -70,7 +70,7 @@ class _BackwardUpdate:
 
     def __call__(self) -> tuple[Params, Any, Sums, jax.Array]:
         network, params, opt_state = self._network, self._state.params, self._state.opt_state
-        if self._spec.cfg.measures_first:
+        if self._spec.cfg.needs_global_norm_first:
             self._norm = self._measure()
         grads, matrices = network.backward(self._update_stack, begin=self._update_unstacked)
         self._update_unstacked(without(grads, network.last))

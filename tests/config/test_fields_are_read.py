@@ -15,8 +15,9 @@ from pathlib import Path
 
 import jaxmem.config
 from jaxmem.config.base import Section
+from jaxmem.config.mesh import Rules
 from jaxmem.config.networks import FAMILIES
-from jaxmem.config.sections import Config, Rules
+from jaxmem.config.sections import Config
 
 ROOT = Path(__file__).parents[2]
 FILES = [
@@ -31,10 +32,10 @@ READ_HERE = {
     "preset": "the fields that it stands for",
     "steps": "Config.steps",
     "tokens": "Config.steps",
-    "rounding": "Precision.stochastic",
+    "rounding": "Precision.stochastic_rounding",
     **dict.fromkeys(("mlp_chunk", "head_groups"), "Memory.pieces"),
     "base": "Config.base_precision",
-    **dict.fromkeys(("trainable", "Adapter.layers"), "Config.learns"),
+    **dict.fromkeys(("trainable", "Adapter.layers"), "Config.trainable_patterns"),
     # Given to the optimizer by name; tests/optim builds each with all of its own.
     **{f"Rules.{dim}": "Rules.table" for dim in Rules.model_fields},
     **dict.fromkeys(

@@ -69,7 +69,8 @@ def learnt(name, times=1, own=None, precision=None):
         grads = jax.grad(loss)(values(params), batch)
         updates, state = tx.update(grads, state, params)
         key, mine = jax.random.split(key)
-        return (optim.apply_updates(params, updates, mine if precision.stochastic else None, AXES), state, key), None
+        rounding = mine if precision.stochastic_rounding else None
+        return (optim.apply_updates(params, updates, rounding, AXES), state, key), None
 
     @jax.jit
     def run(params, train, held_out):

@@ -55,14 +55,15 @@ def test_an_update_in_slices_is_that_of_the_whole(name, own, precision, in_slice
 
     @jax.jit
     def whole(params, state, grads, key):
-        key = key if precision.stochastic else None
+        key = key if precision.stochastic_rounding else None
         tx = optimizer_for(AXES)
         updates, state = tx.update(grads, state, params)
         return optim.apply_updates(params, updates, key, AXES), state
 
     @jax.jit
     def sliced(params, state, grads, key):
-        write, found = partial(optim.apply_updates, key=key if precision.stochastic else None, kernel=kernel), []
+        key = key if precision.stochastic_rounding else None
+        write, found = partial(optim.apply_updates, key=key, kernel=kernel), []
         for leaf, axes in AXES.items():
             dim = axes.index("vocab")
 

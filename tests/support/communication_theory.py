@@ -78,7 +78,7 @@ def volume(built: Program) -> Volume:
         jax.tree.leaves(jax.eval_shape(differentiable, built.spec.state.params)),
     )
     r = sum(x.size * x.dtype.itemsize for x in at_rest) / sum(x.size for x in weights)
-    sent = r if cfg.precision.quantized else w  # quantized weights are gathered as stored
+    sent = r if cfg.precision.is_quantized else w  # quantized weights are gathered as stored
     tokens = cfg.batch.global_size // a // (f * m) * cfg.data.sequence_length // c / t
     full = cfg.memory.remat == "full"
 

@@ -101,7 +101,7 @@ def _bytes(leaves: Any) -> int:
 def _operations(cfg: Config, size: int = 1024) -> float:
     """Of dequantizing one weight, as XLA counts them in a matrix."""
     base = cfg.base_precision
-    if not base.quantized:
+    if not base.is_quantized:
         return 0.0
     block = base.block_size or (256 if base.parameters == "int8" else 64)
     matrix = jax.ShapeDtypeStruct((size, size), jnp.bfloat16)
