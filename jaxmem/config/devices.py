@@ -10,8 +10,7 @@ import math
 from collections.abc import Iterable, Iterator
 
 from jaxmem.config.check import check
-from jaxmem.config.dimensions import divided, undivided
-from jaxmem.config.mesh import BATCH_AXES, MESH_AXES, Mesh, Rules
+from jaxmem.config.mesh import BATCH_AXES, MESH_AXES, Mesh, Rules, divided, undivided
 from jaxmem.config.networks import Convnet, Decoder, Vit
 from jaxmem.config.sections import Config
 from jaxmem.errors import UserError
@@ -68,7 +67,7 @@ def _indivisible(cfg: Config) -> Iterator[str]:
             f"batch.global_size: {batch.global_size} over accumulate {batch.accumulate} makes {rows} rows, "
             f"which do not divide over {over}; nearest: {near}"
         )
-    for axis, counts in divided(cfg).items():
+    for axis, counts in divided(cfg.model, cfg.rules, cfg.zero).items():
         # Along `context` lies what lies along `fsdp`.
         own, beside = getattr(mesh, axis), mesh.context if axis == "fsdp" else 1
         whole = [f"model.{name} {dim}" for name, dim in counts.items() if dim % (own * beside)]
@@ -105,7 +104,7 @@ def _own_rules(cfg: Config) -> Iterator[str]:
     """One line for each dimension that rules of one's own split unevenly."""
     if cfg.zero == 0:
         return
-    model, found, whole = cfg.model, cfg.model.dims(), undivided(cfg)
+    model, found, whole = cfg.model, cfg.model.dims(), undivided(cfg.model, cfg.rules, cfg.mesh)
     width = (
         model.head_dim if isinstance(model, Decoder) else model.embed // model.heads if isinstance(model, Vit) else 1
     )
@@ -166,7 +165,7 @@ def _advice(cfg: Config, n: int) -> str:
         if next(_indivisible(one), None) is None:
             changed = [f"mesh.{axis}={size}" for axis, size in axes.items() if size != given[axis]]
             distance = sum(abs(math.log2(axes[axis] / size)) for axis, size in given.items() if size > 0)
-            whole = len(undivided(one))  # allowed, but a waste
+            whole = len(undivided(one.model, one.rules, one.mesh))  # allowed, but a waste
             works.append((whole, len(changed), round(distance, 3), axes["replica"], " ".join(changed)))
     if works:
         return f"meshes that work on {n}: " + ", or ".join(text for *_, text in sorted(works)[:3])

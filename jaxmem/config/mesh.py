@@ -8,6 +8,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from jaxmem.config.base import Count, Section
+from jaxmem.config.networks import Decoder, Model
 
 
 class Mesh(Section):
@@ -52,3 +53,22 @@ class Pipeline(Section):
     """The schedule of micro-batches over the pipeline stages of `mesh.stage`."""
 
     rounds: Count = 1  # groups of layers per stage: 1 is GPipe, more the circular schedule
+
+
+def divided(model: Model, rules: Rules, zero: int) -> dict[str, dict[str, int]]:
+    """For each mesh axis that shards weights by the default rules, the dimensions that it must divide."""
+    found = model.dims()
+    wide = [name for name in ("heads", "mlp") if name in found and "tensor" in getattr(rules, name)]
+    return {
+        "fsdp": found["embed"] if zero > 0 and rules.embed == Rules().embed else {},
+        "tensor": {key: size for name in wide for key, size in found[name].items()},
+    }
+
+
+def undivided(model: Model, rules: Rules, mesh: Mesh) -> tuple[str, ...]:
+    """The dimensions that `mesh.tensor` need not divide and does not: key and value heads are then replicated over some
+    of its devices; a vocabulary is stored replicated and padded in the computation."""
+    if not isinstance(model, Decoder):
+        return ()
+    named = (name for name in ("kv_heads", "vocab") if "tensor" in getattr(rules, name))
+    return tuple(name for name in named if getattr(model, name) % mesh.tensor)

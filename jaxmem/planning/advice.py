@@ -11,7 +11,7 @@ import jax
 from jax.tree_util import keystr, tree_leaves_with_path
 
 from jaxmem.config import Config
-from jaxmem.config.dimensions import undivided
+from jaxmem.config.mesh import undivided
 from jaxmem.planning.breakdown import ALL_SCORES, COPIES, GATHERED, LOGITS, STATE_COPIES, UPDATES
 from jaxmem.planning.communication import collective
 from jaxmem.planning.hlo import Module, total_flops
@@ -157,7 +157,7 @@ def _tensor_across_hosts(plan: PlanFacts) -> Iterator[PlanWarning]:
 def _not_sharded(plan: PlanFacts) -> Iterator[PlanWarning]:
     """Dimensions that `tensor` does not divide: their weights are replicated over it."""
     built, tensor = plan.program, plan.mesh["tensor"]
-    for name in undivided(built.cfg):
+    for name in undivided(built.cfg.model, built.cfg.rules, built.cfg.mesh):
         sizes = jax.tree.map(
             lambda axes, w, name=name: bytes_on_device(w) if name in axes else 0,
             built.model.axes,

@@ -8,8 +8,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from jaxmem.config.dimensions import undivided
-from jaxmem.config.mesh import BATCH_AXES
+from jaxmem.config.mesh import BATCH_AXES, undivided
 from jaxmem.config.mesh import Rules as RulesSection
 from jaxmem.config.sections import Config
 
@@ -141,7 +140,7 @@ def _is_if_even(axis: str | Axis | None) -> bool:
 
 def rules_for(cfg: Config) -> Rules:
     """The sharding tables of a config."""
-    return make_rules(cfg.zero, undivided(cfg), cfg.rules.table)
+    return make_rules(cfg.zero, undivided(cfg.model, cfg.rules, cfg.mesh), cfg.rules.table)
 
 
 def relax_resized(axes: Axes, shape: Sequence[int], original: Sequence[int]) -> Axes:
