@@ -113,14 +113,14 @@ def bench_tune(
     """Measure the kernels on this GPU; keep the fastest block sizes of each, and the fastest implementations."""
     devices.use_cpu_without_gpu()
     from jaxmem.kernels import choice
-    from jaxmem.lab.bench import kernels
+    from jaxmem.lab.bench import tune
 
     path = write or Path(choice.__file__).with_name("tuned.json")
     if write is None and not devices.has_nvidia_gpu():
         raise UserError("bench tune: measures the kernels of a GPU, and there is none here; --write FILE runs it dry")
     with only_json(as_json):
         rows = []
-        for row in kernels.tune(
+        for row in tune.tune(
             path,
             shapes or [],
             operation=operation,

@@ -4,7 +4,7 @@ format."""
 from __future__ import annotations
 
 import importlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from jaxmem.kernels.fused_attention import shapes as attention_shapes
@@ -57,14 +57,7 @@ def product_by_bitsandbytes(shape: product_shapes.Shape, *, on: str = "cuda") ->
     """What QLoRA runs there: its own choice of a kernel, or of decoding first."""
     torch, bitsandbytes = needed("bitsandbytes")
     x, g, codes, state = _in_four_bits(shape, on)
-    x.requires_grad_()
-    made = bitsandbytes.matmul_4bit(x, codes.t(), quant_state=state)
-
-    def forward() -> Any:
-        with torch.no_grad():
-            return bitsandbytes.matmul_4bit(x, codes.t(), quant_state=state)
-
-    return {"forward": forward, "backward": lambda: torch.autograd.grad(made, x, g, retain_graph=True)}
+    return _with_gradient(torch, lambda x: bitsandbytes.matmul_4bit(x, codes.t(), quant_state=state), x, g)
 
 
 def product_decoded_by_bitsandbytes(shape: product_shapes.Shape, *, on: str = "cuda") -> Calls:
@@ -96,6 +89,11 @@ def product_by_torchao(shape: product_shapes.Shape, *, on: str = "cuda") -> Call
     form = quantization.Int4WeightOnlyConfig(group_size=shape.block) if int4 else quantization.Int8WeightOnlyConfig()
     quantization.quantize_(layer, form)
     x, g = _drawn(torch, on, (shape.tokens, shape.inputs), (shape.tokens, shape.outputs))
+    return _with_gradient(torch, layer, x, g)
+
+
+def _with_gradient(torch: Any, layer: Callable[[Any], Any], x: Any, g: Any) -> Calls:
+    """A product, and its gradient with respect to x."""
     x.requires_grad_()
     made = layer(x)
 

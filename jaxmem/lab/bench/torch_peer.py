@@ -11,7 +11,9 @@ from typing import Any
 import numpy as np
 
 from jaxmem.config import Config, Decoder
+from jaxmem.config.hugging_face import config_json
 from jaxmem.errors import UserError
+from jaxmem.hf.names import decoder_weights
 
 _NEEDED = ("torch", "transformers")
 
@@ -54,46 +56,28 @@ def stepper(
 
 
 def network_of(cfg: Config, weights: Any) -> Any:
+    """A LlamaForCausalLM with these weights, by the names and settings that jaxmem.hf writes into files."""
     import torch
     import transformers
 
     model = cfg.model
     assert isinstance(model, Decoder)
-    network = transformers.LlamaForCausalLM(
-        transformers.LlamaConfig(
-            vocab_size=model.vocab,
-            hidden_size=model.embed,
-            intermediate_size=model.mlp,
-            num_hidden_layers=model.layers,
-            num_attention_heads=model.heads,
-            num_key_value_heads=model.kv_heads,
-            head_dim=model.head_dim,
-            rms_norm_eps=model.norm_epsilon,
-            rope_parameters={"rope_type": "default", "rope_theta": model.rope.theta},
-            max_position_embeddings=cfg.data.sequence_length,
-            tie_word_embeddings=model.tie_embeddings,
-            attn_implementation="sdpa",
-        )
-    )
-    named = {name: torch.from_numpy(np.array(x)) for name, x in _names(model, weights).items()}
+    settings = config_json(model, length=cfg.data.sequence_length)
+    network = transformers.LlamaForCausalLM(transformers.LlamaConfig.from_dict(settings, attn_implementation="sdpa"))
+    named = {name: torch.from_numpy(x) for name, x in _tensors(model, weights).items()}
     absent, unknown = network.load_state_dict(named, strict=False)
     if unknown or set(absent) - {"lm_head.weight" if model.tie_embeddings else ""}:
         raise RuntimeError(f"weights do not fit Hugging Face's Llama: missing {absent}, unknown {unknown}")
     return network.train()
 
 
-def _names(model: Decoder, weights: Any) -> dict[str, np.ndarray]:
-    """Weights under Hugging Face's names; its linear layers hold [out, in]."""
-    blocks = weights["blocks"]
-    found = {"model.embed_tokens.weight": weights["embedding"]["weight"], "model.norm.weight": weights["norm"]["scale"]}
-    if not model.tie_embeddings:
-        found["lm_head.weight"] = weights["head"]["weight"].T
-    for layer in range(model.layers):
-        at = f"model.layers.{layer}."
-        found |= {f"{at}self_attn.{n}_proj.weight": blocks["attention"][n]["weight"][layer].T for n in "qkvo"}
-        found |= {f"{at}mlp.{n}_proj.weight": blocks["mlp"][n]["weight"][layer].T for n in ("gate", "up", "down")}
-        found[f"{at}input_layernorm.weight"] = blocks["attention_norm"]["scale"][layer]
-        found[f"{at}post_attention_layernorm.weight"] = blocks["mlp_norm"]["scale"][layer]
+def _tensors(model: Decoder, weights: Any) -> dict[str, np.ndarray]:
+    """Copies under Hugging Face's names; its linear layers are [out, in]."""
+    found = {}
+    for weight, leaf in decoder_weights(weights):
+        for layer in range(model.layers) if weight.is_stacked else (0,):
+            x = np.asarray(leaf[layer] if weight.is_stacked else leaf)
+            found[weight.tensor_name(layer)] = np.array(x.T if weight.is_transposed else x, order="C")
     return found
 
 

@@ -69,7 +69,7 @@ def test_a_device_is_only_asked_in_a_process_that_ends(monkeypatch):
     monkeypatch.setattr(
         apart, "rows", lambda work, *args, **given: asked.append(given["limit"]) or rows(work, *args, **given)
     )
-    here = kernels._here()
+    here = kernels.device_row()
     assert asked == [apart.LIMIT]
     assert here["dry_run"]
     assert {"jax", "jaxlib", "triton"} <= set(here["versions"])

@@ -13,7 +13,7 @@ from jaxmem.kernels.fused_attention import IMPLEMENTATIONS
 from jaxmem.kernels.fused_attention import tuning as attention_tuning
 from jaxmem.kernels.quantized_matmul import triton as matmul
 from jaxmem.kernels.quantized_update import triton as update
-from jaxmem.lab.bench import attention, blocks, contest, kernels
+from jaxmem.lab.bench import attention, contest, kernels, tune, work
 from jaxmem.lab.bench.operations import OPERATIONS
 
 
@@ -32,7 +32,7 @@ def test_tuning_runs_dry_and_its_winners_are_taken(tmp_path, quick):
     is left to measure."""
     path = tmp_path / "tuned.json"
     path.write_text('{"attention": {"another": []}}')
-    rows = list(kernels.tune(path, operation="attention", seconds=0.0))
+    rows = list(tune.tune(path, operation="attention", seconds=0.0))
     assert any("rate" in row for row in rows)
     table = json.loads(path.read_text())
     here = jax.devices()[0].device_kind
@@ -40,8 +40,8 @@ def test_tuning_runs_dry_and_its_winners_are_taken(tmp_path, quick):
     assert table["attention"][here][0]["implementation"] in IMPLEMENTATIONS
     (entry,) = table["attention blocks"][here]
     assert entry["of"] == 2
-    assert list(kernels.tune(path, operation="attention", seconds=0.0)) == []
-    again = list(kernels.tune(path, operation="attention", seconds=0.0, passes=["forward"], again=True))
+    assert list(tune.tune(path, operation="attention", seconds=0.0)) == []
+    again = list(tune.tune(path, operation="attention", seconds=0.0, passes=["forward"], again=True))
     assert [row["kind"] for row in again] == [entry["kind"]]
     table = json.loads(path.read_text())
     (entry,) = table["attention blocks"][here]
@@ -60,8 +60,8 @@ def test_every_kernel_is_tuned(tmp_path, monkeypatch):
     monkeypatch.setattr(contest, "FEWEST", 1)
     path, here = tmp_path / "tuned.json", jax.devices()[0].device_kind
     for one in ("dequant_matmul", "adam8_update", "int8_add"):
-        own = kernels.OPERATIONS[one]
-        list(kernels.tune(path, operation=one, seconds=0.0, only=["triton"]))
+        own = OPERATIONS[one]
+        list(tune.tune(path, operation=one, seconds=0.0, only=["triton"]))
         entries = json.loads(path.read_text())[f"{one} blocks"][here]
         assert [entry["kind"].split()[:2] for entry in entries] == [["triton", of] for of in own.passes]
         assert all(entry["of"] == 2 for entry in entries)
@@ -72,36 +72,36 @@ def test_what_was_measured_before_tuning_stopped_is_kept(tmp_path, monkeypatch):
     monkeypatch.setattr(contest, "BURST", 0.0)
     monkeypatch.setattr(contest, "FEWEST", 1)
     path, operation = tmp_path / "tuned.json", {"operation": "dequant_matmul", "seconds": 0.0}
-    stopped = kernels.tune(path, **operation)
+    stopped = tune.tune(path, **operation)
     first = next(stopped)
     stopped.close()
     (kept,) = json.loads(path.read_text())["dequant_matmul blocks"][jax.devices()[0].device_kind]
     assert kept.items() <= first.items()
-    found = list(kernels.tune(path, **operation, only=["triton"]))
+    found = list(tune.tune(path, **operation, only=["triton"]))
     assert [row["kind"].split()[1] for row in found] == ["backward"]
 
 
 def test_sizes_that_cannot_be_measured_cost_themselves_alone(tmp_path, quick, monkeypatch):
     """One does not compile, one hung before, and so is left out."""
-    compiled, seen = blocks.Pass.compiled, []
+    compiled, seen = work.Pass.compiled, []
 
-    def failing(self, way, work):
+    def failing(self, way, given):
         seen.append(way)
         if len(seen) == 2:  # after the one that the others are held against
             raise OSError("of a compiler's own kind")
-        return compiled(self, way, work)
+        return compiled(self, way, given)
 
-    monkeypatch.setattr(blocks.Pass, "compiled", failing)
-    monkeypatch.setattr(blocks, "DRY_SIZES", 3)
+    monkeypatch.setattr(work.Pass, "compiled", failing)
+    monkeypatch.setattr(tune, "DRY_SIZES", 3)
     hung = "x".join(map(str, attention_tuning.space("triton", "forward", 16, 2, tuning.SHARED["8.9"])[1]))
     given = {"operation": "attention", "seconds": 0.0, "passes": ["forward"]}
-    monkeypatch.setattr(kernels, "_check_contestants", lambda *_: None)
-    (row,) = kernels.tune(tmp_path / "tuned.json", **given, without=[f"triton forward {hung}"])
+    monkeypatch.setattr(kernels, "check_contestants", lambda *_: None)
+    (row,) = tune.tune(tmp_path / "tuned.json", **given, without=[f"triton forward {hung}"])
     assert row["of"] == 2
 
 
 @pytest.mark.parametrize(
-    ("text", "said"), [("{", "is not JSON"), ("[]", "is no table of winners"), (None, "there is no folder")]
+    ("text", "said"), [("{", "is not JSON"), ("[]", "is not a table"), (None, "there is no folder")]
 )
 def test_a_table_that_cannot_be_kept_is_said_before_anything_is_measured(tmp_path, text, said):
     path = tmp_path / "tuned.json"
@@ -110,7 +110,7 @@ def test_a_table_that_cannot_be_kept_is_said_before_anything_is_measured(tmp_pat
     else:
         path.write_text(text)
     with pytest.raises(UserError, match=said):
-        next(kernels.tune(path))
+        next(tune.tune(path))
 
 
 def test_who_wins():
@@ -123,15 +123,15 @@ def test_who_wins():
 
     even = [row("mosaic", "forward", 1.8), row("mosaic", "backward", 9.196)]  # 600 and 300 TFLOP/s
     uneven = [row("triton", "forward", 2.4), row("triton", "backward", 8.374)]  # 450 and 330
-    assert kernels._fastest(attention_, even + uneven)["implementation"] == "triton"
+    assert tune.fastest(attention_, even + uneven)["implementation"] == "triton"
     wrong = [row("triton", "forward", 0.1), row("triton", "backward", 0.1, right=False)]
     half = [row("blockwise", "forward", 0.1)]
     largest = [row("reference", "forward", 0.1), row("reference", "backward", 0.1)]
     others = [row("jax.nn cudnn", "forward", 0.1), {"contestant": "x", "why_not": "y"}]
-    assert kernels._fastest(attention_, even + wrong + half + largest + others)["implementation"] == "mosaic"
+    assert tune.fastest(attention_, even + wrong + half + largest + others)["implementation"] == "mosaic"
     plain = [row("reference", "update", 1.0), row("triton", "update", 2.0)]
-    assert kernels._fastest(update, plain)["implementation"] == "reference"
-    assert kernels._fastest(update, []) is None
+    assert tune.fastest(update, plain)["implementation"] == "reference"
+    assert tune.fastest(update, []) is None
 
 
 @pytest.mark.parametrize("of", attention_tuning.PASSES)
@@ -169,7 +169,7 @@ def test_the_packages_table_is_not_tuned_without_a_gpu():
 def test_what_is_chosen_to_be_tuned_has_to_be_known(tmp_path):
     path = tmp_path / "tuned.json"
     with pytest.raises(UserError, match="long: of which --operation"):
-        next(kernels.tune(path, ["long"]))
+        next(tune.tune(path, ["long"]))
     with pytest.raises(UserError, match=r"no pass 'd_key'.*d_keys"):
-        next(kernels.tune(path, operation="attention", passes=["d_key"]))
+        next(tune.tune(path, operation="attention", passes=["d_key"]))
     assert not path.exists()

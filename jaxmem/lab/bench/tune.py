@@ -1,0 +1,184 @@
+"""The fastest block sizes of each kernel, then the fastest implementation of each operation, kept in a table.
+
+Block sizes: all that a GPU has room for, each checked first, then measured in turns. Implementations: with these block
+sizes, the least time for all passes together among those that are right.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from jaxmem.errors import UserError
+from jaxmem.kernels import tuning
+from jaxmem.kernels.choice import use_table
+from jaxmem.lab.bench import apart, kernels, operations
+from jaxmem.lab.bench.contest import RIGHT, Contestant, Row, Say, take_turns
+from jaxmem.lab.bench.measure import Job, is_selected, measured
+from jaxmem.lab.bench.operations import OPERATIONS
+from jaxmem.lab.bench.work import Operation, Pass, Work
+
+DRY_SIZES = 2  # are enough to see that it works, where nothing is measured
+
+
+def tune(
+    path: Path,
+    names: Sequence[str] = (),
+    *,
+    operation: str | None = None,
+    seconds: float = 5.0,
+    only: Sequence[str] = (),
+    without: Sequence[str] = (),
+    passes: Sequence[str] = (),
+    again: bool = False,
+) -> Iterator[Row]:
+    """Measures, and writes each winner for this kind of device at once into a table beside those of other devices.
+    With `only` or `passes`: only the block sizes of these. What the table has is not measured, except with `again`. On
+    a CPU all of it runs on small shapes, to see that it works."""
+    table = _table(path)
+    if operation is None and (chosen := [*names, *only, *passes]):
+        raise UserError(f"bench tune: {', '.join(chosen)}: of which --operation?")
+    if operation is not None:
+        kernels.check_shapes(operation, names)
+        kernels.check_contestants(operation, [*only, *without], passes)
+    here = kernels.device_row()
+    dry, kind, left_out = here["dry_run"], here["device"], list(without)
+    for one in [operation] if operation else OPERATIONS:
+        own = OPERATIONS[one]
+        works = [(tune_blocks, own.tuned, tuning.table(one))]
+        if not only and not passes:
+            works.append((tune_implementations, own.usual or tuple(own.shapes), one))
+        for work, usual, place in works:
+            known = [] if again else [*table.get(place, {}).get(kind, [])]
+            for name in names or (usual[:1] if dry else usual):
+                chosen = {"only": tuple(only), "passes": tuple(passes), "known": tuple(known)}
+                job = Job(one, name, seconds, dry, peers=False, table=table, **chosen)
+                for row in apart.rows(work, job, without=left_out, limit=kernels.limit(here)):
+                    if "kind" in row:
+                        known.append(row)
+                        _store(path, table, place, kind, row)
+                    yield {"operation": one, "shape": name} | row
+
+
+def tune_blocks(job: Job, *, done: Sequence[Row], without: Sequence[str], say: Say) -> Iterator[Row]:
+    """Entries of the table: one for each kernel whose block sizes can be chosen and that runs here."""
+    own = OPERATIONS[job.operation]
+    capability = getattr(jax.devices()[0], "compute_capability", "")
+    shared = tuning.SHARED.get(capability, min(tuning.SHARED.values()))
+    known = {(entry["kind"], tuple(entry["sizes"])) for entry in (*job.known, *done)}
+    work = own.work(own.shape(job.shape, dry=job.dry))
+    for of, one in (work.kernels or work.passes).items():
+        wanted: list[Any] = []  # computed once, if at all
+        for implementation in own.implementations:
+            kernel = f"{implementation} {of}"
+            is_chosen = not job.passes or of in job.passes
+            if not is_chosen or not is_selected(implementation, of, job.only, without):
+                continue
+            asked = _called_kernels(one, implementation, work).get(kernel)
+            if asked is None or (f"{kernel} {asked.kind}", tuple(asked.sizes)) in known:
+                continue
+            space = [blocks for blocks in asked.space(shared) if is_selected(kernel, _name(blocks), (), without)]
+            if not wanted:
+                say(f"plain {of}")
+                wanted.append(one.wanted(work))
+            contestants = list(_correct(kernel, one, work, wanted[0], space[:DRY_SIZES] if job.dry else space, say))
+            take_turns(contestants, job.seconds, say)
+            seconds = {contestant.of: min(contestant.seconds) for contestant in contestants if not contestant.failed}
+            if seconds:
+                best = min(seconds, key=lambda blocks: seconds[blocks])
+                yield {
+                    "kind": f"{kernel} {asked.kind}",
+                    "sizes": list(asked.sizes),
+                    "blocks": [int(size) for size in best.split("x")],
+                    "of": len(seconds),
+                    "milliseconds": 1e3 * seconds[best],
+                }
+
+
+def _called_kernels(one: Pass, implementation: str, work: Work) -> dict[str, tuning.Asked]:
+    """The kernels that a pass calls by an implementation, if it can."""
+    with tuning.listening() as heard:
+        try:
+            one.traced(implementation, work)
+        except Exception:  # noqa: BLE001 (reported where the implementation is measured)
+            return {}
+    return heard
+
+
+def _correct(
+    kernel: str, one: Pass, work: Work, wanted: Any, space: Iterable[tuple[int, ...]], say: Say
+) -> Iterator[Contestant]:
+    """Those block sizes that compile and give the right result."""
+    for blocks in space:
+        say(f"{kernel} {_name(blocks)}")
+        try:
+            with tuning.forced(kernel, blocks):
+                call = one.compiled(kernel.split(maxsplit=1)[0], work)
+            error = one.far(call(), wanted)
+        except Exception:  # noqa: BLE001, S112 (of many sizes some do not compile)
+            continue
+        if error <= RIGHT:
+            yield Contestant(kernel, _name(blocks), call)
+
+
+def _name(blocks: tuple[int, ...]) -> str:
+    return "x".join(map(str, blocks))
+
+
+def tune_implementations(job: Job, *, done: Sequence[Row], without: Sequence[str], say: Say) -> Iterator[Row]:
+    """The rows that were measured, and the winner's entry."""
+    with use_table(dict(job.table)):
+        choice = operations.choice_for(job.operation, job.shape)
+        call = {"kind": choice.kind, "sizes": list(choice.sizes)}
+        if any(call.items() <= entry.items() for entry in job.known):
+            return
+        rows = []
+        for row in measured(job, done=done, without=without, say=say):
+            rows.append(row)
+            yield row
+    if (winner := fastest(OPERATIONS[job.operation], rows)) is not None:
+        yield call | winner
+
+
+def fastest(own: Operation, rows: Sequence[Row]) -> Row | None:
+    """The implementation with the least time for all passes together. The reference, which holds the most, only wins
+    where it is the one in plain JAX."""
+    timed = [row for row in rows if "milliseconds" in row and row["contestant"] in own.implementations]
+    passes = {row["pass"] for row in timed}
+    taken: dict[str, dict[str, float]] = {}
+    for row in timed:
+        if row["right"]:
+            taken.setdefault(row["contestant"], {})[row["pass"]] = row["milliseconds"]
+    totals = {name: sum(each.values()) for name, each in taken.items() if set(each) == passes}
+    if own.plain != "reference" and len(totals) > 1:
+        totals.pop("reference", None)
+    if not totals:
+        return None
+    return {"implementation": min(totals, key=lambda name: totals[name]), "milliseconds": totals}
+
+
+def _table(path: Path) -> dict[str, Any]:
+    kernels.check_file(path)
+    if not path.exists():
+        return {}
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise UserError(f"{path}: is not JSON ({error}); give a table that bench tune wrote, or a new file") from error
+    if not isinstance(found, dict):
+        raise UserError(f"{path}: is not a table by operation; give one that bench tune wrote, or a new file")
+    return found
+
+
+def _store(path: Path, table: dict[str, Any], name: str, kind: str, row: Row) -> None:
+    """Replaces the entry of the same calls. Written beside and moved, so that the file is always complete."""
+    entries = table.setdefault(name, {}).setdefault(kind, [])
+    others = [entry for entry in entries if (entry["kind"], entry["sizes"]) != (row["kind"], row["sizes"])]
+    table[name][kind] = [*others, row]
+    beside = path.with_name(f"{path.name}.new")
+    beside.write_text(json.dumps(table, indent=1, allow_nan=False) + "\n", encoding="utf-8")
+    beside.replace(path)
