@@ -1,4 +1,4 @@
-"""Operations on plain arrays, useful to anyone with jax; nothing here imports jaxmem.
+"""Operations on plain arrays, useful to anyone with jax; nothing here imports jaxmem outside of `jaxmem.kernels`.
 
 One folder per operation: `reference.py` is the contract, beside it stand the implementations, the checks of arguments
 that they share, and the real shapes they are tested and measured with. An operation is imported when it is first used,

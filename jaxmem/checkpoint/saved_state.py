@@ -21,7 +21,7 @@ from jaxmem.step.state import TrainState
 
 
 class SavedState:
-    """Of one program. `config`, where one is asked for, is that of the run that saved, as JSON."""
+    """Converts the state of one program to and from checkpoints. `config` is that of the run that saved, as JSON."""
 
     def __init__(self, program: Program) -> None:
         self._program, self._model, self._spec = program, program.model, program.spec

@@ -12,8 +12,8 @@ beginning.
 
 Unpacked, a row is the beginning of one record, then padding: segment 0, mask 0.
 
-A document that is whole (a conversation, which would lose its question) is not divided: if it does not fit into the
-rest of a row, that is padding and the next row begins with it. Tokens that are not targets have mask 0.
+A document that must not be divided (a conversation, which would lose its question) stays together: if it does not fit
+into the rest of a row, that is padding and the next row begins with it. Tokens that are not targets have mask 0.
 """
 
 from __future__ import annotations

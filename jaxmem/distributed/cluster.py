@@ -203,9 +203,9 @@ def _expanded(counts: str) -> list[int]:
     return [int(count) for count, times in found for _ in range(int(times or 1))]
 
 
-def _number(given: dict[str, str], name: str) -> int | None:
-    if name not in given:
+def _number(environment: dict[str, str], name: str) -> int | None:
+    if name not in environment:
         return None
-    if not given[name].isdigit():
-        raise UserError(f"{name}={given[name]!r} is not an integer")
-    return int(given[name])
+    if not environment[name].isdigit():
+        raise UserError(f"{name}={environment[name]!r} is not an integer")
+    return int(environment[name])

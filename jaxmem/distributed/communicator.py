@@ -84,7 +84,7 @@ def _compiled(mesh: Mesh, axis: str, collective: str, option: Any = None) -> Any
             return jax.lax.psum(jnp.where(is_root, x, jnp.zeros_like(x)), axis)
         if not scattered:
             return _REDUCE[option](x, axis)
-        if option == "max":  # there is no reduce-scatter by maximum: exchange the parts, then compare
+        if option == "max":  # there is no reduce-scatter by maximum: all-to-all, then compare
             parts = x.reshape(size, -1, *x.shape[1:])
             return jnp.max(jax.lax.all_to_all(parts, axis, 0, 0), axis=0)[None]
         part = jax.lax.psum_scatter(x, axis, tiled=True)

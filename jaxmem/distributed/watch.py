@@ -29,7 +29,7 @@ HTTP2_PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes(
     (0, 0, 0, 4, 0, 0, 0, 0, 0)
 )  # and empty settings (RFC 9113)
 ANSWER_TIMEOUT = 5.0  # s
-ADVICE = "checkpoints are whole; run the same command again to resume"
+ADVICE = "checkpoints are complete; run the same command again to resume"
 
 
 class Watch:

@@ -33,7 +33,8 @@ def store(w: Float[Array, "*shape"], axes: Axes, storage: Storage) -> jax.Array 
     """A new weight, or one layer of it, in the form in which it is stored between steps.
 
     Matrices are quantized, in blocks along the dimension that a matmul sums over: `in` of [in, out], the embedding
-    dimension of [vocab, embed]. Vectors stay in float32. A quantized weight has the dtype bfloat16 for an optimizer.
+    dimension of [vocab, embed]. Vectors, and matrices of fewer than 16 values per column, stay in float32. A quantized
+    weight has the dtype bfloat16 for an optimizer.
     """
     stored = _converted(w, axes, storage)
     return to_host(stored) if storage.on_host and w.ndim > 1 else stored

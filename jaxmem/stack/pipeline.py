@@ -213,9 +213,9 @@ def _picked_forward(turn: jax.Array, weight: jax.Array) -> tuple[jax.Array, tupl
     return _picked(turn, weight), (turn, weight.shape[0])
 
 
-def _picked_backward(kept: tuple[jax.Array, int], g: jax.Array) -> tuple[None, jax.Array]:
+def _picked_backward(saved: tuple[jax.Array, int], g: jax.Array) -> tuple[None, jax.Array]:
     """Written with `where`: a scatter would first write zeros for all rounds."""
-    turn, rounds = kept
+    turn, rounds = saved
     numbers = jnp.arange(rounds, dtype=jnp.int32).reshape(-1, *[1] * g.ndim)
     return None, jnp.where(numbers == turn, g[None], jnp.zeros_like(g))
 

@@ -61,9 +61,9 @@ class ForwardPass(ABC):
             stacked = weights(carried)
             own, one = layer_with(stacked, layer, fetched), take_layer(self.applied.inputs, layer)
             fetched = fetch_layer(stacked, layer - 1)
-            kept, ahead = self._at(layer, stacked, ahead)
+            saved, ahead = self._at(layer, stacked, ahead)
             beside_layer = fetch(carried, layer)
-            dw, dx = self._gradients(own, split_micro_batches(one, self.micro), beside, kept, g)
+            dw, dx = self._gradients(own, split_micro_batches(one, self.micro), beside, saved, g)
             # Reads before the visitor writes: otherwise XLA would copy the old weights.
             layer, dw, dx, beside_layer = jax.lax.optimization_barrier((layer, dw, dx, beside_layer))
             return visit(carried, layer, dw, beside_layer), dx, ahead, fetched
@@ -82,23 +82,23 @@ class ForwardPass(ABC):
         """What a layer's derivative is computed from, and what is carried on."""
 
     @abstractmethod
-    def _derivative(self, weights: Any, one: Any, beside: Any, kept: Any) -> Derivative:
-        """Of one layer."""
+    def _derivative(self, weights: Any, one: Any, beside: Any, saved: Any) -> Derivative:
+        """The derivative of one layer."""
 
-    def _gradients(self, weights: Any, one: Any, beside: Any, kept: Any, g: Any) -> tuple[Any, Any]:
-        """Of a layer's weights, and of its x."""
+    def _gradients(self, weights: Any, one: Any, beside: Any, saved: Any, g: Any) -> tuple[Any, Any]:
+        """The gradients of a layer's weights and of its input."""
         if self.micro == 1:
-            return self._derivative(weights, one, beside, kept)(g)
+            return self._derivative(weights, one, beside, saved)(g)
 
         def add(total: Any, xs: Any) -> tuple[Any, Any]:
             *at_hand, g = xs
             dw, dx = self._derivative(weights, *at_hand)(g)
             return jax.tree.map(lambda t, x: t + x.astype(t.dtype), total, dw), dx
 
-        zeros = jax.tree.map(lambda w: jnp.zeros(w.shape, jnp.float32), self._points(weights))
-        return jax.lax.scan(add, zeros, (one, beside, kept, g))
+        zeros = jax.tree.map(lambda w: jnp.zeros(w.shape, jnp.float32), self._differentiable(weights))
+        return jax.lax.scan(add, zeros, (one, beside, saved, g))
 
-    def _points(self, weights: Any) -> Any:
+    def _differentiable(self, weights: Any) -> Any:
         return differentiable(_select(self.trainable, weights), self.dtype)
 
 
@@ -124,9 +124,9 @@ class SavedPass(ForwardPass):
     def _fetched(self, layer: jax.Array) -> list[jax.Array]:
         return to_device(self._of(layer))
 
-    def _derivative(self, weights: Any, one: Any, beside: Any, kept: list[jax.Array]) -> Derivative:
-        at_hand = jax.tree.leaves((self._points(weights), weights, one, beside))
-        rest = iter(kept)
+    def _derivative(self, weights: Any, one: Any, beside: Any, saved: list[jax.Array]) -> Derivative:
+        at_hand = jax.tree.leaves((self._differentiable(weights), weights, one, beside))
+        rest = iter(saved)
         leaves = [next(rest) if place is None else at_hand[place] for place in self.sources]
         derivative: Derivative = jax.tree.unflatten(self.treedef, leaves)
         return derivative
@@ -149,11 +149,11 @@ class ScheduledPass(ForwardPass):
         x = take_layer(slots, slot)
         return to_device(x) if on_host else x, slots
 
-    def _derivative(self, weights: Any, one: Any, beside: Any, kept: Any) -> Derivative:
+    def _derivative(self, weights: Any, one: Any, beside: Any, saved: Any) -> Derivative:
         def run(at: Any, x: Any) -> Any:
             return self.applied.run(with_gradients(weights, at), x, one, beside)[0]
 
-        return jax.vjp(run, self._points(weights), kept)[1]
+        return jax.vjp(run, self._differentiable(weights), saved)[1]
 
 
 def forward(applied: StackCall, trainable: Any = True, dtype: DTypeLike | None = None, micro: int = 1) -> ForwardPass:
@@ -168,8 +168,8 @@ def forward(applied: StackCall, trainable: Any = True, dtype: DTypeLike | None =
 
     def layers(batch: tuple[Any, Any, Any]) -> tuple[Any, list[jax.Array]]:
         x, inputs, beside = batch
-        y, _, kept = scan_layers(step, beside, applied.weights, x, inputs)
-        return y, kept
+        y, _, saved = scan_layers(step, beside, applied.weights, x, inputs)
+        return y, saved
 
     def step(beside: Any, one: Any, weights: Any, x: Any) -> tuple[Any, Any, list[jax.Array]]:
         at = differentiable(_select(trainable, weights), dtype)
@@ -178,16 +178,16 @@ def forward(applied: StackCall, trainable: Any = True, dtype: DTypeLike | None =
         places = {id(leaf): place for place, leaf in enumerate(jax.tree.leaves((at, weights, one, beside)))}
         given = tuple(places.get(id(leaf)) for leaf in leaves)
         derivative_form[:] = [tree, given]
-        kept = [jnp.asarray(leaf) for leaf, place in zip(leaves, given, strict=True) if place is None]
-        return y, beside, to_host(kept) if applied.on_host else kept
+        saved = [jnp.asarray(leaf) for leaf, place in zip(leaves, given, strict=True) if place is None]
+        return y, beside, to_host(saved) if applied.on_host else saved
 
     batch = (
         split_micro_batches(applied.x, micro),
         split_micro_batches(applied.inputs, micro, 1),
         split_micro_batches(applied.beside, micro),
     )
-    y, kept = layers(batch) if micro == 1 else jax.lax.map(layers, batch)
-    return SavedPass(applied, merge_micro_batches(y, micro), dtype, trainable, micro, kept, *derivative_form)
+    y, saved = layers(batch) if micro == 1 else jax.lax.map(layers, batch)
+    return SavedPass(applied, merge_micro_batches(y, micro), dtype, trainable, micro, saved, *derivative_form)
 
 
 def _select(trainable: Any, weights: Any) -> Any:
@@ -229,4 +229,5 @@ def _devices() -> int:
 
 
 def take_layer(stacked: Any, layer: jax.Array, dim: int = 0) -> Any:
+    """One layer of stacked arrays; `dim` is the dimension of layers."""
     return jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, layer, dim, keepdims=False), stacked)

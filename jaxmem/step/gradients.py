@@ -11,6 +11,8 @@ compiled separately, after the loop over the others.
 
 For each device to have gradients of its own, the loss is `jax.vmap`ped over groups of rows, one per device along these
 mesh axes, each with its own view of the same weights. Nothing is copied: a group is where its weights are.
+
+`memory.update: during` has its own loop over micro-batches (`stack.reverse`).
 """
 
 from __future__ import annotations
@@ -35,7 +37,8 @@ Loss = Callable[[Params, Batch, jax.Array], tuple[jax.Array, Sums]]  # (weights,
 
 
 def at_once(loss: Loss, params: Params, batch: Batch, keys: jax.Array, axes: Any) -> tuple[Params, Sums]:
-    """Of one batch, reduced as they are computed."""
+    """Gradients of one batch, reduce-scattered as they are computed: the constraint in `sharding.gather` makes XLA do
+    it."""
     grads, sums = jax.grad(loss, has_aux=True)(params, batch, keys)
     # Constrained to their sharding, so that they are reduce-scattered and never held whole.
     return constrain_tree(grads, axes, "gradients"), sums
@@ -44,8 +47,8 @@ def at_once(loss: Loss, params: Params, batch: Batch, keys: jax.Array, axes: Any
 def accumulated(
     loss: Loss, params: Params, batch: Batch, keys: jax.Array, axes: Any, dtype: DTypeLike
 ) -> tuple[Params, Sums]:
-    """Of micro-batches one after the other, accumulated in float32: leaves of the batch and `keys` are [micro-batches,
-    rows, ...]; `dtype` is that in which gradients are communicated."""
+    """Gradients of micro-batches one after the other, accumulated in float32: leaves of the batch and `keys` are
+    [micro-batches, rows, ...]; `dtype` is that in which gradients are communicated."""
     layout = current()
     local = _LocalGradients(layout, axes, dtype) if layout is not None and layout.local_gradient_axes else None
 
@@ -68,7 +71,8 @@ def accumulated(
 def in_one_pass(
     loss: Loss, params: Params, batch: Batch, keys: jax.Array, axes: Any, dtype: DTypeLike
 ) -> tuple[Params, Sums]:
-    """Of micro-batches that `loss` takes all at once, as pipeline stages do; it accumulates their gradients itself."""
+    """Gradients of micro-batches that `loss` takes all at once, as pipeline stages do; it accumulates their gradients
+    itself."""
     layout = current()
     if layout is None or not layout.local_gradient_axes:
         return at_once(loss, params, batch, keys, axes)
@@ -85,7 +89,7 @@ class _LocalGradients:
         self._groups = layout.size(self._over)
 
     def gradients(self, loss: Loss, params: Params, batch: Batch, keys: jax.Array) -> tuple[Params, Sums]:
-        """Of a micro-batch, [groups, ...]."""
+        """Gradients of a micro-batch, [groups, ...]."""
         grads, sums = self._differentiate(loss, self._per_group(params), batch, keys)
         return self._pinned(grads, "gradients"), sums
 

@@ -16,7 +16,7 @@ Tree = Any
 
 
 def offloaded_state(axes: Tree) -> Tree:
-    """Of each array of the optimizer state, whether `memory.offload: optimizer` moves it."""
+    """For each array of the optimizer state, whether `memory.offload: optimizer` moves it."""
 
     def one(axes: Axes) -> bool:
         return axes[:1] == ("layer",) or "vocab" in (axis and axis_name(axis) for axis in axes)
@@ -25,7 +25,7 @@ def offloaded_state(axes: Tree) -> Tree:
 
 
 def offloaded_weights(axes: Tree, trainable: Tree, stored: Tree) -> Tree:
-    """Of each array that parameters are stored in, whether `memory.offload: frozen` moves it: matrices that are not
+    """For each array that parameters are stored in, whether `memory.offload: frozen` moves it: matrices that are not
     trainable. `stored` are the axes of these arrays; `trainable` has None in place of frozen parameters."""
 
     def one(axes: Axes, trainable: Axes | None, stored: Tree) -> Tree:
@@ -41,7 +41,7 @@ def send(tree: Tree, is_on_host: Tree) -> Tree:
 
 
 def memory_kinds(device: Any) -> set[str] | None:
-    """The memories that a device can address; None for a device that is only described."""
+    """The memories that a device can address; None for a compile-only device."""
     return {memory.kind for memory in device.addressable_memories()} or None
 
 
@@ -65,7 +65,7 @@ def place(shapes: Tree, is_on_host: Tree, devices: np.ndarray) -> Tree:
 
 
 def annotate(lowered: jax.stages.Lowered) -> jax.stages.Lowered:
-    """For devices that are only described, whose memories jax does not know: arguments whose first use sends them to
+    """For compile-only devices, whose memories jax does not know: arguments whose first use sends them to
     the host are marked as being there, and so are results that are sent there last."""
     module: Any = lowered.compiler_ir()
     with module.context:

@@ -1,4 +1,4 @@
-"""Objectives: from a network and a batch to sums, which steps, evaluations and micro-batches add up.
+"""Objectives: sums over a batch, which steps, evaluations and micro-batches add up.
 
 An objective returns sums, never means: of the loss, of correct predictions, and the count. They are divided at the
 end, so that micro-batches of unequal size have the weight that they have in one large batch. It has two halves, since

@@ -198,9 +198,9 @@ class Program:
         with self.lowering():
             jitted = jax.jit(function, donate_argnums=donated, out_shardings=outputs, compiler_options=options)
             lowered = jitted.lower(*arguments)
-        # jax knows no memories of a device that is only described; the lowered program is annotated instead.
-        described = host_placement.memory_kinds(self.layout.mesh.devices.flat[0]) is None
-        return host_placement.annotate(lowered) if self.spec.has_offload and described else lowered
+        # jax knows no memories of a compile-only device; the lowered program is annotated instead.
+        is_compile_only = host_placement.memory_kinds(self.layout.mesh.devices.flat[0]) is None
+        return host_placement.annotate(lowered) if self.spec.has_offload and is_compile_only else lowered
 
 
 def program(cfg: Config, devices: Sequence[Any] | None = None) -> Program:

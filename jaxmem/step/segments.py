@@ -55,6 +55,7 @@ class Segments:
         network = nnx.merge(self._graphdef, params)
         with cut_by(run):
             x = self._objective.features(network, batch, key)
+            # Only where the loss computes with a matrix that is cut out: running it adds that cut.
             if self._uses_cut_matrix(partial(self._objective.sums, network), x):
                 self._objective.sums(network, x, batch)
         self._paths = [_path_of(params, weights) for weights in self._cut_weights]
@@ -91,7 +92,7 @@ class Segments:
 
     @cached_property
     def last(self) -> Tree:
-        """Of the parameters in no stack those that only the last function reads: a separate output projection."""
+        """The parameters in no stack that only the last function reads: usually the final norm."""
         earlier = set().union(*self._read[:-1])
         paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(self._at)]
         return _without(self._at, [path for path in paths if path in earlier] + list(self.matrices))

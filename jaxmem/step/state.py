@@ -51,11 +51,11 @@ class StateSpec:
 
     @cached_property
     def optimizer(self) -> optax.GradientTransformationExtraArgs:
-        """Of all trainable parameters."""
+        """The optimizer of all trainable parameters."""
         return self.optimizer_for(self.model.select(self.model.axes))
 
     def optimizer_for(self, axes: Any) -> optax.GradientTransformationExtraArgs:
-        """Of the parameters that have these axes, a subset of the trainable ones."""
+        """The optimizer of the parameters that have these axes, a subset of the trainable ones."""
         tx = optim.build(self.cfg.optimizer, self.learning_rate, axes)
         if self.cfg.adapter.lora_plus_ratio != 1.0:
             tx = optim.scale_updates(tx, self.cfg.adapter.lora_plus_ratio, ("*.lora.b",))
@@ -115,7 +115,7 @@ class StateSpec:
 
     @cached_property
     def is_on_host(self) -> TrainState:
-        """Of each array of the state, whether it is in host memory between updates."""
+        """For each array of the state, whether it is in host memory between updates."""
         on_host = jax.tree.map(lambda _: False, self._shapes)
         if self.offloads("optimizer"):
             on_host = dataclasses.replace(on_host, opt_state=host_placement.offloaded_state(self.opt_axes))

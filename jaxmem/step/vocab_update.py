@@ -34,7 +34,7 @@ Tree = Any
 
 @dataclass(frozen=True)
 class VocabUpdate:
-    """Of the one matrix in a part of the parameters."""
+    """The update of the one matrix in a group of parameters."""
 
     part: ParameterGroup
     weights: Tree

@@ -80,7 +80,7 @@ def capped_scores(
 
 
 def _is_unit(scale: float) -> bool:
-    """Positive, so that the largest product is the largest score, and not so small that a quotient overflows."""
+    """Positive, so that the largest dot product is the largest score, and not so small that a quotient overflows."""
     return scale > 1e-6
 
 

@@ -3,12 +3,12 @@
 A tile is a block of queries of every head by a block of keys. The forward pass keeps a running maximum and
 sum of each row (Milakov and Gimelshein, arXiv:1805.02867; Rabe and Staats, arXiv:2112.05682) and visits only
 tiles in which something is visible. It saves the output and each row's log-sum-exp; the backward pass makes
-each tile's probabilities anew from those (Dao et al., arXiv:2205.14135).
+the probabilities of each tile from those (Dao et al., arXiv:2205.14135).
 
 Time, with P visible (query, key) pairs: 4 P dim operations a head forward, 10 P dim backward.
 Bytes beside inputs and outputs: batch x heads x (a few tiles + a few times time x dim), never time x time.
 
-Batch and heads stay dimensions of their own throughout, so that arrays split over them stay where they are.
+Batch and heads stay dimensions of their own throughout, so that arrays sharded over them stay where they are.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ SHORT_BLOCKS = 4
 LONG_BLOCK = 256
 
 # A remat policy that keeps this name (`jax.checkpoint_policies.save_only_these_names`) spares the backward pass
-# a second forward pass through attention, for time x (dim + 1) numbers a head.
+# a second forward pass through attention, for time x (dim + 1) values per head.
 SAVED = "attention"
 
 
@@ -103,9 +103,9 @@ def _backward(options: Options, saved: Any, cotangents: tuple[Outputs, Rows]) ->
     q, k, v, extras, out, lse = saved
     d_out, d_lse = cotangents
     problem = Problem(options, extras, q.shape[3], k.shape[2])
-    # d(loss)/d(score) = p (dp - inner): the row's product of output and cotangent, less the cotangent of the
+    # d(loss)/d(score) = p (dp - inner): the row's dot product of output and cotangent, less the cotangent of the
     # log-sum-exp. In a row that sees nothing p = exp(-inf) = 0, once its lse of -inf is out of the way.
-    # A product with ones, because XLA:CPU of jax 0.10 takes 15 times as long for sums of so few numbers.
+    # A matmul with ones, because XLA:CPU of jax 0.10 takes 15 times as long for sums of so few numbers.
     both, ones = out.astype(jnp.float32) * d_out.astype(jnp.float32), jnp.ones(out.shape[-1:], jnp.float32)
     inner = jnp.matmul(both, ones, precision=jax.lax.Precision.HIGHEST).transpose(0, 2, 3, 1) - d_lse
     lse = jnp.where(jnp.isneginf(lse), 0.0, lse)
@@ -153,7 +153,7 @@ def _tile_backward(
 ) -> tuple[Any, ...]:
     """A tile's part of dq (as [batch, kv_heads, dim, group, queries]), dk and dv.
 
-    Every product's left side is contracted over its last dimension, as the fast libraries on CPUs want it;
+    Every matmul's left side is contracted over its last dimension, as the fast libraries on CPUs want it;
     `k_turned` is there for the one of dq.
     """
     batch, heads, groups, queries, dim = q.shape

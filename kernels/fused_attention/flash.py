@@ -77,7 +77,7 @@ def _forward(passes: Passes, options: Options, q: Any, k: Any, v: Any, extras: E
 def _backward(passes: Passes, options: Options, saved: Any, cotangents: tuple[Any, Any]) -> tuple[Any, ...]:
     q, k, v, extras, out, lse = saved
     d_out, d_lse = cotangents
-    # d(loss)/d(score) = p (dp - inner): the row's product of output and cotangent, less the cotangent of the
+    # d(loss)/d(score) = p (dp - inner): the row's dot product of output and cotangent, less the cotangent of the
     # log-sum-exp. A row that sees nothing has p = exp(-inf) = 0, once its log-sum-exp of -inf is out of the way.
     inner = jnp.sum(out.astype(jnp.float32) * d_out.astype(jnp.float32), axis=-1).swapaxes(1, 2) - d_lse
     one_pass = None if options.deterministic else passes.one_pass

@@ -79,7 +79,7 @@ def gradients(
     size = call.blocks.queries
     shape = (ROWS, size)
     base = call.unit * LOG2E
-    # Where registers are enough, the product for the gradient runs while the scores become probabilities.
+    # Where registers are enough, the matmul for the gradient runs while the scores become probabilities.
     running = 1 if call.options.soft_cap is None and not call.options.dropout else 0
     more = 1.0 / (1.0 - call.options.dropout)  # times what dropout leaves
 
@@ -127,7 +127,7 @@ def gradients(
                     _and_to_dq(together, n, number, ds, (dk, q), own.held[0].at[pl.ds(zero, COMPUTING)], there)
 
                 zeros = zeros_in(shape, WGMMA)
-                # The product is added to what is to be subtracted from it: fewer registers.
+                # The matmul accumulates into what is to be subtracted from it: fewer registers.
                 starts = *sums, zeros, less() if words is None else zeros
                 dk, dv, *_ = pl.run_state(multiply)(tuple(map(plgpu.WGMMAAccumulatorRef.init, starts)))
                 plgpu.barrier_arrive(queries.free.at[slot])

@@ -1,7 +1,7 @@
 """What the programs of the Mosaic GPU kernels are made of: places, copies by TMA, arithmetic on what lies in registers.
 
-Arrays in registers lie as products leave them (`WGMMA`): of numbers for each row, `BY_ROW`, of numbers for each column,
-`BY_COLUMN`. TMA fills with zeros what it reads beyond the end of an array, and writes nothing there.
+Arrays in registers have the layout that matmuls leave them in (`WGMMA`): of numbers for each row, `BY_ROW`, of numbers
+for each column, `BY_COLUMN`. TMA fills with zeros what it reads beyond the end of an array, and writes nothing there.
 """
 
 from __future__ import annotations

@@ -64,7 +64,7 @@ def forward(
     rows_held: Any,
     turns: Any,
 ) -> None:
-    """The two warpgroups take turns: the products of one, of its scores and with the probabilities of the block before,
+    """The two warpgroups take turns: the matmuls of one, of its scores and with the probabilities of the block before,
     hide the softmax of the other. Each program visits one block at least, so that there is something to begin with."""
     number, head, batch = (lax.axis_index(name) for name in (THREAD, HEAD, BATCH))
     block = reversed_block(call.queries, call.blocks.queries)

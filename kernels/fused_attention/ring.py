@@ -1,8 +1,8 @@
-"""Attention of sequences that lie split over a mesh axis: run these inside `jax.shard_map`, on each device's part.
+"""Attention of sequences that are sharded over a mesh axis: run these inside `jax.shard_map`, on each device's part.
 
-`ring` (Liu et al., arXiv:2310.01889): keys and values go round; each device attends to what it holds and merges
-by log-sum-exp. A causal mask would leave the first devices idle, so the time lies in the order of `places`: of 2n
-chunks, device i has the i-th from the front and the i-th from the back, and every message finds the same work
+`ring` (Liu et al., arXiv:2310.01889): keys and values are passed around the ring; each device attends to what it holds
+and merges by log-sum-exp. A causal mask would leave the first devices idle, so the time lies in the order of `places`:
+of 2n chunks, device i has the i-th from the front and the i-th from the back, and every message finds the same work
 everywhere. `halo`: with a window, a device needs just the keys before its own, and the time lies as it is.
 
 With c devices, T positions each and windows of w, a device sends, of keys and of values:

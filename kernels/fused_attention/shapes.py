@@ -22,7 +22,7 @@ class Shape(NamedTuple):
 
     @property
     def flops(self) -> int:
-        """Of the forward pass: two products of 2 dim operations a pair. The backward pass has five: 2.5 times."""
+        """Of the forward pass: two matmuls of 2 dim operations per pair. The backward pass has five: 2.5 times."""
         return 4 * self.batch * self.heads * self.pairs * self.dim
 
 

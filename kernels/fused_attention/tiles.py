@@ -42,7 +42,7 @@ class Order(NamedTuple):
 
 
 FORWARD = Order(group=2, query=3, key=4)  # sums over keys run along the last dimension
-BACKWARD = Order(group=3, query=4, key=2)  # keys are the rows: the products for dk and dv read the tile as it lies
+BACKWARD = Order(group=3, query=4, key=2)  # keys are the rows: the matmuls for dk and dv read the tile as it lies
 
 
 class Problem(NamedTuple):

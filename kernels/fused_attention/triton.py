@@ -47,7 +47,7 @@ class Static:
     threshold: int  # words below it are dropped
     kept_weight: float
     scale: float
-    factor: float  # what a product of q and k is multiplied with to be a score
+    factor: float  # scores are this times the dot product of q and k
     tanh_factor: float | None  # with a soft cap: 2 log2(e) times what tanh takes
     unit: float  # `Call.unit`
     base: float  # what a difference of scores is multiplied with to be an exponent of 2

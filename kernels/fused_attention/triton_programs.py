@@ -257,7 +257,7 @@ def d_keys_over(
     start, stop, dk, dv, k, v, q_ptr, d_out_ptr, rows_ptr, inner_ptr, ids_ptr, seed_ptr, theirs, key, row,
     masked: tl.constexpr, s: tl.constexpr,
 ):  # fmt: skip
-    """Scores lie transposed, keys by queries, as both products read them. Rows beyond the last query are zeros in q
+    """Scores lie transposed, keys by queries, as both matmuls read them. Rows beyond the last query are zeros in q
     and d_out and add nothing."""
     for i in range(start, stop):
         first = i * s.rows

@@ -1,4 +1,4 @@
-"""Arguments of the product, checked in one place for all implementations."""
+"""Arguments of the matmul, checked in one place for all implementations."""
 
 from __future__ import annotations
 

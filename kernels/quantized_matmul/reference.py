@@ -1,4 +1,4 @@
-"""The product by definition: the weight dequantized whole, then multiplied. The contract.
+"""The matmul by definition: the weight dequantized whole, then multiplied. The contract.
 
 Beside its arguments it holds the weight in the dtype of x, inputs x outputs numbers, and writes and reads it once more.
 """

@@ -15,12 +15,12 @@ class Shape(NamedTuple):
 
     @property
     def flops(self) -> int:
-        """Of the product, forward or with respect to activations."""
+        """Of the matmul, forward or with respect to activations."""
         return 2 * self.tokens * self.inputs * self.outputs
 
     @property
     def weight_bytes(self) -> float:
-        """As it rests: codes and constants."""
+        """As stored: codes and scales."""
         bits = 8 if self.format == "int8" else 4
         return self.inputs * self.outputs * (bits / 8 + (1 if self.double else 4) / self.block)
 

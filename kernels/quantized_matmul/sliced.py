@@ -1,4 +1,4 @@
-"""The product in plain JAX, a slice of the weight at a time: runs wherever XLA does.
+"""The matmul in plain JAX, a slice of the weight at a time: runs wherever XLA does.
 
 A slice of 8 M numbers is dequantized and used at once: 16 MiB in bfloat16, which the second-level caches of large GPUs
 hold, in place of the whole weight (896 MiB of a 16384 x 28672 one). Forward a slice is some of the outputs, backward

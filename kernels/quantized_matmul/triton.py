@@ -1,4 +1,4 @@
-"""The product as Triton kernels: codes become numbers in registers, on their way to a matmul.
+"""The matmul as Triton kernels: codes are dequantized in registers, on their way to a matmul.
 
 Forward, a program makes a tile of the result: at each step it reads a tile of x and one of codes. Where a byte holds
 two codes, those are neighbours along the sum, so the bytes' first codes meet the even columns of x and their second

@@ -1,4 +1,4 @@
-"""The Triton programs of the product; `triton.py` launches them. `s` is `triton.Tiling`, known at compile time."""
+"""The Triton programs of the matmul; `triton.py` launches them. `s` is `triton.Tiling`, known at compile time."""
 
 from __future__ import annotations
 
