@@ -16,7 +16,7 @@ set -uo pipefail
 export SRUN_CPUS_PER_TASK="${SLURM_CPUS_PER_TASK:-1}"    # srun does not take it over by itself
 config="${1:?give a config: sbatch docs/clusters/slurm.sh configs/NAME.yaml}"
 
-srun --kill-on-bad-exit=0 jaxmem train "$config" mesh.fsdp=-1 cluster.heartbeat=30
+srun --kill-on-bad-exit=0 jaxmem train "$config" mesh.fsdp=-1 cluster.heartbeat_timeout=30
 code=$?
 
 if [ "$code" -eq 75 ]; then
