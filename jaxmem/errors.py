@@ -39,3 +39,36 @@ def nearest(name: str, known: Iterable[str]) -> str:
     known = sorted(known)
     close = difflib.get_close_matches(name, known, n=1, cutoff=0.6)
     return f"; did you mean {close[0]}?" if close else f"; known: {', '.join(known)}"
+
+
+def as_yaml(value: object) -> str:
+    """A config's value as it is written in YAML.
+
+    >>> as_yaml(None), as_yaml(True), as_yaml(("fsdp", 1e-4))
+    ('null', 'true', '[fsdp, 0.0001]')
+    """
+    match value:
+        case None | bool():
+            return {None: "null", True: "true", False: "false"}[value]
+        case float():
+            return f"{value:g}"
+        case tuple() | list():
+            return f"[{', '.join(map(as_yaml, value))}]"
+        case _:
+            return str(value)
+
+
+def unsupported(setting: str, other: str, use: str) -> str:
+    """
+    >>> unsupported("mesh.context=2", "memory.attention=triton", "auto")
+    'mesh.context=2 does not support memory.attention=triton; use auto'
+    """
+    return f"{setting} does not support {other}; use {use}"
+
+
+def required(setting: str, key: str, allowed: Iterable[str], given: object) -> str:
+    """
+    >>> required("objective.beta=1", "objective.name", ("dpo",), "classify")
+    'objective.beta=1 requires objective.name=dpo, not classify'
+    """
+    return f"{setting} requires {key}={' or '.join(allowed)}, not {as_yaml(given)}"

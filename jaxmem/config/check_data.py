@@ -1,4 +1,4 @@
-"""What can be known to be wrong with the data of a run, before jax starts and before any file is opened."""
+"""Errors in the section `data`, before any file is opened."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from jaxmem.config.networks import Decoder
 from jaxmem.config.sections import Config, Data, Source
 from jaxmem.config.sources import SOURCES
+from jaxmem.errors import as_yaml, required, unsupported
 
 BYTE_VOCAB = 257  # 256 bytes and the end of a document
 DIGIT_SHAPE = (8, 1)  # pixels a side, channels
@@ -22,39 +23,36 @@ def check_data(cfg: Config) -> Iterator[str]:
 
 
 def _pairs(cfg: Config) -> Iterator[str]:
-    """What dpo asks of data and batch."""
-    dpo, data = cfg.objective.name == "dpo", cfg.data
+    """What dpo requires of data and batch."""
+    is_dpo, data, batch = cfg.objective.name == "dpo", cfg.data, cfg.batch
     for key, source in _places(cfg):
-        if (source.source == "preference") != dpo and isinstance(cfg.model, Decoder):
-            use = "data.source=preference" if dpo else "objective.name=dpo, or data.source=chat"
-            yield f"{key}.source: {source.source} does not go with objective {cfg.objective.name}; use {use}"
-    if not dpo:
-        if data.reference_logprobs is not None:
-            yield f"data.reference_logprobs: only objective dpo has one, not {cfg.objective.name}"
+        if (source.source == "preference") != is_dpo and isinstance(cfg.model, Decoder):
+            use = "data.source=preference" if is_dpo else "objective.name=dpo, or data.source=chat"
+            yield unsupported(f"{key}.source={source.source}", f"objective.name={cfg.objective.name}", use)
+    if not is_dpo:
         return
-    if data.mixture:
-        yield "data.mixture: the reference's log-probabilities lie beside one source; give data.source and data.path"
+    if data.mixture:  # the reference's log-probabilities are stored beside one source
+        yield unsupported("objective.name=dpo", "data.mixture", "data.source and data.path")
     if data.packing:
-        yield "data.packing: dpo compares whole answers, each in its own row; use false"
-    if cfg.batch.global_size // cfg.batch.accumulate % 2:
-        yield (
-            f"batch.global_size: {cfg.batch.global_size} over accumulate {cfg.batch.accumulate} makes no pairs, which"
-            " dpo compares; use an even number of rows"
-        )
+        yield unsupported("objective.name=dpo", "data.packing=true", "false")
+    if batch.global_size // batch.accumulate % 2:
+        rows = f"batch.global_size={batch.global_size} with batch.accumulate={batch.accumulate}"
+        yield f"objective.name=dpo requires an even number of rows in a micro-batch; {rows} is odd"
 
 
 def _sources(cfg: Config) -> Iterator[str]:
-    default = Source()
     for key, source in _places(cfg):
         kind = source.source
         if kind in NEEDS_PATH and source.path is None:
-            yield f"{key}.path: missing; source {kind} needs a file, a directory or a glob"
+            yield f"{key}.source={kind} requires {key}.path; set a file, a directory or a glob"
         if kind not in NEEDS_PATH and source.path is not None:
-            yield f"{key}.path: source {kind} has none; those that do: {', '.join(NEEDS_PATH)}"
-        if kind not in HAS_FIELDS and source.field != default.field:
-            yield f"{key}.field: source {kind} has none; those that do: {', '.join(HAS_FIELDS)}"
-        if (kind == "digits") == isinstance(cfg.model, Decoder):
-            yield f"{key}.source: {kind} does not go with family {cfg.model.family}"
+            yield required(f"{key}.path={source.path}", f"{key}.source", NEEDS_PATH, kind)
+        if kind not in HAS_FIELDS and source.field != Source().field:
+            yield required(f"{key}.field={source.field}", f"{key}.source", HAS_FIELDS, kind)
+        is_image = SOURCES[kind].contents == "images"
+        if is_image == isinstance(cfg.model, Decoder):
+            use = ", ".join(name for name, one in SOURCES.items() if (one.contents == "images") != is_image)
+            yield unsupported(f"{key}.source={kind}", f"model.family={cfg.model.family}", use)
 
 
 def _data(cfg: Config) -> Iterator[str]:
@@ -62,49 +60,48 @@ def _data(cfg: Config) -> Iterator[str]:
     if data.mixture:
         for field in Source.model_fields:
             if getattr(data, field) != getattr(default, field):
-                yield f"data.{field}: give it to the sources of data.mixture, or give no mixture"
+                given = f"data.{field}={as_yaml(getattr(data, field))}"
+                yield f"{given} has no effect with data.mixture; set it in the sources of the mixture"
     elif data.weight != default.weight:
-        yield "data.weight: only the sources of a data.mixture have weights"
+        yield f"data.weight={data.weight:g} requires data.mixture; leave it out"
     yield from _buckets(cfg)
     if isinstance(model, Decoder):
-        tokenized = any(source.source != "tokens" for _, source in _places(cfg))
-        if data.tokenizer == "bytes" and model.vocab < BYTE_VOCAB and tokenized:
-            yield f"model.vocab: {model.vocab} is less than the {BYTE_VOCAB} of data.tokenizer: bytes"
+        is_tokenized = any(source.source != "tokens" for _, source in _places(cfg))
+        if data.tokenizer == "bytes" and model.vocab < BYTE_VOCAB and is_tokenized:
+            yield f"model.vocab={model.vocab} must be at least {BYTE_VOCAB} for data.tokenizer=bytes"
         yield from _chat(data)
-    else:
-        if data.mixture:
-            yield "data.mixture: pictures cannot be mixed; use data.source: digits"
-        if (model.image_size, model.channels) != DIGIT_SHAPE:
-            size, channels = DIGIT_SHAPE
-            yield f"model.image_size: digits need model.image_size {size} and model.channels {channels}"
+        return
+    if data.mixture:
+        yield unsupported(f"model.family={model.family}", "data.mixture", "data.source=digits")
+    if (model.image_size, model.channels) != DIGIT_SHAPE:
+        size, channels = DIGIT_SHAPE
+        given = f"model.image_size={model.image_size} and model.channels={model.channels}"
+        yield f"{given} must be {size} and {channels} for digits"
 
 
 def _buckets(cfg: Config) -> Iterator[str]:
     data = cfg.data
     if not data.buckets:
         return
-    if not isinstance(cfg.model, Decoder):
-        yield f"data.buckets: family {cfg.model.family} has no sequences; leave them out"
-    if data.packing:
-        yield "data.packing: packed rows are full at any length; with data.buckets use false"
+    given = f"data.buckets={as_yaml(data.buckets)}"
+    if data.packing:  # packed rows are full at any length
+        yield unsupported(given, "data.packing=true", "false")
     lengths = sorted({length for length in data.buckets if length < data.sequence_length})
     if list(data.buckets) != lengths:
-        yield (
-            f"data.buckets: {list(data.buckets)} must rise and stay below data.sequence_length {data.sequence_length},"
-            f" which is the last; use {lengths or 'none'}"
-        )
-    if cfg.train.tokens is not None:
-        yield "train.tokens: how many an update has differs from bucket to bucket; give train.steps"
+        most = f"data.sequence_length={data.sequence_length}"
+        yield f"{given} must be ascending and below {most}, which is the last bucket; use {lengths or 'none'}"
+    if cfg.train.tokens is not None:  # the tokens of an update depend on its bucket
+        yield unsupported(given, f"train.tokens={cfg.train.tokens}", "train.steps")
 
 
 def _chat(data: Data) -> Iterator[str]:
     kinds = [source.source for source in data.mixture or (data,)]
-    default = Data()
     for field, having in (("on_overlong", CHATS), ("on_invalid", (*CHATS, *HAS_FIELDS))):
-        if not {*having} & {*kinds} and getattr(data, field) != getattr(default, field):
-            yield f"data.{field}: only data.source: {', '.join(having)} have it, not {data.source}"
+        value = getattr(data, field)
+        if not {*having} & {*kinds} and value != getattr(Data(), field):
+            yield required(f"data.{field}={value}", "data.source", having, data.source)
     if "chat" in kinds and data.tokenizer == "bytes" and data.chat_template is None:
-        yield "data.chat_template: missing; data.tokenizer: bytes has none of its own; give a file of Jinja"
+        yield "data.tokenizer=bytes requires data.chat_template for data.source=chat; set a Jinja file"
 
 
 def _places(cfg: Config) -> list[tuple[str, Source]]:

@@ -1,4 +1,4 @@
-"""What can be known to be wrong with what is kept, moved and cut into pieces, before jax starts."""
+"""Errors in the section `memory`, and with what is offloaded, chunked or updated during the backward pass."""
 
 from __future__ import annotations
 
@@ -9,136 +9,120 @@ from jaxmem.config.names import BOUNDARY, IN_CHUNKS, IN_GROUPS, STATE_PARTS, is_
 from jaxmem.config.networks import Decoder, Vit
 from jaxmem.config.recompute import is_scheduled
 from jaxmem.config.sections import Config, Save
-from jaxmem.errors import nearest
+from jaxmem.errors import as_yaml, nearest, unsupported
+
+CHUNKED = (("mlp_chunk", IN_CHUNKS), ("head_groups", IN_GROUPS))  # keys, and the activations that never exist whole
 
 
 def check_memory(cfg: Config) -> Iterator[str]:
+    memory = cfg.memory
     yield from _names(cfg)
     kernels = (
-        ("memory.attention", cfg.memory.attention, "auto"),
+        ("memory.attention", memory.attention, "auto"),
         ("optimizer.kernel", cfg.optimizer.kernel, "none"),
         ("adapter.matmul", cfg.adapter.matmul, "auto"),
     )
     for key, value, other in kernels:
         if value == "triton" and find_spec("jax_triton") is None:
-            yield f"{key}: triton needs jax-triton: pip install 'jaxmem[cuda13]'; or use {other}"
-    if cfg.memory.attention == "mosaic" and cfg.precision.compute == "float32":
-        yield "memory.attention: mosaic supports 16-bit dtypes, not precision.compute float32; use triton"
+            yield f"{key}=triton requires jax-triton; pip install 'jaxmem[cuda13]', or use {other}"
+    if memory.attention == "mosaic" and cfg.precision.compute == "float32":
+        yield unsupported("memory.attention=mosaic", "precision.compute=float32", "triton")
+    if memory.spill != "none" and memory.budget is not None:  # spilling starts where the device is full
+        yield unsupported(f"memory.spill={memory.spill}", f"memory.budget={memory.budget:g}", "one of the two")
     yield from _offload(cfg)
     yield from _chunks(cfg)
-    yield from _spill(cfg)
     yield from _update(cfg)
 
 
 def _names(cfg: Config) -> Iterator[str]:
     remat, known = cfg.memory.remat, cfg.model.activations
+    of = f"activation of model.family={cfg.model.family}"
     if isinstance(remat, Save):
         if not remat.save:
-            yield "memory.remat.save: names nothing; give some, or memory.remat=full"
+            yield "memory.remat.save is empty; use names of activations, or memory.remat=full"
         for name in remat.save:
             if name not in known:
-                yield f"memory.remat.save: family {cfg.model.family} has no {name!r}{nearest(name, known)}"
+                yield f"memory.remat.save={name} is no {of}{nearest(name, known)}"
     for name in offloaded_activations(cfg.memory.offload):
         if name not in (BOUNDARY, *known):
-            said = nearest(name, ["activations", *STATE_PARTS, *known])
-            yield f"memory.offload: family {cfg.model.family} has no {name!r}{said}"
-
-
-def _spill(cfg: Config) -> Iterator[str]:
-    if cfg.memory.spill != "none" and cfg.memory.budget is not None:
-        yield (
-            f"memory.spill: {cfg.memory.spill} spills where the device is full, wherever memory.budget"
-            f" {cfg.memory.budget:g} ends; leave one of them out"
-        )
+            hint = nearest(name, ["activations", *STATE_PARTS, *known])
+            yield f"memory.offload={name} is no {of}{hint}"
 
 
 def _offload(cfg: Config) -> Iterator[str]:
-    """What would move nothing."""
-    remat, memory, away = cfg.memory.remat, cfg.memory, offloaded_activations(cfg.memory.offload)
-    if away and remat == "none":
-        yield "memory.remat: none keeps what has no name, which memory.offload cannot move; use full, dots or names"
-    if away and cfg.model.family == "convnet":
-        yield "memory.offload: a convnet's layers keep little and compute briefly, and would wait for it; use none"
-    if away and cfg.mesh.stage != 1:
-        yield "mesh.stage: stages keep what they keep of every tick on the device; use 1, or memory.offload=none"
-    if away and remat == "budget":
-        yield "memory.remat=budget does not support memory.offload of activations; use full, dots or names"
+    memory, remat = cfg.memory, f"memory.remat={cfg.memory.remat}"
+    offload = f"memory.offload={as_yaml(memory.offload)}"
+    away = offloaded_activations(memory.offload)
+    stages = f"mesh.stage={cfg.mesh.stage}"
+    if away:
+        if memory.remat in ("none", "budget"):  # none: the saved activations have no names
+            yield unsupported(offload, remat, "full, dots or names")
+        if cfg.model.family == "convnet":  # saves little and computes briefly: each layer would wait for its transfer
+            yield unsupported(offload, "model.family=convnet", "none")
+    if memory.offload != "none" and cfg.mesh.stage != 1:  # stages need all of their layers at each tick
+        yield unsupported(offload, stages, "mesh.stage=1, or memory.offload=none")
     if is_offloaded(memory.offload, "optimizer"):
-        yield from _state_offloaded(cfg)
+        yield from _state_offloaded(cfg, offload)
     if is_offloaded(memory.offload, "frozen") and not cfg.trainable_patterns:
-        yield "memory.offload=frozen moves nothing: all parameters are trainable; use none or optimizer"
-    if is_offloaded(memory.offload, "frozen") and cfg.mesh.stage != 1:
-        yield "mesh.stage: stages need their layers at every tick, memory.offload: frozen brings one at a time; use 1"
+        yield f"{offload} has no effect: all parameters are trainable; use none or optimizer"
     named = [name for name in away if name != BOUNDARY]
-    if named and is_scheduled(cfg.memory.remat):
-        yield f"memory.offload: {named[0]} is kept by no layer under memory.remat: {remat}; use full"
-    for name in named:
-        for key, hidden in (("mlp_chunk", IN_CHUNKS), ("head_groups", IN_GROUPS)):
-            given = getattr(memory, key)
-            if given not in ("auto", 1) and name in hidden:
-                yield f"memory.offload: {name} is made in pieces by memory.{key}: {given}, and never kept; use auto"
+    if named and is_scheduled(memory.remat):
+        yield unsupported(offload, remat, "full")
+    for key, hidden in CHUNKED:
+        chunk = getattr(memory, key)
+        if chunk not in ("auto", 1) and set(named) & set(hidden):
+            yield unsupported(offload, f"memory.{key}={chunk}", "auto")
 
 
-def _state_offloaded(cfg: Config) -> Iterator[str]:
+def _state_offloaded(cfg: Config, offload: str) -> Iterator[str]:
     optimizer = cfg.optimizer
     if optimizer.name == "sgd" and not optimizer.momentum and cfg.precision.master == "none":
-        yield "memory.offload: sgd without optimizer.momentum keeps nothing that could wait on the host; use none"
-    if cfg.mesh.stage != 1:
-        yield "mesh.stage: stages update their layers at the same time, memory.offload: optimizer one by one; use 1"
-    skips = {"train.on_nan": cfg.train.on_nan == "skip", "precision.loss_scale": cfg.precision.loss_scale != "none"}
-    for key in (key for key, given in skips.items() if given):
-        yield f"{key}: memory.offload: optimizer moves state that an update left out would not change; use one of them"
+        yield f"{offload} has no effect: optimizer.name=sgd without optimizer.momentum has no state; use none"
+    # A skipped update would have to move the state all the same.
+    if cfg.train.on_nan == "skip":
+        yield unsupported(offload, "train.on_nan=skip", "one of the two")
+    if cfg.precision.loss_scale != "none":
+        yield unsupported(offload, f"precision.loss_scale={cfg.precision.loss_scale}", "one of the two")
 
 
 def _chunks(cfg: Config) -> Iterator[str]:
-    """What goes through a layer in pieces is there in pieces only."""
-    for key, hidden in (("mlp_chunk", IN_CHUNKS), ("head_groups", IN_GROUPS)):
-        given, remat = getattr(cfg.memory, key), cfg.memory.remat
-        if given == "auto":
-            continue
-        if cfg.model.family not in ("decoder", "vit"):
-            yield f"memory.{key}: family {cfg.model.family} has no sequences; use auto"
-        elif isinstance(remat, Save) and (key == "mlp_chunk" or given != 1):
+    """Activations that are computed in chunks never exist whole."""
+    model, memory = cfg.model, cfg.memory
+    if not isinstance(model, Decoder | Vit):
+        return
+    for key, hidden in CHUNKED:
+        chunk, remat = getattr(memory, key), memory.remat
+        if isinstance(remat, Save) and chunk != "auto" and (key == "mlp_chunk" or chunk != 1):
             for name in (name for name in remat.save if name in hidden):
-                yield f"memory.remat.save: {name} is made in pieces by memory.{key}: {given}, and never kept; use auto"
-    if isinstance(cfg.memory.head_groups, int) and isinstance(cfg.model, Decoder | Vit):
-        heads = cfg.model.kv_heads if isinstance(cfg.model, Decoder) else cfg.model.heads
-        if heads % cfg.memory.head_groups:
+                yield unsupported(f"memory.{key}={chunk}", f"memory.remat.save={name}", "auto")
+    if isinstance(memory.head_groups, int):
+        heads = model.kv_heads if isinstance(model, Decoder) else model.heads
+        if heads % memory.head_groups:
             near = [n for n in range(1, heads + 1) if heads % n == 0]
-            yield f"memory.head_groups: {cfg.memory.head_groups} does not divide {heads} key heads; use one of {near}"
+            yield f"memory.head_groups={memory.head_groups} does not divide the {heads} key heads; use one of {near}"
 
 
 def _update(cfg: Config) -> Iterator[str]:
-    """What an update during the backward pass cannot be combined with. It sees one layer's gradient at a time, once."""
+    """What is incompatible with an update during the backward pass, which sees the gradient of each layer once."""
     if cfg.memory.update != "during":
         return
-    if is_scheduled(cfg.memory.remat) and cfg.batch.accumulate > 1:
-        yield (
-            f"memory.remat: {cfg.memory.remat} makes again what lies between boundaries, and memory.update: during goes"
-            f" back through all {cfg.batch.accumulate} at once; use none, full, dots or {{save: [names]}}"
-        )
-    if cfg.batch.accumulate > 1 and offloaded_activations(cfg.memory.offload):
-        yield (
-            f"batch.accumulate: what layers keep of {cfg.batch.accumulate} micro-batches at once XLA cannot lay out in"
-            " host memory, and memory.update: during needs it so; use 1, memory.update=after or memory.offload=none"
-        )
-    if cfg.batch.accumulate > 1 and cfg.objective.name == "dpo":
-        yield (
-            f"batch.accumulate: {cfg.batch.accumulate} micro-batches lie between each other's rows under memory.update:"
-            " during, and dpo compares neighbours; use 1, or memory.update=after"
-        )
-    if cfg.mesh.stage != 1:
-        yield (
-            "mesh.stage: stages go back through several layers at a time, memory.update: during through one; use 1, or"
-            " memory.update=after"
-        )
-    if cfg.precision.loss_scale != "none":
-        yield (
-            "precision.loss_scale: whether a gradient overflowed is known after the last layer, and memory.update:"
-            " during has changed the others by then; use precision.compute=bfloat16, or memory.update=after"
-        )
-    if cfg.objective.name == "contrastive":
-        yield (
-            "objective.name: contrastive goes through the layers twice, memory.update: during once; use"
-            " memory.update=after"
-        )
+    remat, loss_scale = cfg.memory.remat, cfg.precision.loss_scale
+    # Overflow and NaN are known after the last layer, when the others have been updated.
+    pairs = [
+        (cfg.train.on_nan == "skip", "train.on_nan=skip", "stop or rollback"),
+        (loss_scale != "none", f"precision.loss_scale={loss_scale}", "precision.compute=bfloat16"),
+        (cfg.mesh.stage != 1, f"mesh.stage={cfg.mesh.stage}", "1"),
+        (cfg.objective.name == "contrastive", "objective.name=contrastive", "another objective"),  # two passes
+    ]
+    # All micro-batches are in the stack at once: their boundaries, their rows, and what they offload.
+    if cfg.batch.accumulate > 1:
+        both = f"batch.accumulate={cfg.batch.accumulate} with "
+        offload = both + f"memory.offload={as_yaml(cfg.memory.offload)}"
+        pairs += [
+            (is_scheduled(remat), both + f"memory.remat={remat}", "none, full, dots or {save: [names]}"),
+            (bool(offloaded_activations(cfg.memory.offload)), offload, "batch.accumulate=1, memory.offload=none"),
+            (cfg.objective.name == "dpo", both + "objective.name=dpo", "batch.accumulate=1"),
+        ]
+    for is_wrong, other, use in pairs:
+        if is_wrong:
+            yield unsupported("memory.update=during", other, f"{use} or memory.update=after")

@@ -1,4 +1,4 @@
-"""Pydantic's complaints as lines that someone can act on: the key, what was given, what is allowed."""
+"""Pydantic's errors as lines: the key, what was given, what is allowed."""
 
 from __future__ import annotations
 
@@ -12,66 +12,67 @@ from pydantic_core import ErrorDetails
 from jaxmem.config.base import Section
 from jaxmem.config.networks import FAMILIES
 from jaxmem.config.sections import Config
+from jaxmem.errors import required
 
-# What pydantic calls a mistake, and what would have been right.
+# By pydantic's name of an error: what is allowed.
 ALLOWED = {
     "int_type": "a whole number",
     "int_from_float": "a whole number",
     "float_type": "a number",
     "finite_number": "a finite number",
     "bool_type": "true or false",
-    "string_type": "text, in quotes where it looks like something else",
+    "string_type": "text, in quotes if it looks like a number",
     "tuple_type": "a list",
-    "model_type": "a section, with keys of its own",
-    "model_attributes_type": "a section, with keys of its own",
+    "model_type": "a section of keys",
+    "model_attributes_type": "a section of keys",
     "greater_than": "more than {gt:g}",
     "greater_than_equal": "at least {ge:g}",
     "less_than": "less than {lt:g}",
     "less_than_equal": "at most {le:g}",
-    "too_short": "of at least {min_length} values",
-    "too_long": "of at most {max_length} values",
+    "too_short": "a list of at least {min_length} values",
+    "too_long": "a list of at most {max_length} values",
     "string_pattern_mismatch": "text of the form {pattern}",
 }
 
 
 def explain(error: ValidationError) -> str:
-    """One line a problem."""
+    """One line per problem."""
     errors = error.errors(include_url=False)
     missing = [item for item in errors if item["type"] == "missing" and item["loc"][:2] == ("model", "decoder")]
     lines = list(dict.fromkeys(_line(item, errors) for item in errors if item not in missing))
     if missing:
         lines.append(
-            f"model.preset: missing; give one, or model.hf, or {', '.join(_dotted(item['loc']) for item in missing)}"
+            f"model.preset is missing; set it, or model.hf, or {', '.join(_dotted(item['loc']) for item in missing)}"
         )
     return "\n".join(" ".join(line.splitlines()) for line in lines)
 
 
 def _line(error: ErrorDetails, errors: list[ErrorDetails]) -> str:
-    location, kind, given = error["loc"], error["type"], error["input"]
+    location, kind, value = error["loc"], error["type"], error["input"]
     key = _dotted(location)
     if rest := _member(error):
         of_key = location[: len(location) - len(rest)]
         others = [one for one in errors if one["loc"][: len(of_key)] == of_key]
         inside = next((one for one in others if len(_member(one)) > 1), None)
         if inside is None:
-            return _of_union(of_key, given, others)
-        location, error, kind, given = (*of_key, *_member(inside)[1:]), inside, inside["type"], inside["input"]
+            return _of_union(of_key, value, others)
+        location, error, kind, value = (*of_key, *_member(inside)[1:]), inside, inside["type"], inside["input"]
         key = _dotted(location)
     match kind:
         case "extra_forbidden":
             return f"{key}: unknown key{_nearest_key(location)}"
         case "missing":
-            return f"{key}: missing"
+            return f"{key} is missing"
         case "none_required":
-            return f"{key}: only family decoder has presets, {location[1]} has none"
+            return required(f"{key}={value}", "model.family", ["decoder"], location[1])
         case "literal_error":
-            return f"{key}: {_one_of(given, _choices(location))}"
+            return f"{key}={_unknown(value, _choices(location))}"
         case "union_tag_invalid":
-            return f"{key}.family: {_one_of(given['family'], list(FAMILIES))}"
+            return f"{key}.family={_unknown(value['family'], list(FAMILIES))}"
     allowed = _allowed(error)
     if allowed is None:
-        return f"{key}: {error['msg']}, not {_short(given)}"
-    return f"{key}: must be {allowed}, not {_short(given)}"
+        return f"{key}={_short(value)}: {error['msg']}"
+    return f"{key}={_short(value)} must be {allowed}"
 
 
 def _allowed(error: ErrorDetails) -> str | None:
@@ -79,15 +80,16 @@ def _allowed(error: ErrorDetails) -> str | None:
     return None if text is None else text.format(**error.get("ctx", {}))
 
 
-def _of_union(location: tuple[int | str, ...], given: object, errors: list[ErrorDetails]) -> str:
-    """Of a key that takes one of several kinds of value: what each would have been."""
+def _of_union(location: tuple[int | str, ...], value: object, errors: list[ErrorDetails]) -> str:
+    """The line of a key with several types of value: what is allowed for each."""
     kinds = list(dict.fromkeys(filter(None, map(_allowed, errors))))
-    line, _, close = _one_of(given, _choices(location)).partition("; ")
-    return f"{_dotted(location)}: {', or '.join([line, *kinds])}" + (f"; {close}" if close else "")
+    choices = _choices(location)
+    allowed = ", or ".join([", ".join(choices), *kinds])
+    return f"{_dotted(location)}={_short(value)} must be {allowed}{_hint(value, choices)}"
 
 
 def _member(error: ErrorDetails) -> tuple[int | str, ...]:
-    """What pydantic puts after the key: its name for a kind of value that the key takes, and what is within that."""
+    """What pydantic appends to the key of a union: its name for a type of value, and the place within it."""
     annotation: Any = Config
     for at, part in enumerate(error["loc"]):
         if (at, error["loc"][0]) == (1, "model"):
@@ -107,13 +109,17 @@ def _dotted(location: tuple[int | str, ...]) -> str:
     return "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in parts).removeprefix(".")
 
 
-def _one_of(given: object, choices: list[str]) -> str:
-    close = difflib.get_close_matches(str(given), choices, n=1)
-    return f"{_short(given)} is not one of {', '.join(choices)}" + (f"; did you mean {close[0]}?" if close else "")
+def _unknown(value: object, choices: list[str]) -> str:
+    return f"{_short(value)} is unknown; expected one of {', '.join(choices)}{_hint(value, choices)}"
 
 
-def _short(given: object) -> str:
-    text = repr(given)
+def _hint(value: object, choices: list[str]) -> str:
+    close = difflib.get_close_matches(str(value), choices, n=1)
+    return f"; did you mean {close[0]}?" if close else ""
+
+
+def _short(value: object) -> str:
+    text = repr(value)
     return text if len(text) <= 60 else text[:57] + "..."
 
 

@@ -1,7 +1,7 @@
-"""From a YAML file, or a dict, to a checked `Config`, and back to a file.
+"""Loads a YAML file or a dict as a checked `Config`, and saves it.
 
-Safe loading only, and less than YAML allows: no tags, no anchors or aliases, no key twice, nothing
-huge. Numbers and booleans are those of YAML 1.2, so that `1e-3` is a number and `no` is text.
+Only a safe part of YAML: no tags, anchors, aliases or repeated keys, at most 256 KiB. Numbers and booleans are those of
+YAML 1.2, so that `1e-3` is a number and `no` is text.
 """
 
 from __future__ import annotations
@@ -69,12 +69,12 @@ class Loader(yaml.SafeLoader):
 
 
 class Dumper(yaml.SafeDumper):
-    """Quotes whatever text `Loader` would take for something else."""
+    """Quotes text that `Loader` would read as another type."""
 
     yaml_implicit_resolvers = {}  # noqa: RUF012, filled below
 
     def choose_scalar_style(self) -> str:
-        """What YAML takes for the end of a line stays what it is only where it is written as an escape."""
+        """Text with line breaks is kept only as escapes in double quotes."""
         event: Any = self.event
         return '"' if set(event.value) & set(BREAKS) else super().choose_scalar_style()
 
@@ -85,9 +85,9 @@ for _tag, (_pattern, _first) in SCALARS.items():
 
 
 def load_config(source: str | os.PathLike[str] | Mapping[str, Any], overrides: Iterable[str] = ()) -> Config:
-    """The config of a file or dict with `key=value` overrides, checked but for the device count."""
+    """The config of a file or dict with `key=value` overrides, checked except for the number of devices."""
     raw, changes = rename(_copy(source) if isinstance(source, Mapping) else _read(Path(source)))
-    if set(Config.model_fields) <= set(raw):  # saved by a run: nobody has to write it anew
+    if set(Config.model_fields) <= set(raw):  # saved by a run: no warning, as nobody has to edit it
         changes.clear()
     for override in overrides:
         _override(raw, override)
@@ -103,7 +103,7 @@ def load_config(source: str | os.PathLike[str] | Mapping[str, Any], overrides: I
 
 
 def save_config(cfg: Config, path: str | os.PathLike[str]) -> None:
-    """Writes every field, so that the file means the same whatever the defaults become. Atomic."""
+    """Writes every field, so that the file keeps its meaning when defaults change. Atomic."""
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f".{path.name}.{os.getpid()}")
@@ -123,7 +123,7 @@ def _copy(value: Any) -> Any:
 
 def _parse(text: str, origin: str) -> Any:
     if len(text) > MAX_BYTES:
-        raise UserError(f"{origin}: larger than {MAX_BYTES // 1024} KiB, which no config is")
+        raise UserError(f"{origin}: larger than {MAX_BYTES // 1024} KiB; give the file of a config")
     try:
         return yaml.load(text, Loader)  # noqa: S506, a SafeLoader made stricter
     except yaml.MarkedYAMLError as error:
@@ -138,7 +138,7 @@ def _parse(text: str, origin: str) -> Any:
 def _read(path: Path) -> dict[str, Any]:
     if not path.exists():
         if not path.parent.is_dir():
-            raise UserError(f"{path}: no such file, nor a directory {path.parent}")
+            raise UserError(f"{path}: no such directory {path.parent}")
         others = [file.name for file in path.parent.iterdir() if file.suffix in (".yaml", ".yml")]
         raise UserError(f"{path}: no such file" + (nearest(path.name, others) if others else ""))
     try:
@@ -153,11 +153,11 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def _override(raw: dict[str, Any], text: str) -> None:
-    """Puts the value of `a.b=value` into place; `objective: classify` makes way for `objective.z_loss=...`."""
+    """Sets the value of `a.b=value`; `objective: classify` becomes a section for `objective.z_loss=...`."""
     key, equals, value = text.partition("=")
     *sections, last = key.strip().split(".")
     if not equals or not all([*sections, last]):
-        raise UserError(f"'{text}': an override is key=value, as in mesh.fsdp=8")
+        raise UserError(f"override {text!r} must be key=value, as in mesh.fsdp=8")
     here = raw
     for depth, part in enumerate(sections, start=1):
         inner = here.get(part)
@@ -166,19 +166,19 @@ def _override(raw: dict[str, Any], text: str) -> None:
         elif part == "objective" and here is raw and isinstance(inner, str):
             inner = {"name": inner}
         elif not isinstance(inner, dict):
-            raise UserError(f"{key}: {'.'.join(sections[:depth])} is {inner!r}, which has no keys")
+            raise UserError(f"{key} requires a section {'.'.join(sections[:depth])}, not {inner!r}")
         here[part] = inner
         here = inner
     here[last] = _parse(value, key)
 
 
 def _expand(raw: dict[str, Any]) -> None:
-    """Short forms to what they stand for. What is of the wrong type is left for pydantic to refuse."""
+    """Replaces short forms by what they stand for. Values of a wrong type are left to pydantic."""
     if isinstance(raw.get("objective"), str):
         raw["objective"] = {"name": raw["objective"]}
     adapter = raw.get("adapter")
     if isinstance(adapter, dict) and isinstance(adapter.get("hf"), str) and set(Adapter.model_fields) - set(adapter):
-        raw["adapter"] = {**adapter_fields(adapter["hf"]), **adapter}  # one that was saved has all fields
+        raw["adapter"] = {**adapter_fields(adapter["hf"]), **adapter}  # a saved config has all fields
     model = raw.get("model")
     if not isinstance(model, dict):
         return
@@ -186,15 +186,14 @@ def _expand(raw: dict[str, Any]) -> None:
     preset = model.get("preset")
     if model["family"] == "decoder" and preset is not None:
         if not isinstance(preset, str) or preset not in PRESETS:
-            raise UserError(f"model.preset: {preset!r} is not a preset{nearest(str(preset), PRESETS)}")
+            raise UserError(f"model.preset={preset!r} is unknown{nearest(str(preset), PRESETS)}")
         raw["model"] = _merge(PRESETS[preset], model)
     if model["family"] == "decoder" and isinstance(model.get("hf"), str):
         _expand_hf(raw, model["hf"])
 
 
 def _expand_hf(raw: dict[str, Any], directory: str) -> None:
-    """The model's shape, and its own tokenizer, from a Hugging Face directory. A config that was saved has them all
-    and needs no directory."""
+    """Adds the model's shape and tokenizer from a Hugging Face directory. A saved config has them and needs none."""
     model = raw["model"]
     if not set(Decoder.model_fields) <= set(model):
         raw["model"] = _merge(decoder_fields(directory), model)
@@ -203,7 +202,7 @@ def _expand_hf(raw: dict[str, Any], directory: str) -> None:
 
 
 def _merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
-    """`over` over `base`, section by section: `rope.theta` beside a preset leaves its `rope.scaling`."""
+    """`base` updated with `over`, section by section: `rope.theta` keeps the `rope.scaling` of a preset."""
     merged = {**base, **over}
     for key in base.keys() & over.keys():
         if isinstance(base[key], Mapping) and isinstance(over[key], Mapping):

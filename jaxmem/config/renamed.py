@@ -1,4 +1,4 @@
-"""Keys and values of the release before, and their names today: `load_config` accepts both for one release."""
+"""Keys and values of the previous release and their new names: `load_config` accepts both for one release."""
 
 from __future__ import annotations
 
@@ -28,15 +28,18 @@ KEYS = {
 VALUES: dict[str, dict[object, object]] = {  # by the new key
     "checkpoint.on_failure": {"go_on": "continue"},
     "optimizer.project_embeddings": {"adam": False, "projected": True},
+    "optimizer.kernel": {"pallas": "triton"},
+    "adapter.matmul": {"pallas": "triton"},
+    "memory.attention": {"pallas": "auto"},
 }
 
 
 class OldNameWarning(FutureWarning):
-    """A config uses names that the next release does not know."""
+    """A config uses names that the next release does not accept."""
 
 
 def rename(raw: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    """The config with today's names, and a line `old -> new` for each that changed.
+    """The config with the new names, and a line `old -> new` for each that changed.
 
     >>> rename({"name": "a", "adapter": {"faster": 16}})
     ({'name': 'a', 'adapter': {'lora_plus_ratio': 16}}, ['adapter.faster -> adapter.lora_plus_ratio'])
@@ -61,7 +64,7 @@ def rename(raw: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
 
 
 def warn_of(changes: Iterable[str]) -> None:
-    """One warning that names all old names and the new ones."""
+    """One warning with all old names and the new ones."""
     if lines := list(dict.fromkeys(changes)):
         text = f"renamed config keys, accepted until the next release: {', '.join(lines)}"
         warnings.warn(text, OldNameWarning, stacklevel=3)

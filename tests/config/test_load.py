@@ -96,11 +96,11 @@ def test_a_short_form_in_the_file_takes_settings_on_top():
 
 @pytest.mark.parametrize("override", ["mesh.fsdp", "=3", "mesh.=3", ".fsdp=3", "mesh..fsdp=3"])
 def test_malformed_overrides(override):
-    assert refused(TINY, override) == f"'{override}': an override is key=value, as in mesh.fsdp=8"
+    assert refused(TINY, override) == f"override '{override}' must be key=value, as in mesh.fsdp=8"
 
 
 def test_an_override_below_a_value():
-    assert refused(TINY, "train.steps.fast=1") == "train.steps.fast: train.steps is 10, which has no keys"
+    assert refused(TINY, "train.steps.fast=1") == "train.steps.fast requires a section train.steps, not 10"
 
 
 # ------------------------------------------------------------------ files
@@ -109,7 +109,7 @@ def test_an_override_below_a_value():
 def test_missing_file_names_the_nearest(file):
     assert refused(file.with_name("aa.yaml")) == f"{file.with_name('aa.yaml')}: no such file; did you mean a.yaml?"
     nowhere = file.parent / "none" / "a.yaml"
-    assert refused(nowhere) == f"{nowhere}: no such file, nor a directory {nowhere.parent}"
+    assert refused(nowhere) == f"{nowhere}: no such directory {nowhere.parent}"
 
 
 @pytest.mark.parametrize(
@@ -129,7 +129,7 @@ def test_missing_file_names_the_nearest(file):
         ("a: \x00\n", ": unacceptable character #x0000: special characters are not allowed"),
         ("a: 1\n---\nb: 1\n", ":2:1: but found another document"),
         ("a: " + "9" * 5000, ": Exceeds the limit (4300 digits)"),
-        ("a: " + "x" * 300_000, ": larger than 256 KiB, which no config is"),
+        ("a: " + "x" * 300_000, ": larger than 256 KiB; give the file of a config"),
     ],
 )
 def test_unreadable_files(tmp_path, text, expected):

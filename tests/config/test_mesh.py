@@ -45,41 +45,35 @@ def test_the_rest_of_the_devices(n, overrides, expected):
         (
             TEXT,
             ["mesh.stage=8", "batch.accumulate=8"],
-            "mesh.stage: 8 is more than model.layers 4; nearest: 4",
+            "mesh.stage=8 exceeds model.layers=4; nearest: 4",
         ),
         (
             TEXT,
             ["mesh.stage=4", "mesh.fsdp=2", "pipeline.rounds=2", "batch.accumulate=4"],
-            "mesh.stage: 4 x pipeline.rounds 2 is more than model.layers 4; nearest: 2",
+            "mesh.stage=4 x pipeline.rounds=2 exceeds model.layers=4; nearest: 2",
         ),
         (
             TEXT,
             ["mesh.stage=4", "mesh.fsdp=2", "batch.accumulate=2"],
-            (
-                "batch.accumulate: 2 micro-batches do not fill mesh.stage 4 (1 is allowed: one stage works at a time);"
-                " nearest: 1 or 4"
-            ),
+            ("batch.accumulate=2 does not fill mesh.stage=4; nearest: 1 or 4"),
         ),
         (
             TEXT,
             ["mesh.stage=2", "mesh.fsdp=4", "pipeline.rounds=2", "batch.global_size=24", "batch.accumulate=3"],
-            (
-                "batch.accumulate: 3 micro-batches do not divide over mesh.stage 2, which pipeline.rounds 2 needs;"
-                " nearest: 2 or 6"
-            ),
+            ("batch.accumulate=3 is not a multiple of mesh.stage=2, which pipeline.rounds=2 requires; nearest: 2 or 6"),
         ),
         (
             TEXT,
             ["mesh.stage=2", "mesh.fsdp=4", "pipeline.rounds=2", "batch.global_size=12"],
             (
-                "batch.accumulate: 1 micro-batches do not divide over mesh.stage 2, which pipeline.rounds 2 needs;"
+                "batch.accumulate=1 is not a multiple of mesh.stage=2, which pipeline.rounds=2 requires;"
                 " nearest: batch.accumulate=2 with batch.global_size=8"
             ),
         ),
         (
             PICTURES,
             ["mesh.stage=8", "model={family: convnet}"],
-            "mesh.stage: 8, but stages need layers that are alike, and a convnet has none; use 1",
+            "mesh.stage=8 does not support model.family=convnet; use 1",
         ),
     ],
 )
@@ -104,21 +98,21 @@ def test_stages_are_advised_to_who_asked_for_some():
 
 def test_wrong_number_of_devices():
     assert lines(TEXT, 8, "mesh.fsdp=4") == [
-        "mesh: replica 1 x fsdp 4 x tensor 1 = 4, which is not the number of devices, 8",
+        "mesh replica 1 x fsdp 4 x tensor 1 = 4 does not match 8 devices",
         "meshes that work on 8: mesh.fsdp=8, or mesh.tensor=2, or mesh.replica=2",
     ]
 
 
 def test_no_rest():
     assert lines(TEXT, 8, "mesh.fsdp=-1", "mesh.tensor=3")[0] == (
-        "mesh.fsdp: -1 is the rest of the devices, but 8 do not divide by 3 (replica 1 x fsdp -1 x tensor 3)"
+        "mesh.fsdp=-1 requires a multiple of 3 devices, not 8 (replica 1 x fsdp -1 x tensor 3)"
     )
 
 
 def test_rows():
     reason, advice = lines(TEXT, 8, "mesh.fsdp=-1", "batch.global_size=24", "batch.accumulate=2")
     assert reason == (
-        "batch.global_size: 24 over accumulate 2 makes 12 rows, which do not divide over replica 1 x fsdp 8;"
+        "batch.global_size=24 with batch.accumulate=2 has 12 rows, which do not divide over replica 1 x fsdp 8;"
         " nearest: 16 or 32"
     )
     assert advice == (
@@ -134,56 +128,56 @@ def test_rows():
             TEXT,
             3,
             ["mesh.tensor=3"],
-            "mesh.tensor: 3 does not divide model.heads 8, model.mlp 344; nearest: 2 or 4",
+            "mesh.tensor=3 does not divide model.heads=8, model.mlp=344; nearest: 2 or 4",
         ),
         (
             TEXT,
             8,
             ["mesh.tensor=8", "model.heads=4"],
-            "mesh.tensor: 8 does not divide model.heads 4; nearest: 4",
+            "mesh.tensor=8 does not divide model.heads=4; nearest: 4",
         ),
         (
             TEXT,
             6,
             ["mesh.fsdp=3", "mesh.context=2", "batch.global_size=6"],
-            "mesh.fsdp: 3 x mesh.context 2 does not divide model.embed 128; nearest: 2 or 4, or zero=0 to split no weights",  # noqa: E501
+            "mesh.fsdp=3 x mesh.context=2 does not divide model.embed=128; nearest: 2 or 4, or zero=0",
         ),
         (
             TEXT,
             8,
             ["mesh.context=8", "data.sequence_length=1000"],
-            "data.sequence_length: 1000 does not make 16 equal parts for mesh.context 8; nearest: 992 or 1008",
+            "data.sequence_length=1000 does not divide into 16 equal parts for mesh.context=8; nearest: 992 or 1008",
         ),
         (
             TEXT,
             8,
             ["mesh.context=2", "mesh.tensor=4", "data.sequence_length=20"],
-            "data.sequence_length: 20 does not make 8 equal parts for mesh.context 2 and mesh.tensor 4; nearest: 16 or 24",  # noqa: E501
+            "data.sequence_length=20 does not divide into 8 equal parts for mesh.context=2 and mesh.tensor=4; nearest: 16 or 24",  # noqa: E501
         ),
         (
             TEXT,
             6,
             ["mesh.fsdp=6", "batch.global_size=6"],
-            "mesh.fsdp: 6 does not divide model.embed 128; nearest: 4 or 8, or zero=0 to split no weights",
+            "mesh.fsdp=6 does not divide model.embed=128; nearest: 4 or 8, or zero=0",
         ),
         (
             TEXT,
             8,
             ["mesh.fsdp=4", "mesh.tensor=2", "rules.mlp=[tensor, fsdp]", "model.mlp=68"],
-            "rules.mlp: mesh.tensor 2 x mesh.fsdp 4 does not divide model.mlp 68; nearest: rules.mlp=[tensor]",
+            "rules.mlp=[tensor, fsdp] with mesh.tensor=2 x mesh.fsdp=4 does not divide model.mlp=68; nearest: [tensor]",
         ),
-        (PICTURES, 8, ["mesh.tensor=8"], "mesh.tensor: 8 does not divide model.heads 4; nearest: 4"),
+        (PICTURES, 8, ["mesh.tensor=8"], "mesh.tensor=8 does not divide model.heads=4; nearest: 4"),
         (
             PICTURES,
             3,
             ["mesh.fsdp=3", "batch.global_size=3", "model={family: mlp}"],
-            "mesh.fsdp: 3 does not divide model.embed 128; nearest: 2 or 4, or zero=0 to split no weights",
+            "mesh.fsdp=3 does not divide model.embed=128; nearest: 2 or 4, or zero=0",
         ),
         (
             PICTURES,
             4,
             ["mesh.tensor=4", "model={family: convnet, stages: [32, 30]}"],
-            "mesh.tensor: 4 does not divide model.stages[1] 30; nearest: 2",
+            "mesh.tensor=4 does not divide model.stages[1]=30; nearest: 2",
         ),
     ],
 )
@@ -221,8 +215,8 @@ def test_advice_works(n):
 
 def test_no_mesh_at_all_says_which_batch_would_do():
     assert lines(TEXT, 7, "mesh.fsdp=-1")[-1] == (
-        "no mesh works on 7; for mesh.replica=7 mesh.fsdp=1 mesh.tensor=1: batch.global_size: 8 over accumulate 1"
-        " makes 8 rows, which do not divide over replica 7 x fsdp 1; nearest: 7 or 14"
+        "no mesh works on 7; for mesh.replica=7 mesh.fsdp=1 mesh.tensor=1: batch.global_size=8 with"
+        " batch.accumulate=1 has 8 rows, which do not divide over replica 7 x fsdp 1; nearest: 7 or 14"
     )
 
 

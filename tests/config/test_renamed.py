@@ -84,6 +84,20 @@ def test_old_overrides_win_over_what_a_file_says():
         assert load_config(NEW, ["optimizer.tables=adam"]).optimizer.project_embeddings is False
 
 
+def test_pallas_is_triton():
+    old = {"optimizer": {"name": "adamw8bit", "kernel": "pallas"}, "memory": {"attention": "pallas"}}
+    with pytest.warns(OldNameWarning) as seen:
+        cfg = load_config({**BASE, **old})
+    assert (cfg.optimizer.kernel, cfg.memory.attention) == ("triton", "auto")
+    text = str(seen[0].message)
+    assert "optimizer.kernel=pallas -> triton" in text
+    assert "memory.attention=pallas -> auto" in text
+    for key in ("matmul", "product"):
+        with pytest.warns(OldNameWarning):
+            cfg = load_config({**BASE, "adapter": {"kind": "qlora", key: "pallas"}})
+        assert cfg.adapter.matmul == "triton"
+
+
 def test_a_checkpoint_of_the_old_names_belongs_to_the_same_run():
     after = load_config(NEW).model_dump(mode="json")
     assert changed(with_old_names(after), after) == []

@@ -174,12 +174,12 @@ def test_what_is_too_long_may_be_dropped_and_what_is_broken_skipped(tmp_path: Pa
 @pytest.mark.parametrize(
     ("data", "message"),
     [
-        ({"chat_template": None}, "data.chat_template: missing; data.tokenizer: bytes has none"),
+        ({"chat_template": None}, "data.tokenizer=bytes requires data.chat_template"),
         (
             {"source": "text", "on_invalid": "skip"},
-            "data.on_invalid: only data.source: chat, preference, jsonl, parquet have it, not text",
+            "data.on_invalid=skip requires data.source=chat or preference or jsonl or parquet, not text",
         ),
-        ({"path": None}, "data.path: missing; source chat needs a file"),
+        ({"path": None}, "data.source=chat requires data.path; set a file"),
     ],
 )
 def test_settings_that_do_not_go_together(tmp_path: Path, data: dict[str, object], message: str) -> None:

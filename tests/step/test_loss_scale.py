@@ -92,13 +92,21 @@ def test_stochastically_rounded_weights_are_the_same_on_every_mesh():
 @pytest.mark.parametrize(
     ("precision", "kernel", "said"),
     [
-        ({"rounding": "stochastic"}, "none", "precision.rounding: stochastic is for weights stored in less"),
-        ({"loss_scale": "dynamic"}, "none", "precision.loss_scale: only float16 gradients need it"),
-        ({"parameters": "int4"}, "triton", "optimizer.kernel: .* adamw8bit and weights in int8, not adamw .* in int4"),
+        (
+            {"rounding": "stochastic"},
+            "none",
+            "rounding=stochastic does not support precision.parameters=float32",
+        ),
+        ({"loss_scale": "dynamic"}, "none", "precision.loss_scale=dynamic requires precision.compute=float16"),
+        (
+            {"parameters": "int4"},
+            "triton",
+            "kernel=triton requires .*adamw8bit or .*=int8, not adamw with int4",
+        ),
         (
             {"parameters": "int8", "rounding": "nearest"},
             "triton",
-            "optimizer.kernel: triton rounds weights in int8 by chance, not to the nearest",
+            "optimizer.kernel=triton does not support precision.rounding=nearest",
         ),
     ],
 )

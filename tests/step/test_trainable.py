@@ -101,20 +101,29 @@ def test_the_backward_pass_stops_where_nothing_learns():
 @pytest.mark.parametrize(
     ("sections", "message"),
     [
-        ({"mesh": {"stage": 2}}, r"mesh.stage: blocks\[-1:\].\* are layers of some stages"),
-        ({"memory": {"update": "during"}}, r"memory.update: during goes through all layers alike, and blocks\[-1:\]"),
-        ({"adapter": {"base": "nf4"}}, r"adapter.base: blocks\[-1:\].\* are layers of stacks, which rest in one form"),
-        ({"adapter": {"layers": 3}}, "adapter.layers: 3 are more than the 2 of the last stack; use 2 or fewer"),
+        ({"mesh": {"stage": 2}}, r"mesh.stage=2 does not support some layers as trainable \(blocks\[-1:\].\*\)"),
+        (
+            {"memory": {"update": "during"}},
+            r"memory.update=during does not support some layers as trainable",
+        ),
+        ({"adapter": {"base": "nf4"}}, r"adapter.base=nf4 does not support some layers as trainable \(blocks\[-1:\]"),
+        ({"adapter": {"layers": 3}}, "adapter.layers=3 exceeds the 2 layers of the last stack; use 2 or fewer"),
         (
             {"adapter": {"rank": 4}},
-            "adapter.rank: adapter.kind: last_layers has none; those that do: lora, dora, qlora",
+            "adapter.rank=4 requires adapter.kind=lora or dora or qlora, not last_layers",
         ),
-        ({"adapter": {"kind": "prompt"}}, "data.packing: a prompt stands before a row"),
-        ({"adapter": {"kind": "prompt"}, "mesh": {"context": 2}}, "mesh.context: 2 parts rows as they are in the data"),
-        ({"adapter": {"kind": "patterns", "targets": {"*.bias": 2}}}, "patterns of weights have no ranks; give a list"),
+        ({"adapter": {"kind": "prompt"}}, "adapter.kind=prompt does not support data.packing=true"),
+        (
+            {"adapter": {"kind": "prompt"}, "mesh": {"context": 2}},
+            "kind=prompt does not support mesh.context=2",
+        ),
+        (
+            {"adapter": {"kind": "patterns", "targets": {"*.bias": 2}}},
+            "ranks in adapter.targets; use a list",
+        ),
     ],
 )
-def test_kinds_say_what_they_do_not_go_with(sections, message):
+def test_incompatible_settings(sections, message):
     adapter = {"kind": "last_layers", **sections.get("adapter", {})}
     with pytest.raises(UserError, match=message):
         config(**{**sections, "adapter": adapter})

@@ -117,14 +117,23 @@ def test_the_margin_grows_from_a_reference_that_is_kept(config, tmp_path):
 @pytest.mark.parametrize(
     ("sections", "message"),
     [
-        ({"batch": {"global_size": 6, "accumulate": 2}}, "makes no pairs, which dpo compares"),
-        ({"data": {"source": "stdlib", "packing": False}}, "data.source: stdlib does not go with objective dpo"),
-        ({"data": {"source": "preference", "path": "x"}}, "data.packing: dpo compares whole answers"),
-        ({"objective": "next_token"}, "preference does not go with objective next_token; use objective.name=dpo"),
-        ({"objective": {"name": "dpo", "z_loss": 0.1}}, "objective.z_loss: only next_token, classify"),
+        ({"batch": {"global_size": 6, "accumulate": 2}}, "requires an even number of rows in a micro-batch"),
+        (
+            {"data": {"source": "stdlib", "packing": False}},
+            "stdlib does not support .*dpo; use data.source=preference",
+        ),
+        (
+            {"data": {"source": "preference", "path": "x"}},
+            "dpo does not support data.packing=true; use false",
+        ),
+        ({"objective": "next_token"}, "preference does not support objective.name=next_token; use objective.name=dpo"),
+        (
+            {"objective": {"name": "dpo", "z_loss": 0.1}},
+            "z_loss=0.1 requires objective.name=next_token or classify",
+        ),
     ],
 )
-def test_what_does_not_go_together(config, sections, message):
+def test_incompatible_settings(config, sections, message):
     with pytest.raises(UserError, match=message):
         config(**sections)
 
