@@ -26,6 +26,7 @@ from typing import NamedTuple
 ROOT = Path(__file__).parents[1]
 FOLDERS = ("jaxmem", "kernels", "scripts", "docs", "configs", "README.md")
 CLEAN: tuple[str, ...] = (
+    "README.md",
     "docs/README.md",
     "docs/activations.md",
     "docs/adapters.md",
@@ -33,8 +34,12 @@ CLEAN: tuple[str, ...] = (
     "docs/faults.md",
     "docs/finetune.md",
     "docs/fit.md",
+    "docs/how-it-works.md",
+    "docs/how-to",
+    "docs/layouts.md",
     "docs/lengths.md",
     "docs/parameter-server.md",
+    "docs/pipeline.md",
     "docs/quantization.md",
     "docs/tour",
     "docs/tour.md",
