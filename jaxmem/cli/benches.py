@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -88,12 +89,9 @@ def bench_kernels(
             without=without or [],
             write=write,
         )
-        if not as_json:
-            for row in found:
-                _print_row(row)
-            return
-        here, *rows = found
-    show(here | {"rows": rows})
+        here, *rows = _collect(found, as_json)
+    if as_json:
+        show(here | {"rows": rows})
 
 
 def bench_tune(
@@ -119,8 +117,7 @@ def bench_tune(
     if write is None and not devices.has_nvidia_gpu():
         raise UserError("bench tune: measures the kernels of a GPU, and there is none here; --write FILE runs it dry")
     with only_json(as_json):
-        rows = []
-        for row in tune.tune(
+        found = tune.tune(
             path,
             shapes or [],
             operation=operation,
@@ -129,12 +126,20 @@ def bench_tune(
             without=without or [],
             passes=passes or [],
             again=again,
-        ):
-            rows.append(row)
-            if not as_json:
-                _print_row(row)
+        )
+        rows = _collect(found, as_json)
     if as_json:
         show({"rows": rows})
+
+
+def _collect(rows: Iterable[dict[str, Any]], as_json: bool) -> list[dict[str, Any]]:
+    """The rows, each printed when it is known, except for JSON."""
+    collected = []
+    for row in rows:
+        collected.append(row)
+        if not as_json:
+            _print_row(row)
+    return collected
 
 
 def _print_row(row: dict[str, Any]) -> None:

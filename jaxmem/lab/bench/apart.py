@@ -12,7 +12,7 @@ from jaxmem.lab.bench.contest import Row, error_line
 
 LIMIT = 100.0  # s that a turn may take: its compilation is most of it
 
-# work(job, done=rows of it that there are, without=names left out, say=whose turn begins) gives rows.
+# work(job, done=rows that are known, without=names left out, say=whose turn begins) yields rows.
 Work = Callable[..., Iterator[Row]]
 
 
@@ -27,61 +27,56 @@ def rows(work: Work, job: Any, *, without: list[str], limit: float | None) -> It
         return
     done: list[Row] = []
     while True:
-        watched = _Watched(work, job, done, without, limit)
-        for row in watched:
-            done.append(row)
-            yield row
-        if watched.why is None:
-            return
-        if watched.who is None or watched.who in without:
-            yield {"why_not": watched.why}
-            return
-        without.append(watched.who)
-        yield {"contestant": watched.who, "why_not": watched.why}
-
-
-class _Watched:
-    """A child's rows; afterwards why it did not end well, if so, and whose turn it was."""
-
-    def __init__(self, work: Work, job: Any, done: Sequence[Row], without: Sequence[str], limit: float) -> None:
-        self.given = (work, job, list(done), tuple(without))
-        self.limit = limit
-        self.who: str | None = None
-        self.why: str | None = None
-
-    def __iter__(self) -> Iterator[Row]:
-        context = multiprocessing.get_context("spawn")
-        ours, theirs = context.Pipe(duplex=False)
-        child = context.Process(target=_child, args=(theirs, *self.given), daemon=True)
-        child.start()
-        theirs.close()
-        try:
+        turn, why = None, None
+        with _started(work, job, done, without) as (child, messages):
             while True:
-                limit = LIMIT if self.who is None else self.limit  # nobody's turn while it starts
-                if not ours.poll(limit):
-                    self.why = f"no end within {limit:.0f} s"
-                    return
-                kind, what = ours.recv()
-                if kind == "row":
-                    yield what
-                elif kind == "turn":
-                    self.who = what
+                patience = LIMIT if turn is None else limit  # nobody's turn while it starts
+                if not messages.poll(patience):
+                    why = f"no end within {patience:.0f} s"
+                    break
+                try:
+                    kind, content = messages.recv()
+                except EOFError:
+                    child.join()
+                    why = f"its process ended with {child.exitcode}"
+                    break
+                if kind == "end":
+                    turn, why = None, content
+                    break
+                if kind == "turn":
+                    turn = content
                 else:
-                    self.who, self.why = None, what
-                    return
-        except EOFError:
-            child.join()
-            self.why = f"its process ended with {child.exitcode}"
-        finally:
-            child.kill()
-            child.join()
+                    done.append(content)
+                    yield content
+        if why is None:
+            return
+        if turn is None or turn in without:
+            yield {"why_not": why}
+            return
+        without.append(turn)
+        yield {"contestant": turn, "why_not": why}
 
 
-def _child(parent: Any, work: Work, job: Any, done: list[Row], without: tuple[str, ...]) -> None:
+@contextlib.contextmanager
+def _started(work: Work, job: Any, done: Sequence[Row], without: Sequence[str]) -> Iterator[tuple[Any, Any]]:
+    """A child process, and the pipe with its messages; it is killed at the end."""
+    context = multiprocessing.get_context("spawn")
+    ours, theirs = context.Pipe(duplex=False)
+    child = context.Process(target=_run, args=(theirs, work, job, list(done), tuple(without)), daemon=True)
+    child.start()
+    theirs.close()
+    try:
+        yield child, ours
+    finally:
+        child.kill()
+        child.join()
+
+
+def _run(parent: Any, work: Work, job: Any, done: list[Row], without: tuple[str, ...]) -> None:
     with contextlib.suppress(BrokenPipeError):  # nobody waits for it any more
         why = None
         try:
-            for row in work(job, done=done, without=without, say=lambda who: parent.send(("turn", who))):
+            for row in work(job, done=done, without=without, say=lambda name: parent.send(("turn", name))):
                 parent.send(("row", row))
         except BrokenPipeError:
             raise

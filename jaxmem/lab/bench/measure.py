@@ -161,8 +161,8 @@ def _timed(
         ratios = {peer.name: _ratio(peer, one) for peer in contestants if _is_peer(own, peer, one)}
         if one.name != CEILING and id(limits[unit]) in rates:
             ratios[CEILING] = rates[id(one)]["rate"] / rates[id(limits[unit])]["rate"]
-        check = next((found for found in checked if (found["contestant"], found["pass"]) == (one.name, one.of)), {})
-        right = {key: check[key] for key in ("right", "error") if key in check}
+        own_checks = [found for found in checked if (found["contestant"], found["pass"]) == (one.name, one.of)]
+        right = {key: own_checks[0][key] for key in ("right", "error")} if own_checks else {}
         yield row | {"unit": unit, **rates[id(one)], "ratios": ratios, **right}
 
 

@@ -40,8 +40,8 @@ def tune(
     With `only` or `passes`: only the block sizes of these. What the table has is not measured, except with `again`. On
     a CPU all of it runs on small shapes, to see that it works."""
     table = _table(path)
-    if operation is None and (chosen := [*names, *only, *passes]):
-        raise UserError(f"bench tune: {', '.join(chosen)}: of which --operation?")
+    if operation is None and (selected := [*names, *only, *passes]):
+        raise UserError(f"bench tune: {', '.join(selected)}: of which --operation?")
     if operation is not None:
         kernels.check_shapes(operation, names)
         kernels.check_contestants(operation, [*only, *without], passes)
@@ -55,8 +55,7 @@ def tune(
         for work, usual, place in works:
             known = [] if again else [*table.get(place, {}).get(kind, [])]
             for name in names or (usual[:1] if dry else usual):
-                chosen = {"only": tuple(only), "passes": tuple(passes), "known": tuple(known)}
-                job = Job(one, name, seconds, dry, peers=False, table=table, **chosen)
+                job = Job(one, name, seconds, dry, tuple(only), tuple(passes), False, False, tuple(known), table)
                 for row in apart.rows(work, job, without=left_out, limit=kernels.limit(here)):
                     if "kind" in row:
                         known.append(row)

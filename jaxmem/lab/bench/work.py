@@ -29,10 +29,7 @@ class Pass:
 
     def traced(self, way: str, work: Work) -> None:
         """Nothing is computed."""
-        if self.gradients:
-            jax.eval_shape(lambda arrays, d: self._pull(self.run(way), arrays)(d), work.arrays, work.cotangents)
-        else:
-            jax.eval_shape(self.run(way), *work.arrays)
+        jax.eval_shape(self._whole(self.run(way)), work.arrays, work.cotangents)
 
     def compiled(self, way: str, work: Work) -> Call:
         """By an implementation; what is updated in place goes on from call to call."""
@@ -56,9 +53,7 @@ class Pass:
             return self.read(self.compiled(exact, work)())
         with jax.enable_x64(True), jax.numpy_dtype_promotion("standard"):
             arrays, cotangents = jax.tree.map(_wide, (work.arrays, work.cotangents))
-            if not self.gradients:
-                return jax.jit(exact)(*arrays)
-            return jax.jit(lambda arrays, d: self._pull(exact, arrays)(d))(arrays, cotangents)
+            return jax.jit(self._whole(exact))(arrays, cotangents)
 
     def error(self, way: str, work: Work, wanted: Any) -> float:
         """Steps of it. The results are written where NaN, or the largest integer, stood: what a kernel leaves out
@@ -71,6 +66,10 @@ class Pass:
     def far(self, made: Any, wanted: Any) -> float:
         with jax.enable_x64(True), jax.numpy_dtype_promotion("standard"):
             return largest_error(self.read(made), jax.tree.map(_wide, wanted), self.step)
+
+    def _whole(self, run: Run) -> Run:
+        """The pass as one function of arrays and cotangents."""
+        return lambda arrays, d: self._pull(run, arrays)(d) if self.gradients else run(*arrays)
 
     def _made(self, way: str, work: Work) -> tuple[Run, tuple[Any, ...]]:
         """What is timed, and on what. What a backward pass needs of the forward pass is made before."""

@@ -21,8 +21,6 @@ from jaxmem.lab.tour import common
 from jaxmem.lab.tour.panels import Lines
 from jaxmem.lab.tour.stop import Findings, gpu_target
 from jaxmem.lab.tour.table import Row, Table
-from jaxmem.machine.devices import lowering_for
-from jaxmem.planning.compile import compile_all
 from jaxmem.planning.targets import target_devices
 
 TARGET = "h100-80gb"
@@ -90,15 +88,11 @@ def with_gradients(run: Callable[..., Any]) -> Callable[..., Any]:
 def _temporaries(aim: Any, length: int) -> dict[str, int]:
     """Bytes beside inputs and gradients, for each implementation."""
     device = target_devices(aim, 1000 * aim.memory)[0]
-    place = jax.sharding.SingleDeviceSharding(device)
     found = {}
     for name in ("reference", "blockwise", FUSED):
-        shapes = ((1, length, heads, DIM) for heads in (HEADS, KV_HEADS))
-        q, k = (jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=place) for shape in shapes)
+        q, k = (jax.ShapeDtypeStruct((1, length, heads, DIM), jnp.bfloat16) for heads in (HEADS, KV_HEADS))
         run = with_gradients(partial(attention, causal=True, implementation=name))
-        with lowering_for(device):
-            lowered = jax.jit(run).lower(q, k, k, q)
-        found[name] = compile_all(lowered, {}, here=aim.is_here, code=False)[0].sizes["temporaries"]
+        found[name] = common.compile_for(device, run, q, k, k, q).sizes["temporaries"]
     return found
 
 
@@ -120,11 +114,13 @@ def _errors(case: str, length: int = 64) -> dict[str, float | str]:
     seen = jnp.arange(length) < (length // 2 if case == CASES[2] else length)
     ids = {"segment_ids": jnp.int32(~seen)[None], "kv_segment_ids": jnp.zeros((1, length), jnp.int32)}
     runs = {
-        TEXTBOOK: partial(_textbook, seen=seen),
+        TEXTBOOK: partial(_stored, _textbook_softmax, seen),
         "reference": partial(attention, **ids, implementation="reference"),
         "blockwise": partial(attention, **ids, implementation="blockwise"),
     }
-    exact = _exact([np.asarray(x, np.float64) for x in (q, k, v, d_out)], np.asarray(seen))
+    with jax.enable_x64(True):
+        wide = [jnp.asarray(x, jnp.float64) for x in (q, k, v, d_out)]
+        exact = [np.asarray(x) for x in with_gradients(partial(_stored, _softmax, seen))(*wide)]
     worst: dict[str, float | str] = {}
     for name, run in runs.items():
         found = jax.jit(with_gradients(run))(q, k, v, d_out)
@@ -135,25 +131,17 @@ def _errors(case: str, length: int = 64) -> dict[str, float | str]:
     return worst
 
 
-def _textbook(q: Any, k: Any, v: Any, seen: Any) -> Any:
-    """exp(x) / sum without the maximum: what nobody should compute."""
-    scores = jnp.exp(jnp.einsum("bqhd,bkhd->bhqk", q, k) / np.float32(np.sqrt(q.shape[-1])))
-    scores = jnp.where(seen[:, None], scores, 0.0)
-    return jnp.einsum("bhqk,bkhd->bqhd", scores / jnp.sum(scores, -1, keepdims=True), v)
+def _stored(softmax: Callable[..., Any], seen: Any, q: Any, k: Any, v: Any) -> Any:
+    """Attention with all scores; `seen`: queries that see a key."""
+    scores = jnp.einsum("bqhd,bkhd->bhqk", q, k) * jnp.asarray(q.shape[-1] ** -0.5, q.dtype)
+    return jnp.einsum("bhqk,bkhd->bqhd", softmax(scores, seen[:, None]), v)
 
 
-def _exact(arrays: Sequence[Any], seen: Any) -> tuple[Any, ...]:
-    """Output and gradients in float64, by the derivative of the softmax."""
-    q, k, v, d_out = arrays
-    scale = 1 / np.sqrt(q.shape[-1])
-    scores = np.einsum("bqhd,bkhd->bhqk", q, k) * scale
-    p = np.exp(scores - scores.max(-1, keepdims=True))
-    p = p / p.sum(-1, keepdims=True) * seen[:, None]
-    d_p = np.einsum("bqhd,bkhd->bhqk", d_out, v)
-    d_scores = p * (d_p - (p * d_p).sum(-1, keepdims=True)) * scale
-    return (
-        np.einsum("bhqk,bkhd->bqhd", p, v),
-        np.einsum("bhqk,bkhd->bqhd", d_scores, k),
-        np.einsum("bhqk,bqhd->bkhd", d_scores, q),
-        np.einsum("bhqk,bqhd->bkhd", p, d_out),
-    )
+def _textbook_softmax(scores: Any, seen: Any) -> Any:
+    """Without the maximum: what nobody should compute."""
+    scores = jnp.where(seen, jnp.exp(scores), 0.0)
+    return scores / jnp.sum(scores, -1, keepdims=True)
+
+
+def _softmax(scores: Any, seen: Any) -> Any:
+    return jnp.where(seen, jax.nn.softmax(scores), 0.0)

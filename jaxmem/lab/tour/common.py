@@ -12,6 +12,7 @@ from jaxmem.config import Config
 from jaxmem.errors import UserError
 from jaxmem.machine import devices, gpus
 from jaxmem.planning import Target
+from jaxmem.planning.compile import Compiled, compile_all
 from jaxmem.planning.measure import measure_apart
 from jaxmem.planning.targets import parse_target
 from jaxmem.search.compilers import CompilerPool, RefusedError
@@ -57,6 +58,16 @@ def _measured(aim: Target, cfg: Config, plan: Mapping[str, Any]) -> int | None:
     if plan["bytes_per_device"]["total"] > aim.memory - gpus.reserved(aim.count):
         return None
     return measure_apart(cfg.model_dump(mode="json")).get("measured")
+
+
+def compile_for(device: Any, run: Callable[..., Any], *arguments: Any) -> Compiled:
+    """A function of arrays of these shapes, compiled for one device that need not be here, and not run."""
+    place = jax.sharding.SingleDeviceSharding(device)
+    placed = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place), arguments)
+    with devices.lowering_for(device):
+        lowered = jax.jit(run).lower(*placed)
+    here = device in jax.devices()
+    return compile_all(lowered, {}, here=here, code=False)[0]
 
 
 def seconds(run: Callable[..., Any], *arguments: Any, times: int = 3) -> float:

@@ -20,9 +20,7 @@ from jaxmem.lab.tour import common
 from jaxmem.lab.tour.panels import Bars
 from jaxmem.lab.tour.stop import Findings, gpu_target
 from jaxmem.lab.tour.table import Row, Table
-from jaxmem.machine.devices import lowering_for
 from jaxmem.models.rope import Angles, rotate
-from jaxmem.planning.compile import compile_all
 from jaxmem.planning.predict import estimate
 from jaxmem.planning.targets import target_devices
 from jaxmem.planning.timeline import moved_bytes
@@ -119,11 +117,7 @@ def chains(device: Any) -> Iterator[Row]:
 
 def counted(function: Callable[..., Any], arguments: Any, device: Any) -> Row:
     """Bytes that XLA's kernels move, the minimum, and the number of kernels."""
-    place = jax.sharding.SingleDeviceSharding(device)
-    placed = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=place), arguments)
-    with lowering_for(device):
-        lowered = jax.jit(function).lower(*placed)
-    module = compile_all(lowered, {}, here=False)[0].module
+    module = common.compile_for(device, function, *arguments).module
     kernels = [moved_bytes(one) for one in module.entry.instructions if one.opcode not in NO_KERNELS]
     read = sum(one.shape.bytes for one in module.entry.instructions if one.opcode == "parameter")
     results = jax.tree.leaves(jax.eval_shape(function, *arguments))

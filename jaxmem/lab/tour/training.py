@@ -8,13 +8,11 @@ from __future__ import annotations
 
 import contextlib
 import io
-import json
+import multiprocessing
 import os
-import subprocess
-import sys
 import tempfile
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -45,11 +43,13 @@ class Outcome(NamedTuple):
 
 
 def train_all(runs: Mapping[str, SmallRun]) -> dict[str, Outcome]:
-    count = min(len(runs), _processes())
-    shares = [dict(list(runs.items())[first::count]) for first in range(count)]
-    with ThreadPoolExecutor(count) as pool:
-        done = dict(one for share in pool.map(train_in_process, shares) for one in share.items())
-    return {name: done[name] for name in runs}
+    context = multiprocessing.get_context("spawn")  # jax does not survive a fork
+    processes = min(len(runs), _processes())
+    with ProcessPoolExecutor(processes, context, initializer=devices.use_cpu_without_gpu) as pool:
+        try:
+            return dict(zip(runs, pool.map(_train, runs.values()), strict=True))
+        except Exception as error:
+            raise UserError(f"a run of the tour failed: {error}") from error
 
 
 def train_each(
@@ -66,17 +66,6 @@ def _processes() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def train_in_process(runs: Mapping[str, SmallRun]) -> dict[str, Outcome]:
-    """One run after the other, in a process of their own."""
-    command = [sys.executable, "-m", "jaxmem.lab.tour.training"]
-    text = json.dumps(runs)
-    done = subprocess.run(command, input=text, capture_output=True, text=True, check=False)  # noqa: S603 - this Python
-    if done.returncode:
-        lines = [line for line in done.stderr.splitlines() if line.strip()]
-        raise UserError(f"a run of the tour failed: {lines[-1] if lines else f'exit code {done.returncode}'}")
-    return {name: Outcome(*one) for name, one in json.loads(done.stdout.splitlines()[-1]).items()}
-
-
 def _train(run: SmallRun) -> Outcome:
     steps = run.config["train"]["steps"]
     often = {**run.config["train"], "evaluate_every": steps, "log_every": steps}
@@ -90,8 +79,3 @@ def _train(run: SmallRun) -> Outcome:
 
         result = train(cfg, jax.devices()[:1])
         return Outcome(result.plan.as_json(), dict(result.held_out))
-
-
-if __name__ == "__main__":
-    devices.use_cpu_without_gpu()
-    print(json.dumps({name: _train(SmallRun(*run)) for name, run in json.load(sys.stdin).items()}))

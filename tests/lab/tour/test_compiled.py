@@ -11,7 +11,7 @@ from jaxmem.errors import UserError
 from jaxmem.lab.tour import common
 from jaxmem.lab.tour.memory import BASE
 from jaxmem.lab.tour.table import Table
-from jaxmem.lab.tour.training import SmallRun, train_in_process
+from jaxmem.lab.tour.training import SmallRun, train_all
 from jaxmem.machine import devices
 from jaxmem.planning.targets import parse_target
 
@@ -66,4 +66,4 @@ def test_a_processors_time_is_told_as_one() -> None:
 
 def test_a_run_that_fails_says_why() -> None:
     with pytest.raises(UserError, match=r"a run of the tour failed: .*model\.family"):
-        train_in_process({"one": SmallRun({"name": "x", "model": {"family": "unheard of"}, "train": {"steps": 1}})})
+        train_all({"one": SmallRun({"name": "x", "model": {"family": "unheard of"}, "train": {"steps": 1}})})
