@@ -14,7 +14,7 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -111,12 +111,15 @@ def has_nvidia_gpu() -> bool:
 
 def cuda_wheels() -> dict[str, str]:
     """The installed CUDA plugin wheels of jax, name to version: {"jax-cuda13-plugin": "0.10.2"}."""
+    return package_versions(("jax-cuda13-plugin", "jax-cuda13-pjrt", "jax-cuda12-plugin", "jax-cuda12-pjrt"))
+
+
+def package_versions(names: Iterable[str]) -> dict[str, str]:
+    """Versions of those packages that are installed."""
     found = {}
-    for name in ("jax-cuda13-plugin", "jax-cuda13-pjrt", "jax-cuda12-plugin", "jax-cuda12-pjrt"):
-        try:
+    for name in names:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             found[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
     return found
 
 

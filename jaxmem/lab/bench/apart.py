@@ -59,7 +59,7 @@ def rows(work: Work, job: Any, *, without: list[str], limit: float | None) -> It
 
 @contextlib.contextmanager
 def _started(work: Work, job: Any, done: Sequence[Row], without: Sequence[str]) -> Iterator[tuple[Any, Any]]:
-    """A child process, and the pipe with its messages; it is killed at the end."""
+    """A child process, and the pipe from it; it is killed at the end."""
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe(duplex=False)
     child = context.Process(target=_run, args=(theirs, work, job, list(done), tuple(without)), daemon=True)

@@ -15,7 +15,7 @@ from jaxmem.kernels.fused_attention import IMPLEMENTATIONS
 from jaxmem.kernels.fused_attention.mask import keep_mask, seed_words
 from jaxmem.kernels.fused_attention.shapes import SHAPES, Shape
 from jaxmem.lab.bench import torch_kernels
-from jaxmem.lab.bench.work import Operation, Pass, Run, Work
+from jaxmem.lab.bench.work import Operation, Pass, Work
 
 EXACT = 1024  # positions at most that are held against float64
 # Bytes of scores in float32, beyond which those who hold them all, several times, are not asked to.
@@ -73,15 +73,15 @@ def checks(shape: Shape) -> Mapping[str, Callable[[], Work]]:
     }
 
 
-def _run(shape: Shape, options: dict[str, Any], way: str | None) -> Run:
+def _run(shape: Shape, options: dict[str, Any], implementation: str | None, q: Any, k: Any, v: Any) -> jax.Array:
     holds = 4 * shape.batch * shape.heads * shape.queries * shape.keys
-    if way is not None and holds > SCORES.get(way, holds):
-        raise ValueError(f"{way} holds all scores several times, {holds / 2**30:.0f} GiB each")
-    if way in PEERS:
+    if implementation is not None and holds > SCORES.get(implementation, holds):
+        raise ValueError(f"{implementation} holds all scores several times, {holds / 2**30:.0f} GiB each")
+    if implementation in PEERS:
         window = None if shape.window is None else (shape.window - 1, 0)
-        own: Any = {"is_causal": shape.causal, "local_window_size": window, "implementation": way.split()[1]}
-        return lambda q, k, v: jax.nn.dot_product_attention(q, k, v, **own)
-    return lambda q, k, v: attention(q, k, v, **options, implementation=way)
+        own: Any = {"is_causal": shape.causal, "local_window_size": window, "implementation": implementation.split()[1]}
+        return jax.nn.dot_product_attention(q, k, v, **own)
+    return attention(q, k, v, **options, implementation=implementation)
 
 
 def _exact(options: dict[str, Any], q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:

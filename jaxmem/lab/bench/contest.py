@@ -96,7 +96,7 @@ CEILING = "this device"  # as a contestant: what everything can be held against
 
 
 def ceilings(size: int) -> Iterator[tuple[Contestant, float, str]]:
-    """A bfloat16 matrix product of this size and a copy, the work of each and its unit."""
+    """A bfloat16 matmul of this size and a copy, the work of each and its unit."""
     a = jax.random.normal(jax.random.key(0), (size, size), jnp.bfloat16)
     wide = jnp.zeros((size, 4 * size), jnp.float32)
     product = jax.jit(jnp.matmul).lower(a, a).compile()

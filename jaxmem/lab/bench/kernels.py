@@ -7,8 +7,9 @@ that shows that the benchmark works, and no speed.
 
 from __future__ import annotations
 
+import itertools
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 from jaxmem.errors import UserError, nearest
@@ -38,14 +39,8 @@ def bench_kernels(
         check_file(write)
     here, left_out = device_row(), list(without)
 
-    def rows() -> Iterator[Row]:
-        yield here
-        for name in shapes:
-            job = Job(operation, name, seconds, here["dry_run"], tuple(only), check=check)
-            for row in apart.rows(measured, job, without=left_out, limit=limit(here)):
-                yield {"operation": operation, "shape": name} | row
-
-    for row in rows():
+    jobs = (Job(operation, name, seconds, here["dry_run"], tuple(only), check=check) for name in shapes)
+    for row in itertools.chain([here], run_jobs(measured, jobs, left_out, here)):
         if write is not None:
             with write.open("a", encoding="utf-8") as file:
                 file.write(json.dumps(row, allow_nan=False) + "\n")
@@ -70,9 +65,12 @@ def device_row() -> Row:
     return here
 
 
-def limit(here: Row) -> float | None:
-    """Seconds of a turn; None: measured in this process."""
-    return None if here["dry_run"] else apart.LIMIT
+def run_jobs(work: apart.Work, jobs: Iterable[Job], without: list[str], here: Row) -> Iterator[Row]:
+    """Each job in a process of its own, in this one on a CPU. A job is made when those before it are done."""
+    limit = None if here["dry_run"] else apart.LIMIT
+    for job in jobs:
+        for row in apart.rows(work, job, without=without, limit=limit):
+            yield {"operation": job.operation, "shape": job.shape} | row
 
 
 def check_file(path: Path) -> None:

@@ -7,7 +7,6 @@ ratios to the others, and to this device's own matmul or copy, all of the same t
 from __future__ import annotations
 
 import datetime as dt
-import importlib.metadata
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -47,14 +46,13 @@ class Job:
 def where(_: None, **__: Any) -> Iterator[Row]:
     """The device, its versions, and the time."""
     device, gpus = jax.devices()[0], devices.nvidia_gpus()
-    versions = {package: _version(package) for package in PACKAGES}
     yield {
         "device": device.device_kind,
         "dry_run": device.platform == "cpu",
         "time": dt.datetime.now(dt.UTC).isoformat(timespec="seconds"),
         "driver": gpus[0]["driver"] if gpus else None,
         "gpus": gpus,
-        "versions": {package: version for package, version in versions.items() if version is not None},
+        "versions": devices.package_versions(PACKAGES),
     }
 
 
@@ -174,10 +172,3 @@ def _is_peer(own: Operation, peer: Contestant, one: Contestant) -> bool:
 
 def _ratio(peer: Contestant, one: Contestant) -> float:
     return statistics.median(theirs / mine for theirs, mine in zip(peer.seconds, one.seconds, strict=False))
-
-
-def _version(package: str) -> str | None:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None

@@ -6,6 +6,7 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import jax
@@ -13,18 +14,19 @@ import jax.numpy as jnp
 
 from jaxmem.kernels import Moments8, QuantizedScales, adam8_update, dequant_matmul, int8_add
 from jaxmem.kernels.choice import Choice, record_choices
-from jaxmem.kernels.quantized_matmul import IMPLEMENTATIONS as PRODUCTS
-from jaxmem.kernels.quantized_matmul import shapes as product_shapes
+from jaxmem.kernels.quantized_matmul import IMPLEMENTATIONS as MATMULS
+from jaxmem.kernels.quantized_matmul import shapes as matmul_shapes
 from jaxmem.kernels.quantized_update import IMPLEMENTATIONS as UPDATES
 from jaxmem.kernels.quantized_update import shapes as update_shapes
 from jaxmem.lab.bench import attention, torch_kernels
-from jaxmem.lab.bench.work import Operation, Pass, Run, Work
+from jaxmem.lab.bench.work import Operation, Pass, Work
 from jaxmem.lab.sliding_max import IMPLEMENTATIONS as WINDOWS
 from jaxmem.lab.sliding_max import shapes as window_shapes
 from jaxmem.lab.sliding_max import sliding_max
 from jaxmem.quant import QTensor, quantize
 
 BF16 = jnp.bfloat16
+DEQUANTIZED = "decoded before"  # a matmul with the weight dequantized outside of the time
 
 
 def choice_for(operation: str, name: str) -> Choice:
@@ -33,108 +35,106 @@ def choice_for(operation: str, name: str) -> Choice:
 
     def traced() -> Any:
         work = own.work(own.shapes[name])
-        return next(iter(work.passes.values())).run(None)(*work.arrays)
+        return next(iter(work.passes.values())).run(None, *work.arrays)
 
-    with record_choices() as made:
+    with record_choices() as choices:
         jax.eval_shape(traced)
-    return made[-1]
+    return choices[-1]
+
+
+def random_key() -> jax.Array:
+    """A new one at each call: errors are measured on other numbers each time."""
+    return jax.random.key(time.time_ns() % 2**31)
 
 
 def _draws(*shapes: tuple[int, ...], dtype: Any = BF16) -> Iterator[jax.Array]:
-    for key, shape in zip(jax.random.split(jax.random.key(time.time_ns() % 2**31), len(shapes)), shapes, strict=True):
+    for key, shape in zip(jax.random.split(random_key(), len(shapes)), shapes, strict=True):
         yield jax.random.normal(key, shape, dtype)
 
 
-def _product(shape: product_shapes.Shape) -> Work:
+def _dequant_matmul(shape: matmul_shapes.Shape) -> Work:
     x, g, w = _draws((shape.tokens, shape.inputs), (shape.tokens, shape.outputs), (shape.inputs, shape.outputs))
     q = quantize(w, shape.format, shape.block, -2, double_quant=shape.double)
     double = isinstance(q.scale, QTensor)
     scale = QuantizedScales(q.scale.codes, q.scale.scale, q.scale.offset) if double else q.scale
     options: dict[str, Any] = {"format": shape.format, "block_size": shape.block, "inputs": shape.inputs}
 
-    def product(way: str | None, transposed: bool) -> Run:
-        def run(x: Any, g: Any, codes: Any, scale: Any, w: Any) -> Any:
-            given = g if transposed else x
-            if way == "decoded before":
-                return given @ (w.T if transposed else w)
-            return dequant_matmul(given, codes, scale, transposed=transposed, implementation=way, **options)
+    def run(transposed: bool, implementation: str | None, x: Any, g: Any, codes: Any, scale: Any, w: Any) -> Any:
+        left = g if transposed else x
+        if implementation == DEQUANTIZED:
+            return left @ (w.T if transposed else w)
+        return dequant_matmul(left, codes, scale, transposed=transposed, implementation=implementation, **options)
 
-        return run
-
-    def one(transposed: bool) -> Pass:
-        return Pass(lambda way: product(way, transposed), product("decoded before", transposed), shape.flops / 1e12)
-
-    arrays = (x, g, q.codes, scale, q.dequantize(BF16))
-    return Work(arrays, {"forward": one(False), "backward": one(True)}, "TFLOP/s")
+    passes = {
+        name: Pass(partial(run, transposed), partial(run, transposed, DEQUANTIZED), shape.flops / 1e12)
+        for name, transposed in (("forward", False), ("backward", True))
+    }
+    return Work((x, g, q.codes, scale, q.dequantize(BF16)), passes, "TFLOP/s")
 
 
 def _adam8(shape: update_shapes.Shape) -> Work:
     (g,) = _draws(shape.dims)
     small = 0.1 * g.astype(jnp.float32)
     m, v = (quantize(x, of, shape.block, shape.along) for x, of in ((small, "dynamic8"), (small**2, "udynamic8")))
-    unbiased = jnp.asarray([0.19, 0.0975], jnp.float32)
 
-    def run(way: str | None) -> Run:
-        def update(g: Any, state: Any, unbiased: Any) -> Any:
-            return adam8_update(g, state, unbiased, axis=shape.along, block_size=shape.block, implementation=way)
+    def run(implementation: str | None, g: Any, state: Any, unbiased: Any) -> Any:
+        options: dict[str, Any] = {"axis": shape.along, "block_size": shape.block, "implementation": implementation}
+        return adam8_update(g, state, unbiased, **options)
 
-        return update
-
-    def numbers(state: Any) -> Any:
+    def moments(state: Any) -> Any:
         """As good as their codes: half a step is 0.7 % of the largest."""
         pairs = (m, state.m, state.m_scale), (v, state.v, state.v_scale)
         return tuple(dataclasses.replace(q, codes=c, scale=s).dequantize(jnp.float32) for q, c, s in pairs)
 
     def exact(g: Any, state: Any, unbiased: Any) -> Any:
-        old_m, old_v = (x.astype(jnp.float64) for x in numbers(state))
+        old_m, old_v = (x.astype(jnp.float64) for x in moments(state))
         new_m, new_v = 0.9 * old_m + 0.1 * g, 0.95 * old_v + 0.05 * g**2
         return new_m / unbiased[0] / (jnp.sqrt(new_v / unbiased[1]) + 1e-8), new_m, new_v
 
-    def decoded(made: Any) -> Any:
-        return made[0], *numbers(made[1])
+    def dequantized(result: Any) -> Any:
+        return result[0], *moments(result[1])
 
-    state = Moments8(m.codes, v.codes, m.scale, v.scale)
-    update = Pass(run, exact, shape.least_bytes / 1e9, read=decoded, in_place=((1, 1),))
-    return Work((g, state, unbiased), {"update": update}, "GB/s")
+    arrays = (g, Moments8(m.codes, v.codes, m.scale, v.scale), jnp.asarray([0.19, 0.0975], jnp.float32))
+    update = Pass(run, exact, shape.least_bytes / 1e9, read=dequantized, in_place=((1, 1),))
+    return Work(arrays, {"update": update}, "GB/s")
 
 
-def _int8(shape: update_shapes.Shape) -> Work:
-    """Rounded stochastically: up to a step away, of the largest block's at most."""
+def _int8_add(shape: update_shapes.Shape) -> Work:
+    """Stochastic rounding: up to a step away, of the largest block's at most."""
     w, update = _draws(shape.dims, shape.dims)
     q, update = quantize(w, "int8", shape.block, shape.along), update * jnp.asarray(0.01, BF16)
 
-    def run(way: str | None) -> Run:
-        def add(codes: Any, scale: Any, update: Any, seeds: Any) -> Any:
-            given: dict[str, Any] = {"axis": shape.along, "block_size": shape.block, "implementation": way}
-            return int8_add(codes, scale, update, seeds, **given)
+    def run(implementation: str | None, codes: Any, scale: Any, update: Any, seeds: Any) -> Any:
+        options: dict[str, Any] = {"axis": shape.along, "block_size": shape.block, "implementation": implementation}
+        return int8_add(codes, scale, update, seeds, **options)
 
-        return add
-
-    def wide(made: Any) -> Any:
-        codes, scale = made
+    def dequantized(result: Any) -> Any:
+        codes, scale = result
         steps = jnp.repeat(scale.astype(jnp.float64), shape.block, axis=shape.along) / 127
         return codes.astype(jnp.float64) * jax.lax.slice_in_dim(steps, 0, codes.shape[shape.along], axis=shape.along)
 
     def exact(codes: Any, scale: Any, update: Any, _: Any) -> Any:
-        return wide((codes, scale)) + update
+        return dequantized((codes, scale)) + update
 
     amount = shape.numbers * (4 + 12 / shape.block) / 1e9
-    seeds = jax.random.bits(jax.random.key(time.time_ns() % 2**31), q.scale.shape, jnp.uint32)
-    arrays = (q.codes, q.scale, update, seeds)
-    return Work(arrays, {"update": Pass(run, exact, amount, 2**-7, read=wide, in_place=((0, 0), (1, 1)))}, "GB/s")
+    seeds = jax.random.bits(random_key(), q.scale.shape, jnp.uint32)
+    add = Pass(run, exact, amount, 2**-7, read=dequantized, in_place=((0, 0), (1, 1)))
+    return Work((q.codes, q.scale, update, seeds), {"update": add}, "GB/s")
 
 
-def _windows(shape: window_shapes.Shape) -> Work:
+def _sliding_max(shape: window_shapes.Shape) -> Work:
     (x,) = _draws((shape.numbers,), dtype=jnp.float32)
+
+    def run(implementation: str | None, x: Any) -> Any:
+        return sliding_max(x, shape.window, implementation=implementation)
 
     def exact(x: Any) -> Any:
         return jax.lax.reduce_window(x, -jnp.inf, jax.lax.max, (shape.window,), (1,), "VALID")
 
-    run = lambda way: lambda x: sliding_max(x, shape.window, implementation=way)  # noqa: E731
     return Work((x,), {"forward": Pass(run, exact, 2 * x.nbytes / 1e9, step=2**-24)}, "GB/s")
 
 
-def _small_product(shape: product_shapes.Shape) -> product_shapes.Shape:
+def _small_matmul(shape: matmul_shapes.Shape) -> matmul_shapes.Shape:
     return shape._replace(tokens=16, inputs=2 * shape.block, outputs=32)
 
 
@@ -144,21 +144,21 @@ def _small_blocks(shape: update_shapes.Shape) -> update_shapes.Shape:
 
 
 BY_LIBRARIES = {
-    "bitsandbytes": torch_kernels.product_by_bitsandbytes,
-    "bitsandbytes, decoded": torch_kernels.product_decoded_by_bitsandbytes,
-    "torchao": torch_kernels.product_by_torchao,
+    "bitsandbytes": torch_kernels.matmul_by_bitsandbytes,
+    "bitsandbytes, decoded": torch_kernels.dequantized_matmul_by_bitsandbytes,
+    "torchao": torch_kernels.matmul_by_torchao,
 }
 # All of Llama's matrices at once take 56 GiB to update in plain JAX, and 74 in float64: by name only.
 ONE_MATRIX = ("llama3-8b up", "llama2-7b down")
 OPERATIONS = {
     "attention": attention.OPERATION,
     "dequant_matmul": Operation(
-        PRODUCTS,
-        product_shapes.SHAPES,
-        _small_product,
-        _product,
+        MATMULS,
+        matmul_shapes.SHAPES,
+        _small_matmul,
+        _dequant_matmul,
         tuned=("llama3-8b up", "llama3-8b up, long", "llama2-7b int8"),
-        beside=("decoded before",),
+        beside=(DEQUANTIZED,),
         peers=BY_LIBRARIES,
         plain="sliced",
     ),
@@ -176,7 +176,7 @@ OPERATIONS = {
         UPDATES,
         update_shapes.SHAPES,
         _small_blocks,
-        _int8,
+        _int8_add,
         passes=("update",),
         tuned=ONE_MATRIX,
         usual=ONE_MATRIX,
@@ -185,7 +185,7 @@ OPERATIONS = {
         WINDOWS,
         window_shapes.SHAPES,
         lambda shape: shape._replace(numbers=2000),
-        _windows,
+        _sliding_max,
         passes=("forward",),
     ),
 }

@@ -19,6 +19,7 @@ import numpy as np
 from jaxmem.config import Config, Decoder
 from jaxmem.errors import UserError
 from jaxmem.lab.bench.contest import Contestant, take_turns
+from jaxmem.machine.devices import package_versions
 from jaxmem.step import Program, program
 
 AGREE = 1e-4  # nats per token
@@ -42,7 +43,8 @@ def bench_step(cfg: Config, *, seconds: float = 60.0) -> dict[str, Any]:
         "torch_eager": peer(compiled=False),
         "torch_compile": peer(compiled=True),
     }
-    return _compare(built, steps, seconds) | {"versions": torch_peer.versions() | {"jax": jax.__version__}}
+    versions = package_versions((*torch_peer.PACKAGES, "jax"))
+    return _compare(built, steps, seconds) | {"versions": versions}
 
 
 def _check(cfg: Config) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from jaxmem.kernels.fused_attention import shapes as attention_shapes
-from jaxmem.kernels.quantized_matmul import shapes as product_shapes
+from jaxmem.kernels.quantized_matmul import shapes as matmul_shapes
 from jaxmem.kernels.quantized_update import shapes as update_shapes
 from jaxmem.lab.bench.contest import Call
 
@@ -53,22 +53,22 @@ def attention_by_torch(shape: attention_shapes.Shape, *, kind: str, on: str = "c
     return {"forward": forward, "backward": lambda: torch.autograd.grad(out, (q, k, v), d_out, retain_graph=True)}
 
 
-def product_by_bitsandbytes(shape: product_shapes.Shape, *, on: str = "cuda") -> Calls:
+def matmul_by_bitsandbytes(shape: matmul_shapes.Shape, *, on: str = "cuda") -> Calls:
     """What QLoRA runs there: its own choice of a kernel, or of decoding first."""
     torch, bitsandbytes = needed("bitsandbytes")
     x, g, codes, state = _in_four_bits(shape, on)
     return _with_gradient(torch, lambda x: bitsandbytes.matmul_4bit(x, codes.t(), quant_state=state), x, g)
 
 
-def product_decoded_by_bitsandbytes(shape: product_shapes.Shape, *, on: str = "cuda") -> Calls:
-    """Decoded whole, then multiplied by cuBLAS."""
+def dequantized_matmul_by_bitsandbytes(shape: matmul_shapes.Shape, *, on: str = "cuda") -> Calls:
+    """Dequantized, then multiplied by cuBLAS."""
     x, g, codes, state = _in_four_bits(shape, on)
     decode = needed("bitsandbytes.functional")[1].dequantize_4bit
     return {"forward": lambda: x @ decode(codes, state).t(), "backward": lambda: g @ decode(codes, state)}
 
 
-def _in_four_bits(shape: product_shapes.Shape, on: str) -> tuple[Any, Any, Any, Any]:
-    """Of a product x and its gradient, the codes of a weight [outputs, inputs], and what they stand for."""
+def _in_four_bits(shape: matmul_shapes.Shape, on: str) -> tuple[Any, Any, Any, Any]:
+    """x, the gradient of x @ w.T, and the codes and state of w [outputs, inputs]."""
     torch, functional = needed("bitsandbytes.functional")
     if shape.format not in ("nf4", "fp4"):
         raise ValueError(f"bitsandbytes multiplies nf4 and fp4 in blocks, not {shape.format}")
@@ -79,7 +79,7 @@ def _in_four_bits(shape: product_shapes.Shape, on: str) -> tuple[Any, Any, Any, 
     return x, g, *functional.quantize_4bit(w, **form)
 
 
-def product_by_torchao(shape: product_shapes.Shape, *, on: str = "cuda") -> Calls:
+def matmul_by_torchao(shape: matmul_shapes.Shape, *, on: str = "cuda") -> Calls:
     """A linear layer as its `quantize_` leaves it: int4 in groups, int8 with a constant for each output."""
     torch, quantization = needed("torchao.quantization")
     if shape.format not in ("int4", "int8"):
@@ -93,7 +93,7 @@ def product_by_torchao(shape: product_shapes.Shape, *, on: str = "cuda") -> Call
 
 
 def _with_gradient(torch: Any, layer: Callable[[Any], Any], x: Any, g: Any) -> Calls:
-    """A product, and its gradient with respect to x."""
+    """A matmul, and its gradient with respect to x."""
     x.requires_grad_()
     made = layer(x)
 

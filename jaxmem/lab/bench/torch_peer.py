@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import importlib.util
 import os
 from collections.abc import Callable
@@ -15,17 +14,13 @@ from jaxmem.config.hugging_face import config_json
 from jaxmem.errors import UserError
 from jaxmem.hf.names import decoder_weights
 
-_NEEDED = ("torch", "transformers")
+PACKAGES = ("torch", "transformers")
 
 
 def require() -> None:
-    missing = [name for name in _NEEDED if importlib.util.find_spec(name) is None]
+    missing = [name for name in PACKAGES if importlib.util.find_spec(name) is None]
     if missing:
         raise UserError(f"bench step compares with PyTorch: pip install {' '.join(missing)}")
-
-
-def versions() -> dict[str, str]:
-    return {name: importlib.metadata.version(name) for name in _NEEDED}
 
 
 def stepper(

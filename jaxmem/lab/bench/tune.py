@@ -1,13 +1,14 @@
 """The fastest block sizes of each kernel, then the fastest implementation of each operation, kept in a table.
 
-Block sizes: all that a GPU has room for, each checked first, then measured in turns. Implementations: with these block
-sizes, the least time for all passes together among those that are right.
+Block sizes: all that a GPU has room for, each checked first, then timed in bursts after each other. Implementations:
+with these block sizes, the least time for all passes together among those that are right.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ import jax
 from jaxmem.errors import UserError
 from jaxmem.kernels import tuning
 from jaxmem.kernels.choice import use_table
-from jaxmem.lab.bench import apart, kernels, operations
+from jaxmem.lab.bench import kernels, operations
 from jaxmem.lab.bench.contest import RIGHT, Contestant, Row, Say, take_turns
 from jaxmem.lab.bench.measure import Job, is_selected, measured
 from jaxmem.lab.bench.operations import OPERATIONS
@@ -40,13 +41,14 @@ def tune(
     With `only` or `passes`: only the block sizes of these. What the table has is not measured, except with `again`. On
     a CPU all of it runs on small shapes, to see that it works."""
     table = _table(path)
-    if operation is None and (selected := [*names, *only, *passes]):
-        raise UserError(f"bench tune: {', '.join(selected)}: of which --operation?")
+    if operation is None and (chosen := [*names, *only, *passes]):
+        raise UserError(f"bench tune: {', '.join(chosen)}: of which --operation?")
     if operation is not None:
         kernels.check_shapes(operation, names)
         kernels.check_contestants(operation, [*only, *without], passes)
     here = kernels.device_row()
     dry, kind, left_out = here["dry_run"], here["device"], list(without)
+    job = Job("", "", seconds, dry, tuple(only), tuple(passes), peers=False, table=table)
     for one in [operation] if operation else OPERATIONS:
         own = OPERATIONS[one]
         works = [(tune_blocks, own.tuned, tuning.table(one))]
@@ -54,13 +56,14 @@ def tune(
             works.append((tune_implementations, own.usual or tuple(own.shapes), one))
         for work, usual, place in works:
             known = [] if again else [*table.get(place, {}).get(kind, [])]
-            for name in names or (usual[:1] if dry else usual):
-                job = Job(one, name, seconds, dry, tuple(only), tuple(passes), False, False, tuple(known), table)
-                for row in apart.rows(work, job, without=left_out, limit=kernels.limit(here)):
-                    if "kind" in row:
-                        known.append(row)
-                        _store(path, table, place, kind, row)
-                    yield {"operation": one, "shape": name} | row
+            selected = names or (usual[:1] if dry else usual)
+            jobs = (replace(job, operation=one, shape=name, known=tuple(known)) for name in selected)
+            for row in kernels.run_jobs(work, jobs, left_out, here):
+                if "kind" in row:
+                    entry = {key: value for key, value in row.items() if key not in ("operation", "shape")}
+                    known.append(entry)
+                    _store(path, table, place, kind, entry)
+                yield row
 
 
 def tune_blocks(job: Job, *, done: Sequence[Row], without: Sequence[str], say: Say) -> Iterator[Row]:

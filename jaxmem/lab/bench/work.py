@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -19,7 +20,7 @@ class Pass:
     """`exact` is what `run` should give, of the same arrays in float64; or the name of an implementation that gives it,
     where that would be too large."""
 
-    run: Callable[[str | None], Run]  # of an implementation's name, on the work's arrays
+    run: Run  # (an implementation's name, *arrays of the work) -> result
     exact: Run | str
     amount: float  # TFLOP or GB
     step: float = 2**-8  # what counts as one step of error, as a share of the largest value
@@ -27,14 +28,14 @@ class Pass:
     in_place: tuple[tuple[int, int], ...] = ()  # which argument's memory which result takes, as in a run
     gradients: tuple[int, ...] = ()  # of which arguments the pass gives them; of none: it is the forward pass
 
-    def traced(self, way: str, work: Work) -> None:
+    def traced(self, implementation: str, work: Work) -> None:
         """Nothing is computed."""
-        jax.eval_shape(self._whole(self.run(way)), work.arrays, work.cotangents)
+        jax.eval_shape(self._whole(partial(self.run, implementation)), work.arrays, work.cotangents)
 
-    def compiled(self, way: str, work: Work) -> Call:
+    def compiled(self, implementation: str, work: Work) -> Call:
         """By an implementation; what is updated in place goes on from call to call."""
         with jax.numpy_dtype_promotion("standard"):  # jax's own attention needs it
-            run, arrays = self._made(way, work)
+            run, arrays = self._made(implementation, work)
             own = [place for place, _ in self.in_place]
             made_by = jax.jit(run, donate_argnums=own).lower(*arrays).compile()
         held = [jax.tree.map(jnp.copy, x) if i in own else x for i, x in enumerate(arrays)]
@@ -55,10 +56,10 @@ class Pass:
             arrays, cotangents = jax.tree.map(_wide, (work.arrays, work.cotangents))
             return jax.jit(self._whole(exact))(arrays, cotangents)
 
-    def error(self, way: str, work: Work, wanted: Any) -> float:
+    def error(self, implementation: str, work: Work, wanted: Any) -> float:
         """Steps of it. The results are written where NaN, or the largest integer, stood: what a kernel leaves out
         shows."""
-        run, arrays = self._made(way, work)
+        run, arrays = self._made(implementation, work)
         poison = [poisoned(x) for x in jax.tree.leaves(jax.eval_shape(run, *arrays))]
         into = jax.jit(lambda _, *arrays: run(*arrays), donate_argnums=0, keep_unused=True)
         return self.far(into.lower(poison, *arrays).compile()(poison, *arrays), wanted)
@@ -71,11 +72,11 @@ class Pass:
         """The pass as one function of arrays and cotangents."""
         return lambda arrays, d: self._pull(run, arrays)(d) if self.gradients else run(*arrays)
 
-    def _made(self, way: str, work: Work) -> tuple[Run, tuple[Any, ...]]:
+    def _made(self, implementation: str, work: Work) -> tuple[Run, tuple[Any, ...]]:
         """What is timed, and on what. What a backward pass needs of the forward pass is made before."""
         if not self.gradients:
-            return self.run(way), work.arrays
-        pull = jax.jit(lambda arrays: self._pull(self.run(way), arrays))(work.arrays)
+            return partial(self.run, implementation), work.arrays
+        pull = jax.jit(lambda arrays: self._pull(partial(self.run, implementation), arrays))(work.arrays)
         return lambda pull, d: pull(d), (pull, work.cotangents)
 
     def _pull(self, run: Run, arrays: tuple[Any, ...]) -> Any:

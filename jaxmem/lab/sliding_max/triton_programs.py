@@ -1,6 +1,6 @@
 """The Triton programs of the sliding maximum; `triton.py` launches them. `s` is `triton.Static`.
 
-Compared are whole numbers in the order of the floats whose bits they are, with NaN above all of them: a GPU's maximum
+Compared are integers, in the order of the floats with these bits, with NaN above all of them: a GPU's maximum
 of NaN and a number is the number.
 """
 

@@ -35,7 +35,7 @@ CASES = ("usual scores", "scores up to 1e4", "half the rows see no key")
 def measure(target: str | None = None, lengths: Sequence[int] = LENGTHS, here: Sequence[int] = HERE) -> Findings:
     """Compiled for a GPU; run on this machine; compared with float64."""
     aim, _ = gpu_target("attention", target or TARGET)
-    compiled = [{"tokens": f"{length:,}", **_temporaries(aim, length)} for length in lengths]
+    compiled: list[Row] = [{"tokens": f"{length:,}", **_temporaries(aim, length)} for length in lengths]
     timed = [{"tokens": f"{length:,}", **_seconds(length)} for length in here]
     errors = [{"case": case, **_errors(case)} for case in CASES]
     names = ("reference", "blockwise", FUSED)

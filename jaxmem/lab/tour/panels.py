@@ -93,7 +93,7 @@ def draw(path: Path, panels: Sequence[Panel]) -> None:
     """A PNG with the panels side by side."""
     from jaxmem.report.matplotlib_figure import figure  # its package loads jax, which a stop starts in its own way
 
-    tallest = max(len(panel.rows) for panel in panels) if all(isinstance(p, Bars) for p in panels) else 0
+    tallest = max((len(panel.rows) for panel in panels if isinstance(panel, Bars)), default=0)
     with figure(path, max(9, 4.5 * len(panels)), max(4.5, 0.35 * tallest)) as drawn:
         for axes, panel in zip(drawn.subplots(1, len(panels), squeeze=False)[0], panels, strict=True):
             panel.draw(axes)

@@ -39,7 +39,7 @@ PARTS = ("parameters", "optimizer", "gradients", "activations", "other")
 
 def measure(target: str | None = None, base: dict[str, Any] = BASE) -> Findings:
     """The layouts compiled for eight GPUs; one matmul sharded in both ways over simulated devices, here."""
-    from jaxmem.stack.pipeline import Pipeline
+    from jaxmem.stack.stages import Pipeline
 
     kind, _, count = (target or TARGET).partition(":")
     if count not in ("", str(GPUS)):
@@ -79,7 +79,7 @@ def measure(target: str | None = None, base: dict[str, Any] = BASE) -> Findings:
 
 
 def _row(name: str, plan: dict[str, Any]) -> Row:
-    from jaxmem.stack.pipeline import Pipeline
+    from jaxmem.stack.stages import Pipeline
 
     changes = dict(change.split("=") for change in LAYOUTS[name])
     sent = plan["collectives"]

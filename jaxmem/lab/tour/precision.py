@@ -46,7 +46,7 @@ def measure(target: str | None = None, steps: int | None = None) -> Findings:
     """The formats by definition; and the same small run in each precision, here."""
     refuse_target("precision", target)
     formats = [describe(name) for name in FORMATS]
-    runs = []
+    runs: list[Row] = []
     for name, outcome in train_each(BASE, steps, RUNS).items():
         state = sum(outcome.plan["predicted"][part] for part in ("parameters", "master", "optimizer"))
         loss = outcome.held_out["loss"]

@@ -74,9 +74,9 @@ class Table:
 
     @property
     def _aligned_right(self) -> list[bool]:
-        """Columns of numbers, but not the first."""
-        _, *columns = zip(*self.cells, strict=True)
-        return [False, *map(are_numbers, columns)]
+        """Columns with numbers, but not the first."""
+        _, *columns = ([row[name] for row in self.rows] for name in self._columns)
+        return [False, *(any(isinstance(value, int | float) for value in column) for column in columns)]
 
     def markdown(self) -> str:
         rules = ["---:" if right else "---" for right in self._aligned_right]
@@ -115,13 +115,3 @@ class Table:
             more = min(full[i] - words[i], spare)
             words[i], spare = words[i] + more, spare - more
         return words
-
-
-def are_numbers(cells: Sequence[str]) -> bool:
-    """Whether more than half of the non-empty cells begin as a number does.
-
-    >>> are_numbers(["1.5 MiB", "", "-0.1"]), are_numbers(["all-gather", "2 sums", "none"]), are_numbers([""])
-    (True, False, False)
-    """
-    texts = [text for text in cells if text]
-    return sum(text.lstrip("+-")[:1].isdigit() for text in texts) * 2 > len(texts)

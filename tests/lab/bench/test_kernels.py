@@ -143,8 +143,12 @@ def test_triton_without_what_calls_its_kernels_says_so(monkeypatch):
 def test_scores_that_are_too_many_are_not_held():
     shape = attention.SHAPES["mistral-7b"]
     with pytest.raises(ValueError, match=r"jax.nn xla holds all scores several times, 32 GiB each"):
-        attention._run(shape, {}, "jax.nn xla")
-    assert attention._run(attention.SHAPES["llama3-8b"], {}, "jax.nn xla") is not None
+        attention._run(shape, {}, "jax.nn xla", None, None, None)
+    small = jnp.zeros((1, 4, 1, 8))
+    options = {"causal": True, "window": None}
+    assert (
+        attention._run(attention.SHAPES["llama3-8b"], options, "jax.nn xla", small, small, small).shape == small.shape
+    )
 
 
 # ---------------------------------------------------------------- right
@@ -195,7 +199,7 @@ def test_results_are_written_where_nan_stood(monkeypatch):
         return pair
 
     monkeypatch.setattr(work, "poisoned", noted)
-    one = work.Pass(lambda _: lambda x: (x + x, x.astype(jnp.int8)), lambda x: (x + x, x), 1.0, read=read)
+    one = work.Pass(lambda _, x: (x + x, x.astype(jnp.int8)), lambda x: (x + x, x), 1.0, read=read)
     given = work.Work((jnp.ones((4096,), jnp.bfloat16),), {}, "")
     assert one.error("", given, one.wanted(given)) == 0
     assert places == there
@@ -311,7 +315,7 @@ def test_libraries_that_are_here_take_turns_and_others_say_why_not(monkeypatch):
 
     shape = own.shapes["llama3-8b up"]
     with pytest.raises(ValueError, match="bitsandbytes multiplies nf4 and fp4 in blocks, not int4"):
-        torch_kernels.product_by_bitsandbytes(shape._replace(format="int4"))
+        torch_kernels.matmul_by_bitsandbytes(shape._replace(format="int4"))
     with pytest.raises(ValueError, match="bitsandbytes' blocks are of 256 numbers, not 172"):
         torch_kernels.adam8_by_bitsandbytes(kernels.OPERATIONS["adam8_update"].shapes["llama2-7b down"])
     assert set(torch_kernels.adam8_by_bitsandbytes(kernels.OPERATIONS["adam8_update"].shapes["llama3-8b up"])) == {
