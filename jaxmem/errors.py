@@ -66,9 +66,9 @@ def unsupported(setting: str, other: str, use: str) -> str:
     return f"{setting} does not support {other}; use {use}"
 
 
-def required(setting: str, key: str, allowed: Iterable[str], given: object) -> str:
+def required(setting: str, key: str, allowed: Iterable[str], actual: object) -> str:
     """
     >>> required("objective.beta=1", "objective.name", ("dpo",), "classify")
     'objective.beta=1 requires objective.name=dpo, not classify'
     """
-    return f"{setting} requires {key}={' or '.join(allowed)}, not {as_yaml(given)}"
+    return f"{setting} requires {key}={' or '.join(allowed)}, not {as_yaml(actual)}"

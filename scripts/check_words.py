@@ -27,6 +27,7 @@ ROOT = Path(__file__).parents[1]
 FOLDERS = ("jaxmem", "kernels", "scripts", "docs", "configs", "README.md")
 CLEAN: tuple[str, ...] = (
     "README.md",
+    "configs",
     "docs/README.md",
     "docs/activations.md",
     "docs/adapters.md",
@@ -47,12 +48,14 @@ CLEAN: tuple[str, ...] = (
     "jaxmem/adapters",
     "jaxmem/checkpoint",
     "jaxmem/cli",
+    "jaxmem/config",
     "jaxmem/errors.py",
     "jaxmem/hf",
     "jaxmem/inference",
     "jaxmem/lab",
     "jaxmem/machine",
     "jaxmem/models",
+    "jaxmem/optim",
     "jaxmem/planning",
     "jaxmem/quant",
     "jaxmem/report",

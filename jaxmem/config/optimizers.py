@@ -144,13 +144,13 @@ class Optimizer(Section):
 
     @model_validator(mode="before")
     @classmethod
-    def _with_defaults(cls, given: Any) -> Any:
+    def _with_defaults(cls, fields: Any) -> Any:
         """With the named optimizer's own defaults."""
-        if not isinstance(given, dict):
-            return given
-        entry = OPTIMIZERS.get(str(given.get("name", cls.model_fields["name"].default)))
+        if not isinstance(fields, dict):
+            return fields
+        entry = OPTIMIZERS.get(str(fields.get("name", cls.model_fields["name"].default)))
         own = {} if entry is None else entry.fields
-        return {**own, **{field: value for field, value in given.items() if value is not None or field not in own}}
+        return {**own, **{field: value for field, value in fields.items() if value is not None or field not in own}}
 
     @property
     def hyperparameters(self) -> dict[str, Any]:

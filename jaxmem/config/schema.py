@@ -1,4 +1,4 @@
-"""The config's JSON schema, for editors: what pydantic knows, and the short forms that `load_config` expands."""
+"""The JSON schema of configs, for editors."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from jaxmem.config.sections import Config
 
 
 def json_schema() -> dict[str, Any]:
+    """The schema that pydantic generates, with the short forms that `load_config` expands."""
     schema = Config.model_json_schema()
     sections = schema["$defs"]
 

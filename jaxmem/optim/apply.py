@@ -1,4 +1,4 @@
-"""The one place where weights change."""
+"""Adds updates to weights, with stochastic rounding and for quantized weights."""
 
 from __future__ import annotations
 
@@ -34,10 +34,10 @@ def apply_updates(
 ) -> Any:
     """The new weights: added in float32, stored in their dtype; with a key rounded stochastically.
 
-    Each leaf, and each layer of a leaf whose `axes` begin with `layer`, draws from a key of its own: a layer that is
-    updated alone (`layer=i`: this one of every stack) is rounded as it would be among all, and so are rows of a
-    vocabulary matrix (`vocab_slice`). Quantized weights are dequantized and quantized again in place, one layer after
-    the other, 8 M numbers at a time. `kernel`: a fused update of int8 weights, on GPUs, with the same draws.
+    Each leaf, and each layer of a leaf whose `axes` begin with `layer`, has its own key: a layer updated alone
+    (`layer=i`: of every stack) is rounded as with all others, and so are rows of a vocabulary matrix (`vocab_slice`).
+    Quantized weights are dequantized and quantized again in place, layer by layer, at most 8 M elements at a time.
+    `kernel`: a fused update of int8 weights, on GPUs, with the same random numbers.
     """
 
     def add(path: Any, w: Any, u: jax.Array, axes: Axes | None) -> Any:
@@ -63,8 +63,8 @@ def map_layers(
     layer: jax.Array | None,
     vocab_slice: VocabSlice | None = None,
 ) -> Any:
-    """`one(*arrays, key)` of a leaf. Each layer of a stack has its own key, also where it is updated alone as `layer`;
-    each row of a vocabulary matrix, too."""
+    """`one(*arrays, key)` of a leaf. Each layer of a stack and each row of a vocabulary matrix has its own key, the
+    same when it is updated alone (`layer`, `vocab_slice`)."""
     if key is None or axes is None:
         return one(*arrays, key)
     if (keys := row_keys(key, axes, arrays[0].shape, vocab_slice)) is not None:
@@ -79,12 +79,12 @@ def map_layers(
 
 
 def _added(w: jax.Array, u: jax.Array, key: jax.Array | None) -> jax.Array:
-    # A vector beside quantized matrices is stored in float32, where nothing is lost.
+    # Vectors of a model with quantized matrices are stored in float32 and not rounded.
     return rounded(w.astype(jnp.float32) + u.astype(jnp.float32), w.dtype, key)
 
 
 def row_keys(key: jax.Array, axes: Axes, shape: tuple[int, ...], vocab_slice: VocabSlice | None) -> jax.Array | None:
-    """A key for each row of a vocabulary matrix, [rows, 1] or [1, rows]; None: the weight is no such matrix."""
+    """A key for each row of a vocabulary matrix, [rows, 1] or [1, rows]; None for other weights."""
     if "vocab" not in axes or axes[:1] == ("layer",):
         return None
     dim = axes.index("vocab")
@@ -101,19 +101,21 @@ def _requantized(w: QTensor, beside: tuple[jax.Array, jax.Array | None], *_: jax
 def _add_fused(w: QTensor, u: jax.Array, seeds: jax.Array | None, axes: Axes) -> QTensor:
     """By `kernels.int8_add`. On a mesh each device updates its own shard."""
     if seeds is None:
-        raise UserError("optim.apply_updates: kernel triton rounds stochastically; give a key, or kernel none")
+        raise UserError(
+            "optim.apply_updates: kernel=triton requires a key for stochastic rounding; pass one, or kernel=none"
+        )
     run = partial(kernels.int8_add, axis=w.axis, block_size=w.block_size, implementation="triton")
     try:
         codes, scale = per_device(run, (w.codes, w.scale, u, seeds), axes, w.shape)
     except ValueError as error:
-        raise UserError(f"optimizer.kernel: {error}; use none") from error
+        raise UserError(f"optimizer.kernel=triton: {error}; use none") from error
     return dataclasses.replace(w, codes=codes, scale=scale)
 
 
 def _block_seeds(
     key: jax.Array, w: QTensor, axes: Axes, layer: jax.Array | None, vocab_slice: VocabSlice | None
 ) -> jax.Array:
-    """A random word for each block, from its layer's key and its position in that layer's whole matrix."""
+    """A random word for each block, from the key of its layer and its position in the whole matrix."""
     sizes = list(w.scale.shape)
     places = [jnp.arange(size, dtype=jnp.uint32) for size in sizes]
     keys = key.reshape(1)
@@ -138,5 +140,5 @@ def leaf_key(key: jax.Array, path: Any) -> jax.Array:
 
 
 def global_norm(tree: Any) -> jax.Array:
-    """Length of all leaves as one vector, summed in float32."""
+    """Euclidean norm of all leaves as one vector, summed in float32."""
     return jnp.sqrt(sum(jnp.sum(jnp.square(x.astype(jnp.float32))) for x in jax.tree.leaves(tree)))

@@ -1,12 +1,12 @@
-"""Clipping of gradients by their norm, in three ways.
+"""Gradient clipping by one of three norms.
 
-`global`: by the norm of all of them as one vector (Pascanu et al., arXiv:1211.5063). It is known after the last
-gradient: an update during the backward pass needs a first backward pass that only measures.
+`global`: the norm of all gradients (Pascanu et al., arXiv:1211.5063). It is known after the last gradient: an update
+during the backward pass needs a first backward pass that only computes it.
 
-`previous`: by the norm of all of them an update ago, 4 bytes of state. A sudden increase is clipped one update late;
-the first update is not clipped.
+`previous`: the norm of all gradients of the previous update, 4 bytes of state. A sudden increase is clipped one update
+late; the first update is not clipped.
 
-`weight`: each weight of each layer by its own norm.
+`weight`: the norm of each weight of each layer.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ class PreviousNorm(NamedTuple):
 
 
 def clip(limit: float, by: ClipBy = "global", *, axes: Any = None) -> optax.GradientTransformationExtraArgs:
-    """`update(..., norm=n)`: the gradients are only some of those whose norm is n. `update(..., layer=i)`: they are
-    those of one layer; `update(..., vocab_slice=s)`: those of some rows of a vocabulary matrix.
+    """`update(..., norm=n)`: the gradients are a part of those with norm n. `update(..., layer=i)`: those of one layer;
+    `update(..., vocab_slice=s)`: those of some rows of a vocabulary matrix.
 
     >>> tx = clip(1.0, "weight")
     >>> clipped, _ = tx.update({"a": jnp.float32(3.0), "b": jnp.float32(0.5)}, tx.init({}))
@@ -39,7 +39,7 @@ def clip(limit: float, by: ClipBy = "global", *, axes: Any = None) -> optax.Grad
     """
 
     def init(_: Any) -> Any:
-        # As if the gradients before the first had been just short enough.
+        # The limit itself, so that the first update is not clipped.
         return PreviousNorm(jnp.float32(limit)) if by == "previous" else optax.EmptyState()
 
     def update(
@@ -72,7 +72,7 @@ def clip(limit: float, by: ClipBy = "global", *, axes: Any = None) -> optax.Grad
 
 
 def record_norm(state: Any, norm: jax.Array) -> Any:
-    """An optimizer's state with this as the norm of the gradients that it was just given in parts."""
+    """The optimizer state with this norm of the gradients, which the optimizer has seen in parts."""
     known = lambda x: isinstance(x, PreviousNorm)  # noqa: E731
     return jax.tree.map(lambda x: PreviousNorm(norm) if known(x) else x, state, is_leaf=known)
 

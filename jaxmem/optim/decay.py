@@ -1,6 +1,6 @@
-"""Decoupled weight decay (Loshchilov and Hutter, arXiv:1711.05101): a share of each matrix is taken off it.
+"""Decoupled weight decay (Loshchilov and Hutter, arXiv:1711.05101) of matrices.
 
-Quantized weights are dequantized one layer after the other, 8 M numbers at a time, and added to the update in place.
+Quantized weights are dequantized layer by layer, at most 8 M elements at a time, and added to the update in place.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from jaxmem.sharding.weights import is_quantized
 
 
 def add_decayed_weights(weight_decay: float, axes: Any = None) -> optax.GradientTransformationExtraArgs:
-    """Only matrices decay, not norms and biases. `update(..., layer=i)`: of every stack only this layer is there."""
+    """Decays matrices, not norms and biases. `update(..., layer=i)`: stacked leaves are one layer."""
 
     def update(updates: Any, state: Any, params: Any, **_: Any) -> tuple[Any, Any]:
         def one(names: Axes, u: jax.Array, w: Any) -> jax.Array:

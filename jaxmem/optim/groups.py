@@ -1,4 +1,4 @@
-"""Some of the parameters, updated alone as an optimizer of all would update them.
+"""Groups of parameters that are updated separately, as one optimizer of all would update them.
 
 A group's parameters keep their paths, so that names, and the random numbers that follow from them, stay the same. Its
 state is the leaves of the whole state at the same paths.
@@ -28,7 +28,7 @@ class ParameterGroup:
 
     @classmethod
     def of(cls, params: Tree, optimizer_for: Callable[[Tree], Any], axes: Tree, state_axes: Tree) -> ParameterGroup:
-        """`axes` and `state_axes` are those of all parameters, `params` this group's."""
+        """`axes` and `state_axes` are those of all parameters, `params` those of this group."""
         own = select(axes, params, is_leaf=is_quantized)
         tx = optax.with_extra_args_support(optimizer_for(own))
         return cls(tx, own, select(state_axes, jax.eval_shape(tx.init, params)))
@@ -48,14 +48,14 @@ class ParameterGroup:
 
 
 def select(tree: Tree, like: Tree, is_leaf: Callable[[Any], bool] | None = None) -> Tree:
-    """The leaves of `tree` that lie where `like` has leaves. Leaves of `tree` may be tuples of axes."""
+    """The leaves of `tree` at the paths of the leaves of `like`. Leaves of `tree` may be tuples of axes."""
     leaves = jax.tree_util.tree_leaves_with_path
     found = dict(leaves(tree, is_leaf=is_axes) + leaves(tree, is_leaf=lambda x: is_axes(x) or is_quantized(x)))
     return jax.tree_util.tree_map_with_path(lambda path, _: found[path], like, is_leaf=is_leaf)
 
 
 def without(tree: Tree, part: Tree) -> Tree:
-    """Nested dicts without what is in a part of them."""
+    """Nested dicts without the leaves of `part`."""
     left: dict[str, Any] = {}
     for name, value in tree.items():
         if not isinstance(value, dict):
@@ -66,13 +66,13 @@ def without(tree: Tree, part: Tree) -> Tree:
 
 
 def merge(tree: Tree, *parts: Tree) -> Tree:
-    """`tree` with the leaves of parts in the place of its own."""
+    """`tree` with its leaves replaced by those of parts."""
     found = {path: leaf for part in parts for path, leaf in jax.tree_util.tree_leaves_with_path(part)}
     return jax.tree_util.tree_map_with_path(found.get, tree)
 
 
 def constrain_tree(tree: Tree, axes: Tree, role: Role) -> Tree:
-    """Each leaf sharded as in a role; one layer of a stack as that layer."""
+    """Each leaf sharded as in a role; leaves may be one layer of a stack."""
 
     def one(names: Axes, x: jax.Array) -> jax.Array:
         return constrain(x, *names[len(names) - x.ndim :], role=role)
@@ -81,7 +81,7 @@ def constrain_tree(tree: Tree, axes: Tree, role: Role) -> Tree:
 
 
 def take_stacked_layer(tree: Tree, axes: Tree, layer: jax.Array, rest: Tree) -> Tree:
-    """One layer of what is stacked; what is not stacked from `rest`."""
+    """One layer of stacked leaves; other leaves from `rest`."""
 
     def one(names: Axes, x: jax.Array, other: jax.Array) -> jax.Array:
         stacked = names[:1] == ("layer",)
@@ -91,12 +91,12 @@ def take_stacked_layer(tree: Tree, axes: Tree, layer: jax.Array, rest: Tree) -> 
 
 
 def put_stacked_layer(tree: Tree, axes: Tree, role: Role, layer: jax.Array, new: Tree) -> Tree:
-    """Stacked leaves with one layer's new values in their place; of the rest the new values."""
+    """Stacked leaves with the new values of one layer; other leaves replaced."""
 
     def one(names: Axes, x: jax.Array, new: jax.Array) -> jax.Array:
         if names[:1] != ("layer",):
             return new
-        # Laid out before it is written, so that nothing but this layer moves.
+        # Sharded before it is written, so that only this layer is communicated.
         new = constrain(new, *names[1:], role=role)
         return constrain(jax.lax.dynamic_update_index_in_dim(x, new, layer, 0), *names, role=role)
 

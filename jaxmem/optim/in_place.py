@@ -1,4 +1,4 @@
-"""Loops that update the layers of a stack, or some rows of a matrix at a time, in place."""
+"""Loops that update a stack layer by layer, or a matrix some rows at a time, in place."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from jaxmem.sharding.weights import is_quantized
 Grid = dict[int, int]  # dimension -> number of parts
 Each = Callable[[Any, Any, jax.Array, jax.Array], Any]
 
-PART_SIZE = 1 << 23  # numbers that a device dequantizes at once
+PART_SIZE = 1 << 23  # elements that a device dequantizes at once
 
 
 def update_parts(grid: Grid, one: Callable[[Any, jax.Array], Any], arrays: Any) -> Any:
-    """`one(part, index)` for each part of arrays cut by a grid, each result in the place of its part.
+    """`one(part, index)` for each part of arrays divided by a grid, each result written in the place of its part.
 
-    A part is read after the one before was written, from what was written, and carried to its turn. Read in its
-    turn, by several users of which one might come after the write, XLA would copy the arrays to be safe.
+    A part is read from the arrays after the previous write, and carried to its iteration. If an iteration read its own
+    part for several uses, one of which might follow the write, XLA would copy the whole arrays.
     """
     count = math.prod(grid.values())
 
@@ -39,14 +39,13 @@ def update_parts(grid: Grid, one: Callable[[Any, jax.Array], Any], arrays: Any) 
 
 
 def update_layers(one: Callable[[Any, Any, jax.Array], Any], stack: Any, beside: Any) -> Any:
-    """`one(layer, beside, index)` of every layer of a stack, each result in the place of its layer; `beside` is a stack
-    that is only read."""
+    """`one(layer, beside, index)` for every layer of a stack, in place; `beside` is a stack that is only read."""
 
-    return _on_stages(partial(_update_each, one), stack, beside)
+    return _per_stage(partial(_update_each, one), stack, beside)
 
 
 def _update_each(one: Callable[[Any, Any, jax.Array], Any], stack: Any, beside: Any, first: jax.Array) -> Any:
-    """`first` is the first layer's number."""
+    """`first`: the index of the first layer."""
 
     def step(mine: Any, i: jax.Array) -> Any:
         return one(mine, jax.tree.map(lambda x: _read(grid, x, i), beside), first + i)
@@ -55,9 +54,9 @@ def _update_each(one: Callable[[Any, Any, jax.Array], Any], stack: Any, beside: 
     return update_parts(grid, step, stack)
 
 
-def _on_stages(loop: Callable[[Any, Any, jax.Array], Any], stack: Any, beside: Any) -> Any:
-    """`loop(layers, beside, number of the first)` of a stack; of layers that lie on stages, a loop on each. Each stage
-    decides for itself what a layer needs: under `jax.vmap` all of them would do what any of them does."""
+def _per_stage(loop: Callable[[Any, Any, jax.Array], Any], stack: Any, beside: Any) -> Any:
+    """`loop(layers, beside, index of the first)` of a stack; with pipeline parallelism one loop per stage, whose
+    conditionals are its own: under `jax.vmap` all stages would execute what any of them needs."""
     own = current()
     over = () if own is None else own.over("optimizer", "layer")
     if own is None or not over:
@@ -68,25 +67,23 @@ def _on_stages(loop: Callable[[Any, Any, jax.Array], Any], stack: Any, beside: A
 
 
 def update_rows(one: Each, whole: Any, beside: Any, axes: Axes) -> Any:
-    """`one(part, beside, layer, index)` on so many rows of a matrix at a time that no device dequantizes more than 8 M
-    numbers at once, each result in the place of its part. `whole` and `beside` are trees of arrays and QTensors
-    of one shape with these axes, and of blocks along one dimension; of a stack of layers, part after part of each in
-    one loop.
+    """`one(part, beside, layer, index)` on some rows of a matrix at a time, in place, so that no device dequantizes
+    more than 8 M elements at once. `whole` and `beside` are trees of arrays and QTensors of one shape with these axes,
+    and of blocks along one dimension; a stack of layers is one loop over the parts of all layers.
 
-    Rows of a part are not neighbours but every so many: where a mesh splits the rows, each device works on its own
-    in every part."""
+    The rows of a part are strided: where a mesh shards the rows, each device has rows of its own in every part."""
     if axes[:1] == ("layer",):
-        return _on_stages(partial(_update_rows, one, axes[1:]), whole, beside)
+        return _per_stage(partial(_update_rows, one, axes[1:]), whole, beside)
     return _update_rows(one, axes, whole, beside, None)
 
 
 def _update_rows(one: Each, axes: Axes, whole: Any, beside: Any, first: jax.Array | None) -> Any:
-    """`first`: the number of the first layer of a stack; None: there is no stack."""
+    """`first`: the index of the first layer of a stack; None: no stack."""
     leaves = jax.tree.leaves((whole, beside), is_leaf=is_quantized)
     codes = [x for x in leaves if isinstance(x, QTensor)]
-    rows = int(first is not None)  # which dimension they are
+    rows = int(first is not None)  # their dimension
     shape = leaves[0].shape[rows:]
-    # No block is cut that runs along the rows.
+    # Blocks along the rows are not divided.
     along = [q.block_size for q in codes if q.axis == -len(shape)]
     units = shape[0] // along[0] if along else shape[0]
     parts = _parts(math.prod(shape), units, _devices(axes))
@@ -102,7 +99,7 @@ def _update_rows(one: Each, axes: Axes, whole: Any, beside: Any, first: jax.Arra
         return x.reshape(*x.shape[:rows], units // parts, parts, x.shape[rows] // units, *x.shape[rows + 1 :])
 
     def matrix(tree: Any) -> Any:
-        """A part's arrays, as a part of the whole."""
+        """The arrays of a part, as a matrix."""
         tree = jax.tree.map(lambda x: x.reshape(x.shape[0] * x.shape[1], *x.shape[2:]), tree)
         shorter = lambda x: x if not _along_rows(x) else dataclasses.replace(x, size=x.size // parts)  # noqa: E731
         return jax.tree.map(shorter, tree, is_leaf=is_quantized)
@@ -122,8 +119,8 @@ def _update_rows(one: Each, axes: Axes, whole: Any, beside: Any, first: jax.Arra
 
 
 def _place(grid: Grid, i: jax.Array) -> list[jax.Array]:
-    """Where part i is along each dimension of a grid: the last one moves fastest. It is asked for each array that a
-    loop reads and writes, so it takes few operations: `%` and `//`, which mind signs, take ten each."""
+    """The index of part i along each dimension of a grid, the last one fastest. Each array of a loop calls it, so
+    it takes few operations: `%` and `//` handle signs and take ten each."""
     _, *faster = grid.values()
     found: list[jax.Array] = []
     for size in reversed(faster):
@@ -152,14 +149,14 @@ def _along_rows(x: Any) -> bool:
 
 
 def _devices(axes: Axes) -> list[int]:
-    """Over how many devices each dimension is split where it is updated."""
+    """Number of devices that each dimension is sharded over in the update."""
     layout = current()
     return [1] if layout is None else [layout.size(over) for over in layout.mesh_axes_each("optimizer", axes)]
 
 
 def _parts(size: int, units: int, devices: list[int]) -> int:
-    """As many as it takes; they divide the units, so that each device has as many of a part's: with fewer parts where
-    that needs it, or all units of a part would travel.
+    """The least number of parts of at most PART_SIZE elements per device. It divides the units, and each device has
+    equally many units of a part, if need be with fewer parts: otherwise a part would be communicated.
 
     >>> many = 8 * PART_SIZE
     >>> _parts(many, 16, [1]), _parts(many, 16, [8]), _parts(8 * many, 16, [8]), _parts(many, 16, [1, 8])

@@ -1,13 +1,12 @@
-"""An optimizer is written for one matrix; here it is applied to every layer of a stack, one after the other.
+"""Optimizers are written for one matrix (`MatrixRule`); `by_layer` applies them to each layer of a stack.
 
-A weight [layer, m, n] is a stack of matrices, and what an optimizer says of a matrix (its rank, its rows, its norm) is
-said of each of them. `by_layer` makes an optax transformation of such a rule. It loops over the layers and writes
-each layer's state and update where the old state and the gradient were, so that beside the state and the gradients
-no more than one layer is ever held in float32, whatever form the state is kept in.
+A weight [layer, m, n] is a stack of matrices; rank, rows and norms of a rule are those of one layer. `by_layer` makes
+an optax transformation of a rule. It loops over the layers and writes each layer's state and update in place of the old
+state and the gradient, so that beside these at most one layer exists in float32, whatever format the state has.
 
-In a loop of your own, name the dimensions of stacked weights: `axes` is a tree like the parameters', a tuple of names
-for each, `("layer", None, None)` for a stack of matrices. Without `axes` nothing is a stack. Names that matter are
-`layer`, and `vocab` for what is no hidden matrix: embeddings and the output projection.
+In your own loop name the dimensions of stacked weights: `axes` is a tree as that of the parameters, a tuple of names
+for each, `("layer", None, None)` for a stack of matrices. Without `axes` nothing is a stack. Names with a meaning are
+`layer`, and `vocab` for embedding and output matrices, which are no hidden matrices.
 """
 
 from __future__ import annotations
@@ -33,12 +32,12 @@ from jaxmem.sharding.weights import is_quantized
 
 @dataclass(frozen=True)
 class ParameterSpec:
-    """A weight, or one layer of it, before there are values."""
+    """Shape, dtype and axes of a weight or of one layer of it."""
 
     shape: tuple[int, ...]
     dtype: Any
-    axes: Axes  # logical names, None where there is none
-    dims: tuple[int | str | None, ...]  # which of the parameter's dimensions these are, as `Derived` counts them
+    axes: Axes  # logical names, or None
+    dims: tuple[int | str | None, ...]  # the parameter's dimensions that these are, as `Derived` counts them
 
     @property
     def size(self) -> int:
@@ -46,7 +45,7 @@ class ParameterSpec:
 
     @property
     def is_hidden_matrix(self) -> bool:
-        """Neither a vector nor a table with a row or column for each token."""
+        """Whether it is a matrix, but no embedding or output matrix."""
         return len(self.shape) == 2 and "vocab" not in self.axes
 
     def derived(self, value: Any, dims: tuple[int, ...] | None = None) -> Derived:
@@ -61,19 +60,19 @@ class ParameterSpec:
 
 @dataclass(frozen=True)
 class UpdateContext:
-    """What an update knows beside the gradient and the state."""
+    """Inputs of an update beside the gradient and the state."""
 
     weight: Any  # an array, or a QTensor
     spec: ParameterSpec
-    count: jax.Array  # updates, this one included: 1 at the first
+    count: jax.Array  # of updates, including this one: 1 at the first
     layer: jax.Array  # index in the stack
     layers: int
-    key: jax.Array  # the same at every update; one for each layer
+    key: jax.Array  # the same at every update, different for each layer
     vocab_slice: VocabSlice | None = None  # the weight is these rows of a vocabulary matrix
 
     def sums(self, *terms: tuple[jax.Array, int | None]) -> tuple[jax.Array, ...]:
-        """Of each (array, dim) the sum over a dimension of the whole matrix, None: over all, also where only a slice
-        is at hand. Each call is then one more pass over all slices."""
+        """Of each (array, dim) the sum over this dimension of the whole matrix; None: over all dimensions. With a
+        vocabulary slice each call is one more pass over all slices."""
         own = [jnp.sum(x, axis=dim) for x, dim in terms]
         if self.vocab_slice is None:
             return tuple(own)
@@ -85,15 +84,15 @@ class UpdateContext:
 class MatrixRule:
     """An optimizer of one matrix (or vector, or scalar)."""
 
-    elementwise: ClassVar[bool] = False  # sees a few rows at a time, and no weight
-    updates_stacks: ClassVar[bool] = False  # sees a stack of layers as one array
+    elementwise: ClassVar[bool] = False  # updates some rows at a time, without the weight
+    updates_stacks: ClassVar[bool] = False  # updates a stack of layers as one array
 
     def init(self, spec: ParameterSpec) -> dict[str, Any]:
         """Trees of `Derived`, by name."""
         raise NotImplementedError
 
     def is_separable(self, dim: int, /) -> bool:
-        """Whether entries along a dimension can be updated alone, with `UpdateContext.sums` for sums over all."""
+        """Whether slices along a dimension can be updated separately, with `UpdateContext.sums` for sums over all."""
         del dim
         return True
 
@@ -105,13 +104,13 @@ class MatrixRule:
 
 class ByLayerState(NamedTuple):
     step: jax.Array  # updates so far
-    leaves: Any  # at each parameter's place what its rule keeps
+    leaves: Any  # the state of the rule of each parameter
 
 
 def by_layer(
     rule_for: Callable[[ParameterSpec], MatrixRule], axes: Any = None, *, seed: int = 0
 ) -> optax.GradientTransformationExtraArgs:
-    """An optax transformation of one rule for each kind of leaf. Costs no memory beside the rules' own state.
+    """An optax transformation of a rule per leaf. Needs no memory beside the state of the rules.
 
     `update(..., layer=i, layers=n)`: gradients, state and parameters are those of layer i of n alone. `update(...,
     vocab_slice=s)`: those of some rows of the only parameter, a vocabulary matrix.
@@ -204,14 +203,14 @@ class _Update:
 
 
 def _one_layer(names: Axes, w: Any) -> tuple[ParameterSpec, tuple[int, ...]]:
-    """One layer of a weight, and how many there are: () where it is no stack."""
+    """One layer of a weight, and the number of layers; (): no stack."""
     stacked = int(names[:1] == ("layer",))
     shape = w.shape[stacked:]
     return ParameterSpec(shape, w.dtype, names[stacked:], tuple(range(len(shape)))), w.shape[:stacked]
 
 
 def _as_state(x: jax.Array, spec: ParameterSpec) -> jax.Array:
-    """One layer, sharded as the optimizer's state of it is: nothing is gathered to be updated."""
+    """One layer, sharded as its optimizer state: an update gathers nothing."""
     return constrain(x, *spec.axes, role="optimizer") if any(spec.axes) else x
 
 

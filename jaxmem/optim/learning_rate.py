@@ -1,4 +1,4 @@
-"""The learning rate by update."""
+"""Learning-rate schedules."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from jaxmem.optim.optax_promotion import standard_promotion
 
 
 def schedule(cfg: config.Optimizer, steps: int) -> optax.Schedule:
-    """Linear warm-up from zero, then down to `min_lr_ratio` of the peak at the last update."""
+    """Linear warm-up from zero, then decay to `min_lr_ratio` of the peak at the last update."""
     peak, rest = cfg.learning_rate, max(steps - cfg.warmup, 1)
     decay: optax.Schedule = {
         "cosine": lambda: optax.cosine_decay_schedule(peak, rest, alpha=cfg.min_lr_ratio),
@@ -17,7 +17,7 @@ def schedule(cfg: config.Optimizer, steps: int) -> optax.Schedule:
         "constant": lambda: optax.constant_schedule(peak),
     }[cfg.schedule]()
     if cfg.warmup:
-        # The first update is number 0 and should move: warm-up counts from 1.
+        # Counted from 1, so that update 0 has a learning rate above 0.
         warmup = optax.linear_schedule(peak / cfg.warmup, peak, max(cfg.warmup - 1, 1))
         decay = optax.join_schedules([warmup, decay], [cfg.warmup])
     return standard_promotion(decay)

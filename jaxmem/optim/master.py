@@ -1,12 +1,12 @@
-"""Master weights: bfloat16 to compute with, float32 or the bits that it lacks to update (arXiv:1710.03740).
+"""Master weights: bfloat16 for computation, a float32 copy or the missing bits for updates (arXiv:1710.03740).
 
 An update of AdamW is often less than half of bfloat16's last bit and would be lost. With a float32 copy a step holds,
 per parameter, 2 bytes of weights, 2 of gradients, 4 of the copy and 8 of moments: the 16 bytes of ZeRO's arithmetic
 (arXiv:1910.02054).
 
-The copy's upper half is nearly the weight. Only the remainder is stored, as a signed integer: `remainder16`, 2
-bytes, is the float32 copy bit by bit; `remainder8`, 1 byte, makes 24 bits in all, rounded stochastically, so that
-updates below its last bit too add up. With 8-bit AdamW that is 2 + 1 + 2.03 bytes a parameter, and 2 of gradients.
+The upper half of the copy is almost the weight, so only the remainder is stored, as a signed integer: `remainder16`,
+2 bytes, gives the float32 copy bitwise; `remainder8`, 1 byte, gives 24 bits, rounded stochastically, so that updates
+below the last bit add up on average. With 8-bit AdamW that is 2 + 1 + 2.03 bytes per parameter, and 2 of gradients.
 
 Copy and remainder are parts of the optimizer's state and sharded as it is.
 """
@@ -30,11 +30,11 @@ _FINITE = 0x7F7F_FFFF  # bits of the largest float32
 
 class MasterState(NamedTuple):
     master: Any  # the weights in float32
-    inner: Any  # the optimizer's own state, which knows only the float32 weights
+    inner: Any  # state of the optimizer of the float32 weights
 
 
 def with_master(tx: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
-    """`tx` on a float32 copy of weights stored in less. The update given back leads to the copy, rounded.
+    """`tx` on a float32 copy of the weights. The returned update makes the weights the rounded copy.
 
     >>> import optax
     >>> params = {"w": jnp.ones(3, jnp.bfloat16)}
@@ -60,15 +60,15 @@ def with_master(tx: optax.GradientTransformation) -> optax.GradientTransformatio
 
 class RemainderState(NamedTuple):
     step: jax.Array  # updates so far
-    master: Any  # each weight's remainder
-    inner: Any  # the optimizer's own state, which knows completed weights
+    master: Any  # the remainders of the weights
+    inner: Any  # state of the optimizer of the completed weights
 
 
 def with_remainder(
     tx: optax.GradientTransformation, bits: int, axes: Any = None
 ) -> optax.GradientTransformationExtraArgs:
-    """`tx` on bfloat16 weights and `bits` (8 or 16) that complete them. Exact but where a weight falls to less than
-    2^-16 of itself in one update, or gradients in bfloat16 more than double it: the update is then rounded.
+    """`tx` on bfloat16 weights completed by `bits` (8 or 16) more. Exact, except where one update shrinks a weight to
+    less than 2^-16 of itself, or bfloat16 gradients more than double it: the update is then rounded.
 
     >>> params = {"w": jnp.ones(3, jnp.bfloat16)}
     >>> with_remainder(optax.sgd(1e-4), 8).init(params).master["w"].dtype.name
@@ -109,19 +109,19 @@ def with_remainder(
 
 
 def _changed(u: jax.Array, w: jax.Array, remainder: jax.Array, key: jax.Array | None) -> tuple[jax.Array, jax.Array]:
-    """The change of a weight that leads to the nearest bfloat16, and the new remainder. As integers: of a float's bits
-    the upper 16 are a bfloat16's, and half a step up is half a step away from zero."""
+    """The change of a weight to the nearest bfloat16, and the new remainder. Computed on the bits as integers: the
+    upper 16 bits of a float32 are a bfloat16, and adding half a unit rounds away from zero."""
     new = WithRemainder(w, remainder).dequantize() + u.astype(jnp.float32)
     bits = jax.lax.bitcast_convert_type(new, jnp.int32)
     sign, size = bits & jnp.int32(-(2**31)), bits & jnp.int32(2**31 - 1)
-    unit = 1 << (16 - 8 * remainder.dtype.itemsize)  # of what is lacked, in bits of a float32
+    unit = 1 << (16 - 8 * remainder.dtype.itemsize)  # of the remainder, in units of the last float32 bit
     if key is not None:
         size = jnp.minimum(size + jax.random.bits(key, w.shape, jnp.uint8).astype(jnp.int32) % unit, _FINITE)
     size = size & -unit
     near = (size + 0x8000) & jnp.int32(-0x1_0000)
     target = jax.lax.bitcast_convert_type(sign | jnp.where(jnp.isfinite(new), near, size), jnp.float32)
     change = jnp.where(jnp.isfinite(new), target - w.astype(jnp.float32), new).astype(u.dtype)
-    # What `apply` makes of it, be the difference exact or not.
+    # The weight after `apply_updates`, whether the difference is exact or not.
     lands = (w.astype(jnp.float32) + change.astype(jnp.float32)).astype(w.dtype)
     high = jax.lax.bitcast_convert_type(lands, jnp.uint16).astype(jnp.int32) << 16
     rest = ((sign | size) - high) // unit

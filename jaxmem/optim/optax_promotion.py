@@ -1,4 +1,4 @@
-"""optax mixes dtypes on purpose; our own code does not."""
+"""optax relies on implicit dtype promotion, which jaxmem turns off."""
 
 from __future__ import annotations
 

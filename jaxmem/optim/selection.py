@@ -1,11 +1,11 @@
 """Trainable and frozen parameters, selected by patterns of their names.
 
-A parameter is named by its path, `blocks.attention.q.weight`. A pattern is one of files: `*.bias` (BitFit, Zaken et
-al., arXiv:2106.10199), `head.*`, `*norm*`. Where it names a stack it may select layers of it as a Python slice:
+A parameter is named by its path, `blocks.attention.q.weight`. Patterns are those of file names: `*.bias` (BitFit,
+Zaken et al., arXiv:2106.10199), `head.*`, `*norm*`. A Python slice selects layers of a stack:
 `blocks[-2:].*` are the last two, `blocks[:4].mlp.*` the MLPs of the first four.
 
-Frozen parameters have no optimizer state: with Adam 8 bytes per parameter less. Nor have they gradients, where nothing
-else needs them: jax does not compute what nobody reads.
+Frozen parameters have no optimizer state: with Adam 8 bytes per parameter less. Their gradients are not computed unless
+something else reads them: XLA removes unused computations.
 
     tx = optim.trainable(optax.adam(1e-3), ["head.*"])
     state = tx.init(params)
@@ -40,7 +40,7 @@ class Selection:
 
     @classmethod
     def of(cls, tree: Any, patterns: Sequence[str]) -> Selection:
-        """`tree`: weights, or their shapes; of their axes, which do not say how many layers there are, all learn."""
+        """`tree`: weights or their shapes, or their axes, where ranges of layers select all layers."""
         named = _named(tree)
         found: dict[Path, tuple[int, ...] | None] = {}
         for pattern in patterns:
@@ -49,7 +49,7 @@ class Selection:
             own = [(path, name, x) for path, name, x in named if fnmatchcase(name, plain)]
             if not own:
                 names = [name for _, name, _ in named]
-                raise UserError(f"trainable: no weight is called {plain!r}{nearest(plain, names)}")
+                raise UserError(f"trainable={plain!r} matches no parameter{nearest(plain, names)}")
             for path, name, x in own:
                 some = None if parts is None else _layers_in(x, name, parts)
                 known = found.get(path, ())
@@ -58,8 +58,7 @@ class Selection:
         return cls({path: None if some and len(some) == sizes[path] else some for path, some in found.items()})
 
     def select(self, tree: Any) -> Any:
-        """A tree of weights, or of their axes, with None in the place of frozen ones, and of a stack the trainable
-        layers."""
+        """A tree of weights or axes with None for frozen parameters, and the trainable layers of stacks."""
 
         def one(path: Path, x: Any) -> Any:
             if path not in self.layers:
@@ -70,7 +69,7 @@ class Selection:
         return jax.tree_util.tree_map_with_path(one, tree, is_leaf=_is_weight)
 
     def merge(self, tree: Any, selected: Any) -> Any:
-        """`tree` with the parameters of a selected tree in the place of its own."""
+        """`tree` with its trainable parameters replaced by those of a selected tree."""
         new = {path: x for path, _, x in _named(selected)}
 
         def one(path: Path, x: Any) -> Any:
@@ -109,8 +108,8 @@ def trainable(tx: optax.GradientTransformation, patterns: Sequence[str]) -> opta
 def scale_updates(
     tx: optax.GradientTransformation, factor: float, patterns: Sequence[str]
 ) -> optax.GradientTransformationExtraArgs:
-    """`tx` with the updates of parameters whose names match multiplied by a factor: their own learning rate, as of B in
-    LoRA+ (Hayou et al., arXiv:2402.12354)."""
+    """`tx` with the updates of matching parameters multiplied by a factor, as the learning rate of B in LoRA+ (Hayou et
+    al., arXiv:2402.12354)."""
     inner = optax.with_extra_args_support(tx)
 
     def update(grads: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, Any]:
@@ -126,7 +125,7 @@ def scale_updates(
 
 
 def select_trainable(tree: Any, patterns: Sequence[str]) -> Any:
-    """A tree of weights, or of their axes, with None in the place of frozen ones.
+    """A tree of weights or axes with None for frozen parameters.
 
     >>> select_trainable({"a": {"bias": 1, "weight": 2}, "b": {"bias": 3}}, ["*.bias"])
     {'a': {'bias': 1, 'weight': None}, 'b': {'bias': 3}}
@@ -137,18 +136,18 @@ def select_trainable(tree: Any, patterns: Sequence[str]) -> Any:
 def _layers_in(x: Any, name: str, parts: re.Match[str]) -> tuple[int, ...] | None:
     if is_axes(x):
         if x[:1] != ("layer",):
-            raise UserError(f"trainable: {name} is no stack, of which {parts[0]} would be layers; leave that out")
+            raise UserError(f"trainable={name}{parts[0]} requires a stack of layers; leave {parts[0]} out")
         return None
     start, stop = (int(part) if part not in ("", "-") else None for part in parts.groups())
     size = x.shape[0] if x.ndim else 0
     found = tuple(range(size)[start:stop])
     if not found:
-        raise UserError(f"trainable: {parts[0]} names no layer of {name}, which has {size}")
+        raise UserError(f"trainable={parts[0]} selects no layer of {name}, which has {size}")
     return found
 
 
 def _runs(layers: Sequence[int]) -> Iterator[tuple[int, int, int]]:
-    """(first, how many, where they begin among these) of layers that follow each other.
+    """(first layer, number of layers, their offset in `layers`) of each run of consecutive layers.
 
     >>> list(_runs((0, 4, 5)))
     [(0, 1, 0), (4, 2, 1)]

@@ -1,9 +1,8 @@
-"""An embedding or output matrix updated some rows at a time, by an optimizer that is written for all of it.
+"""Updates an embedding or output matrix some rows at a time, by an optimizer written for a whole matrix.
 
-Elementwise rules need not know. A rule that sums over the whole matrix (a norm, a mean of each column) calls
-`UpdateContext.sums`. With all rows at hand those are plain sums. In slices, the matrix is gone through once for each
-such call, to measure, and then once more to apply: the same rule each time, stopped where the next sums are not known
-yet, since what is not read is not computed.
+A rule that sums over the whole matrix (a norm, a mean of each column) calls `UpdateContext.sums`. With slices, each
+such call is one pass over all of them to compute the sums, followed by one pass that applies the update. Each pass
+traces the same rule; XLA removes what follows the first unknown sum.
 """
 
 from __future__ import annotations
@@ -20,12 +19,12 @@ Total = Callable[[Any], Any]
 
 
 class NotSeparableError(Exception):
-    """The rule needs the whole matrix: no sum over slices gives what it computes."""
+    """The rule needs the whole matrix and cannot be computed from sums over slices."""
 
 
 @dataclass
 class SlicedSums:
-    """The sums over a matrix that are known so far, and what the rows at hand add to the next one."""
+    """The sums over a matrix that are known so far, and the share of the present rows in the next one."""
 
     known: list[Any]
     calls: int = field(default=0, init=False)
@@ -37,12 +36,12 @@ class SlicedSums:
             return self.known[self.calls - 1]
         if self.calls == len(self.known) + 1:
             self.share = share
-        return share  # the rest is traced and never computed
+        return share  # what follows is traced and not computed
 
 
 @dataclass(frozen=True)
 class VocabSlice:
-    """Rows of a vocabulary matrix that are updated alone."""
+    """Rows of a vocabulary matrix that are updated separately."""
 
     shape: tuple[int, ...]  # of the whole matrix
     dim: int  # the vocabulary's

@@ -48,9 +48,9 @@ def test_an_optimizer_holds_state_of_these_layers_alone():
 @pytest.mark.parametrize(
     ("tree", "pattern", "message"),
     [
-        (PARAMS, "blocks[4:].w", r"\[4:\] names no layer of blocks.w, which has 4"),
-        (PARAMS, "block[:1].w", "no weight is called 'block.w'; did you mean blocks.w"),
-        ({"head": ("embed", "vocab")}, "head[:1]", r"head is no stack, of which \[:1\] would be layers"),
+        (PARAMS, "blocks[4:].w", r"\[4:\] selects no layer of blocks.w, which has 4"),
+        (PARAMS, "block[:1].w", "trainable='block.w' matches no parameter; did you mean blocks.w"),
+        ({"head": ("embed", "vocab")}, "head[:1]", r"head\[:1\] requires a stack of layers"),
     ],
 )
 def test_what_names_nothing(tree, pattern, message):

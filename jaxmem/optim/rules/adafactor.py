@@ -1,8 +1,8 @@
-"""Adafactor: of the second moment of a matrix only its row and column sums (Shazeer and Stern, arXiv:1804.04235).
+"""Adafactor: the second moment of a matrix as its row and column sums (Shazeer and Stern, arXiv:1804.04235).
 
-A matrix [m, n] has m + n numbers of state in place of 2mn, 4 (m + n) / (m n) bytes per parameter; a vector has one for
-each weight. The update has the size of the weights' own root mean square, so a learning rate is a share of it:
-1e-2 where Adam has 1e-3 or less.
+A matrix [m, n] has m + n elements of state in place of 2mn, 4 (m + n) / (m n) bytes per parameter; a vector has one per
+element. Updates are scaled by the root mean square of the weights, so learning rates are relative: 1e-2 where Adam has
+1e-3 or less.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from jaxmem.sharding.weights import is_quantized
 
 DECAY = 0.8  # the average at update t forgets with 1 - t^-decay
 SQUARE = 1e-30  # added to each squared gradient
-LEAST_SIZE = 1e-3  # of weights, where they begin at zero
+LEAST_SIZE = 1e-3  # least root mean square of weights, for those initialized to zero
 LARGEST = 1.0  # root mean square of an update before it is scaled
 
 
@@ -45,7 +45,7 @@ class Factored(MatrixRule):
                 (squares, 1), (squares, 0), (squares, None), (state["row"], 0), weights
             )
             new = {"row": averaged(state["row"], row / columns), "column": averaged(state["column"], column / rows)}
-            # The outer product's mean over the rows is the columns' mean, which is counted once too often.
+            # The outer product of both sums has the mean once too often.
             mean = averaged(before, every / columns) / rows
             u = g * jax.lax.rsqrt(new["row"] / mean)[:, None] * jax.lax.rsqrt(new["column"])[None, :]
         else:

@@ -1,7 +1,7 @@
-"""Adam as a rule for one matrix: what other rules fall back to, and what they run on a projection.
+"""Adam as a rule for one matrix, for vectors and projected matrices of other optimizers.
 
-optax's Adam keeps one counter for a tree and moments in the weights' dtype; this one runs on a single layer or a few
-rows of it, in float32 whatever the moments are stored in.
+optax's Adam has one counter for a tree and moments in the dtype of the weights; this one runs on one layer or some rows
+of it, in float32 whatever format the moments are stored in.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ def next_moments(
 
 
 def direction(settings: AdamSettings, m: jax.Array, v: jax.Array, count: jax.Array) -> jax.Array:
-    """The update, from moments that began at zero: both are corrected for their bias."""
+    """The update from both moments, corrected for their bias towards zero."""
     first, second = bias_correction(settings.beta1, count), bias_correction(settings.beta2, count)
     return m / first / (jnp.sqrt(v / second) + settings.epsilon)
 
 
 def bias_correction(beta: float, count: jax.Array) -> jax.Array:
-    """What a moving average that began at zero is divided by after `count` values."""
+    """The divisor of a moving average that starts at zero, after `count` values."""
     return 1 - jnp.float32(beta) ** count.astype(jnp.float32)
 
 

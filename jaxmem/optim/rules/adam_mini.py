@@ -1,9 +1,9 @@
-"""Adam-mini: one second moment for all weights of an output neuron (Zhang et al., arXiv:2406.16793).
+"""Adam-mini: one second moment per output neuron (Zhang et al., arXiv:2406.16793).
 
-Weights that meet in one neuron share a scale of curvature. A matrix [m, n] keeps n second moments in place of mn: a
-little more than 4 bytes of state per parameter, half of Adam's. A block is a column (what gives one output), of
-embedding and output matrices the vector of one token. Queries and keys have a block per head in the paper; here they
-have one per neuron, which is finer. Vectors and scalars are Adam's.
+The weights of one neuron have a similar curvature. A matrix [m, n] has n second moments in place of mn: a little more
+than 4 bytes of state per parameter, half of Adam's. A block is a column (one output), of embedding and output matrices
+the vector of one token. Queries and keys have a block per head in the paper, here one per neuron. Vectors and scalars
+use Adam.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
-"""APOLLO: the gradient itself, each column scaled as Adam would scale it (Zhu et al., arXiv:2412.05270).
+"""APOLLO: the gradient, each column scaled as Adam would scale it (Zhu et al., arXiv:2412.05270).
 
-How much Adam would scale a column is read off a random projection of the gradient to `rank` rows: Adam runs there, and
-the ratio of lengths after and before is the column's. For [m, n] with m <= n the state is two moments of rank n
-numbers; the projection is drawn again from a counter at every update and not kept. APOLLO-Mini has rank 1 and one
-ratio for the whole matrix: 8 n + 4 bytes, next to nothing, which is SGD's memory.
+The scale of a column is estimated on a random projection of the gradient to `rank` rows: Adam runs there, and the ratio
+of norms after and before is the scale. For [m, n] with m <= n the state is two moments of rank x n elements; the
+projection is generated from a counter at every update and not stored. APOLLO-Mini has rank 1 and one scale for the
+whole matrix: 8 n + 4 bytes, the memory of SGD.
 
-An update may be at most 1 % longer than the one before (the norm-growth limiter of Fira, arXiv:2410.01623).
-Vectors are Adam's, and so are embeddings and the output projection unless asked otherwise.
+The norm of an update grows by at most 1 % (the norm-growth limiter of Fira, arXiv:2410.01623). Vectors use Adam, and so
+do embeddings and the output projection unless `project_embeddings` is set.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class ScaledByProjection(MatrixRule):
     settings: ApolloMiniSettings
     spec: ParameterSpec
     rank: int
-    per_matrix: bool  # one ratio for the matrix, not one for each row or column
+    per_matrix: bool  # one scale for the matrix instead of one per row or column
 
     @property
     def side(self) -> Side:
@@ -61,7 +61,7 @@ class ScaledByProjection(MatrixRule):
             after, before = squares
             u, ratio = wide * (jnp.sqrt(after) / (jnp.sqrt(before) + TINY)), jnp.float32(1)
             length = jnp.sqrt(at.sums((u * u, None))[0])
-        # As long as the last one and a little; the moments' bias is corrected only after that.
+        # The norm growth is limited before the bias of the moments is corrected.
         most = jnp.where(state["length"] > 0, GROWTH * (state["length"] + TINY), jnp.inf)
         shrink = jnp.minimum(1.0, most / jnp.maximum(length, TINY))
         beta1, beta2 = self.settings.beta1, self.settings.beta2
@@ -72,14 +72,14 @@ class ScaledByProjection(MatrixRule):
 def scale_by_apollo(
     settings: ApolloSettings = ApolloSettings(), *, axes: Any = None
 ) -> optax.GradientTransformationExtraArgs:
-    """One ratio for each column. `rank` None is a quarter of each matrix's smaller side."""
+    """One scale per column. `rank` None: a quarter of the smaller side of each matrix."""
     return _by_layer(settings, settings.rank, False, axes)
 
 
 def scale_by_apollo_mini(
     settings: ApolloMiniSettings = ApolloMiniSettings(), *, axes: Any = None
 ) -> optax.GradientTransformationExtraArgs:
-    """Rank 1, one ratio for each matrix.
+    """Rank 1, one scale per matrix.
 
     >>> state = scale_by_apollo_mini().init({"w": jnp.zeros((32, 64))}).leaves["w"]
     >>> state["m"].value.shape

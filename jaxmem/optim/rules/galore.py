@@ -1,20 +1,20 @@
 """GaLore: Adam on gradients projected to low rank, weights trained in full (Zhao et al., arXiv:2403.03507).
 
 For a matrix [m, n] with m <= n and rank r the state is a basis of m r numbers and two moments of r n, 4 (m r + 2 r n)
-bytes in place of 8 m n: with r = m / 4 and a square matrix 3 bytes a parameter, and 1 with moments in 8 bits and
+bytes in place of 8 m n: with r = m / 4 and a square matrix 3 bytes per parameter, and 1 with moments in 8 bits and
 a basis in bfloat16 (it has the weights' dtype). Embeddings, the output projection, vectors, and matrices whose smaller
 side is not larger than the rank are the inner optimizer's alone.
 
-The basis is found anew every `refresh_every` updates, by products of matrices (`range_finder`), in one layer after
-the other: no update stalls for all of them, but the first. Costs 4 m n r FLOPs an update to project and back.
+The basis is refreshed every `refresh_every` updates by matmuls (`range_finder`), layers in turn: only the first update
+refreshes all of them. Projecting to low rank and back costs 4 m n r FLOPs per update.
 
-Q-GaLore (Zhang et al., arXiv:2407.08296) keeps the basis in 4 bits and looks less often where it does not change: a
-layer whose basis spans nearly the same space twice in a row has its interval doubled.
+Q-GaLore (Zhang et al., arXiv:2407.08296) stores the basis in 4 bits and doubles the refresh interval of a layer
+whose basis spans nearly the same space twice in a row.
 
-What a gradient has outside of the basis is lost, and where the basis stays, so are those directions of the weights.
-`residual` adds it as it is, each column scaled as Adam scaled what is inside (Fira: Chen et al., arXiv:2410.01623):
-full rank, for no state and no product more. Where a column has more outside than a basis of its largest directions
-would leave, it is scaled so that in the mean no direction outside moves more than those inside.
+The component of a gradient outside of the basis is discarded. `residual` adds it, each column scaled by the ratio by
+which Adam scaled its projection (Fira: Chen et al., arXiv:2410.01623): full rank with no more state or matmuls. A
+column whose outside component is too large for a basis of its leading directions is scaled so that on average no
+direction outside moves more than those inside.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ class Projected(MatrixRule):
             due = turn | (at.count == 1)
         else:
             due = at.count > state["due"]
-        with jax.named_scope(f"runs_1_in_{every}"):  # at most: for those who count operations
+        with jax.named_scope(f"runs_1_in_{every}"):  # at most: the planner counts operations by this name
             basis_state = jax.lax.cond(due, lambda k: self._refreshed(g, k, at, key), lambda k: k, basis_state)
         # Matmuls in the weights' dtype: in bfloat16 they cost half of float32's, and accumulate in float32.
         basis = _values(basis_state["basis"], g.dtype)
@@ -89,10 +89,10 @@ class Projected(MatrixRule):
         return scale * u, {**basis_state, "inner": inner}
 
     def _outside(self, g: jax.Array, low: jax.Array, direction: jax.Array) -> jax.Array:
-        """By what each column outside of the basis is multiplied."""
+        """The factor of each column outside of the basis."""
         squares = lambda x: jnp.sum(jnp.square(x.astype(jnp.float32)), axis=self.side.away, keepdims=True)  # noqa: E731
         inside = squares(low)
-        # A basis is orthonormal: what is outside has the rest of the squares, in the rest of the directions.
+        # The basis is orthonormal: the outside component has the remaining squares, in the remaining directions.
         outside = (squares(g) - inside) * (self.rank / (self.spec.shape[self.side.away] - self.rank))
         return jnp.sqrt(squares(direction) / jnp.maximum(jnp.maximum(inside, outside), TINY))
 
@@ -106,7 +106,7 @@ class Projected(MatrixRule):
         q: QTensor = basis_state["basis"]
         same = jnp.sum(jnp.square(old.T @ new)) / self.rank >= self.similarity
         interval = jnp.where(basis_state["interval"] == 0, self.settings.refresh_every, basis_state["interval"])
-        # The layers' first intervals differ, and so all their later turns.
+        # First intervals differ between layers, and so do all later refreshes.
         stagger = jnp.where(basis_state["interval"] == 0, at.layer * self.settings.refresh_every // at.layers, 0)
         interval = jnp.where(same, 2 * interval, interval)
         return {

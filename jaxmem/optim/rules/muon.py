@@ -1,9 +1,9 @@
-"""Muon: momentum of a matrix with all its singular values made one (Jordan et al., https://kellerjordan.github.io/posts/muon).
+"""Muon: orthogonalized momentum of matrices, all singular values one (Jordan et al., https://kellerjordan.github.io/posts/muon).
 
-One number a weight for hidden matrices, 4 bytes; embeddings, the output projection, vectors and scalars are Adam's.
-Five steps of Newton-Schulz bring every singular value near 1 by products alone, 2 m^2 (2n + m) FLOPs each for [m, n]
-with m <= n: less than 1 % of a large batch's step. The update is scaled by 0.2 sqrt(n) to the root mean square that
-Adam's has, so that both take one learning rate (Moonlight: Liu et al., arXiv:2502.16982).
+One moment for hidden matrices, 4 bytes per parameter; embeddings, the output projection, vectors and scalars use Adam.
+Five Newton-Schulz steps bring every singular value near 1 by matmuls, 2 m^2 (2n + m) FLOPs each for [m, n] with
+m <= n: less than 1 % of the step of a large batch. The update is scaled by 0.2 sqrt(n) to the root mean square of
+Adam's updates, so that both use the same learning rate (Moonlight: Liu et al., arXiv:2502.16982).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from jaxmem.optim.rules.adam import Adam
 from jaxmem.sharding.leaves import Derived
 
 STEPS = 5
-QUINTIC = (3.4445, -4.7750, 2.0315)  # steepest at zero of those that stay near one
+QUINTIC = (3.4445, -4.7750, 2.0315)  # the steepest at zero that stays near one
 ADAM_SIZE = 0.2  # root mean square of Adam's updates
 
 
@@ -44,7 +44,7 @@ class Orthogonalized(MatrixRule):
 
 
 def newton_schulz(x: jax.Array) -> jax.Array:
-    """The orthogonal factor of a matrix, roughly: singular values between 0.7 and 1.2."""
+    """Approximately the orthogonal factor of a matrix: singular values between 0.7 and 1.2."""
     if x.shape[0] > x.shape[1]:
         return newton_schulz(x.T).T
     a, b, c = QUINTIC

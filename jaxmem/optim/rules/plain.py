@@ -1,4 +1,4 @@
-"""optax's own rules, whose state has the weights' dtype: AdamW, SGD, Lion."""
+"""AdamW, SGD and Lion of optax, with state in the dtype of the weights."""
 
 from __future__ import annotations
 

@@ -1,9 +1,8 @@
-"""Projections of a matrix to few rows or columns, by products of matrices alone.
+"""Low-rank projections of a matrix, by matmuls only.
 
-The smaller dimension is projected away, the larger is kept, so [m, n] becomes [rank, n] or [m, rank]; of a square
-matrix the first, which counts what goes in, as in galore-torch and apollo-torch. What a mesh splits stays split: the
-basis lies as the dimension that it stands for, and of the projected matrix the new dimension takes the mesh axes that
-went with the old one (`projected` in the table of rules).
+The smaller dimension is projected, so [m, n] becomes [rank, n] or [m, rank]; of a square matrix the first (input)
+dimension, as in galore-torch and apollo-torch. Sharding is kept: the basis is sharded as the projected dimension, and
+the rank dimension of the projected matrix takes its mesh axes (`projected` in the sharding table).
 """
 
 from __future__ import annotations
@@ -19,13 +18,13 @@ from jaxmem.sharding import constrain, if_even
 
 PROJECTED = "projected"
 EXACT = jax.lax.Precision.HIGHEST
-ROUNDING = 1e-6  # of float32 sums, as a share: what is added to a Gram matrix so that its factor exists
-FRESH = 0.1  # share of random directions in the beginning of a search
+ROUNDING = 1e-6  # relative, of float32 sums: added to a Gram matrix so that its Cholesky factor exists
+FRESH = 0.1  # share of random directions at the start of a refresh
 
 
 @dataclass(frozen=True)
 class Side:
-    """Which dimension of a matrix is projected away, and to what."""
+    """The dimension of a matrix that is projected, and the rank."""
 
     spec: ParameterSpec
     rank: int
@@ -45,7 +44,7 @@ class Side:
 
     @property
     def low(self) -> ParameterSpec:
-        """The projected matrix as what an inner optimizer sees."""
+        """The projected matrix, as the inner optimizer sees it."""
 
         def replaced(values: tuple, new: object) -> tuple:
             return (*values[: self.away], new, *values[self.away + 1 :])
@@ -67,7 +66,7 @@ class Side:
         return _matmul(basis, low) if self.away == 0 else _matmul(low, basis.T)
 
     def find(self, g: jax.Array, start: jax.Array, key: jax.Array) -> jax.Array:
-        """The basis of what is largest in a gradient, beginning from an old one."""
+        """The basis of the leading directions of a gradient, starting from an old basis."""
         found = range_finder(g if self.away == 0 else g.T, start, key)
         return self._as_state(found, self.basis)
 
@@ -82,7 +81,7 @@ def rank_of(spec: ParameterSpec, rank: int | None) -> int:
 
 
 def is_projected(spec: ParameterSpec, rank: int | None, project_embeddings: bool) -> bool:
-    """Matrices that a projection makes smaller; embedding and output matrices only where they are asked for."""
+    """Whether a matrix is projected: rank below its smaller side; embedding and output matrices only on request."""
     wanted = spec.is_hidden_matrix or (len(spec.shape) == 2 and project_embeddings)
     return wanted and rank_of(spec, rank) < min(spec.shape)
 
@@ -92,13 +91,13 @@ def _matmul(a: jax.Array, b: jax.Array) -> jax.Array:
 
 
 def range_finder(g: jax.Array, start: jax.Array, key: jax.Array) -> jax.Array:
-    """An orthonormal basis [m, rank] of nearly the leading left singular vectors of g [m, n].
+    """An orthonormal basis [m, rank] of approximately the leading left singular vectors of g [m, n].
 
-    Two power iterations (Halko et al., arXiv:0909.4061) from the old basis and a share of random directions: where the
-    leading directions stay, so does the basis, and what was averaged in it keeps its meaning; new directions are
-    found through the random share. About 10 m n rank FLOPs.
+    Two power iterations (Halko et al., arXiv:0909.4061) from the old basis and a share of random directions: while the
+    leading directions stay the same, so does the basis, and the moments stay valid; the random share finds new
+    directions. About 10 m n rank FLOPs.
     """
-    g = g / jnp.maximum(jnp.linalg.norm(g), 1e-30)  # or squares of squares of small gradients are zero
+    g = g / jnp.maximum(jnp.linalg.norm(g), 1e-30)  # the fourth power of small gradients would underflow
     random = jax.random.normal(key, start.shape, jnp.float32) * g.shape[0] ** -0.5
     basis = orthonormal(g @ (g.T @ (start.astype(jnp.float32) + FRESH * random)))
     for _ in range(2):
@@ -107,8 +106,8 @@ def range_finder(g: jax.Array, start: jax.Array, key: jax.Array) -> jax.Array:
 
 
 def orthonormal(x: jax.Array) -> jax.Array:
-    """Columns made orthonormal, in their order: Cholesky-QR, three times with a shift, so that any x will do
-    (Fukaya et al., arXiv:1809.11085). The tall matrix is only multiplied; what is factored is rank x rank."""
+    """Orthonormalizes columns in their order, by shifted Cholesky-QR3, which is stable for any x (Fukaya et al.,
+    arXiv:1809.11085). Only a rank x rank matrix is factored."""
     for _ in range(3):
         gram = jnp.matmul(x.T, x, precision=EXACT)
         size = jnp.trace(gram)
@@ -120,5 +119,5 @@ def orthonormal(x: jax.Array) -> jax.Array:
 
 
 def random_projection(key: jax.Array, size: int, rank: int) -> jax.Array:
-    """[size, rank] normal numbers that keep lengths in the mean (Johnson and Lindenstrauss)."""
+    """[size, rank] normal numbers that preserve norms on average (Johnson and Lindenstrauss)."""
     return jax.random.normal(key, (size, rank), jnp.float32) * rank**-0.5

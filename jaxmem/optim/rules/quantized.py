@@ -1,12 +1,12 @@
-"""State in 8 bits or 4: an elementwise optimizer whose numbers rest as codes, with a constant for each block.
+"""Elementwise optimizers with state in 8 or 4 bits, quantized in blocks.
 
-8-bit Adam keeps 2.03 bytes a parameter in place of 8, with the same final loss (Dettmers et al., arXiv:2110.02861):
-a code for each moment, evenly dense in every decade, and a float32 for each block of 256. In 4 bits (Li et al.,
-arXiv:2309.01507) it is 1.06 bytes, with blocks of 128. A second moment is never rounded to zero, where the first may
-not be zero and the update would have no bound: it becomes the least that a code can hold, and the update a small one.
+8-bit Adam has 2.03 bytes of state per parameter in place of 8, with the same final loss (Dettmers et al.,
+arXiv:2110.02861): a dynamic code for each moment, and a float32 scale for each block of 256. In 4 bits (Li et al.,
+arXiv:2309.01507) it is 1.06 bytes, with blocks of 128. A second moment is rounded up to the smallest code above zero:
+at zero, with a first moment that is not, the update would be unbounded.
 
-Vectors, scalars and what has fewer than 4096 numbers stay in float32. An update decodes, steps and encodes part by
-part, so that no more than 32 MiB of each number are ever held in float32.
+Vectors, scalars and parameters of fewer than 4096 elements have float32 state. An update dequantizes, steps and
+quantizes part by part, so that at most 32 MiB of each moment exist in float32.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ from jaxmem.quant import FORMATS, QTensor, even_block_size, quantize
 from jaxmem.sharding import per_device
 from jaxmem.sharding.leaves import Derived
 
-MIN_SIZE = 4096  # numbers below which codes save nothing worth having
-SHARDS = 8  # so many blocks, or a multiple, along a dimension where they can: meshes then cut between them
-SPLIT_FINELY = ("embed", "projected", "vocab")  # over many devices, or of any size: blocks run along these last
+MIN_SIZE = 4096  # elements below which quantized state saves too little
+SHARDS = 8  # a multiple of so many blocks along a dimension, if possible: shards then have whole blocks
+SPLIT_FINELY = ("embed", "projected", "vocab")  # sharded over many devices, or of any size: avoided for blocks
 
-Formats = tuple[tuple[str, str], ...]  # the rule's names for its numbers, and what they are kept in
+Formats = tuple[tuple[str, str], ...]  # names of the state, and their formats
 ADAM8: Formats = (("m", "dynamic8"), ("v", "udynamic8"))
 ADAM4: Formats = (("m", "dynamic4"), ("v", "udynamic4"))
 MOMENTUM8: Formats = (("m", "dynamic8"),)
@@ -87,8 +87,8 @@ class Quantized(MatrixRule):
 
 @dataclass(frozen=True)
 class FusedAdam8bit(Quantized):
-    """Adam in 8 bits by `kernels.adam8_update`: each number is read once and written once, nothing is held in float32,
-    and a stack of layers is one array. On a mesh each device goes through its own part."""
+    """Adam in 8 bits by the fused kernel `kernels.adam8_update`: one pass over memory without float32 copies, a stack
+    of layers as one array. On a mesh each device updates its shard."""
 
     updates_stacks: ClassVar = True
     elementwise: ClassVar = False
@@ -109,7 +109,7 @@ class FusedAdam8bit(Quantized):
         try:
             u, new = per_device(run, arrays, at.spec.axes, g.shape)
         except ValueError as error:
-            raise UserError(f"optimizer.kernel: {error}; use none") from error
+            raise UserError(f"optimizer.kernel=triton: {error}; use none") from error
         kept = {"m": (new.m, new.m_scale), "v": (new.v, new.v_scale)}
         return u, {name: dataclasses.replace(state[name], codes=c, scale=s) for name, (c, s) in kept.items()}
 
@@ -117,7 +117,7 @@ class FusedAdam8bit(Quantized):
 def quantized(
     rule: MatrixRule, formats: Formats, block_size: int = 256, kind: type[Quantized] = Quantized
 ) -> Callable[[ParameterSpec], MatrixRule]:
-    """The rule with quantized state where that is worth it."""
+    """The rule with quantized state for matrices of at least MIN_SIZE elements."""
 
     def rule_for(spec: ParameterSpec) -> MatrixRule:
         return kind(rule, formats, block_size) if len(spec.shape) > 1 and spec.size >= MIN_SIZE else rule
@@ -178,13 +178,13 @@ def blocks(spec: ParameterSpec, most: int) -> tuple[int, int]:
 
 
 def zeros(shape: tuple[int, ...], form: str, block: int, axis: int) -> QTensor:
-    """Zeros in any format, since a block's constant is zero."""
+    """Zeros in any format, since the scale of a block is zero."""
     like = jax.eval_shape(lambda: quantize(jnp.zeros(shape, jnp.float32), form, block, axis))
     return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), like)
 
 
 def _above_zero(q: QTensor) -> QTensor:
-    """Of positive formats the least code that is not zero in the place of zero, which is code 0."""
+    """Unsigned formats: the smallest nonzero code in place of code 0, which is zero."""
     if not q.format.startswith("udynamic"):
         return q
     if FORMATS[q.format].bits == 8:
