@@ -70,26 +70,18 @@ def bench_kernels(
     devices.use_cpu_without_gpu()
     from jaxmem.lab.bench import kernels
 
+    selection = _selection(shapes, operation, only, without, seconds=seconds)
     if explain:
         with only_json(as_json):
-            choices = kernels.explain(shapes or [], operation=operation)
+            choices = kernels.explain(selection)
         if as_json:
             show({"choices": choices})
-        else:
-            for row in choices:
-                print(f"{row['operation']:14} {row['shape']:20} {row['implementation']:10} {row['why']}")
+            return
+        for row in choices:
+            print(f"{row['operation']:14} {row['shape']:20} {row['implementation']:10} {row['why']}")
         return
     with only_json(as_json):
-        found = kernels.bench_kernels(
-            shapes or [],
-            operation=operation or "attention",
-            seconds=seconds,
-            check=check,
-            only=only or [],
-            without=without or [],
-            write=write,
-        )
-        here, *rows = _collect(found, as_json)
+        here, *rows = _collect(kernels.bench_kernels(selection, check=check, write=write), as_json)
     if as_json:
         show(here | {"rows": rows})
 
@@ -117,19 +109,17 @@ def bench_tune(
     if write is None and not devices.has_nvidia_gpu():
         raise UserError("bench tune: measures the kernels of a GPU, and there is none here; --write FILE runs it dry")
     with only_json(as_json):
-        found = tune.tune(
-            path,
-            shapes or [],
-            operation=operation,
-            seconds=seconds,
-            only=only or [],
-            without=without or [],
-            passes=passes or [],
-            again=again,
-        )
-        rows = _collect(found, as_json)
+        selection = _selection(shapes, operation, only, without, passes, seconds=seconds)
+        rows = _collect(tune.tune(path, selection, again=again), as_json)
     if as_json:
         show({"rows": rows})
+
+
+def _selection(shapes: list[str] | None, operation: str | None, *names: list[str] | None, seconds: float) -> Any:
+    """`names`: only, without, passes."""
+    from jaxmem.lab.bench.measure import Selection
+
+    return Selection(tuple(shapes or ()), operation, *(tuple(one or ()) for one in names), seconds=seconds)
 
 
 def _collect(rows: Iterable[dict[str, Any]], as_json: bool) -> list[dict[str, Any]]:

@@ -9,52 +9,46 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from jaxmem.errors import UserError, nearest
-from jaxmem.lab.bench import apart, measure, operations
+from jaxmem.lab.bench import apart, measure
 from jaxmem.lab.bench.contest import Row
-from jaxmem.lab.bench.measure import Job, measured
-from jaxmem.lab.bench.operations import OPERATIONS
+from jaxmem.lab.bench.measure import Job, Selection, measured
+from jaxmem.lab.bench.operations import OPERATIONS, choice_for
 from jaxmem.lab.bench.work import Operation
 from jaxmem.machine import devices
 
 
-def bench_kernels(
-    names: Sequence[str],
-    *,
-    operation: str = "attention",
-    seconds: float = 5.0,
-    check: bool = False,
-    only: Sequence[str] = (),
-    without: Sequence[str] = (),
-    write: Path | None = None,
-) -> Iterator[Row]:
-    """The device, then each row when it is known: of these shapes of an operation, or its usual ones, for about so many
-    seconds each. `write`: a file to which each row is added at once, as a line of JSON."""
-    shapes = check_shapes(operation, names)
-    check_contestants(operation, [*only, *without])
+def bench_kernels(selection: Selection, *, check: bool = False, write: Path | None = None) -> Iterator[Row]:
+    """The device, then each row when it is known, by default of attention. `check`: only whether they are right, with
+    every option. `write`: a file to which each row is added at once, as a line of JSON."""
+    operation = selection.operation or "attention"
+    own = check_selection(operation, selection)
     if write is not None:
         check_file(write)
-    here, left_out = device_row(), list(without)
-
-    jobs = (Job(operation, name, seconds, here["dry_run"], tuple(only), check=check) for name in shapes)
-    for row in itertools.chain([here], run_jobs(measured, jobs, left_out, here)):
+    here = device_row()
+    shapes = selection.shapes or own.usual or own.shapes
+    jobs = (Job(operation, name, selection, here["dry_run"], check) for name in shapes)
+    for row in itertools.chain([here], run_jobs(measured, jobs, list(selection.without), here)):
         if write is not None:
             with write.open("a", encoding="utf-8") as file:
                 file.write(json.dumps(row, allow_nan=False) + "\n")
         yield row
 
 
-def explain(names: Sequence[str], *, operation: str | None = None) -> list[Row]:
+def explain(selection: Selection) -> list[Row]:
     """For each operation and shape the implementation that is chosen on this device, and why."""
-    return [
-        {"operation": one, "shape": name, "implementation": choice.implementation, "why": choice.why}
-        for one in ([operation] if operation else OPERATIONS)
-        for name in (check_shapes(one, names) if names else find_operation(one).shapes)
-        for choice in [operations.choice_for(one, name)]
-    ]
+    rows = []
+    for operation in [selection.operation] if selection.operation else OPERATIONS:
+        own = check_selection(operation, selection)
+        for name in selection.shapes or own.shapes:
+            choice = choice_for(operation, name)
+            rows.append(
+                {"operation": operation, "shape": name, "implementation": choice.implementation, "why": choice.why}
+            )
+    return rows
 
 
 def device_row() -> Row:
@@ -80,29 +74,25 @@ def check_file(path: Path) -> None:
         raise UserError(f"--write {path}: is a folder; it should be a file")
 
 
-def check_contestants(operation: str, names: Sequence[str], passes: Sequence[str] = ()) -> None:
-    """Each of `names` is a contestant, words that some begin with, or a contestant and its pass."""
-    own = find_operation(operation)
+def check_selection(operation: str, selection: Selection) -> Operation:
+    """The operation, if it has all that is selected by name: contestants, words that some begin with, or a contestant
+    and its pass."""
+    if operation not in OPERATIONS:
+        raise _unknown("operation", operation, OPERATIONS)
+    own = OPERATIONS[operation]
+    for name in selection.shapes:
+        if name not in own.shapes:
+            raise _unknown("shape", name, own.shapes)
     contestants = [*own.implementations, *own.beside, *own.peers]
     known = [name for one in contestants for name in (one, *(f"{one} {of}" for of in own.passes))]
-    for name in names:
+    for name in (*selection.only, *selection.without):
         if not any(f"{one} ".startswith(f"{name} ") for one in known):
-            raise UserError(f"no contestant {name!r}{nearest(name, contestants)}")
-    for of in passes:
-        if of not in own.passes:
-            raise UserError(f"no pass {of!r}{nearest(of, own.passes)}")
+            raise _unknown("contestant", name, contestants)
+    for name in selection.passes:
+        if name not in own.passes:
+            raise _unknown("pass", name, own.passes)
+    return own
 
 
-def check_shapes(operation: str, names: Sequence[str]) -> Sequence[str]:
-    """These shapes, or the operation's usual ones."""
-    own = find_operation(operation)
-    for name in names:
-        if name not in own.shapes:
-            raise UserError(f"no shape {name!r}{nearest(name, own.shapes)}; there are {', '.join(own.shapes)}")
-    return list(names) or own.usual or list(own.shapes)
-
-
-def find_operation(name: str) -> Operation:
-    if name not in OPERATIONS:
-        raise UserError(f"no operation {name!r}{nearest(name, OPERATIONS)}; there are {', '.join(OPERATIONS)}")
-    return OPERATIONS[name]
+def _unknown(kind: str, name: str, known: Iterable[str]) -> UserError:
+    return UserError(f"unknown {kind} {name!r}{nearest(name, known)}")

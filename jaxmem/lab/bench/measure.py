@@ -28,15 +28,25 @@ PACKAGES = (
 
 
 @dataclass(frozen=True)
+class Selection:
+    """What a command measures. Empty: the operation's usual shapes, all contestants, all passes."""
+
+    shapes: tuple[str, ...] = ()
+    operation: str | None = None
+    only: tuple[str, ...] = ()  # contestants, or a contestant's pass
+    without: tuple[str, ...] = ()
+    passes: tuple[str, ...] = ()  # whose block sizes are tuned
+    seconds: float = 5.0  # of each shape or kernel, about
+
+
+@dataclass(frozen=True)
 class Job:
     """A shape of an operation, and what to measure of it."""
 
     operation: str
     shape: str
-    seconds: float
+    selection: Selection
     dry: bool = False
-    only: tuple[str, ...] = ()  # these contestants, or all
-    passes: tuple[str, ...] = ()  # only the block sizes of these passes, or all
     check: bool = False  # with every option, and without times
     peers: bool = True
     known: tuple[Row, ...] = ()  # entries of the table that need not be measured
@@ -69,7 +79,7 @@ def measured(job: Job, *, done: Sequence[Row], without: Sequence[str], say: Say)
     work = own.work(shape)
     contestants: list[Contestant] = []
     for name, of, make in _candidates(job, own, shape, work):
-        if not is_selected(name, of or "", job.only, without) or (name, of) in refused:
+        if not is_selected(name, of or "", job.selection.only, without) or (name, of) in refused:
             continue
         say(f"{name} {of or ''}".strip())
         try:
@@ -77,7 +87,7 @@ def measured(job: Job, *, done: Sequence[Row], without: Sequence[str], say: Say)
         except Exception as error:  # noqa: BLE001 (each compiler and library has errors of its own)
             yield {"contestant": name} | ({"pass": of} if of else {}) | {"why_not": error_line(error)}
         else:
-            contestants += [one for one in made if is_selected(name, one.of, job.only, without)]
+            contestants += [one for one in made if is_selected(name, one.of, job.selection.only, without)]
     for row in _timed(job, own, work, contestants, checked, say):
         yield {"sizes": shape._asdict()} | row
 
@@ -119,7 +129,7 @@ def _checks(
         say(f"float64 {check}")
         work = checks[check]()
         for of, one in work.passes.items():
-            names = [name for name in own.implementations if is_selected(name, of, job.only, without)]
+            names = [name for name in own.implementations if is_selected(name, of, job.selection.only, without)]
             names = [name for name in names if (check, name, of) not in known]
             if not names:
                 continue
@@ -148,7 +158,7 @@ def _timed(
         for one, amount, unit in ceilings(256 if job.dry else 8192):
             contestants.append(one)
             amounts[one.of], limits[unit] = (amount, unit), one
-    take_turns(contestants, job.seconds, say)
+    take_turns(contestants, job.selection.seconds, say)
     rates = {id(one): times(one, amounts[one.of][0]) for one in contestants if one.failed is None}
     for one in contestants[::-1]:
         row = {"contestant": one.name, "pass": one.of}

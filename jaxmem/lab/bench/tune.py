@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,45 +18,36 @@ from jaxmem.kernels import tuning
 from jaxmem.kernels.choice import use_table
 from jaxmem.lab.bench import kernels, operations
 from jaxmem.lab.bench.contest import RIGHT, Contestant, Row, Say, take_turns
-from jaxmem.lab.bench.measure import Job, is_selected, measured
+from jaxmem.lab.bench.measure import Job, Selection, is_selected, measured
 from jaxmem.lab.bench.operations import OPERATIONS
 from jaxmem.lab.bench.work import Operation, Pass, Work
 
 DRY_SIZES = 2  # are enough to see that it works, where nothing is measured
 
 
-def tune(
-    path: Path,
-    names: Sequence[str] = (),
-    *,
-    operation: str | None = None,
-    seconds: float = 5.0,
-    only: Sequence[str] = (),
-    without: Sequence[str] = (),
-    passes: Sequence[str] = (),
-    again: bool = False,
-) -> Iterator[Row]:
+def tune(path: Path, selection: Selection, *, again: bool = False) -> Iterator[Row]:
     """Measures, and writes each winner for this kind of device at once into a table beside those of other devices.
-    With `only` or `passes`: only the block sizes of these. What the table has is not measured, except with `again`. On
-    a CPU all of it runs on small shapes, to see that it works."""
+    With contestants or passes selected: only their block sizes. What the table has is not measured, except with
+    `again`. On a CPU all of it runs on small shapes, to see that it works."""
     table = _table(path)
-    if operation is None and (chosen := [*names, *only, *passes]):
-        raise UserError(f"bench tune: {', '.join(chosen)}: of which --operation?")
+    operation, only_blocks = selection.operation, selection.only + selection.passes
     if operation is not None:
-        kernels.check_shapes(operation, names)
-        kernels.check_contestants(operation, [*only, *without], passes)
+        kernels.check_selection(operation, selection)
+    elif selection.shapes + only_blocks:
+        raise UserError(f"bench tune: {', '.join(selection.shapes + only_blocks)}: of which --operation?")
     here = kernels.device_row()
-    dry, kind, left_out = here["dry_run"], here["device"], list(without)
-    job = Job("", "", seconds, dry, tuple(only), tuple(passes), peers=False, table=table)
+    dry, kind, left_out = here["dry_run"], here["device"], list(selection.without)
     for one in [operation] if operation else OPERATIONS:
         own = OPERATIONS[one]
         works = [(tune_blocks, own.tuned, tuning.table(one))]
-        if not only and not passes:
+        if not only_blocks:
             works.append((tune_implementations, own.usual or tuple(own.shapes), one))
         for work, usual, place in works:
             known = [] if again else [*table.get(place, {}).get(kind, [])]
-            selected = names or (usual[:1] if dry else usual)
-            jobs = (replace(job, operation=one, shape=name, known=tuple(known)) for name in selected)
+            jobs = (
+                Job(one, name, selection, dry, peers=False, known=tuple(known), table=table)
+                for name in selection.shapes or (usual[:1] if dry else usual)
+            )
             for row in kernels.run_jobs(work, jobs, left_out, here):
                 if "kind" in row:
                     entry = {key: value for key, value in row.items() if key not in ("operation", "shape")}
@@ -77,8 +67,8 @@ def tune_blocks(job: Job, *, done: Sequence[Row], without: Sequence[str], say: S
         wanted: list[Any] = []  # computed once, if at all
         for implementation in own.implementations:
             kernel = f"{implementation} {of}"
-            is_chosen = not job.passes or of in job.passes
-            if not is_chosen or not is_selected(implementation, of, job.only, without):
+            is_tuned = not job.selection.passes or of in job.selection.passes
+            if not is_tuned or not is_selected(implementation, of, job.selection.only, without):
                 continue
             asked = _called_kernels(one, implementation, work).get(kernel)
             if asked is None or (f"{kernel} {asked.kind}", tuple(asked.sizes)) in known:
@@ -88,7 +78,7 @@ def tune_blocks(job: Job, *, done: Sequence[Row], without: Sequence[str], say: S
                 say(f"plain {of}")
                 wanted.append(one.wanted(work))
             contestants = list(_correct(kernel, one, work, wanted[0], space[:DRY_SIZES] if job.dry else space, say))
-            take_turns(contestants, job.seconds, say)
+            take_turns(contestants, job.selection.seconds, say)
             seconds = {contestant.of: min(contestant.seconds) for contestant in contestants if not contestant.failed}
             if seconds:
                 best = min(seconds, key=lambda blocks: seconds[blocks])

@@ -16,7 +16,7 @@ from jaxmem.kernels import attention as operation
 from jaxmem.kernels.fused_attention import IMPLEMENTATIONS, reference
 from jaxmem.kernels.quantized_update import reference as update_reference
 from jaxmem.lab.bench import attention, contest, kernels, operations, torch_kernels, work
-from jaxmem.lab.bench.measure import Job, measured
+from jaxmem.lab.bench.measure import Job, Selection, measured
 from jaxmem.lab.bench.operations import OPERATIONS
 
 ROWS = {"done": [], "without": [], "say": lambda _: None}
@@ -28,6 +28,11 @@ def only(monkeypatch, implementations, **others):
         monkeypatch.delitem(implementations, name)
     for name, function in others.items():
         monkeypatch.setitem(implementations, name, function)
+
+
+def bench(shapes, *, check=False, write=None, only=(), without=(), **options):
+    selection = Selection(tuple(shapes), only=tuple(only), without=tuple(without), **options)
+    return kernels.bench_kernels(selection, check=check, write=write)
 
 
 class OwnError(Exception):
@@ -57,7 +62,7 @@ def test_every_contestant_has_rows_and_they_are_kept_as_they_come(monkeypatch, t
     monkeypatch.setattr(contest, "BURST", 0.0)
     only(monkeypatch, IMPLEMENTATIONS, never=never, wrong=wrong)
     file, kept = tmp_path / "rows.jsonl", []
-    for row in kernels.bench_kernels(["long"], seconds=0.0, write=file):
+    for row in bench(["long"], seconds=0.0, write=file):
         kept.append(row)
         assert [json.loads(line) for line in file.read_text().splitlines()] == json.loads(json.dumps(kept))
     here, *rows = kept
@@ -82,15 +87,15 @@ def test_every_contestant_has_rows_and_they_are_kept_as_they_come(monkeypatch, t
 def test_names_choose_contestants_and_their_passes(monkeypatch):
     monkeypatch.setattr(contest, "BURST", 0.0)
     only(monkeypatch, IMPLEMENTATIONS, wrong=wrong)
-    chosen = kernels.bench_kernels(["long"], seconds=0.0, only=["reference", "jax.nn", "torch flash forward"])
+    chosen = bench(["long"], seconds=0.0, only=["reference", "jax.nn", "torch flash forward"])
     found = by_pass(chosen)
     assert {name for name, _ in found} == {"reference", "jax.nn xla", "jax.nn cudnn", "torch flash", "this device"}
-    left = kernels.bench_kernels(["long"], seconds=0.0, without=["torch", "jax.nn", "wrong", "reference backward"])
+    left = bench(["long"], seconds=0.0, without=["torch", "jax.nn", "wrong", "reference backward"])
     assert set(by_pass(left)) == {("reference", "forward"), ("this device", "product"), ("this device", "copy")}
-    with pytest.raises(UserError, match=r"no contestant 'reference bakward'"):
-        next(kernels.bench_kernels([], without=["reference bakward"]))
-    with pytest.raises(UserError, match=r"no contestant 'mosaik'.*reference"):
-        next(kernels.bench_kernels([], only=["mosaik"]))
+    with pytest.raises(UserError, match=r"unknown contestant 'reference bakward'"):
+        next(bench([], without=["reference bakward"]))
+    with pytest.raises(UserError, match=r"unknown contestant 'mosaik'.*reference"):
+        next(bench([], only=["mosaik"]))
 
 
 def test_one_that_fails_in_its_turn_is_out_and_the_others_go_on(monkeypatch):
@@ -111,7 +116,7 @@ def test_one_that_fails_in_its_turn_is_out_and_the_others_go_on(monkeypatch):
         return second_fails
 
     monkeypatch.setattr(work.Pass, "compiled", greedy)
-    found = by_pass(measured(Job("attention", "long", 0.0, dry=True), **ROWS))
+    found = by_pass(measured(Job("attention", "long", Selection(seconds=0.0), dry=True), **ROWS))
     assert found["jax.nn xla", "backward"]["why_not"] == "out of memory"
     assert found["reference", "forward"]["rate"] > 0
     assert set(found["reference", "backward"]["ratios"]) == {"this device"}
@@ -121,7 +126,7 @@ def test_what_is_known_is_not_checked_again(monkeypatch):
     """As after another process has died."""
     monkeypatch.setattr(contest, "BURST", 0.0)
     only(monkeypatch, IMPLEMENTATIONS, wrong=wrong)
-    job = Job("attention", "long", 0.0, dry=True, peers=False)
+    job = Job("attention", "long", Selection(seconds=0.0), dry=True, peers=False)
     rows = measured(job, **ROWS)
     done = [next(rows) for _ in range(3)]
     rows.close()
@@ -135,7 +140,7 @@ def test_what_is_known_is_not_checked_again(monkeypatch):
 
 def test_triton_without_what_calls_its_kernels_says_so(monkeypatch):
     monkeypatch.setitem(sys.modules, "jax_triton", None)
-    rows = list(kernels.bench_kernels(["long"], check=True, only=["triton forward"]))[1:]
+    rows = list(bench(["long"], check=True, only=["triton forward"]))[1:]
     assert rows
     assert all("the triton implementation needs jax-triton: pip install" in row["why_not"] for row in rows)
 
@@ -156,7 +161,7 @@ def test_scores_that_are_too_many_are_not_held():
 
 def test_attention_is_checked_with_every_option(monkeypatch):
     only(monkeypatch, IMPLEMENTATIONS)
-    _, *rows = kernels.bench_kernels(["mistral-7b"], check=True)
+    _, *rows = bench(["mistral-7b"], check=True)
     checks = ("as it is", "float16", "full", "window", "segments", "soft cap", "dropout", "deterministic")
     assert [(row["check"], row["pass"]) for row in rows] == [(c, of) for c in checks for of in ("forward", "backward")]
     assert all(row["right"] and row["error"] < 2 for row in rows)
@@ -179,7 +184,7 @@ def test_an_implementation_that_forgets_an_option_is_noticed(monkeypatch, forgot
         return reference.attend(q, k, v, options, extras)
 
     only(monkeypatch, IMPLEMENTATIONS, forgetful=forgetful)
-    _, *rows = kernels.bench_kernels(["long"], check=True, only=["forgetful forward"])
+    _, *rows = bench(["long"], check=True, only=["forgetful forward"])
     wrong = {row["check"] for row in rows if not row["right"]}
     where = {"segment_ids": "segments", "soft_cap": "soft cap", "causal": "as it is"}
     assert where.get(forgotten, forgotten) in wrong
@@ -230,7 +235,7 @@ def states(change):
 def test_a_wrong_state_is_noticed(monkeypatch, change):
     own = OPERATIONS["adam8_update"]
     only(monkeypatch, own.implementations, changed=states(change))
-    _, *rows = kernels.bench_kernels(["llama3-8b up"], operation="adam8_update", check=True)
+    _, *rows = bench(["llama3-8b up"], operation="adam8_update", check=True)
     right = {row["contestant"]: row["right"] for row in rows}
     assert right == {"changed": False, "reference": True}
     assert "Infinity" not in json.dumps(rows, allow_nan=False)
@@ -243,22 +248,22 @@ def test_a_wrong_gradient_is_noticed(monkeypatch):
         return out + (out - jax.lax.stop_gradient(out)), lse
 
     only(monkeypatch, IMPLEMENTATIONS, doubled=doubled)
-    _, *rows = kernels.bench_kernels(["long"], check=True)
+    _, *rows = bench(["long"], check=True)
     right = {(row["contestant"], row["pass"], row["check"]): row["right"] for row in rows}
     assert {name for name, is_right in right.items() if not is_right} >= {("doubled", "backward", "as it is")}
     assert all(is_right for (name, of, _), is_right in right.items() if (name, of) != ("doubled", "backward"))
 
 
 def test_an_unknown_shape_names_the_nearest():
-    with pytest.raises(UserError, match=r"no shape 'lomg'.*long"):
-        next(kernels.bench_kernels(["lomg"]))
+    with pytest.raises(UserError, match=r"unknown shape 'lomg'.*long"):
+        next(bench(["lomg"]))
 
 
 def test_a_file_that_cannot_be_written_is_said_before_anything_is_measured(tmp_path):
     with pytest.raises(UserError, match=r"there is no folder .*missing"):
-        next(kernels.bench_kernels([], write=tmp_path / "missing/rows.jsonl"))
+        next(bench([], write=tmp_path / "missing/rows.jsonl"))
     with pytest.raises(UserError, match="is a folder"):
-        next(kernels.bench_kernels([], write=tmp_path))
+        next(bench([], write=tmp_path))
 
 
 @pytest.mark.parametrize("operation", ["dequant_matmul", "adam8_update", "int8_add", "sliding_max"])
@@ -267,7 +272,7 @@ def test_each_operation_is_right_and_takes_its_turns(operation, monkeypatch):
     monkeypatch.setattr(contest, "BURST", 0.0)
     own = OPERATIONS[operation]
     only(monkeypatch, own.implementations)
-    _, *found = kernels.bench_kernels([next(iter(own.shapes))], operation=operation, seconds=0.0)
+    _, *found = bench([next(iter(own.shapes))], operation=operation, seconds=0.0)
     rows = [row for row in found if row["contestant"] == "reference" and "check" not in row]
     assert {row["pass"] for row in rows} == set(own.passes)
     assert all(row["rate"] > 0 and row["right"] for row in rows), rows
@@ -302,7 +307,7 @@ def test_libraries_that_are_here_take_turns_and_others_say_why_not(monkeypatch):
     codes = functional.quantize_4bit.return_value = mock.MagicMock(), "state"
     torch_with(monkeypatch, bitsandbytes=here, **{"bitsandbytes.functional": functional})
     monkeypatch.setitem(sys.modules, "torchao.quantization", None)
-    found = kernels.bench_kernels(["llama3-8b up"], operation="dequant_matmul", seconds=0.0)
+    found = bench(["llama3-8b up"], operation="dequant_matmul", seconds=0.0)
     rows = by_pass(found)
     for of in ("forward", "backward"):
         assert rows["bitsandbytes", of]["rate"] > 0
@@ -333,7 +338,7 @@ def test_a_library_that_cannot_be_run_says_why(monkeypatch):
 
 
 def test_it_says_what_is_picked_and_a_measured_device_takes_its_winner(monkeypatch):
-    rows = kernels.explain([])
+    rows = kernels.explain(Selection())
     assert {row["operation"] for row in rows} == set(kernels.OPERATIONS)
     assert all("was not measured" in row["why"] for row in rows)
     names = {row["operation"]: row["implementation"] for row in rows}
@@ -345,12 +350,12 @@ def test_it_says_what_is_picked_and_a_measured_device_takes_its_winner(monkeypat
     table = {"dequant_matmul": {jax.devices()[0].device_kind: [json.loads(json.dumps(winner))]}}
     monkeypatch.setattr(choice, "tuned", lambda: table)
     choice._nearest.cache_clear()
-    (row,) = kernels.explain(["llama3-8b up, long"], operation="dequant_matmul")
+    (row,) = kernels.explain(Selection(("llama3-8b up, long",), "dequant_matmul"))
     assert row["implementation"] == "triton"
     assert row["why"].startswith("the fastest of [512, 4096, 14336] on ")
     choice._nearest.cache_clear()
 
 
 def test_an_operation_has_to_be_known():
-    with pytest.raises(UserError, match=r"no operation 'atention'.*attention"):
-        kernels.explain([], operation="atention")
+    with pytest.raises(UserError, match=r"unknown operation 'atention'.*attention"):
+        kernels.explain(Selection(operation="atention"))

@@ -14,6 +14,7 @@ from jaxmem.kernels.fused_attention import tuning as attention_tuning
 from jaxmem.kernels.quantized_matmul import triton as matmul
 from jaxmem.kernels.quantized_update import triton as update
 from jaxmem.lab.bench import attention, contest, kernels, tune, work
+from jaxmem.lab.bench.measure import Selection
 from jaxmem.lab.bench.operations import OPERATIONS
 
 
@@ -27,12 +28,17 @@ def quick(monkeypatch):
         monkeypatch.delitem(IMPLEMENTATIONS, name)
 
 
+def tuned(path, shapes=(), *, again=False, **options):
+    options = {name: tuple(value) if isinstance(value, list) else value for name, value in options.items()}
+    return tune.tune(path, Selection(tuple(shapes), **options), again=again)
+
+
 def test_tuning_runs_dry_and_its_winners_are_taken(tmp_path, quick):
     """Two sizes of blocks for a pass of one kernel, and the winner is how the next call is cut. A second time nothing
     is left to measure."""
     path = tmp_path / "tuned.json"
     path.write_text('{"attention": {"another": []}}')
-    rows = list(tune.tune(path, operation="attention", seconds=0.0))
+    rows = list(tuned(path, operation="attention", seconds=0.0))
     assert any("rate" in row for row in rows)
     table = json.loads(path.read_text())
     here = jax.devices()[0].device_kind
@@ -40,8 +46,8 @@ def test_tuning_runs_dry_and_its_winners_are_taken(tmp_path, quick):
     assert table["attention"][here][0]["implementation"] in IMPLEMENTATIONS
     (entry,) = table["attention blocks"][here]
     assert entry["of"] == 2
-    assert list(tune.tune(path, operation="attention", seconds=0.0)) == []
-    again = list(tune.tune(path, operation="attention", seconds=0.0, passes=["forward"], again=True))
+    assert list(tuned(path, operation="attention", seconds=0.0)) == []
+    again = list(tuned(path, operation="attention", seconds=0.0, passes=["forward"], again=True))
     assert [row["kind"] for row in again] == [entry["kind"]]
     table = json.loads(path.read_text())
     (entry,) = table["attention blocks"][here]
@@ -61,7 +67,7 @@ def test_every_kernel_is_tuned(tmp_path, monkeypatch):
     path, here = tmp_path / "tuned.json", jax.devices()[0].device_kind
     for one in ("dequant_matmul", "adam8_update", "int8_add"):
         own = OPERATIONS[one]
-        list(tune.tune(path, operation=one, seconds=0.0, only=["triton"]))
+        list(tuned(path, operation=one, seconds=0.0, only=["triton"]))
         entries = json.loads(path.read_text())[f"{one} blocks"][here]
         assert [entry["kind"].split()[:2] for entry in entries] == [["triton", of] for of in own.passes]
         assert all(entry["of"] == 2 for entry in entries)
@@ -72,12 +78,12 @@ def test_what_was_measured_before_tuning_stopped_is_kept(tmp_path, monkeypatch):
     monkeypatch.setattr(contest, "BURST", 0.0)
     monkeypatch.setattr(contest, "FEWEST", 1)
     path, operation = tmp_path / "tuned.json", {"operation": "dequant_matmul", "seconds": 0.0}
-    stopped = tune.tune(path, **operation)
+    stopped = tuned(path, **operation)
     first = next(stopped)
     stopped.close()
     (kept,) = json.loads(path.read_text())["dequant_matmul blocks"][jax.devices()[0].device_kind]
     assert kept.items() <= first.items()
-    found = list(tune.tune(path, **operation, only=["triton"]))
+    found = list(tuned(path, **operation, only=["triton"]))
     assert [row["kind"].split()[1] for row in found] == ["backward"]
 
 
@@ -95,8 +101,8 @@ def test_sizes_that_cannot_be_measured_cost_themselves_alone(tmp_path, quick, mo
     monkeypatch.setattr(tune, "DRY_SIZES", 3)
     hung = "x".join(map(str, attention_tuning.space("triton", "forward", 16, 2, tuning.SHARED["8.9"])[1]))
     given = {"operation": "attention", "seconds": 0.0, "passes": ["forward"]}
-    monkeypatch.setattr(kernels, "check_contestants", lambda *_: None)
-    (row,) = tune.tune(tmp_path / "tuned.json", **given, without=[f"triton forward {hung}"])
+    monkeypatch.setattr(kernels, "check_selection", lambda *_: None)
+    (row,) = tuned(tmp_path / "tuned.json", **given, without=[f"triton forward {hung}"])
     assert row["of"] == 2
 
 
@@ -110,7 +116,7 @@ def test_a_table_that_cannot_be_kept_is_said_before_anything_is_measured(tmp_pat
     else:
         path.write_text(text)
     with pytest.raises(UserError, match=said):
-        next(tune.tune(path))
+        next(tuned(path))
 
 
 def test_who_wins():
@@ -169,7 +175,7 @@ def test_the_packages_table_is_not_tuned_without_a_gpu():
 def test_what_is_chosen_to_be_tuned_has_to_be_known(tmp_path):
     path = tmp_path / "tuned.json"
     with pytest.raises(UserError, match="long: of which --operation"):
-        next(tune.tune(path, ["long"]))
-    with pytest.raises(UserError, match=r"no pass 'd_key'.*d_keys"):
-        next(tune.tune(path, operation="attention", passes=["d_key"]))
+        next(tuned(path, ["long"]))
+    with pytest.raises(UserError, match=r"unknown pass 'd_key'.*d_keys"):
+        next(tuned(path, operation="attention", passes=["d_key"]))
     assert not path.exists()
