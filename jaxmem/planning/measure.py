@@ -12,6 +12,7 @@ from typing import Any
 
 from jaxmem.config import Config, load_config
 from jaxmem.errors import UserError
+from jaxmem.hf.initial import initial_state
 
 STEPS = 3
 
@@ -29,7 +30,7 @@ def measure(cfg: Config) -> dict[str, Any]:
     if not plan.fits:
         raise UserError(f"{built.cfg.name} does not fit on this machine: {-plan.room} bytes are missing")
     batch = {name: jax.device_put(np.zeros(x.shape, x.dtype), x.sharding) for name, x in built.spec.batch.items()}
-    state, metrics = built.initialise(), None
+    state, metrics = initial_state(built), None
     for _ in range(STEPS):
         state, metrics = plan.step(state, batch)
     jax.block_until_ready(metrics)

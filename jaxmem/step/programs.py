@@ -120,6 +120,7 @@ class Program:
     def initialise(self) -> TrainState:
         """A new state from random weights: the same bits for the same seed and mesh. `hf.initial_state` also starts
         from existing weights."""
+        assert getattr(self.cfg.model, "hf", None) is None, "use hf.initial_state"
         return self.compiled_initialise(jax.random.key(self.cfg.seed))
 
     def begin(self, params: Params) -> TrainState:

@@ -140,8 +140,10 @@ def _planned(plan: Plan) -> int:
 def _requested(message: str) -> int | None:
     """Bytes of the allocation that failed.
 
-    >>> _requested("RESOURCE_EXHAUSTED: Out of memory while trying to allocate 1.50GiB."), _requested("allocate 12
-    bytes") (1610612736, 12)
+    >>> _requested("RESOURCE_EXHAUSTED: Out of memory while trying to allocate 1.50GiB.")
+    1610612736
+    >>> _requested("allocate 12 bytes")
+    12
     """
     if not (found := REQUESTED.search(message)):
         return None

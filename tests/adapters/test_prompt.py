@@ -11,7 +11,7 @@ from flax.traverse_util import flatten_dict
 
 from jaxmem import adapters
 from jaxmem.errors import UserError
-from jaxmem.inference.generate import Generator, Thread
+from jaxmem.inference.generate import Conversation, Generator
 from jaxmem.step import program
 from tests.step.conftest import Trained, config
 
@@ -59,7 +59,7 @@ def test_a_prompt_is_read_before_every_text(alone):
         assert np.argmax(logits, axis=-1)[-3:].tolist() == said[:, row].tolist()
     found = jax.jit(nnx.merge(built.model.graphdef, params))(jnp.asarray(ids)[None])[0]
     np.testing.assert_allclose(found, logits, rtol=1e-5, atol=1e-5)
-    assert list(Thread(generator)(prompts[0], 3)) == said[:, 0].tolist()
+    assert list(Conversation(generator)(prompts[0], 3)) == said[:, 0].tolist()
 
 
 def test_merging_a_prompt_is_an_error(alone):

@@ -20,6 +20,7 @@ from jaxmem.checkpoint.saved_state import SavedState
 from jaxmem.config import load_config
 from jaxmem.errors import UserError
 from jaxmem.hf.adapter_base import check_adapter
+from jaxmem.hf.initial import initial_state
 from jaxmem.inference.load import open_model
 from jaxmem.step import program
 
@@ -92,7 +93,7 @@ def test_losses_are_those_of_peft_and_checkpoints_hold_no_base(place, peft):
         "segment_ids": np.ones((1, len(rows), rows.shape[1] - 1), np.int32),
         "positions": np.broadcast_to(np.arange(rows.shape[1] - 1, dtype=np.int32), (1, len(rows), rows.shape[1] - 1)),
     }
-    state, step, losses = built.initialise(), built.lower_step().compile(), []
+    state, step, losses = initial_state(built), built.lower_step().compile(), []
     for _ in range(peft.STEPS):
         state, metrics = step(state, built.place(given))
         losses.append(float(metrics["loss"]))
@@ -139,7 +140,7 @@ def test_a_base_of_the_same_shape_and_other_weights(place, tmp_path, peft):
     save_file(weights, other / "model.safetensors")
 
     cfg = beside(place, "lora", data={"source": "tokens", "path": "none", "tokenizer": "bytes"})
-    params = program(cfg, jax.devices()[:1]).initialise().params
+    params = initial_state(program(cfg, jax.devices()[:1])).params
     hf.save_adapter(params, cfg.adapter, tmp_path / "ours", layers=2, base=str(place / "base"))
     (tmp_path / "theirs").mkdir()
     peft.write_adapter("lora", tmp_path / "theirs")

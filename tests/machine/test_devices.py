@@ -21,7 +21,7 @@ def test_the_tests_run_on_eight_devices() -> None:
 
 @pytest.mark.parametrize("imports", ["", "import jax; "], ids=["before jax", "after import jax"])
 def test_simulate_decides_how_many_devices_there_are(imports: str) -> None:
-    code = f"{imports}from jaxmem import devices; devices.simulate(3); import jax; print(len(jax.devices()))"
+    code = f"{imports}from jaxmem.machine import devices; devices.simulate(3); import jax; print(len(jax.devices()))"
     environment = {name: value for name, value in os.environ.items() if not name.startswith(("JAX_", "XLA_"))}
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "3"

@@ -97,7 +97,7 @@ def four_bits(axes: Any, x: Any) -> Any:
     """Matrices, along the dimension that a product sums over."""
     if len(axes) - (axes[0] == "layer") < 2:
         return x
-    return jax.eval_shape(partial(quantize, format="nf4", axis=-2, double=True), x)
+    return jax.eval_shape(partial(quantize, format="nf4", axis=-2, double_quant=True), x)
 
 
 def test_70_billion_weights_in_4_bits_are_evaluated_on_one_gpu() -> None:

@@ -99,8 +99,8 @@ def test_a_compile_failure_is_an_answer(tmp_path: Path, monkeypatch: pytest.Monk
     asked = ({"question": question, "config": cfg.model_dump(mode="json")} for question in ("step", "phases"))
     serve(map(json.dumps, asked), answers, local_target(jax.devices()[:2]))
     assert [json.loads(line)["refused"] for line in answers.getvalue().splitlines()] == [
-        "XLA does not compile this program: INTERNAL: no layout",
-        "XLA does not compile this program: INTERNAL: nor here",
+        "XLA cannot compile this program: INTERNAL: no layout",
+        "XLA cannot compile this program: INTERNAL: nor here",
     ]
 
 

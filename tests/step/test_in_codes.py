@@ -101,7 +101,7 @@ def test_a_checkpoint_moves_to_another_mesh(alone, tmp_path):
     other = program(config(**INT8, mesh={"fsdp": 2, "tensor": 2}), jax.devices()[:4])
     with Checkpoints(tmp_path) as checkpoints:
         checkpoints.save(1, alone.state, {}, {}, force=True)
-        moved, *_ = checkpoints.restore(1, other.state)
+        moved, *_ = checkpoints.restore(1, other.spec.state)
     for mine, theirs in zip(jax.tree.leaves(alone.state), jax.tree.leaves(moved), strict=True):
         np.testing.assert_array_equal(np.asarray(mine), np.asarray(theirs))
 

@@ -110,10 +110,10 @@ def test_a_checkpoint_moves_over_stages(tmp_path):
             checkpoints.save(step, state, {}, saved, force=True)
             read, _, found = checkpoints.restore(step, SavedState(after).shapes)
             state = SavedState(after).restored(read, found)
-            for leaf, wanted in zip(jax.tree.leaves(state), jax.tree.leaves(after.state), strict=True):
+            for leaf, wanted in zip(jax.tree.leaves(state), jax.tree.leaves(after.spec.state), strict=True):
                 assert (leaf.shape, leaf.dtype) == (wanted.shape, wanted.dtype)
                 assert leaf.sharding.is_equivalent_to(wanted.sharding, leaf.ndim)
-            jax.tree.map(np.testing.assert_array_equal, state, stored(after.pipeline, first))
+            jax.tree.map(np.testing.assert_array_equal, state, stored(after.model.pipeline, first))
 
 
 def stored(pipeline, state):

@@ -3,7 +3,7 @@
 import jax
 import pytest
 
-from jaxmem.sharding import layout_for
+from jaxmem.sharding import Axis, layout_for
 from tests.step.conftest import SMALL, Trained, config
 
 FIRST = ["tensor", "fsdp", "context"]
@@ -42,8 +42,8 @@ def test_constants_of_blocks_are_whole_on_no_device_of_many():
     """What a dimension cannot have for its blocks, another of its layer has; not the layers, nor a table."""
     layout = layout_for(config(mesh={"fsdp": 4, "tensor": 2}), jax.devices())
     split = lambda axes, shape: layout.sharding("weights", axes, shape).shard_shape(shape)  # noqa: E731
-    assert split(("layer", "embed?", "mlp"), (8, 4, 64)) == (8, 1, 32)
-    assert split(("layer", "embed?", "mlp"), (8, 2, 64)) == (8, 2, 8)
-    assert split(("layer", "embed?", "mlp"), (8, 2, 60)) == (8, 2, 30)
-    assert split(("layer", "mlp?", "embed"), (8, 3, 64)) == (8, 3, 16)
-    assert split(("vocab", "embed?"), (64, 2)) == (32, 2)
+    assert split(("layer", Axis("embed", if_even=True), "mlp"), (8, 4, 64)) == (8, 1, 32)
+    assert split(("layer", Axis("embed", if_even=True), "mlp"), (8, 2, 64)) == (8, 2, 8)
+    assert split(("layer", Axis("embed", if_even=True), "mlp"), (8, 2, 60)) == (8, 2, 30)
+    assert split(("layer", Axis("mlp", if_even=True), "embed"), (8, 3, 64)) == (8, 3, 16)
+    assert split(("vocab", Axis("embed", if_even=True)), (64, 2)) == (32, 2)

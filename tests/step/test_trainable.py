@@ -88,7 +88,7 @@ def test_the_backward_pass_stops_where_nothing_learns():
     sections = {"model": {"preset": "tiny", **wide}, "batch": {"global_size": 2}, "memory": {"remat": "full"}}
     last = program(config(adapter={"kind": "last_layers"}, **sections), jax.devices()[:1])
     full, less = (one.lower_step().compile() for one in (program(config(**sections), jax.devices()[:1]), last))
-    gone = last.parameters - last.trainable
+    gone = last.model.parameters - last.model.trainable
     assert gone == 5 * (4 * 64 * 64 + 3 * 64 * 256 + 2 * 64) + 264 * 64
     sizes = [one.memory_analysis() for one in (full, less)]
     assert sizes[0].argument_size_in_bytes - sizes[1].argument_size_in_bytes == 8 * gone  # Adam's moments

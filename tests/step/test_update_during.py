@@ -106,7 +106,7 @@ def test_every_optimizer_is_in_one_of_them():
 )
 def test_every_optimizer(names, sections, mesh, monkeypatch):
     """But for codes and projections, which make more of a last bit, the same weights."""
-    monkeypatch.setattr(quantized, "LEAST", 0)
+    monkeypatch.setattr(quantized, "MIN_SIZE", 0)
     monkeypatch.setattr(optim, "build", lambda _cfg, _rate, axes: mixed(names, axes))
     cfg = {**sections, "optimizer": {"clip": None}}
     after = Trained(config(**cfg), updates=2)

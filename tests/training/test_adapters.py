@@ -15,7 +15,7 @@ from jaxmem.hf.files import copy_tokenizer
 from jaxmem.inference.export import import_model
 from jaxmem.inference.load import open_model
 from jaxmem.step import program
-from jaxmem.training.restoring import restored
+from jaxmem.training.restore import restore
 from jaxmem.training.run import run
 
 ONE = jax.devices()[:1]
@@ -39,7 +39,9 @@ def test_a_new_classifier_on_a_backbone(tmp_path):
     again = flatten_dict(open_model(tmp_path / "odd")[1])
     jax.tree.map(np.testing.assert_array_equal, again, flatten_dict(second.state.params))
     wider = {"family": "mlp", "layers": 1, "embed": 16, "mlp": 24, "outputs": 1}
-    with pytest.raises(UserError, match=r"mlp\.down\.weight is \(1, 16, 16\), but the config.s model makes it \(1, 24"):
+    with pytest.raises(
+        UserError, match=r"mlp\.down\.weight has shape \(1, 16, 16\), but the config.s model needs \(1, 24"
+    ):
         run(config("other", "binary", 1, adapter=adapter, model=wider), ONE)
     with pytest.raises(UserError, match=r"adapter.base_run=nowhere: is not a run"):
         run(config("other", "binary", 1, adapter={"kind": "head", "base_run": "nowhere"}), ONE)
@@ -78,7 +80,7 @@ def test_adapters_on_imported_weights(tmp_path, compare):
     import_model(place, tmp_path / "run")
     cfg = load_config(tmp_path / "run/config.yaml", ["adapter.kind=qlora", "adapter.rank=2"])
     with Checkpoints(tmp_path / "run/checkpoints", read_only=True) as kept:
-        step, state, position = restored(program(cfg, ONE), kept)
+        step, state, position = restore(program(cfg, ONE), kept)
     assert (step, position) == (0, {})
     head, given = state.params["head"]["weight"], load_file(place / "model.safetensors")["lm_head.weight"].T
     assert head.format == "nf4"

@@ -26,6 +26,7 @@ from jaxmem.lab.tour.stop import Findings
 from jaxmem.lab.tour.table import Row, Table
 from jaxmem.machine import gpus
 from jaxmem.machine.gpus import CPU
+from jaxmem.models.attention import Tokens
 from jaxmem.models.rope import angles
 from jaxmem.planning import Target
 from jaxmem.planning.compile import compile_all
@@ -151,7 +152,7 @@ def backward(
     def loss(weights: Any, x: jax.Array) -> jax.Array:
         network: Any = nnx.merge(graphdef, weights)
         turned = angles(jnp.zeros((1, time), jnp.int32), cfg.rope, cfg.head_dim)
-        layer = lambda block, x, _, beside: (block(x, beside)[0], None)  # noqa: E731
+        layer = lambda block, x, _, angles: (block(x, Tokens(angles))[0], None)  # noqa: E731
         y, _ = apply_stack(network.blocks, layer, x, None, turned, options=execution.stack)
         return jnp.sum(y.astype(jnp.float32) ** 2)
 
