@@ -62,7 +62,7 @@ class SavedState:
         """The fingerprint of the frozen weights that `model.hf` provides; None: all weights are saved."""
         from jaxmem.hf.adapter_base import fingerprint
 
-        return fingerprint(self._hf) if self._has_external_base else None
+        return fingerprint(self._hf) if self._hf is not None and self._has_external_base else None
 
     def check_base(self, position: Mapping[str, Any], where: object) -> None:
         """Refuses a checkpoint that was trained on other frozen weights than `model.hf` provides."""

@@ -119,7 +119,8 @@ def _selection(shapes: list[str] | None, operation: str | None, *names: list[str
     """`names`: only, without, passes."""
     from jaxmem.lab.bench.measure import Selection
 
-    return Selection(tuple(shapes or ()), operation, *(tuple(one or ()) for one in names), seconds=seconds)
+    only, without, passes = (tuple(one or ()) for one in names)
+    return Selection(tuple(shapes or ()), operation, only, without, passes, seconds)
 
 
 def _collect(rows: Iterable[dict[str, Any]], as_json: bool) -> list[dict[str, Any]]:

@@ -97,7 +97,7 @@ def fit(
         given["allow"] = [word.strip() for word in allow.split(",") if word.strip()]
     if maximize and png:
         largest.check_drawable(maximize, png)
-    found: largest.Largest | fastest.Fit
+    found: Any
     with only_json(as_json):
         if maximize:
             found = largest.maximize(cfg, maximize, **given)

@@ -115,13 +115,12 @@ OPTIMIZERS = {
     "apollo": Entry(ApolloSettings, "apollo:scale_by_apollo", "Gradients scaled by Adam on a random projection."),
     "apollo_mini": Entry(ApolloMiniSettings, "apollo:scale_by_apollo_mini", "APOLLO of rank 1: SGD's memory."),
 }
-_Name = Literal[tuple(OPTIMIZERS)]  # type: ignore[valid-type]
 
 
 class Optimizer(Section):
     """Hyperparameters that are None take the named optimizer's own default, or do not exist for it: `OPTIMIZERS`."""
 
-    name: _Name = "adamw"
+    name: Literal[tuple(OPTIMIZERS)] = "adamw"  # type: ignore[valid-type]
     learning_rate: Positive = 3e-4
     schedule: Literal["cosine", "linear", "constant"] = "cosine"
     warmup: Annotated[int, Field(ge=0)] = 0  # updates

@@ -51,7 +51,7 @@ def rename(raw: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
             return fields
         found: dict[str, Any] = {}
         for key, value in fields.items():
-            new = KEYS.get(f"{section}.{key}", key)
+            new: str = KEYS.get(f"{section}.{key}") or key
             values = VALUES.get(f"{section}.{new}", {})
             found[new] = values.get(value, value) if isinstance(value, str) else value
             if new != key:

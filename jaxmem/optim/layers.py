@@ -143,6 +143,7 @@ def by_layer(
     ) -> tuple[Any, ByLayerState]:
         weights = grads if params is None else params
         now = _Update(rule_for, optax.safe_increment(state.step), jax.random.key(seed), layer, layers, vocab_slice)
+        treedef: Any
         names, treedef = jax.tree.flatten(named(weights), is_leaf=is_axes)
         paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(grads)]
         trees = (treedef.flatten_up_to(tree) for tree in (grads, state.leaves, weights))

@@ -88,5 +88,6 @@ def _is_sent(operation: Any) -> bool:
 
 
 def _with_kind(attributes: Any) -> Any:
-    known = {one.name: one.attr for one in ir.DictAttr(attributes)}
+    existing: Any = ir.DictAttr(attributes)
+    known = {one.name: one.attr for one in existing}
     return ir.DictAttr.get({**known, "mhlo.memory_kind": ir.StringAttr.get(HOST)})

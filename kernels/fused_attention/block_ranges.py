@@ -85,8 +85,8 @@ def _ranges(
     whole_begin = jnp.clip(_div(whole_low + size - 1, size), begin, jnp.maximum(begin, end))
     whole_end = jnp.clip(_div(whole_high, size), whole_begin, jnp.maximum(whole_begin, end))
     before, whole, after = (begin, whole_begin), (whole_begin, whole_end), (whole_end, end)
-    masks = [BlockRange(*before, True)] * edges[0], [BlockRange(*after, True)] * edges[1]
-    return [*masks[0], BlockRange(*whole, False), *masks[1]]
+    first, last = [BlockRange(*before, True)] * edges[0], [BlockRange(*after, True)] * edges[1]
+    return [*first, BlockRange(*whole, False), *last]
 
 
 def _div(x: Any, size: int) -> jax.Array:

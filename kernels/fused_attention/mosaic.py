@@ -88,8 +88,8 @@ def _gradients(call: Call, q: Any, k: Any, v: Any, d_out: Any, rows: Any, masks:
         },
         sums=[jax.ShapeDtypeStruct(q.shape, jnp.float32)],
     )
-    dk, dv, dq = (x[..., : call.dim] for x in found)
-    return (dq * call.options.scale).astype(dtype), dk, dv
+    dk, dv, sums = (x[..., : call.dim] for x in found)
+    return (sums * call.options.scale).astype(dtype), dk, dv
 
 
 def _run(
