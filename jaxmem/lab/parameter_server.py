@@ -76,9 +76,7 @@ class ParameterServer:
         self._clocks = [0] * workers  # complete steps of each worker
         self._left = [len(leaves)] * workers  # pushes until the end of each worker's step
         self._based_on = [0] * workers  # the version that each worker pulled for its current step
-        rows = (
-            workers if staleness is not None else 1
-        )  # synchronous gradients are summed in one buffer, in worker order
+        rows = 1 if staleness is None else workers  # synchronous: summed in one buffer, in worker order
         self._pushed: list[list[jax.Array | None]] = [[None] * len(leaves) for _ in range(rows)]
         self._turn = [0] * len(leaves)
 

@@ -27,6 +27,8 @@ class Contestant:
     of: str  # which pass
     call: Call
     wait: Callable[[Any], Any] = jax.block_until_ready
+    amount: float = 1.0  # of work per call, TFLOP or GB
+    unit: str = ""  # of amount per second
     seconds: list[float] = field(default_factory=list)  # of a call, in each turn
     enqueued: list[float] = field(default_factory=list)  # until a call gave control back
     failed: str | None = None
@@ -78,12 +80,17 @@ def error_line(error: BaseException) -> str:
     return (str(error).splitlines() or [type(error).__name__])[0] or type(error).__name__
 
 
-def times(one: Contestant, amount: float) -> Row:
-    """Of so much work each time: the median a second, the least and the most, and what was measured. Where more than
-    half of the time passes before the device has its work, it is the host that is measured."""
-    rates = [amount / taken for taken in one.seconds]
+def rate(one: Contestant) -> float:
+    return one.amount / statistics.median(one.seconds)
+
+
+def times(one: Contestant) -> Row:
+    """The median of work per second, the least and the most, and what was measured. Where more than half of the time
+    passes before the device has its work, it is the host that is measured."""
+    rates = [one.amount / taken for taken in one.seconds]
     return {
-        "rate": statistics.median(rates),
+        "unit": one.unit,
+        "rate": rate(one),
         "spread": [min(rates), max(rates)],
         "milliseconds": 1e3 * statistics.median(one.seconds),
         "by_host": statistics.median(one.enqueued) > 0.5 * statistics.median(one.seconds),
@@ -95,14 +102,14 @@ def times(one: Contestant, amount: float) -> Row:
 CEILING = "this device"  # as a contestant: what everything can be held against
 
 
-def ceilings(size: int) -> Iterator[tuple[Contestant, float, str]]:
-    """A bfloat16 matmul of this size and a copy, the work of each and its unit."""
+def ceilings(size: int) -> Iterator[Contestant]:
+    """A bfloat16 matmul of this size, and a copy."""
     a = jax.random.normal(jax.random.key(0), (size, size), jnp.bfloat16)
     wide = jnp.zeros((size, 4 * size), jnp.float32)
-    product = jax.jit(jnp.matmul).lower(a, a).compile()
+    matmul = jax.jit(jnp.matmul).lower(a, a).compile()
     copy = jax.jit(lambda x: x + 1.0).lower(wide).compile()
-    yield Contestant(CEILING, "product", lambda: product(a, a)), 2 * size**3 / 1e12, "TFLOP/s"
-    yield Contestant(CEILING, "copy", lambda: copy(wide)), 2 * wide.nbytes / 1e9, "GB/s"
+    yield Contestant(CEILING, "product", lambda: matmul(a, a), amount=2 * size**3 / 1e12, unit="TFLOP/s")
+    yield Contestant(CEILING, "copy", lambda: copy(wide), amount=2 * wide.nbytes / 1e9, unit="GB/s")
 
 
 def largest_error(found: Any, wanted: Any, step: float) -> float:

@@ -15,7 +15,19 @@ from typing import Any
 
 import jax
 
-from jaxmem.lab.bench.contest import CEILING, RIGHT, Contestant, Row, Say, ceilings, error_line, take_turns, times
+from jaxmem.lab.bench.contest import (
+    CEILING,
+    RIGHT,
+    Call,
+    Contestant,
+    Row,
+    Say,
+    ceilings,
+    error_line,
+    rate,
+    take_turns,
+    times,
+)
 from jaxmem.lab.bench.operations import OPERATIONS
 from jaxmem.lab.bench.torch_kernels import wait
 from jaxmem.lab.bench.work import Operation, Pass, Work
@@ -88,7 +100,7 @@ def measured(job: Job, *, done: Sequence[Row], without: Sequence[str], say: Say)
             yield {"contestant": name} | ({"pass": of} if of else {}) | {"why_not": error_line(error)}
         else:
             contestants += [one for one in made if is_selected(name, one.of, job.selection.only, without)]
-    for row in _timed(job, own, work, contestants, checked, say):
+    for row in _timed(job, own, contestants, checked, say):
         yield {"sizes": shape._asdict()} | row
 
 
@@ -107,11 +119,14 @@ def is_selected(name: str, of: str, only: Sequence[str], without: Sequence[str])
 def _candidates(job: Job, own: Operation, shape: Any, work: Work) -> Iterator[tuple[str, str | None, Any]]:
     """Name, pass, and a function that makes contestants; a peer makes all its passes at once."""
 
+    def contestant(name: str, of: str, call: Call, wait: Any = jax.block_until_ready) -> Contestant:
+        return Contestant(name, of, call, wait, work.passes[of].amount, work.unit)
+
     def compile_pass(name: str, of: str, one: Pass) -> list[Contestant]:
-        return [Contestant(name, of, one.compiled(name, work))]
+        return [contestant(name, of, one.compiled(name, work))]
 
     def make_peer(name: str) -> list[Contestant]:
-        return [Contestant(name, of, call, wait) for of, call in own.peers[name](shape).items()]
+        return [contestant(name, of, call, wait) for of, call in own.peers[name](shape).items()]
 
     for name in (*own.implementations, *(own.beside if job.peers else ())):
         for of, one in work.passes.items():
@@ -149,29 +164,24 @@ def _error(one: Pass, name: str, work: Work, wanted: Any) -> Row:
 
 
 def _timed(
-    job: Job, own: Operation, work: Work, contestants: list[Contestant], checked: Sequence[Row], say: Say
+    job: Job, own: Operation, contestants: Sequence[Contestant], checked: Sequence[Row], say: Say
 ) -> Iterator[Row]:
     """Rows of contestants, the device's limits first."""
-    amounts = {of: (one.amount, work.unit) for of, one in work.passes.items()}
-    limits = {}
-    if contestants:
-        for one, amount, unit in ceilings(256 if job.dry else 8192):
-            contestants.append(one)
-            amounts[one.of], limits[unit] = (amount, unit), one
+    limits = {one.unit: one for one in ceilings(256 if job.dry else 8192)} if contestants else {}
+    contestants = [*contestants, *limits.values()]
     take_turns(contestants, job.selection.seconds, say)
-    rates = {id(one): times(one, amounts[one.of][0]) for one in contestants if one.failed is None}
     for one in contestants[::-1]:
         row = {"contestant": one.name, "pass": one.of}
         if one.failed is not None:
             yield row | {"why_not": one.failed}
             continue
-        unit = amounts[one.of][1]
         ratios = {peer.name: _ratio(peer, one) for peer in contestants if _is_peer(own, peer, one)}
-        if one.name != CEILING and id(limits[unit]) in rates:
-            ratios[CEILING] = rates[id(one)]["rate"] / rates[id(limits[unit])]["rate"]
+        limit = limits[one.unit]
+        if one is not limit and limit.failed is None:
+            ratios[CEILING] = rate(one) / rate(limit)
         own_checks = [found for found in checked if (found["contestant"], found["pass"]) == (one.name, one.of)]
         right = {key: own_checks[0][key] for key in ("right", "error")} if own_checks else {}
-        yield row | {"unit": unit, **rates[id(one)], "ratios": ratios, **right}
+        yield row | times(one) | {"ratios": ratios} | right
 
 
 def _is_peer(own: Operation, peer: Contestant, one: Contestant) -> bool:
