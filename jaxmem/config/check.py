@@ -18,7 +18,7 @@ from jaxmem.config.mesh import Mesh, Rules
 from jaxmem.config.networks import Convnet, Decoder, Mlp, Rope, Vit
 from jaxmem.config.optimizers import OPTIMIZERS
 from jaxmem.config.recompute import policy_of
-from jaxmem.config.sections import Config
+from jaxmem.config.sections import Config, Generate
 from jaxmem.errors import UserError, as_yaml, required, unsupported
 
 DIGIT_CLASSES = 10
@@ -46,8 +46,7 @@ REQUIRES = {  # keys that have an effect with some values of another key only
     "memory.loss_chunk": ("objective.name", TEXT_LOSSES),
     "data.buckets": ("model.family", ("decoder",)),
     "mesh.context": ("model.family", ("decoder",)),
-    "generate.kv_cache": ("model.family", ("decoder",)),
-    "generate.prefill_chunk": ("model.family", ("decoder",)),
+    **{f"generate.{field}": ("model.family", ("decoder",)) for field in Generate.model_fields},
     "memory.mlp_chunk": ("model.family", ("decoder", "vit")),
     "memory.head_groups": ("model.family", ("decoder", "vit")),
     "precision.master": ("precision.parameters", ("bfloat16",)),

@@ -15,7 +15,7 @@ SHARDED = ("embed", "vocab", "heads", "kv_heads", "mlp")  # dimensions of weight
 
 
 class Family(Section):
-    """What a family says of itself beside its fields."""
+    """Base of all families: activations and sharded dimensions."""
 
     activations: ClassVar[tuple[str, ...]] = ()  # of a layer, for `memory.remat: {save: [names]}` and `memory.offload`
 
@@ -44,7 +44,7 @@ class Decoder(Family):
     activations = (*_ATTENTION, "mlp_gate", "mlp_up", "mlp_hidden", "mlp_out")
     family: Literal["decoder"] = "decoder"
     preset: str | None = None
-    hf: str | None = None  # a Hugging Face directory, which gives the weights and every field that is not given here
+    hf: str | None = None  # a Hugging Face directory: the weights, and every field that is not set here
     vocab: Count
     layers: Count
     embed: Count
@@ -56,7 +56,7 @@ class Decoder(Family):
     norm_epsilon: Positive = 1e-5
     qk_norm: bool = False
     attention_bias: bool = False  # of queries, keys and values
-    output_bias: bool = False  # of what attention gives
+    output_bias: bool = False  # of the output projection
     mlp_bias: bool = False
     tie_embeddings: bool = False
     window: Count | None = None  # keys a query sees, itself included

@@ -1,4 +1,4 @@
-"""The decoders that `model.preset` names, in their published shapes, and how many weights a shape has.
+"""The decoders that `model.preset` names, in their published shapes, and their number of parameters.
 
 60m to 1b are the llama shapes of GaLore (https://arxiv.org/abs/2403.03507); the others are those of the
 released models. `tiny` fits the byte tokenizer and divides over `tensor` 2 and 4 and `fsdp` 2, 4 and 8.
@@ -47,7 +47,7 @@ PRESETS: dict[str, dict[str, Any]] = {
 
 
 def parameter_count(model: Decoder) -> int:
-    """Weights of a decoder, by arithmetic."""
+    """Number of parameters of a decoder."""
     queries, keys = model.heads * model.head_dim, model.kv_heads * model.head_dim
     attention = model.embed * (2 * queries + 2 * keys)  # queries and output, keys and values
     if model.attention_bias:

@@ -82,7 +82,7 @@ def test_an_update_holds_one_layer_beside_the_state(name):
     assert compiled.memory_analysis().temp_size_in_bytes < 8 * 64 * 128 * 4
 
 
-def test_layers_on_stages_are_updated_there():
+def test_layers_are_updated_on_their_pipeline_stage():
     """The same updates, and no layer leaves its stage."""
     params = {"w": normal(4, 16, 24)}
     axes = {"w": ("layer", "embed", "mlp")}
