@@ -115,12 +115,20 @@ def bench_tune(
         show({"rows": rows})
 
 
-def _selection(shapes: list[str] | None, operation: str | None, *names: list[str] | None, seconds: float) -> Any:
-    """`names`: only, without, passes."""
+def _selection(
+    shapes: list[str] | None,
+    operation: str | None,
+    only: list[str] | None,
+    without: list[str] | None,
+    passes: list[str] | None = None,
+    *,
+    seconds: float,
+) -> Any:
     from jaxmem.lab.bench.measure import Selection
 
-    only, without, passes = (tuple(one or ()) for one in names)
-    return Selection(tuple(shapes or ()), operation, only, without, passes, seconds)
+    names = {"shapes": shapes, "only": only, "without": without, "passes": passes}
+    listed = {key: tuple(value or ()) for key, value in names.items()}
+    return Selection(operation=operation, seconds=seconds, **listed)
 
 
 def _collect(rows: Iterable[dict[str, Any]], as_json: bool) -> list[dict[str, Any]]:
