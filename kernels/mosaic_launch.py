@@ -48,7 +48,7 @@ def launch(
     any. XLA cannot batch it: under `jax.vmap` it runs once for each element."""
 
     def body(*refs: Any) -> None:
-        pl.run_scoped(lambda **held: kernel(*refs, **held), collective_axes=THREAD, **scratch)
+        pl.run_scoped(lambda **allocated: kernel(*refs, **allocated), collective_axes=THREAD, **scratch)
 
     call = pl.kernel(
         body,

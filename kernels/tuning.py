@@ -43,16 +43,16 @@ def table(operation: str) -> str:
     return f"{operation} blocks"
 
 
-def blocks(operation: str, asked: Asked, usual: Blocks) -> Blocks:
+def blocks(operation: str, request: Asked, usual: Blocks) -> Blocks:
     """What this call is cut into: what was the fastest on this kind of device, of the nearest sizes."""
     if (heard := _listening.get()) is not None:
-        heard[asked.kernel] = asked
+        heard[request.kernel] = request
     forced = _forced.get()
-    if forced is not None and forced[0] == asked.kernel:
+    if forced is not None and forced[0] == request.kernel:
         return _like(usual, forced[1])
     if not tuned().get(table(operation)):
         return usual
-    entry = nearest_entry(tuned(), table(operation), device_kind(), f"{asked.kernel} {asked.kind}", asked.sizes)
+    entry = nearest_entry(tuned(), table(operation), device_kind(), f"{request.kernel} {request.kind}", request.sizes)
     return usual if entry is None else _like(usual, entry["blocks"])
 
 

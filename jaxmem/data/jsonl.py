@@ -17,7 +17,7 @@ import numpy as np
 from jaxmem.config.sections import Data, Source
 from jaxmem.data import long_line
 from jaxmem.data.files import OpenFiles, file_size
-from jaxmem.data.records import InvalidRecordError, Piece, TokenizedText, no_documents, piece_bytes
+from jaxmem.data.records import DocumentPiece, InvalidRecordError, TokenizedText, no_documents, piece_bytes
 from jaxmem.data.tokenizer import Tokenizer
 from jaxmem.errors import UserError
 
@@ -53,17 +53,17 @@ class JsonLines:
         file = int(np.searchsorted(self._ends, index, side="right"))
         return self._indexes[file], index - int(self._ends[file]) + self._indexes[file].records
 
-    def __getitem__(self, index: int) -> Piece:
+    def __getitem__(self, index: int) -> DocumentPiece:
         file, record = self._find(index)
         cuts, piece = file.cuts(record)
         if cuts is None:
             found = parse_object(file.line(record))
             if self.field not in found:
                 raise InvalidRecordError(long_line.missing_field(self.field, list(found)))
-            return Piece(string_value(found[self.field], self.field).encode(), True, True)
+            return DocumentPiece(string_value(found[self.field], self.field).encode(), True, True)
         contents = self._files.read(file.path, int(cuts[piece]), int(cuts[piece + 1]))
         text = string_value(long_line.decode(contents), self.field)
-        return Piece(text.encode(), piece == 0, piece == len(cuts) - 2)
+        return DocumentPiece(text.encode(), piece == 0, piece == len(cuts) - 2)
 
     def line(self, index: int) -> bytes:
         file, record = self._find(index)

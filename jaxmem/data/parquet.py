@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from jaxmem.config.sections import Data, Source
-from jaxmem.data.records import InvalidRecordError, Piece, TokenizedText, no_documents
+from jaxmem.data.records import DocumentPiece, InvalidRecordError, TokenizedText, no_documents
 from jaxmem.data.tokenizer import Tokenizer
 from jaxmem.errors import UserError, nearest
 
@@ -63,14 +63,14 @@ class ParquetRows:
     def __len__(self) -> int:
         return int(self._ends[-1])
 
-    def __getitem__(self, index: int) -> Piece:
+    def __getitem__(self, index: int) -> DocumentPiece:
         group = int(np.searchsorted(self._ends, index, side="right"))
         with self._lock:
             column = self._column(group)
         text = column[index - int(self._ends[group]) + len(column)].as_py()
         if text is None:
             raise InvalidRecordError(f"{self.field!r} is null")
-        return Piece(text, True, True)
+        return DocumentPiece(text, True, True)
 
     def _decode(self, group: int) -> Any:
         file, number = self._groups[group]

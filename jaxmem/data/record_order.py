@@ -55,9 +55,9 @@ def held_out_records(count: int, share: float) -> np.ndarray:
 class _Training:
     """The records of a source that are not held out, by their place among them."""
 
-    def __init__(self, source: int, count: int, held: np.ndarray) -> None:
-        self._source, self._length = source, count - len(held)
-        self._before = held - np.arange(len(held))  # training records in front of each one held out
+    def __init__(self, source: int, count: int, excluded: np.ndarray) -> None:
+        self._source, self._length = source, count - len(excluded)
+        self._before = excluded - np.arange(len(excluded))  # training records in front of each one held out
 
     def __len__(self) -> int:
         return self._length
@@ -67,17 +67,17 @@ class _Training:
 
     def block_lengths(self, blocks: np.ndarray) -> np.ndarray:
         """From the lengths of runs of all records those of their training records."""
-        held = self._before + np.arange(len(self._before))
+        excluded = self._before + np.arange(len(self._before))
         ends = np.cumsum(blocks)
-        left = np.diff(ends - np.searchsorted(held, ends), prepend=0)
+        left = np.diff(ends - np.searchsorted(excluded, ends), prepend=0)
         return left[left > 0]
 
 
 class _HeldOut:
     """The records held out, in a fixed pseudorandom order."""
 
-    def __init__(self, source: int, held: np.ndarray) -> None:
-        self._source, self._records = source, held[np.argsort(mix64(held))]
+    def __init__(self, source: int, excluded: np.ndarray) -> None:
+        self._source, self._records = source, excluded[np.argsort(mix64(excluded))]
 
     def __len__(self) -> int:
         return len(self._records)

@@ -19,7 +19,7 @@ class InvalidRecordError(UserError):
     """Why a line or row contains no document, without the name of its file; see `data.on_invalid`."""
 
 
-class Piece(NamedTuple):
+class DocumentPiece(NamedTuple):
     """The text of a record: a whole document, or a part of one."""
 
     text: bytes | str
@@ -102,7 +102,7 @@ class TextRecords(Protocol):
 
     def __len__(self) -> int: ...
 
-    def __getitem__(self, index: int) -> Piece: ...
+    def __getitem__(self, index: int) -> DocumentPiece: ...
 
     def where(self, index: int) -> str: ...
 
@@ -132,7 +132,7 @@ class TokenizedText(RecordSource):
     def token_batches(self, characters: int) -> Iterator[tuple[int, list[np.ndarray]]]:
         """The tokens of all valid records in order, of about so many characters at a time (the tokenizer works on them
         in parallel), with the number of records read so far."""
-        pieces: dict[int, Piece] = {}
+        pieces: dict[int, DocumentPiece] = {}
         size = 0
         for index in range(len(self)):
             piece = self.read_valid(index, self._records.__getitem__)
@@ -143,7 +143,7 @@ class TokenizedText(RecordSource):
                 yield index + 1, self._tokenize([*pieces], [*pieces.values()])
                 pieces, size = {}, 0
 
-    def _tokenize(self, indices: Sequence[int], pieces: Sequence[Piece]) -> list[np.ndarray]:
+    def _tokenize(self, indices: Sequence[int], pieces: Sequence[DocumentPiece]) -> list[np.ndarray]:
         try:
             return document_tokens(self._tokenizer, pieces)
         except UnicodeDecodeError:
@@ -156,12 +156,12 @@ class TokenizedText(RecordSource):
             raise
 
 
-def document_tokens(tokenizer: Tokenizer, pieces: Sequence[Piece]) -> list[np.ndarray]:
+def document_tokens(tokenizer: Tokenizer, pieces: Sequence[DocumentPiece]) -> list[np.ndarray]:
     """Token ids of records: a document's begin and end tokens only where it begins and ends.
 
     >>> from jaxmem.data.tokenizer import Bytes
-    >>> [tokens.tolist() for tokens in document_tokens(Bytes(), [Piece("a", True, False), Piece("b", False, True)])]
-    [[97], [98, 256]]
+    >>> [tokens.tolist() for tokens in document_tokens(Bytes(), [DocumentPiece("a", True, False), DocumentPiece("b",
+    False, True)])] [[97], [98, 256]]
     """
     begin, end = np.array(tokenizer.begin, np.int32), np.array([tokenizer.end], np.int32)
     none = end[:0]

@@ -16,7 +16,7 @@ import numpy as np
 
 from jaxmem.config.sections import Data, Source
 from jaxmem.data.files import OpenFiles, character_start, file_size
-from jaxmem.data.records import Piece, TokenizedText, no_documents, piece_bytes
+from jaxmem.data.records import DocumentPiece, TokenizedText, no_documents, piece_bytes
 from jaxmem.data.tokenizer import Tokenizer
 from jaxmem.errors import UserError
 
@@ -51,7 +51,7 @@ class TextFiles:
         count = self._pieces[file]
         return file, index - (int(self._ends[file]) - count), count
 
-    def __getitem__(self, index: int) -> Piece:
+    def __getitem__(self, index: int) -> DocumentPiece:
         file, piece, count = self._find(index)
         size = self.sizes[file]
         start, end = piece * size // count, (piece + 1) * size // count
@@ -59,7 +59,7 @@ class TextFiles:
         low, high = max(0, start - 3), min(size, end + 1)
         data = self._files.read(self.paths[file], low, high)
         text = data[character_start(data, start - low) : character_start(data, end - low)]
-        return Piece(text, piece == 0, piece == count - 1)
+        return DocumentPiece(text, piece == 0, piece == count - 1)
 
     def where(self, index: int) -> str:
         file, piece, count = self._find(index)

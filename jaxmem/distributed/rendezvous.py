@@ -2,7 +2,7 @@
 naming it.
 
 Process 0 listens on the coordinator's port, where JAX's service will be a moment later; every other process sends its
-number and host. When all are there, or time is up, each is told which are missing. One short message each way per
+number and host. When all are there, or time is up, each reports which are missing. One short message each way per
 process; on a healthy cluster it takes as long as the slowest start.
 """
 

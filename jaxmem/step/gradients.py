@@ -1,7 +1,7 @@
 """Gradients of a batch in micro-batches, and when devices communicate them.
 
 Where gradients are sharded (`fsdp` from ZeRO-2 on), those of every micro-batch are reduce-scattered at once, and no
-device ever holds a whole gradient. Where they are replicated (`replica`; `fsdp` below ZeRO-2), each device accumulates
+device ever holds a full gradient. Where they are replicated (`replica`; `fsdp` below ZeRO-2), each device accumulates
 the gradients of its own rows, and the sums are all-reduced once per update: 2 P bytes instead of 2 a P for a
 micro-batches (PyTorch's DDP calls this `no_sync`; Li et al., arXiv:2006.15704, section 3.2.4). The sum is the float32
 one that accumulation holds anyway; it is communicated in the compute dtype. A layer's sum is reduced as soon as the
@@ -40,7 +40,7 @@ def at_once(loss: Loss, params: Params, batch: Batch, keys: jax.Array, axes: Any
     """Gradients of one batch, reduce-scattered as they are computed: the constraint in `sharding.gather` makes XLA do
     it."""
     grads, sums = jax.grad(loss, has_aux=True)(params, batch, keys)
-    # Constrained to their sharding, so that they are reduce-scattered and never held whole.
+    # Constrained to their sharding, so that they are reduce-scattered and no device holds a full gradient.
     return constrain_tree(grads, axes, "gradients"), sums
 
 

@@ -110,9 +110,9 @@ def _run(
     given = {name: x for name, x in masks._asdict().items() if x is not None}
     count = len(arrays)
 
-    def body(*refs: Any, **held: Any) -> None:
+    def body(*refs: Any, **scratch: Any) -> None:
         extra = MaskArrays(**dict(zip(given, refs[count:], strict=False)))
-        kernel(*refs[:count], extra, *refs[count + len(given) :], **held)
+        kernel(*refs[:count], extra, *refs[count + len(given) :], **scratch)
 
     blocks = pl.cdiv(call.keys, call.blocks.keys) if by_keys else pl.cdiv(call.queries, call.blocks.queries)
     return launch(
@@ -129,7 +129,7 @@ def _run(
 
 
 def _own(like: jax.Array, *, of: int, numbers: int = 0, ids: bool, line: int = 128) -> Own:
-    held = _held(COMPUTING, ROWS, like, of, numbers, ids, line)
+    held = _shared_rows(COMPUTING, ROWS, like, of, numbers, ids, line)
     return Own(held, plgpu.Barrier(num_arrivals=len(held), num_barriers=COMPUTING))
 
 
@@ -137,13 +137,16 @@ def _stream(
     call: Call, size: int, like: jax.Array, *, of: int, numbers: int = 0, ids: bool = False, line: int = 128
 ) -> Stream:
     stages = call.blocks.stages
-    held = _held(stages, size, like, of, numbers, ids, line)
+    held = _shared_rows(stages, size, like, of, numbers, ids, line)
     here = plgpu.Barrier(num_arrivals=len(held), num_barriers=stages)
     return Stream(held, here, plgpu.Barrier(num_arrivals=COMPUTING, num_barriers=stages))
 
 
-def _held(count: int, size: int, like: jax.Array, of: int, numbers: int, ids: bool, line: int) -> tuple[Any, ...]:
-    """`count` places in shared memory for blocks of `size` rows: of arrays like `like`, of a number a row, of ids."""
+def _shared_rows(
+    count: int, size: int, like: jax.Array, of: int, numbers: int, ids: bool, line: int
+) -> tuple[Any, ...]:
+    """`count` places in shared memory for blocks of `size` rows: of arrays like `like`, of one number per row, of
+    ids."""
     wide = like.shape[-1]
     tiles = _tiles(like.dtype, line if wide % 64 == 0 else 64)
     rows = [jnp.float32] * numbers + [jnp.int32] * ids

@@ -94,7 +94,7 @@ def forward(
                 theirs = load_as(keys.held[1].at[slot], BY_COLUMN) if ids else None
                 s = masked_scores(call, s, at, key, mine, theirs, (0, 1))
             plgpu.barrier_arrive(keys.free.at[slot])
-            # The level that is subtracted is a whole power of two, so that its product with the base is exact and
+            # The level that is subtracted is a whole power of two, so that multiplying it with the base is exact and
             # sums shrink exactly. Until a row has seen a key it is -inf, and a difference of two of them no number.
             higher = jnp.maximum(top, lax.round(jnp.max(s, axis=1) * base, lax.RoundingMethod.TO_NEAREST_EVEN))
             level = jnp.where(higher == -jnp.inf, 0.0, higher)

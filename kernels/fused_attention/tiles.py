@@ -2,7 +2,7 @@
 
 Queries come grouped by the key head that they share, [batch, kv_heads, group, queries, dim]; keys and values
 as [batch, kv_heads, keys, dim]. Nothing is copied for grouped-query attention: a group's queries are rows of
-one product.
+one matmul.
 """
 
 from __future__ import annotations

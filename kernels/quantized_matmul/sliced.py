@@ -60,8 +60,8 @@ def of_activations(
 
 
 def _in_slices(part: Callable[[jax.Array], jax.Array], size: int, width: int, empty: jax.Array) -> jax.Array:
-    """`part(first)` where it belongs. The last slice begins earlier where it would reach beyond the end, and makes
-    some numbers a second time."""
+    """`part(first)` where it belongs. The last slice begins earlier where it would reach beyond the end, and
+    computes some values twice."""
     if width == size:
         return part(jnp.zeros((), jnp.int32))
 

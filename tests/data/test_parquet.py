@@ -14,7 +14,7 @@ import pytest
 from jaxmem.config.sections import Config
 from jaxmem.data import Corpus
 from jaxmem.data.parquet import DECODED, ParquetRows
-from jaxmem.data.records import Piece
+from jaxmem.data.records import DocumentPiece
 from jaxmem.errors import UserError
 
 Make = Callable[..., Config]
@@ -35,7 +35,7 @@ def test_parquet_rows_with_random_access(tmp_path: Path) -> None:
     assert records.blocks is not None
     assert records.blocks.tolist() == [7, 7, 7, 7, 2, 20]
     for i in np.random.default_rng(0).permutation(50).tolist():
-        assert records[i] == Piece(texts[i], True, True)
+        assert records[i] == DocumentPiece(texts[i], True, True)
     assert records._column.cache_info().currsize == DECODED
     assert records.where(31).endswith("b.parquet, row group 0, row 1")
 

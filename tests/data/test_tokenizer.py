@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxmem.data import tokenizer_for
-from jaxmem.data.records import Piece, document_tokens
+from jaxmem.data.records import DocumentPiece, document_tokens
 from jaxmem.data.tokenizer import Bytes
 from jaxmem.errors import UserError
 
@@ -43,7 +43,12 @@ def test_a_tokenizer_file(tokenizer_file: str) -> None:
 
 def test_a_document_begins_and_ends_once_and_cannot_do_so_itself(tokenizer_file: str) -> None:
     tokenizer = tokenizer_for(tokenizer_file)
-    pieces = [Piece("the", True, False), Piece(b"cat", False, False), Piece("hat", False, True), Piece("", True, True)]
+    pieces = [
+        DocumentPiece("the", True, False),
+        DocumentPiece(b"cat", False, False),
+        DocumentPiece("hat", False, True),
+        DocumentPiece("", True, True),
+    ]
     found = [ids.tolist() for ids in document_tokens(tokenizer, pieces)]
     the, cat, hat = (tokenizer.encode(word).tolist() for word in ("the", "cat", "hat"))
     begin, end = tokenizer.begin[0], tokenizer.end

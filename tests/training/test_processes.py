@@ -85,7 +85,7 @@ def test_processes_come_and_go(place: Path) -> None:
     assert codes == [75, 75, 75, -signal.SIGKILL]
     for log in logs[:3]:
         assert "error: process 3 of 4 (" in log.read_text()
-        assert ") lost: no heartbeat for 4 s; checkpoints are whole" in log.read_text()
+        assert ") lost: no heartbeat for 4 s; checkpoints are complete" in log.read_text()
     assert "4 processes on 1 host: all-reduce" in logs[0].read_text()
     assert "step 1/" in logs[0].read_text()
     assert not any("step 1/" in log.read_text() for log in logs[1:])  # process 0 speaks for all
