@@ -124,11 +124,11 @@ def _selection(
     *,
     seconds: float,
 ) -> Any:
-    from jaxmem.lab.bench.measure import Selection
+    from jaxmem.lab.bench.measure import BenchSelection
 
     names = {"shapes": shapes, "only": only, "without": without, "passes": passes}
     listed = {key: tuple(value or ()) for key, value in names.items()}
-    return Selection(operation=operation, seconds=seconds, **listed)
+    return BenchSelection(operation=operation, seconds=seconds, **listed)
 
 
 def _collect(rows: Iterable[dict[str, Any]], as_json: bool) -> list[dict[str, Any]]:

@@ -20,7 +20,7 @@ MAX_BYTES = 16 << 20  # more than any of these files; their content is checked, 
 
 
 @dataclass(frozen=True)
-class Family:
+class HfFamily:
     """An architecture of transformers, with the defaults of its class for keys that a file may lack."""
 
     model_type: str
@@ -35,12 +35,12 @@ class Family:
 _QWEN = {"num_key_value_heads": 32, "sliding_window": 4096}
 
 FAMILIES = {
-    "LlamaForCausalLM": Family("llama", mlp_bias=True),
-    "MistralForCausalLM": Family(
+    "LlamaForCausalLM": HfFamily("llama", mlp_bias=True),
+    "MistralForCausalLM": HfFamily(
         "mistral", {"num_key_value_heads": 8, "sliding_window": 4096}, biased=False, windows="all"
     ),
-    "Qwen2ForCausalLM": Family("qwen2", _QWEN, biased=True, biased_output=False, windows="asked"),
-    "Qwen3ForCausalLM": Family("qwen3", {**_QWEN, "head_dim": 128}, qk_norm=True, windows="asked"),
+    "Qwen2ForCausalLM": HfFamily("qwen2", _QWEN, biased=True, biased_output=False, windows="asked"),
+    "Qwen3ForCausalLM": HfFamily("qwen3", {**_QWEN, "head_dim": 128}, qk_norm=True, windows="asked"),
 }
 SHAPE = {
     "vocab": "vocab_size",
@@ -170,7 +170,7 @@ def _number(settings: Mapping[str, Any], key: str, default: float | None = None)
     return float(value)
 
 
-def _window(settings: Mapping[str, Any], family: Family, layers: int) -> int | None:
+def _window(settings: Mapping[str, Any], family: HfFamily, layers: int) -> int | None:
     """How many keys a query sees; the same in every layer."""
     kinds = set(_names(settings, "layer_types"))
     window = settings.get("sliding_window", family.defaults.get("sliding_window"))
@@ -252,7 +252,7 @@ def _read_back(settings: Mapping[str, Any]) -> dict[str, Any] | None:
         return None
 
 
-def _settings(model: Decoder, family: Family, length: int) -> dict[str, Any]:
+def _settings(model: Decoder, family: HfFamily, length: int) -> dict[str, Any]:
     found = {
         "model_type": family.model_type,
         **{key: getattr(model, name) for name, key in SHAPE.items()},

@@ -40,7 +40,7 @@ SCALARS = {
 }
 
 
-class Loader(yaml.SafeLoader):
+class YamlLoader(yaml.SafeLoader):
     yaml_implicit_resolvers = {}  # noqa: RUF012, filled below
     depth = 0
 
@@ -68,7 +68,7 @@ class Loader(yaml.SafeLoader):
         return super().construct_mapping(node, deep)
 
 
-class Dumper(yaml.SafeDumper):
+class YamlDumper(yaml.SafeDumper):
     """Quotes text that `Loader` would read as another type."""
 
     yaml_implicit_resolvers = {}  # noqa: RUF012, filled below
@@ -80,7 +80,7 @@ class Dumper(yaml.SafeDumper):
 
 
 for _tag, (_pattern, _first) in SCALARS.items():
-    for _class in (Loader, Dumper):
+    for _class in (YamlLoader, YamlDumper):
         _class.add_implicit_resolver(_tag, re.compile(rf"^(?:{_pattern})$"), _first)
 
 
@@ -109,7 +109,7 @@ def save_config(cfg: Config, path: str | os.PathLike[str]) -> None:
     partial = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         with partial.open("w", encoding="utf-8") as file:
-            yaml.dump(cfg.model_dump(mode="json"), file, Dumper, sort_keys=False, allow_unicode=True)
+            yaml.dump(cfg.model_dump(mode="json"), file, YamlDumper, sort_keys=False, allow_unicode=True)
             file.flush()
             os.fsync(file.fileno())
         partial.replace(path)
@@ -125,7 +125,7 @@ def _parse(text: str, origin: str) -> Any:
     if len(text) > MAX_BYTES:
         raise UserError(f"{origin}: larger than {MAX_BYTES // 1024} KiB; give the file of a config")
     try:
-        return yaml.load(text, Loader)  # noqa: S506, a SafeLoader made stricter
+        return yaml.load(text, YamlLoader)  # noqa: S506, a SafeLoader made stricter
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark
         raise UserError(

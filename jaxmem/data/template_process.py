@@ -26,7 +26,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 FAILURES = (TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError)
 
 
-class RefusedError(Exception):
+class TemplateRefusedError(Exception):
     """Raised by a template for messages that it does not support."""
 
 
@@ -59,7 +59,7 @@ def reply_to(request: dict[str, Any]) -> dict[str, str]:
         text = template.render(
             messages=request["messages"], add_generation_prompt=request["answer"], **request["tokens"]
         )
-    except RefusedError as error:
+    except TemplateRefusedError as error:
         return {"refused": str(error)}
     except (TemplateError, *FAILURES) as error:
         return {"failed": _line(error)}
@@ -71,7 +71,7 @@ def _to_json(value: Any, ensure_ascii: bool = False, indent: int | None = None, 
 
 
 def _refuse(message: str) -> None:
-    raise RefusedError(message)
+    raise TemplateRefusedError(message)
 
 
 def _line(error: BaseException) -> str:

@@ -31,7 +31,7 @@ PICKLED = (".bin", ".pt", ".pth", ".ckpt")
 
 
 @dataclass(frozen=True)
-class Entry:
+class TensorEntry:
     """What a header says of a tensor."""
 
     file: Path
@@ -45,7 +45,7 @@ class Tensors:
     def __init__(self, directory: str | Path, single: str | None = None) -> None:
         """`single`: the name of the only file, where there can be no other."""
         self.directory = Path(directory).expanduser()
-        self.entries: dict[str, Entry] = {}
+        self.entries: dict[str, TensorEntry] = {}
         files = _files(self.directory) if single is None else [self.directory / single]
         self._open = {file: open_file(file) for file in files}
         for file, opened in self._open.items():
@@ -53,7 +53,7 @@ class Tensors:
                 if name in self.entries:
                     raise UserError(f"{file}: tensor {name} is also in {self.entries[name].file.name}")
                 header = opened.get_slice(name)
-                self.entries[name] = Entry(file, header.get_dtype(), tuple(header.get_shape()))
+                self.entries[name] = TensorEntry(file, header.get_dtype(), tuple(header.get_shape()))
 
     def expect(
         self, wanted: Mapping[str, tuple[int, ...]], is_ignored: Callable[[str], bool], config: str = "config.json"

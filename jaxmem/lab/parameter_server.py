@@ -38,7 +38,7 @@ Gradient = Callable[[Any, Any], tuple[jax.Array, Any]]  # (weights, batch) -> lo
 
 
 @dataclass
-class Traffic:
+class LinkTraffic:
     """Bytes over the server's link."""
 
     received: int = 0  # bytes of gradients
@@ -61,7 +61,7 @@ class ParameterServer:
         staleness: int | None = None,
     ) -> None:
         self.device, self.workers, self.staleness = device, workers, staleness
-        self.traffic = Traffic()
+        self.traffic = LinkTraffic()
         self.worst_lead = 0  # the most steps that a worker was ahead of the slowest
         self.worst_staleness = 0  # the most updates between a worker's pull and its push
         leaves = jax.tree.leaves(jax.device_put(params, device))

@@ -19,7 +19,7 @@ from jaxmem.kernels.fused_attention import reference
 from jaxmem.models import cross_entropy, losses
 from jaxmem.optim.master import MasterState
 from jaxmem.planning.buffers import Allocation, Lifetimes, Region, Snapshot, peak_of, read_allocations
-from jaxmem.planning.hlo import Frame, Instruction, Module, Shape, dot_flops
+from jaxmem.planning.hlo import Frame, HloShape, Instruction, Module, dot_flops
 from jaxmem.planning.known_shapes import Dims, KnownShapes, sorted_dims
 from jaxmem.planning.origins import BATCH, NOWHERE, OPTIMIZER, OTHER, WEIGHTS, Origins, origins_at, trace_origins
 from jaxmem.quant import QTensor
@@ -59,7 +59,7 @@ class NamedBuffer:
     size: int
     what: str  # an argument's path, or a temporary's shape
     made_by: str  # jax's name of the operation, where it has one
-    shape: Shape
+    shape: HloShape
     region: Region | None = None  # of a temporary
 
 
@@ -77,7 +77,7 @@ class Breakdown:
         found = list(self.permanent())
         for _, peak in self.peaks:
             found += [self.classify(region) for region in peak.regions]
-            found.append(NamedBuffer("other", "gaps between buffers", peak.unused, "", "", Shape("", 0)))
+            found.append(NamedBuffer("other", "gaps between buffers", peak.unused, "", "", HloShape("", 0)))
         return sorted((one for one in found if one.size), key=lambda one: -one.size)
 
     def of_part(self, part: str) -> int:
@@ -141,7 +141,7 @@ class Breakdown:
         part, kind = self._part_and_kind(region, maker, shape, origins)
         return NamedBuffer(part, kind, region.size, str(shape), maker.op_name, shape, region)
 
-    def _part_and_kind(self, region: Region, maker: Instruction, shape: Shape, origins: Origins) -> tuple[str, str]:
+    def _part_and_kind(self, region: Region, maker: Instruction, shape: HloShape, origins: Origins) -> tuple[str, str]:
         dims, when = sorted_dims(shape.dims), pass_of(maker.op_name)
         if origins == WEIGHTS:
             return "activations", COPIES if dims in self.known.stored else GATHERED
@@ -161,7 +161,7 @@ class Breakdown:
             return "activations", "attention"
         return "activations", "intermediates"
 
-    def _is_gradient(self, dims: Dims, shape: Shape) -> bool:
+    def _is_gradient(self, dims: Dims, shape: HloShape) -> bool:
         return len(dims) > 0 and (dims in self.known.gradients or shape.elements in self.known.stacked_sizes)
 
     def _is_saved(self, region: Region) -> bool:

@@ -34,7 +34,7 @@ ROOM = 1000  # times the memory: at the limit XLA would recompute of its own acc
 
 
 @dataclass(frozen=True)
-class Candidate:
+class PolicyCandidate:
     remat: str | Save
     saved: int  # bytes of a device
     recomputed: tuple[int, int]  # per row, in all layers: FLOPs of matmuls, and elements of other results
@@ -48,22 +48,22 @@ def resolve_budget(cfg: Config, target: Target, reserve_gib: float | None = None
     platform = "cpu" if target.is_cpu else "gpu"
     devices = target_devices(target, ROOM * limit)
 
-    def needed(candidate: Candidate) -> int:
+    def needed(candidate: PolicyCandidate) -> int:
         return compiled_size(program(with_policy(cfg, candidate), devices).lower_step(), here=target.is_here)
 
-    full = estimate(with_policy(resolved, Candidate("full", 0, (0, 0))), platform)
+    full = estimate(with_policy(resolved, PolicyCandidate("full", 0, (0, 0))), platform)
     return with_policy(
         cfg, largest_that_fits(candidates(resolved, platform), limit, needed, full.total - full.kinds[SAVED])
     )
 
 
-def with_policy(cfg: Config, candidate: Candidate) -> Config:
+def with_policy(cfg: Config, candidate: PolicyCandidate) -> Config:
     return cfg.model_copy(update={"memory": cfg.memory.model_copy(update={"remat": candidate.remat})})
 
 
 def largest_that_fits(
-    ladder: Sequence[Candidate], limit: int, needed: Callable[[Candidate], int], rest: float
-) -> Candidate:
+    ladder: Sequence[PolicyCandidate], limit: int, needed: Callable[[PolicyCandidate], int], rest: float
+) -> PolicyCandidate:
     """The last candidate that needs no more than the limit, as far as TRIES show; if none does, the first. `rest`: the
     estimated bytes of a step without its saved activations."""
     known: dict[int, int] = {}  # bytes of those that were compiled
@@ -83,20 +83,20 @@ def largest_that_fits(
     return ladder[max(low, 0)]
 
 
-def candidates(cfg: Config, platform: str) -> list[Candidate]:
+def candidates(cfg: Config, platform: str) -> list[PolicyCandidate]:
     """Of a config whose mesh is resolved, from the one that saves least to the one that saves most; each recomputes
     less than the one before."""
     layers, copies = layers_of(cfg, platform), rows_of(cfg) * passes_in_memory(cfg)
-    without = with_policy(cfg, Candidate("none", 0, (0, 0)))
-    found = [Candidate("none", round(copies * passes_of(without, platform).saved), (0, 0))]
-    found += [Candidate(remat, round(copies * saved), again) for remat, saved, again in _by_name(cfg, layers)]
+    without = with_policy(cfg, PolicyCandidate("none", 0, (0, 0)))
+    found = [PolicyCandidate("none", round(copies * passes_of(without, platform).saved), (0, 0))]
+    found += [PolicyCandidate(remat, round(copies * saved), again) for remat, saved, again in _by_name(cfg, layers)]
     if cfg.mesh.stage == 1 and (cfg.memory.update == "after" or cfg.batch.accumulate == 1):
         flops, elements = next(one.recomputed for one in found if one.remat == "full")
         found += [
-            Candidate(remat, round(copies * saved), (flops + more, elements))
+            PolicyCandidate(remat, round(copies * saved), (flops + more, elements))
             for remat, saved, more in _by_schedule(layers)
         ]
-    best: list[Candidate] = []
+    best: list[PolicyCandidate] = []
     for one in sorted(found, key=lambda one: (one.saved, one.recomputed)):
         if not best or one.recomputed < best[-1].recomputed:
             best.append(one)

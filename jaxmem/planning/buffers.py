@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Literal
 
-from jaxmem.planning.hlo import HOST_SPACE, Computation, Instruction, Module, Shape
+from jaxmem.planning.hlo import HOST_SPACE, Computation, HloShape, Instruction, Module
 from jaxmem.planning.hlo_proto import BufferAssignmentProto
 
 Kind = Literal["argument", "output", "temporary", "constant"]
@@ -33,7 +33,7 @@ class Buffer:
     aliases: tuple[tuple[Instruction, Index], ...]  # every place in the program where this value stands
 
     @property
-    def shape(self) -> Shape:
+    def shape(self) -> HloShape:
         return self.made_by.shape.at(self.index)
 
 

@@ -64,7 +64,7 @@ class Column:
 
 
 @dataclass(frozen=True)
-class Pass:
+class StepPass:
     name: str
     begin: float  # a share of the step's time
     end: float
@@ -88,7 +88,7 @@ class History:
     """The memory of one device over one step."""
 
     seconds: float | None  # of a step, estimated
-    passes: Sequence[Pass]
+    passes: Sequence[StepPass]
     columns: Sequence[Column]
     peak: Column
     largest: Sequence[LargeBuffer]  # at the peak
@@ -206,7 +206,7 @@ def _pass(one: Instruction) -> str | None:
     return "loss" if is_of_loss(maker.frames) else pass_of(maker.op_name)
 
 
-def _passes(labels: Sequence[str | None], edges: Sequence[float]) -> list[Pass]:
+def _passes(labels: Sequence[str | None], edges: Sequence[float]) -> list[StepPass]:
     """The step cut into its passes, in order, so that as much time as possible lies in the pass it belongs to: a
     schedule mixes them a little, and micro-batches go through them in a loop."""
     count = len(PASSES)
@@ -222,4 +222,4 @@ def _passes(labels: Sequence[str | None], edges: Sequence[float]) -> list[Pass]:
     latest = max(range(count), key=lambda n: cuts[n][0])
     begins = [edges[n] for n in cuts[latest][1][: latest + 1]] + [1.0]
     found = zip(PASSES, begins, begins[1:], strict=False)
-    return [Pass(name, begin, end) for name, begin, end in found if end > begin]
+    return [StepPass(name, begin, end) for name, begin, end in found if end > begin]

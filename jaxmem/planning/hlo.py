@@ -42,11 +42,11 @@ class Frame(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Shape:
+class HloShape:
     dtype: str
     bits: int
     dims: tuple[int, ...] = ()
-    parts: tuple[Shape, ...] = ()  # of a tuple
+    parts: tuple[HloShape, ...] = ()  # of a tuple
     on_host: bool = False  # in pinned host memory
 
     @property
@@ -59,7 +59,7 @@ class Shape:
             return sum(part.bytes for part in self.parts)
         return -(-self.elements * self.bits // 8)
 
-    def at(self, index: tuple[int, ...]) -> Shape:
+    def at(self, index: tuple[int, ...]) -> HloShape:
         return self.parts[index[0]].at(index[1:]) if index else self
 
     def __str__(self) -> str:
@@ -71,7 +71,7 @@ class Instruction:
     id: int
     name: str
     opcode: str
-    shape: Shape
+    shape: HloShape
     number: int  # of a parameter: which one; of a get-tuple-element: which element
     op_name: str  # jax's path of names: jit(step)/transpose(jvp())/while/body/...
     proto: Any = field(default_factory=HloInstructionProto, repr=False)
@@ -180,7 +180,7 @@ def _matmul_flops(one: Instruction, contracted: Iterable[int]) -> int:
     return 2 * _result(one).elements * math.prod(one.operands[0].shape.dims[d] for d in contracted)
 
 
-def _result(one: Instruction) -> Shape:
+def _result(one: Instruction) -> HloShape:
     """A custom call may return a workspace beside its result."""
     return one.shape.parts[0] if one.shape.parts else one.shape
 
@@ -227,11 +227,11 @@ def _instruction(proto: Any, frames: _Frames) -> Instruction:
 
 
 @functools.cache
-def _shape(serialized: bytes) -> Shape:
+def _shape(serialized: bytes) -> HloShape:
     proto = ShapeProto.FromString(serialized)
     name, bits = _TYPES[proto.element_type]
     on_host = proto.layout.memory_space == HOST_SPACE
-    return Shape(name, bits, tuple(proto.dimensions), tuple(map(_shape, proto.tuple_shapes)), on_host)
+    return HloShape(name, bits, tuple(proto.dimensions), tuple(map(_shape, proto.tuple_shapes)), on_host)
 
 
 class _Frames:

@@ -43,7 +43,7 @@ class NamedValue:
 
 
 @dataclass(frozen=True)
-class Operation:
+class LayerOperation:
     sources: tuple[int, ...]  # the operations whose results it reads
     flops: int  # of matmuls
     elements: int  # of its results
@@ -58,7 +58,7 @@ class Layer:
 
     count: int  # layers of this kind
     boundary: int  # bytes of its input
-    operations: list[Operation]
+    operations: list[LayerOperation]
     needed: frozenset[int]  # forward operations that the backward pass reads
     forward: int  # FLOPs of the forward pass
     _paths: dict[int, tuple[frozenset[int], frozenset[int]]] = field(default_factory=dict, repr=False)
@@ -176,7 +176,7 @@ def _traced(applied: StackCall, trace: _Operations) -> Layer:
     )
 
 
-def _reached(operations: list[Operation], ends: Iterable[int | None], *, backward: bool) -> set[int]:
+def _reached(operations: list[LayerOperation], ends: Iterable[int | None], *, backward: bool) -> set[int]:
     todo, found = [end for end in ends if end is not None], set[int]()
     while todo:
         number = todo.pop()
@@ -193,7 +193,7 @@ class _Operations:
         """`stream`: the width of the residual stream, and over how many devices its time is sharded."""
         self._known, self._stream = known, stream
         self._back = False
-        self.operations: list[Operation] = []
+        self.operations: list[LayerOperation] = []
 
     def bytes_of(self, x: Any) -> int:
         width, parts = self._stream
@@ -217,14 +217,14 @@ class _Operations:
             self.operations.append(self._operation(eqn, tuple(one for one in sources if one is not None)))
         return [maker(x) for x in jaxpr.outvars]
 
-    def _operation(self, eqn: Any, sources: tuple[int, ...]) -> Operation:
+    def _operation(self, eqn: Any, sources: tuple[int, ...]) -> LayerOperation:
         name = eqn.params["name"] if eqn.primitive.name == "name" else None
         self._back |= name == _BACK
         if name in self._known and not self._back:
-            return Operation(sources, 0, 0, backward=False, name=name, bytes=self.bytes_of(eqn.outvars[0].aval))
+            return LayerOperation(sources, 0, 0, backward=False, name=name, bytes=self.bytes_of(eqn.outvars[0].aval))
         elements = sum(getattr(x.aval, "size", 0) for x in eqn.outvars)
         flops = sum(matmul(one, n).flops * n for one, n in _with_inner(eqn) if one.primitive.name in MATMULS)
-        return Operation(sources, flops, elements, self._back)
+        return LayerOperation(sources, flops, elements, self._back)
 
 
 def _with_inner(eqn: Any) -> Iterable[tuple[Any, int]]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from jaxmem.planning.hlo import Computation, Instruction, Module, Shape
+from jaxmem.planning.hlo import Computation, HloShape, Instruction, Module
 
 Origins = int  # bits
 WEIGHTS, OPTIMIZER, BATCH, OTHER = 1, 2, 4, 8
@@ -82,12 +82,12 @@ def _union(tree: Tree) -> Origins:
     return origins
 
 
-def _spread(shape: Shape, origins: Origins) -> Tree:
+def _spread(shape: HloShape, origins: Origins) -> Tree:
     """The same origins for every element of a result."""
     return tuple(_spread(part, origins) for part in shape.parts) if shape.parts else origins
 
 
-def _join(shape: Shape, trees: Sequence[Tree]) -> Tree:
+def _join(shape: HloShape, trees: Sequence[Tree]) -> Tree:
     """The origins of a result that is one of several."""
     if not shape.parts:
         return _union(tuple(trees))

@@ -61,7 +61,7 @@ class Matmul:
 
 
 @dataclass(frozen=True)
-class Passes:
+class TracedPasses:
     """Forward and backward pass of one row on one of the devices that shard its layers."""
 
     saved: int  # bytes of saved activations; of a decoder, those of its layers
@@ -95,7 +95,7 @@ def shape_of(cfg: Config, platform: str) -> Config:
     )
 
 
-def passes_of(cfg: Config, platform: str) -> Passes:
+def passes_of(cfg: Config, platform: str) -> TracedPasses:
     """Of a config whose mesh is resolved. Where `tensor` does not shard the hidden units or the vocabulary it shards
     the time there: the same matmuls in other shapes."""
     names = offloaded_activations(cfg.memory.offload)
@@ -121,25 +121,25 @@ def passes_of(cfg: Config, platform: str) -> Passes:
     return dataclasses.replace(found, saved=0, offloaded=found.saved) if all_offloaded else found
 
 
-def _passes(shape: Config, tensor: int) -> Passes:
+def _passes(shape: Config, tensor: int) -> TracedPasses:
     """In two halves, layers and loss, each traced once for all configs that do not differ in it."""
     memory = shape.memory
     layers = shape.model_copy(update={"memory": memory.model_copy(update={"loss_chunk": "auto"})})
     loss = shape.model_copy(update={"memory": Memory(loss_chunk=memory.loss_chunk)})
     one, two = _of_layers(layers, tensor), _of_loss(loss, tensor)
     matmuls = one.matmuls + two.matmuls
-    return Passes(one.saved + two.saved, one.offloaded + two.offloaded, matmuls, one.kernels + two.kernels)
+    return TracedPasses(one.saved + two.saved, one.offloaded + two.offloaded, matmuls, one.kernels + two.kernels)
 
 
 @functools.lru_cache(maxsize=256)
-def _of_layers(shape: Config, tensor: int) -> Passes:
+def _of_layers(shape: Config, tensor: int) -> TracedPasses:
     """From a row to the last layer's result."""
     half = _Half(shape)
     return half.passes(half.features, (), tensor)
 
 
 @functools.lru_cache(maxsize=256)
-def _of_loss(shape: Config, tensor: int) -> Passes:
+def _of_loss(shape: Config, tensor: int) -> TracedPasses:
     """From there to the loss: the output matrix."""
     half = _Half(shape)
     return half.passes(half.loss, (jax.eval_shape(half.features, half.params, half.batch),), tensor)
@@ -160,7 +160,7 @@ class _Half:
     def loss(self, params: Any, batch: Any, features: Any) -> jax.Array:
         return self._objective.sums(nnx.merge(self._built.model.graphdef, params), features, batch)["loss"]
 
-    def passes(self, run: Callable[..., Any], inputs: tuple[Any, ...], tensor: int) -> Passes:
+    def passes(self, run: Callable[..., Any], inputs: tuple[Any, ...], tensor: int) -> TracedPasses:
         """Of `run(params, batch, *inputs)`, with the gradients of `inputs` and of the trainable weights."""
 
         def both(params: Any, batch: Any, *inputs: Any) -> tuple[Any, Any]:
@@ -184,7 +184,7 @@ class _Half:
             elif eqn.primitive.name in KERNELS and not eqn.params.get("interpret"):  # of two, that for GPUs
                 matmuls.append(_kernel(eqn, times))
                 kernels += times
-        return Passes(int(saved[DEVICE]), int(saved[HOST]), tuple(matmuls), kernels)
+        return TracedPasses(int(saved[DEVICE]), int(saved[HOST]), tuple(matmuls), kernels)
 
 
 def _saved(traced: Any, outs: int, model: Any, tensor: int) -> dict[Any, float]:

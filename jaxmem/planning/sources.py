@@ -15,25 +15,25 @@ _FORWARDING = {"bitcast", "convert", "copy", "optimization-barrier", "reshape", 
 
 
 @dataclass(frozen=True)
-class Source:
+class SourceLine:
     where: str  # a source line, or the path of an argument
     inside: str  # the modules around it: Decoder > Block > GatedMlp > Linear
     layers: str  # "all 32 layers", "one layer" or ""
 
 
-def source_of(buffer: NamedBuffer, layers: int | None) -> Source:
+def source_of(buffer: NamedBuffer, layers: int | None) -> SourceLine:
     """`layers`: of a stack on one device."""
     every = f"all {layers} layers" if layers and layers > 1 and layers in buffer.shape.dims else ""
     if buffer.region is None:
-        return Source(path(buffer.what) if buffer.kind == "argument" else buffer.made_by, "", every)
+        return SourceLine(path(buffer.what) if buffer.kind == "argument" else buffer.made_by, "", every)
     filled = [_filled_by(one, index) for alias in buffer.region.buffers for one, index in alias.aliases]
     made = max((maker_of(one, ()) for one in filled), key=lambda one: (_is_in_model(one.frames), information(one)))
     if not made.frames:
-        return Source(path(made.op_name), "", every)
+        return SourceLine(path(made.op_name), "", every)
     classes = (frame.function.partition(".")[0] for frame in reversed(made.frames) if _in_models(frame))
     inside = list(dict.fromkeys(name for name in classes if name[:1].isupper()))
     one_layer = bool(layers and layers > 1) and any(_in_stack(frame) for frame in made.frames)
-    return Source(line(_place(made.frames)), " > ".join(inside), every or ("one layer" if one_layer else ""))
+    return SourceLine(line(_place(made.frames)), " > ".join(inside), every or ("one layer" if one_layer else ""))
 
 
 def line(frame: Frame) -> str:

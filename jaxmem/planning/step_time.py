@@ -12,7 +12,7 @@ from jaxmem.config import Config, Decoder
 from jaxmem.config.names import BOUNDARY, offloaded_activations
 from jaxmem.config.recompute import repeats_forward
 from jaxmem.machine.gpus import ATTAINED_BANDWIDTH, ATTAINED_FLOPS, ATTAINED_LINK, Gpu
-from jaxmem.planning.passes import AROUND, Passes
+from jaxmem.planning.passes import AROUND, TracedPasses
 from jaxmem.planning.share import passes_per_update, rows_of, shards
 from jaxmem.planning.timeline import LAUNCH, RATES
 
@@ -48,7 +48,7 @@ class StepTime:
     per_host: int
 
     def seconds(
-        self, passes: Passes, weights: WeightTraffic, parts: Mapping[str, int], offloaded: OffloadedBytes
+        self, passes: TracedPasses, weights: WeightTraffic, parts: Mapping[str, int], offloaded: OffloadedBytes
     ) -> float:
         """`parts`: bytes of one device by part."""
         micro = self.cfg.batch.accumulate
@@ -86,7 +86,7 @@ class StepTime:
     def _tokens(self) -> float:
         return rows_of(self.cfg) * self.cfg.data.sequence_length
 
-    def _compute(self, passes: Passes) -> float:
+    def _compute(self, passes: TracedPasses) -> float:
         rows = rows_of(self.cfg)
         seconds = passes.kernels * LAUNCH
         for one in passes.matmuls:
@@ -134,7 +134,7 @@ class StepTime:
         sent = mesh.context * keys * (rounds * self._width + 4)
         return model.layers * self._ring(sent, mesh.context, mesh.tensor)
 
-    def _offloaded_activations(self, passes: Passes, compute: float) -> float:
+    def _offloaded_activations(self, passes: TracedPasses, compute: float) -> float:
         """Exposed copies of offloaded activations. Boundaries alone are fetched a layer ahead; of everything else XLA
         puts most copies where they are needed."""
         each_way = rows_of(self.cfg) * passes.offloaded / self._host_link

@@ -96,9 +96,9 @@ def gradients(
             def visit(i: Any, sums: Any, *, masked: bool) -> Any:
                 n = g * count + i - begin
                 slot, zero = slot_of(call, n), opaque_zero(n)
-                k, v = (x.at[number + zero] for x in own.accumulator[:2])
+                k, v = (x.at[number + zero] for x in own.held[:2])
                 plgpu.barrier_wait(queries.here.at[slot])
-                q, d_out, lse, inner, *mine = (x.at[slot] for x in queries.accumulator)
+                q, d_out, lse, inner, *mine = (x.at[slot] for x in queries.held)
                 at = positions(size, i * size, BY_COLUMN)
                 words = dropout_words(masks, (batch * lax.axis_size(HEAD) + kv_head) * groups + g, at)
                 less = lambda: -broadcast_along(load_as(inner, BY_COLUMN), shape, 1)  # noqa: E731
@@ -124,7 +124,7 @@ def gradients(
                     ds = p * dp
                     ds = (ds if slope is None else ds * slope).astype(q.dtype)
                     there = dq_ref.at[batch, pl.ds(i * size, size), kv_head * groups + g]
-                    _and_to_dq(together, n, number, ds, (dk, q), own.accumulator[0].at[pl.ds(zero, COMPUTING)], there)
+                    _and_to_dq(together, n, number, ds, (dk, q), own.held[0].at[pl.ds(zero, COMPUTING)], there)
 
                 zeros = zeros_in(shape, WGMMA)
                 # The matmul accumulates into what is to be subtracted from it: fewer registers.
@@ -135,7 +135,7 @@ def gradients(
 
             return loop_over(ranges, visit, sums)
 
-        k, v = (x.at[number] for x in own.accumulator[:2])
+        k, v = (x.at[number] for x in own.held[:2])
         zeros = zeros_in((ROWS, k.shape[-1]), WGMMA)
         dk, dv = lax.fori_loop(0, groups, of_head, (zeros, zeros))
         _meet(together)  # until then the other warpgroup may read these keys

@@ -21,7 +21,7 @@ from jaxmem.planning.advice import PlanWarning, warnings_of
 from jaxmem.planning.breakdown import Breakdown
 from jaxmem.planning.buffers import Allocation, Buffer
 from jaxmem.planning.compile import Compiled, compile_all, compiler_remarks
-from jaxmem.planning.hlo import Computation, Instruction, Module, Shape
+from jaxmem.planning.hlo import Computation, HloShape, Instruction, Module
 from jaxmem.planning.known_shapes import KnownShapes, known_shapes
 from jaxmem.planning.targets import parse_target, target_devices
 from jaxmem.stack import remat
@@ -119,7 +119,7 @@ def test_an_offload_that_moves() -> None:
 
 def state_on_host(copied: int) -> Breakdown:
     """Of a step whose optimizer's state rests on the host and comes to the device in pieces of `copied` bytes."""
-    state, piece = Shape("float32", 32, (64 * MIB,)), Shape("float32", 32, (copied // 4,))
+    state, piece = HloShape("float32", 32, (64 * MIB,)), HloShape("float32", 32, (copied // 4,))
     argument = Instruction(0, "state", "parameter", state, 0, "state.opt_state[0].mu['w']")
     copy = Instruction(1, "copy", "slice", piece, 0, "", operands=[argument])
     result = Instruction(2, "result", "negate", piece, 0, "", operands=[copy])

@@ -7,7 +7,7 @@ import pytest
 from jaxmem import planning
 from jaxmem.config import Config, Save, load_config
 from jaxmem.config.devices import for_devices
-from jaxmem.planning.budget import Candidate, candidates, largest_that_fits, with_policy
+from jaxmem.planning.budget import PolicyCandidate, candidates, largest_that_fits, with_policy
 from jaxmem.planning.compile import compile_all
 from jaxmem.planning.hlo import total_flops
 from jaxmem.planning.layers import layers_of
@@ -43,17 +43,17 @@ def test_rungs_keep_and_repeat_what_jax_does_and_no_policy_beats_them() -> None:
         assert kept == rung.saved
         assert flops - least == rung.recomputed[0]
     for remat in NAMED:
-        kept, flops = traced(with_policy(cfg, Candidate(remat, 0, (0, 0))))
+        kept, flops = traced(with_policy(cfg, PolicyCandidate(remat, 0, (0, 0))))
         assert [rung for rung in ladder if rung.saved <= kept][-1].recomputed[0] <= flops - least, remat
 
 
 @pytest.mark.parametrize(("slope", "beside"), [(1.0, 1000), (0.6, 900), (1.1, 1100)])
 def test_the_last_that_fits_is_found_in_few_tries(slope: float, beside: int) -> None:
-    ladder = [Candidate(str(i), 10 * i, (100 - i, 0)) for i in range(50)]
+    ladder = [PolicyCandidate(str(i), 10 * i, (100 - i, 0)) for i in range(50)]
     for limit in (beside - 1, beside, beside + 203, beside + 10_000):
         tried = []
 
-        def needed(rung: Candidate, tried: list[Candidate] = tried) -> int:
+        def needed(rung: PolicyCandidate, tried: list[PolicyCandidate] = tried) -> int:
             tried.append(rung)
             return round(beside + slope * rung.saved)
 
@@ -79,7 +79,7 @@ def test_a_budget_a_tenth_below_none_costs_next_to_nothing() -> None:
 
 
 def test_where_nothing_fits_the_plan_says_so() -> None:
-    ladder = [Candidate("a", 1, (9, 0)), Candidate("b", 2, (0, 0))]
+    ladder = [PolicyCandidate("a", 1, (9, 0)), PolicyCandidate("b", 2, (0, 0))]
     assert largest_that_fits(ladder, 0, lambda rung: rung.saved, 0).remat == "a"
 
 

@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxmem.machine.gpus import GPUS
 from jaxmem.planning.communication import LATENCY, Collective, _groups, collective
-from jaxmem.planning.hlo import Instruction, Shape
+from jaxmem.planning.hlo import HloShape, Instruction
 from jaxmem.planning.hlo_proto import HloInstructionProto
 from tests.planning.conftest import module_of
 
@@ -52,7 +52,7 @@ def test_alone_nothing_is_sent() -> None:
 
 
 def instruction(**fields: Any) -> Instruction:
-    return Instruction(1, "x", "all-reduce", Shape("float32", 32), 0, "", HloInstructionProto(**fields))
+    return Instruction(1, "x", "all-reduce", HloShape("float32", 32), 0, "", HloInstructionProto(**fields))
 
 
 def over(*axes: dict[str, Any], **mesh: Any) -> Instruction:

@@ -8,20 +8,20 @@ import pytest
 
 from jaxmem.machine.gpus import ATTAINED_BANDWIDTH, ATTAINED_FLOPS, GPUS
 from jaxmem.planning.communication import LATENCY
-from jaxmem.planning.hlo import Computation, Instruction, Module, Shape
+from jaxmem.planning.hlo import Computation, HloShape, Instruction, Module
 from jaxmem.planning.timeline import LAUNCH, moved_bytes, timeline
 from tests.planning.conftest import module_of
 
 H100 = GPUS["h100-80gb"]
 SIZE = 64 * 2**20  # float32 elements of a large array
-F32 = Shape("float32", 32, (SIZE,))
+F32 = HloShape("float32", 32, (SIZE,))
 
 
 def program_of(*order: tuple[str, str, list[str]]) -> Module:
     """Instructions (name, opcode, operands) on one large array, in this order."""
     made: dict[str, Instruction] = {}
     for number, (name, opcode, operands) in enumerate(order):
-        shape = Shape("tuple", 0, (), (F32, F32)) if opcode == "all-gather-start" else F32
+        shape = HloShape("tuple", 0, (), (F32, F32)) if opcode == "all-gather-start" else F32
         one = Instruction(number, name, opcode, shape, 0, "")
         one.operands = [made[operand] for operand in operands]
         made[name] = one

@@ -15,7 +15,7 @@ from jaxmem.kernels.fused_attention import IMPLEMENTATIONS
 from jaxmem.kernels.fused_attention.mask import keep_mask, seed_words
 from jaxmem.kernels.fused_attention.shapes import SHAPES, Shape
 from jaxmem.lab.bench import torch_kernels
-from jaxmem.lab.bench.work import Operation, Pass, Work
+from jaxmem.lab.bench.work import BenchOperation, BenchPass, BenchWork
 
 EXACT = 1024  # positions at most that are held against float64
 # Bytes of scores in float32, beyond which those who hold them all, several times, are not asked to.
@@ -29,7 +29,7 @@ def cut(shape: Shape) -> Shape:
     return Shape(1, 48, 48, min(shape.heads, 4), min(shape.kv_heads, 2), 16, shape.causal, window)
 
 
-def work(shape: Shape, dtype: Any = jnp.bfloat16, **options: Any) -> Work:
+def work(shape: Shape, dtype: Any = jnp.bfloat16, **options: Any) -> BenchWork:
     """`options`: beyond the shape's own."""
     keys = jax.random.split(jax.random.key(time.time_ns() % 2**31), 4)
     sizes = [(shape.queries, shape.heads), *[(shape.keys, shape.kv_heads)] * 2, (shape.queries, shape.heads)]
@@ -41,18 +41,18 @@ def work(shape: Shape, dtype: Any = jnp.bfloat16, **options: Any) -> Work:
     run = partial(_run, shape, options)
     step, forward = float(jnp.finfo(dtype).eps), shape.flops / 1e12
     passes = {
-        "forward": Pass(run, partial(_exact, options), forward, step),
-        "backward": Pass(run, partial(_exact, options), 2.5 * forward, step, gradients=(0, 1, 2)),
+        "forward": BenchPass(run, partial(_exact, options), forward, step),
+        "backward": BenchPass(run, partial(_exact, options), 2.5 * forward, step, gradients=(0, 1, 2)),
     }
     # Each by itself and as large as it is: held against plain JAX.
-    kernels = {"forward": Pass(run, "blockwise", forward, step)}
+    kernels = {"forward": BenchPass(run, "blockwise", forward, step)}
     for of, which in GRADIENTS.items():
         own = partial(_run, shape, options | {"deterministic": of != "gradients"})
-        kernels[of] = Pass(own, "blockwise", forward, step, gradients=which)
-    return Work((q, k, v), passes, "TFLOP/s", d_out, kernels)
+        kernels[of] = BenchPass(own, "blockwise", forward, step, gradients=which)
+    return BenchWork((q, k, v), passes, "TFLOP/s", d_out, kernels)
 
 
-def checks(shape: Shape) -> Mapping[str, Callable[[], Work]]:
+def checks(shape: Shape) -> Mapping[str, Callable[[], BenchWork]]:
     """As it is, and with each option at a length that no block divides."""
     row = shape._replace(batch=1, queries=min(shape.queries, EXACT), keys=min(shape.keys, EXACT))
     if row.window is not None:
@@ -106,7 +106,7 @@ def _exact(options: dict[str, Any], q: jax.Array, k: jax.Array, v: jax.Array) ->
     return jnp.einsum("bhqk,bkhd->bqhd", p, v)
 
 
-OPERATION = Operation(
+OPERATION = BenchOperation(
     IMPLEMENTATIONS,
     SHAPES,
     cut,

@@ -15,13 +15,13 @@ from pathlib import Path
 from jaxmem.errors import UserError, nearest
 from jaxmem.lab.bench import apart, measure
 from jaxmem.lab.bench.contest import Row
-from jaxmem.lab.bench.measure import Job, Selection, measured
+from jaxmem.lab.bench.measure import BenchSelection, Job, measured
 from jaxmem.lab.bench.operations import OPERATIONS, choice_for
-from jaxmem.lab.bench.work import Operation
+from jaxmem.lab.bench.work import BenchOperation
 from jaxmem.machine import devices
 
 
-def bench_kernels(selection: Selection, *, check: bool = False, write: Path | None = None) -> Iterator[Row]:
+def bench_kernels(selection: BenchSelection, *, check: bool = False, write: Path | None = None) -> Iterator[Row]:
     """The device, then each row when it is known, by default of attention. `check`: only whether they are right, with
     every option. `write`: a file to which each row is added at once, as a line of JSON."""
     operation = selection.operation or "attention"
@@ -38,7 +38,7 @@ def bench_kernels(selection: Selection, *, check: bool = False, write: Path | No
         yield row
 
 
-def explain(selection: Selection) -> list[Row]:
+def explain(selection: BenchSelection) -> list[Row]:
     """For each operation and shape the implementation that is chosen on this device, and why."""
     rows = []
     for operation in [selection.operation] if selection.operation else OPERATIONS:
@@ -74,7 +74,7 @@ def check_file(path: Path) -> None:
         raise UserError(f"--write {path}: is a folder; it should be a file")
 
 
-def check_selection(operation: str, selection: Selection) -> Operation:
+def check_selection(operation: str, selection: BenchSelection) -> BenchOperation:
     """The operation, if it has all that is selected by name: contestants, words that some begin with, or a contestant
     and its pass."""
     if operation not in OPERATIONS:

@@ -30,7 +30,7 @@ from jaxmem.lab.bench.contest import (
 )
 from jaxmem.lab.bench.operations import OPERATIONS
 from jaxmem.lab.bench.torch_kernels import wait
-from jaxmem.lab.bench.work import Operation, Pass, Work
+from jaxmem.lab.bench.work import BenchOperation, BenchPass, BenchWork
 from jaxmem.machine import devices
 
 PACKAGES = (
@@ -40,7 +40,7 @@ PACKAGES = (
 
 
 @dataclass(frozen=True)
-class Selection:
+class BenchSelection:
     """What a command measures. Empty: the operation's usual shapes, all contestants, all passes."""
 
     shapes: tuple[str, ...] = ()
@@ -57,7 +57,7 @@ class Job:
 
     operation: str
     shape: str
-    selection: Selection
+    selection: BenchSelection
     dry: bool = False
     check: bool = False  # with every option, and without times
     peers: bool = True
@@ -116,13 +116,13 @@ def is_selected(name: str, of: str, only: Sequence[str], without: Sequence[str])
     return asked and not any(words.startswith(f"{one} ") for one in without)
 
 
-def _candidates(job: Job, own: Operation, shape: Any, work: Work) -> Iterator[tuple[str, str | None, Any]]:
+def _candidates(job: Job, own: BenchOperation, shape: Any, work: BenchWork) -> Iterator[tuple[str, str | None, Any]]:
     """Name, pass, and a function that makes contestants; a peer makes all its passes at once."""
 
     def contestant(name: str, of: str, call: Call, wait: Any = jax.block_until_ready) -> Contestant:
         return Contestant(name, of, call, wait, work.passes[of].amount, work.unit)
 
-    def compile_pass(name: str, of: str, one: Pass) -> list[Contestant]:
+    def compile_pass(name: str, of: str, one: BenchPass) -> list[Contestant]:
         return [contestant(name, of, one.compiled(name, work))]
 
     def make_peer(name: str) -> list[Contestant]:
@@ -136,7 +136,7 @@ def _candidates(job: Job, own: Operation, shape: Any, work: Work) -> Iterator[tu
 
 
 def _checks(
-    job: Job, own: Operation, shape: Any, done: Sequence[Row], without: Sequence[str], say: Say
+    job: Job, own: BenchOperation, shape: Any, done: Sequence[Row], without: Sequence[str], say: Say
 ) -> Iterator[Row]:
     known = {(row["check"], row["contestant"], row["pass"]) for row in done}
     checks = {"as it is": lambda: own.work(shape)} if own.checks is None else own.checks(shape)
@@ -155,7 +155,7 @@ def _checks(
                 yield {"contestant": name, "pass": of, "check": check} | _error(one, name, work, wanted)
 
 
-def _error(one: Pass, name: str, work: Work, wanted: Any) -> Row:
+def _error(one: BenchPass, name: str, work: BenchWork, wanted: Any) -> Row:
     try:
         error = one.error(name, work, wanted)
     except Exception as refusal:  # noqa: BLE001 (each compiler has errors of its own)
@@ -164,7 +164,7 @@ def _error(one: Pass, name: str, work: Work, wanted: Any) -> Row:
 
 
 def _timed(
-    job: Job, own: Operation, contestants: Sequence[Contestant], checked: Sequence[Row], say: Say
+    job: Job, own: BenchOperation, contestants: Sequence[Contestant], checked: Sequence[Row], say: Say
 ) -> Iterator[Row]:
     """Rows of contestants, the device's limits first."""
     limits = {one.unit: one for one in ceilings(256 if job.dry else 8192)} if contestants else {}
@@ -184,7 +184,7 @@ def _timed(
         yield row | times(one) | {"ratios": ratios} | right
 
 
-def _is_peer(own: Operation, peer: Contestant, one: Contestant) -> bool:
+def _is_peer(own: BenchOperation, peer: Contestant, one: Contestant) -> bool:
     """Whether a pass is compared with another's: not with own implementations, except those in plain JAX."""
     compared = peer.name not in own.implementations or peer.name in ("reference", own.plain)
     return compared and peer.of == one.of and peer.name != one.name and peer.failed is None

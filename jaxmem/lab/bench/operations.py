@@ -19,7 +19,7 @@ from jaxmem.kernels.quantized_matmul import shapes as matmul_shapes
 from jaxmem.kernels.quantized_update import IMPLEMENTATIONS as UPDATES
 from jaxmem.kernels.quantized_update import shapes as update_shapes
 from jaxmem.lab.bench import attention, torch_kernels
-from jaxmem.lab.bench.work import Operation, Pass, Work
+from jaxmem.lab.bench.work import BenchOperation, BenchPass, BenchWork
 from jaxmem.lab.sliding_max import IMPLEMENTATIONS as WINDOWS
 from jaxmem.lab.sliding_max import shapes as window_shapes
 from jaxmem.lab.sliding_max import sliding_max
@@ -52,7 +52,7 @@ def _draws(*shapes: tuple[int, ...], dtype: Any = BF16) -> Iterator[jax.Array]:
         yield jax.random.normal(key, shape, dtype)
 
 
-def _dequant_matmul(shape: matmul_shapes.Shape) -> Work:
+def _dequant_matmul(shape: matmul_shapes.Shape) -> BenchWork:
     x, g, w = _draws((shape.tokens, shape.inputs), (shape.tokens, shape.outputs), (shape.inputs, shape.outputs))
     q = quantize(w, shape.format, shape.block, -2, double_quant=shape.double)
     double = isinstance(q.scale, QTensor)
@@ -66,13 +66,13 @@ def _dequant_matmul(shape: matmul_shapes.Shape) -> Work:
         return dequant_matmul(left, codes, scale, transposed=transposed, implementation=implementation, **options)
 
     passes = {
-        name: Pass(partial(run, transposed), partial(run, transposed, DEQUANTIZED), shape.flops / 1e12)
+        name: BenchPass(partial(run, transposed), partial(run, transposed, DEQUANTIZED), shape.flops / 1e12)
         for name, transposed in (("forward", False), ("backward", True))
     }
-    return Work((x, g, q.codes, scale, q.dequantize(BF16)), passes, "TFLOP/s")
+    return BenchWork((x, g, q.codes, scale, q.dequantize(BF16)), passes, "TFLOP/s")
 
 
-def _adam8(shape: update_shapes.Shape) -> Work:
+def _adam8(shape: update_shapes.Shape) -> BenchWork:
     (g,) = _draws(shape.dims)
     small = 0.1 * g.astype(jnp.float32)
     m, v = (quantize(x, of, shape.block, shape.along) for x, of in ((small, "dynamic8"), (small**2, "udynamic8")))
@@ -95,11 +95,11 @@ def _adam8(shape: update_shapes.Shape) -> Work:
         return result[0], *moments(result[1])
 
     arrays = (g, Moments8(m.codes, v.codes, m.scale, v.scale), jnp.asarray([0.19, 0.0975], jnp.float32))
-    update = Pass(run, exact, shape.least_bytes / 1e9, read=dequantized, in_place=((1, 1),))
-    return Work(arrays, {"update": update}, "GB/s")
+    update = BenchPass(run, exact, shape.least_bytes / 1e9, read=dequantized, in_place=((1, 1),))
+    return BenchWork(arrays, {"update": update}, "GB/s")
 
 
-def _int8_add(shape: update_shapes.Shape) -> Work:
+def _int8_add(shape: update_shapes.Shape) -> BenchWork:
     """Stochastic rounding: up to a step away, of the largest block's at most."""
     w, update = _draws(shape.dims, shape.dims)
     q, update = quantize(w, "int8", shape.block, shape.along), update * jnp.asarray(0.01, BF16)
@@ -118,11 +118,11 @@ def _int8_add(shape: update_shapes.Shape) -> Work:
 
     amount = shape.numbers * (4 + 12 / shape.block) / 1e9
     seeds = jax.random.bits(random_key(), q.scale.shape, jnp.uint32)
-    add = Pass(run, exact, amount, 2**-7, read=dequantized, in_place=((0, 0), (1, 1)))
-    return Work((q.codes, q.scale, update, seeds), {"update": add}, "GB/s")
+    add = BenchPass(run, exact, amount, 2**-7, read=dequantized, in_place=((0, 0), (1, 1)))
+    return BenchWork((q.codes, q.scale, update, seeds), {"update": add}, "GB/s")
 
 
-def _sliding_max(shape: window_shapes.Shape) -> Work:
+def _sliding_max(shape: window_shapes.SlidingMaxShape) -> BenchWork:
     (x,) = _draws((shape.numbers,), dtype=jnp.float32)
 
     def run(implementation: str | None, x: Any) -> Any:
@@ -131,7 +131,7 @@ def _sliding_max(shape: window_shapes.Shape) -> Work:
     def exact(x: Any) -> Any:
         return jax.lax.reduce_window(x, -jnp.inf, jax.lax.max, (shape.window,), (1,), "VALID")
 
-    return Work((x,), {"forward": Pass(run, exact, 2 * x.nbytes / 1e9, step=2**-24)}, "GB/s")
+    return BenchWork((x,), {"forward": BenchPass(run, exact, 2 * x.nbytes / 1e9, step=2**-24)}, "GB/s")
 
 
 def _small_matmul(shape: matmul_shapes.Shape) -> matmul_shapes.Shape:
@@ -152,7 +152,7 @@ BY_LIBRARIES = {
 ONE_MATRIX = ("llama3-8b up", "llama2-7b down")
 OPERATIONS = {
     "attention": attention.OPERATION,
-    "dequant_matmul": Operation(
+    "dequant_matmul": BenchOperation(
         MATMULS,
         matmul_shapes.SHAPES,
         _small_matmul,
@@ -162,7 +162,7 @@ OPERATIONS = {
         peers=BY_LIBRARIES,
         plain="sliced",
     ),
-    "adam8_update": Operation(
+    "adam8_update": BenchOperation(
         UPDATES,
         update_shapes.SHAPES,
         _small_blocks,
@@ -172,7 +172,7 @@ OPERATIONS = {
         peers={"bitsandbytes": torch_kernels.adam8_by_bitsandbytes},
         usual=ONE_MATRIX,
     ),
-    "int8_add": Operation(
+    "int8_add": BenchOperation(
         UPDATES,
         update_shapes.SHAPES,
         _small_blocks,
@@ -181,7 +181,7 @@ OPERATIONS = {
         tuned=ONE_MATRIX,
         usual=ONE_MATRIX,
     ),
-    "sliding_max": Operation(
+    "sliding_max": BenchOperation(
         WINDOWS,
         window_shapes.SHAPES,
         lambda shape: shape._replace(numbers=2000),

@@ -18,14 +18,14 @@ from jaxmem.kernels import tuning
 from jaxmem.kernels.choice import use_table
 from jaxmem.lab.bench import kernels, operations
 from jaxmem.lab.bench.contest import RIGHT, Contestant, Row, Say, take_turns
-from jaxmem.lab.bench.measure import Job, Selection, is_selected, measured
+from jaxmem.lab.bench.measure import BenchSelection, Job, is_selected, measured
 from jaxmem.lab.bench.operations import OPERATIONS
-from jaxmem.lab.bench.work import Operation, Pass, Work
+from jaxmem.lab.bench.work import BenchOperation, BenchPass, BenchWork
 
 DRY_SIZES = 2  # are enough to see that it works, where nothing is measured
 
 
-def tune(path: Path, selection: Selection, *, again: bool = False) -> Iterator[Row]:
+def tune(path: Path, selection: BenchSelection, *, again: bool = False) -> Iterator[Row]:
     """Measures, and writes each winner for this kind of device at once into a table beside those of other devices.
     With contestants or passes selected: only their block sizes. What the table has is not measured, except with
     `again`. On a CPU all of it runs on small shapes, to see that it works."""
@@ -91,7 +91,7 @@ def tune_blocks(job: Job, *, done: Sequence[Row], without: Sequence[str], say: S
                 }
 
 
-def _called_kernels(one: Pass, implementation: str, work: Work) -> dict[str, tuning.Asked]:
+def _called_kernels(one: BenchPass, implementation: str, work: BenchWork) -> dict[str, tuning.Asked]:
     """The kernels that a pass calls by an implementation, if it can."""
     with tuning.listening() as heard:
         try:
@@ -102,7 +102,7 @@ def _called_kernels(one: Pass, implementation: str, work: Work) -> dict[str, tun
 
 
 def _correct(
-    kernel: str, one: Pass, work: Work, wanted: Any, space: Iterable[tuple[int, ...]], say: Say
+    kernel: str, one: BenchPass, work: BenchWork, wanted: Any, space: Iterable[tuple[int, ...]], say: Say
 ) -> Iterator[Contestant]:
     """Those block sizes that compile and give the right result."""
     for blocks in space:
@@ -136,7 +136,7 @@ def tune_implementations(job: Job, *, done: Sequence[Row], without: Sequence[str
         yield call | winner
 
 
-def fastest(own: Operation, rows: Sequence[Row]) -> Row | None:
+def fastest(own: BenchOperation, rows: Sequence[Row]) -> Row | None:
     """The implementation with the least time for all passes together. The reference, which holds the most, only wins
     where it is the one in plain JAX."""
     timed = [row for row in rows if "milliseconds" in row and row["contestant"] in own.implementations]

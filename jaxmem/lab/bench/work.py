@@ -16,7 +16,7 @@ Run = Callable[..., Any]
 
 
 @dataclass(frozen=True)
-class Pass:
+class BenchPass:
     """`exact` is what `run` should give, of the same arrays in float64; or the name of an implementation that gives it,
     where that would be too large."""
 
@@ -28,11 +28,11 @@ class Pass:
     in_place: tuple[tuple[int, int], ...] = ()  # which argument's memory which result takes, as in a run
     gradients: tuple[int, ...] = ()  # of which arguments the pass gives them; of none: it is the forward pass
 
-    def traced(self, implementation: str, work: Work) -> None:
+    def traced(self, implementation: str, work: BenchWork) -> None:
         """Nothing is computed."""
         jax.eval_shape(self._whole(partial(self.run, implementation)), work.arrays, work.cotangents)
 
-    def compiled(self, implementation: str, work: Work) -> Call:
+    def compiled(self, implementation: str, work: BenchWork) -> Call:
         """By an implementation; what is updated in place goes on from call to call."""
         with jax.numpy_dtype_promotion("standard"):  # jax's own attention needs it
             run, arrays = self._made(implementation, work)
@@ -48,7 +48,7 @@ class Pass:
 
         return call
 
-    def wanted(self, work: Work) -> Any:
+    def wanted(self, work: BenchWork) -> Any:
         exact = self.exact
         if isinstance(exact, str):
             return self.read(self.compiled(exact, work)())
@@ -56,7 +56,7 @@ class Pass:
             arrays, cotangents = jax.tree.map(_wide, (work.arrays, work.cotangents))
             return jax.jit(self._whole(exact))(arrays, cotangents)
 
-    def error(self, implementation: str, work: Work, wanted: Any) -> float:
+    def error(self, implementation: str, work: BenchWork, wanted: Any) -> float:
         """Steps of it. The results are written where NaN, or the largest integer, stood: what a kernel leaves out
         shows."""
         run, arrays = self._made(implementation, work)
@@ -72,7 +72,7 @@ class Pass:
         """The pass as one function of arrays and cotangents."""
         return lambda arrays, d: self._pull(run, arrays)(d) if self.gradients else run(*arrays)
 
-    def _made(self, implementation: str, work: Work) -> tuple[Run, tuple[Any, ...]]:
+    def _made(self, implementation: str, work: BenchWork) -> tuple[Run, tuple[Any, ...]]:
         """What is timed, and on what. What a backward pass needs of the forward pass is made before."""
         if not self.gradients:
             return partial(self.run, implementation), work.arrays
@@ -87,27 +87,29 @@ class Pass:
         return jax.vjp(of_these, *(arrays[i] for i in self.gradients))[1]
 
 
-class Work(NamedTuple):
+class BenchWork(NamedTuple):
     arrays: tuple[Any, ...]
-    passes: Mapping[str, Pass]
+    passes: Mapping[str, BenchPass]
     unit: str
     cotangents: Any = None  # like the result, for passes that give gradients
-    kernels: Mapping[str, Pass] = {}  # passes of single kernels, where those above are of several
+    kernels: Mapping[str, BenchPass] = {}  # passes of single kernels, where those above are of several
 
 
 @dataclass(frozen=True)
-class Operation:
+class BenchOperation:
     implementations: Mapping[str, Any]
     shapes: Mapping[str, Any]
     small: Callable[[Any], Any]  # of a shape one that shows without a GPU that all of it works
-    work: Callable[[Any], Work]
+    work: Callable[[Any], BenchWork]
     passes: tuple[str, ...] = ("forward", "backward")
     tuned: tuple[str, ...] = ()  # shapes on which kernels are cut in all ways: one of each kind
     peers: Mapping[str, Callable[[Any], Mapping[str, Call]]] = field(default_factory=dict)  # of libraries for PyTorch
     beside: tuple[str, ...] = ()  # what else in jax a pass can be run by, to compare with
     usual: tuple[str, ...] = ()  # shapes that are measured where none is named; otherwise all
     plain: str = "reference"  # the implementation in plain JAX that is to be beaten
-    checks: Callable[[Any], Mapping[str, Callable[[], Work]]] | None = None  # with each option; the first without any
+    checks: Callable[[Any], Mapping[str, Callable[[], BenchWork]]] | None = (
+        None  # with each option; the first without any
+    )
 
     def shape(self, name: str, *, dry: bool) -> Any:
         return self.small(self.shapes[name]) if dry else self.shapes[name]

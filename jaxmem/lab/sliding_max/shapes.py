@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 
-class Shape(NamedTuple):
+class SlidingMaxShape(NamedTuple):
     numbers: int
     window: int
 
@@ -15,4 +15,4 @@ class Shape(NamedTuple):
         return 4 * (2 * self.numbers - self.window + 1)
 
 
-SHAPES = {"256 of 64 M": Shape(1 << 26, 256)}
+SHAPES = {"256 of 64 M": SlidingMaxShape(1 << 26, 256)}

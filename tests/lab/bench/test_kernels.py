@@ -16,7 +16,7 @@ from jaxmem.kernels import attention as operation
 from jaxmem.kernels.fused_attention import IMPLEMENTATIONS, reference
 from jaxmem.kernels.quantized_update import reference as update_reference
 from jaxmem.lab.bench import attention, contest, kernels, operations, torch_kernels, work
-from jaxmem.lab.bench.measure import Job, Selection, measured
+from jaxmem.lab.bench.measure import BenchSelection, Job, measured
 from jaxmem.lab.bench.operations import OPERATIONS
 
 ROWS = {"done": [], "without": [], "say": lambda _: None}
@@ -31,7 +31,7 @@ def only(monkeypatch, implementations, **others):
 
 
 def bench(shapes, *, check=False, write=None, only=(), without=(), **options):
-    selection = Selection(tuple(shapes), only=tuple(only), without=tuple(without), **options)
+    selection = BenchSelection(tuple(shapes), only=tuple(only), without=tuple(without), **options)
     return kernels.bench_kernels(selection, check=check, write=write)
 
 
@@ -102,7 +102,7 @@ def test_one_that_fails_in_its_turn_is_out_and_the_others_go_on(monkeypatch):
     """Out of memory beside the others, where there was enough for it alone."""
     monkeypatch.setattr(contest, "BURST", 0.0)
     only(monkeypatch, IMPLEMENTATIONS)
-    compiled, calls = work.Pass.compiled, []
+    compiled, calls = work.BenchPass.compiled, []
 
     def greedy(self, way, given):
         call = compiled(self, way, given)
@@ -115,8 +115,8 @@ def test_one_that_fails_in_its_turn_is_out_and_the_others_go_on(monkeypatch):
 
         return second_fails
 
-    monkeypatch.setattr(work.Pass, "compiled", greedy)
-    found = by_pass(measured(Job("attention", "long", Selection(seconds=0.0), dry=True), **ROWS))
+    monkeypatch.setattr(work.BenchPass, "compiled", greedy)
+    found = by_pass(measured(Job("attention", "long", BenchSelection(seconds=0.0), dry=True), **ROWS))
     assert found["jax.nn xla", "backward"]["why_not"] == "out of memory"
     assert found["reference", "forward"]["rate"] > 0
     assert set(found["reference", "backward"]["ratios"]) == {"this device"}
@@ -126,7 +126,7 @@ def test_what_is_known_is_not_checked_again(monkeypatch):
     """As after another process has died."""
     monkeypatch.setattr(contest, "BURST", 0.0)
     only(monkeypatch, IMPLEMENTATIONS, wrong=wrong)
-    job = Job("attention", "long", Selection(seconds=0.0), dry=True, peers=False)
+    job = Job("attention", "long", BenchSelection(seconds=0.0), dry=True, peers=False)
     rows = measured(job, **ROWS)
     done = [next(rows) for _ in range(3)]
     rows.close()
@@ -204,8 +204,8 @@ def test_results_are_written_where_nan_stood(monkeypatch):
         return pair
 
     monkeypatch.setattr(work, "poisoned", noted)
-    one = work.Pass(lambda _, x: (x + x, x.astype(jnp.int8)), lambda x: (x + x, x), 1.0, read=read)
-    given = work.Work((jnp.ones((4096,), jnp.bfloat16),), {}, "")
+    one = work.BenchPass(lambda _, x: (x + x, x.astype(jnp.int8)), lambda x: (x + x, x), 1.0, read=read)
+    given = work.BenchWork((jnp.ones((4096,), jnp.bfloat16),), {}, "")
     assert one.error("", given, one.wanted(given)) == 0
     assert places == there
     assert bool(jnp.isnan(poisoned(jax.ShapeDtypeStruct((1,), jnp.bfloat16)))[0])
@@ -338,7 +338,7 @@ def test_a_library_that_cannot_be_run_says_why(monkeypatch):
 
 
 def test_it_says_what_is_picked_and_a_measured_device_takes_its_winner(monkeypatch):
-    rows = kernels.explain(Selection())
+    rows = kernels.explain(BenchSelection())
     assert {row["operation"] for row in rows} == set(kernels.OPERATIONS)
     assert all("was not measured" in row["why"] for row in rows)
     names = {row["operation"]: row["implementation"] for row in rows}
@@ -350,7 +350,7 @@ def test_it_says_what_is_picked_and_a_measured_device_takes_its_winner(monkeypat
     table = {"dequant_matmul": {jax.devices()[0].device_kind: [json.loads(json.dumps(winner))]}}
     monkeypatch.setattr(choice, "tuned", lambda: table)
     choice._nearest.cache_clear()
-    (row,) = kernels.explain(Selection(("llama3-8b up, long",), "dequant_matmul"))
+    (row,) = kernels.explain(BenchSelection(("llama3-8b up, long",), "dequant_matmul"))
     assert row["implementation"] == "triton"
     assert row["why"].startswith("the fastest of [512, 4096, 14336] on ")
     choice._nearest.cache_clear()
@@ -358,4 +358,4 @@ def test_it_says_what_is_picked_and_a_measured_device_takes_its_winner(monkeypat
 
 def test_an_operation_has_to_be_known():
     with pytest.raises(UserError, match=r"unknown operation 'atention'.*attention"):
-        kernels.explain(Selection(operation="atention"))
+        kernels.explain(BenchSelection(operation="atention"))

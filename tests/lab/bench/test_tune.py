@@ -14,7 +14,7 @@ from jaxmem.kernels.fused_attention import tuning as attention_tuning
 from jaxmem.kernels.quantized_matmul import triton as matmul
 from jaxmem.kernels.quantized_update import triton as update
 from jaxmem.lab.bench import attention, contest, kernels, tune, work
-from jaxmem.lab.bench.measure import Selection
+from jaxmem.lab.bench.measure import BenchSelection
 from jaxmem.lab.bench.operations import OPERATIONS
 
 
@@ -30,7 +30,7 @@ def quick(monkeypatch):
 
 def tuned(path, shapes=(), *, again=False, **options):
     options = {name: tuple(value) if isinstance(value, list) else value for name, value in options.items()}
-    return tune.tune(path, Selection(tuple(shapes), **options), again=again)
+    return tune.tune(path, BenchSelection(tuple(shapes), **options), again=again)
 
 
 def test_tuning_runs_dry_and_its_winners_are_taken(tmp_path, quick):
@@ -89,7 +89,7 @@ def test_what_was_measured_before_tuning_stopped_is_kept(tmp_path, monkeypatch):
 
 def test_sizes_that_cannot_be_measured_cost_themselves_alone(tmp_path, quick, monkeypatch):
     """One does not compile, one hung before, and so is left out."""
-    compiled, seen = work.Pass.compiled, []
+    compiled, seen = work.BenchPass.compiled, []
 
     def failing(self, way, given):
         seen.append(way)
@@ -97,7 +97,7 @@ def test_sizes_that_cannot_be_measured_cost_themselves_alone(tmp_path, quick, mo
             raise OSError("of a compiler's own kind")
         return compiled(self, way, given)
 
-    monkeypatch.setattr(work.Pass, "compiled", failing)
+    monkeypatch.setattr(work.BenchPass, "compiled", failing)
     monkeypatch.setattr(tune, "DRY_SIZES", 3)
     hung = "x".join(map(str, attention_tuning.space("triton", "forward", 16, 2, tuning.SHARED["8.9"])[1]))
     given = {"operation": "attention", "seconds": 0.0, "passes": ["forward"]}
