@@ -71,9 +71,9 @@ class Checkpoints:
         metrics: Mapping[str, float] | None = None,
         force: bool = False,
     ) -> bool:
-        """Start to save if this step is due, forced, or with `keep_best` better than all before, and not saved yet;
-        whether it did. `state` may be donated as soon as this returns. `metrics["loss"]` is the held-out loss of this
-        very state, if it was just evaluated.
+        """Starts a save if this step is due, forced, or (with `keep_best`) the best so far, unless it is saved
+        already. Returns whether a save was started. `state` may be donated as soon as this returns. `metrics["loss"]`
+        is the held-out loss of this very state, if it was just evaluated.
 
         A failed save is reported or raised by the next `save`, and raised by `wait`; the run may continue after it.
         """
@@ -159,7 +159,7 @@ class Checkpoints:
         return None
 
     def wait(self) -> None:
-        """Until the current save is on disk."""
+        """Waits until the current save is on disk."""
         if self._sweeper is not None:
             self._sweeper.join()
             self._sweeper = None
@@ -227,7 +227,7 @@ class Checkpoints:
         _raise_lost_process(error)
         if jax.process_count() == 1:  # opening involves all processes, and the others know of no failure
             self._reopen()
-        # From the disk: the manager counts the one that it was writing.
+        # Read from disk, since the manager also counts the unfinished save.
         last = max(ocp.utils.checkpoint_steps(self.directory), default=None)
         which = "a checkpoint" if step is None else f"the checkpoint of step {step}"
         whole = "no whole checkpoint yet" if last is None else f"last whole checkpoint: step {last}"

@@ -17,7 +17,7 @@ from jaxmem.errors import UserError
 from jaxmem.machine.devices import collect_garbage_rarely
 
 app = typer.Typer(
-    help="Train and fine-tune large models in the least memory, and plan the memory first.",
+    help="Train and fine-tune large models with little memory, and plan memory use before a run.",
     add_completion=False,
     rich_markup_mode=None,
     pretty_exceptions_enable=False,

@@ -1,4 +1,5 @@
-"""Errors in the section `memory`, and with what is offloaded, chunked or updated during the backward pass."""
+"""Checks of the section `memory`, including conflicts with offloading, chunking and updates during the backward
+pass."""
 
 from __future__ import annotations
 

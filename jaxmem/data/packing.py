@@ -1,4 +1,4 @@
-"""Rows of tokens from streams of documents, each row of the batch on its own.
+"""Builds rows of tokens from document streams; each row of the batch has its own stream.
 
 Row r of R reads the records r, r + R, r + 2R, ... of the global order. So the batch of a step is the same for any
 number of processes, each reads only its own rows, and a position is two numbers per row: the record, and how many of

@@ -33,7 +33,7 @@ PER_DEVICE = ("mosaic", "triton")  # implementations that XLA's partitioner cann
 
 
 class Tokens(NamedTuple):
-    """What attention knows of each token."""
+    """Inputs of attention for each token."""
 
     angles: Angles | None = None
     segment_ids: Int[Array, "batch time"] | None = None  # the document of a packed row
@@ -208,7 +208,7 @@ def context_order(layout: Layout | None, length: int, window: int | None) -> np.
 
 
 def key_data(keys: Keys | None) -> jax.Array | None:
-    """Random keys as integers, which are sliced as other arrays of tokens are."""
+    """Random keys as integers, so that they can be sliced like other arrays of tokens."""
     return None if keys is None else jax.random.key_data(keys)
 
 
@@ -217,7 +217,7 @@ def as_keys(data: jax.Array | None) -> Keys | None:
 
 
 def scatter_time(x: Float[Array, "batch time embed"]) -> Float[Array, "batch time embed"]:
-    """Partial sums over `tensor`, reduce-scattered over the time."""
+    """Reduce-scatters partial sums over `tensor` along the sequence dimension."""
     return constrain(x, "batch", "stream", "embed")
 
 

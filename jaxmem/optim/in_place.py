@@ -24,8 +24,8 @@ PART_SIZE = 1 << 23  # elements that a device dequantizes at once
 def update_parts(grid: Grid, one: Callable[[Any, jax.Array], Any], arrays: Any) -> Any:
     """`one(part, index)` for each part of arrays divided by a grid, each result written in the place of its part.
 
-    A part is read from the arrays after the previous write, and carried to its iteration. If an iteration read its own
-    part for several uses, one of which might follow the write, XLA would copy the whole arrays.
+    A part is read from the arrays after the previous write, and passed to its iteration through the loop carry. If an
+    iteration read its own part for several uses, one of which might follow the write, XLA would copy the whole arrays.
     """
     count = math.prod(grid.values())
 

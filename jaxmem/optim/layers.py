@@ -1,8 +1,8 @@
 """Optimizers are written for one matrix (`MatrixRule`); `by_layer` applies them to each layer of a stack.
 
-A weight [layer, m, n] is a stack of matrices; rank, rows and norms of a rule are those of one layer. `by_layer` makes
-an optax transformation of a rule. It loops over the layers and writes each layer's state and update in place of the old
-state and the gradient, so that beside these at most one layer exists in float32, whatever format the state has.
+A weight [layer, m, n] is a stack of matrices; rank, rows and norms of a rule are those of one layer. `by_layer` turns
+a rule into an optax transformation. It loops over the layers and writes each layer's state and update in place of the
+old state and the gradient, so that at most one additional layer exists in float32, whatever format the state has.
 
 In your own loop name the dimensions of stacked weights: `axes` is a tree as that of the parameters, a tuple of names
 for each, `("layer", None, None)` for a stack of matrices. Without `axes` nothing is a stack. Names with a meaning are
@@ -45,7 +45,7 @@ class ParameterSpec:
 
     @property
     def is_hidden_matrix(self) -> bool:
-        """Whether it is a matrix, but no embedding or output matrix."""
+        """Whether this is a matrix other than an embedding or output matrix."""
         return len(self.shape) == 2 and "vocab" not in self.axes
 
     def derived(self, value: Any, dims: tuple[int, ...] | None = None) -> Derived:
@@ -60,7 +60,7 @@ class ParameterSpec:
 
 @dataclass(frozen=True)
 class UpdateContext:
-    """Inputs of an update beside the gradient and the state."""
+    """Inputs of an update besides the gradient and the state."""
 
     weight: Any  # an array, or a QTensor
     spec: ParameterSpec
@@ -110,7 +110,7 @@ class ByLayerState(NamedTuple):
 def by_layer(
     rule_for: Callable[[ParameterSpec], MatrixRule], axes: Any = None, *, seed: int = 0
 ) -> optax.GradientTransformationExtraArgs:
-    """An optax transformation of a rule per leaf. Needs no memory beside the state of the rules.
+    """An optax transformation of a rule per leaf. It uses no memory beyond the state of the rules.
 
     `update(..., layer=i, layers=n)`: gradients, state and parameters are those of layer i of n alone. `update(...,
     vocab_slice=s)`: those of some rows of the only parameter, a vocabulary matrix.

@@ -1,4 +1,4 @@
-"""Gathering weights from how they are stored to how they are computed with, and reduce-scattering their gradients."""
+"""All-gathers weights from their stored sharding for computation, and reduce-scatters their gradients."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ def stored_axes(axes: Any, weights: Any) -> Any:
 def gather(weight: Weight, axes: Axes, dtype: DTypeLike, role: Role = "compute") -> jax.Array:
     """A weight as it is computed with: in the compute dtype, replicated over `fsdp`, padded where `tensor` does not
     divide it. It is cast before it is gathered, so that fewer bytes are communicated; quantized weights are gathered as
-    codes and dequantized afterwards. Weights in host memory are fetched first. The gradient is sharded as gradients
-    are, which makes XLA reduce-scatter it."""
+    codes and dequantized afterwards. Weights in host memory are fetched first. The gradient is constrained to the
+    sharding of gradients, so that XLA reduce-scatters it."""
     return gather_with_input(None, weight, axes, dtype, role)[1]
 
 
@@ -66,7 +66,7 @@ def gather_with_input(
         if is_quantized(w):
             w = _dequantize(gather_quantized(w, axes), np.dtype(dtype))
         else:
-            # Constrained before and after, or XLA gathers first and casts then.
+            # Constrained before and after, otherwise XLA gathers before it casts.
             w = constrain(w.astype(dtype), *axes, role="weights")
             w = _row_major_if_gathered(w, axes, "weights", role)
         if shape != w.shape:
@@ -91,8 +91,8 @@ def gather_with_input(
 
 
 def _delays(x: jax.Array, weight: Weight, axes: Axes, role: Role) -> bool:
-    """Whether the weight's gradient is scattered and the gradient of x needs no communication of its own. While it is
-    delayed a device holds the weight and its gradient longer, and an array of its tokens shorter, which has to pay."""
+    """Whether the weight's gradient is scattered and the gradient of x needs no communication of its own. Delaying
+    keeps the weight and its gradient alive longer and frees an activation earlier, so it has to pay off."""
     layout = current()
     if layout is None or any(layout.mesh_axes_each(role, axes)) or not any(layout.mesh_axes_each("gradients", axes)):
         return False
@@ -136,7 +136,7 @@ def _dequantize(q: QTensor, dtype: np.dtype) -> jax.Array:
 
 
 def _no_derivative(*_: Any) -> Any:
-    raise TypeError("quantized weights have no gradient: differentiate by the `at` of a StoredWeight")
+    raise TypeError("quantized weights have no gradient: differentiate with respect to the `at` of a StoredWeight")
 
 
 _dequantize.defvjp(_no_derivative, _no_derivative)

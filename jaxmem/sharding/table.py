@@ -15,7 +15,7 @@ from jaxmem.config.sections import Config
 
 @dataclass(frozen=True)
 class Axis:
-    """A logical axis with an exception to the table."""
+    """A logical axis with options of its own."""
 
     name: str
     if_even: bool = False  # replicated where the mesh axes do not divide it; an error otherwise
@@ -28,7 +28,7 @@ Role = Literal["weights", "compute", "gradients", "optimizer", "activations"]
 
 
 def is_axes(x: Any) -> bool:
-    """A tuple of logical axes, not one of optax's tuples of states."""
+    """Whether x is a tuple of logical axes, as opposed to an optax state tuple."""
     return type(x) is tuple and all(a is None or isinstance(a, str | Axis) for a in x)
 
 
@@ -48,7 +48,7 @@ DEFAULT_TABLE: Table = RulesSection().table
 STORAGE_AXES = (
     "fsdp",
     "context",
-)  # shard weights that are stored; weights are replicated over them to be computed with
+)  # shard stored weights, which are gathered over them for computation
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,8 @@ def make_rules(zero: int, undivided: Collection[str] = (), dims: Table = DEFAULT
     Devices along `context` compute with the same weights as those along `fsdp`, so arrays are sharded over both.
     `undivided`: logical axes that `tensor` does not divide. Key and value heads are then replicated over it; a
     vocabulary is replicated where it is stored and padded where it is computed with. `dims`: the config's own table.
-    What `tensor` does not shard is computed with replicated weights, each device on its part of the time.
+    Layers that `tensor` does not shard use replicated weights, and each device processes its part of
+    the sequence.
     """
     replicated = "norm", "head_dim", "rank", "projected", "height", "width", "patch", "kernel", "channels", "classes"
     split: Table = {**dict.fromkeys(replicated, ()), "layer": ("stage",), **dims}
@@ -78,7 +79,7 @@ def make_rules(zero: int, undivided: Collection[str] = (), dims: Table = DEFAULT
     if "vocab" in undivided:
         split = {**split, "vocab": _without(split["vocab"], "tensor")}
     tensor = {axis: _without(over, *STORAGE_AXES) for axis, over in split.items()}
-    # The dimension that a gradient is projected to takes the place of the one that is projected away.
+    # The projected dimension inherits the sharding of the dimension that it replaces.
     state: Table = {**split, "projected": split["embed"]}
     activations: Table = {
         **padded,
@@ -104,9 +105,9 @@ def _without(over: tuple[str, ...], *axes: str) -> tuple[str, ...]:
 
 
 def assign_mesh_axes(axes: Axes, shape: Sequence[int], table: Table, mesh: Mapping[str, int]) -> list[tuple[str, ...]]:
-    """The mesh axes that shard each dimension. Of two dimensions that name one mesh axis, the first has it. Where an
-    `if_even` dimension does not divide over an axis of STORAGE_AXES, another dimension is sharded over it instead, so
-    that block scales are not replicated on many devices."""
+    """The mesh axes that shard each dimension. If two dimensions name the same mesh axis, the first one gets it. Where
+    an `if_even` dimension does not divide over an axis of STORAGE_AXES, another dimension is sharded over it instead,
+    so that block scales are not replicated on many devices."""
     exact = {a for axis in axes if axis is not None and not _is_if_even(axis) for a in table[axis_name(axis)]}
     storage = [a for a in STORAGE_AXES if any(a in over for over in table.values())]
     assigned: set[str] = set()

@@ -6,7 +6,7 @@ schedule.
 
 With L layers, boundaries of B bytes and K bytes saved per layer by `memory.remat`, each device holds (m + (p - 1) / v)
 L / p K for the backward pass: layers fall by p, and all micro-batches are held at once. The inputs and outputs of the
-stack are spread over the stages and move on by one stage per tick: m / p B, never m B. A tick sends 2 B. Weights do
+stack are distributed over the stages, (m / p) B each, and shift by one stage per tick. A tick sends 2 B. Weights do
 not move. In the ticks of the bubble a device computes a result that is discarded.
 """
 
@@ -62,8 +62,8 @@ def through_stages(
     stages = jnp.arange(p.stages, dtype=jnp.int32)
 
     def layer(weights: Any, x: Any, sums: Any, place: jax.Array, stage: jax.Array, item: jax.Array) -> Any:
-        """What depends on the tick is indexed in here, or it would be saved for each tick. And what does not depend on
-        it is made to, or jax would gather the weights of all layers before the first tick."""
+        """What depends on the tick is indexed in here, or it would be saved for each tick. The barrier makes the
+        weights depend on the tick too; otherwise jax would gather the weights of all layers before the first tick."""
         weights, item = jax.lax.optimization_barrier((weights, item))
         weights, sums = _summed_into(weights, sums, place)
         micro, turn = _item(p, item)
@@ -85,8 +85,8 @@ def through_stages(
 
         @again
         def one(x: Any, sums: Any, place: jax.Array) -> tuple[Any, Any]:
-            """Weights are indexed in here, for this tick: passed on in segments, or indexed before the first tick, they
-            would be copied."""
+            """Indexes the weights within the tick. Passing them in by segment, or indexing them earlier, would copy
+            them."""
             place, now = jax.lax.optimization_barrier((place, item))
             own = jax.tree.map(lambda leaf: jax.lax.dynamic_index_in_dim(leaf, place, keepdims=False), weights)
             return layer(own, x, sums, place, stage, now)
@@ -119,8 +119,8 @@ def through_stages(
 
 
 def _item(p: Pipeline, item: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """The micro-batch and the round of the item number `item` of a stage. `stages` micro-batches pass through all
-    rounds, then the next ones: the result of the last stage is at the first just when it is needed."""
+    """The micro-batch and round that a stage processes as work item number `item`. `stages` micro-batches pass through
+    all rounds, then the next ones: the result of the last stage is at the first just when it is needed."""
     item = jnp.clip(item, 0, p.rounds * p.micro_batches - 1)
     group, within = jnp.divmod(item, p.rounds * p.stages)
     turn, place = jnp.divmod(within, p.stages)
@@ -151,8 +151,8 @@ def _pass_on(p: Pipeline, y: Any, waiting: Any, t: jax.Array) -> tuple[Any, Any]
 
 
 def _collected(p: Pipeline, done: jax.Array) -> jax.Array:
-    """Results in the order of the micro-batches. The ticks left them `stages` columns further, and at the end where
-    there are more slots than micro-batches."""
+    """Results in the order of the micro-batches. After the last tick they are shifted by `stages` columns, and at the
+    end if there are more slots than micro-batches."""
     empty = p.slots - p.micro_batches
     done = jnp.roll(done, (empty - p.stages) % done.shape[1], axis=1)
     done = done.reshape(p.slots, *done.shape[2:])

@@ -1,12 +1,12 @@
 """Forward and backward pass of a stack, where each layer's gradient is consumed before the next one is computed.
 
-jax's own backward pass returns the gradients of all layers at the end. Here `forward` saves of each layer what its
-recomputation policy says, and `backward` goes through the layers from the last to the first and passes each gradient
-to a visitor, which may update that layer's weights, since they are not needed any more. With N layers of W bytes of
-gradients that is W bytes in place of N W, at no additional FLOPs (Lv et al., arXiv:2306.09782).
+jax's own backward pass returns the gradients of all layers at the end. Here `forward` saves what the recomputation
+policy requires of each layer, and `backward` goes through the layers from the last to the first and passes each
+gradient to a visitor, which may update that layer's weights, since they are not needed any more. With N layers of W
+bytes of gradients that is W bytes instead of N W, at no additional FLOPs (Lv et al., arXiv:2306.09782).
 
-With micro-batches each layer goes back through all of them before the visitor is given its gradient, their sum in
-float32. Saved activations are then those of all micro-batches, intermediates of a layer those of one.
+With micro-batches each layer is backpropagated through all of them, and the visitor receives the float32 sum.
+Activations are saved for all micro-batches; intermediates of a layer exist for one at a time.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ class ForwardPass(ABC):
 
     @abstractmethod
     def _at(self, layer: jax.Array, weights: Any, ahead: Any) -> tuple[Any, Any]:
-        """What a layer's derivative is computed from, and what is carried on."""
+        """The residuals of a layer's derivative, and the new carry."""
 
     @abstractmethod
     def _derivative(self, weights: Any, one: Any, beside: Any, saved: Any) -> Derivative:
@@ -104,7 +104,7 @@ class ForwardPass(ABC):
 
 @dataclass(frozen=True)
 class SavedPass(ForwardPass):
-    """Each layer has what its policy saves."""
+    """A forward pass in which every layer saved its own residuals."""
 
     saved: list[jax.Array]  # for each layer, stacked; with micro-batches, for each of them
     treedef: Any  # of one layer's derivative

@@ -1,7 +1,7 @@
 """Applying a stack by a schedule of which boundaries are saved and which are recomputed.
 
-Weights are indexed by layer where a layer is computed, never passed to a loop in segments: those would be copies.
-Beside the slots of the schedule the backward pass holds the intermediates of one layer and its gradient. Weights in
+Weights are indexed inside of the loop, rather than passed in slices, which would copy them. In addition to the slots of
+the schedule the backward pass holds the intermediates of one layer and its gradient. Weights in
 host memory are fetched one layer ahead.
 """
 

@@ -10,7 +10,8 @@ last micro-batch's gradient of the layer exists, while the backward pass continu
 compiled separately, after the loop over the others.
 
 For each device to have gradients of its own, the loss is `jax.vmap`ped over groups of rows, one per device along these
-mesh axes, each with its own view of the same weights. Nothing is copied: a group is where its weights are.
+mesh axes, each with a view of the same weights. No data is copied, since each group is on the device that holds its
+weights.
 
 `memory.update: during` has its own loop over micro-batches (`stack.reverse`).
 """
@@ -48,7 +49,7 @@ def accumulated(
     loss: Loss, params: Params, batch: Batch, keys: jax.Array, axes: Any, dtype: DTypeLike
 ) -> tuple[Params, Sums]:
     """Gradients of micro-batches one after the other, accumulated in float32: leaves of the batch and `keys` are
-    [micro-batches, rows, ...]; `dtype` is that in which gradients are communicated."""
+    [micro-batches, rows, ...]; `dtype` is that of communication."""
     layout = current()
     local = _LocalGradients(layout, axes, dtype) if layout is not None and layout.local_gradient_axes else None
 
@@ -103,7 +104,7 @@ class _LocalGradients:
         def of_group(at: Params, own: Params, total: Params, batch: Batch, keys: jax.Array) -> tuple[jax.Array, Sums]:
             return loss(jax.tree.map(hook, self._axes, at, own, total, is_leaf=is_axes), batch, keys)
 
-        # In the dtype of communication: reduced gradients of layers are held beside the remaining sums.
+        # In the dtype of communication, since reduced layer gradients coexist with the remaining sums.
         at = differentiable(params, self._dtype)
         grads, sums = self._differentiate(of_group, at, batch, keys, self._per_group(params), total)
         return jax.tree.map(lambda g: g.astype(jnp.float32), constrain_tree(grads, self._axes, "optimizer")), sums

@@ -3,12 +3,13 @@
 A network with n stacks is n + 1 functions with the stacks between them: from the batch to the input of the first stack,
 from the output of one stack to the input of the next, from the output of the last to the loss. Each function is the
 whole network run once more under `stack.cut_by`, which returns known outputs in place of every stack: what a function
-does not use is dead code. So the network needs to know nothing of it, and each function is differentiated by itself.
+does not use is dead code. So the network needs no changes, and each function is
+differentiated by itself.
 
-Embedding and output matrices are cut out likewise (`models.vocab_slices.VocabOp`): rows looked up for a batch, where
-the network begins, and an output projection whose loss is computed in slices, where it ends. If nothing else computes
-with such a matrix, its gradient never exists as a whole: slices of it are computed on request. Frozen parameters have
-no gradient and let those of others through.
+Embedding and output matrices are cut out likewise (`models.vocab_slices.VocabOp`): the embedding lookup at the start,
+and at the end an output projection whose loss is computed in slices. If nothing else computes with such a matrix, its
+gradient never exists as a whole: slices of it are computed on request. Frozen parameters get no gradient, but
+gradients flow through them to others.
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ class Segments:
         network = nnx.merge(self._graphdef, params)
         with cut_by(run):
             x = self._objective.features(network, batch, key)
-            # Only where the loss computes with a matrix that is cut out: running it adds that cut.
+            # Run the loss only if it uses a matrix that can be cut out; running it records that cut.
             if self._uses_cut_matrix(partial(self._objective.sums, network), x):
                 self._objective.sums(network, x, batch)
         self._paths = [_path_of(params, weights) for weights in self._cut_weights]
@@ -66,7 +67,7 @@ class Segments:
         self._at = differentiable(_without(trainable, stacked), spec.gradient_dtype)
         self._read = [self._read_by(number) for number in range(len(self._cuts) + 1)]
         read_elsewhere = set().union(*self._read)
-        # By path, the uses of each matrix that is only computed with where it can be cut out.
+        # Of each matrix, by path, its uses, if all of them can be cut out.
         self.matrices = {
             path: [n for n, other in uses.items() if other == path]
             for path in uses.values()
@@ -100,9 +101,10 @@ class Segments:
     def backward(
         self, through: Callable[[int, Any], Any], begin: Callable[[Tree], Any] = lambda _: None
     ) -> tuple[Tree, dict[Path, SliceGradient]]:
-        """Gradients of the mean loss by the parameters in no stack; of a matrix in `matrices`, what computes slices of
-        its gradient. `through(number, g)` differentiates a stack: from the gradient of its output to that of its input.
-        First of all `begin` is given the gradients of `last`; the stacks wait for its result."""
+        """Gradients of the mean loss with respect to the parameters in no stack; of a matrix in `matrices`, what
+        computes slices of its gradient. `through(number, g)` differentiates a stack: from the gradient of its output
+        to that of its input. `begin` is called first, with the gradients of `last`; the stacks are differentiated
+        after it returns."""
         grads, g = self._last(1.0 / jnp.maximum(self.sums["count"], 1.0))
         _, g = jax.lax.optimization_barrier((begin(select(grads, self.last)), g))
         output_gradients: dict[int, Any] = {}
@@ -144,7 +146,7 @@ class Segments:
         return bool(uses)
 
     def _read_by(self, number: int) -> set[Path]:
-        """The parameters in no stack that a function computes with."""
+        """The parameters in no stack that segment `number` reads."""
         before = self._cuts[number - 1].y if number else None
         traced = jax.make_jaxpr(partial(self._segment, number))(self._at, before).jaxpr
         read = {id(x) for equation in traced.eqns for x in equation.invars}
@@ -190,7 +192,7 @@ def _added(grads: Tree, path: Path, more: jax.Array) -> Tree:
 
 
 def _path_of(params: Params, weights: Tree) -> Path:
-    """Where a stack's weights, or a matrix, are among the parameters: the same arrays."""
+    """The path of a stack's weights, or of a matrix, in the parameter tree, found by array identity."""
     path, leaf = jax.tree_util.tree_leaves_with_path(weights)[0]
     whole = next(own for own, x in jax.tree_util.tree_leaves_with_path(params) if x is leaf)
     return whole[: len(whole) - len(path)]

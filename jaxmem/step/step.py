@@ -1,8 +1,9 @@
 """One update: batch -> loss -> gradients -> update -> metrics.
 
 With P parameters in float32 and Adam, an update holds 4 P bytes of weights, 8 P of moments and 4 P of gradients, each
-divided by the number of devices that the layout shards it over. Micro-batches are a scan that adds gradients up in one
-buffer: peak memory is that of one micro-batch, whatever the batch. Pipeline stages take all micro-batches in one pass.
+divided by the number of devices that the layout shards it over. A scan over micro-batches accumulates gradients in one
+buffer, so peak memory is that of one micro-batch, regardless of the batch size. Pipeline stages take all micro-batches
+in one pass.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from jaxmem.step.objective import Batch, Sums, means, objective
 from jaxmem.step.state import StateSpec, TrainState
 
 Metrics = dict[str, jax.Array]
-_ROUNDING_KEY = 2**31 - 1  # folded into a step's key for stochastic rounding, beside the keys of dropout
+_ROUNDING_KEY = 2**31 - 1  # folded into a step's key for stochastic rounding, apart from the dropout keys
 
 
 def make_step(spec: StateSpec) -> Callable[[TrainState, Batch], tuple[TrainState, Metrics]]:
@@ -67,7 +68,7 @@ def make_step(spec: StateSpec) -> Callable[[TrainState, Batch], tuple[TrainState
 
 
 def _gradients(spec: StateSpec, state: TrainState, batch: Batch, row_keys: jax.Array) -> tuple[Params, Sums]:
-    """Gradients of the mean loss by the trainable parameters, and the sums of the objective."""
+    """Gradients of the mean loss with respect to the trainable parameters, and the sums of the objective."""
     cfg, model = spec.cfg, spec.model
     losses = objective(cfg.objective, cfg.memory)
     axes, compute = model.select(model.axes), compute_dtype(cfg.precision, model.platform)
@@ -107,7 +108,7 @@ def _update(spec: StateSpec, state: TrainState, grads: Params, norm: jax.Array, 
     else:
         updates, opt_state = spec.optimizer.update(grads, state.opt_state, params)
         new = write(params, updates, axes=axes)
-        # Cast where the optimizer state is, then gathered, or float32 updates would be communicated.
+        # Cast while sharded like the optimizer state, then gather: otherwise float32 would be communicated.
         new = constrain_tree(new, stored_axes(axes, new), "optimizer")
     return model.replace(state.params, new), opt_state
 

@@ -2,14 +2,13 @@
 
 The backward pass goes through the layers from the last to the first. A layer's gradient is computed, its weights and
 its part of the optimizer state are read, updated and written in place, and the gradient is freed. With P parameters in
-N layers gradients take P / N values in place of P, whatever the optimizer; the results are those of an update after
-the pass, which goes through the same layers one by one (Lv et al., arXiv:2306.09782). With micro-batches, a layer goes
-back through all of them before it is updated. Embedding and output matrices are updated at the end, slice by slice
-(`vocab_update.py`). Of other parameters outside of layers, those after the layers are updated before them, the rest at
-the end.
+N layers, gradients take P / N values instead of P, for any optimizer; the results are identical to updating after the
+backward pass (Lv et al., arXiv:2306.09782). With micro-batches, a layer is backpropagated through all of them before
+it is updated. Embedding and output matrices are updated at the end, slice by slice (`vocab_update.py`). Parameters
+after the layers (the final norm) are updated before the layers, other parameters outside of layers at the end.
 
-An optimizer that needs the norm of all gradients before the first update (clipping by the global norm) costs a second
-backward pass, which only measures.
+An optimizer that needs the norm of all gradients before the first update (clipping by the global norm) requires an
+additional backward pass to compute the norm.
 """
 
 from __future__ import annotations
@@ -85,21 +84,21 @@ class _BackwardUpdate:
         return merge(params, *self._params), opt_state, network.sums, squares
 
     def _update_stack(self, number: int, g: Any) -> Any:
-        """Backward through a stack, updating its layers; from the gradient of its output to that of its input."""
+        """Backward through a stack, updating its layers. Maps the output gradient to the input gradient."""
         network, parts, stack = self._network, self._parts[number], self._network.stacks[number]
-        before = [part.state(self._state.opt_state) for part in parts]  # counts of updates are those before this one
+        before = [part.state(self._state.opt_state) for part in parts]  # update counts are those before this step
         layers = jax.tree.leaves(stack.applied.weights)[0].shape[0]
         on_host = self._spec.offloads("optimizer")
 
         def fetch(carry: Any, layer: jax.Array) -> list[Tree] | None:
-            """State in host memory is on its way while the gradient is computed."""
+            """Prefetches state from host memory while the gradient is computed."""
             if not on_host:
                 return None
             each = zip(parts, carry[1], before, strict=True)
             return [fetch_state_layer(state, part.state_axes, layer, old) for part, state, old in each]
 
         def visit(carry: Any, layer: jax.Array, dw: Tree, fetched: list[Tree] | None) -> Any:
-            """One weight after the other: the buffers of one update are free before the next begins."""
+            """Updates weights one at a time, so that the buffers of one update are freed before the next begins."""
             weights, states, squares = carry
             grads, new_states = network.nest(number, dw), list[Tree]()
             for i, (part, state, old) in enumerate(zip(parts, states, before, strict=True)):
@@ -128,7 +127,7 @@ class _BackwardUpdate:
         return g
 
     def _update_unstacked(self, grads: Tree) -> Tree:
-        """Parameters in no stack, all at once."""
+        """Updates parameters in no stack together."""
         if not jax.tree.leaves(grads):
             return grads
         weights = select(self._state.params, grads)
@@ -140,7 +139,7 @@ class _BackwardUpdate:
         return new
 
     def _measure(self) -> jax.Array:
-        """The norm of all gradients, by a backward pass that keeps none."""
+        """The norm of all gradients, computed in a backward pass that discards them."""
         network = self._network
         sums = []
 
@@ -173,7 +172,7 @@ class _BackwardUpdate:
         return VocabUpdate(part, weight, part.state(self._state.opt_state), self._spec.gradient_dtype, entries)
 
     def _parts_of(self, params: Tree) -> list[ParameterGroup]:
-        """One for each weight."""
+        """One group per weight."""
         paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(params, is_leaf=is_quantized)]
         return [self._part(select(params, nested(path, 0))) for path in paths]
 

@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     from jaxmem.planning import Plan
 
 WEIGHTS = ("model", "precision")  # the config sections that define the weights
-PATIENCE = 60  # s for a directory made by one host to be seen by the others
+PATIENCE = 60  # seconds until a directory created by one host must be visible to the others
 
 
 @dataclass(frozen=True)
@@ -93,7 +93,7 @@ def _run(cfg: Config, devices: Sequence[Any] | None) -> Result:
 
         _make_directory(cfg, directory, checkpoint_path)
         checkpoints = stack.enter_context(_checkpoints(cfg, checkpoint_path))
-        stack.enter_context(failing_together())  # closing what is above needs all processes
+        stack.enter_context(failing_together())  # closing the contexts above involves all processes
         stack.enter_context(explained_out_of_memory(plan))
         step, state, position = restore(built, checkpoints) or (0, starting_state(built), {})
         if position:
@@ -101,7 +101,7 @@ def _run(cfg: Config, devices: Sequence[Any] | None) -> Result:
         saved = SavedState(built)
         sources = {"fingerprint": data_fingerprint} | ({"base": saved.base} if saved.base else {})
         sources |= _add_reference(built, loader, state, data_fingerprint, position.get("reference"))
-        if jax.process_index() == 0:  # everything that could be refused was accepted
+        if jax.process_index() == 0:  # all checks have passed
             _write_description(plan, directory)
 
         trackers = stack.enter_context(trackers_for(cfg, directory, step))
@@ -152,7 +152,7 @@ def _run(cfg: Config, devices: Sequence[Any] | None) -> Result:
             if last:
                 break
         telemetry.flush()
-        save(force=True)  # where the data ended first
+        save(force=True)  # in case the data ended first
         checkpoints.wait()
         for line in loader.corpus.summary():
             progress.say(line)
