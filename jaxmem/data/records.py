@@ -160,8 +160,9 @@ def document_tokens(tokenizer: Tokenizer, pieces: Sequence[DocumentPiece]) -> li
     """Token ids of records: a document's begin and end tokens only where it begins and ends.
 
     >>> from jaxmem.data.tokenizer import Bytes
-    >>> [tokens.tolist() for tokens in document_tokens(Bytes(), [DocumentPiece("a", True, False), DocumentPiece("b",
-    False, True)])] [[97], [98, 256]]
+    >>> pieces = [DocumentPiece("a", True, False), DocumentPiece("b", False, True)]
+    >>> [tokens.tolist() for tokens in document_tokens(Bytes(), pieces)]
+    [[97], [98, 256]]
     """
     begin, end = np.array(tokenizer.begin, np.int32), np.array([tokenizer.end], np.int32)
     none = end[:0]

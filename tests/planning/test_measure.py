@@ -27,4 +27,4 @@ def test_one_config_runs_in_a_process_of_its_own() -> None:
 
 def test_what_goes_wrong_there_is_a_line() -> None:
     raw = SCRIPT["configs"](tiny=True)[0] | {"zero": 9}
-    assert "zero: must be at most 3, not 9" in measure.measure_apart(raw, 1)["error"]
+    assert "zero=9 must be at most 3" in measure.measure_apart(raw, 1)["error"]
