@@ -214,7 +214,7 @@ def is_of_loss(frames: Sequence[Frame]) -> bool:
 
 
 def information(maker: Instruction) -> tuple[bool, bool, bool]:
-    """Orders operations that write one buffer: what fills it says more than what initializes it with zeros."""
+    """Ranks operations that write one buffer: those that fill it above those that initialize it with zeros."""
     return "dynamic_update_slice" in maker.op_name, bool(maker.frames), maker.op_name.startswith("jit(")
 
 

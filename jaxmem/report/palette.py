@@ -12,5 +12,5 @@ COLOURS = dict(
         strict=True,
     )
 )
-COLOURS["activations in passing"] = COLOURS["other activations"]  # its name in runs of before
+COLOURS["activations in passing"] = COLOURS["other activations"]  # its name in runs of version 0.1.0
 SHADES = dict(zip(PASSES, ("#64798c", "#3d5063", "#4f6477", "#7a8c9c"), strict=True))

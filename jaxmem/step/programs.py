@@ -16,9 +16,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from flax.traverse_util import flatten_dict
 
 from jaxmem import adapters
 from jaxmem.config import Config
+from jaxmem.errors import UserError
 from jaxmem.quant.precision import Params
 from jaxmem.sharding import Layout, layout_for
 from jaxmem.step import batches, host_placement
@@ -120,7 +122,8 @@ class Program:
     def initialise(self) -> TrainState:
         """A new state from random weights: the same bits for the same seed and mesh. `hf.initial_state` also starts
         from existing weights."""
-        assert getattr(self.cfg.model, "hf", None) is None, "use hf.initial_state"
+        if (directory := getattr(self.cfg.model, "hf", None)) is not None:
+            raise UserError(f"model.hf={directory} provides the weights; use jaxmem.hf.initial.initial_state(program)")
         return self.compiled_initialise(jax.random.key(self.cfg.seed))
 
     def begin(self, params: Params) -> TrainState:
@@ -137,8 +140,6 @@ class Program:
 
     def new_module(self, name: str) -> dict[tuple[str, ...], Any]:
         """New weights of one module of the model, by path."""
-        from flax.traverse_util import flatten_dict
-
         shardings = flatten_dict(self.spec.shardings.params)
         paths = [path for path in flatten_dict(adapters.base_of(self.model.axes)) if path[0] == name]
 

@@ -35,7 +35,7 @@ def losses(name: str) -> list[float]:
 
 @pytest.mark.parametrize("name", RUNS)
 def test_a_recorded_run_resumes(name: str) -> None:
-    """Steps 5 and 6 are trained again, on two devices: the losses of before, to rounding."""
+    """Steps 5 and 6 are trained again, on two devices: with the recorded losses, to rounding."""
     before = losses(name)
     cfg = load_config(f"runs/{name}/config.yaml", ["mesh.fsdp=2"])
     result = run(cfg, jax.devices()[:2])

@@ -1,5 +1,7 @@
 """The step: micro-batches, clipping, schedules, determinism, donation, and state that is born where it lies."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,6 +11,7 @@ from flax import nnx
 
 from jaxmem import optim
 from jaxmem.config import Optimizer
+from jaxmem.errors import UserError
 from jaxmem.step import program
 from jaxmem.step.compiler_options import compiler_options
 from tests.step.conftest import Trained, batch_for, config
@@ -155,3 +158,10 @@ def _pairs(a, b):
         zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True),
         strict=True,
     )
+
+
+def test_existing_weights_are_not_initialised():
+    built = program(config(), jax.devices()[:1])
+    model = built.cfg.model.model_copy(update={"hf": "dir"})
+    with pytest.raises(UserError, match=r"model\.hf=dir provides the weights"):
+        dataclasses.replace(built, cfg=built.cfg.model_copy(update={"model": model})).initialise()
