@@ -123,7 +123,7 @@ def by_schedule(run: Run, plan: Schedule, *, on_host: bool = False) -> Callable[
         ahead = back(_at(slots, jnp.int32(plan.at[-1]))) if every else None
         carry = (slots, ahead, fetch_layer(weights, jnp.int32(len(plan.at) - 1)), gradients[0], nothing)
         (*_, g, of_beside), (of_weights, of_inputs) = jax.lax.scan(step, carry, (*each, gradients[1]), reverse=True)
-        return of_weights, g, of_inputs, of_beside
+        return _gradients_like(weights, of_weights), g, of_inputs, of_beside
 
     apply.defvjp(forward, backward)
     return apply
@@ -163,6 +163,15 @@ def with_inexact(tree: Any, numbers: Any) -> Any:
         return StoredWeight(leaf.stored, other) if isinstance(leaf, StoredWeight) else other
 
     return jax.tree.map(of, tree, numbers, is_leaf=_is_point)
+
+
+def _gradients_like(tree: Any, gradients: Any) -> Any:
+    """The gradients of a tree's `inexact_leaves`, in the form of the tree: a stored array has none."""
+
+    def of(leaf: Any, g: Any) -> Any:
+        return StoredWeight(None, g) if isinstance(leaf, StoredWeight) else g  # type: ignore[arg-type]
+
+    return jax.tree.map(of, tree, gradients, is_leaf=_is_point)
 
 
 def _is_point(x: Any) -> bool:

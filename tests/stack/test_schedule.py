@@ -1,6 +1,7 @@
-"""Boundaries kept and made again: the right ones, as many as stated; the same gradients, in fewer bytes."""
+"""Saved and recomputed boundaries: the right ones, as many as stated; the same gradients, in fewer bytes."""
 
 import math
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -10,8 +11,12 @@ from flax import nnx
 
 from jaxmem.config.recompute import fewest
 from jaxmem.lab.tour.checkpointing import FORMULAS, backward
+from jaxmem.quant import quantize
+from jaxmem.sharding import gather
+from jaxmem.sharding.weights import StoredWeight
 from jaxmem.stack import StackOptions, apply_stack, stacked
 from jaxmem.stack.schedule import schedule
+from jaxmem.stack.scheduled import by_schedule
 
 POLICIES = ("sqrt", "recursive", "constant", "every_1", "every_4", "every_300", "slots_1", "slots_2", "slots_4")
 
@@ -75,6 +80,26 @@ def test_gradients_are_bitwise_those_of_keeping_all():
     expected = gradients(*given, "none")
     for remat in ("sqrt", "recursive", "slots_3"):
         jax.tree.map(np.testing.assert_array_equal, gradients(*given, remat), expected)
+
+
+def test_gradients_of_quantized_weights_are_those_of_a_plain_scan():
+    """A stored weight has several arrays, and one gradient."""
+    weights = quantize(jax.random.normal(jax.random.key(0), (5, 4, 4)), "int8", 2, -2)
+    x = jax.random.normal(jax.random.key(1), (3, 4))
+
+    def run(weight, x, _, __):
+        return jnp.tanh(x @ gather(weight, ("embed", "mlp"), jnp.float32)), None
+
+    def loss(at, x, plan):
+        stored = StoredWeight(weights, at)
+        if plan is None:
+            y, _ = jax.lax.scan(lambda x, weight: run(weight, x, None, None), x, stored)
+        else:
+            y, _ = by_schedule(run, plan)(stored, x, None, None)
+        return jnp.sum(y * y)
+
+    gradients = [jax.grad(loss, (0, 1))(jnp.zeros((5, 4, 4)), x, plan) for plan in (None, schedule("sqrt", 5))]
+    jax.tree.map(partial(np.testing.assert_allclose, atol=1e-5), *gradients)
 
 
 def test_memory_and_arithmetic_of_a_decoder_compiled_for_a_gpu():
