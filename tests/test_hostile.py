@@ -65,7 +65,7 @@ LLAMA = {
         ({"architectures": 3}, "architectures: must be a list of names, not 3"),
         ({"layer_types": [[]]}, "layer_types: must be a list of names"),
         ({"max_window_layers": "x"}, "max_window_layers: must be an integer from 0 to"),
-        ({"num_hidden_layers": 9000, "max_window_layers": 1}, "layers of 2 kinds"),
+        ({"num_hidden_layers": 9000, "max_window_layers": 1}, "full_attention, sliding_attention are not"),
         ({"rope_scaling": {"rope_type": []}}, r"rope_type \[\] is not supported"),
         ({"rms_norm_eps": 10**400}, "rms_norm_eps: must be a number above 0"),
     ],

@@ -14,6 +14,7 @@ from operator import attrgetter
 from jaxmem.config.check_adapter import check_adapter, check_some_layers
 from jaxmem.config.check_data import check_data
 from jaxmem.config.check_memory import check_memory
+from jaxmem.config.hugging_face import config_json
 from jaxmem.config.mesh import Mesh, Rules
 from jaxmem.config.networks import Convnet, Decoder, Mlp, Rope, Vit
 from jaxmem.config.optimizers import OPTIMIZERS
@@ -137,6 +138,10 @@ def _decoder(cfg: Config) -> Iterator[str]:
         yield required(given, "model.rope.scaling", ["yarn"], rope.scaling)
     if model.hf is not None and model.preset is not None:
         yield f"model.hf={model.hf} and model.preset={model.preset} are both set; use one of them"
+    try:
+        config_json(model)
+    except UserError as error:  # it could be trained, but not exported
+        yield str(error)
 
 
 def _image_model(cfg: Config) -> Iterator[str]:

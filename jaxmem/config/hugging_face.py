@@ -7,16 +7,14 @@ of rotary positions, layers that differ, other activations, weights quantized by
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from jaxmem.config.hf_values import UnsupportedError, boolean, check_keys, integer, names, number, read_json
 from jaxmem.config.networks import Decoder, Rope
 from jaxmem.errors import UserError
-
-MAX_BYTES = 16 << 20  # more than any of these files; their content is checked, not trusted
 
 
 @dataclass(frozen=True)
@@ -49,7 +47,8 @@ SHAPE = {
     "mlp": "intermediate_size",
     "heads": "num_attention_heads",
 }
-MAX_LAYERS, MAX_SIZE = 10_000, 1 << 31  # more than any model; checked before anything of such a size is made
+MAX_LAYERS = 10_000  # more than any model; checked before anything of such a size is made
+DTYPES = ("float32", "float16", "bfloat16")
 # Scalings of rotary positions; for each the fields of `model.rope` that it has beside `factor`: key and default.
 ROPE: dict[str, dict[str, tuple[str, float | None]]] = {
     "default": {},
@@ -58,12 +57,15 @@ ROPE: dict[str, dict[str, tuple[str, float | None]]] = {
     "yarn": {"beta_fast": ("beta_fast", 32.0), "beta_slow": ("beta_slow", 1.0)},
 }
 ORIGINAL_LENGTH = "original_max_position_embeddings"
-# Settings that change what a model computes, and the only values that a decoder here supports, the default first.
+# Settings that change what a model computes, and the only values that a decoder here supports.
 FIXED: dict[str, tuple[Any, ...]] = {
     "hidden_act": ("silu",),
     "partial_rotary_factor": (1.0, None),
-    "quantization_config": (None,),
+    "attention_dropout": (0.0, None),
     "attn_logit_softcapping": (None,),
+    "quantization_config": (None,),
+    "dtype": (*DTYPES, None),
+    "torch_dtype": (*DTYPES, None),
 }
 FIXED_ROPE: dict[str, tuple[Any, ...]] = {
     "partial_rotary_factor": (1.0, None),
@@ -71,23 +73,27 @@ FIXED_ROPE: dict[str, tuple[Any, ...]] = {
     "mscale_all_dim": (None,),
     "truncate": (True, None),
 }
-
-
-def read_json(file: Path) -> dict[str, Any]:
-    """The object that a JSON file contains."""
-    try:
-        if file.stat().st_size > MAX_BYTES:
-            raise UserError(f"{file}: larger than {MAX_BYTES >> 20} MiB, which no such file is")
-        text = file.read_bytes()
-    except OSError as error:
-        raise UserError(f"{file}: cannot be read: {error.strerror}") from error
-    try:
-        found = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise UserError(f"{file}: invalid JSON: {error}") from error
-    if not isinstance(found, dict):
-        raise UserError(f"{file}: must contain an object, not {type(found).__name__}")
-    return found
+UNDERSTOOD_ROPE = {"rope_type", "type", "rope_theta", "factor", "attention_factor", ORIGINAL_LENGTH} | {
+    key
+    for fields in ROPE.values()
+    for key, _ in fields.values()  # of another scaling: ignored, as in transformers
+}
+UNDERSTOOD = {
+    *SHAPE.values(), "architectures", "model_type", "num_key_value_heads", "head_dim", "rms_norm_eps", "attention_bias",
+    "mlp_bias", "tie_word_embeddings", "rope_theta", "rope_scaling", "rope_parameters", "max_position_embeddings",
+    ORIGINAL_LENGTH, "layer_types", "sliding_window", "use_sliding_window", "max_window_layers",
+}  # fmt: skip
+# Patterns of keys that change no logits: names, ids of tokens, how weights were initialized, defaults of generation.
+WITHOUT_EFFECT = (
+    "_*", "*version", "unsloth*", "auto_map", "name_or_path", "tokenizer_class", "bos_token*", "eos_token*",
+    "pad_token*", "unk_token*", "sep_token*", "cls_token*", "mask_token*", "decoder_start_token_id", "forced_*",
+    "initializer_range", "pretraining_tp", "use_cache", "gradient_checkpointing", "attn_implementation", "output_*",
+    "return_dict*", "use_return_dict", "id2label", "label2id", "num_labels", "finetuning_task", "problem_type",
+    "task_specific_params", "torchscript", "prefix", "max_length", "min_length", "max_new_tokens",
+    "max_sequence_length", "model_max_length", "do_sample", "early_stopping", "num_beams", "num_beam_groups",
+    "num_return_sequences", "temperature", "top_k", "top_p", "typical_p", "*_penalty",
+    "*no_repeat_ngram_size", "bad_words_ids",
+)  # fmt: skip
 
 
 def decoder_fields(directory: str) -> dict[str, Any]:
@@ -100,97 +106,59 @@ def decoder_fields(directory: str) -> dict[str, Any]:
         raise UserError(f"model.hf: {directory}: contains no config.json; give a Hugging Face model's directory")
     try:
         return fields_of(read_json(file))
-    except _UnsupportedError as error:
+    except UnsupportedError as error:
         raise UserError(f"{file}: {error}") from None
 
 
-class _UnsupportedError(Exception):
-    """What a decoder here cannot compute, or a value of the wrong type."""
-
-
 def fields_of(settings: Mapping[str, Any]) -> dict[str, Any]:
-    names, model_type = _names(settings, "architectures"), settings.get("model_type")
-    family = next((FAMILIES[name] for name in names if name in FAMILIES), None)
-    if not names:
+    architectures, model_type = names(settings, "architectures"), settings.get("model_type")
+    family = next((FAMILIES[name] for name in architectures if name in FAMILIES), None)
+    if not architectures:
         family = next((one for one in FAMILIES.values() if one.model_type == model_type), None)
     if family is None:
-        raise _UnsupportedError(
-            f"architecture {', '.join(names) or model_type} is not supported; supported: {', '.join(FAMILIES)}"
+        raise UnsupportedError(
+            f"architecture {', '.join(architectures) or model_type} is not supported; supported: {', '.join(FAMILIES)}"
         )
-    _check_fixed(settings, FIXED)
-    shape = {name: _integer(settings, key) for name, key in SHAPE.items()}
+    check_keys(settings, UNDERSTOOD, FIXED, WITHOUT_EFFECT)
+    shape = {name: integer(settings, key) for name, key in SHAPE.items()}
     if shape["layers"] > MAX_LAYERS:
-        raise _UnsupportedError(f"num_hidden_layers: must be at most {MAX_LAYERS}, not {shape['layers']}")
-    defaults = {
-        "num_key_value_heads": shape["heads"], "head_dim": shape["embed"] // shape["heads"], **family.defaults
-    }  # fmt: skip
-    biased = bool(settings.get("attention_bias", False)) if family.biased is None else family.biased
+        raise UnsupportedError(f"num_hidden_layers: must be at most {MAX_LAYERS}, not {shape['layers']}")
+    # Of an absent key the default of the class; of null that of all classes.
+    settings = {**family.defaults, **settings}
+    biased = boolean(settings, "attention_bias") if family.biased is None else family.biased
     return {
         **shape,
-        "kv_heads": _integer(settings, "num_key_value_heads", defaults["num_key_value_heads"]),
-        "head_dim": _integer(settings, "head_dim", defaults["head_dim"]),
+        "kv_heads": integer(settings, "num_key_value_heads", shape["heads"]),
+        "head_dim": integer(settings, "head_dim", shape["embed"] // shape["heads"]),
         "rope": _rope_fields(settings),
-        "norm_epsilon": _number(settings, "rms_norm_eps", 1e-6),
+        "norm_epsilon": number(settings, "rms_norm_eps", 1e-6),
         "qk_norm": family.qk_norm,
         "attention_bias": biased,
         "output_bias": biased and family.biased_output,
-        "mlp_bias": family.mlp_bias and bool(settings.get("mlp_bias", False)),
-        "tie_embeddings": bool(settings.get("tie_word_embeddings", False)),
+        "mlp_bias": family.mlp_bias and boolean(settings, "mlp_bias"),
+        "tie_embeddings": boolean(settings, "tie_word_embeddings"),
         "window": _window(settings, family, shape["layers"]),
     }
 
 
-def _check_fixed(settings: Mapping[str, Any], fixed: Mapping[str, tuple[Any, ...]], section: str = "") -> None:
-    for key, supported in fixed.items():
-        if settings.get(key, supported[0]) not in supported:
-            value, only = json.dumps(settings[key]), json.dumps(supported[0])
-            raise _UnsupportedError(f"{section}{key} {value} is not supported, only {only}")
-
-
-def _names(settings: Mapping[str, Any], key: str) -> list[str]:
-    value = settings.get(key) or []
-    if not isinstance(value, list) or not all(isinstance(name, str) for name in value):
-        raise _UnsupportedError(f"{key}: must be a list of names, not {value!r}")
-    return value
-
-
-def _integer(settings: Mapping[str, Any], key: str, default: Any = None, least: int = 1) -> int:
-    value = settings.get(key)
-    value = default if value is None else value
-    if type(value) is not int or not least <= value <= MAX_SIZE:
-        raise _UnsupportedError(f"{key}: must be an integer from {least} to {MAX_SIZE}, not {value!r}")
-    return value
-
-
-def _number(settings: Mapping[str, Any], key: str, default: float | None = None) -> float:
-    value = settings.get(key)
-    value = default if value is None else value
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < 1e300:
-        raise _UnsupportedError(f"{key}: must be a number above 0, not {value!r}")
-    return float(value)
-
-
 def _window(settings: Mapping[str, Any], family: HfFamily, layers: int) -> int | None:
     """How many keys a query sees; the same in every layer."""
-    kinds = set(_names(settings, "layer_types"))
-    window = settings.get("sliding_window", family.defaults.get("sliding_window"))
-    if window is None or family.windows is None:
+    kinds = set(names(settings, "layer_types"))
+    if settings.get("sliding_window") is None or family.windows is None:
         return None
     if family.windows == "asked":
-        if not settings.get("use_sliding_window", False):
+        if not boolean(settings, "use_sliding_window"):
             return None
-        first = _integer(settings, "max_window_layers", 28, least=0)
+        first = integer(settings, "max_window_layers", 28, least=0)
         present = {"full_attention": first > 0, "sliding_attention": first < layers}
         kinds = kinds or {kind for kind, is_present in present.items() if is_present}
-    kinds = kinds or {"sliding_attention"}
-    if kinds == {"full_attention"}:
-        return None
-    if kinds != {"sliding_attention"}:
-        raise _UnsupportedError(
-            f"layer_types: layers of {len(kinds)} kinds ({', '.join(sorted(kinds))}) are not supported; "
-            "all must have the same window"
+        if kinds == {"full_attention"}:
+            return None
+    if not kinds <= {"sliding_attention"}:
+        raise UnsupportedError(
+            f"layer_types: {', '.join(sorted(kinds))} are not supported; all layers must have the same window"
         )
-    return _integer(settings, "sliding_window", window)
+    return integer(settings, "sliding_window")
 
 
 def _rope_fields(settings: Mapping[str, Any]) -> dict[str, Any]:
@@ -198,24 +166,24 @@ def _rope_fields(settings: Mapping[str, Any]) -> dict[str, Any]:
     transformers reads `rope_scaling`."""
     scaling = settings.get("rope_scaling") or settings.get("rope_parameters") or {}
     if not isinstance(scaling, Mapping):
-        raise _UnsupportedError(f"rope_scaling: must be an object, not {scaling!r}")
+        raise UnsupportedError(f"rope_scaling: must be an object, not {scaling!r}")
     kind = scaling.get("rope_type", scaling.get("type", "default"))
     if not isinstance(kind, str) or kind not in ROPE:
-        raise _UnsupportedError(f"rope_type {kind!r} is not supported; supported: {', '.join(ROPE)}")
-    _check_fixed(scaling, FIXED_ROPE, "rope_scaling.")
-    rope: dict[str, Any] = {"theta": _number({**settings, **scaling}, "rope_theta", 10_000.0)}
+        raise UnsupportedError(f"rope_type {kind!r} is not supported; supported: {', '.join(ROPE)}")
+    check_keys(scaling, UNDERSTOOD_ROPE, FIXED_ROPE, section="rope_scaling.")
+    rope: dict[str, Any] = {"theta": number({**settings, **scaling}, "rope_theta", 10_000.0)}
     if kind == "default":
         return rope
-    rope |= {"scaling": kind, "factor": _number(scaling, "factor")}
-    rope |= {name: _number(scaling, key, default) for name, (key, default) in ROPE[kind].items()}
+    rope |= {"scaling": kind, "factor": number(scaling, "factor")}
+    rope |= {name: number(scaling, key, default) for name, (key, default) in ROPE[kind].items()}
     if kind == "yarn" and scaling.get("attention_factor") is not None:
-        rope["attention_factor"] = _number(scaling, "attention_factor")
+        rope["attention_factor"] = number(scaling, "attention_factor")
     if kind != "linear":
         found = [one[ORIGINAL_LENGTH] for one in (scaling, settings) if one.get(ORIGINAL_LENGTH) is not None]
         if len(found) == 2 and found[0] != found[1]:
-            raise _UnsupportedError(f"{ORIGINAL_LENGTH}: {found[1]} and in rope_scaling {found[0]}; remove one of them")
+            raise UnsupportedError(f"{ORIGINAL_LENGTH}: {found[1]} and in rope_scaling {found[0]}; remove one of them")
         default = found[0] if found else settings.get("max_position_embeddings")
-        rope["original_length"] = _integer({}, ORIGINAL_LENGTH, default)
+        rope["original_length"] = integer({}, ORIGINAL_LENGTH, default)
     return rope
 
 
@@ -242,13 +210,15 @@ def config_json(model: Decoder, base: Mapping[str, Any] | None = None, length: i
 
 
 def _comparable(model: Decoder) -> dict[str, Any]:
-    return model.model_dump(exclude={"family", "preset", "hf", "dropout"})
+    """The fields that change what a model computes."""
+    fields = model.model_dump(exclude={"family", "preset", "hf", "dropout", "rope"})
+    return {**fields, "rope_theta": model.rope.theta, "rope_scaling": _rope_scaling(model.rope)}
 
 
 def _read_back(settings: Mapping[str, Any]) -> dict[str, Any] | None:
     try:
         return _comparable(Decoder.model_validate(fields_of(settings)))
-    except (_UnsupportedError, ValueError):
+    except (UnsupportedError, ValueError):
         return None
 
 

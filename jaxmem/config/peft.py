@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from jaxmem.config.hugging_face import read_json
+from jaxmem.config.hf_values import read_json
 from jaxmem.config.sections import Adapter
 from jaxmem.errors import UserError, nearest
 

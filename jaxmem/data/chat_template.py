@@ -17,7 +17,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from jaxmem.config.hugging_face import MAX_BYTES, read_json
+from jaxmem.config.hf_values import MAX_BYTES, read_json
 from jaxmem.data.records import InvalidRecordError
 from jaxmem.data.tokenizer import END_TEXT, Tokenizer
 from jaxmem.errors import UserError

@@ -17,7 +17,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from jaxmem.config.hugging_face import read_json
+from jaxmem.config.hf_values import read_json
 from jaxmem.errors import UserError
 
 # The names of the token that ends a document, most specific first.

@@ -7,7 +7,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from jaxmem.config.hugging_face import read_json
+from jaxmem.config.hf_values import read_json
 from jaxmem.errors import UserError
 
 TOKENIZER = (
@@ -21,7 +21,6 @@ TOKENIZER = (
     "merges.txt",
 )
 SETTINGS = ("config.json", "generation_config.json")
-DTYPES = ("float32", "float16", "bfloat16")
 
 
 def copy_metadata(source: str | Path, target: Path) -> None:
@@ -68,12 +67,8 @@ def _copy(file: Path, target: Path) -> None:
 
 def storage_dtype(directory: str | Path) -> str:
     """The dtype of a directory's weights, as its config.json says."""
-    file = Path(directory).expanduser() / "config.json"
-    settings = read_json(file)
-    dtype = str(settings.get("dtype") or settings.get("torch_dtype") or "float32")
-    if dtype not in DTYPES:
-        raise UserError(f"{file}: dtype {dtype!r} is not supported; supported: {', '.join(DTYPES)}")
-    return dtype
+    settings = read_json(Path(directory).expanduser() / "config.json")
+    return str(settings.get("dtype") or settings.get("torch_dtype") or "float32")
 
 
 def byte_tokenizer() -> dict[str, Any]:

@@ -22,6 +22,7 @@ from jax.typing import DTypeLike
 from jaxmem import models
 from jaxmem.config import Decoder
 from jaxmem.config.hugging_face import decoder_fields
+from jaxmem.errors import UserError
 from jaxmem.hf.names import FileWeight, WeightPath, decoder_weights, is_ignored
 from jaxmem.hf.tensors import Tensors
 from jaxmem.quant import QTensor
@@ -111,7 +112,11 @@ def _read(
     sharding = layout.sharding("weights", axes, shape) if layout else jax.tree.leaves(_shardings(spec))[0]
 
     def read(layer: int) -> jax.Array:
-        return _on_devices(partial(tensors.read, weight.tensor_name(layer)), shape, sharding)
+        name = weight.tensor_name(layer)
+        x = _on_devices(partial(tensors.read, name), shape, sharding)
+        if not _is_finite(x):
+            raise UserError(f"{tensors.entries[name].file}: {name} contains NaN or infinite values; get an intact file")
+        return x
 
     if not weight.is_stacked:
         return jax.block_until_ready(_converted(weight.is_transposed, spec)(read(0)))
@@ -135,6 +140,11 @@ def _on_devices(read: Callable[[Any], np.ndarray], shape: tuple[int, ...], shard
             shards = {key: read(index)}
         arrays.append(jax.device_put(shards[key], device, may_alias=False))
     return jax.make_array_from_single_device_arrays(shape, sharding, jax.block_until_ready(arrays))
+
+
+@jax.jit
+def _is_finite(x: jax.Array) -> jax.Array:
+    return jnp.isfinite(x).all()
 
 
 @cache

@@ -19,7 +19,7 @@ from typing import Any, Self
 import ml_dtypes
 import numpy as np
 
-from jaxmem.config.hugging_face import read_json
+from jaxmem.config.hf_values import read_json
 from jaxmem.errors import UserError
 
 SHARD = 5 << 30  # bytes of values in a written file

@@ -19,9 +19,10 @@ from flax import nnx
 
 from jaxmem import models
 from jaxmem.adapters import Lora, base_of, merged_weight
-from jaxmem.config.hugging_face import config_json, read_json
+from jaxmem.config.hf_values import read_json
+from jaxmem.config.hugging_face import DTYPES, config_json
 from jaxmem.errors import UserError
-from jaxmem.hf.files import DTYPES, copy_metadata, copy_tokenizer, storage_dtype
+from jaxmem.hf.files import copy_metadata, copy_tokenizer, storage_dtype
 from jaxmem.hf.names import FileWeight, WeightPath, decoder_weights
 from jaxmem.hf.tensors import DTYPES as NUMPY_DTYPES
 from jaxmem.hf.tensors import SHARD, OutputTensor, write_tensors

@@ -67,7 +67,15 @@ def test_every_family_s_settings_are_written_as_they_are_read(compare) -> None:
         made = config_json(Decoder(**fields))
         assert fields_of(made) == fields, name
     with pytest.raises(UserError, match="no family of Hugging Face supports qk_norm, mlp_bias together"):
-        config_json(Decoder(**fields_of(compare.config("qwen3")) | {"mlp_bias": True}))
+        load_config(
+            {"name": "x", "model": fields_of(compare.config("qwen3")) | {"mlp_bias": True}, "train": {"steps": 1}}
+        )
+    # A field that has no effect is no difference.
+    odd = {"theta": 10.0, "scaling": "linear", "factor": 2.0, "original_length": 64}
+    assert (
+        "LlamaForCausalLM"
+        in config_json(Decoder(**fields_of(compare.config("llama2")) | {"rope": odd}))["architectures"]
+    )
 
 
 def test_of_two_scalings_the_one_of_transformers_counts(compare) -> None:

@@ -163,6 +163,18 @@ def tensors(change: Callable[[dict[str, np.ndarray]], None]) -> Callable[[Path],
         (config(num_hidden_layers=10**9), "num_hidden_layers: must be at most 10000, not 1000000000"),
         (config(rope_scaling={"rope_type": "yarn", "factor": 2.0, "mscale": 1.0}), "rope_scaling.mscale 1.0 is not"),
         (config(rope_parameters={"partial_rotary_factor": 0.5}), "partial_rotary_factor 0.5 is not supported"),
+        (config(dtype="float8_e4m3fn"), 'dtype "float8_e4m3fn" is not supported, only "float32"'),
+        (config(residual_multiplier=0.5), "residual_multiplier 0.5 is unknown and could change"),
+        (
+            config(rope_scaling={"type": "linear", "factor": 2.0, "mrope_section": [2]}),
+            r"rope_scaling.mrope_section \[2",
+        ),
+        (config(attention_bias="no"), "attention_bias: must be true or false, not 'no'"),
+        (
+            tensors(lambda t: t["model.layers.1.mlp.up_proj.weight"].fill(np.nan)),
+            "layers.1.mlp.up_proj.weight contains",
+        ),
+        (tensors(lambda t: t["model.norm.weight"].fill(np.inf)), "model.norm.weight contains NaN or infinite values"),
         (config(vocab_size=None), "vocab_size: must be an integer from 1 to 2147483648, not None"),
         (lambda place: (place / "config.json").write_text("{"), "invalid JSON"),
         (lambda place: (place / "config.json").unlink(), "contains no config.json"),
@@ -189,7 +201,7 @@ def test_layers_of_two_kinds_are_refused(tmp_path: Path, directories: Path) -> N
     place = tmp_path / "model"
     shutil.copytree(directories / "qwen2-window", place)
     config(max_window_layers=1)(place)
-    with pytest.raises(UserError, match="layers of 2 kinds"):
+    with pytest.raises(UserError, match="layer_types: full_attention, sliding_attention are not supported"):
         hf.load(place)
 
 

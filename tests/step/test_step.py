@@ -83,7 +83,8 @@ def test_the_update_is_adamw_on_clipped_mean_gradients():
 
 
 def test_every_weight_learns():
-    trained = Trained(config(model={"preset": "tiny", "attention_bias": True, "qk_norm": True}), updates=2)
+    model = {"preset": "tiny", "attention_bias": True, "output_bias": True, "qk_norm": True}
+    trained = Trained(config(model=model), updates=2)
     for path, (before, after) in _pairs(trained.first, trained.params):
         assert not np.array_equal(before, after), path
 
