@@ -33,13 +33,10 @@ demo: $(VENV)/installed
 test: $(VENV)/installed-dev
 	@$(BIN)/python -m pytest -n 2 --dist loadfile
 
-# mypy reads a tree of links in which kernels/ stands where it installs: jaxmem/kernels.
 lint: $(VENV)/installed-dev
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
 	@$(BIN)/python scripts/check_words.py
-	@rm -rf build/types && mkdir -p build/types/jaxmem
-	@ln -s $(CURDIR)/jaxmem/*.py $(CURDIR)/jaxmem/*/ $(CURDIR)/kernels build/types/jaxmem/
 	@$(BIN)/mypy
 
 clean:
@@ -51,10 +48,10 @@ $(VENV)/made:
 	@$(PYTHON) -m venv $(VENV) || { rm -rf $(VENV); echo "error: $(PYTHON) cannot make an environment"; exit 1; }
 	@touch $@
 
-$(VENV)/installed: $(VENV)/made pyproject.toml setup.py
+$(VENV)/installed: $(VENV)/made pyproject.toml
 	@$(INSTALL) -e .
 	@touch $@
 
-$(VENV)/installed-dev: $(VENV)/made pyproject.toml setup.py
+$(VENV)/installed-dev: $(VENV)/made pyproject.toml
 	@$(INSTALL) -e '.[dev]'
 	@touch $@ $(VENV)/installed

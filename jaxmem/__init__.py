@@ -15,7 +15,7 @@ import importlib.util
 import pkgutil
 from typing import Any
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 # The names at hand, and where they live; every submodule is at hand too (jaxmem.optim, jaxmem.kernels, ...).
 _NAMES = {

@@ -6,7 +6,6 @@ import ast
 import importlib.util
 import subprocess
 import sys
-import tomllib
 from collections.abc import Iterator
 from functools import cache
 from graphlib import TopologicalSorter
@@ -221,19 +220,6 @@ def test_tests_load_no_scripts() -> None:
 def test_kernels_install_under_one_name(tmp_path: Path) -> None:
     code = "import jaxmem.kernels, importlib.util; print(importlib.util.find_spec('kernels'))"
     assert run(code, cwd=tmp_path) == "None"
-
-
-def test_a_wheel_holds_everything() -> None:
-    """setup.py finds packages by their __init__.py, and modules only: anything else must be named, or is missing."""
-    settings = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["package-data"]
-    folders = {package: package.replace("jaxmem.kernels", "kernels").replace(".", "/") for package in settings}
-    named = {ROOT / folders[package] / name for package, names in settings.items() for name in names}
-    assert all(path.is_file() for path in named)
-    for folder in ("jaxmem", "kernels"):
-        for path in (ROOT / folder).rglob("*"):
-            if path.is_file() and "__pycache__" not in path.parts:
-                assert path.suffix == ".py" or path in named, f"{path}: name it in [tool.setuptools.package-data]"
-                assert (path.parent / "__init__.py").exists(), path
 
 
 def test_one_room_knows_how_arrays_are_laid_out() -> None:

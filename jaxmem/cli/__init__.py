@@ -9,9 +9,11 @@ from __future__ import annotations
 import shutil
 import sys
 import warnings
+from typing import Annotated
 
 import typer
 
+from jaxmem import __version__
 from jaxmem.cli import benches, convert, inference, info, planning, training
 from jaxmem.errors import UserError
 from jaxmem.machine.devices import collect_garbage_rarely
@@ -23,6 +25,22 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"terminal_width": min(shutil.get_terminal_size().columns, 100)},
 )
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        print(__version__)
+        raise typer.Exit
+
+
+@app.callback()
+def _of_all_commands(
+    version: Annotated[
+        bool, typer.Option("--version", help="Print the version.", is_eager=True, callback=_print_version)
+    ] = False,
+) -> None: ...
+
+
 app.command()(training.train)
 app.command()(planning.plan)
 app.command()(planning.fit)
