@@ -21,7 +21,7 @@ from jaxmem.optim.master import MasterState
 from jaxmem.planning.buffers import Allocation, Lifetimes, Region, Snapshot, peak_of, read_allocations
 from jaxmem.planning.hlo import Frame, HloShape, Instruction, Module, dot_flops
 from jaxmem.planning.known_shapes import Dims, KnownShapes, sorted_dims
-from jaxmem.planning.origins import BATCH, NOWHERE, OPTIMIZER, OTHER, WEIGHTS, Origins, origins_at, trace_origins
+from jaxmem.planning.origins import BATCH, NOWHERE, OPTIMIZER, OTHER, WEIGHTS, Origins, Result, trace_origins, union
 from jaxmem.quant import QTensor
 
 PARTS = ("parameters", "quantization", "master", "optimizer", "gradients", "activations", "batch", "other")
@@ -110,7 +110,7 @@ class Breakdown:
                 yield NamedBuffer("other", "result", one.size, str(shape), made_by, shape)
 
     @cached_property
-    def _origins(self) -> dict[Instruction, object]:
+    def _origins(self) -> dict[Instruction, Result]:
         return trace_origins(self.module, lambda one: input_origin(one.op_name))
 
     @cached_property
@@ -135,9 +135,9 @@ class Breakdown:
         places = [place for buffer in region.buffers for place in buffer.aliases]
         maker = max((maker_of(one, index) for one, index in places), key=information)
         shape = max((buffer.shape for buffer in region.buffers), key=lambda shape: shape.bytes)
-        origins = NOWHERE
-        for one, index in places:
-            origins |= origins_at(self._origins.get(one, NOWHERE), index)
+        origins = union(
+            union(self._origins[one][one.shape.arrays_at(index)]) for one, index in places if one in self._origins
+        )
         part, kind = self._part_and_kind(region, maker, shape, origins)
         return NamedBuffer(part, kind, region.size, str(shape), maker.op_name, shape, region)
 

@@ -59,8 +59,21 @@ class HloShape:
             return sum(part.bytes for part in self.parts)
         return -(-self.elements * self.bits // 8)
 
+    @cached_property
+    def arrays(self) -> int:
+        """How many arrays a tuple consists of, nested tuples included; 1 for an array."""
+        return sum(part.arrays for part in self.parts) if self.dtype == "tuple" else 1
+
     def at(self, index: tuple[int, ...]) -> HloShape:
         return self.parts[index[0]].at(index[1:]) if index else self
+
+    def arrays_at(self, index: tuple[int, ...]) -> slice:
+        """Which of a tuple's arrays, in order, are at an index."""
+        shape, first = self, 0
+        for number in index:
+            first += sum(part.arrays for part in shape.parts[:number])
+            shape = shape.parts[number]
+        return slice(first, first + shape.arrays)
 
     def __str__(self) -> str:
         return f"{self.dtype}[{','.join(map(str, self.dims))}]"
