@@ -15,6 +15,8 @@ GIB = 2**30
 ATTAINED_FLOPS = 0.7
 ATTAINED_BANDWIDTH = 0.85
 ATTAINED_LINK = 0.8
+# Peaks relative to bf16: tensor cores compute float32 as TF32 at half the rate, narrow formats at twice the rate.
+RATES = {"float64": 1 / 32, "float32": 0.5, "int8": 2.0, "uint8": 2.0, "float8_e4m3fn": 2.0, "float8_e5m2": 2.0}
 
 
 @dataclass(frozen=True)
@@ -46,6 +48,27 @@ class Gpu:
     @property
     def flops(self) -> float:
         return self.bf16_tflops * 1e12
+
+    def matmul_rate(self, dtype: str) -> float:
+        """Attained FLOP/s."""
+        return self.flops * ATTAINED_FLOPS * RATES.get(dtype, 1.0)
+
+    @property
+    def memory_rate(self) -> float:
+        """Attained bytes per second."""
+        return self.bandwidth_gb_s * 1e9 * ATTAINED_BANDWIDTH
+
+    @property
+    def host_rate(self) -> float:
+        """Attained bytes per second to host memory, and as many from there at the same time."""
+        return self.host_link_gb_s * 1e9 * ATTAINED_LINK
+
+    def link_rate(self, group: int, neighbours: int) -> float:
+        """Attained bytes per second of a collective of `group` devices, of which `neighbours` share a host: over the
+        links within a host; between hosts over the networks of all members on a host together."""
+        between_hosts = neighbours < group
+        rate = min(self.link_gb_s, self.network_gb_s * neighbours) if between_hosts else self.link_gb_s
+        return rate * 1e9 * ATTAINED_LINK
 
 
 # Networks and host memory are those of common servers: DGX for A100 to B200 (8 GPUs; 2 TiB of host memory, 1 TiB

@@ -10,58 +10,49 @@ from __future__ import annotations
 import itertools
 import math
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 
-from jaxmem.machine.gpus import ATTAINED_LINK, Gpu
+from jaxmem.machine.gpus import Gpu
 from jaxmem.planning.hlo import Instruction
 
-KINDS = (
+COLLECTIVES = (
     "all-gather", "all-reduce", "reduce-scatter", "all-to-all", "ragged-all-to-all", "collective-permute",
     "collective-broadcast",
 )  # fmt: skip
-LATENCY = 10e-6  # seconds until a message moves at full rate
+TO_HOST, FROM_HOST = "to host", "from host"
+LATENCY = 10e-6  # seconds until a transfer reaches its full rate
 
 
 @dataclass(frozen=True)
-class Collective:
-    """One execution of a collective."""
+class Transfer:
+    """One execution of a collective, or of a copy between a device and host memory."""
 
-    kind: str
-    group: int  # devices that take part together
-    neighbours: int  # how many of them share a host
+    kind: str  # one of COLLECTIVES, or TO_HOST or FROM_HOST
     wire_bytes: int
-    asynchronous: bool
+    is_asynchronous: bool
+    group: int = 1  # devices that communicate with each other
+    neighbours: int = 1  # how many of them share a host
     members: tuple[int, ...] = ()  # of the first group
 
+    @property
+    def link(self) -> str:
+        """Collectives share one link; copies to the host and from it have a link each."""
+        return "network" if self.kind in COLLECTIVES else self.kind
+
     def seconds(self, gpu: Gpu, *, one_host: bool = False) -> float:
-        """Within a host over its links; between hosts over the networks of all members on a host together.
-        `one_host`: as if the whole group shared one host."""
-        rate = gpu.link_gb_s
-        if self.neighbours < self.group and not one_host:
-            rate = min(rate, gpu.network_gb_s * self.neighbours)
-        return LATENCY + self.wire_bytes / (rate * 1e9 * ATTAINED_LINK)
+        """`one_host`: as if all devices of the group shared one host."""
+        if self.kind not in COLLECTIVES:
+            return LATENCY + self.wire_bytes / gpu.host_rate
+        return LATENCY + self.wire_bytes / gpu.link_rate(self.group, self.group if one_host else self.neighbours)
 
 
-@dataclass(frozen=True)
-class HostCopy:
-    """One execution of a copy. The link to the host carries as many bytes each way at the same time."""
-
-    kind: Literal["to host", "from host"]
-    wire_bytes: int
-    asynchronous: bool
-    group: int = 1  # devices that take part
-
-    def seconds(self, gpu: Gpu) -> float:
-        return LATENCY + self.wire_bytes / (gpu.host_link_gb_s * 1e9 * ATTAINED_LINK)
-
-
-def collective(one: Instruction, devices: int, per_host: int) -> Collective | None:
+def collective(one: Instruction, devices: int, per_host: int) -> Transfer | None:
     """The collective that an instruction is or starts, among `devices` of which `per_host` share a host."""
     inner = one.called[0].root if one.opcode == "async-start" else one
     kind = inner.opcode.removesuffix("-start")
-    if kind not in KINDS:
+    if kind not in COLLECTIVES:
         return None
     groups = _groups(inner.proto, devices)
     group = groups.shape[1]
@@ -70,37 +61,35 @@ def collective(one: Instruction, devices: int, per_host: int) -> Collective | No
     size = sum(operand.shape.bytes for operand in inner.operands) * (group if kind == "all-gather" else 1)
     share = 1.0 if kind in ("collective-permute", "collective-broadcast") else (group - 1) / group
     backend = one.config.get("collective_backend_config", {})
-    return Collective(
+    return Transfer(
         kind,
+        round(size * share * (2 if kind == "all-reduce" else 1)),
+        one.opcode.endswith("-start") and not backend.get("is_sync", False),
         group,
         _neighbours(groups, per_host),
-        round(size * share * (2 if kind == "all-reduce" else 1)),
-        asynchronous=one.opcode.endswith("-start") and not backend.get("is_sync", False),
-        members=tuple(groups[0].tolist()),
+        tuple(groups[0].tolist()),
     )
 
 
-def host_copy(one: Instruction) -> HostCopy | None:
+def host_copy(one: Instruction) -> Transfer | None:
     """The copy that an instruction is or starts: of an array, of a slice of one, or into a slice of one."""
     if one.opcode == "copy-start":
-        target = one.shape.parts[0]
-        return _between(one.operands[0], target.on_host, target.bytes, asynchronous=True)
-    inner = one
-    while inner.opcode in ("async-start", "fusion", "bitcast"):
-        inner = inner.operands[0] if inner.opcode == "bitcast" else inner.called[0].root
-    while inner.opcode == "copy" and inner.operands[0].opcode in ("bitcast", "copy", "dynamic-slice"):
-        inner = inner.operands[0]  # a slice that is transposed on the way
-    if inner.opcode not in ("copy", "dynamic-slice", "dynamic-update-slice"):
+        source, target = one.operands[0].shape, one.shape.parts[0]
+        moved = target
+    else:
+        inner = one
+        while inner.opcode in ("async-start", "fusion", "bitcast"):
+            inner = inner.operands[0] if inner.opcode == "bitcast" else inner.called[0].root
+        while inner.opcode == "copy" and inner.operands[0].opcode in ("bitcast", "copy", "dynamic-slice"):
+            inner = inner.operands[0]  # a slice that is transposed on the way
+        if inner.opcode not in ("copy", "dynamic-slice", "dynamic-update-slice"):
+            return None
+        is_update = inner.opcode == "dynamic-update-slice"
+        source, target = inner.operands[is_update].shape, inner.shape
+        moved = source if is_update else target
+    if source.on_host == target.on_host:
         return None
-    source = inner.operands[1 if inner.opcode == "dynamic-update-slice" else 0]
-    moved = source if inner.opcode == "dynamic-update-slice" else inner
-    return _between(source, inner.shape.on_host, moved.shape.bytes, asynchronous=one.opcode == "async-start")
-
-
-def _between(source: Instruction, to_host: bool, size: int, *, asynchronous: bool) -> HostCopy | None:
-    if source.shape.on_host == to_host:
-        return None
-    return HostCopy("to host" if to_host else "from host", size, asynchronous)
+    return Transfer(TO_HOST if target.on_host else FROM_HOST, moved.bytes, one.opcode in ("copy-start", "async-start"))
 
 
 def _neighbours(groups: np.ndarray, per_host: int) -> int:

@@ -1,4 +1,4 @@
-"""Compiling a program, and reading from the compiler: the scheduled module, the buffer assignment, the log.
+"""Compiling a program, and reading what the compiler decided: the scheduled module, the buffer assignment, the log.
 
 A program for local devices is compiled as it will run. For GPUs that are not here XLA makes the same decisions without
 generating code (`elsewhere.py`).
@@ -36,12 +36,16 @@ _QUICK: Options = {"xla_backend_optimization_level": "0", "xla_llvm_disable_expe
 
 @dataclass(frozen=True)
 class Compiled:
-    """A program's module, and its buffer assignment as XLA serialized it."""
+    """A program as XLA compiled it. XLA's module and buffer assignment are serialized."""
 
-    module: Module
+    serialized_module: bytes
     assignment: bytes
-    wants_host: bool  # the program as it was given to XLA places values in host memory
+    wants_host: bool = False  # the program that XLA compiled places values in host memory
     executable: jax.stages.Compiled | None = None  # of a program for local devices
+
+    @cached_property
+    def module(self) -> Module:
+        return read_module(self.serialized_module)
 
     @cached_property
     def sizes(self) -> dict[str, int]:
@@ -50,6 +54,7 @@ class Compiled:
 
     @property
     def total(self) -> int:
+        """Bytes of device memory."""
         return _sum(self.sizes)
 
     @cached_property
@@ -75,14 +80,13 @@ def compile_all(
     """
     with contextlib.nullcontext() if here else without_cache(), ThreadPoolExecutor(1 + len(others)) as pool:
         compiled = pool.submit(_compile, step, here, code)
-        sizes = {name: pool.submit(_total, lower(), here, code) for name, lower in others.items()}
-        return compiled.result(), {name: one.result() for name, one in sizes.items()}
+        sizes = {name: pool.submit(_compile, lower(), here, code) for name, lower in others.items()}
+        return compiled.result(), {name: one.result().total for name, one in sizes.items()}
 
 
 def compiled_size(lowered: jax.stages.Lowered, *, here: bool) -> int:
     """Bytes per device of a program that will not be run."""
-    with contextlib.nullcontext() if here else without_cache():
-        return _total(lowered, here, code=False)
+    return compile_all(lowered, {}, here=here, code=False)[0].total
 
 
 def total_of(executable: jax.stages.Compiled) -> int:
@@ -92,26 +96,13 @@ def total_of(executable: jax.stages.Compiled) -> int:
 
 def _compile(lowered: jax.stages.Lowered, here: bool, code: bool) -> Compiled:
     wants_host = "pinned_host" in lowered.as_text()
-    if not here:
-        with _as_user_error():
-            module, assignment = compile_elsewhere(lowered)
-        return Compiled(read_module(module), assignment, wants_host)
-    executable = _compile_here(lowered, code)
+    with _as_user_error():
+        if not here:
+            return Compiled(*compile_elsewhere(lowered), wants_host)
+        executable = lowered.compile(compiler_options=None if code else _QUICK)
     runtime: Any = executable.runtime_executable()
     module = runtime.hlo_modules()[0].as_serialized_hlo_module_proto()
-    return Compiled(read_module(module), _assignment(executable), wants_host, executable)
-
-
-def _total(lowered: jax.stages.Lowered, here: bool, code: bool) -> int:
-    if here:
-        return total_of(_compile_here(lowered, code))
-    with _as_user_error():
-        return _sum(sizes_of(compile_elsewhere(lowered)[1], on_host=False))
-
-
-def _compile_here(lowered: jax.stages.Lowered, code: bool) -> jax.stages.Compiled:
-    with _as_user_error():
-        return lowered.compile(compiler_options=None if code else _QUICK)
+    return Compiled(module, _assignment(executable), wants_host, executable)
 
 
 @contextlib.contextmanager

@@ -11,10 +11,10 @@ from dataclasses import dataclass
 from jaxmem.config import Config, Decoder
 from jaxmem.config.names import BOUNDARY, offloaded_activations
 from jaxmem.config.recompute import repeats_forward
-from jaxmem.machine.gpus import ATTAINED_BANDWIDTH, ATTAINED_FLOPS, ATTAINED_LINK, Gpu
+from jaxmem.machine.gpus import Gpu
 from jaxmem.planning.passes import AROUND, TracedPasses
 from jaxmem.planning.share import passes_per_update, rows_of, shards
-from jaxmem.planning.timeline import LAUNCH, RATES
+from jaxmem.planning.timeline import LAUNCH
 
 _EXPOSED = 0.3  # of the communication, at least
 _WAITED = 0.8  # of copies between a device and its host, in compiled decoders with remat dots
@@ -56,22 +56,18 @@ class StepTime:
         communication = self._weights(weights) + self._tensor() + self._context()
         exposed = max(_EXPOSED * communication, communication - compute)
         # Frozen weights are copied for both passes, a layer ahead.
-        exposed += max(0.0, 2 * offloaded.frozen / self._host_link - compute)
-        each = compute + exposed + self._offloaded_activations(passes, compute) + 3 * parts["gradients"] / self._memory
+        exposed += max(0.0, 2 * offloaded.frozen / self.gpu.host_rate - compute)
+        each = (
+            compute
+            + exposed
+            + self._offloaded_activations(passes, compute)
+            + 3 * parts["gradients"] / self.gpu.memory_rate
+        )
         # Nothing overlaps an update after the passes; the link carries state both ways at once.
-        moved = offloaded.optimizer / self._host_link
+        moved = offloaded.optimizer / self.gpu.host_rate
         exposed_state = max(0.0, moved - compute) if self.cfg.memory.update == "during" else moved
         state = parts["parameters"] + parts["master"] + parts["optimizer"] + parts["gradients"] + offloaded.optimizer
-        return micro * each + exposed_state + self._per_update(weights) + 3 * state / self._memory
-
-    @property
-    def _memory(self) -> float:
-        """Bytes per second."""
-        return self.gpu.bandwidth_gb_s * 1e9 * ATTAINED_BANDWIDTH
-
-    @property
-    def _host_link(self) -> float:
-        return self.gpu.host_link_gb_s * 1e9 * ATTAINED_LINK
+        return micro * each + exposed_state + self._per_update(weights) + 3 * state / self.gpu.memory_rate
 
     @property
     def _split(self) -> int:
@@ -90,10 +86,10 @@ class StepTime:
         rows = rows_of(self.cfg)
         seconds = passes.kernels * LAUNCH
         for one in passes.matmuls:
-            arithmetic = rows * one.flops / (self.gpu.flops * ATTAINED_FLOPS * RATES.get(one.dtype, 1.0))
+            arithmetic = rows * one.flops / self.gpu.matmul_rate(one.dtype)
             moved = one.weights + rows * one.others
-            seconds += one.times * AROUND * moved / self._memory
-            if arithmetic > moved / self._memory:
+            seconds += one.times * AROUND * moved / self.gpu.memory_rate
+            if arithmetic > moved / self.gpu.memory_rate:
                 seconds += one.times * arithmetic
         return seconds
 
@@ -137,7 +133,7 @@ class StepTime:
     def _offloaded_activations(self, passes: TracedPasses, compute: float) -> float:
         """Exposed copies of offloaded activations. Boundaries alone are fetched a layer ahead; of everything else XLA
         puts most copies where they are needed."""
-        each_way = rows_of(self.cfg) * passes.offloaded / self._host_link
+        each_way = rows_of(self.cfg) * passes.offloaded / self.gpu.host_rate
         ahead = self.cfg.memory.remat == "full" and offloaded_activations(self.cfg.memory.offload) == (BOUNDARY,)
         return max(0.0, each_way - compute / 2) if ahead else _WAITED * 2 * each_way
 
@@ -145,7 +141,5 @@ class StepTime:
         """Seconds in which a ring of `group` devices, each `stride` from the next, gathers `size` bytes."""
         if group == 1:
             return 0.0
-        neighbours, rate = min(group, max(1, self.per_host // stride)), self.gpu.link_gb_s
-        if neighbours < group:
-            rate = min(rate, self.gpu.network_gb_s * neighbours)
-        return size * (group - 1) / group / (rate * 1e9 * ATTAINED_LINK)
+        neighbours = min(group, max(1, self.per_host // stride))
+        return size * (group - 1) / group / self.gpu.link_rate(group, neighbours)

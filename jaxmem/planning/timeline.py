@@ -12,28 +12,25 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from fractions import Fraction
-from typing import Literal
+from typing import NamedTuple
 
-from jaxmem.machine.gpus import ATTAINED_BANDWIDTH, ATTAINED_FLOPS, Gpu
-from jaxmem.planning.communication import Collective, HostCopy, collective, host_copy
+from jaxmem.machine.gpus import Gpu
+from jaxmem.planning.communication import COLLECTIVES, Transfer, collective, host_copy
 from jaxmem.planning.hlo import Computation, Instruction, Module, dot_flops, runs_of_called, total_flops
 
-Bound = Literal["arithmetic", "memory", "network"]
 LAUNCH = 2e-6  # seconds from one kernel to the next
 _FREE = {
     "after-all", "bitcast", "constant", "get-tuple-element", "optimization-barrier", "parameter", "partition-id",
     "replica-id", "tuple",
 }  # fmt: skip
-# Relative to bf16: tensor cores take float32 as TF32 at half the rate, narrow formats at twice.
-RATES = {"float64": 1 / 32, "float32": 0.5, "int8": 2.0, "uint8": 2.0, "float8_e4m3fn": 2.0, "float8_e5m2": 2.0}
 
 
 @dataclass
 class Transmission:
-    """A collective or a host copy in the schedule, and when it has its link."""
+    """A transfer in the schedule, and when it has its link."""
 
     instruction: Instruction
-    message: Collective | HostCopy
+    message: Transfer
     begins: float
     ends: float
     executed: float  # times; a mean, where it is not in every run
@@ -46,23 +43,35 @@ class Transmission:
         return self.exposed / (self.ends - self.begins) if self.ends > self.begins else 1.0
 
     @property
+    def wire_bytes(self) -> int:
+        return round(self.executed * self.message.wire_bytes)
+
+    @property
     def exposed_bytes(self) -> int:
         return round(self.executed * self.message.wire_bytes * self.exposed_share)
 
     @property
-    def wire_bytes(self) -> int:
-        return round(self.executed * self.message.wire_bytes)
+    def seconds(self) -> float:
+        return self.executed * (self.ends - self.begins)
+
+    @property
+    def exposed_seconds(self) -> float:
+        return self.executed * self.exposed
 
 
-@dataclass
-class Traffic:
-    """All transmissions of one kind."""
+class Traffic(NamedTuple):
+    """Sums over transmissions."""
 
-    executed: float = 0  # times; a mean, where not every run has all of them
-    wire_bytes: int = 0
-    exposed_bytes: int = 0
-    seconds: float = 0.0
-    exposed_seconds: float = 0.0
+    executed: float  # a mean, where not every run has all of them
+    wire_bytes: int
+    exposed_bytes: int
+    seconds: float
+    exposed_seconds: float
+
+
+def traffic_of(transmissions: Iterable[Transmission]) -> Traffic:
+    found = list(transmissions)
+    return Traffic(*(sum(getattr(one, name) for one in found) for name in Traffic._fields))
 
 
 @dataclass
@@ -74,10 +83,17 @@ class Timeline:
     memory: float = 0.0  # seconds in kernels that memory bounds
     flops: int = 0
     kernel_bytes: int = 0  # that kernels read and write
-    collectives: list[Transmission] = field(default_factory=list)
-    host_copies: list[Transmission] = field(default_factory=list)
+    transmissions: list[Transmission] = field(default_factory=list)
     # Seconds in an instruction during one run of its computation; of a loop, all iterations together.
     seconds_in: dict[Instruction, float] = field(default_factory=dict)
+
+    @property
+    def collectives(self) -> list[Transmission]:
+        return [one for one in self.transmissions if one.message.kind in COLLECTIVES]
+
+    @property
+    def host_copies(self) -> list[Transmission]:
+        return [one for one in self.transmissions if one.message.kind not in COLLECTIVES]
 
     @property
     def traffic(self) -> dict[str, Traffic]:
@@ -92,19 +108,18 @@ class Timeline:
     @property
     def overlapped_host_share(self) -> float | None:
         """The share of the host copies' time in which kernels run; None: no copies."""
-        seconds, exposed = _seconds(self.host_traffic)
-        return 1.0 - exposed / seconds if seconds else None
+        copies = traffic_of(self.host_copies)
+        return 1.0 - copies.exposed_seconds / copies.seconds if copies.seconds else None
 
     @property
     def network(self) -> float:
         """Seconds of all collectives."""
-        return _seconds(self.traffic)[0]
+        return traffic_of(self.collectives).seconds
 
     @property
     def exposed_share(self) -> float:
         """The share of the collectives' time in which the program waits for them."""
-        seconds, exposed = _seconds(self.traffic)
-        return exposed / seconds if seconds else 0.0
+        return traffic_of(self.collectives).exposed_seconds / self.network if self.network else 0.0
 
     @property
     def roofline(self) -> float:
@@ -112,28 +127,16 @@ class Timeline:
         return max(self.arithmetic + self.memory, self.network)
 
     @property
-    def bound(self) -> Bound:
-        """What takes most of the time."""
-        exposed = _seconds(self.traffic)[1]
-        seconds: dict[Bound, float] = {"arithmetic": self.arithmetic, "memory": self.memory, "network": exposed}
+    def bound(self) -> str:
+        """What takes most of the time: "arithmetic", "memory" or "network"."""
+        exposed = traffic_of(self.collectives).exposed_seconds
+        seconds = {"arithmetic": self.arithmetic, "memory": self.memory, "network": exposed}
         return max(seconds, key=lambda bound: (seconds[bound], bound))
 
 
-def _by_kind(transmissions: Iterable[Transmission]) -> dict[str, Traffic]:
-    kinds: dict[str, Traffic] = defaultdict(Traffic)
-    for one in transmissions:
-        total = kinds[one.message.kind]
-        total.executed += one.executed
-        total.wire_bytes += one.wire_bytes
-        total.exposed_bytes += one.exposed_bytes
-        total.seconds += one.executed * (one.ends - one.begins)
-        total.exposed_seconds += one.executed * one.exposed
-    return dict(kinds)
-
-
-def _seconds(traffic: dict[str, Traffic]) -> tuple[float, float]:
-    """In all, and exposed."""
-    return sum(one.seconds for one in traffic.values()), sum(one.exposed_seconds for one in traffic.values())
+def _by_kind(transmissions: list[Transmission]) -> dict[str, Traffic]:
+    kinds = dict.fromkeys(one.message.kind for one in transmissions)
+    return {kind: traffic_of(one for one in transmissions if one.message.kind == kind) for kind in kinds}
 
 
 def timeline(module: Module, gpu: Gpu | None, devices: int, per_host: int) -> Timeline:
@@ -155,14 +158,11 @@ class _Clock:
         for one in self.pending.values():
             one.kernels += seconds > 0
 
-    def start(
-        self, instruction: Instruction, message: Collective | HostCopy, seconds: float, executed: float
-    ) -> Transmission:
-        link = message.kind if isinstance(message, HostCopy) else "network"
-        begins = max(self.now, self.link_free[link])
-        self.link_free[link] = ends = begins + seconds
+    def start(self, instruction: Instruction, message: Transfer, seconds: float, executed: float) -> Transmission:
+        begins = max(self.now, self.link_free[message.link])
+        self.link_free[message.link] = ends = begins + seconds
         one = self.pending[instruction] = Transmission(instruction, message, begins, ends, executed)
-        if not message.asynchronous:
+        if not message.is_asynchronous:
             self.wait_for(instruction)
         return one
 
@@ -196,14 +196,13 @@ class _Simulation:
             before = clock.now
             if one.opcode in ("while", "call", "conditional"):
                 counts = runs_of_called(one)
-                seconds = [float(count) * self._run(called) for count, called in zip(counts, one.called, strict=True)]
+                each = [float(count) * self._run(called) for count, called in zip(counts, one.called, strict=True)]
                 # Of a conditional without a scope that gives its mean, the more expensive branch.
                 most = one.opcode == "conditional" and sum(counts) > 1
-                clock.work(max(seconds) if most else sum(seconds, 0.0))
-            elif message := collective(one, self._devices, self._per_host):
-                self._timeline.collectives.append(clock.start(one, message, self._duration(message), executed))
-            elif copy := host_copy(one):
-                self._timeline.host_copies.append(clock.start(one, copy, self._duration(copy), executed))
+                clock.work(max(each) if most else sum(each, 0.0))
+            elif message := collective(one, self._devices, self._per_host) or host_copy(one):
+                seconds = message.seconds(self._gpu) if self._gpu else 0.0
+                self._timeline.transmissions.append(clock.start(one, message, seconds, executed))
             elif one.opcode == "async-start":  # a kernel on a stream of its own
                 clock.work(self._run(one.called[0]))
             elif one.opcode.endswith("-done") and one.operands[0] in clock.pending:
@@ -215,18 +214,15 @@ class _Simulation:
         self._seconds[computation] = clock.now
         return clock.now
 
-    def _duration(self, message: Collective | HostCopy) -> float:
-        return message.seconds(self._gpu) if self._gpu else 0.0
-
     def _kernel(self, one: Instruction, times: int | Fraction) -> float:
         gpu = self._gpu
         if gpu is None or one.opcode in _FREE or one.opcode.endswith(("-start", "-done")):
             return 0.0
         arithmetic = sum(
-            dot_flops(part) / (gpu.flops * ATTAINED_FLOPS * RATES.get(part.operands[0].shape.dtype, 1.0))
+            dot_flops(part) / gpu.matmul_rate(part.operands[0].shape.dtype)
             for part in (one, *fused_instructions(one)) if dot_flops(part)
         )  # fmt: skip
-        memory = moved_bytes(one) / (gpu.bandwidth_gb_s * 1e9 * ATTAINED_BANDWIDTH)
+        memory = moved_bytes(one) / gpu.memory_rate
         self._timeline.kernel_bytes += round(times * moved_bytes(one))
         seconds = LAUNCH + max(arithmetic, memory)
         if arithmetic > memory:

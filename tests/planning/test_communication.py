@@ -12,7 +12,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxmem.machine.gpus import GPUS
-from jaxmem.planning.communication import LATENCY, Collective, _groups, collective
+from jaxmem.planning.communication import LATENCY, Transfer, _groups, collective
 from jaxmem.planning.hlo import HloShape, Instruction
 from jaxmem.planning.hlo_proto import HloInstructionProto
 from tests.planning.conftest import module_of
@@ -44,7 +44,7 @@ def test_bytes_and_groups(function, kind, group, neighbours, wire_bytes) -> None
     (one,) = sent(function, P(("a", "b")))
     assert (one.kind, one.group, one.wire_bytes) == (kind, group, wire_bytes)
     assert one.neighbours == neighbours
-    assert not one.asynchronous
+    assert not one.is_asynchronous
 
 
 def test_alone_nothing_is_sent() -> None:
@@ -96,8 +96,7 @@ def test_groups_however_they_are_written(one: Instruction, groups: list[list[int
 def test_messages_between_hosts_are_slower_and_share_their_networks() -> None:
     gpu, size = GPUS["h100-80gb"], 10**9
     seconds = [
-        Collective("all-gather", 16, neighbours, size, asynchronous=True).seconds(gpu) - LATENCY
-        for neighbours in (16, 8, 2, 1)
+        Transfer("all-gather", size, True, 16, neighbours).seconds(gpu) - LATENCY for neighbours in (16, 8, 2, 1)
     ]
     within, eight, two, one = seconds
     assert within == pytest.approx(size / (450e9 * 0.8))

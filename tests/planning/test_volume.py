@@ -104,7 +104,7 @@ def test_the_next_slice_of_the_head_is_gathered_beside_the_work_on_this_one():
         products = [place for one, place in order.items() if any(map(dot_flops, (one, *fused_instructions(one))))]
         for start, begins in order.items():
             message = collective(start, TARGET.count, TARGET.per_host)
-            if not message or message.kind != "all-gather" or not message.asynchronous:
+            if not message or message.kind != "all-gather" or not message.is_asynchronous:
                 continue
             (done,) = start.users
             if done.shape.dims == (MODEL["embed"], SLICE):
