@@ -7,8 +7,8 @@ follow exactly, without another trace; an operation that several values need cou
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -61,7 +61,6 @@ class Layer:
     operations: list[LayerOperation]
     needed: frozenset[int]  # forward operations that the backward pass reads
     forward: int  # FLOPs of the forward pass
-    _paths: dict[int, tuple[frozenset[int], frozenset[int]]] = field(default_factory=dict, repr=False)
 
     @cached_property
     def names(self) -> tuple[str, ...]:
@@ -70,57 +69,46 @@ class Layer:
     def saving(self, names: Collection[str]) -> tuple[int, int, int]:
         """With these names saved: their bytes as far as the backward pass reads them, FLOPs of the matmuls that it
         repeats, and elements of other results that it recomputes."""
-        size, again = 0, frozenset[int]()
-        todo, seen = [-1], set[int]()
-        while todo:
-            made, met = self._path(todo.pop())
-            again |= made
-            for number in met - seen:
-                seen.add(number)
-                if self.operations[number].name in names:
-                    size += self.operations[number].bytes
-                else:
-                    todo.append(number)
-        repeated = [self.operations[number] for number in again]
-        return size, sum(one.flops for one in repeated), sum(one.elements for one in repeated if not one.flops)
+        found, known = _sources(self.operations, self.needed, lambda one: one.name in names)
+        recomputed = [self.operations[number] for number in found]
+        size = sum(self.operations[number].bytes for number in known)
+        return size, sum(one.flops for one in recomputed), sum(one.elements for one in recomputed if not one.flops)
 
     def bytes_of(self, name: str) -> int:
         return sum(one.bytes for one in self.operations if one.name == name)
 
     def flops_of(self, name: str) -> int:
         """FLOPs to compute a value from other named values."""
-        own = [number for number, one in enumerate(self.operations) if one.name == name]
-        made = frozenset[int]().union(*(self._path(number)[0] for number in own))
-        return sum(self.operations[number].flops for number in made)
+        read = [number for one in self.operations if one.name == name for number in one.sources]
+        found, _ = _sources(self.operations, read, lambda one: one.name is not None)
+        return sum(self.operations[number].flops for number in found)
 
-    def _path(self, end: int) -> tuple[frozenset[int], frozenset[int]]:
-        """The operations between a value, or with -1 all that the backward pass reads, and the nearest named values;
-        and those values."""
-        if end not in self._paths:
-            made, met = set[int](), set[int]()
-            todo = list(self.needed if end < 0 else self.operations[end].sources)
-            while todo:
-                number = todo.pop()
-                if self.operations[number].name:
-                    met.add(number)
-                elif number not in made:
-                    made.add(number)
-                    todo += self.operations[number].sources
-            self._paths[end] = frozenset(made), frozenset(met)
-        return self._paths[end]
+
+def _sources(
+    operations: Sequence[LayerOperation], ends: Iterable[int | None], is_known: Callable[[LayerOperation], bool]
+) -> tuple[set[int], set[int]]:
+    """The numbers of the operations that results are computed by, back to those whose results are known; and of the
+    known ones. An end None is an input."""
+    todo, found, known = [end for end in ends if end is not None], set[int](), set[int]()
+    while todo:
+        number = todo.pop()
+        if is_known(operations[number]):
+            known.add(number)
+        elif number not in found:
+            found.add(number)
+            todo += operations[number].sources
+    return found, known
 
 
 def named_values(cfg: Config, target: str | None = None) -> list[NamedValue]:
     """On a device of a target, by default of this machine. From one trace of a layer; nothing is compiled."""
     aim = local_target(jax.devices()) if target is None else parse_target(target)
     cfg = for_devices(cfg, aim.count)
-    whole = cfg.memory.model_copy(
-        update={"mlp_chunk": "auto", "head_groups": "auto"}
-    )  # in chunks some names are hidden
+    memory = cfg.memory.model_copy(update={"mlp_chunk": "auto", "head_groups": "auto"})  # chunks hide some names
     rows = rows_of(cfg)
     return [
         NamedValue(name, layer.count, round(rows * layer.bytes_of(name)), round(rows * layer.flops_of(name)))
-        for layer in layers_of(cfg.model_copy(update={"memory": whole}), "cpu" if aim.is_cpu else "gpu")
+        for layer in layers_of(cfg.model_copy(update={"memory": memory}), "cpu" if aim.is_cpu else "gpu")
         for name in layer.names
     ]
 
@@ -163,10 +151,8 @@ def _traced(applied: StackCall, trace: _Operations) -> Layer:
     traced, (gradients, _) = jax.make_jaxpr(both, return_shape=True)(x, weights, x, one, beside)
     ends = trace.add(traced.jaxpr, [None] * len(traced.jaxpr.invars))
     operations, count = trace.operations, len(jax.tree.leaves(gradients))
-    back = _reached(operations, ends[:count], backward=True)
-    needed = {source for number in back for source in operations[number].sources} - back
-    needed |= {end for end in ends[:count] if end is not None} - back
-    forward = _reached(operations, ends[count:], backward=False)
+    _, needed = _sources(operations, ends[:count], lambda one: not one.backward)
+    forward, _ = _sources(operations, ends[count:], lambda one: one.backward)
     return Layer(
         jax.tree.leaves((applied.weights, applied.inputs))[0].shape[0],
         sum(map(trace.bytes_of, jax.tree.leaves(x))),
@@ -174,16 +160,6 @@ def _traced(applied: StackCall, trace: _Operations) -> Layer:
         frozenset(needed),
         sum(operations[number].flops for number in forward),
     )
-
-
-def _reached(operations: list[LayerOperation], ends: Iterable[int | None], *, backward: bool) -> set[int]:
-    todo, found = [end for end in ends if end is not None], set[int]()
-    while todo:
-        number = todo.pop()
-        if number not in found and operations[number].backward == backward:
-            found.add(number)
-            todo += operations[number].sources
-    return found
 
 
 class _Operations:
@@ -223,13 +199,9 @@ class _Operations:
         if name in self._known and not self._back:
             return LayerOperation(sources, 0, 0, backward=False, name=name, bytes=self.bytes_of(eqn.outvars[0].aval))
         elements = sum(getattr(x.aval, "size", 0) for x in eqn.outvars)
-        flops = sum(matmul(one, n).flops * n for one, n in _with_inner(eqn) if one.primitive.name in MATMULS)
+        parts = [(eqn, 1), *(inside(eqn, 1) if eqn.primitive.name in LOOPS else ())]  # each with how often it runs
+        flops = sum(matmul(one, times).flops * times for one, times in parts if one.primitive.name in MATMULS)
         return LayerOperation(sources, flops, elements, self._back)
-
-
-def _with_inner(eqn: Any) -> Iterable[tuple[Any, int]]:
-    """An operation and, of a loop, those inside it, each with how often it runs."""
-    return [(eqn, 1), *(inside(eqn, 1) if eqn.primitive.name in LOOPS else ())]
 
 
 def _called(eqn: Any) -> Any:
