@@ -11,7 +11,7 @@ import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from jaxmem.machine import gpus
 from jaxmem.planning.breakdown import (
@@ -24,7 +24,7 @@ from jaxmem.planning.breakdown import (
     is_of_loss,
     maker_of,
     pass_of,
-)  # fmt: skip
+)
 from jaxmem.planning.buffers import snapshot
 from jaxmem.planning.hlo import Computation, Instruction
 from jaxmem.planning.sources import source_of
@@ -39,16 +39,13 @@ BANDS = (
 )  # fmt: skip
 COLUMNS = 480
 LARGEST = 10
-_OF_PART = {
-    "parameters": "weights", "quantization": "weights", "master": "optimizer", "optimizer": "optimizer",
-    "gradients": "gradients", "batch": "other", "other": "other",
+# By kind of an activation, else by part.
+_BANDS = {
+    SAVED: "saved for the backward pass", GATHERED: "weights, gathered or cast", COPIES: "weights, gathered or cast",
+    LOGITS: "logits", "parameters": "weights", "quantization": "weights", "master": "optimizer",
+    "optimizer": "optimizer", "gradients": "gradients", "activations": "other activations", "batch": "other",
+    "other": "other",
 }  # fmt: skip
-_OF_KIND = {
-    SAVED: "saved for the backward pass",
-    GATHERED: "weights, gathered or cast",
-    COPIES: "weights, gathered or cast",
-    LOGITS: "logits",
-}
 
 
 @dataclass(frozen=True)
@@ -63,24 +60,10 @@ class Column:
         return sum(self.bytes.values())
 
 
-@dataclass(frozen=True)
-class StepPass:
+class StepPass(NamedTuple):
     name: str
     begin: float  # a share of the step's time
     end: float
-
-
-@dataclass(frozen=True)
-class LargeBuffer:
-    """A buffer that lives at the peak."""
-
-    size: int
-    band: str
-    kind: str
-    what: str  # its shape, or its path
-    where: str
-    inside: str
-    layers: str
 
 
 @dataclass(frozen=True)
@@ -91,24 +74,24 @@ class History:
     passes: Sequence[StepPass]
     columns: Sequence[Column]
     peak: Column
-    largest: Sequence[LargeBuffer]  # at the peak
-    largest_made: Sequence[LargeBuffer]  # of those, temporaries of the step
+    largest: Sequence[Mapping[str, Any]]  # buffers at the peak: size, band, kind, what, where, inside, layers
+    largest_made: Sequence[Mapping[str, Any]]  # of those, temporaries of the step
 
     def as_json(self) -> dict[str, Any]:
         return {
             "seconds": self.seconds,
-            "passes": [asdict(one) for one in self.passes],
+            "passes": [one._asdict() for one in self.passes],
             "bands": list(BANDS),
             "columns": [_row(one) for one in self.columns],
             "peak": _row(self.peak),
-            "largest": [asdict(one) for one in self.largest],
-            "largest_made": [asdict(one) for one in self.largest_made],
+            "largest": self.largest,
+            "largest_made": self.largest_made,
         }
 
 
 def history(breakdown: Breakdown, total: int, target: Target, timed: Timeline) -> History:
-    """Of a step that takes `total` bytes per device; `timed` is its timeline on the target. A CPU's columns are placed
-    by the proportions of a common one."""
+    """The history of a step that needs `total` bytes per device; `timed` is its timeline on the target. A CPU's columns
+    are placed by the proportions of a common one."""
     if target.gpu is None:
         timed = timeline(breakdown.module, gpus.CPU, target.count, target.per_host)
     edges = _edges(breakdown, timed.seconds_in)
@@ -139,26 +122,22 @@ def history(breakdown: Breakdown, total: int, target: Target, timed: Timeline) -
         _passes([_pass(one) for one in breakdown.lifetimes.schedule], edges),
         _columns((edges[begin], edges[end], bytes_at(begin)) for begin, end in steps),
         Column((edges[at] + edges[at + 1]) / 2, bytes_at(at)),
-        [_large(one, breakdown) for one in breakdown.buffers[:LARGEST]],
-        [_large(one, breakdown) for one in breakdown.buffers if one.region][:LARGEST],
+        [_described(one, breakdown) for one in breakdown.buffers[:LARGEST]],
+        [_described(one, breakdown) for one in breakdown.buffers if one.region][:LARGEST],
     )
 
 
 def band(buffer: NamedBuffer) -> str:
-    if buffer.part == "activations":
-        return _OF_KIND.get(buffer.kind, "other activations")
-    return _OF_PART[buffer.part]
+    return _BANDS[buffer.kind if buffer.part == "activations" and buffer.kind in _BANDS else buffer.part]
 
 
 def _row(column: Column) -> list[float]:
     return [round(column.at, 5), *(column.bytes.get(name, 0) for name in BANDS)]
 
 
-def _large(buffer: NamedBuffer, breakdown: Breakdown) -> LargeBuffer:
-    source = source_of(buffer, breakdown.known.layers)
-    return LargeBuffer(
-        buffer.size, band(buffer), buffer.kind, str(buffer.shape), source.where, source.inside, source.layers
-    )
+def _described(buffer: NamedBuffer, breakdown: Breakdown) -> dict[str, Any]:
+    about = {"size": buffer.size, "band": band(buffer), "kind": buffer.kind, "what": str(buffer.shape)}
+    return about | asdict(source_of(buffer, breakdown.known.layers))
 
 
 def _edges(breakdown: Breakdown, seconds_in: Mapping[Instruction, float]) -> list[float]:

@@ -72,9 +72,9 @@ def test_passes_that_mix_a_little_are_cut_where_most_agree() -> None:
 
 def test_the_largest_are_named_by_their_source(cpu_plan: Plan) -> None:
     found = cpu_plan.history
-    assert [one.size for one in found.largest] == sorted((one.size for one in found.largest), reverse=True)
+    assert [one["size"] for one in found.largest] == sorted((one["size"] for one in found.largest), reverse=True)
     assert len(found.largest) == len(found.largest_made) == 10
-    assert found.largest[0].size == cpu_plan.breakdown.buffers[0].size
+    assert found.largest[0]["size"] == cpu_plan.breakdown.buffers[0].size
     lines, first = inspect.getsourcelines(GatedMlp.__call__)
     within = {f"jaxmem/models/block.py:{first + n}" for n in range(len(lines))}
     items = [item for item in cpu_plan.breakdown.buffers if item.region]

@@ -124,11 +124,11 @@ def test_the_page_says_what_the_plan_says(plan: Plan, text: str) -> None:
         if held:
             assert words[words.index(band) + 1] == format_bytes(held)
     assert words[words.index("total") + 2] == f"{total * share:.2f}"
-    assert [one.where for one in plan.history.largest] == [word for word in words if word in wheres(plan)][:10]
+    assert [one["where"] for one in plan.history.largest] == [word for word in words if word in wheres(plan)][:10]
 
 
 def wheres(plan: Plan) -> set[str]:
-    return {one.where for one in plan.history.largest}
+    return {one["where"] for one in plan.history.largest}
 
 
 def test_a_chart_answers_with_each_of_its_columns(plan: Plan, text: str) -> None:
