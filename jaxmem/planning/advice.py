@@ -5,18 +5,19 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 
 import jax
 from jax.tree_util import keystr, tree_leaves_with_path
 
 from jaxmem.config import Config
 from jaxmem.config.mesh import undivided
+from jaxmem.config.recompute import is_scheduled
+from jaxmem.errors import as_yaml
 from jaxmem.planning.breakdown import ALL_SCORES, COPIES, GATHERED, LOGITS, STATE_COPIES, UPDATES
 from jaxmem.planning.communication import collective
 from jaxmem.planning.hlo import Module, total_flops
 from jaxmem.planning.known_shapes import sorted_dims
-from jaxmem.planning.plan_facts import PlanFacts
+from jaxmem.planning.result import Plan, PlanWarning
 from jaxmem.planning.share import loss_chunk
 from jaxmem.planning.state import bytes_on_device
 from jaxmem.planning.units import format_bytes, format_seconds
@@ -27,15 +28,35 @@ SPILLED = "spilled"  # training gives this warning too
 MOST = 0.5  # of the offloaded bytes: with more of them on the device at the peak, offloading saves little
 
 
-@dataclass(frozen=True)
-class PlanWarning:
-    kind: str
-    text: str
-    cure: str
-
-
-def warnings_of(plan: PlanFacts) -> list[PlanWarning]:
+def warnings_of(plan: Plan) -> list[PlanWarning]:
     return [warning for check in _CHECKS for warning in check(plan)]
+
+
+def _remedies(cfg: Config, *options: str | None) -> str:
+    """The options to choose from, without settings that the config has already.
+
+    >>> from jaxmem.config import load_config
+    >>> cfg = load_config("configs/demo.yaml", ["memory.remat=full"])
+    >>> _remedies(cfg, "memory.remat=full", "mesh.tensor=1", "more devices")
+    'mesh.tensor=1 or more devices'
+    """
+    left = [one for one in options if one and not _has(cfg, one)]
+    return ", ".join(left) if len(left) < 2 else f"{', '.join(left[:-1])} or {left[-1]}"
+
+
+def _has(cfg: Config, setting: str) -> bool:
+    if setting == "memory.remat=full" and is_scheduled(cfg.memory.remat):
+        return True  # a schedule saves less
+    key, _, value = setting.partition("=")
+    section, _, name = key.partition(".")
+    return bool(value) and as_yaml(getattr(getattr(cfg, section, None), name, None)) in (value, f"[{value}]")
+
+
+def _smaller_micro_batch(cfg: Config) -> str:
+    """Fewer rows per device in a micro-batch if there are several, else shorter rows."""
+    rows = cfg.batch.global_size // cfg.batch.accumulate // cfg.mesh.row_shards
+    factor = next((n for n in range(2, rows + 1) if rows % n == 0), None)
+    return f"batch.accumulate={factor * cfg.batch.accumulate}" if factor else "a shorter data.sequence_length"
 
 
 def recomputed_values(module: Module) -> int:
@@ -43,7 +64,7 @@ def recomputed_values(module: Module) -> int:
     return sum(".remat" in one.name for one in module.walk())
 
 
-def _recomputed_by_xla(plan: PlanFacts) -> Iterator[PlanWarning]:
+def _recomputed_by_xla(plan: Plan) -> Iterator[PlanWarning]:
     step = plan.compiled_step
     if not (count := recomputed_values(step.module)):
         return
@@ -52,10 +73,12 @@ def _recomputed_by_xla(plan: PlanFacts) -> Iterator[PlanWarning]:
         flops = total_flops(step.module) - total_flops(plan.unlimited.module)
         saved = format_bytes(plan.unlimited.total - step.total)
         text += f": {flops:.3g} more FLOPs per step and {saved} less memory than without a limit"
-    yield PlanWarning("recomputed by XLA", text, "memory.remat=full, more batch.accumulate, or more devices")
+    cfg = plan.program.cfg
+    cure = _remedies(cfg, "memory.remat=full", _smaller_micro_batch(cfg), "more devices")
+    yield PlanWarning("recomputed by XLA", text, cure)
 
 
-def _unsharded(plan: PlanFacts) -> Iterator[PlanWarning]:
+def _unsharded(plan: Plan) -> Iterator[PlanWarning]:
     known = plan.breakdown.known
     for one in plan.breakdown.buffers:
         dims = sorted_dims(one.shape.dims)
@@ -64,27 +87,21 @@ def _unsharded(plan: PlanFacts) -> Iterator[PlanWarning]:
         if (is_weight or is_gradient) and one.size > NOTABLE * plan.bytes_per_device["total"]:
             what = "gradient" if is_gradient else "weight"
             text = f"all layers of a sharded {what} are gathered on each device: {one.what}, {format_bytes(one.size)}"
-            yield PlanWarning(
-                "unsharded array", text, "memory.remat=full, which saves no gathered weight; or report it"
-            )
+            cure = _remedies(plan.program.cfg, "memory.remat=full", "reporting it as a bug")
+            yield PlanWarning("unsharded array", text, cure)
 
 
-def _logits(plan: PlanFacts) -> Iterator[PlanWarning]:
+def _logits(plan: Plan) -> Iterator[PlanWarning]:
     size, total = plan.breakdown.of_kind(LOGITS), plan.bytes_per_device["total"]
     if size > LARGE * total:
         text = f"logits and loss take {format_bytes(size)}, {size / total:.0%} of the total"
-        yield PlanWarning("logits", text, _smaller_logits(plan.program.cfg, "cpu" if plan.target.is_cpu else "gpu"))
+        cfg = plan.program.cfg
+        chunk = loss_chunk(cfg, "cpu" if plan.target.is_cpu else "gpu")
+        smaller = None if chunk is None or chunk < 8 else f"memory.loss_chunk={chunk // 8}"
+        yield PlanWarning("logits", text, _remedies(cfg, smaller, _smaller_micro_batch(cfg), "a larger mesh.tensor"))
 
 
-def _smaller_logits(cfg: Config, platform: str) -> str:
-    rows, split = cfg.batch.global_size // cfg.batch.accumulate, cfg.mesh.row_shards
-    chunk = loss_chunk(cfg, platform)
-    smaller = "" if chunk is None else f"memory.loss_chunk={max(chunk // 8, 1)}, "
-    more = f"batch.accumulate={2 * cfg.batch.accumulate}" if rows >= 2 * split else "a shorter data.sequence_length"
-    return f"{smaller}{more}, or mesh.tensor, which shards the vocabulary"
-
-
-def _offload(plan: PlanFacts) -> Iterator[PlanWarning]:
+def _offload(plan: Plan) -> Iterator[PlanWarning]:
     step = plan.compiled_step
     if step.wants_host and not step.host_total:
         yield PlanWarning(
@@ -107,17 +124,18 @@ def _offload(plan: PlanFacts) -> Iterator[PlanWarning]:
             )
 
 
-def _spilled(plan: PlanFacts) -> Iterator[PlanWarning]:
+def _spilled(plan: Plan) -> Iterator[PlanWarning]:
     if plan.spilled and plan.fits:
         text = f"{format_bytes(plan.spilled)} exceed the device's memory and go to host memory (memory.spill)"
         if plan.target.gpu:
-            # Each page leaves once and comes back once when it is used: the minimum.
+            # The minimum: each page leaves once and comes back once when it is used.
             seconds = 2 * plan.spilled / (plan.target.gpu.host_link_gb_s * 1e9)
             text += f": at least {format_seconds(seconds)} per step, many times that if pages are evicted repeatedly"
-        yield PlanWarning(SPILLED, text, "what fits: jaxmem fit, memory.remat=full, memory.offload=activations")
+        remedies = ("jaxmem fit", "memory.remat=full", "memory.offload=activations")
+        yield PlanWarning(SPILLED, text, _remedies(plan.program.cfg, *remedies))
 
 
-def _replicated(plan: PlanFacts) -> Iterator[PlanWarning]:
+def _replicated(plan: Plan) -> Iterator[PlanWarning]:
     for remark in plan.remarks.get("replicated", ()):
         shape = re.sub(r"\{.*", "", remark.partition(" = ")[2])
         yield PlanWarning(
@@ -127,16 +145,18 @@ def _replicated(plan: PlanFacts) -> Iterator[PlanWarning]:
         )
 
 
-def _all_scores(plan: PlanFacts) -> Iterator[PlanWarning]:
+def _all_scores(plan: Plan) -> Iterator[PlanWarning]:
     if size := plan.breakdown.of_kind(ALL_SCORES):
-        length = plan.program.cfg.data.sequence_length
-        text = f"attention materializes all {length} x {length} scores: {format_bytes(size)}"
-        yield PlanWarning("attention scores", text, "memory.attention=auto")
+        cfg = plan.program.cfg
+        text = f"attention materializes all scores of {cfg.row_length} positions: {format_bytes(size)}"
+        yield PlanWarning(
+            "attention scores", text, _remedies(cfg, "memory.attention=auto", "memory.attention=blockwise")
+        )
 
 
-def _tensor_across_hosts(plan: PlanFacts) -> Iterator[PlanWarning]:
+def _tensor_across_hosts(plan: Plan) -> Iterator[PlanWarning]:
     """Tensor parallelism waits for several collectives per layer: between hosts each takes many times as long."""
-    target, tensor = plan.target, plan.mesh["tensor"]
+    target, tensor = plan.target, plan.program.cfg.mesh.tensor
     if target.gpu is None or target.per_host % tensor == 0:
         return
     module, extra = plan.compiled_step.module, 0.0
@@ -154,25 +174,23 @@ def _tensor_across_hosts(plan: PlanFacts) -> Iterator[PlanWarning]:
     yield PlanWarning("tensor across hosts", text, f"mesh.tensor={within} mesh.fsdp=-1")
 
 
-def _not_sharded(plan: PlanFacts) -> Iterator[PlanWarning]:
-    """Dimensions that `tensor` does not divide: their weights are replicated over it."""
-    built, tensor = plan.program, plan.mesh["tensor"]
+def _not_sharded(plan: Plan) -> Iterator[PlanWarning]:
+    """Dimensions that are not divisible by `mesh.tensor`: their weights are replicated over it."""
+    built, tensor = plan.program, plan.program.cfg.mesh.tensor
     for name in undivided(built.cfg.model, built.cfg.rules, built.cfg.mesh):
-        sizes = jax.tree.map(
-            lambda axes, w, name=name: bytes_on_device(w) if name in axes else 0,
-            built.model.axes,
-            built.spec.state.params,
-            is_leaf=is_axes,
-        )
-        size = format_bytes(sum(jax.tree.leaves(sizes)))
+        axes = jax.tree.leaves(built.model.axes, is_leaf=is_axes)
+        weights = jax.tree.structure(built.model.axes, is_leaf=is_axes).flatten_up_to(built.spec.state.params)
+        size = format_bytes(bytes_on_device([w for of_w, w in zip(axes, weights, strict=True) if name in of_w]))
         count = getattr(built.cfg.model, name)
         how = "each device uses those of its query heads" if name == "kv_heads" else "they are padded for computing"
-        text = f"mesh.tensor={tensor} does not divide model.{name}={count}: its weights, {size}, are replicated; {how}"
+        text = (
+            f"model.{name}={count} is not divisible by mesh.tensor={tensor}: its weights, {size}, are replicated; {how}"
+        )
         near = math.gcd(count, tensor)
         yield PlanWarning("not sharded", text, f"mesh.tensor={near}" if near > 1 else "a smaller mesh.tensor")
 
 
-def _padding_layers(plan: PlanFacts) -> Iterator[PlanWarning]:
+def _padding_layers(plan: Plan) -> Iterator[PlanWarning]:
     pipeline = plan.program.model.pipeline
     if pipeline is None or pipeline.stored == pipeline.layers:
         return
@@ -188,27 +206,16 @@ def _padding_layers(plan: PlanFacts) -> Iterator[PlanWarning]:
     yield PlanWarning("padding layers", text, f"mesh.stage x pipeline.rounds = {nearest}")
 
 
-def _pipeline_bubble(plan: PlanFacts) -> Iterator[PlanWarning]:
+def _pipeline_bubble(plan: Plan) -> Iterator[PlanWarning]:
     pipeline = plan.program.model.pipeline
     if pipeline is not None and pipeline.bubble > LARGE:
         text = f"each pipeline stage is idle in {pipeline.bubble:.0%} of the {pipeline.ticks} ticks of a step"
-        fewer = f"batch.accumulate={4 * pipeline.stages}" if pipeline.micro_batches < 4 * pipeline.stages else ""
-        rounds = f"pipeline.rounds={2 * pipeline.rounds}"
-        yield PlanWarning(
-            "pipeline bubble", text, " or ".join(filter(None, (fewer, rounds))) + ", or a smaller mesh.stage"
-        )
+        more = f"batch.accumulate={4 * pipeline.stages}" if pipeline.micro_batches < 4 * pipeline.stages else None
+        options = (more, f"pipeline.rounds={2 * pipeline.rounds}", "a smaller mesh.stage")
+        yield PlanWarning("pipeline bubble", text, _remedies(plan.program.cfg, *options))
 
 
-_CHECKS: Sequence[Callable[[PlanFacts], Iterator[PlanWarning]]] = (
-    _recomputed_by_xla,
-    _offload,
-    _spilled,
-    _unsharded,
-    _logits,
-    _replicated,
-    _all_scores,
-    _tensor_across_hosts,
-    _not_sharded,
-    _padding_layers,
-    _pipeline_bubble,
-)
+_CHECKS: Sequence[Callable[[Plan], Iterator[PlanWarning]]] = (
+    _recomputed_by_xla, _offload, _spilled, _unsharded, _logits, _replicated, _all_scores, _tensor_across_hosts,
+    _not_sharded, _padding_layers, _pipeline_bubble,
+)  # fmt: skip

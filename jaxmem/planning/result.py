@@ -1,22 +1,170 @@
-"""A plan as it is shown: facts of the compiled step, warnings, JSON and a table."""
+"""A plan: bytes of one device in every phase of a run, the time of a step, warnings; as JSON and as a table."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import asdict
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from typing import Any
 
-from jaxmem.planning.advice import PlanWarning, warnings_of
-from jaxmem.planning.plan_facts import PlanFacts
-from jaxmem.planning.timeline import Traffic
+import jax
+
+from jaxmem.planning.breakdown import PARTS, Breakdown, breakdown
+from jaxmem.planning.compile import Compiled, total_of
+from jaxmem.planning.history import History, history
+from jaxmem.planning.known_shapes import known_shapes
+from jaxmem.planning.predict import ideal_flops, predict
+from jaxmem.planning.state import bytes_on_device
+from jaxmem.planning.targets import Target, reserved_memory, usable_memory
+from jaxmem.planning.timeline import Timeline, Traffic, timeline
+from jaxmem.step import Program
+from jaxmem.step.programs import step_at
 
 
-class Plan(PlanFacts):
-    """The memory of one device of a target in every phase of a run, and the time of a step."""
+@dataclass(frozen=True)
+class PlanWarning:
+    kind: str
+    text: str
+    cure: str
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Bytes and seconds of one device. Each number is computed when it is first read."""
+
+    program: Program
+    target: Target
+    compiled_step: Compiled
+    seconds: float  # that planning took
+    reserve_gib: float | None = None  # of a GPU's memory, outside the compiled program; None: the default
+    unlimited: Compiled | None = None  # the step compiled without a memory limit, where XLA recomputes at the limit
+    remarks: Mapping[str, Sequence[str]] = field(default_factory=dict)  # from XLA's log
+    others: Mapping[str, int] = field(default_factory=dict)  # bytes of other phases' programs, where compiled
+    shorter: Mapping[int, Compiled] = field(default_factory=dict)  # steps of shorter buckets, by sequence length
+
+    @property
+    def step(self) -> jax.stages.Compiled:
+        """The step that `train` runs on local devices, on rows of the full sequence length."""
+        return self.step_for(self.program.cfg.data.sequence_length)
+
+    def step_for(self, bucket: int) -> jax.stages.Compiled:
+        """The step that `train` runs on rows of this length."""
+        executable = self.shorter.get(bucket, self.compiled_step).executable
+        assert executable is not None, f"{self.target.name} is not this machine"
+        return executable
+
+    def total_for(self, bucket: int) -> int:
+        """Bytes per device of a step on rows of this length."""
+        if bucket == self.program.cfg.data.sequence_length:
+            return self.compiled_step.total
+        return self.shorter[bucket].total if bucket in self.shorter else self.others[step_at(bucket)]
+
+    @property
+    def compiled(self) -> dict[str, int]:
+        """Bytes of the step's arguments, outputs, aliased and temporaries."""
+        return self.compiled_step.sizes
+
+    @cached_property
+    def breakdown(self) -> Breakdown:
+        return breakdown(self.compiled_step.module, self.compiled_step.assignment, known_shapes(self.program))
+
+    @cached_property
+    def bytes_per_device(self) -> dict[str, int]:
+        """Of the training step, by part. Every part but `other` is a sum of named buffers."""
+        parts = {part: self.breakdown.of_part(part) for part in PARTS}
+        total = self.compiled_step.total
+        return {**parts, "other": total - sum(parts.values()) + parts["other"], "total": total}
+
+    @cached_property
+    def kinds(self) -> dict[str, dict[str, int]]:
+        """Bytes of each part by kind, largest first."""
+        found: dict[str, Counter[str]] = {part: Counter() for part in PARTS}
+        for one in self.breakdown.buffers:
+            found[one.part][one.kind] += one.size
+        return {part: dict(kinds.most_common()) for part, kinds in found.items() if kinds}
+
+    @cached_property
+    def predicted(self) -> dict[str, int | None]:
+        """Bytes of each part by arithmetic alone."""
+        return predict(self.program)
+
+    @cached_property
+    def timeline(self) -> Timeline:
+        return timeline(self.compiled_step.module, self.target.gpu, self.target.count, self.target.per_host)
+
+    @cached_property
+    def history(self) -> History:
+        """The step's memory over time."""
+        return history(self.breakdown, self.compiled_step.total, self.target, self.timeline)
+
+    @property
+    def estimated_step_seconds(self) -> float | None:
+        """None where the device's speed is unknown."""
+        return self.timeline.seconds if self.target.gpu else None
+
+    @cached_property
+    def ideal_flops_per_device(self) -> float:
+        return ideal_flops(self.program) / self.program.layout.mesh.size
+
+    @cached_property
+    def phases(self) -> dict[str, int | None]:
+        """Bytes of a device in each phase of a run, state included; None: the run has no such phase."""
+        waiting = self.program.spec.host_state
+        state = bytes_on_device(self.program.spec.state) - bytes_on_device(waiting)
+        optimizer = bytes_on_device(self.program.spec.state.opt_state) - bytes_on_device(waiting.opt_state)
+        return {
+            "initialise": self._other("initialise"),
+            "load": state,  # each shard of an array is read to its device
+            "step": self.compiled_step.total,
+            **{step_at(bucket): self.total_for(bucket) for bucket in self.program.cfg.data.buckets},
+            "evaluate": self._other("evaluate") + optimizer if self.program.cfg.train.evaluate_every else None,
+            "save": state,  # the checksum needs no memory; a copy is in host memory, see `host_bytes`
+        }
+
+    @cached_property
+    def host_bytes(self) -> int:
+        """Peak host memory for each device: what is offloaded, and a copy of the state while it is saved."""
+        return self.compiled_step.host_total + bytes_on_device(self.program.spec.state)
+
+    @property
+    def peak(self) -> int:
+        """Bytes of a device in the largest phase."""
+        return max(size for size in self.phases.values() if size is not None)
+
+    @property
+    def reserved(self) -> int:
+        """Bytes of a GPU that no program can use."""
+        return reserved_memory(self.target, self.reserve_gib)
+
+    @property
+    def limit(self) -> int:
+        """Bytes of a device that the run may use."""
+        return usable_memory(self.target, self.program.cfg, self.reserve_gib)
+
+    @property
+    def room(self) -> int:
+        """Bytes that the largest phase leaves free; below 0 the run does not fit."""
+        return self.limit - self.peak
+
+    @property
+    def spilled(self) -> int:
+        """Bytes over the limit that host memory holds, with `memory.spill`."""
+        return max(0, -self.room) if self.program.cfg.memory.spill != "none" else 0
+
+    @property
+    def fits(self) -> bool:
+        room = self.room + min(self.spilled, self.target.spillable)
+        return room >= 0 and self.host_bytes + self.spilled <= self.target.host_memory
+
+    def _other(self, phase: str) -> int:
+        """Bytes of another phase's program; of a plan for local devices, of the program that the run uses."""
+        return self.others[phase] if phase in self.others else total_of(getattr(self.program, f"compiled_{phase}"))
 
     @cached_property
     def warnings(self) -> list[PlanWarning]:
+        from jaxmem.planning.advice import warnings_of
+
         return warnings_of(self)
 
     def as_json(self) -> dict[str, Any]:
@@ -87,4 +235,4 @@ class Plan(PlanFacts):
         """To print with rich."""
         from jaxmem.planning.table import PlanTable
 
-        return PlanTable(self, self.warnings)
+        return PlanTable(self)

@@ -11,10 +11,9 @@ from rich.text import Text
 
 from jaxmem.config import Save
 from jaxmem.machine.gpus import GPUS
-from jaxmem.planning.advice import PlanWarning
 from jaxmem.planning.breakdown import LABELS, PARTS
 from jaxmem.planning.layers import NamedValue
-from jaxmem.planning.plan_facts import PlanFacts
+from jaxmem.planning.result import Plan
 from jaxmem.planning.units import format_bytes, format_count, format_seconds
 
 NARROW = 66  # columns; a narrower table has fewer columns of its own
@@ -51,8 +50,7 @@ def named_values_table(values: Sequence[NamedValue]) -> Table:
 
 @dataclass
 class PlanTable:
-    plan: PlanFacts
-    warnings: Sequence[PlanWarning]
+    plan: Plan
 
     def __rich_console__(self, _: Console, options: ConsoleOptions) -> Iterator[RenderableType]:
         yield Group(*self._parts(wide=options.max_width >= NARROW))
@@ -72,7 +70,7 @@ class PlanTable:
             yield self._communication(wide=wide)
         if plan.timeline.host_traffic:
             yield self._host_copies()
-        for warning in self.warnings:
+        for warning in plan.warnings:
             yield Text.assemble((f"{warning.kind}: ", "yellow"), f"{warning.text}; try {warning.cure}")
 
     def _memory(self, *, wide: bool) -> Table:
@@ -160,7 +158,7 @@ def _table(title: str, first: str, *columns: str) -> Table:
     return table
 
 
-def _devices(plan: PlanFacts) -> str:
+def _devices(plan: Plan) -> str:
     target = plan.target
     name = target.gpu.name if target.gpu else target.name.partition(":")[0]
     hosts = f" on {target.hosts} hosts" if target.hosts > 1 else ""

@@ -65,7 +65,8 @@ def short_of(usable: int) -> Compiled:
 def test_recomputation_by_xla_and_what_it_costs() -> None:
     short, enough = short_of(400 * MIB), short_of(8192 * MIB)
     assert found(advice._recomputed_by_xla, compiled_step=enough, unlimited=None) == []
-    (warned,) = found(advice._recomputed_by_xla, compiled_step=short, unlimited=enough)
+    built = SimpleNamespace(cfg=config(memory={"remat": "dots"}))
+    (warned,) = found(advice._recomputed_by_xla, compiled_step=short, unlimited=enough, program=built)
     assert warned.kind == "recomputed by XLA"
     assert "more FLOPs per step" in warned.text
     assert "MiB less memory" in warned.text
@@ -160,10 +161,13 @@ def test_a_gathered_weight_that_is_kept(monkeypatch: pytest.MonkeyPatch) -> None
 def test_gradients_that_are_whole_although_they_are_split() -> None:
     """Those of a step that has them whole, as it should: to a plan of one that splits them it is a fault."""
     plan = plan_here(4, mesh={"fsdp": 4}, zero=1, batch={"global_size": 16, "accumulate": 2})
-    assert found(advice._unsharded, breakdown=plan.breakdown, bytes_per_device=plan.bytes_per_device) == []
+    assert (
+        found(advice._unsharded, breakdown=plan.breakdown, bytes_per_device=plan.bytes_per_device, program=plan.program)
+        == []
+    )
     split = known_shapes(program(config(mesh={"fsdp": 4}, zero=2), jax.devices()[:4]))
     faulty = dataclasses.replace(plan.breakdown, known=split)
-    warned = found(advice._unsharded, breakdown=faulty, bytes_per_device=plan.bytes_per_device)
+    warned = found(advice._unsharded, breakdown=faulty, bytes_per_device=plan.bytes_per_device, program=plan.program)
     assert {one.kind for one in warned} == {"unsharded array"}
     assert any("of a sharded gradient" in one.text for one in warned)
 
@@ -190,11 +194,19 @@ def test_large_logits_and_their_cure() -> None:
     plan = plan_here(1, **LOGITS)
     (warned,) = [one for one in plan.warnings if one.kind == "logits"]
     assert f"{plan.breakdown.of_kind('logits') / plan.bytes_per_device['total']:.0%} of the total" in warned.text
-    chunk = re.fullmatch(r"memory.loss_chunk=(\d+), batch.accumulate=2, or mesh.tensor, which .*", warned.cure)
+    chunk = re.fullmatch(r"memory.loss_chunk=(\d+), batch.accumulate=2 or a larger mesh.tensor", warned.cure)
     assert chunk is not None
     assert "logits" not in kinds(plan_here(1, **LOGITS, memory={"loss_chunk": int(chunk[1])}))
-    one_row = config(**LOGITS, batch={"global_size": 1})
-    assert "a shorter data.sequence_length, or mesh.tensor" in advice._smaller_logits(one_row, "cpu")
+    assert advice._smaller_micro_batch(config(batch={"global_size": 6, "accumulate": 2})) == "batch.accumulate=6"
+    assert advice._smaller_micro_batch(config(batch={"global_size": 1})) == "a shorter data.sequence_length"
+
+
+@pytest.mark.parametrize("remat", ["full", "sqrt", "slots_1"])
+def test_remedies_are_what_the_config_does_not_have(remat: str) -> None:
+    cfg = config(memory={"remat": remat, "offload": "activations"})
+    options = ("memory.remat=full", "memory.offload=activations", "memory.attention=blockwise", None, "more devices")
+    assert advice._remedies(cfg, *options) == "memory.attention=blockwise or more devices"
+    assert advice._remedies(config(memory={"remat": "dots"}), *options[:2]).startswith("memory.remat=full or")
 
 
 def test_a_plan_without_a_fault_warns_of_nothing(cpu_plan: Plan) -> None:
@@ -207,8 +219,8 @@ def test_attention_that_writes_out_all_scores() -> None:
         plan_here(1, data={"sequence_length": 128}, memory={"attention": name}) for name in ("reference", "blockwise")
     )
     (warned,) = [one for one in reference.warnings if one.kind == "attention scores"]
-    assert "all 128 x 128 scores" in warned.text
-    assert warned.cure == "memory.attention=auto"
+    assert "all scores of 128 positions" in warned.text
+    assert "memory.attention=auto" in warned.cure
     assert "attention scores" not in kinds(blockwise)
 
 
@@ -253,7 +265,7 @@ def with_stages(**sizes: int) -> SimpleNamespace:
     place = jax.sharding.SingleDeviceSharding(jax.devices()[0])
     blocks = jax.ShapeDtypeStruct((pipeline.stored, 64), jnp.float32, sharding=place)
     state = {"blocks": blocks, "head": blocks}
-    return SimpleNamespace(model=SimpleNamespace(pipeline=pipeline), spec=SimpleNamespace(state=state))
+    return SimpleNamespace(cfg=config(), model=SimpleNamespace(pipeline=pipeline), spec=SimpleNamespace(state=state))
 
 
 def test_padding_layers() -> None:
@@ -270,7 +282,7 @@ def test_padding_layers() -> None:
 def test_pipeline_bubble() -> None:
     (warned,) = found(advice._pipeline_bubble, program=with_stages(layers=8, stages=4, micro_batches=4))
     assert warned.text == "each pipeline stage is idle in 43% of the 7 ticks of a step"
-    assert warned.cure == "batch.accumulate=16 or pipeline.rounds=2, or a smaller mesh.stage"
+    assert warned.cure == "batch.accumulate=16, pipeline.rounds=2 or a smaller mesh.stage"
     assert found(advice._pipeline_bubble, program=with_stages(layers=8, stages=4, micro_batches=16)) == []
 
 
@@ -287,11 +299,11 @@ def test_what_tensor_does_not_divide_is_replicated(uneven: Plan) -> None:
     # A device of 2 along fsdp holds half of the float32 weights: two of 32 x 16, and two of 32 x 263.
     heads, vocab = (one for one in warnings_of(uneven) if one.kind == "not sharded")
     assert heads.text.startswith(
-        "mesh.tensor=4 does not divide model.kv_heads=2: its weights, 2.0 KiB, are replicated;"
+        "model.kv_heads=2 is not divisible by mesh.tensor=4: its weights, 2.0 KiB, are replicated;"
     )
     assert heads.cure == "mesh.tensor=2"
     assert vocab.text.startswith(
-        "mesh.tensor=4 does not divide model.vocab=263: its weights, 32.9 KiB, are replicated;"
+        "model.vocab=263 is not divisible by mesh.tensor=4: its weights, 32.9 KiB, are replicated;"
     )
 
 
