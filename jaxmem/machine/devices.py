@@ -123,6 +123,23 @@ def package_versions(names: Iterable[str]) -> dict[str, str]:
     return found
 
 
+def gpu_compiler_remedy() -> str | None:
+    """What is missing to compile for GPUs that are not here, and the remedy; None: nothing. Compiling needs jax's CUDA
+    plugin in jax's own version and ptxas, from its wheel or a CUDA toolkit of the system, but no driver."""
+    cure = "pip install 'jaxmem[plan]'"
+    wheels, version = cuda_wheels(), importlib.metadata.version("jax")
+    if not any(wheel.endswith("plugin") for wheel in wheels):
+        return f"compiling for GPUs needs jax's CUDA plugin: {cure}"
+    for wheel, its in wheels.items():
+        if its != version:
+            return f"{wheel} {its} and jax {version} must be equal: {cure}"
+    toolkits = (os.environ.get("CUDA_HOME"), os.environ.get("CUDA_PATH"), "/usr/local/cuda")
+    has_ptxas = shutil.which("ptxas") or any(root and Path(root, "bin", "ptxas").exists() for root in toolkits)
+    if has_ptxas or package_versions(["nvidia-cuda-nvcc"]):
+        return None
+    return f"ptxas, the assembler of GPU programs, is not installed: {cure}"
+
+
 def use_cpu_without_gpu(*, only_compile: bool = False) -> None:
     """Where there is no GPU, use the CPU; with its CUDA wheels installed jax would print a traceback about cuDNN.
 

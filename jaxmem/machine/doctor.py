@@ -1,4 +1,4 @@
-"""`jaxmem doctor`: this machine and what works on it, with the command that repairs what does not.
+"""`jaxmem doctor`: this machine, the features that work on it, and the commands that install the others.
 
 jax runs in processes of its own: a wheel that does not match the driver is then one line here, not a traceback, and
 no GPU memory stays allocated. About two seconds.
@@ -6,7 +6,6 @@ no GPU memory stays allocated. About two seconds.
 
 from __future__ import annotations
 
-import importlib.metadata
 import json
 import os
 import platform
@@ -54,7 +53,7 @@ def examine() -> dict[str, Any]:
         "python": platform.python_version(),
         "system": f"{platform.system()} {platform.machine()}",
         "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
-        "packages": {name: _version(name) for name in PACKAGES},
+        "packages": dict.fromkeys(PACKAGES) | devices.package_versions(PACKAGES),
         "cuda_wheels": devices.cuda_wheels(),
         "driver": gpus[0]["driver"] if gpus else None,
         "gpus": gpus,
@@ -66,9 +65,9 @@ def examine() -> dict[str, Any]:
     findings["works"] = [
         _check("simulated devices", len(simulated.result()[0]) == 8, simulated.result()[1]),
         _gpu_check(findings),
-        _plan_check(findings),
+        _plan_check(),
         *(
-            _check(what, _version(package) is not None, _install(extra), use)
+            _check(what, package in devices.package_versions([package]), _install(extra), use)
             for what, (package, extra, use) in OPTIONAL.items()
         ),
     ]
@@ -126,14 +125,9 @@ def _gpu_cure(findings: dict[str, Any]) -> str:
     return _mismatch(findings, fitting) or findings["devices_error"] or "jax sees no GPU: check JAX_PLATFORMS"
 
 
-def _plan_check(findings: dict[str, Any]) -> dict[str, Any]:
-    """Compiling for GPUs needs the plugin in jax's version, ptxas and libdevice, but no driver."""
-    wheels = findings["cuda_wheels"]
-    tools = shutil.which("ptxas") is not None or (_version("nvidia-cuda-nvcc") and _version("nvidia-nvvm"))
-    extra = next((cuda for cuda in DRIVER_NEEDED if f"jax-{cuda}-plugin" in wheels), "plan")
-    mismatch = _mismatch(findings, extra)
-    works = bool(wheels and tools and not mismatch)
-    return _check("plan for GPUs", works, mismatch or _install("[plan]"), "compiles without a GPU")
+def _plan_check() -> dict[str, Any]:
+    remedy = devices.gpu_compiler_remedy()
+    return _check("plan for GPUs", remedy is None, remedy, "compiles without a GPU")
 
 
 def _mismatch(findings: dict[str, Any], extra: str) -> str | None:
@@ -147,13 +141,6 @@ def _mismatch(findings: dict[str, Any], extra: str) -> str | None:
 
 def _install(extra: str) -> str:
     return f"pip install 'jaxmem{extra}'"
-
-
-def _version(package: str) -> str | None:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None
 
 
 def _see_devices(environment: dict[str, str]) -> tuple[list[dict[str, Any]], str | None]:

@@ -7,12 +7,8 @@ A GPU that is not in the table is a YAML file with the fields of `machine.gpus.G
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import importlib.metadata
-import os
 import re
-import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,7 +21,7 @@ from jaxmem.errors import UserError, nearest
 from jaxmem.machine import devices, gpus
 from jaxmem.machine.gpus import GPUS, Gpu
 
-PER_HOST = 8  # GPUs, unless the target gives hosts
+PER_HOST = 8  # GPUs, where a target does not name hosts
 
 
 @dataclass(frozen=True)
@@ -84,7 +80,7 @@ def parse_target(text: str) -> Target:
     per_host = size if found[1] else min(size, PER_HOST)
     count = hosts * size
     if count % per_host:
-        raise UserError(f"target {text!r}: {count} does not divide into hosts of {per_host} GPUs; use HOSTSxGPUS")
+        raise UserError(f"target {text!r}: {count} is not divisible by {per_host} GPUs per host; use HOSTSxGPUS")
     return Target(text, gpu, count, per_host, gpu.memory, gpu.host_memory)
 
 
@@ -97,10 +93,10 @@ def local_target(seen: Sequence[Any]) -> Target:
         return Target(f"cpu:{count}", None, count, per_host, share, share, tuple(seen))
     reported = (first.memory_stats() or {}).get("bytes_limit", 0)
     spills = devices.is_spilling()
-    whole = min(one["memory"] for one in devices.nvidia_gpus()) if spills else reported
-    gpu = gpus.find(first.device_kind, whole)
-    # jax may use a share of what the driver reports; the table has all of it.
-    memory = max(gpu.memory, whole) if gpu else whole
+    total = min(one["memory"] for one in devices.nvidia_gpus()) if spills else reported
+    gpu = gpus.find(first.device_kind, total)
+    # jax reports the share that it may use; the table has the total.
+    memory = max(gpu.memory, total) if gpu else total
     name = gpu.name if gpu else first.device_kind
     withheld = memory - reported if reported and not spills else None
     beyond = max(0, reported - (memory - gpus.reserved(count))) if spills else 0
@@ -133,8 +129,8 @@ def usable_memory(target: Target, cfg: Config, reserve_gib: float | None = None)
 def target_config(gpu: Gpu, usable: int) -> str:
     """The GPU's description for XLA's compiler: a text protobuf, `stream_executor.GpuTargetConfigProto`.
 
-    XLA recomputes of its own accord where a program needs more than 80 % of `device_memory_size`. It is given a size of
-    which `usable` is 80 %, so that this happens at the real limit.
+    XLA recomputes of its own accord where a program needs more than 80 % of `device_memory_size`. That is set so that
+    80 % of it is `usable`, and XLA recomputes at the real limit.
     """
     major, minor = (int(part) for part in gpu.compute_capability.split("."))
     shared_core, shared_block, threads, lanes = _CORES[gpu.compute_capability]
@@ -238,28 +234,9 @@ def shared_memory(gpu: Gpu) -> int:
 
 
 def check_compiler(target: Target) -> None:
-    """Checks what compiling for other GPUs needs: jax's CUDA plugin in jax's own version, and ptxas."""
-    if target.is_here:
-        return
-    import jax
-
-    name, cure = target.name, "pip install 'jaxmem[plan]'"
-    wheels = {wheel: version for wheel, version in devices.cuda_wheels().items() if wheel.endswith(("plugin", "pjrt"))}
-    if not any(wheel.endswith("plugin") for wheel in wheels):
-        raise UserError(f"target {name}: compiling for GPUs needs jax's CUDA plugin: {cure}; or use cpu:N")
-    for wheel, version in wheels.items():
-        if version != jax.__version__:
-            raise UserError(f"target {name}: {wheel} {version} and jax {jax.__version__} must be equal: {cure}")
-    if not _has_ptxas():
-        raise UserError(f"target {name}: ptxas, the assembler of GPU programs, is not installed: {cure}")
-
-
-def _has_ptxas() -> bool:
-    """From its wheel, or from a CUDA toolkit of the system."""
-    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-        return bool(importlib.metadata.version("nvidia-cuda-nvcc"))
-    roots = (os.environ.get("CUDA_HOME", ""), os.environ.get("CUDA_PATH", ""), "/usr/local/cuda")
-    return bool(shutil.which("ptxas")) or any(root and Path(root, "bin", "ptxas").exists() for root in roots)
+    """Refuses a target of other GPUs where this machine cannot compile for them."""
+    if not target.is_here and (remedy := devices.gpu_compiler_remedy()):
+        raise UserError(f"target {target.name}: {remedy}; or use cpu:N")
 
 
 def _from_file(path: Path) -> Gpu:
@@ -269,18 +246,16 @@ def _from_file(path: Path) -> Gpu:
         raise UserError(f"target {path}: cannot be read: {str(error).splitlines()[0]}") from error
     if not isinstance(given, dict):
         raise UserError(f"target {path}: expected fields such as memory_gib: 24, not a {type(given).__name__}")
-    given = {"name": path.stem, "kind": path.stem, **given}
+    spec = {"name": path.stem, "kind": path.stem, **given}
     fields = {field.name: field.type for field in dataclasses.fields(Gpu)}
-    for key in given:
+    for key, value in spec.items():
         if key not in fields:
             raise UserError(f"target {path}: unknown field {key!r}{nearest(str(key), fields)}")
-    if missing := [key for key in fields if key not in given]:
+        if fields[key] in ("int", "float") and not (isinstance(value, int | float) and value > 0):
+            raise UserError(f"target {path}: {key} must be a number above 0, not {value!r}")
+    if missing := [key for key in fields if key not in spec]:
         raise UserError(f"target {path}: missing {', '.join(missing)}")
-    for key, kind in fields.items():
-        is_positive = isinstance(given[key], int | float) and given[key] > 0
-        if kind in ("int", "float") and not is_positive:
-            raise UserError(f"target {path}: {key} must be a number above 0, not {given[key]!r}")
-    capability = given["compute_capability"] = str(given["compute_capability"])
+    capability = spec["compute_capability"] = str(spec["compute_capability"])
     if capability not in _CORES:
         raise UserError(f"target {path}: unknown compute_capability {capability}; expected one of {', '.join(_CORES)}")
-    return Gpu(**given)
+    return Gpu(**spec)

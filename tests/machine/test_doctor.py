@@ -81,11 +81,22 @@ def test_no_gpu_is_not_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     assert doctor._gpu_check(machine())["works"]
 
 
-def test_planning_for_gpus_needs_the_plugin_in_jaxs_version(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doctor, "_version", lambda _: "13.0")
-    assert doctor._plan_check(machine(driver=None, devices=[]))["works"]
-    assert doctor._plan_check(machine(cuda_wheels={}))["cure"] == "pip install 'jaxmem[plan]'"
-    assert "0.9.0" in doctor._plan_check(machine(cuda_wheels={"jax-cuda12-plugin": "0.9.0"}))["cure"]
+@pytest.mark.parametrize(
+    ("wheels", "remedy"),
+    [
+        ({}, "pip install 'jaxmem[plan]'"),
+        ({"jax-cuda12-plugin": "0.9.0"}, "jax-cuda12-plugin 0.9.0 and jax"),
+        ({"jax-cuda13-plugin": importlib.metadata.version("jax")}, None),
+    ],
+)
+def test_planning_for_gpus_needs_the_plugin_in_the_version_of_jax(
+    monkeypatch: pytest.MonkeyPatch, wheels: dict[str, str], remedy: str | None
+) -> None:
+    monkeypatch.setattr(devices, "cuda_wheels", lambda: wheels)
+    monkeypatch.setattr(devices.shutil, "which", lambda _: "/usr/bin/ptxas")
+    check = doctor._plan_check()
+    assert check["works"] == (remedy is None)
+    assert (remedy or "") in (check["cure"] or "")
 
 
 def test_a_jax_that_does_not_start_is_a_line_not_a_traceback(monkeypatch: pytest.MonkeyPatch) -> None:

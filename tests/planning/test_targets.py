@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import io
 import os
 from pathlib import Path
@@ -15,7 +14,6 @@ from rich.console import Console
 from jaxmem.errors import UserError
 from jaxmem.machine import devices, gpus
 from jaxmem.machine.gpus import GIB, GPUS
-from jaxmem.planning import targets
 from jaxmem.planning.table import TargetList
 from jaxmem.planning.targets import local_target, parse_target, target_config, target_devices
 
@@ -81,7 +79,7 @@ def test_facts_are_of_the_right_size(gpu: gpus.Gpu) -> None:
         ("h100-80gb:2x", "should be a number"),
         ("h100-80gb:x8", "should be a number"),
         ("h100-80gb:-1", "should be a number"),
-        ("h100-80gb:9", "does not divide into hosts of 8"),
+        ("h100-80gb:9", "not divisible by 8 GPUs per host"),
         ("cpu:2x4", "use cpu:8"),
         ("nothing.yaml", "cannot be read"),
     ],
@@ -165,13 +163,10 @@ def test_a_plugin_of_another_version(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_without_an_assembler(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    def missing(name: str) -> str:
-        raise importlib.metadata.PackageNotFoundError(name)
-
-    monkeypatch.setattr(targets.importlib.metadata, "version", missing)
     monkeypatch.setattr(devices, "cuda_wheels", lambda: {"jax-cuda13-plugin": jax.__version__})
-    monkeypatch.setattr(targets.shutil, "which", lambda _: None)
-    monkeypatch.setattr(targets, "Path", lambda *_: tmp_path / "nothing")
+    monkeypatch.setattr(devices, "package_versions", lambda _: {})
+    monkeypatch.setattr(devices.shutil, "which", lambda _: None)
+    monkeypatch.setattr(devices, "Path", lambda *_: tmp_path / "nothing")
     with pytest.raises(UserError, match="ptxas, the assembler of GPU programs, is not installed"):
         target_devices(parse_target("h100-80gb"), GIB)
 
