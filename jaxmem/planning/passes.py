@@ -17,20 +17,8 @@ import jax
 from flax import nnx
 from jax.extend.core import Literal
 
-from jaxmem.config import (
-    Batch,
-    Checkpoint,
-    Config,
-    Data,
-    Decoder,
-    Memory,
-    Mesh,
-    Objective,
-    Optimizer,
-    Precision,
-    Rules,
-    Train,
-)  # fmt: skip
+from jaxmem import config
+from jaxmem.config import Config, Decoder, Memory
 from jaxmem.config.names import BOUNDARY, offloaded_activations
 from jaxmem.planning.hlo import mean_runs
 from jaxmem.planning.share import layers_per_boundary, loss_chunk, shards, vocab_entries
@@ -77,18 +65,18 @@ def shape_of(cfg: Config, platform: str) -> Config:
     if chunk is not None and chunk < entries:
         chunk = max(entries // 16, 1)  # the size of a slice hardly matters to the passes: one shape for all
     if cfg.objective.name == "dpo":  # a row of a pair is computed as any other
-        data = Data(sequence_length=cfg.data.sequence_length, tokenizer=cfg.data.tokenizer)
-        cfg = cfg.model_copy(update={"objective": Objective(), "data": data})
+        data = config.Data(sequence_length=cfg.data.sequence_length, tokenizer=cfg.data.tokenizer)
+        cfg = cfg.model_copy(update={"objective": config.Objective(), "data": data})
     return cfg.model_copy(
         update={
             "name": "shape",
             "output": "",
-            "mesh": Mesh(),
-            "rules": Rules(),
+            "mesh": config.Mesh(),
+            "rules": config.Rules(),
             "zero": 0,
-            "batch": Batch(global_size=1),
-            "train": Train(steps=cfg.steps),
-            "checkpoint": Checkpoint(),
+            "batch": config.Batch(global_size=1),
+            "train": config.Train(steps=cfg.steps),
+            "checkpoint": config.Checkpoint(),
             "memory": cfg.memory.model_copy(update={"loss_chunk": chunk or "auto", "budget": None}),
             "precision": cfg.precision.model_copy(update={"compute": compute}),
         }
@@ -106,11 +94,11 @@ def passes_of(cfg: Config, platform: str) -> TracedPasses:
     shape = shape_of(cfg, platform)
     shape = shape.model_copy(
         update={
-            "optimizer": Optimizer(trainable=cfg.optimizer.trainable),
+            "optimizer": config.Optimizer(trainable=cfg.optimizer.trainable),
             "memory": shape.memory.model_copy(update=memory),
-            "train": Train(steps=1, deterministic=cfg.train.deterministic),
+            "train": config.Train(steps=1, deterministic=cfg.train.deterministic),
             # The stored dtype of weights does not matter: matmuls take them in the compute dtype.
-            "precision": Precision(parameters="bfloat16", compute=shape.precision.compute),
+            "precision": config.Precision(parameters="bfloat16", compute=shape.precision.compute),
         }
     )
     if cfg.base_precision.is_quantized and cfg.adapter.kind != "none":

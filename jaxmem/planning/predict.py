@@ -1,9 +1,9 @@
 """Bytes and seconds of a step by arithmetic alone, from the config.
 
-State is exact: its shapes are traced once and divided as the sharding rules say. Saved activations are read from jax's
-own trace of the layers (`passes.py`), so that any recompute policy counts as what it saves; the rest of the peak is
-arithmetic on a decoder's sizes. Nothing is compiled: the first config of a shape takes half a second, each further one
-a millisecond, so that a search can look at thousands.
+The state is exact: its shapes are traced once and divided as the sharding rules require. Saved activations are read
+from jax's own trace of the layers (`passes.py`), so any recompute policy counts as what it saves; the rest of the peak
+is arithmetic on a decoder's sizes. Nothing is compiled: the first config of a shape takes half a second, each further
+one a millisecond, so a search can compare thousands.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from jaxmem.machine.gpus import Gpu
 from jaxmem.planning.breakdown import SAVED
 from jaxmem.planning.passes import passes_of
 from jaxmem.planning.share import head_groups, loss_chunk, mlp_chunk, passes_in_memory, rows_of, shards, vocab_entries
-from jaxmem.planning.state import DeviceBytes, StateLeaf, state_of
+from jaxmem.planning.state import DeviceBytes, StateLeaf, StateLeaves, state_of
 from jaxmem.planning.step_time import OffloadedBytes, StepTime
 from jaxmem.quant.precision import compute_dtype
 from jaxmem.sharding import MIN_TOKENS_PER_ROW
@@ -39,9 +39,9 @@ class Estimate:
     """Bytes of one device in a training step, and the step's time."""
 
     parts: dict[str, int]
-    kinds: dict[str, int]  # of the activations at the peak
+    kinds: dict[str, int]  # of activations at the peak
     seconds: float | None  # None where the device's speed is unknown
-    host: int = 0  # of its share of host memory: what is offloaded, and a copy of the state while it is saved
+    host: int = 0  # bytes of host memory per device: what is offloaded, and a copy of the state while it is saved
 
     @property
     def total(self) -> int:
@@ -58,62 +58,59 @@ def predict(built: Program) -> dict[str, int | None]:
 
 
 def estimate(cfg: Config, platform: str, gpu: Gpu | None = None, per_host: int = 8) -> Estimate:
-    """Of a config whose mesh is resolved, on devices of which `per_host` share a host."""
+    """The estimate for a config whose mesh is resolved, on devices of which `per_host` share a host."""
     passes, state = passes_of(cfg, platform), state_of(cfg, platform)
     sizes, size_of = _Activations(cfg, platform), DeviceBytes(cfg)
     during, several = cfg.memory.update == "during", cfg.batch.accumulate > 1
-    one_pass = size_of("gradients", state.trainable)
-    if cfg.mesh.stage > 1:  # those of layers are added to their sums one by one
-        one_pass = max(size_of("gradients", [leaf]) for leaf in state.trainable if leaf.axes[:1] != ("layer",))
-    summed = size_of("gradients", state.trainable, FLOAT32) if several and not during else 0
-    # Weights that the backward pass updates are stored as they are gathered best; others are transposed by layer.
-    copies = size_of("weights", filter(size_of.is_transposed, state.params)) if during else 0
-    kinds = sizes.at_peak(passes.saved) | {"weights: copies": copies}
-    # Where the optimizer state is sharded further than the weights, new weights are there before old ones are freed.
-    width = math.ceil(state.stored_bytes)
-    stored = size_of("weights", state.trainable, width)
-    updates = stored if stored > size_of("optimizer", state.trainable, width) else 0
-    whole_state = sum(size_of("weights", leaves) for leaves in (state.params, state.scales))
-    whole_state += size_of("optimizer", (*state.master, *state.optimizer))
-    stored_bytes, frozen = state.stored_bytes, 0
+    kinds = sizes.at_peak(passes.saved)
+    # Weights that the backward pass updates are also stored transposed, where that makes gathering them contiguous.
+    kinds["weights: copies"] = size_of("weights", filter(size_of.is_transposed, state.params)) if during else 0
+    all_state = sum(size_of("weights", leaves) for leaves in (state.params, state.scales))
+    all_state += size_of("optimizer", (*state.master, *state.optimizer))
+    stored, frozen = state, 0
     if is_offloaded(cfg.memory.offload, "optimizer"):
         state = replace(state, optimizer=_on_device(state.optimizer), master=_on_device(state.master))
     if is_offloaded(cfg.memory.offload, "frozen"):
         away = [leaf for leaf in (*state.params, *state.scales) if leaf.can_offload]
         frozen = size_of("weights", away)
-        layers = [(size_of("weights", [leaf]), leaf.shape[0]) for leaf in away if leaf.axes[:1] == ("layer",)]
+        layers = [(size_of("weights", [leaf]), leaf.shape[0]) for leaf in away if leaf.is_stacked]
         kinds["weights: from the host"] = 2 * sum(size // count for size, count in layers)  # this layer's and the next
         state = replace(state, params=_on_device(state.params), scales=_on_device(state.scales))
     activations = sum(kinds.values())
     if during:
-        whole = sizes.has_whole_logits or cfg.optimizer.needs_whole_embedding
-        unsliced = [leaf for leaf in state.trainable if whole or "vocab" not in leaf.axes]
-        one_pass, updates = _update_during(size_of, unsliced)
-        one_pass *= FLOAT32 // sizes.width if several else 1
+        needs_all = sizes.has_all_logits or cfg.optimizer.needs_whole_embedding
+        gradients = _update_during(
+            size_of,
+            [leaf for leaf in state.trainable if needs_all or "vocab" not in leaf.axes],
+            FLOAT32 // sizes.width if several else 1,
+            activations,
+        )
+    else:
+        gradients = _update_after(cfg, size_of, stored, activations)
     parts = {
         "parameters": size_of("weights", state.params),
         "quantization": size_of("weights", state.scales),
         "master": size_of("optimizer", state.master),
         "optimizer": size_of("optimizer", state.optimizer),
-        "gradients": max(one_pass + summed, updates - activations),
+        "gradients": gradients,
         "activations": activations,
         "batch": sizes.batch,
     }
-    offloaded = whole_state - sum(parts[name] for name in STATE)
+    offloaded = all_state - sum(parts[name] for name in STATE)
     seconds = None
     if gpu:
         # Quantized weights are dequantized after they are gathered, others are cast before.
-        gathered = stored_bytes if cfg.precision.is_quantized else sizes.width
+        gathered = stored.stored_bytes if cfg.precision.is_quantized else sizes.width
         traffic = size_of.traffic(state.weights, sizes.width, gathered)
         on_host = OffloadedBytes(offloaded - frozen, frozen)
         seconds = StepTime(cfg, gpu, per_host).seconds(passes, traffic, parts, on_host)
-    return Estimate(parts, kinds, seconds, sizes.saved(passes.offloaded) + offloaded + whole_state)
+    return Estimate(parts, kinds, seconds, sizes.saved(passes.offloaded) + offloaded + all_state)
 
 
 def ideal_flops(built: Program) -> float:
     """FLOPs of an update without recomputation: 2 per weight of a matmul and token forward, twice that backward, and
-    causal attention's two matmuls, of which half is masked. For images a lower bound: a convolution uses its weights
-    once per pixel, which is not counted."""
+    causal attention's two matmuls, of which half is masked. For images this is a lower bound: a convolution uses its
+    weights once per pixel, which is not counted."""
     cfg, model = built.cfg, built.cfg.model
     parameters = built.model.parameters
     if model.family != "decoder":
@@ -132,22 +129,36 @@ def _on_device(leaves: Sequence[StateLeaf]) -> tuple[StateLeaf, ...]:
     return tuple(leaf for leaf in leaves if not leaf.can_offload)
 
 
-def _update_during(size_of: DeviceBytes, leaves: Sequence[StateLeaf]) -> tuple[int, int]:
-    """Bytes of gradients while layers are differentiated, those outside of layers and one layer's; and after the
-    layers, when the largest outside has its update beside it. `leaves`: without matrices that are updated in slices."""
+def _update_after(cfg: Config, size_of: DeviceBytes, state: StateLeaves, activations: int) -> int:
+    """Bytes of gradients, and of updates as far as these exceed the activations, which are freed by then."""
+    one_pass = size_of("gradients", state.trainable)
+    if cfg.mesh.stage > 1:  # layers' gradients are added to their sums one by one
+        one_pass = max(size_of("gradients", [leaf]) for leaf in state.trainable if not leaf.is_stacked)
+    sums = size_of("gradients", state.trainable, FLOAT32) if cfg.batch.accumulate > 1 else 0
+    # Where the optimizer state is sharded further than the weights, new weights exist before old ones are freed.
+    width = math.ceil(state.stored_bytes)
+    stored = size_of("weights", state.trainable, width)
+    updates = stored if stored > size_of("optimizer", state.trainable, width) else 0
+    return max(one_pass + sums, updates - activations)
+
+
+def _update_during(size_of: DeviceBytes, leaves: Sequence[StateLeaf], widening: int, activations: int) -> int:
+    """The same where the backward pass updates weights. While layers are differentiated there are the gradients outside
+    of layers and one layer's; after the layers, the largest outside has its update next to it. `leaves`: without
+    matrices that are updated in slices. `widening`: bytes of a gradient relative to the compute dtype."""
     sizes = [(size_of("gradients", [leaf]), leaf) for leaf in leaves]
-    outside = [size for size, leaf in sizes if leaf.axes[:1] != ("layer",)]
-    layer = sum(size // leaf.shape[0] for size, leaf in sizes if leaf.axes[:1] == ("layer",))
-    return sum(outside) + layer, sum(outside) + max(outside, default=0)
+    outside = [size for size, leaf in sizes if not leaf.is_stacked]
+    layer = sum(size // leaf.shape[0] for size, leaf in sizes if leaf.is_stacked)
+    return max((sum(outside) + layer) * widening, sum(outside) + max(outside, default=0) - activations)
 
 
 class _Activations:
-    """Bytes of one device and one micro-batch, of a decoder in its compute dtype."""
+    """Activations of one device and one micro-batch in the compute dtype; sizes in bytes."""
 
     def __init__(self, cfg: Config, platform: str) -> None:
         mesh, model = cfg.mesh, cfg.model
         self.cfg = cfg
-        self.rows, self.has_whole_logits = rows_of(cfg), True
+        self.rows, self.has_all_logits = rows_of(cfg), True
         self.width = compute_dtype(cfg.precision, platform).itemsize
         split = mesh.row_shards * mesh.context
         spec = batch_spec(cfg).values()
@@ -160,25 +171,18 @@ class _Activations:
             self.queries = tokens * model.heads * model.head_dim * width / heads / groups
             self.keys = tokens * model.kv_heads * model.head_dim * width / heads / groups
             self.hidden = tokens * model.mlp * width / tensor
-            self.chunked = 0.0  # bytes that an MLP in chunks needs in addition
+            self.chunked = 0.0  # that an MLP in chunks needs in addition
             if chunk := mlp_chunk(cfg, platform):
                 self.hidden *= chunk * mesh.context * tensor / cfg.data.sequence_length
-                # The stream and its gradients before and after; its weights' gradients, summed in float32.
+                # The residual stream and its gradients before and after; weight gradients, summed in float32.
                 sums = 0 if cfg.trainable_patterns else 3 * model.embed * model.mlp / mlp * FLOAT32
                 self.chunked = sums + 3 * self.residual / tensor
             self.chunk = loss_chunk(cfg, platform) or 0
-            self.has_whole_logits = self.chunk == vocab_entries(cfg)
-            # Where the gradients of features and of the output matrix are both communicated, XLA computes the latter
-            # after the layers' gradients: with ring attention; with state from the host, in a step of one micro-batch,
-            # seen where fsdp shards it; and from jax 0.11 on, with recomputation, on a single device too.
-            # Not where a layer's gradients come in order (`sharding.gather_with_input`).
+            self.has_all_logits = self.chunk == vocab_entries(cfg)
             scattered = cfg.zero >= 2 and mesh.fsdp * mesh.context > 1
+            # Whether each layer's gradients are communicated in order (`sharding.gather_with_input`).
             self.in_order = scattered and tensor == 1 and tokens >= MIN_TOKENS_PER_ROW * model.embed
-            fetched = is_offloaded(cfg.memory.offload, "optimizer") and cfg.batch.accumulate == 1 and mesh.fsdp > 1
-            single = split * tensor * mesh.stage == 1
-            single_late = jax.__version_info__ >= (0, 11) and repeats_forward(cfg.memory.remat) and single
-            late = scattered and not self.in_order
-            self.head_waits = (late and (self.chunk < model.vocab or mesh.context > 1 or fetched)) or single_late
+            self.head_waits = self._head_waits(model, scattered)
             self.logits = tokens / (tensor // vocab) * self.chunk * width
             self.head = model.embed * self.chunk * width
             attention = (2 * model.heads + 2 * model.kv_heads) * model.head_dim
@@ -186,34 +190,42 @@ class _Activations:
             largest = max(model.heads * model.head_dim / heads, model.mlp / mlp)
             self.matrix = model.embed * largest * width  # the largest of a layer
 
+    def _head_waits(self, model: Decoder, scattered: bool) -> bool:
+        """Whether XLA computes the gradient of the output matrix after the layers' gradients. It does where this
+        gradient and that of the features are both communicated: with ring attention; with optimizer state from the host
+        in a step of one micro-batch, seen where fsdp shards it; with logits in slices. From jax 0.11 on it also does so
+        with recomputation on a single device."""
+        cfg, mesh = self.cfg, self.cfg.mesh
+        is_single = mesh.row_shards * mesh.context * mesh.tensor * mesh.stage == 1
+        if is_single and repeats_forward(cfg.memory.remat) and jax.__version_info__ >= (0, 11):
+            return True
+        fetched = is_offloaded(cfg.memory.offload, "optimizer") and cfg.batch.accumulate == 1 and mesh.fsdp > 1
+        sliced = self.chunk < model.vocab
+        return scattered and not self.in_order and (sliced or mesh.context > 1 or fetched)
+
     def saved(self, row: int) -> int:
         """Saved activations of a micro-batch, from those of one row."""
         return int(row * self.rows * passes_in_memory(self.cfg))
 
     def at_peak(self, saved: int) -> dict[str, int]:
-        """By kind, at the larger of two moments: the loss, or one layer's backward pass. What is fetched from host
-        memory is among that layer's intermediates."""
+        """Bytes by kind at the larger of two moments: the loss, or one layer's backward pass. What is fetched from host
+        memory is among that layer's intermediates. `saved`: bytes of saved activations of one row."""
         kinds = {SAVED: self.saved(saved)}
-        model, memory = self.cfg.model, self.cfg.memory
+        model, mesh = self.cfg.model, self.cfg.mesh
         if not isinstance(model, Decoder):
             return kinds
         layer = self._layer(model)
-        if (
-            self.chunked
-            and saved
-            and self.cfg.mesh.tensor == self.cfg.mesh.stage == 1
-            and repeats_forward(memory.remat)
-        ):
+        if self.chunked and saved and mesh.tensor == mesh.stage == 1 and repeats_forward(self.cfg.memory.remat):
             # XLA transposes the saved activations of all layers into the order that the chunks' matmuls prefer, before
-            # the first layer's backward pass. Not where they are gathered between them.
+            # the first layer's backward pass. It does not where they are gathered in between.
             layer = max(layer, sum(kinds.values()) + 2 * self.residual)
         logits, head = self.logits, self.head
-        if not self.has_whole_logits:  # a slice's logits, its weight, their gradients; float32 features' gradient
+        if not self.has_all_logits:  # a slice's logits, its weight, their gradients; float32 features' gradient
             logits += 2 * head + FLOAT32 / self.width * self.residual
             return kinds | ({"logits": int(logits)} if logits > layer else {"intermediates": int(layer)})
-        if self.cfg.mesh.stage > 1:  # recomputed for their gradient, in float32 too
+        if mesh.stage > 1:  # recomputed for their gradient, in float32 too
             logits += FLOAT32 / self.width * logits
-        # With one micro-batch they wait too; not beside an MLP in chunks that saves nothing here.
+        # With one micro-batch they wait too, but not together with an MLP in chunks that saves nothing here.
         waits = self.cfg.batch.accumulate == 1 and not self.in_order and (saved > 0 or not self.chunked)
         if waits or self.head_waits:
             return kinds | {"logits": int(logits + head), "intermediates": int(layer)}
@@ -224,17 +236,15 @@ class _Activations:
     def _layer(self, model: Decoder) -> float:
         """One layer's backward pass: the MLP's, with what attention's will need, or then attention's."""
         wide = FLOAT32 / self.width
-        throughout = (
-            self.layer + (self.matrix if self.cfg.mesh.fsdp > 1 else 0)
-            + 6 * self.residual + (1 + 2 * wide) * self.queries + 2 * (1 + wide) * self.keys
-        )  # fmt: skip
+        throughout = self.layer + (self.matrix if self.cfg.mesh.fsdp > 1 else 0) + 6 * self.residual
+        throughout += (1 + 2 * wide) * self.queries + 2 * (1 + wide) * self.keys
         mlp = 4 * self.hidden + self.chunked
         return throughout + max(mlp, self._ring(model, wide, mlp))
 
     def _ring(self, model: Decoder, wide: float, mlp: float) -> float:
-        """What ring attention needs in addition: keys and their gradients in transit; of two halves of the queries,
-        queries, output and both gradients. Where blocks are unrolled XLA computes all blocks' scores before it uses the
-        first, probabilities and their gradients in float32, and rounded; the gradients of the MLP's weights after them;
+        """What ring attention needs in addition: keys and their gradients in transit; for two halves of the queries,
+        queries, output and both gradients. Where blocks are unrolled XLA computes the scores of all blocks before it
+        uses the first: probabilities and their gradients, in float32 and rounded. The MLP's weight gradients follow,
         and what devices of `tensor` gather is transposed twice."""
         cfg = self.cfg
         half = cfg.data.sequence_length // (2 * cfg.mesh.context)

@@ -27,6 +27,11 @@ class StateLeaf:
     itemsize: int
     can_offload: bool = False  # whether `memory.offload` may place it in host memory
 
+    @property
+    def is_stacked(self) -> bool:
+        """Whether its first dimension is the layer."""
+        return self.axes[:1] == ("layer",)
+
 
 @dataclass(frozen=True)
 class StateLeaves:
@@ -92,7 +97,7 @@ class DeviceBytes:
         """Whether a dimension that is gathered is not the first: XLA then keeps a copy in which it is."""
         if self._looked_up and leaf.axes == ("vocab", "embed"):
             return False
-        first = 2 if leaf.axes[:1] == ("layer",) else 1
+        first = 2 if leaf.is_stacked else 1
         return self._divided("weights", leaf)[0][first:] != self._divided("compute", leaf)[0][first:]
 
     def traffic(self, leaves: Iterable[StateLeaf], width: int, gathered: float) -> WeightTraffic:
