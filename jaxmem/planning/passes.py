@@ -1,7 +1,7 @@
 """One row's forward and backward pass, as jax traces them: saved activations, and every matrix multiplication.
 
-Nothing is compiled. The first config of a shape takes half a second; configs that differ from it only in mesh and batch
-share the trace.
+Nothing is compiled. The first config of a shape takes half a second; configs that differ only in mesh and batch share
+the trace.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ from jaxmem.step.objective import objective
 
 DEVICE, HOST = jax.memory.Space.Device, jax.memory.Space.Host
 MATMULS, LOOPS = ("dot_general", "conv_general_dilated"), ("scan", "while")
-# Primitives of kernels: of Pallas for Triton, for Mosaic GPU, also with an accumulator; of Triton.
+# Primitives of kernels: Pallas for Triton, Pallas for Mosaic GPU, the latter with an accumulator, Triton.
 KERNELS = ("pallas_call", "mpmd_map", "run_state", "triton_kernel_call")
-# XLA fuses what lies between matmuls into few kernels. Measured on compiled decoders: these read and write two and a
-# half times the bytes of the matmuls, and there are about three for each matmul or write in place.
+# XLA fuses the operations between matmuls into few kernels. In compiled decoders all kernels together read and write
+# two and a half times the bytes of the matmuls, and there are about three for each matmul or write in place.
 AROUND, _KERNELS_PER_MATMUL = 2.5, 3
 
 
@@ -52,19 +52,19 @@ class Matmul:
 class TracedPasses:
     """Forward and backward pass of one row on one of the devices that shard its layers."""
 
-    saved: int  # bytes of saved activations; of a decoder, those of its layers
-    offloaded: int  # bytes of those in host memory
+    saved: int  # bytes of saved activations on the device; of a decoder, the activations of its layers
+    offloaded: int  # bytes of saved activations in host memory
     matmuls: tuple[Matmul, ...]
     kernels: int
 
 
 def shape_of(cfg: Config, platform: str) -> Config:
-    """What shapes depend on: the config without its mesh, its batch and what only a run reads."""
+    """The part of a config that shapes depend on: without its mesh, its batch and what only a run reads."""
     compute = compute_dtype(cfg.precision, platform).name
     chunk, entries = loss_chunk(cfg, platform), vocab_entries(cfg)
     if chunk is not None and chunk < entries:
-        chunk = max(entries // 16, 1)  # the size of a slice hardly matters to the passes: one shape for all
-    if cfg.objective.name == "dpo":  # a row of a pair is computed as any other
+        chunk = max(entries // 16, 1)  # the size of a slice hardly changes the passes: one shape for all
+    if cfg.objective.name == "dpo":  # a row of a pair is computed like any other
         data = config.Data(sequence_length=cfg.data.sequence_length, tokenizer=cfg.data.tokenizer)
         cfg = cfg.model_copy(update={"objective": config.Objective(), "data": data})
     return cfg.model_copy(
@@ -84,10 +84,10 @@ def shape_of(cfg: Config, platform: str) -> Config:
 
 
 def passes_of(cfg: Config, platform: str) -> TracedPasses:
-    """Of a config whose mesh is resolved. Where `tensor` does not shard the hidden units or the vocabulary it shards
-    the time there: the same matmuls in other shapes."""
+    """The passes of a config whose mesh is resolved. Where `tensor` does not shard the hidden units or the vocabulary
+    it shards the sequence there: the same matmuls in other shapes."""
     names = offloaded_activations(cfg.memory.offload)
-    all_offloaded = names == (BOUNDARY,)  # then everything that would be saved without it
+    all_offloaded = names == (BOUNDARY,)  # everything that would be saved without offloading
     memory = {"update": "after", "offload": "none" if all_offloaded or not names else names}
     if (together := layers_per_boundary(cfg)) > 1:
         memory["remat"] = f"every_{together}"
@@ -97,7 +97,7 @@ def passes_of(cfg: Config, platform: str) -> TracedPasses:
             "optimizer": config.Optimizer(trainable=cfg.optimizer.trainable),
             "memory": shape.memory.model_copy(update=memory),
             "train": config.Train(steps=1, deterministic=cfg.train.deterministic),
-            # The stored dtype of weights does not matter: matmuls take them in the compute dtype.
+            # The stored dtype of weights does not matter: matmuls read them in the compute dtype.
             "precision": config.Precision(parameters="bfloat16", compute=shape.precision.compute),
         }
     )
@@ -110,7 +110,7 @@ def passes_of(cfg: Config, platform: str) -> TracedPasses:
 
 
 def _passes(shape: Config, tensor: int) -> TracedPasses:
-    """In two halves, layers and loss, each traced once for all configs that do not differ in it."""
+    """Both halves of the passes, layers and loss, each traced once for all configs in which it is equal."""
     memory = shape.memory
     layers = shape.model_copy(update={"memory": memory.model_copy(update={"loss_chunk": "auto"})})
     loss = shape.model_copy(update={"memory": Memory(loss_chunk=memory.loss_chunk)})
@@ -121,20 +121,20 @@ def _passes(shape: Config, tensor: int) -> TracedPasses:
 
 @functools.lru_cache(maxsize=256)
 def _of_layers(shape: Config, tensor: int) -> TracedPasses:
-    """From a row to the last layer's result."""
+    """The first half: from a row to the last layer's result."""
     half = _Half(shape)
     return half.passes(half.features, (), tensor)
 
 
 @functools.lru_cache(maxsize=256)
 def _of_loss(shape: Config, tensor: int) -> TracedPasses:
-    """From there to the loss: the output matrix."""
+    """The second half: from the last layer's result through the output matrix to the loss."""
     half = _Half(shape)
     return half.passes(half.loss, (jax.eval_shape(half.features, half.params, half.batch),), tensor)
 
 
 class _Half:
-    """The inputs of a half of the passes: weights and one row, on one device."""
+    """The network, its weights and one row on one device, to trace one half of the passes."""
 
     def __init__(self, shape: Config) -> None:
         built = on_one_device(shape)
@@ -149,7 +149,8 @@ class _Half:
         return self._objective.sums(nnx.merge(self._built.model.graphdef, params), features, batch)["loss"]
 
     def passes(self, run: Callable[..., Any], inputs: tuple[Any, ...], tensor: int) -> TracedPasses:
-        """Of `run(params, batch, *inputs)`, with the gradients of `inputs` and of the trainable weights."""
+        """The passes of `run(params, batch, *inputs)`, differentiated with respect to `inputs` and trainable
+        weights."""
 
         def both(params: Any, batch: Any, *inputs: Any) -> tuple[Any, Any]:
             """Saved values, and gradients."""
@@ -169,14 +170,14 @@ class _Half:
                 matmuls.append(matmul(eqn, times))
             if eqn.primitive.name in (*MATMULS, "dynamic_update_slice"):
                 kernels += _KERNELS_PER_MATMUL * times
-            elif eqn.primitive.name in KERNELS and not eqn.params.get("interpret"):  # of two, that for GPUs
+            elif eqn.primitive.name in KERNELS and not eqn.params.get("interpret"):  # interpreted: the branch for CPUs
                 matmuls.append(_kernel(eqn, times))
                 kernels += times
         return TracedPasses(int(saved[DEVICE]), int(saved[HOST]), tuple(matmuls), kernels)
 
 
 def _saved(traced: Any, outs: int, model: Any, tensor: int) -> dict[Any, float]:
-    """Bytes of the first results of a trace by memory space: those that it computes; of a decoder those of layers."""
+    """Bytes of a trace's first `outs` results by memory space, without inputs; of a decoder only results of layers."""
     made_by = {out: eqn for eqn in traced.eqns for out in eqn.outvars}
     saved = dict.fromkeys(jax.memory.Space, 0.0)
     for out in traced.outvars[:outs]:
@@ -196,28 +197,28 @@ def _space(out: Any) -> Any:
 
 
 def _leaves_layers(out: Any, scan: Any) -> bool:
-    """Whether it is the stream after the last layer: [row, time, embed], carried from layer to layer."""
+    """Whether it is the residual stream after the last layer: [row, time, embed], carried from layer to layer."""
     inner = scan.params["jaxpr"].jaxpr.outvars[scan.outvars.index(out)]
     return out.aval.ndim == 3 and inner.aval.shape == out.aval.shape
 
 
 def _is_matmul_input(out: Any, scan: Any) -> bool:
-    """Whether a value that each layer saves went into a matmul. `tensor` shards the time of the stream between layers;
-    a matmul's input is gathered."""
+    """Whether a value that each layer saves is the input of a matmul. `tensor` shards the sequence of the residual
+    stream between layers; a matmul's input is gathered."""
     body = scan.params["jaxpr"].jaxpr
     inner = body.outvars[scan.outvars.index(out)]
     return any(eqn.primitive.name == "dot_general" and inner in eqn.invars for eqn, _ in equations(body, 1))
 
 
 def equations(traced: Any, times: int) -> Iterator[tuple[Any, int]]:
-    """Every operation of a trace, nested ones included, and how often it runs."""
+    """Every operation of a trace, nested ones included, and how often it runs if the trace runs `times`."""
     for eqn in traced.eqns:
         yield eqn, times
         yield from inside(eqn, times)
 
 
 def inside(eqn: Any, times: int) -> Iterator[tuple[Any, int]]:
-    """The operations inside an operation that runs so often, and how often they run."""
+    """The operations inside an operation that runs `times`, and how often they run."""
     if eqn.primitive.name == "scan":
         times *= eqn.params["length"]
     elif eqn.primitive.name == "while":
@@ -232,7 +233,7 @@ def inside(eqn: Any, times: int) -> Iterator[tuple[Any, int]]:
 
 
 def matmul(eqn: Any, times: int) -> Matmul:
-    """Of a `dot_general` or a convolution."""
+    """The cost of a `dot_general` or a convolution."""
     left, right, out = (*(x.aval for x in eqn.invars[:2]), eqn.outvars[0].aval)
     if eqn.primitive.name == "dot_general":
         (contracted, _), _ = eqn.params["dimension_numbers"]
@@ -246,7 +247,7 @@ def matmul(eqn: Any, times: int) -> Matmul:
 
 
 def _kernel(eqn: Any, times: int) -> Matmul:
-    """Of a kernel, whose metadata gives its FLOPs per element of its result."""
+    """The cost of a kernel, whose metadata has its FLOPs per element of the result."""
     each = (eqn.ctx.xla_metadata or {}).get("flops_per_output", 0)
     out = eqn.outvars[0].aval
     moved = sum(_bytes(x.aval) for x in (*eqn.invars, *eqn.outvars))
@@ -259,7 +260,7 @@ def _is_weight(x: Any) -> bool:
 
 
 def _bytes(x: Any) -> int:
-    """Of an array; random keys count as nothing."""
+    """Bytes of an array; random keys count as nothing."""
     return math.prod(x.shape) * x.dtype.itemsize if hasattr(x.dtype, "itemsize") else 0
 
 
@@ -268,18 +269,18 @@ def without_sharding(leaf: Any) -> jax.ShapeDtypeStruct:
 
 
 def on_one_device(cfg: Config) -> Program:
-    """To trace; nothing is placed on the device."""
+    """A program to trace; nothing is placed on the device."""
     return Program(cfg, layout_for(cfg, jax.devices()[:1]))
 
 
 def one_share(shape: Config, cfg: Config) -> Config:
-    """With one device's share of a decoder that `tensor` devices of the config shard."""
+    """A shape with one device's share of a decoder that the config shards over `tensor`."""
     model, tensor = shape.model, cfg.mesh.tensor
     if not isinstance(model, Decoder) or tensor == 1:
         return shape
     split = shards(cfg, "heads")
     heads = model.heads // split
-    # Key heads that do not divide are replicated, and each device uses those of its query heads.
+    # Key heads that are not divisible are replicated, and each device uses those of its query heads.
     keys = model.kv_heads // split if model.kv_heads % split == 0 else math.gcd(model.kv_heads, heads)
     share = {"heads": heads, "kv_heads": keys, "mlp": model.mlp // tensor, "vocab": -(-model.vocab // tensor)}
     return shape.model_copy(update={"model": model.model_copy(update=share)})

@@ -28,7 +28,7 @@ def _computing(table: config.Rules) -> Table:
 
 
 def rows_of(cfg: Config) -> float:
-    """Rows of one micro-batch on one device; with `context`, the equivalent of its part of each row."""
+    """Rows of one micro-batch on one device; a part of a row, with `context`, counts as that fraction."""
     mesh = cfg.mesh
     return cfg.batch.global_size / cfg.batch.accumulate / (mesh.row_shards * mesh.context)
 
@@ -39,8 +39,8 @@ def vocab_entries(cfg: Config) -> int:
 
 
 def loss_chunk(cfg: Config, platform: str) -> int | None:
-    """`memory.loss_chunk` as resolved for this batch and mesh: a device's vocabulary entries, or fewer. None: the
-    model has no vocabulary."""
+    """`memory.loss_chunk` as resolved for this batch and mesh: at most a device's vocabulary entries. None: the model
+    has no vocabulary."""
     if not isinstance(cfg.model, Decoder):
         return None
     itemsize, entries = compute_dtype(cfg.precision, platform).itemsize, vocab_entries(cfg)
@@ -74,7 +74,7 @@ def stream_of(cfg: Config, platform: str) -> jax.ShapeDtypeStruct:
 
 
 def passes_per_update(cfg: Config) -> float:
-    """How many passes through all layers take the time of an update; with a pipeline its ticks, bubble included."""
+    """How many passes through all layers last as long as an update; with a pipeline its ticks, bubble included."""
     if cfg.needs_global_norm_first:
         return cfg.batch.accumulate * (1 + _BACKWARD)
     pipeline = pipeline_of(cfg)
@@ -82,8 +82,8 @@ def passes_per_update(cfg: Config) -> float:
 
 
 def passes_in_memory(cfg: Config) -> float:
-    """How many passes have their saved activations in memory at once. In a pipeline every tick does; of the boundaries
-    within a segment of layers, only those of the segment that is being differentiated."""
+    """How many passes have their saved activations in memory at once. In a pipeline every tick does; boundaries within
+    a segment of layers are in memory only for the segment that is being differentiated."""
     if cfg.memory.update == "during":
         return cfg.batch.accumulate
     if (pipeline := pipeline_of(cfg)) is None:

@@ -1,4 +1,4 @@
-"""The state of one device by arithmetic: shapes are traced once and divided as the sharding rules say. Exact."""
+"""The state of one device by arithmetic: shapes are traced once and divided by the sharding rules. It is exact."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class StateLeaf:
 @dataclass(frozen=True)
 class StateLeaves:
     weights: tuple[StateLeaf, ...]  # in the dtype of their gradients
-    trainable: tuple[StateLeaf, ...]  # those of them
+    trainable: tuple[StateLeaf, ...]  # the trainable ones of `weights`
     params: tuple[StateLeaf, ...]  # as stored: values, or integer codes
     scales: tuple[StateLeaf, ...]  # of quantized weights
     master: tuple[StateLeaf, ...]
@@ -50,7 +50,7 @@ class StateLeaves:
 
 
 def state_of(cfg: Config, platform: str) -> StateLeaves:
-    """Traced once for all configs that differ only in mesh, batch and recomputation."""
+    """The state of a config. It is traced once for all configs that differ only in mesh, batch and recomputation."""
     shape = shape_of(cfg, platform)
     return _state(shape.model_copy(update={"memory": Memory(update=cfg.memory.update)}))
 
@@ -81,7 +81,7 @@ def _state(shape: Config) -> StateLeaves:
 
 
 class DeviceBytes:
-    """Bytes of arrays on one device of a config's mesh: each shape is divided once for each role."""
+    """Bytes of arrays on one device of a config's mesh. Each shape is divided once for each role."""
 
     def __init__(self, cfg: Config) -> None:
         self._rules, self._mesh = rules_for(cfg), cfg.mesh.model_dump()
@@ -90,19 +90,19 @@ class DeviceBytes:
         self._known: dict[tuple[Role, Axes, tuple[int, ...]], tuple[list[int], bool, int]] = {}
 
     def __call__(self, role: Role, leaves: Iterable[StateLeaf], width: int = 0) -> int:
-        """`width`: bytes per element, where it is not the array's own."""
+        """Bytes of arrays in a role. `width`: bytes per element, if not those of the stored dtype."""
         return sum(self._divided(role, leaf)[2] * (width or leaf.itemsize) for leaf in leaves)
 
     def is_transposed(self, leaf: StateLeaf) -> bool:
-        """Whether a dimension that is gathered is not the first: XLA then keeps a copy in which it is."""
+        """Whether the gathered dimension is not the first: XLA then keeps a copy in which it is."""
         if self._looked_up and leaf.axes == ("vocab", "embed"):
             return False
         first = 2 if leaf.is_stacked else 1
         return self._divided("weights", leaf)[0][first:] != self._divided("compute", leaf)[0][first:]
 
     def traffic(self, leaves: Iterable[StateLeaf], width: int, gathered: float) -> WeightTraffic:
-        """Where a weight is sharded differently in two roles, it is communicated: `width` bytes per element of a
-        gradient, `gathered` of a weight."""
+        """A weight that is sharded differently in two roles is communicated: `width` bytes per element of a gradient,
+        `gathered` bytes per element of a weight."""
         found = dict.fromkeys(("gathered", "scattered", "reduced", "replicated", "renewed"), 0)
         for leaf in leaves:
             (_, over_tensor, used), (_, _, stored), (_, _, gradient), (_, _, updated) = (
@@ -115,7 +115,7 @@ class DeviceBytes:
         return WeightTraffic(**found)
 
     def _divided(self, role: Role, leaf: StateLeaf) -> tuple[list[int], bool, int]:
-        """Into how many shards each dimension is divided, whether `tensor` divides one, and elements on one device."""
+        """The number of shards of each dimension, whether `tensor` shards one, and the elements on one device."""
         key = role, leaf.axes, leaf.shape
         if key not in self._known:
             split = assign_mesh_axes(leaf.axes, leaf.shape, getattr(self._rules, role), self._mesh)

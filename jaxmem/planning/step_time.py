@@ -1,6 +1,6 @@
 """Seconds of a step by arithmetic alone: matmuls and the operations between them, exposed communication, the update.
 
-For comparing configs before any is compiled; `timeline.py` estimates the same from a compiled program.
+It compares configs before any is compiled; `timeline.py` estimates the same from a compiled program.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ _WAITED = 0.8  # of copies between a device and its host, in compiled decoders w
 
 @dataclass(frozen=True)
 class WeightTraffic:
-    """Bytes of all weights as one device computes with them, by how they are communicated."""
+    """Bytes of all weights as one device computes with them, by kind of communication."""
 
-    gathered: float  # stored sharded: zero 3
-    scattered: float  # gradients end sharded: from zero 2
-    reduced: float  # gradients end replicated
-    replicated: float  # over `tensor`, whose devices see other tokens: gradients are summed over it as well
-    renewed: float  # in their stored dtype: updated sharded and then gathered: zero 1 and 2
+    gathered: float  # stored sharded (zero 3)
+    scattered: float  # gradients are reduce-scattered (from zero 2)
+    reduced: float  # gradients are all-reduced
+    replicated: float  # over `tensor`, whose devices see other tokens: gradients are summed over it too
+    renewed: float  # in the stored dtype; updated sharded and then gathered (zero 1 and 2)
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ class StepTime:
             + self._offloaded_activations(passes, compute)
             + 3 * parts["gradients"] / self.gpu.memory_rate
         )
-        # Nothing overlaps an update after the passes; the link carries state both ways at once.
+        # Nothing overlaps an update after the passes; state moves both ways at once.
         moved = offloaded.optimizer / self.gpu.host_rate
         exposed_state = max(0.0, moved - compute) if self.cfg.memory.update == "during" else moved
         state = parts["parameters"] + parts["master"] + parts["optimizer"] + parts["gradients"] + offloaded.optimizer
@@ -71,7 +71,7 @@ class StepTime:
 
     @property
     def _split(self) -> int:
-        """Devices that share the weights of a replica."""
+        """Devices over which the weights of a replica are sharded."""
         return self.cfg.mesh.fsdp * self.cfg.mesh.context
 
     @property
@@ -94,14 +94,16 @@ class StepTime:
         return seconds
 
     def _weights(self, weights: WeightTraffic) -> float:
-        """Data parallelism's communication for one micro-batch: weights twice, gradients once, in the compute dtype."""
+        """Seconds of data parallelism's communication for one micro-batch: weights twice, gradients once, in the
+        compute dtype."""
         mesh = self.cfg.mesh
         within = self._ring(2 * weights.gathered + weights.scattered, self._split, mesh.tensor)
         shared = self._ring(weights.reduced, mesh.context, mesh.tensor)
         return within + 2 * (shared + self._ring(weights.replicated, mesh.tensor, 1))
 
     def _per_update(self, weights: WeightTraffic) -> float:
-        """Its communication for an update: sums of replicated gradients, shards of the others, new weights."""
+        """Seconds of its communication for an update: sums of replicated gradients, shards of the others, new
+        weights."""
         mesh, sides = self.cfg.mesh, 1 if self.cfg.zero else 2
         within = self._ring(sides * weights.reduced, mesh.fsdp, mesh.tensor * mesh.context)
         between = weights.scattered / self._split + weights.reduced / (mesh.fsdp if self.cfg.zero else 1)
@@ -109,8 +111,8 @@ class StepTime:
         return within + replicas + self._ring(weights.renewed, self._split, mesh.tensor)
 
     def _tensor(self) -> float:
-        """Two sums of the residual stream per layer and pass, one for each half that `tensor` shards. Attention that it
-        does not shard still needs all positions."""
+        """Seconds of two sums of the residual stream per layer and pass, one for each half that `tensor` shards.
+        Attention that it does not shard still needs all positions."""
         model, tensor = self.cfg.model, self.cfg.mesh.tensor
         if not isinstance(model, Decoder) or tensor == 1:
             return 0.0
@@ -120,8 +122,8 @@ class StepTime:
         return halves * passes * model.layers * self._ring(residual, tensor, 1)
 
     def _context(self) -> float:
-        """Keys and values around the ring of `context`: forward, backward and with every recomputed forward pass, and
-        their gradients in float32."""
+        """Seconds for keys and values around the ring of `context`: forward, backward, with every recomputed forward
+        pass, and their gradients in float32."""
         model, mesh = self.cfg.model, self.cfg.mesh
         if not isinstance(model, Decoder):
             return 0.0
@@ -131,8 +133,8 @@ class StepTime:
         return model.layers * self._ring(sent, mesh.context, mesh.tensor)
 
     def _offloaded_activations(self, passes: TracedPasses, compute: float) -> float:
-        """Exposed copies of offloaded activations. Boundaries alone are fetched a layer ahead; of everything else XLA
-        puts most copies where they are needed."""
+        """Seconds of exposed copies of offloaded activations. Only boundaries are fetched a layer ahead; XLA places
+        most other copies where they are needed."""
         each_way = rows_of(self.cfg) * passes.offloaded / self.gpu.host_rate
         ahead = self.cfg.memory.remat == "full" and offloaded_activations(self.cfg.memory.offload) == (BOUNDARY,)
         return max(0.0, each_way - compute / 2) if ahead else _WAITED * 2 * each_way
