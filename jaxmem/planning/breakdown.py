@@ -1,7 +1,7 @@
 """The memory of one device at its peak: every buffer of a compiled program, named and classified.
 
-Arguments are known by their paths. A temporary is classified by the inputs that it was computed from, by its shape, by
-the pass that made it and by its source file. Nothing is estimated: the parts are sums of buffers, and what no buffer
+Arguments are known by their paths. A temporary is classified by the inputs that it was computed from, its shape, the
+pass that computed it and its source file. Nothing is estimated: the parts are sums of buffers, and what no buffer
 accounts for (gaps between buffers, tables of pointers) is `other`.
 """
 
@@ -36,7 +36,7 @@ UPDATES = "updates"
 STATE_COPIES = "working copies"  # of the optimizer state
 _SUMS = ("summed or scaled", UPDATES)  # before the optimizer and after it
 _IS_MASTER = re.compile(rf"^state\.opt_state.*\.{MasterState._fields[0]}\b")
-# The arrays of a quantized weight beside its integer codes.
+# The arrays of a quantized weight besides its integer codes.
 _SCALES = "|".join(f.name for f in dataclasses.fields(QTensor) if not f.metadata.get("static") and f.name != "codes")
 _IS_SCALE = re.compile(rf"^(state\.)?params\b.*\.({_SCALES})\b")
 _ROLES = {WEIGHTS: "parameters", OPTIMIZER: "optimizer", BATCH: "batch", OTHER: "other", NOWHERE: "other"}
@@ -54,7 +54,7 @@ _ATTENTION = "kernels/fused_attention"
 
 @dataclass(frozen=True)
 class NamedBuffer:
-    part: str
+    part: str  # one of PARTS
     kind: str  # within its part: "logits", "saved for the backward pass", ...
     size: int
     what: str  # an argument's path, or a temporary's shape
@@ -106,7 +106,7 @@ class Breakdown:
         for one in self.allocations:
             if one.kind == "output" and not one.on_host:
                 largest = max(one.buffers, key=lambda buffer: buffer.size)
-                shape, made_by = largest.shape, largest.made_by.op_name
+                shape, made_by = largest.shape, largest.aliases[0][0].op_name
                 yield NamedBuffer("other", "result", one.size, str(shape), made_by, shape)
 
     @cached_property
@@ -115,7 +115,7 @@ class Breakdown:
 
     @cached_property
     def _backward(self) -> int:
-        """When the backward pass begins: with its first matrix multiplication."""
+        """The moment at which the backward pass begins: its first matrix multiplication."""
         matmuls = (
             time for time, one in enumerate(self.lifetimes.schedule)
             if pass_of(one.op_name) == "backward" and (dot_flops(one) or any(map(dot_flops, _inside(one))))
@@ -131,7 +131,7 @@ class Breakdown:
                 yield NamedBuffer(part_of(path), "argument", one.size, path, "", shape)
 
     def classify(self, region: Region) -> NamedBuffer:
-        """A temporary, by the most informative of its buffers' aliases."""
+        """A temporary, classified by the most informative of its buffers' aliases."""
         places = [place for buffer in region.buffers for place in buffer.aliases]
         maker = max((maker_of(one, index) for one, index in places), key=information)
         shape = max((buffer.shape for buffer in region.buffers), key=lambda shape: shape.bytes)
@@ -165,12 +165,12 @@ class Breakdown:
         return len(dims) > 0 and (dims in self.known.gradients or shape.elements in self.known.stacked_sizes)
 
     def _is_saved(self, region: Region) -> bool:
-        """Made in the forward pass and needed after it."""
+        """Whether a value of the forward pass is needed after it."""
         return max(self.lifetimes.of(buffer)[1] for buffer in region.buffers) >= self._backward
 
 
 def input_origin(path: str) -> Origins:
-    """What an argument of a program is, by the path that jax gives it."""
+    """The kind of a program's argument, by its path in jax."""
     if path.startswith(("state.params", "params")):
         return WEIGHTS
     if path.startswith("state.opt_state"):
@@ -209,17 +209,17 @@ def _inside(one: Instruction) -> Iterator[Instruction]:
 
 
 def is_of_loss(frames: Sequence[Frame]) -> bool:
-    """Whether the loss, or the matrix multiplication before it, made something."""
+    """Whether the loss or the matrix multiplication before it computed something."""
     return any(frame.file.endswith(_LOSS_FILES) or frame.function.endswith(".logits") for frame in frames)
 
 
 def information(maker: Instruction) -> tuple[bool, bool, bool]:
-    """Ranks operations that write one buffer: those that fill it above those that initialize it with zeros."""
+    """Ranks operations that write one buffer: filling it is more than initializing it with zeros."""
     return "dynamic_update_slice" in maker.op_name, bool(maker.frames), maker.op_name.startswith("jit(")
 
 
 def maker_of(one: Instruction, index: tuple[int, ...]) -> Instruction:
-    """The instruction that jax knows: of a fusion the one that gives this element, of a copy its source."""
+    """The instruction with a source line: in a fusion the one that computes this element, for a copy its source."""
     for _ in range(8):
         if one.is_fusion:
             root = one.called[0].root

@@ -1,9 +1,9 @@
-"""The buffers that live in a compiled program's memory at each moment, and at its peak.
+"""The buffers that are alive in a compiled program's memory at each moment, and at its peak.
 
 XLA packs all temporaries of a program into one allocation; the buffer assignment gives each buffer's offset, the
-schedule its lifetime. Lifetimes are found as XLA finds them: instructions are numbered in the order in which they run,
-a loop's body before the loop; a buffer lives from where it is made to its last use under any of its aliases. At the
-peak each byte of the allocation belongs to one buffer, or to none: the cost of packing.
+schedule its lifetime. Lifetimes are computed like XLA's: instructions are numbered in the order in which they run, a
+loop's body before the loop; a buffer is alive from where it is computed to its last use under any of its aliases. At
+the peak each byte of the allocation belongs to one buffer, or to none: the cost of packing.
 """
 
 from __future__ import annotations
@@ -24,17 +24,16 @@ Span = tuple[int, int]  # first and last moment
 
 @dataclass(frozen=True)
 class Buffer:
-    """A value that takes memory."""
+    """A value in memory."""
 
-    made_by: Instruction
-    index: Index
     offset: int
     size: int
-    aliases: tuple[tuple[Instruction, Index], ...]  # every place in the program where this value stands
+    aliases: tuple[tuple[Instruction, Index], ...]  # every instruction whose result has this value; first its maker
 
     @property
     def shape(self) -> HloShape:
-        return self.made_by.shape.at(self.index)
+        made_by, index = self.aliases[0]
+        return made_by.shape.at(index)
 
 
 @dataclass(frozen=True)
@@ -48,7 +47,7 @@ class Allocation:
 
 @dataclass(frozen=True)
 class Region:
-    """Bytes of an allocation, and the buffers that share them: a loop's carry is one region with many aliases."""
+    """Bytes of an allocation, and the buffers in them: a loop's carry is one region with many aliases."""
 
     size: int
     buffers: tuple[Buffer, ...]
@@ -64,7 +63,7 @@ class Snapshot:
 
 
 def read_allocations(module: Module, serialized: bytes) -> list[Allocation]:
-    """From a serialized BufferAssignmentProto."""
+    """The allocations of a serialized BufferAssignmentProto."""
     proto = BufferAssignmentProto.FromString(serialized)
     logical = {one.id: one for one in proto.logical_buffers}
     aliases: dict[int, list[Any]] = defaultdict(list)
@@ -75,9 +74,8 @@ def read_allocations(module: Module, serialized: bytes) -> list[Allocation]:
         return module.by_id[location.instruction_id], tuple(location.shape_index)
 
     def buffer(assigned: Any) -> Buffer:
-        made_by, index = place(logical[assigned.logical_buffer_id].defined_at)
-        places = ((made_by, index), *map(place, aliases[assigned.logical_buffer_id]))
-        return Buffer(made_by, index, assigned.offset, assigned.size, places)
+        number = assigned.logical_buffer_id
+        return Buffer(assigned.offset, assigned.size, tuple(map(place, [logical[number].defined_at, *aliases[number]])))
 
     found = []
     for one in proto.buffer_allocations:
@@ -96,8 +94,8 @@ def read_allocations(module: Module, serialized: bytes) -> list[Allocation]:
 
 
 def sizes_of(serialized: bytes, *, on_host: bool) -> dict[str, int]:
-    """Bytes of a program in device memory or in host memory, as XLA counts them: from a serialized
-    BufferAssignmentProto, without its module. What an argument shares with an output is in both, and aliased."""
+    """Bytes of a program in device memory or in host memory, from a serialized BufferAssignmentProto alone. Memory that
+    an argument shares with an output counts as argument, as output and as aliased."""
     sizes = {"arguments": 0, "outputs": 0, "aliased": 0, "temporaries": 0}
     for one in BufferAssignmentProto.FromString(serialized).buffer_allocations:
         if (one.color == HOST_SPACE) != on_host:
@@ -111,7 +109,7 @@ def sizes_of(serialized: bytes, *, on_host: bool) -> dict[str, int]:
 
 
 class Lifetimes:
-    """When each instruction of a module runs, and from when to when a value is needed."""
+    """When each instruction of a module runs, and while which of them a value is needed."""
 
     def __init__(self, module: Module) -> None:
         self._time: dict[Instruction, int] = {}
@@ -164,11 +162,11 @@ class Lifetimes:
 
 
 def _forwarded(one: Instruction, index: Index, user: Instruction) -> Iterator[tuple[Instruction, Index]]:
-    """Where a value that stands at `index` of an instruction's result stands in its user's, without a copy."""
+    """Where in the result of `user` the value at `index` of the result of `one` is, if it is not copied."""
     if user.opcode in ("bitcast", "optimization-barrier", "all-reduce-done"):
         yield user, index
     elif user.opcode == "get-tuple-element" or user.opcode.endswith("-done"):
-        picked = user.number if user.opcode == "get-tuple-element" else 1  # a start gives (operands, results, ...)
+        picked = user.number if user.opcode == "get-tuple-element" else 1  # a start returns (operands, results, ...)
         if index[:1] == (picked,):
             yield user, index[1:]
     elif user.opcode == "tuple":
@@ -178,7 +176,7 @@ def _forwarded(one: Instruction, index: Index, user: Instruction) -> Iterator[tu
 
 
 def peak_of(allocation: Allocation, lifetimes: Lifetimes) -> Snapshot:
-    """The moment at which most of an allocation is in use."""
+    """An allocation at the moment at which most of it is in use."""
     spans = [(lifetimes.of(buffer), buffer) for buffer in allocation.buffers if buffer.size]
     return snapshot(allocation, spans, _busiest(spans))
 
@@ -190,7 +188,7 @@ def snapshot(allocation: Allocation, spans: Iterable[tuple[Span, Buffer]], time:
         if first <= time <= last:
             places[buffer.offset, buffer.size].append(buffer)
     regions, covered = [], 0
-    # Where places overlap without being the same, the one that begins first gets the common bytes.
+    # Of places that overlap without being equal, the one that begins first gets the common bytes.
     for (offset, size), buffers in sorted(places.items(), key=lambda place: (place[0][0], -place[0][1])):
         own = max(0, offset + size - max(offset, covered))
         covered = max(covered, offset + size)

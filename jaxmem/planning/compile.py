@@ -28,9 +28,9 @@ _REMARKS = {
     "state over the limit": re.compile(r"arguments \((?P<what>\d+)\) exceeds the base limit"),
     "over the limit": re.compile(r"Can't reduce memory use below (?P<what>\S+)"),
 }
-# A page of it about a matmul for which XLA had no default kernel; compiling goes on without (`elsewhere.py`).
+# XLA's long message about a matmul without a default kernel; compiling continues with another level (`elsewhere.py`).
 _NO_DEFAULT = re.compile(rb"(?ms)^E\d{4} [^\n]*\] Could not get config for HLO.*?(?=^[EIW]\d{4} |\Z)")
-# For a program that will never run LLVM, which comes after XLA, need not optimize: half of a CPU's compilation.
+# LLVM, which comes after XLA, need not optimize a program that never runs: half of a compilation for CPUs.
 _QUICK: Options = {"xla_backend_optimization_level": "0", "xla_llvm_disable_expensive_passes": True}
 
 
@@ -107,7 +107,7 @@ def _compile(lowered: jax.stages.Lowered, here: bool, code: bool) -> Compiled:
 
 @contextlib.contextmanager
 def _as_user_error() -> Iterator[None]:
-    """A program that XLA cannot compile is a config that cannot run: one line, however much XLA writes."""
+    """Turns XLA's error about a program that it cannot compile into one line."""
     try:
         yield
     except jax.errors.JaxRuntimeError as error:
@@ -122,7 +122,7 @@ def _assignment(executable: jax.stages.Compiled) -> bytes:
 
 @contextlib.contextmanager
 def compiler_remarks() -> Iterator[dict[str, list[str]]]:
-    """Collects what XLA's log says by the keys of `_REMARKS`; its other lines go on to standard error."""
+    """Collects the remarks of XLA's log, by the keys of `_REMARKS`; its other lines are written to standard error."""
     remarks: dict[str, list[str]] = {}
 
     def others(log: bytes) -> bytes:

@@ -3,7 +3,7 @@
 The first part of a compilation optimizes the program, schedules it and assigns every value its memory; the second
 generates a kernel for each instruction, through MLIR, LLVM and ptxas, and takes five times as long without changing a
 byte or the order of an instruction. Between the two XLA dumps its decisions if asked to, then opens its kernel cache.
-It is given a file that is no such cache, so it ends there. A version of XLA that ignores this generates code as well,
+The file named here is not such a cache, so XLA ends there. A version of XLA that ignores this generates code as well,
 with the same numbers (a test compares them).
 """
 
@@ -25,7 +25,7 @@ Options = dict[str, bool | str]
 # Without a GPU nothing can be timed: XLA takes its default for each kernel.
 UNTIMED: Options = {"xla_gpu_autotune_level": "0"}
 # jax 0.11 has no default for some matmuls with concatenated operands, such as the gradient of joined weights. At this
-# level it tries all kernels of each matmul, which takes several times as long.
+# level XLA tries all kernels of each matmul, which takes several times as long.
 TRY_ALL: Options = {"xla_gpu_autotune_level": "1"}
 _NO_DEFAULT = "No supported config found"
 _NO_CACHE = "no-cache-of-kernels"  # a file's name, which XLA's error message repeats

@@ -1,4 +1,4 @@
-"""The source line, the part of the model and the layers that a buffer of a compiled step belongs to."""
+"""The source line, the modules and the layers that a buffer of a compiled step belongs to."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class SourceLine:
 
 
 def source_of(buffer: NamedBuffer, layers: int | None) -> SourceLine:
-    """`layers`: of a stack on one device."""
+    """`layers`: the number of layers of a stack on one device."""
     every = f"all {layers} layers" if layers and layers > 1 and layers in buffer.shape.dims else ""
     if buffer.region is None:
         return SourceLine(path(buffer.what) if buffer.kind == "argument" else buffer.made_by, "", every)
@@ -54,8 +54,8 @@ def path(name: str) -> str:
 
 
 def _filled_by(one: Instruction, index: tuple[int, ...]) -> Instruction:
-    """The operation that computed a value which others store, cast or transpose: of a stack that a loop fills, the one
-    in the loop's body."""
+    """The operation that computed a value which others store, cast or transpose: for a stack that a loop fills, an
+    operation of the loop's body."""
     fusions: list[Instruction] = []
     for _ in range(_STEPS):
         if one.is_fusion:

@@ -130,7 +130,7 @@ def state_on_host(copied: int) -> Breakdown:
     for one in main.instructions:
         one.computation = main
     module = Module([main], main, {one.id: one for one in main.instructions})
-    buffer = Buffer(copy, (), 0, piece.bytes, ((copy, ()),))
+    buffer = Buffer(0, piece.bytes, ((copy, ()),))
     allocations = [
         Allocation("argument", state.bytes, 0, True, ()), Allocation("temporary", piece.bytes, None, False, (buffer,))
     ]  # fmt: skip
