@@ -146,7 +146,7 @@ def live_at_most(name, forms, only_backward=False):
     for one in read_allocations(step.module, step.assignment):
         places = set()
         for buffer in one.buffers if one.kind == "temporary" else ():
-            counts = not only_backward or pass_of(buffer.made_by.op_name) == "backward"
+            counts = not only_backward or pass_of(buffer.aliases[0][0].op_name) == "backward"
             if counts and sorted_dims(buffer.shape.dims) in forms:
                 places.add((*lifetimes.of(buffer), buffer.offset, buffer.size))
         for first, last, _, size in places:
