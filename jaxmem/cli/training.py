@@ -9,18 +9,20 @@ import typer
 from jaxmem.cli.options import ConfigFile, Overrides, Simulate
 from jaxmem.cli.output import is_first_process
 from jaxmem.cli.start import joined, load
+from jaxmem.training.signals import requeued_before_training
 
 
 def train(config: ConfigFile, overrides: Overrides = None, simulate: Simulate = None) -> None:
     """Train a model, or resume its run."""
-    cfg = load(config, overrides, simulate)
-    with joined(cfg):
-        from jaxmem.report import report_run
-        from jaxmem.training.run import run
+    with requeued_before_training():
+        cfg = load(config, overrides, simulate)
+        with joined(cfg):
+            from jaxmem.report import report_run
+            from jaxmem.training.run import run
 
-        done = run(cfg)
-        if is_first_process():
-            report_run(done.directory)
+            done = run(cfg)
+            if is_first_process():
+                report_run(done.directory)
     raise typer.Exit(done.exit_code)
 
 

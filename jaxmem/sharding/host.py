@@ -8,11 +8,13 @@ the one that is fetched ahead. Where a layer computes longer than its bytes take
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.custom_batching import custom_vmap
 from jax.typing import DTypeLike
 
 HOST = "pinned_host"  # jax's name of the memory
@@ -60,14 +62,53 @@ def device_leaves(tree: Any) -> Any:
     return jax.tree.map(lambda x: None if is_on_host(x) else x, tree)
 
 
+def take_layer(stacked: Any, layer: jax.Array, dim: int = 0) -> Any:
+    """One layer of stacked arrays; `dim` is the dimension of layers."""
+    return jax.tree.map(lambda x: _read(dim)(x, layer), stacked)
+
+
+def put_layer(stacked: Any, layer: jax.Array, one: Any) -> Any:
+    """Stacked arrays with one layer replaced."""
+    return jax.tree.map(lambda x, new: _write(0)(x, new, layer), stacked, one)
+
+
+# Under `jax.vmap` jax makes gathers and scatters of these, whose indices are in device memory: it refuses them for an
+# array in host memory. Slices along the next dimension are the same.
+@functools.cache
+def _read(dim: int) -> Any:
+    @custom_vmap
+    def read(x: jax.Array, i: jax.Array) -> jax.Array:
+        return jax.lax.dynamic_index_in_dim(x, i, dim, keepdims=False)
+
+    @read.def_vmap
+    def _(_: int, batched: list[bool], x: jax.Array, i: jax.Array) -> tuple[jax.Array, bool]:
+        return _read(dim + batched[0])(x, i), batched[0]
+
+    return lambda x, i: read(x, i) if is_on_host(x) else jax.lax.dynamic_index_in_dim(x, i, dim, keepdims=False)
+
+
+@functools.cache
+def _write(dim: int) -> Any:
+    @custom_vmap
+    def write(x: jax.Array, new: jax.Array, i: jax.Array) -> jax.Array:
+        return jax.lax.dynamic_update_index_in_dim(x, new, i, dim)
+
+    @write.def_vmap
+    def _(size: int, batched: list[bool], x: jax.Array, new: jax.Array, i: jax.Array) -> tuple[jax.Array, bool]:
+        x, new = (
+            a if is_batched else jnp.broadcast_to(a, (size, *a.shape))
+            for a, is_batched in zip((x, new), batched, strict=False)
+        )
+        return _write(dim + 1)(x, new, i), True
+
+    return lambda x, new, i: write(x, new, i) if is_on_host(x) else jax.lax.dynamic_update_index_in_dim(x, new, i, dim)
+
+
 def fetch_layer(stacked: Any, layer: jax.Array) -> Any:
     """One layer of the leaves in host memory, on the device. Past either end it is the last layer there is, which
     nobody reads."""
 
-    def one(x: jax.Array) -> jax.Array:
-        return to_device(jax.lax.dynamic_index_in_dim(x, jnp.clip(layer, 0, x.shape[0] - 1), keepdims=False))
-
-    return jax.tree.map(one, host_leaves(stacked))
+    return jax.tree.map(lambda x: to_device(take_layer(x, jnp.clip(layer, 0, x.shape[0] - 1))), host_leaves(stacked))
 
 
 def fill(tree: Any, others: Any) -> Any:

@@ -26,7 +26,6 @@ _MODULES = {
     "merge_micro_batches": "reverse",
     "recompute_from_inputs": "remat",
     "stacked": "apply",
-    "take_layer": "reverse",
     "with_inexact": "scheduled",
 }
 __all__ = list(_MODULES)

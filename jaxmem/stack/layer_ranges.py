@@ -15,6 +15,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jaxmem.sharding.host import take_layer
 from jaxmem.sharding.weights import PartialStack, StoredWeight
 
 Run = Callable[[Any, Any, Any, Any], tuple[Any, Any]]  # (one layer's weights, x, its input, beside) -> (x, output)
@@ -40,7 +41,7 @@ class LayerRange:
         def each(own: list[Any], x: Any, one: Any, beside: Any) -> tuple[Any, Any]:
             (number, one), (stay, beside) = one, beside
             layer = [
-                at if rest is None else StoredWeight(_at(rest.stored, number), at)
+                at if rest is None else StoredWeight(take_layer(rest.stored, number), at)
                 for at, rest in zip(own, stay, strict=True)
             ]
             return run(jax.tree.unflatten(form, layer), x, one, beside)
@@ -68,10 +69,6 @@ def layer_ranges(weights: Any) -> list[LayerRange]:
     learning = [{*leaf.layers} for leaf in leaves if isinstance(leaf, PartialStack)]
     edges = [n for n in range(1, count) if any((n in layers) != (n - 1 in layers) for layers in learning)]
     return [LayerRange(start, stop) for start, stop in pairwise((0, *edges, count))]
-
-
-def _at(stack: Any, layer: jax.Array) -> Any:
-    return jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, layer, 0, keepdims=False), stack)
 
 
 def _is_kind(x: Any) -> bool:

@@ -21,7 +21,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from jaxmem.sharding import current
-from jaxmem.sharding.host import fetch_layer, to_device, to_host
+from jaxmem.sharding.host import fetch_layer, take_layer, to_device, to_host
 from jaxmem.sharding.weights import differentiable, with_gradients
 from jaxmem.stack.apply import StackCall
 from jaxmem.stack.schedule import Schedule
@@ -226,8 +226,3 @@ def _devices() -> int:
     """The number of devices that a batch is sharded over."""
     layout = current()
     return 1 if layout is None else layout.parts("activations", "batch")
-
-
-def take_layer(stacked: Any, layer: jax.Array, dim: int = 0) -> Any:
-    """One layer of stacked arrays; `dim` is the dimension of layers."""
-    return jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, layer, dim, keepdims=False), stacked)

@@ -13,7 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxmem.sharding.host import device_leaves, fetch_layer, fill, to_device, to_host
+from jaxmem.sharding.host import device_leaves, fetch_layer, fill, put_layer, take_layer, to_device, to_host
 from jaxmem.sharding.weights import StoredWeight
 from jaxmem.stack.schedule import Schedule
 
@@ -30,7 +30,7 @@ def first_pass(
     def step(slots: Any, one: tuple[Any, Any], weights: Any, x: Any) -> tuple[Any, Any, Any]:
         of_layer, slot = one
         boundary = store(x)
-        slots = slots if every else _put(slots, slot, boundary)
+        slots = slots if every else put_layer(slots, slot, boundary)
         x, output = run(weights, x, of_layer, beside)
         return x, slots, (output, boundary if every else None)
 
@@ -72,9 +72,9 @@ def recompute(
 
     def again(i: jax.Array, slots: Any) -> Any:
         layer, source, target = steps[i]
-        x = _at(slots, source)
-        x, _ = run(_at(weights, layer), to_device(x) if on_host else x, _at(inputs, layer), beside)
-        return _put(slots, target, to_host(x) if on_host else x)
+        x = take_layer(slots, source)
+        x, _ = run(take_layer(weights, layer), to_device(x) if on_host else x, take_layer(inputs, layer), beside)
+        return put_layer(slots, target, to_host(x) if on_host else x)
 
     with jax.named_scope(f"runs_{plan.runs}_in_{len(plan.at)}"):
         return jax.lax.fori_loop(which[0], which[1], again, slots)
@@ -111,16 +111,18 @@ def by_schedule(run: Run, plan: Schedule, *, on_host: bool = False) -> Callable[
             slots, ahead, fetched, g, of_beside = carry
             layer, at, begin, end, of_output = one
             slots = recompute(run, plan, weights, slots, inputs, beside, (begin, end), on_host=on_host)
-            x = ahead if every else back(_at(slots, at))
-            ahead = back(_at(slots, jnp.maximum(at - 1, 0))) if every else None  # fetched while this layer computes
+            x = ahead if every else back(take_layer(slots, at))
+            ahead = (
+                back(take_layer(slots, jnp.maximum(at - 1, 0))) if every else None
+            )  # fetched while this layer computes
             following = fetch_layer(weights, layer - 1)
-            derivative = _derivative(run, layer_with(weights, layer, fetched), x, _at(inputs, layer), beside)
+            derivative = _derivative(run, layer_with(weights, layer, fetched), x, take_layer(inputs, layer), beside)
             of_weights, g, of_input, more = derivative(g, of_output)
             return (slots, ahead, following, g, jax.tree.map(jnp.add, of_beside, more)), (of_weights, of_input)
 
         nothing = jax.tree.map(jnp.zeros_like, inexact_leaves(beside))
         each = (jnp.arange(len(plan.at), dtype=jnp.int32), *map(_numbers, (plan.at, plan.begin, plan.end)))
-        ahead = back(_at(slots, jnp.int32(plan.at[-1]))) if every else None
+        ahead = back(take_layer(slots, jnp.int32(plan.at[-1]))) if every else None
         carry = (slots, ahead, fetch_layer(weights, jnp.int32(len(plan.at) - 1)), gradients[0], nothing)
         (*_, g, of_beside), (of_weights, of_inputs) = jax.lax.scan(step, carry, (*each, gradients[1]), reverse=True)
         return _gradients_like(weights, of_weights), g, of_inputs, of_beside
@@ -180,16 +182,8 @@ def _is_point(x: Any) -> bool:
 
 def layer_with(stacked: Any, layer: jax.Array, fetched: Any) -> Any:
     """The weights of one layer, of which some have been fetched from host memory."""
-    return fill(_at(device_leaves(stacked), layer), fetched)
+    return fill(take_layer(device_leaves(stacked), layer), fetched)
 
 
 def _numbers(values: tuple[int, ...]) -> jax.Array:
     return jnp.asarray(values, jnp.int32)
-
-
-def _at(stacked: Any, i: jax.Array) -> Any:
-    return jax.tree.map(lambda leaf: jax.lax.dynamic_index_in_dim(leaf, i, keepdims=False), stacked)
-
-
-def _put(stacked: Any, i: jax.Array, one: Any) -> Any:
-    return jax.tree.map(lambda leaf, x: jax.lax.dynamic_update_index_in_dim(leaf, x, i, 0), stacked, one)

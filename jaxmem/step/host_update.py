@@ -27,9 +27,8 @@ from jaxmem.optim.groups import (
 )
 from jaxmem.quant.precision import Params
 from jaxmem.sharding import Axes, is_axes, stored_axes
-from jaxmem.sharding.host import to_device, to_host
+from jaxmem.sharding.host import put_layer, take_layer, to_device, to_host
 from jaxmem.sharding.weights import is_quantized
-from jaxmem.stack import take_layer
 from jaxmem.step.segments import SliceGradient, nested
 from jaxmem.step.state import StateSpec
 from jaxmem.step.vocab_update import VocabUpdate
@@ -69,7 +68,7 @@ def store_state_layer(state: Tree, axes: Tree, layer: jax.Array, new: Tree) -> T
     """The state with one layer replaced, in host memory."""
 
     def one(own: Axes, x: jax.Array, new: jax.Array) -> jax.Array:
-        return jax.lax.dynamic_update_index_in_dim(x, to_host(new), layer, 0) if own[:1] == ("layer",) else new
+        return put_layer(x, layer, to_host(new)) if own[:1] == ("layer",) else new
 
     return jax.tree.map(one, axes, state, constrain_tree(new, axes, "optimizer"), is_leaf=is_axes)
 

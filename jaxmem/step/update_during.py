@@ -31,9 +31,9 @@ from jaxmem.optim.groups import (
 )
 from jaxmem.quant.precision import Params
 from jaxmem.sharding import is_axes, stored_axes
-from jaxmem.sharding.host import fetch_from_host, send_like
+from jaxmem.sharding.host import fetch_from_host, send_like, take_layer
 from jaxmem.sharding.weights import is_quantized
-from jaxmem.stack import merge_micro_batches, take_layer
+from jaxmem.stack import merge_micro_batches
 from jaxmem.step import nonfinite
 from jaxmem.step.host_update import fetch_state_layer, store_state_layer
 from jaxmem.step.objective import Batch, Sums

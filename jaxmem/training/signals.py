@@ -17,6 +17,7 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import Any, Self
 
+from jaxmem.distributed.join import end_all
 from jaxmem.errors import TemporaryError
 
 EXIT_CODES = {signal.SIGTERM: 0, signal.SIGINT: 128 + signal.SIGINT, signal.SIGUSR1: TemporaryError.exit_code}
@@ -24,11 +25,15 @@ EXIT_CODES = {signal.SIGTERM: 0, signal.SIGINT: 128 + signal.SIGINT, signal.SIGU
 
 @contextmanager
 def requeued_before_training() -> Iterator[None]:
-    """Around what precedes the loop: there SIGUSR1 ends the run with the exit code that it has later."""
+    """Around everything before the loop: SIGUSR1 ends the process with the exit code that it has later. The handler
+    exits rather than raises, since an exception that is raised just anywhere may be caught, or printed by a library."""
 
     def end(number: int, frame: FrameType | None) -> None:
         del number, frame
-        raise TemporaryError("SIGUSR1 before the first step: nothing was trained; run the same command again")
+        error = TemporaryError("SIGUSR1 before the first step: nothing was trained; run the same command again")
+        end_all(error)  # with several processes, all of them
+        os.write(2, f"error: {error}\n".encode())
+        os._exit(error.exit_code)
 
     in_main_thread = threading.current_thread() is threading.main_thread()
     before = signal.signal(signal.SIGUSR1, end) if in_main_thread else None

@@ -1,5 +1,7 @@
 """What waits in host memory: the same gradients, fewer bytes on the device, the others counted, and nobody waits."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -26,6 +28,13 @@ def test_gradients_are_bitwise_those_of_keeping_all_on_the_device():
     expected = gradients(*given, StackOptions("none"))
     for remat in ("full", "sqrt", ("unnamed",)):
         jax.tree.map(np.testing.assert_array_equal, gradients(*given, StackOptions(remat, host=(BOUNDARY,))), expected)
+    # Groups of rows, as devices with gradients of their own have them.
+    weights, x, extra, shared = given
+    groups = jnp.stack([x, 2 * x])
+    for way in (StackOptions("sqrt"), StackOptions("sqrt", host=(BOUNDARY,))):
+        mapped = jax.vmap(partial(jax.value_and_grad(loss, (0, 1)), way=way), in_axes=(None, 0, None, None))
+        apart = jax.jit(mapped)(weights, groups, extra, shared)
+        jax.tree.map(lambda mine, theirs: np.testing.assert_array_equal(mine[0], theirs), apart[1][0], expected[1][0])
 
 
 def test_boundaries_leave_the_device_and_are_back_in_time():
