@@ -317,7 +317,7 @@ def main() -> int:
     parser.add_argument("--try", nargs="+", dest="row", metavar="KEY=VALUE", help="this row only")
     args = parser.parse_args()
     left: list[int] = [0]
-    rows: Iterator[Row] = iter([tuple(args.row)]) if args.row else covering_rows(args.seed, lambda n: left.append(n))
+    rows: Iterator[Row] = iter([tuple(args.row)]) if args.row else covering_rows(args.seed, left.append)
     failed = 0
     for number, row in enumerate(itertools.islice(rows, args.rows)):
         start = time.monotonic()
