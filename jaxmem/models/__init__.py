@@ -1,12 +1,12 @@
-"""Networks as Flax NNX modules, built from one set of layers. They know parameters and logical axes, not devices."""
+"""Networks as Flax NNX modules, built from one set of layers. They declare parameters and logical axes, not devices."""
 
 from __future__ import annotations
 
 from importlib import import_module
 from typing import Any
 
-# Each family: the module and class of its network. Its config section is in config/networks.py, its names in Hugging
-# Face directories in hf/names.py.
+# The module and class of each model family. Config sections are in config/networks.py, and the names of weights in
+# Hugging Face directories in hf/names.py.
 FAMILIES = {
     "decoder": ("jaxmem.models.decoder", "Decoder"),
     "vit": ("jaxmem.models.vit", "Vit"),
@@ -22,7 +22,7 @@ __all__ = ["FAMILIES", "Chunking", "Convnet", "Decoder", "Execution", "Mlp", "Ne
 
 
 def build(cfg: Any, rngs: Any, execution: Any = None) -> Any:
-    """The network of a config's `model` section; only the module of its family is imported."""
+    """Returns the network of the config section `model`. Only the module of its family is imported."""
     module, name = FAMILIES[cfg.family]
     network = getattr(import_module(module), name)
     return network(cfg, rngs) if execution is None else network(cfg, rngs, execution)

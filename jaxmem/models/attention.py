@@ -1,7 +1,7 @@
-"""Grouped-query attention, on one device or with batch, heads and time sharded.
+"""Grouped-query attention, on one device or sharded over batch, heads and sequence.
 
-A time sharded over `context` (sequence parallelism) is in the order of `context_order`: ring attention, or with a
-window communication with the neighbours only.
+A sequence dimension sharded over `context` is stored in the order of `context_order`. It uses ring attention; with a
+sliding window, devices only communicate with their neighbours.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class Attention(nnx.Module):
         keys: Keys | None = None,
         slot: CacheSlot | None = None,
     ) -> tuple[Float[Array, "batch time embed"], KVCache | None]:
-        """With a `slot`, x follows what is in the KV cache there; the cache with x is returned too."""
+        """With a `slot`, x continues the tokens in the KV cache, and the updated cache is also returned."""
         inner, outer = fold_keys(keys, 2)
         q, k, v = self._project(self._inner, x, tokens.angles, inner)
         q, k, v = (checkpoint_name(y, f"attention_{of}") for y, of in ((q, "q"), (k, "k"), (v, "v")))
@@ -94,7 +94,7 @@ class Attention(nnx.Module):
         size: int | None,
         groups: int,
     ) -> Float[Array, "batch time embed"]:
-        """Attention of norm(x), one group of heads at a time, projections in chunks of `size` tokens."""
+        """Attention of norm(x) for one group of heads at a time, with projections in chunks of `size` tokens."""
 
         inner_keys, outer = (key_data(one) for one in fold_keys(keys, 2))
 
@@ -120,14 +120,14 @@ class Attention(nnx.Module):
 
     @property
     def _inner(self) -> dict[str, Any]:
-        """All but the output projection."""
+        """Attention without the output projection."""
         own = {"q": self.q, "k": self.k, "v": self.v, "q_norm": self.q_norm, "k_norm": self.k_norm}
         return {name: module for name, module in own.items() if module is not None}
 
     def _project(
         self, own: dict[str, Any], x: jax.Array, angles: Angles | None, keys: Keys | None
     ) -> tuple[jax.Array, ...]:
-        """Queries, keys and values of the heads whose weights are in `own`: all or a group."""
+        """Queries, keys and values of all heads, or of the group of heads whose weights are in `own`."""
         of_q, of_k, of_v = fold_keys(keys, 3)
         q = self._split_heads(own["q"](x, of_q), "heads", own.get("q_norm"), angles)
         k = self._split_heads(own["k"](x, of_k), "kv_heads", own.get("k_norm"), angles)
@@ -159,7 +159,7 @@ def sharded_attention(
     spec: AttentionSpec,
     execution: Execution,
 ) -> Float[Array, "batch time heads dim"]:
-    """`kernels.attention` of arrays sharded over batch, heads and time."""
+    """`kernels.attention` of arrays sharded over batch, heads and sequence."""
     layout, window = current(), spec.window
     over = () if layout is None else layout.over("activations", "time")
     options: dict[str, Any] = {
@@ -189,7 +189,7 @@ def sharded_attention(
 
 
 def repeat_kv_heads(x: Float[Array, "batch time kv_heads dim"]) -> Float[Array, "batch time more dim"]:
-    """KV heads, repeated where `tensor` does not divide them: each device has those of its queries."""
+    """Repeats KV heads if their number is not divisible by `tensor`, so that each device has those of its queries."""
     layout = current()
     parts = 1 if layout is None else layout.parts("activations", "heads")
     if x.shape[2] % parts == 0:
@@ -198,7 +198,7 @@ def repeat_kv_heads(x: Float[Array, "batch time kv_heads dim"]) -> Float[Array, 
 
 
 def context_order(layout: Layout | None, length: int, window: int | None) -> np.ndarray | None:
-    """For each index of a time sharded over `context`, the position that is stored there; None: its own."""
+    """The position stored at each index of a sequence sharded over `context`; None: positions are in order."""
     devices = 1 if layout is None else layout.parts("activations", "time")
     if devices == 1 or window is not None:
         return None
@@ -208,7 +208,7 @@ def context_order(layout: Layout | None, length: int, window: int | None) -> np.
 
 
 def key_data(keys: Keys | None) -> jax.Array | None:
-    """Random keys as integers, so that they can be sliced like other arrays of tokens."""
+    """Random keys as integers, so that they can be sliced like other arrays per token."""
     return None if keys is None else jax.random.key_data(keys)
 
 
@@ -222,6 +222,6 @@ def scatter_time(x: Float[Array, "batch time embed"]) -> Float[Array, "batch tim
 
 
 def gather_time(x: Float[Array, "batch time embed"], time: str) -> Float[Array, "batch time embed"]:
-    """The whole time on each device along `tensor`: an all-gather, and a reduce-scatter of the gradient. Nothing is
-    gathered for weights that `tensor` does not shard (the logical axis `time` says so)."""
+    """All-gathers the sequence dimension over `tensor`, and reduce-scatters its gradient. Nothing is gathered for
+    weights that `tensor` does not shard; the logical axis `time` decides this."""
     return constrain(scatter_time(x), "batch", time, "embed")

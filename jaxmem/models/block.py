@@ -1,7 +1,7 @@
 """The residual block of a transformer: attention and an MLP, at once or in chunks of tokens and groups of heads.
 
-Between the halves of a block that is sharded over `tensor` the time is sharded too (sequence parallelism: Korthikanti
-et al., arXiv:2205.05198): an all-gather before the first matmuls of each half, a reduce-scatter after its last.
+With `mesh.tensor`, activations between attention and MLP are sharded over the sequence dimension (sequence parallelism:
+Korthikanti et al., arXiv:2205.05198): an all-gather before their first matmuls, a reduce-scatter after the last.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class DenseMlp(nnx.Module):
 
 
 class Block(nnx.Module):
-    """Pre-norm residual block: attention, then an MLP. `norms` are theirs."""
+    """Pre-norm residual block: attention, then an MLP. `norms` are the norms before each."""
 
     def __init__(self, attention: Attention, mlp: GatedMlp | DenseMlp, norms: tuple[Any, Any], dropout: float):
         self.attention_norm, self.mlp_norm = norms
@@ -72,7 +72,7 @@ class Block(nnx.Module):
         keys: RowKeys | None = None,
         slot: CacheSlot | None = None,
     ) -> tuple[Float[Array, "batch time embed"], KVCache | None]:
-        """With a `slot` of a KV cache, also returns the cache with x: see `Attention`."""
+        """With a `slot` of a KV cache, also returns the updated cache (see `Attention`)."""
         x = row_major_in_stages(x, "batch", "stream", "embed")
         first, second, third, fourth = (None,) * 4 if keys is None else self._token_keys(keys, x.shape[1])
         size = self.attention.execution.chunking.chunk_size(x, self.mlp.hidden)
@@ -94,8 +94,8 @@ class Block(nnx.Module):
         return scatter_time(mixed), cache
 
     def _token_keys(self, keys: RowKeys, length: int) -> tuple[Keys, ...]:
-        """Dropout keys [batch, time] for both residual branches and the adapters of attention and MLP, by the position
-        of each token: a time sharded over `context` is in another order."""
+        """Dropout keys [batch, time] for both residual branches and the adapters of attention and MLP. They depend on
+        the position of a token, since a sequence sharded over `context` is stored in another order."""
         order = context_order(current(), length, self.attention.spec.window)
         order = np.arange(length, dtype=np.int32) if order is None else order
         of_row = jax.vmap(jax.random.fold_in, in_axes=(None, 0))

@@ -1,12 +1,13 @@
-"""Long sequences: a layer's token-wise operations in chunks of tokens, attention in groups of heads.
+"""Long sequences: the token-wise operations of a layer in chunks of tokens, and attention in groups of heads.
 
-An MLP of M hidden units over T tokens makes 6 T M bytes of intermediates in a 2-byte dtype, and as many gradients. In
-chunks of t tokens: 6 t M, and each chunk is recomputed in the backward pass. The weights are gathered once, before the
-first chunk. Their gradients are summed over the chunks in float32, on each device for its own rows, and reduced once,
-after the last: 4 bytes per weight of one layer (Bekman et al., arXiv:2506.13996, tile their MLP likewise).
+The intermediates of an MLP with M hidden units on T tokens take 6 T M bytes in a 2-byte dtype, and their gradients as
+many. With chunks of t tokens they take 6 t M bytes, and each chunk is recomputed in the backward pass. The weights are
+gathered once, before the first chunk. Each device sums their gradients over the chunks of its own rows in float32, 4
+bytes per weight of one layer, and they are reduced once, after the last chunk. (Bekman et al., arXiv:2506.13996, tile
+the MLP in the same way.)
 
-Attention of H heads over T tokens holds q, k, v and three gradients of the same shape. In G groups of KV heads with
-their queries it holds 1/G of these and the output, which is saved for the backward pass with each row's log-sum-exp.
+Attention stores q, k, v and three gradients of the same shapes. With G groups of KV heads and their queries it stores
+1/G of these, and the output, which is saved for the backward pass with the log-sum-exp of each row.
 """
 
 from __future__ import annotations
@@ -26,10 +27,10 @@ from jaxmem.sharding.weights import GatheredWeight
 
 Array = jax.Array | jax.ShapeDtypeStruct
 Tree = Any
-# (modules, x [..., batch, time, width], other inputs, without gradient) -> arrays of the same batch and time
+# (modules, x [..., batch, time, width], other inputs without gradient) -> arrays [..., batch, time, width]
 TokenwiseFunction = Callable[[Any, Tree, Tree], Tree]
 
-MIN_SAVING = 2**30  # bytes that chunks or groups must save before `auto` uses them
+MIN_SAVING = 2**30  # bytes that chunks or groups must save for `auto` to use them
 CHUNK_BYTES = 2**28  # bytes of the widest intermediate of a chunk or group that `auto` chooses
 MULTIPLE = 128  # tokens of a chunk
 
@@ -38,15 +39,15 @@ MULTIPLE = 128  # tokens of a chunk
 class Chunking:
     """How layers process long sequences: `memory.mlp_chunk` and `memory.head_groups`."""
 
-    tokens: int | Literal["auto"] | None = None  # of a row, per chunk; None: all
+    tokens: int | Literal["auto"] | None = None  # per chunk of a row; None: all at once
     head_groups: int | Literal["auto"] = 1
 
     def chunk_size(self, x: Array, width: int) -> int | None:
         """Tokens of a row that a device processes at once, for x [batch, time, embed] and an MLP of `width` hidden
-        units; None: all.
+        units; None: all of them.
 
-        `auto`: all, where chunks save less than `MIN_SAVING`: three intermediates of that width (gate, up and hidden
-        units of a gated MLP), less the float32 sums that chunks need of three weight gradients.
+        `auto` uses chunks only where they save at least `MIN_SAVING` bytes: three intermediates of that width (gate, up
+        and hidden units of a gated MLP), minus the float32 sums of three weight gradients.
 
         >>> x = jax.ShapeDtypeStruct((1, 65536, 4096), jnp.bfloat16)
         >>> Chunking("auto").chunk_size(x, 14336), Chunking("auto").chunk_size(x, 2048), Chunking(1000).chunk_size(x, 1)
@@ -61,7 +62,7 @@ class Chunking:
         return chunk if chunk is not None and chunk < time else None
 
     def group_count(self, x: Array, heads: int, kv_heads: int, head_dim: int) -> int:
-        """Groups of heads, for x [batch, time, embed].
+        """Number of groups of heads for x [batch, time, embed].
 
         >>> Chunking(head_groups="auto").group_count(jax.ShapeDtypeStruct((1, 2**19, 4096), jnp.bfloat16), 32, 8, 128)
         8
@@ -77,21 +78,21 @@ class Chunking:
 
 
 def _parts(axis: str) -> int:
-    """Parts into which the current layout shards an axis of activations."""
+    """The number of parts into which the current layout shards an axis of activations."""
     layout = current()
     return 1 if layout is None else layout.parts("activations", axis)
 
 
 def _per_device(x: Array) -> tuple[int, int]:
-    """Rows and time of [batch, time, ...] on a device."""
+    """The number of rows and tokens per row of [batch, time, ...] on each device."""
     return max(x.shape[0] // _parts("batch"), 1), x.shape[1] // _parts("stream")
 
 
 def map_token_chunks(
     function: TokenwiseFunction, modules: Any, x: Tree, others: Tree = None, *, size: int | None
 ) -> Tree:
-    """`function` of `size` tokens of a row at a time on each device; None: of all at once. Leaves of x, of others and
-    of the result are [..., batch, time, width]."""
+    """Applies `function` to `size` tokens of a row at a time on each device; None: to all tokens at once. Leaves of x,
+    of the other inputs and of the result are [..., batch, time, width]."""
     if size is None:
         return function(modules, x, others)
     layout = current()
@@ -100,7 +101,7 @@ def map_token_chunks(
     over = () if layout is None else layout.over("activations", "batch")
     time = first.shape[-2] // parts
     least = -(-time // size)
-    # Chunks that do not fill the time are padded, and copied for it: somewhat smaller ones are better.
+    # If the chunks do not divide the sequence it is padded, which copies it; slightly smaller chunks are better.
     count = next((n for n in range(least, 2 * least) if time % n == 0), least)
     graphdef, weights = gather_weights(modules, first.dtype)
 
@@ -126,7 +127,7 @@ def gather_weights(modules: Any, dtype: DTypeLike) -> tuple[Any, Tree]:
 
 @dataclass(frozen=True)
 class _Chunks:
-    """Time sharded in `parts`, each processed in `count` chunks, the last one padded with zeros."""
+    """A sequence sharded into `parts`, each processed in `count` chunks. The last chunk is padded with zeros."""
 
     run: TokenwiseFunction
     parts: int
@@ -163,7 +164,7 @@ class _Chunks:
         return jax.tree.map(one, arrays, chunk)
 
     def zeros(self, chunk: Tree) -> Tree:
-        """Split arrays for all chunks of the shape of this one."""
+        """Arrays for all chunks, from arrays with the shapes of one chunk."""
         return jax.tree.map(
             lambda x: jnp.zeros((*x.shape[:-2], self.parts, self.count * self.size, x.shape[-1]), x.dtype), chunk
         )
@@ -207,8 +208,8 @@ _map_chunks.defvjp(lambda chunks, *saved: (_map_chunks(chunks, *saved), saved), 
 
 @dataclass(frozen=True)
 class _UnreducedGradients:
-    """Weight gradients that stay on the devices with rows of their own until the last chunk: XLA's partitioner would
-    reduce them after each."""
+    """Sums weight gradients on each device for its own rows until the last chunk. XLA's partitioner would reduce them
+    after each chunk."""
 
     over: tuple[str, ...]
 
@@ -241,8 +242,9 @@ class _UnreducedGradients:
 def map_head_groups(
     attend: Callable[[Any, jax.Array], jax.Array], modules: Any, x: jax.Array, groups: int, axes: tuple[str, ...]
 ) -> jax.Array:
-    """[groups, batch, time, width]: `attend(modules, x)` with one group of heads at a time. For the backward pass only
-    what the attention kernel names is saved. Weights with a dimension among `axes` are split, others shared."""
+    """Returns [groups, batch, time, width]: `attend(modules, x)` for one group of heads at a time. Only the arrays that
+    the attention kernel names are saved for the backward pass. Weights with a dimension among `axes` are split over the
+    groups, others are shared."""
     if groups == 1:
         return attend(modules, x)[None]
     from jaxmem.kernels.fused_attention.blockwise import SAVED
@@ -252,7 +254,7 @@ def map_head_groups(
     names = {path: param.get_metadata()["axes"] for path, param in nnx.to_flat_state(nnx.state(modules))}
 
     def split(path: Any, w: jax.Array) -> jax.Array:
-        """Each device's heads in as many groups: [groups, ...]."""
+        """The heads of each device in groups: [groups, ...]."""
         own = names[tuple(step.key for step in path)][-w.ndim :]
         dim = next((i for i, axis in enumerate(own) if axis is not None and axis_name(axis) in axes), None)
         if dim is None:
@@ -270,7 +272,7 @@ def map_head_groups(
 
 
 def join_head_groups(x: jax.Array) -> jax.Array:
-    """[groups, batch, time, width] -> [batch, time, heads x head_dim], each device's heads in their order."""
+    """[groups, batch, time, width] -> [batch, time, heads x head_dim], with the heads of each device in order."""
     parts = _parts("heads")
     groups, *rows, width = x.shape
     x = jnp.moveaxis(x.reshape(groups, *rows, parts, width // parts), 0, -2)

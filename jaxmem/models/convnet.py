@@ -57,8 +57,8 @@ def _gradients(x: Images, w: Kernel, g: Images) -> tuple[Images, Kernel]:
 
 
 def _gradients_on_cpu(x: Images, w: Kernel, g: Images) -> tuple[Images, Kernel]:
-    """The gradients by transposed inputs. Within a loop XLA's CPU compiler has a fast convolution for NHWC and HWIO
-    only, and takes 50 times as long for the orders of jax's own derivative."""
+    """The gradients, as convolutions in NHWC and HWIO order. Within a loop XLA's CPU compiler is fast only for these
+    orders, and takes 50 times as long for those of jax's own derivative."""
     dx = _correlate(g, w[::-1, ::-1].transpose(0, 1, 3, 2))
     dw = _correlate(x.transpose(3, 1, 2, 0), g.transpose(1, 2, 0, 3))
     return dx, dw.transpose(1, 2, 0, 3)
@@ -85,7 +85,7 @@ class ConvBlock(nnx.Module):
 
 
 class Stage(nnx.Module):
-    """Blocks of one width. Stages after the first begin with a 2 x 2 max pooling."""
+    """Blocks of the same width. Stages after the first begin with a 2 x 2 max pooling."""
 
     def __init__(
         self, rngs: nnx.Rngs, inputs: int, channels: int, cfg: networks.Convnet, execution: Execution, pool: bool
@@ -101,7 +101,7 @@ class Stage(nnx.Module):
 
 
 class Convnet(ImageNetwork):
-    """Stages of residual blocks; the logits are of the mean feature."""
+    """Stages of residual blocks. The logits are computed from the mean over all positions."""
 
     def __init__(self, cfg: networks.Convnet, rngs: nnx.Rngs, execution: Execution = Execution()):
         self.cfg, self.execution = cfg, execution

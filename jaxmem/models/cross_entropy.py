@@ -1,10 +1,10 @@
-"""Cross entropy over classes or a vocabulary: from logits, or from features in slices that never hold all logits.
+"""Cross entropy over classes or a vocabulary, from logits, or from features in slices of the vocabulary.
 
 With T tokens on a device, E features each, V entries of the vocabulary and a compute dtype of 2 bytes, logits and their
-gradient take 4 T V bytes. In slices of v entries: 4 T v bytes, 2 E v of the weight, and 4 T E of the gradient of the
-features, summed in float32. Each slice of the weight gradient is computed and written once, and rounded as the whole
-one is. Devices that shard the weight all-gather and reduce-scatter one slice at a time; the next slice, 2 E v bytes
-more, is gathered while the current one is used.
+gradient take 4 T V bytes. Slices of v entries take 4 T v bytes, 2 E v for the weight, and 4 T E for the gradient of the
+features, summed in float32. Each slice of the weight gradient is computed, rounded and written once. Devices that shard
+the weight all-gather and reduce-scatter one slice at a time; the next slice, 2 E v bytes more, is gathered while the
+current one is used.
 
 The logits are computed twice, since the partition function is known only after the last slice: a third more arithmetic
 of the output projection. Slices of the tokens would compute them once, but read and write the whole weight gradient in
@@ -34,7 +34,7 @@ Features = Float[Array, "batch time embed"]
 Labels = Int[Array, "batch time"]
 PerToken = Float[Array, "batch time"]
 
-MAX_WHOLE = 2**27  # bytes of logits per device up to which `auto` computes them whole
+MAX_WHOLE = 2**27  # bytes of logits per device up to which `auto` computes all of them at once
 SLICE_BYTES = 2**25  # bytes of logits in a slice that `auto` chooses
 MIN_WIDTH, MULTIPLE = 512, 128  # entries of a slice: narrower matmuls leave matrix units idle
 
@@ -44,14 +44,14 @@ _Sums = tuple[jax.Array, jax.Array, jax.Array, jax.Array]
 
 @dataclass(frozen=True)
 class Terms:
-    """`label_smoothing` s gives every class s / classes of the probability (Szegedy et al., arXiv:1512.00567);
-    `z_loss` adds its multiple of log(partition)^2 (Chowdhery et al., arXiv:2204.02311, section 5)."""
+    """`label_smoothing` s adds s / classes to the target probability of every class (Szegedy et al., arXiv:1512.00567).
+    `z_loss` is the coefficient of log(partition)^2 (Chowdhery et al., arXiv:2204.02311, section 5)."""
 
     label_smoothing: float = 0.0
     z_loss: float = 0.0
 
     def loss(self, partition: jax.Array, label_logit: jax.Array, mean: Callable[[], jax.Array]) -> jax.Array:
-        """From the log of the partition function, the logit of the label and the mean of all logits."""
+        """The loss, from the log of the partition function, the logit of the label and the mean of all logits."""
         s = self.label_smoothing
         loss = partition - (1.0 - s) * label_logit - s * mean() if s else partition - label_logit
         return loss + self.z_loss * partition * partition if self.z_loss else loss
@@ -85,8 +85,8 @@ def vocab_cross_entropy(
     label_smoothing: float = 0.0,
     z_loss: float = 0.0,
 ) -> PerToken:
-    """Loss per token of a decoder, from its features. The logits are computed at once, or in slices of `chunk` entries
-    where `slices_for` says so; with an adapter of the output projection at once."""
+    """The loss per token of a decoder, from its features. The logits are computed at once, or in slices of `chunk`
+    entries (see `slices_for`). With an adapter on the output projection they are computed at once."""
     slices, weight = slices_for(chunk, x, network.cfg.vocab, max_entries), network.projection
     if slices is None or weight is None:
         return cross_entropy(network.logits(x), labels, label_smoothing=label_smoothing, z_loss=z_loss)
@@ -97,8 +97,8 @@ def vocab_cross_entropy(
 def slice_width(
     chunk: int | Literal["auto"], tokens: int, entries: int, itemsize: int, max_entries: int | None = None
 ) -> int | None:
-    """Entries of a slice, of the `entries` that a device computes with; None: all at once. `auto` keeps small logits
-    whole, unless `max_entries` limits the entries whose gradient may exist at once.
+    """Entries per slice, for `entries` entries on a device; None: all at once. `auto` computes small logits at once,
+    unless `max_entries` limits the entries whose gradient may exist at the same time.
 
     >>> slice_width("auto", 8192, 128256, itemsize=2), slice_width("auto", 2048, 32000, itemsize=2)
     (2048, None)
@@ -113,14 +113,15 @@ def slice_width(
 
 
 def max_update_entries(update: Literal["after", "during"], embed: int) -> int | None:
-    """Entries whose gradient may exist at once: with `memory.update: during` those updated together; None: all."""
+    """Entries whose gradient may exist at the same time: with `memory.update: during`, those that are updated together;
+    None: all."""
     return max(MIN_WIDTH, SLICE_SIZE // embed) if update == "during" else None
 
 
 def slices_for(
     chunk: int | Literal["auto"], x: Features, vocab: int, max_entries: int | None = None
 ) -> VocabSlices | None:
-    """Slices for these features in the current layout; None: whole logits."""
+    """Slices for these features in the current layout; None: all logits at once."""
     layout = current()
     stored, parts, prefetch, tokens = 1, 1, False, x.shape[0] * x.shape[1]
     if layout is not None:
@@ -129,12 +130,12 @@ def slices_for(
         over = [(layout.over("weights", dim), layout.over("compute", dim)) for dim in ("embed", "vocab")]
         prefetch = any(set(weights) - set(computing) for weights, computing in over)
     width = slice_width(chunk, tokens, -(-vocab // parts), x.dtype.itemsize, max_entries)
-    # A vocabulary stored in one part but computed in several: each device computes its part of every slice.
+    # If the vocabulary is stored in one part but computed in several, each device computes its part of every slice.
     return None if width is None else VocabSlices(vocab, width * parts // stored, stored, parts, prefetch)
 
 
 class Statistics(NamedTuple):
-    """What the loss of a token and its gradient need to know of all logits."""
+    """Statistics of the logits of a token from which its loss and gradient are computed."""
 
     partition: PerToken  # log of the sum of exponentials
     label_logit: PerToken
@@ -150,7 +151,7 @@ class SlicedLoss:
     terms: Terms = Terms()
 
     def __call__(self, x: Features, weight: weights.Weight, labels: Labels) -> PerToken:
-        # A weight that is gathered or comes from host memory: the next slice is fetched while the current one is used.
+        # If the weight is gathered or in host memory, the next slice is fetched while the current one is used.
         prefetch = self.slices.prefetch or any(map(is_on_host, jax.tree.leaves(weight)))
         loss = dataclasses.replace(self, slices=dataclasses.replace(self.slices, prefetch=prefetch))
         if (y := cut(VocabOp(weight, x, partial(loss._separate, x, weight, labels)))) is not None:
@@ -159,8 +160,8 @@ class SlicedLoss:
         return _sliced(loss, x, at, rest, labels)
 
     def _separate(self, x: jax.Array, weight: weights.Weight, labels: jax.Array) -> VocabOpResult:
-        """The loss, with its two gradients as functions of their own. Saved are the features and three numbers per
-        token; a slice of the weight gradient computes the logits of that slice again."""
+        """The loss, and its two gradients as separate functions. Features and three numbers per token are saved; the
+        logits of a slice are recomputed for the slice of the weight gradient."""
         rest = weight.stored if isinstance(weight, weights.StoredWeight) else weight
         y, (*_, found) = _forward(self, x, rest, None, labels)
 
@@ -199,13 +200,14 @@ class SlicedLoss:
         return update(carry, columns, numbers[-1])
 
     def statistics(self, x: Features, labels: Labels, fetch: Callable[[jax.Array], Columns]) -> Statistics:
-        """The first pass. Each device along `tensor` sums over its part of the vocabulary; one all-reduce follows."""
+        """The first pass. Each device along `tensor` sums over its part of the vocabulary, followed by one
+        all-reduce."""
         slices = self.slices
         zeros = constrain(jnp.zeros((*labels.shape, slices.parts), jnp.float32), "batch", "vocab_time", "vocab")
 
         def depend(j: jax.Array) -> jax.Array:
-            """j, depending on the labels: in a differentiated loop over micro-batches jax would otherwise compute
-            before the loop what is equal for all: every slice, and a mask of it for every token."""
+            """Returns j, made to depend on the labels. Otherwise jax would move what is equal for all micro-batches in
+            front of a differentiated loop over them: every slice, with a mask for every token."""
             return jax.lax.optimization_barrier((j, labels))[0]
 
         def add(sums: _Sums, weight: Columns, j: jax.Array) -> _Sums:
@@ -231,9 +233,9 @@ class SlicedLoss:
     def gradients(
         self, x: Features, labels: Labels, weight: Columns, j: jax.Array, found: Statistics, g: PerToken
     ) -> tuple[Columns, Float[Array, "parts batch time embed"]]:
-        """The second pass for slice j, given the gradient `g` of each token's loss: the gradient of the slice in the
-        compute dtype, and its contribution to the gradient of x in float32, for each part of the vocabulary by itself,
-        so that devices along `tensor` reduce it once, after the last slice."""
+        """The second pass for slice j, from the gradient `g` of each token's loss. Returns the gradient of the slice in
+        the compute dtype, and its contribution to the gradient of x in float32. The contributions of the parts of the
+        vocabulary are separate, so that devices along `tensor` reduce them once, after the last slice."""
         per_token = lambda value: value[..., None, None]  # noqa: E731
         entries, s = self.slices.entries(j), self.terms.label_smoothing
         probability = jnp.exp(_logits(x, weight) - per_token(found.partition))

@@ -58,7 +58,7 @@ class Decoder(Network):
         segment_ids: Int[Array, "batch time"] | None = None,
         keys: RowKeys | None = None,
     ) -> Float[Array, "batch time vocab"]:
-        """Logits of the token after each position. `keys` turn on dropout."""
+        """Logits of the token after each position. `keys` enables dropout."""
         return self.logits(self.features(tokens, positions, segment_ids, keys))
 
     def features(
@@ -68,7 +68,7 @@ class Decoder(Network):
         segment_ids: Int[Array, "batch time"] | None = None,
         keys: RowKeys | None = None,
     ) -> Float[Array, "batch time embed"]:
-        """The input of the output projection, for losses that never hold all logits."""
+        """The input of the output projection, for losses in slices of the vocabulary."""
         if self.prompt is not None:
             tokens, positions, segment_ids = self._after_prompt(tokens, positions, segment_ids)
         x = apply_blocks(
@@ -85,7 +85,7 @@ class Decoder(Network):
     def _after_prompt(
         self, tokens: jax.Array, positions: jax.Array | None, segment_ids: jax.Array | None
     ) -> tuple[jax.Array, jax.Array | None, jax.Array | None]:
-        """Each row after the tokens of the prompt, which belong to the row's first document."""
+        """Prepends the tokens of the prompt to each row. They belong to the first document of the row."""
         rows, length = tokens.shape[0], self.prompt.length
 
         def prepend(own: jax.Array, x: jax.Array) -> jax.Array:
@@ -99,7 +99,7 @@ class Decoder(Network):
     def logits(self, x: Float[Array, "batch time embed"]) -> Float[Array, "batch time vocab"]:
         x = constrain(x, "batch", "vocab_time", "embed")
         y = self.embedding.project(x) if self.head is None else self.head(x)
-        # A vocabulary that the devices do not divide was padded: the padding is cut off.
+        # Removes the padding of a vocabulary whose size is not divisible by the number of devices.
         return constrain(y, "batch", "vocab_time", "vocab")[..., : self.cfg.vocab]
 
     @property
@@ -110,7 +110,7 @@ class Decoder(Network):
         return self.head.weight if self.head.lora is None else None
 
     def empty_cache(self, rows: int, capacity: int, storage: str = "full") -> KVCache:
-        """A KV cache for `rows` texts of up to `capacity` tokens, stored full or in int8."""
+        """A KV cache for `rows` texts of up to `capacity` tokens, stored in full precision or in int8."""
         return empty_cache(self.cfg, rows, capacity, self.execution.dtype, storage)
 
     def extend(
@@ -121,14 +121,13 @@ class Decoder(Network):
         first: Int[Array, "batch"] | None = None,
         last: Int[Array, ""] | None = None,
     ) -> tuple[Float[Array, "batch vocab"], KVCache]:
-        """Logits after `tokens`, which are the tokens from place `length` of the cache on, and the cache with them,
-        written in place.
+        """Returns the logits after `tokens` and the cache, to which they are written in place, starting at `length`.
 
-        `first`: the first token of each row; those before it are padding, so that texts end together. `last`: the
-        token whose logits are returned, by default the last; those after it are padding, to be overwritten.
+        `first` is the first token of each row that is not padding: texts are padded on the left. `last` is the token
+        whose logits are returned, by default the last one; tokens after it are padding and will be overwritten.
         """
         positions = jnp.broadcast_to(length + jnp.arange(tokens.shape[1], dtype=jnp.int32), tokens.shape)
-        # Padding is before the first token: its position does not matter.
+        # Padding is before the first token, so its position does not matter.
         turned = self._angles(tokens, positions if first is None else jnp.maximum(positions - first[:, None], 0))
 
         def layer(block: Block, carry: tuple[jax.Array, KVCache], i: jax.Array, _: None) -> tuple[Any, None]:

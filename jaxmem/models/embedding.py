@@ -1,7 +1,7 @@
-"""Token embeddings, looked up where the matrix is sharded.
+"""Lookup of token embeddings in a sharded matrix.
 
-XLA's partitioner would all-gather the matrix, or move more than needed; the lookup therefore runs in `jax.shard_map`
-and names its own communication. An all-to-all over D devices that hold B bytes each sends (D - 1) / D B per device, an
+XLA's partitioner would all-gather the matrix, or send more than needed, so the lookup runs in `jax.shard_map` with
+explicit communication. For B bytes on each of D devices, an all-to-all sends (D - 1) / D B bytes per device, an
 all-gather (D - 1) B.
 """
 
@@ -31,7 +31,7 @@ Matrix = jax.Array | QTensor
 
 
 class Embedding(nnx.Module):
-    """A row of features for each token of a vocabulary."""
+    """A matrix with a row of features for each token of a vocabulary."""
 
     def __init__(self, rngs: nnx.Rngs, vocab: int, embed: int):
         self.weight = new_weight(rngs, (vocab, embed), ("vocab", "embed"), scale=0.02)
@@ -53,13 +53,14 @@ def lookup_param(param: nnx.Param, ids: Int[Array, "batch time"], dtype: DTypeLi
 def lookup(
     matrix: Weight, ids: Int[Array, "batch time"], axes: Axes, dtype: DTypeLike
 ) -> Float[Array, "batch time embed"]:
-    """Rows of an embedding matrix in the compute dtype, sharded as the residual stream. Of a quantized matrix only
-    these rows are dequantized.
+    """Rows of an embedding matrix in the compute dtype, sharded like the residual stream. Only these rows of a
+    quantized matrix are dequantized.
 
-    Devices that hold a part of every row look up the tokens of each other; an all-to-all of tokens x embed elements
-    brings the rows to their tokens, and the same for the gradient. An all-gather of the matrix and a reduce-scatter of
-    its gradient would move vocab x embed elements and hold the whole. Devices that hold some of the rows (`tensor`)
-    take zeros for the others; the sum is reduce-scattered over the time.
+    Where columns are sharded, each device looks up the tokens of all devices in its own columns, and an all-to-all of
+    tokens x embed elements sends the results to the devices of the tokens; likewise for the gradient. An all-gather of
+    the matrix and a reduce-scatter of its gradient would send vocab x embed elements, and store the complete matrix.
+    Where rows are sharded (`tensor`), a device returns zeros for the rows of other devices, and the sum is
+    reduce-scattered over the sequence dimension.
     """
     stored, at = (matrix.stored, matrix.at) if isinstance(matrix, StoredWeight) else (matrix, None)
 
@@ -88,7 +89,7 @@ def lookup(
 
 
 def take_rows(matrix: Matrix, ids: jax.Array, dtype: DTypeLike, mode: str | None = None) -> jax.Array:
-    """Rows of a matrix that is on this device. Blocks of a quantized one run along its rows, so that each row has its
+    """Rows of a matrix on this device. The blocks of a quantized matrix are along its rows, so that each row has its
     own codes and scales."""
 
     def take(x: jax.Array) -> jax.Array:
@@ -103,15 +104,15 @@ def take_rows(matrix: Matrix, ids: jax.Array, dtype: DTypeLike, mode: str | None
 
 
 def _matrix_gradient(shape: tuple[int, ...], ids: jax.Array, axes: Axes, g: jax.Array) -> jax.Array:
-    """The gradient of a matrix of this shape from that of the rows: a lookup is linear, so it does not depend on the
-    values. Ids beyond the last row add nothing."""
+    """The gradient of a matrix of this shape, from the gradient of the rows. A lookup is linear, so the gradient does
+    not depend on the values. Ids beyond the last row are ignored."""
     linear = partial(_lookup, ids=ids, axes=axes, dtype=g.dtype, check_vma=True)
     return jax.vjp(linear, jnp.zeros(shape, g.dtype))[1](g)[0]
 
 
 def _lookup(matrix: Matrix, ids: jax.Array, axes: Axes, dtype: DTypeLike, *, check_vma: bool = False) -> jax.Array:
-    """`check_vma`: jax tracks along which mesh axes values vary, also where groups of rows are mapped over. In a
-    pipeline it loses track of a vmap that is differentiated, but needs it for the vmap of a derivative."""
+    """The value of `check_vma`, with which jax tracks the mesh axes along which values vary. In a pipeline this fails
+    for a vmap that is differentiated, but is needed for the vmap of a derivative."""
     if any(map(is_on_host, jax.tree.leaves(matrix))):
         return _lookup_from_host(matrix, ids, axes, dtype)
     layout = current()
@@ -145,7 +146,8 @@ def _lookup(matrix: Matrix, ids: jax.Array, axes: Axes, dtype: DTypeLike, *, che
 
 
 def _lookup_from_host(matrix: Matrix, ids: jax.Array, axes: Axes, dtype: DTypeLike) -> jax.Array:
-    """Rows of a matrix in host memory: all of it is transferred in slices, the next one during the lookup in one."""
+    """Rows of a matrix in host memory. The complete matrix is copied in slices, each during the lookup in the previous
+    one."""
     layout, vocab = current(), matrix.shape[0]
     stored = 1 if layout is None else layout.parts("weights", axes[0])
     width = min(vocab // stored, max(1, SLICE_SIZE // (matrix.shape[1] * stored)))
@@ -171,17 +173,17 @@ def _lookup_from_host(matrix: Matrix, ids: jax.Array, axes: Axes, dtype: DTypeLi
 
 @dataclass(frozen=True)
 class _Shards:
-    """The mesh axes of more than one device over which the matrix is sharded, by what else they shard."""
+    """The mesh axes of more than one device over which the matrix is sharded, grouped by what else they shard."""
 
     rows: tuple[str, ...]  # the rows of the matrix
     batch: tuple[str, ...]  # its columns, and the batch
-    time: tuple[str, ...]  # its columns, and the time
+    time: tuple[str, ...]  # its columns, and the sequence
     tokens: Axes
 
     @classmethod
     def of(cls, layout: Layout, axes: Axes) -> _Shards | None:
-        """None where devices hold parts of the columns and the same tokens, so that an all-to-all has nothing to do, or
-        parts of the rows and other tokens."""
+        """None where the devices have different columns and the same tokens, so that no all-to-all is needed, or
+        different rows and different tokens."""
         rows, columns = layout.mesh_axes_each("gradients", axes)
         batch, time = layout.over("activations", "batch"), layout.over("activations", "time")
         same_tokens = set(layout.over("activations", "stream")) - set(time)
@@ -191,7 +193,7 @@ class _Shards:
         return cls(rows, batch, time, ("batch", "time" if rows else "stream"))
 
     def lookup(self, matrix: Matrix, ids: Int[Array, "b t"], dtype: DTypeLike) -> Float[Array, "b s embed"]:
-        """On each device: the rows of its own tokens."""
+        """The rows of the tokens of each device."""
         for dim, over in enumerate((self.batch, self.time)):
             ids = jax.lax.all_gather(ids, over, axis=dim, tiled=True) if over else ids
         if self.rows:
@@ -199,7 +201,7 @@ class _Shards:
             ids = ids - jax.lax.axis_index(self.rows) * entries
             inside = (ids >= 0) & (ids < entries)
             x = jnp.where(inside[..., None], take_rows(matrix, ids, dtype, "clip"), jnp.zeros((), dtype))
-            # Within each part of the time that other devices asked for, so that each gets its own part of the sum.
+            # Within the part of the sequence of each requesting device, so that it receives its own part of the sum.
             parts = jax.lax.axis_size(self.time) if self.time else 1
             x = x.reshape(ids.shape[0], parts, -1, x.shape[-1])
             x = jax.lax.psum_scatter(x, self.rows, scatter_dimension=2, tiled=True)

@@ -1,10 +1,10 @@
 """The KV cache: keys and values of every layer for the tokens read so far, with capacity for more.
 
-L layers, R texts and capacity for T tokens take 2 L R T kv_heads head_dim elements, sharded as the heads are. In the
-compute dtype that is 2 head_dim bytes per head and token (bfloat16); in int8, with a scale for each head and token,
-head_dim + 4 (Hooper et al., arXiv:2401.18079, go below). Rounding to int8 changes an element by at most 1 / 254 of the
-absmax of its head. New keys and values are written in place; beside the cache one layer's keys and values exist in the
-compute dtype.
+For L layers, R texts and a capacity of T tokens it has 2 L R T kv_heads head_dim elements, sharded over heads. In
+bfloat16 a head takes 2 head_dim bytes per token; in int8, with a scale per head and token, head_dim + 4 (Hooper et al.,
+arXiv:2401.18079, use fewer bits). Rounding to int8 changes an element by at most 1 / 254 of the absmax of its head. New
+keys and values are written in place. In addition to the cache, the keys and values of one layer exist in the compute
+dtype.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ AXES = ("layer", "batch", None, "kv_heads", "head_dim")
 
 @dataclass(frozen=True)
 class CacheSlot:
-    """Where a layer reads earlier tokens and writes new ones."""
+    """The position in the cache at which a layer reads earlier tokens and writes new ones."""
 
     cache: KVCache
     layer: Int[Array, ""]
@@ -53,7 +53,7 @@ def empty_cache(cfg: Decoder, rows: int, capacity: int, dtype: np.dtype, storage
 
 
 def grow(cache: KVCache, more: int) -> Any:
-    """The cache with capacity for `more` tokens; holds both while it copies."""
+    """The cache with capacity for `more` tokens. Both caches exist during the copy."""
     return jax.tree.map(lambda x: jnp.pad(x, [(0, more if d == 2 else 0) for d in range(x.ndim)]), cache)
 
 
@@ -71,8 +71,7 @@ def attend_to_cache(
     window: int | None,
     implementation: str | None,
 ) -> tuple[Float[Array, "batch time heads head_dim"], KVCache]:
-    """Attention of new tokens to those in the cache and to the new ones before them; also the cache with the new
-    ones."""
+    """Attention of new tokens to the tokens in the cache and to earlier new tokens. Also returns the updated cache."""
     # Written, then read: the other way round XLA copies the caches of all layers.
     cache = _write(slot.cache[0], k, slot), _write(slot.cache[1], v, slot)
     new, capacity = q.shape[1], capacity_of(cache)

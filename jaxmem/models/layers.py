@@ -1,8 +1,8 @@
-"""Weights, normalization and dropout: what all networks are made of.
+"""Weights, normalization and dropout, which all networks use.
 
-A weight's shape, logical axes and initializer are declared in one place. It is stored in its own dtype and sharding;
-`fetch` returns it gathered, in the compute dtype. Matmuls run in the dtype of their input; normalization, rotary
-embeddings and softmax in float32.
+The shape, logical axes and initializer of a weight are declared in one place. A weight has its own stored dtype and
+sharding; `fetch` returns it gathered, in the compute dtype. Matmuls run in the dtype of their input; normalization,
+rotary embeddings and softmax run in float32.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ Keys = Key[Array, "*rows"]
 
 
 def new_weight(rngs: nnx.Rngs, shape: tuple[int, ...], axes: Axes, *, scale: float | None = None) -> nnx.Param:
-    """Normally distributed with standard deviation `scale`, by default 1/sqrt(fan in), where fan in is all
-    dimensions but the last multiplied."""
+    """Normally distributed values with standard deviation `scale`, by default 1/sqrt(fan in), where fan in is the
+    product of all dimensions but the last."""
     deviation = float(np.prod(shape[:-1])) ** -0.5 if scale is None else scale
 
     def draw(key: jax.Array, shape: tuple[int, ...]) -> Any:
@@ -44,12 +44,12 @@ def new_constant(value: float, shape: tuple[int, ...], axes: Axes) -> nnx.Param:
 
 
 def fetch(param: nnx.Param, dtype: DTypeLike) -> jax.Array:
-    """A weight gathered and in `dtype`. Within a stack its leading axis `layer` is gone."""
+    """The weight, gathered and in `dtype`. Within a stack it has no leading axis `layer`."""
     return fetch_for(None, param, dtype)[1]
 
 
 def fetch_for(x: jax.Array | None, param: nnx.Param, dtype: DTypeLike) -> tuple[Any, jax.Array]:
-    """Also returns `x`, which the weight is multiplied with: see `sharding.gather_with_input`."""
+    """Also returns `x`, the input that the weight is multiplied with (see `sharding.gather_with_input`)."""
     value = param.get_value()
     if isinstance(value, GatheredWeight):
         return x, value.value.astype(dtype)
@@ -63,7 +63,7 @@ def axes_of(param: nnx.Param, ndim: int) -> Axes:
 
 
 def _normalize(epsilon: float, x: jax.Array, scale: jax.Array, bias: jax.Array | None = None) -> jax.Array:
-    """RMS norm; with a bias layer norm."""
+    """RMS norm, or layer norm if it has a bias."""
     wide = x.astype(jnp.float32)
     if bias is not None:
         wide = wide - jnp.mean(wide, axis=-1, keepdims=True)
@@ -96,8 +96,8 @@ class LayerNorm(nnx.Module):
 
 
 def dropout(x: Float[Array, "*shape"], rate: float, keys: Keys | None) -> Float[Array, "*shape"]:
-    """`keys` belong to the first dimensions: the mask of a row or token depends on its own key alone, however x is
-    sharded. No keys: no dropout, as in evaluation."""
+    """Dropout with `keys` for the first dimensions of x: the mask of a row or token depends only on its own key, for
+    any sharding of x. Without keys there is no dropout, as in evaluation."""
     if keys is None or rate == 0.0:
         return x
 
@@ -120,5 +120,5 @@ def fold_keys(keys: Keys | None, count: int) -> tuple[Keys | None, ...]:
 
 
 def split_keys(keys: RowKeys, count: int) -> Key[Array, "count batch"]:
-    """`count` keys for each row: for layers, or for the dropouts of a layer."""
+    """`count` keys for each row, for layers or for the dropouts of a layer."""
     return jax.vmap(lambda key: jax.random.split(key, count), out_axes=1)(keys)

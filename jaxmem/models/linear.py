@@ -1,4 +1,4 @@
-"""The linear layer and its matmuls: with a weight, with a frozen quantized weight, or in a fused kernel."""
+"""The linear layer and its matmuls with a weight, with a frozen quantized weight, or in a fused kernel."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Linear(nnx.Module):
         self.dequant_matmul: str | None = None
 
     def __call__(self, x: Float[Array, "*batch inputs"], keys: Keys | None = None) -> Float[Array, "*batch outputs"]:
-        """`keys`, for the first dimensions of x, turn on the dropout of an adapter."""
+        """`keys`, for the first dimensions of x, enable the dropout of an adapter."""
         frozen, w = self._frozen_quantized, None
         if frozen is None:
             own, w = fetch_for(x, self.weight, x.dtype)
@@ -52,7 +52,7 @@ class Linear(nnx.Module):
 
     @property
     def _frozen_quantized(self) -> QTensor | None:
-        """The weight where it is quantized and has no gradient."""
+        """The weight if it is quantized and has no gradient; otherwise None."""
         value = self.weight.get_value()
         frozen = isinstance(value, StoredWeight) and value.at is None and isinstance(value.stored, QTensor)
         return value.stored if frozen else None
@@ -60,8 +60,8 @@ class Linear(nnx.Module):
 
 @jax.custom_vjp
 def matmul(x: Float[Array, "*batch inputs"], w: Float[Array, "inputs outputs"]) -> Float[Array, "*batch outputs"]:
-    """x @ w, with the weight gradient computed in the weight's own order. jax computes its transpose and transposes
-    that, which on CPUs copies activations (a quarter of a step's time)."""
+    """x @ w, with the weight gradient computed in the order of the weight. jax would compute the transposed gradient
+    and transpose it, which copies activations on CPUs (a quarter of the time of a step)."""
     return x @ w
 
 
@@ -76,8 +76,8 @@ matmul.defvjp(lambda x, w: (x @ w, (x, w)), _matmul_backward)
 
 @partial(jax.custom_vjp, nondiff_argnums=(2,))
 def dequantizing_matmul(x: Float[Array, "*batch inputs"], q: QTensor, axes: Axes) -> Float[Array, "*batch outputs"]:
-    """x @ w of a frozen quantized weight, dequantized once x is there, and again for the gradient. So one matrix of a
-    layer at a time exists dequantized, not all from its first matmul to its last."""
+    """x @ w for a frozen quantized weight, which is dequantized when x is available, and again for the gradient. So
+    only one matrix of a layer exists dequantized at a time."""
     return x @ _dequantized_after(x, q, axes)
 
 
@@ -96,15 +96,15 @@ dequantizing_matmul.defvjp(
 def fused_dequant_matmul(
     x: Float[Array, "*batch inputs"], q: QTensor, axes: Axes, implementation: str
 ) -> Float[Array, "*batch outputs"]:
-    """`kernels.dequant_matmul` of a frozen weight, gathered as codes and never dequantized whole: each device
-    multiplies its own tokens. The codes are gathered again for the gradient."""
+    """`kernels.dequant_matmul` with a frozen weight. Its codes are gathered, and gathered again for the gradient; each
+    device multiplies its own tokens. The weight is never completely dequantized."""
     return _fused(x, q, axes, implementation)
 
 
 def _fused(x: jax.Array, q: QTensor, axes: Axes, implementation: str, *, transposed: bool = False) -> jax.Array:
     from jaxmem import kernels
 
-    x, q = jax.lax.optimization_barrier((x, q))  # not before x is there
+    x, q = jax.lax.optimization_barrier((x, q))  # only when x is available
     q, layout = gather_quantized(q, axes), current()
     double_quant = isinstance(q.scale, QTensor)
     scale = kernels.QuantizedScales(q.scale.codes, q.scale.scale, q.scale.offset) if double_quant else q.scale

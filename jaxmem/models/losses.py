@@ -1,4 +1,4 @@
-"""Losses per element, in float32; what they are summed over is the objective's choice.
+"""Losses per element, in float32. The objective sums them.
 
 Cross entropy is in `cross_entropy.py`. The contrastive loss of B rows compares B x B pairs and saves 4 B^2 bytes.
 """
@@ -11,11 +11,13 @@ from jaxtyping import Array, Float
 
 from jaxmem.models.cross_entropy import cross_entropy
 
-_MASKED = -1e9  # a score whose exponential is zero; finite, so that a row of masked scores alone has a loss
+_MASKED = (
+    -1e9
+)  # a score whose exponential is zero; finite, so that the loss of a row with only masked scores is defined
 
 
 def binary_cross_entropy(logits: Float[Array, "*batch"], labels: Float[Array, "*batch"]) -> Float[Array, "*batch"]:
-    """-log of the probability of a label in {0, 1}; stable for logits of any size."""
+    """-log of the probability of a label in {0, 1}, stable for logits of any size."""
     logits, labels = logits.astype(jnp.float32), labels.astype(jnp.float32)
     return labels * jax.nn.softplus(-logits) + (1.0 - labels) * jax.nn.softplus(logits)
 
@@ -29,9 +31,9 @@ def squared_error(predicted: Float[Array, "*batch"], target: Float[Array, "*batc
 
 
 def preference(margins: Float[Array, "*pairs"], label_smoothing: float = 0.0) -> Float[Array, "*pairs"]:
-    """DPO: -log of the probability that the preferred answer of a pair is the better one, from how much more the model
-    favours it than the reference model does (Rafailov et al., arXiv:2305.18290, equation 7). `label_smoothing`: the
-    share of pairs that are labelled the wrong way round."""
+    """DPO: -log of the probability that the preferred answer of a pair is better, from the difference between the log
+    probability ratios of the model and of the reference model (Rafailov et al., arXiv:2305.18290, equation 7).
+    `label_smoothing` is the assumed share of pairs with swapped labels."""
     s, margins = label_smoothing, margins.astype(jnp.float32)
     return (1.0 - s) * jax.nn.softplus(-margins) + s * jax.nn.softplus(margins)
 
@@ -42,7 +44,7 @@ def similarities(
     mask: Float[Array, "batch"],
     temperature: float,
 ) -> Float[Array, "batch batch"]:
-    """Cosine similarities of all pairs over the temperature. Padding rows (`mask` 0) are negatives of no row."""
+    """Cosine similarities of all pairs, divided by the temperature. Padding rows (`mask` 0) are never negatives."""
 
     def unit(x: Float[Array, "batch width"]) -> Float[Array, "batch width"]:
         x = x.astype(jnp.float32)
@@ -54,6 +56,7 @@ def similarities(
 
 
 def contrastive(scores: Float[Array, "batch batch"]) -> Float[Array, "batch"]:
-    """Each pair against the other pairs of the batch, in both directions (CLIP: Radford et al., arXiv:2103.00020)."""
+    """Cross entropy of each pair against the other pairs of the batch, in both directions (CLIP: Radford et al.,
+    arXiv:2103.00020)."""
     labels = jnp.arange(scores.shape[0], dtype=jnp.int32)
     return 0.5 * (cross_entropy(scores, labels) + cross_entropy(scores.T, labels))

@@ -1,6 +1,6 @@
-"""Residual MLP. Pixels are numbers, or categories as one-hot vectors or learned embeddings.
+"""Residual MLP. Pixels are numbers, or categories that are one-hot encoded or embedded.
 
-One-hot makes the first weight `categories` times as large; embeddings 8 times, for any number of categories.
+One-hot vectors make the first weight `categories` times as large; embeddings 8 times, for any number of categories.
 """
 
 from __future__ import annotations

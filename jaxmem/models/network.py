@@ -1,4 +1,4 @@
-"""What the networks of all families have in common."""
+"""Base classes of the networks of all families."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from jaxmem.stack import StackOptions, apply_stack
 
 @dataclass(frozen=True)
 class Execution:
-    """How a network runs, independent of its weights."""
+    """Settings of the computation that do not depend on the weights."""
 
     dtype: np.dtype = np.dtype(np.float32)  # noqa: RUF009 - immutable. The compute dtype
     attention: str | None = None  # an implementation; None: chosen by device and shape
@@ -47,7 +47,7 @@ class ImageNetwork(Network):
     def __call__(
         self, images: Num[Array, "batch height width channels"], keys: RowKeys | None = None
     ) -> Float[Array, "batch outputs"]:
-        """`keys` turn on dropout."""
+        """`keys` enables dropout."""
         return self.logits(self.features(images, keys))
 
     def logits(self, x: Float[Array, "batch embed"]) -> Float[Array, "batch outputs"]:
@@ -63,6 +63,6 @@ def apply_blocks(
     apply: Callable[..., jax.Array] = lambda block, x, keys, _: block(x, keys),
     others: Any = None,
 ) -> jax.Array:
-    """`x` after a stack of layers, each `apply(block, x, its dropout keys, others)`."""
+    """Applies a stack of layers to `x`, each as `apply(block, x, dropout keys of the layer, others)`."""
     layer_keys = None if keys is None else split_keys(keys, layers)
     return apply_stack(blocks, lambda *inputs: (apply(*inputs), None), x, layer_keys, others, options=options)[0]

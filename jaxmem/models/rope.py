@@ -17,7 +17,7 @@ from jaxmem.config.networks import Rope
 
 
 class Angles(NamedTuple):
-    """Cosine and sine of each position's angles, in float32; shared by all layers."""
+    """Cosine and sine of the angles of each position, in float32. All layers share them."""
 
     cos: Float[Array, "batch time half"]
     sin: Float[Array, "batch time half"]
@@ -38,7 +38,7 @@ def frequencies(rope: Rope, head_dim: int) -> tuple[np.ndarray, float]:
         return keep * base + (1 - keep) * stretched, 1.0
 
     def pair(rotations: float) -> float:
-        """The (fractional) pair of dimensions with so many rotations within the original length."""
+        """The (fractional) index of the pair of dimensions with this number of rotations within the original length."""
         return head_dim * math.log(rope.original_length / (rotations * 2 * math.pi)) / (2 * math.log(rope.theta))
 
     low, high = max(math.floor(pair(rope.beta_fast)), 0), min(math.ceil(pair(rope.beta_slow)), head_dim - 1)

@@ -1,7 +1,7 @@
 """Vision transformer (Dosovitskiy et al., arXiv:2010.11929): patches become tokens.
 
-An image of s x s pixels has (s/p)^2 tokens with patches of p x p pixels. A layer costs what a decoder layer does on as
-many tokens, without the causal mask.
+An image of s x s pixels has (s/p)^2 tokens, with patches of p x p pixels. A layer costs as much as a decoder layer with
+as many tokens and without the causal mask.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from jaxmem.stack import stacked
 
 
 class Vit(ImageNetwork):
-    """A transformer over patches, with learned positions; the logits are of the mean feature."""
+    """A transformer over patches with learned positions. The logits are computed from the mean over all patches."""
 
     def __init__(self, cfg: networks.Vit, rngs: nnx.Rngs, execution: Execution = Execution()):
         self.cfg, self.execution = cfg, execution

@@ -1,7 +1,7 @@
 """Slices of an embedding or output matrix along the vocabulary.
 
-These are the largest matrices of many models, and what is computed from one (its gradient, its update, logits) is as
-large or larger. `VocabSlices` divides the vocabulary so that only one slice of such an array exists at a time.
+These are the largest matrices of many models, and their gradient, update and logits are as large or larger.
+`VocabSlices` divides the vocabulary so that only one slice of such an array exists at a time.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from jaxmem.sharding import Axes, current
 from jaxmem.sharding.host import fetch_from_host, is_on_host, send_like, zeros_on_host
 from jaxmem.sharding.weights import Weight
 
-# A slice in the layout of matmuls: each device along `tensor` has `width` columns of its own part.
+# A slice in the layout of matmuls, in which each device along `tensor` has `width` columns of its own part.
 Columns = Float[Array, "embed parts width"]
 Entries = Int[Array, "parts width"]  # the vocabulary entry of each column; -1: already in an earlier slice
 
@@ -33,15 +33,15 @@ SLICE_SIZE = 2**24  # elements of an embedding or output matrix processed at onc
 class VocabSlices:
     """Slices of `width` entries of each of the `stored_parts` in which devices store the vocabulary.
 
-    A last slice that would pass the end of a part begins earlier; entries that it shares with the slice before are
-    masked (-1 in `entries`).
+    If the last slice would extend beyond the end of a part, it begins earlier. Entries that are also in the previous
+    slice are masked (-1 in `entries`).
     """
 
     vocab: int
     width: int
-    stored_parts: int = 1  # parts of the vocabulary dimension of the weight as it is stored
-    parts: int = 1  # and as it is used in matmuls
-    prefetch: bool = False  # fetch the next slice while the current one is used, for weights that are gathered
+    stored_parts: int = 1  # parts of the vocabulary dimension in the stored weight
+    parts: int = 1  # parts of it in matmuls
+    prefetch: bool = False  # fetch the next slice while the current one is used: for weights that are gathered
 
     @property
     def part_size(self) -> int:
@@ -71,14 +71,14 @@ class VocabSlices:
         return numbers.reshape(self.parts, -1)
 
     def positions(self, ids: Int[Array, "*tokens"], j: Int[Array, ""]) -> Int[Array, "*tokens"]:
-        """The row of slice j that each token id refers to; `size` where the slice does not have it."""
+        """The row of each token id in slice j; `size` if the slice does not contain it."""
         within = ids % self.part_size - self._start(j)
         inside = (within >= 0) & (within < self.width)
         return jnp.where(inside, ids // self.part_size * self.width + within, self.size)
 
     def read_columns(self, weight: Any, axes: Axes, j: Int[Array, ""]) -> Any:
-        """Slice j of a stored weight, [embed, vocab] or [vocab, embed], as [embed, parts, width]. The blocks of a
-        quantized weight run along `embed`."""
+        """Slice j of a stored weight [embed, vocab] or [vocab, embed], as [embed, parts, width]. The blocks of a
+        quantized weight are along `embed`."""
         if isinstance(weight, QTensor):
             read = partial(self.read_columns, axes=axes, j=j)
             codes, scale = read(weight.codes), read(weight.scale)
@@ -93,8 +93,8 @@ class VocabSlices:
     def write_columns(
         self, weight: Float[Array, "rows columns"], axes: Axes, j: Int[Array, ""], columns: Columns
     ) -> Float[Array, "rows columns"]:
-        """The weight, or its gradient, with slice j replaced. Write from the last slice to the first: masked columns
-        are then overwritten by the slice that has them."""
+        """The weight, or its gradient, with slice j replaced. Write the slices from the last to the first: masked
+        columns are then overwritten by the slice that contains them."""
         return self.write(weight, axes.index("vocab"), j, self.as_weight(columns, axes))
 
     def as_weight(self, columns: Columns, axes: Axes) -> Float[Array, "rows columns"]:
@@ -105,12 +105,13 @@ class VocabSlices:
         return x.reshape(*x.shape[:dim], self.size, *x.shape[dim + 2 :])
 
     def read(self, x: jax.Array, dim: int, j: Int[Array, ""]) -> jax.Array:
-        """Slice j, on the device, of an array whose dimension `dim` has an element for each entry, or for several."""
+        """Slice j, on the device, of an array whose dimension `dim` has one element per entry or per several
+        entries."""
         found = self._read(x, dim, j)
         return found.reshape(*x.shape[:dim], -1, *x.shape[dim + 1 :])
 
     def write(self, x: jax.Array, dim: int, j: Int[Array, ""], new: jax.Array) -> jax.Array:
-        """The array with slice j replaced, in the memory in which it is."""
+        """The array with slice j replaced, in the same memory."""
         new = send_like(new, x)
         new = new.reshape(*x.shape[:dim], self.stored_parts, -1, *x.shape[dim + 1 :])
         start = self._start(j) * (x.shape[dim] // self.stored_parts) // self.part_size
@@ -121,7 +122,7 @@ class VocabSlices:
         start, width = self._start(j) * part // self.part_size, self.width * part // self.part_size
         if width == part:  # all of it
             return self._split(fetch_from_host(x), dim)
-        if self.stored_parts == 1:  # a transfer from host memory copies a slice of the array as it is there
+        if self.stored_parts == 1:  # a copy from host memory has the layout of the array there
             found = fetch_from_host(jax.lax.dynamic_slice_in_dim(x, start, width, axis=dim))
             return found.reshape(*x.shape[:dim], 1, width, *x.shape[dim + 1 :])
         return fetch_from_host(jax.lax.dynamic_slice_in_dim(self._split(x, dim), start, width, axis=dim + 1))
@@ -134,8 +135,8 @@ class VocabSlices:
 
 
 def even_slices(vocab: int, width: int, sizes: set[int]) -> VocabSlices | None:
-    """Slices of about `width` entries that do not overlap and split no element of dimensions of these sizes, each of
-    which stands for the vocabulary; None where no such width is near.
+    """Slices of about `width` entries that do not overlap and do not split an element of a dimension of these sizes,
+    which all represent the vocabulary; None if no such width is near.
 
     >>> even_slices(128256, 4096, {128256, 768}).width, even_slices(50261, 4096, {50261})
     (4008, None)
@@ -158,8 +159,8 @@ def _nearest(counts: list[int], wanted: float) -> int:
 def initialize_in_slices(
     draw: Callable[[jax.Array, tuple[int, ...]], Any], key: jax.Array, shape: tuple[int, ...], axes: Axes
 ) -> Any:
-    """A new weight, `draw(key, shape)`. An embedding or output matrix of more than 16 M elements is drawn slice by
-    slice, each with a key of its own, so that no more than a slice exists before it is stored (quantized, sharded)."""
+    """A new weight, `draw(key, shape)`. An embedding or output matrix of more than 16 M elements is drawn in slices,
+    each with its own key, so that at most one slice exists before it is stored (quantized, sharded)."""
     slices_wanted = math.prod(shape) / SLICE_SIZE
     if "vocab" not in axes or slices_wanted <= 1:
         return draw(key, shape)
@@ -180,20 +181,20 @@ def initialize_in_slices(
 
 @dataclass(frozen=True)
 class VocabOpResult:
-    """What a `VocabOp` returned, and its gradients."""
+    """The result of a `VocabOp`, and its gradients."""
 
     y: jax.Array
-    # gradient of y -> gradient of the input; None: token ids have none
+    # gradient of y -> gradient of the input; None for token ids
     input_gradient: Callable[[jax.Array], jax.Array | None]
-    # (gradient of y, weight, VocabSlices or None, slice number) -> gradient of the weight, or of that slice of it
+    # (gradient of y, weight, VocabSlices or None, slice number) -> gradient of the weight or of that slice
     weight_gradient: Callable[..., jax.Array]
 
 
 @dataclass(frozen=True)
 class VocabOp:
-    """An operation with an embedding or output matrix that has not run yet, given to `stack.cut`. Who runs it may
-    compute any slice of the matrix's gradient when it is needed, and never all of it."""
+    """An operation with an embedding or output matrix that has not run yet, passed to `stack.cut`. The caller can
+    compute each slice of the matrix gradient when it is needed, without the complete gradient."""
 
     weight: Weight
-    x: jax.Array | None  # the input, where it has a gradient
+    x: jax.Array | None  # the input if it has a gradient
     forward: Callable[[], VocabOpResult]
