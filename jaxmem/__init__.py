@@ -21,7 +21,7 @@ __version__ = "0.2.0"
 _NAMES = {
     "Config": "jaxmem.config:Config",
     "UserError": "jaxmem.errors:UserError",
-    "fit": "jaxmem.search.fastest:fit",
+    "fit": "jaxmem.search.fit:fit",
     "load_config": "jaxmem.config:load_config",
     "plan": "jaxmem.planning:plan",
     "simulate": "jaxmem.machine.devices:simulate",

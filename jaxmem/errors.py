@@ -41,6 +41,16 @@ def nearest(name: str, known: Iterable[str]) -> str:
     return f"; did you mean {close[0]}?" if close else f"; known: {', '.join(known)}"
 
 
+def one_line(error: BaseException) -> str:
+    """The first line of an error, with its type if it is not a user's.
+
+    >>> one_line(KeyError("axis")), one_line(UserError("no program"))
+    ("KeyError: 'axis'", 'no program')
+    """
+    kind = "" if isinstance(error, UserError) else f"{type(error).__name__}: "
+    return kind + next(iter(str(error).splitlines()), "")
+
+
 def as_yaml(value: object) -> str:
     """A config's value as it is written in YAML.
 

@@ -113,9 +113,8 @@ def test_plan(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
 
 def test_plan_for_a_target(run: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     asked = []
-    monkeypatch.setattr(
-        "jaxmem.planning.plan", lambda _, target, **__: asked.append(target) or SimpleNamespace(as_json=dict)
-    )
+    planned = SimpleNamespace(as_json=dict, fits=True, target=SimpleNamespace(gpu=None))
+    monkeypatch.setattr("jaxmem.planning.plan", lambda _, target, **__: asked.append(target) or planned)
     for arguments in ([], ["--target", "h100-80gb:8"]):
         assert jaxmem("plan", str(run / "config.yaml"), *arguments, "--json", capsys=capsys)[:2] == (0, "{}\n")
     assert asked == [None, "h100-80gb:8"]

@@ -14,6 +14,23 @@ Overrides = Annotated[
     list[str] | None,
     typer.Argument(metavar="[KEY=VALUE]...", help="Config settings, such as mesh.fsdp=8.", show_default=False),
 ]
+ModelOrConfig = Annotated[
+    str | None,
+    typer.Argument(
+        metavar="CONFIG_OR_MODEL",
+        help="A YAML file, a preset such as llama3-8b, or a Hugging Face directory.",
+        show_default=False,
+    ),
+]
+MethodName = Annotated[
+    str | None,
+    typer.Option(metavar="NAME", help="full, full-bf16, full-8bit, full-int8, lora or qlora.", show_default=False),
+]
+SequenceLength = Annotated[int | None, typer.Option(metavar="N", min=1, help="Tokens per row.", show_default=False)]
+BatchSize = Annotated[int | None, typer.Option(metavar="N", min=1, help="Rows per update.", show_default=False)]
+ConfigOutput = Annotated[
+    Path | None, typer.Option("--write", metavar="FILE", help="Write the config, for train.", show_default=False)
+]
 Run = Annotated[Path, typer.Argument(metavar="RUN", help="The directory of a run, such as runs/demo.")]
 Model = Annotated[
     Path, typer.Argument(metavar="RUN_OR_HF_DIR", help="The directory of a run, or a Hugging Face model.")

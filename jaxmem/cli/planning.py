@@ -2,24 +2,50 @@
 
 from __future__ import annotations
 
+import math
 import os
+import re
+import sys
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from jaxmem.cli.options import ConfigFile, Html, Json, Overrides, Png, Reserve, Simulate
+from jaxmem.cli.options import (
+    BatchSize,
+    ConfigOutput,
+    Html,
+    Json,
+    MethodName,
+    ModelOrConfig,
+    Overrides,
+    Png,
+    Reserve,
+    SequenceLength,
+    Simulate,
+)
 from jaxmem.cli.output import only_json, show
-from jaxmem.cli.start import load, take_devices
+from jaxmem.cli.start import take_devices
 from jaxmem.errors import UserError
+from jaxmem.machine import devices
+
+if TYPE_CHECKING:
+    from jaxmem.config import Config
 
 
 def plan(
-    config: Annotated[Path | None, typer.Argument(metavar="CONFIG", show_default=False)] = None,
+    source: ModelOrConfig = None,
     overrides: Overrides = None,
     target: Annotated[
         str | None, typer.Option(metavar="T", help="h100-80gb:16x8, cpu:8, my-gpu.yaml; or: list", show_default=False)
     ] = None,
+    method: MethodName = None,
+    sequence_length: SequenceLength = None,
+    batch: BatchSize = None,
+    write: ConfigOutput = None,
+    check: Annotated[
+        bool, typer.Option("--check/--no-check", help="Exit with 3 if it does not fit, and name configs that do.")
+    ] = True,
     reserve: Reserve = None,
     simulate: Simulate = None,
     html: Html = None,
@@ -27,18 +53,19 @@ def plan(
     names: Annotated[bool, typer.Option("--names", help="Names of activations that memory.remat can save.")] = False,
     as_json: Json = False,
 ) -> None:
-    """Plan memory per device without running: for local devices, or for any number of GPUs that are not here."""
+    """Plan memory per device without running: for local devices, or for any number of GPUs that are not here.
+
+    Exit code 3: it does not fit.
+    """
     if target == "list":
         from jaxmem.planning.table import TargetList
         from jaxmem.planning.targets import targets_json
 
         show(targets_json() if as_json else TargetList())
         return
-    if config is None:
-        raise UserError("CONFIG is missing; give a YAML file such as configs/demo.yaml, or --target list")
     if target and simulate:
         raise UserError(f"--simulate {simulate} and --target {target} both give devices; use one of them")
-    cfg = load(config, overrides, simulate, only_compile=True)
+    cfg = _config(source, overrides, target, simulate, method=method, sequence_length=sequence_length, batch=batch)
     from jaxmem import planning, report
 
     if names:
@@ -54,15 +81,27 @@ def plan(
             report.write_page(planned, html)
         if png:
             report.write_figure(planned, png)
-    show(planned.as_json() if as_json else planned.table())
+    if write:
+        from jaxmem.config import save_config
+
+        save_config(cfg, write)
+    if as_json:
+        show(planned.as_json())
+    else:
+        show(planned.table())
+    if check:
+        _advise(planned)
 
 
 def fit(
-    config: ConfigFile,
+    source: ModelOrConfig = None,
     overrides: Overrides = None,
     target: Annotated[
         str | None, typer.Option(metavar="T", help="h100-80gb:8, cpu:8, my-gpu.yaml", show_default=False)
     ] = None,
+    method: MethodName = None,
+    sequence_length: SequenceLength = None,
+    batch: BatchSize = None,
     allow: Annotated[
         str | None,
         typer.Option(metavar="WORDS", help="What may change: mesh,remat,update,batch,chunks", show_default=False),
@@ -73,39 +112,77 @@ def fit(
             metavar="KEY", help="The largest value of KEY that fits, such as model.layers.", show_default=False
         ),
     ] = None,
-    write: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Write the best config.", show_default=False)
-    ] = None,
+    write: ConfigOutput = None,
     png: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Write a figure: memory against time.", show_default=False)
     ] = None,
     reserve: Reserve = None,
-    compiles: Annotated[int, typer.Option(metavar="N", min=1, help="Compile at most N steps.")] = 20,
+    compiles: Annotated[int, typer.Option(metavar="N", min=1, help="Compile at most N steps.")] = 12,
     as_json: Json = False,
 ) -> None:
-    """Search for configs that fit, fastest first. Exit code 3: none fits."""
-    from jaxmem.config import load_config
+    """For a config, search for settings that fit, fastest first; for a model, compare the methods of training it.
 
-    cfg = load_config(config, overrides or [])
+    Exit code 3: nothing fits.
+    """
+    sizes: dict[str, Any] = {"method": method, "sequence_length": sequence_length, "batch": batch}
+    cfg = _config(source, overrides, target, None, **sizes)
     if target is not None:
         os.environ.setdefault("JAX_PLATFORMS", "cpu")  # no local device is used
-    take_devices(None, only_compile=True, spill=cfg.memory.spill != "none")
-    from jaxmem.search import fastest, largest
+    from jaxmem.config.methods import is_model
+    from jaxmem.search import fit, largest
 
-    given: dict[str, Any] = {"target": target, "reserve_gib": reserve}
+    limits: dict[str, Any] = {"reserve_gib": reserve}
     if allow is not None:
-        given["allow"] = [word.strip() for word in allow.split(",") if word.strip()]
-    if maximize and png:
-        largest.check_drawable(maximize, png)
+        limits["allow"] = [word.strip() for word in allow.split(",") if word.strip()]
+    assert source is not None
+    if png and not maximize and not method and is_model(source):
+        raise UserError(f"--png {png} does not support a comparison of methods; add --method")
     found: Any
     with only_json(as_json):
         if maximize:
-            found = largest.maximize(cfg, maximize, **given)
+            found = largest.maximize(cfg, maximize, target, **limits)
         else:
-            found = fastest.fit(cfg, compiles=compiles, **given)
+            given = {"overrides": overrides or [], **sizes}
+            found = fit.fit(source, target, compiles=compiles, progress=_progress, **limits, **given)
         if png:
             found.figure(png)
         if found.best and write:
             found.write(write)
     show(found.as_json() if as_json else found.table())
     raise typer.Exit(0 if found.best else 3)
+
+
+def _config(
+    source: str | None, overrides: list[str] | None, target: str | None, simulate: int | None, **options: Any
+) -> Config:
+    """The config, checked before jax is imported; also chooses its devices."""
+    from jaxmem.config.methods import run_config
+
+    if source is None:
+        raise UserError(
+            "CONFIG is missing; use a YAML file such as configs/demo.yaml, a preset, a Hugging Face directory, or"
+            " --target list"
+        )
+    if target is None:
+        count = simulate or len(devices.nvidia_gpus()) or 1
+    else:  # its form is checked when it is used
+        count = math.prod(map(int, re.findall(r"\d+", target.partition(":")[2])))
+    cfg = run_config(source, overrides or (), devices=count, **options)
+    take_devices(simulate, only_compile=True, spill=cfg.memory.spill != "none")
+    return cfg
+
+
+def _advise(planned: Any) -> None:
+    """On standard error: settings that are slow; for a plan that does not fit, configs that do, and exit code 3."""
+    from jaxmem.search import nearest
+
+    for line in nearest.slower_settings(planned):
+        _progress(f"slow: {line}")
+    if not planned.fits:
+        _progress("searching for configs that fit ...")
+        _progress(nearest.suggestions(planned))
+        raise typer.Exit(3)
+
+
+def _progress(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)

@@ -86,6 +86,11 @@ for _tag, (_pattern, _first) in SCALARS.items():
 
 def load_config(source: str | os.PathLike[str] | Mapping[str, Any], overrides: Iterable[str] = ()) -> Config:
     """The config of a file or dict with `key=value` overrides, checked except for the number of devices."""
+    return config_of(read_config(source, overrides))
+
+
+def read_config(source: str | os.PathLike[str] | Mapping[str, Any], overrides: Iterable[str] = ()) -> dict[str, Any]:
+    """The settings of a file or dict with `key=value` overrides, unchecked."""
     raw, changes = rename(_copy(source) if isinstance(source, Mapping) else _read(Path(source)))
     if set(Config.model_fields) <= set(raw):  # saved by a run: no warning, as nobody has to edit it
         changes.clear()
@@ -94,6 +99,11 @@ def load_config(source: str | os.PathLike[str] | Mapping[str, Any], overrides: I
         raw, more = rename(raw)
         changes += more
     warn_of(changes)
+    return raw
+
+
+def config_of(raw: dict[str, Any]) -> Config:
+    """The checked config of settings, whose short forms are expanded in place."""
     _expand(raw)
     try:
         cfg = Config.model_validate(raw)

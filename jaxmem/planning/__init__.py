@@ -9,10 +9,11 @@ for 1,024 GPUs hardly more, since every device runs the same program.
 from __future__ import annotations
 
 import time
+from typing import Unpack
 
 import jax
 
-from jaxmem.config import Config
+from jaxmem.config.methods import RunOptions, RunSource, run_config
 from jaxmem.planning.advice import recomputed_values
 from jaxmem.planning.budget import resolve_budget
 from jaxmem.planning.compile import Compiled, compile_all, compiler_remarks
@@ -24,13 +25,22 @@ from jaxmem.planning.units import format_bytes
 from jaxmem.step import Program, program
 
 
-def plan(cfg: Config, target: str | None = None, *, reserve_gib: float | None = None) -> Plan:
+def plan(
+    source: RunSource,
+    target: str | None = None,
+    *,
+    reserve_gib: float | None = None,
+    **options: Unpack[RunOptions],
+) -> Plan:
     """Plan every phase of a run for a target such as `h100-80gb:16x8`, by default for the devices of this machine.
 
-    `reserve_gib`: memory of each GPU outside the compiled program; by default that of `jaxmem.machine.gpus.reserved`.
+    `source`: a config, a preset such as `llama3-8b`, or a Hugging Face directory. `options`: `method` (a name in
+    `config.methods.METHODS`), `sequence_length`, `batch`, `overrides`. `reserve_gib`: memory of each GPU outside the
+    compiled program; by default that of `jaxmem.machine.gpus.reserved`.
     """
     start = time.perf_counter()
     aim = local_target(jax.devices()) if target is None else parse_target(target)
+    cfg = run_config(source, devices=aim.count, **options)
     limit = usable_memory(aim, cfg, reserve_gib)
     cfg = resolve_budget(cfg, aim, reserve_gib)
     built = program(cfg, target_devices(aim, limit))

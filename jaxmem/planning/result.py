@@ -18,6 +18,7 @@ from jaxmem.planning.predict import ideal_flops, predict
 from jaxmem.planning.state import bytes_on_device
 from jaxmem.planning.targets import Target, reserved_memory, usable_memory
 from jaxmem.planning.timeline import Timeline, Traffic, timeline
+from jaxmem.planning.units import format_bytes, format_seconds
 from jaxmem.step import Program
 from jaxmem.step.programs import step_at
 
@@ -160,6 +161,11 @@ class Plan:
     def _other(self, phase: str) -> int:
         """Bytes of another phase's program; of a plan for local devices, of the program that the run uses."""
         return self.others[phase] if phase in self.others else total_of(getattr(self.program, f"compiled_{phase}"))
+
+    def __repr__(self) -> str:
+        size, limit = format_bytes(self.compiled_step.total), format_bytes(self.limit)
+        time = f", {format_seconds(self.timeline.seconds)} per step" if self.target.gpu else ""
+        return f"Plan({self.program.cfg.name} on {self.target.name}: a step needs {size} of {limit} per device{time})"
 
     @cached_property
     def warnings(self) -> list[PlanWarning]:

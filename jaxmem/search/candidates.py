@@ -1,7 +1,7 @@
 """All configs that a search considers: the given one with every combination of what may change, each with an estimate.
 
 An estimate takes a millisecond. Of a space with more than MAX_SIZE configs a fixed sample is taken, with all that is
-one change away from the given config; a search then looks around the best of it.
+one change away from the given config; a search then looks around the best.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ import numpy as np
 
 from jaxmem.config import Config, Optimizer, Rules, load_config
 from jaxmem.config.devices import for_devices, resolve
-from jaxmem.errors import UserError
+from jaxmem.errors import UserError, one_line
 from jaxmem.machine.gpus import CPU
 from jaxmem.planning import Target
 from jaxmem.planning.predict import Estimate, estimate
 from jaxmem.planning.share import loss_chunk, mlp_chunk
 from jaxmem.quant.precision import compute_dtype
-from jaxmem.search.knobs import Change, Knob
+from jaxmem.search.knobs import KERNELS, Change, Knob
 from jaxmem.sharding import STORAGE_AXES
 
 MAX_SIZE = 4000
@@ -34,45 +34,58 @@ MAX_SIZE = 4000
 @dataclass(frozen=True)
 class Candidate:
     cfg: Config  # its mesh filled in
-    settings: Change  # dotted key -> value, of everything that differs between candidates or from the given config
-    changes: Change  # the settings that differ from the given config
+    given: Config  # that the search started from
+    settings: Change  # dotted key -> value, of everything that differs between candidates
+    distance: int  # settings that differ from the given config
     estimate: Estimate
+    error: str | None = None  # why there is no estimate
 
     @property
-    def sections(self) -> Change:
-        return sections(self.cfg, self.changes)
+    def changes(self) -> Change:
+        return difference(self.given, self.cfg)
 
     @property
     def overrides(self) -> list[str]:
-        return overrides(self.cfg, self.changes)
+        return overrides(self.changes)
 
 
-def sections(cfg: Config, changes: Change) -> Change:
-    """Changes, with a new optimizer as one section: each optimizer has its own defaults, which need not be repeated."""
-    others = {key: value for key, value in changes.items() if not key.startswith("optimizer.")}
-    if len(others) == len(changes):
-        return changes
-    plain = Optimizer(name=cfg.optimizer.name)
-    given = {field: value for field, value in cfg.optimizer if value != getattr(plain, field)}
-    return {**others, "optimizer": {"name": cfg.optimizer.name, **given}}
+def difference(old: Config, new: Config) -> dict[str, Any]:
+    """The settings of `new` that differ, by dotted key. A new optimizer is one section, without its own defaults."""
+    found: dict[str, Any] = {}
+    for section, fields in new.model_dump(mode="json").items():
+        before, after = getattr(old, section), getattr(new, section)
+        if before == after:
+            continue
+        if not isinstance(fields, dict) or type(before) is not type(after):
+            found[section] = fields
+        elif section == "optimizer" and after.name != before.name:
+            plain = Optimizer(name=after.name)
+            own = {field: fields[field] for field, value in after if value != getattr(plain, field)}
+            found[section] = {"name": after.name, **own}
+        else:
+            changed = (field for field, value in after if value != getattr(before, field))
+            found |= {f"{section}.{field}": fields[field] for field in changed}
+    return found
 
 
-def overrides(cfg: Config, changes: Change) -> list[str]:
+def overrides(changes: Change) -> list[str]:
     """Changes as `key=value` for the command line."""
-    return [f"{key}={_yaml(value)}" for key, value in sections(cfg, changes).items()]
+    return [f"{key}={_yaml(value)}" for key, value in changes.items()]
 
 
 class Space:
-    """All configs that some knobs make of one."""
+    """All configs that some knobs make of one; other kernels for one of them are candidates of their own."""
 
     def __init__(self, cfg: Config, target: Target, knobs: Sequence[Knob]) -> None:
         self._cfg, self._target = cfg, target
         given = resolve(cfg, target.count)[0]
-        self._choices = [choices for knob in knobs if (choices := _with_given(given, list(knob.choices(cfg, target))))]
-        self._keys = sorted({key for choice in itertools.chain(*self._choices) for key in choice})
+        listed = [(knob, _with_given(given, list(knob.choices(cfg, target)))) for knob in knobs]
+        self._choices = [choices for knob, choices in listed if choices and knob.allow != KERNELS]
+        self._kernels = [choices for knob, choices in listed if choices and knob.allow == KERNELS]
+        self._keys = sorted({key for choice in itertools.chain(*self._choices, *self._kernels) for key in choice})
+        self.is_sampled = math.prod(map(len, self._choices)) > MAX_SIZE
         self._seen: set[Config] = set()
         self._given = given.model_copy(update={"rules": _plain_rules(given)})
-        self.is_sampled = math.prod(map(len, self._choices)) > MAX_SIZE
 
     def start(self) -> list[Candidate]:
         """The config itself, where it is valid on the target, then all others, or a sample of them."""
@@ -85,6 +98,9 @@ class Space:
     def around(self, one: Candidate) -> list[Candidate]:
         """New candidates that differ from one in a single setting."""
         return self._new(one.cfg, itertools.chain(*self._choices))
+
+    def with_other_kernels(self, one: Candidate) -> list[Candidate]:
+        return self._new(one.cfg, _combinations(self._kernels))
 
     def _new(self, cfg: Config, all_changes: Iterable[Change]) -> list[Candidate]:
         raw = cfg.model_dump(mode="json")
@@ -104,8 +120,12 @@ class Space:
 
     def _candidate(self, cfg: Config) -> Candidate:
         settings = {key: _value(cfg, key) for key in self._keys}
-        changes = {key: value for key, value in settings.items() if value != _value(self._given, key)}
-        return Candidate(cfg, settings, changes, estimated(cfg, self._target))
+        distance = sum(value != _value(self._given, key) for key, value in settings.items())
+        try:
+            guess, error = estimated(cfg, self._target), None
+        except Exception as failure:  # noqa: BLE001 - one that cannot be traced loses; the others are searched
+            guess, error = Estimate({}, {}, None), one_line(failure)
+        return Candidate(cfg, self._given, settings, distance, guess, error)
 
 
 def candidates(cfg: Config, target: Target, knobs: Sequence[Knob]) -> list[Candidate]:

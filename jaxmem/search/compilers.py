@@ -20,7 +20,7 @@ from typing import Any, Self
 from jaxmem.config import Config
 from jaxmem.errors import UserError
 from jaxmem.planning.targets import Target, check_compiler, local_target, parse_target
-from jaxmem.search import cache
+from jaxmem.search import cache, worker
 from jaxmem.search.worker import StepCost
 
 WORKER_BYTES = 3 << 29  # that a process may need
@@ -49,7 +49,7 @@ class CompilerPool:
 
     def __init__(self, target: Target, reserve_gib: float | None = None, processes: int | None = None) -> None:
         self.target, self.reserve_gib = target, reserve_gib
-        self.processes = processes or _process_count()
+        self.processes = 1 if target.here else processes or _process_count()  # this one, if its devices are local
         self.compiled = 0  # programs; answers from the cache do not count
         self._started: list[_CompilerProcess] = []
         self._idle: list[_CompilerProcess] = []
@@ -89,8 +89,9 @@ class CompilerPool:
 
     def _answer(self, question: str, cfg: Config) -> dict[str, Any]:
         key = cache.config_key(question, cfg, self.target, self.reserve_gib)
-        answer = cache.read(key)
-        if answer is None:
+        if self.target.here:
+            answer = worker.answer(question, cfg, self.target, self.reserve_gib)
+        elif (answer := cache.read(key)) is None:
             with self._process() as process:
                 answer = process.ask({"question": question, "config": cfg.model_dump(mode="json")})
             self.compiled += 1

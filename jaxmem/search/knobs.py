@@ -154,6 +154,17 @@ def _sharding_rules(cfg: Config, _: Target) -> Iterable[Change]:
             yield {f"rules.{dim}": over for dim, over in table.items()}
 
 
+def _kernels(key: str) -> Callable[[Config, Target], Iterable[Change]]:
+    """The implementations of one operation. On CPUs `auto` is the only one that is worth trying."""
+    return lambda _, target: () if target.is_cpu else ({key: value} for value in values(key))
+
+
+def _everywhere(_: Config, target: Target) -> Iterable[Change]:
+    """Weights, gradients and optimizer state sharded over all devices."""
+    yield {f"mesh.{axis}": target.count if axis == "fsdp" else 1 for axis in MESH_AXES} | {"zero": 3}
+
+
+KERNELS = "kernels"
 # Those of DEFAULT_ALLOW do not change the mathematics.
 KNOBS = (
     Knob("mesh", _meshes),
@@ -165,13 +176,21 @@ KNOBS = (
     Knob("batch", _micro_batches),
     Knob("chunks", _loss_chunks),
     Knob("chunks", _mlp_chunks),
+    Knob(KERNELS, _kernels("memory.attention")),
+    Knob(KERNELS, _kernels("adapter.matmul")),
+    Knob(KERNELS, _kernels("optimizer.kernel")),
     Knob("precision", _stored_dtypes),
     Knob("precision", listed("precision.master")),
     Knob("precision", _compute_dtypes),
     Knob("optimizer", _optimizers),
     Knob("adapter", _adapters),
 )
-DEFAULT_ALLOW = ("mesh", "remat", "offload", "update", "batch", "chunks")
+DEFAULT_ALLOW = ("mesh", "remat", "offload", "update", "batch", "chunks", KERNELS)
+# A search within one training method: much smaller, for when several methods are compared.
+MEMORY_KNOBS = (
+    Knob("mesh", _everywhere),
+    *(knob for knob in KNOBS if knob.allow in ("remat", "offload", "update", "batch")),
+)
 
 
 def allowed(words: Sequence[str]) -> list[Knob]:

@@ -23,13 +23,13 @@ from jaxmem.planning.units import format_seconds
 from jaxmem.search.candidates import Candidate, candidates
 from jaxmem.search.compilers import CompilerPool, RefusedError, compile_target
 from jaxmem.search.knobs import allowed
-from jaxmem.search.result import save_best, target_json
+from jaxmem.search.trials import save_best, target_json
 from jaxmem.search.worker import StepCost
 
 # The keys, with the unit in which each grows, and the words of `allow` with which it would grow without end.
 UNITS = {"model.layers": 1, "data.sequence_length": 128, "batch.global_size": 1}
 UNBOUNDED = {"batch.global_size": "batch"}  # in more micro-batches any batch fits
-CURVES = ("batch.global_size",)  # each power of two below the largest is compiled too
+POWERS_OF_TWO = ("batch.global_size",)  # compiled too, below the largest value
 MAX_VALUE = 2**24
 BISECT_AFTER = 6  # compiled values without an answer: the estimates do not converge
 
@@ -54,7 +54,7 @@ class Point:
     def as_json(self) -> dict[str, Any]:
         return {
             "value": self.value,
-            "config": dict(self.candidate.sections),
+            "config": dict(self.candidate.changes),
             "total": self.total,
             "fits": self.fits,
             "estimated_step_seconds": self.seconds,
@@ -66,6 +66,7 @@ class Point:
 class Largest:
     """The largest value that fits, and the next one, which does not."""
 
+    given: Config
     key: str
     target: Target
     limit: int  # bytes per device
@@ -81,11 +82,6 @@ class Largest:
     def beyond(self) -> Point | None:
         return min((one for one in self.points if not one.fits), key=lambda one: one.value, default=None)
 
-    @property
-    def curve(self) -> list[Point]:
-        """For the batch size: all compiled values."""
-        return list(self.points) if self.key in CURVES else []
-
     def write(self, path: str | Path) -> None:
         """The best config as a file for `train`."""
         save_best(self.best.candidate.cfg if self.best else None, path)
@@ -96,8 +92,7 @@ class Largest:
             "target": target_json(self.target, self.limit),
             "best": self.best.as_json() if self.best else None,
             "beyond": self.beyond.as_json() if self.beyond else None,
-            "curve": [one.as_json() for one in self.curve],
-            "tried": [one.as_json() for one in self.points],
+            "points": [one.as_json() for one in self.points],
             "compiled": self.compiled,
             "seconds": self.seconds,
         }
@@ -108,41 +103,32 @@ class Largest:
             if one:
                 settings = " ".join([f"{self.key}={one.value}", *one.candidate.overrides])
                 lines.append(f"{verdict}: {settings}: {format_bytes(one.total)} of {format_bytes(self.limit)}")
-        if self.curve:
-            unit = "tokens/s" if isinstance(self.curve[0].candidate.cfg.model, Decoder) else "images/s"
-            lines.append(f"  {'batch':>8}  {'memory':>10}  {'step':>8}  {unit:>12}")
+        name, unit = self.key.split(".")[1], "tokens/s" if isinstance(self.given.model, Decoder) else "images/s"
+        width = max(len(name), 8)
+        lines.append(f"{name:>{width}}  {'memory':>9}  {'step':>7}  {unit:>8}")
         lines += [
-            f"  {one.value:>8,}  {format_bytes(one.total):>10}  {format_seconds(one.seconds):>8}  {one.rate:>12,.0f}"
-            for one in self.curve
+            f"{one.value:>{width},}  {format_bytes(one.total):>9}  {format_seconds(one.seconds):>7}  {one.rate:>8,.0f}"
+            for one in self.points
         ]
         return "\n".join(lines)
 
     def figure(self, path: str | Path) -> None:
-        """Memory and throughput by batch size, as a PNG."""
+        """Memory and throughput by the key's value, as a PNG."""
         from jaxmem.report.matplotlib_figure import figure
 
-        check_drawable(self.key, path)
         with figure(path) as drawn:
+            values, total = [one.value for one in self.points], [one.total / GIB for one in self.points]
             memory, rate = drawn.subplots(1, 2)
-            total = [one.total / GIB for one in self.curve]
-            memory.plot([one.value for one in self.curve], total, "o-")
+            memory.plot(values, total, "o-")
             memory.axhline(self.limit / GIB, c="tab:red", ls="--", label="device memory")
-            memory.set_xlabel(self.key)
             memory.set_ylabel("GiB per device")
             memory.legend()
-            rate.plot(total, [one.rate for one in self.curve], "o-", c="tab:orange")
-            rate.axvline(self.limit / GIB, c="tab:red", ls="--")
-            rate.set_xlabel("GiB per device")
+            rate.plot(values, [one.rate for one in self.points], "o-", c="tab:orange")
             rate.set_ylabel("tokens per second (estimated)")
             for axes in (memory, rate):
+                axes.set_xlabel(self.key)
                 axes.set_ylim(bottom=0)
             drawn.suptitle(f"{self.key} on {self.target.name}")
-
-
-def check_drawable(key: str, path: str | Path) -> None:
-    """Before a search: whether its result has a figure."""
-    if key in UNITS and key not in CURVES:
-        raise UserError(f"--png {path} does not support --maximize {key}; leave --png out, or maximize {CURVES[0]}")
 
 
 def maximize(
@@ -172,7 +158,7 @@ def search_largest(cfg: Config, key: str, allow: Sequence[str], compilers: Compi
     search = _Search(cfg, key, allow, compilers)
     search.run()
     points = tuple(sorted(search.points.values(), key=lambda one: one.value))
-    return Largest(key, compilers.target, search.limit, points, compilers.compiled, time.perf_counter() - start)
+    return Largest(cfg, key, compilers.target, search.limit, points, compilers.compiled, time.perf_counter() - start)
 
 
 class _Search:
@@ -203,7 +189,7 @@ class _Search:
                     high = units if high is None else min(high, units)
             if low * self._unit > MAX_VALUE:
                 return
-        if self._key in CURVES:
+        if self._key in POWERS_OF_TWO:
             powers = [1 << power for power in range(low.bit_length())]
             self._compile([units for units in powers if units * self._unit not in self.points])
 

@@ -1,23 +1,42 @@
-"""The nearest configs that fit, for a run that does not fit on its devices; each is compiled before it is suggested.
+"""The nearest configs that fit, for a run that does not; and settings that make a step much slower than others.
 
-The candidates and estimates are those of a whole search, but only a few are compiled: for each set of settings that
-could change, fewest first, the fastest config that should fit.
+The candidates and estimates are those of a search, but only a few are compiled: for each set of settings that could
+change, fewest first, the fastest config that should fit; then other methods of training.
 """
 
 from __future__ import annotations
 
-import dataclasses
+import itertools
+import shlex
 import time
+from collections.abc import Iterator
+from dataclasses import dataclass
 
+from jaxmem.config import Config
+from jaxmem.config.methods import METHODS, run_config
 from jaxmem.errors import UserError
-from jaxmem.planning import Plan, format_bytes, plan_program
-from jaxmem.search.candidates import Candidate, candidates
-from jaxmem.search.knobs import DEFAULT_ALLOW, allowed
-from jaxmem.step import program
+from jaxmem.planning import Plan, format_bytes
+from jaxmem.search.candidates import Candidate, candidates, difference, overrides
+from jaxmem.search.compilers import CompilerPool, RefusedError
+from jaxmem.search.knobs import DEFAULT_ALLOW, KERNELS, MEMORY_KNOBS, allowed
 
 COUNT = 3  # configs to suggest
 COMPILES = 6  # at most
 SECONDS = 60.0  # after which no other one is compiled
+SLOW = 1.5  # times another choice's step: worth a warning
+
+
+@dataclass(frozen=True)
+class Nearest:
+    """A config that fits: what changes, the method where that changes, and bytes per device, compiled."""
+
+    overrides: list[str]
+    method: str | None
+    total: int
+
+    def __str__(self) -> str:
+        method = f" (another method: {self.method})" if self.method else ""
+        return f"{shlex.join(self.overrides)}    {format_bytes(self.total)}{method}"
 
 
 def suggestions(plan: Plan) -> str:
@@ -25,36 +44,75 @@ def suggestions(plan: Plan) -> str:
     near = nearest_fitting(plan)
     if not near:
         return "no config near it fits; `jaxmem fit` searches further"
-    lines = (f"  {' '.join(overrides)}    {format_bytes(other.compiled_step.total)}" for overrides, other in near)
-    return "\n".join(["nearest configs that fit (compiled):", *lines])
+    return "\n".join(["nearest configs that fit (compiled):", *(f"  {one}" for one in near)])
 
 
-def nearest_fitting(plan: Plan) -> list[tuple[list[str], Plan]]:
-    """Up to COUNT configs as overrides, with their plans; those with the fewest changes first."""
-    start, found = time.perf_counter(), list[tuple[list[str], Plan]]()
-    devices = list(plan.program.layout.mesh.devices.flat)
-    for tries, one in enumerate(_fitting_by_estimate(plan)):
-        if len(found) == COUNT or tries == COMPILES or time.perf_counter() - start > SECONDS:
-            break
-        try:
-            other = plan_program(program(one.cfg, devices))
-        except UserError:  # it has no program
-            continue
-        other = dataclasses.replace(other, target=plan.target, reserve_gib=plan.reserve_gib)
-        if other.fits:
-            found.append((one.overrides, other))
+def nearest_fitting(plan: Plan) -> list[Nearest]:
+    """Up to COUNT configs: those with the fewest changes first, and other methods of training last."""
+    start, found = time.perf_counter(), list[Nearest]()
+    promising = itertools.islice(_fitting_by_estimate(plan), COMPILES)
+    with CompilerPool(plan.target, plan.reserve_gib) as compilers:
+
+        def compiled(cfg: Config) -> tuple[int, int]:
+            """Bytes of a device in the largest phase, and of its host."""
+            cost = compilers.step(cfg)
+            return max(cost.total, *compilers.phases(cfg).values()), cost.host
+
+        while len(found) < COUNT and time.perf_counter() - start < SECONDS:
+            chosen = list(itertools.islice(promising, compilers.processes))
+            answers = dict(compilers.each(compiled, [one.cfg for one, _ in chosen]))
+            for one, method in chosen:
+                answer = answers[one.cfg]
+                if not isinstance(answer, RefusedError) and _fits(plan, *answer):
+                    found.append(Nearest(overrides(difference(plan.program.cfg, one.cfg)), method, answer[0]))
+            if not chosen:
+                break
+    return found[:COUNT]
+
+
+def slower_settings(plan: Plan) -> list[str]:
+    """A line for each setting with which a step takes over SLOW times as long as with another value that fits too."""
+    if not plan.fits or plan.target.gpu is None:
+        return []
+    found = []
+    for knob in allowed(DEFAULT_ALLOW):
+        given, *others = candidates(plan.program.cfg, plan.target, [knob])
+        ratio = plan.compiled_step.total / given.estimate.total
+        fitting = [one for one in others if _fits(plan, ratio * one.estimate.total, one.estimate.host)]
+        fastest = min(fitting, key=_seconds, default=given)
+        if (slower := _seconds(given) / _seconds(fastest)) > SLOW:
+            own = " ".join(overrides(difference(fastest.cfg, given.cfg)))
+            found.append(f"{own} makes a step {slower:.1f} times as long as {' '.join(fastest.overrides)} (estimated)")
     return found
 
 
-def _fitting_by_estimate(plan: Plan) -> list[Candidate]:
-    """For each set of keys that changes, the fastest that should fit; then the next fastest of each."""
-    given, *others = candidates(plan.program.cfg, plan.target, allowed(DEFAULT_ALLOW))
+def _fitting_by_estimate(plan: Plan) -> Iterator[tuple[Candidate, str | None]]:
+    """For each set of keys that changes, the fastest that should fit, then the next fastest of each; then the fastest
+    of each other method, with its name."""
+    cfg, knobs = plan.program.cfg, [knob for knob in allowed(DEFAULT_ALLOW) if knob.allow != KERNELS]
+    given, *others = candidates(cfg, plan.target, knobs)
     ratio = plan.compiled_step.total / given.estimate.total  # neighbours share the error of the estimate
     ranks: dict[frozenset[str], int] = {}
     ranked: list[tuple[int, int, float, Candidate]] = []
-    for one in sorted(others, key=lambda one: one.estimate.seconds or 0.0):
-        if ratio * one.estimate.total <= plan.limit and one.estimate.host <= plan.target.host_memory:
+    for one in sorted(others, key=_seconds):
+        if _fits(plan, ratio * one.estimate.total, one.estimate.host):
             keys = frozenset("mesh" if key.startswith("mesh.") else key for key in one.changes)
             ranks[keys] = ranks.get(keys, -1) + 1
-            ranked.append((ranks[keys], len(keys), one.estimate.seconds or 0.0, one))
-    return [one for *_, one in sorted(ranked, key=lambda rank: rank[:3])]
+            ranked.append((ranks[keys], len(keys), _seconds(one), one))
+    yield from ((one, None) for *_, one in sorted(ranked, key=lambda rank: rank[:3]))
+    for name in METHODS:
+        try:
+            of_method = candidates(run_config(cfg, method=name), plan.target, MEMORY_KNOBS)
+        except UserError:  # not for this config
+            continue
+        fitting = [one for one in of_method if _fits(plan, one.estimate.total, one.estimate.host)]
+        if fitting and run_config(cfg, method=name) != cfg:
+            yield min(fitting, key=_seconds), name
+
+
+def _fits(plan: Plan, total: float, host: int) -> bool:
+    return 0 < total <= plan.limit and host <= plan.target.host_memory
+
+
+def _seconds(one: Candidate) -> float:
+    return one.estimate.seconds or float("inf")

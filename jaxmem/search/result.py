@@ -9,15 +9,15 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from jaxmem.config import Config, save_config
-from jaxmem.errors import UserError
+from jaxmem.config import Config
 from jaxmem.machine.gpus import GIB
 from jaxmem.planning import Target, format_bytes
 from jaxmem.planning.units import format_seconds
-from jaxmem.search.candidates import overrides
-from jaxmem.search.trials import SLOWEST, Trial, Trials
+from jaxmem.search.candidates import difference, overrides
+from jaxmem.search.comparison import Comparison
+from jaxmem.search.trials import SLOWEST, Trial, Trials, save_best, target_json
 
-ONE_SETTING = ("mesh", "optimizer", "rules", "adapter")  # sections that change as one
+ONE_SETTING = ("mesh.", "optimizer.", "rules.", "adapter.")  # sections that change as one
 KINDS = 2  # kinds of bytes that a reason names
 OTHERS = 8  # rows of configs that are not on the front
 
@@ -29,7 +29,14 @@ class Fit:
     trials: Trials
     allow: tuple[str, ...]
     seconds: float
-    helps: str | None = None  # where nothing fits: the change that would save most
+    others: Comparison | None = None  # where nothing fits: other methods of training
+
+    def __repr__(self) -> str:
+        best = "nothing fits"
+        if self.best:
+            seconds, size = format_seconds(self.best.seconds), format_bytes(self.best.total)
+            best = f"{size} of {format_bytes(self.trials.limit)}, {seconds} per step: {self.best.overrides}"
+        return f"Fit({self.given.name} on {self.target.name}: {best})"
 
     @cached_property
     def front(self) -> list[Trial]:
@@ -68,7 +75,7 @@ class Fit:
             needs = f"needs {about}{format_bytes(one.total)}: {largest}"
             if one.total <= self.trials.limit:
                 needs = f"needs {about}{format_bytes(one.host)} of {format_bytes(self.target.host_memory)} host memory"
-            change = self._fitting_change(one)
+            change = self._fitting_change(one) if one.cost else None
             return f"{needs}; try {change}" if change else needs
         if one in self.front:
             return f"fastest within {format_bytes(one.total)}"
@@ -77,37 +84,15 @@ class Fit:
 
     def _fitting_change(self, one: Trial) -> str | None:
         """The single setting that makes it fit at the least cost of time."""
-        fitting = [other for other in self._neighbours(one) if self.trials.fits(other)]
-        if not fitting:
-            return None
-        nearest = min(fitting, key=lambda other: (other.cost is None, other.seconds))
-        old, new = one.candidate.settings, nearest.candidate.settings
-        return " ".join(overrides(nearest.cfg, {key: value for key, value in new.items() if value != old[key]}))
+        own = one.candidate.settings
 
-    @cached_property
-    def _by_settings(self) -> dict[tuple[Any, ...], Trial]:
-        return {tuple(one.candidate.settings.values()): one for one in self.trials.all}
+        def differ(other: Trial) -> set[str]:
+            changed = (key for key, value in other.candidate.settings.items() if value != own[key])
+            return {key.partition(".")[0] if key.startswith(ONE_SETTING) else key for key in changed}
 
-    @cached_property
-    def _values(self) -> dict[tuple[int, ...], set[tuple[Any, ...]]]:
-        """The values tried for each group of settings that change together, by the group's positions."""
-        groups: dict[str, list[int]] = {}
-        for place, key in enumerate(self.trials.all[0].candidate.settings):
-            section = key.partition(".")[0]
-            groups.setdefault(section if section in ONE_SETTING else key, []).append(place)
-        rows = list(self._by_settings)
-        return {tuple(places): {tuple(row[p] for p in places) for row in rows} for places in groups.values()}
-
-    def _neighbours(self, one: Trial) -> list[Trial]:
-        own, found = list(one.candidate.settings.values()), []
-        for places, values in self._values.items():
-            for value in values:
-                changed = list(own)
-                for place, new in zip(places, value, strict=True):
-                    changed[place] = new
-                if changed != own and (other := self._by_settings.get(tuple(changed))):
-                    found.append(other)
-        return found
+        fitting = [other for other in self.trials.all if self.trials.fits(other) and len(differ(other)) == 1]
+        nearest = min(fitting, key=lambda other: (other.cost is None, other.seconds), default=None)
+        return " ".join(overrides(difference(one.cfg, nearest.cfg))) if nearest else None
 
     def write(self, path: str | Path) -> None:
         """The best config as a file for `train`."""
@@ -124,13 +109,13 @@ class Fit:
             "front": [self._json(one) for one in self.front],
             "best": self._json(self.best) if self.best else None,
             "smallest": self._json(self.smallest) if self.trials.compiled else None,
-            "helps": self.helps,
+            "others": self.others.as_json() if self.others else None,
             "seconds": self.seconds,
         }
 
     def _json(self, one: Trial) -> dict[str, Any]:
         return {
-            "config": dict(one.candidate.sections),
+            "config": dict(one.candidate.changes),
             "total": int(one.total),
             "estimated_step_seconds": one.seconds,
             "fits": self.trials.fits(one),
@@ -161,20 +146,21 @@ class Fit:
             table.add_column("changes")
             for one in self.front:
                 table.add_row(
-                    format_seconds(one.seconds), format_bytes(one.total), Text(_overrides(one))
+                    format_seconds(one.seconds), format_bytes(one.total), Text(one.overrides)
                 )  # [] is no markup
             yield table
-            yield Text(f"fastest: {_overrides(self.best)}", style="green")
+            yield Text(f"fastest: {self.best.overrides}", style="green")
         else:
             yield Text("nothing fits", style="red")
-            yield Text(f"smallest found: {format_bytes(self.smallest.total)} with {_overrides(self.smallest)}")
-            if self.helps:
-                yield Text(f"largest saving by one change: {self.helps}")
+            yield Text(f"smallest found: {format_bytes(self.smallest.total)} with {self.smallest.overrides}")
+        if self.others:
+            yield self.others.table()
+            return
         others = [one for one in self.ranked if one.cost and one not in self.front][:OTHERS]
         if others:
             yield Text("Other compiled configs:")
         for one in others:
-            yield Text(f"  {_overrides(one)}: {self.reason(one)}", style="dim")
+            yield Text(f"  {one.overrides}: {self.reason(one)}", style="dim")
         if error := trials.estimate_error:
             yield Text(
                 f"error of the estimates: median {error['median']:.1%}, largest {error['largest']:.1%},"
@@ -200,22 +186,8 @@ class Fit:
             title = [f"{self.given.name} on {self.target.name}"]
             if self.best:
                 axes.set_xlim(0, 1.1 * SLOWEST * self.best.seconds)
-                title += textwrap.wrap(f"fastest: {_overrides(self.best)}", 100)
+                title += textwrap.wrap(f"fastest: {self.best.overrides}", 100)
             axes.set_xlabel("seconds per step (estimated)")
             axes.set_ylabel("GiB per device")
             axes.set_title("\n".join(title), fontsize=10)
             axes.legend(loc="upper right")
-
-
-def _overrides(one: Trial) -> str:
-    return " ".join(one.candidate.overrides) or "no change"
-
-
-def save_best(cfg: Config | None, path: str | Path) -> None:
-    if cfg is None:
-        raise UserError(f"cannot write {path}: no config fits")
-    save_config(cfg, path)
-
-
-def target_json(target: Target, limit: int) -> dict[str, Any]:
-    return {"name": target.name, "devices": target.count, "limit_bytes": limit}

@@ -5,8 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
 
-from jaxmem.config import Config
+from jaxmem.config import Config, save_config
+from jaxmem.errors import UserError
 from jaxmem.planning import Target
 from jaxmem.search.candidates import Candidate
 from jaxmem.search.surrogate import PRIOR_STD, Covariance, expected_improvement, posterior, probability_below
@@ -14,6 +17,8 @@ from jaxmem.search.worker import StepCost
 
 MATERIAL = 0.01  # a config on the front needs this share less memory than each faster one
 SLOWEST = 3.0  # times the fastest step: slower configs are not on the front
+SLACK = 0.05  # error that an estimate may have
+PER_CHANGE = 0.99  # a setting that changes has to gain this much
 MEMORY_WEIGHT = 0.3  # value of saving a share of memory, relative to the same share of time
 
 
@@ -32,11 +37,16 @@ class Trial:
 
     @classmethod
     def of(cls, candidate: Candidate) -> Trial:
-        return cls(candidate, candidate.estimate.total, candidate.estimate.seconds or 0.0)
+        seconds = candidate.estimate.seconds or 0.0
+        return cls(candidate, candidate.estimate.total, seconds, refused=candidate.error)
 
     @property
     def cfg(self) -> Config:
         return self.candidate.cfg
+
+    @property
+    def overrides(self) -> str:
+        return " ".join(self.candidate.overrides) or "no change"
 
     @property
     def is_open(self) -> bool:
@@ -107,8 +117,10 @@ class Trials:
         front = self.front()
         if not front:
             fastest = min(one.seconds for one in trials)
-            return [self.fit_probability(one) * (fastest / one.seconds) ** 2 for one in trials]
-        return [self._expected_gain(one, front) for one in trials]
+            values = [self.fit_probability(one) * (fastest / one.seconds) ** 2 for one in trials]
+        else:
+            values = [self._expected_gain(one, front) for one in trials]
+        return [PER_CHANGE**one.candidate.distance * value for one, value in zip(trials, values, strict=True)]
 
     def _expected_gain(self, one: Trial, front: Sequence[Trial]) -> float:
         best = front[0].seconds
@@ -140,3 +152,14 @@ class Trials:
             if one.cost and not one.cost.recomputed
         )
         return {"median": errors[len(errors) // 2], "largest": errors[-1], "compared": len(errors)} if errors else None
+
+
+def save_best(cfg: Config | None, path: str | Path) -> None:
+    """The best config of a search as a file for `train`."""
+    if cfg is None:
+        raise UserError(f"cannot write {path}: no config fits")
+    save_config(cfg, path)
+
+
+def target_json(target: Target, limit: int) -> dict[str, Any]:
+    return {"name": target.name, "devices": target.count, "limit_bytes": limit}

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any, TextIO
 
 from jaxmem.config import Config
-from jaxmem.errors import UserError
+from jaxmem.errors import one_line
 from jaxmem.machine import devices
 from jaxmem.machine.gpus import CPU
 from jaxmem.planning import Plan
@@ -91,23 +91,24 @@ def main(arguments: list[str]) -> None:
     serve(sys.stdin, answers, target, float(arguments[1]) if len(arguments) > 1 else None)
 
 
+def answer(question: str, cfg: Config, target: Target, reserve_gib: float | None = None) -> dict[str, Any]:
+    """For a config that has no program, or whose program does not compile or crashes the compiler: the reason."""
+    try:
+        with compiler_remarks():
+            if question == "step":
+                return vars(step_cost(cfg, target, reserve_gib))
+            if question == "plan":
+                return step_plan(cfg, target)
+            return other_phases(cfg, target, reserve_gib)
+    except Exception as error:  # noqa: BLE001 - one config that fails must not end a search
+        return {"refused": one_line(error)}
+
+
 def serve(questions: Iterable[str], answers: TextIO, target: Target, reserve_gib: float | None = None) -> None:
-    """A config that has no program, or whose program XLA does not compile, is answered with the reason."""
     for line in questions:
         asked = json.loads(line)
         cfg = Config.model_validate_json(json.dumps(asked["config"]))
-        answer: dict[str, Any]
-        try:
-            with compiler_remarks():
-                if asked["question"] == "step":
-                    answer = vars(step_cost(cfg, target, reserve_gib))
-                elif asked["question"] == "plan":
-                    answer = step_plan(cfg, target)
-                else:
-                    answer = other_phases(cfg, target, reserve_gib)
-        except UserError as error:
-            answer = {"refused": str(error).splitlines()[0]}
-        answers.write(json.dumps(answer) + "\n")
+        answers.write(json.dumps(answer(asked["question"], cfg, target, reserve_gib)) + "\n")
 
 
 if __name__ == "__main__":

@@ -29,7 +29,8 @@ def test_values_come_from_the_config() -> None:
 def test_by_default_the_mathematics_does_not_change() -> None:
     kept = {key for knob in allowed(DEFAULT_ALLOW) for change in knob.choices(config(), EIGHT) for key in change}
     memory = {f"memory.{field}" for field in ("remat", "offload", "update", "loss_chunk", "mlp_chunk")}
-    assert kept == memory | {"zero", "batch.accumulate"} | {*(f"mesh.{axis}" for axis in MESH_AXES)}
+    kernels = {"memory.attention", "adapter.matmul", "optimizer.kernel"}
+    assert kept == memory | kernels | {"zero", "batch.accumulate"} | {*(f"mesh.{axis}" for axis in MESH_AXES)}
     assert {knob.allow for knob in KNOBS} >= {*DEFAULT_ALLOW, "precision", "optimizer", "adapter"}
 
 
@@ -83,7 +84,7 @@ def test_adapters_keep_the_config_fields() -> None:
     totals = {adapter.kind: one.estimate.total for adapter, one in found.items()}
     assert totals["qlora"] < totals["lora"] < totals["none"]
     lora = next(one for adapter, one in found.items() if adapter.kind == "lora")
-    assert lora.overrides == ["adapter.base=null", "adapter.kind=lora"]
+    assert lora.overrides == ["adapter.kind=lora", "adapter.base=null"]
 
 
 def test_offloading_moves_bytes_to_the_host() -> None:

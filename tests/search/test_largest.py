@@ -11,7 +11,7 @@ from jaxmem.config import load_config
 from jaxmem.config.devices import for_devices
 from jaxmem.errors import UserError
 from jaxmem.search.candidates import estimated
-from jaxmem.search.largest import UNITS, check_drawable, search_largest
+from jaxmem.search.largest import UNITS, search_largest
 
 from .conftest import FakeCompilers, config, with_memory
 
@@ -41,7 +41,6 @@ def test_the_largest_is_exact_however_wrong_the_estimate(key: str, value: int, f
     asked = set(compilers.asked)
     assert {found.best.candidate.cfg, found.beyond.candidate.cfg} <= asked
     assert len(compilers.asked) <= 8
-    assert bool(found.curve) == (key == "batch.global_size")
     assert json.loads(json.dumps(found.as_json()))["best"]["value"] == value
     assert f"{key}={value}" in found.table()
 
@@ -54,14 +53,12 @@ def test_the_curve_of_batch_sizes(tmp_path: Path) -> None:
         ).total
     with FakeCompilers(with_memory("h100-80gb:8", needs)) as compilers:
         found = search_largest(cfg, "batch.global_size", [], compilers)
-    assert {8, 16, 32, 40, 48} <= {one.value for one in found.curve}
-    totals = [one.total for one in found.curve]
+    assert {8, 16, 32, 40, 48} <= {one.value for one in found.points}
+    totals = [one.total for one in found.points]
     assert totals == sorted(totals)
-    for one, said in zip(found.curve, json.loads(json.dumps(found.as_json()))["curve"], strict=True):
+    for one, said in zip(found.points, json.loads(json.dumps(found.as_json()))["points"], strict=True):
         assert said["rate"] == one.rate == pytest.approx(one.value * 64 / one.seconds)
         assert f"{one.rate:,.0f}" in found.table()
-    with pytest.raises(UserError, match=r"--png layers.png does not support --maximize model.layers"):
-        check_drawable("model.layers", "layers.png")
     found.figure(tmp_path / "curve.png")
     assert (tmp_path / "curve.png").read_bytes()[:4] == b"\x89PNG"
 

@@ -80,9 +80,9 @@ def test_memory_that_runs_out_in_spite_of_the_plan(plan: Plan, monkeypatch: pyte
     monkeypatch.setattr(memory_check, "device_memory", lambda: {"bytes_in_use": total // 2})
     asked = f"RESOURCE_EXHAUSTED: Out of memory while trying to allocate {total // 4} bytes."
 
-    def near(within: Plan) -> list[tuple[list[str], Plan]]:
+    def near(within: Plan) -> list[nearest.Nearest]:
         limits.append(within.limit)
-        return [(["memory.remat=full"], plan)]
+        return [nearest.Nearest(["memory.remat=full"], None, total)]
 
     monkeypatch.setattr(nearest, "nearest_fitting", near)
     with pytest.raises(OutOfMemoryError) as caught, explained_out_of_memory(plan):

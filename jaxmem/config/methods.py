@@ -1,0 +1,163 @@
+"""The methods of training a model, from all parameters in float32 to QLoRA, and configs made from a model's name.
+
+A method is a few settings that change the mathematics or what is trained. Settings that change only memory and time
+(mesh, recompute, offload, micro-batches) are no part of it.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypedDict
+
+from jaxmem.config.load import config_of, read_config
+from jaxmem.config.optimizers import Optimizer
+from jaxmem.config.presets import PRESETS
+from jaxmem.config.sections import LOW_RANK, Config
+from jaxmem.errors import UserError, nearest
+
+STEPS = 1000  # of a run that does not say, besides its warm-up
+LENGTH = 2048  # tokens of a row, where only a model is named
+LEARNING_RATES = {"full": 1e-5, "adapter": 2e-4}  # for fine-tuning a Hugging Face model
+
+
+@dataclass(frozen=True)
+class Method:
+    """`settings` by section replace those that another method would set; the others stay."""
+
+    summary: str
+    mathematics: str  # what differs from training all parameters in float32
+    settings: Mapping[str, Mapping[str, Any]]
+
+
+_BFLOAT16 = {"parameters": "bfloat16", "rounding": "stochastic"}
+METHODS = {
+    "full": Method(
+        "all parameters in float32, AdamW",
+        "the reference",
+        {"precision": {"parameters": "float32"}, "optimizer": {"name": "adamw"}},
+    ),
+    "full-bf16": Method(
+        "all parameters and AdamW's moments in bfloat16",
+        "weights and moments keep 8 significant bits; updates are rounded stochastically",
+        {"precision": _BFLOAT16, "optimizer": {"name": "adamw"}},
+    ),
+    "full-8bit": Method(
+        "all parameters in bfloat16, AdamW's moments in 8 bits",
+        "as full-bf16, with moments quantized in blocks",
+        {"precision": _BFLOAT16, "optimizer": {"name": "adamw8bit"}},
+    ),
+    "full-int8": Method(
+        "all parameters in int8, low-rank optimizer APOLLO-Mini",
+        "weights are quantized; one learning rate per matrix, from a projection of rank 1; its own learning rate",
+        {
+            "precision": {"parameters": "int8"},
+            "optimizer": {"name": "apollo_mini", "project_embeddings": True, "clip_by": "weight"},
+            "memory": {"update": "during"},
+        },
+    ),
+    "lora": Method(
+        "low-rank adapters, frozen weights in bfloat16",
+        "only the adapters are trained: the update of each matrix has a low rank",
+        {"precision": {"parameters": "float32"}, "adapter": {"kind": "lora", "base": "bfloat16"}},
+    ),
+    "qlora": Method(
+        "low-rank adapters, frozen weights in 4 bits (nf4)",
+        "as lora, with frozen weights quantized to 4 bits",
+        {"precision": {"parameters": "float32"}, "adapter": {"kind": "qlora"}},
+    ),
+}
+_PRECISION = ("parameters", "block_size", "gradients", "master", "rounding", "loss_scale")
+# Hyperparameters have defaults of the named optimizer, which another one may not have.
+_OPTIMIZER = ("kernel", *(field for field, info in Optimizer.model_fields.items() if info.default is None))
+_ADAPTER = ("kind", "base", "double_quant", "matmul")
+_REPLACED = {"precision": _PRECISION, "optimizer": _OPTIMIZER, "adapter": _ADAPTER}
+
+
+class RunOptions(TypedDict, total=False):
+    """What `plan` and `fit` accept besides a config: `key=value` overrides, a method's name, and sizes."""
+
+    overrides: Sequence[str]
+    method: str | None
+    sequence_length: int | None
+    batch: int | None
+
+
+RunSource = Config | Mapping[str, Any] | str | os.PathLike[str]
+
+
+def is_model(source: RunSource) -> bool:
+    """Whether it names a preset or a Hugging Face directory, not a config."""
+    if not isinstance(source, str | os.PathLike):
+        return False
+    path = Path(source)
+    return (path / "config.json").is_file() or (str(source) in PRESETS and not path.exists())
+
+
+def run_config(
+    source: RunSource,
+    overrides: Sequence[str] = (),
+    *,
+    method: str | None = None,
+    sequence_length: int | None = None,
+    batch: int | None = None,
+    devices: int = 1,
+) -> Config:
+    """The config of a planned run: of a config, which needs no `train`, of a preset or of a Hugging Face directory.
+
+    `method`: a name in METHODS, whose settings replace those of the config. `batch`: sequences per update; for a model
+    by default one per device.
+    """
+    sizes = {"data.sequence_length": sequence_length, "batch.global_size": batch}
+    overrides = [*(f"{key}={size}" for key, size in sizes.items() if size is not None), *overrides]
+    if isinstance(source, Config):
+        if not overrides and method is None:
+            return source
+        source = source.model_dump(mode="json")
+    elif is_model(source):
+        source = _started(str(source), devices, method)
+    elif isinstance(source, str | os.PathLike) and not Path(source).suffix and not Path(source).exists():
+        raise UserError(f"{source}: no config, Hugging Face directory or preset{nearest(str(source), PRESETS)}")
+    raw = read_config(source)
+    if method is not None:
+        _apply(method, raw)
+    raw = read_config(raw, overrides)
+    train = raw.setdefault("train", {})
+    if isinstance(train, dict) and train.get("steps") is None and train.get("tokens") is None:
+        warmup = raw.get("optimizer", {}).get("warmup", 0) if isinstance(raw.get("optimizer", {}), dict) else 0
+        train["steps"] = STEPS + (warmup if isinstance(warmup, int) else 0)
+    return config_of(raw)
+
+
+def _started(model: str, devices: int, method: str | None) -> dict[str, Any]:
+    """A run of a preset, or one that fine-tunes a Hugging Face model."""
+    is_preset = model in PRESETS
+    started: dict[str, Any] = {
+        "name": re.sub(r"[^\w.-]", "-", Path(model).resolve().name).lstrip(".-") or "model",
+        "model": {"preset" if is_preset else "hf": model},
+        "data": {"sequence_length": LENGTH},
+        "batch": {"global_size": devices},
+        "mesh": {"fsdp": -1},
+        "memory": {"remat": "full"},
+    }
+    if not is_preset:
+        started["optimizer"] = {"learning_rate": LEARNING_RATES["adapter" if method in LOW_RANK else "full"]}
+    return started
+
+
+def _apply(name: str, raw: dict[str, Any]) -> None:
+    """Set a method's settings."""
+    if name not in METHODS:
+        raise UserError(f"method={name} is unknown{nearest(name, METHODS)}")
+    settings = METHODS[name].settings
+    trains_adapter = "adapter" in settings
+    adapter = raw.get("adapter")
+    if isinstance(adapter, dict) and (not trains_adapter or adapter.get("kind") not in LOW_RANK):
+        raw["adapter"] = {}
+    for section, new in settings.items():
+        old = raw.get(section) or {}
+        if isinstance(old, dict):  # else the config is refused
+            raw[section] = {key: value for key, value in old.items() if key not in _REPLACED.get(section, ())} | new

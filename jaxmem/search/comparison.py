@@ -1,0 +1,194 @@
+"""The methods of training a model on a target: what each needs, which fit, and the command for each.
+
+For each method the fastest config that fits is searched among settings that change only memory and time. All methods
+are estimated first; then one config of each that may fit is compiled, a second where the first does not fit.
+"""
+
+from __future__ import annotations
+
+import shlex
+import time
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from jaxmem.config import Config
+from jaxmem.config.methods import METHODS, Method, RunSource
+from jaxmem.errors import UserError
+from jaxmem.machine.gpus import GIB
+from jaxmem.planning import Target, format_bytes, resolve_budget
+from jaxmem.planning.units import format_seconds
+from jaxmem.search.compilers import CompilerPool
+from jaxmem.search.fastest import Progress, Search
+from jaxmem.search.knobs import MEMORY_KNOBS
+from jaxmem.search.trials import SLACK, Trial, Trials, save_best, target_json
+
+COMPILES = 3  # of one method at most, until one fits
+
+
+@dataclass(frozen=True)
+class MethodResult:
+    """The fastest config of a method that fits, or its smallest one, which does not."""
+
+    name: str
+    trial: Trial | None  # None: the method is not for this config
+    fits: bool = False
+    error: str = ""
+
+    @property
+    def method(self) -> Method:
+        return METHODS[self.name]
+
+    @classmethod
+    def of(cls, name: str, trials: Trials) -> MethodResult:
+        if front := trials.front():
+            return cls(name, front[0], fits=True)
+        known = [one for one in trials.all if one.refused is None]
+        if not known:
+            return cls(name, None, error=trials.all[0].refused or "")
+        may_fit = trials.front((one for one in known if one.is_open), SLACK)
+        return cls(name, may_fit[0] if may_fit else min(known, key=lambda one: one.total))
+
+    def __str__(self) -> str:
+        """
+        >>> str(MethodResult("lora", None, error="no weights"))
+        'lora: no weights'
+        """
+        if self.trial is None:
+            return f"{self.name}: {self.error}"
+        about = "" if self.trial.cost else "about "
+        size, seconds = format_bytes(self.trial.total), format_seconds(self.trial.seconds)
+        return f"{self.name}: {about}{size}, {seconds} per step"
+
+
+@dataclass(frozen=True)
+class Comparison:
+    given: Config
+    target: Target
+    limit: int  # bytes per device
+    results: tuple[MethodResult, ...]
+    command: tuple[str, ...]  # names the model or config and what was set for it
+    seconds: float
+
+    @property
+    def fitting(self) -> list[MethodResult]:
+        """Those that fit, the nearest to training all parameters in float32 first."""
+        return [one for one in self.results if one.fits]
+
+    @property
+    def best(self) -> MethodResult | None:
+        return next(iter(self.fitting), None)
+
+    def __repr__(self) -> str:
+        fitting = ", ".join(one.name for one in self.fitting) or "no method"
+        return f"Comparison({self.given.name} on {self.target.name}: {fitting} fits)"
+
+    def plan_command(self, one: MethodResult) -> str:
+        """The command that plans it."""
+        assert one.trial
+        words = (*self.command, "--method", one.name, *one.trial.candidate.overrides, "--target", self.target.name)
+        return shlex.join(["jaxmem", "plan", *words])
+
+    def as_json(self) -> dict[str, Any]:
+        return {
+            "target": target_json(self.target, self.limit),
+            "methods": [self._json(one) for one in self.results],
+            "best": self.best.name if self.best else None,
+            "seconds": self.seconds,
+        }
+
+    def _json(self, one: MethodResult) -> dict[str, Any]:
+        found = {"name": one.name, "summary": one.method.summary, "mathematics": one.method.mathematics}
+        if one.trial is None:
+            return {**found, "fits": False, "error": one.error}
+        return {
+            **found,
+            "fits": one.fits,
+            "compiled": one.trial.cost is not None,
+            "total": int(one.trial.total),
+            "estimated_step_seconds": one.trial.seconds,
+            "config": dict(one.trial.candidate.changes),
+            "command": self.plan_command(one),
+        }
+
+    def write(self, path: str | Path) -> None:
+        """The config of the first method that fits, for `train`."""
+        save_best(self.best.trial.cfg if self.best and self.best.trial else None, path)
+
+    def table(self) -> Any:
+        """A rich renderable that fits 40 columns."""
+        from rich.box import SIMPLE_HEAD
+        from rich.console import Group
+        from rich.table import Table
+        from rich.text import Text
+
+        cfg = self.given
+        size = f"{cfg.batch.global_size} x {cfg.data.sequence_length:,} tokens per step"
+        head = f"{cfg.name} on {self.target.name}: {format_bytes(self.limit)} per device, {size}"
+        table = Table(box=SIMPLE_HEAD)
+        table.add_column("method", no_wrap=True)
+        for column in ("GiB", "step", "fits"):
+            table.add_column(column, justify="right", no_wrap=True)
+        details = []
+        for one in self.results:
+            if one.trial is None:
+                table.add_row(one.name, "", "", "no")
+                details.append(Text(f"{one.name}: {one.error}", style="dim"))
+                continue
+            about = "" if one.trial.cost else "~"
+            cells = f"{about}{one.trial.total / GIB:.1f}", about + format_seconds(one.trial.seconds)
+            table.add_row(one.name, *cells, "yes" if one.fits else "no", style="green" if one.fits else "")
+            if one.fits:
+                details.append(Text.assemble((one.name, "bold"), f": {one.method.summary}; {one.method.mathematics}"))
+                details.append(Text(f"  {self.plan_command(one)}"))
+        notes = [f"~ estimated, the others compiled; {self.seconds:.0f} s"]
+        if not self.best:
+            notes.append("no method fits: use a shorter data.sequence_length, or more or larger GPUs")
+        return Group(Text(head, style="bold"), table, *details, *map(Text, notes))
+
+
+def command_line(source: RunSource, options: Mapping[str, Any]) -> tuple[str, ...]:
+    """The words that name a model or config and what is set for it, as `jaxmem plan` reads them."""
+    named = source.name if isinstance(source, Config) else source.get("name") if isinstance(source, Mapping) else None
+    words = [str(source) if named is None else f"{named}.yaml"]
+    for key in ("sequence_length", "batch"):
+        if options.get(key) is not None:
+            words += [f"--{key.replace('_', '-')}", str(options[key])]
+    return (*words, *options.get("overrides", ()))
+
+
+def compare(
+    config: Callable[..., Config],
+    command: tuple[str, ...],
+    compilers: CompilerPool,
+    progress: Progress,
+    *,
+    given: Config | None = None,
+) -> Comparison:
+    """`config(method=NAME)` makes the config of a method; one that equals `given` is left out."""
+    start, target = time.perf_counter(), compilers.target
+    searched: dict[str, Search | str] = {}
+    for name in METHODS:
+        try:
+            cfg = resolve_budget(config(method=name), target, compilers.reserve_gib)
+            if cfg == given:
+                continue
+            searched[name] = one = Search(
+                cfg, MEMORY_KNOBS, compilers, lambda line, name=name: progress(f"{name}: {line}")
+            )
+            progress(str(MethodResult.of(name, one.trials)))
+        except UserError as error:
+            searched[name] = str(error).splitlines()[0]
+            progress(f"{name}: {searched[name]}")
+    searches = [one for one in searched.values() if isinstance(one, Search)]
+    with ThreadPoolExecutor(compilers.processes) as pool:
+        promising = [one for one in searches if any(one.trials.fits(each, SLACK) for each in one.trials.all)]
+        list(pool.map(lambda one: one.compile_until_one_fits(COMPILES), promising))
+    results = [
+        MethodResult(name, None, error=found) if isinstance(found, str) else MethodResult.of(name, found.trials)
+        for name, found in searched.items()
+    ]
+    limit = searches[0].trials.limit if searches else 0
+    return Comparison(given or config(), target, limit, tuple(results), command, time.perf_counter() - start)

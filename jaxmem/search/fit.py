@@ -1,0 +1,77 @@
+"""`fit`: the fastest configs that fit a target, or the methods of training that do."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import time
+from collections.abc import Sequence
+from typing import Unpack
+
+from jaxmem.config import Config
+from jaxmem.config.methods import RunOptions, RunSource, is_model, run_config
+from jaxmem.errors import UserError
+from jaxmem.planning import Target, resolve_budget
+from jaxmem.search.comparison import Comparison, command_line, compare
+from jaxmem.search.compilers import CompilerPool, compile_target
+from jaxmem.search.fastest import Progress, Search
+from jaxmem.search.knobs import DEFAULT_ALLOW, allowed
+from jaxmem.search.result import Fit
+
+COMPILES = 12  # steps to compile at most, by default
+KERNEL_SHARE = 4  # one in so many is left for other kernels
+
+
+def fit(
+    source: RunSource,
+    target: str | None = None,
+    *,
+    allow: Sequence[str] = DEFAULT_ALLOW,
+    reserve_gib: float | None = None,
+    compiles: int = COMPILES,
+    processes: int | None = None,
+    progress: Progress = lambda _: None,
+    **options: Unpack[RunOptions],
+) -> Fit | Comparison:
+    """Search for the configs that fit a target such as `h100-80gb:8` (default: this machine's devices), fastest first.
+
+    `source`: a config, or the name of a preset or a Hugging Face directory, for which the methods of training are
+    compared unless `method` is set. `allow`: what may change (`knobs.KNOBS` lists the settings of each word).
+    `compiles`: steps to compile at most. `processes`: compiler processes, by default as many as there are cores and
+    memory for. `progress` is called with lines of text.
+    """
+    aim = compile_target(target)
+    config = functools.partial(run_config, source, devices=aim.count, **options)
+    command = command_line(source, options)
+    with CompilerPool(aim, reserve_gib, processes) as compilers:
+        if is_model(source) and options.get("method") is None:
+            return compare(config, command, compilers, progress)
+        cfg = resolve_budget(config(), aim, reserve_gib)
+        found = search(cfg, aim, allow, compilers, compiles=compiles, progress=progress)
+        if found.best:
+            return found
+        progress("nothing fits; comparing other methods of training")
+        return dataclasses.replace(found, others=compare(config, command, compilers, progress, given=cfg))
+
+
+def search(
+    cfg: Config,
+    target: Target,
+    allow: Sequence[str],
+    compilers: CompilerPool,
+    *,
+    compiles: int = COMPILES,
+    progress: Progress = lambda _: None,
+) -> Fit:
+    start = time.perf_counter()
+    if compiles < 1:
+        raise UserError(f"compiles={compiles} is too small; use 1 or more")
+    one = Search(cfg, allowed(allow), compilers, progress)
+    progress(f"{len(one.trials.all):,} configs estimated; compiling at most {compiles}")
+    left = compiles - one.compile(compiles - compiles // KERNEL_SHARE)
+    one.add_other_kernels()
+    one.compile(left)
+    if not one.trials.compiled:
+        reasons = [trial.refused for trial in one.trials.all if trial.refused]
+        raise UserError(f"{cfg.name} on {target.name}: none of {len(reasons)} configs compiles: {reasons[0]}")
+    return Fit(cfg, target, one.trials, tuple(allow), time.perf_counter() - start)
