@@ -1,4 +1,5 @@
-"""The reference of the Python API, from signatures and docstrings: an index and one page per public module in docs/api.
+"""The reference of the Python API, from signatures and docstrings: an index and one page per public module in docs/api;
+and of the config, from its schema: docs/config.md.
 
 python scripts/api.py            # writes the pages
 python scripts/api.py --check    # names the pages that are out of date; exit code 1 if there are any
@@ -14,7 +15,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-FOLDER = Path(__file__).parents[1] / "docs/api"
+import yaml
+
+from jaxmem.config.recompute import NUMBERED
+
+DOCS = Path(__file__).parents[1] / "docs"
 MODULES = {  # the public names of each; None: its `__all__`
     "jaxmem": ("load_config", "plan", "fit", "train", "simulate", "UserError"),
     "jaxmem.optim": None,
@@ -29,15 +34,96 @@ MODULES = {  # the public names of each; None: its `__all__`
 HEAD = """# Python API
 
 For training loops of your own. One page per module, from signatures and docstrings (`python scripts/api.py` writes
-them; the examples are run by the tests). The config has a reference of its own: `jaxmem schema`.
+them; the examples are run by the tests). The config has [a reference of its own](../config.md).
 
 | module | names |
 | --- | --- |
 """
 
 
+CONFIG = """# Config
+
+Every key of a config file. `jaxmem train CONFIG section.key=value` sets a key on the command line. An unknown key, a
+wrong value or a key without effect is refused before the run starts. `jaxmem schema` prints the same as a JSON schema,
+for completion in editors. `python scripts/api.py` writes this page.
+"""
+
+
+def config_page() -> str:
+    """docs/config.md: a table for each section of a config."""
+    from jaxmem.config import json_schema
+    from jaxmem.config.optimizers import OPTIMIZERS
+
+    schema = json_schema()
+    sections = schema["$defs"]
+    parts = [CONFIG, *_keys("", {"": schema, **sections})]
+    for name, key in schema["properties"].items():
+        if name == "model":
+            for family, at in key["discriminator"]["mapping"].items():
+                parts += [f"## model, family: {family}", *_keys(at.rpartition("/")[2], sections)]
+            parts += ["## model.rope", *_keys("Rope", sections)]
+        elif at := _section(key):
+            parts += [f"## {name}", *_keys(at, sections)]
+        if name == "optimizer":
+            rows = [(f"`{one}`", entry.summary, _settings(entry.fields)) for one, entry in OPTIMIZERS.items()]
+            parts.append(_table(("optimizer.name", "", "hyperparameters and their defaults"), rows))
+    return "\n\n".join(part.strip() for part in parts) + "\n"
+
+
+def _keys(name: str, sections: dict[str, Any]) -> Iterator[str]:
+    section = sections[name]
+    yield " ".join(section["description"].split())
+    required, rows = section.get("required", ()), []
+    for key, value in section["properties"].items():
+        if not _section(value) and key != "model":
+            default = f"`{_value(value['default'])}`" if "default" in value else "by `preset` or `hf`"
+            description = value["description"].partition("; only with optimizer.name")[0]  # the table below has that
+            rows.append((f"`{key}`", _type(value), "required" if key in required else default, description))
+    yield _table(("key", "values", "default", ""), rows)
+
+
+def _section(key: dict[str, Any]) -> str:
+    """The name of a key's section, if it is one."""
+    refs = [key, *key.get("anyOf", ())]
+    return next((one["$ref"].rpartition("/")[2] for one in refs if "$ref" in one and "Save" not in one["$ref"]), "")
+
+
+def _type(value: dict[str, Any]) -> str:
+    if "enum" in value or "const" in value:
+        return ", ".join(f"`{_value(one)}`" for one in value.get("enum", [value.get("const")]) if one is not None)
+    if "anyOf" in value:
+        return ", ".join(_type(one) for one in value["anyOf"] if one.get("type") != "null")
+    if "$ref" in value:
+        return "`{save: [...]}`" if value["$ref"].endswith("Save") else "sections of the kind of `data`"
+    limits = {"minimum": "≥", "exclusiveMinimum": ">", "maximum": "≤", "exclusiveMaximum": "<"}
+    limit = ",".join(f" {sign} {value[key]:g}" for key, sign in limits.items() if key in value)
+    match value["type"]:
+        case "array":
+            items = value.get("prefixItems", [value["items"]] if "items" in value else [])
+            return f"list of {_type(items[0])}"
+        case "object":
+            return "`{text: integer}`"
+        case "string":
+            return {NUMBERED: "`every_K`, `slots_K`"}.get(value.get("pattern"), "text")
+        case kind:
+            return {"boolean": "`true`, `false`", "null": "`null`"}.get(kind, f"{kind}{limit}")
+
+
+def _value(value: Any) -> str:
+    return yaml.safe_dump(value, default_flow_style=True, width=1000).removesuffix("...\n").strip()
+
+
+def _settings(fields: dict[str, Any]) -> str:
+    return ", ".join(f"`{key}: {_value(value)}`" for key, value in fields.items())
+
+
+def _table(head: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
+    lines = [head, ("---",) * len(head), *rows]
+    return "\n".join(f"| {' | '.join(cells)} |".replace("|  |", "| |") for cells in lines)
+
+
 def pages() -> dict[str, str]:
-    """The text of each file of docs/api, by its name."""
+    """The text of each file in docs/, by its name."""
     index, found = HEAD, {}
     for name, names in MODULES.items():
         module = importlib.import_module(name)
@@ -47,8 +133,8 @@ def pages() -> dict[str, str]:
         parts = [f"# {name}", _markdown(module.__doc__)]
         for one, value in entries.items():
             parts += _entry(one, value)
-        found[file] = "\n\n".join(part for part in parts if part) + "\n"
-    return {"README.md": index, **found}
+        found[f"api/{file}"] = "\n\n".join(part for part in parts if part) + "\n"
+    return {"api/README.md": index, **found, "config.md": config_page()}
 
 
 def _entry(name: str, value: Any) -> Iterator[str]:
@@ -101,14 +187,15 @@ def _summary(value: Any) -> str:
 
 def main(*arguments: str) -> int:
     made = pages()
-    here = {path.name: path.read_text(encoding="utf-8") for path in FOLDER.glob("*.md")}
+    files = [*DOCS.glob("api/*.md"), DOCS / "config.md"]
+    here = {str(path.relative_to(DOCS)): path.read_text(encoding="utf-8") for path in files if path.exists()}
     stale = sorted(name for name in made.keys() | here.keys() if made.get(name) != here.get(name))
     if arguments == ("--check",):
         for name in stale:
-            print(f"docs/api/{name} is out of date; run python scripts/api.py")
+            print(f"docs/{name} is out of date; run python scripts/api.py")
         return int(bool(stale))
     for name in stale:
-        (FOLDER / name).unlink() if name not in made else (FOLDER / name).write_text(made[name], encoding="utf-8")
+        (DOCS / name).unlink() if name not in made else (DOCS / name).write_text(made[name], encoding="utf-8")
     return 0
 
 

@@ -12,6 +12,7 @@ from types import SimpleNamespace
 import pytest
 
 from jaxmem.cli import main
+from jaxmem.cli.start import load
 from jaxmem.config import load_config
 from jaxmem.data import Loader
 from jaxmem.errors import UserError
@@ -57,6 +58,11 @@ def test_train_leaves_a_run_that_can_be_run_again(run: Path) -> None:
     assert again.optimizer.learning_rate == 1e-2
     assert again.mesh.fsdp == 8
     assert [json.loads(line)["step"] for line in (run / "metrics.jsonl").read_text().splitlines()][:2] == [2, 4]
+    moved = load(run.rename(run.with_name("moved")), ["train.steps=6"], 8)
+    run.with_name("moved").rename(run)
+    assert (moved.name, moved.output, moved.train.steps) == ("moved", os.path.relpath(run.parent), 6)
+    with pytest.raises(UserError, match="contains no config"):
+        load(run.parent, None, 8)
 
 
 def test_report(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 ConfigFile = Annotated[
-    Path, typer.Argument(metavar="CONFIG", help="A YAML file, such as configs/demo.yaml.", show_default=False)
+    Path, typer.Argument(metavar="CONFIG", help="A YAML file, or the directory of a run.", show_default=False)
 ]
 Overrides = Annotated[
     list[str] | None,

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import json
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from jaxmem.errors import UserError
 from jaxmem.machine import devices
 
 if TYPE_CHECKING:
@@ -14,9 +17,16 @@ if TYPE_CHECKING:
 
 
 def load(config: Path, overrides: list[str] | None, simulate: int | None, *, only_compile: bool = False) -> Config:
-    """The config, checked before jax is imported; also chooses its devices."""
+    """The config of a file or of a run's directory, checked before jax is imported; also chooses its devices."""
     from jaxmem.config import load_config
 
+    if config.is_dir():
+        place = config.resolve()
+        output = os.path.relpath(place.parent)
+        overrides = [f"output={json.dumps(output)}", f"name={json.dumps(place.name)}", *(overrides or ())]
+        config /= "config.yaml"
+        if not config.is_file():
+            raise UserError(f"{config.parent} contains no config.yaml; give a config or the directory of a run")
     cfg = load_config(config, overrides or [])
     take_devices(simulate, only_compile=only_compile, spill=cfg.memory.spill != "none")
     return cfg

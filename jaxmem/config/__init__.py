@@ -11,6 +11,7 @@ from typing import Any
 from jaxmem.config.mesh import MESH_AXES, Mesh, Pipeline, Rules
 from jaxmem.config.networks import Convnet, Decoder, Mlp, Model, Rope, Vit
 from jaxmem.config.optimizers import Optimizer
+from jaxmem.config.recompute import Memory, Save
 from jaxmem.config.sections import (
     LOW_RANK,
     Adapter,
@@ -20,10 +21,8 @@ from jaxmem.config.sections import (
     Config,
     Data,
     Generate,
-    Memory,
     Objective,
     Precision,
-    Save,
     Source,
     Train,
 )

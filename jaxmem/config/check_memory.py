@@ -8,8 +8,8 @@ from importlib.util import find_spec
 
 from jaxmem.config.names import BOUNDARY, IN_CHUNKS, IN_GROUPS, STATE_PARTS, is_offloaded, offloaded_activations
 from jaxmem.config.networks import Decoder, Vit
-from jaxmem.config.recompute import is_scheduled
-from jaxmem.config.sections import Config, Save
+from jaxmem.config.recompute import Save, is_scheduled
+from jaxmem.config.sections import Config
 from jaxmem.errors import as_yaml, nearest, unsupported
 
 CHUNKED = (("mlp_chunk", IN_CHUNKS), ("head_groups", IN_GROUPS))  # keys, and the activations that never exist whole

@@ -34,6 +34,33 @@ ALLOWED = {
     "string_pattern_mismatch": "text of the form {pattern}",
 }
 
+# Names that other tools use for a setting, and the setting.
+ELSEWHERE = {
+    **dict.fromkeys(("lr", "learning_rate"), "optimizer.learning_rate"),
+    **dict.fromkeys(("batch_size", "train_batch_size", "global_batch_size"), "batch.global_size"),
+    "per_device_train_batch_size": "batch.global_size, which counts the rows of all devices",
+    **dict.fromkeys(("gradient_accumulation_steps", "grad_accum", "accumulation_steps"), "batch.accumulate"),
+    **dict.fromkeys(("max_steps", "num_steps", "iterations"), "train.steps"),
+    **dict.fromkeys(("epochs", "num_epochs", "num_train_epochs"), "data.epochs, with train.steps as the limit"),
+    **dict.fromkeys(("max_length", "max_seq_len", "max_seq_length", "seq_len", "sequence_len"), "data.sequence_length"),
+    **dict.fromkeys(("r", "lora_r"), "adapter.rank"),
+    "lora_alpha": "adapter.alpha",
+    "lora_dropout": "adapter.dropout",
+    "target_modules": "adapter.targets",
+    "load_in_4bit": "adapter.kind=qlora",
+    **dict.fromkeys(("model_name_or_path", "base_model"), "model.hf, a directory"),
+    "bf16": "precision.compute=bfloat16 for the computation, precision.parameters=bfloat16 for the weights",
+    "fp16": "precision.compute=float16 with precision.loss_scale=dynamic",
+    **dict.fromkeys(("gradient_checkpointing", "activation_checkpointing"), "memory.remat=full"),
+    "warmup_steps": "optimizer.warmup",
+    "max_grad_norm": "optimizer.clip",
+    "output_dir": "output",
+    "eval_steps": "train.evaluate_every",
+    "save_steps": "checkpoint.every",
+    "logging_steps": "train.log_every",
+}
+MISSING = {"train": "set train.steps or train.tokens", "model": "set model.preset or model.hf"}
+
 
 def explain(error: ValidationError) -> str:
     """One line per problem."""
@@ -62,7 +89,7 @@ def _line(error: ErrorDetails, errors: list[ErrorDetails]) -> str:
         case "extra_forbidden":
             return f"{key}: unknown key{_nearest_key(location)}"
         case "missing":
-            return f"{key} is missing"
+            return f"{key} is missing" + (f"; {MISSING[key]}" if key in MISSING else "")
         case "none_required":
             return required(f"{key}={value}", "model.family", ["decoder"], location[1])
         case "literal_error":
@@ -152,11 +179,13 @@ def _choices(location: tuple[int | str, ...]) -> list[str]:
 
 
 def _nearest_key(location: tuple[int | str, ...]) -> str:
-    """A key with nearly that name in the same section, or with exactly that name in another one."""
+    """The key that other tools call so, one with nearly that name in the same section, or the same name in another."""
     *parent, name = location
     section = _section(_declared(tuple(parent)))
     prefix = _dotted(tuple(parent))
     prefix += "." if prefix else ""
+    if name in ELSEWHERE:
+        return f"; use {ELSEWHERE[str(name)]}"
     close = difflib.get_close_matches(str(name), section.model_fields, n=1)
     if close:
         return f"; did you mean {prefix}{close[0]}?"

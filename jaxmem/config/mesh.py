@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from jaxmem.config.base import Count, Section
+from jaxmem.config.base import Count, Section, setting
 from jaxmem.config.networks import Decoder, Model
 
 
@@ -15,11 +15,11 @@ class Mesh(Section):
     """Devices along each axis; one may be -1: all remaining devices. In the order of the device grid, outermost first:
     neighbours along the last axis share the fastest links."""
 
-    stage: int = 1
-    replica: int = 1
-    fsdp: int = 1
-    context: int = 1
-    tensor: int = 1
+    stage: int = setting(1, "pipeline stages: groups of layers")
+    replica: int = setting(1, "copies of the model; the batch is sharded over them")
+    fsdp: int = setting(1, "shards of the batch and, as far as zero says, of weights, gradients and optimizer state")
+    context: int = setting(1, "shards of the sequence (context parallelism)")
+    tensor: int = setting(1, "shards of each matmul (tensor parallelism)")
 
     @property
     def row_shards(self) -> int:
@@ -38,11 +38,15 @@ class Rules(Section):
     `context` shard the stored weights as far as `zero` says; `tensor` also shards the computation. Where two
     dimensions of a weight name one axis, the first has it."""
 
-    embed: Annotated[tuple[Literal["fsdp", "context"], ...], Field(strict=False)] = ("fsdp", "context")
-    vocab: Annotated[tuple[Literal["tensor"], ...], Field(strict=False)] = ("tensor",)
-    heads: _Over = ("tensor",)
-    kv_heads: _Over = ("tensor",)
-    mlp: _Over = ("tensor",)
+    embed: Annotated[tuple[Literal["fsdp", "context"], ...], Field(strict=False)] = setting(
+        ("fsdp", "context"), "mesh axes of the width of the residual stream"
+    )
+    vocab: Annotated[tuple[Literal["tensor"], ...], Field(strict=False)] = setting(
+        ("tensor",), "mesh axes of the vocabulary"
+    )
+    heads: _Over = setting(("tensor",), "mesh axes of query heads")
+    kv_heads: _Over = setting(("tensor",), "mesh axes of key and value heads")
+    mlp: _Over = setting(("tensor",), "mesh axes of the hidden width of the MLP")
 
     @property
     def table(self) -> dict[str, tuple[str, ...]]:
@@ -52,7 +56,7 @@ class Rules(Section):
 class Pipeline(Section):
     """The schedule of micro-batches over the pipeline stages of `mesh.stage`."""
 
-    rounds: Count = 1  # groups of layers per stage: 1 is GPipe, more the circular schedule
+    rounds: Count = setting(1, "groups of layers per stage; 1 is GPipe, more the circular schedule")
 
 
 def divided(model: Model, rules: Rules, zero: int) -> dict[str, dict[str, int]]:

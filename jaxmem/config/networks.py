@@ -6,11 +6,12 @@ from typing import Annotated, ClassVar, Literal, get_args
 
 from pydantic import Field
 
-from jaxmem.config.base import Count, Fraction, Positive, Section
+from jaxmem.config.base import Count, Fraction, Positive, Section, setting
 
 _ATTENTION = (
     "attention_norm", "attention_q", "attention_k", "attention_v", "attention", "attention_out", "mlp_norm",
 )  # fmt: skip
+_FAMILY, _PRESET, _DROPOUT = "kind of network", "decoders only", "share of activations set to 0 in training"
 SHARDED = ("embed", "vocab", "heads", "kv_heads", "mlp")  # dimensions of weights, as the section `rules` names them
 
 
@@ -27,62 +28,62 @@ class Family(Section):
 class Rope(Section):
     """Rotary positions: the base frequency and how it is stretched for longer contexts."""
 
-    theta: Positive = 10_000.0
-    scaling: Literal["none", "linear", "llama3", "yarn"] = "none"
-    factor: Positive = 1.0
-    original_length: Count = 8192
-    low_frequency: Positive = 1.0  # llama3: wavelengths per original_length, below which all is stretched
-    high_frequency: Positive = 4.0  # llama3: above which nothing is
-    beta_fast: Positive = 32.0  # yarn: rotations per original_length
-    beta_slow: Positive = 1.0
-    attention_factor: Positive | None = None  # yarn: on cosine and sine; None: 0.1 ln(factor) + 1
+    theta: Positive = setting(10_000.0, "base of the frequencies")
+    scaling: Literal["none", "linear", "llama3", "yarn"] = setting("none", "how frequencies are stretched")
+    factor: Positive = setting(1.0, "how many times longer the context becomes")
+    original_length: Count = setting(8192, "context length before scaling; llama3, yarn")
+    low_frequency: Positive = setting(1.0, "llama3: wavelengths per original_length, below which all is stretched")
+    high_frequency: Positive = setting(4.0, "llama3: wavelengths per original_length, above which nothing is")
+    beta_fast: Positive = setting(32.0, "yarn: rotations per original_length, above which nothing is stretched")
+    beta_slow: Positive = setting(1.0, "yarn: rotations per original_length, below which all is stretched")
+    attention_factor: Positive | None = setting(None, "yarn: factor on cosine and sine; null: 0.1 ln(factor) + 1")
 
 
 class Decoder(Family):
     """Llama 2/3, Mistral, Qwen 2.5/3: pre-norm attention and a gated MLP."""
 
     activations = (*_ATTENTION, "mlp_gate", "mlp_up", "mlp_hidden", "mlp_out")
-    family: Literal["decoder"] = "decoder"
-    preset: str | None = None
-    hf: str | None = None  # a Hugging Face directory: the weights, and every field that is not set here
-    vocab: Count
-    layers: Count
-    embed: Count
-    mlp: Count
-    heads: Count
-    kv_heads: Count
-    head_dim: Count
+    family: Literal["decoder"] = setting("decoder", "kind of network; may be left out")
+    preset: str | None = setting(None, "a published shape, with random weights: the fields below that are not set")
+    hf: str | None = setting(None, "a Hugging Face directory: the weights, and the fields below that are not set")
+    vocab: Count = setting(..., "entries of the vocabulary")
+    layers: Count = setting(..., "number of layers")
+    embed: Count = setting(..., "width of the residual stream")
+    mlp: Count = setting(..., "hidden width of the MLP")
+    heads: Count = setting(..., "query heads")
+    kv_heads: Count = setting(..., "key and value heads, each shared by heads / kv_heads query heads")
+    head_dim: Count = setting(..., "width of a head")
     rope: Rope = Rope()
-    norm_epsilon: Positive = 1e-5
-    qk_norm: bool = False
-    attention_bias: bool = False  # of queries, keys and values
-    output_bias: bool = False  # of the output projection
-    mlp_bias: bool = False
-    tie_embeddings: bool = False
-    window: Count | None = None  # keys a query sees, itself included
-    dropout: Fraction = 0.0
+    norm_epsilon: Positive = setting(1e-5, "added to the mean square in RMSNorm")
+    qk_norm: bool = setting(False, "normalize queries and keys")
+    attention_bias: bool = setting(False, "biases of queries, keys and values")
+    output_bias: bool = setting(False, "bias of the output projection of attention")
+    mlp_bias: bool = setting(False, "biases of the MLP")
+    tie_embeddings: bool = setting(False, "one matrix for the embedding and the output")
+    window: Count | None = setting(None, "keys that a query sees, itself included; null: all before it")
+    dropout: Fraction = setting(0.0, _DROPOUT)
 
 
 class ImageInput(Family):
     """An image of height x width x channels, as numbers or as categories for each pixel."""
 
-    image_size: Count = 8
-    channels: Count = 1
-    outputs: Count = 10
+    image_size: Count = setting(8, "height and width in pixels")
+    channels: Count = setting(1, "channels of a pixel")
+    outputs: Count = setting(10, "width of the output: classes, or 1 for one number")
 
 
 class Vit(ImageInput):
     """Vision transformer: patches to tokens, learned positions, bidirectional attention."""
 
     activations = (*_ATTENTION, "mlp_up", "mlp_hidden", "mlp_out")
-    family: Literal["vit"] = "vit"
-    preset: None = None
-    patch: Count = 2
-    layers: Count = 4
-    embed: Count = 64
-    mlp: Count = 128
-    heads: Count = 4
-    dropout: Fraction = 0.0
+    family: Literal["vit"] = setting("vit", _FAMILY)
+    preset: None = setting(None, _PRESET)
+    patch: Count = setting(2, "height and width of a patch in pixels")
+    layers: Count = setting(4, "number of layers")
+    embed: Count = setting(64, "width of the residual stream")
+    mlp: Count = setting(128, "hidden width of the MLP")
+    heads: Count = setting(4, "attention heads")
+    dropout: Fraction = setting(0.0, _DROPOUT)
 
     def dims(self) -> dict[str, dict[str, int]]:
         sizes = {"embed": self.embed, "heads": self.heads, "kv_heads": self.heads, "mlp": self.mlp}
@@ -92,11 +93,13 @@ class Vit(ImageInput):
 class Convnet(ImageInput):
     """Residual convolutions with normalisation and pooling between stages."""
 
-    family: Literal["convnet"] = "convnet"
-    preset: None = None
-    stages: Annotated[tuple[Count, ...], Field(strict=False, min_length=1)] = (32, 64)  # channels of each
-    blocks: Count = 2  # residual blocks per stage
-    dropout: Fraction = 0.0
+    family: Literal["convnet"] = setting("convnet", _FAMILY)
+    preset: None = setting(None, _PRESET)
+    stages: Annotated[tuple[Count, ...], Field(strict=False, min_length=1)] = setting(
+        (32, 64), "channels of each stage"
+    )
+    blocks: Count = setting(2, "residual blocks per stage")
+    dropout: Fraction = setting(0.0, _DROPOUT)
 
     def dims(self) -> dict[str, dict[str, int]]:
         stages = {f"stages[{i}]": channels for i, channels in enumerate(self.stages)}
@@ -107,14 +110,14 @@ class Mlp(ImageInput):
     """Dense layers with residual connections; pixels as numbers, one-hot or embedded categories."""
 
     activations = ("mlp_up", "mlp_hidden")
-    family: Literal["mlp"] = "mlp"
-    preset: None = None
-    layers: Count = 3
-    embed: Count = 128
-    mlp: Count = 256
-    inputs: Literal["numbers", "one_hot", "embedding"] = "numbers"
-    categories: Count = 17  # values a pixel takes, for one_hot and embedding
-    dropout: Fraction = 0.0
+    family: Literal["mlp"] = setting("mlp", _FAMILY)
+    preset: None = setting(None, _PRESET)
+    layers: Count = setting(3, "number of layers")
+    embed: Count = setting(128, "width of the residual stream")
+    mlp: Count = setting(256, "hidden width of a layer")
+    inputs: Literal["numbers", "one_hot", "embedding"] = setting("numbers", "how a pixel enters the network")
+    categories: Count = setting(17, "values that a pixel can have, for one_hot and embedding")
+    dropout: Fraction = setting(0.0, _DROPOUT)
 
 
 Model = Annotated[Decoder | Vit | Convnet | Mlp, Field(discriminator="family")]

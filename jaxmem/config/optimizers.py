@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import Field, model_validator
 
-from jaxmem.config.base import Count, Fraction, NotNegative, Positive, Section
+from jaxmem.config.base import Count, Fraction, NotNegative, Positive, Section, Texts, setting
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -118,28 +118,31 @@ OPTIMIZERS = {
 
 
 class Optimizer(Section):
-    """Hyperparameters that are None take the named optimizer's own default, or do not exist for it: `OPTIMIZERS`."""
+    """The optimizer, its learning rate and clipping. A hyperparameter that is null has the optimizer's own default; one
+    that the optimizer does not have is refused."""
 
-    name: Literal[tuple(OPTIMIZERS)] = "adamw"  # type: ignore[valid-type]
-    learning_rate: Positive = 3e-4
-    schedule: Literal["cosine", "linear", "constant"] = "cosine"
-    warmup: Annotated[int, Field(ge=0)] = 0  # updates
-    min_lr_ratio: Fraction = 0.1  # the last learning rate, as a share of the peak
-    clip: Positive | None = 1.0  # largest norm of the gradients
-    trainable: Annotated[tuple[str, ...], Field(strict=False)] = ()  # patterns of trainable parameters; none: all
-    clip_by: Literal["global", "previous", "weight"] = "global"  # norm of all gradients, of the last update's, of each
-    kernel: Literal["none", "triton"] = "none"  # fused update on GPUs: the state of adamw8bit, weights in int8
-    beta1: Fraction | None = None
-    beta2: Fraction | None = None
-    epsilon: Positive | None = None
-    momentum: Fraction | None = None
-    rank: Count | None = None  # of projections; by default a quarter of each matrix's smaller side
-    refresh_every: Count | None = None  # updates between two bases
-    scale: Positive | None = None  # of the projected update
-    project_embeddings: bool | None = None  # embedding and output matrices too
-    similarity: Fraction | None = None  # qgalore: share of the old basis in the new from which both count as the same
-    residual: bool | None = None  # GaLore: add the gradient's part outside of the basis, scaled alike (Fira)
-    weight_decay: NotNegative | None = None  # of matrices, not of norms and biases
+    name: Literal[tuple(OPTIMIZERS)] = setting("adamw", "the optimizer")  # type: ignore[valid-type]
+    learning_rate: Positive = setting(3e-4, "largest learning rate")
+    schedule: Literal["cosine", "linear", "constant"] = setting("cosine", "shape of the learning rate after the warmup")
+    warmup: Annotated[int, Field(ge=0)] = setting(0, "updates until the learning rate is reached, from 0")
+    min_lr_ratio: Fraction = setting(0.1, "last learning rate divided by the largest")
+    clip: Positive | None = setting(1.0, "largest norm of the gradients; null: not clipped")
+    trainable: Texts = setting((), "patterns of trainable parameters; empty: all")
+    clip_by: Literal["global", "previous", "weight"] = setting(
+        "global", "norm of all gradients, of all gradients of the last update, or of each weight's gradient"
+    )
+    kernel: Literal["none", "triton"] = setting("none", "fused update on GPUs: adamw8bit, or weights in int8")
+    beta1: Fraction | None = setting(None, "decay of the first moment")
+    beta2: Fraction | None = setting(None, "decay of the second moment")
+    epsilon: Positive | None = setting(None, "added to the root of the second moment")
+    momentum: Fraction | None = setting(None, "decay of the momentum")
+    rank: Count | None = setting(None, "rank of projections; null: a quarter of each matrix's smaller side")
+    refresh_every: Count | None = setting(None, "updates between two bases of the projection")
+    scale: Positive | None = setting(None, "factor on the projected update")
+    project_embeddings: bool | None = setting(None, "whether embedding and output matrices are projected too")
+    similarity: Fraction | None = setting(None, "share of the old basis in the new from which both count as the same")
+    residual: bool | None = setting(None, "add the gradient's part outside of the basis, scaled alike (Fira)")
+    weight_decay: NotNegative | None = setting(None, "weight decay of matrices, not of norms and biases")
 
     @model_validator(mode="before")
     @classmethod

@@ -1,4 +1,5 @@
-"""The policies of `memory.remat`: what layers save for the backward pass. A new policy is a line of `POLICIES`.
+"""The section `memory`, and the policies of `memory.remat`: what layers save for the backward pass. A new policy is a
+line of `POLICIES`.
 
 A policy saves all activations of a layer, or its input and those with some names. Policies with a `split` save only
 some layers' inputs (boundaries), B bytes each, and recompute the others: of N layers
@@ -18,6 +19,11 @@ import math
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from jaxmem.config.base import Count, Positive, Section, Texts, setting
 
 MATMUL = "product"  # the checkpoint name of every matrix multiplication with a weight
 Split = Callable[[int, int], int]  # (layers of a segment, its slot) -> how far to run on, at least 1 and less than all
@@ -58,6 +64,39 @@ POLICIES = {
     "slots": Policy(splits=_revolve, has_number=True),
 }
 NUMBERED = rf"^({'|'.join(name for name, policy in POLICIES.items() if policy.has_number)})_([1-9][0-9]*)$"
+
+
+class Save(Section):
+    """Names of the activations that layers save for the backward pass; the others are recomputed."""
+
+    save: Texts = setting(..., "names of activations; `jaxmem plan CONFIG --names` lists them")
+
+
+# `budget`: planning chooses a policy that fits `memory.budget`.
+_PLAIN = [name for name, policy in POLICIES.items() if not policy.has_number]
+_Policy = Literal[*_PLAIN, "budget"]  # type: ignore[valid-type]
+_Numbered = Annotated[str, Field(pattern=NUMBERED)]
+Offloaded = Annotated[tuple[str, ...], Field(strict=False, min_length=1)]
+
+
+class Memory(Section):
+    """Activation checkpointing, offload, and what is computed in chunks."""
+
+    remat: _Policy | _Numbered | Save = setting(
+        "none", "activation checkpointing: which activations are recomputed; budget: as few as memory.budget allows"
+    )
+    offload: Literal["none", "activations", "optimizer", "frozen"] | Offloaded = setting(
+        "none", "stored in host memory: saved activations or those with some names, optimizer state, frozen parameters"
+    )
+    update: Literal["after", "during"] = setting("after", "update after the backward pass, or layer by layer during it")
+    attention: Literal["auto", "blockwise", "mosaic", "triton", "reference"] = setting("auto", "attention kernel")
+    budget: Positive | None = setting(None, "GiB per device; null: all but the reserve")
+    spill: Literal["none", "unified"] = setting(
+        "none", "when a device is full: out of memory, or slowly into host memory (CUDA's unified memory)"
+    )
+    loss_chunk: Literal["auto"] | Count = setting("auto", "vocabulary entries per slice of the logits")
+    mlp_chunk: Literal["auto"] | Count = setting("auto", "tokens of a row per chunk of norms, projections and MLP")
+    head_groups: Literal["auto"] | Count = setting("auto", "groups of heads that attention is computed in, one by one")
 
 
 def policy_of(remat: object) -> Policy | None:

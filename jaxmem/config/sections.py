@@ -9,11 +9,11 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator, Field
 
-from jaxmem.config.base import Count, Fraction, NotNegative, Positive, Section, StoredFormat
+from jaxmem.config.base import Count, Fraction, NotNegative, Positive, Section, StoredFormat, Texts, setting
 from jaxmem.config.mesh import Mesh, Pipeline, Rules
 from jaxmem.config.networks import Convnet, Decoder, Model
 from jaxmem.config.optimizers import Optimizer
-from jaxmem.config.recompute import NUMBERED, POLICIES
+from jaxmem.config.recompute import Memory
 from jaxmem.config.sources import SOURCES, SourceKind, SourceName
 from jaxmem.errors import UserError
 
@@ -21,11 +21,13 @@ from jaxmem.errors import UserError
 class Objective(Section):
     """The loss. `objective: classify` is short for `objective: {name: classify}`."""
 
-    name: Literal["next_token", "dpo", "classify", "binary", "regress_l1", "regress_l2", "contrastive"] = "next_token"
-    label_smoothing: Fraction = 0.0
-    z_loss: NotNegative = 0.0
-    temperature: Positive = 0.1  # contrastive
-    beta: Positive = 0.1  # dpo: weight of the divergence from the reference
+    name: Literal["next_token", "dpo", "classify", "binary", "regress_l1", "regress_l2", "contrastive"] = setting(
+        "next_token", "the loss; next_token and dpo for text, the others for images"
+    )
+    label_smoothing: Fraction = setting(0.0, "share of the target probability spread over all classes")
+    z_loss: NotNegative = setting(0.0, "weight of the squared log of the softmax normalizer")
+    temperature: Positive = setting(0.1, "divisor of the similarities of a contrastive loss")
+    beta: Positive = setting(0.1, "weight of the divergence from the reference model")
 
     @property
     def reads_text(self) -> bool:
@@ -35,10 +37,10 @@ class Objective(Section):
 class Source(Section):
     """One source of documents."""
 
-    source: SourceName = "stdlib"
-    path: str | None = None  # a file, a directory or a glob
-    field: str = "text"  # the key or column that holds the document (jsonl, parquet)
-    weight: Positive = 1.0  # its share of a mixture
+    source: SourceName = setting("stdlib", "kind of data; stdlib is the source text of Python's standard library")
+    path: str | None = setting(None, "a file, a directory or a glob")
+    field: str = setting("text", "key or column that contains the document")
+    weight: Positive = setting(1.0, "share of this source in data.mixture")
 
     @property
     def kind(self) -> SourceKind:
@@ -48,19 +50,22 @@ class Source(Section):
 class Data(Source):
     """Documents, and the rows that they are cut or packed into."""
 
-    mixture: Annotated[tuple[Source, ...], Field(strict=False)] = ()  # in place of `source`
-    sequence_length: Count = 1024
-    packing: bool = True
-    # Unpacked rows: lengths below `sequence_length`; a batch has the shortest that holds all its records.
-    buckets: Annotated[tuple[Count, ...], Field(strict=False)] = ()
-    tokenizer: str = "bytes"  # or the path of a tokenizer.json
-    epochs: Count | None = None  # at most so many passes over the data, whatever `train.steps` is
-    chat_template: str | None = None  # chat: a Jinja file; null: the tokenizer's own
-    on_overlong: Literal["cut", "drop"] = "cut"  # chat, preference: records longer than `sequence_length`
-    on_invalid: Literal["stop", "skip"] = "stop"  # chat, preference, jsonl, parquet: invalid records
-    reference_logprobs: str | None = None  # preference: file with those of the reference model; null: beside the data
-    held_out: Fraction = 0.02  # share of the documents for evaluation
-    shuffle: bool = True
+    mixture: Annotated[tuple[Source, ...], Field(strict=False)] = setting((), "several sources instead of data.source")
+    sequence_length: Count = setting(1024, "tokens per row")
+    packing: bool = setting(True, "several documents in a row, attention within each; false: one document, padded")
+    buckets: Annotated[tuple[Count, ...], Field(strict=False)] = setting(
+        (), "shorter lengths of unpacked rows; a batch has the shortest that holds all its records"
+    )
+    tokenizer: str = setting("bytes", "bytes, or the path of a tokenizer.json or its directory")
+    epochs: Count | None = setting(None, "largest number of passes over the data; the run may end before train.steps")
+    chat_template: str | None = setting(None, "a Jinja file; null: the tokenizer's own")
+    on_overlong: Literal["cut", "drop"] = setting("cut", "what to do with a record longer than sequence_length")
+    on_invalid: Literal["stop", "skip"] = setting("stop", "what to do with an invalid record")
+    reference_logprobs: str | None = setting(
+        None, "file with the log-probabilities of the reference model; null: next to the data"
+    )
+    held_out: Fraction = setting(0.02, "share of the documents for evaluation")
+    shuffle: bool = setting(True, "whether documents are read in random order")
 
     @property
     def lengths(self) -> tuple[int, ...]:
@@ -71,23 +76,28 @@ class Data(Source):
 class Batch(Section):
     """Rows per update, and the micro-batches whose gradients are accumulated."""
 
-    global_size: Count = 8
-    accumulate: Count = 1
+    global_size: Count = setting(8, "rows per update, over all devices")
+    accumulate: Count = setting(1, "micro-batches per update; each has global_size / accumulate rows")
 
 
 class Precision(Section):
     """Formats of stored parameters, computation and gradients."""
 
-    parameters: StoredFormat = "float32"
-    block_size: Count | None = None  # quantized weights per scale; by default 256, below 8 bits 64
-    compute: Literal["auto", "float32", "bfloat16", "float16"] = "auto"  # bfloat16 on accelerators, float32 on CPU
-    gradients: Literal["auto", "float32", "bfloat16"] = (
-        "auto"  # auto: as the parameters; of quantized ones as `compute`
+    parameters: StoredFormat = setting("float32", "stored format of the parameters")
+    block_size: Count | None = setting(None, "quantized weights per scale; null: 256, below 8 bits 64")
+    compute: Literal["auto", "float32", "bfloat16", "float16"] = setting(
+        "auto", "dtype of the computation; auto: bfloat16 on accelerators, float32 on CPU"
     )
-    # Of bfloat16 weights: a float32 copy, or the 16 or first 8 bits that they lack of it.
-    master: Literal["none", "float32", "remainder16", "remainder8"] = "none"
-    rounding: Literal["auto", "nearest", "stochastic"] = "auto"  # of updated weights; auto: stochastic if quantized
-    loss_scale: Literal["none", "dynamic"] | Positive = "none"
+    gradients: Literal["auto", "float32", "bfloat16"] = setting(
+        "auto", "dtype of gradients; auto: that of the parameters, or compute if they are quantized"
+    )
+    master: Literal["none", "float32", "remainder16", "remainder8"] = setting(
+        "none", "of bfloat16 weights: also a float32 copy, or the 16 or first 8 bits that they lack of it"
+    )
+    rounding: Literal["auto", "nearest", "stochastic"] = setting(
+        "auto", "rounding of updated weights; auto: stochastic if they are quantized"
+    )
+    loss_scale: Literal["none", "dynamic"] | Positive = setting("none", "factor on the loss against underflow")
 
     @property
     def is_quantized(self) -> bool:
@@ -97,36 +107,6 @@ class Precision(Section):
     @property
     def stochastic_rounding(self) -> bool:
         return self.rounding == "stochastic" or (self.rounding == "auto" and self.is_quantized)
-
-
-class Save(Section):
-    """Names of the activations that layers save for the backward pass; the others are recomputed."""
-
-    save: Annotated[tuple[str, ...], Field(strict=False)]
-
-
-# `budget`: planning chooses a policy that fits `memory.budget`.
-_PLAIN = [name for name, policy in POLICIES.items() if not policy.has_number]
-_Policy = Literal[*_PLAIN, "budget"]  # type: ignore[valid-type]
-_Numbered = Annotated[str, Field(pattern=NUMBERED)]
-Offloaded = Annotated[tuple[str, ...], Field(strict=False, min_length=1)]
-
-
-class Memory(Section):
-    """Activation checkpointing, offload, and what is computed in chunks."""
-
-    remat: _Policy | _Numbered | Save = "none"
-    # Stored in host memory: all saved activations (activations) or those with some names, the optimizer's state
-    # (optimizer), frozen parameters (frozen).
-    offload: Literal["none", "activations", "optimizer", "frozen"] | Offloaded = "none"
-    update: Literal["after", "during"] = "after"  # the backward pass
-    attention: Literal["auto", "blockwise", "mosaic", "triton", "reference"] = "auto"
-    budget: Positive | None = None  # GiB per device; by default all but the reserve
-    # A full device runs out of memory (none), or uses its host's at the link's speed (CUDA's unified memory).
-    spill: Literal["none", "unified"] = "none"
-    loss_chunk: Literal["auto"] | Count = "auto"  # vocabulary entries per slice of the logits
-    mlp_chunk: Literal["auto"] | Count = "auto"  # tokens of a row per chunk of norms, projections and MLP
-    head_groups: Literal["auto"] | Count = "auto"  # that attention is computed in, one after the other
 
 
 LOW_RANK = ("lora", "dora", "qlora")  # kinds of adapters that add low-rank matrices
@@ -145,78 +125,90 @@ Ranks = Annotated[dict[str, Count], AfterValidator(HashableDict)]
 class Adapter(Section):
     """Parameter-efficient fine-tuning: added parameters, or a part of the model's; the others are frozen."""
 
-    kind: Literal["none", "lora", "dora", "qlora", "prompt", "head", "last_layers", "patterns"] = "none"
-    rank: Count = 16
-    alpha: Positive = 16.0  # the update of an adapter is scaled by alpha / rank
-    rslora: bool = False  # alpha / sqrt(rank) (rsLoRA)
-    # Patterns of linear layers and embeddings, with a number to each: its rank; the first match counts. With
-    # kind=patterns: of weights.
-    targets: Annotated[tuple[str, ...], Field(strict=False)] | Ranks = ("blocks.*",)
-    dropout: Fraction = 0.0  # of the input of an adapter
-    base: StoredFormat | None = None  # frozen weights, stored; null: nf4 for qlora, else precision.parameters
-    double_quant: bool = True  # of a quantized base: its scales in 8 bits too
-    hf: str | None = None  # a PEFT directory: initial adapters, and every field that is not given here
-    lora_plus_ratio: Positive = 1.0  # learning rate of B / that of A (LoRA+)
-    # With a quantized base: auto dequantizes each matrix as a whole, the others (kernels.dequant_matmul) never do.
-    matmul: Literal["auto", "sliced", "triton"] = "auto"
-    virtual_tokens: Count = 20  # prompt: trainable tokens
-    layers: Count = 1  # last_layers: number of layers
-    base_run: str | None = None  # a run that gives the frozen weights; null: those of model.hf, or new ones
+    kind: Literal["none", "lora", "dora", "qlora", "prompt", "head", "last_layers", "patterns"] = setting(
+        "none", "what is trained; none: all parameters"
+    )
+    rank: Count = setting(16, "rank of the added matrices")
+    alpha: Positive = setting(16.0, "the output of an adapter is scaled by alpha / rank")
+    rslora: bool = setting(False, "scale by alpha / sqrt(rank) (rsLoRA)")
+    targets: Texts | Ranks = setting(
+        ("blocks.*",), "patterns of layers, or pattern: rank, the first match counts; for kind=patterns of weights"
+    )
+    dropout: Fraction = setting(0.0, "dropout of the input of an adapter")
+    base: StoredFormat | None = setting(
+        None, "stored format of the frozen weights; null: nf4 for qlora, else precision.parameters"
+    )
+    double_quant: bool = setting(True, "quantize the scales of a quantized base to 8 bits")
+    hf: str | None = setting(None, "a PEFT directory: the initial adapters, and every field that is not set here")
+    lora_plus_ratio: Positive = setting(1.0, "learning rate of B divided by that of A (LoRA+)")
+    matmul: Literal["auto", "sliced", "triton"] = setting(
+        "auto", "how a quantized base is multiplied; auto dequantizes one matrix at a time, the others never do"
+    )
+    virtual_tokens: Count = setting(20, "trainable tokens before each row")
+    layers: Count = setting(1, "number of last layers to train")
+    base_run: str | None = setting(None, "a run with the frozen weights; null: those of model.hf, or random ones")
 
 
 class Train(Section):
-    """Length of a run, evaluation, and what follows an invalid gradient or loss."""
+    """Length of a run, evaluation, and the response to an invalid gradient or loss."""
 
-    steps: Count | None = None
-    tokens: Count | None = None  # in place of `steps`
-    log_every: Count = 10
-    evaluate_every: Count | None = None
-    evaluate_batches: Count = 8
-    # On a NaN or infinite gradient: stop and name it, skip that update, or return to the last checkpoint and continue
-    # with the following data. `max_skipped`: stop after so many in a row, or so many returns to one checkpoint.
-    on_nan: Literal["stop", "skip", "rollback"] = "stop"
-    max_skipped: Count = 10
-    # On a loss `spike_threshold` standard deviations above the mean of the last 100.
-    on_spike: Literal["ignore", "stop", "rollback"] = "ignore"
-    spike_threshold: Annotated[float, Field(gt=0)] = 10.0
-    deterministic: bool = False  # on GPUs: bitwise the same results each time; may be slower
-    check_replicas: Count | None = None  # updates between two checks that all replicas are bitwise equal
-    profile: Annotated[tuple[Count, Count], Field(strict=False)] | None = None  # [from, to] steps
-    trackers: Annotated[tuple[Literal["tensorboard", "wandb"], ...], Field(strict=False)] = ()
+    steps: Count | None = setting(None, "number of updates; set this or train.tokens")
+    tokens: Count | None = setting(None, "number of tokens to train on, instead of train.steps")
+    log_every: Count = setting(10, "updates between two log entries")
+    evaluate_every: Count | None = setting(None, "updates between two evaluations; null: none")
+    evaluate_batches: Count = setting(8, "largest number of held-out batches per evaluation")
+    on_nan: Literal["stop", "skip", "rollback"] = setting(
+        "stop", "on a NaN or infinite gradient: stop, skip the update, or return to the last checkpoint"
+    )
+    max_skipped: Count = setting(10, "stop after so many skipped updates in a row, or returns to one checkpoint")
+    on_spike: Literal["ignore", "stop", "rollback"] = setting("ignore", "response to a spike of the loss")
+    spike_threshold: Annotated[float, Field(gt=0)] = setting(
+        10.0, "a spike: so many standard deviations above the mean of the last 100 losses"
+    )
+    deterministic: bool = setting(False, "on GPUs: bitwise the same results each time; may be slower")
+    check_replicas: Count | None = setting(None, "updates between two checks that all replicas are bitwise equal")
+    profile: Annotated[tuple[Count, Count], Field(strict=False)] | None = setting(None, "[from, to]: steps to profile")
+    trackers: Annotated[tuple[Literal["tensorboard", "wandb"], ...], Field(strict=False)] = setting(
+        (), "where metrics are also sent"
+    )
 
 
 class Checkpoint(Section):
     """Where, when and how many checkpoints are saved."""
 
-    path: str | None = None  # a directory or bucket (gs://, s3://) for PATH/NAME; null: checkpoints/ of the run
-    every: Count | None = None  # updates; the last one is always saved
-    keep: Count = 3
-    keep_best: bool = False  # also the one with the lowest held-out loss
-    resume: Literal["auto", "never"] = "auto"
-    on_failure: Literal["stop", "continue"] = "stop"  # of a write; the last checkpoint must be written
+    path: str | None = setting(
+        None, "a directory or bucket (gs://, s3://) for PATH/NAME; null: checkpoints/ of the run"
+    )
+    every: Count | None = setting(None, "updates between two checkpoints; the last update is always saved")
+    keep: Count = setting(3, "number of checkpoints to keep")
+    keep_best: bool = setting(False, "also keep the one with the lowest held-out loss")
+    resume: Literal["auto", "never"] = setting("auto", "whether a run continues from its last checkpoint")
+    on_failure: Literal["stop", "continue"] = setting(
+        "stop", "response to a failed write; the last checkpoint must be written"
+    )
 
 
 class Generate(Section):
     """Memory of text generation."""
 
-    kv_cache: Literal["full", "int8"] = "full"  # full: the compute dtype
-    prefill_chunk: Count = 1024  # tokens of a prompt per pass through the layers
+    kv_cache: Literal["full", "int8"] = setting("full", "format of the KV cache; full: the compute dtype")
+    prefill_chunk: Count = setting(1024, "tokens of a prompt per pass through the layers")
 
 
 class Cluster(Section):
     """Several processes, on one host or many."""
 
-    heartbeat_timeout: Annotated[int, Field(ge=2)] = 20  # seconds of silence until a process counts as lost
-    start_timeout: Count = 300  # seconds to wait for all processes
-    preflight: bool = True  # measure compute and communication before training
+    heartbeat_timeout: Annotated[int, Field(ge=2)] = setting(20, "seconds of silence until a process counts as lost")
+    start_timeout: Count = setting(300, "seconds to wait for all processes")
+    preflight: bool = setting(True, "measure compute and communication before training")
 
 
 class Config(Section):
     """A run: all its sections, and the values that follow from several of them."""
 
-    name: str
-    seed: Annotated[int, Field(ge=0)] = 0
-    output: str = "runs"
+    name: str = setting(..., "name of the run's directory in output")
+    seed: Annotated[int, Field(ge=0)] = setting(0, "seed of initial weights, data order, dropout and rounding")
+    output: str = setting("runs", "directory of all runs")
     objective: Objective = Objective()
     model: Model
     data: Data = Data()
@@ -224,7 +216,9 @@ class Config(Section):
     mesh: Mesh = Mesh()
     rules: Rules = Rules()
     pipeline: Pipeline = Pipeline()
-    zero: Annotated[int, Field(ge=0, le=3)] = 3  # sharded over fsdp: 1 optimizer state, 2 and gradients, 3 and weights
+    zero: Annotated[int, Field(ge=0, le=3)] = setting(
+        3, "sharded over mesh.fsdp: 1 optimizer state, 2 also gradients, 3 also weights, 0 nothing"
+    )
     precision: Precision = Precision()
     memory: Memory = Memory()
     optimizer: Optimizer = Optimizer()

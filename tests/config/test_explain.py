@@ -6,7 +6,8 @@ import re
 
 import pytest
 
-from jaxmem.config import load_config
+from jaxmem.config import Config, Decoder, load_config
+from jaxmem.config.explain import ELSEWHERE
 from jaxmem.errors import UserError
 
 TINY = {"name": "x", "model": {"preset": "tiny"}, "train": {"steps": 10}}
@@ -97,7 +98,7 @@ def test_what_is_missing():
         load_config({"model": {"layers": 2, "embed": 8}})
     assert str(error.value).split("\n") == [
         "name is missing",
-        "train is missing",
+        "train is missing; set train.steps or train.tokens",
         "model.preset is missing; set it, or model.hf, or " + LACKING,
     ]
 
@@ -111,3 +112,13 @@ def test_several_mistakes_are_as_many_lines():
     found = lines("mesh.fdsp=8", "optimizer.name=adamww", "model.layers=-1")
     assert {re.match(r"[\w.]+", line)[0] for line in found} == {"mesh.fdsp", "optimizer.name", "model.layers"}
     assert len(found) == 3
+
+
+def test_names_of_other_tools_are_answered_with_the_key():
+    for name, answer in ELSEWHERE.items():
+        key = re.match(r"[\w.]+", answer)[0]
+        section, _, field = key.partition(".")
+        kind = Decoder if section == "model" else Config.model_fields[section].annotation
+        assert not field or field in kind.model_fields
+        assert lines(f"{name}=1") == [f"{name}: unknown key; use {answer}"]
+        assert any(key in line for line in lines(f"batch.{name}=1"))

@@ -42,3 +42,16 @@ def test_only_a_decoder_need_not_name_its_family(schema):
     assert [
         name for name in FAMILIES if "family" not in schema["$defs"][FAMILIES[name].__name__].get("required", [])
     ] == ["decoder"]
+
+
+def test_every_key_has_a_description_and_the_values_that_it_requires(schema):
+    sections = {"Config": schema, **schema["$defs"]}
+    keys = {
+        f"{name}.{key}": value for name, section in sections.items() for key, value in section["properties"].items()
+    }
+    is_section = {key for key, value in keys.items() if "$ref" in str(value) and "description" not in value}
+    assert all(len(value["description"]) > 8 for key, value in keys.items() if key not in is_section)
+    assert is_section <= {*(f"Config.{name}" for name in Config.model_fields), "Decoder.rope"}
+    assert keys["Objective.beta"]["description"].endswith("only with objective.name: dpo")
+    assert keys["Adapter.virtual_tokens"]["description"].endswith("only with adapter.kind: prompt")
+    assert keys["Optimizer.similarity"]["description"].endswith("only with optimizer.name: qgalore")
