@@ -1,8 +1,7 @@
 """Checks the words of docs, comments, docstrings and messages, and that public names have docstrings.
 
-    python scripts/check_words.py                 # what `make lint` checks: the folders in CLEAN
-    python scripts/check_words.py --report        # how many places are left, by folder and by term
-    python scripts/check_words.py jaxmem/hf docs  # the places themselves, and public names without a docstring
+    python scripts/check_words.py                 # what `make lint` checks
+    python scripts/check_words.py jaxmem/hf docs  # these folders
 
 TERMS holds, for each term of the project's former dialect, the field's term that replaces it. A place where such a word
 means something else is listed in ELSEWHERE, by the end of its path and a part of its text.
@@ -10,7 +9,6 @@ means something else is listed in ELSEWHERE, by the end of its path and a part o
 
 from __future__ import annotations
 
-import argparse
 import ast
 import importlib
 import inspect
@@ -18,15 +16,11 @@ import io
 import re
 import sys
 import tokenize
-from collections import Counter
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import NamedTuple
 
 ROOT = Path(__file__).parents[1]
 FOLDERS = ("jaxmem", "kernels", "scripts", "docs", "configs", "README.md")
-# What `make lint` checks.
-CLEAN: tuple[str, ...] = ("README.md", "configs", "docs", "jaxmem", "kernels", "scripts")
 
 # A space in a pattern is any white space, so that a term is found across lines too.
 _AMOUNT = r"(?:\d|bytes?|bits?|[KMGT]i?B|numbers?|seconds?|ms|tokens?|updates?|kernels?|messages|copies|codes)"
@@ -87,17 +81,6 @@ ELSEWHERE: tuple[tuple[str, str], ...] = (
 )
 
 
-class Place(NamedTuple):
-    path: Path
-    line: int
-    text: str
-    term: str
-    replacement: str
-
-    def __str__(self) -> str:
-        return f"{self.path.relative_to(ROOT)}:{self.line}: {self.text!r}: {self.replacement}"
-
-
 def _pattern() -> re.Pattern[str]:
     terms = (f"(?P<t{n}>{term})" for n, term in enumerate(TERMS))
     return re.compile(rf"(?<![\w.`])(?:{'|'.join(terms)})(?![\w`(])".replace(" ", r"(?:\s+(?:#:?\s*)?)"))
@@ -135,18 +118,20 @@ def definitions(path: Path) -> Iterator[tuple[int, str]]:
             yield node.lineno, node.arg
 
 
-def places(path: Path) -> Iterator[Place]:
-    for line, name in definitions(path):
-        if name.lstrip("_") in NAMES:
-            yield Place(path, line, name, name, "a noun for a value, a verb for a function")
+def places(path: Path) -> Iterator[str]:
+    """`file:line: 'text': its replacement`."""
+    name = path.relative_to(ROOT)
+    for line, defined in definitions(path):
+        if defined.lstrip("_") in NAMES:
+            yield f"{name}:{line}: {defined!r}: a noun for a value, a verb for a function"
     for first, text in prose(path):
         for match in PATTERN.finditer(text):
-            term = list(TERMS)[int(str(match.lastgroup)[1:])]
-            line = first + text.count("\n", 0, match.start())
             begin, end = text.rfind("\n", 0, match.start()) + 1, text.find("\n", match.end())
             context = text[begin : end if end >= 0 else None]
             if not any(str(path).endswith(file) and part in context for file, part in ELSEWHERE):
-                yield Place(path, line, " ".join(match.group().split()), term, TERMS[term])
+                replacement = list(TERMS.values())[int(str(match.lastgroup)[1:])]
+                line = first + text.count("\n", 0, match.start())
+                yield f"{name}:{line}: {' '.join(match.group().split())!r}: {replacement}"
 
 
 def files(names: Iterable[str]) -> Iterator[Path]:
@@ -170,38 +155,12 @@ def without_docstring(folders: Iterable[str]) -> Iterator[str]:
                 yield f"{init.relative_to(ROOT)}: {package}.{name} has no docstring"
 
 
-def room(path: Path) -> str:
-    """The folder that a count is of: jaxmem/config, kernels/fused_attention, docs, docs/tour."""
-    parts = path.relative_to(ROOT).parts
-    return "/".join(parts[: 2 if len(parts) > 2 else 1])
-
-
-def report(found: Iterable[Place]) -> None:
-    by_term: dict[str, Counter[str]] = {}
-    for place in found:
-        by_term.setdefault(place.term, Counter())[room(place.path)] += 1
-    by_room = sum(by_term.values(), Counter())
-    for folder, number in by_room.most_common():
-        print(f"{number:5}  {folder}")
-    print(f"{by_room.total():5}  together\n")
-    for term, rooms in sorted(by_term.items(), key=lambda one: -one[1].total()):
-        print(f"{rooms.total():5}  {term}  ->  {TERMS.get(term, 'a name')}")
-
-
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("paths", nargs="*", help="files and folders; default: the folders that `make lint` checks")
-    parser.add_argument("--report", action="store_true", help="only counts, of all folders")
-    args = parser.parse_args()
-    wanted = args.paths or (FOLDERS if args.report else CLEAN)
-    found = [place for path in files(wanted) for place in places(path)]
-    if args.report:
-        report(found)
-        return 0
-    wrong = [*found, *without_docstring(wanted)]
+def main(*names: str) -> int:
+    folders = names or FOLDERS
+    wrong = [place for path in files(folders) for place in places(path)] + list(without_docstring(folders))
     print(*wrong, sep="\n", end="\n" if wrong else "")
     return int(bool(wrong))
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(*sys.argv[1:]))

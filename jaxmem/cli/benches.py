@@ -66,7 +66,7 @@ def bench_kernels(
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Whether kernels (by default attention) are right on this device, and how fast, beside cuDNN and PyTorch."""
+    """Whether kernels (by default attention) are right here, and how fast, compared with cuDNN and PyTorch."""
     devices.use_cpu_without_gpu()
     from jaxmem.lab.bench import kernels
 

@@ -11,6 +11,7 @@ last update, of each method with that of float32 AdamW of the same seed.
 
 from __future__ import annotations
 
+import argparse
 import datetime as dt
 import json
 import os
@@ -18,14 +19,14 @@ import platform
 import statistics
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
-from common import ROOT, parser, print_table
-
+from jaxmem.lab.tour.table import Table
 from jaxmem.report.matplotlib_figure import figure
 
+ROOT = Path(__file__).parents[2]
 CONFIG = ROOT / "configs/quality.yaml"
 RECORDS = ROOT / "docs/benchmarks/optimizer-quality.jsonl"
 SEEDS = (0, 1, 2)
@@ -51,7 +52,7 @@ METHODS: dict[str, tuple[str, float | None]] = {  # overrides, and the goal: the
     "apollo_mini": (APOLLO, 0.02),
     "apollo_mini, int8": (f"precision.parameters=int8 {APOLLO}", 0.10),
 }
-PEERS = {"adamw, torch": BASE, "galore, galore-torch": "galore"}  # recorded by galore_torch.py, in the same settings
+PEERS = {"adamw, torch": BASE, "galore, galore-torch": "galore"}  # recorded by tests/optim/galore_torch.py
 
 
 def train(methods: list[str], seeds: list[int], steps: int | None) -> None:
@@ -91,47 +92,39 @@ def records() -> list[dict[str, Any]]:
     return [json.loads(line) for line in RECORDS.read_text().splitlines()] if RECORDS.exists() else []
 
 
-class Row(NamedTuple):
-    """The mean over a method's seeds."""
-
-    method: str
-    seeds: int
-    loss: float
-    above: float  # AdamW's loss
-    error: float  # the standard error of `above`
-    goal: float | None
-
-    def cells(self) -> tuple[object, ...]:
-        above = "" if self.method == BASE else f"{self.above:+.4f} ± {self.error:.4f}"
-        return self.method, self.seeds, f"{self.loss:.4f}", above, "" if self.goal is None else f"{self.goal:.3f}"
-
-
-def compared() -> Iterator[Row]:
+def compared() -> Iterator[dict[str, Any]]:
+    """A row per method: means over its seeds, and the standard error of the difference to AdamW's loss."""
     found = {(r["method"], r["seed"]): r["held_out"] for r in records() if "train.steps" not in r["overrides"]}
     for method in (*METHODS, *PEERS):
         seeds = [seed for seed in SEEDS if (method, seed) in found and (BASE, seed) in found]
         if seeds:
             above = [found[method, seed] - found[BASE, seed] for seed in seeds]
-            error = statistics.stdev(above) / len(above) ** 0.5 if len(above) > 1 else float("nan")
-            loss = statistics.mean(found[method, seed] for seed in seeds)
-            yield Row(method, len(seeds), loss, statistics.mean(above), error, METHODS.get(method, ("", None))[1])
+            yield {
+                "method": method,
+                "seeds": len(seeds),
+                "loss": statistics.mean(found[method, seed] for seed in seeds),
+                "above AdamW": f"{statistics.mean(above):+.4f}",
+                "error": f"{statistics.stdev(above) / len(above) ** 0.5:.4f}" if len(above) > 1 else None,
+                "goal": METHODS.get(method, ("", None))[1],
+            }
 
 
-def draw(rows: list[Row], file: Path) -> None:
+def draw(rows: list[dict[str, Any]], file: Path) -> None:
     with figure(file, 7, 0.5 + 0.35 * len(rows)) as canvas:
         axes = canvas.subplots()
         for place, row in enumerate(reversed(rows)):
-            axes.errorbar(row.above, place, xerr=row.error, fmt="o", color="C0", capsize=3)
-            if row.goal is not None:
-                axes.plot(row.goal, place, "|", color="C3", markersize=14)
+            error = float(row["error"] or "nan")
+            axes.errorbar(float(row["above AdamW"]), place, xerr=error, fmt="o", color="C0", capsize=3)
+            if row["goal"] is not None:
+                axes.plot(row["goal"], place, "|", color="C3", markersize=14)
         axes.axvline(0, color="gray", linestyle=":")
-        axes.set_yticks(range(len(rows)), [row.method for row in reversed(rows)])
+        axes.set_yticks(range(len(rows)), [row["method"] for row in reversed(rows)])
         axes.set(xlabel="held-out loss above float32 AdamW, nats per byte (red: goal)")
         axes.grid(axis="x", alpha=0.3)
 
 
 def main() -> None:
-    options = parser(__doc__)
+    options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     options.add_argument("what", choices=["train", "table"])
     options.add_argument("methods", nargs="*", default=list(METHODS))
     options.add_argument("-s", "--seeds", nargs="+", type=int, default=list(SEEDS))
@@ -144,9 +137,9 @@ def main() -> None:
         train(args.methods, args.seeds, args.steps)
         return
     rows = list(compared())
-    print_table(("method", ">seeds", ">loss", ">above AdamW", ">goal"), (row.cells() for row in rows))
+    print(Table("", rows).markdown())
     if args.png:
-        draw([row for row in rows if row.method != BASE], args.png)
+        draw([row for row in rows if row["method"] != BASE], args.png)
 
 
 if __name__ == "__main__":

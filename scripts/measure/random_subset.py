@@ -1,15 +1,12 @@
-"""Training a random subset of the weights, beside low-rank adapters: see `jaxmem.lab.tour.random_subset`.
+"""Training a random subset of the weights at several learning rates: see `jaxmem.lab.tour.random_subset`.
 
 python scripts/measure/random_subset.py
 """
 
-from __future__ import annotations
-
-from jaxmem.lab.tour.random_subset import RATES, STEPS, compare
-from jaxmem.lab.tour.table import cell
+from jaxmem.lab.tour.random_subset import STEPS, compare
+from jaxmem.lab.tour.table import Table
 
 if __name__ == "__main__":
-    print(f"{STEPS} updates, the best of the learning rates {', '.join(map(str, RATES))}")
-    for row in compare():
-        held = f"state {cell(row['state'], 'bytes')}, temporary buffers {cell(row['temporary buffers'], 'bytes')}"
-        print(f"{row['trainable']}: {row['parameters'] or 0:,} parameters, {held}, accuracy {row['accuracy']:.3f}")
+    rates = (1e-3, 1e-2, 1e-1)
+    rows = list(compare(rates))
+    print(Table(f"{STEPS} updates, the best of the learning rates {rates}", rows).markdown())

@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
-import runpy
-from pathlib import Path
-
 from jaxmem.config import load_config
 from jaxmem.planning import measure
-
-SCRIPT = runpy.run_path(str(Path(__file__).parents[2] / "scripts/measure/measure_plan.py"))
+from tests.support.measured_configs import configs
 
 
 def test_every_config_of_the_script_is_one_and_they_differ() -> None:
-    raws = SCRIPT["configs"](tiny=False)
+    raws = configs(tiny=False)
     assert len(raws) >= 12
     assert len({load_config(raw).model_dump_json(exclude={"name"}) for raw in raws}) == len(raws)
 
 
 def test_one_config_runs_in_a_process_of_its_own() -> None:
-    (raw, *_) = SCRIPT["configs"](tiny=True)
+    (raw, *_) = configs(tiny=True)
     found = measure.measure_apart(raw, 1)
     assert found["name"] == raw["name"]
     assert found["planned"] > 12 * found["parameters"]
@@ -26,5 +22,5 @@ def test_one_config_runs_in_a_process_of_its_own() -> None:
 
 
 def test_what_goes_wrong_there_is_a_line() -> None:
-    raw = SCRIPT["configs"](tiny=True)[0] | {"zero": 9}
+    raw = configs(tiny=True)[0] | {"zero": 9}
     assert "zero=9 must be at most 3" in measure.measure_apart(raw, 1)["error"]

@@ -106,7 +106,7 @@ def test_memory_and_arithmetic_of_a_decoder_compiled_for_a_gpu():
     """Boundaries as the formulas count them, and one layer."""
     shape = {"embed": 256, "mlp": 512, "heads": 4, "kv_heads": 2, "head_dim": 64, "vocab": 512}
     full, sqrt, recursive = (
-        backward(remat, layers, "h100-80gb", shape, time=1024, arithmetic=False)
+        backward(remat, layers, "h100-80gb", shape, tokens=1024)
         for remat, layers in (("full", 16), ("sqrt", 64), ("recursive", 64))
     )
     one_layer = full["temporaries"] - 16 * full["boundary"]

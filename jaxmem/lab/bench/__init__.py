@@ -1,1 +1,1 @@
-"""Speed, against what else there is: ratios measured in one run, never numbers from two."""
+"""Speed, compared with peers: ratios measured in one run, never numbers of two."""

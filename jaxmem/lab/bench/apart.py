@@ -1,5 +1,5 @@
-"""Work in a process of its own, watched: what hangs, or breaks the device for its process, costs itself and the time to
-start another, in which the rest goes on. With a GPU that is about ten seconds."""
+"""Work in a process of its own, watched: a call that hangs, or breaks the device for its process, costs itself and the
+start of another process, in which the rest goes on. With a GPU that is about ten seconds."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from typing import Any
 
 from jaxmem.lab.bench.contest import Row, error_line
 
-LIMIT = 100.0  # s that a turn may take: its compilation is most of it
+LIMIT = 100.0  # s that a turn may last: its compilation is most of it
 
-# work(job, done=rows that are known, without=names left out, say=whose turn begins) yields rows.
+# work(job, done=known rows, without=names left out, say=reports whose turn begins) yields rows.
 Work = Callable[..., Iterator[Row]]
 
 
 def rows(work: Work, job: Any, *, without: list[str], limit: float | None) -> Iterator[Row]:
-    """All rows of a work. Whose turn does not end within the limit, or ends the process, is left out from then on:
-    `without` grows, and the row says why. No limit: in this process."""
+    """All rows of a work. A contestant whose turn does not end within the limit, or ends the process, is left out from
+    then on: `without` grows, and a row has the reason. `limit=None`: in this process."""
     if limit is None:
         try:
             yield from work(job, done=[], without=without, say=lambda _: None)

@@ -1,4 +1,4 @@
-"""Attention as it is measured: beside jax.nn's own, by XLA and cuDNN, and PyTorch's."""
+"""Attention as it is measured: compared with jax.nn's own, by XLA and cuDNN, and with PyTorch's."""
 
 from __future__ import annotations
 
@@ -14,23 +14,26 @@ from jaxmem.kernels import attention
 from jaxmem.kernels.fused_attention import IMPLEMENTATIONS
 from jaxmem.kernels.fused_attention.mask import keep_mask, seed_words
 from jaxmem.kernels.fused_attention.shapes import SHAPES, Shape
-from jaxmem.lab.bench import torch_kernels
 from jaxmem.lab.bench.work import BenchOperation, BenchPass, BenchWork
 
-EXACT = 1024  # positions at most that are held against float64
-# Bytes of scores in float32, beyond which those who hold them all, several times, are not asked to.
+EXACT = 1024  # positions at most that are compared with float64
+# Bytes of scores in float32 that these implementations, which hold all of them several times, may have.
 SCORES = {"reference": 2 * 2**30, "jax.nn xla": 8 * 2**30}
-GRADIENTS = {"gradients": (0, 1, 2), "d_queries": (0,), "d_keys": (1, 2)}  # by one kernel, or deterministic by two
-PEERS = ("jax.nn xla", "jax.nn cudnn")
+GRADIENTS = {
+    "gradients": (0, 1, 2),
+    "d_queries": (0,),
+    "d_keys": (1, 2),
+}  # by one kernel, or by two that are deterministic
+OTHERS = ("jax.nn xla", "jax.nn cudnn")
 
 
-def cut(shape: Shape) -> Shape:
+def small(shape: Shape) -> Shape:
     window = None if shape.window is None else 16
     return Shape(1, 48, 48, min(shape.heads, 4), min(shape.kv_heads, 2), 16, shape.causal, window)
 
 
 def work(shape: Shape, dtype: Any = jnp.bfloat16, **options: Any) -> BenchWork:
-    """`options`: beyond the shape's own."""
+    """`options`: in addition to the shape's own."""
     keys = jax.random.split(jax.random.key(time.time_ns() % 2**31), 4)
     sizes = [(shape.queries, shape.heads), *[(shape.keys, shape.kv_heads)] * 2, (shape.queries, shape.heads)]
     q, k, v, d_out = (
@@ -44,7 +47,7 @@ def work(shape: Shape, dtype: Any = jnp.bfloat16, **options: Any) -> BenchWork:
         "forward": BenchPass(run, partial(_exact, options), forward, step),
         "backward": BenchPass(run, partial(_exact, options), 2.5 * forward, step, gradients=(0, 1, 2)),
     }
-    # Each by itself and as large as it is: held against plain JAX.
+    # Each by itself and in full size: compared with plain JAX.
     kernels = {"forward": BenchPass(run, "blockwise", forward, step)}
     for of, which in GRADIENTS.items():
         own = partial(_run, shape, options | {"deterministic": of != "gradients"})
@@ -53,10 +56,10 @@ def work(shape: Shape, dtype: Any = jnp.bfloat16, **options: Any) -> BenchWork:
 
 
 def checks(shape: Shape) -> Mapping[str, Callable[[], BenchWork]]:
-    """As it is, and with each option at a length that no block divides."""
+    """As it is, and with each option at a length that is not divisible by any block."""
     row = shape._replace(batch=1, queries=min(shape.queries, EXACT), keys=min(shape.keys, EXACT))
     if row.window is not None:
-        row = row._replace(window=min(row.window, row.keys // 4))  # so that it leaves something out
+        row = row._replace(window=min(row.window, row.keys // 4))  # so that it excludes something
     odd = row._replace(queries=row.queries - row.queries // 40 - 1, keys=row.keys - row.keys // 40 - 1)
     ids = jnp.arange(odd.keys, dtype=jnp.int32) * 5 // odd.keys
     options = {"segment_ids": ids[None, -odd.queries :], "kv_segment_ids": ids[None]}
@@ -77,7 +80,7 @@ def _run(shape: Shape, options: dict[str, Any], implementation: str | None, q: A
     holds = 4 * shape.batch * shape.heads * shape.queries * shape.keys
     if implementation is not None and holds > SCORES.get(implementation, holds):
         raise ValueError(f"{implementation} holds all scores several times, {holds / 2**30:.0f} GiB each")
-    if implementation in PEERS:
+    if implementation in OTHERS:
         window = None if shape.window is None else (shape.window - 1, 0)
         own: Any = {"is_causal": shape.causal, "local_window_size": window, "implementation": implementation.split()[1]}
         return jax.nn.dot_product_attention(q, k, v, **own)
@@ -109,12 +112,11 @@ def _exact(options: dict[str, Any], q: jax.Array, k: jax.Array, v: jax.Array) ->
 OPERATION = BenchOperation(
     IMPLEMENTATIONS,
     SHAPES,
-    cut,
+    small,
     work,
     passes=("forward", "backward", *GRADIENTS),
     tuned=("long", "llama3.2-1b"),
-    beside=PEERS,
-    peers={f"torch {kind}": partial(torch_kernels.attention_by_torch, kind=kind) for kind in ("flash", "cudnn")},
+    others=OTHERS,
     usual=("long", "llama3-8b", "llama3.2-1b", "mistral-7b"),
     plain="blockwise",
     checks=checks,

@@ -1,5 +1,5 @@
-"""Contestants that take turns: medians of bursts of calls, so that what else the device does meanwhile slows all. One
-that fails, for memory say, is out, and the others go on."""
+"""Contestants that take turns: medians of bursts of calls, so that whatever else the device does slows all of them. One
+that fails, for lack of memory say, is left out, and the others go on."""
 
 from __future__ import annotations
 
@@ -13,40 +13,61 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-Call = Callable[[], Any]  # starts work on the device and gives what it will come to
-Say = Callable[[str], None]  # whose turn begins, for who watches over it
+Call = Callable[[], Any]  # starts work on the device; returns its future result
+Say = Callable[[str], None]  # reports whose turn begins, to the process that watches
 Row = dict[str, Any]
 BURST = 0.02  # s of calls between two looks at the clock
 FEWEST = 5  # bursts of each, however little time there is
-RIGHT = 8.0  # steps of error beyond which nobody wins
+RIGHT = 8.0  # steps of error beyond which a result is wrong
 
 
 @dataclass
 class Contestant:
+    """`call` does `amount` (TFLOP or GB) of work. `seconds` of a call in each turn; `enqueued`: until a call returned
+    control."""
+
     name: str
     of: str  # which pass
     call: Call
     wait: Callable[[Any], Any] = jax.block_until_ready
-    amount: float = 1.0  # of work per call, TFLOP or GB
+    amount: float = 1.0
     unit: str = ""  # of amount per second
-    seconds: list[float] = field(default_factory=list)  # of a call, in each turn
-    enqueued: list[float] = field(default_factory=list)  # until a call gave control back
+    seconds: list[float] = field(default_factory=list)
+    enqueued: list[float] = field(default_factory=list)
     failed: str | None = None
 
     def burst(self, calls: int) -> tuple[float, float]:
-        """Seconds a call, and until the first one was on its way: the device has nothing to do then, and later only
-        takes so many ahead."""
+        """Seconds per call, and until the first one was enqueued: only then the device has nothing else to do."""
         start = time.perf_counter()
-        made = self.call()
-        away = time.perf_counter()
+        result = self.call()
+        enqueued = time.perf_counter() - start
         for _ in range(calls - 1):
-            made = self.call()
-        self.wait(made)
-        return (time.perf_counter() - start) / calls, away - start
+            result = self.call()
+        self.wait(result)
+        return (time.perf_counter() - start) / calls, enqueued
+
+    @property
+    def rate(self) -> float:
+        return self.amount / statistics.median(self.seconds)
+
+    def times(self) -> Row:
+        """Median, least and most work per second, and what was measured. If more than half of the time passes before
+        the device has its work, the host is what is measured."""
+        rates = [self.amount / seconds for seconds in self.seconds]
+        seconds, enqueued = statistics.median(self.seconds), statistics.median(self.enqueued)
+        return {
+            "unit": self.unit,
+            "rate": self.rate,
+            "spread": [min(rates), max(rates)],
+            "milliseconds": 1e3 * seconds,
+            "by_host": enqueued > 0.5 * seconds,
+            "enqueue_milliseconds": 1e3 * enqueued,
+            "seconds": [float(f"{one:.4g}") for one in self.seconds],
+        }
 
 
 def take_turns(contestants: Sequence[Contestant], seconds: float, say: Say) -> None:
-    """Bursts of calls, as many as take `BURST`, until the time is over; at least `FEWEST` of each."""
+    """Bursts of as many calls as last `BURST`, until the time is over; at least `FEWEST` of each."""
     bursts: dict[int, int] = {}
     for one in contestants:
         with _record_failure(one, say):
@@ -59,15 +80,15 @@ def take_turns(contestants: Sequence[Contestant], seconds: float, say: Say) -> N
             return
         for one in left:
             with _record_failure(one, say):
-                taken, away = one.burst(bursts[id(one)])
-                one.seconds.append(taken)
-                one.enqueued.append(away)
+                duration, enqueued = one.burst(bursts[id(one)])
+                one.seconds.append(duration)
+                one.enqueued.append(enqueued)
         turn += 1
 
 
 @contextlib.contextmanager
 def _record_failure(one: Contestant, say: Say) -> Iterator[None]:
-    """What fails in here is one contestant's own."""
+    """An error in here is one contestant's own."""
     say(f"{one.name} {one.of}")
     try:
         yield
@@ -76,30 +97,11 @@ def _record_failure(one: Contestant, say: Say) -> Iterator[None]:
 
 
 def error_line(error: BaseException) -> str:
-    """In a line."""
-    return (str(error).splitlines() or [type(error).__name__])[0] or type(error).__name__
+    """The first line of an error, or the name of its class."""
+    return next((line for line in str(error).splitlines() if line), type(error).__name__)
 
 
-def rate(one: Contestant) -> float:
-    return one.amount / statistics.median(one.seconds)
-
-
-def times(one: Contestant) -> Row:
-    """The median of work per second, the least and the most, and what was measured. Where more than half of the time
-    passes before the device has its work, it is the host that is measured."""
-    rates = [one.amount / taken for taken in one.seconds]
-    return {
-        "unit": one.unit,
-        "rate": rate(one),
-        "spread": [min(rates), max(rates)],
-        "milliseconds": 1e3 * statistics.median(one.seconds),
-        "by_host": statistics.median(one.enqueued) > 0.5 * statistics.median(one.seconds),
-        "enqueue_milliseconds": 1e3 * statistics.median(one.enqueued),
-        "seconds": [float(f"{taken:.4g}") for taken in one.seconds],
-    }
-
-
-CEILING = "this device"  # as a contestant: what everything can be held against
+CEILING = "this device"  # as a contestant: what everything can be compared with
 
 
 def ceilings(size: int) -> Iterator[Contestant]:
@@ -108,20 +110,5 @@ def ceilings(size: int) -> Iterator[Contestant]:
     wide = jnp.zeros((size, 4 * size), jnp.float32)
     matmul = jax.jit(jnp.matmul).lower(a, a).compile()
     copy = jax.jit(lambda x: x + 1.0).lower(wide).compile()
-    yield Contestant(CEILING, "product", lambda: matmul(a, a), amount=2 * size**3 / 1e12, unit="TFLOP/s")
+    yield Contestant(CEILING, "matmul", lambda: matmul(a, a), amount=2 * size**3 / 1e12, unit="TFLOP/s")
     yield Contestant(CEILING, "copy", lambda: copy(wide), amount=2 * wide.nbytes / 1e9, unit="GB/s")
-
-
-def largest_error(found: Any, wanted: Any, step: float) -> float:
-    """The largest distance of all arrays, in units of the largest value of each times a step of its dtype. NaN counts
-    as infinitely far."""
-
-    @jax.jit
-    def one(x: jax.Array, y: jax.Array) -> jax.Array:
-        apart = jnp.abs(x.astype(jnp.float64) - y)
-        far = jnp.max(apart) / (jnp.max(jnp.abs(y)) * step)
-        known = jnp.all(jnp.isfinite(apart)) & jnp.isfinite(far)  # a maximum may pass NaN by, on a CPU
-        return jnp.where(known, far, jnp.inf)
-
-    pairs = zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True)
-    return max(float(one(x, y)) for x, y in pairs)

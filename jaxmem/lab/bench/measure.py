@@ -1,7 +1,7 @@
-"""What a process does with one shape of an operation: errors first, with results written where NaN stood, then times.
+"""What a process does with one shape of an operation: errors first, with results written over NaN, then times.
 
-A row says what was found of a contestant's pass as soon as it is known: `check` and its error, then its times, their
-ratios to the others, and to this device's own matmul or copy, all of the same turns; or why not.
+A row reports a contestant's pass as soon as it is known: `check` and its error, then its times, their ratios to the
+others, and to this device's own matmul or copy, all of the same turns; or the reason why there are none.
 """
 
 from __future__ import annotations
@@ -15,22 +15,10 @@ from typing import Any
 
 import jax
 
-from jaxmem.lab.bench.contest import (
-    CEILING,
-    RIGHT,
-    Call,
-    Contestant,
-    Row,
-    Say,
-    ceilings,
-    error_line,
-    rate,
-    take_turns,
-    times,
-)
+from jaxmem.lab.bench.contest import CEILING, RIGHT, Call, Contestant, Row, Say, ceilings, error_line, take_turns
 from jaxmem.lab.bench.operations import OPERATIONS
-from jaxmem.lab.bench.torch_kernels import wait
-from jaxmem.lab.bench.work import BenchOperation, BenchPass, BenchWork
+from jaxmem.lab.bench.torch_kernels import PEERS, wait
+from jaxmem.lab.bench.work import BenchPass, BenchWork
 from jaxmem.machine import devices
 
 PACKAGES = (
@@ -50,6 +38,20 @@ class BenchSelection:
     passes: tuple[str, ...] = ()  # whose block sizes are tuned
     seconds: float = 5.0  # of each shape or kernel, about
 
+    def has(self, name: str, of: str, without: Sequence[str]) -> bool:
+        """Whether a contestant's pass is selected. A name stands for all that begin with its words: `torch` for `torch
+        flash`, `mosaic` for its passes.
+
+        >>> BenchSelection().has("torch flash", "forward", ["torch"])
+        False
+        >>> BenchSelection(only=("mosaic forward",)).has("mosaic", "forward", ())
+        True
+        """
+        words = f"{name} {of} ".replace("  ", " ")
+        # `only` may name one pass of a peer that is made with all passes at once.
+        asked = not self.only or any(words.startswith(f"{one} ") or f"{one} ".startswith(words) for one in self.only)
+        return asked and not any(words.startswith(f"{one} ") for one in without)
+
 
 @dataclass(frozen=True)
 class Job:
@@ -63,6 +65,10 @@ class Job:
     peers: bool = True
     known: tuple[Row, ...] = ()  # entries of the table that need not be measured
     table: Mapping[str, Any] = field(default_factory=dict)  # block sizes of calls
+
+    @property
+    def sizes(self) -> Any:
+        return OPERATIONS[self.operation].shape(self.shape, dry=self.dry)
 
 
 def where(_: None, **__: Any) -> Iterator[Row]:
@@ -79,19 +85,17 @@ def where(_: None, **__: Any) -> Iterator[Row]:
 
 
 def measured(job: Job, *, done: Sequence[Row], without: Sequence[str], say: Say) -> Iterator[Row]:
-    own = OPERATIONS[job.operation]
-    shape = own.shape(job.shape, dry=job.dry)
+    """Errors, then times, of all contestants."""
     checked = [row for row in done if "check" in row]
-    for row in _checks(job, own, shape, checked, without, say):
+    for row in _checks(job, checked, without, say):
         checked.append(row)
         yield row
     if job.check:
         return
     refused = {(row.get("contestant"), row.get("pass")) for row in (*done, *checked) if "why_not" in row}
-    work = own.work(shape)
     contestants: list[Contestant] = []
-    for name, of, make in _candidates(job, own, shape, work):
-        if not is_selected(name, of or "", job.selection.only, without) or (name, of) in refused:
+    for name, of, make in _candidates(job):
+        if not job.selection.has(name, of or "", without) or (name, of) in refused:
             continue
         say(f"{name} {of or ''}".strip())
         try:
@@ -99,52 +103,42 @@ def measured(job: Job, *, done: Sequence[Row], without: Sequence[str], say: Say)
         except Exception as error:  # noqa: BLE001 (each compiler and library has errors of its own)
             yield {"contestant": name} | ({"pass": of} if of else {}) | {"why_not": error_line(error)}
         else:
-            contestants += [one for one in made if is_selected(name, one.of, job.selection.only, without)]
-    for row in _timed(job, own, contestants, checked, say):
-        yield {"sizes": shape._asdict()} | row
+            contestants += [one for one in made if job.selection.has(name, one.of, without)]
+    for row in _timed(job, contestants, checked, say):
+        yield {"sizes": job.sizes._asdict()} | row
 
 
-def is_selected(name: str, of: str, only: Sequence[str], without: Sequence[str]) -> bool:
-    """A name stands for all that begin with its words: `torch` for `torch flash`, `mosaic` for its passes.
-
-    >>> is_selected("torch flash", "forward", (), ("torch",)), is_selected("mosaic", "forward", ("mosaic forward",), ())
-    (False, True)
-    """
-    words = f"{name} {of} ".replace("  ", " ")
-    # `only` may name one pass of a peer that is made with all passes at once.
-    asked = not only or any(words.startswith(f"{one} ") or f"{one} ".startswith(words) for one in only)
-    return asked and not any(words.startswith(f"{one} ") for one in without)
-
-
-def _candidates(job: Job, own: BenchOperation, shape: Any, work: BenchWork) -> Iterator[tuple[str, str | None, Any]]:
+def _candidates(job: Job) -> Iterator[tuple[str, str | None, Any]]:
     """Name, pass, and a function that makes contestants; a peer makes all its passes at once."""
+    own = OPERATIONS[job.operation]
+    work = own.work(job.sizes)
 
     def contestant(name: str, of: str, call: Call, wait: Any = jax.block_until_ready) -> Contestant:
         return Contestant(name, of, call, wait, work.passes[of].amount, work.unit)
 
-    def compile_pass(name: str, of: str, one: BenchPass) -> list[Contestant]:
-        return [contestant(name, of, one.compiled(name, work))]
+    def compile_pass(name: str, of: str) -> list[Contestant]:
+        return [contestant(name, of, work.passes[of].compiled(name, work))]
 
     def make_peer(name: str) -> list[Contestant]:
-        return [contestant(name, of, call, wait) for of, call in own.peers[name](shape).items()]
+        calls = PEERS[job.operation][name](job.sizes)
+        return [contestant(name, of, call, wait) for of, call in calls.items()]
 
-    for name in (*own.implementations, *(own.beside if job.peers else ())):
-        for of, one in work.passes.items():
-            yield name, of, partial(compile_pass, name, of, one)
-    for name in own.peers if job.peers else ():
+    for name in (*own.implementations, *(own.others if job.peers else ())):
+        for of in work.passes:
+            yield name, of, partial(compile_pass, name, of)
+    for name in PEERS.get(job.operation, ()) if job.peers else ():
         yield name, None, partial(make_peer, name)
 
 
-def _checks(
-    job: Job, own: BenchOperation, shape: Any, done: Sequence[Row], without: Sequence[str], say: Say
-) -> Iterator[Row]:
+def _checks(job: Job, done: Sequence[Row], without: Sequence[str], say: Say) -> Iterator[Row]:
+    own = OPERATIONS[job.operation]
     known = {(row["check"], row["contestant"], row["pass"]) for row in done}
-    checks = {"as it is": lambda: own.work(shape)} if own.checks is None else own.checks(shape)
+    checks = {"as it is": lambda: own.work(job.sizes)} if own.checks is None else own.checks(job.sizes)
     for check in checks if job.check else list(checks)[:1]:
         say(f"float64 {check}")
         work = checks[check]()
         for of, one in work.passes.items():
-            names = [name for name in own.implementations if is_selected(name, of, job.selection.only, without)]
+            names = [name for name in own.implementations if job.selection.has(name, of, without)]
             names = [name for name in names if (check, name, of) not in known]
             if not names:
                 continue
@@ -163,31 +157,26 @@ def _error(one: BenchPass, name: str, work: BenchWork, wanted: Any) -> Row:
     return {"right": error <= RIGHT, "error": error if error < float("inf") else None}
 
 
-def _timed(
-    job: Job, own: BenchOperation, contestants: Sequence[Contestant], checked: Sequence[Row], say: Say
-) -> Iterator[Row]:
-    """Rows of contestants, the device's limits first."""
+def _timed(job: Job, contestants: Sequence[Contestant], checked: Sequence[Row], say: Say) -> Iterator[Row]:
+    """Rows of contestants, the device's limits first. A pass is compared with others of its kind, but not with own
+    implementations, except those in plain JAX."""
+    own = OPERATIONS[job.operation]
+    compared = {"reference", own.plain, *own.others, *PEERS.get(job.operation, ())}
     limits = {one.unit: one for one in ceilings(256 if job.dry else 8192)} if contestants else {}
-    contestants = [*contestants, *limits.values()]
-    take_turns(contestants, job.selection.seconds, say)
-    for one in contestants[::-1]:
+    take_turns([*contestants, *limits.values()], job.selection.seconds, say)
+    for one in [*contestants, *limits.values()][::-1]:
         row = {"contestant": one.name, "pass": one.of}
         if one.failed is not None:
             yield row | {"why_not": one.failed}
             continue
-        ratios = {peer.name: _ratio(peer, one) for peer in contestants if _is_peer(own, peer, one)}
+        peers = [peer for peer in contestants if peer.of == one.of and peer.name in compared and not peer.failed]
+        ratios = {peer.name: _ratio(peer, one) for peer in peers if peer.name != one.name}
         limit = limits[one.unit]
         if one is not limit and limit.failed is None:
-            ratios[CEILING] = rate(one) / rate(limit)
-        own_checks = [found for found in checked if (found["contestant"], found["pass"]) == (one.name, one.of)]
-        right = {key: own_checks[0][key] for key in ("right", "error")} if own_checks else {}
-        yield row | times(one) | {"ratios": ratios} | right
-
-
-def _is_peer(own: BenchOperation, peer: Contestant, one: Contestant) -> bool:
-    """Whether a pass is compared with another's: not with own implementations, except those in plain JAX."""
-    compared = peer.name not in own.implementations or peer.name in ("reference", own.plain)
-    return compared and peer.of == one.of and peer.name != one.name and peer.failed is None
+            ratios[CEILING] = one.rate / limit.rate
+        checks = [found for found in checked if (found["contestant"], found["pass"]) == (one.name, one.of)]
+        right = {key: checks[0][key] for key in ("right", "error")} if checks else {}
+        yield row | one.times() | {"ratios": ratios} | right
 
 
 def _ratio(peer: Contestant, one: Contestant) -> float:

@@ -1,5 +1,5 @@
-"""The kernels beside attention as they are measured: their arrays, what each pass of an implementation runs, what it
-should give in float64, how much work that is, and which implementation a call picks by itself."""
+"""All operations as they are measured: their arrays, what each pass of an implementation runs, its exact result in
+float64, the amount of work, and the implementation that a call chooses by itself."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from jaxmem.kernels.quantized_matmul import IMPLEMENTATIONS as MATMULS
 from jaxmem.kernels.quantized_matmul import shapes as matmul_shapes
 from jaxmem.kernels.quantized_update import IMPLEMENTATIONS as UPDATES
 from jaxmem.kernels.quantized_update import shapes as update_shapes
-from jaxmem.lab.bench import attention, torch_kernels
+from jaxmem.lab.bench import attention
 from jaxmem.lab.bench.work import BenchOperation, BenchPass, BenchWork
 from jaxmem.lab.sliding_max import IMPLEMENTATIONS as WINDOWS
 from jaxmem.lab.sliding_max import shapes as window_shapes
@@ -26,11 +26,11 @@ from jaxmem.lab.sliding_max import sliding_max
 from jaxmem.quant import QTensor, quantize
 
 BF16 = jnp.bfloat16
-DEQUANTIZED = "decoded before"  # a matmul with the weight dequantized outside of the time
+DEQUANTIZED = "decoded before"  # a matmul with the weight dequantized before the time begins
 
 
 def choice_for(operation: str, name: str) -> Choice:
-    """What a call of this shape picks on this device, and why; nothing is computed."""
+    """The implementation that a call of this shape chooses on this device, and why; nothing is computed."""
     own = OPERATIONS[operation]
 
     def traced() -> Any:
@@ -82,7 +82,7 @@ def _adam8(shape: update_shapes.Shape) -> BenchWork:
         return adam8_update(g, state, unbiased, **options)
 
     def moments(state: Any) -> Any:
-        """As good as their codes: half a step is 0.7 % of the largest."""
+        """To half a step of their codes, 0.7 % of the largest."""
         pairs = (m, state.m, state.m_scale), (v, state.v, state.v_scale)
         return tuple(dataclasses.replace(q, codes=c, scale=s).dequantize(jnp.float32) for q, c, s in pairs)
 
@@ -100,7 +100,7 @@ def _adam8(shape: update_shapes.Shape) -> BenchWork:
 
 
 def _int8_add(shape: update_shapes.Shape) -> BenchWork:
-    """Stochastic rounding: up to a step away, of the largest block's at most."""
+    """Stochastic rounding: up to a step of the largest block away."""
     w, update = _draws(shape.dims, shape.dims)
     q, update = quantize(w, "int8", shape.block, shape.along), update * jnp.asarray(0.01, BF16)
 
@@ -143,12 +143,7 @@ def _small_blocks(shape: update_shapes.Shape) -> update_shapes.Shape:
     return shape._replace(dims=dims if shape.along == -1 else dims[::-1])
 
 
-BY_LIBRARIES = {
-    "bitsandbytes": torch_kernels.matmul_by_bitsandbytes,
-    "bitsandbytes, decoded": torch_kernels.dequantized_matmul_by_bitsandbytes,
-    "torchao": torch_kernels.matmul_by_torchao,
-}
-# All of Llama's matrices at once take 56 GiB to update in plain JAX, and 74 in float64: by name only.
+# All of Llama's matrices at once need 56 GiB to update in plain JAX, and 74 in float64: by name only.
 ONE_MATRIX = ("llama3-8b up", "llama2-7b down")
 OPERATIONS = {
     "attention": attention.OPERATION,
@@ -158,8 +153,7 @@ OPERATIONS = {
         _small_matmul,
         _dequant_matmul,
         tuned=("llama3-8b up", "llama3-8b up, long", "llama2-7b int8"),
-        beside=(DEQUANTIZED,),
-        peers=BY_LIBRARIES,
+        others=(DEQUANTIZED,),
         plain="sliced",
     ),
     "adam8_update": BenchOperation(
@@ -169,7 +163,6 @@ OPERATIONS = {
         _adam8,
         passes=("update",),
         tuned=ONE_MATRIX,
-        peers={"bitsandbytes": torch_kernels.adam8_by_bitsandbytes},
         usual=ONE_MATRIX,
     ),
     "int8_add": BenchOperation(

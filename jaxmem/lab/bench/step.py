@@ -2,8 +2,8 @@
 
 The peer is Hugging Face's LlamaForCausalLM with fused attention, all cores, eager and through torch.compile. It starts
 from the same weights and does the same AdamW steps with the same clipping on the same batches, so the losses must
-agree. The runners take turns (`contest.py`), and every ratio is of steps that ran side by side: what else the machine
-does meanwhile slows all of them.
+agree. The runners take turns (`contest.py`), and every ratio is of steps that ran after each other: whatever else
+the machine does slows all of them.
 """
 
 from __future__ import annotations
@@ -29,8 +29,7 @@ Step = Callable[[int, Batch], float]  # (updates done, batch) -> loss
 
 
 def bench_step(cfg: Config, *, seconds: float = 60.0) -> dict[str, Any]:
-    """Tokens per second (medians), the ratios (medians over turns), their spread, and whether all losses agree, of
-    about so many seconds."""
+    """Tokens per second (medians), the ratios (medians over turns), their spread, and whether all losses agree."""
     from jaxmem.lab.bench import torch_peer  # torch is not a dependency: only this command needs it
 
     torch_peer.require()
@@ -50,11 +49,11 @@ def bench_step(cfg: Config, *, seconds: float = 60.0) -> dict[str, Any]:
 def _check(cfg: Config) -> None:
     model = cfg.model
     if not isinstance(model, Decoder) or cfg.objective.name != "next_token":
-        raise UserError("bench step measures decoders on next_token; model.family and objective say otherwise")
+        raise UserError("bench step measures decoders on next_token; set model.family=decoder and objective=next_token")
     biases = model.attention_bias or model.output_bias or model.mlp_bias
     if biases or model.qk_norm or model.window or model.rope.scaling != "none" or model.dropout:
         raise UserError(
-            "bench step measures what Hugging Face's Llama has by default: no biases, model.qk_norm, window, dropout"
+            "bench step supports what Hugging Face's Llama has by default: no biases, model.qk_norm, window, dropout"
             " or rope.scaling"
         )
     if cfg.batch.accumulate != 1 or cfg.precision.compute == "bfloat16" or cfg.precision.parameters != "float32":

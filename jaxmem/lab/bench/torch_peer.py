@@ -1,4 +1,4 @@
-"""The same decoder, weights and optimizer in PyTorch and Hugging Face transformers, to measure beside."""
+"""The same decoder, weights and optimizer in PyTorch and Hugging Face transformers, to compare with."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """The fastest block sizes of each kernel, then the fastest implementation of each operation, kept in a table.
 
-Block sizes: all that a GPU has room for, each checked first, then timed in bursts after each other. Implementations:
-with these block sizes, the least time for all passes together among those that are right.
+Block sizes: all that a GPU has room for, each checked first, then timed in alternating bursts. Implementations: with
+these block sizes, the least time for all passes together among those that are right.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from jaxmem.kernels import tuning
 from jaxmem.kernels.choice import use_table
 from jaxmem.lab.bench import kernels, operations
 from jaxmem.lab.bench.contest import RIGHT, Contestant, Row, Say, take_turns
-from jaxmem.lab.bench.measure import BenchSelection, Job, is_selected, measured
+from jaxmem.lab.bench.measure import BenchSelection, Job, measured
 from jaxmem.lab.bench.operations import OPERATIONS
 from jaxmem.lab.bench.work import BenchOperation, BenchPass, BenchWork
 
-DRY_SIZES = 2  # are enough to see that it works, where nothing is measured
+DRY_SIZES = 2  # enough to see that it works, where nothing is measured
 
 
 def tune(path: Path, selection: BenchSelection, *, again: bool = False) -> Iterator[Row]:
-    """Measures, and writes each winner for this kind of device at once into a table beside those of other devices.
-    With contestants or passes selected: only their block sizes. What the table has is not measured, except with
-    `again`. On a CPU all of it runs on small shapes, to see that it works."""
+    """Measures, and writes each winner for this kind of device at once into a table, which has those of other devices
+    too. If contestants or passes are selected: only their block sizes. Entries of the table are measured again only
+    with `again`. On a CPU everything runs on small shapes, to see that it works."""
     table = _table(path)
     operation, only_blocks = selection.operation, selection.only + selection.passes
     if operation is not None:
@@ -62,18 +62,18 @@ def tune_blocks(job: Job, *, done: Sequence[Row], without: Sequence[str], say: S
     capability = getattr(jax.devices()[0], "compute_capability", "")
     shared = tuning.SHARED.get(capability, min(tuning.SHARED.values()))
     known = {(entry["kind"], tuple(entry["sizes"])) for entry in (*job.known, *done)}
-    work = own.work(own.shape(job.shape, dry=job.dry))
+    work = own.work(job.sizes)
     for of, one in (work.kernels or work.passes).items():
         wanted: list[Any] = []  # computed once, if at all
         for implementation in own.implementations:
             kernel = f"{implementation} {of}"
             is_tuned = not job.selection.passes or of in job.selection.passes
-            if not is_tuned or not is_selected(implementation, of, job.selection.only, without):
+            if not is_tuned or not job.selection.has(implementation, of, without):
                 continue
             asked = _called_kernels(one, implementation, work).get(kernel)
             if asked is None or (f"{kernel} {asked.kind}", tuple(asked.sizes)) in known:
                 continue
-            space = [blocks for blocks in asked.space(shared) if is_selected(kernel, _name(blocks), (), without)]
+            space = [blocks for blocks in asked.space(shared) if BenchSelection().has(kernel, _name(blocks), without)]
             if not wanted:
                 say(f"plain {of}")
                 wanted.append(one.wanted(work))
@@ -92,7 +92,7 @@ def tune_blocks(job: Job, *, done: Sequence[Row], without: Sequence[str], say: S
 
 
 def _called_kernels(one: BenchPass, implementation: str, work: BenchWork) -> dict[str, tuning.Asked]:
-    """The kernels that a pass calls by an implementation, if it can."""
+    """The kernels that a pass of an implementation calls; none if it is refused."""
     with tuning.listening() as heard:
         try:
             one.traced(implementation, work)
@@ -104,7 +104,7 @@ def _called_kernels(one: BenchPass, implementation: str, work: BenchWork) -> dic
 def _correct(
     kernel: str, one: BenchPass, work: BenchWork, wanted: Any, space: Iterable[tuple[int, ...]], say: Say
 ) -> Iterator[Contestant]:
-    """Those block sizes that compile and give the right result."""
+    """The block sizes that compile and compute the right result."""
     for blocks in space:
         say(f"{kernel} {_name(blocks)}")
         try:
@@ -137,8 +137,8 @@ def tune_implementations(job: Job, *, done: Sequence[Row], without: Sequence[str
 
 
 def fastest(own: BenchOperation, rows: Sequence[Row]) -> Row | None:
-    """The implementation with the least time for all passes together. The reference, which holds the most, only wins
-    where it is the one in plain JAX."""
+    """The implementation with the least time for all passes together. The reference, which needs the most memory, wins
+    only where it is the implementation in plain JAX."""
     timed = [row for row in rows if "milliseconds" in row and row["contestant"] in own.implementations]
     passes = {row["pass"] for row in timed}
     taken: dict[str, dict[str, float]] = {}
@@ -160,17 +160,17 @@ def _table(path: Path) -> dict[str, Any]:
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
-        raise UserError(f"{path}: is not JSON ({error}); give a table that bench tune wrote, or a new file") from error
+        raise UserError(f"{path}: is not JSON ({error}); use a table that bench tune wrote, or a new file") from error
     if not isinstance(found, dict):
-        raise UserError(f"{path}: is not a table by operation; give one that bench tune wrote, or a new file")
+        raise UserError(f"{path}: is not a table by operation; use one that bench tune wrote, or a new file")
     return found
 
 
 def _store(path: Path, table: dict[str, Any], name: str, kind: str, row: Row) -> None:
-    """Replaces the entry of the same calls. Written beside and moved, so that the file is always complete."""
+    """Replaces the entry of the same calls. A new file replaces the table, so that it is always complete."""
     entries = table.setdefault(name, {}).setdefault(kind, [])
     others = [entry for entry in entries if (entry["kind"], entry["sizes"]) != (row["kind"], row["sizes"])]
     table[name][kind] = [*others, row]
-    beside = path.with_name(f"{path.name}.new")
-    beside.write_text(json.dumps(table, indent=1, allow_nan=False) + "\n", encoding="utf-8")
-    beside.replace(path)
+    new = path.with_name(f"{path.name}.new")
+    new.write_text(json.dumps(table, indent=1, allow_nan=False) + "\n", encoding="utf-8")
+    new.replace(path)

@@ -1,79 +1,90 @@
-"""What is measured of an operation: arrays, passes over them by any implementation, and what these should give."""
+"""What is measured of an operation: arrays, passes over them by any implementation, and their exact results."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from jaxmem.lab.bench.contest import Call, largest_error
+from jaxmem.lab.bench.contest import Call
 
 Run = Callable[..., Any]
 
 
 @dataclass(frozen=True)
 class BenchPass:
-    """`exact` is what `run` should give, of the same arrays in float64; or the name of an implementation that gives it,
-    where that would be too large."""
+    """`exact` computes the result of `run` from the same arrays in float64; or is the name of an implementation to
+    compare with, where float64 would be too large."""
 
     run: Run  # (an implementation's name, *arrays of the work) -> result
     exact: Run | str
     amount: float  # TFLOP or GB
-    step: float = 2**-8  # what counts as one step of error, as a share of the largest value
-    read: Run = lambda made: made  # what of the result is compared, outside of the time
-    in_place: tuple[tuple[int, int], ...] = ()  # which argument's memory which result takes, as in a run
-    gradients: tuple[int, ...] = ()  # of which arguments the pass gives them; of none: it is the forward pass
+    step: float = 2**-8  # one step of error, as a share of the largest value
+    read: Run = lambda result: result  # the part of the result that is compared, not timed
+    in_place: tuple[tuple[int, int], ...] = ()  # (argument, result) that share memory, as in a training step
+    gradients: tuple[int, ...] = ()  # the arguments with respect to which the pass computes gradients; (): forward
 
     def traced(self, implementation: str, work: BenchWork) -> None:
         """Nothing is computed."""
-        jax.eval_shape(self._whole(partial(self.run, implementation)), work.arrays, work.cotangents)
+        jax.eval_shape(self._complete(partial(self.run, implementation)), work.arrays, work.cotangents)
 
     def compiled(self, implementation: str, work: BenchWork) -> Call:
-        """By an implementation; what is updated in place goes on from call to call."""
+        """A call by an implementation; arrays that are updated in place go from call to call."""
         with jax.numpy_dtype_promotion("standard"):  # jax's own attention needs it
-            run, arrays = self._made(implementation, work)
+            run, arrays = self._timed(implementation, work)
             own = [place for place, _ in self.in_place]
-            made_by = jax.jit(run, donate_argnums=own).lower(*arrays).compile()
-        held = [jax.tree.map(jnp.copy, x) if i in own else x for i, x in enumerate(arrays)]
+            executable = jax.jit(run, donate_argnums=own).lower(*arrays).compile()
+        current = [jax.tree.map(jnp.copy, x) if i in own else x for i, x in enumerate(arrays)]
 
         def call() -> Any:
-            made = made_by(*held)
+            results = executable(*current)
             for place, result in self.in_place:
-                held[place] = made[result]
-            return made
+                current[place] = results[result]
+            return results
 
         return call
 
     def wanted(self, work: BenchWork) -> Any:
+        """The exact result."""
         exact = self.exact
         if isinstance(exact, str):
             return self.read(self.compiled(exact, work)())
         with jax.enable_x64(True), jax.numpy_dtype_promotion("standard"):
             arrays, cotangents = jax.tree.map(_wide, (work.arrays, work.cotangents))
-            return jax.jit(self._whole(exact))(arrays, cotangents)
+            return jax.jit(self._complete(exact))(arrays, cotangents)
 
     def error(self, implementation: str, work: BenchWork, wanted: Any) -> float:
-        """Steps of it. The results are written where NaN, or the largest integer, stood: what a kernel leaves out
-        shows."""
-        run, arrays = self._made(implementation, work)
+        """Steps of error. The results are written over NaN, or the largest integer, so that numbers which a kernel does
+        not write are found."""
+        run, arrays = self._timed(implementation, work)
         poison = [poisoned(x) for x in jax.tree.leaves(jax.eval_shape(run, *arrays))]
         into = jax.jit(lambda _, *arrays: run(*arrays), donate_argnums=0, keep_unused=True)
         return self.far(into.lower(poison, *arrays).compile()(poison, *arrays), wanted)
 
-    def far(self, made: Any, wanted: Any) -> float:
-        with jax.enable_x64(True), jax.numpy_dtype_promotion("standard"):
-            return largest_error(self.read(made), jax.tree.map(_wide, wanted), self.step)
+    def far(self, result: Any, wanted: Any) -> float:
+        """The largest error of all arrays, in steps of the largest value of each; NaN counts as infinitely far."""
 
-    def _whole(self, run: Run) -> Run:
+        @jax.jit
+        def one(x: jax.Array, y: jax.Array) -> jax.Array:
+            apart = jnp.abs(x.astype(jnp.float64) - y)
+            steps = jnp.max(apart) / (jnp.max(jnp.abs(y)) * self.step)
+            known = jnp.all(jnp.isfinite(apart)) & jnp.isfinite(steps)  # a maximum may skip NaN on a CPU
+            return jnp.where(known, steps, jnp.inf)
+
+        with jax.enable_x64(True), jax.numpy_dtype_promotion("standard"):
+            leaves = jax.tree.leaves(self.read(result)), jax.tree.leaves(jax.tree.map(_wide, wanted))
+            return max(float(one(x, y)) for x, y in zip(*leaves, strict=True))
+
+    def _complete(self, run: Run) -> Run:
         """The pass as one function of arrays and cotangents."""
         return lambda arrays, d: self._pull(run, arrays)(d) if self.gradients else run(*arrays)
 
-    def _made(self, implementation: str, work: BenchWork) -> tuple[Run, tuple[Any, ...]]:
-        """What is timed, and on what. What a backward pass needs of the forward pass is made before."""
+    def _timed(self, implementation: str, work: BenchWork) -> tuple[Run, tuple[Any, ...]]:
+        """The function that is timed, and its arguments. For a backward pass the forward pass is computed before."""
         if not self.gradients:
             return partial(self.run, implementation), work.arrays
         pull = jax.jit(lambda arrays: self._pull(partial(self.run, implementation), arrays))(work.arrays)
@@ -81,8 +92,7 @@ class BenchPass:
 
     def _pull(self, run: Run, arrays: tuple[Any, ...]) -> Any:
         def of_these(*some: Any) -> Any:
-            given = dict(enumerate(arrays)) | dict(zip(self.gradients, some, strict=True))
-            return run(*given.values())
+            return run(*(dict(enumerate(arrays)) | dict(zip(self.gradients, some, strict=True))).values())
 
         return jax.vjp(of_these, *(arrays[i] for i in self.gradients))[1]
 
@@ -91,25 +101,23 @@ class BenchWork(NamedTuple):
     arrays: tuple[Any, ...]
     passes: Mapping[str, BenchPass]
     unit: str
-    cotangents: Any = None  # like the result, for passes that give gradients
-    kernels: Mapping[str, BenchPass] = {}  # passes of single kernels, where those above are of several
+    cotangents: Any = None  # shaped like the result, for passes that compute gradients
+    kernels: Mapping[str, BenchPass] = {}  # passes of single kernels, where `passes` consist of several
 
 
 @dataclass(frozen=True)
 class BenchOperation:
     implementations: Mapping[str, Any]
     shapes: Mapping[str, Any]
-    small: Callable[[Any], Any]  # of a shape one that shows without a GPU that all of it works
+    small: Callable[[Any], Any]  # a shape for machines without a GPU, to see that everything works
     work: Callable[[Any], BenchWork]
     passes: tuple[str, ...] = ("forward", "backward")
-    tuned: tuple[str, ...] = ()  # shapes on which kernels are cut in all ways: one of each kind
-    peers: Mapping[str, Callable[[Any], Mapping[str, Call]]] = field(default_factory=dict)  # of libraries for PyTorch
-    beside: tuple[str, ...] = ()  # what else in jax a pass can be run by, to compare with
+    tuned: tuple[str, ...] = ()  # shapes on which block sizes are tuned: one of each kind
+    others: tuple[str, ...] = ()  # what else in jax a pass can be run by, to compare with
     usual: tuple[str, ...] = ()  # shapes that are measured where none is named; otherwise all
-    plain: str = "reference"  # the implementation in plain JAX that is to be beaten
-    checks: Callable[[Any], Mapping[str, Callable[[], BenchWork]]] | None = (
-        None  # with each option; the first without any
-    )
+    plain: str = "reference"  # the implementation in plain JAX to compare with
+    # Works with each option, the first without any; None: only the work itself.
+    checks: Callable[[Any], Mapping[str, Callable[[], BenchWork]]] | None = None
 
     def shape(self, name: str, *, dry: bool) -> Any:
         return self.small(self.shapes[name]) if dry else self.shapes[name]

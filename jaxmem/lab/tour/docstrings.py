@@ -70,7 +70,7 @@ def write_conversations(pairs: Sequence[tuple[str, str]], file: Path) -> None:
 
 
 def write_tokenizer(files: Sequence[Path], place: Path) -> None:
-    """tokenizer.json (byte-level BPE), and the chat template beside it."""
+    """tokenizer.json (byte-level BPE), and the chat template next to it."""
     tokenizer: Any = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, trim_offsets=False)
     tokenizer.decoder = decoders.ByteLevel()

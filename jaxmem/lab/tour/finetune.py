@@ -12,7 +12,7 @@ import json
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,19 +28,19 @@ from jaxmem.inference.generate import generate
 from jaxmem.inference.load import open_model
 from jaxmem.lab.tour.docstrings import VOCAB, questions, source_files, write_conversations, write_tokenizer
 from jaxmem.lab.tour.panels import Lines
-from jaxmem.lab.tour.stop import Findings, refuse_target
+from jaxmem.lab.tour.stop import Findings
 from jaxmem.lab.tour.table import Table
 from jaxmem.training.run import run
 
 PLACE = "runs/tour-finetune"
-PRETRAIN = {
+PRETRAIN: dict[str, Any] = {
     "model": {"vocab": VOCAB, "layers": 4, "embed": 128, "mlp": 384, "heads": 4, "kv_heads": 2, "head_dim": 32},
     "data": {"source": "stdlib", "sequence_length": 256},
     "batch": {"global_size": 8},
     "optimizer": {"learning_rate": 4e-3, "warmup": 20},
     "train": {"steps": 240, "log_every": 20},
 }
-FINETUNE = {
+FINETUNE: dict[str, Any] = {
     "data": {"source": "chat", "sequence_length": 128, "held_out": 0.05},
     "batch": {"global_size": 16},
     "adapter": {"kind": "qlora", "rank": 8, "alpha": 16.0},
@@ -63,23 +63,16 @@ print(json.dumps(made[0, given["input_ids"].shape[1]:].tolist()))
 """
 
 
-def measure(
-    target: str | None = None,
-    place: str | Path = PLACE,
-    pretrain: dict[str, Any] = PRETRAIN,
-    finetune: dict[str, Any] = FINETUNE,
-) -> Findings:
-    """All steps, in `place`; an earlier directory is renamed."""
-    refuse_target("finetune", target)
-    place = Path(place)
+def measure() -> Findings:
+    """All steps, in PLACE; an earlier directory is renamed."""
+    place, rows = Path(PLACE), []
     move_aside(place)
-    example = _Example(place)
-    example.write_data()
-    example.pretrain(pretrain)
-    example.fine_tune(finetune)
-    example.answer()
+    start = time.process_time()
+    for step, result in steps(place):
+        rows.append({"step": step, "CPU time, s": round(time.process_time() - start), "result": result})
+        start = time.process_time()
     return Findings(
-        [Table(f"A small model, fine-tuned, in {place}", example.rows, {"CPU time, s": ".0f"})],
+        [Table(f"A small model, fine-tuned, in {place}", rows)],
         f"Fine-tuning teaches the form of an answer: {place}/base continues a question as if it were source text,"
         f" {place}/merged answers like a docstring. A model of this size knows hardly any of the functions. Pretraining"
         " has read their source with the docstrings; fine-tuning has not seen the held-out questions."
@@ -91,75 +84,49 @@ def measure(
     )
 
 
+def steps(place: Path) -> Iterator[tuple[str, str]]:
+    """(step, result); each step leaves a file or directory in `place`."""
+    files, root = source_files()
+    chats, own = place / "chats.jsonl", {"output": str(place)}
+    write_tokenizer(files, place / "tokenizer")
+    pairs = list(questions(files, root))
+    write_conversations(pairs, chats)
+    yield "tokenizer and conversations", f"{VOCAB:,} tokens; {len(pairs):,} questions"
+
+    data = {**PRETRAIN["data"], "tokenizer": str(place / "tokenizer")}
+    train = {**PRETRAIN["train"], "evaluate_every": PRETRAIN["train"]["steps"]}
+    result = run(load_config({**PRETRAIN, **own, "name": "pretrained", "data": data, "train": train}))
+    size, loss = result.plan.program.model.parameters / 1e6, result.held_out["loss"]
+    yield "a Llama, pretrained on the standard library", f"{size:.1f} M parameters, held-out loss {loss:.2f}"
+    export_model(place / "pretrained", place / "base")
+    yield "exported for transformers", compare_transformers(place / "base")[0]
+
+    data = {**FINETUNE["data"], "path": str(chats)}
+    overrides = [f"batch.global_size={FINETUNE['batch']['global_size']}", f"data={json.dumps(data)}"]
+    yield "held-out answers, before", f"loss {evaluate(place / 'base', overrides=overrides)['loss']:.2f} nats per token"
+    cfg = load_config({**FINETUNE, **own, "name": "tuned", "model": {"hf": str(place / "base")}, "data": data})
+    trainable, loss = run(cfg).plan.program.model.trainable, evaluate(place / "tuned")["loss"]
+    yield (
+        f"held-out answers, after {cfg.steps} steps of QLoRA",
+        f"loss {loss:.2f}; {trainable:,} trainable parameters, frozen weights in {cfg.base_precision.parameters}",
+    )
+    export_model(place / "tuned", place / "adapter", adapter=True)
+    export_model(place / "tuned", place / "merged", merge=True)
+    size = sum(file.stat().st_size for file in (place / "adapter").iterdir()) / 2**20
+    loss = evaluate(place / "merged", overrides=overrides)["loss"]
+    yield "exported", f"adapter of {size:.1f} MiB; merged model: loss {loss:.2f}"
+
+    model, lines = TextGenerator(place / "merged", tokens=40), chats.read_text(encoding="utf-8").splitlines()
+    held = held_out_records(len(lines), FINETUNE["data"]["held_out"])
+    for number in held[:: max(1, len(held) // ASKED)][:ASKED]:
+        question, docstring = json.loads(lines[number])["messages"]
+        answer = " ".join("".join(model.answer([question])).split())
+        yield question["content"], f"{answer!r}; the docstring: {docstring['content']!r}"
+
+
 def _losses(run: Path) -> list[tuple[int, float]]:
     lines = map(json.loads, (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines())
     return [(line["step"], line["loss"]) for line in lines if "loss" in line]
-
-
-class _Example:
-    """The steps; each leaves a directory and a row."""
-
-    def __init__(self, place: Path) -> None:
-        self.place, self.rows = place, list[dict[str, Any]]()
-        self._since = time.process_time()
-
-    def _add_row(self, step: str, result: str) -> None:
-        now = time.process_time()
-        self.rows.append({"step": step, "CPU time, s": now - self._since, "result": result})
-        self._since = now
-
-    def write_data(self) -> None:
-        files, root = source_files()
-        self.place.mkdir(parents=True)
-        write_tokenizer(files, self.place / "tokenizer")
-        pairs = list(questions(files, root))
-        write_conversations(pairs, self.place / "chats.jsonl")
-        self._add_row("tokenizer and conversations", f"{VOCAB:,} tokens; {len(pairs):,} questions")
-
-    def pretrain(self, config: dict[str, Any]) -> None:
-        data = {**config["data"], "tokenizer": str(self.place / "tokenizer")}
-        train = {**config["train"], "evaluate_every": config["train"]["steps"]}
-        result = run(load_config({**config, **self._named("pretrained"), "data": data, "train": train}))
-        parameters, loss = result.plan.program.model.parameters, result.held_out["loss"]
-        self._add_row(
-            "a Llama, pretrained on the standard library",
-            f"{parameters / 1e6:.1f} M parameters, held-out loss {loss:.2f} nats per token",
-        )
-        export_model(self.place / "pretrained", self.place / "base")
-        self._add_row("exported for transformers", compare_transformers(self.place / "base")[0])
-
-    def fine_tune(self, config: dict[str, Any]) -> None:
-        self._data = {**config["data"], "path": str(self.place / "chats.jsonl")}
-        overrides = [f"batch.{key}={json.dumps(value)}" for key, value in config["batch"].items()]
-        overrides += [f"data.{key}={json.dumps(value)}" for key, value in self._data.items()]
-        before = evaluate(self.place / "base", overrides=overrides)["loss"]
-        self._add_row("held-out answers, before", f"loss {before:.2f} nats per token")
-        cfg = load_config(
-            {**config, **self._named("tuned"), "model": {"hf": str(self.place / "base")}, "data": self._data}
-        )
-        trainable = run(cfg).plan.program.model.trainable
-        after = evaluate(self.place / "tuned")["loss"]
-        self._add_row(
-            f"held-out answers, after {cfg.steps} steps of QLoRA",
-            f"loss {after:.2f}; {trainable:,} trainable parameters, frozen weights in {cfg.base_precision.parameters}",
-        )
-        export_model(self.place / "tuned", self.place / "adapter", adapter=True)
-        export_model(self.place / "tuned", self.place / "merged", merge=True)
-        size = sum(file.stat().st_size for file in (self.place / "adapter").iterdir())
-        merged = evaluate(self.place / "merged", overrides=overrides)["loss"]
-        self._add_row("exported", f"adapter of {size / 2**20:.1f} MiB; merged model: loss {merged:.2f}")
-
-    def answer(self) -> None:
-        lines = (self.place / "chats.jsonl").read_text(encoding="utf-8").splitlines()
-        model = TextGenerator(self.place / "merged", tokens=40)
-        held = held_out_records(len(lines), self._data["held_out"])
-        for line in (lines[number] for number in held[:: max(1, len(held) // ASKED)][:ASKED]):
-            question, docstring = json.loads(line)["messages"]
-            answer = " ".join("".join(model.answer([question])).split())
-            self._add_row(question["content"], f"{answer!r}; the docstring: {docstring['content']!r}")
-
-    def _named(self, name: str) -> dict[str, Any]:
-        return {"name": name, "output": str(self.place)}
 
 
 def compare_transformers(directory: Path, python: Sequence[str] | None = None) -> tuple[str, bool | None]:

@@ -12,77 +12,68 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from jaxmem.config import load_config
 from jaxmem.lab.tour import common
 from jaxmem.lab.tour.panels import Bars
 from jaxmem.lab.tour.stop import Findings
-from jaxmem.lab.tour.table import Row, Table
-from jaxmem.lab.tour.training import DECODER, TEXT, train_each
+from jaxmem.lab.tour.table import Row, Table, gib
 
-TARGET = "rtx4090-24gb"
 BASE = common.llm_config(
     "llama2-7b", 2048, precision=common.BFLOAT16, memory={"remat": "full"}, optimizer={"clip_by": "weight"}
 )
-INT8 = ("precision.parameters=int8", "precision.rounding=auto")
 DURING = "memory.update=during"
-STEPS: Mapping[str, tuple[str, ...]] = {
+EIGHT_BIT, MINI = ("optimizer.name=galore_adamw8bit", "optimizer.rank=1024"), ("optimizer.name=apollo_mini",)
+STEPS: common.Overrides = {
     "AdamW": (),
     "GaLore, rank 1024": ("optimizer.name=galore_adamw", "optimizer.rank=1024"),
-    "8-bit GaLore": ("optimizer.name=galore_adamw8bit", "optimizer.rank=1024"),
-    "Q-GaLore, int8 weights": ("optimizer.name=qgalore", "optimizer.rank=1024", *INT8),
+    "8-bit GaLore": EIGHT_BIT,
+    "Q-GaLore, int8 weights": ("optimizer.name=qgalore", "optimizer.rank=1024", *common.INT8),
     "APOLLO, rank 256": ("optimizer.name=apollo", "optimizer.rank=256"),
-    "APOLLO-Mini, int8 weights": ("optimizer.name=apollo_mini", *INT8),
+    "APOLLO-Mini, int8 weights": (*MINI, *common.INT8),
+    "8-bit GaLore, update during backward": (*EIGHT_BIT, DURING),
+    "APOLLO-Mini, int8 weights, update during backward": (*MINI, *common.INT8, DURING),
 }
-UPDATED = ("8-bit GaLore", "APOLLO-Mini, int8 weights")  # also with the update during the backward pass
-SMALL: dict[str, Any] = {"model": DECODER, "data": TEXT, "batch": {"global_size": 8}, "train": {"steps": 150}}
+SMALL = {"model": common.DECODER, "data": common.TEXT, "batch": {"global_size": 8}, "train": {"steps": 150}}
 LOW = ("optimizer.name=galore_adamw", "optimizer.rank=16", "optimizer.refresh_every=50")
-RUNS: Mapping[str, tuple[str, ...]] = {  # learning rates as in the papers
+RUNS: common.Overrides = {  # learning rates as in the papers
     "AdamW": ("optimizer.learning_rate=3e-3",),
     "GaLore, a quarter of the rank": (*LOW, "optimizer.learning_rate=1e-2"),
     "GaLore and the residual": (*LOW, "optimizer.learning_rate=1e-2", "optimizer.residual=true"),
-    "APOLLO-Mini, rank 1": ("optimizer.name=apollo_mini", "optimizer.learning_rate=1e-2"),
+    "APOLLO-Mini, rank 1": (*MINI, "optimizer.learning_rate=1e-2"),
 }
 
 
-def measure(target: str | None = None, base: Mapping[str, Any] = BASE, steps: int | None = None) -> Findings:
+def measure(target: str, base: Mapping[str, Any] = BASE) -> Findings:
     """Each optimizer's step compiled for a GPU, and short runs of some of them here."""
-    aim = target or TARGET
-    settings = {**STEPS} | {f"{name}, update during backward": (*STEPS[name], DURING) for name in UPDATED}
-    plans = common.plans(aim, {name: load_config(base, overrides) for name, overrides in settings.items()})
-    rows = [_row(name, plan) for name, plan in plans.items()]
+    plans = common.plans(target, base, STEPS)
+    table = Table(f"{common.title(base)} on {target}, compiled", [_row(name, plan) for name, plan in plans.items()])
     runs = [
         {
             "optimizer": name,
             "state, bytes per parameter": outcome.plan["predicted"]["optimizer"] / outcome.plan["model"]["parameters"],
-            "loss": outcome.held_out["loss"],
+            "held-out loss": outcome.held_out["loss"],
         }
-        for name, outcome in train_each(SMALL, steps, RUNS).items()
+        for name, outcome in common.train_all(dict.fromkeys(RUNS, SMALL), RUNS).items()
     ]
-    first, last = rows[0], rows[-1]
-    model, length = base["model"].get("preset", base["name"]), base["data"]["sequence_length"]
-    formats = dict.fromkeys(("weights", "state", "other", "total", "measured"), "GiB")
+    first, last = table.rows[0], table.rows[-1]
     return Findings(
-        [
-            Table(f"{model} on {aim}, {length:,} tokens, compiled", rows, {**formats, "bytes per parameter": ".2f"}),
-            Table("A small decoder, trained here", runs, {"state, bytes per parameter": ".2f", "loss": ".3f"}),
-        ],
-        f"From {first['optimizer']} to {last['optimizer']} a step shrinks from {first['total'] / 2**30:.1f} to"
-        f" {last['total'] / 2**30:.1f} GiB, and every weight is still trained. Other: gradients, activations, logits."
+        [table, Table(f"A small decoder, {SMALL['train']['steps']} updates here", runs)],
+        f"From {first['optimizer']} to the last row a step shrinks from {first['total, GiB']:.1f} to"
+        f" {last['total, GiB']:.1f} GiB, and every weight is still trained. Other: gradients, activations, logits."
         " Embedding and output matrices have the state of AdamW unless optimizer.project_embeddings is set. Loss: nats"
-        f" per byte of held-out text after {steps or SMALL['train']['steps']} updates.",
-        [Bars(f"Memory of a step, {model} on {aim}", rows, ("weights", "state", "other"), "GiB")],
+        " per byte.",
+        [Bars(table, list(table.rows[0])[1:4], "Memory of a step, GiB")],
     )
 
 
-def _row(name: str, plan: dict[str, Any]) -> Row:
+def _row(name: str, plan: Mapping[str, Any]) -> Row:
     parts = plan["bytes_per_device"]
     weights, state = parts["parameters"] + parts["quantization"], parts["optimizer"] + parts["master"]
     return {
         "optimizer": name,
-        "weights": weights,
-        "state": state,
-        "other": parts["total"] - weights - state,
-        "total": parts["total"],
+        "weights, GiB": gib(weights),
+        "state, GiB": gib(state),
+        "other, GiB": gib(parts["total"] - weights - state),
+        "total, GiB": gib(parts["total"]),
         "bytes per parameter": parts["total"] / plan["model"]["parameters"],
-        "measured": plan.get("measured"),
+        "measured, GiB": gib(plan["measured"]),
     }

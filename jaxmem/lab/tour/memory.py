@@ -8,27 +8,23 @@ optimizer, and the rows of several GPUs go back to AdamW in bfloat16. A row take
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
-from jaxmem.config import load_config
 from jaxmem.errors import UserError
 from jaxmem.lab.tour import common
 from jaxmem.lab.tour.panels import Bars
 from jaxmem.lab.tour.stop import Findings
-from jaxmem.lab.tour.table import Row, Table
+from jaxmem.lab.tour.table import Row, Table, gib
 from jaxmem.planning.targets import parse_target
 
-TARGET = "h100-80gb"
 SEVERAL = 8  # GPUs, unless the target says how many
 BASE = common.llm_config("llama3-8b", 4096, mesh={"fsdp": -1}, memory={"attention": "reference"})
 PREDICTED, COMPILED = "predicted, bytes per parameter", "compiled, bytes per parameter"
 
 
-@dataclass(frozen=True)
-class Technique:
-    """A row. Where there are several GPUs, each text may say how many: `{gpus}`."""
+class Technique(NamedTuple):
+    """A row. Where there are several GPUs, each text may refer to their number: `{gpus}`."""
 
     name: str
     formula: str  # bytes per parameter: weights + gradients + optimizer state (with any float32 weights)
@@ -49,7 +45,6 @@ ADAMW = (
     "optimizer.project_embeddings=null", "optimizer.clip_by=global", "memory.update=after", "batch.global_size={gpus}",
     "zero=1",
 )  # fmt: skip
-INT8 = ("precision.parameters=int8", "precision.rounding=auto")
 REMAINDER = ("precision.rounding=auto", "precision.master=remainder8")
 ROWS = (
     Technique("AdamW in float32", "4 + 4 + 8"),
@@ -67,7 +62,7 @@ ROWS = (
     Technique(
         "8-bit GaLore, rank 1024", "2 + 2 + 1", ("optimizer.name=galore_adamw8bit", "optimizer.rank=1024", *BFLOAT16)
     ),
-    Technique("Q-GaLore, int8 weights", "1 + 2 + 1", ("optimizer.name=qgalore", *INT8)),
+    Technique("Q-GaLore, int8 weights", "1 + 2 + 1", ("optimizer.name=qgalore", *common.INT8)),
     Technique("APOLLO-Mini, int8 weights", "1 + 2 + 1", ("optimizer.name=apollo_mini", "optimizer.rank=null")),
     Technique("embedding and output matrices projected", "1 + 2 + 0", ("optimizer.project_embeddings=true",)),
     Technique("update during the backward pass", "1 + 0 + 0", ("memory.update=during", "optimizer.clip_by=weight")),
@@ -77,53 +72,41 @@ ROWS = (
 )
 
 
-def measure(target: str | None = None, base: dict[str, Any] = BASE, rows: Sequence[Technique] = ROWS) -> Findings:
-    """The table for a kind of GPU; the target's number of GPUs is that of the rows of several."""
-    kind, _, amount = (target or TARGET).partition(":")
-    count = _count(target) if target and amount else SEVERAL
-    found = list(_rows(kind, base, [row.on(count) for row in rows]))
-    single = [row for row in found if row["gpus"] == 1]
-    name, length = base["model"].get("preset", base["name"]), base["data"]["sequence_length"]
-    hidden = dict.fromkeys(("gpus", "parameters", "parts", "overrides"))
-    formats = {PREDICTED: ".2f", COMPILED: ".2f", "per GPU": "GiB", "measured": "GiB", **hidden}
-    return Findings(
-        [Table(f"{name} on {kind}, {length:,} tokens per GPU: memory of each GPU", found, formats)],
-        "A row's settings hold for the rows after it until one of them replaces them; the rows of several GPUs go back"
-        " to AdamW in bfloat16. The formula counts weights, gradients and optimizer state; a step also holds"
-        " activations, logits and temporary buffers. Predicted: arithmetic on the config alone; compiled: what XLA"
-        f" allocates; measured: rows that fit also run where the machine has a {kind}. Every weight is trained in"
-        f" every row: one GPU goes from {single[0][COMPILED]:.2f} bytes per parameter to {single[-1][COMPILED]:.2f}.",
-        [Bars(f"Bytes per parameter on each GPU, {name} on {kind}", found, (COMPILED, PREDICTED), ".2f", grouped=True)],
-    )
-
-
-def _rows(kind: str, base: dict[str, Any], rows: Sequence[Technique]) -> Iterator[Row]:
-    overrides = dict(zip(rows, itertools.accumulate(row.overrides for row in rows), strict=True))
-    plans: dict[str, dict[str, Any]] = {}
-    for gpus, alike in itertools.groupby(rows, lambda row: row.gpus):
-        plans |= common.plans(f"{kind}:{gpus}", {row.name: load_config(base, overrides[row]) for row in alike})
-    for row in rows:
-        plan = plans[row.name]
-        parameters, total = plan["model"]["parameters"], plan["bytes_per_device"]["total"]
-        predicted = plan["predicted"]["total"]
-        yield {
-            "technique": row.name,
-            "weights + gradients + state": row.formula,
-            PREDICTED: predicted and predicted / parameters,
-            COMPILED: total / parameters,
-            "per GPU": total,
-            "measured": plan.get("measured"),
-            "gpus": row.gpus,
-            "parameters": parameters,
-            "parts": plan["bytes_per_device"],
-            "overrides": list(overrides[row]),
-        }
-
-
-def _count(target: str) -> int:
-    count = parse_target(target).count
+def measure(target: str, base: dict[str, Any] = BASE, rows: Sequence[Technique] = ROWS) -> Findings:
+    """The table for a kind of GPU; the rows of several GPUs have as many as the target."""
+    kind, _, amount = target.partition(":")
+    count = parse_target(target).count if amount else SEVERAL
     if count == 1:
         raise UserError(
             f"tour memory --target {target}: the ZeRO rows need several GPUs; leave the number out for {SEVERAL}"
         )
-    return count
+    rows = [row.on(count) for row in rows]
+    overrides = dict(zip(rows, itertools.accumulate(row.overrides for row in rows), strict=True))
+    plans: dict[str, dict[str, Any]] = {}
+    for gpus, alike in itertools.groupby(rows, lambda row: row.gpus):
+        plans |= common.plans(f"{kind}:{gpus}", base, {row.name: overrides[row] for row in alike})
+    found = [_row(row, plans[row.name], overrides[row]) for row in rows]
+    table = Table(f"{common.title(base)} per GPU on {kind}", found, ("parts", "parameters", "overrides"))
+    one_gpu = [row[COMPILED] for row, technique in zip(found, rows, strict=True) if technique.gpus == 1]
+    return Findings(
+        [table],
+        "The formula counts weights, gradients and optimizer state; a step also holds activations, logits and temporary"
+        " buffers. Predicted: arithmetic on the config alone; compiled: what XLA allocates. Every weight is trained in"
+        f" every row: one GPU goes from {one_gpu[0]:.2f} bytes per parameter to {one_gpu[-1]:.2f}.",
+        [Bars(table, (COMPILED, PREDICTED), "Bytes per parameter on each GPU", grouped=True)],
+    )
+
+
+def _row(technique: Technique, plan: dict[str, Any], overrides: Sequence[str]) -> Row:
+    parameters, parts, predicted = plan["model"]["parameters"], plan["bytes_per_device"], plan["predicted"]["total"]
+    return {
+        "technique": technique.name,
+        "weights + gradients + state": technique.formula,
+        PREDICTED: predicted and predicted / parameters,
+        COMPILED: parts["total"] / parameters,
+        "per GPU, GiB": gib(parts["total"]),
+        "measured, GiB": gib(plan["measured"]),
+        "parameters": parameters,
+        "parts": parts,
+        "overrides": list(overrides),
+    }

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from jaxmem.lab.tour.table import SCALES, Row, cell, with_unit
+from jaxmem.lab.tour.table import Table, format_column
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -17,42 +17,31 @@ Points = Sequence[tuple[float, float]]
 
 @dataclass(frozen=True)
 class Bars:
-    """One bar per row, from the top, with the sum (stacked) or each value (grouped) written beside it."""
+    """One bar per row of a table, from the top, with the sum of its `parts` (columns), or each of them where they are
+    grouped, written at its end. `title`: the table's, unless there is one."""
 
-    title: str
-    rows: Sequence[Row]
-    parts: Sequence[str]  # columns of the rows
-    spec: str = ""  # unit or format of the numbers, as in a Table
+    table: Table
+    parts: Sequence[str]
+    title: str = ""
     grouped: bool = False
-    begin: str = ""  # the column with the value at which a bar begins, in place of 0
-    log: bool = False
-    labels: bool = True
 
     def draw(self, axes: Axes) -> None:
-        if self.log:  # before the bars, which are autoscaled for it
-            axes.set_xscale("log")
-        scale, _ = SCALES.get(self.spec, (1, ""))
-        places = range(len(self.rows))
+        count = len(self.table.rows)
         height = 0.8 / (len(self.parts) if self.grouped else 1)
-        begin = [row[self.begin] / scale if self.begin else 0.0 for row in self.rows]
+        left = [0.0] * count
         for number, part in enumerate(self.parts):
-            values = [row[part] or 0 for row in self.rows]
-            at = [place + (number * height if self.grouped else 0.0) for place in places]
-            bars = axes.barh(at, [value / scale for value in values], height, left=begin, label=part)
-            if not self.grouped:
-                begin = [left + value / scale for left, value in zip(begin, values, strict=True)]
-                values = [left * scale for left in begin]
-            if self.labels and (self.grouped or part == self.parts[-1]):
-                axes.bar_label(bars, [cell(value, self.spec) for value in values], fontsize=7, padding=2)
+            values = [value or 0.0 for value in self.table.column(part)]
+            at = [place + (number * height if self.grouped else 0.0) for place in range(count)]
+            bars = axes.barh(at, values, height, left=None if self.grouped else left, label=part)
+            left = [a + b for a, b in zip(left, values, strict=True)]
+            if self.grouped or part == self.parts[-1]:
+                axes.bar_label(bars, format_column(values if self.grouped else left), fontsize=7, padding=2)
         middle = (0.8 - height) / 2 if self.grouped else 0.0
-        axes.set_yticks([place + middle for place in places], [str(next(iter(row.values()))) for row in self.rows])
+        names = [str(next(iter(row.values()))) for row in self.table.rows]
+        axes.set_yticks([place + middle for place in range(count)], names)
         axes.invert_yaxis()
         axes.margins(x=0.2)
-        if self.begin and self.log:
-            axes.set_xlim(min(row[self.begin] for row in self.rows) / scale)
-        axes.set(title=self.title, xlabel=with_unit("", self.spec).removeprefix(", "))
-        if len(self.parts) > 1:
-            axes.legend(fontsize=7)
+        axes.set(title=self.title or self.table.title, xlabel=self.parts[0] if len(self.parts) == 1 else "")
 
 
 @dataclass(frozen=True)
@@ -64,7 +53,12 @@ class Lines:
     y: str
     series: Mapping[str, Points]
     log: str = ""  # the axes with a logarithmic scale: "x", "y" or "xy"
-    ticks: Mapping[float, str] = field(default_factory=dict)  # texts on the x axis
+
+    @classmethod
+    def of(cls, table: Table, x: str, y: str, columns: Sequence[str], log: str = "") -> Lines:
+        """A line per column."""
+        series = {name: list(zip(table.column(x), table.column(name), strict=True)) for name in columns}
+        return cls(table.title, x, y, series, log)
 
     def draw(self, axes: Axes) -> None:
         for number, (name, points) in enumerate(self.series.items()):
@@ -76,14 +70,6 @@ class Lines:
         axes.set(title=self.title, xlabel=self.x, ylabel=self.y)
         for axis in self.log:
             axes.set(**{f"{axis}scale": "log"})
-        if self.ticks:
-            long = max(map(len, self.ticks.values())) > 8
-            axes.set_xticks(
-                [*self.ticks], [*self.ticks.values()], rotation=40 if long else 0, ha="right" if long else "center"
-            )
-            axes.minorticks_off()
-        if len(self.series) > 1:
-            axes.legend(fontsize=7)
 
 
 Panel = Bars | Lines
@@ -93,10 +79,12 @@ def draw(path: Path, panels: Sequence[Panel]) -> None:
     """A PNG with the panels side by side."""
     from jaxmem.report.matplotlib_figure import figure  # its package loads jax, which a stop starts in its own way
 
-    tallest = max((len(panel.rows) for panel in panels if isinstance(panel, Bars)), default=0)
+    tallest = max((len(panel.table.rows) for panel in panels if isinstance(panel, Bars)), default=0)
     with figure(path, max(9, 4.5 * len(panels)), max(4.5, 0.35 * tallest)) as drawn:
         for axes, panel in zip(drawn.subplots(1, len(panels), squeeze=False)[0], panels, strict=True):
             panel.draw(axes)
             axes.tick_params(labelsize=8)
             axes.grid(alpha=0.3, axis="both" if isinstance(panel, Lines) else "x")
             axes.title.set_fontsize(10)
+            if len(axes.get_legend_handles_labels()[0]) > 1:
+                axes.legend(fontsize=7)

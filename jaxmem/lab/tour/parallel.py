@@ -12,15 +12,16 @@ from typing import Any
 
 from jaxmem.config import load_config
 from jaxmem.errors import UserError
+from jaxmem.lab.parameter_server import busiest_link
 from jaxmem.lab.tour import common
 from jaxmem.lab.tour.panels import Bars
 from jaxmem.lab.tour.stop import SIMULATED, Findings
-from jaxmem.lab.tour.table import Row, Table
+from jaxmem.lab.tour.table import Row, Table, gib
 from jaxmem.machine import devices
 
-TARGET, GPUS = "h100-80gb", 8
+GPUS = 8
 BASE = common.llm_config("llama3-8b", 4096, memory={"remat": "full"}, batch={"global_size": 8})
-LAYOUTS: Mapping[str, tuple[str, ...]] = {
+LAYOUTS: common.Overrides = {
     "data parallel": ("zero=0", "mesh.fsdp=8"),
     "ZeRO-1: optimizer state sharded": ("zero=1", "mesh.fsdp=8"),
     "ZeRO-2: and gradients": ("zero=2", "mesh.fsdp=8"),
@@ -33,79 +34,59 @@ LAYOUTS: Mapping[str, tuple[str, ...]] = {
     "pipeline, interleaved in 2 rounds": ("mesh.stage=8", "zero=1", "batch.accumulate=8", "pipeline.rounds=2"),
 }
 SIZE = 256  # of the matrices whose matmul is sharded
-STAGES, MICRO_BATCHES = 4, 8  # of the timeline
 PARTS = ("parameters", "optimizer", "gradients", "activations", "other")
 
 
-def measure(target: str | None = None, base: dict[str, Any] = BASE) -> Findings:
+def measure(target: str, base: dict[str, Any] = BASE) -> Findings:
     """The layouts compiled for eight GPUs; one matmul sharded in both ways over simulated devices, here."""
-    from jaxmem.stack.stages import Pipeline
-
-    kind, _, count = (target or TARGET).partition(":")
+    kind, _, count = target.partition(":")
     if count not in ("", str(GPUS)):
         raise UserError(
             f"tour parallel does not support --target {target}: layouts are for {GPUS} GPUs; leave the number out"
         )
-    plans = common.plans(f"{kind}:{GPUS}", {name: load_config(base, changes) for name, changes in LAYOUTS.items()})
-    rows = [_row(name, plan) for name, plan in plans.items()]
-    rows.append(_server(rows[0]))
+    plans = common.plans(f"{kind}:{GPUS}", base, LAYOUTS)
+    rows = [_row(base, name, plan) for name, plan in plans.items()]
+    link, ring = busiest_link(plans["data parallel"]["bytes_per_device"]["parameters"], GPUS)
+    sent = rows[0]["sent, GiB"] * link / ring  # in the dtype that the all-reduce sends
+    server = {"layout": "parameter server, its link", "sent, GiB": sent, "exposed, %": 100.0}
+    rows.append({**dict.fromkeys(rows[0]), **server, "most bytes": "push; pull as much"})
     devices.simulate(SIMULATED)  # only now: steps run on GPUs, if they are here
-    matmuls = list(sharded_matmuls())
-    pipeline = Pipeline(layers=8, stages=STAGES, micro_batches=MICRO_BATCHES)
-    names = [f"micro-batch {number}" for number in range(MICRO_BATCHES)]
-    stages = [{"stage": f"stage {stage}", "begin": stage, **dict.fromkeys(names, 1)} for stage in range(STAGES)]
-    formats = {"per device": "GiB", "sent": "GiB", "exposed": ".0%", "step": "s", "idle": ".0%", "measured": "GiB"}
-    length, model = base["data"]["sequence_length"], base["model"].get("preset", "a model")
+    memory = [
+        {"layout": name, **{part: gib(plan["bytes_per_device"][part]) for part in PARTS}}
+        for name, plan in plans.items()
+    ]
     return Findings(
         [
-            Table(f"{model} on {GPUS} x {kind}", rows, {**formats, "collectives": None, "parts": None}),
-            Table(f"A matmul of {SIZE} x {SIZE} matrices over {SIMULATED} devices", matmuls, {"relative error": ".0e"}),
+            Table(f"{common.title(base)} on {GPUS} x {kind}", rows),
+            Table(f"A matmul of {SIZE} x {SIZE} matrices over {SIMULATED} devices", list(sharded_matmuls())),
         ],
-        f"Per device and update of {base['batch']['global_size']} sequences of {length:,} tokens. Exposed: the share of"
-        " bytes sent while nothing is computed. Idle: the share of a pipeline's time slots in which a stage waits; with"
-        " one micro-batch that is plain model parallelism. A server's link carries"
-        f" {rows[-1]['sent'] / rows[0]['sent']:.1f} times what an all-reduce sends over each link.",
-        [
-            Bars("Memory per device", [{"layout": row["layout"], **row["parts"]} for row in rows[:-1]], PARTS, "GiB"),
-            Bars(
-                f"{MICRO_BATCHES} micro-batches through {STAGES} stages: {pipeline.bubble:.0%} idle",
-                stages,
-                names,
-                begin="begin",
-                labels=False,
-            ),
-        ],
+        f"Per device and update of {base['batch']['global_size']} sequences. Exposed: the share of bytes sent while"
+        " nothing is computed. Idle: the share of a pipeline's time slots in which a stage waits; with one micro-batch"
+        f" that is plain model parallelism. A server's link carries {link / ring:.1f} times what an all-reduce sends"
+        " over each link.",
+        [Bars(Table("Memory per device, GiB", memory), PARTS)],
     )
 
 
-def _row(name: str, plan: dict[str, Any]) -> Row:
+def _row(base: dict[str, Any], name: str, plan: Mapping[str, Any]) -> Row:
     from jaxmem.stack.stages import Pipeline
 
-    changes = dict(change.split("=") for change in LAYOUTS[name])
+    cfg = load_config(base, LAYOUTS[name])
+    pipeline = Pipeline(
+        layers=32, stages=cfg.mesh.stage, micro_batches=cfg.batch.accumulate, rounds=cfg.pipeline.rounds
+    )
     sent = plan["collectives"]
     wire, exposed = (sum(kind[field] for kind in sent.values()) for field in ("wire_bytes", "exposed_bytes"))
-    stages, micro, rounds = (int(changes.get(key, 1)) for key in ("mesh.stage", "batch.accumulate", "pipeline.rounds"))
     return {
         "layout": name,
-        "per device": plan["bytes_per_device"]["total"],
-        "sent": wire,
-        "exposed": exposed / wire,
-        "step": plan["estimated_step_seconds"],
-        "idle": Pipeline(layers=32, stages=stages, micro_batches=micro, rounds=rounds).bubble or None,
+        "per device, GiB": gib(plan["bytes_per_device"]["total"]),
+        "sent, GiB": gib(wire),
+        "exposed, %": 100 * exposed / wire,
+        "step, s": plan["estimated_step_seconds"],
+        "idle, %": 100 * pipeline.bubble or None,
         "most bytes": max(sent, key=lambda kind: sent[kind]["wire_bytes"]),
-        "measured": plan.get("measured"),
-        "collectives": sent,
-        "parts": plan["bytes_per_device"],
+        "measured, GiB": gib(plan["measured"]),
     }
-
-
-def _server(parallel: Row) -> Row:
-    """The link of a server that as many workers push to and pull from, in the dtype that the all-reduce sends."""
-    from jaxmem.lab.parameter_server import busiest_link
-
-    link, ring = busiest_link(parallel["parts"]["parameters"], GPUS)
-    own = {"layout": "parameter server, its link", "sent": parallel["sent"] * link / ring, "exposed": 1.0}
-    return {**dict.fromkeys(parallel), **own, "most bytes": "push; pull as much"}
 
 
 def sharded_matmuls() -> Iterator[Row]:

@@ -9,9 +9,9 @@ for their scales, 8 / k with double quantization.
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -21,7 +21,7 @@ from jaxmem import models
 from jaxmem.config import load_config
 from jaxmem.inference.evaluate import Evaluator
 from jaxmem.lab.tour.panels import Lines
-from jaxmem.lab.tour.stop import Findings, refuse_target
+from jaxmem.lab.tour.stop import Findings
 from jaxmem.lab.tour.table import Row, Table
 from jaxmem.quant import quantize
 from jaxmem.training.run import run
@@ -39,86 +39,65 @@ TRAINED: dict[str, Any] = {
     "train": {"steps": 200, "evaluate_every": 200, "log_every": 200},
 }
 BITS = (8, 6, 5, 4, 3, 2)
+Quantizer = Callable[[jax.Array], Any]
+IN_BLOCKS: dict[str, Any] = {"block_size": BLOCK, "axis": -2}
+# How a matrix is stored; vectors stay in float32.
+SCHEMES: dict[str, Quantizer] = {
+    "float32": lambda x: x,
+    "bfloat16": lambda x: x.astype(jnp.bfloat16),
+    "int8": partial(quantize, format="int8", **IN_BLOCKS),
+    "int6": partial(quantize, format="int6", **IN_BLOCKS),
+    "int5": partial(quantize, format="int5", **IN_BLOCKS),
+    "int4, one scale": partial(quantize, format="int4", block_size=BLOCK, axis=None),
+    "int4, a scale per channel": partial(quantize, format="int4", block_size=None, axis=-2),
+    "int4, blocks of 64": partial(quantize, format="int4", **IN_BLOCKS),
+    "uint4, affine blocks": partial(quantize, format="uint4", **IN_BLOCKS),
+    "nf4, blocks of 64": partial(quantize, format="nf4", **IN_BLOCKS),
+    "nf4, double quantization": partial(quantize, format="nf4", double_quant=True, **IN_BLOCKS),
+    "int3": partial(quantize, format="int3", **IN_BLOCKS),
+    "int2": partial(quantize, format="int2", **IN_BLOCKS),
+}
 
 
-class Scheme(NamedTuple):
-    """A format and how values share scales; without a format, `width` bytes per value."""
-
-    name: str
-    format: str | None
-    block: int | None = BLOCK
-    axis: int | None = -2
-    double: bool = False
-    width: int = 0
-
-
-SCHEMES = (
-    Scheme("float32", None, width=4),
-    Scheme("bfloat16", None, width=2),
-    Scheme("int8", "int8"),
-    Scheme("int6", "int6"),
-    Scheme("int5", "int5"),
-    Scheme("int4, one scale", "int4", axis=None),
-    Scheme("int4, a scale per channel", "int4", block=None),
-    Scheme("int4, blocks of 64", "int4"),
-    Scheme("uint4, affine blocks", "uint4"),
-    Scheme("nf4, blocks of 64", "nf4"),
-    Scheme("nf4, double quantization", "nf4", double=True),
-    Scheme("int3", "int3"),
-    Scheme("int2", "int2"),
-)
-
-
-def measure(
-    target: str | None = None,
-    model: str = MODEL,
-    schemes: Sequence[Scheme] = SCHEMES,
-    trained: Mapping[str, Any] = TRAINED,
-) -> Findings:
+def measure() -> Findings:
     """Bytes and errors of each scheme; then a small model, trained here, with its weights in fewer and fewer bits."""
-    refuse_target("quantization", target)
-    rows, networks = list(_schemes(model, schemes)), list(quantized_networks(trained))
-    error = {row["stored as"]: row["mean error"] for row in rows}
-    size = {row["stored as"]: row["all weights"] for row in rows}
-    count, accuracy = rows[0]["parameters"], networks[0]["symmetric"]
-    even = [row for row in networks if row["affine"] is not None]
-    fewest = min(row["bits"] for row in even if row["symmetric"] >= accuracy - 0.01)
-    formats = {"bits": ".2f", "mean error": ".4f", "all weights": "GB", "parameters": None}
-    percent = {"symmetric": ".1%", "loss": ".3f", "affine": ".1%", "affine loss": ".3f", "bits": None}
-    points = {row["stored as"]: [(row["bits"], row["mean error"])] for row in rows if row["mean error"]}
-    curves = {name: [(row["bits"], 100 * row[name]) for row in even] for name in ("symmetric", "affine")}
+    schemes = Table(f"Weights of {MODEL}; errors of normal numbers", list(_schemes()), ("parameters",))
+    networks = Table(
+        "Accuracy on digits of a network that is quantized after training", list(quantized_networks()), ("bits",)
+    )
+    rows = {row["stored as"]: row for row in schemes.rows}
+    trained, even = networks.rows[0]["symmetric"], [row for row in networks.rows if row["affine"] is not None]
+    fewest = min(row["bits"] for row in even if row["symmetric"] >= trained - 0.01)
+    points = {name: [(row["bits per weight"], row["mean error"])] for name, row in rows.items() if row["mean error"]}
+    curves = {name: [(row["bits"], row[name]) for row in even] for name in ("symmetric", "affine")}
     return Findings(
-        [
-            Table(f"{count / 1e9:.1f} B weights of {model}; errors of normal numbers", rows, formats),
-            Table("Accuracy on digits of a network that is quantized after training", networks, percent),
-        ],
-        f"In 4 bits alone {count / 1e9:.1f} B weights are {count / 2e9:.1f} GB; nf4 with double quantization is"
-        f" {size['nf4, double quantization'] / 1e9:.1f} GB. A scale per block takes the error of int4 from"
-        f" {error['int4, one scale']:.3f} to {error['int4, blocks of 64']:.3f}, and the levels of nf4 to"
-        f" {error['nf4, blocks of 64']:.3f}; each bit less doubles it. The network has an accuracy of {accuracy:.1%}"
-        f" and stays within a point of that down to {fewest} bits; in {BITS[-1]} bits it has"
-        f" {even[-1]['symmetric']:.1%} with symmetric codes (three values), {even[-1]['affine']:.1%} with affine ones"
-        " (four).",
+        [schemes, networks],
+        f"In nf4 with double quantization {rows['float32']['parameters'] / 1e9:.1f} B weights are"
+        f" {rows['nf4, double quantization']['all weights, GB']:.1f} GB. A scale per block reduces the error of int4"
+        f" from {rows['int4, one scale']['mean error']:.3f} to {rows['int4, blocks of 64']['mean error']:.3f}; each bit"
+        f" less doubles it. The network stays within a point of its accuracy of {trained:.1%} down to {fewest} bits.",
         [
             Lines("Mean error of normal numbers", "bits per weight, with scales", "error", points, "y"),
-            Lines("Accuracy on held-out digits", "bits per weight, without scales", "%", curves),
+            Lines("Accuracy on held-out digits", "bits per weight, without scales", "accuracy", curves),
         ],
     )
 
 
-def _schemes(model: str, schemes: Sequence[Scheme]) -> Iterator[Row]:
-    weights = _weights(model)
+def _schemes() -> Iterator[Row]:
+    weights = _weights(MODEL)
     count = sum(x.size for x in weights)
     x = jax.random.normal(jax.random.key(0), (SIZE, SIZE))
-    for scheme in schemes:
-        if scheme.format is None:
-            back = x.astype(jnp.bfloat16 if scheme.width == 2 else jnp.float32).astype(jnp.float32)
-        else:
-            back = _quantized(scheme, x).dequantize()
-        stored = sum(_bytes(scheme, x) for x in weights)
-        error = float(jnp.mean(jnp.abs(back - x)))
-        own = {"bits": 8 * stored / count, "mean error": error, "all weights": stored, "parameters": count}
-        yield {"stored as": scheme.name, **own}
+    for name, stored in SCHEMES.items():
+        size = sum(_bytes(jax.eval_shape(stored, x)) if is_matrix(x) else 4 * x.size for x in weights)
+        found = stored(x)
+        back = found.astype(jnp.float32) if isinstance(found, jax.Array) else found.dequantize()
+        yield {
+            "stored as": name,
+            "bits per weight": 8 * size / count,
+            "mean error": float(jnp.mean(jnp.abs(back - x))),
+            "all weights, GB": size / 1e9,
+            "parameters": count,
+        }
 
 
 def _weights(model: str) -> list[Any]:
@@ -128,15 +107,8 @@ def _weights(model: str) -> list[Any]:
     return jax.tree.leaves(nnx.state(network, nnx.Param))
 
 
-def _bytes(scheme: Scheme, x: Any) -> int:
-    """Of one weight; vectors stay in float32."""
-    if not is_matrix(x):
-        return 4 * x.size
-    return scheme.width * x.size if scheme.format is None else jax.eval_shape(partial(_quantized, scheme), x).nbytes
-
-
-def _quantized(scheme: Scheme, x: Any) -> Any:
-    return quantize(x, scheme.format, scheme.block, scheme.axis, double_quant=scheme.double)
+def _bytes(stored: Any) -> int:
+    return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(stored))
 
 
 def is_matrix(x: Any) -> bool:
@@ -151,21 +123,18 @@ def rounded(x: jax.Array, form: str, axis: int = -2) -> jax.Array:
     return jax.device_put(quantize(x, form, BLOCK, axis, double_quant=True).dequantize(), x.sharding)
 
 
-def quantized_networks(config: Mapping[str, Any]) -> Iterator[Row]:
+def quantized_networks() -> Iterator[Row]:
     """A trained network's accuracy and loss, with its matrices in each number of bits."""
 
-    def row(name: str, bits: int, symmetric: Mapping[str, float], affine: Mapping[str, float]) -> Row:
-        own = {"symmetric": symmetric["accuracy"], "loss": symmetric["loss"]}
+    def row(name: str, bits: int, own: Mapping[str, float], affine: Mapping[str, float]) -> Row:
+        symmetric = {"symmetric": own["accuracy"], "loss": own["loss"]}
         return {
-            "weights": name,
-            "bits": bits,
-            **own,
-            "affine": affine.get("accuracy"),
-            "affine loss": affine.get("loss"),
-        }
+            "weights": name, "bits": bits, **symmetric,
+            "affine": affine.get("accuracy"), "affine loss": affine.get("loss"),
+        }  # fmt: skip
 
     with tempfile.TemporaryDirectory() as place:
-        result = run(load_config({**config, "output": place}), jax.devices()[:1])
+        result = run(load_config({**TRAINED, "output": place}), jax.devices()[:1])
         with Evaluator(result.plan.program) as held_out:
 
             def means(form: str) -> Mapping[str, float]:

@@ -12,7 +12,7 @@ import inspect
 import io
 import json
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,8 +27,8 @@ from jaxmem.config import Config, load_config
 from jaxmem.data import Loader
 from jaxmem.data.digits import BRIGHTEST, Digits
 from jaxmem.lab.tour.panels import Lines
-from jaxmem.lab.tour.stop import SIMULATED, Findings, refuse_target
-from jaxmem.lab.tour.table import Row, Table
+from jaxmem.lab.tour.stop import SIMULATED, Findings
+from jaxmem.lab.tour.table import Table
 from jaxmem.planning import plan_program
 from jaxmem.step import program
 from jaxmem.training.run import run
@@ -88,49 +88,51 @@ def by_config(cfg: Config, devices: Sequence[Any]) -> list[float]:
     return [json.loads(line)["loss"] for line in (result.directory / "metrics.jsonl").read_text().splitlines()]
 
 
-def measure(target: str | None = None, steps: int | None = None) -> Findings:
+def measure() -> Findings:
     """The three on one device; then the config on eight, and stopped half-way and started again."""
-    refuse_target("stack", target)
-    first, eight = jax.devices()[:1], jax.devices()[:SIMULATED]
-    steps = steps or BASE["train"]["steps"]
+    first, eight, steps = jax.devices()[:1], jax.devices()[:SIMULATED], BASE["train"]["steps"]
     with tempfile.TemporaryDirectory() as place:
 
         def config(name: str, *overrides: str) -> Config:
-            return load_config({**BASE, "output": f"{place}/{name}"}, [f"train.steps={steps}", *overrides])
+            return load_config({**BASE, "output": f"{place}/{name}"}, overrides)
 
-        bare = bare_loop(config("bare"))
-        expected = by_config(config("whole"), first)
-        parts = library_loop(config("parts"), first)
-        sharded = by_config(config("eight"), eight)
         by_config(config("again", f"train.steps={steps // 2}", f"checkpoint.every={steps // 2}"), first)
-        resumed = by_config(config("again"), first)
-        files = sorted(file.name for file in Path(place, "whole/run").iterdir())
-
-    def row(name: str, losses: list[float], adds: str, source: Any = None) -> Row:
-        difference = max(abs(a - b) for a, b in zip(losses, expected, strict=True))
-        return {
-            "run": name,
-            "lines without imports": len(inspect.getsource(source).splitlines()) if source else None,
-            "first loss": losses[0],
-            "last loss": losses[-1],
-            "difference": difference if losses is not bare else "its own batches",
-            "what it does": adds,
-            "losses": losses,
+        losses = {
+            "bare loop": bare_loop(config("bare")),
+            "library loop": library_loop(config("parts"), first),
+            "config": by_config(config("config"), first),
+            "config, 8 devices": by_config(config("eight"), eight),
+            "config, stopped and started": by_config(config("again"), first),
         }
-
+        files = sorted(file.name for file in Path(place, "config/run").iterdir())
     rows = [
-        row("bare loop", bare, "trains", bare_loop),
-        row("library loop", parts, "and plans, on any mesh, with any setting", library_loop),
-        row("config", expected, "and logs, saves, evaluates, resumes", by_config),
-        row("config, 8 devices", sharded, "one line of the config"),
-        row("config, stopped and started", resumed, "the same command again"),
+        {
+            "run": name,
+            "lines without imports": len(inspect.getsource(SOURCES[name]).splitlines()) if name in SOURCES else None,
+            "first loss": own[0],
+            "last loss": own[-1],
+            "difference": largest_difference(own, losses["config"]) if name != "bare loop" else "its own batches",
+            "what it does": DOES[name],
+        }
+        for name, own in losses.items()
     ]
-    formats = {"first loss": ".3f", "last loss": ".3f", "difference": ".0e", "losses": None}
-    series = {row["run"]: list(enumerate(row["losses"])) for row in rows}
     return Findings(
-        [Table("One run, written in three ways", rows, formats)],
+        [Table("One run, written in three ways", rows)],
         f"{steps} updates of {BASE['batch']['global_size']} images. Difference: the largest between a loss and the"
-        " config's; 0 is bitwise equal. The config's metrics have one line per update, on"
-        f" {SIMULATED} devices too, and its directory has {', '.join(files)}.",
-        [Lines("Training loss", "updates", "loss", series, "y")],
+        f" config's; 0 is bitwise equal. The config's directory has {', '.join(files)}.",
+        [Lines("Training loss", "updates", "loss", {name: list(enumerate(own)) for name, own in losses.items()}, "y")],
     )
+
+
+def largest_difference(losses: Sequence[float], others: Sequence[float]) -> float:
+    return max(abs(a - b) for a, b in zip(losses, others, strict=True))
+
+
+SOURCES: Mapping[str, Any] = {"bare loop": bare_loop, "library loop": library_loop, "config": by_config}
+DOES = {
+    "bare loop": "trains",
+    "library loop": "and plans, on any mesh, with any setting",
+    "config": "and logs, saves, evaluates, resumes",
+    "config, 8 devices": "one line of the config",
+    "config, stopped and started": "the same command again",
+}

@@ -7,49 +7,57 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
-from rich.console import Console, ConsoleOptions, RenderableType
+from rich.console import RenderResult
 from rich.text import Text
 
 from jaxmem.errors import UserError
 from jaxmem.lab.tour.panels import Panel, draw
 from jaxmem.lab.tour.table import Table
 
-if TYPE_CHECKING:
-    from jaxmem.machine.gpus import Gpu
-    from jaxmem.planning import Target
-
 SIMULATED = 8  # devices of a stop that runs on simulated ones
 
 
 @dataclass(frozen=True)
 class Findings:
-    """What a stop measured."""
+    """What a stop measured. `note`: definitions, and the result with its numbers; `panels`: of the figure."""
 
     tables: Sequence[Table]
-    note: str = ""  # definitions, and the result with its numbers, in a few sentences
-    panels: Sequence[Panel] = ()  # of the figure
+    note: str
+    panels: Sequence[Panel] = ()
 
 
 @dataclass(frozen=True)
 class Stop:
-    """`uses`: the compiler alone, this machine's devices, or simulated devices. `duration`: on two cores without a GPU,
-    where it may be over a minute; printed before the stop begins. Its module has a docstring that explains the idea,
-    and `measure(target's name or None)`, which returns Findings."""
+    """An entry of stops.yaml. Its module has a docstring that explains the idea, and `measure(target)`, without an
+    argument where the entry has no target, which returns Findings."""
 
     topic: str
     about: str
     uses: Literal["compiler", "devices", "simulated"]
-    config: Sequence[str]  # settings that turn the idea on
-    read: Sequence[str]  # files that implement it
+    config: Sequence[str]
+    read: Sequence[str]
+    target: str | None = None
     duration: str = ""
 
     def visit(self, target: str | None = None) -> Visit:
+        """Measures now, for another target than the stop's own if it supports one."""
+        if target is not None:
+            self._check(target)
         start = time.perf_counter()
         module = importlib.import_module(f"jaxmem.lab.tour.{self.topic}")
-        findings = module.measure(target)
+        findings = module.measure(target or self.target) if self.target else module.measure()
         return Visit(self, module.__doc__ or "", findings, time.perf_counter() - start)
+
+    def _check(self, target: str) -> None:
+        from jaxmem.planning.targets import parse_target
+
+        refusal = f"tour {self.topic} does not support --target {target}"
+        if self.target is None:
+            raise UserError(f"{refusal}: it runs on this machine; leave it out")
+        if parse_target(target).gpu is None:
+            raise UserError(f"{refusal}: it has no GPU; use one, such as {self.target}")
 
 
 @dataclass(frozen=True)
@@ -71,8 +79,8 @@ class Visit:
             draw(path, self.findings.panels)
         return bool(self.findings.panels)
 
-    def __rich_console__(self, _: Console, __: ConsoleOptions) -> Iterator[RenderableType]:
-        yield from (Text(paragraph + "\n") for paragraph in self._paragraphs)
+    def __rich_console__(self, *_: Any) -> RenderResult:
+        yield from (Text(f"{paragraph}\n") for paragraph in self._paragraphs)
         yield from self.findings.tables
         yield Text(self.findings.note)
         yield Text(f"Config: {', '.join(self.stop.config)}")
@@ -80,31 +88,15 @@ class Visit:
 
     def markdown(self, picture: Path | None = None) -> str:
         """A page for docs/tour. `picture`: the file of its figure."""
-        stop, findings = self.stop, self.findings
-        parts = [f"# {stop.topic}: {stop.about}", f"Made by `jaxmem tour {stop.topic}`.", *self._paragraphs]
-        parts += [table.markdown() for table in findings.tables]
-        parts += [f"![{stop.topic}]({picture.name})"] if picture else []
-        parts += [findings.note] if findings.note else []
-        parts.append(f"Config: {', '.join(f'`{setting}`' for setting in stop.config)}")
-        parts.append(f"Read: {', '.join(f'[{file}](../../{file})' for file in stop.read)}")
+        topic = self.stop.topic
+        parts = [f"# {topic}: {self.stop.about}", f"Made by `jaxmem tour {topic}`.", *self._paragraphs]
+        parts += [table.markdown() for table in self.findings.tables]
+        parts += [f"![{topic}]({picture.name})"] if picture else []
+        parts.append(self.findings.note)
+        parts.append(f"Config: {', '.join(f'`{setting}`' for setting in self.stop.config)}")
+        parts.append(f"Read: {', '.join(f'[{file}](../../{file})' for file in self.stop.read)}")
         return "\n\n".join(parts) + "\n"
 
     @property
-    def _paragraphs(self) -> list[str]:
-        return [" ".join(paragraph.split()) for paragraph in self.explanation.split("\n\n") if paragraph.strip()]
-
-
-def refuse_target(topic: str, target: str | None) -> None:
-    """Raises where a stop has nothing to compile for a target."""
-    if target is not None:
-        raise UserError(f"tour {topic} does not support --target {target}: it runs on this machine; leave it out")
-
-
-def gpu_target(topic: str, target: str) -> tuple[Target, Gpu]:
-    """The target and its kind of GPU."""
-    from jaxmem.planning.targets import parse_target
-
-    found = parse_target(target)
-    if found.gpu is None:
-        raise UserError(f"tour {topic} does not support --target {target}: it has no GPU; give one, such as h100-80gb")
-    return found, found.gpu
+    def _paragraphs(self) -> Iterator[str]:
+        return (" ".join(paragraph.split()) for paragraph in self.explanation.split("\n\n"))

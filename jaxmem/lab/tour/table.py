@@ -2,93 +2,84 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
-from rich.console import Console, ConsoleOptions, RenderableType
+from rich.console import Console, ConsoleOptions, RenderResult
 from rich.table import Table as Grid
 from rich.text import Text
 
-Row = Mapping[str, Any]  # column name -> number, text, or None for an empty cell; the first column names the row
-
-SCALES = {  # unit -> (what one is, digits); the unit is added to the heading
-    "GiB": (2**30, ".2f"),
-    "MiB": (2**20, ".2f"),
-    "GB": (1e9, ".1f"),
-    "MB": (1e6, ",.0f"),
-    "billions": (1e9, ",.1f"),
-    "TFLOP": (1e12, ".2f"),
-    "s": (1, ".2f"),
-    "ms": (1e-3, ",.1f"),
-}
+# Column name -> number, text, or None for an empty cell. The first column names the row; units are part of the names.
+Row = Mapping[str, Any]
 
 
-def cell(value: Any, spec: str = "") -> str:
-    """A value as text. `spec`: a unit of SCALES, `bytes`, `count`, `time`, or a format specification.
+def gib(size: float | None) -> float | None:
+    """Bytes in GiB; None stays None."""
+    return None if size is None else size / 2**30
 
-    >>> cell(3 * 2**29, "GiB"), cell(0.25, ".0%"), cell(None, ".2f"), cell(1234), cell(4e-5, "time")
-    ('1.50', '25%', '', '1,234', '40.0 us')
+
+def format_column(values: Sequence[Any]) -> list[str]:
+    """Numbers with as many decimals as the largest needs for four digits; each with three digits of its own where they
+    differ by orders of magnitude.
+
+    >>> format_column([40.56, 8.3, None, "none"]), format_column([3e-7, 0.25, 131379.0]), format_column([1234, 5])
+    (['40.56', '8.30', '', 'none'], ['3e-07', '0.25', '131,379'], ['1,234', '5'])
     """
-    from jaxmem.planning.units import format_bytes, format_count
+    sizes = [abs(value) for value in values if isinstance(value, float) and value]
+    if sizes and min(sizes) >= 1e-2 and max(sizes) <= 1e3 * min(sizes):
+        decimals = min(3, max(0, 3 - math.floor(math.log10(max(sizes)))))
+        return [format(value, f",.{decimals}f") if isinstance(value, float) else _format(value) for value in values]
+    return [_format(value) for value in values]
 
+
+def _format(value: Any) -> str:
     if value is None or isinstance(value, str):
         return value or ""
-    if spec in SCALES:
-        scale, digits = SCALES[spec]
-        return format(value / scale, digits)
-    if spec == "bytes":
-        return format_bytes(value)
-    if spec == "count":
-        return format_count(value)
-    if spec == "time":
-        return f"{value * 1e3:,.1f} ms" if value >= 1e-4 else f"{value * 1e6:,.1f} us"
-    return format(value, spec or ("," if isinstance(value, int) else ""))
-
-
-def with_unit(name: str, spec: str) -> str:
-    """A heading or an axis label: the name, and the unit if the numbers have one."""
-    return f"{name}, {spec}" if spec in SCALES else name
+    if isinstance(value, int) or abs(value) >= 100:
+        return format(value, ",.0f")
+    return format(value, ".3g")
 
 
 @dataclass(frozen=True)
 class Table:
-    """Rows with the same columns. A column without a value in any row is left out, as is one whose format is None."""
+    """Rows with the same columns. Columns that are `hidden` or have no value in any row are not shown."""
 
     title: str
     rows: Sequence[Row]
-    formats: Mapping[str, str | None] = field(default_factory=dict)  # column -> format of its numbers (see `cell`)
-
-    @property
-    def _columns(self) -> list[str]:
-        shown = [name for name in self.rows[0] if self.formats.get(name, "") is not None]
-        return [name for name in shown if any(row[name] is not None for row in self.rows)]
+    hidden: Sequence[str] = ()
 
     @property
     def headings(self) -> list[str]:
-        return [with_unit(name, self.formats.get(name) or "") for name in self._columns]
+        shown = [name for name in self.rows[0] if name not in self.hidden]
+        return [name for name in shown if any(value is not None for value in self.column(name))]
+
+    def column(self, name: str) -> list[Any]:
+        return [row[name] for row in self.rows]
 
     @property
     def cells(self) -> list[list[str]]:
-        return [[cell(row[name], self.formats.get(name) or "") for name in self._columns] for row in self.rows]
+        columns = [format_column(self.column(name)) for name in self.headings]
+        return [list(cells) for cells in zip(*columns, strict=True)]
 
     @property
-    def _aligned_right(self) -> list[bool]:
+    def _is_right(self) -> list[bool]:
         """Columns with numbers, but not the first."""
-        _, *columns = ([row[name] for row in self.rows] for name in self._columns)
-        return [False, *(any(isinstance(value, int | float) for value in column) for column in columns)]
+        numbers = [any(isinstance(value, int | float) for value in self.column(name)) for name in self.headings]
+        return [False, *numbers[1:]]
 
     def markdown(self) -> str:
-        rules = ["---:" if right else "---" for right in self._aligned_right]
+        rules = ["---:" if right else "---" for right in self._is_right]
         lines = [f"| {' | '.join(cells)} |" for cells in (self.headings, rules, *self.cells)]
-        return "\n".join([self.title, "", *lines])
+        return "\n".join([self.title, "", *lines] if self.title else lines)
 
-    def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[RenderableType]:
+    def __rich_console__(self, _: Console, options: ConsoleOptions) -> RenderResult:
         """A grid; one field per line where the terminal is too narrow for the longest words."""
         widths = self._widths(options.max_width)
         if widths is not None:
             grid = Grid(title=self.title, title_justify="left")
-            for heading, right, width in zip(self.headings, self._aligned_right, widths, strict=True):
+            for heading, right, width in zip(self.headings, self._is_right, widths, strict=True):
                 grid.add_column(heading, justify="right" if right else "left", width=width)
             for cells in self.cells:
                 grid.add_row(*map(Text, cells))
@@ -100,18 +91,16 @@ class Table:
             for heading, text in zip(self.headings[1:], cells, strict=True):
                 if text:
                     yield Text(f"  {heading}: {text}")
-        yield Text()
 
     def _widths(self, available: int) -> list[int] | None:
         """Column widths that break no word, the smallest shortfalls filled first; None if there is no room."""
-        full, words = [], []
-        for cells in zip(self.headings, *self.cells, strict=True):
-            full.append(max(map(len, cells)))
-            words.append(max(len(word) for text in cells for word in text.split() or [""]))
-        spare = available - sum(words) - 3 * len(words) - 1  # a border and two spaces per column
+        columns = list(zip(self.headings, *self.cells, strict=True))
+        full = [max(map(len, cells)) for cells in columns]
+        widths = [max(len(word) for text in cells for word in text.split() or [""]) for cells in columns]
+        spare = available - sum(widths) - 3 * len(widths) - 1  # a border and two spaces per column
         if spare < 0:
             return None
-        for i in sorted(range(len(words)), key=lambda i: full[i] - words[i]):
-            more = min(full[i] - words[i], spare)
-            words[i], spare = words[i] + more, spare - more
-        return words
+        for i in sorted(range(len(widths)), key=lambda i: full[i] - widths[i]):
+            more = min(full[i] - widths[i], spare)
+            widths[i], spare = widths[i] + more, spare - more
+        return widths

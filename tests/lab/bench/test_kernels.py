@@ -80,7 +80,7 @@ def test_every_contestant_has_rows_and_they_are_kept_as_they_come(monkeypatch, t
     assert len(peer["seconds"]) >= 5
     assert peer["spread"][0] <= peer["rate"] <= peer["spread"][1]
     assert set(found["reference", "forward"]["ratios"]) == {"jax.nn xla", "this device"}
-    assert {found["this device", of]["unit"] for of in ("product", "copy")} == {"TFLOP/s", "GB/s"}
+    assert {found["this device", of]["unit"] for of in ("matmul", "copy")} == {"TFLOP/s", "GB/s"}
     assert "why_not" in found["torch flash", None]
 
 
@@ -91,7 +91,7 @@ def test_names_choose_contestants_and_their_passes(monkeypatch):
     found = by_pass(chosen)
     assert {name for name, _ in found} == {"reference", "jax.nn xla", "jax.nn cudnn", "torch flash", "this device"}
     left = bench(["long"], seconds=0.0, without=["torch", "jax.nn", "wrong", "reference backward"])
-    assert set(by_pass(left)) == {("reference", "forward"), ("this device", "product"), ("this device", "copy")}
+    assert set(by_pass(left)) == {("reference", "forward"), ("this device", "matmul"), ("this device", "copy")}
     with pytest.raises(UserError, match=r"unknown contestant 'reference bakward'"):
         next(bench([], without=["reference bakward"]))
     with pytest.raises(UserError, match=r"unknown contestant 'mosaik'.*reference"):
@@ -320,7 +320,7 @@ def test_libraries_that_are_here_take_turns_and_others_say_why_not(monkeypatch):
 
     shape = own.shapes["llama3-8b up"]
     with pytest.raises(ValueError, match="bitsandbytes multiplies nf4 and fp4 in blocks, not int4"):
-        torch_kernels.matmul_by_bitsandbytes(shape._replace(format="int4"))
+        torch_kernels.matmul_by_bitsandbytes(shape._replace(format="int4"), decoded=False)
     with pytest.raises(ValueError, match="bitsandbytes' blocks are of 256 numbers, not 172"):
         torch_kernels.adam8_by_bitsandbytes(kernels.OPERATIONS["adam8_update"].shapes["llama2-7b down"])
     assert set(torch_kernels.adam8_by_bitsandbytes(kernels.OPERATIONS["adam8_update"].shapes["llama3-8b up"])) == {

@@ -7,13 +7,13 @@ from typing import Any
 import pytest
 
 from jaxmem.errors import UserError
-from jaxmem.lab.tour import attention
+from jaxmem.lab.tour import attention, find_stop
 from jaxmem.lab.tour.attention import CASES, FUSED, TEXTBOOK
 
 
 def test_implementations_are_compared_and_only_the_textbook_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     def by_formula(_: Any, length: int) -> Any:
-        return {"reference": length**2, "blockwise": 64 * length, FUSED: length}
+        return {"reference": float(length**2), "blockwise": 64.0 * length, FUSED: float(length)}
 
     monkeypatch.setattr(attention, "_temporaries", by_formula)
     found = attention.measure("rtx4090-24gb", lengths=(64, 256), here=(32,))
@@ -30,4 +30,4 @@ def test_implementations_are_compared_and_only_the_textbook_fails(monkeypatch: p
 
 def test_a_cpu_target_is_refused() -> None:
     with pytest.raises(UserError, match="tour attention does not support --target cpu:8: it has no GPU"):
-        attention.measure("cpu:8")
+        find_stop("attention").visit("cpu:8")

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import pytest
 
 from jaxmem.errors import UserError
-from jaxmem.lab.tour import fusion
+from jaxmem.lab.tour import find_stop, fusion
 from jaxmem.lab.tour.fusion import one_by_one
 
 
@@ -30,17 +30,17 @@ def test_rows_and_what_they_say(monkeypatch: pytest.MonkeyPatch) -> None:
             ("swiglu", 2),
             ("swiglu, with backward", 2),
         ):
-            yield {"chain": name, "one by one": 10 * 10**9, "fused": moved, "minimum": 2, "kernels": 1}
+            yield {"chain": name, **dict(zip(fusion.MOVED, (10_000.0, moved, 2), strict=True)), "kernels": 1}
 
     monkeypatch.setattr(fusion, "chains", by_formula)
-    monkeypatch.setattr(fusion, "_chunked", lambda name, _: {"in chunks": name, "activations": 2**30, "step": 2**31})
+    monkeypatch.setattr(fusion, "_chunked", lambda name, _: {"in chunks": name, "activations, GiB": 1.0})
     found = fusion.measure("rtx4090-24gb")
     assert len(found.tables[0].rows) == 4
     assert [row["in chunks"] for row in found.tables[1].rows] == list(fusion.CHUNKS)
     assert "One by one these chains move 40.0 GB" in found.note
-    assert "2.00 times the minimum with its gradient" in found.note
+    assert "1.50 times the minimum" in found.note
 
 
 def test_a_cpu_has_no_such_kernels() -> None:
     with pytest.raises(UserError, match="tour fusion does not support --target cpu:8: it has no GPU"):
-        fusion.measure("cpu:8")
+        find_stop("fusion").visit("cpu:8")

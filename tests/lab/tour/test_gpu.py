@@ -7,14 +7,14 @@ from pathlib import Path
 import pytest
 
 from jaxmem.errors import UserError
-from jaxmem.lab.tour import gpu
+from jaxmem.lab.tour import find_stop, gpu
 from jaxmem.machine.gpus import GPUS
 
 DOCS = Path(__file__).parents[3] / "docs/tour/gpu.md"
 
 STEP = [
-    {"kernels": gpu.MATMULS, "FLOP": 2e14, "bytes": 1e11, "time": 0.3},
-    {"kernels": gpu.ELEMENTWISE, "FLOP": 0.0, "bytes": 2e11, "time": 0.1},
+    {"kernels": gpu.MATMULS, "TFLOP": 200.0, "bytes, GiB": 100.0, "time, ms": 300.0, "FLOP per byte": 2000.0},
+    {"kernels": gpu.ELEMENTWISE, "TFLOP": 0.0, "bytes, GiB": 200.0, "time, ms": 100.0, "FLOP per byte": None},
 ]
 
 
@@ -29,16 +29,16 @@ def test_every_algorithm_is_counted_and_what_runs_here_is_timed():
     rows = {next(iter(row.values())): row for table in tables for row in table.rows}
     named = [line.split(" | ")[0].removeprefix("| ") for line in DOCS.read_text().splitlines() if line.startswith("| ")]
     assert set(rows) == {name for name in named if name in rows}
-    timed = {name for name, row in rows.items() if row.get("here") is not None}
+    timed = {name for name, row in rows.items() if row.get("here, ms") is not None}
     assert {name for name in rows if "CPU" in name or "XLA" in name} == timed
-    straight, shared = (rows[f"GPU, {name}"]["bytes"] for name in ("straight", "shared"))
+    straight, shared = (rows[f"GPU, {name}"]["bytes, MiB"] for name in ("straight", "shared"))
     assert straight > 90 * shared
     for name in ("float32", "bfloat16"):
         small, large = (rows[f"{name}, {tile}"] for tile in (64, 128))
-        assert small["bytes"] == pytest.approx(2 * large["bytes"], rel=0.02)
-        assert large["shared memory"] == 4 * small["shared memory"]
+        assert small["bytes, GiB"] == pytest.approx(2 * large["bytes, GiB"], rel=0.02)
+        assert large["shared memory, KiB"] == 4 * small["shared memory, KiB"]
     one = rows["bfloat16, 16"]
-    assert one["least time"] == pytest.approx(one["bytes"] / 1008e9)
+    assert one["least time, ms"] == pytest.approx(1e3 * 2**30 * one["bytes, GiB"] / 1008e9)
 
 
 def test_what_limits_a_step():
@@ -52,9 +52,11 @@ def test_the_nearer_a_memory_the_faster_and_the_smaller():
         levels = {row["memory"]: row for row in gpu.memory_levels(one)}
         speeds = [row["GB/s"] for row in levels.values() if row["GB/s"]]
         assert speeds == sorted(speeds, reverse=True)
-        assert max(levels[name]["size"] for name in ("shared memory", "L2 cache")) < levels["its memory"]["size"]
+        assert (
+            max(levels[name]["size, MiB"] for name in ("shared memory", "L2 cache")) < levels["its memory"]["size, MiB"]
+        )
 
 
 def test_a_cpu_target_is_refused():
     with pytest.raises(UserError, match="tour gpu does not support --target cpu:8: it has no GPU"):
-        gpu.measure("cpu:8")
+        find_stop("gpu").visit("cpu:8")

@@ -22,17 +22,14 @@ def test_what_trains_here_takes_no_target(topic: str) -> None:
 
 def test_every_run_is_a_config(tmp_path) -> None:
     own = {"name": "run", "output": str(tmp_path)}
-    for run in networks.small_runs().values():
-        load_config({**run.config, **own}, run.overrides)
-    assert {run.config["train"]["steps"] for run in networks.small_runs(steps=3).values()} == {3}
+    for config in networks.RUNS.values():
+        load_config({**config, **own})
     for overrides in precision.RUNS.values():
         load_config({**precision.BASE, **own}, overrides)
     for overrides in adapters.KINDS.values():
         load_config({**adapters.BASE, **own, "data": {"source": "text", "path": ".", "sequence_length": 64}}, overrides)
     for overrides in galore.STEPS.values():
         load_config(galore.BASE, overrides)
-    for name in galore.UPDATED:
-        load_config(galore.BASE, (*galore.STEPS[name], galore.DURING))
     for overrides in galore.RUNS.values():
         load_config({**galore.SMALL, **own}, overrides)
     for overrides in parallel.LAYOUTS.values():
@@ -44,22 +41,18 @@ def test_networks_reach_what_is_required() -> None:
     lines = [line.split(" | ") for line in NETWORKS.read_text().splitlines() if line.startswith("| ")]
     for name, required in networks.REQUIRED.items():
         (held_out,) = (line[-2] for line in lines if line[0] == f"| {name}")
-        if held_out.endswith("%"):
-            assert float(held_out.removesuffix("%")) / 100 >= required
-        else:
-            assert float(held_out) <= required
+        assert (float(held_out) >= required) == (required < 1)
 
 
 def test_what_formats_represent() -> None:
     found = {name: precision.describe(name) for name in precision.FORMATS}
     assert [row["bytes"] for row in found.values()] == [4, 2, 2, 1, 1]
-    assert found["bfloat16"]["step at 1"] == 2**16 * found["float32"]["step at 1"]
-    assert found["float16"]["largest"] == 65504
+    assert (found["bfloat16"]["step at 1"], found["float16"]["largest"]) == ("0.0078", "6.55e+04")
     assert found["float32"][precision.SUM] == pytest.approx(2, abs=1e-3)
     assert found["bfloat16"][precision.SUM] == found["float8_e5m2"][precision.SUM] == 1  # every update lost
     assert found["float16"][precision.SMALL] == 0
     assert found["float16"][precision.SCALED] == pytest.approx(1e-8, rel=1e-3)
-    assert found["bfloat16"]["stochastic sum"] == pytest.approx(2, abs=0.05)
+    assert precision.stochastic_sum() == pytest.approx(2, abs=0.05)
 
 
 def test_both_ways_to_shard_a_matmul_are_right() -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import pytest
 
-from jaxmem.config import Config, load_config
+from jaxmem.config import load_config
 from jaxmem.config.devices import for_devices
 from jaxmem.errors import UserError
 from jaxmem.lab.tour import common
@@ -34,8 +34,9 @@ def test_rows_compose_in_order_and_every_config_is_possible() -> None:
 def test_state_is_what_the_formula_says(monkeypatch: pytest.MonkeyPatch) -> None:
     """Weights and the optimizer's state are arguments of the step; its gradients are not."""
 
-    def here(target: str, cfgs: dict[str, Config]) -> dict[str, Any]:
-        return {name: step_plan(cfg, parse_target(target)) for name, cfg in cfgs.items()}
+    def here(target: str, base: Any, rows: dict[str, Any]) -> dict[str, Any]:
+        plans = {name: step_plan(load_config(base, own), parse_target(target)) for name, own in rows.items()}
+        return {name: {**plan, "measured": None} for name, plan in plans.items()}
 
     monkeypatch.setattr(common, "plans", here)  # and not in processes of their own
     assert len(jax.devices()) == 8  # started, or the first row would decide how many there are
@@ -44,7 +45,7 @@ def test_state_is_what_the_formula_says(monkeypatch: pytest.MonkeyPatch) -> None
     for row, each in zip(found, (12, 12 / 8), strict=True):
         state = row["parts"]["parameters"] + row["parts"]["master"] + row["parts"]["optimizer"]
         assert state / row["parameters"] == pytest.approx(each, rel=0.05)
-    assert all(row["measured"] is None and row["per GPU"] == row["parts"]["total"] for row in found)
+    assert all(row["per GPU, GiB"] == row["parts"]["total"] / 2**30 for row in found)
 
 
 def test_the_table_in_the_docs_is_of_these_rows() -> None:

@@ -38,7 +38,7 @@ def test_no_such_stop(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_what_takes_long_says_so_first(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(precision, "measure", lambda _: Findings([Table("All", [{"n": 1}])]))
+    monkeypatch.setattr(precision, "measure", lambda: Findings([Table("All", [{"n": 1}])], ""))
     code, out, err = jaxmem("tour", "precision", "--json", capsys=capsys)
     assert (code, err) == (0, "precision takes about a minute on two cores without a GPU.\n")
     assert json.loads(out)["stops"][0]["rows"] == [{"n": 1}]
@@ -82,20 +82,20 @@ def test_a_narrow_terminal_breaks_no_word() -> None:
         assert ("━" in printed.getvalue()) == (width >= 7 + 6 + 10 + 3 * 3 + 1)
 
 
-def test_columns_have_units_and_empty_ones_are_left_out() -> None:
+def test_hidden_and_empty_columns_are_left_out() -> None:
     rows = [
-        {"name": "a", "size": 3 * 2**29, "measured": None, "hidden": 1},
-        {"name": "b", "size": None, "measured": None, "hidden": 2},
+        {"name": "a", "size, GiB": 1.5, "measured, GiB": None, "parts": 1},
+        {"name": "b", "size, GiB": None, "measured, GiB": None, "parts": 2},
     ]
-    table = Table("", rows, {"size": "GiB", "measured": "GiB", "hidden": None})
-    assert (table.headings, table.cells) == (["name", "size, GiB"], [["a", "1.50"], ["b", ""]])
+    table = Table("", rows, hidden=("parts",))
+    assert (table.headings, table.cells) == (["name", "size, GiB"], [["a", "1.500"], ["b", ""]])
 
 
 def test_a_page_and_a_figure_of_a_visit(tmp_path: Path) -> None:
-    rows = [{"what": "1", "twice": "[x]", "size": 2**30}, {"what": "2", "twice": "[x]", "size": 2**31}]
+    rows = [{"what": "1", "twice": "[x]", "size": 1.0}, {"what": "2", "twice": "[x]", "size": 2.0}]
     line = Lines("curve", "steps", "loss", {"long": [(x, 1.0) for x in range(30)], "point": [(1.0, 2.0)]}, "y")
-    bars = Bars("sizes", rows, ("size",), "GiB")
-    found = Findings([Table("Two rows", rows, {"size": None})], "They grow.", [line, bars])
+    table = Table("Two rows", rows, ("size",))
+    found = Findings([table], "They grow.", [line, Bars(table, ("size",)), Bars(table, ("size",) * 2, grouped=True)])
     visit = Visit(STOPS["memory"], "An idea, in\ntwo lines.\n\nAnd more.\n", found, 1.0)
     assert visit.draw(tmp_path / "two.png")
     assert (tmp_path / "two.png").stat().st_size > 1000

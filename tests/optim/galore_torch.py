@@ -1,10 +1,10 @@
-"""GaLore here beside galore-torch: configs/quality.yaml with the same first weights, batches and settings.
+"""GaLore here, compared with galore-torch: configs/quality.yaml with the same first weights, batches and settings.
 
 In an environment with jaxmem, torch, transformers and galore-torch:
 
-    python scripts/measure/galore_torch.py [SEED ...]       # ten minutes of one core per seed
+    python -m tests.optim.galore_torch [SEED ...]       # ten minutes of one core per seed
 
-Records go where `optimizer_quality.py table` reads them beside the runs of jaxmem. torch's own AdamW comes first, to
+Records go where `optimizer_quality.py table` reads them with the runs of jaxmem. torch's own AdamW comes first, to
 show that the two train alike.
 """
 
@@ -14,6 +14,7 @@ import importlib.metadata
 import os
 import sys
 from itertools import islice
+from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
@@ -21,12 +22,15 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 import jax
 import numpy as np
 import torch
-from optimizer_quality import CONFIG, METHODS, PEERS, add_record
 
 from jaxmem.config import Config, load_config
 from jaxmem.data import Loader
 from jaxmem.lab.bench.torch_peer import network_of
 from jaxmem.step import program
+
+sys.path.append(str(Path(__file__).parents[2] / "scripts/measure"))
+
+from optimizer_quality import CONFIG, METHODS, PEERS, add_record
 
 
 def train(method: str, seed: int) -> None:

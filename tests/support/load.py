@@ -1,7 +1,7 @@
 """The cost of large data: host memory, indexing, and how long a step waits for it. The figures of docs/faults.md.
 
-    python scripts/measure/load.py   # 10 GB of JSONL, 10,000 small files, a line of 200 MB; some minutes
-    python scripts/measure/load.py jsonl --gb 1
+    python -m tests.support.load   # 10 GB of JSONL, 10,000 small files, a line of 200 MB; some minutes
+    python -m tests.support.load jsonl --gb 1
 
 The data is made in a temporary directory (TMPDIR), which is removed afterwards. Each case runs in a process of its own:
 it indexes the data, reads batches of random records, and trains the demo's model on 8 simulated devices, counting the
@@ -10,6 +10,7 @@ time for which the devices had no batch.
 
 from __future__ import annotations
 
+import argparse
 import json
 import random
 import shutil
@@ -21,10 +22,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from common import ROOT, parser
-
 from jaxmem.config import Config, load_config
 
+ROOT = Path(__file__).parents[2]
 GB = 10**9
 FILE = GB // 2  # bytes of each file of JSONL
 BLOCK = 16 << 20
@@ -131,7 +131,7 @@ def run_case(name: str, size: int) -> dict[str, Any]:
         place.mkdir()
         if shutil.disk_usage(folder).free < 1.5 * size:
             raise SystemExit(f"{folder}: needs {1.5 * size / GB:.0f} GB free; set TMPDIR, or reduce --gb")
-        source = CASES[name](place, size, random.Random(0))  # noqa: S311, the same data each time
+        source = CASES[name](place, size, random.Random(0))  # the same data each time
         settings = {"data.source": source, "data.path": str(place), "output": folder}
         overrides = [f"{key}={json.dumps(value)}" for key, value in settings.items()]
         command = [sys.executable, __file__, "--measure", *overrides]
@@ -141,7 +141,7 @@ def run_case(name: str, size: int) -> dict[str, Any]:
 
 
 def main() -> None:
-    options = parser(__doc__)
+    options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     options.add_argument("cases", nargs="*", help=f"of {', '.join(CASES)}; default: all")
     options.add_argument("--gb", type=float, default=10.0, help="of JSONL (10)")
     options.add_argument("--measure", nargs="+", help="overrides: measure in this process")
