@@ -1,7 +1,7 @@
 """What a process does with one shape of an operation: errors first, with results written over NaN, then times.
 
 A row reports a contestant's pass as soon as it is known: `check` and its error, then its times, their ratios to the
-others, and to this device's own matmul or copy, all of the same turns; or the reason why there are none.
+others, and to this device's own matmul or copy, all of the same turns; or the reason for their absence.
 """
 
 from __future__ import annotations

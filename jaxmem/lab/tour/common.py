@@ -24,6 +24,7 @@ from jaxmem.planning.compile import Compiled, compile_all
 from jaxmem.planning.measure import measure_apart
 from jaxmem.planning.targets import parse_target
 from jaxmem.search.compilers import CompilerPool, RefusedError
+from jaxmem.sharding.layout import first_dim_sharding
 
 Overrides = Mapping[str, Sequence[str]]  # by the name of a row
 BFLOAT16 = {"parameters": "bfloat16", "rounding": "stochastic"}  # a config's `precision`
@@ -82,11 +83,11 @@ def _measured(aim: Target, cfg: Config, plan: Mapping[str, Any]) -> int | None:
 
 def compile_for(device: Any, run: Callable[..., Any], *arguments: Any) -> Compiled:
     """A function of arrays of these shapes, compiled for one device that need not be here, and not run."""
-    mesh, replicated = jax.sharding.Mesh(np.array([device]), ("one",)), jax.sharding.PartitionSpec()
-    place = jax.sharding.NamedSharding(mesh, replicated)
+    mesh = jax.sharding.Mesh(np.array([device]), ("one",))
+    place = first_dim_sharding(mesh, None)
     placed = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place), arguments)
     # Within `shard_map` the mesh provides the kind of GPU, which kernels need.
-    mapped = jax.shard_map(run, mesh=mesh, in_specs=replicated, out_specs=replicated, check_vma=False)
+    mapped = jax.shard_map(run, mesh=mesh, in_specs=place.spec, out_specs=place.spec, check_vma=False)
     return compile_all(jax.jit(mapped).lower(*placed), {}, here=device in jax.devices(), code=False)[0]
 
 
