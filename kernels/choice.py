@@ -69,14 +69,18 @@ class Operation:
         *,
         kind: str,
         sizes: tuple[int, ...],
+        refusal: Callable[[str], str | None] = lambda _: None,
     ) -> Result:
-        """`call` of the implementation that is named, or of the fastest. `kind`: what of a call changes everything (a
-        dtype, a format); `sizes`: what changes it gradually. `arrays`: all that the call reads."""
+        """`call` of the implementation that is named, or of the fastest. `kind`: properties of a call that change the
+        time at once (a dtype, a format); `sizes`: those that change it gradually. `arrays`: all that the call reads.
+        `refusal`: why an implementation does not support the call; None: it does."""
         checks = Validator(self.name)
         if implementation is not None:
             self._check(checks, implementation)
 
         def run(choice: Choice) -> Result:
+            why = refusal(choice.implementation)
+            checks.require(why is None, why or "")
             checks.unsharded(choice.implementation, arrays)
             result = call(self.load(choice.implementation))
             if (recorded := _recorded.get()) is not None:
@@ -114,6 +118,18 @@ class Operation:
         checks.require(isinstance(implementation, str), text)
         near = difflib.get_close_matches(implementation, self.implementations, n=1, cutoff=0.0)[0]
         checks.require(implementation in self.implementations, f"{text}, nearest {near}")
+
+
+_failures: dict[tuple[str, str], str] = {}
+
+
+def failure(operation: str, implementation: str) -> str | None:
+    """Why this process does not use an implementation: it failed the check at the start."""
+    return _failures.get((operation, implementation))
+
+
+def record_failure(operation: str, implementation: str, why: str) -> None:
+    _failures[operation, implementation] = why
 
 
 _table: ContextVar[dict[str, Any] | None] = ContextVar("table", default=None)
@@ -194,9 +210,11 @@ def device_kind() -> str:
     return absent.device_kind if absent is not None else jax.devices()[0].device_kind
 
 
-def capability() -> int | None:
-    """Compute capability of the GPU that is compiled for, 90 for 9.0; None on a CPU."""
+def capability(device: Any = None) -> int | None:
+    """Compute capability of a device, by default the one that is compiled for: 90 for 9.0; None on a CPU."""
     absent = getattr(jax.sharding.get_abstract_mesh(), "abstract_device", None)
-    if absent is None and jax.devices()[0].platform == "gpu":
-        return round(10 * float(jax.devices()[0].compute_capability))
+    if device is None and absent is None:
+        device = jax.devices()[0]
+    if device is not None:
+        return round(10 * float(device.compute_capability)) if device.platform == "gpu" else None
     return next((number for name, number in CAPABILITIES.items() if re.search(name, device_kind())), None)

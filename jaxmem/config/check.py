@@ -210,9 +210,9 @@ def _mesh(cfg: Config) -> Iterator[str]:
     if cfg.mesh.stage != 1 and policy is not None and not policy.in_stages:
         use = "none, full, every_K, sqrt, dots or {save: [names]}"
         yield unsupported(f"mesh.stage={cfg.mesh.stage}", f"memory.remat={cfg.memory.remat}", use)
-    if cfg.mesh.context != 1 and isinstance(cfg.model, Decoder) and cfg.model.window is None:
+    if cfg.mesh.context != 1 and isinstance(cfg.model, Decoder):
         attention = cfg.memory.attention
-        if attention in ("reference", "mosaic", "triton"):
+        if attention == "cudnn" or (cfg.model.window is None and attention in ("reference", "mosaic", "triton")):
             yield unsupported(f"mesh.context={cfg.mesh.context}", f"memory.attention={attention}", "auto or blockwise")
     rest = [f"mesh.{axis}=-1" for axis, size in axes.items() if size == -1]
     if len(rest) > 1:

@@ -26,8 +26,8 @@ def check_memory(cfg: Config) -> Iterator[str]:
     for key, value, other in kernels:
         if value == "triton" and find_spec("jax_triton") is None:
             yield f"{key}=triton requires jax-triton; pip install 'jaxmem[cuda13]', or use {other}"
-    if memory.attention == "mosaic" and cfg.precision.compute == "float32":
-        yield unsupported("memory.attention=mosaic", "precision.compute=float32", "triton")
+    if memory.attention in ("cudnn", "mosaic") and cfg.precision.compute == "float32":
+        yield unsupported(f"memory.attention={memory.attention}", "precision.compute=float32", "triton")
     if memory.spill != "none" and memory.budget is not None:  # spilling starts where the device is full
         yield unsupported(f"memory.spill={memory.spill}", f"memory.budget={memory.budget:g}", "one of the two")
     yield from _offload(cfg)

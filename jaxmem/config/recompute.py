@@ -89,7 +89,9 @@ class Memory(Section):
         "none", "stored in host memory: saved activations or those with some names, optimizer state, frozen parameters"
     )
     update: Literal["after", "during"] = setting("after", "update after the backward pass, or layer by layer during it")
-    attention: Literal["auto", "blockwise", "mosaic", "triton", "reference"] = setting("auto", "attention kernel")
+    attention: Literal["auto", "blockwise", "cudnn", "mosaic", "triton", "reference"] = setting(
+        "auto", "attention kernel; auto: cuDNN where it supports the run, else a kernel of jaxmem, else plain JAX"
+    )
     budget: Positive | None = setting(None, "GiB per device; null: all but the reserve")
     spill: Literal["none", "unified"] = setting(
         "none", "when a device is full: out of memory, or slowly into host memory (CUDA's unified memory)"

@@ -53,6 +53,9 @@ class Data(Source):
     mixture: Annotated[tuple[Source, ...], Field(strict=False)] = setting((), "several sources instead of data.source")
     sequence_length: Count = setting(1024, "tokens per row")
     packing: bool = setting(True, "several documents in a row, attention within each; false: one document, padded")
+    documents_per_row: Count = setting(
+        31, "largest number of documents in a packed row; fused attention allocates room for them"
+    )
     buckets: Annotated[tuple[Count, ...], Field(strict=False)] = setting(
         (), "shorter lengths of unpacked rows; a batch has the shortest that holds all its records"
     )
@@ -66,6 +69,11 @@ class Data(Source):
     )
     held_out: Fraction = setting(0.02, "share of the documents for evaluation")
     shuffle: bool = setting(True, "whether documents are read in random order")
+
+    @property
+    def max_segments(self) -> int:
+        """Documents of a row, at most, and its padding. A row that is not packed has one document."""
+        return 1 + (self.documents_per_row if self.packing else 1)
 
     @property
     def lengths(self) -> tuple[int, ...]:

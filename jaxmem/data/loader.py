@@ -166,7 +166,8 @@ def _rows(cfg: Config, corpus: Corpus, order: Any, rows: np.ndarray, total: int)
     )
     if data.buckets:
         return BucketRows(records, rows, stride, data.lengths)
-    return TextRows(records, rows, stride, data.sequence_length, data.packing)
+    most = data.documents_per_row if data.packing else None
+    return TextRows(records, rows, stride, data.sequence_length, most)
 
 
 def merge_states(states: Iterable[State]) -> State:

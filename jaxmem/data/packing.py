@@ -4,7 +4,8 @@ Row r of R reads the records r, r + R, r + 2R, ... of the global order. So the b
 number of processes, each reads only its own rows, and a position is two numbers per row: the record, and how many of
 its tokens are used. (grain's packing fills rows from one stream, in an order that depends on the number of processes.)
 
-Packed, a row is filled by as many documents as fit, the last one continued in the next row. A target is the next token
+Packed, a row is filled by as many documents as fit, up to `data.documents_per_row`, the last one continued in the next
+row; behind the limit the row is padding. A target is the next token
 of the same document, also where that is the first token of the next row; the last token of a record (its
 end-of-document token, or the last of a piece) has none: mask 0. Segment ids count the documents in a row from 1.
 Positions begin at 0 with each document and with each row: a document continued in the next row does not attend to its
@@ -79,8 +80,9 @@ def write_document(document: Document, offset: int, row: Batch, at: int, segment
 class RowStream:
     """The documents row, row + stride, ... of one row."""
 
-    def __init__(self, records: OrderedRecords, row: int, stride: int, packing: bool) -> None:
-        self._records, self._row, self._stride, self._packing = records, row, stride, packing
+    def __init__(self, records: OrderedRecords, row: int, stride: int, most: int | None) -> None:
+        """`most`: documents per row; None: rows are not packed."""
+        self._records, self._row, self._stride, self._most = records, row, stride, most
         self._total = records.total * records.per_record
         self._document: Document | None = None
         self.finished = 0  # documents
@@ -106,6 +108,8 @@ class RowStream:
             left = len(self._document.tokens) - self.offset
             if self._document.is_whole and at and left > length - at:
                 return
+            if left and segment == self._most:
+                return
             segment += left > 0
             empty = 0 if left else empty + 1
             if empty > MAX_EMPTY:
@@ -115,18 +119,19 @@ class RowStream:
             used = write_document(self._document, self.offset, row, at, segment)
             at += used
             self.offset += used
-            if not self._packing or used == left:
+            if self._most is None or used == left:
                 self.seek(self.finished + 1, 0)
-            if not self._packing:
+            if self._most is None:
                 return
 
 
 class TextRows:
     """The rows that one process builds: [accumulate, columns, time]."""
 
-    def __init__(self, records: OrderedRecords, rows: np.ndarray, stride: int, time: int, packing: bool) -> None:
+    def __init__(self, records: OrderedRecords, rows: np.ndarray, stride: int, time: int, most: int | None) -> None:
+        """`most`: documents per row; None: rows are not packed."""
         self._records, self._rows, self._time = records, rows, time
-        self._streams = [RowStream(records, row, stride, packing) for row in rows.ravel().tolist()]
+        self._streams = [RowStream(records, row, stride, most) for row in rows.ravel().tolist()]
 
     @property
     def has_ended(self) -> bool:

@@ -33,10 +33,19 @@ OPTIONAL = {
 }
 DRIVER_NEEDED = {"cuda13": 580, "cuda12": 525}  # the first driver series for that CUDA
 
+CUDNN_NEEDED = (9, 6)  # for documents in packed rows
 _PROBE = """
 import json, sys
 import jax
-seen = [dict(kind=d.device_kind, platform=d.platform, memory=d.memory_stats()) for d in jax.local_devices()]
+from jaxmem.kernels.choice import capability
+from jaxmem.kernels.fused_attention.support import Request, choose
+
+def attention(device):
+    chosen = choose(Request.of_documents(4096, 128), capability(device), device.device_kind)
+    return f"{chosen.implementation} ({chosen.why})"
+
+seen = [dict(kind=d.device_kind, platform=d.platform, memory=d.memory_stats(), attention=attention(d))
+        for d in jax.local_devices()]
 print(json.dumps(seen))
 """
 
@@ -65,6 +74,7 @@ def examine() -> dict[str, Any]:
     findings["works"] = [
         _check("simulated devices", len(simulated.result()[0]) == 8, simulated.result()[1]),
         _gpu_check(findings),
+        *_cudnn_checks(findings),
         _plan_check(),
         *(
             _check(what, package in devices.package_versions([package]), _install(extra), use)
@@ -91,6 +101,8 @@ def table(findings: dict[str, Any]) -> Group:
     kinds = [device["kind"] for device in findings["devices"]]
     counted = ", ".join(f"{kinds.count(kind)} x {kind}" for kind in dict.fromkeys(kinds))
     facts.add_row("jax sees", Text(findings["devices_error"] or counted))
+    for kind, chosen in {d["kind"]: d["attention"] for d in findings["devices"] if d["platform"] != "cpu"}.items():
+        facts.add_row("attention", Text(f"packed rows in bfloat16 on {kind}: {chosen}"))
     facts.add_row("memory", f"{_gib(memory['available'])} of {_gib(memory['total'])} free")
     facts.add_row("disk", f"{_gib(findings['disk']['free'])} free for {findings['disk']['path']}/")
 
@@ -123,6 +135,17 @@ def _gpu_cure(findings: dict[str, Any]) -> str:
     if not any(fitting in wheel for wheel in wheels):
         return _install(f"[{fitting}]")
     return _mismatch(findings, fitting) or findings["devices_error"] or "jax sees no GPU: check JAX_PLATFORMS"
+
+
+def _cudnn_checks(findings: dict[str, Any]) -> list[dict[str, Any]]:
+    """cuDNN comes with jax's wheels for GPUs, and computes attention."""
+    cuda = next((cuda for cuda in DRIVER_NEEDED if f"jax-{cuda}-plugin" in findings["cuda_wheels"]), None)
+    if cuda is None or not findings["gpus"]:
+        return []
+    package = f"nvidia-cudnn-{cuda.replace('cuda', 'cu')}"
+    version = devices.package_versions([package]).get(package)
+    works = version is not None and tuple(map(int, version.split(".")[:2])) >= CUDNN_NEEDED
+    return [_check("cuDNN", works, f"pip install -U {package}", f"{version}: memory.attention: cudnn")]
 
 
 def _plan_check() -> dict[str, Any]:

@@ -29,7 +29,7 @@ from jaxmem.models.rope import Angles, rotate
 from jaxmem.sharding import Axes, Layout, constrain, current
 
 HEADS: Axes = ("batch", "time", "heads", "head_dim")
-PER_DEVICE = ("mosaic", "triton")  # implementations that XLA's partitioner cannot split
+PER_DEVICE = ("cudnn", "mosaic", "triton")  # implementations that XLA's partitioner cannot shard
 
 
 class Tokens(NamedTuple):
@@ -78,8 +78,9 @@ class Attention(nnx.Module):
         q, k, v = (checkpoint_name(y, f"attention_{of}") for y, of in ((q, "q"), (k, "k"), (v, "v")))
         cache = None
         if slot is not None:
-            window, implementation = self.spec.window, self.execution.attention
-            mixed, cache = attend_to_cache(q, k, v, slot, window=window, implementation=implementation)
+            # A few queries against the cache: XLA's partitioner shards it.
+            implementation = None if self.execution.attention in PER_DEVICE else self.execution.attention
+            mixed, cache = attend_to_cache(q, k, v, slot, window=self.spec.window, implementation=implementation)
         else:
             mixed = self._attend(q, k, v, tokens.segment_ids)
         joined = mixed.reshape(*x.shape[:-1], -1)
@@ -166,6 +167,7 @@ def sharded_attention(
         "window": window,
         "implementation": execution.attention,
         "deterministic": execution.deterministic,
+        "max_segments": execution.max_segments,
     }
     run: Callable[..., jax.Array] = partial(kernels.attention, causal=spec.causal, **options)
     if layout is None or (not over and execution.attention not in PER_DEVICE):

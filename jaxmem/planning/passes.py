@@ -30,8 +30,8 @@ from jaxmem.step.objective import objective
 
 DEVICE, HOST = jax.memory.Space.Device, jax.memory.Space.Host
 MATMULS, LOOPS = ("dot_general", "conv_general_dilated"), ("scan", "while")
-# Primitives of kernels: Pallas for Triton, Pallas for Mosaic GPU, the latter with an accumulator, Triton.
-KERNELS = ("pallas_call", "mpmd_map", "run_state", "triton_kernel_call")
+# Primitives of kernels: Pallas for Mosaic GPU, the same with an accumulator, Triton, calls of libraries.
+KERNELS = ("pallas_call", "mpmd_map", "run_state", "triton_kernel_call", "ffi_call")
 # XLA fuses the operations between matmuls into few kernels. In compiled decoders all kernels together read and write
 # two and a half times the bytes of the matmuls, and there are about three for each matmul or write in place.
 AROUND, _KERNELS_PER_MATMUL = 2.5, 3

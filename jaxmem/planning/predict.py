@@ -50,7 +50,7 @@ class Estimate:
 
 def predict(built: Program) -> dict[str, int | None]:
     """Bytes of one device by part; None where there is no formula."""
-    parts = estimate(built.cfg, built.layout.mesh.devices.flat[0].platform).parts
+    parts = estimate(built.resolved, built.platform).parts
     known: dict[str, int | None] = {**parts, "total": sum(parts.values())}
     if not isinstance(built.cfg.model, Decoder):
         known |= {"activations": None, "total": None}

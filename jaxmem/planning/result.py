@@ -62,6 +62,12 @@ class Plan:
         return self.shorter[bucket].total if bucket in self.shorter else self.others[step_at(bucket)]
 
     @property
+    def attention(self) -> dict[str, str] | None:
+        """The implementation of attention, and why; None: the model has no attention."""
+        chosen = self.program.model.attention
+        return None if chosen is None else {"implementation": chosen.implementation, "why": chosen.why}
+
+    @property
     def compiled(self) -> dict[str, int]:
         """Bytes of the step's arguments, outputs, aliased and temporaries."""
         return self.compiled_step.sizes
@@ -198,6 +204,7 @@ class Plan:
             },
             "backend": "cpu" if target.is_cpu else "cuda",
             "remat": built.cfg.memory.model_dump(mode="json")["remat"],
+            "attention": self.attention,
             "bytes_per_device": self.bytes_per_device,
             "kinds": self.kinds,
             "predicted": self.predicted,

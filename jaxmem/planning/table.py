@@ -63,6 +63,8 @@ class PlanTable:
         yield self._memory(wide=wide)
         if isinstance(remat := plan.program.cfg.memory.remat, Save):
             yield Text(f"saved activations of each layer: its input, {', '.join(remat.save)}")
+        if plan.attention and not plan.target.is_cpu:
+            yield Text("attention: {implementation} ({why})".format(**plan.attention))
         yield self._phases()
         yield self._verdict()
         yield from self._time()

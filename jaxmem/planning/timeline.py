@@ -248,7 +248,10 @@ def moved_bytes(one: Instruction) -> int:
             return 2 * one.shape.bytes
         if one.opcode in ("dynamic-update-slice", "scatter"):
             return 2 * one.operands[-1 if one.opcode == "scatter" else 1].shape.bytes
-        return one.shape.bytes + sum(operand.shape.bytes for operand in one.operands)
+        written = one.shape.bytes
+        if one.opcode == "custom-call" and one.shape.parts and one.shape.parts[-1].dtype == "uint8":
+            written -= one.shape.parts[-1].bytes  # a workspace, most of which a library does not touch
+        return written + sum(operand.shape.bytes for operand in one.operands)
     body = one.called[0]
     roots = body.root.operands if body.root.opcode == "tuple" else [body.root]
     written = sum(_written(root) for root in roots)

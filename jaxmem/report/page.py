@@ -66,8 +66,10 @@ def _heading(plan: Json, memory: Json, record: RunRecord | None) -> str:
         tiles.append((f"{last['step']:,} of {record.steps:,}", "updates"))
     shown = "".join(f'<div class="tile"><b>{value}</b><span>{what}</span></div>' for value, what in tiles)
     devices = f"{target['devices']} x {target['name'].partition(':')[0]}"
+    chosen = plan.get("attention") if plan["backend"] == "cuda" else None  # plans of earlier versions do not say
+    attention = escape("; attention: {implementation} ({why})".format(**chosen)) if chosen else ""
     return (
-        f"<h1>{escape(model['name'])}</h1>\n<p>{model['parameters']:,} parameters on {escape(devices)}</p>\n"
+        f"<h1>{escape(model['name'])}</h1>\n<p>{model['parameters']:,} parameters on {escape(devices)}{attention}</p>\n"
         f'<div class="tiles">{shown}</div>'
     )
 

@@ -27,6 +27,7 @@ from jaxmem.planning.share import loss_chunk, mlp_chunk
 from jaxmem.quant.precision import compute_dtype
 from jaxmem.search.knobs import KERNELS, Change, Knob
 from jaxmem.sharding import STORAGE_AXES
+from jaxmem.step.attention_choice import resolved
 
 MAX_SIZE = 4000
 
@@ -134,7 +135,10 @@ def candidates(cfg: Config, target: Target, knobs: Sequence[Knob]) -> list[Candi
 
 def estimated(cfg: Config, target: Target) -> Estimate:
     """Seconds estimated for a CPU are only comparable with each other."""
-    return estimate(cfg, "cpu" if target.is_cpu else "gpu", target.gpu or CPU, target.per_host)
+    platform, gpu = "cpu" if target.is_cpu else "gpu", target.gpu
+    capability = round(10 * float(gpu.compute_capability)) if gpu else None
+    cfg = resolved(cfg, platform, capability, gpu.kind if gpu else "")
+    return estimate(cfg, platform, gpu or CPU, target.per_host)
 
 
 def _with_given(cfg: Config, choices: list[Change]) -> list[Change]:

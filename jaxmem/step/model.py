@@ -33,6 +33,8 @@ _ADAPTER_KEY = (
 class ModelSpec:
     cfg: Config
     platform: str  # of the devices: `compute: auto` depends on it
+    capability: int | None = None  # of GPUs: 90 for 9.0
+    device: str = ""  # its name
 
     @cached_property
     def pipeline(self) -> Pipeline | None:
@@ -140,6 +142,20 @@ class ModelSpec:
     def _build(self, key: jax.Array) -> models.Network:
         return models.build(self.cfg.model, nnx.Rngs(params=key), self._execution)
 
+    @cached_property
+    def attention(self) -> Any:
+        """The implementation of attention, and why (`kernels.choice.Choice`); None: the model has no attention."""
+        from jaxmem.step.attention_choice import attention_choice
+
+        return attention_choice(self.cfg, self.platform, self.capability, self.device)
+
+    @property
+    def attention_request(self) -> Any:
+        """The properties of the model's attention that an implementation may not support."""
+        from jaxmem.step.attention_choice import attention_request
+
+        return attention_request(self.cfg, self.platform)
+
     @property
     def _execution(self) -> models.Execution:
         memory = self.cfg.memory
@@ -148,8 +164,9 @@ class ModelSpec:
         remat = memory.remat.save if isinstance(memory.remat, Save) else memory.remat
         return models.Execution(
             dtype=compute_dtype(self.cfg.precision, self.platform),
-            attention=None if memory.attention == "auto" else memory.attention,
+            attention=None if self.attention is None else self.attention.implementation,
             deterministic=self.cfg.train.deterministic,
+            max_segments=self.cfg.data.max_segments,
             chunking=chunking(memory),
             stack=StackOptions(remat, self.pipeline, offloaded_activations(memory.offload)),
         )

@@ -40,11 +40,21 @@ class Program:
 
     @cached_property
     def model(self) -> ModelSpec:
-        return ModelSpec(self.cfg, self.platform)
+        from jaxmem.kernels.choice import capability
+
+        device = self.layout.mesh.devices.flat[0]
+        return ModelSpec(self.cfg, self.platform, capability(device), device.device_kind)
 
     @cached_property
     def spec(self) -> StateSpec:
         return StateSpec(self.cfg, self.layout, self.model)
+
+    @property
+    def resolved(self) -> Config:
+        """The config with what `memory.attention: auto` means on these devices."""
+        from jaxmem.step.attention_choice import resolved
+
+        return resolved(self.cfg, self.platform, self.model.capability, self.model.device)
 
     @property
     def platform(self) -> str:

@@ -77,6 +77,7 @@ def _run(cfg: Config, devices: Sequence[Any] | None) -> Result:
     cache_compiled_programs(cfg.output)
     _preflight(cfg)
     devices = jax.devices() if devices is None else devices
+    _check_kernels(cfg, devices)
     built = program(resolve_budget(cfg, local_target(devices)), devices)
     cfg, directory = built.cfg, Path(cfg.output, cfg.name)
     checkpoint_path = checkpoint_directory(cfg, directory)
@@ -167,6 +168,14 @@ def _preflight(cfg: Config) -> None:
         lines = preflight().lines()
         if jax.process_index() == 0:
             print(*lines, sep="\n", flush=True)
+
+
+def _check_kernels(cfg: Config, devices: Sequence[Any]) -> None:
+    if devices[0].platform == "gpu":
+        from jaxmem.training.kernel_check import checked_attention
+
+        for line in checked_attention(lambda: program(cfg, devices), any_process):
+            print(line, flush=True)
 
 
 def _checkpoints(cfg: Config, path: epath.Path) -> Checkpoints:
@@ -296,7 +305,9 @@ def _first_line(plan: Plan, step: int) -> str:
     spilled = [one for one in plan.warnings if one.kind == SPILLED] if plan.spilled else []
     warnings = "".join(f"\nwarning: {one.text}; try {one.cure}" for one in spilled)
     planned = format_bytes(plan.bytes_per_device["total"])
-    return f"{built.cfg.name}: {start}, {devices}, {planned} per device{padding}{warnings}"
+    has_choice = plan.attention and not plan.target.is_cpu
+    attention = "\nattention: {implementation} ({why})".format(**plan.attention) if has_choice else ""
+    return f"{built.cfg.name}: {start}, {devices}, {planned} per device{padding}{attention}{warnings}"
 
 
 def _last_line(cfg: Config, step: int, directory: Path) -> str:

@@ -1,7 +1,7 @@
 """Attention with all options that transformers use. `reference.py` is the contract.
 
-A new implementation is a module with `attend` as in `reference.py`, and a line in IMPLEMENTATIONS; it raises ValueError
-for calls that it does not support. `tests/kernels/test_attention.py` tests all.
+A new implementation is a module with `attend` as in `reference.py`, a line in IMPLEMENTATIONS, and its limits in
+`support.py`. `tests/kernels/test_attention.py` tests all.
 """
 
 from __future__ import annotations
@@ -11,12 +11,13 @@ from typing import Any
 import jax
 from jax.typing import ArrayLike
 
-from jaxmem.kernels.choice import Operation
+from jaxmem.kernels.choice import Operation, capability
 
 from .arguments import CHECKS, check_arguments
+from .support import OPERATION, PLAIN, Request, refusal
 
 IMPLEMENTATIONS: dict[str, Any] = {
-    name: f"{__name__}.{name}" for name in ("blockwise", "mosaic", "reference", "triton")
+    name: f"{__name__}.{name}" for name in ("blockwise", "cudnn", "mosaic", "reference", "triton")
 }
 
 
@@ -29,6 +30,7 @@ def attention(
     window: int | None = None,
     segment_ids: ArrayLike | None = None,
     kv_segment_ids: ArrayLike | None = None,
+    max_segments: int | None = None,
     scale: float | None = None,
     soft_cap: float | None = None,
     dropout: tuple[jax.Array, float] | None = None,
@@ -43,6 +45,8 @@ def attention(
     `causal`: a query sees the keys up to its own position; with more keys than queries the last query is at the last
     key. `window`: it sees this number of keys, its own included, and none after it.
     `segment_ids`: it sees keys of its own id (`kv_segment_ids`; with equally many keys, the same ids).
+    `max_segments`: the ids of each row form at most so many runs, each id in one run. `cudnn` needs it; with more runs
+    its output is NaN.
     A query that sees nothing gives zeros. `scale` is 1/sqrt(dim) by default. `soft_cap` bounds the scores,
     cap tanh(score / cap). `dropout`: (a jax random key, the rate of probabilities set to 0); the mask depends on key,
     batch row, head and positions, never on the tiling; inside `shard_map` positions count from 0 on each shard, so fold
@@ -64,15 +68,16 @@ def attention(
         soft_cap=soft_cap,
         dropout=dropout,
         deterministic=deterministic,
+        max_segments=max_segments,
     )
-    queries, keys, _ = arrays
     with_lse = CHECKS.flag("return_lse", return_lse)
-    masked = options.causal or options.window is not None
-    out, lse = Operation("attention", IMPLEMENTATIONS, "blockwise").run(
+    request = Request.of(*arrays[:2], options, extras)
+    out, lse = Operation(OPERATION, IMPLEMENTATIONS, PLAIN).run(
         implementation,
         lambda module: module.attend(*arrays, options, extras),
         (arrays, extras),
-        kind=f"{queries.dtype.name} {'causal' if masked else 'full'}",
-        sizes=(queries.shape[1], keys.shape[1], *queries.shape[2:]),
+        kind=request.kind,
+        sizes=request.sizes,
+        refusal=lambda name: refusal(name, request, capability()),
     )
     return (out, lse) if with_lse else out

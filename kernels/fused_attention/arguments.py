@@ -28,6 +28,7 @@ class Options:
     soft_cap: float | None
     dropout: float  # the share of probabilities dropped
     deterministic: bool
+    max_segments: int | None = None  # runs of equal segment ids in a row, at most; None: unknown
 
 
 class Extras(NamedTuple):
@@ -51,6 +52,7 @@ def check_arguments(
     soft_cap: Any,
     dropout: Any,
     deterministic: Any,
+    max_segments: Any = None,
 ) -> tuple[tuple[jax.Array, jax.Array, jax.Array], Options, Extras]:
     """The arrays and options; ValueError naming a wrong argument."""
     q, k, v = (CHECKS.array(name, x, "[batch, time, heads, dim]", DTYPES) for name, x in (("q", q), ("k", k), ("v", v)))
@@ -88,7 +90,10 @@ def check_arguments(
         _require(0.0 <= rate < 1.0, f"dropout's rate is {rate!r}; it should be at least 0 and below 1")
         _require(_is_key(key), f"dropout's key is {describe(key)}; it should be one key of jax.random")
         seed = seed_words(key) if rate else None
-    options = Options(causal, window, scale, soft_cap, rate, deterministic)
+    if max_segments is not None:
+        max_segments = CHECKS.whole_number("max_segments", max_segments)
+        _require(max_segments >= 1, f"max_segments is {max_segments}; it should be at least 1")
+    options = Options(causal, window, scale, soft_cap, rate, deterministic, max_segments)
     return (q, k, v), options, Extras(segment_ids, kv_segment_ids, seed)
 
 

@@ -14,56 +14,32 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from jaxmem.kernels.choice import capability, device_kind
 from jaxmem.kernels.launch import block_size, next_power_of_2
 
-from .arguments import DTYPES, Extras, Options
+from .arguments import Extras, Options
 from .block import Call, MaskArrays
 from .blockwise import SAVED
 from .tuning import blocks
 
 
 class Passes(NamedTuple):
-    """The kernels of an implementation, and what they support."""
+    """The kernels of an implementation."""
 
     name: str
-    max_dim: int
     forward: Callable[..., tuple[jax.Array, jax.Array]]  # call, q, k, v, masks -> out, lse
     # call, q, k, v, d_out, rows, masks -> dq, dk, dv, in sums whose order changes from run to run; None: two kernels.
     one_pass: Callable[..., tuple[jax.Array, jax.Array, jax.Array]] | None = None
     d_queries: Callable[..., jax.Array] | None = None  # the same -> dq
     d_keys: Callable[..., tuple[jax.Array, jax.Array]] | None = None  # the same -> dk, dv
     two_kernels: Any = None  # the Passes whose d_queries and d_keys run; None: its own
-    dtypes: tuple[str, ...] = DTYPES
     min_block: int = 16  # positions
-    capability: int | None = None  # the only compute capability that is supported: 90 is 9.0
-
-
-def attend(
-    passes: Passes, q: jax.Array, k: jax.Array, v: jax.Array, options: Options, extras: Extras
-) -> tuple[jax.Array, jax.Array]:
-    """Output and log-sum-exp."""
-    here = capability()
-    if q.shape[3] > passes.max_dim:
-        raise ValueError(
-            f"attention: q has dim {q.shape[3]}; the {passes.name} implementation supports at most {passes.max_dim}"
-        )
-    if q.dtype.name not in passes.dtypes:
-        raise ValueError(
-            f"attention: q is {q.dtype}; the {passes.name} implementation supports {' and '.join(passes.dtypes)}"
-        )
-    if passes.capability is not None and here is not None and here != passes.capability:
-        raise ValueError(
-            f"attention: {device_kind()} has compute capability {here / 10}; the {passes.name} implementation needs"
-            f" {passes.capability / 10}"
-        )
-    return _attend(passes, options, q, k, v, extras)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _attend(
+def attend(
     passes: Passes, options: Options, q: jax.Array, k: jax.Array, v: jax.Array, extras: Extras
 ) -> tuple[jax.Array, jax.Array]:
+    """Output and log-sum-exp."""
     return _forward(passes, options, q, k, v, extras)[0]
 
 
@@ -94,7 +70,7 @@ def _backward(passes: Passes, options: Options, saved: Any, cotangents: tuple[An
     return dq, dk, dv, None
 
 
-_attend.defvjp(_forward, _backward)
+attend.defvjp(_forward, _backward)
 
 
 def _mask_arrays(call: Call, extras: Extras, *, by_keys: bool) -> MaskArrays:

@@ -174,17 +174,9 @@ def _filled(rows: Any, size: int) -> Any:
     return None if rows is None else jnp.pad(rows, (*[(0, 0)] * (rows.ndim - 1), (0, -rows.shape[-1] % size)))
 
 
-PASSES = Passes(
-    "mosaic",
-    WIDTHS[-1],
-    _forward,
-    dtypes=("bfloat16", "float16"),
-    min_block=COMPUTING * ROWS,
-    capability=90,
-    two_kernels=triton.PASSES,
-)
+PASSES = Passes("mosaic", _forward, min_block=COMPUTING * ROWS, two_kernels=triton.PASSES)
 
 
 def attend(q: jax.Array, k: jax.Array, v: jax.Array, options: Options, extras: Extras) -> tuple[jax.Array, jax.Array]:
     passes = PASSES._replace(one_pass=_gradients) if _width(q.shape[3]) in ONE_PASS else PASSES
-    return flash.attend(passes, q, k, v, options, extras)
+    return flash.attend(passes, options, q, k, v, extras)

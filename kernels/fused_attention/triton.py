@@ -14,7 +14,6 @@ On a CPU Triton's interpreter runs the same programs, for tests.
 
 from __future__ import annotations
 
-import functools
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,6 +23,7 @@ import jax.numpy as jnp
 from jaxmem.kernels.triton_launch import launch, load_programs
 
 from . import flash
+from .arguments import Extras, Options
 from .block import LOG2E, Call, MaskArrays
 from .flash import Passes
 
@@ -148,5 +148,8 @@ def _run(
     )
 
 
-PASSES = Passes("triton", 256, _forward, d_queries=_d_queries, d_keys=_d_keys)
-attend = functools.partial(flash.attend, PASSES)
+PASSES = Passes("triton", _forward, d_queries=_d_queries, d_keys=_d_keys)
+
+
+def attend(q: jax.Array, k: jax.Array, v: jax.Array, options: Options, extras: Extras) -> tuple[jax.Array, jax.Array]:
+    return flash.attend(PASSES, options, q, k, v, extras)

@@ -45,7 +45,7 @@ def text_rows(data: Records, count: int, time: int, packing: bool) -> TextRows:
     def read(place: int) -> list[Document]:
         return [Document(np.array(data[place], np.int32))]
 
-    return TextRows(OrderedRecords(read, len(data)), np.arange(count)[None], count, time, packing)
+    return TextRows(OrderedRecords(read, len(data)), np.arange(count)[None], count, time, 31 if packing else None)
 
 
 @given(records, st.integers(1, 3), st.integers(1, 9), st.booleans())

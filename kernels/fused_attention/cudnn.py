@@ -1,0 +1,295 @@
+"""Attention by cuDNN, which every installation of jax for NVIDIA GPUs contains, tuned by its vendor.
+
+XLA knows cuDNN's attention as two custom calls. `jax.nn.dot_product_attention(implementation="cudnn")` emits the same
+ones, but it asks the devices of this machine what they support, so it cannot be compiled for other GPUs; it has no
+documents; and the function below it that has them reads grouped heads at wrong offsets before jax 0.12.1
+(github.com/jax-ml/jax/pull/39521). So the calls are made here.
+
+Documents (segments) are cuDNN's packed layout, "THD": consecutive runs of positions, each with an offset and a length.
+XLA allocates them statically: room for `max_segments` documents per row, each as long as the row. The workspace of the
+backward pass grows accordingly (`workspace`); heads are computed in groups that keep it below WORKSPACE. A row of more
+documents gives NaN.
+
+A plan for GPUs that are not here compiles without cuDNN, so each call states its workspace by rule; on a GPU XLA
+replaces that with what cuDNN asks for.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.ad_checkpoint import checkpoint_name
+from jax.custom_derivatives import SymbolicZero
+from jax.experimental.xla_metadata import set_xla_metadata
+from jaxtyping import Array, Float, Int32
+
+from .arguments import Extras, Options
+from .blockwise import SAVED
+from .shapes import pairs
+
+WORKSPACE = 2**30  # bytes that the backward pass of a packed row should need at most
+_FORWARD, _BACKWARD = "__cudnn$fmhaSoftmax", "__cudnn$fmhaSoftmaxBackward"
+_STATUS_RETURNING = 2  # the version of XLA's custom calls that these targets have
+
+
+@dataclass(frozen=True)
+class Call:
+    """What XLA knows of a call."""
+
+    batch: int
+    length: int
+    keys: int
+    heads: int
+    kv_heads: int
+    dim: int
+    scale: float
+    masked: bool
+    window: int | None
+    max_segments: int  # per row; 1: none are set
+
+    @property
+    def slots(self) -> int:
+        """Documents that there is room for."""
+        return self.batch * self.max_segments
+
+    @property
+    def pairs(self) -> int:
+        return pairs(self.length, self.keys, causal=self.masked, window=self.window)
+
+
+# (target, call, arrays) -> outputs, on a CPU, where there is no cuDNN: tests put an emulation here.
+def _refuse_cpu(*_: Any) -> Any:
+    raise ValueError("attention: the cudnn implementation needs an NVIDIA GPU; use another one on a CPU")
+
+
+ON_CPU: Callable[[str, Call, Sequence[jax.Array]], Any] | None = None
+
+
+def attend(
+    q: Float[Array, "batch queries heads dim"],
+    k: Float[Array, "batch keys kv_heads dim"],
+    v: Float[Array, "batch keys kv_heads dim"],
+    options: Options,
+    extras: Extras,
+) -> tuple[Float[Array, "batch queries heads dim"], Float[Array, "batch heads queries"]]:
+    """Output and log-sum-exp, which has no gradient here."""
+    batch, length, heads, dim = q.shape
+    segments = options.max_segments if extras.segment_ids is not None else 1
+    masked = options.causal or options.window is not None
+    call = Call(batch, length, k.shape[1], heads, k.shape[2], dim, options.scale, masked, options.window, segments or 1)
+    return _attend(call, q, k, v, None if call.max_segments == 1 else extras.segment_ids)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _attend(call: Call, q: jax.Array, k: jax.Array, v: jax.Array, ids: jax.Array | None) -> tuple[Any, Any]:
+    return _forward(call, q, k, v, ids)
+
+
+def _forward(call: Call, q: jax.Array, k: jax.Array, v: jax.Array, ids: jax.Array | None) -> tuple[Any, Any]:
+    packed = None if ids is None else Packed.of(call, ids)
+    if packed is not None:  # more documents than there is room for: visible in the loss, never wrong unnoticed
+        q = jnp.where(packed.count <= call.slots, q, jnp.nan)
+    out, stats = _run(_FORWARD, call, (q, k, v), packed)
+    return out, stats if packed is None else packed.rows_of(call, stats)
+
+
+def _forward_rule(call: Call, *inputs: Any) -> tuple[tuple[Any, Any], Any]:
+    q, k, v, ids = (None if x is None else x.value for x in inputs)
+    out, lse = (checkpoint_name(x, SAVED) for x in _forward(call, q, k, v, ids))
+    return (out, lse), (q, k, v, ids, out, lse)
+
+
+def _backward_rule(call: Call, saved: Any, cotangents: tuple[Any, Any]) -> tuple[Any, ...]:
+    q, k, v, ids, out, lse = saved
+    d_out, d_lse = cotangents
+    has_gradient = not isinstance(d_lse, SymbolicZero)
+    if has_gradient:
+        raise ValueError("attention: the cudnn implementation has no gradient of the log-sum-exp; use another one")
+    if isinstance(d_out, SymbolicZero):
+        d_out = jnp.zeros_like(out)
+    packed = None if ids is None else Packed.of(call, ids)
+    run = functools.partial(_gradients, packed)
+    groups = 1 if packed is None else head_groups(call, q.dtype.itemsize)
+    if groups == 1:
+        return *run(call, q, k, v, out, d_out, lse), None
+
+    def split(x: jax.Array, dim: int) -> jax.Array:
+        """Groups of heads first."""
+        return jnp.moveaxis(x.reshape(*x.shape[:dim], groups, -1, *x.shape[dim + 1 :]), dim, 0)
+
+    def join(x: jax.Array) -> jax.Array:
+        x = jnp.moveaxis(x, 0, 2)
+        return x.reshape(*x.shape[:2], -1, x.shape[-1])
+
+    part = replace(call, heads=call.heads // groups, kv_heads=call.kv_heads // groups)
+    arrays = (*(split(x, 2) for x in (q, k, v, out, d_out)), split(lse, 1))
+    return *map(join, jax.lax.map(lambda x: run(part, *x), arrays)), None
+
+
+_attend.defvjp(_forward_rule, _backward_rule, symbolic_zeros=True)
+
+
+def _gradients(packed: Packed | None, call: Call, q: Any, k: Any, v: Any, out: Any, d_out: Any, lse: Any) -> Any:
+    stats = lse if packed is None else packed.stats_of(call, lse)
+    return _run(_BACKWARD, call, (q, k, v, stats, d_out.astype(q.dtype), out), packed)
+
+
+# ---------------------------------------------------------------- documents
+
+
+@dataclass(frozen=True)
+class Packed:
+    """The documents of all rows, one after the other, as cuDNN wants them: those that are there first, then empty
+    ones at the end."""
+
+    number: Int32[Array, "batch time"]  # of each position's document
+    starts: Int32[Array, " ends"]  # first positions, rows one after the other, and the end of the last row
+    count: Int32[Array, ""]
+
+    @classmethod
+    def of(cls, call: Call, ids: Int32[Array, "batch time"]) -> Packed:
+        """A document is a run of equal ids within a row."""
+        first = jnp.concatenate([jnp.ones_like(ids[:, :1], bool), ids[:, 1:] != ids[:, :-1]], axis=1).reshape(-1)
+        number = jnp.cumsum(first, dtype=jnp.int32) - 1
+        (starts,) = jnp.nonzero(first, size=call.slots, fill_value=first.size)
+        starts = jnp.append(starts.astype(jnp.int32), jnp.int32(first.size))
+        return cls(number.reshape(ids.shape), starts, number[-1] + 1)
+
+    @property
+    def lengths(self) -> Int32[Array, " slots"]:
+        return self.starts[1:] - self.starts[:-1]
+
+    def rows_of(self, call: Call, stats: Float[Array, "slots heads time"]) -> Float[Array, "batch heads time"]:
+        """Numbers of positions in rows, from those of positions in documents."""
+        place = jnp.arange(self.number.size, dtype=jnp.int32).reshape(self.number.shape) - self._start_of_each()
+        found = stats[jnp.minimum(self.number, call.slots - 1)[:, :, None], jnp.arange(call.heads), place[:, :, None]]
+        return found.swapaxes(1, 2)
+
+    def stats_of(self, call: Call, rows: Float[Array, "batch heads time"]) -> Float[Array, "slots heads time"]:
+        """The reverse. What lies behind a document's end is not read."""
+        flat = rows.swapaxes(1, 2).reshape(-1, call.heads)
+        place = self.starts[:-1, None] + jnp.arange(call.length, dtype=jnp.int32)
+        return flat[jnp.minimum(place, flat.shape[0] - 1)].swapaxes(1, 2)
+
+    def _start_of_each(self) -> Int32[Array, "batch time"]:
+        return self.starts[jnp.minimum(self.number, self.starts.size - 1)]
+
+
+def workspace(call: Call, itemsize: int) -> int:
+    """Bytes that the backward pass allocates: dq in float32, a number per row of scores, and with grouped heads dk and
+    dv of every head (cudnn-frontend, `scaled_dot_product_flash_attention.h`). Packed, XLA does not tell cuDNN that
+    documents share the rows, so each has room for a full row."""
+    rows = call.slots * call.heads * call.length
+    every_head = 2 * call.slots * call.heads * call.keys * call.dim * itemsize
+    return rows * 4 * (call.dim + 1) + (every_head if call.heads > call.kv_heads else 0)
+
+
+def head_groups(call: Call, itemsize: int) -> int:
+    """Parts of the heads that the backward pass of packed rows computes one after the other.
+
+    >>> head_groups(Call(1, 4096, 4096, 32, 8, 128, 1.0, True, None, 32), 2)
+    8
+    """
+    parts = [parts for parts in range(1, call.kv_heads + 1) if call.kv_heads % parts == 0]
+    return next((n for n in parts if workspace(call, itemsize) <= n * WORKSPACE), call.kv_heads)
+
+
+# ---------------------------------------------------------------- the custom calls
+
+
+def _run(target: str, call: Call, arrays: tuple[jax.Array, ...], packed: Packed | None) -> Any:
+    """Forward output and log-sum-exp, [documents, heads, time]; backward dq, dk and dv."""
+    q, k, v = arrays[:3]
+    forward, more = target == _FORWARD, ()
+    if packed is not None:
+        strides = (call.heads * call.dim, call.kv_heads * call.dim)
+        more = (packed.lengths, packed.lengths, *(packed.starts * stride for stride in strides))
+    heads_first = [jax.ShapeDtypeStruct((x.shape[0], *(x.shape[d] for d in (2, 1, 3))), x.dtype) for x in (q, k, v)]
+    if forward:
+        stats = jax.ShapeDtypeStruct((call.slots, call.heads, call.length), jnp.float32)
+        shapes, transposed = [heads_first[0], stats], 1
+    else:
+        shapes, transposed = heads_first, 3
+    size = 0 if forward else workspace(call, q.dtype.itemsize)
+    flops = (4 if forward else 10) * call.pairs / call.length  # per number of the first output
+
+    def on_gpu(*arrays: jax.Array) -> list[jax.Array]:
+        with set_xla_metadata(flops_per_output=str(flops)):
+            found = jax.ffi.ffi_call(
+                target,
+                [*shapes, jax.ShapeDtypeStruct((size,), jnp.uint8)],
+                # As [batch, time, heads, dim] in memory.
+                output_layouts=[(3, 1, 2, 0) if i < transposed else None for i in range(len(shapes) + 1)],
+                vmap_method="sequential",
+                custom_call_api_version=_STATUS_RETURNING,
+                legacy_backend_config=json.dumps(_backend_config(target, call, q.dtype)),
+            )(*arrays)
+        return [x.swapaxes(1, 2) if i < transposed else x for i, x in enumerate(found[:-1])]
+
+    def on_cpu(*arrays: jax.Array) -> list[jax.Array]:
+        if ON_CPU is not None:
+            return ON_CPU(target, call, arrays)
+        outputs = jax.eval_shape(on_gpu, *arrays)
+        return list(jax.pure_callback(_refuse_cpu, outputs, *arrays))
+
+    return tuple(jax.lax.platform_dependent(*arrays, *more, cpu=on_cpu, default=on_gpu))
+
+
+def _backend_config(target: str, call: Call, dtype: Any) -> dict[str, Any]:
+    """`CudnnfMHABackendConfig` of XLA's `backend_configs.proto`."""
+    packed = call.max_segments > 1
+    mask = "CAUSAL" if call.masked else "NO_MASK"
+    if packed:
+        mask = "PADDING_CAUSAL" if call.masked else "PADDING"
+    scores = [call.batch, call.heads, call.length, call.keys]
+    config = {
+        "algorithm": {
+            "algo_id": "0",
+            "math_type": "TENSOR_OP_MATH",
+            "tuning_knobs": {"17": "1", "24": "0"},
+            "is_cudnn_frontend": True,
+            "workspace_size": "0",
+        },
+        "fmha_scale": call.scale,
+        "intermediate_tensor_shape": {
+            "element_type": {"bfloat16": "BF16", "float16": "F16"}[np.dtype(dtype).name],
+            "dimensions": list(map(str, scores)),
+            "layout": {"minor_to_major": ["3", "2", "1", "0"]},
+            "is_dynamic_dimension": [False] * 4,
+        },
+        "is_flash_attention": True,
+        "mask_type": mask,
+        "dropout_rate": 0.0,
+        "seed": "42",
+        "sliding_window_length": call.window or 0,
+        "max_seg_per_batch": call.max_segments,
+        "is_paged_attention": False,
+    }
+    for name, (left, right), (left_batch, right_batch) in _MATMULS[target]:
+        config[f"{name}_dot_dimension_numbers"] = {
+            "lhs_contracting_dimensions": [str(left)],
+            "rhs_contracting_dimensions": [str(right)],
+            "lhs_batch_dimensions": ["0", str(left_batch)],
+            "rhs_batch_dimensions": ["0", str(right_batch)],
+        }
+    return {"operation_queue_id": "0", "cudnn_fmha_backend_config": config}
+
+
+# The matmuls of each call: contracted dimensions, and those of heads. Arrays are [batch, time, heads, dim], scores
+# [batch, heads, queries, keys].
+_MATMULS = {
+    _FORWARD: (("bmm1", (3, 3), (2, 2)), ("bmm2", (3, 1), (1, 2))),
+    _BACKWARD: (
+        ("bmm1_grad_gemm1", (2, 1), (1, 2)),
+        ("bmm1_grad_gemm2", (3, 1), (1, 2)),
+        ("bmm2_grad_gemm1", (2, 1), (1, 2)),
+        ("bmm2_grad_gemm2", (3, 3), (2, 2)),
+    ),
+}
