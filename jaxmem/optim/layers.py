@@ -12,6 +12,7 @@ for each, `("layer", None, None)` for a stack of matrices. Without `axes` nothin
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -152,6 +153,22 @@ def by_layer(
         return updates, ByLayerState(now.count, leaves)
 
     return optax.GradientTransformationExtraArgs(init, update)
+
+
+def transformation(settings: type) -> Callable[..., Callable[..., optax.GradientTransformationExtraArgs]]:
+    """Makes a function that chooses a rule, `(settings, spec) -> rule`, the optax transformation `(settings, *, axes)`
+    of that rule (`by_layer`). `settings`: the class of its hyperparameters, whose defaults are the function's."""
+    default = settings()
+
+    def decorate(choose: Callable[..., MatrixRule]) -> Callable[..., optax.GradientTransformationExtraArgs]:
+        @functools.wraps(choose, assigned=("__module__", "__name__", "__qualname__", "__doc__"))
+        def scale(settings: Any = default, *, axes: Any = None) -> optax.GradientTransformationExtraArgs:
+            return by_layer(functools.partial(choose, settings), axes)
+
+        del scale.__wrapped__  # type: ignore[attr-defined]  # its signature is not this one's
+        return scale
+
+    return decorate
 
 
 @dataclass(frozen=True)

@@ -12,10 +12,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import optax
 
 from jaxmem.config.optimizers import AdafactorSettings
-from jaxmem.optim.layers import MatrixRule, ParameterSpec, UpdateContext, by_layer
+from jaxmem.optim.layers import MatrixRule, ParameterSpec, UpdateContext, transformation
 from jaxmem.sharding.leaves import Derived
 from jaxmem.sharding.weights import is_quantized
 
@@ -57,9 +56,8 @@ class Factored(MatrixRule):
         return u * (size / jnp.maximum(1.0, jnp.sqrt(update / at.spec.size) / LARGEST)), new
 
 
-def scale_by_adafactor(
-    settings: AdafactorSettings = AdafactorSettings(), *, axes: Any = None
-) -> optax.GradientTransformationExtraArgs:
+@transformation(AdafactorSettings)
+def scale_by_adafactor(settings: AdafactorSettings, _: ParameterSpec) -> MatrixRule:
     """The paper's algorithm 4 with relative step sizes: factored second moment, clipped, scaled by the weights.
 
     >>> tx = scale_by_adafactor()
@@ -67,4 +65,4 @@ def scale_by_adafactor(
     (64,)
     """
     del settings  # weight decay is the registry's
-    return by_layer(lambda _: Factored(), axes)
+    return Factored()

@@ -13,10 +13,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import optax
 
 from jaxmem.config.optimizers import AdamSettings
-from jaxmem.optim.layers import MatrixRule, ParameterSpec, UpdateContext, by_layer
+from jaxmem.optim.layers import MatrixRule, ParameterSpec, UpdateContext, transformation
 from jaxmem.optim.rules.adam import Adam, direction, next_moments
 from jaxmem.sharding.leaves import Derived
 
@@ -36,18 +35,14 @@ class PerNeuron(MatrixRule):
         return direction(self.settings, m, jnp.expand_dims(v, others), at.count), {"m": m, "v": v}
 
 
-def scale_by_adam_mini(
-    settings: AdamSettings = AdamSettings(), *, axes: Any = None
-) -> optax.GradientTransformationExtraArgs:
-    """
+@transformation(AdamSettings)
+def scale_by_adam_mini(settings: AdamSettings, spec: ParameterSpec) -> MatrixRule:
+    """Adam with one second moment per output neuron.
+
     >>> state = scale_by_adam_mini().init({"w": jnp.zeros((64, 32))}).leaves["w"]
     >>> state["m"].value.shape, state["v"].value.shape
     ((64, 32), (32,))
     """
-
-    def rule_for(spec: ParameterSpec) -> MatrixRule:
-        if len(spec.shape) < 2:
-            return Adam(settings)
-        return PerNeuron(settings, spec.axes.index("vocab") if "vocab" in spec.axes else len(spec.shape) - 1)
-
-    return by_layer(rule_for, axes)
+    if len(spec.shape) < 2:
+        return Adam(settings)
+    return PerNeuron(settings, spec.axes.index("vocab") if "vocab" in spec.axes else len(spec.shape) - 1)

@@ -16,10 +16,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import optax
 
 from jaxmem.config.optimizers import ApolloMiniSettings, ApolloSettings
-from jaxmem.optim.layers import MatrixRule, ParameterSpec, UpdateContext, by_layer
+from jaxmem.optim.layers import MatrixRule, ParameterSpec, UpdateContext, transformation
 from jaxmem.optim.rules import projection
 from jaxmem.optim.rules.adam import Adam, bias_correction, next_moments
 from jaxmem.optim.rules.projection import Side, is_projected, rank_of
@@ -69,34 +68,27 @@ class ScaledByProjection(MatrixRule):
         return u * (ratio * shrink * unbiased * self.settings.scale**0.5), {"m": m, "v": v, "length": length * shrink}
 
 
-def scale_by_apollo(
-    settings: ApolloSettings = ApolloSettings(), *, axes: Any = None
-) -> optax.GradientTransformationExtraArgs:
+@transformation(ApolloSettings)
+def scale_by_apollo(settings: ApolloSettings, spec: ParameterSpec) -> MatrixRule:
     """One scale per column. `rank` None: a quarter of the smaller side of each matrix."""
-    return _by_layer(settings, settings.rank, False, axes)
+    return _rule_for(settings, spec, settings.rank, per_matrix=False)
 
 
-def scale_by_apollo_mini(
-    settings: ApolloMiniSettings = ApolloMiniSettings(), *, axes: Any = None
-) -> optax.GradientTransformationExtraArgs:
+@transformation(ApolloMiniSettings)
+def scale_by_apollo_mini(settings: ApolloMiniSettings, spec: ParameterSpec) -> MatrixRule:
     """Rank 1, one scale per matrix.
 
     >>> state = scale_by_apollo_mini().init({"w": jnp.zeros((32, 64))}).leaves["w"]
     >>> state["m"].value.shape
     (1, 64)
     """
-    return _by_layer(settings, 1, True, axes)
+    return _rule_for(settings, spec, 1, per_matrix=True)
 
 
-def _by_layer(
-    settings: ApolloMiniSettings, rank: int | None, per_matrix: bool, axes: Any
-) -> optax.GradientTransformationExtraArgs:
-    def rule_for(spec: ParameterSpec) -> MatrixRule:
-        if not is_projected(spec, rank, settings.project_embeddings):
-            return Adam(settings)
-        return ScaledByProjection(settings, spec, rank_of(spec, rank), per_matrix)
-
-    return by_layer(rule_for, axes)
+def _rule_for(settings: ApolloMiniSettings, spec: ParameterSpec, rank: int | None, *, per_matrix: bool) -> MatrixRule:
+    if not is_projected(spec, rank, settings.project_embeddings):
+        return Adam(settings)
+    return ScaledByProjection(settings, spec, rank_of(spec, rank), per_matrix)
 
 
 def _squares(x: jax.Array, over: int) -> jax.Array:

@@ -25,10 +25,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import optax
 
 from jaxmem.config.optimizers import GaLoreSettings, QGaLoreSettings
-from jaxmem.optim.layers import MatrixRule, ParameterSpec, UpdateContext, by_layer
+from jaxmem.optim.layers import MatrixRule, ParameterSpec, UpdateContext, transformation
 from jaxmem.optim.rules.adam import Adam
 from jaxmem.optim.rules.projection import Side, is_projected, rank_of
 from jaxmem.optim.rules.quantized import ADAM8, blocks, quantized, zeros
@@ -116,41 +115,35 @@ class Projected(MatrixRule):
         }
 
 
-def scale_by_galore(
-    settings: GaLoreSettings = GaLoreSettings(),
-    inner_for: RuleFor | None = None,
-    similarity: float | None = None,
-    *,
-    axes: Any = None,
-) -> optax.GradientTransformationExtraArgs:
-    """GaLore on any inner rule, by default Adam in float32. `rank` None is a quarter of each matrix's smaller side.
+@transformation(GaLoreSettings)
+def scale_by_galore(settings: GaLoreSettings, spec: ParameterSpec) -> MatrixRule:
+    """GaLore on Adam in float32. `rank` None is a quarter of each matrix's smaller side.
 
     >>> state = scale_by_galore(GaLoreSettings(rank=8)).init({"w": jnp.zeros((32, 64))}).leaves["w"]
     >>> state["basis"].value.shape, state["inner"]["m"].value.shape
     ((32, 8), (8, 64))
     """
-    inner = inner_for or (lambda _: Adam(settings))
-
-    def rule_for(spec: ParameterSpec) -> MatrixRule:
-        if not is_projected(spec, settings.rank, settings.project_embeddings):
-            return inner(spec)
-        return Projected(settings, inner, spec, rank_of(spec, settings.rank), similarity)
-
-    return by_layer(rule_for, axes)
+    return _rule_for(settings, spec, lambda _: Adam(settings))
 
 
-def scale_by_galore8bit(
-    settings: GaLoreSettings = GaLoreSettings(), *, axes: Any = None
-) -> optax.GradientTransformationExtraArgs:
+@transformation(GaLoreSettings)
+def scale_by_galore8bit(settings: GaLoreSettings, spec: ParameterSpec) -> MatrixRule:
     """GaLore on Adam with moments in 8 bits."""
-    return scale_by_galore(settings, quantized(Adam(settings), ADAM8), axes=axes)
+    return _rule_for(settings, spec, quantized(Adam(settings), ADAM8))
 
 
-def scale_by_qgalore(
-    settings: QGaLoreSettings = QGaLoreSettings(), *, axes: Any = None
-) -> optax.GradientTransformationExtraArgs:
+@transformation(QGaLoreSettings)
+def scale_by_qgalore(settings: QGaLoreSettings, spec: ParameterSpec) -> MatrixRule:
     """Q-GaLore: moments in 8 bits, bases in 4."""
-    return scale_by_galore(settings, quantized(Adam(settings), ADAM8), settings.similarity, axes=axes)
+    return _rule_for(settings, spec, quantized(Adam(settings), ADAM8), settings.similarity)
+
+
+def _rule_for(
+    settings: GaLoreSettings, spec: ParameterSpec, inner: RuleFor, similarity: float | None = None
+) -> MatrixRule:
+    if not is_projected(spec, settings.rank, settings.project_embeddings):
+        return inner(spec)
+    return Projected(settings, inner, spec, rank_of(spec, settings.rank), similarity)
 
 
 def _values(basis: Any, dtype: Any) -> jax.Array:

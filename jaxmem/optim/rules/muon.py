@@ -13,10 +13,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import optax
 
 from jaxmem.config.optimizers import MuonSettings
-from jaxmem.optim.layers import MatrixRule, ParameterSpec, UpdateContext, by_layer
+from jaxmem.optim.layers import MatrixRule, ParameterSpec, UpdateContext, transformation
 from jaxmem.optim.rules.adam import Adam
 from jaxmem.sharding.leaves import Derived
 
@@ -55,16 +54,11 @@ def newton_schulz(x: jax.Array) -> jax.Array:
     return x
 
 
-def scale_by_muon(
-    settings: MuonSettings = MuonSettings(), *, axes: Any = None
-) -> optax.GradientTransformationExtraArgs:
+@transformation(MuonSettings)
+def scale_by_muon(settings: MuonSettings, spec: ParameterSpec) -> MatrixRule:
     """Muon for hidden matrices, Adam for the rest. Without `axes` every matrix is a hidden one.
 
     >>> sorted(scale_by_muon().init({"w": jnp.zeros((64, 32))}).leaves["w"])
     ['m']
     """
-
-    def rule_for(spec: ParameterSpec) -> MatrixRule:
-        return Orthogonalized(settings.momentum) if spec.is_hidden_matrix else Adam(settings)
-
-    return by_layer(rule_for, axes)
+    return Orthogonalized(settings.momentum) if spec.is_hidden_matrix else Adam(settings)

@@ -19,12 +19,11 @@ from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
-import optax
 
 from jaxmem import kernels
 from jaxmem.config.optimizers import AdamSettings, AdamW8bitSettings, LionSettings, MomentumSettings
 from jaxmem.errors import UserError
-from jaxmem.optim.layers import MatrixRule, ParameterSpec, UpdateContext, by_layer
+from jaxmem.optim.layers import MatrixRule, ParameterSpec, UpdateContext, transformation
 from jaxmem.optim.rules.adam import Adam, bias_correction
 from jaxmem.quant import FORMATS, QTensor, even_block_size, quantize
 from jaxmem.sharding import per_device
@@ -125,38 +124,33 @@ def quantized(
     return rule_for
 
 
-def scale_by_adam8bit(
-    settings: AdamW8bitSettings = AdamW8bitSettings(), *, axes: Any = None
-) -> optax.GradientTransformationExtraArgs:
+@transformation(AdamW8bitSettings)
+def scale_by_adam8bit(settings: AdamW8bitSettings, spec: ParameterSpec) -> MatrixRule:
     """Adam with block-wise dynamic codes: 2.03 bytes per parameter. `kernel`: a fused update, on GPUs.
 
     >>> state = scale_by_adam8bit().init({"w": jnp.zeros((256, 2048))}).leaves["w"]
     >>> state["m"].value.nbytes, state["v"].value.nbytes
     (532480, 532480)
     """
-    kind = Quantized if settings.kernel == "none" else FusedAdam8bit
-    return by_layer(quantized(Adam(settings), ADAM8, kind=kind), axes)
+    return quantized(Adam(settings), ADAM8, kind=Quantized if settings.kernel == "none" else FusedAdam8bit)(spec)
 
 
-def scale_by_adam4bit(
-    settings: AdamSettings = AdamSettings(), *, axes: Any = None
-) -> optax.GradientTransformationExtraArgs:
+@transformation(AdamSettings)
+def scale_by_adam4bit(settings: AdamSettings, spec: ParameterSpec) -> MatrixRule:
     """Adam in 4 bits per moment: 1.06 bytes per parameter."""
-    return by_layer(quantized(Adam(settings), ADAM4, block_size=128), axes)
+    return quantized(Adam(settings), ADAM4, block_size=128)(spec)
 
 
-def scale_by_lion8bit(
-    settings: LionSettings = LionSettings(), *, axes: Any = None
-) -> optax.GradientTransformationExtraArgs:
+@transformation(LionSettings)
+def scale_by_lion8bit(settings: LionSettings, spec: ParameterSpec) -> MatrixRule:
     """Lion with its moment in 8 bits: 1.02 bytes per parameter."""
-    return by_layer(quantized(Lion(settings), MOMENTUM8), axes)
+    return quantized(Lion(settings), MOMENTUM8)(spec)
 
 
-def trace8bit(
-    settings: MomentumSettings = MomentumSettings(), *, axes: Any = None
-) -> optax.GradientTransformationExtraArgs:
+@transformation(MomentumSettings)
+def trace8bit(settings: MomentumSettings, spec: ParameterSpec) -> MatrixRule:
     """Momentum in 8 bits: 1.02 bytes per parameter."""
-    return by_layer(quantized(Momentum(settings.momentum), MOMENTUM8), axes)
+    return quantized(Momentum(settings.momentum), MOMENTUM8)(spec)
 
 
 def blocks(spec: ParameterSpec, most: int) -> tuple[int, int]:
