@@ -1,22 +1,22 @@
 """How arrays are sharded: one table from logical axes to mesh axes for each role of an array.
 
-A weight names its logical axes once, where it is declared (`("embed", "mlp")`). `Rules` says, for each role, which
-mesh axes shard which logical axis. Data parallelism, ZeRO 1-3 (Rajbhandari et al., arXiv:1910.02054), hybrid sharding
+A weight names its logical axes once, where it is declared (`("embed", "mlp")`). `Rules` lists, for each role, the mesh
+axes that shard each logical axis. Data parallelism, ZeRO 1-3 (Rajbhandari et al., arXiv:1910.02054), hybrid sharding
 and tensor parallelism (Shoeybi et al., arXiv:1909.08053) are different tables, not different code; XLA's partitioner
-derives the communication. With P parameters over F devices of `fsdp`, the bytes of an array in a role fall by F
-exactly where its table names `fsdp`.
+derives the communication. An array takes 1/F of its bytes on each of F devices of `fsdp` if the table of its role names
+`fsdp`.
 
     table.py      logical axes, roles, ZeRO stages as tables
     layout.py     a mesh with its tables: the sharding of an array
     arrays.py     sharding constraints and communication along a mesh axis
     gathering.py  weights from storage to compute, and gradients back
     storage.py    how new weights are stored
-    weights.py    stored weights and what their gradients are computed with respect to
+    weights.py    stored weights and the arrays that receive their gradients
     leaves.py     how optimizer state relates to its parameter
     host.py       host memory
 
-No other package mentions PartitionSpec. Models call `constrain` and `gather`; both do nothing outside of `with
-layout:`, so that a model also runs in anyone's own loop.
+No other package uses PartitionSpec. Models call `constrain` and `gather`, which do nothing outside of `with layout:`,
+so a model also runs in a custom training loop.
 """
 
 from jaxmem.sharding.arrays import (

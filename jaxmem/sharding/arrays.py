@@ -1,4 +1,4 @@
-"""Sharding constraints, and communication along a mesh axis. Outside of `with layout:` arrays are left as they are."""
+"""Sharding constraints, and communication along a mesh axis. Outside of `with layout:` arrays do not change."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ def constrain(x: jax.Array, *axes: str | Axis | None, role: Role = "activations"
 
 
 def row_major(x: jax.Array, *axes: str | Axis | None, role: Role = "activations") -> jax.Array:
-    """Constrains the memory layout to row-major. XLA may prefer another one for a matmul, and would apply it to
-    whatever the array is sliced from: for the saved activations of pipeline stages that is a copy of all of them. The
-    partitioner does not support the constraint, so each device applies it to its shard."""
+    """Constrains the memory layout to row-major. XLA may prefer another layout for a matmul and apply it to the array
+    from which this one is sliced, which copies all saved activations of a pipeline stage. The partitioner does not
+    support the constraint, so each device applies it to its shard."""
     layout = current()
     if layout is None:
         return x
@@ -35,7 +35,7 @@ def row_major(x: jax.Array, *axes: str | Axis | None, role: Role = "activations"
     def pinned(x: jax.Array) -> jax.Array:
         return with_layout_constraint(x, InMemory(tuple(range(x.ndim))))
 
-    # jax would differentiate it as a sum over all mesh axes that are not named here, some of which are vmapped later.
+    # jax would differentiate it as a sum over all other mesh axes, some of which are vmapped later.
     @jax.custom_vjp
     def laid(x: jax.Array) -> jax.Array:
         return jax.shard_map(pinned, mesh=layout.mesh, in_specs=spec, out_specs=spec, check_vma=False)(x)
@@ -45,19 +45,19 @@ def row_major(x: jax.Array, *axes: str | Axis | None, role: Role = "activations"
 
 
 def row_major_in_stages(x: jax.Array, *axes: str | Axis | None) -> jax.Array:
-    """A layer's input, row-major where pipeline stages save it in a stack; elsewhere XLA is free to choose."""
+    """The input of a layer, row-major where pipeline stages save it in a stack; otherwise XLA chooses the layout."""
     layout = current()
     return row_major(x, *axes) if layout and layout.size(("stage",)) > 1 else x
 
 
 def vmap_groups() -> tuple[int, ...]:
-    """The dimensions that the vmap of `Layout.inside_vmap` adds before an array's shape."""
+    """The leading dimensions that the vmap of `Layout.inside_vmap` adds to an array."""
     layout = current()
     return (layout.size(layout.vmapped),) if layout and layout.vmapped else ()
 
 
 def shard_first_dim(x: jax.Array, axis: str | tuple[str, ...]) -> jax.Array:
-    """Shards the first dimension over a mesh axis, or several; the others are left to the partitioner."""
+    """Shards the first dimension over one or several mesh axes. The partitioner shards the other dimensions."""
     layout = current()
     if layout is None:
         return x
@@ -66,8 +66,8 @@ def shard_first_dim(x: jax.Array, axis: str | tuple[str, ...]) -> jax.Array:
 
 
 def rotate(x: jax.Array, axis: str, by: int) -> jax.Array:
-    """`jnp.roll` along the first dimension, which has one element for each device along a mesh axis: one
-    collective-permute. The partitioner would make three all-to-alls of a roll."""
+    """`jnp.roll` along the first dimension, which has one element per device along a mesh axis, as one
+    collective-permute. The partitioner would use three all-to-alls."""
     layout = current()
     if layout is None:
         return jnp.roll(x, by, axis=0)
@@ -82,8 +82,8 @@ def rotate(x: jax.Array, axis: str, by: int) -> jax.Array:
 
 
 def map_shards(function: Callable[..., Any], over: tuple[str, ...], *arrays: Any) -> Any:
-    """`function(*arrays)` of each shard of their first dimension over these mesh axes. Along these axes nothing is
-    communicated, so each shard may take another branch of a `cond`; the partitioner handles the other axes."""
+    """Applies `function(*arrays)` to each shard of the first dimension over these mesh axes. There is no communication
+    along these axes, so the shards may take different branches of a `cond`. The partitioner handles the other axes."""
     layout = current()
     if layout is None:
         return function(*arrays)
@@ -95,9 +95,9 @@ def map_shards(function: Callable[..., Any], over: tuple[str, ...], *arrays: Any
 
 
 def per_device(function: Callable[..., Any], arrays: Any, axes: Axes, shape: Sequence[int]) -> Any:
-    """`function(*arrays)` of each device's shards, for operations that XLA's partitioner does not support. Arrays of
-    `len(shape)` dimensions are sharded as optimizer state with these axes is, but replicated along a dimension in which
-    one of them (block scales) does not divide; other arrays are replicated."""
+    """Applies `function(*arrays)` to the shards of each device, for operations that XLA's partitioner does not support.
+    Arrays with `len(shape)` dimensions are sharded like optimizer state with these axes. A dimension in which one of
+    them (e.g. block scales) is not divisible is replicated, and so are all other arrays."""
     layout = current()
     if layout is None:
         return function(*arrays)

@@ -20,13 +20,13 @@ from jaxmem.sharding.table import Axes, Role, if_even, is_axes, relax_resized
 from jaxmem.sharding.weights import StoredWeight, Weight, is_quantized
 
 GATHERED = "gathered_weight"  # the checkpoint name of a gathered weight
-# Tokens per device and row of a weight's smaller side from which on it pays to delay gradients (`gather_with_input`).
+# Gradients are delayed (`gather_with_input`) from this number of tokens per device and row of the smaller dimension on.
 MIN_TOKENS_PER_ROW = 2
 
 
 def stored_axes(axes: Any, weights: Any) -> Any:
-    """The axes of each array in a tree of weights, or of one layer of them, given those of each weight. The codes and
-    scales of a quantized weight are sharded as the weight would be where that is even."""
+    """The axes of each array in a tree of weights, or of one layer, from the axes of each weight. The codes and scales
+    of a quantized weight are sharded like the weight, in each dimension that is divisible."""
 
     def one(axes: Axes, w: Any) -> Any:
         if not is_quantized(w):
@@ -37,22 +37,22 @@ def stored_axes(axes: Any, weights: Any) -> Any:
 
 
 def gather(weight: Weight, axes: Axes, dtype: DTypeLike, role: Role = "compute") -> jax.Array:
-    """A weight as it is computed with: in the compute dtype, replicated over `fsdp`, padded where `tensor` does not
-    divide it. It is cast before it is gathered, so that fewer bytes are communicated; quantized weights are gathered as
-    codes and dequantized afterwards. Weights in host memory are fetched first. The gradient is constrained to the
-    sharding of gradients, so that XLA reduce-scatters it."""
+    """The weight for computation: in the compute dtype, replicated over `fsdp`, and padded if it is not divisible by
+    `tensor`. It is cast before it is gathered, so that fewer bytes are sent; the codes of a quantized weight are
+    gathered and then dequantized. Weights in host memory are first copied to the device. The gradient is constrained to
+    the sharding of gradients, so that XLA reduce-scatters it."""
     return gather_with_input(None, weight, axes, dtype, role)[1]
 
 
 def gather_with_input(
     x: jax.Array | None, weight: Weight, axes: Axes, dtype: DTypeLike, role: Role = "compute"
 ) -> tuple[jax.Array | None, jax.Array]:
-    """Also returns `x`, the input of the matmul; delays its gradient until the weight gradient has been
-    reduce-scattered.
+    """`gather`, which also returns `x`, the input of the matmul, and delays the gradient of `x` until the weight
+    gradient has been reduce-scattered.
 
-    By default XLA computes a layer's weight gradients after everything else in its backward pass, so that nothing is
-    left to overlap the last reduce-scatter with. Delayed, each one overlaps with the matmul that gives the gradient of
-    x."""
+    By default XLA computes the weight gradients of a layer after the rest of its backward pass, so that nothing
+    overlaps with the last reduce-scatter. With the delay, each reduce-scatter overlaps with the matmul for the gradient
+    of x."""
     layout = current()
     shape = weight.shape if layout is None else layout.padded(role, axes, weight.shape)
     if isinstance(weight, StoredWeight) and weight.at is not None and vmap_groups():
@@ -77,7 +77,7 @@ def gather_with_input(
         g, of_x = gradients
         if at is None:
             return None, None, of_x
-        # Partial sums first, or XLA may gather the operands to compute each shard in one matmul.
+        # Constrained to partial sums first; otherwise XLA may gather the operands to compute each shard in one matmul.
         g = constrain(g, *axes, role=role)
         g = jax.lax.slice(g, (0,) * g.ndim, weight.shape)
         g = _row_major_if_gathered(constrain(g, *axes, role="gradients"), axes, "gradients", role)
@@ -91,8 +91,9 @@ def gather_with_input(
 
 
 def _delays(x: jax.Array, weight: Weight, axes: Axes, role: Role) -> bool:
-    """Whether the weight's gradient is scattered and the gradient of x needs no communication of its own. Delaying
-    keeps the weight and its gradient alive longer and frees an activation earlier, so it has to pay off."""
+    """Whether to delay: the weight gradient is reduce-scattered, and the gradient of x needs no communication. The
+    delay keeps the weight and its gradient in memory longer and frees an activation earlier, so it needs enough
+    tokens."""
     layout = current()
     if layout is None or any(layout.mesh_axes_each(role, axes)) or not any(layout.mesh_axes_each("gradients", axes)):
         return False
@@ -101,9 +102,9 @@ def _delays(x: jax.Array, weight: Weight, axes: Axes, role: Role) -> bool:
 
 
 def _row_major_if_gathered(x: jax.Array, axes: Axes, role: Role, compute_role: Role) -> jax.Array:
-    """Row-major on each device, where the two roles are sharded differently. A gather or scatter along a dimension is
-    fastest with that dimension outermost, and XLA would transpose not this array but the whole stack of layers that it
-    is sliced from or written into: a second copy of it."""
+    """Constrains the array to row-major on each device if the two roles are sharded differently. A gather or scatter
+    along a dimension is fastest if that dimension is outermost, so XLA would transpose the complete stack of layers
+    from which the array is sliced, which is a second copy of the stack."""
     layout = current()
     if layout is None or x.ndim < 2:
         return x
@@ -113,15 +114,17 @@ def _row_major_if_gathered(x: jax.Array, axes: Axes, role: Role, compute_role: R
 
 
 def _mapped_like(at: jax.Array, stored: Any) -> Any:
-    """A stored weight, shared by groups of rows, as each group's own, as `at` is; XLA drops the operation. A shared
-    value would have one gradient, the sum over the groups, and each group's `at` would receive all of it."""
+    """A separate view of a stored weight for each group of rows, like `at`; XLA removes the operation. A shared value
+    would have one gradient, the sum over the groups, and the `at` of each group would receive the complete sum."""
     one = jax.lax.stop_gradient(at)[(0,) * at.ndim]
     return jax.tree.map(lambda x: jnp.where(False, one.astype(x.dtype), x), stored)
 
 
 def gather_quantized(q: QTensor, axes: Axes) -> QTensor:
-    """Codes and scales gathered to where the weight is computed with."""
-    even = tuple(if_even(axis) for axis in axes)  # what would have to be padded is replicated until it is dequantized
+    """Gathers codes and scales for the computation."""
+    even = tuple(
+        if_even(axis) for axis in axes
+    )  # a dimension that needs padding stays replicated until it is dequantized
 
     def one(x: jax.Array) -> jax.Array:
         return constrain(_row_major_if_gathered(x, even, "weights", "compute"), *even, role="compute")
@@ -131,7 +134,8 @@ def gather_quantized(q: QTensor, axes: Axes) -> QTensor:
 
 @partial(jax.custom_vjp, nondiff_argnums=(1,))
 def _dequantize(q: QTensor, dtype: np.dtype) -> jax.Array:
-    """One operation for recomputation policies: codes may be saved for the backward pass, their values are not."""
+    """Dequantizes in one operation that recompute policies recognize: codes may be saved for the backward pass, their
+    dequantized values are not."""
     return q.dequantize(dtype)
 
 

@@ -1,9 +1,9 @@
-"""Which memory an array is in: the device's own, or its host's.
+"""Arrays in device memory or in host memory.
 
-An array in host memory says so in its type, and jax refuses to compute with it before it is fetched. N layers of B
-bytes in host memory cost B over the host link for each layer and direction; a device holds 2 B, the layer in use and
-the one that is fetched ahead. Where a layer computes longer than its bytes take to transfer, the transfer is hidden
-(Ren et al., arXiv:2101.06840). CPUs have one memory, and nothing moves.
+The memory of an array is part of its jax type, and jax refuses to compute with an array in host memory before it is
+copied to the device. For layers of B bytes in host memory, B bytes per layer and direction are sent over the host link,
+and a device stores 2 B: the current layer and the next one. The copy is hidden if a layer computes longer than its copy
+takes (Ren et al., arXiv:2101.06840). CPUs have only one memory, so nothing is copied.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ def fetch_from_host(tree: Any) -> Any:
 
 
 def send_like(tree: Any, like: Any) -> Any:
-    """A tree whose leaves are in host memory where those of `like` are."""
+    """The tree, with those leaves in host memory that are in host memory in `like`."""
     return jax.tree.map(lambda x, old: to_host(x) if is_on_host(old) else x, tree, like)
 
 
 def zeros_on_host(shape: tuple[int, ...], dtype: DTypeLike) -> jax.Array:
-    """Zeros in host memory, written there chunk by chunk: the device never holds all of them."""
+    """Zeros in host memory, written in chunks, so that the device never stores all of them."""
     counts = [n for n in range(1, shape[0] + 1) if shape[0] % n == 0]
     parts = next((n for n in counts if math.prod(shape) // n <= CHUNK), shape[0])
     chunk = (shape[0] // parts, *shape[1:])
@@ -53,12 +53,12 @@ def zeros_on_host(shape: tuple[int, ...], dtype: DTypeLike) -> jax.Array:
 
 
 def host_leaves(tree: Any) -> Any:
-    """The leaves in host memory, None in place of others."""
+    """The leaves in host memory; None for others."""
     return jax.tree.map(lambda x: x if is_on_host(x) else None, tree)
 
 
 def device_leaves(tree: Any) -> Any:
-    """The leaves on the device, None in place of others."""
+    """The leaves on the device; None for others."""
     return jax.tree.map(lambda x: None if is_on_host(x) else x, tree)
 
 
@@ -72,8 +72,8 @@ def put_layer(stacked: Any, layer: jax.Array, one: Any) -> Any:
     return jax.tree.map(lambda x, new: _write(0)(x, new, layer), stacked, one)
 
 
-# Under `jax.vmap` jax makes gathers and scatters of these, whose indices are in device memory: it refuses them for an
-# array in host memory. Slices along the next dimension are the same.
+# `jax.vmap` turns these into gathers and scatters with indices in device memory, which jax refuses for arrays in host
+# memory. Slices along the next dimension are equivalent.
 @functools.cache
 def _read(dim: int) -> Any:
     @custom_vmap
@@ -105,12 +105,12 @@ def _write(dim: int) -> Any:
 
 
 def fetch_layer(stacked: Any, layer: jax.Array) -> Any:
-    """One layer of the leaves in host memory, on the device. Past either end it is the last layer there is, which
-    nobody reads."""
+    """One layer of the leaves in host memory, copied to the device. An index beyond either end is clipped; its result
+    is not used."""
 
     return jax.tree.map(lambda x: to_device(take_layer(x, jnp.clip(layer, 0, x.shape[0] - 1))), host_leaves(stacked))
 
 
 def fill(tree: Any, others: Any) -> Any:
-    """`device_leaves` with fetched leaves in place of None."""
+    """`device_leaves`, with None replaced by the leaves copied from the host."""
     return jax.tree.map(lambda x, other: other if x is None else x, tree, others, is_leaf=lambda x: x is None)

@@ -1,4 +1,4 @@
-"""A mesh with its tables: the sharding of an array by role, axes and shape."""
+"""A mesh and its sharding tables, which determine the sharding of an array from its role, axes and shape."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from jaxmem.sharding.table import Axes, Axis, Role, Rules, Table, assign_mesh_ax
 
 @dataclass(frozen=True)
 class Layout:
-    """A mesh and the rules on it. `constrain` and `gather` take effect within `with layout:`."""
+    """A mesh and its sharding rules. `constrain` and `gather` take effect within `with layout:`."""
 
     mesh: Mesh
     rules: Rules
@@ -33,7 +33,7 @@ class Layout:
         _stack.set(_stack.get()[:-1])
 
     def sharding(self, role: Role, axes: Axes, shape: Sequence[int], name: str = "array") -> NamedSharding:
-        """The sharding of an array in this role. A dimension that the table's mesh axes do not divide is an error that
+        """The sharding of an array in this role. A dimension that is not divisible by its mesh axes is an error that
         names the array, except for `Axis.if_even`."""
         table: Table = getattr(self.rules, role)
         if len(axes) != len(shape):
@@ -66,23 +66,23 @@ class Layout:
         return math.prod(self.mesh.shape[a] for a in self.over(role, axis))
 
     def mesh_axes_each(self, role: Role, axes: Axes) -> list[tuple[str, ...]]:
-        """The mesh axes of more than one device that shard each dimension of an array whose sizes divide."""
+        """The mesh axes of more than one device that shard each dimension of an array with divisible sizes."""
         table: Table = getattr(self.rules, role)
         split = assign_mesh_axes(axes, [0] * len(axes), table, self.mesh.shape)
         return [tuple(a for a in over if self.mesh.shape[a] > 1) for over in split]
 
     def spec(self, role: Role, axes: Axes) -> PartitionSpec:
-        """For `jax.shard_map`."""
+        """The PartitionSpec for `jax.shard_map`."""
         return PartitionSpec(*(over or None for over in self.mesh_axes_each(role, axes)))
 
     def padded(self, role: Role, axes: Axes, shape: Sequence[int]) -> tuple[int, ...]:
-        """The smallest shape, at least this one, that divides."""
+        """The smallest shape that is at least this shape and divisible by the mesh axes."""
         counts = [self.parts(role, axis) for axis in axes]
         return tuple(-(-size // count) * count for size, count in zip(shape, counts, strict=True))
 
     def with_unsplit_layers(self, role: Role, axes: Axes, shape: Sequence[int]) -> NamedSharding:
         """The sharding of a stack whose layers must not be distributed over stages: another dimension is sharded over
-        `stage`, where one divides."""
+        `stage`, if one is divisible."""
         whole = dataclasses.replace(self.rules, **{role: {**getattr(self.rules, role), "layer": ()}})
         placed = Layout(self.mesh, whole).sharding(role, axes, shape)
         parts, spec = placed.shard_shape(tuple(shape)), list(placed.spec)
@@ -95,13 +95,13 @@ class Layout:
 
     @property
     def local_gradient_axes(self) -> tuple[str, ...]:
-        """The mesh axes that shard the batch and no gradient: devices along them can accumulate the gradients of their
+        """The mesh axes that shard the batch but not gradients: devices along them accumulate the gradients of their
         own rows, and reduce them once per update."""
         taken = {axis for over in self.rules.gradients.values() for axis in over}
         return tuple(axis for axis in self.over("activations", "batch") if axis not in taken)
 
     def inside_vmap(self, vmapped: tuple[str, ...]) -> Layout:
-        """For code inside of `jax.vmap(..., spmd_axis_name=vmapped)` over groups of rows."""
+        """The layout for code inside of `jax.vmap(..., spmd_axis_name=vmapped)` over groups of rows."""
         batch = tuple(axis for axis in self.rules.activations["batch"] if axis not in vmapped)
         activations = {**self.rules.activations, "batch": batch}
         return Layout(self.mesh, dataclasses.replace(self.rules, activations=activations), vmapped)
@@ -110,7 +110,8 @@ class Layout:
         return math.prod(self.mesh.shape[axis] for axis in axes)
 
     def for_generation(self, rows: int) -> Layout:
-        """For generation: sequences grow and so are not sharded; rows are, where their number divides."""
+        """The layout for generation. Sequences grow, so they are not sharded; rows are, if their number is
+        divisible."""
         batch = () if rows % self.parts("activations", "batch") else self.rules.activations["batch"]
         whole = dict.fromkeys(("time", "stream", "mlp_time", "vocab_time"), ())
         activations = {**self.rules.activations, **whole, "batch": batch}
@@ -124,13 +125,13 @@ _stack: ContextVar[tuple[Layout, ...]] = ContextVar("layouts", default=())
 
 
 def current() -> Layout | None:
-    """The layout of the innermost `with` that is active; None outside of any."""
+    """The layout of the innermost active `with layout:`; None outside of any."""
     layouts = _stack.get()
     return layouts[-1] if layouts else None
 
 
 def layout_for(cfg: Config, devices: Sequence[Any]) -> Layout:
-    """The mesh of a config whose `-1` is resolved, over these devices in order."""
+    """The mesh of a config without `-1`, over these devices in order."""
     shape = tuple(getattr(cfg.mesh, axis) for axis in MESH_AXES)
     grid = np.asarray(devices, dtype=object).reshape(shape)
     mesh = Mesh(grid, MESH_AXES, axis_types=(AxisType.Auto,) * len(MESH_AXES))

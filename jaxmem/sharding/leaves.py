@@ -1,18 +1,18 @@
 """How a leaf of the optimizer state relates to its parameter, which determines its sharding.
 
-A leaf of its parameter's shape is sharded as the parameter is; a scalar is replicated. Any other leaf is wrapped where
-it is created, in `Derived(value, dims)`: for each dimension of the value, the dimension of the parameter that it
-corresponds to (an int), a logical axis of its own (`"projected"`), or `None`. Factored, projected and block-wise
-states all have this form:
+A leaf with the shape of its parameter is sharded like the parameter, and a scalar is replicated. Any other leaf is
+wrapped in `Derived(value, dims)` where it is created. `dims` has one entry per dimension of the value: the
+corresponding dimension of the parameter (an int), another logical axis (`"projected"`), or `None`. Factored, projected
+and block-wise states have this form:
 
     row statistics of [m, n]        Derived(row, (0,))
     projected to rank r, [r, n]     Derived(low, ("projected", 1))
     codes and block scales          Derived(QTensor, (0, 1))
 
-The value may be several arrays of that form, as a QTensor's are. One that is shorter than the parameter along a
-dimension (packed codes, block scales) is sharded as the parameter is where the mesh axes divide it; elsewhere it is
-replicated along this dimension, and another one is sharded instead. A leaf that is not wrapped is an error, never a
-silent replica.
+The value may be a tree of such arrays, e.g. a QTensor. An array that is shorter than the parameter along a dimension
+(packed codes, block scales) is sharded like the parameter if that dimension is divisible by the mesh axes; otherwise it
+is replicated along this dimension and sharded along another one. A leaf that is not wrapped is an error, so that no
+array is replicated by mistake.
 """
 
 from __future__ import annotations
@@ -31,17 +31,18 @@ from jaxmem.sharding.weights import is_quantized
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Derived:
-    """A state array whose shape is not its parameter's. `dims` numbers the parameter's dimensions without `layer`."""
+    """A state array whose shape differs from its parameter. `dims` counts the parameter's dimensions without
+    `layer`."""
 
-    value: Any  # an array, or a tree of arrays of as many dimensions
+    value: Any  # an array, or a tree of arrays with as many dimensions
     dims: tuple[int | str | None, ...] = dataclasses.field(metadata={"static": True})
 
 
 def state_axes(state: Any, params: Any, axes: Any) -> Any:
     """The logical axes of every leaf of an optimizer state, as a tree of the same structure.
 
-    A leaf belongs to the parameter whose path is part of its own path: optax keeps the parameters' tree inside its
-    state, whatever wraps it and whatever replaces a parameter.
+    A leaf belongs to the parameter whose path is part of the path of the leaf: optax states contain trees with the
+    structure of the parameters.
     """
     weights = jax.tree_util.tree_leaves_with_path(params, is_leaf=is_quantized)
     shapes = {path: leaf.shape for path, leaf in weights}
@@ -65,7 +66,7 @@ def state_axes(state: Any, params: Any, axes: Any) -> Any:
 
 
 def _owner(path: tuple[Any, ...], shapes: dict[Any, Any]) -> tuple[Any, ...] | None:
-    """The longest part of a path that is a parameter's path."""
+    """The longest part of a path that is the path of a parameter."""
     spans = ((i, j) for i in range(len(path)) for j in range(len(path), i, -1))
     return max((path[i:j] for i, j in spans if path[i:j] in shapes), key=len, default=None)
 

@@ -17,7 +17,7 @@ from jaxmem.quant import FORMATS, QTensor, even_block_size, quantize
 from jaxmem.sharding.host import to_host
 from jaxmem.sharding.table import Axes
 
-MIN_BLOCK = 16  # values per scale; with fewer, a quantized array would be larger than the original
+MIN_BLOCK = 16  # least number of values per scale; with fewer, a quantized array could be larger than the original
 
 
 @dataclass(frozen=True)
@@ -30,11 +30,11 @@ class Storage:
 
 
 def store(w: Float[Array, "*shape"], axes: Axes, storage: Storage) -> jax.Array | QTensor:
-    """A new weight, or one layer of it, in the form in which it is stored between steps.
+    """Returns a new weight, or one layer of it, in the form in which it is stored between steps.
 
-    Matrices are quantized, in blocks along the dimension that a matmul sums over: `in` of [in, out], the embedding
-    dimension of [vocab, embed]. Vectors, and matrices of fewer than 16 values per column, stay in float32. A quantized
-    weight has the dtype bfloat16 for an optimizer.
+    Matrices are quantized in blocks along the dimension that a matmul sums over: `in` of [in, out], the embedding
+    dimension of [vocab, embed]. Vectors, and matrices with fewer than 16 values per column, stay in float32. Optimizers
+    treat a quantized weight as bfloat16.
     """
     stored = _converted(w, axes, storage)
     return to_host(stored) if storage.on_host and w.ndim > 1 else stored
@@ -59,7 +59,7 @@ _storage: ContextVar[Storage | None] = ContextVar("storage", default=None)
 
 @contextmanager
 def storing_as(storage: Storage) -> Iterator[None]:
-    """Within it, each weight that a module creates is stored in this form before the next one is created."""
+    """A context in which each weight that a module creates is stored in this form before the next one is created."""
     token = _storage.set(storage)
     try:
         yield
@@ -68,6 +68,6 @@ def storing_as(storage: Storage) -> Iterator[None]:
 
 
 def store_new(w: Float[Array, "*shape"], axes: Axes) -> jax.Array | QTensor:
-    """A weight that a module just created, in the form given by `storing_as`; unchanged outside of it."""
+    """Returns a weight that a module just created in the form set by `storing_as`; outside of it, unchanged."""
     storage = _storage.get()
     return w if storage is None else store(w, axes, storage)

@@ -1,4 +1,4 @@
-"""The sharding tables: for each role of an array, which mesh axes shard which of its logical axes."""
+"""The sharding tables: for each role of an array, the mesh axes that shard each logical axis."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from jaxmem.config.sections import Config
 
 @dataclass(frozen=True)
 class Axis:
-    """A logical axis with options of its own."""
+    """A logical axis with options."""
 
     name: str
-    if_even: bool = False  # replicated where the mesh axes do not divide it; an error otherwise
-    like_storage: bool = False  # also sharded over STORAGE_AXES, where that divides it
+    if_even: bool = False  # replicated, instead of an error, if not divisible by the mesh axes
+    like_storage: bool = False  # also sharded over STORAGE_AXES, if divisible
 
 
 Axes = tuple[str | Axis | None, ...]  # a logical axis for each dimension; None: never sharded
@@ -33,7 +33,7 @@ def is_axes(x: Any) -> bool:
 
 
 def axis_name(axis: str | Axis) -> str:
-    """The logical axis without its exceptions."""
+    """The logical axis without its options."""
     return axis.name if isinstance(axis, Axis) else axis
 
 
@@ -53,10 +53,10 @@ STORAGE_AXES = (
 
 @dataclass(frozen=True)
 class Rules:
-    """For each role, which mesh axes shard which logical axis. Every logical axis is listed: `()` is replicated."""
+    """For each role, the mesh axes that shard each logical axis. Every logical axis is listed; `()` is replicated."""
 
     weights: Table  # as stored between steps
-    compute: Table  # one layer's weights while it is computed
+    compute: Table  # the weights of one layer while it is computed
     gradients: Table
     optimizer: Table
     activations: Table
@@ -66,10 +66,9 @@ def make_rules(zero: int, undivided: Collection[str] = (), dims: Table = DEFAULT
     """The tables of a ZeRO stage: 1 shards the optimizer state over `fsdp`, 2 also gradients, 3 also weights.
 
     Devices along `context` compute with the same weights as those along `fsdp`, so arrays are sharded over both.
-    `undivided`: logical axes that `tensor` does not divide. Key and value heads are then replicated over it; a
-    vocabulary is replicated where it is stored and padded where it is computed with. `dims`: the config's own table.
-    Layers that `tensor` does not shard use replicated weights, and each device processes its part of
-    the sequence.
+    `undivided` names logical axes that are not divisible by `tensor`: key and value heads are then replicated over it,
+    and a vocabulary is stored replicated and padded in the computation. `dims` is the table of the config. Layers that
+    `tensor` does not shard use replicated weights, and each device processes its part of the sequence.
     """
     replicated = "norm", "head_dim", "rank", "projected", "height", "width", "patch", "kernel", "channels", "classes"
     split: Table = {**dict.fromkeys(replicated, ()), "layer": ("stage",), **dims}
@@ -87,7 +86,7 @@ def make_rules(zero: int, undivided: Collection[str] = (), dims: Table = DEFAULT
         "accumulate": (),
         "batch": BATCH_AXES,
         "time": ("context",),
-        "stream": ("context", "tensor"),  # the time of the residual stream and of norms
+        "stream": ("context", "tensor"),  # the sequence dimension of the residual stream and of norms
         "mlp_time": ("context", *_without(("tensor",), *padded["mlp"])),
         "vocab_time": ("context", *_without(("tensor",), *padded["vocab"])),
     }
@@ -105,8 +104,8 @@ def _without(over: tuple[str, ...], *axes: str) -> tuple[str, ...]:
 
 
 def assign_mesh_axes(axes: Axes, shape: Sequence[int], table: Table, mesh: Mapping[str, int]) -> list[tuple[str, ...]]:
-    """The mesh axes that shard each dimension. If two dimensions name the same mesh axis, the first one gets it. Where
-    an `if_even` dimension does not divide over an axis of STORAGE_AXES, another dimension is sharded over it instead,
+    """The mesh axes that shard each dimension. If two dimensions name the same mesh axis, it shards the first one. If
+    an `if_even` dimension is not divisible by an axis of STORAGE_AXES, another dimension is sharded over it instead,
     so that block scales are not replicated on many devices."""
     exact = {a for axis in axes if axis is not None and not _is_if_even(axis) for a in table[axis_name(axis)]}
     storage = [a for a in STORAGE_AXES if any(a in over for over in table.values())]
@@ -145,8 +144,8 @@ def rules_for(cfg: Config) -> Rules:
 
 
 def relax_resized(axes: Axes, shape: Sequence[int], original: Sequence[int]) -> Axes:
-    """Axes of an array whose dimensions may be shorter than the original's (packed codes, block scales): those that are
-    need not be sharded."""
+    """Axes of an array that may be shorter than the original (packed codes, block scales). Shorter dimensions are
+    sharded only if they are divisible."""
     return tuple(
         axis if size == full else if_even(axis) for axis, size, full in zip(axes, shape, original, strict=True)
     )
