@@ -15,7 +15,7 @@ from jaxmem.config.recompute import is_scheduled
 from jaxmem.errors import as_yaml
 from jaxmem.planning.breakdown import ALL_SCORES, COPIES, GATHERED, LOGITS, STATE_COPIES, UPDATES
 from jaxmem.planning.communication import collective
-from jaxmem.planning.hlo import Module, total_flops
+from jaxmem.planning.hlo import recomputed_values, total_flops
 from jaxmem.planning.known_shapes import sorted_dims
 from jaxmem.planning.result import Plan, PlanWarning
 from jaxmem.planning.share import loss_chunk
@@ -57,11 +57,6 @@ def _smaller_micro_batch(cfg: Config) -> str:
     rows = cfg.batch.global_size // cfg.batch.accumulate // cfg.mesh.row_shards
     factor = next((n for n in range(2, rows + 1) if rows % n == 0), None)
     return f"batch.accumulate={factor * cfg.batch.accumulate}" if factor else "a shorter data.sequence_length"
-
-
-def recomputed_values(module: Module) -> int:
-    """How many values XLA recomputes of its own accord: it names them `NAME.remat`."""
-    return sum(".remat" in one.name for one in module.walk())
 
 
 def _recomputed_by_xla(plan: Plan) -> Iterator[PlanWarning]:

@@ -1,37 +1,53 @@
 """Compiling a program, and reading what the compiler decided: the scheduled module, the buffer assignment, the log.
 
-A program for local devices is compiled as it will run. For GPUs that are not here XLA makes the same decisions without
-generating code (`elsewhere.py`).
+A program for local devices is compiled as it will run. For GPUs that are not here XLA makes all decisions on memory and
+time, and stops before code generation. The first part of a compilation optimizes the program, schedules it and assigns
+every value its memory; the second generates a kernel for each instruction, through MLIR, LLVM and ptxas, and takes five
+times as long without changing a byte or the order of an instruction. Between the two XLA dumps its decisions if asked
+to, then opens its kernel cache. The file named here is not such a cache, so XLA ends there. A version of XLA that
+ignores this generates code as well, with the same numbers (a test compares them).
 """
 
 from __future__ import annotations
 
 import contextlib
 import re
+import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 import jax
+from jax.experimental.compilation_cache import compilation_cache
 
 from jaxmem.errors import UserError
 from jaxmem.machine import stderr
 from jaxmem.planning.buffers import sizes_of
-from jaxmem.planning.elsewhere import Options, compile_elsewhere, without_cache
 from jaxmem.planning.hlo import Module, read_module
+from jaxmem.planning.hlo_proto import HloProto
 
+Options = dict[str, bool | str]
 # Lines of XLA's log that a plan reports itself.
 _REMARKS = {
     "replicated": re.compile(r"Involuntary full rematerialization.*?for HLO operation (?P<what>%\S+ = \S+)"),
     "state over the limit": re.compile(r"arguments \((?P<what>\d+)\) exceeds the base limit"),
     "over the limit": re.compile(r"Can't reduce memory use below (?P<what>\S+)"),
 }
-# XLA's long message about a matmul without a default kernel; compiling continues with another level (`elsewhere.py`).
-_NO_DEFAULT = re.compile(rb"(?ms)^E\d{4} [^\n]*\] Could not get config for HLO.*?(?=^[EIW]\d{4} |\Z)")
+# XLA's long message about a matmul without a default kernel; compiling continues with another level.
+_NO_DEFAULT_LOG = re.compile(rb"(?ms)^E\d{4} [^\n]*\] Could not get config for HLO.*?(?=^[EIW]\d{4} |\Z)")
 # LLVM, which comes after XLA, need not optimize a program that never runs: half of a compilation for CPUs.
 _QUICK: Options = {"xla_backend_optimization_level": "0", "xla_llvm_disable_expensive_passes": True}
+# Without a GPU nothing can be timed: XLA takes its default for each kernel.
+UNTIMED: Options = {"xla_gpu_autotune_level": "0"}
+# jax 0.11 has no default for some matmuls with concatenated operands, such as the gradient of joined weights. At this
+# level XLA tries all kernels of each matmul, which takes several times as long.
+TRY_ALL: Options = {"xla_gpu_autotune_level": "1"}
+_NO_DEFAULT = "No supported config found"
+_NO_CACHE = "no-cache-of-kernels"  # a file's name, which XLA's error message repeats
+_NO_MESSAGE = b"\xff" * 2**16  # longer than what XLA reads of a file at once; no protobuf message begins like this
 
 
 @dataclass(frozen=True)
@@ -126,7 +142,7 @@ def compiler_remarks() -> Iterator[dict[str, list[str]]]:
     remarks: dict[str, list[str]] = {}
 
     def others(log: bytes) -> bytes:
-        lines = _NO_DEFAULT.sub(b"", log).splitlines(keepends=True)
+        lines = _NO_DEFAULT_LOG.sub(b"", log).splitlines(keepends=True)
         return b"".join(line for line in lines if not _is_remark(line.decode(errors="replace"), remarks))
 
     with stderr.filtered(others):
@@ -141,3 +157,45 @@ def _is_remark(line: str, remarks: dict[str, list[str]]) -> bool:
                 known.append(match["what"])
             return True
     return False
+
+
+def compile_elsewhere(lowered: jax.stages.Lowered) -> tuple[bytes, bytes]:
+    """The scheduled module and its buffer assignment, serialized by XLA."""
+    try:
+        return _decide(lowered, UNTIMED)
+    except jax.errors.JaxRuntimeError as error:
+        if _NO_DEFAULT not in str(error):
+            raise
+    return _decide(lowered, TRY_ALL)
+
+
+def _decide(lowered: jax.stages.Lowered, options: Options) -> tuple[bytes, bytes]:
+    with tempfile.TemporaryDirectory(prefix="jaxmem-plan-") as name:
+        directory = Path(name)
+        no_cache = directory / _NO_CACHE
+        no_cache.write_bytes(_NO_MESSAGE)
+        dump: Options = {
+            "xla_dump_to": name, "xla_dump_hlo_as_proto": True, "xla_gpu_kernel_cache_file": str(no_cache)
+        }  # fmt: skip
+        try:
+            lowered.compile(compiler_options=options | dump)
+        except jax.errors.JaxRuntimeError as error:
+            if _NO_CACHE not in str(error):
+                raise
+        dumped = max(directory.glob("*after_optimizations.hlo.pb"), key=lambda file: file.stat().st_size)
+        proto = HloProto.FromString(dumped.read_bytes())
+    return proto.hlo_module, proto.buffer_assignment
+
+
+@contextlib.contextmanager
+def without_cache() -> Iterator[None]:
+    """Without jax's compilation cache, which cannot store such a program."""
+    config: Any = jax.config
+    before = config.jax_enable_compilation_cache
+    config.update("jax_enable_compilation_cache", False)
+    compilation_cache.reset_cache()  # jax decides only once whether it uses one
+    try:
+        yield
+    finally:
+        config.update("jax_enable_compilation_cache", before)
+        compilation_cache.reset_cache()

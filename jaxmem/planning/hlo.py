@@ -203,6 +203,11 @@ def total_flops(module: Module) -> int:
     return round(sum(dot_flops(one) * module.executions[one.computation] for one in module.walk()))
 
 
+def recomputed_values(module: Module) -> int:
+    """How many values XLA recomputes of its own accord: it names them `NAME.remat`."""
+    return sum(".remat" in one.name for one in module.walk())
+
+
 def read_module(serialized: bytes) -> Module:
     """From a serialized HloModuleProto."""
     proto = HloModuleProto.FromString(serialized)

@@ -2,24 +2,28 @@
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import Any, Unpack
 
 import jax
 
+from jaxmem.config.methods import RunOptions, RunSource, run_config
 from jaxmem.planning.breakdown import PARTS, Breakdown, breakdown
-from jaxmem.planning.compile import Compiled, total_of
+from jaxmem.planning.budget import resolve_budget
+from jaxmem.planning.compile import Compiled, compile_all, compiler_remarks, total_of
 from jaxmem.planning.history import History, history
+from jaxmem.planning.hlo import recomputed_values
 from jaxmem.planning.known_shapes import known_shapes
 from jaxmem.planning.predict import ideal_flops, predict
 from jaxmem.planning.state import bytes_on_device
-from jaxmem.planning.targets import Target, reserved_memory, usable_memory
+from jaxmem.planning.targets import Target, local_target, parse_target, reserved_memory, target_devices, usable_memory
 from jaxmem.planning.timeline import Timeline, Traffic, timeline
 from jaxmem.planning.units import format_bytes, format_seconds
-from jaxmem.step import Program
+from jaxmem.step import Program, program
 from jaxmem.step.programs import step_at
 
 
@@ -249,3 +253,41 @@ class Plan:
         from jaxmem.planning.table import PlanTable
 
         return PlanTable(self)
+
+
+def plan(
+    source: RunSource,
+    target: str | None = None,
+    *,
+    reserve_gib: float | None = None,
+    **options: Unpack[RunOptions],
+) -> Plan:
+    """Plan every phase of a run for a target such as `h100-80gb:16x8`, by default for the devices of this machine.
+
+    `source`: a config, a preset such as `llama3-8b`, or a Hugging Face directory. `options`: `method` (a name in
+    `config.methods.METHODS`), `sequence_length`, `batch`, `overrides`. `reserve_gib`: memory of each GPU outside the
+    compiled program; by default that of `jaxmem.machine.gpus.reserved`.
+    """
+    start = time.perf_counter()
+    aim = local_target(jax.devices()) if target is None else parse_target(target)
+    cfg = run_config(source, devices=aim.count, **options)
+    limit = usable_memory(aim, cfg, reserve_gib)
+    cfg = resolve_budget(cfg, aim, reserve_gib)
+    built = program(cfg, target_devices(aim, limit))
+    with compiler_remarks() as remarks:
+        step, others = compile_all(built.lower_step(), built.lower_others(), here=aim.is_here, code=aim.is_here)
+        unlimited = None
+        if recomputed_values(step.module) and not aim.is_here:
+            free = program(cfg, target_devices(aim, 1000 * limit))
+            unlimited, _ = compile_all(free.lower_step(), {}, here=False, code=False)
+    return Plan(built, aim, step, time.perf_counter() - start, reserve_gib, unlimited, remarks, others)
+
+
+def plan_program(built: Program) -> Plan:
+    """Plan a program for the local devices that it was made for. The step of each bucket is compiled once, to be run;
+    other phases are compiled when they are read."""
+    start = time.perf_counter()
+    steps = {n: compile_all(at.lower_step(), {}, here=True)[0] for n, at in built.buckets.items()}
+    step = steps.pop(built.cfg.data.sequence_length)
+    target = local_target(list(built.layout.mesh.devices.flat))
+    return Plan(built, target, step, time.perf_counter() - start, shorter=steps)

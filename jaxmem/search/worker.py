@@ -18,8 +18,8 @@ from jaxmem.errors import one_line
 from jaxmem.machine import devices
 from jaxmem.machine.gpus import CPU
 from jaxmem.planning import Plan
-from jaxmem.planning.advice import recomputed_values
 from jaxmem.planning.compile import compile_all, compiled_size, compiler_remarks
+from jaxmem.planning.hlo import recomputed_values
 from jaxmem.planning.state import bytes_on_device
 from jaxmem.planning.targets import Target, parse_target, target_devices, usable_memory
 from jaxmem.planning.timeline import timeline

@@ -11,7 +11,7 @@ from tempfile import TemporaryDirectory
 import jax
 
 import jaxmem.hf
-import jaxmem.planning
+import jaxmem.planning.result
 import jaxmem.training.run  # noqa: F401
 from jaxmem.cli import main
 from jaxmem.lab.tour import finetune, memory

@@ -20,8 +20,7 @@ from jaxmem.planning import Plan, advice
 from jaxmem.planning.advice import PlanWarning, warnings_of
 from jaxmem.planning.breakdown import Breakdown
 from jaxmem.planning.buffers import Allocation, Buffer
-from jaxmem.planning.compile import Compiled, compile_all, compiler_remarks
-from jaxmem.planning.elsewhere import without_cache
+from jaxmem.planning.compile import Compiled, compile_all, compiler_remarks, without_cache
 from jaxmem.planning.hlo import Computation, HloShape, Instruction, Module
 from jaxmem.planning.known_shapes import KnownShapes, known_shapes
 from jaxmem.planning.targets import parse_target, target_devices

@@ -10,8 +10,7 @@ import pytest
 
 from jaxmem.planning import parse_target
 from jaxmem.planning.buffers import sizes_of
-from jaxmem.planning.compile import compile_all, compiler_remarks
-from jaxmem.planning.elsewhere import UNTIMED, compile_elsewhere, without_cache
+from jaxmem.planning.compile import UNTIMED, compile_all, compile_elsewhere, compiler_remarks, without_cache
 from jaxmem.planning.hlo import read_module, total_flops
 from jaxmem.planning.targets import target_devices
 

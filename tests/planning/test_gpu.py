@@ -101,7 +101,7 @@ from jaxmem import load_config
 from jaxmem.machine import devices
 devices.use_cpu_without_gpu(only_compile=True)
 from jaxmem.planning.compile import compile_all
-from jaxmem.planning.elsewhere import UNTIMED, without_cache
+from jaxmem.planning.compile import UNTIMED, without_cache
 from jaxmem.planning.hlo_proto import BufferAssignmentProto
 from jaxmem.planning.targets import parse_target, target_devices
 from jaxmem.step import program
