@@ -1,12 +1,13 @@
-"""`memory.remat: budget`: of all that layers can save, what fits the memory with the least recomputation.
+"""`memory.remat: budget`: the recompute policy that fits the memory with the least recomputation.
 
-Every set of names is a candidate: what it saves and what it recomputes follow from one trace of a layer (`layers.py`).
-Beside them stand `none`, which saves most, and `slots_K`, which saves K boundaries as well as they can be saved.
-A candidate that another one beats in both is left out. Arithmetic does not give the rest of the step's memory to a
-percent, so the step is compiled, up to four times, with the candidate that should be the last to fit.
+Every set of names of activations is a candidate: what it saves and what it recomputes follow from one trace of a layer
+(`layers.py`). Further candidates are `none`, which saves most, and `slots_K`, which saves K boundaries in the best
+positions. A candidate that another one beats in bytes and in recomputation is dropped. Arithmetic does not predict the
+rest of the step's memory to a percent, so the step is compiled, up to four times, with the candidate that should be the
+last to fit.
 
 The result is an ordinary policy, known before the step is made: a plan and a run choose the same, and the run's
-directory records it in place of `budget`.
+directory records it instead of `budget`.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ class PolicyCandidate:
 
 
 def resolve_budget(cfg: Config, target: Target, reserve_gib: float | None = None) -> Config:
-    """The config with a policy in place of `memory.remat: budget`; any other config unchanged."""
+    """The config with a policy instead of `memory.remat: budget`; any other config unchanged."""
     if cfg.memory.remat != "budget":
         return cfg
     limit, resolved = usable_memory(target, cfg, reserve_gib), for_devices(cfg, target.count)
@@ -64,8 +65,8 @@ def with_policy(cfg: Config, candidate: PolicyCandidate) -> Config:
 def largest_that_fits(
     ladder: Sequence[PolicyCandidate], limit: int, needed: Callable[[PolicyCandidate], int], rest: float
 ) -> PolicyCandidate:
-    """The last candidate that needs no more than the limit, as far as TRIES show; if none does, the first. `rest`: the
-    estimated bytes of a step without its saved activations."""
+    """The last candidate that TRIES compilations show to fit the limit; if none does, the first. `rest`: the estimated
+    bytes of a step without its saved activations."""
     known: dict[int, int] = {}  # bytes of those that were compiled
     low, high = -1, len(ladder)  # those up to `low` fit, from `high` on they do not
     while high - low > 1 and (len(known) < TRIES or low < 0):
@@ -84,8 +85,8 @@ def largest_that_fits(
 
 
 def candidates(cfg: Config, platform: str) -> list[PolicyCandidate]:
-    """Of a config whose mesh is resolved, from the one that saves least to the one that saves most; each recomputes
-    less than the one before."""
+    """The candidates of a config whose mesh is resolved, ordered by bytes saved; each recomputes less than the one
+    before."""
     layers, copies = layers_of(cfg, platform), rows_of(cfg) * passes_in_memory(cfg)
     without = with_policy(cfg, PolicyCandidate("none", 0, (0, 0)))
     found = [PolicyCandidate("none", round(copies * passes_of(without, platform).saved), (0, 0))]

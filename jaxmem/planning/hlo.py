@@ -10,7 +10,7 @@ import json
 import math
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from fractions import Fraction
 from functools import cached_property
@@ -126,7 +126,7 @@ class Module:
 
     @cached_property
     def executions(self) -> dict[Computation, Fraction | int]:
-        """Runs of each computation in one run of the module; a mean where a scope `runs_A_in_B` gives one."""
+        """Runs of each computation in one run of the module; a mean where a scope `runs_A_in_B` states one."""
         times: dict[Computation, Fraction | int] = defaultdict(int)
         times[self.entry] = 1
         for caller in reversed(self.computations):  # callers come after what they call
@@ -157,14 +157,14 @@ def runs_of_called(one: Instruction) -> list[Fraction | int]:
 
 
 def trip_count(loop: Instruction) -> Fraction | int:
-    """Iterations of a while loop: XLA's count, or the mean that its scope gives (`jaxmem.stack.scheduled`), or 1."""
+    """Iterations of a while loop: XLA's count, the mean that its scope states (`jaxmem.stack.scheduled`), or 1."""
     if "known_trip_count" in loop.config:
         return int(loop.config["known_trip_count"]["n"])
     return mean_runs(loop.op_name.removesuffix("/while"))
 
 
 def mean_runs(name: str) -> Fraction | int:
-    """The mean number of runs that an innermost scope `runs_A_in_B` gives.
+    """The mean number of runs that an innermost scope `runs_A_in_B` states.
 
     >>> mean_runs("jit(step)/while/body/runs_9_in_16"), mean_runs("jit(step)")
     (Fraction(9, 16), 1)
@@ -194,7 +194,7 @@ def _matmul_flops(one: Instruction, contracted: Iterable[int]) -> int:
 
 
 def _result(one: Instruction) -> HloShape:
-    """A custom call may return a workspace beside its result."""
+    """The result's shape; a custom call may return a workspace in addition."""
     return one.shape.parts[0] if one.shape.parts else one.shape
 
 
@@ -209,14 +209,14 @@ def recomputed_values(module: Module) -> int:
 
 
 def read_module(serialized: bytes) -> Module:
-    """From a serialized HloModuleProto."""
+    """The module of a serialized HloModuleProto."""
     proto = HloModuleProto.FromString(serialized)
-    frames = _Frames(proto.stack_frame_index)
+    stack = _call_stacks(proto.stack_frame_index)
     order = {entry.key: entry.value.instruction_ids for entry in proto.schedule.sequences}
     by_id: dict[int, Instruction] = {}
     computations: dict[int, Computation] = {}
     for one in proto.computations:  # callees before their callers
-        own = {raw.id: _instruction(raw, frames) for raw in one.instructions}
+        own = {raw.id: _instruction(raw, stack(raw.metadata.stack_frame_id)) for raw in one.instructions}
         for raw in one.instructions:
             own[raw.id].operands = [own[i] for i in raw.operand_ids]
             own[raw.id].called = [computations[i] for i in raw.called_computation_ids]
@@ -231,7 +231,7 @@ def read_module(serialized: bytes) -> Module:
     return Module(list(computations.values()), computations[proto.entry_computation_id], by_id)
 
 
-def _instruction(proto: Any, frames: _Frames) -> Instruction:
+def _instruction(proto: Any, frames: tuple[Frame, ...]) -> Instruction:
     return Instruction(
         id=proto.id,
         name=proto.name,
@@ -240,7 +240,7 @@ def _instruction(proto: Any, frames: _Frames) -> Instruction:
         number=proto.parameter_number if proto.opcode == "parameter" else proto.tuple_index,
         op_name=proto.metadata.op_name,
         proto=proto,
-        frames=frames[proto.metadata.stack_frame_id],
+        frames=frames,
     )
 
 
@@ -252,18 +252,16 @@ def _shape(serialized: bytes) -> HloShape:
     return HloShape(name, bits, tuple(proto.dimensions), tuple(map(_shape, proto.tuple_shapes)), on_host)
 
 
-class _Frames:
+def _call_stacks(index: Any) -> Callable[[int], tuple[Frame, ...]]:
     """Call stacks by id, innermost frame first. Ids count from 1; 0: no stack."""
 
-    def __init__(self, index: Any) -> None:
-        self._index = index
-        self._stacks: dict[int, tuple[Frame, ...]] = {0: ()}
+    @functools.cache
+    def stack(number: int) -> tuple[Frame, ...]:
+        if number == 0:
+            return ()
+        frame = index.stack_frames[number - 1]
+        place = index.file_locations[frame.file_location_id - 1]
+        file, function = index.file_names[place.file_name_id - 1], index.function_names[place.function_name_id - 1]
+        return (Frame(file, function, place.line), *stack(frame.parent_frame_id))
 
-    def __getitem__(self, number: int) -> tuple[Frame, ...]:
-        if number not in self._stacks:
-            frame = self._index.stack_frames[number - 1]
-            place = self._index.file_locations[frame.file_location_id - 1]
-            file = self._index.file_names[place.file_name_id - 1]
-            function = self._index.function_names[place.function_name_id - 1]
-            self._stacks[number] = (Frame(file, function, place.line), *self[frame.parent_frame_id])
-        return self._stacks[number]
+    return stack

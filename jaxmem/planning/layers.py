@@ -1,7 +1,7 @@
-"""One layer of each kind as jax traces it forward and back: what its backward pass recomputes, whatever is saved.
+"""One layer of each kind as jax traces it, forward and backward: what the backward pass recomputes for any saved names.
 
-The trace becomes one flat list of operations, forward and then backward. What the backward ones read of the forward
-ones is either saved, or recomputed from what is. So for any set of names the bytes saved and the arithmetic repeated
+The trace becomes one flat list of operations, forward and then backward. A forward value that the backward pass reads
+is either saved, or recomputed from saved values. So for any set of names the bytes saved and the arithmetic repeated
 follow exactly, without another trace; an operation that several values need counts once.
 """
 
@@ -101,7 +101,7 @@ def _sources(
 
 
 def named_values(cfg: Config, target: str | None = None) -> list[NamedValue]:
-    """On a device of a target, by default of this machine. From one trace of a layer; nothing is compiled."""
+    """The named values on a device of a target, by default of this machine, from one trace of a layer."""
     aim = local_target(jax.devices()) if target is None else parse_target(target)
     cfg = for_devices(cfg, aim.count)
     memory = cfg.memory.model_copy(update={"mlp_chunk": "auto", "head_groups": "auto"})  # chunks hide some names
@@ -166,7 +166,7 @@ class _Operations:
     """All operations of a trace, nested ones included; a loop is one operation."""
 
     def __init__(self, known: Collection[str], stream: tuple[int, int]) -> None:
-        """`stream`: the width of the residual stream, and over how many devices its time is sharded."""
+        """`stream`: the width of the residual stream, and the number of devices that its sequence is sharded over."""
         self._known, self._stream = known, stream
         self._back = False
         self.operations: list[LayerOperation] = []
@@ -205,7 +205,7 @@ class _Operations:
 
 
 def _called(eqn: Any) -> Any:
-    """The operations that an operation stands for."""
+    """The operations inside a call."""
     for value in eqn.params.values():
         value = getattr(value, "jaxpr", value)
         if hasattr(value, "eqns") and len(value.invars) == len(eqn.invars):

@@ -1,6 +1,6 @@
-"""Measured peak memory beside the plan: one config, a few steps, in a process of its own.
+"""Planned and measured peak memory of a config, from a few steps in a process of its own.
 
-A device's peak never falls again, so each config needs its own process: `measure_apart` starts one.
+The peak that a device reports never falls, so each config needs its own process: `measure_apart` starts one.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def measure(cfg: Config) -> dict[str, Any]:
 
 
 def measure_apart(raw: dict[str, Any], simulate: int | None = None, seconds: float | None = None) -> dict[str, Any]:
-    """`measure` in a process of its own, within `seconds`; what went wrong is returned as `error`."""
+    """`measure` in a process of its own, within `seconds`; a failure is returned as `error`."""
     command = [sys.executable, "-m", "jaxmem.planning.measure", json.dumps(raw), str(simulate or "")]
     try:
         done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=seconds)  # noqa: S603

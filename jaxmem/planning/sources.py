@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from jaxmem.planning.breakdown import NamedBuffer, information, maker_of
 from jaxmem.planning.hlo import Frame, Instruction
 
+MODELS, STACK = "jaxmem/models/", "jaxmem/stack/"
 _STEPS = 64  # at most, back from a buffer to the operation that filled it
 # Operations that return their operand, perhaps in another order or dtype.
 _FORWARDING = {"bitcast", "convert", "copy", "optimization-barrier", "reshape", "transpose"}
@@ -27,12 +28,15 @@ def source_of(buffer: NamedBuffer, layers: int | None) -> SourceLine:
     if buffer.region is None:
         return SourceLine(path(buffer.what) if buffer.kind == "argument" else buffer.made_by, "", every)
     filled = [_filled_by(one, index) for alias in buffer.region.buffers for one, index in alias.aliases]
-    made = max((maker_of(one, ()) for one in filled), key=lambda one: (_is_in_model(one.frames), information(one)))
+    made = max(
+        (maker_of(one, ()) for one in filled),
+        key=lambda one: (any(MODELS in frame.file for frame in one.frames), information(one)),
+    )
     if not made.frames:
         return SourceLine(path(made.op_name), "", every)
-    classes = (frame.function.partition(".")[0] for frame in reversed(made.frames) if _in_models(frame))
+    classes = (frame.function.partition(".")[0] for frame in reversed(made.frames) if MODELS in frame.file)
     inside = list(dict.fromkeys(name for name in classes if name[:1].isupper()))
-    one_layer = bool(layers and layers > 1) and any(_in_stack(frame) for frame in made.frames)
+    one_layer = bool(layers and layers > 1) and any(STACK in frame.file for frame in made.frames)
     return SourceLine(line(_place(made.frames)), " > ".join(inside), every or ("one layer" if one_layer else ""))
 
 
@@ -77,18 +81,6 @@ def _filled_by(one: Instruction, index: tuple[int, ...]) -> Instruction:
 
 
 def _place(frames: Sequence[Frame]) -> Frame:
-    """The innermost line of a model; else the innermost that does not apply the stack of layers."""
-    own = [frame for frame in frames if not _in_stack(frame)]
-    return next((frame for frame in own if _in_models(frame)), (own or list(frames))[0])
-
-
-def _is_in_model(frames: Sequence[Frame]) -> bool:
-    return any(map(_in_models, frames))
-
-
-def _in_models(frame: Frame) -> bool:
-    return "jaxmem/models/" in frame.file
-
-
-def _in_stack(frame: Frame) -> bool:
-    return "jaxmem/stack/" in frame.file
+    """The innermost line of a model; else the innermost line that does not apply the stack of layers."""
+    own = [frame for frame in frames if STACK not in frame.file]
+    return next((frame for frame in own if MODELS in frame.file), (own or list(frames))[0])

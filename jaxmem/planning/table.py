@@ -1,4 +1,4 @@
-"""A plan, the list of targets and the names of a layer's values as tables for a terminal of 40 columns or more."""
+"""Tables for a terminal of 40 columns or more: a plan, the list of targets, the named values of a layer."""
 
 from __future__ import annotations
 

@@ -58,7 +58,7 @@ class Target:
 
 
 def parse_target(text: str) -> Target:
-    """A target from its name.
+    """The target of a name.
 
     >>> target = parse_target("h100-80gb:16x8")
     >>> target.count, target.hosts, target.per_host, target.gpu.kind
@@ -85,7 +85,7 @@ def parse_target(text: str) -> Target:
 
 
 def local_target(seen: Sequence[Any]) -> Target:
-    """These devices of this machine or run."""
+    """The target of these devices of this machine or run."""
     first, count = seen[0], len(seen)
     per_host = max(1, sum(device.process_index == first.process_index for device in seen))
     if first.platform == "cpu":
@@ -105,7 +105,7 @@ def local_target(seen: Sequence[Any]) -> Target:
 
 
 def reserved_memory(target: Target, gib: float | None = None) -> int:
-    """Bytes of a device that no program can use; of a local one what jax was configured to leave."""
+    """Bytes of a device that no program can use; for a local device what jax was configured to leave."""
     if target.is_cpu:
         return 0
     if target.withheld is not None and gib is None:
@@ -133,7 +133,7 @@ def target_config(gpu: Gpu, usable: int) -> str:
     80 % of it is `usable`, and XLA recomputes at the real limit.
     """
     major, minor = (int(part) for part in gpu.compute_capability.split("."))
-    shared_core, shared_block, threads, lanes = _CORES[gpu.compute_capability]
+    shared_core, shared_block, threads, lanes, like = _CORES[gpu.compute_capability]
     accelerated = "ACCELERATED_FEATURES" if major in (9, 10) else "NONE"
     return f"""
 gpu_device_info {{
@@ -158,28 +158,20 @@ gpu_device_info {{
 }}
 platform_name: "CUDA"
 dnn_version_info {{ major: 9 minor: 10 patch: 0 }}
-device_description_str: "NVIDIA {gpu.kind} like {_LIKE[gpu.compute_capability]}"
+device_description_str: "NVIDIA {gpu.kind} like {like}"
 """
 
 
-# By compute capability: bytes of shared memory per multiprocessor, and at most per block; threads and float32 lanes per
-# multiprocessor (CUDA programming guide, "compute capabilities"). CUDA 13 compiles for nothing older.
+# By compute capability: bytes of shared memory per multiprocessor, and at most per block; threads and float32 lanes
+# per multiprocessor (CUDA programming guide, "compute capabilities"); and a GPU of that capability in jax's own table,
+# where Pallas looks it up. CUDA 13 compiles for nothing older.
 _CORES = {
-    "8.0": (167936, 166912, 2048, 64),
-    "8.6": (102400, 101376, 1536, 128),
-    "8.9": (102400, 101376, 1536, 128),
-    "9.0": (233472, 232448, 2048, 128),
-    "10.0": (233472, 232448, 2048, 128),
-    "12.0": (102400, 101376, 1536, 128),
-}
-# Pallas looks the GPU up in jax's own table, which has one for each of these compute capabilities.
-_LIKE = {
-    "8.0": "NVIDIA A100",
-    "8.6": "NVIDIA A10",
-    "8.9": "NVIDIA L4",
-    "9.0": "NVIDIA H100",
-    "10.0": "NVIDIA B200",
-    "12.0": "NVIDIA RTX PRO 6000",
+    "8.0": (167936, 166912, 2048, 64, "NVIDIA A100"),
+    "8.6": (102400, 101376, 1536, 128, "NVIDIA A10"),
+    "8.9": (102400, 101376, 1536, 128, "NVIDIA L4"),
+    "9.0": (233472, 232448, 2048, 128, "NVIDIA H100"),
+    "10.0": (233472, 232448, 2048, 128, "NVIDIA B200"),
+    "12.0": (102400, 101376, 1536, 128, "NVIDIA RTX PRO 6000"),
 }
 
 

@@ -1,9 +1,9 @@
 """The estimated time of a compiled step: its instructions in the order of the schedule, communication overlapped.
 
 Each kernel takes the longer of its arithmetic and its memory traffic (Williams et al., 2009), at rates that large
-kernels attain. An asynchronous collective moves while kernels run; what is left when the program waits for it is
-exposed: max(0, its seconds - those of the kernels between its start and its done). Collectives share one link and
-follow each other. Copies to host memory and from there have a link of their own each way.
+kernels attain. An asynchronous collective runs while kernels run; what is left when the program waits for it is
+exposed: max(0, its seconds - the seconds of the kernels between its start and its done). Collectives share one link
+and follow each other. Copies to host memory and from there have a link of their own each way.
 """
 
 from __future__ import annotations
