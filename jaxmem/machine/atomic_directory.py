@@ -1,4 +1,5 @@
-"""Write a directory atomically: it appears whole or not at all. No library of ours does it for a directory."""
+"""Write a directory atomically: it appears complete or not at all. No dependency of jaxmem does that for
+directories."""
 
 from __future__ import annotations
 
@@ -14,7 +15,7 @@ from jaxmem.errors import UserError
 
 @contextmanager
 def atomic_directory(directory: str | os.PathLike[str]) -> Iterator[Path]:
-    """A temporary directory beside `directory`, renamed to it at the end; an error leaves nothing."""
+    """A temporary directory next to `directory`, renamed to it at the end; an error leaves nothing."""
     target = Path(directory).expanduser()
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise UserError(f"{target} exists already; remove it, or give another directory")

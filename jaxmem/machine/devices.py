@@ -60,8 +60,8 @@ def simulate(count: int) -> None:
 
 @contextlib.contextmanager
 def lowering_for(device: jax.Device) -> Iterator[None]:
-    """Around lowering a program for a device that need not be present. Since jax 0.11 Pallas needs to know the GPU;
-    within `jax.shard_map` the mesh provides it, elsewhere this does."""
+    """A context for lowering a program for a device that need not be present. Since jax 0.11 Pallas needs to know the
+    GPU; within `jax.shard_map` the mesh provides it, elsewhere this context does."""
     import jax
 
     if device.platform != "gpu" or jax.__version_info__ < (0, 11):
@@ -82,16 +82,16 @@ def simulation_environment(count: int) -> dict[str, str]:
         "XLA_FLAGS": " ".join(flags + [f"{name}={s}" for name, s in _PATIENCE.items() if name not in given]),
         "JAX_PLATFORMS": "cpu",
         "JAX_NUM_CPU_DEVICES": str(count),
-        # XLA has one thread per device. A program that waits to start takes some of them, and then a collective of
-        # the one before waits for its last participant forever (jax 0.10): hence more threads.
+        # XLA has one thread per device. A program that waits to start occupies some of them, and then a collective of
+        # the previous program waits forever for its last participant (jax 0.10): hence more threads.
         "PJRT_NPROC": os.environ.get("PJRT_NPROC", str(3 * count)),
     }
 
 
 def keep_freed_memory() -> None:
-    """Make glibc keep freed memory, in one pool for all threads; call it before jax starts its own. On a CPU, XLA
-    mallocs its temporary buffers at each step, and glibc would map and clear large blocks each time: a fifth of a
-    small step."""
+    """Make glibc keep freed memory, in one pool for all threads; call it before jax starts threads. On a CPU, XLA
+    allocates its temporary buffers at each step, and glibc would map and clear large blocks each time: a fifth of a
+    small step's time."""
     if sys.platform == "linux" and (mallopt := getattr(ctypes.CDLL(None), "mallopt", None)):
         arenas, mmap_threshold, trim_threshold = -8, -3, -1  # M_ARENA_MAX and so on, of malloc.h
         for option, value in ((arenas, 1), (mmap_threshold, 1 << 30), (trim_threshold, 2**31 - 1)):
@@ -141,7 +141,7 @@ def gpu_compiler_remedy() -> str | None:
 
 
 def use_cpu_without_gpu(*, only_compile: bool = False) -> None:
-    """Where there is no GPU, use the CPU; with its CUDA wheels installed jax would print a traceback about cuDNN.
+    """Use the CPU if there is no GPU; with CUDA wheels installed jax would print a traceback about cuDNN.
 
     `only_compile`: nothing will run. XLA's compiler allocates small blocks from many threads, which contend for the
     single pool of `keep_freed_memory`: planning 8 B parameters for 8 GPUs took a third more CPU time with it.
@@ -166,8 +166,8 @@ def cache_compiled_programs(output: str | Path) -> None:
 
 
 def nvidia_gpus() -> list[dict[str, Any]]:
-    """The GPUs by the driver, with the memory in use by all processes; does not start jax. nvidia-ml-py would save ten
-    lines of this for a dependency."""
+    """The GPUs as the driver reports them, with the memory in use by all processes; jax is not started. nvidia-ml-py
+    would save ten lines at the price of a dependency."""
     program = shutil.which("nvidia-smi")
     if program is None:
         return []
@@ -226,8 +226,8 @@ def _visible(found: list[dict[str, Any]]) -> int:
 
 
 def reserve_gpu_memory() -> None:
-    """Let jax take all of each GPU but `gpus.reserved`, which plans subtract too, instead of three quarters. A fraction
-    set by the user stays, and plans then subtract what it leaves."""
+    """Let jax allocate all of each GPU except `gpus.reserved`, which plans subtract too, instead of three quarters. A
+    fraction that the user has set stays, and plans then subtract what it leaves."""
     if not has_nvidia_gpu() or any(name in os.environ for name in _FRACTIONS):
         return
     if found := nvidia_gpus():

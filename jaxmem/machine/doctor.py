@@ -85,7 +85,7 @@ def examine() -> dict[str, Any]:
 
 
 def table(findings: dict[str, Any]) -> Group:
-    """The findings as a table: what is here, then what works, each failure with its remedy."""
+    """The findings as a table: the machine, then the features, each missing one with its remedy."""
     from rich.console import Group
     from rich.table import Table
     from rich.text import Text

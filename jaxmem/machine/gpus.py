@@ -71,8 +71,8 @@ class Gpu:
         return rate * 1e9 * ATTAINED_LINK
 
 
-# Networks and host memory are those of common servers: DGX for A100 to B200 (8 GPUs; 2 TiB of host memory, 1 TiB
-# beside the 40 GB card), 200 Gb/s for 2 GPUs beside the L40S, 25 Gb/s a workstation.
+# Networks and host memory are typical of servers: DGX for A100 to B200 (8 GPUs with 2 TiB of host memory, 1 TiB for the
+# 40 GB card), 200 Gb/s per 2 GPUs for L4 and L40, 25 Gb/s for workstations.
 GPUS = {
     gpu.name: gpu
     for gpu in (
@@ -103,7 +103,7 @@ CPU = Gpu("cpu", "CPU", 16, 20, 0.2, 10, 10, 10, 16, "0.0", 1, 2.0, 1)
 
 
 def find(device_kind: str, memory: int | None = None) -> Gpu | None:
-    """The GPU with a device's name, most specific first; of two sizes the one nearest to `memory`.
+    """The GPU with a device's name, the most specific one; of two sizes the one nearest to `memory`.
 
     >>> find("NVIDIA H100 PCIe").name, find("NVIDIA A100-SXM4-80GB", 80 * GIB).name, find("cpu")
     ('h100-pcie-80gb', 'a100-80gb', None)
@@ -114,7 +114,7 @@ def find(device_kind: str, memory: int | None = None) -> Gpu | None:
 
 
 def spillable(host_memory: int) -> int:
-    """Bytes of a device's share of host memory that may hold what does not fit on the device: half. The rest is for
+    """Half of a device's share of host memory, in bytes: it may hold what does not fit on the device. The rest is for
     data, checkpoints being written and the system; a full host kills processes."""
     return host_memory // 2
 

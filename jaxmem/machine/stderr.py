@@ -11,7 +11,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def filtered(passed: Callable[[bytes], bytes]) -> Iterator[None]:
-    """Holds standard error back until the end, then writes `passed` of it."""
+    """Keeps standard error back until the end, then writes what `passed` returns for it."""
     sys.stderr.flush()
     with tempfile.TemporaryFile() as log:
         real = os.dup(2)

@@ -1,8 +1,8 @@
 """Charts as inline SVG that scales to any width, with labels in HTML that do not scale.
 
 Each chart follows the pointer, touch and arrow keys: the readout at the cursor is written into elements with
-`data-out`; without a cursor, and without JavaScript, they show the most important one. matplotlib's SVG is not used
-here: its labels scale with the width, it has no readouts, and it would be needed by every run.
+`data-out`; without a cursor or without JavaScript they show the default readout. matplotlib's SVG is not used here: its
+labels scale with the width, it has no readouts, and every run would need matplotlib.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Readout:
 
 def stacked(begins: Sequence[float], layers: Mapping[str, Sequence[float]], top: float) -> str:
     """Stacked areas, each constant from one of `begins` (shares of the width) to the next. `layers`: heights by colour,
-    in units of which the chart has `top`."""
+    relative to `top`, the height of the chart."""
     edges = [*begins, 1.0]
     below = [0.0] * len(begins)
     paths = []
@@ -73,7 +73,7 @@ def chart(body: str, marks: str, readouts: Sequence[Readout], default: Readout, 
 
 
 def ticks(top: float, unit: float, suffix: str, count: int = 5) -> str:
-    """Labels and grid lines at round heights, of a chart of height `top`, in multiples of `unit`."""
+    """Labels and grid lines at round heights of a chart of height `top`, in multiples of `unit`."""
     step = round_step(top / unit / count)
     values = [step * n for n in range(math.floor(top / unit / step + 1e-9) + 1)]
     return "".join(
@@ -95,7 +95,7 @@ def round_step(least: float) -> float:
 
 
 def thinned(points: Sequence[tuple[float, float]], most: int = POINTS) -> list[tuple[float, float]]:
-    """Fewer points that look the same: of each interval the first, the lowest, the highest and the last."""
+    """Fewer points that look the same: the first, the lowest, the highest and the last of each interval."""
     if len(points) <= most:
         return list(points)
     size = math.ceil(len(points) / (most // 4))

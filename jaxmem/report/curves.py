@@ -19,7 +19,7 @@ Json = Mapping[str, Any]
 
 
 def curves(rows: Sequence[Json]) -> str:
-    """From the rows of metrics.jsonl; empty where nothing is logged yet."""
+    """The curves of the rows of metrics.jsonl, in HTML; empty if nothing is logged yet."""
     together = (("loss", "held_out_loss"), ("learning_rate",), ("tokens_per_second",))
     drawn = "".join(_curve({key: _points(rows, key) for key in keys}) for keys in together)
     return f'<h2>Training</h2>\n<div class="small">{drawn}</div>' if drawn else ""

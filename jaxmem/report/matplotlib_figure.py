@@ -22,7 +22,7 @@ def can_draw() -> bool:
 
 @contextmanager
 def figure(path: str | Path, width: float = 8, height: float = 5) -> Iterator[Figure]:
-    """A figure to draw on, of this size in inches; it is written on exit."""
+    """A figure of this size in inches to draw on; it is written on exit."""
     if not can_draw():
         raise UserError(f"{path}: {MISSING}")
     from matplotlib.figure import Figure

@@ -1,4 +1,4 @@
-"""The page: one self-contained HTML file, from the output of `plan --json` and the files of a run."""
+"""The page: one self-contained HTML file, made from the output of `plan --json` and the files of a run."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Json = Mapping[str, Any]
 class RunRecord:
     """A run so far."""
 
-    steps: int  # in all
+    steps: int  # in total
     rows: Sequence[Json]  # of metrics.jsonl
     config: str  # as YAML
 

@@ -20,7 +20,7 @@ Json = Mapping[str, Any]
 
 
 def over_a_step(plan: Json, memory: Json) -> str:
-    """Memory by band, stacked, with its peak."""
+    """A chart of memory by band, stacked, with its peak."""
     columns, seconds = memory["columns"], memory["seconds"]
     most, limit = sum(memory["peak"][1:]), plan["target"]["limit_bytes"]
     drawn = limit if limit <= FAR * most else None
@@ -39,7 +39,7 @@ def over_a_step(plan: Json, memory: Json) -> str:
     lasts = ", ".join(f"{one['name']} {_time(one['end'] - one['begin'], memory)}" for one in memory["passes"])
     marks, outs = _marks(memory["peak"][0], most, drawn, top), _key(present, at_peak)
     return (
-        f"<h2>Memory over a step</h2>\n<p>{how} A loop's body is drawn once, over the loop's whole time.</p>\n"
+        f"<h2>Memory over a step</h2>\n<p>{how} A loop's body is drawn once, over the loop's entire time.</p>\n"
         f"{charts.chart(body, marks, readouts, at_peak, label=label, outs=outs)}"
         f'<div class="passes">{"".join(_passes(memory))}</div>'
         f'<div class="ends"><span>0</span><span>{end}</span></div>\n<p>{lasts}</p>'
@@ -59,7 +59,7 @@ def _marks(at: float, most: int, limit: int | None, top: float) -> str:
 
 
 def _readouts(memory: Json, bands: Iterable[int]) -> tuple[list[Readout], Readout]:
-    """Of each column, and of the peak: the time, the total, each band."""
+    """The readouts of each column and of the peak: the moment, the total, each band."""
     bands = list(bands)
 
     def texts(head: str, column: Sequence[float]) -> list[str]:
@@ -101,7 +101,7 @@ def _time(share: float, memory: Json) -> str:
 
 
 def largest_buffers(memory: Json) -> str:
-    """The ten largest at the peak, and the ten largest that the step allocates."""
+    """Tables of the ten largest buffers at the peak, and of the ten largest that the step allocates."""
     found = "<h2>The ten largest buffers at the peak</h2>\n" + _buffers(memory["largest"])
     if memory["largest_made"] != memory["largest"]:
         made = _buffers(memory["largest_made"])
