@@ -9,8 +9,8 @@ import pytest
 from jaxmem.config import load_config
 from jaxmem.config.hugging_face import decoder_fields
 from jaxmem.config.peft import adapter_fields
-from jaxmem.data.chat import messages_of
 from jaxmem.data.chat_template import ChatTemplate
+from jaxmem.data.jsonl import parse_object
 from jaxmem.errors import UserError
 from jaxmem.hf.files import copy_metadata, copy_tokenizer
 from jaxmem.hf.tensors import Tensors
@@ -103,8 +103,8 @@ def test_a_template_nested_too_deep():
 
 
 def test_a_role_that_is_no_text():
-    with pytest.raises(UserError, match="'role' is not valid text"):
-        messages_of(b'{"messages": [{"role": "\\ud800", "content": "x"}]}')
+    with pytest.raises(UserError, match="not valid text"):
+        parse_object(b'{"messages": [{"role": "\\ud800", "content": "x"}]}')
 
 
 def test_nothing_reads_the_wall_clock():

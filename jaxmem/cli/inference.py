@@ -94,7 +94,8 @@ def evaluate(
     run: Model,
     overrides: Overrides = None,
     data: Annotated[
-        str | None, typer.Option(metavar="FILE", help="A text, in place of the held-out data.", show_default=False)
+        str | None,
+        typer.Option(metavar="FILE", help="Text, JSONL or Parquet, instead of held-out data.", show_default=False),
     ] = None,
     choices: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Multiple-choice questions, JSONL.", show_default=False)

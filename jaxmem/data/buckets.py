@@ -23,7 +23,7 @@ from jaxmem.data.records import Document
 
 
 class BucketRows:
-    """The rows that one process builds: [accumulate, columns, time of the batch's bucket]."""
+    """The rows that one process builds: [accumulate, columns, length of the batch's bucket]."""
 
     def __init__(self, records: OrderedRecords, rows: np.ndarray, stride: int, lengths: Sequence[int]) -> None:
         """`lengths` of the buckets, from the shortest on."""

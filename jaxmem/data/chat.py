@@ -1,47 +1,46 @@
-"""Conversations, one per line of JSONL, as tokens of which only the assistant's are trained on.
+"""Conversations, one per line of JSONL (see `chat_forms`), as tokens of which only the assistant's are targets.
 
-Three forms are recognized by their keys:
-
-    {"messages": [{"role": "user", "content": "..."}, ...]}               OpenAI
-    {"conversations": [{"from": "human", "value": "..."}, ...]}           ShareGPT
-    {"instruction": "...", "input": "...", "output": "..."}               Alpaca
-
-Which tokens are the assistant's follows from any template: rendered again with a placeholder instead of an answer,
-everything but that answer is the same. The token that ends the assistant's turn is trained on too.
+Where a template marks what the assistant says (`{% generation %}`), the tokens of these marks are the targets, as in
+transformers. Otherwise the targets follow from the template: rendered again with a placeholder instead of an answer,
+everything but that answer is the same. The token that ends the assistant's turn is a target too.
 
 A conversation is never continued in the next row: one longer than a row is cut there, or dropped, and counted.
 """
 
 from __future__ import annotations
 
+import re
+import warnings
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from jaxmem.config.sections import Data, Source
-from jaxmem.data.chat_template import ChatTemplate, Message, TemplateError, template_for
-from jaxmem.data.jsonl import JsonLines, parse_object, string_value
+from jaxmem.data.chat_forms import REASONING, Chat, chat_of
+from jaxmem.data.chat_template import ChatTemplate, Message, Rendered, TemplateError, template_for
+from jaxmem.data.jsonl import JsonLines, parse_object
 from jaxmem.data.records import EMPTY, Document, InvalidRecordError, RecordSource
 from jaxmem.data.tokenizer import Tokenizer
 
-LONGEST = 16 << 20  # bytes of a line
-ROLES = {"human": "user", "gpt": "assistant", "bing": "assistant", "chatgpt": "assistant"}
 PLACEHOLDER = "\ue000"  # a character that no language uses
+CALLS = ("tool_calls", "function_call")  # fields without which a message loses its meaning
+NAMES = ("role", "content", "tool_call_id")  # fields that a template need not read
+LIKE = 8  # characters before an answer that show where the generation prompt ends
+MOST_NAMED = 8  # fields that warnings name
 
 
 def open_source(paths: Sequence[Path], source: Source, data: Data, tokenizer: Tokenizer) -> Conversations:  # noqa: ARG001
-    return Conversations(paths, data, tokenizer, template_for(tokenizer, data.chat_template))
+    return Conversations(paths, data, ChatEncoder(tokenizer, template_for(tokenizer, data.chat_template)))
 
 
 class JsonRecords(RecordSource):
-    """Lines that are read as a whole, each one or several documents that are at most a row long."""
+    """Lines that are parsed completely, each one or several documents that are at most a row long."""
 
     def __init__(self, kind: str, paths: Sequence[Path], data: Data) -> None:
         super().__init__(kind, data)
-        self._lines = JsonLines(paths, None, LONGEST)
+        self._lines = JsonLines(paths)
 
     def __len__(self) -> int:
         return len(self._lines)
@@ -55,10 +54,6 @@ class JsonRecords(RecordSource):
     def parse(self, line: bytes) -> Sequence[Document]:
         raise NotImplementedError
 
-    def is_usable(self, cut: Sequence[Document]) -> bool:  # noqa: ARG002
-        """Whether these documents, cut to the length of a row, can be trained on."""
-        return True
-
     def documents(self, index: int) -> Sequence[Document]:
         nothing = [EMPTY] * self.documents_per_record
         found = self.read_valid(index, lambda index: self.parse(self._lines.line(index)))
@@ -67,7 +62,7 @@ class JsonRecords(RecordSource):
         length = self._data.sequence_length
         cut = [_beginning(document, length) for document in found]
         excess = sum(max(0, len(document.tokens) - length) for document in found)
-        if (excess and self._data.on_overlong == "drop") or not self.is_usable(cut):
+        if excess and (self._data.on_overlong == "drop" or not all(np.any(one.is_target) for one in cut)):
             self.counts.dropped += 1
             return nothing
         self.counts.cut += excess > 0
@@ -77,95 +72,111 @@ class JsonRecords(RecordSource):
 
 def _beginning(document: Document, length: int) -> Document:
     assert document.is_target is not None
-    return Document(document.tokens[:length], document.is_target[:length], is_whole=True)
+    return Document(document.tokens[:length], document.is_target[:length], is_indivisible=True)
 
 
 class Conversations(JsonRecords):
     """The conversations of JSONL files."""
 
-    def __init__(self, paths: Sequence[Path], data: Data, tokenizer: Tokenizer, template: ChatTemplate) -> None:
+    def __init__(self, paths: Sequence[Path], data: Data, encoder: ChatEncoder) -> None:
         super().__init__("conversations", paths, data)
-        self._tokenizer, self._template = tokenizer, template
+        self._encoder = encoder
 
     def parse(self, line: bytes) -> Sequence[Document]:
-        return [conversation(messages_of(line), self._tokenizer, self._template)]
+        return [self._encoder.document(chat_of(parse_object(line)))]
 
 
-def conversation(messages: Sequence[Message], tokenizer: Tokenizer, template: ChatTemplate, first: int = 0) -> Document:
-    """The tokens of a conversation. Targets: what the assistant says from the message number `first` on."""
-    for message in messages:
-        for text in tokenizer.special:
-            if text in message["content"]:
-                raise InvalidRecordError(f"a message contains {text!r}, with which it could forge a turn")
-    text = template.render(messages)
-    ids, offsets = tokenizer.encode_with_offsets(text)
-    is_target = np.zeros(len(ids), bool)
-    for number, message in enumerate(messages):
-        if number >= first and message["role"] == "assistant" and message["content"]:
-            start, end = _answer_span(template, messages, number, text, tokenizer)
-            is_target |= (offsets[:, 0] < end) & (offsets[:, 1] > start)
-    if not is_target.any():
-        raise InvalidRecordError("contains no answer of an assistant")
-    return Document(ids, is_target, is_whole=True)
+class ChatEncoder:
+    """From conversations to tokens, with a chat template."""
+
+    def __init__(self, tokenizer: Tokenizer, template: ChatTemplate) -> None:
+        self._tokenizer, self._template = tokenizer, template
+        self._special = re.compile("|".join(map(re.escape, sorted(tokenizer.special, reverse=True))) or r"(?!)")
+        self._named: set[str] = set()
+
+    def document(self, chat: Chat) -> Document:
+        """The tokens of a conversation; targets are the tokens of the assistant's messages."""
+        self._check(chat)
+        text, marks = self._render(chat, chat.messages)
+        if marks is None:
+            spans = [self._answer_span(chat, number, text) for number in sorted(chat.targets)]
+        else:
+            roles = [message["role"] for message in chat.messages]
+            prompts = [n for n, role in enumerate(roles) if role == "assistant" and n not in chat.targets]
+            others = [self._answer_span(chat, number, text) for number in prompts]
+            spans = [(a, b) for a, b in marks if not any(start < b and a < end for start, end in others)]
+        ids, offsets = self._tokenizer.encode_with_offsets(text)
+        is_target = np.zeros(len(ids), bool)
+        for start, end in spans:
+            inside = np.flatnonzero((offsets[:, 0] < end) & (offsets[:, 1] > start))
+            is_target[inside.min(initial=len(ids)) : inside.max(initial=-1) + 1] = True
+        if not is_target.any():
+            raise InvalidRecordError("the chat template writes no answer of an assistant to train on")
+        if not np.isin(ids[is_target], [*self._tokenizer.special.values()]).any():
+            self._warn("end", "no token that ends an answer is a target, so the model does not learn to stop")
+        return Document(ids, is_target, is_indivisible=True)
+
+    def _render(self, chat: Chat, messages: Sequence[Message], *, answer: bool = False) -> Rendered:
+        return self._template.render(messages, chat.tools, answer=answer, **chat.options)
+
+    def _check(self, chat: Chat) -> None:
+        """No text may contain a special token, and the template should read every field."""
+        for text in chat.strings():
+            if found := self._special.search(text):
+                raise InvalidRecordError(f"a message contains {found[0]!r}, with which it could forge a turn")
+        source = self._template.source
+        fields = {field for message in chat.messages for field in message} | ({"tools"} if chat.tools else set())
+        is_reasoning_read = any(name in source for name in REASONING)
+        for field in sorted(fields - {*NAMES} - {*REASONING[not is_reasoning_read :]}):
+            if field not in source:
+                if field in CALLS:
+                    raise InvalidRecordError(f"the chat template does not support {field}; use another template")
+                self._warn(field, f"{field!r} has no effect: the chat template does not read it")
+
+    def _warn(self, about: str, text: str) -> None:
+        """Warns once about each thing."""
+        if about not in self._named and len(self._named) < MOST_NAMED:
+            self._named.add(about)
+            warnings.warn(f"conversations: {text}", stacklevel=2)
+
+    def _answer_span(self, chat: Chat, number: int, text: str) -> tuple[int, int]:
+        """The characters of `text` from the beginning of an answer (right after the generation prompt) to the end of
+        the token that ends its turn."""
+        start, end = self._changed_span(chat, number, text)
+        with suppress(TemplateError):  # of a template that refuses an unfinished conversation
+            prompt, _ = self._render(chat, chat.messages[:number], answer=True)
+            before = text[:start].rstrip()
+            if text.startswith(prompt):
+                start = min(start, len(prompt))
+            elif prompt.endswith(before[-LIKE:]):  # what is far before the answer may differ
+                start = len(before)
+        after = len(text) - len(text[end:].lstrip())
+        if (following := self._special.match(text, after)) is None:  # the rest of a tool call lies between
+            is_last = number + 1 == len(chat.messages)
+            next_text = len(text) if is_last else self._changed_span(chat, number + 1, text)[0]
+            following = self._special.search(text, end, next_text)
+        return start, following.end() if following else end
+
+    def _changed_span(self, chat: Chat, number: int, text: str) -> tuple[int, int]:
+        """The characters of `text` that depend on what a message says."""
+        messages = [*chat.messages]
+        messages[number] = _replaced(messages[number])
+        changed, _ = self._render(chat, messages)
+        start = _common_prefix(text, changed)
+        return start, len(text) - _common_prefix(text[start:][::-1], changed[start:][::-1])
 
 
-def _answer_span(
-    template: ChatTemplate, messages: Sequence[Message], number: int, text: str, tokenizer: Tokenizer
-) -> tuple[int, int]:
-    """The characters of `text` from the beginning of an answer (right after the generation prompt) to the end of the
-    token that ends its turn."""
-    changed = template.render(
-        [*messages[:number], {**messages[number], "content": PLACEHOLDER}, *messages[number + 1 :]]
-    )
-    start = _common_prefix(text, changed)
-    end = len(text) - _common_prefix(text[start:][::-1], changed[start:][::-1])
-    with suppress(TemplateError):  # of a template that refuses an unfinished conversation
-        prompt = template.render(messages[:number], answer=True)
-        start = len(prompt) if text.startswith(prompt) and len(prompt) < start else start
-    after = text[end:]
-    for special in tokenizer.special:
-        if after.lstrip().startswith(special):
-            return start, end + len(after) - len(after.lstrip()) + len(special)
-    return start, end
+def _replaced(message: Message) -> Message:
+    """The message with a placeholder for what it says."""
+    changed = {**message, "content": PLACEHOLDER}
+    changed |= {name: PLACEHOLDER for name in REASONING if name in message}
+    if "tool_calls" in message:
+        calls = message["tool_calls"]
+        said = {"name": PLACEHOLDER, "arguments": {PLACEHOLDER: PLACEHOLDER}}
+        changed["tool_calls"] = [{**call, "function": {**call["function"], **said}} for call in calls]
+    return changed
 
 
 def _common_prefix(one: str, other: str) -> int:
     """The number of characters that both begin with."""
     return next((n for n, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
-
-
-def messages_of(line: bytes) -> list[Message]:
-    """The messages of a line in any of the three forms."""
-    found = parse_object(line)
-    if "messages" in found:
-        messages = messages_from(found["messages"], "messages")
-    elif "conversations" in found:
-        messages = messages_from(found["conversations"], "conversations", "from", "value")
-    elif "instruction" in found and "output" in found:
-        prompt = [string_value(found[key], key) for key in ("instruction", "input") if found.get(key)]
-        messages = [{"role": "user", "content": "\n\n".join(prompt)}]
-        messages.append({"role": "assistant", "content": string_value(found["output"], "output")})
-    else:
-        fields = ", ".join(list(found)[:8])
-        raise InvalidRecordError(f"no messages, conversations, or instruction and output; fields: {fields}")
-    if isinstance(found.get("system"), str) and found["system"] and messages[0]["role"] != "system":
-        messages.insert(0, {"role": "system", "content": string_value(found["system"], "system")})
-    return messages
-
-
-def messages_from(value: Any, key: str, role: str = "role", content: str = "content") -> list[Message]:
-    """The messages of a list, with the names of their keys."""
-    if not isinstance(value, list) or not value:
-        raise InvalidRecordError(f"{key!r} is not a list of messages")
-    return [_message(one, role, content) for one in value]
-
-
-def _message(found: Any, role: str, content: str) -> Message:
-    if not isinstance(found, dict) or not isinstance(found.get(role), str) or content not in found:
-        raise InvalidRecordError(f"a message needs {role!r} and {content!r}")
-    text = found[content]
-    if isinstance(text, list):  # parts, of which only text is supported
-        parts = [one.get("text") if isinstance(one, dict) and one.get("type") == "text" else None for one in text]
-        text = None if None in parts else "".join(map(str, parts))
-    name = string_value(found[role], role)
-    return {"role": ROLES.get(name, name), "content": string_value(text, content)}

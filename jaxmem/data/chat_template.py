@@ -15,14 +15,14 @@ import threading
 from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from jaxmem.config.hf_values import MAX_BYTES, read_json
 from jaxmem.data.records import InvalidRecordError
 from jaxmem.data.tokenizer import END_TEXT, Tokenizer
 from jaxmem.errors import UserError
 
-Message = Mapping[str, str]  # "role" and "content"
+Message = Mapping[str, Any]  # "role", "content", and what else a template reads: "tool_calls", ...
 SECONDS = 5  # of processor time per conversation; a usual template takes a thousandth
 MEMORY = 1 << 30  # bytes, likewise
 FILE = "chat_template.jinja"
@@ -33,29 +33,43 @@ class TemplateError(InvalidRecordError):
     """A template refuses the messages, or fails."""
 
 
+class Rendered(NamedTuple):
+    """A conversation as text."""
+
+    text: str
+    marks: list[tuple[int, int]] | None  # [start, end] of what the template marks as the assistant's; None: no marks
+
+
 class ChatTemplate:
-    """`render` gives the text of a conversation."""
+    """The template of a tokenizer, or of a file."""
 
     def __init__(self, source: str, origin: str, tokens: Mapping[str, str]) -> None:
         """`origin`: the name of its file, for messages. `tokens`: the names and texts of special tokens."""
         self.source, self._origin, self._tokens = source, origin, tokens
         self._request({})
 
-    def render(self, messages: Sequence[Message], *, answer: bool = False) -> str:
-        """`answer`: followed by the generation prompt."""
-        reply = self._request({"messages": list(messages), "answer": answer, "tokens": self._tokens})
+    def render(
+        self, messages: Sequence[Message], tools: Sequence[Any] | None = None, *, answer: bool = False, **options: Any
+    ) -> Rendered:
+        """The text of a conversation. `answer`: followed by the generation prompt. `options`: other arguments of the
+        template, e.g. `enable_thinking`."""
+        own = {"messages": list(messages), "tools": tools, "documents": None, "add_generation_prompt": answer}
+        try:
+            reply = self._request({"arguments": {**options, **self._tokens, **own}})
+        except RecursionError as error:
+            raise TemplateError("the conversation is nested too deeply") from error
         if "refused" in reply:
             raise TemplateError(reply["refused"])
         if "failed" in reply:
             raise TemplateError(f"the chat template fails: {reply['failed']}")
-        return reply["text"]
+        return Rendered(**reply)
 
-    def _request(self, request: dict[str, Any]) -> dict[str, str]:
+    def _request(self, request: dict[str, Any]) -> dict[str, Any]:
         reply = _renderer().request({"source": self.source, **request})
         if reply is None:
             raise UserError(
                 f"{self._origin}: the chat template takes more than {SECONDS} s of processor time or "
-                f"{MEMORY >> 30} GiB for a conversation; give another one as data.chat_template"
+                f"{MEMORY >> 30} GiB for a conversation; set data.chat_template to another one"
             )
         if "invalid" in reply:
             raise UserError(f"{self._origin}: not a valid chat template: {reply['invalid']}")
@@ -70,21 +84,22 @@ class _Renderer:
         self._process: subprocess.Popen[str] | None = None
         atexit.register(self.close)
 
-    def request(self, request: Mapping[str, Any]) -> dict[str, str] | None:
+    def request(self, request: Mapping[str, Any]) -> dict[str, Any] | None:
         """The reply; None if the process was ended before."""
+        line = json.dumps(request)
         with self._lock:
             process = self._process = self._process or _start_process()
             assert process.stdin
             assert process.stdout
             try:
-                print(json.dumps(request), file=process.stdin, flush=True)
+                print(line, file=process.stdin, flush=True)
                 line = process.stdout.readline()
             except BrokenPipeError:
                 line = ""
             if not line.endswith("\n"):
                 self.close()
                 return None
-            reply: dict[str, str] = json.loads(line)
+            reply: dict[str, Any] = json.loads(line)
             return reply
 
     def close(self) -> None:
@@ -125,15 +140,19 @@ def template_for(tokenizer: Tokenizer, file: str | None = None) -> ChatTemplate:
     if isinstance(source, list):  # several by name
         source = {one.get("name"): one.get("template") for one in source if isinstance(one, dict)}.get("default")
     if not isinstance(source, str):
-        where = f"{place}: no {FILE} and no chat_template in tokenizer_config.json" if place else "bytes have none"
-        raise UserError(f"no chat template ({where}); give data.chat_template, a file of Jinja")
+        where = (
+            f"{place}: no {FILE} and no chat_template in tokenizer_config.json"
+            if place
+            else "data.tokenizer=bytes has none"
+        )
+        raise UserError(f"no chat template ({where}); set data.chat_template to a Jinja file")
     return ChatTemplate(source, f"{place}/tokenizer_config.json", tokens)
 
 
 def _read(file: Path) -> str:
     try:
         if file.stat().st_size > MAX_BYTES:
-            raise UserError(f"{file}: larger than {MAX_BYTES >> 20} MiB, which no chat template is")
+            raise UserError(f"{file}: larger than {MAX_BYTES >> 20} MiB, the most for a chat template")
         return file.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"{file}: cannot be read: {error}") from error

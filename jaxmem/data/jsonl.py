@@ -1,47 +1,43 @@
 """Documents that are lines of JSON: `{"text": "..."}`, one document per line.
 
-One pass over the files at the speed of the disk finds the lines; nothing is parsed until it is read. The index holds
-the offset of one line per 16 KiB of file, and the lines that are empty or too long for one record: 10 GB need about
-10 MB of memory whatever the length of the lines. Reading a record reads the 16 KiB around it.
+One pass over the files at the speed of the disk finds the lines; nothing is parsed until it is read. The index contains
+the offset of one line per 16 KiB of file, and the lines that are empty: 10 GB need about 10 MB of memory whatever the
+length of the lines. Reading a record reads the 16 KiB around it. A line is one record, however long.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+import re
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from jaxmem.config.sections import Data, Source
-from jaxmem.data import long_line
 from jaxmem.data.files import OpenFiles, file_size
-from jaxmem.data.records import DocumentPiece, InvalidRecordError, TokenizedText, no_documents, piece_bytes
+from jaxmem.data.records import DocumentPiece, InvalidRecordError, TokenizedText, no_documents
 from jaxmem.data.tokenizer import Tokenizer
 from jaxmem.errors import UserError
 
 BLOCK = 16 * 1024
 CHUNK = 1 << 20
+LONGEST = 16 << 20  # bytes of a line; parsed, it may need twenty times as many
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
+SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 
 
 def open_source(paths: Sequence[Path], source: Source, data: Data, tokenizer: Tokenizer) -> TokenizedText:
-    limit = piece_bytes(data.sequence_length)
-    return TokenizedText(JsonLines(paths, source.field, limit, skip=data.on_invalid == "skip"), data, tokenizer)
+    return TokenizedText(JsonTexts(paths, source.field), data, tokenizer)
 
 
 class JsonLines:
-    """The documents of JSONL files; a line longer than `limit` bytes gives several records."""
+    """The lines of JSONL files that are not empty."""
 
-    blocks: np.ndarray | None = None
-
-    def __init__(self, paths: Sequence[Path], field: str | None, limit: int, *, skip: bool = False) -> None:
-        """`field` None: `line` gives whole lines, none longer than `limit`. `skip`: an invalid long line is an
-        error when it is read, not before."""
-        self.field = field or ""
+    def __init__(self, paths: Sequence[Path]) -> None:
         self._files = OpenFiles()
-        self._indexes = [_LineIndex(path, self._files, field, limit, skip) for path in paths]
+        self._indexes = [_LineIndex(path, self._files) for path in paths]
         self._ends = np.cumsum([index.records for index in self._indexes], dtype=np.int64)
         if not self._ends[-1]:
             raise no_documents(paths)
@@ -53,38 +49,72 @@ class JsonLines:
         file = int(np.searchsorted(self._ends, index, side="right"))
         return self._indexes[file], index - int(self._ends[file]) + self._indexes[file].records
 
-    def __getitem__(self, index: int) -> DocumentPiece:
-        file, record = self._find(index)
-        cuts, piece = file.cuts(record)
-        if cuts is None:
-            found = parse_object(file.line(record))
-            if self.field not in found:
-                raise InvalidRecordError(long_line.missing_field(self.field, list(found)))
-            return DocumentPiece(string_value(found[self.field], self.field).encode(), True, True)
-        contents = self._files.read(file.path, int(cuts[piece]), int(cuts[piece + 1]))
-        text = string_value(long_line.decode(contents), self.field)
-        return DocumentPiece(text.encode(), piece == 0, piece == len(cuts) - 2)
-
     def line(self, index: int) -> bytes:
         file, record = self._find(index)
         return file.line(record)
 
     def where(self, index: int) -> str:
         file, record = self._find(index)
-        return f"{file.path}, line {file.line_number(record)[0] + 1}"
+        return f"{file.path}, line {file.line_number(record) + 1}"
 
     def close(self) -> None:
         self._files.close()
 
 
+class JsonTexts(JsonLines):
+    """The documents at one key of the lines."""
+
+    blocks: np.ndarray | None = None
+
+    def __init__(self, paths: Sequence[Path], field: str) -> None:
+        super().__init__(paths)
+        self.field = field
+
+    def __getitem__(self, index: int) -> DocumentPiece:
+        found = parse_object(self.line(index))
+        if self.field not in found:
+            fields = ", ".join(list(found)[:8])
+            raise InvalidRecordError(f"no field {self.field!r}; fields: {fields} (set data.field)")
+        return DocumentPiece(string_value(found[self.field], self.field), True, True)
+
+
+def read_objects(file: str | Path, contents: str) -> Iterator[tuple[int, dict[str, Any]]]:
+    """The objects of a small file, each with the number of its line. `contents`: what a line is, for messages."""
+    try:
+        lines = Path(file).read_bytes().split(b"\n")
+    except OSError as error:
+        raise UserError(f"{file}: cannot be read: {error.strerror}") from error
+    if not any(line.strip() for line in lines):
+        raise UserError(f"{file}: is empty; give one {contents} per line")
+    for number, line in enumerate(lines, 1):
+        if line.strip():
+            try:
+                yield number, parse_object(line)
+            except InvalidRecordError as error:
+                raise UserError(f"{file}, line {number}: not a {contents}: {error}") from error
+
+
 def parse_object(line: bytes) -> dict[str, Any]:
     """The object that a line contains."""
     try:
-        found = json.loads(line.removeprefix(BYTE_ORDER_MARK).decode())
-    except (ValueError, RecursionError) as error:
+        found = parse_json(line.removeprefix(BYTE_ORDER_MARK).decode())
+    except UnicodeDecodeError as error:
         raise InvalidRecordError(f"invalid JSON: {error}") from error
     if not isinstance(found, dict):
         raise InvalidRecordError(f"expected an object, found {type(found).__name__}")
+    return found
+
+
+def parse_json(text: str) -> Any:
+    """The value of a text of JSON, in which all strings are valid Unicode."""
+    try:
+        found = json.loads(text)
+        if SURROGATE.search(text):  # JSON can write half of a surrogate pair, which no text contains
+            json.dumps(found, ensure_ascii=False).encode()
+    except UnicodeEncodeError as error:
+        raise InvalidRecordError(f"a string is not valid text: {error}") from error
+    except (ValueError, RecursionError) as error:
+        raise InvalidRecordError(f"invalid JSON: {error}") from error
     return found
 
 
@@ -92,56 +122,21 @@ def string_value(value: Any, key: str) -> str:
     """`value`, the text at `key` of a line."""
     if not isinstance(value, str):
         raise InvalidRecordError(f"{key!r} is not a string")
-    try:
-        value.encode()
-    except UnicodeEncodeError as error:  # half of a surrogate pair, which JSON can write but no text contains
-        raise InvalidRecordError(f"{key!r} is not valid text: {error}") from error
     return value
 
 
 class _LineIndex:
     """Where the lines of one file begin and end."""
 
-    def __init__(self, path: Path, files: OpenFiles, field: str | None, limit: int, skip: bool) -> None:
-        self.path, self.limit = path, limit
-        self._files = files
-        self._size = file_size(path)
-        self._long: dict[int, np.ndarray] = {}  # line -> cuts of its document
-        marks, special, lines = self._scan()
-        self._mark_lines, self._mark_offsets = marks
-        special_lines, starts, lengths = special
-        counts = (lengths > limit).astype(np.int64)  # records of each line that is not one plain record
-        for i in np.flatnonzero(counts):
-            try:
-                cuts = self._cut(int(special_lines[i]), int(starts[i]), int(starts[i] + lengths[i]), field)
-            except InvalidRecordError as error:
-                if skip:
-                    continue  # one record, which does not parse
-                raise UserError(f"{path}, line {int(special_lines[i]) + 1}: {error}") from error
-            self._long[int(special_lines[i])] = cuts
-            counts[i] = len(cuts) - 1
-        extra = np.cumsum(counts - 1)
-        self._special_lines, self._special_counts = special_lines, counts
-        self._special_records = special_lines + extra - (counts - 1)  # the first record of each
-        self.records = lines + (int(extra[-1]) if len(extra) else 0)
+    def __init__(self, path: Path, files: OpenFiles) -> None:
+        self.path, self._files, self._size = path, files, file_size(path)
+        (self._mark_lines, self._mark_offsets), empty, lines = self._scan()
+        self._empty_before = empty - np.arange(len(empty))  # records in front of each empty line
+        self.records = lines - len(empty)
 
-    def _cut(self, line: int, start: int, end: int, field: str | None) -> np.ndarray:
-        if field is None:
-            raise UserError(
-                f"{self.path}, line {line + 1}: {end - start:,} bytes; at most {self.limit:,} are supported"
-            )
-
-        def read(low: int, high: int) -> bytes:
-            return self._files.read(self.path, low, high)
-
-        if start == 0 and read(0, 3) == BYTE_ORDER_MARK:
-            start = 3
-        return long_line.cut_string(read, *long_line.find_string(read, start, end, field), self.limit)
-
-    def _scan(self) -> tuple[tuple[np.ndarray, np.ndarray], tuple[np.ndarray, np.ndarray, np.ndarray], int]:
-        """Marks (line, offset), lines that are empty or long (line, start, length), count of lines."""
-        marks: list[np.ndarray] = []
-        special: list[np.ndarray] = []
+    def _scan(self) -> tuple[np.ndarray, np.ndarray, int]:
+        """Marks (line, offset), the numbers of empty lines, count of lines."""
+        marks, empty = [np.zeros((2, 0), np.int64)], [np.zeros(0, np.int64)]
         lines = line_start = 0
         block, last_byte = -1, 0
         for base in range(0, self._size, CHUNK):
@@ -160,35 +155,23 @@ class _LineIndex:
             blocks = starts // BLOCK
             new = np.diff(blocks, prepend=block) > 0
             marks.append(np.stack((numbers[new], starts[new])))
-            odd = (lengths == 0) | ((lengths == 1) & (before == ord("\r"))) | (lengths > self.limit)
-            special.append(np.stack((numbers[odd], starts[odd], lengths[odd])))
+            empty.append(numbers[(lengths == 0) | ((lengths == 1) & (before == ord("\r")))])
             lines, line_start, block = lines + len(ends), int(ends[-1]) + 1, int(blocks[-1])
-        none = np.zeros((3, 0), np.int64)
-        mark_lines, mark_offsets = np.concatenate([none[:2], *marks], axis=1)
-        numbers, starts, lengths = np.concatenate([none, *special], axis=1)
-        return (mark_lines, mark_offsets), (numbers, starts, lengths), lines
+        return np.concatenate(marks, axis=1), np.concatenate(empty), lines
 
-    def line_number(self, record: int) -> tuple[int, int]:
-        """The line that holds a record, from 0, and which record of that line it is."""
-        i = int(np.searchsorted(self._special_records, record, side="right")) - 1
-        if i < 0:
-            return record, 0
-        line, within = int(self._special_lines[i]), record - int(self._special_records[i])
-        count = int(self._special_counts[i])
-        return (line, within) if within < count else (line + 1 + within - count, 0)
-
-    def cuts(self, record: int) -> tuple[np.ndarray | None, int]:
-        """The cuts of the long line that a record is part of, if it is, and which part."""
-        line, piece = self.line_number(record)
-        return self._long.get(line), piece
+    def line_number(self, record: int) -> int:
+        """The line of a record, from 0."""
+        return record + int(np.searchsorted(self._empty_before, record, side="right"))
 
     def line(self, record: int) -> bytes:
-        number, _ = self.line_number(record)
+        number = self.line_number(record)
         mark = int(np.searchsorted(self._mark_lines, number, side="right")) - 1
-        start = int(self._mark_offsets[mark])
-        # The line starts within BLOCK of the mark and is no longer than the limit.
-        end = min(start + BLOCK + self.limit + 1, self._size)
+        start, later = int(self._mark_offsets[mark]), number - int(self._mark_lines[mark])
+        # The line starts within BLOCK of the mark.
+        end = min(start + BLOCK + LONGEST + 1, self._size)
         if mark + 1 < len(self._mark_offsets):
             end = min(end, int(self._mark_offsets[mark + 1]))
-        data = self._files.read(self.path, start, end)
-        return data.split(b"\n", number - int(self._mark_lines[mark]) + 1)[number - int(self._mark_lines[mark])]
+        line = self._files.read(self.path, start, end).split(b"\n", later + 1)[later]
+        if len(line) > LONGEST:
+            raise InvalidRecordError(f"longer than {LONGEST >> 20} MiB, the most for a line")
+        return line

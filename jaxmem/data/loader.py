@@ -14,6 +14,7 @@ Batches are built ahead in a thread (grain's); `state` is the position of the la
 from __future__ import annotations
 
 import sys
+import weakref
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol, Self
 
@@ -97,17 +98,21 @@ class Loader:
                 f"data.epochs={epochs} of {len(order)} records are fewer records than batch.global_size="
                 f"{cfg.batch.global_size}; lower batch.global_size or raise data.epochs"
             )
-        self._batches: Any = ThreadPrefetchDatasetIterator(
-            _Batches(_rows(cfg, self.corpus, order, own, total)), BUILT_AHEAD
-        )
+        batches = _Batches(_rows(cfg, self.corpus, order, own, total))
+        self._open = [ThreadPrefetchDatasetIterator(batches, BUILT_AHEAD)]  # empty when it is closed
+        self._stop = weakref.finalize(self, _close, self._open)  # grain's destructor would fail while Python exits
         self._start = self._batches.get_state()
+
+    @property
+    def _batches(self) -> Any:
+        if not self._open:
+            raise ValueError("the loader is closed")
+        return self._open[0]
 
     def __iter__(self) -> Self:
         return self
 
     def __next__(self) -> Batch:
-        if self._batches is None:
-            raise ValueError("the loader is closed")
         position = self._batches.get_state()
         has_data, batch = next(self._batches)
         if self._ends and not (self._agree(has_data) if self._agree else has_data):
@@ -136,9 +141,7 @@ class Loader:
 
     def close(self) -> None:
         """Stops the thread; closes the files unless the corpus is shared."""
-        if self._batches is not None:
-            self._batches.close()
-        self._batches = None  # grain's destructor would fail while Python exits
+        self._stop()
         if self._owns_corpus:
             self.corpus.close()
 
@@ -147,6 +150,11 @@ class Loader:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def _close(batches: list[Any]) -> None:
+    while batches:
+        batches.pop().close()
 
 
 def _rows(cfg: Config, corpus: Corpus, order: Any, rows: np.ndarray, total: int) -> Rows:

@@ -57,7 +57,7 @@ class OrderedRecords:
 
 
 def empty_rows(*shape: int) -> Batch:
-    """Arrays that are padding everywhere: [..., time]."""
+    """Arrays that are padding everywhere: [..., length]."""
     return {**{name: np.zeros(shape, np.int32) for name in INT_ARRAYS}, "mask": np.zeros(shape, np.float32)}
 
 
@@ -85,6 +85,7 @@ class RowStream:
         self._records, self._row, self._stride, self._most = records, row, stride, most
         self._total = records.total * records.per_record
         self._document: Document | None = None
+        self._empty = 0  # consecutive records with nothing to train on
         self.finished = 0  # documents
         self.offset = 0  # tokens used of the next one
 
@@ -101,18 +102,18 @@ class RowStream:
 
     def fill(self, row: Batch) -> None:
         """Writes the next row into arrays of zeros; what stays zero is padding."""
-        at, segment, length, empty = 0, 0, len(row["inputs"]), 0
+        at, segment, length = 0, 0, len(row["inputs"])
         while at < length and not self.has_ended:
             if self._document is None:
                 self._document = self._records.document(self.next_document)
             left = len(self._document.tokens) - self.offset
-            if self._document.is_whole and at and left > length - at:
+            if self._document.is_indivisible and at and left > length - at:
                 return
             if left and segment == self._most:
                 return
             segment += left > 0
-            empty = 0 if left else empty + 1
-            if empty > MAX_EMPTY:
+            self._empty = 0 if left else self._empty + 1
+            if self._empty > MAX_EMPTY:
                 raise UserError(
                     f"{MAX_EMPTY} consecutive records contain nothing to train on; see data.on_invalid and on_overlong"
                 )
@@ -126,11 +127,11 @@ class RowStream:
 
 
 class TextRows:
-    """The rows that one process builds: [accumulate, columns, time]."""
+    """The rows that one process builds: [accumulate, columns, length]."""
 
-    def __init__(self, records: OrderedRecords, rows: np.ndarray, stride: int, time: int, most: int | None) -> None:
+    def __init__(self, records: OrderedRecords, rows: np.ndarray, stride: int, length: int, most: int | None) -> None:
         """`most`: documents per row; None: rows are not packed."""
-        self._records, self._rows, self._time = records, rows, time
+        self._records, self._rows, self._length = records, rows, length
         self._streams = [RowStream(records, row, stride, most) for row in rows.ravel().tolist()]
 
     @property
@@ -138,12 +139,12 @@ class TextRows:
         return all(stream.has_ended for stream in self._streams)
 
     def batch(self) -> Batch:
-        batch = empty_rows(*self._rows.shape, self._time)
+        batch = empty_rows(*self._rows.shape, self._length)
         reference = {}
         if self._records.references is not None:
             values = [self._records.reference(stream.next_document) for stream in self._streams]
             reference["reference"] = np.array(values, np.float32).reshape(self._rows.shape)
-        flat = {name: array.reshape(-1, self._time) for name, array in batch.items()}
+        flat = {name: array.reshape(-1, self._length) for name, array in batch.items()}
         for i, stream in enumerate(self._streams):
             stream.fill({name: array[i] for name, array in flat.items()})
         return batch | reference

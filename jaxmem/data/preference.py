@@ -1,12 +1,11 @@
 """Pairs of answers to the same prompt, one of which was preferred: lines of JSONL.
 
     {"prompt": "...", "chosen": "...", "rejected": "..."}
-    {"prompt": [messages], "chosen": [messages], "rejected": [messages]}
+    {"prompt": [messages], "chosen": [messages], "rejected": [messages]}      and the other forms of `chat_forms`
 
-Without a prompt, the answers begin at the first message that differs. Texts are tokenized as documents are, messages by
-the chat template. Targets are the tokens of an answer and the token that ends it; of messages, what the assistant says
-after the prompt. A row of a batch is a prompt and one answer; rows 2 i and 2 i + 1 are a pair. A pair that is skipped
-is two rows of padding, which count nothing.
+Three texts are tokenized as documents are, everything else by the chat template. Targets are the tokens of an answer
+and the token that ends it. A row of a batch is a prompt and one answer; rows 2 i and 2 i + 1 are a pair. A pair that is
+skipped is two rows of padding, which count nothing.
 """
 
 from __future__ import annotations
@@ -14,13 +13,13 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from jaxmem.config.sections import Data, Source
-from jaxmem.data.chat import JsonRecords, conversation, messages_from
-from jaxmem.data.chat_template import ChatTemplate, template_for
+from jaxmem.data.chat import ChatEncoder, JsonRecords
+from jaxmem.data.chat_forms import pair_of
+from jaxmem.data.chat_template import template_for
 from jaxmem.data.jsonl import parse_object, string_value
 from jaxmem.data.records import Document, InvalidRecordError
 from jaxmem.data.tokenizer import Tokenizer
@@ -29,7 +28,8 @@ ANSWERS = ("chosen", "rejected")
 
 
 def open_source(paths: Sequence[Path], source: Source, data: Data, tokenizer: Tokenizer) -> Preferences:  # noqa: ARG001
-    return Preferences(paths, data, tokenizer, cache(lambda: template_for(tokenizer, data.chat_template)))
+    encoder = cache(lambda: ChatEncoder(tokenizer, template_for(tokenizer, data.chat_template)))
+    return Preferences(paths, data, tokenizer, encoder)
 
 
 class Preferences(JsonRecords):
@@ -38,15 +38,12 @@ class Preferences(JsonRecords):
     documents_per_record = 2
 
     def __init__(
-        self, paths: Sequence[Path], data: Data, tokenizer: Tokenizer, template: Callable[[], ChatTemplate]
+        self, paths: Sequence[Path], data: Data, tokenizer: Tokenizer, encoder: Callable[[], ChatEncoder]
     ) -> None:
-        """`template` is called if there are messages."""
+        """`encoder` is called if there are messages."""
         super().__init__("pairs", paths, data)
-        self._tokenizer, self._template = tokenizer, template
+        self._tokenizer, self._encoder = tokenizer, encoder
         self._last: tuple[int, Sequence[Document]] | None = None
-
-    def is_usable(self, cut: Sequence[Document]) -> bool:
-        return all(np.any(document.is_target) for document in cut)
 
     def documents(self, index: int) -> Sequence[Document]:
         if self._last is None or self._last[0] != index:  # the other row of the pair asks next
@@ -54,36 +51,20 @@ class Preferences(JsonRecords):
         return self._last[1]
 
     def parse(self, line: bytes) -> Sequence[Document]:
-        return pair(line, self._tokenizer, self._template)
+        return pair(line, self._tokenizer, self._encoder)
 
 
-def pair(line: bytes, tokenizer: Tokenizer, template: Callable[[], ChatTemplate]) -> tuple[Document, Document]:
+def pair(line: bytes, tokenizer: Tokenizer, encoder: Callable[[], ChatEncoder]) -> Sequence[Document]:
     """The two answers of a line, each after the prompt."""
     found = parse_object(line)
     if missing := [answer for answer in ANSWERS if answer not in found]:
         raise InvalidRecordError(f"no {' and no '.join(missing)}; a pair has chosen and rejected")
-    prompt, chosen, rejected = found.get("prompt"), found["chosen"], found["rejected"]
-    if isinstance(chosen, list) and isinstance(rejected, list):
-        return _pair_of_messages(prompt, chosen, rejected, tokenizer, template())
-    before = np.array([*tokenizer.begin, *tokenizer.encode(string_value(prompt, "prompt"))], np.int32)
-
-    def document(key: str) -> Document:
-        answer = tokenizer.encode(string_value(found[key], key))
-        tokens = np.concatenate([before, answer, np.array([tokenizer.end], np.int32)])
-        return Document(tokens, np.arange(len(tokens)) >= max(len(before), 1), is_whole=True)
-
-    return document("chosen"), document("rejected")
+    if isinstance(prompt := found.get("prompt"), str) and isinstance(found["chosen"], str):
+        return [_document(tokenizer, prompt, string_value(found[answer], answer)) for answer in ANSWERS]
+    return [encoder().document(chat) for chat in pair_of(found)]
 
 
-def _pair_of_messages(
-    prompt: Any, chosen: Any, rejected: Any, tokenizer: Tokenizer, template: ChatTemplate
-) -> tuple[Document, Document]:
-    if isinstance(prompt, list):
-        before = messages_from(prompt, "prompt")
-    else:
-        before = [] if prompt is None else [{"role": "user", "content": string_value(prompt, "prompt")}]
-    one, other = [*before, *messages_from(chosen, "chosen")], [*before, *messages_from(rejected, "rejected")]
-    first = len(before) or next((n for n, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), None)
-    if first is None:
-        raise InvalidRecordError("chosen and rejected are the same")
-    return conversation(one, tokenizer, template, first), conversation(other, tokenizer, template, first)
+def _document(tokenizer: Tokenizer, prompt: str, answer: str) -> Document:
+    before = np.array([*tokenizer.begin, *tokenizer.encode(prompt)], np.int32)
+    tokens = np.concatenate([before, tokenizer.encode(answer), np.array([tokenizer.end], np.int32)])
+    return Document(tokens, np.arange(len(tokens)) >= max(len(before), 1), is_indivisible=True)

@@ -32,10 +32,10 @@ class Document(NamedTuple):
 
     tokens: np.ndarray  # int32
     is_target: np.ndarray | None = None  # bool for each token; None: all are
-    is_whole: bool = False  # at most a row long, and never divided among two rows
+    is_indivisible: bool = False  # at most a row long, and never divided between two rows
 
 
-EMPTY = Document(np.zeros(0, np.int32), np.zeros(0, bool), is_whole=True)
+EMPTY = Document(np.zeros(0, np.int32), np.zeros(0, bool), is_indivisible=True)
 
 
 @dataclass

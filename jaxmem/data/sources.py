@@ -8,7 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from jaxmem.config.sections import Config, Data, Source
+from jaxmem.config.sources import SOURCES
+from jaxmem.data.chat_forms import ANSWERS, LISTS
 from jaxmem.data.files import find_files
+from jaxmem.data.jsonl import JsonLines, parse_object
 from jaxmem.data.records import RecordSource
 from jaxmem.data.tokenizer import Tokenizer
 
@@ -27,6 +30,20 @@ def source_files(source: Source) -> list[Path]:
         return find_files(source.path, source.source, source.kind.suffixes)
     files: list[Path] = _module(source).default_files()
     return files
+
+
+def source_of(path: str) -> str:
+    """The `data.source` for files, by the name of the first and, of JSONL, the keys of its first line."""
+    file = find_files(path, "text")[0]
+    named = [name for name, kind in SOURCES.items() if file.suffix.lower() in kind.suffixes]
+    if "jsonl" not in named:
+        return named[0] if named else "text"
+    lines = JsonLines([file])
+    keys = parse_object(lines.line(0)).keys()
+    lines.close()
+    if {"chosen", "rejected"} & keys:
+        return "preference"
+    return "chat" if {*LISTS, *ANSWERS} & keys else "jsonl"
 
 
 def _module(source: Source) -> Any:

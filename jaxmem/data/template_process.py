@@ -5,8 +5,11 @@ Jinja's sandbox protects the machine from a template, but not from one that runs
 process can: the kernel ends it after so many seconds of processor time for one request, limits its memory, and lets it
 write no file.
 
-A request is one line of JSON on stdin: {"source"}, with {"messages", "answer", "tokens"} to render it. The reply is a
-line on stdout: {"text"}, {"refused"} (by the template), {"failed"}, or {"invalid"} (the template itself).
+A request is one line of JSON on stdin: {"source"}, with {"arguments"} to render it. The reply is a line on stdout:
+{"text", "marks"}, {"refused"} (by the template), {"failed"}, or {"invalid"} (the template itself). `marks` are the
+[start, end] of the characters that the template's `{% generation %}` blocks wrote; null if it has no such block.
+
+The environment is that of transformers (`utils/chat_template_utils.py`), without a clock (`strftime_now`).
 """
 
 from __future__ import annotations
@@ -18,7 +21,7 @@ import sys
 from functools import lru_cache
 from typing import Any
 
-from jinja2 import Template, TemplateError
+from jinja2 import Template, TemplateError, nodes
 from jinja2.ext import Extension, loopcontrols
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
@@ -31,13 +34,24 @@ class TemplateRefusedError(Exception):
 
 
 class Generation(Extension):
-    """`{% generation %}` marks what the model says, which `chat` finds without it."""
+    """`{% generation %} ... {% endgeneration %}` around what the assistant says, as in transformers."""
 
     tags = {"generation"}  # noqa: RUF012
 
+    def __init__(self, environment: Any) -> None:
+        super().__init__(environment)
+        environment.extend(marks=None, written=[])  # marks: a list if the template has such a block
+
     def parse(self, parser: Any) -> Any:
-        next(parser.stream)
-        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        self.environment.marks = []
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return nodes.CallBlock(self.call_method("_mark"), [], [], body).set_lineno(line)
+
+    def _mark(self, caller: Any) -> str:
+        start, text = sum(map(len, self.environment.written)), caller()
+        self.environment.marks.append((start, start + len(text)))
+        return str(text)
 
 
 @lru_cache(maxsize=4)
@@ -48,26 +62,33 @@ def compiled(source: str) -> Template:
     return sandbox.from_string(source)
 
 
-def reply_to(request: dict[str, Any]) -> dict[str, str]:
+def reply_to(request: dict[str, Any]) -> dict[str, Any]:
     try:
         template = compiled(request["source"])
     except (TemplateError, *FAILURES) as error:
         return {"invalid": _line(error)}
-    if "messages" not in request:
+    if "arguments" not in request:
         return {}
+    environment: Any = template.environment
+    environment.written = written = []
+    if environment.marks is not None:
+        environment.marks = []
     try:
-        text = template.render(
-            messages=request["messages"], add_generation_prompt=request["answer"], **request["tokens"]
-        )
+        for part in template.generate(**request["arguments"]):
+            written.append(part)  # noqa: PERF402, a mark is the place in what is written so far
+        text = "".join(written)
+        text.encode()  # half of a surrogate pair is not text
     except TemplateRefusedError as error:
         return {"refused": str(error)}
     except (TemplateError, *FAILURES) as error:
         return {"failed": _line(error)}
-    return {"text": text}
+    return {"text": text, "marks": environment.marks}
 
 
-def _to_json(value: Any, ensure_ascii: bool = False, indent: int | None = None, **_: Any) -> str:
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent)
+def _to_json(
+    value: Any, ensure_ascii: bool = False, indent: int | None = None, separators: Any = None, sort_keys: bool = False
+) -> str:
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
 def _refuse(message: str) -> None:
@@ -90,6 +111,8 @@ def main(seconds: float, memory: int) -> None:
             reply = json.dumps(reply_to(json.loads(line)))
         except MemoryError:
             reply = json.dumps({"failed": f"it takes more than {memory >> 20} MiB"})
+        except RecursionError:
+            reply = json.dumps({"failed": "the conversation is nested too deeply"})
         signal.setitimer(signal.ITIMER_PROF, 0)
         print(reply, flush=True)
 

@@ -7,6 +7,8 @@ end-of-document token]. Special tokens written out in a text are plain text: no 
 from __future__ import annotations
 
 import hashlib
+import json
+import math
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -24,6 +26,7 @@ from jaxmem.errors import UserError
 END_NAMES = ("<|end_of_text|>", "<|endoftext|>", "<|end▁of▁sentence|>", "</s>", "<eos>", "<|eos|>", "[EOS]")
 
 END_TEXT = "<|endoftext|>"  # how the end is written with `bytes`
+MAX_GROWTH = 4096  # times that normalization may make a text longer; a usual tokenizer doubles it at most
 
 
 class Tokenizer(Protocol):
@@ -54,6 +57,15 @@ def tokenizer_for(name: str) -> Tokenizer:
     return Bytes() if name == "bytes" else FileTokenizer(name)
 
 
+def _valid(text: str) -> str:
+    """The text, if it is Unicode: half of a surrogate pair, as in an argument that is not UTF-8, is not."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise UserError(f"not a valid text: {error}") from error
+    return text
+
+
 class Bytes:
     """Each byte is a token; 256 ends a document.
 
@@ -68,7 +80,7 @@ class Bytes:
     directory: Path | None = None
 
     def encode(self, text: bytes | str) -> np.ndarray:
-        data = text.encode() if isinstance(text, str) else text
+        data = text if isinstance(text, bytes) else _valid(text).encode()
         return np.frombuffer(data, np.uint8).astype(np.int32)
 
     def encode_many(self, texts: Sequence[bytes | str]) -> list[np.ndarray]:
@@ -77,7 +89,7 @@ class Bytes:
     def encode_with_offsets(self, text: str) -> tuple[np.ndarray, np.ndarray]:
         ids: list[int] = []
         offsets: list[tuple[int, int]] = []
-        for match in re.finditer(f"{re.escape(END_TEXT)}|.", text, re.DOTALL):
+        for match in re.finditer(f"{re.escape(END_TEXT)}|.", _valid(text), re.DOTALL):
             encoded = [self.end] if match[0] == END_TEXT else match[0].encode()
             ids += encoded
             offsets += [match.span()] * len(encoded)
@@ -118,6 +130,11 @@ class FileTokenizer:
 
         with self._errors_of_file():
             tokenizer: Any = Implementation.from_buffer(self._content)
+            for part in (tokenizer.normalizer, tokenizer.decoder):
+                if part is not None and (growth := _growth(json.loads(part.__getstate__()))) > MAX_GROWTH:
+                    raise ValueError(
+                        f"it may make a text {growth:,.0f} times as long; at most {MAX_GROWTH} is supported"
+                    )
             tokenizer.no_truncation()
             tokenizer.no_padding()
             return tokenizer
@@ -128,7 +145,7 @@ class FileTokenizer:
         BaseException."""
         try:
             yield
-        except (KeyboardInterrupt, SystemExit, MemoryError):
+        except (KeyboardInterrupt, SystemExit, MemoryError, UserError):
             raise
         except BaseException as error:
             raise UserError(f"data.tokenizer {self._path}: not a valid tokenizer.json: {error}") from error
@@ -166,6 +183,8 @@ class FileTokenizer:
         with self._errors_of_file():
             plain = self._tokenizer.encode("a", add_special_tokens=False).ids
             full = self._tokenizer.encode("a").ids
+            if max(full, default=0) >= self.vocab_size:
+                raise ValueError(f"its template has the token {max(full)}, but the vocabulary has {self.vocab_size}")
         for start in range(len(full) - len(plain) + 1):
             if full[start : start + len(plain)] == plain:
                 return tuple(full[:start])
@@ -176,15 +195,30 @@ class FileTokenizer:
 
     def encode_many(self, texts: Sequence[bytes | str]) -> list[np.ndarray]:
         """Encodes in parallel, on as many threads as there are cores."""
-        decoded = [text.decode() if isinstance(text, bytes) else text for text in texts]
+        decoded = [text.decode() if isinstance(text, bytes) else _valid(text) for text in texts]
         with self._errors_of_file():
             found = self._tokenizer.encode_batch_fast(decoded, add_special_tokens=False)
         return [np.array(encoding.ids, np.int32) for encoding in found]
 
     def encode_with_offsets(self, text: str) -> tuple[np.ndarray, np.ndarray]:
         with self._errors_of_file():
-            found = self._with_special.encode(text, add_special_tokens=False)
+            found = self._with_special.encode(_valid(text), add_special_tokens=False)
         return np.array(found.ids, np.int32), np.array(found.offsets, np.int64).reshape(-1, 2)
 
     def decode(self, ids: Iterable[int]) -> str:
-        return str(self._tokenizer.decode([int(i) for i in ids], skip_special_tokens=True))
+        with self._errors_of_file():
+            return str(self._tokenizer.decode([int(i) for i in ids], skip_special_tokens=True))
+
+
+def _growth(part: Any) -> float:
+    """How many times as long a part of a tokenizer.json can make a text, at most."""
+    match part:
+        case {"type": "Replace", "pattern": {"String": pattern}, "content": content}:
+            return max(1.0, len(content) / max(len(pattern), 1))
+        case {"type": "Replace", "content": text} | {"type": "Prepend", "prepend": text}:
+            return 1.0 + len(text)  # a regex may match between any two characters
+        case dict():
+            return math.prod(map(_growth, part.values()))
+        case list():
+            return math.prod(map(_growth, part))
+    return 1.0

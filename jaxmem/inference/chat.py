@@ -1,14 +1,14 @@
-"""Text in, text out: a model with its tokenizer that continues prompts or answers in a conversation."""
+"""A model with its tokenizer: continues texts, and answers in conversations."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
 
 from jaxmem.data.chat_template import Message, TemplateError, template_for
+from jaxmem.data.jsonl import read_objects
 from jaxmem.errors import UserError
 from jaxmem.inference.generate import ENDED, Conversation, Generator, Sampling
 from jaxmem.inference.load import open_model, tokenizer_of
@@ -50,14 +50,14 @@ class TextGenerator:
     def answer(self, messages: Sequence[Message]) -> Iterator[str]:
         """The assistant's answer to a conversation, token by token. The KV cache of the previous conversation is reused
         as far as both begin alike."""
-        for text in self._tokenizer.special:
-            if text in messages[-1]["content"]:
-                raise UserError(f"{text!r} is a special token of the model; leave it out")
+        for token in self._tokenizer.special:
+            if token in messages[-1]["content"]:
+                raise UserError(f"{token!r} is a special token of the model; leave it out")
         try:
-            rendered = template_for(self._tokenizer, self._template_file).render(messages, answer=True)
+            text, _ = template_for(self._tokenizer, self._template_file).render(messages, answer=True)
         except TemplateError as error:
             raise UserError(f"{error}") from error
-        ids = self._tokenizer.encode_with_offsets(rendered)[0]
+        ids = self._tokenizer.encode_with_offsets(text)[0]
         return self._decode(self._conversation(ids, self._tokens, self._tokenizer.ends))
 
     def _encode(self, prompt: str) -> np.ndarray:
@@ -70,24 +70,18 @@ class TextGenerator:
 def read_prompts(file: str | Path) -> list[str]:
     """One prompt per line: text, or JSON with a `prompt` if the name ends in .jsonl."""
     path = Path(file)
+    if path.suffix == ".jsonl":
+        found = [(number, record.get("prompt")) for number, record in read_objects(path, "prompt")]
+        if wrong := [number for number, prompt in found if not isinstance(prompt, str)]:
+            raise UserError(f"{file}, line {wrong[0]}: 'prompt' is missing or not a string")
+        return [prompt for _, prompt in found]
     try:
         lines = [line for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"{file}: cannot be read: {error}") from error
     if not lines:
         raise UserError(f"{file}: is empty; give one prompt per line")
-    if path.suffix != ".jsonl":
-        return lines
-    found = []
-    for number, line in enumerate(lines, 1):
-        try:
-            prompt = json.loads(line)["prompt"]
-        except (ValueError, LookupError, TypeError, RecursionError) as error:
-            raise UserError(f"{file}, prompt {number}: not a JSON object with a prompt: {error}") from error
-        if not isinstance(prompt, str):
-            raise UserError(f"{file}, prompt {number}: the prompt is not a text")
-        found.append(prompt)
-    return found
+    return lines
 
 
 def decode_stream(decode: Callable[[list[int]], str], ids: Iterable[int], stops: Sequence[str] = ()) -> Iterator[str]:

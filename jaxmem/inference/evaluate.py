@@ -13,6 +13,7 @@ import jax
 import numpy as np
 
 from jaxmem.data import Corpus, Loader, Split
+from jaxmem.data.sources import source_of
 from jaxmem.distributed.agree import any_process, serialized
 from jaxmem.errors import UserError
 from jaxmem.inference.load import is_run, model_config, open_model
@@ -36,7 +37,8 @@ class Evaluator:
         self._loader.rewind()
         total = self._total(params, islice(self._loader, batches))
         if not total or not total["count"]:
-            raise UserError("data.held_out holds out no document; increase it, or leave train.evaluate_every out")
+            found = "; ".join(self._loader.corpus.summary()) or "data.held_out holds out no document; increase it"
+            raise UserError(f"no token to evaluate on: {found}")
         result = {name: float(value) for name, value in means(total).items()}
         if self._program.cfg.objective.name == "next_token":
             result["perplexity"] = math.exp(min(result["loss"], 700.0))  # exp overflows above
@@ -62,12 +64,12 @@ class Evaluator:
 
 
 def evaluate(run: str | Path, data: str | None = None, overrides: Sequence[str] = ()) -> Means:
-    """Held-out means of a run on its own data. With `data`: of a run or a Hugging Face directory on a whole text file.
-    `overrides` may name other data."""
+    """The loss and other means of a run on its held-out data, or of a run or a Hugging Face directory on all of `data`:
+    texts, or records (JSONL, Parquet) in a form that training reads. `overrides` may name other data."""
     if data is None and not is_run(run) and not model_config(run, overrides).data.held_out:
-        raise UserError(f"{run}: has no held-out data; give --data FILE, a text to evaluate on")
-    text = [] if data is None else ["data.source=text", f"data.path={json.dumps(data)}", "data.mixture=[]"]
-    program, params = open_model(run, [*text, *overrides])
+        raise UserError(f"{run}: has no held-out data; give --data FILE to evaluate on")
+    own = [] if data is None else [f"data.source={source_of(data)}", f"data.path={json.dumps(data)}", "data.mixture=[]"]
+    program, params = open_model(run, [*own, *overrides])
     with Evaluator(program, split="held_out" if data is None else "all") as evaluator:
         if program.cfg.objective.name == "dpo":
             evaluator.set_reference(read(file_for(program.cfg)))

@@ -7,7 +7,6 @@ accuracy divides the score by the bytes of the choice.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from jaxmem.data.jsonl import read_objects
 from jaxmem.data.tokenizer import Tokenizer
 from jaxmem.errors import UserError
 from jaxmem.inference.generate import length_for
@@ -91,28 +91,21 @@ def _encode(tokenizer: Tokenizer, prompt: str, choice: str) -> tuple[np.ndarray,
 
 
 def read_questions(file: str | Path) -> list[Question]:
-    try:
-        lines = Path(file).read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"{file}: cannot be read: {error}") from error
     found = []
-    for number, line in enumerate(lines, 1):
-        if line.strip():
-            try:
-                found.append(_question(json.loads(line)))
-            except (ValueError, LookupError, TypeError, RecursionError) as error:
-                raise UserError(f"{file}, line {number}: not a question: {error}") from error
-    if not found:
-        raise UserError(f"{file}: is empty; give one question per line")
+    for number, record in read_objects(file, "question"):
+        try:
+            found.append(_question(record))
+        except (ValueError, LookupError, TypeError) as error:
+            raise UserError(f"{file}, line {number}: not a question: {error}") from error
     return found
 
 
-def _question(record: Any) -> Question:
+def _question(record: dict[str, Any]) -> Question:
     prompt, choices, answer = record["prompt"], record["choices"], record["answer"]
     if not isinstance(prompt, str) or not isinstance(choices, list) or len(choices) < 2:
         raise ValueError("needs a prompt and at least two choices")
     if any(not isinstance(choice, str) or not choice for choice in choices):
-        raise ValueError("a choice is not a text")
+        raise ValueError("a choice is empty or not a string")
     if isinstance(answer, str):
         answer = choices.index(answer) if answer in choices else ord(answer.upper()) - ord("A")
     if type(answer) is not int or not 0 <= answer < len(choices):

@@ -118,7 +118,7 @@ def _run(cfg: Config, devices: Sequence[Any] | None) -> Result:
 
         def save(metrics: dict[str, float] | None = None, *, force: bool) -> None:
             if checkpoints.is_due(step, metrics, force):
-                telemetry.flush()  # a step is saved only when its loss is known to be finite
+                _flush(telemetry, loader)  # a step is saved only when its loss is known to be finite
                 position = merge_states(gather(loader.state())) | sources
                 arrays = saved.of(state)
                 checkpoints.save(step, arrays, position, cfg.model_dump(mode="json"), metrics, force=force)
@@ -152,7 +152,7 @@ def _run(cfg: Config, devices: Sequence[Any] | None) -> Result:
                 continue
             if last:
                 break
-        telemetry.flush()
+        _flush(telemetry, loader)
         save(force=True)  # in case the data ended first
         checkpoints.wait()
         for line in loader.corpus.summary():
@@ -245,6 +245,14 @@ def _add_reference(
     reference = reference_logprobs(built, loader.corpus, state.params, data_fingerprint, resumed)
     loader.corpus.references = reference.values
     return {"reference": reference.weights}
+
+
+def _flush(telemetry: Telemetry, loader: Loader) -> None:
+    """Reads the pending metrics. A run that has learnt nothing is stopped, not saved."""
+    telemetry.flush()
+    if telemetry.last and not telemetry.has_targets:
+        found = "; ".join(loader.corpus.summary()) or "the data has no target tokens"
+        raise UserError(f"no step had a token to train on: {found}; see data.on_invalid and data.on_overlong")
 
 
 def _telemetry(train: Train, culprits: Sequence[str], progress: Progress, trackers: Trackers) -> Telemetry:

@@ -62,6 +62,7 @@ class Telemetry:
         self._skipped = 0  # updates in a row
         self._pending: tuple[int, Metrics, Work | None] | None = None
         self.last: dict[str, float] = {}  # metrics of the last step that was read
+        self.has_targets = False  # whether any step had a token (or image) to train on
 
     def update(self, step: int, metrics: Metrics, work: Work | None = None) -> None:
         """`work`: of this step, where it is not the usual."""
@@ -77,6 +78,7 @@ class Telemetry:
         self.last = {name: float(value) for name, value in jax.device_get(metrics).items()}
         place = int(self.last.pop(nonfinite.METRIC, -1))
         loss = self.last["loss"]
+        self.has_targets |= self.last.get("count", 1.0) > 0
         overflowed = "loss_scale" in self.last and math.isfinite(loss)  # dynamic loss scaling expects overflows
         if math.isfinite(loss) and (place < 0 or overflowed):
             self._skipped = 0

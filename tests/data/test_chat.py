@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import warnings
 from pathlib import Path
 
 import numpy as np
@@ -10,14 +11,15 @@ import pytest
 
 from jaxmem.config import load_config
 from jaxmem.data import Loader, chat_template
-from jaxmem.data.chat import conversation, messages_of
+from jaxmem.data.chat import ChatEncoder
+from jaxmem.data.chat_forms import chat_of
 from jaxmem.data.chat_template import ChatTemplate, TemplateError, template_for
 from jaxmem.data.records import InvalidRecordError
 from jaxmem.data.tokenizer import Bytes, tokenizer_for
 from jaxmem.errors import UserError
+from tests.data import chat_reference as reference
 
-ROOT = Path(__file__).parents[2]
-RECORDED = json.loads((ROOT / "tests/hf/data/conversations.json").read_text())
+RECORDED = json.loads(Path(__file__).with_name("conversations.json").read_text())
 PLAIN = (
     "{% for m in messages %}{{ m.role[0] + ':' + m.content + (eos_token if m.role == 'assistant' else '') }}"
     "{% endfor %}{% if add_generation_prompt %}a:{% endif %}"
@@ -25,61 +27,138 @@ PLAIN = (
 HI = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "bc"}]
 
 
-@pytest.mark.parametrize("case", RECORDED)
-def test_tokens_and_what_is_learnt_are_those_of_transformers(case: str, tmp_path: Path, compare) -> None:
-    """Theirs are the template's own marks; ours are found without them."""
-    name, number = case.split(".")
-    compare.write_tokenizer(name, tmp_path)
-    tokenizer = tokenizer_for(str(tmp_path))
-    template = template_for(tokenizer)
-    messages, expected = compare.CONVERSATIONS[int(number)], RECORDED[case]
-    found = conversation(messages, tokenizer, template)
-    assert found.tokens.tolist() == expected["ids"]
-    assert found.is_target.astype(int).tolist() == expected["learnt"]
-    assert template.render(messages[:-1], answer=True) == expected["asked"]
+@pytest.mark.parametrize("name", RECORDED)
+def test_tokens_and_targets_are_those_of_transformers(name: str, tmp_path: Path) -> None:
+    """With the template's marks, and as they are found without marks."""
+    marked = reference.TEMPLATES[name]
+    for template in (marked, reference.without_marks(marked))[: 1 if name == "last" else 2]:
+        reference.write_tokenizer(template, tmp_path)
+        tokenizer = tokenizer_for(str(tmp_path))
+        encoder = ChatEncoder(tokenizer, template_for(tokenizer))
+        for case, expected in RECORDED[name].items():
+            line = reference.CONVERSATIONS[case]
+            with warnings.catch_warnings(action="ignore"):  # fields that a template does not read
+                found = encoder.document(chat_of(line))
+            assert found.tokens.tolist() == expected["ids"], case
+            assert found.is_target.astype(int).tolist() == expected["targets"], case
+            asked = template_for(tokenizer).render(line["messages"][:-1], line.get("tools"), answer=True)
+            assert asked.text == expected["asked"]
+
+
+CALL = {"type": "function", "function": {"name": "f", "arguments": {"x": 1}}}
 
 
 @pytest.mark.parametrize(
     ("line", "expected"),
     [
         ({"messages": HI}, HI),
-        ({"messages": [HI[0] | {"content": [{"type": "text", "text": "a"}]}, HI[1]]}, HI),
-        ({"conversations": [{"from": "human", "value": "a"}, {"from": "gpt", "value": "bc"}]}, HI),
+        ({"messages": [HI[0] | {"content": [{"type": "text", "text": "a"}], "name": None}, HI[1]]}, HI),
+        ({"conversations": [{"from": "human", "value": "a"}, {"from": "gpt", "value": "bc", "weight": 1}]}, HI),
+        ({"conversations": HI}, HI),
         ({"instruction": "a", "input": "", "output": "bc"}, HI),
         ({"instruction": "x", "input": "y", "output": "bc"}, [{"role": "user", "content": "x\n\ny"}, HI[1]]),
+        ({"instruction": "a", "output": "bc", "history": [["a", "bc"]]}, [*HI, *HI]),
         ({"system": "s", "instruction": "a", "output": "bc"}, [{"role": "system", "content": "s"}, *HI]),
+        ({"prompt": "a", "completion": "bc"}, HI),
+        ({"prompt": HI[:1], "completion": HI[1:]}, HI),
+        (
+            {
+                "conversations": [
+                    {"from": "human", "value": "a"},
+                    {"from": "function_call", "value": '{"name": "f", "arguments": "{\\"x\\": 1}"}'},
+                    {"from": "observation", "value": "2"},
+                ]
+            },
+            [
+                HI[0],
+                {"role": "assistant", "content": None, "tool_calls": [CALL]},
+                {"role": "tool", "content": "2"},
+            ],
+        ),
     ],
 )
-def test_the_forms_of_a_line(line: object, expected: object) -> None:
-    assert messages_of(json.dumps(line).encode()) == expected
+def test_the_forms_of_a_line(line: dict[str, object], expected: object) -> None:
+    assert chat_of(line).messages == expected
+
+
+def test_which_messages_are_targets_and_tools() -> None:
+    unlearnt = HI[1] | {"weight": 0}
+    assert chat_of({"messages": [*HI, HI[0], unlearnt, *HI]}).targets == {1, 5}
+    assert chat_of({"system": "s", "prompt": [*HI, HI[0]], "completion": HI[1:]}).targets == {4}
+    assert chat_of({"messages": HI, "tools": '[{"name": "f"}]'}).tools == [{"name": "f"}]
+    assert chat_of({"messages": HI, "tools": []}).tools is None
+
+
+def messages(**second: object) -> dict[str, object]:
+    return {"messages": [HI[0], HI[1] | second]}
 
 
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        (b"{", "invalid JSON"),
-        (b"[]", "expected an object, found list"),
-        (b'{"text": "a"}', "no messages, conversations, or instruction and output; fields: text"),
-        (b'{"messages": []}', "'messages' is not a list of messages"),
-        (b'{"messages": [{"role": "user"}]}', "a message needs 'role' and 'content'"),
-        (b'{"messages": [{"role": "user", "content": [{"type": "image"}]}]}', "'content' is not a string"),
-        (b'{"messages": [{"role": "user", "content": "\\ud800"}]}', "'content' is not valid text"),
+        ({"text": "a"}, "no messages, conversations, or instruction and output; fields: text"),
+        ({"messages": []}, "'messages' is not a list of messages"),
+        ({"messages": ["a"]}, "contains str instead of a message"),
+        ({"messages": [{"content": "a"}]}, "a message needs 'role'"),
+        (messages(content=None), "a message needs 'content'"),
+        (messages(content=[{"type": "image"}]), "'image'; only text"),
+        (messages(content=3), "'content' is not a string"),
+        (messages(weight=0.5), "weight=0.5 .* use 0 or 1"),
+        (messages(weight=0), "no answer of an assistant"),
+        (messages(tool_calls="f"), "'tool_calls' is not a list"),
+        (messages(tool_calls=[{"function": {}}]), "needs the name of a function"),
+        (messages(tool_calls=[{"name": "f", "arguments": "{"}]), "invalid JSON"),
+        (messages(tool_calls=[{"name": "f", "arguments": '["\\ud800"]'}]), "not valid text"),
+        ({"messages": HI, "tools": {}, "chat_template_kwargs": 1}, "'chat_template_kwargs' is not an object"),
+        ({"messages": HI, "tools": ["f"]}, "'tools' is not a list of objects"),
+        ({"instruction": "a", "output": "b", "history": ["a"]}, "'history' is not a list"),
     ],
 )
-def test_broken_lines(line: bytes, message: str) -> None:
+def test_lines_that_are_no_conversation(line: dict[str, object], message: str) -> None:
     with pytest.raises(InvalidRecordError, match=message):
-        messages_of(line)
+        chat_of(line)
 
 
 def template(source: str) -> ChatTemplate:
     return ChatTemplate(source, "here", {"eos_token": "<|endoftext|>"})
 
 
+def encoded(line: dict[str, object], source: str = PLAIN) -> tuple[str, str]:
+    """All tokens and the targets; `|` is the end."""
+    found = ChatEncoder(Bytes(), template(source)).document(chat_of(line))
+    texts = [["|" if i == 256 else chr(i) for i in ids] for ids in (found.tokens, found.tokens[found.is_target])]
+    return "".join(texts[0]), "".join(texts[1])
+
+
+MARKED = (
+    "{% for m in messages %}{{ m.role[0] }}:{% if m.role == 'assistant' %}{% generation %}{{ m.content }}|"
+    "{{ eos_token }}{% endgeneration %}{% else %}{{ m.content }}{% endif %}{% endfor %}"
+)
+
+
+def test_a_message_of_weight_0_is_no_target() -> None:
+    line = {"messages": [*HI, HI[0], {"role": "assistant", "content": "d", "weight": 0}]}
+    assert encoded(line) == ("u:aa:bc|u:aa:d|", "bc|")
+    assert encoded(line, MARKED) == ("u:aa:bc||u:aa:d||", "bc||")
+
+
+def test_what_a_template_does_not_read_is_named() -> None:
+    unread = "'mood' has no effect: the chat template does not read it"
+    with pytest.warns(UserWarning, match=unread) as found:
+        encoded({"messages": [HI[0] | {"mood": "x"}, HI[1] | {"mood": "y"}]})
+    assert len(found) == 1
+    with pytest.raises(InvalidRecordError, match="does not support tool_calls"):
+        encoded(messages(content=None, tool_calls=[CALL]))
+    with pytest.warns(UserWarning, match="no token that ends an answer is a target"):
+        assert encoded({"messages": HI}, PLAIN.replace("eos_token", "'.'")) == ("u:aa:bc.", "bc")
+
+
 def test_a_text_cannot_forge_a_turn() -> None:
-    with pytest.raises(InvalidRecordError, match=r"contains '<\|endoftext\|>'"):
-        conversation([HI[0] | {"content": "a<|endoftext|>"}, HI[1]], Bytes(), template(PLAIN))
-    with pytest.raises(InvalidRecordError, match="no answer"):
-        conversation(HI[:1], Bytes(), template(PLAIN))
+    for field in ({"content": "a<|endoftext|>"}, {"name": [{"<|endoftext|>": 1}]}):
+        with pytest.raises(InvalidRecordError, match=r"contains '<\|endoftext\|>'"):
+            encoded({"messages": [HI[0] | field, HI[1]]})
+    with pytest.raises(InvalidRecordError, match="writes no answer"):
+        encoded({"messages": HI}, "{{ messages[0].content }}")
 
 
 @pytest.mark.parametrize(
@@ -92,6 +171,7 @@ def test_a_text_cannot_forge_a_turn() -> None:
         "{{ 1 / 0 }}",
         "{% for i in range(10 ** 9) %}{% endfor %}",
         "{{ messages.nothing.at_all }}",
+        "{{ '\\ud800' }}",
     ],
 )
 def test_a_template_does_nothing_but_write(source: str) -> None:
@@ -115,7 +195,7 @@ def test_a_template_without_end_is_ended_and_the_next_is_rendered(monkeypatch: p
 def test_invalid_templates() -> None:
     with pytest.raises(UserError, match="here: not a valid chat template"):
         template("{% if %}")
-    with pytest.raises(UserError, match=r"no chat template \(bytes have none\); give data.chat_template"):
+    with pytest.raises(UserError, match=r"no chat template .*; set data.chat_template"):
         template_for(Bytes())
 
 
@@ -169,6 +249,13 @@ def test_what_is_too_long_may_be_dropped_and_what_is_broken_skipped(tmp_path: Pa
         summary = loader.corpus.summary()
     assert masks.sum() == 5
     assert summary == ["of 4 conversations read: 1 dropped as too long; 1 invalid ones skipped"]
+
+
+def test_an_answer_that_is_cut_completely_is_dropped(tmp_path: Path) -> None:
+    long = json.dumps({"instruction": "q" * 20, "output": "3"})
+    with Loader(chat(tmp_path, [line("12"), long])) as loader:
+        assert sum(batch["mask"].sum() for batch in loader) == 3
+        assert loader.corpus.summary() == ["of 2 conversations read: 1 dropped as too long"]
 
 
 @pytest.mark.parametrize(

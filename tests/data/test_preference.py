@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from jaxmem.config.sections import Data
+from jaxmem.data.chat import ChatEncoder
 from jaxmem.data.chat_template import ChatTemplate
 from jaxmem.data.preference import Preferences, pair
 from jaxmem.data.records import InvalidRecordError
@@ -17,9 +18,10 @@ from jaxmem.errors import UserError
 TEXT = {"prompt": "ab", "chosen": "cde", "rejected": "f"}
 
 
-def template() -> ChatTemplate:
+def encoder() -> ChatEncoder:
     source = "{% for m in messages %}{{ m.role[0] }}:{{ m.content }}{{ eos_token }}{% endfor %}"
-    return ChatTemplate(source + "{% if add_generation_prompt %}a:{% endif %}", "test", {"eos_token": END_TEXT})
+    source += "{% if add_generation_prompt %}a:{% endif %}"
+    return ChatEncoder(Bytes(), ChatTemplate(source, "test", {"eos_token": END_TEXT}))
 
 
 def message_of(role: str, content: str) -> dict[str, str]:
@@ -28,7 +30,7 @@ def message_of(role: str, content: str) -> dict[str, str]:
 
 def targets_of(line: object) -> list[tuple[str, str]]:
     """Of each answer the whole text, and what of it is learnt; `|` is the end."""
-    found = pair(json.dumps(line).encode(), Bytes(), template)
+    found = pair(json.dumps(line).encode(), Bytes(), encoder)
 
     def spelt(ids: np.ndarray) -> str:
         return "".join("|" if i == 256 else chr(i) for i in ids)
@@ -43,7 +45,13 @@ def test_texts_and_messages() -> None:
     expected = [("u:u|a:x|u:v|a:yes|", "yes|"), ("u:u|a:x|u:v|a:no|", "no|")]
     assert targets_of({"prompt": prompt, **answers}) == expected
     assert targets_of({name: prompt + answer for name, answer in answers.items()}) == expected
-    assert targets_of({"prompt": "u", **answers}) == [("u:u|a:yes|", "yes|"), ("u:u|a:no|", "no|")]
+    expected = [("u:u|a:yes|", "yes|"), ("u:u|a:no|", "no|")]
+    assert targets_of({"prompt": "u", **answers}) == expected
+    complete = {name: [message_of("user", "u"), *answer] for name, answer in answers.items()}
+    assert targets_of({"prompt": "u", "messages": complete["chosen"], **complete}) == expected
+    sharegpt = {name: {"from": "gpt", "value": answer[0]["content"]} for name, answer in answers.items()}
+    assert targets_of({"conversations": [{"from": "human", "value": "u"}], **sharegpt}) == expected
+    assert targets_of({"instruction": "u", "chosen": "yes", "rejected": "no"}) == expected
 
 
 @pytest.mark.parametrize(
@@ -58,12 +66,12 @@ def test_texts_and_messages() -> None:
             {"prompt": "u", "chosen": [message_of("user", "a")], "rejected": [message_of("user", "b")]},
             "contains no answer",
         ),
-        ({"prompt": "u", "chosen": [{"role": 1}], "rejected": []}, "a message needs 'role' and 'content'"),
+        ({"prompt": "u", "chosen": [{"role": 1}], "rejected": []}, "a message needs 'role'"),
     ],
 )
 def test_invalid_pairs(line: object, message: str) -> None:
     with pytest.raises(InvalidRecordError, match=message):
-        pair(json.dumps(line).encode(), Bytes(), template)
+        pair(json.dumps(line).encode(), Bytes(), encoder)
 
 
 def test_what_is_too_long_or_broken_is_counted_and_both_answers_go_together(tmp_path) -> None:
@@ -72,7 +80,7 @@ def test_what_is_too_long_or_broken_is_counted_and_both_answers_go_together(tmp_
     file.write_text("\n".join([*map(json.dumps, lines), "{"]) + "\n")
 
     def read(**settings: object) -> tuple[list[list[int]], str]:
-        records = Preferences([file], Data(sequence_length=6, on_invalid="skip", **settings), Bytes(), template)
+        records = Preferences([file], Data(sequence_length=6, on_invalid="skip", **settings), Bytes(), encoder)
         found = [[len(records.documents(index)[answer].tokens) for answer in (0, 1)] for index in range(len(records))]
         return found, str(records.counts)
 
@@ -81,4 +89,4 @@ def test_what_is_too_long_or_broken_is_counted_and_both_answers_go_together(tmp_
     dropped = "of 4 pairs read: 2 dropped as too long; 1 invalid ones skipped"
     assert read(on_overlong="drop") == ([[6, 4], [0, 0], [0, 0], [0, 0]], dropped)
     with pytest.raises(UserError, match=r"pairs.jsonl, line 4: invalid JSON.*data.on_invalid=skip"):
-        Preferences([file], Data(sequence_length=6), Bytes(), template).documents(3)
+        Preferences([file], Data(sequence_length=6), Bytes(), encoder).documents(3)

@@ -55,6 +55,10 @@ def test_files_are_found_in_one_order_by_directory_and_by_glob(tmp_path: Path) -
     found = find_files(f"{tmp_path}/**/*.txt", "text")
     assert [path.name for path in found] == ["Z.txt", "a.txt", "b.txt", "ä ö.txt"]
     assert find_files(str(tmp_path / "a.txt"), "text") == [tmp_path / "a.txt"]
+    os.mkfifo(tmp_path / "pipe.txt")
+    (tmp_path / "zero.txt").symlink_to("/dev/zero")
+    assert len(find_files(str(tmp_path), "text")) == len(expected)
+    assert len(find_files(f"{tmp_path}/*.txt", "text")) == 3
 
 
 def test_ten_thousand_files_need_few_descriptors(tmp_path: Path) -> None:

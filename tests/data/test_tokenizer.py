@@ -100,3 +100,43 @@ def test_files_that_are_no_tokenizers(tmp_path: Path, tokenizer_file: str) -> No
         tokenizer_for(str(broken))
     shutil.copy(tokenizer_file, broken)
     assert tokenizer_for(str(tmp_path)).vocab_size > 257
+
+
+def replaced(string: str, content: str) -> dict[str, object]:
+    return {"type": "Replace", "pattern": {"String": string}, "content": content}
+
+
+SINGLE = [{"SpecialToken": {"id": "X", "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}]
+PAIR = [{"Sequence": {"id": "A", "type_id": 0}}, {"Sequence": {"id": "B", "type_id": 0}}]
+PREPEND = {"type": "Prepend", "prepend": "a" * 99}
+
+
+def processor(special_tokens: object) -> dict[str, object]:
+    return {"type": "TemplateProcessing", "single": SINGLE, "pair": PAIR, "special_tokens": special_tokens}
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"normalizer": {"type": "Precompiled", "precompiled_charsmap": "AAAA"}},
+        {"normalizer": {"type": "Precompiled", "precompiled_charsmap": "BAAAAP////8="}},
+        {"normalizer": {"type": "Sequence", "normalizers": [PREPEND, *[replaced("a", "aa")] * 20]}},
+        {"decoder": {"type": "Sequence", "decoders": [replaced("a", "aa")] * 20}},
+        {"post_processor": processor({})},
+        {"post_processor": processor({"X": {"id": "X", "ids": [999999], "tokens": ["X"]}})},
+        {"pre_tokenizer": {"type": "FixedLength", "length": 0}},
+        {"pre_tokenizer": {"type": "Split", "pattern": {"Regex": "(a|aa)+$"}, "behavior": "Isolated", "invert": False}},
+    ],
+)
+def test_tokenizers_that_panic_or_grow_without_limit(changed: dict[str, object], tokenizer_file: str, tmp_path) -> None:
+    path = tmp_path / "tokenizer.json"
+    path.write_text(json.dumps(json.loads(Path(tokenizer_file).read_text()) | changed))
+    with pytest.raises(UserError, match=r"tokenizer\.json: not a valid tokenizer\.json: "):
+        tokenizer_for(str(path)).encode("a" * 40 + "!")
+
+
+def test_half_of_a_surrogate_pair_is_no_text(tokenizer_file: str) -> None:
+    for tokenizer in (Bytes(), tokenizer_for(tokenizer_file)):
+        for encode in (tokenizer.encode, tokenizer.encode_with_offsets):
+            with pytest.raises(UserError, match="not a valid text"):
+                encode("a\ud800")

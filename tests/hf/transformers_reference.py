@@ -109,85 +109,6 @@ def write_directory(name: str, place: Path, dtype: Any = np.float32, **changed: 
     save_file(tensors, place / "model.safetensors", metadata={"format": "pt"})
 
 
-# Short ones of the kinds that models come with: turns between tags, turns in brackets, thoughts that are left out.
-TEMPLATES = {
-    "headers": """{{- bos_token }}
-{%- for message in messages %}
-    {{- '<|head|>' + message['role'] + '<|/head|>\\n\\n' }}
-    {%- if message['role'] == 'assistant' %}
-        {%- generation %}{{- message['content'] | trim + '<|eot|>' }}{% endgeneration %}
-    {%- else %}
-        {{- message['content'] | trim + '<|eot|>' }}
-    {%- endif %}
-{%- endfor %}
-{%- if add_generation_prompt %}{{ '<|head|>assistant<|/head|>\\n\\n' }}{% endif %}""",
-    "brackets": """{{ bos_token }}
-{%- if messages[0]['role'] == 'system' %}{% set first = messages[0]['content'] + '\\n' %}
-{%- set loop_messages = messages[1:] %}{% else %}{% set first = '' %}{% set loop_messages = messages %}{% endif %}
-{%- for message in loop_messages %}
-{%- if (message['role'] == 'user') != (loop.index0 % 2 == 0) %}{{ raise_exception('roles must alternate') }}{% endif %}
-{%- if message['role'] == 'user' %}{{ '[INST] ' + (first if loop.first else '') + message['content'] + ' [/INST]' }}
-{%- else %}{% generation %}{{ ' ' + message['content'] + eos_token }}{% endgeneration %}{% endif %}{% endfor %}""",
-    "thoughts": """{%- set ns = namespace(last=messages|length - 1) %}
-{%- for message in messages %}
-    {{- '<|im_start|>' + message.role + '\\n' }}
-    {%- set content = message.content.split('</think>')[-1].lstrip('\\n') if message.role == 'assistant' and loop.index0
-        < ns.last else message.content %}
-    {%- if message.role == 'assistant' %}
-        {%- generation %}{{- content + '<|im_end|>' }}{% endgeneration %}{{- '\\n' }}
-    {%- else %}{{- content + '<|im_end|>\\n' }}{%- endif %}
-{%- endfor %}
-{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}""",
-}
-SPECIAL = ("<s>", "</s>", "<|head|>", "<|/head|>", "<|eot|>", "<|im_start|>", "<|im_end|>")
-CONVERSATIONS = [
-    [{"role": "user", "content": "What is naïve?"}, {"role": "assistant", "content": "Simple, 😀 without malice."}],
-    [
-        {"role": "system", "content": "Be short."},
-        {"role": "user", "content": "One?"},
-        {"role": "assistant", "content": "<think>one</think>\n\n1"},
-        {"role": "user", "content": " Two? "},
-        {"role": "assistant", "content": " 2 "},
-    ],
-]
-
-
-def write_tokenizer(template: str, place: Path) -> None:
-    """Bytes, a few merges of them, and special tokens."""
-    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
-
-    place.mkdir(parents=True, exist_ok=True)
-    merges = [("t", "h"), ("o", "n"), ("on", "e"), ("Ċ", "Ċ"), ("Ġ", "2")]
-    letters = [*sorted(pre_tokenizers.ByteLevel.alphabet()), *("".join(pair) for pair in merges)]
-    tokenizer = Tokenizer(models.BPE({letter: n for n, letter in enumerate(letters)}, merges))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens([AddedToken(text, special=True, normalized=False) for text in SPECIAL])
-    tokenizer.save(str(place / "tokenizer.json"))
-    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<s>", "eos_token": "</s>"}
-    (place / "tokenizer_config.json").write_text(json.dumps({**settings, "chat_template": TEMPLATES[template]}))
-
-
-def conversations() -> dict[str, Any]:
-    """Of each template and conversation the tokens, which of them the assistant says, and what asks for an answer."""
-    import tempfile
-
-    from transformers import AutoTokenizer
-
-    found = {}
-    for name in TEMPLATES:
-        with tempfile.TemporaryDirectory() as place:
-            write_tokenizer(name, Path(place))
-            tokenizer = AutoTokenizer.from_pretrained(place)
-        for number, messages in enumerate(CONVERSATIONS):
-            given = tokenizer.apply_chat_template(messages, return_dict=True, return_assistant_tokens_mask=True)
-            asked = tokenizer.apply_chat_template(messages[:-1], tokenize=False, add_generation_prompt=True)
-            found[f"{name}.{number}"] = {
-                "ids": given["input_ids"], "learnt": given["assistant_masks"], "asked": asked,
-            }  # fmt: skip
-    return found
-
-
 def opened(place: Path) -> Any:
     import torch
     from transformers import AutoModelForCausalLM
@@ -235,7 +156,6 @@ def record(target: Path) -> None:
             found[f"{name}.logits"], found[f"{name}.greedy"] = logits(model), greedy(model).astype(np.int32)
             print(f"{name:14} {np.abs(found[f'{name}.logits']).mean():.4f} {found[f'{name}.greedy'].tolist()}")
     np.savez_compressed(target / "transformers.npz", **found)
-    (target / "conversations.json").write_text(json.dumps(conversations(), ensure_ascii=False) + "\n")
     print(torch.__version__, transformers.__version__)
 
 

@@ -22,6 +22,7 @@ from jaxmem.inference.chat import TextGenerator, decode_stream, read_prompts
 from jaxmem.inference.generate import ENDED, Generator, Sampling
 from jaxmem.inference.load import open_model
 from jaxmem.inference.multiple_choice import read_questions, scores
+from tests.data.chat_reference import write_tokenizer
 
 
 @pytest.fixture(scope="module")
@@ -34,7 +35,7 @@ def model(tmp_path_factory, compare) -> Path:
     made = {name: compare.values(name, shape) for name, shape in compare.shapes(given).items()}
     save_file(made, place / "model.safetensors")
     copy_tokenizer("bytes", place)
-    (place / "chat_template.jinja").write_text("{% for m in messages %}{{ m.content }};{% endfor %}")
+    (place / "chat_template.jinja").write_text("{% for m in messages %}{{ m.content }};{{ eos_token }}{% endfor %}")
     return place
 
 
@@ -126,6 +127,17 @@ def test_commands(model: Path, tmp_path: Path, capsys, monkeypatch) -> None:
     (tmp_path / "questions.jsonl").write_text(json.dumps({"prompt": "a", "choices": ["b", "cd"], "answer": "A"}) + "\n")
     code, out, _ = run(capsys, "evaluate", str(model), "--choices", str(tmp_path / "questions.jsonl"), "--json")
     assert json.loads(out)["questions"] == 1
+    chats = tmp_path / "chats.jsonl"
+    chats.write_text('{"instruction": "ab", "output": "c"}\n')
+    losses = set()
+    for own in ((), ("data.source=text",)):  # the answer and its end, or all characters
+        code, out, err = run(capsys, "evaluate", str(model), "--data", str(chats), *own, "--json")
+        assert (code, err) == (0, "")
+        losses.add(json.loads(out)["loss"])
+    assert len(losses) == 2
+    chats.write_text("{")
+    code, _, err = run(capsys, "evaluate", str(model), "--data", str(chats), "--json")
+    assert (code, err.count("\n")) == (2, 1)
     code, _, err = run(capsys, "evaluate", str(model))
     assert (code, err.count("\n")) == (2, 1)
     assert "give --data FILE" in err
@@ -147,9 +159,9 @@ def test_choices_are_scored_by_their_own_tokens(opened, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ("{", "line 1: not a question"),
+        ("{", "line 1: not a question: invalid JSON"),
         ('{"prompt": "a", "choices": ["b"], "answer": 0}', "at least two choices"),
-        ('{"prompt": "a", "choices": ["b", ""], "answer": 0}', "a choice is not a text"),
+        ('{"prompt": "a", "choices": ["b", ""], "answer": 0}', "a choice is empty or not a string"),
         ('{"prompt": "a", "choices": ["b", "c"], "answer": "D"}', "answer 'D' is not one of its 2 choices"),
         ("", "give one question per line"),
     ],
@@ -163,8 +175,10 @@ def test_questions_that_are_none(tmp_path: Path, line: str, message: str) -> Non
 @pytest.mark.parametrize(
     ("name", "text", "message"),
     [
-        ("p.jsonl", "{", "prompt 1: not a JSON"),
-        ("p.jsonl", '{"prompt": 1}', "is not a text"),
+        ("p.jsonl", "{", "line 1: not a prompt: invalid JSON"),
+        ("p.jsonl", '\n{"prompt": 1}', "line 2: 'prompt' is missing or not a string"),
+        ("p.jsonl", '{"prompt": "\\ud800"}', "not valid text"),
+        ("p.jsonl", "", "give one prompt per line"),
         ("p", "\n", "give one prompt per line"),
     ],
 )
@@ -174,11 +188,11 @@ def test_prompts_that_are_none(tmp_path: Path, name: str, text: str, message: st
         read_prompts(tmp_path / name)
 
 
-def test_another_model_s_tokenizer_is_refused(model: Path, tmp_path: Path, compare) -> None:
+def test_another_model_s_tokenizer_is_refused(model: Path, tmp_path: Path) -> None:
     place = tmp_path / "model"
     shutil.copytree(model, place)
-    compare.write_tokenizer("headers", place)
-    with pytest.raises(UserError, match=r"has 268 tokens, but model\.vocab=257"):
+    write_tokenizer("", place)
+    with pytest.raises(UserError, match=r"has 274 tokens, but model\.vocab=257"):
         TextGenerator(place)
 
 

@@ -7,6 +7,7 @@ import json
 import shutil
 import struct
 import tempfile
+import warnings
 from collections.abc import Callable
 from functools import cache, partial
 from pathlib import Path
@@ -19,9 +20,10 @@ from jaxmem.checkpoint import Checkpoints
 from jaxmem.config import load_config
 from jaxmem.config.hugging_face import decoder_fields
 from jaxmem.config.peft import adapter_fields, base_directory
-from jaxmem.data.chat import conversation, messages_of
+from jaxmem.data.chat import ChatEncoder
+from jaxmem.data.chat_forms import chat_of
 from jaxmem.data.chat_template import ChatTemplate
-from jaxmem.data.jsonl import JsonLines
+from jaxmem.data.jsonl import JsonTexts, parse_object
 from jaxmem.data.tokenizer import Bytes, tokenizer_for
 from jaxmem.hf.files import byte_tokenizer
 from jaxmem.hf.tensors import Tensors, open_file
@@ -59,9 +61,17 @@ ADAPTER["base_model_name_or_path"] = "somewhere"
 CONVERSATIONS = (
     {"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello"}]},
     {"conversations": [{"from": "human", "value": "hi"}, {"from": "gpt", "value": "hello"}], "system": "short"},
-    {"instruction": "say", "input": "it", "output": "it"},
+    {"instruction": "say", "input": "it", "output": "it", "history": [["a", "b"]]},
+    {
+        "messages": [
+            {"role": "user", "content": [{"type": "text", "text": "hi"}]},
+            {"role": "assistant", "content": None, "weight": 0, "tool_calls": [{"name": "f", "arguments": "{}"}]},
+            {"role": "assistant", "content": "x", "reasoning_content": "y"},
+        ],
+        "tools": [{"type": "function", "function": {"name": "f"}}],
+    },
 )
-TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}\n{% endfor %}"
+TEMPLATE = "{{ tools }}{% for m in messages %}<{{ m.role }}>{{ m.content }}{{ m.tool_calls }}\n{% endfor %}"
 # Of a checkpoint: jaxmem's own record, Orbax's description of the arrays, TensorStore's of its files.
 CHECKPOINT = {"record": "1/run/metadata", "metadata": "1/state/_METADATA", "manifest": "1/state/manifest.ocdbt"}
 
@@ -78,7 +88,7 @@ def kinds() -> dict[str, Kind]:
     configs = [file.read_bytes() for file in sorted((ROOT / "configs").glob("*.yaml"))]
     tensors = safetensors(encoded(HEADER), bytes(24))
     lines = b"\n".join(encoded({"text": text}) for text in ("one", "two", "three" * 50))
-    template = ChatTemplate(TEMPLATE, "here", {})
+    encoder = ChatEncoder(Bytes(), ChatTemplate(TEMPLATE, "here", {}))
 
     def file(name: str, read: Callable[[Path], object], *examples: bytes) -> Kind:
         """Of a file, which is written first."""
@@ -110,10 +120,10 @@ def kinds() -> dict[str, Kind]:
         ),
         "chat line": Kind(
             [encoded(one) for one in CONVERSATIONS],
-            lambda data, _: conversation(messages_of(data), Bytes(), template),
+            lambda data, _: _read_chat(encoder, data),
         ),
         "chat template": text(
-            lambda source: ChatTemplate(source, "here", {}).render(messages_of(encoded(CONVERSATIONS[0]))), TEMPLATE
+            lambda source: ChatTemplate(source, "here", {}).render(CONVERSATIONS[0]["messages"]), TEMPLATE
         ),
         "jsonl": file("x.jsonl", _read_lines, lines),
         **{
@@ -142,8 +152,13 @@ def _read_adapter(file: Path) -> None:
     adapter_fields(str(file.parent))
 
 
+def _read_chat(encoder: ChatEncoder, line: bytes) -> object:
+    with warnings.catch_warnings(action="ignore"):  # fields that the template does not read
+        return encoder.document(chat_of(parse_object(line)))
+
+
 def _read_lines(file: Path) -> None:
-    records = JsonLines([file], "text", 64)
+    records = JsonTexts([file], "text")
     try:
         for index in range(len(records)):
             records[index]

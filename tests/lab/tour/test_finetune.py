@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from jaxmem.config import load_config
-from jaxmem.data.chat import conversation
+from jaxmem.data.chat import ChatEncoder
+from jaxmem.data.chat_forms import chat_of
 from jaxmem.data.chat_template import template_for
 from jaxmem.data.tokenizer import tokenizer_for
 from jaxmem.errors import UserError
@@ -62,8 +63,7 @@ def test_the_tokenizer_knows_whose_turn_it_is(files: list[Path], tmp_path: Path)
     write_tokenizer(files, tmp_path)
     tokenizer = tokenizer_for(str(tmp_path))
     asked, told = questions(files, files[0].parent).__next__()
-    messages = [{"role": "user", "content": asked}, {"role": "assistant", "content": told}]
-    found = conversation(messages, tokenizer, template_for(tokenizer))
+    found = ChatEncoder(tokenizer, template_for(tokenizer)).document(chat_of({"prompt": asked, "completion": told}))
     assert found.is_target is not None
     assert tokenizer.decode(found.tokens[found.is_target]) == told
     assert found.tokens[-1] == tokenizer.end

@@ -1,0 +1,182 @@
+"""Conversations and preferences as lines of JSON, in the forms that people have.
+
+    {"messages": [{"role": "user", "content": "..."}, ...], "tools": [...]}            OpenAI, Hugging Face
+    {"conversations": [{"from": "human", "value": "..."}, ...], "system": "..."}       ShareGPT
+    {"instruction": "...", "input": "...", "output": "...", "history": [[...], ...]}   Alpaca
+    {"prompt": ..., "completion": ...}                                                 TRL; texts or lists of messages
+
+A preference has `chosen` and `rejected` instead of `output` or `completion`, or after `messages` or `conversations`:
+texts, messages, or lists of messages.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from jaxmem.data.chat_template import Message
+from jaxmem.data.jsonl import parse_json, string_value
+from jaxmem.data.records import InvalidRecordError
+
+KEYS = {"from": "role", "value": "content"}  # of a message in the form of ShareGPT
+ROLES = {"human": "user", "gpt": "assistant", "bing": "assistant", "chatgpt": "assistant", "observation": "tool"}
+LISTS = ("messages", "conversations")
+TEXTS = ("prompt", "instruction", "input")  # keys whose texts are the user's message
+ANSWERS = ("output", "completion")
+REASONING = ("reasoning_content", "thinking", "reasoning")
+
+
+@dataclass(frozen=True)
+class Chat:
+    """`targets`: the numbers of the messages to train on. `options`: further arguments of the template."""
+
+    messages: Sequence[Message]
+    targets: frozenset[int]
+    tools: Sequence[Any] | None = None
+    options: dict[str, Any] = field(default_factory=dict)
+
+    def strings(self) -> Iterator[str]:
+        """All texts that the template can write."""
+        left: list[Any] = [self.messages, self.tools, self.options]
+        while left:
+            match left.pop():
+                case str() as text:
+                    yield text
+                case dict() as found:
+                    left += [*found, *found.values()]
+                case list() as found:
+                    left += found
+
+
+def chat_of(record: dict[str, Any]) -> Chat:
+    """The conversation of a line."""
+    messages, start = _prompt_of(record), 0
+    if not any(key in record for key in LISTS):
+        start = len(messages) if isinstance(record.get("prompt"), list) else 0
+        messages += [message for key in ANSWERS if key in record for message in _answer_of(record, key)]
+    if not messages:
+        fields = ", ".join(list(record)[:8])
+        raise InvalidRecordError(f"no messages, conversations, or instruction and output; fields: {fields}")
+    return _chat(messages, record, start)
+
+
+def pair_of(record: dict[str, Any]) -> tuple[Chat, Chat]:
+    """The chosen and the rejected conversation of a line. Targets are the answers after the prompt or, without a
+    prompt, from the first message that differs."""
+    before = _prompt_of(record)
+    chosen, rejected = (_answer_of(record, key) for key in ("chosen", "rejected"))
+    if chosen == rejected:
+        raise InvalidRecordError("chosen and rejected are the same")
+    if before[:1] == chosen[:1] == rejected[:1]:  # the answers contain the prompt
+        before = []
+    same = (n for n, (one, other) in enumerate(zip(chosen, rejected, strict=False)) if one != other)
+    start = len(before) or next(same, min(len(chosen), len(rejected)))
+    return _chat([*before, *chosen], record, start), _chat([*before, *rejected], record, start)
+
+
+def _chat(messages: list[Message], record: dict[str, Any], start: int) -> Chat:
+    """`start`: the first message that may be a target."""
+    if record.get("system") and messages[0]["role"] != "system":
+        messages = [{"role": "system", "content": string_value(record["system"], "system")}, *messages]
+        start += start > 0
+    targets, plain = set(), []
+    for number, message in enumerate(messages):
+        weight = message.get("weight", 1)
+        if weight not in (0, 1):
+            raise InvalidRecordError(f"weight={weight!r} of a message is not supported; use 0 or 1")
+        if message["role"] == "assistant" and weight and number >= start:
+            targets.add(number)
+        plain.append({key: value for key, value in message.items() if key != "weight"})
+    if not targets:
+        raise InvalidRecordError("contains no answer of an assistant to train on")
+    tools = _parsed(record.get("tools") or None)
+    if tools is not None and not (isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)):
+        raise InvalidRecordError("'tools' is not a list of objects")
+    options = record.get("chat_template_kwargs") or {}
+    if not isinstance(options, dict):
+        raise InvalidRecordError("'chat_template_kwargs' is not an object")
+    return Chat(plain, frozenset(targets), tools, options)
+
+
+def _prompt_of(record: dict[str, Any]) -> list[Message]:
+    """The messages of a record in front of its answer."""
+    for key in (*LISTS, "prompt"):
+        if key in record and (key in LISTS or isinstance(record[key], list)):
+            return messages_of(record[key], key)
+    turns = record.get("history") or []
+    if not isinstance(turns, list) or not all(isinstance(turn, list) and len(turn) == 2 for turn in turns):
+        raise InvalidRecordError("'history' is not a list of [instruction, answer]")
+    texts = [(role, text) for turn in turns for role, text in zip(("user", "assistant"), turn, strict=True)]
+    if prompt := [string_value(record[key], key) for key in TEXTS if record.get(key)]:
+        texts.append(("user", "\n\n".join(prompt)))
+    return [{"role": role, "content": string_value(text, "history")} for role, text in texts]
+
+
+def _answer_of(record: dict[str, Any], key: str) -> list[Message]:
+    value = record[key]
+    if isinstance(value, list):
+        return messages_of(value, key)
+    if isinstance(value, dict):
+        return [_message(value, key)]
+    return [{"role": "assistant", "content": string_value(value, key)}]
+
+
+def messages_of(value: Any, key: str) -> list[Message]:
+    """The messages of a list."""
+    if not isinstance(value, list) or not value:
+        raise InvalidRecordError(f"{key!r} is not a list of messages")
+    return [_message(one, key) for one in value]
+
+
+def _message(found: Any, key: str) -> Message:
+    """A message under OpenAI's names, without fields that are null."""
+    if not isinstance(found, dict):
+        raise InvalidRecordError(f"{key!r} contains {type(found).__name__} instead of a message")
+    message = {KEYS.get(name, name): value for name, value in found.items() if value is not None}
+    if not isinstance(role := message.get("role"), str):
+        raise InvalidRecordError("a message needs 'role' or 'from'")
+    content = message.get("content")
+    if isinstance(content, list):
+        content = "".join(map(_part, content))
+    elif role == "function_call":
+        calls = _parsed(content)
+        message["tool_calls"] = calls if isinstance(calls, list) else [calls]
+        role, content = "assistant", None
+    message |= {"role": ROLES.get(role, role), "content": content}
+    if calls := message.pop("tool_calls", None):
+        message["tool_calls"] = _calls(calls)
+    elif content is None:
+        raise InvalidRecordError("a message needs 'content' or 'value'")
+    elif message["role"] != "tool":  # whose result may be any object
+        string_value(content, "content")
+    if reasoning := next((message[name] for name in REASONING if name in message), None):
+        string_value(reasoning, "reasoning_content")
+        message = {"thinking": reasoning, **message, "reasoning_content": reasoning}  # as in transformers
+    return message
+
+
+def _part(part: Any) -> str:
+    if not isinstance(part, dict) or part.get("type") != "text":
+        kind = part.get("type") if isinstance(part, dict) else type(part).__name__
+        raise InvalidRecordError(f"a part of a content is {kind!r}; only text is supported")
+    return string_value(part.get("text"), "text")
+
+
+def _calls(calls: Any) -> list[dict[str, Any]]:
+    """Tool calls with their arguments as objects, as templates expect them; OpenAI writes these as text."""
+    if not isinstance(calls, list):
+        raise InvalidRecordError("'tool_calls' is not a list")
+    found = []
+    for call in calls:
+        function = call.get("function", call) if isinstance(call, dict) else None
+        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+            raise InvalidRecordError("a tool call needs the name of a function")
+        own = call if "function" in call else {"type": "function"}
+        found.append({**own, "function": {**function, "arguments": _parsed(function.get("arguments") or {})}})
+    return found
+
+
+def _parsed(value: Any) -> Any:
+    """What a text of JSON contains; other values as they are."""
+    return parse_json(value) if isinstance(value, str) else value
