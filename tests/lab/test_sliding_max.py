@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from jax.sharding import Mesh, PartitionSpec
 
-from jaxmem.lab.sliding_max import HOST, IMPLEMENTATIONS, shapes, sliding_max, triton
+from jaxmem.lab.sliding_max import HOST, IMPLEMENTATIONS, SHAPES, sliding_max, triton
 
 
 @given(st.lists(st.integers(-9, 9).map(float), min_size=1, max_size=30), st.data())
@@ -55,6 +55,6 @@ def test_each_device_its_own_numbers():
 def test_bytes_asked():
     assert triton.requested_bytes("straight", 1000, 100) == 4 * 901 * 101
     assert triton.requested_bytes("shared", 10**6, 513) == pytest.approx(4 * 3 * 10**6, rel=0.01)
-    for shape in shapes.SHAPES.values():
+    for shape in SHAPES.values():
         straight, shared = (triton.requested_bytes(way, *shape) for way in ("straight", "shared"))
         assert shape.least_bytes < shared < 1.3 * shape.least_bytes < straight

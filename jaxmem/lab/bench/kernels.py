@@ -15,8 +15,9 @@ from pathlib import Path
 from jaxmem.errors import UserError, nearest
 from jaxmem.lab.bench import apart, measure
 from jaxmem.lab.bench.contest import Row
-from jaxmem.lab.bench.measure import PEERS, BenchSelection, Job, measured
+from jaxmem.lab.bench.measure import BenchSelection, Job, measured
 from jaxmem.lab.bench.operations import OPERATIONS, choice_for
+from jaxmem.lab.bench.torch_kernels import PEERS
 from jaxmem.lab.bench.work import BenchOperation
 from jaxmem.machine import devices
 

@@ -18,11 +18,9 @@ from jaxmem.kernels.quantized_matmul import IMPLEMENTATIONS as MATMULS
 from jaxmem.kernels.quantized_matmul import shapes as matmul_shapes
 from jaxmem.kernels.quantized_update import IMPLEMENTATIONS as UPDATES
 from jaxmem.kernels.quantized_update import shapes as update_shapes
+from jaxmem.lab import sliding_max as windows
 from jaxmem.lab.bench import attention
 from jaxmem.lab.bench.work import BenchOperation, BenchPass, BenchWork
-from jaxmem.lab.sliding_max import IMPLEMENTATIONS as WINDOWS
-from jaxmem.lab.sliding_max import shapes as window_shapes
-from jaxmem.lab.sliding_max import sliding_max
 from jaxmem.quant import QTensor, quantize
 
 BF16 = jnp.bfloat16
@@ -122,11 +120,11 @@ def _int8_add(shape: update_shapes.Shape) -> BenchWork:
     return BenchWork((q.codes, q.scale, update, seeds), {"update": add}, "GB/s")
 
 
-def _sliding_max(shape: window_shapes.SlidingMaxShape) -> BenchWork:
+def _sliding_max(shape: windows.SlidingMaxShape) -> BenchWork:
     (x,) = _draws((shape.numbers,), dtype=jnp.float32)
 
     def run(implementation: str | None, x: Any) -> Any:
-        return sliding_max(x, shape.window, implementation=implementation)
+        return windows.sliding_max(x, shape.window, implementation=implementation)
 
     def exact(x: Any) -> Any:
         return jax.lax.reduce_window(x, -jnp.inf, jax.lax.max, (shape.window,), (1,), "VALID")
@@ -175,8 +173,8 @@ OPERATIONS = {
         usual=ONE_MATRIX,
     ),
     "sliding_max": BenchOperation(
-        WINDOWS,
-        window_shapes.SHAPES,
+        windows.IMPLEMENTATIONS,
+        windows.SHAPES,
         lambda shape: shape._replace(numbers=2000),
         _sliding_max,
         passes=("forward",),

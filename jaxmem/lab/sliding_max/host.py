@@ -1,7 +1,7 @@
-"""The maximum over a sliding window on one processor: three ways that do less and less for each number.
+"""The maximum over a sliding window on one processor: three algorithms, each with fewer operations per number.
 
-With n numbers and a window of w, comparisons: brute force n w; a heap n log n at most, where what has left the window
-is thrown away when it comes up (2 n numbers held at worst); a monotonic deque 2 n at most, w numbers held.
+Comparisons for n numbers and a window of w: brute force n w; a heap at most n log n, where numbers that have left the
+window are removed when they reach the top (2 n numbers stored at worst); a monotonic deque at most 2 n, w stored.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def with_heap(x: Sequence[float], window: int) -> list[float]:
 
 
 def with_deque(x: Sequence[float], window: int) -> list[float]:
-    """The deque holds places whose numbers fall: each is a maximum as soon as all before it have left."""
+    """The deque has the places of decreasing numbers: each is a maximum once all before it have left the window."""
     found: list[float] = []
     places: deque[int] = deque()
     for i, value in enumerate(x):

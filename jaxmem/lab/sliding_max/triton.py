@@ -1,8 +1,8 @@
-"""The maximum over a sliding window as two Triton kernels: one that reads what it needs from global memory, and one
-that brings it to the multiprocessor first.
+"""The maximum over a sliding window as two Triton kernels: one that reads its numbers from global memory, and one
+that copies them to the multiprocessor first.
 
-`straight`: each thread reads its window's w numbers from global memory: 4 w bytes requested per result, of which the
-caches answer most.
+`straight`: each thread reads its window's w numbers from global memory: 4 w bytes requested per result, which
+caches serve mostly.
 
 `shared`: a program makes OUTPUTS results from the OUTPUTS + w - 1 numbers that they need and reads each of those once:
 4 (1 + (w - 1) / OUTPUTS) bytes per result. Between the threads they go through shared memory. The comparisons stay n w:
@@ -33,7 +33,7 @@ class Static:
 
 
 def maximum(x: Float[Array, "numbers"], window: int, *, kind: str) -> Float[Array, "windows"]:
-    """By the program `kind`."""
+    """Computed by the program `kind`."""
     count = x.shape[0] - window + 1
     (found,) = launch(
         getattr(load_programs("jaxmem.lab.sliding_max.triton_programs"), f"sliding_max_{kind}"),
@@ -48,7 +48,7 @@ def maximum(x: Float[Array, "numbers"], window: int, *, kind: str) -> Float[Arra
 
 
 def requested_bytes(kind: str, numbers: int, window: int) -> float:
-    """Of global memory, results included."""
+    """Bytes of global memory, with the results."""
     results = numbers - window + 1
     read = window if kind == "straight" else 1 + (window - 1) / OUTPUTS
     return 4.0 * results * (read + 1)

@@ -50,7 +50,7 @@ def measure() -> Findings:
         f"Loss: nats per byte of held-out answers, {before:.2f} before. A frozen weight costs neither gradient nor"
         " optimizer state. A random subset with as many parameters as the low-rank adapter needs"
         f" {buffers['random subset'] / buffers['all weights']:.1f} times the temporary buffers of training all weights,"
-        " because gradients are computed for whole matrices.",
+        " because gradients are computed for complete matrices.",
         [
             Bars(kinds, ("state, MiB", "gradients, activations, MiB"), "Memory of a step besides the weights, MiB"),
             Bars(kinds, ("loss",), "Held-out loss, nats per byte"),
@@ -70,7 +70,7 @@ def _fine_tune() -> tuple[float, list[Row]]:
         before = evaluate(Path(base), overrides=[f"data={json.dumps(data)}"])["loss"]
         config = {**BASE, "data": data, "adapter": {"base_run": base}, "train": {"steps": STEPS}}
         outcomes = train_all(dict.fromkeys(KINDS, config), KINDS)
-    rows = []
+    rows: list[Row] = []
     for name, (plan, held_out) in outcomes.items():
         parts = plan["bytes_per_device"]
         rows.append(

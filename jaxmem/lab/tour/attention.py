@@ -3,7 +3,7 @@
 With T queries and T keys each head has T x T scores. Stored, they are needed by the softmax and by the gradient;
 computed block by block, with a running maximum and sum, only one block exists at a time, and the backward pass
 recomputes it from q, k and one number per row. (Dao, arXiv:2307.08691.) Subtracting each row's maximum before the
-exponential prevents overflow, and a row that sees no key gives zeros.
+exponential prevents overflow, and the result of a row that sees no key is zero.
 """
 
 from __future__ import annotations

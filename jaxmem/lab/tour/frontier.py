@@ -1,8 +1,8 @@
 """How large a model may be: as many layers of llama3-8b as fit in memory, by method and hardware.
 
-The arithmetic of `jaxmem fit` gives the bytes of a step for a number of layers without compiling it. On one target two
-of the answers are compiled, to show how far the arithmetic is off; `jaxmem fit --maximize model.layers` compiles until
-the number is exact.
+The arithmetic of `jaxmem fit` estimates the bytes of a step for a number of layers without compiling it. On one target
+two of the answers are compiled, to show how far the arithmetic is off; `jaxmem fit --maximize model.layers` compiles
+until the number is exact.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def measure(target: str, targets: Sequence[str] = TARGETS) -> Findings:
         compiling = background.submit(_compiled, own, found[own])
         found |= {aim: largest(aim) for aim in aims[1:]}
         checked = compiling.result()
-    rows = [
+    rows: list[dict[str, Any]] = [
         {"target": aim.name, "GPUs": aim.count, "memory, GiB": gib(aim.count * aim.memory)}
         | {method: one and one["parameters"] / 1e9 for method, one in models.items()}
         for aim, models in sorted(found.items(), key=lambda item: item[0].count * item[0].memory)

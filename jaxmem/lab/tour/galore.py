@@ -1,7 +1,7 @@
 """All weights trained with a low-rank optimizer state: what GaLore and APOLLO store, and what they learn.
 
 The gradient of a matrix is nearly of low rank, so Adam's moments are kept for its projection on r directions: r / m of
-the state of a matrix with m rows. GaLore takes the directions from the gradient and moves weights along them; APOLLO
+the state of a matrix with m rows. GaLore computes the directions from the gradient and moves weights along them; APOLLO
 draws them at random and uses them only to scale the gradient, so that one direction is enough. Then gradients are the
 largest part, and updating each layer during the backward pass removes them.
 (Zhao et al., arXiv:2403.03507; Zhang et al., arXiv:2407.08296; Zhu et al., arXiv:2412.05270.)

@@ -5,7 +5,7 @@ the one before; on a GPU one thread per window, from global memory and through s
 for a hundredth of the bytes.
 
 A matmul of n x n matrices in tiles of t x t reads each number n / t times, 2 n^3 / t in all. Twice the tile halves that
-and needs four times the shared memory; half the bytes per number do both without. A kernel takes as long as the slower
+and needs four times the shared memory; half the bytes per number do both without. A kernel lasts as long as the slower
 of two: its operations at the peak rate, or its bytes at the memory's bandwidth (the roofline).
 """
 

@@ -2,7 +2,7 @@
 
 Each row is the training step compiled for the target with no limit on memory, so that only what the row says is
 recomputed. A row's settings hold for the rows after it until one of them replaces them: an optimizer replaces the
-optimizer, and the rows of several GPUs go back to AdamW in bfloat16. A row takes a few seconds of a CPU and no GPU.
+optimizer, and the rows of several GPUs go back to AdamW in bfloat16. A row needs a few seconds of a CPU and no GPU.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ def measure(target: str, base: dict[str, Any] = BASE, rows: Sequence[Technique] 
         "The formula counts weights, gradients and optimizer state; a step also holds activations, logits and temporary"
         " buffers. Predicted: arithmetic on the config alone; compiled: what XLA allocates. Every weight is trained in"
         f" every row: one GPU goes from {one_gpu[0]:.2f} bytes per parameter to {one_gpu[-1]:.2f}.",
-        [Bars(table, (COMPILED, PREDICTED), "Bytes per parameter on each GPU", grouped=True)],
+        [Bars(table, (COMPILED, PREDICTED), f"Bytes per parameter, {table.title}", grouped=True)],
     )
 
 

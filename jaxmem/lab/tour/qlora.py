@@ -1,4 +1,4 @@
-"""Adapters next to frozen weights of fewer and fewer bits: what a step stores and computes.
+"""Adapters on frozen weights of fewer and fewer bits: what a step stores and computes.
 
 A frozen weight has no gradient and no optimizer state, so its memory is its format: 2 bytes in bfloat16; 4 bits and its
 share of a block's scale in nf4. Each matrix is dequantized where its matmul runs, one at a time, and again for the

@@ -1,8 +1,8 @@
 """Training a random subset of the weights, compared with a low-rank adapter of as many parameters.
 
 A residual network learns the digits; then their pixels are permuted, and it learns again with few parameters. A random
-subset saves optimizer state and nothing else: the gradient of the whole matrix is computed to find the gradients of a
-few of its entries, and a copy of the matrix is made to use them.
+subset saves optimizer state and nothing else: the gradient of the complete matrix is computed to find the gradients of
+a few of its entries, and a copy of the matrix is made to use them.
 """
 
 from __future__ import annotations

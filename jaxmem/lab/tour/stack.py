@@ -12,7 +12,7 @@ import inspect
 import io
 import json
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -97,42 +97,37 @@ def measure() -> Findings:
             return load_config({**BASE, "output": f"{place}/{name}"}, overrides)
 
         by_config(config("again", f"train.steps={steps // 2}", f"checkpoint.every={steps // 2}"), first)
-        losses = {
-            "bare loop": bare_loop(config("bare")),
-            "library loop": library_loop(config("parts"), first),
-            "config": by_config(config("config"), first),
-            "config, 8 devices": by_config(config("eight"), eight),
-            "config, stopped and started": by_config(config("again"), first),
-        }
+        expected = by_config(config("config"), first)
+        runs: list[tuple[str, Any, str, list[float]]] = [
+            ("bare loop", bare_loop, "trains", bare_loop(config("bare"))),
+            (
+                "library loop",
+                library_loop,
+                "and plans, on any mesh, with any setting",
+                library_loop(config("parts"), first),
+            ),
+            ("config", by_config, "and logs, saves, evaluates, resumes", expected),
+            ("config, 8 devices", None, "one line of the config", by_config(config("eight"), eight)),
+            ("config, stopped and started", None, "the same command again", by_config(config("again"), first)),
+        ]
         files = sorted(file.name for file in Path(place, "config/run").iterdir())
-    rows = [
-        {
-            "run": name,
-            "lines without imports": len(inspect.getsource(SOURCES[name]).splitlines()) if name in SOURCES else None,
-            "first loss": own[0],
-            "last loss": own[-1],
-            "difference": largest_difference(own, losses["config"]) if name != "bare loop" else "its own batches",
-            "what it does": DOES[name],
-        }
-        for name, own in losses.items()
-    ]
+    rows = []
+    for name, source, does, losses in runs:
+        difference = max(abs(a - b) for a, b in zip(losses, expected, strict=True))
+        rows.append(
+            {
+                "run": name,
+                "lines without imports": len(inspect.getsource(source).splitlines()) if source else None,
+                "first loss": losses[0],
+                "last loss": losses[-1],
+                "difference": "its own batches" if source is bare_loop else difference,
+                "what it does": does,
+            }
+        )
+    series = {name: list(enumerate(losses)) for name, _, _, losses in runs}
     return Findings(
         [Table("One run, written in three ways", rows)],
         f"{steps} updates of {BASE['batch']['global_size']} images. Difference: the largest between a loss and the"
         f" config's; 0 is bitwise equal. The config's directory has {', '.join(files)}.",
-        [Lines("Training loss", "updates", "loss", {name: list(enumerate(own)) for name, own in losses.items()}, "y")],
+        [Lines("Training loss", "updates", "loss", series, "y")],
     )
-
-
-def largest_difference(losses: Sequence[float], others: Sequence[float]) -> float:
-    return max(abs(a - b) for a, b in zip(losses, others, strict=True))
-
-
-SOURCES: Mapping[str, Any] = {"bare loop": bare_loop, "library loop": library_loop, "config": by_config}
-DOES = {
-    "bare loop": "trains",
-    "library loop": "and plans, on any mesh, with any setting",
-    "config": "and logs, saves, evaluates, resumes",
-    "config, 8 devices": "one line of the config",
-    "config, stopped and started": "the same command again",
-}
