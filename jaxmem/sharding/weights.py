@@ -1,16 +1,16 @@
-"""Weights as they are stored, and what their gradients are computed with respect to.
+"""Stored weights, and the arrays that receive their gradients.
 
-A quantized weight has no derivative; the values that it is computed with have. A `StoredWeight` pairs such a weight
-with an array of zeros that has the shape and dtype of its gradient. `sharding.gather` and the embedding lookup compute
-with the stored weight and give the gradient to the zeros, which nothing reads: XLA drops them.
+A quantized weight has no derivative, but its dequantized values do. A `StoredWeight` pairs a weight with an array of
+zeros that has the shape and dtype of its gradient. `sharding.gather` and the embedding lookup compute with the stored
+weight, and return its gradient as the gradient of the zeros. XLA removes the zeros, since their values are not used.
 
     at = differentiable(params, jnp.bfloat16)
     grads = jax.grad(lambda at: loss(with_gradients(params, at)))(at)
 
-Of a stack of layers some may be trainable and others not: a `PartialStack`. `stack.apply_stack` splits it into runs of
-layers in which every weight is either trainable or frozen, so that networks only see `StoredWeight`.
+A `PartialStack` is a stack of layers of which only some are trainable. `stack.apply_stack` divides it into ranges of
+layers in which every weight is either trainable or frozen, so networks only receive `StoredWeight`.
 
-A `HookedWeight` is one whose gradient passes through a function first: for stacked weights in the backward pass of each
+A `HookedWeight` applies a function to its gradient. For stacked weights this happens in the backward pass of each
 layer, where `apply_hooks` is called.
 """
 
@@ -56,7 +56,7 @@ class StoredWeight(_HasShape):
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class PartialStack(_HasShape):
-    """Stacked weights of which these layers are trainable; `at` has their gradients, stacked."""
+    """Stacked weights of which only these layers are trainable; `at` receives their gradients, stacked."""
 
     stored: jax.Array | QTensor
     at: jax.Array | HookedWeight
@@ -66,10 +66,10 @@ class PartialStack(_HasShape):
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class HookedWeight:
-    """An array in place of a weight, and where its gradient goes: to `at`, as `hook(gradient, beside)`."""
+    """An array used as a weight. `at` receives `hook(gradient, beside)` as its gradient."""
 
     value: jax.Array
-    at: jax.Array  # of the hook's output shape; nothing reads it
+    at: jax.Array  # zeros with the shape of the hook's result; not read
     beside: jax.Array  # sliced into layers together with the weight
     hook: Callable[[jax.Array, jax.Array], jax.Array] = field(metadata={"static": True})
 
@@ -102,7 +102,7 @@ _hooked.defvjp(lambda _, value, _at, beside: (value, beside), _hooked_backward)
 
 
 def apply_hooks(tree: Any) -> Any:
-    """A tree of weights with hooked ones replaced by arrays to compute with."""
+    """The tree of weights, with each `HookedWeight` replaced by an array whose backward pass applies the hook."""
     is_hooked = lambda w: isinstance(w, HookedWeight)  # noqa: E731
     return jax.tree.map(lambda w: w.apply() if is_hooked(w) else w, tree, is_leaf=is_hooked)
 
@@ -110,8 +110,8 @@ def apply_hooks(tree: Any) -> Any:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class WithRemainder:
-    """A float32 value as a bfloat16 weight and the remaining bits: 16 of them, or the first 8. The remainder is added
-    to the weight's bits as an integer, so that its unit is the 2^16th (2^8th) part of bfloat16's."""
+    """A float32 value as a bfloat16 weight and the remaining 16 bits, or the first 8 of them. The remainder is added to
+    the bits of the weight as an integer, so its unit is 2^-16 (2^-8) of the last bit of the bfloat16 value."""
 
     weight: jax.Array
     remainder: jax.Array  # int16 or int8
@@ -143,13 +143,13 @@ Weight: TypeAlias = jax.Array | QTensor | StoredWeight
 
 
 def is_quantized(x: Any) -> bool:
-    """Whether a weight has to be dequantized before it is computed with."""
+    """Whether a weight has to be dequantized for computation."""
     return isinstance(x, QTensor | WithRemainder)
 
 
 def differentiable(params: Any, dtype: DTypeLike | None = None) -> Any:
-    """What to differentiate with respect to: a weight of this dtype itself, zeros in place of any other. `dtype` None:
-    each weight's own."""
+    """The arrays to differentiate with respect to: each weight that has this dtype, and zeros of this dtype for any
+    other weight. With `dtype` None, the dtype of each weight."""
 
     def one(w: jax.Array | QTensor) -> jax.Array:
         wanted = jnp.dtype(w.dtype if dtype is None else dtype)
@@ -159,8 +159,8 @@ def differentiable(params: Any, dtype: DTypeLike | None = None) -> Any:
 
 
 def with_gradients(params: Any, at: Any, partial: Mapping[Any, tuple[int, ...]] = MappingProxyType({})) -> Any:
-    """Weights whose gradients go to `at`; where it has None, frozen weights. `partial`: by path, the layers of a stack
-    that `at` has."""
+    """Weights whose gradients are those of `at`; weights with None in `at` are frozen. `partial` maps the path of a
+    stack to its trainable layers, which `at` contains."""
 
     def one(path: Any, w: jax.Array | QTensor, at: jax.Array | None) -> Weight | PartialStack:
         if at is not None and path in partial:

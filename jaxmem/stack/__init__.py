@@ -1,13 +1,13 @@
-"""Applying a stack of layers: one signature, several ways; the model does not know which.
+"""Applying a stack of layers: one signature with several implementations. Models do not depend on which one is used.
 
-Layers are stored stacked, so that one layer is compiled once, whatever the depth.
+The weights of all layers are stacked, so that a layer is compiled once for any number of layers.
 
     apply.py         one layer after the other
-    pipeline.py      over pipeline stages; stages.py has their schedule
-    remat.py         activation checkpointing; schedule.py and scheduled.py recompute boundaries too
-    reverse.py       forward and backward pass with each layer's gradient in sight
+    pipeline.py      over pipeline stages; stages.py has the schedule
+    remat.py         activation checkpointing; with schedule.py and scheduled.py boundaries are also recomputed
+    reverse.py       forward and backward pass that passes the gradient of each layer to a function
     layer_ranges.py  stacks with some trainable layers
-    cuts.py          taking the place of a stack within a network
+    cuts.py          replacing the computation of a stack within a network
 """
 
 from jaxmem.lazy import lazy_names

@@ -1,4 +1,4 @@
-"""Applying a stack of layers: a scan over layers, with recomputation; or pipeline stages, under `jax.vmap` over
+"""Applying a stack of layers: a scan over layers with recompute, or pipeline stages under `jax.vmap` over
 micro-batches."""
 
 from __future__ import annotations
@@ -23,32 +23,34 @@ from jaxmem.stack.remat import Remat, policy
 from jaxmem.stack.schedule import Schedule, schedule
 from jaxmem.stack.stages import Pipeline
 
-# (module, x, this layer's input, what every layer sees) -> (x, this layer's output)
+# (module, x, input of this layer, shared inputs) -> (x, output of this layer)
 Layer = Callable[[Any, Any, Any, Any], tuple[Any, Any]]
 
 
 @dataclass(frozen=True)
 class StackOptions:
-    """How a stack is applied, whatever its layers are."""
+    """Settings for applying a stack, independent of its layers."""
 
     remat: Remat = "none"  # the name of a policy, or the names of saved activations
     pipeline: Pipeline | None = None
     host: tuple[
         str, ...
-    ] = ()  # names of activations that are offloaded to host memory; with BOUNDARY all that are saved
+    ] = ()  # names of activations that are offloaded to host memory; with BOUNDARY all saved activations
 
 
 @dataclass(frozen=True)
 class StackCall:
-    """A stack that is about to be applied, as `stack.cut_by` hands it out."""
+    """A stack that is about to be applied, passed to the handler of `stack.cut_by`."""
 
-    run: Run  # (a layer's weights, x, its input, beside) -> (x, output)
+    run: Run  # (weights of a layer, x, its input, beside) -> (x, output)
     weights: Any  # of all layers, stacked
     x: Any
     inputs: Any
     beside: Any
     on_host: bool = False  # whether saved activations are offloaded to host memory
-    plan: Schedule | None = None  # which boundaries are saved; None: all, and what the policy of `run` saves
+    plan: Schedule | None = (
+        None  # which boundaries are saved; None: all, and the activations that the policy of `run` saves
+    )
 
 
 def apply_stack(
@@ -60,13 +62,14 @@ def apply_stack(
     *,
     options: StackOptions = StackOptions(),
 ) -> tuple[Any, Any]:
-    """(x, outputs) of `blocks`, modules of one kind stacked by `stacked`: `layer(block, x, input, beside)` for each.
+    """Applies `layer(block, x, input, beside)` for each of `blocks`, modules of one kind stacked by `stacked`, and
+    returns (x, outputs).
 
-    `inputs` has an entry for each layer (keys, caches), stacked; `beside` is the same for every layer (positions,
-    document ids). The outputs of the layers are stacked.
+    `inputs` has an entry for each layer (keys, caches), stacked; `beside` is shared by all layers (positions, document
+    ids). The outputs of the layers are stacked.
 
-    With `options.pipeline` the layers are distributed over stages. `jax.vmap` over micro-batches then pipelines them,
-    with their `inputs` and `beside`: `layer` must not close over anything of a micro-batch.
+    With `options.pipeline` the layers are distributed over stages, and `jax.vmap` over micro-batches pipelines them
+    with their `inputs` and `beside`: `layer` must not close over arrays of a micro-batch.
     """
     graphdef, state = nnx.split(blocks)
     weights = nnx.to_pure_dict(state)
@@ -100,9 +103,9 @@ def _apply_range(
     options: StackOptions,
     forms: set[tuple[int, ...]],
 ) -> tuple[Any, Any]:
-    """`forms`: the shapes of weights within a layer."""
+    """`forms` are the shapes of the weights of a layer."""
     on_host, fetches = BOUNDARY in options.host, bool(jax.tree.leaves(host_leaves(weights)))
-    # Boundaries or weights in host memory: by a schedule that saves every boundary, since it fetches one layer ahead.
+    # Boundaries or weights in host memory use a schedule that saves every boundary, since it copies one layer ahead.
     ahead = options.remat == "full" and not is_cut() and (options.host == (BOUNDARY,) or (fetches and not options.host))
     remat = "every_1" if ahead else options.remat
     plan = schedule(remat, layers)
@@ -112,11 +115,11 @@ def _apply_range(
         from jaxmem.stack.scheduled import by_schedule
 
         return by_schedule(run, plan, on_host=on_host)(weights, x, inputs, beside)
-    if is_cut() and on_host:  # whoever cuts offloads what is saved
+    if is_cut() and on_host:  # the handler offloads saved activations
         keep = policy(options.remat, forms)
     else:
         keep, run = policy(options.remat, forms, options.host), _name_boundaries(run) if on_host else run
-    # Inside of a scan XLA cannot merge the recomputation with the first pass, so nothing has to prevent it.
+    # Inside of a scan XLA cannot merge the recomputation with the first pass, so no barrier is needed.
     run = jax.checkpoint(run, policy=keep, prevent_cse=False)
     if (result := cut(StackCall(run, weights, x, inputs, beside, on_host))) is not None:
         return result
@@ -131,7 +134,7 @@ def _name_boundaries(run: Run) -> Run:
 
 
 def _pipelined(pipeline: Pipeline, run: Run, remat: Remat) -> Callable[..., tuple[Any, Any]]:
-    """Under `jax.vmap` over micro-batches a pipeline; without it, layer after layer."""
+    """A pipeline under `jax.vmap` over micro-batches; without the vmap, one layer after the other."""
     from jaxmem.stack.pipeline import run_in_order, through_stages
 
     @custom_vmap
@@ -149,7 +152,7 @@ def _pipelined(pipeline: Pipeline, run: Run, remat: Remat) -> Callable[..., tupl
 def stacked(make: Callable[[nnx.Rngs], nnx.Module], count: int, rngs: nnx.Rngs) -> Any:
     """`count` modules of one kind as one module, whose weights are stacked along a first axis `layer`.
 
-    They are created one after the other, so that initialisation needs one layer beside the stacked weights.
+    They are created one after the other, so that initialization needs one layer in addition to the stacked weights.
     """
     template = nnx.eval_shape(lambda: make(nnx.Rngs(0)))
     graphdef, _ = nnx.split(template)

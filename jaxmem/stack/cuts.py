@@ -1,8 +1,8 @@
-"""Cutting a network at its stacks of layers and at its embedding and output matrices, without the network knowing.
+"""Cutting a network at its stacks of layers and at its embedding and output matrices, without changing the network.
 
-Within `with cut_by(handler):` each stack that is about to be applied (`stack.apply.StackCall`) and each vocabulary
-matrix that is about to be computed with (`models.vocab_slices.VocabOp`) is given to `handler`, in the order in which
-the network computes. What `handler` returns takes the place of the result; None: compute as usual.
+Within `with cut_by(handler):`, each stack that is about to be applied (`stack.apply.StackCall`) and each operation with
+a vocabulary matrix (`models.vocab_slices.VocabOp`) is passed to `handler`, in the order of the computation. The result
+of `handler` is used instead; if it is None, the operation is computed as usual.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _handler: ContextVar[Handler | None] = ContextVar("cut_handler", default=None)
 
 @contextmanager
 def cut_by(handler: Handler) -> Iterator[None]:
-    """Within it, stacks and vocabulary matrices are given to `handler` instead of being computed."""
+    """A context in which stacks and operations with vocabulary matrices are passed to `handler` instead of computed."""
     token = _handler.set(handler)
     try:
         yield
@@ -32,6 +32,6 @@ def is_cut() -> bool:
 
 
 def cut(part: Any) -> Any:
-    """What the handler returns for this part; None: there is no handler, or it leaves the part as it is."""
+    """The result of the handler for this part; None if there is no handler, or it does not replace the part."""
     handler = _handler.get()
     return None if handler is None else handler(part)

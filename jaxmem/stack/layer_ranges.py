@@ -1,8 +1,8 @@
-"""A stack with some trainable layers, as consecutive ranges of layers: in each, a weight is trainable or frozen.
+"""A stack with some trainable layers, divided into consecutive ranges in which each weight is trainable or frozen.
 
-Frozen weights are indexed by layer where a layer is computed, never sliced: a slice would be a copy. Where nothing
-before a range has a gradient, jax does not differentiate it and saves nothing of it: with the last N of L layers
-trainable, the backward pass, saved activations and gradients are those of N layers.
+Frozen weights are indexed by layer where a layer is computed, not sliced: a slice would be a copy. If nothing before or
+within a range has a gradient, jax does not differentiate it and saves none of its activations. With the last N of L
+layers trainable, the backward pass, saved activations and gradients are those of N layers.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from jaxmem.sharding.host import take_layer
 from jaxmem.sharding.weights import PartialStack, StoredWeight
 
-Run = Callable[[Any, Any, Any, Any], tuple[Any, Any]]  # (one layer's weights, x, its input, beside) -> (x, output)
+Run = Callable[[Any, Any, Any, Any], tuple[Any, Any]]  # (weights of a layer, x, its input, beside) -> (x, output)
 
 
 @dataclass(frozen=True)
@@ -29,10 +29,10 @@ class LayerRange:
     stop: int
 
     def restrict(self, run: Run, weights: Any, inputs: Any, beside: Any) -> tuple[Run, Any, Any, Any]:
-        """(run, weights, inputs, beside) of these layers, to be applied as a stack."""
+        """(run, weights, inputs, beside) of these layers, which are applied as a stack."""
         leaves, form = jax.tree.flatten(weights, is_leaf=_is_kind)
         numbers = jnp.arange(self.start, self.stop, dtype=jnp.int32)
-        # Frozen weights without a gradient, also where gradients of `beside` are requested.
+        # Frozen weights have no gradient, also if gradients of `beside` are requested.
         stay = [
             StoredWeight(leaf.stored, None) if isinstance(leaf, StoredWeight | PartialStack) else None
             for leaf in leaves
@@ -63,7 +63,7 @@ class LayerRange:
 
 
 def layer_ranges(weights: Any) -> list[LayerRange]:
-    """The ranges of a stack; a single one where no weight is partly trainable."""
+    """The ranges of a stack; a single range if no weight is a `PartialStack`."""
     leaves = jax.tree.leaves(weights, is_leaf=_is_kind)
     count = leaves[0].shape[0]
     learning = [{*leaf.layers} for leaf in leaves if isinstance(leaf, PartialStack)]

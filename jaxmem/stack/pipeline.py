@@ -1,13 +1,13 @@
-"""A stack of layers over the mesh axis `stage`: micro-batches follow each other through the stages.
+"""A stack of layers over the mesh axis `stage`: micro-batches pass through the stages one after the other.
 
-One program for all devices (Xu et al., arXiv:2105.04663): the inputs of all stages are one array, sharded over
-`stage`; a tick runs every stage on its shard and passes the results on by a collective-permute. `stages.py` has the
-schedule.
+All devices run one program (Xu et al., arXiv:2105.04663): the inputs of all stages are one array, sharded over `stage`;
+each tick runs every stage on its shard and sends the results to the next stage by a collective-permute. `stages.py` has
+the schedule.
 
-With L layers, boundaries of B bytes and K bytes saved per layer by `memory.remat`, each device holds (m + (p - 1) / v)
-L / p K for the backward pass: layers fall by p, and all micro-batches are held at once. The inputs and outputs of the
-stack are distributed over the stages, (m / p) B each, and shift by one stage per tick. A tick sends 2 B. Weights do
-not move. In the ticks of the bubble a device computes a result that is discarded.
+For L layers on p stages, m micro-batches, v rounds, boundaries of B bytes, and K bytes that `memory.remat` saves per
+layer, each device saves (m + (p - 1) / v) L / p K bytes for the backward pass: 1/p of the layers, but all micro-batches
+at once. The inputs and outputs of the stack are distributed over the stages, (m / p) B each, and shift by one stage per
+tick. A tick sends 2 B. Weights are not sent. In the ticks of the bubble a device computes results that are discarded.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from jaxmem.sharding import rotate, shard_first_dim, vmap_groups
 from jaxmem.stack.remat import Remat, policy
 from jaxmem.stack.stages import Pipeline
 
-Run = Callable[[Any, Any, Any, Any], tuple[Any, Any]]  # (one layer's weights, x, its input, beside) -> (x, output)
+Run = Callable[[Any, Any, Any, Any], tuple[Any, Any]]  # (weights of a layer, x, its input, beside) -> (x, output)
 AXIS = "stage"
 
 
 def run_in_order(pipeline: Pipeline, run: Run, weights: Any, x: Any, inputs: Any, beside: Any) -> tuple[Any, Any]:
-    """Layer after layer on all devices, for a batch without micro-batches: the weights of one layer at a time are sent
-    from their stage to all devices."""
+    """Applies one layer after the other on all devices, for a batch without micro-batches. The weights of one layer at
+    a time are sent from their stage to all devices."""
     staged = jax.tree.map(pipeline.split, weights)
 
     def fetch(stacked: jax.Array, layer: jax.Array) -> jax.Array:
@@ -50,8 +50,8 @@ def run_in_order(pipeline: Pipeline, run: Run, weights: Any, x: Any, inputs: Any
 def through_stages(
     pipeline: Pipeline, run: Run, weights: Any, x: Any, inputs: tuple[Any, Any], beside: tuple[Any, Any], remat: Remat
 ) -> Any:
-    """All micro-batches, stacked and padded to `pipeline.slots`, through all layers. `inputs` and `beside` are pairs: a
-    tree, and which of its leaves have a dimension of micro-batches."""
+    """Applies all layers to all micro-batches, which are stacked and padded to `pipeline.slots`. `inputs` and `beside`
+    are pairs of a tree and a tree of flags, which mark the leaves with a dimension of micro-batches."""
     p = pipeline
     shapes = {leaf.shape[1:] for leaf in jax.tree.leaves(weights)}
     seen = {
@@ -62,8 +62,9 @@ def through_stages(
     stages = jnp.arange(p.stages, dtype=jnp.int32)
 
     def layer(weights: Any, x: Any, sums: Any, place: jax.Array, stage: jax.Array, item: jax.Array) -> Any:
-        """What depends on the tick is indexed in here, or it would be saved for each tick. The barrier makes the
-        weights depend on the tick too; otherwise jax would gather the weights of all layers before the first tick."""
+        """Indexes everything that depends on the tick in here; otherwise it would be saved for each tick. The barrier
+        makes the weights depend on the tick too; otherwise jax would gather the weights of all layers before the first
+        tick."""
         weights, item = jax.lax.optimization_barrier((weights, item))
         weights, sums = _summed_into(weights, sums, place)
         micro, turn = _item(p, item)
@@ -85,8 +86,8 @@ def through_stages(
 
         @again
         def one(x: Any, sums: Any, place: jax.Array) -> tuple[Any, Any]:
-            """Indexes the weights within the tick. Passing them in by segment, or indexing them earlier, would copy
-            them."""
+            """Indexes the weights within the tick. Passing the weights of a segment, or indexing them earlier, would
+            copy them."""
             place, now = jax.lax.optimization_barrier((place, item))
             own = jax.tree.map(lambda leaf: jax.lax.dynamic_index_in_dim(leaf, place, keepdims=False), weights)
             return layer(own, x, sums, place, stage, now)
@@ -101,7 +102,7 @@ def through_stages(
 
     staged = jax.tree.map(lambda leaf: shard_first_dim(p.split(leaf), AXIS), weights)
     sums = jax.tree.map(lambda leaf: shard_first_dim(_sum_of(leaf), AXIS), staged)
-    staged = jax.lax.stop_gradient(staged)  # the sums carry its gradient
+    staged = jax.lax.stop_gradient(staged)  # its gradient is in the sums
     waiting = jax.tree.map(lambda leaf: shard_first_dim(leaf.reshape(p.stages, -1, *leaf.shape[1:]), AXIS), x)
 
     # Linear: nothing but masks, as large as what they mask, would be saved. A new function each time, since jax caches
@@ -119,8 +120,8 @@ def through_stages(
 
 
 def _item(p: Pipeline, item: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """The micro-batch and round that a stage processes as work item number `item`. `stages` micro-batches pass through
-    all rounds, then the next ones: the result of the last stage is at the first just when it is needed."""
+    """The micro-batch and round that a stage processes as work item `item`. Groups of `stages` micro-batches pass
+    through all rounds, so that the result of the last stage reaches the first stage just when it is needed."""
     item = jnp.clip(item, 0, p.rounds * p.micro_batches - 1)
     group, within = jnp.divmod(item, p.rounds * p.stages)
     turn, place = jnp.divmod(within, p.stages)
@@ -128,11 +129,12 @@ def _item(p: Pipeline, item: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 
 def _pass_on(p: Pipeline, y: Any, waiting: Any, t: jax.Array) -> tuple[Any, Any]:
-    """The inputs of the stages in tick `t`, from their outputs in the tick before: for each stage that of its
-    predecessor, for the first one a waiting micro-batch, or in later rounds the output of the last stage.
+    """The inputs of the stages in tick `t`, from their outputs in the previous tick. The input of a stage is the
+    output of the stage before; the input of the first stage is a waiting micro-batch, or in later rounds the output of
+    the last stage.
 
-    `waiting` is [stages, slots / stages, ...]. When the first stage takes a micro-batch out of its shard of a column,
-    the column moves up by one stage, and the last stage stores its output in the free position.
+    `waiting` is [stages, slots / stages, ...]. When the first stage reads a micro-batch from its shard of a column, the
+    column moves up by one stage, and the last stage stores its output in the free position.
     """
     group, within = jnp.divmod(t, p.rounds * p.stages)
     arrives = within < p.stages
@@ -151,8 +153,8 @@ def _pass_on(p: Pipeline, y: Any, waiting: Any, t: jax.Array) -> tuple[Any, Any]
 
 
 def _collected(p: Pipeline, done: jax.Array) -> jax.Array:
-    """Results in the order of the micro-batches. After the last tick they are shifted by `stages` columns, and at the
-    end if there are more slots than micro-batches."""
+    """The results in the order of the micro-batches. After the last tick they are shifted by `stages` columns, and are
+    at the end if there are more slots than micro-batches."""
     empty = p.slots - p.micro_batches
     done = jnp.roll(done, (empty - p.stages) % done.shape[1], axis=1)
     done = done.reshape(p.slots, *done.shape[2:])
@@ -161,10 +163,11 @@ def _collected(p: Pipeline, done: jax.Array) -> jax.Array:
 
 @jax.custom_vjp
 def _sum_of(weight: jax.Array) -> jax.Array:
-    """Zeros that are carried through all ticks beside `weight`. Their gradient in the backward pass is the sum of the
-    gradients that `_summed_into` adds: in float32, in place, one layer at a time. By default jax would hold each tick's
-    gradients of a whole stage beside their sum, and sum in the weight's dtype. XLA drops the zeros in the forward pass;
-    they depend on the weight, so that under a vmap over groups of rows each group has its own sum."""
+    """Zeros that are carried through all ticks with `weight`. Their gradient is the sum of the gradients that
+    `_summed_into` adds, in float32, in place, one layer at a time. By default jax would store the gradients of a
+    complete stage for a tick in addition to their sum, and sum in the dtype of the weight. XLA removes the zeros from
+    the forward pass. They depend on the weight, so that under a vmap over groups of rows each group has its own
+    sum."""
     return jnp.where(False, weight, jnp.zeros_like(weight)).astype(jnp.float32)
 
 
@@ -177,7 +180,7 @@ _sum_of.defvjp(lambda weight: (_sum_of(weight), jnp.zeros((), weight.dtype)), _s
 
 @jax.custom_vjp
 def _summed_into(weights: Any, sums: Any, _: jax.Array) -> tuple[Any, Any]:
-    """(weights, sums, place) -> (weights, sums); the backward pass adds the weights' gradients to the sums at
+    """(weights, sums, place) -> (weights, sums). The backward pass adds the gradients of the weights to the sums at
     `place`."""
     return weights, sums
 
@@ -214,7 +217,7 @@ def _picked_forward(turn: jax.Array, weight: jax.Array) -> tuple[jax.Array, tupl
 
 
 def _picked_backward(saved: tuple[jax.Array, int], g: jax.Array) -> tuple[None, jax.Array]:
-    """Written with `where`: a scatter would first write zeros for all rounds."""
+    """Uses `where`, because a scatter would first write zeros for all rounds."""
     turn, rounds = saved
     numbers = jnp.arange(rounds, dtype=jnp.int32).reshape(-1, *[1] * g.ndim)
     return None, jnp.where(numbers == turn, g[None], jnp.zeros_like(g))

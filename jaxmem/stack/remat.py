@@ -1,15 +1,15 @@
-"""Activation checkpointing: what a layer saves for the backward pass. With N layers whose boundary (input) takes B
-bytes and whose intermediates take A bytes, the backward pass holds
+"""Activation checkpointing: which activations of a layer are saved for the backward pass. With N layers whose boundary
+(input) takes B bytes and whose intermediates take A bytes, the backward pass needs
 
     none   N * A          no recomputation
     dots   N * (matmuls)  recomputes all but matmuls
     full   N * B + A      one extra forward pass (Chen et al., arXiv:1604.06174)
     names  N * (named)    recomputes all but activations with these names
 
-and with `schedule.py` fewer boundaries than N, for more forward passes.
+and with `schedule.py` fewer boundaries than N, at the cost of more forward passes.
 
-Under every policy a weight gathered over `fsdp` is gathered again in the backward pass and never saved: saved, each
-device would hold the whole model.
+With every policy, a weight gathered over `fsdp` is gathered again in the backward pass. If it were saved, each device
+would store the complete model.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ Policy = Callable[..., bool]
 Remat = str | tuple[str, ...]
 Forms = set[tuple[int, ...]]
 
-# The primitives of `sharding.gather` and of pipeline stages, each of which keeps the weight's shape; and, last, those
-# that index a layer's weight in a stack, or fetch it from host memory.
+# The primitives of `sharding.gather` and of pipeline stages, which preserve the shape of the weight. The last ones
+# index the weight of a layer in a stack, or copy it from host memory.
 _FETCH = (
     "custom_vjp_call", "convert_element_type", "sharding_constraint", "name", "optimization_barrier", "dynamic_slice",
     "squeeze", "device_put",
@@ -37,7 +37,7 @@ _FETCH = (
 
 
 def _save_all_but_weights(weights: Forms) -> Policy:
-    """Everything may be saved but a weight between storage and compute, which is recognised by its shape."""
+    """A policy that saves everything except weights between storage and computation, which it recognizes by shape."""
 
     def policy(primitive: Any, *operands: Any, **_: Any) -> bool:
         return not (primitive.name in _FETCH and operands[0].shape in weights)
@@ -46,8 +46,8 @@ def _save_all_but_weights(weights: Forms) -> Policy:
 
 
 def policy(remat: Remat, weights: Forms, host: tuple[str, ...] = ()) -> Policy:
-    """The `jax.checkpoint` policy. `weights`: the shapes of one layer's weights; `host`: names of activations that are
-    offloaded to host memory, beside what else is saved. With BOUNDARY all that is saved is offloaded."""
+    """The `jax.checkpoint` policy. `weights` are the shapes of the weights of a layer, and `host` names activations
+    that are saved in host memory, in addition to the others. With BOUNDARY all saved activations are offloaded."""
     if isinstance(remat, tuple):
         saved: tuple[str, ...] | None = remat
     elif (known := policy_of(remat)) is not None:  # scheduled policies save the inputs of layers only
@@ -68,8 +68,8 @@ def policy(remat: Remat, weights: Forms, host: tuple[str, ...] = ()) -> Policy:
 
 
 def recompute_from_inputs(function: Callable[..., jax.Array], *inputs: jax.Array) -> jax.Array:
-    """function(*inputs), of which only the inputs are saved for the backward pass: for element-wise functions, whose
-    recomputation costs no matmul and is fused into the kernels that need it."""
+    """Computes function(*inputs) and saves only the inputs for the backward pass. Use it for element-wise functions,
+    whose recomputation needs no matmul and is fused into the kernels that use the result."""
 
     @jax.custom_vjp
     def run(*inputs: jax.Array) -> jax.Array:

@@ -1,12 +1,12 @@
-"""Forward and backward pass of a stack, where each layer's gradient is consumed before the next one is computed.
+"""Forward and backward pass of a stack in which the gradient of each layer is used before the next one is computed.
 
-jax's own backward pass returns the gradients of all layers at the end. Here `forward` saves what the recomputation
-policy requires of each layer, and `backward` goes through the layers from the last to the first and passes each
-gradient to a visitor, which may update that layer's weights, since they are not needed any more. With N layers of W
-bytes of gradients that is W bytes instead of N W, at no additional FLOPs (Lv et al., arXiv:2306.09782).
+The backward pass of jax returns the gradients of all layers at the end. Here `forward` saves the activations that the
+recompute policy needs, and `backward` goes through the layers from the last to the first and passes each gradient to a
+visitor. The visitor may update the weights of that layer, since they are not needed any more. With N layers and W bytes
+of gradients per layer this takes W bytes instead of N W, without additional FLOPs (Lv et al., arXiv:2306.09782).
 
-With micro-batches each layer is backpropagated through all of them, and the visitor receives the float32 sum.
-Activations are saved for all micro-batches; intermediates of a layer exist for one at a time.
+With several micro-batches, the gradient of a layer is computed for all of them, and the visitor receives the float32
+sum. Activations are saved for all micro-batches; the intermediates of a layer exist for one micro-batch at a time.
 """
 
 from __future__ import annotations
@@ -27,9 +27,11 @@ from jaxmem.stack.apply import StackCall
 from jaxmem.stack.schedule import Schedule
 from jaxmem.stack.scheduled import first_pass, layer_with, recompute, scan_layers
 
-# (carry, layer, gradient of its weights, what `fetch` returned) -> carry
+# (carry, layer, gradient of its weights, result of `fetch`) -> carry
 Visit = Callable[[Any, jax.Array, Any, Any], Any]
-Derivative = Callable[[Any], tuple[Any, Any]]  # gradient of a layer's output -> of its weights and of its input
+Derivative = Callable[
+    [Any], tuple[Any, Any]
+]  # gradient of the output of a layer -> gradients of its weights and of its input
 Fetch = Callable[[Any, jax.Array], Any]  # (carry, layer)
 
 
@@ -39,9 +41,9 @@ class ForwardPass(ABC):
 
     applied: StackCall
     y: Any
-    dtype: DTypeLike | None  # of gradients; None: each weight's own
-    trainable: Any  # whether weights have a gradient: of each, or of all
-    micro: int  # micro-batches, in the rows as `merge_micro_batches` puts them
+    dtype: DTypeLike | None  # of gradients; None: the dtype of each weight
+    trainable: Any  # whether weights have a gradient: for each weight, or for all
+    micro: int  # number of micro-batches; rows are in the order of `merge_micro_batches`
 
     @property
     def layers(self) -> int:
@@ -51,8 +53,8 @@ class ForwardPass(ABC):
     def backward(
         self, g: Any, weights: Callable[[Any], Any], visit: Visit, carried: Any, fetch: Fetch = lambda *_: None
     ) -> tuple[Any, Any]:
-        """The last carry, and the gradient of the stack's x. `weights` returns the stacked weights in a carry; `fetch`
-        is called before a layer's gradient is computed, so that what it fetches overlaps with that."""
+        """Returns the last carry, and the gradient of the x of the stack. `weights` returns the stacked weights in a
+        carry. `fetch` is called before the gradient of a layer is computed, so that its copies overlap with it."""
         beside = split_micro_batches(self.applied.beside, self.micro)
 
         def step(turn: jax.Array, state: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -64,7 +66,7 @@ class ForwardPass(ABC):
             saved, ahead = self._at(layer, stacked, ahead)
             beside_layer = fetch(carried, layer)
             dw, dx = self._gradients(own, split_micro_batches(one, self.micro), beside, saved, g)
-            # Reads before the visitor writes: otherwise XLA would copy the old weights.
+            # Reads happen before the visitor writes; otherwise XLA would copy the old weights.
             layer, dw, dx, beside_layer = jax.lax.optimization_barrier((layer, dw, dx, beside_layer))
             return visit(carried, layer, dw, beside_layer), dx, ahead, fetched
 
@@ -75,18 +77,18 @@ class ForwardPass(ABC):
 
     @abstractmethod
     def _begin(self) -> Any:
-        """What is carried from layer to layer beside the gradient."""
+        """The carry from layer to layer, in addition to the gradient."""
 
     @abstractmethod
     def _at(self, layer: jax.Array, weights: Any, ahead: Any) -> tuple[Any, Any]:
-        """The residuals of a layer's derivative, and the new carry."""
+        """The residuals of the derivative of a layer, and the new carry."""
 
     @abstractmethod
     def _derivative(self, weights: Any, one: Any, beside: Any, saved: Any) -> Derivative:
         """The derivative of one layer."""
 
     def _gradients(self, weights: Any, one: Any, beside: Any, saved: Any, g: Any) -> tuple[Any, Any]:
-        """The gradients of a layer's weights and of its input."""
+        """The gradients of the weights of a layer and of its input."""
         if self.micro == 1:
             return self._derivative(weights, one, beside, saved)(g)
 
@@ -106,15 +108,17 @@ class ForwardPass(ABC):
 class SavedPass(ForwardPass):
     """A forward pass in which every layer saved its own residuals."""
 
-    saved: list[jax.Array]  # for each layer, stacked; with micro-batches, for each of them
-    treedef: Any  # of one layer's derivative
-    sources: tuple[int | None, ...]  # of each of its leaves: which leaf of (weights, input, beside) it is; None: saved
+    saved: list[jax.Array]  # of each layer, stacked; with micro-batches, of each of them
+    treedef: Any  # of the derivative of one layer
+    sources: tuple[
+        int | None, ...
+    ]  # for each leaf, the index of the same leaf in (weights, input, beside); None: saved
 
     def _begin(self) -> Any:
         return self._fetched(jnp.int32(self.layers - 1)) if self.applied.on_host else None
 
     def _at(self, layer: jax.Array, _: Any, ahead: Any) -> tuple[Any, Any]:
-        if self.applied.on_host:  # the layer before is fetched while this one computes
+        if self.applied.on_host:  # the previous layer is copied while this one computes
             return ahead, self._fetched(jnp.maximum(layer - 1, 0))
         return self._of(layer), None
 
@@ -157,9 +161,9 @@ class ScheduledPass(ForwardPass):
 
 
 def forward(applied: StackCall, trainable: Any = True, dtype: DTypeLike | None = None, micro: int = 1) -> ForwardPass:
-    """The forward pass. Weights, inputs and `beside`, which a layer's derivative reads, are not saved again.
-    `trainable`: which weights have a gradient; `dtype`: of gradients, None: each weight's own. `micro`: the number of
-    micro-batches, one after the other, under policies that save every boundary."""
+    """The forward pass. Weights, inputs and `beside` are not saved again. `trainable` marks the weights with a
+    gradient. `dtype` is the dtype of gradients; None is the dtype of each weight. `micro` is the number of
+    micro-batches, which are processed one after the other; they need a policy that saves every boundary."""
     if applied.plan is not None:
         given = applied.weights, applied.x, applied.inputs, applied.beside
         y, _, slots = first_pass(applied.run, applied.plan, *given, on_host=applied.on_host)
@@ -191,7 +195,7 @@ def forward(applied: StackCall, trainable: Any = True, dtype: DTypeLike | None =
 
 
 def _select(trainable: Any, weights: Any) -> Any:
-    """Weights with None in place of frozen ones."""
+    """The weights, with None for frozen ones."""
     return jax.tree.map(lambda own, w: w if own else None, trainable, weights)
 
 

@@ -1,9 +1,10 @@
 """Which boundaries of N layers are saved, and which layers are recomputed to obtain the others in the backward pass.
 
-A boundary is a layer's input. The backward pass of a segment whose first boundary is saved: recompute up to a layer
-within it, save its boundary in the next slot, go back through the layers from there on, then through those before.
-Policies differ only in how far to recompute: their split (`jaxmem.config.recompute`). In addition every layer is
-recomputed once to be differentiated.
+A boundary is the input of a layer. The backward pass of a segment whose first boundary is saved recomputes up to a
+layer within the segment and saves the boundary of that layer in the next slot. It then goes backward through the
+layers from there on, and after that through the layers before. Policies differ only in the number of layers before the
+next saved boundary (`splits` in `jaxmem.config.recompute`). In addition, every layer is recomputed once to be
+differentiated.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from jaxmem.config.recompute import split_of
 
 @dataclass(frozen=True)
 class Schedule:
-    """Each tuple but `again` has an entry for each layer."""
+    """Every tuple except `again` has an entry for each layer."""
 
     slots: int
     first: tuple[int, ...]  # the slot of its input in the forward pass
@@ -26,12 +27,12 @@ class Schedule:
 
     @property
     def runs(self) -> int:
-        """The number of recomputed layers, in addition to the recomputation of each that is differentiated."""
+        """The number of recomputed layers, in addition to the recomputation of each layer for its derivative."""
         return len(self.again)
 
 
 def schedule(remat: str | tuple[str, ...], layers: int) -> Schedule | None:
-    """None: the policy saves every boundary.
+    """The schedule of a policy; None if it saves every boundary.
 
     >>> [(plan.slots, plan.runs) for name in ("sqrt", "recursive", "slots_4") if (plan := schedule(name, 16))]
     [(7, 9), (5, 17), (5, 12)]
@@ -51,7 +52,7 @@ def schedule(remat: str | tuple[str, ...], layers: int) -> Schedule | None:
         far = split(high - low, slot)
         steps += [(low + i, slot + min(i, 1), slot + 1) for i in range(far)]
         todo += [(low, low + far, slot), (low + far, high, slot + 1)]
-    # What is computed before the backward pass of the last layer is the forward pass itself.
+    # The computation before the backward pass of the last layer is the forward pass.
     own = layers - 1
     first = [0] + [target for _, _, target in steps[:own]]
     slots = 1 + max(target for _, _, target in steps)

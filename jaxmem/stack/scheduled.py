@@ -1,8 +1,7 @@
-"""Applying a stack by a schedule of which boundaries are saved and which are recomputed.
+"""Applying a stack with a schedule of saved and recomputed boundaries.
 
-Weights are indexed inside of the loop, rather than passed in slices, which would copy them. In addition to the slots of
-the schedule the backward pass holds the intermediates of one layer and its gradient. Weights in
-host memory are fetched one layer ahead.
+Weights are indexed inside of the loop; passing slices would copy them. In addition to the slots of the schedule, the
+backward pass stores the intermediates of one layer and its gradient. Weights in host memory are copied one layer ahead.
 """
 
 from __future__ import annotations
@@ -17,13 +16,13 @@ from jaxmem.sharding.host import device_leaves, fetch_layer, fill, put_layer, ta
 from jaxmem.sharding.weights import StoredWeight
 from jaxmem.stack.schedule import Schedule
 
-Run = Callable[[Any, Any, Any, Any], tuple[Any, Any]]  # (one layer's weights, x, its input, beside) -> (x, output)
+Run = Callable[[Any, Any, Any, Any], tuple[Any, Any]]  # (weights of a layer, x, its input, beside) -> (x, output)
 
 
 def first_pass(
     run: Run, plan: Schedule, weights: Any, x: Any, inputs: Any, beside: Any, *, on_host: bool
 ) -> tuple[Any, Any, Any]:
-    """(x, stacked outputs, the saved boundaries)."""
+    """Returns (x, stacked outputs, saved boundaries)."""
     store = to_host if on_host else lambda x: x
     every = _saves_all(plan)
 
@@ -35,8 +34,8 @@ def first_pass(
         return x, slots, (output, boundary if every else None)
 
     def empty_slots() -> Any:
-        """Filled with x, so that they are sharded as x is; in host memory one after the other, or all of them would
-        be on the device first."""
+        """Slots filled with x, so that they are sharded like x. In host memory they are written one after the other;
+        otherwise all of them would be on the device first."""
         if on_host:
             return jax.lax.scan(lambda _, __: (None, store(x)), None, length=plan.slots)[1]
         return jax.tree.map(lambda x: jnp.broadcast_to(x, (plan.slots, *x.shape)), x)
@@ -47,8 +46,8 @@ def first_pass(
 
 
 def scan_layers(step: Callable[..., Any], carried: Any, weights: Any, x: Any, inputs: Any) -> tuple[Any, Any, Any]:
-    """(x, carried, stacked outputs) of `step(carried, input, weights, x) -> (x, carried, output)` for each layer.
-    Weights in host memory are fetched one layer ahead."""
+    """Applies `step(carried, input, weights, x) -> (x, carried, output)` for each layer and returns (x, carried,
+    stacked outputs). Weights in host memory are copied one layer ahead."""
 
     def scanned(carry: tuple[Any, Any, Any], of_layer: tuple[Any, Any, jax.Array]) -> tuple[tuple[Any, Any, Any], Any]:
         (x, carried, fetched), (own, one, layer) = carry, of_layer
@@ -81,7 +80,7 @@ def recompute(
 
 
 def _saves_all(plan: Schedule) -> bool:
-    """Whether each boundary has a slot of its own, and none is recomputed."""
+    """Whether each boundary has its own slot, so that none is recomputed."""
     return plan.first == tuple(range(len(plan.at)))
 
 
@@ -114,7 +113,7 @@ def by_schedule(run: Run, plan: Schedule, *, on_host: bool = False) -> Callable[
             x = ahead if every else back(take_layer(slots, at))
             ahead = (
                 back(take_layer(slots, jnp.maximum(at - 1, 0))) if every else None
-            )  # fetched while this layer computes
+            )  # copied while this layer computes
             following = fetch_layer(weights, layer - 1)
             derivative = _derivative(run, layer_with(weights, layer, fetched), x, take_layer(inputs, layer), beside)
             of_weights, g, of_input, more = derivative(g, of_output)
@@ -132,7 +131,7 @@ def by_schedule(run: Run, plan: Schedule, *, on_host: bool = False) -> Callable[
 
 
 def _derivative(run: Run, weights: Any, x: Any, one: Any, beside: Any) -> Callable[[Any, Any], tuple[Any, ...]]:
-    """(gradient of x, of the output) -> those of weights, x, input and beside; None for integers and keys."""
+    """(gradients of x and of the output) -> gradients of weights, x, input and beside; None for integers and keys."""
 
     def of_inexact(own: Any, x: Any, some: Any, others: Any) -> tuple[Any, Any]:
         return run(with_inexact(weights, own), x, with_inexact(one, some), with_inexact(beside, others))
@@ -146,8 +145,7 @@ def _is_inexact(leaf: Any) -> bool:
 
 
 def inexact_leaves(tree: Any) -> Any:
-    """The leaves that have a gradient: floating-point arrays, and the `at` of stored weights. None in place of
-    others."""
+    """The leaves that have a gradient: floating-point arrays, and the `at` of stored weights; None for others."""
 
     def of(leaf: Any) -> Any:
         at = leaf.at if isinstance(leaf, StoredWeight) else leaf
@@ -157,7 +155,7 @@ def inexact_leaves(tree: Any) -> Any:
 
 
 def with_inexact(tree: Any, numbers: Any) -> Any:
-    """A tree with its `inexact_leaves` replaced."""
+    """The tree with its `inexact_leaves` replaced."""
 
     def of(leaf: Any, other: Any) -> Any:
         if other is None:
@@ -168,7 +166,7 @@ def with_inexact(tree: Any, numbers: Any) -> Any:
 
 
 def _gradients_like(tree: Any, gradients: Any) -> Any:
-    """The gradients of a tree's `inexact_leaves`, in the form of the tree: a stored array has none."""
+    """The gradients of `inexact_leaves`, with the structure of the tree. A stored array has no gradient."""
 
     def of(leaf: Any, g: Any) -> Any:
         return StoredWeight(None, g) if isinstance(leaf, StoredWeight) else g  # type: ignore[arg-type]
@@ -181,7 +179,7 @@ def _is_point(x: Any) -> bool:
 
 
 def layer_with(stacked: Any, layer: jax.Array, fetched: Any) -> Any:
-    """The weights of one layer, of which some have been fetched from host memory."""
+    """The weights of one layer, some of which have been copied from host memory."""
     return fill(take_layer(device_leaves(stacked), layer), fetched)
 
 

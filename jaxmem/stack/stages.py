@@ -1,9 +1,9 @@
-"""How a stack of layers is divided into pipeline stages, and what that costs in idle time.
+"""How a stack of layers is divided into pipeline stages, and the share of idle time.
 
 GPipe (Huang et al., arXiv:1811.06965): with p stages and m micro-batches, a stage works in m of m + p - 1 ticks, so
-the bubble is (p - 1) / (m + p - 1). The interleaved schedule (Narayanan et al., arXiv:2104.04473) gives each stage v
-groups of layers that do not follow each other: a micro-batch passes all stages v times, a tick is v times shorter, and
-the bubble is (p - 1) / (v m + p - 1).
+the bubble is (p - 1) / (m + p - 1). The interleaved schedule (Narayanan et al., arXiv:2104.04473) assigns v groups of
+layers to each stage that are not adjacent: a micro-batch passes through all stages v times, a tick is v times shorter,
+and the bubble is (p - 1) / (v m + p - 1).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class Pipeline:
     layers: int
     stages: int
     micro_batches: int
-    rounds: int = 1  # groups of layers per stage, through which a micro-batch passes one round each; 1 is GPipe
+    rounds: int = 1  # groups of layers per stage; a micro-batch passes through one group per round; 1 is GPipe
 
     @property
     def group(self) -> int:
@@ -35,7 +35,7 @@ class Pipeline:
 
     @property
     def stored(self) -> int:
-        """The number of layers, identity layers included."""
+        """The number of layers, including identity layers."""
         return self.stages * self.group * self.rounds
 
     @property
@@ -57,8 +57,8 @@ class Pipeline:
         return (self.stages - 1) / self.ticks
 
     def layers_per_boundary(self, remat: Remat) -> int:
-        """The number of a stage's layers that are recomputed from one saved boundary: with `sqrt` the number that
-        saves the fewest boundaries.
+        """The number of layers of a stage that are recomputed from one saved boundary; with `sqrt`, the number for
+        which the fewest boundaries are saved.
 
         >>> pipeline = Pipeline(layers=32, stages=4, micro_batches=2)
         >>> [pipeline.layers_per_boundary(remat) for remat in ("full", "every_2", "sqrt")]
@@ -72,8 +72,8 @@ class Pipeline:
 
     @cached_property
     def order(self) -> np.ndarray:
-        """Which layer of the model is stored at each position of the stack, `stages` x `group` x `rounds`; identity
-        layers have numbers from `layers` on.
+        """The index of the layer that is stored at each position of the stack, `stages` x `group` x `rounds`. Identity
+        layers have indices from `layers` on.
 
         >>> Pipeline(layers=8, stages=2, micro_batches=4, rounds=2).order.tolist()
         [0, 4, 1, 5, 2, 6, 3, 7]
@@ -82,7 +82,7 @@ class Pipeline:
         return ((round_ * self.stages + stage) * self.group + position).reshape(-1)
 
     def arranged(self, stacked: jax.Array) -> jax.Array:
-        """The model's layers, [layers, ...], in the order in which they are stored; identity layers are zeros."""
+        """The layers of a model, [layers, ...], in the order in which they are stored; identity layers are zeros."""
         padded = jnp.pad(stacked, [(0, self.stored - self.layers), *[(0, 0)] * (stacked.ndim - 1)])
         return padded if self.rounds == 1 else padded[self.order]
 
