@@ -10,6 +10,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from jaxmem.checkpoint.metrics import parse_row
 from jaxmem.config import load_config
 from jaxmem.errors import UserError
 from jaxmem.planning import Plan
@@ -34,7 +35,7 @@ def report_run(run: str | Path, path: str | Path | None = None, png: str | Path 
     if png is not None:
         draw(plan, memory, png)
     config = run / "config.yaml"
-    rows = [json.loads(line) for line in _lines(run / "metrics.jsonl")]
+    rows = [row for line in _lines(run / "metrics.jsonl") if (row := parse_row(line)) is not None]
     target = run / "report.html" if path is None else Path(path)
     record = RunRecord(load_config(config).steps, rows, config.read_text(encoding="utf-8"))
     target.write_text(page(plan, memory, record), encoding="utf-8")

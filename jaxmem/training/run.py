@@ -296,7 +296,7 @@ def _progress(built: Program, step: int, last: Mapping[str, float]) -> Progress:
         cfg.train.log_every,
         unit="tok" if cfg.objective.reads_text else "img",
     )
-    elapsed = Elapsed(step, last.get("seconds", 0.0), int(last.get("tokens", step * work.tokens)))
+    elapsed = Elapsed(step, last.get("seconds") or 0.0, int(last.get("tokens") or step * work.tokens))
     return Progress(spec, elapsed, enabled=jax.process_index() == 0)
 
 

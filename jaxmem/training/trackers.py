@@ -16,6 +16,7 @@ from typing import Any, Protocol, Self
 
 import jax
 
+from jaxmem.checkpoint.metrics import parse_row
 from jaxmem.config import Config
 from jaxmem.errors import UserError
 
@@ -198,18 +199,15 @@ def _package(tracker: str) -> Any:
 
 
 def _drop_after(path: Path, step: int) -> dict[str, Any]:
-    """Keep the whole lines up to `step`; returns the last of them."""
+    """Keep the complete rows up to `step`; returns the last of them."""
     if not path.exists():
         return {}
     last: dict[str, Any] = {}
     partial = path.with_name(f"{path.name}.partial")
     with path.open(encoding="utf-8", errors="replace") as old, partial.open("w", encoding="utf-8") as new:
         for line in old:
-            try:
-                row = json.loads(line)
-            except ValueError:
-                continue  # the line that a killed run was writing
-            if isinstance(row, dict) and row.get("step", step + 1) <= step:
+            row = parse_row(line)
+            if row is not None and row["step"] <= step:
                 new.write(line if line.endswith("\n") else f"{line}\n")
                 last = row
     partial.replace(path)

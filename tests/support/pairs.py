@@ -182,7 +182,7 @@ UNTRIED = {
 }
 # Settings of memory and communication: the loss is the same without them.
 NEUTRAL = ("memory.", "mesh.", "pipeline.", "zero=", "batch.accumulate=", "optimizer.kernel=", "adapter.matmul=")
-SLOW = "qgalore"
+SLOW = "qgalore"  # compiles ten times as long: only in rows that begin with it
 UPDATES = 2
 DEVICES = 8  # at most
 
@@ -245,10 +245,8 @@ def covering_rows(seed: int, note: Callable[[int], None] = lambda _: None) -> It
                 if field(setting) == name
             }
             for setting in sorted(new, key=new.__getitem__, reverse=True)[:3]:
-                # Q-GaLore compiles ten times as long as others.
-                if new[setting] >= (
-                    1 if SLOW not in setting or any(SLOW in other for other in row) else len(row) / 2
-                ) and not is_refused((*row, setting)):
+                is_slow = SLOW in setting and not any(SLOW in other for other in row)
+                if new[setting] >= 1 and not is_slow and not is_refused((*row, setting)):
                     row = (*row, setting)
                     break
         left -= {frozenset(pair) for pair in itertools.combinations(row, 2)}
