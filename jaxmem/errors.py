@@ -1,8 +1,10 @@
-"""The kinds of error that are not the program's own, and how to name the nearest right thing."""
+"""The errors that are not the program's own, and their texts."""
 
 from __future__ import annotations
 
 import difflib
+import errno
+import os
 from collections.abc import Iterable
 
 MOST = 800  # characters of a line that people read
@@ -26,6 +28,29 @@ class TemporaryError(UserError):
     """Nothing that was given is wrong: the same command goes on, when what is missing is back."""
 
     exit_code = 75  # EX_TEMPFAIL of sysexits.h, for whoever requeues
+
+
+# What a system call reports for a file or directory that cannot be used, or for a limit of the machine.
+_OF_THE_MACHINE = (
+    *(errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT, errno.EMFILE, errno.ENFILE, errno.ELOOP),
+    *(errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.ENAMETOOLONG, errno.ESTALE),
+)
+_MORE_FILES = "too many open files: raise the limit with `ulimit -n 4096`"
+
+
+def as_user_error(error: BaseException) -> BaseException:
+    """A UserError where an error is one of the machine: a directory that cannot be written, a full disk, too few file
+    descriptors. Otherwise the error itself."""
+    cause: BaseException | None = error
+    while cause is not None:
+        if isinstance(cause, OSError) and cause.errno in _OF_THE_MACHINE:
+            if cause.errno in (errno.EMFILE, errno.ENFILE):
+                return UserError(_MORE_FILES)
+            return UserError(f"{cause.filename}: {cause.strerror}" if cause.filename else str(cause.strerror))
+        if not isinstance(cause, UserError) and os.strerror(errno.EMFILE) in str(cause):  # from a library in C++
+            return UserError(_MORE_FILES)
+        cause = cause.__cause__
+    return error
 
 
 def nearest(name: str, known: Iterable[str]) -> str:

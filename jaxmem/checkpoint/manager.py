@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import threading
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -22,6 +23,7 @@ from jaxmem.distributed.watch import lost_process_error
 from jaxmem.errors import TemporaryError, UserError
 
 CHUNK = 64 << 20  # bytes decoded at once to restore a part of an array
+STEP = re.compile("0|[1-9][0-9]{0,17}")  # the name of a checkpoint
 ROTATED = ".rotated"  # where replaced checkpoints are moved to be deleted
 
 
@@ -88,7 +90,7 @@ class Checkpoints:
         if step in self._manager.all_steps():
             return False
         leaves = named_leaves(state)
-        record = make_record(leaves, position=position, config=config, metrics=metrics or {})
+        record = make_record(leaves, step=step, position=position, config=config, metrics=metrics or {})
         arrays = ocp.args.PyTreeSave(leaves, save_args={name: ocp.SaveArgs(chunk_byte_size=CHUNK) for name in leaves})
         self._retention.losses[step] = record["metrics"].get("loss")
         try:
@@ -116,11 +118,12 @@ class Checkpoints:
         record = read_record(self._path(step))
         return record["position"], record["config"]
 
-    def read_latest(self) -> tuple[dict[str, Any], dict[str, Any]] | None:
-        """`read` of the newest checkpoint whose record is undamaged; `restore_latest` reports the others."""
+    def read_latest(self) -> tuple[int, dict[str, Any], dict[str, Any]] | None:
+        """Step, data position and config of the newest checkpoint whose record is undamaged; `restore_latest` reports
+        the others."""
         for step in reversed(self.steps()):
             with suppress(DamagedError):
-                return self.read(step)
+                return step, *self.read(step)
         return None
 
     def restore(self, step: int, abstract_state: Any) -> tuple[Any, dict[str, Any], dict[str, Any]]:
@@ -151,7 +154,7 @@ class Checkpoints:
             except DamagedError as error:
                 if jax.process_count() > 1:
                     self._leave_damaged(step, error, others=step != steps[0])
-                aside = move_aside(self.directory / str(step))
+                aside = move_aside(self.directory / str(step), if_empty=True)
                 self._reopen()
                 report(f"{error}; moved to {aside}")
         if steps:
@@ -188,6 +191,8 @@ class Checkpoints:
             create=not self.read_only,
             lightweight_initialize=True,  # reads names only, so that a damaged checkpoint does not prevent opening
         )
+        if not (self.read_only or self._in_bucket):
+            self._move_misnamed()
         manager = _Manager(self.directory, options=options, failed=self._end_if_only_this_process_failed)
         self._retention.losses.clear()
         for step in manager.all_steps():
@@ -195,6 +200,14 @@ class Checkpoints:
             with suppress(DamagedError):
                 self._retention.losses[step] = read_record(self.directory / str(step))["metrics"].get("loss")
         return manager
+
+    def _move_misnamed(self) -> None:
+        """Renames what Orbax would take for a step, although no step has this name (007, 99999999999999999999)."""
+        found = self.directory.iterdir() if jax.process_index() == 0 and self.directory.is_dir() else ()
+        for path in [path for path in found if path.name.isdigit() and not STEP.fullmatch(path.name)]:
+            aside = free_name(path)
+            path.rename(aside)
+            (self._warn or print)(f"{path} is not the name of a step; moved to {aside}")
 
     def _reopen(self) -> None:
         """Read the disk afresh and remove half-written directories, which matter most on a full disk."""

@@ -15,29 +15,37 @@ BUCKETS = {"gs": "gcsfs", "s3": "s3fs"}  # the packages with which etils opens t
 
 
 def absolute(path: str | Path | epath.Path) -> epath.Path:
-    return epath.Path(path) if "://" in str(path) else epath.Path(Path(path).resolve())
+    if "://" in str(path):
+        return epath.Path(path)
+    try:
+        return epath.Path(Path(path).resolve())
+    except (OSError, RuntimeError) as error:  # Python below 3.13 raises a RuntimeError for a loop of links
+        raise UserError(f"{path} is a loop of links; remove it") from error
 
 
 def checkpoint_directory(cfg: Config, directory: str | Path) -> epath.Path:
     """Where the checkpoints of a run in `directory` are."""
-    if cfg.checkpoint.path is None:
-        return absolute(Path(directory, "checkpoints"))
     try:
-        path = absolute(cfg.checkpoint.path) / cfg.name
-        path.exists()
+        root = (
+            Path(directory, "checkpoints") if cfg.checkpoint.path is None else epath.Path(cfg.checkpoint.path, cfg.name)
+        )
+        path = absolute(root)
+        if path.exists() and not path.is_dir():
+            raise UserError(f"{path} is not a directory; remove it, or set checkpoint.path to another")
     except ImportError as error:
-        scheme = cfg.checkpoint.path.partition("://")[0]
+        scheme = str(cfg.checkpoint.path).partition("://")[0]
         package = BUCKETS.get(scheme, error.name)
         raise UserError(f"checkpoint.path: {scheme}:// needs {package}; pip install {package}") from error
     return path
 
 
-def move_aside(path: str | Path | epath.Path) -> epath.Path | None:
-    """Rename `path` to `NAME.old-1` (or the next free number), so that nothing of it is overwritten or mixed with new
-    files; returns the new name, or None if there is nothing. All processes call it together; process 0 renames."""
+def move_aside(path: str | Path | epath.Path, *, if_empty: bool = False) -> epath.Path | None:
+    """Renames `path` to `NAME.old-1` (or the next free number), so that nothing of it is overwritten or mixed with new
+    files; returns the new name, or None if there is nothing (`if_empty`: an empty directory is something). All
+    processes call it together; process 0 renames."""
     path = absolute(path)
     target = None
-    if path.exists() and (path.is_file() or any(path.iterdir())):
+    if path.exists() and (if_empty or path.is_file() or any(path.iterdir())):
         target = free_name(path)
     ocp.multihost.sync_global_processes(f"move aside: looked at {path.name}")
     if target is not None and jax.process_index() == 0:

@@ -1,5 +1,5 @@
-"""What stands beside the arrays of a checkpoint: data position, config, metrics, and each array's shape, dtype and
-checksum.
+"""What a checkpoint contains besides its arrays: step, data position, config, metrics, and each array's shape, dtype
+and checksum.
 
 The record has a checksum of its own.
 """
@@ -40,6 +40,8 @@ def read_record(checkpoint: epath.Path) -> dict[str, Any]:
         raise damaged(checkpoint, root_cause(error)) from error
     if not isinstance(record, dict) or record.pop("crc32", None) != _crc(record):
         raise damaged(checkpoint, "its position and config do not match their checksum")
+    if record.get("step", int(checkpoint.name)) != int(checkpoint.name):
+        raise damaged(checkpoint, f"it is a copy of the checkpoint of step {record['step']}")
     return record
 
 

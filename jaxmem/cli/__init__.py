@@ -15,7 +15,7 @@ import typer
 
 from jaxmem import __version__
 from jaxmem.cli import benches, convert, inference, info, planning, training
-from jaxmem.errors import UserError
+from jaxmem.errors import UserError, as_user_error
 from jaxmem.machine.devices import collect_garbage_rarely
 
 app = typer.Typer(
@@ -70,11 +70,14 @@ def main(arguments: list[str] | None = None) -> None:
     warnings.formatwarning = lambda message, *_, **__: f"warning: {message}\n"
     try:
         code = app(arguments or ["--help"], prog_name="jaxmem", standalone_mode=False)
-    except (UserError, typer.TyperException) as error:
-        print(f"error: {_message(error)}", file=sys.stderr)
-        sys.exit(error.exit_code)
     except (KeyboardInterrupt, typer.Abort):
         sys.exit(130)
+    except Exception as raised:
+        error = as_user_error(raised)
+        if not isinstance(error, UserError | typer.TyperException):
+            raise
+        print(f"error: {_message(error)}", file=sys.stderr)
+        sys.exit(error.exit_code)
     sys.exit(code if isinstance(code, int) else 0)
 
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from jaxmem.distributed.cluster import Cluster, find
 from jaxmem.distributed.watch import Watch, exit_code
-from jaxmem.errors import UserError
+from jaxmem.errors import UserError, as_user_error
 
 _watch: Watch | None = None
 
@@ -109,7 +109,8 @@ def failing_together() -> Iterator[None]:
     """
     try:
         yield
-    except BaseException as error:
+    except BaseException as raised:
+        error = as_user_error(raised)
         if _watch is None or _watch.fail(error):
             raise
         if isinstance(error, UserError):

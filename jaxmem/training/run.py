@@ -9,11 +9,10 @@ is used.
 
 from __future__ import annotations
 
-import json
-import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,15 +20,12 @@ import jax
 from etils import epath
 
 from jaxmem.checkpoint.manager import Checkpoints
-from jaxmem.checkpoint.paths import checkpoint_directory, move_aside
-from jaxmem.checkpoint.resume import refuse_changes
+from jaxmem.checkpoint.paths import checkpoint_directory
 from jaxmem.checkpoint.saved_state import SavedState
-from jaxmem.config import Config, Decoder, Train, save_config
-from jaxmem.data.corpus import fingerprint
+from jaxmem.config import Config, Train
 from jaxmem.data.loader import Loader, merge_states
 from jaxmem.distributed.agree import DelayedMax, any_process, gather, serialized
 from jaxmem.distributed.join import failing_together
-from jaxmem.errors import UserError
 from jaxmem.machine.devices import cache_compiled_programs, peak_flops
 from jaxmem.step import Program, program
 from jaxmem.step.state import TrainState
@@ -38,15 +34,13 @@ from jaxmem.training.profile import Profile
 from jaxmem.training.progress import Elapsed, Progress, RunSpec, Work
 from jaxmem.training.restore import Rollback, restore, starting_state
 from jaxmem.training.signals import StopSignal, requeued_before_training
+from jaxmem.training.start import data_fingerprint, refuse_another_run, run_directory, write_description
 from jaxmem.training.telemetry import DivergedError, SpikeDetector, Telemetry
 from jaxmem.training.trackers import Trackers, check_trackers, trackers_for
 
 if TYPE_CHECKING:
     from jaxmem.inference.evaluate import Evaluator
     from jaxmem.planning import Plan
-
-WEIGHTS = ("model", "precision")  # the config sections that define the weights
-PATIENCE = 60  # seconds until a directory created by one host must be visible to the others
 
 
 @dataclass(frozen=True)
@@ -56,13 +50,20 @@ class Result:
     metrics: dict[str, float]  # of the last update
     held_out: dict[str, float]  # of the last evaluation
     state: TrainState
-    plan: Plan
+    program: Program
     exit_code: int = 0
+    compiled: Plan | None = None  # None: the run had finished before, and nothing was compiled
+
+    @cached_property
+    def plan(self) -> Plan:
+        from jaxmem.planning import plan_program
+
+        return self.compiled or plan_program(self.program)
 
 
 def run(cfg: Config, devices: Sequence[Any] | None = None) -> Result:
     """Train a config on these devices (by default all that jax sees), or resume where it stopped."""
-    with run_lock(cfg.output, cfg.name) as warning:
+    with requeued_before_training(), run_lock(cfg.output, cfg.name) as warning:
         if warning:
             print(warning, flush=True)
         return _run(cfg, devices)
@@ -81,18 +82,17 @@ def _run(cfg: Config, devices: Sequence[Any] | None) -> Result:
     built = program(resolve_budget(cfg, local_target(devices)), devices)
     cfg, directory = built.cfg, Path(cfg.output, cfg.name)
     checkpoint_path = checkpoint_directory(cfg, directory)
-    data_fingerprint = _same_in_all_processes(fingerprint(cfg), "data files", "fingerprint")
-    if cfg.checkpoint.resume == "auto":
-        _refuse_another_run(built, directory, checkpoint_path, data_fingerprint)
+    fingerprint = data_fingerprint(cfg)
+    if finished := _finished(built, directory, checkpoint_path, fingerprint):
+        return finished
 
     with ExitStack() as stack:
-        stack.enter_context(requeued_before_training())
         loader = stack.enter_context(Loader(cfg, rows=built.rows, agree=any_process))
         evaluate = stack.enter_context(_evaluator(built, loader)) if cfg.train.evaluate_every else None
         plan = plan_program(built)
         check_fits(plan)
 
-        _make_directory(cfg, directory, checkpoint_path)
+        keep_directory = stack.enter_context(run_directory(cfg, directory, checkpoint_path))
         checkpoints = stack.enter_context(_checkpoints(cfg, checkpoint_path))
         stack.enter_context(failing_together())  # closing the contexts above involves all processes
         stack.enter_context(explained_out_of_memory(plan))
@@ -100,10 +100,10 @@ def _run(cfg: Config, devices: Sequence[Any] | None) -> Result:
         if position:
             loader.restore(position)
         saved = SavedState(built)
-        sources = {"fingerprint": data_fingerprint} | ({"base": saved.base} if saved.base else {})
-        sources |= _add_reference(built, loader, state, data_fingerprint, position.get("reference"))
+        sources = {"fingerprint": fingerprint} | ({"base": saved.base} if saved.base else {})
+        sources |= _add_reference(built, loader, state, fingerprint, position.get("reference"))
         if jax.process_index() == 0:  # all checks have passed
-            _write_description(plan, directory)
+            write_description(plan, directory)
 
         trackers = stack.enter_context(trackers_for(cfg, directory, step))
         progress = stack.enter_context(_progress(built, step, trackers.last))
@@ -123,6 +123,7 @@ def _run(cfg: Config, devices: Sequence[Any] | None) -> Result:
                 arrays = saved.of(state)
                 checkpoints.save(step, arrays, position, cfg.model_dump(mode="json"), metrics, force=force)
 
+        keep_directory()
         batches = iter(loader)
         while step < cfg.steps and (batch := next(batches, None)) is not None:
             step += 1
@@ -158,7 +159,23 @@ def _run(cfg: Config, devices: Sequence[Any] | None) -> Result:
         for line in loader.corpus.summary():
             progress.say(line)
         progress.say(_last_line(cfg, step, directory))
-    return Result(directory, step, telemetry.last, held_out, state, plan, stop.exit_code)
+    return Result(directory, step, telemetry.last, held_out, state, built, stop.exit_code, plan)
+
+
+def _finished(built: Program, directory: Path, path: epath.Path, fingerprint: str) -> Result | None:
+    """The result of a run that has made all its steps already. Refuses to resume another run."""
+    if built.cfg.checkpoint.resume == "never":
+        return None
+    if refuse_another_run(built, directory, path, fingerprint) < built.cfg.steps:
+        return None
+    with _checkpoints(built.cfg, path) as checkpoints, failing_together():
+        found = restore(built, checkpoints)
+    if found is None or found[0] < built.cfg.steps:
+        return None
+    step, state, _ = found
+    if jax.process_index() == 0:
+        print(f"{built.cfg.name}: {step} steps are done, in {directory}; to continue, raise train.steps", flush=True)
+    return Result(directory, step, {}, {}, state, built)
 
 
 def _preflight(cfg: Config) -> None:
@@ -184,49 +201,6 @@ def _checkpoints(cfg: Config, path: epath.Path) -> Checkpoints:
     return Checkpoints(path, keep.every, keep.keep, keep.keep_best, warn=warn)
 
 
-def _same_in_all_processes(mine: str, what: str, kind: str) -> str:
-    for process, other in enumerate(gather(mine)):
-        if other != mine:
-            raise UserError(f"{what} differ from those of process {process}: {kind} {mine} here, {other} there")
-    return mine
-
-
-def _make_directory(cfg: Config, directory: Path, path: epath.Path) -> None:
-    """The directory for checkpoints. Each is written by all processes, so all must see it."""
-    if cfg.checkpoint.resume == "never":
-        move_aside(directory)
-        move_aside(path)
-    if jax.process_index() == 0:
-        path.mkdir(parents=True, exist_ok=True)
-    gather(None)  # process 0 has made it
-    end = time.monotonic() + PATIENCE
-    while blind := [process for process, sees in enumerate(gather(path.is_dir())) if not sees]:
-        if any_process(time.monotonic() > end):
-            raise UserError(
-                f"process {', '.join(map(str, blind))} does not see {path}, which process 0 made; "
-                "give output or checkpoint.path a directory that all hosts share"
-            )
-        time.sleep(1)  # for a network file system to notice
-
-
-def _refuse_another_run(built: Program, directory: Path, path: epath.Path, data_fingerprint: str) -> None:
-    """Before anything is compiled: the checkpoints there must be of this config, up to what may change."""
-    if not all(gather(path.is_dir())):
-        return
-    with Checkpoints(path, read_only=True) as checkpoints:
-        found = checkpoints.read_latest()
-    if found is None:
-        return
-    position, before = found
-    cfg, after = built.cfg, built.cfg.model_dump(mode="json")
-    if position:
-        refuse_changes(before, after, directory, (position["fingerprint"], data_fingerprint))
-        SavedState(built).check_base(position, directory)
-    else:  # imported weights; a frozen base may be stored in another dtype
-        own = WEIGHTS if cfg.adapter.kind == "none" else ("model",)
-        refuse_changes({key: before[key] for key in own}, {key: after[key] for key in own}, directory)
-
-
 def _evaluator(built: Program, loader: Loader) -> Evaluator:
     from jaxmem.inference.evaluate import Evaluator
 
@@ -234,7 +208,7 @@ def _evaluator(built: Program, loader: Loader) -> Evaluator:
 
 
 def _add_reference(
-    built: Program, loader: Loader, state: TrainState, data_fingerprint: str, resumed: str | None
+    built: Program, loader: Loader, state: TrainState, fingerprint: str, resumed: str | None
 ) -> dict[str, str]:
     """For DPO: gives the corpus the reference's log-probability of each pair, and returns the fingerprint of the
     reference's weights. `resumed`: that fingerprint in the checkpoint."""
@@ -242,7 +216,7 @@ def _add_reference(
         return {}
     from jaxmem.inference.reference import reference_logprobs
 
-    reference = reference_logprobs(built, loader.corpus, state.params, data_fingerprint, resumed)
+    reference = reference_logprobs(built, loader.corpus, state.params, fingerprint, resumed)
     loader.corpus.references = reference.values
     return {"reference": reference.weights}
 
@@ -259,21 +233,6 @@ def _telemetry(train: Train, culprits: Sequence[str], progress: Progress, tracke
     skipped = train.max_skipped if train.on_nan == "skip" else 0
     spikes = None if train.on_spike == "ignore" else SpikeDetector(train.spike_threshold)
     return Telemetry(progress, trackers, culprits, skipped, spikes)
-
-
-def _write_description(plan: Plan, directory: Path) -> None:
-    """Everything beside checkpoints and metrics, with the settings and tokenizer of imported weights, so that the run
-    can be used without their source."""
-    from jaxmem.inference.load import HF_FOLDER
-
-    cfg = plan.program.cfg
-    save_config(cfg, directory / "config.yaml")
-    (directory / "plan.json").write_text(json.dumps(plan.as_json(), indent=2) + "\n")
-    (directory / "memory.json").write_text(json.dumps(plan.history.as_json()) + "\n")
-    if isinstance(cfg.model, Decoder) and cfg.model.hf is not None and not (directory / HF_FOLDER).exists():
-        from jaxmem import hf
-
-        hf.copy_metadata(cfg.model.hf, directory / HF_FOLDER)
 
 
 def _work(built: Program) -> Work:

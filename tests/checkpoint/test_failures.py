@@ -6,6 +6,7 @@ import asyncio
 import logging
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -21,6 +22,8 @@ import pytest
 
 from jaxmem.checkpoint import Checkpoints, DamagedError, orbax_errors
 from jaxmem.checkpoint.manager import ROTATED
+from jaxmem.checkpoint.paths import checkpoint_directory
+from jaxmem.config import load_config
 from jaxmem.errors import UserError
 from tests.checkpoint.conftest import abstract, bits, filled, mesh
 
@@ -62,7 +65,8 @@ def test_damage_is_found_and_the_one_before_is_used(tmp_path: Path, damage: str,
     with Checkpoints(tmp_path, every=1, keep=5) as checkpoints:
         with pytest.raises(DamagedError, match=f"checkpoint {tmp_path / '3'} is damaged: .+"):
             checkpoints.restore(3, shapes)
-        assert checkpoints.read_latest() == ({"step": 1 if "position" in damage else 3}, {})
+        readable = 1 if "position" in damage else 3
+        assert checkpoints.read_latest() == (readable, {"step": readable}, {})
         found = checkpoints.restore_latest(shapes, report=said.append)
         assert found is not None
         assert found[0] == 1
@@ -74,7 +78,7 @@ def test_damage_is_found_and_the_one_before_is_used(tmp_path: Path, damage: str,
     assert capfd.readouterr() == ("", "")
 
 
-def test_with_none_whole_it_stops(tmp_path: Path) -> None:
+def test_it_stops_where_all_are_damaged(tmp_path: Path) -> None:
     shapes = {"params": abstract(mesh(1, 1)).params["embed"]}
     with Checkpoints(tmp_path, every=1) as checkpoints:
         assert checkpoints.restore_latest(shapes) is None
@@ -85,6 +89,51 @@ def test_with_none_whole_it_stops(tmp_path: Path) -> None:
             flip(tmp_path / str(step) / "run/metadata")
         with pytest.raises(DamagedError, match=r"all 2 checkpoints in .* are damaged"):
             checkpoints.restore_latest(shapes, report=lambda _: None)
+
+
+@pytest.mark.parametrize("name", ["7", "007", "9" * 23])
+def test_a_directory_that_is_no_checkpoint_is_reported_and_ignored(
+    tmp_path: Path, name: str, capsys: pytest.CaptureFixture
+) -> None:
+    shapes = {"params": abstract(mesh(1, 1)).params["embed"]}
+    with Checkpoints(tmp_path, every=1) as checkpoints:
+        checkpoints.save(1, filled(shapes), {}, {})
+    (tmp_path / name).mkdir()
+    with Checkpoints(tmp_path, every=1) as checkpoints:
+        found = checkpoints.restore_latest(shapes)
+        assert found is not None
+        assert found[0] == 1
+        assert checkpoints.save(7, filled(shapes), {}, {})
+        assert checkpoints.steps() == [1, 7]
+    [line] = capsys.readouterr().out.splitlines()
+    assert f"moved to {tmp_path / name}.old-1" in line
+
+
+def test_a_copy_under_a_later_step_is_found(tmp_path: Path) -> None:
+    shapes = {"params": abstract(mesh(1, 1)).params["embed"]}
+    with Checkpoints(tmp_path, every=1) as checkpoints:
+        checkpoints.save(1, filled(shapes), {}, {})
+    shutil.copytree(tmp_path / "1", tmp_path / "50")
+    said: list[str] = []
+    with Checkpoints(tmp_path, every=1) as checkpoints:
+        assert checkpoints.read_latest() == (1, {}, {})
+        found = checkpoints.restore_latest(shapes, report=said.append)
+        assert found is not None
+        assert found[0] == 1
+    assert "copy of the checkpoint of step 1" in said[0]
+
+
+@pytest.mark.parametrize("kind", ["file", "loop"])
+def test_checkpoints_that_are_no_directory(tmp_path: Path, kind: str) -> None:
+    cfg = load_config({"name": "x", "output": str(tmp_path), "model": {"preset": "tiny"}, "train": {"steps": 1}})
+    (tmp_path / "x").mkdir()
+    place = tmp_path / "x" / "checkpoints"
+    if kind == "file":
+        place.write_text("")
+    else:
+        place.symlink_to(place)
+    with pytest.raises(UserError, match=f"{place} is (not a directory|a loop of links)"):
+        checkpoint_directory(cfg, tmp_path / "x")
 
 
 WRITER = """

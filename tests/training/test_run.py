@@ -4,6 +4,7 @@ import dataclasses
 import itertools
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -94,12 +95,22 @@ def test_a_run_leaves_what_it_promises(config, capsys):
     assert "held-out loss" in told
 
 
-def test_a_finished_run_is_left_alone(config):
+def test_a_finished_run_is_left_alone(config, capsys, monkeypatch):
+    """It ends at once, without compiling the step; a damaged last checkpoint is made again."""
     first = run(config())
     before = metrics(first.directory)
-    again = run(config())
+    with monkeypatch.context() as patch:
+        patch.setattr("jaxmem.planning.plan_program", None)
+        again = run(config())
+    assert "12 steps are done" in capsys.readouterr().out
     assert again.step == 12
     assert leaves(again.state) == leaves(first.state)
+    assert metrics(first.directory) == before
+    shutil.rmtree(first.directory / "checkpoints/12/state")
+    (first.directory / "checkpoints/50").mkdir()  # no checkpoint, beyond the last step
+    repaired = run(config())
+    assert repaired.step == 12
+    assert leaves(repaired.state) == leaves(first.state)
     assert metrics(first.directory) == before
 
 
@@ -194,7 +205,7 @@ def test_other_meshes_resume_to_rounding(config):
 
 def test_changes_that_would_void_the_checkpoint_are_refused(config):
     directory = run(config(train={"steps": 2})).directory
-    before = sorted(p for p in directory.rglob("*"))
+    before = sorted(directory.rglob("*"))
     with pytest.raises(UserError, match=r"optimizer.name was \"adamw\", is \"adam\"") as refused:
         run(config(optimizer={"name": "adam"}))
     assert "model" not in str(refused.value)
@@ -301,6 +312,23 @@ def test_nothing_is_written_when_it_cannot_run(config, tmp_path):
     with pytest.raises(UserError, match="nowhere"):
         run(config(data={"path": str(tmp_path / "nowhere")}))
     assert not os.path.exists(tmp_path / "run")  # noqa: PTH110
+
+
+def test_a_start_that_fails_leaves_no_directory(config, tmp_path, monkeypatch):
+    """After the directory was made, too."""
+
+    def fail(_):
+        raise UserError("no weights")
+
+    monkeypatch.setattr("jaxmem.training.run.starting_state", fail)
+    with pytest.raises(UserError, match="no weights"):
+        run(config(train={"steps": 1}))
+    assert not (tmp_path / "run").exists()
+    (tmp_path / "run").mkdir()  # was there before
+    (tmp_path / "run/notes").write_text("mine")
+    with pytest.raises(UserError, match="no weights"):
+        run(config(train={"steps": 1}))
+    assert [path.name for path in (tmp_path / "run").iterdir()] == ["notes"]
 
 
 def test_a_plan_that_does_not_fit_is_refused_before_anything_is_allocated(config, tmp_path, monkeypatch):

@@ -48,6 +48,19 @@ def test_a_killed_run_and_its_second_half_read_as_one(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["metrics.jsonl"]
 
 
+def test_damaged_rows_are_dropped(tmp_path: Path) -> None:
+    """Bytes that are not text, values of other types: of the file only rows are left, and reports read it."""
+    good = b'{"step": 1, "loss": 2.5, "tokens": 7, "seconds": 1.5}\n'
+    bad = [
+        b"\xff\xfe{}\n", b'{"step": "1"}\n', b'{"step": 1, "seconds": "long"}\n', b'{"step": 1, "tokens": [3]}\n',
+        b'{"step": true}\n', b'{"step": NaN}\n', b'{"step": 1e400}\n', b"[1]\n", b"[" * 100_000 + b"\n", b"\0\n",
+    ]  # fmt: skip
+    (tmp_path / "metrics.jsonl").write_bytes(b"".join([bad[0], good, *bad]))
+    with trackers_for(config(), tmp_path, step=4) as trackers:
+        assert trackers.last == json.loads(good)
+    assert (tmp_path / "metrics.jsonl").read_bytes() == good
+
+
 def test_a_place_that_cannot_be_written(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"cannot write .*metrics.jsonl: No such file"):
         trackers_for(config(), tmp_path / "absent")

@@ -1,0 +1,22 @@
+"""The rows of a run's `metrics.jsonl`, which may have been damaged or edited since they were logged."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+LARGEST = 1e300
+
+
+def parse_row(line: str) -> dict[str, Any] | None:
+    """A row: its step, and numbers or null by name. None for any other line, as the last one of a killed run."""
+    try:
+        row = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    is_row = isinstance(row, dict) and type(row.get("step")) is int and all(map(_is_number, row.values()))
+    return row if is_row else None
+
+
+def _is_number(value: Any) -> bool:
+    return value is None or (type(value) in (int, float) and abs(value) < LARGEST)
