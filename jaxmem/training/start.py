@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import jax
 from etils import epath
@@ -19,8 +20,10 @@ from jaxmem.config import Config, Decoder, save_config
 from jaxmem.data.corpus import fingerprint
 from jaxmem.distributed.agree import any_process, gather
 from jaxmem.errors import UserError
-from jaxmem.planning import Plan
 from jaxmem.step import Program
+
+if TYPE_CHECKING:
+    from jaxmem.planning import Plan
 
 WEIGHTS = ("model", "precision")  # the config sections that define the weights
 PATIENCE = 60  # seconds until a directory that one host made must be visible to the others
