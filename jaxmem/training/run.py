@@ -26,6 +26,7 @@ from jaxmem.config import Config, Train
 from jaxmem.data.loader import Loader, merge_states
 from jaxmem.distributed.agree import DelayedMax, any_process, gather, serialized
 from jaxmem.distributed.join import failing_together
+from jaxmem.errors import UserError
 from jaxmem.machine.devices import cache_compiled_programs, peak_flops
 from jaxmem.step import Program, program
 from jaxmem.step.state import TrainState
