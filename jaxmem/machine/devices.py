@@ -1,4 +1,4 @@
-"""Which devices jax sees and how much of their memory it takes, set before jax starts.
+"""Which devices jax sees and how much of their memory it allocates, set before jax starts.
 
 jax fixes its platform and its number of CPU devices at its first use: the functions here set what it reads then.
 Importing this module starts nothing.

@@ -24,7 +24,7 @@ from jaxmem.planning.units import format_bytes, format_seconds
 from jaxmem.sharding import is_axes
 
 LARGE, NOTABLE = 0.2, 0.01  # of the total
-SPILLED = "spilled"  # training gives this warning too
+SPILLED = "spilled"  # training prints this warning too
 MOST = 0.5  # of the offloaded bytes: with more of them on the device at the peak, offloading saves little
 
 

@@ -101,7 +101,7 @@ class Breakdown:
         return [(one, peak_of(one, self.lifetimes)) for one in temporaries]
 
     def permanent(self) -> Iterator[NamedBuffer]:
-        """Arguments and results, which take memory during the whole step."""
+        """Arguments and results, which are in memory during the entire step."""
         yield from self._arguments()
         for one in self.allocations:
             if one.kind == "output" and not one.on_host:

@@ -1,6 +1,6 @@
 """The buffers that are alive in a compiled program's memory at each moment, and at its peak.
 
-XLA packs all temporaries of a program into one allocation; the buffer assignment gives each buffer's offset, the
+XLA packs all temporaries of a program into one allocation; the buffer assignment states each buffer's offset, the
 schedule its lifetime. Lifetimes are computed like XLA's: instructions are numbered in the order in which they run, a
 loop's body before the loop; a buffer is alive from where it is computed to its last use under any of its aliases. At
 the peak each byte of the allocation belongs to one buffer, or to none: the cost of packing.

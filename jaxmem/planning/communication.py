@@ -115,8 +115,8 @@ def _groups(proto: Any, devices: int) -> np.ndarray:
 
 
 def _groups_of_mesh(proto: Any) -> np.ndarray:
-    """A mesh with named axes, of which those listed lie within a group, either a whole axis or a factor of it. Device
-    ids are listed, or in order, or in the order of a grid whose axes are permuted."""
+    """The groups along some axes of a mesh, or along factors of axes. Device ids are listed, or in order, or in the
+    order of a grid whose axes are permuted."""
     mesh = proto.mesh
     sizes = [axis.size or 1 for axis in mesh.axes]
     grid = np.arange(math.prod(sizes)).reshape(mesh.iota.dims or -1)

@@ -1,8 +1,8 @@
 """The memory of a device over one step: every moment of the schedule, placed in the step's estimated time.
 
-A loop's body stands in the schedule once and is shown once, over the whole time of the loop. Arguments and results take
-memory from beginning to end, a temporary from where it is made to its last use. What packing leaves free at the peak
-counts as `other` all along, so that the peak equals the plan's total to the byte.
+A loop's body is in the schedule once and is shown once, over the entire time of the loop. Arguments and results are in
+memory from beginning to end, a temporary from where it is computed to its last use. What packing leaves free at the
+peak counts as `other` all along, so the peak equals the plan's total to the byte.
 """
 
 from __future__ import annotations

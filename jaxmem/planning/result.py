@@ -82,7 +82,7 @@ class Plan:
 
     @cached_property
     def bytes_per_device(self) -> dict[str, int]:
-        """Of the training step, by part. Every part but `other` is a sum of named buffers."""
+        """Bytes of the training step by part. Every part but `other` is a sum of named buffers."""
         parts = {part: self.breakdown.of_part(part) for part in PARTS}
         total = self.compiled_step.total
         return {**parts, "other": total - sum(parts.values()) + parts["other"], "total": total}
@@ -160,7 +160,7 @@ class Plan:
 
     @property
     def spilled(self) -> int:
-        """Bytes over the limit that host memory holds, with `memory.spill`."""
+        """Bytes over the limit, which are in host memory with `memory.spill`."""
         return max(0, -self.room) if self.program.cfg.memory.spill != "none" else 0
 
     @property

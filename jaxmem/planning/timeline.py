@@ -197,7 +197,7 @@ class _Simulation:
             if one.opcode in ("while", "call", "conditional"):
                 counts = runs_of_called(one)
                 each = [float(count) * self._run(called) for count, called in zip(counts, one.called, strict=True)]
-                # Of a conditional without a scope that gives its mean, the more expensive branch.
+                # A conditional whose scope states no mean counts as its more expensive branch.
                 most = one.opcode == "conditional" and sum(counts) > 1
                 clock.work(max(each) if most else sum(each, 0.0))
             elif message := collective(one, self._devices, self._per_host) or host_copy(one):

@@ -1,5 +1,5 @@
 "use strict";
-// Each chart answers to pointer, touch and arrow keys; at rest it says what it said when it was written.
+// Each chart follows pointer, touch and arrow keys; without a cursor it shows its default readout.
 for (const chart of document.querySelectorAll(".chart")) {
   const { begin, at, texts, rest } = JSON.parse(chart.querySelector("script").textContent);
   const plot = chart.querySelector(".plot");

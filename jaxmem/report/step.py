@@ -115,12 +115,12 @@ def _buffers(buffers: Iterable[Json]) -> str:
         band = one["band"]
         kind = one["kind"].removeprefix("weights: ")  # the name of the band
         kind = band if kind == "argument" or band.endswith(kind) else f"{band}: {kind}"
-        beside = ", ".join(filter(None, (one["inside"].replace(" > ", " › "), one["layers"])))
+        inside = ", ".join(filter(None, (one["inside"].replace(" > ", " › "), one["layers"])))
         rows.append(
             f'<tr><td><i class="swatch" style="background:{COLOURS[band]}"></i></td>'
             f'<td class="size">{format_bytes(one["size"])}</td>'
             f"<td>{escape(kind)}<small><code>{escape(one['what'])}</code></small></td>"
-            f"<td><code>{escape(one['where'])}</code><small>{escape(beside)}</small></td></tr>"
+            f"<td><code>{escape(one['where'])}</code><small>{escape(inside)}</small></td></tr>"
         )
     head = '<tr><th></th><th class="size">bytes</th><th>what</th><th>source, module</th></tr>'
     return f'<div class="wide"><table><thead>{head}</thead><tbody>{"".join(rows)}</tbody></table></div>'

@@ -21,8 +21,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from jaxmem.lab.peak_memory import measure_apart
 from jaxmem.machine import devices
-from jaxmem.planning.measure import measure_apart
 
 sys.path.append(str(Path(__file__).parents[2]))
 

@@ -18,10 +18,10 @@ import numpy as np
 
 from jaxmem.config import Config, load_config
 from jaxmem.errors import UserError
+from jaxmem.lab.peak_memory import measure_apart
 from jaxmem.machine import devices, gpus
 from jaxmem.planning import Target
 from jaxmem.planning.compile import Compiled, compile_all
-from jaxmem.planning.measure import measure_apart
 from jaxmem.planning.targets import parse_target
 from jaxmem.search.compilers import CompilerPool, RefusedError
 from jaxmem.sharding.layout import first_dim_sharding

@@ -47,7 +47,7 @@ def measure(cfg: Config) -> dict[str, Any]:
 
 def measure_apart(raw: dict[str, Any], simulate: int | None = None, seconds: float | None = None) -> dict[str, Any]:
     """`measure` in a process of its own, within `seconds`; a failure is returned as `error`."""
-    command = [sys.executable, "-m", "jaxmem.planning.measure", json.dumps(raw), str(simulate or "")]
+    command = [sys.executable, "-m", "jaxmem.lab.peak_memory", json.dumps(raw), str(simulate or "")]
     try:
         done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=seconds)  # noqa: S603
     except subprocess.TimeoutExpired:

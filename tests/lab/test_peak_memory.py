@@ -1,9 +1,9 @@
-"""Measuring a plan: the whole path in a process of its own; a CPU tells no peak."""
+"""Planned and measured peaks: the complete path in a process of its own; a CPU reports no peak."""
 
 from __future__ import annotations
 
 from jaxmem.config import load_config
-from jaxmem.planning import measure
+from jaxmem.lab import peak_memory
 from tests.support.measured_configs import configs
 
 
@@ -15,7 +15,7 @@ def test_every_config_of_the_script_is_one_and_they_differ() -> None:
 
 def test_one_config_runs_in_a_process_of_its_own() -> None:
     (raw, *_) = configs(tiny=True)
-    found = measure.measure_apart(raw, 1)
+    found = peak_memory.measure_apart(raw, 1)
     assert found["name"] == raw["name"]
     assert found["planned"] > 12 * found["parameters"]
     assert found["measured"] is found["difference"] is None
@@ -23,4 +23,4 @@ def test_one_config_runs_in_a_process_of_its_own() -> None:
 
 def test_what_goes_wrong_there_is_a_line() -> None:
     raw = configs(tiny=True)[0] | {"zero": 9}
-    assert "zero=9 must be at most 3" in measure.measure_apart(raw, 1)["error"]
+    assert "zero=9 must be at most 3" in peak_memory.measure_apart(raw, 1)["error"]
