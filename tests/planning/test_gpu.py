@@ -15,11 +15,9 @@ import pytest
 
 from jaxmem import planning
 from jaxmem.planning import Plan
-from jaxmem.planning.compile import compile_all
 from jaxmem.planning.hlo_proto import BufferAssignmentProto
-from jaxmem.planning.targets import parse_target, target_devices
+from jaxmem.planning.targets import parse_target
 from jaxmem.planning.timeline import timeline
-from jaxmem.step import program
 from tests.planning.conftest import SMALL, config
 
 ROOT = Path(__file__).parents[2]
@@ -79,11 +77,8 @@ def test_no_schedule_is_faster_than_the_roofline(planned: Plan) -> None:
 
 
 def test_a_slower_gpu_and_a_slower_network_take_longer(planned: Plan) -> None:
-    aim = parse_target("a100-80gb:8")
-    slower = program(CONFIG, target_devices(aim, aim.memory))
-    step, _ = compile_all(slower.lower_step(), {}, here=False)
-    on_one_host = timeline(step.module, aim.gpu, aim.count, aim.per_host)
-    on_two = timeline(step.module, aim.gpu, aim.count, 4)
+    module, slower = planned.compiled_step.module, parse_target("a100-80gb:8").gpu
+    on_one_host, on_two = (timeline(module, slower, 8, per_host) for per_host in (8, 4))
     assert planned.timeline.roofline < on_one_host.roofline
     assert on_one_host.network < on_two.network
 
