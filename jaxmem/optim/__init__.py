@@ -1,8 +1,8 @@
 """Optimizers: plain optax transformations that work in any training loop, and the chain that a config names.
 
-AdamW in float32 stores two moments per parameter and needs its gradient too: 16 bytes per parameter with the weight
-itself. The others here store less; each module says how much and at what cost. A module is imported when one of its
-names is first used.
+AdamW in float32 stores two moments per parameter: with the weight and the gradient, 16 bytes per parameter. The other
+optimizers store less; each module documents its memory and cost. A module is imported when one of its names is first
+used.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ __all__ = sorted({*_NAMES, *OPTIMIZERS})  # noqa: PLE0605
 
 
 def __getattr__(name: str) -> Any:
-    """The functions of the modules above, and each optimizer of the registry: `optim.adamw(1e-3)`."""
+    """Returns a function of the modules above, or an optimizer of the registry: `optim.adamw(1e-3)`."""
     if name in OPTIMIZERS:
         return importlib.import_module("jaxmem.optim.registry").optimizer(name)
     if name in _NAMES:

@@ -32,12 +32,13 @@ def apply_updates(
     vocab_slice: VocabSlice | None = None,
     kernel: Literal["none", "triton"] = "none",
 ) -> Any:
-    """The new weights: added in float32, stored in their dtype; with a key rounded stochastically.
+    """Returns the new weights, computed in float32 and stored in their dtype. With a key they are rounded
+    stochastically.
 
-    Each leaf, and each layer of a leaf whose `axes` begin with `layer`, has its own key: a layer updated alone
-    (`layer=i`: of every stack) is rounded as with all others, and so are rows of a vocabulary matrix (`vocab_slice`).
-    Quantized weights are dequantized and quantized again in place, layer by layer, at most 8 M elements at a time.
-    `kernel`: a fused update of int8 weights, on GPUs, with the same random numbers.
+    Each leaf, and each layer of a leaf whose `axes` begin with `layer`, has its own key. So updating a single layer of
+    every stack (`layer=i`), or some rows of a vocabulary matrix (`vocab_slice`), rounds in the same way as updating
+    everything. Quantized weights are dequantized and quantized in place, layer by layer, at most 8 M elements at a
+    time. `kernel` selects a fused update of int8 weights on GPUs, with the same random numbers.
     """
 
     def add(path: Any, w: Any, u: jax.Array, axes: Axes | None) -> Any:
@@ -63,8 +64,8 @@ def map_layers(
     layer: jax.Array | None,
     vocab_slice: VocabSlice | None = None,
 ) -> Any:
-    """`one(*arrays, key)` of a leaf. Each layer of a stack and each row of a vocabulary matrix has its own key, the
-    same when it is updated alone (`layer`, `vocab_slice`)."""
+    """Applies `one(*arrays, key)` to a leaf. Each layer of a stack and each row of a vocabulary matrix has its own key,
+    also if it is updated separately (`layer`, `vocab_slice`)."""
     if key is None or axes is None:
         return one(*arrays, key)
     if (keys := row_keys(key, axes, arrays[0].shape, vocab_slice)) is not None:
@@ -99,7 +100,7 @@ def _requantized(w: QTensor, beside: tuple[jax.Array, jax.Array | None], *_: jax
 
 
 def _add_fused(w: QTensor, u: jax.Array, seeds: jax.Array | None, axes: Axes) -> QTensor:
-    """By `kernels.int8_add`. On a mesh each device updates its own shard."""
+    """Updates with `kernels.int8_add`. On a mesh each device updates its own shard."""
     if seeds is None:
         raise UserError(
             "optim.apply_updates: kernel=triton requires a key for stochastic rounding; pass one, or kernel=none"
@@ -115,7 +116,7 @@ def _add_fused(w: QTensor, u: jax.Array, seeds: jax.Array | None, axes: Axes) ->
 def _block_seeds(
     key: jax.Array, w: QTensor, axes: Axes, layer: jax.Array | None, vocab_slice: VocabSlice | None
 ) -> jax.Array:
-    """A random word for each block, from the key of its layer and its position in the whole matrix."""
+    """A random word for each block, from the key of its layer and its position in the complete matrix."""
     sizes = list(w.scale.shape)
     places = [jnp.arange(size, dtype=jnp.uint32) for size in sizes]
     keys = key.reshape(1)
@@ -135,7 +136,7 @@ def _block_seeds(
 
 
 def leaf_key(key: jax.Array, path: Any) -> jax.Array:
-    """A leaf's own key, by its name."""
+    """The key of a leaf, derived from its name."""
     return jax.random.fold_in(key, zlib.crc32(jax.tree_util.keystr(path).encode()))
 
 

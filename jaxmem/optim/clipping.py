@@ -1,7 +1,7 @@
 """Gradient clipping by one of three norms.
 
-`global`: the norm of all gradients (Pascanu et al., arXiv:1211.5063). It is known after the last gradient: an update
-during the backward pass needs a first backward pass that only computes it.
+`global`: the norm of all gradients (Pascanu et al., arXiv:1211.5063). It is known only after the last gradient, so an
+update during the backward pass needs another backward pass before it, which only computes the norm.
 
 `previous`: the norm of all gradients of the previous update, 4 bytes of state. A sudden increase is clipped one update
 late; the first update is not clipped.
@@ -25,12 +25,13 @@ ClipBy = Literal["global", "previous", "weight"]
 
 
 class PreviousNorm(NamedTuple):
-    norm: jax.Array  # of the last update's gradients
+    norm: jax.Array  # norm of the gradients of the last update
 
 
 def clip(limit: float, by: ClipBy = "global", *, axes: Any = None) -> optax.GradientTransformationExtraArgs:
-    """`update(..., norm=n)`: the gradients are a part of those with norm n. `update(..., layer=i)`: those of one layer;
-    `update(..., vocab_slice=s)`: those of some rows of a vocabulary matrix.
+    """Clips gradients. With `update(..., norm=n)`, n is the norm of all gradients, of which the argument is a part.
+    With `update(..., layer=i)` the argument is the gradients of one layer, with `update(..., vocab_slice=s)` those of
+    some rows of a vocabulary matrix.
 
     >>> tx = clip(1.0, "weight")
     >>> clipped, _ = tx.update({"a": jnp.float32(3.0), "b": jnp.float32(0.5)}, tx.init({}))
@@ -72,7 +73,7 @@ def clip(limit: float, by: ClipBy = "global", *, axes: Any = None) -> optax.Grad
 
 
 def record_norm(state: Any, norm: jax.Array) -> Any:
-    """The optimizer state with this norm of the gradients, which the optimizer has seen in parts."""
+    """The optimizer state with this norm of all gradients, which were passed to the optimizer in parts."""
     known = lambda x: isinstance(x, PreviousNorm)  # noqa: E731
     return jax.tree.map(lambda x: PreviousNorm(norm) if known(x) else x, state, is_leaf=known)
 

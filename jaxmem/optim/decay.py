@@ -17,7 +17,7 @@ from jaxmem.sharding.weights import is_quantized
 
 
 def add_decayed_weights(weight_decay: float, axes: Any = None) -> optax.GradientTransformationExtraArgs:
-    """Decays matrices, not norms and biases. `update(..., layer=i)`: stacked leaves are one layer."""
+    """Decays matrices, but not norms and biases. With `update(..., layer=i)`, stacked leaves are one layer."""
 
     def update(updates: Any, state: Any, params: Any, **_: Any) -> tuple[Any, Any]:
         def one(names: Axes, u: jax.Array, w: Any) -> jax.Array:

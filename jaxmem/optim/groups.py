@@ -1,7 +1,7 @@
-"""Groups of parameters that are updated separately, as one optimizer of all would update them.
+"""Groups of parameters that are updated separately, with the same result as updating all of them with one optimizer.
 
-A group's parameters keep their paths, so that names, and the random numbers that follow from them, stay the same. Its
-state is the leaves of the whole state at the same paths.
+The parameters of a group keep their paths, so that names, and the random numbers derived from them, are the same. The
+state of a group is the leaves of the complete state at the same paths.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class ParameterGroup:
 
     @classmethod
     def of(cls, params: Tree, optimizer_for: Callable[[Tree], Any], axes: Tree, state_axes: Tree) -> ParameterGroup:
-        """`axes` and `state_axes` are those of all parameters, `params` those of this group."""
+        """`axes` and `state_axes` belong to all parameters, `params` are the parameters of this group."""
         own = select(axes, params, is_leaf=is_quantized)
         tx = optax.with_extra_args_support(optimizer_for(own))
         return cls(tx, own, select(state_axes, jax.eval_shape(tx.init, params)))
@@ -38,12 +38,12 @@ class ParameterGroup:
         return select(whole, self.state_axes, is_leaf=is_axes)
 
     def update(self, grads: Tree, state: Tree, params: Tree, write: Write, **extra: Any) -> tuple[Tree, Tree]:
-        """New parameters and new state. With `layer`, of one layer of stacked ones."""
+        """Returns new parameters and new state; with `layer`, of one layer of stacked parameters."""
         layer, vocab_slice = extra.get("layer"), extra.get("vocab_slice")
         grads = constrain_tree(grads, self.axes, "gradients")
         updates, state = self.tx.update(grads, state, params, **extra)
         params = write(params, updates, axes=self.axes, layer=layer, vocab_slice=vocab_slice)
-        # Cast where the optimizer's state is sharded, then gathered: otherwise float32 updates are sent.
+        # Cast in the sharding of the optimizer state, then gathered; otherwise updates would be sent in float32.
         return constrain_tree(params, stored_axes(self.axes, params), "optimizer"), state
 
 
@@ -66,13 +66,13 @@ def without(tree: Tree, part: Tree) -> Tree:
 
 
 def merge(tree: Tree, *parts: Tree) -> Tree:
-    """`tree` with its leaves replaced by those of parts."""
+    """`tree`, with its leaves replaced by those of the parts."""
     found = {path: leaf for part in parts for path, leaf in jax.tree_util.tree_leaves_with_path(part)}
     return jax.tree_util.tree_map_with_path(found.get, tree)
 
 
 def constrain_tree(tree: Tree, axes: Tree, role: Role) -> Tree:
-    """Each leaf sharded as in a role; leaves may be one layer of a stack."""
+    """Constrains each leaf to its sharding in a role. Leaves may be one layer of a stack."""
 
     def one(names: Axes, x: jax.Array) -> jax.Array:
         return constrain(x, *names[len(names) - x.ndim :], role=role)
@@ -81,7 +81,7 @@ def constrain_tree(tree: Tree, axes: Tree, role: Role) -> Tree:
 
 
 def take_stacked_layer(tree: Tree, axes: Tree, layer: jax.Array, rest: Tree) -> Tree:
-    """One layer of stacked leaves; other leaves from `rest`."""
+    """One layer of stacked leaves; other leaves are taken from `rest`."""
 
     def one(names: Axes, x: jax.Array, other: jax.Array) -> jax.Array:
         stacked = names[:1] == ("layer",)
@@ -91,7 +91,7 @@ def take_stacked_layer(tree: Tree, axes: Tree, layer: jax.Array, rest: Tree) -> 
 
 
 def put_stacked_layer(tree: Tree, axes: Tree, role: Role, layer: jax.Array, new: Tree) -> Tree:
-    """Stacked leaves with the new values of one layer; other leaves replaced."""
+    """Stacked leaves with the new values of one layer; other leaves are replaced."""
 
     def one(names: Axes, x: jax.Array, new: jax.Array) -> jax.Array:
         if names[:1] != ("layer",):

@@ -22,10 +22,10 @@ PART_SIZE = 1 << 23  # elements that a device dequantizes at once
 
 
 def update_parts(grid: Grid, one: Callable[[Any, jax.Array], Any], arrays: Any) -> Any:
-    """`one(part, index)` for each part of arrays divided by a grid, each result written in the place of its part.
+    """Applies `one(part, index)` to each part of arrays divided by a grid, and writes each result in place of its part.
 
-    A part is read from the arrays after the previous write, and passed to its iteration through the loop carry. If an
-    iteration read its own part for several uses, one of which might follow the write, XLA would copy the whole arrays.
+    A part is read after the previous write, and passed to its iteration through the loop carry. If an iteration read
+    its own part for several uses, one of which might follow the write, XLA would copy the complete arrays.
     """
     count = math.prod(grid.values())
 
@@ -39,7 +39,8 @@ def update_parts(grid: Grid, one: Callable[[Any, jax.Array], Any], arrays: Any) 
 
 
 def update_layers(one: Callable[[Any, Any, jax.Array], Any], stack: Any, beside: Any) -> Any:
-    """`one(layer, beside, index)` for every layer of a stack, in place; `beside` is a stack that is only read."""
+    """Applies `one(layer, beside, index)` to every layer of a stack, in place. `beside` is a stack that is only
+    read."""
 
     return _per_stage(partial(_update_each, one), stack, beside)
 
@@ -55,8 +56,8 @@ def _update_each(one: Callable[[Any, Any, jax.Array], Any], stack: Any, beside: 
 
 
 def _per_stage(loop: Callable[[Any, Any, jax.Array], Any], stack: Any, beside: Any) -> Any:
-    """`loop(layers, beside, index of the first)` of a stack; with pipeline parallelism one loop per stage, whose
-    conditionals are its own: under `jax.vmap` all stages would execute what any of them needs."""
+    """Runs `loop(layers, beside, index of the first layer)` on a stack. With pipeline parallelism there is one loop per
+    stage, with its own conditionals: under `jax.vmap` all stages would execute the branches that any of them needs."""
     own = current()
     over = () if own is None else own.over("optimizer", "layer")
     if own is None or not over:
@@ -67,23 +68,25 @@ def _per_stage(loop: Callable[[Any, Any, jax.Array], Any], stack: Any, beside: A
 
 
 def update_rows(one: Each, whole: Any, beside: Any, axes: Axes) -> Any:
-    """`one(part, beside, layer, index)` on some rows of a matrix at a time, in place, so that no device dequantizes
-    more than 8 M elements at once. `whole` and `beside` are trees of arrays and QTensors of one shape with these axes,
-    and of blocks along one dimension; a stack of layers is one loop over the parts of all layers.
+    """Applies `one(part, beside, layer, index)` to some rows of a matrix at a time, in place, so that no device
+    dequantizes more than 8 M elements at once. `whole` and `beside` are trees of arrays and QTensors with the same
+    shape and these axes, and with blocks along one dimension. A stack of layers is one loop over the parts of all
+    layers.
 
-    The rows of a part are strided: where a mesh shards the rows, each device has rows of its own in every part."""
+    The rows of a part are strided, so that on a mesh that shards rows each device has some of its own rows in every
+    part."""
     if axes[:1] == ("layer",):
         return _per_stage(partial(_update_rows, one, axes[1:]), whole, beside)
     return _update_rows(one, axes, whole, beside, None)
 
 
 def _update_rows(one: Each, axes: Axes, whole: Any, beside: Any, first: jax.Array | None) -> Any:
-    """`first`: the index of the first layer of a stack; None: no stack."""
+    """`first` is the index of the first layer of a stack; None: not a stack."""
     leaves = jax.tree.leaves((whole, beside), is_leaf=is_quantized)
     codes = [x for x in leaves if isinstance(x, QTensor)]
     rows = int(first is not None)  # their dimension
     shape = leaves[0].shape[rows:]
-    # Blocks along the rows are not divided.
+    # Blocks along rows are not split.
     along = [q.block_size for q in codes if q.axis == -len(shape)]
     units = shape[0] // along[0] if along else shape[0]
     parts = _parts(math.prod(shape), units, _devices(axes))
@@ -155,8 +158,8 @@ def _devices(axes: Axes) -> list[int]:
 
 
 def _parts(size: int, units: int, devices: list[int]) -> int:
-    """The least number of parts of at most PART_SIZE elements per device. It divides the units, and each device has
-    equally many units of a part, if need be with fewer parts: otherwise a part would be communicated.
+    """The least number of parts of at most PART_SIZE elements per device. It is a divisor of the number of units, and
+    each device has the same number of units of a part, if necessary with fewer parts; otherwise a part would be sent.
 
     >>> many = 8 * PART_SIZE
     >>> _parts(many, 16, [1]), _parts(many, 16, [8]), _parts(8 * many, 16, [8]), _parts(many, 16, [1, 8])

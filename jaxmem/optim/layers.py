@@ -1,12 +1,12 @@
 """Optimizers are written for one matrix (`MatrixRule`); `by_layer` applies them to each layer of a stack.
 
 A weight [layer, m, n] is a stack of matrices; rank, rows and norms of a rule are those of one layer. `by_layer` turns
-a rule into an optax transformation. It loops over the layers and writes each layer's state and update in place of the
-old state and the gradient, so that at most one additional layer exists in float32, whatever format the state has.
+a rule into an optax transformation. It loops over the layers and writes the state and update of each layer in place of
+the old state and the gradient, so that at most one additional layer exists in float32, for any format of the state.
 
-In your own loop name the dimensions of stacked weights: `axes` is a tree as that of the parameters, a tuple of names
-for each, `("layer", None, None)` for a stack of matrices. Without `axes` nothing is a stack. Names with a meaning are
-`layer`, and `vocab` for embedding and output matrices, which are no hidden matrices.
+In your own loop, name the dimensions of stacked weights: `axes` is a tree with the structure of the parameters and a
+tuple of names for each, e.g. `("layer", None, None)` for a stack of matrices. Without `axes` nothing is a stack. The
+names with a meaning are `layer`, and `vocab` for embedding and output matrices.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class ParameterSpec:
     shape: tuple[int, ...]
     dtype: Any
     axes: Axes  # logical names, or None
-    dims: tuple[int | str | None, ...]  # the parameter's dimensions that these are, as `Derived` counts them
+    dims: tuple[int | str | None, ...]  # the corresponding dimensions of the parameter, as `Derived` counts them
 
     @property
     def size(self) -> int:
@@ -50,7 +50,7 @@ class ParameterSpec:
         return len(self.shape) == 2 and "vocab" not in self.axes
 
     def derived(self, value: Any, dims: tuple[int, ...] | None = None) -> Derived:
-        """State that runs along these dimensions of the weight, by default all."""
+        """State along these dimensions of the weight, by default all."""
         own = self.dims if dims is None else tuple(self.dims[d] for d in dims)
         return Derived(value, own)
 
@@ -72,8 +72,8 @@ class UpdateContext:
     vocab_slice: VocabSlice | None = None  # the weight is these rows of a vocabulary matrix
 
     def sums(self, *terms: tuple[jax.Array, int | None]) -> tuple[jax.Array, ...]:
-        """Of each (array, dim) the sum over this dimension of the whole matrix; None: over all dimensions. With a
-        vocabulary slice each call is one more pass over all slices."""
+        """For each (array, dim), the sum over this dimension of the complete matrix; dim None: over all dimensions.
+        With a vocabulary slice each call is one more pass over all slices."""
         own = [jnp.sum(x, axis=dim) for x, dim in terms]
         if self.vocab_slice is None:
             return tuple(own)
@@ -93,13 +93,14 @@ class MatrixRule:
         raise NotImplementedError
 
     def is_separable(self, dim: int, /) -> bool:
-        """Whether slices along a dimension can be updated separately, with `UpdateContext.sums` for sums over all."""
+        """Whether slices along a dimension can be updated separately, with `UpdateContext.sums` for sums over all
+        slices."""
         del dim
         return True
 
     def update(self, g: jax.Array, state: dict[str, Any], at: UpdateContext, /) -> tuple[jax.Array, dict[str, Any]]:
-        """The update before weight decay and learning rate, in any dtype, and the new state. Of `state` the rule
-        sees the values inside `Derived`."""
+        """Returns the update before weight decay and learning rate, in any dtype, and the new state. `state` has the
+        values inside `Derived`."""
         raise NotImplementedError
 
 
@@ -111,10 +112,11 @@ class ByLayerState(NamedTuple):
 def by_layer(
     rule_for: Callable[[ParameterSpec], MatrixRule], axes: Any = None, *, seed: int = 0
 ) -> optax.GradientTransformationExtraArgs:
-    """An optax transformation of a rule per leaf. It uses no memory beyond the state of the rules.
+    """An optax transformation that applies a rule to each leaf. It needs no memory in addition to the state of the
+    rules.
 
-    `update(..., layer=i, layers=n)`: gradients, state and parameters are those of layer i of n alone. `update(...,
-    vocab_slice=s)`: those of some rows of the only parameter, a vocabulary matrix.
+    With `update(..., layer=i, layers=n)`, gradients, state and parameters are those of layer i of n. With `update(...,
+    vocab_slice=s)` they are some rows of the only parameter, a vocabulary matrix.
     """
 
     def named(params: Any) -> Any:
@@ -196,7 +198,7 @@ class _Update:
         if self.vocab_slice is not None and not rule.is_separable(self.vocab_slice.dim):
             raise NotSeparableError
         layers = math.prod(stack) if self.layer is None else self.layers
-        # A leaf's key follows from its name alone, so that it is the same on every mesh and in every order.
+        # The key of a leaf depends only on its name, so that it is the same on every mesh and in every order.
         key = leaf_key(self.key, path)
 
         def one(own: tuple[jax.Array, Any], w: Any, i: jax.Array, _: Any = None) -> tuple[jax.Array, Any]:
@@ -221,14 +223,14 @@ class _Update:
 
 
 def _one_layer(names: Axes, w: Any) -> tuple[ParameterSpec, tuple[int, ...]]:
-    """One layer of a weight, and the number of layers; (): no stack."""
+    """One layer of a weight, and the number of layers; () if it is not a stack."""
     stacked = int(names[:1] == ("layer",))
     shape = w.shape[stacked:]
     return ParameterSpec(shape, w.dtype, names[stacked:], tuple(range(len(shape)))), w.shape[:stacked]
 
 
 def _as_state(x: jax.Array, spec: ParameterSpec) -> jax.Array:
-    """One layer, sharded as its optimizer state: an update gathers nothing."""
+    """One layer, sharded like its optimizer state, so that an update needs no all-gather."""
     return constrain(x, *spec.axes, role="optimizer") if any(spec.axes) else x
 
 

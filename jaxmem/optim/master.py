@@ -1,14 +1,15 @@
 """Master weights: bfloat16 for computation, a float32 copy or the missing bits for updates (arXiv:1710.03740).
 
-An update of AdamW is often less than half of bfloat16's last bit and would be lost. With a float32 copy a step holds,
-per parameter, 2 bytes of weights, 2 of gradients, 4 of the copy and 8 of moments: the 16 bytes of ZeRO's arithmetic
+An update of AdamW is often less than half of bfloat16's last bit and would be lost. With a float32 copy a step needs,
+per parameter, 2 bytes of weights, 2 of gradients, 4 of the copy and 8 of moments: the 16 bytes of the ZeRO paper
 (arXiv:1910.02054).
 
-The upper half of the copy is almost the weight, so only the remainder is stored, as a signed integer: `remainder16`,
-2 bytes, gives the float32 copy bitwise; `remainder8`, 1 byte, gives 24 bits, rounded stochastically, so that updates
-below the last bit add up on average. With 8-bit AdamW that is 2 + 1 + 2.03 bytes per parameter, and 2 of gradients.
+The weight is the rounded upper half of the copy, so only the remainder is stored, as a signed integer. `remainder16`
+takes 2 bytes and is bitwise equal to the float32 copy. `remainder8` takes 1 byte and has 24 bits, rounded
+stochastically, so that smaller updates are correct on average. With 8-bit AdamW this takes 2 + 1 + 2.03 bytes per
+parameter, and 2 for gradients.
 
-Copy and remainder are parts of the optimizer's state and sharded as it is.
+Copy and remainder are parts of the optimizer state and sharded like it.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ class MasterState(NamedTuple):
 
 
 def with_master(tx: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
-    """`tx` on a float32 copy of the weights. The returned update makes the weights the rounded copy.
+    """Applies `tx` to a float32 copy of the weights. The returned update makes the weights equal to the rounded copy.
 
     >>> import optax
     >>> params = {"w": jnp.ones(3, jnp.bfloat16)}
@@ -51,7 +52,8 @@ def with_master(tx: optax.GradientTransformation) -> optax.GradientTransformatio
     def update(grads: Any, state: MasterState, params: Any = None, **extra: Any) -> tuple[Any, MasterState]:
         updates, inner = tx.update(_in_float32(grads), state.inner, state.master, **extra)
         master = jax.tree.map(lambda m, u: m + u.astype(jnp.float32), state.master, updates)
-        # Exact where the two are within a factor of two of each other (Sterbenz), and so is the sum with the weights.
+        # Exact if the two are within a factor of two of each other (Sterbenz); then the sum with the weights is exact
+        # too.
         change = jax.tree.map(lambda m, w: m - w.astype(jnp.float32), master, params)
         return change, MasterState(master, inner)
 
@@ -61,14 +63,14 @@ def with_master(tx: optax.GradientTransformation) -> optax.GradientTransformatio
 class RemainderState(NamedTuple):
     step: jax.Array  # updates so far
     master: Any  # the remainders of the weights
-    inner: Any  # state of the optimizer of the completed weights
+    inner: Any  # state of the optimizer of the weights with remainders
 
 
 def with_remainder(
     tx: optax.GradientTransformation, bits: int, axes: Any = None
 ) -> optax.GradientTransformationExtraArgs:
-    """`tx` on bfloat16 weights completed by `bits` (8 or 16) more. Exact, except where one update shrinks a weight to
-    less than 2^-16 of itself, or bfloat16 gradients more than double it: the update is then rounded.
+    """Applies `tx` to bfloat16 weights with `bits` (8 or 16) additional bits. Exact, unless one update shrinks a weight
+    to less than 2^-16 of its value, or bfloat16 gradients more than double it: then the update is rounded.
 
     >>> params = {"w": jnp.ones(3, jnp.bfloat16)}
     >>> with_remainder(optax.sgd(1e-4), 8).init(params).master["w"].dtype.name

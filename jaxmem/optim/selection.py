@@ -1,15 +1,15 @@
 """Trainable and frozen parameters, selected by patterns of their names.
 
-A parameter is named by its path, `blocks.attention.q.weight`. Patterns are those of file names: `*.bias` (BitFit,
-Zaken et al., arXiv:2106.10199), `head.*`, `*norm*`. A Python slice selects layers of a stack:
-`blocks[-2:].*` are the last two, `blocks[:4].mlp.*` the MLPs of the first four.
+A parameter is named by its path, `blocks.attention.q.weight`. Patterns are shell-style: `*.bias` (BitFit, Zaken et al.,
+arXiv:2106.10199), `head.*`, `*norm*`. A Python slice selects layers of a stack: `blocks[-2:].*` are the last two,
+`blocks[:4].mlp.*` the MLPs of the first four.
 
-Frozen parameters have no optimizer state: with Adam 8 bytes per parameter less. Their gradients are not computed unless
-something else reads them: XLA removes unused computations.
+Frozen parameters have no optimizer state, which saves 8 bytes per parameter with Adam. Their gradients are not computed
+unless they are used elsewhere, since XLA removes unused computations.
 
     tx = optim.trainable(optax.adam(1e-3), ["head.*"])
     state = tx.init(params)
-    updates, state = tx.update(grads, state, params)     # of frozen parameters: zeros
+    updates, state = tx.update(grads, state, params)     # zeros for frozen parameters
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ Path = tuple[Any, ...]
 
 @dataclass(frozen=True)
 class Selection:
-    """The trainable parameters by path, of a stack the indices of its trainable layers; None: all of them."""
+    """The trainable parameters by path, with the indices of the trainable layers of a stack; None: all layers."""
 
     layers: Mapping[Path, tuple[int, ...] | None]
 
     @classmethod
     def of(cls, tree: Any, patterns: Sequence[str]) -> Selection:
-        """`tree`: weights or their shapes, or their axes, where ranges of layers select all layers."""
+        """`tree` has weights, their shapes, or their axes; with axes, a range of layers selects all layers."""
         named = _named(tree)
         found: dict[Path, tuple[int, ...] | None] = {}
         for pattern in patterns:
@@ -69,7 +69,7 @@ class Selection:
         return jax.tree_util.tree_map_with_path(one, tree, is_leaf=_is_weight)
 
     def merge(self, tree: Any, selected: Any) -> Any:
-        """`tree` with its trainable parameters replaced by those of a selected tree."""
+        """`tree`, with its trainable parameters replaced by those of a selected tree."""
         new = {path: x for path, _, x in _named(selected)}
 
         def one(path: Path, x: Any) -> Any:
@@ -89,7 +89,7 @@ class Selection:
 def trainable(tx: optax.GradientTransformation, patterns: Sequence[str]) -> optax.GradientTransformationExtraArgs:
     """`tx` for the parameters whose names match; the updates of all others are zeros.
 
-    An optimizer with `axes` of stacked weights needs those of the trainable ones: `select_trainable(axes, patterns)`.
+    An optimizer with `axes` needs the axes of the trainable weights: `select_trainable(axes, patterns)`.
     """
     inner = optax.with_extra_args_support(tx)
 
@@ -108,8 +108,8 @@ def trainable(tx: optax.GradientTransformation, patterns: Sequence[str]) -> opta
 def scale_updates(
     tx: optax.GradientTransformation, factor: float, patterns: Sequence[str]
 ) -> optax.GradientTransformationExtraArgs:
-    """`tx` with the updates of matching parameters multiplied by a factor, as the learning rate of B in LoRA+ (Hayou et
-    al., arXiv:2402.12354)."""
+    """`tx`, with the updates of matching parameters multiplied by a factor, e.g. the learning rate of B in LoRA+ (Hayou
+    et al., arXiv:2402.12354)."""
     inner = optax.with_extra_args_support(tx)
 
     def update(grads: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, Any]:

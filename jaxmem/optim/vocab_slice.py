@@ -1,8 +1,8 @@
-"""Updates an embedding or output matrix some rows at a time, by an optimizer written for a whole matrix.
+"""Updates an embedding or output matrix some rows at a time, with an optimizer written for a complete matrix.
 
-A rule that sums over the whole matrix (a norm, a mean of each column) calls `UpdateContext.sums`. With slices, each
-such call is one pass over all of them to compute the sums, followed by one pass that applies the update. Each pass
-traces the same rule; XLA removes what follows the first unknown sum.
+A rule that sums over the complete matrix (a norm, a mean of each column) calls `UpdateContext.sums`. With slices, each
+such call needs one pass over all slices to compute the sums, and a last pass applies the update. Each pass traces the
+same rule; XLA removes the computations after the first unknown sum.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ Total = Callable[[Any], Any]
 
 
 class NotSeparableError(Exception):
-    """The rule needs the whole matrix and cannot be computed from sums over slices."""
+    """Raised if a rule needs the complete matrix and cannot be computed from sums over slices."""
 
 
 @dataclass
 class SlicedSums:
-    """The sums over a matrix that are known so far, and the share of the present rows in the next one."""
+    """The sums over a matrix that are known so far, and the contribution of the current rows to the next one."""
 
     known: list[Any]
     calls: int = field(default=0, init=False)
@@ -36,7 +36,7 @@ class SlicedSums:
             return self.known[self.calls - 1]
         if self.calls == len(self.known) + 1:
             self.share = share
-        return share  # what follows is traced and not computed
+        return share  # the rest is traced but not computed
 
 
 @dataclass(frozen=True)
@@ -46,11 +46,11 @@ class VocabSlice:
     shape: tuple[int, ...]  # of the whole matrix
     dim: int  # the vocabulary's
     rows: Int[Array, " rows"]  # their indices
-    total: Total  # from sums over these rows to sums over all
+    total: Total  # from sums over these rows to sums over all rows
 
 
 def sliced_sums(update: Callable[[jax.Array, Total], Any], count: int) -> list[Any] | None:
-    """All sums that `update(index of the slice, total)` needs, over `count` slices. None: the rule needs the whole
+    """All sums that `update(index of the slice, total)` needs, over `count` slices; None if the rule needs the complete
     matrix."""
     first = jnp.zeros((), jnp.int32)
 

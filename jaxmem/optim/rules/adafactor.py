@@ -1,8 +1,8 @@
 """Adafactor: the second moment of a matrix as its row and column sums (Shazeer and Stern, arXiv:1804.04235).
 
-A matrix [m, n] has m + n elements of state in place of 2mn, 4 (m + n) / (m n) bytes per parameter; a vector has one per
-element. Updates are scaled by the root mean square of the weights, so learning rates are relative: 1e-2 where Adam has
-1e-3 or less.
+A matrix [m, n] has m + n elements of state instead of 2mn, 4 (m + n) / (m n) bytes per parameter; a vector has one per
+element. Updates are scaled by the root mean square of the weights, so learning rates are relative: about 1e-2, where
+Adam uses 1e-3 or less.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Factored(MatrixRule):
                 (squares, 1), (squares, 0), (squares, None), (state["row"], 0), weights
             )
             new = {"row": averaged(state["row"], row / columns), "column": averaged(state["column"], column / rows)}
-            # The outer product of both sums has the mean once too often.
+            # The outer product of both sums contains the mean one time too many.
             mean = averaged(before, every / columns) / rows
             u = g * jax.lax.rsqrt(new["row"] / mean)[:, None] * jax.lax.rsqrt(new["column"])[None, :]
         else:
@@ -64,5 +64,5 @@ def scale_by_adafactor(settings: AdafactorSettings, _: ParameterSpec) -> MatrixR
     >>> tx.init({"w": jnp.zeros((64, 32))}).leaves["w"]["row"].value.shape
     (64,)
     """
-    del settings  # weight decay is the registry's
+    del settings  # the registry adds weight decay
     return Factored()

@@ -1,7 +1,7 @@
 """Adam as a rule for one matrix, for vectors and projected matrices of other optimizers.
 
-optax's Adam has one counter for a tree and moments in the dtype of the weights; this one runs on one layer or some rows
-of it, in float32 whatever format the moments are stored in.
+optax's Adam has one counter for a tree and moments in the dtype of the weights. This one updates a layer or some of its
+rows, in float32, for any stored format of the moments.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from jaxmem.sharding.leaves import Derived
 def next_moments(
     settings: AdamSettings, m: jax.Array, v: jax.Array, g: jax.Array, squares: jax.Array | None = None
 ) -> tuple[jax.Array, jax.Array]:
-    """Both moments after a gradient (Kingma and Ba, arXiv:1412.6980). `squares`: in the place of the gradient's own."""
+    """Both moments after a gradient (Kingma and Ba, arXiv:1412.6980). `squares` replaces the square of the gradient."""
     squares = g * g if squares is None else squares
     beta1, beta2 = settings.beta1, settings.beta2
     return beta1 * m + (1 - beta1) * g, beta2 * v + (1 - beta2) * squares
@@ -39,7 +39,7 @@ def bias_correction(beta: float, count: jax.Array) -> jax.Array:
 
 @dataclass(frozen=True)
 class Adam(MatrixRule):
-    """Two float32 moments: 8 bytes per parameter, whatever dtype the weight has."""
+    """Two float32 moments: 8 bytes per parameter for any dtype of the weight."""
 
     settings: AdamSettings
 

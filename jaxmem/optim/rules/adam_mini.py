@@ -1,9 +1,9 @@
 """Adam-mini: one second moment per output neuron (Zhang et al., arXiv:2406.16793).
 
-The weights of one neuron have a similar curvature. A matrix [m, n] has n second moments in place of mn: a little more
-than 4 bytes of state per parameter, half of Adam's. A block is a column (one output), of embedding and output matrices
-the vector of one token. Queries and keys have a block per head in the paper, here one per neuron. Vectors and scalars
-use Adam.
+The weights of one neuron have a similar curvature. A matrix [m, n] has n second moments instead of mn: slightly more
+than 4 bytes of state per parameter, half of Adam's. A block is a column (one output); in embedding and output matrices
+it is the vector of one token. In the paper, queries and keys have one block per head; here they have one per neuron.
+Vectors and scalars use Adam.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""APOLLO: the gradient, each column scaled as Adam would scale it (Zhu et al., arXiv:2412.05270).
+"""APOLLO: the gradient, with each column scaled like Adam would scale it (Zhu et al., arXiv:2412.05270).
 
 The scale of a column is estimated on a random projection of the gradient to `rank` rows: Adam runs there, and the ratio
 of norms after and before is the scale. For [m, n] with m <= n the state is two moments of rank x n elements; the
 projection is generated from a counter at every update and not stored. APOLLO-Mini has rank 1 and one scale for the
-whole matrix: 8 n + 4 bytes, the memory of SGD.
+complete matrix: 8 n + 4 bytes, the memory of SGD.
 
 The norm of an update grows by at most 1 % (the norm-growth limiter of Fira, arXiv:2410.01623). Vectors use Adam, and so
 do embeddings and the output projection unless `project_embeddings` is set.
@@ -70,13 +70,13 @@ class ScaledByProjection(MatrixRule):
 
 @transformation(ApolloSettings)
 def scale_by_apollo(settings: ApolloSettings, spec: ParameterSpec) -> MatrixRule:
-    """One scale per column. `rank` None: a quarter of the smaller side of each matrix."""
+    """APOLLO with one scale per column. `rank` None is a quarter of the smaller dimension of each matrix."""
     return _rule_for(settings, spec, settings.rank, per_matrix=False)
 
 
 @transformation(ApolloMiniSettings)
 def scale_by_apollo_mini(settings: ApolloMiniSettings, spec: ParameterSpec) -> MatrixRule:
-    """Rank 1, one scale per matrix.
+    """APOLLO with rank 1 and one scale per matrix.
 
     >>> state = scale_by_apollo_mini().init({"w": jnp.zeros((32, 64))}).leaves["w"]
     >>> state["m"].value.shape

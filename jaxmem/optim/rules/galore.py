@@ -1,9 +1,9 @@
-"""GaLore: Adam on gradients projected to low rank, weights trained in full (Zhao et al., arXiv:2403.03507).
+"""GaLore: Adam on low-rank projections of gradients; all weights are trained (Zhao et al., arXiv:2403.03507).
 
-For a matrix [m, n] with m <= n and rank r the state is a basis of m r numbers and two moments of r n, 4 (m r + 2 r n)
-bytes in place of 8 m n: with r = m / 4 and a square matrix 3 bytes per parameter, and 1 with moments in 8 bits and
-a basis in bfloat16 (it has the weights' dtype). Embeddings, the output projection, vectors, and matrices whose smaller
-side is not larger than the rank are the inner optimizer's alone.
+For a matrix [m, n] with m <= n and rank r the state is a basis of m r numbers and two moments of r n: 4 (m r + 2 r n)
+bytes instead of 8 m n. For a square matrix with r = m / 4 this is 3 bytes per parameter, and 1 with moments in 8 bits
+and a basis in bfloat16 (the dtype of the weights). Embeddings, the output projection, vectors, and matrices whose
+smaller dimension is at most the rank use the inner optimizer.
 
 The basis is refreshed every `refresh_every` updates by matmuls (`range_finder`), layers in turn: only the first update
 refreshes all of them. Projecting to low rank and back costs 4 m n r FLOPs per update.
@@ -11,10 +11,10 @@ refreshes all of them. Projecting to low rank and back costs 4 m n r FLOPs per u
 Q-GaLore (Zhang et al., arXiv:2407.08296) stores the basis in 4 bits and doubles the refresh interval of a layer
 whose basis spans nearly the same space twice in a row.
 
-The component of a gradient outside of the basis is discarded. `residual` adds it, each column scaled by the ratio by
-which Adam scaled its projection (Fira: Chen et al., arXiv:2410.01623): full rank with no more state or matmuls. A
-column whose outside component is too large for a basis of its leading directions is scaled so that on average no
-direction outside moves more than those inside.
+By default the component of a gradient outside of the basis is discarded. `residual` adds it, with each column scaled by
+the ratio by which Adam scaled its projection (Fira: Chen et al., arXiv:2410.01623): updates of full rank without more
+state or matmuls. If the outside component of a column is large, it is scaled down so that on average no direction
+outside of the basis moves more than those inside.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ class Projected(MatrixRule):
         if not self.settings.residual:
             return scale * self.side.back(basis, direction.astype(g.dtype)), {**basis_state, "inner": inner}
         ratio = self._outside(g, low, direction)
-        # u = P d + ratio (g - P low), a column's ratio being one number: one matmul for both.
+        # u = P d + ratio (g - P low). The ratio of a column is one number, so both need only one matmul.
         u = self.side.back(basis, (direction - ratio * low).astype(g.dtype)) + ratio * g.astype(jnp.float32)
         return scale * u, {**basis_state, "inner": inner}
 
@@ -91,7 +91,7 @@ class Projected(MatrixRule):
         """The factor of each column outside of the basis."""
         squares = lambda x: jnp.sum(jnp.square(x.astype(jnp.float32)), axis=self.side.away, keepdims=True)  # noqa: E731
         inside = squares(low)
-        # The basis is orthonormal: the outside component has the remaining squares, in the remaining directions.
+        # The basis is orthonormal, so the squared norm outside is the total minus the squared norm inside.
         outside = (squares(g) - inside) * (self.rank / (self.spec.shape[self.side.away] - self.rank))
         return jnp.sqrt(squares(direction) / jnp.maximum(jnp.maximum(inside, outside), TINY))
 
@@ -117,7 +117,7 @@ class Projected(MatrixRule):
 
 @transformation(GaLoreSettings)
 def scale_by_galore(settings: GaLoreSettings, spec: ParameterSpec) -> MatrixRule:
-    """GaLore on Adam in float32. `rank` None is a quarter of each matrix's smaller side.
+    """GaLore with Adam in float32. `rank` None is a quarter of the smaller dimension of each matrix.
 
     >>> state = scale_by_galore(GaLoreSettings(rank=8)).init({"w": jnp.zeros((32, 64))}).leaves["w"]
     >>> state["basis"].value.shape, state["inner"]["m"].value.shape
@@ -128,7 +128,7 @@ def scale_by_galore(settings: GaLoreSettings, spec: ParameterSpec) -> MatrixRule
 
 @transformation(GaLoreSettings)
 def scale_by_galore8bit(settings: GaLoreSettings, spec: ParameterSpec) -> MatrixRule:
-    """GaLore on Adam with moments in 8 bits."""
+    """GaLore with Adam and moments in 8 bits."""
     return _rule_for(settings, spec, quantized(Adam(settings), ADAM8))
 
 

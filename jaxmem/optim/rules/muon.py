@@ -56,7 +56,7 @@ def newton_schulz(x: jax.Array) -> jax.Array:
 
 @transformation(MuonSettings)
 def scale_by_muon(settings: MuonSettings, spec: ParameterSpec) -> MatrixRule:
-    """Muon for hidden matrices, Adam for the rest. Without `axes` every matrix is a hidden one.
+    """Muon for hidden matrices, Adam for other parameters. Without `axes` every matrix is a hidden matrix.
 
     >>> sorted(scale_by_muon().init({"w": jnp.zeros((64, 32))}).leaves["w"])
     ['m']

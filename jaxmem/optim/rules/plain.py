@@ -14,7 +14,7 @@ from jaxmem.sharding.weights import is_quantized
 
 def scale_by_adam(settings: AdamSettings = AdamSettings(), *, axes: Any = None) -> optax.GradientTransformation:
     """Two moments: 8 bytes per parameter for float32 weights."""
-    del axes  # elementwise: a stack is as any other array
+    del axes  # elementwise: a stack is treated like any other array
     return _in_dtype_of_weights(optax.scale_by_adam(settings.beta1, settings.beta2, settings.epsilon))
 
 
@@ -25,13 +25,13 @@ def scale_by_lion(settings: LionSettings = LionSettings(), *, axes: Any = None) 
 
 
 def trace(settings: SgdSettings = SgdSettings(), *, axes: Any = None) -> optax.GradientTransformation:
-    """Nothing without momentum; with it one number per parameter."""
+    """No state without momentum; with it one number per parameter."""
     del axes
     return _in_dtype_of_weights(optax.trace(settings.momentum)) if settings.momentum else optax.identity()
 
 
 def _in_dtype_of_weights(tx: optax.GradientTransformation) -> optax.GradientTransformation:
-    """State in each weight's dtype, whatever that of its gradient is; quantized weights count as float32."""
+    """State in the dtype of each weight, for any dtype of its gradient; quantized weights count as float32."""
 
     def init(params: Any) -> Any:
         plain = lambda w: jnp.zeros(w.shape, w.dtype) if is_quantized(w) else w  # noqa: E731

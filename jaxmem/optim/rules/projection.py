@@ -1,8 +1,8 @@
 """Low-rank projections of a matrix, by matmuls only.
 
-The smaller dimension is projected, so [m, n] becomes [rank, n] or [m, rank]; of a square matrix the first (input)
-dimension, as in galore-torch and apollo-torch. Sharding is kept: the basis is sharded as the projected dimension, and
-the rank dimension of the projected matrix takes its mesh axes (`projected` in the sharding table).
+The smaller dimension is projected, so [m, n] becomes [rank, n] or [m, rank]; for a square matrix it is the first
+(input) dimension, as in galore-torch and apollo-torch. Sharding is preserved: the basis is sharded like the projected
+dimension, and the rank dimension of the projected matrix over the same mesh axes (`projected` in the sharding table).
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Side:
 
     @property
     def low(self) -> ParameterSpec:
-        """The projected matrix, as the inner optimizer sees it."""
+        """The spec of the projected matrix for the inner optimizer."""
 
         def replaced(values: tuple, new: object) -> tuple:
             return (*values[: self.away], new, *values[self.away + 1 :])
@@ -81,7 +81,8 @@ def rank_of(spec: ParameterSpec, rank: int | None) -> int:
 
 
 def is_projected(spec: ParameterSpec, rank: int | None, project_embeddings: bool) -> bool:
-    """Whether a matrix is projected: rank below its smaller side; embedding and output matrices only on request."""
+    """Whether a matrix is projected: the rank is below its smaller dimension, and it is a hidden matrix or
+    `project_embeddings` is set."""
     wanted = spec.is_hidden_matrix or (len(spec.shape) == 2 and project_embeddings)
     return wanted and rank_of(spec, rank) < min(spec.shape)
 
@@ -93,9 +94,9 @@ def _matmul(a: jax.Array, b: jax.Array) -> jax.Array:
 def range_finder(g: jax.Array, start: jax.Array, key: jax.Array) -> jax.Array:
     """An orthonormal basis [m, rank] of approximately the leading left singular vectors of g [m, n].
 
-    Two power iterations (Halko et al., arXiv:0909.4061) from the old basis and a share of random directions: while the
-    leading directions stay the same, so does the basis, and the moments stay valid; the random share finds new
-    directions. About 10 m n rank FLOPs.
+    Two power iterations (Halko et al., arXiv:0909.4061) from the old basis and some random directions. As long as the
+    leading directions do not change, the basis does not either, and the moments stay valid; the random directions find
+    new ones. About 10 m n rank FLOPs.
     """
     g = g / jnp.maximum(jnp.linalg.norm(g), 1e-30)  # the fourth power of small gradients would underflow
     random = jax.random.normal(key, start.shape, jnp.float32) * g.shape[0] ** -0.5

@@ -1,9 +1,9 @@
 """Elementwise optimizers with state in 8 or 4 bits, quantized in blocks.
 
-8-bit Adam has 2.03 bytes of state per parameter in place of 8, with the same final loss (Dettmers et al.,
+8-bit Adam has 2.03 bytes of state per parameter instead of 8, with the same final loss (Dettmers et al.,
 arXiv:2110.02861): a dynamic code for each moment, and a float32 scale for each block of 256. In 4 bits (Li et al.,
-arXiv:2309.01507) it is 1.06 bytes, with blocks of 128. A second moment is rounded up to the smallest code above zero:
-at zero, with a first moment that is not, the update would be unbounded.
+arXiv:2309.01507) it has 1.06 bytes, with blocks of 128. A second moment is never rounded to zero, but up to the
+smallest nonzero code: if it were zero and the first moment were not, the update would be unbounded.
 
 Vectors, scalars and parameters of fewer than 4096 elements have float32 state. An update dequantizes, steps and
 quantizes part by part, so that at most 32 MiB of each moment exist in float32.
@@ -41,7 +41,7 @@ MOMENTUM8: Formats = (("m", "dynamic8"),)
 
 @dataclass(frozen=True)
 class Lion(MatrixRule):
-    """The sign of an average that is one gradient ahead of the stored one (Chen et al., arXiv:2302.06675)."""
+    """The sign of an average that includes one gradient more than the stored one (Chen et al., arXiv:2302.06675)."""
 
     settings: LionSettings
 
@@ -86,8 +86,8 @@ class Quantized(MatrixRule):
 
 @dataclass(frozen=True)
 class FusedAdam8bit(Quantized):
-    """Adam in 8 bits by the fused kernel `kernels.adam8_update`: one pass over memory without float32 copies, a stack
-    of layers as one array. On a mesh each device updates its shard."""
+    """Adam in 8 bits with the fused kernel `kernels.adam8_update`: one pass over memory without float32 copies, with a
+    stack of layers as one array. On a mesh each device updates its shard."""
 
     updates_stacks: ClassVar = True
     elementwise: ClassVar = False
@@ -154,7 +154,7 @@ def trace8bit(settings: MomentumSettings, spec: ParameterSpec) -> MatrixRule:
 
 
 def blocks(spec: ParameterSpec, most: int) -> tuple[int, int]:
-    """The dimension (negative) that blocks run along, and their size: `even_block_size`. The same on every mesh.
+    """The dimension (negative) of the blocks, and their size (`even_block_size`). They are the same on every mesh.
 
     >>> blocks(ParameterSpec((4096, 14336), jnp.float32, ("embed", "mlp"), (0, 1)), 256)
     (-1, 256)
@@ -166,7 +166,7 @@ def blocks(spec: ParameterSpec, most: int) -> tuple[int, int]:
         range(len(found)),
         key=lambda d: (found[d] >= most // 2, found[d] >= most // 16, spec.axes[d] not in SPLIT_FINELY, d),
     )
-    if not found[dim]:  # no dimension divides well: a last block is shorter
+    if not found[dim]:  # no dimension has a suitable divisor: the last block is shorter
         return -1, min(most, spec.shape[-1])
     return dim - len(found), found[dim]
 
@@ -178,7 +178,7 @@ def zeros(shape: tuple[int, ...], form: str, block: int, axis: int) -> QTensor:
 
 
 def _above_zero(q: QTensor) -> QTensor:
-    """Unsigned formats: the smallest nonzero code in place of code 0, which is zero."""
+    """For unsigned formats: replaces code 0, which is zero, by the smallest nonzero code."""
     if not q.format.startswith("udynamic"):
         return q
     if FORMATS[q.format].bits == 8:
