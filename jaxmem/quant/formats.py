@@ -1,4 +1,4 @@
-"""Quantization formats: which values the integer codes of a quantized array stand for.
+"""Quantization formats: the values of the integer codes of a quantized array.
 
 Each block of values is scaled into the range of the format, by its absmax (symmetric) or by its minimum and its range
 (affine). Each value then becomes the nearest value of the format:
@@ -8,11 +8,10 @@ Each block of values is scaled into the range of the format, by its absmax (symm
     nf4                    quantiles of a normal distribution (Dettmers et al., arXiv:2305.14314)
     fp4                    1 sign, 2 exponent, 1 mantissa bit, with a zero
     fp8_e4m3, fp8_e5m2     8-bit floats (Micikevicius et al., arXiv:2209.05433)
-    dynamic8, udynamic8    each decade divided evenly, the larger ones more finely: signed; non-negative
+    dynamic8, udynamic8    each decade divided evenly, larger ones into more values: signed; non-negative
     dynamic4, udynamic4    the same in 4 bits (8-bit optimizers: Dettmers et al., arXiv:2110.02861)
 
-Stochastic rounding draws one of the two neighbouring values with a random number for each value, so that the
-expectation is the value itself.
+Stochastic rounding chooses one of the two neighbouring values at random, so that the expectation is the original value.
 """
 
 from __future__ import annotations
@@ -63,7 +62,7 @@ class Uniform:
 
 @dataclass(frozen=True)
 class Codebook:
-    """A list of values; a code is the index of its value. The list may be in any order."""
+    """A list of values, in any order. A code is the index of its value."""
 
     values: tuple[float, ...]
     affine: bool = False
@@ -74,7 +73,7 @@ class Codebook:
 
     @cached_property
     def _order(self) -> np.ndarray:
-        """The codes in ascending order of their values; of equal values the first code."""
+        """The codes in ascending order of their values; for equal values only the first code."""
         return np.unique(np.asarray(self.values, np.float32), return_index=True)[1].astype(np.uint8)
 
     @cached_property
@@ -97,7 +96,7 @@ class Codebook:
 
 @dataclass(frozen=True)
 class Float8:
-    """An 8-bit float, its largest finite value scaled to 1."""
+    """An 8-bit float, scaled so that its largest finite value is 1."""
 
     dtype: str
     bits: int = 8
@@ -123,10 +122,10 @@ class Float8:
 
 
 def _count_below(x: Values, ascending: np.ndarray) -> Int[Array, "*shape"]:
-    """For each x, the number of values in `ascending` that are less.
+    """For each x, the number of values in `ascending` that are less than x.
 
-    The leading bits of a float32 (sign, exponent, some of the mantissa) determine the count but for one value, which a
-    comparison decides: two lookups in small tables for any number of values; a binary search takes one for each bit.
+    The leading bits of a float32 (sign, exponent, some of the mantissa) determine the count except for one value, which
+    is compared. So two lookups in small tables suffice for any number of values; a binary search needs one per bit.
     """
     bits = next(bits for bits in range(15, 24) if int(_bins(ascending, bits)[1].max()) <= 1)
     key = jax.lax.bitcast_convert_type(x, jnp.uint32) >> (32 - bits)
@@ -135,8 +134,7 @@ def _count_below(x: Values, ascending: np.ndarray) -> Int[Array, "*shape"]:
 
 
 def _bins(ascending: np.ndarray, bits: int) -> tuple[np.ndarray, np.ndarray]:
-    """For each bin of floats with the same leading bits: how many values are less than all of it, and how many are in
-    it."""
+    """For each bin of floats with the same leading bits, the number of values below the bin, and in the bin."""
     first = np.arange(2**bits, dtype=np.uint32) << (32 - bits)
     ends = np.stack([first, first | (2 ** (32 - bits) - 1)]).view(np.float32)
     ends = np.where(np.isnan(ends), np.copysign(np.float32(np.inf), ends), ends)

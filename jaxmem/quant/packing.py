@@ -1,7 +1,8 @@
 """Codes of 2 to 6 bits packed into bytes along one dimension, the first code in the highest bits.
 
-A group is as many codes as end on a byte: 4 codes of 2 bits or 2 of 4 bits fill one byte, 4 of 6 bits or 8 of 3 bits
-three, 8 of 5 bits five. Bits are unused only where the length is not a multiple of the group.
+A group is the smallest number of codes that fills complete bytes: four 2-bit or two 4-bit codes fill one byte, four
+6-bit or eight 3-bit codes three, eight 5-bit codes five. Bits are unused only if the length is not a multiple of a
+group.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ def pack(codes: jax.Array, bits: int, axis: int) -> jax.Array:
 
 
 def unpack(packed: jax.Array, bits: int, axis: int, size: int) -> jax.Array:
-    """The first `size` codes along `axis` of what `pack` returned."""
+    """The inverse of `pack`: the first `size` codes along `axis`."""
     if bits == 8:
         return packed
     return jax.lax.slice_in_dim(_regroup(packed, 8, bits, axis), 0, size, axis=packed.ndim + axis)
@@ -47,7 +48,7 @@ def _regroup(words: jax.Array, bits: int, new_bits: int, axis: int) -> jax.Array
     inputs = [jax.lax.index_in_dim(grouped, i, dim + 1, keepdims=False) for i in range(group // bits)]
 
     def word(end: int) -> jax.Array:
-        """The word whose last bit is before bit `end` of the group."""
+        """The word that ends before bit `end` of the group."""
         parts = []
         for i, x in enumerate(inputs):
             shift = end - bits * (i + 1)  # from the last bit of the input to the last bit of the word

@@ -12,13 +12,14 @@ from jaxtyping import Array, Float, Key
 
 from jaxmem.config.sections import Precision
 
-Params = dict[str, Any]  # weights by name, nested as the modules are: arrays, or QTensors where quantized
+Params = dict[str, Any]  # weights by name, nested like the modules: arrays or QTensors
 
 
 def compute_dtype(precision: Precision, platform: str) -> np.dtype:
-    """The dtype of matrix multiplications. `auto`: float32 on CPUs, which have no fast bfloat16, bfloat16 elsewhere.
+    """The dtype of matrix multiplications. `auto` is float32 on CPUs, which have no fast bfloat16, and bfloat16
+    elsewhere.
 
-    Normalization, softmax and losses are computed in float32 whatever the setting.
+    Normalization, softmax and losses are always computed in float32.
     """
     if precision.compute == "auto":
         return np.dtype(jnp.float32 if platform == "cpu" else jnp.bfloat16)
@@ -26,17 +27,18 @@ def compute_dtype(precision: Precision, platform: str) -> np.dtype:
 
 
 def gradient_dtype(precision: Precision, platform: str) -> np.dtype | None:
-    """The dtype of gradients; None: each has its weight's own."""
+    """The dtype of gradients; None: the dtype of each weight."""
     if precision.gradients != "auto":
         return np.dtype(getattr(jnp, precision.gradients))
     return compute_dtype(precision, platform) if precision.is_quantized else None
 
 
 def rounded(x: Float[Array, "*shape"], dtype: DTypeLike, key: Key[Array, ""] | None = None) -> Float[Array, "*shape"]:
-    """`x` in `dtype`, rounded to nearest; with a key, rounded stochastically to one of the two neighbouring bfloat16
-    values with expectation x, so that an update smaller than half a unit in the last place is not always lost.
+    """`x` in `dtype`, rounded to nearest. With a key it is rounded stochastically to one of the two neighbouring
+    bfloat16 values with expectation x, so that an update smaller than half a unit in the last place is not always
+    lost.
 
-    A random integer below the last bit that is kept is added before the lower bits are cut off (Zamirai et al.,
+    A random integer smaller than the last remaining bit is added before the lower bits are removed (Zamirai et al.,
     arXiv:2010.06192). The draw depends on the key and the position of an element, not on the mesh.
     """
     if key is None or x.dtype == dtype:

@@ -1,9 +1,9 @@
 """A quantized array: integer codes and a scale for each block of values along one dimension.
 
-Codes and scales have the rank of the original, so that its sharding applies to them, and so that a layer sliced from a
-stack, or one element of a vmap, is a QTensor too. With b bits and blocks of k values it takes b + 32 / k bits per value
-(affine: b + 64 / k). Double quantization stores the scales in 8 bits, in groups of up to 256 blocks: b + 8 / k and a
-little (nf4 in blocks of 64: 4.13 bits; Dettmers et al., arXiv:2305.14314, section 3).
+Codes and scales have the rank of the original, so that its sharding applies to them, and a layer sliced from a stack,
+or one element of a vmap, is a QTensor too. With b bits and blocks of k values it takes b + 32 / k bits per value
+(affine: b + 64 / k). Double quantization stores the scales in 8 bits, in groups of up to 256 blocks: slightly more
+than b + 8 / k bits (4.13 for nf4 in blocks of 64; Dettmers et al., arXiv:2305.14314, section 3).
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class QTensor:
     scale: Any  # float32, one per block; with double quantization a QTensor
     offset: Float[Array, "*blocks"] | None  # the minimum of each block in affine formats
     format: str = field(metadata={"static": True})
-    axis: int = field(metadata={"static": True})  # the dimension that blocks run along, negative
+    axis: int = field(metadata={"static": True})  # the dimension of the blocks, negative
     block_size: int = field(metadata={"static": True})
     size: int = field(metadata={"static": True})  # of the original along `axis`
     dtype: str = field(metadata={"static": True})  # of the original
@@ -70,8 +70,8 @@ class QTensor:
         return self.scale.dequantize() if isinstance(self.scale, QTensor) else self.scale
 
     def with_aligned_blocks(self, parts: int) -> QTensor | None:
-        """The same values in blocks that end where `axis` is split into `parts` equal parts; None where a byte of
-        packed codes would be split."""
+        """The same values, in blocks that do not cross the boundaries between `parts` equal parts of `axis`; None if a
+        byte of packed codes would be split."""
         part = self.size // parts
         if self.size % parts or part % values_per_group(FORMATS[self.format].bits):
             return None
@@ -86,7 +86,7 @@ class QTensor:
         return dataclasses.replace(self, scale=repeat(self._scales), offset=repeat(self.offset), block_size=block)
 
     def requantize(self, x: Float[Array, "*shape"], seeds: UInt32[Array, "*blocks"] | None = None) -> QTensor:
-        """`x` with this one's format, blocks and dtype of the original."""
+        """`x` quantized with the format, blocks and original dtype of this array."""
         double_quant = isinstance(self.scale, QTensor)
         new = quantize(x, self.format, self.block_size, self.axis, double_quant=double_quant, seeds=seeds)
         return dataclasses.replace(new, dtype=self.dtype)
@@ -103,11 +103,11 @@ def quantize(
     key: Key[Array, ""] | None = None,
     seeds: UInt32[Array, "*blocks"] | None = None,
 ) -> QTensor:
-    """`x` quantized, with a scale for each `block_size` values along `axis`; a last block may be shorter.
+    """Quantizes `x`, with one scale per `block_size` values along `axis`. The last block may be shorter.
 
-    `block_size=None`: one scale for each line along `axis` (per channel); `axis=None`: one scale for all of x.
-    `double_quant` quantizes the scales too. With a `key`, or with a 32-bit seed for each block (`seeds`), values are
-    rounded stochastically.
+    With `block_size=None` there is one scale per slice along `axis` (per channel), with `axis=None` one scale for x.
+    `double_quant` also quantizes the scales. With a `key`, or a 32-bit seed per block (`seeds`), values are rounded
+    stochastically.
 
     >>> q = quantize(jnp.linspace(-1, 1, 256).reshape(2, 128), "int4", block_size=32)
     >>> q.shape, q.codes.shape, q.scale.shape, q.nbytes
@@ -127,7 +127,7 @@ def quantize(
         values = values - low
     else:
         low, high = None, jnp.max(jnp.abs(values), axis=over, keepdims=True, initial=0.0)
-    inverse = jnp.where(high > 0, 1 / jnp.where(high > 0, high, 1), 0)  # of a block of zeros 0
+    inverse = jnp.where(high > 0, 1 / jnp.where(high > 0, high, 1), 0)  # 0 for a block of zeros
     codes = _unblocked(form.encode(values * inverse, _draws(key, seeds, values, dim)), along, size)
     scale: Any = jnp.squeeze(high, dim)
     return QTensor(
@@ -143,8 +143,8 @@ def quantize(
 
 
 def even_block_size(size: int, limit: int, parts: int = 8) -> int | None:
-    """The largest block size up to `limit` of which a multiple of `parts` fills a dimension of `size`, so that common
-    meshes split between blocks; None where it is below limit / 16.
+    """The largest block size up to `limit` with which a dimension of `size` has a multiple of `parts` blocks, so that
+    common meshes split between blocks; None if it is below limit / 16.
 
     >>> even_block_size(4096, 256), even_block_size(11008, 256), even_block_size(5461, 256), even_block_size(5477, 256)
     (256, 172, 127, None)
@@ -155,7 +155,7 @@ def even_block_size(size: int, limit: int, parts: int = 8) -> int | None:
 
 
 def _draws(key: jax.Array | None, seeds: jax.Array | None, values: jax.Array, dim: int) -> jax.Array | None:
-    """A random number for each value, by its position in its block; None: round to nearest."""
+    """A random number for each value, from its position in the block; None: round to nearest."""
     blocks = (*values.shape[:dim], *values.shape[dim + 1 :])
     if key is not None:
         seeds = jax.random.bits(key, blocks, jnp.uint32)
@@ -203,8 +203,8 @@ def _check(x: jax.Array, format: str, block_size: int | None, axis: int | None) 
     if not jnp.issubdtype(x.dtype, jnp.floating):
         raise UserError(f"quantize supports floating-point arrays, not {x.dtype}")
     if x.ndim == 0:
-        raise UserError("quantize does not support scalars; give an array of at least one dimension")
+        raise UserError("quantize does not support scalars; pass an array of at least one dimension")
     if axis is not None and not -x.ndim <= axis < x.ndim:
         raise UserError(f"quantize: axis={axis} is out of range for an array of {x.ndim} dimensions")
     if block_size is not None and block_size < 1:
-        raise UserError(f"quantize: block_size={block_size}; give a positive integer, or None for one block")
+        raise UserError(f"quantize: block_size={block_size}; expected a positive integer, or None for one block")
