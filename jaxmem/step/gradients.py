@@ -38,8 +38,8 @@ Loss = Callable[[Params, Batch, jax.Array], tuple[jax.Array, Sums]]  # (weights,
 
 
 def at_once(loss: Loss, params: Params, batch: Batch, keys: jax.Array, axes: Any) -> tuple[Params, Sums]:
-    """Gradients of one batch, reduce-scattered as they are computed: the constraint in `sharding.gather` makes XLA do
-    it."""
+    """Gradients of one batch. The constraint in `sharding.gather` makes XLA reduce-scatter them as they are
+    computed."""
     grads, sums = jax.grad(loss, has_aux=True)(params, batch, keys)
     # Constrained to their sharding, so that they are reduce-scattered and no device holds a full gradient.
     return constrain_tree(grads, axes, "gradients"), sums
@@ -48,8 +48,8 @@ def at_once(loss: Loss, params: Params, batch: Batch, keys: jax.Array, axes: Any
 def accumulated(
     loss: Loss, params: Params, batch: Batch, keys: jax.Array, axes: Any, dtype: DTypeLike
 ) -> tuple[Params, Sums]:
-    """Gradients of micro-batches one after the other, accumulated in float32: leaves of the batch and `keys` are
-    [micro-batches, rows, ...]; `dtype` is that of communication."""
+    """Gradients of micro-batches one after the other, accumulated in float32. Leaves of the batch and `keys` are
+    [micro-batches, rows, ...]; `dtype` is the dtype of communication."""
     layout = current()
     local = _LocalGradients(layout, axes, dtype) if layout is not None and layout.local_gradient_axes else None
 
@@ -72,8 +72,8 @@ def accumulated(
 def in_one_pass(
     loss: Loss, params: Params, batch: Batch, keys: jax.Array, axes: Any, dtype: DTypeLike
 ) -> tuple[Params, Sums]:
-    """Gradients of micro-batches that `loss` takes all at once, as pipeline stages do; it accumulates their gradients
-    itself."""
+    """Gradients of all micro-batches, which `loss` processes together (pipeline stages) and whose gradients it
+    accumulates."""
     layout = current()
     if layout is None or not layout.local_gradient_axes:
         return at_once(loss, params, batch, keys, axes)
@@ -81,7 +81,7 @@ def in_one_pass(
 
 
 class _LocalGradients:
-    """Gradients of groups of rows on different devices, each device with its own."""
+    """Gradients of groups of rows, one group and its gradients per device."""
 
     def __init__(self, layout: Layout, axes: Any, dtype: DTypeLike, rows: int = 0) -> None:
         """`rows`: the dimension of rows in a batch."""
@@ -95,7 +95,8 @@ class _LocalGradients:
         return self._pinned(grads, "gradients"), sums
 
     def reduced(self, loss: Loss, params: Params, total: Params, batch: Batch, keys: jax.Array) -> tuple[Params, Sums]:
-        """`total` and the last micro-batch's, summed over the groups and sharded as the optimizer state is."""
+        """The sum of `total` and the gradients of the last micro-batch over the groups, sharded like the optimizer
+        state."""
 
         def hook(names: Axes, at: jax.Array, own: jax.Array, total: jax.Array) -> HookedWeight | jax.Array:
             hooked = HookedWeight(own, at, total, self._reduce(names))
@@ -110,7 +111,7 @@ class _LocalGradients:
         return jax.tree.map(lambda g: g.astype(jnp.float32), constrain_tree(grads, self._axes, "optimizer")), sums
 
     def summed(self, loss: Loss, params: Params, batch: Batch, keys: jax.Array) -> tuple[Params, Sums]:
-        """Summed over the groups after the gradients of a whole batch are computed."""
+        """The sum over the groups, after the gradients of a complete batch are computed."""
         own, sums = self.gradients(loss, params, batch, keys)
         total = jax.tree.map(lambda names, g: self._reduce(names).of_all(g), self._axes, own, is_leaf=is_axes)
         return jax.tree.map(lambda total, g: total.astype(g.dtype), total, own), sums
@@ -119,8 +120,8 @@ class _LocalGradients:
         return _Reduce(self._layout, names, self._over, self._dtype)
 
     def _differentiate(self, loss: Callable[..., Any], at: Params, batch: Batch, keys: jax.Array, *own: Any) -> Any:
-        """Gradients of the sum of the groups' losses by `at`: shared by the groups if there are `own` trees, else per
-        group."""
+        """Gradients of the sum of the losses of all groups with respect to `at`. With `own` trees the groups share
+        them; otherwise each group has its own."""
 
         def every(at: Params, *each: Any) -> tuple[jax.Array, Sums]:
             in_axes = (None if own else 0, *[0] * len(own), self._rows, self._rows)
@@ -128,14 +129,14 @@ class _LocalGradients:
             losses, sums = mapped(at, *each)
             return jnp.sum(losses), jax.tree.map(lambda x: jnp.sum(x, axis=0), sums)
 
-        # Rows are sharded group by group, so that this moves no data.
+        # Rows are sharded group by group, so no data is moved.
         split = lambda x: x.reshape(*x.shape[: self._rows], self._groups, -1, *x.shape[self._rows + 1 :])  # noqa: E731
         batch, keys = jax.tree.map(split, (batch, keys))
         with self._layout.inside_vmap(self._over):
             return jax.grad(every, has_aux=True)(at, *own, batch, keys)
 
     def _per_group(self, params: Params) -> Params:
-        """[groups, ...]: each group's view of the weights."""
+        """[groups, ...]: a view of the weights for each group."""
         views = jax.tree.map(lambda w: jnp.broadcast_to(w, (self._groups, *w.shape)), params)
         return self._pinned(views, "weights")
 
@@ -145,7 +146,7 @@ class _LocalGradients:
 
 @dataclass(frozen=True)
 class _Reduce:
-    """(a group's gradient, its accumulated gradient) -> their sum over the groups, communicated in `dtype`."""
+    """(gradient of a group, its accumulated gradient) -> their sum over the groups, communicated in `dtype`."""
 
     layout: Layout
     names: Axes
@@ -164,7 +165,7 @@ class _Reduce:
         return reduced(before + g.astype(before.dtype)).astype(self.dtype)
 
     def of_all(self, own: jax.Array) -> jax.Array:
-        """[groups, ...] -> their sum, over neighbouring devices first."""
+        """[groups, ...] -> the sum over groups, over neighbouring devices first."""
         own = own.astype(self.dtype)
         names = self.names[len(self.names) - own.ndim + 1 :]
         pin = lambda x: constrain(x, *names, role="optimizer")  # noqa: E731

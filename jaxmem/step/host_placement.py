@@ -25,8 +25,8 @@ def offloaded_state(axes: Tree) -> Tree:
 
 
 def offloaded_weights(axes: Tree, trainable: Tree, stored: Tree) -> Tree:
-    """For each array that parameters are stored in, whether `memory.offload: frozen` moves it: matrices that are not
-    trainable. `stored` are the axes of these arrays; `trainable` has None in place of frozen parameters."""
+    """For each array of the stored parameters, whether `memory.offload: frozen` moves it: true for frozen matrices.
+    `stored` has the axes of these arrays; `trainable` has None for frozen parameters."""
 
     def one(axes: Axes, trainable: Axes | None, stored: Tree) -> Tree:
         is_frozen_matrix = trainable is None and len(axes) - (axes[:1] == ("layer",)) > 1
@@ -36,7 +36,7 @@ def offloaded_weights(axes: Tree, trainable: Tree, stored: Tree) -> Tree:
 
 
 def send(tree: Tree, is_on_host: Tree) -> Tree:
-    """Arrays moved to host memory where marked."""
+    """Moves the marked arrays to host memory."""
     return jax.tree.map(lambda on_host, x: to_host(x) if on_host else x, is_on_host, tree)
 
 
@@ -46,7 +46,7 @@ def memory_kinds(device: Any) -> set[str] | None:
 
 
 def place(shapes: Tree, is_on_host: Tree, devices: np.ndarray) -> Tree:
-    """Shapes with their shardings, in host memory where marked."""
+    """Shapes with their shardings; marked ones are in host memory."""
     known = memory_kinds(devices.flat[0])
     if known is None:  # the lowered program is annotated instead
         return shapes
@@ -65,8 +65,8 @@ def place(shapes: Tree, is_on_host: Tree, devices: np.ndarray) -> Tree:
 
 
 def annotate(lowered: jax.stages.Lowered) -> jax.stages.Lowered:
-    """For compile-only devices, whose memories jax does not know: arguments whose first use sends them to
-    the host are marked as being there, and so are results that are sent there last."""
+    """Marks host arrays in a program for compile-only devices, whose memories jax does not know: arguments whose first
+    use sends them to the host, and results whose last operation sends them there."""
     module: Any = lowered.compiler_ir()
     with module.context:
         main = next(one for one in module.body.operations if one.attributes["sym_name"].value == "main")

@@ -1,10 +1,9 @@
-"""An update whose optimizer state is in host memory: the state of one layer at a time comes to the device and goes
-back.
+"""An update with optimizer state in host memory: the state of one layer at a time is copied to the device and back.
 
-With P parameters in N layers and s bytes of state per parameter, a device holds s P / N of one layer and as much that
-is fetched ahead, in place of s P; the host holds s P, and its link carries 2 s P per step (Ren et al.,
-arXiv:2101.06840). State of embedding and output matrices comes in slices (`vocab_update.py`). Frozen weights are
-fetched a layer ahead of each pass (`stack`), and none goes back.
+With P parameters in N layers and s bytes of state per parameter, a device stores the state of two layers, 2 s P / N
+bytes, instead of s P. The host stores s P bytes, and 2 s P bytes per step are sent over its link (Ren et al.,
+arXiv:2101.06840). The state of embedding and output matrices is copied in slices (`vocab_update.py`). Frozen weights
+are copied a layer ahead in each pass (`stack`), and not copied back.
 """
 
 from __future__ import annotations
@@ -39,8 +38,9 @@ Tree = Any
 def update_from_host(
     spec: StateSpec, params: Params, grads: Params, opt_state: Any, write: Write, norm: jax.Array
 ) -> tuple[Params, Any]:
-    """New parameters and optimizer state, one weight after the other; of a stack, layer after layer, with the state of
-    the next one on its way. `params` are the trainable ones; `norm` is the norm of all gradients."""
+    """Returns new parameters and optimizer state. Weights are updated one after the other, and a stack layer by layer,
+    while the state of the next layer is copied. `params` are the trainable parameters; `norm` is the norm of all
+    gradients."""
     axes = spec.model.select(spec.model.axes)
     new_params, new_states = [], []
     for path, _ in jax.tree_util.tree_leaves_with_path(params, is_leaf=is_quantized):
@@ -60,7 +60,7 @@ def update_from_host(
 
 
 def fetch_state_layer(state: Tree, axes: Tree, layer: jax.Array, unstacked: Tree) -> Tree:
-    """One layer of the state on the device; what is not stacked is taken from `unstacked`."""
+    """One layer of the state, on the device. Leaves that are not stacked are taken from `unstacked`."""
     return to_device(take_stacked_layer(state, axes, layer, unstacked))
 
 
@@ -74,7 +74,7 @@ def store_state_layer(state: Tree, axes: Tree, layer: jax.Array, new: Tree) -> T
 
 
 def _slices_of(grads: Tree, names: Axes) -> SliceGradient:
-    """Slices of a gradient that exists as a whole."""
+    """Slices of a complete gradient."""
     (whole,) = jax.tree.leaves(grads)
 
     def of_slice(_: Any, slices: VocabSlices | None = None, j: jax.Array | None = None) -> jax.Array:
@@ -87,7 +87,7 @@ def _layer_by_layer(
     part: ParameterGroup, grads: Tree, state: Tree, weights: Tree, write: Write, norm: jax.Array
 ) -> tuple[Tree, Tree]:
     layers = jax.tree.leaves(weights)[0].shape[0]
-    initial_state = state  # counts of updates are those before this one, for every layer
+    initial_state = state  # every layer has the number of updates before this one
 
     def step(layer: jax.Array, carry: tuple[Tree, Tree, Tree]) -> tuple[Tree, Tree, Tree]:
         weights, state, fetched = carry
@@ -95,7 +95,7 @@ def _layer_by_layer(
         new, kept = part.update(
             take_layer(grads, layer), fetched, take_layer(weights, layer), write, layer=layer, layers=layers, norm=norm
         )
-        # Read before it is written over, or XLA would copy all of it.
+        # Read before it is overwritten; otherwise XLA would copy all of it.
         ahead, state = jax.lax.optimization_barrier((ahead, state))
         weights = put_stacked_layer(weights, stored_axes(part.axes, weights), "weights", layer, new)
         return weights, store_state_layer(state, part.state_axes, layer, kept), ahead

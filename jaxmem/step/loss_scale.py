@@ -1,7 +1,7 @@
-"""Loss scaling: float16 gradients, which underflow below 6e-8, are computed larger than they are.
+"""Loss scaling: float16 gradients, which underflow below 6e-8, are computed multiplied by a scale.
 
 The loss is multiplied by a scale and the gradients divided by it (Micikevicius et al., arXiv:1710.03740). An update
-whose gradients overflow is skipped; a dynamic scale is then halved, and doubled again after 2,000 finite ones. The
+whose gradients overflow is skipped; a dynamic scale is then halved, and doubled after 2,000 finite updates. The
 state is 12 bytes.
 """
 
@@ -22,7 +22,7 @@ GROWTH_INTERVAL = 2000  # finite updates before the scale is doubled
 class LossScale:
     scale: jax.Array
     sound: jax.Array  # finite updates since the scale was last changed
-    skipped: jax.Array  # updates skipped in all
+    skipped: jax.Array  # skipped updates in total
 
 
 def initial(setting: Literal["none", "dynamic"] | float) -> LossScale | None:
@@ -34,7 +34,7 @@ def initial(setting: Literal["none", "dynamic"] | float) -> LossScale | None:
 
 
 def after(state: LossScale, finite: jax.Array, *, dynamic: bool) -> LossScale:
-    """The state after an update whose gradients were finite or not."""
+    """The state after an update with finite or non-finite gradients."""
     sound = jnp.where(finite, state.sound + 1, 0)
     scale = state.scale
     if dynamic:

@@ -26,7 +26,7 @@ from jaxmem.stack import Pipeline, StackOptions
 
 _ADAPTER_KEY = (
     2**31 - 1
-)  # folded into the seed's key for new adapters, which so do not depend on the model's own weights
+)  # folded into the key of the seed for new adapters, so that they do not depend on the weights of the model
 
 
 @dataclass(frozen=True)
@@ -42,13 +42,13 @@ class ModelSpec:
 
     @property
     def layer_order(self) -> list[int] | None:
-        """Which layer is stored at each position of a stack; None: the model's order."""
+        """The layer that is stored at each position of a stack; None: layers are in order."""
         return None if self.pipeline is None else self.pipeline.order.tolist()
 
     @cached_property
     def _split(self) -> tuple[Any, Any, Any]:
         def network() -> models.Network:
-            """With adapters, and without the identity layers that pad pipeline stages."""
+            """The network with adapters, without the identity layers that pad pipeline stages."""
             network = self._build(jax.random.key(0))
             adapters.attach(network, self.cfg.adapter, jax.random.key(0))
             return network
@@ -73,7 +73,7 @@ class ModelSpec:
 
     @cached_property
     def parameters(self) -> int:
-        """Their number, without identity layers."""
+        """The number of parameters, without identity layers."""
         return _count(self.shapes)
 
     @cached_property
@@ -87,16 +87,16 @@ class ModelSpec:
         patterns = self.cfg.trainable_patterns
         if not patterns:
             return None
-        Selection.of(self.axes, patterns)  # refuses layers of what is not a stack
+        Selection.of(self.axes, patterns)  # refuses ranges of layers for weights that are not stacked
         return Selection.of(self.shapes, patterns)
 
     @property
     def partial_stacks(self) -> Mapping[Any, tuple[int, ...]]:
-        """The stacks of which only some layers are trainable, by path, and which layers these are."""
+        """The trainable layers, by path, of the stacks of which only some layers are trainable."""
         return {} if self.selection is None else self.selection.partial_stacks
 
     def select(self, params: Any) -> Any:
-        """The trainable part of a tree of parameters, or of their axes; None in place of frozen ones."""
+        """The trainable part of a tree of parameters or of their axes, with None for frozen ones."""
         return params if self.selection is None else self.selection.select(params)
 
     def replace(self, params: Any, trainable: Any) -> Any:
@@ -112,15 +112,15 @@ class ModelSpec:
         return Storage(cfg.base_precision, double_quant, is_offloaded(cfg.memory.offload, "frozen"))
 
     def new_weights(self, key: jax.Array) -> Params:
-        """Initial weights, adapters included, as they are stored."""
+        """Initial weights, including adapters, in their stored form."""
         base = self.new_base(key)
         if self.pipeline is not None:
             base = jax.tree.map(self._arranged, adapters.base_of(self.axes), base, is_leaf=is_axes)
         return base if self.cfg.adapter.kind == "none" else self.with_adapters(base, key)
 
     def new_base(self, key: jax.Array) -> Params:
-        """Initial weights of the model itself. Trainable and frozen weights may be stored differently; then the network
-        is traced twice, and XLA drops what is not used."""
+        """Initial weights of the model without adapters. If trainable and frozen weights are stored differently, the
+        network is traced twice, and XLA removes what is not used."""
 
         def create(storage: Storage) -> Params:
             with storing_as(storage):
@@ -132,7 +132,7 @@ class ModelSpec:
         return unflatten_dict({path: created[self.storage(path)][path] for path in paths})
 
     def with_adapters(self, base: Params, key: jax.Array) -> Params:
-        """The model's own weights with new adapters beside them."""
+        """The weights of the model with new adapters."""
         network = nnx.eval_shape(partial(self._build, key))
         network = nnx.merge(nnx.split(network)[0], base)
         with storing_as(Storage(self.cfg.precision)):
@@ -172,7 +172,7 @@ class ModelSpec:
         )
 
     def _arranged(self, axes: Axes, weight: Any) -> Any:
-        """A stack of layers in the order in which pipeline stages store it."""
+        """The layers of a stack in the order in which pipeline stages store them."""
         pipeline = self.pipeline
         return jax.tree.map(pipeline.arranged, weight) if pipeline and axes[:1] == ("layer",) else weight
 
@@ -185,7 +185,7 @@ def pipeline_of(cfg: Config) -> Pipeline | None:
 
 
 def chunking(memory: Memory) -> Chunking:
-    """`auto` chunks a layer only where nothing inside of it is saved, since chunks are recomputed."""
+    """`auto` uses chunks only if no activation within a layer is saved, since chunks are recomputed."""
     if memory.remat not in ("none", "dots") and not isinstance(memory.remat, Save):
         return Chunking(memory.mlp_chunk, memory.head_groups)
     chunk = None if memory.mlp_chunk == "auto" else memory.mlp_chunk

@@ -1,8 +1,8 @@
-"""Which gradient was the first that is not finite: the name of its weight, and its layer.
+"""Finds the first gradient that is not finite: the name of its weight, and its layer.
 
-The sums of squares that the gradient norm is computed from are kept per weight and layer, a few hundred numbers. Values
-that are not finite propagate from a layer to those before it: the first is the one that the backward pass computes
-first, so the last layer, and what follows the layers before all others.
+The sums of squares for the gradient norm are returned per weight and layer, a few hundred numbers. Non-finite values
+propagate from a layer to the layers before it, so the first one is the one that the backward pass computes first. The
+order is: weights after the layers, then layers from the last to the first, then other weights.
 """
 
 from __future__ import annotations
@@ -20,14 +20,12 @@ from jaxmem.sharding import Axes, is_axes
 PartialStacks: TypeAlias = Mapping[Any, tuple[int, ...]]  # by path, the layers of a stack that have a gradient
 WHOLE: PartialStacks = MappingProxyType({})
 
-METRIC = (
-    "nonfinite"  # of a step's metrics: the index in `gradient_names` of the first gradient that is not finite, or -1
-)
-AFTER_LAYERS = ("head", "norm")  # what networks have between their layers and the loss
+METRIC = "nonfinite"  # name of a metric: the index in `gradient_names` of the first gradient that is not finite, or -1
+AFTER_LAYERS = ("head", "norm")  # modules of networks between the layers and the loss
 
 
 def gradient_names(axes: Any, sizes: Any, order: list[int] | None = None, partial: PartialStacks = WHOLE) -> list[str]:
-    """In the order of `squared_norms`; `order` says which layer is stored at each position of a stack."""
+    """Names in the order of `squared_norms`. `order` is the layer that is stored at each position of a stack."""
     after, stacks, before = _sorted(axes)
     lengths = {path: leaf.shape[0] for path, leaf in jax.tree_util.tree_leaves_with_path(sizes)}
     names = [_name(path) for path in after]
@@ -39,7 +37,7 @@ def gradient_names(axes: Any, sizes: Any, order: list[int] | None = None, partia
 
 
 def squared_norms(grads: Any, axes: Any, partial: PartialStacks = WHOLE) -> jax.Array:
-    """The sum of squares of each weight's gradient, of stacks each layer's, in float32."""
+    """The sum of squares of the gradient of each weight (of each layer for stacks), in float32."""
 
     def one(names: Axes, g: jax.Array) -> jax.Array:
         return jnp.sum(jnp.square(g.astype(jnp.float32)), axis=range(int(names[:1] == ("layer",)), g.ndim))
@@ -48,7 +46,7 @@ def squared_norms(grads: Any, axes: Any, partial: PartialStacks = WHOLE) -> jax.
 
 
 def in_order(sums: Any, axes: Any, partial: PartialStacks = WHOLE) -> jax.Array:
-    """Sums of the weights' gradients, of a stack one for each layer, in the order of `gradient_names`."""
+    """The sums of squares, one per layer for stacks, in the order of `gradient_names`."""
     by_path = dict(jax.tree_util.tree_leaves_with_path(sums))
     after, stacks, before = _sorted(axes)
 
@@ -62,7 +60,7 @@ def in_order(sums: Any, axes: Any, partial: PartialStacks = WHOLE) -> jax.Array:
 
 
 def first(squares: jax.Array) -> jax.Array:
-    """The index of the first that is not finite, or -1."""
+    """The index of the first value that is not finite, or -1."""
     bad = ~jnp.isfinite(squares)
     return jnp.where(jnp.any(bad), jnp.argmax(bad), -1).astype(jnp.int32)
 
@@ -70,8 +68,8 @@ def first(squares: jax.Array) -> jax.Array:
 def _backward_order(
     paths: list[Any], lengths: dict[Any, int], partial: PartialStacks
 ) -> tuple[list[tuple[int, Any]], list[int]]:
-    """The layers and weights of a stack in the order in which the backward pass computes their gradients, and the index
-    of each where the layers of one weight follow those of the weight before."""
+    """The layers and weights of a stack in the order in which the backward pass computes their gradients, and the
+    index of each in an array that has all layers of the first weight, then all layers of the next."""
     every = [
         (layer, number, path)
         for number, path in enumerate(paths)
@@ -82,7 +80,7 @@ def _backward_order(
 
 
 def _sorted(axes: Any) -> tuple[list[Any], list[list[Any]], list[Any]]:
-    """Paths of the weights after the layers, of each stack from the last one on, and of the rest."""
+    """Paths of the weights after the layers, of each stack beginning with the last one, and of all other weights."""
     after: list[Any] = []
     stacks: dict[Any, list[Any]] = {}
     before: list[Any] = []

@@ -1,8 +1,8 @@
-"""Objectives: sums over a batch, which steps, evaluations and micro-batches add up.
+"""Objectives: sums over a batch, which are added up over micro-batches and evaluations.
 
-An objective returns sums, never means: of the loss, of correct predictions, and the count. They are divided at the
-end, so that micro-batches of unequal size have the weight that they have in one large batch. It has two halves, since
-a pipeline sends all micro-batches through the layers before it computes a loss.
+An objective returns sums instead of means: of the loss, of correct predictions, and the count. They are divided at the
+end, so that the result does not depend on the sizes of micro-batches. It has two parts, since a pipeline sends all
+micro-batches through the layers before it computes a loss.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ Sums = dict[str, jax.Array]  # "loss", "count"; "correct" for classification; "m
 
 @dataclass(frozen=True)
 class Objective:
-    """(network, batch, each row's dropout key or None) -> sums, in two halves."""
+    """(network, batch, dropout key of each row or None) -> sums, in two parts."""
 
     features: Callable[[Any, Batch, jax.Array | None], Any]  # up to the last layer
     sums: Callable[[Any, Any, Batch], Sums]  # the output projection and the loss, from features and batch
@@ -69,7 +69,7 @@ def _pairs(network: Network, batch: Batch, keys: jax.Array | None) -> tuple[jax.
 
 
 def likelihoods(network: Network, batch: Batch, memory: config.Memory) -> jax.Array:
-    """The log-probability of each row: of its tokens whose mask is 1."""
+    """The log-probability of the tokens of each row whose mask is 1."""
     return _likelihoods(network, _tokens(network, batch, None), batch, memory)
 
 

@@ -1,9 +1,9 @@
 """All micro-batches of an update in one pass, for pipeline stages.
 
-Everything but the layers would be the same work on every stage. It is divided instead: each stage embeds its share of
-the micro-batches, and computes their loss, one at a time: a device holds the logits of one micro-batch, which are
-recomputed in the backward pass (one more matmul with the output projection). Embedding and output projection are
-replicated over stages.
+Everything except the layers would be the same work on every stage, so it is divided: each stage embeds its share of
+the micro-batches, and computes their loss, one micro-batch at a time. Logits are recomputed in the backward pass (one
+more matmul with the output projection), so a device stores the logits of one micro-batch. Embedding and output
+projection are replicated over stages.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from jaxmem.step.objective import Batch, Objective, Sums
 
 
 def sums_of_all(objective: Objective, pipeline: Pipeline, network: Any, batch: Batch, keys: jax.Array | None) -> Sums:
-    """The sums of the objective. Leaves of the batch are [micro-batches, rows, ...], and so are `keys`, one per row,
-    or None."""
+    """The sums of the objective. Leaves of the batch are [micro-batches, rows, ...]. `keys` has the same shape, one per
+    row, or is None."""
     stages, empty = pipeline.stages, pipeline.slots - pipeline.micro_batches
     # Padded with rows of zeros, whose mask is zero, so that every stage has the same number of micro-batches.
     batch = jax.tree.map(lambda x: jnp.pad(x, [(0, empty), *[(0, 0)] * (x.ndim - 1)]), batch)

@@ -1,7 +1,7 @@
-"""A config on devices: the functions that a run compiles, for `plan` and `train` alike.
+"""The functions that a run compiles for a config on given devices. `plan` and `train` both use them.
 
-State is created sharded: shapes by `eval_shape`, shardings from the layout, then one compiled initializer whose outputs
-have these shardings. No array is replicated on a device that is not to hold all of it.
+State is created sharded: shapes come from `eval_shape`, shardings from the layout, and one compiled initializer has
+outputs with these shardings. No sharded array ever exists completely on one device.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from jaxmem.step.step import Metrics, make_step
 
 @dataclass(frozen=True)
 class Program:
-    """Compiled functions of a resolved config on a layout; `model` and `spec` describe what they work on."""
+    """The compiled functions of a resolved config on a layout. `model` and `spec` describe their arguments."""
 
     cfg: Config
     layout: Layout
@@ -51,7 +51,7 @@ class Program:
 
     @property
     def resolved(self) -> Config:
-        """The config with what `memory.attention: auto` means on these devices."""
+        """The config with `memory.attention: auto` replaced by the implementation for these devices."""
         from jaxmem.step.attention_choice import resolved
 
         return resolved(self.cfg, self.platform, self.model.capability, self.model.device)
@@ -77,7 +77,7 @@ class Program:
         return self._lower(step, self.spec.state, self.spec.batch, outputs=outputs, donate=0, options=options)
 
     def lower_initialise(self) -> jax.stages.Lowered:
-        """What creates the state: key -> state, or parameters -> state where a config names existing weights."""
+        """The initializer: key -> state, or parameters -> state if the config names existing weights."""
         if self.cfg.adapter.base_run is not None or getattr(self.cfg.model, "hf", None) is not None:
             return self._lower_begin()
 
@@ -104,7 +104,7 @@ class Program:
         return self._lower(evaluate, self.spec.state.params, self.spec.batch, outputs=self.layout.replicated())
 
     def lower_others(self) -> dict[str, Callable[[], jax.stages.Lowered]]:
-        """What a run compiles beside the step, by phase."""
+        """The other functions that a run compiles, by phase."""
         shorter = {step_at(length): at.lower_step for length, at in self.buckets.items() if at is not self}
         evaluate = {"evaluate": self.lower_evaluate} if self.cfg.train.evaluate_every else {}
         return {"initialise": self.lower_initialise, **shorter, **evaluate}
@@ -130,18 +130,18 @@ class Program:
             return jax.jit(of_rows, out_shardings=replicated).lower(self.spec.state.params, self.spec.batch).compile()
 
     def initialise(self) -> TrainState:
-        """A new state from random weights: the same bits for the same seed and mesh. `hf.initial_state` also starts
+        """A new state with random weights, bitwise equal for the same seed and mesh. `hf.initial_state` also starts
         from existing weights."""
         if (directory := getattr(self.cfg.model, "hf", None)) is not None:
             raise UserError(f"model.hf={directory} provides the weights; use jaxmem.hf.initial.initial_state(program)")
         return self.compiled_initialise(jax.random.key(self.cfg.seed))
 
     def begin(self, params: Params) -> TrainState:
-        """A new state from these parameters, which are donated."""
+        """A new state with these parameters, which are donated."""
         return self._compiled_begin(params)
 
     def add_adapters(self, base: Params) -> Params:
-        """The model's own weights, which are donated, with new adapters beside them."""
+        """The weights of the model, which are donated, with new adapters."""
         if self.cfg.adapter.kind == "none":
             return base
         with self.lowering():
@@ -163,21 +163,21 @@ class Program:
 
     @cached_property
     def buckets(self) -> dict[int, Program]:
-        """This program for rows of each length that batches have; the longest, and last, is itself."""
+        """This program for each length of rows in `data.buckets`; the last one is this program."""
         shorter = {length: replace(self, cfg=self.cfg.at_length(length)) for length in self.cfg.data.buckets}
         return {**shorter, self.cfg.data.sequence_length: self}
 
     def bucket(self, batch: Mapping[str, Any]) -> int:
-        """Which of `buckets` a batch belongs to."""
+        """The index in `buckets` of a batch."""
         return int(batch["inputs"].shape[2]) if self.cfg.data.buckets else self.cfg.data.sequence_length
 
     @cached_property
     def rows(self) -> range:
-        """The rows of the global batch that this process's devices hold."""
+        """The rows of the global batch on the devices of this process."""
         return batches.rows(self.spec.batch)
 
     def place(self, batch: Mapping[str, np.ndarray]) -> dict[str, jax.Array]:
-        """A batch on its devices; each process gives its `rows`."""
+        """A batch on its devices. Each process passes its own `rows`."""
         spec = self.buckets[self.bucket(batch)].spec.batch
         return batches.place(self.cfg, self.layout, self.rows, spec, batch)
 
@@ -210,13 +210,13 @@ class Program:
         with self.lowering():
             jitted = jax.jit(function, donate_argnums=donated, out_shardings=outputs, compiler_options=options)
             lowered = jitted.lower(*arguments)
-        # jax knows no memories of a compile-only device; the lowered program is annotated instead.
+        # jax does not know the memories of a compile-only device, so the lowered program is annotated instead.
         is_compile_only = host_placement.memory_kinds(self.layout.mesh.devices.flat[0]) is None
         return host_placement.annotate(lowered) if self.spec.has_offload and is_compile_only else lowered
 
 
 def program(cfg: Config, devices: Sequence[Any] | None = None) -> Program:
-    """The program of a config on these devices, by default all that jax sees."""
+    """The program of a config on these devices, by default all devices of jax."""
     from jaxmem.config.devices import for_devices
 
     devices = jax.devices() if devices is None else devices
@@ -225,5 +225,5 @@ def program(cfg: Config, devices: Sequence[Any] | None = None) -> Program:
 
 
 def step_at(length: int) -> str:
-    """The phase that is a step of rows shorter than the longest."""
+    """The name of the phase for the step with rows of this length."""
     return f"step at {length}"

@@ -1,15 +1,15 @@
 """The forward and backward pass of a network that is cut at its stacks of layers.
 
-A network with n stacks is n + 1 functions with the stacks between them: from the batch to the input of the first stack,
-from the output of one stack to the input of the next, from the output of the last to the loss. Each function is the
-whole network run once more under `stack.cut_by`, which returns known outputs in place of every stack: what a function
-does not use is dead code. So the network needs no changes, and each function is
-differentiated by itself.
+A network with n stacks is divided into n + 1 segments with the stacks between them: from the batch to the input of the
+first stack, from the output of one stack to the input of the next, and from the output of the last one to the loss.
+Each segment is the complete network, run under `stack.cut_by`, which returns the known output of every stack instead
+of computing it; operations that do not contribute to the segment are removed as dead code. So the network needs no
+changes, and each segment is differentiated separately.
 
-Embedding and output matrices are cut out likewise (`models.vocab_slices.VocabOp`): the embedding lookup at the start,
-and at the end an output projection whose loss is computed in slices. If nothing else computes with such a matrix, its
-gradient never exists as a whole: slices of it are computed on request. Frozen parameters get no gradient, but
-gradients flow through them to others.
+Embedding and output matrices are cut out in the same way (`models.vocab_slices.VocabOp`): the embedding lookup at the
+start, and at the end an output projection whose loss is computed in slices. If no other operation uses such a matrix,
+its complete gradient never exists: slices of it are computed on request. Frozen parameters have no gradient, but
+gradients are propagated through them.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ from jaxmem.step.state import StateSpec
 
 Tree = Any
 Path = tuple[Any, ...]
-# (matrix, slices, index of a slice) -> the gradient of that slice; without slices, of the whole matrix
+# (matrix, slices, index of a slice) -> the gradient of that slice; without slices, of the complete matrix
 SliceGradient = Callable[..., jax.Array]
 
 
 class Segments:
-    """One forward pass over a batch; then any number of backward passes."""
+    """One forward pass over a batch, followed by any number of backward passes."""
 
     def __init__(self, spec: StateSpec, params: Params, batch: Batch, key: jax.Array, micro_batches: int) -> None:
         self._graphdef, self._params, self._batch, self._key = spec.model.graphdef, params, batch, key
@@ -63,11 +63,11 @@ class Segments:
         self.stacks = {n: cut for n, cut in enumerate(self._cuts) if isinstance(cut, ForwardPass)}
         uses = {n: path for n, path in enumerate(self._paths) if n not in self.stacks}
         stacked = [self._paths[n] for n in self.stacks]
-        self._outside = _without(params, stacked)  # parameters that are in no stack
+        self._outside = _without(params, stacked)  # parameters outside of stacks
         self._at = differentiable(_without(trainable, stacked), spec.gradient_dtype)
         self._read = [self._read_by(number) for number in range(len(self._cuts) + 1)]
         read_elsewhere = set().union(*self._read)
-        # Of each matrix, by path, its uses, if all of them can be cut out.
+        # The uses of each matrix, by path, if all of them can be cut out.
         self.matrices = {
             path: [n for n, other in uses.items() if other == path]
             for path in uses.values()
@@ -80,7 +80,7 @@ class Segments:
     sums: Sums
 
     def nest(self, number: int, tree: Tree) -> Tree:
-        """A tree of the form of a stack's weights, at the path of the stack among the parameters."""
+        """A tree with the structure of the weights of a stack, at the path of the stack among the parameters."""
         return nested(self._paths[number], tree)
 
     def trainable(self, number: int) -> Tree:
@@ -88,12 +88,12 @@ class Segments:
         return self.nest(number, _at(self._trainable, self._paths[number]))
 
     def weights(self, number: int, trainable: Tree) -> Any:
-        """All weights of a stack, the trainable ones replaced."""
+        """All weights of a stack, with the trainable ones replaced."""
         return merge(self.stacks[number].applied.weights, _at(trainable, self._paths[number]))
 
     @cached_property
     def last(self) -> Tree:
-        """The parameters in no stack that only the last function reads: usually the final norm."""
+        """The parameters outside of stacks that only the last segment uses: usually the final norm."""
         earlier = set().union(*self._read[:-1])
         paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(self._at)]
         return _without(self._at, [path for path in paths if path in earlier] + list(self.matrices))
@@ -101,10 +101,10 @@ class Segments:
     def backward(
         self, through: Callable[[int, Any], Any], begin: Callable[[Tree], Any] = lambda _: None
     ) -> tuple[Tree, dict[Path, SliceGradient]]:
-        """Gradients of the mean loss with respect to the parameters in no stack; of a matrix in `matrices`, what
-        computes slices of its gradient. `through(number, g)` differentiates a stack: from the gradient of its output
-        to that of its input. `begin` is called first, with the gradients of `last`; the stacks are differentiated
-        after it returns."""
+        """Gradients of the mean loss with respect to the parameters outside of stacks. For a matrix in `matrices` it
+        is a function that computes slices of the gradient. `through(number, g)` differentiates a stack: it maps the
+        gradient of its output to the gradient of its input. `begin` is called first, with the gradients of `last`; the
+        stacks are differentiated after it returns."""
         grads, g = self._last(1.0 / jnp.maximum(self.sums["count"], 1.0))
         _, g = jax.lax.optimization_barrier((begin(select(grads, self.last)), g))
         output_gradients: dict[int, Any] = {}
@@ -134,7 +134,7 @@ class Segments:
         return cut.y
 
     def _uses_cut_matrix(self, sums: Callable[[Any, Batch], Sums], x: Any) -> bool:
-        """Whether the loss computes with a matrix that can be cut out."""
+        """Whether the loss uses a matrix that can be cut out."""
         uses: list[bool] = []
 
         def note(part: Any) -> jax.Array:
@@ -146,7 +146,7 @@ class Segments:
         return bool(uses)
 
     def _read_by(self, number: int) -> set[Path]:
-        """The parameters in no stack that segment `number` reads."""
+        """The parameters outside of stacks that segment `number` uses."""
         before = self._cuts[number - 1].y if number else None
         traced = jax.make_jaxpr(partial(self._segment, number))(self._at, before).jaxpr
         read = {id(x) for equation in traced.eqns for x in equation.invars}
@@ -154,8 +154,8 @@ class Segments:
         return {path for path, x in zip(paths, traced.invars, strict=False) if id(x) in read}
 
     def _segment(self, number: int, at: Tree, before: Any) -> Any:
-        """The function between two cuts: the input of cut `number`, given the output of the one before it; after the
-        last cut, (loss, sums)."""
+        """The segment between two cuts: returns the input of cut `number` from the output of the previous cut; after
+        the last cut, (loss, sums)."""
         inputs: list[Any] = []
 
         def replay(part: Any) -> Any:
@@ -175,7 +175,7 @@ class Segments:
 
 
 def nested(path: Path, leaf: Tree) -> Tree:
-    """A tree of parameters that has only this leaf, or subtree, at a path."""
+    """A tree of parameters with only this leaf, or subtree, at a path."""
     for step in reversed(path):
         leaf = {step.key: leaf}
     return leaf
@@ -192,7 +192,7 @@ def _added(grads: Tree, path: Path, more: jax.Array) -> Tree:
 
 
 def _path_of(params: Params, weights: Tree) -> Path:
-    """The path of a stack's weights, or of a matrix, in the parameter tree, found by array identity."""
+    """The path of a matrix or of the weights of a stack in the parameter tree, found by array identity."""
     path, leaf = jax.tree_util.tree_leaves_with_path(weights)[0]
     whole = next(own for own, x in jax.tree_util.tree_leaves_with_path(params) if x is leaf)
     return whole[: len(whole) - len(path)]

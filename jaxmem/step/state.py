@@ -1,4 +1,4 @@
-"""The training state: its arrays, and their shapes, dtypes and shardings before any of them exists."""
+"""The training state: its arrays, and their shapes, dtypes and shardings before they are created."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from jaxmem.step.model import ModelSpec
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class TrainState:
-    """All that an update changes, and all that a checkpoint contains."""
+    """Everything that an update changes and a checkpoint contains."""
 
     step: jax.Array  # number of updates so far
     params: Params
@@ -38,7 +38,7 @@ class TrainState:
 
 @dataclass(frozen=True)
 class StateSpec:
-    """What the compiled step is made from: a resolved config, its model, its optimizer, and the sharding of all
+    """The specification of the compiled step: a resolved config, its model, its optimizer, and the sharding of all
     state."""
 
     cfg: Config
@@ -66,7 +66,7 @@ class StateSpec:
 
     @property
     def gradient_dtype(self) -> np.dtype | None:
-        """None: each gradient has its weight's own dtype."""
+        """The dtype of gradients; None: the dtype of each weight."""
         return gradient_dtype(self.cfg.precision, self.model.platform)
 
     @cached_property
@@ -96,7 +96,7 @@ class StateSpec:
 
     @cached_property
     def param_axes(self) -> Any:
-        """The logical axes of every array that parameters are stored in."""
+        """The logical axes of every array of the stored parameters."""
         return stored_axes(self.model.axes, self._shapes.params)
 
     @cached_property
@@ -127,12 +127,12 @@ class StateSpec:
 
     @property
     def host_state(self) -> TrainState:
-        """Shape, dtype and sharding of the arrays in host memory, None in place of others."""
+        """Shape, dtype and sharding of the arrays in host memory; None for others."""
         return jax.tree.map(lambda on_host, x: x if on_host else None, self.is_on_host, self.state)
 
     @property
     def gradient_names(self) -> list[str]:
-        """What the metric `nonfinite.METRIC` counts: weights, of stacks with their layer."""
+        """The names that the metric `nonfinite.METRIC` indexes: weights, with their layer for stacks."""
         dense = jax.eval_shape(differentiable, self._shapes.params)
         model = self.model
         return nonfinite.gradient_names(

@@ -1,9 +1,9 @@
 """One update: batch -> loss -> gradients -> update -> metrics.
 
-With P parameters in float32 and Adam, an update holds 4 P bytes of weights, 8 P of moments and 4 P of gradients, each
+With P parameters in float32 and Adam, an update needs 4 P bytes of weights, 8 P of moments and 4 P of gradients, each
 divided by the number of devices that the layout shards it over. A scan over micro-batches accumulates gradients in one
-buffer, so peak memory is that of one micro-batch, regardless of the batch size. Pipeline stages take all micro-batches
-in one pass.
+buffer, so activations are those of one micro-batch, for any batch size. Pipeline stages process all micro-batches in
+one pass.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def _gradients(spec: StateSpec, state: TrainState, batch: Batch, row_keys: jax.A
     losses = objective(cfg.objective, cfg.memory)
     axes, compute = model.select(model.axes), compute_dtype(cfg.precision, model.platform)
     scale = jnp.float32(1)
-    if state.loss_scale:  # of a mean over a micro-batch, the usual convention; objectives give sums
+    if state.loss_scale:  # of a mean over a micro-batch, the usual convention; objectives return sums
         scale = state.loss_scale.scale / batch["mask"][0].size
 
     def loss(sums_of: Callable[..., Sums], at: Params, batch: Batch, keys: jax.Array) -> tuple[jax.Array, Sums]:
@@ -98,7 +98,7 @@ def _gradients(spec: StateSpec, state: TrainState, batch: Batch, row_keys: jax.A
 
 
 def _update(spec: StateSpec, state: TrainState, grads: Params, norm: jax.Array, write: Write) -> tuple[Params, Any]:
-    """New parameters and optimizer state."""
+    """Returns new parameters and optimizer state."""
     model = spec.model
     params, axes = model.select(state.params), model.select(model.axes)
     if spec.offloads("optimizer"):
@@ -108,7 +108,7 @@ def _update(spec: StateSpec, state: TrainState, grads: Params, norm: jax.Array, 
     else:
         updates, opt_state = spec.optimizer.update(grads, state.opt_state, params)
         new = write(params, updates, axes=axes)
-        # Cast while sharded like the optimizer state, then gather: otherwise float32 would be communicated.
+        # Cast while sharded like the optimizer state, then gathered; otherwise float32 would be sent.
         new = constrain_tree(new, stored_axes(axes, new), "optimizer")
     return model.replace(state.params, new), opt_state
 

@@ -1,4 +1,4 @@
-"""`memory.update: during`: each layer is updated in the backward pass, as soon as its gradient exists.
+"""`memory.update: during`: each layer is updated in the backward pass, as soon as its gradient is computed.
 
 The backward pass goes through the layers from the last to the first. A layer's gradient is computed, its weights and
 its part of the optimizer state are read, updated and written in place, and the gradient is freed. With P parameters in
@@ -47,8 +47,8 @@ Tree = Any
 def update_during_backward(
     spec: StateSpec, state: TrainState, batch: Batch, keys: jax.Array, write: Write
 ) -> tuple[Params, Any, Sums, jax.Array]:
-    """New parameters, new optimizer state, the sums of the objective, and the squared norms of the gradients in the
-    order of `nonfinite.gradient_names`. Leaves of the batch, and `keys`, are [micro-batches, rows, ...]."""
+    """Returns new parameters, new optimizer state, the sums of the objective, and the squared norms of the gradients in
+    the order of `nonfinite.gradient_names`. Leaves of the batch, and `keys`, are [micro-batches, rows, ...]."""
     micro_batches = len(keys)
     if micro_batches == 1:
         batch, key = jax.tree.map(lambda x: x[0], (batch, keys))
@@ -86,7 +86,7 @@ class _BackwardUpdate:
     def _update_stack(self, number: int, g: Any) -> Any:
         """Backward through a stack, updating its layers. Maps the output gradient to the input gradient."""
         network, parts, stack = self._network, self._parts[number], self._network.stacks[number]
-        before = [part.state(self._state.opt_state) for part in parts]  # update counts are those before this step
+        before = [part.state(self._state.opt_state) for part in parts]  # update counts from before this step
         layers = jax.tree.leaves(stack.applied.weights)[0].shape[0]
         on_host = self._spec.offloads("optimizer")
 
@@ -127,7 +127,7 @@ class _BackwardUpdate:
         return g
 
     def _update_unstacked(self, grads: Tree) -> Tree:
-        """Updates parameters in no stack together."""
+        """Updates the parameters outside of stacks together."""
         if not jax.tree.leaves(grads):
             return grads
         weights = select(self._state.params, grads)
