@@ -1,4 +1,4 @@
-"""The arrays of a batch: their shapes, which rows a process holds, and how they get to the devices."""
+"""The arrays of a batch: their shapes, the rows of each process, and their transfer to the devices."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Spec = Mapping[str, jax.ShapeDtypeStruct]  # shape, dtype and sharding of every 
 
 
 def batch_spec(cfg: Config) -> dict[str, Array]:
-    """Shape, dtype and logical axes of each array of the global batch; where lengths vary, of the longest."""
+    """Shape, dtype and logical axes of each array of the global batch; for several lengths, those of the longest."""
     rows = (cfg.batch.accumulate, cfg.batch.global_size // cfg.batch.accumulate)
     axes = ("accumulate", "batch")
     mask: Array = (rows, np.float32, axes)
@@ -35,12 +35,12 @@ def batch_spec(cfg: Config) -> dict[str, Array]:
 
 
 def image_dtype(cfg: Config) -> Any:
-    """int32 categories for a model that embeds pixels, float32 otherwise."""
+    """int32 for a model that embeds pixels as categories, float32 otherwise."""
     return np.int32 if getattr(cfg.model, "inputs", "numbers") != "numbers" else np.float32
 
 
 def rows(spec: Spec) -> range:
-    """The rows of the global batch that this process's devices hold."""
+    """The rows of the global batch on the devices of this process."""
     one = next(iter(spec.values()))
     indices = one.sharding.addressable_devices_indices_map(one.shape).values()
     starts, stops, _ = zip(*(index[1].indices(one.shape[1]) for index in indices), strict=True)
@@ -48,8 +48,8 @@ def rows(spec: Spec) -> range:
 
 
 def place(cfg: Config, layout: Layout, own: range, spec: Spec, batch: Mapping[str, np.ndarray]) -> dict[str, jax.Array]:
-    """The arrays of `own` rows on their devices. A time sharded over `context` is permuted so that every device has the
-    same work: losses are sums over tokens, whatever their order."""
+    """The arrays of the rows of this process (`own`) on their devices. A sequence sharded over `context` is permuted so
+    that every device has the same work; losses are sums over tokens, so their order does not matter."""
     if isinstance(cfg.model, Decoder):
         from jaxmem.models.attention import context_order
 

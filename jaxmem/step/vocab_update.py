@@ -1,10 +1,10 @@
 """Updating an embedding or output matrix in slices: the gradient of a slice is computed, and that slice of weight and
 optimizer state is updated in place.
 
-With V entries of E values and slices of v entries, gradient and update hold 2 v E values in place of 2 V E. An
-optimizer that sums over the whole matrix has it passed over once more for each sum that depends on another
-(`optim.vocab_slice`), and each time the gradient is recomputed: 4 T V E FLOPs for an output projection and T tokens,
-next to nothing for rows that were looked up. State in host memory comes and goes in the same slices.
+With V entries of E values and slices of v entries, gradient and update take 2 v E values instead of 2 V E. If an
+optimizer sums over the complete matrix, each sum that depends on another one needs one more pass over all slices
+(`optim.vocab_slice`), which recomputes the gradient: 4 T V E FLOPs for an output projection and T tokens, very few for
+looked-up rows. State in host memory is copied in the same slices.
 """
 
 from __future__ import annotations
@@ -34,16 +34,16 @@ Tree = Any
 
 @dataclass(frozen=True)
 class VocabUpdate:
-    """The update of the one matrix in a group of parameters."""
+    """The update of the only matrix in a group of parameters."""
 
     part: ParameterGroup
     weights: Tree
     state: Tree
-    dtype: np.dtype | None = None  # of the gradient; None: the weight's own
+    dtype: np.dtype | None = None  # of the gradient; None: the dtype of the weight
     entries: int | None = None  # per slice; None: 16 M values
 
     def update(self, gradient: SliceGradient, write: Write, norm: jax.Array | None) -> tuple[Tree, Tree, jax.Array]:
-        """New weights, new state and the sum of the gradient's squares."""
+        """Returns new weights, new state and the sum of squares of the gradient."""
         slices = self._slices
         known = None if slices is None else self._totals(gradient, slices, norm)
         if slices is None or known is None:
@@ -63,7 +63,7 @@ class VocabUpdate:
         return jax.lax.fori_loop(0, slices.count, step, (self.weights, self.state, jnp.zeros((), jnp.float32)))
 
     def squares(self, gradient: SliceGradient) -> jax.Array:
-        """The sum of the gradient's squares."""
+        """The sum of squares of the gradient."""
         slices = self._slices
         if slices is None:
             return _squares(self._gradient(gradient, self.weights))
@@ -87,8 +87,8 @@ class VocabUpdate:
         )
 
     def _slice(self, slices: VocabSlices, j: jax.Array, weights: Tree, state: Tree) -> tuple[Tree, Tree]:
-        """A slice of weight and state. What has no vocabulary dimension, as counts of updates, is that before the
-        update."""
+        """A slice of weight and state. Leaves without a vocabulary dimension, e.g. the number of updates, have their
+        values from before the update."""
         own = _read(slices, j, weights, self._axes, self.weights)
         return own, _read(slices, j, state, self.part.state_axes, self.state)
 
@@ -147,7 +147,7 @@ def _resized(new: Any, old: Any) -> Any:
 
 
 def _written(slices: VocabSlices, j: jax.Array, tree: Tree, axes: Tree, role: Role, new: Tree) -> Tree:
-    """Arrays with a slice replaced; those without a vocabulary dimension are replaced as a whole."""
+    """Arrays with a slice replaced; arrays without a vocabulary dimension are replaced completely."""
 
     def one(x: jax.Array, names: Axes, new: jax.Array) -> jax.Array:
         if (dim := _dim(names)) is None:

@@ -1,7 +1,7 @@
-"""Device memory of a run: does the plan fit, did the first steps take what was planned, and what if memory runs out.
+"""Device memory of a run: refuses a plan that does not fit, compares planned and measured memory, and explains errors.
 
-A plan counts what XLA allocates. It cannot know what other processes take from the device meanwhile, nor what the
-driver, NCCL or a fragmented pool take beyond what is reserved for them.
+A plan counts the memory that XLA allocates. It does not include the memory of other processes, nor what the driver,
+NCCL and fragmentation take beyond the reserve.
 """
 
 from __future__ import annotations
@@ -21,8 +21,10 @@ from jaxmem.machine.devices import is_spilling
 from jaxmem.planning import Plan, format_bytes
 from jaxmem.training.progress import device_memory
 
-MEASURED_AFTER = 3  # steps of this process; by then every program of the loop has run
-MARGIN = 0.1  # of the plan: how much smaller another must be, where the device does not report what is missing
+MEASURED_AFTER = 3  # number of steps after which every program of the loop has run
+MARGIN = (
+    0.1  # share of the plan by which another config must be smaller, if the device does not report the missing bytes
+)
 REQUESTED = re.compile(r"allocate (?:([\d.]+) ?([KMGT])iB|(\d+) bytes)")
 
 
@@ -45,7 +47,7 @@ class DoesNotFitError(UserError):
 
 
 class OutOfMemoryError(UserError):
-    """Raised in place of XLA's own error."""
+    """Raised instead of XLA's error."""
 
     exit_code = 3
 
@@ -61,7 +63,7 @@ class OutOfMemoryError(UserError):
 
 
 def check_fits(plan: Plan) -> None:
-    """Stop a run that does not fit: its table on standard error, and the nearest configs that fit."""
+    """Stops a run that does not fit, and prints its plan and the nearest configs that fit to standard error."""
     if plan.fits:
         return
     from rich.console import Console
@@ -76,8 +78,9 @@ def check_fits(plan: Plan) -> None:
 
 @contextmanager
 def explained_out_of_memory(plan: Plan) -> Iterator[None]:
-    """Around all that runs by this plan. The search for configs that fit takes up to a minute. With several processes
-    there is none: only the one that failed would search, and XLA's autotuning waits for all."""
+    """A context for everything that runs with this plan; explains errors of memory. The search for configs that fit
+    takes up to a minute. With several processes there is no search: only the failed process would search, and XLA's
+    autotuning waits for all."""
     try:
         yield
     except jax.errors.JaxRuntimeError as error:
@@ -93,15 +96,15 @@ def explained_out_of_memory(plan: Plan) -> Iterator[None]:
 
 
 class PeakCheck:
-    """Compares planned with measured peak memory once, after the first steps, where the devices report it; also
-    written to plan.json. Measured on the first process's devices: all run the same program."""
+    """Compares planned and measured peak memory once, after the first steps, if the devices report it, and writes the
+    result to plan.json. Memory is measured on the devices of the first process; all run the same program."""
 
     def __init__(self, plan: Plan, file: Path) -> None:
         self._plan, self._file, self._steps = plan, file, 0
-        self._planned = plan.phases["initialise"] or 0  # the largest of what has run
+        self._planned = plan.phases["initialise"] or 0  # the largest of the phases that have run
 
     def after_step(self, bucket: int) -> str | None:
-        """A line to print, once. `bucket`: the sequence length of the step."""
+        """A line to print, once; otherwise None. `bucket` is the sequence length of the step."""
         self._steps += 1
         self._planned = max(self._planned, self._plan.total_for(bucket))
         if self._steps != MEASURED_AFTER or jax.process_index():
@@ -124,12 +127,12 @@ class PeakCheck:
 
 
 def _available(plan: Plan, message: str) -> int:
-    """Bytes per device that a plan may take, judged by what this one took when it failed."""
+    """Bytes per device that another plan may take, from the memory that this one had when it failed."""
     planned, in_use, requested = _planned(plan), device_memory().get("bytes_in_use"), _requested(message)
     if in_use is None or requested is None:
         return int((1 - MARGIN) * planned)
     needed = in_use + requested
-    # It needed more than planned: allow that much less. It needed less: so much was not there.
+    # If it needed more than planned, allow that much less. If it needed less, that much was not available.
     return min(plan.limit - (needed - planned), planned - 1) if needed > planned else needed - 1
 
 

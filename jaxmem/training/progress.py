@@ -1,8 +1,8 @@
-"""The progress of a run: a bar on a terminal, plain lines elsewhere, and the numbers behind both.
+"""The progress of a run: a bar on a terminal, plain lines elsewhere, and the measurements for both.
 
-The clock and the device's counters are read once per logged step; a thread redraws the bar four times a second, so
-the loop waits for neither. Where the output supports only ASCII, everything is drawn in ASCII. rich's own progress
-bar wraps or cuts its columns on a narrow terminal; this one leaves out the least important.
+The clock and the counters of the device are read once per logged step. A thread redraws the bar four times per second,
+so the loop never waits for it. If the output supports only ASCII, the bar is drawn in ASCII. The progress bar of rich
+wraps or cuts its columns on a narrow terminal; this one omits the least important columns.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ MIN_BAR = 8  # a shorter one shows nothing
 
 
 class Work(NamedTuple):
-    """What a step processes."""
+    """The tokens and FLOPs of a step."""
 
     tokens: int
     flops: float = 0.0
@@ -36,7 +36,7 @@ class RunSpec:
     """`work` and `peak_flops` (per second) count the same devices, one or all."""
 
     total_steps: int
-    work: Work  # of a usual step
+    work: Work  # of a normal step
     peak_flops: float | None = None
     log_every: int = 1
     unit: str = "tok"
@@ -44,11 +44,11 @@ class RunSpec:
 
 @dataclass(frozen=True)
 class Elapsed:
-    """Where a resumed run stands."""
+    """The progress of a resumed run."""
 
     step: int = 0
     seconds: float = 0.0
-    tokens: int | None = None  # None: as many as usual steps have
+    tokens: int | None = None  # None: as many as normal steps have
 
 
 class Progress:
@@ -57,7 +57,7 @@ class Progress:
             if row := progress.update(step, metrics):
                 trackers.log(step, row)
 
-    A step that is no multiple of `log_every`, nor the last, only moves the bar.
+    A step that is neither a multiple of `log_every` nor the last one only moves the bar.
     """
 
     def __init__(
@@ -82,9 +82,10 @@ class Progress:
         self._live: Live | None = None
 
     def update(self, step: int, metrics: Mapping[str, Any], work: Work | None = None) -> dict[str, Any] | None:
-        """At a logged step: show these metrics and return them with what was measured: tokens and seconds since the
-        run started, tokens per second since the last logged step, model FLOPs utilization (mfu), bytes on the fullest
-        device. `work`: of the steps since the last update, where it is not the usual."""
+        """At a logged step, shows these metrics and returns them with the measurements: tokens and seconds since the
+        start of the run, tokens per second since the last logged step, model FLOPs utilization (mfu), and the bytes on
+        the device that has the most in use. `work` is the work of the steps since the last update, if it is not
+        normal."""
         steps, usual = step - self._step, self.spec.work
         tokens, flops = work or (steps * usual.tokens, steps * usual.flops)
         self._tokens += tokens
@@ -112,13 +113,13 @@ class Progress:
         return row
 
     def back_to(self, step: int) -> None:
-        """Continue from an earlier step. The steps since then stay counted in time and tokens."""
+        """Continues from an earlier step. The steps since then still count in time and tokens."""
         self._step = self._first = step
         self._start = self._clock()
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Time in here (evaluating, waiting for a save) does not count in tokens per second."""
+        """A context whose duration (evaluation, waiting for a save) does not count in tokens per second."""
         before = self._clock()
         try:
             yield
@@ -126,7 +127,7 @@ class Progress:
             self._paused += self._clock() - max(before, self._last)  # an update in here has counted the time before it
 
     def say(self, text: str | None) -> None:
-        """Print one line, above the bar, if there is one."""
+        """Prints a line, above the bar if there is one."""
         if self._enabled and text is not None:
             self._print(text)
 
@@ -135,12 +136,12 @@ class Progress:
         if self._enabled and self._console.is_terminal and not self._console.is_dumb_terminal:
             self._live = Live(get_renderable=self._bar, console=self._console, refresh_per_second=4)
             self._live.start()
-            self._console.show_cursor()  # a killed process would leave the terminal without one
+            self._console.show_cursor()  # a killed process would leave the terminal without a cursor
         return self
 
     def __exit__(self, *_: object) -> None:
         if self._live is not None:
-            with suppress(OSError):  # the terminal is gone
+            with suppress(OSError):  # the terminal was closed
                 self._live.stop()
             self._live = None
 
@@ -160,11 +161,11 @@ class Progress:
     def _print_line(self) -> None:
         if self._enabled:
             head = f"step {self._step}/{self.spec.total_steps}"
-            width = self._console.width if self._console.is_terminal else 1 << 16  # a file's lines may be long
+            width = self._console.width if self._console.is_terminal else 1 << 16  # lines in a file may be long
             self._print("  ".join([head, *_fitting(self._parts, width - len(head), gap=2)]))
 
     def _bar(self) -> Text:
-        width = self._console.width - 1  # the last column makes some terminals wrap
+        width = self._console.width - 1  # some terminals wrap after writing the last column
         head = f"{self._step}/{self.spec.total_steps}"
         parts = _fitting(self._parts, width - len(head) - (MIN_BAR + 1 if width >= 60 else 0), gap=1)
         room = min(MAX_BAR, width - sum(len(part) + 1 for part in parts) - len(head) - 1)
@@ -184,14 +185,15 @@ class Progress:
 
 
 class PipeSafeConsole(Console):
-    """rich ends the process when nobody reads its output any more (`| head`); training continues."""
+    """rich ends the process when its output is closed (`| head`); here training continues."""
 
     def on_broken_pipe(self) -> None:
         self.quiet = True
 
 
 def device_memory() -> dict[str, int]:
-    """Bytes in use and their peak on the fullest device of this process; empty where devices do not report them."""
+    """Bytes in use, and their peak, on the device of this process with the most in use; empty if devices do not report
+    them."""
     stats = [stat for device in jax.local_devices() if (stat := device.memory_stats())]
     keys = ("bytes_in_use", "peak_bytes_in_use")
     return {key: max(stat[key] for stat in stats) for key in keys} if stats else {}
@@ -235,7 +237,7 @@ def short_loss(loss: float) -> str:
 
 
 def _fitting(parts: Sequence[str], room: int, gap: int) -> list[str]:
-    """As many parts from the front as fit."""
+    """As many of the first parts as fit."""
     chosen: list[str] = []
     for part in parts:
         room -= len(part) + gap

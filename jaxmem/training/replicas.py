@@ -1,8 +1,8 @@
-"""Compare the copies of a replicated state bit by bit (`train.check_replicas`).
+"""Compares the replicas of the state bitwise (`train.check_replicas`).
 
-Copies are updated by the same program from the same sums, so they stay equal to the bit. One that differs was changed
-by faulty hardware, a memory cell or a core, and would spread unseen. What is sharded over all devices has no copy to
-compare with. A check reads the state once on every device and waits for it.
+Replicas are updated by the same program from the same sums, so they are bitwise equal. A difference is caused by faulty
+hardware, a memory cell or a core, and would spread without an error. An array that is sharded over all devices has no
+replica. A check reads the state once on every device and waits for it.
 """
 
 from __future__ import annotations

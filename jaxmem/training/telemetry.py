@@ -1,6 +1,6 @@
-"""The metrics of each step: to the progress display, to files and trackers, and checked for divergence.
+"""Passes the metrics of each step to the progress display, files and trackers, and checks them for divergence.
 
-The metrics of a step are read when the next one has been dispatched, so that the devices never wait.
+The metrics of a step are read after the next step has been dispatched, so that the devices never wait.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from jaxmem.training.trackers import Trackers
 
 
 class DivergedError(UserError):
-    """A loss that is not finite, or far above those before. `key`: the config key with the policy for it."""
+    """A loss that is not finite, or far above the previous losses. `key` is the config key of the policy for it."""
 
     def __init__(self, finding: str, key: str) -> None:
         advice = "lower optimizer.learning_rate or optimizer.clip; the last checkpoint is from before"
@@ -29,8 +29,8 @@ class DivergedError(UserError):
 
 
 class SpikeDetector:
-    """Losses more than `deviations` standard deviations above the mean of the last `WINDOW`; the window is filled again
-    after a resume."""
+    """Detects losses more than `deviations` standard deviations above the mean of the last `WINDOW` losses. After a
+    resume the window is filled again."""
 
     WINDOW, MINIMUM = 100, 20
 
@@ -47,7 +47,7 @@ class SpikeDetector:
 
 class Telemetry:
     """Reads metrics one step late. Stops a run whose loss is not finite (at once, or after `max_skipped` skipped
-    updates in a row), or one that `spikes`. `culprits`: the names that the metric `nonfinite.METRIC` indexes."""
+    updates in a row) or spikes (`spikes`). `culprits` are the names that the metric `nonfinite.METRIC` indexes."""
 
     def __init__(
         self,
@@ -65,12 +65,12 @@ class Telemetry:
         self.has_targets = False  # whether any step had a token (or image) to train on
 
     def update(self, step: int, metrics: Metrics, work: Work | None = None) -> None:
-        """`work`: of this step, where it is not the usual."""
+        """`work` is the work of this step, if it is not normal."""
         self.flush()
         self._pending = step, metrics, work
 
     def flush(self) -> None:
-        """Read the pending metrics."""
+        """Reads the pending metrics."""
         if self._pending is None:
             return
         step, metrics, work = self._pending
@@ -96,7 +96,7 @@ class Telemetry:
             self._trackers.log(step, row)
 
     def back_to(self, step: int) -> None:
-        """Drop what was logged for the steps after this one."""
+        """Drops the metrics of the steps after this one."""
         self._skipped = 0
         self._trackers.back_to(step)
         self._progress.back_to(step)

@@ -1,7 +1,7 @@
-"""Where a run's metrics are logged: `metrics.jsonl` always, TensorBoard and Weights & Biases if configured.
+"""Trackers of metrics: `metrics.jsonl` always, TensorBoard and Weights & Biases if configured.
 
-Only process 0 writes. A run that resumes from step s first drops what was logged after s, so that a file reads as one
-run. A logged step costs one short write.
+Only process 0 writes. A run that resumes from step s first drops the metrics after s, so that a file contains each step
+once. A logged step costs one short write.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ class Tracker(Protocol):
     def log(self, step: int, values: Mapping[str, Any]) -> None: ...
 
     def back_to(self, step: int) -> None:
-        """Drop what was logged for the steps after this one, where that is possible."""
+        """Drops the metrics of the steps after this one, if possible."""
 
     def close(self) -> None: ...
 
 
 def check_trackers(cfg: Config) -> None:
-    """Refuse trackers that are not installed, before anything is compiled."""
+    """Refuses trackers that are not installed, before anything is compiled."""
     for name in cfg.train.trackers:
         _package(name)
 
@@ -53,7 +53,7 @@ def trackers_for(cfg: Config, directory: str | Path, step: int = 0) -> Trackers:
 
 
 class Trackers:
-    """All of a run's trackers as one. `last`: the row logged last before, or empty."""
+    """All trackers of a run as one. `last` is the last row logged before, or empty."""
 
     def __init__(self, trackers: list[Tracker], last: dict[str, Any]) -> None:
         self._trackers, self.last = trackers, last
@@ -76,10 +76,10 @@ class Trackers:
 
 
 class MetricsFile:
-    """One JSON object per line, on disk as soon as it is logged. A value that is not finite is null: JSON has no NaN.
+    """Writes one JSON object per line, immediately. A value that is not finite is null, since JSON has no NaN.
 
-    `retry`: a line that cannot be written (a full disk) is written with the next one; only what is unwritten at the end
-    is an error.
+    With `retry`, a line that cannot be written (full disk) is written with the next one; only lines that are not
+    written at the end are an error.
     """
 
     def __init__(self, path: str | Path, step: int = 0, *, retry: bool = False) -> None:
@@ -109,7 +109,7 @@ class MetricsFile:
 
     def _write(self) -> None:
         try:
-            while self._unwritten:  # a disk that is nearly full takes a part
+            while self._unwritten:  # a disk that is nearly full may accept only a part
                 self._unwritten = self._unwritten[self._file.write(self._unwritten) :]
         except OSError as error:
             raise self._cannot_write(error) from error
@@ -134,7 +134,7 @@ class TensorBoard:
     def _open_after(self, step: int) -> Any:
         return _package("tensorboard").SummaryWriter(
             str(self._directory / "tensorboard"),
-            purge_step=step + 1 if step else None,  # hides what was logged from there on
+            purge_step=step + 1 if step else None,  # hides the events from there on
             # File names have a resolution of one second: a quick restart would overwrite the file.
             filename_suffix=f".after-{step}-{secrets.token_hex(4)}",
         )
@@ -154,8 +154,8 @@ class TensorBoard:
 class WeightsAndBiases:
     """A run in the project `jaxmem`; WANDB_MODE=offline keeps it in `wandb/` for `wandb sync`.
 
-    Charts are over the logged `step`, not W&B's own count, which cannot go back: what a killed run had logged after its
-    last checkpoint appears twice, with the same values.
+    Charts use the logged `step` instead of W&B's own count, which cannot decrease. Metrics that a killed run logged
+    after its last checkpoint appear twice, with the same values.
     """
 
     def __init__(self, cfg: Config, directory: Path, step: int) -> None:
@@ -183,7 +183,7 @@ class WeightsAndBiases:
         self._run.log({"step": step, **values})
 
     def back_to(self, step: int) -> None:
-        """Not possible: W&B keeps what was logged."""
+        """Does nothing: W&B cannot remove logged values."""
 
     def close(self) -> None:
         self._run.finish()
