@@ -23,9 +23,9 @@ from jaxmem.planning.state import bytes_on_device
 from jaxmem.planning.units import format_bytes, format_seconds
 from jaxmem.sharding import is_axes
 
-LARGE, NOTABLE = 0.2, 0.01  # of the total
+LARGE, NOTABLE = 0.2, 0.01  # shares of the total
 SPILLED = "spilled"  # training prints this warning too
-MOST = 0.5  # of the offloaded bytes: with more of them on the device at the peak, offloading saves little
+MOST = 0.5  # share of the offloaded bytes: if more are on the device at the peak, offloading saves little
 
 
 def warnings_of(plan: Plan) -> list[PlanWarning]:

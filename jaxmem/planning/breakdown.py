@@ -33,7 +33,7 @@ LABELS = {
 SAVED, LOGITS, ALL_SCORES = "saved for the backward pass", "logits", "attention: all scores"
 GATHERED, COPIES = "weights: gathered or cast", "weights: copies"
 UPDATES = "updates"
-STATE_COPIES = "working copies"  # of the optimizer state
+STATE_COPIES = "working copies"  # copies of optimizer state
 _SUMS = ("summed or scaled", UPDATES)  # before the optimizer and after it
 _IS_MASTER = re.compile(rf"^state\.opt_state.*\.{MasterState._fields[0]}\b")
 # The arrays of a quantized weight besides its integer codes.
@@ -60,7 +60,7 @@ class NamedBuffer:
     what: str  # an argument's path, or a temporary's shape
     made_by: str  # jax's name of the operation, where it has one
     shape: HloShape
-    region: Region | None = None  # of a temporary
+    region: Region | None = None  # None: an argument or a result
 
 
 @dataclass(frozen=True)

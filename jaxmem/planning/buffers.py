@@ -40,7 +40,7 @@ class Buffer:
 class Allocation:
     kind: Kind
     size: int
-    parameter: int | None  # of the entry computation
+    parameter: int | None  # number of the program's argument
     on_host: bool
     buffers: tuple[Buffer, ...]
 

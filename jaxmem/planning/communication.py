@@ -34,7 +34,7 @@ class Transfer:
     is_asynchronous: bool
     group: int = 1  # devices that communicate with each other
     neighbours: int = 1  # how many of them share a host
-    members: tuple[int, ...] = ()  # of the first group
+    members: tuple[int, ...] = ()  # the devices of the first group
 
     @property
     def link(self) -> str:
@@ -72,7 +72,7 @@ def collective(one: Instruction, devices: int, per_host: int) -> Transfer | None
 
 
 def host_copy(one: Instruction) -> Transfer | None:
-    """The copy that an instruction is or starts: of an array, of a slice of one, or into a slice of one."""
+    """The copy that an instruction is or starts; it may read a slice of an array, or write into one."""
     if one.opcode == "copy-start":
         source, target = one.operands[0].shape, one.shape.parts[0]
         moved = target
@@ -121,7 +121,7 @@ def _groups_of_mesh(proto: Any) -> np.ndarray:
     sizes = [axis.size or 1 for axis in mesh.axes]
     grid = np.arange(math.prod(sizes)).reshape(mesh.iota.dims or -1)
     ids = list(mesh.device_ids) or grid.transpose(mesh.iota.transpose_perm or None).reshape(-1)
-    parts: dict[int, list[tuple[int, int]]] = {}  # of an axis: from where to where, as cumulative sizes
+    parts: dict[int, list[tuple[int, int]]] = {}  # by axis: begin and end of each part, as cumulative sizes
     for ref in proto.axes:
         first = ref.sub_axis_info.pre_size or 1
         last = first * (ref.sub_axis_info.size or sizes[ref.mesh_axis_index])

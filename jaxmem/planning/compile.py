@@ -57,7 +57,7 @@ class Compiled:
     serialized_module: bytes
     assignment: bytes
     wants_host: bool = False  # the program that XLA compiled places values in host memory
-    executable: jax.stages.Compiled | None = None  # of a program for local devices
+    executable: jax.stages.Compiled | None = None  # None: compiled for devices that are not here
 
     @cached_property
     def module(self) -> Module:
@@ -189,7 +189,7 @@ def _decide(lowered: jax.stages.Lowered, options: Options) -> tuple[bytes, bytes
 
 @contextlib.contextmanager
 def without_cache() -> Iterator[None]:
-    """Without jax's compilation cache, which cannot store such a program."""
+    """Turns off jax's compilation cache, which cannot store such a program."""
     config: Any = jax.config
     before = config.jax_enable_compilation_cache
     config.update("jax_enable_compilation_cache", False)

@@ -70,12 +70,12 @@ class StepPass(NamedTuple):
 class History:
     """The memory of one device over one step."""
 
-    seconds: float | None  # of a step, estimated
+    seconds: float | None  # estimated time of a step
     passes: Sequence[StepPass]
     columns: Sequence[Column]
     peak: Column
     largest: Sequence[Mapping[str, Any]]  # buffers at the peak: size, band, kind, what, where, inside, layers
-    largest_made: Sequence[Mapping[str, Any]]  # of those, temporaries of the step
+    largest_made: Sequence[Mapping[str, Any]]  # the largest temporaries of the step at the peak
 
     def as_json(self) -> dict[str, Any]:
         return {
@@ -167,7 +167,7 @@ def _edges(breakdown: Breakdown, seconds_in: Mapping[Instruction, float]) -> lis
 
 
 def _columns(steps: Iterator[tuple[float, float, Counter[str]]]) -> list[Column]:
-    """From (begin, end, bytes of each band) to columns of equal width; equal neighbours are merged."""
+    """Columns of equal width from steps (begin, end, bytes of each band); equal neighbours are merged."""
     most: list[Counter[str]] = [Counter() for _ in range(COLUMNS)]
     for begin, end, bands in steps:
         first = min(int(begin * COLUMNS), COLUMNS - 1)

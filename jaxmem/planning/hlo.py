@@ -46,7 +46,7 @@ class HloShape:
     dtype: str
     bits: int
     dims: tuple[int, ...] = ()
-    parts: tuple[HloShape, ...] = ()  # of a tuple
+    parts: tuple[HloShape, ...] = ()  # the elements of a tuple
     on_host: bool = False  # in pinned host memory
 
     @property
@@ -85,14 +85,14 @@ class Instruction:
     name: str
     opcode: str
     shape: HloShape
-    number: int  # of a parameter: which one; of a get-tuple-element: which element
+    number: int  # which parameter, or which element a get-tuple-element reads
     op_name: str  # jax's path of names: jit(step)/transpose(jvp())/while/body/...
     proto: Any = field(default_factory=HloInstructionProto, repr=False)
     frames: tuple[Frame, ...] = field(default=(), repr=False)  # innermost first
     operands: list[Instruction] = field(default_factory=list, repr=False)
     users: list[Instruction] = field(default_factory=list, repr=False)
     called: list[Computation] = field(default_factory=list, repr=False)
-    computation: Computation = field(init=False, repr=False)  # that it belongs to
+    computation: Computation = field(init=False, repr=False)  # the one it belongs to
 
     @cached_property
     def config(self) -> dict[str, Any]:
@@ -152,7 +152,7 @@ def runs_of_called(one: Instruction) -> list[Fraction | int]:
     share = mean_runs(one.op_name.removesuffix("/cond")) if one.opcode == "conditional" else 1
     if share == 1:
         return [1] * len(one.called)
-    truth_first = one.operands[0].shape.dtype == "bool"  # by an index: false is 0
+    truth_first = one.operands[0].shape.dtype == "bool"  # else an index, where false is 0
     return [share, 1 - share] if truth_first else [1 - share, share]
 
 

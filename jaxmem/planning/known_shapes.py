@@ -24,7 +24,7 @@ class KnownShapes:
     whole_weights: frozenset[Dims]  # all layers of a sharded weight, gathered; no sharded array has this shape
     whole_gradients: frozenset[Dims]
     time: int | None = None  # positions of a sequence
-    layers: int | None = None  # of a stack on one device
+    layers: int | None = None  # number of layers of a stack on one device
 
 
 def sorted_dims(dims: Iterable[int]) -> Dims:

@@ -35,7 +35,7 @@ class NamedValue:
 
     name: str
     layers: int
-    bytes: int  # of one layer, for a device's rows of a micro-batch
+    bytes: int  # per layer, for a device's rows of a micro-batch
     flops: int  # to recompute it from other named values
 
     def as_json(self) -> dict[str, Any]:
@@ -45,10 +45,10 @@ class NamedValue:
 @dataclass(frozen=True)
 class LayerOperation:
     sources: tuple[int, ...]  # the operations whose results it reads
-    flops: int  # of matmuls
-    elements: int  # of its results
+    flops: int  # FLOPs of its matmuls
+    elements: int  # number of elements of its results
     backward: bool
-    name: str | None = None  # of its result, where that can be saved by name
+    name: str | None = None  # the checkpoint name of its result, if it has one
     bytes: int = 0
 
 
@@ -177,7 +177,7 @@ class _Operations:
         return size // parts if x.shape[-1:] == (width,) else size
 
     def add(self, jaxpr: Any, inputs: list[int | None]) -> list[int | None]:
-        """The operations that make the results, by number. None: an input."""
+        """The numbers of the operations that compute the results; None for an input."""
         made: dict[Any, int | None] = dict(zip(jaxpr.invars, inputs, strict=True))
 
         def maker(x: Any) -> int | None:

@@ -39,7 +39,7 @@ class Estimate:
     """Bytes of one device in a training step, and the step's time."""
 
     parts: dict[str, int]
-    kinds: dict[str, int]  # of activations at the peak
+    kinds: dict[str, int]  # bytes of activations at the peak, by kind
     seconds: float | None  # None where the device's speed is unknown
     host: int = 0  # bytes of host memory per device: what is offloaded, and a copy of the state while it is saved
 
@@ -171,7 +171,7 @@ class _Activations:
             self.queries = tokens * model.heads * model.head_dim * width / heads / groups
             self.keys = tokens * model.kv_heads * model.head_dim * width / heads / groups
             self.hidden = tokens * model.mlp * width / tensor
-            self.chunked = 0.0  # that an MLP in chunks needs in addition
+            self.chunked = 0.0  # what an MLP in chunks needs in addition
             if chunk := mlp_chunk(cfg, platform):
                 self.hidden *= chunk * mesh.context * tensor / cfg.data.sequence_length
                 # The residual stream and its gradients before and after; weight gradients, summed in float32.

@@ -41,8 +41,8 @@ class Plan:
     program: Program
     target: Target
     compiled_step: Compiled
-    seconds: float  # that planning took
-    reserve_gib: float | None = None  # of a GPU's memory, outside the compiled program; None: the default
+    seconds: float  # time that planning took
+    reserve_gib: float | None = None  # memory of a GPU outside the compiled program; None: the default
     unlimited: Compiled | None = None  # the step compiled without a memory limit, where XLA recomputes at the limit
     remarks: Mapping[str, Sequence[str]] = field(default_factory=dict)  # from XLA's log
     others: Mapping[str, int] = field(default_factory=dict)  # bytes of other phases' programs, where compiled
@@ -249,7 +249,7 @@ class Plan:
         }
 
     def table(self) -> Any:
-        """To print with rich."""
+        """The plan as a table that rich prints."""
         from jaxmem.planning.table import PlanTable
 
         return PlanTable(self)

@@ -14,7 +14,7 @@ from jaxmem.quant.precision import compute_dtype
 from jaxmem.sharding.table import Table, make_rules
 from jaxmem.step.model import chunking, pipeline_of
 
-_BACKWARD = 0.75  # of both passes' time, with each layer's forward pass recomputed
+_BACKWARD = 0.75  # share of both passes' time, with each layer's forward pass recomputed
 
 
 def shards(cfg: Config, axis: str) -> int:
@@ -94,6 +94,6 @@ def passes_in_memory(cfg: Config) -> float:
 
 
 def layers_per_boundary(cfg: Config) -> int:
-    """In a pipeline, how many layers are recomputed from one saved boundary."""
+    """How many layers of a pipeline are recomputed from one saved boundary."""
     pipeline, remat = pipeline_of(cfg), cfg.memory.remat
     return pipeline.layers_per_boundary(remat) if pipeline is not None and isinstance(remat, str) else 1

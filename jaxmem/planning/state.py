@@ -38,7 +38,7 @@ class StateLeaves:
     weights: tuple[StateLeaf, ...]  # in the dtype of their gradients
     trainable: tuple[StateLeaf, ...]  # the trainable ones of `weights`
     params: tuple[StateLeaf, ...]  # as stored: values, or integer codes
-    scales: tuple[StateLeaf, ...]  # of quantized weights
+    scales: tuple[StateLeaf, ...]  # block scales of quantized weights
     master: tuple[StateLeaf, ...]
     optimizer: tuple[StateLeaf, ...]
 

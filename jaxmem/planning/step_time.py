@@ -16,8 +16,8 @@ from jaxmem.planning.passes import AROUND, TracedPasses
 from jaxmem.planning.share import passes_per_update, rows_of, shards
 from jaxmem.planning.timeline import LAUNCH
 
-_EXPOSED = 0.3  # of the communication, at least
-_WAITED = 0.8  # of copies between a device and its host, in compiled decoders with remat dots
+_EXPOSED = 0.3  # least share of the communication that is exposed
+_WAITED = 0.8  # exposed share of copies between a device and its host, in compiled decoders with remat dots
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from jaxmem.planning.result import Plan
 from jaxmem.planning.units import format_bytes, format_count, format_seconds
 
 NARROW = 66  # columns; a narrower table has fewer columns of its own
-NOTABLE = 0.02  # of the total: a kind with a row of its own
+NOTABLE = 0.02  # share of the total from which on a kind has its own row
 
 
 class TargetList:

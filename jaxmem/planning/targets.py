@@ -32,8 +32,8 @@ class Target:
     gpu: Gpu | None
     count: int
     per_host: int
-    memory: int  # of one device, as its driver reports it
-    host_memory: int  # of one device's share of its host
+    memory: int  # bytes of one device, as its driver reports them
+    host_memory: int  # bytes of one device's share of its host
     here: tuple[Any, ...] | None = None  # jax's devices, where they are this machine's
     withheld: int | None = None  # bytes of a device that jax may not use, where the device reports a limit
     beyond: int = 0  # bytes of host memory that programs on a local device use once it is full

@@ -33,13 +33,13 @@ class Transmission:
     message: Transfer
     begins: float
     ends: float
-    executed: float  # times; a mean, where it is not in every run
-    kernels: int = 0  # and loops, between its start and its done
+    executed: float  # number of times; a mean, where it is not in every run
+    kernels: int = 0  # number of kernels and loops between its start and its done
     exposed: float = 0.0  # seconds of one execution
 
     @property
     def exposed_share(self) -> float:
-        """Of its time; 1 where the device's speed is unknown."""
+        """The share of its time in which the program waits; 1 where the device's speed is unknown."""
         return self.exposed / (self.ends - self.begins) if self.ends > self.begins else 1.0
 
     @property
@@ -82,7 +82,7 @@ class Timeline:
     arithmetic: float = 0.0  # seconds in kernels that arithmetic bounds
     memory: float = 0.0  # seconds in kernels that memory bounds
     flops: int = 0
-    kernel_bytes: int = 0  # that kernels read and write
+    kernel_bytes: int = 0  # bytes that kernels read and write
     transmissions: list[Transmission] = field(default_factory=list)
     # Seconds in an instruction during one run of its computation; of a loop, all iterations together.
     seconds_in: dict[Instruction, float] = field(default_factory=dict)
