@@ -66,8 +66,9 @@ def _recomputed_by_xla(plan: Plan) -> Iterator[PlanWarning]:
     text = f"near the memory limit XLA recomputes {count} values of its own accord"
     if plan.unlimited is not None:
         flops = total_flops(step.module) - total_flops(plan.unlimited.module)
-        saved = format_bytes(plan.unlimited.total - step.total)
-        text += f": {flops:.3g} more FLOPs per step and {saved} less memory than without a limit"
+        saved = plan.unlimited.total - step.total
+        memory = f"{format_bytes(abs(saved))} {'less' if saved >= 0 else 'more'} memory"
+        text += f": {flops:.3g} more FLOPs per step and {memory} than without a limit"
     cfg = plan.program.cfg
     cure = _remedies(cfg, "memory.remat=full", _smaller_micro_batch(cfg), "more devices")
     yield PlanWarning("recomputed by XLA", text, cure)
