@@ -37,7 +37,7 @@ def train(method: str, seed: int) -> None:
     overrides, _ = METHODS[PEERS[method]]
     cfg = load_config(CONFIG, [*overrides.split(), f"seed={seed}", f"name=quality-{seed}"])
     built = program(cfg, jax.devices()[:1])
-    network = network_of(cfg, built.initialise().params)
+    network = network_of(built, built.initialise().params)
     optimizer = make_optimizer(cfg, network)
     curve = []
     loader = Loader(cfg, "train")

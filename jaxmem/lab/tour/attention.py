@@ -34,11 +34,11 @@ CASES = ("usual scores", "scores up to 1e4", "half the rows see no key")
 
 def measure(target: str, lengths: Sequence[int] = LENGTHS, here: Sequence[int] = HERE) -> Findings:
     """Compiled for a GPU; run on this machine; compared with float64."""
-    names = IMPLEMENTATIONS if jax.default_backend() == "gpu" else IMPLEMENTATIONS[:2]
     compiled = Table(
         f"Temporary buffers of attention and its gradients on {target}, MiB",
         [{"tokens": length, **_temporaries(target, length)} for length in lengths],
     )
+    names = IMPLEMENTATIONS if jax.default_backend() == "gpu" else IMPLEMENTATIONS[:2]
     timed = Table(
         f"Attention and its gradients, {common.clock_name()}, ms",
         [{"tokens": length, **{name: 1e3 * _seconds(name, length) for name in names}} for length in here],

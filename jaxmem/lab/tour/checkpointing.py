@@ -24,7 +24,7 @@ from jaxmem.lab.tour import common
 from jaxmem.lab.tour.panels import Lines
 from jaxmem.lab.tour.stop import Findings
 from jaxmem.lab.tour.table import Row, Table, gib
-from jaxmem.machine import gpus
+from jaxmem.machine import devices, gpus
 from jaxmem.machine.gpus import CPU
 from jaxmem.models.attention import Tokens
 from jaxmem.models.rope import angles
@@ -161,9 +161,10 @@ def backward(
 
 def _here(aim: Target) -> Target:
     """This machine's first device if it is the target's kind of GPU."""
+    if aim.gpu is None or not devices.has_nvidia_gpu():  # jax need not start
+        return aim
     first = jax.devices()[0]
-    is_one = aim.gpu is not None and first.platform == "gpu" and gpus.find(first.device_kind) == aim.gpu
-    return local_target([first]) if is_one else aim
+    return local_target([first]) if gpus.find(first.device_kind) == aim.gpu else aim
 
 
 def _seconds(run: Any, arguments: Any) -> float:
