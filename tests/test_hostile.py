@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from jaxmem.config import load_config
-from jaxmem.config.hugging_face import decoder_fields
+from jaxmem.config import Decoder, load_config
+from jaxmem.config.hugging_face import decoder_fields, fields_of
 from jaxmem.config.peft import adapter_fields
 from jaxmem.data.chat_template import ChatTemplate
 from jaxmem.data.jsonl import parse_object
@@ -79,16 +79,17 @@ def test_settings_of_a_model_that_are_none(wrong, message, tmp_path):
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
-        ({"target_modules": [[]]}, "target_modules must be a list of names"),
-        ({"rank_pattern": 3}, "rank_pattern must be an object"),
-        ({"lora_dropout": "x"}, "lora_dropout must be a number, not 'x'"),
-        ({"lora_alpha": 10**400}, "lora_alpha must be a number above 0"),
+        ({"target_modules": [[]]}, "target_modules: must be a list of names"),
+        ({"target_modules": "(" * 9}, "target_modules: invalid regex: .*unterminated"),
+        ({"rank_pattern": 3}, "rank_pattern: must be an object"),
+        ({"lora_dropout": "x"}, "lora_dropout: must be a number of at least 0, not 'x'"),
+        ({"lora_alpha": 10**400}, "lora_alpha: must be a number above 0"),
     ],
 )
 def test_settings_of_an_adapter_that_are_none(wrong, message, tmp_path):
     written(tmp_path / "adapter_config.json", {"target_modules": ["q_proj"]} | wrong)
     with pytest.raises(UserError, match=message):
-        adapter_fields(str(tmp_path))
+        adapter_fields(tmp_path, Decoder(**fields_of(LLAMA)))
 
 
 def test_an_index_of_impossible_names(tmp_path):

@@ -20,6 +20,7 @@ _MODULES = {
     "lora": "low_rank",
     "merge": "low_rank",
     "merged_weight": "low_rank",
+    "weights_to_merge": "low_rank",
     "prompt": "prompt_tuning",
 }
 __all__ = list(_MODULES)

@@ -11,16 +11,19 @@ DoRA (Liu et al., arXiv:2402.09353) trains the norm of each column of W + s A B 
 y = m / |W + s A B| (x W + s (x A) B). Gradients do not pass through the norms (section 4.3). They are computed from
 |W|^2 + 2 s W^T A B + s^2 |A B|^2, without the sum: one more read of each W, and matmuls with r more columns.
 
-On a mesh A and B are sharded over all axes that shard weights: `in` of A and `out` of B as those of W, and over the
+Layers of a stack with different ranks share arrays of the largest rank, padded with zeros. A column of A and a row of B
+that are both zero have no gradient, so that they stay zero. A layer without an adapter has zeros only. If the layers'
+scales differ, `layer_scale` has one for each layer; it is not trained.
+
+On a mesh A and B are sharded over all axes that shard weights: `in` of A and `out` of B like those of W, and over the
 other axes where that is even.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
 from typing import Any
 
 import jax
@@ -30,7 +33,8 @@ from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
-from jaxmem.config.sections import Adapter
+from jaxmem.config.sections import LORA_WEIGHTS, Adapter, HashableDict
+from jaxmem.config.targets import LowRank, is_match, low_rank_layers
 from jaxmem.errors import UserError, nearest
 from jaxmem.models.embedding import Embedding, lookup_param
 from jaxmem.models.layers import Keys, dropout, fetch
@@ -40,8 +44,6 @@ from jaxmem.sharding import Axes, Axis, axis_name
 from jaxmem.sharding.host import fetch_from_host
 from jaxmem.sharding.storage import store_new
 
-TRAINABLE = ("*.lora.*",)
-
 
 @dataclass(frozen=True)
 class LoraSpec:
@@ -49,11 +51,15 @@ class LoraSpec:
 
     rank: int = 16
     alpha: float = 16.0
+    # Another alpha for each pattern; the first that matches applies.
+    alpha_pattern: Mapping[str, float] = HashableDict()
     # Patterns of linear layers and embeddings, or a rank for each pattern; the first that matches applies.
+    # `blocks[-2:].*`: of the last two layers of a stack.
     targets: Sequence[str] | Mapping[str, int] = ("blocks.*",)
     rslora: bool = False  # the scale is alpha / sqrt(rank), not alpha / rank
     dropout: float = 0.0  # of the adapter's input
     dora: bool = False
+    lora_bias: bool = False  # a trainable bias after B
 
 
 class Lora(nnx.Module):
@@ -63,31 +69,40 @@ class Lora(nnx.Module):
         self,
         rngs: nnx.Rngs,
         base: Linear | Embedding,
-        rank: int,
-        scale: float,
-        dropout: float = 0.0,
-        *,
-        dora: bool = False,
+        layers: Sequence[LowRank | None],
+        spec: LoraSpec,
         order: Sequence[int] | None = None,
     ):
-        """`order`: the layer at each position of a stack; None: its own."""
-        *layers, inputs, outputs = base.weight.get_value().shape
+        """`layers`: the adapter of each layer of a stack, or one. `order`: the layer at each position of a stack, where
+        numbers beyond `layers` are identity layers; None: its own."""
+        *stack, inputs, outputs = base.weight.get_value().shape
         axes: Axes = base.weight.get_metadata()["axes"]
-        stacked, (first, last) = axes[: len(layers)], axes[len(layers) :]
+        stacked, (first, last) = axes[: len(stack)], axes[len(stack) :]
+        rank = max(own.rank for own in layers if own is not None)
         if isinstance(base, Embedding):  # looked up, so that A is the one of zeros
-            a = jnp.zeros((*layers, inputs, rank))
-            b = jax.random.normal(rngs.params(), (*layers, rank, outputs))
+            a = jnp.zeros((*stack, inputs, rank))
+            b = jax.random.normal(rngs.params(), (*stack, rank, outputs))
         else:
             bound = 1 / math.sqrt(inputs)
-            a = jax.random.uniform(rngs.params(), (*layers, inputs, rank), minval=-bound, maxval=bound)
-            b = jnp.zeros((*layers, rank, outputs))
-        if layers and order is not None:
+            a = jax.random.uniform(rngs.params(), (*stack, inputs, rank), minval=-bound, maxval=bound)
+            b = jnp.zeros((*stack, rank, outputs))
+        if stack and order is not None:
             a, b = a[np.asarray(order)], b[np.asarray(order)]
+        own = [layers[i] if i < len(layers) else None for i in (order or range(*stack))] if stack else layers
+        is_uniform = len(set(layers)) == 1 and layers[0] is not None
+        if not is_uniform:
+            ranks = np.array([one.rank if one else 0 for one in own])
+            a = jnp.where((np.arange(rank) < ranks[:, None])[:, None], a, jnp.zeros((), a.dtype))
+        self.scale = layers[0].scale if is_uniform else 1.0
+        scales = jnp.array([one.scale if one else 0.0 for one in own], jnp.float32)
+        self.layer_scale = None if is_uniform else nnx.Param(scales, axes=stacked)
+        self.dropout = spec.dropout
         inputs_axis, outputs_axis = (axis and Axis(axis_name(axis), like_storage=True) for axis in (first, last))
         self.a = _param(a, (*stacked, inputs_axis, "rank"))
         self.b = _param(b, (*stacked, "rank", outputs_axis))
-        self.magnitude = _param(_column_norms(base), (*stacked, outputs_axis)) if dora else None
-        self.scale, self.dropout = scale, dropout
+        self.magnitude = _param(_column_norms(base), (*stacked, outputs_axis)) if spec.dora else None
+        has_bias = spec.lora_bias and isinstance(base, Linear)
+        self.bias = _param(jnp.zeros((*stack, outputs)), (*stacked, outputs_axis)) if has_bias else None
 
     def __call__(
         self,
@@ -97,23 +112,36 @@ class Lora(nnx.Module):
         keys: Keys | None,
     ) -> Float[Array, "*batch outputs"]:
         """The layer's output, from the output `y` of its own weight `w`, of which DoRA needs the norms."""
-        a, b = fetch(self.a, x.dtype), fetch(self.b, x.dtype)
-        y = y + matmul(self.scale * matmul(dropout(x, self.dropout, keys), a), b)
-        if self.magnitude is None:
-            return y
-        ratio = fetch(self.magnitude, jnp.float32) / jax.lax.stop_gradient(self._sum_norms(w(), a, b))
-        return (y * ratio).astype(x.dtype)
+        a, b, scale = fetch(self.a, x.dtype), fetch(self.b, x.dtype), self._scale(x.dtype)
+        y = y + matmul(scale * matmul(dropout(x, self.dropout, keys), a), b)
+        if self.bias is not None:
+            y = y + scale * fetch(self.bias, x.dtype)
+        return y if self.magnitude is None else self._with_magnitude(y, w(), a, b)
 
-    def rows(self, ids: Int[Array, "batch time"], dtype: DTypeLike) -> Float[Array, "batch time embed"]:
-        """What it adds to the rows of an embedding."""
-        return matmul(self.scale * lookup_param(self.a, ids, dtype), fetch(self.b, dtype))
+    def rows(
+        self, x: Float[Array, "batch time embed"], ids: Int[Array, "batch time"], w: Callable[[], jax.Array]
+    ) -> Float[Array, "batch time embed"]:
+        """The output of an embedding, from the rows `x` of its own weight `w`."""
+        b, scale = fetch(self.b, x.dtype), self._scale(x.dtype)
+        x = x + matmul(scale * lookup_param(self.a, ids, x.dtype), b)
+        return x if self.magnitude is None else self._with_magnitude(x, w(), fetch(self.a, x.dtype), b)
+
+    def _scale(self, dtype: DTypeLike) -> Any:
+        return self.scale if self.layer_scale is None else fetch(self.layer_scale, dtype)
+
+    def _with_magnitude(self, y: jax.Array, w: jax.Array, a: jax.Array, b: jax.Array) -> jax.Array:
+        ratio = fetch(self.magnitude, jnp.float32) / jax.lax.stop_gradient(self._sum_norms(w, a, b))
+        if self.layer_scale is not None:
+            ratio = jnp.where(self._scale(jnp.float32) == 0, jnp.float32(1), ratio)  # a layer without an adapter
+        return (y * ratio).astype(y.dtype)
 
     def _sum_norms(self, w: jax.Array, a: jax.Array, b: jax.Array) -> Float[Array, "outputs"]:
         """Norms of the columns of W + s A B."""
         w, a, b = (jax.lax.stop_gradient(x) for x in (w, a, b))
         cross = jnp.einsum("ro,ro->o", (w.T @ a).T, b, preferred_element_type=jnp.float32)
         square = jnp.einsum("ro,ro->o", (a.T @ a) @ b, b, preferred_element_type=jnp.float32)
-        squares = jnp.sum(jnp.square(w.astype(jnp.float32)), axis=0) + 2 * self.scale * cross + self.scale**2 * square
+        scale = self._scale(jnp.float32)
+        squares = jnp.sum(jnp.square(w.astype(jnp.float32)), axis=0) + 2 * scale * cross + scale**2 * square
         return jnp.sqrt(jnp.maximum(squares, jnp.finfo(jnp.float32).tiny))
 
 
@@ -123,27 +151,34 @@ def lora(
     """Adds adapters to the linear layers and embeddings of a model whose names match. `options`: fields of `LoraSpec`.
     `order`: the layer at each position of a stack. Returns the patterns of the trainable weights."""
     spec = LoraSpec(**options)
-    ranks = dict(spec.targets) if isinstance(spec.targets, Mapping) else dict.fromkeys(spec.targets, spec.rank)
     rngs = nnx.Rngs(params=jax.random.key(0) if key is None else key)
-    for module, rank in _targets(model, ranks):
-        scale = spec.alpha / (math.sqrt(rank) if spec.rslora else rank)
-        dora = spec.dora and isinstance(module, Linear)
-        module.lora = Lora(rngs, module, rank, scale, spec.dropout, dora=dora, order=order)
-    return TRAINABLE
+    for module, layers in _targets(model, spec, order is not None):
+        module.lora = Lora(rngs, module, layers, spec, order)
+    return (LORA_WEIGHTS,)
 
 
 def attach_from_config(model: nnx.Module, cfg: Adapter, key: jax.Array, order: Sequence[int] | None) -> None:
-    same = {name: getattr(cfg, name) for name in ("rank", "alpha", "targets", "rslora", "dropout")}
-    lora(model, **same, dora=cfg.kind == "dora", key=key, order=order)
+    fields = ("rank", "alpha", "alpha_pattern", "targets", "rslora", "dropout", "lora_bias")
+    lora(model, **{name: getattr(cfg, name) for name in fields}, dora=cfg.kind == "dora", key=key, order=order)
 
 
-def merged_weight(w: Float[Array, "inputs outputs"], own: Mapping[str, jax.Array], scale: float) -> jax.Array:
-    """A weight with its adapter (`a`, `b`, with DoRA `magnitude`) merged into it, in float32."""
+def merged_weight(w: Float[Array, "*inputs outputs"], own: Mapping[str, jax.Array], scale: float) -> jax.Array:
+    """A weight or bias in float32 with its adapter merged into it: `a`, `b`, with DoRA `magnitude`, or `bias`; and
+    `layer_scale` where layers differ."""
     f32 = {name: x.astype(jnp.float32) for name, x in own.items()}
-    summed = w.astype(jnp.float32) + scale * f32["a"] @ f32["b"]
+    factor = scale * f32.get("layer_scale", jnp.float32(1))
+    summed = w.astype(jnp.float32) + factor * (f32["bias"] if "bias" in f32 else f32["a"] @ f32["b"])
     if "magnitude" not in f32:
         return summed
-    return summed * (f32["magnitude"] / jnp.linalg.norm(summed, axis=0))
+    return summed * jnp.where(factor == 0, jnp.float32(1), f32["magnitude"] / jnp.linalg.norm(summed, axis=0))
+
+
+def weights_to_merge(lora: Lora) -> dict[str, dict[str, jax.Array]]:
+    """What `merged_weight` merges into the `weight` and the `bias` of a layer."""
+    own = {name: x for name, x in nnx.to_pure_dict(nnx.state(lora)).items() if x is not None}
+    bias = own.pop("bias", None)
+    scale = {name: own[name] for name in ("layer_scale",) if name in own}
+    return {"weight": own} if bias is None else {"weight": own, "bias": {"bias": bias, **scale}}
 
 
 def merge(model: nnx.Module) -> None:
@@ -151,8 +186,11 @@ def merge(model: nnx.Module) -> None:
     requantized."""
     for _, module in list(nnx.iter_modules(model)):
         if isinstance(module, Linear | Embedding) and module.lora is not None:
-            own = {name: x for name, x in nnx.to_pure_dict(nnx.state(module.lora)).items() if x is not None}
-            module.weight.set_value(_merged(module.weight.get_value(), own, module.lora.scale))
+            for name, own in weights_to_merge(module.lora).items():
+                variable = getattr(module, name)
+                if variable is None:
+                    raise UserError("merge does not support adapter.lora_bias for layers without a bias")
+                variable.set_value(_merged(variable.get_value(), own, module.lora.scale))
             module.lora = None
     if getattr(model, "prompt", None) is not None:
         raise UserError("merge does not support a prompt, which has no weight to be merged into; export the adapter")
@@ -165,19 +203,30 @@ def _merged(w: jax.Array | QTensor, own: Mapping[str, jax.Array], scale: float) 
             return w.requantize(merged_weight(w.dequantize(jnp.float32), own, scale))
         return merged_weight(w, own, scale).astype(w.dtype)
 
-    return jax.lax.map(one, (w, own)) if w.ndim > 2 else one((w, own))
+    is_stack = w.ndim > (1 if "bias" in own else 2)
+    return jax.lax.map(one, (w, own)) if is_stack else one((w, own))
 
 
-def _targets(model: nnx.Module, ranks: Mapping[str, int]) -> list[tuple[Linear | Embedding, int]]:
-    """The matching modules with their ranks, sorted by name, so that random keys depend on names only."""
+def _targets(
+    model: Any, spec: LoraSpec, is_padded: bool
+) -> Iterator[tuple[Linear | Embedding, tuple[LowRank | None, ...]]]:
+    """The matching modules with the adapters of their layers, sorted by name, so that random keys depend on names only.
+    `is_padded`: stacks end with identity layers."""
     found = {".".join(map(str, path)): module for path, module in nnx.iter_modules(model)}
     known = {name: module for name, module in sorted(found.items()) if isinstance(module, Linear | Embedding)}
-    if unused := [pattern for pattern in ranks if not any(fnmatchcase(name, pattern) for name in known)]:
-        raise UserError(
-            f"adapter.targets: no layer matches {unused[0]!r}{nearest(unused[0], known)}; layers: {', '.join(known)}"
-        )
-    matches = ((module, next((p for p in ranks if fnmatchcase(name, p)), None)) for name, module in known.items())
-    return [(module, ranks[pattern]) for module, pattern in matches if pattern is not None]
+    sizes = {name: x.weight.shape[0] if len(x.weight.shape) > 2 else None for name, x in known.items()}
+    if is_padded:
+        sizes = {name: size and model.cfg.layers for name, size in sizes.items()}
+    for key in ("targets", "alpha_pattern"):
+        for pattern in getattr(spec, key):
+            if not any(is_match(pattern, name, i, size) for name, size in sizes.items() for i in range(size or 1)):
+                raise UserError(
+                    f"adapter.{key}: no layer matches {pattern!r}{nearest(pattern, known)}; layers: {', '.join(known)}"
+                )
+    for name, module in known.items():
+        layers = low_rank_layers(spec, name, sizes[name])
+        if any(layers):
+            yield module, layers
 
 
 def _param(value: jax.Array, axes: Axes) -> nnx.Param:

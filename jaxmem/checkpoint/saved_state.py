@@ -81,7 +81,11 @@ class SavedState:
         return self._hf is not None and bool(self._program.cfg.trainable_patterns)
 
     def _saved(self, params: Any) -> Any:
-        return self._model.select(params) if self._has_external_base else params
+        if not self._has_external_base:
+            return params
+        every, trainable = flatten_dict(params), flatten_dict(self._model.select(params))
+        # The scales of adapters that differ by layer are not trained, but the base does not contain them.
+        return unflatten_dict({path: every[path] if path[-1] == "layer_scale" else x for path, x in trainable.items()})
 
     def _restage(self, config: Mapping[str, Any]) -> Restage:
         return Restage(config, self._program.cfg.model_dump(mode="json"), self._program.layout)

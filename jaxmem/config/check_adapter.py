@@ -12,7 +12,7 @@ from jaxmem.errors import as_yaml, required, unsupported
 
 MATMUL_FORMATS = ("nf4", "fp4", "int4", "int8")  # that kernels.dequant_matmul supports
 FIELDS: dict[str, tuple[str, ...]] = {  # the kinds that each field belongs to; the others belong to all
-    **dict.fromkeys(("rank", "alpha", "rslora", "dropout", "lora_plus_ratio"), LOW_RANK),
+    **dict.fromkeys(("rank", "alpha", "alpha_pattern", "rslora", "lora_bias", "dropout", "lora_plus_ratio"), LOW_RANK),
     "targets": (*LOW_RANK, "patterns"),
     "hf": (*LOW_RANK, "prompt"),
     "virtual_tokens": ("prompt",),
@@ -38,6 +38,8 @@ def check_adapter(cfg: Config) -> Iterator[str]:
         yield "adapter.targets is empty; use patterns such as blocks.*"
     if adapter.kind == "patterns" and isinstance(adapter.targets, dict):
         yield unsupported("adapter.kind=patterns", "ranks in adapter.targets", "a list")
+    if adapter.kind == "dora" and adapter.lora_bias:
+        yield unsupported("adapter.kind=dora", "adapter.lora_bias=true", "false")
     yield from _base(cfg)
     yield from _matmul(cfg)
     yield from _vocabulary(cfg)

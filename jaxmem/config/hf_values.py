@@ -52,7 +52,7 @@ def check_keys(
                 raise UnsupportedError(f"{section}{key} {json.dumps(value)} is not supported, only {only}")
         elif value and key not in understood and not any(fnmatchcase(key, pattern) for pattern in without_effect):
             raise UnsupportedError(
-                f"{section}{key} {json.dumps(value)} is unknown and could change the result; remove it if it does not"
+                f"{section}{key} {json.dumps(value)} is not supported; remove it if it does not change the result"
             )
 
 

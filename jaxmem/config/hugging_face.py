@@ -119,6 +119,8 @@ def fields_of(settings: Mapping[str, Any]) -> dict[str, Any]:
         raise UnsupportedError(
             f"architecture {', '.join(architectures) or model_type} is not supported; supported: {', '.join(FAMILIES)}"
         )
+    if model_type not in (None, family.model_type):  # transformers reads this one
+        raise UnsupportedError(f"model_type {model_type!r} is not that of {architectures[0]}: {family.model_type!r}")
     check_keys(settings, UNDERSTOOD, FIXED, WITHOUT_EFFECT)
     shape = {name: integer(settings, key) for name, key in SHAPE.items()}
     if shape["layers"] > MAX_LAYERS:

@@ -186,9 +186,6 @@ def _expand(raw: dict[str, Any]) -> None:
     """Replaces short forms by what they stand for. Values of a wrong type are left to pydantic."""
     if isinstance(raw.get("objective"), str):
         raw["objective"] = {"name": raw["objective"]}
-    adapter = raw.get("adapter")
-    if isinstance(adapter, dict) and isinstance(adapter.get("hf"), str) and set(Adapter.model_fields) - set(adapter):
-        raw["adapter"] = {**adapter_fields(adapter["hf"]), **adapter}  # a saved config has all fields
     model = raw.get("model")
     if not isinstance(model, dict):
         return
@@ -200,6 +197,9 @@ def _expand(raw: dict[str, Any]) -> None:
         raw["model"] = _merge(PRESETS[preset], model)
     if model["family"] == "decoder" and isinstance(model.get("hf"), str):
         _expand_hf(raw, model["hf"])
+    adapter = raw.get("adapter")
+    if isinstance(adapter, dict) and isinstance(adapter.get("hf"), str) and set(Adapter.model_fields) - set(adapter):
+        _expand_adapter(raw, adapter["hf"])  # a saved config has all fields
 
 
 def _expand_hf(raw: dict[str, Any], directory: str) -> None:
@@ -209,6 +209,18 @@ def _expand_hf(raw: dict[str, Any], directory: str) -> None:
         raw["model"] = _merge(decoder_fields(directory), model)
     if isinstance(data := raw.setdefault("data", {}), dict):
         data.setdefault("tokenizer", directory)
+
+
+def _expand_adapter(raw: dict[str, Any], directory: str) -> None:
+    """Adds the adapter's settings, and the weights that it trains completely, from a PEFT directory."""
+    try:
+        model = Decoder.model_validate(raw["model"])
+    except ValidationError:  # reported with the rest of the config
+        return
+    fields, trainable = adapter_fields(directory, model)
+    raw["adapter"] = {**fields, **raw["adapter"]}
+    if trainable and isinstance(optimizer := raw.setdefault("optimizer", {}), dict):
+        optimizer.setdefault("trainable", trainable)
 
 
 def _merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:

@@ -34,3 +34,15 @@ IN_GROUPS = (*_INPUTS, "attention")
 
 # In a pattern of weights' names, which layers of a stack, as Python counts them: `blocks[-2:].*`.
 LAYER_RANGE = re.compile(r"\[(-?\d*):(-?\d*)\]")
+
+
+def split_layers(pattern: str) -> tuple[str, slice | None]:
+    """
+    >>> split_layers("blocks[-2:].mlp.*"), split_layers("head.*")
+    (('blocks.mlp.*', slice(-2, None, None)), ('head.*', None))
+    """
+    found = LAYER_RANGE.search(pattern)
+    if found is None:
+        return pattern, None
+    start, stop = (int(part) if part not in ("", "-") else None for part in found.groups())
+    return LAYER_RANGE.sub("", pattern, count=1), slice(start, stop)

@@ -1,98 +1,238 @@
-"""A PEFT `adapter_config.json` as the fields of `adapter`, and back. What is not supported is refused."""
+"""A PEFT `adapter_config.json` as the fields of `adapter`, and back. What is not supported is refused.
+
+PEFT names modules by suffixes, complete names or regexes of names; here they are resolved for the layers of the base
+model, and written as patterns of layers, each with its rank.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import json
+import math
+import re
+import subprocess
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from jaxmem.config.hf_values import read_json
+from jaxmem.config.hf_modules import MODULES, HfModule, modules_of
+from jaxmem.config.hf_values import UnsupportedError, boolean, check_keys, integer, names, number, read_json
+from jaxmem.config.networks import Decoder
 from jaxmem.config.sections import Adapter
+from jaxmem.config.targets import LowRank
 from jaxmem.errors import UserError, nearest
 
 CONFIG = "adapter_config.json"
-TARGETS = {
-    "q_proj": "blocks.attention.q",
-    "k_proj": "blocks.attention.k",
-    "v_proj": "blocks.attention.v",
-    "o_proj": "blocks.attention.o",
-    "gate_proj": "blocks.mlp.gate",
-    "up_proj": "blocks.mlp.up",
-    "down_proj": "blocks.mlp.down",
-    "embed_tokens": "embedding",
-    "lm_head": "head",
-}
-# Settings that change what an adapter computes, and the only values that are supported here, the default first.
+COMMON = (
+    "peft_type",
+    "task_type",
+    "base_model_name_or_path",
+    "revision",
+    "inference_mode",
+    "auto_mapping",
+    "peft_version",
+)
+FROM_BASE = ("pissa", "olora")  # initialized with a part of the base: read as adapters of twice the rank
+# Settings that change what an adapter computes, and the only values that are supported here.
 FIXED: dict[str, tuple[Any, ...]] = {
     "peft_type": ("LORA", "PROMPT_TUNING"),
-    "bias": ("none",),
-    "fan_in_fan_out": (False,),
-    "modules_to_save": (None, []),
-    "layers_to_transform": (None,),
-    "alpha_pattern": ({},),
-    "lora_bias": (False,),
-    "trainable_token_indices": (None,),
-    "layer_replication": (None,),
-    "megatron_config": (None,),
-    "exclude_modules": (None, []),
-    "target_parameters": (None, []),
-    "alora_invocation_tokens": (None,),
-    "init_lora_weights": (True, False, "gaussian", "orthogonal", "eva"),  # others change the base
+    "fan_in_fan_out": (False, None),
+    "bias": ("none", "all", "lora_only"),
+    "init_lora_weights": (True, False, "gaussian", "orthogonal", "eva", *FROM_BASE),  # others change the base
 }
+UNDERSTOOD = {
+    *COMMON, "r", "lora_alpha", "lora_dropout", "use_rslora", "use_dora", "lora_bias", "target_modules",
+    "exclude_modules", "layers_to_transform", "layers_pattern", "rank_pattern", "alpha_pattern", "modules_to_save",
+}  # fmt: skip
+# Patterns of keys that the loaded adapter does not depend on.
+WITHOUT_EFFECT = ("megatron_core", "qalora_group_size", "runtime_config", "eva_config", "ensure_weight_tying")
+PROMPT = {*COMMON, "num_virtual_tokens", "num_transformer_submodules"}
+PROMPT_WITHOUT_EFFECT = ("token_dim", "num_attention_heads", "num_layers", "prompt_tuning_init*", "tokenizer_*")
+REGEX_SECONDS = 5
+MATCH = """import json, re, sys
+patterns, names = json.load(sys.stdin)
+print(json.dumps([[bool(re.fullmatch(p, n)) for n in names] for p in patterns]))"""
 
 
 def is_adapter(directory: str | Path) -> bool:
     return (Path(directory).expanduser() / CONFIG).is_file()
 
 
-def adapter_fields(directory: str) -> dict[str, Any]:
-    """The fields of `adapter` that a directory describes."""
+def is_prompt(directory: str | Path) -> bool:
+    return _read(directory)[1].get("peft_type") == "PROMPT_TUNING"
+
+
+def initialization(directory: str | Path) -> str | None:
+    """One of `FROM_BASE`, or None."""
+    method = _read(directory)[1].get("init_lora_weights")
+    return method if method in FROM_BASE else None
+
+
+def adapter_fields(directory: str | Path, model: Decoder) -> tuple[dict[str, Any], list[str]]:
+    """(the fields of `adapter`, the patterns of `optimizer.trainable`) that a directory describes, for a base model."""
+    file, settings = _read(directory)
+    try:
+        return _prompt_fields(settings) if is_prompt(directory) else _low_rank_fields(settings, model)
+    except UnsupportedError as error:
+        raise UserError(f"{file}: {error}") from None
+
+
+def _read(directory: str | Path) -> tuple[Path, dict[str, Any]]:
     file = Path(directory).expanduser() / CONFIG
     if not file.is_file():
         raise UserError(f"adapter.hf: {directory}: contains no {CONFIG}; give the directory that PEFT saved")
     settings = read_json(file)
-    if settings.get("peft_type") == "PROMPT_TUNING":
-        return _prompt_fields(file, settings)
-    for key, supported in FIXED.items():
-        if settings.get(key, supported[0]) not in supported:
-            only = " or ".join(map(repr, supported))
-            raise UserError(f"{file}: {key} {settings[key]!r} is not supported, only {only}")
-    names, ranks = settings.get("target_modules"), settings.get("rank_pattern") or {}
-    if not isinstance(names, list) or not names or not all(isinstance(name, str) for name in names):
-        raise UserError(f"{file}: target_modules must be a list of names, not {names!r}")
-    if not isinstance(ranks, Mapping):
-        raise UserError(f"{file}: rank_pattern must be an object of names, not {ranks!r}")
-    for key, modules in (("target_modules", names), ("rank_pattern", ranks)):
-        if unknown := [str(name) for name in modules if name not in TARGETS]:
-            raise UserError(f"{file}: {key}: {unknown[0]!r} is not supported{nearest(unknown[0], TARGETS)}")
-    rank = settings.get("r", 8)
-    if any(type(one) is not int or one < 1 for one in (rank, *ranks.values())):
-        raise UserError(f"{file}: r and rank_pattern must be integers of at least 1")
-    return {
-        "kind": "dora" if settings.get("use_dora", False) else "lora",
-        "rank": rank,
-        "alpha": _number(file, settings, "lora_alpha", 8, above=0),
-        "rslora": bool(settings.get("use_rslora", False)),
-        "dropout": _number(file, settings, "lora_dropout", 0.0),
-        "targets": {TARGETS[name]: ranks.get(name, rank) for name in sorted(names)},
+    if str(settings.get("init_lora_weights")).startswith("pissa_niter_"):  # the same, by fewer iterations
+        settings["init_lora_weights"] = "pissa"
+    return file, settings
+
+
+def _prompt_fields(settings: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
+    check_keys(settings, PROMPT, {"num_transformer_submodules": (1, None)}, PROMPT_WITHOUT_EFFECT)
+    return {"kind": "prompt", "virtual_tokens": integer(settings, "num_virtual_tokens")}, []
+
+
+def _low_rank_fields(settings: Mapping[str, Any], model: Decoder) -> tuple[dict[str, Any], list[str]]:
+    check_keys(settings, UNDERSTOOD, FIXED, WITHOUT_EFFECT)
+    modules = modules_of(model)
+    saved = _saved_modules(settings, modules, model)
+    targets = [one for one in _targets(settings, modules) if one not in saved]
+    if not targets:
+        raise UnsupportedError(f"target_modules {settings.get('target_modules')!r}: no layer of the model is left")
+    rank, alpha = integer(settings, "r", 8), number(settings, "lora_alpha", 8)
+    ranks, alphas = (_by_module(settings, key, targets) for key in ("rank_pattern", "alpha_pattern"))
+    factor = 2 if settings.get("init_lora_weights") in FROM_BASE else 1
+    # The same scale, of twice the rank.
+    alpha_factor = math.sqrt(factor) if boolean(settings, "use_rslora") else factor
+    bias = settings.get("bias", "none")
+    biased = {"none": [], "all": modules, "lora_only": targets}[bias]
+    trained = {f"{pattern}.*": None for pattern in _by_pattern(dict.fromkeys(saved, 1), modules)}
+    trained |= {f"{one.path}.bias": None for one in biased if one.has_bias}
+    fields = {
+        "kind": "dora" if boolean(settings, "use_dora") else "lora",
+        "rank": factor * rank,
+        "alpha": alpha_factor * alpha,
+        "alpha_pattern": _by_pattern(
+            {one: alpha_factor * number(alphas, one.name) for one in targets if one.name in alphas}, modules
+        ),
+        "rslora": boolean(settings, "use_rslora"),
+        "lora_bias": boolean(settings, "lora_bias"),
+        "dropout": number(settings, "lora_dropout", 0.0, zero=True),
+        "targets": _by_pattern({one: factor * integer(ranks, one.name, rank) for one in targets}, modules),
     }
+    return fields, list(trained)
 
 
-def _number(file: Path, settings: Mapping[str, Any], key: str, default: float, above: float | None = None) -> float:
-    value = settings.get(key, default)
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    if not is_number or not 0 <= value < 1e300 or value == above:
-        raise UserError(f"{file}: {key} must be a number{'' if above is None else ' above 0'}, not {value!r}")
-    return float(value)
+def _by_pattern(values: Mapping[HfModule, Any], modules: Iterable[HfModule]) -> dict[str, Any]:
+    """A value for each pattern of layers: one for all layers of a stack, or one for each run of equal ones."""
+    found = {}
+    for path, group in groupby(modules, key=lambda one: one.path):
+        stack = [values.get(one) for one in group]
+        runs = [(value, len(list(run))) for value, run in groupby(stack)]
+        first = 0
+        for value, count in runs:
+            if value is not None:
+                first_part, *rest = path.split(".")
+                some = "" if len(runs) == 1 else f"[{first}:{first + count}]"
+                found[".".join([first_part + some, *rest])] = value
+            first += count
+    return found
 
 
-def _prompt_fields(file: Path, settings: Mapping[str, Any]) -> dict[str, Any]:
-    length, parts = settings.get("num_virtual_tokens"), settings.get("num_transformer_submodules", 1)
-    if type(length) is not int or length < 1:
-        raise UserError(f"{file}: num_virtual_tokens must be an integer of at least 1, not {length!r}")
-    if parts not in (1, None):
-        raise UserError(f"{file}: num_transformer_submodules {parts!r} is not supported, only 1")
-    return {"kind": "prompt", "virtual_tokens": length}
+def _targets(settings: Mapping[str, Any], modules: Sequence[HfModule]) -> list[HfModule]:
+    """The modules with adapters, as PEFT selects them."""
+    possible = [one for one in modules if one.is_matrix]
+    all_names = [one.name for one in possible]
+    wanted, some = settings.get("target_modules"), settings.get("layers_to_transform")
+    if isinstance(wanted, str) and wanted.lower() == "all-linear":
+        found = {one.name for one in possible if one.path not in ("embedding", "head")}
+    elif isinstance(wanted, str):
+        found = _matches([wanted], all_names, "target_modules")[0]
+    else:
+        for name in names(settings, "target_modules"):
+            if not _named([name], all_names):
+                raise UnsupportedError(f"target_modules: {name!r} is not supported{nearest(name, _suffixes())}")
+        found = _named(names(settings, "target_modules"), all_names)
+        if some is not None and some != []:
+            layers = _layers(settings, possible)
+            found = {name for name in found if name in wanted or name in layers}
+    excluded = settings.get("exclude_modules") or []
+    if isinstance(excluded, str):
+        found -= _matches([excluded], all_names, "exclude_modules")[0]
+    else:
+        found -= _named(names(settings, "exclude_modules"), all_names)
+    return [one for one in possible if one.name in found]
+
+
+def _layers(settings: Mapping[str, Any], modules: Sequence[HfModule]) -> set[str]:
+    """The names of the modules in the layers that `layers_to_transform` and `layers_pattern` select."""
+    some, pattern = settings["layers_to_transform"], settings.get("layers_pattern") or []
+    some = [some] if isinstance(some, int) else some
+    if not isinstance(some, list) or not all(type(layer) is int for layer in some):
+        raise UnsupportedError(f"layers_to_transform: must be a list of numbers, not {some!r}")
+    patterns = [pattern] if isinstance(pattern, str) else names(settings, "layers_pattern")
+    own = {one.name for one in modules if one.layer in some}
+    found = _matches(patterns, sorted(own), "layers_pattern", r"(.*\.)?({})\.\d+\..*")
+    return set.union(*found) if patterns else own
+
+
+def _saved_modules(settings: Mapping[str, Any], modules: Sequence[HfModule], model: Decoder) -> list[HfModule]:
+    """The modules that `modules_to_save` trains completely: those whose name, or that of a module around them, ends
+    with one of its names."""
+    ends = tuple(names(settings, "modules_to_save"))
+    found = []
+    for one in modules:
+        parts = one.name.split(".")
+        if any(".".join(parts[:n]).endswith(ends) for n in range(1, len(parts) + 1) if ends):
+            found.append(one)
+    for name in ends:
+        if not any(name in one.name for one in found):
+            raise UnsupportedError(f"modules_to_save: {name!r} is not supported{nearest(name, _suffixes())}")
+    if model.tie_embeddings and any(one.path == "embedding" for one in found):
+        raise UnsupportedError("modules_to_save of an embedding is not supported for tied embeddings")
+    return found
+
+
+def _by_module(settings: Mapping[str, Any], key: str, modules: Sequence[HfModule]) -> dict[str, Any]:
+    """The value of each module in `rank_pattern` or `alpha_pattern`: of the first regex that matches the end of its
+    name."""
+    patterns = settings.get(key) or {}
+    if not isinstance(patterns, Mapping):
+        raise UnsupportedError(f"{key}: must be an object of names, not {patterns!r}")
+    found: dict[str, Any] = {}
+    matches = _matches(list(patterns), [one.name for one in modules], key, r"(.*\.)?({})")
+    for (pattern, value), matching in zip(patterns.items(), matches, strict=True):
+        if not matching:
+            raise UnsupportedError(f"{key}: {pattern!r} matches no target module")
+        found = {**dict.fromkeys(sorted(matching), value), **found}
+    return found
+
+
+def _named(wanted: Sequence[str], all_names: Sequence[str]) -> set[str]:
+    """The names that are wanted or end with one that is."""
+    return {name for name in all_names if name in wanted or name.endswith(tuple(f".{one}" for one in wanted))}
+
+
+def _suffixes() -> list[str]:
+    return [name.rpartition(".")[2] for name in MODULES.values()]
+
+
+def _matches(patterns: Sequence[str], all_names: Sequence[str], key: str, form: str = "{}") -> list[set[str]]:
+    """The names that each regex, in a regex `form`, matches. A regex of a file could backtrack for ever: unless it is a
+    plain name, it is matched in a process with a time limit."""
+    regexes = [form.replace("{}", pattern) for pattern in patterns]
+    if all(re.fullmatch(r"[\w.]+", pattern) for pattern in patterns):
+        return [{name for name in all_names if regex.fullmatch(name)} for regex in map(re.compile, regexes)]
+    given = json.dumps([regexes, all_names])
+    command = [sys.executable, "-I", "-S", "-c", MATCH]
+    try:
+        done = subprocess.run(command, input=given, capture_output=True, text=True, timeout=REGEX_SECONDS, check=False)  # noqa: S603
+    except subprocess.TimeoutExpired:
+        raise UnsupportedError(f"{key}: matching takes longer than {REGEX_SECONDS} s; use a simpler regex") from None
+    if done.returncode:
+        raise UnsupportedError(f"{key}: invalid regex: {done.stderr.strip().splitlines()[-1]}")
+    return [{name for name, hit in zip(all_names, hits, strict=True) if hit} for hits in json.loads(done.stdout)]
 
 
 def base_directory(directory: str | Path) -> tuple[str | None, Path | None]:
@@ -117,25 +257,47 @@ def base_of(directory: str | Path) -> Path:
     return path
 
 
-def adapter_json(adapter: Adapter, ranks: Mapping[str, int], base: str | None) -> dict[str, Any]:
-    """The adapter_config.json of adapters with these ranks, by the names of their layers."""
+def adapter_json(
+    adapter: Adapter,
+    layers: Mapping[str, tuple[LowRank | None, ...]],
+    base: str | None,
+    saved: Sequence[str] = (),
+    *,
+    has_biases: bool = False,
+) -> dict[str, Any]:
+    """The adapter_config.json of adapters. `layers`: for each module that has some, those of its layers. `saved`: the
+    names of modules that are saved completely; `has_biases`: biases of others are saved too."""
     common = {"task_type": "CAUSAL_LM", "base_model_name_or_path": base, "inference_mode": True}
     if adapter.kind == "prompt":
         own = {"num_virtual_tokens": adapter.virtual_tokens, "num_transformer_submodules": 1}
         return {"peft_type": "PROMPT_TUNING", **common, **own}
-    names = {layer: name for name, layer in TARGETS.items()}
-    usual = adapter.rank if adapter.rank in ranks.values() else max(ranks.values())
+    named: dict[str, LowRank] = {}  # by the end of a module's name
+    for path, stack in layers.items():
+        name = MODULES[path]
+        if len(set(stack)) == 1 and stack[0] is not None:
+            named[name.rpartition(".")[2]] = stack[0]
+        else:
+            named |= {name.format(layer): own for layer, own in enumerate(stack) if own is not None}
+    ranks = [one.rank for one in named.values()]
+    usual = adapter.rank if adapter.rank in ranks else max(ranks)
     return {
         "peft_type": "LORA",
         **common,
         "r": usual,
-        "lora_alpha": int(adapter.alpha) if adapter.alpha.is_integer() else adapter.alpha,
+        "lora_alpha": _number(adapter.alpha),
         "lora_dropout": adapter.dropout,
-        "target_modules": [names[layer] for layer in ranks],
-        "rank_pattern": {names[layer]: rank for layer, rank in ranks.items() if rank != usual},
+        "target_modules": list(named),
+        "rank_pattern": {name: one.rank for name, one in named.items() if one.rank != usual},
+        "alpha_pattern": {name: _number(one.alpha) for name, one in named.items() if one.alpha != adapter.alpha},
+        "modules_to_save": list(saved) or None,
         "use_rslora": adapter.rslora,
         "use_dora": adapter.kind == "dora",
-        "bias": "none",
+        "lora_bias": adapter.lora_bias,
+        "bias": "all" if has_biases else "none",
         "fan_in_fan_out": False,
         "init_lora_weights": True,
     }
+
+
+def _number(value: float) -> float:
+    return int(value) if value.is_integer() else value

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field
 
@@ -118,9 +118,10 @@ class Precision(Section):
 
 
 LOW_RANK = ("lora", "dora", "qlora")  # kinds of adapters that add low-rank matrices
+LORA_WEIGHTS = "*.lora.[abm]*"  # their parameters; `layer_scale` is a constant
 
 
-class HashableDict(dict[str, int]):
+class HashableDict(dict[str, Any]):
     """A dict that is never changed, so that the section that contains it is hashable."""
 
     def __hash__(self) -> int:  # type: ignore[override]
@@ -128,6 +129,7 @@ class HashableDict(dict[str, int]):
 
 
 Ranks = Annotated[dict[str, Count], AfterValidator(HashableDict)]
+Alphas = Annotated[dict[str, Positive], AfterValidator(HashableDict)]
 
 
 class Adapter(Section):
@@ -138,9 +140,13 @@ class Adapter(Section):
     )
     rank: Count = setting(16, "rank of the added matrices")
     alpha: Positive = setting(16.0, "the output of an adapter is scaled by alpha / rank")
+    alpha_pattern: Alphas = setting(HashableDict(), "pattern of layers: another alpha; the first match counts")
     rslora: bool = setting(False, "scale by alpha / sqrt(rank) (rsLoRA)")
+    lora_bias: bool = setting(False, "a trainable bias after B")
     targets: Texts | Ranks = setting(
-        ("blocks.*",), "patterns of layers, or pattern: rank, the first match counts; for kind=patterns of weights"
+        ("blocks.*",),
+        "patterns of layers (blocks[-2:].*: of the last two), or pattern: rank, the first match counts;"
+        " for kind=patterns of weights",
     )
     dropout: Fraction = setting(0.0, "dropout of the input of an adapter")
     base: StoredFormat | None = setting(
@@ -272,7 +278,7 @@ class Config(Section):
                 tied = isinstance(model, Decoder) and model.tie_embeddings
                 return (f"{stack}[-{adapter.layers}:].*", "norm.*", *(() if tied else ("head.*",)))
             case _:
-                return ("*.lora.*",)
+                return (LORA_WEIGHTS,)
 
     @property
     def prompt_length(self) -> int:

@@ -17,6 +17,7 @@ _MODULES = {
     "read_weights": "reader",
     "save": "writer",
     "save_adapter": "peft",
+    "saved_names": "peft",
     "storage_dtype": "files",
 }
 __all__ = list(_MODULES)

@@ -15,11 +15,10 @@ from jaxmem.config.hugging_face import decoder_fields
 from jaxmem.config.networks import Decoder
 from jaxmem.config.peft import CONFIG, base_directory
 from jaxmem.errors import UserError
-from jaxmem.hf.names import is_ignored
+from jaxmem.hf.names import ADAPTER, is_ignored
 from jaxmem.hf.tensors import DTYPES, Tensors
 
 NUMBERS = 2048  # of each tensor
-ADAPTER = "adapter_model.safetensors"
 KEY = "base"  # in the metadata of an adapter's safetensors
 
 
@@ -29,7 +28,7 @@ def fingerprint(directory: str | Path) -> str:
     with Tensors(directory) as tensors:
         for name, entry in sorted(tensors.entries.items()):
             if not is_ignored(cfg, name) and entry.dtype in DTYPES and entry.shape and 0 not in entry.shape:
-                sample = tensors.read(name, _first(entry.shape)).astype(np.float32)
+                sample = tensors.read(name, entry.shape, _first(entry.shape)).astype(np.float32)
                 digest.update(f"{name} {entry.shape} ".encode() + np.packbits(np.signbit(sample)).tobytes())
     return digest.hexdigest()
 

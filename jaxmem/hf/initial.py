@@ -29,15 +29,18 @@ def read_base(program: Program) -> Params:
     if adapter.hf is not None:
         check_adapter(adapter.hf, model.hf)
     base, axes = adapters.base_of(program.spec.state.params), adapters.base_of(program.model.axes)
-    return read_weights(model.hf, model, base, axes, program.layout, program.model.layer_order)
+    order = program.model.layer_order
+    return read_weights(model.hf, model, base, axes, program.layout, order, program.cfg.adapter.hf)
 
 
 def add_adapters(program: Program, base: Params) -> Params:
     """The model's own weights, which are donated, and adapters: new ones, or those of `adapter.hf`."""
-    params, model, directory = program.add_adapters(base), program.cfg.model, program.cfg.adapter.hf
-    if directory is None or program.cfg.adapter.kind == "none":
+    params, cfg, spec, order = program.add_adapters(base), program.cfg, program.spec, program.model.layer_order
+    if cfg.adapter.hf is None or cfg.adapter.kind == "none":
         return params
+    model = cfg.model
     assert isinstance(model, Decoder)
-    spec, order = program.spec, program.model.layer_order
-    read = read_adapter(directory, spec.state.params, program.model.axes, model.layers, program.layout, order)
+    read = read_adapter(
+        cfg.adapter, spec.state.params, program.model.axes, model.layers, program.layout, order, model.hf
+    )
     return unflatten_dict({**flatten_dict(params), **read})

@@ -11,26 +11,13 @@ from typing import Any
 
 from flax.traverse_util import flatten_dict
 
+from jaxmem.config.hf_modules import MODULES
 from jaxmem.config.networks import Decoder
 
 WeightPath = tuple[str, ...]
+ADAPTER = "adapter_model.safetensors"
+ADAPTER_PREFIX = "base_model.model."  # of the names of its tensors
 
-MODULES = {
-    "embedding": "model.embed_tokens",
-    "blocks.attention_norm": "model.layers.{}.input_layernorm",
-    "blocks.attention.q": "model.layers.{}.self_attn.q_proj",
-    "blocks.attention.k": "model.layers.{}.self_attn.k_proj",
-    "blocks.attention.v": "model.layers.{}.self_attn.v_proj",
-    "blocks.attention.o": "model.layers.{}.self_attn.o_proj",
-    "blocks.attention.q_norm": "model.layers.{}.self_attn.q_norm",
-    "blocks.attention.k_norm": "model.layers.{}.self_attn.k_norm",
-    "blocks.mlp_norm": "model.layers.{}.post_attention_layernorm",
-    "blocks.mlp.gate": "model.layers.{}.mlp.gate_proj",
-    "blocks.mlp.up": "model.layers.{}.mlp.up_proj",
-    "blocks.mlp.down": "model.layers.{}.mlp.down_proj",
-    "norm": "model.norm",
-    "head": "lm_head",
-}
 LEAVES = {"weight": "weight", "scale": "weight", "bias": "bias"}
 # Buffers that older files contain, and that are computed here.
 COMPUTED = ("rotary_emb.inv_freq",)
@@ -43,6 +30,8 @@ class FileWeight:
     path: WeightPath
     name: str  # with {} for the layer
     is_transposed: bool
+    ranks: tuple[int, ...] | None = None  # of the layers of an adapter; 0: there is no tensor
+    rank_dim: int | None = None  # the dimension of the tensor that is the rank
 
     @property
     def is_stacked(self) -> bool:
@@ -52,9 +41,17 @@ class FileWeight:
         return self.name.format(layer)
 
     def file_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """The shape of a tensor in the file, given the shape of the weight."""
+        """The shape of the largest tensor in the file, from the shape of the weight."""
         one = shape[1:] if self.is_stacked else shape
         return one[::-1] if self.is_transposed else one
+
+    def tensors(self, shape: tuple[int, ...], layers: int) -> Iterator[tuple[int, tuple[int, ...]]]:
+        """(layer, shape) of each tensor in the file, from the shape of the weight."""
+        full = self.file_shape(shape)
+        for layer in range(layers) if self.is_stacked else (0,):
+            rank = 1 if self.ranks is None else self.ranks[layer]
+            if rank > 0:
+                yield layer, tuple(rank if dim == self.rank_dim else n for dim, n in enumerate(full))
 
 
 def decoder_weights(params: Any) -> Iterator[tuple[FileWeight, Any]]:
@@ -68,3 +65,9 @@ def decoder_weights(params: Any) -> Iterator[tuple[FileWeight, Any]]:
 def is_ignored(cfg: Decoder, name: str) -> bool:
     """Tensors that a file may contain beside the weights: computed buffers, and the second name of a tied embedding."""
     return name.endswith(COMPUTED) or (cfg.tie_embeddings and name == "lm_head.weight")
+
+
+def base_tensor_name(name: str) -> str:
+    """The name in the base model of a tensor that an adapter's file contains."""
+    name = name.removeprefix(ADAPTER_PREFIX)
+    return name.replace(".base_layer.", ".").replace(".modules_to_save.", ".")

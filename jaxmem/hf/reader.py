@@ -23,7 +23,7 @@ from jaxmem import models
 from jaxmem.config import Decoder
 from jaxmem.config.hugging_face import decoder_fields
 from jaxmem.errors import UserError
-from jaxmem.hf.names import FileWeight, WeightPath, decoder_weights, is_ignored
+from jaxmem.hf.names import ADAPTER, FileWeight, WeightPath, base_tensor_name, decoder_weights, is_ignored
 from jaxmem.hf.tensors import Tensors
 from jaxmem.quant import QTensor
 from jaxmem.sharding import Axes, Layout
@@ -65,13 +65,17 @@ def read_weights(
     axes: Any,
     layout: Layout | None,
     order: Sequence[int] | None = None,
+    adapter: str | Path | None = None,
 ) -> Any:
     """Arrays for `params`, a nested dict of shapes with dtypes and shardings. `order`: the layer at each index of a
-    stack (default: 0, 1, ...); an index with a number beyond the layers is filled with zeros."""
+    stack (default: 0, 1, ...); an index with a number beyond the layers is filled with zeros. `adapter`: the directory
+    of an adapter whose file may contain some of these weights, which replace those of the model."""
     # The two largest, embedding and output projection, not one after the other: jax releases a host array when
     # the next one comes.
     named = sorted(decoder_weights(params), key=lambda one: one[0].path[0] != "embedding")
     with Tensors(directory) as tensors:
+        if adapter is not None:
+            tensors.replace(Tensors(adapter, ADAPTER), base_tensor_name)
         expect_shapes(tensors, named, cfg.layers, partial(is_ignored, cfg))
         return unflatten_dict(read_arrays(tensors, named, axes, layout, range(cfg.layers) if order is None else order))
 
@@ -84,10 +88,9 @@ def expect_shapes(
     config: str = "config.json",
 ) -> None:
     """Refuse files that do not contain exactly these weights; `config` is the file that gives their shapes."""
-    wanted = {}
+    wanted: dict[str, tuple[int, ...]] = {}
     for weight, spec in named:
-        for layer in range(layers) if weight.is_stacked else (0,):
-            wanted[weight.tensor_name(layer)] = weight.file_shape(spec.shape)
+        wanted |= {weight.tensor_name(layer): shape for layer, shape in weight.tensors(spec.shape, layers)}
     tensors.expect(wanted, is_ignored, config)
 
 
@@ -113,7 +116,7 @@ def _read(
 
     def read(layer: int) -> jax.Array:
         name = weight.tensor_name(layer)
-        x = _on_devices(partial(tensors.read, name), shape, sharding)
+        x = _on_devices(partial(tensors.read, name, shape), shape, sharding)
         if not _is_finite(x):
             raise UserError(f"{tensors.entries[name].file}: {name} contains NaN or infinite values; get an intact file")
         return x

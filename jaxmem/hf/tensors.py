@@ -28,6 +28,13 @@ DTYPES = {"F32": np.dtype(np.float32), "F16": np.dtype(np.float16), "BF16": np.d
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 LONGEST_NAME = 255  # of file systems
 PICKLED = (".bin", ".pt", ".pth", ".ckpt")
+CONVERT = (
+    "python -c \"from transformers import AutoModelForCausalLM as M; M.from_pretrained('DIR').save_pretrained('NEW')\""
+)
+CONVERT_ADAPTER = (
+    "python -c \"import torch, safetensors.torch as s; s.save_file(torch.load('adapter_model.bin', weights_only=True),"
+    " 'adapter_model.safetensors')\""
+)
 
 
 @dataclass(frozen=True)
@@ -35,6 +42,7 @@ class TensorEntry:
     """What a header says of a tensor."""
 
     file: Path
+    name: str
     dtype: str
     shape: tuple[int, ...]
 
@@ -46,14 +54,14 @@ class Tensors:
         """`single`: the name of the only file, where there can be no other."""
         self.directory = Path(directory).expanduser()
         self.entries: dict[str, TensorEntry] = {}
-        files = _files(self.directory) if single is None else [self.directory / single]
+        files = _files(self.directory, single)
         self._open = {file: open_file(file) for file in files}
         for file, opened in self._open.items():
             for name in opened.keys():  # noqa: SIM118 - not a mapping
                 if name in self.entries:
                     raise UserError(f"{file}: tensor {name} is also in {self.entries[name].file.name}")
                 header = opened.get_slice(name)
-                self.entries[name] = TensorEntry(file, header.get_dtype(), tuple(header.get_shape()))
+                self.entries[name] = TensorEntry(file, name, header.get_dtype(), tuple(header.get_shape()))
 
     def expect(
         self, wanted: Mapping[str, tuple[int, ...]], is_ignored: Callable[[str], bool], config: str = "config.json"
@@ -77,9 +85,21 @@ class Tensors:
             if entry.dtype not in DTYPES:
                 raise UserError(f"{entry.file}: {name} is {entry.dtype}; weights are read as {', '.join(DTYPES)}")
 
-    def read(self, name: str, index: tuple[slice, ...]) -> np.ndarray:
-        """A slice of a tensor, in the dtype of the file."""
-        return self._open[self.entries[name].file].get_slice(name)[index]
+    def read(self, name: str, shape: Sequence[int], index: tuple[slice, ...]) -> np.ndarray:
+        """A slice of a tensor padded with zeros to `shape`, in the dtype of the file."""
+        entry = self.entries[name]
+        ranges = [range(size)[part] for size, part in zip(shape, index, strict=True)]
+        own = [range(r.start, min(r.stop, size)) for r, size in zip(ranges, entry.shape, strict=True)]
+        if not all(own):
+            return np.zeros([len(r) for r in ranges], DTYPES[entry.dtype])
+        found = self._open[entry.file].get_slice(entry.name)[tuple(slice(r.start, r.stop) for r in own)]
+        missing = [(0, len(r) - size) for r, size in zip(ranges, found.shape, strict=True)]
+        return np.pad(found, missing) if any(map(any, missing)) else found
+
+    def replace(self, other: Tensors, rename: Callable[[str], str]) -> None:
+        """Reads from `other` the tensors that it contains, whose names here `rename` returns."""
+        self._open |= other._open
+        self.entries |= {rename(name): entry for name, entry in other.entries.items() if rename(name) in self.entries}
 
     def metadata(self) -> dict[str, str]:
         """The headers' `__metadata__`."""
@@ -104,10 +124,10 @@ def open_file(file: Path) -> Any:
         raise UserError(f"{file}: damaged, truncated or not a safetensors file: {error}") from error
 
 
-def _files(directory: Path) -> list[Path]:
+def _files(directory: Path, single: str | None = None) -> list[Path]:
     if not directory.is_dir():
         raise UserError(f"{directory}: no such directory")
-    if (directory / INDEX).is_file():
+    if single is None and (directory / INDEX).is_file():
         named = read_json(directory / INDEX).get("weight_map")
         if not isinstance(named, dict) or not named:
             raise UserError(f"{directory / INDEX}: has no weight_map")
@@ -117,18 +137,17 @@ def _files(directory: Path) -> list[Path]:
         if absent := [name for name in files if not (directory / name).is_file()]:
             raise UserError(f"{directory / INDEX}: points to missing files: {_few(absent)}")
         return [directory / name for name in files]
-    if (directory / SINGLE).is_file():
-        return [directory / SINGLE]
+    if (directory / (single or SINGLE)).is_file():
+        return [directory / (single or SINGLE)]
     names = sorted(file.name for file in directory.iterdir())
-    if several := [name for name in names if name.endswith(".safetensors")]:
+    if single is None and (several := [name for name in names if name.endswith(".safetensors")]):
         raise UserError(f"{directory}: {_few(several)} without {INDEX}; a single file must be called {SINGLE}")
     if pickled := [name for name in names if name.endswith(PICKLED)]:
         raise UserError(
             f"{directory}: only pickled weights ({_few(pickled)}), which can run code when they are read; convert them "
-            'where you trust them: python -c "from transformers import AutoModelForCausalLM as M; '
-            "M.from_pretrained('DIR').save_pretrained('NEW')\""
+            f"where you trust them: {CONVERT_ADAPTER if single else CONVERT}"
         )
-    raise UserError(f"{directory}: contains no *.safetensors")
+    raise UserError(f"{directory}: contains no {single or '*.safetensors'}")
 
 
 @dataclass(frozen=True)

@@ -16,9 +16,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from flax.traverse_util import flatten_dict
 
 from jaxmem import models
-from jaxmem.adapters import Lora, base_of, merged_weight
+from jaxmem.adapters import Lora, base_of, merged_weight, weights_to_merge
 from jaxmem.config.hf_values import read_json
 from jaxmem.config.hugging_face import DTYPES, config_json
 from jaxmem.errors import UserError
@@ -54,7 +55,9 @@ def save(
     """
     if jax.process_count() > 1:
         raise UserError("a Hugging Face directory is written by one process; start a single one")
-    params = base_of(nnx.to_pure_dict(nnx.state(model)))
+    params, own = base_of(nnx.to_pure_dict(nnx.state(model))), _adapters(model)
+    if own.keys() - flatten_dict(params).keys():
+        raise UserError("--merge does not support adapter.lora_bias for layers without a bias; use --adapter")
     stored = str(jax.tree.leaves(params, is_leaf=is_quantized)[0].dtype)
     dtype = dtype or (storage_dtype(base) if base else stored)
     if dtype not in DTYPES:
@@ -73,17 +76,17 @@ def save(
             settings |= {"bos_token_id": known.begin[0] if known.begin else None, "eos_token_id": known.end}
         (place / "config.json").write_text(json.dumps({**settings, "torch_dtype": dtype}, indent=2) + "\n")
         named = list(decoder_weights(params))
-        write_tensors(place, output_tensors(named, dtype, model.cfg.layers, order, _adapters(model)), shard)
+        write_tensors(place, output_tensors(named, dtype, model.cfg.layers, order, own), shard)
 
 
 def _adapters(model: models.Decoder) -> dict[WeightPath, Adapter]:
     """By the path of the weight that they change."""
-    found: dict[WeightPath, Adapter] = {}
-    for path, module in nnx.iter_modules(model):
-        if isinstance(module, Lora):
-            own = {name: x for name, x in nnx.to_pure_dict(nnx.state(module)).items() if x is not None}
-            found[*map(str, path[:-1]), "weight"] = own, module.scale
-    return found
+    return {
+        (*map(str, path[:-1]), name): (own, module.scale)
+        for path, module in nnx.iter_modules(model)
+        if isinstance(module, Lora)
+        for name, own in weights_to_merge(module).items()
+    }
 
 
 def output_tensors(
@@ -100,14 +103,17 @@ def output_tensors(
     for weight, leaf in named:
         own, scale = adapters.get(weight.path, (None, 0.0))
         convert = _converter(weight.is_stacked, weight.is_transposed, dtype, scale)
-        for layer in range(layers) if weight.is_stacked else (0,):
-            values = partial(_values, convert, leaf, own, places[layer])
-            found.append(OutputTensor(weight.tensor_name(layer), numpy, weight.file_shape(leaf.shape), values))
+        for layer, shape in weight.tensors(leaf.shape, layers):
+            values = partial(_values, convert, leaf, own, places[layer], shape)
+            found.append(OutputTensor(weight.tensor_name(layer), numpy, shape, values))
     return found
 
 
-def _values(convert: Any, leaf: jax.Array | QTensor, own: dict[str, jax.Array] | None, place: int) -> np.ndarray:
-    return np.asarray(convert(leaf, own, np.int32(place)))
+def _values(
+    convert: Any, leaf: jax.Array | QTensor, own: dict[str, jax.Array] | None, place: int, shape: tuple[int, ...]
+) -> np.ndarray:
+    """Without the zeros beyond `shape`."""
+    return np.asarray(convert(leaf, own, np.int32(place)))[tuple(map(slice, shape))]
 
 
 @cache

@@ -53,9 +53,11 @@ def export_model(
     cfg, own = program.cfg, Path(run, HF_FOLDER)
     order = None if program.model.pipeline is None else program.model.pipeline.order.tolist()
     if adapter and isinstance(cfg.model, Decoder):
-        ranks = hf.save_adapter(params, cfg.adapter, target, layers=cfg.model.layers, base=cfg.model.hf, order=order)
-        note = "; ranks differ between layers, which vLLM does not support: use --merge for it"
-        return f"{target}: an adapter for PEFT{note if len(set(ranks.values())) > 1 else ''}"
+        saved = hf.saved_names(program)
+        model, base = cfg.model, cfg.model.hf
+        ranks = hf.save_adapter(params, cfg.adapter, target, layers=model.layers, base=base, order=order, saved=saved)
+        note = "; it has several ranks or weights of the base, which vLLM does not support: use --merge for it"
+        return f"{target}: an adapter for PEFT{note if len(ranks) > 1 or saved else ''}"
     hf.save(
         nnx.merge(program.model.graphdef, params),
         target,

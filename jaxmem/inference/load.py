@@ -18,7 +18,7 @@ from jaxmem.checkpoint.paths import checkpoint_directory
 from jaxmem.checkpoint.saved_state import SavedState
 from jaxmem.config import LOW_RANK, Config, Decoder, Mesh, load_config
 from jaxmem.config.mesh import MESH_AXES
-from jaxmem.config.peft import adapter_fields, base_of, is_adapter
+from jaxmem.config.peft import base_of, is_adapter, is_prompt
 from jaxmem.data import tokenizer_for
 from jaxmem.data.tokenizer import Tokenizer
 from jaxmem.errors import UserError
@@ -57,7 +57,7 @@ def model_config(directory: str | Path, overrides: Sequence[str] = ()) -> Config
         return load_config(_hf_config(directory), overrides)
     if is_adapter(directory):
         raw = _hf_config(base_of(directory))
-        if adapter_fields(str(directory))["kind"] == "prompt":  # a soft prompt stands before one text per row
+        if is_prompt(directory):  # a soft prompt stands before one text per row
             raw["data"]["packing"] = False
         return load_config({**raw, "adapter": {"hf": str(directory)}}, overrides)
     raise UserError(

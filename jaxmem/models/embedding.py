@@ -39,7 +39,7 @@ class Embedding(nnx.Module):
 
     def __call__(self, ids: Int[Array, "batch time"], dtype: DTypeLike) -> Float[Array, "batch time embed"]:
         x = lookup_param(self.weight, ids, dtype)
-        return x if self.lora is None else x + self.lora.rows(ids, dtype)
+        return x if self.lora is None else self.lora.rows(x, ids, partial(fetch, self.weight, dtype))
 
     def project(self, x: Float[Array, "*batch embed"]) -> Float[Array, "*batch vocab"]:
         """Logits, for tied embeddings."""

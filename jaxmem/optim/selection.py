@@ -14,7 +14,6 @@ unless they are used elsewhere, since XLA removes unused computations.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -24,7 +23,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from jaxmem.config.names import LAYER_RANGE
+from jaxmem.config.names import split_layers
 from jaxmem.errors import UserError, nearest
 from jaxmem.sharding import is_axes
 from jaxmem.sharding.weights import is_quantized
@@ -44,14 +43,13 @@ class Selection:
         named = _named(tree)
         found: dict[Path, tuple[int, ...] | None] = {}
         for pattern in patterns:
-            parts = LAYER_RANGE.search(pattern)
-            plain = LAYER_RANGE.sub("", pattern, count=1)
+            plain, layers = split_layers(pattern)
             own = [(path, name, x) for path, name, x in named if fnmatchcase(name, plain)]
             if not own:
                 names = [name for _, name, _ in named]
                 raise UserError(f"trainable={plain!r} matches no parameter{nearest(plain, names)}")
             for path, name, x in own:
-                some = None if parts is None else _layers_in(x, name, parts)
+                some = None if layers is None else _layers_in(x, name, pattern, layers)
                 known = found.get(path, ())
                 found[path] = None if some is None or known is None else tuple(sorted({*known, *some}))
         sizes = {path: x.shape[0] for path, _, x in named if found.get(path) is not None}
@@ -133,16 +131,15 @@ def select_trainable(tree: Any, patterns: Sequence[str]) -> Any:
     return Selection.of(tree, patterns).select(tree)
 
 
-def _layers_in(x: Any, name: str, parts: re.Match[str]) -> tuple[int, ...] | None:
+def _layers_in(x: Any, name: str, pattern: str, layers: slice) -> tuple[int, ...] | None:
     if is_axes(x):
         if x[:1] != ("layer",):
-            raise UserError(f"trainable={name}{parts[0]} requires a stack of layers; leave {parts[0]} out")
+            raise UserError(f"trainable={pattern} requires a stack of layers, not {name}; leave the numbers out")
         return None
-    start, stop = (int(part) if part not in ("", "-") else None for part in parts.groups())
     size = x.shape[0] if x.ndim else 0
-    found = tuple(range(size)[start:stop])
+    found = tuple(range(size)[layers])
     if not found:
-        raise UserError(f"trainable={parts[0]} selects no layer of {name}, which has {size}")
+        raise UserError(f"trainable={pattern} selects no layer of {name}, which has {size}")
     return found
 
 

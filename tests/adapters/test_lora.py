@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from jaxmem.adapters import Lora, lora
+from jaxmem.adapters import Lora, LoraSpec, lora
+from jaxmem.config.targets import LowRank
 from jaxmem.models.embedding import Embedding
 from jaxmem.models.linear import Linear
 
@@ -21,7 +22,7 @@ class Network(nnx.Module):
 
 def layer(magnitude):
     linear = Linear(nnx.Rngs(0), 24, 40, ("embed", "mlp"), bias=True)
-    linear.lora = Lora(nnx.Rngs(1), linear, 3, 0.7, dora=magnitude)
+    linear.lora = Lora(nnx.Rngs(1), linear, [LowRank(3, 2.1, 0.7)], LoraSpec(dora=magnitude))
     linear.lora.b = nnx.Param(jax.random.normal(jax.random.key(2), (3, 40)), axes=("rank", "mlp+"))
     return linear
 
@@ -57,7 +58,7 @@ def test_gradients_do_not_pass_through_the_norms():
 
 def test_an_adapter_of_an_embedding():
     embedding = Embedding(nnx.Rngs(0), 30, 8)
-    embedding.lora = Lora(nnx.Rngs(1), embedding, 2, 0.5)
+    embedding.lora = Lora(nnx.Rngs(1), embedding, [LowRank(2, 1.0, 0.5)], LoraSpec())
     ids = jnp.array([[3, 29, 0]])
     before = embedding(ids, jnp.float32)
     np.testing.assert_array_equal(before[0], embedding.weight.get_value()[ids[0]])

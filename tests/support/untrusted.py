@@ -17,8 +17,8 @@ import jax
 import jax.numpy as jnp
 
 from jaxmem.checkpoint import Checkpoints
-from jaxmem.config import load_config
-from jaxmem.config.hugging_face import decoder_fields
+from jaxmem.config import Decoder, load_config
+from jaxmem.config.hugging_face import decoder_fields, fields_of
 from jaxmem.config.peft import adapter_fields, base_directory
 from jaxmem.data.chat import ChatEncoder
 from jaxmem.data.chat_forms import chat_of
@@ -149,7 +149,7 @@ def _written(path: Path, data: bytes) -> Path:
 
 def _read_adapter(file: Path) -> None:
     base_directory(file.parent)
-    adapter_fields(str(file.parent))
+    adapter_fields(file.parent, Decoder(**fields_of(LLAMA)))
 
 
 def _read_chat(encoder: ChatEncoder, line: bytes) -> object:

@@ -1,0 +1,61 @@
+"""The rank and the scale of low-rank adapters, by the layers that they change."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from fnmatch import fnmatchcase
+from typing import NamedTuple, Protocol
+
+from jaxmem.config.names import split_layers
+
+
+class LowRank(NamedTuple):
+    """The adapter of one layer: y = x W + scale (x A) B."""
+
+    rank: int
+    alpha: float
+    scale: float
+
+
+class LowRankSettings(Protocol):
+    """Fields of the section `adapter`."""
+
+    @property
+    def rank(self) -> int: ...
+    @property
+    def alpha(self) -> float: ...
+    @property
+    def rslora(self) -> bool: ...
+    @property
+    def targets(self) -> Sequence[str] | Mapping[str, int]: ...
+    @property
+    def alpha_pattern(self) -> Mapping[str, float]: ...
+
+
+def low_rank_layers(settings: LowRankSettings, name: str, layers: int | None) -> tuple[LowRank | None, ...]:
+    """The adapter of each layer of a stack, or of the only layer (`layers`=None); None: it has none."""
+
+    def of(layer: int) -> LowRank | None:
+        pattern = _first(settings.targets, name, layer, layers)
+        if pattern is None:
+            return None
+        rank = settings.targets[pattern] if isinstance(settings.targets, Mapping) else settings.rank
+        own = _first(settings.alpha_pattern, name, layer, layers)
+        alpha = settings.alpha if own is None else settings.alpha_pattern[own]
+        return LowRank(rank, alpha, alpha / (math.sqrt(rank) if settings.rslora else rank))
+
+    return tuple(map(of, range(layers or 1)))
+
+
+def is_match(pattern: str, name: str, layer: int, layers: int | None) -> bool:
+    """
+    >>> is_match("blocks[-1:].*.q", "blocks.attention.q", 3, 4), is_match("head", "head", 0, None)
+    (True, True)
+    """
+    plain, some = split_layers(pattern)
+    return fnmatchcase(name, plain) and (some is None or (layers is not None and layer in range(layers)[some]))
+
+
+def _first(patterns: Iterable[str], name: str, layer: int, layers: int | None) -> str | None:
+    return next((pattern for pattern in patterns if is_match(pattern, name, layer, layers)), None)
