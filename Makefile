@@ -1,6 +1,6 @@
 # make demo    set up, train a small decoder, explain the memory
 # make test    set up, pass the tests
-# make lint    ruff, mypy and the words
+# make lint    ruff, mypy, words, generated pages
 # make clean   remove what these made
 # Needs Python 3.11 or newer; another one than the first found: make PYTHON=/path/to/python demo
 
@@ -11,24 +11,12 @@ endif
 VENV ?= .venv
 BIN := $(VENV)/bin
 INSTALL := $(BIN)/python -m pip install --quiet --quiet --disable-pip-version-check
-DEMO := configs/demo.yaml
 
 .PHONY: demo test lint clean
 
 demo: $(VENV)/installed
-	@$(BIN)/jaxmem train $(DEMO) --simulate 8
-	@printf '\nWhat it writes now, and where the memory of each device went:\n\n'
-	@$(BIN)/jaxmem generate runs/demo --prompt 'def ' --tokens 200 --temperature 0.5
-	@$(BIN)/jaxmem plan $(DEMO) --simulate 8
-	@printf '%s\n' '' 'Next:' \
-		'  . $(BIN)/activate' \
-		'  jaxmem plan $(DEMO) --simulate 8 \' \
-		'      memory.remat=full zero=1' \
-		'  jaxmem train $(DEMO) --simulate 4 \' \
-		'      name=mine mesh.fsdp=4 mesh.tensor=1' \
-		'  jaxmem generate runs/demo \' \
-		"      --prompt 'class '" \
-		'  jaxmem doctor'
+	@$(BIN)/jaxmem train configs/demo.yaml --simulate 2
+	@$(BIN)/python scripts/demo.py
 
 test: $(VENV)/installed-dev
 	@$(BIN)/python -m pytest -n 2 --dist loadfile
@@ -37,6 +25,7 @@ lint: $(VENV)/installed-dev
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
 	@$(BIN)/python scripts/check_words.py
+	@$(BIN)/python scripts/api.py --check
 	@$(BIN)/mypy
 
 clean:

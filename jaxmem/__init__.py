@@ -1,17 +1,18 @@
 """Train large models in JAX in the least memory that the hardware allows, and know the number first.
 
-    cfg = jaxmem.load_config("configs/demo.yaml", ["mesh.fsdp=8"])
+    cfg = jaxmem.load_config("configs/demo.yaml", ["mesh.fsdp=-1"])
     plan = jaxmem.plan(cfg)      # bytes per device, without running
     result = jaxmem.train(cfg)
 
 Everything is imported when it is first used: `import jaxmem` takes milliseconds and does not start jax,
-so that a program can still choose its devices (`jaxmem.simulate(8)`).
+so that a program can still choose its devices (`jaxmem.simulate(8)`). Without a GPU jax will use the CPU.
 """
 
 from __future__ import annotations
 
 import importlib
 import importlib.util
+import os
 import pkgutil
 from typing import Any
 
@@ -24,9 +25,18 @@ _NAMES = {
     "fit": "jaxmem.search.fit:fit",
     "load_config": "jaxmem.config:load_config",
     "plan": "jaxmem.planning:plan",
+    "register_model": "jaxmem.models:register_model",
+    "register_optimizer": "jaxmem.config.register:register_optimizer",
     "simulate": "jaxmem.machine.devices:simulate",
     "train": "jaxmem.training.run:run",
 }
+
+# Where its CUDA plugin is installed to compile for GPUs (the extra `plan`) and there is no driver, jax would print a
+# traceback when it starts.
+_plugins = importlib.util.find_spec("jax_plugins")
+_has_cuda = _plugins and any("cuda" in one.name for one in pkgutil.iter_modules(_plugins.submodule_search_locations))
+if _has_cuda and not any(map(os.path.exists, ("/proc/driver/nvidia/version", "/dev/nvidiactl", "/dev/dxg"))):
+    os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 
 def __getattr__(name: str) -> Any:

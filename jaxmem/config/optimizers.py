@@ -7,6 +7,7 @@ when the optimizer is used. Imports no jax.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, NamedTuple
 
@@ -86,7 +87,7 @@ class QGaLoreSettings(GaLoreSettings):
 
 class Entry(NamedTuple):
     settings: type
-    implementation: str  # module:function in jaxmem.optim
+    implementation: str | Callable[..., Any]  # module:function in jaxmem.optim.rules, or the function
     summary: str  # state per parameter
 
     @property

@@ -7,7 +7,7 @@ from typing import Any
 
 # The module and class of each model family. Config sections are in config/networks.py, and the names of weights in
 # Hugging Face directories in hf/names.py.
-FAMILIES = {
+FAMILIES: dict[str, Any] = {
     "decoder": ("jaxmem.models.decoder", "Decoder"),
     "vit": ("jaxmem.models.vit", "Vit"),
     "convnet": ("jaxmem.models.convnet", "Convnet"),
@@ -18,14 +18,37 @@ _NAMES = {name: module for module, name in FAMILIES.values()} | {
     "Execution": "jaxmem.models.network",
     "Network": "jaxmem.models.network",
 }
-__all__ = ["FAMILIES", "Chunking", "Convnet", "Decoder", "Execution", "Mlp", "Network", "Vit", "build"]
+__all__ = [
+    "FAMILIES",
+    "Chunking",
+    "Convnet",
+    "Decoder",
+    "Execution",
+    "Mlp",
+    "Network",
+    "Vit",
+    "build",
+    "register_model",
+]
 
 
 def build(cfg: Any, rngs: Any, execution: Any = None) -> Any:
     """Returns the network of the config section `model`. Only the module of its family is imported."""
-    module, name = FAMILIES[cfg.family]
-    network = getattr(import_module(module), name)
+    found = FAMILIES[cfg.family]
+    network = getattr(import_module(found[0]), found[1]) if isinstance(found, tuple) else found
     return network(cfg, rngs) if execution is None else network(cfg, rngs, execution)
+
+
+def register_model(section: Any, network: Any) -> None:
+    """Adds a network that `model.family` can name.
+
+    `section`: a class derived from `jaxmem.config.networks.Family` (for images `ImageInput`), the fields of `model`;
+    the default of its field `family` is the name. `network`: a class derived from `jaxmem.models.network.Network` (for
+    images `ImageNetwork`); `network(section, rngs, execution)` makes one.
+    """
+    from jaxmem.config.register import register_family
+
+    FAMILIES[register_family(section)] = network
 
 
 def __getattr__(name: str) -> Any:

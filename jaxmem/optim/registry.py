@@ -37,11 +37,10 @@ def build(cfg: config.Optimizer, learning_rate: optax.Schedule, axes: Any) -> Tr
 def optimizer(name: str) -> Callable[..., Transformation]:
     """The named optimizer, a function of the learning rate, `axes`, and its hyperparameters by name."""
     entry = OPTIMIZERS[name]
-    module, _, function = entry.implementation.partition(":")
 
     def make(learning_rate: Rate, *, axes: Any = None, **hyperparameters: Any) -> Transformation:
         settings = entry.settings(**hyperparameters)
-        scale = getattr(importlib.import_module(f"jaxmem.optim.rules.{module}"), function)
+        scale = _implementation(entry.implementation)
         weight_decay = getattr(settings, "weight_decay", 0.0)
         decay = [add_decayed_weights(weight_decay, axes)] if weight_decay else []
         return chain(scale(settings, axes=axes), *decay, optax.scale_by_learning_rate(learning_rate))
@@ -53,3 +52,10 @@ def optimizer(name: str) -> Callable[..., Transformation]:
     make.__name__ = make.__qualname__ = name
     make.__doc__ = entry.summary
     return make
+
+
+def _implementation(named: str | Callable[..., Any]) -> Callable[..., Any]:
+    if callable(named):
+        return named
+    module, _, function = named.partition(":")
+    return getattr(importlib.import_module(f"jaxmem.optim.rules.{module}"), function)

@@ -19,6 +19,12 @@ def written(page: Path, language: str) -> list[str]:
     return re.findall(rf"```{language}\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL)
 
 
+def own_scripts(page: Path) -> dict[str, str]:
+    """The files of Python that a page writes out, each named in the sentence before it."""
+    text = page.read_text(encoding="utf-8")
+    return dict(re.findall(r"`(own_\w+\.py)` defines.*?```python\n(.*?)```", text, re.DOTALL))
+
+
 def typed(page: Path) -> list[list[str]]:
     """Every command of a page, each once, in words, without what starts it (`srun jaxmem ...`) or where its output
     goes."""

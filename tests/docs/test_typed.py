@@ -24,6 +24,7 @@ from jaxmem.lab.bench import contest
 from jaxmem.lab.tour.docstrings import VOCAB, write_conversations, write_tokenizer
 from jaxmem.machine.devices import simulation_environment
 from tests.docs import started
+from tests.docs.conftest import own_scripts, written
 
 ROOT = Path(__file__).parents[2]
 
@@ -115,6 +116,7 @@ def desk(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (place / "configs").mkdir()
     for config in (ROOT / "configs").glob("*.yaml"):
         (place / "configs" / config.name).write_text(cut_down(yaml.safe_load(config.read_text(encoding="utf-8"))))
+    shutil.copy(ROOT / "configs/demo-tokenizer.json", place / "configs")
     for name, own in CONFIGS.items():
         (place / name).write_text(cut_down({**own}))
     for name in ("scripts", "tests"):
@@ -153,8 +155,13 @@ def answered() -> list[list[str]]:
 
 
 def test_what_a_page_says_is_typed(
-    commands: list[list[str]], shown: list[dict[str, Any]], place: Path, answered: list[list[str]]
+    page: Path, commands: list[list[str]], shown: list[dict[str, Any]], place: Path, answered: list[list[str]]
 ) -> None:
+    for name, code in own_scripts(page).items():
+        (place / name).write_text(code)
+    for config in shown:
+        if own_scripts(page):
+            (place / f"{config['name']}.yaml").write_text(cut_down(config))
     for config in (config for config in shown[::-1] if "hf" in config.get("model", {})):
         for name in OWN:
             (place / name).write_text(cut_down({"name": "mine", **config}))
@@ -173,12 +180,13 @@ def test_what_a_page_says_is_typed(
 
 def test_the_demo(place: Path) -> None:
     """What `make demo` types, once it has installed."""
-    recipe = re.findall(r"^\t@\$\(BIN\)/(jaxmem .*)$", (ROOT / "Makefile").read_text(), re.MULTILINE)
-    assert len(recipe) == 3
-    for line in recipe:
-        types(place, *shlex.split(line.replace("$(DEMO)", "configs/demo.yaml")))
+    recipe = (ROOT / "Makefile").read_text().partition("\ndemo:")[2].partition("\n\n")[0]
+    train, explain = re.findall(r"^\t@\$\(BIN\)/(.*)$", recipe, re.MULTILINE)
+    types(place, *shlex.split(train), seen=2)
+    types(place, *shlex.split(explain), seen=8)
 
 
-def test_the_same_from_python(place: Path) -> None:
-    (code,) = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(encoding="utf-8"), re.DOTALL)
+@pytest.mark.parametrize("file", ["README.md", "docs/how-to/own-loop.md"])
+def test_the_same_from_python(file: str, place: Path) -> None:
+    (code,) = written(ROOT / file, "python")
     types(place, "python", "-c", code, seen=8)

@@ -61,7 +61,9 @@ def test_stochastic_rounding_supports_bfloat16_only():
 
 def test_draws_do_not_depend_on_the_mesh():
     x, key = jax.random.normal(jax.random.key(2), (16, 8)), jax.random.key(3)
-    layout = layout_for(for_devices(load_config("configs/demo.yaml"), 8), jax.devices())
+    layout = layout_for(
+        for_devices(load_config("configs/demo.yaml", ["mesh.fsdp=4", "mesh.tensor=2"]), 8), jax.devices()
+    )
     place = layout.sharding("weights", ("embed", "mlp"), x.shape)
     split = jax.jit(rounded, static_argnames="dtype", out_shardings=place)(jax.device_put(x, place), jnp.bfloat16, key)
     np.testing.assert_array_equal(np.asarray(split, np.float32), np.asarray(rounded(x, jnp.bfloat16, key), np.float32))

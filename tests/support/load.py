@@ -29,6 +29,7 @@ GB = 10**9
 FILE = GB // 2  # bytes of each file of JSONL
 BLOCK = 16 << 20
 BATCHES, STEPS = 2000, 30  # read, and trained on
+MODEL = ("model={preset: tiny, layers: 6, mlp: 512}", "mesh={fsdp: 4, tensor: 2}")
 
 
 def words(draw: random.Random, size: int) -> str:
@@ -150,7 +151,7 @@ def main() -> None:
         from jaxmem.machine.devices import simulate
 
         simulate(8)
-        print(json.dumps(measure(load_config(ROOT / "configs/demo.yaml", args.measure))))
+        print(json.dumps(measure(load_config(ROOT / "configs/demo.yaml", [*MODEL, *args.measure]))))
         return
     if unknown := [name for name in args.cases if name not in CASES]:
         options.error(f"unknown case {unknown[0]!r}; expected one of {', '.join(CASES)}")

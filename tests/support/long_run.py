@@ -24,7 +24,11 @@ from jaxmem.config import load_config
 from tests.support.scene import Scene, Started
 
 ROOT = Path(__file__).parents[2]
-SMALLER = ["batch.global_size=8", "data.sequence_length=64", "train.evaluate_every=100", "checkpoint.every=100"]
+SMALLER = [
+    "model={preset: tiny, layers: 6, mlp: 512}", "data.tokenizer=bytes", "mesh={fsdp: 4, tensor: 2}",
+    "optimizer={name: adamw, learning_rate: 3e-3}", "batch.global_size=8", "data.sequence_length=64",
+    "train.evaluate_every=100", "checkpoint.every=100",
+]  # fmt: skip
 SETTLED = 0.25  # of the run, after which nothing should grow
 
 

@@ -1,0 +1,51 @@
+"""Adds optimizers and families of networks to the config, in this process: a script that runs commands registers first,
+then calls `jaxmem.cli.main()`."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, Literal, Union
+
+import optax
+
+from jaxmem.config.networks import FAMILIES, Family
+from jaxmem.config.optimizers import OPTIMIZERS, AdamWSettings, Entry, Optimizer
+from jaxmem.config.sections import Config
+from jaxmem.errors import UserError
+
+HYPERPARAMETERS = tuple(field for field, value in Optimizer.model_fields.items() if value.default is None)
+
+
+def register_optimizer(
+    name: str,
+    scale: Callable[..., optax.GradientTransformation],
+    settings: type = AdamWSettings,
+    summary: str = "",
+) -> None:
+    """Adds an optimizer that `optimizer.name` can name.
+
+    `scale(settings, axes=...)` returns the transformation of gradients, without weight decay and learning rate.
+    `settings`: a frozen dataclass of hyperparameters with their defaults. `axes`: the names of the dimensions of each
+    weight. `summary`: one line, with the bytes of state per parameter.
+    """
+    unknown = {field.name for field in dataclasses.fields(settings)} - {*HYPERPARAMETERS}
+    if unknown:
+        known = ", ".join(sorted(HYPERPARAMETERS))
+        raise UserError(f"register_optimizer: {', '.join(sorted(unknown))} is not a hyperparameter; use {known}")
+    OPTIMIZERS[name] = Entry(settings, scale, summary)
+    Optimizer.model_fields["name"].annotation = Literal[tuple(OPTIMIZERS)]  # type: ignore[assignment]
+    Optimizer.model_rebuild(force=True)
+    Config.model_rebuild(force=True)
+
+
+def register_family(section: type[Family]) -> str:
+    """Adds a section that `model` can be, and returns its name: the default of its field `family`."""
+    name = section.model_fields["family"].default
+    if not isinstance(name, str):
+        raise UserError(f"register_model: {section.__name__} needs a field `family: Literal[NAME] = NAME`")
+    FAMILIES[name] = section
+    families: Any = Union[tuple(FAMILIES.values())]  # noqa: UP007
+    Config.model_fields["model"].annotation = families
+    Config.model_rebuild(force=True)
+    return name

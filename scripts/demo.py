@@ -1,0 +1,92 @@
+"""What the run of configs/demo.yaml learnt, where its memory went, and what one line of its config changes: one screen.
+
+jaxmem train configs/demo.yaml --simulate 2
+python scripts/demo.py
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+# The sizes of buffers do not depend on how well the code for a CPU is optimized; this halves the time to compile.
+os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_backend_optimization_level=0"
+
+import jax
+
+import jaxmem
+from jaxmem.inference.chat import TextGenerator
+from jaxmem.inference.generate import Sampling
+from jaxmem.planning import plan_program
+from jaxmem.step import program
+
+RUN = Path("runs/demo")
+PROMPTS = (
+    "        raise",
+    "    try:\n        x = int(x)\n    except",
+    "        if x is",
+    "    def __init__(self",
+    "        self.name =",
+    "class Test(",
+)
+PARTS = ("parameters", "gradients", "optimizer", "activations")
+DEVICES = 8
+CHANGES = ("zero=0", "zero=1", "zero=2", "zero=3", "memory.remat=full", "optimizer.name=adamw8bit")
+MIB = 2**20
+WIDTH = min(shutil.get_terminal_size().columns, 80)
+NEXT = """
+Next:
+  . .venv/bin/activate
+  jaxmem generate runs/demo --prompt def
+  jaxmem plan configs/demo.yaml \\
+      --simulate 2 memory.remat=full
+  jaxmem doctor
+Your GPU and your model: README.md"""
+
+
+def continuations() -> Iterator[str]:
+    """The last line of each prompt, and the most likely rest of it."""
+    model = TextGenerator(RUN, Sampling(0.0), tokens=10, stops=["\n"])
+    for prompt, text in zip(PROMPTS, model.complete_all(PROMPTS), strict=True):
+        yield f"  {prompt.splitlines()[-1].strip():17} {text.strip()}"[:WIDTH]
+
+
+def bar(name: str, size: float, largest: float) -> str:
+    room = WIDTH - 37
+    drawn = "#" * max(1, round(room * size / largest)) if room > 0 else ""
+    return f"  {name:25}{size / MIB:5.1f} MiB {drawn}"
+
+
+def compiled(change: str) -> int:
+    """Planned bytes per device of the demo's step, on more devices, unsharded, with one line of its config changed."""
+    cfg = jaxmem.load_config("configs/demo.yaml", (f"mesh.fsdp={DEVICES}", "zero=0", change))
+    return plan_program(program(cfg, jax.devices())).bytes_per_device["total"]
+
+
+def main() -> None:
+    jaxmem.simulate(DEVICES)
+    print("\nWhat it learnt: how lines of Python go on", flush=True)
+    print(*continuations(), sep="\n")
+
+    plan = json.loads((RUN / "plan.json").read_text())
+    here, count = plan["bytes_per_device"], plan["target"]["devices"]
+    total = here["total"]
+    print(f"\nWhere the {total / MIB:.0f} MiB of each of {count} devices went")
+    for part in PARTS:
+        print(bar(part, here[part], total))
+    print(bar("other", total - sum(here[part] for part in PARTS), total))
+
+    print(f"\nOne line changed: planned on {DEVICES} devices", flush=True)
+    with ThreadPoolExecutor(2) as pool:
+        for number, (change, size) in enumerate(zip(CHANGES, pool.map(compiled, CHANGES), strict=True)):
+            largest = size if number == 0 else largest
+            print(bar(change, size, largest), flush=True)
+    print(NEXT)
+
+
+if __name__ == "__main__":
+    main()
