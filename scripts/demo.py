@@ -1,7 +1,7 @@
 """What the run of configs/demo.yaml learnt, where its memory went, and what one line of its config changes: one screen.
 
 jaxmem train configs/demo.yaml --simulate 2
-python scripts/demo.py
+python scripts/demo.py [CHANGE]...
 """
 
 from __future__ import annotations
@@ -9,7 +9,8 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Iterator
+import sys
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -67,7 +68,7 @@ def compiled(change: str) -> int:
     return plan_program(program(cfg, jax.devices())).bytes_per_device["total"]
 
 
-def main() -> None:
+def main(changes: Sequence[str]) -> None:
     jaxmem.simulate(DEVICES)
     print("\nWhat it learnt: how lines of Python go on", flush=True)
     print(*continuations(), sep="\n")
@@ -82,11 +83,11 @@ def main() -> None:
 
     print(f"\nOne line changed: planned on {DEVICES} devices", flush=True)
     with ThreadPoolExecutor(2) as pool:
-        for number, (change, size) in enumerate(zip(CHANGES, pool.map(compiled, CHANGES), strict=True)):
+        for number, (change, size) in enumerate(zip(changes, pool.map(compiled, changes), strict=True)):
             largest = size if number == 0 else largest
             print(bar(change, size, largest), flush=True)
     print(NEXT)
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1:] or CHANGES)

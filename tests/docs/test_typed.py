@@ -53,6 +53,7 @@ LESS = {
     "dry.json": ["--seconds", "0.1", "--only", "mosaic", "--pass", "forward"],
     "--check": ["--without", "triton"],  # interpreted, it is what takes longest to compile
     "tests.support.fuzz": ["-n", "2"],
+    "scripts/demo.py": ["zero=0"],
 }
 
 
