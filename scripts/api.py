@@ -102,7 +102,7 @@ def _type(value: dict[str, Any]) -> str:
             items = value.get("prefixItems", [value["items"]] if "items" in value else [])
             return f"list of {_type(items[0])}"
         case "object":
-            return "`{text: integer}`"
+            return f"`{{text: {value['additionalProperties']['type']}}}`"
         case "string":
             return {NUMBERED: "`every_K`, `slots_K`"}.get(value.get("pattern"), "text")
         case kind:

@@ -33,7 +33,7 @@ from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
-from jaxmem.config.sections import LORA_WEIGHTS, Adapter, HashableDict
+from jaxmem.config.sections import LORA_WEIGHTS, Adapter
 from jaxmem.config.targets import LowRank, is_match, low_rank_layers
 from jaxmem.errors import UserError, nearest
 from jaxmem.models.embedding import Embedding, lookup_param
@@ -52,7 +52,7 @@ class LoraSpec:
     rank: int = 16
     alpha: float = 16.0
     # Another alpha for each pattern; the first that matches applies.
-    alpha_pattern: Mapping[str, float] = HashableDict()
+    alpha_pattern: Mapping[str, float] | None = None
     # Patterns of linear layers and embeddings, or a rank for each pattern; the first that matches applies.
     # `blocks[-2:].*`: of the last two layers of a stack.
     targets: Sequence[str] | Mapping[str, int] = ("blocks.*",)
@@ -218,7 +218,7 @@ def _targets(
     if is_padded:
         sizes = {name: size and model.cfg.layers for name, size in sizes.items()}
     for key in ("targets", "alpha_pattern"):
-        for pattern in getattr(spec, key):
+        for pattern in getattr(spec, key) or ():
             if not any(is_match(pattern, name, i, size) for name, size in sizes.items() for i in range(size or 1)):
                 raise UserError(
                     f"adapter.{key}: no layer matches {pattern!r}{nearest(pattern, known)}; layers: {', '.join(known)}"

@@ -105,6 +105,7 @@ def _low_rank_fields(settings: Mapping[str, Any], model: Decoder) -> tuple[dict[
     factor = 2 if settings.get("init_lora_weights") in FROM_BASE else 1
     # The same scale, of twice the rank.
     alpha_factor = math.sqrt(factor) if boolean(settings, "use_rslora") else factor
+    own_alphas = {one: alpha_factor * number(alphas, one.name) for one in targets if one.name in alphas}
     bias = settings.get("bias", "none")
     biased = {"none": [], "all": modules, "lora_only": targets}[bias]
     trained = {f"{pattern}.*": None for pattern in _by_pattern(dict.fromkeys(saved, 1), modules)}
@@ -113,9 +114,7 @@ def _low_rank_fields(settings: Mapping[str, Any], model: Decoder) -> tuple[dict[
         "kind": "dora" if boolean(settings, "use_dora") else "lora",
         "rank": factor * rank,
         "alpha": alpha_factor * alpha,
-        "alpha_pattern": _by_pattern(
-            {one: alpha_factor * number(alphas, one.name) for one in targets if one.name in alphas}, modules
-        ),
+        "alpha_pattern": _by_pattern(own_alphas, modules) or None,
         "rslora": boolean(settings, "use_rslora"),
         "lora_bias": boolean(settings, "lora_bias"),
         "dropout": number(settings, "lora_dropout", 0.0, zero=True),

@@ -140,7 +140,7 @@ class Adapter(Section):
     )
     rank: Count = setting(16, "rank of the added matrices")
     alpha: Positive = setting(16.0, "the output of an adapter is scaled by alpha / rank")
-    alpha_pattern: Alphas = setting(HashableDict(), "pattern of layers: another alpha; the first match counts")
+    alpha_pattern: Alphas | None = setting(None, "pattern of layers: another alpha; the first match counts")
     rslora: bool = setting(False, "scale by alpha / sqrt(rank) (rsLoRA)")
     lora_bias: bool = setting(False, "a trainable bias after B")
     targets: Texts | Ranks = setting(

@@ -30,19 +30,21 @@ class LowRankSettings(Protocol):
     @property
     def targets(self) -> Sequence[str] | Mapping[str, int]: ...
     @property
-    def alpha_pattern(self) -> Mapping[str, float]: ...
+    def alpha_pattern(self) -> Mapping[str, float] | None: ...
 
 
 def low_rank_layers(settings: LowRankSettings, name: str, layers: int | None) -> tuple[LowRank | None, ...]:
     """The adapter of each layer of a stack, or of the only layer (`layers`=None); None: it has none."""
+
+    alphas = settings.alpha_pattern or {}
 
     def of(layer: int) -> LowRank | None:
         pattern = _first(settings.targets, name, layer, layers)
         if pattern is None:
             return None
         rank = settings.targets[pattern] if isinstance(settings.targets, Mapping) else settings.rank
-        own = _first(settings.alpha_pattern, name, layer, layers)
-        alpha = settings.alpha if own is None else settings.alpha_pattern[own]
+        own = _first(alphas, name, layer, layers)
+        alpha = settings.alpha if own is None else alphas[own]
         return LowRank(rank, alpha, alpha / (math.sqrt(rank) if settings.rslora else rank))
 
     return tuple(map(of, range(layers or 1)))
