@@ -142,6 +142,15 @@ def test_the_data_may_end_first(config, capsys):
         assert checkpoints.latest() == result.step
 
 
+def test_data_without_a_target_token_stops_the_run(config, tmp_path):
+    broken = tmp_path / "broken.jsonl"
+    broken.write_text("{\n" * 20)
+    data = {"source": "jsonl", "path": str(broken), "on_invalid": "skip", "epochs": 1, "held_out": 0.0}
+    with pytest.raises(UserError, match="no step had a token to train on: of 20 documents read: 20 invalid ones"):
+        run(config(data=data))
+    assert not [*tmp_path.rglob("metadata")]  # no checkpoint
+
+
 # ------------------------------------------------------------------ stopping and going on
 
 
