@@ -1,15 +1,15 @@
 """Batches of records of similar length, with rows hardly longer than their contents.
 
 All rows of a batch have one length: the shortest of `data.buckets` and `data.sequence_length` that fits each of its
-records. Records are read in the split's order, and each waits with those of its bucket until they fill a batch, which
-is the next one. So a batch has as many rows as without buckets, its contents follow from the order alone, and every
-record is seen as often; some come a few batches later. When the split ends, the waiting records make the last batches,
-filled up with padding.
+records. Records are read in the split's order, and each waits with the other records of its bucket until they fill a
+batch, which is the next one. So a batch has as many rows as without buckets, its contents follow from the order alone,
+and every record is seen as often; some come a few batches later. When the split ends, the waiting records make the last
+batches, filled up with padding.
 
 A position is how far the order has been read, and which records wait: fewer than a batch for each bucket. All processes
-go through the whole order, since all must know which bucket is next: each reads every record, and keeps those of its
-own rows. A token cache knows lengths without reading; otherwise P processes tokenize everything P times, which with the
-cores of P hosts takes the time of once.
+go through the whole order, since all must know which bucket is next: each reads every record, and keeps the records of
+its own rows. A token cache knows lengths without reading; otherwise P processes tokenize everything P times, which
+takes no longer with the cores of P hosts.
 """
 
 from __future__ import annotations

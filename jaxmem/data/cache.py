@@ -1,8 +1,8 @@
 """Tokens on disk: tokenize once, then train from a memory map at the speed of the disk.
 
 A cache is a directory: `tokens.bin` (2 bytes per token, 4 if the vocabulary is above 65,536), `ends.bin` (8 bytes per
-record: where its tokens end) and `meta.json`. Its records are those of the source, so training from the cache gives the
-same batches as the source itself. It is written next to its place and renamed when it is complete.
+record: where its tokens end) and `meta.json`. Its records are the records of the source, so training from the cache has
+the same batches as training from the source. It is written next to its place and renamed when it is complete.
 """
 
 from __future__ import annotations
@@ -95,10 +95,12 @@ def tokenize(
     """Writes the token cache of a config's data; returns its meta.json. `progress` is called with (records done,
     records)."""
     if len(sources.sources_of(cfg)) > 1:
-        raise UserError("data.mixture cannot be tokenized as a whole; tokenize each source, then mix the caches")
+        raise UserError("jaxmem tokenize does not support data.mixture; tokenize each source, then mix the caches")
     [source] = sources.sources_of(cfg)
     if source.kind.contents in ("chat", "pairs"):
-        raise UserError(f"data.source {source.source} is tokenized as it is read: a cache does not store targets")
+        raise UserError(
+            f"data.source {source.source} cannot be tokenized: a cache does not store targets; train from it directly"
+        )
     if source.kind.contents != "text":
         raise UserError(f"data.source {source.source} has no text to tokenize")
     tokenizer = tokenizer_for(cfg.data.tokenizer)

@@ -39,17 +39,8 @@ class JsonRecords(RecordSource):
     """Lines that are parsed completely, each one or several documents that are at most a row long."""
 
     def __init__(self, kind: str, paths: Sequence[Path], data: Data) -> None:
-        super().__init__(kind, data)
         self._lines = JsonLines(paths)
-
-    def __len__(self) -> int:
-        return len(self._lines)
-
-    def where(self, index: int) -> str:
-        return self._lines.where(index)
-
-    def close(self) -> None:
-        self._lines.close()
+        super().__init__(kind, data, self._lines)
 
     def parse(self, line: bytes) -> Sequence[Document]:
         raise NotImplementedError

@@ -1,7 +1,7 @@
 """A model's chat template: from messages to the text that the model was trained on.
 
 Templates are Jinja programs of third parties. They run in Jinja's sandbox, which lets them neither import, nor reach
-the internals of an object, nor change their inputs; they see no clock, so that the same data gives the same tokens on
+the internals of an object, nor change their inputs; they see no clock, so that the same data has the same tokens on
 any day. The sandbox runs in a process of its own (`template_process`), so that an endless template can be ended.
 """
 
@@ -23,7 +23,7 @@ from jaxmem.data.tokenizer import END_TEXT, Tokenizer
 from jaxmem.errors import UserError
 
 Message = Mapping[str, Any]  # "role", "content", and what else a template reads: "tool_calls", ...
-SECONDS = 5  # of processor time per conversation; a usual template takes a thousandth
+SECONDS = 5  # of processor time per conversation; a usual template needs a thousandth
 MEMORY = 1 << 30  # bytes, likewise
 FILE = "chat_template.jinja"
 TOKEN_FILES = ("special_tokens_map.json", "tokenizer_config.json")
@@ -68,7 +68,7 @@ class ChatTemplate:
         reply = _renderer().request({"source": self.source, **request})
         if reply is None:
             raise UserError(
-                f"{self._origin}: the chat template takes more than {SECONDS} s of processor time or "
+                f"{self._origin}: the chat template needs more than {SECONDS} s of processor time or "
                 f"{MEMORY >> 30} GiB for a conversation; set data.chat_template to another one"
             )
         if "invalid" in reply:
@@ -137,7 +137,7 @@ def template_for(tokenizer: Tokenizer, file: str | None = None) -> ChatTemplate:
     if path is not None and (file is not None or path.is_file()):
         return ChatTemplate(_read(path), str(file or path), tokens)
     source = settings.get("chat_template")
-    if isinstance(source, list):  # several by name
+    if isinstance(source, list):  # several with names
         source = {one.get("name"): one.get("template") for one in source if isinstance(one, dict)}.get("default")
     if not isinstance(source, str):
         where = (

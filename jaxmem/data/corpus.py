@@ -107,14 +107,14 @@ def fingerprint(cfg: Config) -> str:
         digest.update(f"\0{source.source}\0{source.field}\0{len(paths)}".encode())
         for path, size in zip(paths, sizes, strict=True):
             digest.update(os.fsencode(path.absolute().relative_to(root)) + f"\0{size}\0".encode())
-            _update(digest, path, size, whole=sum(sizes) <= MAX_HASHED)
+            _update(digest, path, size, completely=sum(sizes) <= MAX_HASHED)
     return digest.hexdigest()
 
 
-def _update(digest: Any, path: Path, size: int, *, whole: bool) -> None:
+def _update(digest: Any, path: Path, size: int, *, completely: bool) -> None:
     try:
         with path.open("rb") as file:
-            if whole:
+            if completely:
                 while part := file.read(1 << 20):
                     digest.update(part)
                 return

@@ -1,8 +1,8 @@
 """scikit-learn's handwritten digits: 1,797 real images of 8 x 8 pixels, each 0 to 16.
 
 Read from the file in the installed package (importing scikit-learn takes a second and brings scipy). Each image is one
-record and each row of a batch takes one record per step; `mask` is 0 for the rows that are left over at the end of a
-split.
+record, and each row of a batch contains one record per step; `mask` is 0 for the rows that are left over at the end of
+a split.
 
 Alpaydin, Kaynak 1998, Optical Recognition of Handwritten Digits (UCI).
 """

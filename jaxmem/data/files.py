@@ -1,7 +1,7 @@
 """The files of data sources: a sorted list of paths, and reads of a part of a file.
 
 Reads are `pread`s of a few kilobytes from descriptors that stay open while they are in use (at most 64, also for 10,000
-small files). Unlike the pages of a memory map they do not count as the process's own memory: a run on 10 GB takes no
+small files). Unlike the pages of a memory map they do not count as the process's own memory: a run on 10 GB needs no
 more than one on 10 MB.
 """
 
@@ -25,20 +25,20 @@ def find_files(path: str | None, source: str, suffixes: Sequence[str] = ()) -> l
     For a directory: everything below it that is not hidden and ends with one of `suffixes` (none: any name).
     """
     if not path:
-        raise UserError(f"data.source {source} needs data.path: a file, a directory or a glob")
-    given = Path(path).expanduser()
-    if given.is_file():
-        return [given]
-    if given.is_dir():
-        named = (file for file in _below(given) if not suffixes or file.suffix.lower() in suffixes)
+        raise UserError(f"data.source={source} requires data.path; set a file, a directory or a glob")
+    place = Path(path).expanduser()
+    if place.is_file():
+        return [place]
+    if place.is_dir():
+        named = (file for file in _below(place) if not suffixes or file.suffix.lower() in suffixes)
         found = [file for file in named if file.is_file()]
         problem = f"no file ending in {', '.join(suffixes)} in this directory" if suffixes else "an empty directory"
     elif glob.has_magic(path):
-        names = glob.glob(str(given), recursive=True)  # noqa: PTH207 (Path.glob takes no absolute patterns)
+        names = glob.glob(str(place), recursive=True)  # noqa: PTH207 (Path.glob takes no absolute patterns)
         found = [file for file in map(Path, names) if file.is_file()]
         problem = "no file matches"
     else:
-        raise UserError(f"data.path {path}: no such file or directory{_similar_name(given)}")
+        raise UserError(f"data.path {path}: no such file or directory{_similar_name(place)}")
     if not found:
         raise UserError(f"data.path {path}: {problem}")
     return sorted(found, key=os.fsencode)

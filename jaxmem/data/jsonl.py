@@ -85,7 +85,7 @@ def read_objects(file: str | Path, contents: str) -> Iterator[tuple[int, dict[st
     except OSError as error:
         raise UserError(f"{file}: cannot be read: {error.strerror}") from error
     if not any(line.strip() for line in lines):
-        raise UserError(f"{file}: is empty; give one {contents} per line")
+        raise UserError(f"{file}: is empty; write one {contents} per line")
     for number, line in enumerate(lines, 1):
         if line.strip():
             try:

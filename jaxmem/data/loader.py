@@ -26,7 +26,7 @@ from jaxmem.data.corpus import Corpus, Split
 from jaxmem.data.packing import Batch, OrderedRecords, Position, TextRows
 from jaxmem.errors import UserError
 
-BUILT_AHEAD = 2  # batches, beside the one being built
+BUILT_AHEAD = 2  # batches, in addition to the one being built
 
 State = dict[str, Any]
 
@@ -67,8 +67,8 @@ class _Batches:
 class Loader:
     """Iterates over the batches of a split, from the beginning or from a restored state.
 
-    `corpus`: another loader's, to share its index of the files. `agree`: given whether this process has data left,
-    returns whether any process has; called once per batch where the split ends.
+    `corpus`: another loader's, to share its index of the files. `agree`: a function of whether this process has data
+    left that returns whether any process has; called once per batch where the split ends.
     """
 
     def __init__(
@@ -127,10 +127,10 @@ class Loader:
         return {"step": found["step"], "global_size": self._global_size} | found
 
     def restore(self, state: State) -> None:
-        """Continues at a position that `state` or `merge_states` gave, for any number of processes."""
+        """Continues at a position that `state` or `merge_states` returned, for any number of processes."""
         if state["global_size"] != self._global_size:
             raise UserError(
-                f"batch.global_size={self._global_size} does not fit the saved position in the data, which is that of "
+                f"batch.global_size={self._global_size} does not fit the saved position in the data, which has "
                 f"{state['global_size']} rows; use batch.global_size={state['global_size']}"
             )
         self._batches.set_state(state)

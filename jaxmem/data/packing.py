@@ -14,7 +14,8 @@ beginning.
 Unpacked, a row is the beginning of one record, then padding: segment 0, mask 0.
 
 A document that must not be divided (a conversation, which would lose its question) stays together: if it does not fit
-into the rest of a row, that is padding and the next row begins with it. Tokens that are not targets have mask 0.
+into the rest of a row, the rest is padding and the next row begins with the document. Tokens that are not targets have
+mask 0.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ INT_ARRAYS = ("inputs", "targets", "positions", "segment_ids")
 
 @dataclass(frozen=True)
 class OrderedRecords:
-    """The records of a split in their order, each found by its place in it."""
+    """The records of a split in their order; a record is found by its place in this order."""
 
     documents: Callable[[int], Sequence[Document]]
     total: int

@@ -1,6 +1,6 @@
 """Documents that are rows of parquet files, read a row group at a time.
 
-Parquet gives no cheap access to one row: a row group is decoded as a whole. So the shuffle keeps row groups together
+Parquet has no cheap access to one row: a row group is decoded completely. So the shuffle keeps row groups together
 (`blocks`) and the last few stay decoded. A row is one record, however long. If row groups are large or many processes
 read the same ones, run `jaxmem tokenize` first: it reads each once.
 """
@@ -94,5 +94,5 @@ def _pyarrow() -> Any:
     try:
         import pyarrow.parquet
     except ImportError as error:
-        raise UserError("data.source parquet needs pyarrow: pip install 'jaxmem[parquet]'") from error
+        raise UserError("data.source=parquet requires pyarrow: pip install 'jaxmem[parquet]'") from error
     return pyarrow.parquet

@@ -1,9 +1,9 @@
-"""The order in which records are read: held-out share, shuffle, epochs, mixture, all by arithmetic.
+"""The order in which records are read: held-out share, shuffle, epochs, mixture, computed from record numbers.
 
 Built on grain's map datasets: `order[k]` is the k-th record of an endless order, found in O(1) memory and time, so that
 a position is one number and each row of a batch has its own. Epoch e of a source is order[e * n : (e + 1) * n], each
-with a permutation of its own. Where grain has another method (shuffle of blocks, weights of a mixture), the reason is
-given at the class; saved runs resume in these orders.
+with a permutation of its own. Where grain has another method (shuffle of blocks, weights of a mixture), the
+class states the reason; saved runs resume in these orders.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class _Training:
         return self._source, index + int(np.searchsorted(self._before, index, side="right"))
 
     def block_lengths(self, blocks: np.ndarray) -> np.ndarray:
-        """From the lengths of runs of all records those of their training records."""
+        """The numbers of training records in runs of records with these lengths."""
         excluded = self._before + np.arange(len(self._before))
         ends = np.cumsum(blocks)
         left = np.diff(ends - np.searchsorted(excluded, ends), prepend=0)
@@ -93,7 +93,7 @@ class _BlockShuffle:
     def __init__(self, lengths: np.ndarray, seed: int) -> None:
         self._lengths, self._seed = lengths, seed
         self._starts, self._count = np.cumsum(lengths) - lengths, int(lengths.sum())
-        # The rows of a batch are close together, so few are in use at a time; at an epoch's end, those of two epochs.
+        # The rows of a batch are close together, so few are in use at a time; at an epoch's end, blocks of two epochs.
         self._blocks = lru_cache(4)(self._blocks_of)
         self._within = lru_cache(16)(self._within_block)
 
@@ -119,7 +119,7 @@ class _BlockShuffle:
 class _Weighted:
     """A grain selection map: the source of the k-th record, so that each has its share of any prefix.
 
-    Of k records, the source of the largest weight gives what the rounded share of the others leaves; that share is
+    Of k records, the source of the largest weight provides what the rounded share of the others leaves; that share is
     divided among the others in the same way. So each source is within half a record of its share for two sources, one
     for three, two for twenty. Exact in integers: grain's own mixture rounds weights to hundredths of the smallest.
     """
@@ -138,10 +138,10 @@ class _Weighted:
         )
 
     def _counts(self, total: int) -> list[int]:
-        """How many of the first `total` records each source gives."""
+        """How many of the first `total` records each source provides."""
         counts = [0] * len(self._rests)
-        for source, rest, whole in self._rests:
-            later = rounded(total * rest, whole)
+        for source, rest, total_weight in self._rests:
+            later = rounded(total * rest, total_weight)
             counts[source] = total - later
             total = later
         return counts
@@ -151,8 +151,8 @@ class _Weighted:
 
     def __getitem__(self, index: int) -> tuple[int, int]:
         before, after = index, index + 1  # records that fall to this source and the later ones
-        for source, rest, whole in self._rests:
-            later_before, later_after = rounded(before * rest, whole), rounded(after * rest, whole)
+        for source, rest, total_weight in self._rests:
+            later_before, later_after = rounded(before * rest, total_weight), rounded(after * rest, total_weight)
             if later_after == later_before:
                 return source, before - later_before
             before, after = later_before, later_after

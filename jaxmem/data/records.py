@@ -20,7 +20,7 @@ class InvalidRecordError(UserError):
 
 
 class DocumentPiece(NamedTuple):
-    """The text of a record: a whole document, or a part of one."""
+    """The text of a record: a complete document, or a part of one."""
 
     text: bytes | str
     is_first: bool  # the document begins here
@@ -56,17 +56,39 @@ class RecordCounts:
         return f"of {self.read} {self.kind} read: {'; '.join(found)}" if found else ""
 
 
+class Records(Protocol):
+    """Lines, rows or files with random access."""
+
+    def __len__(self) -> int: ...
+
+    def where(self, index: int) -> str:
+        """The file and place of a record, for messages."""
+        ...
+
+    def close(self) -> None: ...
+
+
+class TextRecords(Records, Protocol):
+    """Pieces of text with random access."""
+
+    blocks: np.ndarray | None
+
+    def __getitem__(self, index: int) -> DocumentPiece: ...
+
+
 class RecordSource:
-    """Records with random access."""
+    """Documents with random access."""
 
     documents_per_record = 1
     blocks: np.ndarray | None = None  # lengths of the runs of records that are read together, if there are any
 
-    def __init__(self, kind: str, data: Data) -> None:
-        self.counts, self._data = RecordCounts(kind), data
+    def __init__(self, kind: str, data: Data, records: Records | None = None) -> None:
+        """`records`: what the documents are read from, if it is not the source itself."""
+        self.counts, self._data, self._records = RecordCounts(kind), data, records
 
     def __len__(self) -> int:
-        raise NotImplementedError
+        assert self._records is not None
+        return len(self._records)
 
     def documents(self, index: int) -> Sequence[Document]:
         """The documents of a record; empty ones if it is skipped."""
@@ -77,11 +99,12 @@ class RecordSource:
         return None
 
     def where(self, index: int) -> str:
-        """The file and place of a record, for messages."""
-        raise NotImplementedError
+        assert self._records is not None
+        return self._records.where(index)
 
     def close(self) -> None:
-        pass
+        if self._records is not None:
+            self._records.close()
 
     def read_valid(self, index: int, read: Callable[[int], Result]) -> Result | None:
         """`read(index)`; None, and counted, for an invalid record with `data.on_invalid: skip`."""
@@ -95,38 +118,15 @@ class RecordSource:
             return None
 
 
-class TextRecords(Protocol):
-    """Pieces of text with random access."""
-
-    blocks: np.ndarray | None
-
-    def __len__(self) -> int: ...
-
-    def __getitem__(self, index: int) -> DocumentPiece: ...
-
-    def where(self, index: int) -> str: ...
-
-    def close(self) -> None: ...
-
-
 class TokenizedText(RecordSource):
     """Text that is tokenized as it is read."""
 
     def __init__(self, records: TextRecords, data: Data, tokenizer: Tokenizer) -> None:
-        super().__init__("documents", data)
-        self._records, self._tokenizer, self.blocks = records, tokenizer, records.blocks
-
-    def __len__(self) -> int:
-        return len(self._records)
-
-    def where(self, index: int) -> str:
-        return self._records.where(index)
-
-    def close(self) -> None:
-        self._records.close()
+        super().__init__("documents", data, records)
+        self._read, self._tokenizer, self.blocks = records.__getitem__, tokenizer, records.blocks
 
     def documents(self, index: int) -> Sequence[Document]:
-        piece = self.read_valid(index, self._records.__getitem__)
+        piece = self.read_valid(index, self._read)
         return [EMPTY if piece is None else Document(self._tokenize([index], [piece])[0])]
 
     def token_batches(self, characters: int) -> Iterator[tuple[int, list[np.ndarray]]]:
@@ -135,7 +135,7 @@ class TokenizedText(RecordSource):
         pieces: dict[int, DocumentPiece] = {}
         size = 0
         for index in range(len(self)):
-            piece = self.read_valid(index, self._records.__getitem__)
+            piece = self.read_valid(index, self._read)
             if piece is not None:
                 pieces[index] = piece
                 size += len(piece.text)

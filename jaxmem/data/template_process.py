@@ -9,7 +9,7 @@ A request is one line of JSON on stdin: {"source"}, with {"arguments"} to render
 {"text", "marks"}, {"refused"} (by the template), {"failed"}, or {"invalid"} (the template itself). `marks` are the
 [start, end] of the characters that the template's `{% generation %}` blocks wrote; null if it has no such block.
 
-The environment is that of transformers (`utils/chat_template_utils.py`), without a clock (`strftime_now`).
+The environment is the one of transformers (`utils/chat_template_utils.py`), without a clock (`strftime_now`).
 """
 
 from __future__ import annotations
@@ -37,6 +37,7 @@ class Generation(Extension):
     """`{% generation %} ... {% endgeneration %}` around what the assistant says, as in transformers."""
 
     tags = {"generation"}  # noqa: RUF012
+    environment: Any
 
     def __init__(self, environment: Any) -> None:
         super().__init__(environment)
@@ -49,7 +50,7 @@ class Generation(Extension):
         return nodes.CallBlock(self.call_method("_mark"), [], [], body).set_lineno(line)
 
     def _mark(self, caller: Any) -> str:
-        start, text = sum(map(len, self.environment.written)), caller()
+        start, text = sum(len(part) for part in self.environment.written), caller()
         self.environment.marks.append((start, start + len(text)))
         return str(text)
 
@@ -110,7 +111,7 @@ def main(seconds: float, memory: int) -> None:
         try:
             reply = json.dumps(reply_to(json.loads(line)))
         except MemoryError:
-            reply = json.dumps({"failed": f"it takes more than {memory >> 20} MiB"})
+            reply = json.dumps({"failed": f"it needs more than {memory >> 20} MiB"})
         except RecursionError:
             reply = json.dumps({"failed": "the conversation is nested too deeply"})
         signal.setitimer(signal.ITIMER_PROF, 0)

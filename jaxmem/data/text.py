@@ -2,7 +2,7 @@
 
 A record is a document, or a piece of one longer than `limit` bytes: pieces of equal length, cut between characters, so
 that a huge file is read, shuffled and divided among rows like many small ones. Pieces follow from the size of the file:
-the index takes 8 bytes per file.
+the index needs 8 bytes per file.
 """
 
 from __future__ import annotations
@@ -79,10 +79,10 @@ def stdlib_files() -> list[Path]:
         found += [file for file in files if os.access(file, os.R_OK)]
     if not found:
         raise UserError(
-            f"data.source stdlib: this Python contains no source text of its standard library in {root}; "
+            f"data.source=stdlib: this Python contains no source text of its standard library in {root}; "
             "use data.source=text with data.path"
         )
     return sorted(found, key=lambda file: os.fsencode(file.relative_to(root)))
 
 
-default_files = stdlib_files  # of `data.source: stdlib`
+default_files = stdlib_files  # for `data.source: stdlib`

@@ -38,7 +38,7 @@ class Tokenizer(Protocol):
     ends: frozenset[int]  # ids that end an answer: `end`, and those that the model's settings name
     special: Mapping[str, int]  # special tokens, which no text contains: what begins and ends a turn
     directory: Path | None  # of its files, the chat template among them
-    identity: str  # equal for tokenizers that give the same ids
+    identity: str  # equal for tokenizers with the same ids
 
     def encode(self, text: bytes | str) -> np.ndarray: ...
 
@@ -152,11 +152,11 @@ class FileTokenizer:
 
     @cached_property
     def _with_special(self) -> Any:
-        """A second one that recognizes special tokens in a text: the setting is one of the whole tokenizer."""
+        """A second tokenizer that recognizes special tokens in a text, which is a setting of a tokenizer."""
         return self._read()
 
     def _end_token(self, config: Path) -> int:
-        """A token known to end documents; otherwise the eos_token of the tokenizer_config.json beside."""
+        """A token known to end documents; otherwise the eos_token of the tokenizer_config.json next to the file."""
         names = list(END_NAMES)
         if config.is_file():
             eos = read_json(config).get("eos_token")
@@ -166,12 +166,12 @@ class FileTokenizer:
             if (token := self._tokenizer.token_to_id(name)) is not None:
                 return int(token)
         raise UserError(
-            f"data.tokenizer {self._path}: no token that ends a document: it has none of {', '.join(END_NAMES)}; "
-            "name it as eos_token in a tokenizer_config.json beside it"
+            f"data.tokenizer {self._path}: no token that ends a document, such as {', '.join(END_NAMES)}; "
+            "name it as eos_token in a tokenizer_config.json next to it"
         )
 
     def _other_ends(self, directory: Path) -> list[int]:
-        """The tokens that end an answer by the settings of the model in the same directory."""
+        """The tokens that end an answer according to the settings of the model in the same directory."""
         found: list[int] = []
         for file in (directory / "config.json", directory / "generation_config.json"):
             if file.is_file():

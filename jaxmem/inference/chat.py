@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -71,17 +72,20 @@ def read_prompts(file: str | Path) -> list[str]:
     """One prompt per line: text, or JSON with a `prompt` if the name ends in .jsonl."""
     path = Path(file)
     if path.suffix == ".jsonl":
-        found = [(number, record.get("prompt")) for number, record in read_objects(path, "prompt")]
-        if wrong := [number for number, prompt in found if not isinstance(prompt, str)]:
-            raise UserError(f"{file}, line {wrong[0]}: 'prompt' is missing or not a string")
-        return [prompt for _, prompt in found]
+        return [_prompt_of(record, f"{file}, line {number}") for number, record in read_objects(path, "prompt")]
     try:
         lines = [line for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"{file}: cannot be read: {error}") from error
     if not lines:
-        raise UserError(f"{file}: is empty; give one prompt per line")
+        raise UserError(f"{file}: is empty; write one prompt per line")
     return lines
+
+
+def _prompt_of(record: dict[str, Any], where: str) -> str:
+    if not isinstance(prompt := record.get("prompt"), str):
+        raise UserError(f"{where}: 'prompt' is missing or not a string")
+    return prompt
 
 
 def decode_stream(decode: Callable[[list[int]], str], ids: Iterable[int], stops: Sequence[str] = ()) -> Iterator[str]:

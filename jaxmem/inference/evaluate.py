@@ -67,7 +67,7 @@ def evaluate(run: str | Path, data: str | None = None, overrides: Sequence[str] 
     """The loss and other means of a run on its held-out data, or of a run or a Hugging Face directory on all of `data`:
     texts, or records (JSONL, Parquet) in a form that training reads. `overrides` may name other data."""
     if data is None and not is_run(run) and not model_config(run, overrides).data.held_out:
-        raise UserError(f"{run}: has no held-out data; give --data FILE to evaluate on")
+        raise UserError(f"{run}: has no held-out data; use --data FILE")
     own = [] if data is None else [f"data.source={source_of(data)}", f"data.path={json.dumps(data)}", "data.mixture=[]"]
     program, params = open_model(run, [*own, *overrides])
     with Evaluator(program, split="held_out" if data is None else "all") as evaluator:

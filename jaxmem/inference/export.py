@@ -47,7 +47,7 @@ def export_model(
     files, else the stored one. `adapter`: the adapters alone, as PEFT stores them. `merge`: all weights with the
     adapters merged, tensor by tensor."""
     if not is_run(run):
-        raise UserError(f"{run}: is not a run (no config.yaml); give a directory that `jaxmem train` wrote")
+        raise UserError(f"{run}: is not a run (no config.yaml); use a directory that `jaxmem train` wrote")
     _check_adapters(run, model_config(run), adapter, merge)
     program, params = open_model(run)
     cfg, own = program.cfg, Path(run, HF_FOLDER)
@@ -72,7 +72,7 @@ def export_model(
 
 def _check_adapters(run: str | Path, cfg: Config, adapter: bool, merge: bool) -> None:
     if adapter and merge:
-        raise UserError("export does not support --adapter with --merge; give one of the two")
+        raise UserError("export does not support --adapter with --merge; use one of the two")
     kind, has_adapters = cfg.adapter.kind, cfg.adapter.kind in (*LOW_RANK, "prompt")
     if (adapter or merge) and not has_adapters:
         raise UserError(f"{run}: has no adapters; leave out {'--adapter' if adapter else '--merge'}")
@@ -81,7 +81,7 @@ def _check_adapters(run: str | Path, cfg: Config, adapter: bool, merge: bool) ->
             f"{run}: adapter.kind=prompt does not support --merge: it has no weight to merge into; use --adapter"
         )
     if has_adapters and not (adapter or merge):
-        raise UserError(f"{run}: has adapters; give --adapter to export them alone, or --merge")
+        raise UserError(f"{run}: has adapters; use --adapter to export them alone, or --merge")
     if adapter and not isinstance(cfg.model, Decoder):
         raise UserError(
             f"{run}: model.family={cfg.model.family} does not support --adapter: PEFT has adapters of decoders only"

@@ -1,6 +1,6 @@
 """Generate tokens with a KV cache (`models/kv_cache.py`), which is updated in place.
 
-Prompts are read in chunks, so that activations are those of `generate.prefill_chunk` tokens and one layer, for any
+Prompts are read in chunks, so that there are activations of `generate.prefill_chunk` tokens and one layer, for any
 length and depth. A conversation keeps its KV cache between turns, and reads only the new tokens of each.
 
 Prompts of a batch are padded on the left, so that they end together; no position attends to padding. Lengths are
@@ -25,7 +25,7 @@ from jaxmem.models.kv_cache import KVCache, capacity_of, grow
 from jaxmem.step import Program
 
 SHORTEST = 16  # the shortest length that is compiled
-ENDED = -1  # in place of a token: the row ended before
+ENDED = -1  # instead of a token: the row ended before
 
 
 @dataclass(frozen=True)
@@ -92,7 +92,7 @@ class Generator:
     def __call__(self, prompts: Sequence[np.ndarray], count: int, ends: Collection[int] = ()) -> Iterator[np.ndarray]:
         """Up to `count` times the next token of all rows, [rows]. A row ends after a token of `ends`, then is ENDED."""
         if not all(map(len, prompts)):
-            raise UserError("the prompt is empty; give at least one token")
+            raise UserError("the prompt is empty; it must have at least one token")
         width = max(len(prompt) for prompt in prompts) + len(self.before)
         first = [width - len(self.before) - len(prompt) for prompt in prompts]
         tokens = np.zeros((len(prompts), width), np.int32)
@@ -103,7 +103,7 @@ class Generator:
     def extend(
         self, read: ReadTokens, tokens: np.ndarray, count: int, ends: Collection[int] = ()
     ) -> Iterator[np.ndarray]:
-        """Reads tokens [rows, time], then yields up to `count` generated ones, which it reads too, except the last."""
+        """Reads tokens [rows, length], then yields up to `count` generated ones, which it reads too but the last."""
         if count < 1:
             raise UserError(f"tokens is {count}; it must be at least 1")
         return self._generate(read, tokens, count, ends)
@@ -174,7 +174,7 @@ class Conversation:
     def __call__(self, tokens: np.ndarray, count: int, ends: Collection[int] = ()) -> Iterator[int]:
         """Up to `count` tokens after these. A beginning that they share with the previous call is not read again."""
         if not len(tokens):
-            raise UserError("the prompt is empty; give at least one token")
+            raise UserError("the prompt is empty; it must have at least one token")
         tokens = np.append(self._generator.before, tokens).astype(np.int32)
         known = min(
             len(self._tokens), self._read.length, len(tokens) - 1

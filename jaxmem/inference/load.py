@@ -61,7 +61,7 @@ def model_config(directory: str | Path, overrides: Sequence[str] = ()) -> Config
             raw["data"]["packing"] = False
         return load_config({**raw, "adapter": {"hf": str(directory)}}, overrides)
     raise UserError(
-        f"{directory}: is neither a run (no config.yaml) nor a Hugging Face model (no config.json); give a directory "
+        f"{directory}: is neither a run (no config.yaml) nor a Hugging Face model (no config.json); use a directory "
         "that `jaxmem train` wrote, or one with config.json and *.safetensors"
     )
 
@@ -103,7 +103,7 @@ def open_run(directory: str | Path, overrides: Sequence[str] = ()) -> tuple[Prog
     """(program, parameters) of the newest checkpoint."""
     directory = Path(directory)
     if not is_run(directory):
-        raise UserError(f"{directory}: is not a run (no config.yaml); give a directory that `jaxmem train` wrote")
+        raise UserError(f"{directory}: is not a run (no config.yaml); use a directory that `jaxmem train` wrote")
     built = _program(model_config(directory, overrides))
     with Checkpoints(checkpoint_directory(built.cfg, directory), read_only=True) as checkpoints:
         step = checkpoints.latest()
@@ -151,7 +151,7 @@ def load_base_params(built: Program, run: str | Path) -> Any:
     """`base_params` the newest checkpoint of a run."""
     if not is_run(run):
         raise UserError(
-            f"adapter.base_run={run}: is not a run (no config.yaml); give a directory that `jaxmem train` wrote"
+            f"adapter.base_run={run}: is not a run (no config.yaml); use a directory that `jaxmem train` wrote"
         )
     with Checkpoints(checkpoint_directory(load_config(Path(run, "config.yaml")), run), read_only=True) as checkpoints:
         step = checkpoints.latest()

@@ -81,13 +81,13 @@ def scores(program: Program, params: Any, tokenizer: Tokenizer, questions: Seque
 def _encode(tokenizer: Tokenizer, prompt: str, choice: str) -> tuple[np.ndarray, int]:
     """Tokens of prompt and choice as one text, and the first position that differs from the prompt alone."""
     head = np.array(tokenizer.begin, np.int32)
-    before, whole = (np.concatenate([head, tokenizer.encode(text)]) for text in (prompt, prompt + choice))
-    shared = min(len(before), len(whole))
-    different = np.flatnonzero(before[:shared] != whole[:shared])
+    before, both = (np.concatenate([head, tokenizer.encode(text)]) for text in (prompt, prompt + choice))
+    shared = min(len(before), len(both))
+    different = np.flatnonzero(before[:shared] != both[:shared])
     start = int(different[0]) if len(different) else shared
     if not head.size:  # the first token has no logits
         start = max(start, 1)
-    return whole, start
+    return both, start
 
 
 def read_questions(file: str | Path) -> list[Question]:

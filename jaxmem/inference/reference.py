@@ -1,6 +1,6 @@
 """DPO's reference log-probabilities: computed once with the initial weights, then read from a file.
 
-The file has 8 bytes per preference pair, and takes the place of a second model in memory. It also has fingerprints of
+The file has 8 bytes per preference pair, and replaces a second model in memory. It also has fingerprints of
 the weights, the tokens and the sequence length; a file with other fingerprints is refused.
 """
 
@@ -45,8 +45,8 @@ def reference_logprobs(program: Program, corpus: Corpus, params: Any, identity: 
         problem = "other data" if found.data != data else "other weights" if found.weights != expected else None
         if problem or len(found.values) != len(corpus.sources[0]):
             raise UserError(
-                f"{file}: was computed with {problem or 'another number of pairs'}; remove it, or give"
-                " data.reference_logprobs another name"
+                f"{file}: was computed with {problem or 'another number of pairs'}; remove it, or set"
+                " data.reference_logprobs to another file"
             )
         return found
     if weights is not None:
@@ -63,12 +63,12 @@ def reference_logprobs(program: Program, corpus: Corpus, params: Any, identity: 
 def file_for(cfg: Config) -> Path:
     if cfg.data.reference_logprobs is not None:
         return Path(cfg.data.reference_logprobs).expanduser()
-    given = Path(cfg.data.path or "").expanduser()
-    if any(letter in given.name for letter in "*?["):
+    path = Path(cfg.data.path or "").expanduser()
+    if any(letter in path.name for letter in "*?["):
         raise UserError(
             f"data.reference_logprobs is missing, and data.path={cfg.data.path} names several files; set it"
         )
-    return given.with_name(given.name + SUFFIX)
+    return path.with_name(path.name + SUFFIX)
 
 
 def read(file: Path) -> Reference:
@@ -116,7 +116,7 @@ def _write(file: Path, reference: Reference) -> None:
         unfinished.replace(file)
     except OSError as error:
         raise UserError(
-            f"{file}: cannot be written: {error.strerror}; give data.reference_logprobs another place"
+            f"{file}: cannot be written: {error.strerror}; set data.reference_logprobs to another file"
         ) from error
     finally:
         unfinished.unlink(missing_ok=True)

@@ -184,9 +184,9 @@ def test_a_template_without_end_is_ended_and_the_next_is_rendered(monkeypatch: p
     renderer = chat_template._Renderer()
     monkeypatch.setattr(chat_template, "_renderer", lambda: renderer)
     loops = "{% for i in range(99999) %}" * 4 + "{% endfor %}" * 4
-    with pytest.raises(UserError, match=r"here: the chat template takes more than 0.3 s of processor time"):
+    with pytest.raises(UserError, match=r"here: the chat template needs more than 0.3 s of processor time"):
         template(loops).render(HI)
-    with pytest.raises(TemplateError, match="the chat template fails: it takes more than 1024 MiB"):
+    with pytest.raises(TemplateError, match="the chat template fails: it needs more than 1024 MiB"):
         template("{{ messages[0].role * 2 ** 31 }}").render(HI)
     assert template(PLAIN).render(HI)
     renderer.close()

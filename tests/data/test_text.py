@@ -79,7 +79,7 @@ def open_files() -> int:
 @pytest.mark.parametrize(
     ("path", "message"),
     [
-        (None, "source text needs data.path"),
+        (None, "data.source=text requires data.path"),
         ("{0}/corpsu.txt", r"no such file.*did you mean corpus\.txt\?"),
         ("{0}/nowhere/x", "no such file or directory$"),
         ("{0}/*.md", "no file matches"),

@@ -163,7 +163,7 @@ def test_choices_are_scored_by_their_own_tokens(opened, tmp_path: Path) -> None:
         ('{"prompt": "a", "choices": ["b"], "answer": 0}', "at least two choices"),
         ('{"prompt": "a", "choices": ["b", ""], "answer": 0}', "a choice is empty or not a string"),
         ('{"prompt": "a", "choices": ["b", "c"], "answer": "D"}', "answer 'D' is not one of its 2 choices"),
-        ("", "give one question per line"),
+        ("", "write one question per line"),
     ],
 )
 def test_questions_that_are_none(tmp_path: Path, line: str, message: str) -> None:
@@ -178,8 +178,8 @@ def test_questions_that_are_none(tmp_path: Path, line: str, message: str) -> Non
         ("p.jsonl", "{", "line 1: not a prompt: invalid JSON"),
         ("p.jsonl", '\n{"prompt": 1}', "line 2: 'prompt' is missing or not a string"),
         ("p.jsonl", '{"prompt": "\\ud800"}', "not valid text"),
-        ("p.jsonl", "", "give one prompt per line"),
-        ("p", "\n", "give one prompt per line"),
+        ("p.jsonl", "", "write one prompt per line"),
+        ("p", "\n", "write one prompt per line"),
     ],
 )
 def test_prompts_that_are_none(tmp_path: Path, name: str, text: str, message: str) -> None:

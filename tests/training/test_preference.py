@@ -106,7 +106,7 @@ def test_the_margin_grows_from_a_reference_that_is_kept(config, tmp_path):
     for prompt, both in zip(prompts[0::2], batch["reference"].reshape(-1, 2), strict=True):
         np.testing.assert_array_equal(both, kept.values[int(prompt)])
     assert run(cfg, jax.devices()[:1]).step == 3  # whose weights are no longer those of the reference
-    with pytest.raises(UserError, match=r"reference.npz: was computed with other weights; remove it, or give data.ref"):
+    with pytest.raises(UserError, match=r"reference.npz: was computed with other weights; remove it, or set data.ref"):
         run(config(name="y", seed=1), jax.devices()[:1])
     assert not (tmp_path / "y/config.yaml").exists()
     file_for(cfg).write_bytes(b"x")
