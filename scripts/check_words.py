@@ -62,6 +62,7 @@ NAMES = {"told", "said", "brought", "begun", "kept", "given", "held", "asked", "
 ELSEWHERE: tuple[tuple[str, str], ...] = (
     ("scripts/check_words.py", ""),  # the terms themselves
     ("data/chat.py", "messages"),  # of a conversation
+    ("data/chat_forms.py", "messages"),
     ("data/chat_template.py", "messages"),
     ("data/preference.py", "messages"),
     ("data/records.py", "messages"),

@@ -104,7 +104,7 @@ class ChatEncoder:
         if not is_target.any():
             raise InvalidRecordError("the chat template writes no answer of an assistant to train on")
         if not np.isin(ids[is_target], [*self._tokenizer.special.values()]).any():
-            self._warn("end", "no token that ends an answer is a target, so the model does not learn to stop")
+            self._warn("end", "no target token ends an answer, so the trained model will not stop after its answers")
         return Document(ids, is_target, is_indivisible=True)
 
     def _render(self, chat: Chat, messages: Sequence[Message], *, answer: bool = False) -> Rendered:

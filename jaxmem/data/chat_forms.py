@@ -133,7 +133,7 @@ def _message(found: Any, key: str) -> Message:
     """A message under OpenAI's names, without fields that are null."""
     if not isinstance(found, dict):
         raise InvalidRecordError(f"{key!r} contains {type(found).__name__} instead of a message")
-    message: dict[str, Any] = {KEYS.get(name, name): value for name, value in found.items() if value is not None}
+    message: dict[str, Any] = {KEYS.get(name) or name: value for name, value in found.items() if value is not None}
     if not isinstance(role := message.get("role"), str):
         raise InvalidRecordError("a message needs 'role' or 'from'")
     content = message.get("content")

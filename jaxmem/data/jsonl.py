@@ -79,19 +79,20 @@ class JsonTexts(JsonLines):
 
 
 def read_objects(file: str | Path, contents: str) -> Iterator[tuple[int, dict[str, Any]]]:
-    """The objects of a small file, each with the number of its line. `contents`: what a line is, for messages."""
+    """The objects of a file, each with the number of its line. `contents`: what a line is, for errors."""
+    is_empty = True
     try:
-        lines = Path(file).read_bytes().split(b"\n")
+        with Path(file).open("rb") as opened:
+            for number, line in enumerate(iter(lambda: opened.readline(LONGEST), b""), 1):
+                if line.strip():
+                    is_empty = False
+                    yield number, parse_object(line)
     except OSError as error:
         raise UserError(f"{file}: cannot be read: {error.strerror}") from error
-    if not any(line.strip() for line in lines):
+    except InvalidRecordError as error:
+        raise UserError(f"{file}, line {number}: not a {contents}: {error}") from error
+    if is_empty:
         raise UserError(f"{file}: is empty; write one {contents} per line")
-    for number, line in enumerate(lines, 1):
-        if line.strip():
-            try:
-                yield number, parse_object(line)
-            except InvalidRecordError as error:
-                raise UserError(f"{file}, line {number}: not a {contents}: {error}") from error
 
 
 def parse_object(line: bytes) -> dict[str, Any]:

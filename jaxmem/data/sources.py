@@ -11,7 +11,7 @@ from jaxmem.config.sections import Config, Data, Source
 from jaxmem.config.sources import SOURCES
 from jaxmem.data.chat_forms import ANSWERS, LISTS
 from jaxmem.data.files import find_files
-from jaxmem.data.jsonl import JsonLines, parse_object
+from jaxmem.data.jsonl import read_objects
 from jaxmem.data.records import RecordSource
 from jaxmem.data.tokenizer import Tokenizer
 
@@ -38,9 +38,7 @@ def source_of(path: str) -> str:
     named = [name for name, kind in SOURCES.items() if file.suffix.lower() in kind.suffixes]
     if "jsonl" not in named:
         return named[0] if named else "text"
-    lines = JsonLines([file])
-    keys = parse_object(lines.line(0)).keys()
-    lines.close()
+    keys = next(read_objects(file, "JSON object"))[1].keys()
     if {"chosen", "rejected"} & keys:
         return "preference"
     return "chat" if {*LISTS, *ANSWERS} & keys else "jsonl"

@@ -149,7 +149,7 @@ def test_what_a_template_does_not_read_is_named() -> None:
     assert len(found) == 1
     with pytest.raises(InvalidRecordError, match="does not support tool_calls"):
         encoded(messages(content=None, tool_calls=[CALL]))
-    with pytest.warns(UserWarning, match="no token that ends an answer is a target"):
+    with pytest.warns(UserWarning, match="no target token ends an answer"):
         assert encoded({"messages": HI}, PLAIN.replace("eos_token", "'.'")) == ("u:aa:bc.", "bc")
 
 

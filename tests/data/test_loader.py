@@ -253,15 +253,16 @@ def test_broken_lines_are_passed_over_and_counted(config: Make, tmp_path: Any) -
         data.tokenize(config(**asked, on_invalid="skip"), tmp_path / "other")
 
 
-def test_closing_stops_the_thread(config: Make, numbered: str) -> None:
-    before = threading.active_count()
-    loader = data.Loader(config(path=numbered))
-    next(loader)
-    assert threading.active_count() == before + 1
-    loader.close()
-    assert threading.active_count() == before
-    with pytest.raises(ValueError, match="closed"):
+def test_closing_stops_the_thread_also_when_python_exits(config: Make, numbered: str) -> None:
+    for close in (data.Loader.close, lambda loader: loader._stop.atexit and loader._stop()):
+        before = threading.active_count()
+        loader = data.Loader(config(path=numbered))
         next(loader)
+        assert threading.active_count() == before + 1
+        close(loader)
+        assert threading.active_count() == before
+        with pytest.raises(ValueError, match="closed"):
+            next(loader)
 
 
 def test_rows_that_do_not_exist_are_refused(config: Make, numbered: str) -> None:
