@@ -1,5 +1,5 @@
 """The reference of the Python API, from signatures and docstrings: an index and one page per public module in docs/api;
-and of the config, from its schema: docs/config.md.
+of the config, from its schema: docs/config.md; and a table of the files in configs/.
 
 python scripts/api.py            # writes the pages
 python scripts/api.py --check    # names the pages that are out of date; exit code 1 if there are any
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import re
 import sys
 import textwrap
 from collections.abc import Iterator
@@ -122,6 +123,27 @@ def _table(head: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
     return "\n".join(f"| {' | '.join(cells)} |".replace("|  |", "| |") for cells in lines)
 
 
+CONFIGS = """# Configs
+
+Each file begins with its commands, the data that it needs and the memory of its plan. DIR is a Hugging Face directory:
+without `model='{hf: DIR}'` weights are random. Planned memory is that of one GPU, as `jaxmem plan CONFIG --target GPU`
+compiles it; nothing has run on a GPU yet. `python scripts/api.py` writes this page from the files.
+"""
+
+
+def configs_page() -> str:
+    """configs/README.md: the first line of each config, the GPUs of its plan, and the memory that it needs."""
+    rows = []
+    for file in sorted((DOCS.parent / "configs").glob("*.yaml")):
+        head = " ".join(line.lstrip("# ") for line in file.read_text(encoding="utf-8").split("\n\n")[0].splitlines())
+        planned = re.search(r"Planned: ([\d.]+) GiB", head, re.IGNORECASE)
+        target = re.search(r"--target (\S+)", head)
+        place = f"`{target[1]}`" if target else "this machine"
+        about = re.split(r"\. |\.? +jaxmem ", head)[0]
+        rows.append((f"[{file.stem}]({file.name})", about, place, planned[1] if planned and target else ""))
+    return f"{CONFIGS}\n{_table(('config', 'what it trains', 'GPUs', 'planned, GiB per GPU'), rows)}\n"
+
+
 def pages() -> dict[str, str]:
     """The text of each file in docs/, by its name."""
     index, found = HEAD, {}
@@ -134,7 +156,7 @@ def pages() -> dict[str, str]:
         for one, value in entries.items():
             parts += _entry(one, value)
         found[f"api/{file}"] = "\n\n".join(part for part in parts if part) + "\n"
-    return {"api/README.md": index, **found, "config.md": config_page()}
+    return {"api/README.md": index, **found, "config.md": config_page(), "../configs/README.md": configs_page()}
 
 
 def _entry(name: str, value: Any) -> Iterator[str]:
@@ -187,12 +209,12 @@ def _summary(value: Any) -> str:
 
 def main(*arguments: str) -> int:
     made = pages()
-    files = [*DOCS.glob("api/*.md"), DOCS / "config.md"]
-    here = {str(path.relative_to(DOCS)): path.read_text(encoding="utf-8") for path in files if path.exists()}
+    names = {*made, *(f"api/{path.name}" for path in DOCS.glob("api/*.md"))}
+    here = {name: (DOCS / name).read_text(encoding="utf-8") for name in names if (DOCS / name).exists()}
     stale = sorted(name for name in made.keys() | here.keys() if made.get(name) != here.get(name))
     if arguments == ("--check",):
         for name in stale:
-            print(f"docs/{name} is out of date; run python scripts/api.py")
+            print(f"{(DOCS / name).resolve().relative_to(DOCS.parent)} is out of date; run python scripts/api.py")
         return int(bool(stale))
     for name in stale:
         (DOCS / name).unlink() if name not in made else (DOCS / name).write_text(made[name], encoding="utf-8")
