@@ -129,7 +129,7 @@ def test_a_damaged_cache_is_refused(
     damage(tmp_path / "cache")
     with pytest.raises(UserError, match=message):
         data.Loader(config(source="tokens", path=str(tmp_path / "cache")))
-    with pytest.raises(UserError, match=r"needs data\.path"):
+    with pytest.raises(UserError, match=r"requires data\.path"):
         data.Loader(config(source="tokens"))
 
 

@@ -125,7 +125,7 @@ def test_states_that_do_not_fit_together_are_refused(config: Make, numbered: str
             data.merge_states([half, moved, {**two.state(), "step": 0}])
     with (
         data.Loader(config(path=numbered, global_size=8)) as other,
-        pytest.raises(UserError, match=r"global_size=8 does not fit .* of 4 rows"),
+        pytest.raises(UserError, match=r"global_size=8 does not fit .* has 4 rows"),
     ):
         other.restore({**half, "global_size": 4})
 

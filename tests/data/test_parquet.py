@@ -64,5 +64,5 @@ def test_broken_parquet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     with pytest.raises(UserError, match=r"a\.parquet: not a readable parquet file"):
         records[0]
     monkeypatch.setitem(sys.modules, "pyarrow.parquet", None)
-    with pytest.raises(UserError, match=r"needs pyarrow: pip install 'jaxmem\[parquet\]'"):
+    with pytest.raises(UserError, match=r"requires pyarrow: pip install 'jaxmem\[parquet\]'"):
         ParquetRows([path], "text")
