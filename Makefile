@@ -1,6 +1,6 @@
 # make demo    set up, train a small decoder, explain the memory
 # make test    set up, pass the tests
-# make lint    ruff, mypy, words, generated pages
+# make lint    ruff, mypy, words, generated pages, planned figures
 # make clean   remove what these made
 # Needs Python 3.11 or newer; another one than the first found: make PYTHON=/path/to/python demo
 
@@ -26,6 +26,7 @@ lint: $(VENV)/installed-dev
 	@$(BIN)/ruff format --check .
 	@$(BIN)/python scripts/check_words.py
 	@$(BIN)/python scripts/api.py --check
+	@$(BIN)/python scripts/check_numbers.py
 	@$(BIN)/mypy
 
 clean:

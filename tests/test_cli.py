@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import subprocess
@@ -256,3 +257,40 @@ def test_help_fits_a_narrow_terminal_and_loads_nothing_heavy() -> None:
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
     assert max(map(len, done.stdout.splitlines())) <= 40
     assert "--simulate" in done.stdout
+
+
+def test_errors_of_the_machine_are_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    raised: list[int] = []
+
+    def fail(*_: object) -> None:
+        raise OSError(raised[-1], os.strerror(raised[-1]), "/runs/x")
+
+    monkeypatch.setattr("jaxmem.config.load_config", fail)
+    for number, text in (
+        (errno.EROFS, "/runs/x: Read-only file system"),
+        (errno.ENOSPC, "/runs/x: No space left on device"),
+        (errno.EMFILE, "too many open files: raise the limit with `ulimit -n 4096`"),
+    ):
+        raised.append(number)
+        assert jaxmem("plan", "x.yaml", capsys=capsys) == (2, "", f"error: {text}\n")
+    raised.append(errno.EBADF)
+    with pytest.raises(OSError, match="Bad file"):
+        main(["plan", "x.yaml"])
+
+
+FEW_FILES = """
+import resource, sys
+from jaxmem.cli import main
+resource.setrlimit(resource.RLIMIT_NOFILE, (24, 24))
+main(["train", sys.argv[1], "--simulate", "1", "name=few"])
+"""
+
+
+def test_too_few_file_descriptors(run: Path) -> None:
+    command = [sys.executable, "-c", FEW_FILES, str(run.parent / "small.yaml")]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert done.stderr.splitlines() == ["error: too many open files: raise the limit with `ulimit -n 4096`"]
+    assert not (run.parent / "few").exists()

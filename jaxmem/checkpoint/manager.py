@@ -45,7 +45,7 @@ class Checkpoints:
         read_only: bool = False,
         warn: Callable[[str], None] | None = None,
     ) -> None:
-        """`read_only` changes nothing on disk: it is safe beside a run that is writing. With `warn` a failed save is
+        """`read_only` changes nothing on disk: it is safe while a run is writing. With `warn` a failed save is
         reported there by the next `save`; without it, and in `wait`, it is raised."""
         self.directory = absolute(directory)
         self._in_bucket = "://" in str(self.directory)  # where a rename copies: replaced checkpoints are deleted there
@@ -103,7 +103,7 @@ class Checkpoints:
         return True
 
     def steps(self) -> list[int]:
-        """The steps with a whole checkpoint, oldest first."""
+        """The steps with a complete checkpoint, oldest first."""
         self.wait()
         return sorted(self._manager.all_steps())
 
@@ -142,7 +142,7 @@ class Checkpoints:
     def restore_latest(
         self, abstract_state: Any, report: Callable[[str], None] = print
     ) -> tuple[int, Any, dict[str, Any], dict[str, Any]] | None:
-        """(step, state, position, config) of the newest whole checkpoint; None where there never was one.
+        """(step, state, position, config) of the newest complete checkpoint; None if there never was one.
 
         A damaged one is reported and renamed, and the one before is used. If all are damaged this raises: a run must
         not silently start from nothing.
@@ -243,7 +243,7 @@ class Checkpoints:
         # Read from disk, since the manager also counts the unfinished save.
         last = max(ocp.utils.checkpoint_steps(self.directory), default=None)
         which = "a checkpoint" if step is None else f"the checkpoint of step {step}"
-        whole = "no whole checkpoint yet" if last is None else f"last whole checkpoint: step {last}"
+        whole = "no complete checkpoint yet" if last is None else f"last complete checkpoint: step {last}"
         return UserError(f"{which} could not be written to {self.directory} ({whole}): {root_cause(error)}")
 
     def _arrays(self, step: int, abstract: Any, saved: dict[str, Any]) -> Any:

@@ -11,6 +11,7 @@ import logging
 import sys
 import time
 import traceback
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -22,7 +23,7 @@ _unraisable = sys.unraisablehook
 
 
 def _is_follow_up(record: logging.LogRecord) -> bool:
-    """Whether a task of Orbax failed beside the one whose failure is reported."""
+    """Whether another task of Orbax failed than the one whose failure is reported."""
     frames = traceback.walk_tb(record.exc_info[2] if record.exc_info else None)
     return "never retrieved" in record.getMessage() and any(ORBAX in frame.f_code.co_filename for frame, _ in frames)
 
@@ -32,10 +33,12 @@ logging.getLogger("asyncio").addFilter(lambda record: not _is_follow_up(record))
 
 
 def _report_unraisable(failure: sys.UnraisableHookArgs) -> None:
-    if str(failure.exc_value) != "Event loop is closed":
+    text = str(failure.exc_value)
+    if text != "Event loop is closed" and "_ssock" not in text:  # an event loop without file descriptors has no _ssock
         _unraisable(failure)
 
 
+warnings.filterwarnings("ignore", r"coroutine '.*' was never awaited", RuntimeWarning)  # for want of an event loop
 sys.unraisablehook = _report_unraisable  # called from TensorStore's threads
 
 

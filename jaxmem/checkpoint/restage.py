@@ -2,7 +2,7 @@
 the order of other stages, or of none.
 
 Such arrays are read with all layers on each device and another dimension sharded over `stage`, so that they are put in
-order where they are; then each layer goes to its stage. Beside the state this takes one array at a time.
+order where they are; then each layer goes to its stage. In addition to the state it holds one array at a time.
 """
 
 from __future__ import annotations

@@ -70,7 +70,7 @@ def refuse_changes(
         differences = [f"the data files have changed (fingerprint was {fingerprints[0]}, is {fingerprints[1]})"]
     if differences:
         raise UserError(
-            f"cannot resume from {directory}: {'; '.join(differences)}. Undo the change, give the run another `name`,"
+            f"cannot resume from {directory}: {'; '.join(differences)}. Undo the change, set another `name`,"
             " or start from step 0 with checkpoint.resume=never (the old run is renamed, not deleted)"
         )
 

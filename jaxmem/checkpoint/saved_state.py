@@ -68,7 +68,7 @@ class SavedState:
         """Refuses a checkpoint that was trained on other frozen weights than `model.hf` provides."""
         if self._hf is not None and position.get("base", self.base) != self.base:
             raise UserError(
-                f"model.hf: {self._hf} holds other weights than those that {where} was trained on; give the unchanged"
+                f"model.hf: {self._hf} holds other weights than those that {where} was trained on; use the unchanged"
                 " directory"
             )
 

@@ -6,7 +6,7 @@ The variables of schedulers are read by JAX's own detection. This module only co
 - every Kubernetes pod would be asked for its Job, although only the pods of an Indexed Job have others;
 - with one process per host JAX would give it one GPU, the one with its number on that host; a task to which Slurm shows
   a single GPU would look for the one of its own number, which is not there;
-- processes of an unknown launcher would each train the whole run, over each other's files.
+- processes of an unknown launcher would each train the entire run, over each other's files.
 """
 
 from __future__ import annotations
@@ -64,7 +64,9 @@ def find(timeout: float = 300) -> Cluster | None:
     if address is None and count is None and process is None:
         return None
     if missing := [name for name, value in zip(VARIABLES, (address, count, process), strict=True) if value is None]:
-        raise UserError(f"{', '.join(given)} without {', '.join(missing)}; give all of {', '.join(VARIABLES)}, or none")
+        raise UserError(
+            f"{', '.join(given)} without {', '.join(missing)}; set all of {', '.join(VARIABLES)}, or none of them"
+        )
     assert address is not None and count is not None and process is not None  # noqa: PT018
     if not re.fullmatch(r".+:\d+", address):
         raise UserError(f"JAX_COORDINATOR_ADDRESS={address!r} is not HOST:PORT")
@@ -98,12 +100,12 @@ class _Scheduler:
             return getattr(self._environment, question)(*arguments)
         except (RuntimeError, KeyError, ValueError, OSError) as error:
             text = " ".join(str(error).split())
-            raise UserError(f"{self._environment.__name__}: {text}; or give {', '.join(VARIABLES)}") from error
+            raise UserError(f"{self._environment.__name__}: {text}; or set {', '.join(VARIABLES)}") from error
 
 
 class _Slurm(_Scheduler):
     def processes(self) -> int:
-        """Of this step: in a shell inside an allocation, SLURM_NTASKS counts the whole allocation."""
+        """Of this step: in a shell inside an allocation, SLURM_NTASKS counts the entire allocation."""
         step = os.environ.get("SLURM_STEP_NUM_TASKS")
         return int(step) if step else super().processes()
 
@@ -131,7 +133,7 @@ class _OpenMpi(_Scheduler):
             return f"localhost:{port}"
         if importlib.util.find_spec("mpi4py") is None:
             raise UserError(
-                "Open MPI 5 does not report the address of process 0; pip install mpi4py, or give "
+                "Open MPI 5 does not report the address of process 0; pip install mpi4py, or set "
                 "JAX_COORDINATOR_ADDRESS=HOST:PORT of process 0 (mpirun -x JAX_COORDINATOR_ADDRESS=...)"
             )
         from jax._src.clusters import Mpi4pyCluster
@@ -156,7 +158,7 @@ def _scheduler(is_given: bool) -> _Scheduler | None:
     if "KUBERNETES_SERVICE_HOST" in os.environ and "JOB_COMPLETION_INDEX" in os.environ:
         if importlib.util.find_spec("kubernetes") is None:
             raise UserError(
-                "the other pods of this Indexed Job of Kubernetes are unknown; pip install kubernetes, or give "
+                "the other pods of this Indexed Job of Kubernetes are unknown; pip install kubernetes, or set "
                 f"{', '.join(VARIABLES)}; JAX_NUM_PROCESSES=1 for a lone process"
             )
         clusters.K8sCluster.is_env_present()  # also connects
@@ -165,7 +167,7 @@ def _scheduler(is_given: bool) -> _Scheduler | None:
         if rank in os.environ and int(os.environ.get(size, "1")) > 1:
             raise UserError(
                 f"{rank}={os.environ[rank]} of {os.environ[size]} processes, but their addresses are unknown; "
-                f"give {', '.join(VARIABLES)}; JAX_NUM_PROCESSES=1 for lone processes"
+                f"set {', '.join(VARIABLES)}; JAX_NUM_PROCESSES=1 for lone processes"
             )
     return None
 

@@ -102,7 +102,7 @@ def end_all(error: BaseException) -> None:
 
 @contextmanager
 def failing_together() -> Iterator[None]:
-    """Around what all processes do. An error in one stops all; the others report which process had it.
+    """Around the work of all processes. An error in one stops all; the others report which process had it.
 
     Unwinding may wait for other processes (a checkpoint is closed together), so it happens only when all have an
     error; otherwise this process reports its own and exits here.

@@ -33,9 +33,9 @@ PR_SET_PDEATHSIG = 1  # of linux/prctl.h
 
 
 def launch(command: Sequence[str], processes: int, devices: int | None = None) -> int:
-    """Run them; returns the exit code. `devices`: simulated CPU devices per process, in place of this machine's."""
+    """Runs them and returns the exit code. `devices`: simulated CPU devices per process, instead of this machine's."""
     if not command:
-        raise UserError("launch: no command given; e.g. jaxmem launch -n 2 -- jaxmem train configs/demo.yaml")
+        raise UserError("launch: the command is missing; use jaxmem launch -n 2 -- jaxmem train configs/demo.yaml")
     with _Children() as children, _forwarding_signals(children):
         for environment in environments(processes, devices):
             children.start(command, os.environ | environment)
@@ -43,7 +43,7 @@ def launch(command: Sequence[str], processes: int, devices: int | None = None) -
 
 
 def environments(processes: int, devices: int | None) -> list[dict[str, str]]:
-    """Each process's variables, beside the inherited ones."""
+    """Each process's variables, in addition to the inherited ones."""
     gpus = 0 if devices else visible_gpus()
     if gpus % processes:
         raise UserError(
@@ -151,7 +151,7 @@ class _Children:
                 self._write(target, prefix + line + (b"" if line.endswith(b"\n") else b"\n"))
 
     def _write(self, target: Any, line: bytes) -> None:
-        """One whole line at a time; a closed output is no reason to stop."""
+        """One complete line at a time; a closed output is no reason to stop."""
         with self._lock, suppress(OSError, ValueError):
             target.write(line.decode(errors="replace"))
             target.flush()

@@ -22,7 +22,7 @@ from jaxmem.distributed.communicator import Communicator
 from jaxmem.distributed.join import hosts
 
 REPEATS = 5
-SECONDS = 0.3  # at least, where a process measures alone: something else may run beside it
+SECONDS = 0.3  # at least, where a process measures alone: something else may run at the same time
 SLOW = 0.5  # of the median
 SIZES = {"cpu": (256, 1 << 20)}  # matrix, bytes copied and reduced
 ACCELERATOR = (4096, 64 << 20)

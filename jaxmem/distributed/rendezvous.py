@@ -28,7 +28,7 @@ def rendezvous(cluster: Cluster, seconds: float, hostname: Callable[[], str] = s
     answer = _collect(cluster, end, host) if cluster.process == 0 else _report(cluster, end, seconds, host)
     hosts: list[str | None] = answer["hosts"]
     if conflict := answer["conflict"]:
-        raise UserError(f"{conflict}; give each process another JAX_PROCESS_ID, 0 to {cluster.processes - 1}")
+        raise UserError(f"{conflict}; set another JAX_PROCESS_ID in each process, 0 to {cluster.processes - 1}")
     if None in hosts:
         missing = [str(number) for number, host in enumerate(hosts) if host is None]
         here = ", ".join(f"{number} on {host}" for number, host in enumerate(hosts) if host is not None)
@@ -55,7 +55,7 @@ def _collect(cluster: Cluster, end: float, host: str) -> dict[str, Any]:
                 continue  # nobody, or a foreign client
             connections.append(connection)
             if count != cluster.processes:
-                conflict = f"process {process} on {other} was given {count} processes, process 0 {len(hosts)}"
+                conflict = f"process {process} on {other} expects {count} processes, process 0 expects {len(hosts)}"
             elif hosts[process] is not None:
                 conflict = f"two processes have number {process}, on {hosts[process]} and on {other}"
             else:
@@ -97,7 +97,7 @@ def _listen(port: int) -> socket.socket:
         return socket.create_server(("", port), family=family, dualstack_ipv6=ipv6)
     except OSError as error:
         raise UserError(
-            f"process 0 cannot listen on port {port}: {error.strerror}; give another JAX_COORDINATOR_PORT, or wait "
+            f"process 0 cannot listen on port {port}: {error.strerror}; set another JAX_COORDINATOR_PORT, or wait "
             "until the program that uses it has ended"
         ) from error
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 import jax
 from jax.tree_util import keystr, tree_leaves_with_path
 
-from jaxmem.config import Config
+from jaxmem.config import LOW_RANK, Config
 from jaxmem.config.mesh import undivided
 from jaxmem.config.recompute import is_scheduled
 from jaxmem.errors import as_yaml
@@ -211,7 +211,19 @@ def _pipeline_bubble(plan: Plan) -> Iterator[PlanWarning]:
         yield PlanWarning("pipeline bubble", text, _remedies(plan.program.cfg, *options))
 
 
+def _float32_adapters(plan: Plan) -> Iterator[PlanWarning]:
+    cfg, model = plan.program.cfg, plan.program.model
+    if cfg.adapter.kind not in LOW_RANK or cfg.precision.parameters != "float32":
+        return
+    size = bytes_on_device(model.select(plan.program.spec.state.params))
+    gradients = 0 if cfg.memory.update == "during" else size
+    if size + gradients > 2 * NOTABLE * plan.bytes_per_device["total"]:
+        text = f"float32 adapters take {format_bytes(size)}" + (" and their gradients as much" if gradients else "")
+        cure = "precision.parameters=bfloat16 precision.rounding=stochastic for half of it"
+        yield PlanWarning("float32 adapters", text, cure)
+
+
 _CHECKS: Sequence[Callable[[Plan], Iterator[PlanWarning]]] = (
     _recomputed_by_xla, _offload, _spilled, _unsharded, _logits, _replicated, _all_scores, _tensor_across_hosts,
-    _not_sharded, _padding_layers, _pipeline_bubble,
+    _not_sharded, _padding_layers, _pipeline_bubble, _float32_adapters,
 )  # fmt: skip

@@ -33,10 +33,10 @@ def run_lock(output: str | Path, name: str) -> Iterator[str | None]:
         try:
             lock = _acquire(path)
         except BlockingIOError:
-            refusal = f"{Path(output, name)} is in use by {_holder(path)}; wait for it, or give another name"
+            refusal = f"{Path(output, name)} is in use by {_holder(path)}; wait for it, or set another name"
         except OSError as error:
             if error.errno not in UNSUPPORTED:
-                refusal = f"output: cannot write {path}: {error.strerror}; give output another directory"
+                refusal = f"output: cannot write {path}: {error.strerror}; set output to another directory"
             warning = f"warning: {path.parent} does not support file locks: a second run of {name} is not prevented"
     try:
         if refusal := gather(refusal)[0]:

@@ -15,7 +15,7 @@ from jaxmem.training.telemetry import DivergedError
 
 
 def restore(built: Program, checkpoints: Checkpoints) -> tuple[int, TrainState, dict[str, Any]] | None:
-    """Step, state and data position of the newest whole checkpoint. The position is empty for imported weights, on
+    """Step, state and data position of the newest complete checkpoint. The position is empty for imported weights, on
     which nothing was trained."""
     if (latest := checkpoints.read_latest()) and not latest[1]:  # no data position: imported weights
         from jaxmem.hf.initial import add_adapters

@@ -1,4 +1,4 @@
-"""A whole training run, from a config to a trained model; read it from top to bottom.
+"""A complete training run, from a config to a trained model; read it from top to bottom.
 
 Compile first, then allocate: a config that cannot be read or compiled leaves nothing behind. A run leaves
 `output/name/`: config.yaml, plan.json, memory.json, metrics.jsonl, checkpoints/. With several processes all of them
@@ -211,7 +211,7 @@ def _evaluator(built: Program, loader: Loader) -> Evaluator:
 def _add_reference(
     built: Program, loader: Loader, state: TrainState, fingerprint: str, resumed: str | None
 ) -> dict[str, str]:
-    """For DPO: gives the corpus the reference's log-probability of each pair, and returns the fingerprint of the
+    """For DPO: passes the reference's log-probability of each pair to the corpus, and returns the fingerprint of the
     reference's weights. `resumed`: that fingerprint in the checkpoint."""
     if built.cfg.objective.name != "dpo":
         return {}

@@ -76,7 +76,7 @@ def run_directory(cfg: Config, directory: Path, path: epath.Path) -> Iterator[Ca
             if any_process(time.monotonic() > end):
                 raise UserError(
                     f"process {', '.join(map(str, blind))} does not see {path}, which process 0 made; "
-                    "give output or checkpoint.path a directory that all hosts share"
+                    "set output or checkpoint.path to a directory that all hosts share"
                 )
             time.sleep(1)  # for a network file system to notice
         yield new.clear

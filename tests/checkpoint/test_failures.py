@@ -235,7 +235,7 @@ def test_a_full_disk_is_said_and_survived(tmp_path: Path) -> None:
     done = subprocess.run([sys.executable, "-c", FULL_DISK, str(tmp_path)], capture_output=True, text=True, check=True)
     said, after = done.stdout.splitlines()
     assert done.stderr == ""
-    assert said.startswith(f"a checkpoint could not be written to {tmp_path} (last whole checkpoint: step 1): ")
+    assert said.startswith(f"a checkpoint could not be written to {tmp_path} (last complete checkpoint: step 1): ")
     assert "File too large" in said
     assert after == "[1] True [1, 3]"
     assert sorted(path.name for path in tmp_path.iterdir()) == ["1", "3"]
@@ -270,4 +270,4 @@ def test_a_run_may_go_on_without_one(tmp_path: Path, monkeypatch: pytest.MonkeyP
             assert checkpoints.steps() == [1, 3]
     [line] = told
     assert line.startswith("the checkpoint of step 2 could not be written")
-    assert line.endswith("(last whole checkpoint: step 1): [Errno 28] No space left on device; continuing")
+    assert line.endswith("(last complete checkpoint: step 1): [Errno 28] No space left on device; continuing")

@@ -111,9 +111,8 @@ def test_refusal_says_what_to_do() -> None:
     refuse_changes(OLD, config(mesh__fsdp=2), "runs/x", ("a", "a"))
     with pytest.raises(UserError) as caught:
         refuse_changes(OLD, config(seed=3, batch__global_size=32), "runs/x")
-    assert str(caught.value) == (
-        "cannot resume from runs/x: seed was 0, is 3; batch.global_size was 8, is 32. Undo the change, give the run "
-        "another `name`, or start from step 0 with checkpoint.resume=never (the old run is renamed, not deleted)"
-    )
+    text = str(caught.value)
+    assert text.startswith("cannot resume from runs/x: seed was 0, is 3; batch.global_size was 8, is 32. ")
+    assert "checkpoint.resume=never" in text
     with pytest.raises(UserError, match="the data files have changed"):
         refuse_changes(OLD, config(), "runs/x", ("a", "b"))

@@ -115,7 +115,7 @@ def test_a_write_that_fails_in_one_process_ends_all(started: Any, program: Any, 
     why = "a checkpoint could not be written to "
     assert f"stopped: {why}" in processes.said(0)
     assert f"): {why}" in processes.said(1)
-    assert all("(last whole checkpoint: step 1): " in processes.said(number) for number in range(2))
+    assert all("(last complete checkpoint: step 1): " in processes.said(number) for number in range(2))
     with Checkpoints(tmp_path / "checkpoints", read_only=True) as checkpoints:
         assert checkpoints.steps() == [1]
 

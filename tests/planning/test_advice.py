@@ -41,6 +41,18 @@ def kinds(plan: Plan) -> set[str]:
     return {warned.kind for warned in plan.warnings}
 
 
+def test_float32_adapters_and_the_setting_that_halves_them() -> None:
+    def warned(parameters: str, total: int) -> list[PlanWarning]:
+        cfg = config(adapter={"kind": "qlora"}, precision={"parameters": parameters})
+        return found(
+            advice._float32_adapters, program=program(cfg, jax.devices()[:1]), bytes_per_device={"total": total}
+        )
+
+    [warning] = warned("float32", MIB)
+    assert warning.cure.split()[0] == "precision.parameters=bfloat16"
+    assert warned("bfloat16", MIB) == warned("float32", 1000 * MIB) == []
+
+
 # ------------------------------------------------------------------ recomputation that nobody asked for
 
 

@@ -209,7 +209,7 @@ def test_errors():
         (lambda: quantize(jnp.arange(4), "int8"), "supports floating-point arrays, not int32"),
         (lambda: quantize(jnp.float32(1.0), "int8"), "scalars"),
         (lambda: quantize(normal(4), "int8", axis=1), "axis=1 is out of range for an array of 1 dimensions"),
-        (lambda: quantize(normal(4), "int8", 0), "block_size=0; give a positive integer"),
+        (lambda: quantize(normal(4), "int8", 0), "block_size=0; expected a positive integer"),
     ):
         with pytest.raises(UserError, match=message):
             call()

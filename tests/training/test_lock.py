@@ -25,7 +25,7 @@ with run_lock(sys.argv[1], "x"):
 def test_a_second_run_is_refused(tmp_path):
     with run_lock(tmp_path, "x"):
         with pytest.raises(
-            UserError, match=f"x is in use by process {os.getpid()} on .*; wait for it, or give another name"
+            UserError, match=f"x is in use by process {os.getpid()} on .*; wait for it, or set another name"
         ):
             run_lock(tmp_path, "x").__enter__()
         with run_lock(tmp_path, "y"):
@@ -62,5 +62,5 @@ def test_a_file_system_without_locks_gives_a_warning(tmp_path, monkeypatch):
 
 def test_an_unwritable_directory(tmp_path):
     (tmp_path / "file").touch()
-    with pytest.raises(UserError, match=r"output: cannot write .*: Not a directory; give output another directory"):
+    with pytest.raises(UserError, match=r"output: cannot write .*: Not a directory; set output to another directory"):
         run_lock(tmp_path / "file", "x").__enter__()
