@@ -24,7 +24,7 @@ def test_every_field_has_a_setting():
 def test_pairs_are_supported_or_refused_in_a_line():
     pairs = [pair for pair in itertools.combinations(SETTINGS, 2) if field(pair[0]) != field(pair[1])]
     refused = [is_refused(pair) for pair in random.Random(0).sample(pairs, 400)]
-    assert 0.1 < sum(refused) / len(refused) < 0.7
+    assert 0 < sum(refused) < len(refused) / 5
 
 
 @pytest.mark.parametrize("row", ROWS, ids=("quantized", "groups", "many"))
