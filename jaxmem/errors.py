@@ -79,16 +79,18 @@ def one_line(error: BaseException) -> str:
 def as_yaml(value: object) -> str:
     """A config's value as it is written in YAML.
 
-    >>> as_yaml(None), as_yaml(True), as_yaml(("fsdp", 1e-4))
-    ('null', 'true', '[fsdp, 0.0001]')
+    >>> as_yaml(None), as_yaml(True), as_yaml(("fsdp", 1e-4)), as_yaml({"name": "lion"})
+    ('null', 'true', '[fsdp, 0.0001]', '{name: lion}')
     """
     match value:
         case None | bool():
             return {None: "null", True: "true", False: "false"}[value]
         case float():
-            return f"{value:g}"
+            return f"{value:g}" if float(f"{value:g}") == value else repr(value)
         case tuple() | list():
             return f"[{', '.join(map(as_yaml, value))}]"
+        case dict():
+            return f"{{{', '.join(f'{key}: {as_yaml(item)}' for key, item in value.items())}}}"
         case _:
             return str(value)
 

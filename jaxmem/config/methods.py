@@ -160,4 +160,5 @@ def _apply(name: str, raw: dict[str, Any]) -> None:
     for section, new in settings.items():
         old = raw.get(section) or {}
         if isinstance(old, dict):  # else the config is refused
-            raw[section] = {key: value for key, value in old.items() if key not in _REPLACED.get(section, ())} | new
+            kept = {key: value for key, value in old.items() if key not in _REPLACED.get(section, ())}
+            raw[section] = {**kept, **new}

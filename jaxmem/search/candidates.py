@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import itertools
-import json
 import math
 import random
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -19,7 +18,7 @@ import numpy as np
 
 from jaxmem.config import Config, Optimizer, Rules, load_config
 from jaxmem.config.devices import for_devices, resolve
-from jaxmem.errors import UserError, one_line
+from jaxmem.errors import UserError, as_yaml, one_line
 from jaxmem.machine.gpus import CPU
 from jaxmem.planning import Target
 from jaxmem.planning.predict import Estimate, estimate
@@ -71,7 +70,7 @@ def difference(old: Config, new: Config) -> dict[str, Any]:
 
 def overrides(changes: Change) -> list[str]:
     """Changes as `key=value` for the command line."""
-    return [f"{key}={_yaml(value)}" for key, value in changes.items()]
+    return [f"{key}={as_yaml(value)}" for key, value in changes.items()]
 
 
 class Space:
@@ -204,18 +203,3 @@ def _plain_rules(cfg: Config) -> Rules:
 
 def _value(cfg: Config, key: str) -> Any:
     return functools.reduce(getattr, key.split("."), cfg)
-
-
-def _yaml(value: Any) -> str:
-    """A value as an override is written.
-
-    >>> _yaml(None), _yaml(True), _yaml(2), _yaml("full")
-    ('null', 'true', '2', 'full')
-    >>> _yaml({"name": "lion", "beta1": 0.8}), _yaml(("fsdp",))
-    ('{name: lion, beta1: 0.8}', '[fsdp]')
-    """
-    if isinstance(value, dict):
-        return f"{{{', '.join(f'{key}: {_yaml(item)}' for key, item in value.items())}}}"
-    if isinstance(value, list | tuple):
-        return f"[{','.join(map(_yaml, value))}]"
-    return json.dumps(value) if value is None or isinstance(value, bool) else str(value)

@@ -6,6 +6,7 @@ are estimated first; then one config of each that may fit is compiled, a second 
 
 from __future__ import annotations
 
+import functools
 import shlex
 import time
 from collections.abc import Callable, Mapping
@@ -16,7 +17,7 @@ from typing import Any
 
 from jaxmem.config import Config
 from jaxmem.config.methods import METHODS, Method, RunSource
-from jaxmem.errors import UserError
+from jaxmem.errors import one_line
 from jaxmem.machine.gpus import GIB
 from jaxmem.planning import Target, format_bytes, resolve_budget
 from jaxmem.planning.units import format_seconds
@@ -165,22 +166,20 @@ def compare(
     compilers: CompilerPool,
     progress: Progress,
     *,
-    given: Config | None = None,
+    current: Config | None = None,
 ) -> Comparison:
-    """`config(method=NAME)` makes the config of a method; one that equals `given` is left out."""
+    """`config(method=NAME)` makes the config of a method; one that equals `current` is left out."""
     start, target = time.perf_counter(), compilers.target
     searched: dict[str, Search | str] = {}
     for name in METHODS:
         try:
             cfg = resolve_budget(config(method=name), target, compilers.reserve_gib)
-            if cfg == given:
+            if cfg == current:
                 continue
-            searched[name] = one = Search(
-                cfg, MEMORY_KNOBS, compilers, lambda line, name=name: progress(f"{name}: {line}")
-            )
+            searched[name] = one = Search(cfg, MEMORY_KNOBS, compilers, functools.partial(_prefixed, progress, name))
             progress(str(MethodResult.of(name, one.trials)))
-        except UserError as error:
-            searched[name] = str(error).splitlines()[0]
+        except Exception as error:  # noqa: BLE001 - a method that fails must not end the comparison
+            searched[name] = one_line(error)
             progress(f"{name}: {searched[name]}")
     searches = [one for one in searched.values() if isinstance(one, Search)]
     with ThreadPoolExecutor(compilers.processes) as pool:
@@ -191,4 +190,8 @@ def compare(
         for name, found in searched.items()
     ]
     limit = searches[0].trials.limit if searches else 0
-    return Comparison(given or config(), target, limit, tuple(results), command, time.perf_counter() - start)
+    return Comparison(current or config(), target, limit, tuple(results), command, time.perf_counter() - start)
+
+
+def _prefixed(progress: Progress, name: str, line: str) -> None:
+    progress(f"{name}: {line}")

@@ -89,9 +89,10 @@ class CompilerPool:
 
     def _answer(self, question: str, cfg: Config) -> dict[str, Any]:
         key = cache.config_key(question, cfg, self.target, self.reserve_gib)
+        answer = None if self.target.here else cache.read(key)
         if self.target.here:
             answer = worker.answer(question, cfg, self.target, self.reserve_gib)
-        elif (answer := cache.read(key)) is None:
+        elif answer is None:
             with self._process() as process:
                 answer = process.ask({"question": question, "config": cfg.model_dump(mode="json")})
             self.compiled += 1

@@ -81,13 +81,18 @@ class Search:
         self.trials.update_estimates()
         for one in chosen:
             cost = f"{format_bytes(one.total)}, {format_seconds(one.seconds)} per step"
-            verdict = "fits" if self.trials.fits(one) else "does not fit"
-            self._progress(f"compiled {one.overrides}: {one.refused or f'{cost}, {verdict}'}")
+            if not self.trials.fits(one):
+                cost += f", {format_bytes(one.host)} of host memory: does not fit"
+            self._progress(f"compiled {one.overrides}: {one.refused or cost}")
 
     def _compile_phases(self) -> None:
         """The other phases of all on the front; where one does not fit, another trial takes its place."""
         while unknown := [one for one in self.trials.front() if one.phases is None]:
             self._compile(unknown, self._compilers.phases, self.trials.record_phases)
+            for one in unknown:
+                if not self.trials.fits(one):
+                    phase = one.refused or f"another phase than the step needs {format_bytes(one.total)}"
+                    self._progress(f"{one.overrides}: {phase}: does not fit")
 
     def _compile(
         self, chosen: Sequence[Trial], ask: Callable[[Config], Any], record: Callable[[Trial, Any], None]

@@ -51,7 +51,7 @@ def fit(
         if found.best:
             return found
         progress("nothing fits; comparing other methods of training")
-        return dataclasses.replace(found, others=compare(config, command, compilers, progress, given=cfg))
+        return dataclasses.replace(found, others=compare(config, command, compilers, progress, current=cfg))
 
 
 def search(

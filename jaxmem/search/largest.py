@@ -51,16 +51,6 @@ class Point:
         length = cfg.data.sequence_length if isinstance(cfg.model, Decoder) else 1
         return cfg.batch.global_size * length / self.seconds
 
-    def as_json(self) -> dict[str, Any]:
-        return {
-            "value": self.value,
-            "config": dict(self.candidate.changes),
-            "total": self.total,
-            "fits": self.fits,
-            "estimated_step_seconds": self.seconds,
-            "rate": self.rate,
-        }
-
 
 @dataclass(frozen=True)
 class Largest:
@@ -70,47 +60,60 @@ class Largest:
     key: str
     target: Target
     limit: int  # bytes per device
-    points: tuple[Point, ...]
+    points: tuple[Point, ...]  # by value
     compiled: int
     seconds: float
 
     @property
     def best(self) -> Point | None:
-        return max((one for one in self.points if one.fits), key=lambda one: one.value, default=None)
+        return next((one for one in reversed(self.points) if one.fits), None)
 
     @property
     def beyond(self) -> Point | None:
-        return min((one for one in self.points if not one.fits), key=lambda one: one.value, default=None)
+        return next((one for one in self.points if not one.fits), None)
+
+    def __repr__(self) -> str:
+        largest = self.best.value if self.best else "none"
+        return f"Largest({self.given.name} on {self.target.name}: {self.key}={largest} fits)"
 
     def write(self, path: str | Path) -> None:
-        """The best config as a file for `train`."""
         save_best(self.best.candidate.cfg if self.best else None, path)
 
     def as_json(self) -> dict[str, Any]:
+        points = {
+            one.value: {
+                "value": one.value,
+                "config": dict(one.candidate.changes),
+                "total": one.total,
+                "fits": one.fits,
+                "estimated_step_seconds": one.seconds,
+                "rate": one.rate,
+            }
+            for one in self.points
+        }
         return {
             "key": self.key,
             "target": target_json(self.target, self.limit),
-            "best": self.best.as_json() if self.best else None,
-            "beyond": self.beyond.as_json() if self.beyond else None,
-            "points": [one.as_json() for one in self.points],
+            "best": points[self.best.value] if self.best else None,
+            "beyond": points[self.beyond.value] if self.beyond else None,
+            "points": list(points.values()),
             "compiled": self.compiled,
             "seconds": self.seconds,
         }
 
     def table(self) -> str:
-        lines = [f"{self.key} on {self.target.name}: {self.compiled} compiled in {self.seconds:.0f} s"]
-        for one, verdict in ((self.best, "fits"), (self.beyond, "does not fit")):
-            if one:
-                settings = " ".join([f"{self.key}={one.value}", *one.candidate.overrides])
-                lines.append(f"{verdict}: {settings}: {format_bytes(one.total)} of {format_bytes(self.limit)}")
-        name, unit = self.key.split(".")[1], "tokens/s" if isinstance(self.given.model, Decoder) else "images/s"
-        width = max(len(name), 8)
-        lines.append(f"{name:>{width}}  {'memory':>9}  {'step':>7}  {unit:>8}")
-        lines += [
-            f"{one.value:>{width},}  {format_bytes(one.total):>9}  {format_seconds(one.seconds):>7}  {one.rate:>8,.0f}"
-            for one in self.points
-        ]
-        return "\n".join(lines)
+        unit = "tokens/s" if isinstance(self.given.model, Decoder) else "images/s"
+        rows = [(self.key.split(".")[1], "memory", "step", unit, "")]
+        for one in self.points:
+            numbers = f"{one.value:,}", format_bytes(one.total), format_seconds(one.seconds), f"{one.rate:,.0f}"
+            rows.append((*numbers, "fits" if one.fits else "does not fit"))
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        lines = [("  ".join(map(str.rjust, row[:-1], widths)) + f"  {row[-1]}").rstrip() for row in rows]
+        best = f"{self.key}={self.best.value}" if self.best else "no value fits"
+        if self.best and (changes := self.best.candidate.overrides):
+            best += f" with {' '.join(changes)}"
+        head = f"{self.given.name} on {self.target.name}, {format_bytes(self.limit)} per device"
+        return "\n".join([f"{head}: {self.compiled} compiled in {self.seconds:.0f} s", f"largest: {best}", *lines])
 
     def figure(self, path: str | Path) -> None:
         """Memory and throughput by the key's value, as a PNG."""

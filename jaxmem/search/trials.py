@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import shlex
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -46,7 +47,7 @@ class Trial:
 
     @property
     def overrides(self) -> str:
-        return " ".join(self.candidate.overrides) or "no change"
+        return shlex.join(self.candidate.overrides) or "no change"
 
     @property
     def is_open(self) -> bool:

@@ -1,0 +1,73 @@
+"""Methods of training, and the config of a run that is only planned."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from jaxmem.config import load_config, save_config
+from jaxmem.config.hugging_face import config_json
+from jaxmem.config.methods import METHODS, is_model, run_config
+from jaxmem.config.networks import Decoder
+from jaxmem.errors import UserError
+
+TINY = {"name": "own", "model": {"preset": "tiny"}, "optimizer": {"learning_rate": 0.5, "beta1": 0.8}}
+
+
+@pytest.fixture
+def hf(tmp_path: Path) -> Path:
+    """A directory with a config.json, and nothing else."""
+    shape = {"vocab": 512, "layers": 2, "embed": 64, "mlp": 128, "heads": 4, "kv_heads": 2, "head_dim": 16}
+    place = tmp_path / "My model"
+    place.mkdir()
+    (place / "config.json").write_text(json.dumps(config_json(Decoder.model_validate(shape))))
+    return place
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_every_method_makes_a_config_that_can_be_trained(method: str, hf: Path, tmp_path: Path) -> None:
+    for source in ("tiny", str(hf), TINY, load_config({**TINY, "train": {"steps": 3}})):
+        cfg = run_config(source, method=method, devices=2)
+        save_config(cfg, tmp_path / "run.yaml")
+        assert load_config(tmp_path / "run.yaml") == cfg
+        assert cfg.trainable_patterns == (("*.lora.*",) if "lora" in method else ())
+    for previous in METHODS:
+        assert run_config(run_config("tiny", method=previous), method=method).steps
+
+
+def test_a_model_is_a_preset_or_a_directory(hf: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert is_model("llama3-8b")
+    assert is_model(hf)
+    assert not is_model("configs/demo.yaml")
+    cfg = run_config(hf, sequence_length=128, devices=4)
+    assert (cfg.name, cfg.data.sequence_length, cfg.batch.global_size) == ("My-model", 128, 4)
+    assert isinstance(cfg.model, Decoder)
+    assert (cfg.model.hf, cfg.data.tokenizer, cfg.model.embed) == (str(hf), str(hf), 64)
+    monkeypatch.chdir(hf.parent)
+    Path("tiny").write_text("name: a file of that name\n")
+    assert not is_model("tiny")
+    with pytest.raises(UserError, match=r"llama3-8: .*did you mean llama3-8b"):
+        run_config("llama3-8")
+
+
+def test_a_plan_needs_no_length_of_training() -> None:
+    assert run_config(TINY).train.steps
+    warm = run_config({**TINY, "optimizer": {"warmup": 5000}})
+    assert warm.steps > warm.optimizer.warmup
+    assert run_config(TINY, ["train.tokens=1000"]).train.steps is None
+    with pytest.raises(UserError, match="train"):
+        load_config(TINY)
+
+
+def test_a_method_keeps_what_it_does_not_change() -> None:
+    cfg = run_config({**TINY, "precision": {"compute": "float32"}}, ["batch.global_size=6"], method="full-8bit")
+    assert (cfg.optimizer.name, cfg.optimizer.learning_rate, cfg.optimizer.beta1) == ("adamw8bit", 0.5, 0.9)
+    assert (cfg.precision.compute, cfg.precision.parameters, cfg.batch.global_size) == ("float32", "bfloat16", 6)
+    ranked = {**TINY, "adapter": {"kind": "qlora", "rank": 4, "base": "int4"}}
+    lora = run_config(ranked, method="lora").adapter
+    assert (lora.kind, lora.rank, lora.base) == ("lora", 4, "bfloat16")
+    assert run_config(ranked, method="full").adapter.kind == "none"
+    with pytest.raises(UserError, match="did you mean qlora"):
+        run_config(TINY, method="qlor")

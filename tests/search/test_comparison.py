@@ -1,0 +1,141 @@
+"""Methods of training compared on a target, and what is advised where a config does not fit or is slow."""
+
+from __future__ import annotations
+
+import functools
+import io
+import json
+import shlex
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from jaxmem.config import Config
+from jaxmem.config.devices import for_devices
+from jaxmem.config.methods import METHODS, run_config
+from jaxmem.errors import UserError
+from jaxmem.planning import Target
+from jaxmem.search import nearest
+from jaxmem.search.candidates import candidates, estimated
+from jaxmem.search.comparison import Comparison, compare
+from jaxmem.search.fit import search
+from jaxmem.search.knobs import DEFAULT_ALLOW, allowed
+
+from .conftest import SMALL, FakeCompilers, config, with_memory
+
+MODEL = {"name": "small", "model": {**SMALL, "layers": 4}, "data": {"sequence_length": 64}, "mesh": {"fsdp": -1}}
+OPTIONS: dict[str, Any] = {"batch": 2, "devices": 2}
+
+
+def limit_between(smaller: str, larger: str) -> int:
+    """Memory that one method needs with everything saved, and the other does not."""
+    wide = with_memory("h100-80gb:2", 1 << 40)
+    sizes = [
+        estimated(for_devices(run_config(MODEL, ["memory.remat=full"], method=name, **OPTIONS), 2), wide).total
+        for name in (smaller, larger)
+    ]
+    assert sizes[0] < sizes[1]
+    return sum(sizes) // 2
+
+
+def compared(target: Target, progress: Callable[[str], None] = lambda _: None) -> Comparison:
+    with FakeCompilers(target) as pool:
+        make = functools.partial(run_config, MODEL, **OPTIONS)
+        return compare(make, ("small.yaml", "--batch", "2"), pool, progress)
+
+
+def test_every_method_has_a_row_and_those_that_fit_are_compiled() -> None:
+    lines: list[str] = []
+    found = compared(with_memory("h100-80gb:2", limit_between("qlora", "full")), lines.append)
+    assert [one.name for one in found.results] == list(METHODS)
+    assert [line.partition(":")[0] for line in lines[: len(METHODS)]] == list(METHODS), "estimates come first"
+    fitting = {one.name for one in found.fitting}
+    assert "qlora" in fitting
+    for one in found.fitting:
+        assert one.trial
+        assert one.trial.cost
+        assert one.trial.phases
+        assert one.trial.total <= found.limit
+        words = shlex.split(found.plan_command(one))
+        assert words[:6] == ["jaxmem", "plan", "small.yaml", "--batch", "2", "--method"]
+        overrides = [word for word in words if "=" in word]
+        assert for_devices(run_config(MODEL, overrides, method=one.name, **OPTIONS), 2) == one.trial.cfg
+    told = json.loads(json.dumps(found.as_json()))
+    assert told["best"] == found.fitting[0].name
+    assert [one["fits"] for one in told["methods"]] == [one.fits for one in found.results]
+
+
+def test_a_method_that_crashes_loses_with_its_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(cfg: Config, target: Target) -> Any:
+        if cfg.precision.parameters == "int8" or cfg.memory.remat == "sqrt":
+            raise TypeError("Custom VJP bwd rule\nand a page more")
+        return estimated(cfg, target)
+
+    monkeypatch.setattr("jaxmem.search.candidates.estimated", broken)
+    found = {one.name: one for one in compared(with_memory("h100-80gb:2", 1 << 40)).results}
+    assert found["full-int8"].error == "TypeError: Custom VJP bwd rule"
+    assert all(one.fits for name, one in found.items() if name != "full-int8")
+    with FakeCompilers(with_memory("h100-80gb:8", 1 << 40)) as compilers:
+        fit = search(config(), compilers.target, ["remat"], compilers)
+    assert {fit.reason(one) for one in fit.trials.all if one.cfg.memory.remat == "sqrt"} == {
+        "TypeError: Custom VJP bwd rule"
+    }
+    assert fit.best
+
+
+@pytest.mark.parametrize("width", [40, 80])
+def test_the_table_fits(width: int) -> None:
+    for memory in (1 << 40, limit_between("qlora", "full"), 1000):
+        found = compared(with_memory("h100-80gb:2", memory))
+        assert "small on" in repr(found)
+        console = Console(width=width, file=io.StringIO())
+        console.print(found.table())
+        lines = console.file.getvalue().splitlines()  # type: ignore[attr-defined]
+        assert max(map(len, lines)) <= width
+        for name in METHODS:
+            assert any(line.split()[:1] == [name] and len(line.split()) >= 4 for line in lines)
+    with pytest.raises(UserError, match="no config fits"):
+        compared(with_memory("h100-80gb:2", 1000)).write("nowhere.yaml")
+
+
+def planned(cfg: Config, memory: int, devices: int = 8) -> Any:
+    """The parts of a plan that advice reads, with the estimate as compiled bytes."""
+    target = with_memory(f"h100-80gb:{devices}", memory)
+    cfg = for_devices(cfg, devices)
+    total = estimated(cfg, target).total
+    return SimpleNamespace(
+        program=SimpleNamespace(cfg=cfg),
+        target=target,
+        reserve_gib=0.0,
+        limit=memory,
+        fits=total <= memory,
+        compiled_step=SimpleNamespace(total=total),
+    )
+
+
+def test_the_nearest_configs_that_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(nearest, "CompilerPool", lambda target, _: FakeCompilers(target))
+    cfg = config()
+    total = planned(cfg, 1).compiled_step.total
+    near = nearest.nearest_fitting(planned(cfg, int(0.8 * total)))
+    assert len(near) == nearest.COUNT
+    assert all(one.method is None and one.total <= 0.8 * total for one in near)
+    wide = {**SMALL, "embed": 512, "mlp": 1024}  # its state is larger than its activations
+    full = config(model=wide, data={"sequence_length": 16}, memory={"remat": "full", "update": "during"})
+    every = candidates(full, with_memory("h100-80gb", 1), allowed(DEFAULT_ALLOW))
+    others = nearest.nearest_fitting(planned(full, int(0.9 * min(one.estimate.total for one in every)), 1))
+    assert {one.method for one in others} - {None}, "no memory setting is enough: another method"
+    for one in others:
+        assert not {"memory.remat=full", "memory.update=during"} & set(one.overrides), "what the config has already"
+    assert "no config near it fits" in nearest.suggestions(planned(cfg, 1000))
+
+
+def test_a_slow_setting_is_named() -> None:
+    wide = 1 << 40
+    slow = config(batch={"global_size": 64, "accumulate": 8}, memory={"remat": "sqrt"})
+    lines = nearest.slower_settings(planned(slow, wide))
+    assert any(line.startswith("batch.accumulate=8 makes a step") and "batch.accumulate=1" in line for line in lines)
+    assert not any("memory.remat=none makes" in line for line in nearest.slower_settings(planned(config(), wide)))
+    assert nearest.slower_settings(planned(slow, 1000)) == []
