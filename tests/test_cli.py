@@ -118,6 +118,18 @@ def test_plan(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
     assert planned == json.loads((run / "plan.json").read_text()) | {"seconds": planned["seconds"]}
 
 
+def test_a_plan_that_does_not_fit(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Of a preset, without a config."""
+    written = tmp_path / "run.yaml"
+    options = ("--method", "qlora", "--sequence-length", "64", "--write", str(written), "--simulate", "8", "--json")
+    code, out, err = jaxmem("plan", "tiny", "memory.budget=1e-5", *options, capsys=capsys)
+    assert code == 3
+    assert json.loads(out)["fits"] is False
+    assert "no config near it fits" in err
+    cfg = load_config(written)
+    assert (cfg.adapter.kind, cfg.data.sequence_length, cfg.batch.global_size) == ("qlora", 64, 8)
+
+
 def test_plan_for_a_target(run: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     asked = []
     planned = SimpleNamespace(as_json=dict, fits=True, target=SimpleNamespace(gpu=None))

@@ -23,6 +23,7 @@ from jaxmem.cli.options import (
     Reserve,
     SequenceLength,
     Simulate,
+    Target,
 )
 from jaxmem.cli.output import only_json, show
 from jaxmem.cli.start import take_devices
@@ -96,15 +97,13 @@ def plan(
 def fit(
     source: ModelOrConfig = None,
     overrides: Overrides = None,
-    target: Annotated[
-        str | None, typer.Option(metavar="T", help="h100-80gb:8, cpu:8, my-gpu.yaml", show_default=False)
-    ] = None,
+    target: Target = None,
     method: MethodName = None,
     sequence_length: SequenceLength = None,
     batch: BatchSize = None,
     allow: Annotated[
         str | None,
-        typer.Option(metavar="WORDS", help="What may change: mesh,remat,update,batch,chunks", show_default=False),
+        typer.Option(metavar="WORDS", help="What may change: mesh,remat,batch,optimizer,...", show_default=False),
     ] = None,
     maximize: Annotated[
         str | None,

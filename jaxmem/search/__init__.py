@@ -3,7 +3,7 @@
 Thousands of configs are estimated by arithmetic in seconds. The promising ones are compiled, which gives their exact
 bytes: a few seconds of CPU time each, on all cores, cached on disk. No GPU is needed.
 
-    fastest    fit(cfg, target): the front of step time and memory
-    largest    maximize(cfg, key, target): the largest model, sequence or batch that fits
-    nearest    the nearest configs that fit, for a run that does not
+    fit         fit(cfg or model, target): the front of step time and memory, or the methods of training compared
+    largest     maximize(cfg, key, target): the largest model, sequence or batch that fits
+    nearest     the nearest configs that fit, for a run that does not
 """
