@@ -6,6 +6,7 @@ import functools
 import io
 import json
 import shlex
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
