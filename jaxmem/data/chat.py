@@ -92,10 +92,10 @@ class ChatEncoder:
         if marks is None:
             spans = [self._answer_span(chat, number, text) for number in sorted(chat.targets)]
         else:
-            roles = [message["role"] for message in chat.messages]
-            prompts = [n for n, role in enumerate(roles) if role == "assistant" and n not in chat.targets]
-            others = [self._answer_span(chat, number, text) for number in prompts]
-            spans = [(a, b) for a, b in marks if not any(start < b and a < end for start, end in others)]
+            roles = enumerate(message["role"] for message in chat.messages)
+            others = [number for number, role in roles if role == "assistant" and number not in chat.targets]
+            excluded = [self._answer_span(chat, number, text) for number in others]
+            spans = [(a, b) for a, b in marks if not any(start < b and a < end for start, end in excluded)]
         ids, offsets = self._tokenizer.encode_with_offsets(text)
         is_target = np.zeros(len(ids), bool)
         for start, end in spans:
@@ -117,12 +117,13 @@ class ChatEncoder:
                 raise InvalidRecordError(f"a message contains {found[0]!r}, with which it could forge a turn")
         source = self._template.source
         fields = {field for message in chat.messages for field in message} | ({"tools"} if chat.tools else set())
-        is_reasoning_read = any(name in source for name in REASONING)
-        for field in sorted(fields - {*NAMES} - {*REASONING[not is_reasoning_read :]}):
-            if field not in source:
-                if field in CALLS:
-                    raise InvalidRecordError(f"the chat template does not support {field}; use another template")
-                self._warn(field, f"{field!r} has no effect: the chat template does not read it")
+        fields -= {*NAMES, *REASONING[1:]}  # reasoning has all its names
+        if any(name in source for name in REASONING):
+            fields.discard(REASONING[0])
+        for field in sorted(field for field in fields if field not in source):
+            if field in CALLS:
+                raise InvalidRecordError(f"the chat template does not support {field}; use another template")
+            self._warn(field, f"{field!r} has no effect: the chat template does not read it")
 
     def _warn(self, about: str, text: str) -> None:
         """Warns once about each thing."""

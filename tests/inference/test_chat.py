@@ -140,7 +140,7 @@ def test_commands(model: Path, tmp_path: Path, capsys, monkeypatch) -> None:
     assert (code, err.count("\n")) == (2, 1)
     code, _, err = run(capsys, "evaluate", str(model))
     assert (code, err.count("\n")) == (2, 1)
-    assert "give --data FILE" in err
+    assert "use --data FILE" in err
 
 
 def test_choices_are_scored_by_their_own_tokens(opened, tmp_path: Path) -> None:
