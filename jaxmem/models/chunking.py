@@ -243,7 +243,7 @@ def map_head_groups(
     attend: Callable[[Any, jax.Array], jax.Array], modules: Any, x: jax.Array, groups: int, axes: tuple[str, ...]
 ) -> jax.Array:
     """Returns [groups, batch, time, width]: `attend(modules, x)` for one group of heads at a time. Only the arrays that
-    the attention kernel names are saved for the backward pass. Weights with a dimension among `axes` are split over the
+    the attention kernel names are saved for the backward pass. Weights with a dimension among `axes` are divided into
     groups, others are shared."""
     if groups == 1:
         return attend(modules, x)[None]

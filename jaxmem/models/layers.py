@@ -29,8 +29,8 @@ Keys = Key[Array, "*rows"]
 
 
 def new_weight(rngs: nnx.Rngs, shape: tuple[int, ...], axes: Axes, *, scale: float | None = None) -> nnx.Param:
-    """Normally distributed values with standard deviation `scale`, by default 1/sqrt(fan in), where fan in is the
-    product of all dimensions but the last."""
+    """Normally distributed values with standard deviation `scale`, by default 1/sqrt(fan in); fan in is the number of
+    elements divided by the last dimension."""
     deviation = float(np.prod(shape[:-1])) ** -0.5 if scale is None else scale
 
     def draw(key: jax.Array, shape: tuple[int, ...]) -> Any:

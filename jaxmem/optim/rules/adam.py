@@ -1,6 +1,6 @@
 """Adam as a rule for one matrix, for vectors and projected matrices of other optimizers.
 
-optax's Adam has one counter for a tree and moments in the dtype of the weights. This one updates a layer or some of its
+optax's Adam has one counter for a tree and moments in the dtype of the weights. This one updates one layer or some of its
 rows, in float32, for any stored format of the moments.
 """
 
