@@ -1,7 +1,7 @@
 """Adam as a rule for one matrix, for vectors and projected matrices of other optimizers.
 
-optax's Adam has one counter for a tree and moments in the dtype of the weights. This one updates one layer or some of its
-rows, in float32, for any stored format of the moments.
+optax's Adam has one counter for a tree and moments in the dtype of the weights. This one updates one layer or some of
+its rows, in float32, for any stored format of the moments.
 """
 
 from __future__ import annotations
