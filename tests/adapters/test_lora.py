@@ -8,10 +8,12 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from jaxmem.adapters import Lora, LoraSpec, lora
+from jaxmem.adapters import Lora, LoraSpec, lora, merge
 from jaxmem.config.targets import LowRank
+from jaxmem.errors import UserError
 from jaxmem.models.embedding import Embedding
 from jaxmem.models.linear import Linear
+from jaxmem.stack import stacked
 
 
 class Network(nnx.Module):
@@ -76,3 +78,33 @@ def test_dropout_of_the_adapter_input():
     assert len(np.unique(np.asarray(dropped)[:, 0])) == 4  # each row by its own key
     linear.lora.b = nnx.Param(jnp.zeros((3, 40)), axes=("rank", "mlp+"))
     np.testing.assert_array_equal(linear(x, keys), linear(x))
+
+
+def outputs(blocks):
+    """Of each layer."""
+    graphdef, state = nnx.split(blocks)
+    x = jax.random.normal(jax.random.key(4), (5, 24))
+    return jax.vmap(lambda weights: nnx.merge(graphdef, weights)(x))(state)
+
+
+def test_layers_of_several_ranks_and_scales_equal_the_merged_stack():
+    """One of them without an adapter; with DoRA its norms are not changed either."""
+    network = nnx.Module()
+    network.cfg = None
+    network.blocks = stacked(lambda rngs: Linear(rngs, 24, 40, ("embed", "mlp"), bias=True), 3, nnx.Rngs(0))
+    targets = {"blocks[:1]": 2, "blocks[-1:]": 4}
+    for options in ({"lora_bias": True}, {"dora": True}):
+        lora(network, targets=targets, alpha=8, alpha_pattern={"blocks[2:]": 2.0}, **options)
+        own = network.blocks.lora
+        np.testing.assert_array_equal(own.layer_scale.get_value(), [4, 0, 0.5])
+        mask = np.arange(4) < np.array([2, 0, 4])[:, None]
+        own.b.set_value(jax.random.normal(jax.random.key(2), (3, 4, 40)) * np.float32(mask[..., None]))
+        extra = own.bias or own.magnitude
+        extra.set_value(extra.get_value() + jax.random.normal(jax.random.key(3), (3, 40)))
+        before = outputs(network.blocks)
+        merge(network)
+        assert network.blocks.lora is None
+        after = outputs(network.blocks)
+        np.testing.assert_allclose(before, after, rtol=2e-4, atol=2e-5)
+    with pytest.raises(UserError, match=r"alpha_pattern: no layer matches 'blocks\[3:\]'"):
+        lora(network, targets=targets, alpha_pattern={"blocks[3:]": 2.0})

@@ -157,12 +157,22 @@ OURS: dict[str, list[str]] = {  # of each adapter, how it is asked for
     "lora": ["adapter.kind=lora", "adapter.rank=3", "adapter.alpha=8", 'adapter.targets=["blocks.*", "embedding"]'],
     "rslora": ["adapter.kind=lora", 'adapter.targets={"*.mlp.*": 2, "*.q": 5}', "adapter.rslora=true"],
     "dora": ["adapter.kind=dora", "adapter.rank=4"],
+    "layers": [
+        "adapter.kind=lora",
+        'adapter.targets={"blocks[-1:].attention.q": 2, "blocks.*.[qk]": 3, "blocks[:1].mlp.*": 4}',
+        'adapter.alpha_pattern={"blocks[:1].mlp.up": 5}',
+    ],
+    "weights": [
+        "adapter.kind=lora",
+        'optimizer.trainable=["head.*", "embedding.*", "blocks[:1].*norm.scale", "norm.*"]',
+    ],
     "prompt": ["adapter.kind=prompt", "adapter.virtual_tokens=5", "data.packing=false"],
-}
+}  # fmt: skip
 
 
 def write(place: Path) -> None:
-    """A base, adapters beside it whose weights are random, and what jaxmem makes of them, read back from there."""
+    """Bases, adapters of our own whose weights are random, what jaxmem computes with them, read back from there; and
+    PEFT's adapters, read and written again."""
     import jax
     from flax import nnx
     from flax.traverse_util import flatten_dict, unflatten_dict
@@ -171,18 +181,26 @@ def write(place: Path) -> None:
     from jaxmem.inference.generate import generate
     from jaxmem.inference.load import open_model
 
-    write_directory(BASE, place / "base")
+    for base in {BASE, *BASES.values()}:
+        write_directory(base, place / base)
     found = {}
+    for case in CASES:
+        write_adapter(case, place / "given" / case)
+        built, params = open_model(base := place / base_of(case), [f"adapter.hf={place / 'given' / case}"])
+        saved, target = hf.saved_names(built), place / "again" / case
+        target.parent.mkdir(exist_ok=True)
+        hf.save_adapter(params, built.cfg.adapter, target, layers=2, base=str(base), saved=saved)
     for case, overrides in OURS.items():
-        built, params = open_model(place / "base", overrides)
+        built, params = open_model(place / BASE, overrides)
         flat = flatten_dict(params)
-        own = sorted(path for path in flat if "lora" in path or "prompt" in path)
+        own = sorted(path for path, x in flatten_dict(built.model.select(params)).items() if x is not None)
         draws = np.random.default_rng(3)
         flat |= {
             path: flat[path] + 0.1 * jax.numpy.asarray(draws.normal(size=flat[path].shape), "float32") for path in own
         }
         written = unflatten_dict(flat)
-        hf.save_adapter(written, built.cfg.adapter, place / case, layers=2, base=str(place / "base"))
+        saved = hf.saved_names(built)
+        hf.save_adapter(written, built.cfg.adapter, place / case, layers=2, base=str(place / BASE), saved=saved)
         built, params = open_model(place / case)
         network = nnx.merge(built.model.graphdef, params)
         found[f"{case}.logits"] = np.asarray(jax.jit(network)(jax.numpy.asarray(ROWS, "int32")))
@@ -194,8 +212,13 @@ def opens(place: Path) -> bool:
     import torch
 
     expected, good = np.load(place / "expected.npz"), True
+    recorded = np.load(SHAPES.with_name("peft.npz"))
+    for case in CASES:
+        off = np.abs(logits(opened(place / "again" / case, place / base_of(case))) - recorded[f"{case}.logits"]).max()
+        print(f"{case}, read and written again: logits {off:.1e} apart")
+        good = good and off < 2e-4
     for case in OURS:
-        model = opened(place / case, place / "base")
+        model = opened(place / case, place / BASE)
         rows = torch.tensor(ROWS[:1])
         said = model.generate(input_ids=rows, attention_mask=torch.ones_like(rows), max_new_tokens=NEW, do_sample=False)
         same = said[0, -NEW:].tolist() == expected[f"{case}.greedy"].tolist()

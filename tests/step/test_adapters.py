@@ -24,9 +24,10 @@ def adapted(kind="lora", adapter=None, **sections):
 
 
 def both(**sections):
-    """In layers and in the embedding, of different ranks, with dropout."""
-    targets = {"*.mlp.*": 2, "blocks.*": 4, "embedding": 3}
-    return adapted(adapter={"targets": targets, "lora_plus_ratio": 4.0, "dropout": 0.2}, **sections)
+    """In layers and in the embedding, of different ranks and scales, one layer without an adapter, with dropout."""
+    targets = {"*.mlp.*": 2, "blocks[:1].*.q": 1, "blocks[1:].*.k": 4, "blocks.*.[qvo]": 4, "embedding": 3}
+    own = {"targets": targets, "alpha_pattern": {"blocks[-1:].*.v": 7}, "lora_plus_ratio": 4.0, "dropout": 0.2}
+    return adapted(adapter=own, **sections)
 
 
 class Decoded:
@@ -45,7 +46,11 @@ def alone():
 def test_only_adapters_move(alone):
     before, after = flatten_dict(alone.first), flatten_dict(alone.params)
     moved = {path for path in before if (before[path] != after[path]).any()}
-    assert moved == {path for path in before if "lora" in path}
+    assert moved == {path for path in before if path[-1] in ("a", "b")}
+    for path, rank in (("q", 1), ("k", 0)):  # of the first layer; the rest stays zero
+        own = after["blocks", "attention", path, "lora", "a"][0], after["blocks", "attention", path, "lora", "b"][0]
+        assert not own[0][:, rank:].any()
+        assert not own[1][rank:].any()
     assert {before[path].shape[-1] for path in before if path[-1] == "a"} == {2, 3, 4}
     held = sum(x.size for x in jax.tree.leaves(alone.state.opt_state))
     assert alone.built.model.trainable < held <= 2 * alone.built.model.trainable + 8
@@ -57,7 +62,7 @@ def test_a_mesh_in_chunks_does_the_same_and_holds_no_adapter_whole(alone):
     mesh.agrees_with(alone)
     for path, placed in flatten_dict(mesh.built.spec.state.params).items():
         parts = placed.size // np.prod(placed.sharding.shard_shape(placed.shape))
-        assert "lora" not in path or parts >= 4, path
+        assert path[-1] not in ("a", "b") or parts >= 4, path
 
 
 def test_a_base_in_codes_stays_as_it_is():
