@@ -140,6 +140,7 @@ adapter.kind=last_layers
 adapter.kind=patterns adapter.targets=[blocks.attention.*]
 adapter.rank=4 adapter.kind=lora
 adapter.alpha=4 adapter.kind=lora
+adapter.alpha_pattern={{"*.mlp.*":8}} adapter.kind=lora
 adapter.rslora=true adapter.kind=lora
 adapter.targets=[blocks.*,embedding,head] adapter.kind=lora
 adapter.targets={{"*.mlp.*":8,"blocks.*":4}} adapter.kind=lora
@@ -147,6 +148,7 @@ adapter.dropout=0.2 adapter.kind=lora
 adapter.base=bfloat16 adapter.kind=lora
 adapter.base=int8 adapter.kind=qlora
 adapter.double_quant=false adapter.kind=qlora
+adapter.lora_bias=true adapter.kind=lora
 adapter.lora_plus_ratio=4 adapter.kind=lora
 adapter.matmul=sliced adapter.kind=qlora
 adapter.virtual_tokens=8 adapter.kind=prompt data.packing=false
