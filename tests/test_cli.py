@@ -279,17 +279,17 @@ def test_errors_of_the_machine_are_one_line(
     def fail(*_: object) -> None:
         raise OSError(raised[-1], os.strerror(raised[-1]), "/runs/x")
 
-    monkeypatch.setattr("jaxmem.config.load_config", fail)
+    monkeypatch.setattr("jaxmem.cli.training.load", fail)
     for number, text in (
         (errno.EROFS, "/runs/x: Read-only file system"),
         (errno.ENOSPC, "/runs/x: No space left on device"),
         (errno.EMFILE, "too many open files: raise the limit with `ulimit -n 4096`"),
     ):
         raised.append(number)
-        assert jaxmem("plan", "x.yaml", capsys=capsys) == (2, "", f"error: {text}\n")
+        assert jaxmem("train", "x.yaml", capsys=capsys) == (2, "", f"error: {text}\n")
     raised.append(errno.EBADF)
     with pytest.raises(OSError, match="Bad file"):
-        main(["plan", "x.yaml"])
+        main(["train", "x.yaml"])
 
 
 FEW_FILES = """

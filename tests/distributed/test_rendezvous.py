@@ -58,7 +58,7 @@ def test_duplicate_process_numbers(port: int) -> None:
 
 def test_different_process_counts(port: int) -> None:
     found = answers(port, 2, [0, 1], 20, counts={1: 3})
-    assert all("process 1 on host1 was given 3 processes, process 0 2" in str(error) for error in found)
+    assert all("process 1 on host1 expects 3 processes, process 0 expects 2" in str(error) for error in found)
 
 
 def test_a_foreign_client_is_ignored(port: int) -> None:
