@@ -80,10 +80,11 @@ class JsonTexts(JsonLines):
 
 def read_objects(file: str | Path, contents: str) -> Iterator[tuple[int, dict[str, Any]]]:
     """The objects of a file, each with the number of its line. `contents`: what a line is, for errors."""
-    is_empty = True
+    is_empty, number = True, 0
     try:
         with Path(file).open("rb") as opened:
-            for number, line in enumerate(iter(lambda: opened.readline(LONGEST), b""), 1):
+            while line := opened.readline(LONGEST):
+                number += 1
                 if line.strip():
                     is_empty = False
                     yield number, parse_object(line)
