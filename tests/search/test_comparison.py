@@ -118,6 +118,7 @@ def planned(cfg: Config, memory: int, devices: int = 8) -> Any:
 
 def test_the_nearest_configs_that_fit(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(nearest, "CompilerPool", lambda target, _: FakeCompilers(target))
+    monkeypatch.setattr(nearest, "SECONDS", float("inf"))
     cfg = config()
     total = planned(cfg, 1).compiled_step.total
     near = nearest.nearest_fitting(planned(cfg, int(0.8 * total)))
