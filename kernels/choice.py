@@ -16,7 +16,7 @@ import json
 import logging
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -105,12 +105,13 @@ class Operation:
         portable one."""
         candidates = {name for name in self.implementations if name != "reference" or name == self.portable}
         device = device_kind()
-        entries = tuple(
-            (entry["implementation"], tuple(entry["sizes"]))
-            for entry in tuned().get(self.name, {}).get(device, [])
-            if entry["kind"] == kind and entry["implementation"] in candidates
-        )
-        return _nearest(self.name, device, self.portable, kind, sizes, entries)
+        if entry := nearest_entry(tuned(), self.name, device, kind, sizes, candidates):
+            choice = Choice(entry["implementation"], f"the fastest of {entry['sizes']} on {device}", kind, sizes)
+        else:
+            why = f"{device} was not measured: {self.portable} runs everywhere"
+            choice = Choice(self.portable, why, kind, sizes)
+        _log(self.name, choice)
+        return choice
 
     def _check(self, checks: Validator, implementation: Any) -> None:
         names = ", ".join(sorted(self.implementations))
@@ -148,40 +149,30 @@ def record_choices() -> Iterator[list[Choice]]:
 
 
 @functools.cache
-def _nearest(
-    operation: str,
-    device: str,
-    portable: str,
-    kind: str,
-    sizes: tuple[int, ...],
-    entries: tuple[tuple[str, tuple[int, ...]], ...],
-) -> Choice:
-    if entries:
-        fastest, measured = min(entries, key=lambda entry: _distance(entry[1], sizes))
-        choice = Choice(fastest, f"the fastest of {list(measured)} on {device}", kind, sizes)
-    else:
-        choice = Choice(portable, f"{device} was not measured: {portable} runs everywhere", kind, sizes)
-    _log(operation, choice)
-    return choice
-
-
-@functools.cache
 def _log(operation: str, choice: Choice) -> None:
     sizes = "x".join(map(str, choice.sizes))
     LOG.info("%s %s %s: %s, %s", operation, choice.kind, sizes, choice.implementation, choice.why)
 
 
 def nearest_entry(
-    table: dict[str, Any], operation: str, device: str, kind: str, sizes: tuple[int, ...]
+    table: dict[str, Any],
+    operation: str,
+    device: str,
+    kind: str,
+    sizes: Sequence[int],
+    implementations: Collection[str] | None = None,
 ) -> dict[str, Any] | None:
-    """The entry of the nearest sizes that were measured."""
-    entries = [entry for entry in table.get(operation, {}).get(device, []) if entry["kind"] == kind]
-    return min(entries, key=lambda entry: _distance(entry["sizes"], sizes), default=None)
+    """The entry of the nearest sizes that were measured, by their ratios, of these implementations."""
+    entries = [
+        entry
+        for entry in table.get(operation, {}).get(device, [])
+        if entry["kind"] == kind and (implementations is None or entry["implementation"] in implementations)
+    ]
 
+    def distance(entry: dict[str, Any]) -> float:
+        return sum(abs(math.log(a / b)) for a, b in zip(entry["sizes"], sizes, strict=True))
 
-def _distance(measured: Sequence[int], sizes: Sequence[int]) -> float:
-    """By their ratios."""
-    return sum(abs(math.log(a / b)) for a, b in zip(measured, sizes, strict=True))
+    return min(entries, key=distance, default=None)
 
 
 @contextmanager

@@ -6,11 +6,21 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+from jax.experimental.xla_metadata import set_xla_metadata
 
 
-def without_gradient(name: str, run: Callable[..., Any]) -> Callable[..., Any]:
-    """`run`, which raises where its gradient is asked for. An operation's first gradient has kernels of its own;
-    higher ones are plain JAX's."""
+def on_each_platform(
+    name: str, flops: float, *, cpu: Callable[..., Any], gpu: Callable[..., Any]
+) -> Callable[..., Any]:
+    """A kernel, as a function of arrays. `flops`: per number of its first output, which the compiled program carries as
+    metadata. XLA cannot batch it: under `jax.vmap` it runs once for each element. It raises where its gradient is asked
+    for: an operation's first gradient has kernels of its own; higher ones are plain JAX's."""
+
+    @jax.custom_batching.sequential_vmap
+    def run(*arrays: jax.Array) -> Any:
+        with set_xla_metadata(flops_per_output=str(flops)):
+            return jax.lax.platform_dependent(*arrays, cpu=cpu, default=gpu)
+
     once = jax.custom_jvp(run)
 
     @once.defjvp

@@ -13,9 +13,8 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from jax.experimental.xla_metadata import set_xla_metadata
 
-from jaxmem.kernels.launch import without_gradient
+from jaxmem.kernels.launch import on_each_platform
 
 THREAD = "mosaic_warpgroup"
 
@@ -44,8 +43,8 @@ def launch(
     flops: float = 0.0,
 ) -> list[jax.Array]:
     """`kernel(*arrays, *sums, *outputs, **scratch)` on a grid, its first dimension the fastest: outputs, then `sums`,
-    which begin as zeros and are added to. `flops` as in `triton_launch.launch`, of the first of `sums`, if there are
-    any. XLA cannot batch it: under `jax.vmap` it runs once for each element."""
+    which begin as zeros and are added to. `flops`: as in `on_each_platform`, of the first of `sums`, if there are
+    any."""
 
     def body(*refs: Any) -> None:
         pl.run_scoped(lambda **allocated: kernel(*refs, **allocated), collective_axes=THREAD, **scratch)
@@ -62,19 +61,13 @@ def launch(
     def on_gpu(*arrays: jax.Array) -> list[jax.Array]:
         zeros = [jnp.zeros(x.shape, x.dtype) for x in sums]
         empty = [pl.empty(x.shape, x.dtype) for x in outputs] if sums else []
-        with set_xla_metadata(flops_per_output=str(flops)):
-            if not sums:
-                return list(call(*arrays))
-            made = pl.run_state(lambda refs: call(*arrays, *refs))([*zeros, *empty])
+        if not sums:
+            return list(call(*arrays))
+        made = pl.run_state(lambda refs: call(*arrays, *refs))([*zeros, *empty])
         return [*made[len(sums) :], *made[: len(sums)]]
 
     def on_cpu(*arrays: jax.Array) -> list[jax.Array]:
         evaluate = EVALUATOR(on_gpu, arrays, dict(grid), warpgroups, outputs, sums)
-        with set_xla_metadata(flops_per_output=str(flops)):
-            return list(jax.pure_callback(evaluate, [*outputs, *sums], *arrays))
+        return list(jax.pure_callback(evaluate, [*outputs, *sums], *arrays))
 
-    @jax.custom_batching.sequential_vmap
-    def run(*arrays: jax.Array) -> list[jax.Array]:
-        return jax.lax.platform_dependent(*arrays, cpu=on_cpu, default=on_gpu)
-
-    return list(without_gradient(name, run)(*arrays))
+    return list(on_each_platform(name, flops, cpu=on_cpu, gpu=on_gpu)(*arrays))

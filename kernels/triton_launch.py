@@ -15,10 +15,9 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.experimental.xla_metadata import set_xla_metadata
 
 from .choice import capability
-from .launch import without_gradient
+from .launch import on_each_platform
 from .tuning import SHARED
 
 PTX = 87  # the first that knows compute capability 12.0: a ptxas older than Triton's own reads it too
@@ -49,9 +48,8 @@ def launch(
     flops: float = 0.0,
     in_place: Mapping[int, int] | None = None,
 ) -> list[jax.Array]:
-    """`kernel(*arrays, *outputs, s=static)` on a grid. `flops`: per number of the first output, which the compiled
-    program carries as metadata. `in_place`: array number to the number of the output that reuses its memory. XLA
-    cannot batch it: under `jax.vmap` it runs once for each element."""
+    """`kernel(*arrays, *outputs, s=static)` on a grid. `in_place`: array number to the number of the output that reuses
+    its memory. `flops`: as in `on_each_platform`."""
     compute_capability = capability()
 
     def on_cpu(*arrays: jax.Array) -> list[jax.Array]:
@@ -74,12 +72,7 @@ def launch(
             options |= {"out_shape": list(outputs), "enable_fp_fusion": True}
         return list(call(*arrays, kernel=kernel, grid=grid, **options))
 
-    @jax.custom_batching.sequential_vmap
-    def run(*arrays: jax.Array) -> list[jax.Array]:
-        with set_xla_metadata(flops_per_output=str(flops)):
-            return jax.lax.platform_dependent(*arrays, cpu=on_cpu, default=on_gpu)
-
-    return list(without_gradient(kernel.__name__, run)(*arrays))
+    return list(on_each_platform(kernel.__name__, flops, cpu=on_cpu, gpu=on_gpu)(*arrays))
 
 
 @functools.cache

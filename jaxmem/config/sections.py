@@ -72,8 +72,8 @@ class Data(Source):
 
     @property
     def max_segments(self) -> int:
-        """Documents of a row, at most, and its padding. A row that is not packed has one document."""
-        return 1 + (self.documents_per_row if self.packing else 1)
+        """Documents of a packed row, at most, and its padding."""
+        return 1 + self.documents_per_row
 
     @property
     def lengths(self) -> tuple[int, ...]:

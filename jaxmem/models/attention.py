@@ -162,6 +162,8 @@ def sharded_attention(
 ) -> Float[Array, "batch time heads dim"]:
     """`kernels.attention` of arrays sharded over batch, heads and sequence."""
     layout, window = current(), spec.window
+    if execution.attention == "cudnn" and spec.causal and not execution.packed:
+        segment_ids = None  # padding comes last: a causal mask is enough for the tokens that have a loss
     over = () if layout is None else layout.over("activations", "time")
     options: dict[str, Any] = {
         "window": window,

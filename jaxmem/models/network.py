@@ -23,7 +23,8 @@ class Execution:
     dtype: np.dtype = np.dtype(np.float32)  # noqa: RUF009 - immutable. The compute dtype
     attention: str | None = None  # an implementation; None: chosen by device and shape
     deterministic: bool = False  # attention gradients are bitwise reproducible
-    max_segments: int | None = None  # documents of a row and its padding, at most; None: unknown
+    packed: bool = True  # rows have several documents; otherwise one, and padding
+    max_segments: int | None = None  # documents of a packed row and its padding, at most; None: unknown
     chunking: Chunking = Chunking()  # noqa: RUF009 - immutable
     stack: StackOptions = StackOptions()  # noqa: RUF009 - immutable
 

@@ -18,6 +18,7 @@ import numpy as np
 from jaxmem.config import Config, Decoder
 from jaxmem.config.names import is_offloaded
 from jaxmem.config.recompute import repeats_forward
+from jaxmem.kernels.fused_attention import cudnn
 from jaxmem.kernels.fused_attention.blockwise import SHORT
 from jaxmem.machine.gpus import Gpu
 from jaxmem.planning.breakdown import SAVED
@@ -239,7 +240,20 @@ class _Activations:
         throughout = self.layer + (self.matrix if self.cfg.mesh.fsdp > 1 else 0) + 6 * self.residual
         throughout += (1 + 2 * wide) * self.queries + 2 * (1 + wide) * self.keys
         mlp = 4 * self.hidden + self.chunked
-        return throughout + max(mlp, self._ring(model, wide, mlp))
+        return throughout + max(mlp, self._ring(model, wide, mlp), self._cudnn(model))
+
+    def _cudnn(self, model: Decoder) -> float:
+        """What cuDNN allocates in the backward pass of attention."""
+        cfg = self.cfg
+        if cfg.memory.attention != "cudnn":
+            return 0
+        split = shards(cfg, "heads") * head_groups(cfg, "gpu")
+        heads, kv_heads = max(1, model.heads // split), max(1, model.kv_heads // split)
+        segments = cfg.data.max_segments if cfg.data.packing else 1
+        length, rows = cfg.row_length, math.ceil(self.rows)
+        call = cudnn.Call(rows, length, length, heads, kv_heads, model.head_dim, 1.0, True, model.window, segments)
+        groups = cudnn.head_groups(call, self.width) if segments > 1 else 1
+        return cudnn.workspace(call, self.width) / groups
 
     def _ring(self, model: Decoder, wide: float, mlp: float) -> float:
         """What ring attention needs in addition: keys and their gradients in transit; for two halves of the queries,

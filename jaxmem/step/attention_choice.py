@@ -54,6 +54,6 @@ def attention_request(cfg: Config, platform: str) -> Request | None:
         masked=is_text,
         window=is_text and model.window is not None,
         deterministic=cfg.train.deterministic,
-        has_segments=is_text,
+        has_segments=is_text and cfg.data.packing,
         max_segments=cfg.data.max_segments,
     )

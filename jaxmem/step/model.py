@@ -166,6 +166,7 @@ class ModelSpec:
             dtype=compute_dtype(self.cfg.precision, self.platform),
             attention=None if self.attention is None else self.attention.implementation,
             deterministic=self.cfg.train.deterministic,
+            packed=self.cfg.data.packing,
             max_segments=self.cfg.data.max_segments,
             chunking=chunking(memory),
             stack=StackOptions(remat, self.pipeline, offloaded_activations(memory.offload)),

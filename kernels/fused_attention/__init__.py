@@ -71,7 +71,8 @@ def attention(
         max_segments=max_segments,
     )
     with_lse = CHECKS.flag("return_lse", return_lse)
-    request = Request.of(*arrays[:2], options, extras)
+    keys_have_own = kv_segment_ids is not None and kv_segment_ids is not segment_ids
+    request = Request.of(*arrays[:2], options, extras, keys_have_own=keys_have_own)
     out, lse = Operation(OPERATION, IMPLEMENTATIONS, PLAIN).run(
         implementation,
         lambda module: module.attend(*arrays, options, extras),

@@ -26,57 +26,29 @@ def loop_over(ranges: list[BlockRange], visit: Callable[..., Any], state: Any) -
     return state
 
 
-def key_ranges(call: Call, block: jax.Array, masks: MaskArrays) -> list[BlockRange]:
-    """The blocks of keys in which this block of queries sees something."""
-    o, size = call.options, call.blocks.keys
-    first = block * call.blocks.queries
-    last = first + call.blocks.queries - 1
-    low: Any = jnp.int32(0)
-    high: Any = jnp.int32(call.keys)
-    whole_low: Any = jnp.int32(0)
-    whole_high: Any = jnp.int32(call.keys)
-    if o.causal or o.window is not None:
-        high = jnp.clip(last + call.offset + 1, 0, call.keys)
-        whole_high = jnp.clip(first + call.offset + 1, 0, call.keys)
-    if o.window is not None:
-        low = jnp.maximum(first + call.offset - o.window + 1, 0)
-        whole_low = jnp.maximum(last + call.offset - o.window + 1, 0)
-    edges = o.window is not None, o.causal or o.window is not None or call.keys % size > 0
-    return _ranges(low, high, whole_low, whole_high, size, block, masks, edges)
-
-
-def query_ranges(call: Call, block: jax.Array, masks: MaskArrays) -> list[BlockRange]:
-    """The blocks of queries that see something of this block of keys."""
-    o, size = call.options, call.blocks.queries
-    first = block * call.blocks.keys
-    last = first + call.blocks.keys - 1
-    low: Any = jnp.int32(0)
-    high: Any = jnp.int32(call.queries)
-    whole_low: Any = jnp.int32(0)
-    # A last block that is not full may be whole: its empty rows add nothing.
-    whole_high: Any = jnp.int32(-(-call.queries // size) * size)
-    if o.causal or o.window is not None:
-        low = jnp.maximum(first - call.offset, 0)
-        whole_low = jnp.maximum(last - call.offset, 0)
-    if o.window is not None:
-        high = jnp.clip(last - call.offset + o.window, 0, call.queries)
-        whole_high = jnp.clip(first - call.offset + o.window, 0, call.queries)
-    edges = o.causal or o.window is not None, o.window is not None
-    return _ranges(low, high, whole_low, whole_high, size, block, masks, edges)
-
-
-def _ranges(
-    low: Any,
-    high: Any,
-    whole_low: Any,
-    whole_high: Any,
-    size: int,
-    block: Any,
-    masks: MaskArrays,
-    edges: tuple[bool, bool],
-) -> list[BlockRange]:
-    """Blocks that hold positions low..high-1; those within whole_low..whole_high-1 need no mask. `block` is the one
-    that this program holds. `edges`: whether there can be masked blocks before and after the whole ones."""
+def visited_blocks(call: Call, block: jax.Array, masks: MaskArrays, *, by_keys: bool) -> list[BlockRange]:
+    """The blocks of keys in which this block of queries sees something; `by_keys`: the blocks of queries that see
+    something of this block of keys. First those that a mask touches, then those without, then masked ones again."""
+    o, window = call.options, call.options.window
+    back = None if window is None else window - 1
+    causal = 0 if o.causal or window is not None else None
+    # The positions `below` to `above` from a position, less `shift`, are those that have to do with it.
+    if by_keys:
+        own, size, length, shift = call.blocks.keys, call.blocks.queries, call.queries, -call.offset
+        below, above = causal, back
+    else:
+        own, size, length, shift = call.blocks.queries, call.blocks.keys, call.keys, call.offset
+        below, above = None if back is None else -back, causal
+    first = block * own + shift
+    last = first + own - 1
+    low = whole_low = jnp.int32(0)
+    high: Any = jnp.int32(length)
+    # A last block of queries that is not full needs no mask: its empty rows add nothing.
+    whole_high: Any = jnp.int32(-(-length // size) * size if by_keys else length)
+    if below is not None:
+        low, whole_low = jnp.maximum(first + below, 0), jnp.maximum(last + below, 0)
+    if above is not None:
+        high, whole_high = jnp.clip(last + above + 1, 0, length), jnp.clip(first + above + 1, 0, length)
     begin, end = _div(low, size), _div(high + size - 1, size)
     if masks.begin is not None:
         begin = jnp.maximum(begin, masks.begin[block])
@@ -84,9 +56,9 @@ def _ranges(
         return [BlockRange(begin, end, True)]
     whole_begin = jnp.clip(_div(whole_low + size - 1, size), begin, jnp.maximum(begin, end))
     whole_end = jnp.clip(_div(whole_high, size), whole_begin, jnp.maximum(whole_begin, end))
-    before, whole, after = (begin, whole_begin), (whole_begin, whole_end), (whole_end, end)
-    first, last = [BlockRange(*before, True)] * edges[0], [BlockRange(*after, True)] * edges[1]
-    return [*first, BlockRange(*whole, False), *last]
+    has_last = above is not None or (not by_keys and length % size > 0)
+    before, after = [BlockRange(begin, whole_begin, True)], [BlockRange(whole_end, end, True)]
+    return [*before[: below is not None], BlockRange(whole_begin, whole_end, False), *after[:has_last]]
 
 
 def _div(x: Any, size: int) -> jax.Array:

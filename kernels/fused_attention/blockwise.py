@@ -23,20 +23,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int32
 
 from .arguments import Extras, Options
-from .tiles import (
-    BACKWARD,
-    FORWARD,
-    Keys,
-    Outputs,
-    Problem,
-    Queries,
-    Rows,
-    Tile,
-    Turned,
-    apply_dropout,
-    merge_groups,
-    scores,
-)
+from .tiles import Keys, Outputs, Problem, Queries, Rows, Tile, finished, tile_backward, tile_forward
 
 # Up to so many scores a head, a row's softmax is taken in one piece: blocks of queries (in the backward pass,
 # of keys) are written out one after the other, each with just the keys (queries) that it has to do with.
@@ -121,60 +108,6 @@ def _is_short(problem: Problem) -> bool:
     return problem.queries * problem.keys <= SHORT
 
 
-# ---------------------------------------------------------------- one tile
-
-
-def _tile_forward(problem: Problem, tile: Tile, q: Queries, k: Keys, v: Keys, before: Any = None) -> tuple[Any, ...]:
-    """Weighted sum of values, maximum and sum of each row, with those of the tiles `before`."""
-    s, _ = scores(problem, q, k, tile, FORWARD)
-    top = jnp.max(s, axis=-1)
-    if before is not None:
-        top = jnp.maximum(top, before[1])
-    finite = jnp.where(jnp.isneginf(top), 0.0, top)  # of rows that have seen nothing yet
-    p = jnp.exp(s - finite[..., None])
-    total = jnp.sum(p, axis=-1)
-    p = apply_dropout(problem, p, tile, FORWARD).astype(v.dtype).reshape(*q.shape[:2], -1, tile.keys)
-    mixed = jnp.einsum("bnqk,bnkd->bnqd", p, v, preferred_element_type=jnp.float32).reshape(q.shape)
-    if before is not None:
-        shrink = jnp.exp(before[1] - finite)
-        mixed, total = mixed + before[0] * shrink[..., None], total + before[2] * shrink
-    return mixed, top, total
-
-
-def _finished(like: jax.Array, mixed: jax.Array, top: Rows, total: Rows) -> tuple[Queries, Rows]:
-    seen = total > 0.0
-    out = mixed / jnp.where(seen, total, 1.0)[..., None]
-    lse = jnp.where(seen, top + jnp.log(jnp.where(seen, total, 1.0)), -jnp.inf)
-    return out.astype(like.dtype), lse
-
-
-def _tile_backward(
-    problem: Problem, tile: Tile, q: Queries, k: Keys, k_turned: Turned, v: Keys, d_out: Queries, lse: Rows, inner: Rows
-) -> tuple[Any, ...]:
-    """A tile's part of dq (as [batch, kv_heads, dim, group, queries]), dk and dv.
-
-    Every matmul's left side is contracted over its last dimension, as the fast libraries on CPUs want it;
-    `k_turned` is there for the one of dq.
-    """
-    batch, heads, groups, queries, dim = q.shape
-    shape = (batch, heads, tile.keys, groups * queries)
-    s, slope = scores(problem, q, k, tile, BACKWARD)
-    p = jnp.exp(s - lse[:, :, None])
-    rows = merge_groups(d_out)
-    dv = jnp.einsum(
-        "bnkq,bnqd->bnkd",
-        apply_dropout(problem, p, tile, BACKWARD).astype(v.dtype).reshape(shape),
-        rows,
-        preferred_element_type=jnp.float32,
-    )
-    dp = jnp.einsum("bnkd,bnqd->bnkq", v, rows, preferred_element_type=jnp.float32).reshape(p.shape)
-    ds = p * (apply_dropout(problem, dp, tile, BACKWARD) - inner[:, :, None]) * slope
-    ds = ds.astype(q.dtype).reshape(shape)
-    dk = jnp.einsum("bnkq,bnqd->bnkd", ds, merge_groups(q), preferred_element_type=jnp.float32)
-    dq = jnp.einsum("bndk,bnkq->bndq", k_turned, ds, preferred_element_type=jnp.float32)
-    return dq.reshape(batch, heads, dim, groups, queries), dk, dv
-
-
 # ---------------------------------------------------------------- short sequences
 
 
@@ -193,7 +126,7 @@ def _forward_short(problem: Problem, q: Queries, k: Keys, v: Keys) -> tuple[Quer
             out, lse = jnp.zeros_like(part), jnp.full(part.shape[:-1], -jnp.inf, jnp.float32)
         else:
             tile = Tile(first, last - first, low, high - low)
-            out, lse = _finished(q, *_tile_forward(problem, tile, part, k[:, :, low:high], v[:, :, low:high]))
+            out, lse = finished(q, *tile_forward(problem, tile, part, k[:, :, low:high], v[:, :, low:high]))
         outs.append(out)
         lses.append(lse)
     return jnp.concatenate(outs, axis=3), jnp.concatenate(lses, axis=3)
@@ -215,7 +148,7 @@ def _backward_short(
             tile = Tile(low, high - low, first, last - first)
             some = [x[:, :, :, low:high] for x in (q, d_out, lse, inner)]
             own = part_k, k_turned[..., first:last], part_v
-            more, dk, dv = _tile_backward(problem, tile, some[0], *own, *some[1:])
+            more, dk, dv = tile_backward(problem, tile, some[0], *own, *some[1:])
             dq = _put(dq, dq[..., low:high] + more, low, 4)
         dks.append(dk)
         dvs.append(dv)
@@ -263,12 +196,12 @@ def _forward_long(problem: Problem, q: Queries, k: Keys, v: Keys) -> tuple[Queri
         before = tuple(_slice(x, i, block_q, 3) for x in state)
         tile = Tile(i, block_q, j, block_k)
         some = _slice(q, i, block_q, 3), _slice(k, j, block_k, 2), _slice(v, j, block_k, 2)
-        after = _tile_forward(problem, tile, *some, before)
+        after = tile_forward(problem, tile, *some, before)
         return tuple(_put(x, part, i, 3) for x, part in zip(state, after, strict=True))
 
     rows = q.shape[:-1]
     start = jnp.zeros(q.shape, jnp.float32), jnp.full(rows, -jnp.inf, jnp.float32), jnp.zeros(rows, jnp.float32)
-    out, lse = _finished(q, *jax.lax.fori_loop(0, len(visits), visit, start))
+    out, lse = finished(q, *jax.lax.fori_loop(0, len(visits), visit, start))
     return out[..., : problem.queries, :], lse[..., : problem.queries]
 
 
@@ -287,7 +220,7 @@ def _backward_long(
         tile = Tile(i, block_q, j, block_k)
         rows = [_slice(x, i, block_q, 3) for x in (d_out, lse, inner)]
         own = _slice(k, j, block_k, 2), _slice(k_turned, j, block_k, 3), _slice(v, j, block_k, 2)
-        parts = _tile_backward(problem, tile, _slice(q, i, block_q, 3), *own, *rows)
+        parts = tile_backward(problem, tile, _slice(q, i, block_q, 3), *own, *rows)
         places = (i, block_q, 4), (j, block_k, 2), (j, block_k, 2)
         return tuple(
             _put(x, _slice(x, start, length, dim) + part, start, dim)

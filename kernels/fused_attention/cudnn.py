@@ -120,17 +120,18 @@ def _backward_rule(call: Call, saved: Any, cotangents: tuple[Any, Any]) -> tuple
     if groups == 1:
         return *run(call, q, k, v, out, d_out, lse), None
 
-    def split(x: jax.Array, dim: int) -> jax.Array:
-        """Groups of heads first."""
-        return jnp.moveaxis(x.reshape(*x.shape[:dim], groups, -1, *x.shape[dim + 1 :]), dim, 0)
-
-    def join(x: jax.Array) -> jax.Array:
-        x = jnp.moveaxis(x, 0, 2)
-        return x.reshape(*x.shape[:2], -1, x.shape[-1])
-
     part = replace(call, heads=call.heads // groups, kv_heads=call.kv_heads // groups)
-    arrays = (*(split(x, 2) for x in (q, k, v, out, d_out)), split(lse, 1))
-    return *map(join, jax.lax.map(lambda x: run(part, *x), arrays)), None
+    sizes = part.heads, part.kv_heads, part.kv_heads
+
+    def step(i: jax.Array, found: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+        every = zip((q, k, v, out, d_out), (*sizes, part.heads, part.heads), strict=True)
+        inputs = [jax.lax.dynamic_slice_in_dim(x, i * size, size, 2) for x, size in every]
+        new = run(part, *inputs, jax.lax.dynamic_slice_in_dim(lse, i * part.heads, part.heads, 1))
+        return tuple(
+            jax.lax.dynamic_update_slice_in_dim(x, y, i * size, 2) for x, y, size in zip(found, new, sizes, strict=True)
+        )
+
+    return *jax.lax.fori_loop(0, groups, step, (jnp.zeros_like(q), jnp.zeros_like(k), jnp.zeros_like(v))), None
 
 
 _attend.defvjp(_forward_rule, _backward_rule, symbolic_zeros=True)
@@ -209,8 +210,11 @@ def _run(target: str, call: Call, arrays: tuple[jax.Array, ...], packed: Packed 
     q, k, v = arrays[:3]
     forward, more = target == _FORWARD, ()
     if packed is not None:
+        # In the shapes that jax's own call has.
+        lengths = packed.lengths.reshape(call.batch, call.max_segments)
+        starts = jnp.pad(packed.starts, (0, call.batch - 1), mode="edge").reshape(call.batch, -1)
         strides = (call.heads * call.dim, call.kv_heads * call.dim)
-        more = (packed.lengths, packed.lengths, *(packed.starts * stride for stride in strides))
+        more = (lengths, lengths, *(starts * stride for stride in strides))
     heads_first = [jax.ShapeDtypeStruct((x.shape[0], *(x.shape[d] for d in (2, 1, 3))), x.dtype) for x in (q, k, v)]
     if forward:
         stats = jax.ShapeDtypeStruct((call.slots, call.heads, call.length), jnp.float32)
@@ -237,7 +241,7 @@ def _run(target: str, call: Call, arrays: tuple[jax.Array, ...], packed: Packed 
         if ON_CPU is not None:
             return ON_CPU(target, call, arrays)
         outputs = jax.eval_shape(on_gpu, *arrays)
-        return list(jax.pure_callback(_refuse_cpu, outputs, *arrays))
+        return list(jax.pure_callback(_refuse_cpu, outputs, *arrays, vmap_method="sequential"))
 
     return tuple(jax.lax.platform_dependent(*arrays, *more, cpu=on_cpu, default=on_gpu))
 

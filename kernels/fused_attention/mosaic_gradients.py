@@ -16,38 +16,10 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxmem.kernels.mosaic_launch import THREAD
 
+from . import mosaic_parts as parts
 from .block import LOG2E, Call, MaskArrays, capped_scores
-from .block_ranges import loop_over, query_ranges
-from .mosaic_parts import (
-    BATCH,
-    BLOCK,
-    BY_COLUMN,
-    BY_ROW,
-    COMPUTING,
-    FEW_REGISTERS,
-    HEAD,
-    REGISTERS,
-    ROWS,
-    WGMMA,
-    Own,
-    SharedGradients,
-    Stream,
-    broadcast_along,
-    copy_next,
-    copy_own,
-    dropout_factor,
-    dropout_words,
-    load_as,
-    masked_scores,
-    opaque_zero,
-    positions,
-    select_batch,
-    slice_ids,
-    slot_of,
-    tanh,
-    write_back,
-    zeros_in,
-)
+from .block_ranges import loop_over, visited_blocks
+from .mosaic_parts import BATCH, BLOCK, BY_COLUMN, BY_ROW, COMPUTING, HEAD, ROWS, WGMMA, Own, SharedGradients, Stream
 
 
 def gradients(
@@ -72,8 +44,8 @@ def gradients(
     the sums of dk and dv read them. That of dq goes over the keys of both warpgroups: each gives the other its part of
     the scores' gradient, and makes half of dq's columns."""
     number, block, kv_head, batch = (lax.axis_index(name) for name in (THREAD, BLOCK, HEAD, BATCH))
-    masks = select_batch(masks, batch)
-    ranges = query_ranges(call, block, masks)
+    masks = parts.select_batch(masks, batch)
+    ranges = visited_blocks(call, block, masks, by_keys=True)
     begin, end = ranges[0].start, ranges[-1].stop
     count = jnp.maximum(end - begin, 0)
     size = call.blocks.queries
@@ -85,37 +57,39 @@ def gradients(
 
     @pl.when(number < COMPUTING)
     def _() -> None:
-        plgpu.set_max_registers(REGISTERS, action="increase")
+        plgpu.set_max_registers(parts.REGISTERS, action="increase")
         first = block * call.blocks.keys + number * ROWS
         here = (batch, pl.ds(first, ROWS), kv_head)
-        _, _, *ids = copy_own(own, number, k_ref.at[here], v_ref.at[here], slice_ids(masks.kv_ids, first, ROWS))
-        theirs = load_as(ids[0], BY_ROW) if ids else None
-        key = positions(ROWS, first, BY_ROW)
+        _, _, *ids = parts.copy_own(
+            own, number, k_ref.at[here], v_ref.at[here], parts.slice_ids(masks.kv_ids, first, ROWS)
+        )
+        theirs = parts.load_as(ids[0], BY_ROW) if ids else None
+        key = parts.positions(ROWS, first, BY_ROW)
 
         def of_head(g: Any, sums: Any) -> Any:
             def visit(i: Any, sums: Any, *, masked: bool) -> Any:
                 n = g * count + i - begin
-                slot, zero = slot_of(call, n), opaque_zero(n)
+                slot, zero = parts.slot_of(call, n), parts.opaque_zero(n)
                 k, v = (x.at[number + zero] for x in own.held[:2])
                 plgpu.barrier_wait(queries.here.at[slot])
                 q, d_out, lse, inner, *mine = (x.at[slot] for x in queries.held)
-                at = positions(size, i * size, BY_COLUMN)
-                words = dropout_words(masks, (batch * lax.axis_size(HEAD) + kv_head) * groups + g, at)
-                less = lambda: -broadcast_along(load_as(inner, BY_COLUMN), shape, 1)  # noqa: E731
+                at = parts.positions(size, i * size, BY_COLUMN)
+                words = parts.dropout_words(masks, (batch * lax.axis_size(HEAD) + kv_head) * groups + g, at)
+                less = lambda: -parts.broadcast_along(parts.load_as(inner, BY_COLUMN), shape, 1)  # noqa: E731
 
                 def multiply(accumulator: Any) -> None:
                     dk, dv, scores, change = accumulator
                     plgpu.wgmma(scores, k, q.transpose((1, 0)))
                     plgpu.wgmma(change, v, d_out.transpose((1, 0)))
-                    s, slope = capped_scores(call, plgpu.wgmma_accumulator_load(scores, wait_n=running), tanh)
+                    s, slope = capped_scores(call, plgpu.wgmma_accumulator_load(scores, wait_n=running), parts.tanh)
                     if masked:
-                        ours = load_as(mine[0], BY_COLUMN) if mine else None
-                        s = masked_scores(call, s, at, key, ours, theirs, (1, 0))
-                    p = jnp.exp2(s * base - broadcast_along(load_as(lse, BY_COLUMN) * base, shape, 1))
+                        ours = parts.load_as(mine[0], BY_COLUMN) if mine else None
+                        s = parts.masked_scores(call, s, at, key, ours, theirs, (1, 0))
+                    p = jnp.exp2(s * base - parts.broadcast_along(parts.load_as(lse, BY_COLUMN) * base, shape, 1))
                     if words is None:
                         shared = p
                     else:  # what dropout takes away is remembered as a sign: no more registers
-                        p = jnp.where(dropout_factor(call, words, key, shape, (1, 0)) > 0, p, -p)
+                        p = jnp.where(parts.dropout_factor(call, words, key, shape, (1, 0)) > 0, p, -p)
                         shared = jnp.maximum(p, 0.0) * more
                     plgpu.wgmma(dv, shared.astype(q.dtype), d_out)
                     dp = plgpu.wgmma_accumulator_load(change, wait_n=1)
@@ -126,7 +100,7 @@ def gradients(
                     there = dq_ref.at[batch, pl.ds(i * size, size), kv_head * groups + g]
                     _and_to_dq(together, n, number, ds, (dk, q), own.held[0].at[pl.ds(zero, COMPUTING)], there)
 
-                zeros = zeros_in(shape, WGMMA)
+                zeros = parts.zeros_in(shape, WGMMA)
                 # The matmul accumulates into what is to be subtracted from it: fewer registers.
                 starts = *sums, zeros, less() if words is None else zeros
                 dk, dv, *_ = pl.run_state(multiply)(tuple(map(plgpu.WGMMAAccumulatorRef.init, starts)))
@@ -136,21 +110,21 @@ def gradients(
             return loop_over(ranges, visit, sums)
 
         k, v = (x.at[number] for x in own.held[:2])
-        zeros = zeros_in((ROWS, k.shape[-1]), WGMMA)
+        zeros = parts.zeros_in((ROWS, k.shape[-1]), WGMMA)
         dk, dv = lax.fori_loop(0, groups, of_head, (zeros, zeros))
         _meet(together)  # until then the other warpgroup may read these keys
         k[...] = (dk * call.options.scale).astype(k.dtype)
         v[...] = dv.astype(v.dtype)
-        write_back((k, dk_ref.at[here]), (v, dv_ref.at[here]))
+        parts.write_back((k, dk_ref.at[here]), (v, dv_ref.at[here]))
 
     @pl.when(number == COMPUTING)
     def _() -> None:
-        plgpu.set_max_registers(FEW_REGISTERS, action="decrease")
+        plgpu.set_max_registers(parts.FEW_REGISTERS, action="decrease")
 
         def bring(g: Any, i: Any) -> None:
             at, head = pl.ds(i * size, size), kv_head * groups + g
             here, rows = (batch, at, head), (batch, head, at)
-            copy_next(
+            parts.copy_next(
                 call,
                 queries,
                 g * count + i - begin,
@@ -158,7 +132,7 @@ def gradients(
                 d_out_ref.at[here],
                 lse_ref.at[rows],
                 inner_ref.at[rows],
-                slice_ids(masks.ids, i * size, size),
+                parts.slice_ids(masks.ids, i * size, size),
             )
 
         pl.loop(0, groups)(lambda g: pl.loop(begin, end)(lambda i: bring(g, i)))

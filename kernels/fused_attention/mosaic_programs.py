@@ -15,37 +15,10 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxmem.kernels.mosaic_launch import THREAD
 
+from . import mosaic_parts as parts
 from .block import LOG2E, Call, MaskArrays, capped_scores
-from .block_ranges import key_ranges, loop_over
-from .mosaic_parts import (
-    BATCH,
-    BY_COLUMN,
-    BY_ROW,
-    COMPUTING,
-    HEAD,
-    REGISTERS,
-    ROWS,
-    WGMMA,
-    Own,
-    Stream,
-    add_products,
-    broadcast_along,
-    copy_keys,
-    copy_own,
-    dropout_factor,
-    dropout_words,
-    load_as,
-    masked_scores,
-    positions,
-    products,
-    reversed_block,
-    select_batch,
-    slice_ids,
-    slot_of,
-    tanh,
-    write_back,
-    zeros_in,
-)
+from .block_ranges import loop_over, visited_blocks
+from .mosaic_parts import BATCH, BY_COLUMN, BY_ROW, COMPUTING, HEAD, ROWS, WGMMA, Own, Stream
 
 
 def forward(
@@ -67,9 +40,9 @@ def forward(
     """The two warpgroups take turns: the matmuls of one, of its scores and with the probabilities of the block before,
     hide the softmax of the other. Each program visits one block at least, so that there is something to begin with."""
     number, head, batch = (lax.axis_index(name) for name in (THREAD, HEAD, BATCH))
-    block = reversed_block(call.queries, call.blocks.queries)
-    masks = select_batch(masks, batch)
-    ranges = key_ranges(call, block, masks)
+    block = parts.reversed_block(call.queries, call.blocks.queries)
+    masks = parts.select_batch(masks, batch)
+    ranges = visited_blocks(call, block, masks, by_keys=False)
     begin = jnp.minimum(ranges[0].start, pl.cdiv(call.keys, call.blocks.keys) - 1)
     end = jnp.maximum(ranges[-1].stop, begin + 1)
     shape = (ROWS, call.blocks.keys)
@@ -77,38 +50,38 @@ def forward(
 
     @pl.when(number < COMPUTING)
     def _() -> None:
-        plgpu.set_max_registers(REGISTERS, action="increase")
+        plgpu.set_max_registers(parts.REGISTERS, action="increase")
         first = block * call.blocks.queries + number * ROWS
         here = (batch, pl.ds(first, ROWS), head)
-        q, *ids = copy_own(own, number, q_ref.at[here], slice_ids(masks.ids, first, ROWS))
-        mine = load_as(ids[0], BY_ROW) if ids else None
-        at = positions(ROWS, first, BY_ROW)
-        words = dropout_words(masks, batch * lax.axis_size(HEAD) + head, at)
+        q, *ids = parts.copy_own(own, number, q_ref.at[here], parts.slice_ids(masks.ids, first, ROWS))
+        mine = parts.load_as(ids[0], BY_ROW) if ids else None
+        at = parts.positions(ROWS, first, BY_ROW)
+        words = parts.dropout_words(masks, batch * lax.axis_size(HEAD) + head, at)
         pl.when(number == 1)(lambda: plgpu.barrier_arrive(turns.at[0]))
 
         def softmax(j: Any, raw: Any, out: Any, top: Any, total: Any, *, masked: bool) -> Any:
-            s, _ = capped_scores(call, raw, tanh)
-            key = positions(call.blocks.keys, j * call.blocks.keys, BY_COLUMN)
-            slot = slot_of(call, j - begin)
+            s, _ = capped_scores(call, raw, parts.tanh)
+            key = parts.positions(call.blocks.keys, j * call.blocks.keys, BY_COLUMN)
+            slot = parts.slot_of(call, j - begin)
             if masked:
-                theirs = load_as(keys.held[1].at[slot], BY_COLUMN) if ids else None
-                s = masked_scores(call, s, at, key, mine, theirs, (0, 1))
+                theirs = parts.load_as(keys.held[1].at[slot], BY_COLUMN) if ids else None
+                s = parts.masked_scores(call, s, at, key, mine, theirs, (0, 1))
             plgpu.barrier_arrive(keys.free.at[slot])
             # The level that is subtracted is a whole power of two, so that multiplying it with the base is exact and
             # sums shrink exactly. Until a row has seen a key it is -inf, and a difference of two of them no number.
             higher = jnp.maximum(top, lax.round(jnp.max(s, axis=1) * base, lax.RoundingMethod.TO_NEAREST_EVEN))
             level = jnp.where(higher == -jnp.inf, 0.0, higher)
-            p = jnp.exp2(s * base - broadcast_along(level, shape, 0))
+            p = jnp.exp2(s * base - parts.broadcast_along(level, shape, 0))
             shrink = jnp.exp2(top - level)
             total = total * shrink + jnp.sum(p, axis=1)
-            out = out * broadcast_along(shrink, out.shape, 0)
+            out = out * parts.broadcast_along(shrink, out.shape, 0)
             if words is not None:
-                p = p * dropout_factor(call, words, key, shape, (0, 1))
+                p = p * parts.dropout_factor(call, words, key, shape, (0, 1))
             return lax.optimization_barrier((out, p.astype(q.dtype), higher, total))
 
         def visit(j: Any, state: Any, *, masked: bool) -> Any:
             out, p, top, total = state
-            slot, before = slot_of(call, j - begin), slot_of(call, j - 1 - begin)
+            slot, before = parts.slot_of(call, j - begin), parts.slot_of(call, j - 1 - begin)
             plgpu.barrier_wait(keys.here.at[slot])
             plgpu.barrier_wait(values.here.at[before])
             plgpu.barrier_wait(turns.at[number])
@@ -119,27 +92,31 @@ def forward(
                 plgpu.barrier_arrive(turns.at[1 - number])
 
             out, raw = pl.run_state(multiply)(
-                (plgpu.WGMMAAccumulatorRef.init(out), plgpu.WGMMAAccumulatorRef.init(zeros_in(shape, WGMMA)))
+                (plgpu.WGMMAAccumulatorRef.init(out), plgpu.WGMMAAccumulatorRef.init(parts.zeros_in(shape, WGMMA)))
             )
             plgpu.barrier_arrive(values.free.at[before])
             return softmax(j, raw, out, top, total, masked=masked)
 
         plgpu.barrier_wait(keys.here.at[0])
-        (raw,) = products(shape, (q, keys.held[0].at[0].transpose((1, 0))))
-        nothing = zeros_in((ROWS, q.shape[-1]), WGMMA), zeros_in((ROWS,), BY_ROW) - jnp.inf, zeros_in((ROWS,), BY_ROW)
+        (raw,) = parts.products(shape, (q, keys.held[0].at[0].transpose((1, 0))))
+        nothing = (
+            parts.zeros_in((ROWS, q.shape[-1]), WGMMA),
+            parts.zeros_in((ROWS,), BY_ROW) - jnp.inf,
+            parts.zeros_in((ROWS,), BY_ROW),
+        )
         state = softmax(begin, raw, *nothing, masked=True)
         rest = [part._replace(start=jnp.maximum(part.start, begin + 1)) for part in ranges]
         out, p, top, total = loop_over(rest, visit, state)
-        last = slot_of(call, end - 1 - begin)
+        last = parts.slot_of(call, end - 1 - begin)
         plgpu.barrier_wait(values.here.at[last])
-        (out,) = add_products((out, p, values.held[0].at[last]))
+        (out,) = parts.add_products((out, p, values.held[0].at[last]))
         seen = total > 0
         total = jnp.where(seen, total, 1.0)
-        q[...] = (out * broadcast_along(1.0 / total, out.shape, 0)).astype(q.dtype)
+        q[...] = (out * parts.broadcast_along(1.0 / total, out.shape, 0)).astype(q.dtype)
         rows = rows_held.at[number]
         rows[...] = jnp.where(seen, top * (1.0 / LOG2E) + jnp.log(total), -jnp.inf)
-        write_back((q, out_ref.at[here]), (rows, lse_ref.at[batch, head, pl.ds(first, ROWS)]))
+        parts.write_back((q, out_ref.at[here]), (rows, lse_ref.at[batch, head, pl.ds(first, ROWS)]))
 
     @pl.when(number == COMPUTING)
     def _() -> None:
-        copy_keys(call, batch, head, groups, begin, end, (k_ref, v_ref, masks.kv_ids), keys, values)
+        parts.copy_keys(call, batch, head, groups, begin, end, (k_ref, v_ref, masks.kv_ids), keys, values)

@@ -39,10 +39,11 @@ class Request:
     dropout: bool = False
     deterministic: bool = False
     has_segments: bool = False
+    keys_have_own: bool = False  # segment ids, which may differ from those of the queries
     max_segments: int | None = None  # per row; None: unknown
 
     @classmethod
-    def of(cls, q: Any, k: Any, options: Options, extras: Extras) -> Request:
+    def of(cls, q: Any, k: Any, options: Options, extras: Extras, *, keys_have_own: bool) -> Request:
         batch, queries, heads, dim = q.shape
         return cls(
             dtype=q.dtype.name,
@@ -57,6 +58,7 @@ class Request:
             dropout=options.dropout > 0,
             deterministic=options.deterministic,
             has_segments=extras.segment_ids is not None,
+            keys_have_own=keys_have_own,
             max_segments=options.max_segments,
         )
 
@@ -125,7 +127,7 @@ def _cudnn(call: Request, capability: int | None) -> Failures:
     yield call.has_segments and not packed, f"{_has(capability)}", "needs 9.0 or 10.0 for segments"
     unknown = call.has_segments and call.max_segments is None
     yield unknown, "segment_ids are set without max_segments", "needs both"
-    yield call.has_segments and call.queries != call.keys, lengths, "needs as many queries as keys with segments"
+    yield call.keys_have_own, "kv_segment_ids is set", "supports the ids of the queries only"
 
 
 def _is_older(capability: int | None) -> bool:
@@ -154,7 +156,7 @@ def choose(call: Request, capability: int | None, device: str) -> Choice:
 
     if capability is None:
         return chosen(PLAIN, "no NVIDIA GPU")
-    measured = choice.nearest_entry(choice.tuned(), OPERATION, device, call.kind, call.sizes)
+    measured = choice.nearest_entry(choice.tuned(), OPERATION, device, call.kind, call.sizes, (*ORDER, PLAIN))
     fastest = () if measured is None else (measured["implementation"],)
     refused: list[str] = []
     for name in (*fastest, *ORDER):

@@ -118,6 +118,57 @@ def merge_groups(q: Queries) -> Keys:
     return q.reshape(*q.shape[:2], -1, q.shape[-1])
 
 
+def tile_forward(problem: Problem, tile: Tile, q: Queries, k: Keys, v: Keys, before: Any = None) -> tuple[Any, ...]:
+    """Weighted sum of values, maximum and sum of each row, with those of the tiles `before`."""
+    s, _ = scores(problem, q, k, tile, FORWARD)
+    top = jnp.max(s, axis=-1)
+    if before is not None:
+        top = jnp.maximum(top, before[1])
+    finite = jnp.where(jnp.isneginf(top), 0.0, top)  # of rows that have seen nothing yet
+    p = jnp.exp(s - finite[..., None])
+    total = jnp.sum(p, axis=-1)
+    p = apply_dropout(problem, p, tile, FORWARD).astype(v.dtype).reshape(*q.shape[:2], -1, tile.keys)
+    mixed = jnp.einsum("bnqk,bnkd->bnqd", p, v, preferred_element_type=jnp.float32).reshape(q.shape)
+    if before is not None:
+        shrink = jnp.exp(before[1] - finite)
+        mixed, total = mixed + before[0] * shrink[..., None], total + before[2] * shrink
+    return mixed, top, total
+
+
+def finished(like: jax.Array, mixed: jax.Array, top: Rows, total: Rows) -> tuple[Queries, Rows]:
+    seen = total > 0.0
+    out = mixed / jnp.where(seen, total, 1.0)[..., None]
+    lse = jnp.where(seen, top + jnp.log(jnp.where(seen, total, 1.0)), -jnp.inf)
+    return out.astype(like.dtype), lse
+
+
+def tile_backward(
+    problem: Problem, tile: Tile, q: Queries, k: Keys, k_turned: Turned, v: Keys, d_out: Queries, lse: Rows, inner: Rows
+) -> tuple[Any, ...]:
+    """A tile's part of dq (as [batch, kv_heads, dim, group, queries]), dk and dv.
+
+    Every matmul's left side is contracted over its last dimension, as the fast libraries on CPUs want it;
+    `k_turned` is there for the one of dq.
+    """
+    batch, heads, groups, queries, dim = q.shape
+    shape = (batch, heads, tile.keys, groups * queries)
+    s, slope = scores(problem, q, k, tile, BACKWARD)
+    p = jnp.exp(s - lse[:, :, None])
+    rows = merge_groups(d_out)
+    dv = jnp.einsum(
+        "bnkq,bnqd->bnkd",
+        apply_dropout(problem, p, tile, BACKWARD).astype(v.dtype).reshape(shape),
+        rows,
+        preferred_element_type=jnp.float32,
+    )
+    dp = jnp.einsum("bnkd,bnqd->bnkq", v, rows, preferred_element_type=jnp.float32).reshape(p.shape)
+    ds = p * (apply_dropout(problem, dp, tile, BACKWARD) - inner[:, :, None]) * slope
+    ds = ds.astype(q.dtype).reshape(shape)
+    dk = jnp.einsum("bnkq,bnqd->bnkd", ds, merge_groups(q), preferred_element_type=jnp.float32)
+    dq = jnp.einsum("bndk,bnkq->bndq", k_turned, ds, preferred_element_type=jnp.float32)
+    return dq.reshape(batch, heads, dim, groups, queries), dk, dv
+
+
 def _seen(problem: Problem, tile: Tile, order: Order) -> Bool[Array, "..."] | None:
     options, extras = problem.options, problem.extras
     query, key = _positions(tile.query, tile.queries), _positions(tile.key, tile.keys)

@@ -36,9 +36,10 @@ def emulated(target, call, arrays):
     packed = rest[3 if backward else 0 :]
     if packed:
         lengths, kv_lengths, offsets, kv_offsets = packed
-        np.testing.assert_array_equal(lengths.shape, (call.slots,))
-        np.testing.assert_array_equal(offsets.shape, (call.slots + 1,))
-        offsets, kv_offsets = offsets[:-1], kv_offsets[:-1]
+        assert (lengths.shape, offsets.shape) == (kv_lengths.shape, kv_offsets.shape)
+        lengths, kv_lengths = lengths.reshape(-1), kv_lengths.reshape(-1)
+        offsets, kv_offsets = (x.reshape(-1)[: call.slots] for x in (offsets, kv_offsets))
+        assert lengths.shape == offsets.shape == (call.slots,)
     else:
         lengths = jnp.full(call.batch, call.length)
         kv_lengths = jnp.full(call.batch, call.keys)
@@ -181,6 +182,7 @@ PACKED = Request("bfloat16", 4096, 4096, 32, 128, has_segments=True, max_segment
         ({}, 75, "compute capability is 7.5"),
         ({"has_segments": True, "max_segments": 9}, 89, "needs 9.0 or 10.0 for segments"),
         ({"has_segments": True}, 90, "max_segments"),
+        ({"has_segments": True, "max_segments": 9, "keys_have_own": True}, 90, "kv_segment_ids"),
         ({"has_segments": True, "max_segments": 9, "batch": 128}, 90, "2^31"),
     ],
 )

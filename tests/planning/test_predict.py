@@ -102,7 +102,7 @@ def test_the_state_of_adapters_is_exact() -> None:
 def test_totals_are_near_what_is_compiled(count: int, sections: dict) -> None:
     built = on_gpus(count, **sections)
     step, _ = compile_all(built.lower_step(), {}, here=False, code=False)
-    expected = estimate(built.cfg, "gpu")
+    expected = estimate(built.resolved, "gpu")
     assert expected.total == pytest.approx(step.total, rel=0.1)
     assert expected.host - bytes_on_device(built.spec.state) == pytest.approx(step.host_total, rel=0.01, abs=8)
 

@@ -62,7 +62,7 @@ def checks(shape: Shape) -> Mapping[str, Callable[[], BenchWork]]:
         row = row._replace(window=min(row.window, row.keys // 4))  # so that it excludes something
     odd = row._replace(queries=row.queries - row.queries // 40 - 1, keys=row.keys - row.keys // 40 - 1)
     ids = jnp.arange(odd.keys, dtype=jnp.int32) * 5 // odd.keys
-    options = {"segment_ids": ids[None, -odd.queries :], "kv_segment_ids": ids[None]}
+    options = {"segment_ids": ids[None, -odd.queries :], "kv_segment_ids": ids[None], "max_segments": 5}
     dropout = (jax.random.key(time.time_ns() % 2**31), 0.2)
     return {
         "as it is": partial(work, row),

@@ -349,11 +349,9 @@ def test_it_says_what_is_picked_and_a_measured_device_takes_its_winner(monkeypat
     winner = {"kind": choice_of.kind, "sizes": list(choice_of.sizes), "implementation": "triton"}
     table = {"dequant_matmul": {jax.devices()[0].device_kind: [json.loads(json.dumps(winner))]}}
     monkeypatch.setattr(choice, "tuned", lambda: table)
-    choice._nearest.cache_clear()
     (row,) = kernels.explain(BenchSelection(("llama3-8b up, long",), "dequant_matmul"))
     assert row["implementation"] == "triton"
     assert row["why"].startswith("the fastest of [512, 4096, 14336] on ")
-    choice._nearest.cache_clear()
 
 
 def test_an_operation_has_to_be_known():

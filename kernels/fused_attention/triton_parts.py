@@ -1,0 +1,124 @@
+"""What the Triton programs of attention share: blocks of rows, masks, and which blocks a program visits.
+
+Queries, keys and outputs are [batch, time, heads, dim] as they lie in memory. `s` is what is known at compile time
+(`triton.Static`), so each branch on it is taken then.
+"""
+
+from __future__ import annotations
+
+import triton.language as tl
+from triton.language import core  # noqa: F401  (the interpreter replaces functions of this module)
+
+from jaxmem.kernels.triton_functions import program, scramble
+
+
+@program
+def dropout_factor(seed_ptr, row, query, key, s: tl.constexpr):
+    """What dropout makes of each probability's weight (`mask.keep_mask`): 0, or 1 / (1 - rate)."""
+    first = scramble(row.to(tl.uint32) ^ tl.load(seed_ptr)) + query.to(tl.uint32) * 0x9E3779B9
+    first = scramble(first)
+    second = scramble(first ^ tl.load(seed_ptr + 1))
+    word = scramble((key.to(tl.uint32) ^ first) * 0x85EBCA6B + second)
+    return tl.where(word >= s.threshold, s.kept_weight, 0.0)
+
+
+@program
+def capped_scores(raw, s: tl.constexpr):
+    """Scores in units of `s.unit`, and what soft-capping makes of a change in them. exp2 overflows to infinity or
+    to 0, and both give the right end of tanh."""
+    if s.tanh_factor is None:
+        score, slope = raw * s.factor, raw
+    else:
+        score = 1.0 - 2.0 / (tl.exp2(raw * s.tanh_factor) + 1.0)
+        slope = 1.0 - score * score
+    return score, slope
+
+
+@program
+def seen_in_block(query, key, mine, theirs, s: tl.constexpr):
+    seen = key < s.keys
+    if s.causal:
+        seen = seen & (query + s.offset >= key)
+    if s.window is not None:
+        seen = seen & (query + s.offset - key < s.window)
+    if s.segments:
+        seen = seen & (mine == theirs)
+    return seen
+
+
+@program
+def load_block(ptr, first, size: tl.constexpr, limit: tl.constexpr, stride: tl.constexpr, s: tl.constexpr):
+    """Rows from `first` on of a matrix whose rows lie `stride` apart; where they begin takes 64 bits."""
+    row, column = tl.arange(0, size), tl.arange(0, s.wide)
+    mask = (first + row < limit)[:, None] & (column < s.dim)[None, :]
+    ptr += first.to(tl.int64) * stride
+    return tl.load(ptr + row[:, None] * stride + column[None, :], mask=mask, other=0.0)
+
+
+@program
+def store_block(ptr, x, first, size: tl.constexpr, limit: tl.constexpr, stride: tl.constexpr, s: tl.constexpr):
+    row, column = tl.arange(0, size), tl.arange(0, s.wide)
+    mask = (first + row < limit)[:, None] & (column < s.dim)[None, :]
+    ptr += first.to(tl.int64) * stride
+    tl.store(ptr + row[:, None] * stride + column[None, :], x.to(ptr.dtype.element_ty), mask=mask)
+
+
+@program
+def load_ids(ptr, at, limit, s: tl.constexpr):
+    if s.segments:
+        ids = tl.load(ptr + at, mask=at < limit, other=-1)
+    else:
+        ids = at
+    return ids
+
+
+@program
+def ranges(low, high, whole_low, whole_high, begin_ptr, end_ptr, here, size: tl.constexpr, s: tl.constexpr):
+    """First and last block to visit, and between them those that need no mask; as `block_ranges.py`."""
+    begin = low // size
+    end = (high + size - 1) // size
+    if s.segments:
+        begin = tl.maximum(begin, tl.load(begin_ptr + here))
+        end = tl.minimum(end, tl.load(end_ptr + here))
+        whole_begin, whole_end = end, end
+    else:
+        whole_begin = tl.minimum(tl.maximum((whole_low + size - 1) // size, begin), tl.maximum(begin, end))
+        whole_end = tl.minimum(tl.maximum(whole_high // size, whole_begin), tl.maximum(whole_begin, end))
+    return begin, whole_begin, whole_end, end
+
+
+@program
+def ranges_of_keys(block, batch, begin_ptr, end_ptr, s: tl.constexpr):
+    first = block * s.rows
+    last = first + s.rows - 1
+    low = first * 0
+    whole_low = first * 0
+    high = first * 0 + s.keys
+    whole_high = first * 0 + s.keys
+    if s.causal:
+        high = tl.minimum(tl.maximum(last + s.offset + 1, 0), s.keys)
+        whole_high = tl.minimum(tl.maximum(first + s.offset + 1, 0), s.keys)
+    if s.window is not None:
+        low = tl.maximum(first + s.offset - s.window + 1, 0)
+        whole_low = tl.maximum(last + s.offset - s.window + 1, 0)
+    here = batch * tl.num_programs(0) + block
+    return ranges(low, high, whole_low, whole_high, begin_ptr, end_ptr, here, s.columns, s)
+
+
+@program
+def ranges_of_queries(block, batch, begin_ptr, end_ptr, s: tl.constexpr):
+    first = block * s.columns
+    last = first + s.columns - 1
+    low = first * 0
+    whole_low = first * 0
+    high = first * 0 + s.queries
+    # A last block that is not full may be whole: its empty rows add nothing.
+    whole_high = first * 0 + (s.queries + s.rows - 1) // s.rows * s.rows
+    if s.causal:
+        low = tl.maximum(first - s.offset, 0)
+        whole_low = tl.maximum(last - s.offset, 0)
+    if s.window is not None:
+        high = tl.minimum(tl.maximum(last - s.offset + s.window, 0), s.queries)
+        whole_high = tl.minimum(tl.maximum(first - s.offset + s.window, 0), s.queries)
+    here = batch * tl.num_programs(0) + block
+    return ranges(low, high, whole_low, whole_high, begin_ptr, end_ptr, here, s.rows, s)

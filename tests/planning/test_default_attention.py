@@ -1,0 +1,61 @@
+"""The attention that a run gets by default, in the module that XLA compiles for each kind of GPU."""
+
+from __future__ import annotations
+
+import pytest
+
+import jaxmem
+from jaxmem.errors import UserError
+from tests.planning.conftest import SMALL, config
+
+CUDNN, TRITON = "__cudnn$fmha", "triton_kernel_call"
+PACKED = {
+    "a100-40gb": TRITON,
+    "a6000-48gb": TRITON,
+    "rtx4090-24gb": TRITON,
+    "h100-80gb": CUDNN,
+    "b200-180gb": CUDNN,
+    "rtx5090-32gb": TRITON,
+}
+
+
+SECTIONS = {
+    "model": {**SMALL, "embed": 128, "head_dim": 64},
+    "data": {"sequence_length": 128},
+    "batch": {"global_size": 4},
+    "memory": {"remat": "full"},
+}
+
+
+def calls(plan):
+    """The kernels of attention in the step."""
+    found = {one.proto.custom_call_target for one in plan.compiled_step.module.walk() if one.opcode == "custom-call"}
+    return {kernel for kernel in (CUDNN, TRITON) if any(target.startswith(kernel) for target in found)}
+
+
+@pytest.mark.parametrize("gpu", PACKED)
+def test_packed_rows_on_each_gpu(gpu):
+    plan = jaxmem.plan(config(**SECTIONS), f"{gpu}:2")
+    assert calls(plan) == {PACKED[gpu]}
+    assert plan.step_as_json()["attention"]["implementation"] == ("cudnn" if PACKED[gpu] == CUDNN else "triton")
+    assert plan.estimated_step_seconds
+
+
+@pytest.mark.parametrize(
+    ("gpu", "change", "kernels", "implementation"),
+    [
+        # One document, then padding, which a causal mask is enough for.
+        ("a100-40gb", {"data": {"sequence_length": 128, "packing": False}}, {CUDNN}, "cudnn"),
+        ("h100-80gb", {"precision": {"compute": "float32"}}, {TRITON}, "triton"),
+        ("h100-80gb", {"mesh": {"context": 2}}, set(), "blockwise"),
+        ("h100-80gb", {"memory": {"attention": "blockwise"}}, set(), "blockwise"),
+    ],
+)
+def test_settings_change_the_choice(gpu, change, kernels, implementation):
+    plan = jaxmem.plan(config(**{**SECTIONS, **change}), f"{gpu}:2")
+    assert (calls(plan), plan.attention["implementation"]) == (kernels, implementation)
+
+
+def test_a_kernel_that_is_named_is_refused_before_compiling():
+    with pytest.raises(UserError, match=r"memory.attention=cudnn: compute capability is 8.9; .*; use auto"):
+        jaxmem.plan(config(**{**SECTIONS, "memory": {"attention": "cudnn"}}), "rtx4090-24gb")
