@@ -23,6 +23,7 @@ SECTIONS = {
     "model": {**SMALL, "embed": 128, "head_dim": 64},
     "data": {"sequence_length": 128},
     "batch": {"global_size": 4},
+    "mesh": {"fsdp": -1},
     "memory": {"remat": "full"},
 }
 
