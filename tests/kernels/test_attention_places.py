@@ -91,7 +91,7 @@ def test_batch_and_heads_split_over_devices(way, monkeypatch):
     assert all(x.is_equivalent_to(by_head, 4) for x in (compiled.output_shardings[0], *compiled.output_shardings[2:5]))
 
 
-@pytest.mark.parametrize("way", IMPLEMENTATIONS)
+@pytest.mark.parametrize("way", [name for name in IMPLEMENTATIONS if name != "cudnn"])
 def test_each_device_its_own_batch_and_heads(way):
     """What XLA cannot cut by itself is called on each device's part."""
     shape = (4, 40, 40, 4, 2, 8)
