@@ -158,8 +158,11 @@ def lora(
 
 
 def attach_from_config(model: nnx.Module, cfg: Adapter, key: jax.Array, order: Sequence[int] | None) -> None:
-    fields = ("rank", "alpha", "alpha_pattern", "targets", "rslora", "dropout", "lora_bias")
-    lora(model, **{name: getattr(cfg, name) for name in fields}, dora=cfg.kind == "dora", key=key, order=order)
+    same = {
+        name: getattr(cfg, name)
+        for name in ("rank", "alpha", "alpha_pattern", "targets", "rslora", "dropout", "lora_bias")
+    }
+    lora(model, **same, dora=cfg.kind == "dora", key=key, order=order)
 
 
 def merged_weight(w: Float[Array, "*inputs outputs"], own: Mapping[str, jax.Array], scale: float) -> jax.Array:
@@ -177,7 +180,7 @@ def weights_to_merge(lora: Lora) -> dict[str, dict[str, jax.Array]]:
     """What `merged_weight` merges into the `weight` and the `bias` of a layer."""
     own = {name: x for name, x in nnx.to_pure_dict(nnx.state(lora)).items() if x is not None}
     bias = own.pop("bias", None)
-    scale = {name: own[name] for name in ("layer_scale",) if name in own}
+    scale = {"layer_scale": own["layer_scale"]} if "layer_scale" in own else {}
     return {"weight": own} if bias is None else {"weight": own, "bias": {"bias": bias, **scale}}
 
 

@@ -48,9 +48,9 @@ def test_an_optimizer_holds_state_of_these_layers_alone():
 @pytest.mark.parametrize(
     ("tree", "pattern", "message"),
     [
-        (PARAMS, "blocks[4:].w", r"\[4:\] selects no layer of blocks.w, which has 4"),
+        (PARAMS, "blocks[4:].w", r"\[4:\].w selects no layer of blocks.w, which has 4"),
         (PARAMS, "block[:1].w", "trainable='block.w' matches no parameter; did you mean blocks.w"),
-        ({"head": ("embed", "vocab")}, "head[:1]", r"head\[:1\] requires a stack of layers"),
+        ({"head": ("embed", "vocab")}, "head[:1]", r"head\[:1\] requires a stack of layers, not head"),
     ],
 )
 def test_what_names_nothing(tree, pattern, message):
