@@ -16,12 +16,14 @@ from jaxmem.machine import devices
 
 
 def bench_step(
-    config: Annotated[Path, typer.Argument(metavar="CONFIG", help="A decoder.")] = Path("configs/bench.yaml"),
+    config: Annotated[Path, typer.Argument(metavar="CONFIG", help="The config of a decoder.")] = Path(
+        "configs/bench.yaml"
+    ),
     overrides: Overrides = None,
-    seconds: Annotated[float, typer.Option(min=1.0, help="How long to measure, about.")] = 60.0,
+    seconds: Annotated[float, typer.Option(min=1.0, metavar="S", help="Seconds to measure, approximately.")] = 60.0,
     as_json: Json = False,
 ) -> None:
-    """Tokens a second of the compiled step, against PyTorch."""
+    """Compare the tokens per second of a training step with PyTorch."""
     cfg = load(config, overrides, None)
     from jaxmem.lab.bench import step
 
@@ -37,36 +39,48 @@ def bench_step(
     print(f"losses differ by {found['largest_loss_difference']:.1e} at most")
 
 
-Shapes = Annotated[list[str] | None, typer.Argument(metavar="[SHAPE]...", help="long llama3-8b", show_default=False)]
+Shapes = Annotated[
+    list[str] | None,
+    typer.Argument(
+        metavar="[SHAPE]...", help="Names of shapes, such as long or llama3-8b. [default: all]", show_default=False
+    ),
+]
 Operation = Annotated[
     str | None,
     typer.Option(
         metavar="OPERATION",
-        help="attention dequant_matmul adam8_update int8_add sliding_max",
+        help="attention, dequant_matmul, adam8_update, int8_add or sliding_max.",
         show_default=False,
     ),
 ]
 Only = Annotated[
     list[str] | None,
-    typer.Option(metavar="NAME", help="mosaic, or one of its passes; again for more.", show_default=False),
+    typer.Option(metavar="NAME", help="Only this implementation, such as mosaic; may be repeated.", show_default=False),
 ]
-Without = Annotated[list[str] | None, typer.Option(metavar="NAME", help="torch; again for more.", show_default=False)]
+Without = Annotated[
+    list[str] | None,
+    typer.Option(
+        metavar="NAME", help="Without this implementation, such as torch; may be repeated.", show_default=False
+    ),
+]
 
 
 def bench_kernels(
     shapes: Shapes = None,
     operation: Operation = None,
-    explain: Annotated[bool, typer.Option(help="Only show what is chosen for each shape, and why.")] = False,
-    check: Annotated[bool, typer.Option(help="Only whether they are right, with every option; no times.")] = False,
+    explain: Annotated[bool, typer.Option("--explain", help="Only show the choice for each shape, and why.")] = False,
+    check: Annotated[
+        bool, typer.Option("--check", help="Only check the results, with every option; no times.")
+    ] = False,
     only: Only = None,
     without: Without = None,
-    seconds: Annotated[float, typer.Option(min=0.1, help="How long to measure each, about.")] = 5.0,
+    seconds: Annotated[float, typer.Option(min=0.1, metavar="S", help="Seconds to measure each, approximately.")] = 5.0,
     write: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Add each row at once, a line of JSON.", show_default=False)
+        Path | None, typer.Option(metavar="FILE", help="Append each row as a line of JSON.", show_default=False)
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Whether kernels (by default attention) are right here, and how fast, compared with cuDNN and PyTorch."""
+    """Check and time the fused kernels (by default attention), compared with cuDNN and PyTorch."""
     devices.use_cpu_without_gpu()
     from jaxmem.lab.bench import kernels
 
@@ -93,14 +107,20 @@ def bench_tune(
     without: Without = None,
     passes: Annotated[
         list[str] | None,
-        typer.Option("--pass", metavar="PASS", help="forward; again for more.", show_default=False),
+        typer.Option(
+            "--pass", metavar="PASS", help="Only this pass, such as forward; may be repeated.", show_default=False
+        ),
     ] = None,
-    again: Annotated[bool, typer.Option(help="Measure also what the table has.")] = False,
-    seconds: Annotated[float, typer.Option(min=0.1, help="How long to measure each kernel or shape, about.")] = 5.0,
-    write: Annotated[Path | None, typer.Option(metavar="FILE", help="By default kernels/tuned.json.")] = None,
+    again: Annotated[bool, typer.Option("--again", help="Also measure shapes that are in the table.")] = False,
+    seconds: Annotated[
+        float, typer.Option(min=0.1, metavar="S", help="Seconds to measure each kernel or shape, approximately.")
+    ] = 5.0,
+    write: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="The table to write. [default: kernels/tuned.json]")
+    ] = None,
     as_json: Json = False,
 ) -> None:
-    """Measure the kernels on this GPU; keep the fastest block sizes of each, and the fastest implementations."""
+    """Measure the kernels on this GPU; store the fastest block sizes and implementations."""
     devices.use_cpu_without_gpu()
     from jaxmem.kernels import choice
     from jaxmem.lab.bench import tune

@@ -184,6 +184,21 @@ class Progress:
             self._enabled = False
 
 
+@contextmanager
+def spinner(text: str, *, enabled: bool) -> Iterator[None]:
+    """Prints a text; on a terminal its last line turns while the context lasts, and then disappears."""
+    console = PipeSafeConsole(highlight=False)
+    if enabled and console.is_terminal and not console.is_dumb_terminal:
+        *lines, last = text.splitlines()
+        console.print(*lines, sep="\n", markup=False, soft_wrap=True)
+        with console.status(last, spinner="line" if console.options.ascii_only else "dots"):
+            yield
+    else:
+        if enabled:
+            print(text, flush=True)
+        yield
+
+
 class PipeSafeConsole(Console):
     """rich ends the process when its output is closed (`| head`); here training continues."""
 

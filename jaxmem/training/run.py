@@ -30,9 +30,10 @@ from jaxmem.errors import UserError
 from jaxmem.machine.devices import cache_compiled_programs, peak_flops
 from jaxmem.step import Program, program
 from jaxmem.step.state import TrainState
+from jaxmem.training.lines import last_line, model_line, plan_line, work_of
 from jaxmem.training.lock import run_lock
 from jaxmem.training.profile import Profile
-from jaxmem.training.progress import Elapsed, Progress, RunSpec, Work
+from jaxmem.training.progress import Elapsed, Progress, RunSpec, spinner
 from jaxmem.training.restore import Rollback, restore, starting_state
 from jaxmem.training.signals import StopSignal, requeued_before_training
 from jaxmem.training.start import data_fingerprint, refuse_another_run, run_directory, write_description
@@ -44,16 +45,29 @@ if TYPE_CHECKING:
     from jaxmem.planning import Plan
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Result:
+    """A run that has ended.
+
+    `directory`: its files. `step`: the number of updates. `metrics`: loss and others of the last update; `held_out`: of
+    the last evaluation. `state`: parameters and optimizer state as arrays on the devices. `program`: its functions.
+    `exit_code`: 0, or that of `jaxmem train` for a run that was stopped. `compiled`: its plan, unless the run had
+    finished before.
+    """
+
     directory: Path
-    step: int  # updates done
-    metrics: dict[str, float]  # of the last update
-    held_out: dict[str, float]  # of the last evaluation
+    step: int
+    metrics: dict[str, float]
+    held_out: dict[str, float]
     state: TrainState
     program: Program
     exit_code: int = 0
-    compiled: Plan | None = None  # None: the run had finished before, and nothing was compiled
+    compiled: Plan | None = None
+
+    def __repr__(self) -> str:
+        values = {**self.metrics, **{f"held-out {name}": value for name, value in self.held_out.items()}}
+        shown = "".join(f", {name} {value:.4g}" for name, value in values.items())
+        return f"Result({self.directory}, step {self.step}{shown})"
 
     @cached_property
     def plan(self) -> Plan:
@@ -90,7 +104,9 @@ def _run(cfg: Config, devices: Sequence[Any] | None) -> Result:
     with ExitStack() as stack:
         loader = stack.enter_context(Loader(cfg, rows=built.rows, agree=any_process))
         evaluate = stack.enter_context(_evaluator(built, loader)) if cfg.train.evaluate_every else None
-        plan = plan_program(built)
+        first = jax.process_index() == 0
+        with spinner(f"{model_line(built)}\ncompiling ...", enabled=first):
+            plan = plan_program(built)
         check_fits(plan)
 
         keep_directory = stack.enter_context(run_directory(cfg, directory, checkpoint_path))
@@ -108,9 +124,9 @@ def _run(cfg: Config, devices: Sequence[Any] | None) -> Result:
 
         trackers = stack.enter_context(trackers_for(cfg, directory, step))
         progress = stack.enter_context(_progress(built, step, trackers.last))
-        progress.say(_first_line(plan, step))
+        progress.say(plan_line(plan, step))
         telemetry = _telemetry(cfg.train, built.spec.gradient_names, progress, trackers)
-        work = {bucket: _work(at) for bucket, at in built.buckets.items()}
+        work = {bucket: work_of(at) for bucket, at in built.buckets.items()}
         rollback = Rollback(built, checkpoints, cfg.train)
         peak = PeakCheck(plan, directory / "plan.json")
         profile = stack.enter_context(Profile(directory / "profile", cfg.train.profile))
@@ -159,7 +175,7 @@ def _run(cfg: Config, devices: Sequence[Any] | None) -> Result:
         checkpoints.wait()
         for line in loader.corpus.summary():
             progress.say(line)
-        progress.say(_last_line(cfg, step, directory))
+        progress.say(last_line(cfg, step, directory))
     return Result(directory, step, telemetry.last, held_out, state, built, stop.exit_code, plan)
 
 
@@ -236,19 +252,10 @@ def _telemetry(train: Train, culprits: Sequence[str], progress: Progress, tracke
     return Telemetry(progress, trackers, culprits, skipped, spikes)
 
 
-def _work(built: Program) -> Work:
-    """Of an update on all devices."""
-    from jaxmem.planning import ideal_flops
-
-    cfg = built.cfg
-    length = cfg.data.sequence_length if cfg.objective.reads_text else 1
-    return Work(cfg.batch.global_size * length, ideal_flops(built))
-
-
 def _progress(built: Program, step: int, last: Mapping[str, float]) -> Progress:
     """`last`: the row that a resumed run logged last."""
     cfg, devices = built.cfg, built.layout.mesh.devices
-    peak, work = peak_flops(devices.flat[0]), _work(built)
+    peak, work = peak_flops(devices.flat[0]), work_of(built)
     spec = RunSpec(
         cfg.steps,
         work,
@@ -258,27 +265,3 @@ def _progress(built: Program, step: int, last: Mapping[str, float]) -> Progress:
     )
     elapsed = Elapsed(step, last.get("seconds") or 0.0, int(last.get("tokens") or step * work.tokens))
     return Progress(spec, elapsed, enabled=jax.process_index() == 0)
-
-
-def _first_line(plan: Plan, step: int) -> str:
-    from jaxmem.planning import format_bytes
-    from jaxmem.planning.advice import SPILLED
-
-    built, mesh = plan.program, plan.program.layout.mesh
-    axes = " x ".join(f"{axis} {size}" for axis, size in mesh.shape.items() if size > 1)
-    start = f"resuming after step {step}" if step else f"{built.model.parameters:,} parameters"
-    devices = f"{mesh.devices.size} {mesh.devices.flat[0].platform} devices{f' ({axes})' if axes else ''}"
-    extra = pipeline.stored - pipeline.layers if (pipeline := built.model.pipeline) else 0
-    padding = f", {extra} identity layers pad the pipeline stages" if extra else ""
-    spilled = [one for one in plan.warnings if one.kind == SPILLED] if plan.spilled else []
-    warnings = "".join(f"\nwarning: {one.text}; try {one.cure}" for one in spilled)
-    planned = format_bytes(plan.bytes_per_device["total"])
-    has_choice = plan.attention and not plan.target.is_cpu
-    attention = "\nattention: {implementation} ({why})".format(**plan.attention) if has_choice else ""
-    return f"{built.cfg.name}: {start}, {devices}, {planned} per device{padding}{attention}{warnings}"
-
-
-def _last_line(cfg: Config, step: int, directory: Path) -> str:
-    if step == cfg.steps:
-        return f"done: {step} steps, in {directory}"
-    return f"stopped after step {step} of {cfg.steps}, saved in {directory}; run the same command again to continue"
