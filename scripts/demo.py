@@ -27,12 +27,12 @@ from jaxmem.step import program
 
 RUN = Path("runs/demo")
 PROMPTS = (
-    "        raise",
-    "    try:\n        x = int(x)\n    except",
+    "    def __",
+    "    def close(self",
     "        if x is",
-    "    def __init__(self",
-    "        self.name =",
-    "class Test(",
+    "            raise",
+    "        raise Type",
+    "    try:\n        return int(x)\n    except Value",
 )
 PARTS = ("parameters", "gradients", "optimizer", "activations")
 DEVICES = 8
@@ -70,7 +70,7 @@ def compiled(change: str) -> int:
 
 def main(changes: Sequence[str]) -> None:
     jaxmem.simulate(DEVICES)
-    print("\nWhat it learnt: how lines of Python go on", flush=True)
+    print("\nWhat it learnt: how lines of Python continue", flush=True)
     print(*continuations(), sep="\n")
 
     plan = json.loads((RUN / "plan.json").read_text())
