@@ -89,11 +89,12 @@ class Lora(nnx.Module):
         if stack and order is not None:
             a, b = a[np.asarray(order)], b[np.asarray(order)]
         own = [layers[i] if i < len(layers) else None for i in (order or range(*stack))] if stack else layers
-        is_uniform = len(set(layers)) == 1 and layers[0] is not None
+        shared = layers[0] if len(set(layers)) == 1 else None  # the settings of all layers
+        is_uniform = shared is not None
         if not is_uniform:
             ranks = np.array([one.rank if one else 0 for one in own])
             a = jnp.where((np.arange(rank) < ranks[:, None])[:, None], a, jnp.zeros((), a.dtype))
-        self.scale = layers[0].scale if is_uniform else 1.0
+        self.scale = 1.0 if shared is None else shared.scale
         scales = jnp.array([one.scale if one else 0.0 for one in own], jnp.float32)
         self.layer_scale = None if is_uniform else nnx.Param(scales, axes=stacked)
         self.dropout = spec.dropout
@@ -130,6 +131,7 @@ class Lora(nnx.Module):
         return self.scale if self.layer_scale is None else fetch(self.layer_scale, dtype)
 
     def _with_magnitude(self, y: jax.Array, w: jax.Array, a: jax.Array, b: jax.Array) -> jax.Array:
+        assert self.magnitude is not None
         ratio = fetch(self.magnitude, jnp.float32) / jax.lax.stop_gradient(self._sum_norms(w, a, b))
         if self.layer_scale is not None:
             ratio = jnp.where(self._scale(jnp.float32) == 0, jnp.float32(1), ratio)  # a layer without an adapter

@@ -84,6 +84,6 @@ def number(settings: Mapping[str, Any], key: str, default: float | None = None, 
     value = settings.get(key)
     value = default if value is None else value
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    if not is_number or not 0 <= value < 1e300 or (value == 0 and not zero):
+    if value is None or not is_number or not 0 <= value < 1e300 or (value == 0 and not zero):
         raise UnsupportedError(f"{key}: must be a number {'of at least' if zero else 'above'} 0, not {value!r}")
     return float(value)

@@ -155,7 +155,7 @@ def _targets(settings: Mapping[str, Any], modules: Sequence[HfModule]) -> list[H
         found = _named(names(settings, "target_modules"), all_names)
         if some is not None and some != []:
             layers = _layers(settings, possible)
-            found = {name for name in found if name in wanted or name in layers}
+            found = {name for name in found if name in (wanted or ()) or name in layers}
     excluded = settings.get("exclude_modules") or []
     if isinstance(excluded, str):
         found -= _matches([excluded], all_names, "exclude_modules")[0]

@@ -167,7 +167,7 @@ def transformation(settings: type) -> Callable[..., Callable[..., optax.Gradient
         def scale(settings: Any = default, *, axes: Any = None) -> optax.GradientTransformationExtraArgs:
             return by_layer(functools.partial(choose, settings), axes)
 
-        del scale.__wrapped__  # type: ignore[attr-defined]  # its signature is not this one's
+        del scale.__wrapped__  # the signature of `choose` differs
         return scale
 
     return decorate

@@ -174,9 +174,12 @@ def _not_sharded(plan: Plan) -> Iterator[PlanWarning]:
     """Dimensions that are not divisible by `mesh.tensor`: their weights are replicated over it."""
     built, tensor = plan.program, plan.program.cfg.mesh.tensor
     for name in undivided(built.cfg.model, built.cfg.rules, built.cfg.mesh):
-        axes = jax.tree.leaves(built.model.axes, is_leaf=is_axes)
-        weights = jax.tree.structure(built.model.axes, is_leaf=is_axes).flatten_up_to(built.spec.state.params)
-        size = format_bytes(bytes_on_device([w for of_w, w in zip(axes, weights, strict=True) if name in of_w]))
+        weights = jax.tree.map(
+            lambda axes, weight, name=name: weight if name in axes else None,
+            *(built.model.axes, built.spec.state.params),
+            is_leaf=is_axes,
+        )
+        size = format_bytes(bytes_on_device(weights))
         count = getattr(built.cfg.model, name)
         how = "each device uses those of its query heads" if name == "kv_heads" else "they are padded for computing"
         text = (

@@ -40,8 +40,11 @@ def attention_request(cfg: Config, platform: str) -> Request | None:
     model, mesh = cfg.model, cfg.mesh
     if not isinstance(model, Decoder | Vit):
         return None
+    if isinstance(model, Decoder):
+        length, dim, window = cfg.row_length, model.head_dim, model.window
+    else:
+        length, dim, window = (model.image_size // model.patch) ** 2, model.embed // model.heads, None
     is_text = isinstance(model, Decoder)
-    length = cfg.row_length if is_text else (model.image_size // model.patch) ** 2
     rows = max(1, cfg.batch.global_size // (cfg.batch.accumulate * max(1, mesh.row_shards)))
     heads = model.heads // mesh.tensor if model.heads % max(1, mesh.tensor) == 0 else model.heads
     return Request(
@@ -49,10 +52,10 @@ def attention_request(cfg: Config, platform: str) -> Request | None:
         queries=length,
         keys=length,
         heads=heads,
-        dim=model.head_dim if is_text else model.embed // model.heads,
+        dim=dim,
         batch=rows,
         masked=is_text,
-        window=is_text and model.window is not None,
+        window=window is not None,
         deterministic=cfg.train.deterministic,
         has_segments=is_text and cfg.data.packing,
         max_segments=cfg.data.max_segments,

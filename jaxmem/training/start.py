@@ -41,7 +41,8 @@ def data_fingerprint(cfg: Config) -> str:
 
 
 def refuse_another_run(built: Program, directory: Path, path: epath.Path, fingerprint: str) -> int:
-    """The step of the newest checkpoint, 0 if there is none; it must be of this config, up to what may change."""
+    """The step of the newest checkpoint, or 0 without checkpoints. Refuses a checkpoint of
+    another config, apart from fields that may change."""
     if not all(gather(path.is_dir())):
         return 0
     with Checkpoints(path, read_only=True) as checkpoints:

@@ -101,7 +101,8 @@ def _forward(call: Call, q: jax.Array, k: jax.Array, v: jax.Array, ids: jax.Arra
 
 
 def _forward_rule(call: Call, *inputs: Any) -> tuple[tuple[Any, Any], Any]:
-    q, k, v, ids = (None if x is None else x.value for x in inputs)
+    q, k, v = (x.value for x in inputs[:3])
+    ids = None if inputs[3] is None else inputs[3].value
     out, lse = (checkpoint_name(x, SAVED) for x in _forward(call, q, k, v, ids))
     return (out, lse), (q, k, v, ids, out, lse)
 
@@ -208,7 +209,8 @@ def head_groups(call: Call, itemsize: int) -> int:
 def _run(target: str, call: Call, arrays: tuple[jax.Array, ...], packed: Packed | None) -> Any:
     """Forward output and log-sum-exp, [documents, heads, time]; backward dq, dk and dv."""
     q, k, v = arrays[:3]
-    forward, more = target == _FORWARD, ()
+    forward = target == _FORWARD
+    more: tuple[jax.Array, ...] = ()
     if packed is not None:
         # In the shapes that jax's own call has.
         lengths = packed.lengths.reshape(call.batch, call.max_segments)

@@ -22,6 +22,8 @@ from .host import HOST
 
 
 class SlidingMaxShape(NamedTuple):
+    """The number of values and of those in a window."""
+
     numbers: int
     window: int
 
