@@ -57,9 +57,11 @@ def continuations() -> Iterator[str]:
 
 
 def bar(name: str, size: float, largest: float) -> str:
-    room = WIDTH - 37
-    drawn = "#" * max(1, round(room * size / largest)) if room > 0 else ""
-    return f"  {name:25}{size / MIB:5.1f} MiB {drawn}"
+    """A name, a size, and a bar beside them or, where that is narrow, below them."""
+    beside = WIDTH >= 60
+    room = WIDTH - (37 if beside else 4)
+    drawn = "#" * max(1, round(room * size / largest))
+    return f"  {name:25}{size / MIB:5.1f} MiB{' ' if beside else chr(10) + '  '}{drawn}"
 
 
 def compiled(change: str) -> int:
@@ -70,13 +72,13 @@ def compiled(change: str) -> int:
 
 def main(changes: Sequence[str]) -> None:
     jaxmem.simulate(DEVICES)
-    print("\nWhat it learnt: how lines of Python continue", flush=True)
+    print("\nWhat it learnt: lines of Python", flush=True)
     print(*continuations(), sep="\n")
 
     plan = json.loads((RUN / "plan.json").read_text())
     here, count = plan["bytes_per_device"], plan["target"]["devices"]
     total = here["total"]
-    print(f"\nWhere the {total / MIB:.0f} MiB of each of {count} devices went")
+    print(f"\nMemory per device, on {count}: {total / MIB:.0f} MiB")
     for part in PARTS:
         print(bar(part, here[part], total))
     print(bar("other", total - sum(here[part] for part in PARTS), total))
