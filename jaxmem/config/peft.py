@@ -49,6 +49,7 @@ UNDERSTOOD = {
 WITHOUT_EFFECT = ("megatron_core", "qalora_group_size", "runtime_config", "eva_config", "ensure_weight_tying")
 PROMPT = {*COMMON, "num_virtual_tokens", "num_transformer_submodules"}
 PROMPT_WITHOUT_EFFECT = ("token_dim", "num_attention_heads", "num_layers", "prompt_tuning_init*", "tokenizer_*")
+SUFFIXES = [name.rpartition(".")[2] for name in MODULES.values()]
 REGEX_SECONDS = 5
 MATCH = """import json, re, sys
 patterns, names = json.load(sys.stdin)
@@ -151,7 +152,7 @@ def _targets(settings: Mapping[str, Any], modules: Sequence[HfModule]) -> list[H
     else:
         for name in names(settings, "target_modules"):
             if not _named([name], all_names):
-                raise UnsupportedError(f"target_modules: {name!r} is not supported{nearest(name, _suffixes())}")
+                raise UnsupportedError(f"target_modules: {name!r} is not supported{nearest(name, SUFFIXES)}")
         found = _named(names(settings, "target_modules"), all_names)
         if some is not None and some != []:
             layers = _layers(settings, possible)
@@ -187,7 +188,7 @@ def _saved_modules(settings: Mapping[str, Any], modules: Sequence[HfModule], mod
             found.append(one)
     for name in ends:
         if not any(name in one.name for one in found):
-            raise UnsupportedError(f"modules_to_save: {name!r} is not supported{nearest(name, _suffixes())}")
+            raise UnsupportedError(f"modules_to_save: {name!r} is not supported{nearest(name, SUFFIXES)}")
     if model.tie_embeddings and any(one.path == "embedding" for one in found):
         raise UnsupportedError("modules_to_save of an embedding is not supported for tied embeddings")
     return found
@@ -211,10 +212,6 @@ def _by_module(settings: Mapping[str, Any], key: str, modules: Sequence[HfModule
 def _named(wanted: Sequence[str], all_names: Sequence[str]) -> set[str]:
     """The names that are wanted or end with one that is."""
     return {name for name in all_names if name in wanted or name.endswith(tuple(f".{one}" for one in wanted))}
-
-
-def _suffixes() -> list[str]:
-    return [name.rpartition(".")[2] for name in MODULES.values()]
 
 
 def _matches(patterns: Sequence[str], all_names: Sequence[str], key: str, form: str = "{}") -> list[set[str]]:
