@@ -78,7 +78,6 @@ ELSEWHERE: tuple[tuple[str, str], ...] = (
     ("machine/gpus.py", "product name"),
     ("training/memory_check.py", "there is none:"),
     ("training/progress.py", "fullest"),  # the device with the most bytes in use
-    ("cli/benches.py", "there is none here"),
 )
 
 

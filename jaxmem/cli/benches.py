@@ -1,4 +1,4 @@
-"""Speed, against what else there is: `jaxmem bench`."""
+"""`jaxmem bench`: the speed of steps and kernels, compared with other implementations."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ def bench_step(
         "configs/bench.yaml"
     ),
     overrides: Overrides = None,
-    seconds: Annotated[float, typer.Option(min=1.0, metavar="S", help="Seconds to measure, approximately.")] = 60.0,
+    seconds: Annotated[float, typer.Option(min=1.0, metavar="S", help="Approximate measuring time, seconds.")] = 60.0,
     as_json: Json = False,
 ) -> None:
-    """Compare the tokens per second of a training step with PyTorch."""
+    """Measure tokens per second of the compiled step and of PyTorch."""
     cfg = load(config, overrides, None)
     from jaxmem.lab.bench import step
 
@@ -42,7 +42,9 @@ def bench_step(
 Shapes = Annotated[
     list[str] | None,
     typer.Argument(
-        metavar="[SHAPE]...", help="Names of shapes, such as long or llama3-8b. [default: all]", show_default=False
+        metavar="[SHAPE]...",
+        help="Names of shapes, e.g. long or llama3-8b. [default: the usual ones]",
+        show_default=False,
     ),
 ]
 Operation = Annotated[
@@ -55,12 +57,16 @@ Operation = Annotated[
 ]
 Only = Annotated[
     list[str] | None,
-    typer.Option(metavar="NAME", help="Only this implementation, such as mosaic; may be repeated.", show_default=False),
+    typer.Option(
+        metavar="NAME",
+        help="Measure only this implementation, or one of its passes; may be repeated.",
+        show_default=False,
+    ),
 ]
 Without = Annotated[
     list[str] | None,
     typer.Option(
-        metavar="NAME", help="Without this implementation, such as torch; may be repeated.", show_default=False
+        metavar="NAME", help="Leave out this implementation, e.g. torch; may be repeated.", show_default=False
     ),
 ]
 
@@ -70,17 +76,24 @@ def bench_kernels(
     operation: Operation = None,
     explain: Annotated[bool, typer.Option("--explain", help="Only show the choice for each shape, and why.")] = False,
     check: Annotated[
-        bool, typer.Option("--check", help="Only check the results, with every option; no times.")
+        bool, typer.Option("--check", help="Only check the results, with every option; measure no times.")
     ] = False,
     only: Only = None,
     without: Without = None,
-    seconds: Annotated[float, typer.Option(min=0.1, metavar="S", help="Seconds to measure each, approximately.")] = 5.0,
+    seconds: Annotated[
+        float, typer.Option(min=0.1, metavar="S", help="Approximate measuring time for each, seconds.")
+    ] = 5.0,
     write: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Append each row as a line of JSON.", show_default=False)
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="Append each row to FILE as a line of JSON as soon as it is measured.",
+            show_default=False,
+        ),
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Check and time the fused kernels (by default attention), compared with cuDNN and PyTorch."""
+    """Check kernels (by default attention) on this machine, and compare their speed with cuDNN and PyTorch."""
     devices.use_cpu_without_gpu()
     from jaxmem.lab.bench import kernels
 
@@ -108,12 +121,12 @@ def bench_tune(
     passes: Annotated[
         list[str] | None,
         typer.Option(
-            "--pass", metavar="PASS", help="Only this pass, such as forward; may be repeated.", show_default=False
+            "--pass", metavar="PASS", help="Tune only this pass, e.g. forward; may be repeated.", show_default=False
         ),
     ] = None,
-    again: Annotated[bool, typer.Option("--again", help="Also measure shapes that are in the table.")] = False,
+    again: Annotated[bool, typer.Option("--again", help="Also measure entries that the table already has.")] = False,
     seconds: Annotated[
-        float, typer.Option(min=0.1, metavar="S", help="Seconds to measure each kernel or shape, approximately.")
+        float, typer.Option(min=0.1, metavar="S", help="Approximate measuring time for each kernel or shape, seconds.")
     ] = 5.0,
     write: Annotated[
         Path | None, typer.Option(metavar="FILE", help="The table to write. [default: kernels/tuned.json]")
@@ -127,7 +140,7 @@ def bench_tune(
 
     path = write or Path(choice.__file__).with_name("tuned.json")
     if write is None and not devices.has_nvidia_gpu():
-        raise UserError("bench tune: measures the kernels of a GPU, and there is none here; --write FILE runs it dry")
+        raise UserError("bench tune: no GPU on this machine; --write FILE does a dry run on the CPU")
     with only_json(as_json):
         selection = _selection(shapes, operation, only, without, passes, seconds=seconds)
         rows = _collect(tune.tune(path, selection, again=again), as_json)

@@ -1,4 +1,4 @@
-"""Weights and text, in and out: `jaxmem import`, `export` and `tokenize`."""
+"""`jaxmem import`, `export` and `tokenize`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from jaxmem.cli.start import load, take_devices
 
 def import_(
     source: Annotated[Path, typer.Argument(metavar="HF_DIR", help="A directory with config.json and *.safetensors.")],
-    target: Annotated[Path, typer.Argument(metavar="DIR", help="The run to write.")],
+    target: Annotated[Path, typer.Argument(metavar="DIR", help="The directory of the new run.")],
     simulate: Simulate = None,
 ) -> None:
     """Import a Hugging Face model as a run."""
@@ -29,9 +29,11 @@ def export(
     target: Annotated[Path, typer.Argument(metavar="DIR", help="The directory to write.")],
     dtype: Annotated[
         str | None,
-        typer.Option(metavar="D", help="float32, float16 or bfloat16. [default: as imported or stored]"),
+        typer.Option(
+            metavar="D", help="float32, float16 or bfloat16. [default: the dtype of the import or of the run]"
+        ),
     ] = None,
-    adapter: Annotated[bool, typer.Option("--adapter", help="Write the adapters alone, for PEFT.")] = False,
+    adapter: Annotated[bool, typer.Option("--adapter", help="Write only the adapters, for PEFT.")] = False,
     merge: Annotated[bool, typer.Option("--merge", help="Write the weights with the adapters merged.")] = False,
     simulate: Simulate = None,
 ) -> None:
@@ -47,7 +49,7 @@ def tokenize(
     output: Annotated[Path, typer.Option(metavar="DIR", help="The token cache to write.", show_default=False)],
     overrides: Overrides = None,
 ) -> None:
-    """Tokenize the data of a config once, to train from disk."""
+    """Tokenize the data of a config once, and store the tokens for training."""
     cfg = load(config, overrides, None)
     from rich.console import Console
     from rich.progress import Progress

@@ -1,4 +1,4 @@
-"""Using a trained model: `jaxmem generate`, `chat` and `evaluate`."""
+"""Commands that use a trained model: `jaxmem generate`, `chat` and `evaluate`."""
 
 from __future__ import annotations
 
@@ -23,20 +23,21 @@ def generate(
         str | None, typer.Option(metavar="TEXT", help="The text to continue.", show_default=False)
     ] = None,
     prompts: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="One prompt per line; prints JSONL.", show_default=False)
+        Path | None,
+        typer.Option(metavar="FILE", help="A prompt per line; the results are printed as JSONL.", show_default=False),
     ] = None,
     tokens: Tokens = 200,
     temperature: Temperature = 0.8,
     top_k: TopK = None,
     top_p: TopP = 1.0,
     stop: StopTexts = None,
-    batch: Annotated[int, typer.Option(metavar="N", min=1, help="Prompts of a file per batch.")] = 8,
+    batch: Annotated[int, typer.Option(metavar="N", min=1, help="With --prompts: prompts per batch.")] = 8,
     seed: Seed = 0,
     simulate: Simulate = None,
 ) -> None:
     """Continue a text."""
     if (prompt is None) == (prompts is None):
-        raise UserError("generate needs --prompt TEXT or --prompts FILE; give one of the two")
+        raise UserError("generate needs either --prompt TEXT or --prompts FILE")
     take_devices(simulate)
     with joined(run_config(run)):
         from jaxmem.inference.chat import TextGenerator, read_prompts
@@ -67,7 +68,7 @@ def chat(
 ) -> None:
     """Chat with a model that has a chat template.
 
-    /new starts a new conversation; the end of the input ends the command.
+    /new starts a new conversation; Ctrl-D quits.
     """
     take_devices(simulate)
     from jaxmem.inference.chat import TextGenerator
@@ -95,7 +96,9 @@ def evaluate(
     overrides: Overrides = None,
     data: Annotated[
         str | None,
-        typer.Option(metavar="FILE", help="Text, JSONL or Parquet, instead of held-out data.", show_default=False),
+        typer.Option(
+            metavar="FILE", help="Text, JSONL or Parquet to use instead of the held-out data.", show_default=False
+        ),
     ] = None,
     choices: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Multiple-choice questions, JSONL.", show_default=False)
@@ -103,9 +106,9 @@ def evaluate(
     simulate: Simulate = None,
     as_json: Json = False,
 ) -> None:
-    """Measure loss, perplexity or accuracy."""
+    """Measure the loss, perplexity or accuracy of a model."""
     if data is not None and choices is not None:
-        raise UserError("evaluate does not support --data with --choices; give one of the two")
+        raise UserError("evaluate does not support --data with --choices; use one of the two")
     take_devices(simulate)
     with joined(run_config(run)):
         from jaxmem.inference.evaluate import evaluate

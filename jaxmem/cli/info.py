@@ -1,4 +1,4 @@
-"""What there is to know: `jaxmem report`, `tour`, `doctor` and `schema`."""
+"""Commands that explain: `jaxmem report`, `tour`, `doctor` and `schema`."""
 
 from __future__ import annotations
 
@@ -16,18 +16,21 @@ from jaxmem.cli.start import take_devices
 def report(
     run: Run,
     html: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="The page. [default: RUN/report.html]", show_default=False)
+        Path | None,
+        typer.Option(metavar="FILE", help="File of the page. [default: RUN/report.html]", show_default=False),
     ] = None,
     png: Png = None,
 ) -> None:
-    """Write an HTML page of a run: plan, memory, curves."""
+    """Write an HTML page about a run: plan, memory, loss curves."""
     from jaxmem.report import report_run
 
     print(report_run(run, html, png))
 
 
 def tour(
-    topic: Annotated[str | None, typer.Argument(metavar="[TOPIC]", help="A technique. [default: list them]")] = None,
+    topic: Annotated[
+        str | None, typer.Argument(metavar="[TOPIC]", help="Name of a technique. [default: list all]")
+    ] = None,
     target: Target = None,
     write: Annotated[
         Path | None,
@@ -35,7 +38,7 @@ def tour(
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Show a technique with its numbers."""
+    """Explain a technique with numbers computed on this machine."""
     from jaxmem.lab import tour
     from jaxmem.lab.tour.stop import SIMULATED
 
@@ -66,7 +69,7 @@ def tour(
 
 
 def doctor(as_json: Json = False) -> None:
-    """Check driver, packages and devices."""
+    """Check the driver, packages and devices of this machine."""
     from jaxmem.machine import doctor
 
     with only_json(as_json):

@@ -12,32 +12,43 @@ ConfigFile = Annotated[
 ]
 Overrides = Annotated[
     list[str] | None,
-    typer.Argument(metavar="[KEY=VALUE]...", help="Config settings, such as mesh.fsdp=8.", show_default=False),
+    typer.Argument(metavar="[KEY=VALUE]...", help="Config settings, e.g. mesh.fsdp=8.", show_default=False),
 ]
 ModelOrConfig = Annotated[
     str | None,
     typer.Argument(
         metavar="CONFIG_OR_MODEL",
-        help="A YAML file, a preset such as llama3-8b, or a Hugging Face directory.",
+        help="A YAML file, a preset, e.g. llama3-8b, or a Hugging Face directory.",
         show_default=False,
     ),
 ]
 MethodName = Annotated[
     str | None,
-    typer.Option(metavar="NAME", help="full, full-bf16, full-8bit, full-int8, lora or qlora.", show_default=False),
+    typer.Option(
+        metavar="NAME",
+        help="Training method: full, full-bf16, full-8bit, full-int8, lora or qlora.",
+        show_default=False,
+    ),
 ]
 SequenceLength = Annotated[int | None, typer.Option(metavar="N", min=1, help="Tokens per row.", show_default=False)]
 BatchSize = Annotated[int | None, typer.Option(metavar="N", min=1, help="Rows per update.", show_default=False)]
 ConfigOutput = Annotated[
-    Path | None, typer.Option("--write", metavar="FILE", help="Write the config, for train.", show_default=False)
+    Path | None,
+    typer.Option(
+        "--write", metavar="FILE", help="Write the config to FILE, for `jaxmem train FILE`.", show_default=False
+    ),
 ]
-Run = Annotated[Path, typer.Argument(metavar="RUN", help="The directory of a run, such as runs/demo.")]
+Run = Annotated[Path, typer.Argument(metavar="RUN", help="The directory of a run, e.g. runs/demo.")]
 Model = Annotated[
     Path, typer.Argument(metavar="RUN_OR_HF_DIR", help="The directory of a run, or a Hugging Face model.")
 ]
 Target = Annotated[
     str | None,
-    typer.Option(metavar="T", help="Compile for T: h100-80gb:8, cpu:8 or my-gpu.yaml.", show_default=False),
+    typer.Option(
+        metavar="T",
+        help="GPU to compile for: h100-80gb:8, cpu:8 or my-gpu.yaml. [default: this machine]",
+        show_default=False,
+    ),
 ]
 Simulate = Annotated[
     int | None, typer.Option(metavar="N", min=1, help="Run on N simulated CPU devices.", show_default=False)
@@ -47,14 +58,14 @@ Reserve = Annotated[
     typer.Option(metavar="GIB", min=0.0, help="Memory of each GPU kept free for CUDA and NCCL.", show_default=False),
 ]
 Html = Annotated[
-    Path | None, typer.Option(metavar="FILE", help="Write a page: memory over a step.", show_default=False)
+    Path | None, typer.Option(metavar="FILE", help="Write an HTML page: memory over a step.", show_default=False)
 ]
 Png = Annotated[
     Path | None, typer.Option(metavar="FILE", help="Write a figure: memory over a step.", show_default=False)
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]
 
-# Of commands that generate text.
+# Options of commands that generate text.
 Tokens = Annotated[int, typer.Option(metavar="N", min=1, help="Generate at most N tokens.")]
 Temperature = Annotated[float, typer.Option(metavar="X", min=0.0, help="Sampling temperature; 0 is greedy.")]
 TopK = Annotated[
@@ -63,6 +74,6 @@ TopK = Annotated[
 TopP = Annotated[float, typer.Option(metavar="P", help="Sample from the most likely tokens with total probability P.")]
 StopTexts = Annotated[
     list[str] | None,
-    typer.Option("--stop", metavar="TEXT", help="End before TEXT; may be repeated.", show_default=False),
+    typer.Option("--stop", metavar="TEXT", help="Stop before TEXT; may be repeated.", show_default=False),
 ]
 Seed = Annotated[int, typer.Option(metavar="N", min=0, help="Random seed of the sampling.")]

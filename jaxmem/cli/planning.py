@@ -1,4 +1,4 @@
-"""`jaxmem plan` and `jaxmem fit`: memory before it is used."""
+"""`jaxmem plan` and `jaxmem fit`."""
 
 from __future__ import annotations
 
@@ -38,25 +38,33 @@ def plan(
     source: ModelOrConfig = None,
     overrides: Overrides = None,
     target: Annotated[
-        str | None, typer.Option(metavar="T", help="h100-80gb:16x8, cpu:8, my-gpu.yaml; or: list", show_default=False)
+        str | None,
+        typer.Option(
+            metavar="T",
+            help="GPU to plan for: h100-80gb:16x8, cpu:8 or my-gpu.yaml; `list` prints all.",
+            show_default=False,
+        ),
     ] = None,
     method: MethodName = None,
     sequence_length: SequenceLength = None,
     batch: BatchSize = None,
     write: ConfigOutput = None,
     check: Annotated[
-        bool, typer.Option("--check/--no-check", help="Exit with 3 if it does not fit, and name configs that do.")
+        bool,
+        typer.Option(
+            "--check/--no-check", help="If the config does not fit, search for configs that do, and exit with 3."
+        ),
     ] = True,
     reserve: Reserve = None,
     simulate: Simulate = None,
     html: Html = None,
     png: Png = None,
-    names: Annotated[bool, typer.Option("--names", help="Names of activations that memory.remat can save.")] = False,
+    names: Annotated[bool, typer.Option("--names", help="List the activations that memory.remat can save.")] = False,
     as_json: Json = False,
 ) -> None:
-    """Plan memory per device without running: for local devices, or for any number of GPUs that are not here.
+    """Plan the memory of each device without running, for local devices or for GPUs that need not be installed.
 
-    Exit code 3: it does not fit.
+    Exit code 3: the config does not fit.
     """
     if target == "list":
         from jaxmem.planning.table import TargetList
@@ -65,7 +73,7 @@ def plan(
         show(targets_json() if as_json else TargetList())
         return
     if target and simulate:
-        raise UserError(f"--simulate {simulate} and --target {target} both give devices; use one of them")
+        raise UserError(f"--simulate {simulate} and --target {target} both select devices; use one of them")
     cfg = _config(source, overrides, target, simulate, method=method, sequence_length=sequence_length, batch=batch)
     from jaxmem import planning, report
 
@@ -103,12 +111,14 @@ def fit(
     batch: BatchSize = None,
     allow: Annotated[
         str | None,
-        typer.Option(metavar="WORDS", help="What may change: mesh,remat,batch,optimizer,...", show_default=False),
+        typer.Option(
+            metavar="WORDS", help="Settings that may change: mesh,remat,batch,optimizer,...", show_default=False
+        ),
     ] = None,
     maximize: Annotated[
         str | None,
         typer.Option(
-            metavar="KEY", help="The largest value of KEY that fits, such as model.layers.", show_default=False
+            metavar="KEY", help="Find the largest value of KEY that fits, e.g. model.layers.", show_default=False
         ),
     ] = None,
     write: ConfigOutput = None,
@@ -119,7 +129,7 @@ def fit(
     compiles: Annotated[int, typer.Option(metavar="N", min=1, help="Compile at most N steps.")] = 12,
     as_json: Json = False,
 ) -> None:
-    """For a config, search for settings that fit, fastest first; for a model, compare the methods of training it.
+    """For a config, search for the fastest settings that fit; for a model, compare the methods of training it.
 
     Exit code 3: nothing fits.
     """

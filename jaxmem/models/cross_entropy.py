@@ -1,14 +1,14 @@
 """Cross entropy over classes or a vocabulary, from logits, or from features in slices of the vocabulary.
 
 With T tokens on a device, E features each, V entries of the vocabulary and a compute dtype of 2 bytes, logits and their
-gradient take 4 T V bytes. Slices of v entries take 4 T v bytes, 2 E v for the weight, and 4 T E for the gradient of the
-features, summed in float32. Each slice of the weight gradient is computed, rounded and written once. Devices that shard
-the weight all-gather and reduce-scatter one slice at a time; the next slice, 2 E v bytes more, is gathered while the
-current one is used.
+gradient, which overwrites them, take 2 T V bytes. Slices of v entries take 2 T v bytes, 4 E v for the weight and its
+gradient, and 4 T E for the gradient of the features, summed in float32. Each slice of the weight gradient is computed,
+rounded and written once. Devices that shard the weight all-gather and reduce-scatter one slice at a time; the next
+slice, 2 E v bytes more, is gathered while the current one is used.
 
 The logits are computed twice, since the partition function is known only after the last slice: a third more arithmetic
-of the output projection. Slices of the tokens would compute them once, but read and write the whole weight gradient in
-float32 for each slice, which takes longer. The partition function is summed online (Milakov and Gimelshein,
+of the output projection. Slices of the tokens would compute them once, but read and write the complete weight gradient
+in float32 for each slice, which takes longer. The partition function is summed online (Milakov and Gimelshein,
 arXiv:1805.02867). Wijmans et al. (arXiv:2411.09009) do the same in one kernel.
 """
 
