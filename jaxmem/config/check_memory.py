@@ -43,11 +43,11 @@ def _names(cfg: Config) -> Iterator[str]:
             yield "memory.remat.save is empty; use names of activations, or memory.remat=full"
         for name in remat.save:
             if name not in known:
-                yield f"memory.remat.save={name} is no {of}{nearest(name, known)}"
+                yield f"memory.remat.save={name} is not an {of}{nearest(name, known)}"
     for name in offloaded_activations(cfg.memory.offload):
         if name not in (BOUNDARY, *known):
             hint = nearest(name, ["activations", *STATE_PARTS, *known])
-            yield f"memory.offload={name} is no {of}{hint}"
+            yield f"memory.offload={name} is not an {of}{hint}"
 
 
 def _offload(cfg: Config) -> Iterator[str]:
@@ -100,7 +100,7 @@ def _chunks(cfg: Config) -> Iterator[str]:
         heads = model.kv_heads if isinstance(model, Decoder) else model.heads
         if heads % memory.head_groups:
             near = [n for n in range(1, heads + 1) if heads % n == 0]
-            yield f"memory.head_groups={memory.head_groups} does not divide the {heads} key heads; use one of {near}"
+            yield f"memory.head_groups={memory.head_groups} does not divide the {heads} KV heads; use one of {near}"
 
 
 def _update(cfg: Config) -> Iterator[str]:

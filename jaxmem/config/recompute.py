@@ -1,14 +1,17 @@
-"""The section `memory`, and the policies of `memory.remat`: what layers save for the backward pass. A new policy is a
-line of `POLICIES`.
+"""The section `memory`, and the policies of `memory.remat`: which activations are saved for the backward pass. A
+new policy is a line of `POLICIES`.
 
-A policy saves all activations of a layer, or its input and those with some names. Policies with a `split` save only
-some layers' inputs (boundaries), B bytes each, and recompute the others: of N layers
+A policy saves all activations of a layer, or its input and the activations with some names. Policies with a `split`
+save the inputs of some layers only (boundaries), and recompute the others. For N layers:
 
-    every_K    N / K + K slots          below N runs      boundaries of segments of K, and those of one segment
+    policy     boundaries in memory     layers run again  method
+    every_K    N / K + K                below N           boundaries of segments of K layers, and within one segment
     sqrt       2 sqrt N                 below N           the same with K = sqrt N (Chen et al., arXiv:1604.06174)
     recursive  1 + log2 N               N / 2 log2 N      halves of halves (the same paper, section 4.3)
-    slots_K    K, and one to run on     the fewest        Griewank and Walther, ACM TOMS 26(1), 2000: revolve
-    constant   1, and one to run on     N (N - 1) / 2     every boundary from the stack's own input
+    slots_K    K + 1                    the fewest        Griewank and Walther, ACM TOMS 26(1), 2000: revolve
+    constant   2                        N (N - 1) / 2     every boundary is recomputed from the input of the stack
+
+With slots_K and constant, one of the boundaries is the input of the running layer.
 
 `jaxmem.stack.schedule` makes the order of the layers from a split. Imports no jax.
 """
@@ -26,17 +29,18 @@ from pydantic import Field
 from jaxmem.config.base import Count, Positive, Section, Texts, setting
 
 MATMUL = "product"  # the checkpoint name of every matrix multiplication with a weight
-Split = Callable[[int, int], int]  # (layers of a segment, its slot) -> how far to run on, at least 1 and less than all
+# (n layers of a segment, its slot) -> number of layers to run before the next boundary is saved, from 1 to n - 1
+Split = Callable[[int, int], int]
 
 
 @dataclass(frozen=True)
 class Policy:
     """`splits` makes the split of a stack from its number of layers, or from the K in the policy's name."""
 
-    saved: tuple[str, ...] | None = ()  # activations that each layer saves beside its input; None: all of them
+    saved: tuple[str, ...] | None = ()  # activations that each layer saves besides its input; None: all
     splits: Callable[[int], Split] | None = None
     has_number: bool = False  # the K in every_K
-    in_stages: bool = False  # runs under mesh.stage
+    in_stages: bool = False  # supports mesh.stage
 
 
 def _segments(size: int) -> Split:
@@ -94,7 +98,9 @@ class Memory(Section):
     )
     budget: Positive | None = setting(None, "GiB per device; null: all but the reserve")
     spill: Literal["none", "unified"] = setting(
-        "none", "when a device is full: out of memory, or slowly into host memory (CUDA's unified memory)"
+        "none",
+        "when a device is full; none: fail with out of memory; unified: continue, slowly, in host memory (CUDA unified"
+        " memory)",
     )
     loss_chunk: Literal["auto"] | Count = setting("auto", "vocabulary entries per slice of the logits")
     mlp_chunk: Literal["auto"] | Count = setting("auto", "tokens of a row per chunk of norms, projections and MLP")
@@ -102,7 +108,8 @@ class Memory(Section):
 
 
 def policy_of(remat: object) -> Policy | None:
-    """The policy that `memory.remat` names, "every_4" with its number; None: it names activations, or nothing known."""
+    """The policy that `memory.remat` names; "every_4" gives the policy "every". None for names of activations and for
+    unknown names."""
     if not isinstance(remat, str):
         return None
     numbered = re.match(NUMBERED, remat)
@@ -127,7 +134,7 @@ def repeats_forward(remat: object) -> bool:
 
 
 def split_of(remat: object, layers: int) -> Split | None:
-    """The split of a scheduled policy for so many layers."""
+    """The split of a scheduled policy for this number of layers; None: the policy saves every boundary."""
     policy = policy_of(remat)
     if policy is None or policy.splits is None:
         return None
@@ -135,8 +142,8 @@ def split_of(remat: object, layers: int) -> Split | None:
 
 
 def fewest(layers: int, slots: int) -> int:
-    """The least number of layers that run again with so many boundaries saved: r N - C(slots + r, r - 1), where r is
-    how often one layer runs at the most.
+    """The least number of layers that run again with `slots` saved boundaries: r N - C(slots + r, r - 1), where r is
+    the largest number of times that any layer runs again.
 
     >>> fewest(16, 16), fewest(16, 4), fewest(16, 1)
     (15, 27, 120)

@@ -1,10 +1,10 @@
 """Conversations, one per line of JSONL (see `chat_forms`), as tokens of which only the assistant's are targets.
 
-Where a template marks what the assistant says (`{% generation %}`), the tokens of these marks are the targets, as in
-transformers. Otherwise the targets follow from the template: rendered again with a placeholder instead of an answer,
-everything but that answer is the same. The token that ends the assistant's turn is a target too.
+If a template marks the answers of the assistant (`{% generation %}`), the tokens inside these marks are the targets,
+as in transformers. Otherwise the conversation is rendered a second time with a placeholder instead of an answer; the
+text that differs is the target. The token that ends the assistant's turn is a target too.
 
-A conversation is never continued in the next row: one longer than a row is cut there, or dropped, and counted.
+A conversation is never continued in the next row: a conversation longer than a row is cut or dropped, and counted.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ class ChatEncoder:
             inside = np.flatnonzero((offsets[:, 0] < end) & (offsets[:, 1] > start))
             is_target[inside.min(initial=len(ids)) : inside.max(initial=-1) + 1] = True
         if not is_target.any():
-            raise InvalidRecordError("the chat template writes no answer of an assistant to train on")
+            raise InvalidRecordError("the chat template renders no assistant message to train on")
         if not np.isin(ids[is_target], [*self._tokenizer.special.values()]).any():
             self._warn("end", "no target token ends an answer, so the trained model will not stop after its answers")
         return Document(ids, is_target, is_indivisible=True)
@@ -117,7 +117,8 @@ class ChatEncoder:
                 raise InvalidRecordError(f"a message contains {found[0]!r}, with which it could forge a turn")
         source = self._template.source
         fields = {field for message in chat.messages for field in message} | ({"tools"} if chat.tools else set())
-        fields -= {*NAMES, *REASONING[1:]}  # reasoning has all its names
+        # A message with reasoning contains it under several names; only the first is checked.
+        fields -= {*NAMES, *REASONING[1:]}
         if any(name in source for name in REASONING):
             fields.discard(REASONING[0])
         for field in sorted(field for field in fields if field not in source):

@@ -1,8 +1,8 @@
 """safetensors files: read slice by slice, written tensor by tensor.
 
-The `safetensors` library checks a header (syntax, dtypes, shapes, offsets, size of the file) before it gives anything
-of it, and allocates nothing that a header merely claims; then it reads one slice at a time. Writing is our own: the
-library's writer takes all tensors of a file at once, ours holds one.
+The `safetensors` library checks a header (syntax, dtypes, shapes, offsets, size of the file) before it returns any
+data, and does not allocate sizes that only the header states; then it reads one slice at a time. jaxmem has its own
+writer: the writer of the library needs all tensors of a file in memory at once, this one only one.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ CONVERT_ADAPTER = (
 
 @dataclass(frozen=True)
 class TensorEntry:
-    """What a header says of a tensor."""
+    """A tensor as the header of a file describes it."""
 
     file: Path
     name: str
@@ -51,7 +51,7 @@ class Tensors:
     """All tensors of a directory, in one file or several with an index."""
 
     def __init__(self, directory: str | Path, single: str | None = None) -> None:
-        """`single`: the name of the only file, where there can be no other."""
+        """`single`: the name of the file, if the format allows only one (adapters)."""
         self.directory = Path(directory).expanduser()
         self.entries: dict[str, TensorEntry] = {}
         files = _files(self.directory, single)
@@ -80,10 +80,10 @@ class Tensors:
             if entry.shape != shape:
                 raise UserError(
                     f"{entry.file}: {name} is {list(entry.shape)}, but {config} makes it {list(shape)}; "
-                    "one of the two is of another model"
+                    "one of the two belongs to another model"
                 )
             if entry.dtype not in DTYPES:
-                raise UserError(f"{entry.file}: {name} is {entry.dtype}; weights are read as {', '.join(DTYPES)}")
+                raise UserError(f"{entry.file}: {name} is {entry.dtype}; supported dtypes: {', '.join(DTYPES)}")
 
     def read(self, name: str, shape: Sequence[int], index: tuple[slice, ...]) -> np.ndarray:
         """A slice of a tensor padded with zeros to `shape`, in the dtype of the file."""
@@ -97,12 +97,12 @@ class Tensors:
         return np.pad(found, missing) if any(map(any, missing)) else found
 
     def replace(self, other: Tensors, rename: Callable[[str], str]) -> None:
-        """Reads from `other` the tensors that it contains, whose names here `rename` returns."""
+        """Reads from `other` every tensor that both have; `rename` maps its name in `other` to the name here."""
         self._open |= other._open
         self.entries |= {rename(name): entry for name, entry in other.entries.items() if rename(name) in self.entries}
 
     def metadata(self) -> dict[str, str]:
-        """The headers' `__metadata__`."""
+        """The `__metadata__` of all headers."""
         return {key: value for file in self._open.values() for key, value in (file.metadata() or {}).items()}
 
     def __enter__(self) -> Self:
@@ -133,7 +133,7 @@ def _files(directory: Path, single: str | None = None) -> list[Path]:
             raise UserError(f"{directory / INDEX}: has no weight_map")
         files = sorted({str(name) for name in named.values()})
         if outside := [name for name in files if Path(name).name != name or len(name) > LONGEST_NAME]:
-            raise UserError(f"{directory / INDEX}: {_few(outside)} is not the name of a file beside it")
+            raise UserError(f"{directory / INDEX}: {_few(outside)} is not the name of a file in the same directory")
         if absent := [name for name in files if not (directory / name).is_file()]:
             raise UserError(f"{directory / INDEX}: points to missing files: {_few(absent)}")
         return [directory / name for name in files]
@@ -144,15 +144,15 @@ def _files(directory: Path, single: str | None = None) -> list[Path]:
         raise UserError(f"{directory}: {_few(several)} without {INDEX}; a single file must be called {SINGLE}")
     if pickled := [name for name in names if name.endswith(PICKLED)]:
         raise UserError(
-            f"{directory}: only pickled weights ({_few(pickled)}), which can run code when they are read; convert them "
-            f"where you trust them: {CONVERT_ADAPTER if single else CONVERT}"
+            f"{directory}: only pickled weights ({_few(pickled)}), which can run code when they are read; if you trust "
+            f"them, convert them with: {CONVERT_ADAPTER if single else CONVERT}"
         )
     raise UserError(f"{directory}: contains no {single or '*.safetensors'}")
 
 
 @dataclass(frozen=True)
 class OutputTensor:
-    """A tensor to write; `values` is called when it is its turn."""
+    """A tensor to write; `values` is called when the tensor is written."""
 
     name: str
     dtype: np.dtype

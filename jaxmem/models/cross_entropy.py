@@ -6,10 +6,10 @@ gradient, and 4 T E for the gradient of the features, summed in float32. Each sl
 rounded and written once. Devices that shard the weight all-gather and reduce-scatter one slice at a time; the next
 slice, 2 E v bytes more, is gathered while the current one is used.
 
-The logits are computed twice, since the partition function is known only after the last slice: a third more arithmetic
-of the output projection. Slices of the tokens would compute them once, but read and write the complete weight gradient
-in float32 for each slice, which takes longer. The partition function is summed online (Milakov and Gimelshein,
-arXiv:1805.02867). Wijmans et al. (arXiv:2411.09009) do the same in one kernel.
+The logits are computed twice, since the partition function is known only after the last slice: the output projection
+has a third more arithmetic. Slices of the tokens would compute them once, but read and write the complete weight
+gradient in float32 for each slice, which takes longer. The partition function is summed online (Milakov and
+Gimelshein, arXiv:1805.02867). Wijmans et al. (arXiv:2411.09009) do the same in one kernel.
 """
 
 from __future__ import annotations
@@ -206,8 +206,8 @@ class SlicedLoss:
         zeros = constrain(jnp.zeros((*labels.shape, slices.parts), jnp.float32), "batch", "vocab_time", "vocab")
 
         def depend(j: jax.Array) -> jax.Array:
-            """Returns j, made to depend on the labels. Otherwise jax would move what is equal for all micro-batches in
-            front of a differentiated loop over them: every slice, with a mask for every token."""
+            """Returns j, made to depend on the labels. Otherwise jax would hoist whatever is equal for all
+            micro-batches out of the differentiated loop over them, and store all slices and a mask per token."""
             return jax.lax.optimization_barrier((j, labels))[0]
 
         def add(sums: _Sums, weight: Columns, j: jax.Array) -> _Sums:

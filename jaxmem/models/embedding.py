@@ -95,7 +95,7 @@ def take_rows(matrix: Matrix, ids: jax.Array, dtype: DTypeLike, mode: str | None
     def take(x: jax.Array) -> jax.Array:
         if x.shape[0] == 1:  # shared by all rows
             return fetch_from_host(x).reshape(*[1] * (ids.ndim - 1), *x.shape)
-        if is_on_host(x):  # one after the other, for few
+        if is_on_host(x):  # fetched one row at a time, which suits a small number of ids
             return jax.lax.map(lambda i: fetch_from_host(x[i]), ids.reshape(-1)).reshape(*ids.shape, -1)
         return jnp.take(x, ids, axis=0, mode=mode)
 
@@ -111,8 +111,8 @@ def _matrix_gradient(shape: tuple[int, ...], ids: jax.Array, axes: Axes, g: jax.
 
 
 def _lookup(matrix: Matrix, ids: jax.Array, axes: Axes, dtype: DTypeLike, *, check_vma: bool = False) -> jax.Array:
-    """The value of `check_vma`, with which jax tracks the mesh axes along which values vary. In a pipeline this fails
-    for a vmap that is differentiated, but is needed for the vmap of a derivative."""
+    """Looks up rows. `check_vma` is passed to `jax.shard_map`: jax then tracks the mesh axes along which values vary.
+    In a pipeline, differentiating a vmap fails with it, but the vmap of a derivative needs it."""
     if any(map(is_on_host, jax.tree.leaves(matrix))):
         return _lookup_from_host(matrix, ids, axes, dtype)
     layout = current()
@@ -173,7 +173,7 @@ def _lookup_from_host(matrix: Matrix, ids: jax.Array, axes: Axes, dtype: DTypeLi
 
 @dataclass(frozen=True)
 class _Shards:
-    """The mesh axes of more than one device over which the matrix is sharded, grouped by what else they shard."""
+    """The mesh axes, of size above 1, that shard the matrix, grouped by what else they shard."""
 
     rows: tuple[str, ...]  # the rows of the matrix
     batch: tuple[str, ...]  # its columns, and the batch
@@ -182,8 +182,8 @@ class _Shards:
 
     @classmethod
     def of(cls, layout: Layout, axes: Axes) -> _Shards | None:
-        """None where the devices have different columns and the same tokens, so that no all-to-all is needed, or
-        different rows and different tokens."""
+        """None if this lookup does not apply: an axis shards the columns but not the tokens (no all-to-all is needed),
+        or it shards the rows and the tokens."""
         rows, columns = layout.mesh_axes_each("gradients", axes)
         batch, time = layout.over("activations", "batch"), layout.over("activations", "time")
         same_tokens = set(layout.over("activations", "stream")) - set(time)
@@ -201,7 +201,8 @@ class _Shards:
             ids = ids - jax.lax.axis_index(self.rows) * entries
             inside = (ids >= 0) & (ids < entries)
             x = jnp.where(inside[..., None], take_rows(matrix, ids, dtype, "clip"), jnp.zeros((), dtype))
-            # Within the part of the sequence of each requesting device, so that it receives its own part of the sum.
+            # The scatter is along the sequence part of each requesting device, so that the device receives its own part
+            # of the sum.
             parts = jax.lax.axis_size(self.time) if self.time else 1
             x = x.reshape(ids.shape[0], parts, -1, x.shape[-1])
             x = jax.lax.psum_scatter(x, self.rows, scatter_dimension=2, tiled=True)

@@ -1,8 +1,9 @@
 """Optimizers are written for one matrix (`MatrixRule`); `by_layer` applies them to each layer of a stack.
 
-A weight [layer, m, n] is a stack of matrices; rank, rows and norms of a rule are those of one layer. `by_layer` turns
-a rule into an optax transformation. It loops over the layers and writes the state and update of each layer in place of
-the old state and the gradient, so that at most one additional layer exists in float32, for any format of the state.
+A weight [layer, m, n] is a stack of matrices; a rule sees one layer: rank, rows and norms are those of one matrix.
+`by_layer` turns a rule into an optax transformation. It loops over the layers and writes the state and update of each
+layer in place of the old state and the gradient, so that at most one additional layer exists in float32, for any
+format of the state.
 
 In your own loop, name the dimensions of stacked weights: `axes` is a tree with the structure of the parameters and a
 tuple of names for each, e.g. `("layer", None, None)` for a stack of matrices. Without `axes` nothing is a stack. The
@@ -85,7 +86,7 @@ class UpdateContext:
 class MatrixRule:
     """An optimizer of one matrix (or vector, or scalar)."""
 
-    elementwise: ClassVar[bool] = False  # updates some rows at a time, without the weight
+    elementwise: ClassVar[bool] = False  # can be applied to some rows at a time; does not read the weight
     updates_stacks: ClassVar[bool] = False  # updates a stack of layers as one array
 
     def init(self, spec: ParameterSpec) -> dict[str, Any]:
@@ -158,8 +159,9 @@ def by_layer(
 
 
 def transformation(settings: type) -> Callable[..., Callable[..., optax.GradientTransformationExtraArgs]]:
-    """Makes a function that chooses a rule, `(settings, spec) -> rule`, the optax transformation `(settings, *, axes)`
-    of that rule (`by_layer`). `settings`: the class of its hyperparameters, whose defaults are the function's."""
+    """Decorator: turns a function `(settings, spec) -> rule` into one that takes `(settings, *, axes)` and returns the
+    optax transformation of that rule (`by_layer`). `settings`: the class of the hyperparameters; an instance with its
+    defaults is used if the function is called without settings."""
     default = settings()
 
     def decorate(choose: Callable[..., MatrixRule]) -> Callable[..., optax.GradientTransformationExtraArgs]:

@@ -1,11 +1,12 @@
 """Compiling a program, and reading what the compiler decided: the scheduled module, the buffer assignment, the log.
 
-A program for local devices is compiled as it will run. For GPUs that are not here XLA makes all decisions on memory and
-time, and stops before code generation. The first part of a compilation optimizes the program, schedules it and assigns
-every value its memory; the second generates a kernel for each instruction, through MLIR, LLVM and ptxas, and takes five
-times as long without changing a byte or the order of an instruction. Between the two XLA dumps its decisions if asked
-to, then opens its kernel cache. The file named here is not such a cache, so XLA ends there. A version of XLA that
-ignores this generates code as well, with the same numbers (a test compares them).
+A program for local devices is compiled as it will run. For GPUs that are not installed, XLA makes all decisions on
+memory and time, and compilation stops before code generation. The first part of a compilation optimizes the program,
+schedules it and assigns every value its memory; the second generates a kernel for each instruction, through MLIR, LLVM
+and ptxas, and takes five times as long without changing a byte or the order of an instruction. Between the two parts
+XLA dumps its decisions on request, then opens its kernel cache. jaxmem names a file that is not a valid cache, so XLA
+stops there with an error. A version of XLA that ignores this generates code as well, with the same numbers (a test
+compares them).
 """
 
 from __future__ import annotations
@@ -36,18 +37,21 @@ _REMARKS = {
     "state over the limit": re.compile(r"arguments \((?P<what>\d+)\) exceeds the base limit"),
     "over the limit": re.compile(r"Can't reduce memory use below (?P<what>\S+)"),
 }
-# XLA's long message about a matmul without a default kernel; compiling continues with another level.
+# XLA's long message about a matmul without a default kernel; compilation is repeated with another autotune level
+# (`TRY_ALL`).
 _NO_DEFAULT_LOG = re.compile(rb"(?ms)^E\d{4} [^\n]*\] Could not get config for HLO.*?(?=^[EIW]\d{4} |\Z)")
-# LLVM, which comes after XLA, need not optimize a program that never runs: half of a compilation for CPUs.
+# LLVM, which comes after XLA, need not optimize a program that never runs; its optimization takes half the compile time
+# on CPUs.
 _QUICK: Options = {"xla_backend_optimization_level": "0", "xla_llvm_disable_expensive_passes": True}
-# Without a GPU nothing can be timed: XLA takes its default for each kernel.
+# Without a GPU no kernel can be timed: XLA uses its default for each matmul.
 UNTIMED: Options = {"xla_gpu_autotune_level": "0"}
 # jax 0.11 has no default for some matmuls with concatenated operands, such as the gradient of joined weights. At this
 # level XLA tries all kernels of each matmul, which takes several times as long.
 TRY_ALL: Options = {"xla_gpu_autotune_level": "1"}
 _NO_DEFAULT = "No supported config found"
 _NO_CACHE = "no-cache-of-kernels"  # a file's name, which XLA's error message repeats
-_NO_MESSAGE = b"\xff" * 2**16  # longer than what XLA reads of a file at once; no protobuf message begins like this
+# No protobuf message begins with these bytes, and they are longer than the block that XLA reads at once.
+_NO_MESSAGE = b"\xff" * 2**16
 
 
 @dataclass(frozen=True)
@@ -57,7 +61,7 @@ class Compiled:
     serialized_module: bytes
     assignment: bytes
     wants_host: bool = False  # the program that XLA compiled places values in host memory
-    executable: jax.stages.Compiled | None = None  # None: compiled for devices that are not here
+    executable: jax.stages.Compiled | None = None  # None: compiled for devices that are not installed
 
     @cached_property
     def module(self) -> Module:
@@ -92,7 +96,7 @@ def compile_all(
 ) -> tuple[Compiled, dict[str, int]]:
     """The compiled step, and bytes per device of other programs. XLA compiles in threads while jax lowers the next.
 
-    `here`: the devices are this machine's. `code` False: what is compiled is only measured and never run.
+    `here`: whether the devices are those of this machine. `code`: False if the programs never run.
     """
     with contextlib.nullcontext() if here else without_cache(), ThreadPoolExecutor(1 + len(others)) as pool:
         compiled = pool.submit(_compile, step, here, code)
@@ -189,7 +193,7 @@ def _decide(lowered: jax.stages.Lowered, options: Options) -> tuple[bytes, bytes
 
 @contextlib.contextmanager
 def without_cache() -> Iterator[None]:
-    """Turns off jax's compilation cache, which cannot store such a program."""
+    """Turns off jax's compilation cache, which cannot store a program whose compilation was stopped."""
     config: Any = jax.config
     before = config.jax_enable_compilation_cache
     config.update("jax_enable_compilation_cache", False)

@@ -1,9 +1,9 @@
 """Bytes and seconds of a step by arithmetic alone, from the config.
 
 The state is exact: its shapes are traced once and divided as the sharding rules require. Saved activations are read
-from jax's own trace of the layers (`passes.py`), so any recompute policy counts as what it saves; the rest of the peak
-is arithmetic on a decoder's sizes. Nothing is compiled: the first config of a shape takes half a second, each further
-one a millisecond, so a search can compare thousands.
+from jax's own trace of the layers (`passes.py`), so every recompute policy is counted by what it saves; the rest of the
+peak is computed from the sizes of a decoder. Nothing is compiled: the first config of a shape takes half a second, each
+further one a millisecond, so a search can compare thousands.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ class Estimate:
 
     parts: dict[str, int]
     kinds: dict[str, int]  # bytes of activations at the peak, by kind
-    seconds: float | None  # None where the device's speed is unknown
-    host: int = 0  # bytes of host memory per device: what is offloaded, and a copy of the state while it is saved
+    seconds: float | None  # None if the speed of the device is unknown
+    host: int = 0  # bytes of host memory per device: offloaded arrays, and a copy of the state while it is saved
 
     @property
     def total(self) -> int:
@@ -50,7 +50,7 @@ class Estimate:
 
 
 def predict(built: Program) -> dict[str, int | None]:
-    """Bytes of one device by part; None where there is no formula."""
+    """Bytes of one device by part; None for parts without a formula."""
     parts = estimate(built.resolved, built.platform).parts
     known: dict[str, int | None] = {**parts, "total": sum(parts.values())}
     if not isinstance(built.cfg.model, Decoder):
@@ -64,7 +64,7 @@ def estimate(cfg: Config, platform: str, gpu: Gpu | None = None, per_host: int =
     sizes, size_of = _Activations(cfg, platform), DeviceBytes(cfg)
     during, several = cfg.memory.update == "during", cfg.batch.accumulate > 1
     kinds = sizes.at_peak(passes.saved)
-    # Weights that the backward pass updates are also stored transposed, where that makes gathering them contiguous.
+    # Weights that the backward pass updates are also stored transposed if this makes their all-gather contiguous.
     kinds["weights: copies"] = size_of("weights", filter(size_of.is_transposed, state.params)) if during else 0
     all_state = sum(size_of("weights", leaves) for leaves in (state.params, state.scales))
     all_state += size_of("optimizer", (*state.master, *state.optimizer))
@@ -75,7 +75,7 @@ def estimate(cfg: Config, platform: str, gpu: Gpu | None = None, per_host: int =
         away = [leaf for leaf in (*state.params, *state.scales) if leaf.can_offload]
         frozen = size_of("weights", away)
         layers = [(size_of("weights", [leaf]), leaf.shape[0]) for leaf in away if leaf.is_stacked]
-        kinds["weights: from the host"] = 2 * sum(size // count for size, count in layers)  # this layer's and the next
+        kinds["weights: from the host"] = 2 * sum(size // count for size, count in layers)  # of this layer and the next
         state = replace(state, params=_on_device(state.params), scales=_on_device(state.scales))
     activations = sum(kinds.values())
     if during:
@@ -100,7 +100,7 @@ def estimate(cfg: Config, platform: str, gpu: Gpu | None = None, per_host: int =
     offloaded = all_state - sum(parts[name] for name in STATE)
     seconds = None
     if gpu:
-        # Quantized weights are dequantized after they are gathered, others are cast before.
+        # Quantized weights are dequantized after the all-gather; others are cast before it.
         gathered = stored.stored_bytes if cfg.precision.is_quantized else sizes.width
         traffic = size_of.traffic(state.weights, sizes.width, gathered)
         on_host = OffloadedBytes(offloaded - frozen, frozen)
@@ -109,9 +109,9 @@ def estimate(cfg: Config, platform: str, gpu: Gpu | None = None, per_host: int =
 
 
 def ideal_flops(built: Program) -> float:
-    """FLOPs of an update without recomputation: 2 per weight of a matmul and token forward, twice that backward, and
-    causal attention's two matmuls, of which half is masked. For images this is a lower bound: a convolution uses its
-    weights once per pixel, which is not counted."""
+    """FLOPs of an update without recomputation: per token, 2 FLOPs per matmul weight in the forward pass and 4 in the
+    backward pass, plus the two matmuls of causal attention, half of which is masked. For images this is a lower bound:
+    a convolution uses its weights once per pixel, which is not counted."""
     cfg, model = built.cfg, built.cfg.model
     parameters = built.model.parameters
     if model.family != "decoder":
@@ -131,12 +131,13 @@ def _on_device(leaves: Sequence[StateLeaf]) -> tuple[StateLeaf, ...]:
 
 
 def _update_after(cfg: Config, size_of: DeviceBytes, state: StateLeaves, activations: int) -> int:
-    """Bytes of gradients, and of updates as far as these exceed the activations, which are freed by then."""
+    """The larger of the bytes of gradients and the bytes of updates that exceed the activations, which are freed by
+    then."""
     one_pass = size_of("gradients", state.trainable)
-    if cfg.mesh.stage > 1:  # layers' gradients are added to their sums one by one
+    if cfg.mesh.stage > 1:  # the gradients of layers are added to their sums one by one
         one_pass = max(size_of("gradients", [leaf]) for leaf in state.trainable if not leaf.is_stacked)
     sums = size_of("gradients", state.trainable, FLOAT32) if cfg.batch.accumulate > 1 else 0
-    # Where the optimizer state is sharded further than the weights, new weights exist before old ones are freed.
+    # If the optimizer state is sharded over more devices than the weights, new weights exist before old ones are freed.
     width = math.ceil(state.stored_bytes)
     stored = size_of("weights", state.trainable, width)
     updates = stored if stored > size_of("optimizer", state.trainable, width) else 0
@@ -144,9 +145,9 @@ def _update_after(cfg: Config, size_of: DeviceBytes, state: StateLeaves, activat
 
 
 def _update_during(size_of: DeviceBytes, leaves: Sequence[StateLeaf], widening: int, activations: int) -> int:
-    """The same where the backward pass updates weights. While layers are differentiated there are the gradients outside
-    of layers and one layer's; after the layers, the largest outside has its update next to it. `leaves`: without
-    matrices that are updated in slices. `widening`: bytes of a gradient relative to the compute dtype."""
+    """The same for `memory.update: during`. During the backward pass of the layers, the gradients of one layer and of
+    all parameters outside of layers exist; afterwards those outside exist, and the update of the largest. `leaves`
+    excludes matrices that are updated in slices. `widening`: bytes of a gradient relative to the compute dtype."""
     sizes = [(size_of("gradients", [leaf]), leaf) for leaf in leaves]
     outside = [size for size, leaf in sizes if not leaf.is_stacked]
     layer = sum(size // leaf.shape[0] for size, leaf in sizes if leaf.is_stacked)
@@ -172,16 +173,16 @@ class _Activations:
             self.queries = tokens * model.heads * model.head_dim * width / heads / groups
             self.keys = tokens * model.kv_heads * model.head_dim * width / heads / groups
             self.hidden = tokens * model.mlp * width / tensor
-            self.chunked = 0.0  # what an MLP in chunks needs in addition
+            self.chunked = 0.0  # additional bytes of an MLP in chunks
             if chunk := mlp_chunk(cfg, platform):
                 self.hidden *= chunk * mesh.context * tensor / cfg.data.sequence_length
-                # The residual stream and its gradients before and after; weight gradients, summed in float32.
+                # The residual stream and its gradient before and after the MLP; weight gradients, summed in float32.
                 sums = 0 if cfg.trainable_patterns else 3 * model.embed * model.mlp / mlp * FLOAT32
                 self.chunked = sums + 3 * self.residual / tensor
             self.chunk = loss_chunk(cfg, platform) or 0
             self.has_all_logits = self.chunk == vocab_entries(cfg)
             scattered = cfg.zero >= 2 and mesh.fsdp * mesh.context > 1
-            # Whether each layer's gradients are communicated in order (`sharding.gather_with_input`).
+            # Whether the gradients of each layer are communicated in order (`sharding.gather_with_input`).
             self.in_order = scattered and tensor == 1 and tokens >= MIN_TOKENS_PER_ROW * model.embed
             self.head_waits = self._head_waits(model, scattered)
             self.logits = tokens / (tensor // vocab) * self.chunk * width
@@ -192,10 +193,10 @@ class _Activations:
             self.matrix = model.embed * largest * width  # the largest of a layer
 
     def _head_waits(self, model: Decoder, scattered: bool) -> bool:
-        """Whether XLA computes the gradient of the output matrix after the layers' gradients. It does where this
-        gradient and that of the features are both communicated: with ring attention; with optimizer state from the host
-        in a step of one micro-batch, seen where fsdp shards it; with logits in slices. From jax 0.11 on it also does so
-        with recomputation on a single device."""
+        """Whether XLA computes the gradient of the output matrix after the gradients of the layers. It does if both
+        this gradient and that of the features are communicated: with ring attention, with logits in slices, or with
+        offloaded optimizer state and one micro-batch (observed with fsdp). From jax 0.11 on it also does so with
+        recomputation on a single device."""
         cfg, mesh = self.cfg, self.cfg.mesh
         is_single = mesh.row_shards * mesh.context * mesh.tensor * mesh.stage == 1
         if is_single and repeats_forward(cfg.memory.remat) and jax.__version_info__ >= (0, 11):
@@ -205,28 +206,31 @@ class _Activations:
         return scattered and not self.in_order and (sliced or mesh.context > 1 or fetched)
 
     def saved(self, row: int) -> int:
-        """Saved activations of a micro-batch, from those of one row."""
+        """Bytes of saved activations of a micro-batch. `row`: bytes of one row."""
         return int(row * self.rows * passes_in_memory(self.cfg))
 
     def at_peak(self, saved: int) -> dict[str, int]:
-        """Bytes by kind at the larger of two moments: the loss, or one layer's backward pass. What is fetched from host
-        memory is among that layer's intermediates. `saved`: bytes of saved activations of one row."""
+        """Bytes by kind at the larger of two moments: the loss, or the backward pass of one layer. Activations that are
+        fetched from host memory count as intermediates of that layer. `saved`: bytes of saved activations of one row.
+        """
         kinds = {SAVED: self.saved(saved)}
         model, mesh = self.cfg.model, self.cfg.mesh
         if not isinstance(model, Decoder):
             return kinds
         layer = self._layer(model)
         if self.chunked and saved and mesh.tensor == mesh.stage == 1 and repeats_forward(self.cfg.memory.remat):
-            # XLA transposes the saved activations of all layers into the order that the chunks' matmuls prefer, before
-            # the first layer's backward pass. It does not where they are gathered in between.
+            # Before the first backward pass of a layer, XLA transposes the saved activations of all layers into the
+            # order that the matmuls of the chunks prefer. It does not if they are gathered before their use (`tensor`).
             layer = max(layer, sum(kinds.values()) + 2 * self.residual)
         logits, head = self.logits, self.head
-        if not self.has_all_logits:  # a slice's logits, its weight, their gradients; float32 features' gradient
+        # Logits and weight of a slice, their gradients, and the gradient of the features in float32.
+        if not self.has_all_logits:
             logits += 2 * head + FLOAT32 / self.width * self.residual
             return kinds | ({"logits": int(logits)} if logits > layer else {"intermediates": int(layer)})
-        if mesh.stage > 1:  # recomputed for their gradient, in float32 too
+        if mesh.stage > 1:  # in a pipeline logits are recomputed for their gradient, with a float32 copy
             logits += FLOAT32 / self.width * logits
-        # With one micro-batch they wait too, but not together with an MLP in chunks that saves nothing here.
+        # With one micro-batch, logits and the intermediates of a layer coexist too, unless the MLP runs in chunks and
+        # nothing is saved on the device.
         waits = self.cfg.batch.accumulate == 1 and not self.in_order and (saved > 0 or not self.chunked)
         if waits or self.head_waits:
             return kinds | {"logits": int(logits + head), "intermediates": int(layer)}
@@ -235,7 +239,8 @@ class _Activations:
         return kinds | {"logits": int(head), "intermediates": int(layer)}
 
     def _layer(self, model: Decoder) -> float:
-        """One layer's backward pass: the MLP's, with what attention's will need, or then attention's."""
+        """Bytes of the backward pass of one layer: arrays that exist throughout it, and the larger of the additional
+        arrays of the MLP and of attention."""
         wide = FLOAT32 / self.width
         throughout = self.layer + (self.matrix if self.cfg.mesh.fsdp > 1 else 0) + 6 * self.residual
         throughout += (1 + 2 * wide) * self.queries + 2 * (1 + wide) * self.keys
@@ -243,7 +248,7 @@ class _Activations:
         return throughout + max(mlp, self._ring(model, wide, mlp), self._cudnn(model))
 
     def _cudnn(self, model: Decoder) -> float:
-        """What cuDNN allocates in the backward pass of attention."""
+        """Bytes that cuDNN allocates in the backward pass of attention."""
         cfg = self.cfg
         if cfg.memory.attention != "cudnn":
             return 0
@@ -256,10 +261,11 @@ class _Activations:
         return cudnn.workspace(call, self.width) / groups
 
     def _ring(self, model: Decoder, wide: float, mlp: float) -> float:
-        """What ring attention needs in addition: keys and their gradients in transit; for two halves of the queries,
-        queries, output and both gradients. Where blocks are unrolled XLA computes the scores of all blocks before it
-        uses the first: probabilities and their gradients, in float32 and rounded. The MLP's weight gradients follow,
-        and what devices of `tensor` gather is transposed twice."""
+        """Additional bytes of ring attention: keys, values and their gradients in transit; and the queries, the output
+        and their gradients. If blocks are unrolled, XLA computes the scores of all blocks before it uses the first:
+        probabilities and their gradients, each in float32 and in the compute dtype. The weight gradients of the MLP may
+        be computed afterwards, so the arrays of the MLP are counted too; with `tensor`, gathered arrays are transposed
+        twice."""
         cfg = self.cfg
         half = cfg.data.sequence_length // (2 * cfg.mesh.context)
         if cfg.mesh.context == 1 or model.window:

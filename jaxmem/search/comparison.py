@@ -1,7 +1,7 @@
-"""The methods of training a model on a target: what each needs, which fit, and the command for each.
+"""The methods of training a model on a target: the memory and time of each, which fit, and the command for each.
 
 For each method the fastest config that fits is searched among settings that change only memory and time. All methods
-are estimated first; then one config of each that may fit is compiled, a second where the first does not fit.
+are estimated first; then configs of each method that may fit are compiled until one fits, at most three.
 """
 
 from __future__ import annotations
@@ -31,10 +31,11 @@ COMPILES = 3  # of one method at most, until one fits
 
 @dataclass(frozen=True)
 class MethodResult:
-    """The fastest config of a method that fits, or its smallest one, which does not."""
+    """The fastest compiled config of a method that fits; otherwise the fastest one that may fit but was not compiled;
+    otherwise the smallest."""
 
     name: str
-    trial: Trial | None  # None: the method is not for this config
+    trial: Trial | None  # None: the method does not support this config
     fits: bool = False
     error: str = ""
 
@@ -70,12 +71,12 @@ class Comparison:
     target: Target
     limit: int  # bytes per device
     results: tuple[MethodResult, ...]
-    command: tuple[str, ...]  # names the model or config and what was set for it
+    command: tuple[str, ...]  # of `jaxmem plan`: names the model or config, and options that were set
     seconds: float
 
     @property
     def fitting(self) -> list[MethodResult]:
-        """Those that fit, the nearest to training all parameters in float32 first."""
+        """The methods that fit, beginning with the one nearest to training all parameters in float32."""
         return [one for one in self.results if one.fits]
 
     @property
@@ -83,11 +84,11 @@ class Comparison:
         return next(iter(self.fitting), None)
 
     def __repr__(self) -> str:
-        fitting = ", ".join(one.name for one in self.fitting) or "no method"
-        return f"Comparison({self.given.name} on {self.target.name}: {fitting} fits)"
+        fitting = ", ".join(one.name for one in self.fitting) or "no methods"
+        return f"Comparison({self.given.name} on {self.target.name}: {fitting} fit)"
 
     def plan_command(self, one: MethodResult) -> str:
-        """The command that plans it."""
+        """The command that plans the config of a method."""
         assert one.trial
         words = (*self.command, "--method", one.name, *one.trial.candidate.overrides, "--target", self.target.name)
         return shlex.join(["jaxmem", "plan", *words])
@@ -144,14 +145,14 @@ class Comparison:
             if one.fits:
                 details.append(Text.assemble((one.name, "bold"), f": {one.method.summary}; {one.method.mathematics}"))
                 details.append(Text(f"  {self.plan_command(one)}"))
-        notes = [f"~ estimated, the others compiled; {self.seconds:.0f} s"]
+        notes = [f"~ estimated; the others are compiled. The comparison took {self.seconds:.0f} s"]
         if not self.best:
             notes.append("no method fits: use a shorter data.sequence_length, or more or larger GPUs")
         return Group(Text(head, style="bold"), table, *details, *map(Text, notes))
 
 
 def command_line(source: RunSource, options: Mapping[str, Any]) -> tuple[str, ...]:
-    """The words that name a model or config and what is set for it, as `jaxmem plan` reads them."""
+    """The arguments of `jaxmem plan` that name a model or config, and the options that are set."""
     named = source.name if isinstance(source, Config) else source.get("name") if isinstance(source, Mapping) else None
     words = [str(source) if named is None else f"{named}.yaml"]
     for key in ("sequence_length", "batch"):
@@ -168,7 +169,7 @@ def compare(
     *,
     current: Config | None = None,
 ) -> Comparison:
-    """`config(method=NAME)` makes the config of a method; one that equals `current` is left out."""
+    """`config(method=NAME)` makes the config of a method; a method whose config equals `current` is left out."""
     start, target = time.perf_counter(), compilers.target
     searched: dict[str, Search | str] = {}
     for name in METHODS:

@@ -20,7 +20,8 @@ from jaxmem.sharding.table import Axes, Role, if_even, is_axes, relax_resized
 from jaxmem.sharding.weights import StoredWeight, Weight, is_quantized
 
 GATHERED = "gathered_weight"  # the checkpoint name of a gathered weight
-# Gradients are delayed (`gather_with_input`) from this number of tokens per device and row of the smaller dimension on.
+# Gradients are delayed (`gather_with_input`) only if a device has at least this many times as many tokens as the
+# smaller dimension of the weight.
 MIN_TOKENS_PER_ROW = 2
 
 

@@ -42,15 +42,13 @@ class StackOptions:
 class StackCall:
     """A stack that is about to be applied, passed to the handler of `stack.cut_by`."""
 
-    run: Run  # (weights of a layer, x, its input, beside) -> (x, output)
+    run: Run  # (weights of a layer, x, the layer's own input, inputs shared by all layers) -> (x, output)
     weights: Any  # of all layers, stacked
     x: Any
     inputs: Any
     beside: Any
     on_host: bool = False  # whether saved activations are offloaded to host memory
-    plan: Schedule | None = (
-        None  # which boundaries are saved; None: all, and the activations that the policy of `run` saves
-    )
+    plan: Schedule | None = None  # the boundaries to save; None: all, and the activations that `run` saves
 
 
 def apply_stack(

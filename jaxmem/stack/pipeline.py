@@ -5,9 +5,10 @@ each tick runs every stage on its shard and sends the results to the next stage 
 the schedule.
 
 For L layers on p stages, m micro-batches, v rounds, boundaries of B bytes, and K bytes that `memory.remat` saves per
-layer, each device saves (m + (p - 1) / v) L / p K bytes for the backward pass: 1/p of the layers, but all micro-batches
-at once. The inputs and outputs of the stack are distributed over the stages, (m / p) B each, and shift by one stage per
-tick. A tick sends 2 B. Weights are not sent. In the ticks of the bubble a device computes results that are discarded.
+layer, each device saves (m + (p - 1) / v) (L / p) K bytes for the backward pass: for 1/p of the layers, but for all
+micro-batches at once. The inputs and outputs of the stack are distributed over the stages, (m / p) B each, and shift
+by one stage per tick. A tick sends 2 B. Weights are not sent. In the ticks of the bubble a device computes results
+that are discarded.
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ from jaxmem.sharding import rotate, shard_first_dim, vmap_groups
 from jaxmem.stack.remat import Remat, policy
 from jaxmem.stack.stages import Pipeline
 
-Run = Callable[[Any, Any, Any, Any], tuple[Any, Any]]  # (weights of a layer, x, its input, beside) -> (x, output)
+# (weights of a layer, x, the layer's own input, inputs shared by all layers) -> (x, output)
+Run = Callable[[Any, Any, Any, Any], tuple[Any, Any]]
 AXIS = "stage"
 
 
@@ -62,9 +64,9 @@ def through_stages(
     stages = jnp.arange(p.stages, dtype=jnp.int32)
 
     def layer(weights: Any, x: Any, sums: Any, place: jax.Array, stage: jax.Array, item: jax.Array) -> Any:
-        """Indexes everything that depends on the tick in here; otherwise it would be saved for each tick. The barrier
-        makes the weights depend on the tick too; otherwise jax would gather the weights of all layers before the first
-        tick."""
+        """Applies one layer. Everything that depends on the tick is indexed inside this function; otherwise it would
+        be saved for each tick. The barrier makes the weights depend on the tick too; otherwise jax would gather the
+        weights of all layers before the first tick."""
         weights, item = jax.lax.optimization_barrier((weights, item))
         weights, sums = _summed_into(weights, sums, place)
         micro, turn = _item(p, item)
@@ -105,8 +107,8 @@ def through_stages(
     staged = jax.lax.stop_gradient(staged)  # its gradient is in the sums
     waiting = jax.tree.map(lambda leaf: shard_first_dim(leaf.reshape(p.stages, -1, *leaf.shape[1:]), AXIS), x)
 
-    # Linear: nothing but masks, as large as what they mask, would be saved. A new function each time, since jax caches
-    # the trace of a function together with its devices.
+    # `_pass_on` is linear, so without the checkpoint only its masks would be saved, which are as large as what they
+    # mask. The partial is new in each call, because jax caches the trace of a function together with its devices.
     pass_on = jax.checkpoint(partial(_pass_on, p))
 
     def tick(carry: tuple[Any, Any, Any], t: jax.Array) -> tuple[tuple[Any, Any, Any], None]:

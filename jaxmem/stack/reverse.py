@@ -53,8 +53,9 @@ class ForwardPass(ABC):
     def backward(
         self, g: Any, weights: Callable[[Any], Any], visit: Visit, carried: Any, fetch: Fetch = lambda *_: None
     ) -> tuple[Any, Any]:
-        """Returns the last carry, and the gradient of the x of the stack. `weights` returns the stacked weights in a
-        carry. `fetch` is called before the gradient of a layer is computed, so that its copies overlap with it."""
+        """Returns the last carry and the gradient of the stack's input x. `weights` returns the stacked weights in a
+        carry. `fetch` is called before the gradient of a layer is computed, so that the copies it starts overlap with
+        that computation."""
         beside = split_micro_batches(self.applied.beside, self.micro)
 
         def step(turn: jax.Array, state: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -138,7 +139,8 @@ class SavedPass(ForwardPass):
 
 @dataclass(frozen=True)
 class ScheduledPass(ForwardPass):
-    """Some layers have a saved boundary; others are recomputed from layers that have not been updated yet."""
+    """Some layers have a saved boundary; the others are recomputed by running earlier layers, which have not been
+    updated yet."""
 
     plan: Schedule
     slots: Any

@@ -1,13 +1,14 @@
 """Gradients of a batch in micro-batches, and when devices communicate them.
 
-Where gradients are sharded (`fsdp` from ZeRO-2 on), those of every micro-batch are reduce-scattered at once, and no
-device ever holds a full gradient. Where they are replicated (`replica`; `fsdp` below ZeRO-2), each device accumulates
-the gradients of its own rows, and the sums are all-reduced once per update: 2 P bytes instead of 2 a P for a
-micro-batches (PyTorch's DDP calls this `no_sync`; Li et al., arXiv:2006.15704, section 3.2.4). The sum is the float32
-one that accumulation holds anyway; it is communicated in the compute dtype. A layer's sum is reduced as soon as the
-last micro-batch's gradient of the layer exists, while the backward pass continues with the layers before
-(`weights.HookedWeight`): only the last one, the embedding's, has nothing to overlap with. So the last micro-batch is
-compiled separately, after the loop over the others.
+Where gradients are sharded (`fsdp` from ZeRO-2 on), the gradients of every micro-batch are reduce-scattered as soon as
+they are computed, and no device ever holds a full gradient. Where they are replicated (`replica`; `fsdp` below
+ZeRO-2), each device accumulates the gradients of its own rows, and the sums are all-reduced once per update, which
+communicates 2 P w bytes instead of 2 a P w, for P parameters of w bytes and `a` micro-batches (PyTorch's DDP calls
+this `no_sync`; Li et al., arXiv:2006.15704, section 3.2.4). The sum is the float32 one that accumulation holds anyway;
+it is communicated in the compute dtype. A layer's sum is reduced as soon as the last micro-batch's gradient of the
+layer exists, while the backward pass continues with the layers before (`weights.HookedWeight`): only the reduction of
+the last gradient, of the embedding, has nothing to overlap with. So the last micro-batch is compiled separately, after
+the loop over the others.
 
 For each device to have gradients of its own, the loss is `jax.vmap`ped over groups of rows, one per device along these
 mesh axes, each with a view of the same weights. No data is copied, since each group is on the device that holds its
@@ -105,7 +106,8 @@ class _LocalGradients:
         def of_group(at: Params, own: Params, total: Params, batch: Batch, keys: jax.Array) -> tuple[jax.Array, Sums]:
             return loss(jax.tree.map(hook, self._axes, at, own, total, is_leaf=is_axes), batch, keys)
 
-        # In the dtype of communication, since reduced layer gradients coexist with the remaining sums.
+        # `at` and so the reduced gradients have the dtype of communication, because they are in memory together with
+        # the sums that are not reduced yet.
         at = differentiable(params, self._dtype)
         grads, sums = self._differentiate(of_group, at, batch, keys, self._per_group(params), total)
         return jax.tree.map(lambda g: g.astype(jnp.float32), constrain_tree(grads, self._axes, "optimizer")), sums
@@ -120,8 +122,8 @@ class _LocalGradients:
         return _Reduce(self._layout, names, self._over, self._dtype)
 
     def _differentiate(self, loss: Callable[..., Any], at: Params, batch: Batch, keys: jax.Array, *own: Any) -> Any:
-        """Gradients of the sum of the losses of all groups with respect to `at`. With `own` trees the groups share
-        them; otherwise each group has its own."""
+        """Gradients of the sum of the losses of all groups with respect to `at`. If `own` trees are given, all groups
+        share `at`, and each group has its part of `own`; otherwise each group has its own `at`."""
 
         def every(at: Params, *each: Any) -> tuple[jax.Array, Sums]:
             in_axes = (None if own else 0, *[0] * len(own), self._rows, self._rows)

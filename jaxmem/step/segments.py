@@ -80,7 +80,7 @@ class Segments:
     sums: Sums
 
     def nest(self, number: int, tree: Tree) -> Tree:
-        """A tree with the structure of the weights of a stack, at the path of the stack among the parameters."""
+        """`tree`, which has the structure of the weights of a stack, nested at the path of the stack."""
         return nested(self._paths[number], tree)
 
     def trainable(self, number: int) -> Tree:
@@ -101,10 +101,10 @@ class Segments:
     def backward(
         self, through: Callable[[int, Any], Any], begin: Callable[[Tree], Any] = lambda _: None
     ) -> tuple[Tree, dict[Path, SliceGradient]]:
-        """Gradients of the mean loss with respect to the parameters outside of stacks. For a matrix in `matrices` it
-        is a function that computes slices of the gradient. `through(number, g)` differentiates a stack: it maps the
-        gradient of its output to the gradient of its input. `begin` is called first, with the gradients of `last`; the
-        stacks are differentiated after it returns."""
+        """Gradients of the mean loss with respect to the parameters outside of stacks. Instead of the gradient of a
+        matrix in `matrices`, returns a function that computes slices of it. `through(number, g)` differentiates a
+        stack: it maps the gradient of its output to the gradient of its input. `begin` is called first, with the
+        gradients of `last`; the stacks are differentiated after it returns."""
         grads, g = self._last(1.0 / jnp.maximum(self.sums["count"], 1.0))
         _, g = jax.lax.optimization_barrier((begin(select(grads, self.last)), g))
         output_gradients: dict[int, Any] = {}

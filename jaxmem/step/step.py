@@ -73,7 +73,7 @@ def _gradients(spec: StateSpec, state: TrainState, batch: Batch, row_keys: jax.A
     losses = objective(cfg.objective, cfg.memory)
     axes, compute = model.select(model.axes), compute_dtype(cfg.precision, model.platform)
     scale = jnp.float32(1)
-    if state.loss_scale:  # of a mean over a micro-batch, the usual convention; objectives return sums
+    if state.loss_scale:  # it applies to the mean over a micro-batch, as usual; objectives return sums
         scale = state.loss_scale.scale / batch["mask"][0].size
 
     def loss(sums_of: Callable[..., Sums], at: Params, batch: Batch, keys: jax.Array) -> tuple[jax.Array, Sums]:

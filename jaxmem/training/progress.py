@@ -25,7 +25,7 @@ MIN_BAR = 8  # a shorter one shows nothing
 
 
 class Work(NamedTuple):
-    """The tokens and FLOPs of a step."""
+    """Tokens and FLOPs of an update on all devices."""
 
     tokens: int
     flops: float = 0.0

@@ -112,7 +112,7 @@ def lines(base: dict, *overrides: str) -> list[str]:
         (
             TEXT,
             ["memory.remat={save: [mlp_hiden]}"],
-            "memory.remat.save=mlp_hiden is no activation of model.family=decoder; did you mean mlp_hidden?",
+            "memory.remat.save=mlp_hiden is not an activation of model.family=decoder; did you mean mlp_hidden?",
         ),
         (
             PICTURES,
@@ -127,12 +127,12 @@ def lines(base: dict, *overrides: str) -> list[str]:
         (
             TEXT,
             ["memory.head_groups=3"],
-            "memory.head_groups=3 does not divide the 4 key heads; use one of [1, 2, 4]",
+            "memory.head_groups=3 does not divide the 4 KV heads; use one of [1, 2, 4]",
         ),
         (
             TEXT,
             ["memory.offload=[atention]", "memory.remat=full"],
-            "memory.offload=atention is no activation of model.family=decoder; did you mean attention?",
+            "memory.offload=atention is not an activation of model.family=decoder; did you mean attention?",
         ),
         (
             TEXT,
@@ -170,7 +170,7 @@ def lines(base: dict, *overrides: str) -> list[str]:
         (
             TEXT,
             ["memory.offload=[optimiser]", "memory.remat=full"],
-            "memory.offload=optimiser is no activation of model.family=decoder; did you mean optimizer?",
+            "memory.offload=optimiser is not an activation of model.family=decoder; did you mean optimizer?",
         ),
         (TEXT, ["model.kv_heads=3"], "model.kv_heads=3 does not divide model.heads=8"),
         (TEXT, ["model.head_dim=15"], "model.head_dim=15 must be even: rotary positions rotate pairs"),

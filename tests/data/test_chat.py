@@ -157,7 +157,7 @@ def test_a_text_cannot_forge_a_turn() -> None:
     for field in ({"content": "a<|endoftext|>"}, {"name": [{"<|endoftext|>": 1}]}):
         with pytest.raises(InvalidRecordError, match=r"contains '<\|endoftext\|>'"):
             encoded({"messages": [HI[0] | field, HI[1]]})
-    with pytest.raises(InvalidRecordError, match="writes no answer"):
+    with pytest.raises(InvalidRecordError, match="renders no assistant message"):
         encoded({"messages": HI}, "{{ messages[0].content }}")
 
 

@@ -74,7 +74,8 @@ class Projected(MatrixRule):
             due = turn | (at.count == 1)
         else:
             due = at.count > state["due"]
-        with jax.named_scope(f"runs_1_in_{every}"):  # at most: the planner counts operations by this name
+        # The planner reads from this name how often the branch runs; with Q-GaLore this is an upper bound.
+        with jax.named_scope(f"runs_1_in_{every}"):
             basis_state = jax.lax.cond(due, lambda k: self._refreshed(g, k, at, key), lambda k: k, basis_state)
         # Matmuls in the weights' dtype: in bfloat16 they cost half of float32's, and accumulate in float32.
         basis = _values(basis_state["basis"], g.dtype)
@@ -88,7 +89,7 @@ class Projected(MatrixRule):
         return scale * u, {**basis_state, "inner": inner}
 
     def _outside(self, g: jax.Array, low: jax.Array, direction: jax.Array) -> jax.Array:
-        """The factor of each column outside of the basis."""
+        """The factor by which the component of each column outside of the basis is scaled."""
         squares = lambda x: jnp.sum(jnp.square(x.astype(jnp.float32)), axis=self.side.away, keepdims=True)  # noqa: E731
         inside = squares(low)
         # The basis is orthonormal, so the squared norm outside is the total minus the squared norm inside.
