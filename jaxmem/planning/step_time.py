@@ -56,7 +56,8 @@ class StepTime:
         communication = self._weights(weights) + self._tensor() + self._context()
         exposed = max(_EXPOSED * communication, communication - compute)
         # Frozen weights are copied for both passes, a layer ahead.
-        exposed += max(0.0, 2 * offloaded.frozen / self.gpu.host_rate - compute)
+        copies = 2 * offloaded.frozen / self.gpu.host_rate
+        exposed += max(_EXPOSED * copies, copies - compute)
         each = (
             compute
             + exposed
@@ -66,7 +67,8 @@ class StepTime:
         # Nothing overlaps an update after the passes; state moves both ways at once.
         moved = offloaded.optimizer / self.gpu.host_rate
         exposed_state = max(0.0, moved - compute) if self.cfg.memory.update == "during" else moved
-        state = parts["parameters"] + parts["master"] + parts["optimizer"] + parts["gradients"] + offloaded.optimizer
+        state = sum(parts[name] for name in ("parameters", "master", "optimizer", "gradients"))
+        state += offloaded.optimizer + offloaded.frozen
         return micro * each + exposed_state + self._per_update(weights) + 3 * state / self.gpu.memory_rate
 
     @property
