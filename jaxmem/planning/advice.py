@@ -37,8 +37,8 @@ def _remedies(cfg: Config, *options: str | None) -> str:
 
     >>> from jaxmem.config import load_config
     >>> cfg = load_config("configs/demo.yaml", ["memory.remat=full"])
-    >>> _remedies(cfg, "memory.remat=full", "mesh.tensor=1", "more devices")
-    'mesh.tensor=1 or more devices'
+    >>> _remedies(cfg, "memory.remat=full", "mesh.tensor=2", "more devices")
+    'mesh.tensor=2 or more devices'
     """
     left = [one for one in options if one and not _has(cfg, one)]
     return ", ".join(left) if len(left) < 2 else f"{', '.join(left[:-1])} or {left[-1]}"
