@@ -1,4 +1,5 @@
-"""Conversations from the Python standard library: what does X do? The first line of X's docstring.
+"""Conversations from the Python standard library: what does X do, which the first line of X's docstring answers; and
+what is X: a class, a method or a function.
 
 And a tokenizer trained on its source text, with the special tokens and the chat template that conversations need: all
 that a small model needs, without a network.
@@ -17,6 +18,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from jaxmem.data.text import stdlib_files
 
+Definition = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
 VOCAB = 2048
 SAMPLE = 2 << 20  # bytes of source text that the tokenizer is trained on
 SHORTEST, LONGEST = 16, 90  # characters of an answer
@@ -35,6 +37,21 @@ def source_files() -> tuple[list[Path], Path]:
 
 def questions(files: Sequence[Path], root: Path) -> Iterator[tuple[str, str]]:
     """(question, answer) for each public function and class of these modules that has a docstring, each once."""
+    for name, node, _ in _definitions(files, root):
+        summary = (ast.get_docstring(node) or "").partition("\n")[0].strip()
+        if SHORTEST <= len(summary) <= LONGEST and re.match(r"[A-Z][a-z]+ ", summary):
+            yield f"What does {name} do?", summary
+
+
+def kinds(files: Sequence[Path], root: Path) -> Iterator[tuple[str, str]]:
+    """(question, answer) for each public definition of these modules: what kind of thing it is."""
+    for name, node, is_in_class in _definitions(files, root):
+        kind = "class" if isinstance(node, ast.ClassDef) else "method" if is_in_class else "function"
+        yield f"What is {name}?", f"It is a {kind}."
+
+
+def _definitions(files: Sequence[Path], root: Path) -> Iterator[tuple[str, Definition, bool]]:
+    """(name, definition, whether it is in a class), each name once."""
     seen = set()
     for file in files:
         module = ".".join(file.relative_to(root).with_suffix("").parts).removesuffix(".__init__")
@@ -44,21 +61,19 @@ def questions(files: Sequence[Path], root: Path) -> Iterator[tuple[str, str]]:
             tree = ast.parse(file.read_text(encoding="utf-8"))
         except (OSError, ValueError, SyntaxError):  # templates, and files that test the parser
             continue
-        for name, summary in _summaries(tree, module):
+        for name, node, is_in_class in _public(tree, module):
             if name not in seen:
                 seen.add(name)
-                yield f"What does {name} do?", summary
+                yield name, node, is_in_class
 
 
-def _summaries(node: Any, name: str) -> Iterator[tuple[str, str]]:
-    for child in getattr(node, "body", ()):
-        if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef) and not child.name.startswith("_"):
-            own = f"{name}.{child.name}"
-            summary = (ast.get_docstring(child) or "").partition("\n")[0].strip()
-            if SHORTEST <= len(summary) <= LONGEST and re.match(r"[A-Z][a-z]+ ", summary):
-                yield own, summary
-            if isinstance(child, ast.ClassDef):
-                yield from _summaries(child, own)
+def _public(parent: ast.Module | ast.ClassDef, name: str) -> Iterator[tuple[str, Definition, bool]]:
+    for node in parent.body:
+        if isinstance(node, Definition) and not node.name.startswith("_"):
+            own = f"{name}.{node.name}"
+            yield own, node, isinstance(parent, ast.ClassDef)
+            if isinstance(node, ast.ClassDef):
+                yield from _public(node, own)
 
 
 def write_conversations(pairs: Sequence[tuple[str, str]], file: Path) -> None:

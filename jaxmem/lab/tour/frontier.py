@@ -1,20 +1,23 @@
-"""How large a model may be: as many layers of llama3-8b as fit in memory, by method and hardware.
+"""How large a model may be: the largest decoder that fits in memory, by method and hardware.
 
-The arithmetic of `jaxmem fit` estimates the bytes of a step for a number of layers without compiling it. On one target
-two of the answers are compiled, to show how far the arithmetic is off; `jaxmem fit --maximize model.layers` compiles
-until the number is exact.
+Models grow as Llama 3 does, in width and depth together: the shapes between its published ones are interpolated. The
+arithmetic of `jaxmem fit` estimates the bytes of a step without compiling it. On one target two of the answers are
+compiled, to show how far the arithmetic is off.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping, Sequence
+import bisect
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+import numpy as np
+
 from jaxmem.config import Decoder, load_config
 from jaxmem.config.devices import for_devices
-from jaxmem.config.presets import parameter_count
+from jaxmem.config.presets import PRESETS, parameter_count
 from jaxmem.lab.tour import common
 from jaxmem.lab.tour.panels import Lines
 from jaxmem.lab.tour.stop import Findings
@@ -23,9 +26,34 @@ from jaxmem.planning import Target
 from jaxmem.planning.targets import parse_target, usable_memory
 from jaxmem.search.candidates import estimated
 
-TARGETS = (
-    "rtx3080-10gb", "rtx4060ti-16gb", "rtx4090-24gb", "h100-80gb", "h100-80gb:8", "h100-80gb:8x8", "h100-80gb:128x8",
-)  # fmt: skip
+TARGETS = ("rtx3080-10gb", "rtx4060ti-16gb", "rtx4090-24gb", "a100-40gb", "h100-80gb", "h100-80gb:8", "h100-80gb:8x8")
+# Layers by width: Llama 3 of 1, 3, 8, 70 and 405 B, and as many more for each width up to 1,000 B, where the search
+# ends: the largest dense model that was published has 540 B (PaLM).
+DEPTHS = {2048: 16, 3072: 28, 4096: 32, 8192: 80, 16_384: 126, 22_528: 160}
+HEAD = 128  # features of a head
+
+
+def _shapes() -> Iterator[tuple[int, int]]:
+    """(width, layers), each larger than the one before: between two widths only layers are added."""
+    widths = range(min(DEPTHS), max(DEPTHS) + 1, 1024)
+    depths = [round(depth) for depth in np.interp(widths, list(DEPTHS), list(DEPTHS.values()))]
+    for (width, first), (_, end) in itertools.pairwise(zip(widths, depths, strict=True)):
+        yield from ((width, layers) for layers in range(first, end))
+    yield widths[-1], depths[-1]
+
+
+SHAPES = tuple(_shapes())
+
+
+def _fields(width: int, layers: int) -> dict[str, int]:
+    """What a shape changes in llama3-8b."""
+    return {"layers": layers, "embed": width, "mlp": width * 7 // 2, "heads": width // HEAD}
+
+
+def _billions(width: int, layers: int) -> float:
+    return parameter_count(Decoder(**(PRESETS["llama3-8b"] | _fields(width, layers)))) / 1e9
+
+
 BASE = common.llm_config("llama3-8b", 2048, mesh={"fsdp": -1}, precision=common.BFLOAT16, memory={"remat": "sqrt"})
 METHODS: common.Overrides = {
     "AdamW": (),
@@ -61,39 +89,34 @@ def measure(target: str, targets: Sequence[str] = TARGETS) -> Findings:
     series = {name: [(row["memory, GiB"], row[name]) for row in rows if row[name]] for name in METHODS}
     return Findings(
         [table, Table(f"On {own.name}, compiled", checked)],
-        "Layers have the shape of llama3-8b's; there is one embedding and one output matrix. Weights, gradients and"
+        "The shapes are those of Llama 3 and between them; the vocabulary has 128,256 tokens. Weights, gradients and"
         " optimizer state are sharded over the GPUs; each GPU has saved activations of its own. Where a cell is empty,"
-        f" one layer is too much. Two answers were compiled, and the arithmetic is {error:.1%} off at most.",
+        f" the smallest model, of {_billions(*SHAPES[0]):.1f} B, is too large. The search ends at"
+        f" {_billions(*SHAPES[-1]):,.0f} B: no published dense model is larger than 540 B, so a larger answer would say"
+        f" nothing. Two answers were compiled, and the arithmetic is {error:.1%} off at most.",
         [Lines(table.title, "memory of all GPUs, GiB", "billions of parameters", series, "xy")],
     )
 
 
 def largest_model(aim: Target, overrides: Sequence[str]) -> Row | None:
-    """The most layers that fit, to 3% of many. Bytes are nearly linear in layers: each step follows the line through
-    the two depths that are closest to the limit."""
-    tried = {layers: _at_depth(aim, overrides, layers) for layers in (32, 64)}
-    while True:
-        near, other = sorted(tried.values(), key=lambda one: abs(_room(one)))[:2]
-        slope = (near["predicted"] - other["predicted"]) / (near["layers"] - other["layers"])
-        step = math.floor(_room(near) / slope)
-        if 0 <= step < max(1, near["layers"] // 32):
-            return near
-        layers = max(1, near["layers"] + step)
-        if layers in tried:  # one layer is too many, or the bytes are not linear here
-            return max((one for one in tried.values() if _room(one) >= 0), key=lambda one: one["layers"], default=None)
-        tried[layers] = _at_depth(aim, overrides, layers)
+    """The largest of SHAPES that fits; None if the smallest does not."""
+    tried: dict[int, Row] = {}
+
+    def is_too_large(number: int) -> bool:
+        tried[number] = one = _of_shape(aim, overrides, *SHAPES[number])
+        return bool(one["predicted"] > one["limit"])
+
+    return tried.get(bisect.bisect_left(range(len(SHAPES)), True, key=is_too_large) - 1)
 
 
-def _room(one: Row) -> int:
-    return one["limit"] - one["predicted"]
-
-
-def _at_depth(aim: Target, overrides: Sequence[str], layers: int) -> Row:
-    overrides = [*overrides, f"model.layers={layers}", f"batch.global_size={aim.count}"]
+def _of_shape(aim: Target, overrides: Sequence[str], width: int, layers: int) -> Row:
+    shape = _fields(width, layers)
+    overrides = [*overrides, *(f"model.{name}={size}" for name, size in shape.items())]
+    overrides.append(f"batch.global_size={aim.count}")
     cfg = for_devices(load_config(BASE, overrides), aim.count)
     assert isinstance(cfg.model, Decoder)
     size, predicted, limit = parameter_count(cfg.model), estimated(cfg, aim).total, usable_memory(aim, cfg)
-    return {"overrides": overrides, "layers": layers, "parameters": size, "predicted": predicted, "limit": limit}
+    return {**shape, "overrides": overrides, "parameters": size, "predicted": predicted, "limit": limit}
 
 
 def _compiled(aim: Target, largest: Mapping[str, Row | None]) -> list[Row]:
@@ -104,6 +127,7 @@ def _compiled(aim: Target, largest: Mapping[str, Row | None]) -> list[Row]:
     return [
         {
             "method": method,
+            "width": one["embed"],
             "layers": one["layers"],
             "billions of parameters": one["parameters"] / 1e9,
             "bytes per parameter": one["limit"] / one["parameters"],

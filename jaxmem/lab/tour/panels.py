@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -18,12 +18,14 @@ Points = Sequence[tuple[float, float]]
 @dataclass(frozen=True)
 class Bars:
     """One bar per row of a table, from the top, with the sum of its `parts` (columns), or each of them where they are
-    grouped, written at its end. `title`: the table's, unless there is one."""
+    grouped, written at its end. `title`: the table's, unless there is one. `limits`: vertical lines with their labels,
+    on a logarithmic scale."""
 
     table: Table
     parts: Sequence[str]
     title: str = ""
     grouped: bool = False
+    limits: Mapping[str, float] = field(default_factory=dict)
 
     def draw(self, axes: Axes) -> None:
         count = len(self.table.rows)
@@ -35,13 +37,21 @@ class Bars:
             bars = axes.barh(at, values, height, left=None if self.grouped else left, label=part)
             left = [a + b for a, b in zip(left, values, strict=True)]
             if self.grouped or part == self.parts[-1]:
-                axes.bar_label(bars, format_column(values if self.grouped else left), fontsize=7, padding=2)
+                shown, white = format_column(values if self.grouped else left), {"fc": "white", "ec": "none", "pad": 1}
+                axes.bar_label(bars, shown, fontsize=7, padding=2, bbox=white if self.limits else None)
         middle = (0.8 - height) / 2 if self.grouped else 0.0
         names = [str(next(iter(row.values()))) for row in self.table.rows]
         axes.set_yticks([place + middle for place in range(count)], names)
         axes.invert_yaxis()
         axes.margins(x=0.2)
         axes.set(title=self.title or self.table.title, xlabel=self.parts[0] if len(self.parts) == 1 else "")
+        if self.limits:
+            axes.set(xscale="log", xlabel=f"{axes.get_xlabel()}, logarithmic")
+            axes.set_xlim(left=min(self.limits.values()) / 2)
+            axes.set_xticks([], minor=True)
+            axes.set_xticks(list(self.limits.values()), [name.replace(" ", "\n", 1) for name in self.limits])
+            for value in self.limits.values():
+                axes.axvline(value, color="black", lw=1, ls="--", zorder=0)
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from jaxmem.data.chat_template import template_for
 from jaxmem.data.tokenizer import tokenizer_for
 from jaxmem.errors import UserError
 from jaxmem.lab.tour import find_stop
-from jaxmem.lab.tour.docstrings import questions, write_tokenizer
+from jaxmem.lab.tour.docstrings import kinds, questions, write_tokenizer
 from jaxmem.lab.tour.finetune import FINETUNE, PRETRAIN
 
 SOURCE = '''
@@ -56,6 +56,9 @@ def test_what_is_asked_and_answered(files: list[Path]) -> None:
         ("What does pack.read do?", "Read all that is in a file."),
         ("What does pack.Box do?", "Hold things together."),
         ("What does pack.Box.put do?", "Put one more thing into it."),
+    ]
+    assert [answer for _, answer in kinds(files, files[0].parent)] == [
+        f"It is a {kind}." for kind in ("function", "class", "method", "function", "function")
     ]
 
 

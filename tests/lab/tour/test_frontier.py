@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from typing import Any
 
 import pytest
 
+from jaxmem.config.presets import PRESETS
 from jaxmem.errors import UserError
 from jaxmem.lab.tour import common, find_stop, frontier
-from jaxmem.lab.tour.frontier import METHODS
+from jaxmem.lab.tour.frontier import METHODS, SHAPES
 from jaxmem.planning.targets import parse_target
 
 GIB = 2**30
@@ -22,38 +24,46 @@ def estimate(method: str, layers: int, gpus: int) -> int:
 
 
 def test_the_most_that_fits(monkeypatch: pytest.MonkeyPatch) -> None:
-    def by_formula(aim: Any, overrides: Any, layers: int) -> dict[str, Any]:
+    def by_formula(aim: Any, overrides: Any, width: int, layers: int) -> dict[str, Any]:
         (method,) = (name for name in METHODS if METHODS[name] == tuple(overrides))
-        found = {"overrides": [f"model.layers={layers}"], "layers": layers, "parameters": layers * 10**8}
+        found = {
+            "overrides": [f"model.layers={layers}"],
+            "embed": width,
+            "layers": layers,
+            "parameters": layers * 10**9,
+        }
         return {**found, "predicted": estimate(method, layers, aim.count), "limit": aim.memory}
 
-    monkeypatch.setattr(frontier, "_at_depth", by_formula)
+    monkeypatch.setattr(frontier, "_of_shape", by_formula)
     held = {"bytes_per_device": {"total": 20 * GIB}, "measured": None}
     monkeypatch.setattr(common, "plans", lambda _target, _base, rows: dict.fromkeys(rows, held))
-    targets = ("rtx4060ti-16gb", "h100-80gb", "h100-80gb:128x8")
+    targets = ("a100-40gb", "h100-80gb", "h100-80gb:8x8")
     found = frontier.measure("rtx4090-24gb", targets)
     largest, checked = (table.rows for table in found.tables)
-    assert [row["target"] for row in largest] == [targets[0], "rtx4090-24gb", *targets[1:]]
+    assert [row["target"] for row in largest] == ["rtx4090-24gb", *targets]
+    end = SHAPES[-1][1]
     for row in largest:
         aim, sizes = parse_target(row["target"]), []
         for method in METHODS:
-            layers = round(10 * row[method])
+            layers = round(row[method])
             assert estimate(method, layers, aim.count) <= aim.memory
-            assert estimate(method, layers + max(1, layers // 30), aim.count) > aim.memory
+            assert layers == end or estimate(method, layers + 1, aim.count) > aim.memory
             sizes.append(layers)
         assert sizes == sorted(sizes)
     assert [row["method"] for row in checked] == ["AdamW", "QLoRA"]
-    assert largest[-1]["GPUs"] == 1024
+    assert largest[-1]["QLoRA"] == end
 
 
 def test_where_nothing_fits_there_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    full = {"limit": GIB}
-    monkeypatch.setattr(
-        frontier,
-        "_at_depth",
-        lambda *arguments: {**full, "layers": arguments[-1], "predicted": (1 + arguments[-1]) * GIB},
-    )
+    monkeypatch.setattr(frontier, "_of_shape", lambda *_: {"limit": GIB, "predicted": 2 * GIB})
     assert frontier.largest_model(parse_target("rtx4090-24gb"), ()) is None
+
+
+def test_models_grow_in_width_and_depth_through_the_published_shapes() -> None:
+    assert list(SHAPES) == sorted(set(SHAPES))
+    assert all(layers <= later for (_, layers), (_, later) in itertools.pairwise(SHAPES))
+    for preset in ("llama3-8b", "llama3-70b", "llama3-405b"):
+        assert (PRESETS[preset]["embed"], PRESETS[preset]["layers"]) in SHAPES
 
 
 def test_a_cpu_is_no_target() -> None:
