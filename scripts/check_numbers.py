@@ -1,11 +1,13 @@
 """Checks the planned figures that README, docs and configs state.
 
     python scripts/check_numbers.py                   # they agree with each other (part of `make lint`)
-    python scripts/check_numbers.py --plan            # and with what the configs plan today; about half an hour
-    python scripts/check_numbers.py --plan llama3-8b  # these configs only
+    python scripts/check_numbers.py --plan            # and with what is planned today; about half an hour
+    python scripts/check_numbers.py --plan llama3-8b  # figures of these configs only
 
 A config states in its header the command that makes its figure, `jaxmem plan CONFIG --target GPU`, and `Planned: N
-GiB`. A row of a table in README or docs that names a config repeats its figure in its last cell.
+GiB`. A row of a table in README or docs that names a config repeats its figure in its last cell. A figure in a text is
+followed by a comment with its command: `<!-- 21.9 GiB, 13.5 s: jaxmem plan CONFIG --target GPU OVERRIDES -->`. The
+tables of scripts/measure and the pages of docs/tour name the command that prints them again.
 """
 
 from __future__ import annotations
@@ -20,59 +22,90 @@ from pathlib import Path
 from typing import NamedTuple
 
 ROOT = Path(__file__).parents[1]
-COMMAND = re.compile(r"^#\s+jaxmem plan\s+(configs/\S+\.yaml) --target (\S+)$", re.MULTILINE)
 PLANNED = re.compile(r"^# Planned: ([\d.]+) GiB", re.MULTILINE)
+HEADER = re.compile(r"^#\s+jaxmem plan\s+(configs/\S+\.yaml) --target (\S+)$", re.MULTILINE)
+COMMENT = re.compile(
+    r"<!-- (?P<sizes>[\d., GiBs]+): jaxmem plan configs/(\S+)\.yaml --target (\S+)(.*?) -->", re.DOTALL
+)
 ROW = re.compile(r"^\|.*configs/(?P<name>[\w-]+)\.yaml[`)].*\| (?P<gib>[\d.]+)(?: GiB)?(?: per device)? \|$")
+SIZE = re.compile(r"([\d.]+) (GiB|s)\b")
 
 
 class Figure(NamedTuple):
+    """What a text states about a plan: numbers as written, by unit (GiB per device, s per step)."""
+
+    place: str
+    config: str
     target: str
-    gib: float
+    overrides: str
+    stated: dict[str, str]
 
 
-def stated() -> dict[str, Figure]:
-    """The figure in the header of each config that has one, by the config's name."""
-    found = {}
-    for path in sorted((ROOT / "configs").glob("*.yaml")):
-        header = path.read_text()
-        command, planned = COMMAND.search(header), PLANNED.search(header)
-        if command and planned:
-            found[path.stem] = Figure(command[2], float(planned[1]))
-    return found
-
-
-def rows() -> Iterator[tuple[str, str, float, str]]:
-    """Where a table repeats the figure of a config: place, name, figure, and the row."""
+def pages() -> Iterator[tuple[str, str]]:
     for path in (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))):
-        for number, line in enumerate(path.read_text().splitlines(), 1):
-            is_repeated = path.name == "README.md" or "[config](" in line
-            if is_repeated and (row := ROW.match(line)):
-                yield f"{path.relative_to(ROOT)}:{number}", row["name"], float(row["gib"]), line
+        yield str(path.relative_to(ROOT)), path.read_text(encoding="utf-8")
 
 
-def planned(name: str, target: str) -> float:
-    """What a config plans today by its command, in GiB per device."""
-    command = [sys.executable, "-m", "jaxmem", "plan", f"configs/{name}.yaml", "--target", target, "--json"]
+def headers() -> Iterator[Figure]:
+    """The figure of each config that has one in its header."""
+    for path in sorted((ROOT / "configs").glob("*.yaml")):
+        text = path.read_text(encoding="utf-8")
+        command, planned = HEADER.search(text), PLANNED.search(text)
+        if command and planned:
+            yield Figure(f"configs/{path.name}", path.stem, command[2], "", {"GiB": planned[1]})
+
+
+def comments() -> Iterator[tuple[Figure, str]]:
+    """Each figure that has its command in a comment, and the paragraphs before it."""
+    for name, text in pages():
+        for found in COMMENT.finditer(text):
+            stated = {unit: number for number, unit in SIZE.findall(found["sizes"])}
+            place = f"{name}:{text.count(chr(10), 0, found.start()) + 1}"
+            figure = Figure(place, found[2], found[3], " ".join(found[4].split()), stated)
+            yield figure, text[: found.start()].rsplit("\n#", 1)[-1]
+
+
+def disagreements(figures: dict[str, Figure]) -> Iterator[str]:
+    """Rows and texts that do not repeat what headers and comments state."""
+    for page, text in pages():
+        for number, line in enumerate(text.splitlines(), 1):
+            row = ROW.match(line) if page == "README.md" or "[config](" in line else None
+            if row is None:
+                continue
+            name, place = row["name"], f"{page}:{number}"
+            if name not in figures:
+                yield f"{place}: configs/{name}.yaml has no `jaxmem plan ... --target` with `Planned: N GiB`"
+            elif (figure := figures[name]).stated["GiB"] != row["gib"] or figure.target.partition(":")[0] not in line:
+                yield f"{place}: {row['gib']} GiB; the header states {figure.stated['GiB']} on {figure.target}"
+    for figure, section in comments():
+        for unit, size in figure.stated.items():
+            if not re.search(rf"(?<![\d.]){re.escape(size)}(?![\d.]*\d)", section):
+                yield f"{figure.place}: {size} {unit} is not in the text before"
+
+
+def planned(figure: Figure) -> dict[str, float]:
+    """What its command plans today, whether it fits or not."""
+    command = [sys.executable, "-m", "jaxmem", "plan", f"configs/{figure.config}.yaml", "--target", figure.target]
+    command += ["--json", *figure.overrides.split()]
     done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, check=False)  # 3: it does not fit
-    return json.loads(done.stdout)["bytes_per_device"]["total"] / 2**30
+    plan = json.loads(done.stdout)
+    return {"GiB": plan["bytes_per_device"]["total"] / 2**30, "s": plan["estimated_step_seconds"] or 0.0}
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--plan", nargs="*", metavar="NAME", help="compile all configs with a figure, or these")
+    parser.add_argument("--plan", nargs="*", metavar="NAME", help="compile all figures, or those of these configs")
     args = parser.parse_args()
-    figures, wrong = stated(), []
-    for place, name, gib, row in rows():
-        if name not in figures:
-            wrong.append(f"{place}: configs/{name}.yaml has no `jaxmem plan ... --target` with `Planned: N GiB`")
-        elif (figure := figures[name]).gib != gib or figure.target.partition(":")[0] not in row:
-            wrong.append(f"{place}: {gib:g} GiB; configs/{name}.yaml states {figure.gib:g} on {figure.target}")
-    for name in figures if args.plan == [] else args.plan or ():
-        target, gib = figures[name]
-        now = planned(name, target)
-        print(f"{name}: {now:.2f} GiB on {target}, stated {gib:g}", flush=True)
-        if f"{now:.{len(str(gib).partition('.')[2])}f}" != f"{gib}":
-            wrong.append(f"configs/{name}.yaml: planned {now:.2f} GiB on {target}, not {gib:g}")
+    figures = {figure.config: figure for figure in headers()}
+    wrong = list(disagreements(figures))
+    every = [*figures.values(), *(figure for figure, _ in comments())] if args.plan is not None else []
+    for figure in every if not args.plan else [one for one in every if one.config in args.plan]:
+        now = planned(figure)
+        for unit, number in figure.stated.items():
+            line = f"{figure.place}: {now[unit]:.2f} {unit} on {figure.target}, stated {number}"
+            print(line, flush=True)
+            if f"{now[unit]:.{len(number.partition('.')[2])}f}" != number:
+                wrong.append(line)
     print(*wrong, sep="\n", end="\n" if wrong else "")
     return int(bool(wrong))
 
