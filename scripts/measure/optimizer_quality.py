@@ -119,7 +119,8 @@ def draw(rows: list[dict[str, Any]], file: Path) -> None:
                 axes.plot(row["goal"], place, "|", color="C3", markersize=14)
         axes.axvline(0, color="gray", linestyle=":")
         axes.set_yticks(range(len(rows)), [row["method"] for row in reversed(rows)])
-        axes.set(xlabel="held-out loss above float32 AdamW, nats per byte (red: goal)")
+        axes.set_title("Quality: held-out loss relative to float32 AdamW", fontsize=10)
+        axes.set(xlabel="loss above float32 AdamW, nats per byte (red: goal)")
         axes.grid(axis="x", alpha=0.3)
 
 

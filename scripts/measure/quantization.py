@@ -113,7 +113,8 @@ def main() -> None:
     if args.png:
         points = {row["format"]: (row["bits per weight"], max(row["above float32"], SMALLEST)) for row in rows}
         series = {name: [points[form] for form in own] for name, own in SERIES.items()}
-        draw(args.png, [Lines("", "bits per weight, with scales", "loss above float32, nats per byte", series, "y")])
+        title = "Loss of a model with quantized weights"
+        draw(args.png, [Lines(title, "bits per weight, with scales", "loss above float32, nats per byte", series, "y")])
 
 
 if __name__ == "__main__":
