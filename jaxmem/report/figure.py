@@ -40,10 +40,12 @@ def _draw(drawn: Figure, plan: Mapping[str, Any], memory: Mapping[str, Any]) -> 
     peak = sum(memory["peak"][1:]) / unit
     at = scale * memory["peak"][0]
     axes.axvline(at, color="black", ls="--", lw=1)
+    is_late = at > scale / 2  # the text is on the side with more room
     axes.annotate(
         f"peak {format_bytes(peak * unit)}",
         (at, peak),
-        (4, 4),
+        (-4 if is_late else 4, 4),
+        ha="right" if is_late else "left",
         textcoords="offset points",
         fontsize=9,
         fontweight="bold",
