@@ -94,7 +94,7 @@ def _attend(call: Call, q: jax.Array, k: jax.Array, v: jax.Array, ids: jax.Array
 
 def _forward(call: Call, q: jax.Array, k: jax.Array, v: jax.Array, ids: jax.Array | None) -> tuple[Any, Any]:
     packed = None if ids is None else Packed.of(call, ids)
-    if packed is not None:  # more documents than there is room for: visible in the loss, never wrong unnoticed
+    if packed is not None:  # too many documents: NaN in the loss instead of a wrong result
         q = jnp.where(packed.count <= call.slots, q, jnp.nan)
     out, stats = _run(_FORWARD, call, (q, k, v), packed)
     return out, stats if packed is None else packed.rows_of(call, stats)
@@ -110,8 +110,7 @@ def _forward_rule(call: Call, *inputs: Any) -> tuple[tuple[Any, Any], Any]:
 def _backward_rule(call: Call, saved: Any, cotangents: tuple[Any, Any]) -> tuple[Any, ...]:
     q, k, v, ids, out, lse = saved
     d_out, d_lse = cotangents
-    has_gradient = not isinstance(d_lse, SymbolicZero)
-    if has_gradient:
+    if not isinstance(d_lse, SymbolicZero):
         raise ValueError("attention: the cudnn implementation has no gradient of the log-sum-exp; use another one")
     if isinstance(d_out, SymbolicZero):
         d_out = jnp.zeros_like(out)
@@ -127,7 +126,8 @@ def _backward_rule(call: Call, saved: Any, cotangents: tuple[Any, Any]) -> tuple
     def step(i: jax.Array, found: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
         every = zip((q, k, v, out, d_out), (*sizes, part.heads, part.heads), strict=True)
         inputs = [jax.lax.dynamic_slice_in_dim(x, i * size, size, 2) for x, size in every]
-        new = run(part, *inputs, jax.lax.dynamic_slice_in_dim(lse, i * part.heads, part.heads, 1))
+        inputs.append(jax.lax.dynamic_slice_in_dim(lse, i * part.heads, part.heads, 1))
+        new = run(part, *inputs)
         return tuple(
             jax.lax.dynamic_update_slice_in_dim(x, y, i * size, 2) for x, y, size in zip(found, new, sizes, strict=True)
         )
