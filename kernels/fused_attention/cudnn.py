@@ -111,7 +111,7 @@ def _backward_rule(call: Call, saved: Any, cotangents: tuple[Any, Any]) -> tuple
     q, k, v, ids, out, lse = saved
     d_out, d_lse = cotangents
     if not isinstance(d_lse, SymbolicZero):
-        raise ValueError("attention: the cudnn implementation has no gradient of the log-sum-exp; use another one")
+        raise ValueError("attention: cudnn has no gradient of the log-sum-exp; use another implementation")
     if isinstance(d_out, SymbolicZero):
         d_out = jnp.zeros_like(out)
     packed = None if ids is None else Packed.of(call, ids)
