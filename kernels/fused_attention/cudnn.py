@@ -110,8 +110,9 @@ def _forward_rule(call: Call, *inputs: Any) -> tuple[tuple[Any, Any], Any]:
 def _backward_rule(call: Call, saved: Any, cotangents: tuple[Any, Any]) -> tuple[Any, ...]:
     q, k, v, ids, out, lse = saved
     d_out, d_lse = cotangents
-    if not isinstance(d_lse, SymbolicZero):
-        raise ValueError("attention: cudnn has no gradient of the log-sum-exp; use another implementation")
+    has_gradient = not isinstance(d_lse, SymbolicZero)
+    if has_gradient:
+        raise ValueError("attention: the cudnn implementation has no gradient of the log-sum-exp; use another one")
     if isinstance(d_out, SymbolicZero):
         d_out = jnp.zeros_like(out)
     packed = None if ids is None else Packed.of(call, ids)
