@@ -1,4 +1,4 @@
-"""Warnings of a plan: memory or time that is spent without anyone having asked for it, each with a remedy."""
+"""Warnings of a plan: memory or time that is spent although the config does not ask for it, each with a remedy."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def _remedies(cfg: Config, *options: str | None) -> str:
 
 def _has(cfg: Config, setting: str) -> bool:
     if setting == "memory.remat=full" and is_scheduled(cfg.memory.remat):
-        return True  # a schedule saves less
+        return True  # a scheduled policy saves fewer activations
     key, _, value = setting.partition("=")
     section, _, name = key.partition(".")
     return bool(value) and as_yaml(getattr(getattr(cfg, section, None), name, None)) in (value, f"[{value}]")
@@ -63,7 +63,7 @@ def _recomputed_by_xla(plan: Plan) -> Iterator[PlanWarning]:
     step = plan.compiled_step
     if not (count := recomputed_values(step.module)):
         return
-    text = f"near the memory limit XLA recomputes {count} values of its own accord"
+    text = f"near the memory limit XLA recomputes {count} values by itself"
     if plan.unlimited is not None:
         flops = total_flops(step.module) - total_flops(plan.unlimited.module)
         saved = plan.unlimited.total - step.total
@@ -124,7 +124,7 @@ def _spilled(plan: Plan) -> Iterator[PlanWarning]:
     if plan.spilled and plan.fits:
         text = f"{format_bytes(plan.spilled)} exceed the device's memory and go to host memory (memory.spill)"
         if plan.target.gpu:
-            # The minimum: each page leaves once and comes back once when it is used.
+            # At least, each page is moved to the host once, and back once for its use.
             seconds = 2 * plan.spilled / (plan.target.gpu.host_link_gb_s * 1e9)
             text += f": at least {format_seconds(seconds)} per step, many times that if pages are evicted repeatedly"
         remedies = ("jaxmem fit", "memory.remat=full", "memory.offload=activations")
@@ -151,14 +151,14 @@ def _all_scores(plan: Plan) -> Iterator[PlanWarning]:
 
 
 def _tensor_across_hosts(plan: Plan) -> Iterator[PlanWarning]:
-    """Tensor parallelism waits for several collectives per layer: between hosts each takes many times as long."""
+    """Tensor parallelism waits for several collectives per layer; between hosts each takes many times as long."""
     target, tensor = plan.target, plan.program.cfg.mesh.tensor
     if target.gpu is None or target.per_host % tensor == 0:
         return
     module, extra = plan.compiled_step.module, 0.0
     for one in module.walk():
         found = collective(one, target.count, target.per_host)
-        # `tensor` is the innermost axis: its groups are consecutive devices.
+        # `tensor` is the innermost axis, so its groups are consecutive devices.
         if found and found.members == tuple(range(found.members[0], found.members[0] + tensor)):
             more = found.seconds(target.gpu) - found.seconds(target.gpu, one_host=True)
             extra += module.executions[one.computation] * more

@@ -1,8 +1,8 @@
 """The memory of one device at its peak: every buffer of a compiled program, named and classified.
 
 Arguments are known by their paths. A temporary is classified by the inputs that it was computed from, its shape, the
-pass that computed it and its source file. Nothing is estimated: the parts are sums of buffers, and what no buffer
-accounts for (gaps between buffers, tables of pointers) is `other`.
+pass that computed it and its source file. Nothing is estimated: the parts are sums of buffers, and bytes outside of all
+buffers (gaps between buffers, tables of pointers) are `other`.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from jaxmem.planning.origins import BATCH, NOWHERE, OPTIMIZER, OTHER, WEIGHTS, O
 from jaxmem.quant import QTensor
 
 PARTS = ("parameters", "quantization", "master", "optimizer", "gradients", "activations", "batch", "other")
-# Names of parts in tables and figures, where they differ from those in JSON.
+# Names of parts in tables and figures, if they differ from the names in JSON.
 LABELS = {
     "parameters": "weights", "quantization": "block scales", "master": "master weights", "optimizer": "optimizer state"
 }  # fmt: skip
@@ -55,17 +55,17 @@ _ATTENTION = "kernels/fused_attention"
 @dataclass(frozen=True)
 class NamedBuffer:
     part: str  # one of PARTS
-    kind: str  # within its part: "logits", "saved for the backward pass", ...
+    kind: str  # within a part: "logits", "saved for the backward pass", ...
     size: int
-    what: str  # an argument's path, or a temporary's shape
-    made_by: str  # jax's name of the operation, where it has one
+    what: str  # the path of an argument, or the shape of a temporary
+    made_by: str  # jax's name of the operation; "" if it has none
     shape: HloShape
     region: Region | None = None  # None: an argument or a result
 
 
 @dataclass(frozen=True)
 class Breakdown:
-    """A compiled program's memory on one device."""
+    """The memory of a compiled program on one device."""
 
     module: Module
     allocations: Sequence[Allocation]
@@ -170,7 +170,7 @@ class Breakdown:
 
 
 def input_origin(path: str) -> Origins:
-    """The kind of a program's argument, by its path in jax."""
+    """The origin of an argument of a program, from its path in jax."""
     if path.startswith(("state.params", "params")):
         return WEIGHTS
     if path.startswith("state.opt_state"):
@@ -179,7 +179,7 @@ def input_origin(path: str) -> Origins:
 
 
 def part_of(path: str) -> str:
-    """The one of PARTS that an argument belongs to.
+    """The part (one of PARTS) that an argument belongs to.
 
     >>> [part_of(f"state.{path}") for path in ("params['w'].codes", "params['w'].scale", "opt_state.master['w']")]
     ['parameters', 'quantization', 'master']
@@ -201,7 +201,7 @@ def pass_of(op_name: str) -> str:
 
 
 def _inside(one: Instruction) -> Iterator[Instruction]:
-    """The instructions of a fusion, of a loop's body, of what an instruction calls."""
+    """The instructions of the computations that an instruction calls: of a fusion, or of the body of a loop."""
     for called in one.called:
         for inner in called.instructions:
             yield inner
@@ -209,17 +209,19 @@ def _inside(one: Instruction) -> Iterator[Instruction]:
 
 
 def is_of_loss(frames: Sequence[Frame]) -> bool:
-    """Whether the loss or the matrix multiplication before it computed something."""
+    """Whether an operation belongs to the loss, or to the matrix multiplication before it."""
     return any(frame.file.endswith(_LOSS_FILES) or frame.function.endswith(".logits") for frame in frames)
 
 
 def information(maker: Instruction) -> tuple[bool, bool, bool]:
-    """Ranks operations that write one buffer: filling it is more than initializing it with zeros."""
+    """A rank of operations that write one buffer: an operation that fills it is more informative than one that
+    initializes it with zeros."""
     return "dynamic_update_slice" in maker.op_name, bool(maker.frames), maker.op_name.startswith("jit(")
 
 
 def maker_of(one: Instruction, index: tuple[int, ...]) -> Instruction:
-    """The instruction with a source line: in a fusion the one that computes this element, for a copy its source."""
+    """The instruction whose source line describes a result: within a fusion, the instruction that computes this
+    element; for a copy, the instruction that computed the copied value."""
     for _ in range(8):
         if one.is_fusion:
             root = one.called[0].root

@@ -1,13 +1,13 @@
 """`memory.remat: budget`: the recompute policy that fits the memory with the least recomputation.
 
-Every set of names of activations is a candidate: what it saves and what it recomputes follow from one trace of a layer
-(`layers.py`). Further candidates are `none`, which saves most, and `slots_K`, which saves K boundaries in the best
-positions. A candidate that another one beats in bytes and in recomputation is dropped. Arithmetic does not predict the
-rest of the step's memory to a percent, so the step is compiled, up to four times, with the candidate that should be the
-last to fit.
+Every set of names of activations is a candidate: the bytes that it saves and the FLOPs that it recomputes follow from
+one trace of a layer (`layers.py`). Further candidates are `none`, which saves most, and `slots_K`, which saves K
+boundaries in the best positions. A candidate is dropped if another one has fewer bytes and less recomputation. The rest
+of the memory of the step cannot be estimated to within a percent, so the step is compiled, up to four times, with the
+candidate that is expected to be the last one that fits.
 
-The result is an ordinary policy, known before the step is made: a plan and a run choose the same, and the run's
-directory records it instead of `budget`.
+The result is an ordinary policy, known before the step is made. A plan and a run choose the same policy, and
+config.yaml of the run records it instead of `budget`.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ from jaxmem.stack.schedule import schedule
 from jaxmem.step import program
 
 TRIES = 4  # steps that are compiled, if one of them fits
-ROOM = 1000  # times the memory: at the limit XLA would recompute of its own accord
+ROOM = 1000  # compiled with this many times the memory: at the limit XLA would recompute by itself
 
 
 @dataclass(frozen=True)
 class PolicyCandidate:
     remat: str | Save
-    saved: int  # bytes of a device
+    saved: int  # bytes per device
     recomputed: tuple[int, int]  # per row, in all layers: FLOPs of matmuls, and elements of other results
 
 
@@ -67,17 +67,17 @@ def largest_that_fits(
 ) -> PolicyCandidate:
     """The last candidate that TRIES compilations show to fit the limit; if none does, the first. `rest`: the estimated
     bytes of a step without its saved activations."""
-    known: dict[int, int] = {}  # bytes of those that were compiled
-    low, high = -1, len(ladder)  # those up to `low` fit, from `high` on they do not
+    known: dict[int, int] = {}  # bytes of compiled candidates, by number
+    low, high = -1, len(ladder)  # candidates up to `low` fit; from `high` on they do not
     while high - low > 1 and (len(known) < TRIES or low < 0):
         slope, last = 1.0, list(known)[-2:]
-        if len(last) == 2:  # not every saved byte is there at the peak
+        if len(last) == 2:  # not every saved byte is in memory at the peak
             slope = (known[last[1]] - known[last[0]]) / (ladder[last[1]].saved - ladder[last[0]].saved)
         if last:
             rest = known[last[-1]] - slope * ladder[last[-1]].saved
         guess = sum(slope * one.saved + rest <= limit for one in ladder) - 1
         if guess <= low and len(last) == 2:
-            break  # by what two have shown, the next one does not fit
+            break  # extrapolated from the last two, the next one does not fit
         number = min(max(guess, low + 1), high - 1)
         known[number] = needed(ladder[number])
         low, high = (number, high) if known[number] <= limit else (low, number)

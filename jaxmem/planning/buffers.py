@@ -3,7 +3,7 @@
 XLA packs all temporaries of a program into one allocation; the buffer assignment states each buffer's offset, the
 schedule its lifetime. Lifetimes are computed like XLA's: instructions are numbered in the order in which they run, a
 loop's body before the loop; a buffer is alive from where it is computed to its last use under any of its aliases. At
-the peak each byte of the allocation belongs to one buffer, or to none: the cost of packing.
+the peak each byte of the allocation belongs to one buffer, or to a gap, which is the cost of packing.
 """
 
 from __future__ import annotations
@@ -28,7 +28,9 @@ class Buffer:
 
     offset: int
     size: int
-    aliases: tuple[tuple[Instruction, Index], ...]  # every instruction whose result has this value; first its maker
+    aliases: tuple[
+        tuple[Instruction, Index], ...
+    ]  # every instruction whose result has this value, the first computes it
 
     @property
     def shape(self) -> HloShape:
@@ -40,7 +42,7 @@ class Buffer:
 class Allocation:
     kind: Kind
     size: int
-    parameter: int | None  # number of the program's argument
+    parameter: int | None  # number of the argument of the program; None: not an argument
     on_host: bool
     buffers: tuple[Buffer, ...]
 
@@ -58,7 +60,7 @@ class Snapshot:
     """An allocation at one moment."""
 
     regions: tuple[Region, ...]
-    unused: int  # bytes of the allocation
+    unused: int  # bytes of the allocation that belong to no buffer
     time: int
 
 
@@ -109,7 +111,7 @@ def sizes_of(serialized: bytes, *, on_host: bool) -> dict[str, int]:
 
 
 class Lifetimes:
-    """When each instruction of a module runs, and while which of them a value is needed."""
+    """When each instruction of a module runs, and from which to which instruction a value is needed."""
 
     def __init__(self, module: Module) -> None:
         self._time: dict[Instruction, int] = {}
@@ -162,7 +164,7 @@ class Lifetimes:
 
 
 def _forwarded(one: Instruction, index: Index, user: Instruction) -> Iterator[tuple[Instruction, Index]]:
-    """Where in the result of `user` the value at `index` of the result of `one` is, if it is not copied."""
+    """The indices in the result of `user` of the value at `index` in the result of `one`; none if it is copied."""
     if user.opcode in ("bitcast", "optimization-barrier", "all-reduce-done"):
         yield user, index
     elif user.opcode == "get-tuple-element" or user.opcode.endswith("-done"):
@@ -188,7 +190,7 @@ def snapshot(allocation: Allocation, spans: Iterable[tuple[Span, Buffer]], time:
         if first <= time <= last:
             places[buffer.offset, buffer.size].append(buffer)
     regions, covered = [], 0
-    # Of places that overlap without being equal, the one that begins first gets the common bytes.
+    # If places overlap without being equal, the common bytes belong to the one that begins first.
     for (offset, size), buffers in sorted(places.items(), key=lambda place: (place[0][0], -place[0][1])):
         own = max(0, offset + size - max(offset, covered))
         covered = max(covered, offset + size)
@@ -198,7 +200,7 @@ def snapshot(allocation: Allocation, spans: Iterable[tuple[Span, Buffer]], time:
 
 
 def _busiest(spans: Iterable[tuple[Span, Buffer]]) -> int:
-    """The moment with the most bytes in use, aliased places counted once."""
+    """The moment with the most bytes in use; aliased places count once."""
     events: dict[int, list[tuple[int, tuple[int, int]]]] = defaultdict(list)
     for (first, last), buffer in spans:
         events[first].append((1, (buffer.offset, buffer.size)))

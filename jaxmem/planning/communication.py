@@ -1,8 +1,8 @@
 """The communication of a compiled program: collectives between devices, copies between a device and host memory.
 
-Bytes are those that cross one device's links with ring algorithms (Thakur et al., 2005). For n devices and an array
-of B bytes: all-gather (B: the gathered array), reduce-scatter and all-to-all (n - 1) / n B, all-reduce twice that,
-a permutation B.
+Bytes are counted on the links of one device, with ring algorithms (Thakur et al., 2005). For n devices and an array of
+B bytes (of an all-gather: the gathered array), all-gather, reduce-scatter and all-to-all send (n - 1) / n B bytes, an
+all-reduce twice as many, and a permutation B.
 """
 
 from __future__ import annotations
@@ -29,27 +29,28 @@ LATENCY = 10e-6  # seconds until a transfer reaches its full rate
 class Transfer:
     """One execution of a collective, or of a copy between a device and host memory."""
 
-    kind: str  # one of COLLECTIVES, or TO_HOST or FROM_HOST
+    kind: str  # one of COLLECTIVES, TO_HOST or FROM_HOST
     wire_bytes: int
     is_asynchronous: bool
     group: int = 1  # devices that communicate with each other
-    neighbours: int = 1  # how many of them share a host
+    neighbours: int = 1  # number of devices of the group that share a host
     members: tuple[int, ...] = ()  # the devices of the first group
 
     @property
     def link(self) -> str:
-        """Collectives share one link; copies to the host and from it have a link each."""
+        """The link that it uses. Collectives share one link; copies to the host and copies from it have a link each."""
         return "network" if self.kind in COLLECTIVES else self.kind
 
     def seconds(self, gpu: Gpu, *, one_host: bool = False) -> float:
-        """`one_host`: as if all devices of the group shared one host."""
+        """Seconds on these GPUs. `one_host`: as if all devices of the group shared one host."""
         if self.kind not in COLLECTIVES:
             return LATENCY + self.wire_bytes / gpu.host_rate
         return LATENCY + self.wire_bytes / gpu.link_rate(self.group, self.group if one_host else self.neighbours)
 
 
 def collective(one: Instruction, devices: int, per_host: int) -> Transfer | None:
-    """The collective that an instruction is or starts, among `devices` of which `per_host` share a host."""
+    """The collective that an instruction runs or starts; None if it is not a collective. There are `devices` in total,
+    `per_host` on each host."""
     inner = one.called[0].root if one.opcode == "async-start" else one
     kind = inner.opcode.removesuffix("-start")
     if kind not in COLLECTIVES:
@@ -72,7 +73,8 @@ def collective(one: Instruction, devices: int, per_host: int) -> Transfer | None
 
 
 def host_copy(one: Instruction) -> Transfer | None:
-    """The copy that an instruction is or starts; it may read a slice of an array, or write into one."""
+    """The copy between device and host that an instruction runs or starts; None for other instructions. A copy may read
+    a slice of an array, or write a slice into one."""
     if one.opcode == "copy-start":
         source, target = one.operands[0].shape, one.shape.parts[0]
         moved = target
@@ -93,7 +95,8 @@ def host_copy(one: Instruction) -> Transfer | None:
 
 
 def _neighbours(groups: np.ndarray, per_host: int) -> int:
-    """Devices of a group that share a host; where hosts differ the fewest, since there it is slowest."""
+    """The number of devices of a group that share a host. If hosts differ, the smallest number, since the host with the
+    fewest devices is the slowest."""
     hosts = groups[0] // per_host
     return int(np.unique(hosts, return_counts=True)[1].min())
 
@@ -107,7 +110,7 @@ def _groups(proto: Any, devices: int) -> np.ndarray:
     listed = proto.collective_device_list
     for iota in (proto.iota_collective_device_list, listed.iota_replica_group_list):
         if iota.num_replica_groups:
-            # All devices in order, as a grid whose axes are permuted and which is then cut into groups.
+            # All devices in order form a grid, whose axes are permuted; then it is cut into groups.
             grid = np.arange(iota.num_replica_groups * iota.num_devices_per_group).reshape(iota.iota_reshape_dims)
             return grid.transpose(iota.iota_transpose_perm or None).reshape(iota.num_replica_groups, -1)
     rows = listed.replica_groups or proto.replica_groups
@@ -115,7 +118,7 @@ def _groups(proto: Any, devices: int) -> np.ndarray:
 
 
 def _groups_of_mesh(proto: Any) -> np.ndarray:
-    """The groups along some axes of a mesh, or along factors of axes. Device ids are listed, or in order, or in the
+    """The groups along some axes of a mesh, or along factors of axes. Device ids are listed, or ascending, or in the
     order of a grid whose axes are permuted."""
     mesh = proto.mesh
     sizes = [axis.size or 1 for axis in mesh.axes]

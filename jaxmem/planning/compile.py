@@ -31,7 +31,7 @@ from jaxmem.planning.hlo import Module, read_module
 from jaxmem.planning.hlo_proto import HloProto
 
 Options = dict[str, bool | str]
-# Lines of XLA's log that a plan reports itself.
+# Lines of XLA's log that a plan reports as remarks.
 _REMARKS = {
     "replicated": re.compile(r"Involuntary full rematerialization.*?for HLO operation (?P<what>%\S+ = \S+)"),
     "state over the limit": re.compile(r"arguments \((?P<what>\d+)\) exceeds the base limit"),
@@ -60,7 +60,7 @@ class Compiled:
 
     serialized_module: bytes
     assignment: bytes
-    wants_host: bool = False  # the program that XLA compiled places values in host memory
+    wants_host: bool = False  # whether the program places values in host memory
     executable: jax.stages.Compiled | None = None  # None: compiled for devices that are not installed
 
     @cached_property
@@ -94,7 +94,8 @@ def compile_all(
     here: bool,
     code: bool = True,
 ) -> tuple[Compiled, dict[str, int]]:
-    """The compiled step, and bytes per device of other programs. XLA compiles in threads while jax lowers the next.
+    """The compiled step, and bytes per device of other programs. XLA compiles in threads while jax lowers the next
+    program.
 
     `here`: whether the devices are those of this machine. `code`: False if the programs never run.
     """
@@ -105,12 +106,12 @@ def compile_all(
 
 
 def compiled_size(lowered: jax.stages.Lowered, *, here: bool) -> int:
-    """Bytes per device of a program that will not be run."""
+    """Bytes per device of a program that never runs."""
     return compile_all(lowered, {}, here=here, code=False)[0].total
 
 
 def total_of(executable: jax.stages.Compiled) -> int:
-    """Bytes per device."""
+    """Bytes of device memory that a compiled program needs."""
     return _sum(sizes_of(_assignment(executable), on_host=False))
 
 

@@ -1,8 +1,8 @@
-"""The memory of a device over one step: every moment of the schedule, placed in the step's estimated time.
+"""The memory of a device over one step: every moment of the schedule, at its estimated time.
 
 A loop's body is in the schedule once and is shown once, over the entire time of the loop. Arguments and results are in
-memory from beginning to end, a temporary from where it is computed to its last use. What packing leaves free at the
-peak counts as `other` all along, so the peak equals the plan's total to the byte.
+memory from beginning to end, a temporary from where it is computed to its last use. Bytes that packing leaves free at
+the peak count as `other` during the entire step, so the peak equals the total of the plan to the byte.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ from jaxmem.planning.targets import Target
 from jaxmem.planning.timeline import Timeline, timeline
 
 PASSES = ("forward", "loss", "backward", "update")
-# From the bottom up: what is permanent, then what comes and goes.
+# From the bottom up: bands that are permanent, then bands that vary.
 BANDS = (
     "weights", "optimizer", "other", "gradients", "saved for the backward pass", "weights, gathered or cast", "logits",
     "other activations",
 )  # fmt: skip
 COLUMNS = 480
 LARGEST = 10
-# By kind of an activation, else by part.
+# The band of an activation, by its kind; of other buffers, by their part.
 _BANDS = {
     SAVED: "saved for the backward pass", GATHERED: "weights, gathered or cast", COPIES: "weights, gathered or cast",
     LOGITS: "logits", "parameters": "weights", "quantization": "weights", "master": "optimizer",
@@ -50,7 +50,7 @@ _BANDS = {
 
 @dataclass(frozen=True)
 class Column:
-    """Bytes of each band from `at` (a share of the step's time) to the next column, at the peak in between."""
+    """The peak bytes of each band between `at` (a share of the step's time) and the next column."""
 
     at: float
     bytes: Mapping[str, int]
@@ -75,7 +75,7 @@ class History:
     columns: Sequence[Column]
     peak: Column
     largest: Sequence[Mapping[str, Any]]  # buffers at the peak: size, band, kind, what, where, inside, layers
-    largest_made: Sequence[Mapping[str, Any]]  # the largest temporaries of the step at the peak
+    largest_made: Sequence[Mapping[str, Any]]  # the largest temporaries at the peak
 
     def as_json(self) -> dict[str, Any]:
         return {
@@ -90,8 +90,8 @@ class History:
 
 
 def history(breakdown: Breakdown, total: int, target: Target, timed: Timeline) -> History:
-    """The history of a step that needs `total` bytes per device; `timed` is its timeline on the target. A CPU's columns
-    are placed by the proportions of a common one."""
+    """The history of a step that needs `total` bytes per device; `timed` is its timeline on the target. For CPUs, the
+    columns are placed by the proportions of a typical CPU."""
     if target.gpu is None:
         timed = timeline(breakdown.module, gpus.CPU, target.count, target.per_host)
     edges = _edges(breakdown, timed.seconds_in)
@@ -113,7 +113,7 @@ def history(breakdown: Breakdown, total: int, target: Target, timed: Timeline) -
 
     peak = max(breakdown.peaks, key=lambda one: one[0].size, default=None)
     at = peak[1].time if peak else 0
-    permanent["other"] += total - bytes_at(at).total()  # what packing leaves free
+    permanent["other"] += total - bytes_at(at).total()  # bytes that packing leaves free
     changes = sorted({0, *(edge for lives in spans for (first, last), _ in lives for edge in (first, last + 1))})
     changes = [edge for edge in changes if edge < len(edges) - 1]
     steps = zip(changes, [*changes[1:], len(edges) - 1], strict=True)
@@ -186,10 +186,10 @@ def _pass(one: Instruction) -> str | None:
 
 
 def _passes(labels: Sequence[str | None], edges: Sequence[float]) -> list[StepPass]:
-    """The step cut into its passes, in order, so that as much time as possible lies in the pass it belongs to: a
-    schedule mixes them a little, and micro-batches go through them in a loop."""
+    """The passes of the step, in order. They are cut so that as many seconds as possible are in the pass that they
+    belong to, because a schedule mixes the passes a little, and micro-batches repeat them in a loop."""
     count = len(PASSES)
-    # For the cuts that end in each pass: how much time agrees, and where each pass begins.
+    # For the best cut that ends in each pass: the seconds in their own pass, and the moment at which each pass begins.
     cuts: list[tuple[float, tuple[int, ...]]] = [(0.0, (0,) * count)] * count
     for moment, label in enumerate(labels):
         for n in range(1, count):

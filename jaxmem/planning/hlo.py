@@ -1,6 +1,6 @@
 """A compiled module as XLA scheduled it: instructions with shapes, operands, order, and source lines.
 
-A loop's body is one computation that runs as often as its trip count: `Module.executions`.
+The body of a loop is one computation that runs as often as the loop's trip count: `Module.executions`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 from jaxmem.planning.hlo_proto import HloInstructionProto, HloModuleProto, ShapeProto
 
-# PrimitiveType: name and bits. Tuples, tokens and opaque types take no memory themselves.
+# PrimitiveType: name and bits. Tuples, tokens and opaque types need no memory themselves.
 _TYPES: dict[int, tuple[str, int]] = {
     1: ("bool", 8), 2: ("int8", 8), 3: ("int16", 16), 4: ("int32", 32), 5: ("int64", 64),
     6: ("uint8", 8), 7: ("uint16", 16), 8: ("uint32", 32), 9: ("uint64", 64),
@@ -61,14 +61,14 @@ class HloShape:
 
     @cached_property
     def arrays(self) -> int:
-        """How many arrays a tuple consists of, nested tuples included; 1 for an array."""
+        """The number of arrays in a tuple, nested tuples included; 1 for an array."""
         return sum(part.arrays for part in self.parts) if self.dtype == "tuple" else 1
 
     def at(self, index: tuple[int, ...]) -> HloShape:
         return self.parts[index[0]].at(index[1:]) if index else self
 
     def arrays_at(self, index: tuple[int, ...]) -> slice:
-        """Which of a tuple's arrays, in order, are at an index."""
+        """The positions, among all arrays of a tuple in order, of the arrays at an index."""
         shape, first = self, 0
         for number in index:
             first += sum(part.arrays for part in shape.parts[:number])
@@ -85,24 +85,24 @@ class Instruction:
     name: str
     opcode: str
     shape: HloShape
-    number: int  # which parameter, or which element a get-tuple-element reads
+    number: int  # the number of a parameter, or of the element that a get-tuple-element reads
     op_name: str  # jax's path of names: jit(step)/transpose(jvp())/while/body/...
     proto: Any = field(default_factory=HloInstructionProto, repr=False)
     frames: tuple[Frame, ...] = field(default=(), repr=False)  # innermost first
     operands: list[Instruction] = field(default_factory=list, repr=False)
     users: list[Instruction] = field(default_factory=list, repr=False)
     called: list[Computation] = field(default_factory=list, repr=False)
-    computation: Computation = field(init=False, repr=False)  # the one it belongs to
+    computation: Computation = field(init=False, repr=False)  # the computation that contains it
 
     @cached_property
     def config(self) -> dict[str, Any]:
         """The backend's configuration."""
         serialized = self.proto.backend_config
-        return json.loads(serialized) if serialized.startswith(b'{"') else {}  # a custom call's may be MLIR instead
+        return json.loads(serialized) if serialized.startswith(b'{"') else {}  # of a custom call it may be MLIR
 
     @property
     def attributes(self) -> dict[str, str]:
-        """Frontend attributes, which the program set."""
+        """The frontend attributes that the program set."""
         return {entry.key: entry.value for entry in self.proto.frontend_attributes.map}
 
     @property
@@ -126,10 +126,10 @@ class Module:
 
     @cached_property
     def executions(self) -> dict[Computation, Fraction | int]:
-        """Runs of each computation in one run of the module; a mean where a scope `runs_A_in_B` states one."""
+        """Runs of each computation in one run of the module; in a scope `runs_A_in_B`, a mean."""
         times: dict[Computation, Fraction | int] = defaultdict(int)
         times[self.entry] = 1
-        for caller in reversed(self.computations):  # callers come after what they call
+        for caller in reversed(self.computations):  # callers come after the computations that they call
             for one in caller.instructions:
                 for called, count in zip(one.called, runs_of_called(one), strict=True):
                     times[called] += times[caller] * count
@@ -152,12 +152,12 @@ def runs_of_called(one: Instruction) -> list[Fraction | int]:
     share = mean_runs(one.op_name.removesuffix("/cond")) if one.opcode == "conditional" else 1
     if share == 1:
         return [1] * len(one.called)
-    truth_first = one.operands[0].shape.dtype == "bool"  # else an index, where false is 0
+    truth_first = one.operands[0].shape.dtype == "bool"  # otherwise an index, and 0 is the first branch
     return [share, 1 - share] if truth_first else [1 - share, share]
 
 
 def trip_count(loop: Instruction) -> Fraction | int:
-    """Iterations of a while loop: XLA's count, the mean that its scope states (`jaxmem.stack.scheduled`), or 1."""
+    """Iterations of a while loop: XLA's count, or the mean that its scope states (`jaxmem.stack.scheduled`), or 1."""
     if "known_trip_count" in loop.config:
         return int(loop.config["known_trip_count"]["n"])
     return mean_runs(loop.op_name.removesuffix("/while"))
@@ -174,7 +174,7 @@ def mean_runs(name: str) -> Fraction | int:
 
 
 def dot_flops(one: Instruction) -> int:
-    """Multiplications and additions of one matrix multiplication, convolution or jaxmem kernel; else 0."""
+    """FLOPs of one matrix multiplication, convolution or jaxmem kernel; 0 for other instructions."""
     if one.opcode == "dot":
         return _matmul_flops(one, one.proto.dot_dimension_numbers.lhs_contracting_dimensions)
     if one.opcode == "convolution":
@@ -194,7 +194,7 @@ def _matmul_flops(one: Instruction, contracted: Iterable[int]) -> int:
 
 
 def _result(one: Instruction) -> HloShape:
-    """The result's shape; a custom call may return a workspace in addition."""
+    """The shape of the result, without the workspace that a custom call may return in addition."""
     return one.shape.parts[0] if one.shape.parts else one.shape
 
 
@@ -204,7 +204,7 @@ def total_flops(module: Module) -> int:
 
 
 def recomputed_values(module: Module) -> int:
-    """How many values XLA recomputes of its own accord: it names them `NAME.remat`."""
+    """The number of values that XLA recomputes by itself, which it names `NAME.remat`."""
     return sum(".remat" in one.name for one in module.walk())
 
 

@@ -1,7 +1,7 @@
 """Message classes of XLA's serialized modules and buffer assignments, made by the protobuf library from `hlo.proto`.
 
-jaxlib returns `HloProto` serialized and ships no message classes for it, and no package on PyPI does without
-TensorFlow.
+jaxlib returns `HloProto` serialized and contains no message classes for it; the packages on PyPI that contain them
+require TensorFlow.
 """
 
 from __future__ import annotations

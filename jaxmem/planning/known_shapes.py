@@ -1,4 +1,4 @@
-"""Shapes of a program's weights and gradients on one device, by which a compiled step's temporaries are recognized."""
+"""Shapes of weights and gradients on one device, by which temporaries of a compiled step are recognized."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Dims = tuple[int, ...]
 class KnownShapes:
     stored: frozenset[Dims]  # weights as they are stored, layers stacked
     gradients: frozenset[Dims]  # every shape of a gradient: sharded or gathered, of one layer or stacked
-    stacked_sizes: frozenset[int]  # elements of stacked gradients, for buffers that XLA gave another shape
+    stacked_sizes: frozenset[int]  # numbers of elements of stacked gradients, for buffers that XLA reshaped
     whole_weights: frozenset[Dims]  # all layers of a sharded weight, gathered; no sharded array has this shape
     whole_gradients: frozenset[Dims]
     time: int | None = None  # positions of a sequence

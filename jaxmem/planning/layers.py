@@ -1,8 +1,8 @@
-"""One layer of each kind as jax traces it, forward and backward: what the backward pass recomputes for any saved names.
+"""The operations that the backward pass recomputes if some names are saved, from a trace of one layer of each kind.
 
 The trace becomes one flat list of operations, forward and then backward. A forward value that the backward pass reads
-is either saved, or recomputed from saved values. So for any set of names the bytes saved and the arithmetic repeated
-follow exactly, without another trace; an operation that several values need counts once.
+is either saved, or recomputed from saved values. So for any set of names the saved bytes and the repeated FLOPs follow
+exactly, without another trace; an operation that several values need counts once.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from jaxmem.sharding.weights import differentiable, with_gradients
 from jaxmem.stack import StackCall, cut_by, inexact_leaves, with_inexact
 from jaxmem.step.objective import objective
 
-_BACK = "backward"  # the name of the incoming gradient: with it the backward pass begins
+_BACK = "backward"  # the name of the incoming gradient, with which the backward pass begins
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class NamedValue:
 
     name: str
     layers: int
-    bytes: int  # per layer, for a device's rows of a micro-batch
+    bytes: int  # per layer, for the rows of a micro-batch on one device
     flops: int  # to recompute it from other named values
 
     def as_json(self) -> dict[str, Any]:
@@ -44,20 +44,20 @@ class NamedValue:
 
 @dataclass(frozen=True)
 class LayerOperation:
-    sources: tuple[int, ...]  # the operations whose results it reads
+    sources: tuple[int, ...]  # numbers of the operations whose results it reads
     flops: int  # FLOPs of its matmuls
     elements: int  # number of elements of its results
     backward: bool
-    name: str | None = None  # the checkpoint name of its result, if it has one
+    name: str | None = None  # the checkpoint name of its result; None: it has no name
     bytes: int = 0
 
 
 @dataclass(frozen=True)
 class Layer:
-    """One layer's operations on one row."""
+    """The operations of one layer on one row."""
 
     count: int  # layers of this kind
-    boundary: int  # bytes of its input
+    boundary: int  # bytes of the input of the layer
     operations: list[LayerOperation]
     needed: frozenset[int]  # forward operations that the backward pass reads
     forward: int  # FLOPs of the forward pass
@@ -67,8 +67,8 @@ class Layer:
         return tuple(dict.fromkeys(one.name for one in self.operations if one.name))
 
     def saving(self, names: Collection[str]) -> tuple[int, int, int]:
-        """With these names saved: their bytes as far as the backward pass reads them, FLOPs of the matmuls that it
-        repeats, and elements of other results that it recomputes."""
+        """If these names are saved: bytes of the saved values that the backward pass reads, FLOPs of the matmuls that
+        it repeats, and the number of elements of other results that it recomputes."""
         found, known = _sources(self.operations, self.needed, lambda one: one.name in names)
         recomputed = [self.operations[number] for number in found]
         size = sum(self.operations[number].bytes for number in known)
@@ -87,8 +87,8 @@ class Layer:
 def _sources(
     operations: Sequence[LayerOperation], ends: Iterable[int | None], is_known: Callable[[LayerOperation], bool]
 ) -> tuple[set[int], set[int]]:
-    """The numbers of the operations that results are computed by, back to those whose results are known; and of the
-    known ones. An end None is an input."""
+    """The numbers of the operations that compute the results `ends` from known results, and the numbers of the
+    operations with these known results. None in `ends` is an input."""
     todo, found, known = [end for end in ends if end is not None], set[int](), set[int]()
     while todo:
         number = todo.pop()
@@ -101,7 +101,7 @@ def _sources(
 
 
 def named_values(cfg: Config, target: str | None = None) -> list[NamedValue]:
-    """The named values on a device of a target, by default of this machine, from one trace of a layer."""
+    """The named values on one device of a target (by default of this machine), from one trace of a layer."""
     aim = local_target(jax.devices()) if target is None else parse_target(target)
     cfg = for_devices(cfg, aim.count)
     memory = cfg.memory.model_copy(update={"mlp_chunk": "auto", "head_groups": "auto"})  # chunks hide some names
@@ -114,7 +114,7 @@ def named_values(cfg: Config, target: str | None = None) -> list[NamedValue]:
 
 
 def layers_of(cfg: Config, platform: str) -> list[Layer]:
-    """A layer of each stack of a config whose mesh is resolved, for one row, on one of the devices that shard it."""
+    """One layer of each stack of a config whose mesh is resolved, for one row, on one of the devices that shard it."""
     shape = shape_of(cfg, platform)
     memory = {"remat": "none", "offload": "none", "attention": "auto"}
     built = on_one_device(one_share(shape.model_copy(update={"memory": shape.memory.model_copy(update=memory)}), cfg))
@@ -199,13 +199,13 @@ class _Operations:
         if name in self._known and not self._back:
             return LayerOperation(sources, 0, 0, backward=False, name=name, bytes=self.bytes_of(eqn.outvars[0].aval))
         elements = sum(getattr(x.aval, "size", 0) for x in eqn.outvars)
-        parts = [(eqn, 1), *(inside(eqn, 1) if eqn.primitive.name in LOOPS else ())]  # each with how often it runs
+        parts = [(eqn, 1), *(inside(eqn, 1) if eqn.primitive.name in LOOPS else ())]  # (operation, number of runs)
         flops = sum(matmul(one, times).flops * times for one, times in parts if one.primitive.name in MATMULS)
         return LayerOperation(sources, flops, elements, self._back)
 
 
 def _called(eqn: Any) -> Any:
-    """The operations inside a call."""
+    """The jaxpr inside of a call."""
     for value in eqn.params.values():
         value = getattr(value, "jaxpr", value)
         if hasattr(value, "eqns") and len(value.invars) == len(eqn.invars):

@@ -1,7 +1,8 @@
 """The inputs of a program that each value was computed from: weights alone, the batch, the optimizer state.
 
-A cast, gathered, sliced or dequantized weight comes from weights alone, whatever operations XLA made in between. A
-gradient comes from weights and batch. Every operation is followed from the inputs onwards, loops until nothing changes.
+A cast, gathered, sliced or dequantized weight is computed from weights alone, whichever operations XLA inserted. A
+gradient is computed from weights and batch. Origins are propagated from the inputs through every operation, in loops
+until they do not change.
 """
 
 from __future__ import annotations
@@ -14,12 +15,12 @@ from jaxmem.planning.hlo import Computation, HloShape, Instruction, Module
 
 Origins = int  # bits
 WEIGHTS, OPTIMIZER, BATCH, OTHER = 1, 2, 4, 8
-NOWHERE = 0  # literals and what is computed from them
+NOWHERE = 0  # literals, and values that are computed from literals only
 Result = tuple[Origins, ...]  # one for each array of an instruction's result
 
 
 def trace_origins(module: Module, of_input: Callable[[Instruction], Origins]) -> dict[Instruction, Result]:
-    """The origins of every instruction's result; `of_input` returns the origin of an entry parameter."""
+    """The origins of the result of every instruction. `of_input` returns the origin of an argument of the program."""
     found: dict[Instruction, Result] = {}
     inputs = (one for one in module.entry.instructions if one.opcode == "parameter")
     _run(
@@ -76,5 +77,5 @@ def _uniform(shape: HloShape, origins: Origins) -> Result:
 
 
 def _either(*results: Result) -> Result:
-    """The origins of a result that is one of several."""
+    """The origins of a result that equals one of several results."""
     return tuple(map(union, zip(*results, strict=True)))

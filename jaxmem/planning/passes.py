@@ -1,4 +1,4 @@
-"""One row's forward and backward pass, as jax traces them: saved activations, and every matrix multiplication.
+"""Forward and backward pass of one row, as jax traces them: saved activations, and every matrix multiplication.
 
 Nothing is compiled. The first config of a shape takes half a second; configs that differ only in mesh and batch share
 the trace.
@@ -30,10 +30,10 @@ from jaxmem.step.objective import objective
 
 DEVICE, HOST = jax.memory.Space.Device, jax.memory.Space.Host
 MATMULS, LOOPS = ("dot_general", "conv_general_dilated"), ("scan", "while")
-# Primitives of kernels: Pallas for Mosaic GPU, the same with an accumulator, Triton, calls of libraries.
+# Primitives of kernels: Pallas for Mosaic GPU, the same with an accumulator, Triton, library calls.
 KERNELS = ("pallas_call", "mpmd_map", "run_state", "triton_kernel_call", "ffi_call")
 # XLA fuses the operations between matmuls into few kernels. In compiled decoders all kernels together read and write
-# two and a half times the bytes of the matmuls, and there are about three for each matmul or write in place.
+# two and a half times the bytes of the matmuls, and there are about three kernels per matmul or write in place.
 AROUND, _KERNELS_PER_MATMUL = 2.5, 3
 
 
@@ -43,7 +43,7 @@ class Matmul:
 
     times: int
     flops: int
-    weights: int  # bytes of operands and results that are weights, however many rows there are
+    weights: int  # bytes of operands and results that are weights; independent of the number of rows
     others: int
     dtype: str
 
@@ -52,14 +52,14 @@ class Matmul:
 class TracedPasses:
     """Forward and backward pass of one row on one of the devices that shard its layers."""
 
-    saved: int  # bytes of saved activations on the device; of a decoder, the activations of its layers
+    saved: int  # bytes of saved activations on the device; for a decoder, only those of its layers
     offloaded: int  # bytes of saved activations in host memory
     matmuls: tuple[Matmul, ...]
     kernels: int
 
 
 def shape_of(cfg: Config, platform: str) -> Config:
-    """The part of a config that shapes depend on: without its mesh, its batch and what only a run reads."""
+    """The part of a config that shapes depend on: without mesh, batch, and settings that only a run reads."""
     compute = compute_dtype(cfg.precision, platform).name
     chunk, entries = loss_chunk(cfg, platform), vocab_entries(cfg)
     if chunk is not None and chunk < entries:
@@ -84,10 +84,10 @@ def shape_of(cfg: Config, platform: str) -> Config:
 
 
 def passes_of(cfg: Config, platform: str) -> TracedPasses:
-    """The passes of a config whose mesh is resolved. Where `tensor` does not shard the hidden units or the vocabulary
-    it shards the sequence there: the same matmuls in other shapes."""
+    """The passes of a config whose mesh is resolved. If `tensor` does not shard the hidden units or the vocabulary, it
+    shards the sequence of that part instead: the matmuls are the same in other shapes."""
     names = offloaded_activations(cfg.memory.offload)
-    all_offloaded = names == (BOUNDARY,)  # everything that would be saved without offloading
+    all_offloaded = names == (BOUNDARY,)  # all activations that would be saved without offloading
     memory = {"update": "after", "offload": "none" if all_offloaded or not names else names}
     if (together := layers_per_boundary(cfg)) > 1:
         memory["remat"] = f"every_{together}"
@@ -110,7 +110,7 @@ def passes_of(cfg: Config, platform: str) -> TracedPasses:
 
 
 def _passes(shape: Config, tensor: int) -> TracedPasses:
-    """Both halves of the passes, layers and loss, each traced once for all configs in which it is equal."""
+    """Both halves of the passes, layers and loss. Each half is traced once for all configs in which it is equal."""
     memory = shape.memory
     layers = shape.model_copy(update={"memory": memory.model_copy(update={"loss_chunk": "auto"})})
     loss = shape.model_copy(update={"memory": Memory(loss_chunk=memory.loss_chunk)})
@@ -121,14 +121,14 @@ def _passes(shape: Config, tensor: int) -> TracedPasses:
 
 @functools.lru_cache(maxsize=256)
 def _of_layers(shape: Config, tensor: int) -> TracedPasses:
-    """The first half: from a row to the last layer's result."""
+    """The first half: from a row to the result of the last layer."""
     half = _Half(shape)
     return half.passes(half.features, (), tensor)
 
 
 @functools.lru_cache(maxsize=256)
 def _of_loss(shape: Config, tensor: int) -> TracedPasses:
-    """The second half: from the last layer's result through the output matrix to the loss."""
+    """The second half: from the result of the last layer through the output matrix to the loss."""
     half = _Half(shape)
     return half.passes(half.loss, (jax.eval_shape(half.features, half.params, half.batch),), tensor)
 
@@ -170,14 +170,17 @@ class _Half:
                 matmuls.append(matmul(eqn, times))
             if eqn.primitive.name in (*MATMULS, "dynamic_update_slice"):
                 kernels += _KERNELS_PER_MATMUL * times
-            elif eqn.primitive.name in KERNELS and not eqn.params.get("interpret"):  # interpreted: the branch for CPUs
+            elif eqn.primitive.name in KERNELS and not eqn.params.get(
+                "interpret"
+            ):  # interpreted kernels are the branch for CPUs
                 matmuls.append(_kernel(eqn, times))
                 kernels += times
         return TracedPasses(int(saved[DEVICE]), int(saved[HOST]), tuple(matmuls), kernels)
 
 
 def _saved(traced: Any, outs: int, model: Any, tensor: int) -> dict[Any, float]:
-    """Bytes of a trace's first `outs` results by memory space, without inputs; of a decoder only results of layers."""
+    """Bytes of the first `outs` results of a trace by memory space, without inputs; for a decoder, only of results of
+    layers."""
     made_by = {out: eqn for eqn in traced.eqns for out in eqn.outvars}
     saved = dict.fromkeys(jax.memory.Space, 0.0)
     for out in traced.outvars[:outs]:
@@ -197,7 +200,7 @@ def _space(out: Any) -> Any:
 
 
 def _leaves_layers(out: Any, scan: Any) -> bool:
-    """Whether it is the residual stream after the last layer: [row, time, embed], carried from layer to layer."""
+    """Whether a result is the residual stream after the last layer: [row, token, embed], carried through the layers."""
     inner = scan.params["jaxpr"].jaxpr.outvars[scan.outvars.index(out)]
     return out.aval.ndim == 3 and inner.aval.shape == out.aval.shape
 
@@ -211,14 +214,14 @@ def _is_matmul_input(out: Any, scan: Any) -> bool:
 
 
 def equations(traced: Any, times: int) -> Iterator[tuple[Any, int]]:
-    """Every operation of a trace, nested ones included, and how often it runs if the trace runs `times`."""
+    """Every operation of a trace, nested ones included, and the number of its runs if the trace runs `times`."""
     for eqn in traced.eqns:
         yield eqn, times
         yield from inside(eqn, times)
 
 
 def inside(eqn: Any, times: int) -> Iterator[tuple[Any, int]]:
-    """The operations inside an operation that runs `times`, and how often they run."""
+    """The operations inside an operation that runs `times`, and the number of their runs."""
     if eqn.primitive.name == "scan":
         times *= eqn.params["length"]
     elif eqn.primitive.name == "while":
@@ -255,12 +258,12 @@ def _kernel(eqn: Any, times: int) -> Matmul:
 
 
 def _is_weight(x: Any) -> bool:
-    """A weight, its gradient or a slice of either. Arrays of a batch, here of one row, begin with 1."""
+    """Whether an array is a weight, its gradient or a slice of either. Arrays of a batch begin with 1, for one row."""
     return x.ndim == 2 or (x.ndim == 3 and x.shape[0] != 1)
 
 
 def _bytes(x: Any) -> int:
-    """Bytes of an array; random keys count as nothing."""
+    """Bytes of an array; 0 for random keys."""
     return math.prod(x.shape) * x.dtype.itemsize if hasattr(x.dtype, "itemsize") else 0
 
 
@@ -269,18 +272,18 @@ def without_sharding(leaf: Any) -> jax.ShapeDtypeStruct:
 
 
 def on_one_device(cfg: Config) -> Program:
-    """A program to trace; nothing is placed on the device."""
+    """A program that is only traced; no array is created."""
     return Program(cfg, layout_for(cfg, jax.devices()[:1]))
 
 
 def one_share(shape: Config, cfg: Config) -> Config:
-    """A shape with one device's share of a decoder that the config shards over `tensor`."""
+    """A shape with the share of one device of a decoder that the config shards over `tensor`."""
     model, tensor = shape.model, cfg.mesh.tensor
     if not isinstance(model, Decoder) or tensor == 1:
         return shape
     split = shards(cfg, "heads")
     heads = model.heads // split
-    # Key heads that are not divisible are replicated, and each device uses those of its query heads.
+    # If KV heads are not divisible by `tensor`, they are replicated, and each device uses those of its query heads.
     keys = model.kv_heads // split if model.kv_heads % split == 0 else math.gcd(model.kv_heads, heads)
     share = {"heads": heads, "kv_heads": keys, "mlp": model.mlp // tensor, "vocab": -(-model.vocab // tensor)}
     return shape.model_copy(update={"model": model.model_copy(update=share)})

@@ -36,31 +36,31 @@ class PlanWarning:
 
 @dataclass(frozen=True)
 class Plan:
-    """Bytes and seconds of one device. Each number is computed when it is first read."""
+    """Bytes and seconds of one device. Each number is computed when it is read first."""
 
     program: Program
     target: Target
     compiled_step: Compiled
     seconds: float  # time that planning took
     reserve_gib: float | None = None  # memory of a GPU outside the compiled program; None: the default
-    unlimited: Compiled | None = None  # the step compiled without a memory limit, where XLA recomputes at the limit
+    unlimited: Compiled | None = None  # the step compiled without a memory limit, if XLA recomputes at the limit
     remarks: Mapping[str, Sequence[str]] = field(default_factory=dict)  # from XLA's log
-    others: Mapping[str, int] = field(default_factory=dict)  # bytes of other phases' programs, where compiled
+    others: Mapping[str, int] = field(default_factory=dict)  # bytes of the compiled programs of other phases
     shorter: Mapping[int, Compiled] = field(default_factory=dict)  # steps of shorter buckets, by sequence length
 
     @property
     def step(self) -> jax.stages.Compiled:
-        """The step that `train` runs on local devices, on rows of the full sequence length."""
+        """The step that `train` runs on local devices for rows of the full sequence length."""
         return self.step_for(self.program.cfg.data.sequence_length)
 
     def step_for(self, bucket: int) -> jax.stages.Compiled:
-        """The step that `train` runs on rows of this length."""
+        """The step that `train` runs for rows of this length."""
         executable = self.shorter.get(bucket, self.compiled_step).executable
         assert executable is not None, f"{self.target.name} is not this machine"
         return executable
 
     def total_for(self, bucket: int) -> int:
-        """Bytes per device of a step on rows of this length."""
+        """Bytes per device of a step for rows of this length."""
         if bucket == self.program.cfg.data.sequence_length:
             return self.compiled_step.total
         return self.shorter[bucket].total if bucket in self.shorter else self.others[step_at(bucket)]
@@ -82,7 +82,7 @@ class Plan:
 
     @cached_property
     def bytes_per_device(self) -> dict[str, int]:
-        """Bytes of the training step by part. Every part but `other` is a sum of named buffers."""
+        """Bytes of the training step by part. Every part except `other` is a sum of named buffers."""
         parts = {part: self.breakdown.of_part(part) for part in PARTS}
         total = self.compiled_step.total
         return {**parts, "other": total - sum(parts.values()) + parts["other"], "total": total}
@@ -106,12 +106,12 @@ class Plan:
 
     @cached_property
     def history(self) -> History:
-        """The step's memory over time."""
+        """The memory of the step over time."""
         return history(self.breakdown, self.compiled_step.total, self.target, self.timeline)
 
     @property
     def estimated_step_seconds(self) -> float | None:
-        """None where the device's speed is unknown."""
+        """Estimated seconds of a step; None if the speed of the device is unknown."""
         return self.timeline.seconds if self.target.gpu else None
 
     @cached_property
@@ -130,12 +130,12 @@ class Plan:
             "step": self.compiled_step.total,
             **{step_at(bucket): self.total_for(bucket) for bucket in self.program.cfg.data.buckets},
             "evaluate": self._other("evaluate") + optimizer if self.program.cfg.train.evaluate_every else None,
-            "save": state,  # the checksum needs no memory; a copy is in host memory, see `host_bytes`
+            "save": state,  # the checksum needs no device memory; a copy of the state is in host memory (`host_bytes`)
         }
 
     @cached_property
     def host_bytes(self) -> int:
-        """Peak host memory for each device: what is offloaded, and a copy of the state while it is saved."""
+        """Peak host memory for each device: offloaded arrays, and a copy of the state while it is saved."""
         return self.compiled_step.host_total + bytes_on_device(self.program.spec.state)
 
     @property
@@ -169,7 +169,7 @@ class Plan:
         return room >= 0 and self.host_bytes + self.spilled <= self.target.host_memory
 
     def _other(self, phase: str) -> int:
-        """Bytes of another phase's program; of a plan for local devices, of the program that the run uses."""
+        """Bytes of the program of another phase; for local devices, of the program that the run uses."""
         return self.others[phase] if phase in self.others else total_of(getattr(self.program, f"compiled_{phase}"))
 
     def __repr__(self) -> str:
@@ -194,7 +194,7 @@ class Plan:
         }
 
     def step_as_json(self) -> dict[str, Any]:
-        """The facts of the step alone, for which no other program is compiled."""
+        """The part of the JSON that describes the step; no other program is compiled for it."""
         built, target, timeline = self.program, self.target, self.timeline
         return {
             "model": {"name": built.cfg.name, "parameters": built.model.parameters, "trainable": built.model.trainable},
@@ -266,7 +266,7 @@ def plan(
 
     `source`: a config, a preset such as `llama3-8b`, or a Hugging Face directory. `options`: `method` (a name in
     `config.methods.METHODS`), `sequence_length`, `batch`, `overrides`. `reserve_gib`: memory of each GPU outside the
-    compiled program; by default that of `jaxmem.machine.gpus.reserved`.
+    compiled program, by default `jaxmem.machine.gpus.reserved`.
     """
     start = time.perf_counter()
     aim = local_target(jax.devices()) if target is None else parse_target(target)
@@ -284,8 +284,8 @@ def plan(
 
 
 def plan_program(built: Program) -> Plan:
-    """Plan a program for the local devices that it was made for. The step of each bucket is compiled once, to be run;
-    other phases are compiled when they are read."""
+    """Plan a program for the local devices that it was made for. The step of each bucket is compiled once, for the run;
+    other phases are compiled when their bytes are read."""
     start = time.perf_counter()
     steps = {n: compile_all(at.lower_step(), {}, here=True)[0] for n, at in built.buckets.items()}
     step = steps.pop(built.cfg.data.sequence_length)

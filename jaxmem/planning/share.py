@@ -1,4 +1,4 @@
-"""One device's share of a config whose mesh is resolved: rows, tokens, vocabulary entries, passes in memory."""
+"""The share of one device of a config whose mesh is resolved: rows, tokens, vocabulary entries, passes in memory."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from jaxmem.quant.precision import compute_dtype
 from jaxmem.sharding.table import Table, make_rules
 from jaxmem.step.model import chunking, pipeline_of
 
-_BACKWARD = 0.75  # share of both passes' time, with each layer's forward pass recomputed
+_BACKWARD = 0.75  # share of the backward pass in the time of both, with full recompute
 
 
 def shards(cfg: Config, axis: str) -> int:
-    """The number of devices that a logical axis of the weights is sharded over while they are computed with."""
+    """The number of devices over which a logical axis of the weights is sharded for computation."""
     return math.prod(getattr(cfg.mesh, over) for over in _computing(cfg.rules)[axis])
 
 
@@ -28,19 +28,19 @@ def _computing(table: config.Rules) -> Table:
 
 
 def rows_of(cfg: Config) -> float:
-    """Rows of one micro-batch on one device; a part of a row, with `context`, counts as that fraction."""
+    """Rows of one micro-batch on one device. With `context`, the part of a row on one device counts as a fraction."""
     mesh = cfg.mesh
     return cfg.batch.global_size / cfg.batch.accumulate / (mesh.row_shards * mesh.context)
 
 
 def vocab_entries(cfg: Config) -> int:
-    """Vocabulary entries that one device computes with."""
+    """Vocabulary entries for which one device computes logits."""
     return -(-cfg.model.vocab // shards(cfg, "vocab")) if isinstance(cfg.model, Decoder) else 0
 
 
 def loss_chunk(cfg: Config, platform: str) -> int | None:
-    """`memory.loss_chunk` as resolved for this batch and mesh: at most a device's vocabulary entries. None: the model
-    has no vocabulary."""
+    """`memory.loss_chunk` resolved for this batch and mesh: at most the vocabulary entries of one device. None: the
+    model has no vocabulary."""
     if not isinstance(cfg.model, Decoder):
         return None
     itemsize, entries = compute_dtype(cfg.precision, platform).itemsize, vocab_entries(cfg)
@@ -50,14 +50,14 @@ def loss_chunk(cfg: Config, platform: str) -> int | None:
 
 
 def mlp_chunk(cfg: Config, platform: str) -> int | None:
-    """`memory.mlp_chunk` as resolved: tokens of a row at a time. None: all."""
+    """`memory.mlp_chunk`, resolved: the number of tokens of a row in a chunk. None: all."""
     if not isinstance(cfg.model, Decoder):
         return None
     return chunking(cfg.memory).chunk_size(stream_of(cfg, platform), cfg.model.mlp)
 
 
 def head_groups(cfg: Config, platform: str) -> int:
-    """`memory.head_groups` as resolved."""
+    """`memory.head_groups`, resolved."""
     model, split = cfg.model, shards(cfg, "heads")
     if not isinstance(model, Decoder) or model.kv_heads % split:
         return 1
@@ -66,7 +66,7 @@ def head_groups(cfg: Config, platform: str) -> int:
 
 
 def stream_of(cfg: Config, platform: str) -> jax.ShapeDtypeStruct:
-    """One device's part of a micro-batch between two layers of a decoder."""
+    """The residual stream of a decoder for one micro-batch, as one device stores it between layers."""
     assert isinstance(cfg.model, Decoder)
     mesh, compute = cfg.mesh, compute_dtype(cfg.precision, platform)
     rows, length = max(round(rows_of(cfg) * mesh.context), 1), cfg.data.sequence_length // (mesh.context * mesh.tensor)
@@ -74,7 +74,8 @@ def stream_of(cfg: Config, platform: str) -> jax.ShapeDtypeStruct:
 
 
 def passes_per_update(cfg: Config) -> float:
-    """How many passes through all layers last as long as an update; with a pipeline its ticks, bubble included."""
+    """The number of passes through all layers that take as long as an update; with a pipeline, its ticks, bubble
+    included."""
     if cfg.needs_global_norm_first:
         return cfg.batch.accumulate * (1 + _BACKWARD)
     pipeline = pipeline_of(cfg)
@@ -82,8 +83,8 @@ def passes_per_update(cfg: Config) -> float:
 
 
 def passes_in_memory(cfg: Config) -> float:
-    """How many passes have their saved activations in memory at once. In a pipeline every tick does; boundaries within
-    a segment of layers are in memory only for the segment that is being differentiated."""
+    """The number of passes whose saved activations are in memory at the same time. In a pipeline these are all ticks;
+    boundaries within a segment of layers are in memory only for the segment that is being differentiated."""
     if cfg.memory.update == "during":
         return cfg.batch.accumulate
     if (pipeline := pipeline_of(cfg)) is None:
@@ -94,6 +95,6 @@ def passes_in_memory(cfg: Config) -> float:
 
 
 def layers_per_boundary(cfg: Config) -> int:
-    """How many layers of a pipeline are recomputed from one saved boundary."""
+    """The number of layers of a pipeline that are recomputed from one saved boundary."""
     pipeline, remat = pipeline_of(cfg), cfg.memory.remat
     return pipeline.layers_per_boundary(remat) if pipeline is not None and isinstance(remat, str) else 1

@@ -1,4 +1,4 @@
-"""The source line, the modules and the layers that a buffer of a compiled step belongs to."""
+"""The source line, the modules and the layers of each buffer of a compiled step."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from jaxmem.planning.breakdown import NamedBuffer, information, maker_of
 from jaxmem.planning.hlo import Frame, Instruction
 
 MODELS, STACK = "jaxmem/models/", "jaxmem/stack/"
-_STEPS = 64  # at most, back from a buffer to the operation that filled it
+_STEPS = 64  # at most this many operations back from a buffer to the one that filled it
 # Operations that return their operand, perhaps in another order or dtype.
 _FORWARDING = {"bitcast", "convert", "copy", "optimization-barrier", "reshape", "transpose"}
 
@@ -58,8 +58,8 @@ def path(name: str) -> str:
 
 
 def _filled_by(one: Instruction, index: tuple[int, ...]) -> Instruction:
-    """The operation that computed a value which others store, cast or transpose: for a stack that a loop fills, an
-    operation of the loop's body."""
+    """The operation that computed a value, before operations that only store, cast or transpose it. For a stack that a
+    loop fills, it is an operation in the body of the loop."""
     fusions: list[Instruction] = []
     for _ in range(_STEPS):
         if one.is_fusion:
@@ -81,6 +81,6 @@ def _filled_by(one: Instruction, index: tuple[int, ...]) -> Instruction:
 
 
 def _place(frames: Sequence[Frame]) -> Frame:
-    """The innermost line of a model; else the innermost line that does not apply the stack of layers."""
+    """The innermost line in a model; if there is none, the innermost line that does not apply the stack of layers."""
     own = [frame for frame in frames if STACK not in frame.file]
     return next((frame for frame in own if MODELS in frame.file), (own or list(frames))[0])

@@ -1,4 +1,4 @@
-"""The state of one device by arithmetic: shapes are traced once and divided by the sharding rules. It is exact."""
+"""The exact bytes of the state of one device, by arithmetic: shapes are traced once and divided as they are sharded."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ class StateLeaf:
 
     @property
     def is_stacked(self) -> bool:
-        """Whether its first dimension is the layer."""
+        """Whether the first dimension is the layer."""
         return self.axes[:1] == ("layer",)
 
 
 @dataclass(frozen=True)
 class StateLeaves:
-    weights: tuple[StateLeaf, ...]  # in the dtype of their gradients
-    trainable: tuple[StateLeaf, ...]  # the trainable ones of `weights`
+    weights: tuple[StateLeaf, ...]  # all weights, in the dtype of their gradients
+    trainable: tuple[StateLeaf, ...]  # the trainable weights, in the dtype of their gradients
     params: tuple[StateLeaf, ...]  # as stored: values, or integer codes
     scales: tuple[StateLeaf, ...]  # block scales of quantized weights
     master: tuple[StateLeaf, ...]
@@ -50,7 +50,7 @@ class StateLeaves:
 
 
 def state_of(cfg: Config, platform: str) -> StateLeaves:
-    """The state of a config. It is traced once for all configs that differ only in mesh, batch and recomputation."""
+    """The state of a config, traced once for all configs that differ only in mesh, batch and recomputation."""
     shape = shape_of(cfg, platform)
     return _state(shape.model_copy(update={"memory": Memory(update=cfg.memory.update)}))
 
@@ -81,28 +81,29 @@ def _state(shape: Config) -> StateLeaves:
 
 
 class DeviceBytes:
-    """Bytes of arrays on one device of a config's mesh. Each shape is divided once for each role."""
+    """Bytes of arrays on one device of a mesh. The result for each shape and role is cached."""
 
     def __init__(self, cfg: Config) -> None:
         self._rules, self._mesh = rules_for(cfg), cfg.mesh.model_dump()
-        # Rows of a sharded embedding are looked up on the devices that store them, unless it also makes the logits.
+        # Rows of a sharded embedding are looked up on the devices that store them, unless embeddings are tied.
         self._looked_up = cfg.zero >= 2 and not getattr(cfg.model, "tie_embeddings", False)
         self._known: dict[tuple[Role, Axes, tuple[int, ...]], tuple[list[int], bool, int]] = {}
 
     def __call__(self, role: Role, leaves: Iterable[StateLeaf], width: int = 0) -> int:
-        """Bytes of arrays in a role. `width`: bytes per element, if not those of the stored dtype."""
+        """Bytes of arrays in a role. `width`: bytes per element; 0: those of the stored dtype."""
         return sum(self._divided(role, leaf)[2] * (width or leaf.itemsize) for leaf in leaves)
 
     def is_transposed(self, leaf: StateLeaf) -> bool:
-        """Whether the gathered dimension is not the first: XLA then keeps a copy in which it is."""
+        """Whether a dimension other than the first is gathered; XLA then stores a transposed copy in which it is the
+        first."""
         if self._looked_up and leaf.axes == ("vocab", "embed"):
             return False
         first = 2 if leaf.is_stacked else 1
         return self._divided("weights", leaf)[0][first:] != self._divided("compute", leaf)[0][first:]
 
     def traffic(self, leaves: Iterable[StateLeaf], width: int, gathered: float) -> WeightTraffic:
-        """A weight that is sharded differently in two roles is communicated: `width` bytes per element of a gradient,
-        `gathered` bytes per element of a weight."""
+        """Bytes of weights and gradients that are communicated because they are sharded differently in two roles.
+        `width`: bytes per element of a gradient; `gathered`: bytes per element of a gathered weight."""
         found = dict.fromkeys(("gathered", "scattered", "reduced", "replicated", "renewed"), 0)
         for leaf in leaves:
             (_, over_tensor, used), (_, _, stored), (_, _, gradient), (_, _, updated) = (

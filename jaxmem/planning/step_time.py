@@ -1,6 +1,6 @@
 """Seconds of a step by arithmetic alone: matmuls and the operations between them, exposed communication, the update.
 
-It compares configs before any is compiled; `timeline.py` estimates the same from a compiled program.
+It compares configs before any is compiled; `timeline.py` estimates the time from a compiled program.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ _WAITED = 0.8  # exposed share of copies between a device and its host, in compi
 
 @dataclass(frozen=True)
 class WeightTraffic:
-    """Bytes of all weights as one device computes with them, by kind of communication."""
+    """Bytes of the weights that one device computes with, by kind of communication."""
 
-    gathered: float  # stored sharded (zero 3)
+    gathered: float  # all-gathered, since they are stored sharded (zero 3)
     scattered: float  # gradients are reduce-scattered (from zero 2)
     reduced: float  # gradients are all-reduced
-    replicated: float  # over `tensor`, whose devices see other tokens: gradients are summed over it too
-    renewed: float  # in the stored dtype; updated sharded and then gathered (zero 1 and 2)
+    replicated: float  # replicated over `tensor`, whose devices have other tokens: all-reduces of gradients over it
+    renewed: float  # updated in shards and then all-gathered in the stored dtype (zero 1 and 2)
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class OffloadedBytes:
 
 @dataclass(frozen=True)
 class StepTime:
-    """The step of a config on GPUs of which `per_host` share a host."""
+    """The time of a step of a config on GPUs, `per_host` of them on each host."""
 
     cfg: Config
     gpu: Gpu
@@ -50,12 +50,12 @@ class StepTime:
     def seconds(
         self, passes: TracedPasses, weights: WeightTraffic, parts: Mapping[str, int], offloaded: OffloadedBytes
     ) -> float:
-        """`parts`: bytes of one device by part."""
+        """Seconds of a step. `parts`: bytes of one device by part."""
         micro = self.cfg.batch.accumulate
         compute = self._compute(passes) * passes_per_update(self.cfg) / micro
         communication = self._weights(weights) + self._tensor() + self._context()
         exposed = max(_EXPOSED * communication, communication - compute)
-        # Frozen weights are copied for both passes, a layer ahead.
+        # Offloaded frozen weights are copied in both passes, a layer ahead.
         copies = 2 * offloaded.frozen / self.gpu.host_rate
         exposed += max(_EXPOSED * copies, copies - compute)
         each = (
@@ -64,7 +64,7 @@ class StepTime:
             + self._offloaded_activations(passes, compute)
             + 3 * parts["gradients"] / self.gpu.memory_rate
         )
-        # Nothing overlaps an update after the passes; state moves both ways at once.
+        # An update after the backward pass overlaps with nothing; state is copied in both directions at the same time.
         moved = offloaded.optimizer / self.gpu.host_rate
         exposed_state = max(0.0, moved - compute) if self.cfg.memory.update == "during" else moved
         state = sum(parts[name] for name in ("parameters", "master", "optimizer", "gradients"))
@@ -73,7 +73,7 @@ class StepTime:
 
     @property
     def _split(self) -> int:
-        """Devices over which the weights of a replica are sharded."""
+        """The number of devices over which the weights of a replica are sharded."""
         return self.cfg.mesh.fsdp * self.cfg.mesh.context
 
     @property
@@ -96,16 +96,16 @@ class StepTime:
         return seconds
 
     def _weights(self, weights: WeightTraffic) -> float:
-        """Seconds of data parallelism's communication for one micro-batch: weights twice, gradients once, in the
-        compute dtype."""
+        """Seconds of the communication of weights for one micro-batch: weights twice, gradients once, in the compute
+        dtype."""
         mesh = self.cfg.mesh
         within = self._ring(2 * weights.gathered + weights.scattered, self._split, mesh.tensor)
         shared = self._ring(weights.reduced, mesh.context, mesh.tensor)
         return within + 2 * (shared + self._ring(weights.replicated, mesh.tensor, 1))
 
     def _per_update(self, weights: WeightTraffic) -> float:
-        """Seconds of its communication for an update: sums of replicated gradients, shards of the others, new
-        weights."""
+        """Seconds of the communication of weights for one update: all-reduced sums of replicated gradients, shards of
+        the other gradients, and updated weights."""
         mesh, sides = self.cfg.mesh, 1 if self.cfg.zero else 2
         within = self._ring(sides * weights.reduced, mesh.fsdp, mesh.tensor * mesh.context)
         between = weights.scattered / self._split + weights.reduced / (mesh.fsdp if self.cfg.zero else 1)
@@ -113,8 +113,8 @@ class StepTime:
         return within + replicas + self._ring(weights.renewed, self._split, mesh.tensor)
 
     def _tensor(self) -> float:
-        """Seconds of two sums of the residual stream per layer and pass, one for each half that `tensor` shards.
-        Attention that it does not shard still needs all positions."""
+        """Seconds of the sums of the residual stream per layer and pass, one for attention and one for the MLP, if
+        `tensor` shards them. Attention that is not sharded over `tensor` still gathers all positions."""
         model, tensor = self.cfg.model, self.cfg.mesh.tensor
         if not isinstance(model, Decoder) or tensor == 1:
             return 0.0
@@ -124,8 +124,8 @@ class StepTime:
         return halves * passes * model.layers * self._ring(residual, tensor, 1)
 
     def _context(self) -> float:
-        """Seconds for keys and values around the ring of `context`: forward, backward, with every recomputed forward
-        pass, and their gradients in float32."""
+        """Seconds of ring attention: keys and values are sent around the ring in the forward pass, in the recomputed
+        forward pass and in the backward pass; their gradients in float32."""
         model, mesh = self.cfg.model, self.cfg.mesh
         if not isinstance(model, Decoder):
             return 0.0
@@ -135,14 +135,14 @@ class StepTime:
         return model.layers * self._ring(sent, mesh.context, mesh.tensor)
 
     def _offloaded_activations(self, passes: TracedPasses, compute: float) -> float:
-        """Seconds of exposed copies of offloaded activations. Only boundaries are fetched a layer ahead; XLA places
-        most other copies where they are needed."""
+        """Seconds of exposed copies of offloaded activations. Only boundaries are fetched a layer ahead; XLA schedules
+        most other copies right before their use."""
         each_way = rows_of(self.cfg) * passes.offloaded / self.gpu.host_rate
         ahead = self.cfg.memory.remat == "full" and offloaded_activations(self.cfg.memory.offload) == (BOUNDARY,)
         return max(0.0, each_way - compute / 2) if ahead else _WAITED * 2 * each_way
 
     def _ring(self, size: float, group: int, stride: int) -> float:
-        """Seconds in which a ring of `group` devices, each `stride` from the next, gathers `size` bytes."""
+        """Seconds in which a ring of `group` devices, whose ids differ by `stride`, gathers `size` bytes."""
         if group == 1:
             return 0.0
         neighbours = min(group, max(1, self.per_host // stride))

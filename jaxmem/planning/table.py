@@ -16,12 +16,12 @@ from jaxmem.planning.layers import NamedValue
 from jaxmem.planning.result import Plan
 from jaxmem.planning.units import format_bytes, format_count, format_seconds
 
-NARROW = 66  # columns; a narrower table has fewer columns of its own
-NOTABLE = 0.02  # share of the total from which on a kind has its own row
+NARROW = 66  # characters per line; below, tables have fewer columns
+NOTABLE = 0.02  # kinds with at least this share of the total have their own row
 
 
 class TargetList:
-    """What `--target list` prints."""
+    """The table that `--target list` prints."""
 
     def __rich_console__(self, _: Console, options: ConsoleOptions) -> Iterator[RenderableType]:
         columns = {
@@ -152,7 +152,7 @@ class PlanTable:
 
 
 def _table(title: str, first: str, *columns: str) -> Table:
-    """Numbers to the right; the first column has names."""
+    """A table whose first column has names; the other columns have numbers, aligned right."""
     table = Table(title=title, title_justify="left")
     table.add_column(first, overflow="fold")
     for column in columns:

@@ -1,4 +1,4 @@
-"""The devices that a plan is for: GPUs by name, count and hosts; simulated devices of a CPU; or this machine's.
+"""The devices that a plan is for: GPUs by name, count and hosts; simulated devices of a CPU; or those of this machine.
 
     rtx4090-24gb   a100-40gb:8   h100-80gb:16x8   h100-80gb:128 (hosts of 8)   my-gpu.yaml:4   cpu:8
 
@@ -21,7 +21,7 @@ from jaxmem.errors import UserError, nearest
 from jaxmem.machine import devices, gpus
 from jaxmem.machine.gpus import GPUS, Gpu
 
-PER_HOST = 8  # GPUs, where a target does not name hosts
+PER_HOST = 8  # GPUs per host, if a target does not name hosts
 
 
 @dataclass(frozen=True)
@@ -33,10 +33,10 @@ class Target:
     count: int
     per_host: int
     memory: int  # bytes of one device, as its driver reports them
-    host_memory: int  # bytes of one device's share of its host
-    here: tuple[Any, ...] | None = None  # jax's devices, where they are this machine's
-    withheld: int | None = None  # bytes of a device that jax may not use, where the device reports a limit
-    beyond: int = 0  # bytes of host memory that programs on a local device use once it is full
+    host_memory: int  # bytes of host memory per device
+    here: tuple[Any, ...] | None = None  # jax's devices of this machine; None: another machine
+    withheld: int | None = None  # bytes of a device that jax may not use; None: the device reports no limit
+    beyond: int = 0  # bytes of host memory that programs on a local device use when the device is full
 
     @property
     def is_cpu(self) -> bool:
@@ -44,7 +44,7 @@ class Target:
 
     @property
     def is_here(self) -> bool:
-        """Whether programs for it can run on this machine."""
+        """Whether programs for these devices can run on this machine."""
         return self.here is not None or self.gpu is None
 
     @property
@@ -85,7 +85,7 @@ def parse_target(text: str) -> Target:
 
 
 def local_target(seen: Sequence[Any]) -> Target:
-    """The target of these devices of this machine or run."""
+    """The target of local devices, of this process or of all processes of a run."""
     first, count = seen[0], len(seen)
     per_host = max(1, sum(device.process_index == first.process_index for device in seen))
     if first.platform == "cpu":
@@ -105,7 +105,7 @@ def local_target(seen: Sequence[Any]) -> Target:
 
 
 def reserved_memory(target: Target, gib: float | None = None) -> int:
-    """Bytes of a device that no program can use; for a local device what jax was configured to leave."""
+    """Bytes of a device that no program can use; for a local device, bytes that jax is configured to leave free."""
     if target.is_cpu:
         return 0
     if target.withheld is not None and gib is None:
@@ -114,7 +114,7 @@ def reserved_memory(target: Target, gib: float | None = None) -> int:
 
 
 def usable_memory(target: Target, cfg: Config, reserve_gib: float | None = None) -> int:
-    """Bytes of a device that this run may use: what is not reserved, or its `memory.budget`."""
+    """Bytes of a device that this run may use: all but the reserved bytes, or `memory.budget`."""
     if cfg.memory.spill != "none" and not target.spillable:
         if target.gpu is None and not (target.here and target.here[0].platform == "gpu"):
             raise UserError(f"memory.spill=unified needs CUDA GPUs; {target.name} has none; use memory.spill=none")
@@ -129,8 +129,8 @@ def usable_memory(target: Target, cfg: Config, reserve_gib: float | None = None)
 def target_config(gpu: Gpu, usable: int) -> str:
     """The GPU's description for XLA's compiler: a text protobuf, `stream_executor.GpuTargetConfigProto`.
 
-    XLA recomputes of its own accord where a program needs more than 80 % of `device_memory_size`. That is set so that
-    80 % of it is `usable`, and XLA recomputes at the real limit.
+    XLA recomputes by itself if a program needs more than 80 % of `device_memory_size`. The size is set to `usable` /
+    0.8, so that XLA recomputes at the real limit.
     """
     major, minor = (int(part) for part in gpu.compute_capability.split("."))
     shared_core, shared_block, threads, lanes, like = _CORES[gpu.compute_capability]
@@ -164,7 +164,7 @@ device_description_str: "NVIDIA {gpu.kind} like {like}"
 
 # By compute capability: bytes of shared memory per multiprocessor, and at most per block; threads and float32 lanes
 # per multiprocessor (CUDA programming guide, "compute capabilities"); and a GPU of that capability in jax's own table,
-# where Pallas looks it up. CUDA 13 compiles for nothing older.
+# where Pallas looks it up. CUDA 13 does not support older capabilities.
 _CORES = {
     "8.0": (167936, 166912, 2048, 64, "NVIDIA A100"),
     "8.6": (102400, 101376, 1536, 128, "NVIDIA A10"),
@@ -187,7 +187,7 @@ def target_devices(target: Target, usable: int) -> Sequence[Any]:
 
     config: Any = jax.config
     if not devices.has_nvidia_gpu() and not config.jax_platforms:
-        config.update("jax_platforms", "cpu")  # or the plugin looks for a driver, and jax prints a traceback
+        config.update("jax_platforms", "cpu")  # otherwise the plugin looks for a driver, and jax prints a traceback
     try:
         topology = topologies.get_topology_desc(
             platform="cuda",
@@ -212,7 +212,7 @@ def _cpu_devices(target: Target) -> Sequence[Any]:
 
     try:
         devices.simulate(target.count)
-    except UserError:  # jax has started: with as many devices or more, use the first of them
+    except UserError:  # jax has started: if it has enough devices, use the first ones
         seen = jax.devices()
         if seen[0].platform != "cpu" or len(seen) < target.count:
             raise
@@ -221,12 +221,12 @@ def _cpu_devices(target: Target) -> Sequence[Any]:
 
 
 def shared_memory(gpu: Gpu) -> int:
-    """Bytes per multiprocessor."""
+    """Bytes of shared memory per multiprocessor."""
     return _CORES[gpu.compute_capability][0]
 
 
 def check_compiler(target: Target) -> None:
-    """Refuses a target of other GPUs where this machine cannot compile for them."""
+    """Refuses a target of GPUs if this machine cannot compile for them."""
     if not target.is_here and (remedy := devices.gpu_compiler_remedy()):
         raise UserError(f"target {target.name}: {remedy}; or use cpu:N")
 

@@ -1,9 +1,9 @@
-"""The estimated time of a compiled step: its instructions in the order of the schedule, communication overlapped.
+"""The estimated time of a compiled step: instructions run in the order of the schedule, communication overlaps.
 
 Each kernel takes the longer of its arithmetic and its memory traffic (Williams et al., 2009), at rates that large
-kernels attain. An asynchronous collective runs while kernels run; what is left when the program waits for it is
-exposed: max(0, its seconds - the seconds of the kernels between its start and its done). Collectives share one link
-and follow each other. Copies to host memory and from there have a link of their own each way.
+kernels attain. An asynchronous collective runs while kernels run; the seconds for which the program waits for it are
+exposed: max(0, seconds of the collective - seconds of the kernels between its start and its done). Collectives share
+one link and run one after the other. Copies to host memory and copies from it have a link each.
 """
 
 from __future__ import annotations
@@ -27,19 +27,19 @@ _FREE = {
 
 @dataclass
 class Transmission:
-    """A transfer in the schedule, and when it has its link."""
+    """A transfer in the schedule, and the seconds at which it begins and ends on its link."""
 
     instruction: Instruction
     message: Transfer
     begins: float
     ends: float
-    executed: float  # number of times; a mean, where it is not in every run
+    executed: float  # number of executions; a mean, if it is not in every run
     kernels: int = 0  # number of kernels and loops between its start and its done
     exposed: float = 0.0  # seconds of one execution
 
     @property
     def exposed_share(self) -> float:
-        """The share of its time in which the program waits; 1 where the device's speed is unknown."""
+        """The share of its seconds for which the program waits; 1 if the speed of the device is unknown."""
         return self.exposed / (self.ends - self.begins) if self.ends > self.begins else 1.0
 
     @property
@@ -62,7 +62,7 @@ class Transmission:
 class Traffic(NamedTuple):
     """Sums over transmissions."""
 
-    executed: float  # a mean, where not every run has all of them
+    executed: float  # number of executions; a mean, if they are not in every run
     wire_bytes: int
     exposed_bytes: int
     seconds: float
@@ -76,15 +76,15 @@ def traffic_of(transmissions: Iterable[Transmission]) -> Traffic:
 
 @dataclass
 class Timeline:
-    """One run of a program on one device; seconds are 0 where the device's speed is unknown."""
+    """One run of a program on one device. Seconds are 0 if the speed of the device is unknown."""
 
     seconds: float = 0.0
-    arithmetic: float = 0.0  # seconds in kernels that arithmetic bounds
-    memory: float = 0.0  # seconds in kernels that memory bounds
+    arithmetic: float = 0.0  # seconds of compute-bound kernels
+    memory: float = 0.0  # seconds of memory-bound kernels
     flops: int = 0
     kernel_bytes: int = 0  # bytes that kernels read and write
     transmissions: list[Transmission] = field(default_factory=list)
-    # Seconds in an instruction during one run of its computation; of a loop, all iterations together.
+    # Seconds of an instruction in one run of its computation; for a loop, of all iterations together.
     seconds_in: dict[Instruction, float] = field(default_factory=dict)
 
     @property
@@ -107,7 +107,7 @@ class Timeline:
 
     @property
     def overlapped_host_share(self) -> float | None:
-        """The share of the host copies' time in which kernels run; None: no copies."""
+        """The share of the seconds of host copies that overlaps with kernels; None: no copies."""
         copies = traffic_of(self.host_copies)
         return 1.0 - copies.exposed_seconds / copies.seconds if copies.seconds else None
 
@@ -118,7 +118,7 @@ class Timeline:
 
     @property
     def exposed_share(self) -> float:
-        """The share of the collectives' time in which the program waits for them."""
+        """The share of the seconds of collectives for which the program waits."""
         return traffic_of(self.collectives).exposed_seconds / self.network if self.network else 0.0
 
     @property
@@ -128,7 +128,7 @@ class Timeline:
 
     @property
     def bound(self) -> str:
-        """What takes most of the time: "arithmetic", "memory" or "network"."""
+        """The resource that most seconds are spent on: "arithmetic", "memory" or "network"."""
         exposed = traffic_of(self.collectives).exposed_seconds
         seconds = {"arithmetic": self.arithmetic, "memory": self.memory, "network": exposed}
         return max(seconds, key=lambda bound: (seconds[bound], bound))
@@ -140,14 +140,14 @@ def _by_kind(transmissions: list[Transmission]) -> dict[str, Traffic]:
 
 
 def timeline(module: Module, gpu: Gpu | None, devices: int, per_host: int) -> Timeline:
-    """Simulates a module on one of `devices`, of which `per_host` share a host. Without a `gpu` bytes and executions
-    are counted, and all communication is exposed."""
+    """Simulates a module on one of `devices`, `per_host` of them on each host. Without a `gpu`, only bytes and
+    executions are counted, and all communication is exposed."""
     return _Simulation(module, gpu, devices, per_host).result()
 
 
 @dataclass
 class _Clock:
-    """A device and its links, from the beginning of a computation."""
+    """The clock of a device and of its links during one computation."""
 
     now: float = 0.0
     link_free: dict[str, float] = field(default_factory=lambda: defaultdict(float))
@@ -167,7 +167,7 @@ class _Clock:
         return one
 
     def wait_for(self, instruction: Instruction) -> None:
-        """Whatever has the link meanwhile is exposed."""
+        """Waits until a transfer ends. All transfers that use their link during the wait are exposed."""
         until = max(self.now, self.pending[instruction].ends)
         for one in self.pending.values():
             one.exposed += max(0.0, min(one.ends, until) - max(one.begins, self.now))
@@ -187,7 +187,7 @@ class _Simulation:
         return self._timeline
 
     def _run(self, computation: Computation) -> float:
-        """Seconds of one run. A loop's body is simulated once and counts as often as it runs."""
+        """Seconds of one run. The body of a loop is simulated once, and its seconds are multiplied by its runs."""
         if computation in self._seconds:
             return self._seconds[computation]
         clock, times = _Clock(), self._module.executions[computation]
@@ -203,7 +203,7 @@ class _Simulation:
             elif message := collective(one, self._devices, self._per_host) or host_copy(one):
                 seconds = message.seconds(self._gpu) if self._gpu else 0.0
                 self._timeline.transmissions.append(clock.start(one, message, seconds, executed))
-            elif one.opcode == "async-start":  # a kernel on a stream of its own
+            elif one.opcode == "async-start":  # a kernel on its own stream
                 clock.work(self._run(one.called[0]))
             elif one.opcode.endswith("-done") and one.operands[0] in clock.pending:
                 clock.wait_for(one.operands[0])
@@ -241,7 +241,7 @@ def fused_instructions(one: Instruction) -> Iterator[Instruction]:
 
 
 def moved_bytes(one: Instruction) -> int:
-    """Bytes that a kernel reads and writes. Of an array that it slices, or writes a slice of in place, only the slice
+    """Bytes that a kernel reads and writes. If it reads a slice of an array, or writes one in place, only the slice
     counts."""
     if not one.is_fusion:
         if one.opcode in ("dynamic-slice", "slice", "gather"):
@@ -266,7 +266,7 @@ def _written(root: Instruction) -> int:
 
 
 def _read(parameter: Instruction) -> int:
-    """Bytes of a fusion's parameter that it reads."""
+    """Bytes that a fusion reads of a parameter."""
     total, waiting = 0, list(parameter.users)
     sources = {parameter}
     while waiting:

@@ -1,4 +1,4 @@
-"""Numbers with units, to read."""
+"""Numbers with units, as text."""
 
 from __future__ import annotations
 
