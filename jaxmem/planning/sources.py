@@ -81,6 +81,6 @@ def _filled_by(one: Instruction, index: tuple[int, ...]) -> Instruction:
 
 
 def _place(frames: Sequence[Frame]) -> Frame:
-    """The innermost line in a model; if there is none, the innermost line that does not apply the stack of layers."""
+    """The innermost line in a model, otherwise the innermost line that does not apply the stack of layers."""
     own = [frame for frame in frames if STACK not in frame.file]
     return next((frame for frame in own if MODELS in frame.file), (own or list(frames))[0])
