@@ -19,7 +19,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from jaxmem.data.text import stdlib_files
 
 Definition = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
-VOCAB = 2048
+VOCAB = 512
 SAMPLE = 2 << 20  # bytes of source text that the tokenizer is trained on
 SHORTEST, LONGEST = 16, 90  # characters of an answer
 TEMPLATE = (
@@ -37,22 +37,26 @@ def source_files() -> tuple[list[Path], Path]:
 
 def questions(files: Sequence[Path], root: Path) -> Iterator[tuple[str, str]]:
     """(question, answer) for each public function and class of these modules that has a docstring, each once."""
-    for name, node, _ in _definitions(files, root):
+    seen = set()
+    for module, name, node in _definitions(files, root):
         summary = (ast.get_docstring(node) or "").partition("\n")[0].strip()
-        if SHORTEST <= len(summary) <= LONGEST and re.match(r"[A-Z][a-z]+ ", summary):
-            yield f"What does {name} do?", summary
+        if SHORTEST <= len(summary) <= LONGEST and re.match(r"[A-Z][a-z]+ ", summary) and (module, name) not in seen:
+            seen.add((module, name))
+            yield f"What does {module}.{name} do?", summary
 
 
 def kinds(files: Sequence[Path], root: Path) -> Iterator[tuple[str, str]]:
-    """(question, answer) for each public definition of these modules: what kind of thing it is."""
-    for name, node, is_in_class in _definitions(files, root):
-        kind = "class" if isinstance(node, ast.ClassDef) else "method" if is_in_class else "function"
-        yield f"What is {name}?", f"It is a {kind}."
-
-
-def _definitions(files: Sequence[Path], root: Path) -> Iterator[tuple[str, Definition, bool]]:
-    """(name, definition, whether it is in a class), each name once."""
+    """(question, answer) for each name that is defined in these modules, each once: what kind of thing it is."""
     seen = set()
+    for _, name, node in _definitions(files, root):
+        kind = "class" if isinstance(node, ast.ClassDef) else "method" if "." in name else "function"
+        if name not in seen:
+            seen.add(name)
+            yield f"What is {name}?", f"A {kind}."
+
+
+def _definitions(files: Sequence[Path], root: Path) -> Iterator[tuple[str, str, Definition]]:
+    """(module, name in the module, definition)."""
     for file in files:
         module = ".".join(file.relative_to(root).with_suffix("").parts).removesuffix(".__init__")
         if any(part.startswith("_") for part in module.split(".")):
@@ -61,19 +65,15 @@ def _definitions(files: Sequence[Path], root: Path) -> Iterator[tuple[str, Defin
             tree = ast.parse(file.read_text(encoding="utf-8"))
         except (OSError, ValueError, SyntaxError):  # templates, and files that test the parser
             continue
-        for name, node, is_in_class in _public(tree, module):
-            if name not in seen:
-                seen.add(name)
-                yield name, node, is_in_class
+        yield from ((module, name, node) for name, node in _public(tree))
 
 
-def _public(parent: ast.Module | ast.ClassDef, name: str) -> Iterator[tuple[str, Definition, bool]]:
+def _public(parent: ast.Module | ast.ClassDef, prefix: str = "") -> Iterator[tuple[str, Definition]]:
     for node in parent.body:
         if isinstance(node, Definition) and not node.name.startswith("_"):
-            own = f"{name}.{node.name}"
-            yield own, node, isinstance(parent, ast.ClassDef)
+            yield f"{prefix}{node.name}", node
             if isinstance(node, ast.ClassDef):
-                yield from _public(node, own)
+                yield from _public(node, f"{prefix}{node.name}.")
 
 
 def write_conversations(pairs: Sequence[tuple[str, str]], file: Path) -> None:

@@ -37,8 +37,8 @@ from jaxmem.training.run import run
 PLACE = "runs/tour-finetune"
 PRETRAIN: dict[str, Any] = {
     "model": {"vocab": VOCAB, "layers": 4, "embed": 128, "mlp": 384, "heads": 4, "kv_heads": 2, "head_dim": 32},
-    "data": {"source": "stdlib", "sequence_length": 256},
-    "batch": {"global_size": 8},
+    "data": {"source": "stdlib", "sequence_length": 128},
+    "batch": {"global_size": 16},
     "optimizer": {"name": "muon", "learning_rate": 2e-2, "schedule": "linear", "min_lr_ratio": 0.0, "warmup": 10},
     "train": {"steps": 240, "log_every": 20},
 }
@@ -46,8 +46,8 @@ FINETUNE: dict[str, Any] = {
     "data": {"source": "chat", "sequence_length": 128, "held_out": 0.05},
     "batch": {"global_size": 16},
     "adapter": {"kind": "qlora", "rank": 8, "alpha": 16.0},
-    "optimizer": {"learning_rate": 2e-3, "schedule": "linear", "min_lr_ratio": 0.0, "warmup": 10},
-    "train": {"steps": 120, "log_every": 20},
+    "optimizer": {"learning_rate": 5e-3, "schedule": "linear", "min_lr_ratio": 0.0, "warmup": 10},
+    "train": {"steps": 160, "log_every": 20},
 }
 ASKED, SHOWN = 40, 3  # of the held-out questions, answered at the end
 PROMPT, NEW = "def ", 16  # what transformers continues, and by how many tokens

@@ -35,7 +35,7 @@ HEAD = 128  # features of a head
 
 def _shapes() -> Iterator[tuple[int, int]]:
     """(width, layers), each larger than the one before: between two widths only layers are added."""
-    widths = range(min(DEPTHS), max(DEPTHS) + 1, 1024)
+    widths = range(min(DEPTHS), max(DEPTHS) + 1, 512)
     depths = [round(depth) for depth in np.interp(widths, list(DEPTHS), list(DEPTHS.values()))]
     for (width, first), (_, end) in itertools.pairwise(zip(widths, depths, strict=True)):
         yield from ((width, layers) for layers in range(first, end))
@@ -46,8 +46,9 @@ SHAPES = tuple(_shapes())
 
 
 def _fields(width: int, layers: int) -> dict[str, int]:
-    """What a shape changes in llama3-8b."""
-    return {"layers": layers, "embed": width, "mlp": width * 7 // 2, "heads": width // HEAD}
+    """What a shape changes in llama3-8b; as in Qwen 2.5 7B there are 4 KV heads where 8 would not divide the heads."""
+    heads = width // HEAD
+    return {"layers": layers, "embed": width, "mlp": width * 7 // 2, "heads": heads, "kv_heads": 4 if heads % 8 else 8}
 
 
 def _billions(width: int, layers: int) -> float:

@@ -58,7 +58,7 @@ def test_what_is_asked_and_answered(files: list[Path]) -> None:
         ("What does pack.Box.put do?", "Put one more thing into it."),
     ]
     assert [answer for _, answer in kinds(files, files[0].parent)] == [
-        f"It is a {kind}." for kind in ("function", "class", "method", "function", "function")
+        f"A {kind}." for kind in ("function", "class", "method", "function", "function")
     ]
 
 
