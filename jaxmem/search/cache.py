@@ -1,7 +1,8 @@
 """Compiler answers cached on disk by content: the config, the target, jax's version and this package's sources.
 
-They lie in the user's cache directory ($XDG_CACHE_HOME, by default ~/.cache), one small JSON file each, written
-atomically, so that searches can share it; changing any source gives new keys. Deleting it costs only time.
+They are in the user's cache directory ($XDG_CACHE_HOME, by default ~/.cache), one small JSON file each, written
+atomically, so that searches can share them. If a source file of the package changes, the keys change. The directory can
+be deleted at any time; configs are then compiled again.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from typing import Any
 from jaxmem.config import Config
 from jaxmem.planning import Target
 
-_IRRELEVANT = {"name", "output", "seed", "checkpoint"}  # sections that change no program
+_IRRELEVANT = {"name", "output", "seed", "checkpoint"}  # keys that do not change any program
 
 
 def directory() -> Path:
@@ -35,12 +36,12 @@ def config_key(question: str, cfg: Config, target: Target, reserve_gib: float | 
 
 
 def program_key(text: str, target: Target, reserve_gib: float | None) -> str:
-    """The key of a lowered program; many configs have the same initialiser."""
+    """The key of a lowered program. Many configs share a program, such as the initialization."""
     return _digest({"program": text} | _machine(target, reserve_gib))
 
 
 def read(key: str) -> dict[str, Any] | None:
-    """None: not there, or not complete."""
+    """The answer; None if the file does not exist or is incomplete."""
     with contextlib.suppress(OSError, ValueError):
         return json.loads((directory() / f"{key}.json").read_text())
     return None
@@ -53,7 +54,7 @@ def write(key: str, answer: dict[str, Any]) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         partial.write_text(json.dumps(answer))
         partial.replace(folder / f"{key}.json")
-    except OSError:  # a disk that is full or read-only: the next search compiles again
+    except OSError:  # the disk is full or read-only: the next search compiles again
         with contextlib.suppress(OSError):
             partial.unlink(missing_ok=True)
 

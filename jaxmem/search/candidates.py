@@ -1,7 +1,7 @@
-"""All configs that a search considers: the given one with every combination of what may change, each with an estimate.
+"""All configs that a search considers: a config with every combination of the settings that may change.
 
-An estimate takes a millisecond. Of a space with more than MAX_SIZE configs a fixed sample is taken, with all that is
-one change away from the given config; a search then looks around the best.
+Each has an estimate, which takes a millisecond. If there are more than MAX_SIZE configs, a fixed sample is drawn, and
+all configs are added that differ from the given one in a single setting; then a search adds neighbours of the best.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ MAX_SIZE = 4000
 @dataclass(frozen=True)
 class Candidate:
     cfg: Config  # its mesh filled in
-    given: Config  # that the search started from
-    settings: Change  # dotted key -> value, of everything that differs between candidates
-    distance: int  # settings that differ from the given config
+    given: Config  # the config that the search started from
+    settings: Change  # dotted key -> value, for all settings that differ between candidates
+    distance: int  # number of settings that differ from the given config
     estimate: Estimate
-    error: str | None = None  # why there is no estimate
+    error: str | None = None  # the reason if there is no estimate
 
     @property
     def changes(self) -> Change:
@@ -50,7 +50,7 @@ class Candidate:
 
 
 def difference(old: Config, new: Config) -> dict[str, Any]:
-    """The settings of `new` that differ, by dotted key. A new optimizer is one section, without its own defaults."""
+    """The settings of `new` that differ from `old`, by dotted key. A new optimizer is a section without defaults."""
     found: dict[str, Any] = {}
     for section, fields in new.model_dump(mode="json").items():
         before, after = getattr(old, section), getattr(new, section)
@@ -74,7 +74,7 @@ def overrides(changes: Change) -> list[str]:
 
 
 class Space:
-    """All configs that some knobs make of one; other kernels for one of them are candidates of their own."""
+    """All configs that some knobs make of one config. Configs with other kernels are added for the best one only."""
 
     def __init__(self, cfg: Config, target: Target, knobs: Sequence[Knob]) -> None:
         self._cfg, self._target = cfg, target
@@ -88,7 +88,7 @@ class Space:
         self._given = given.model_copy(update={"rules": _plain_rules(given)})
 
     def start(self) -> list[Candidate]:
-        """The config itself, where it is valid on the target, then all others, or a sample of them."""
+        """The config itself if it is valid on the target, then all others, or a sample of them."""
         found = self._new(self._cfg, itertools.chain([{}], _combinations(self._choices)))
         if not found:
             for_devices(self._cfg, self._target.count)  # raises with the reason
@@ -96,7 +96,7 @@ class Space:
         return found
 
     def around(self, one: Candidate) -> list[Candidate]:
-        """New candidates that differ from one in a single setting."""
+        """New candidates that differ from this one in a single setting."""
         return self._new(one.cfg, itertools.chain(*self._choices))
 
     def with_other_kernels(self, one: Candidate) -> list[Candidate]:
@@ -123,7 +123,7 @@ class Space:
         distance = sum(value != _value(self._given, key) for key, value in settings.items())
         try:
             guess, error = estimated(cfg, self._target), None
-        except Exception as failure:  # noqa: BLE001 - one that cannot be traced loses; the others are searched
+        except Exception as failure:  # noqa: BLE001 - a config that cannot be traced must not end the search
             guess, error = Estimate({}, {}, None), one_line(failure)
         return Candidate(cfg, self._given, settings, distance, guess, error)
 
@@ -133,7 +133,7 @@ def candidates(cfg: Config, target: Target, knobs: Sequence[Knob]) -> list[Candi
 
 
 def estimated(cfg: Config, target: Target) -> Estimate:
-    """Seconds estimated for a CPU are only comparable with each other."""
+    """The estimate on a target. The seconds for a CPU can only be compared with each other."""
     platform, gpu = "cpu" if target.is_cpu else "gpu", target.gpu
     capability = round(10 * float(gpu.compute_capability)) if gpu else None
     cfg = resolved(cfg, platform, capability, gpu.kind if gpu else "")
@@ -141,7 +141,7 @@ def estimated(cfg: Config, target: Target) -> Estimate:
 
 
 def _with_given(cfg: Config, choices: list[Change]) -> list[Change]:
-    """The choices, with the config's own values among them."""
+    """The choices, and the values of the config itself if they are not among them."""
     if not choices:
         return []
     raw = cfg.model_dump()
@@ -164,7 +164,7 @@ def _combinations(choices: Sequence[Sequence[Change]]) -> Iterator[Change]:
 
 
 def _changed(raw: Mapping[str, Any], changes: Change, target: Target) -> Config | None:
-    """None: not a valid config on the target."""
+    """The config with these changes; None if it is not valid on the target."""
     given = {key: dict(value) if isinstance(value, dict) else value for key, value in raw.items()}
     for key, value in changes.items():
         *section, name = key.split(".")
@@ -178,7 +178,7 @@ def _changed(raw: Mapping[str, Any], changes: Change, target: Target) -> Config 
 
 
 def _canonical(cfg: Config, target: Target) -> Config:
-    """The same config for all that compile to the same program."""
+    """One config for all configs that compile to the same program."""
     platform = "cpu" if target.is_cpu else "gpu"
     precision = cfg.precision.model_copy(update={"compute": compute_dtype(cfg.precision, platform).name})
     chunks = {"loss_chunk": loss_chunk(cfg, platform) or "auto", "mlp_chunk": mlp_chunk(cfg, platform) or "auto"}
@@ -187,7 +187,7 @@ def _canonical(cfg: Config, target: Target) -> Config:
 
 
 def _plain_rules(cfg: Config) -> Rules:
-    """The same table in its most usual form: mesh axes of size 1, or that shard nothing, make no difference."""
+    """The same table in its usual form: mesh axes of size 1, or that shard nothing, are treated as in the default."""
     sharding = [axis for axis in ("tensor", *(STORAGE_AXES if cfg.zero else ())) if getattr(cfg.mesh, axis) > 1]
     usual = Rules().table
     plain: dict[str, Any] = {}

@@ -26,7 +26,7 @@ from jaxmem.search.fastest import Progress, Search
 from jaxmem.search.knobs import MEMORY_KNOBS
 from jaxmem.search.trials import SLACK, Trial, Trials, save_best, target_json
 
-COMPILES = 3  # of one method at most, until one fits
+COMPILES = 3  # configs of one method to compile at most, until one fits
 
 
 @dataclass(frozen=True)
@@ -120,7 +120,7 @@ class Comparison:
         save_best(self.best.trial.cfg if self.best and self.best.trial else None, path)
 
     def table(self) -> Any:
-        """A rich renderable that fits 40 columns."""
+        """A table for a terminal of 40 columns or more."""
         from rich.box import SIMPLE_HEAD
         from rich.console import Group
         from rich.table import Table

@@ -1,7 +1,7 @@
 """A pool of compiler processes, with a cache of their answers on disk.
 
-`concurrent.futures` would do for the pool, but not for this use: a killed process would end all of its pool's work,
-and the processes would import the calling script, which a script without a `__main__` guard does not survive.
+`concurrent.futures` is not used for two reasons: a killed process would break its entire pool, and its processes import
+the calling script, which fails without a `__main__` guard.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from jaxmem.planning.targets import Target, check_compiler, local_target, parse_
 from jaxmem.search import cache, worker
 from jaxmem.search.worker import StepCost
 
-WORKER_BYTES = 3 << 29  # that a process may need
+WORKER_BYTES = 3 << 29  # memory that a process may need
 
 
 class RefusedError(Exception):
-    """A valid config without a program on this target, or whose program does not compile; the text says why."""
+    """A valid config has no program on this target, or its program does not compile. The message is the reason."""
 
 
 def compile_target(target: str | None) -> Target:
-    """A target by name, by default this machine's devices; checked here, not in each compiler process."""
+    """A target by name, by default the devices of this machine. It is checked once, before processes start."""
     if target is not None:
         aim = parse_target(target)
         check_compiler(aim)
@@ -40,7 +40,7 @@ def compile_target(target: str | None) -> Target:
 
     here = local_target(jax.devices())
     if here.gpu is None and not here.is_cpu:
-        raise UserError(f"target: unknown device {here.name}; give a target, or a YAML file with its data")
+        raise UserError(f"target: unknown device {here.name}; set a target, or a YAML file that describes it")
     return parse_target(here.name)  # the compiler processes do not touch the devices
 
 
@@ -49,8 +49,8 @@ class CompilerPool:
 
     def __init__(self, target: Target, reserve_gib: float | None = None, processes: int | None = None) -> None:
         self.target, self.reserve_gib = target, reserve_gib
-        self.processes = 1 if target.here else processes or _process_count()  # this one, if its devices are local
-        self.compiled = 0  # programs; answers from the cache do not count
+        self.processes = 1 if target.here else processes or _process_count()  # local devices: only this process
+        self.compiled = 0  # compiled programs, without answers from the cache
         self._started: list[_CompilerProcess] = []
         self._idle: list[_CompilerProcess] = []
         self._lock = threading.Lock()
@@ -60,7 +60,7 @@ class CompilerPool:
         return self
 
     def __exit__(self, error: type[BaseException] | None, *_: object) -> None:
-        if error is not None:  # do not wait for what still compiles
+        if error is not None:  # do not wait for programs that are being compiled
             for process in self._started:
                 process.kill()
         self._threads.shutdown(cancel_futures=True)
@@ -71,15 +71,16 @@ class CompilerPool:
         return StepCost(**self._answer("step", cfg))
 
     def phases(self, cfg: Config) -> dict[str, int]:
-        """Bytes per device of the phases beside the step."""
+        """Bytes per device of the phases other than the step."""
         return self._answer("phases", cfg)
 
     def plan(self, cfg: Config) -> dict[str, Any]:
-        """The step's plan as JSON, without a memory limit."""
+        """The plan of the step as JSON, compiled without a memory limit."""
         return self._answer("plan", cfg)
 
     def each(self, ask: Callable[[Config], Any], cfgs: Iterable[Config]) -> Iterator[tuple[Config, Any]]:
-        """Configs with their answers as these come; a `RefusedError` in place of an answer is yielded, not raised."""
+        """Pairs of a config and its answer, in the order in which answers arrive. If a config has no answer, the
+        `RefusedError` is yielded instead of raised."""
         futures: dict[Future[Any], Config] = {self._threads.submit(ask, cfg): cfg for cfg in cfgs}
         for future in as_completed(futures):
             error = future.exception()
@@ -127,7 +128,7 @@ class _CompilerProcess:
             stdout=subprocess.PIPE,
             text=True,
             env={**os.environ, "JAX_PLATFORMS": "cpu"},  # before it imports jax
-            start_new_session=True,  # Ctrl-C reaches only the command, which then ends these
+            start_new_session=True,  # Ctrl-C reaches only the command, which then ends its processes
         )
 
     def ask(self, question: dict[str, Any]) -> dict[str, Any]:
@@ -142,8 +143,8 @@ class _CompilerProcess:
         return json.loads(answer)
 
     def _failure(self, code: int) -> Exception:
-        """A process that was killed (by the kernel for its memory, or by a crash in XLA) refuses this config only; an
-        error of the process itself would meet every config."""
+        """The error for an exit code. A process that was killed (by the kernel for its memory, or by a crash in XLA)
+        refuses only this config; any other exit would occur for every config."""
         needs = f"it needs {WORKER_BYTES / 2**30:.1f} GiB of memory"
         if code < 0:
             return RefusedError(f"its compiler process was killed by {signal.Signals(-code).name}; {needs}")
@@ -159,7 +160,7 @@ class _CompilerProcess:
 
 
 def _process_count() -> int:
-    """One per core, as far as memory allows."""
+    """One process per core, if the memory is sufficient."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
     return max(1, min(cores, memory // WORKER_BYTES))

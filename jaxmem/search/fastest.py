@@ -1,7 +1,7 @@
-"""The fastest config that fits: estimate everything, compile what may win, correct the estimates by it, repeat.
+"""The fastest config that fits: estimate all configs, compile the most promising, correct the estimates, repeat.
 
-Compiled next are the configs with the largest expected gain on the front of memory against time; their exact bytes and
-seconds correct the estimates of similar ones (`surrogate`).
+The configs with the largest expected gain on the Pareto front of memory and time are compiled next. Their exact bytes
+and seconds correct the estimates of similar configs (`surrogate`).
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from jaxmem.search.knobs import Knob
 from jaxmem.search.trials import SLACK, Trial, Trials
 
 UNLIKELY = 0.01
-NEIGHBOURHOODS = 3  # of the best of the estimated front, which a search looks around
-WORTHWHILE = 0.01  # the least expected gain for which a step is compiled
+NEIGHBOURHOODS = 3  # number of configs, the fastest of the estimated front, whose neighbours are added
+WORTHWHILE = 0.01  # smallest expected gain for which a step is compiled
 Progress = Callable[[str], None]
 
 
 class Search:
-    """All configs that some knobs make of one, estimated."""
+    """A search among all configs that some knobs make of one config."""
 
     def __init__(self, cfg: Config, knobs: Sequence[Knob], compilers: CompilerPool, progress: Progress) -> None:
         self._space, self._compilers, self._progress = Space(cfg, compilers.target, knobs), compilers, progress
@@ -35,7 +35,8 @@ class Search:
             self._look_around()
 
     def compile(self, most: int) -> int:
-        """Compile what may be on the front, and every phase of a run of those that are; the number of steps."""
+        """Compile the steps of configs that may be on the front, at most `most`, then all phases of the configs on it.
+        Returns the number of compiled steps."""
         left = most
         while left > 0 and (chosen := self._next(min(left, self._compilers.processes))):
             left -= len(chosen)
@@ -50,13 +51,13 @@ class Search:
                 self._compile_phases()
 
     def add_other_kernels(self) -> None:
-        """Of the fastest config."""
+        """Add configs that differ from the fastest one in the implementation of an operation."""
         for one in self.trials.front()[:1]:
             self.trials.all += [Trial.of(other) for other in self._space.with_other_kernels(one.candidate)]
             self.trials.update_estimates()
 
     def _look_around(self) -> None:
-        """Add everything one setting away from the best of a sample, until that finds nothing better."""
+        """Add all configs that differ in a single setting from the best of a sample, until none of them is better."""
         seen, trials = set[Config](), self.trials
         while new := [one for one in trials.front(trials.all, slack=SLACK)[:NEIGHBOURHOODS] if one.cfg not in seen]:
             for one in new:
@@ -64,8 +65,8 @@ class Search:
                 trials.all += [Trial.of(other) for other in self._space.around(one.candidate)]
 
     def _next(self, count: int) -> list[Trial]:
-        """The trials to compile next: by expected gain; while none is likely to fit, the smallest, if still smaller
-        than those compiled."""
+        """The trials to compile next, by expected gain. While none is likely to fit: the smallest, if they are smaller
+        than all compiled ones."""
         trials = self.trials
         open_ = [one for one in trials.all if one.is_open]
         any_fits = any(trials.fits(one) for one in trials.compiled)
@@ -86,12 +87,13 @@ class Search:
             self._progress(f"compiled {one.overrides}: {one.refused or cost}")
 
     def _compile_phases(self) -> None:
-        """The other phases of all on the front; where one does not fit, another trial takes its place."""
+        """Compile the other phases of all trials on the front. If a phase does not fit, the trial leaves the front, and
+        the phases of its successor are compiled."""
         while unknown := [one for one in self.trials.front() if one.phases is None]:
             self._compile(unknown, self._compilers.phases, self.trials.record_phases)
             for one in unknown:
                 if not self.trials.fits(one):
-                    phase = one.refused or f"another phase than the step needs {format_bytes(one.total)}"
+                    phase = one.refused or f"a phase other than the step needs {format_bytes(one.total)}"
                     self._progress(f"{one.overrides}: {phase}: does not fit")
 
     def _compile(

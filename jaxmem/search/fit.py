@@ -1,4 +1,4 @@
-"""`fit`: the fastest configs that fit a target, or the methods of training that do."""
+"""`fit`: the fastest configs that fit a target, or the methods of training that fit it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from jaxmem.search.knobs import DEFAULT_ALLOW, allowed
 from jaxmem.search.result import Fit
 
 COMPILES = 12  # steps to compile at most, by default
-KERNEL_SHARE = 4  # one in so many is left for other kernels
+KERNEL_SHARE = 4  # one of so many steps is reserved for other kernels
 
 
 def fit(
@@ -37,8 +37,8 @@ def fit(
 
     `source`: a config, or the name of a preset or a Hugging Face directory, for which the methods of training are
     compared unless `method` is set. `allow`: what may change (`knobs.KNOBS` lists the settings of each word).
-    `compiles`: steps to compile at most. `processes`: compiler processes, by default as many as there are cores and
-    memory for. `progress` is called with lines of text.
+    `compiles`: steps to compile at most. `processes`: number of compiler processes, by default one per core, if the
+    memory is sufficient. `progress` is called with lines of text.
     """
     aim = compile_target(target)
     config = functools.partial(run_config, source, devices=aim.count, **options)

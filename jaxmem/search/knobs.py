@@ -1,8 +1,8 @@
-"""What a search may change: one line per setting, with the `--allow` word that permits it.
+"""The settings that a search may change: one line per setting, with the `--allow` word that permits it.
 
-A knob returns the values worth trying for a config and a target, each as dotted overrides; invalid combinations are
-dropped later. A setting whose config type lists its values needs only its key: a new recompute policy or optimizer is
-tried as soon as the config knows its name.
+A knob returns the values to try for a config and a target, each as dotted overrides; invalid combinations are dropped
+later. If the type of a setting in the config lists its values, the knob needs only the key: a new recompute policy or
+optimizer is tried as soon as the config has its name.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from jaxmem.planning import Target
 from jaxmem.quant.precision import compute_dtype
 from jaxmem.sharding import STORAGE_AXES
 
-Change = Mapping[str, Any]  # dotted key -> value
+Change = Mapping[str, Any]  # {dotted key: value}
 
 
 @dataclass(frozen=True)
@@ -30,12 +30,12 @@ class Knob:
 
 
 def listed(key: str) -> Callable[[Config, Target], Iterable[Change]]:
-    """Every value that the config's type lists for a key."""
+    """A knob for every value that the type of a key lists."""
     return lambda _cfg, _target: ({key: value} for value in values(key))
 
 
 def values(key: str) -> Sequence[Any]:
-    """The values of a key whose type lists them: names, or a range of integers.
+    """The values that the type of a key lists: names, or a range of integers.
 
     >>> values("zero"), values("memory.remat")[:2]
     ((0, 1, 2, 3), ('none', 'full'))
@@ -76,45 +76,45 @@ def _factors(n: int, count: int) -> Iterable[tuple[int, ...]]:
 
 
 def _micro_batches(cfg: Config, _: Target) -> Iterable[Change]:
-    """Every number of micro-batches that divides the global batch, whose size stays."""
+    """Every number of micro-batches that divides the global batch; its size does not change."""
     size = cfg.batch.global_size
     return ({"batch.accumulate": parts} for parts in range(1, size + 1) if size % parts == 0)
 
 
 def _policies(_cfg: Config, _target: Target) -> Iterable[Change]:
-    """Of the policies with checkpoint intervals only `sqrt`: the others need a number, or far more time for little less
-    memory. `budget` is a search of its own."""
+    """All policies without `budget`, which is itself a search. `sqrt` is the only one that saves boundaries of some
+    layers: the others need a number, or much more time for little less memory."""
     for name in values("memory.remat"):
         if name not in ("recursive", "constant", "budget"):
             yield {"memory.remat": name}
 
 
 def _loss_chunks(cfg: Config, _: Target) -> Iterable[Change]:
-    """The automatic chunks of the vocabulary, or whole logits."""
+    """The automatic slices of the vocabulary, or complete logits."""
     if isinstance(cfg.model, Decoder):
         yield from ({"memory.loss_chunk": chunk} for chunk in ("auto", cfg.model.vocab))
 
 
 def _mlp_chunks(cfg: Config, _: Target) -> Iterable[Change]:
-    """The automatic chunks of a sequence, or eighths of it: less activation memory, more time."""
+    """The automatic chunks of a sequence, or an eighth of it: less activation memory, more time."""
     if isinstance(cfg.model, Decoder) and cfg.data.sequence_length >= 8:
         yield from ({"memory.mlp_chunk": chunk} for chunk in ("auto", cfg.data.sequence_length // 8))
 
 
 def _offloads(cfg: Config, target: Target) -> Iterable[Change]:
-    """Each kind of state that can be offloaded, or two of them; none on CPUs, which have one memory."""
+    """Each kind of array that can be offloaded, or two of them; none on CPUs, which have only one memory."""
     both = ("activations", "frozen" if cfg.trainable_patterns else "optimizer")
     one = [name for name in values("memory.offload") if cfg.trainable_patterns or name != "frozen"]
     return () if target.is_cpu else ({"memory.offload": name} for name in (*one, both))
 
 
 def _stored_dtypes(_cfg: Config, _target: Target) -> Iterable[Change]:
-    """Dtypes to store weights in. Fewer than 8 bits train worse, so they are not tried unasked."""
+    """Dtypes to store weights in, without formats below 8 bits, which lower the accuracy."""
     return ({"precision.parameters": name, "precision.block_size": None} for name in ("float32", "bfloat16", "int8"))
 
 
 def _compute_dtypes(_cfg: Config, target: Target) -> Iterable[Change]:
-    """Dtypes to compute in (the one that `auto` resolves to is tried as `auto`); float16 only with loss scaling."""
+    """Dtypes to compute in; float16 only with loss scaling. The dtype that `auto` resolves to is tried as `auto`."""
     usual = compute_dtype(Precision(), "cpu" if target.is_cpu else "gpu").name
     for name in values("precision.compute"):
         if name == usual:
@@ -123,7 +123,7 @@ def _compute_dtypes(_cfg: Config, target: Target) -> Iterable[Change]:
 
 
 def _optimizers(cfg: Config, _: Target) -> Iterable[Change]:
-    """Each optimizer, with its own defaults for the fields that only some have."""
+    """Each optimizer, with its defaults for fields that only some optimizers have."""
     own = [field for field, info in Optimizer.model_fields.items() if info.default is None]
     for name in values("optimizer.name"):
         given = cfg.optimizer if name == cfg.optimizer.name else None
@@ -131,7 +131,7 @@ def _optimizers(cfg: Config, _: Target) -> Iterable[Change]:
 
 
 def _adapters(cfg: Config, _: Target) -> Iterable[Change]:
-    """All weights trainable, LoRA, and QLoRA. Other kinds train something else, so they are not tried unasked."""
+    """All weights trainable, LoRA, and QLoRA. Other kinds of adapters train other parameters, so they are not tried."""
     own, low_rank = cfg.adapter, cfg.adapter.kind in LOW_RANK
     for kind in ("none", "lora", "qlora"):
         base = own.model_copy(update={"base": None, "double_quant": True}) if low_rank and kind != "none" else Adapter()
@@ -140,8 +140,8 @@ def _adapters(cfg: Config, _: Target) -> Iterable[Change]:
 
 
 def _sharding_rules(cfg: Config, _: Target) -> Iterable[Change]:
-    """For each kind of weight: whether `tensor` shards it, and which of its dimensions is sharded in storage. Where
-    that may be `embed` or the other dimension, it is the first of the two."""
+    """For each kind of weight: whether `tensor` shards it, and which of its dimensions is sharded in storage. If both
+    `embed` and the other dimension may be, it is the first of the two."""
     kinds = [dim for dim in ("vocab", "heads", "mlp") if dim in cfg.model.dims()]
     forms = (((), ("tensor",), STORAGE_AXES, ("tensor", *STORAGE_AXES)), ((), ("tensor",)))
     for embed in (STORAGE_AXES, ()):
@@ -149,13 +149,13 @@ def _sharding_rules(cfg: Config, _: Target) -> Iterable[Change]:
             table: dict[str, tuple[str, ...]] = {"embed": embed}
             table.update(zip(kinds, own, strict=True))
             if "heads" in table:
-                # Keys are [embed, kv_heads]: where `embed` is sharded, `kv_heads` keeps `tensor` only.
+                # Weights of keys are [embed, kv_heads]: if `embed` is sharded, only `tensor` shards `kv_heads`.
                 table["kv_heads"] = tuple(axis for axis in table["heads"] if axis not in embed)
             yield {f"rules.{dim}": over for dim, over in table.items()}
 
 
 def _kernels(key: str) -> Callable[[Config, Target], Iterable[Change]]:
-    """The implementations of one operation. On CPUs `auto` is the only one that is worth trying."""
+    """The implementations of one operation. On CPUs only `auto` is tried."""
     return lambda _, target: () if target.is_cpu else ({key: value} for value in values(key))
 
 
@@ -165,7 +165,7 @@ def _everywhere(_: Config, target: Target) -> Iterable[Change]:
 
 
 KERNELS = "kernels"
-# Those of DEFAULT_ALLOW do not change the mathematics.
+# The words of DEFAULT_ALLOW do not change the mathematics.
 KNOBS = (
     Knob("mesh", _meshes),
     Knob("mesh", listed("zero")),
@@ -186,7 +186,7 @@ KNOBS = (
     Knob("adapter", _adapters),
 )
 DEFAULT_ALLOW = ("mesh", "remat", "offload", "update", "batch", "chunks", KERNELS)
-# A search within one training method: much smaller, for when several methods are compared.
+# A much smaller search within one training method, used when several methods are compared.
 MEMORY_KNOBS = (
     Knob("mesh", _everywhere),
     *(knob for knob in KNOBS if knob.allow in ("remat", "offload", "update", "batch")),

@@ -1,8 +1,8 @@
 """The largest model, sequence length or batch that fits.
 
-The estimate proposes a value; it and the next one are compiled side by side. If the first fits and the second does not,
-that is the answer; otherwise their bytes correct the estimate, and the search goes on between the largest value known
-to fit and the smallest known not to. Both bounds of the answer are compiled.
+The estimate proposes a value; this value and the next one are compiled in parallel. If the first fits and the second
+does not, the search ends; otherwise their bytes correct the estimate, and the search continues between the largest
+value that is known to fit and the smallest one that is known not to fit. Both bounds of the answer are compiled.
 """
 
 from __future__ import annotations
@@ -26,27 +26,27 @@ from jaxmem.search.knobs import allowed
 from jaxmem.search.trials import save_best, target_json
 from jaxmem.search.worker import StepCost
 
-# The keys, with the unit in which each grows, and the words of `allow` with which it would grow without end.
+# The keys with the unit in which each grows, and the word of `allow` with which a key would grow without limit.
 UNITS = {"model.layers": 1, "data.sequence_length": 128, "batch.global_size": 1}
-UNBOUNDED = {"batch.global_size": "batch"}  # in more micro-batches any batch fits
-POWERS_OF_TWO = ("batch.global_size",)  # compiled too, below the largest value
+UNBOUNDED = {"batch.global_size": "batch"}  # with more micro-batches any batch fits
+POWERS_OF_TWO = ("batch.global_size",)  # powers of two below the largest value are compiled too
 MAX_VALUE = 2**24
-BISECT_AFTER = 6  # compiled values without an answer: the estimates do not converge
+BISECT_AFTER = 6  # bisect after so many compiled values, because the estimates do not converge
 
 
 @dataclass(frozen=True)
 class Point:
-    """A compiled value, in the config that needs least memory for it."""
+    """A value of the key, and the compiled config that needs the least memory for it."""
 
     value: int
     candidate: Candidate
-    total: int  # bytes per device, of the largest phase
+    total: int  # bytes per device in the largest phase
     fits: bool
     seconds: float  # of a step, estimated from the compiled program
 
     @property
     def rate(self) -> float:
-        """Tokens per second of all devices; images per second for image models."""
+        """Tokens per second on all devices; for image models, images per second."""
         cfg = self.candidate.cfg
         length = cfg.data.sequence_length if isinstance(cfg.model, Decoder) else 1
         return cfg.batch.global_size * length / self.seconds
@@ -54,13 +54,13 @@ class Point:
 
 @dataclass(frozen=True)
 class Largest:
-    """The largest value that fits, and the next one, which does not."""
+    """The result of `maximize`: the largest value that fits, and the next one, which does not."""
 
     given: Config
     key: str
     target: Target
     limit: int  # bytes per device
-    points: tuple[Point, ...]  # by value
+    points: tuple[Point, ...]  # ordered by value
     compiled: int
     seconds: float
 
@@ -116,7 +116,7 @@ class Largest:
         return "\n".join([f"{head}: {self.compiled} compiled in {self.seconds:.0f} s", f"largest: {best}", *lines])
 
     def figure(self, path: str | Path) -> None:
-        """Memory and throughput by the key's value, as a PNG."""
+        """Writes a PNG: memory and throughput against the value of the key."""
         from jaxmem.report.matplotlib_figure import figure
 
         with figure(path) as drawn:
@@ -143,8 +143,8 @@ def maximize(
     reserve_gib: float | None = None,
     processes: int | None = None,
 ) -> Largest:
-    """The largest `model.layers`, `data.sequence_length` or `batch.global_size` that fits. For each value the config
-    that needs least memory is compiled, among those that `allow` permits: by default only the given one."""
+    """The largest `model.layers`, `data.sequence_length` or `batch.global_size` that fits. For each value, the config
+    that needs the least memory among those that `allow` permits is compiled; by default only the given config."""
     aim = compile_target(target)
     if cfg.memory.remat == "budget":
         raise UserError(f"maximize {key} does not support memory.remat=budget; use none, full, dots or names")
@@ -157,7 +157,7 @@ def search_largest(cfg: Config, key: str, allow: Sequence[str], compilers: Compi
     if key not in UNITS:
         raise UserError(f"maximize: unknown key {key!r}; expected one of {', '.join(UNITS)}{nearest(key, UNITS)}")
     if UNBOUNDED.get(key) in allow:
-        raise UserError(f"maximize {key} has no largest value with allow={UNBOUNDED[key]}; leave that word out")
+        raise UserError(f"maximize {key} has no largest value with allow={UNBOUNDED[key]}; remove this word")
     search = _Search(cfg, key, allow, compilers)
     search.run()
     points = tuple(sorted(search.points.values(), key=lambda one: one.value))
@@ -165,22 +165,22 @@ def search_largest(cfg: Config, key: str, allow: Sequence[str], compilers: Compi
 
 
 class _Search:
-    """Values are counted in units of the key."""
+    """A search for the largest value. Values are counted in units of the key."""
 
     def __init__(self, cfg: Config, key: str, allow: Sequence[str], compilers: CompilerPool) -> None:
         self._raw, self._key, self._compilers = cfg.model_dump(mode="json"), key, compilers
         self._target, self._knobs = compilers.target, allowed(allow)
         self.limit = usable_memory(self._target, cfg, compilers.reserve_gib)
         self._unit = UNITS[key]
-        if key == "batch.global_size":  # one sequence per micro-batch and device that the batch is sharded over
+        if key == "batch.global_size":  # one row per micro-batch, and per device that the batch is sharded over
             mesh = for_devices(cfg, self._target.count).mesh
             self._unit = cfg.batch.accumulate * mesh.row_shards
         self._candidates: dict[int, Candidate | None] = {}
-        self._ratio = 1.0  # compiled to estimated bytes
+        self._ratio = 1.0  # compiled bytes / estimated bytes
         self.points: dict[int, Point] = {}
 
     def run(self) -> None:
-        """Until `low` fits (0: an empty model) and `low + 1 == high` does not."""
+        """Compile values until `low` fits (0: an empty model) and `low + 1 == high` does not."""
         low, high = 0, None
         while high is None or high - low > 1:
             guess = self._guess(low, high)
@@ -197,7 +197,7 @@ class _Search:
             self._compile([units for units in powers if units * self._unit not in self.points])
 
     def _guess(self, low: int, high: int | None) -> int:
-        """The largest value that fits by estimate, strictly between the bounds."""
+        """The largest value, strictly between the bounds, that fits by the estimate."""
         if len(self.points) > BISECT_AFTER and high is not None:
             return (low + high) // 2
         top = low + 1 if high is None else high
@@ -214,7 +214,7 @@ class _Search:
         return one is not None and one.estimate.total * self._ratio <= self.limit
 
     def _candidate(self, units: int) -> Candidate | None:
-        """The config with the least memory for a value, by estimate; None: no valid one."""
+        """The config with the least estimated memory for a value; None: no config is valid."""
         if units not in self._candidates:
             try:
                 cfg = load_config(self._raw, [f"{self._key}={units * self._unit}"])

@@ -1,7 +1,7 @@
-"""The nearest configs that fit, for a run that does not; and settings that make a step much slower than others.
+"""For a run that does not fit, the nearest configs that fit; for one that fits, settings that make it much slower.
 
 The candidates and estimates are those of a search, but only a few are compiled: for each set of settings that could
-change, fewest first, the fastest config that should fit; then other methods of training.
+change, smallest sets first, the fastest config that is estimated to fit; then configs of other methods of training.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from jaxmem.search.compilers import CompilerPool, RefusedError
 from jaxmem.search.knobs import DEFAULT_ALLOW, KERNELS, MEMORY_KNOBS, allowed
 
 COUNT = 3  # configs to suggest
-COMPILES = 6  # at most
-SECONDS = 60.0  # after which no other one is compiled
-SLOW = 1.5  # times another choice's step: worth a warning
+COMPILES = 6  # configs to compile at most
+SECONDS = 60.0  # no config is compiled after so many seconds
+SLOW = 1.5  # a setting is reported if a step takes more than so many times as long as with another value
 
 
 @dataclass(frozen=True)
 class Nearest:
-    """A config that fits: what changes, the method where that changes, and bytes per device, compiled."""
+    """A config that fits: its changes, its method if it is another one, and its compiled bytes per device."""
 
     overrides: list[str]
     method: str | None
@@ -40,7 +40,7 @@ class Nearest:
 
 
 def suggestions(plan: Plan) -> str:
-    """A line for each, with its overrides and bytes."""
+    """A line for each of the nearest configs that fit, with its overrides and bytes."""
     near = nearest_fitting(plan)
     if not near:
         return "no config near it fits; `jaxmem fit` searches further"
@@ -48,13 +48,13 @@ def suggestions(plan: Plan) -> str:
 
 
 def nearest_fitting(plan: Plan) -> list[Nearest]:
-    """Up to COUNT configs: those with the fewest changes first, and other methods of training last."""
+    """Up to COUNT configs: configs with the fewest changes first, other methods of training last."""
     start, found = time.perf_counter(), list[Nearest]()
     promising = itertools.islice(_fitting_by_estimate(plan), COMPILES)
     with CompilerPool(plan.target, plan.reserve_gib) as compilers:
 
         def compiled(cfg: Config) -> tuple[int, int]:
-            """Bytes of a device in the largest phase, and of its host."""
+            """Bytes per device in the largest phase, and bytes of host memory per device."""
             cost = compilers.step(cfg)
             return max(cost.total, *compilers.phases(cfg).values()), cost.host
 
@@ -71,7 +71,7 @@ def nearest_fitting(plan: Plan) -> list[Nearest]:
 
 
 def slower_settings(plan: Plan) -> list[str]:
-    """A line for each setting with which a step takes over SLOW times as long as with another value that fits too."""
+    """A line for each setting with which a step takes more than SLOW times as long as with another value that fits."""
     if not plan.fits or plan.target.gpu is None:
         return []
     found = []
@@ -87,11 +87,11 @@ def slower_settings(plan: Plan) -> list[str]:
 
 
 def _fitting_by_estimate(plan: Plan) -> Iterator[tuple[Candidate, str | None]]:
-    """For each set of keys that changes, the fastest that should fit, then the next fastest of each; then the fastest
-    of each other method, with its name."""
+    """For each set of keys that may change, the fastest config that is estimated to fit; then the second fastest for
+    each set, and so on; at the end the fastest config of each other method, with the name of the method."""
     cfg, knobs = plan.program.cfg, [knob for knob in allowed(DEFAULT_ALLOW) if knob.allow != KERNELS]
     given, *others = candidates(cfg, plan.target, knobs)
-    ratio = plan.compiled_step.total / given.estimate.total  # neighbours share the error of the estimate
+    ratio = plan.compiled_step.total / given.estimate.total  # similar configs have similar errors of the estimate
     ranks: dict[frozenset[str], int] = {}
     ranked: list[tuple[int, int, float, Candidate]] = []
     for one in sorted(others, key=_seconds):
@@ -103,7 +103,7 @@ def _fitting_by_estimate(plan: Plan) -> Iterator[tuple[Candidate, str | None]]:
     for name in METHODS:
         try:
             of_method = candidates(run_config(cfg, method=name), plan.target, MEMORY_KNOBS)
-        except UserError:  # not for this config
+        except UserError:  # the method does not support this config
             continue
         fitting = [one for one in of_method if _fits(plan, one.estimate.total, one.estimate.host)]
         if fitting and run_config(cfg, method=name) != cfg:

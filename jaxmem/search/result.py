@@ -1,4 +1,4 @@
-"""The result of a search for the fastest config: the front, and the reason why each other config is not on it."""
+"""The result of a search for the fastest config: the front, and for other configs the reason why they are not on it."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from jaxmem.search.candidates import difference, overrides
 from jaxmem.search.comparison import Comparison
 from jaxmem.search.trials import SLOWEST, Trial, Trials, save_best, target_json
 
-ONE_SETTING = ("mesh.", "optimizer.", "rules.", "adapter.")  # sections that change as one
-KINDS = 2  # kinds of bytes that a reason names
-OTHERS = 8  # rows of configs that are not on the front
+ONE_SETTING = ("mesh.", "optimizer.", "rules.", "adapter.")  # sections that count as one setting
+KINDS = 2  # number of kinds of bytes that a reason names
+OTHERS = 8  # rows of the table for configs that are not on the front
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class Fit:
     trials: Trials
     allow: tuple[str, ...]
     seconds: float
-    others: Comparison | None = None  # where nothing fits: other methods of training
+    others: Comparison | None = None  # if nothing fits: other methods of training
 
     def __repr__(self) -> str:
         best = "nothing fits"
@@ -40,7 +40,7 @@ class Fit:
 
     @cached_property
     def front(self) -> list[Trial]:
-        """Fastest first; each next one needs less memory. Compiled in every phase of a run."""
+        """The Pareto front: fastest first, each next one in less memory. Every phase of a run is compiled for them."""
         return self.trials.front()
 
     @property
@@ -49,12 +49,12 @@ class Fit:
 
     @property
     def smallest(self) -> Trial:
-        """The smallest that was compiled."""
+        """The compiled config that needs the least memory."""
         return min(self.trials.compiled, key=lambda one: one.total)
 
     @cached_property
     def ranked(self) -> list[Trial]:
-        """Those that fit, fastest first; then the others, smallest first. Compiled before estimated."""
+        """Trials that fit, fastest first; then the others, smallest first. In each group, compiled ones are first."""
 
         def order(one: Trial) -> tuple[bool, bool, float]:
             fits = self.trials.fits(one)
@@ -63,7 +63,7 @@ class Fit:
         return sorted(self.trials.all, key=order)
 
     def reason(self, one: Trial) -> str:
-        """Why it is not the best."""
+        """The reason why a trial is not the best."""
         if one is self.best:
             return "fastest that fits"
         if one.refused:
@@ -83,7 +83,7 @@ class Fit:
         return f"{about}{one.seconds / self.best.seconds:.2f} x the time of the fastest"
 
     def _fitting_change(self, one: Trial) -> str | None:
-        """The single setting that makes it fit at the least cost of time."""
+        """The change of a single setting with which the trial fits, at the least increase in time."""
         own = one.candidate.settings
 
         def differ(other: Trial) -> set[str]:
@@ -124,7 +124,7 @@ class Fit:
         }
 
     def table(self) -> Any:
-        """A rich renderable that fits 40 columns."""
+        """A table for a terminal of 40 columns or more."""
         from rich.console import Group
 
         return Group(*self._lines())
@@ -147,7 +147,7 @@ class Fit:
             for one in self.front:
                 table.add_row(
                     format_seconds(one.seconds), format_bytes(one.total), Text(one.overrides)
-                )  # [] is no markup
+                )  # brackets in the text are not markup
             yield table
             yield Text(f"fastest: {self.best.overrides}", style="green")
         else:
@@ -168,7 +168,7 @@ class Fit:
             )
 
     def figure(self, path: str | Path) -> None:
-        """Memory against time of every candidate, as a PNG."""
+        """Writes a PNG: memory against time of every candidate."""
         from jaxmem.report.matplotlib_figure import figure
 
         trials = self.trials

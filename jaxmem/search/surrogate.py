@@ -1,10 +1,10 @@
 """A surrogate of the compiler: a Gaussian process that corrects the estimates of configs not compiled yet.
 
-It models log(compiled / estimated) over a config's settings (Rasmussen and Williams, 2006), with a covariance that is
-the sum of a constant (all estimates share an error), a term for each setting in common (a recompute policy, a mesh
-axis), and a term for nearly identical configs. So the first compile of a kind corrects the whole kind.
-`expected_improvement` (Jones et al., 1998) chooses what to compile next. Milliseconds for thousands of configs;
-scikit-learn's regressor takes numbers only and would need this covariance written all the same.
+It models log(compiled / estimated) as a function of the settings of a config (Rasmussen and Williams, 2006), with a
+covariance that is the sum of a constant (all estimates share an error), a term for each setting in common (a recompute
+policy, a mesh axis), and a term for nearly identical configs. So one compiled config corrects the estimates of all
+similar configs. `expected_improvement` (Jones et al., 1998) chooses the config to compile next. This takes milliseconds
+for thousands of configs. The regressor of scikit-learn supports only numbers and would need the same covariance.
 """
 
 from __future__ import annotations
@@ -15,10 +15,11 @@ from typing import Any
 
 import numpy as np
 
-# Variances: shared by all configs; shared in proportion to equal settings; shared by nearly identical configs.
+# Variances of the terms: common to all configs; proportional to the share of equal settings; of nearly identical
+# configs.
 COMMON, SHARED, ALIKE = 0.02, 0.06, 0.005
-DECAY = 0.6  # of ALIKE, for each setting that differs
-NOISE = 1e-4  # not explained by settings
+DECAY = 0.6  # factor of ALIKE for each setting that differs
+NOISE = 1e-4  # variance that settings do not explain
 PRIOR_STD = math.sqrt(COMMON + SHARED + ALIKE)
 
 
@@ -33,14 +34,15 @@ class Covariance:
         )  # fmt: skip
 
     def with_all(self, some: Sequence[int]) -> np.ndarray:
-        """[all configs, these configs]"""
+        """The covariance of all configs with some, [all configs, some]."""
         same = self._indices[:, None, :] == self._indices[None, list(some), :]
         differ = same.shape[2] - same.sum(axis=2)
         return COMMON + SHARED * same.mean(axis=2) + ALIKE * DECAY**differ
 
 
 def posterior(covariance: Covariance, log_errors: Mapping[int, float]) -> tuple[list[float], list[float]]:
-    """Mean and standard deviation of log(compiled / estimated) for every config, given it by index for some."""
+    """Mean and standard deviation of log(compiled / estimated) for every config, conditioned on known values by
+    index."""
     observed = list(log_errors)
     to_all = covariance.with_all(observed)
     own = to_all[observed] + NOISE * np.eye(len(observed))

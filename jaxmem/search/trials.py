@@ -1,4 +1,4 @@
-"""The candidates of a search with what is known of each: estimated, corrected by the surrogate, or compiled."""
+"""The candidates of a search with their bytes and seconds: estimated, corrected by the surrogate, or compiled."""
 
 from __future__ import annotations
 
@@ -17,24 +17,24 @@ from jaxmem.search.surrogate import PRIOR_STD, Covariance, expected_improvement,
 from jaxmem.search.worker import StepCost
 
 MATERIAL = 0.01  # a config on the front needs this share less memory than each faster one
-SLOWEST = 3.0  # times the fastest step: slower configs are not on the front
-SLACK = 0.05  # error that an estimate may have
-PER_CHANGE = 0.99  # a setting that changes has to gain this much
-MEMORY_WEIGHT = 0.3  # value of saving a share of memory, relative to the same share of time
+SLOWEST = 3.0  # configs slower than so many times the fastest step are not on the front
+SLACK = 0.05  # relative error that an estimate may have
+PER_CHANGE = 0.99  # factor of the expected gain for each setting that changes
+MEMORY_WEIGHT = 0.3  # weight of a relative saving of memory; that of time is 1
 
 
 @dataclass
 class Trial:
-    """A candidate with its bytes and seconds: estimated, or compiled where that was worth it."""
+    """A candidate with its bytes and seconds, estimated or compiled."""
 
     candidate: Candidate
-    total: float  # bytes of the largest phase per device
-    seconds: float  # of a step
-    total_std: float = PRIOR_STD  # of log(total), while it is estimated
+    total: float  # bytes per device in the largest phase
+    seconds: float  # seconds of a step
+    total_std: float = PRIOR_STD  # standard deviation of log(total), while it is estimated
     seconds_std: float = PRIOR_STD
-    cost: StepCost | None = None  # of the compiled step
+    cost: StepCost | None = None  # cost of the compiled step
     phases: dict[str, int] | None = None  # bytes of the other compiled phases
-    refused: str | None = None  # why it does not compile
+    refused: str | None = None  # the reason if it does not compile
 
     @classmethod
     def of(cls, candidate: Candidate) -> Trial:
@@ -80,7 +80,7 @@ class Trials:
         return [one for one in self.all if one.cost]
 
     def fits(self, one: Trial, slack: float = 0.0) -> bool:
-        """Exact for a compiled one; an estimate may exceed the limit by the share `slack`."""
+        """Whether a trial fits. An estimate may exceed the limit by the share `slack`; compiled bytes may not."""
         limit = self.limit if one.cost else (1 + slack) * self.limit
         return one.refused is None and one.total <= limit and one.host <= self.target.host_memory
 
@@ -113,8 +113,8 @@ class Trials:
         return probability_below(math.log(self.limit / one.total) if one.total else 0.0, one.total_std)
 
     def compile_value(self, trials: Sequence[Trial]) -> list[float]:
-        """What compiling each one should gain: a faster config that fits, or the same time in less memory. While none
-        is known to fit: the probability that it does, times its speed squared."""
+        """The expected gain of compiling each trial: a faster config that fits, or the same time in less memory. While
+        no trial is known to fit, it is the probability that the trial fits, times its relative speed squared."""
         front = self.front()
         if not front:
             fastest = min(one.seconds for one in trials)
@@ -133,7 +133,7 @@ class Trials:
         return faster + MEMORY_WEIGHT * smaller * min(1.0, best / one.seconds)
 
     def front(self, among: Iterable[Trial] | None = None, slack: float = 0.0) -> list[Trial]:
-        """The Pareto front of time and memory among those that fit (by default the compiled ones), fastest first."""
+        """The Pareto front of time and memory among trials that fit (by default the compiled ones), fastest first."""
         chosen: list[Trial] = []
         fitting = (one for one in (self.compiled if among is None else among) if self.fits(one, slack))
         for one in sorted(fitting, key=lambda one: (one.seconds, one.total)):

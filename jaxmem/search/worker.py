@@ -1,7 +1,7 @@
 """A compiler process: one JSON question per line in, one JSON answer per line out, until its input ends.
 
-`python -m jaxmem.search.worker TARGET [RESERVE_GIB]`. It needs about 1 GiB of memory and never touches a device. What
-XLA or anything else prints goes to standard error.
+`python -m jaxmem.search.worker TARGET [RESERVE_GIB]` starts it. It needs about 1 GiB of memory and uses no accelerator.
+All output of XLA and other libraries goes to standard error.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ from jaxmem.step import Program, program
 
 @dataclass(frozen=True)
 class StepCost:
-    """A compiled step, per device."""
+    """The cost of a compiled step per device."""
 
     total: int  # bytes
     host: int  # bytes of host memory
-    seconds: float  # estimated from the compiled program; for CPUs only comparable with each other
+    seconds: float  # estimated from the compiled program; seconds for CPUs can only be compared with each other
     kinds: Mapping[str, int]  # bytes by part, activations by kind
     recomputed: int  # values that XLA recomputes by itself to stay within memory
 
@@ -55,15 +55,15 @@ def step_cost(cfg: Config, target: Target, reserve_gib: float | None = None) -> 
 
 
 def step_plan(cfg: Config, target: Target) -> dict[str, Any]:
-    """The step's part of a plan as JSON, compiled without a memory limit, so that XLA recomputes nothing by itself."""
+    """The step in a plan, as JSON; compiled without a memory limit, so that XLA recomputes nothing by itself."""
     built = program(cfg, target_devices(target, 1000 * target.memory))
     step, _ = compile_all(built.lower_step(), {}, here=target.is_here, code=False)
     return Plan(built, target, step, 0.0).step_as_json()
 
 
 def other_phases(cfg: Config, target: Target, reserve_gib: float | None = None) -> dict[str, int]:
-    """Bytes per device of the phases beside the step. Configs share many of these programs, so each is cached by its
-    text."""
+    """Bytes per device of the phases other than the step. Configs share many of these programs, so each is cached by
+    its text."""
     built = _program(cfg, target, reserve_gib)
     sizes = {}
     for phase, lower in built.lower_others().items():
@@ -92,7 +92,7 @@ def main(arguments: list[str]) -> None:
 
 
 def answer(question: str, cfg: Config, target: Target, reserve_gib: float | None = None) -> dict[str, Any]:
-    """For a config that has no program, or whose program does not compile or crashes the compiler: the reason."""
+    """The answer to a question. If the config has no program, or its program does not compile, it is the reason."""
     try:
         with compiler_remarks():
             if question == "step":
@@ -100,7 +100,7 @@ def answer(question: str, cfg: Config, target: Target, reserve_gib: float | None
             if question == "plan":
                 return step_plan(cfg, target)
             return other_phases(cfg, target, reserve_gib)
-    except Exception as error:  # noqa: BLE001 - one config that fails must not end a search
+    except Exception as error:  # noqa: BLE001 - a config that fails must not end a search
         return {"refused": one_line(error)}
 
 
