@@ -12,8 +12,8 @@ from jaxmem.config.networks import Decoder, Model
 
 
 class Mesh(Section):
-    """Devices along each axis; one may be -1: all remaining devices. In the order of the device grid, outermost first:
-    neighbours along the last axis share the fastest links."""
+    """Devices along each axis; one may be -1: all remaining devices. Axes are in the order of the grid, outermost
+    first: neighbours along the last axis share the fastest links."""
 
     stage: int = setting(1, "pipeline stages: groups of layers")
     replica: int = setting(1, "copies of the model; the batch is sharded over them")
@@ -35,8 +35,8 @@ _Over = Annotated[tuple[Literal["fsdp", "context", "tensor"], ...], Field(strict
 
 class Rules(Section):
     """The mesh axes that each dimension of weights is sharded over: the table of `sharding/table.py`. `fsdp` and
-    `context` shard the stored weights as far as `zero` says; `tensor` also shards the computation. Where two
-    dimensions of a weight name one axis, the first has it."""
+    `context` shard the stored weights as far as `zero` says; `tensor` also shards the computation. If two dimensions of
+    a weight name one axis, only the first is sharded over it."""
 
     embed: Annotated[tuple[Literal["fsdp", "context"], ...], Field(strict=False)] = setting(
         ("fsdp", "context"), "mesh axes of the width of the residual stream"

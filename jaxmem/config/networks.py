@@ -31,11 +31,11 @@ class Rope(Section):
     theta: Positive = setting(10_000.0, "base of the frequencies")
     scaling: Literal["none", "linear", "llama3", "yarn"] = setting("none", "how frequencies are stretched")
     factor: Positive = setting(1.0, "how many times longer the context becomes")
-    original_length: Count = setting(8192, "context length before scaling; llama3, yarn")
-    low_frequency: Positive = setting(1.0, "llama3: wavelengths per original_length, below which all is stretched")
-    high_frequency: Positive = setting(4.0, "llama3: wavelengths per original_length, above which nothing is")
-    beta_fast: Positive = setting(32.0, "yarn: rotations per original_length, above which nothing is stretched")
-    beta_slow: Positive = setting(1.0, "yarn: rotations per original_length, below which all is stretched")
+    original_length: Count = setting(8192, "llama3, yarn: context length before scaling")
+    low_frequency: Positive = setting(1.0, "llama3: with fewer wavelengths per original_length, fully stretched")
+    high_frequency: Positive = setting(4.0, "llama3: with more wavelengths per original_length, not stretched")
+    beta_fast: Positive = setting(32.0, "yarn: with more rotations per original_length, not stretched")
+    beta_slow: Positive = setting(1.0, "yarn: with fewer rotations per original_length, fully stretched")
     attention_factor: Positive | None = setting(None, "yarn: factor on cosine and sine; null: 0.1 ln(factor) + 1")
 
 
@@ -44,8 +44,8 @@ class Decoder(Family):
 
     activations = (*_ATTENTION, "mlp_gate", "mlp_up", "mlp_hidden", "mlp_out")
     family: Literal["decoder"] = setting("decoder", "kind of network; may be left out")
-    preset: str | None = setting(None, "a published shape, with random weights: the fields below that are not set")
-    hf: str | None = setting(None, "a Hugging Face directory: the weights, and the fields below that are not set")
+    preset: str | None = setting(None, "a published shape, with random weights; sets the fields below that are not set")
+    hf: str | None = setting(None, "a Hugging Face directory; sets the weights, and the fields below that are not set")
     vocab: Count = setting(..., "entries of the vocabulary")
     layers: Count = setting(..., "number of layers")
     embed: Count = setting(..., "width of the residual stream")
@@ -59,8 +59,8 @@ class Decoder(Family):
     attention_bias: bool = setting(False, "biases of queries, keys and values")
     output_bias: bool = setting(False, "bias of the output projection of attention")
     mlp_bias: bool = setting(False, "biases of the MLP")
-    tie_embeddings: bool = setting(False, "one matrix for the embedding and the output")
-    window: Count | None = setting(None, "keys that a query sees, itself included; null: all before it")
+    tie_embeddings: bool = setting(False, "use one matrix for the embedding and the output projection")
+    window: Count | None = setting(None, "keys that a query attends to, including its own; null: all previous ones")
     dropout: Fraction = setting(0.0, _DROPOUT)
 
 
@@ -115,7 +115,7 @@ class Mlp(ImageInput):
     layers: Count = setting(3, "number of layers")
     embed: Count = setting(128, "width of the residual stream")
     mlp: Count = setting(256, "hidden width of a layer")
-    inputs: Literal["numbers", "one_hot", "embedding"] = setting("numbers", "how a pixel enters the network")
+    inputs: Literal["numbers", "one_hot", "embedding"] = setting("numbers", "encoding of a pixel")
     categories: Count = setting(17, "values that a pixel can have, for one_hot and embedding")
     dropout: Fraction = setting(0.0, _DROPOUT)
 

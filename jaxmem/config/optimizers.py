@@ -97,13 +97,17 @@ class Entry(NamedTuple):
 
 
 OPTIMIZERS = {
-    "adamw": Entry(AdamWSettings, "plain:scale_by_adam", "Two moments in the weights' dtype: 8 bytes in float32."),
-    "adam": Entry(AdamSettings, "plain:scale_by_adam", "AdamW without weight decay."),
-    "sgd": Entry(SgdSettings, "plain:trace", "No state; with momentum one number in the weights' dtype."),
-    "lion": Entry(
-        LionSettings, "plain:scale_by_lion", "One moment; updates are signs: a third of Adam's rate or less."
+    "adamw": Entry(
+        AdamWSettings, "plain:scale_by_adam", "Two moments in the dtype of the weights: 8 bytes in float32."
     ),
-    "adafactor": Entry(AdafactorSettings, "adafactor:scale_by_adafactor", "Row and column sums: next to nothing."),
+    "adam": Entry(AdamSettings, "plain:scale_by_adam", "AdamW without weight decay."),
+    "sgd": Entry(SgdSettings, "plain:trace", "No state; with momentum one value in the dtype of the weights."),
+    "lion": Entry(
+        LionSettings, "plain:scale_by_lion", "One moment; updates are signs: at most a third of Adam's rate."
+    ),
+    "adafactor": Entry(
+        AdafactorSettings, "adafactor:scale_by_adafactor", "Row and column sums as second moment: almost no state."
+    ),
     "adam_mini": Entry(AdamWSettings, "adam_mini:scale_by_adam_mini", "One second moment per neuron: 4 bytes."),
     "muon": Entry(MuonSettings, "muon:scale_by_muon", "Orthogonalized momentum for hidden matrices: 4 bytes."),
     "adamw8bit": Entry(AdamW8bitSettings, "quantized:scale_by_adam8bit", "AdamW in 8 bits: 2.03 bytes."),
@@ -114,35 +118,38 @@ OPTIMIZERS = {
     "galore_adamw8bit": Entry(GaLoreSettings, "galore:scale_by_galore8bit", "GaLore with moments in 8 bits."),
     "qgalore": Entry(QGaLoreSettings, "galore:scale_by_qgalore", "GaLore with moments in 8 bits and bases in 4."),
     "apollo": Entry(ApolloSettings, "apollo:scale_by_apollo", "Gradients scaled by Adam on a random projection."),
-    "apollo_mini": Entry(ApolloMiniSettings, "apollo:scale_by_apollo_mini", "APOLLO of rank 1: SGD's memory."),
+    "apollo_mini": Entry(ApolloMiniSettings, "apollo:scale_by_apollo_mini", "APOLLO of rank 1: almost no state."),
 }
 
 
 class Optimizer(Section):
-    """The optimizer, its learning rate and clipping. A hyperparameter that is null has the optimizer's own default; one
-    that the optimizer does not have is refused."""
+    """The optimizer, its learning rate and clipping. A hyperparameter that is null has the default of the optimizer;
+    one that the optimizer does not have is an error."""
 
     name: Literal[tuple(OPTIMIZERS)] = setting("adamw", "the optimizer")  # type: ignore[valid-type]
     learning_rate: Positive = setting(3e-4, "largest learning rate")
     schedule: Literal["cosine", "linear", "constant"] = setting("cosine", "shape of the learning rate after the warmup")
-    warmup: Annotated[int, Field(ge=0)] = setting(0, "updates until the learning rate is reached, from 0")
+    warmup: Annotated[int, Field(ge=0)] = setting(0, "updates in which the learning rate increases linearly from 0")
     min_lr_ratio: Fraction = setting(0.1, "last learning rate divided by the largest")
     clip: Positive | None = setting(1.0, "largest norm of the gradients; null: not clipped")
     trainable: Texts = setting((), "patterns of trainable parameters; empty: all")
     clip_by: Literal["global", "previous", "weight"] = setting(
-        "global", "norm of all gradients, of all gradients of the last update, or of each weight's gradient"
+        "global",
+        "the clipped norm: of all gradients, of all gradients of the previous update, or of each weight's gradient",
     )
-    kernel: Literal["none", "triton"] = setting("none", "fused update on GPUs: adamw8bit, or weights in int8")
+    kernel: Literal["none", "triton"] = setting("none", "triton: fused update on GPUs, for adamw8bit or int8 weights")
     beta1: Fraction | None = setting(None, "decay of the first moment")
     beta2: Fraction | None = setting(None, "decay of the second moment")
     epsilon: Positive | None = setting(None, "added to the root of the second moment")
     momentum: Fraction | None = setting(None, "decay of the momentum")
     rank: Count | None = setting(None, "rank of projections; null: a quarter of each matrix's smaller side")
-    refresh_every: Count | None = setting(None, "updates between two bases of the projection")
+    refresh_every: Count | None = setting(None, "updates between two refreshes of the projection")
     scale: Positive | None = setting(None, "factor on the projected update")
     project_embeddings: bool | None = setting(None, "whether embedding and output matrices are projected too")
-    similarity: Fraction | None = setting(None, "share of the old basis in the new from which both count as the same")
-    residual: bool | None = setting(None, "add the gradient's part outside of the basis, scaled alike (Fira)")
+    similarity: Fraction | None = setting(None, "the basis is stable if the new one contains this share of the old one")
+    residual: bool | None = setting(
+        None, "add the component of the gradient outside of the basis, scaled like the one inside (Fira)"
+    )
     weight_decay: NotNegative | None = setting(None, "weight decay of matrices, not of norms and biases")
 
     @model_validator(mode="before")

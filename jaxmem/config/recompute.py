@@ -84,27 +84,29 @@ Offloaded = Annotated[tuple[str, ...], Field(strict=False, min_length=1)]
 
 
 class Memory(Section):
-    """Activation checkpointing, offload, and what is computed in chunks."""
+    """Activation checkpointing, offloading, and computation in chunks."""
 
     remat: _Policy | _Numbered | Save = setting(
         "none", "activation checkpointing: which activations are recomputed; budget: as few as memory.budget allows"
     )
     offload: Literal["none", "activations", "optimizer", "frozen"] | Offloaded = setting(
-        "none", "stored in host memory: saved activations or those with some names, optimizer state, frozen parameters"
+        "none",
+        "stored in host memory: saved activations, or those with these names; optimizer state; frozen parameters",
     )
     update: Literal["after", "during"] = setting("after", "update after the backward pass, or layer by layer during it")
     attention: Literal["auto", "blockwise", "cudnn", "mosaic", "triton", "reference"] = setting(
         "auto", "attention kernel; auto: cuDNN where it supports the run, else a kernel of jaxmem, else plain JAX"
     )
-    budget: Positive | None = setting(None, "GiB per device; null: all but the reserve")
+    budget: Positive | None = setting(None, "memory limit in GiB per device; null: its memory minus the reserve")
     spill: Literal["none", "unified"] = setting(
         "none",
-        "when a device is full; none: fail with out of memory; unified: continue, slowly, in host memory (CUDA unified"
-        " memory)",
+        "when a device is full; none: out of memory; unified: continue slowly in host memory (CUDA unified memory)",
     )
     loss_chunk: Literal["auto"] | Count = setting("auto", "vocabulary entries per slice of the logits")
     mlp_chunk: Literal["auto"] | Count = setting("auto", "tokens of a row per chunk of norms, projections and MLP")
-    head_groups: Literal["auto"] | Count = setting("auto", "groups of heads that attention is computed in, one by one")
+    head_groups: Literal["auto"] | Count = setting(
+        "auto", "groups of heads; attention is computed for one group at a time"
+    )
 
 
 def policy_of(remat: object) -> Policy | None:

@@ -26,7 +26,7 @@ class Objective(Section):
     )
     label_smoothing: Fraction = setting(0.0, "share of the target probability spread over all classes")
     z_loss: NotNegative = setting(0.0, "weight of the squared log of the softmax normalizer")
-    temperature: Positive = setting(0.1, "divisor of the similarities of a contrastive loss")
+    temperature: Positive = setting(0.1, "divisor of the similarities in a contrastive loss")
     beta: Positive = setting(0.1, "weight of the divergence from the reference model")
 
     @property
@@ -52,16 +52,18 @@ class Data(Source):
 
     mixture: Annotated[tuple[Source, ...], Field(strict=False)] = setting((), "several sources instead of data.source")
     sequence_length: Count = setting(1024, "tokens per row")
-    packing: bool = setting(True, "several documents in a row, attention within each; false: one document, padded")
+    packing: bool = setting(
+        True, "pack several documents into a row, with attention within each; false: one per row, padded"
+    )
     documents_per_row: Count = setting(
         31, "largest number of documents in a packed row; fused attention allocates room for them"
     )
     buckets: Annotated[tuple[Count, ...], Field(strict=False)] = setting(
-        (), "shorter lengths of unpacked rows; a batch has the shortest that holds all its records"
+        (), "shorter lengths of unpacked rows; a batch has the shortest length that fits all of its records"
     )
     tokenizer: str = setting("bytes", "bytes, or the path of a tokenizer.json or its directory")
     epochs: Count | None = setting(None, "largest number of passes over the data; the run may end before train.steps")
-    chat_template: str | None = setting(None, "a Jinja file; null: the tokenizer's own")
+    chat_template: str | None = setting(None, "a Jinja file; null: the template of the tokenizer")
     on_overlong: Literal["cut", "drop"] = setting("cut", "what to do with a record longer than sequence_length")
     on_invalid: Literal["stop", "skip"] = setting("stop", "what to do with an invalid record")
     reference_logprobs: str | None = setting(
@@ -72,12 +74,12 @@ class Data(Source):
 
     @property
     def max_segments(self) -> int:
-        """Documents of a packed row, at most, and its padding."""
+        """Largest number of segments of a packed row: documents, and the padding."""
         return 1 + self.documents_per_row
 
     @property
     def lengths(self) -> tuple[int, ...]:
-        """Of rows, the longest last."""
+        """Lengths of rows, the longest last."""
         return (*self.buckets, self.sequence_length)
 
 
@@ -92,15 +94,16 @@ class Precision(Section):
     """Formats of stored parameters, computation and gradients."""
 
     parameters: StoredFormat = setting("float32", "stored format of the parameters")
-    block_size: Count | None = setting(None, "quantized weights per scale; null: 256, below 8 bits 64")
+    block_size: Count | None = setting(None, "weights per block scale; null: 256, or 64 below 8 bits")
     compute: Literal["auto", "float32", "bfloat16", "float16"] = setting(
         "auto", "dtype of the computation; auto: bfloat16 on accelerators, float32 on CPU"
     )
     gradients: Literal["auto", "float32", "bfloat16"] = setting(
-        "auto", "dtype of gradients; auto: that of the parameters, or compute if they are quantized"
+        "auto", "dtype of gradients; auto: the dtype of the parameters, or the compute dtype if they are quantized"
     )
     master: Literal["none", "float32", "remainder16", "remainder8"] = setting(
-        "none", "of bfloat16 weights: also a float32 copy, or the 16 or first 8 bits that they lack of it"
+        "none",
+        "stored in addition to bfloat16 weights: a float32 copy, its other 16 bits (remainder16), or 8 of these",
     )
     rounding: Literal["auto", "nearest", "stochastic"] = setting(
         "auto", "rounding of updated weights; auto: stochastic if they are quantized"
@@ -140,27 +143,32 @@ class Adapter(Section):
     )
     rank: Count = setting(16, "rank of the added matrices")
     alpha: Positive = setting(16.0, "the output of an adapter is scaled by alpha / rank")
-    alpha_pattern: Alphas | None = setting(None, "pattern of layers: another alpha; the first match counts")
+    alpha_pattern: Alphas | None = setting(
+        None, "another alpha for some layers, {pattern: alpha}; the first match applies"
+    )
     rslora: bool = setting(False, "scale by alpha / sqrt(rank) (rsLoRA)")
     lora_bias: bool = setting(False, "a trainable bias after B")
     targets: Texts | Ranks = setting(
         ("blocks.*",),
-        "patterns of layers (blocks[-2:].*: of the last two), or pattern: rank, the first match counts;"
-        " for kind=patterns of weights",
+        "patterns of layers (blocks[-2:].*: the last two), or {pattern: rank}, where the first match applies;"
+        " for adapter.kind: patterns, patterns of weights",
     )
     dropout: Fraction = setting(0.0, "dropout of the input of an adapter")
     base: StoredFormat | None = setting(
         None, "stored format of the frozen weights; null: nf4 for qlora, else precision.parameters"
     )
     double_quant: bool = setting(True, "quantize the scales of a quantized base to 8 bits")
-    hf: str | None = setting(None, "a PEFT directory: the initial adapters, and every field that is not set here")
-    lora_plus_ratio: Positive = setting(1.0, "learning rate of B divided by that of A (LoRA+)")
+    hf: str | None = setting(
+        None, "a PEFT directory; sets the initial adapters, and the fields of this section that are not set"
+    )
+    lora_plus_ratio: Positive = setting(1.0, "learning rate of B divided by the learning rate of A (LoRA+)")
     matmul: Literal["auto", "sliced", "triton"] = setting(
-        "auto", "how a quantized base is multiplied; auto dequantizes one matrix at a time, the others never do"
+        "auto",
+        "matmul with a quantized base; auto dequantizes a matrix at a time, sliced 8 M elements, triton in registers",
     )
     virtual_tokens: Count = setting(20, "trainable tokens before each row")
     layers: Count = setting(1, "number of last layers to train")
-    base_run: str | None = setting(None, "a run with the frozen weights; null: those of model.hf, or random ones")
+    base_run: str | None = setting(None, "a run with the frozen weights; null: model.hf, or random weights")
 
 
 class Train(Section):
@@ -174,16 +182,16 @@ class Train(Section):
     on_nan: Literal["stop", "skip", "rollback"] = setting(
         "stop", "on a NaN or infinite gradient: stop, skip the update, or return to the last checkpoint"
     )
-    max_skipped: Count = setting(10, "stop after so many skipped updates in a row, or returns to one checkpoint")
+    max_skipped: Count = setting(10, "largest number of skipped updates in a row, or of returns to one checkpoint")
     on_spike: Literal["ignore", "stop", "rollback"] = setting("ignore", "response to a spike of the loss")
     spike_threshold: Annotated[float, Field(gt=0)] = setting(
-        10.0, "a spike: so many standard deviations above the mean of the last 100 losses"
+        10.0, "a loss this many standard deviations above the mean of the last 100 is a spike"
     )
-    deterministic: bool = setting(False, "on GPUs: bitwise the same results each time; may be slower")
+    deterministic: bool = setting(False, "on GPUs: bitwise reproducible results; may be slower")
     check_replicas: Count | None = setting(None, "updates between two checks that all replicas are bitwise equal")
     profile: Annotated[tuple[Count, Count], Field(strict=False)] | None = setting(None, "[from, to]: steps to profile")
     trackers: Annotated[tuple[Literal["tensorboard", "wandb"], ...], Field(strict=False)] = setting(
-        (), "where metrics are also sent"
+        (), "services that also receive the metrics"
     )
 
 
@@ -191,14 +199,14 @@ class Checkpoint(Section):
     """Where, when and how many checkpoints are saved."""
 
     path: str | None = setting(
-        None, "a directory or bucket (gs://, s3://) for PATH/NAME; null: checkpoints/ of the run"
+        None, "a directory or bucket (gs://, s3://): checkpoints are in PATH/NAME; null: in the run's directory"
     )
     every: Count | None = setting(None, "updates between two checkpoints; the last update is always saved")
     keep: Count = setting(3, "number of checkpoints to keep")
     keep_best: bool = setting(False, "also keep the one with the lowest held-out loss")
     resume: Literal["auto", "never"] = setting("auto", "whether a run continues from its last checkpoint")
     on_failure: Literal["stop", "continue"] = setting(
-        "stop", "response to a failed write; the last checkpoint must be written"
+        "stop", "response to a failed write; for the last checkpoint of a run it is always an error"
     )
 
 
@@ -212,7 +220,7 @@ class Generate(Section):
 class Cluster(Section):
     """Several processes, on one host or many."""
 
-    heartbeat_timeout: Annotated[int, Field(ge=2)] = setting(20, "seconds of silence until a process counts as lost")
+    heartbeat_timeout: Annotated[int, Field(ge=2)] = setting(20, "seconds without a heartbeat until a process is lost")
     start_timeout: Count = setting(300, "seconds to wait for all processes")
     preflight: bool = setting(True, "measure compute and communication before training")
 
@@ -231,7 +239,7 @@ class Config(Section):
     rules: Rules = Rules()
     pipeline: Pipeline = Pipeline()
     zero: Annotated[int, Field(ge=0, le=3)] = setting(
-        3, "sharded over mesh.fsdp: 1 optimizer state, 2 also gradients, 3 also weights, 0 nothing"
+        3, "what is sharded over mesh.fsdp: 0 nothing, 1 optimizer state, 2 also gradients, 3 also weights"
     )
     precision: Precision = Precision()
     memory: Memory = Memory()
