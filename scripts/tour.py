@@ -24,9 +24,9 @@ jaxmem tour memory     # one stop; --target h100-80gb for another GPU, where the
 ```
 
 A stop explains the idea, prints tables, draws a figure in `runs/tour/`, and names the setting that turns the idea on
-and the files that implement it. It runs for up to a minute on two cores; `galore`, `memory`, `precision` and `finetune`
-run for about one and say so first. Compiled steps are kept and reused. If the machine has the GPUs that a stop compiles
-for, steps that fit also run, and the column `measured` has what the devices held.
+and the files that implement it. It runs for up to a minute on two cores; `galore`, `memory`, `precision`, `frontier`
+and `finetune` run for about one and say so first. Compiled steps are kept and reused. If the machine has the GPUs that
+a stop compiles for, steps that fit also run, and the column `measured` has what the devices held.
 
 These pages were written by `python scripts/tour.py`.
 

@@ -2,7 +2,7 @@
 
 A small Llama is trained on the Python standard library's source text and exported as a Hugging Face directory, which
 transformers opens where it is installed. QLoRA then teaches it one task, to tell classes, methods and functions by
-their names: its weights stay frozen in 4 bits, and a fiftieth of their number is trainable. Every step is a command
+their names: its weights stay frozen in 4 bits, and a twelfth of their number is trainable. Every step is a command
 too, which docs/finetune.md shows.
 """
 
@@ -49,7 +49,7 @@ FINETUNE: dict[str, Any] = {
     "optimizer": {"learning_rate": 5e-3, "schedule": "linear", "min_lr_ratio": 0.0, "warmup": 10},
     "train": {"steps": 160, "log_every": 20},
 }
-ASKED, SHOWN = 40, 3  # of the held-out questions, answered at the end
+ASKED = 40  # of the held-out questions, answered at the end
 PROMPT, NEW = "def ", 16  # what transformers continues, and by how many tokens
 
 # In a process of its own: what it prints is compared with what this library makes of the same directory.
@@ -130,8 +130,9 @@ def steps(place: Path) -> Iterator[tuple[str, str]]:
         f"{len(asked)} held-out questions, answered",
         f"{right} right; always the most common answer: {guessed} right",
     )
-    for (question, _), answer in list(zip(asked, answers, strict=True))[:SHOWN]:
-        yield question["content"], answer
+    first = {kind: number for number, kind in reversed(list(enumerate(expected)))}  # a question of each kind
+    for number in sorted(first.values()):
+        yield asked[number][0]["content"], answers[number]
 
 
 def _losses(run: Path) -> list[tuple[int, float]]:
