@@ -34,8 +34,9 @@ MODULES = {  # the public names of each; None: its `__all__`
 }
 HEAD = """# Python API
 
-For training loops of your own. One page per module, from signatures and docstrings (`python scripts/api.py` writes
-them; the examples are run by the tests). The config has [a reference of its own](../config.md).
+This is the reference of the functions for your own training loop. There is one page per module, which
+`python scripts/api.py` writes from signatures and docstrings; the tests run the examples. The config has its
+[own reference](../config.md).
 
 | module | names |
 | --- | --- |
@@ -45,7 +46,7 @@ them; the examples are run by the tests). The config has [a reference of its own
 CONFIG = """# Config
 
 Every key of a config file. `jaxmem train CONFIG section.key=value` sets a key on the command line. An unknown key, a
-wrong value or a key without effect is refused before the run starts. `jaxmem schema` prints the same as a JSON schema,
+wrong value or a key without effect is an error before the run starts. `jaxmem schema` prints the same as a JSON schema,
 for completion in editors. `python scripts/api.py` writes this page.
 """
 

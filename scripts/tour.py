@@ -15,18 +15,18 @@ from jaxmem.lab.tour import STOPS, find_stop
 DOCS = Path(__file__).parents[1] / "docs"
 HEAD = """# The tour
 
-Each technique with its number, on a machine with or without a GPU:
+The tour shows each technique with its numbers, on a machine with or without a GPU:
 
 ```sh
 pip install -e '.[tour]'
 jaxmem tour            # the list
-jaxmem tour memory     # one stop; --target h100-80gb for another GPU, where the stop compiles for one
+jaxmem tour memory     # one stop; --target h100-80gb compiles for another GPU
 ```
 
-A stop explains the idea, prints tables, draws a figure in `runs/tour/`, and names the setting that turns the idea on
-and the files that implement it. It runs for up to a minute on two cores; `galore`, `memory`, `precision`, `frontier`
-and `finetune` run for about one and say so first. Compiled steps are kept and reused. If the machine has the GPUs that
-a stop compiles for, steps that fit also run, and the column `measured` has what the devices held.
+A stop explains the idea, prints tables, draws a figure in `runs/tour/`, and names the setting that enables the
+technique and the files that implement it. Most stops take less than a minute on two cores; `galore`, `memory`,
+`precision`, `frontier` and `finetune` take about a minute and say so first. Compiled steps are cached. If the machine
+has the GPUs that a stop compiles for, steps that fit also run, and the column `measured` has their peak memory.
 
 These pages were written by `python scripts/tour.py`.
 

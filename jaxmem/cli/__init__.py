@@ -1,4 +1,4 @@
-"""The command line: parse, call the library, print. Standard output has the results alone.
+"""The command line: parse, call the library, print. Only results are written to standard output.
 
 A user's error is one line on standard error and exit code 2; an interrupt is exit code 130. A command imports what it
 needs when it runs, so that `jaxmem --help` is fast.
@@ -56,7 +56,7 @@ app.command()(info.tour)
 app.command()(info.doctor)
 app.command()(info.schema)
 
-bench = typer.Typer(help="Measure speed against PyTorch and cuDNN.", rich_markup_mode=None)
+bench = typer.Typer(help="Measure speed, compared with PyTorch and cuDNN.", rich_markup_mode=None)
 bench.command("step")(benches.bench_step)
 bench.command("kernels")(benches.bench_kernels)
 bench.command("tune")(benches.bench_tune)

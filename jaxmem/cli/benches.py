@@ -133,7 +133,7 @@ def bench_tune(
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Measure the kernels on this GPU; store the fastest block sizes and implementations."""
+    """Measure kernels on this GPU, and store the fastest block sizes and implementations."""
     devices.use_cpu_without_gpu()
     from jaxmem.kernels import choice
     from jaxmem.lab.bench import tune

@@ -49,7 +49,7 @@ def tokenize(
     output: Annotated[Path, typer.Option(metavar="DIR", help="The token cache to write.", show_default=False)],
     overrides: Overrides = None,
 ) -> None:
-    """Tokenize the data of a config once, and store the tokens for training."""
+    """Tokenize the data of a config and store the tokens."""
     cfg = load(config, overrides, None)
     from rich.console import Console
     from rich.progress import Progress

@@ -46,7 +46,7 @@ Target = Annotated[
     str | None,
     typer.Option(
         metavar="T",
-        help="GPU to compile for: h100-80gb:8, cpu:8 or my-gpu.yaml. [default: this machine]",
+        help="GPU to compile for: h100-80gb:8, cpu:8 or my-gpu.yaml.",
         show_default=False,
     ),
 ]

@@ -62,9 +62,9 @@ def plan(
     names: Annotated[bool, typer.Option("--names", help="List the activations that memory.remat can save.")] = False,
     as_json: Json = False,
 ) -> None:
-    """Plan the memory of each device without running, for local devices or for GPUs that need not be installed.
+    """Plan the memory of each device before a run.
 
-    Exit code 3: the config does not fit.
+    The devices are those of this machine, or GPUs that need not be installed. Exit code 3: the config does not fit.
     """
     if target == "list":
         from jaxmem.planning.table import TargetList
@@ -129,9 +129,9 @@ def fit(
     compiles: Annotated[int, typer.Option(metavar="N", min=1, help="Compile at most N steps.")] = 12,
     as_json: Json = False,
 ) -> None:
-    """For a config, search for the fastest settings that fit; for a model, compare the methods of training it.
+    """Find the fastest settings that fit.
 
-    Exit code 3: nothing fits.
+    For a model instead of a config, compare the methods of training it. Exit code 3: nothing fits.
     """
     sizes: dict[str, Any] = {"method": method, "sequence_length": sequence_length, "batch": batch}
     cfg = _config(source, overrides, target, None, **sizes)
