@@ -38,7 +38,7 @@ def check(cfg: Config) -> Config:
     return cfg
 
 
-REQUIRES = {  # keys that have an effect with some values of another key only
+REQUIRES = {  # keys that have an effect only with some values of another key
     "objective.label_smoothing": ("objective.name", (*CROSS_ENTROPY, "dpo")),
     "objective.z_loss": ("objective.name", CROSS_ENTROPY),
     "objective.beta": ("objective.name", ("dpo",)),
@@ -92,7 +92,7 @@ def _places_to_write(cfg: Config) -> Iterator[str]:
     if "://" in cfg.output:
         yield f"output={cfg.output} must be a local directory; use checkpoint.path for a bucket"
     scheme, remote, place = (cfg.checkpoint.path or "").partition("://")
-    if "@" in place.partition("/")[0]:  # not shown
+    if "@" in place.partition("/")[0]:  # the message does not show it
         yield "checkpoint.path contains a name or password, which config.yaml would store; use the environment"
     if remote and scheme not in BUCKETS:
         yield f"checkpoint.path={scheme}:// is unknown; use a directory, {' or '.join(f'{b}://' for b in BUCKETS)}"
@@ -159,7 +159,7 @@ def _image_model(cfg: Config) -> Iterator[str]:
             if model.categories < DIGIT_LEVELS:
                 yield f"model.categories={model.categories} must be at least {DIGIT_LEVELS}, the pixel values of digits"
         case Convnet():
-            most = model.image_size.bit_length()  # each stage but the first halves the image
+            most = model.image_size.bit_length()  # each stage except the first halves the image
             if len(model.stages) > most:
                 size, stages = model.image_size, len(model.stages)
                 yield f"model.image_size={size} does not support {stages} model.stages; use {most} or fewer"
@@ -196,7 +196,7 @@ def _precision(cfg: Config) -> Iterator[str]:
         yield unsupported("precision.rounding=stochastic", parameters, "bfloat16, int8, ...")
     if precision.block_size is not None and not (precision.is_quantized or cfg.base_precision.is_quantized):
         yield f"precision.block_size={precision.block_size} requires quantized parameters, not {parameters}; use null"
-    if precision.stochastic_rounding and precision.master != "none":  # a master copy loses no update in rounding
+    if precision.stochastic_rounding and precision.master != "none":  # with a master copy, rounding loses no update
         master = f"precision.master={precision.master}"
         yield unsupported(f"precision.rounding={precision.rounding}", master, "one of the two")
 

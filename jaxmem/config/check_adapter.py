@@ -1,4 +1,4 @@
-"""Errors in the section `adapter`, and with parameters of some layers only."""
+"""Errors in the section `adapter`, and in settings that train parameters of some layers only."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from jaxmem.config.networks import Convnet, Decoder
 from jaxmem.config.sections import LOW_RANK, Adapter, Config
 from jaxmem.errors import as_yaml, required, unsupported
 
-MATMUL_FORMATS = ("nf4", "fp4", "int4", "int8")  # that kernels.dequant_matmul supports
-FIELDS: dict[str, tuple[str, ...]] = {  # the kinds that each field belongs to; the others belong to all
+MATMUL_FORMATS = ("nf4", "fp4", "int4", "int8")  # formats that kernels.dequant_matmul supports
+FIELDS: dict[str, tuple[str, ...]] = {  # the kinds that have each field; all kinds have the other fields
     **dict.fromkeys(("rank", "alpha", "alpha_pattern", "rslora", "lora_bias", "dropout", "lora_plus_ratio"), LOW_RANK),
     "targets": (*LOW_RANK, "patterns"),
     "hf": (*LOW_RANK, "prompt"),
@@ -49,7 +49,7 @@ def check_adapter(cfg: Config) -> Iterator[str]:
 
 
 def check_some_layers(cfg: Config) -> Iterator[str]:
-    """Layers selected by their numbers, in `adapter` or in `optimizer.trainable`."""
+    """Errors in patterns that select layers by number, in `adapter` or in `optimizer.trainable`."""
     some = [pattern for pattern in cfg.trainable_patterns if LAYER_RANGE.search(pattern)]
     if not some:
         return
@@ -113,7 +113,7 @@ def _layers(cfg: Config) -> Iterator[str]:
 def _prompt(cfg: Config) -> Iterator[str]:
     if not isinstance(cfg.model, Decoder):
         yield unsupported("adapter.kind=prompt", f"model.family={cfg.model.family}", "adapter.kind=head")
-    elif cfg.data.packing:  # only the first document of a row would see the prompt
+    elif cfg.data.packing:  # only the first document of a row would attend to the prompt
         yield unsupported("adapter.kind=prompt", "data.packing=true", "false")
     if cfg.mesh.context != 1:
         yield unsupported("adapter.kind=prompt", f"mesh.context={cfg.mesh.context}", "1")

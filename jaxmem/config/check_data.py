@@ -9,8 +9,8 @@ from jaxmem.config.sections import Config, Data, Source
 from jaxmem.config.sources import SOURCES
 from jaxmem.errors import as_yaml, required, unsupported
 
-BYTE_VOCAB = 257  # 256 bytes and the end of a document
-DIGIT_SHAPE = (8, 1)  # pixels a side, channels
+BYTE_VOCAB = 257  # 256 bytes and the end-of-document token
+DIGIT_SHAPE = (8, 1)  # width and height in pixels, channels
 NEEDS_PATH = tuple(name for name, kind in SOURCES.items() if kind.needs_path)
 HAS_FIELDS = tuple(name for name, kind in SOURCES.items() if kind.has_field)
 CHATS = tuple(name for name, kind in SOURCES.items() if kind.contents in ("chat", "pairs"))
@@ -23,7 +23,7 @@ def check_data(cfg: Config) -> Iterator[str]:
 
 
 def _pairs(cfg: Config) -> Iterator[str]:
-    """What dpo requires of data and batch."""
+    """The requirements of dpo on data and batch."""
     is_dpo, data, batch = cfg.objective.name == "dpo", cfg.data, cfg.batch
     for key, source in _places(cfg):
         if (source.source == "preference") != is_dpo and isinstance(cfg.model, Decoder):
@@ -31,7 +31,7 @@ def _pairs(cfg: Config) -> Iterator[str]:
             yield unsupported(f"{key}.source={source.source}", f"objective.name={cfg.objective.name}", use)
     if not is_dpo:
         return
-    if data.mixture:  # the reference's log-probabilities are stored beside one source
+    if data.mixture:  # the log-probabilities of the reference model are stored next to a single source
         yield unsupported("objective.name=dpo", "data.mixture", "data.source and data.path")
     if data.packing:
         yield unsupported("objective.name=dpo", "data.packing=true", "false")
@@ -84,7 +84,7 @@ def _buckets(cfg: Config) -> Iterator[str]:
     if not data.buckets:
         return
     given = f"data.buckets={as_yaml(data.buckets)}"
-    if data.packing:  # packed rows are full at any length
+    if data.packing:  # packed rows have no padding at any length
         yield unsupported(given, "data.packing=true", "false")
     lengths = sorted({length for length in data.buckets if length < data.sequence_length})
     if list(data.buckets) != lengths:
@@ -105,5 +105,5 @@ def _chat(data: Data) -> Iterator[str]:
 
 
 def _places(cfg: Config) -> list[tuple[str, Source]]:
-    """Each source of documents, and its key."""
+    """(key, source) of each source of documents."""
     return [(f"data.mixture[{i}]", source) for i, source in enumerate(cfg.data.mixture)] or [("data", cfg.data)]

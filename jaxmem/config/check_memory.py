@@ -12,7 +12,7 @@ from jaxmem.config.recompute import Save, is_scheduled
 from jaxmem.config.sections import Config
 from jaxmem.errors import as_yaml, nearest, unsupported
 
-CHUNKED = (("mlp_chunk", IN_CHUNKS), ("head_groups", IN_GROUPS))  # keys, and the activations that never exist whole
+CHUNKED = (("mlp_chunk", IN_CHUNKS), ("head_groups", IN_GROUPS))  # keys, and activations that exist only in parts
 
 
 def check_memory(cfg: Config) -> Iterator[str]:
@@ -28,7 +28,7 @@ def check_memory(cfg: Config) -> Iterator[str]:
             yield f"{key}=triton requires jax-triton; pip install 'jaxmem[cuda13]', or use {other}"
     if memory.attention in ("cudnn", "mosaic") and cfg.precision.compute == "float32":
         yield unsupported(f"memory.attention={memory.attention}", "precision.compute=float32", "triton")
-    if memory.spill != "none" and memory.budget is not None:  # spilling starts where the device is full
+    if memory.spill != "none" and memory.budget is not None:  # spilling starts when the device is full
         yield unsupported(f"memory.spill={memory.spill}", f"memory.budget={memory.budget:g}", "one of the two")
     yield from _offload(cfg)
     yield from _chunks(cfg)
@@ -56,11 +56,11 @@ def _offload(cfg: Config) -> Iterator[str]:
     away = offloaded_activations(memory.offload)
     stages = f"mesh.stage={cfg.mesh.stage}"
     if away:
-        if memory.remat in ("none", "budget"):  # none: the saved activations have no names
+        if memory.remat in ("none", "budget"):  # with none, saved activations have no names
             yield unsupported(offload, remat, "full, dots or names")
-        if cfg.model.family == "convnet":  # saves little and computes briefly: each layer would wait for its transfer
+        if cfg.model.family == "convnet":  # its layers are short: each would wait for its transfer
             yield unsupported(offload, "model.family=convnet", "none")
-    if memory.offload != "none" and cfg.mesh.stage != 1:  # stages need all of their layers at each tick
+    if memory.offload != "none" and cfg.mesh.stage != 1:  # each stage needs all of its layers at each tick
         yield unsupported(offload, stages, "mesh.stage=1, or memory.offload=none")
     if is_offloaded(memory.offload, "optimizer"):
         yield from _state_offloaded(cfg, offload)
@@ -79,7 +79,7 @@ def _state_offloaded(cfg: Config, offload: str) -> Iterator[str]:
     optimizer = cfg.optimizer
     if optimizer.name == "sgd" and not optimizer.momentum and cfg.precision.master == "none":
         yield f"{offload} has no effect: optimizer.name=sgd without optimizer.momentum has no state; use none"
-    # A skipped update would have to move the state all the same.
+    # Even a skipped update would have to copy the state.
     if cfg.train.on_nan == "skip":
         yield unsupported(offload, "train.on_nan=skip", "one of the two")
     if cfg.precision.loss_scale != "none":
@@ -87,7 +87,7 @@ def _state_offloaded(cfg: Config, offload: str) -> Iterator[str]:
 
 
 def _chunks(cfg: Config) -> Iterator[str]:
-    """Activations that are computed in chunks never exist whole."""
+    """Conflicts of chunks with saved activations, which would have to exist as a whole."""
     model, memory = cfg.model, cfg.memory
     if not isinstance(model, Decoder | Vit):
         return
@@ -104,18 +104,18 @@ def _chunks(cfg: Config) -> Iterator[str]:
 
 
 def _update(cfg: Config) -> Iterator[str]:
-    """What is incompatible with an update during the backward pass, which sees the gradient of each layer once."""
+    """Conflicts with an update during the backward pass, in which the gradient of each layer exists only once."""
     if cfg.memory.update != "during":
         return
     remat, loss_scale = cfg.memory.remat, cfg.precision.loss_scale
-    # Overflow and NaN are known after the last layer, when the others have been updated.
+    # Overflow and NaN are known after the last gradient, when most layers have been updated already.
     pairs = [
         (cfg.train.on_nan == "skip", "train.on_nan=skip", "stop or rollback"),
         (loss_scale != "none", f"precision.loss_scale={loss_scale}", "precision.compute=bfloat16"),
         (cfg.mesh.stage != 1, f"mesh.stage={cfg.mesh.stage}", "1"),
         (cfg.objective.name == "contrastive", "objective.name=contrastive", "another objective"),  # two passes
     ]
-    # All micro-batches are in the stack at once: their boundaries, their rows, and what they offload.
+    # The stack processes all micro-batches at once, so it would need the boundaries and offloaded activations of all.
     if cfg.batch.accumulate > 1:
         both = f"batch.accumulate={cfg.batch.accumulate} with "
         offload = both + f"memory.offload={as_yaml(cfg.memory.offload)}"

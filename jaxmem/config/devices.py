@@ -1,6 +1,6 @@
-"""A config for a number of devices: its mesh filled in, and errors where the mesh does not divide a size.
+"""A config for a number of devices: its mesh is filled in; sizes that the mesh does not divide are errors.
 
-Each error ends with the nearest sizes or meshes that work, as overrides. They were tried: none of them fails itself.
+Each error ends with the nearest sizes or meshes that work, as overrides. All of them have been checked.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from jaxmem.config.networks import Convnet, Decoder, Vit
 from jaxmem.config.sections import Config
 from jaxmem.errors import UserError, as_yaml, unsupported
 
-ON_REQUEST = ("context", "stage")  # named and advised only where the config uses them
+ON_REQUEST = ("context", "stage")  # axes that errors name only if the config uses them
 
-TIME = ("context", "tensor")  # that the time of the residual stream is sharded over
+TIME = ("context", "tensor")  # axes over which the sequence of the residual stream is sharded
 
 
 def for_devices(cfg: Config, n: int) -> Config:
@@ -68,7 +68,7 @@ def _indivisible(cfg: Config) -> Iterator[str]:
             f"which do not divide over {over}; nearest: {near}"
         )
     for axis, counts in divided(cfg.model, cfg.rules, cfg.zero).items():
-        # What is sharded over `fsdp` is sharded over `context` too.
+        # Arrays that are sharded over `fsdp` are sharded over `context` too.
         own, beside = getattr(mesh, axis), mesh.context if axis == "fsdp" else 1
         whole = [f"model.{name}={dim}" for name, dim in counts.items() if dim % (own * beside)]
         if whole:
@@ -96,7 +96,7 @@ def _head_groups(cfg: Config) -> Iterator[str]:
     tensor = cfg.mesh.tensor if "tensor" in cfg.rules.heads else 1
     if heads % (groups * tensor):
         near = _near(groups, (n for n in _divisors(heads) if heads % (n * tensor) == 0))
-        over = f"{heads} key heads over mesh.tensor={tensor}"
+        over = f"{heads} KV heads over mesh.tensor={tensor}"
         yield f"memory.head_groups={groups} does not divide {over}; nearest: {near or 1}"
 
 
@@ -130,7 +130,7 @@ def time_parts(mesh: Mesh) -> int:
 
 
 def _stages(cfg: Config) -> Iterator[str]:
-    """Whether each stage has layers, and micro-batches that fill the pipeline."""
+    """Errors if a stage has no layers, or micro-batches do not fill the pipeline."""
     stage, model, micro = cfg.mesh.stage, cfg.model, cfg.batch.accumulate
     if stage == 1:
         return
@@ -158,7 +158,7 @@ def _stages(cfg: Config) -> Iterator[str]:
 
 
 def _advice(cfg: Config, n: int) -> str:
-    """The meshes of n devices nearest to the given one that this config trains on, as overrides."""
+    """The nearest meshes of n devices that this config supports, as overrides."""
     given = {axis: getattr(cfg.mesh, axis) for axis in MESH_AXES}
     works: list[tuple[int, int, float, int, str]] = []
     for axes in _meshes(n, [axis for axis in MESH_AXES if axis not in ON_REQUEST or given[axis] != 1]):
@@ -166,7 +166,7 @@ def _advice(cfg: Config, n: int) -> str:
         if next(_indivisible(one), None) is None:
             changed = [f"mesh.{axis}={size}" for axis, size in axes.items() if size != given[axis]]
             distance = sum(abs(math.log2(axes[axis] / size)) for axis, size in given.items() if size > 0)
-            replicated = len(undivided(one.model, one.rules, one.mesh))  # allowed, but these weights take more memory
+            replicated = len(undivided(one.model, one.rules, one.mesh))  # allowed, but needs more memory
             works.append((replicated, len(changed), round(distance, 3), axes["replica"], " ".join(changed)))
     if works:
         return f"meshes that work on {n}: " + ", or ".join(text for *_, text in sorted(works)[:3])
@@ -189,7 +189,7 @@ def _divisors(n: int) -> list[int]:
 
 
 def _near(value: int, candidates: Iterable[int]) -> str:
-    """The nearest candidates on either side."""
+    """The nearest candidate below and the nearest above a value."""
     known = sorted(candidates)
     below, above = [size for size in known if size < value], [size for size in known if size > value]
     return " or ".join(str(size) for size in [*below[-1:], *above[:1]])

@@ -14,7 +14,7 @@ from jaxmem.config.networks import FAMILIES
 from jaxmem.config.sections import Config
 from jaxmem.errors import required
 
-# By pydantic's name of an error: what is allowed.
+# The allowed values, by pydantic's name of an error.
 ALLOWED = {
     "int_type": "a whole number",
     "int_from_float": "a whole number",
@@ -63,7 +63,7 @@ MISSING = {"train": "set train.steps or train.tokens", "model": "set model.prese
 
 
 def explain(error: ValidationError) -> str:
-    """One line per problem."""
+    """The message of a validation error, with one line per problem."""
     errors = error.errors(include_url=False)
     missing = [item for item in errors if item["type"] == "missing" and item["loc"][:2] == ("model", "decoder")]
     lines = list(dict.fromkeys(_line(item, errors) for item in errors if item not in missing))
@@ -108,7 +108,7 @@ def _allowed(error: ErrorDetails) -> str | None:
 
 
 def _of_union(location: tuple[int | str, ...], value: object, errors: list[ErrorDetails]) -> str:
-    """The line of a key with several types of value: what is allowed for each."""
+    """The line for a key with several types of value, with the values that are allowed for each type."""
     kinds = list(dict.fromkeys(filter(None, map(_allowed, errors))))
     choices = _choices(location)
     allowed = ", or ".join([", ".join(choices), *kinds])
@@ -116,7 +116,8 @@ def _of_union(location: tuple[int | str, ...], value: object, errors: list[Error
 
 
 def _member(error: ErrorDetails) -> tuple[int | str, ...]:
-    """What pydantic appends to the key of a union: its name for a type of value, and the place within it."""
+    """The part that pydantic appends to the location of a union: its name for a member type, and the place within
+    it."""
     annotation: Any = Config
     for at, part in enumerate(error["loc"]):
         if (at, error["loc"][0]) == (1, "model"):
@@ -131,7 +132,7 @@ def _member(error: ErrorDetails) -> tuple[int | str, ...]:
 
 
 def _dotted(location: tuple[int | str, ...]) -> str:
-    """`model.layers` and `data.mixture[0].path`: without the family that pydantic puts after `model`."""
+    """A location as a key such as `data.mixture[0].path`, without the family that pydantic inserts after `model`."""
     parts = [part for at, part in enumerate(location) if (at, location[0]) != (1, "model")]
     return "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in parts).removeprefix(".")
 
@@ -162,7 +163,7 @@ def _section(annotation: Any) -> type[Section]:
 
 
 def _declared(location: tuple[int | str, ...]) -> Any:
-    """The type declared at a place in the config."""
+    """The declared type of a location in the config."""
     annotation: Any = Config
     for at, part in enumerate(location):
         if (at, location[0]) == (1, "model"):
@@ -179,7 +180,8 @@ def _choices(location: tuple[int | str, ...]) -> list[str]:
 
 
 def _nearest_key(location: tuple[int | str, ...]) -> str:
-    """The key that other tools call so, one with nearly that name in the same section, or the same name in another."""
+    """A hint for an unknown key: the key that has this name in other tools, a similar name in the same section, or the
+    same name in another section."""
     *parent, name = location
     section = _section(_declared(tuple(parent)))
     prefix = _dotted(tuple(parent))

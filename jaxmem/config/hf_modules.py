@@ -1,4 +1,4 @@
-"""The names of a decoder's modules in a Hugging Face model, for every family: one table, used in both directions."""
+"""The names of the modules of a decoder in a Hugging Face model, for every family; used in both directions."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ BIASES = {"attention_bias": ("q", "k", "v"), "output_bias": ("o",), "mlp_bias": 
 class HfModule(NamedTuple):
     """A module of one layer."""
 
-    path: str  # in a network here: blocks.attention.q
+    path: str  # in a network of jaxmem: blocks.attention.q
     name: str  # in a Hugging Face model
     layer: int | None
     has_bias: bool

@@ -11,19 +11,19 @@ from typing import Any
 
 from jaxmem.errors import UserError
 
-MAX_BYTES = 16 << 20  # more than any of these files; their content is checked, not trusted
-MAX_SIZE = 1 << 31  # more than any dimension of a model; checked before anything of such a size is made
+MAX_BYTES = 16 << 20  # a limit above the size of all such files, since the content of a file is not trusted
+MAX_SIZE = 1 << 31  # a limit above all dimensions of models, checked before any array is created
 
 
 class UnsupportedError(Exception):
-    """A setting that is not supported, or a value of the wrong type; whoever knows the file's name adds it."""
+    """A setting is not supported, or a value has the wrong type. The caller adds the name of the file."""
 
 
 def read_json(file: Path) -> dict[str, Any]:
     """The object that a JSON file contains."""
     try:
         if file.stat().st_size > MAX_BYTES:
-            raise UserError(f"{file}: larger than {MAX_BYTES >> 20} MiB, which no such file is")
+            raise UserError(f"{file}: larger than {MAX_BYTES >> 20} MiB, the limit for such files")
         text = file.read_bytes()
     except OSError as error:
         raise UserError(f"{file}: cannot be read: {error.strerror}") from error
@@ -64,7 +64,7 @@ def names(settings: Mapping[str, Any], key: str) -> list[str]:
 
 
 def boolean(settings: Mapping[str, Any], key: str) -> bool:
-    """False where the key is absent or null."""
+    """A boolean; False if the key is absent or null."""
     value = settings.get(key)
     if value not in (None, False, True):
         raise UnsupportedError(f"{key}: must be true or false, not {value!r}")
@@ -80,7 +80,7 @@ def integer(settings: Mapping[str, Any], key: str, default: Any = None, least: i
 
 
 def number(settings: Mapping[str, Any], key: str, default: float | None = None, *, zero: bool = False) -> float:
-    """A number above 0, or with `zero` of at least 0."""
+    """A number above 0; with `zero`, a number of at least 0."""
     value = settings.get(key)
     value = default if value is None else value
     is_number = isinstance(value, int | float) and not isinstance(value, bool)

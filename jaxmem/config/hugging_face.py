@@ -1,8 +1,8 @@
 """A Hugging Face `config.json` as the fields of a decoder, and back.
 
-Each family states what its class does regardless of the file (which projections have biases, whether heads are
-normalized, the default of an absent key). What a decoder here cannot compute is refused, never ignored: other scaling
-of rotary positions, layers that differ, other activations, weights quantized by another tool.
+Each family has the properties of its class that no file states (which projections have biases, whether heads are
+normalized, the default of an absent key). Files of models that `Decoder` does not support are refused: with another
+scaling of rotary positions, different layers, other activations, or weights quantized by another tool.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from jaxmem.errors import UserError
 
 @dataclass(frozen=True)
 class HfFamily:
-    """An architecture of transformers, with the defaults of its class for keys that a file may lack."""
+    """An architecture of transformers, with the defaults of its class for absent keys."""
 
     model_type: str
     defaults: Mapping[str, Any] = field(default_factory=dict)
-    biased: bool | None = None  # queries, keys and values: always, never; None: as `attention_bias` says
-    biased_output: bool = True  # where `attention_bias` says so
-    mlp_bias: bool = False  # whether the file may ask for it
+    biased: bool | None = None  # whether queries, keys and values have biases; None: `attention_bias` decides
+    biased_output: bool = True  # whether `attention_bias` includes the output projection
+    mlp_bias: bool = False  # whether the file may set it
     qk_norm: bool = False
-    windows: str | None = None  # "all": every layer has `sliding_window`; "asked": where `use_sliding_window` says so
+    windows: str | None = None  # "all": every layer has `sliding_window`; "asked": only with `use_sliding_window`
 
 
 _QWEN = {"num_key_value_heads": 32, "sliding_window": 4096}
@@ -47,9 +47,9 @@ SHAPE = {
     "mlp": "intermediate_size",
     "heads": "num_attention_heads",
 }
-MAX_LAYERS = 10_000  # more than any model; checked before anything of such a size is made
+MAX_LAYERS = 10_000  # a limit above all models, checked before any array is created
 DTYPES = ("float32", "float16", "bfloat16")
-# Scalings of rotary positions; for each the fields of `model.rope` that it has beside `factor`: key and default.
+# Scalings of rotary positions, with the fields of `model.rope` that each has besides `factor`: key and default.
 ROPE: dict[str, dict[str, tuple[str, float | None]]] = {
     "default": {},
     "linear": {},
@@ -57,7 +57,7 @@ ROPE: dict[str, dict[str, tuple[str, float | None]]] = {
     "yarn": {"beta_fast": ("beta_fast", 32.0), "beta_slow": ("beta_slow", 1.0)},
 }
 ORIGINAL_LENGTH = "original_max_position_embeddings"
-# Settings that change what a model computes, and the only values that a decoder here supports.
+# Settings that change the outputs of a model, and the values that `Decoder` supports.
 FIXED: dict[str, tuple[Any, ...]] = {
     "hidden_act": ("silu",),
     "partial_rotary_factor": (1.0, None),
@@ -76,14 +76,14 @@ FIXED_ROPE: dict[str, tuple[Any, ...]] = {
 UNDERSTOOD_ROPE = {"rope_type", "type", "rope_theta", "factor", "attention_factor", ORIGINAL_LENGTH} | {
     key
     for fields in ROPE.values()
-    for key, _ in fields.values()  # of another scaling: ignored, as in transformers
+    for key, _ in fields.values()  # keys of other scalings are ignored, as in transformers
 }
 UNDERSTOOD = {
     *SHAPE.values(), "architectures", "model_type", "num_key_value_heads", "head_dim", "rms_norm_eps", "attention_bias",
     "mlp_bias", "tie_word_embeddings", "rope_theta", "rope_scaling", "rope_parameters", "max_position_embeddings",
     ORIGINAL_LENGTH, "layer_types", "sliding_window", "use_sliding_window", "max_window_layers",
 }  # fmt: skip
-# Patterns of keys that change no logits: names, ids of tokens, how weights were initialized, defaults of generation.
+# Patterns of keys that do not change logits: names, ids of tokens, initialization of weights, defaults of generation.
 WITHOUT_EFFECT = (
     "_*", "*version", "unsloth*", "auto_map", "name_or_path", "tokenizer_class", "bos_token*", "eos_token*",
     "pad_token*", "unk_token*", "sep_token*", "cls_token*", "mask_token*", "decoder_start_token_id", "forced_*",
@@ -100,10 +100,10 @@ def decoder_fields(directory: str) -> dict[str, Any]:
     """The fields of `model` that the config.json of a directory describes."""
     place = Path(directory).expanduser()
     if not place.is_dir():
-        raise UserError(f"model.hf: {directory}: no such directory; give one with config.json and *.safetensors")
+        raise UserError(f"model.hf: {directory}: no such directory; set a directory with config.json and *.safetensors")
     file = place / "config.json"
     if not file.is_file():
-        raise UserError(f"model.hf: {directory}: contains no config.json; give a Hugging Face model's directory")
+        raise UserError(f"model.hf: {directory}: contains no config.json; set the directory of a Hugging Face model")
     try:
         return fields_of(read_json(file))
     except UnsupportedError as error:
@@ -119,13 +119,13 @@ def fields_of(settings: Mapping[str, Any]) -> dict[str, Any]:
         raise UnsupportedError(
             f"architecture {', '.join(architectures) or model_type} is not supported; supported: {', '.join(FAMILIES)}"
         )
-    if model_type not in (None, family.model_type):  # transformers reads this one
-        raise UnsupportedError(f"model_type {model_type!r} is not that of {architectures[0]}: {family.model_type!r}")
+    if model_type not in (None, family.model_type):  # transformers decides by model_type
+        raise UnsupportedError(f"model_type {model_type!r} does not match {architectures[0]}: {family.model_type!r}")
     check_keys(settings, UNDERSTOOD, FIXED, WITHOUT_EFFECT)
     shape = {name: integer(settings, key) for name, key in SHAPE.items()}
     if shape["layers"] > MAX_LAYERS:
         raise UnsupportedError(f"num_hidden_layers: must be at most {MAX_LAYERS}, not {shape['layers']}")
-    # Of an absent key the default of the class; of null that of all classes.
+    # An absent key has the default of the class; null has the default of all classes.
     settings = {**family.defaults, **settings}
     biased = boolean(settings, "attention_bias") if family.biased is None else family.biased
     return {
@@ -144,7 +144,7 @@ def fields_of(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _window(settings: Mapping[str, Any], family: HfFamily, layers: int) -> int | None:
-    """How many keys a query sees; the same in every layer."""
+    """The number of keys that a query attends to, which must be the same in every layer; None: all."""
     kinds = set(names(settings, "layer_types"))
     if settings.get("sliding_window") is None or family.windows is None:
         return None
@@ -164,8 +164,8 @@ def _window(settings: Mapping[str, Any], family: HfFamily, layers: int) -> int |
 
 
 def _rope_fields(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Both spellings: `rope_theta` and `rope_scaling`, or since transformers 5 `rope_parameters`. Of a file with both,
-    transformers reads `rope_scaling`."""
+    """The fields of `model.rope`, from `rope_theta` and `rope_scaling`, or from `rope_parameters` (since transformers
+    5). If a file has both, `rope_scaling` is used, as in transformers."""
     scaling = settings.get("rope_scaling") or settings.get("rope_parameters") or {}
     if not isinstance(scaling, Mapping):
         raise UnsupportedError(f"rope_scaling: must be an object, not {scaling!r}")
@@ -190,7 +190,8 @@ def _rope_fields(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def config_json(model: Decoder, base: Mapping[str, Any] | None = None, length: int = 2048) -> dict[str, Any]:
-    """The config.json of a decoder: `base` if that describes the same model, or that of the first family that can.
+    """The config.json of a decoder: `base` if it describes the same model, otherwise of the first family that supports
+    it.
 
     `base` is the file that the model was loaded from; the ids of its special tokens are kept. `length`: the longest
     sequence of the training.
@@ -208,11 +209,11 @@ def config_json(model: Decoder, base: Mapping[str, Any] | None = None, length: i
             return {**written, **kept}
     options = ("qk_norm", "attention_bias", "output_bias", "mlp_bias", "window")
     used = ", ".join(name for name in options if getattr(model, name))
-    raise UserError(f"model: no family of Hugging Face supports {used} together; families: {', '.join(FAMILIES)}")
+    raise UserError(f"model: no Hugging Face family supports {used} together; families: {', '.join(FAMILIES)}")
 
 
 def _comparable(model: Decoder) -> dict[str, Any]:
-    """The fields that change what a model computes."""
+    """The fields that change the outputs of a model."""
     fields = model.model_dump(exclude={"family", "preset", "hf", "dropout", "rope"})
     return {**fields, "rope_theta": model.rope.theta, "rope_scaling": _rope_scaling(model.rope)}
 

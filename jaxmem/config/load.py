@@ -1,7 +1,7 @@
 """Loads a YAML file or a dict as a checked `Config`, and saves it.
 
-Only a safe part of YAML: no tags, anchors, aliases or repeated keys, at most 256 KiB. Numbers and booleans are those of
-YAML 1.2, so that `1e-3` is a number and `no` is text.
+Only a safe part of YAML is supported: no tags, anchors, aliases or repeated keys, at most 256 KiB. Numbers and booleans
+are read as in YAML 1.2, so that `1e-3` is a number and `no` is text.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ class YamlDumper(yaml.SafeDumper):
     yaml_implicit_resolvers = {}  # noqa: RUF012, filled below
 
     def choose_scalar_style(self) -> str:
-        """Text with line breaks is kept only as escapes in double quotes."""
+        """Text with line breaks is written with escapes in double quotes, since other styles change it."""
         event: Any = self.event
         return '"' if set(event.value) & set(BREAKS) else super().choose_scalar_style()
 
@@ -85,14 +85,14 @@ for _tag, (_pattern, _first) in SCALARS.items():
 
 
 def load_config(source: str | os.PathLike[str] | Mapping[str, Any], overrides: Iterable[str] = ()) -> Config:
-    """The config of a file or dict with `key=value` overrides, checked except for the number of devices."""
+    """The config of a file or dict with `key=value` overrides. Everything is checked except the number of devices."""
     return config_of(read_config(source, overrides))
 
 
 def read_config(source: str | os.PathLike[str] | Mapping[str, Any], overrides: Iterable[str] = ()) -> dict[str, Any]:
     """The settings of a file or dict with `key=value` overrides, unchecked."""
     raw, changes = rename(_copy(source) if isinstance(source, Mapping) else _read(Path(source)))
-    if set(Config.model_fields) <= set(raw):  # saved by a run: no warning, as nobody has to edit it
+    if set(Config.model_fields) <= set(raw):  # saved by a run: nobody has to edit it, so there is no warning
         changes.clear()
     for override in overrides:
         _override(raw, override)
@@ -103,7 +103,7 @@ def read_config(source: str | os.PathLike[str] | Mapping[str, Any], overrides: I
 
 
 def config_of(raw: dict[str, Any]) -> Config:
-    """The checked config of settings, whose short forms are expanded in place."""
+    """The checked config of these settings. Their short forms are expanded in place."""
     _expand(raw)
     try:
         cfg = Config.model_validate(raw)
@@ -113,7 +113,7 @@ def config_of(raw: dict[str, Any]) -> Config:
 
 
 def save_config(cfg: Config, path: str | os.PathLike[str]) -> None:
-    """Writes every field, so that the file keeps its meaning when defaults change. Atomic."""
+    """Writes every field atomically, so that the file keeps its meaning when defaults change."""
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f".{path.name}.{os.getpid()}")
@@ -133,7 +133,7 @@ def _copy(value: Any) -> Any:
 
 def _parse(text: str, origin: str) -> Any:
     if len(text) > MAX_BYTES:
-        raise UserError(f"{origin}: larger than {MAX_BYTES // 1024} KiB; give the file of a config")
+        raise UserError(f"{origin}: larger than {MAX_BYTES // 1024} KiB; use the file of a config")
     try:
         return yaml.load(text, YamlLoader)  # noqa: S506, a SafeLoader made stricter
     except yaml.MarkedYAMLError as error:
@@ -158,7 +158,7 @@ def _read(path: Path) -> dict[str, Any]:
         raise UserError(f"{path}: cannot be read: {error}") from None
     raw = _parse(text, str(path))
     if not isinstance(raw, dict):
-        raise UserError(f"{path}: must hold `key: value` lines, not {'nothing' if raw is None else repr(raw)[:60]}")
+        raise UserError(f"{path}: must contain `key: value` lines, not {'nothing' if raw is None else repr(raw)[:60]}")
     return raw
 
 
@@ -183,7 +183,7 @@ def _override(raw: dict[str, Any], text: str) -> None:
 
 
 def _expand(raw: dict[str, Any]) -> None:
-    """Replaces short forms by what they stand for. Values of a wrong type are left to pydantic."""
+    """Expands short forms. Pydantic reports values of a wrong type."""
     if isinstance(raw.get("objective"), str):
         raw["objective"] = {"name": raw["objective"]}
     model = raw.get("model")
@@ -203,7 +203,7 @@ def _expand(raw: dict[str, Any]) -> None:
 
 
 def _expand_hf(raw: dict[str, Any], directory: str) -> None:
-    """Adds the model's shape and tokenizer from a Hugging Face directory. A saved config has them and needs none."""
+    """Adds the shape of the model and its tokenizer from a Hugging Face directory. A saved config has them already."""
     model = raw["model"]
     if not set(Decoder.model_fields) <= set(model):
         raw["model"] = _merge(decoder_fields(directory), model)
@@ -212,10 +212,10 @@ def _expand_hf(raw: dict[str, Any], directory: str) -> None:
 
 
 def _expand_adapter(raw: dict[str, Any], directory: str) -> None:
-    """Adds the adapter's settings, and the weights that it trains completely, from a PEFT directory."""
+    """Adds the settings of an adapter, and the weights that it trains completely, from a PEFT directory."""
     try:
         model = Decoder.model_validate(raw["model"])
-    except ValidationError:  # reported with the rest of the config
+    except ValidationError:  # reported with the other errors of the config
         return
     fields, trainable = adapter_fields(directory, model)
     raw["adapter"] = {**fields, **raw["adapter"]}

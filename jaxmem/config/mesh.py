@@ -17,18 +17,18 @@ class Mesh(Section):
 
     stage: int = setting(1, "pipeline stages: groups of layers")
     replica: int = setting(1, "copies of the model; the batch is sharded over them")
-    fsdp: int = setting(1, "shards of the batch and, as far as zero says, of weights, gradients and optimizer state")
+    fsdp: int = setting(1, "shards of the batch and, depending on zero, of weights, gradients and optimizer state")
     context: int = setting(1, "shards of the sequence (context parallelism)")
     tensor: int = setting(1, "shards of each matmul (tensor parallelism)")
 
     @property
     def row_shards(self) -> int:
-        """Number of groups of devices that the rows of a batch are divided among."""
+        """The number of groups of devices that the rows of a batch are divided among."""
         return math.prod(getattr(self, axis) for axis in BATCH_AXES)
 
 
 MESH_AXES = tuple(Mesh.model_fields)
-BATCH_AXES = ("replica", "fsdp")  # that the rows of a batch are sharded over
+BATCH_AXES = ("replica", "fsdp")  # axes over which the rows of a batch are sharded
 
 _Over = Annotated[tuple[Literal["fsdp", "context", "tensor"], ...], Field(strict=False)]
 
@@ -56,7 +56,7 @@ class Rules(Section):
 class Pipeline(Section):
     """The schedule of micro-batches over the pipeline stages of `mesh.stage`."""
 
-    rounds: Count = setting(1, "groups of layers per stage; 1 is GPipe, more the circular schedule")
+    rounds: Count = setting(1, "groups of layers per stage; 1: GPipe; more: the circular schedule")
 
 
 def divided(model: Model, rules: Rules, zero: int) -> dict[str, dict[str, int]]:
@@ -70,8 +70,8 @@ def divided(model: Model, rules: Rules, zero: int) -> dict[str, dict[str, int]]:
 
 
 def undivided(model: Model, rules: Rules, mesh: Mesh) -> tuple[str, ...]:
-    """The dimensions that `mesh.tensor` need not divide and does not: key and value heads are then replicated over some
-    of its devices; a vocabulary is stored replicated and padded in the computation."""
+    """The dimensions that are not divisible by `mesh.tensor` and need not be: KV heads are then replicated over some of
+    its devices; a vocabulary is stored replicated and padded for computation."""
     if not isinstance(model, Decoder):
         return ()
     named = (name for name in ("kv_heads", "vocab") if "tensor" in getattr(rules, name))

@@ -1,7 +1,7 @@
 """The methods of training a model, from all parameters in float32 to QLoRA, and configs made from a model's name.
 
-A method is a few settings that change the mathematics or what is trained. Settings that change only memory and time
-(mesh, recompute, offload, micro-batches) are no part of it.
+A method consists of settings that change the mathematics or the set of trainable parameters. Settings that change only
+memory and time (mesh, recompute, offload, micro-batches) do not belong to a method.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ from jaxmem.config.presets import PRESETS
 from jaxmem.config.sections import LOW_RANK, Config
 from jaxmem.errors import UserError, nearest
 
-STEPS = 1000  # of a run that does not say, besides its warm-up
-LENGTH = 2048  # tokens of a row, where only a model is named
+STEPS = 1000  # steps of a run without `train`, in addition to its warmup
+LENGTH = 2048  # tokens of a row, if only a model is named
 LEARNING_RATES = {"full": 1e-5, "adapter": 2e-4}  # for fine-tuning a Hugging Face model
 
 
 @dataclass(frozen=True)
 class Method:
-    """`settings` by section replace those that another method would set; the others stay."""
+    """A method of training. `settings`, by section, replace the settings of other methods; all others stay."""
 
     summary: str
-    mathematics: str  # what differs from training all parameters in float32
+    mathematics: str  # the difference from training all parameters in float32
     settings: Mapping[str, Mapping[str, Any]]
 
 
@@ -71,14 +71,14 @@ METHODS = {
     ),
 }
 _PRECISION = ("parameters", "block_size", "gradients", "master", "rounding", "loss_scale")
-# Hyperparameters have defaults of the named optimizer, which another one may not have.
+# Hyperparameters have the defaults of the named optimizer; another optimizer may not have them.
 _OPTIMIZER = ("kernel", *(field for field, info in Optimizer.model_fields.items() if info.default is None))
 _ADAPTER = ("kind", "base", "double_quant", "matmul")
 _REPLACED = {"precision": _PRECISION, "optimizer": _OPTIMIZER, "adapter": _ADAPTER}
 
 
 class RunOptions(TypedDict, total=False):
-    """What `plan` and `fit` accept besides a config: `key=value` overrides, a method's name, and sizes."""
+    """Options of `plan` and `fit` besides a config: `key=value` overrides, the name of a method, and sizes."""
 
     overrides: Sequence[str]
     method: str | None
@@ -90,7 +90,7 @@ RunSource = Config | Mapping[str, Any] | str | os.PathLike[str]
 
 
 def is_model(source: RunSource) -> bool:
-    """Whether it names a preset or a Hugging Face directory, not a config."""
+    """Whether a source is the name of a preset or of a Hugging Face directory, not a config."""
     if not isinstance(source, str | os.PathLike):
         return False
     path = Path(source)
@@ -106,7 +106,7 @@ def run_config(
     batch: int | None = None,
     devices: int = 1,
 ) -> Config:
-    """The config of a planned run: of a config, which needs no `train`, of a preset or of a Hugging Face directory.
+    """The config of a planned run, from a config (`train` may be absent), a preset or a Hugging Face directory.
 
     `method`: a name in METHODS, whose settings replace those of the config. `batch`: sequences per update; for a model
     by default one per device.
@@ -120,7 +120,7 @@ def run_config(
     elif is_model(source):
         source = _started(str(source), devices, method)
     elif isinstance(source, str | os.PathLike) and not Path(source).suffix and not Path(source).exists():
-        raise UserError(f"{source}: no config, Hugging Face directory or preset{nearest(str(source), PRESETS)}")
+        raise UserError(f"{source}: not a config, Hugging Face directory or preset{nearest(str(source), PRESETS)}")
     raw = read_config(source)
     if method is not None:
         _apply(method, raw)
@@ -149,7 +149,7 @@ def _started(model: str, devices: int, method: str | None) -> dict[str, Any]:
 
 
 def _apply(name: str, raw: dict[str, Any]) -> None:
-    """Set a method's settings."""
+    """Applies the settings of a method, in place."""
     if name not in METHODS:
         raise UserError(f"method={name} is unknown{nearest(name, METHODS)}")
     settings = METHODS[name].settings
@@ -159,6 +159,6 @@ def _apply(name: str, raw: dict[str, Any]) -> None:
         raw["adapter"] = {}
     for section, new in settings.items():
         old = raw.get(section) or {}
-        if isinstance(old, dict):  # else the config is refused
+        if isinstance(old, dict):  # otherwise the check of the config refuses it
             kept = {key: value for key, value in old.items() if key not in _REPLACED.get(section, ())}
             raw[section] = {**kept, **new}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-BOUNDARY = "boundary"  # a layer's input, for `memory.offload: activations`
+BOUNDARY = "boundary"  # the input of a layer, for `memory.offload: activations`
 
 STATE_PARTS = ("optimizer", "frozen")  # parts of the state that `memory.offload` stores in host memory between updates
 
@@ -18,7 +18,7 @@ def is_offloaded(offload: str | tuple[str, ...], part: str) -> bool:
 
 
 def offloaded_activations(offload: str | tuple[str, ...]) -> tuple[str, ...]:
-    """The names of the activations that layers save in host memory, as `memory.offload` gives them.
+    """The names of the activations that `memory.offload` stores in host memory.
 
     >>> offloaded_activations("none"), offloaded_activations("activations"), offloaded_activations(("attention",))
     ((), ('boundary',), ('attention',))
@@ -27,12 +27,12 @@ def offloaded_activations(offload: str | tuple[str, ...]) -> tuple[str, ...]:
     return tuple(BOUNDARY if name == "activations" else name for name in given if name not in ("none", *STATE_PARTS))
 
 
-# Of these, what is there for some tokens or some heads at a time only, where layers go through a sequence in pieces.
+# Activations that exist only for some tokens or some heads at a time if layers compute a sequence in chunks.
 _INPUTS = ("attention_norm", "attention_q", "attention_k", "attention_v")
 IN_CHUNKS = (*_INPUTS, "mlp_norm", "mlp_gate", "mlp_up", "mlp_hidden")
 IN_GROUPS = (*_INPUTS, "attention")
 
-# In a pattern of weights' names, which layers of a stack, as Python counts them: `blocks[-2:].*`.
+# The layers of a stack in a pattern of names of weights, as a Python slice: `blocks[-2:].*`.
 LAYER_RANGE = re.compile(r"\[(-?\d*):(-?\d*)\]")
 
 

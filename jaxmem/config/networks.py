@@ -18,15 +18,17 @@ SHARDED = ("embed", "vocab", "heads", "kv_heads", "mlp")  # dimensions of weight
 class Family(Section):
     """Base of all families: activations and sharded dimensions."""
 
-    activations: ClassVar[tuple[str, ...]] = ()  # of a layer, for `memory.remat: {save: [names]}` and `memory.offload`
+    activations: ClassVar[
+        tuple[str, ...]
+    ] = ()  # named activations of a layer, for `memory.remat: {save: [names]}` and `memory.offload`
 
     def dims(self) -> dict[str, dict[str, int]]:
-        """For each dimension of weights that can be sharded, the sizes along it, by the fields that give them."""
+        """For each dimension of weights that can be sharded: {field of the config: size}."""
         return {name: {name: getattr(self, name)} for name in SHARDED if name in type(self).model_fields}
 
 
 class Rope(Section):
-    """Rotary positions: the base frequency and how it is stretched for longer contexts."""
+    """Rotary positions: the base frequency, and its scaling for longer contexts."""
 
     theta: Positive = setting(10_000.0, "base of the frequencies")
     scaling: Literal["none", "linear", "llama3", "yarn"] = setting("none", "how frequencies are stretched")
@@ -69,7 +71,7 @@ class ImageInput(Family):
 
     image_size: Count = setting(8, "height and width in pixels")
     channels: Count = setting(1, "channels of a pixel")
-    outputs: Count = setting(10, "width of the output: classes, or 1 for one number")
+    outputs: Count = setting(10, "width of the output: number of classes, or 1 for a scalar")
 
 
 class Vit(ImageInput):

@@ -1,6 +1,6 @@
-"""The optimizers: one line each, with the class of its hyperparameters, whose defaults are those of its paper.
+"""The optimizers: one line each, with the class of their hyperparameters, whose defaults are those of the paper.
 
-Each line names the function in `jaxmem.optim` that makes its transformation, `module:function`; that module is imported
+Each line has the function in `jaxmem.optim` that returns the transformation, `module:function`; the module is imported
 when the optimizer is used. Imports no jax.
 """
 
@@ -70,7 +70,7 @@ class ApolloMiniSettings(AdamWSettings):
 
 @dataclass(frozen=True, kw_only=True)
 class ApolloSettings(ApolloMiniSettings):
-    rank: int | None = None  # None: a quarter of each matrix's smaller side
+    rank: int | None = None  # None: a quarter of the smaller dimension of each matrix
     scale: float = 1.0
 
 
@@ -88,7 +88,7 @@ class QGaLoreSettings(GaLoreSettings):
 class Entry(NamedTuple):
     settings: type
     implementation: str | Callable[..., Any]  # module:function in jaxmem.optim.rules, or the function
-    summary: str  # state per parameter
+    summary: str  # the method, and bytes of state per parameter
 
     @property
     def fields(self) -> dict[str, Any]:
@@ -155,7 +155,7 @@ class Optimizer(Section):
     @model_validator(mode="before")
     @classmethod
     def _with_defaults(cls, fields: Any) -> Any:
-        """With the named optimizer's own defaults."""
+        """Adds the defaults of the named optimizer."""
         if not isinstance(fields, dict):
             return fields
         entry = OPTIMIZERS.get(str(fields.get("name", cls.model_fields["name"].default)))
@@ -164,10 +164,10 @@ class Optimizer(Section):
 
     @property
     def hyperparameters(self) -> dict[str, Any]:
-        """The fields that the named optimizer has."""
+        """The hyperparameters of the named optimizer."""
         return {field: getattr(self, field) for field in OPTIMIZERS[self.name].fields}
 
     @property
     def needs_whole_embedding(self) -> bool:
-        """Whether an embedding cannot be updated in slices: GaLore decomposes its whole gradient."""
+        """Whether an embedding cannot be updated in slices, since GaLore decomposes its complete gradient."""
         return bool(self.project_embeddings) and issubclass(OPTIMIZERS[self.name].settings, GaLoreSettings)

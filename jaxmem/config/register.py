@@ -1,5 +1,5 @@
-"""Adds optimizers and families of networks to the config, in this process: a script that runs commands registers first,
-then calls `jaxmem.cli.main()`."""
+"""Adds optimizers and families of networks to the config of this process. A script registers them first, and then runs
+commands by `jaxmem.cli.main()`."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def register_optimizer(
     settings: type = AdamWSettings,
     summary: str = "",
 ) -> None:
-    """Adds an optimizer that `optimizer.name` can name.
+    """Adds an optimizer, which `optimizer.name` can then select.
 
     `scale(settings, axes=...)` returns the transformation of gradients, without weight decay and learning rate.
     `settings`: a frozen dataclass of hyperparameters with their defaults. `axes`: the names of the dimensions of each
@@ -40,7 +40,7 @@ def register_optimizer(
 
 
 def register_family(section: type[Family]) -> str:
-    """Adds a section that `model` can be, and returns its name: the default of its field `family`."""
+    """Adds a section for `model`, and returns the name of the family: the default of its field `family`."""
     name = section.model_fields["family"].default
     if not isinstance(name, str):
         raise UserError(f"register_model: {section.__name__} needs a field `family: Literal[NAME] = NAME`")

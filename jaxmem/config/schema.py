@@ -28,7 +28,7 @@ def json_schema() -> dict[str, Any]:
         {"enum": sections["Objective"]["properties"]["name"]["enum"]},
     ]
 
-    for kind in FAMILIES.values():  # a model that does not say is a decoder
+    for kind in FAMILIES.values():  # a model without `family` is a decoder
         if kind is not Decoder:
             sections[kind.__name__].setdefault("required", []).append("family")
     decoder = sections["Decoder"]
@@ -44,7 +44,7 @@ def json_schema() -> dict[str, Any]:
 
 
 def requirements() -> dict[str, tuple[str, tuple[str, ...]]]:
-    """For each key that has an effect with some values of another key only: that key and these values."""
+    """For each key that has an effect only with some values of another key: (the other key, these values)."""
     found = {**REQUIRES, "data.path": ("data.source", NEEDS_PATH), "data.field": ("data.source", HAS_FIELDS)}
     found["data.on_overlong"] = ("data.source", CHATS)
     found["data.on_invalid"] = ("data.source", (*CHATS, *HAS_FIELDS))

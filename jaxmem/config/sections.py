@@ -121,7 +121,7 @@ class Precision(Section):
 
 
 LOW_RANK = ("lora", "dora", "qlora")  # kinds of adapters that add low-rank matrices
-LORA_WEIGHTS = "*.lora.[abm]*"  # their parameters; `layer_scale` is a constant
+LORA_WEIGHTS = "*.lora.[abm]*"  # their trainable parameters; `layer_scale` is a constant
 
 
 class HashableDict(dict[str, Any]):
@@ -136,7 +136,7 @@ Alphas = Annotated[dict[str, Positive], AfterValidator(HashableDict)]
 
 
 class Adapter(Section):
-    """Parameter-efficient fine-tuning: added parameters, or a part of the model's; the others are frozen."""
+    """Parameter-efficient fine-tuning: added parameters, or some parameters of the model; the others are frozen."""
 
     kind: Literal["none", "lora", "dora", "qlora", "prompt", "head", "last_layers", "patterns"] = setting(
         "none", "what is trained; none: all parameters"
@@ -203,7 +203,7 @@ class Checkpoint(Section):
     )
     every: Count | None = setting(None, "updates between two checkpoints; the last update is always saved")
     keep: Count = setting(3, "number of checkpoints to keep")
-    keep_best: bool = setting(False, "also keep the one with the lowest held-out loss")
+    keep_best: bool = setting(False, "also keep the checkpoint with the lowest held-out loss")
     resume: Literal["auto", "never"] = setting("auto", "whether a run continues from its last checkpoint")
     on_failure: Literal["stop", "continue"] = setting(
         "stop", "response to a failed write; for the last checkpoint of a run it is always an error"
@@ -252,7 +252,7 @@ class Config(Section):
 
     @property
     def steps(self) -> int:
-        """Number of updates: `train.steps`, or as many as `train.tokens` need."""
+        """The number of updates: `train.steps`, or as many as `train.tokens` require."""
         if self.train.steps is not None:
             return self.train.steps
         if self.train.tokens is None:
@@ -281,7 +281,7 @@ class Config(Section):
                 return ("head.*",)
             case "patterns":
                 return tuple(adapter.targets)
-            case "last_layers":  # and what follows them
+            case "last_layers":  # and the weights after them
                 stack = f"stage_{len(model.stages) - 1}.blocks" if isinstance(model, Convnet) else "blocks"
                 tied = isinstance(model, Decoder) and model.tie_embeddings
                 return (f"{stack}[-{adapter.layers}:].*", "norm.*", *(() if tied else ("head.*",)))
@@ -306,6 +306,6 @@ class Config(Section):
 
     @property
     def needs_global_norm_first(self) -> bool:
-        """Whether a backward pass computes the norm of all gradients before the one that updates."""
+        """Whether a first backward pass computes the norm of all gradients before the one that updates the weights."""
         clips = self.optimizer.clip is not None and self.optimizer.clip_by == "global"
         return clips and self.memory.update == "during"

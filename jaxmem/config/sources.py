@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Literal, TypeAlias
 
 @dataclass(frozen=True)
 class SourceKind:
-    module: str  # of jaxmem.data
+    module: str  # name in jaxmem.data
     contents: Literal["text", "chat", "pairs", "tokens", "images"]
     needs_path: bool = True
     has_field: bool = False  # `field` names the key or column of the document
-    suffixes: tuple[str, ...] = ()  # of the files that count in a directory; none: any
+    suffixes: tuple[str, ...] = ()  # suffixes of the files to read in a directory; empty: all files
 
 
 _LINES = (".jsonl", ".ndjson")

@@ -34,7 +34,7 @@ class LowRankSettings(Protocol):
 
 
 def low_rank_layers(settings: LowRankSettings, name: str, layers: int | None) -> tuple[LowRank | None, ...]:
-    """The adapter of each layer of a stack, or of the only layer (`layers`=None); None: it has none."""
+    """The adapter of each layer of a stack, or of a single layer (`layers`=None); None for a layer without adapter."""
 
     alphas = settings.alpha_pattern or {}
 

@@ -115,8 +115,8 @@ def test_missing_file_names_the_nearest(file):
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
-        ("", ": must hold `key: value` lines, not nothing"),
-        ("- 1\n", ": must hold `key: value` lines, not [1]"),
+        ("", ": must contain `key: value` lines, not nothing"),
+        ("- 1\n", ": must contain `key: value` lines, not [1]"),
         ("a: 1\nb: 2\na: 3\n", ":3:1: 'a' is given twice"),
         ("mesh: {fsdp: 1, fsdp: 2}", ":1:17: 'fsdp' is given twice"),
         ("1: 2\n", ":1:1: a key must be text"),
@@ -129,7 +129,7 @@ def test_missing_file_names_the_nearest(file):
         ("a: \x00\n", ": unacceptable character #x0000: special characters are not allowed"),
         ("a: 1\n---\nb: 1\n", ":2:1: but found another document"),
         ("a: " + "9" * 5000, ": Exceeds the limit (4300 digits)"),
-        ("a: " + "x" * 300_000, ": larger than 256 KiB; give the file of a config"),
+        ("a: " + "x" * 300_000, ": larger than 256 KiB; use the file of a config"),
     ],
 )
 def test_unreadable_files(tmp_path, text, expected):

@@ -66,7 +66,7 @@ def test_every_family_s_settings_are_written_as_they_are_read(compare) -> None:
         fields = fields_of(compare.config(name))
         made = config_json(Decoder(**fields))
         assert fields_of(made) == fields, name
-    with pytest.raises(UserError, match="no family of Hugging Face supports qk_norm, mlp_bias together"):
+    with pytest.raises(UserError, match="no Hugging Face family supports qk_norm, mlp_bias together"):
         load_config(
             {"name": "x", "model": fields_of(compare.config("qwen3")) | {"mlp_bias": True}, "train": {"steps": 1}}
         )

@@ -46,7 +46,7 @@ class Projected(MatrixRule):
     inner_for: RuleFor
     spec: ParameterSpec
     rank: int
-    similarity: float | None = None  # Q-GaLore: share of the old basis in the new from which both count as the same
+    similarity: float | None = None  # Q-GaLore: overlap of two bases from which the interval is doubled
 
     @property
     def side(self) -> Side:
