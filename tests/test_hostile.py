@@ -134,6 +134,6 @@ def test_no_link_leads_out_of_a_directory_of_weights(tmp_path):
     assert [path.name for path in (tmp_path / "taken").iterdir()] == ["config.json"]
     (model / "merges.txt").symlink_to(secret)
     for copy in (copy_metadata, copy_tokenizer):
-        with pytest.raises(UserError, match=r"merges\.txt: a link that leads out of its directory"):
+        with pytest.raises(UserError, match=r"merges\.txt: a link to .*, outside of its directory"):
             copy(str(model), tmp_path / "other")
     assert not (tmp_path / "other" / "merges.txt").exists()

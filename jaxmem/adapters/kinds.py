@@ -1,4 +1,4 @@
-"""The registry of adapter kinds: what `adapter.kind` adds to a model."""
+"""The registry of adapter kinds: the parameters that `adapter.kind` adds to a model."""
 
 from __future__ import annotations
 
@@ -12,13 +12,14 @@ from jaxmem.config.sections import Adapter
 from jaxmem.models.linear import Linear
 from jaxmem.models.network import Network
 
-# The module whose `attach_from_config` adds parameters to a model. The kinds head, last_layers and patterns train some
-# of the model's own weights and add none.
+# The module whose `attach_from_config` adds parameters to a model. The kinds head, last_layers and patterns add no
+# parameters: they train some weights of the model.
 MODULES = {"lora": "low_rank", "dora": "low_rank", "qlora": "low_rank", "prompt": "prompt_tuning"}
 
 
 def attach(model: Network, cfg: Adapter, key: jax.Array, order: Sequence[int] | None = None) -> None:
-    """Adds the adapters of a config to a model, in place. `order`: the layer at each position of a stack."""
+    """Adds the adapters of a config to a model, in place. `order`: the layer at each position of a
+    stack."""
     if cfg.kind in MODULES:
         import_module(f"jaxmem.adapters.{MODULES[cfg.kind]}").attach_from_config(model, cfg, key, order)
     for _, module in nnx.iter_modules(model):

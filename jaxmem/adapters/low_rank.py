@@ -1,22 +1,23 @@
 """LoRA and DoRA: y = x W + s (x A) B with trainable A and B (Hu et al., arXiv:2106.09685).
 
-W of [in, out] is frozen; A of [in, r] is random, B of [r, out] zeros, so that nothing changes at first. s is alpha / r,
-or alpha / sqrt(r), with which higher ranks keep learning (rsLoRA: Kalajdzievski, arXiv:2312.03732). Gradients and
-optimizer state are those of r (in + out) weights in place of in x out; W + s A B is never computed. A step saves the
-matmul of W's gradient, a third of a layer's arithmetic, and adds 6 r (in + out) FLOPs per token.
+W [in, out] is frozen; A [in, r] is random, and B [r, out] is zero, so that the outputs do not change at first. s is
+alpha / r, or alpha / sqrt(r), with which higher ranks keep learning (rsLoRA: Kalajdzievski, arXiv:2312.03732).
+Gradients and optimizer state exist for r (in + out) weights instead of in x out; W + s A B is never computed. A step
+does not compute the gradient of W, a third of the FLOPs of a layer, and needs 6 r (in + out) additional FLOPs per
+token.
 
-W may be quantized (QLoRA: Dettmers et al., arXiv:2305.14314): it is dequantized where it is used, forward and backward.
+W may be quantized (QLoRA: Dettmers et al., arXiv:2305.14314): it is dequantized for each use in both passes.
 
-DoRA (Liu et al., arXiv:2402.09353) trains the norm of each column of W + s A B apart from its direction:
-y = m / |W + s A B| (x W + s (x A) B). Gradients do not pass through the norms (section 4.3). They are computed from
-|W|^2 + 2 s W^T A B + s^2 |A B|^2, without the sum: one more read of each W, and matmuls with r more columns.
+DoRA (Liu et al., arXiv:2402.09353) trains the norm of each column of W + s A B apart from its direction: y = m / |W +
+s A B| (x W + s (x A) B). Gradients do not pass through the norms (section 4.3). The norms are computed from |W|^2 + 2
+s W^T A B + s^2 |A B|^2, without W + s A B: one more read of each W, and matmuls with r more columns.
 
 Layers of a stack with different ranks share arrays of the largest rank, padded with zeros. A column of A and a row of B
-that are both zero have no gradient, so that they stay zero. A layer without an adapter has zeros only. If the layers'
-scales differ, `layer_scale` has one for each layer; it is not trained.
+that are both zero have no gradient, so they stay zero. A layer without an adapter has only zeros. If the scales of
+layers differ, `layer_scale` has one for each layer; it is not trained.
 
-On a mesh A and B are sharded over all axes that shard weights: `in` of A and `out` of B like those of W, and over the
-other axes where that is even.
+On a mesh A and B are sharded over all axes that shard weights: `in` of A and `out` of B like the same dimensions of W,
+and over the other axes if they divide a dimension.
 """
 
 from __future__ import annotations
@@ -51,13 +52,13 @@ class LoraSpec:
 
     rank: int = 16
     alpha: float = 16.0
-    # Another alpha for each pattern; the first that matches applies.
+    # {pattern: another alpha}; the first pattern that matches applies.
     alpha_pattern: Mapping[str, float] | None = None
-    # Patterns of linear layers and embeddings, or a rank for each pattern; the first that matches applies.
-    # `blocks[-2:].*`: of the last two layers of a stack.
+    # Patterns of linear layers and embeddings, or {pattern: rank}; the first pattern that matches applies.
+    # `blocks[-2:].*` selects the last two layers of a stack.
     targets: Sequence[str] | Mapping[str, int] = ("blocks.*",)
     rslora: bool = False  # the scale is alpha / sqrt(rank), not alpha / rank
-    dropout: float = 0.0  # of the adapter's input
+    dropout: float = 0.0  # dropout of the input of the adapter
     dora: bool = False
     lora_bias: bool = False  # a trainable bias after B
 
@@ -73,13 +74,13 @@ class Lora(nnx.Module):
         spec: LoraSpec,
         order: Sequence[int] | None = None,
     ):
-        """`layers`: the adapter of each layer of a stack, or one. `order`: the layer at each position of a stack, where
-        numbers beyond `layers` are identity layers; None: its own."""
+        """`layers`: the adapter of each layer of a stack, or of a single layer. `order`: the number of the layer at
+        each position of a stack, where numbers beyond `layers` are identity layers; None: layers are in order."""
         *stack, inputs, outputs = base.weight.get_value().shape
         axes: Axes = base.weight.get_metadata()["axes"]
         stacked, (first, last) = axes[: len(stack)], axes[len(stack) :]
         rank = max(own.rank for own in layers if own is not None)
-        if isinstance(base, Embedding):  # looked up, so that A is the one of zeros
+        if isinstance(base, Embedding):  # rows of A are looked up, so A instead of B is zero
             a = jnp.zeros((*stack, inputs, rank))
             b = jax.random.normal(rngs.params(), (*stack, rank, outputs))
         else:
@@ -89,7 +90,7 @@ class Lora(nnx.Module):
         if stack and order is not None:
             a, b = a[np.asarray(order)], b[np.asarray(order)]
         own = [layers[i] if i < len(layers) else None for i in (order or range(*stack))] if stack else layers
-        shared = layers[0] if len(set(layers)) == 1 else None  # the settings of all layers
+        shared = layers[0] if len(set(layers)) == 1 else None  # the settings, if all layers have the same
         is_uniform = shared is not None
         if not is_uniform:
             ranks = np.array([one.rank if one else 0 for one in own])
@@ -112,7 +113,8 @@ class Lora(nnx.Module):
         w: Callable[[], Float[Array, "inputs outputs"]],
         keys: Keys | None,
     ) -> Float[Array, "*batch outputs"]:
-        """The layer's output, from the output `y` of its own weight `w`, of which DoRA needs the norms."""
+        """The output of a layer with its adapter, from the output `y` of its weight `w`. DoRA needs the norms of
+        `w`."""
         a, b, scale = fetch(self.a, x.dtype), fetch(self.b, x.dtype), self._scale(x.dtype)
         y = y + matmul(scale * matmul(dropout(x, self.dropout, keys), a), b)
         if self.bias is not None:
@@ -122,7 +124,7 @@ class Lora(nnx.Module):
     def rows(
         self, x: Float[Array, "batch time embed"], ids: Int[Array, "batch time"], w: Callable[[], jax.Array]
     ) -> Float[Array, "batch time embed"]:
-        """The output of an embedding, from the rows `x` of its own weight `w`."""
+        """The output of an embedding with its adapter, from the rows `x` of its weight `w`."""
         b, scale = fetch(self.b, x.dtype), self._scale(x.dtype)
         x = x + matmul(scale * lookup_param(self.a, ids, x.dtype), b)
         return x if self.magnitude is None else self._with_magnitude(x, w(), fetch(self.a, x.dtype), b)
@@ -168,8 +170,8 @@ def attach_from_config(model: nnx.Module, cfg: Adapter, key: jax.Array, order: S
 
 
 def merged_weight(w: Float[Array, "*inputs outputs"], own: Mapping[str, jax.Array], scale: float) -> jax.Array:
-    """A weight or bias in float32 with its adapter merged into it: `a`, `b`, with DoRA `magnitude`, or `bias`; and
-    `layer_scale` where layers differ."""
+    """A weight or bias in float32 with its adapter merged into it. `own` has `a` and `b`, for DoRA `magnitude`, or
+    `bias`; and `layer_scale` if the scales of layers differ."""
     f32 = {name: x.astype(jnp.float32) for name, x in own.items()}
     factor = scale * f32.get("layer_scale", jnp.float32(1))
     summed = w.astype(jnp.float32) + factor * (f32["bias"] if "bias" in f32 else f32["a"] @ f32["b"])
@@ -179,7 +181,7 @@ def merged_weight(w: Float[Array, "*inputs outputs"], own: Mapping[str, jax.Arra
 
 
 def weights_to_merge(lora: Lora) -> dict[str, dict[str, jax.Array]]:
-    """What `merged_weight` merges into the `weight` and the `bias` of a layer."""
+    """The arrays that `merged_weight` merges into the `weight` and the `bias` of a layer."""
     own = {name: x for name, x in nnx.to_pure_dict(nnx.state(lora)).items() if x is not None}
     bias = own.pop("bias", None)
     scale = {"layer_scale": own["layer_scale"]} if "layer_scale" in own else {}
@@ -215,8 +217,8 @@ def _merged(w: jax.Array | QTensor, own: Mapping[str, jax.Array], scale: float) 
 def _targets(
     model: Any, spec: LoraSpec, is_padded: bool
 ) -> Iterator[tuple[Linear | Embedding, tuple[LowRank | None, ...]]]:
-    """The matching modules with the adapters of their layers, sorted by name, so that random keys depend on names only.
-    `is_padded`: stacks end with identity layers."""
+    """The matching modules and the adapters of their layers, sorted by name, so that random keys depend on names only.
+    `is_padded`: whether stacks end with identity layers."""
     found = {".".join(map(str, path)): module for path, module in nnx.iter_modules(model)}
     known = {name: module for name, module in sorted(found.items()) if isinstance(module, Linear | Embedding)}
     sizes = {name: x.weight.shape[0] if len(x.weight.shape) > 2 else None for name, x in known.items()}
@@ -239,7 +241,7 @@ def _param(value: jax.Array, axes: Axes) -> nnx.Param:
 
 
 def _column_norms(base: Linear | Embedding) -> Float[Array, "*layers outputs"]:
-    """Of a weight, one layer after the other."""
+    """The column norms of a weight, computed one layer after the other."""
 
     def one(w: jax.Array | QTensor) -> jax.Array:
         w = fetch_from_host(w)

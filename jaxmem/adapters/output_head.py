@@ -1,7 +1,7 @@
 """A new classifier on a frozen backbone: features of one task serve another (Donahue et al., arXiv:1310.1531).
 
-embed x outputs weights are trained. The backward pass ends at the classifier: the step saves no activation of the
-backbone and costs its forward pass, a third of training all.
+embed x outputs weights are trained. The backward pass ends at the classifier: a step saves no activations of the
+backbone and takes the time of its forward pass, a third of a step that trains all weights.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ TRAINABLE = ("head.*",)
 
 
 def head(model: Network, *, outputs: int | None = None, key: jax.Array | None = None) -> tuple[str, ...]:
-    """Gives an image network a new output layer of `outputs`, by default as many as before; a decoder keeps its own.
-    Returns the patterns of the trainable weights."""
+    """Replaces the output layer of an image network by a new one with `outputs`, by default as many as before; a
+    decoder keeps its output layer. Returns the patterns of the trainable weights."""
     if isinstance(model, Decoder):
         if model.head is None:
             raise UserError("adapters.head does not support tied embeddings; train embedding.weight instead")

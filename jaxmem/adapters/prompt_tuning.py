@@ -1,7 +1,7 @@
-"""Prompt tuning: trained embeddings before every text; all else is frozen (Lester et al., arXiv:2104.08691).
+"""Prompt tuning: trained embeddings before every text; all other weights are frozen (Lester et al., arXiv:2104.08691).
 
-A prompt of P tokens has P x embed parameters, a few tens of thousands. It takes the memory and time of P tokens in
-activations and KV cache. Gradients pass through all layers, so the step saves the activations that LoRA's does.
+A prompt of P tokens has P x embed parameters, a few tens of thousands. It needs the memory and time of P tokens in
+activations and KV cache. Gradients pass through all layers, so a step saves the same activations as with LoRA.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Prompt(nnx.Module):
     def __call__(
         self, ids: Int[Array, "batch time"], x: Float[Array, "batch time embed"], dtype: DTypeLike
     ) -> Float[Array, "batch time embed"]:
-        """`x`, embeddings of tokens of the vocabulary, with the prompt's embeddings at its tokens."""
+        """The embeddings `x` of all tokens, with those of the prompt at its tokens."""
         own = jnp.clip(ids - self.vocab, 0, self.length - 1)
         return jnp.where((ids >= self.vocab)[..., None], fetch(self.weight, dtype)[own], x)
 

@@ -1,14 +1,14 @@
-"""Trees of parameters without those of adapters."""
+"""Trees of parameters without adapters."""
 
 from __future__ import annotations
 
 from typing import Any
 
-NAMES = ("lora", "prompt")  # the attributes that hold adapters
+NAMES = ("lora", "prompt")  # the attributes that contain adapters
 
 
 def base_of(tree: Any) -> Any:
-    """A nested dict of parameters, or of something for each, without adapters.
+    """A nested dict of parameters, or of a value for each parameter, without adapters.
 
     >>> base_of({"q": {"weight": 1, "lora": {"a": 2}}})
     {'q': {'weight': 1}}

@@ -1,4 +1,4 @@
-"""Checkpoints: all that a run needs to resume bit for bit, on whatever devices are there.
+"""Checkpoints: the data that a run needs to resume bit for bit, on any number of devices.
 
 One checkpoint is a directory `checkpoints/STEP/`, written by Orbax: the arrays of the state (each process its own
 shards), the data position with its fingerprint, the resolved config, and a checksum of every array. It appears by one

@@ -14,7 +14,8 @@ Sums = tuple[UInt32[Array, ""], UInt32[Array, ""]]
 
 
 def checksum(leaf: jax.Array) -> int:
-    """Waits for the result: simulated CPU devices deadlock with more than 32 programs in flight."""
+    """The checksum of an array. It waits for the result, since simulated CPU devices deadlock with more than 32
+    programs in flight."""
     if leaf.sharding.memory_kind == "pinned_host":  # offloaded: one array at a time passes through the device
         leaf = jax.device_put(leaf, leaf.sharding.with_memory_kind("device"))
     plain, placed = (int(value.addressable_data(0)) for value in sum_bits(leaf))  # a scalar is replicated
@@ -23,7 +24,8 @@ def checksum(leaf: jax.Array) -> int:
 
 @jax.jit
 def sum_bits(x: Shaped[Array, "*shape"]) -> Sums:
-    """Modulo 2^32, the sum of all elements' bits, and the sum of each one's bits times an odd number of its position.
+    """Modulo 2^32, the sum of the bits of all elements, and the sum of the bits of each, times an odd number that
+    depends on its position.
 
     Integer sums do not depend on their order, so they are the same on any mesh. One changed bit always changes
     both: an odd multiple of 2^k, k < 32, is not 0 modulo 2^32. Elements that swap positions change the second.

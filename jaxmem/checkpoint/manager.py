@@ -24,7 +24,7 @@ from jaxmem.errors import TemporaryError, UserError
 
 CHUNK = 64 << 20  # bytes decoded at once to restore a part of an array
 STEP = re.compile("0|[1-9][0-9]{0,17}")  # the name of a checkpoint
-ROTATED = ".rotated"  # where replaced checkpoints are moved to be deleted
+ROTATED = ".rotated"  # replaced checkpoints are moved to this directory, and then deleted
 
 
 class Checkpoints:
@@ -45,10 +45,12 @@ class Checkpoints:
         read_only: bool = False,
         warn: Callable[[str], None] | None = None,
     ) -> None:
-        """`read_only` changes nothing on disk: it is safe while a run is writing. With `warn` a failed save is
-        reported there by the next `save`; without it, and in `wait`, it is raised."""
+        """With `read_only`, nothing is changed on disk, so it is safe while a run is writing. With `warn`, the next
+        `save` passes the message of a failed save to it; without `warn`, and in `wait`, the error is raised."""
         self.directory = absolute(directory)
-        self._in_bucket = "://" in str(self.directory)  # where a rename copies: replaced checkpoints are deleted there
+        self._in_bucket = "://" in str(
+            self.directory
+        )  # in a bucket a rename is a copy, so replaced checkpoints are deleted without it
         self.every, self.read_only, self._warn = every, read_only, warn
         self._retention = Retention(keep, keep_best, losses={})
         self._sweeper: threading.Thread | None = None
@@ -60,7 +62,7 @@ class Checkpoints:
         self._sweep()
 
     def is_due(self, step: int, metrics: Mapping[str, float] | None = None, force: bool = False) -> bool:
-        """Whether `save` would save; asked first because gathering the data position involves all processes."""
+        """Whether `save` would save. It is called first, because gathering the data position involves all processes."""
         loss = None if metrics is None else metrics.get("loss")
         return bool(force or (self.every and step % self.every == 0) or self._retention.is_best(loss))
 
@@ -119,8 +121,8 @@ class Checkpoints:
         return record["position"], record["config"]
 
     def read_latest(self) -> tuple[int, dict[str, Any], dict[str, Any]] | None:
-        """Step, data position and config of the newest checkpoint whose record is undamaged; `restore_latest` reports
-        the others."""
+        """Step, data position and config of the newest checkpoint with an undamaged record. `restore_latest` reports
+        damaged ones."""
         for step in reversed(self.steps()):
             with suppress(DamagedError):
                 return step, *self.read(step)
@@ -142,10 +144,10 @@ class Checkpoints:
     def restore_latest(
         self, abstract_state: Any, report: Callable[[str], None] = print
     ) -> tuple[int, Any, dict[str, Any], dict[str, Any]] | None:
-        """(step, state, position, config) of the newest complete checkpoint; None if there never was one.
+        """(step, state, position, config) of the newest complete checkpoint; None if there is no checkpoint.
 
-        A damaged one is reported and renamed, and the one before is used. If all are damaged this raises: a run must
-        not silently start from nothing.
+        A damaged checkpoint is reported and renamed, and the one before is used. If all are damaged, an error is
+        raised, since a run must not silently start from step 0.
         """
         steps = self.steps()
         for step in reversed(steps):
@@ -187,7 +189,7 @@ class Checkpoints:
         options = ocp.CheckpointManagerOptions(
             preservation_policy=self._retention,
             todelete_subdir=None if self.read_only or self._in_bucket else ROTATED,
-            cleanup_tmp_directories=not self.read_only,  # what a killed run left half-written
+            cleanup_tmp_directories=not self.read_only,  # directories that a killed run left incomplete
             create=not self.read_only,
             lightweight_initialize=True,  # reads names only, so that a damaged checkpoint does not prevent opening
         )
@@ -196,13 +198,16 @@ class Checkpoints:
         manager = _Manager(self.directory, options=options, failed=self._end_if_only_this_process_failed)
         self._retention.losses.clear()
         for step in manager.all_steps():
-            self._retention.losses[step] = None  # of a damaged one: never the best; reported when it is read
+            self._retention.losses[step] = (
+                None  # a damaged checkpoint is never the best; it is reported when it is read
+            )
             with suppress(DamagedError):
                 self._retention.losses[step] = read_record(self.directory / str(step))["metrics"].get("loss")
         return manager
 
     def _move_misnamed(self) -> None:
-        """Renames what Orbax would take for a step, although no step has this name (007, 99999999999999999999)."""
+        """Renames directories that Orbax would read as steps, although no step has such a name (007,
+        99999999999999999999)."""
         found = self.directory.iterdir() if jax.process_index() == 0 and self.directory.is_dir() else ()
         for path in [path for path in found if path.name.isdigit() and not STEP.fullmatch(path.name)]:
             aside = free_name(path)
@@ -210,13 +215,13 @@ class Checkpoints:
             (self._warn or print)(f"{path} is not the name of a step; moved to {aside}")
 
     def _reopen(self) -> None:
-        """Read the disk afresh and remove half-written directories, which matter most on a full disk."""
+        """Reads the directory again and removes incomplete checkpoints, which matters most on a full disk."""
         self._manager.close()
         self._manager = self._open()
 
     def _leave_damaged(self, step: int, error: DamagedError, others: bool) -> None:
-        """What one process cannot read, the others may be reading together without it, so all must stop. The next
-        start uses an older checkpoint, if there are `others`."""
+        """Renames a checkpoint that this process cannot read. The other processes may be reading it together and would
+        wait, so all must stop. The next start uses an older checkpoint, if there are `others`."""
         if not others:
             raise error
         path = self.directory / str(step)
@@ -224,7 +229,7 @@ class Checkpoints:
         with suppress(OSError):  # another process has renamed it already
             path.rename(aside)
         raise TemporaryError(
-            f"{error}; moved to {aside}; run the same command again to resume from the one before"
+            f"{error}; moved to {aside}; run the same command again to resume from the previous checkpoint"
         ) from error
 
     def _report(self, error: UserError) -> None:
@@ -238,7 +243,7 @@ class Checkpoints:
 
     def _save_error(self, step: int | None, error: BaseException) -> UserError:
         _raise_lost_process(error)
-        if jax.process_count() == 1:  # opening involves all processes, and the others know of no failure
+        if jax.process_count() == 1:  # opening involves all processes, and only this one knows of the failure
             self._reopen()
         # Read from disk, since the manager also counts the unfinished save.
         last = max(ocp.utils.checkpoint_steps(self.directory), default=None)
@@ -254,12 +259,12 @@ class Checkpoints:
         try:
             with first_failure_only():
                 arrays = self._manager.restore(step, args=ocp.args.Composite(state=args)).state
-        except Exception as error:  # what Orbax raises where a read fails
-            if "RESOURCE_EXHAUSTED" in str(error):  # this device's memory, not the file's fault
+        except Exception as error:  # Orbax raises various types if a read fails
+            if "RESOURCE_EXHAUSTED" in str(error):  # the device has too little memory; the file is intact
                 raise
             _raise_lost_process(error)
             raise damaged(path, root_cause(error)) from None
-        # With damaged metadata an array can come back as something else.
+        # With damaged metadata, the restored value may not be an array of the expected shape.
         found = {name: arrays[name] for name in wanted if isinstance(arrays.get(name), jax.Array)}
         wrong = [name for name in wanted if name not in found or checksum(found[name]) != saved[name][2]]
         if wrong:
@@ -287,8 +292,8 @@ class Checkpoints:
 
 
 class _Manager(ocp.CheckpointManager):
-    """Reports at once when this process's part could not be written. Orbax would first wait for the other processes,
-    which wait for that part."""
+    """Reports immediately if this process could not write its shards. By default Orbax first waits for the other
+    processes, which wait for these shards."""
 
     def __init__(self, *args: Any, failed: Callable[[BaseException], None], **options: Any) -> None:
         self._failed = failed
@@ -303,6 +308,6 @@ class _Manager(ocp.CheckpointManager):
 
 
 def _raise_lost_process(error: BaseException) -> None:
-    """A lost process is not the fault of a file; the watch reports it."""
+    """Raises the error of a lost process, which the watch reports, so that no file is reported as damaged."""
     if jax.process_count() > 1 and (failure := lost_process_error(error)):
         raise failure

@@ -1,4 +1,4 @@
-"""The rows of a run's `metrics.jsonl`, which may have been damaged or edited since they were logged."""
+"""The rows of `metrics.jsonl` of a run, which may have been damaged or edited since they were logged."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ LARGEST = 1e300
 
 
 def parse_row(line: str) -> dict[str, Any] | None:
-    """A row: its step, and numbers or null by name. None for any other line, as the last one of a killed run."""
+    """A row with its step, and numbers or null by name; None for any other line, such as the last line of
+    a killed run."""
     try:
         row = json.loads(line)
     except (ValueError, RecursionError):

@@ -1,7 +1,7 @@
 """Errors of Orbax and TensorStore, reduced to one line.
 
-Orbax logs each of its steps to absl's root logger: silenced, because errors reach the user as exceptions. So is what
-its other writes report after the first has failed: they end on a closed event loop.
+Orbax logs each of its steps to absl's root logger. These logs are silenced, because errors reach the user as
+exceptions. Errors of other writes after the first failed one are silenced too: they only report a closed event loop.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-# What they raise on damaged files and full disks.
+# Errors that they raise for damaged files and full disks.
 FAILURES = (OSError, ValueError, KeyError, TypeError, AttributeError, RuntimeError)
 
 ORBAX = "/orbax/checkpoint/"
@@ -23,7 +23,7 @@ _unraisable = sys.unraisablehook
 
 
 def _is_follow_up(record: logging.LogRecord) -> bool:
-    """Whether another task of Orbax failed than the one whose failure is reported."""
+    """Whether a log record is of a task of Orbax that failed after the one whose failure is reported."""
     frames = traceback.walk_tb(record.exc_info[2] if record.exc_info else None)
     return "never retrieved" in record.getMessage() and any(ORBAX in frame.f_code.co_filename for frame, _ in frames)
 
@@ -38,7 +38,7 @@ def _report_unraisable(failure: sys.UnraisableHookArgs) -> None:
         _unraisable(failure)
 
 
-warnings.filterwarnings("ignore", r"coroutine '.*' was never awaited", RuntimeWarning)  # for want of an event loop
+warnings.filterwarnings("ignore", r"coroutine '.*' was never awaited", RuntimeWarning)  # if there is no event loop
 sys.unraisablehook = _report_unraisable  # called from TensorStore's threads
 
 
@@ -53,8 +53,8 @@ def root_cause(error: BaseException) -> str:
 
 @contextmanager
 def first_failure_only() -> Iterator[None]:
-    """Where one read fails, Orbax leaves the others running on a closed event loop, and each prints a page through
-    hooks of the interpreter. Only the first failure is raised; the others are silenced."""
+    """Raises only the first failure of a restore. If one read fails, Orbax leaves the others running on a closed event
+    loop, and each prints a long traceback through hooks of the interpreter; these are silenced."""
     hooks = sys.unraisablehook, sys.excepthook
     asyncio_log = logging.getLogger("asyncio")
     asyncio_log.addFilter(_ignore)
@@ -62,7 +62,7 @@ def first_failure_only() -> Iterator[None]:
     try:
         yield
     except BaseException:
-        time.sleep(0.2)  # for the reads of a local disk to end
+        time.sleep(0.2)  # reads of a local disk end within this time
         gc.collect()
         raise
     finally:

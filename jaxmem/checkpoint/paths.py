@@ -1,4 +1,4 @@
-"""Paths of checkpoints, local or in a bucket, and renaming what must not be overwritten."""
+"""Paths of checkpoints, local or in a bucket, and renaming of directories that must not be overwritten."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def absolute(path: str | Path | epath.Path) -> epath.Path:
 
 
 def checkpoint_directory(cfg: Config, directory: str | Path) -> epath.Path:
-    """Where the checkpoints of a run in `directory` are."""
+    """The directory of the checkpoints of a run in `directory`."""
     try:
         root = (
             Path(directory, "checkpoints") if cfg.checkpoint.path is None else epath.Path(cfg.checkpoint.path, cfg.name)
@@ -40,9 +40,9 @@ def checkpoint_directory(cfg: Config, directory: str | Path) -> epath.Path:
 
 
 def move_aside(path: str | Path | epath.Path, *, if_empty: bool = False) -> epath.Path | None:
-    """Renames `path` to `NAME.old-1` (or the next free number), so that nothing of it is overwritten or mixed with new
-    files; returns the new name, or None if there is nothing (`if_empty`: an empty directory is something). All
-    processes call it together; process 0 renames."""
+    """Renames `path` to `NAME.old-1` (or the next free number), so that its files are not overwritten or mixed with new
+    ones. Returns the new name, or None if `path` does not exist or is an empty directory (with `if_empty`, empty
+    directories are renamed too). All processes call it together; process 0 renames."""
     path = absolute(path)
     target = None
     if path.exists() and (if_empty or path.is_file() or any(path.iterdir())):

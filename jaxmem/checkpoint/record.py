@@ -1,7 +1,7 @@
-"""What a checkpoint contains besides its arrays: step, data position, config, metrics, and each array's shape, dtype
-and checksum.
+"""The record that a checkpoint contains besides its arrays: step, data position, config, metrics, and the shape, dtype
+and checksum of each array.
 
-The record has a checksum of its own.
+The record has its own checksum.
 """
 
 from __future__ import annotations
@@ -35,7 +35,9 @@ def make_record(leaves: Mapping[str, jax.Array], **sections: Any) -> dict[str, A
 
 def read_record(checkpoint: epath.Path) -> dict[str, Any]:
     try:
-        record = json.loads((checkpoint / "run" / "metadata").read_text())  # where Orbax's JsonSave puts the item `run`
+        record = json.loads(
+            (checkpoint / "run" / "metadata").read_text()
+        )  # the file in which Orbax's JsonSave stores the item `run`
     except FAILURES as error:
         raise damaged(checkpoint, root_cause(error)) from error
     if not isinstance(record, dict) or record.pop("crc32", None) != _crc(record):
@@ -50,21 +52,23 @@ def _crc(record: Mapping[str, Any]) -> int:
 
 
 def named_leaves(tree: Any) -> dict[str, Any]:
-    """Each array by its path: params.layers.q.weight."""
+    """{path: array}, with paths such as params.layers.q.weight."""
     leaves = jax.tree_util.tree_leaves_with_path(tree)
     return {jax.tree_util.keystr(path, simple=True, separator="."): leaf for path, leaf in leaves}
 
 
 def check_leaves(checkpoint: epath.Path, saved: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:
-    """Refuse a checkpoint whose arrays have other names, shapes or dtypes than the run wants."""
+    """Refuses a checkpoint whose arrays have other names, shapes or dtypes than those of the run."""
     if unplaced := [name for name, leaf in wanted.items() if leaf.sharding is None]:
-        raise ValueError(f"no sharding to restore to: {few(unplaced)}")  # Orbax would use the one it was saved with
+        raise ValueError(
+            f"no sharding to restore to: {few(unplaced)}"
+        )  # Orbax would use the sharding that it was saved with
     wrong = []
     for name in {**saved, **wanted}:
         there = f"{saved[name][1]}{list(saved[name][0])}" if name in saved else "absent"
         here = f"{wanted[name].dtype}{list(wanted[name].shape)}" if name in wanted else "absent"
         if there != here:
-            wrong.append(f"{name} is {there} in the checkpoint and {here} here")
+            wrong.append(f"{name} is {there} in the checkpoint and {here} in this run")
     if wrong:
         raise UserError(f"checkpoint {checkpoint} does not fit this run: {few(wrong)}")
 

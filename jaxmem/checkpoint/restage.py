@@ -1,8 +1,8 @@
-"""A checkpoint holds the layers as its run stored them: filled up and ordered for its stages. This brings them into
-the order of other stages, or of none.
+"""Reorders the layers of a checkpoint, which are padded and ordered for the pipeline stages of the run that saved it,
+for other stages or for none.
 
-Such arrays are read with all layers on each device and another dimension sharded over `stage`, so that they are put in
-order where they are; then each layer goes to its stage. In addition to the state it holds one array at a time.
+Such arrays are read with all layers on each device and another dimension sharded over `stage`, so that each device
+reorders its shards; then each layer is sent to its stage. In addition to the state, one array at a time is in memory.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from jaxmem.stack import Pipeline
 
 
 def order(config: Mapping[str, Any]) -> np.ndarray:
-    """Which layer stands at each place of a stack stored by a config, as JSON; numbers beyond its layers fill up.
+    """The layer at each position of a stack, as a config (as JSON) stores it; numbers beyond its layers are padding.
 
     >>> order({"model": {"layers": 3}, "mesh": {"stage": 2}, "pipeline": {"rounds": 1}}).tolist()
     [0, 1, 2, 3]
@@ -31,7 +31,7 @@ def order(config: Mapping[str, Any]) -> np.ndarray:
 
 
 class Restage:
-    """From how one config stores the layers to how another does, on the other's devices."""
+    """Converts layers from the order of one config to the order of another, on the devices of the other."""
 
     def __init__(self, saved: Mapping[str, Any], here: Mapping[str, Any], layout: Layout) -> None:
         self._layout = layout
@@ -43,7 +43,8 @@ class Restage:
         self._sources = np.array([places[layer] if layer < layers else -1 for layer in after.tolist()])
 
     def saved(self, role: Role, axes: Any, placed: Any) -> Any:
-        """Arrays as the checkpoint holds them, where they can be put in order; `placed` is what they will be."""
+        """Shapes and shardings of the arrays in the checkpoint with which they can be reordered. `placed`: the shapes
+        and shardings of the result."""
 
         def one(axes: Axes, x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
             if not _stacked(axes):

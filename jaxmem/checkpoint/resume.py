@@ -15,17 +15,17 @@ from jaxmem.errors import UserError
 # resharded, the losses agree to rounding), the training (train, learning rate, betas, dropout, smoothing), what is
 # saved and logged (checkpoint, trackers).
 BOUND = (
-    "seed",  # orders the data: the saved position would mean other batches
+    "seed",  # orders the data: the saved position would be that of other batches
     "objective.name",  # the optimizer's moments belong to the old loss, and the best loss is not comparable
-    "model",  # shapes of the weights, or what they compute
+    "model",  # shapes of the weights, or the function that they compute
     "data",  # the position counts rows of this stream
     "batch.global_size",  # the position is a multiple of it
     "precision.parameters",  # dtype of the weights
     "precision.block_size",  # shapes of their scales
     "precision.master",  # a part of the optimizer state
     "optimizer.name",  # arrays of the state
-    "optimizer.trainable",  # which weights have a state
-    "adapter",  # which weights there are, and what they compute
+    "optimizer.trainable",  # the weights that have optimizer state
+    "adapter",  # the set of weights, and the function that they compute
     "optimizer.rank",  # shapes of the state
 )
 FREE = (
@@ -35,12 +35,12 @@ FREE = (
     "adapter.lora_plus_ratio",
     "adapter.base_run",  # source of the first weights, which are in the checkpoint
     "model.dropout",
-    "data.reference_logprobs",  # a path; its contents have a fingerprint of their own
-    "data.chat_template",  # part of the data's fingerprint
-    "data.path",  # files may move: the data's fingerprint shows whether they are the same
+    "data.reference_logprobs",  # a path; the file has its own fingerprint
+    "data.chat_template",  # part of the fingerprint of the data
+    "data.path",  # files may move: the fingerprint of the data shows whether they are the same
     "data.mixture.*.path",
     "data.weight",  # only used in a mixture
-    "data.epochs",  # only where the stream ends
+    "data.epochs",  # only the end of the stream
 )
 
 
@@ -64,7 +64,7 @@ def refuse_changes(
     directory: str | PathLike[str],
     fingerprints: tuple[str, str] | None = None,
 ) -> None:
-    """Refuse to resume with another config or other data. `fingerprints`: the data's, of the checkpoint and now."""
+    """Refuses to resume with another config or other data. `fingerprints`: of the data in the checkpoint and now."""
     differences = changed(old, new)
     if fingerprints and fingerprints[0] != fingerprints[1] and not differences:
         differences = [f"the data files have changed (fingerprint was {fingerprints[0]}, is {fingerprints[1]})"]

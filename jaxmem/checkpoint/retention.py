@@ -1,7 +1,7 @@
-"""Which checkpoints are kept when a newer one is written.
+"""The policy that decides which checkpoints are kept when a newer one is written.
 
-Orbax has such policies too (`LatestN`, `BestN`); they do not tell whether a loss would be kept as the best, which
-decides whether a step is saved at all.
+Orbax has such policies (`LatestN`, `BestN`), but they cannot tell in advance whether a loss would be kept as the best,
+which decides whether a step is saved at all.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""What a checkpoint contains of a training state, and how the state is restored from it.
+"""The part of a training state that a checkpoint contains, and the state that is restored from it.
 
 Frozen weights that `model.hf` provides are not saved again. Layers are saved in the order in which pipeline stages
-store them, and brought into this program's order when they are restored.
+store them, and reordered for the program that restores them.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from jaxmem.step.state import TrainState
 
 
 class SavedState:
-    """Converts the state of one program to and from checkpoints. `config` is that of the run that saved, as JSON."""
+    """Converts the state of a program to and from checkpoints. `config`: the config of the run that saved, as JSON."""
 
     def __init__(self, program: Program) -> None:
         self._program, self._model, self._spec = program, program.model, program.spec
@@ -41,7 +41,7 @@ class SavedState:
         return dataclasses.replace(state, params=params, opt_state=opt_state)
 
     def restored(self, saved: TrainState, config: Mapping[str, Any]) -> TrainState:
-        """The program's state, from what was restored into `shapes`."""
+        """The state of the program, from the arrays that were restored into `shapes`."""
         params = self.restored_params(saved.params, config)
         opt_state = self._restaged(config, self._spec.opt_axes, saved.opt_state, self._spec.state.opt_state)
         return dataclasses.replace(saved, params=params, opt_state=opt_state)
@@ -65,10 +65,10 @@ class SavedState:
         return fingerprint(self._hf) if self._hf is not None and self._has_external_base else None
 
     def check_base(self, position: Mapping[str, Any], where: object) -> None:
-        """Refuses a checkpoint that was trained on other frozen weights than `model.hf` provides."""
+        """Refuses a checkpoint that was trained on frozen weights other than those of `model.hf`."""
         if self._hf is not None and position.get("base", self.base) != self.base:
             raise UserError(
-                f"model.hf: {self._hf} holds other weights than those that {where} was trained on; use the unchanged"
+                f"model.hf: {self._hf} has other weights than those that {where} was trained on; use the unchanged"
                 " directory"
             )
 

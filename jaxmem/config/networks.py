@@ -18,9 +18,7 @@ SHARDED = ("embed", "vocab", "heads", "kv_heads", "mlp")  # dimensions of weight
 class Family(Section):
     """Base of all families: activations and sharded dimensions."""
 
-    activations: ClassVar[
-        tuple[str, ...]
-    ] = ()  # named activations of a layer, for `memory.remat: {save: [names]}` and `memory.offload`
+    activations: ClassVar[tuple[str, ...]] = ()  # names for `memory.remat: {save: [names]}` and `memory.offload`
 
     def dims(self) -> dict[str, dict[str, int]]:
         """For each dimension of weights that can be sharded: {field of the config: size}."""

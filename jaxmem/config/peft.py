@@ -33,8 +33,8 @@ COMMON = (
     "auto_mapping",
     "peft_version",
 )
-FROM_BASE = ("pissa", "olora")  # initialized with a part of the base: read as adapters of twice the rank
-# Settings that change what an adapter computes, and the only values that are supported here.
+FROM_BASE = ("pissa", "olora")  # initialized from the base weights; they are read as adapters of twice the rank
+# Settings that change the outputs of an adapter, and the values that are supported.
 FIXED: dict[str, tuple[Any, ...]] = {
     "peft_type": ("LORA", "PROMPT_TUNING"),
     "fan_in_fan_out": (False, None),
@@ -71,7 +71,8 @@ def initialization(directory: str | Path) -> str | None:
 
 
 def adapter_fields(directory: str | Path, model: Decoder) -> tuple[dict[str, Any], list[str]]:
-    """(the fields of `adapter`, the patterns of `optimizer.trainable`) that a directory describes, for a base model."""
+    """The fields of `adapter` and the patterns of `optimizer.trainable` that a directory describes, for a base
+    model."""
     file, settings = _read(directory)
     try:
         return _prompt_fields(settings) if is_prompt(directory) else _low_rank_fields(settings, model)
@@ -82,7 +83,7 @@ def adapter_fields(directory: str | Path, model: Decoder) -> tuple[dict[str, Any
 def _read(directory: str | Path) -> tuple[Path, dict[str, Any]]:
     file = Path(directory).expanduser() / CONFIG
     if not file.is_file():
-        raise UserError(f"adapter.hf: {directory}: contains no {CONFIG}; give the directory that PEFT saved")
+        raise UserError(f"adapter.hf: {directory}: contains no {CONFIG}; use a directory that PEFT saved")
     settings = read_json(file)
     if str(settings.get("init_lora_weights")).startswith("pissa_niter_"):  # the same, by fewer iterations
         settings["init_lora_weights"] = "pissa"
@@ -100,7 +101,7 @@ def _low_rank_fields(settings: Mapping[str, Any], model: Decoder) -> tuple[dict[
     saved = _saved_modules(settings, modules, model)
     targets = [one for one in _targets(settings, modules) if one not in saved]
     if not targets:
-        raise UnsupportedError(f"target_modules {settings.get('target_modules')!r}: no layer of the model is left")
+        raise UnsupportedError(f"target_modules {settings.get('target_modules')!r}: selects no layer of the model")
     rank, alpha = integer(settings, "r", 8), number(settings, "lora_alpha", 8)
     ranks, alphas = (_by_module(settings, key, targets) for key in ("rank_pattern", "alpha_pattern"))
     factor = 2 if settings.get("init_lora_weights") in FROM_BASE else 1
@@ -125,7 +126,8 @@ def _low_rank_fields(settings: Mapping[str, Any], model: Decoder) -> tuple[dict[
 
 
 def _by_pattern(values: Mapping[HfModule, Any], modules: Iterable[HfModule]) -> dict[str, Any]:
-    """A value for each pattern of layers: one for all layers of a stack, or one for each run of equal ones."""
+    """{pattern of layers: value}, with one pattern for all layers of a stack or for each run of layers of equal
+    value."""
     found = {}
     for path, group in groupby(modules, key=lambda one: one.path):
         stack = [values.get(one) for one in group]
@@ -141,7 +143,7 @@ def _by_pattern(values: Mapping[HfModule, Any], modules: Iterable[HfModule]) -> 
 
 
 def _targets(settings: Mapping[str, Any], modules: Sequence[HfModule]) -> list[HfModule]:
-    """The modules with adapters, as PEFT selects them."""
+    """The modules with adapters, selected like in PEFT."""
     possible = [one for one in modules if one.is_matrix]
     all_names = [one.name for one in possible]
     wanted, some = settings.get("target_modules"), settings.get("layers_to_transform")
@@ -178,8 +180,8 @@ def _layers(settings: Mapping[str, Any], modules: Sequence[HfModule]) -> set[str
 
 
 def _saved_modules(settings: Mapping[str, Any], modules: Sequence[HfModule], model: Decoder) -> list[HfModule]:
-    """The modules that `modules_to_save` trains completely: those whose name, or that of a module around them, ends
-    with one of its names."""
+    """The modules that `modules_to_save` trains completely: modules whose name, or the name of a module that contains
+    them, ends with one of its names."""
     ends = tuple(names(settings, "modules_to_save"))
     found = []
     for one in modules:
@@ -195,8 +197,8 @@ def _saved_modules(settings: Mapping[str, Any], modules: Sequence[HfModule], mod
 
 
 def _by_module(settings: Mapping[str, Any], key: str, modules: Sequence[HfModule]) -> dict[str, Any]:
-    """The value of each module in `rank_pattern` or `alpha_pattern`: of the first regex that matches the end of its
-    name."""
+    """The value of each module in `rank_pattern` or `alpha_pattern`. The first regex that matches the end of the name
+    of the module decides."""
     patterns = settings.get(key) or {}
     if not isinstance(patterns, Mapping):
         raise UnsupportedError(f"{key}: must be an object of names, not {patterns!r}")
@@ -210,13 +212,13 @@ def _by_module(settings: Mapping[str, Any], key: str, modules: Sequence[HfModule
 
 
 def _named(wanted: Sequence[str], all_names: Sequence[str]) -> set[str]:
-    """The names that are wanted or end with one that is."""
+    """The names that are equal to a wanted name or end with one."""
     return {name for name in all_names if name in wanted or name.endswith(tuple(f".{one}" for one in wanted))}
 
 
 def _matches(patterns: Sequence[str], all_names: Sequence[str], key: str, form: str = "{}") -> list[set[str]]:
-    """The names that each regex, in a regex `form`, matches. A regex of a file could backtrack for ever: unless it is a
-    plain name, it is matched in a process with a time limit."""
+    """The names that each regex, inserted into `form`, matches. A regex of a file could backtrack forever: unless it is
+    a plain name, it is matched in a process with a time limit."""
     regexes = [form.replace("{}", pattern) for pattern in patterns]
     if all(re.fullmatch(r"[\w.]+", pattern) for pattern in patterns):
         return [{name for name in all_names if regex.fullmatch(name)} for regex in map(re.compile, regexes)]
@@ -232,7 +234,7 @@ def _matches(patterns: Sequence[str], all_names: Sequence[str], key: str, form: 
 
 
 def base_directory(directory: str | Path) -> tuple[str | None, Path | None]:
-    """The base model that an adapter names, a directory or a name on a hub; and its path, if it is a directory of this
+    """The base model that an adapter names (a directory or a name on a hub), and its path if it is a directory of this
     machine."""
     name = read_json(Path(directory).expanduser() / CONFIG).get("base_model_name_or_path")
     if not isinstance(name, str):
@@ -249,7 +251,9 @@ def base_of(directory: str | Path) -> Path:
     name, path = base_directory(directory)
     if path is None:
         file = Path(directory).expanduser() / CONFIG
-        raise UserError(f"{file}: its base {name!r} is no directory here; give the base's directory, and adapter.hf")
+        raise UserError(
+            f"{file}: its base {name!r} is not a directory here; set the directory of the base, and adapter.hf"
+        )
     return path
 
 
@@ -261,13 +265,14 @@ def adapter_json(
     *,
     has_biases: bool = False,
 ) -> dict[str, Any]:
-    """The adapter_config.json of adapters. `layers`: for each module that has some, those of its layers. `saved`: the
-    names of modules that are saved completely; `has_biases`: biases of others are saved too."""
+    """The adapter_config.json of adapters. `layers`: for each module with adapters, the adapters of its layers.
+    `saved`: the names of modules that are saved completely; `has_biases`: whether biases of other modules are saved
+    too."""
     common = {"task_type": "CAUSAL_LM", "base_model_name_or_path": base, "inference_mode": True}
     if adapter.kind == "prompt":
         own = {"num_virtual_tokens": adapter.virtual_tokens, "num_transformer_submodules": 1}
         return {"peft_type": "PROMPT_TUNING", **common, **own}
-    named: dict[str, LowRank] = {}  # by the end of a module's name
+    named: dict[str, LowRank] = {}  # by the end of the name of a module
     for path, stack in layers.items():
         name = MODULES[path]
         if len(set(stack)) == 1 and stack[0] is not None:

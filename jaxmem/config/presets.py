@@ -1,7 +1,7 @@
 """The decoders that `model.preset` names, in their published shapes, and their number of parameters.
 
-60m to 1b are the llama shapes of GaLore (https://arxiv.org/abs/2403.03507); the others are those of the
-released models. `tiny` fits the byte tokenizer and divides over `tensor` 2 and 4 and `fsdp` 2, 4 and 8.
+60m to 1b are the Llama shapes of GaLore (https://arxiv.org/abs/2403.03507); the others are the shapes of released
+models. `tiny` fits the byte tokenizer; its sizes are divisible by `tensor` 2 and 4, and by `fsdp` 2, 4 and 8.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ def _decoder(*shape: int, **fields: Any) -> dict[str, Any]:
 
 
 def _llama3_rope(factor: float) -> dict[str, Any]:
-    """Llama 3.1 and later: trained on 8192 positions, the low frequencies then stretched by `factor`."""
+    """The rotary positions of Llama 3.1 and later: trained with 8192 positions, then low frequencies are divided by
+    `factor`."""
     return {"theta": 500_000.0, "scaling": "llama3", "factor": factor, "original_length": 8192}
 
 
@@ -47,7 +48,7 @@ PRESETS: dict[str, dict[str, Any]] = {
 
 
 def parameter_count(model: Decoder) -> int:
-    """Number of parameters of a decoder."""
+    """The number of parameters of a decoder."""
     queries, keys = model.heads * model.head_dim, model.kv_heads * model.head_dim
     attention = model.embed * (2 * queries + 2 * keys)  # queries and output, keys and values
     if model.attention_bias:

@@ -1,9 +1,9 @@
-"""Hugging Face directories: their weights in, and out again. safetensors only; nothing is unpickled, no code is run.
+"""Weights of Hugging Face directories are read and written, only as safetensors; nothing is unpickled, no code is run.
 
 model = load("llama-3.2-1b", dtype=jnp.bfloat16)     # a network, its weights sharded by a layout
 save(model, "mine")                                  # a directory that transformers opens
 
-`model.hf: DIR` in a config does the first for a run, `jaxmem export` the second.
+`model.hf: DIR` in a config loads a directory for a run; `jaxmem export` saves one.
 """
 
 from jaxmem.lazy import lazy_names

@@ -1,7 +1,7 @@
-"""Which base model an adapter belongs to: a fingerprint of the base's weights, stored with the adapter.
+"""The base model that an adapter belongs to: a fingerprint of the weights of the base is stored with the adapter.
 
-It is made of the signs of the first 2,048 numbers of every tensor: equal for float32, float16 and bfloat16 copies, and
-different as soon as the weights are trained. A few rows of each tensor are read, whatever the model.
+It is a hash of the signs of the first 2,048 numbers of every tensor: equal for float32, float16 and bfloat16 copies,
+and different as soon as the weights are trained. Only a few rows of each tensor are read.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from jaxmem.errors import UserError
 from jaxmem.hf.names import ADAPTER, is_ignored
 from jaxmem.hf.tensors import DTYPES, Tensors
 
-NUMBERS = 2048  # of each tensor
-KEY = "base"  # in the metadata of an adapter's safetensors
+NUMBERS = 2048  # numbers of each tensor in the fingerprint
+KEY = "base"  # key in the metadata of the safetensors file of an adapter
 
 
 def fingerprint(directory: str | Path) -> str:
-    """Of the weights of a Hugging Face directory."""
+    """The fingerprint of the weights of a Hugging Face directory."""
     cfg, digest = Decoder(**decoder_fields(str(directory))), hashlib.blake2b(digest_size=16)
     with Tensors(directory) as tensors:
         for name, entry in sorted(tensors.entries.items()):
@@ -34,14 +34,14 @@ def fingerprint(directory: str | Path) -> str:
 
 
 def _first(shape: tuple[int, ...]) -> tuple[slice, ...]:
-    """As many rows of a tensor as contain `NUMBERS` numbers, or the beginning of one row."""
+    """The first rows of a tensor, which contain `NUMBERS` numbers, or the beginning of its first row."""
     rows = -(-NUMBERS // shape[-1])
     return (*(slice(0, min(rows, size)) for size in shape[:-1]), slice(0, min(NUMBERS, shape[-1])))
 
 
 def check_adapter(directory: str | Path, base: str | Path) -> None:
-    """Refuse an adapter of other weights than those of `base`, where that can be known: an adapter of this library
-    stores the fingerprint of its base, any other names its base, which may be a directory of this machine."""
+    """Refuses an adapter that was trained on other weights than those of `base`. An adapter of jaxmem stores the
+    fingerprint of its base; other adapters store its name, and are checked if it is a directory on this machine."""
     with Tensors(directory, ADAPTER) as tensors:
         expected = tensors.metadata().get(KEY)
     name, local = base_directory(directory)
@@ -49,6 +49,6 @@ def check_adapter(directory: str | Path, base: str | Path) -> None:
         expected = fingerprint(local)
     if expected is not None and expected != fingerprint(base):
         raise UserError(
-            f"adapter.hf: {directory} was made for other weights than those of {base}; give its base model as"
+            f"adapter.hf: {directory} was trained on other weights than those of {base}; set its base model as"
             f" model.hf{f' ({CONFIG} says {name})' if name else ''}"
         )

@@ -1,4 +1,4 @@
-"""The files of a Hugging Face directory beside its weights: model settings, generation settings, tokenizer."""
+"""The files of a Hugging Face directory besides its weights: model settings, generation settings, tokenizer."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ SETTINGS = ("config.json", "generation_config.json")
 
 
 def copy_metadata(source: str | Path, target: Path) -> None:
-    """Copies the settings and the tokenizer, as far as they exist."""
+    """Copies the files of settings and tokenizer that exist."""
     target.mkdir(parents=True, exist_ok=True)
     for name in (*SETTINGS, *TOKENIZER):
         file = Path(source).expanduser() / name
@@ -33,8 +33,7 @@ def copy_metadata(source: str | Path, target: Path) -> None:
 
 
 def copy_tokenizer(name: str, target: Path) -> None:
-    """Copies the tokenizer that `data.tokenizer` names; for `bytes`, writes a tokenizer.json that gives the same
-    ids."""
+    """Copies the tokenizer that `data.tokenizer` names; for `bytes`, writes a tokenizer.json with the same ids."""
     if name == "bytes":
         from jaxmem.data.tokenizer import END_TEXT
 
@@ -57,16 +56,16 @@ def copy_tokenizer(name: str, target: Path) -> None:
 
 
 def _copy(file: Path, target: Path) -> None:
-    """Follows a link to a file of the same directory or, as in the cache of Hugging Face, to `../../blobs`: any other
-    link could copy private files of this machine into an export."""
+    """Copies a file. Links are followed only to files of the same directory or, as in the cache of Hugging Face, to
+    `../../blobs`; any other link could copy private files of this machine into an export."""
     place, real = file.parent.resolve(), file.resolve()
     if real.parent not in (place, place.parent.parent / "blobs"):
-        raise UserError(f"{file}: a link that leads out of its directory, to {real}; put the file itself there")
+        raise UserError(f"{file}: a link to {real}, outside of its directory; copy the file itself into the directory")
     shutil.copyfile(real, target)
 
 
 def storage_dtype(directory: str | Path) -> str:
-    """The dtype of a directory's weights, as its config.json says."""
+    """The dtype of the weights of a directory, from its config.json."""
     settings = read_json(Path(directory).expanduser() / "config.json")
     return str(settings.get("dtype") or settings.get("torch_dtype") or "float32")
 
@@ -77,7 +76,7 @@ def byte_tokenizer() -> dict[str, Any]:
 
     from jaxmem.data.tokenizer import END_TEXT, Bytes
 
-    # The format writes a printable byte as that character, and the others in order as characters from 256 on.
+    # In this format, printable bytes are their characters; the others are, in order, characters from 256 on.
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     others = iter(letter for letter in alphabet if ord(letter) > 255)
     letters = [chr(byte) if chr(byte) in alphabet else next(others) for byte in range(256)]

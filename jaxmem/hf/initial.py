@@ -1,4 +1,4 @@
-"""The weights that a program starts from where its config names existing ones."""
+"""The weights that a program starts from if its config names existing ones."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from jaxmem.step.state import TrainState
 
 
 def initial_state(program: Program) -> TrainState:
-    """A new state: from the weights of `model.hf` if given, else random."""
+    """A new state, from the weights of `model.hf` if it is set; otherwise with random weights."""
     if getattr(program.cfg.model, "hf", None) is None:
         return program.initialise()
     return program.begin(add_adapters(program, read_base(program)))
 
 
 def read_base(program: Program) -> Params:
-    """The model's own weights from `model.hf`, stored and sharded as the program does."""
+    """The weights of the model from `model.hf`, stored and sharded like those of the program."""
     model, adapter = program.cfg.model, program.cfg.adapter
     assert isinstance(model, Decoder)
     assert model.hf is not None
@@ -34,7 +34,7 @@ def read_base(program: Program) -> Params:
 
 
 def add_adapters(program: Program, base: Params) -> Params:
-    """The model's own weights, which are donated, and adapters: new ones, or those of `adapter.hf`."""
+    """Weights of the model, which are donated, with new adapters or those of `adapter.hf`."""
     params, cfg, spec, order = program.add_adapters(base), program.cfg, program.spec, program.model.layer_order
     if cfg.adapter.hf is None or cfg.adapter.kind == "none":
         return params

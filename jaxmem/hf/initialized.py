@@ -1,8 +1,9 @@
 """Adapters that PiSSA (Meng et al., arXiv:2404.02948) or OLoRA (Büyükakyüz, arXiv:2406.01775) initialized.
 
-Both begin with a part of the weight: s A0 B0 is its best approximation of rank r (PiSSA), or the first r columns of its
-QR decomposition (OLoRA). The base is then W - s A0 B0, which PEFT computes again when it loads such an adapter. Here
-the base stays as it is and the adapter has twice the rank, [A, A0] and [B, -B0], as PEFT converts these adapters.
+Both initialize an adapter with a part of the weight: s A0 B0 is its best approximation of rank r (PiSSA), or the first
+r columns of its QR decomposition (OLoRA). The base is then W - s A0 B0, which PEFT computes again when it loads such
+an adapter. In jaxmem the base does not change, and the adapter has twice the rank: [A, A0] and [B, -B0], as in PEFT's
+conversion of these adapters.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ RANK_DIMS = {"lora_A": 0, "lora_B": 1}
 
 
 class InitializedTensors(Tensors):
-    """The tensors of such an adapter, of twice the rank. `scales`: s of each module."""
+    """The tensors of a PiSSA or OLoRA adapter, with twice the rank. `scales`: s of each module."""
 
     def __init__(self, directory: str | Path, base: str | Path, method: str, scales: Mapping[str, float]) -> None:
         super().__init__(directory, ADAPTER)

@@ -1,6 +1,6 @@
-"""The names of a decoder's weights in a Hugging Face file, for every family: one table, used in both directions.
+"""The names of the weights of a decoder in a Hugging Face file, for every family; used in both directions.
 
-Here the weights of all layers are one array [layer, in, out]; in a file each layer has its own tensor [out, in].
+In jaxmem the weights of all layers are one array [layer, in, out]; in a file each layer has its own tensor [out, in].
 """
 
 from __future__ import annotations
@@ -16,21 +16,21 @@ from jaxmem.config.networks import Decoder
 
 WeightPath = tuple[str, ...]
 ADAPTER = "adapter_model.safetensors"
-ADAPTER_PREFIX = "base_model.model."  # of the names of its tensors
+ADAPTER_PREFIX = "base_model.model."  # prefix of the names of tensors of an adapter
 
 LEAVES = {"weight": "weight", "scale": "weight", "bias": "bias"}
-# Buffers that older files contain, and that are computed here.
+# Buffers that older files contain; jaxmem computes them.
 COMPUTED = ("rotary_emb.inv_freq",)
 
 
 @dataclass(frozen=True)
 class FileWeight:
-    """A weight of a network and its tensor in a file, or its tensor of each layer."""
+    """A weight of a network and its tensor in a file; for a stack, its tensor of each layer."""
 
     path: WeightPath
-    name: str  # with {} for the layer
+    name: str  # of the tensor, with {} for the layer
     is_transposed: bool
-    ranks: tuple[int, ...] | None = None  # of the layers of an adapter; 0: there is no tensor
+    ranks: tuple[int, ...] | None = None  # rank of each layer of an adapter; 0: there is no tensor
     rank_dim: int | None = None  # the dimension of the tensor that is the rank
 
     @property
@@ -55,7 +55,7 @@ class FileWeight:
 
 
 def decoder_weights(params: Any) -> Iterator[tuple[FileWeight, Any]]:
-    """Each weight of a decoder's parameters, a nested dict, with its leaf."""
+    """(weight, leaf) for each leaf of the parameters of a decoder, a nested dict."""
     for path, leaf in flatten_dict(params).items():
         *module, kind = path
         name = MODULES[".".join(module)]
@@ -63,11 +63,11 @@ def decoder_weights(params: Any) -> Iterator[tuple[FileWeight, Any]]:
 
 
 def is_ignored(cfg: Decoder, name: str) -> bool:
-    """Tensors that a file may contain beside the weights: computed buffers, and the second name of a tied embedding."""
+    """Whether a tensor is not a weight: a computed buffer, or the second name of a tied embedding."""
     return name.endswith(COMPUTED) or (cfg.tie_embeddings and name == "lm_head.weight")
 
 
 def base_tensor_name(name: str) -> str:
-    """The name in the base model of a tensor that an adapter's file contains."""
+    """The name in the base model of a tensor in the file of an adapter."""
     name = name.removeprefix(ADAPTER_PREFIX)
     return name.replace(".base_layer.", ".").replace(".modules_to_save.", ".")

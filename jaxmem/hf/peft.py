@@ -1,8 +1,8 @@
 """Adapters in PEFT's format: adapter_config.json and adapter_model.safetensors, read and written.
 
-Here A and B of all layers are arrays [layer, in, r] and [layer, r, out]; in a file each layer has its own, transposed
-and without the zeros of a stack of several ranks. A file may also contain weights of the base model: those of
-`modules_to_save`, biases, or an embedding of its own.
+In jaxmem A and B of all layers are arrays [layer, in, r] and [layer, r, out]; in a file each layer has its own tensors,
+transposed and without the zeros that pad lower ranks. A file may also contain weights of the base model: those of
+`modules_to_save`, biases, or an embedding.
 """
 
 from __future__ import annotations
@@ -39,13 +39,13 @@ PROMPT = "prompt_embeddings"
 
 
 def adapter_layers(params: Any, adapter: Adapter, layers: int) -> dict[str, tuple[LowRank | None, ...]]:
-    """The low-rank adapters of a decoder's parameters, by module."""
+    """The low-rank adapters among the parameters of a decoder, by module."""
     found = (".".join(path[:-2]) for path in flatten_dict(params) if path[-2:] == ("lora", "a"))
     return {name: low_rank_layers(adapter, name, layers if "{}" in MODULES[name] else None) for name in found}
 
 
 def adapter_weights(params: Any, adapter: Adapter, layers: int) -> Iterator[tuple[FileWeight, Any]]:
-    """Each weight of a decoder's adapters, with its leaf; those of the base are left out."""
+    """(weight, leaf) for each weight of the adapters of a decoder, without the weights of the base."""
     low_rank = adapter_layers(params, adapter, layers)
     for path, leaf in flatten_dict(params).items():
         *module, parent, kind = path
@@ -61,7 +61,7 @@ def adapter_weights(params: Any, adapter: Adapter, layers: int) -> Iterator[tupl
 def base_weights(
     params: Any, names: Collection[str], low_rank: dict[str, tuple[LowRank | None, ...]], layers: int
 ) -> Iterator[tuple[FileWeight, Any]]:
-    """The weights of the base model whose tensors have these names, as an adapter's file names them."""
+    """The weights of the base model whose tensors have these names, with their names in the file of an adapter."""
     for weight, leaf in decoder_weights(base_of(params)):
         numbers = range(layers) if weight.is_stacked else range(1)
         selected = [weight.tensor_name(layer) in names for layer in numbers]
@@ -75,8 +75,8 @@ def base_weights(
 
 
 def saved_names(program: Program) -> set[str]:
-    """The names of the base model's tensors that are saved with the adapters: trainable ones, and those that were read
-    from an adapter's file."""
+    """The names of the tensors of the base model that are saved with the adapters: trainable ones, and those that were
+    read from the file of an adapter."""
     model, selection, directory = program.cfg.model, program.model.selection, program.cfg.adapter.hf
     assert isinstance(model, Decoder)
     base = list(decoder_weights(base_of(program.model.shapes)))
@@ -102,9 +102,9 @@ def save_adapter(
     order: Sequence[int] | None = None,
     saved: Collection[str] = (),
 ) -> set[int]:
-    """Writes the adapters among a decoder's parameters; returns their ranks. `base`: the directory of the base model.
-    `order`: the layer at each index of the stack. `saved`: the names of the base model's tensors that are written
-    too."""
+    """Writes the adapters among the parameters of a decoder, and returns their ranks. `base`: the directory of the base
+    model. `order`: the layer at each index of the stack. `saved`: the names of the tensors of the base model that are
+    written too."""
     low_rank = adapter_layers(params, adapter, layers)
     own = list(adapter_weights(params, adapter, layers))
     others = list(base_weights(params, saved, low_rank, layers))
@@ -133,8 +133,8 @@ def read_adapter(
     order: Sequence[int] | None = None,
     base: str | None = None,
 ) -> dict[WeightPath, Any]:
-    """Arrays for the adapters among `params`, a nested dict of shapes with dtypes and shardings; a flat dict, by path.
-    `adapter.hf` is their directory, `base` that of the base model."""
+    """A flat dict by path of arrays for the adapters among `params`, a nested dict of shapes with dtypes and shardings.
+    `adapter.hf` is the directory of the adapter, `base` the directory of the base model."""
     assert adapter.hf is not None
     named = list(adapter_weights(params, adapter, layers))
     known = {weight.tensor_name(layer) for weight, _ in decoder_weights(base_of(params)) for layer in range(layers)}

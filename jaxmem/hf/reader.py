@@ -1,8 +1,8 @@
-"""Weights from a Hugging Face directory, each shard of each tensor straight to its device.
+"""Weights from a Hugging Face directory; each shard of a tensor is read directly to its device.
 
-The host holds one device's shard of one tensor at a time, and what is left of the one before: less than twice the
-largest tensor, whatever the model. The layers of a stack are written one by one into an array that is already on its
-devices; transposing and casting happen there too. A device needs its weights, and twice its shard of one tensor.
+Host memory contains the shard of one tensor for one device at a time, and the rest of the previous one: less than twice
+the largest tensor, for any model. The layers of a stack are written one by one into an array on the devices; they are
+transposed and cast on the devices too. A device needs memory for its weights and twice its shard of one tensor.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from jaxmem.quant import QTensor
 from jaxmem.sharding import Axes, Layout
 from jaxmem.sharding.host import HOST, send_like, to_host, zeros_on_host
 
-# Shape, dtype and sharding of a weight, or of each array of a quantized one.
+# Shape, dtype and sharding of a weight, or of each array of a quantized weight.
 Spec: TypeAlias = jax.ShapeDtypeStruct | QTensor
 
 
@@ -87,7 +87,7 @@ def expect_shapes(
     is_ignored: Callable[[str], bool],
     config: str = "config.json",
 ) -> None:
-    """Refuse files that do not contain exactly these weights; `config` is the file that gives their shapes."""
+    """Refuses files that do not contain exactly these weights; `config` is the file that determines their shapes."""
     wanted: dict[str, tuple[int, ...]] = {}
     for weight, spec in named:
         wanted |= {weight.tensor_name(layer): shape for layer, shape in weight.tensors(spec.shape, layers)}
@@ -101,7 +101,7 @@ def read_arrays(
     layout: Layout | None,
     order: Sequence[int],
 ) -> dict[WeightPath, Any]:
-    """Arrays by path."""
+    """{path: array}."""
     flat_axes = flatten_dict(axes)
     return {weight.path: _read(tensors, weight, spec, flat_axes[weight.path], layout, order) for weight, spec in named}
 
@@ -127,14 +127,14 @@ def _read(
     write = _write_layer(weight.is_transposed, spec)
     for index, layer in enumerate(order):
         if weight.tensor_name(layer) in tensors.entries:
-            # Waited for, or the host would hold what it has read ahead.
+            # Wait, since otherwise the host would store all tensors that it reads ahead.
             stack = jax.block_until_ready(write(stack, read(layer), jnp.asarray(index, jnp.int32)))
     return stack
 
 
 def _on_devices(read: Callable[[Any], np.ndarray], shape: tuple[int, ...], sharding: Any) -> jax.Array:
-    """Reads one device's shard after the other; devices with the same shard share one read. Copied at once: jax keeps
-    an array that it aliases for a while."""
+    """Reads the shards one device after the other; devices with the same shard share one read. The shard is copied,
+    because jax keeps a host array that it aliases in memory for some time."""
     shards: dict[Any, np.ndarray] = {}
     arrays = []
     for device, index in sharding.addressable_devices_indices_map(shape).items():
@@ -169,7 +169,7 @@ def _write_layer(is_transposed: bool, spec: Spec) -> Any:
 
 
 def _as_spec(x: jax.Array, is_transposed: bool, spec: Spec) -> Any:
-    """Transposed, and cast or quantized."""
+    """The array, transposed if needed, and cast or quantized."""
     x = x.T if is_transposed else x
     return spec.requantize(x.astype(jnp.float32)) if isinstance(spec, QTensor) else x.astype(spec.dtype)
 

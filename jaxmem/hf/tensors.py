@@ -26,7 +26,7 @@ SHARD = 5 << 30  # bytes of values in a written file
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 DTYPES = {"F32": np.dtype(np.float32), "F16": np.dtype(np.float16), "BF16": np.dtype(ml_dtypes.bfloat16)}
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
-LONGEST_NAME = 255  # of file systems
+LONGEST_NAME = 255  # limit of file systems
 PICKLED = (".bin", ".pt", ".pth", ".ckpt")
 CONVERT = (
     "python -c \"from transformers import AutoModelForCausalLM as M; M.from_pretrained('DIR').save_pretrained('NEW')\""
@@ -66,7 +66,7 @@ class Tensors:
     def expect(
         self, wanted: Mapping[str, tuple[int, ...]], is_ignored: Callable[[str], bool], config: str = "config.json"
     ) -> None:
-        """Refuse a directory with a missing or unexpected tensor, or one of another shape or an unknown dtype."""
+        """Refuses a directory in which a tensor is missing, unexpected, of another shape or of an unknown dtype."""
         found = {name for name in self.entries if name in wanted or not is_ignored(name)}
         problems = []
         if missing := [name for name in wanted if name not in found]:

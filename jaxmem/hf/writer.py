@@ -1,6 +1,6 @@
 """A decoder as a Hugging Face directory, which transformers opens.
 
-Written tensor by tensor: the host holds one at a time. The directory appears when it is complete.
+It is written tensor by tensor, with one in host memory at a time. The directory appears when it is complete.
 """
 
 from __future__ import annotations
@@ -49,9 +49,9 @@ def save(
     """Writes a model, adapters merged.
 
     `base`: the directory it was loaded from, whose settings, tokenizer and dtype are kept. `tokenizer`: the value of
-    `data.tokenizer`, where there is no base. `dtype`: float32, float16 or bfloat16; by default that of the base, or of
-    the weights. `length`: the longest sequence of the training. `order`: the layer at each index of the stack.
-    `shard`: the most bytes of a file.
+    `data.tokenizer`, used if there is no base. `dtype`: float32, float16 or bfloat16; by default the dtype of the base,
+    or of the weights. `length`: the longest sequence of the training. `order`: the layer at each index of the stack.
+    `shard`: largest number of bytes per file.
     """
     if jax.process_count() > 1:
         raise UserError("a Hugging Face directory is written by one process; start a single one")
@@ -72,7 +72,7 @@ def save(
 
             copy_tokenizer(tokenizer, place)
             known = tokenizer_for(tokenizer)
-            # Named, or transformers would take the ids of the family's class.
+            # Set explicitly, since transformers would otherwise use the ids of the class of the family.
             settings |= {"bos_token_id": known.begin[0] if known.begin else None, "eos_token_id": known.end}
         (place / "config.json").write_text(json.dumps({**settings, "torch_dtype": dtype}, indent=2) + "\n")
         named = list(decoder_weights(params))
@@ -80,7 +80,7 @@ def save(
 
 
 def _adapters(model: models.Decoder) -> dict[WeightPath, Adapter]:
-    """By the path of the weight that they change."""
+    """The adapters of a model, by the path of the weight that they change."""
     return {
         (*map(str, path[:-1]), name): (own, module.scale)
         for path, module in nnx.iter_modules(model)
@@ -112,7 +112,7 @@ def output_tensors(
 def _values(
     convert: Any, leaf: jax.Array | QTensor, own: dict[str, jax.Array] | None, place: int, shape: tuple[int, ...]
 ) -> np.ndarray:
-    """Without the zeros beyond `shape`."""
+    """The values of a tensor, without the zeros beyond `shape`."""
     return np.asarray(convert(leaf, own, np.int32(place)))[tuple(map(slice, shape))]
 
 

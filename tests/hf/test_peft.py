@@ -127,10 +127,10 @@ def test_what_does_not_fit(place, tmp_path, peft):
 
     for settings, message in (
         ({"target_modules": ["qproj"]}, r"target_modules: 'qproj' is not supported; did you mean q_proj"),
-        ({"target_modules": "all"}, r"target_modules 'all': no layer of the model is left"),
+        ({"target_modules": "all"}, r"target_modules 'all': selects no layer of the model"),
         ({"peft_type": "LOHA"}, 'peft_type "LOHA" is not supported, only "LORA"'),
-        ({"base_model_name_or_path": "meta/Llama"}, r"its base 'meta/Llama' is no directory here"),
-        ({"base_model_name_or_path": "a\0b" + "c" * 9000}, r"is no directory here"),
+        ({"base_model_name_or_path": "meta/Llama"}, r"its base 'meta/Llama' is not a directory here"),
+        ({"base_model_name_or_path": "a\0b" + "c" * 9000}, r"is not a directory here"),
         ({"use_bdlora": {"nblocks": 2}}, r"use_bdlora .* is not supported"),
         ({"kasa_config": {"beta": 0.1}}, r"kasa_config .* is not supported"),
         ({"init_lora_weights": "corda"}, r'init_lora_weights "corda" is not supported, only true or'),
@@ -168,6 +168,6 @@ def test_a_base_of_the_same_shape_and_other_weights(place, tmp_path, peft):
         file.write_text(json.dumps({**json.loads(file.read_text()), "base_model_name_or_path": named}))
         check_adapter(tmp_path / adapter, half)
         with pytest.raises(
-            UserError, match=rf"adapter\.hf: .*{adapter} was made for other weights than those of .*other"
+            UserError, match=rf"adapter\.hf: .*{adapter} was trained on other weights than those of .*other"
         ):
             open_model(other, [f"adapter.hf={tmp_path / adapter}"])
