@@ -142,10 +142,10 @@ def test_what_does_not_fit_is_named(tmp_path: Path) -> None:
         with pytest.raises(UserError, match=both + r"float32\[3, 16, 32\] here"):
             checkpoints.restore(1, abstract(on, dtype=jnp.float32))
         shapes = abstract(on)
-        with pytest.raises(UserError, match=r"opt_state.1.0.count is int32\[\] in the checkpoint and absent in this run"):
+        with pytest.raises(UserError, match=r"opt_state.1.0.count is int32\[\] in the checkpoint and absent"):
             checkpoints.restore(1, State(shapes.step, shapes.params, ()))
         params = {**shapes.params, "head": shapes.params["embed"]}
-        with pytest.raises(UserError, match=r"params.head is absent in the checkpoint and float32\[64, 16\] in this run"):
+        with pytest.raises(UserError, match=r"params.head is absent in the checkpoint and float32\[64, 16\]"):
             checkpoints.restore_params(1, params)
         with pytest.raises(ValueError, match=r"no sharding to restore to: params.embed"):
             checkpoints.restore_params(1, {"embed": jax.ShapeDtypeStruct((64, 16), jnp.float32)})
