@@ -1,7 +1,7 @@
-"""Small values that must be equal in every process, or one would wait in a collective that the others never enter.
+"""Small values that must be equal in every process, since otherwise one waits in a collective that others never enter.
 
-All are reductions over one device of each process; a lone process starts nothing. `jax.experimental.multihost_utils`
-has the blocking ones, for arrays of one shape; it has none that can be read a step later.
+All functions are reductions over one device of each process; a single process does nothing. The functions of
+`jax.experimental.multihost_utils` block, need arrays of equal shape, and cannot be read a step later.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ Results = TypeVar("Results")
 
 
 def maximum(number: int) -> int:
-    """The largest of all processes' numbers. Waits for all of them."""
+    """The largest number of all processes. Waits for all of them."""
     return number if jax.process_count() == 1 else int(_max(number))
 
 
 def any_process(yes: bool) -> bool:
-    """Whether it is true in any process. Waits for all of them."""
+    """Whether `yes` is true in any process. Waits for all of them."""
     return bool(maximum(int(yes)))
 
 
 def gather(value: Any) -> list[Any]:
-    """Every process's JSON value, in order of processes. Waits for all of them."""
+    """The JSON values of all processes, in order of the processes. Waits for all of them."""
     if jax.process_count() == 1:
         return [value]
     text = np.frombuffer(json.dumps(value).encode(), np.uint8)
@@ -40,14 +40,14 @@ def gather(value: Any) -> list[Any]:
 
 
 class DelayedMax:
-    """The largest of a number from each process, read one step late: it is reduced behind the step, nobody waits for
-    it, and all processes read the same value at the same step."""
+    """The maximum over all processes, read one step late: it is reduced after the step is dispatched, so no process
+    waits, and all processes read the same value at the same step."""
 
     def __init__(self) -> None:
         self._pending: jax.Array | None = None
 
     def of(self, number: int) -> int:
-        """The largest number of the step before; in a lone process, this one."""
+        """The largest number of the previous step; in a single process, this number."""
         if jax.process_count() == 1:
             return number
         before, self._pending = self._pending, _max(number)
@@ -60,9 +60,9 @@ def _max(number: int) -> jax.Array:
 
 
 def serialized(results: Results) -> Results:
-    """The results of a program of several processes, before an independent one starts. CPUs run such programs
-    concurrently in any order, and gloo would mix up their messages: there this waits. Other devices run programs in
-    order, and nobody waits."""
+    """Returns results of a program with communication, so that an independent one can start. On CPUs this waits for
+    them, because CPUs run such programs concurrently in any order, and gloo would mix up their messages. Other devices
+    run programs in order, so this does not wait."""
     if jax.process_count() > 1 and jax.default_backend() == "cpu":
         jax.block_until_ready(results)
     return results

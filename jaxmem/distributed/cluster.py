@@ -1,12 +1,12 @@
-"""Which processes there are, from JAX's own variables, Slurm, Open MPI or Kubernetes.
+"""The processes of a run, from JAX's own variables, Slurm, Open MPI or Kubernetes.
 
-The variables of schedulers are read by JAX's own detection. This module only corrects it:
+JAX reads the variables of schedulers. This module only corrects cases that JAX does not handle:
 
 - a shell inside an allocation of four tasks (`salloc`, `srun --pty`) is one process, but JAX would wait for three more;
-- every Kubernetes pod would be asked for its Job, although only the pods of an Indexed Job have others;
-- with one process per host JAX would give it one GPU, the one with its number on that host; a task to which Slurm shows
-  a single GPU would look for the one of its own number, which is not there;
-- processes of an unknown launcher would each train the entire run, over each other's files.
+- JAX would look up the Job of every Kubernetes pod, although only the pods of an Indexed Job have others;
+- JAX would assign one GPU to the only process of a host, the one with its number on that host; a task to which Slurm
+  shows a single GPU would look for the GPU with its own number, which does not exist;
+- processes of an unknown launcher would each train the entire run and overwrite each other's files.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ UNSUPPORTED = (("PMI_SIZE", "PMI_RANK"), ("PMIX_SIZE", "PMIX_RANK"), ("MV2_COMM_
 
 @dataclass(frozen=True)
 class Cluster:
-    """The processes, and which of them this one is."""
+    """The processes of a run, and the number of this process."""
 
     address: str  # HOST:PORT of process 0
     processes: int
     process: int
-    devices: tuple[int, ...] | None = None  # this process's GPUs on its host; None: all visible
+    devices: tuple[int, ...] | None = None  # GPUs of this process on its host; None: all visible GPUs
 
     @property
     def port(self) -> int:
@@ -45,8 +45,8 @@ class Cluster:
 
 
 def find(timeout: float = 300) -> Cluster | None:
-    """The processes started together with this one; None for a lone process. `timeout`: seconds for Kubernetes to
-    know the name of process 0."""
+    """The processes that were started together with this one; None for a single process. `timeout`: seconds until
+    Kubernetes must know the name of process 0."""
     given = {name: os.environ[name] for name in VARIABLES if os.environ.get(name)}
     count = _number(given, "JAX_NUM_PROCESSES")
     if count == 1:
@@ -76,7 +76,7 @@ def find(timeout: float = 300) -> Cluster | None:
 
 
 class _Scheduler:
-    """One of JAX's cluster environments, with what it lacks."""
+    """One of JAX's cluster environments, with the corrections of this module."""
 
     def __init__(self, environment: Any) -> None:
         self._environment = environment
@@ -92,7 +92,7 @@ class _Scheduler:
         return str(self._ask("get_coordinator_address", int(timeout), port))
 
     def here(self) -> tuple[int, int] | None:
-        """(which process of this host, how many of them); None: alone on its host, or unknown."""
+        """(number of this process on its host, number of processes on it); None: a single process, or unknown."""
         return None
 
     def _ask(self, question: str, *arguments: Any) -> Any:
@@ -105,14 +105,15 @@ class _Scheduler:
 
 class _Slurm(_Scheduler):
     def processes(self) -> int:
-        """Of this step: in a shell inside an allocation, SLURM_NTASKS counts the entire allocation."""
+        """The number of processes of this step. In a shell inside an allocation, SLURM_NTASKS counts the entire
+        allocation."""
         step = os.environ.get("SLURM_STEP_NUM_TASKS")
         return int(step) if step else super().processes()
 
     def here(self) -> tuple[int, int] | None:
         counts = _expanded(os.environ.get("SLURM_STEP_TASKS_PER_NODE", ""))
         node = int(os.environ.get("SLURM_NODEID", "0"))
-        if node >= len(counts) or os.environ.get("SLURM_GPUS_PER_TASK"):  # a task sees only its own
+        if node >= len(counts) or os.environ.get("SLURM_GPUS_PER_TASK"):  # a task sees only its own GPUs
             return None
         return int(os.environ["SLURM_LOCALID"]), counts[node]
 
@@ -146,7 +147,7 @@ class _OpenMpi(_Scheduler):
 
 
 def _scheduler(is_given: bool) -> _Scheduler | None:
-    """The scheduler that started this process. `is_given`: the process numbers were given, so none is needed."""
+    """The scheduler that started this process. `is_given`: whether process numbers are set, so that none is needed."""
     from jax._src import clusters  # what jax.distributed.initialize uses; not public
 
     if clusters.SlurmCluster.is_env_present():
@@ -159,7 +160,7 @@ def _scheduler(is_given: bool) -> _Scheduler | None:
         if importlib.util.find_spec("kubernetes") is None:
             raise UserError(
                 "the other pods of this Indexed Job of Kubernetes are unknown; pip install kubernetes, or set "
-                f"{', '.join(VARIABLES)}; JAX_NUM_PROCESSES=1 for a lone process"
+                f"{', '.join(VARIABLES)}; JAX_NUM_PROCESSES=1 for a single process"
             )
         clusters.K8sCluster.is_env_present()  # also connects
         return _Scheduler(clusters.K8sCluster)
@@ -167,7 +168,7 @@ def _scheduler(is_given: bool) -> _Scheduler | None:
         if rank in os.environ and int(os.environ.get(size, "1")) > 1:
             raise UserError(
                 f"{rank}={os.environ[rank]} of {os.environ[size]} processes, but their addresses are unknown; "
-                f"set {', '.join(VARIABLES)}; JAX_NUM_PROCESSES=1 for lone processes"
+                f"set {', '.join(VARIABLES)}; JAX_NUM_PROCESSES=1 for independent processes"
             )
     return None
 

@@ -1,10 +1,10 @@
 """The textbook collectives over one mesh axis, for code on the host and for teaching.
 
-Each device along the axis is a participant with a value of its own: an array [participants, ...] whose first
-dimension is sharded over the axis. Training does not use this: there XLA's partitioner derives the collectives from
-the shardings. For a value of B bytes and n participants, on a ring (Patarasuk and Yuan, 2009) a device sends 2 B
-(n-1)/n for `allreduce`, B (n-1) for `all_gather` of n such values, and B (n-1)/n for `reduce_scatter`, the first half
-of an all-reduce. `broadcast` is an all-reduce in which all others add 0.
+Each device along the axis is a participant with its own value: an array [participants, ...] whose first dimension is
+sharded over the axis. Training does not use this module: XLA's partitioner derives its collectives from shardings. For
+a value of B bytes and n participants, on a ring (Patarasuk and Yuan, 2009) a device sends 2 B (n-1)/n for `allreduce`,
+B (n-1) for `all_gather` of n such values, and B (n-1)/n for `reduce_scatter`, the first half of an all-reduce.
+`broadcast` is an all-reduce in which all others add 0.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ class Communicator:
     """
 
     def __init__(self, where: Mesh | Sequence[jax.Device] | None = None, axis: str = "rank") -> None:
-        """Over an axis of a mesh, or over these devices (by default all). Every process that has one of them makes the
-        same calls in the same order."""
+        """A communicator over an axis of a mesh, or over these devices (by default all). Every process with one of the
+        devices must make the same calls in the same order."""
         if not isinstance(where, Mesh):
             where = Mesh(np.asarray(jax.devices() if where is None else where, dtype=object), (axis,))
         if axis not in where.axis_names:
@@ -44,13 +44,13 @@ class Communicator:
         self.mesh, self.axis, self.size = where, axis, where.shape[axis]
 
     def put(self, values: Any) -> jax.Array:
-        """[participants of this process, ...], in order, to the devices: [participants, ...]."""
+        """Copies [participants of this process, ...], in order, to the devices; returns [participants, ...]."""
         values = np.asarray(values)
         shape = (self.size, *values.shape[1:])
         return jax.make_array_from_process_local_data(first_dim_sharding(self.mesh, self.axis), values, shape)
 
     def allreduce(self, values: jax.Array, op: Op = "sum") -> jax.Array:
-        """[participants, ...] to [...], the same on each."""
+        """Reduces [participants, ...] to [...], replicated."""
         return _compiled(self.mesh, self.axis, "allreduce", op)(values)
 
     def all_gather(self, values: jax.Array) -> jax.Array:
@@ -58,13 +58,14 @@ class Communicator:
         return _compiled(self.mesh, self.axis, "all_gather")(values)
 
     def reduce_scatter(self, values: jax.Array, op: Op = "sum") -> jax.Array:
-        """[participants, length, ...] to [participants, length / participants, ...]: each keeps its part of the sum."""
+        """Reduces [participants, length, ...] to [participants, length / participants, ...]: each has a part of the
+        sum."""
         if values.ndim < 2 or values.shape[1] % self.size:
             raise ValueError(f"values of shape {values.shape}: dimension 1 is not divisible by {self.size}")
         return _compiled(self.mesh, self.axis, "reduce_scatter", op)(values)
 
     def broadcast(self, values: jax.Array, root: int = 0) -> jax.Array:
-        """[participants, ...] to the [...] of `root`, on each."""
+        """Replicates the value [...] of `root`."""
         if not 0 <= root < self.size:
             raise ValueError(f"unknown root {root}; expected 0 to {self.size - 1}")
         return _compiled(self.mesh, self.axis, "broadcast", root)(values)

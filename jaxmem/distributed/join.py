@@ -1,4 +1,4 @@
-"""Start JAX's runtime in all processes together, and end it together."""
+"""Starts JAX's runtime in all processes together, and ends it together."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ _watch: Watch | None = None
 
 
 def join(heartbeat: int = 20, start_timeout: int = 300) -> Cluster | None:
-    """Make the processes that were started together one JAX program; None, and nothing done, for a lone process.
+    """Joins the processes that were started together into one JAX program. Does nothing and returns None for a single
+    process.
 
     Call it before anything starts JAX's backend. `heartbeat`: seconds without a heartbeat after which a process counts
     as lost. `start_timeout`: seconds to wait for all processes.
@@ -38,10 +39,10 @@ def join(heartbeat: int = 20, start_timeout: int = 300) -> Cluster | None:
 
     config: Any = jax.config
     config.update("jax_cpu_collectives_implementation", "gloo")
-    # Otherwise JAX ends every process by abort() when one is lost; with this it leaves that to `Watch`, which names it.
+    # By default JAX ends every process by abort() when one is lost; with this option `Watch` ends them and names it.
     config.update("jax_enable_recoverability", True)
     _reserve_standard_output()
-    before = signal.getsignal(signal.SIGTERM)  # JAX takes it as a preemption notice
+    before = signal.getsignal(signal.SIGTERM)  # JAX treats it as a preemption notice
     with stderr.filtered(_without_recovery_warning) if cluster.process == 0 else nullcontext():
         jax.distributed.initialize(
             cluster.address,
@@ -61,7 +62,7 @@ def join(heartbeat: int = 20, start_timeout: int = 300) -> Cluster | None:
 
 
 def leave() -> None:
-    """Wait until all are done, then end JAX's runtime. Nothing for a lone process."""
+    """Waits until all processes are done, then ends JAX's runtime. Does nothing for a single process."""
     global _watch  # noqa: PLW0603
     if _watch is None:
         return
@@ -79,30 +80,30 @@ def leave() -> None:
 
 @contextmanager
 def joined(heartbeat: int = 20, start_timeout: int = 300) -> Iterator[Cluster | None]:
-    """with joined(): everything that all processes do."""
+    """A context in which JAX's runtime is joined: `with joined(): ...`."""
     cluster = join(heartbeat, start_timeout)
     try:
         with failing_together():
             yield cluster
     finally:
-        leave()  # also after an error, which gets here only if all processes have one
+        leave()  # also after an error, which arrives only if all processes have one
 
 
 def hosts() -> list[str]:
-    """The host of each process, in order; empty for a lone process."""
+    """The host of each process, in order; empty for a single process."""
     return [] if _watch is None else _watch.hosts
 
 
 def end_all(error: BaseException) -> None:
-    """End every process for an error of this one that its main thread cannot see, because it waits for the others.
-    Nothing for a lone process."""
+    """Ends every process because of an error in a thread of this one, while its main thread waits for the others. Does
+    nothing for a single process."""
     if _watch is not None:
         _watch.end_all(error)
 
 
 @contextmanager
 def failing_together() -> Iterator[None]:
-    """Around the work of all processes. An error in one stops all; the others report which process had it.
+    """A context for the work of all processes. An error in one stops all; the others report which process had it.
 
     Unwinding may wait for other processes (a checkpoint is closed together), so it happens only when all have an
     error; otherwise this process reports its own and exits here.
@@ -123,7 +124,7 @@ def failing_together() -> Iterator[None]:
 
 
 def _reserve_standard_output() -> None:
-    """For Python alone: gloo and NCCL print to it, and it may be JSON that somebody reads."""
+    """Reserves standard output for Python, since it may be JSON; output of gloo and NCCL goes to standard error."""
     sys.stdout.flush()
     real = os.dup(1)
     os.dup2(2, 1)
@@ -131,5 +132,5 @@ def _reserve_standard_output() -> None:
 
 
 def _without_recovery_warning(log: bytes) -> bytes:
-    """JAX's service in process 0 warns that recovery is experimental; nothing here recovers by it."""
+    """Removes a warning of JAX's service in process 0 that recovery, which jaxmem does not use, is experimental."""
     return b"".join(line for line in log.splitlines(keepends=True) if b"recoverable task feature" not in line)

@@ -1,8 +1,8 @@
-"""P processes of one command on this host, for those without a scheduler: `jaxmem launch -n 2 -- jaxmem train ...`.
+"""P processes of one command on a host without a scheduler: `jaxmem launch -n 2 -- jaxmem train ...`.
 
 Each process gets JAX's variables and its share of the GPUs, or simulated devices. Their output is forwarded line by
-line after the process's number; signals are forwarded. The first process that fails stops the others, and its exit
-code is the launcher's: 128 + N where signal N killed it. No process is left behind.
+line with the number of the process; signals are forwarded. The first process that fails stops the others, and its exit
+code is that of the launcher: 128 + N if signal N killed it. No process keeps running.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from jaxmem.errors import UserError
 from jaxmem.machine.devices import simulation_environment
 
 FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
-GRACE = 3.0  # s for the others to end by themselves, once one has failed
+GRACE = 3.0  # seconds in which the others may end by themselves after one has failed
 TERM_TIMEOUT = 15.0  # s from SIGTERM to SIGKILL
 _LIBC = ctypes.CDLL(None)
-PR_SET_PDEATHSIG = 1  # of linux/prctl.h
+PR_SET_PDEATHSIG = 1  # from linux/prctl.h
 
 
 def launch(command: Sequence[str], processes: int, devices: int | None = None) -> int:
-    """Runs them and returns the exit code. `devices`: simulated CPU devices per process, instead of this machine's."""
+    """Runs the processes and returns the exit code. `devices`: simulated CPU devices per process, instead of GPUs."""
     if not command:
         raise UserError("launch: the command is missing; use jaxmem launch -n 2 -- jaxmem train configs/demo.yaml")
     with _Children() as children, _forwarding_signals(children):
@@ -43,7 +43,7 @@ def launch(command: Sequence[str], processes: int, devices: int | None = None) -
 
 
 def environments(processes: int, devices: int | None) -> list[dict[str, str]]:
-    """Each process's variables, in addition to the inherited ones."""
+    """The environment variables of each process, in addition to the inherited ones."""
     gpus = 0 if devices else visible_gpus()
     if gpus % processes:
         raise UserError(
@@ -111,7 +111,7 @@ class _Children:
     def wait(self) -> int:
         """Wait for all; returns 0, or the exit code of the first that failed."""
         ended: queue.SimpleQueue[tuple[int, int]] = queue.SimpleQueue()
-        for index, child in enumerate(self._all):  # no thread before the last fork
+        for index, child in enumerate(self._all):  # threads start only after the last fork
             for source, target in ((child.stdout, sys.stdout), (child.stderr, sys.stderr)):
                 copy = threading.Thread(target=self._copy, args=(source, target, f"[{index}] ".encode()), daemon=True)
                 copy.start()
@@ -151,7 +151,7 @@ class _Children:
                 self._write(target, prefix + line + (b"" if line.endswith(b"\n") else b"\n"))
 
     def _write(self, target: Any, line: bytes) -> None:
-        """One complete line at a time; a closed output is no reason to stop."""
+        """Writes one complete line. A closed output is ignored."""
         with self._lock, suppress(OSError, ValueError):
             target.write(line.decode(errors="replace"))
             target.flush()
@@ -177,6 +177,6 @@ def _kill_group(child: subprocess.Popen[bytes]) -> None:
 
 
 def _end_with_parent() -> None:
-    """For a launcher that is killed itself: the kernel then sends SIGTERM to its children."""
+    """Lets the kernel send SIGTERM to this process if the launcher is killed."""
     if sys.platform == "linux":
         _LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGTERM)

@@ -1,9 +1,9 @@
-"""Before hours of training, in seconds: how fast do the devices communicate, and is one process slower than the others.
+"""Measures the bandwidth of communication, and finds processes that are slower than the others, before a run.
 
-A step takes as long as its slowest process. Each process times a matrix multiplication on its first device and a copy
-to it; one below half of the median is named. Then all of them all-reduce one array over all devices. On a ring each
-of n devices sends 2 (n-1)/n of the bytes, so the bandwidth reported is 2 (n-1)/n x bytes / seconds, the best of a
-few.
+A step takes as long as its slowest process. Each process times a matmul on its first device and a copy to it; processes
+below half of the median are reported. Then all processes all-reduce one array over all devices. On a ring each of n
+devices sends 2 (n-1)/n of the bytes, so the reported bandwidth is 2 (n-1)/n x bytes / seconds, the best of several
+measurements.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from jaxmem.distributed.communicator import Communicator
 from jaxmem.distributed.join import hosts
 
 REPEATS = 5
-SECONDS = 0.3  # at least, where a process measures alone: something else may run at the same time
-SLOW = 0.5  # of the median
-SIZES = {"cpu": (256, 1 << 20)}  # matrix, bytes copied and reduced
+SECONDS = 0.3  # shortest measurement of a single process, since other programs may run at the same time
+SLOW = 0.5  # a process below this share of the median is slow
+SIZES = {"cpu": (256, 1 << 20)}  # rows of the matrix, bytes that are copied and reduced
 ACCELERATOR = (4096, 64 << 20)
 
 
 @dataclass(frozen=True)
 class Preflight:
-    bytes_per_second: float  # of an all-reduce over all devices
-    rates: Mapping[str, list[float]]  # of each process, by what was measured
+    bytes_per_second: float  # bandwidth of an all-reduce over all devices
+    rates: Mapping[str, list[float]]  # {measurement: rate of each process}
     hosts: list[str]
 
     @property
@@ -54,7 +54,7 @@ class Preflight:
 
 
 def preflight() -> Preflight:
-    """Called by every process at once."""
+    """Runs the measurements. All processes call it together."""
     size, count = SIZES.get(jax.default_backend(), ACCELERATOR)
     mine = _local_rates(size, count)
     everyone = gather(mine)
@@ -69,7 +69,7 @@ def preflight() -> Preflight:
 
 
 def _local_rates(size: int, count: int) -> dict[str, float]:
-    """FLOP and bytes per second of this process's first device."""
+    """FLOPs per second of the first device of this process, and bytes per second of copies to it."""
     device = jax.local_devices()[0]
     a = jax.device_put(np.ones((size, size), np.float32), device)
     multiply = jax.jit(lambda a: a @ a)
@@ -81,7 +81,7 @@ def _local_rates(size: int, count: int) -> dict[str, float]:
 
 
 def _best(work: Callable[[], Any], seconds: float = 0.0) -> float:
-    """Seconds of the fastest of a few; the first one, which compiles, does not count."""
+    """Seconds of the fastest of several runs, without the first one, which compiles."""
     times: list[float] = []
     jax.block_until_ready(work())
     while len(times) < REPEATS or sum(times) < seconds:

@@ -1,9 +1,8 @@
-"""Wait for all processes before JAX starts: JAX's own start waits for a missing process and then aborts without
-naming it.
+"""Waits for all processes before JAX starts, because JAX waits for a missing process and then aborts without naming it.
 
-Process 0 listens on the coordinator's port, where JAX's service will be a moment later; every other process sends its
-number and host. When all are there, or time is up, each reports which are missing. One short message each way per
-process; on a healthy cluster it takes as long as the slowest start.
+Process 0 listens on the port of the coordinator, which JAX's service uses afterwards; every other process sends its
+number and host. When all have connected, or after a timeout, each process reports which ones are missing. Each process
+sends and receives one short message; if none is missing, this takes as long as the slowest start.
 """
 
 from __future__ import annotations
@@ -18,12 +17,12 @@ from typing import Any
 from jaxmem.distributed.cluster import Cluster
 from jaxmem.errors import TemporaryError, UserError
 
-MESSAGE_TIMEOUT = 5.0  # s, from a process that has connected; a foreign client may send nothing
+MESSAGE_TIMEOUT = 5.0  # seconds for the message of a process that has connected; a foreign client may send nothing
 MESSAGE_BYTES = 1 << 20  # at most
 
 
 def rendezvous(cluster: Cluster, seconds: float, hostname: Callable[[], str] = socket.gethostname) -> list[str]:
-    """The host of each process; an error that names the missing processes after so many seconds."""
+    """The host of each process. After `seconds`, an error names the missing processes."""
     end, host = time.monotonic() + seconds, hostname()
     answer = _collect(cluster, end, host) if cluster.process == 0 else _report(cluster, end, seconds, host)
     hosts: list[str | None] = answer["hosts"]
@@ -40,7 +39,7 @@ def rendezvous(cluster: Cluster, seconds: float, hostname: Callable[[], str] = s
 
 
 def _collect(cluster: Cluster, end: float, host: str) -> dict[str, Any]:
-    """In process 0: wait for the others, then answer all."""
+    """Process 0 waits for the others, then answers all."""
     hosts: list[str | None] = [host] + [None] * (cluster.processes - 1)
     conflict = None
     with ExitStack() as stack:
@@ -52,7 +51,7 @@ def _collect(cluster: Cluster, end: float, host: str) -> dict[str, Any]:
                 connection = stack.enter_context(server.accept()[0])
                 process, count, other = _receive(connection)
             except (OSError, ValueError, TypeError):
-                continue  # nobody, or a foreign client
+                continue  # no connection, or a foreign client
             connections.append(connection)
             if count != cluster.processes:
                 conflict = f"process {process} on {other} expects {count} processes, process 0 expects {len(hosts)}"
@@ -68,7 +67,7 @@ def _collect(cluster: Cluster, end: float, host: str) -> dict[str, Any]:
 
 
 def _report(cluster: Cluster, end: float, seconds: float, host: str) -> dict[str, Any]:
-    """In any other process: report to process 0, and read its answer."""
+    """Any other process reports to process 0, and reads its answer."""
     message = json.dumps([cluster.process, cluster.processes, host]).encode() + b"\n"
     reason = ""
     while (left := end - time.monotonic()) > 0:
@@ -90,7 +89,7 @@ def _report(cluster: Cluster, end: float, seconds: float, host: str) -> dict[str
 
 
 def _listen(port: int) -> socket.socket:
-    """On every address of this host."""
+    """A socket that listens on every address of this host."""
     ipv6 = socket.has_dualstack_ipv6()
     family = socket.AF_INET6 if ipv6 else socket.AF_INET
     try:
@@ -103,7 +102,7 @@ def _listen(port: int) -> socket.socket:
 
 
 def _receive(connection: socket.socket) -> Any:
-    """One line of JSON."""
+    """Receives one line of JSON."""
     if connection.gettimeout() is None:
         connection.settimeout(MESSAGE_TIMEOUT)
     text = b""

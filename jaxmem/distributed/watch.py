@@ -1,12 +1,13 @@
-"""While the processes work: a lost process is named, and the others stop at once instead of waiting forever.
+"""Names a process that is lost during a run, and stops the others, which would wait for it forever.
 
-JAX's coordination service, in process 0, receives a heartbeat from every process. A thread in each asks it which are
-alive; the service answers when all live processes have asked, or when a heartbeat has been missing for `heartbeat`
-seconds. A process that stops for an error of its own (a full disk, a wrong file) leaves the reason and its exit code
-in the service's key-value store, and the others repeat both. Cost: two small messages to process 0 every few seconds.
+JAX's coordination service, in process 0, receives a heartbeat from every process. A thread in each process asks it
+which ones are alive; the service answers when all live processes have asked, or when a heartbeat has been missing for
+`heartbeat` seconds. A process that stops because of its own error (a full disk, a wrong file) writes the reason and its
+exit code to the key-value store of the service, and the others report both. Cost: two small messages to process 0 every
+few seconds.
 
-When process 0 is lost, the service is lost with it, and JAX's client calls abort() from a thread of its own. A signal
-handler turns that into the same one line and exit code.
+If process 0 is lost, the service is lost too, and JAX's client calls abort() in one of its threads. A signal handler
+reports the same line and exits with the same code.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from typing import Any
 from jaxmem.distributed.cluster import Cluster
 from jaxmem.errors import TemporaryError
 
-STOPPED = "jaxmem/stopped/"  # + process: its exit code and reason
+STOPPED = "jaxmem/stopped/"  # prefix of the key of a process, whose value is its exit code and reason
 HTTP2_PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes(
     (0, 0, 0, 4, 0, 0, 0, 0, 0)
 )  # and empty settings (RFC 9113)
@@ -33,7 +34,7 @@ ADVICE = "checkpoints are complete; run the same command again to resume"
 
 
 class Watch:
-    """One process's watch over the others, from `start` to `end`."""
+    """Watches the other processes, from `start` to `end`."""
 
     def __init__(self, cluster: Cluster, hosts: list[str], heartbeat: float) -> None:
         from jax._src import distributed  # the client is not public; Orbax takes it from there too
@@ -60,10 +61,10 @@ class Watch:
         return f"process {process} of {self.cluster.processes} ({self.hosts[process]})"
 
     def fail(self, error: BaseException) -> bool:
-        """Tell the others why this process stops. Returns whether all of them stop for errors of their own, so that
-        each can clean up as usual, together; otherwise the others end now, and this process must not wait for them.
+        """Tells the others why this process stops. Returns whether all of them stop because of their own errors, so that
+        they can clean up together; otherwise the others end now, and this process must not wait for them.
 
-        Where a collective failed, another process is most likely lost, and the watch ends this one.
+        If a collective failed, another process is probably lost, and the watch ends this one.
         """
         if lost_process_error(error) is error:
             time.sleep(self.heartbeat + 2 * self._every)
@@ -76,8 +77,8 @@ class Watch:
         return False
 
     def end_all(self, error: BaseException) -> None:
-        """From any thread: the main one may wait for others that wait for this process. It ends here with its error,
-        and the others with the same one."""
+        """Ends this process with an error, and the others with the same one. It works in any thread, because the main
+        thread may wait for processes that wait for this one."""
         self._publish(error)
         self._exit(f"{self.name(self.cluster.process)}: {error}", exit_code(error))
 
@@ -108,7 +109,7 @@ class Watch:
                     return
 
     def _check_stopped(self, stopped: dict[int, tuple[int, str]]) -> None:
-        """End if others have stopped. A process that is stopping itself decides on its own."""
+        """Ends this process if others have stopped, unless it is stopping because of its own error."""
         if stopped and self.cluster.process not in stopped:
             self._ended.wait(2 * self._every)  # this process may be about to publish the same error
         if stopped and not self._failed and not self._ended.is_set():
@@ -116,15 +117,15 @@ class Watch:
             self._exit(f"{self.name(process)} stopped: {text}", code)
 
     def _on_abort(self, _: int) -> None:
-        """A C signal handler, in the thread that called abort(); an abort for another reason proceeds."""
+        """A C signal handler in the thread that called abort(). An abort for another reason continues."""
         if self._coordinator_answers():
             signal.signal(signal.SIGABRT, signal.SIG_DFL)
             return
         self._exit(f"{self.name(0)} lost: no answer at {self.cluster.address}; {ADVICE}")
 
     def _coordinator_answers(self) -> bool:
-        """The kernel accepts connections for a process that is stopped, so it must send something, as a gRPC server
-        does as soon as it receives the preface."""
+        """Whether process 0 answers. A connection is not sufficient, since the kernel accepts it for a stopped process
+        too; a gRPC server sends data as soon as it receives the preface."""
         try:
             address = self.cluster.host, self.cluster.port
             with socket.create_connection(address, timeout=ANSWER_TIMEOUT) as connection:
@@ -134,17 +135,17 @@ class Watch:
             return False
 
     def _exit(self, reason: str, code: int = TemporaryError.exit_code) -> None:
-        """From any thread: the main one may be inside a collective that never ends."""
+        """Ends this process from any thread, since the main thread may be in a collective that never ends."""
         os.write(2, f"error: {reason}\n".encode())
         if self.cluster.process == 0:
-            time.sleep(4 * self._every)  # with it ends the service, from which the others learn the same
+            time.sleep(4 * self._every)  # the service, from which the others read the reason, ends with this process
         sys.stdout.flush()
         os._exit(code)
 
 
 def lost_process_error(error: BaseException | None) -> BaseException | None:
-    """The failed collective or wait between processes that an error is or comes from, if any. JAX raises it where a
-    result is read; where a program runs at once, as on CPUs it may, as another type."""
+    """The failed collective or wait between processes that caused an error, or None. JAX raises it when a result is
+    read; if a program runs synchronously, as it may on CPUs, it has another type."""
     while error is not None:
         if type(error).__name__ == "JaxRuntimeError" or (isinstance(error, ValueError) and "Gloo" in str(error)):
             return error

@@ -1,8 +1,8 @@
-"""Whether a kernel is right on this device, before a run uses it: a small random input against plain JAX.
+"""Compares a kernel with plain JAX on a small random input, on the device of a run, before the run uses it.
 
-A kernel that `auto` chose is compiled and run once, forward and backward, less than a second. One that fails is
-replaced by the next choice, with a line that says so; one that the config names is an error. What passed is remembered
-in the user's cache directory, by device, version of jax and properties of the call.
+A kernel that `auto` chose is compiled and run once, forward and backward, in less than a second. If it fails, it is
+replaced by the next choice, and a line reports this; if the config names it, this is an error. Results are stored in
+the user's cache directory, by device, version of jax and properties of the call.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from jaxmem.kernels.fused_attention.support import OPERATION, PLAIN, Request
 from jaxmem.step import Program
 
 LENGTH, WINDOW = 192, 70
-STEPS = 8  # of the dtype's rounding, relative to the largest value: beyond, the kernel is wrong
+STEPS = 8  # largest error, in rounding errors of the dtype relative to the largest value
 
 
 def checked_attention(
     build: Callable[[], Program], agree: Callable[[bool], bool] = bool, fails: Callable[..., str | None] | None = None
 ) -> Iterator[str]:
-    """Replaces implementations of attention that fail until one passes; a line for each. `build`: the program, whose
-    choice leaves out what failed. `agree`: whether it failed in any process."""
+    """Replaces implementations of attention that fail until one passes, and yields a line for each. `build` returns the
+    program, whose choice excludes failed implementations. `agree` returns whether a check failed in any process."""
     while True:
         built = build()
         chosen = built.model.attention
@@ -44,13 +44,15 @@ def checked_attention(
             return
         why = why or "it failed in another process"
         if built.cfg.memory.attention != "auto":
-            raise UserError(f"memory.attention={chosen.implementation} is not right on this device: {why}; use auto")
+            raise UserError(
+                f"memory.attention={chosen.implementation} computes wrong results on this device: {why}; use auto"
+            )
         choice.record_failure(OPERATION, chosen.implementation, f"{chosen.implementation} failed its check: {why}")
         yield f"warning: attention: {chosen.implementation} failed its check and is not used: {why}"
 
 
 def failure(implementation: str, call: Request) -> str | None:
-    """Why an implementation cannot be used for calls of this kind on the first local device; None: it is right."""
+    """The reason why an implementation cannot be used for such calls on the first local device; None: it is correct."""
     device = jax.local_devices()[0]
     call = dataclasses.replace(call, queries=LENGTH, keys=LENGTH, batch=2, heads=4, max_segments=4)
     facts = [device.device_kind, jax.__version__, implementation, *dataclasses.astuple(call)]
@@ -60,7 +62,7 @@ def failure(implementation: str, call: Request) -> str | None:
     try:
         with jax.default_device(device):
             why = _difference(implementation, call)
-    except Exception as error:  # noqa: BLE001 - whatever a compiler or a driver raises
+    except Exception as error:  # noqa: BLE001 - a compiler or a driver may raise any type
         return f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}"
     if why is None:
         with contextlib.suppress(OSError):

@@ -1,4 +1,4 @@
-"""What a run prints before its first step and after its last."""
+"""The lines that a run prints before its first step and after its last."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def work_of(built: Program) -> Work:
-    """Of an update on all devices."""
+    """Tokens and FLOPs of an update on all devices."""
     from jaxmem.planning import ideal_flops
 
     cfg = built.cfg

@@ -1,8 +1,8 @@
-"""One run at a time per directory: two that wrote the same checkpoints would destroy each other's.
+"""A lock that allows one run at a time per directory, since two runs would overwrite each other's checkpoints.
 
-The lock is the operating system's (flock) on `output/.NAME.lock`, so it is released when its process ends in any way; a
-library that creates and removes lock files would leave one behind a killed run. Process 0 holds it. On a shared file
-system it holds between hosts as far as that file system supports locks; a file system without locks is reported.
+It is a lock of the operating system (flock) on `output/.NAME.lock`, which is released when the process ends in any way;
+a lock file that a library creates and removes would remain after a killed run. Process 0 has the lock. On a shared file
+system it applies to all hosts if the file system supports this; a file system without locks is reported.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ import jax
 from jaxmem.distributed.agree import gather
 from jaxmem.errors import UserError
 
-UNSUPPORTED = (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EINVAL)  # from file systems without locks
+UNSUPPORTED = (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EINVAL)  # errors of file systems without locks
 
 
 @contextmanager
 def run_lock(output: str | Path, name: str) -> Iterator[str | None]:
-    """Hold `output/name` for this run. Yields a warning where the file system has no locks."""
+    """A context that locks `output/name` for this run. Yields a warning if the file system has no locks."""
     lock, refusal, warning = None, None, None
     path = Path(output, f".{name}.lock")
     if jax.process_index() == 0:
@@ -44,12 +44,12 @@ def run_lock(output: str | Path, name: str) -> Iterator[str | None]:
         yield warning
     finally:
         if lock is not None:
-            path.unlink(missing_ok=True)  # before it is released, so that nobody acquires it in between
+            path.unlink(missing_ok=True)  # before it is released, so that no other process acquires it in between
             os.close(lock)
 
 
 def _acquire(path: Path) -> int:
-    """The file descriptor that holds the lock."""
+    """The file descriptor of the lock."""
     with suppress(FileExistsError):  # a parent that is a file is reported by open
         path.parent.mkdir(parents=True)
     while True:
@@ -64,12 +64,12 @@ def _acquire(path: Path) -> int:
         except BaseException:
             os.close(file)
             raise
-        os.close(file)  # its holder removed it meanwhile
+        os.close(file)  # the process that had it removed it meanwhile
 
 
 def _holder(path: Path) -> str:
     try:
         holder = json.loads(path.read_text())
         return f"process {holder['process']} on {holder['host']}"
-    except (OSError, ValueError, TypeError, KeyError):  # just started, or just ended
+    except (OSError, ValueError, TypeError, KeyError):  # the other run has just started or ended
         return "another run"

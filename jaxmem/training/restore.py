@@ -1,4 +1,4 @@
-"""The state of a run from its checkpoints: to resume from, and to roll back to."""
+"""The state of a run from its checkpoints, to resume or to roll back."""
 
 from __future__ import annotations
 
@@ -15,8 +15,7 @@ from jaxmem.training.telemetry import DivergedError
 
 
 def restore(built: Program, checkpoints: Checkpoints) -> tuple[int, TrainState, dict[str, Any]] | None:
-    """Step, state and data position of the newest complete checkpoint. The position is empty for imported weights, on
-    which nothing was trained."""
+    """Step, state and data position of the newest complete checkpoint. The position is empty for imported weights."""
     if (latest := checkpoints.read_latest()) and not latest[1]:  # no data position: imported weights
         from jaxmem.hf.initial import add_adapters
         from jaxmem.inference.load import base_params
@@ -31,7 +30,7 @@ def restore(built: Program, checkpoints: Checkpoints) -> tuple[int, TrainState, 
 
 
 def starting_state(built: Program) -> TrainState:
-    """New weights, or those that `model.hf` or `adapter.base_run` names."""
+    """A state with new weights, or with those of `model.hf` or `adapter.base_run`."""
     run = built.cfg.adapter.base_run
     from jaxmem.hf import initial
 
@@ -43,9 +42,9 @@ def starting_state(built: Program) -> TrainState:
 
 
 class Rollback:
-    """Back to the newest checkpoint, while the data continues: what a run diverged on is not repeated.
+    """Returns to the newest checkpoint, while the data continues, so that the data on which a run diverged is skipped.
 
-    Costs the updates since that checkpoint and no memory: the old state is freed first.
+    The updates since that checkpoint are lost. No memory is needed, since the old state is freed first.
     """
 
     def __init__(self, built: Program, checkpoints: Checkpoints, train: Train) -> None:
@@ -54,7 +53,7 @@ class Rollback:
         self._times = 0
 
     def __call__(self, error: DivergedError, state: TrainState) -> tuple[int, TrainState]:
-        """Step and state to continue from; raises the error where the run is to stop."""
+        """Step and state to continue from; raises the error if the run must stop."""
         if getattr(self._train, error.key) != "rollback":
             raise error
         latest = self._checkpoints.latest()

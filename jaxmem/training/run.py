@@ -3,8 +3,8 @@
 Compile first, then allocate: a config that cannot be read or compiled leaves nothing behind. A run leaves
 `output/name/`: config.yaml, plan.json, memory.json, metrics.jsonl, checkpoints/. With several processes all of them
 run this function in lockstep: each reads its own rows and writes its own shards; process 0 writes and prints
-everything else. What only some runs use (planning, Hugging Face files, evaluation, references) is imported where it
-is used.
+everything else. Modules that only some runs need (planning, Hugging Face files, evaluation, references) are imported
+where they are used.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ class Result:
 
 
 def run(cfg: Config, devices: Sequence[Any] | None = None) -> Result:
-    """Train a config on these devices (by default all that jax sees), or resume where it stopped."""
+    """Trains a config on these devices (by default all that jax sees), or resumes its run."""
     with requeued_before_training(), run_lock(cfg.output, cfg.name) as warning:
         if warning:
             print(warning, flush=True)
@@ -171,7 +171,7 @@ def _run(cfg: Config, devices: Sequence[Any] | None) -> Result:
             if last:
                 break
         _flush(telemetry, loader)
-        save(force=True)  # in case the data ended first
+        save(force=True)  # if the data ended before the last step
         checkpoints.wait()
         for line in loader.corpus.summary():
             progress.say(line)
@@ -180,7 +180,7 @@ def _run(cfg: Config, devices: Sequence[Any] | None) -> Result:
 
 
 def _finished(built: Program, directory: Path, path: epath.Path, fingerprint: str) -> Result | None:
-    """The result of a run that has made all its steps already. Refuses to resume another run."""
+    """The result of a run whose steps are all done. Refuses a run of another config."""
     if built.cfg.checkpoint.resume == "never":
         return None
     if refuse_another_run(built, directory, path, fingerprint) < built.cfg.steps:
@@ -191,7 +191,7 @@ def _finished(built: Program, directory: Path, path: epath.Path, fingerprint: st
         return None
     step, state, _ = found
     if jax.process_index() == 0:
-        print(f"{built.cfg.name}: {step} steps are done, in {directory}; to continue, raise train.steps", flush=True)
+        print(f"{built.cfg.name}: {step} steps are done, in {directory}; to continue, increase train.steps", flush=True)
     return Result(directory, step, {}, {}, state, built)
 
 
@@ -228,7 +228,7 @@ def _add_reference(
     built: Program, loader: Loader, state: TrainState, fingerprint: str, resumed: str | None
 ) -> dict[str, str]:
     """For DPO: passes the reference's log-probability of each pair to the corpus, and returns the fingerprint of the
-    reference's weights. `resumed`: that fingerprint in the checkpoint."""
+    weights of the reference. `resumed`: this fingerprint in the checkpoint."""
     if built.cfg.objective.name != "dpo":
         return {}
     from jaxmem.inference.reference import reference_logprobs
@@ -239,7 +239,7 @@ def _add_reference(
 
 
 def _flush(telemetry: Telemetry, loader: Loader) -> None:
-    """Reads the pending metrics. A run that has learnt nothing is stopped, not saved."""
+    """Reads the pending metrics. A run in which no step had a target token is stopped, not saved."""
     telemetry.flush()
     if telemetry.last and not telemetry.has_targets:
         found = "; ".join(loader.corpus.summary()) or "the data has no target tokens"
@@ -253,7 +253,7 @@ def _telemetry(train: Train, culprits: Sequence[str], progress: Progress, tracke
 
 
 def _progress(built: Program, step: int, last: Mapping[str, float]) -> Progress:
-    """`last`: the row that a resumed run logged last."""
+    """The progress of a run. `last`: the last row that a resumed run logged."""
     cfg, devices = built.cfg, built.layout.mesh.devices
     peak, work = peak_flops(devices.flat[0]), work_of(built)
     spec = RunSpec(

@@ -3,8 +3,8 @@
 SIGTERM comes from schedulers and `kill`, SIGINT from Ctrl-C, SIGUSR1 from a scheduler whose time limit is near. The
 first signal only sets a flag that the loop reads after each step. The exit code is 0 after SIGTERM (a clean stop is a
 success for its sender, and a printed line says that the run is not finished), 130 after Ctrl-C, as shells expect, and
-75 (EX_TEMPFAIL) after SIGUSR1: queue the same command again. A second signal has the system's default effect: it
-kills at once, also inside compiled code, where no Python runs; checkpoints on disk are complete at any moment.
+75 (EX_TEMPFAIL) after SIGUSR1: the same command should be queued again. A second signal has its default effect: it
+kills the process at once, even in compiled code; checkpoints on disk are complete at any moment.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ EXIT_CODES = {signal.SIGTERM: 0, signal.SIGINT: 128 + signal.SIGINT, signal.SIGU
 
 @contextmanager
 def requeued_before_training() -> Iterator[None]:
-    """Around everything before the loop: SIGUSR1 ends the process with the exit code that it has later. The handler
-    exits rather than raises, since an exception that is raised just anywhere may be caught, or printed by a library."""
+    """A context for everything before the loop, in which SIGUSR1 ends the process with the same exit code as later. The
+    handler exits instead of raising, since a library may catch or print an exception that is raised anywhere."""
 
     def end(number: int, frame: FrameType | None) -> None:
         del number, frame
@@ -52,8 +52,8 @@ class StopSignal:
                 save; break
     sys.exit(stop.exit_code)
 
-    Put it around the loop, not around compiling: before there is something to save, Ctrl-C should just end. Python
-    allows signal handlers only in the main thread; elsewhere this does nothing.
+    The context is for the loop, not for compilation: before there is a state to save, Ctrl-C should end the process.
+    Python allows signal handlers only in the main thread; in other threads this does nothing.
     """
 
     def __init__(self, announce: bool = True) -> None:
@@ -62,7 +62,7 @@ class StopSignal:
         self._before: dict[signal.Signals, Any] = {}
 
     def from_any_process(self, number: int) -> bool:
-        """Whether any process was asked to stop; `number`: the largest of their signals, which counts for all."""
+        """Whether any process was asked to stop. `number`: the largest signal of all processes, which all use."""
         if number:
             self.requested = signal.Signals(number)
         return number != 0
@@ -86,10 +86,10 @@ class StopSignal:
         self.requested = signal.Signals(number)
         for each in EXIT_CODES:
             signal.signal(each, signal.SIG_DFL)
-        if self._announce:  # print() is not reentrant: the signal may interrupt one
+        if self._announce:  # print() is not reentrant, and the signal may interrupt one
             os.write(2, f"\n{self.requested.name}: finishing this step and saving; again to stop at once\n".encode())
 
 
 def _restore(number: signal.Signals, handler: Any) -> None:
-    """`None`: it was not set from Python and cannot be restored from it."""
+    """Restores a handler. `None`: it was not set in Python and cannot be restored."""
     signal.signal(number, signal.SIG_DFL if handler is None else handler)

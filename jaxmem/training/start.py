@@ -1,4 +1,4 @@
-"""The start of a run: what is checked before anything is compiled, and its directory."""
+"""The start of a run: checks before anything is compiled, and the directory of the run."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def refuse_another_run(built: Program, directory: Path, path: epath.Path, finger
 
 @contextmanager
 def run_directory(cfg: Config, directory: Path, path: epath.Path) -> Iterator[Callable[[], None]]:
-    """The directories of a run and of its checkpoints, which all processes must see. Those that were made here are
+    """A context with the directories of a run and of its checkpoints, which all processes must see. New directories are
     removed if the run fails before it calls the function that this yields."""
     if cfg.checkpoint.resume == "never":
         move_aside(directory)
@@ -71,7 +71,7 @@ def run_directory(cfg: Config, directory: Path, path: epath.Path) -> Iterator[Ca
     try:
         if jax.process_index() == 0:
             path.mkdir(parents=True, exist_ok=True)
-        gather(None)  # process 0 has made it
+        gather(None)  # process 0 has created it
         end = time.monotonic() + PATIENCE
         while blind := [process for process, sees in enumerate(gather(path.is_dir())) if not sees]:
             if any_process(time.monotonic() > end):
@@ -79,7 +79,7 @@ def run_directory(cfg: Config, directory: Path, path: epath.Path) -> Iterator[Ca
                     f"process {', '.join(map(str, blind))} does not see {path}, which process 0 made; "
                     "set output or checkpoint.path to a directory that all hosts share"
                 )
-            time.sleep(1)  # for a network file system to notice
+            time.sleep(1)  # until a network file system shows it
         yield new.clear
     except BaseException:
         for one in new if jax.process_index() == 0 else ():
