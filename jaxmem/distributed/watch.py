@@ -61,8 +61,8 @@ class Watch:
         return f"process {process} of {self.cluster.processes} ({self.hosts[process]})"
 
     def fail(self, error: BaseException) -> bool:
-        """Tells the others why this process stops. Returns whether all of them stop because of their own errors, so that
-        they can clean up together; otherwise the others end now, and this process must not wait for them.
+        """Tells the others why this process stops. Returns whether all of them stop because of their own errors, so
+        that they can clean up together; otherwise the others end now, and this process must not wait for them.
 
         If a collective failed, another process is probably lost, and the watch ends this one.
         """
