@@ -43,7 +43,7 @@ Shapes = Annotated[
     list[str] | None,
     typer.Argument(
         metavar="[SHAPE]...",
-        help="Names of shapes, e.g. long or llama3-8b. [default: the usual ones]",
+        help="Names of shapes, e.g. long or llama3-8b. [default: a standard set]",
         show_default=False,
     ),
 ]
@@ -59,7 +59,7 @@ Only = Annotated[
     list[str] | None,
     typer.Option(
         metavar="NAME",
-        help="Measure only this implementation, or one of its passes; may be repeated.",
+        help="Measure only this implementation or pass, e.g. mosaic or 'mosaic forward'; may be repeated.",
         show_default=False,
     ),
 ]
@@ -74,14 +74,17 @@ Without = Annotated[
 def bench_kernels(
     shapes: Shapes = None,
     operation: Operation = None,
-    explain: Annotated[bool, typer.Option("--explain", help="Only show the choice for each shape, and why.")] = False,
+    explain: Annotated[
+        bool, typer.Option("--explain", help="Only show which implementation is chosen for each shape, and why.")
+    ] = False,
     check: Annotated[
-        bool, typer.Option("--check", help="Only check the results, with every option; measure no times.")
+        bool,
+        typer.Option("--check", help="Only check the results, for all options of the operation; measure no times."),
     ] = False,
     only: Only = None,
     without: Without = None,
     seconds: Annotated[
-        float, typer.Option(min=0.1, metavar="S", help="Approximate measuring time for each, seconds.")
+        float, typer.Option(min=0.1, metavar="S", help="Approximate measuring time per shape, in seconds.")
     ] = 5.0,
     write: Annotated[
         Path | None,
@@ -126,7 +129,7 @@ def bench_tune(
     ] = None,
     again: Annotated[bool, typer.Option("--again", help="Also measure entries that the table already has.")] = False,
     seconds: Annotated[
-        float, typer.Option(min=0.1, metavar="S", help="Approximate measuring time for each kernel or shape, seconds.")
+        float, typer.Option(min=0.1, metavar="S", help="Approximate measuring time per kernel or shape, in seconds.")
     ] = 5.0,
     write: Annotated[
         Path | None, typer.Option(metavar="FILE", help="The table to write. [default: kernels/tuned.json]")

@@ -30,7 +30,8 @@ def export(
     dtype: Annotated[
         str | None,
         typer.Option(
-            metavar="D", help="float32, float16 or bfloat16. [default: the dtype of the import or of the run]"
+            metavar="D",
+            help="float32, float16 or bfloat16. [default: that of the imported model, otherwise of the run]",
         ),
     ] = None,
     adapter: Annotated[bool, typer.Option("--adapter", help="Write only the adapters, for PEFT.")] = False,

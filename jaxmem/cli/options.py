@@ -35,7 +35,10 @@ BatchSize = Annotated[int | None, typer.Option(metavar="N", min=1, help="Rows pe
 ConfigOutput = Annotated[
     Path | None,
     typer.Option(
-        "--write", metavar="FILE", help="Write the config to FILE, for `jaxmem train FILE`.", show_default=False
+        "--write",
+        metavar="FILE",
+        help="Write the config (of a search: the best one) to FILE, for `jaxmem train FILE`.",
+        show_default=False,
     ),
 ]
 Run = Annotated[Path, typer.Argument(metavar="RUN", help="The directory of a run, e.g. runs/demo.")]
@@ -46,12 +49,12 @@ Target = Annotated[
     str | None,
     typer.Option(
         metavar="T",
-        help="GPU to compile for: h100-80gb:8, cpu:8 or my-gpu.yaml.",
+        help="Devices to compile for, e.g. h100-80gb:8, cpu:8 or my-gpu.yaml.",
         show_default=False,
     ),
 ]
 Simulate = Annotated[
-    int | None, typer.Option(metavar="N", min=1, help="Run on N simulated CPU devices.", show_default=False)
+    int | None, typer.Option(metavar="N", min=1, help="Use N simulated CPU devices.", show_default=False)
 ]
 Reserve = Annotated[
     float | None,

@@ -41,7 +41,7 @@ def plan(
         str | None,
         typer.Option(
             metavar="T",
-            help="GPU to plan for: h100-80gb:16x8, cpu:8 or my-gpu.yaml; `list` prints all.",
+            help="Devices to plan for, e.g. h100-80gb:16x8, cpu:8 or my-gpu.yaml; `list` prints all.",
             show_default=False,
         ),
     ] = None,
@@ -112,7 +112,9 @@ def fit(
     allow: Annotated[
         str | None,
         typer.Option(
-            metavar="WORDS", help="Settings that may change: mesh,remat,batch,optimizer,...", show_default=False
+            metavar="WORDS",
+            help="Groups of settings that may change, separated by commas: mesh,remat,batch,optimizer,...",
+            show_default=False,
         ),
     ] = None,
     maximize: Annotated[
@@ -126,7 +128,7 @@ def fit(
         Path | None, typer.Option(metavar="FILE", help="Write a figure: memory against time.", show_default=False)
     ] = None,
     reserve: Reserve = None,
-    compiles: Annotated[int, typer.Option(metavar="N", min=1, help="Compile at most N steps.")] = 12,
+    compiles: Annotated[int, typer.Option(metavar="N", min=1, help="Compile at most N configs.")] = 12,
     as_json: Json = False,
 ) -> None:
     """Find the fastest settings that fit.

@@ -139,7 +139,9 @@ class PlanTable:
             table.add_row(kind, *count, format_bytes(one.wire_bytes), format_bytes(one.exposed_bytes))
         if self.plan.estimated_step_seconds is None:
             return Group(table)
-        return Group(table, Text(f"{time.exposed_share:.1%} of its {format_seconds(time.network)} is exposed"))
+        return Group(
+            table, Text(f"{time.exposed_share:.1%} of {format_seconds(time.network)} of communication is exposed")
+        )
 
     def _host_copies(self) -> Text:
         plan, traffic = self.plan, self.plan.timeline.host_traffic.values()
