@@ -1,8 +1,8 @@
 """Operations on plain arrays, useful to anyone with jax; nothing here imports jaxmem outside of `jaxmem.kernels`.
 
-One folder per operation: `reference.py` is the contract, beside it stand the implementations, the checks of arguments
-that they share, and the real shapes they are tested and measured with. An operation is imported when it is first used,
-an implementation when it is first called.
+There is one folder per operation. It has `reference.py`, which defines the results, the implementations, the checks of
+arguments that they share, and the shapes with which they are tested and measured. An operation is imported when it is
+used first, an implementation when it is called first.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""Which implementation runs a call: the one that is named, or the fastest of those measured on this kind of device.
+"""Chooses the implementation of a call: the one that is named, or the fastest one measured on this kind of device.
 
-`tuned.json` holds what `jaxmem bench tune` measured: for each operation and kind of device the sizes and the fastest
-implementation. A call takes that of the nearest sizes. On a device that was not measured, and where the fastest does
-not support the call, the portable implementation runs: the one that runs wherever XLA does. Each new choice is one
-line of the log `jaxmem.kernels`.
+`tuned.json` has the measurements of `jaxmem bench tune`: for each operation and kind of device, sizes and the fastest
+implementation. A call uses the entry of the nearest sizes. If the device was not measured, or the fastest
+implementation does not support the call, the portable one runs, which supports every device of XLA. Each new choice is
+one line of the log `jaxmem.kernels`.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ import jax
 from .validation import Validator, describe
 
 LOG = logging.getLogger("jaxmem.kernels")
-# By the names that devices report.
+# Keys are the names that devices report.
 CAPABILITIES = {
     r"A100|A30\b": 80,
     r"A10\b|A40\b|A6000|RTX 30": 86,
@@ -50,8 +50,8 @@ class Choice:
 
 @dataclass(frozen=True)
 class Operation:
-    """`implementations`: by name a module, or where it is imported from on first use. `portable`: the name of the one
-    that runs wherever XLA does."""
+    """An operation with several implementations. `implementations`: {name: module, or its name, which is imported at
+    the first use}. `portable`: the name of the implementation that runs on every device of XLA."""
 
     name: str
     implementations: Mapping[str, Any]
@@ -71,9 +71,9 @@ class Operation:
         sizes: tuple[int, ...],
         refusal: Callable[[str], str | None] = lambda _: None,
     ) -> Result:
-        """`call` of the implementation that is named, or of the fastest. `kind`: properties of a call that change the
-        time at once (a dtype, a format); `sizes`: those that change it gradually. `arrays`: all that the call reads.
-        `refusal`: why an implementation does not support the call; None: it does."""
+        """Runs `call` with the named implementation, or with the fastest. `kind`: discrete properties of a call that
+        its time depends on (a dtype, a format); `sizes`: continuous ones. `arrays`: all inputs of the call. `refusal`:
+        returns why an implementation does not support the call; None: it does."""
         checks = Validator(self.name)
         if implementation is not None:
             self._check(checks, implementation)
@@ -101,8 +101,8 @@ class Operation:
             return run(portable)
 
     def choose(self, kind: str, sizes: tuple[int, ...]) -> Choice:
-        """Where none is named. `reference` holds what the others avoid holding: it is chosen only where it is the
-        portable one."""
+        """The choice if no implementation is named. `reference` is chosen only if it is the portable one, since it
+        stores the large intermediates that the others avoid."""
         candidates = {name for name in self.implementations if name != "reference" or name == self.portable}
         device = device_kind()
         if entry := nearest_entry(tuned(), self.name, device, kind, sizes, candidates):
@@ -125,7 +125,7 @@ _failures: dict[tuple[str, str], str] = {}
 
 
 def failure(operation: str, implementation: str) -> str | None:
-    """Why this process does not use an implementation: it failed the check at the start."""
+    """The reason why this process does not use an implementation that failed its check; None: it did not fail."""
     return _failures.get((operation, implementation))
 
 
@@ -139,7 +139,7 @@ _recorded: ContextVar[list[Choice] | None] = ContextVar("recorded", default=None
 
 @contextmanager
 def record_choices() -> Iterator[list[Choice]]:
-    """Choices made within, in order."""
+    """A context that records all choices, in order."""
     recorded: list[Choice] = []
     token = _recorded.set(recorded)
     try:
@@ -162,7 +162,7 @@ def nearest_entry(
     sizes: Sequence[int],
     implementations: Collection[str] | None = None,
 ) -> dict[str, Any] | None:
-    """The entry of the nearest sizes that were measured, by their ratios, of these implementations."""
+    """The measured entry of these implementations whose sizes are nearest, by their ratios."""
     entries = [
         entry
         for entry in table.get(operation, {}).get(device, [])
@@ -177,7 +177,7 @@ def nearest_entry(
 
 @contextmanager
 def use_table(table: dict[str, Any]) -> Iterator[None]:
-    """A table in place of the package's, to measure with what was just found."""
+    """A context that uses another table than that of the package, to measure with new entries."""
     token = _table.set(table)
     try:
         yield
@@ -196,13 +196,13 @@ def _packaged() -> dict[str, Any]:
 
 
 def device_kind() -> str:
-    """Of the device that is compiled for, which need not be there."""
+    """The kind of the device to compile for, which need not be installed."""
     absent = getattr(jax.sharding.get_abstract_mesh(), "abstract_device", None)
     return absent.device_kind if absent is not None else jax.devices()[0].device_kind
 
 
 def capability(device: Any = None) -> int | None:
-    """Compute capability of a device, by default the one that is compiled for: 90 for 9.0; None on a CPU."""
+    """The compute capability of a device, by default of the one to compile for: 90 for 9.0; None for a CPU."""
     absent = getattr(jax.sharding.get_abstract_mesh(), "abstract_device", None)
     if device is None and absent is None:
         device = jax.devices()[0]

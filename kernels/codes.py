@@ -1,4 +1,4 @@
-"""The values of codes, as lists. A block's numbers are scaled to -1 ... 1."""
+"""The value of each code, as lists. The numbers of a block are scaled to [-1, 1]."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ FP4 = (*_FP4, *(-value for value in _FP4))
 
 
 def dynamic_code(bits: int, *, signed: bool) -> tuple[float, ...]:
-    """Dynamic codes (Dettmers et al., arXiv:2110.02861): each power of ten from 10^-(bits - 2) to 1, divided evenly,
-    the larger ones twice as finely as the one before.
+    """Dynamic codes (Dettmers et al., arXiv:2110.02861): each decade from 10^-(bits - 2) to 1 is divided evenly, into
+    twice as many codes as the decade before.
 
     >>> [round(value, 4) for value in dynamic_code(3, signed=False)]
     [0.0, 0.0325, 0.0775, 0.2125, 0.4375, 0.6625, 0.8875, 1.0]
@@ -24,7 +24,7 @@ def dynamic_code(bits: int, *, signed: bool) -> tuple[float, ...]:
     found = [np.float32(0), np.float32(1)]
     for decade in range(bits - 1):
         parts = 2 ** (decade + (0 if signed else 1))
-        # Counted from both ends with one rounding each: bit for bit what other libraries store.
+        # Interpolated from both ends with one rounding each, for the same bits as in other libraries.
         step = float(np.float32(0.9) / np.float32(parts))
         low, high = (float(np.float32(0.1)) + step * np.arange(parts + 1), 1 - step * np.arange(parts + 1)[::-1])
         edges = np.concatenate([low[: (parts + 1) // 2], high[(parts + 1) // 2 :]]).astype(np.float32)

@@ -1,4 +1,5 @@
-"""Random numbers from positions alone: a counter in place of a state, so that any tiling draws the same ones."""
+"""Random numbers that depend only on a seed and a position (counter-based), so that every tiling draws the same
+ones."""
 
 from __future__ import annotations
 
@@ -24,10 +25,11 @@ def scramble(x: UInt32[Array, "..."]) -> UInt32[Array, "..."]:
 
 
 def uniform(seed: UInt32[Array, "..."], place: Int32[Array, "..."]) -> Float[Array, "..."]:
-    """The middles of 2^16 even parts of 0 ... 1, for each place one: the two halves of a word are those of neighbours,
-    so that who computes both scrambles once. To round with them is right in the mean to 2^-17."""
+    """A uniform number in (0, 1) for each position: the centre of one of 2^16 equal intervals. The two halves of a word
+    belong to neighbouring positions, so a caller that needs both scrambles once. Stochastic rounding with these numbers
+    has a bias of at most 2^-17."""
     pair = (place >> 1).astype(jnp.uint32)
     word = scramble(seed ^ (pair * jnp.uint32(_APART)))
     half = jnp.where(place & 1 == 1, word >> jnp.uint32(16), word & jnp.uint32(0xFFFF))
-    # As the last bits of a float from 128 on: 128 and so many 2^-16.
+    # The 16 bits become the last bits of the mantissa of a float in [128, 129): 128 + n 2^-16.
     return jax.lax.bitcast_convert_type(half | jnp.uint32(0x43000000), jnp.float32) - (128 - 2.0**-17)

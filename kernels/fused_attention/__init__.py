@@ -1,4 +1,4 @@
-"""Attention with all options that transformers use. `reference.py` is the contract.
+"""Attention with all options that transformers use. `reference.py` defines the results.
 
 A new implementation is a module with `attend` as in `reference.py`, a line in IMPLEMENTATIONS, and its limits in
 `support.py`. `tests/kernels/test_attention.py` tests all.
@@ -41,20 +41,18 @@ def attention(
     """softmax(scale q k^T) v for each head, its softmax in float32.
 
     q is [batch, queries, heads, dim]; k and v are [batch, keys, kv_heads, dim]; the output has the shape of q. `heads`
-    may be a multiple of `kv_heads`: consecutive groups of query heads share a key head.
-    `causal`: a query sees the keys up to its own position; with more keys than queries the last query is at the last
-    key. `window`: it sees this number of keys, its own included, and none after it.
-    `segment_ids`: it sees keys of its own id (`kv_segment_ids`; with equally many keys, the same ids).
-    `max_segments`: the ids of each row form at most so many runs, each id in one run. `cudnn` needs it; with more runs
-    its output is NaN.
-    A query that sees nothing gives zeros. `scale` is 1/sqrt(dim) by default. `soft_cap` bounds the scores,
-    cap tanh(score / cap). `dropout`: (a jax random key, the rate of probabilities set to 0); the mask depends on key,
-    batch row, head and positions, never on the tiling; inside `shard_map` positions count from 0 on each shard, so fold
-    the shard's index into the key there.
-    `deterministic`: equal input gives bitwise equal gradients. Otherwise `mosaic` adds to dq in an order that changes
-    from run to run, which is faster; all others are always deterministic.
-    `return_lse`: also log(sum(exp(scores))), [batch, heads, queries] in float32, differentiable.
-    `implementation`: a name in IMPLEMENTATIONS; None picks one.
+    may be a multiple of `kv_heads`: consecutive groups of query heads share a key head. `causal`: a query attends to
+    the keys up to its own position; with more keys than queries, the last query is at the position of the last key.
+    `window`: a query attends to this number of keys, its own included, and to no later ones. `segment_ids`: a query
+    attends to keys of its own id. `kv_segment_ids`: the ids of keys; by default `segment_ids`. `max_segments`: the
+    largest number of runs of equal ids in a row, where each id is in one run. `cudnn` needs it; its output is NaN for
+    rows with more runs. The output of a query that attends to no key is zero. `scale` is 1/sqrt(dim) by default.
+    `soft_cap` bounds the scores, cap tanh(score / cap). `dropout`: (a jax random key, the rate of probabilities set to
+    0); the mask depends on key, batch row, head and positions, never on the tiling; inside `shard_map` positions count
+    from 0 on each shard, so fold the shard's index into the key there. `deterministic`: equal inputs have bitwise
+    equal gradients. Otherwise `mosaic` accumulates dq in an order that varies between runs, which is faster; all other
+    implementations are always deterministic. `return_lse`: also log(sum(exp(scores))), [batch, heads, queries] in
+    float32, differentiable. `implementation`: a name in IMPLEMENTATIONS; None: chosen by `kernels.choice`.
     """
     arrays, options, extras = check_arguments(
         q,

@@ -20,7 +20,7 @@ CHECKS = Validator("attention")
 
 @dataclass(frozen=True)
 class Options:
-    """What is known at compile time."""
+    """Options that are known at compile time."""
 
     causal: bool
     window: int | None
@@ -28,11 +28,11 @@ class Options:
     soft_cap: float | None
     dropout: float  # the share of probabilities dropped
     deterministic: bool
-    max_segments: int | None = None  # runs of equal segment ids in a row, at most; None: unknown
+    max_segments: int | None = None  # largest number of runs of equal segment ids in a row; None: unknown
 
 
 class Extras(NamedTuple):
-    """Arrays beside q, k and v; None where the option is not used."""
+    """Arrays besides q, k and v; None if the option is not used."""
 
     segment_ids: Int32[Array, "batch queries"] | None = None
     kv_segment_ids: Int32[Array, "batch keys"] | None = None

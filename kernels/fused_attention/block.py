@@ -1,4 +1,4 @@
-"""What the kernels of both languages know of a call, and the scores of a block of queries against a block of keys."""
+"""Properties of a call for the Triton and Mosaic kernels, and the scores of a block of queries and a block of keys."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Blocks(NamedTuple):
 
 
 class Call(NamedTuple):
-    """What is known of a call at compile time."""
+    """Properties of a call that are known at compile time."""
 
     options: Options
     queries: int
@@ -42,23 +42,23 @@ class Call(NamedTuple):
 
     @property
     def pairs(self) -> int:
-        """(query, key) pairs that see each other, segments aside."""
+        """The number of (query, key) pairs that are not masked, without regard to segments."""
         return pairs(self.queries, self.keys, causal=self.options.causal, window=self.options.window)
 
     @property
     def wide(self) -> int:
-        """`dim` as a block holds it."""
+        """`dim`, padded to the width of a block."""
         return next_power_of_2(self.dim)
 
     @property
     def unit(self) -> float:
-        """What a score of 1, as `capped_scores` gives it, is in natural units."""
+        """The factor from the scores that `capped_scores` returns to natural units."""
         o = self.options
         return o.soft_cap or (o.scale if _is_unit(o.scale) else 1.0)
 
 
 class MaskArrays(NamedTuple):
-    """What a kernel reads beside q, k and v: arrays outside, references inside."""
+    """Inputs of a kernel besides q, k and v: arrays outside of the kernel, references inside."""
 
     seed: Any = None
     ids: Any = None
@@ -70,8 +70,8 @@ class MaskArrays(NamedTuple):
 def capped_scores(
     call: Call, raw: jax.Array, tanh: Callable[[jax.Array], jax.Array] = jnp.tanh
 ) -> tuple[jax.Array, jax.Array | None]:
-    """Scores in `call.unit`, and what soft-capping makes of a change in them. Differences are taken before the unit is
-    multiplied in: no more operations, and as exact for scores of 10,000 as for small ones."""
+    """Scores in `call.unit`, and the derivative of soft-capping. Differences of scores are computed before they are
+    multiplied by the unit: this needs no more operations, and is as exact for scores of 10,000 as for small ones."""
     o = call.options
     if o.soft_cap is None:
         return (raw if _is_unit(o.scale) else raw * o.scale), None
@@ -80,7 +80,8 @@ def capped_scores(
 
 
 def _is_unit(scale: float) -> bool:
-    """Positive, so that the largest dot product is the largest score, and not so small that a quotient overflows."""
+    """Whether a scale can be the unit: positive, so that the largest dot product has the largest score, and not so
+    small that a quotient overflows."""
     return scale > 1e-6
 
 

@@ -1,4 +1,4 @@
-"""Which blocks a program of the Mosaic kernels visits: those that its own block sees, and which of them unmasked."""
+"""The blocks that a program of the Mosaic kernels visits: those that are not masked completely for its own block."""
 
 from __future__ import annotations
 
@@ -27,8 +27,9 @@ def loop_over(ranges: list[BlockRange], visit: Callable[..., Any], state: Any) -
 
 
 def visited_blocks(call: Call, block: jax.Array, masks: MaskArrays, *, by_keys: bool) -> list[BlockRange]:
-    """The blocks of keys in which this block of queries sees something; `by_keys`: the blocks of queries that see
-    something of this block of keys. First those that a mask touches, then those without, then masked ones again."""
+    """The blocks of keys that are not masked completely for this block of queries; with `by_keys`, the blocks of
+    queries that are not masked completely for this block of keys. Partly masked blocks are first, then unmasked ones,
+    then partly masked ones again."""
     o, window = call.options, call.options.window
     back = None if window is None else window - 1
     causal = 0 if o.causal or window is not None else None

@@ -1,9 +1,9 @@
-"""Attention in plain JAX, a tile of scores at a time: runs wherever XLA does.
+"""Attention in plain JAX, one tile of scores at a time, for every device of XLA.
 
 A tile is a block of queries of every head by a block of keys. The forward pass keeps a running maximum and
-sum of each row (Milakov and Gimelshein, arXiv:1805.02867; Rabe and Staats, arXiv:2112.05682) and visits only
-tiles in which something is visible. It saves the output and each row's log-sum-exp; the backward pass makes
-the probabilities of each tile from those (Dao et al., arXiv:2205.14135).
+sum of each row (Milakov and Gimelshein, arXiv:1805.02867; Rabe and Staats, arXiv:2112.05682) and skips tiles
+that are masked completely. It saves the output and the log-sum-exp of each row, from which the backward pass
+computes the probabilities of each tile (Dao et al., arXiv:2205.14135).
 
 Time, with P visible (query, key) pairs: 4 P dim operations a head forward, 10 P dim backward.
 Bytes beside inputs and outputs: batch x heads x (a few tiles + a few times time x dim), never time x time.
@@ -60,8 +60,8 @@ def gradients(
     options: Options,
     extras: Extras,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """The gradients of k and v, and their share in that of q, where these are some of the keys and `out` and `lse`
-    were made with all of them."""
+    """The gradients of k and v, and their contribution to the gradient of q. These may be some of the keys, but `out`
+    and `lse` must be of all keys."""
     kv_heads = k.shape[2]
     arrays = _grouped(q, kv_heads).transpose(0, 2, 3, 1, 4), k.transpose(0, 2, 1, 3), v.transpose(0, 2, 1, 3)
     rows = lse.reshape(lse.shape[0], kv_heads, -1, lse.shape[2])
@@ -159,7 +159,7 @@ def _backward_short(
 
 
 def _block(length: int) -> int:
-    """The size of equal blocks, so that they reach little beyond the end."""
+    """The size of equal blocks that need little padding at the end."""
     count = -(-length // LONG_BLOCK)
     return min(length, 8 * -(-length // (8 * count)))
 

@@ -1,17 +1,17 @@
 """Attention by cuDNN, which every installation of jax for NVIDIA GPUs contains, tuned by its vendor.
 
 XLA knows cuDNN's attention as two custom calls. `jax.nn.dot_product_attention(implementation="cudnn")` emits the same
-ones, but it asks the devices of this machine what they support, so it cannot be compiled for other GPUs; it has no
-documents; and the function below it that has them reads grouped heads at wrong offsets before jax 0.12.1
-(github.com/jax-ml/jax/pull/39521). So the calls are made here.
+ones, but it queries the devices of this machine, so it cannot be compiled for other GPUs; it does not support
+documents; and the internal function that supports them reads grouped heads at wrong offsets before jax 0.12.1
+(github.com/jax-ml/jax/pull/39521). So this module emits the calls itself.
 
 Documents (segments) are cuDNN's packed layout, "THD": consecutive runs of positions, each with an offset and a length.
 XLA allocates them statically: room for `max_segments` documents per row, each as long as the row. The workspace of the
-backward pass grows accordingly (`workspace`); heads are computed in groups that keep it below WORKSPACE. A row of more
-documents gives NaN.
+backward pass grows accordingly (`workspace`); heads are computed in groups that keep it below WORKSPACE. The output of
+a row with more documents is NaN.
 
-A plan for GPUs that are not here compiles without cuDNN, so each call states its workspace by rule; on a GPU XLA
-replaces that with what cuDNN asks for.
+A plan for GPUs that are not installed compiles without cuDNN, so each call states its workspace by a formula; on a GPU
+XLA replaces it by the workspace that cuDNN requests.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _STATUS_RETURNING = 2  # the version of XLA's custom calls that these targets ha
 
 @dataclass(frozen=True)
 class Call:
-    """What XLA knows of a call."""
+    """Properties of a call that XLA needs."""
 
     batch: int
     length: int
@@ -56,7 +56,7 @@ class Call:
 
     @property
     def slots(self) -> int:
-        """Documents that there is room for."""
+        """The number of documents that memory is allocated for."""
         return self.batch * self.max_segments
 
     @property
@@ -79,7 +79,7 @@ def attend(
     options: Options,
     extras: Extras,
 ) -> tuple[Float[Array, "batch queries heads dim"], Float[Array, "batch heads queries"]]:
-    """Output and log-sum-exp, which has no gradient here."""
+    """Output and log-sum-exp; the log-sum-exp is not differentiable."""
     batch, length, heads, dim = q.shape
     segments = options.max_segments if extras.segment_ids is not None else 1
     masked = options.causal or options.window is not None
@@ -149,8 +149,7 @@ def _gradients(packed: Packed | None, call: Call, q: Any, k: Any, v: Any, out: A
 
 @dataclass(frozen=True)
 class Packed:
-    """The documents of all rows, one after the other, as cuDNN wants them: those that are there first, then empty
-    ones at the end."""
+    """The documents of all rows in cuDNN's format: one after the other, with empty ones at the end."""
 
     number: Int32[Array, "batch time"]  # of each position's document
     starts: Int32[Array, " ends"]  # first positions, rows one after the other, and the end of the last row
@@ -170,13 +169,13 @@ class Packed:
         return self.starts[1:] - self.starts[:-1]
 
     def rows_of(self, call: Call, stats: Float[Array, "slots heads time"]) -> Float[Array, "batch heads time"]:
-        """Numbers of positions in rows, from those of positions in documents."""
+        """Values per position of a row, from values per position of a document."""
         place = jnp.arange(self.number.size, dtype=jnp.int32).reshape(self.number.shape) - self._start_of_each()
         found = stats[jnp.minimum(self.number, call.slots - 1)[:, :, None], jnp.arange(call.heads), place[:, :, None]]
         return found.swapaxes(1, 2)
 
     def stats_of(self, call: Call, rows: Float[Array, "batch heads time"]) -> Float[Array, "slots heads time"]:
-        """The reverse. What lies behind a document's end is not read."""
+        """The inverse of `rows_of`. Values beyond the end of a document are not read."""
         flat = rows.swapaxes(1, 2).reshape(-1, call.heads)
         place = self.starts[:-1, None] + jnp.arange(call.length, dtype=jnp.int32)
         return flat[jnp.minimum(place, flat.shape[0] - 1)].swapaxes(1, 2)
@@ -213,7 +212,7 @@ def _run(target: str, call: Call, arrays: tuple[jax.Array, ...], packed: Packed 
     forward = target == _FORWARD
     more: tuple[jax.Array, ...] = ()
     if packed is not None:
-        # In the shapes that jax's own call has.
+        # The shapes are those of jax's own call.
         lengths = packed.lengths.reshape(call.batch, call.max_segments)
         starts = jnp.pad(packed.starts, (0, call.batch - 1), mode="edge").reshape(call.batch, -1)
         strides = (call.heads * call.dim, call.kv_heads * call.dim)

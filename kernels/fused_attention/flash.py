@@ -1,7 +1,7 @@
-"""What the fused implementations share: the call around their kernels, and its gradient.
+"""The part that the fused implementations share: the call around their kernels, and its gradient.
 
-A kernel gives the output and each row's log-sum-exp; two more give dq, and dk and dv, or one gives all three. Sorted
-segments, as packing makes them, let whole blocks be skipped: which those are is computed here, before a kernel starts.
+A kernel computes the output and the log-sum-exp of each row; two more compute dq, and dk and dv, or one computes all
+three. Packing sorts segments, so complete blocks can be skipped; they are computed here, before a kernel starts.
 """
 
 from __future__ import annotations
@@ -53,8 +53,8 @@ def _forward(passes: Passes, options: Options, q: Any, k: Any, v: Any, extras: E
 def _backward(passes: Passes, options: Options, saved: Any, cotangents: tuple[Any, Any]) -> tuple[Any, ...]:
     q, k, v, extras, out, lse = saved
     d_out, d_lse = cotangents
-    # d(loss)/d(score) = p (dp - inner): the row's dot product of output and cotangent, less the cotangent of the
-    # log-sum-exp. A row that sees nothing has p = exp(-inf) = 0, once its log-sum-exp of -inf is out of the way.
+    # d(loss)/d(score) = p (dp - inner), where inner is the dot product of output and cotangent of a row, minus the
+    # cotangent of the log-sum-exp. In a row without keys p = exp(-inf) = 0, if its log-sum-exp of -inf is replaced.
     inner = jnp.sum(out.astype(jnp.float32) * d_out.astype(jnp.float32), axis=-1).swapaxes(1, 2) - d_lse
     one_pass = None if options.deterministic else passes.one_pass
     passes = passes if one_pass else passes.two_kernels or passes
@@ -90,7 +90,7 @@ def _mask_arrays(call: Call, extras: Extras, *, by_keys: bool) -> MaskArrays:
 
 
 def _reach(ids: jax.Array, block: int) -> tuple[jax.Array, jax.Array]:
-    """Lowest and highest id of each block."""
+    """The lowest and the highest id in each block."""
     padded = jnp.pad(ids, ((0, 0), (0, -ids.shape[1] % block)), mode="edge").reshape(ids.shape[0], -1, block)
     return jnp.min(padded, axis=2), jnp.max(padded, axis=2)
 

@@ -1,7 +1,7 @@
-"""Which query sees which key, and which of the seen ones dropout keeps: the same in every implementation.
+"""The mask of attention and the mask of dropout, the same in every implementation.
 
-Both are functions of positions alone, so any tiling of the score matrix, the reference and the
-backward pass compute the same bits without storing them.
+Both are functions of positions only, so every tiling of the score matrix, the reference and the backward pass compute
+the same bits without storing them.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ def visible(
     causal: bool,
     window: int | None,
 ) -> Bool[Array, "..."] | None:
-    """Whether key position `key` may be seen from query position `query` (they broadcast); None: always.
+    """Whether the query at position `query` attends to the key at position `key` (they broadcast); None: always.
 
-    The diagonals are aligned at the end: query q stands at key position q + `offset`, with
-    `offset` = keys - queries. A window of w sees the w keys that end there.
+    The diagonals are aligned at the end: query q is at key position q + `offset`, with `offset` = keys - queries. With
+    a window of w it attends to the w keys that end at this position.
     """
     if not causal and window is None:
         return None
@@ -44,8 +44,8 @@ def keep_mask(
 ) -> Bool[Array, "..."]:
     """Whether dropout keeps the probability at these positions (they broadcast).
 
-    A counter-based generator: two scrambled words a row, shared by its keys, then one more
-    round for each element, which costs about ten integer operations.
+    The generator is counter-based: two scrambled words per row, shared by its keys, then one more round per element,
+    which takes about ten integer operations.
     """
     return keep_from_words(*row_words(seed, batch_and_head, query), key, rate)
 
@@ -57,7 +57,7 @@ def row_words(seed: Any, batch_and_head: Int32[Array, "..."], query: Int32[Array
 
 
 def keep_from_words(first: Any, second: Any, key: Int32[Array, "..."], rate: float) -> Bool[Array, "..."]:
-    """`keep_mask`, from the words of its row."""
+    """`keep_mask`, from the words of each row."""
     word = scramble((key.astype(jnp.uint32) ^ first) * jnp.uint32(0x85EBCA6B) + second)
     # `rate` of the 2**32 words fall below the threshold and are dropped.
     return word >= jnp.uint32(min(round(rate * 2**32), 2**32 - 1))

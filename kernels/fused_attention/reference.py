@@ -1,6 +1,6 @@
-"""Attention as its definition reads: every score at once. The contract that implementations are held to.
+"""Attention by its definition, with all scores at once. Tests compare all other implementations with it.
 
-Time and bytes grow with queries x keys; JAX differentiates it by itself.
+Time and bytes grow with queries x keys. JAX differentiates it automatically.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ def attend(
     options: Options,
     extras: Extras,
 ) -> tuple[Float[Array, "batch queries heads dim"], Float[Array, "batch heads queries"]]:
-    """Output and log-sum-exp. All in float32; a row that sees no key gives zeros and -inf."""
+    """Output and log-sum-exp, computed in float32; zeros and -inf for a row without keys."""
     batch, queries, heads, dim = q.shape
     keys, kv_heads = k.shape[1:3]
     grouped = q.astype(jnp.float32).reshape(batch, queries, kv_heads, heads // kv_heads, dim)

@@ -1,17 +1,19 @@
-"""Attention of sequences that are sharded over a mesh axis: run these inside `jax.shard_map`, on each device's part.
+"""Attention of sequences that are sharded over a mesh axis. The functions run inside `jax.shard_map`, on one shard.
 
-`ring` (Liu et al., arXiv:2310.01889): keys and values are passed around the ring; each device attends to what it holds
-and merges by log-sum-exp. A causal mask would leave the first devices idle, so the time lies in the order of `places`:
-of 2n chunks, device i has the i-th from the front and the i-th from the back, and every message finds the same work
-everywhere. `halo`: with a window, a device needs just the keys before its own, and the time lies as it is.
+`ring` (Liu et al., arXiv:2310.01889): keys and values are passed around the ring; each device attends to the keys that
+it has received and merges results by log-sum-exp. A causal mask would leave the first devices idle, so positions are
+in the order of `places`: of 2n chunks, device i has the i-th from the front and the i-th from the back, so that all
+devices have equal work at each step. `halo`: with a window, a device needs only the keys before its own, and positions
+are in order.
 
 With c devices, T positions each and windows of w, a device sends, of keys and of values:
 
     ring   (c - 1) T forward; (c - 1) T and c T float32 gradients backward
     halo   min(w - 1, (c - 1) T) forward, the same backward
 
-and never holds more than three devices' keys (with a window: that window). The ring's backward pass saves what one
-device's attention does, its own part of q, k, v, output and log-sum-exp, and sends keys and values round again.
+and stores the keys of at most three devices (with a window, the keys of the window). The backward pass of the ring
+saves the same arrays as attention on one device, its own shards of q, k, v, output and log-sum-exp, and sends keys and
+values around the ring again.
 """
 
 from __future__ import annotations
@@ -33,7 +35,7 @@ Block = tuple[jax.Array, jax.Array, jax.Array | None]  # keys, values, segment i
 
 
 def places(length: int, devices: int) -> np.ndarray:
-    """For each index of the split time, the position that belongs there.
+    """The position of the sequence at each index of the sharded dimension.
 
     >>> places(8, 2).tolist()
     [0, 1, 6, 7, 2, 3, 4, 5]
@@ -54,7 +56,7 @@ def ring(
     scale: float | None = None,
     soft_cap: float | None = None,
 ) -> jax.Array:
-    """Causal attention of one sequence over all devices of `axis`, its time in the order of `places`."""
+    """Causal attention of a sequence over all devices of `axis`, with positions in the order of `places`."""
     _, options, extras = check_arguments(
         q, k, v, causal=True, window=None, segment_ids=segment_ids, kv_segment_ids=None, scale=scale,
         soft_cap=soft_cap, dropout=None, deterministic=False,
@@ -73,7 +75,7 @@ def halo(
     segment_ids: jax.Array | None = None,
     **options: Any,
 ) -> jax.Array:
-    """Causal attention with a window, the time split in order. `attend` is `attention` or has its signature."""
+    """Causal attention with a window, with positions in order. `attend` is `attention` or has its signature."""
     if segment_ids is None:
         segment_ids = jnp.zeros(q.shape[:2], jnp.int32)
     ids = segment_ids - jax.lax.pmin(jnp.min(segment_ids), axis) + 1  # 0 is what no device sent
@@ -144,7 +146,7 @@ _ring.defvjp(_forward, _backward)
 
 
 def _visited(axis: str, meet: Callable[[Any, Block, Any], Any], own: Block, found: Any) -> Any:
-    """`meet` with every other device's keys. The next ones travel meanwhile."""
+    """Calls `meet` with the keys of every other device, while the next ones are sent."""
 
     def visit(state: tuple[Any, Block], step: jax.Array) -> tuple[tuple[Any, Block], None]:
         found, block = state
