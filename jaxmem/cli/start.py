@@ -26,7 +26,7 @@ def load(config: Path, overrides: list[str] | None, simulate: int | None, *, onl
         overrides = [f"output={json.dumps(output)}", f"name={json.dumps(place.name)}", *(overrides or ())]
         config /= "config.yaml"
         if not config.is_file():
-            raise UserError(f"{config.parent} contains no config.yaml; give a config or the directory of a run")
+            raise UserError(f"{config.parent} contains no config.yaml; use a config or the directory of a run")
     cfg = load_config(config, overrides or [])
     take_devices(simulate, only_compile=only_compile, spill=cfg.memory.spill != "none")
     return cfg
@@ -46,7 +46,7 @@ def take_devices(simulate: int | None, *, only_compile: bool = False, spill: boo
 
 @contextlib.contextmanager
 def joined(cfg: Config | None) -> Iterator[None]:
-    """Joins the processes that were started beside this one, if any. jax must not have started."""
+    """Joins the processes that were started together with this one, if any. jax must not have started."""
     from jaxmem.config import Cluster
     from jaxmem.distributed import join
 

@@ -78,7 +78,7 @@ class Conversations(JsonRecords):
 
 
 class ChatEncoder:
-    """From conversations to tokens, with a chat template."""
+    """Converts conversations to tokens, with a chat template."""
 
     def __init__(self, tokenizer: Tokenizer, template: ChatTemplate) -> None:
         self._tokenizer, self._template = tokenizer, template
@@ -127,7 +127,7 @@ class ChatEncoder:
             self._warn(field, f"{field!r} has no effect: the chat template does not read it")
 
     def _warn(self, about: str, text: str) -> None:
-        """Warns once about each thing."""
+        """Warns once about each subject."""
         if about not in self._named and len(self._named) < MOST_NAMED:
             self._named.add(about)
             warnings.warn(f"conversations: {text}", stacklevel=2)
@@ -151,7 +151,7 @@ class ChatEncoder:
         return start, following.end() if following else end
 
     def _changed_span(self, chat: Chat, number: int, text: str) -> tuple[int, int]:
-        """The characters of `text` that depend on what a message says."""
+        """The characters of `text` that depend on the content of a message."""
         messages = [*chat.messages]
         messages[number] = _replaced(messages[number])
         changed, _ = self._render(chat, messages)
@@ -160,7 +160,7 @@ class ChatEncoder:
 
 
 def _replaced(message: Message) -> Message:
-    """The message with a placeholder for what it says."""
+    """The message with a placeholder instead of its content."""
     changed = {**message, "content": PLACEHOLDER}
     changed |= {name: PLACEHOLDER for name in REASONING if name in message}
     if "tool_calls" in message:
@@ -171,5 +171,5 @@ def _replaced(message: Message) -> Message:
 
 
 def _common_prefix(one: str, other: str) -> int:
-    """The number of characters that both begin with."""
+    """The length of the common prefix of two texts."""
     return next((n for n, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))

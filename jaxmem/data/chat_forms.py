@@ -1,4 +1,4 @@
-"""Conversations and preferences as lines of JSON, in the forms that people have.
+"""Conversations and preferences as lines of JSON, in several common forms.
 
     {"messages": [{"role": "user", "content": "..."}, ...], "tools": [...]}            OpenAI, Hugging Face
     {"conversations": [{"from": "human", "value": "..."}, ...], "system": "..."}       ShareGPT
@@ -100,7 +100,7 @@ def _chat(messages: list[Message], record: dict[str, Any], start: int) -> Chat:
 
 
 def _prompt_of(record: dict[str, Any]) -> list[Message]:
-    """The messages of a record in front of its answer."""
+    """The messages of a record before its answer."""
     for key in (*LISTS, "prompt"):
         if key in record and (key in LISTS or isinstance(record[key], list)):
             return messages_of(record[key], key)
@@ -178,5 +178,5 @@ def _calls(calls: Any) -> list[dict[str, Any]]:
 
 
 def _parsed(value: Any) -> Any:
-    """What a text of JSON contains; other values as they are."""
+    """The value of a text of JSON; other values unchanged."""
     return parse_json(value) if isinstance(value, str) else value

@@ -1,4 +1,4 @@
-"""The records of a config's `data`: its sources opened, and put in order."""
+"""The records of the section `data`: its sources are opened, and their records are ordered."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Split = Literal["train", "held_out", "all"]
 
 
 class Corpus:
-    """All sources of a config, indexed. One corpus serves several loaders, in threads of their own."""
+    """All sources of a config, indexed. Several loaders, each in its own thread, can share one corpus."""
 
     def __init__(self, cfg: Config) -> None:
         self._cfg = cfg
@@ -85,7 +85,7 @@ class Corpus:
 
 
 def fingerprint(cfg: Config) -> str:
-    """A hash of the data's files and its tokenizer, to notice when they have changed between runs.
+    """A hash of the data files and the tokenizer, which shows whether they have changed between runs.
 
     Up to 256 MiB of files: names (below their common directory) and contents, so that a copy of the data elsewhere is
     the same data. Above: names, sizes, times of change, first and last 4 KiB.

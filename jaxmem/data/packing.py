@@ -4,14 +4,14 @@ Row r of R reads the records r, r + R, r + 2R, ... of the global order. So the b
 number of processes, each reads only its own rows, and a position is two numbers per row: the record, and how many of
 its tokens are used. (grain's packing fills rows from one stream, in an order that depends on the number of processes.)
 
-Packed, a row is filled by as many documents as fit, up to `data.documents_per_row`, the last one continued in the next
-row; behind the limit the row is padding. A target is the next token
-of the same document, also where that is the first token of the next row; the last token of a record (its
+With packing, a row has as many documents as fit, up to `data.documents_per_row`, and the last one is continued in the
+next row; after the limit the row is padding. A target is the next token of the same document, even if that is the first
+token of the next row; the last token of a record (its
 end-of-document token, or the last of a piece) has none: mask 0. Segment ids count the documents in a row from 1.
 Positions begin at 0 with each document and with each row: a document continued in the next row does not attend to its
 beginning.
 
-Unpacked, a row is the beginning of one record, then padding: segment 0, mask 0.
+Without packing, a row is the beginning of one record, then padding: segment 0, mask 0.
 
 A document that must not be divided (a conversation, which would lose its question) stays together: if it does not fit
 into the rest of a row, the rest is padding and the next row begins with the document. Tokens that are not targets have
@@ -46,12 +46,12 @@ class OrderedRecords:
     references: Callable[[int], np.ndarray] | None = None  # a number for each document of a record
 
     def document(self, number: int) -> Document:
-        """Documents are numbered through all records."""
+        """The document of this number, counted through all records."""
         place, index = divmod(number, self.per_record)
         return self.documents(place)[index]
 
     def reference(self, number: int) -> float:
-        """0 beyond the last record."""
+        """The reference value of a document; 0 beyond the last record."""
         assert self.references is not None
         place, index = divmod(number, self.per_record)
         return float(self.references(place)[index]) if place < self.total else 0.0

@@ -1,4 +1,4 @@
-"""What the sources of data have in common: records, documents, and records that are invalid."""
+"""The common parts of all sources of data: records, documents, and invalid records."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Result = TypeVar("Result")
 
 
 class InvalidRecordError(UserError):
-    """Why a line or row contains no document, without the name of its file; see `data.on_invalid`."""
+    """The reason why a line or row contains no document, without the name of its file; see `data.on_invalid`."""
 
 
 class DocumentPiece(NamedTuple):
@@ -40,7 +40,7 @@ EMPTY = Document(np.zeros(0, np.int32), np.zeros(0, bool), is_indivisible=True)
 
 @dataclass
 class RecordCounts:
-    """What happened to the records of a source, each counted as often as it was read."""
+    """Counts of the records of a source that were read, cut, dropped or skipped."""
 
     kind: str
     read: int = 0

@@ -30,7 +30,7 @@ MAX_GROWTH = 4096  # times that normalization may make a text longer; a usual to
 
 
 class Tokenizer(Protocol):
-    """What the rest of the library uses of a tokenizer."""
+    """The attributes and methods of a tokenizer that the library uses."""
 
     vocab_size: int
     end: int  # id of the end-of-document token

@@ -27,7 +27,7 @@ class TextGenerator:
         stops: Sequence[str] = (),
         overrides: Sequence[str] = (),
     ) -> None:
-        """`tokens`: the most that are generated at a time. `stops`: texts before which the output ends."""
+        """`tokens`: largest number of tokens per answer. `stops`: texts before which the output ends."""
         program, params = open_model(directory, overrides)
         self._generate = Generator(program, params, sampling)
         self._conversation = Conversation(self._generate)
@@ -49,8 +49,8 @@ class TextGenerator:
                 yield "".join(self._decode(int(i) for i in ids if i != ENDED))
 
     def answer(self, messages: Sequence[Message]) -> Iterator[str]:
-        """The assistant's answer to a conversation, token by token. The KV cache of the previous conversation is reused
-        as far as both begin alike."""
+        """The answer to a conversation, token by token. The KV cache of the previous conversation is reused for the
+        tokens that both begin with."""
         for token in self._tokenizer.special:
             if token in messages[-1]["content"]:
                 raise UserError(f"{token!r} is a special token of the model; leave it out")
@@ -89,8 +89,8 @@ def _prompt_of(record: dict[str, Any], where: str) -> str:
 
 
 def decode_stream(decode: Callable[[list[int]], str], ids: Iterable[int], stops: Sequence[str] = ()) -> Iterator[str]:
-    """The text of tokens as they come. A character comes with its last byte; the text ends before the first of `stops`,
-    and what may be the beginning of one is held back.
+    """The text of tokens as they are generated. A character is returned with its last byte. The text ends before the
+    first of `stops`, and text that may be the beginning of one is held back.
 
     >>> spell = lambda ids: bytes(ids).decode(errors="replace")
     >>> list(decode_stream(spell, [104, 195, 169]))

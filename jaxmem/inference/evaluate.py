@@ -1,4 +1,4 @@
-"""A model's loss on held-out data: the means of its objective, without the terms that only training adds."""
+"""The loss of a model on held-out data: the means of its objective, without terms that only training adds."""
 
 from __future__ import annotations
 

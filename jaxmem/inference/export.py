@@ -1,7 +1,7 @@
-"""Between Hugging Face directories and runs.
+"""Converts Hugging Face directories to runs, and runs to Hugging Face directories.
 
-An imported directory is a run with no steps: its config, a checkpoint of the weights alone, the tokenizer. The commands
-for runs work with it, and `jaxmem train` begins from its weights. To train from a Hugging Face directory without
+An imported directory is a run without steps: a config, a checkpoint with weights only, and the tokenizer. The commands
+for runs support it, and `jaxmem train` begins with its weights. To train from a Hugging Face directory without
 importing it, use `model.hf`.
 """
 
@@ -43,9 +43,9 @@ def import_model(source: str | Path, target: str | Path) -> None:
 def export_model(
     run: str | Path, target: str | Path, dtype: str | None = None, adapter: bool = False, merge: bool = False
 ) -> str:
-    """Writes a run as a Hugging Face directory, and returns what was written. `dtype`: by default that of the imported
-    files, else the stored one. `adapter`: the adapters alone, as PEFT stores them. `merge`: all weights with the
-    adapters merged, tensor by tensor."""
+    """Writes a run as a Hugging Face directory, and returns a line that describes it. `dtype`: by default the dtype of
+    the imported files, otherwise the stored dtype. `adapter`: writes only the adapters, in PEFT's format. `merge`:
+    writes all weights with the adapters merged, tensor by tensor."""
     if not is_run(run):
         raise UserError(f"{run}: is not a run (no config.yaml); use a directory that `jaxmem train` wrote")
     _check_adapters(run, model_config(run), adapter, merge)

@@ -1,6 +1,6 @@
 """Generate tokens with a KV cache (`models/kv_cache.py`), which is updated in place.
 
-Prompts are read in chunks, so that there are activations of `generate.prefill_chunk` tokens and one layer, for any
+Prompts are read in chunks, so that activations exist for only `generate.prefill_chunk` tokens and one layer, for any
 length and depth. A conversation keeps its KV cache between turns, and reads only the new tokens of each.
 
 Prompts of a batch are padded on the left, so that they end together; no position attends to padding. Lengths are
@@ -86,11 +86,11 @@ class Generator:
         self._program, self._params, self._sampling = program, params, sampling
         self._cache_format, self._chunk = cfg.generate.kv_cache, cfg.generate.prefill_chunk
         own = nnx.merge(program.model.graphdef, program.spec.state.params).prompt
-        # The tokens of a soft prompt, which stand before every text.
+        # The tokens of a soft prompt, which are before every text.
         self.before = np.zeros(0, np.int32) if own is None else own.vocab + np.arange(own.length, dtype=np.int32)
 
     def __call__(self, prompts: Sequence[np.ndarray], count: int, ends: Collection[int] = ()) -> Iterator[np.ndarray]:
-        """Up to `count` times the next token of all rows, [rows]. A row ends after a token of `ends`, then is ENDED."""
+        """Yields the next token of all rows, [rows], up to `count` times. After a token of `ends` a row has ENDED."""
         if not all(map(len, prompts)):
             raise UserError("the prompt is empty; it must have at least one token")
         width = max(len(prompt) for prompt in prompts) + len(self.before)
@@ -103,7 +103,7 @@ class Generator:
     def extend(
         self, read: ReadTokens, tokens: np.ndarray, count: int, ends: Collection[int] = ()
     ) -> Iterator[np.ndarray]:
-        """Reads tokens [rows, length], then yields up to `count` generated ones, which it reads too but the last."""
+        """Reads tokens [rows, length], then yields up to `count` new ones, which it reads too, except the last."""
         if count < 1:
             raise UserError(f"tokens is {count}; it must be at least 1")
         return self._generate(read, tokens, count, ends)

@@ -1,4 +1,4 @@
-"""Multiple choice: which of several continuations of a text the model finds most likely.
+"""Multiple choice: accuracy of choosing the continuation of a text with the highest likelihood.
 
 A line of JSONL is {"prompt": "...", "choices": ["...", ...], "answer": 0}; the answer is an index from 0, a letter, or
 the choice itself. The score of a choice is the sum of its tokens' log-likelihoods after the prompt; `normalised`
@@ -28,7 +28,7 @@ from jaxmem.step import Program
 
 @dataclass(frozen=True)
 class Question:
-    """`answer`: the index of the correct choice."""
+    """A question. `answer`: the index of the correct choice."""
 
     prompt: str
     choices: tuple[str, ...]

@@ -18,7 +18,7 @@ def atomic_directory(directory: str | os.PathLike[str]) -> Iterator[Path]:
     """A temporary directory next to `directory`, renamed to it at the end; an error leaves nothing."""
     target = Path(directory).expanduser()
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
-        raise UserError(f"{target} exists already; remove it, or give another directory")
+        raise UserError(f"{target} exists already; remove it, or use another directory")
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         unfinished = Path(tempfile.mkdtemp(prefix=f".{target.name}.unfinished-", dir=target.parent))

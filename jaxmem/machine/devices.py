@@ -1,6 +1,6 @@
-"""Which devices jax sees and how much of their memory it allocates, set before jax starts.
+"""Sets which devices jax sees and how much of their memory it allocates, before jax starts.
 
-jax fixes its platform and its number of CPU devices at its first use: the functions here set what it reads then.
+jax reads its platform and its number of CPU devices at its first use; the functions of this module set them before.
 Importing this module starts nothing.
 """
 
@@ -124,8 +124,9 @@ def package_versions(names: Iterable[str]) -> dict[str, str]:
 
 
 def gpu_compiler_remedy() -> str | None:
-    """What is missing to compile for GPUs that are not here, and the remedy; None: nothing. Compiling needs jax's CUDA
-    plugin in jax's own version and ptxas, from its wheel or a CUDA toolkit of the system, but no driver."""
+    """The package that is missing for compiling for GPUs that are not installed, and the remedy; None: none is
+    missing. Compiling needs jax's CUDA plugin in the version of jax and ptxas, from its wheel or a CUDA toolkit of the
+    system, but no driver."""
     cure = "pip install 'jaxmem[plan]'"
     wheels, version = cuda_wheels(), importlib.metadata.version("jax")
     if not any(wheel.endswith("plugin") for wheel in wheels):
@@ -193,9 +194,9 @@ _ALLOCATOR = "XLA_PYTHON_CLIENT_ALLOCATOR"
 
 
 def spill_to_host() -> None:
-    """Let jax allocate CUDA unified memory beyond what a GPU has: the driver moves pages to host memory when the GPU is
-    full, and back when a kernel touches them. XLA reads this once, when jax starts; it holds for its own allocator
-    (`bfc`) only, whose limit is a fraction of the GPU's memory above 1."""
+    """Lets jax allocate more CUDA unified memory than a GPU has: the driver moves pages to host memory when the GPU is
+    full, and back when a kernel reads them. XLA reads this setting once, when jax starts. It applies only to XLA's own
+    allocator (`bfc`), whose limit is then a fraction above 1 of the memory of the GPU."""
     found = nvidia_gpus() if has_nvidia_gpu() else []
     if not found:
         return  # a plan for GPUs elsewhere; a run without GPUs is refused later
@@ -226,8 +227,8 @@ def _visible(found: list[dict[str, Any]]) -> int:
 
 
 def reserve_gpu_memory() -> None:
-    """Let jax allocate all of each GPU except `gpus.reserved`, which plans subtract too, instead of three quarters. A
-    fraction that the user has set stays, and plans then subtract what it leaves."""
+    """Lets jax allocate all memory of each GPU except `gpus.reserved`, which plans subtract too, instead of three
+    quarters. If the user has set a fraction, it does not change, and plans subtract the rest."""
     if not has_nvidia_gpu() or any(name in os.environ for name in _FRACTIONS):
         return
     if found := nvidia_gpus():

@@ -1,4 +1,4 @@
-"""The table of GPUs: what plans compile for and estimate with, and what MFU is relative to.
+"""The table of GPUs, for which plans compile and estimate times, and whose peak rates MFU is relative to.
 
 Figures are from NVIDIA's data sheets and architecture papers; memory is what CUDA reports, less than the product name
 states. Rates are peaks in one direction. Importing this starts nothing.
@@ -23,15 +23,15 @@ RATES = {"float64": 1 / 32, "float32": 0.5, "int8": 2.0, "uint8": 2.0, "float8_e
 class Gpu:
     """One kind of GPU, in the units of its data sheet."""
 
-    name: str  # as in a target
+    name: str  # name of the target
     kind: str  # part of the device name that CUDA reports
     memory_gib: float
     bandwidth_gb_s: float
     bf16_tflops: float  # dense, accumulated in float32
     link_gb_s: float  # to the other GPUs of its host: NVLink, else PCIe
-    network_gb_s: float  # its share of its host's network
+    network_gb_s: float  # share of the network of its host
     host_link_gb_s: float  # to host memory
-    host_memory_gib: float  # its share of its host's memory
+    host_memory_gib: float  # share of the memory of its host
     compute_capability: str
     cores: int  # streaming multiprocessors
     clock_ghz: float
@@ -114,8 +114,8 @@ def find(device_kind: str, memory: int | None = None) -> Gpu | None:
 
 
 def spillable(host_memory: int) -> int:
-    """Half of a device's share of host memory, in bytes: it may hold what does not fit on the device. The rest is for
-    data, checkpoints being written and the system; a full host kills processes."""
+    """Half of the host memory per device, in bytes, which may be used for arrays that exceed the device. The rest is
+    for data, checkpoints that are being written and the system; on a full host, processes are killed."""
     return host_memory // 2
 
 

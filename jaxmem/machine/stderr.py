@@ -1,4 +1,4 @@
-"""Filter what C++ libraries write to the process's standard error, past Python's `sys.stderr`."""
+"""Filters the output of C++ libraries to standard error, which does not pass through Python's `sys.stderr`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def filtered(passed: Callable[[bytes], bytes]) -> Iterator[None]:
-    """Keeps standard error back until the end, then writes what `passed` returns for it."""
+    """A context that collects standard error, and at its end writes the bytes that `passed` returns for it."""
     sys.stderr.flush()
     with tempfile.TemporaryFile() as log:
         real = os.dup(2)
