@@ -14,6 +14,7 @@ _MODULES = {
     "Lora": "low_rank",
     "LoraSpec": "low_rank",
     "Prompt": "prompt_tuning",
+    "TokenRows": "token_rows",
     "attach": "kinds",
     "base_of": "tree",
     "head": "output_head",
@@ -22,6 +23,7 @@ _MODULES = {
     "merged_weight": "low_rank",
     "weights_to_merge": "low_rank",
     "prompt": "prompt_tuning",
+    "tokens": "token_rows",
 }
 __all__ = list(_MODULES)
 __getattr__ = lazy_names(__name__, _MODULES)

@@ -8,7 +8,9 @@ from importlib import import_module
 import jax
 from flax import nnx
 
+from jaxmem.adapters.token_rows import tokens
 from jaxmem.config.sections import Adapter
+from jaxmem.models.decoder import Decoder
 from jaxmem.models.linear import Linear
 from jaxmem.models.network import Network
 
@@ -22,6 +24,8 @@ def attach(model: Network, cfg: Adapter, key: jax.Array, order: Sequence[int] | 
     stack."""
     if cfg.kind in MODULES:
         import_module(f"jaxmem.adapters.{MODULES[cfg.kind]}").attach_from_config(model, cfg, key, order)
+    if cfg.token_indices and isinstance(model, Decoder):
+        tokens(model, cfg.token_indices)
     for _, module in nnx.iter_modules(model):
         if isinstance(module, Linear):
             module.dequant_matmul = None if cfg.matmul == "auto" else cfg.matmul

@@ -34,6 +34,7 @@ from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
+from jaxmem.adapters.token_rows import TokenRows
 from jaxmem.config.sections import LORA_WEIGHTS, Adapter
 from jaxmem.config.targets import LowRank, is_match, low_rank_layers
 from jaxmem.errors import UserError, nearest
@@ -171,7 +172,9 @@ def attach_from_config(model: nnx.Module, cfg: Adapter, key: jax.Array, order: S
 
 def merged_weight(w: Float[Array, "*inputs outputs"], own: Mapping[str, jax.Array], scale: float) -> jax.Array:
     """A weight or bias in float32 with its adapter merged into it. `own` has `a` and `b`, for DoRA `magnitude`, or
-    `bias`; and `layer_scale` if the scales of layers differ."""
+    `bias`; and `layer_scale` if the scales of layers differ. Or it has `trained`, new rows of some `tokens`."""
+    if "trained" in own:
+        return w.astype(jnp.float32).at[own["tokens"]].set(own["trained"].astype(jnp.float32))
     f32 = {name: x.astype(jnp.float32) for name, x in own.items()}
     factor = scale * f32.get("layer_scale", jnp.float32(1))
     summed = w.astype(jnp.float32) + factor * (f32["bias"] if "bias" in f32 else f32["a"] @ f32["b"])
@@ -180,8 +183,10 @@ def merged_weight(w: Float[Array, "*inputs outputs"], own: Mapping[str, jax.Arra
     return summed * jnp.where(factor == 0, jnp.float32(1), f32["magnitude"] / jnp.linalg.norm(summed, axis=0))
 
 
-def weights_to_merge(lora: Lora) -> dict[str, dict[str, jax.Array]]:
+def weights_to_merge(lora: Lora | TokenRows) -> dict[str, dict[str, jax.Array]]:
     """The arrays that `merged_weight` merges into the `weight` and the `bias` of a layer."""
+    if isinstance(lora, TokenRows):
+        return {"weight": {"trained": lora.trained.get_value(), "tokens": lora.tokens}}
     own = {name: x for name, x in nnx.to_pure_dict(nnx.state(lora)).items() if x is not None}
     bias = own.pop("bias", None)
     scale = {"layer_scale": own["layer_scale"]} if "layer_scale" in own else {}
@@ -189,8 +194,8 @@ def weights_to_merge(lora: Lora) -> dict[str, dict[str, jax.Array]]:
 
 
 def merge(model: nnx.Module) -> None:
-    """Merges low-rank adapters into their weights, one layer after the other, and removes them. Quantized weights are
-    requantized."""
+    """Merges low-rank adapters and trained rows into their weights, one layer after the other, and removes them.
+    Quantized weights are requantized."""
     for _, module in list(nnx.iter_modules(model)):
         if isinstance(module, Linear | Embedding) and module.lora is not None:
             for name, own in weights_to_merge(module.lora).items():

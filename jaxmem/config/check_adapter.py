@@ -13,6 +13,7 @@ from jaxmem.errors import as_yaml, required, unsupported
 MATMUL_FORMATS = ("nf4", "fp4", "int4", "int8")  # formats that kernels.dequant_matmul supports
 FIELDS: dict[str, tuple[str, ...]] = {  # the kinds that have each field; all kinds have the other fields
     **dict.fromkeys(("rank", "alpha", "alpha_pattern", "rslora", "lora_bias", "dropout", "lora_plus_ratio"), LOW_RANK),
+    "token_indices": LOW_RANK,
     "targets": (*LOW_RANK, "patterns"),
     "hf": (*LOW_RANK, "prompt"),
     "virtual_tokens": ("prompt",),
@@ -44,6 +45,8 @@ def check_adapter(cfg: Config) -> Iterator[str]:
     yield from _matmul(cfg)
     yield from _vocabulary(cfg)
     yield from _layers(cfg)
+    if adapter.token_indices:
+        yield from _token_indices(cfg)
     if adapter.kind == "prompt":
         yield from _prompt(cfg)
 
@@ -102,6 +105,23 @@ def _vocabulary(cfg: Config) -> Iterator[str]:
     if cfg.memory.loss_chunk != "auto" and any(fnmatchcase("head", pattern) for pattern in targets):
         use = "auto, or adapter.targets without head"
         yield unsupported(f"memory.loss_chunk={cfg.memory.loss_chunk}", "head in adapter.targets", use)
+
+
+def _token_indices(cfg: Config) -> Iterator[str]:
+    model, ids, key = cfg.model, cfg.adapter.token_indices, "adapter.token_indices"
+    if not isinstance(model, Decoder):
+        yield unsupported(key, f"model.family={model.family}", "a decoder")
+        return
+    if max(ids) >= model.vocab:
+        yield f"{key} contains {max(ids)}, but model.vocab={model.vocab}; use ids below model.vocab"
+    if len(set(ids)) < len(ids):
+        yield f"{key} contains an id twice; name each token once"
+    if model.tie_embeddings:  # the output projection would need the trained rows too
+        yield unsupported(key, "model.tie_embeddings=true", "a model with an output projection of its own")
+    if any(fnmatchcase("embedding", pattern) for pattern in cfg.adapter.targets):
+        yield unsupported(key, "embedding in adapter.targets", "other targets")
+    if any(fnmatchcase("embedding.weight", pattern) for pattern in cfg.optimizer.trainable):
+        yield unsupported(key, "embedding.weight in optimizer.trainable", "one of the two")
 
 
 def _layers(cfg: Config) -> Iterator[str]:

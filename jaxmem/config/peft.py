@@ -44,6 +44,7 @@ FIXED: dict[str, tuple[Any, ...]] = {
 UNDERSTOOD = {
     *COMMON, "r", "lora_alpha", "lora_dropout", "use_rslora", "use_dora", "lora_bias", "target_modules",
     "exclude_modules", "layers_to_transform", "layers_pattern", "rank_pattern", "alpha_pattern", "modules_to_save",
+    "trainable_token_indices",
 }  # fmt: skip
 # Patterns of keys that the loaded adapter does not depend on.
 WITHOUT_EFFECT = ("megatron_core", "qalora_group_size", "runtime_config", "eva_config", "ensure_weight_tying")
@@ -119,6 +120,7 @@ def _low_rank_fields(settings: Mapping[str, Any], model: Decoder) -> tuple[dict[
         "alpha_pattern": _by_pattern(own_alphas, modules) or None,
         "rslora": boolean(settings, "use_rslora"),
         "lora_bias": boolean(settings, "lora_bias"),
+        "token_indices": _token_indices(settings),
         "dropout": number(settings, "lora_dropout", 0.0, zero=True),
         "targets": _by_pattern({one: factor * integer(ranks, one.name, rank) for one in targets}, modules),
     }
@@ -193,6 +195,20 @@ def _saved_modules(settings: Mapping[str, Any], modules: Sequence[HfModule], mod
             raise UnsupportedError(f"modules_to_save: {name!r} is not supported{nearest(name, SUFFIXES)}")
     if model.tie_embeddings and any(one.path == "embedding" for one in found):
         raise UnsupportedError("modules_to_save of an embedding is not supported for tied embeddings")
+    return found
+
+
+def _token_indices(settings: Mapping[str, Any]) -> list[int]:
+    """The ids of `trainable_token_indices`: a list, or an object of lists with the key embed_tokens only."""
+    key = "trainable_token_indices"
+    found = settings.get(key) or []
+    if isinstance(found, Mapping):
+        for name in found:
+            if name != "embed_tokens":
+                raise UnsupportedError(f"{key}: {name!r} is not supported, only embed_tokens")
+        found = found["embed_tokens"]
+    if not isinstance(found, list) or not all(type(one) is int and one >= 0 for one in found):
+        raise UnsupportedError(f"{key}: must be a list of token ids, not {found!r}")
     return found
 
 
@@ -291,6 +307,7 @@ def adapter_json(
         "rank_pattern": {name: one.rank for name, one in named.items() if one.rank != usual},
         "alpha_pattern": {name: _number(one.alpha) for name, one in named.items() if one.alpha != adapter.alpha},
         "modules_to_save": list(saved) or None,
+        "trainable_token_indices": list(adapter.token_indices) or None,
         "use_rslora": adapter.rslora,
         "use_dora": adapter.kind == "dora",
         "lora_bias": adapter.lora_bias,

@@ -122,6 +122,7 @@ class Precision(Section):
 
 LOW_RANK = ("lora", "dora", "qlora")  # kinds of adapters that add low-rank matrices
 LORA_WEIGHTS = "*.lora.[abm]*"  # their trainable parameters; `layer_scale` is a constant
+EMBEDDING_ROWS = "embedding.lora.trained"  # the parameter of `adapter.token_indices`
 
 
 class HashableDict(dict[str, Any]):
@@ -152,6 +153,9 @@ class Adapter(Section):
         ("blocks.*",),
         "patterns of layers (blocks[-2:].*: the last two), or {pattern: rank}, where the first match applies;"
         " for adapter.kind: patterns, patterns of weights",
+    )
+    token_indices: Annotated[tuple[Annotated[int, Field(ge=0)], ...], Field(strict=False)] = setting(
+        (), "ids of tokens whose rows of the embedding are trained too"
     )
     dropout: Fraction = setting(0.0, "dropout of the input of an adapter")
     base: StoredFormat | None = setting(
@@ -286,7 +290,7 @@ class Config(Section):
                 tied = isinstance(model, Decoder) and model.tie_embeddings
                 return (f"{stack}[-{adapter.layers}:].*", "norm.*", *(() if tied else ("head.*",)))
             case _:
-                return (LORA_WEIGHTS,)
+                return (LORA_WEIGHTS, EMBEDDING_ROWS) if adapter.token_indices else (LORA_WEIGHTS,)
 
     @property
     def prompt_length(self) -> int:

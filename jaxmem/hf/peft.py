@@ -36,6 +36,7 @@ LINEAR = {
 }  # fmt: skip
 EMBEDDING = {**LINEAR, "a": "lora_embedding_A", "b": "lora_embedding_B"}
 PROMPT = "prompt_embeddings"
+TOKEN_ROWS = f"{ADAPTER_PREFIX}{MODULES['embedding']}.token_adapter.trainable_tokens_delta"
 
 
 def adapter_layers(params: Any, adapter: Adapter, layers: int) -> dict[str, tuple[LowRank | None, ...]]:
@@ -51,6 +52,8 @@ def adapter_weights(params: Any, adapter: Adapter, layers: int) -> Iterator[tupl
         *module, parent, kind = path
         if parent == "prompt":
             yield FileWeight(path, PROMPT, is_transposed=False), leaf
+        if parent == "lora" and kind == "trained":
+            yield FileWeight(path, TOKEN_ROWS, is_transposed=False), leaf
         if parent == "lora" and kind in LINEAR:
             name = ".".join(module)
             ranks = tuple(own.rank if own else 0 for own in low_rank[name])

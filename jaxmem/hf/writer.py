@@ -19,7 +19,7 @@ from flax import nnx
 from flax.traverse_util import flatten_dict
 
 from jaxmem import models
-from jaxmem.adapters import Lora, base_of, merged_weight, weights_to_merge
+from jaxmem.adapters import Lora, TokenRows, base_of, merged_weight, weights_to_merge
 from jaxmem.config.hf_values import read_json
 from jaxmem.config.hugging_face import DTYPES, config_json
 from jaxmem.errors import UserError
@@ -84,7 +84,7 @@ def _adapters(model: models.Decoder) -> dict[WeightPath, Adapter]:
     return {
         (*map(str, path[:-1]), name): (own, module.scale)
         for path, module in nnx.iter_modules(model)
-        if isinstance(module, Lora)
+        if isinstance(module, Lora | TokenRows)
         for name, own in weights_to_merge(module).items()
     }
 

@@ -56,8 +56,9 @@ def export_model(
         saved = hf.saved_names(program)
         model, base = cfg.model, cfg.model.hf
         ranks = hf.save_adapter(params, cfg.adapter, target, layers=model.layers, base=base, order=order, saved=saved)
-        note = "; it has several ranks or weights of the base, which vLLM does not support: use --merge for it"
-        return f"{target}: an adapter for PEFT{note if len(ranks) > 1 or saved else ''}"
+        note = "; it has several ranks, or weights or rows of the base, which vLLM does not support: use --merge for it"
+        is_plain = len(ranks) == 1 and not saved and not cfg.adapter.token_indices
+        return f"{target}: an adapter for PEFT{'' if is_plain else note}"
     hf.save(
         nnx.merge(program.model.graphdef, params),
         target,

@@ -35,7 +35,7 @@ class Embedding(nnx.Module):
 
     def __init__(self, rngs: nnx.Rngs, vocab: int, embed: int):
         self.weight = new_weight(rngs, (vocab, embed), ("vocab", "embed"), scale=0.02)
-        self.lora: Any = nnx.data(None)
+        self.lora: Any = nnx.data(None)  # an adapter of jaxmem.adapters: of low rank, or rows of some tokens
 
     def __call__(self, ids: Int[Array, "batch time"], dtype: DTypeLike) -> Float[Array, "batch time embed"]:
         x = lookup_param(self.weight, ids, dtype)

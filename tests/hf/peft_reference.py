@@ -11,7 +11,7 @@ and before the last, where jaxmem is installed:
 
     python -m tests.hf.peft_reference write DIR
 
-Recorded with torch 2.13.0, transformers 5.23.0, peft 0.21.0, on a CPU.
+Recorded with torch 2.13.0, transformers 5.23.0, peft 0.21.2, on a CPU.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ import numpy as np
 from tests.hf.transformers_reference import NEW, ROWS, values, write_directory
 
 BASE = "llama3"
+TOKENS = [int(token) for token in ROWS[0, 5:2:-1]]  # not in the order of the vocabulary
 PRODUCTS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 CASES: dict[str, dict[str, Any]] = {
     "lora": {"r": 4, "lora_alpha": 6, "target_modules": [*PRODUCTS, "embed_tokens"], "rank_pattern": {"q_proj": 2}},
@@ -50,6 +51,9 @@ CASES: dict[str, dict[str, Any]] = {
     },
     "biases": {"r": 2, "lora_alpha": 3, "target_modules": ["q_proj", "up_proj"], "bias": "all", "lora_bias": True},
     "dora-embedding": {"r": 2, "lora_alpha": 3, "target_modules": ["v_proj", "embed_tokens"], "use_dora": True},
+    "tokens": {
+        "r": 2, "lora_alpha": 3, "target_modules": ["q_proj", "v_proj"], "trainable_token_indices": TOKENS,
+    },
     "pissa": {
         "r": 2, "lora_alpha": 3, "target_modules": ["q_proj", "down_proj"], "rank_pattern": {"q_proj": 3},
         "init_lora_weights": "pissa",
@@ -57,7 +61,7 @@ CASES: dict[str, dict[str, Any]] = {
     "olora": {"r": 2, "lora_alpha": 3, "target_modules": ["o_proj", "up_proj"], "init_lora_weights": "olora"},
 }  # fmt: skip
 BASES = {"biases": "llama-biases"}  # others have the base BASE
-TRAINED = ("lora", "patterns", "saved", "names")  # cases whose losses are recorded
+TRAINED = ("lora", "patterns", "saved", "names", "tokens")  # cases whose losses are recorded
 SHAPES = Path(__file__).parent / "data" / "peft.json"
 LEARNING = {"lr": 5e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0}
 STEPS = 8
@@ -166,6 +170,7 @@ OURS: dict[str, list[str]] = {  # of each adapter, how it is asked for
         "adapter.kind=lora",
         'optimizer.trainable=["head.*", "embedding.*", "blocks[:1].*norm.scale", "norm.*"]',
     ],
+    "tokens": ["adapter.kind=lora", f"adapter.token_indices={TOKENS}"],
     "prompt": ["adapter.kind=prompt", "adapter.virtual_tokens=5", "data.packing=false"],
 }  # fmt: skip
 
