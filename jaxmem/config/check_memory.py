@@ -57,7 +57,7 @@ def _offload(cfg: Config) -> Iterator[str]:
     stages = f"mesh.stage={cfg.mesh.stage}"
     if away:
         if memory.remat in ("none", "budget"):  # with none, saved activations have no names
-            yield unsupported(offload, remat, "full, dots or names")
+            yield unsupported(offload, remat, "full, dots or {save: [names]}")
         if cfg.model.family == "convnet":  # its layers are short: each would wait for its transfer
             yield unsupported(offload, "model.family=convnet", "none")
     if memory.offload != "none" and cfg.mesh.stage != 1:  # each stage needs all of its layers at each tick
@@ -111,7 +111,7 @@ def _update(cfg: Config) -> Iterator[str]:
     # Overflow and NaN are known after the last gradient, when most layers have been updated already.
     pairs = [
         (cfg.train.on_nan == "skip", "train.on_nan=skip", "stop or rollback"),
-        (loss_scale != "none", f"precision.loss_scale={loss_scale}", "precision.compute=bfloat16"),
+        (loss_scale != "none", f"precision.loss_scale={loss_scale}", "precision.loss_scale=none"),
         (cfg.mesh.stage != 1, f"mesh.stage={cfg.mesh.stage}", "1"),
         (cfg.objective.name == "contrastive", "objective.name=contrastive", "another objective"),  # two passes
     ]

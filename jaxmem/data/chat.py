@@ -104,7 +104,10 @@ class ChatEncoder:
         if not is_target.any():
             raise InvalidRecordError("the chat template renders no assistant message to train on")
         if not np.isin(ids[is_target], [*self._tokenizer.special.values()]).any():
-            self._warn("end", "no target token ends an answer, so the trained model will not stop after its answers")
+            self._warn(
+                "end",
+                "no target token ends an answer, so the model will not learn to stop; use a template with an end token",
+            )
         return Document(ids, is_target, is_indivisible=True)
 
     def _render(self, chat: Chat, messages: Sequence[Message], *, answer: bool = False) -> Rendered:

@@ -108,7 +108,9 @@ def open_run(directory: str | Path, overrides: Sequence[str] = ()) -> tuple[Prog
     with Checkpoints(checkpoint_directory(built.cfg, directory), read_only=True) as checkpoints:
         step = checkpoints.latest()
         if step is None:
-            raise UserError(f"{directory}: has no checkpoint yet; wait for the first, or train with checkpoint.every")
+            raise UserError(
+                f"{directory}: has no checkpoint yet; wait for the first, or set a smaller checkpoint.every"
+            )
         position, config = checkpoints.read(step)
         SavedState(built).check_base(position, directory)
         saved_precision = {field: config["precision"][field] for field in STORED_FIELDS}

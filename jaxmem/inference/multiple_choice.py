@@ -95,6 +95,8 @@ def read_questions(file: str | Path) -> list[Question]:
     for number, record in read_objects(file, "question"):
         try:
             found.append(_question(record))
+        except KeyError as error:
+            raise UserError(f"{file}, line {number}: not a question: field {error} is missing") from error
         except (ValueError, LookupError, TypeError) as error:
             raise UserError(f"{file}, line {number}: not a question: {error}") from error
     return found

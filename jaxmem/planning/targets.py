@@ -68,7 +68,9 @@ def parse_target(text: str) -> Target:
     found = re.fullmatch(r"(?:(\d{1,6})x)?(\d{1,6})", amount or "1")
     hosts, size = (int(found[1] or 1), int(found[2])) if found else (0, 0)
     if not found or not hosts * size:
-        raise UserError(f"target {text!r}: {amount!r} should be a number of devices, or HOSTSxGPUS: {name}:16x8")
+        raise UserError(
+            f"target {text!r}: {amount!r} must be a number of devices above 0, or HOSTSxDEVICES, e.g. {name}:16x8"
+        )
     if name == "cpu":
         if found[1]:
             raise UserError(f"target {text!r}: simulated devices share one host; use cpu:{hosts * size}")

@@ -160,7 +160,7 @@ class ModelSpec:
     def _execution(self) -> models.Execution:
         memory = self.cfg.memory
         if memory.remat == "budget":
-            raise UserError("memory.remat: budget is resolved by `plan` and `train`; use full, dots or names")
+            raise UserError("memory.remat: budget is resolved by `plan` and `train`; use full, dots or {save: [names]}")
         remat = memory.remat.save if isinstance(memory.remat, Save) else memory.remat
         return models.Execution(
             dtype=compute_dtype(self.cfg.precision, self.platform),

@@ -137,7 +137,7 @@ def lines(base: dict, *overrides: str) -> list[str]:
         (
             TEXT,
             ["memory.offload=activations"],
-            "memory.offload=activations does not support memory.remat=none; use full, dots or names",
+            "memory.offload=activations does not support memory.remat=none; use full, dots or {save: [names]}",
         ),
         (
             TEXT,
@@ -147,7 +147,7 @@ def lines(base: dict, *overrides: str) -> list[str]:
         (
             TEXT,
             ["memory.offload=activations", "memory.remat=budget"],
-            "memory.offload=activations does not support memory.remat=budget; use full, dots or names",
+            "memory.offload=activations does not support memory.remat=budget; use full, dots or {save: [names]}",
         ),
         (
             TEXT,
