@@ -147,7 +147,7 @@ def maximize(
     that needs the least memory among those that `allow` permits is compiled; by default only the given config."""
     aim = compile_target(target)
     if cfg.memory.remat == "budget":
-        raise UserError(f"maximize {key} does not support memory.remat=budget; use none, full, dots or {{save: [names]}}")
+        raise UserError("--maximize does not support memory.remat=budget; use none, full, dots or {save: [names]}")
     with CompilerPool(aim, reserve_gib, processes) as compilers:
         return search_largest(cfg, key, allow, compilers)
 
