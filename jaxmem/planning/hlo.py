@@ -184,7 +184,10 @@ def dot_flops(one: Instruction) -> int:
     if one.opcode == "custom-call" and "gemm_backend_config" in one.config:
         dims = one.config["gemm_backend_config"]["dot_dimension_numbers"]
         return _matmul_flops(one, map(int, dims["lhs_contracting_dimensions"]))
-    if one.opcode == "custom-call" and "flops_per_output" in one.attributes:  # jaxmem's kernels set it
+    is_buffer = one.opcode == "custom-call" and one.proto.custom_call_target == "AllocateBuffer"
+    if (
+        one.opcode == "custom-call" and "flops_per_output" in one.attributes and not is_buffer
+    ):  # set by jaxmem's kernels
         return round(float(one.attributes["flops_per_output"]) * _result(one).elements)
     return 0
 
