@@ -137,9 +137,9 @@ def test_what_does_not_fit_is_named(tmp_path: Path) -> None:
     with Checkpoints(tmp_path, every=1) as checkpoints:
         checkpoints.save(1, filled(abstract(on)), POSITION, CONFIG)
         both = r"params.layers.up is bfloat16\[3, 16, 32\] in the checkpoint and "
-        with pytest.raises(UserError, match=both + r"bfloat16\[3, 16, 64\] here"):
+        with pytest.raises(UserError, match=both + r"bfloat16\[3, 16, 64\] in this run"):
             checkpoints.restore(1, abstract(on, width=64))
-        with pytest.raises(UserError, match=both + r"float32\[3, 16, 32\] here"):
+        with pytest.raises(UserError, match=both + r"float32\[3, 16, 32\] in this run"):
             checkpoints.restore(1, abstract(on, dtype=jnp.float32))
         shapes = abstract(on)
         with pytest.raises(UserError, match=r"opt_state.1.0.count is int32\[\] in the checkpoint and absent"):

@@ -21,7 +21,9 @@ SMALL = {**TINY, "vocab": 512, "embed": 64, "mlp": 128, "kv_heads": 4, "head_dim
 
 def config(**sections: Any) -> Config:
     usual: dict[str, Any] = {"model": SMALL, "data": {"sequence_length": 64}, "mesh": {"fsdp": -1}}
-    return planned(**{**usual, **sections})
+    # cuDNN's workspace would be most of the memory of so small a model.
+    memory = {"attention": "blockwise", **sections.pop("memory", {})}
+    return planned(**{**usual, "memory": memory, **sections})
 
 
 def with_memory(name: str, size: int) -> Target:
