@@ -43,6 +43,9 @@ FREE = (
     "data.epochs",  # only the end of the stream
 )
 
+# Fields that configs of earlier versions do not have, with the values that they imply.
+ADDED = {"data.documents_per_row": 31, "adapter.lora_bias": False}
+
 
 def changed(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
     """The BOUND fields that differ, each as `field was X, is Y`.
@@ -50,7 +53,7 @@ def changed(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
     >>> changed({"seed": 0, "mesh": {"fsdp": 8}}, {"seed": 1, "mesh": {"fsdp": 4}})
     ['seed was 0, is 1']
     """
-    before, after = _flat(rename(old)[0]), _flat(new)
+    before, after = ADDED | _flat(rename(old)[0]), ADDED | _flat(new)
     return [
         f"{field} was {json.dumps(before.get(field))}, is {json.dumps(after.get(field))}"
         for field in {**before, **after}

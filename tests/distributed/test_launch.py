@@ -88,7 +88,7 @@ def test_signals_are_passed_on_and_nobody_is_left(number: signal.Signals, code: 
 
 
 def test_a_command_that_is_not_there() -> None:
-    with pytest.raises(UserError, match="launch: no command"):
+    with pytest.raises(UserError, match="launch: the command is missing"):
         launch([], 2)
     command = [sys.executable, "-m", "jaxmem", "launch", "-n", "2", "--devices", "1", "--", "no-such-command"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)

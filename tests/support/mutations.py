@@ -39,9 +39,9 @@ FAULTS = {
     ),
     "lora": Fault(
         "LoRA without its scale",
-        "jaxmem/adapters/low_rank.py",
-        "scale = spec.alpha / (math.sqrt(rank) if spec.rslora else rank)",
-        "scale = 1.0",
+        "jaxmem/config/targets.py",
+        "LowRank(rank, alpha, alpha / (math.sqrt(rank) if settings.rslora else rank))",
+        "LowRank(rank, alpha, 1.0)",
         "tests/adapters/test_lora.py",
     ),
     "galore": Fault(

@@ -103,7 +103,7 @@ def test_processes_come_and_go(place: Path) -> None:
     finally:
         launcher.terminate()
         launcher.wait()
-    assert "[0] moved: resuming after step" in log.read_text()
+    assert "[0] resuming after step" in log.read_text()
     assert "run the same command again" in log.read_text()
     stopped = max(row["step"] for row in rows(place, "moved"))
     with Checkpoints(place / "moved" / "checkpoints", read_only=True) as checkpoints:
