@@ -98,7 +98,8 @@ def _record_failure(one: Contestant, say: Say) -> Iterator[None]:
 
 def error_line(error: BaseException) -> str:
     """The first line of an error, or the name of its class."""
-    return next((line for line in str(error).splitlines() if line), type(error).__name__)
+    lines = [line for line in str(error).splitlines() if line] or [type(error).__name__]
+    return lines[-1 if "Traceback" in lines[0] else 0]  # a callback's error ends with its message
 
 
 CEILING = "this device"  # as a contestant: what everything can be compared with
