@@ -41,10 +41,8 @@ FREE = (
     "data.mixture.*.path",
     "data.weight",  # only used in a mixture
     "data.epochs",  # only the end of the stream
+    "data.documents_per_row",  # packs later rows; a position is a record and a token
 )
-
-# Fields that configs of earlier versions do not have, with the values that they imply.
-ADDED = {"data.documents_per_row": 31, "adapter.lora_bias": False}
 
 
 def changed(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
@@ -53,11 +51,11 @@ def changed(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
     >>> changed({"seed": 0, "mesh": {"fsdp": 8}}, {"seed": 1, "mesh": {"fsdp": 4}})
     ['seed was 0, is 1']
     """
-    before, after = ADDED | _flat(rename(old)[0]), ADDED | _flat(new)
+    before, after = _flat(rename(old)[0]), _flat(new)
     return [
         f"{field} was {json.dumps(before.get(field))}, is {json.dumps(after.get(field))}"
         for field in {**before, **after}
-        if _among(field, BOUND) and not _among(field, FREE) and before.get(field) != after.get(field)
+        if _among(field, BOUND) and not _among(field, FREE) and _value(before, field) != _value(after, field)
     ]
 
 
@@ -80,6 +78,12 @@ def refuse_changes(
 
 def _among(field: str, patterns: Sequence[str]) -> bool:
     return any(fnmatchcase(field, pattern) or fnmatchcase(field, f"{pattern}.*") for pattern in patterns)
+
+
+def _value(fields: Mapping[str, Any], field: str) -> Any:
+    """The value of a field. An absent one equals false, since configs of earlier versions lack later settings."""
+    value = fields.get(field)
+    return None if value is False else value
 
 
 def _flat(value: Any, field: str = "") -> dict[str, Any]:

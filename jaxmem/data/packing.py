@@ -5,9 +5,9 @@ number of processes, each reads only its own rows, and a position is two numbers
 its tokens are used. (grain's packing fills rows from one stream, in an order that depends on the number of processes.)
 
 With packing, a row has as many documents as fit, up to `data.documents_per_row`, and the last one is continued in the
-next row; after the limit the row is padding. A target is the next token of the same document, even if that is the first
-token of the next row; the last token of a record (its
-end-of-document token, or the last of a piece) has none: mask 0. Segment ids count the documents in a row from 1.
+next row. After the limit the row is padding, with a warning. A target is the next token of the same document, even if
+that is the first token of the next row; the last token of a record (its end-of-document token, or the last of a piece)
+has none: mask 0. Segment ids count the documents in a row from 1.
 Positions begin at 0 with each document and with each row: a document continued in the next row does not attend to its
 beginning.
 
@@ -20,6 +20,7 @@ mask 0.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -32,6 +33,10 @@ from jaxmem.errors import UserError
 Batch = dict[str, np.ndarray]
 Position = dict[str, Any]  # in the data, for JSON
 MAX_EMPTY = 1000  # consecutive records that are skipped; data of nothing else would never fill a row
+FULL = (
+    "packed rows have data.documents_per_row={most} documents before they are full, and the rest is padding;"
+    " increase data.documents_per_row, which takes more memory for attention"
+)
 INT_ARRAYS = ("inputs", "targets", "positions", "segment_ids")
 
 
@@ -111,6 +116,7 @@ class RowStream:
             if self._document.is_indivisible and at and left > length - at:
                 return
             if left and segment == self._most:
+                warnings.warn(FULL.format(most=self._most), stacklevel=2)
                 return
             segment += left > 0
             self._empty = 0 if left else self._empty + 1

@@ -64,11 +64,11 @@ class Call:
         return pairs(self.length, self.keys, causal=self.masked, window=self.window)
 
 
-# (target, call, arrays) -> outputs, on a CPU, where there is no cuDNN: tests put an emulation here.
 def _refuse_cpu(*_: Any) -> Any:
     raise ValueError("attention: the cudnn implementation needs an NVIDIA GPU; use another one on a CPU")
 
 
+# (target, call, arrays) -> outputs. CPUs have no cuDNN; tests set an emulation.
 ON_CPU: Callable[[str, Call, Sequence[jax.Array]], Any] | None = None
 
 
