@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+
 import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
@@ -41,11 +43,11 @@ def as_rows(batch: dict[str, np.ndarray], column: int) -> list[tuple[int, int, i
     return [(int(a), int(b), int(c), int(d), int(e)) for a, b, c, d, e in zip(*arrays, strict=True)]
 
 
-def text_rows(data: Records, count: int, time: int, packing: bool) -> TextRows:
+def text_rows(data: Records, count: int, time: int, packing: bool, most: int = 31) -> TextRows:
     def read(place: int) -> list[Document]:
         return [Document(np.array(data[place], np.int32))]
 
-    return TextRows(OrderedRecords(read, len(data)), np.arange(count)[None], count, time, 31 if packing else None)
+    return TextRows(OrderedRecords(read, len(data)), np.arange(count)[None], count, time, most if packing else None)
 
 
 @given(records, st.integers(1, 3), st.integers(1, 9), st.booleans())
@@ -89,3 +91,21 @@ def test_a_document_continued_in_the_next_row_is_predicted_across_the_edge() -> 
     assert second["mask"].ravel().tolist() == [1, 0, 1, 0]  # nothing is predicted from the end of a document
     assert second["positions"].ravel().tolist() == [0, 1, 0, 1]
     assert second["segment_ids"].ravel().tolist() == [1, 1, 2, 2]
+
+
+@given(records, st.integers(2, 9), st.integers(1, 3))
+def test_a_row_has_a_limited_number_of_documents(data: Records, time: int, most: int) -> None:
+    """The rest of a row is padding, and no token is lost."""
+    rows = text_rows(data, 1, time, packing=True, most=most)
+    tokens, segments = [], []
+    while not rows.has_ended:
+        with warnings.catch_warnings(record=True) as found:
+            warnings.simplefilter("always")
+            row = as_rows(rows.batch(), 0)
+        used = [cell for cell in row if cell[3]]
+        tokens += [cell[0] for cell in used]
+        segments.append(len({cell[3] for cell in used}))
+        assert all("data.documents_per_row" in str(one.message) for one in found)
+        assert not found or (segments[-1] == most and len(used) < time)
+    assert tokens == [token for record in data for token in record]
+    assert max(segments) <= most
