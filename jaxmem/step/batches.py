@@ -54,7 +54,8 @@ def place(cfg: Config, layout: Layout, own: range, spec: Spec, batch: Mapping[st
         from jaxmem.models.attention import context_order
 
         order = context_order(layout, spec["inputs"].shape[2], cfg.model.window)
-        batch = batch if order is None else {name: x[..., order] for name, x in batch.items()}
+        if order is not None:  # reference log-probabilities have a value per row and no sequence dimension
+            batch = {name: x[..., order] if x.ndim == 3 else x for name, x in batch.items()}
 
     def shard(x: np.ndarray, index: tuple[slice, ...]) -> np.ndarray:
         micro_batches, wanted, *rest = index
