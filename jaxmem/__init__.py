@@ -8,8 +8,6 @@ Everything is imported when it is first used: `import jaxmem` takes milliseconds
 so that a program can still choose its devices (`jaxmem.simulate(8)`). Without a GPU jax will use the CPU.
 """
 
-from __future__ import annotations
-
 import importlib
 import importlib.util
 import os

@@ -1,7 +1,5 @@
 """The errors that are not the program's own, and their texts."""
 
-from __future__ import annotations
-
 import difflib
 import errno
 import os

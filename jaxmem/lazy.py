@@ -1,7 +1,5 @@
 """Names that a package imports from its modules when they are first used, so that importing it loads nothing else."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from importlib import import_module
 from typing import Any

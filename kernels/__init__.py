@@ -5,8 +5,6 @@ arguments that they share, and the shapes with which they are tested and measure
 used first, an implementation when it is called first.
 """
 
-from __future__ import annotations
-
 import importlib
 from typing import Any
 

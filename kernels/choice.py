@@ -6,8 +6,6 @@ implementation does not support the call, the portable one runs, which supports 
 one line of the log `jaxmem.kernels`.
 """
 
-from __future__ import annotations
-
 import difflib
 import functools
 import importlib

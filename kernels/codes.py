@@ -1,7 +1,5 @@
 """The value of each code, as lists. The numbers of a block are scaled to [-1, 1]."""
 
-from __future__ import annotations
-
 import numpy as np
 
 # The 16 quantiles of a normal distribution: Dettmers et al., arXiv:2305.14314, appendix E, in float32.

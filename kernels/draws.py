@@ -1,8 +1,6 @@
 """Random numbers that depend only on a seed and a position (counter-based), so that every tiling draws the same
 ones."""
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int32, UInt32

@@ -4,8 +4,6 @@ The warpgroups of a program, which `THREAD` numbers, talk through barriers. On a
 evaluator of what jax traces in `EVALUATOR`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 

@@ -8,8 +8,6 @@ sign has the value 0.9e-7 * 5^o * (h - 8/9 * 2^o), a continuous function of h of
 codes have half as many positions: there h is twice the position and one.
 """
 
-from __future__ import annotations
-
 import inspect
 from typing import Any
 

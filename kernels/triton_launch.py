@@ -4,8 +4,6 @@ jax-triton comes with the extras `cuda12`, `cuda13` and `dev`. Compiling for a G
 capability; jax knows the name of the GPU inside a `jax.shard_map` over its mesh.
 """
 
-from __future__ import annotations
-
 import functools
 import importlib
 import inspect

@@ -4,8 +4,6 @@ Each kernel says, where it is called, its usual sizes, and all those that a GPU 
 measures these and keeps the winners in `tuned.json`, under an operation's "blocks".
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar

@@ -6,8 +6,6 @@ bools are neither, and both are known when the program is compiled. Anything els
 operation, the argument, its value, and what is allowed.
 """
 
-from __future__ import annotations
-
 import math
 import operator
 from dataclasses import dataclass

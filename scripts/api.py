@@ -5,8 +5,6 @@ python scripts/api.py            # writes the pages
 python scripts/api.py --check    # names the pages that are out of date; exit code 1 if there are any
 """
 
-from __future__ import annotations
-
 import importlib
 import inspect
 import re
@@ -189,7 +187,14 @@ def _signature(name: str, value: Any) -> str:
 
 
 def _clean(text: str) -> str:
-    return text.replace("'", "").replace("Ellipsis", "...")
+    """A signature with short names of types: jax.Array, Config."""
+
+    def short(found: re.Match[str]) -> str:
+        package, _, _ = found[0].partition(".")
+        return {"jax": "jax.", "numpy": "np.", "optax": "optax.", "flax": "nnx."}.get(package, "")
+
+    text = re.sub(r"\b(?:[a-z_]\w*\.)+(?=[A-Za-z_])", short, text.replace("'", "").replace("Ellipsis", "..."))
+    return re.sub(r"\*<class (\w+)>", r"Unpack[\1]", text)
 
 
 def _docstring(value: Any) -> str | None:

@@ -10,8 +10,6 @@ followed by a comment with its command: `<!-- 21.9 GiB, 13.5 s: jaxmem plan CONF
 tables of scripts/measure and the pages of docs/tour name the command that prints them again.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import re

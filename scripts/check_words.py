@@ -7,8 +7,6 @@ TERMS holds, for each term of the project's former dialect, the field's term tha
 means something else is listed in ELSEWHERE, by the end of its path and a part of its text.
 """
 
-from __future__ import annotations
-
 import ast
 import importlib
 import inspect

@@ -4,8 +4,6 @@ jaxmem train configs/demo.yaml --simulate 2
 python scripts/demo.py [CHANGE]...
 """
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

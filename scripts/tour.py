@@ -4,8 +4,6 @@ python scripts/tour.py              # every stop, one after the other, each in a
 python scripts/tour.py memory gpu   # these alone, and the list
 """
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The tests' ground rules, set before jax starts: 8 CPU devices, strict dtypes, shapes checked as annotated."""
 
-from __future__ import annotations
-
 import atexit
 import importlib.metadata
 import os

@@ -1,7 +1,5 @@
 """The command line: what it prints where, its exit codes, and that it fits a narrow terminal."""
 
-from __future__ import annotations
-
 import errno
 import json
 import os

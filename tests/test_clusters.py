@@ -1,7 +1,5 @@
 """The examples for clusters can be read by who will read them, and what they run exists."""
 
-from __future__ import annotations
-
 import re
 import shlex
 import subprocess

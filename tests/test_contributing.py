@@ -1,7 +1,5 @@
 """The worked examples of docs/contributing.md: their diffs, applied to a copy of the code, do what the page says."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 """Every example in a docstring is run as it stands."""
 
-from __future__ import annotations
-
 import doctest
 import importlib
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The house holds: what may import what, what stands in one file only, and what importing costs."""
 
-from __future__ import annotations
-
 import ast
 import importlib.util
 import subprocess

@@ -1,7 +1,5 @@
 """The source distribution builds a wheel with every file, and the installed package works away from the repository."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess

@@ -1,7 +1,5 @@
 """The registry of adapter kinds: the parameters that `adapter.kind` adds to a model."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from importlib import import_module
 

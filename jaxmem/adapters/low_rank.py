@@ -20,8 +20,6 @@ On a mesh A and B are sharded over all axes that shard weights: `in` of A and `o
 and over the other axes if they divide a dimension.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass

@@ -4,8 +4,6 @@ embed x outputs weights are trained. The backward pass ends at the classifier: a
 backbone and takes the time of its forward pass, a third of a step that trains all weights.
 """
 
-from __future__ import annotations
-
 import jax
 from flax import nnx
 

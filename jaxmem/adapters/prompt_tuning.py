@@ -4,8 +4,6 @@ A prompt of P tokens has P x embed parameters, a few tens of thousands. It needs
 activations and KV cache. Gradients pass through all layers, so a step saves the same activations as with LoRA.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import jax

@@ -3,8 +3,6 @@
 PEFT calls these `trainable_token_indices`. n rows have n x embed parameters, and the frozen matrix may be quantized.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 
 import jax

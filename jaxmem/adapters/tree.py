@@ -1,7 +1,5 @@
 """Trees of parameters without adapters."""
 
-from __future__ import annotations
-
 from typing import Any
 
 NAMES = ("lora", "prompt")  # the attributes that contain adapters

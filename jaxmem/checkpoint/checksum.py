@@ -4,8 +4,6 @@ It is computed on the device, so it also guards the transfer from the device to 
 one read of the array on the device, no temporary array, eight bytes of result.
 """
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Shaped, UInt32

@@ -1,7 +1,5 @@
 """The checkpoints of a run: saved in the background, rotated, found and restored."""
 
-from __future__ import annotations
-
 import re
 import threading
 from collections.abc import Callable, Mapping

@@ -1,7 +1,5 @@
 """The rows of `metrics.jsonl` of a run, which may have been damaged or edited since they were logged."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

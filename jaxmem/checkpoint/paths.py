@@ -1,7 +1,5 @@
 """Paths of checkpoints, local or in a bucket, and renaming of directories that must not be overwritten."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import jax

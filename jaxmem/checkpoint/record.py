@@ -4,8 +4,6 @@ and checksum of each array.
 The record has its own checksum.
 """
 
-from __future__ import annotations
-
 import json
 import zlib
 from collections.abc import Mapping, Sequence

@@ -5,8 +5,6 @@ Such arrays are read with all layers on each device and another dimension sharde
 reorders its shards; then each layer is sent to its stage. In addition to the state, one array at a time is in memory.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

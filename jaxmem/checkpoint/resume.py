@@ -1,7 +1,5 @@
 """The config fields that a checkpoint depends on: a run with other values must not resume from it."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase

@@ -4,8 +4,6 @@ Orbax has such policies (`LatestN`, `BestN`), but they cannot tell in advance wh
 which decides whether a step is saved at all.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -4,8 +4,6 @@ Frozen weights that `model.hf` provides are not saved again. Layers are saved in
 store them, and reordered for the program that restores them.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Mapping
 from functools import cached_property

@@ -4,8 +4,6 @@ A user's error is one line on standard error and exit code 2; an interrupt is ex
 needs when it runs, so that `jaxmem --help` is fast.
 """
 
-from __future__ import annotations
-
 import shutil
 import sys
 import warnings

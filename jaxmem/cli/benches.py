@@ -1,7 +1,5 @@
 """`jaxmem bench`: the speed of steps and kernels, compared with other implementations."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated, Any

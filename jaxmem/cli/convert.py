@@ -1,7 +1,5 @@
 """`jaxmem import`, `export` and `tokenize`."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Annotated
 

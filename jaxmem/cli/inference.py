@@ -1,7 +1,5 @@
 """Commands that use a trained model: `jaxmem generate`, `chat` and `evaluate`."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import sys

@@ -1,7 +1,5 @@
 """Commands that explain: `jaxmem report`, `tour`, `doctor` and `schema`."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 from typing import Annotated

@@ -1,7 +1,5 @@
 """Standard output of a command: one JSON object for programs, tables for people."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import sys

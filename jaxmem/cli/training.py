@@ -1,7 +1,5 @@
 """`jaxmem train`, and `jaxmem launch` for several processes on one host."""
 
-from __future__ import annotations
-
 from typing import Annotated
 
 import typer

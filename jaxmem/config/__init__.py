@@ -3,8 +3,6 @@
 The modules that load, check and describe the sections are imported at their first use.
 """
 
-from __future__ import annotations
-
 import importlib
 from typing import Any
 

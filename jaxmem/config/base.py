@@ -1,7 +1,5 @@
 """The base class of all sections of a config, and the types of their values."""
 
-from __future__ import annotations
-
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field

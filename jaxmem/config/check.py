@@ -3,8 +3,6 @@
 Each rule yields one line per problem: what was given, what is allowed, what to use.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import sys

@@ -1,7 +1,5 @@
 """Errors in the section `adapter`, and in settings that train parameters of some layers only."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from fnmatch import fnmatchcase
 

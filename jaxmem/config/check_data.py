@@ -1,7 +1,5 @@
 """Errors in the section `data`, before any file is opened."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 from jaxmem.config.networks import Decoder

@@ -1,8 +1,6 @@
 """Checks of the section `memory`, including conflicts with offloading, chunking and updates during the backward
 pass."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from importlib.util import find_spec
 

@@ -3,8 +3,6 @@
 Each error ends with the nearest sizes or meshes that work, as overrides. All of them have been checked.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Iterator
 

@@ -1,7 +1,5 @@
 """Pydantic's errors as lines: the key, what was given, what is allowed."""
 
-from __future__ import annotations
-
 import difflib
 from collections.abc import Iterator
 from typing import Any, Literal, get_args, get_origin

@@ -1,7 +1,5 @@
 """The names of the modules of a decoder in a Hugging Face model, for every family; used in both directions."""
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 from jaxmem.config.networks import Decoder

@@ -1,8 +1,6 @@
 """Values of a config.json or adapter_config.json. Each key is understood, known to be without effect, or refused by
 its name."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Collection, Mapping
 from fnmatch import fnmatchcase

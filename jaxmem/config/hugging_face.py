@@ -5,8 +5,6 @@ normalized, the default of an absent key). Files of models that `Decoder` does n
 scaling of rotary positions, different layers, other activations, or weights quantized by another tool.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path

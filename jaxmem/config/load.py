@@ -4,8 +4,6 @@ Only a safe part of YAML is supported: no tags, anchors, aliases or repeated key
 are read as in YAML 1.2, so that `1e-3` is a number and `no` is text.
 """
 
-from __future__ import annotations
-
 import os
 import re
 from collections.abc import Iterable, Mapping

@@ -1,7 +1,5 @@
 """The sections of parallelism: the device mesh, what is sharded over its axes, and the pipeline schedule."""
 
-from __future__ import annotations
-
 import math
 from typing import Annotated, Literal
 

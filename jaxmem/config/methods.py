@@ -4,8 +4,6 @@ A method consists of settings that change the mathematics or the set of trainabl
 memory and time (mesh, recompute, offload, micro-batches) do not belong to a method.
 """
 
-from __future__ import annotations
-
 import os
 import re
 from collections.abc import Mapping, Sequence

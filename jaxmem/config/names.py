@@ -1,7 +1,5 @@
 """Names that `memory.remat: {save: [names]}` and `memory.offload` share with the layers; families add their own."""
 
-from __future__ import annotations
-
 import re
 
 BOUNDARY = "boundary"  # the input of a layer, for `memory.offload: activations`

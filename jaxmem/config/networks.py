@@ -1,7 +1,5 @@
 """The families of networks: the fields of `model:`, the activations of a layer and the dimensions of its weights."""
 
-from __future__ import annotations
-
 from typing import Annotated, ClassVar, Literal, get_args
 
 from pydantic import Field

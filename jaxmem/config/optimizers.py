@@ -4,8 +4,6 @@ Each line has the function in `jaxmem.optim` that returns the transformation, `m
 when the optimizer is used. Imports no jax.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -4,8 +4,6 @@ PEFT names modules by suffixes, complete names or regexes of names; here they ar
 model, and written as patterns of layers, each with its rank.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import re

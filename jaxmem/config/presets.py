@@ -4,8 +4,6 @@
 models. `tiny` fits the byte tokenizer; its sizes are divisible by `tensor` 2 and 4, and by `fsdp` 2, 4 and 8.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from jaxmem.config.networks import Decoder

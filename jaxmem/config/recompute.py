@@ -16,8 +16,6 @@ With slots_K and constant, one of the boundaries is the input of the running lay
 `jaxmem.stack.schedule` makes the order of the layers from a split. Imports no jax.
 """
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Callable

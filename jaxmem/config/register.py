@@ -1,8 +1,6 @@
 """Adds optimizers and families of networks to the config of this process. A script registers them first, and then runs
 commands by `jaxmem.cli.main()`."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable
 from typing import Any, Literal, Union

@@ -1,7 +1,5 @@
 """Keys and values of the previous release and their new names: `load_config` accepts both for one release."""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Iterable, Mapping
 from typing import Any

@@ -1,7 +1,5 @@
 """The JSON schema of configs, for editors and docs/config.md."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from jaxmem.config.check import REQUIRES

@@ -1,7 +1,5 @@
 """The sources of documents, one line each; the function `open_source` of `jaxmem/data/MODULE.py` opens one."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, TypeAlias
 

@@ -1,7 +1,5 @@
 """The rank and the scale of low-rank adapters, by the layers that they change."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase

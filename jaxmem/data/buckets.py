@@ -12,8 +12,6 @@ its own rows. A token cache knows lengths without reading; otherwise P processes
 takes no longer with the cores of P hosts.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import numpy as np

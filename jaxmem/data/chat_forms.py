@@ -9,8 +9,6 @@ A preference has `chosen` and `rejected` instead of `output` or `completion`, or
 texts, messages, or lists of messages.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any

@@ -5,8 +5,6 @@ the internals of an object, nor change their inputs; they see no clock, so that 
 any day. The sandbox runs in a process of its own (`template_process`), so that an endless template can be ended.
 """
 
-from __future__ import annotations
-
 import atexit
 import json
 import subprocess

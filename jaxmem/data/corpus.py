@@ -1,7 +1,5 @@
 """The records of the section `data`: its sources are opened, and their records are ordered."""
 
-from __future__ import annotations
-
 import hashlib
 import os
 from collections.abc import Sequence

@@ -5,8 +5,6 @@ small files). Unlike the pages of a memory map they do not count as the process'
 more than one on 10 MB.
 """
 
-from __future__ import annotations
-
 import glob
 import os
 import threading

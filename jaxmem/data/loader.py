@@ -11,8 +11,6 @@ process with some of the rows does not know when the others end: it asks through
 Batches are built ahead in a thread (grain's); `state` is the position of the last batch taken, not built.
 """
 
-from __future__ import annotations
-
 import sys
 import weakref
 from collections.abc import Callable, Iterable, Sequence

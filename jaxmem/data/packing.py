@@ -18,8 +18,6 @@ into the rest of a row, the rest is padding and the next row begins with the doc
 mask 0.
 """
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

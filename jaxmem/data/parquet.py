@@ -5,8 +5,6 @@ Parquet has no cheap access to one row: a row group is decoded completely. So th
 read the same ones, run `jaxmem tokenize` first: it reads each once.
 """
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Sequence
 from functools import lru_cache

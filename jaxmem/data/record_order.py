@@ -6,8 +6,6 @@ with a permutation of its own. Where grain has another method (shuffle of blocks
 class states the reason; saved runs resume in these orders.
 """
 
-from __future__ import annotations
-
 from bisect import bisect_right
 from collections.abc import Sequence
 from fractions import Fraction

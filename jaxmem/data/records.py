@@ -1,7 +1,5 @@
 """The common parts of all sources of data: records, documents, and invalid records."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol, TypeVar

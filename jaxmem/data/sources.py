@@ -1,7 +1,5 @@
 """Opens the sources of a config. `config.sources` lists them; a source is a module here with `open_source`."""
 
-from __future__ import annotations
-
 import importlib
 from collections.abc import Sequence
 from pathlib import Path

@@ -12,8 +12,6 @@ A request is one line of JSON on stdin: {"source"}, with {"arguments"} to render
 The environment is the one of transformers (`utils/chat_template_utils.py`), without a clock (`strftime_now`).
 """
 
-from __future__ import annotations
-
 import json
 import resource
 import signal

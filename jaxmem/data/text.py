@@ -5,8 +5,6 @@ that a huge file is read, shuffled and divided among rows like many small ones. 
 the index needs 8 bytes per file.
 """
 
-from __future__ import annotations
-
 import os
 import sysconfig
 from collections.abc import Sequence

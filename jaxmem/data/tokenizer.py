@@ -4,8 +4,6 @@ A document is encoded as [what the tokenizer puts before a text, e.g. Llama's <|
 end-of-document token]. Special tokens written out in a text are plain text: no document can end itself or forge a turn.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import math

@@ -4,8 +4,6 @@ All functions are reductions over one device of each process; a single process d
 `jax.experimental.multihost_utils` block, need arrays of equal shape, and cannot be read a step later.
 """
 
-from __future__ import annotations
-
 import json
 from functools import cache
 from typing import Any, TypeVar

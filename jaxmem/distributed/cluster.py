@@ -9,8 +9,6 @@ JAX reads the variables of schedulers. This module only corrects cases that JAX 
 - processes of an unknown launcher would each train the entire run and overwrite each other's files.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import os
 import re

@@ -7,8 +7,6 @@ B (n-1) for `all_gather` of n such values, and B (n-1)/n for `reduce_scatter`, t
 `broadcast` is an all-reduce in which all others add 0.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import Any, Literal

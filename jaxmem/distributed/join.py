@@ -1,7 +1,5 @@
 """Starts JAX's runtime in all processes together, and ends it together."""
 
-from __future__ import annotations
-
 import os
 import signal
 import sys

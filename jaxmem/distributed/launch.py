@@ -5,8 +5,6 @@ line with the number of the process; signals are forwarded. The first process th
 code is that of the launcher: 128 + N if signal N killed it. No process keeps running.
 """
 
-from __future__ import annotations
-
 import ctypes
 import os
 import queue

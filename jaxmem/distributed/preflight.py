@@ -6,8 +6,6 @@ devices sends 2 (n-1)/n of the bytes, so the reported bandwidth is 2 (n-1)/n x b
 measurements.
 """
 
-from __future__ import annotations
-
 import statistics
 import time
 from collections.abc import Callable, Mapping

@@ -5,8 +5,6 @@ number and host. When all have connected, or after a timeout, each process repor
 sends and receives one short message; if none is missing, this takes as long as the slowest start.
 """
 
-from __future__ import annotations
-
 import json
 import socket
 import time

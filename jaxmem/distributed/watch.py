@@ -10,8 +10,6 @@ If process 0 is lost, the service is lost too, and JAX's client calls abort() in
 reports the same line and exits with the same code.
 """
 
-from __future__ import annotations
-
 import ctypes
 import json
 import os

@@ -4,8 +4,6 @@ It is a hash of the signs of the first 2,048 numbers of every tensor: equal for 
 and different as soon as the weights are trained. Only a few rows of each tensor are read.
 """
 
-from __future__ import annotations
-
 import hashlib
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The files of a Hugging Face directory besides its weights: model settings, generation settings, tokenizer."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

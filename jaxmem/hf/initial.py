@@ -1,7 +1,5 @@
 """The weights that a program starts from if its config names existing ones."""
 
-from __future__ import annotations
-
 from flax.traverse_util import flatten_dict, unflatten_dict
 
 from jaxmem import adapters

@@ -6,8 +6,6 @@ an adapter. In jaxmem the base does not change, and the adapter has twice the ra
 conversion of these adapters.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Mapping, Sequence
 from pathlib import Path

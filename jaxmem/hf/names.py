@@ -3,8 +3,6 @@
 In jaxmem the weights of all layers are one array [layer, in, out]; in a file each layer has its own tensor [out, in].
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any

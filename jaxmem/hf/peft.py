@@ -5,8 +5,6 @@ transposed and without the zeros that pad lower ranks. A file may also contain w
 `modules_to_save`, biases, or an embedding.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import json
 from collections.abc import Collection, Iterator, Sequence

@@ -5,8 +5,6 @@ the largest tensor, for any model. The layers of a stack are written one by one 
 transposed and cast on the devices too. A device needs memory for its weights and twice its shard of one tensor.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from functools import cache, partial
 from pathlib import Path

@@ -3,8 +3,6 @@
 It is written tensor by tensor, with one in host memory at a time. The directory appears when it is complete.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping, Sequence
 from functools import cache, partial

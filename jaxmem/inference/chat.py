@@ -1,7 +1,5 @@
 """A model with its tokenizer: continues texts, and answers in conversations."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any

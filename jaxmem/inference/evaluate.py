@@ -1,7 +1,5 @@
 """The loss of a model on held-out data: the means of its objective, without terms that only training adds."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Iterable, Sequence

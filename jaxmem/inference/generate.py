@@ -7,8 +7,6 @@ Prompts of a batch are padded on the left, so that they end together; no positio
 rounded up, so that a growing conversation is compiled for a few lengths only.
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial

@@ -5,8 +5,6 @@ the choice itself. The score of a choice is the sum of its tokens' log-likelihoo
 accuracy divides the score by the bytes of the choice.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path

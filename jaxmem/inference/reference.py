@@ -4,8 +4,6 @@ The file has 8 bytes per preference pair, and replaces a second model in memory.
 the weights, the tokens and the sequence length; a file with other fingerprints is refused.
 """
 
-from __future__ import annotations
-
 import hashlib
 import zipfile
 from dataclasses import dataclass

@@ -14,8 +14,6 @@ server's link is the bottleneck, by n^2 / (2 (n-1)), so `train` does not use a s
 Workers are threads of one process, each with a device. Gradients and weights move between devices, and are counted.
 """
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor

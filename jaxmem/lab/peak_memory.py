@@ -3,8 +3,6 @@
 The peak that a device reports never falls, so each config needs its own process: `measure_apart` starts one.
 """
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

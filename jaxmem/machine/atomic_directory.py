@@ -1,8 +1,6 @@
 """Write a directory atomically: it appears complete or not at all. No dependency of jaxmem does that for
 directories."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import tempfile

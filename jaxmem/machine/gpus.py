@@ -4,8 +4,6 @@ Figures are from NVIDIA's data sheets and architecture papers; memory is what CU
 states. Rates are peaks in one direction. Importing this starts nothing.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 GIB = 2**30

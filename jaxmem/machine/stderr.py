@@ -1,7 +1,5 @@
 """Filters the output of C++ libraries to standard error, which does not pass through Python's `sys.stderr`."""
 
-from __future__ import annotations
-
 import os
 import sys
 import tempfile

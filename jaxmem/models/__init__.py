@@ -1,7 +1,5 @@
 """Networks as Flax NNX modules, built from one set of layers. They declare parameters and logical axes, not devices."""
 
-from __future__ import annotations
-
 from importlib import import_module
 from typing import Any
 

@@ -4,8 +4,6 @@ A sequence dimension sharded over `context` is stored in the order of `context_o
 sliding window, devices only communicate with their neighbours.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -4,8 +4,6 @@ With `mesh.tensor`, activations between attention and MLP are sharded over the s
 Korthikanti et al., arXiv:2205.05198): an all-gather before their first matmuls, a reduce-scatter after the last.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import jax

@@ -10,8 +10,6 @@ Attention stores q, k, v and three gradients of the same shapes. With G groups o
 1/G of these, and the output, which is saved for the backward pass with the log-sum-exp of each row.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial

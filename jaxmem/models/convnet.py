@@ -4,8 +4,6 @@ A block of C channels on H x W pixels has 18 C^2 weights and takes 36 C^2 H W FL
 backward; it saves about 6 C H W elements per image for the backward pass.
 """
 
-from __future__ import annotations
-
 from itertools import pairwise
 
 import jax

@@ -12,8 +12,6 @@ gradient in float32 for each slice, which takes longer. The partition function i
 Gimelshein, arXiv:1805.02867). Wijmans et al. (arXiv:2411.09009) do the same in one kernel.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Decoder-only language models: Llama 2/3, Mistral, Qwen 2.5/3."""
 
-from __future__ import annotations
-
 import dataclasses
 from typing import Any
 

@@ -7,8 +7,6 @@ keys and values are written in place. In addition to the cache, the keys and val
 dtype.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 

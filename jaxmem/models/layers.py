@@ -5,8 +5,6 @@ sharding; `fetch` returns it gathered, in the compute dtype. Matmuls run in the 
 rotary embeddings and softmax run in float32.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from typing import Any

@@ -1,7 +1,5 @@
 """The linear layer and its matmuls with a weight, with a frozen quantized weight, or in a fused kernel."""
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any
 

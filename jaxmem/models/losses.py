@@ -3,8 +3,6 @@
 Cross entropy is in `cross_entropy.py`. The contrastive loss of B rows compares B x B pairs and saves 4 B^2 bytes.
 """
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float

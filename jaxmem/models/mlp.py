@@ -3,8 +3,6 @@
 One-hot vectors make the first weight `categories` times as large; embeddings 8 times, for any number of categories.
 """
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 from flax import nnx

@@ -1,7 +1,5 @@
 """Base classes of the networks of all families."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any

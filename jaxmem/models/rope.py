@@ -4,8 +4,6 @@
 (Peng et al., arXiv:2309.00071) blends by rotations within the original length and sharpens the softmax.
 """
 
-from __future__ import annotations
-
 import math
 from typing import NamedTuple
 

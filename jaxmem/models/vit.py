@@ -4,8 +4,6 @@ An image of s x s pixels has (s/p)^2 tokens, with patches of p x p pixels. A lay
 as many tokens and without the causal mask.
 """
 
-from __future__ import annotations
-
 import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float

@@ -4,8 +4,6 @@ These are the largest matrices of many models, and their gradient, update and lo
 `VocabSlices` divides the vocabulary so that only one slice of such an array exists at a time.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from collections.abc import Callable

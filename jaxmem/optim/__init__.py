@@ -5,8 +5,6 @@ optimizers store less; each module documents its memory and cost. A module is im
 used.
 """
 
-from __future__ import annotations
-
 import importlib
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Adds updates to weights, with stochastic rounding and for quantized weights."""
 
-from __future__ import annotations
-
 import dataclasses
 import zlib
 from collections.abc import Callable

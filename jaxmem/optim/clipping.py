@@ -9,8 +9,6 @@ late; the first update is not clipped.
 `weight`: the norm of each weight of each layer.
 """
 
-from __future__ import annotations
-
 from typing import Any, Literal, NamedTuple
 
 import jax

@@ -3,8 +3,6 @@
 Quantized weights are dequantized layer by layer, at most 8 M elements at a time, and added to the update in place.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import jax

@@ -1,7 +1,5 @@
 """Loops that update a stack layer by layer, or a matrix some rows at a time, in place."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from collections.abc import Callable

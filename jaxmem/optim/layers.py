@@ -10,8 +10,6 @@ tuple of names for each, e.g. `("layer", None, None)` for a stack of matrices. W
 names with a meaning are `layer`, and `vocab` for embedding and output matrices.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import math

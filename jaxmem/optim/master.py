@@ -12,8 +12,6 @@ parameter, and 2 for gradients.
 Copy and remainder are parts of the optimizer state and sharded like it.
 """
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple
 
 import jax

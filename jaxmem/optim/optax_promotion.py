@@ -1,7 +1,5 @@
 """optax relies on implicit dtype promotion, which jaxmem turns off."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from typing import Any

@@ -9,8 +9,6 @@ Names, hyperparameters and the modules that implement them are in `jaxmem.config
 imported when it is used. `axes` names the dimensions of stacked weights, see `jaxmem.optim.layers`.
 """
 
-from __future__ import annotations
-
 import importlib
 import inspect
 from collections.abc import Callable

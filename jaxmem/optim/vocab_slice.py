@@ -5,8 +5,6 @@ such call needs one pass over all slices to compute the sums, and a last pass ap
 same rule; XLA removes the computations after the first unknown sum.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any

@@ -1,7 +1,5 @@
 """Warnings of a plan: memory or time that is spent although the config does not ask for it, each with a remedy."""
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Callable, Iterator, Sequence

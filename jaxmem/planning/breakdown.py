@@ -5,8 +5,6 @@ pass that computed it and its source file. Nothing is estimated: the parts are s
 buffers (gaps between buffers, tables of pointers) are `other`.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import re
 from collections.abc import Iterator, Sequence

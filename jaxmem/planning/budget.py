@@ -10,8 +10,6 @@ The result is an ordinary policy, known before the step is made. A plan and a ru
 config.yaml of the run records it instead of `budget`.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass

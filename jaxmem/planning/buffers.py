@@ -6,8 +6,6 @@ loop's body before the loop; a buffer is alive from where it is computed to its 
 the peak each byte of the allocation belongs to one buffer, or to a gap, which is the cost of packing.
 """
 
-from __future__ import annotations
-
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass

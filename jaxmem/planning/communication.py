@@ -5,8 +5,6 @@ B bytes (of an all-gather: the gathered array), all-gather, reduce-scatter and a
 all-reduce twice as many, and a permutation B.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 from dataclasses import dataclass

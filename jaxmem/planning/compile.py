@@ -9,8 +9,6 @@ stops there with an error. A version of XLA that ignores this generates code as 
 compares them).
 """
 
-from __future__ import annotations
-
 import contextlib
 import re
 import tempfile

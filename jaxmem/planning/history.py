@@ -5,8 +5,6 @@ memory from beginning to end, a temporary from where it is computed to its last 
 the peak count as `other` during the entire step, so the peak equals the total of the plan to the byte.
 """
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence

@@ -4,8 +4,6 @@ jaxlib returns `HloProto` serialized and contains no message classes for it; the
 require TensorFlow.
 """
 
-from __future__ import annotations
-
 import re
 from importlib.resources import files
 from typing import Any

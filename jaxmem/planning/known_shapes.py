@@ -1,7 +1,5 @@
 """Shapes of weights and gradients on one device, by which temporaries of a compiled step are recognized."""
 
-from __future__ import annotations
-
 import math
 from collections import defaultdict
 from collections.abc import Iterable

@@ -5,8 +5,6 @@ gradient is computed from weights and batch. Origins are propagated from the inp
 until they do not change.
 """
 
-from __future__ import annotations
-
 import functools
 import operator
 from collections.abc import Callable, Iterable, Sequence

@@ -4,8 +4,6 @@ Nothing is compiled. The first config of a shape takes half a second; configs th
 the trace.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import math

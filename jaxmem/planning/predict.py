@@ -6,8 +6,6 @@ peak is computed from the sizes of a decoder. Nothing is compiled: the first con
 further one a millisecond, so a search can compare thousands.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace

@@ -1,7 +1,5 @@
 """A plan: bytes of one device in every phase of a run, the time of a step, warnings; as JSON and as a table."""
 
-from __future__ import annotations
-
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence

@@ -1,7 +1,5 @@
 """The share of one device of a config whose mesh is resolved: rows, tokens, vocabulary entries, passes in memory."""
 
-from __future__ import annotations
-
 import functools
 import math
 

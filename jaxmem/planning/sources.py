@@ -1,7 +1,5 @@
 """The source line, the modules and the layers of each buffer of a compiled step."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass

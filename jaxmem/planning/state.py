@@ -1,7 +1,5 @@
 """The exact bytes of the state of one device, by arithmetic: shapes are traced once and divided as they are sharded."""
 
-from __future__ import annotations
-
 import functools
 import math
 from collections.abc import Iterable

@@ -3,8 +3,6 @@
 It compares configs before any is compiled; `timeline.py` estimates the time from a compiled program.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 

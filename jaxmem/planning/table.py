@@ -1,7 +1,5 @@
 """Tables for a terminal of 40 columns or more: a plan, the list of targets, the named values of a layer."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 

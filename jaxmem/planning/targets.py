@@ -5,8 +5,6 @@
 A GPU that is not in the table is a YAML file with the fields of `machine.gpus.Gpu`, in the same units.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import re
 from collections.abc import Sequence

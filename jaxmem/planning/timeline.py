@@ -6,8 +6,6 @@ exposed: max(0, seconds of the collective - seconds of the kernels between its s
 one link and run one after the other. Copies to host memory and copies from it have a link each.
 """
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """Numbers with units, as text."""
 
-from __future__ import annotations
-
 
 def format_bytes(size: float) -> str:
     """

@@ -14,8 +14,6 @@ Each block of values is scaled into the range of the format, by its absmax (symm
 Stochastic rounding chooses one of the two neighbouring values at random, so that the expectation is the original value.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from functools import cached_property
 

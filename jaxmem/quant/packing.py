@@ -5,8 +5,6 @@ A group is the smallest number of codes that fills complete bytes: four 2-bit or
 group.
 """
 
-from __future__ import annotations
-
 import functools
 import math
 import operator

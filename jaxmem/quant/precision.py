@@ -1,7 +1,5 @@
 """The dtypes that a run computes in, and rounding to a narrower dtype."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import jax

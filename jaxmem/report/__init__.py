@@ -4,8 +4,6 @@ Everything is drawn from three files of the run directory (plan.json, memory.jso
 Nothing is compiled and no device is used.
 """
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

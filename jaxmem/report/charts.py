@@ -5,8 +5,6 @@ Each chart follows the pointer, touch and arrow keys: the readout at the cursor 
 labels scale with the width, it has no readouts, and every run would need matplotlib.
 """
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Mapping, Sequence

@@ -1,7 +1,5 @@
 """Training curves: loss, learning rate and speed over updates."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The page: one self-contained HTML file, made from the output of `plan --json` and the files of a run."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape

@@ -1,8 +1,6 @@
 """The colours of memory bands, on the page and in figures, distinct also with colour blindness (Okabe and Ito, "Color
 Universal Design", 2008)."""
 
-from __future__ import annotations
-
 from jaxmem.planning.history import BANDS, PASSES
 
 COLOURS = dict(

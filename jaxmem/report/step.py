@@ -1,7 +1,5 @@
 """Memory over the time of a step, and the largest buffers at its peak, in HTML."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from html import escape
 from typing import Any

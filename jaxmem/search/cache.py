@@ -5,8 +5,6 @@ atomically, so that searches can share them. If a source file of the package cha
 be deleted at any time; configs are then compiled again.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import hashlib

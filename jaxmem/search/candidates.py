@@ -4,8 +4,6 @@ Each has an estimate, which takes a millisecond. If there are more than MAX_SIZE
 all configs are added that differ from the given one in a single setting; then a search adds neighbours of the best.
 """
 
-from __future__ import annotations
-
 import functools
 import itertools
 import math

@@ -4,8 +4,6 @@ The configs with the largest expected gain on the Pareto front of memory and tim
 and seconds correct the estimates of similar configs (`surrogate`).
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """`fit`: the fastest configs that fit a target, or the methods of training that fit it."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import time

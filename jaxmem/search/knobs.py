@@ -5,8 +5,6 @@ later. If the type of a setting in the config lists its values, the knob needs o
 optimizer is tried as soon as the config has its name.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass

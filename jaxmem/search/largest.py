@@ -5,8 +5,6 @@ does not, the search ends; otherwise their bytes correct the estimate, and the s
 value that is known to fit and the smallest one that is known not to fit. Both bounds of the answer are compiled.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass

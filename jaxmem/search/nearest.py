@@ -4,8 +4,6 @@ The candidates and estimates are those of a search, but only a few are compiled:
 change, smallest sets first, the fastest config that is estimated to fit; then configs of other methods of training.
 """
 
-from __future__ import annotations
-
 import itertools
 import shlex
 import time

@@ -1,7 +1,5 @@
 """The result of a search for the fastest config: the front, and for other configs the reason why they are not on it."""
 
-from __future__ import annotations
-
 import textwrap
 from collections.abc import Iterator
 from dataclasses import dataclass

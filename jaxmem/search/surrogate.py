@@ -7,8 +7,6 @@ similar configs. `expected_improvement` (Jones et al., 1998) chooses the config 
 for thousands of configs. The regressor of scikit-learn supports only numbers and would need the same covariance.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any

@@ -4,8 +4,6 @@
 All output of XLA and other libraries goes to standard error.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import sys

@@ -1,7 +1,5 @@
 """Sharding constraints, and communication along a mesh axis. Outside of `with layout:` arrays do not change."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any
 

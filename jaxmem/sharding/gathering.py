@@ -1,7 +1,5 @@
 """All-gathers weights from their stored sharding for computation, and reduce-scatters their gradients."""
 
-from __future__ import annotations
-
 import dataclasses
 from functools import partial
 from typing import Any

@@ -6,8 +6,6 @@ and a device stores 2 B: the current layer and the next one. The copy is hidden 
 takes (Ren et al., arXiv:2101.06840). CPUs have only one memory, so nothing is copied.
 """
 
-from __future__ import annotations
-
 import functools
 import math
 from typing import Any

@@ -15,8 +15,6 @@ is replicated along this dimension and sharded along another one. A leaf that is
 array is replicated by mistake.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from dataclasses import dataclass
 from typing import Any

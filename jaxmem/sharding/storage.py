@@ -1,7 +1,5 @@
 """How new weights are stored: their dtype or quantization format, and which memory they are in."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """The sharding tables: for each role of an array, the mesh axes that shard each logical axis."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from collections.abc import Collection, Mapping, Sequence

@@ -1,8 +1,6 @@
 """Applying a stack of layers: a scan over layers with recompute, or pipeline stages under `jax.vmap` over
 micro-batches."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any

@@ -5,8 +5,6 @@ a vocabulary matrix (`models.vocab_slices.VocabOp`) is passed to `handler`, in t
 of `handler` is used instead; if it is None, the operation is computed as usual.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar

@@ -5,8 +5,6 @@ within a range has a gradient, jax does not differentiate it and saves none of i
 layers trainable, the backward pass, saved activations and gradients are those of N layers.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise

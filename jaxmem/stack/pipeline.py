@@ -11,8 +11,6 @@ by one stage per tick. A tick sends 2 B. Weights are not sent. In the ticks of t
 that are discarded.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from typing import Any

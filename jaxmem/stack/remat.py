@@ -12,8 +12,6 @@ With every policy, a weight gathered over `fsdp` is gathered again in the backwa
 would store the complete model.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -9,8 +9,6 @@ With several micro-batches, the gradient of a layer is computed for all of them,
 sum. Activations are saved for all micro-batches; the intermediates of a layer exist for one micro-batch at a time.
 """
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass

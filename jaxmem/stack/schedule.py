@@ -7,8 +7,6 @@ next saved boundary (`splits` in `jaxmem.config.recompute`). In addition, every 
 differentiated.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from jaxmem.config.recompute import split_of

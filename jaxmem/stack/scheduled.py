@@ -4,8 +4,6 @@ Weights are indexed inside of the loop; passing slices would copy them. In addit
 backward pass stores the intermediates of one layer and its gradient. Weights in host memory are copied one layer ahead.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -6,8 +6,6 @@ layers to each stage that are not adjacent: a micro-batch passes through all sta
 and the bubble is (p - 1) / (v m + p - 1).
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from functools import cached_property
 

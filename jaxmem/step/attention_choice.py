@@ -1,7 +1,5 @@
 """The implementation of attention that a config runs on a GPU, and why: `memory.attention: auto`, resolved."""
 
-from __future__ import annotations
-
 from jaxmem.config import Config, Decoder, Vit
 from jaxmem.errors import UserError
 from jaxmem.kernels.choice import Choice

@@ -1,7 +1,5 @@
 """The arrays of a batch: their shapes, the rows of each process, and their transfer to the devices."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from functools import partial
 from typing import Any

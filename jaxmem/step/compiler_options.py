@@ -7,8 +7,6 @@ communication time is exposed with the defaults, 0.02 % with these options, in t
 pipelined collectives (5 GiB more, no gain) and double-buffered loops (0.6 GiB more, no gain).
 """
 
-from __future__ import annotations
-
 import jax
 
 Options = dict[str, bool | int | str]

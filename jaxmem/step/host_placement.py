@@ -1,7 +1,5 @@
 """Which state is in host memory between updates: optimizer state of layers and of embeddings, and frozen matrices."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import jax

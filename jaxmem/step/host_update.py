@@ -6,8 +6,6 @@ arXiv:2101.06840). The state of embedding and output matrices is copied in slice
 are copied a layer ahead in each pass (`stack`), and not copied back.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import jax

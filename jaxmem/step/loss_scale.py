@@ -5,8 +5,6 @@ whose gradients overflow is skipped; a dynamic scale is then halved, and doubled
 state is 12 bytes.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Literal
 

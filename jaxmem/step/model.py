@@ -1,8 +1,6 @@
 """The network of a config, before any array exists: its structure, the shapes and logical axes of its weights, which of
 them are trainable, and how new ones are created."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

@@ -5,8 +5,6 @@ propagate from a layer to the layers before it, so the first one is the one that
 order is: weights after the layers, then layers from the last to the first, then other weights.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any, TypeAlias

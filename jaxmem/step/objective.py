@@ -5,8 +5,6 @@ end, so that the result does not depend on the sizes of micro-batches. It has tw
 micro-batches through the layers before it computes a loss.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any

@@ -6,8 +6,6 @@ more matmul with the output projection), so a device stores the logits of one mi
 projection are replicated over stages.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import jax

@@ -12,8 +12,6 @@ its complete gradient never exists: slices of it are computed on request. Frozen
 gradients are propagated through them.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import cached_property, partial, reduce
 from typing import Any

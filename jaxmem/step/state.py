@@ -1,7 +1,5 @@
 """The training state: its arrays, and their shapes, dtypes and shardings before they are created."""
 
-from __future__ import annotations
-
 import dataclasses
 from dataclasses import dataclass
 from functools import cached_property

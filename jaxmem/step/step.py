@@ -6,8 +6,6 @@ buffer, so activations are those of one micro-batch, for any batch size. Pipelin
 one pass.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from typing import Any

@@ -11,8 +11,6 @@ An optimizer that needs the norm of all gradients before the first update (clipp
 additional backward pass to compute the norm.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import jax

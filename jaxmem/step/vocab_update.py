@@ -7,8 +7,6 @@ optimizer sums over the complete matrix, each sum that depends on another one ne
 looked-up rows. State in host memory is copied in the same slices.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from dataclasses import dataclass

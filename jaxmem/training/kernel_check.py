@@ -5,8 +5,6 @@ replaced by the next choice, and a line reports this; if the config names it, th
 the user's cache directory, by device, version of jax and properties of the call.
 """
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import hashlib

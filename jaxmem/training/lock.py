@@ -5,8 +5,6 @@ a lock file that a library creates and removes would remain after a killed run. 
 system it applies to all hosts if the file system supports this; a file system without locks is reported.
 """
 
-from __future__ import annotations
-
 import errno
 import fcntl
 import json

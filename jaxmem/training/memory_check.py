@@ -4,8 +4,6 @@ A plan counts the memory that XLA allocates. It does not include the memory of o
 NCCL and fragmentation take beyond the reserve.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import re

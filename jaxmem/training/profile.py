@@ -1,7 +1,5 @@
 """A JAX profile of some steps, for TensorBoard or Perfetto."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any, Self
 

@@ -5,8 +5,6 @@ so the loop never waits for it. If the output supports only ASCII, the bar is dr
 wraps or cuts its columns on a narrow terminal; this one omits the least important columns.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress

@@ -5,8 +5,6 @@ hardware, a memory cell or a core, and would spread without an error. An array t
 replica. A check reads the state once on every device and waits for it.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterator
 from typing import Any

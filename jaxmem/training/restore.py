@@ -1,7 +1,5 @@
 """The state of a run from its checkpoints, to resume or to roll back."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import jax

@@ -7,8 +7,6 @@ success for its sender, and a printed line says that the run is not finished), 1
 kills the process at once, even in compiled code; checkpoints on disk are complete at any moment.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 import threading

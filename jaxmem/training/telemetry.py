@@ -3,8 +3,6 @@
 The metrics of a step are read after the next step has been dispatched, so that the devices never wait.
 """
 
-from __future__ import annotations
-
 import math
 from collections import deque
 from collections.abc import Sequence

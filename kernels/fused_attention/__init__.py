@@ -4,8 +4,6 @@ A new implementation is a module with `attend` as in `reference.py`, a line in I
 `support.py`. `tests/kernels/test_attention.py` tests all.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import jax

@@ -1,7 +1,5 @@
 """Arguments of attention, checked in one place for all implementations."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 

@@ -1,7 +1,5 @@
 """Properties of a call for the Triton and Mosaic kernels, and the scores of a block of queries and a block of keys."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from typing import Any, NamedTuple

@@ -1,7 +1,5 @@
 """The blocks that a program of the Mosaic kernels visits: those that are not masked completely for its own block."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple

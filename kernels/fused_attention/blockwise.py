@@ -11,8 +11,6 @@ Bytes beside inputs and outputs: batch x heads x (a few tiles + a few times time
 Batch and heads stay dimensions of their own throughout, so that arrays sharded over them stay where they are.
 """
 
-from __future__ import annotations
-
 import functools
 from typing import Any
 

@@ -4,8 +4,6 @@ A kernel computes the output and the log-sum-exp of each row; two more compute d
 three. Packing sorts segments, so complete blocks can be skipped; they are computed here, before a kernel starts.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple

@@ -4,8 +4,6 @@ Both are functions of positions only, so every tiling of the score matrix, the r
 the same bits without storing them.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import jax

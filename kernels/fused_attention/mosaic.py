@@ -9,8 +9,6 @@ input.
 Supported are 16-bit dtypes, as of the tensor cores, and heads of `WIDTHS`; others are padded with zeros, in a copy.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any

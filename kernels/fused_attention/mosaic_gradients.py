@@ -4,8 +4,6 @@ A program has some keys, sums their dk and dv in registers, and adds what they g
 order programs come.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import jax

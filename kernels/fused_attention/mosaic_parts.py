@@ -4,8 +4,6 @@ Arrays in registers have the layout that matmuls leave them in (`WGMMA`): of num
 for each column, `BY_COLUMN`. TMA fills with zeros what it reads beyond the end of an array, and writes nothing there.
 """
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple
 
 import jax

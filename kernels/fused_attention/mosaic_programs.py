@@ -4,8 +4,6 @@ Two warpgroups compute, each for `ROWS` rows of its own, as many as one `wgmma` 
 TMA, some blocks ahead.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import jax.numpy as jnp

@@ -3,8 +3,6 @@
 Time and bytes grow with queries x keys. JAX differentiates it automatically.
 """
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float

@@ -16,8 +16,6 @@ saves the same arrays as attention on one device, its own shards of q, k, v, out
 values around the ring again.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 from collections.abc import Callable

@@ -5,8 +5,6 @@ as [batch, kv_heads, keys, dim]. Nothing is copied for grouped-query attention: 
 one matmul.
 """
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple
 
 import jax

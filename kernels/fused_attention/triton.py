@@ -12,8 +12,6 @@ dim operations per head forward, 14 P dim backward (10, and the scores and their
 On a CPU Triton's interpreter runs the same programs, for tests.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

@@ -4,8 +4,6 @@ Queries, keys and outputs are [batch, time, heads, dim] as they lie in memory. `
 (`triton.Static`), so each branch on it is taken then.
 """
 
-from __future__ import annotations
-
 import triton.language as tl
 from triton.language import core  # noqa: F401  (the interpreter replaces functions of this module)
 

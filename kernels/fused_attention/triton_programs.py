@@ -4,8 +4,6 @@ Triton overlaps the loads of the blocks to come with the matmuls of this one: cp
 wgmma on Hopper, tcgen05 after it.
 """
 
-from __future__ import annotations
-
 import triton.language as tl
 from triton.language import core  # noqa: F401  (the interpreter replaces functions of this module)
 

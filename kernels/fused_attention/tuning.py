@@ -1,7 +1,5 @@
 """The sizes of the kernels' blocks: the usual ones fit every GPU from Ampere on; others, where there is room."""
 
-from __future__ import annotations
-
 import functools
 import itertools
 

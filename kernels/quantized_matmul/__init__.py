@@ -5,8 +5,6 @@ IMPLEMENTATIONS; it raises ValueError for calls that it does not support. `tests
 all.
 """
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any
 

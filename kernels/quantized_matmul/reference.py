@@ -3,8 +3,6 @@
 Beside its arguments it holds the weight in the dtype of x, inputs x outputs numbers, and writes and reads it once more.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import jax

@@ -6,8 +6,6 @@ some of the inputs, so that each slice makes its own part of the result and noth
 (backward, the output's gradient) is read once for each slice.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any

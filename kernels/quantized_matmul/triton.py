@@ -10,8 +10,6 @@ With T tokens the codes are read T / 128 times, all but the first from the secon
 tile of codes start one after the other.
 """
 
-from __future__ import annotations
-
 import functools
 import itertools
 import math

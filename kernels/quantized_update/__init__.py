@@ -3,8 +3,6 @@
 A new implementation is a module with `adam8` and `int8_add` as in `reference.py`, and a line in IMPLEMENTATIONS.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -4,8 +4,6 @@ XLA makes several passes over memory, as a block's absmax is known only after th
 bytes per number, 2 of the gradient and 4 of codes among them.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import jax

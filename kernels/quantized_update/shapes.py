@@ -1,7 +1,5 @@
 """Shapes that networks really have, by name: what tests compile and benchmarks measure."""
 
-from __future__ import annotations
-
 import math
 from typing import NamedTuple
 

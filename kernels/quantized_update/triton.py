@@ -5,8 +5,6 @@ number, with a 16-bit gradient and blocks of 256: Adam reads 4 and writes 4, wit
 16-bit update 4.05.
 """
 
-from __future__ import annotations
-
 import functools
 import itertools
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """The Triton programs of the updates; `triton.py` launches them. `s` is `triton.Tiling`, known at compile time."""
 
-from __future__ import annotations
-
 import triton.language as tl
 from triton.language import core  # noqa: F401  (the interpreter replaces functions of this module)
 

@@ -10,8 +10,6 @@ A row needs ten seconds to a minute of a core. Communication is that of one devi
 tests/support/communication_theory.py; `exposed` is not overlapped. Seconds are estimated from the target's rates.
 """
 
-from __future__ import annotations
-
 import os
 import sys
 from collections.abc import Callable, Mapping

@@ -3,8 +3,6 @@
 python scripts/measure/demo_tokenizer.py
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

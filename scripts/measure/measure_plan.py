@@ -6,8 +6,6 @@ Each config runs three steps in a process of its own; after --minutes the rest i
 without a GPU the same configs run on tiny shapes, without measurements, since a CPU reports no peak.
 """
 
-from __future__ import annotations
-
 import argparse
 import datetime as dt
 import importlib.metadata

@@ -9,8 +9,6 @@ Each run adds a record to docs/benchmarks/optimizer-quality.jsonl. Compared is t
 last update, of each method with that of float32 AdamW of the same seed.
 """
 
-from __future__ import annotations
-
 import argparse
 import datetime as dt
 import json

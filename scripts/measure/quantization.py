@@ -9,8 +9,6 @@
 vectors are not. `--embeddings`: with the embedding and output matrices alone, and with the layers alone.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

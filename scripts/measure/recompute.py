@@ -7,8 +7,6 @@ present. The bytes are those of the gradient with respect to the input of the st
 gradient with respect to the weights as well. Ten seconds of a core for each.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 from pathlib import Path

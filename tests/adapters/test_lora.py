@@ -1,7 +1,5 @@
 """LoRA and DoRA compared with the merged weight in float64."""
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 import numpy as np

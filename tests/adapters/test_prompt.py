@@ -1,7 +1,5 @@
 """Prompt tuning: what is trained, and what a network computes after a prompt in training and generation."""
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 import numpy as np

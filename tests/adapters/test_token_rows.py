@@ -1,7 +1,5 @@
 """Trained rows of the embedding: which values change, on a mesh and with a quantized base, and merging."""
 
-from __future__ import annotations
-
 import jax.numpy as jnp
 import numpy as np
 import pytest

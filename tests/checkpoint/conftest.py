@@ -1,7 +1,5 @@
 """States that lie on several devices, every bit pattern in them, and their bits."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

@@ -1,7 +1,5 @@
 """A checksum is of the bits, wherever they lie, and costs no memory."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import jax

@@ -1,7 +1,5 @@
 """Checkpoints survive a kill at any moment, find what is damaged, and say what disks refuse."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import os

@@ -1,7 +1,5 @@
 """Checkpoints come back bit by bit on any mesh, and say what does not fit."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import jax

@@ -1,7 +1,5 @@
 """Run directories that jaxmem wrote before its config keys were renamed: they resume, and their models open."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import tarfile

@@ -1,7 +1,5 @@
 """What may change between a checkpoint and the run that goes on from it."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

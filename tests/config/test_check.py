@@ -1,7 +1,5 @@
 """Incompatible settings are errors before jax starts, with what to use; compatible ones are not."""
 
-from __future__ import annotations
-
 import os
 
 import pytest

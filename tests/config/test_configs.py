@@ -1,7 +1,5 @@
 """Each file under configs/ loads, opens with its command and devices, and fits the devices that it names."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

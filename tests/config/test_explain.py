@@ -1,7 +1,5 @@
 """Each mistake is one line: the full key, what was given, what is allowed, the nearest valid name."""
 
-from __future__ import annotations
-
 import re
 
 import pytest

@@ -5,8 +5,6 @@ name is taken from an expression that is known to hold its section: `cfg.mesh.fs
 `rope.theta` with `rope: Rope`, `m.layers` after `m = cfg.model`, `source.path` in `for source in data.mixture`.
 """
 
-from __future__ import annotations
-
 import ast
 import inspect
 import typing

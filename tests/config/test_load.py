@@ -1,7 +1,5 @@
 """A file, its overrides and its short forms become one config; what cannot be read is refused in one line."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A config against a number of devices: -1 is filled in, and what does not divide is refused with what would."""
 
-from __future__ import annotations
-
 import pytest
 
 from jaxmem.config import load_config

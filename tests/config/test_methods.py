@@ -1,7 +1,5 @@
 """Methods of training, and the config of a run that is only planned."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Presets have the published shapes: their parameter counts are the published ones, to the last weight."""
 
-from __future__ import annotations
-
 import pytest
 
 from jaxmem.config import PRESETS, Decoder, load_config, parameter_count

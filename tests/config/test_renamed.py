@@ -1,7 +1,5 @@
 """Configs of the release before open as they are: old keys and values are today's, and one warning names them."""
 
-from __future__ import annotations
-
 import warnings
 from typing import Any
 

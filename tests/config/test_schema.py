@@ -1,7 +1,5 @@
 """The schema that editors complete from describes what `load_config` accepts, short forms included."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

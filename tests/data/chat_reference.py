@@ -8,8 +8,6 @@ environment with transformers 5 and tokenizers:
 Recorded with transformers 5.23.0.
 """
 
-from __future__ import annotations
-
 import json
 import re
 import sys

@@ -1,7 +1,5 @@
 """Small data sets and the configs that read them."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Batches of records of alike length: what each holds, that none is lost, and that a position is exact."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from itertools import islice

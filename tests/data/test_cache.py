@@ -1,7 +1,5 @@
 """A token cache gives the batches of its source, is whole or absent, and is refused where it does not fit."""
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Conversations: their three forms, any template, and only what the assistant says is learnt."""
 
-from __future__ import annotations
-
 import json
 import warnings
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Real images in the shapes that each objective takes."""
 
-from __future__ import annotations
-
 import importlib.util
 from collections.abc import Callable
 from itertools import islice

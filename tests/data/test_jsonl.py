@@ -1,7 +1,5 @@
 """Lines as documents: whatever their length, ends and defects."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Batches: the same for any number of processes, exact after a resume, complete at the end of the data."""
 
-from __future__ import annotations
-
 import json
 import threading
 from collections import Counter

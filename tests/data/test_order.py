@@ -1,7 +1,5 @@
 """The order of records: a permutation each epoch, weights to the record, a split that never leaks."""
 
-from __future__ import annotations
-
 from collections import Counter
 from fractions import Fraction
 from itertools import pairwise

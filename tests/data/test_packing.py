@@ -1,7 +1,5 @@
 """Packed rows against a slow reference that places one token at a time."""
 
-from __future__ import annotations
-
 import warnings
 
 import numpy as np

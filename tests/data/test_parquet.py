@@ -1,7 +1,5 @@
 """Rows of parquet as documents, a row group at a time."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Pairs of answers: both forms, what is trained on, what is cut, and lines that are no pair."""
 
-from __future__ import annotations
-
 import json
 
 import numpy as np

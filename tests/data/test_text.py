@@ -1,7 +1,5 @@
 """Files as documents: which are read, where long ones are cut, what is said of bad paths."""
 
-from __future__ import annotations
-
 import os
 import sysconfig
 from collections.abc import Callable

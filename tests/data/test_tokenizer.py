@@ -1,7 +1,5 @@
 """Ids and back; where documents begin and end; files that are no tokenizers."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

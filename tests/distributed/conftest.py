@@ -1,7 +1,5 @@
 """Real processes on this machine, told of each other as a user would tell them."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

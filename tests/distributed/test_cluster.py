@@ -1,7 +1,5 @@
 """Who was started together, by what each scheduler says; and that a lone process stays alone."""
 
-from __future__ import annotations
-
 import os
 
 import pytest

@@ -1,7 +1,5 @@
 """Collectives against numpy, and that each is the collective that its name promises."""
 
-from __future__ import annotations
-
 import jax
 import numpy as np
 import pytest

@@ -1,7 +1,5 @@
 """Processes that are started together: what they are told, how they print, and that none is left behind."""
 
-from __future__ import annotations
-
 import signal
 import subprocess
 import sys

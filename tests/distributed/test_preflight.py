@@ -1,7 +1,5 @@
 """Which processes are named as slow; `test_together.py` measures real ones."""
 
-from __future__ import annotations
-
 from jaxmem.distributed.preflight import Preflight, preflight
 
 

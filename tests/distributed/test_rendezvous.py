@@ -1,7 +1,5 @@
 """Missing processes are named before JAX starts. Threads stand for processes: only sockets are involved."""
 
-from __future__ import annotations
-
 import socket
 import threading
 from concurrent.futures import ThreadPoolExecutor

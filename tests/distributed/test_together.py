@@ -1,7 +1,5 @@
 """Real processes: they agree, and when one of them goes the others say who and why, and end."""
 
-from __future__ import annotations
-
 import signal
 import socket
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The pages of README and docs, and what is typed on them."""
 
-from __future__ import annotations
-
 import re
 import shlex
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Commands, each in a process of its own that has imported what all of them import and has not started jax."""
 
-from __future__ import annotations
-
 import multiprocessing
 import os
 from collections.abc import Mapping, Sequence

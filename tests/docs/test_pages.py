@@ -1,7 +1,5 @@
 """Commands and configs in README and docs are valid, and links lead somewhere. Nothing is run here."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 import sys

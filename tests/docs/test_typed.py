@@ -1,7 +1,5 @@
 """What README and docs tell people to type, typed: page by page, each command after the one before."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 import json

@@ -7,8 +7,6 @@ In an environment with torch and transformers 5:
 Recorded with torch 2.13.0, transformers 5.23.0.
 """
 
-from __future__ import annotations
-
 import json
 import random
 import sys

@@ -1,7 +1,5 @@
 """Tiny Hugging Face directories, made by the formula of the script that recorded what transformers makes of them."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from types import ModuleType
 

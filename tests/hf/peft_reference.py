@@ -14,8 +14,6 @@ and before the last, where jaxmem is installed:
 Recorded with torch 2.13.0, transformers 5.23.0, peft 0.21.2, on a CPU.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Random config.json files: what transformers computes, or refused."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Into a run and out again: the same tensors, bit for bit, on any mesh; one tensor at a time on the host."""
 
-from __future__ import annotations
-
 import json
 import tracemalloc
 from pathlib import Path

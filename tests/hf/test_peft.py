@@ -1,7 +1,5 @@
 """Adapters of PEFT: the same logits and the same learning; out again, merged, and in checkpoints without their base."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from functools import partial

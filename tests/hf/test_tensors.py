@@ -1,7 +1,5 @@
 """Files that are not what they say, and directories that are not whole: one line each, before anything is allocated."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import struct

@@ -1,7 +1,5 @@
 """What is written is what vLLM's loaders ask for: data/vllm.json says how that was found. It was read, not run."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -10,8 +10,6 @@ environment with torch, transformers 5, safetensors and numpy:
 Recorded with torch 2.13.0, transformers 5.23.0, on a CPU.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 import zlib

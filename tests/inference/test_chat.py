@@ -1,7 +1,5 @@
 """Texts in and out: batches as single rows, sampling, stops, conversations, multiple choice."""
 
-from __future__ import annotations
-
 import io
 import json
 import shutil

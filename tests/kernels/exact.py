@@ -1,7 +1,5 @@
 """Attention in float64, and what its implementations are held against it with."""
 
-from __future__ import annotations
-
 import importlib
 
 import jax

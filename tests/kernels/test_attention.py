@@ -1,7 +1,5 @@
 """Every implementation of attention against float64, forward and gradients; what it refuses."""
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 import numpy as np

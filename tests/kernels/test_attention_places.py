@@ -1,7 +1,5 @@
 """What attention holds beside its arguments, and how it splits over devices."""
 
-from __future__ import annotations
-
 import re
 
 import jax

@@ -1,8 +1,6 @@
 """The attention kernels as Triton and ptxas compile them for GPUs that are not here: they fit, hold nothing square and
 spill nothing. Whether they compute the right thing is tests/kernels/test_attention.py's."""
 
-from __future__ import annotations
-
 import importlib.util
 import re
 import subprocess

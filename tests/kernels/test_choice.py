@@ -1,7 +1,5 @@
 """Which implementation runs where none is named: the nearest winner, the portable one where that cannot."""
 
-from __future__ import annotations
-
 import logging
 import subprocess
 import sys

@@ -1,8 +1,6 @@
 """cuDNN's attention without cuDNN: an emulation of its two calls, which reads documents by offsets and lengths as cuDNN
 does, against plain JAX; the calls as XLA compiles them for each GPU; and what is refused before that."""
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 import numpy as np

@@ -1,8 +1,6 @@
 """Calls that nobody thought of: sizes and options as hypothesis draws them, each implementation against the reference,
 which the other files hold against float64. Attention's are in its own file."""
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 import numpy as np

@@ -1,7 +1,5 @@
 """Numbers drawn from positions: even, independent of each other, and right in the mean where they round."""
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 import numpy as np

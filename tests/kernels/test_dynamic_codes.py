@@ -1,7 +1,5 @@
 """Dynamic codes as the Triton kernels compute them, against the lists of `codes.dynamic_code`."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import jax

@@ -1,8 +1,6 @@
 """What operations refuse: an argument that is wrong is named, with what it should be, the same by every implementation.
 And what they take in place of a jax array and of Python's numbers."""
 
-from __future__ import annotations
-
 import re
 
 import jax

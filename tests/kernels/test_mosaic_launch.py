@@ -1,7 +1,5 @@
 """What evaluates Mosaic's kernels on a CPU notices what would go wrong on a GPU."""
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 import numpy as np

@@ -1,7 +1,5 @@
 """Every implementation of the product with a weight in codes against float64, forward and backward, whole and cut."""
 
-from __future__ import annotations
-
 import re
 
 import jax

@@ -1,7 +1,5 @@
 """The 8-bit updates against float64 and against the reference, in any cut; what they refuse."""
 
-from __future__ import annotations
-
 import dataclasses
 import re
 

@@ -1,8 +1,6 @@
 """Gradients of gradients: of plain JAX they are right, a kernel says that it has none. So it does of a first gradient
 where an operation has none by kernels."""
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 import numpy as np

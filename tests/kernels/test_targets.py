@@ -1,8 +1,6 @@
 """The kernels beside attention's as Triton and ptxas compile them for GPUs that are not here: each within its shared
 memory, with no register spilled. What they compute is tested interpreted, in a file for each."""
 
-from __future__ import annotations
-
 import functools
 import importlib.util
 import re

@@ -4,8 +4,6 @@ jax's own interpreter knows no product with an operand in registers. What is eva
 asynchronous products included: a warpgroup that would wait for ever, or read what is given back, is noticed.
 """
 
-from __future__ import annotations
-
 import functools
 import itertools
 import math

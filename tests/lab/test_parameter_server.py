@@ -1,7 +1,5 @@
 """The server against the ordinary step, how old gradients may be, and the bytes through its link."""
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 import numpy as np

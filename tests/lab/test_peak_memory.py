@@ -1,7 +1,5 @@
 """Planned and measured peaks: the complete path in a process of its own; a CPU reports no peak."""
 
-from __future__ import annotations
-
 from jaxmem.config import load_config
 from jaxmem.lab import peak_memory
 from tests.support.measured_configs import configs

@@ -1,7 +1,5 @@
 """Every way to the maximum over a sliding window gives the same."""
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 import numpy as np

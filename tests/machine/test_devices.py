@@ -1,7 +1,5 @@
 """What jax is told before it starts, and the peaks that MFU is measured against."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

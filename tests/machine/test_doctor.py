@@ -1,7 +1,5 @@
 """The doctor says what is true here, and for machines that this one is not, what would mend them."""
 
-from __future__ import annotations
-
 import importlib.metadata
 import json
 import sys

@@ -8,8 +8,6 @@ Records go where `optimizer_quality.py table` reads them with the runs of jaxmem
 show that the two train alike.
 """
 
-from __future__ import annotations
-
 import importlib.metadata
 import os
 import sys

@@ -7,8 +7,6 @@ In an environment with torch, bitsandbytes, torchao, galore-torch and apollo-tor
 Recorded with torch 2.13.0, bitsandbytes 0.50.2, torchao 0.18.0, galore-torch 1.0, apollo-torch 1.0.3, on a CPU.
 """
 
-from __future__ import annotations
-
 import sys
 import types
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """A float32 copy of the weights: what bfloat16 would lose, and where the copy lies under every ZeRO stage."""
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 import numpy as np

@@ -1,7 +1,5 @@
 """Which weights learn, by name and by layer."""
 
-from __future__ import annotations
-
 import jax.numpy as jnp
 import numpy as np
 import optax

@@ -1,7 +1,5 @@
 """Small runs to plan."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

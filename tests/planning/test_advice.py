@@ -1,7 +1,5 @@
 """What a plan warns of: each warning where its cause is, with what would cure it, and not where it is not."""
 
-from __future__ import annotations
-
 import dataclasses
 import re
 from dataclasses import dataclass

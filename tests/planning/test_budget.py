@@ -1,7 +1,5 @@
 """What `memory.remat: budget` chooses: by jax's own trace, by what is compiled, against every policy with a name."""
 
-from __future__ import annotations
-
 import pytest
 
 from jaxmem import planning

@@ -1,7 +1,5 @@
 """Lifetimes and the fullest moment: against programs whose memory one can count, and against XLA's own simulation."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import jax

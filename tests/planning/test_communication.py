@@ -1,7 +1,5 @@
 """Messages between devices: kinds, groups and bytes, from real programs and from XLA's ways of writing groups."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import jax

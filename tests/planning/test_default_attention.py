@@ -1,7 +1,5 @@
 """The attention that a run gets by default, in the module that XLA compiles for each kind of GPU."""
 
-from __future__ import annotations
-
 import pytest
 
 import jaxmem

@@ -1,7 +1,5 @@
 """Compiling for GPUs that are not here."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import jax

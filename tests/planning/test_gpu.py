@@ -1,7 +1,5 @@
 """Plans for GPUs that are not here, from the program that would run there."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """Memory over a step: it adds up to the plan, passes come in order, loops take their time, lines are the source's."""
 
-from __future__ import annotations
-
 import inspect
 import itertools
 

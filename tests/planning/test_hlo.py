@@ -1,7 +1,5 @@
 """A compiled module, read: order, shapes, how often what runs, and the arithmetic of its products."""
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 

@@ -1,7 +1,5 @@
 """Which inputs a value comes from, through loops, fusions and tuples."""
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 

@@ -1,7 +1,5 @@
 """The estimate against real arrays, and against what XLA compiles."""
 
-from __future__ import annotations
-
 import jax
 import pytest
 

@@ -1,7 +1,5 @@
 """Whatever the config: what a plan counts as arguments is what real arrays take, and its parts are the whole."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import jax

@@ -1,7 +1,5 @@
 """Nothing is held that could be reused: by the live ranges of compiled steps and of inference."""
 
-from __future__ import annotations
-
 import jax
 
 from jaxmem.planning import Plan, bytes_on_device

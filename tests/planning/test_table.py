@@ -1,7 +1,5 @@
 """A plan for people: on a narrow terminal and on a wide one."""
 
-from __future__ import annotations
-
 import pytest
 from rich.console import Console
 

@@ -1,7 +1,5 @@
 """Targets by name and by file, and one clear line for each that is wrong."""
 
-from __future__ import annotations
-
 import io
 import os
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Estimated time: what a kernel moves, what a message hides behind, and the bounds between which an estimate lies."""
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 import pytest

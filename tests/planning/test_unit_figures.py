@@ -1,7 +1,5 @@
 """Figures that others published, from the shapes and places of a run's state: nothing is compiled or allocated."""
 
-from __future__ import annotations
-
 import math
 from functools import partial
 from typing import Any

@@ -1,7 +1,5 @@
 """Messages of compiled steps against theory: kinds and bytes, loops executed, on GPUs that are not here."""
 
-from __future__ import annotations
-
 import functools
 import itertools
 import math

@@ -1,7 +1,5 @@
 """The page and the figure: their numbers are the plan's, they need nothing from outside, runs show their curves."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import re

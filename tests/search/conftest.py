@@ -1,7 +1,5 @@
 """Small spaces to search, and compilers whose answers the tests choose."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable
 from typing import Any

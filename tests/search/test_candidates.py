@@ -1,7 +1,5 @@
 """What may change, by word; every candidate is a valid config and equals its overrides applied to the given one."""
 
-from __future__ import annotations
-
 import itertools
 from typing import get_args
 

@@ -1,7 +1,5 @@
 """Methods of training compared on a target, and what is advised where a config does not fit or is slow."""
 
-from __future__ import annotations
-
 import functools
 import io
 import json

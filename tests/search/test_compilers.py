@@ -1,7 +1,5 @@
 """Compiler processes, and the cache of their answers."""
 
-from __future__ import annotations
-
 import dataclasses
 import io
 import json

@@ -1,7 +1,5 @@
 """The search compiles few configs and finds what compiling everything would find."""
 
-from __future__ import annotations
-
 import io
 import json
 import shlex

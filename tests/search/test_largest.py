@@ -1,7 +1,5 @@
 """The largest value that fits: exact, and both of its bounds compiled."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -7,8 +7,6 @@ Eight layers of a kind after each other in a loop, in bfloat16, compiled for a t
 in the loop's stacks when memory is fullest was kept, layer by layer. A second of a core for each.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 from collections import Counter

@@ -1,7 +1,5 @@
 """What layers keep for the backward pass, by the script whose table is in the documentation."""
 
-from __future__ import annotations
-
 import pytest
 
 from tests.stack.saved_activations import EMBED, HIDDEN, LAYERS, ROWS, TIME, kept, kinds

@@ -1,7 +1,5 @@
 """A stack of which some layers learn: the same result and gradients as of all, and none of the others."""
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 import numpy as np

@@ -14,8 +14,6 @@ tests.step.golden` finds it.
   agree, the version is no longer the same answer and docs/faults.md says so.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import sys

@@ -1,7 +1,5 @@
 """Adapters: only they learn, on any mesh, with the base in numbers or codes; nothing is spent on what stays."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import replace
 

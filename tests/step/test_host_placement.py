@@ -1,8 +1,6 @@
 """State and frozen weights in host memory: the same training, kept and read as any other, and off the device by what a
 compiler counts."""
 
-from __future__ import annotations
-
 import jax
 import numpy as np
 import pytest

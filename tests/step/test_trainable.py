@@ -1,7 +1,5 @@
 """Some weights learn: the others keep their bits, and have neither gradient nor state, on any mesh and in codes."""
 
-from __future__ import annotations
-
 import jax
 import numpy as np
 import pytest

@@ -29,8 +29,6 @@ the output matrix's in 4 bytes; from zero 2 on the latter's k times, and over n 
 times, and what `tensor` gathers for the logits once more, since they are recomputed for their gradients.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, fields
 
 import jax

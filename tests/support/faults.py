@@ -8,8 +8,6 @@ Every fault is done to a small run in processes of its own, which is then starte
 end with the very losses and weights of a run that nobody disturbed.
 """
 
-from __future__ import annotations
-
 import argparse
 import functools
 import itertools

@@ -9,8 +9,6 @@ One that reaches a line of jaxmem for the first time joins the corpus that the n
 the same inputs.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

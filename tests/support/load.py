@@ -8,8 +8,6 @@ it indexes the data, reads batches of random records, and trains the demo's mode
 time for which the devices had no batch.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import random

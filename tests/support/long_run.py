@@ -8,8 +8,6 @@ the same on a busy machine. It evaluates and saves on the way; what grows with t
 tokens a step than the demo's by default, since what is looked for grows by step.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import sys

@@ -1,7 +1,5 @@
 """Configs of different shape, whose planned and measured peak memory scripts/measure/measure_plan.py compares."""
 
-from __future__ import annotations
-
 from typing import Any
 
 MODELS = {

@@ -6,8 +6,6 @@
 Each is a line that a tired person might write. One that no test notices is a hole in the tests: exit code 1.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import shutil

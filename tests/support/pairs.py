@@ -10,8 +10,6 @@ settings that change memory and communication only (NEUTRAL). With --reduce a ro
 settings that still fail.
 """
 
-from __future__ import annotations
-
 import argparse
 import gc
 import itertools

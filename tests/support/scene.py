@@ -4,8 +4,6 @@ All share what they compile, so that a start costs little more than its imports.
 told in processor seconds, which are the same on a busy machine as on a quiet one.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

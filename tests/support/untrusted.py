@@ -1,7 +1,5 @@
 """Everything that jaxmem reads and somebody else may have written: good examples of each, and what reads them."""
 
-from __future__ import annotations
-
 import atexit
 import json
 import shutil

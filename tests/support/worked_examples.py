@@ -1,7 +1,5 @@
 """Trains and plans with what docs/contributing.md adds, where its diffs have been applied; prints what came of it."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

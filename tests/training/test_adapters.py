@@ -1,7 +1,5 @@
 """Runs that begin from the weights of another: a new classifier on a backbone, adapters on what was imported."""
 
-from __future__ import annotations
-
 import jax
 import numpy as np
 import pytest

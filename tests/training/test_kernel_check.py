@@ -1,7 +1,5 @@
 """A kernel is checked before a run uses it; one that is wrong on purpose is replaced by the next choice, in a line."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import pytest

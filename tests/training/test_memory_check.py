@@ -1,7 +1,5 @@
 """A run that does not fit stops with configs that do; one that runs says what it took."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 from pathlib import Path

@@ -1,7 +1,5 @@
 """DPO: what the formula says, from a reference that is computed once; stale ones are refused; the margin grows."""
 
-from __future__ import annotations
-
 import json
 
 import jax

@@ -1,7 +1,5 @@
 """A run by 4 processes, then 2, then 1, one of them killed, one asked to stop: the losses of a run that never moved."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

@@ -1,7 +1,5 @@
 """Numbers that are right by a clock of our own, and lines that any terminal can show."""
 
-from __future__ import annotations
-
 import io
 import os
 import pty

@@ -1,7 +1,5 @@
 """The first signal sets a flag; the second kills."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

@@ -1,7 +1,5 @@
 """metrics.jsonl reads as one run whatever was killed; other trackers are there or refused at the start."""
 
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path

@@ -1,8 +1,6 @@
 """Work in a process of its own, watched: a call that hangs, or breaks the device for its process, costs itself and the
 start of another process, in which the rest goes on. With a GPU that is about ten seconds."""
 
-from __future__ import annotations
-
 import contextlib
 import multiprocessing
 from collections.abc import Callable, Iterator, Sequence

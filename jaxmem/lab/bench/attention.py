@@ -1,7 +1,5 @@
 """Attention as it is measured: compared with jax.nn's own, by XLA and cuDNN, and with PyTorch's."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Mapping
 from functools import partial

@@ -1,8 +1,6 @@
 """Contestants that take turns: medians of bursts of calls, so that whatever else the device does slows all of them. One
 that fails, for lack of memory say, is left out, and the others go on."""
 
-from __future__ import annotations
-
 import contextlib
 import statistics
 import time

@@ -5,8 +5,6 @@ a contestant that hangs or ends its process is left out of the rest. On a CPU ev
 dozen numbers: that shows that the benchmark works, but no speed.
 """
 
-from __future__ import annotations
-
 import itertools
 import json
 from collections.abc import Iterable, Iterator

@@ -4,8 +4,6 @@ A row reports a contestant's pass as soon as it is known: `check` and its error,
 others, and to this device's own matmul or copy, all of the same turns; or the reason for their absence.
 """
 
-from __future__ import annotations
-
 import datetime as dt
 import statistics
 from collections.abc import Iterator, Mapping, Sequence

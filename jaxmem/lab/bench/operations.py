@@ -1,8 +1,6 @@
 """All operations as they are measured: their arrays, what each pass of an implementation runs, its exact result in
 float64, the amount of work, and the implementation that a call chooses by itself."""
 
-from __future__ import annotations
-
 import dataclasses
 import time
 from collections.abc import Iterator

@@ -6,8 +6,6 @@ agree. The runners take turns (`contest.py`), and every ratio is of steps that r
 the machine does slows all of them.
 """
 
-from __future__ import annotations
-
 import statistics
 from collections.abc import Callable, Sequence
 from functools import partial

@@ -1,8 +1,6 @@
 """The same operations by libraries for PyTorch: a table of peers. A peer of a shape returns a call for each pass, or
 raises ValueError where its library is not installed or does not support the shape."""
 
-from __future__ import annotations
-
 import importlib
 from collections.abc import Callable, Mapping
 from functools import partial

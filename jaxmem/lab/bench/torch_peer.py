@@ -1,7 +1,5 @@
 """The same decoder, weights and optimizer in PyTorch and Hugging Face transformers, to compare with."""
 
-from __future__ import annotations
-
 import importlib.util
 import os
 import tempfile

@@ -4,8 +4,6 @@ Block sizes: all that a GPU has room for, each checked first, then timed in alte
 these block sizes, the least time for all passes together among those that are right.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path

@@ -3,8 +3,6 @@
 `HOST` has three algorithms for lists, on one processor.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from typing import NamedTuple

@@ -4,8 +4,6 @@ Comparisons for n numbers and a window of w: brute force n w; a heap at most n l
 window are removed when they reach the top (2 n numbers stored at worst); a monotonic deque at most 2 n, w stored.
 """
 
-from __future__ import annotations
-
 import heapq
 from collections import deque
 from collections.abc import Sequence

@@ -9,8 +9,6 @@ caches serve mostly.
 what changes is where the numbers come from.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import jax

@@ -4,8 +4,6 @@ Compared are integers, in the order of the floats with these bits, with NaN abov
 of NaN and a number is the number.
 """
 
-from __future__ import annotations
-
 import triton.language as tl
 from triton.language import core  # noqa: F401  (the interpreter replaces functions of this module)
 

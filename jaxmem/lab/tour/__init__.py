@@ -1,8 +1,6 @@
 """Each technique with its number: `jaxmem tour TOPIC`. A stop is an entry of stops.yaml and a module of this folder
 with its name, which is imported when the stop is visited."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import yaml

@@ -5,8 +5,6 @@ weights, a few of them, or a few new ones. A frozen weight has no gradient and n
 ends at the first trainable weight.
 """
 
-from __future__ import annotations
-
 import json
 import tempfile
 from pathlib import Path

@@ -6,8 +6,6 @@ recomputes it from q, k and one number per row. (Dao, arXiv:2307.08691.) Subtrac
 exponential prevents overflow, and the result of a row that sees no key is zero.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any

@@ -6,8 +6,6 @@ boundaries, or one, layers run more often. Boundaries may also be offloaded to h
 layers compute. (Chen et al., arXiv:1604.06174; Griewank and Walther, ACM TOMS 26(1), 2000.)
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial

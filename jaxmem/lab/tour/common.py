@@ -1,7 +1,5 @@
 """What several stops share: steps compiled for a target, small training runs, and seconds of a function here."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 import multiprocessing

@@ -5,8 +5,6 @@ And a tokenizer trained on its source text, with the special tokens and the chat
 that a small model needs, without a network.
 """
 
-from __future__ import annotations
-
 import ast
 import json
 import re

@@ -6,8 +6,6 @@ their names: its weights stay frozen in 4 bits, and a twelfth of their number is
 too, which docs/finetune.md shows.
 """
 
-from __future__ import annotations
-
 import collections
 import importlib.util
 import json

@@ -5,8 +5,6 @@ arithmetic of `jaxmem fit` estimates the bytes of a step without compiling it. O
 compiled, to show how far the arithmetic is off.
 """
 
-from __future__ import annotations
-
 import bisect
 import itertools
 from collections.abc import Iterator, Mapping, Sequence

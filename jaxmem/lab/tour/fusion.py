@@ -6,8 +6,6 @@ XLA does not fuse the results of matmuls: the loss and the MLP compute theirs in
 exist.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterator
 from typing import Any

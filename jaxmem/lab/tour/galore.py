@@ -7,8 +7,6 @@ largest part, and updating each layer during the backward pass removes them.
 (Zhao et al., arXiv:2403.03507; Zhang et al., arXiv:2407.08296; Zhu et al., arXiv:2412.05270.)
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

@@ -9,8 +9,6 @@ and needs four times the shared memory; half the bytes per number do both withou
 of two: its operations at the peak rate, or its bytes at the memory's bandwidth (the roofline).
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Iterator
 

@@ -4,8 +4,6 @@ The same loop, optimizers and memory savers train all of them: a network is a fu
 a function of its output. Images are 1,797 handwritten digits, text is the Python standard library's source.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from jaxmem.lab.tour.common import DECODER, TEXT, Outcome, train_all

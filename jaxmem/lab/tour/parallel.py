@@ -5,8 +5,6 @@ the weights (3); tensor parallelism shards each matmul, context parallelism the 
 layers. A parameter server is another form of data parallelism: everything goes over one device's link.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from typing import Any
 

@@ -5,8 +5,6 @@ the range of float32 and steps 65,536 times as large: an update below half a ste
 stochastic. float16 has finer steps and nothing below 6e-8: small gradients vanish, unless the loss is scaled.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import jax

@@ -5,8 +5,6 @@ share of a block's scale in nf4. Each matrix is dequantized where its matmul run
 backward pass: a few operations per weight, compared with two per weight and token. (Dettmers et al., arXiv:2305.14314.)
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Mapping
 from typing import Any

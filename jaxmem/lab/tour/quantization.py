@@ -6,8 +6,6 @@ arXiv:2305.14314), and double quantization stores the scales in 8 bits. Blocks o
 for their scales, 8 / k with double quantization.
 """
 
-from __future__ import annotations
-
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial

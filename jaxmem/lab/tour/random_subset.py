@@ -5,8 +5,6 @@ subset saves optimizer state and nothing else: the gradient of the complete matr
 a few of its entries, and a copy of the matrix is made to use them.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 

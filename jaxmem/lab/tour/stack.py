@@ -5,8 +5,6 @@ on any mesh. The config adds what a run of days needs: metrics in a file, checkp
 evaluation; several processes log once.
 """
 
-from __future__ import annotations
-
 import contextlib
 import inspect
 import io

@@ -1,7 +1,5 @@
 """Tables of measurements: rows of plain data, printed by rich at any width and written as Markdown."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

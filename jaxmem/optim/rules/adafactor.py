@@ -5,8 +5,6 @@ element. Updates are scaled by the root mean square of the weights, so learning 
 Adam uses 1e-3 or less.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

@@ -4,8 +4,6 @@ optax's Adam has one counter for a tree and moments in the dtype of the weights.
 its rows, in float32, for any stored format of the moments.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

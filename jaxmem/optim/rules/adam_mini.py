@@ -6,8 +6,6 @@ it is the vector of one token. In the paper, queries and keys have one block per
 Vectors and scalars use Adam.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

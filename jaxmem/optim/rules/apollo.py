@@ -9,8 +9,6 @@ The norm of an update grows by at most 1 % (the norm-growth limiter of Fira, arX
 do embeddings and the output projection unless `project_embeddings` is set.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

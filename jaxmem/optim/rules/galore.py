@@ -17,8 +17,6 @@ state or matmuls. If the outside component of a column is large, it is scaled do
 outside of the basis moves more than those inside.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any

@@ -6,8 +6,6 @@ m <= n: less than 1 % of the step of a large batch. The update is scaled by 0.2 
 Adam's updates, so that both use the same learning rate (Moonlight: Liu et al., arXiv:2502.16982).
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

@@ -1,7 +1,5 @@
 """AdamW, SGD and Lion of optax, with state in the dtype of the weights."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import jax

@@ -5,8 +5,6 @@ The smaller dimension is projected, so [m, n] becomes [rank, n] or [m, rank]; fo
 dimension, and the rank dimension of the projected matrix over the same mesh axes (`projected` in the sharding table).
 """
 
-from __future__ import annotations
-
 import dataclasses
 from dataclasses import dataclass
 

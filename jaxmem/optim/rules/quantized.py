@@ -9,8 +9,6 @@ Vectors, scalars and parameters of fewer than 4096 elements have float32 state. 
 quantizes part by part, so that at most 32 MiB of each moment exist in float32.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """The stop of attention: a whole table without a compiler's numbers, and measured errors."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

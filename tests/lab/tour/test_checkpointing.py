@@ -1,7 +1,5 @@
 """The stop of recomputation: its rows say what the schedules do. What compiles is held in tests/stack."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

@@ -1,7 +1,5 @@
 """What stops share: a column of what devices held, which only their own GPUs tell; runs in processes of their own."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

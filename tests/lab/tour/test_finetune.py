@@ -1,7 +1,5 @@
 """The worked example's data: questions out of docstrings, and a tokenizer that conversations can be put into."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """The stop of the largest models: what is called the most fits, and little more does."""
 
-from __future__ import annotations
-
 import itertools
 import math
 from typing import Any

@@ -1,7 +1,5 @@
 """The stop of fusion: what operations move one by one is counted, and a table without a compiler's numbers."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import jax

@@ -1,7 +1,5 @@
 """The stop that counts bytes: its table is complete, and agrees with the one in the docs."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

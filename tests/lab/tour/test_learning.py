@@ -1,7 +1,5 @@
 """The stops that train here: their runs are configs, their arithmetic is right, their cheapest parts are run."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

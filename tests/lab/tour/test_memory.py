@@ -1,7 +1,5 @@
 """The tour: every row is a config that compiles, and each holds what its arithmetic says."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """The stop of adapters beside quantized weights: their bytes by leaf, and the note."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

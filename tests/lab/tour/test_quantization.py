@@ -1,7 +1,5 @@
 """The stop of few bits: bytes and errors of each form, and a trained network that gets worse by bits."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

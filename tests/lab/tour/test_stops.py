@@ -1,7 +1,5 @@
 """The tour's stops: listed, found by name, each with its page in docs, its settings and its files."""
 
-from __future__ import annotations
-
 import io
 import json
 import re
