@@ -1,16 +1,17 @@
 """Names that a package imports from its modules when they are first used, so that importing it loads nothing else."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from importlib import import_module
 from typing import Any
 
 
-def lazy_names(package: str, modules: Mapping[str, str]) -> Callable[[str], Any]:
-    """The `__getattr__` of a package (PEP 562). `modules`: the module of each public name, relative to the package."""
+def lazy_names(package: str, **modules: str) -> tuple[Callable[[str], Any], list[str]]:
+    """The `__getattr__` (PEP 562) and `__all__` of a package, from the public names of each of its modules."""
+    module_of = {name: module for module, names in modules.items() for name in names.split()}
 
     def get(name: str) -> Any:
-        if name not in modules:
+        if name not in module_of:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
-        return getattr(import_module(f"{package}.{modules[name]}"), name)
+        return getattr(import_module(f"{package}.{module_of[name]}"), name)
 
-    return get
+    return get, sorted(module_of)

@@ -97,15 +97,18 @@ def top_level(nodes: list[ast.stmt]) -> Iterator[ast.Import | ast.ImportFrom]:
 
 
 def lazy_modules(package: str) -> dict[str, str]:
-    """The module of each name that a package imports lazily, from the literal dict in its `__init__`."""
+    """The module of each name that a package imports lazily: `lazy_names`, or a literal dict of `module:name`."""
     found = {}
     for node in ast.walk(TREES[package]):
-        if isinstance(node, ast.Dict):
-            for key, value in zip(node.keys, node.values, strict=True):
-                if isinstance(key, ast.Constant) and isinstance(value, ast.Constant):
-                    module = str(value.value).partition(":")[0]
-                    found[key.value] = next((m for m in (module, f"{package}.{module}") if m in MODULES), "")
-    return {name: module for name, module in found.items() if module}
+        if isinstance(node, ast.Call) and ast.unparse(node.func) == "lazy_names":
+            for keyword in node.keywords:
+                names = ast.literal_eval(keyword.value).split()
+                found |= dict.fromkeys(names, f"{package}.{keyword.arg}")
+        elif isinstance(node, ast.Dict):
+            pairs = zip(node.keys, node.values, strict=True)
+            pairs = [pair for pair in pairs if all(isinstance(one, ast.Constant) for one in pair)]
+            found |= {key.value: str(value.value).partition(":")[0] for key, value in pairs}
+    return {name: module for name, module in found.items() if module in MODULES}
 
 
 @cache

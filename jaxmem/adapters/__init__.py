@@ -10,20 +10,12 @@ their own (`blocks.attention.q.lora.a`). Sharding, recompute and optimizers trea
 
 from jaxmem.lazy import lazy_names
 
-_MODULES = {
-    "Lora": "low_rank",
-    "LoraSpec": "low_rank",
-    "Prompt": "prompt_tuning",
-    "TokenRows": "token_rows",
-    "attach": "kinds",
-    "base_of": "tree",
-    "head": "output_head",
-    "lora": "low_rank",
-    "merge": "low_rank",
-    "merged_weight": "low_rank",
-    "weights_to_merge": "low_rank",
-    "prompt": "prompt_tuning",
-    "tokens": "token_rows",
-}
-__all__ = list(_MODULES)
-__getattr__ = lazy_names(__name__, _MODULES)
+__getattr__, __all__ = lazy_names(
+    __name__,
+    kinds="attach",
+    low_rank="Lora LoraSpec lora merge merged_weight weights_to_merge",
+    output_head="head",
+    prompt_tuning="Prompt prompt",
+    token_rows="TokenRows tokens",  # noqa: S106
+    tree="base_of",
+)

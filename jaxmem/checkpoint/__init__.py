@@ -14,6 +14,10 @@ same one, and no device ever holds an array that it does not keep.
 
 from jaxmem.lazy import lazy_names
 
-_MODULES = {"Best": "retention", "Checkpoints": "manager", "DamagedError": "record", "move_aside": "paths"}
-__all__ = list(_MODULES)
-__getattr__ = lazy_names(__name__, _MODULES)
+__getattr__, __all__ = lazy_names(
+    __name__,
+    manager="Checkpoints",
+    paths="move_aside",
+    record="DamagedError",
+    retention="Best",
+)

@@ -13,14 +13,10 @@ arithmetic (`record_order`); rows of a batch are streams over them (`packing`), 
 
 from jaxmem.lazy import lazy_names
 
-_MODULES = {
-    "Corpus": "corpus",
-    "Loader": "loader",
-    "Split": "corpus",
-    "fingerprint": "corpus",
-    "merge_states": "loader",
-    "tokenize": "cache",
-    "tokenizer_for": "tokenizer",
-}
-__all__ = list(_MODULES)
-__getattr__ = lazy_names(__name__, _MODULES)
+__getattr__, __all__ = lazy_names(
+    __name__,
+    cache="tokenize",
+    corpus="Corpus Split fingerprint",
+    loader="Loader merge_states",
+    tokenizer="tokenizer_for",
+)

@@ -8,17 +8,11 @@ save(model, "mine")                                  # a directory that transfor
 
 from jaxmem.lazy import lazy_names
 
-_MODULES = {
-    "check_adapter": "adapter_base",
-    "copy_metadata": "files",
-    "fingerprint": "adapter_base",
-    "load": "reader",
-    "read_adapter": "peft",
-    "read_weights": "reader",
-    "save": "writer",
-    "save_adapter": "peft",
-    "saved_names": "peft",
-    "storage_dtype": "files",
-}
-__all__ = list(_MODULES)
-__getattr__ = lazy_names(__name__, _MODULES)
+__getattr__, __all__ = lazy_names(
+    __name__,
+    adapter_base="check_adapter fingerprint",
+    files="copy_metadata storage_dtype",
+    peft="read_adapter save_adapter saved_names",
+    reader="load read_weights",
+    writer="save",
+)

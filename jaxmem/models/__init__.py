@@ -3,6 +3,8 @@
 from importlib import import_module
 from typing import Any
 
+from jaxmem.lazy import lazy_names
+
 # The module and class of each model family. Config sections are in config/networks.py, and the names of weights in
 # Hugging Face directories in hf/names.py.
 FAMILIES: dict[str, Any] = {
@@ -11,23 +13,12 @@ FAMILIES: dict[str, Any] = {
     "convnet": ("jaxmem.models.convnet", "Convnet"),
     "mlp": ("jaxmem.models.mlp", "Mlp"),
 }
-_NAMES = {name: module for module, name in FAMILIES.values()} | {
-    "Chunking": "jaxmem.models.chunking",
-    "Execution": "jaxmem.models.network",
-    "Network": "jaxmem.models.network",
-}
-__all__ = [
-    "FAMILIES",
-    "Chunking",
-    "Convnet",
-    "Decoder",
-    "Execution",
-    "Mlp",
-    "Network",
-    "Vit",
-    "build",
-    "register_model",
-]
+__getattr__, __all__ = lazy_names(
+    __name__,
+    chunking="Chunking",
+    decoder="Decoder",
+    network="Execution Network",
+)
 
 
 def build(cfg: Any, rngs: Any, execution: Any = None) -> Any:
@@ -47,9 +38,3 @@ def register_model(section: Any, network: Any) -> None:
     from jaxmem.config.register import register_family
 
     FAMILIES[register_family(section)] = network
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _NAMES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(_NAMES[name]), name)

@@ -5,34 +5,29 @@ optimizers store less; each module documents its memory and cost. A module is im
 used.
 """
 
-import importlib
+from importlib import import_module
 from typing import Any
 
 from jaxmem.config.optimizers import OPTIMIZERS
+from jaxmem.lazy import lazy_names
 
-_MODULES = {
-    "rules.adafactor": ("scale_by_adafactor",),
-    "rules.adam_mini": ("scale_by_adam_mini",),
-    "rules.apollo": ("scale_by_apollo", "scale_by_apollo_mini"),
-    "apply": ("apply_updates", "global_norm", "leaf_key"),
-    "layers": ("MatrixRule", "ParameterSpec", "UpdateContext", "by_layer"),
-    "clipping": ("clip", "record_norm"),
-    "rules.galore": ("scale_by_galore", "scale_by_galore8bit", "scale_by_qgalore"),
-    "master": ("REMAINDER_BITS", "with_master", "with_remainder"),
-    "rules.muon": ("scale_by_muon",),
-    "rules.quantized": ("scale_by_adam4bit", "scale_by_adam8bit", "scale_by_lion8bit", "trace8bit"),
-    "registry": ("build", "optimizer"),
-    "learning_rate": ("schedule",),
-    "selection": ("Selection", "scale_updates", "select_trainable", "trainable"),
-}
-_NAMES = {name: module for module, names in _MODULES.items() for name in names}
-__all__ = sorted({*_NAMES, *OPTIMIZERS})  # noqa: PLE0605
+_get, _names = lazy_names(
+    __name__,
+    apply="apply_updates global_norm leaf_key",
+    clipping="clip record_norm",
+    layers="MatrixRule ParameterSpec UpdateContext by_layer",
+    learning_rate="schedule",
+    master="REMAINDER_BITS with_master with_remainder",
+    registry="build",
+    selection="Selection scale_updates select_trainable trainable",
+)
+_own = (entry.implementation.partition(":") for entry in OPTIMIZERS.values() if isinstance(entry.implementation, str))
+_RULES = {function: module for module, _, function in _own}  # scale_by_muon: muon
+__all__ = sorted({*_names, *_RULES, *OPTIMIZERS})  # noqa: PLE0605
 
 
 def __getattr__(name: str) -> Any:
-    """Returns a function of the modules above, or an optimizer of the registry: `optim.adamw(1e-3)`."""
+    """Returns a name of the modules above, an implementation in `rules`, or a named optimizer: `optim.adamw(1e-3)`."""
     if name in OPTIMIZERS:
-        return importlib.import_module("jaxmem.optim.registry").optimizer(name)
-    if name in _NAMES:
-        return getattr(importlib.import_module(f"jaxmem.optim.{_NAMES[name]}"), name)
-    raise AttributeError(f"module 'jaxmem.optim' has no attribute {name!r}")
+        return import_module("jaxmem.optim.registry").optimizer(name)
+    return getattr(import_module(f"jaxmem.optim.rules.{_RULES[name]}"), name) if name in _RULES else _get(name)

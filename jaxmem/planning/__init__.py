@@ -16,17 +16,13 @@ more, since every device runs the same program.
 
 from jaxmem.lazy import lazy_names
 
-_MODULES = {
-    "Compiled": "compile",
-    "Plan": "result",
-    "Target": "targets",
-    "bytes_on_device": "state",
-    "format_bytes": "units",
-    "ideal_flops": "predict",
-    "parse_target": "targets",
-    "plan": "result",
-    "plan_program": "result",
-    "resolve_budget": "budget",
-}
-__all__ = list(_MODULES)
-__getattr__ = lazy_names(__name__, _MODULES)
+__getattr__, __all__ = lazy_names(
+    __name__,
+    budget="resolve_budget",
+    compile="Compiled",
+    predict="ideal_flops",
+    result="Plan plan plan_program",
+    state="bytes_on_device",
+    targets="Target parse_target",
+    units="format_bytes",
+)

@@ -21,38 +21,10 @@ so a model also runs in a custom training loop.
 
 from jaxmem.lazy import lazy_names
 
-_MODULES = {
-    "Axes": "table",
-    "Axis": "table",
-    "DEFAULT_TABLE": "table",
-    "GATHERED": "gathering",
-    "Layout": "layout",
-    "MIN_TOKENS_PER_ROW": "gathering",
-    "Role": "table",
-    "Rules": "table",
-    "STORAGE_AXES": "table",
-    "Table": "table",
-    "assign_mesh_axes": "table",
-    "axis_name": "table",
-    "constrain": "arrays",
-    "current": "layout",
-    "first_dim_sharding": "layout",
-    "gather": "gathering",
-    "gather_quantized": "gathering",
-    "gather_with_input": "gathering",
-    "if_even": "table",
-    "is_axes": "table",
-    "layout_for": "layout",
-    "make_rules": "table",
-    "map_shards": "arrays",
-    "per_device": "arrays",
-    "rotate": "arrays",
-    "row_major": "arrays",
-    "row_major_in_stages": "arrays",
-    "rules_for": "table",
-    "shard_first_dim": "arrays",
-    "stored_axes": "gathering",
-    "vmap_groups": "arrays",
-}
-__all__ = list(_MODULES)
-__getattr__ = lazy_names(__name__, _MODULES)
+__getattr__, __all__ = lazy_names(
+    __name__,
+    arrays="constrain map_shards per_device rotate row_major_in_stages shard_first_dim vmap_groups",
+    gathering="MIN_TOKENS_PER_ROW gather gather_quantized gather_with_input stored_axes",
+    layout="Layout current first_dim_sharding layout_for",
+    table="Axes Axis Role STORAGE_AXES assign_mesh_axes axis_name if_even is_axes make_rules rules_for",
+)

@@ -12,21 +12,12 @@ The weights of all layers are stacked, so that a layer is compiled once for any 
 
 from jaxmem.lazy import lazy_names
 
-_MODULES = {
-    "ForwardPass": "reverse",
-    "Pipeline": "stages",
-    "Schedule": "schedule",
-    "StackCall": "apply",
-    "StackOptions": "apply",
-    "apply_stack": "apply",
-    "cut": "cuts",
-    "cut_by": "cuts",
-    "forward": "reverse",
-    "inexact_leaves": "scheduled",
-    "merge_micro_batches": "reverse",
-    "recompute_from_inputs": "remat",
-    "stacked": "apply",
-    "with_inexact": "scheduled",
-}
-__all__ = list(_MODULES)
-__getattr__ = lazy_names(__name__, _MODULES)
+__getattr__, __all__ = lazy_names(
+    __name__,
+    apply="StackCall StackOptions apply_stack stacked",
+    cuts="cut_by",
+    remat="recompute_from_inputs",
+    reverse="ForwardPass forward merge_micro_batches",
+    scheduled="inexact_leaves with_inexact",
+    stages="Pipeline",
+)

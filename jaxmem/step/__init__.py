@@ -8,6 +8,8 @@ programs.py   Program: the functions that `plan` and `train` compile
 
 from jaxmem.lazy import lazy_names
 
-_MODULES = {"Program": "programs", "TrainState": "state", "program": "programs"}
-__all__ = list(_MODULES)
-__getattr__ = lazy_names(__name__, _MODULES)
+__getattr__, __all__ = lazy_names(
+    __name__,
+    programs="Program program",
+    state="TrainState",
+)
