@@ -108,7 +108,8 @@ def lazy_modules(package: str) -> dict[str, str]:
             pairs = zip(node.keys, node.values, strict=True)
             pairs = [pair for pair in pairs if all(isinstance(one, ast.Constant) for one in pair)]
             found |= {key.value: str(value.value).partition(":")[0] for key, value in pairs}
-    return {name: module for name, module in found.items() if module in MODULES}
+    absolute = {name: module if module in MODULES else f"{package}.{module}" for name, module in found.items()}
+    return {name: module for name, module in absolute.items() if module in MODULES}
 
 
 @cache
