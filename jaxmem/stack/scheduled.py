@@ -5,11 +5,14 @@ backward pass stores the intermediates of one layer and its gradient. Weights in
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.custom_batching import custom_vmap
 
+from jaxmem.sharding import current
 from jaxmem.sharding.host import device_leaves, fetch_layer, fill, put_layer, take_layer, to_device, to_host
 from jaxmem.sharding.weights import StoredWeight
 from jaxmem.stack.schedule import Schedule
@@ -128,28 +131,43 @@ def by_schedule(run: Run, plan: Schedule, *, on_host: bool = False) -> Callable[
     return apply
 
 
-def _derivative(run: Run, weights: Any, x: Any, one: Any, beside: Any) -> Callable[[Any, Any], tuple[Any, ...]]:
+def _derivative(run: Run, *arguments: Any) -> Callable[[Any, Any], tuple[Any, ...]]:
     """(gradients of x and of the output) -> gradients of weights, x, input and beside; None for integers and keys."""
+    layout = current()
+    if layout is None or not layout.vmapped:
+        return lambda *g: _gradients(run, arguments, g)
+    of_group = custom_vmap(partial(_gradients, run))
 
-    def of_inexact(own: Any, x: Any, some: Any, others: Any) -> tuple[Any, Any]:
-        return run(with_inexact(weights, own), x, with_inexact(one, some), with_inexact(beside, others))
+    # jax cannot map the residuals of a differentiated `shard_map`, so groups are mapped first and differentiated then.
+    @of_group.def_vmap
+    def _(groups: int, batched: Any, arguments: Any, g: Any) -> tuple[Any, Any]:
+        in_axes = jax.tree.map(lambda own: 0 if own else None, batched[0])
+        mapped = jax.vmap(run, in_axes=tuple(in_axes), spmd_axis_name=layout.vmapped)
+        every = lambda x, own: x if own else jnp.broadcast_to(x, (groups, *x.shape))  # noqa: E731
+        gradients = _gradients(mapped, arguments, jax.tree.map(every, g, batched[1]))
+        return gradients, inexact_leaves(arguments, batched[0])  # the sum over groups where they share an argument
 
-    _, back = jax.vjp(of_inexact, inexact_leaves(weights), x, inexact_leaves(one), inexact_leaves(beside))
-    return lambda g, of_output: back((g, of_output))
+    return lambda *g: of_group(arguments, g)
+
+
+def _gradients(run: Run, arguments: Any, g: Any) -> Any:
+    _, back = jax.vjp(lambda numbers: run(*with_inexact(arguments, numbers)), inexact_leaves(arguments))
+    return back(g)[0]
 
 
 def _is_inexact(leaf: Any) -> bool:
     return jnp.issubdtype(leaf.dtype, jnp.inexact)
 
 
-def inexact_leaves(tree: Any) -> Any:
-    """The leaves that have a gradient: floating-point arrays, and the `at` of stored weights; None for others."""
+def inexact_leaves(tree: Any, values: Any = None) -> Any:
+    """The leaves that have a gradient: floating-point arrays, and the `at` of stored weights; None for others. Or the
+    values of these leaves in another tree."""
 
-    def of(leaf: Any) -> Any:
-        at = leaf.at if isinstance(leaf, StoredWeight) else leaf
-        return at if at is not None and _is_inexact(at) else None
+    def of(leaf: Any, value: Any) -> Any:
+        at, value = (leaf.at, value.at) if isinstance(leaf, StoredWeight) else (leaf, value)
+        return value if at is not None and _is_inexact(at) else None
 
-    return jax.tree.map(of, tree, is_leaf=_is_point)
+    return jax.tree.map(of, tree, tree if values is None else values, is_leaf=_is_point)
 
 
 def with_inexact(tree: Any, numbers: Any) -> Any:

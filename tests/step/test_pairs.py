@@ -12,6 +12,7 @@ SECTIONS = ("memory", "precision", "optimizer", "adapter", "mesh", "objective")
 ROWS = (
     ("memory.remat=sqrt", "precision.parameters=int8", "mesh.fsdp=2"),
     ("memory.offload=[activations,optimizer] memory.remat=full", "mesh.replica=2", "batch.accumulate=2"),
+    ("memory.remat=sqrt", "mesh.replica=2", "mesh.context=2", "batch.accumulate=2"),
     next(covering_rows(0)),
 )
 
@@ -27,6 +28,6 @@ def test_pairs_are_supported_or_refused_in_a_line():
     assert 0 < sum(refused) < len(refused) / 5
 
 
-@pytest.mark.parametrize("row", ROWS, ids=("quantized", "groups", "many"))
+@pytest.mark.parametrize("row", ROWS, ids=("quantized", "groups", "context", "many"))
 def test_the_loss_is_that_of_the_plain_config(row):
     assert failure(row) is None
