@@ -286,6 +286,8 @@ def failure(row: Row) -> str | None:
     try:
         mine = trained(given)
         plain = trained([text for text in given if not text.startswith(NEUTRAL)])
+    except UserError as error:  # some settings are refused when the model is known
+        return None if len(str(error).splitlines()) == 1 else str(error)
     except Exception as error:  # noqa: BLE001, whatever it is, it is a fault
         return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
     if any("loss_scale=dynamic" in text for text in given):  # the scale of a micro-batch decides which updates overflow
