@@ -35,7 +35,7 @@ from jaxtyping import Array, Float, Int
 from jaxmem.adapters.token_rows import TokenRows
 from jaxmem.config.sections import LORA_WEIGHTS, Adapter
 from jaxmem.config.targets import LowRank, is_match, low_rank_layers
-from jaxmem.errors import UserError
+from jaxmem.errors import UserError, nearest
 from jaxmem.models.embedding import Embedding, lookup_param
 from jaxmem.models.layers import Keys, dropout, fetch
 from jaxmem.models.linear import Linear, matmul
@@ -230,7 +230,7 @@ def _targets(
     for key in ("targets", "alpha_pattern"):
         for pattern in getattr(spec, key) or ():
             if not any(is_match(pattern, name, i, size) for name, size in sizes.items() for i in range(size or 1)):
-                raise UserError(f"adapter.{key}: no layer matches {pattern!r}; layers: {', '.join(known)}")
+                raise UserError(f"adapter.{key}: no layer matches {pattern!r}{nearest(pattern, known)}")
     for name, module in known.items():
         layers = low_rank_layers(spec, name, sizes[name])
         if any(layers):
