@@ -54,7 +54,7 @@ def _offload(cfg: Config) -> Iterator[str]:
     away = offloaded_activations(memory.offload)
     stages = f"mesh.stage={cfg.mesh.stage}"
     if away:
-        if memory.remat in ("none", "budget"):  # with none, saved activations have no names
+        if memory.remat in ("none", "auto"):  # with none, saved activations have no names
             yield unsupported(offload, remat, "full, dots or {save: [names]}")
         if cfg.model.family == "convnet":  # its layers are short: each would wait for its transfer
             yield unsupported(offload, "model.family=convnet", "none")

@@ -74,9 +74,9 @@ class Save(Section):
     save: Texts = setting(..., "names of activations; `jaxmem plan CONFIG --names` lists them")
 
 
-# `budget`: planning chooses a policy that fits `memory.budget`.
+# `auto`: planning chooses the fastest policy that fits.
 _PLAIN = [name for name, policy in POLICIES.items() if not policy.has_number]
-_Policy = Literal[*_PLAIN, "budget"]  # type: ignore[valid-type]
+_Policy = Literal[*_PLAIN, "auto"]  # type: ignore[valid-type]
 _Numbered = Annotated[str, Field(pattern=NUMBERED)]
 Offloaded = Annotated[tuple[str, ...], Field(strict=False, min_length=1)]
 
@@ -85,7 +85,7 @@ class Memory(Section):
     """Activation checkpointing, offloading, and computation in chunks."""
 
     remat: _Policy | _Numbered | Save = setting(
-        "none", "activation checkpointing: which activations are recomputed; budget: as few as memory.budget allows"
+        "none", "activation checkpointing: which activations are recomputed; auto: the fastest policy that fits"
     )
     offload: Literal["none", "activations", "optimizer", "frozen"] | Offloaded = setting(
         "none",

@@ -29,6 +29,7 @@ VALUES: dict[str, dict[object, object]] = {  # by the new key
     "optimizer.kernel": {"pallas": "triton"},
     "adapter.matmul": {"pallas": "triton"},
     "memory.attention": {"pallas": "auto"},
+    "memory.remat": {"budget": "auto"},
 }
 
 

@@ -10,7 +10,7 @@ more, since every device runs the same program.
     timeline     the schedule in seconds: kernels, collectives, host copies (communication)
     history      memory over the timeline
     predict      bytes and seconds by arithmetic: state, passes (one traced row), share, step_time
-    budget       `memory.remat: budget`, from the operations of one traced layer (layers)
+    budget       `memory.remat: auto`, from the operations of one traced layer (layers)
     result       the plan: results of all modules above, warnings (advice), JSON and a table
 """
 
@@ -18,7 +18,7 @@ from jaxmem.lazy import lazy_names
 
 __getattr__, __all__ = lazy_names(
     __name__,
-    budget="resolve_budget",
+    budget="resolve_remat",
     compile="Compiled",
     predict="ideal_flops",
     result="Plan plan plan_program",

@@ -1,13 +1,14 @@
-"""`memory.remat: budget`: the recompute policy that fits the memory with the least recomputation.
+"""`memory.remat: auto`: the fastest recompute policy that fits the memory.
 
-Every set of names of activations is a candidate: the bytes that it saves and the FLOPs that it recomputes follow from
+Every set of names of activations is a candidate: the bytes that it saves and the work that it recomputes follow from
 one trace of a layer (`layers.py`). Further candidates are `none`, which saves most, and `slots_K`, which saves K
-boundaries in the best positions. A candidate is dropped if another one has fewer bytes and less recomputation. The rest
-of the memory of the step cannot be estimated to within a percent, so the step is compiled, up to four times, with the
-candidate that is expected to be the last one that fits.
+boundaries in the best positions. A candidate is dropped if another one has fewer bytes and takes less time. The rest of
+the memory of the step cannot be estimated to within a percent, so for GPUs the step is compiled, up to four times, with
+the candidate that is expected to be the fastest one that fits. For CPUs, whose memory is large and whose compiler is
+slow, the estimate decides.
 
 The result is an ordinary policy, known before the step is made. A plan and a run choose the same policy, and
-config.yaml of the run records it instead of `budget`.
+config.yaml of the run records it instead of `auto`.
 """
 
 import itertools
@@ -18,6 +19,7 @@ from typing import Any
 from jaxmem.config import Config, Save
 from jaxmem.config.devices import for_devices
 from jaxmem.config.names import IN_CHUNKS, IN_GROUPS
+from jaxmem.machine.gpus import CPU, Gpu
 from jaxmem.planning.breakdown import SAVED
 from jaxmem.planning.compile import compiled_size
 from jaxmem.planning.layers import Layer, layers_of
@@ -25,35 +27,50 @@ from jaxmem.planning.passes import passes_of
 from jaxmem.planning.predict import estimate
 from jaxmem.planning.share import passes_in_memory, rows_of
 from jaxmem.planning.targets import Target, target_devices, usable_memory
+from jaxmem.planning.units import format_bytes
+from jaxmem.quant.precision import compute_dtype
 from jaxmem.stack.schedule import schedule
 from jaxmem.step import program
 
 TRIES = 4  # steps that are compiled, if one of them fits
 ROOM = 1000  # compiled with this many times the memory: at the limit XLA would recompute by itself
+WORTH = 0.01  # share of the time of the layers; no step is compiled for a smaller gain
+SLACK = 0.1  # share of the memory that an estimate leaves free
+ACCESS = 2  # bytes of memory traffic per recomputed element: fused operations write few of their results
 
 
 @dataclass(frozen=True)
 class PolicyCandidate:
     remat: str | Save
     saved: int  # bytes per device
-    recomputed: tuple[int, int]  # per row, in all layers: FLOPs of matmuls, and elements of other results
+    recomputed: float  # seconds per row, in all layers
 
 
-def resolve_budget(cfg: Config, target: Target, reserve_gib: float | None = None) -> Config:
-    """The config with a policy instead of `memory.remat: budget`; any other config unchanged."""
-    if cfg.memory.remat != "budget":
-        return cfg
+def resolve_remat(
+    cfg: Config, target: Target, reserve_gib: float | None = None, *, compiles: bool = True
+) -> tuple[Config, str | None]:
+    """The config with a policy instead of `memory.remat: auto`, and why it was chosen; any other config unchanged, and
+    None. `compiles`: False to choose by the estimate alone, with some memory left free."""
+    if cfg.memory.remat != "auto":
+        return cfg, None
     limit, resolved = usable_memory(target, cfg, reserve_gib), for_devices(cfg, target.count)
     platform = "cpu" if target.is_cpu else "gpu"
+    ladder, layers = candidates(resolved, platform, target.gpu or CPU)
     devices = target_devices(target, ROOM * limit)
 
     def needed(candidate: PolicyCandidate) -> int:
         return compiled_size(program(with_policy(cfg, candidate), devices).lower_step(), here=target.is_here)
 
-    full = estimate(with_policy(resolved, PolicyCandidate("full", 0, (0, 0))), platform)
-    return with_policy(
-        cfg, largest_that_fits(candidates(resolved, platform), limit, needed, full.total - full.kinds[SAVED])
-    )
+    full = estimate(with_policy(resolved, PolicyCandidate("full", 0, 0.0)), platform)
+    rest = full.total - full.kinds[SAVED]
+    if compiles and not target.is_cpu:
+        chosen = largest_that_fits(ladder, limit, needed, rest, WORTH * layers)
+        why = f"auto: the fastest that fits {format_bytes(limit)}"
+    else:
+        fitting = [one for one in ladder if rest + one.saved <= (1 - SLACK) * limit]
+        chosen = (fitting or ladder[:1])[-1]
+        why = f"auto: the fastest that is estimated to fit {format_bytes(limit)}"
+    return with_policy(cfg, chosen), f"{why}, recomputes {chosen.recomputed / layers:.0%} of the time of the layers"
 
 
 def with_policy(cfg: Config, candidate: PolicyCandidate) -> Config:
@@ -61,13 +78,19 @@ def with_policy(cfg: Config, candidate: PolicyCandidate) -> Config:
 
 
 def largest_that_fits(
-    ladder: Sequence[PolicyCandidate], limit: int, needed: Callable[[PolicyCandidate], int], rest: float
+    ladder: Sequence[PolicyCandidate],
+    limit: int,
+    needed: Callable[[PolicyCandidate], int],
+    rest: float,
+    worth: float = 0.0,
 ) -> PolicyCandidate:
     """The last candidate that TRIES compilations show to fit the limit; if none does, the first. `rest`: the estimated
-    bytes of a step without its saved activations."""
+    bytes of a step without its saved activations. `worth`: the gain in seconds per row for which a step is compiled."""
     known: dict[int, int] = {}  # bytes of compiled candidates, by number
     low, high = -1, len(ladder)  # candidates up to `low` fit; from `high` on they do not
     while high - low > 1 and (len(known) < TRIES or low < 0):
+        if low >= 0 and ladder[low].recomputed - ladder[high - 1].recomputed < worth:
+            break
         slope, last = 1.0, list(known)[-2:]
         if len(last) == 2:  # not every saved byte is in memory at the peak
             slope = (known[last[1]] - known[last[0]]) / (ladder[last[1]].saved - ladder[last[0]].saved)
@@ -82,28 +105,28 @@ def largest_that_fits(
     return ladder[max(low, 0)]
 
 
-def candidates(cfg: Config, platform: str) -> list[PolicyCandidate]:
+def candidates(cfg: Config, platform: str, gpu: Gpu) -> tuple[list[PolicyCandidate], float]:
     """The candidates of a config whose mesh is resolved, ordered by bytes saved; each recomputes less than the one
-    before."""
+    before. And the seconds that the matmuls of all layers take per row, forward and backward."""
     layers, copies = layers_of(cfg, platform), rows_of(cfg) * passes_in_memory(cfg)
-    without = with_policy(cfg, PolicyCandidate("none", 0, (0, 0)))
-    found = [PolicyCandidate("none", round(copies * passes_of(without, platform).saved), (0, 0))]
-    found += [PolicyCandidate(remat, round(copies * saved), again) for remat, saved, again in _by_name(cfg, layers)]
+    rate = gpu.matmul_rate(compute_dtype(cfg.precision, platform).name)
+    without = with_policy(cfg, PolicyCandidate("none", 0, 0.0))
+    found = [PolicyCandidate("none", round(copies * passes_of(without, platform).saved), 0.0)]
+    for remat, saved, flops, elements in _by_name(cfg, layers):
+        found.append(PolicyCandidate(remat, round(copies * saved), flops / rate + ACCESS * elements / gpu.memory_rate))
     if cfg.mesh.stage == 1 and (cfg.memory.update == "after" or cfg.batch.accumulate == 1):
-        flops, elements = next(one.recomputed for one in found if one.remat == "full")
-        found += [
-            PolicyCandidate(remat, round(copies * saved), (flops + more, elements))
-            for remat, saved, more in _by_schedule(layers)
-        ]
+        full = next(one.recomputed for one in found if one.remat == "full")
+        for remat, saved, flops in _by_schedule(layers):
+            found.append(PolicyCandidate(remat, round(copies * saved), full + flops / rate))
     best: list[PolicyCandidate] = []
     for one in sorted(found, key=lambda one: (one.saved, one.recomputed)):
         if not best or one.recomputed < best[-1].recomputed:
             best.append(one)
-    return best
+    return best, 3 * sum(layer.count * layer.forward for layer in layers) / rate
 
 
-def _by_name(cfg: Config, layers: Sequence[Layer]) -> Iterator[tuple[str | Save, int, tuple[int, int]]]:
-    """Every set of names, with bytes saved and work repeated in all layers."""
+def _by_name(cfg: Config, layers: Sequence[Layer]) -> Iterator[tuple[str | Save, int, int, int]]:
+    """Every set of names: bytes saved, FLOPs of matmuls repeated, and elements of other results, in all layers."""
     memory = cfg.memory
     hidden = {*(IN_CHUNKS if memory.mlp_chunk != "auto" else ()), *(IN_GROUPS if memory.head_groups != "auto" else ())}
     known = [name for name in cfg.model.activations if name not in hidden]
@@ -111,12 +134,12 @@ def _by_name(cfg: Config, layers: Sequence[Layer]) -> Iterator[tuple[str | Save,
         for names in itertools.combinations(known, count):
             costs = [(layer.count, layer.boundary, *layer.saving(names)) for layer in layers]
             saved = sum(n * (boundary + size) for n, boundary, size, *_ in costs)
-            again = sum(n * flops for n, _, _, flops, _ in costs), sum(n * elements for n, *_, elements in costs)
-            yield Save(save=names) if names else "full", saved, again
+            flops, elements = sum(n * flops for n, *_, flops, _ in costs), sum(n * more for n, *_, more in costs)
+            yield Save(save=names) if names else "full", saved, flops, elements
 
 
 def _by_schedule(layers: Sequence[Layer]) -> Iterator[tuple[str, int, int]]:
-    for slots in range(1, max(layer.count for layer in layers)):
+    for slots in range(1, max((layer.count for layer in layers), default=0)):
         plans: list[tuple[Layer, Any]] = [(layer, schedule(f"slots_{slots}", layer.count)) for layer in layers]
         saved = sum(layer.boundary * (plan.slots if plan else 1) for layer, plan in plans)
         yield f"slots_{slots}", saved, sum(layer.forward * plan.runs for layer, plan in plans if plan)

@@ -255,8 +255,7 @@ class _Activations:
         segments = cfg.data.max_segments if cfg.data.packing else 1
         length, rows = cfg.row_length, math.ceil(self.rows)
         call = cudnn.Call(rows, length, length, heads, kv_heads, model.head_dim, 1.0, True, model.window, segments)
-        groups = cudnn.head_groups(call, self.width) if segments > 1 else 1
-        return cudnn.workspace(call, self.width) / groups
+        return cudnn.workspace(cudnn.backward_part(call), self.width)
 
     def _ring(self, model: Decoder, wide: float, mlp: float) -> float:
         """Additional bytes of ring attention: keys, values and their gradients in transit; and the queries, the output

@@ -9,9 +9,10 @@ from typing import Any, Unpack
 
 import jax
 
+from jaxmem.config import Save
 from jaxmem.config.methods import RunOptions, RunSource, run_config
 from jaxmem.planning.breakdown import PARTS, Breakdown, breakdown
-from jaxmem.planning.budget import resolve_budget
+from jaxmem.planning.budget import resolve_remat
 from jaxmem.planning.compile import Compiled, compile_all, compiler_remarks, total_of
 from jaxmem.planning.history import History, history
 from jaxmem.planning.hlo import recomputed_values
@@ -45,6 +46,7 @@ class Plan:
     remarks: Mapping[str, Sequence[str]] = field(default_factory=dict)  # from XLA's log
     others: Mapping[str, int] = field(default_factory=dict)  # bytes of the compiled programs of other phases
     shorter: Mapping[int, Compiled] = field(default_factory=dict)  # steps of shorter buckets, by sequence length
+    remat_why: str | None = None  # the reason for the policy of `memory.remat: auto`; None: the config names it
 
     @property
     def step(self) -> jax.stages.Compiled:
@@ -68,6 +70,16 @@ class Plan:
         """The implementation of attention, and why; None: the model has no attention."""
         chosen = self.program.model.attention
         return None if chosen is None else {"implementation": chosen.implementation, "why": chosen.why}
+
+    @property
+    def choices(self) -> list[str]:
+        """What was chosen for settings that are `auto`, and why, a line each; attention also if the config names it."""
+        remat = self.program.cfg.memory.remat
+        saved = f"saves {', '.join(remat.save)}" if isinstance(remat, Save) else remat
+        lines = [f"recompute: {saved} ({self.remat_why})"] if self.remat_why else []
+        if self.attention and not self.target.is_cpu:
+            lines.append("attention: {implementation} ({why})".format(**self.attention))
+        return lines
 
     @property
     def compiled(self) -> dict[str, int]:
@@ -206,6 +218,7 @@ class Plan:
             },
             "backend": "cpu" if target.is_cpu else "cuda",
             "remat": built.cfg.memory.model_dump(mode="json")["remat"],
+            "remat_why": self.remat_why,
             "attention": self.attention,
             "bytes_per_device": self.bytes_per_device,
             "kinds": self.kinds,
@@ -270,7 +283,7 @@ def plan(
     aim = local_target(jax.devices()) if target is None else parse_target(target)
     cfg = run_config(source, devices=aim.count, **options)
     limit = usable_memory(aim, cfg, reserve_gib)
-    cfg = resolve_budget(cfg, aim, reserve_gib)
+    cfg, why = resolve_remat(cfg, aim, reserve_gib)
     built = program(cfg, target_devices(aim, limit))
     with compiler_remarks() as remarks:
         step, others = compile_all(built.lower_step(), built.lower_others(), here=aim.is_here, code=aim.is_here)
@@ -278,14 +291,15 @@ def plan(
         if recomputed_values(step.module) and not aim.is_here:
             free = program(cfg, target_devices(aim, 1000 * limit))
             unlimited, _ = compile_all(free.lower_step(), {}, here=False, code=False)
-    return Plan(built, aim, step, time.perf_counter() - start, reserve_gib, unlimited, remarks, others)
+    seconds = time.perf_counter() - start
+    return Plan(built, aim, step, seconds, reserve_gib, unlimited, remarks, others, remat_why=why)
 
 
-def plan_program(built: Program) -> Plan:
+def plan_program(built: Program, remat_why: str | None = None) -> Plan:
     """Plan a program for the local devices that it was made for. The step of each bucket is compiled once, for the run;
-    other phases are compiled when their bytes are read."""
+    other phases are compiled when their bytes are read. `remat_why`: the reason of `resolve_remat`."""
     start = time.perf_counter()
     steps = {n: compile_all(at.lower_step(), {}, here=True)[0] for n, at in built.buckets.items()}
     step = steps.pop(built.cfg.data.sequence_length)
     target = local_target(list(built.layout.mesh.devices.flat))
-    return Plan(built, target, step, time.perf_counter() - start, shorter=steps)
+    return Plan(built, target, step, time.perf_counter() - start, shorter=steps, remat_why=remat_why)

@@ -7,7 +7,6 @@ from rich.console import Console, ConsoleOptions, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from jaxmem.config import Save
 from jaxmem.machine.gpus import GPUS
 from jaxmem.planning.breakdown import LABELS, PARTS
 from jaxmem.planning.layers import NamedValue
@@ -59,10 +58,7 @@ class PlanTable:
             f"{plan.program.cfg.name}: {plan.program.model.parameters:,} parameters on {_devices(plan)}", style="bold"
         )
         yield self._memory(wide=wide)
-        if isinstance(remat := plan.program.cfg.memory.remat, Save):
-            yield Text(f"saved activations of each layer: its input, {', '.join(remat.save)}")
-        if plan.attention and not plan.target.is_cpu:
-            yield Text("attention: {implementation} ({why})".format(**plan.attention))
+        yield from map(Text, plan.choices)
         yield self._phases()
         yield self._verdict()
         yield from self._time()

@@ -66,6 +66,9 @@ def _heading(plan: Json, memory: Json, record: RunRecord | None) -> str:
     devices = f"{target['devices']} x {target['name'].partition(':')[0]}"
     chosen = plan.get("attention") if plan["backend"] == "cuda" else None  # plans of earlier versions do not say
     attention = escape("; attention: {implementation} ({why})".format(**chosen)) if chosen else ""
+    if plan.get("remat_why"):
+        remat = plan["remat"]["save"] if isinstance(plan["remat"], dict) else [plan["remat"]]
+        attention += escape(f"; recompute: {', '.join(remat)} ({plan['remat_why']})")
     return (
         f"<h1>{escape(model['name'])}</h1>\n<p>{model['parameters']:,} parameters on {escape(devices)}{attention}</p>\n"
         f'<div class="tiles">{shown}</div>'

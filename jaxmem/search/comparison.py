@@ -19,7 +19,7 @@ from jaxmem.config import Config
 from jaxmem.config.methods import METHODS, Method, RunSource
 from jaxmem.errors import one_line
 from jaxmem.machine.gpus import GIB
-from jaxmem.planning import Target, format_bytes, resolve_budget
+from jaxmem.planning import Target, format_bytes, resolve_remat
 from jaxmem.planning.units import format_seconds
 from jaxmem.search.compilers import CompilerPool
 from jaxmem.search.fastest import Progress, Search
@@ -174,7 +174,7 @@ def compare(
     searched: dict[str, Search | str] = {}
     for name in METHODS:
         try:
-            cfg = resolve_budget(config(method=name), target, compilers.reserve_gib)
+            cfg, _ = resolve_remat(config(method=name), target, compilers.reserve_gib, compiles=False)
             if cfg == current:
                 continue
             searched[name] = one = Search(cfg, MEMORY_KNOBS, compilers, functools.partial(_prefixed, progress, name))

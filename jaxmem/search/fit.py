@@ -9,7 +9,7 @@ from typing import Unpack
 from jaxmem.config import Config
 from jaxmem.config.methods import RunOptions, RunSource, is_model, run_config
 from jaxmem.errors import UserError
-from jaxmem.planning import Target, resolve_budget
+from jaxmem.planning import Target, resolve_remat
 from jaxmem.search.comparison import Comparison, command_line, compare
 from jaxmem.search.compilers import CompilerPool, compile_target
 from jaxmem.search.fastest import Progress, Search
@@ -44,7 +44,7 @@ def fit(
     with CompilerPool(aim, reserve_gib, processes) as compilers:
         if is_model(source) and options.get("method") is None:
             return compare(config, command, compilers, progress)
-        cfg = resolve_budget(config(), aim, reserve_gib)
+        cfg, _ = resolve_remat(config(), aim, reserve_gib, compiles=False)
         found = search(cfg, aim, allow, compilers, compiles=compiles, progress=progress)
         if found.best:
             return found

@@ -80,10 +80,10 @@ def _micro_batches(cfg: Config, _: Target) -> Iterable[Change]:
 
 
 def _policies(_cfg: Config, _target: Target) -> Iterable[Change]:
-    """All policies without `budget`, which is itself a search. `sqrt` is the only one that saves boundaries of some
+    """All policies without `auto`, which is itself a search. `sqrt` is the only one that saves boundaries of some
     layers: the others need a number, or much more time for little less memory."""
     for name in values("memory.remat"):
-        if name not in ("recursive", "constant", "budget"):
+        if name not in ("recursive", "constant", "auto"):
             yield {"memory.remat": name}
 
 

@@ -144,8 +144,8 @@ def maximize(
     """The largest `model.layers`, `data.sequence_length` or `batch.global_size` that fits. For each value, the config
     that needs the least memory among those that `allow` permits is compiled; by default only the given config."""
     aim = compile_target(target)
-    if cfg.memory.remat == "budget":
-        raise UserError("--maximize does not support memory.remat=budget; use none, full, dots or {save: [names]}")
+    if cfg.memory.remat == "auto":  # the longest sequence leaves no room for saved activations
+        cfg = cfg.model_copy(update={"memory": cfg.memory.model_copy(update={"remat": "full"})})
     with CompilerPool(aim, reserve_gib, processes) as compilers:
         return search_largest(cfg, key, allow, compilers)
 

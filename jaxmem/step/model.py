@@ -157,8 +157,8 @@ class ModelSpec:
     @property
     def _execution(self) -> models.Execution:
         memory = self.cfg.memory
-        if memory.remat == "budget":
-            raise UserError("memory.remat: budget is resolved by `plan` and `train`; use full, dots or {save: [names]}")
+        if memory.remat == "auto":
+            raise UserError("memory.remat=auto is resolved by `plan` and `train`; use none, full or {save: [names]}")
         remat = memory.remat.save if isinstance(memory.remat, Save) else memory.remat
         return models.Execution(
             dtype=compute_dtype(self.cfg.precision, self.platform),

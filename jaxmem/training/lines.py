@@ -46,9 +46,8 @@ def plan_line(plan: Plan, step: int) -> str:
     spilled = [one for one in plan.warnings if one.kind == SPILLED] if plan.spilled else []
     warnings = "".join(f"\nwarning: {one.text}; try {one.cure}" for one in spilled)
     planned = format_bytes(plan.bytes_per_device["total"])
-    has_choice = plan.attention and not plan.target.is_cpu
-    attention = "\nattention: {implementation} ({why})".format(**plan.attention) if has_choice else ""
-    return f"{start}planned {planned} per device, {work}{attention}{warnings}"
+    choices = "".join(f"\n{line}" for line in plan.choices)
+    return f"{start}planned {planned} per device, {work}{choices}{warnings}"
 
 
 def last_line(cfg: Config, step: int, directory: Path) -> str:

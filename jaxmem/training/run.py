@@ -85,7 +85,7 @@ def run(cfg: Config, devices: Sequence[Any] | None = None) -> Result:
 
 
 def _run(cfg: Config, devices: Sequence[Any] | None) -> Result:
-    from jaxmem.planning import plan_program, resolve_budget
+    from jaxmem.planning import plan_program, resolve_remat
     from jaxmem.planning.targets import local_target
     from jaxmem.training.memory_check import PeakCheck, check_fits, explained_out_of_memory
 
@@ -94,7 +94,8 @@ def _run(cfg: Config, devices: Sequence[Any] | None) -> Result:
     _preflight(cfg)
     devices = jax.devices() if devices is None else devices
     _check_kernels(cfg, devices)
-    built = program(resolve_budget(cfg, local_target(devices)), devices)
+    resolved, remat_why = resolve_remat(cfg, local_target(devices))
+    built = program(resolved, devices)
     cfg, directory = built.cfg, Path(cfg.output, cfg.name)
     checkpoint_path = checkpoint_directory(cfg, directory)
     fingerprint = data_fingerprint(cfg)
@@ -106,7 +107,7 @@ def _run(cfg: Config, devices: Sequence[Any] | None) -> Result:
         evaluate = stack.enter_context(_evaluator(built, loader)) if cfg.train.evaluate_every else None
         first = jax.process_index() == 0
         with spinner(f"{model_line(built)}\ncompiling ...", enabled=first):
-            plan = plan_program(built)
+            plan = plan_program(built, remat_why)
         check_fits(plan)
 
         keep_directory = stack.enter_context(run_directory(cfg, directory, checkpoint_path))

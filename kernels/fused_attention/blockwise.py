@@ -12,6 +12,7 @@ Batch and heads stay dimensions of their own throughout, so that arrays sharded 
 """
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -162,13 +163,30 @@ def _block(length: int) -> int:
     return min(length, 8 * -(-length // (8 * count)))
 
 
-def _visits(problem: Problem, block_q: int, block_k: int) -> Int32[np.ndarray, "visits 2"]:
-    """First query and first key of every tile in which something may be visible, a row of tiles after the other."""
-    found = []
-    for first in range(0, problem.queries, block_q):
-        low, high = problem.keys_seen(first, min(first + block_q, problem.queries))
-        found += [(first, key) for key in range(low // block_k * block_k, high, block_k)]
-    return np.asarray(found, np.int32).reshape(-1, 2)
+def _lines(length: int, block: int, seen: Callable[[int, int], tuple[int, int]], step: int) -> Int32[np.ndarray, "n 3"]:
+    """For each block of queries: its first position, and the first and last position of the blocks of keys in which
+    something may be visible. With `queries_seeing`, the same for each block of keys."""
+    ranges = [(first, *seen(first, min(first + block, length))) for first in range(0, length, block)]
+    found = [(first, low // step * step, high) for first, low, high in ranges if low < high]
+    return np.asarray(found, np.int32).reshape(-1, 3)
+
+
+def _visit_tiles(lines: Int32[np.ndarray, "n 3"], step: int, visit: Callable[..., Any], state: Any) -> Any:
+    """Calls `visit(first, other, state)` for every tile, one line of tiles after the other. The loop carries the
+    positions: a table of all tiles would grow with the square of the sequence."""
+    if not len(lines):
+        return state
+    table = jnp.asarray(np.concatenate([lines, lines[-1:]]))
+
+    def next_tile(_: Any, carried: tuple[jax.Array, jax.Array, Any]) -> tuple[jax.Array, jax.Array, Any]:
+        line, other, state = carried
+        state = visit(table[line, 0], other, state)
+        is_last = other + step >= table[line, 2]
+        line = line + is_last.astype(jnp.int32)
+        return line, jnp.where(is_last, table[line, 1], other + step), state
+
+    count = int((-(-(lines[:, 2] - lines[:, 1]) // step)).sum())
+    return jax.lax.fori_loop(0, count, next_tile, (jnp.int32(0), table[0, 1], state))[2]
 
 
 def _padded(x: jax.Array, dim: int, block: int) -> jax.Array:
@@ -187,10 +205,8 @@ def _put(x: jax.Array, part: jax.Array, start: Any, dim: int) -> jax.Array:
 def _forward_long(problem: Problem, q: Queries, k: Keys, v: Keys) -> tuple[Queries, Rows]:
     block_q, block_k = _block(problem.queries), _block(problem.keys)
     problem, (q, k, v) = _fitted(problem, block_q, block_k, q, k, v)
-    visits = jnp.asarray(_visits(problem, block_q, block_k))
 
-    def visit(n: Any, state: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
-        i, j = visits[n, 0], visits[n, 1]
+    def visit(i: Any, j: Any, state: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
         before = tuple(_slice(x, i, block_q, 3) for x in state)
         tile = Tile(i, block_q, j, block_k)
         some = _slice(q, i, block_q, 3), _slice(k, j, block_k, 2), _slice(v, j, block_k, 2)
@@ -199,7 +215,8 @@ def _forward_long(problem: Problem, q: Queries, k: Keys, v: Keys) -> tuple[Queri
 
     rows = q.shape[:-1]
     start = jnp.zeros(q.shape, jnp.float32), jnp.full(rows, -jnp.inf, jnp.float32), jnp.zeros(rows, jnp.float32)
-    out, lse = finished(q, *jax.lax.fori_loop(0, len(visits), visit, start))
+    lines = _lines(problem.queries, block_q, problem.keys_seen, block_k)
+    out, lse = finished(q, *_visit_tiles(lines, block_k, visit, start))
     return out[..., : problem.queries, :], lse[..., : problem.queries]
 
 
@@ -210,11 +227,8 @@ def _backward_long(
     problem, (q, k, v) = _fitted(problem, block_q, block_k, q, k, v)
     d_out, lse, inner = (_padded(x, 3, block_q) for x in (d_out, lse, inner))
     k_turned = jnp.swapaxes(k, 2, 3)
-    order = _visits(problem, block_q, block_k)
-    visits = jnp.asarray(order[np.lexsort((order[:, 0], order[:, 1]))])  # a column of tiles after the other
 
-    def visit(n: Any, state: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
-        i, j = visits[n, 0], visits[n, 1]
+    def visit(j: Any, i: Any, state: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
         tile = Tile(i, block_q, j, block_k)
         rows = [_slice(x, i, block_q, 3) for x in (d_out, lse, inner)]
         own = _slice(k, j, block_k, 2), _slice(k_turned, j, block_k, 3), _slice(v, j, block_k, 2)
@@ -231,7 +245,8 @@ def _backward_long(
         jnp.zeros(k.shape, jnp.float32),
         jnp.zeros(v.shape, jnp.float32),
     )
-    dq, dk, dv = jax.lax.fori_loop(0, len(visits), visit, start)
+    lines = _lines(problem.keys, block_k, problem.queries_seeing, block_q)
+    dq, dk, dv = _visit_tiles(lines, block_q, visit, start)
     return dq.transpose(0, 1, 3, 4, 2)[:, :, :, : problem.queries], dk[:, :, : problem.keys], dv[:, :, : problem.keys]
 
 

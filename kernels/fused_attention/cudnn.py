@@ -7,8 +7,8 @@ documents; and the internal function that supports them reads grouped heads at w
 
 Documents (segments) are cuDNN's packed layout, "THD": consecutive runs of positions, each with an offset and a length.
 XLA allocates them statically: room for `max_segments` documents per row, each as long as the row. The workspace of the
-backward pass grows accordingly (`workspace`); heads are computed in groups that keep it below WORKSPACE. The output of
-a row with more documents is NaN.
+backward pass grows accordingly (`workspace`); it computes as many heads at once as WORKSPACE allows. The output of a
+row with more documents is NaN.
 
 A plan for GPUs that are not installed compiles without cuDNN, so each call states its workspace by a formula; on a GPU
 XLA replaces it by the workspace that cuDNN requests.
@@ -115,33 +115,39 @@ def _backward_rule(call: Call, saved: Any, cotangents: tuple[Any, Any]) -> tuple
         raise ValueError("attention: the cudnn implementation has no gradient of the log-sum-exp; use another one")
     if isinstance(d_out, SymbolicZero):
         d_out = jnp.zeros_like(out)
-    packed = None if ids is None else Packed.of(call, ids)
-    run = functools.partial(_gradients, packed)
-    groups = 1 if packed is None else head_groups(call, q.dtype.itemsize)
-    if groups == 1:
-        return *run(call, q, k, v, out, d_out, lse), None
+    if ids is None:
+        return *_run(_BACKWARD, call, (q, k, v, lse, d_out.astype(q.dtype), out), None), None
+    return *_gradients_by_heads(call, Packed.of(call, ids), (q, out, d_out.astype(q.dtype)), (k, v), lse), None
 
-    part = replace(call, heads=call.heads // groups, kv_heads=call.kv_heads // groups)
-    sizes = part.heads, part.kv_heads, part.kv_heads
+
+def _gradients_by_heads(
+    call: Call, packed: Packed, by_query: tuple[jax.Array, ...], by_key: tuple[jax.Array, ...], lse: jax.Array
+) -> tuple[jax.Array, ...]:
+    """dq, dk and dv of packed rows, a part of the query heads after the other."""
+    part, group = backward_part(call), call.heads // call.kv_heads
+    size = part.heads
+    keys = max(1, size // group)  # key heads of a part, repeated for its query heads
+    summed = jnp.float32 if size < group else by_key[0].dtype  # several parts add to the gradients of a key head
 
     def step(i: jax.Array, found: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
-        every = zip((q, k, v, out, d_out), (*sizes, part.heads, part.heads), strict=True)
-        inputs = [jax.lax.dynamic_slice_in_dim(x, i * size, size, 2) for x, size in every]
-        inputs.append(jax.lax.dynamic_slice_in_dim(lse, i * part.heads, part.heads, 1))
-        new = run(part, *inputs)
-        return tuple(
-            jax.lax.dynamic_update_slice_in_dim(x, y, i * size, 2) for x, y, size in zip(found, new, sizes, strict=True)
-        )
+        first = i * size // group
+        q, out, d_out = (jax.lax.dynamic_slice_in_dim(x, i * size, size, 2) for x in by_query)
+        k, v = (jnp.repeat(jax.lax.dynamic_slice_in_dim(x, first, keys, 2), size // keys, 2) for x in by_key)
+        stats = packed.stats_of(part, jax.lax.dynamic_slice_in_dim(lse, i * size, size, 1))
+        dq, *others = _run(_BACKWARD, part, (q, k, v, stats, d_out, out), packed)
+        dq = jax.lax.dynamic_update_slice_in_dim(found[0], dq, i * size, 2)
+        return dq, *(add(x, y, first) for x, y in zip(found[1:], others, strict=True))
 
-    return *jax.lax.fori_loop(0, groups, step, (jnp.zeros_like(q), jnp.zeros_like(k), jnp.zeros_like(v))), None
+    def add(x: jax.Array, y: jax.Array, first: jax.Array) -> jax.Array:
+        y = y.reshape(*y.shape[:2], keys, -1, call.dim).astype(jnp.float32).sum(3).astype(summed)
+        return jax.lax.dynamic_update_slice_in_dim(x, jax.lax.dynamic_slice_in_dim(x, first, keys, 2) + y, first, 2)
+
+    start = jnp.zeros_like(by_query[0]), *(jnp.zeros(x.shape, summed) for x in by_key)
+    found = jax.lax.fori_loop(0, call.heads // size, step, start)
+    return tuple(x.astype(by_query[0].dtype) for x in found)
 
 
 _attend.defvjp(_forward_rule, _backward_rule, symbolic_zeros=True)
-
-
-def _gradients(packed: Packed | None, call: Call, q: Any, k: Any, v: Any, out: Any, d_out: Any, lse: Any) -> Any:
-    stats = lse if packed is None else packed.stats_of(call, lse)
-    return _run(_BACKWARD, call, (q, k, v, stats, d_out.astype(q.dtype), out), packed)
 
 
 # ---------------------------------------------------------------- documents
@@ -193,14 +199,20 @@ def workspace(call: Call, itemsize: int) -> int:
     return rows * 4 * (call.dim + 1) + (every_head if call.heads > call.kv_heads else 0)
 
 
-def head_groups(call: Call, itemsize: int) -> int:
-    """Parts of the heads that the backward pass of packed rows computes one after the other.
+def backward_part(call: Call) -> Call:
+    """The call of the backward pass. For packed rows it has as many query heads as WORKSPACE allows, each with a copy
+    of its keys and values, since grouped heads would allocate their gradients for each document.
 
-    >>> head_groups(Call(1, 4096, 4096, 32, 8, 128, 1.0, True, None, 32), 2)
-    8
+    >>> call = Call(1, 4096, 4096, 32, 8, 128, 1.0, True, None, 32)
+    >>> backward_part(call).heads, backward_part(replace(call, length=32768)).heads
+    (8, 1)
     """
-    parts = [parts for parts in range(1, call.kv_heads + 1) if call.kv_heads % parts == 0]
-    return next((n for n in parts if workspace(call, itemsize) <= n * WORKSPACE), call.kv_heads)
+    if call.max_segments == 1:
+        return call
+    group = call.heads // call.kv_heads
+    sizes = [n for n in range(call.heads, 0, -1) if call.heads % n == 0 and (n % group == 0 or group % n == 0)]
+    parts = [replace(call, heads=n, kv_heads=n) for n in sizes]
+    return next((part for part in parts if workspace(part, 0) <= WORKSPACE), parts[-1])
 
 
 # ---------------------------------------------------------------- the custom calls

@@ -21,6 +21,7 @@ OPERATION = "attention"
 ORDER = ("cudnn", "mosaic", "triton")
 PLAIN = "blockwise"  # runs wherever XLA does
 SIXTEEN = ("bfloat16", "float16")
+MAX_WORKSPACE = 4 * 2**30  # bytes of cuDNN for packed rows; a kernel without a workspace is as fast
 
 
 @dataclass(frozen=True)
@@ -127,7 +128,20 @@ def _cudnn(call: Request, capability: int | None) -> Failures:
     yield call.has_segments and not packed, f"{_has(capability)}", "needs 9.0 or 10.0 for segments"
     unknown = call.has_segments and call.max_segments is None
     yield unknown, "segment_ids are set without max_segments", "needs both"
+    size = 0 if unknown or not call.has_segments else _packed_workspace(call)
+    yield (
+        size > MAX_WORKSPACE,
+        f"q has {call.queries} positions",
+        (f"needs {size / 2**30:.1f} GiB for {call.max_segments} segments of that length"),
+    )
     yield call.keys_have_own, "kv_segment_ids is set", "supports the ids of the queries only"
+
+
+def _packed_workspace(call: Request) -> int:
+    """Bytes that the backward pass of one head of packed rows allocates."""
+    from .cudnn import Call, workspace
+
+    return workspace(Call(call.batch, call.queries, call.keys, 1, 1, call.dim, 1.0, True, None, call.max_segments), 2)
 
 
 def _is_older(capability: int | None) -> bool:

@@ -144,8 +144,8 @@ def lines(base: dict, *overrides: str) -> list[str]:
         ),
         (
             TEXT,
-            ["memory.offload=activations", "memory.remat=budget"],
-            "memory.offload=activations does not support memory.remat=budget; use full, dots or {save: [names]}",
+            ["memory.offload=activations", "memory.remat=auto"],
+            "memory.offload=activations does not support memory.remat=auto; use full, dots or {save: [names]}",
         ),
         (
             TEXT,

@@ -42,7 +42,7 @@ def lines(*overrides: str) -> list[str]:
         ("memory.loss_chunk=0", "memory.loss_chunk=0 must be auto, or at least 1"),
         (
             "memory.remat=sqr",
-            "memory.remat='sqr' must be none, full, dots, sqrt, recursive, constant, budget, or text of the form ...",
+            "memory.remat='sqr' must be none, full, dots, sqrt, recursive, constant, auto, or text of the form ...",
         ),
         ("memory.remat={sav: [q]}", "memory.remat.save is missing"),
         ("memory.remat={save: 3}", "memory.remat.save=3 must be a list"),

@@ -115,7 +115,8 @@ ROWS = np.array([[1] * 5 + [2] * 11 + [3] * 8, [1] * 24, [1] * 3 + [2] * 9 + [0]
     [
         ((2, 2), {"causal": True}, 2**30),
         ((4, 2), {"causal": True}, 2**30),
-        ((4, 2), {"causal": True}, 1),  # groups of heads, one after the other
+        ((4, 2), {"causal": True}, 50_000),  # a key head and its query heads at once
+        ((4, 2), {"causal": True}, 1),  # a query head at once
         ((2, 1), {"causal": True, "window": 4}, 2**30),
         ((2, 2), {"scale": 0.2}, 2**30),
     ],
@@ -182,6 +183,7 @@ PACKED = Request("bfloat16", 4096, 4096, 32, 128, has_segments=True, max_segment
         ({"has_segments": True}, 90, "max_segments"),
         ({"has_segments": True, "max_segments": 9, "keys_have_own": True}, 90, "kv_segment_ids"),
         ({"has_segments": True, "max_segments": 9, "batch": 128}, 90, "2^31"),
+        ({"has_segments": True, "max_segments": 9, "queries": 2**20, "keys": 2**20, "heads": 8}, 90, "GiB"),
     ],
 )
 def test_refusals_are_known_before_compiling(change, capability, words):
@@ -238,5 +240,5 @@ def test_it_compiles_for_each_gpu(capability, packed):
     assert set(calls) == {"__cudnn$fmhaSoftmax", "__cudnn$fmhaSoftmaxBackward"}
     seen = pairs(time, time, causal=True, window=None)
     assert total_flops(module) == pytest.approx(14 * batch * heads * seen * dim, rel=1e-6)
-    call = cudnn.Call(batch, time, time, heads, kv_heads, dim, 1.0, True, None, 8 if packed else 1)
+    call = cudnn.backward_part(cudnn.Call(batch, time, time, heads, kv_heads, dim, 1.0, True, None, 8 if packed else 1))
     assert calls["__cudnn$fmhaSoftmaxBackward"].shape.parts[-1].bytes == cudnn.workspace(call, 2)

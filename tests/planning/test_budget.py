@@ -1,11 +1,12 @@
-"""What `memory.remat: budget` chooses: by jax's own trace, by what is compiled, against every policy with a name."""
+"""What `memory.remat: auto` chooses: by jax's own trace, by what is compiled, against every policy with a name."""
 
 import pytest
 
 from jaxmem import planning
 from jaxmem.config import Config, Save, load_config
 from jaxmem.config.devices import for_devices
-from jaxmem.planning.budget import PolicyCandidate, candidates, largest_that_fits, with_policy
+from jaxmem.machine.gpus import GPUS
+from jaxmem.planning.budget import ACCESS, PolicyCandidate, candidates, largest_that_fits, resolve_remat, with_policy
 from jaxmem.planning.compile import compile_all
 from jaxmem.planning.hlo import total_flops
 from jaxmem.planning.layers import layers_of
@@ -30,8 +31,10 @@ def traced(cfg: Config) -> tuple[int, int]:
 
 def test_rungs_keep_and_repeat_what_jax_does_and_no_policy_beats_them() -> None:
     cfg = given()
-    ladder = candidates(cfg, "gpu")
+    gpu = GPUS["h100-80gb"]
+    ladder, layers = candidates(cfg, "gpu", gpu)
     least = traced(cfg)[1]
+    assert 0 < layers < least / gpu.matmul_rate("bfloat16")
     assert [rung.recomputed for rung in ladder] == sorted({rung.recomputed for rung in ladder}, reverse=True)
     assert ladder[0].remat == "slots_1"
     assert ladder[-1].remat == "none"
@@ -39,15 +42,19 @@ def test_rungs_keep_and_repeat_what_jax_does_and_no_policy_beats_them() -> None:
     for rung in (ladder[-1], named[len(named) // 2]):
         kept, flops = traced(with_policy(cfg, rung))
         assert kept == rung.saved
-        assert flops - least == rung.recomputed[0]
+        (layer,) = layers_of(with_policy(cfg, rung), "gpu")
+        again = 0 if rung.remat == "none" else layer.count * layer.saving(rung.remat.save)[2]
+        seconds = (flops - least) / gpu.matmul_rate("bfloat16") + ACCESS * again / gpu.memory_rate
+        assert rung.recomputed == pytest.approx(seconds)
     for remat in NAMED:
-        kept, flops = traced(with_policy(cfg, PolicyCandidate(remat, 0, (0, 0))))
-        assert [rung for rung in ladder if rung.saved <= kept][-1].recomputed[0] <= flops - least, remat
+        kept, flops = traced(with_policy(cfg, PolicyCandidate(remat, 0, 0.0)))
+        matmuls = (flops - least) / gpu.matmul_rate("bfloat16")
+        assert [rung for rung in ladder if rung.saved <= kept][-1].recomputed <= 1.5 * matmuls, remat
 
 
 @pytest.mark.parametrize(("slope", "beside"), [(1.0, 1000), (0.6, 900), (1.1, 1100)])
 def test_the_last_that_fits_is_found_in_few_tries(slope: float, beside: int) -> None:
-    ladder = [PolicyCandidate(str(i), 10 * i, (100 - i, 0)) for i in range(50)]
+    ladder = [PolicyCandidate(str(i), 10 * i, 100.0 - i) for i in range(50)]
     for limit in (beside - 1, beside, beside + 203, beside + 10_000):
         tried = []
 
@@ -68,17 +75,35 @@ def test_a_budget_a_tenth_below_none_costs_next_to_nothing() -> None:
     asked = config(model=wide, data={"source": "digits"}, objective="classify", batch={"global_size": 512})
     devices = target_devices(parse_target(target), 2**40)
     none, _ = compile_all(program(asked, devices).lower_step(), {}, here=False)
-    memory = asked.memory.model_copy(update={"remat": "budget", "budget": 0.9 * none.total / 2**30})
+    memory = asked.memory.model_copy(update={"remat": "auto", "budget": 0.9 * none.total / 2**30})
     plan = planning.plan(asked.model_copy(update={"memory": memory}), target)
     assert plan.fits
     assert isinstance(plan.program.cfg.memory.remat, Save)
+    assert plan.choices[0].startswith(f"recompute: saves {plan.program.cfg.memory.remat.save[0]}")
+    assert "auto: the fastest that fits" in plan.as_json()["remat_why"]
     assert plan.timeline.flops < 1.02 * total_flops(none.module)
     assert load_config(plan.program.cfg.model_dump(mode="json")) == plan.program.cfg
 
 
 def test_where_nothing_fits_the_plan_says_so() -> None:
-    ladder = [PolicyCandidate("a", 1, (9, 0)), PolicyCandidate("b", 2, (0, 0))]
+    ladder = [PolicyCandidate("a", 1, 9.0), PolicyCandidate("b", 2, 0.0)]
     assert largest_that_fits(ladder, 0, lambda rung: rung.saved, 0).remat == "a"
+
+
+def test_a_small_gain_is_not_compiled() -> None:
+    ladder = [PolicyCandidate(str(i), 10 * i, 100.0 - i) for i in range(50)]
+    tried = []
+    found = largest_that_fits(ladder, 400, lambda one: tried.append(one) or one.saved + 50, 100, worth=20.0)
+    assert (found.remat, len(tried)) == ("30", 1)
+
+
+@pytest.mark.parametrize(("gib", "remat"), [(64, "none"), (1e-4, "slots_1")])
+def test_on_a_cpu_the_estimate_decides(gib: float, remat: str) -> None:
+    asked = given(remat="auto", budget=gib)
+    chosen, why = resolve_remat(asked, parse_target("cpu:1"))
+    assert chosen.memory.remat == remat
+    assert why is not None
+    assert resolve_remat(chosen, parse_target("cpu:1")) == (chosen, None)
 
 
 def test_what_is_split_counts_for_one_device() -> None:
