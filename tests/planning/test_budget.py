@@ -46,10 +46,11 @@ def test_rungs_keep_and_repeat_what_jax_does_and_no_policy_beats_them() -> None:
         again = 0 if rung.remat == "none" else layer.count * layer.saving(rung.remat.save)[2]
         seconds = (flops - least) / gpu.matmul_rate("bfloat16") + ACCESS * again / gpu.memory_rate
         assert rung.recomputed == pytest.approx(seconds)
+    others = ACCESS * layer.count * layer.saving(())[2] / gpu.memory_rate  # results besides matmuls, all recomputed
     for remat in NAMED:
         kept, flops = traced(with_policy(cfg, PolicyCandidate(remat, 0, 0.0)))
-        matmuls = (flops - least) / gpu.matmul_rate("bfloat16")
-        assert [rung for rung in ladder if rung.saved <= kept][-1].recomputed <= 1.5 * matmuls, remat
+        seconds = (flops - least) / gpu.matmul_rate("bfloat16") + others
+        assert [rung for rung in ladder if rung.saved <= kept][-1].recomputed <= seconds, remat
 
 
 @pytest.mark.parametrize(("slope", "beside"), [(1.0, 1000), (0.6, 900), (1.1, 1100)])
