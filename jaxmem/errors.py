@@ -1,20 +1,21 @@
-"""The errors that are not the program's own, and their texts."""
+"""Errors that a user can mend, and the forms of their messages."""
 
 import difflib
 import errno
+import json
 import os
 from collections.abc import Iterable
 
-MOST = 800  # characters of a line that people read
+MOST = 800  # characters of a line that is shown completely
 
 
 class UserError(Exception):
-    """A mistake in what was given. Its text is one clear line; the command line exits with 2."""
+    """A mistake in the input. The message is one line per problem; the command line exits with 2."""
 
     exit_code = 2
 
     def __init__(self, text: str) -> None:
-        """Of a long line only its beginning and end are shown."""
+        """Shortens long lines to their beginning and end."""
         super().__init__("\n".join(map(_readable, text.split("\n"))))
 
 
@@ -23,12 +24,12 @@ def _readable(line: str) -> str:
 
 
 class TemporaryError(UserError):
-    """Nothing that was given is wrong: the same command goes on, when what is missing is back."""
+    """The input is valid: the same command continues as soon as the missing resource is available again."""
 
-    exit_code = 75  # EX_TEMPFAIL of sysexits.h, for whoever requeues
+    exit_code = 75  # EX_TEMPFAIL of sysexits.h, for schedulers that requeue
 
 
-# What a system call reports for a file or directory that cannot be used, or for a limit of the machine.
+# Errors of system calls for files and directories that cannot be used, and for limits of the machine.
 _OF_THE_MACHINE = (
     *(errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT, errno.EMFILE, errno.ENFILE, errno.ELOOP),
     *(errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.ENAMETOOLONG, errno.ESTALE),
@@ -37,8 +38,8 @@ _MORE_FILES = "too many open files: raise the limit with `ulimit -n 4096`"
 
 
 def as_user_error(error: BaseException) -> BaseException:
-    """A UserError where an error is one of the machine: a directory that cannot be written, a full disk, too few file
-    descriptors. Otherwise the error itself."""
+    """A UserError if the cause is the machine (a directory that cannot be written, a full disk, too few file
+    descriptors), otherwise the error itself."""
     cause: BaseException | None = error
     while cause is not None:
         if isinstance(cause, OSError) and cause.errno in _OF_THE_MACHINE:
@@ -51,21 +52,41 @@ def as_user_error(error: BaseException) -> BaseException:
     return error
 
 
-def nearest(name: str, known: Iterable[str]) -> str:
-    """`; did you mean X?` where something close exists, otherwise the whole list.
+def one_of(choices: Iterable[object]) -> str:
+    """
+    >>> one_of(["adam", "adamw", "lion"]), one_of(["adam"])
+    ('adam, adamw or lion', 'adam')
+    """
+    *others, last = map(str, choices)
+    return f"{', '.join(others)} or {last}" if others else last
+
+
+def nearest(name: object, known: Iterable[str]) -> str:
+    """`; did you mean X?` if a similar name exists, otherwise the complete list.
 
     >>> nearest("adamww", ["adamw", "adam"])
     '; did you mean adamw?'
     >>> nearest("zzz", ["adamw", "adam"])
-    '; known: adam, adamw'
+    '; expected one of adam, adamw'
     """
     known = sorted(known)
-    close = difflib.get_close_matches(name, known, n=1, cutoff=0.6)
-    return f"; did you mean {close[0]}?" if close else f"; known: {', '.join(known)}"
+    close = difflib.get_close_matches(str(name), known, n=1, cutoff=0.6)
+    return f"; did you mean {close[0]}?" if close else f"; expected one of {', '.join(known)}"
+
+
+def nearest_numbers(value: int, known: Iterable[int]) -> str:
+    """The nearest number below a value and the nearest above it.
+
+    >>> nearest_numbers(3, [1, 2, 4, 8])
+    '2 or 4'
+    """
+    known = sorted(known)
+    below, above = [number for number in known if number < value], [number for number in known if number > value]
+    return one_of([*below[-1:], *above[:1]] or ["none"])
 
 
 def one_line(error: BaseException) -> str:
-    """The first line of an error, with its type if it is not a user's.
+    """The first line of an error, with its type unless it is a UserError.
 
     >>> one_line(KeyError("axis")), one_line(UserError("no program"))
     ("KeyError: 'axis'", 'no program')
@@ -77,8 +98,8 @@ def one_line(error: BaseException) -> str:
 def as_yaml(value: object) -> str:
     """A config's value as it is written in YAML.
 
-    >>> as_yaml(None), as_yaml(True), as_yaml(("fsdp", 1e-4)), as_yaml({"name": "lion"})
-    ('null', 'true', '[fsdp, 0.0001]', '{name: lion}')
+    >>> as_yaml(None), as_yaml(True), as_yaml(("fsdp", 1e-4)), as_yaml({"name": "lion"}), as_yaml("1")
+    ('null', 'true', '[fsdp, 0.0001]', '{name: lion}', '"1"')
     """
     match value:
         case None | bool():
@@ -89,8 +110,18 @@ def as_yaml(value: object) -> str:
             return f"[{', '.join(map(as_yaml, value))}]"
         case dict():
             return f"{{{', '.join(f'{key}: {as_yaml(item)}' for key, item in value.items())}}}"
+        case str() if _needs_quotes(value):
+            return json.dumps(value)
         case _:
             return str(value)
+
+
+def _needs_quotes(text: str) -> bool:
+    try:
+        float(text)
+    except ValueError:
+        return text.lower() in ("", "~", "null", "true", "false") or not text.isprintable()
+    return True
 
 
 def unsupported(setting: str, other: str, use: str) -> str:
@@ -106,4 +137,4 @@ def required(setting: str, key: str, allowed: Iterable[str], actual: object) -> 
     >>> required("objective.beta=1", "objective.name", ("dpo",), "classify")
     'objective.beta=1 requires objective.name=dpo, not classify'
     """
-    return f"{setting} requires {key}={' or '.join(allowed)}, not {as_yaml(actual)}"
+    return f"{setting} requires {key}={one_of(allowed)}, not {as_yaml(actual)}"

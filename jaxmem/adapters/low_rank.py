@@ -230,7 +230,7 @@ def _targets(
     for key in ("targets", "alpha_pattern"):
         for pattern in getattr(spec, key) or ():
             if not any(is_match(pattern, name, i, size) for name, size in sizes.items() for i in range(size or 1)):
-                raise UserError(f"adapter.{key}: no layer matches {pattern!r}{nearest(pattern, known)}")
+                raise UserError(f"adapter.{key}: {pattern} matches no layer{nearest(pattern, known)}")
     for name, module in known.items():
         layers = low_rank_layers(spec, name, sizes[name])
         if any(layers):

@@ -1,8 +1,11 @@
 """The base class of all sections of a config, and the types of their values."""
 
+from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
+
+from jaxmem.errors import one_of
 
 Count = Annotated[int, Field(ge=1)]
 Fraction = Annotated[float, Field(ge=0.0, lt=1.0)]
@@ -22,3 +25,40 @@ class Section(BaseModel):
 def setting(default: Any, description: str) -> Any:
     """A field of a section. `default`: `...` if it is required. `description`: for the schema and docs/config.md."""
     return Field(default, description=description)
+
+
+NOUNS = {
+    "boolean": "true or false", "integer": "a whole number", "number": "a number", "string": "text", "null": "null",
+}  # fmt: skip
+LIMITS = {"minimum": "of at least", "exclusiveMinimum": "above", "maximum": "at most", "exclusiveMaximum": "below"}
+
+
+def allowed(schema: Mapping[str, Any]) -> str:
+    """The values that a JSON schema allows, in words.
+
+    >>> allowed({"anyOf": [{"const": "auto"}, {"type": "integer", "minimum": 1}, {"type": "null"}]})
+    'auto, a whole number of at least 1 or null'
+    """
+    return one_of(dict.fromkeys(_alternatives(schema)))
+
+
+def _alternatives(schema: Mapping[str, Any]) -> Iterator[str]:
+    match schema:
+        case {"anyOf": parts}:
+            for part in parts:
+                yield from [part["description"]] if "description" in part else _alternatives(part)
+        case {"enum": words}:
+            yield from map(str, words)
+        case {"const": word}:
+            yield str(word)
+        case {"type": "array", "prefixItems": items}:
+            yield f"a list [{', '.join(map(allowed, items))}]"
+        case {"type": "array", "items": item}:
+            yield f"a {'non-empty ' if 'minItems' in schema else ''}list [{allowed(item)}, ...]"
+        case {"type": "object", "additionalProperties": dict() as value}:
+            yield f"a mapping {{text: {allowed(value)}}}"
+        case {"type": kind} if kind in NOUNS:
+            limits = [f"{text} {schema[key]:g}" for key, text in LIMITS.items() if key in schema]
+            yield " ".join([NOUNS[kind], *" and ".join(limits).split()])
+        case _:
+            yield "a mapping of keys to values"

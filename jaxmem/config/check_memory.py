@@ -1,33 +1,28 @@
-"""Checks of the section `memory`, including conflicts with offloading, chunking and updates during the backward
-pass."""
+"""Errors in the section `memory`."""
 
 from collections.abc import Iterator
 from importlib.util import find_spec
 
+from jaxmem.config.mesh import divisors
 from jaxmem.config.names import BOUNDARY, IN_CHUNKS, IN_GROUPS, STATE_PARTS, is_offloaded, offloaded_activations
 from jaxmem.config.networks import Decoder, Vit
 from jaxmem.config.recompute import Save, is_scheduled
 from jaxmem.config.sections import Config
-from jaxmem.errors import as_yaml, nearest, unsupported
+from jaxmem.errors import as_yaml, nearest, nearest_numbers, unsupported
 
 CHUNKED = (("mlp_chunk", IN_CHUNKS), ("head_groups", IN_GROUPS))  # keys, and activations that exist only in parts
 
 
 def check_memory(cfg: Config) -> Iterator[str]:
-    memory = cfg.memory
     yield from _names(cfg)
     kernels = (
-        ("memory.attention", memory.attention, "auto"),
+        ("memory.attention", cfg.memory.attention, "auto"),
         ("optimizer.kernel", cfg.optimizer.kernel, "none"),
         ("adapter.matmul", cfg.adapter.matmul, "auto"),
     )
     for key, value, other in kernels:
         if value == "triton" and find_spec("jax_triton") is None:
-            yield f"{key}=triton requires jax-triton; pip install 'jaxmem[cuda13]', or use {other}"
-    if memory.attention in ("cudnn", "mosaic") and cfg.precision.compute == "float32":
-        yield unsupported(f"memory.attention={memory.attention}", "precision.compute=float32", "triton")
-    if memory.spill != "none" and memory.budget is not None:  # spilling starts when the device is full
-        yield unsupported(f"memory.spill={memory.spill}", f"memory.budget={memory.budget:g}", "one of the two")
+            yield f"{key}=triton requires jax-triton; run pip install 'jaxmem[cuda13]', or use {key}={other}"
     yield from _offload(cfg)
     yield from _chunks(cfg)
     yield from _update(cfg)
@@ -38,7 +33,7 @@ def _names(cfg: Config) -> Iterator[str]:
     of = f"activation of model.family={cfg.model.family}"
     if isinstance(remat, Save):
         if not remat.save:
-            yield "memory.remat.save is empty; use names of activations, or memory.remat=full"
+            yield "memory.remat.save is empty; set names of activations, or use memory.remat=full"
         for name in remat.save:
             if name not in known:
                 yield f"memory.remat.save={name} is not an {of}{nearest(name, known)}"
@@ -52,36 +47,33 @@ def _offload(cfg: Config) -> Iterator[str]:
     memory, remat = cfg.memory, f"memory.remat={cfg.memory.remat}"
     offload = f"memory.offload={as_yaml(memory.offload)}"
     away = offloaded_activations(memory.offload)
-    stages = f"mesh.stage={cfg.mesh.stage}"
     if away:
         if memory.remat in ("none", "auto"):  # with none, saved activations have no names
-            yield unsupported(offload, remat, "full, dots or {save: [names]}")
+            yield unsupported(offload, remat, "memory.remat=full, dots or {save: [names]}")
         if cfg.model.family == "convnet":  # its layers are short: each would wait for its transfer
-            yield unsupported(offload, "model.family=convnet", "none")
-    if memory.offload != "none" and cfg.mesh.stage != 1:  # each stage needs all of its layers at each tick
-        yield unsupported(offload, stages, "mesh.stage=1, or memory.offload=none")
+            yield unsupported(offload, "model.family=convnet", "memory.offload=none")
     if is_offloaded(memory.offload, "optimizer"):
         yield from _state_offloaded(cfg, offload)
     if is_offloaded(memory.offload, "frozen") and not cfg.trainable_patterns:
-        yield f"{offload} has no effect: all parameters are trainable; use none or optimizer"
+        yield f"{offload} has no effect: all parameters are trainable; use memory.offload=none or optimizer"
     named = [name for name in away if name != BOUNDARY]
     if named and is_scheduled(memory.remat):
-        yield unsupported(offload, remat, "full")
+        yield unsupported(offload, remat, "memory.remat=full")
     for key, hidden in CHUNKED:
         chunk = getattr(memory, key)
         if chunk not in ("auto", 1) and set(named) & set(hidden):
-            yield unsupported(offload, f"memory.{key}={chunk}", "auto")
+            yield unsupported(offload, f"memory.{key}={chunk}", f"memory.{key}=auto")
 
 
 def _state_offloaded(cfg: Config, offload: str) -> Iterator[str]:
     optimizer = cfg.optimizer
     if optimizer.name == "sgd" and not optimizer.momentum and cfg.precision.master == "none":
-        yield f"{offload} has no effect: optimizer.name=sgd without optimizer.momentum has no state; use none"
+        yield f"{offload} has no effect: sgd without optimizer.momentum has no state; use memory.offload=none"
     # Even a skipped update would have to copy the state.
     if cfg.train.on_nan == "skip":
-        yield unsupported(offload, "train.on_nan=skip", "one of the two")
+        yield unsupported(offload, "train.on_nan=skip", "only one of them")
     if cfg.precision.loss_scale != "none":
-        yield unsupported(offload, f"precision.loss_scale={cfg.precision.loss_scale}", "one of the two")
+        yield unsupported(offload, f"precision.loss_scale={cfg.precision.loss_scale}", "only one of them")
 
 
 def _chunks(cfg: Config) -> Iterator[str]:
@@ -93,35 +85,30 @@ def _chunks(cfg: Config) -> Iterator[str]:
         chunk, remat = getattr(memory, key), memory.remat
         if isinstance(remat, Save) and chunk != "auto" and (key == "mlp_chunk" or chunk != 1):
             for name in (name for name in remat.save if name in hidden):
-                yield unsupported(f"memory.{key}={chunk}", f"memory.remat.save={name}", "auto")
+                yield unsupported(f"memory.{key}={chunk}", f"memory.remat.save={name}", f"memory.{key}=auto")
     if isinstance(memory.head_groups, int):
         heads = model.kv_heads if isinstance(model, Decoder) else model.heads
         if heads % memory.head_groups:
-            near = [n for n in range(1, heads + 1) if heads % n == 0]
-            yield f"memory.head_groups={memory.head_groups} does not divide the {heads} KV heads; use one of {near}"
+            near = nearest_numbers(memory.head_groups, divisors(heads))
+            given = f"memory.head_groups={memory.head_groups}"
+            yield f"{heads} KV heads are not divisible by {given}; use memory.head_groups={near}"
 
 
 def _update(cfg: Config) -> Iterator[str]:
     """Conflicts with an update during the backward pass, in which the gradient of each layer exists only once."""
-    if cfg.memory.update != "during":
+    if cfg.memory.update != "during" or cfg.batch.accumulate == 1:
         return
-    remat, loss_scale = cfg.memory.remat, cfg.precision.loss_scale
-    # Overflow and NaN are known after the last gradient, when most layers have been updated already.
-    pairs = [
-        (cfg.train.on_nan == "skip", "train.on_nan=skip", "stop or rollback"),
-        (loss_scale != "none", f"precision.loss_scale={loss_scale}", "precision.loss_scale=none"),
-        (cfg.mesh.stage != 1, f"mesh.stage={cfg.mesh.stage}", "1"),
-        (cfg.objective.name == "contrastive", "objective.name=contrastive", "another objective"),  # two passes
-    ]
+    remat, accumulate = cfg.memory.remat, f"batch.accumulate={cfg.batch.accumulate}"
     # The stack processes all micro-batches at once, so it would need the boundaries and offloaded activations of all.
-    if cfg.batch.accumulate > 1:
-        both = f"batch.accumulate={cfg.batch.accumulate} with "
-        offload = both + f"memory.offload={as_yaml(cfg.memory.offload)}"
-        pairs += [
-            (is_scheduled(remat), both + f"memory.remat={remat}", "none, full, dots or {save: [names]}"),
-            (bool(offloaded_activations(cfg.memory.offload)), offload, "batch.accumulate=1, memory.offload=none"),
-            (cfg.objective.name == "dpo", both + "objective.name=dpo", "batch.accumulate=1"),
-        ]
+    pairs = [
+        (is_scheduled(remat), f"memory.remat={remat}", "memory.remat=none, full, dots or {save: [names]}"),
+        (
+            offloaded_activations(cfg.memory.offload),
+            f"memory.offload={as_yaml(cfg.memory.offload)}",
+            "memory.offload=none",
+        ),
+        (cfg.objective.name == "dpo", "objective.name=dpo", "batch.accumulate=1"),
+    ]
     for is_wrong, other, use in pairs:
         if is_wrong:
-            yield unsupported("memory.update=during", other, f"{use} or memory.update=after")
+            yield unsupported("memory.update=during", f"{accumulate} with {other}", f"{use}, or memory.update=after")

@@ -1,36 +1,15 @@
-"""Pydantic's errors as lines: the key, what was given, what is allowed."""
+"""Pydantic's errors as lines: the key, the given value, the allowed values."""
 
 import difflib
-from collections.abc import Iterator
-from typing import Any, Literal, get_args, get_origin
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
-from jaxmem.config.base import Section
-from jaxmem.config.networks import FAMILIES
+from jaxmem.config.base import allowed
 from jaxmem.config.sections import Config
-from jaxmem.errors import required
-
-# The allowed values, by pydantic's name of an error.
-ALLOWED = {
-    "int_type": "a whole number",
-    "int_from_float": "a whole number",
-    "float_type": "a number",
-    "finite_number": "a finite number",
-    "bool_type": "true or false",
-    "string_type": "text, in quotes if it looks like a number",
-    "tuple_type": "a list",
-    "model_type": "a mapping of keys to values",
-    "model_attributes_type": "a mapping of keys to values",
-    "greater_than": "more than {gt:g}",
-    "greater_than_equal": "at least {ge:g}",
-    "less_than": "less than {lt:g}",
-    "less_than_equal": "at most {le:g}",
-    "too_short": "a list of at least {min_length} values",
-    "too_long": "a list of at most {max_length} values",
-    "string_pattern_mismatch": "text of the form {pattern}",
-}
+from jaxmem.errors import as_yaml, required
 
 # Names that other tools use for a setting, and the setting.
 ELSEWHERE = {
@@ -69,137 +48,90 @@ ELSEWHERE = {
 MISSING = {"train": "set train.steps or train.tokens", "model": "set model.preset or model.hf"}
 
 
-def explain(error: ValidationError) -> str:
-    """The message of a validation error, with one line per problem."""
+def explain(error: ValidationError, raw: Mapping[str, Any]) -> str:
+    """The message of a validation error of these settings, with one line per problem."""
     errors = error.errors(include_url=False)
     missing = [item for item in errors if item["type"] == "missing" and item["loc"][:2] == ("model", "decoder")]
-    lines = list(dict.fromkeys(_line(item, errors) for item in errors if item not in missing))
+    lines = [_line(item, raw) for item in errors if item not in missing]
     if missing:
-        lines.append(
-            f"model.preset is missing; set it, or model.hf, or {', '.join(_dotted(item['loc']) for item in missing)}"
-        )
-    return "\n".join(" ".join(line.splitlines()) for line in lines)
+        keys = ", ".join(_dotted(_declared(item["loc"])[0]) for item in missing)
+        lines.append(f"model.preset is missing; set it, or model.hf, or {keys}")
+    return "\n".join(" ".join(line.splitlines()) for line in dict.fromkeys(lines))
 
 
-def _line(error: ErrorDetails, errors: list[ErrorDetails]) -> str:
-    location, kind, value = error["loc"], error["type"], error["input"]
-    key = _dotted(location)
-    if rest := _member(error):
-        of_key = location[: len(location) - len(rest)]
-        others = [one for one in errors if one["loc"][: len(of_key)] == of_key]
-        inside = next((one for one in others if len(_member(one)) > 1), None)
-        if inside is None:
-            return _of_union(of_key, value, others)
-        location, error, kind, value = (*of_key, *_member(inside)[1:]), inside, inside["type"], inside["input"]
-        key = _dotted(location)
-    match kind:
-        case "extra_forbidden":
-            return f"{key}: unknown key{_nearest_key(location)}"
-        case "missing":
-            return f"{key} is missing" + (f"; {MISSING[key]}" if key in MISSING else "")
-        case "none_required":
-            return required(f"{key}={value}", "model.family", ["decoder"], location[1])
-        case "literal_error":
-            return f"{key}={_unknown(value, _choices(location))}"
-        case "union_tag_invalid":
-            return f"{key}.family={_unknown(value['family'], list(FAMILIES))}"
-    allowed = _allowed(error)
-    if allowed is None:
-        return f"{key}={_short(value)}: {error['msg']}"
-    return f"{key}={_short(value)} must be {allowed}"
+def _line(error: ErrorDetails, raw: Mapping[str, Any]) -> str:
+    key, schema, rest = _declared(error["loc"])
+    if error["type"] == "extra_forbidden" and len(rest) == 1:
+        return f"{_dotted((*key, *rest))}: unknown key{_nearest_key(key, str(rest[0]), schema)}"
+    if error["type"] == "missing" and isinstance(key[-1], str) and not rest:
+        return f"{_dotted(key)} is missing" + (f"; {MISSING[key[0]]}" if key[0] in MISSING else "")
+    if error["type"] == "missing" and not rest:  # an item of a list
+        key, schema, _ = _declared(key[:-1])
+    if error["type"] == "union_tag_invalid":
+        key, schema = (*key, "family"), {"enum": list(schema["discriminator"]["mapping"])}
+    value: Any = raw
+    for part in key:
+        value = value[part]
+    if error["type"] == "none_required":
+        return required(f"{_dotted(key)}={_shown(value)}", "model.family", ["decoder"], error["loc"][1])
+    words = [word for part in _members(schema) for word in (part.get("const"), *part.get("enum", ())) if word]
+    close = difflib.get_close_matches(str(value), words, n=1)
+    hint = f"; did you mean {close[0]}?" if close else ""
+    if isinstance(value, int | float) and any(part.get("type") == "string" for part in _members(schema) if not words):
+        hint = f'; use "{as_yaml(value)}"'
+    words = allowed(schema).replace("a number", "a finite number" if error["type"] == "finite_number" else "a number")
+    return f"{_dotted(key) or 'config'}={_shown(value)} must be {words}{hint}"
 
 
-def _allowed(error: ErrorDetails) -> str | None:
-    text = ALLOWED.get(error["type"])
-    return None if text is None else text.format(**error.get("ctx", {}))
-
-
-def _of_union(location: tuple[int | str, ...], value: object, errors: list[ErrorDetails]) -> str:
-    """The line for a key with several types of value, with the values that are allowed for each type."""
-    kinds = list(dict.fromkeys(filter(None, map(_allowed, errors))))
-    choices = _choices(location)
-    allowed = ", or ".join([", ".join(choices), *kinds])
-    return f"{_dotted(location)}={_short(value)} must be {allowed}{_hint(value, choices)}"
-
-
-def _member(error: ErrorDetails) -> tuple[int | str, ...]:
-    """The part that pydantic appends to the location of a union: its name for a member type, and the place within
-    it."""
-    annotation: Any = Config
-    for at, part in enumerate(error["loc"]):
-        if (at, error["loc"][0]) == (1, "model"):
-            annotation = FAMILIES.get(str(part), Section)
-        elif not isinstance(part, int):
-            sections = [one for one in _inside(annotation) if isinstance(one, type) and issubclass(one, Section)]
-            if not sections or part not in sections[0].model_fields:
-                rest = error["loc"][at:]
-                return () if len(rest) == 1 and error["type"] == "extra_forbidden" else rest
-            annotation = sections[0].model_fields[part].annotation
-    return ()
-
-
-def _dotted(location: tuple[int | str, ...]) -> str:
-    """A location as a key such as `data.mixture[0].path`, without the family that pydantic inserts after `model`."""
-    parts = [part for at, part in enumerate(location) if (at, location[0]) != (1, "model")]
-    return "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in parts).removeprefix(".")
-
-
-def _unknown(value: object, choices: list[str]) -> str:
-    return f"{_short(value)} is unknown; expected one of {', '.join(choices)}{_hint(value, choices)}"
-
-
-def _hint(value: object, choices: list[str]) -> str:
-    close = difflib.get_close_matches(str(value), choices, n=1)
-    return f"; did you mean {close[0]}?" if close else ""
-
-
-def _short(value: object) -> str:
-    text = repr(value)
+def _shown(value: object) -> str:
+    text = as_yaml(value)
     return text if len(text) <= 60 else text[:57] + "..."
 
 
-def _inside(annotation: Any) -> Iterator[Any]:
-    yield annotation
-    if get_origin(annotation) is not Literal:
-        for part in get_args(annotation):
-            yield from _inside(part)
-
-
-def _section(annotation: Any) -> type[Section]:
-    return next(part for part in _inside(annotation) if isinstance(part, type) and issubclass(part, Section))
-
-
-def _declared(location: tuple[int | str, ...]) -> Any:
-    """The declared type of a location in the config."""
-    annotation: Any = Config
+def _declared(location: Sequence[int | str]) -> tuple[tuple[int | str, ...], dict[str, Any], tuple[int | str, ...]]:
+    """The part of a location that the config declares, its JSON schema, and the rest: an unknown key, or what pydantic
+    appends for a union. The family that pydantic inserts after `model` is left out."""
+    schema = Config.model_json_schema()
+    found, sections = [], schema["$defs"]
     for at, part in enumerate(location):
-        if (at, location[0]) == (1, "model"):
-            annotation = FAMILIES[str(part)]
-        elif not isinstance(part, int):
-            annotation = _section(annotation).model_fields[part].annotation
-    return annotation
+        if part in (family := schema.get("discriminator", {"mapping": {}})["mapping"]):
+            inner: Any = {"$ref": family[part]}
+        else:
+            inner = next((one for member in _members(schema) if (one := _inner(member, part))), None)
+            if inner is None:
+                return tuple(found), schema, tuple(location[at:])
+            found.append(part)
+        schema = sections[inner["$ref"].rpartition("/")[2]] if "$ref" in inner else inner
+    return tuple(found), schema, ()
 
 
-def _choices(location: tuple[int | str, ...]) -> list[str]:
-    return [
-        str(choice) for part in _inside(_declared(location)) if get_origin(part) is Literal for choice in get_args(part)
-    ]
+def _members(schema: Mapping[str, Any]) -> list[Any]:
+    """The schemas of the members of a union, otherwise the schema itself."""
+    return schema.get("anyOf", [schema])
 
 
-def _nearest_key(location: tuple[int | str, ...]) -> str:
+def _inner(schema: Mapping[str, Any], part: int | str) -> Any:
+    """The schema of a key of a section, or of an item of a list."""
+    if isinstance(part, str):
+        return schema.get("properties", {}).get(part)
+    return schema.get("items") or next(iter(schema.get("prefixItems", ())), None)
+
+
+def _dotted(key: Sequence[int | str]) -> str:
+    """A location as a key such as `data.mixture[0].path`."""
+    return "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in key).removeprefix(".")
+
+
+def _nearest_key(section: Sequence[int | str], name: str, schema: Mapping[str, Any]) -> str:
     """A hint for an unknown key: the key that has this name in other tools, a similar name in the same section, or the
     same name in another section."""
-    *parent, name = location
-    section = _section(_declared(tuple(parent)))
-    prefix = _dotted(tuple(parent))
-    prefix += "." if prefix else ""
     if name in ELSEWHERE:
-        return f"; use {ELSEWHERE[str(name)]}"
-    close = difflib.get_close_matches(str(name), section.model_fields, n=1)
-    if close:
-        return f"; did you mean {prefix}{close[0]}?"
-    for other, field in Config.model_fields.items():
-        for inner in _inside(field.annotation):
-            if isinstance(inner, type) and issubclass(inner, Section) and name in inner.model_fields:
-                return f"; did you mean {other}.{name}?"
-    return f"; known: {', '.join(sorted(prefix + known for known in section.model_fields))}"
+        return f"; use {ELSEWHERE[name]}"
+    known = {key: _dotted((*section, key)) for key in schema["properties"]}
+    if close := difflib.get_close_matches(name, known, n=1):
+        return f"; did you mean {known[close[0]]}?"
+    for other in Config.model_fields:
+        _, fields, _ = _declared([other, "decoder"] if other == "model" else [other])
+        if name in fields.get("properties", {}):
+            return f"; did you mean {other}.{name}?"
+    return f"; expected one of {', '.join(sorted(known.values()))}"

@@ -21,7 +21,7 @@ from jaxmem.config.peft import adapter_fields
 from jaxmem.config.presets import PRESETS
 from jaxmem.config.renamed import rename, warn_of
 from jaxmem.config.sections import Adapter, Config
-from jaxmem.errors import UserError, nearest
+from jaxmem.errors import UserError, as_yaml, nearest
 
 MAX_BYTES = 256 * 1024
 MAX_DEPTH = 16
@@ -106,7 +106,7 @@ def config_of(raw: dict[str, Any]) -> Config:
     try:
         cfg = Config.model_validate(raw)
     except ValidationError as error:
-        raise UserError(explain(error)) from None
+        raise UserError(explain(error, raw)) from None
     return check(cfg)
 
 
@@ -191,7 +191,7 @@ def _expand(raw: dict[str, Any]) -> None:
     preset = model.get("preset")
     if model["family"] == "decoder" and preset is not None:
         if not isinstance(preset, str) or preset not in PRESETS:
-            raise UserError(f"model.preset={preset!r} is unknown{nearest(str(preset), PRESETS)}")
+            raise UserError(f"model.preset={as_yaml(preset)} is unknown{nearest(preset, PRESETS)}")
         raw["model"] = _merge(PRESETS[preset], model)
     if model["family"] == "decoder" and isinstance(model.get("hf"), str):
         _expand_hf(raw, model["hf"])

@@ -57,6 +57,10 @@ class Pipeline(Section):
     rounds: Count = setting(1, "groups of layers per stage; 1: GPipe; more: the circular schedule")
 
 
+def divisors(n: int) -> list[int]:
+    return [d for d in range(1, n + 1) if n % d == 0]
+
+
 def divided(model: Model, rules: Rules, zero: int) -> dict[str, dict[str, int]]:
     """For each mesh axis that shards weights by the default rules, the dimensions that it must divide."""
     found = model.dims()

@@ -77,14 +77,14 @@ class Save(Section):
 # `auto`: planning chooses the fastest policy that fits.
 _PLAIN = [name for name, policy in POLICIES.items() if not policy.has_number]
 _Policy = Literal[*_PLAIN, "auto"]  # type: ignore[valid-type]
-_Numbered = Annotated[str, Field(pattern=NUMBERED)]
+_Numbered = Annotated[str, Field(pattern=NUMBERED, description="every_K, slots_K")]
 Offloaded = Annotated[tuple[str, ...], Field(strict=False, min_length=1)]
 
 
 class Memory(Section):
     """Activation checkpointing, offloading, and computation in chunks."""
 
-    remat: _Policy | _Numbered | Save = setting(
+    remat: _Policy | _Numbered | Annotated[Save, Field(description="{save: [names]}")] = setting(
         "none", "activation checkpointing: which activations are recomputed; auto: the fastest policy that fits"
     )
     offload: Literal["none", "activations", "optimizer", "frozen"] | Offloaded = setting(

@@ -2,11 +2,8 @@
 
 from typing import Any
 
-from jaxmem.config.check import REQUIRES
-from jaxmem.config.check_adapter import FIELDS
-from jaxmem.config.check_data import CHATS, HAS_FIELDS, NEEDS_PATH
+from jaxmem.config.combinations import OF_SOURCES, requirements
 from jaxmem.config.networks import FAMILIES, Decoder
-from jaxmem.config.optimizers import OPTIMIZERS
 from jaxmem.config.presets import PRESETS
 from jaxmem.config.sections import Config
 
@@ -15,10 +12,11 @@ def json_schema() -> dict[str, Any]:
     """The schema that pydantic generates, with the short forms that `load_config` expands."""
     schema = Config.model_json_schema()
     sections = schema["$defs"]
-    for key, (other, values) in requirements().items():
-        section, field = key.split(".")
-        described = sections[section.capitalize()]["properties"][field]
-        described["description"] += f"; only with {other}: {', '.join(values)}"
+    for key, (other, values) in {**requirements(), **OF_SOURCES}.items():
+        *_, section, field = key.split(".")
+        if section != "model":
+            described = sections[section.capitalize()]["properties"][field]
+            described["description"] += f"; only with {other}: {', '.join(values)}"
 
     objective = schema["properties"]["objective"]
     objective["anyOf"] = [
@@ -39,15 +37,3 @@ def json_schema() -> dict[str, Any]:
         {"required": decoder.pop("required")},
     ]
     return {"$schema": "https://json-schema.org/draft/2020-12/schema", **schema}
-
-
-def requirements() -> dict[str, tuple[str, tuple[str, ...]]]:
-    """For each key that has an effect only with some values of another key: (the other key, these values)."""
-    found = {**REQUIRES, "data.path": ("data.source", NEEDS_PATH), "data.field": ("data.source", HAS_FIELDS)}
-    found["data.on_overlong"] = ("data.source", CHATS)
-    found["data.on_invalid"] = ("data.source", (*CHATS, *HAS_FIELDS))
-    found |= {f"adapter.{field}": ("adapter.kind", kinds) for field, kinds in FIELDS.items()}
-    for field in {field for entry in OPTIMIZERS.values() for field in entry.fields} - {"kernel"}:
-        having = tuple(name for name, entry in OPTIMIZERS.items() if field in entry.fields)
-        found[f"optimizer.{field}"] = ("optimizer.name", having)
-    return found

@@ -47,7 +47,7 @@ class Selection:
             own = [(path, name, x) for path, name, x in named if fnmatchcase(name, plain)]
             if not own:
                 names = [name for _, name, _ in named]
-                raise UserError(f"trainable={plain!r} matches no parameter{nearest(plain, names)}")
+                raise UserError(f"optimizer.trainable: {plain} matches no parameter{nearest(plain, names)}")
             for path, name, x in own:
                 some = None if layers is None else _layers_in(x, name, pattern, layers)
                 known = found.get(path, ())

@@ -153,9 +153,9 @@ def maximize(
 def search_largest(cfg: Config, key: str, allow: Sequence[str], compilers: CompilerPool) -> Largest:
     start = time.perf_counter()
     if key not in UNITS:
-        raise UserError(f"maximize: unknown key {key!r}; expected one of {', '.join(UNITS)}{nearest(key, UNITS)}")
+        raise UserError(f"--maximize {key} is unknown{nearest(key, UNITS)}")
     if UNBOUNDED.get(key) in allow:
-        raise UserError(f"maximize {key} has no largest value with allow={UNBOUNDED[key]}; remove this word")
+        raise UserError(f"--maximize {key} has no limit with --allow {UNBOUNDED[key]}; leave out {UNBOUNDED[key]}")
     search = _Search(cfg, key, allow, compilers)
     search.run()
     points = tuple(sorted(search.points.values(), key=lambda one: one.value))

@@ -20,85 +20,73 @@ def lines(*overrides: str) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    ("override", "line"),
+    ("override", "given", "words"),
     [
-        ("mesh.fdsp=8", "mesh.fdsp: unknown key; did you mean mesh.fsdp?"),
-        ("fsdp=8", "fsdp: unknown key; did you mean mesh.fsdp?"),
-        ("model.layer=8", "model.layer: unknown key; did you mean model.layers?"),
-        ("model.rope.teta=8", "model.rope.teta: unknown key; did you mean model.rope.theta?"),
-        ("optimiser.name=adam", "optimiser: unknown key; did you mean optimizer?"),
-        ("batch.qqq=1", "batch.qqq: unknown key; known: batch.accumulate, batch.global_size"),
-        ("data={mixture: [{pth: a}]}", "data.mixture[0].pth: unknown key; did you mean data.mixture[0].path?"),
-        (
-            "optimizer.name=adamww",
-            "optimizer.name='adamww' is unknown; expected one of adamw, adam, sgd, lion, adafactor, adam_mini, mu...",
-        ),
-        (
-            "objective=clasify",
-            "objective.name='clasify' is unknown; expected one of next_token, dpo, classify, binary, regress_l1, ...",
-        ),
-        ("memory.update=3", "memory.update=3 is unknown; expected one of after, during"),
-        ("memory.loss_chunk=x", "memory.loss_chunk='x' must be auto, or a whole number"),
-        ("memory.loss_chunk=0", "memory.loss_chunk=0 must be auto, or at least 1"),
-        (
-            "memory.remat=sqr",
-            "memory.remat='sqr' must be none, full, dots, sqrt, recursive, constant, auto, or text of the form ...",
-        ),
-        ("memory.remat={sav: [q]}", "memory.remat.save is missing"),
-        ("memory.remat={save: 3}", "memory.remat.save=3 must be a list"),
-        (
-            "train.trackers=[tensorbord]",
-            "train.trackers[0]='tensorbord' is unknown; expected one of tensorboard, wandb; did you mean tensorboard?",
-        ),
-        (
-            "objective={name: contrastve}",
-            "objective.name='contrastve' is unknown; expected one of next_token, dpo, classify, binary, regress_l...",
-        ),
-        (
-            "model={family: decodr}",
-            "model.family='decodr' is unknown; expected one of decoder, vit, convnet, mlp; did you mean decoder?",
-        ),
-        ("model={family: [1]}", "model.family=[1] is unknown; expected one of decoder, vit, convnet, mlp"),
-        ("model.preset=tny", "model.preset='tny' is unknown; did you mean tiny?"),
-        (
-            "model.preset=[1]",
-            "model.preset=[1] is unknown; known: 130m, 1b, 350m, 60m, llama2-13b, llama2-7b, llama3-405b, llama3-...",
-        ),
-        ("model={family: vit, preset: tiny}", "model.preset=tiny requires model.family=decoder, not vit"),
-        ("model={family: vit, layers: 0}", "model.layers=0 must be at least 1"),
-        ("model.layers=1.5", "model.layers=1.5 must be a whole number"),
-        ("model=tiny", "model='tiny' must be a mapping of keys to values"),
-        ("mesh=8", "mesh=8 must be a mapping of keys to values"),
-        ("mesh.fsdp=true", "mesh.fsdp=True must be a whole number"),
-        ("zero=4", "zero=4 must be at most 3"),
-        ("zero=true", "zero=True must be a whole number"),
-        ("name=3", "name=3 must be text, in quotes if it looks like a number"),
-        ("data.packing=no", "data.packing='no' must be true or false"),
-        ("data.held_out=1", "data.held_out=1 must be less than 1"),
-        ("optimizer.learning_rate=0", "optimizer.learning_rate=0 must be more than 0"),
-        ("optimizer.learning_rate=fast", "optimizer.learning_rate='fast' must be a number"),
-        ("optimizer.clip=.inf", "optimizer.clip=inf must be a finite number"),
-        ("train.profile=3", "train.profile=3 must be a list"),
-        ("train.profile=[1, 2, 3]", "train.profile=[1, 2, 3] must be a list of at most 2 values"),
-        ("train.profile=[1]", "train.profile[1] is missing"),
-        ("model={family: convnet, stages: []}", "model.stages=[] must be a list of at least 1 values"),
-        ("name=null", "name=None must be text, in quotes if it looks like a number"),
-        ("train.steps=" + "1" * 90 + ".5", "train.steps=1.111111111111111e+89 must be a whole number"),
+        ("mesh.fdsp=8", "mesh.fdsp", "unknown mesh.fsdp"),
+        ("fsdp=8", "fsdp", "unknown mesh.fsdp"),
+        ("layers=8", "layers", "unknown model.layers"),
+        ("model.layer=8", "model.layer", "unknown model.layers"),
+        ("model.rope.teta=8", "model.rope.teta", "unknown model.rope.theta"),
+        ("optimiser.name=adam", "optimiser", "unknown optimizer"),
+        ("batch.qqq=1", "batch.qqq", "unknown batch.accumulate batch.global_size"),
+        ("data={mixture: [{pth: a}]}", "data.mixture[0].pth", "unknown data.mixture[0].path"),
+        ("optimizer.name=adamww", "optimizer.name=adamww", "adamw qgalore did"),
+        ("optimizer.name=3", "optimizer.name=3", "adamw qgalore"),
+        ("objective=clasify", "objective.name=clasify", "next_token classify did"),
+        ("memory.update=3", "memory.update=3", "after during"),
+        ("memory.loss_chunk=x", "memory.loss_chunk=x", "auto number least 1"),
+        ("memory.loss_chunk=0", "memory.loss_chunk=0", "auto number least 1"),
+        ("memory.remat=sqr", "memory.remat=sqr", "none auto every_K slots_K save did sqrt"),
+        ("memory.remat=every_0", "memory.remat=every_0", "none auto every_K slots_K save"),
+        ("memory.remat={sav: [q]}", "memory.remat={sav: [q]}", "none auto every_K slots_K save"),
+        ("memory.remat={save: 3}", "memory.remat={save: 3}", "none auto every_K slots_K save"),
+        ("train.trackers=[tensorbord]", "train.trackers[0]=tensorbord", "tensorboard wandb did"),
+        ("train.trackers=wandb", "train.trackers=wandb", "list tensorboard wandb"),
+        ("model={family: decodr}", "model.family=decodr", "decoder vit convnet mlp did"),
+        ("model={family: [1]}", "model.family=[1]", "decoder vit convnet mlp"),
+        ("model.preset=tny", "model.preset=tny", "did tiny"),
+        ("model.preset=[1]", "model.preset=[1]", "130m 1b llama3-8b"),
+        ("model={family: vit, preset: tiny}", "model.preset=tiny", "model.family=decoder vit"),
+        ("model={family: vit, layers: 0}", "model.layers=0", "number least 1"),
+        ("model.layers=1.5", "model.layers=1.5", "whole number"),
+        ("model=tiny", "model=tiny", "mapping"),
+        ("mesh=8", "mesh=8", "mapping"),
+        ("mesh.fsdp=true", "mesh.fsdp=true", "whole number"),
+        ("zero=4", "zero=4", "0 3"),
+        ("zero='3'", 'zero="3"', "whole number"),
+        ("name=3", "name=3", 'text use "3"'),
+        ("name=null", "name=null", "text"),
+        ("data.packing=no", "data.packing=no", "true false"),
+        ("data.held_out=1", "data.held_out=1", "below 1"),
+        ("optimizer.learning_rate=0", "optimizer.learning_rate=0", "number above 0"),
+        ("optimizer.clip=.inf", "optimizer.clip=inf", "finite number above 0 null"),
+        ("train.evaluate_every=0", "train.evaluate_every=0", "number least 1 null"),
+        ("train.profile=3", "train.profile=3", "list null"),
+        ("train.profile=[1, 2, 3]", "train.profile=[1, 2, 3]", "list null"),
+        ("train.profile=[1]", "train.profile=[1]", "list null"),
+        ("train.profile=[0, 1]", "train.profile[0]=0", "number least 1"),
+        ("model={family: convnet, stages: []}", "model.stages=[]", "non-empty list"),
+        ("adapter.targets={a: 0}", "adapter.targets={a: 0}", "list mapping text least 1"),
+        ("adapter.alpha_pattern={a: 0}", "adapter.alpha_pattern={a: 0}", "mapping text above 0 null"),
+        ("train.steps=" + "1" * 90 + ".5", "train.steps=1.111111111111111e+89", "whole number"),
     ],
 )
-def test_one_mistake_is_one_line(override, line):
+def test_one_mistake_is_one_line(override, given, words):
     [found] = lines(override)
-    assert found == line or (line.endswith("...") and found.startswith(line.removesuffix("...")))
+    assert re.match(re.escape(given) + r"(:| )", found)
+    assert [word for word in words.split() if word not in found.removeprefix(given)] == []
+    assert not re.search(r"\bNone|True|False|\(\?|\^", found), "Python values and regular expressions"
 
 
 def test_what_is_missing():
     with pytest.raises(UserError) as error:
         load_config({"model": {"layers": 2, "embed": 8}})
-    assert str(error.value).split("\n") == [
-        "name is missing",
-        "train is missing; set train.steps or train.tokens",
-        "model.preset is missing; set it, or model.hf, or " + LACKING,
-    ]
+    name, train, model = str(error.value).split("\n")
+    assert name == "name is missing"
+    assert train.startswith("train is missing")
+    assert "train.steps" in train
+    assert model.startswith("model.preset is missing")
+    assert model.endswith(LACKING)
 
 
 def test_a_key_of_two_lines_is_one_line():

@@ -47,7 +47,7 @@ def test_an_optimizer_holds_state_of_these_layers_alone():
     ("tree", "pattern", "message"),
     [
         (PARAMS, "blocks[4:].w", r"\[4:\].w selects no layer of blocks.w, which has 4"),
-        (PARAMS, "block[:1].w", "trainable='block.w' matches no parameter; did you mean blocks.w"),
+        (PARAMS, "block[:1].w", "block.w matches no parameter; did you mean blocks.w"),
         ({"head": ("embed", "vocab")}, "head[:1]", r"head\[:1\] requires a stack of layers, not head"),
     ],
 )

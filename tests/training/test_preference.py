@@ -137,5 +137,5 @@ def test_incompatible_settings(config, sections, message):
 
 
 def test_pairs_lie_on_one_device(config):
-    with pytest.raises(UserError, match=r"over replica 1 x fsdp 4, each with pairs of rows; nearest: 16"):
+    with pytest.raises(UserError, match=r"mesh.fsdp=4 x 2 rows of a pair; use batch.global_size=16"):
         for_devices(config(mesh={"fsdp": 4}), 4)

@@ -1,0 +1,131 @@
+"""Settings that require or exclude other settings. A combination that needs arithmetic is checked by a function of
+`check.py` or of the modules that it imports."""
+
+import re
+from collections.abc import Iterator
+from functools import reduce
+from typing import Any
+
+from jaxmem.config.optimizers import OPTIMIZERS
+from jaxmem.config.sections import LOW_RANK, Config, Generate
+from jaxmem.config.sources import SOURCES
+from jaxmem.errors import as_yaml, required, unsupported
+
+NEEDS_PATH = tuple(name for name, kind in SOURCES.items() if kind.needs_path)
+HAS_FIELDS = tuple(name for name, kind in SOURCES.items() if kind.has_field)
+CHATS = tuple(name for name, kind in SOURCES.items() if kind.contents in ("chat", "pairs"))
+CROSS_ENTROPY = ("next_token", "classify")
+_DECODER = ("model.family", ("decoder",))
+
+REQUIRES: dict[str, tuple[str, tuple[str, ...]]] = {  # keys that have an effect only with some values of another key
+    "objective.label_smoothing": ("objective.name", (*CROSS_ENTROPY, "dpo")),
+    "objective.z_loss": ("objective.name", CROSS_ENTROPY),
+    "objective.beta": ("objective.name", ("dpo",)),
+    "objective.temperature": ("objective.name", ("contrastive",)),
+    "data.reference_logprobs": ("objective.name", ("dpo",)),
+    "memory.loss_chunk": ("objective.name", ("next_token", "dpo")),
+    "data.buckets": _DECODER,
+    "mesh.context": _DECODER,
+    "train.tokens": _DECODER,
+    **{f"generate.{field}": _DECODER for field in Generate.model_fields},
+    "memory.mlp_chunk": ("model.family", ("decoder", "vit")),
+    "memory.head_groups": ("model.family", ("decoder", "vit")),
+    "model.rope.factor": ("model.rope.scaling", ("linear", "llama3", "yarn")),
+    "model.rope.attention_factor": ("model.rope.scaling", ("yarn",)),
+    "model.categories": ("model.inputs", ("one_hot", "embedding")),
+    "precision.master": ("precision.parameters", ("bfloat16",)),
+    "precision.loss_scale": ("precision.compute", ("float16",)),
+    "train.spike_threshold": ("train.on_spike", ("stop", "rollback")),
+    **dict.fromkeys(
+        (
+            *("adapter.rank", "adapter.alpha", "adapter.alpha_pattern", "adapter.rslora", "adapter.lora_bias"),
+            *("adapter.dropout", "adapter.lora_plus_ratio", "adapter.token_indices"),
+        ),
+        ("adapter.kind", LOW_RANK),
+    ),
+    "adapter.targets": ("adapter.kind", (*LOW_RANK, "patterns")),
+    "adapter.hf": ("adapter.kind", (*LOW_RANK, "prompt")),
+    "adapter.virtual_tokens": ("adapter.kind", ("prompt",)),
+    "adapter.layers": ("adapter.kind", ("last_layers",)),
+}
+OF_SOURCES = {  # the same for each source of `data` and of `data.mixture`
+    "data.path": ("data.source", NEEDS_PATH),
+    "data.field": ("data.source", HAS_FIELDS),
+    "data.on_overlong": ("data.source", CHATS),
+    "data.on_invalid": ("data.source", (*CHATS, *HAS_FIELDS)),
+}
+# (setting, a setting that it does not support, what to use instead). `=a|b`: one of these values; `!=a`: any other.
+CONFLICTS = (
+    ("precision.rounding=stochastic", "precision.parameters=float32", "bfloat16 or a quantized format"),
+    # With a master copy, rounding loses no update.
+    ("precision.rounding=stochastic", "precision.master!=none", "only one of them"),
+    ("memory.attention=cudnn|mosaic", "precision.compute=float32", "memory.attention=triton or auto"),
+    # Spilling starts when the device is full.
+    ("memory.spill!=none", "memory.budget!=null", "only one of them"),
+    # Each stage needs all of its layers at each tick of the pipeline.
+    ("memory.offload!=none", "mesh.stage!=1", "mesh.stage=1 or memory.offload=none"),
+    # During the backward pass, overflow and NaN are known only after most layers have been updated.
+    ("memory.update=during", "train.on_nan=skip", "train.on_nan=stop or rollback, or memory.update=after"),
+    ("memory.update=during", "precision.loss_scale!=none", "precision.loss_scale=none or memory.update=after"),
+    ("memory.update=during", "mesh.stage!=1", "mesh.stage=1 or memory.update=after"),
+    # A contrastive loss runs the network twice.
+    ("memory.update=during", "objective.name=contrastive", "another objective or memory.update=after"),
+    # Negatives are the other rows of a micro-batch.
+    ("objective.name=contrastive", "batch.accumulate!=1", "batch.accumulate=1"),
+    # The log-probabilities of the reference model are stored next to a single source.
+    ("objective.name=dpo", "data.mixture!=[]", "data.source and data.path"),
+    ("objective.name=dpo", "data.packing=true", "data.packing=false"),
+    # Packed rows have no padding at any length.
+    ("data.buckets!=[]", "data.packing=true", "data.packing=false"),
+    # The number of tokens of an update depends on its bucket.
+    ("data.buckets!=[]", "train.tokens!=null", "train.steps"),
+    ("model.family!=decoder", "data.mixture!=[]", "data.source=digits"),
+    *(
+        ("adapter.kind=none", f"adapter.{key}", "adapter.kind=lora, qlora or another kind")
+        for key in ("base!=null", "double_quant=false", "matmul!=auto", "base_run!=null")
+    ),
+    ("adapter.kind=dora", "adapter.lora_bias=true", "adapter.lora_bias=false"),
+    ("adapter.kind=prompt", "model.family!=decoder", "adapter.kind=head"),
+    ("adapter.kind=prompt", "mesh.context!=1", "mesh.context=1"),
+    ("adapter.kind=head", "model.tie_embeddings=true", "adapter.kind=patterns with adapter.targets=[embedding.weight]"),
+    # The output projection would need the trained rows too.
+    ("adapter.token_indices!=[]", "model.tie_embeddings=true", "a model with an output projection of its own"),
+    ("adapter.token_indices!=[]", "model.family!=decoder", "a decoder"),
+    ("adapter.matmul=sliced|triton", "mesh.tensor!=1", "adapter.matmul=auto or mesh.tensor=1"),
+)
+
+
+def requirements() -> dict[str, tuple[str, tuple[str, ...]]]:
+    """For each key that has an effect only with some values of another key: (the other key, these values)."""
+    found = dict(REQUIRES)
+    for field in dict.fromkeys(field for entry in OPTIMIZERS.values() for field in entry.fields if field != "kernel"):
+        having = tuple(name for name, entry in OPTIMIZERS.items() if field in entry.fields)
+        found[f"optimizer.{field}"] = ("optimizer.name", having)
+    return found
+
+
+def check_combinations(cfg: Config) -> Iterator[str]:
+    for key, (other, values) in requirements().items():
+        path, _, field = key.rpartition(".")
+        if (info := getattr(type(_value(cfg, path)), "model_fields", {}).get(field)) is None:
+            continue  # another family of models
+        value, actual = _value(cfg, key), _value(cfg, other)
+        if value != info.default and actual not in values:
+            yield required(f"{key}={as_yaml(value)}", other, values, actual)
+    for setting, excluded, use in CONFLICTS:
+        if (given := _matching(cfg, setting)) and (other := _matching(cfg, excluded)):
+            yield unsupported(given, other, use)
+
+
+def _matching(cfg: Config, term: str) -> str:
+    """A config's setting as `key=value` if it fulfills a term of `CONFLICTS`, otherwise an empty text."""
+    key, operator, wanted = re.split("(!?=)", term)
+    value = as_yaml(_value(cfg, key))
+    if (value in wanted.split("|")) == (operator == "!="):
+        return ""
+    return key if wanted == "[]" else f"{key}={value}"
+
+
+def _value(cfg: Config, key: str) -> Any:
+    """The value of a key; None if the family of the model does not have it."""
+    return reduce(lambda section, field: getattr(section, field, None), key.split("."), cfg)
