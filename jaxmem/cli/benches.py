@@ -39,33 +39,21 @@ def bench_step(
 
 Shapes = Annotated[
     list[str] | None,
-    typer.Argument(
-        metavar="[SHAPE]...",
-        help="Names of shapes, e.g. long or llama3-8b. [default: a standard set]",
-        show_default=False,
-    ),
+    typer.Argument(metavar="[SHAPE]...", help="Names of shapes, e.g. long or llama3-8b. [default: a standard set]"),
 ]
 Operation = Annotated[
     str | None,
-    typer.Option(
-        metavar="OPERATION",
-        help="attention, dequant_matmul, adam8_update, int8_add or sliding_max.",
-        show_default=False,
-    ),
+    typer.Option(metavar="OPERATION", help="attention, dequant_matmul, adam8_update, int8_add or sliding_max."),
 ]
 Only = Annotated[
     list[str] | None,
     typer.Option(
         metavar="NAME",
         help="Measure only this implementation or pass, e.g. mosaic or 'mosaic forward'; may be repeated.",
-        show_default=False,
     ),
 ]
 Without = Annotated[
-    list[str] | None,
-    typer.Option(
-        metavar="NAME", help="Leave out this implementation, e.g. torch; may be repeated.", show_default=False
-    ),
+    list[str] | None, typer.Option(metavar="NAME", help="Leave out this implementation, e.g. torch; may be repeated.")
 ]
 
 
@@ -86,11 +74,7 @@ def bench_kernels(
     ] = 5.0,
     write: Annotated[
         Path | None,
-        typer.Option(
-            metavar="FILE",
-            help="Append each row to FILE as a line of JSON as soon as it is measured.",
-            show_default=False,
-        ),
+        typer.Option(metavar="FILE", help="Append each row to FILE as a line of JSON as soon as it is measured."),
     ] = None,
     as_json: Json = False,
 ) -> None:
@@ -121,9 +105,7 @@ def bench_tune(
     without: Without = None,
     passes: Annotated[
         list[str] | None,
-        typer.Option(
-            "--pass", metavar="PASS", help="Tune only this pass, e.g. forward; may be repeated.", show_default=False
-        ),
+        typer.Option("--pass", metavar="PASS", help="Tune only this pass, e.g. forward; may be repeated."),
     ] = None,
     again: Annotated[bool, typer.Option("--again", help="Also measure entries that the table already has.")] = False,
     seconds: Annotated[

@@ -45,7 +45,7 @@ def export(
 
 def tokenize(
     config: ConfigFile,
-    output: Annotated[Path, typer.Option(metavar="DIR", help="The token cache to write.", show_default=False)],
+    output: Annotated[Path, typer.Option(metavar="DIR", help="The token cache to write.")],
     overrides: Overrides = None,
 ) -> None:
     """Tokenize the data of a config and store the tokens."""

@@ -17,12 +17,9 @@ from jaxmem.errors import UserError
 def generate(
     run: Model,
     overrides: Overrides = None,
-    prompt: Annotated[
-        str | None, typer.Option(metavar="TEXT", help="The text to continue.", show_default=False)
-    ] = None,
+    prompt: Annotated[str | None, typer.Option(metavar="TEXT", help="The text to continue.")] = None,
     prompts: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE", help="A prompt per line; the results are printed as JSONL.", show_default=False),
+        Path | None, typer.Option(metavar="FILE", help="A prompt per line; the results are printed as JSONL.")
     ] = None,
     tokens: Tokens = 200,
     temperature: Temperature = 0.8,
@@ -55,7 +52,7 @@ def generate(
 def chat(
     run: Model,
     overrides: Overrides = None,
-    system: Annotated[str | None, typer.Option(metavar="TEXT", help="The system message.", show_default=False)] = None,
+    system: Annotated[str | None, typer.Option(metavar="TEXT", help="The system message.")] = None,
     tokens: Tokens = 512,
     temperature: Temperature = 0.7,
     top_k: TopK = None,
@@ -93,14 +90,9 @@ def evaluate(
     run: Model,
     overrides: Overrides = None,
     data: Annotated[
-        str | None,
-        typer.Option(
-            metavar="FILE", help="Text, JSONL or Parquet to use instead of the held-out data.", show_default=False
-        ),
+        str | None, typer.Option(metavar="FILE", help="Text, JSONL or Parquet to use instead of the held-out data.")
     ] = None,
-    choices: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Multiple-choice questions, JSONL.", show_default=False)
-    ] = None,
+    choices: Annotated[Path | None, typer.Option(metavar="FILE", help="Multiple-choice questions, JSONL.")] = None,
     simulate: Simulate = None,
     as_json: Json = False,
 ) -> None:

@@ -14,8 +14,7 @@ from jaxmem.cli.start import take_devices
 def report(
     run: Run,
     html: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE", help="File of the page. [default: RUN/report.html]", show_default=False),
+        Path | None, typer.Option(metavar="FILE", help="File of the page. [default: RUN/report.html]")
     ] = None,
     png: Png = None,
 ) -> None:
@@ -31,8 +30,7 @@ def tour(
     ] = None,
     target: Target = None,
     write: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE", help="Also write a Markdown page and its figure.", show_default=False),
+        Path | None, typer.Option(metavar="FILE", help="Also write a Markdown page and its figure.")
     ] = None,
     as_json: Json = False,
 ) -> None:

@@ -5,38 +5,26 @@ from typing import Annotated
 
 import typer
 
-ConfigFile = Annotated[
-    Path, typer.Argument(metavar="CONFIG", help="A YAML file, or the directory of a run.", show_default=False)
-]
+ConfigFile = Annotated[Path, typer.Argument(metavar="CONFIG", help="A YAML file, or the directory of a run.")]
 Overrides = Annotated[
-    list[str] | None,
-    typer.Argument(metavar="[KEY=VALUE]...", help="Config settings, e.g. mesh.fsdp=8.", show_default=False),
+    list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Config settings, e.g. mesh.fsdp=8.")
 ]
 ModelOrConfig = Annotated[
     str | None,
     typer.Argument(
-        metavar="CONFIG_OR_MODEL",
-        help="A YAML file, a preset, e.g. llama3-8b, or a Hugging Face directory.",
-        show_default=False,
+        metavar="CONFIG_OR_MODEL", help="A YAML file, a preset, e.g. llama3-8b, or a Hugging Face directory."
     ),
 ]
 MethodName = Annotated[
     str | None,
-    typer.Option(
-        metavar="NAME",
-        help="Training method: full, full-bf16, full-8bit, full-int8, lora or qlora.",
-        show_default=False,
-    ),
+    typer.Option(metavar="NAME", help="Training method: full, full-bf16, full-8bit, full-int8, lora or qlora."),
 ]
-SequenceLength = Annotated[int | None, typer.Option(metavar="N", min=1, help="Tokens per row.", show_default=False)]
-BatchSize = Annotated[int | None, typer.Option(metavar="N", min=1, help="Rows per update.", show_default=False)]
+SequenceLength = Annotated[int | None, typer.Option(metavar="N", min=1, help="Tokens per row.")]
+BatchSize = Annotated[int | None, typer.Option(metavar="N", min=1, help="Rows per update.")]
 ConfigOutput = Annotated[
     Path | None,
     typer.Option(
-        "--write",
-        metavar="FILE",
-        help="Write the config (of a search: the best one) to FILE, for `jaxmem train FILE`.",
-        show_default=False,
+        "--write", metavar="FILE", help="Write the config (of a search: the best one) to FILE, for `jaxmem train FILE`."
     ),
 ]
 Run = Annotated[Path, typer.Argument(metavar="RUN", help="The directory of a run, e.g. runs/demo.")]
@@ -44,37 +32,22 @@ Model = Annotated[
     Path, typer.Argument(metavar="RUN_OR_HF_DIR", help="The directory of a run, or a Hugging Face model.")
 ]
 Target = Annotated[
-    str | None,
-    typer.Option(
-        metavar="T",
-        help="Devices to compile for, e.g. h100-80gb:8, cpu:8 or my-gpu.yaml.",
-        show_default=False,
-    ),
+    str | None, typer.Option(metavar="T", help="Devices to compile for, e.g. h100-80gb:8, cpu:8 or my-gpu.yaml.")
 ]
-Simulate = Annotated[
-    int | None, typer.Option(metavar="N", min=1, help="Use N simulated CPU devices.", show_default=False)
-]
+Simulate = Annotated[int | None, typer.Option(metavar="N", min=1, help="Use N simulated CPU devices.")]
 Reserve = Annotated[
-    float | None,
-    typer.Option(metavar="GIB", min=0.0, help="Memory of each GPU kept free for CUDA and NCCL.", show_default=False),
+    float | None, typer.Option(metavar="GIB", min=0.0, help="Memory of each GPU kept free for CUDA and NCCL.")
 ]
-Html = Annotated[
-    Path | None, typer.Option(metavar="FILE", help="Write an HTML page: memory over a step.", show_default=False)
-]
-Png = Annotated[
-    Path | None, typer.Option(metavar="FILE", help="Write a figure: memory over a step.", show_default=False)
-]
+Html = Annotated[Path | None, typer.Option(metavar="FILE", help="Write an HTML page: memory over a step.")]
+Png = Annotated[Path | None, typer.Option(metavar="FILE", help="Write a figure: memory over a step.")]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]
 
 # Options of commands that generate text.
 Tokens = Annotated[int, typer.Option(metavar="N", min=1, help="Generate at most N tokens.")]
 Temperature = Annotated[float, typer.Option(metavar="X", min=0.0, help="Sampling temperature; 0 is greedy.")]
-TopK = Annotated[
-    int | None, typer.Option(metavar="K", min=1, help="Sample from the K most likely tokens.", show_default=False)
-]
+TopK = Annotated[int | None, typer.Option(metavar="K", min=1, help="Sample from the K most likely tokens.")]
 TopP = Annotated[float, typer.Option(metavar="P", help="Sample from the most likely tokens with total probability P.")]
 StopTexts = Annotated[
-    list[str] | None,
-    typer.Option("--stop", metavar="TEXT", help="Stop before TEXT; may be repeated.", show_default=False),
+    list[str] | None, typer.Option("--stop", metavar="TEXT", help="Stop before TEXT; may be repeated.")
 ]
 Seed = Annotated[int, typer.Option(metavar="N", min=0, help="Random seed of the sampling.")]

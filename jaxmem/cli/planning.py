@@ -40,9 +40,7 @@ def plan(
     target: Annotated[
         str | None,
         typer.Option(
-            metavar="T",
-            help="Devices to plan for, e.g. h100-80gb:16x8, cpu:8 or my-gpu.yaml; `list` prints all.",
-            show_default=False,
+            metavar="T", help="Devices to plan for, e.g. h100-80gb:16x8, cpu:8 or my-gpu.yaml; `list` prints all."
         ),
     ] = None,
     method: MethodName = None,
@@ -114,19 +112,13 @@ def fit(
         typer.Option(
             metavar="WORDS",
             help="Groups of settings that may change, separated by commas: mesh,remat,batch,optimizer,...",
-            show_default=False,
         ),
     ] = None,
     maximize: Annotated[
-        str | None,
-        typer.Option(
-            metavar="KEY", help="Find the largest value of KEY that fits, e.g. model.layers.", show_default=False
-        ),
+        str | None, typer.Option(metavar="KEY", help="Find the largest value of KEY that fits, e.g. model.layers.")
     ] = None,
     write: ConfigOutput = None,
-    png: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Write a figure: memory against time.", show_default=False)
-    ] = None,
+    png: Annotated[Path | None, typer.Option(metavar="FILE", help="Write a figure: memory against time.")] = None,
     reserve: Reserve = None,
     compiles: Annotated[int, typer.Option(metavar="N", min=1, help="Compile at most N configs.")] = 12,
     as_json: Json = False,

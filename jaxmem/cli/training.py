@@ -27,9 +27,7 @@ def train(config: ConfigFile, overrides: Overrides = None, simulate: Simulate = 
 def launch(
     command: Annotated[list[str], typer.Argument(metavar="-- COMMAND", help="The command of each process.")],
     processes: Annotated[int, typer.Option("-n", metavar="P", min=1, help="Number of processes.")],
-    devices: Annotated[
-        int | None, typer.Option(metavar="D", min=1, help="Simulated CPU devices per process.", show_default=False)
-    ] = None,
+    devices: Annotated[int | None, typer.Option(metavar="D", min=1, help="Simulated CPU devices per process.")] = None,
 ) -> None:
     """Run a command in several processes on this host.
 
