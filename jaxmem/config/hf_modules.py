@@ -1,7 +1,13 @@
-"""The names of the modules of a decoder in a Hugging Face model, for every family; used in both directions."""
+"""The names of the modules of a decoder in a Hugging Face model, for every family, and their selection by regexes."""
 
+import json
+import re
+import subprocess
+import sys
+from collections.abc import Sequence
 from typing import NamedTuple
 
+from jaxmem.config.hf_values import UnsupportedError
 from jaxmem.config.networks import Decoder
 
 MODULES = {
@@ -21,6 +27,10 @@ MODULES = {
     "head": "lm_head",
 }
 BIASES = {"attention_bias": ("q", "k", "v"), "output_bias": ("o",), "mlp_bias": ("gate", "up", "down")}
+REGEX_SECONDS = 5
+MATCH = """import json, re, sys
+patterns, names = json.load(sys.stdin)
+print(json.dumps([[bool(re.fullmatch(p, n)) for n in names] for p in patterns]))"""
 
 
 class HfModule(NamedTuple):
@@ -47,3 +57,27 @@ def modules_of(model: Decoder) -> list[HfModule]:
         layers = range(model.layers) if "{}" in name else (None,)
         found += [HfModule(path, name.format(layer), layer, last in biased) for layer in layers]
     return found
+
+
+def select_names(wanted: str | Sequence[str], all_names: Sequence[str], key: str) -> set[str]:
+    """The names that a regex matches, or that are equal to a name of a list or end with one."""
+    if isinstance(wanted, str):
+        return match_names([wanted], all_names, key)[0]
+    return {name for name in all_names if name in wanted or name.endswith(tuple(f".{one}" for one in wanted))}
+
+
+def match_names(patterns: Sequence[str], all_names: Sequence[str], key: str, form: str = "{}") -> list[set[str]]:
+    """The names that each regex, inserted into `form`, matches. A regex of a file could backtrack forever: unless it is
+    a plain name, it is matched in a process with a time limit."""
+    regexes = [form.replace("{}", pattern) for pattern in patterns]
+    if all(re.fullmatch(r"[\w.]+", pattern) for pattern in patterns):
+        return [{name for name in all_names if regex.fullmatch(name)} for regex in map(re.compile, regexes)]
+    given = json.dumps([regexes, all_names])
+    command = [sys.executable, "-I", "-S", "-c", MATCH]
+    try:
+        done = subprocess.run(command, input=given, capture_output=True, text=True, timeout=REGEX_SECONDS, check=False)  # noqa: S603
+    except subprocess.TimeoutExpired:
+        raise UnsupportedError(f"{key}: matching takes longer than {REGEX_SECONDS} s; use a simpler regex") from None
+    if done.returncode:
+        raise UnsupportedError(f"{key}: invalid regex: {done.stderr.strip().splitlines()[-1]}")
+    return [{name for name, hit in zip(all_names, hits, strict=True) if hit} for hits in json.loads(done.stdout)]

@@ -1,16 +1,20 @@
-"""Values of a config.json or adapter_config.json. Each key is understood, known to be without effect, or refused by
-its name."""
+"""Values of a config.json or adapter_config.json. Each key is supported, known to have no effect, or refused by its
+name."""
 
 import json
 from collections.abc import Collection, Mapping
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
+from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
+
+from jaxmem.config.base import allowed
 from jaxmem.errors import UserError
 
 MAX_BYTES = 16 << 20  # a limit above the size of all such files, since the content of a file is not trusted
-MAX_SIZE = 1 << 31  # a limit above all dimensions of models, checked before any array is created
+Size = Annotated[int, Field(ge=1, le=1 << 31)]  # a limit above all dimensions of models, since it is not trusted
+Number = Annotated[float, Field(gt=0, lt=1e300)]
 
 
 class UnsupportedError(Exception):
@@ -54,34 +58,13 @@ def check_keys(
             )
 
 
-def names(settings: Mapping[str, Any], key: str) -> list[str]:
-    value = settings.get(key) or []
-    if not isinstance(value, list) or not all(isinstance(name, str) for name in value):
-        raise UnsupportedError(f"{key}: must be a list of names, not {value!r}")
-    return value
-
-
-def boolean(settings: Mapping[str, Any], key: str) -> bool:
-    """A boolean; False if the key is absent or null."""
-    value = settings.get(key)
-    if value not in (None, False, True):
-        raise UnsupportedError(f"{key}: must be true or false, not {value!r}")
-    return bool(value)
-
-
-def integer(settings: Mapping[str, Any], key: str, default: Any = None, least: int = 1) -> int:
-    value = settings.get(key)
-    value = default if value is None else value
-    if type(value) is not int or not least <= value <= MAX_SIZE:
-        raise UnsupportedError(f"{key}: must be an integer from {least} to {MAX_SIZE}, not {value!r}")
-    return value
-
-
-def number(settings: Mapping[str, Any], key: str, default: float | None = None, *, zero: bool = False) -> float:
-    """A number above 0; with `zero`, a number of at least 0."""
-    value = settings.get(key)
-    value = default if value is None else value
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    if value is None or not is_number or not 0 <= value < 1e300 or (value == 0 and not zero):
-        raise UnsupportedError(f"{key}: must be a number {'of at least' if zero else 'above'} 0, not {value!r}")
-    return float(value)
+def read(settings: Mapping[str, Any], key: str, kind: Any, default: Any = None) -> Any:
+    """The value of a key, which pydantic checks to be of a type; the default if the key is absent or null."""
+    found = settings.get(key)
+    found = default if found is None else found
+    checked = TypeAdapter(kind, config=ConfigDict(strict=True, allow_inf_nan=False))
+    try:
+        return checked.validate_python(found)
+    except ValidationError:
+        given = json.dumps(found)
+        raise UnsupportedError(f"{key}: must be {allowed(checked.json_schema())}, not {given[:60]}") from None

@@ -5,12 +5,15 @@ normalized, the default of an absent key). Files of models that `Decoder` does n
 scaling of rotary positions, different layers, other activations, or weights quantized by another tool.
 """
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
-from jaxmem.config.hf_values import UnsupportedError, boolean, check_keys, integer, names, number, read_json
+from pydantic import Field
+
+from jaxmem.config.hf_values import Number, Size, UnsupportedError, check_keys, read, read_json
 from jaxmem.config.networks import Decoder, Rope
 from jaxmem.errors import UserError
 
@@ -109,56 +112,57 @@ def decoder_fields(directory: str) -> dict[str, Any]:
 
 
 def fields_of(settings: Mapping[str, Any]) -> dict[str, Any]:
-    architectures, model_type = names(settings, "architectures"), settings.get("model_type")
+    architectures, model_type = read(settings, "architectures", list[str], []), settings.get("model_type")
     family = next((FAMILIES[name] for name in architectures if name in FAMILIES), None)
     if not architectures:
         family = next((one for one in FAMILIES.values() if one.model_type == model_type), None)
     if family is None:
-        raise UnsupportedError(
-            f"architecture {', '.join(architectures) or model_type} is not supported; supported: {', '.join(FAMILIES)}"
-        )
+        given = ", ".join(architectures) or model_type
+        raise UnsupportedError(f"architecture {given} is not supported; expected one of {', '.join(FAMILIES)}")
     if model_type not in (None, family.model_type):  # transformers decides by model_type
-        raise UnsupportedError(f"model_type {model_type!r} does not match {architectures[0]}: {family.model_type!r}")
+        raise UnsupportedError(
+            f"model_type {model_type} does not match {architectures[0]}; expected {family.model_type}"
+        )
     check_keys(settings, UNDERSTOOD, FIXED, WITHOUT_EFFECT)
-    shape = {name: integer(settings, key) for name, key in SHAPE.items()}
+    shape = {name: read(settings, key, Size) for name, key in SHAPE.items()}
     if shape["layers"] > MAX_LAYERS:
         raise UnsupportedError(f"num_hidden_layers: must be at most {MAX_LAYERS}, not {shape['layers']}")
     # An absent key has the default of the class; null has the default of all classes.
     settings = {**family.defaults, **settings}
-    biased = boolean(settings, "attention_bias") if family.biased is None else family.biased
+    biased = read(settings, "attention_bias", bool, False) if family.biased is None else family.biased
     return {
         **shape,
-        "kv_heads": integer(settings, "num_key_value_heads", shape["heads"]),
-        "head_dim": integer(settings, "head_dim", shape["embed"] // shape["heads"]),
+        "kv_heads": read(settings, "num_key_value_heads", Size, shape["heads"]),
+        "head_dim": read(settings, "head_dim", Size, shape["embed"] // shape["heads"]),
         "rope": _rope_fields(settings),
-        "norm_epsilon": number(settings, "rms_norm_eps", 1e-6),
+        "norm_epsilon": read(settings, "rms_norm_eps", Number, 1e-6),
         "qk_norm": family.qk_norm,
         "attention_bias": biased,
         "output_bias": biased and family.biased_output,
-        "mlp_bias": family.mlp_bias and boolean(settings, "mlp_bias"),
-        "tie_embeddings": boolean(settings, "tie_word_embeddings"),
+        "mlp_bias": family.mlp_bias and read(settings, "mlp_bias", bool, False),
+        "tie_embeddings": read(settings, "tie_word_embeddings", bool, False),
         "window": _window(settings, family, shape["layers"]),
     }
 
 
 def _window(settings: Mapping[str, Any], family: HfFamily, layers: int) -> int | None:
     """The number of keys that a query attends to, which must be the same in every layer; None: all."""
-    kinds = set(names(settings, "layer_types"))
+    kinds = set(read(settings, "layer_types", list[str], []))
     if settings.get("sliding_window") is None or family.windows is None:
         return None
     if family.windows == "asked":
-        if not boolean(settings, "use_sliding_window"):
+        if not read(settings, "use_sliding_window", bool, False):
             return None
-        first = integer(settings, "max_window_layers", 28, least=0)
+        first = read(settings, "max_window_layers", Annotated[int, Field(ge=0)], 28)
         present = {"full_attention": first > 0, "sliding_attention": first < layers}
         kinds = kinds or {kind for kind, is_present in present.items() if is_present}
         if kinds == {"full_attention"}:
             return None
     if not kinds <= {"sliding_attention"}:
         raise UnsupportedError(
-            f"layer_types: {', '.join(sorted(kinds))} are not supported; all layers must have the same window"
+            f"layer_types: {', '.join(sorted(kinds))} is not supported; all layers must have the same window"
         )
-    return integer(settings, "sliding_window")
+    return read(settings, "sliding_window", Size)
 
 
 def _rope_fields(settings: Mapping[str, Any]) -> dict[str, Any]:
@@ -166,24 +170,24 @@ def _rope_fields(settings: Mapping[str, Any]) -> dict[str, Any]:
     5). If a file has both, `rope_scaling` is used, as in transformers."""
     scaling = settings.get("rope_scaling") or settings.get("rope_parameters") or {}
     if not isinstance(scaling, Mapping):
-        raise UnsupportedError(f"rope_scaling: must be an object, not {scaling!r}")
+        raise UnsupportedError(f"rope_scaling: must be an object, not {json.dumps(scaling)}")
     kind = scaling.get("rope_type", scaling.get("type", "default"))
     if not isinstance(kind, str) or kind not in ROPE:
-        raise UnsupportedError(f"rope_type {kind!r} is not supported; supported: {', '.join(ROPE)}")
+        raise UnsupportedError(f"rope_type {json.dumps(kind)} is not supported; expected one of {', '.join(ROPE)}")
     check_keys(scaling, UNDERSTOOD_ROPE, FIXED_ROPE, section="rope_scaling.")
-    rope: dict[str, Any] = {"theta": number({**settings, **scaling}, "rope_theta", 10_000.0)}
+    rope: dict[str, Any] = {"theta": read({**settings, **scaling}, "rope_theta", Number, 10_000.0)}
     if kind == "default":
         return rope
-    rope |= {"scaling": kind, "factor": number(scaling, "factor")}
-    rope |= {name: number(scaling, key, default) for name, (key, default) in ROPE[kind].items()}
+    rope |= {"scaling": kind, "factor": read(scaling, "factor", Number)}
+    rope |= {name: read(scaling, key, Number, default) for name, (key, default) in ROPE[kind].items()}
     if kind == "yarn" and scaling.get("attention_factor") is not None:
-        rope["attention_factor"] = number(scaling, "attention_factor")
+        rope["attention_factor"] = read(scaling, "attention_factor", Number)
     if kind != "linear":
         found = [one[ORIGINAL_LENGTH] for one in (scaling, settings) if one.get(ORIGINAL_LENGTH) is not None]
         if len(found) == 2 and found[0] != found[1]:
             raise UnsupportedError(f"{ORIGINAL_LENGTH}: {found[1]} and in rope_scaling {found[0]}; remove one of them")
         default = found[0] if found else settings.get("max_position_embeddings")
-        rope["original_length"] = integer({}, ORIGINAL_LENGTH, default)
+        rope["original_length"] = read({}, ORIGINAL_LENGTH, Size, default)
     return rope
 
 

@@ -4,18 +4,17 @@ PEFT names modules by suffixes, complete names or regexes of names; here they ar
 model, and written as patterns of layers, each with its rank.
 """
 
-import json
 import math
-import re
-import subprocess
-import sys
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import groupby
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
-from jaxmem.config.hf_modules import MODULES, HfModule, modules_of
-from jaxmem.config.hf_values import UnsupportedError, boolean, check_keys, integer, names, number, read_json
+from pydantic import Field
+
+from jaxmem.config.base import Fraction
+from jaxmem.config.hf_modules import MODULES, HfModule, match_names, modules_of, select_names
+from jaxmem.config.hf_values import Number, Size, UnsupportedError, check_keys, read, read_json
 from jaxmem.config.networks import Decoder
 from jaxmem.config.sections import Adapter
 from jaxmem.config.targets import LowRank
@@ -23,14 +22,8 @@ from jaxmem.errors import UserError, nearest
 
 CONFIG = "adapter_config.json"
 COMMON = (
-    "peft_type",
-    "task_type",
-    "base_model_name_or_path",
-    "revision",
-    "inference_mode",
-    "auto_mapping",
-    "peft_version",
-)
+    "peft_type", "task_type", "base_model_name_or_path", "revision", "inference_mode", "auto_mapping", "peft_version",
+)  # fmt: skip
 FROM_BASE = ("pissa", "olora")  # initialized from the base weights; they are read as adapters of twice the rank
 # Settings that change the outputs of an adapter, and the values that are supported.
 FIXED: dict[str, tuple[Any, ...]] = {
@@ -48,11 +41,8 @@ UNDERSTOOD = {
 WITHOUT_EFFECT = ("megatron_core", "qalora_group_size", "runtime_config", "eva_config", "ensure_weight_tying")
 PROMPT = {*COMMON, "num_virtual_tokens", "num_transformer_submodules"}
 PROMPT_WITHOUT_EFFECT = ("token_dim", "num_attention_heads", "num_layers", "prompt_tuning_init*", "tokenizer_*")
+Names = str | list[str]  # a regex, or names
 SUFFIXES = [name.rpartition(".")[2] for name in MODULES.values()]
-REGEX_SECONDS = 5
-MATCH = """import json, re, sys
-patterns, names = json.load(sys.stdin)
-print(json.dumps([[bool(re.fullmatch(p, n)) for n in names] for p in patterns]))"""
 
 
 def is_adapter(directory: str | Path) -> bool:
@@ -91,7 +81,7 @@ def _read(directory: str | Path) -> tuple[Path, dict[str, Any]]:
 
 def _prompt_fields(settings: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
     check_keys(settings, PROMPT, {"num_transformer_submodules": (1, None)}, PROMPT_WITHOUT_EFFECT)
-    return {"kind": "prompt", "virtual_tokens": integer(settings, "num_virtual_tokens")}, []
+    return {"kind": "prompt", "virtual_tokens": read(settings, "num_virtual_tokens", Size)}, []
 
 
 def _low_rank_fields(settings: Mapping[str, Any], model: Decoder) -> tuple[dict[str, Any], list[str]]:
@@ -100,27 +90,28 @@ def _low_rank_fields(settings: Mapping[str, Any], model: Decoder) -> tuple[dict[
     saved = _saved_modules(settings, modules, model)
     targets = [one for one in _targets(settings, modules) if one not in saved]
     if not targets:
-        raise UnsupportedError(f"target_modules {settings.get('target_modules')!r}: selects no layer of the model")
-    rank, alpha = integer(settings, "r", 8), number(settings, "lora_alpha", 8)
-    ranks, alphas = (_by_module(settings, key, targets) for key in ("rank_pattern", "alpha_pattern"))
+        raise UnsupportedError("target_modules: selects no layer of the model; use e.g. all-linear")
+    rank, alpha = read(settings, "r", Size, 8), read(settings, "lora_alpha", Number, 8)
+    ranks = _by_module(settings, "rank_pattern", Size, targets)
+    alphas = _by_module(settings, "alpha_pattern", Number, targets)
     factor = 2 if settings.get("init_lora_weights") in FROM_BASE else 1
     # The same scale, of twice the rank.
-    alpha_factor = math.sqrt(factor) if boolean(settings, "use_rslora") else factor
-    own_alphas = {one: alpha_factor * number(alphas, one.name) for one in targets if one.name in alphas}
+    alpha_factor = math.sqrt(factor) if read(settings, "use_rslora", bool, False) else factor
+    own_alphas = {one: alpha_factor * alphas[one.name] for one in targets if one.name in alphas}
     bias = settings.get("bias", "none")
     biased = {"none": [], "all": modules, "lora_only": targets}[bias]
     trained = {f"{pattern}.*": None for pattern in _by_pattern(dict.fromkeys(saved, 1), modules)}
     trained |= {f"{one.path}.bias": None for one in biased if one.has_bias}
     fields = {
-        "kind": "dora" if boolean(settings, "use_dora") else "lora",
+        "kind": "dora" if read(settings, "use_dora", bool, False) else "lora",
         "rank": factor * rank,
         "alpha": alpha_factor * alpha,
         "alpha_pattern": _by_pattern(own_alphas, modules) or None,
-        "rslora": boolean(settings, "use_rslora"),
-        "lora_bias": boolean(settings, "lora_bias"),
+        "rslora": read(settings, "use_rslora", bool, False),
+        "lora_bias": read(settings, "lora_bias", bool, False),
         "token_indices": _token_indices(settings),
-        "dropout": number(settings, "lora_dropout", 0.0, zero=True),
-        "targets": _by_pattern({one: factor * integer(ranks, one.name, rank) for one in targets}, modules),
+        "dropout": read(settings, "lora_dropout", Fraction, 0.0),
+        "targets": _by_pattern({one: factor * ranks.get(one.name, rank) for one in targets}, modules),
     }
     return fields, list(trained)
 
@@ -146,43 +137,36 @@ def _targets(settings: Mapping[str, Any], modules: Sequence[HfModule]) -> list[H
     """The modules with adapters, selected like in PEFT."""
     possible = [one for one in modules if one.is_matrix]
     all_names = [one.name for one in possible]
-    wanted, some = settings.get("target_modules"), settings.get("layers_to_transform")
+    wanted = read(settings, "target_modules", Names, [])
+    excluded = read(settings, "exclude_modules", Names, [])
     if isinstance(wanted, str) and wanted.lower() == "all-linear":
         found = {one.name for one in possible if one.path not in ("embedding", "head")}
-    elif isinstance(wanted, str):
-        found = _matches([wanted], all_names, "target_modules")[0]
     else:
-        for name in names(settings, "target_modules"):
-            if not _named([name], all_names):
-                raise UnsupportedError(f"target_modules: {name!r} is not supported{nearest(name, SUFFIXES)}")
-        found = _named(names(settings, "target_modules"), all_names)
-        if some is not None and some != []:
-            layers = _layers(settings, possible)
-            found = {name for name in found if name in (wanted or ()) or name in layers}
-    excluded = settings.get("exclude_modules") or []
-    if isinstance(excluded, str):
-        found -= _matches([excluded], all_names, "exclude_modules")[0]
-    else:
-        found -= _named(names(settings, "exclude_modules"), all_names)
+        found = select_names(wanted, all_names, "target_modules")
+    if isinstance(wanted, list):
+        for name in wanted:
+            if not select_names([name], all_names, "target_modules"):
+                raise UnsupportedError(f"target_modules: {name} is not supported{nearest(name, SUFFIXES)}")
+        if layers := read(settings, "layers_to_transform", int | list[int], []):
+            own = _in_layers(settings, [layers] if isinstance(layers, int) else layers, possible)
+            found = {name for name in found if name in wanted or name in own}
+    found -= select_names(excluded, all_names, "exclude_modules")
     return [one for one in possible if one.name in found]
 
 
-def _layers(settings: Mapping[str, Any], modules: Sequence[HfModule]) -> set[str]:
-    """The names of the modules in the layers that `layers_to_transform` and `layers_pattern` select."""
-    some, pattern = settings["layers_to_transform"], settings.get("layers_pattern") or []
-    some = [some] if isinstance(some, int) else some
-    if not isinstance(some, list) or not all(type(layer) is int for layer in some):
-        raise UnsupportedError(f"layers_to_transform: must be a list of numbers, not {some!r}")
-    patterns = [pattern] if isinstance(pattern, str) else names(settings, "layers_pattern")
-    own = {one.name for one in modules if one.layer in some}
-    found = _matches(patterns, sorted(own), "layers_pattern", r"(.*\.)?({})\.\d+\..*")
+def _in_layers(settings: Mapping[str, Any], layers: Sequence[int], modules: Sequence[HfModule]) -> set[str]:
+    """The names of the modules in these layers, of the stacks that `layers_pattern` names."""
+    patterns = read(settings, "layers_pattern", Names, [])
+    patterns = [patterns] if isinstance(patterns, str) else patterns
+    own = {one.name for one in modules if one.layer in layers}
+    found = match_names(patterns, sorted(own), "layers_pattern", r"(.*\.)?({})\.\d+\..*")
     return set.union(*found) if patterns else own
 
 
 def _saved_modules(settings: Mapping[str, Any], modules: Sequence[HfModule], model: Decoder) -> list[HfModule]:
     """The modules that `modules_to_save` trains completely: modules whose name, or the name of a module that contains
     them, ends with one of its names."""
-    ends = tuple(names(settings, "modules_to_save"))
+    ends = tuple(read(settings, "modules_to_save", list[str], []))
     found = []
     for one in modules:
         parts = one.name.split(".")
@@ -190,61 +174,36 @@ def _saved_modules(settings: Mapping[str, Any], modules: Sequence[HfModule], mod
             found.append(one)
     for name in ends:
         if not any(name in one.name for one in found):
-            raise UnsupportedError(f"modules_to_save: {name!r} is not supported{nearest(name, SUFFIXES)}")
+            raise UnsupportedError(f"modules_to_save: {name} is not supported{nearest(name, SUFFIXES)}")
     if model.tie_embeddings and any(one.path == "embedding" for one in found):
-        raise UnsupportedError("modules_to_save of an embedding is not supported for tied embeddings")
+        raise UnsupportedError(
+            "modules_to_save: an embedding is not supported if tie_word_embeddings is true; remove it"
+        )
     return found
 
 
 def _token_indices(settings: Mapping[str, Any]) -> list[int]:
     """The ids of `trainable_token_indices`: a list, or an object of lists with the key embed_tokens only."""
     key = "trainable_token_indices"
-    found = settings.get(key) or []
-    if isinstance(found, Mapping):
-        for name in found:
-            if name != "embed_tokens":
-                raise UnsupportedError(f"{key}: {name!r} is not supported, only embed_tokens")
-        found = found["embed_tokens"]
-    if not isinstance(found, list) or not all(type(one) is int and one >= 0 for one in found):
-        raise UnsupportedError(f"{key}: must be a list of token ids, not {found!r}")
-    return found
+    ids = list[Annotated[int, Field(ge=0)]]
+    found = read(settings, key, ids | dict[str, ids], [])
+    for name in found if isinstance(found, dict) else ():
+        if name != "embed_tokens":
+            raise UnsupportedError(f"{key}: {name} is not supported, only embed_tokens")
+    return found.get("embed_tokens", []) if isinstance(found, dict) else found
 
 
-def _by_module(settings: Mapping[str, Any], key: str, modules: Sequence[HfModule]) -> dict[str, Any]:
-    """The value of each module in `rank_pattern` or `alpha_pattern`. The first regex that matches the end of the name
-    of the module decides."""
-    patterns = settings.get(key) or {}
-    if not isinstance(patterns, Mapping):
-        raise UnsupportedError(f"{key}: must be an object of names, not {patterns!r}")
+def _by_module(settings: Mapping[str, Any], key: str, kind: Any, modules: Sequence[HfModule]) -> dict[str, Any]:
+    """The value of each module in `rank_pattern` or `alpha_pattern`: that of the first regex that matches the end of
+    its name."""
+    patterns = read(settings, key, dict[str, kind], {})
     found: dict[str, Any] = {}
-    matches = _matches(list(patterns), [one.name for one in modules], key, r"(.*\.)?({})")
+    matches = match_names(list(patterns), [one.name for one in modules], key, r"(.*\.)?({})")
     for (pattern, value), matching in zip(patterns.items(), matches, strict=True):
         if not matching:
-            raise UnsupportedError(f"{key}: {pattern!r} matches no target module")
+            raise UnsupportedError(f"{key}: {pattern} matches no target module; use the names in target_modules")
         found = {**dict.fromkeys(sorted(matching), value), **found}
     return found
-
-
-def _named(wanted: Sequence[str], all_names: Sequence[str]) -> set[str]:
-    """The names that are equal to a wanted name or end with one."""
-    return {name for name in all_names if name in wanted or name.endswith(tuple(f".{one}" for one in wanted))}
-
-
-def _matches(patterns: Sequence[str], all_names: Sequence[str], key: str, form: str = "{}") -> list[set[str]]:
-    """The names that each regex, inserted into `form`, matches. A regex of a file could backtrack forever: unless it is
-    a plain name, it is matched in a process with a time limit."""
-    regexes = [form.replace("{}", pattern) for pattern in patterns]
-    if all(re.fullmatch(r"[\w.]+", pattern) for pattern in patterns):
-        return [{name for name in all_names if regex.fullmatch(name)} for regex in map(re.compile, regexes)]
-    given = json.dumps([regexes, all_names])
-    command = [sys.executable, "-I", "-S", "-c", MATCH]
-    try:
-        done = subprocess.run(command, input=given, capture_output=True, text=True, timeout=REGEX_SECONDS, check=False)  # noqa: S603
-    except subprocess.TimeoutExpired:
-        raise UnsupportedError(f"{key}: matching takes longer than {REGEX_SECONDS} s; use a simpler regex") from None
-    if done.returncode:
-        raise UnsupportedError(f"{key}: invalid regex: {done.stderr.strip().splitlines()[-1]}")
-    return [{name for name, hit in zip(all_names, hits, strict=True) if hit} for hits in json.loads(done.stdout)]
 
 
 def base_directory(directory: str | Path) -> tuple[str | None, Path | None]:
@@ -266,7 +225,7 @@ def base_of(directory: str | Path) -> Path:
     if path is None:
         file = Path(directory).expanduser() / CONFIG
         raise UserError(
-            f"{file}: its base {name!r} is not a directory here; set the directory of the base, and adapter.hf"
+            f"{file}: base_model_name_or_path={name} is not a directory here; set model.hf to the base and adapter.hf"
         )
     return path
 
