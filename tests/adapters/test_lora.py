@@ -104,5 +104,5 @@ def test_layers_of_several_ranks_and_scales_equal_the_merged_stack():
         assert network.blocks.lora is None
         after = outputs(network.blocks)
         np.testing.assert_allclose(before, after, rtol=2e-4, atol=2e-5)
-    with pytest.raises(UserError, match=r"alpha_pattern: no layer matches 'blocks\[3:\]'"):
+    with pytest.raises(UserError, match=r"alpha_pattern: blocks\[3:\] matches no layer"):
         lora(network, targets=targets, alpha_pattern={"blocks[3:]": 2.0})

@@ -120,7 +120,7 @@ def test_dora_begins_with_the_lengths_that_the_base_has():
 
 
 def test_an_unknown_target():
-    with pytest.raises(UserError, match=r"no layer matches 'blocks\.atention\.q'; did you mean"):
+    with pytest.raises(UserError, match=r"blocks\.atention\.q matches no layer; did you mean"):
         _ = program(adapted(adapter={"targets": ["blocks.atention.q"]}), jax.devices()[:1]).spec.state
 
 
