@@ -72,7 +72,7 @@ def lines(base: dict, *overrides: str) -> list[str]:
         (
             TEXT,
             ["train.evaluate_every=5", "data.held_out=0"],
-            "train.evaluate_every=5 ... data.held_out=0.02 ... e.g. data.held_out=0.02",
+            "train.evaluate_every=5 ... data.held_out=0.02",
         ),
         (TEXT, ["memory.remat=slots_4", "mesh.stage=2"], "mesh.stage=2 ... memory.remat=slots_4 ... memory.remat=none"),
         (TEXT, ["memory.remat={save: [mlp_hiden]}"], "memory.remat.save=mlp_hiden ... model.family=decoder"),

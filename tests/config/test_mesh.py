@@ -40,45 +40,39 @@ def test_the_rest_of_the_devices(n, overrides, expected):
 
 
 @pytest.mark.parametrize(
-    ("base", "overrides", "line"),
+    ("base", "overrides", "parts"),
     [
-        (
-            TEXT,
-            ["mesh.stage=8", "batch.accumulate=8"],
-            "mesh.stage=8 exceeds model.layers=4; nearest: 4",
-        ),
+        (TEXT, ["mesh.stage=8", "batch.accumulate=8"], "mesh.stage=8 ... model.layers=4 ... mesh.stage=4"),
         (
             TEXT,
             ["mesh.stage=4", "mesh.fsdp=2", "pipeline.rounds=2", "batch.accumulate=4"],
-            "mesh.stage=4 x pipeline.rounds=2 exceeds model.layers=4; nearest: 2",
+            "mesh.stage=4 ... pipeline.rounds=2 ... model.layers=4 ... mesh.stage=2",
         ),
         (
             TEXT,
             ["mesh.stage=4", "mesh.fsdp=2", "batch.accumulate=2"],
-            ("batch.accumulate=2 does not fill mesh.stage=4; nearest: 1 or 4"),
+            "batch.accumulate=2 ... mesh.stage=4 ... batch.accumulate=1",
         ),
         (
             TEXT,
             ["mesh.stage=2", "mesh.fsdp=4", "pipeline.rounds=2", "batch.global_size=24", "batch.accumulate=3"],
-            ("batch.accumulate=3 is not a multiple of mesh.stage=2, which pipeline.rounds=2 requires; nearest: 2 or 6"),
+            "batch.accumulate=3 ... mesh.stage=2 ... pipeline.rounds=2 ... batch.accumulate=2",
         ),
         (
             TEXT,
             ["mesh.stage=2", "mesh.fsdp=4", "pipeline.rounds=2", "batch.global_size=12"],
-            (
-                "batch.accumulate=1 is not a multiple of mesh.stage=2, which pipeline.rounds=2 requires;"
-                " nearest: batch.accumulate=2 with batch.global_size=8"
-            ),
+            "batch.accumulate=1 ... mesh.stage=2 ... pipeline.rounds=2 ... batch.accumulate=2 ... batch.global_size=8",
         ),
         (
             PICTURES,
             ["mesh.stage=8", "model={family: convnet}"],
-            "mesh.stage=8 does not support model.family=convnet; use 1",
+            "mesh.stage=8 ... model.family=convnet ... mesh.stage=1",
         ),
     ],
 )
-def test_stages(base, overrides, line):
-    assert lines(base, 8, *overrides)[0] == line
+def test_stages(base, overrides, parts):
+    """`parts` of the first line, in their order."""
+    assert re.search(".*".join(map(re.escape, parts.split(" ... "))), lines(base, 8, *overrides)[0])
 
 
 def test_the_rest_of_the_devices_may_be_stages():
