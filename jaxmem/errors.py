@@ -1,4 +1,4 @@
-"""Errors that a user can mend, and the forms of their messages."""
+"""Errors that a user can mend, and how they are written."""
 
 import difflib
 import errno
