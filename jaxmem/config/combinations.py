@@ -3,7 +3,6 @@
 
 import re
 from collections.abc import Iterator
-from functools import reduce
 from typing import Any
 
 from jaxmem.config.optimizers import OPTIMIZERS
@@ -128,4 +127,7 @@ def _matching(cfg: Config, term: str) -> str:
 
 def _value(cfg: Config, key: str) -> Any:
     """The value of a key; None if the family of the model does not have it."""
-    return reduce(lambda section, field: getattr(section, field, None), key.split("."), cfg)
+    value: Any = cfg
+    for field in key.split("."):
+        value = getattr(value, field, None)
+    return value

@@ -79,8 +79,8 @@ def _line(error: ErrorDetails, raw: Mapping[str, Any]) -> str:
     hint = f"; did you mean {close[0]}?" if close else ""
     if isinstance(value, int | float) and any(part.get("type") == "string" for part in _members(schema) if not words):
         hint = f'; use "{as_yaml(value)}"'
-    words = allowed(schema).replace("a number", "a finite number" if error["type"] == "finite_number" else "a number")
-    return f"{_dotted(key) or 'config'}={_shown(value)} must be {words}{hint}"
+    must_be = allowed(schema).replace("a number", "a finite number" if error["type"] == "finite_number" else "a number")
+    return f"{_dotted(key) or 'config'}={_shown(value)} must be {must_be}{hint}"
 
 
 def _shown(value: object) -> str:
@@ -92,7 +92,8 @@ def _declared(location: Sequence[int | str]) -> tuple[tuple[int | str, ...], dic
     """The part of a location that the config declares, its JSON schema, and the rest: an unknown key, or what pydantic
     appends for a union. The family that pydantic inserts after `model` is left out."""
     schema = Config.model_json_schema()
-    found, sections = [], schema["$defs"]
+    found: list[int | str] = []
+    sections = schema["$defs"]
     for at, part in enumerate(location):
         if part in (family := schema.get("discriminator", {"mapping": {}})["mapping"]):
             inner: Any = {"$ref": family[part]}
