@@ -159,7 +159,9 @@ def _mesh(cfg: Config) -> Iterator[str]:
     for axis, size in axes.items():
         if size < 1 and size != -1:
             yield f"mesh.{axis}={size} must be at least 1, or -1 for all remaining devices"
-    policy = policy_of(cfg.memory.remat)
+    rounds, policy = cfg.pipeline.rounds, policy_of(cfg.memory.remat)
+    if cfg.mesh.stage == 1 and rounds > 1:
+        yield f"pipeline.rounds={rounds} requires mesh.stage of at least 2, not 1; use pipeline.rounds=1"
     if cfg.mesh.stage != 1 and policy is not None and not policy.in_stages:
         use = "memory.remat=none, full, every_K, sqrt, dots or {save: [names]}"
         yield unsupported(f"mesh.stage={cfg.mesh.stage}", f"memory.remat={cfg.memory.remat}", use)
@@ -188,6 +190,8 @@ def _rules(cfg: Config) -> Iterator[str]:
 
 def _optimizer(cfg: Config) -> Iterator[str]:
     optimizer, precision = cfg.optimizer, cfg.precision
+    if optimizer.clip is None and optimizer.clip_by != "global":
+        yield f"optimizer.clip_by={optimizer.clip_by} requires optimizer.clip, not null; use a norm such as 1.0"
     if optimizer.kernel == "triton":
         is_int8 = precision.parameters == "int8"
         if not is_int8 and optimizer.name != "adamw8bit":

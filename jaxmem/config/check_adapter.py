@@ -22,6 +22,8 @@ def check_adapter(cfg: Config) -> Iterator[str]:
         yield f"adapter.base_run={adapter.base_run} and model.hf={hf} are both set; remove one of them"
     if not adapter.targets:
         yield "adapter.targets is empty; use patterns such as blocks.*"
+    if adapter.kind == "patterns" and "targets" not in adapter.model_fields_set:
+        yield "adapter.kind=patterns requires adapter.targets, patterns of weights such as blocks[-2:].*"
     if adapter.kind == "patterns" and isinstance(adapter.targets, dict):
         yield unsupported(kind, "ranks in adapter.targets", "a list of patterns")
     if adapter.kind == "prompt" and isinstance(cfg.model, Decoder) and cfg.data.packing:

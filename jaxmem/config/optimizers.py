@@ -5,6 +5,7 @@ when the optimizer is used. Imports no jax.
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, NamedTuple
@@ -91,7 +92,12 @@ class Entry(NamedTuple):
     @property
     def fields(self) -> dict[str, Any]:
         """The hyperparameters and their defaults."""
-        return {field.name: field.default for field in dataclasses.fields(self.settings)}
+        return _fields(self.settings)
+
+
+@functools.cache  # a search checks thousands of configs
+def _fields(settings: type) -> dict[str, Any]:
+    return {field.name: field.default for field in dataclasses.fields(settings)}
 
 
 OPTIMIZERS = {

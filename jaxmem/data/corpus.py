@@ -3,6 +3,7 @@
 import hashlib
 import os
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -16,6 +17,7 @@ from jaxmem.data.sources import open_source, source_files, sources_of
 from jaxmem.data.tokenizer import tokenizer_for
 from jaxmem.errors import UserError
 
+CHECKED = 32  # records of a source
 MAX_HASHED = 256 << 20  # bytes of data up to which a fingerprint reads all of it
 
 # "all": data that is only evaluated, in its own order.
@@ -47,6 +49,14 @@ class Corpus:
 
     def documents(self, source: int, record: int) -> Sequence[Document]:
         return self.sources[source].documents(record)
+
+    def check(self) -> None:
+        """Reads the first records of each source: most errors in a file of records are in all of them."""
+        for source in self.sources if self._cfg.objective.reads_text else ():
+            counts = replace(source.counts)
+            for record in range(min(CHECKED, len(source))):
+                source.documents(record)
+            source.counts = counts
 
     def length(self, source: int, record: int) -> int | None:
         """The number of tokens of a record, if it is known without reading it."""

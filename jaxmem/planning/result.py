@@ -129,8 +129,8 @@ class Plan:
         return ideal_flops(self.program) / self.program.layout.mesh.size
 
     @cached_property
-    def phases(self) -> dict[str, int | None]:
-        """Bytes of a device in each phase of a run, state included; None: the run has no such phase."""
+    def phases(self) -> dict[str, int]:
+        """Bytes of a device in each phase that the run has, state included."""
         waiting = self.program.spec.host_state
         state = bytes_on_device(self.program.spec.state) - bytes_on_device(waiting)
         optimizer = bytes_on_device(self.program.spec.state.opt_state) - bytes_on_device(waiting.opt_state)
@@ -139,7 +139,7 @@ class Plan:
             "load": state,  # each shard of an array is read to its device
             "step": self.compiled_step.total,
             **{step_at(bucket): self.total_for(bucket) for bucket in self.program.cfg.data.buckets},
-            "evaluate": self._other("evaluate") + optimizer if self.program.cfg.train.evaluate_every else None,
+            **({"evaluate": self._other("evaluate") + optimizer} if self.program.cfg.train.evaluate_every else {}),
             "save": state,  # the checksum needs no device memory; a copy of the state is in host memory (`host_bytes`)
         }
 
@@ -151,7 +151,7 @@ class Plan:
     @property
     def peak(self) -> int:
         """Bytes of a device in the largest phase."""
-        return max(size for size in self.phases.values() if size is not None)
+        return max(self.phases.values())
 
     @property
     def reserved(self) -> int:

@@ -95,7 +95,7 @@ class PlanTable:
         return table
 
     def _phases(self) -> Text:
-        sizes = ((phase, size) for phase, size in self.plan.phases.items() if size is not None and phase != "step")
+        sizes = ((phase, size) for phase, size in self.plan.phases.items() if phase != "step")
         return Text(f"other phases: {', '.join(f'{phase} {format_bytes(size)}' for phase, size in sizes)}")
 
     def _verdict(self) -> Text:
@@ -110,7 +110,7 @@ class PlanTable:
         if plan.fits:
             return Text(f"fits in {memory}: {format_bytes(plan.room)} free", style="green")
         if plan.room < 0:
-            worst = max((size, phase) for phase, size in plan.phases.items() if size is not None)[1]
+            worst = max((size, phase) for phase, size in plan.phases.items())[1]
             return Text(f"does not fit in {memory}: {worst} needs {format_bytes(-plan.room)} more", style="red")
         host = f"{format_bytes(plan.host_bytes)} of {format_bytes(plan.target.host_memory)} per device"
         return Text(f"does not fit in host memory: {host}", style="red")

@@ -167,6 +167,8 @@ def _changed(raw: Mapping[str, Any], changes: Change, target: Target) -> Config 
     for key, value in changes.items():
         *section, name = key.split(".")
         (given[section[0]] if section else given)[name] = value
+    if given["mesh"]["stage"] == 1:
+        given["pipeline"] = {}
     try:
         cfg = load_config(given)
     except UserError:

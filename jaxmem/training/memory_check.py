@@ -33,7 +33,7 @@ class DoesNotFitError(UserError):
 
     def __init__(self, plan: Plan, suggestions: str) -> None:
         cfg = plan.program.cfg
-        phase, size = max(((name, size or 0) for name, size in plan.phases.items()), key=lambda pair: pair[1])
+        phase, size = max(plan.phases.items(), key=lambda pair: pair[1])
         parts = {name: size for name, size in plan.bytes_per_device.items() if name != "total"}
         largest = max(parts, key=lambda name: parts[name])
         limit = "available" if cfg.memory.budget is None else "allowed by memory.budget"
@@ -54,7 +54,7 @@ class OutOfMemoryError(UserError):
         observed = f"; {format_bytes(in_use)} were in use" if in_use else ""
         observed += f"; {format_bytes(requested)} more were requested" if requested else ""
         super().__init__(
-            f"{plan.program.cfg.name}: out of memory although the plan fits: planned {format_bytes(_planned(plan))} of"
+            f"{plan.program.cfg.name}: out of memory although the plan fits: planned {format_bytes(plan.peak)} of"
             f" {format_bytes(plan.limit)} per device{observed}. Another process may use the device: see `jaxmem doctor`"
             f"\n{suggestions}"
         )
@@ -99,7 +99,7 @@ class PeakCheck:
 
     def __init__(self, plan: Plan, file: Path) -> None:
         self._plan, self._file, self._steps = plan, file, 0
-        self._planned = plan.phases["initialise"] or 0  # the largest of the phases that have run
+        self._planned = plan.phases["initialise"]  # the largest of the phases that have run
 
     def after_step(self, bucket: int) -> str | None:
         """A line to print, once; otherwise None. `bucket` is the sequence length of the step."""
@@ -126,16 +126,12 @@ class PeakCheck:
 
 def _available(plan: Plan, message: str) -> int:
     """Bytes per device that another plan may take, from the memory that this one had when it failed."""
-    planned, in_use, requested = _planned(plan), device_memory().get("bytes_in_use"), _requested(message)
+    planned, in_use, requested = plan.peak, device_memory().get("bytes_in_use"), _requested(message)
     if in_use is None or requested is None:
         return int((1 - MARGIN) * planned)
     needed = in_use + requested
     # If it needed more than planned, allow that much less. If it needed less, that much was not available.
     return min(plan.limit - (needed - planned), planned - 1) if needed > planned else needed - 1
-
-
-def _planned(plan: Plan) -> int:
-    return max(size or 0 for size in plan.phases.values())
 
 
 def _requested(message: str) -> int | None:

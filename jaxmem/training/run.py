@@ -105,6 +105,7 @@ def _run(cfg: Config, devices: Sequence[Any] | None) -> Result:
     with ExitStack() as stack:
         loader = stack.enter_context(Loader(cfg, rows=built.rows, agree=any_process))
         evaluate = stack.enter_context(_evaluator(built, loader)) if cfg.train.evaluate_every else None
+        loader.corpus.check()
         first = jax.process_index() == 0
         with spinner(f"{model_line(built)}\ncompiling ...", enabled=first):
             plan = plan_program(built, remat_why)

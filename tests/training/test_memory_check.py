@@ -74,7 +74,7 @@ def test_the_nearest_that_fit_are_named_and_do(
 
 def test_memory_that_runs_out_in_spite_of_the_plan(plan: Plan, monkeypatch: pytest.MonkeyPatch) -> None:
     """Plan beside reality, and what fits into as much as there was."""
-    total, limits = max(size or 0 for size in plan.phases.values()), []
+    total, limits = plan.peak, []
     monkeypatch.setattr(memory_check, "device_memory", lambda: {"bytes_in_use": total // 2})
     asked = f"RESOURCE_EXHAUSTED: Out of memory while trying to allocate {total // 4} bytes."
 

@@ -151,6 +151,14 @@ def test_data_without_a_target_token_stops_the_run(config, tmp_path):
     assert not [*tmp_path.rglob("metadata")]  # no checkpoint
 
 
+def test_a_broken_record_is_found_before_compiling(config, tmp_path, monkeypatch):
+    broken = tmp_path / "broken.jsonl"
+    broken.write_text('{"text": "good"}\n' * 9 + '{"text": 3}\n' + '{"text": "good"}\n' * 90)
+    monkeypatch.setattr("jaxmem.planning.plan_program", None)
+    with pytest.raises(UserError, match=r"broken\.jsonl, line 10: 'text' is not a string"):
+        run(config(data={"source": "jsonl", "path": str(broken)}))
+
+
 # ------------------------------------------------------------------ stopping and going on
 
 
