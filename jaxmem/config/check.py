@@ -13,7 +13,7 @@ from jaxmem.config.check_data import check_data
 from jaxmem.config.check_memory import check_memory
 from jaxmem.config.combinations import check_combinations
 from jaxmem.config.hugging_face import config_json
-from jaxmem.config.mesh import Mesh, Rules, divisors
+from jaxmem.config.mesh import MESH_AXES, Rules, divisors
 from jaxmem.config.networks import Convnet, Decoder, Mlp, Vit
 from jaxmem.config.recompute import policy_of
 from jaxmem.config.sections import Config
@@ -155,7 +155,7 @@ def _precision(cfg: Config) -> Iterator[str]:
 
 
 def _mesh(cfg: Config) -> Iterator[str]:
-    axes = {axis: getattr(cfg.mesh, axis) for axis in Mesh.model_fields}
+    axes = {axis: getattr(cfg.mesh, axis) for axis in MESH_AXES}
     for axis, size in axes.items():
         if size < 1 and size != -1:
             yield f"mesh.{axis}={size} must be at least 1, or -1 for all remaining devices"
@@ -166,14 +166,26 @@ def _mesh(cfg: Config) -> Iterator[str]:
         use = "memory.remat=none, full, every_K, sqrt, dots or {save: [names]}"
         yield unsupported(f"mesh.stage={cfg.mesh.stage}", f"memory.remat={cfg.memory.remat}", use)
     if cfg.mesh.context != 1 and isinstance(cfg.model, Decoder):
-        attention = cfg.memory.attention
-        if attention == "cudnn" or (cfg.model.window is None and attention in ("reference", "mosaic", "triton")):
-            yield unsupported(
-                f"mesh.context={cfg.mesh.context}", f"memory.attention={attention}", "memory.attention=auto"
-            )
+        yield from _context(cfg, cfg.model)
     rest = [f"mesh.{axis}=-1" for axis, size in axes.items() if size == -1]
     if len(rest) > 1:
         yield f"{' and '.join(rest)} are both set; use -1 for one axis"
+
+
+def _context(cfg: Config, model: Decoder) -> Iterator[str]:
+    attention, method = cfg.memory.attention, f"mesh.context_method={cfg.mesh.context_method}"
+    if attention == "reference":
+        yield unsupported(f"mesh.context={cfg.mesh.context}", f"memory.attention={attention}", "memory.attention=auto")
+    if cfg.mesh.context_method == "all_gather" and model.window is not None:
+        yield unsupported(method, f"model.window={model.window}", "mesh.context_method=ring")
+    if attention == "cudnn" and cfg.mesh.context_method in ("ring", "all_gather"):
+        if model.window is not None:
+            yield unsupported(
+                f"{method} with model.window={model.window}", "memory.attention=cudnn", "memory.attention=auto"
+            )
+        elif cfg.data.packing:
+            use = "memory.attention=auto or mesh.context_method=ulysses"
+            yield unsupported(f"{method} with data.packing=true", "memory.attention=cudnn", use)
 
 
 def _rules(cfg: Config) -> Iterator[str]:

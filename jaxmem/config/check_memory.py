@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from importlib.util import find_spec
 
-from jaxmem.config.mesh import divisors
+from jaxmem.config.mesh import head_group_counts
 from jaxmem.config.names import BOUNDARY, IN_CHUNKS, IN_GROUPS, STATE_PARTS, is_offloaded, offloaded_activations
 from jaxmem.config.networks import Decoder, Vit
 from jaxmem.config.recompute import Save, is_scheduled
@@ -87,11 +87,11 @@ def _chunks(cfg: Config) -> Iterator[str]:
             for name in (name for name in remat.save if name in hidden):
                 yield unsupported(f"memory.{key}={chunk}", f"memory.remat.save={name}", f"memory.{key}=auto")
     if isinstance(memory.head_groups, int):
-        heads = model.kv_heads if isinstance(model, Decoder) else model.heads
-        if heads % memory.head_groups:
-            near = nearest_numbers(memory.head_groups, divisors(heads))
+        known = head_group_counts(model.heads, model.kv_heads if isinstance(model, Decoder) else model.heads)
+        if memory.head_groups not in known:
+            near = nearest_numbers(memory.head_groups, known)
             given = f"memory.head_groups={memory.head_groups}"
-            yield f"{heads} KV heads are not divisible by {given}; use memory.head_groups={near}"
+            yield f"{model.heads} heads are not divisible by {given}; use memory.head_groups={near}"
 
 
 def _update(cfg: Config) -> Iterator[str]:

@@ -7,7 +7,16 @@ import math
 from collections.abc import Iterator
 
 from jaxmem.config.check import check
-from jaxmem.config.mesh import BATCH_AXES, MESH_AXES, Mesh, Rules, divided, divisors, undivided
+from jaxmem.config.mesh import (
+    BATCH_AXES,
+    MESH_AXES,
+    Mesh,
+    Rules,
+    divided,
+    divisors,
+    head_group_counts,
+    undivided,
+)
 from jaxmem.config.networks import Convnet, Decoder, Vit
 from jaxmem.config.sections import Config
 from jaxmem.errors import UserError, as_yaml, nearest_numbers, unsupported
@@ -47,7 +56,7 @@ def _resolve(cfg: Config, n: int) -> tuple[Config, list[str]]:
 
 
 def _with_mesh(cfg: Config, axes: dict[str, int]) -> Config:
-    return cfg.model_copy(update={"mesh": Mesh(**axes)})
+    return cfg.model_copy(update={"mesh": Mesh(**axes, context_method=cfg.mesh.context_method)})
 
 
 def _indivisible(cfg: Config) -> Iterator[str]:
@@ -89,15 +98,27 @@ def _indivisible(cfg: Config) -> Iterator[str]:
 
 
 def _head_groups(cfg: Config) -> Iterator[str]:
-    groups = cfg.memory.head_groups
-    if groups == "auto" or groups == 1 or not isinstance(cfg.model, Decoder | Vit):
+    """Errors if heads do not divide over `context` with Ulysses, or into groups."""
+    if not isinstance(cfg.model, Decoder | Vit):
         return
-    heads = cfg.model.dims()["kv_heads"]["kv_heads"]
-    tensor = cfg.mesh.tensor if "tensor" in cfg.rules.heads else 1
-    if heads % (groups * tensor):
-        near = nearest_numbers(groups, [1, *(n for n in divisors(heads) if heads % (n * tensor) == 0)])
-        over = f"memory.head_groups={groups} x mesh.tensor={tensor}"
-        yield f"{heads} KV heads are not divisible by {over}; use memory.head_groups={near}"
+    mesh, groups = cfg.mesh, cfg.memory.head_groups
+    heads, kv_heads = cfg.model.heads, cfg.model.dims()["kv_heads"]["kv_heads"]
+    tensor = mesh.tensor if "tensor" in cfg.rules.heads else 1
+    over = [f"mesh.tensor={tensor}"] if tensor > 1 else []
+    context = mesh.context if mesh.context_method == "ulysses" else 1
+    over += [f"mesh.context={context}"] if context > 1 else []
+    if heads % (tensor * context) and context > 1:
+        near = nearest_numbers(context, (n for n in divisors(heads) if heads % (n * tensor) == 0))
+        needed = (
+            f"model.heads={heads} is not divisible by {' x '.join(over)}, which mesh.context_method=ulysses requires"
+        )
+        yield f"{needed}; use mesh.context={near}, or mesh.context_method=ring"
+    elif groups not in ("auto", 1):
+        known = [] if kv_heads % tensor else head_group_counts(heads // tensor, kv_heads // tensor, context)
+        if groups not in known:
+            near = nearest_numbers(groups, known or [1])
+            of = " x ".join([f"memory.head_groups={groups}", *over])
+            yield f"{heads} heads with {kv_heads} KV heads are not divisible by {of}; use memory.head_groups={near}"
 
 
 def _own_rules(cfg: Config) -> Iterator[str]:

@@ -36,6 +36,7 @@ ELSEWHERE = {
     **dict.fromkeys(("tp", "tensor_parallel_degree"), "mesh.tensor"),
     **dict.fromkeys(("pp", "pipeline_parallel_degree"), "mesh.stage"),
     **dict.fromkeys(("cp", "context_parallel_degree"), "mesh.context"),
+    **dict.fromkeys(("cp_comm_type", "context_parallel_rotate_method"), "mesh.context_method"),
     **dict.fromkeys(("zero_stage", "zero_optimization"), "zero"),
     "betas": "optimizer.beta1 and optimizer.beta2",
     "warmup_steps": "optimizer.warmup",

@@ -18,6 +18,9 @@ class Mesh(Section):
     fsdp: int = setting(1, "shards of the batch and, depending on zero, of weights, gradients and optimizer state")
     context: int = setting(1, "shards of the sequence (context parallelism)")
     tensor: int = setting(1, "shards of each matmul (tensor parallelism)")
+    context_method: Literal["auto", "ring", "ulysses", "all_gather"] = setting(
+        "auto", "communication of attention over context: keys and values, or all-to-all to shards of the heads"
+    )
 
     @property
     def row_shards(self) -> int:
@@ -25,7 +28,7 @@ class Mesh(Section):
         return math.prod(getattr(self, axis) for axis in BATCH_AXES)
 
 
-MESH_AXES = tuple(Mesh.model_fields)
+MESH_AXES = tuple(name for name in Mesh.model_fields if name != "context_method")
 BATCH_AXES = ("replica", "fsdp")  # axes over which the rows of a batch are sharded
 
 _Over = Annotated[tuple[Literal["fsdp", "context", "tensor"], ...], Field(strict=False)]
@@ -78,3 +81,13 @@ def undivided(model: Model, rules: Rules, mesh: Mesh) -> tuple[str, ...]:
         return ()
     named = (name for name in ("kv_heads", "vocab") if "tensor" in getattr(rules, name))
     return tuple(name for name in named if getattr(model, name) % mesh.tensor)
+
+
+def head_group_counts(heads: int, kv_heads: int, context: int = 1) -> list[int]:
+    """The numbers of groups that attention to so many heads can be computed in. `context`: the devices among which each
+    group is divided (`mesh.context_method: ulysses`). Groups smaller than the queries of a KV head share it.
+
+    >>> head_group_counts(32, 8), head_group_counts(32, 8, 8)
+    ([1, 2, 4, 8, 16, 32], [1, 2, 4])
+    """
+    return [n for n in range(1, heads // context + 1) if heads % math.lcm(kv_heads, context * n) == 0]

@@ -1,7 +1,7 @@
 """Grouped-query attention, on one device or sharded over batch, heads and sequence.
 
-A sequence dimension sharded over `context` is stored in the order of `context_order`. It uses ring attention; with a
-sliding window, devices only communicate with their neighbours.
+A sequence dimension sharded over `context` is stored in the order of `context_order`. How attention communicates over
+`context` is `Execution.context_method`, a method of `kernels/fused_attention/context.py`.
 """
 
 import math
@@ -108,14 +108,31 @@ class Attention(nnx.Module):
             return self._attend(q, k, v, tokens.segment_ids)
 
         inner = {"norm": norm, **self._inner}
-        mixed = map_head_groups(attend, inner, x, groups, ("heads", "kv_heads"))
+        heads = {"heads": self.spec.heads, "kv_heads": self.spec.kv_heads}
+        parts = self.head_shards
+        mixed = map_head_groups(attend, inner, x, groups, heads, parts)
         mixed = mixed.reshape(*mixed.shape[:-2], -1)
 
         def out(own: dict[str, Any], mixed: jax.Array, data: jax.Array | None) -> jax.Array:
-            joined = constrain(join_head_groups(mixed), "batch", "time", "heads")
+            joined = constrain(join_head_groups(mixed, parts), "batch", "time", "heads")
             return scatter_time(own["o"](joined, as_keys(data)))
 
         return map_token_chunks(out, {"o": self.o}, mixed, outer, size=size)
+
+    def group_count(self, x: Float[Array, "batch time embed"]) -> int:
+        """The number of groups of heads (`memory.head_groups`)."""
+        spec, parts = self.spec, 1 if (layout := current()) is None else layout.parts("activations", "heads")
+        return self.execution.chunking.group_count(
+            x, spec.heads, spec.kv_heads, spec.head_dim, self.head_shards // parts
+        )
+
+    @property
+    def head_shards(self) -> int:
+        """The number of devices among which attention divides the heads."""
+        if (layout := current()) is None:
+            return 1
+        context = layout.parts("activations", "time") if self.execution.context_method == "ulysses" else 1
+        return layout.parts("activations", "heads") * context
 
     @property
     def _inner(self) -> dict[str, Any]:
@@ -176,12 +193,10 @@ def sharded_attention(
     def local(q: jax.Array, k: jax.Array, v: jax.Array, ids: jax.Array | None) -> jax.Array:
         if not over:
             return run(q, k, v, segment_ids=ids, kv_segment_ids=ids)
-        from jaxmem.kernels.fused_attention import ring
+        from jaxmem.kernels.fused_attention.context import attention_over
 
-        (axis,) = over
-        if window is None:
-            return ring.ring(q, k, v, axis=axis, segment_ids=ids)
-        return ring.halo(kernels.attention, q, k, v, axis=axis, segment_ids=ids, **options)
+        own = options | {"implementation": execution.attention or "blockwise"}
+        return attention_over(*over, execution.context_method, q, k, v, segment_ids=ids, **own)
 
     heads, tokens = layout.spec("activations", HEADS), layout.spec("activations", ("batch", "time"))
     specs = (heads, heads, heads, None if segment_ids is None else tokens)
@@ -199,10 +214,10 @@ def repeat_kv_heads(x: Float[Array, "batch time kv_heads dim"]) -> Float[Array, 
     return constrain(jnp.repeat(x, parts // math.gcd(parts, x.shape[2]), axis=2), *HEADS)
 
 
-def context_order(layout: Layout | None, length: int, window: int | None) -> np.ndarray | None:
+def context_order(layout: Layout | None, length: int, method: str, window: int | None) -> np.ndarray | None:
     """The position stored at each index of a sequence sharded over `context`; None: positions are in order."""
     devices = 1 if layout is None else layout.parts("activations", "time")
-    if devices == 1 or window is not None:
+    if devices == 1 or method == "ulysses" or window is not None:
         return None
     from jaxmem.kernels.fused_attention.ring import places
 

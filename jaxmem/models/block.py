@@ -83,8 +83,7 @@ class Block(nnx.Module):
     def _attend(
         self, x: jax.Array, tokens: Tokens, keys: Keys | None, slot: CacheSlot | None, size: int | None
     ) -> tuple[jax.Array, KVCache | None]:
-        spec, chunking = self.attention.spec, self.attention.execution.chunking
-        groups = chunking.group_count(x, spec.heads, spec.kv_heads, spec.head_dim)
+        groups = self.attention.group_count(x)
         if slot is None and (size is not None or groups > 1):
             return self.attention.in_chunks(self.attention_norm, x, tokens, keys, size, groups), None
         normal = checkpoint_name(self.attention_norm(x), "attention_norm")
@@ -94,7 +93,8 @@ class Block(nnx.Module):
     def _token_keys(self, keys: RowKeys, length: int) -> tuple[Keys, ...]:
         """Dropout keys [batch, time] for both residual branches and the adapters of attention and MLP. They depend on
         the position of a token, since a sequence sharded over `context` is stored in another order."""
-        order = context_order(current(), length, self.attention.spec.window)
+        attention = self.attention
+        order = context_order(current(), length, attention.execution.context_method, attention.spec.window)
         order = np.arange(length, dtype=np.int32) if order is None else order
         of_row = jax.vmap(jax.random.fold_in, in_axes=(None, 0))
         return tuple(jax.vmap(of_row, in_axes=(0, None))(own, jnp.asarray(order)) for own in split_keys(keys, 4))

@@ -10,7 +10,8 @@ Attention stores q, k, v and three gradients of the same shapes. With G groups o
 1/G of these, and the output, which is saved for the backward pass with the log-sum-exp of each row.
 """
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
@@ -20,6 +21,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
 
+from jaxmem.config.mesh import head_group_counts
 from jaxmem.sharding import axis_name, current, gather, shard_first_dim
 from jaxmem.sharding.weights import GatheredWeight
 
@@ -59,8 +61,9 @@ class Chunking:
             chunk = max(CHUNK_BYTES // token // MULTIPLE, 1) * MULTIPLE if saved > MIN_SAVING else None
         return chunk if chunk is not None and chunk < time else None
 
-    def group_count(self, x: Array, heads: int, kv_heads: int, head_dim: int) -> int:
-        """Number of groups of heads for x [batch, time, embed].
+    def group_count(self, x: Array, heads: int, kv_heads: int, head_dim: int, context: int = 1) -> int:
+        """Number of groups of heads for x [batch, time, embed]. `context`: the devices among which each group is
+        divided.
 
         >>> Chunking(head_groups="auto").group_count(jax.ShapeDtypeStruct((1, 2**19, 4096), jnp.bfloat16), 32, 8, 128)
         8
@@ -71,8 +74,10 @@ class Chunking:
         queries = rows * time * heads // parts * head_dim * x.dtype.itemsize
         if queries <= MIN_SAVING or kv_heads % parts:
             return 1
-        most = kv_heads // parts
-        return next(n for n in range(1, most + 1) if most % n == 0 and (queries <= n * CHUNK_BYTES or n == most))
+        counts = head_group_counts(heads // parts, kv_heads // parts, context)
+        if context == 1:  # more groups would compute keys and values more than once
+            counts = [n for n in counts if kv_heads // parts % n == 0]
+        return next((n for n in counts if queries <= n * CHUNK_BYTES), counts[-1])
 
 
 def _parts(axis: str) -> int:
@@ -238,25 +243,34 @@ class _UnreducedGradients:
 
 
 def map_head_groups(
-    attend: Callable[[Any, jax.Array], jax.Array], modules: Any, x: jax.Array, groups: int, axes: tuple[str, ...]
+    attend: Callable[[Any, jax.Array], jax.Array],
+    modules: Any,
+    x: jax.Array,
+    groups: int,
+    heads: Mapping[str, int],
+    parts: int,
 ) -> jax.Array:
     """Returns [groups, batch, time, width]: `attend(modules, x)` for one group of heads at a time. Only the arrays that
-    the attention kernel names are saved for the backward pass. Weights with a dimension among `axes` are divided into
-    groups, others are shared."""
+    the attention kernel names are saved for the backward pass. `heads`: the number of heads of each axis of weights
+    that is divided into groups; other weights are shared. `parts`: the devices among which each group is divided. KV
+    heads that are needed by several groups or devices are repeated."""
     if groups == 1:
         return attend(modules, x)[None]
     from jaxmem.kernels.fused_attention.blockwise import SAVED
 
-    parts = _parts("heads")
     graphdef, weights = gather_weights(modules, x.dtype)
     names = {path: param.get_metadata()["axes"] for path, param in nnx.to_flat_state(nnx.state(modules))}
 
     def split(path: Any, w: jax.Array) -> jax.Array:
         """The heads of each device in groups: [groups, ...]."""
         own = names[tuple(step.key for step in path)][-w.ndim :]
-        dim = next((i for i, axis in enumerate(own) if axis is not None and axis_name(axis) in axes), None)
+        dim = next((i for i, axis in enumerate(own) if axis is not None and axis_name(axis) in heads), None)
         if dim is None:
             return jnp.broadcast_to(w, (groups, *w.shape))
+        count = heads[axis_name(own[dim])]
+        if (repeats := math.lcm(count, parts * groups) // count) > 1:
+            each = w.reshape(*w.shape[:dim], count, -1, *w.shape[dim + 1 :])
+            w = jnp.repeat(each, repeats, axis=dim).reshape(*w.shape[:dim], -1, *w.shape[dim + 1 :])
         w = w.reshape(*w.shape[:dim], parts, groups, -1, *w.shape[dim + 1 :])
         w = jnp.moveaxis(w, dim + 1, 0)
         return w.reshape(groups, *w.shape[1 : dim + 1], -1, *w.shape[dim + 3 :])
@@ -269,9 +283,8 @@ def map_head_groups(
     return jax.lax.scan(lambda _, own: (None, group(own, x)), None, split_weights)[1]
 
 
-def join_head_groups(x: jax.Array) -> jax.Array:
+def join_head_groups(x: jax.Array, parts: int) -> jax.Array:
     """[groups, batch, time, width] -> [batch, time, heads x head_dim], with the heads of each device in order."""
-    parts = _parts("heads")
     groups, *rows, width = x.shape
     x = jnp.moveaxis(x.reshape(groups, *rows, parts, width // parts), 0, -2)
     return x.reshape(*rows, groups * width)

@@ -148,7 +148,7 @@ class Decoder(Network):
 
     def _angles(self, tokens: jax.Array, positions: jax.Array | None) -> Angles:
         if positions is None:
-            order = context_order(current(), tokens.shape[1], self.cfg.window)
+            order = context_order(current(), tokens.shape[1], self.execution.context_method, self.cfg.window)
             row = jnp.arange(tokens.shape[1], dtype=jnp.int32) if order is None else jnp.asarray(order)
             positions = jnp.broadcast_to(row, tokens.shape)
         return angles(positions, self.cfg.rope, self.cfg.head_dim)

@@ -23,6 +23,7 @@ class Execution:
     deterministic: bool = False  # attention gradients are bitwise reproducible
     packed: bool = True  # rows have several documents; otherwise one, and padding
     max_segments: int | None = None  # documents of a packed row and its padding, at most; None: unknown
+    context_method: str = "ring"  # of attention over `context`
     chunking: Chunking = Chunking()  # noqa: RUF009 - immutable
     stack: StackOptions = StackOptions()  # noqa: RUF009 - immutable
 

@@ -243,27 +243,30 @@ class _Activations:
         throughout = self.layer + (self.matrix if self.cfg.mesh.fsdp > 1 else 0) + 6 * self.residual
         throughout += (1 + 2 * wide) * self.queries + 2 * (1 + wide) * self.keys
         mlp = 4 * self.hidden + self.chunked
-        return throughout + max(mlp, self._ring(model, wide, mlp), self._cudnn(model))
+        return throughout + max(mlp, self._context(model, wide, mlp), self._cudnn(model))
 
     def _cudnn(self, model: Decoder) -> float:
         """Bytes that cuDNN allocates in the backward pass of attention."""
         cfg = self.cfg
         if cfg.memory.attention != "cudnn":
             return 0
-        split = shards(cfg, "heads") * head_groups(cfg, "gpu")
+        is_ring = cfg.mesh.context > 1 and cfg.mesh.context_method != "ulysses"
+        split = shards(cfg, "heads") * head_groups(cfg, "gpu") * (1 if is_ring else cfg.mesh.context)
         heads, kv_heads = max(1, model.heads // split), max(1, model.kv_heads // split)
         segments = cfg.data.max_segments if cfg.data.packing else 1
-        length, rows = cfg.row_length, math.ceil(self.rows)
+        length, rows = cfg.row_length // (cfg.mesh.context if is_ring else 1), math.ceil(self.rows * cfg.mesh.context)
         call = cudnn.Call(rows, length, length, heads, kv_heads, model.head_dim, 1.0, True, model.window, segments)
         return cudnn.workspace(cudnn.backward_part(call), self.width)
 
-    def _ring(self, model: Decoder, wide: float, mlp: float) -> float:
-        """Additional bytes of ring attention: keys, values and their gradients in transit; and the queries, the output
-        and their gradients. If blocks are unrolled, XLA computes the scores of all blocks before it uses the first:
-        probabilities and their gradients, each in float32 and in the compute dtype. The weight gradients of the MLP may
-        be computed afterwards, so the arrays of the MLP are counted too; with `tensor`, gathered arrays are transposed
-        twice."""
+    def _context(self, model: Decoder, wide: float, mlp: float) -> float:
+        """Additional bytes of attention over `context`. `ulysses`: the shards of the heads. Otherwise keys, values and
+        their gradients in transit; and the queries, the output and their gradients. If blocks are unrolled, XLA
+        computes the scores of all blocks before it uses the first: probabilities and their gradients, each in float32
+        and in the compute dtype. The weight gradients of the MLP may be computed afterwards, so the arrays of the MLP
+        are counted too; with `tensor`, gathered arrays are transposed twice."""
         cfg = self.cfg
+        if cfg.mesh.context_method == "ulysses" and cfg.mesh.context > 1:
+            return 4 * self.queries + 2 * self.keys + self._cudnn(model)
         half = cfg.data.sequence_length // (2 * cfg.mesh.context)
         if cfg.mesh.context == 1 or model.window:
             return 0

@@ -60,7 +60,8 @@ def head_groups(cfg: Config, platform: str) -> int:
     if not isinstance(model, Decoder) or model.kv_heads % split:
         return 1
     heads, kv_heads = model.heads // split, model.kv_heads // split
-    return chunking(cfg.memory).group_count(stream_of(cfg, platform), heads, kv_heads, model.head_dim)
+    context = cfg.mesh.context if cfg.mesh.context_method == "ulysses" else 1
+    return chunking(cfg.memory).group_count(stream_of(cfg, platform), heads, kv_heads, model.head_dim, context)
 
 
 def stream_of(cfg: Config, platform: str) -> jax.ShapeDtypeStruct:

@@ -13,6 +13,7 @@ from jaxmem.machine.gpus import Gpu
 from jaxmem.planning.passes import AROUND, TracedPasses
 from jaxmem.planning.share import passes_per_update, rows_of, shards
 from jaxmem.planning.timeline import LAUNCH
+from jaxmem.step.attention_choice import context_traffic
 
 _EXPOSED = 0.3  # least share of the communication that is exposed
 _WAITED = 0.8  # exposed share of copies between a device and its host, in compiled decoders with remat dots
@@ -122,15 +123,15 @@ class StepTime:
         return halves * passes * model.layers * self._ring(residual, tensor, 1)
 
     def _context(self) -> float:
-        """Seconds of ring attention: keys and values are sent around the ring in the forward pass, in the recomputed
-        forward pass and in the backward pass; their gradients in float32."""
-        model, mesh = self.cfg.model, self.cfg.mesh
-        if not isinstance(model, Decoder):
+        """Seconds of the communication of attention over `context`, which full recompute repeats."""
+        mesh = self.cfg.mesh
+        if not isinstance(self.cfg.model, Decoder) or mesh.context == 1:
             return 0.0
-        keys = self._tokens * 2 * model.kv_heads * model.head_dim / shards(self.cfg, "heads")
-        rounds = 3 if repeats_forward(self.cfg.memory.remat) else 2
-        sent = mesh.context * keys * (rounds * self._width + 4)
-        return model.layers * self._ring(sent, mesh.context, mesh.tensor)
+        forward, backward = context_traffic(self.cfg, mesh.context_method)
+        passes = 2 if repeats_forward(self.cfg.memory.remat) else 1
+        sent = rows_of(self.cfg) * mesh.context * (passes * forward + backward) * self._width
+        # `_ring` counts the bytes of an array of which each device receives all but its own share.
+        return self.cfg.model.layers * self._ring(sent * mesh.context / (mesh.context - 1), mesh.context, mesh.tensor)
 
     def _offloaded_activations(self, passes: TracedPasses, compute: float) -> float:
         """Seconds of exposed copies of offloaded activations. Only boundaries are fetched a layer ahead; XLA schedules

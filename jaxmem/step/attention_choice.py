@@ -1,40 +1,76 @@
-"""The implementation of attention that a config runs on a GPU, and why: `memory.attention: auto`, resolved."""
+"""The implementation of attention that a config runs on a GPU, its communication over `context`, and why:
+`memory.attention: auto` and `mesh.context_method: auto`, resolved."""
+
+from dataclasses import dataclass
 
 from jaxmem.config import Config, Decoder, Vit
+from jaxmem.config.mesh import head_group_counts
 from jaxmem.errors import UserError
 from jaxmem.kernels.choice import Choice
-from jaxmem.kernels.fused_attention.support import PLAIN, Request, choose, refusal
+from jaxmem.kernels.fused_attention.context import METHODS, kv_repeats, traffic
+from jaxmem.kernels.fused_attention.shapes import pairs
+from jaxmem.kernels.fused_attention.support import ORDER, Request, choose, refusal
 from jaxmem.quant.precision import compute_dtype
 
+# Rates of an H100, to compare methods: FLOP/s of fused kernels and of plain JAX, bytes/s of its memory, of NVLink
+# within a host, and of a 400 Gb/s network. On other GPUs their ratios are similar.
+_FUSED, _PLAIN, _MEMORY, _NVLINK, _NETWORK = 6e14, 5e13, 3.3e12, 4.5e11, 5e10
+_HOST = 8  # GPUs of a host
 
-def attention_choice(cfg: Config, platform: str, capability: int | None, device: str) -> Choice | None:
+
+@dataclass(frozen=True)
+class AttentionChoice(Choice):
+    context_method: str = "ring"
+
+
+def attention_choice(cfg: Config, platform: str, capability: int | None, device: str) -> AttentionChoice | None:
     """For devices of a compute capability (90 for 9.0; None: a CPU) and this name; None: the model has no attention.
     UserError where the implementation that the config names does not support it."""
     call = attention_request(cfg, platform)
     if call is None:
         return None
-    named = cfg.memory.attention
-    if named != "auto":
+
+    def kernel(call: Request) -> Choice:
+        named = cfg.memory.attention
+        if named == "auto":
+            return choose(call, capability, device)
         if capability is not None and (why := refusal(named, call, capability)):
             raise UserError(f"memory.attention={named}: {why}; use auto")
         return Choice(named, "memory.attention", call.kind, call.sizes)
-    if cfg.mesh.context > 1:
-        window = isinstance(cfg.model, Decoder) and cfg.model.window
-        why = f"mesh.context={cfg.mesh.context}: {'keys from the neighbours' if window else 'ring attention'}"
-        return Choice(PLAIN, why, call.kind, call.sizes)
-    return choose(call, capability, device)
+
+    if cfg.mesh.context == 1:
+        return AttentionChoice(**vars(kernel(call)))
+    found, refused = {}, []
+    for method in _methods(cfg):
+        try:
+            one = kernel(call.over_context(method, cfg.mesh.context))
+        except UserError as error:
+            refused.append(error)
+        else:
+            found[method] = _seconds(cfg, call, method, one.implementation), one
+    if not found:
+        raise refused[0]
+    best = min(found, key=lambda method: found[method][0])
+    least, one = found.pop(best)
+    others = ", ".join(f"{method} +{other / least - 1:.0%}" for method, (other, _) in found.items())
+    chosen = f"least time by estimate ({others})" if others else "mesh.context_method"
+    if cfg.mesh.context_method == "auto" and not others:
+        chosen = "the only method that supports it"
+    return AttentionChoice(**(vars(one) | {"why": f"{best} over context: {chosen}; {one.why}", "context_method": best}))
 
 
 def resolved(cfg: Config, platform: str, capability: int | None, device: str) -> Config:
-    """The config with what `memory.attention: auto` means there."""
+    """The config with what `auto` of `memory.attention` and `mesh.context_method` means there."""
     chosen = attention_choice(cfg, platform, capability, device)
     if chosen is None:
         return cfg
-    return cfg.model_copy(update={"memory": cfg.memory.model_copy(update={"attention": chosen.implementation})})
+    memory = cfg.memory.model_copy(update={"attention": chosen.implementation})
+    mesh = cfg.mesh.model_copy(update={"context_method": chosen.context_method})
+    return cfg.model_copy(update={"memory": memory, "mesh": mesh})
 
 
 def attention_request(cfg: Config, platform: str) -> Request | None:
-    """One device's attention of one micro-batch; None: the model has none."""
+    """Attention of one micro-batch for the heads of one device; None: the model has none. The sequence is complete."""
     model, mesh = cfg.model, cfg.mesh
     if not isinstance(model, Decoder | Vit):
         return None
@@ -44,12 +80,11 @@ def attention_request(cfg: Config, platform: str) -> Request | None:
         length, dim, window = (model.image_size // model.patch) ** 2, model.embed // model.heads, None
     is_text = isinstance(model, Decoder)
     rows = max(1, cfg.batch.global_size // (cfg.batch.accumulate * max(1, mesh.row_shards)))
-    heads = model.heads // mesh.tensor if model.heads % max(1, mesh.tensor) == 0 else model.heads
     return Request(
         dtype=compute_dtype(cfg.precision, platform).name,
         queries=length,
         keys=length,
-        heads=heads,
+        heads=_heads(cfg, model.heads),
         dim=dim,
         batch=rows,
         masked=is_text,
@@ -58,3 +93,52 @@ def attention_request(cfg: Config, platform: str) -> Request | None:
         has_segments=is_text and cfg.data.packing,
         max_segments=cfg.data.max_segments,
     )
+
+
+def _methods(cfg: Config) -> list[str]:
+    """The methods that support this config, without regard to kernels."""
+    if cfg.mesh.context_method != "auto" or not isinstance(cfg.model, Decoder):
+        return [cfg.mesh.context_method]
+    heads, kv_heads = (_heads(cfg, n) for n in (cfg.model.heads, cfg.model.kv_heads))
+    groups = cfg.memory.head_groups
+    counts = head_group_counts(heads, kv_heads, cfg.mesh.context) if heads % kv_heads == 0 else []
+    excluded = set() if counts and groups in ("auto", *counts) else {"ulysses"}
+    excluded |= set() if cfg.model.window is None else {"all_gather"}
+    return [method for method in METHODS if method not in excluded]
+
+
+def _heads(cfg: Config, heads: int) -> int:
+    """The heads of one of the devices along `tensor`; all if they are not divisible."""
+    tensor = cfg.mesh.tensor if "tensor" in cfg.rules.heads else 1
+    return heads // tensor if heads % max(1, tensor) == 0 else heads
+
+
+def context_traffic(cfg: Config, method: str) -> tuple[float, float]:
+    """Numbers in the compute dtype that a device sends for attention in one layer, per row, forward and backward."""
+    model, devices = cfg.model, cfg.mesh.context
+    assert isinstance(model, Decoder)
+    time, heads, kv_heads = cfg.row_length / devices, _heads(cfg, model.heads), _heads(cfg, model.kv_heads)
+    widening = 4 / (4 if cfg.precision.compute == "float32" else 2)
+    keys = 2 * kv_heads * model.head_dim
+    if method == "ring" and model.window is not None:
+        sent = min(model.window - 1, (devices - 1) * time) * keys
+        return sent, sent
+    repeats = kv_repeats(kv_heads, devices) if method == "ulysses" else 1
+    return traffic(method, devices, time * heads * model.head_dim, time * keys * repeats, widening)
+
+
+def _seconds(cfg: Config, call: Request, method: str, implementation: str) -> float:
+    """An estimate of the time of attention in one layer, forward and backward, to compare methods."""
+    model, devices = cfg.model, cfg.mesh.context
+    assert isinstance(model, Decoder)
+    numbers = call.batch * call.heads * call.dim
+    visible = pairs(call.queries, call.keys, causal=True, window=model.window)
+    compute = 14 * numbers * visible / devices / (_FUSED if implementation in ORDER else _PLAIN)
+    link = _NVLINK if devices * cfg.mesh.tensor <= _HOST else _NETWORK
+    width = 4 if call.dtype == "float32" else 2
+    sent = call.batch * sum(context_traffic(cfg, method)) * width / link
+    if method == "ulysses" or model.window is not None:
+        return compute + sent
+    # Blocks of keys are merged in float32: a part of an output is read twice and written once for each block.
+    merged = 6 * 4 * numbers * (devices - 1) * call.queries / devices / _MEMORY
+    return merged + (max(compute, sent) if method == "ring" else compute + sent)

@@ -7,8 +7,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxmem.config import Config, Decoder
-from jaxmem.sharding import Layout
+from jaxmem.config import Config
 
 Array = tuple[tuple[int, ...], Any, tuple[str, ...]]  # shape, dtype, logical axes
 Spec = Mapping[str, jax.ShapeDtypeStruct]  # shape, dtype and sharding of every array of a batch
@@ -45,15 +44,11 @@ def rows(spec: Spec) -> range:
     return range(min(starts), max(stops))
 
 
-def place(cfg: Config, layout: Layout, own: range, spec: Spec, batch: Mapping[str, np.ndarray]) -> dict[str, jax.Array]:
-    """The arrays of the rows of this process (`own`) on their devices. A sequence sharded over `context` is permuted so
-    that every device has the same work; losses are sums over tokens, so their order does not matter."""
-    if isinstance(cfg.model, Decoder):
-        from jaxmem.models.attention import context_order
-
-        order = context_order(layout, spec["inputs"].shape[2], cfg.model.window)
-        if order is not None:  # reference log-probabilities have a value per row and no sequence dimension
-            batch = {name: x[..., order] if x.ndim == 3 else x for name, x in batch.items()}
+def place(order: np.ndarray | None, own: range, spec: Spec, batch: Mapping[str, np.ndarray]) -> dict[str, jax.Array]:
+    """The arrays of the rows of this process (`own`) on their devices. `order`: the position at each index of the
+    sequence; losses are sums over tokens, so their order does not matter."""
+    if order is not None:  # reference log-probabilities have a value per row and no sequence dimension
+        batch = {name: x[..., order] if x.ndim == 3 else x for name, x in batch.items()}
 
     def shard(x: np.ndarray, index: tuple[slice, ...]) -> np.ndarray:
         micro_batches, wanted, *rest = index

@@ -142,7 +142,7 @@ class ModelSpec:
 
     @cached_property
     def attention(self) -> Any:
-        """The implementation of attention, and why (`kernels.choice.Choice`); None: the model has no attention."""
+        """The implementation of attention, and why (`AttentionChoice`); None: the model has no attention."""
         from jaxmem.step.attention_choice import attention_choice
 
         return attention_choice(self.cfg, self.platform, self.capability, self.device)
@@ -166,6 +166,7 @@ class ModelSpec:
             deterministic=self.cfg.train.deterministic,
             packed=self.cfg.data.packing,
             max_segments=self.cfg.data.max_segments,
+            context_method="ring" if self.attention is None else self.attention.context_method,
             chunking=chunking(memory),
             stack=StackOptions(remat, self.pipeline, offloaded_activations(memory.offload)),
         )

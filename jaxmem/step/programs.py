@@ -19,7 +19,7 @@ from flax import nnx
 from flax.traverse_util import flatten_dict
 
 from jaxmem import adapters
-from jaxmem.config import Config
+from jaxmem.config import Config, Decoder
 from jaxmem.errors import UserError
 from jaxmem.quant.precision import Params
 from jaxmem.sharding import Layout, layout_for
@@ -51,7 +51,7 @@ class Program:
 
     @property
     def resolved(self) -> Config:
-        """The config with `memory.attention: auto` replaced by the implementation for these devices."""
+        """The config with what `auto` of `memory.attention` and `mesh.context_method` means on these devices."""
         from jaxmem.step.attention_choice import resolved
 
         return resolved(self.cfg, self.platform, self.model.capability, self.model.device)
@@ -178,8 +178,13 @@ class Program:
 
     def place(self, batch: Mapping[str, np.ndarray]) -> dict[str, jax.Array]:
         """A batch on its devices. Each process passes its own `rows`."""
-        spec = self.buckets[self.bucket(batch)].spec.batch
-        return batches.place(self.cfg, self.layout, self.rows, spec, batch)
+        built, order = self.buckets[self.bucket(batch)], None
+        if isinstance(self.cfg.model, Decoder):
+            from jaxmem.models.attention import context_order
+
+            method = built.model.attention.context_method
+            order = context_order(self.layout, batch["inputs"].shape[2], method, self.cfg.model.window)
+        return batches.place(order, self.rows, built.spec.batch, batch)
 
     @contextlib.contextmanager
     def lowering(self) -> Iterator[None]:

@@ -80,11 +80,15 @@ def attend(
     extras: Extras,
 ) -> tuple[Float[Array, "batch queries heads dim"], Float[Array, "batch heads queries"]]:
     """Output and log-sum-exp; the log-sum-exp is not differentiable."""
+    call = _call(q, k, options, extras)
+    return _attend(call, q, k, v, None if call.max_segments == 1 else extras.segment_ids)
+
+
+def _call(q: jax.Array, k: jax.Array, options: Options, extras: Extras) -> Call:
     batch, length, heads, dim = q.shape
     segments = options.max_segments if extras.segment_ids is not None else 1
     masked = options.causal or options.window is not None
-    call = Call(batch, length, k.shape[1], heads, k.shape[2], dim, options.scale, masked, options.window, segments or 1)
-    return _attend(call, q, k, v, None if call.max_segments == 1 else extras.segment_ids)
+    return Call(batch, length, k.shape[1], heads, k.shape[2], dim, options.scale, masked, options.window, segments or 1)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -115,9 +119,23 @@ def _backward_rule(call: Call, saved: Any, cotangents: tuple[Any, Any]) -> tuple
         raise ValueError("attention: the cudnn implementation has no gradient of the log-sum-exp; use another one")
     if isinstance(d_out, SymbolicZero):
         d_out = jnp.zeros_like(out)
+    return *_backward(call, q, k, v, out, lse, d_out.astype(q.dtype), ids), None
+
+
+def gradients(
+    q: jax.Array, k: jax.Array, v: jax.Array, out: jax.Array, lse: jax.Array, d_out: jax.Array, options: Options,
+    extras: Extras,
+) -> tuple[jax.Array, jax.Array, jax.Array]:  # fmt: skip
+    """The gradients of k and v, and their contribution to the gradient of q (`blockwise.gradients`)."""
+    call = _call(q, k, options, extras)
+    ids = None if call.max_segments == 1 else extras.segment_ids
+    return _backward(call, q, k, v, out, lse, d_out.astype(q.dtype), ids)
+
+
+def _backward(call: Call, q: Any, k: Any, v: Any, out: Any, lse: Any, d_out: Any, ids: Any) -> Any:
     if ids is None:
-        return *_run(_BACKWARD, call, (q, k, v, lse, d_out.astype(q.dtype), out), None), None
-    return *_gradients_by_heads(call, Packed.of(call, ids), (q, out, d_out.astype(q.dtype)), (k, v), lse), None
+        return _run(_BACKWARD, call, (q, k, v, lse, d_out, out), None)
+    return _gradients_by_heads(call, Packed.of(call, ids), (q, out, d_out), (k, v), lse)
 
 
 def _gradients_by_heads(

@@ -50,7 +50,22 @@ def _forward(passes: Passes, options: Options, q: Any, k: Any, v: Any, extras: E
 
 def _backward(passes: Passes, options: Options, saved: Any, cotangents: tuple[Any, Any]) -> tuple[Any, ...]:
     q, k, v, extras, out, lse = saved
-    d_out, d_lse = cotangents
+    return *gradients(passes, q, k, v, out, lse, cotangents[0], options, extras, cotangents[1]), None
+
+
+def gradients(
+    passes: Passes,
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    out: jax.Array,
+    lse: jax.Array,
+    d_out: jax.Array,
+    options: Options,
+    extras: Extras,
+    d_lse: jax.Array | float = 0.0,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """The gradients of k and v, and their contribution to the gradient of q (`blockwise.gradients`)."""
     # d(loss)/d(score) = p (dp - inner), where inner is the dot product of output and cotangent of a row, minus the
     # cotangent of the log-sum-exp. In a row without keys p = exp(-inf) = 0, if its log-sum-exp of -inf is replaced.
     inner = jnp.sum(out.astype(jnp.float32) * d_out.astype(jnp.float32), axis=-1).swapaxes(1, 2) - d_lse
@@ -60,12 +75,12 @@ def _backward(passes: Passes, options: Options, saved: Any, cotangents: tuple[An
     rows = jnp.where(jnp.isneginf(lse), 0.0, lse / call.unit), inner
     arrays = q, k, v, d_out.astype(q.dtype), rows
     if one_pass is not None:
-        return *one_pass(call, *arrays, _mask_arrays(call, extras, by_keys=True)), None
+        return one_pass(call, *arrays, _mask_arrays(call, extras, by_keys=True))
     assert passes.d_queries is not None and passes.d_keys is not None  # noqa: PT018
     dq = passes.d_queries(call, *arrays, _mask_arrays(call, extras, by_keys=False))
     call = _call(passes, "d_keys", options, q, k)
     dk, dv = passes.d_keys(call, *arrays, _mask_arrays(call, extras, by_keys=True))
-    return dq, dk, dv, None
+    return dq, dk, dv
 
 
 attend.defvjp(_forward, _backward)

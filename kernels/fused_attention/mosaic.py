@@ -20,11 +20,10 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxmem.kernels.mosaic_launch import launch
 
-from . import flash, triton
+from . import flash, mosaic_gradients, triton
 from .arguments import Extras, Options
 from .block import Call, MaskArrays
 from .flash import Passes
-from .mosaic_gradients import gradients
 from .mosaic_parts import BATCH, BLOCK, COMPUTING, HEAD, ROWS, Own, SharedGradients, Stream
 from .mosaic_programs import forward
 
@@ -72,7 +71,7 @@ def _gradients(call: Call, q: Any, k: Any, v: Any, d_out: Any, rows: Any, masks:
     found = _run(
         "attention_gradients",
         10 * call.pairs / call.queries,
-        functools.partial(gradients, call, heads // kv_heads),
+        functools.partial(mosaic_gradients.gradients, call, heads // kv_heads),
         call,
         (q, k, v, d_out, *(_filled(x, size) for x in rows)),
         masks,
@@ -176,5 +175,12 @@ PASSES = Passes("mosaic", _forward, min_block=COMPUTING * ROWS, two_kernels=trit
 
 
 def attend(q: jax.Array, k: jax.Array, v: jax.Array, options: Options, extras: Extras) -> tuple[jax.Array, jax.Array]:
-    passes = PASSES._replace(one_pass=_gradients) if _width(q.shape[3]) in ONE_PASS else PASSES
-    return flash.attend(passes, options, q, k, v, extras)
+    return flash.attend(_passes(q), options, q, k, v, extras)
+
+
+def gradients(q: jax.Array, *others: Any) -> tuple[jax.Array, jax.Array, jax.Array]:
+    return flash.gradients(_passes(q), q, *others)
+
+
+def _passes(q: jax.Array) -> Passes:
+    return PASSES._replace(one_pass=_gradients) if _width(q.shape[3]) in ONE_PASS else PASSES

@@ -1,33 +1,15 @@
-"""Attention of sequences that are sharded over a mesh axis. The functions run inside `jax.shard_map`, on one shard.
-
-`ring` (Liu et al., arXiv:2310.01889): keys and values are passed around the ring; each device attends to the keys that
-it has received and merges results by log-sum-exp. A causal mask would leave the first devices idle, so positions are
-in the order of `places`: of 2n chunks, device i has the i-th from the front and the i-th from the back, so that all
-devices have equal work at each step. `halo`: with a window, a device needs only the keys before its own, and positions
-are in order.
-
-With c devices, T positions each and windows of w, a device sends, of keys and of values:
-
-    ring   (c - 1) T forward; (c - 1) T and c T float32 gradients backward
-    halo   min(w - 1, (c - 1) T) forward, the same backward
-
-and stores the keys of at most three devices (with a window, the keys of the window). The backward pass of the ring
-saves the same arrays as attention on one device, its own shards of q, k, v, output and log-sum-exp, and sends keys and
-values around the ring again.
-"""
+"""Attention to the keys of one device after the other, merged by log-sum-exp: the methods `ring` and `all_gather` of
+`context.py`, forward and backward."""
 
 import dataclasses
-import functools
 from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.ad_checkpoint import checkpoint_name
 
-from . import blockwise
-from .arguments import Extras, Options, check_arguments
+from .arguments import Extras, Options
 
 Block = tuple[jax.Array, jax.Array, jax.Array | None]  # keys, values, segment ids
 
@@ -44,63 +26,85 @@ def places(length: int, devices: int) -> np.ndarray:
     return np.stack([chunks[:devices], chunks[: devices - 1 : -1]], axis=1).reshape(-1)
 
 
-def ring(
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    *,
-    axis: str,
-    segment_ids: jax.Array | None = None,
-    scale: float | None = None,
-    soft_cap: float | None = None,
-) -> jax.Array:
-    """Causal attention of a sequence over all devices of `axis`, with positions in the order of `places`."""
-    _, options, extras = check_arguments(
-        q, k, v, causal=True, window=None, segment_ids=segment_ids, kv_segment_ids=None, scale=scale,
-        soft_cap=soft_cap, dropout=None, deterministic=False,
-    )  # fmt: skip
-    return _ring(axis, options, q, k, v, extras.segment_ids)
+def forward(kernel: Any, axis: str, options: Options, q: Any, k: Any, v: Any, ids: Any) -> Any:
+    meet, found = _blocks(kernel, axis, options, q, k, v, ids)
+
+    def visit(state: tuple[Any, Block], step: jax.Array) -> tuple[tuple[Any, Block], None]:
+        found, block = state
+        return (meet(found, block, step), _next(axis, block)), None
+
+    *steps, last = range(1, jax.lax.axis_size(axis))
+    (found, block), _ = jax.lax.scan(visit, (found, _next(axis, (k, v, ids))), jnp.asarray(steps, jnp.int32))
+    out, lse = meet(found, block, jnp.int32(last))
+    return out.astype(q.dtype), lse
 
 
-def halo(
-    attend: Callable[..., jax.Array],
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    *,
-    axis: str,
-    window: int,
-    segment_ids: jax.Array | None = None,
-    **options: Any,
-) -> jax.Array:
-    """Causal attention with a window, with positions in order. `attend` is `attention` or has its signature."""
-    if segment_ids is None:
-        segment_ids = jnp.zeros(q.shape[:2], jnp.int32)
-    ids = segment_ids - jax.lax.pmin(jnp.min(segment_ids), axis) + 1  # 0 is what no device sent
-    devices, time = jax.lax.axis_size(axis), q.shape[1]
-    wanted = min(window - 1, (devices - 1) * time)  # keys before the first of this device
-    parts = [(k, v, ids)]
-    for distance in range(1, -(-wanted // time) + 1):
-        size = min(time, wanted - (distance - 1) * time)
-        pairs = [(device, device + distance) for device in range(devices - distance)]
-        parts.insert(0, jax.lax.ppermute(tuple(x[:, time - size :] for x in parts[-1]), axis, pairs))
-    k, v, key_ids = (jnp.concatenate(part, axis=1) for part in zip(*parts, strict=True))
-    return attend(q, k, v, causal=True, window=window, segment_ids=ids, kv_segment_ids=key_ids, **options)
+def backward(
+    kernel: Any, axis: str, options: Options, q: Any, k: Any, v: Any, ids: Any, out: Any, lse: Any, d_out: Any
+) -> Any:
+    meet, dq, d_block = _block_gradients(kernel, axis, options, q, k, v, ids, out, lse, d_out)
+
+    def visit(state: tuple[Any, Any, Block], step: jax.Array) -> tuple[tuple[Any, Any, Block], None]:
+        dq, d_block, block = state
+        # The gradients of these keys come from the devices that they have passed.
+        return (*meet(dq, _next(axis, d_block), block, step), _next(axis, block)), None
+
+    *steps, last = range(1, jax.lax.axis_size(axis))
+    state = dq, d_block, _next(axis, (k, v, ids))
+    (dq, d_block, block), _ = jax.lax.scan(visit, state, jnp.asarray(steps, jnp.int32))
+    dq, d_block = meet(dq, _next(axis, d_block), block, jnp.int32(last))
+    return dq, *_next(axis, d_block)  # home again
 
 
-# ---------------------------------------------------------------- the ring
+def all_gather_forward(kernel: Any, axis: str, options: Options, q: Any, k: Any, v: Any, ids: Any) -> Any:
+    meet, found = _blocks(kernel, axis, options, q, k, v, ids)
+    block, steps = _gathered(axis, (k, v, ids))
+    (out, lse), _ = jax.lax.scan(lambda found, step: (meet(found, block(step), step), None), found, steps)
+    return out.astype(q.dtype), lse
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _ring(axis: str, options: Options, q: jax.Array, k: jax.Array, v: jax.Array, ids: jax.Array | None) -> jax.Array:
-    return _forward(axis, options, q, k, v, ids)[0]
+def all_gather_backward(
+    kernel: Any, axis: str, options: Options, q: Any, k: Any, v: Any, ids: Any, out: Any, lse: Any, d_out: Any
+) -> Any:
+    meet, dq, own = _block_gradients(kernel, axis, options, q, k, v, ids, out, lse, d_out)
+    block, steps = _gathered(axis, (k, v, ids))
+    zeros = jax.tree.map(jnp.zeros_like, own)
+    dq, others = jax.lax.scan(lambda dq, step: meet(dq, zeros, block(step), step), dq, steps)
+    devices = jnp.arange(jax.lax.axis_size(axis), dtype=jnp.int32)
+
+    def home(own: jax.Array, others: jax.Array) -> jax.Array:
+        found = jnp.concatenate([own[None], others])[_before(axis, devices)]
+        return jax.lax.psum_scatter(found, axis)
+
+    return dq, *jax.tree.map(home, own, others)
 
 
-def _forward(axis: str, options: Options, q: jax.Array, k: jax.Array, v: jax.Array, ids: Any) -> tuple[jax.Array, Any]:
+def _gathered(axis: str, own: Block) -> tuple[Callable[[jax.Array], Block], jax.Array]:
+    """A function that returns the block of the device `step` places before this one, and all steps."""
+    every = jax.tree.map(lambda x: jax.lax.all_gather(x, axis), own)
+
+    def block(step: jax.Array) -> Block:
+        device = _before(axis, step)
+        return jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, device, keepdims=False), every)
+
+    return block, jnp.arange(1, jax.lax.axis_size(axis), dtype=jnp.int32)
+
+
+def _before(axis: str, step: jax.Array) -> jax.Array:
+    """The device `step` places before this one; also, how many places a device is before this one."""
+    return (jax.lax.axis_index(axis) - step) % jax.lax.axis_size(axis)
+
+
+def _blocks(
+    kernel: Any, axis: str, options: Options, q: Any, k: Any, v: Any, ids: Any
+) -> tuple[Callable[[Any, Block, Any], Any], tuple[jax.Array, jax.Array]]:
+    """A function that adds the keys of the device `step` places before this one to an output and log-sum-exp, and those
+    of its own keys. The sequence is the second dimension of all arrays."""
+
     def attend(rows: tuple[jax.Array, Any], block: Block, options: Options) -> tuple[jax.Array, jax.Array]:
         (q, ids), (k, v, key_ids) = rows, block
-        out, lse = blockwise.attend(q, k, v, options, Extras(ids, key_ids))
-        return out.astype(jnp.float32), lse.swapaxes(1, 2)  # the time comes second everywhere
+        out, lse = kernel.attend(q, k, v, options, Extras(ids, key_ids))
+        return out.astype(jnp.float32), lse.swapaxes(1, 2)
 
     def meet(found: Any, block: Block, step: jax.Array) -> Any:
         for rows, keys in _pairs(axis, step):
@@ -109,24 +113,22 @@ def _forward(axis: str, options: Options, q: jax.Array, k: jax.Array, v: jax.Arr
         return found
 
     all_seen = dataclasses.replace(options, causal=False)
-    own = k, v, ids
-    out, lse = _visited(axis, meet, own, attend((q, ids), own, options))
-    out, lse = (checkpoint_name(x, blockwise.SAVED) for x in (out.astype(q.dtype), lse))
-    return out, (q, k, v, ids, out, lse)
+    return meet, attend((q, ids), (k, v, ids), options)
 
 
-def _backward(axis: str, options: Options, saved: Any, d_out: jax.Array) -> tuple[Any, ...]:
-    q, k, v, ids, out, lse = saved
+def _block_gradients(
+    kernel: Any, axis: str, options: Options, q: Any, k: Any, v: Any, ids: Any, out: Any, lse: Any, d_out: Any
+) -> tuple[Callable[..., Any], jax.Array, tuple[jax.Array, jax.Array]]:
+    """A function that adds the contributions of a device's keys to dq and to the gradients of these keys, and those of
+    its own keys."""
 
     def gradients(rows: tuple[Any, ...], block: Block, options: Options) -> tuple[Any, tuple[Any, Any]]:
         (q, ids, out, lse, d_out), (k, v, key_ids) = rows, block
-        parts = blockwise.gradients(q, k, v, out, lse.swapaxes(1, 2), d_out, options, Extras(ids, key_ids))
+        parts = kernel.gradients(q, k, v, out, lse.swapaxes(1, 2), d_out, options, Extras(ids, key_ids))
         dq, dk, dv = (part.astype(jnp.float32) for part in parts)
         return dq, (dk, dv)
 
-    def meet(found: Any, block: Block, step: jax.Array) -> Any:
-        dq, d_block = found
-        d_block = _next(axis, d_block)  # of these keys, from the devices that they have passed
+    def meet(dq: jax.Array, d_block: Any, block: Block, step: jax.Array) -> Any:
         for rows, keys in _pairs(axis, step):
             more, d_more = gradients(_half(rows, mine), _half(keys, block), all_seen)
             dq = _put(rows, dq, _half(rows, dq) + more)
@@ -134,25 +136,8 @@ def _backward(axis: str, options: Options, saved: Any, d_out: jax.Array) -> tupl
         return dq, d_block
 
     all_seen = dataclasses.replace(options, causal=False)
-    mine, own = (q, ids, out, lse, d_out), (k, v, ids)
-    dq, d_block = _visited(axis, meet, own, gradients(mine, own, options))
-    dk, dv = _next(axis, d_block)  # home again
-    return dq.astype(q.dtype), dk.astype(k.dtype), dv.astype(v.dtype), None
-
-
-_ring.defvjp(_forward, _backward)
-
-
-def _visited(axis: str, meet: Callable[[Any, Block, Any], Any], own: Block, found: Any) -> Any:
-    """Calls `meet` with the keys of every other device, while the next ones are sent."""
-
-    def visit(state: tuple[Any, Block], step: jax.Array) -> tuple[tuple[Any, Block], None]:
-        found, block = state
-        return (meet(found, block, step), _next(axis, block)), None
-
-    last = jax.lax.axis_size(axis) - 1
-    (found, block), _ = jax.lax.scan(visit, (found, _next(axis, own)), jnp.arange(1, last, dtype=jnp.int32))
-    return meet(found, block, jnp.int32(last))
+    mine = q, ids, out, lse, d_out
+    return meet, *gradients(mine, (k, v, ids), options)
 
 
 def _next(axis: str, block: Any) -> Any:

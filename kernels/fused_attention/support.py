@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from jaxmem.kernels import choice
@@ -44,7 +44,7 @@ class Request:
     max_segments: int | None = None  # per row; None: unknown
 
     @classmethod
-    def of(cls, q: Any, k: Any, options: Options, extras: Extras, *, keys_have_own: bool) -> Request:
+    def of(cls, q: Any, k: Any, options: Options, extras: Extras, *, keys_have_own: bool = False) -> Request:
         batch, queries, heads, dim = q.shape
         return cls(
             dtype=q.dtype.name,
@@ -67,6 +67,15 @@ class Request:
     def of_documents(cls, length: int, dim: int) -> Request:
         """Packed rows of a language model in bfloat16."""
         return cls("bfloat16", length, length, 32, dim, has_segments=True, max_segments=32)
+
+    def over_context(self, method: str, devices: int) -> Request:
+        """The call of each device if `devices` share the sequence of this call by a method of `context.py`."""
+        if method == "ulysses":
+            return replace(self, heads=self.heads // devices)
+        part = replace(
+            self, queries=self.queries // devices, keys=self.keys // devices, keys_have_own=self.has_segments
+        )
+        return replace(part, has_segments=True, keys_have_own=True) if self.window else part
 
     @property
     def kind(self) -> str:

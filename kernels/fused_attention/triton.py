@@ -12,6 +12,7 @@ dim operations per head forward, 14 P dim backward (10, and the scores and their
 On a CPU Triton's interpreter runs the same programs, for tests.
 """
 
+import functools
 from dataclasses import dataclass
 from typing import Any
 
@@ -151,3 +152,6 @@ PASSES = Passes("triton", _forward, d_queries=_d_queries, d_keys=_d_keys)
 
 def attend(q: jax.Array, k: jax.Array, v: jax.Array, options: Options, extras: Extras) -> tuple[jax.Array, jax.Array]:
     return flash.attend(PASSES, options, q, k, v, extras)
+
+
+gradients = functools.partial(flash.gradients, PASSES)

@@ -207,6 +207,16 @@ def lines(base: dict, *overrides: str) -> list[str]:
             ["mesh.context=2", "memory.attention=reference"],
             "mesh.context=2 ... memory.attention=reference ... memory.attention=auto",
         ),
+        (
+            TEXT,
+            ["mesh.context=2", "mesh.context_method=all_gather", "model.window=8"],
+            "mesh.context_method=all_gather ... model.window=8 ... mesh.context_method=ring",
+        ),
+        (
+            TEXT,
+            ["mesh.context=2", "mesh.context_method=ring", "memory.attention=cudnn"],
+            "mesh.context_method=ring with data.packing=true ... memory.attention=cudnn ... ulysses",
+        ),
         (TEXT, ["rules.mlp=[tensr]"], "rules.mlp[0]=tensr must be fsdp, context or tensor; did you mean tensor?"),
         (TEXT, ["rules.embed=[tensor]"], "rules.embed[0]=tensor must be fsdp or context"),
         (TEXT, ["rules.mlp=[fsdp, fsdp]"], "rules.mlp=[fsdp, fsdp] ... [fsdp]"),

@@ -3,7 +3,9 @@
 import pytest
 
 import jaxmem
+from jaxmem.config import load_config
 from jaxmem.errors import UserError
+from jaxmem.step.attention_choice import attention_choice, resolved
 from tests.planning.conftest import SMALL, config
 
 CUDNN, TRITON = "__cudnn$fmha", "triton_kernel_call"
@@ -17,6 +19,7 @@ PACKED = {
 }
 
 
+UNPACKED = {"sequence_length": 128, "packing": False}
 SECTIONS = {
     "model": {**SMALL, "embed": 128, "head_dim": 64},
     "data": {"sequence_length": 128},
@@ -44,9 +47,12 @@ def test_packed_rows_on_each_gpu(gpu):
     ("gpu", "change", "kernels", "implementation"),
     [
         # One document, then padding, which a causal mask is enough for.
-        ("a100-40gb", {"data": {"sequence_length": 128, "packing": False}}, {CUDNN}, "cudnn"),
+        ("a100-40gb", {"data": UNPACKED}, {CUDNN}, "cudnn"),
         ("h100-80gb", {"precision": {"compute": "float32"}}, {TRITON}, "triton"),
-        ("h100-80gb", {"mesh": {"context": 2}}, set(), "blockwise"),
+        # Each device attends to the complete sequence, with some of the heads.
+        ("h100-80gb", {"mesh": {"context": 2}}, {CUDNN}, "cudnn"),
+        ("h100-80gb", {"mesh": {"context": 2, "context_method": "ring"}, "data": UNPACKED}, {CUDNN}, "cudnn"),
+        ("a100-40gb", {"mesh": {"context": 2, "context_method": "all_gather"}}, {TRITON}, "triton"),
         ("h100-80gb", {"memory": {"attention": "blockwise"}}, set(), "blockwise"),
     ],
 )
@@ -58,3 +64,30 @@ def test_settings_change_the_choice(gpu, change, kernels, implementation):
 def test_a_kernel_that_is_named_is_refused_before_compiling():
     with pytest.raises(UserError, match=r"memory.attention=cudnn: compute capability is 8.9; .*; use auto"):
         jaxmem.plan(config(**{**SECTIONS, "memory": {"attention": "cudnn"}}), "rtx4090-24gb")
+
+
+H100 = 90, "NVIDIA H100 80GB HBM3"
+
+
+@pytest.mark.parametrize(
+    ("gpu", "mesh", "sections", "method", "implementation"),
+    [
+        (H100, {"context": 8}, {}, "ulysses", "cudnn"),
+        (H100, {"context": 8, "context_method": "ring"}, {}, "ring", "mosaic"),  # documents of other devices
+        ((80, "NVIDIA A100"), {"context": 8}, {}, "ulysses", "triton"),
+        ((None, "cpu"), {"context": 8}, {}, "ulysses", "blockwise"),
+        # Sixteen devices do not divide 24 heads; all-to-all between hosts takes longer than a ring that is overlapped.
+        (H100, {"context": 16}, {"model": {"preset": "llama3-8b", "heads": 24}}, "ring", "mosaic"),
+        (H100, {"context": 32}, {"data": {"sequence_length": 2**17, "packing": False}}, "ring", "cudnn"),
+        (H100, {"context": 8}, {"model": {"preset": "llama3-8b", "window": 512}}, "ring", "mosaic"),
+        (H100, {"context": 8, "context_method": "ulysses"}, {"memory": {"attention": "triton"}}, "ulysses", "triton"),
+    ],
+)
+def test_the_method_of_context_and_its_kernel(gpu, mesh, sections, method, implementation):
+    base = {"model": {"preset": "llama3-8b"}, "data": {"sequence_length": 2**17}, "batch": {"global_size": 1}}
+    cfg = load_config({"name": "x", **base, "mesh": mesh, **sections})
+    chosen = attention_choice(cfg, "cpu" if gpu[0] is None else "gpu", *gpu)
+    assert (chosen.context_method, chosen.implementation) == (method, implementation)
+    assert chosen.why.startswith(f"{method} over context: ")
+    after = resolved(cfg, "gpu", *gpu)
+    assert (after.mesh.context_method, after.memory.attention) == (method, implementation)

@@ -31,9 +31,14 @@ LAYOUTS = {
     "all of them": (
         {"fsdp": 2, "context": 2, "tensor": 2},
         3,
-        {"reduce-scatter", "all-gather", "all-to-all", "collective-permute"},
+        {"reduce-scatter", "all-gather", "all-to-all"},
     ),
-    "context": ({"context": 8}, 3, {"reduce-scatter", "all-gather", "collective-permute"}),
+    "context": ({"context": 8}, 3, {"reduce-scatter", "all-gather", "all-to-all"}),
+    "ring": (
+        {"context": 4, "fsdp": 2, "context_method": "ring"},
+        3,
+        {"reduce-scatter", "all-gather", "collective-permute"},
+    ),
     "stages": ({"stage": 4, "fsdp": 2}, 1, {"collective-permute", "reduce-scatter", "all-gather", "all-reduce"}),
     "stages x hybrid": (
         {"stage": 2, "replica": 2, "fsdp": 2},

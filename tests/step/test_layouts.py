@@ -43,6 +43,8 @@ def test_every_two_axes_meet():
     assert met == set(itertools.combinations(sorted(MESH_AXES), 2))
 
 
+# The communication of attention, where it is not ulysses.
+METHODS = {"data x context": "ring", "context x tensor": "all_gather"}
 # Those that go back by a schedule of boundaries.
 SCHEDULED = {"hybrid x tensor": "sqrt", "context x tensor": "slots_1"}
 
@@ -65,13 +67,14 @@ KINDS = {
 }
 
 
-def claimed(mesh, zero):
+def claimed(mesh, zero, method):
     """The kinds of messages along each axis, as docs/layouts.md has them."""
     kinds = {axis: {"reduce"} for axis in mesh}
     for axis in {"fsdp", "context"} & set(mesh):
         kinds[axis] |= {"gather"} if zero >= 1 else set()  # weights
         kinds[axis] |= {"exchange"} if zero >= 2 else set()  # rows of the embedding
-    more = {"tensor": {"gather"}, "context": {"pass on"}, "stage": {"pass on", "gather"}}  # of stages: their norms
+    of_context = {"ring": {"pass on"}, "all_gather": {"gather"}, "ulysses": {"exchange", "gather"}}[method]  # of ids
+    more = {"tensor": {"gather"}, "context": of_context, "stage": {"pass on", "gather"}}  # of stages: their norms
     for axis in more.keys() & mesh.keys():
         kinds[axis] |= more[axis]
     return kinds
@@ -114,7 +117,9 @@ def test_every_layout_learns_what_one_device_learns_in_the_bytes_that_the_tables
     mesh, zero = LAYOUTS[name]
     memory = {"loss_chunk": 50 if name in SLICED else "auto", "remat": SCHEDULED.get(name, "none")}
     memory |= IN_PIECES.get(name, {})
-    trained = Trained(dropping(mesh=mesh, zero=zero, memory=memory), devices_of(mesh), updates=2, begin=alone)
+    method = METHODS.get(name, "ulysses")
+    cfg = dropping(mesh=mesh | {"context_method": method}, zero=zero, memory=memory)
+    trained = Trained(cfg, devices_of(mesh), updates=2, begin=alone)
     trained.agrees_with(alone)
     for real, promised in zip(jax.tree.leaves(trained.state), jax.tree.leaves(trained.built.spec.state), strict=True):
         assert real.sharding.is_equivalent_to(promised.sharding, real.ndim)
@@ -127,7 +132,7 @@ def test_every_layout_learns_what_one_device_learns_in_the_bytes_that_the_tables
     assert held(weight) == others * (fsdp if zero >= 3 else 1)
     assert held(moment) == others * (fsdp if zero >= 1 else 1)
     kinds, gathered = messages(trained.built, trained.compiled)
-    assert kinds == claimed(mesh, zero)
+    assert kinds == claimed(mesh, zero, method)
     stacks = {sorted_dims(x.shape) for x in jax.tree.leaves(trained.params["blocks"]) if x.ndim == 3}
     assert zero in (1, 2) or not stacks & gathered  # all layers of a weight are sent where they are new, or never
 

@@ -16,10 +16,12 @@ weights, m along `replica` replicate them. A collective over n devices counts (n
 
 `tensor` shards P and E and, among its t devices, communicates the residual stream of t T tokens: gathered and
 reduce-scattered twice per layer forward and twice backward, with memory.remat=full once more without the last scatter;
-and once each for the embedding and for the logits. `context` with c devices sends keys and values, K per token:
-c - 1 times forward and backward (and once more with full recompute, where c = 2 finds both to be the same message), and
-c times their gradients, of which the first and the last are sent in w bytes and the others in float32; with a window
-those of min(window - 1, (c - 1) T) tokens forward and back.
+and once each for the embedding and for the logits. `context` with c devices sends, by ulysses, Q numbers of queries per
+token and K of keys and values: 2 Q + K forward, for queries and output, and 4 Q + 2 K backward, and with full recompute
+Q more, for the output. A ring sends keys and values c - 1 times forward and backward (and once more with full
+recompute, where c = 2 finds both to be the same message), and c times their gradients, of which the first and the last
+are sent in w bytes and the others in float32; with a window those of min(window - 1, (c - 1) T) tokens forward and
+back.
 
 `stage` with p devices runs all micro-batches in s ticks, in each of which a device runs a v-th of its P / p weights,
 with v rounds: where a passes through P and the layers are counted above, there are s. A tick sends 4 T D w from stage
@@ -112,15 +114,18 @@ def volume(built: Program) -> Volume:
         gradients=reduced * w,
         tokens=2 * micro * tokens * model.embed * w * _share(n) if split else 0.0,
         tensor=stream * (executed * (11 if full else 8) + micro * (5 if p > 1 else 4)),
-        context=executed * _context(model, keys, tokens * t, c, w, full),
+        context=executed * _context(model, keys, tokens * t, c, w, full, built.resolved.mesh.context_method),
         stage=shifts * tokens * model.embed * w + 2 * over_stages * _share(p),
     )
 
 
-def _context(model: Decoder, keys: float, time: float, c: int, w: int, full: bool) -> float:
-    """Of one layer's keys and values."""
+def _context(model: Decoder, keys: float, time: float, c: int, w: int, full: bool, method: str) -> float:
+    """Of one layer's attention."""
     if c == 1:
         return 0.0
+    if method == "ulysses":
+        queries = keys / 2 * model.heads / model.kv_heads
+        return ((7 if full else 6) * queries + 3 * keys) * w * _share(c)
     forward = (c - 1) * keys * w
     if model.window is None:
         return forward * (3 if full and c > 2 else 2) + keys * (2 * w + (c - 2) * FLOAT32)

@@ -1,0 +1,168 @@
+"""Attention of sequences that are sharded over a mesh axis (context parallelism), inside `jax.shard_map`, on one shard.
+
+METHODS, with any implementation that computes the gradients of some of the keys (`gradients` in its module):
+
+`ring` (Liu et al., arXiv:2310.01889): keys and values are passed around the ring; each device attends to the keys that
+it has received and merges results by log-sum-exp. `all_gather` (Llama 3, arXiv:2407.21783): the same, but all keys and
+values are gathered first, and their gradients are reduce-scattered. A causal mask would leave the first devices idle,
+so positions are in the order of `ring.places`: of 2n chunks, device i has the i-th from the front and the i-th from the
+back, so that all devices have equal work. `ulysses` (DeepSpeed-Ulysses, arXiv:2309.14509): all-to-all from shards of
+the sequence to shards of the heads, attention to the complete sequence, and back; positions are in order.
+
+The backward pass saves the same arrays as attention on one device, its own shards of q, k, v, output and log-sum-exp,
+and repeats the communication. Kernels compute the gradients of a block of keys from the output and the log-sum-exp of
+all keys, so the log-sum-exp of a block is never differentiated. `traffic` states the bytes that are sent.
+
+With a window a device needs only the keys before its own: `ring` is then `halo`, and positions are in order.
+"""
+
+import dataclasses
+import functools
+import importlib
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+
+from . import blockwise, ring
+from .arguments import CHECKS, Extras, Options, check_arguments
+from .support import Request, refusal
+
+
+def attention_over(
+    axis: str,
+    method: str,
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    *,
+    implementation: str,
+    window: int | None = None,
+    segment_ids: jax.Array | None = None,
+    max_segments: int | None = None,
+    soft_cap: float | None = None,
+    deterministic: bool = False,
+) -> jax.Array:
+    """Causal attention of a sequence over all devices of `axis`. Options are those of `attention`."""
+    _, options, extras = check_arguments(
+        q, k, v, causal=True, window=window, segment_ids=segment_ids, kv_segment_ids=None, scale=None,
+        soft_cap=soft_cap, dropout=None, deterministic=deterministic, max_segments=max_segments,
+    )  # fmt: skip
+    devices, time = jax.lax.axis_size(axis), q.shape[1]
+    options = dataclasses.replace(options, window=window)  # which may be longer than this device's part
+    every = dataclasses.replace(Request.of(q, k, options, extras), queries=devices * time, keys=devices * time)
+    why = refusal(implementation, every.over_context(method, devices), None)
+    CHECKS.require(why is None, why or "")
+    kernel = importlib.import_module(f"{__package__}.{implementation}")
+    if method == "ring" and window is not None:
+        return _halo(kernel, axis, options, q, k, v, extras.segment_ids)
+    return _attend(METHODS[method], kernel, axis, options, q, k, v, extras.segment_ids)
+
+
+def traffic(method: str, devices: int, queries: float, keys: float, widening: float) -> tuple[float, float]:
+    """Bytes that a device sends forward and backward. `queries` and `keys`: bytes of the queries, and of the keys and
+    values, of its own part of the sequence; `widening`: bytes of a gradient in float32 relative to those.
+
+    >>> traffic("ring", 8, 32.0, 16.0, 2.0), traffic("ulysses", 8, 32.0, 16.0, 2.0)
+    ((112.0, 368.0), (70.0, 140.0))
+    """
+    if method == "ulysses":
+        share = (devices - 1) / devices
+        return share * (2 * queries + keys), share * (4 * queries + 2 * keys)
+    sent = (devices - 1) * keys
+    returned = devices * keys if method == "ring" else sent
+    return sent, sent + widening * returned
+
+
+def kv_repeats(kv_heads: int, devices: int) -> int:
+    """How often `ulysses` repeats each KV head, so that every device has those of its queries."""
+    return devices // math.gcd(kv_heads, devices)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2, 3))
+def _attend(method: Any, kernel: Any, axis: str, options: Options, q: Any, k: Any, v: Any, ids: Any) -> jax.Array:
+    return _attend_forward(method, kernel, axis, options, q, k, v, ids)[0]
+
+
+def _attend_forward(
+    method: Any, kernel: Any, axis: str, options: Options, q: Any, k: Any, v: Any, ids: Any
+) -> tuple[jax.Array, Any]:
+    found = method[0](kernel, axis, options, q, k, v, ids)
+    out, lse = (checkpoint_name(x, blockwise.SAVED) for x in found)
+    return out, (q, k, v, ids, out, lse)
+
+
+def _attend_backward(method: Any, kernel: Any, axis: str, options: Options, saved: Any, d_out: jax.Array) -> Any:
+    q, k, v = saved[:3]
+    gradients = method[1](kernel, axis, options, *saved, d_out)
+    return *(d.astype(x.dtype) for d, x in zip(gradients, (q, k, v), strict=True)), None
+
+
+_attend.defvjp(_attend_forward, _attend_backward)
+
+
+# ---------------------------------------------------------------- ulysses
+
+
+def _ulysses(kernel: Any, axis: str, options: Options, q: Any, k: Any, v: Any, ids: Any) -> Any:
+    arrays, extras = _to_heads(axis, q, *_repeated(axis, k, v)), _all_ids(axis, ids)
+    out, lse = kernel.attend(*arrays, options, extras)
+    return _to_sequence(axis, out)[0], lse
+
+
+def _ulysses_backward(
+    kernel: Any, axis: str, options: Options, q: Any, k: Any, v: Any, ids: Any, out: Any, lse: Any, d_out: Any
+) -> Any:
+    *arrays, out, d_out = _to_heads(axis, q, *_repeated(axis, k, v), out, d_out)
+    found = kernel.gradients(*arrays, out, lse, d_out, options, _all_ids(axis, ids))
+    dq, *others = _to_sequence(axis, *found)
+    return dq, *(jnp.sum(d.reshape(*k.shape[:3], -1, k.shape[3]), axis=3) for d in others)
+
+
+def _repeated(axis: str, *arrays: jax.Array) -> list[jax.Array]:
+    times = kv_repeats(arrays[0].shape[2], jax.lax.axis_size(axis))
+    return [jnp.repeat(x, times, axis=2) for x in arrays]
+
+
+def _to_heads(axis: str, *arrays: jax.Array) -> list[jax.Array]:
+    return [jax.lax.all_to_all(x, axis, split_axis=2, concat_axis=1, tiled=True) for x in arrays]
+
+
+def _to_sequence(axis: str, *arrays: jax.Array) -> list[jax.Array]:
+    return [jax.lax.all_to_all(x, axis, split_axis=1, concat_axis=2, tiled=True) for x in arrays]
+
+
+def _all_ids(axis: str, ids: jax.Array | None) -> Extras:
+    if ids is None:
+        return Extras()
+    ids = jax.lax.all_gather(ids, axis, axis=1, tiled=True)
+    return Extras(ids, ids)
+
+
+# ---------------------------------------------------------------- a window
+
+
+def _halo(kernel: Any, axis: str, options: Options, q: Any, k: Any, v: Any, ids: Any) -> jax.Array:
+    """Causal attention with a window: devices send the last keys of their part to those that need them."""
+    if ids is None:
+        ids = jnp.zeros(q.shape[:2], jnp.int32)
+    ids = ids - jax.lax.pmin(jnp.min(ids), axis) + 1  # 0 is what no device sent
+    devices, time = jax.lax.axis_size(axis), q.shape[1]
+    wanted = min(options.window - 1, (devices - 1) * time)  # keys before the first of this device
+    parts = [(k, v, ids)]
+    for distance in range(1, -(-wanted // time) + 1):
+        size = min(time, wanted - (distance - 1) * time)
+        pairs = [(device, device + distance) for device in range(devices - distance)]
+        parts.insert(0, jax.lax.ppermute(tuple(x[:, time - size :] for x in parts[-1]), axis, pairs))
+    k, v, key_ids = (jnp.concatenate(part, axis=1) for part in zip(*parts, strict=True))
+    options = dataclasses.replace(options, window=min(options.window, k.shape[1]))
+    return kernel.attend(q, k, v, options, Extras(ids, key_ids))[0]
+
+
+METHODS = {
+    "ring": (ring.forward, ring.backward),
+    "ulysses": (_ulysses, _ulysses_backward),
+    "all_gather": (ring.all_gather_forward, ring.all_gather_backward),
+}
