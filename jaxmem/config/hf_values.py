@@ -1,6 +1,7 @@
 """Values of a config.json or adapter_config.json. Each key is supported, known to have no effect, or refused by its
 name."""
 
+import functools
 import json
 from collections.abc import Collection, Mapping
 from fnmatch import fnmatchcase
@@ -58,11 +59,16 @@ def check_keys(
             )
 
 
+@functools.cache  # each is compiled, and a search checks thousands of configs
+def _adapter(kind: Any) -> TypeAdapter[Any]:
+    return TypeAdapter(kind, config=ConfigDict(strict=True, allow_inf_nan=False))
+
+
 def read(settings: Mapping[str, Any], key: str, kind: Any, default: Any = None) -> Any:
     """The value of a key, which pydantic checks to be of a type; the default if the key is absent or null."""
     found = settings.get(key)
     found = default if found is None else found
-    checked = TypeAdapter(kind, config=ConfigDict(strict=True, allow_inf_nan=False))
+    checked = _adapter(kind)
     try:
         return checked.validate_python(found)
     except ValidationError:
