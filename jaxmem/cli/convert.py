@@ -24,19 +24,20 @@ def import_(
 
 def export(
     run: Run,
-    target: Annotated[Path, typer.Argument(metavar="DIR", help="The directory to write.")],
+    target: Annotated[Path, typer.Argument(metavar="DIR", help="The directory to write, or a file FILE.gguf.")],
     dtype: Annotated[
         str | None,
         typer.Option(
             metavar="D",
-            help="float32, float16 or bfloat16. [default: that of the imported model, otherwise of the run]",
+            help="float32, float16 or bfloat16; GGUF: float32, float16, q8_0, q4_0 or q4_k. "
+            "[default: that of the imported model, otherwise of the run; GGUF: float16]",
         ),
     ] = None,
     adapter: Annotated[bool, typer.Option("--adapter", help="Write only the adapters, for PEFT.")] = False,
     merge: Annotated[bool, typer.Option("--merge", help="Write the weights with the adapters merged.")] = False,
     simulate: Simulate = None,
 ) -> None:
-    """Export a run for transformers, or its adapters for PEFT."""
+    """Export a run for transformers or llama.cpp (GGUF), or its adapters for PEFT."""
     take_devices(simulate)
     from jaxmem.inference.export import export_model
 

@@ -53,10 +53,7 @@ def save(
     """
     if jax.process_count() > 1:
         raise UserError("a Hugging Face directory is written by one process; start a single one")
-    params, own = base_of(nnx.to_pure_dict(nnx.state(model))), _adapters(model)
-    if own.keys() - flatten_dict(params).keys():
-        raise UserError("--merge does not support adapter.lora_bias for layers without a bias; use --adapter")
-    stored = str(jax.tree.leaves(params, is_leaf=is_quantized)[0].dtype)
+    stored = str(jax.tree.leaves(nnx.to_pure_dict(nnx.state(model)), is_leaf=is_quantized)[0].dtype)
     dtype = dtype or (storage_dtype(base) if base else stored)
     if dtype not in DTYPES:
         raise UserError(f"dtype {dtype!r} is not supported; supported: {', '.join(DTYPES)}")
@@ -73,8 +70,15 @@ def save(
             # Set explicitly, since transformers would otherwise use the ids of the class of the family.
             settings |= {"bos_token_id": known.begin[0] if known.begin else None, "eos_token_id": known.end}
         (place / "config.json").write_text(json.dumps({**settings, "torch_dtype": dtype}, indent=2) + "\n")
-        named = list(decoder_weights(params))
-        write_tensors(place, output_tensors(named, dtype, model.cfg.layers, order, own), shard)
+        write_tensors(place, model_tensors(model, dtype, order), shard)
+
+
+def model_tensors(model: models.Decoder, dtype: str, order: Sequence[int] | None = None) -> list[OutputTensor]:
+    """The tensors of a model, adapters merged. `order`: the layer at each index of the stack."""
+    params, own = base_of(nnx.to_pure_dict(nnx.state(model))), _adapters(model)
+    if own.keys() - flatten_dict(params).keys():
+        raise UserError("--merge does not support adapter.lora_bias for layers without a bias; use --adapter")
+    return output_tensors(list(decoder_weights(params)), dtype, model.cfg.layers, order, own)
 
 
 def _adapters(model: models.Decoder) -> dict[WeightPath, Adapter]:

@@ -14,6 +14,7 @@ from flax import nnx
 from jaxmem import hf
 from jaxmem.checkpoint import Checkpoints
 from jaxmem.config import LOW_RANK, Config, Decoder, save_config
+from jaxmem.config.hf_values import read_json
 from jaxmem.config.peft import is_adapter
 from jaxmem.errors import UserError
 from jaxmem.inference.load import HF_FOLDER, is_run, model_config, open_model
@@ -43,9 +44,10 @@ def import_model(source: str | Path, target: str | Path) -> None:
 def export_model(
     run: str | Path, target: str | Path, dtype: str | None = None, adapter: bool = False, merge: bool = False
 ) -> str:
-    """Writes a run as a Hugging Face directory, and returns a line that describes it. `dtype`: by default the dtype of
-    the imported files, otherwise the stored dtype. `adapter`: writes only the adapters, in PEFT's format. `merge`:
-    writes all weights with the adapters merged, tensor by tensor."""
+    """Writes a run as a Hugging Face directory or, if the target is named FILE.gguf, as a GGUF file. Returns a line
+    that describes it. `dtype`: by default the dtype of the imported files, otherwise the stored dtype; in a GGUF file
+    float16. `adapter`: writes only the adapters, in PEFT's format. `merge`: writes all weights with the adapters
+    merged, tensor by tensor."""
     if not is_run(run):
         raise UserError(f"{run}: is not a run (no config.yaml); use a directory that `jaxmem train` wrote")
     _check_adapters(run, model_config(run), adapter, merge)
@@ -59,8 +61,15 @@ def export_model(
         note = "; it has several ranks, or weights or rows of the base, which vLLM does not support: use --merge for it"
         is_plain = len(ranks) == 1 and not saved and not cfg.adapter.token_indices
         return f"{target}: an adapter for PEFT{'' if is_plain else note}"
+    model = nnx.merge(program.model.graphdef, params)
+    if Path(target).suffix == ".gguf":
+        tokenizer = str(own) if own.is_dir() else cfg.data.tokenizer
+        length = read_json(own / "config.json").get("max_position_embeddings") if own.is_dir() else None
+        length = length or cfg.data.sequence_length
+        hf.save_gguf(model, target, tokenizer=tokenizer, kind=dtype or "float16", length=length, order=order)
+        return f"{target}: a GGUF file for llama.cpp"
     hf.save(
-        nnx.merge(program.model.graphdef, params),
+        model,
         target,
         base=own if own.is_dir() else None,
         tokenizer=cfg.data.tokenizer,
