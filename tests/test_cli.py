@@ -123,7 +123,7 @@ def test_a_plan_that_does_not_fit(tmp_path: Path, capsys: pytest.CaptureFixture[
     code, out, err = jaxmem("plan", "tiny", "memory.budget=1e-5", *options, capsys=capsys)
     assert code == 3
     assert json.loads(out)["fits"] is False
-    assert "no config near it fits" in err
+    assert "no similar config fits" in err
     cfg = load_config(written)
     assert (cfg.adapter.kind, cfg.data.sequence_length, cfg.batch.global_size) == ("qlora", 64, 8)
 

@@ -49,9 +49,9 @@ def tour(
         print(f"{topic} takes {stop.duration} on two cores without a GPU.", file=sys.stderr, flush=True)
     with only_json(as_json):
         visit = stop.visit(target)
-    from jaxmem.report import matplotlib_figure
+    from jaxmem.report import figure
 
-    drawn = matplotlib_figure.can_draw() and visit.draw(picture)
+    drawn = figure.can_draw() and visit.draw(picture)
     if write:
         write.write_text(visit.markdown(picture if drawn else None), encoding="utf-8")
     if as_json:
@@ -61,7 +61,7 @@ def tour(
     if drawn:
         show(f"Figure: {picture}")
     elif visit.findings.panels:
-        show(f"No figure: {matplotlib_figure.MISSING}")
+        show(f"No figure: {figure.MISSING}")
 
 
 def doctor(as_json: Json = False) -> None:

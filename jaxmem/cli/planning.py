@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import os
 import re
@@ -65,10 +66,10 @@ def plan(
     The devices are those of this machine, or GPUs that need not be installed. Exit code 3: the config does not fit.
     """
     if target == "list":
+        from jaxmem.machine.gpus import GPUS
         from jaxmem.planning.table import TargetList
-        from jaxmem.planning.targets import targets_json
 
-        show(targets_json() if as_json else TargetList())
+        show({"targets": [dataclasses.asdict(gpu) for gpu in GPUS.values()]} if as_json else TargetList())
         return
     if target and simulate:
         raise UserError(f"--simulate {simulate} and --target {target} both select devices; use one of them")
@@ -80,7 +81,7 @@ def plan(
         from jaxmem.planning.table import named_values_table
 
         values = named_values(cfg, target)
-        show({"names": [one.as_json() for one in values]} if as_json else named_values_table(values))
+        show({"names": [dataclasses.asdict(one) for one in values]} if as_json else named_values_table(values))
         return
     with only_json(as_json):
         planned = planning.plan(cfg, target, reserve_gib=reserve)

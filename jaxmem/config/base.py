@@ -1,7 +1,7 @@
 """The base class of all sections of a config, and the types of their values."""
 
 from collections.abc import Iterator, Mapping
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -20,6 +20,12 @@ StoredFormat = Literal[
 
 class Section(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, validate_default=True, allow_inf_nan=False)
+
+    def replace(self, **values: Any) -> Self:
+        """A copy with these values, which are not validated. A dict replaces fields of a nested section:
+        `cfg.replace(memory={"remat": "full"})`."""
+        nested = {name: getattr(self, name) for name, value in values.items() if isinstance(value, dict)}
+        return self.model_copy(update=values | {name: one.replace(**values[name]) for name, one in nested.items()})
 
 
 def setting(default: Any, description: str) -> Any:

@@ -124,8 +124,8 @@ def package_versions(names: Iterable[str]) -> dict[str, str]:
 
 
 def gpu_compiler_remedy() -> str | None:
-    """The package that is missing for compiling for GPUs that are not installed, and the remedy; None: none is
-    missing. Compiling needs jax's CUDA plugin in the version of jax and ptxas, from its wheel or a CUDA toolkit of the
+    """The package that is missing for compiling for GPUs that are not installed, and the remedy; None: nothing is
+    missing. Compiling needs jax's CUDA plugin in the version of jax, and ptxas, from its wheel or a CUDA toolkit of the
     system, but no driver."""
     cure = "pip install 'jaxmem[plan]'"
     wheels, version = cuda_wheels(), importlib.metadata.version("jax")

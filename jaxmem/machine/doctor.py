@@ -1,7 +1,7 @@
 """`jaxmem doctor`: this machine, the features that work on it, and the commands that install the others.
 
-jax runs in processes of its own: a wheel that does not match the driver is then one line here, not a traceback, and
-no GPU memory stays allocated. About two seconds.
+jax runs in separate processes: a wheel that does not match the driver is then one line, not a traceback, and no GPU
+memory remains allocated. It takes about two seconds.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import platform
 import shutil
 import subprocess
 import sys
+from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -31,8 +32,7 @@ OPTIONAL = {
     "tensorboard": ("tensorboardX", "[tensorboard]", "train.trackers: [tensorboard]"),
     "wandb": ("wandb", "[wandb]", "train.trackers: [wandb]"),
 }
-DRIVER_NEEDED = {"cuda13": 580, "cuda12": 525}  # the first driver series for that CUDA
-
+DRIVER_NEEDED = {"cuda13": 580, "cuda12": 525}  # the oldest driver series that supports it
 CUDNN_NEEDED = (9, 6)  # for documents in packed rows
 _PROBE = """
 import json, sys
@@ -51,7 +51,7 @@ print(json.dumps(seen))
 
 
 def examine() -> dict[str, Any]:
-    """Everything known about this machine, as JSON; sizes in bytes."""
+    """The findings about this machine, as JSON; sizes in bytes."""
     with ThreadPoolExecutor() as pool:
         here = pool.submit(_see_devices, {})
         simulated = pool.submit(_see_devices, {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "8"})
@@ -71,74 +71,79 @@ def examine() -> dict[str, Any]:
         "host_memory": _host_memory(),
         "disk": {"path": "runs", "free": shutil.disk_usage(Path.cwd()).free},
     }
+    remedy = devices.gpu_compiler_remedy()
     findings["works"] = [
         _check("simulated devices", len(simulated.result()[0]) == 8, simulated.result()[1]),
         _gpu_check(findings),
         *_cudnn_checks(findings),
-        _plan_check(),
+        _check("plan for GPUs", remedy is None, remedy, "compiles without a GPU"),
         *(
-            _check(what, package in devices.package_versions([package]), _install(extra), use)
-            for what, (package, extra, use) in OPTIONAL.items()
+            _check(feature, bool(devices.package_versions([package])), f"pip install 'jaxmem{extra}'", use)
+            for feature, (package, extra, use) in OPTIONAL.items()
         ),
     ]
     return findings
 
 
 def table(findings: dict[str, Any]) -> Group:
-    """The findings as a table: the machine, then the features, each missing one with its remedy."""
+    """The findings as a table: the machine, then the features, with a remedy for each missing one."""
     from rich.console import Group
     from rich.table import Table
     from rich.text import Text
 
-    packages = findings["packages"] | findings["cuda_wheels"]
-    memory = findings["host_memory"]
-    facts = Table.grid(padding=(0, 2))
-    facts.add_row("python", f"{findings['python']} on {findings['system']}, {findings['cores']} cores")
-    facts.add_row("packages", ", ".join(f"{name} {version or 'missing'}" for name, version in packages.items()))
-    facts.add_row("driver", findings["driver"] or "none")
-    for gpu in findings["gpus"]:
-        facts.add_row("gpu", f"{gpu['name']}: {_gib(gpu['memory_in_use'])} of {_gib(gpu['memory'])} in use")
-    kinds = [device["kind"] for device in findings["devices"]]
-    counted = ", ".join(f"{kinds.count(kind)} x {kind}" for kind in dict.fromkeys(kinds))
-    facts.add_row("jax sees", Text(findings["devices_error"] or counted))
-    for kind, chosen in {d["kind"]: d["attention"] for d in findings["devices"] if d["platform"] != "cpu"}.items():
-        facts.add_row("attention", Text(f"packed rows in bfloat16 on {kind}: {chosen}"))
-    facts.add_row("memory", f"{_gib(memory['available'])} of {_gib(memory['total'])} free")
-    facts.add_row("disk", f"{_gib(findings['disk']['free'])} free for {findings['disk']['path']}/")
-
-    works = Table.grid(padding=(0, 2))
+    packages, memory = findings["packages"] | findings["cuda_wheels"], findings["host_memory"]
+    kinds = Counter(device["kind"] for device in findings["devices"])
+    attention = {one["kind"]: one["attention"] for one in findings["devices"] if one["platform"] != "cpu"}
+    rows = [
+        ("python", f"{findings['python']} on {findings['system']}, {findings['cores']} cores"),
+        ("packages", ", ".join(f"{name} {version or 'missing'}" for name, version in packages.items())),
+        ("driver", findings["driver"] or "none"),
+        *(
+            ("gpu", f"{gpu['name']}: {_gib(gpu['memory_in_use'])} of {_gib(gpu['memory'])} in use")
+            for gpu in findings["gpus"]
+        ),
+        ("jax sees", findings["devices_error"] or ", ".join(f"{count} x {kind}" for kind, count in kinds.items())),
+        *(("attention", f"packed rows in bfloat16 on {kind}: {chosen}") for kind, chosen in attention.items()),
+        ("memory", f"{_gib(memory['available'])} of {_gib(memory['total'])} free"),
+        ("disk", f"{_gib(findings['disk']['free'])} free for {findings['disk']['path']}/"),
+    ]
+    facts, works = Table.grid(padding=(0, 2)), Table.grid(padding=(0, 2))
+    for name, text in rows:
+        facts.add_row(name, Text(text))
     for check in findings["works"]:
         mark = Text("yes", style="green") if check["works"] else Text("no", style="yellow")
         works.add_row(check["what"], mark, Text(check["use"] if check["works"] else check["cure"] or ""))
     return Group(facts, "", works)
 
 
-def _check(what: str, works: bool, cure: str | None, use: str = "") -> dict[str, Any]:
-    return {"what": what, "works": works, "cure": None if works else cure, "use": use}
+def _check(feature: str, works: bool, remedy: str | None, use: str = "") -> dict[str, Any]:
+    return {"what": feature, "works": works, "cure": None if works else remedy, "use": use}
 
 
 def _gpu_check(findings: dict[str, Any]) -> dict[str, Any]:
     works = any(device["platform"] in {"gpu", "cuda", "rocm"} for device in findings["devices"])
-    return _check("GPU", works, None if works else _gpu_cure(findings))
+    return _check("GPU", works, None if works else _gpu_remedy(findings))
 
 
-def _gpu_cure(findings: dict[str, Any]) -> str:
-    driver, wheels = findings["driver"], findings["cuda_wheels"]
+def _gpu_remedy(findings: dict[str, Any]) -> str:
+    driver, wheels, version = findings["driver"], findings["cuda_wheels"], findings["packages"]["jax"]
     if driver is None and not devices.has_nvidia_gpu():
         return "no NVIDIA driver runs on this machine"
     if driver is None:
         return "nvidia-smi fails: check the driver installation"
-    series = int(driver.split(".")[0])
-    fitting = next((cuda for cuda, needed in DRIVER_NEEDED.items() if series >= needed), None)
-    if fitting is None:
+    supported = [cuda for cuda, least in DRIVER_NEEDED.items() if int(driver.split(".")[0]) >= least]
+    if not supported:
         return f"driver {driver} is older than {min(DRIVER_NEEDED.values())}: update it"
-    if not any(fitting in wheel for wheel in wheels):
-        return _install(f"[{fitting}]")
-    return _mismatch(findings, fitting) or findings["devices_error"] or "jax sees no GPU: check JAX_PLATFORMS"
+    if not any(supported[0] in wheel for wheel in wheels):
+        return f"pip install 'jaxmem[{supported[0]}]'"
+    for wheel, its in wheels.items():
+        if its != version:  # jax refuses it
+            return f"{wheel} is {its} and jax {version}: pip install 'jax[{supported[0]}-local]=={version}'"
+    return findings["devices_error"] or "jax sees no GPU: check JAX_PLATFORMS"
 
 
 def _cudnn_checks(findings: dict[str, Any]) -> list[dict[str, Any]]:
-    """cuDNN comes with jax's wheels for GPUs, and computes attention."""
+    """cuDNN is installed with jax's wheels for GPUs, and computes attention."""
     cuda = next((cuda for cuda in DRIVER_NEEDED if f"jax-{cuda}-plugin" in findings["cuda_wheels"]), None)
     if cuda is None or not findings["gpus"]:
         return []
@@ -148,26 +153,8 @@ def _cudnn_checks(findings: dict[str, Any]) -> list[dict[str, Any]]:
     return [_check("cuDNN", works, f"pip install -U {package}", f"{version}: memory.attention: cudnn")]
 
 
-def _plan_check() -> dict[str, Any]:
-    remedy = devices.gpu_compiler_remedy()
-    return _check("plan for GPUs", remedy is None, remedy, "compiles without a GPU")
-
-
-def _mismatch(findings: dict[str, Any], extra: str) -> str | None:
-    """A CUDA wheel of another version than jax, which jax refuses, with the remedy."""
-    version = findings["packages"]["jax"]
-    for wheel, its in findings["cuda_wheels"].items():
-        if its != version:
-            return f"{wheel} is {its} and jax {version}: pip install 'jax[{extra}-local]=={version}'"
-    return None
-
-
-def _install(extra: str) -> str:
-    return f"pip install 'jaxmem{extra}'"
-
-
 def _see_devices(environment: dict[str, str]) -> tuple[list[dict[str, Any]], str | None]:
-    """What jax sees in a fresh process: its devices, or the last line of its error output."""
+    """The devices that jax sees in a new process, or the last line of its error output."""
     if devices.cuda_wheels() and not devices.has_nvidia_gpu():
         environment = {"JAX_PLATFORMS": "cpu"} | environment
     environment = os.environ | {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"} | environment

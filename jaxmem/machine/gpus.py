@@ -1,7 +1,7 @@
 """The table of GPUs, for which plans compile and estimate times, and whose peak rates MFU is relative to.
 
 Figures are from NVIDIA's data sheets and architecture papers; memory is what CUDA reports, less than the product name
-states. Rates are peaks in one direction. Importing this starts nothing.
+states. Rates are peaks in one direction.
 """
 
 from dataclasses import dataclass

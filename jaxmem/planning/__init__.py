@@ -6,9 +6,9 @@ more, since every device runs the same program.
 
     compile      the step is compiled: XLA's scheduled module (hlo) and buffer assignment (buffers)
     breakdown    the part of each buffer at the peak: by the inputs that it was computed from (origins), its shape
-                 (known_shapes), its pass and its source line (sources)
+                 (known_shapes), its pass and its source file
     timeline     the schedule in seconds: kernels, collectives, host copies (communication)
-    history      memory over the timeline
+    history      memory over the timeline, and the source lines of the largest buffers
     predict      bytes and seconds by arithmetic: state, passes (one traced row), share, step_time
     budget       `memory.remat: auto`, from the operations of one traced layer (layers)
     result       the plan: results of all modules above, warnings (advice), JSON and a table

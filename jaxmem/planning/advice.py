@@ -1,7 +1,6 @@
 """Warnings of a plan: memory or time that is spent although the config does not ask for it, each with a remedy."""
 
 import math
-import re
 from collections.abc import Callable, Iterator, Sequence
 
 import jax
@@ -51,23 +50,22 @@ def _has(cfg: Config, setting: str) -> bool:
 
 
 def _smaller_micro_batch(cfg: Config) -> str:
-    """Fewer rows per device in a micro-batch if there are several, else shorter rows."""
+    """The setting for fewer rows per device in a micro-batch; for shorter rows if there is only one."""
     rows = cfg.batch.global_size // cfg.batch.accumulate // cfg.mesh.row_shards
     factor = next((n for n in range(2, rows + 1) if rows % n == 0), None)
     return f"batch.accumulate={factor * cfg.batch.accumulate}" if factor else "a shorter data.sequence_length"
 
 
 def _recomputed_by_xla(plan: Plan) -> Iterator[PlanWarning]:
-    step = plan.compiled_step
+    step, cfg = plan.compiled_step, plan.program.cfg
     if not (count := recomputed_values(step.module)):
         return
-    text = f"near the memory limit XLA recomputes {count} values by itself"
+    text = f"near the memory limit XLA recomputes {count} values, which memory.remat does not request"
     if plan.unlimited is not None:
         flops = total_flops(step.module) - total_flops(plan.unlimited.module)
         saved = plan.unlimited.total - step.total
         memory = f"{format_bytes(abs(saved))} {'less' if saved >= 0 else 'more'} memory"
         text += f": {flops:.3g} more FLOPs per step and {memory} than without a limit"
-    cfg = plan.program.cfg
     cure = _remedies(cfg, "memory.remat=full", _smaller_micro_batch(cfg), "more devices")
     yield PlanWarning("recomputed by XLA", text, cure)
 
@@ -76,8 +74,8 @@ def _unsharded(plan: Plan) -> Iterator[PlanWarning]:
     known = plan.breakdown.known
     for one in plan.breakdown.buffers:
         dims = sorted_dims(one.shape.dims)
-        is_weight = one.kind == GATHERED and dims in known.whole_weights
-        is_gradient = one.part == "gradients" and one.kind != UPDATES and dims in known.whole_gradients
+        is_weight = one.kind == GATHERED and dims in known.full_weights
+        is_gradient = one.part == "gradients" and one.kind != UPDATES and dims in known.full_gradients
         if (is_weight or is_gradient) and one.size > NOTABLE * plan.bytes_per_device["total"]:
             what = "gradient" if is_gradient else "weight"
             text = f"all layers of a sharded {what} are gathered on each device: {one.what}, {format_bytes(one.size)}"
@@ -86,11 +84,10 @@ def _unsharded(plan: Plan) -> Iterator[PlanWarning]:
 
 
 def _logits(plan: Plan) -> Iterator[PlanWarning]:
-    size, total = plan.breakdown.of_kind(LOGITS), plan.bytes_per_device["total"]
+    cfg, size, total = plan.program.cfg, plan.breakdown.of_kind(LOGITS), plan.bytes_per_device["total"]
     if size > LARGE * total:
-        text = f"logits and loss take {format_bytes(size)}, {size / total:.0%} of the total"
-        cfg = plan.program.cfg
-        chunk = loss_chunk(cfg, "cpu" if plan.target.is_cpu else "gpu")
+        text = f"logits and loss need {format_bytes(size)}, {size / total:.0%} of the total"
+        chunk = loss_chunk(cfg, plan.target.platform)
         smaller = None if chunk is None or chunk < 8 else f"memory.loss_chunk={chunk // 8}"
         yield PlanWarning("logits", text, _remedies(cfg, smaller, _smaller_micro_batch(cfg), "a larger mesh.tensor"))
 
@@ -100,42 +97,41 @@ def _offload(plan: Plan) -> Iterator[PlanWarning]:
     if step.wants_host and not step.host_total:
         yield PlanWarning(
             "nothing offloaded",
-            "the step places values in host memory, but in the compiled step every byte is on the device",
-            "plan for a GPU with --target: a CPU offloads nothing; on a GPU keep them on the device or report it",
+            "the step offloads values to host memory, but in the compiled step every byte is on the device",
+            "a plan for a GPU (--target), since a CPU offloads nothing; on a GPU memory.offload=none, or report it",
         )
-    offloaded = (
+    for what, parts, kind in (
         ("optimizer state", ("optimizer", "master"), STATE_COPIES),
         ("frozen weights", ("parameters", "quantization"), COPIES),
-    )
-    for what, parts, kind in offloaded:
+    ):
         on_host, copied = plan.breakdown.on_host(*parts), plan.breakdown.of_kind(kind)
         if copied > MOST * on_host > 0:
             yield PlanWarning(
                 "offloaded without gain",
                 f"{format_bytes(on_host)} of {what} is in host memory, but at the peak {format_bytes(copied)} of it is"
                 " on the device: offloading hardly lowers the peak",
-                "keep it on the device, where no step waits for it; shard it further with zero and mesh.fsdp",
+                "no memory.offload for it, so that no step waits for copies; shard it further with zero and mesh.fsdp",
             )
 
 
 def _spilled(plan: Plan) -> Iterator[PlanWarning]:
     if plan.spilled and plan.fits:
-        text = f"{format_bytes(plan.spilled)} exceed the device's memory and go to host memory (memory.spill)"
+        text = f"{format_bytes(plan.spilled)} exceed the device's memory and are spilled to host memory (memory.spill)"
         if plan.target.gpu:
-            # At least, each page is moved to the host once, and back once for its use.
+            # Each page is moved to the host at least once, and back at least once.
             seconds = 2 * plan.spilled / (plan.target.gpu.host_link_gb_s * 1e9)
-            text += f": at least {format_seconds(seconds)} per step, many times that if pages are evicted repeatedly"
+            text += f": at least {format_seconds(seconds)} per step, and many times as long if pages move repeatedly"
         remedies = ("jaxmem fit", "memory.remat=full", "memory.offload=activations")
         yield PlanWarning(SPILLED, text, _remedies(plan.program.cfg, *remedies))
 
 
 def _replicated(plan: Plan) -> Iterator[PlanWarning]:
-    for remark in plan.remarks.get("replicated", ()):
-        shape = re.sub(r"\{.*", "", remark.partition(" = ")[2])
+    for array in plan.replicated:
+        shape = array.partition(" = ")[2].partition("{")[0]
         yield PlanWarning(
             "replicated by the partitioner",
             f"XLA replicates an array on every device to reshard it; each device's shard was {shape}",
-            "another mesh: fsdp or tensor alone",
+            "another mesh, with only fsdp or only tensor",
         )
 
 
@@ -149,7 +145,7 @@ def _all_scores(plan: Plan) -> Iterator[PlanWarning]:
 
 
 def _tensor_across_hosts(plan: Plan) -> Iterator[PlanWarning]:
-    """Tensor parallelism waits for several collectives per layer; between hosts each takes many times as long."""
+    """Each layer waits for several collectives of tensor parallelism, which are many times slower between hosts."""
     target, tensor = plan.target, plan.program.cfg.mesh.tensor
     if target.gpu is None or target.per_host % tensor == 0:
         return
@@ -179,12 +175,12 @@ def _not_sharded(plan: Plan) -> Iterator[PlanWarning]:
         )
         size = format_bytes(bytes_on_device(weights))
         count = getattr(built.cfg.model, name)
-        how = "each device uses those of its query heads" if name == "kv_heads" else "they are padded for computing"
+        how = "each device computes with some of them" if name == "kv_heads" else "they are padded for computing"
         text = (
             f"model.{name}={count} is not divisible by mesh.tensor={tensor}: its weights, {size}, are replicated; {how}"
         )
-        near = math.gcd(count, tensor)
-        yield PlanWarning("not sharded", text, f"mesh.tensor={near}" if near > 1 else "a smaller mesh.tensor")
+        divisor = math.gcd(count, tensor)
+        yield PlanWarning("not sharded", text, f"mesh.tensor={divisor}" if divisor > 1 else "a smaller mesh.tensor")
 
 
 def _padding_layers(plan: Plan) -> Iterator[PlanWarning]:
@@ -219,7 +215,7 @@ def _float32_adapters(plan: Plan) -> Iterator[PlanWarning]:
     size = bytes_on_device(model.select(plan.program.spec.state.params))
     gradients = 0 if cfg.memory.update == "during" else size
     if size + gradients > 2 * NOTABLE * plan.bytes_per_device["total"]:
-        text = f"float32 adapters take {format_bytes(size)}" + (" and their gradients as much" if gradients else "")
+        text = f"float32 adapters need {format_bytes(size)}" + (", and their gradients the same" if gradients else "")
         cure = "precision.parameters=bfloat16 precision.rounding=stochastic for half of it"
         yield PlanWarning("float32 adapters", text, cure)
 

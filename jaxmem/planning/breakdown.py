@@ -7,6 +7,7 @@ buffers (gaps between buffers, tables of pointers) are `other`.
 
 import dataclasses
 import re
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -16,9 +17,9 @@ from types import ModuleType
 from jaxmem.kernels.fused_attention import reference
 from jaxmem.models import cross_entropy, losses
 from jaxmem.optim.master import MasterState
-from jaxmem.planning.buffers import Allocation, Lifetimes, Region, Snapshot, peak_of, read_allocations
+from jaxmem.planning.buffers import Allocation, Lifetimes, Region, Snapshot, peak_of
 from jaxmem.planning.hlo import Frame, HloShape, Instruction, Module, dot_flops
-from jaxmem.planning.known_shapes import Dims, KnownShapes, sorted_dims
+from jaxmem.planning.known_shapes import KnownShapes, sorted_dims
 from jaxmem.planning.origins import BATCH, NOWHERE, OPTIMIZER, OTHER, WEIGHTS, Origins, Result, trace_origins, union
 from jaxmem.quant import QTensor
 
@@ -30,9 +31,8 @@ LABELS = {
 # Kinds of activations.
 SAVED, LOGITS, ALL_SCORES = "saved for the backward pass", "logits", "attention: all scores"
 GATHERED, COPIES = "weights: gathered or cast", "weights: copies"
-UPDATES = "updates"
+UPDATES = "updates"  # gradients after the optimizer; before it they are summed or scaled
 STATE_COPIES = "working copies"  # copies of optimizer state
-_SUMS = ("summed or scaled", UPDATES)  # before the optimizer and after it
 _IS_MASTER = re.compile(rf"^state\.opt_state.*\.{MasterState._fields[0]}\b")
 # The arrays of a quantized weight besides its integer codes.
 _SCALES = "|".join(f.name for f in dataclasses.fields(QTensor) if not f.metadata.get("static") and f.name != "codes")
@@ -78,15 +78,20 @@ class Breakdown:
             found.append(NamedBuffer("other", "gaps between buffers", peak.unused, "", "", HloShape("", 0)))
         return sorted((one for one in found if one.size), key=lambda one: -one.size)
 
-    def of_part(self, part: str) -> int:
-        return sum(one.size for one in self.buffers if one.part == part)
+    @cached_property
+    def kinds(self) -> dict[str, dict[str, int]]:
+        """Bytes of each part by kind, largest first; only parts that have bytes."""
+        found: dict[str, Counter[str]] = {part: Counter() for part in PARTS}
+        for one in self.buffers:
+            found[one.part][one.kind] += one.size
+        return {part: dict(kinds.most_common()) for part, kinds in found.items() if kinds}
 
     def of_kind(self, kind: str) -> int:
-        return sum(one.size for one in self.buffers if one.kind == kind)
+        return sum(kinds.get(kind, 0) for kinds in self.kinds.values())
 
     def on_host(self, *parts: str) -> int:
         """Bytes of arguments that are stored in host memory."""
-        return sum(one.size for one in self._arguments(on_host=True) if one.part in parts)
+        return sum(one.size for one in self.permanent(on_host=True) if one.part in parts)
 
     @cached_property
     def lifetimes(self) -> Lifetimes:
@@ -98,14 +103,20 @@ class Breakdown:
         temporaries = [one for one in self.allocations if one.kind == "temporary" and not one.on_host]
         return [(one, peak_of(one, self.lifetimes)) for one in temporaries]
 
-    def permanent(self) -> Iterator[NamedBuffer]:
+    def permanent(self, *, on_host: bool = False) -> Iterator[NamedBuffer]:
         """Arguments and results, which are in memory during the entire step."""
-        yield from self._arguments()
+        inputs = {one.number: one for one in self.module.entry.instructions if one.opcode == "parameter"}
         for one in self.allocations:
-            if one.kind == "output" and not one.on_host:
+            if one.on_host != on_host:
+                continue
+            if one.kind == "argument":
+                assert one.parameter is not None
+                path, shape = inputs[one.parameter].op_name, inputs[one.parameter].shape
+                yield NamedBuffer(part_of(path), "argument", one.size, path, "", shape)
+            elif one.kind == "output":
                 largest = max(one.buffers, key=lambda buffer: buffer.size)
-                shape, made_by = largest.shape, largest.aliases[0][0].op_name
-                yield NamedBuffer("other", "result", one.size, str(shape), made_by, shape)
+                made_by = largest.aliases[0][0].op_name
+                yield NamedBuffer("other", "result", one.size, str(largest.shape), made_by, largest.shape)
 
     @cached_property
     def _origins(self) -> dict[Instruction, Result]:
@@ -116,17 +127,9 @@ class Breakdown:
         """The moment at which the backward pass begins: its first matrix multiplication."""
         matmuls = (
             time for time, one in enumerate(self.lifetimes.schedule)
-            if pass_of(one.op_name) == "backward" and (dot_flops(one) or any(map(dot_flops, _inside(one))))
+            if pass_of(one.op_name) == "backward" and (dot_flops(one) or any(map(dot_flops, one.inner())))
         )  # fmt: skip
         return next(matmuls, self.lifetimes.end)
-
-    def _arguments(self, *, on_host: bool = False) -> Iterator[NamedBuffer]:
-        parameters = (one for one in self.module.entry.instructions if one.opcode == "parameter")
-        inputs: dict[int | None, Instruction] = {one.number: one for one in parameters}
-        for one in self.allocations:
-            if one.kind == "argument" and one.on_host == on_host:
-                path, shape = inputs[one.parameter].op_name, inputs[one.parameter].shape
-                yield NamedBuffer(part_of(path), "argument", one.size, path, "", shape)
 
     def classify(self, region: Region) -> NamedBuffer:
         """A temporary, classified by the most informative of its buffers' aliases."""
@@ -145,26 +148,24 @@ class Breakdown:
             return "activations", COPIES if dims in self.known.stored else GATHERED
         if origins and not origins & ~(OPTIMIZER | OTHER):
             return "optimizer", STATE_COPIES
-        if when != "forward" and origins & BATCH and self._is_gradient(dims, shape):
-            return "gradients", "of one backward pass" if when == "backward" else _SUMS[bool(origins & OPTIMIZER)]
+        is_gradient = dims and (dims in self.known.gradients or shape.elements in self.known.stacked_sizes)
+        if when != "forward" and origins & BATCH and is_gradient:
+            if when == "backward":
+                return "gradients", "of one backward pass"
+            return "gradients", UPDATES if origins & OPTIMIZER else "summed or scaled"
         if when == "update" and origins & OPTIMIZER:
             return "gradients", UPDATES
         if is_of_loss(maker.frames):
             return "activations", LOGITS
-        if dims.count(self.known.time or 0) > 1 and any(_REFERENCE_ATTENTION in frame.file for frame in maker.frames):
+        if dims.count(self.known.positions or 0) > 1 and any(
+            _REFERENCE_ATTENTION in frame.file for frame in maker.frames
+        ):
             return "activations", ALL_SCORES
-        if when == "forward" and self._is_saved(region):
+        if when == "forward" and max(self.lifetimes.of(buffer)[1] for buffer in region.buffers) >= self._backward:
             return "activations", SAVED
         if any(_ATTENTION in frame.file for frame in maker.frames):
             return "activations", "attention"
         return "activations", "intermediates"
-
-    def _is_gradient(self, dims: Dims, shape: HloShape) -> bool:
-        return len(dims) > 0 and (dims in self.known.gradients or shape.elements in self.known.stacked_sizes)
-
-    def _is_saved(self, region: Region) -> bool:
-        """Whether a value of the forward pass is needed after it."""
-        return max(self.lifetimes.of(buffer)[1] for buffer in region.buffers) >= self._backward
 
 
 def input_origin(path: str) -> Origins:
@@ -198,14 +199,6 @@ def pass_of(op_name: str) -> str:
     return "forward" if "jvp(" in op_name else "update"
 
 
-def _inside(one: Instruction) -> Iterator[Instruction]:
-    """The instructions of the computations that an instruction calls: of a fusion, or of the body of a loop."""
-    for called in one.called:
-        for inner in called.instructions:
-            yield inner
-            yield from _inside(inner)
-
-
 def is_of_loss(frames: Sequence[Frame]) -> bool:
     """Whether an operation belongs to the loss, or to the matrix multiplication before it."""
     return any(frame.file.endswith(_LOSS_FILES) or frame.function.endswith(".logits") for frame in frames)
@@ -235,7 +228,3 @@ def maker_of(one: Instruction, index: tuple[int, ...]) -> Instruction:
             return one
         one, index = one.operands[0], ()
     return one
-
-
-def breakdown(module: Module, assignment: bytes, known: KnownShapes) -> Breakdown:
-    return Breakdown(module, read_allocations(module, assignment), known)

@@ -54,7 +54,7 @@ def resolve_remat(
     if cfg.memory.remat != "auto":
         return cfg, None
     limit, resolved = usable_memory(target, cfg, reserve_gib), for_devices(cfg, target.count)
-    platform = "cpu" if target.is_cpu else "gpu"
+    platform = target.platform
     ladder, layers = candidates(resolved, platform, target.gpu or CPU)
     devices = target_devices(target, ROOM * limit)
 
@@ -74,7 +74,7 @@ def resolve_remat(
 
 
 def with_policy(cfg: Config, candidate: PolicyCandidate) -> Config:
-    return cfg.model_copy(update={"memory": cfg.memory.model_copy(update={"remat": candidate.remat})})
+    return cfg.replace(memory={"remat": candidate.remat})
 
 
 def largest_that_fits(

@@ -26,9 +26,7 @@ class Buffer:
 
     offset: int
     size: int
-    aliases: tuple[
-        tuple[Instruction, Index], ...
-    ]  # every instruction whose result has this value, the first computes it
+    aliases: tuple[tuple[Instruction, Index], ...]  # instructions whose result has this value; the first computes it
 
     @property
     def shape(self) -> HloShape:
@@ -77,10 +75,7 @@ def read_allocations(module: Module, serialized: bytes) -> list[Allocation]:
         number = assigned.logical_buffer_id
         return Buffer(assigned.offset, assigned.size, tuple(map(place, [logical[number].defined_at, *aliases[number]])))
 
-    found = []
-    for one in proto.buffer_allocations:
-        if one.is_thread_local:
-            continue
+    def allocation(one: Any) -> Allocation:
         kind: Kind = (
             "argument" if one.is_entry_computation_parameter else
             "constant" if one.is_constant else
@@ -88,9 +83,9 @@ def read_allocations(module: Module, serialized: bytes) -> list[Allocation]:
             "temporary"
         )  # fmt: skip
         number = one.parameter_number if kind == "argument" else None
-        buffers = tuple(map(buffer, one.assigned))
-        found.append(Allocation(kind, one.size, number, one.color == HOST_SPACE, buffers))
-    return found
+        return Allocation(kind, one.size, number, one.color == HOST_SPACE, tuple(map(buffer, one.assigned)))
+
+    return [allocation(one) for one in proto.buffer_allocations if not one.is_thread_local]
 
 
 def sizes_of(serialized: bytes, *, on_host: bool) -> dict[str, int]:
@@ -109,7 +104,7 @@ def sizes_of(serialized: bytes, *, on_host: bool) -> dict[str, int]:
 
 
 class Lifetimes:
-    """When each instruction of a module runs, and from which to which instruction a value is needed."""
+    """The moment at which each instruction of a module runs, and the lifetimes of values between them."""
 
     def __init__(self, module: Module) -> None:
         self._time: dict[Instruction, int] = {}

@@ -65,7 +65,8 @@ def collective(one: Instruction, devices: int, per_host: int) -> Transfer | None
         round(size * share * (2 if kind == "all-reduce" else 1)),
         one.opcode.endswith("-start") and not backend.get("is_sync", False),
         group,
-        _neighbours(groups, per_host),
+        # The host with the fewest devices of the group is the slowest.
+        int(np.unique(groups[0] // per_host, return_counts=True)[1].min()),
         tuple(groups[0].tolist()),
     )
 
@@ -92,13 +93,6 @@ def host_copy(one: Instruction) -> Transfer | None:
     return Transfer(TO_HOST if target.on_host else FROM_HOST, moved.bytes, one.opcode in ("copy-start", "async-start"))
 
 
-def _neighbours(groups: np.ndarray, per_host: int) -> int:
-    """The number of devices of a group that share a host. If hosts differ, the smallest number, since the host with the
-    fewest devices is the slowest."""
-    hosts = groups[0] // per_host
-    return int(np.unique(hosts, return_counts=True)[1].min())
-
-
 def _groups(proto: Any, devices: int) -> np.ndarray:
     """Devices that communicate with each other, [groups, members], in any of the forms that XLA writes."""
     if pairs := proto.source_target_pairs:
@@ -116,8 +110,8 @@ def _groups(proto: Any, devices: int) -> np.ndarray:
 
 
 def _groups_of_mesh(proto: Any) -> np.ndarray:
-    """The groups along some axes of a mesh, or along factors of axes. Device ids are listed, or ascending, or in the
-    order of a grid whose axes are permuted."""
+    """The groups along some axes of a mesh, or along factors of axes. Device ids are listed, ascending, or in the order
+    of a grid whose axes are permuted."""
     mesh = proto.mesh
     sizes = [axis.size or 1 for axis in mesh.axes]
     grid = np.arange(math.prod(sizes)).reshape(mesh.iota.dims or -1)

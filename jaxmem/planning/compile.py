@@ -1,12 +1,11 @@
 """Compiling a program, and reading what the compiler decided: the scheduled module, the buffer assignment, the log.
 
-A program for local devices is compiled as it will run. For GPUs that are not installed, XLA makes all decisions on
-memory and time, and compilation stops before code generation. The first part of a compilation optimizes the program,
-schedules it and assigns every value its memory; the second generates a kernel for each instruction, through MLIR, LLVM
-and ptxas, and takes five times as long without changing a byte or the order of an instruction. Between the two parts
-XLA dumps its decisions on request, then opens its kernel cache. jaxmem names a file that is not a valid cache, so XLA
-stops there with an error. A version of XLA that ignores this generates code as well, with the same numbers (a test
-compares them).
+A program for local devices is compiled as it will run. For GPUs that are not installed, compilation stops before code
+generation: the first part of a compilation optimizes the program, schedules it and assigns each value its memory; the
+second generates a kernel for each instruction, through MLIR, LLVM and ptxas, and takes five times as long without
+changing a byte or the order of an instruction. Between the two parts XLA dumps its decisions on request, then opens its
+kernel cache. jaxmem names a file that is not a valid cache, so XLA stops there with an error. A version of XLA that
+ignores this file also generates code, with the same numbers (a test compares them).
 """
 
 import contextlib
@@ -29,16 +28,12 @@ from jaxmem.planning.hlo import Module, read_module
 from jaxmem.planning.hlo_proto import HloProto
 
 Options = dict[str, bool | str]
-# Lines of XLA's log that a plan reports as remarks.
-_REMARKS = {
-    "replicated": re.compile(r"Involuntary full rematerialization.*?for HLO operation (?P<what>%\S+ = \S+)"),
-    "state over the limit": re.compile(r"arguments \((?P<what>\d+)\) exceeds the base limit"),
-    "over the limit": re.compile(r"Can't reduce memory use below (?P<what>\S+)"),
-}
-# XLA's long message about a matmul without a default kernel; compilation is repeated with another autotune level
-# (`TRY_ALL`).
+# Lines of XLA's log. A plan warns about arrays that are replicated; it reports by itself that a program exceeds the
+# memory; and compilation is repeated with `TRY_ALL` if a matmul has no default kernel, about which XLA logs a page.
+_REPLICATED = re.compile(rb"(?m)^.*Involuntary full rematerialization.*?for HLO operation (?P<array>%\S+ = \S+).*\n?")
+_OVER_LIMIT = re.compile(rb"(?m)^.*(?:arguments \(\d+\) exceeds the base limit|Can't reduce memory use below).*\n?")
 _NO_DEFAULT_LOG = re.compile(rb"(?ms)^E\d{4} [^\n]*\] Could not get config for HLO.*?(?=^[EIW]\d{4} |\Z)")
-# LLVM, which comes after XLA, need not optimize a program that never runs; its optimization takes half the compile time
+# LLVM, which runs after XLA, need not optimize a program that never runs; its optimization takes half the compile time
 # on CPUs.
 _QUICK: Options = {"xla_backend_optimization_level": "0", "xla_llvm_disable_expensive_passes": True}
 # Without a GPU no kernel can be timed: XLA uses its default for each matmul.
@@ -47,9 +42,7 @@ UNTIMED: Options = {"xla_gpu_autotune_level": "0"}
 # level XLA tries all kernels of each matmul, which takes several times as long.
 TRY_ALL: Options = {"xla_gpu_autotune_level": "1"}
 _NO_DEFAULT = "No supported config found"
-_NO_CACHE = "no-cache-of-kernels"  # a file's name, which XLA's error message repeats
-# No protobuf message begins with these bytes, and they are longer than the block that XLA reads at once.
-_NO_MESSAGE = b"\xff" * 2**16
+_NO_CACHE = "no-cache-of-kernels"  # the name of the file, which XLA's error message repeats
 
 
 @dataclass(frozen=True)
@@ -108,84 +101,58 @@ def compiled_size(lowered: jax.stages.Lowered, *, here: bool) -> int:
     return compile_all(lowered, {}, here=here, code=False)[0].total
 
 
-def total_of(executable: jax.stages.Compiled) -> int:
+def total_of(executable: Any) -> int:
     """Bytes of device memory that a compiled program needs."""
-    return _sum(sizes_of(_assignment(executable), on_host=False))
+    return _sum(sizes_of(executable.memory_analysis().serialized_buffer_assignment_proto, on_host=False))
 
 
 def _compile(lowered: jax.stages.Lowered, here: bool, code: bool) -> Compiled:
     wants_host = "pinned_host" in lowered.as_text()
-    with _as_user_error():
+    try:
         if not here:
             return Compiled(*compile_elsewhere(lowered), wants_host)
-        executable = lowered.compile(compiler_options=None if code else _QUICK)
-    runtime: Any = executable.runtime_executable()
-    module = runtime.hlo_modules()[0].as_serialized_hlo_module_proto()
-    return Compiled(module, _assignment(executable), wants_host, executable)
-
-
-@contextlib.contextmanager
-def _as_user_error() -> Iterator[None]:
-    """Turns XLA's error about a program that it cannot compile into one line."""
-    try:
-        yield
+        executable: Any = lowered.compile(compiler_options=None if code else _QUICK)
     except jax.errors.JaxRuntimeError as error:
-        reason = next(iter(str(error).splitlines()), "no reason given")
+        reason = str(error).partition("\n")[0] or "it states no reason"
         raise UserError(f"XLA cannot compile this program: {reason}") from error
-
-
-def _assignment(executable: jax.stages.Compiled) -> bytes:
-    stats: Any = executable.memory_analysis()
-    return stats.serialized_buffer_assignment_proto
+    module = executable.runtime_executable().hlo_modules()[0].as_serialized_hlo_module_proto()
+    assignment = executable.memory_analysis().serialized_buffer_assignment_proto
+    return Compiled(module, assignment, wants_host, executable)
 
 
 @contextlib.contextmanager
-def compiler_remarks() -> Iterator[dict[str, list[str]]]:
-    """Collects the remarks of XLA's log, by the keys of `_REMARKS`; its other lines are written to standard error."""
-    remarks: dict[str, list[str]] = {}
+def replicated_arrays() -> Iterator[list[str]]:
+    """A list of the arrays that XLA replicates on every device to reshard them, from its log, `%name = dtype[dims]`.
+    The other lines of the log are written to standard error at the end, without those that plans explain."""
+    arrays: list[str] = []
 
-    def others(log: bytes) -> bytes:
-        lines = _NO_DEFAULT_LOG.sub(b"", log).splitlines(keepends=True)
-        return b"".join(line for line in lines if not _is_remark(line.decode(errors="replace"), remarks))
+    def rest(log: bytes) -> bytes:
+        arrays.extend(dict.fromkeys(one["array"].decode() for one in _REPLICATED.finditer(log)))
+        for pattern in (_REPLICATED, _OVER_LIMIT, _NO_DEFAULT_LOG):
+            log = pattern.sub(b"", log)
+        return log
 
-    with stderr.filtered(others):
-        yield remarks
-
-
-def _is_remark(line: str, remarks: dict[str, list[str]]) -> bool:
-    for key, pattern in _REMARKS.items():
-        if match := pattern.search(line):
-            known = remarks.setdefault(key, [])
-            if match["what"] not in known:
-                known.append(match["what"])
-            return True
-    return False
+    with stderr.filtered(rest):
+        yield arrays
 
 
-def compile_elsewhere(lowered: jax.stages.Lowered) -> tuple[bytes, bytes]:
-    """The scheduled module and its buffer assignment, serialized by XLA."""
-    try:
-        return _decide(lowered, UNTIMED)
-    except jax.errors.JaxRuntimeError as error:
-        if _NO_DEFAULT not in str(error):
-            raise
-    return _decide(lowered, TRY_ALL)
-
-
-def _decide(lowered: jax.stages.Lowered, options: Options) -> tuple[bytes, bytes]:
-    with tempfile.TemporaryDirectory(prefix="jaxmem-plan-") as name:
-        directory = Path(name)
-        no_cache = directory / _NO_CACHE
-        no_cache.write_bytes(_NO_MESSAGE)
+def compile_elsewhere(lowered: jax.stages.Lowered, options: Options = UNTIMED) -> tuple[bytes, bytes]:
+    """The scheduled module and its buffer assignment, serialized by XLA, for devices that are not installed."""
+    with tempfile.TemporaryDirectory(prefix="jaxmem-plan-") as directory:
+        no_cache = Path(directory, _NO_CACHE)
+        # No protobuf message begins with these bytes, and they are longer than the block that XLA reads at once.
+        no_cache.write_bytes(b"\xff" * 2**16)
         dump: Options = {
-            "xla_dump_to": name, "xla_dump_hlo_as_proto": True, "xla_gpu_kernel_cache_file": str(no_cache)
+            "xla_dump_to": directory, "xla_dump_hlo_as_proto": True, "xla_gpu_kernel_cache_file": str(no_cache)
         }  # fmt: skip
         try:
             lowered.compile(compiler_options=options | dump)
         except jax.errors.JaxRuntimeError as error:
+            if _NO_DEFAULT in str(error) and options is UNTIMED:
+                return compile_elsewhere(lowered, TRY_ALL)
             if _NO_CACHE not in str(error):
                 raise
-        dumped = max(directory.glob("*after_optimizations.hlo.pb"), key=lambda file: file.stat().st_size)
+        dumped = max(Path(directory).glob("*after_optimizations.hlo.pb"), key=lambda file: file.stat().st_size)
         proto = HloProto.FromString(dumped.read_bytes())
     return proto.hlo_module, proto.buffer_assignment
 

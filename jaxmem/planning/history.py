@@ -1,15 +1,15 @@
 """The memory of a device over one step: every moment of the schedule, at its estimated time.
 
-A loop's body is in the schedule once and is shown once, over the entire time of the loop. Arguments and results are in
-memory from beginning to end, a temporary from where it is computed to its last use. Bytes that packing leaves free at
-the peak count as `other` during the entire step, so the peak equals the total of the plan to the byte.
+The body of a loop is in the schedule once and is shown once, over the entire time of the loop. Arguments and results
+are in memory from beginning to end, a temporary from where it is computed to its last use. Bytes that packing leaves
+free at the peak count as `other` during the entire step, so the peak equals the total of the plan to the byte.
 """
 
 import math
+import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 from jaxmem.machine import gpus
 from jaxmem.planning.breakdown import (
@@ -19,13 +19,13 @@ from jaxmem.planning.breakdown import (
     SAVED,
     Breakdown,
     NamedBuffer,
+    information,
     is_of_loss,
     maker_of,
     pass_of,
 )
 from jaxmem.planning.buffers import snapshot
-from jaxmem.planning.hlo import Computation, Instruction
-from jaxmem.planning.sources import source_of
+from jaxmem.planning.hlo import Computation, Frame, Instruction
 from jaxmem.planning.targets import Target
 from jaxmem.planning.timeline import Timeline, timeline
 
@@ -44,52 +44,19 @@ _BANDS = {
     "optimizer": "optimizer", "gradients": "gradients", "activations": "other activations", "batch": "other",
     "other": "other",
 }  # fmt: skip
+MODELS, STACK = "jaxmem/models/", "jaxmem/stack/"
+_STEPS = 64  # at most this many operations back from a buffer to the one that filled it
+# Operations that return their operand, perhaps in another order or dtype.
+_FORWARDING = {"bitcast", "convert", "copy", "optimization-barrier", "reshape", "transpose"}
 
 
-@dataclass(frozen=True)
-class Column:
-    """The peak bytes of each band between `at` (a share of the step's time) and the next column."""
+def history(breakdown: Breakdown, total: int, target: Target, timed: Timeline) -> dict[str, Any]:
+    """The memory of a step that needs `total` bytes per device, as memory.json has it; `timed` is its timeline.
 
-    at: float
-    bytes: Mapping[str, int]
-
-    @property
-    def total(self) -> int:
-        return sum(self.bytes.values())
-
-
-class StepPass(NamedTuple):
-    name: str
-    begin: float  # a share of the step's time
-    end: float
-
-
-@dataclass(frozen=True)
-class History:
-    """The memory of one device over one step."""
-
-    seconds: float | None  # estimated time of a step
-    passes: Sequence[StepPass]
-    columns: Sequence[Column]
-    peak: Column
-    largest: Sequence[Mapping[str, Any]]  # buffers at the peak: size, band, kind, what, where, inside, layers
-    largest_made: Sequence[Mapping[str, Any]]  # the largest temporaries at the peak
-
-    def as_json(self) -> dict[str, Any]:
-        return {
-            "seconds": self.seconds,
-            "passes": [one._asdict() for one in self.passes],
-            "bands": list(BANDS),
-            "columns": [_row(one) for one in self.columns],
-            "peak": _row(self.peak),
-            "largest": self.largest,
-            "largest_made": self.largest_made,
-        }
-
-
-def history(breakdown: Breakdown, total: int, target: Target, timed: Timeline) -> History:
-    """The history of a step that needs `total` bytes per device; `timed` is its timeline on the target. For CPUs, the
-    columns are placed by the proportions of a typical CPU."""
+    `columns` are rows [begin, bytes of each band]: the peak between this begin and the next one. Times are shares of
+    the step, which takes `seconds`; null: the speed of the device is unknown, and times are in the proportions of a
+    typical CPU. `largest`: the largest buffers at the peak; `largest_made`: the largest temporaries at the peak.
+    """
     if target.gpu is None:
         timed = timeline(breakdown.module, gpus.CPU, target.count, target.per_host)
     edges = _edges(breakdown, timed.seconds_in)
@@ -115,27 +82,28 @@ def history(breakdown: Breakdown, total: int, target: Target, timed: Timeline) -
     changes = sorted({0, *(edge for lives in spans for (first, last), _ in lives for edge in (first, last + 1))})
     changes = [edge for edge in changes if edge < len(edges) - 1]
     steps = zip(changes, [*changes[1:], len(edges) - 1], strict=True)
-    return History(
-        timed.seconds if target.gpu else None,
-        _passes([_pass(one) for one in breakdown.lifetimes.schedule], edges),
-        _columns((edges[begin], edges[end], bytes_at(begin)) for begin, end in steps),
-        Column((edges[at] + edges[at + 1]) / 2, bytes_at(at)),
-        [_described(one, breakdown) for one in breakdown.buffers[:LARGEST]],
-        [_described(one, breakdown) for one in breakdown.buffers if one.region][:LARGEST],
-    )
+    return {
+        "seconds": timed.seconds if target.gpu else None,
+        "passes": _passes([_pass(one) for one in breakdown.lifetimes.schedule], edges),
+        "bands": list(BANDS),
+        "columns": _columns((edges[begin], edges[end], bytes_at(begin)) for begin, end in steps),
+        "peak": _row((edges[at] + edges[at + 1]) / 2, bytes_at(at)),
+        "largest": [_described(one, breakdown) for one in breakdown.buffers[:LARGEST]],
+        "largest_made": [_described(one, breakdown) for one in breakdown.buffers if one.region][:LARGEST],
+    }
 
 
 def band(buffer: NamedBuffer) -> str:
     return _BANDS[buffer.kind if buffer.part == "activations" and buffer.kind in _BANDS else buffer.part]
 
 
-def _row(column: Column) -> list[float]:
-    return [round(column.at, 5), *(column.bytes.get(name, 0) for name in BANDS)]
+def _row(at: float, sizes: Mapping[str, int]) -> list[float]:
+    return [round(at, 5), *(sizes.get(name, 0) for name in BANDS)]
 
 
 def _described(buffer: NamedBuffer, breakdown: Breakdown) -> dict[str, Any]:
     about = {"size": buffer.size, "band": band(buffer), "kind": buffer.kind, "what": str(buffer.shape)}
-    return about | asdict(source_of(buffer, breakdown.known.layers))
+    return about | source_of(buffer, breakdown.known.layers)
 
 
 def _edges(breakdown: Breakdown, seconds_in: Mapping[Instruction, float]) -> list[float]:
@@ -164,8 +132,8 @@ def _edges(breakdown: Breakdown, seconds_in: Mapping[Instruction, float]) -> lis
     return [edge / now for edge in edges] if now else [n / len(order) for n in range(len(order) + 1)]
 
 
-def _columns(steps: Iterator[tuple[float, float, Counter[str]]]) -> list[Column]:
-    """Columns of equal width from steps (begin, end, bytes of each band); equal neighbours are merged."""
+def _columns(steps: Iterator[tuple[float, float, Counter[str]]]) -> list[list[float]]:
+    """Rows of equal width from steps (begin, end, bytes of each band); equal neighbours are merged."""
     most: list[Counter[str]] = [Counter() for _ in range(COLUMNS)]
     for begin, end, bands in steps:
         first = min(int(begin * COLUMNS), COLUMNS - 1)
@@ -173,7 +141,7 @@ def _columns(steps: Iterator[tuple[float, float, Counter[str]]]) -> list[Column]
         for n in range(first, last + 1):
             if bands.total() > most[n].total():
                 most[n] = bands
-    return [Column(n / COLUMNS, bands) for n, bands in enumerate(most) if n == 0 or bands != most[n - 1]]
+    return [_row(n / COLUMNS, bands) for n, bands in enumerate(most) if n == 0 or bands != most[n - 1]]
 
 
 def _pass(one: Instruction) -> str | None:
@@ -183,7 +151,7 @@ def _pass(one: Instruction) -> str | None:
     return "loss" if is_of_loss(maker.frames) else pass_of(maker.op_name)
 
 
-def _passes(labels: Sequence[str | None], edges: Sequence[float]) -> list[StepPass]:
+def _passes(labels: Sequence[str | None], edges: Sequence[float]) -> list[dict[str, Any]]:
     """The passes of the step, in order. They are cut so that as many seconds as possible are in the pass that they
     belong to, because a schedule mixes the passes a little, and micro-batches repeat them in a loop."""
     count = len(PASSES)
@@ -199,4 +167,71 @@ def _passes(labels: Sequence[str | None], edges: Sequence[float]) -> list[StepPa
     latest = max(range(count), key=lambda n: cuts[n][0])
     begins = [edges[n] for n in cuts[latest][1][: latest + 1]] + [1.0]
     found = zip(PASSES, begins, begins[1:], strict=False)
-    return [StepPass(name, begin, end) for name, begin, end in found if end > begin]
+    return [{"name": name, "begin": begin, "end": end} for name, begin, end in found if end > begin]
+
+
+def source_of(buffer: NamedBuffer, layers: int | None) -> dict[str, str]:
+    """The origin of a buffer in the source code.
+
+    `where`: a source line, or the path of an argument. `inside`: the modules around it, Decoder > Block > GatedMlp.
+    `layers`: "all 32 layers", "one layer" or "". The argument `layers`: the number of layers of a stack on one device.
+    """
+    every = f"all {layers} layers" if layers and layers > 1 and layers in buffer.shape.dims else ""
+    if buffer.region is None:
+        where = path(buffer.what) if buffer.kind == "argument" else buffer.made_by
+        return {"where": where, "inside": "", "layers": every}
+    filled = [_filled_by(one, index) for alias in buffer.region.buffers for one, index in alias.aliases]
+    made = max(
+        (maker_of(one, ()) for one in filled),
+        key=lambda one: (any(MODELS in frame.file for frame in one.frames), information(one)),
+    )
+    if not made.frames:
+        return {"where": path(made.op_name), "inside": "", "layers": every}
+    classes = (frame.function.partition(".")[0] for frame in reversed(made.frames) if MODELS in frame.file)
+    inside = " > ".join(dict.fromkeys(name for name in classes if name[:1].isupper()))
+    if not every and layers and layers > 1 and any(STACK in frame.file for frame in made.frames):
+        every = "one layer"
+    # The innermost line in a model, otherwise the innermost line that does not apply the stack of layers.
+    own = [frame for frame in made.frames if STACK not in frame.file]
+    frame = next((frame for frame in own if MODELS in frame.file), (own or made.frames)[0])
+    return {"where": line(frame), "inside": inside, "layers": every}
+
+
+def line(frame: Frame) -> str:
+    """
+    >>> line(Frame("/somewhere/site-packages/jaxmem/models/linear.py", "Linear.__call__", 87))
+    'jaxmem/models/linear.py:87'
+    """
+    known = re.search(r"(?:.*/)?((?:jaxmem|kernels)/.*)", frame.file)
+    return f"{known[1] if known else '/'.join(frame.file.rsplit('/', 2)[-2:])}:{frame.line}"
+
+
+def path(name: str) -> str:
+    """
+    >>> path("state.opt_state[0].mu['blocks']['mlp']['up']['weight']")
+    'opt_state.0.mu.blocks.mlp.up.weight'
+    """
+    return re.sub(r"\[(?:'([^']*)'|(\d+))\]", r".\1\2", name).removeprefix("state.")
+
+
+def _filled_by(one: Instruction, index: tuple[int, ...]) -> Instruction:
+    """The operation that computed a value, before operations that only store, cast or transpose it. For a stack that a
+    loop fills, it is an operation in the body of the loop."""
+    fusions: list[Instruction] = []
+    for _ in range(_STEPS):
+        if one.is_fusion:
+            fusions.append(one)
+            one = one.called[0].root
+        elif one.opcode == "tuple" and index:
+            one, index = one.operands[index[0]], index[1:]
+        elif one.opcode == "get-tuple-element":
+            one, index = one.operands[0], (one.number, *index)
+        elif one.opcode == "dynamic-update-slice":
+            one = one.operands[1]
+        elif one.opcode in _FORWARDING or one.opcode.endswith("-done"):
+            one = one.operands[0]
+        elif one.opcode == "parameter" and fusions:
+            one = fusions.pop().operands[one.number]
+        else:
+            break
+    return one

@@ -10,7 +10,7 @@ import json
 import math
 import re
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from fractions import Fraction
 from functools import cached_property
@@ -109,6 +109,13 @@ class Instruction:
     def is_fusion(self) -> bool:
         return self.opcode == "fusion"
 
+    def inner(self) -> Iterator[Instruction]:
+        """The instructions of the computations that it calls, nested calls included."""
+        for called in self.called:
+            for one in called.instructions:
+                yield one
+                yield from one.inner()
+
 
 @dataclass(eq=False)
 class Computation:
@@ -174,31 +181,23 @@ def mean_runs(name: str) -> Fraction | int:
 
 
 def dot_flops(one: Instruction) -> int:
-    """FLOPs of one matrix multiplication, convolution or jaxmem kernel; 0 for other instructions."""
+    """FLOPs of one matrix multiplication, convolution or kernel of jaxmem; 0 for other instructions."""
+    # A custom call may return a workspace in addition to its result.
+    result = one.shape.parts[0] if one.shape.parts else one.shape
     if one.opcode == "dot":
-        return _matmul_flops(one, one.proto.dot_dimension_numbers.lhs_contracting_dimensions)
-    if one.opcode == "convolution":
+        contracted = list(one.proto.dot_dimension_numbers.lhs_contracting_dimensions)
+    elif one.opcode == "convolution":
         kernel = one.operands[1].shape
         features = one.proto.convolution_dimension_numbers.kernel_output_feature_dimension
-        return 2 * one.shape.elements * kernel.elements // max(kernel.dims[features], 1)
-    if one.opcode == "custom-call" and "gemm_backend_config" in one.config:
+        return 2 * result.elements * kernel.elements // max(kernel.dims[features], 1)
+    elif one.opcode == "custom-call" and "gemm_backend_config" in one.config:
         dims = one.config["gemm_backend_config"]["dot_dimension_numbers"]
-        return _matmul_flops(one, map(int, dims["lhs_contracting_dimensions"]))
-    is_buffer = one.opcode == "custom-call" and one.proto.custom_call_target == "AllocateBuffer"
-    if (
-        one.opcode == "custom-call" and "flops_per_output" in one.attributes and not is_buffer
-    ):  # set by jaxmem's kernels
-        return round(float(one.attributes["flops_per_output"]) * _result(one).elements)
-    return 0
-
-
-def _matmul_flops(one: Instruction, contracted: Iterable[int]) -> int:
-    return 2 * _result(one).elements * math.prod(one.operands[0].shape.dims[d] for d in contracted)
-
-
-def _result(one: Instruction) -> HloShape:
-    """The shape of the result, without the workspace that a custom call may return in addition."""
-    return one.shape.parts[0] if one.shape.parts else one.shape
+        contracted = [int(dim) for dim in dims["lhs_contracting_dimensions"]]
+    elif one.opcode == "custom-call" and one.proto.custom_call_target != "AllocateBuffer":
+        return round(float(one.attributes.get("flops_per_output", 0)) * result.elements)  # set by jaxmem's kernels
+    else:
+        return 0
+    return 2 * result.elements * math.prod(one.operands[0].shape.dims[dim] for dim in contracted)
 
 
 def total_flops(module: Module) -> int:
@@ -219,32 +218,30 @@ def read_module(serialized: bytes) -> Module:
     by_id: dict[int, Instruction] = {}
     computations: dict[int, Computation] = {}
     for one in proto.computations:  # callees before their callers
-        own = {raw.id: _instruction(raw, stack(raw.metadata.stack_frame_id)) for raw in one.instructions}
+        own = {
+            raw.id: Instruction(
+                id=raw.id,
+                name=raw.name,
+                opcode=raw.opcode,
+                shape=_shape(raw.shape),
+                number=raw.parameter_number if raw.opcode == "parameter" else raw.tuple_index,
+                op_name=raw.metadata.op_name,
+                proto=raw,
+                frames=stack(raw.metadata.stack_frame_id),
+            )
+            for raw in one.instructions
+        }
         for raw in one.instructions:
             own[raw.id].operands = [own[i] for i in raw.operand_ids]
             own[raw.id].called = [computations[i] for i in raw.called_computation_ids]
+            for operand in own[raw.id].operands:
+                operand.users.append(own[raw.id])
         in_order = [own[i] for i in order.get(one.id, own)]
         computations[one.id] = Computation(one.id, one.name, in_order, own[one.root_id])
         by_id |= own
         for instruction in in_order:
             instruction.computation = computations[one.id]
-    for instruction in by_id.values():
-        for operand in instruction.operands:
-            operand.users.append(instruction)
     return Module(list(computations.values()), computations[proto.entry_computation_id], by_id)
-
-
-def _instruction(proto: Any, frames: tuple[Frame, ...]) -> Instruction:
-    return Instruction(
-        id=proto.id,
-        name=proto.name,
-        opcode=proto.opcode,
-        shape=_shape(proto.shape),
-        number=proto.parameter_number if proto.opcode == "parameter" else proto.tuple_index,
-        op_name=proto.metadata.op_name,
-        proto=proto,
-        frames=frames,
-    )
 
 
 @functools.cache

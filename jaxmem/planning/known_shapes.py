@@ -19,9 +19,9 @@ class KnownShapes:
     stored: frozenset[Dims]  # weights as they are stored, layers stacked
     gradients: frozenset[Dims]  # every shape of a gradient: sharded or gathered, of one layer or stacked
     stacked_sizes: frozenset[int]  # numbers of elements of stacked gradients, for buffers that XLA reshaped
-    whole_weights: frozenset[Dims]  # all layers of a sharded weight, gathered; no sharded array has this shape
-    whole_gradients: frozenset[Dims]
-    time: int | None = None  # positions of a sequence
+    full_weights: frozenset[Dims]  # all layers of a sharded weight, gathered; shapes that no sharded array has
+    full_gradients: frozenset[Dims]
+    positions: int | None = None  # of a sequence
     layers: int | None = None  # number of layers of a stack on one device
 
 
@@ -56,18 +56,18 @@ def known_shapes(built: Program) -> KnownShapes:
             return
         found["layers"].add(stored[0])
         found["sharded"].update(sorted_dims(dims) for dims in (stored, split) if dims != used)
-        found["whole_weights"].update({sorted_dims(used)} if used != stored else ())
+        found["full_weights"].update({sorted_dims(used)} if used != stored else ())
         if has_gradient:
             found["stacked_sizes"].add(math.prod(split))
-            found["whole_gradients"].update({sorted_dims(used)} if used != split else ())
+            found["full_gradients"].update({sorted_dims(used)} if used != split else ())
 
     jax.tree.map(add, built.model.axes, params, built.model.select(params), is_leaf=is_axes)
     return KnownShapes(
         frozenset(found["stored"]),
         frozenset(found["gradients"]),
         frozenset(found["stacked_sizes"]),
-        frozenset(found["whole_weights"] - found["sharded"]),
-        frozenset(found["whole_gradients"] - found["sharded"]),
+        frozenset(found["full_weights"] - found["sharded"]),
+        frozenset(found["full_gradients"] - found["sharded"]),
         built.cfg.row_length if built.cfg.objective.reads_text else None,
         max(found["layers"], default=None),
     )

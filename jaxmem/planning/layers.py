@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 import jax
@@ -35,11 +34,8 @@ class NamedValue:
 
     name: str
     layers: int
-    bytes: int  # per layer, for the rows of a micro-batch on one device
-    flops: int  # to recompute it from other named values
-
-    def as_json(self) -> dict[str, Any]:
-        return {"name": self.name, "layers": self.layers, "bytes_per_layer": self.bytes, "flops_per_layer": self.flops}
+    bytes_per_layer: int  # for the rows of a micro-batch on one device
+    flops_per_layer: int  # to recompute it from other named values
 
 
 @dataclass(frozen=True)
@@ -61,10 +57,6 @@ class Layer:
     operations: list[LayerOperation]
     needed: frozenset[int]  # forward operations that the backward pass reads
     forward: int  # FLOPs of the forward pass
-
-    @cached_property
-    def names(self) -> tuple[str, ...]:
-        return tuple(dict.fromkeys(one.name for one in self.operations if one.name))
 
     def saving(self, names: Collection[str]) -> tuple[int, int, int]:
         """If these names are saved: bytes of the saved values that the backward pass reads, FLOPs of the matmuls that
@@ -104,20 +96,19 @@ def named_values(cfg: Config, target: str | None = None) -> list[NamedValue]:
     """The named values on one device of a target (by default of this machine), from one trace of a layer."""
     aim = local_target(jax.devices()) if target is None else parse_target(target)
     cfg = for_devices(cfg, aim.count)
-    memory = cfg.memory.model_copy(update={"mlp_chunk": "auto", "head_groups": "auto"})  # chunks hide some names
+    cfg = cfg.replace(memory={"mlp_chunk": "auto", "head_groups": "auto"})  # chunks hide some names
     rows = rows_of(cfg)
     return [
         NamedValue(name, layer.count, round(rows * layer.bytes_of(name)), round(rows * layer.flops_of(name)))
-        for layer in layers_of(cfg.model_copy(update={"memory": memory}), "cpu" if aim.is_cpu else "gpu")
-        for name in layer.names
+        for layer in layers_of(cfg, aim.platform)
+        for name in dict.fromkeys(one.name for one in layer.operations if one.name)
     ]
 
 
 def layers_of(cfg: Config, platform: str) -> list[Layer]:
     """One layer of each stack of a config whose mesh is resolved, for one row, on one of the devices that shard it."""
-    shape = shape_of(cfg, platform)
-    memory = {"remat": "none", "offload": "none", "attention": "auto"}
-    built = on_one_device(one_share(shape.model_copy(update={"memory": shape.memory.model_copy(update=memory)}), cfg))
+    shape = shape_of(cfg, platform).replace(memory={"remat": "none", "offload": "none", "attention": "auto"})
+    built = on_one_device(one_share(shape, cfg))
     loss, known = objective(built.cfg.objective, built.cfg.memory), cfg.model.activations
     params = jax.tree.map(without_sharding, built.spec.state.params)
     batch = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), built.spec.batch)
@@ -127,7 +118,7 @@ def layers_of(cfg: Config, platform: str) -> list[Layer]:
     def note(part: Any) -> tuple[Any, None] | None:
         if not isinstance(part, StackCall):
             return None
-        found.append(_traced(part, _Operations(known, stream)))
+        found.append(_trace(part, _Operations(known, stream)))
         return part.x, None
 
     def features(params: Any, batch: Any) -> Any:
@@ -139,7 +130,7 @@ def layers_of(cfg: Config, platform: str) -> list[Layer]:
     return found
 
 
-def _traced(applied: StackCall, trace: _Operations) -> Layer:
+def _trace(applied: StackCall, trace: _Operations) -> Layer:
     weights, one = (jax.tree.map(lambda x: without_sharding(x[0]), tree) for tree in (applied.weights, applied.inputs))
 
     def both(g: Any, weights: Any, x: Any, one: Any, beside: Any) -> Any:

@@ -9,7 +9,7 @@ import functools
 import operator
 from collections.abc import Callable, Iterable, Sequence
 
-from jaxmem.planning.hlo import Computation, HloShape, Instruction, Module
+from jaxmem.planning.hlo import Computation, Instruction, Module
 
 Origins = int  # bits
 WEIGHTS, OPTIMIZER, BATCH, OTHER = 1, 2, 4, 8
@@ -20,10 +20,9 @@ Result = tuple[Origins, ...]  # one for each array of an instruction's result
 def trace_origins(module: Module, of_input: Callable[[Instruction], Origins]) -> dict[Instruction, Result]:
     """The origins of the result of every instruction. `of_input` returns the origin of an argument of the program."""
     found: dict[Instruction, Result] = {}
-    inputs = (one for one in module.entry.instructions if one.opcode == "parameter")
-    _run(
-        module.entry, [_uniform(one.shape, of_input(one)) for one in sorted(inputs, key=lambda one: one.number)], found
-    )
+    inputs = [one for one in module.entry.instructions if one.opcode == "parameter"]
+    inputs.sort(key=lambda one: one.number)
+    _run(module.entry, [_uniform(one, of_input(one)) for one in inputs], found)
     return found
 
 
@@ -49,7 +48,12 @@ def _result(one: Instruction, found: dict[Instruction, Result]) -> Result:
         case "copy" | "optimization-barrier":
             return operands[0]
         case "while":
-            return _loop(one, operands[0], found)
+            condition, body = sorted(one.called, key=lambda called: called.root.shape.dtype != "bool")
+            state = operands[0]
+            while (after := _either(state, _run(body, [state], found))) != state:
+                state = after
+            _run(condition, [state], found)
+            return state
         case "conditional":
             branches = zip(one.called, operands[1:], strict=True)
             return _either(*(_run(branch, [argument], found) for branch, argument in branches))
@@ -59,19 +63,11 @@ def _result(one: Instruction, found: dict[Instruction, Result]) -> Result:
             started = sum(operands, ()) + _run(one.called[0], operands, found)
             return started + (NOWHERE,) * (one.shape.arrays - len(started))
         case _:
-            return _uniform(one.shape, union(map(union, operands)))
+            return _uniform(one, union(map(union, operands)))
 
 
-def _loop(one: Instruction, state: Result, found: dict[Instruction, Result]) -> Result:
-    condition, body = sorted(one.called, key=lambda called: called.root.shape.dtype != "bool")
-    while (after := _either(state, _run(body, [state], found))) != state:
-        state = after
-    _run(condition, [state], found)
-    return state
-
-
-def _uniform(shape: HloShape, origins: Origins) -> Result:
-    return (origins,) * shape.arrays
+def _uniform(one: Instruction, origins: Origins) -> Result:
+    return (origins,) * one.shape.arrays
 
 
 def _either(*results: Result) -> Result:

@@ -4,10 +4,9 @@ Nothing is compiled. The first config of a shape takes half a second; configs th
 the trace.
 """
 
-import dataclasses
 import functools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -50,7 +49,7 @@ class Matmul:
 class TracedPasses:
     """Forward and backward pass of one row on one of the devices that shard its layers."""
 
-    saved: int  # bytes of saved activations on the device; for a decoder, only those of its layers
+    saved: int  # bytes of saved activations on the device; for a decoder, only activations of its layers
     offloaded: int  # bytes of saved activations in host memory
     matmuls: tuple[Matmul, ...]
     kernels: int
@@ -64,20 +63,18 @@ def shape_of(cfg: Config, platform: str) -> Config:
         chunk = max(entries // 16, 1)  # the size of a slice hardly changes the passes: one shape for all
     if cfg.objective.name == "dpo":  # a row of a pair is computed like any other
         data = config.Data(sequence_length=cfg.data.sequence_length, tokenizer=cfg.data.tokenizer)
-        cfg = cfg.model_copy(update={"objective": config.Objective(), "data": data})
-    return cfg.model_copy(
-        update={
-            "name": "shape",
-            "output": "",
-            "mesh": config.Mesh(),
-            "rules": config.Rules(),
-            "zero": 0,
-            "batch": config.Batch(global_size=1),
-            "train": config.Train(steps=cfg.steps),
-            "checkpoint": config.Checkpoint(),
-            "memory": cfg.memory.model_copy(update={"loss_chunk": chunk or "auto", "budget": None}),
-            "precision": cfg.precision.model_copy(update={"compute": compute}),
-        }
+        cfg = cfg.replace(objective=config.Objective(), data=data)
+    return cfg.replace(
+        name="shape",
+        output="",
+        mesh=config.Mesh(),
+        rules=config.Rules(),
+        zero=0,
+        batch=config.Batch(global_size=1),
+        train=config.Train(steps=cfg.steps),
+        checkpoint=config.Checkpoint(),
+        memory={"loss_chunk": chunk or "auto", "budget": None},
+        precision={"compute": compute},
     )
 
 
@@ -90,90 +87,66 @@ def passes_of(cfg: Config, platform: str) -> TracedPasses:
     if (together := layers_per_boundary(cfg)) > 1:
         memory["remat"] = f"every_{together}"
     shape = shape_of(cfg, platform)
-    shape = shape.model_copy(
-        update={
-            "optimizer": config.Optimizer(trainable=cfg.optimizer.trainable),
-            "memory": shape.memory.model_copy(update=memory),
-            "train": config.Train(steps=1, deterministic=cfg.train.deterministic),
-            # The stored dtype of weights does not matter: matmuls read them in the compute dtype.
-            "precision": config.Precision(parameters="bfloat16", compute=shape.precision.compute),
-        }
+    shape = shape.replace(
+        optimizer=config.Optimizer(trainable=cfg.optimizer.trainable),
+        memory=memory,
+        train=config.Train(steps=1, deterministic=cfg.train.deterministic),
+        # The stored dtype of weights does not matter: matmuls read them in the compute dtype.
+        precision=config.Precision(parameters="bfloat16", compute=shape.precision.compute),
     )
     if cfg.base_precision.is_quantized and cfg.adapter.kind != "none":
         kind = "lora" if cfg.adapter.kind == "qlora" else cfg.adapter.kind
-        plain = {"kind": kind, "base": "bfloat16", "double_quant": True}
-        shape = shape.model_copy(update={"adapter": cfg.adapter.model_copy(update=plain)})
-    found = _passes(one_share(shape, cfg), cfg.mesh.tensor)
-    return dataclasses.replace(found, saved=0, offloaded=found.saved) if all_offloaded else found
+        shape = shape.replace(adapter={"kind": kind, "base": "bfloat16", "double_quant": True})
+    shape, tensor = one_share(shape, cfg), cfg.mesh.tensor
+    # Each half is traced once for all configs in which it is equal.
+    layers = _trace("layers", shape.replace(memory={"loss_chunk": "auto"}), tensor)
+    loss = _trace("loss", shape.replace(memory=Memory(loss_chunk=shape.memory.loss_chunk)), tensor)
+    saved, offloaded = layers.saved + loss.saved, layers.offloaded + loss.offloaded
+    if all_offloaded:
+        saved, offloaded = 0, saved
+    return TracedPasses(saved, offloaded, layers.matmuls + loss.matmuls, layers.kernels + loss.kernels)
 
 
-def _passes(shape: Config, tensor: int) -> TracedPasses:
-    """Both halves of the passes, layers and loss. Each half is traced once for all configs in which it is equal."""
-    memory = shape.memory
-    layers = shape.model_copy(update={"memory": memory.model_copy(update={"loss_chunk": "auto"})})
-    loss = shape.model_copy(update={"memory": Memory(loss_chunk=memory.loss_chunk)})
-    one, two = _of_layers(layers, tensor), _of_loss(loss, tensor)
-    matmuls = one.matmuls + two.matmuls
-    return TracedPasses(one.saved + two.saved, one.offloaded + two.offloaded, matmuls, one.kernels + two.kernels)
+@functools.lru_cache(maxsize=512)
+def _trace(half: str, shape: Config, tensor: int) -> TracedPasses:
+    """One half of the passes: "layers", from a row to the result of the last layer, or "loss", from there through the
+    output matrix to the loss. Differentiated with respect to the trainable weights and, for the loss, to the features.
+    """
+    built = on_one_device(shape)
+    terms = objective(built.cfg.objective, built.cfg.memory)
+    params = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, jax.numpy.bfloat16), built.model.shapes)
+    batch = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), built.spec.batch)
 
+    def features(params: Any, batch: Any) -> Any:
+        return terms.features(nnx.merge(built.model.graphdef, params), batch, None)
 
-@functools.lru_cache(maxsize=256)
-def _of_layers(shape: Config, tensor: int) -> TracedPasses:
-    """The first half: from a row to the result of the last layer."""
-    half = _Half(shape)
-    return half.passes(half.features, (), tensor)
+    def loss(params: Any, batch: Any, features: Any) -> jax.Array:
+        return terms.sums(nnx.merge(built.model.graphdef, params), features, batch)["loss"]
 
+    run, inputs = (features, ()) if half == "layers" else (loss, (jax.eval_shape(features, params, batch),))
 
-@functools.lru_cache(maxsize=256)
-def _of_loss(shape: Config, tensor: int) -> TracedPasses:
-    """The second half: from the result of the last layer through the output matrix to the loss."""
-    half = _Half(shape)
-    return half.passes(half.loss, (jax.eval_shape(half.features, half.params, half.batch),), tensor)
+    def both(params: Any, batch: Any, *inputs: Any) -> tuple[Any, Any]:
+        """Saved values, and gradients."""
 
+        def forward(at: Any, *inputs: Any) -> Any:
+            return run(with_gradients(params, at, built.model.partial_stacks), batch, *inputs)
 
-class _Half:
-    """The network, its weights and one row on one device, to trace one half of the passes."""
+        y, back = jax.vjp(forward, differentiable(built.model.select(params)), *inputs)
+        return jax.tree.leaves(back), back(jax.tree.map(jax.numpy.ones_like, y))
 
-    def __init__(self, shape: Config) -> None:
-        built = on_one_device(shape)
-        self._built, self._shape, self._objective = built, shape, objective(built.cfg.objective, built.cfg.memory)
-        self.params = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, jax.numpy.bfloat16), built.model.shapes)
-        self.batch = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), built.spec.batch)
-
-    def features(self, params: Any, batch: Any) -> Any:
-        return self._objective.features(nnx.merge(self._built.model.graphdef, params), batch, None)
-
-    def loss(self, params: Any, batch: Any, features: Any) -> jax.Array:
-        return self._objective.sums(nnx.merge(self._built.model.graphdef, params), features, batch)["loss"]
-
-    def passes(self, run: Callable[..., Any], inputs: tuple[Any, ...], tensor: int) -> TracedPasses:
-        """The passes of `run(params, batch, *inputs)`, differentiated with respect to `inputs` and trainable
-        weights."""
-
-        def both(params: Any, batch: Any, *inputs: Any) -> tuple[Any, Any]:
-            """Saved values, and gradients."""
-
-            def forward(at: Any, *inputs: Any) -> Any:
-                return run(with_gradients(params, at, self._built.model.partial_stacks), batch, *inputs)
-
-            y, back = jax.vjp(forward, differentiable(self._built.model.select(params)), *inputs)
-            return jax.tree.leaves(back), back(jax.tree.map(jax.numpy.ones_like, y))
-
-        traced, (outs, _) = jax.make_jaxpr(both, return_shape=True)(self.params, self.batch, *inputs)
-        saved = _saved(traced.jaxpr, len(outs), self._shape.model, tensor)
-        matmuls: list[Matmul] = []
-        kernels = 0
-        for eqn, times in equations(traced.jaxpr, 1):
-            if eqn.primitive.name in MATMULS:
-                matmuls.append(matmul(eqn, times))
-            if eqn.primitive.name in (*MATMULS, "dynamic_update_slice"):
-                kernels += _KERNELS_PER_MATMUL * times
-            elif eqn.primitive.name in KERNELS and not eqn.params.get(
-                "interpret"
-            ):  # interpreted kernels are the branch for CPUs
-                matmuls.append(_kernel(eqn, times))
-                kernels += times
-        return TracedPasses(int(saved[DEVICE]), int(saved[HOST]), tuple(matmuls), kernels)
+    traced, (outs, _) = jax.make_jaxpr(both, return_shape=True)(params, batch, *inputs)
+    saved = _saved(traced.jaxpr, len(outs), shape.model, tensor)
+    matmuls: list[Matmul] = []
+    kernels = 0
+    for eqn, times in equations(traced.jaxpr, 1):
+        if eqn.primitive.name in MATMULS:
+            matmuls.append(matmul(eqn, times))
+        if eqn.primitive.name in (*MATMULS, "dynamic_update_slice"):
+            kernels += _KERNELS_PER_MATMUL * times
+        elif eqn.primitive.name in KERNELS and not eqn.params.get("interpret"):  # interpreted: the branch for CPUs
+            matmuls.append(_kernel(eqn, times))
+            kernels += times
+    return TracedPasses(int(saved[DEVICE]), int(saved[HOST]), tuple(matmuls), kernels)
 
 
 def _saved(traced: Any, outs: int, model: Any, tensor: int) -> dict[Any, float]:
@@ -184,17 +157,14 @@ def _saved(traced: Any, outs: int, model: Any, tensor: int) -> dict[Any, float]:
     for out in traced.outvars[:outs]:
         if isinstance(out, Literal) or out not in made_by:
             continue
-        eqn = made_by[out]
-        if not isinstance(model, Decoder):
-            saved[_space(out)] += _bytes(out.aval)
-        elif eqn.primitive.name == "scan" and not _leaves_layers(out, eqn):
-            is_stream = out.aval.shape[-1:] == (model.embed,) and not _is_matmul_input(out, eqn)
-            saved[_space(out)] += _bytes(out.aval) / (tensor if is_stream else 1)
+        eqn, size = made_by[out], _bytes(out.aval)
+        if isinstance(model, Decoder):
+            if eqn.primitive.name != "scan" or _leaves_layers(out, eqn):
+                continue
+            if out.aval.shape[-1:] == (model.embed,) and not _is_matmul_input(out, eqn):
+                size /= tensor
+        saved[getattr(out.aval, "memory_space", DEVICE)] += size  # random keys have no memory space
     return saved
-
-
-def _space(out: Any) -> Any:
-    return getattr(out.aval, "memory_space", DEVICE)  # random keys have none
 
 
 def _leaves_layers(out: Any, scan: Any) -> bool:
@@ -248,7 +218,7 @@ def matmul(eqn: Any, times: int) -> Matmul:
 
 
 def _kernel(eqn: Any, times: int) -> Matmul:
-    """The cost of a kernel, whose metadata has its FLOPs per element of the result."""
+    """The cost of a kernel; its metadata state the FLOPs per element of the result."""
     each = (eqn.ctx.xla_metadata or {}).get("flops_per_output", 0)
     out = eqn.outvars[0].aval
     moved = sum(_bytes(x.aval) for x in (*eqn.invars, *eqn.outvars))
@@ -275,13 +245,13 @@ def on_one_device(cfg: Config) -> Program:
 
 
 def one_share(shape: Config, cfg: Config) -> Config:
-    """A shape with the share of one device of a decoder that the config shards over `tensor`."""
+    """A shape reduced to one device's share of a decoder that the config shards over `tensor`."""
     model, tensor = shape.model, cfg.mesh.tensor
     if not isinstance(model, Decoder) or tensor == 1:
         return shape
     split = shards(cfg, "heads")
     heads = model.heads // split
-    # If KV heads are not divisible by `tensor`, they are replicated, and each device uses those of its query heads.
+    # If KV heads are not divisible by `tensor`, they are replicated; each device uses the KV heads of its query heads.
     keys = model.kv_heads // split if model.kv_heads % split == 0 else math.gcd(model.kv_heads, heads)
     share = {"heads": heads, "kv_heads": keys, "mlp": model.mlp // tensor, "vocab": -(-model.vocab // tensor)}
-    return shape.model_copy(update={"model": model.model_copy(update=share)})
+    return shape.replace(model=share)

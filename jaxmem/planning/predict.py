@@ -8,7 +8,7 @@ further one a millisecond, so a search can compare thousands.
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import jax
 import numpy as np
@@ -22,14 +22,13 @@ from jaxmem.machine.gpus import Gpu
 from jaxmem.planning.breakdown import SAVED
 from jaxmem.planning.passes import passes_of
 from jaxmem.planning.share import head_groups, loss_chunk, mlp_chunk, passes_in_memory, rows_of, shards, vocab_entries
-from jaxmem.planning.state import DeviceBytes, StateLeaf, StateLeaves, state_of
-from jaxmem.planning.step_time import OffloadedBytes, StepTime
+from jaxmem.planning.state import STATE, DeviceBytes, StateLeaf, StateLeaves, state_of
+from jaxmem.planning.step_time import StepTime
 from jaxmem.quant.precision import compute_dtype
 from jaxmem.sharding import MIN_TOKENS_PER_ROW
 from jaxmem.step import Program
 from jaxmem.step.batches import batch_spec
 
-STATE = ("parameters", "quantization", "master", "optimizer")
 FLOAT32 = 4  # bytes
 
 
@@ -60,50 +59,41 @@ def estimate(cfg: Config, platform: str, gpu: Gpu | None = None, per_host: int =
     """The estimate for a config whose mesh is resolved, on devices of which `per_host` share a host."""
     passes, state = passes_of(cfg, platform), state_of(cfg, platform)
     sizes, size_of = _Activations(cfg, platform), DeviceBytes(cfg)
-    during, several = cfg.memory.update == "during", cfg.batch.accumulate > 1
     kinds = sizes.at_peak(passes.saved)
-    # Weights that the backward pass updates are also stored transposed if this makes their all-gather contiguous.
-    kinds["weights: copies"] = size_of("weights", filter(size_of.is_transposed, state.params)) if during else 0
-    all_state = sum(size_of("weights", leaves) for leaves in (state.params, state.scales))
-    all_state += size_of("optimizer", (*state.master, *state.optimizer))
-    stored, frozen = state, 0
-    if is_offloaded(cfg.memory.offload, "optimizer"):
-        state = replace(state, optimizer=_on_device(state.optimizer), master=_on_device(state.master))
-    if is_offloaded(cfg.memory.offload, "frozen"):
-        away = [leaf for leaf in (*state.params, *state.scales) if leaf.can_offload]
-        frozen = size_of("weights", away)
-        layers = [(size_of("weights", [leaf]), leaf.shape[0]) for leaf in away if leaf.is_stacked]
-        kinds["weights: from the host"] = 2 * sum(size // count for size, count in layers)  # of this layer and the next
-        state = replace(state, params=_on_device(state.params), scales=_on_device(state.scales))
+    parts: dict[str, int] = {}  # of the state on the device
+    offloaded = dict.fromkeys(("weights", "optimizer"), 0)  # bytes of the state in host memory, by role
+    for part, role in STATE.items():
+        leaves = state.parts[part]
+        may_offload = is_offloaded(cfg.memory.offload, "frozen" if role == "weights" else role)
+        away = [leaf for leaf in leaves if may_offload and leaf.can_offload]
+        parts[part] = size_of(role, [leaf for leaf in leaves if not (may_offload and leaf.can_offload)])
+        offloaded[role] += size_of(role, away)
+        if role == "weights" and may_offload:  # of this layer and the next
+            layer = sum(size_of(role, [leaf]) // leaf.shape[0] for leaf in away if leaf.is_stacked)
+            kinds["weights: from the host"] = kinds.get("weights: from the host", 0) + 2 * layer
+    if is_during := cfg.memory.update == "during":
+        # Weights that the backward pass updates are also stored transposed if that makes their all-gather contiguous.
+        transposed = filter(size_of.is_transposed, state.parts["parameters"])
+        kinds["weights: copies"] = size_of("weights", transposed)
     activations = sum(kinds.values())
-    if during:
+    if is_during:
         needs_all = sizes.has_all_logits or cfg.optimizer.needs_whole_embedding
-        gradients = _update_during(
-            size_of,
-            [leaf for leaf in state.trainable if needs_all or "vocab" not in leaf.axes],
-            FLOAT32 // sizes.width if several else 1,
-            activations,
-        )
+        updated = [leaf for leaf in state.trainable if needs_all or "vocab" not in leaf.axes]
+        widening = FLOAT32 // sizes.width if cfg.batch.accumulate > 1 else 1
+        gradients = _update_during(size_of, updated, widening, activations)
     else:
-        gradients = _update_after(cfg, size_of, stored, activations)
-    parts = {
-        "parameters": size_of("weights", state.params),
-        "quantization": size_of("weights", state.scales),
-        "master": size_of("optimizer", state.master),
-        "optimizer": size_of("optimizer", state.optimizer),
-        "gradients": gradients,
-        "activations": activations,
-        "batch": sizes.batch,
-    }
-    offloaded = all_state - sum(parts[name] for name in STATE)
+        gradients = _update_after(cfg, size_of, state, activations)
+    all_state = sum(parts.values()) + sum(offloaded.values())
+    parts |= {"gradients": gradients, "activations": activations, "batch": sizes.batch}
     seconds = None
     if gpu:
         # Quantized weights are dequantized after the all-gather; others are cast before it.
-        gathered = stored.stored_bytes if cfg.precision.is_quantized else sizes.width
+        gathered = state.stored_bytes if cfg.precision.is_quantized else sizes.width
         traffic = size_of.traffic(state.weights, sizes.width, gathered)
-        on_host = OffloadedBytes(offloaded - frozen, frozen)
-        seconds = StepTime(cfg, gpu, per_host).seconds(passes, traffic, parts, on_host)
-    return Estimate(parts, kinds, seconds, sizes.saved(passes.offloaded) + offloaded + all_state)
+        time = StepTime(cfg, gpu, per_host, passes, traffic, parts, offloaded["optimizer"], offloaded["weights"])
+        seconds = time.seconds
+    host = sizes.saved(passes.offloaded) + sum(offloaded.values()) + all_state
+    return Estimate(parts, kinds, seconds, host)
 
 
 def ideal_flops(built: Program) -> float:
@@ -124,10 +114,6 @@ def ideal_flops(built: Program) -> float:
     return cfg.batch.global_size * (3.0 * forward - 2.0 * frozen * length)
 
 
-def _on_device(leaves: Sequence[StateLeaf]) -> tuple[StateLeaf, ...]:
-    return tuple(leaf for leaf in leaves if not leaf.can_offload)
-
-
 def _update_after(cfg: Config, size_of: DeviceBytes, state: StateLeaves, activations: int) -> int:
     """The larger of the bytes of gradients and the bytes of updates that exceed the activations, which are freed by
     then."""
@@ -143,9 +129,10 @@ def _update_after(cfg: Config, size_of: DeviceBytes, state: StateLeaves, activat
 
 
 def _update_during(size_of: DeviceBytes, leaves: Sequence[StateLeaf], widening: int, activations: int) -> int:
-    """The same for `memory.update: during`. During the backward pass of the layers, the gradients of one layer and of
-    all parameters outside of layers exist; afterwards those outside exist, and the update of the largest. `leaves`
-    excludes matrices that are updated in slices. `widening`: bytes of a gradient relative to the compute dtype."""
+    """Bytes of gradients and updates with `memory.update: during`. During the backward pass of the layers, the
+    gradients of one layer and of all parameters outside of layers exist; afterwards the gradients of parameters
+    outside exist, and the largest update. `leaves`: without matrices that are updated in slices. `widening`: bytes of a
+    gradient relative to the compute dtype."""
     sizes = [(size_of("gradients", [leaf]), leaf) for leaf in leaves]
     outside = [size for size, leaf in sizes if not leaf.is_stacked]
     layer = sum(size // leaf.shape[0] for size, leaf in sizes if leaf.is_stacked)
@@ -191,9 +178,9 @@ class _Activations:
             self.matrix = model.embed * largest * width  # the largest of a layer
 
     def _head_waits(self, model: Decoder, scattered: bool) -> bool:
-        """Whether XLA computes the gradient of the output matrix after the gradients of the layers. It does if both
-        this gradient and that of the features are communicated: with ring attention, with logits in slices, or with
-        offloaded optimizer state and one micro-batch (observed with fsdp). From jax 0.11 on it also does so with
+        """Whether XLA computes the gradient of the output matrix after the gradients of the layers. It does if this
+        gradient and the gradient of the features are both communicated: with ring attention, with logits in slices, or
+        with offloaded optimizer state and one micro-batch (observed with fsdp). From jax 0.11 on it also does so with
         recomputation on a single device."""
         cfg, mesh = self.cfg, self.cfg.mesh
         is_single = mesh.row_shards * mesh.context * mesh.tensor * mesh.stage == 1

@@ -1,8 +1,7 @@
-"""A plan: bytes of one device in every phase of a run, the time of a step, warnings; as JSON and as a table."""
+"""A plan: the bytes of one device in each phase of a run, the time of a step, and warnings; as JSON and as a table."""
 
 import time
-from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from typing import Any, Unpack
@@ -11,16 +10,18 @@ import jax
 
 from jaxmem.config import Save
 from jaxmem.config.methods import RunOptions, RunSource, run_config
-from jaxmem.planning.breakdown import PARTS, Breakdown, breakdown
+from jaxmem.planning.breakdown import PARTS, Breakdown
 from jaxmem.planning.budget import resolve_remat
-from jaxmem.planning.compile import Compiled, compile_all, compiler_remarks, total_of
-from jaxmem.planning.history import History, history
+from jaxmem.planning.buffers import read_allocations
+from jaxmem.planning.communication import COLLECTIVES, FROM_HOST, TO_HOST
+from jaxmem.planning.compile import Compiled, compile_all, replicated_arrays, total_of
+from jaxmem.planning.history import history
 from jaxmem.planning.hlo import recomputed_values
 from jaxmem.planning.known_shapes import known_shapes
 from jaxmem.planning.predict import ideal_flops, predict
 from jaxmem.planning.state import bytes_on_device
 from jaxmem.planning.targets import Target, local_target, parse_target, reserved_memory, target_devices, usable_memory
-from jaxmem.planning.timeline import Timeline, Traffic, timeline
+from jaxmem.planning.timeline import Timeline, timeline
 from jaxmem.planning.units import format_bytes, format_seconds
 from jaxmem.step import Program, program
 from jaxmem.step.programs import step_at
@@ -35,7 +36,7 @@ class PlanWarning:
 
 @dataclass(frozen=True)
 class Plan:
-    """Bytes and seconds of one device. Each number is computed when it is read first."""
+    """The plan of a program for one device. Each number is computed when it is read first."""
 
     program: Program
     target: Target
@@ -43,9 +44,9 @@ class Plan:
     seconds: float  # time that planning took
     reserve_gib: float | None = None  # memory of a GPU outside the compiled program; None: the default
     unlimited: Compiled | None = None  # the step compiled without a memory limit, if XLA recomputes at the limit
-    remarks: Mapping[str, Sequence[str]] = field(default_factory=dict)  # from XLA's log
+    replicated: Sequence[str] = ()  # arrays that XLA replicates on every device to reshard them
     others: Mapping[str, int] = field(default_factory=dict)  # bytes of the compiled programs of other phases
-    shorter: Mapping[int, Compiled] = field(default_factory=dict)  # steps of shorter buckets, by sequence length
+    shorter: Mapping[int, Compiled] = field(default_factory=dict)  # local steps of shorter buckets, by sequence length
     remat_why: str | None = None  # the reason for the policy of `memory.remat: auto`; None: the config names it
 
     @property
@@ -63,7 +64,7 @@ class Plan:
         """Bytes per device of a step for rows of this length."""
         if bucket == self.program.cfg.data.sequence_length:
             return self.compiled_step.total
-        return self.shorter[bucket].total if bucket in self.shorter else self.others[step_at(bucket)]
+        return self.others[step_at(bucket)]
 
     @property
     def attention(self) -> dict[str, str] | None:
@@ -73,7 +74,8 @@ class Plan:
 
     @property
     def choices(self) -> list[str]:
-        """What was chosen for settings that are `auto`, and why, a line each; attention also if the config names it."""
+        """The values that were chosen for settings that are `auto`, and why, a line each; attention also if the config
+        names it."""
         remat = self.program.cfg.memory.remat
         saved = f"saves {', '.join(remat.save)}" if isinstance(remat, Save) else remat
         lines = [f"recompute: {saved} ({self.remat_why})"] if self.remat_why else []
@@ -81,29 +83,18 @@ class Plan:
             lines.append("attention: {implementation} ({why})".format(**self.attention))
         return lines
 
-    @property
-    def compiled(self) -> dict[str, int]:
-        """Bytes of the step's arguments, outputs, aliased and temporaries."""
-        return self.compiled_step.sizes
-
     @cached_property
     def breakdown(self) -> Breakdown:
-        return breakdown(self.compiled_step.module, self.compiled_step.assignment, known_shapes(self.program))
+        module = self.compiled_step.module
+        allocations = read_allocations(module, self.compiled_step.assignment)
+        return Breakdown(module, allocations, known_shapes(self.program))
 
     @cached_property
     def bytes_per_device(self) -> dict[str, int]:
         """Bytes of the training step by part. Every part except `other` is a sum of named buffers."""
-        parts = {part: self.breakdown.of_part(part) for part in PARTS}
+        parts = {part: sum(self.breakdown.kinds.get(part, {}).values()) for part in PARTS}
         total = self.compiled_step.total
         return {**parts, "other": total - sum(parts.values()) + parts["other"], "total": total}
-
-    @cached_property
-    def kinds(self) -> dict[str, dict[str, int]]:
-        """Bytes of each part by kind, largest first."""
-        found: dict[str, Counter[str]] = {part: Counter() for part in PARTS}
-        for one in self.breakdown.buffers:
-            found[one.part][one.kind] += one.size
-        return {part: dict(kinds.most_common()) for part, kinds in found.items() if kinds}
 
     @cached_property
     def predicted(self) -> dict[str, int | None]:
@@ -115,8 +106,8 @@ class Plan:
         return timeline(self.compiled_step.module, self.target.gpu, self.target.count, self.target.per_host)
 
     @cached_property
-    def history(self) -> History:
-        """The memory of the step over time."""
+    def history(self) -> dict[str, Any]:
+        """The memory of the step over time, as in memory.json."""
         return history(self.breakdown, self.compiled_step.total, self.target, self.timeline)
 
     @property
@@ -221,13 +212,13 @@ class Plan:
             "remat_why": self.remat_why,
             "attention": self.attention,
             "bytes_per_device": self.bytes_per_device,
-            "kinds": self.kinds,
+            "kinds": self.breakdown.kinds,
             "predicted": self.predicted,
             "host_bytes_per_device": self.compiled_step.host_total,
             "bytes_per_parameter": self.compiled_step.total * target.count / built.model.parameters,
-            "compiled": self.compiled,
-            "collectives": self._traffic_as_json(timeline.traffic, "wire_bytes"),
-            "host_transfers": self._traffic_as_json(timeline.host_traffic, "bytes"),
+            "compiled": self.compiled_step.sizes,
+            "collectives": self._traffic_as_json(COLLECTIVES, "wire_bytes"),
+            "host_transfers": self._traffic_as_json((TO_HOST, FROM_HOST), "bytes"),
             "messages": [
                 {
                     "kind": one.message.kind,
@@ -246,7 +237,7 @@ class Plan:
             "bound_by": timeline.bound if target.gpu else None,
         }
 
-    def _traffic_as_json(self, traffic: Mapping[str, Traffic], bytes_key: str) -> dict[str, dict[str, Any]]:
+    def _traffic_as_json(self, kinds: Container[str], bytes_key: str) -> dict[str, dict[str, Any]]:
         has_speed = self.target.gpu is not None
         return {
             kind: {
@@ -256,7 +247,8 @@ class Plan:
                 "seconds": one.seconds if has_speed else None,
                 "exposed_seconds": one.exposed_seconds if has_speed else None,
             }
-            for kind, one in sorted(traffic.items())
+            for kind, one in self.timeline.traffic.items()
+            if kind in kinds
         }
 
     def table(self) -> Any:
@@ -285,14 +277,14 @@ def plan(
     limit = usable_memory(aim, cfg, reserve_gib)
     cfg, why = resolve_remat(cfg, aim, reserve_gib)
     built = program(cfg, target_devices(aim, limit))
-    with compiler_remarks() as remarks:
+    with replicated_arrays() as replicated:
         step, others = compile_all(built.lower_step(), built.lower_others(), here=aim.is_here, code=aim.is_here)
         unlimited = None
         if recomputed_values(step.module) and not aim.is_here:
             free = program(cfg, target_devices(aim, 1000 * limit))
             unlimited, _ = compile_all(free.lower_step(), {}, here=False, code=False)
     seconds = time.perf_counter() - start
-    return Plan(built, aim, step, seconds, reserve_gib, unlimited, remarks, others, remat_why=why)
+    return Plan(built, aim, step, seconds, reserve_gib, unlimited, replicated, others, remat_why=why)
 
 
 def plan_program(built: Program, remat_why: str | None = None) -> Plan:
@@ -302,4 +294,5 @@ def plan_program(built: Program, remat_why: str | None = None) -> Plan:
     steps = {n: compile_all(at.lower_step(), {}, here=True)[0] for n, at in built.buckets.items()}
     step = steps.pop(built.cfg.data.sequence_length)
     target = local_target(list(built.layout.mesh.devices.flat))
-    return Plan(built, target, step, time.perf_counter() - start, shorter=steps, remat_why=remat_why)
+    totals = {step_at(length): one.total for length, one in steps.items()}
+    return Plan(built, target, step, time.perf_counter() - start, others=totals, shorter=steps, remat_why=remat_why)

@@ -1,4 +1,4 @@
-"""The share of one device of a config whose mesh is resolved: rows, tokens, vocabulary entries, passes in memory."""
+"""The share of one device in a config whose mesh is resolved: rows, vocabulary entries, chunks, passes in memory."""
 
 import functools
 import math
@@ -73,8 +73,7 @@ def stream_of(cfg: Config, platform: str) -> jax.ShapeDtypeStruct:
 
 
 def passes_per_update(cfg: Config) -> float:
-    """The number of passes through all layers that take as long as an update; with a pipeline, its ticks, bubble
-    included."""
+    """The duration of an update as a number of passes through all layers; it includes the bubble of a pipeline."""
     if cfg.needs_global_norm_first:
         return cfg.batch.accumulate * (1 + _BACKWARD)
     pipeline = pipeline_of(cfg)
@@ -82,8 +81,8 @@ def passes_per_update(cfg: Config) -> float:
 
 
 def passes_in_memory(cfg: Config) -> float:
-    """The number of passes whose saved activations are in memory at the same time. In a pipeline these are all ticks;
-    boundaries within a segment of layers are in memory only for the segment that is being differentiated."""
+    """The number of passes whose saved activations are in memory at the same time: in a pipeline all ticks, but
+    boundaries within a segment of layers only for the segment that is being differentiated."""
     if cfg.memory.update == "during":
         return cfg.batch.accumulate
     if (pipeline := pipeline_of(cfg)) is None:

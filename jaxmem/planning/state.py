@@ -2,7 +2,7 @@
 
 import functools
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +16,11 @@ from jaxmem.planning.step_time import WeightTraffic
 from jaxmem.sharding import Axes, Role, assign_mesh_axes, is_axes, rules_for
 from jaxmem.sharding.weights import differentiable
 from jaxmem.step.host_placement import offloaded_state, offloaded_weights
+
+# The parts of the state and the role that each is sharded in.
+STATE: Mapping[str, Role] = {
+    "parameters": "weights", "quantization": "weights", "master": "optimizer", "optimizer": "optimizer"
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -35,29 +40,26 @@ class StateLeaf:
 class StateLeaves:
     weights: tuple[StateLeaf, ...]  # all weights, in the dtype of their gradients
     trainable: tuple[StateLeaf, ...]  # the trainable weights, in the dtype of their gradients
-    params: tuple[StateLeaf, ...]  # as stored: values, or integer codes
-    scales: tuple[StateLeaf, ...]  # block scales of quantized weights
-    master: tuple[StateLeaf, ...]
-    optimizer: tuple[StateLeaf, ...]
+    parts: Mapping[str, tuple[StateLeaf, ...]]  # by part of the state; parameters are values or integer codes
 
     @property
     def stored_bytes(self) -> float:
         """Bytes per weight, scales included."""
-        stored = sum(leaf.itemsize * math.prod(leaf.shape) for leaf in (*self.params, *self.scales))
-        return stored / sum(math.prod(leaf.shape) for leaf in self.weights)
+        stored = (*self.parts["parameters"], *self.parts["quantization"])
+        size = sum(leaf.itemsize * math.prod(leaf.shape) for leaf in stored)
+        return size / sum(math.prod(leaf.shape) for leaf in self.weights)
 
 
 def state_of(cfg: Config, platform: str) -> StateLeaves:
     """The state of a config, traced once for all configs that differ only in mesh, batch and recomputation."""
-    shape = shape_of(cfg, platform)
-    return _state(shape.model_copy(update={"memory": Memory(update=cfg.memory.update)}))
+    return _state(shape_of(cfg, platform).replace(memory=Memory(update=cfg.memory.update)))
 
 
 @functools.lru_cache(maxsize=256)
 def _state(shape: Config) -> StateLeaves:
     built = on_one_device(shape)
     model, spec = built.model, built.spec
-    found: dict[str, list[StateLeaf]] = {part: [] for part in ("parameters", "quantization", "master", "optimizer")}
+    parts: dict[str, tuple[StateLeaf, ...]] = dict.fromkeys(STATE, ())
     frozen = offloaded_weights(model.axes, model.select(model.axes), spec.param_axes)
     for where, named, arrays, offloadable in (
         ("params", spec.param_axes, spec.state.params, frozen),
@@ -67,15 +69,14 @@ def _state(shape: Config) -> StateLeaves:
         leaves_there = jax.tree_util.tree_leaves_with_path(arrays)
         for name, (path, leaf), can_offload in zip(axes, leaves_there, jax.tree.leaves(offloadable), strict=True):
             part = part_of(f"state.{where}{jax.tree_util.keystr(path)}")
-            found[part].append(StateLeaf(name, leaf.shape, np.dtype(leaf.dtype).itemsize, can_offload))
+            parts[part] += (StateLeaf(name, leaf.shape, np.dtype(leaf.dtype).itemsize, can_offload),)
     at = jax.eval_shape(lambda params: differentiable(params, spec.gradient_dtype), spec.state.params)
 
     def leaves(axes: Any, at: Any) -> tuple[StateLeaf, ...]:
         pairs = zip(jax.tree.leaves(axes, is_leaf=is_axes), jax.tree.leaves(at), strict=True)
         return tuple(StateLeaf(axes, x.shape, x.dtype.itemsize) for axes, x in pairs)
 
-    trainable = leaves(model.select(model.axes), model.select(at))
-    return StateLeaves(leaves(model.axes, at), trainable, *map(tuple, found.values()))
+    return StateLeaves(leaves(model.axes, at), leaves(model.select(model.axes), model.select(at)), parts)
 
 
 class DeviceBytes:
@@ -88,7 +89,7 @@ class DeviceBytes:
         self._known: dict[tuple[Role, Axes, tuple[int, ...]], tuple[list[int], bool, int]] = {}
 
     def __call__(self, role: Role, leaves: Iterable[StateLeaf], width: int = 0) -> int:
-        """Bytes of arrays in a role. `width`: bytes per element; 0: those of the stored dtype."""
+        """Bytes of arrays in a role. `width`: bytes per element, by default of the stored dtype."""
         return sum(self._divided(role, leaf)[2] * (width or leaf.itemsize) for leaf in leaves)
 
     def is_transposed(self, leaf: StateLeaf) -> bool:

@@ -31,44 +31,34 @@ class WeightTraffic:
 
 
 @dataclass(frozen=True)
-class OffloadedBytes:
-    """Bytes of one device's state in host memory."""
-
-    optimizer: int
-    frozen: int
-
-
-@dataclass(frozen=True)
 class StepTime:
     """The time of a step of a config on GPUs, `per_host` of them on each host."""
 
     cfg: Config
     gpu: Gpu
     per_host: int
+    passes: TracedPasses
+    weights: WeightTraffic
+    parts: Mapping[str, int]  # bytes of one device by part
+    offloaded_optimizer: int  # bytes of its optimizer state in host memory
+    offloaded_frozen: int  # bytes of its frozen weights in host memory
 
-    def seconds(
-        self, passes: TracedPasses, weights: WeightTraffic, parts: Mapping[str, int], offloaded: OffloadedBytes
-    ) -> float:
-        """Seconds of a step. `parts`: bytes of one device by part."""
-        micro = self.cfg.batch.accumulate
-        compute = self._compute(passes) * passes_per_update(self.cfg) / micro
-        communication = self._weights(weights) + self._tensor() + self._context()
+    @property
+    def seconds(self) -> float:
+        gpu, parts, micro = self.gpu, self.parts, self.cfg.batch.accumulate
+        compute = self._compute() * passes_per_update(self.cfg) / micro
+        communication = self._weights() + self._tensor() + self._context()
         exposed = max(_EXPOSED * communication, communication - compute)
         # Offloaded frozen weights are copied in both passes, a layer ahead.
-        copies = 2 * offloaded.frozen / self.gpu.host_rate
+        copies = 2 * self.offloaded_frozen / gpu.host_rate
         exposed += max(_EXPOSED * copies, copies - compute)
-        each = (
-            compute
-            + exposed
-            + self._offloaded_activations(passes, compute)
-            + 3 * parts["gradients"] / self.gpu.memory_rate
-        )
+        each = compute + exposed + self._offloaded_activations(compute) + 3 * parts["gradients"] / gpu.memory_rate
         # An update after the backward pass overlaps with nothing; state is copied in both directions at the same time.
-        moved = offloaded.optimizer / self.gpu.host_rate
+        moved = self.offloaded_optimizer / gpu.host_rate
         exposed_state = max(0.0, moved - compute) if self.cfg.memory.update == "during" else moved
         state = sum(parts[name] for name in ("parameters", "master", "optimizer", "gradients"))
-        state += offloaded.optimizer + offloaded.frozen
-        return micro * each + exposed_state + self._per_update(weights) + 3 * state / self.gpu.memory_rate
+        state += self.offloaded_optimizer + self.offloaded_frozen
+        return micro * each + exposed_state + self._per_update() + 3 * state / gpu.memory_rate
 
     @property
     def _split(self) -> int:
@@ -76,17 +66,18 @@ class StepTime:
         return self.cfg.mesh.fsdp * self.cfg.mesh.context
 
     @property
-    def _width(self) -> int:
-        return 4 if self.cfg.precision.compute == "float32" else 2
-
-    @property
     def _tokens(self) -> float:
         return rows_of(self.cfg) * self.cfg.data.sequence_length
 
-    def _compute(self, passes: TracedPasses) -> float:
+    @property
+    def _width(self) -> int:
+        """Bytes of a number in the compute dtype."""
+        return 4 if self.cfg.precision.compute == "float32" else 2
+
+    def _compute(self) -> float:
         rows = rows_of(self.cfg)
-        seconds = passes.kernels * LAUNCH
-        for one in passes.matmuls:
+        seconds = self.passes.kernels * LAUNCH
+        for one in self.passes.matmuls:
             arithmetic = rows * one.flops / self.gpu.matmul_rate(one.dtype)
             moved = one.weights + rows * one.others
             seconds += one.times * AROUND * moved / self.gpu.memory_rate
@@ -94,18 +85,18 @@ class StepTime:
                 seconds += one.times * arithmetic
         return seconds
 
-    def _weights(self, weights: WeightTraffic) -> float:
+    def _weights(self) -> float:
         """Seconds of the communication of weights for one micro-batch: weights twice, gradients once, in the compute
         dtype."""
-        mesh = self.cfg.mesh
+        mesh, weights = self.cfg.mesh, self.weights
         within = self._ring(2 * weights.gathered + weights.scattered, self._split, mesh.tensor)
         shared = self._ring(weights.reduced, mesh.context, mesh.tensor)
         return within + 2 * (shared + self._ring(weights.replicated, mesh.tensor, 1))
 
-    def _per_update(self, weights: WeightTraffic) -> float:
+    def _per_update(self) -> float:
         """Seconds of the communication of weights for one update: all-reduced sums of replicated gradients, shards of
         the other gradients, and updated weights."""
-        mesh, sides = self.cfg.mesh, 1 if self.cfg.zero else 2
+        mesh, weights, sides = self.cfg.mesh, self.weights, 1 if self.cfg.zero else 2
         within = self._ring(sides * weights.reduced, mesh.fsdp, mesh.tensor * mesh.context)
         between = weights.scattered / self._split + weights.reduced / (mesh.fsdp if self.cfg.zero else 1)
         replicas = 2 * self._ring(between, mesh.replica, mesh.tensor * self._split)
@@ -133,10 +124,10 @@ class StepTime:
         # `_ring` counts the bytes of an array of which each device receives all but its own share.
         return self.cfg.model.layers * self._ring(sent * mesh.context / (mesh.context - 1), mesh.context, mesh.tensor)
 
-    def _offloaded_activations(self, passes: TracedPasses, compute: float) -> float:
+    def _offloaded_activations(self, compute: float) -> float:
         """Seconds of exposed copies of offloaded activations. Only boundaries are fetched a layer ahead; XLA schedules
         most other copies right before their use."""
-        each_way = rows_of(self.cfg) * passes.offloaded / self.gpu.host_rate
+        each_way = rows_of(self.cfg) * self.passes.offloaded / self.gpu.host_rate
         ahead = self.cfg.memory.remat == "full" and offloaded_activations(self.cfg.memory.offload) == (BOUNDARY,)
         return max(0.0, each_way - compute / 2) if ahead else _WAITED * 2 * each_way
 

@@ -9,6 +9,7 @@ from rich.text import Text
 
 from jaxmem.machine.gpus import GPUS
 from jaxmem.planning.breakdown import LABELS, PARTS
+from jaxmem.planning.communication import COLLECTIVES
 from jaxmem.planning.layers import NamedValue
 from jaxmem.planning.result import Plan
 from jaxmem.planning.units import format_bytes, format_count, format_seconds
@@ -21,18 +22,14 @@ class TargetList:
     """The table that `--target list` prints."""
 
     def __rich_console__(self, _: Console, options: ConsoleOptions) -> Iterator[RenderableType]:
-        columns = {
-            "memory": "memory_gib",
-            "rate": "bandwidth_gb_s",
-            "bf16": "bf16_tflops",
-            "link": "link_gb_s",
-            "network": "network_gb_s",
-            "host": "host_memory_gib",
-        }
-        shown = dict(list(columns.items())[: 6 if options.max_width >= NARROW else 2])
-        table = _table("NAME, NAME:GPUS, NAME:HOSTSxGPUS, cpu:N, or a YAML file", "NAME", *shown)
+        columns = {"memory": "memory_gib", "rate": "bandwidth_gb_s"}
+        if options.max_width >= NARROW:
+            columns |= {
+                "bf16": "bf16_tflops", "link": "link_gb_s", "network": "network_gb_s", "host": "host_memory_gib"
+            }  # fmt: skip
+        table = _table("NAME, NAME:GPUS, NAME:HOSTSxGPUS, cpu:N, or a YAML file", "NAME", *columns)
         for gpu in sorted(GPUS.values(), key=lambda gpu: gpu.memory_gib):
-            table.add_row(gpu.name, *(f"{getattr(gpu, field):g}" for field in shown.values()))
+            table.add_row(gpu.name, *(f"{getattr(gpu, field):g}" for field in columns.values()))
         units = "memory, host memory: GiB; rate of the memory, link within a host, network: GB/s; bf16: TFLOP/s"
         yield Group(table, Text(units))
 
@@ -41,7 +38,8 @@ def named_values_table(values: Sequence[NamedValue]) -> Table:
     title = r"Per layer and device, for memory.remat: {save: \[names]}"
     table = _table(title, "", "saved", "all layers", "FLOPs to recompute")
     for one in values:
-        table.add_row(one.name, format_bytes(one.bytes), format_bytes(one.bytes * one.layers), f"{one.flops:.3g}")
+        size, flops = one.bytes_per_layer, one.flops_per_layer
+        table.add_row(one.name, format_bytes(size), format_bytes(size * one.layers), f"{flops:.3g}")
     return table
 
 
@@ -50,28 +48,27 @@ class PlanTable:
     plan: Plan
 
     def __rich_console__(self, _: Console, options: ConsoleOptions) -> Iterator[RenderableType]:
-        yield Group(*self._parts(wide=options.max_width >= NARROW))
-
-    def _parts(self, *, wide: bool) -> Iterator[RenderableType]:
-        plan = self.plan
-        yield Text(
-            f"{plan.program.cfg.name}: {plan.program.model.parameters:,} parameters on {_devices(plan)}", style="bold"
-        )
+        plan, target, wide = self.plan, self.plan.target, options.max_width >= NARROW
+        model = f"{plan.program.cfg.name}: {plan.program.model.parameters:,} parameters"
+        device = target.gpu.name if target.gpu else target.name.partition(":")[0]
+        hosts = f" on {target.hosts} hosts" if target.hosts > 1 else ""
+        yield Text(f"{model} on {target.count} x {device}{hosts}", style="bold")
         yield self._memory(wide=wide)
         yield from map(Text, plan.choices)
-        yield self._phases()
+        sizes = {phase: size for phase, size in plan.phases.items() if phase != "step"}
+        yield Text(f"other phases: {', '.join(f'{phase} {format_bytes(size)}' for phase, size in sizes.items())}")
         yield self._verdict()
         yield from self._time()
-        if plan.timeline.traffic:
-            yield self._communication(wide=wide)
-        if plan.timeline.host_traffic:
+        if plan.timeline.collectives:
+            yield from self._communication(wide=wide)
+        if plan.timeline.host_copies.executed:
             yield self._host_copies()
         for warning in plan.warnings:
             yield Text.assemble((f"{warning.kind}: ", "yellow"), f"{warning.text}; try {warning.cure}")
 
     def _memory(self, *, wide: bool) -> Table:
         plan = self.plan
-        total, devices = plan.bytes_per_device["total"], plan.target.count
+        total, per_parameter = plan.bytes_per_device["total"], plan.target.count / plan.program.model.parameters
         prediction = ("predicted", "difference") if wide else ()
         table = _table("Memory per device, planned", "", "compiled", *prediction, "bytes per\nparameter")
 
@@ -79,24 +76,19 @@ class PlanTable:
             cells = ("", "")
             if predicted is not None:
                 cells = format_bytes(predicted), f"{size / predicted - 1:+.1%}" if predicted else ""
-            share = f"{size * devices / plan.program.model.parameters:.2f}"
-            table.add_row(name, format_bytes(size), *(cells if wide else ()), share)
+            table.add_row(name, format_bytes(size), *(cells if wide else ()), f"{size * per_parameter:.2f}")
 
         for part in PARTS:
             size = plan.bytes_per_device[part]
             if size or plan.predicted.get(part):
                 row(LABELS.get(part, part), size, plan.predicted.get(part))
-            kinds = plan.kinds.get(part, {})
+            kinds = plan.breakdown.kinds.get(part, {})
             for kind, bytes_of_kind in kinds.items():
                 if bytes_of_kind > NOTABLE * total and len(kinds) > 1:
                     row(f"  {kind}", bytes_of_kind)
         table.add_section()
         row("total", total, plan.predicted["total"])
         return table
-
-    def _phases(self) -> Text:
-        sizes = ((phase, size) for phase, size in self.plan.phases.items() if phase != "step")
-        return Text(f"other phases: {', '.join(f'{phase} {format_bytes(size)}' for phase, size in sizes)}")
 
     def _verdict(self) -> Text:
         plan = self.plan
@@ -125,25 +117,22 @@ class PlanTable:
                 f" roofline {format_seconds(time.roofline)}"
             )
 
-    def _communication(self, *, wide: bool) -> Group:
-        time = self.plan.timeline
+    def _communication(self, *, wide: bool) -> Iterator[RenderableType]:
+        time, network = self.plan.timeline, self.plan.timeline.network
         table = _table("Communication per device and step", "", *(("count",) if wide else ()), "bytes", "exposed")
         for kind, one in sorted(time.traffic.items(), key=lambda kind: -kind[1].wire_bytes):
-            count = (f"{one.executed:,}",) if wide else ()
-            table.add_row(kind, *count, format_bytes(one.wire_bytes), format_bytes(one.exposed_bytes))
-        if self.plan.estimated_step_seconds is None:
-            return Group(table)
-        return Group(
-            table, Text(f"{time.exposed_share:.1%} of {format_seconds(time.network)} of communication is exposed")
-        )
+            if kind in COLLECTIVES:
+                count = (f"{one.executed:,}",) if wide else ()
+                table.add_row(kind, *count, format_bytes(one.wire_bytes), format_bytes(one.exposed_bytes))
+        yield table
+        if self.plan.estimated_step_seconds is not None:
+            yield Text(f"{network.exposed_share:.1%} of {format_seconds(network.seconds)} of communication is exposed")
 
     def _host_copies(self) -> Text:
-        plan, traffic = self.plan, self.plan.timeline.host_traffic.values()
-        size, moved = plan.compiled_step.host_total, sum(one.wire_bytes for one in traffic)
-        text = f"offloaded: {format_bytes(size)} of host memory per device; {format_bytes(moved)} copied per step"
-        if plan.estimated_step_seconds is not None:
-            seconds = format_seconds(sum(one.seconds for one in traffic))
-            text += f" in {seconds}, {plan.timeline.overlapped_host_share:.1%} overlapped"
+        size, copies = format_bytes(self.plan.compiled_step.host_total), self.plan.timeline.host_copies
+        text = f"offloaded: {size} of host memory per device; {format_bytes(copies.wire_bytes)} copied per step"
+        if self.plan.estimated_step_seconds is not None:
+            text += f" in {format_seconds(copies.seconds)}, {1 - copies.exposed_share:.1%} overlapped"
         return Text(text)
 
 
@@ -154,10 +143,3 @@ def _table(title: str, first: str, *columns: str) -> Table:
     for column in columns:
         table.add_column(column, justify="right", no_wrap=True)
     return table
-
-
-def _devices(plan: Plan) -> str:
-    target = plan.target
-    name = target.gpu.name if target.gpu else target.name.partition(":")[0]
-    hosts = f" on {target.hosts} hosts" if target.hosts > 1 else ""
-    return f"{target.count} x {name}{hosts}"

@@ -1,4 +1,4 @@
-"""The devices that a plan is for: GPUs by name, count and hosts; simulated devices of a CPU; or those of this machine.
+"""The devices that a plan is for: GPUs by name, count and hosts; simulated devices of a CPU; or local devices.
 
     rtx4090-24gb   a100-40gb:8   h100-80gb:16x8   h100-80gb:128 (hosts of 8)   my-gpu.yaml:4   cpu:8
 
@@ -15,7 +15,7 @@ from typing import Any
 import yaml
 
 from jaxmem.config import Config
-from jaxmem.errors import UserError, nearest
+from jaxmem.errors import UserError, as_yaml, nearest
 from jaxmem.machine import devices, gpus
 from jaxmem.machine.gpus import GPUS, Gpu
 
@@ -34,11 +34,16 @@ class Target:
     host_memory: int  # bytes of host memory per device
     here: tuple[Any, ...] | None = None  # jax's devices of this machine; None: another machine
     withheld: int | None = None  # bytes of a device that jax may not use; None: the device reports no limit
-    beyond: int = 0  # bytes of host memory that programs on a local device use when the device is full
+    beyond: int = 0  # bytes of host memory that programs on a local device may use when the device is full
 
     @property
     def is_cpu(self) -> bool:
         return self.gpu is None and (self.here is None or self.here[0].platform == "cpu")
+
+    @property
+    def platform(self) -> str:
+        """cpu or gpu."""
+        return "cpu" if self.is_cpu else "gpu"
 
     @property
     def is_here(self) -> bool:
@@ -66,21 +71,22 @@ def parse_target(text: str) -> Target:
     found = re.fullmatch(r"(?:(\d{1,6})x)?(\d{1,6})", amount or "1")
     hosts, size = (int(found[1] or 1), int(found[2])) if found else (0, 0)
     if not found or not hosts * size:
-        raise UserError(
-            f"target {text!r}: {amount!r} must be a number of devices above 0, or HOSTSxDEVICES, e.g. {name}:16x8"
-        )
+        raise UserError(f"target {text}: {amount} must be a number of devices above 0, or HOSTSxDEVICES such as 16x8")
     if name == "cpu":
         if found[1]:
-            raise UserError(f"target {text!r}: simulated devices share one host; use cpu:{hosts * size}")
+            raise UserError(f"target {text}: simulated devices share one host; use cpu:{hosts * size}")
         share = devices.main_memory() // size
         return Target(text, None, size, size, share, share)
     gpu = _from_file(Path(name)) if name.endswith((".yaml", ".yml")) else GPUS.get(name)
     if gpu is None:
-        raise UserError(f"target {text!r}: unknown GPU {name!r}{nearest(name, [*GPUS, 'cpu'])}")
+        raise UserError(f"target {text}: unknown GPU {name!r}{nearest(name, [*GPUS, 'cpu'])}")
     per_host = size if found[1] else min(size, PER_HOST)
     count = hosts * size
     if count % per_host:
-        raise UserError(f"target {text!r}: {count} is not divisible by {per_host} GPUs per host; use HOSTSxGPUS")
+        near = f"{name}:{count - count % per_host}"
+        raise UserError(
+            f"target {text}: {count} is not divisible by {per_host} GPUs per host; use {near}, or HOSTSxGPUS"
+        )
     return Target(text, gpu, count, per_host, gpu.memory, gpu.host_memory)
 
 
@@ -180,7 +186,16 @@ def target_devices(target: Target, usable: int) -> Sequence[Any]:
     if target.here is not None:
         return target.here
     if target.gpu is None:
-        return _cpu_devices(target)
+        try:
+            devices.simulate(target.count)  # before jax is imported
+        except UserError:  # jax has started: if it has enough devices, use the first ones
+            import jax
+
+            if jax.devices()[0].platform != "cpu" or len(jax.devices()) < target.count:
+                raise
+        import jax
+
+        return jax.devices()[: target.count]
     check_compiler(target)
     import jax
     from jax.experimental import topologies
@@ -201,23 +216,6 @@ def target_devices(target: Target, usable: int) -> Sequence[Any]:
             " anything else uses jax"
         ) from error
     return topology.devices
-
-
-def targets_json() -> dict[str, Any]:
-    return {"targets": [dataclasses.asdict(gpu) for gpu in GPUS.values()]}
-
-
-def _cpu_devices(target: Target) -> Sequence[Any]:
-    import jax
-
-    try:
-        devices.simulate(target.count)
-    except UserError:  # jax has started: if it has enough devices, use the first ones
-        seen = jax.devices()
-        if seen[0].platform != "cpu" or len(seen) < target.count:
-            raise
-        return seen[: target.count]
-    return jax.devices()
 
 
 def shared_memory(gpu: Gpu) -> int:
@@ -243,10 +241,12 @@ def _from_file(path: Path) -> Gpu:
     for key, value in spec.items():
         if key not in fields:
             raise UserError(f"target {path}: unknown field {key!r}{nearest(str(key), fields)}")
-        if fields[key] in ("int", "float") and not (isinstance(value, int | float) and value > 0):
-            raise UserError(f"target {path}: {key} must be a number above 0, not {value!r}")
+        if fields[key] in ("int", "float", int, float) and not (isinstance(value, int | float) and value > 0):
+            raise UserError(f"target {path}: {key} must be a number above 0, not {as_yaml(value)}")
     if missing := [key for key in fields if key not in spec]:
-        raise UserError(f"target {path}: missing {', '.join(missing)}")
+        raise UserError(
+            f"target {path}: missing {', '.join(missing)}; `jaxmem plan --target list` shows typical values"
+        )
     capability = spec["compute_capability"] = str(spec["compute_capability"])
     if capability not in _CORES:
         raise UserError(f"target {path}: unknown compute_capability {capability}; expected one of {', '.join(_CORES)}")

@@ -7,10 +7,10 @@ one link and run one after the other. Copies to host memory and copies from it h
 """
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from fractions import Fraction
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 from jaxmem.machine.gpus import Gpu
 from jaxmem.planning.communication import COLLECTIVES, Transfer, collective, host_copy
@@ -29,9 +29,9 @@ class Transmission:
 
     instruction: Instruction
     message: Transfer
-    begins: float
-    ends: float
     executed: float  # number of executions; a mean, if it is not in every run
+    begins: float = 0.0
+    ends: float = 0.0
     kernels: int = 0  # number of kernels and loops between its start and its done
     exposed: float = 0.0  # seconds of one execution
 
@@ -66,10 +66,15 @@ class Traffic(NamedTuple):
     seconds: float
     exposed_seconds: float
 
+    @classmethod
+    def of(cls, transmissions: Iterable[Transmission]) -> Self:
+        found = list(transmissions)
+        return cls(*(sum(getattr(one, name) for one in found) for name in cls._fields))
 
-def traffic_of(transmissions: Iterable[Transmission]) -> Traffic:
-    found = list(transmissions)
-    return Traffic(*(sum(getattr(one, name) for one in found) for name in Traffic._fields))
+    @property
+    def exposed_share(self) -> float:
+        """The share of the seconds for which the program waits."""
+        return self.exposed_seconds / self.seconds if self.seconds else 0.0
 
 
 @dataclass
@@ -90,57 +95,41 @@ class Timeline:
         return [one for one in self.transmissions if one.message.kind in COLLECTIVES]
 
     @property
-    def host_copies(self) -> list[Transmission]:
-        return [one for one in self.transmissions if one.message.kind not in COLLECTIVES]
+    def network(self) -> Traffic:
+        """All collectives."""
+        return Traffic.of(self.collectives)
+
+    @property
+    def host_copies(self) -> Traffic:
+        """All copies between the device and host memory."""
+        return Traffic.of(one for one in self.transmissions if one.message.kind not in COLLECTIVES)
 
     @property
     def traffic(self) -> dict[str, Traffic]:
-        """Collectives by kind."""
-        return _by_kind(self.collectives)
-
-    @property
-    def host_traffic(self) -> dict[str, Traffic]:
-        """Host copies by direction."""
-        return _by_kind(self.host_copies)
-
-    @property
-    def overlapped_host_share(self) -> float | None:
-        """The share of the seconds of host copies that overlaps with kernels; None: no copies."""
-        copies = traffic_of(self.host_copies)
-        return 1.0 - copies.exposed_seconds / copies.seconds if copies.seconds else None
-
-    @property
-    def network(self) -> float:
-        """Seconds of all collectives."""
-        return traffic_of(self.collectives).seconds
-
-    @property
-    def exposed_share(self) -> float:
-        """The share of the seconds of collectives for which the program waits."""
-        return traffic_of(self.collectives).exposed_seconds / self.network if self.network else 0.0
+        """The transmissions of each kind: collectives, and copies by direction."""
+        kinds = sorted({one.message.kind for one in self.transmissions})
+        return {kind: Traffic.of(one for one in self.transmissions if one.message.kind == kind) for kind in kinds}
 
     @property
     def roofline(self) -> float:
         """Seconds if collectives and kernels overlapped perfectly: no schedule is faster."""
-        return max(self.arithmetic + self.memory, self.network)
+        return max(self.arithmetic + self.memory, self.network.seconds)
 
     @property
     def bound(self) -> str:
         """The resource that most seconds are spent on: "arithmetic", "memory" or "network"."""
-        exposed = traffic_of(self.collectives).exposed_seconds
+        exposed = self.network.exposed_seconds
         seconds = {"arithmetic": self.arithmetic, "memory": self.memory, "network": exposed}
         return max(seconds, key=lambda bound: (seconds[bound], bound))
-
-
-def _by_kind(transmissions: list[Transmission]) -> dict[str, Traffic]:
-    kinds = dict.fromkeys(one.message.kind for one in transmissions)
-    return {kind: traffic_of(one for one in transmissions if one.message.kind == kind) for kind in kinds}
 
 
 def timeline(module: Module, gpu: Gpu | None, devices: int, per_host: int) -> Timeline:
     """Simulates a module on one of `devices`, `per_host` of them on each host. Without a `gpu`, only bytes and
     executions are counted, and all communication is exposed."""
-    return _Simulation(module, gpu, devices, per_host).result()
+    simulation = _Simulation(module, gpu, devices, per_host)
+    found = simulation.timeline
+    found.seconds, found.flops = simulation.run(module.entry), total_flops(module)
+    return found
 
 
 @dataclass
@@ -156,13 +145,14 @@ class _Clock:
         for one in self.pending.values():
             one.kernels += seconds > 0
 
-    def start(self, instruction: Instruction, message: Transfer, seconds: float, executed: float) -> Transmission:
-        begins = max(self.now, self.link_free[message.link])
-        self.link_free[message.link] = ends = begins + seconds
-        one = self.pending[instruction] = Transmission(instruction, message, begins, ends, executed)
-        if not message.is_asynchronous:
-            self.wait_for(instruction)
-        return one
+    def start(self, one: Transmission, seconds: float) -> None:
+        """Starts a transfer on its link as soon as the link is free."""
+        link = one.message.link
+        one.begins = max(self.now, self.link_free[link])
+        self.link_free[link] = one.ends = one.begins + seconds
+        self.pending[one.instruction] = one
+        if not one.message.is_asynchronous:
+            self.wait_for(one.instruction)
 
     def wait_for(self, instruction: Instruction) -> None:
         """Waits until a transfer ends. All transfers that use their link during the wait are exposed."""
@@ -173,69 +163,57 @@ class _Clock:
         self.now = until
 
 
+@dataclass
 class _Simulation:
-    def __init__(self, module: Module, gpu: Gpu | None, devices: int, per_host: int) -> None:
-        self._module, self._gpu, self._devices, self._per_host = module, gpu, devices, per_host
-        self._timeline = Timeline()
-        self._seconds: dict[Computation, float] = {}
+    module: Module
+    gpu: Gpu | None
+    devices: int
+    per_host: int
+    timeline: Timeline = field(default_factory=Timeline)
+    known: dict[Computation, float] = field(default_factory=dict)  # seconds of one run
 
-    def result(self) -> Timeline:
-        self._timeline.seconds = self._run(self._module.entry)
-        self._timeline.flops = total_flops(self._module)
-        return self._timeline
-
-    def _run(self, computation: Computation) -> float:
+    def run(self, computation: Computation) -> float:
         """Seconds of one run. The body of a loop is simulated once, and its seconds are multiplied by its runs."""
-        if computation in self._seconds:
-            return self._seconds[computation]
-        clock, times = _Clock(), self._module.executions[computation]
+        if computation in self.known:
+            return self.known[computation]
+        clock, times = _Clock(), self.module.executions[computation]
         executed = float(times) if times % 1 else int(times)
         for one in computation.instructions:
             before = clock.now
             if one.opcode in ("while", "call", "conditional"):
                 counts = runs_of_called(one)
-                each = [float(count) * self._run(called) for count, called in zip(counts, one.called, strict=True)]
+                each = [float(count) * self.run(called) for count, called in zip(counts, one.called, strict=True)]
                 # A conditional whose scope states no mean counts as its more expensive branch.
                 most = one.opcode == "conditional" and sum(counts) > 1
                 clock.work(max(each) if most else sum(each, 0.0))
-            elif message := collective(one, self._devices, self._per_host) or host_copy(one):
-                seconds = message.seconds(self._gpu) if self._gpu else 0.0
-                self._timeline.transmissions.append(clock.start(one, message, seconds, executed))
+            elif message := collective(one, self.devices, self.per_host) or host_copy(one):
+                sent = Transmission(one, message, executed)
+                self.timeline.transmissions.append(sent)
+                clock.start(sent, message.seconds(self.gpu) if self.gpu else 0.0)
             elif one.opcode == "async-start":  # a kernel on its own stream
-                clock.work(self._run(one.called[0]))
+                clock.work(self.run(one.called[0]))
             elif one.opcode.endswith("-done") and one.operands[0] in clock.pending:
                 clock.wait_for(one.operands[0])
-            else:
-                clock.work(self._kernel(one, times))
+            elif self.gpu:
+                clock.work(self._kernel(one, self.gpu, times))
             if clock.now > before:
-                self._timeline.seconds_in[one] = clock.now - before
-        self._seconds[computation] = clock.now
+                self.timeline.seconds_in[one] = clock.now - before
+        self.known[computation] = clock.now
         return clock.now
 
-    def _kernel(self, one: Instruction, times: int | Fraction) -> float:
-        gpu = self._gpu
-        if gpu is None or one.opcode in _FREE or one.opcode.endswith(("-start", "-done")):
+    def _kernel(self, one: Instruction, gpu: Gpu, times: int | Fraction) -> float:
+        if one.opcode in _FREE or one.opcode.endswith(("-start", "-done")):
             return 0.0
-        arithmetic = sum(
-            dot_flops(part) / gpu.matmul_rate(part.operands[0].shape.dtype)
-            for part in (one, *fused_instructions(one)) if dot_flops(part)
-        )  # fmt: skip
+        matmuls = [part for part in (one, *(one.inner() if one.is_fusion else ())) if dot_flops(part)]
+        arithmetic = sum(dot_flops(part) / gpu.matmul_rate(part.operands[0].shape.dtype) for part in matmuls)
         memory = moved_bytes(one) / gpu.memory_rate
-        self._timeline.kernel_bytes += round(times * moved_bytes(one))
+        self.timeline.kernel_bytes += round(times * moved_bytes(one))
         seconds = LAUNCH + max(arithmetic, memory)
         if arithmetic > memory:
-            self._timeline.arithmetic += times * seconds
+            self.timeline.arithmetic += times * seconds
         else:
-            self._timeline.memory += times * seconds
+            self.timeline.memory += times * seconds
         return seconds
-
-
-def fused_instructions(one: Instruction) -> Iterator[Instruction]:
-    """The instructions of a fusion, fusions within it included."""
-    if one.is_fusion:
-        for inner in one.called[0].instructions:
-            yield inner
-            yield from fused_instructions(inner)
 
 
 def moved_bytes(one: Instruction) -> int:

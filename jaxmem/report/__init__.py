@@ -18,12 +18,12 @@ from jaxmem.report.page import RunRecord, page
 
 def write_page(plan: Plan, path: str | Path) -> None:
     """Write a plan as an HTML page."""
-    Path(path).write_text(page(plan.as_json(), plan.history.as_json()), encoding="utf-8")
+    Path(path).write_text(page(plan.as_json(), plan.history), encoding="utf-8")
 
 
 def write_figure(plan: Plan, path: str | Path) -> None:
     """Write a plan's memory over a step as a PNG."""
-    draw(plan.as_json(), plan.history.as_json(), path)
+    draw(plan.as_json(), plan.history, path)
 
 
 def report_run(run: str | Path, path: str | Path | None = None, png: str | Path | None = None) -> Path:

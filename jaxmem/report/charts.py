@@ -1,84 +1,90 @@
-"""Charts as inline SVG that scales to any width, with labels in HTML that do not scale.
+"""Charts of the page: shapes as the points of an SVG that scales to any width, ticks, and readouts at the cursor.
 
-Each chart follows the pointer, touch and arrow keys: the readout at the cursor is written into elements with
-`data-out`; without a cursor or without JavaScript they show the default readout. matplotlib's SVG is not used here: its
-labels scale with the width, it has no readouts, and every run would need matplotlib.
+Labels are HTML, which does not scale. Each chart follows the pointer, touch and arrow keys (`page.js`); without a
+cursor or without JavaScript it shows the default readout. matplotlib's SVG is not used here: its labels scale with the
+width, it has no readouts, and every run would need matplotlib.
 """
 
 import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from html import escape
 
-HEIGHT = 10_000  # of a chart, in SVG units
-WIDTH = 10_000
+from jaxmem.planning.history import BANDS, PASSES
+
+WIDTH = HEIGHT = 10_000  # of a chart, in SVG units
 POINTS = 600  # of a line, at most
 DASH = 0.03  # of the width: a line of a single point
+# The colours of memory bands, distinct also with colour blindness (Okabe and Ito, "Color Universal Design", 2008).
+_OKABE_ITO = ("#0072b2", "#56b4e9", "#9aa0a6", "#e69f00", "#009e73", "#cc79a7", "#d55e00", "#e8d84a")
+COLOURS = dict(zip(BANDS, _OKABE_ITO, strict=True))
+COLOURS["activations in passing"] = COLOURS["other activations"]  # its name in runs of version 0.1.0
+SHADES = dict(zip(PASSES, ("#64798c", "#3d5063", "#4f6477", "#7a8c9c"), strict=True))
 
 
 @dataclass(frozen=True)
 class Readout:
-    """What a chart shows at the cursor: one text for each `data-out`."""
+    """The texts that a chart shows at the cursor."""
 
     begin: float  # share of the width from which it is shown
     at: float  # where the cursor is drawn
     texts: Sequence[str]
 
 
-def stacked(begins: Sequence[float], layers: Mapping[str, Sequence[float]], top: float) -> str:
+@dataclass(frozen=True)
+class Chart:
+    label: str
+    areas: Mapping[str, str]  # points of stacked areas, by colour
+    lines: Mapping[str, str]  # points of lines, by colour
+    ticks: Sequence[tuple[float, str]]  # height in percent, and label
+    entries: Sequence[tuple[str | None, str]]  # colour and name of each series of the readouts
+    readouts: Sequence[Readout]
+    default: Readout
+
+    @property
+    def heads(self) -> Sequence[str]:
+        """The first texts of the default readout, which belong to no series."""
+        return self.default.texts[: -len(self.entries)]
+
+    @property
+    def script(self) -> str:
+        """The readouts as JSON for `page.js`."""
+        data = {
+            "begin": [round(one.begin, 5) for one in self.readouts],
+            "at": [round(one.at, 5) for one in self.readouts],
+            "texts": [list(one.texts) for one in self.readouts],
+            "rest": list(self.default.texts),
+        }
+        return json.dumps(data, separators=(",", ":")).replace("<", "\\u003c")
+
+
+def stacked(begins: Sequence[float], layers: Mapping[str, Sequence[float]], top: float) -> dict[str, str]:
     """Stacked areas, each constant from one of `begins` (shares of the width) to the next. `layers`: heights by colour,
     relative to `top`, the height of the chart."""
     edges = [*begins, 1.0]
     below = [0.0] * len(begins)
-    paths = []
+    areas = {}
     for colour, heights in layers.items():
         above = [low + height for low, height in zip(below, heights, strict=True)]
         if any(heights):
-            outline = [*_steps(edges, above, top), *reversed(_steps(edges, below, top))]
-            paths.append(f'<path fill="{colour}" d="M{" ".join(f"{x},{y}" for x, y in outline)}Z"/>')
+            areas[colour] = _joined([*_steps(edges, above, top), *reversed(_steps(edges, below, top))])
         below = above
-    return _svg("".join(paths))
+    return areas
 
 
-def lines(points: Mapping[str, Sequence[tuple[float, float]]]) -> str:
-    """Lines by colour, coordinates as shares of the chart. A single point is a short dash."""
-    marked = {
-        colour: line if len(line) > 1 else [(max(x - DASH, 0.0), y) for x, y in line] + [*line]
-        for colour, line in points.items()
-    }
-    drawn = "".join(
-        f'<polyline stroke="{colour}" points="{" ".join(f"{_x(x)},{_y(y, 1.0)}" for x, y in line)}"/>'
-        for colour, line in marked.items()
-    )
-    return _svg(drawn)
+def polyline(points: Sequence[tuple[float, float]]) -> str:
+    """A line through points, which are shares of the chart. A single point is a short dash."""
+    if len(points) == 1:
+        [(x, y)] = points
+        points = [(max(x - DASH, 0.0), y), (x, y)]
+    return _joined(points)
 
 
-def chart(body: str, marks: str, readouts: Sequence[Readout], default: Readout, *, label: str, outs: str) -> str:
-    """A plot and its readouts: `outs` has an element with `data-out` for each text."""
-    script = {
-        "begin": [round(one.begin, 5) for one in readouts],
-        "at": [round(one.at, 5) for one in readouts],
-        "texts": [list(one.texts) for one in readouts],
-        "rest": list(default.texts),
-    }
-    data = json.dumps(script, separators=(",", ":")).replace("<", "\\u003c")
-    return (
-        f'<div class="chart"><div class="outs" aria-live="polite">{outs}</div>'
-        f'<div class="plot" tabindex="0" role="img" aria-label="{escape(label)}">'
-        f'{body}{marks}<i class="cursor"></i></div><script type="application/json">{data}</script></div>'
-    )
-
-
-def ticks(top: float, unit: float, suffix: str, count: int = 5) -> str:
-    """Labels and grid lines at round heights of a chart of height `top`, in multiples of `unit`."""
+def ticks(top: float, unit: float, suffix: str, count: int = 5) -> list[tuple[float, str]]:
+    """Grid lines at round heights of a chart of height `top`, in multiples of `unit`: percent of the height, label."""
     step = round_step(top / unit / count)
     values = [step * n for n in range(math.floor(top / unit / step + 1e-9) + 1)]
-    return "".join(
-        f'<span class="tick" style="bottom:{100 * value * unit / top:.3f}%">'
-        f"<b>{value:g}{suffix if value else ''}</b></span>"
-        for value in values
-    )
+    return [(100 * value * unit / top, f"{value:g}{suffix if value else ''}") for value in values]
 
 
 def round_step(least: float) -> float:
@@ -105,24 +111,17 @@ def thinned(points: Sequence[tuple[float, float]], most: int = POINTS) -> list[t
     return found
 
 
-def _steps(edges: Sequence[float], heights: Sequence[float], top: float) -> list[tuple[str, str]]:
-    found: list[tuple[str, str]] = []
+def _steps(edges: Sequence[float], heights: Sequence[float], top: float) -> list[tuple[float, float]]:
+    """The corners of a step function; equal neighbours are merged."""
+    found: list[tuple[float, float]] = []
     for begin, end, height in zip(edges, edges[1:], heights, strict=False):
-        y = _y(height, top)
+        y = round(height / top, 5)
         if found and found[-1][1] == y:
-            found[-1] = (_x(end), y)
+            found[-1] = (end, y)
         else:
-            found += [(_x(begin), y), (_x(end), y)]
+            found += [(begin, y), (end, y)]
     return found
 
 
-def _x(share: float) -> str:
-    return f"{WIDTH * share:.0f}"
-
-
-def _y(height: float, top: float) -> str:
-    return f"{HEIGHT * (1 - height / top):.1f}".removesuffix(".0")
-
-
-def _svg(shapes: str) -> str:
-    return f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" preserveAspectRatio="none" aria-hidden="true">{shapes}</svg>'
+def _joined(points: Sequence[tuple[float, float]]) -> str:
+    return " ".join(f"{WIDTH * x:.0f},{HEIGHT * (1 - y):.1f}".removesuffix(".0") for x, y in points)

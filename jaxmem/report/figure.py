@@ -1,86 +1,104 @@
-"""Memory over a step as a PNG, with its peak and the largest buffers there, drawn by matplotlib."""
+"""Figures as PNG files. Only this module imports matplotlib, which is optional."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import importlib.util
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from jaxmem.errors import UserError
+from jaxmem.machine.gpus import GIB
 from jaxmem.planning.units import format_bytes, format_seconds
-from jaxmem.report.matplotlib_figure import figure
-from jaxmem.report.palette import COLOURS, SHADES
+from jaxmem.report.charts import COLOURS, SHADES
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-GIB = 2**30
+MISSING = "figures need matplotlib: pip install 'jaxmem[figures]'"
+
+
+def can_draw() -> bool:
+    return importlib.util.find_spec("matplotlib") is not None
+
+
+@contextmanager
+def figure(path: str | Path, width: float = 8, height: float = 5) -> Iterator[Figure]:
+    """A figure of this size in inches to draw on; it is written on exit."""
+    if not can_draw():
+        raise UserError(f"{path}: {MISSING}")
+    from matplotlib.figure import Figure
+
+    drawn = Figure(figsize=(width, height), layout="constrained")
+    yield drawn
+    Path(path).parent.mkdir(parents=True, exist_ok=True)
+    drawn.savefig(path, format="png", dpi=150)
 
 
 def draw(plan: Mapping[str, Any], memory: Mapping[str, Any], path: str | Path) -> None:
-    """`plan` and `memory`: the contents of plan.json and memory.json."""
+    """Draws memory over a step, with its peak and the largest buffers there. `plan` and `memory`: the contents of
+    plan.json and memory.json."""
     with figure(path, 10, 7) as drawn:
-        _draw(drawn, plan, memory)
-
-
-def _draw(drawn: Figure, plan: Mapping[str, Any], memory: Mapping[str, Any]) -> None:
-    unit, name = (GIB, "GiB") if sum(memory["peak"][1:]) >= GIB else (2**20, "MiB")
-    seconds = memory["seconds"]
-    scale = seconds or 100.0
-    axes, strip, words = drawn.subplots(3, height_ratios=(3, 0.12, 1.3))
-    columns = memory["columns"]
-    times = [scale * column[0] for column in columns] + [scale]
-    bands = [n for n, _ in enumerate(memory["bands"]) if any(column[1 + n] for column in columns)]
-    axes.stackplot(
-        times,
-        [[column[1 + n] / unit for column in columns] + [columns[-1][1 + n] / unit] for n in bands],
-        step="post",
-        colors=[COLOURS[memory["bands"][n]] for n in bands],
-        labels=[memory["bands"][n] for n in bands],
-    )
-    peak = sum(memory["peak"][1:]) / unit
-    at = scale * memory["peak"][0]
-    axes.axvline(at, color="black", ls="--", lw=1)
-    is_late = at > scale / 2  # the text is on the side with more room
-    axes.annotate(
-        f"peak {format_bytes(peak * unit)}",
-        (at, peak),
-        (-4 if is_late else 4, 4),
-        ha="right" if is_late else "left",
-        textcoords="offset points",
-        fontsize=9,
-        fontweight="bold",
-    )
-    strip.set(xlim=(0, scale), ylim=(0, 1), yticks=[])
-    for one in memory["passes"]:
-        strip.axvspan(scale * one["begin"], scale * one["end"], color=SHADES[one["name"]], lw=0)
-        if one["end"] - one["begin"] > 0.08:
-            middle = scale * (one["begin"] + one["end"]) / 2
-            strip.text(middle, 0.45, one["name"], ha="center", va="center", fontsize=8, color="white")
-    strip.spines[:].set_visible(False)
-    strip.set_xlabel("estimated seconds of a step" if seconds else "% of a step, by arithmetic and memory traffic")
-    axes.tick_params(labelbottom=False, bottom=False)
-    limit = plan["target"]["limit_bytes"] / unit
-    if limit < 1.6 * peak:
-        axes.axhline(limit, color="#c25400", ls="--", lw=1)
-    axes.set(
-        xlim=(0, scale), ylim=(0, 1.1 * max(peak, limit if limit < 1.6 * peak else 0)), ylabel=f"{name} per device"
-    )
-    handles, labels = axes.get_legend_handles_labels()
-    axes.legend(handles[::-1], labels[::-1], loc="upper left", bbox_to_anchor=(1.0, 1.0), frameon=False, fontsize=8)
-    target = plan["target"]
-    time = f", {format_seconds(seconds)} per step" if seconds else ""
-    axes.set_title(
-        f"{plan['model']['name']} on {target['devices']} x {target['name'].partition(':')[0]}: "
-        f"{plan['bytes_per_parameter']:.2f} bytes per parameter{time}",
-        loc="left",
-        fontsize=10,
-    )
-    axes.spines[["top", "right"]].set_visible(False)
-    words.axis("off")
-    rows = [
-        (format_bytes(one["size"]), one["band"], one["what"], one["where"], one["layers"]) for one in memory["largest"]
-    ]
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = ["  ".join(f"{text:{width}}" for text, width in zip(row, widths, strict=True)) for row in rows]
-    words.text(0, 1, "The ten largest buffers at the peak", fontsize=9, fontweight="bold", va="top")
-    words.text(0, 0.88, "\n".join(lines), fontsize=6.5, family="monospace", va="top")
+        unit, name = (GIB, "GiB") if sum(memory["peak"][1:]) >= GIB else (2**20, "MiB")
+        seconds = memory["seconds"]
+        scale = seconds or 100.0
+        axes, strip, words = drawn.subplots(3, height_ratios=(3, 0.12, 1.3))
+        columns = memory["columns"]
+        times = [scale * column[0] for column in columns] + [scale]
+        bands = [n for n, _ in enumerate(memory["bands"]) if any(column[1 + n] for column in columns)]
+        axes.stackplot(
+            times,
+            [[column[1 + n] / unit for column in columns] + [columns[-1][1 + n] / unit] for n in bands],
+            step="post",
+            colors=[COLOURS[memory["bands"][n]] for n in bands],
+            labels=[memory["bands"][n] for n in bands],
+        )
+        peak = sum(memory["peak"][1:]) / unit
+        at = scale * memory["peak"][0]
+        axes.axvline(at, color="black", ls="--", lw=1)
+        is_late = at > scale / 2  # the text is on the side with more room
+        axes.annotate(
+            f"peak {format_bytes(peak * unit)}",
+            (at, peak),
+            (-4 if is_late else 4, 4),
+            ha="right" if is_late else "left",
+            textcoords="offset points",
+            fontsize=9,
+            fontweight="bold",
+        )
+        strip.set(xlim=(0, scale), ylim=(0, 1), yticks=[])
+        for one in memory["passes"]:
+            strip.axvspan(scale * one["begin"], scale * one["end"], color=SHADES[one["name"]], lw=0)
+            if one["end"] - one["begin"] > 0.08:
+                middle = scale * (one["begin"] + one["end"]) / 2
+                strip.text(middle, 0.45, one["name"], ha="center", va="center", fontsize=8, color="white")
+        strip.spines[:].set_visible(False)
+        strip.set_xlabel("estimated seconds of a step" if seconds else "% of a step, by arithmetic and memory traffic")
+        axes.tick_params(labelbottom=False, bottom=False)
+        limit = plan["target"]["limit_bytes"] / unit
+        if limit < 1.6 * peak:
+            axes.axhline(limit, color="#c25400", ls="--", lw=1)
+        axes.set(
+            xlim=(0, scale), ylim=(0, 1.1 * max(peak, limit if limit < 1.6 * peak else 0)), ylabel=f"{name} per device"
+        )
+        handles, labels = axes.get_legend_handles_labels()
+        axes.legend(handles[::-1], labels[::-1], loc="upper left", bbox_to_anchor=(1.0, 1.0), frameon=False, fontsize=8)
+        target = plan["target"]
+        time = f", {format_seconds(seconds)} per step" if seconds else ""
+        axes.set_title(
+            f"{plan['model']['name']} on {target['devices']} x {target['name'].partition(':')[0]}: "
+            f"{plan['bytes_per_parameter']:.2f} bytes per parameter{time}",
+            loc="left",
+            fontsize=10,
+        )
+        axes.spines[["top", "right"]].set_visible(False)
+        words.axis("off")
+        rows = [
+            (format_bytes(one["size"]), one["band"], one["what"], one["where"], one["layers"])
+            for one in memory["largest"]
+        ]
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        lines = ["  ".join(f"{text:{width}}" for text, width in zip(row, widths, strict=True)) for row in rows]
+        words.text(0, 1, "The ten largest buffers at the peak", fontsize=9, fontweight="bold", va="top")
+        words.text(0, 0.88, "\n".join(lines), fontsize=6.5, family="monospace", va="top")

@@ -1,16 +1,28 @@
-"""The page: one self-contained HTML file, made from the output of `plan --json` and the files of a run."""
+"""The page: one self-contained HTML file, made from the output of `plan --json` and the files of a run.
+
+This module computes what the page shows; `page.html` is its template.
+"""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from html import escape
 from importlib.resources import files
 from typing import Any
 
+from jinja2 import Environment, StrictUndefined
+
 from jaxmem import __version__
+from jaxmem.machine.gpus import GIB
 from jaxmem.planning.breakdown import LABELS, PARTS
 from jaxmem.planning.units import format_bytes, format_seconds
-from jaxmem.report.curves import curves
-from jaxmem.report.step import largest_buffers, over_a_step
+from jaxmem.report.charts import COLOURS, SHADES, Chart, Readout, polyline, stacked, thinned, ticks
+
+FAR = 1.6  # times the peak: a higher limit is not drawn
+UNITS = ((GIB, "GiB"), (2**20, "MiB"), (2**10, "KiB"), (1, "B"))
+CURVES = {
+    "loss": "loss", "held_out_loss": "held-out loss", "learning_rate": "learning rate",
+    "tokens_per_second": "tokens per second",
+}  # fmt: skip
+LEGEND = {"predicted": "predicted by arithmetic", "compiled": "compiled", "measured": "measured peak of a device"}
 
 Json = Mapping[str, Any]
 
@@ -25,29 +37,39 @@ class RunRecord:
 
 
 def page(plan: Json, memory: Json, record: RunRecord | None = None) -> str:
-    """`plan` and `memory`: the contents of plan.json and memory.json."""
-    parts = [
-        _heading(plan, memory, record),
-        over_a_step(plan, memory),
-        largest_buffers(memory),
-        _bytes_per_parameter(plan),
-        _phases(plan),
-        curves(record.rows) if record else "",
-        _footer(record),
-    ]
-    style, script = (files(__package__).joinpath(name).read_text() for name in ("page.css", "page.js"))
-    return (
-        '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
-        f"<title>{escape(plan['model']['name'])}: memory</title>\n<style>\n{style}</style>\n</head>\n<body>\n"
-        + "\n".join(part for part in parts if part)
-        + f"\n<script>\n{script}</script>\n</body>\n</html>\n"
+    """The page as HTML. `plan` and `memory`: the contents of plan.json and memory.json."""
+
+    def time(share: float) -> str:
+        return f"{share:.1%}" if memory["seconds"] is None else format_seconds(share * memory["seconds"])
+
+    environment = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=StrictUndefined)
+    environment.filters |= {
+        "bytes": format_bytes, "seconds": format_seconds, "time": time, "kind": _kind, "numbered": enumerate
+    }  # fmt: skip
+    html, style, script = (files(__package__).joinpath(f"page.{kind}").read_text() for kind in ("html", "css", "js"))
+    parts, phases = _parts(plan), {phase: size for phase, size in plan["phases"].items() if size is not None}
+    return environment.from_string(html).render(
+        plan={"attention": None, "remat_why": None, **plan},  # plans of earlier versions do not state them
+        memory=memory,
+        record=record,
+        version=__version__,
+        style=style,
+        script=script,
+        colours=COLOURS,
+        shades=SHADES,
+        tiles=_tiles(plan, memory, record),
+        step=_step(plan, memory, time),
+        parts=parts,
+        most_of_parts=max(size for _, sizes, _ in parts for size in sizes.values()),
+        legend={kind: text for kind, text in LEGEND.items() if any(kind in sizes for _, sizes, _ in parts)},
+        phases=[(phase, {"compiled": size}, [format_bytes(size)]) for phase, size in phases.items()],
+        most_of_phases=max(*phases.values(), 1),
+        curves=_curves(record.rows) if record else [],
     )
 
 
-def _heading(plan: Json, memory: Json, record: RunRecord | None) -> str:
-    target, model = plan["target"], plan["model"]
-    peak, limit = max(size for size in plan["phases"].values() if size is not None), target["limit_bytes"]
+def _tiles(plan: Json, memory: Json, record: RunRecord | None) -> list[tuple[str, str]]:
+    peak, limit = max(size for size in plan["phases"].values() if size is not None), plan["target"]["limit_bytes"]
     if limit >= peak:
         verdict = f"{format_bytes(limit - peak)} free" if plan["fits"] else "too little host memory"
     else:
@@ -60,62 +82,96 @@ def _heading(plan: Json, memory: Json, record: RunRecord | None) -> str:
     if memory["seconds"] is not None:
         tiles.append((format_seconds(memory["seconds"]), f"per step, estimated; bound by {plan['bound_by']}"))
     if record and record.rows:
-        last = record.rows[-1]
-        tiles.append((f"{last['step']:,} of {record.steps:,}", "updates"))
-    shown = "".join(f'<div class="tile"><b>{value}</b><span>{what}</span></div>' for value, what in tiles)
-    devices = f"{target['devices']} x {target['name'].partition(':')[0]}"
-    chosen = plan.get("attention") if plan["backend"] == "cuda" else None  # plans of earlier versions do not say
-    attention = escape("; attention: {implementation} ({why})".format(**chosen)) if chosen else ""
-    if plan.get("remat_why"):
-        remat = plan["remat"]["save"] if isinstance(plan["remat"], dict) else [plan["remat"]]
-        attention += escape(f"; recompute: {', '.join(remat)} ({plan['remat_why']})")
-    return (
-        f"<h1>{escape(model['name'])}</h1>\n<p>{model['parameters']:,} parameters on {escape(devices)}{attention}</p>\n"
-        f'<div class="tiles">{shown}</div>'
+        tiles.append((f"{record.rows[-1]['step']:,} of {record.steps:,}", "updates"))
+    return tiles
+
+
+def _step(plan: Json, memory: Json, time: Callable[[float], str]) -> dict[str, Any]:
+    """A chart of memory over a step by band, stacked, with its peak, and the limit if it is near."""
+    columns, (at_peak, *peak), limit = memory["columns"], memory["peak"], plan["target"]["limit_bytes"]
+    drawn = limit if limit <= FAR * sum(peak) else None
+    top = 1.04 * max(sum(peak), drawn or 0)
+    bands = {band: n for n, band in enumerate(memory["bands"], 1) if any(column[n] for column in columns)}
+
+    def readout(begin: float, at: float, head: str, column: Sequence[float]) -> Readout:
+        inside = next((one["name"] for one in memory["passes"] if one["begin"] <= at < one["end"]), "")
+        when = f"{head} {time(at)}{f', {inside}' if inside else ''}:"
+        sizes = [column[n] for n in reversed(bands.values())]
+        return Readout(begin, at, [when, format_bytes(sum(column[1:])), *map(format_bytes, sizes)])
+
+    ends = [*(column[0] for column in columns[1:]), 1.0]
+    unit, name = next((size, name) for size, name in UNITS if top >= size)
+    chart = Chart(
+        label=f"Memory of one device over a step, {format_bytes(sum(peak))} at its peak; arrow keys move the cursor",
+        areas=stacked(
+            [column[0] for column in columns],
+            {COLOURS[band]: [column[n] for column in columns] for band, n in bands.items()},
+            top,
+        ),
+        lines={},
+        ticks=ticks(top, unit, f" {name}"),
+        entries=[(COLOURS[band], band) for band in reversed(bands)],
+        readouts=[
+            readout(column[0], (column[0] + end) / 2, "At", column) for column, end in zip(columns, ends, strict=True)
+        ],
+        default=readout(at_peak, at_peak, "At the peak, at", memory["peak"]),
     )
+    return {"chart": chart, "peak": sum(peak), "limit": drawn, "top": top}
 
 
-def _bytes_per_parameter(plan: Json) -> str:
+def _kind(buffer: Json) -> str:
+    """The band of a buffer, and its kind if this adds something."""
+    band, kind = buffer["band"], buffer["kind"].removeprefix("weights: ")
+    return band if kind == "argument" or band.endswith(kind) else f"{band}: {kind}"
+
+
+def _parts(plan: Json) -> list[tuple[str, dict[str, int], list[str]]]:
+    """Name, bytes by origin (predicted, compiled, measured), and bytes per parameter of each part and of the total."""
     share = plan["target"]["devices"] / plan["model"]["parameters"]
-    bars = []
+    rows = []
     for part in (*PARTS, "total"):
         sizes = {"predicted": plan["predicted"].get(part), "compiled": plan["bytes_per_device"][part]}
         if part == "total" and "measured" in plan:
             sizes["measured"] = plan["measured"]["peak_bytes"]
-        sizes = {name: size for name, size in sizes.items() if size is not None}
+        sizes = {origin: size for origin, size in sizes.items() if size is not None}
         if any(sizes.values()):
-            bars.append((LABELS.get(part, part), sizes))
-    most = max(size for _, sizes in bars for size in sizes.values())
-    rows = "".join(_bar(name, sizes, most, lambda size: f"{size * share:.2f}") for name, sizes in bars)
-    names = dict.fromkeys(name for _, sizes in bars for name in sizes)
-    about = {"predicted": "predicted by arithmetic", "compiled": "compiled", "measured": "measured peak of a device"}
-    return (
-        f'<h2>Bytes per parameter</h2>\n{_key({name: about[name] for name in names})}\n<div class="bars">{rows}</div>'
+            rows.append((LABELS.get(part, part), sizes, [f"{size * share:.2f}" for size in sizes.values()]))
+    return rows
+
+
+def _curves(rows: Sequence[Json]) -> list[tuple[Chart, str, str]]:
+    """Charts of the rows of metrics.jsonl, each with its first and last step."""
+    charts = []
+    for keys in (("loss", "held_out_loss"), ("learning_rate",), ("tokens_per_second",)):
+        points = {key: [(row["step"], row[key]) for row in rows if row.get(key) is not None] for key in keys}
+        if series := {key: thinned(line) for key, line in points.items() if line}:
+            charts.append(_curve(series))
+    return charts
+
+
+def _curve(series: Mapping[str, Sequence[tuple[float, float]]]) -> tuple[Chart, str, str]:
+    everything = [point for points in series.values() for point in points]
+    first, last = min(x for x, _ in everything), max(x for x, _ in everything)
+    top = 1.05 * max(y for _, y in everything) or 1.0
+
+    def at(step: float) -> float:
+        return (step - first) / ((last - first) or 1)
+
+    (key, points), *others = series.items()
+    readouts = []
+    for n, (step, value) in enumerate(points):
+        begin = 0.0 if n == 0 else (at(points[n - 1][0]) + at(step)) / 2
+        near = [min(line, key=lambda point: abs(point[0] - step))[1] for _, line in others]
+        texts = [f"{one:,.0f}" if abs(one) >= 1000 else f"{one:.4g}" for one in (value, *near)]
+        readouts.append(Readout(begin, at(step), [f"step {step:,.0f}", *texts]))
+    colours = dict(zip(series, ("var(--accent)", "var(--second)"), strict=False))
+    chart = Chart(
+        label=f"{CURVES[key]} from step {first:,.0f} to {last:,.0f}; arrow keys move the cursor",
+        areas={},
+        lines={colours[name]: polyline([(at(x), y / top) for x, y in line]) for name, line in series.items()},
+        ticks=ticks(top, 1, "", 4),
+        entries=[(colours[name] if others else None, CURVES[name]) for name in series],
+        readouts=readouts,
+        default=readouts[-1],
     )
-
-
-def _phases(plan: Json) -> str:
-    sizes = {phase: size for phase, size in plan["phases"].items() if size is not None}
-    most = max(*sizes.values(), 1)
-    rows = "".join(_bar(phase, {"compiled": size}, most, format_bytes) for phase, size in sizes.items())
-    return f'<h2>Phases of a run</h2>\n<p>The largest decides whether it fits.</p>\n<div class="bars">{rows}</div>'
-
-
-def _bar(name: str, sizes: Mapping[str, int], most: int, text: Callable[[int], str]) -> str:
-    drawn = "".join(f'<i class="{kind}" style="width:{100 * size / most:.2f}%"></i>' for kind, size in sizes.items())
-    last = list(sizes)[-1]
-    others = " / ".join(text(size) for kind, size in sizes.items() if kind != last)
-    value = (f"<span>{others} / </span>" if others else "") + text(sizes[last])
-    return f'<span>{escape(name)}</span><span class="bar">{drawn}</span><span class="value">{value}</span>'
-
-
-def _key(names: Mapping[str, str]) -> str:
-    entries = "".join(f'<span><i class="swatch {kind}"></i>{text}</span>' for kind, text in names.items())
-    return f'<div class="key">{entries}</div>'
-
-
-def _footer(record: RunRecord | None) -> str:
-    config = ""
-    if record:
-        config = f"<details><summary>config.yaml</summary><pre>{escape(record.config)}</pre></details>\n"
-    return f"{config}<footer>jaxmem {__version__}</footer>"
+    return chart, f"{first:,.0f}", f"{last:,.0f}"

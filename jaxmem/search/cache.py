@@ -1,8 +1,7 @@
-"""Compiler answers cached on disk by content: the config, the target, jax's version and this package's sources.
+"""A cache of compiler answers on disk, by config, target, version of jax and the sources of this package.
 
-They are in the user's cache directory ($XDG_CACHE_HOME, by default ~/.cache), one small JSON file each, written
-atomically, so that searches can share them. If a source file of the package changes, the keys change. The directory can
-be deleted at any time; configs are then compiled again.
+Each answer is a small JSON file in the user's cache directory ($XDG_CACHE_HOME, by default ~/.cache), written
+atomically, so that searches can share it. The directory can be deleted at any time; configs are then compiled again.
 """
 
 import contextlib
@@ -30,12 +29,12 @@ def directory() -> Path:
 def config_key(question: str, cfg: Config, target: Target, reserve_gib: float | None) -> str:
     """The key of a question about a config: equal for all configs with the same answer."""
     config = cfg.model_dump(mode="json", exclude=_IRRELEVANT)
-    return _digest({"question": question, "config": config, "sources": _sources()} | _machine(target, reserve_gib))
+    return _key({"question": question, "config": config, "sources": _sources()}, target, reserve_gib)
 
 
 def program_key(text: str, target: Target, reserve_gib: float | None) -> str:
     """The key of a lowered program. Many configs share a program, such as the initialization."""
-    return _digest({"program": text} | _machine(target, reserve_gib))
+    return _key({"program": text}, target, reserve_gib)
 
 
 def read(key: str) -> dict[str, Any] | None:
@@ -57,16 +56,12 @@ def write(key: str, answer: dict[str, Any]) -> None:
             partial.unlink(missing_ok=True)
 
 
-def _digest(content: Mapping[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
-
-
-def _machine(target: Target, reserve_gib: float | None) -> dict[str, Any]:
+def _key(content: Mapping[str, Any], target: Target, reserve_gib: float | None) -> str:
     gpu = target.gpu  # programs for CPUs do not depend on the memory
-    return {
-        "target": [repr(gpu), target.count, target.per_host, target.memory if gpu else 0, reserve_gib],
-        "versions": [importlib.metadata.version(package) for package in ("jax", "jaxlib", "flax", "optax")],
-    }
+    machine = [repr(gpu), target.count, target.per_host, target.memory if gpu else 0, reserve_gib]
+    versions = [importlib.metadata.version(package) for package in ("jax", "jaxlib", "flax", "optax")]
+    all_content = {**content, "target": machine, "versions": versions}
+    return hashlib.sha256(json.dumps(all_content, sort_keys=True).encode()).hexdigest()
 
 
 @functools.cache

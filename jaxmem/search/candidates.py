@@ -1,15 +1,16 @@
 """All configs that a search considers: a config with every combination of the settings that may change.
 
-Each has an estimate, which takes a millisecond. If there are more than MAX_SIZE configs, a fixed sample is drawn, and
-all configs are added that differ from the given one in a single setting; then a search adds neighbours of the best.
+Each has an estimate, which takes a millisecond. If there are more than MAX_SIZE configs, the search begins with a fixed
+sample, and with all configs that differ from the given one in a single setting; then it adds neighbours of the best.
 """
 
 import functools
 import itertools
 import math
 import random
+import shlex
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -23,20 +24,33 @@ from jaxmem.planning.predict import Estimate, estimate
 from jaxmem.planning.share import loss_chunk, mlp_chunk
 from jaxmem.quant.precision import compute_dtype
 from jaxmem.search.knobs import KERNELS, Change, Knob
+from jaxmem.search.surrogate import PRIOR_STD
+from jaxmem.search.worker import StepCost
 from jaxmem.sharding import STORAGE_AXES
 from jaxmem.step.attention_choice import resolved
 
 MAX_SIZE = 4000
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class Candidate:
-    cfg: Config  # its mesh filled in
+    """A config of a search. Its bytes and seconds are estimated, corrected by other results, or compiled."""
+
+    cfg: Config  # with its mesh resolved
     given: Config  # the config that the search started from
     settings: Change  # dotted key -> value, for all settings that differ between candidates
     distance: int  # number of settings that differ from the given config
     estimate: Estimate
-    error: str | None = None  # the reason if there is no estimate
+    refused: str | None = None  # the reason if it cannot be traced or compiled
+    cost: StepCost | None = None  # cost of the compiled step
+    phases: dict[str, int] | None = None  # bytes of the other compiled phases
+    total: float = field(init=False)  # bytes per device in the largest phase
+    seconds: float = field(init=False)  # seconds of a step
+    total_std: float = PRIOR_STD  # standard deviation of log(total), while it is estimated
+    seconds_std: float = PRIOR_STD
+
+    def __post_init__(self) -> None:
+        self.total, self.seconds = self.estimate.total, self.estimate.seconds or 0.0
 
     @property
     def changes(self) -> Change:
@@ -45,6 +59,27 @@ class Candidate:
     @property
     def overrides(self) -> list[str]:
         return overrides(self.changes)
+
+    @property
+    def description(self) -> str:
+        return shlex.join(self.overrides) or "no change"
+
+    @property
+    def is_open(self) -> bool:
+        return self.cost is None and self.refused is None
+
+    @property
+    def host(self) -> int:
+        """Bytes of host memory per device."""
+        return self.cost.host if self.cost else self.estimate.host
+
+    @property
+    def kinds(self) -> dict[str, int]:
+        """Bytes of a step by kind."""
+        if self.cost:
+            return dict(self.cost.kinds)
+        parts = {part: size for part, size in self.estimate.parts.items() if part != "activations"}
+        return parts | self.estimate.kinds
 
 
 def difference(old: Config, new: Config) -> dict[str, Any]:
@@ -83,14 +118,17 @@ class Space:
         self._keys = sorted({key for choice in itertools.chain(*self._choices, *self._kernels) for key in choice})
         self.is_sampled = math.prod(map(len, self._choices)) > MAX_SIZE
         self._seen: set[Config] = set()
-        self._given = given.model_copy(update={"rules": _plain_rules(given)})
+        self._given = given.replace(rules=_plain_rules(given))
 
     def start(self) -> list[Candidate]:
-        """The config itself if it is valid on the target, then all others, or a sample of them."""
+        """The config itself if the target supports it, then all others, or a sample of them."""
         found = self._new(self._cfg, itertools.chain([{}], _combinations(self._choices)))
         if not found:
             for_devices(self._cfg, self._target.count)  # raises with the reason
-            raise UserError(f"{self._cfg.name}: no combination of what may change is valid on {self._target.name}")
+            raise UserError(
+                f"{self._cfg.name}: no combination of the settings that --allow names is valid on {self._target.name};"
+                " allow mesh, or use another number of devices"
+            )
         return found
 
     def around(self, one: Candidate) -> list[Candidate]:
@@ -108,22 +146,19 @@ class Space:
             if other is None:
                 continue
             if other.mesh.fsdp == 1:  # ZeRO shards nothing
-                other = other.model_copy(update={"zero": self._cfg.zero})
-            other = other.model_copy(update={"rules": _plain_rules(other)})
+                other = other.replace(zero=self._cfg.zero)
+            other = other.replace(rules=_plain_rules(other))
             canonical = _canonical(other, self._target)
             if canonical not in self._seen:
                 self._seen.add(canonical)
-                found.append(self._candidate(other))
+                settings = {key: _value(other, key) for key in self._keys}
+                distance = sum(value != _value(self._given, key) for key, value in settings.items())
+                try:
+                    guess, error = estimated(other, self._target), None
+                except Exception as failure:  # noqa: BLE001 - a config that cannot be traced must not end the search
+                    guess, error = Estimate({}, {}, None), one_line(failure)
+                found.append(Candidate(other, self._given, settings, distance, guess, error))
         return found
-
-    def _candidate(self, cfg: Config) -> Candidate:
-        settings = {key: _value(cfg, key) for key in self._keys}
-        distance = sum(value != _value(self._given, key) for key, value in settings.items())
-        try:
-            guess, error = estimated(cfg, self._target), None
-        except Exception as failure:  # noqa: BLE001 - a config that cannot be traced must not end the search
-            guess, error = Estimate({}, {}, None), one_line(failure)
-        return Candidate(cfg, self._given, settings, distance, guess, error)
 
 
 def candidates(cfg: Config, target: Target, knobs: Sequence[Knob]) -> list[Candidate]:
@@ -132,10 +167,10 @@ def candidates(cfg: Config, target: Target, knobs: Sequence[Knob]) -> list[Candi
 
 def estimated(cfg: Config, target: Target) -> Estimate:
     """The estimate on a target. The seconds for a CPU can only be compared with each other."""
-    platform, gpu = "cpu" if target.is_cpu else "gpu", target.gpu
+    gpu = target.gpu
     capability = round(10 * float(gpu.compute_capability)) if gpu else None
-    cfg = resolved(cfg, platform, capability, gpu.kind if gpu else "")
-    return estimate(cfg, platform, gpu or CPU, target.per_host)
+    cfg = resolved(cfg, target.platform, capability, gpu.kind if gpu else "")
+    return estimate(cfg, target.platform, gpu or CPU, target.per_host)
 
 
 def _with_given(cfg: Config, choices: list[Change]) -> list[Change]:
@@ -143,7 +178,7 @@ def _with_given(cfg: Config, choices: list[Change]) -> list[Change]:
     if not choices:
         return []
     raw = cfg.model_dump()
-    own = {key: functools.reduce(lambda section, name: section[name], key.split("."), raw) for key in choices[0]}
+    own = {key: functools.reduce(dict.__getitem__, key.split("."), raw) for key in choices[0]}
     return choices if own in choices else [own, *choices]
 
 
@@ -179,15 +214,13 @@ def _changed(raw: Mapping[str, Any], changes: Change, target: Target) -> Config 
 
 def _canonical(cfg: Config, target: Target) -> Config:
     """One config for all configs that compile to the same program."""
-    platform = "cpu" if target.is_cpu else "gpu"
-    precision = cfg.precision.model_copy(update={"compute": compute_dtype(cfg.precision, platform).name})
+    platform = target.platform
     chunks = {"loss_chunk": loss_chunk(cfg, platform) or "auto", "mlp_chunk": mlp_chunk(cfg, platform) or "auto"}
-    memory = cfg.memory.model_copy(update=chunks)
-    return cfg.model_copy(update={"precision": precision, "memory": memory})
+    return cfg.replace(precision={"compute": compute_dtype(cfg.precision, platform).name}, memory=chunks)
 
 
 def _plain_rules(cfg: Config) -> Rules:
-    """The same table in its usual form: mesh axes of size 1, or that shard nothing, are treated as in the default."""
+    """An equivalent table in its usual form: mesh axes of size 1, or that shard nothing, are as in the default."""
     sharding = [axis for axis in ("tensor", *(STORAGE_AXES if cfg.zero else ())) if getattr(cfg.mesh, axis) > 1]
     usual = Rules().table
     plain: dict[str, Any] = {}

@@ -1,12 +1,11 @@
 """The methods of training a model on a target: the memory and time of each, which fit, and the command for each.
 
-For each method the fastest config that fits is searched among settings that change only memory and time. All methods
-are estimated first; then configs of each method that may fit are compiled until one fits, at most three.
+For each method, the search is for the fastest config that fits, among settings that change only memory and time. All
+methods are estimated first; then configs of each method that may fit are compiled until one fits, at most three.
 """
 
 from __future__ import annotations
 
-import functools
 import shlex
 import time
 from collections.abc import Callable, Mapping
@@ -21,10 +20,11 @@ from jaxmem.errors import one_line
 from jaxmem.machine.gpus import GIB
 from jaxmem.planning import Target, format_bytes, resolve_remat
 from jaxmem.planning.units import format_seconds
+from jaxmem.search.candidates import Candidate
 from jaxmem.search.compilers import CompilerPool
 from jaxmem.search.fastest import Progress, Search
 from jaxmem.search.knobs import MEMORY_KNOBS
-from jaxmem.search.trials import SLACK, Trial, Trials, save_best, target_json
+from jaxmem.search.trials import SLACK, Trials, save_best, target_json
 
 COMPILES = 3  # configs of one method to compile at most, until one fits
 
@@ -35,7 +35,7 @@ class MethodResult:
     otherwise the smallest."""
 
     name: str
-    trial: Trial | None  # None: the method does not support this config
+    candidate: Candidate | None  # None: the method does not support this config
     fits: bool = False
     error: str = ""
 
@@ -58,10 +58,10 @@ class MethodResult:
         >>> str(MethodResult("lora", None, error="no weights"))
         'lora: no weights'
         """
-        if self.trial is None:
+        if self.candidate is None:
             return f"{self.name}: {self.error}"
-        about = "" if self.trial.cost else "about "
-        size, seconds = format_bytes(self.trial.total), format_seconds(self.trial.seconds)
+        about = "" if self.candidate.cost else "about "
+        size, seconds = format_bytes(self.candidate.total), format_seconds(self.candidate.seconds)
         return f"{self.name}: {about}{size}, {seconds} per step"
 
 
@@ -89,8 +89,8 @@ class Comparison:
 
     def plan_command(self, one: MethodResult) -> str:
         """The command that plans the config of a method."""
-        assert one.trial
-        words = (*self.command, "--method", one.name, *one.trial.candidate.overrides, "--target", self.target.name)
+        assert one.candidate
+        words = (*self.command, "--method", one.name, *one.candidate.overrides, "--target", self.target.name)
         return shlex.join(["jaxmem", "plan", *words])
 
     def as_json(self) -> dict[str, Any]:
@@ -103,21 +103,20 @@ class Comparison:
 
     def _json(self, one: MethodResult) -> dict[str, Any]:
         found = {"name": one.name, "summary": one.method.summary, "mathematics": one.method.mathematics}
-        if one.trial is None:
-            return {**found, "fits": False, "error": one.error}
-        return {
-            **found,
+        if one.candidate is None:
+            return found | {"fits": False, "error": one.error}
+        return found | {
             "fits": one.fits,
-            "compiled": one.trial.cost is not None,
-            "total": int(one.trial.total),
-            "estimated_step_seconds": one.trial.seconds,
-            "config": dict(one.trial.candidate.changes),
+            "compiled": one.candidate.cost is not None,
+            "total": int(one.candidate.total),
+            "estimated_step_seconds": one.candidate.seconds,
+            "config": dict(one.candidate.changes),
             "command": self.plan_command(one),
         }
 
     def write(self, path: str | Path) -> None:
         """The config of the first method that fits, for `train`."""
-        save_best(self.best.trial.cfg if self.best and self.best.trial else None, path)
+        save_best(self.best.candidate if self.best else None, path)
 
     def table(self) -> Any:
         """A table for a terminal of 40 columns or more."""
@@ -135,12 +134,12 @@ class Comparison:
             table.add_column(column, justify="right", no_wrap=True)
         details = []
         for one in self.results:
-            if one.trial is None:
+            if one.candidate is None:
                 table.add_row(one.name, "", "", "no")
                 details.append(Text(f"{one.name}: {one.error}", style="dim"))
                 continue
-            about = "" if one.trial.cost else "~"
-            cells = f"{about}{one.trial.total / GIB:.1f}", about + format_seconds(one.trial.seconds)
+            about = "" if one.candidate.cost else "~"
+            cells = f"{about}{one.candidate.total / GIB:.1f}", about + format_seconds(one.candidate.seconds)
             table.add_row(one.name, *cells, "yes" if one.fits else "no", style="green" if one.fits else "")
             if one.fits:
                 details.append(Text.assemble((one.name, "bold"), f": {one.method.summary}; {one.method.mathematics}"))
@@ -177,7 +176,9 @@ def compare(
             cfg, _ = resolve_remat(config(method=name), target, compilers.reserve_gib, compiles=False)
             if cfg == current:
                 continue
-            searched[name] = one = Search(cfg, MEMORY_KNOBS, compilers, functools.partial(_prefixed, progress, name))
+            searched[name] = one = Search(
+                cfg, MEMORY_KNOBS, compilers, lambda line, name=name: progress(f"{name}: {line}")
+            )
             progress(str(MethodResult.of(name, one.trials)))
         except Exception as error:  # noqa: BLE001 - a method that fails must not end the comparison
             searched[name] = one_line(error)
@@ -192,7 +193,3 @@ def compare(
     ]
     limit = searches[0].trials.limit if searches else 0
     return Comparison(current or config(), target, limit, tuple(results), command, time.perf_counter() - start)
-
-
-def _prefixed(progress: Progress, name: str, line: str) -> None:
-    progress(f"{name}: {line}")

@@ -27,7 +27,7 @@ WORKER_BYTES = 3 << 29  # memory that a process may need
 
 
 class RefusedError(Exception):
-    """A valid config has no program on this target, or its program does not compile. The message is the reason."""
+    """The target does not support a valid config, or its program does not compile. The message is the reason."""
 
 
 def compile_target(target: str | None) -> Target:
@@ -49,7 +49,10 @@ class CompilerPool:
 
     def __init__(self, target: Target, reserve_gib: float | None = None, processes: int | None = None) -> None:
         self.target, self.reserve_gib = target, reserve_gib
-        self.processes = 1 if target.here else processes or _process_count()  # local devices: only this process
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
+        # One process per core, if the memory is sufficient; for local devices only this process.
+        self.processes = 1 if target.here else processes or max(1, min(cores, memory // WORKER_BYTES))
         self.compiled = 0  # compiled programs, without answers from the cache
         self._started: list[_CompilerProcess] = []
         self._idle: list[_CompilerProcess] = []
@@ -90,10 +93,9 @@ class CompilerPool:
 
     def _answer(self, question: str, cfg: Config) -> dict[str, Any]:
         key = cache.config_key(question, cfg, self.target, self.reserve_gib)
-        answer = None if self.target.here else cache.read(key)
         if self.target.here:
             answer = worker.answer(question, cfg, self.target, self.reserve_gib)
-        elif answer is None:
+        elif (answer := cache.read(key)) is None:
             with self._process() as process:
                 answer = process.ask({"question": question, "config": cfg.model_dump(mode="json")})
             self.compiled += 1
@@ -138,17 +140,12 @@ class _CompilerProcess:
             self._process.stdin.write(json.dumps(question) + "\n")
             self._process.stdin.flush()
         answer = self._process.stdout.readline()
-        if not answer.endswith("\n"):
-            raise self._failure(self._process.wait())
-        return json.loads(answer)
-
-    def _failure(self, code: int) -> Exception:
-        """The error for an exit code. A process that was killed (by the kernel for its memory, or by a crash in XLA)
-        refuses only this config; any other exit would occur for every config."""
-        needs = f"it needs {WORKER_BYTES / 2**30:.1f} GiB of memory"
-        if code < 0:
-            return RefusedError(f"its compiler process was killed by {signal.Signals(-code).name}; {needs}")
-        return UserError(f"a compiler process exited with code {code}; its output is above; {needs}")
+        if answer.endswith("\n"):
+            return json.loads(answer)
+        needs, code = f"it needs {WORKER_BYTES / 2**30:.1f} GiB of memory", self._process.wait()
+        if code < 0:  # killed by the kernel for its memory, or by a crash in XLA: only this config is refused
+            raise RefusedError(f"its compiler process was killed by {signal.Signals(-code).name}; {needs}")
+        raise UserError(f"a compiler process exited with code {code}; its output is above; {needs}")
 
     def kill(self) -> None:
         self._process.kill()
@@ -157,10 +154,3 @@ class _CompilerProcess:
         self.kill()
         with contextlib.suppress(BrokenPipeError), self._process:  # closes its pipes and waits for it
             pass
-
-
-def _process_count() -> int:
-    """One process per core, if the memory is sufficient."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
-    return max(1, min(cores, memory // WORKER_BYTES))

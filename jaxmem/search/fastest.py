@@ -4,17 +4,17 @@ The configs with the largest expected gain on the Pareto front of memory and tim
 and seconds correct the estimates of similar configs (`surrogate`).
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from jaxmem.config import Config
 from jaxmem.planning import format_bytes
 from jaxmem.planning.targets import usable_memory
 from jaxmem.planning.units import format_seconds
-from jaxmem.search.candidates import Space
+from jaxmem.search.candidates import Candidate, Space
 from jaxmem.search.compilers import CompilerPool, RefusedError
 from jaxmem.search.knobs import Knob
-from jaxmem.search.trials import SLACK, Trial, Trials
+from jaxmem.search.trials import SLACK, Trials
 
 UNLIKELY = 0.01
 NEIGHBOURHOODS = 3  # number of configs, the fastest of the estimated front, whose neighbours are added
@@ -28,7 +28,7 @@ class Search:
     def __init__(self, cfg: Config, knobs: Sequence[Knob], compilers: CompilerPool, progress: Progress) -> None:
         self._space, self._compilers, self._progress = Space(cfg, compilers.target, knobs), compilers, progress
         limit = usable_memory(compilers.target, cfg, compilers.reserve_gib)
-        self.trials = Trials(compilers.target, limit, [Trial.of(one) for one in self._space.start()])
+        self.trials = Trials(compilers.target, limit, self._space.start())
         if self._space.is_sampled:
             self._look_around()
 
@@ -51,20 +51,20 @@ class Search:
     def add_other_kernels(self) -> None:
         """Add configs that differ from the fastest one in the implementation of an operation."""
         for one in self.trials.front()[:1]:
-            self.trials.all += [Trial.of(other) for other in self._space.with_other_kernels(one.candidate)]
+            self.trials.all += self._space.with_other_kernels(one)
             self.trials.update_estimates()
 
     def _look_around(self) -> None:
-        """Add all configs that differ in a single setting from the best of a sample, until none of them is better."""
+        """Add all configs that differ in a single setting from the best of a sample, until no added one is better."""
         seen, trials = set[Config](), self.trials
         while new := [one for one in trials.front(trials.all, slack=SLACK)[:NEIGHBOURHOODS] if one.cfg not in seen]:
             for one in new:
                 seen.add(one.cfg)
-                trials.all += [Trial.of(other) for other in self._space.around(one.candidate)]
+                trials.all += self._space.around(one)
 
-    def _next(self, count: int) -> list[Trial]:
-        """The trials to compile next, by expected gain. While none is likely to fit: the smallest, if they are smaller
-        than all compiled ones."""
+    def _next(self, count: int) -> list[Candidate]:
+        """The candidates to compile next, by expected gain. While none is likely to fit: the smallest, if they are
+        smaller than all compiled ones."""
         trials = self.trials
         open_ = [one for one in trials.all if one.is_open]
         any_fits = any(trials.fits(one) for one in trials.compiled)
@@ -75,31 +75,32 @@ class Search:
         best = sorted(values, key=lambda pair: -pair[0])[:count]
         return [one for value, one in best if value > WORTHWHILE or not any_fits]
 
-    def _compile_steps(self, chosen: Sequence[Trial]) -> None:
-        self._compile(chosen, self._compilers.step, self.trials.record_step)
+    def _compile_steps(self, chosen: Sequence[Candidate]) -> None:
+        for one, cost in self._compile(chosen, self._compilers.step):
+            one.cost, one.total, one.seconds = cost, cost.total, cost.seconds
         self.trials.update_estimates()
         for one in chosen:
             cost = f"{format_bytes(one.total)}, {format_seconds(one.seconds)} per step"
             if not self.trials.fits(one):
                 cost += f", {format_bytes(one.host)} of host memory: does not fit"
-            self._progress(f"compiled {one.overrides}: {one.refused or cost}")
+            self._progress(f"compiled {one.description}: {one.refused or cost}")
 
     def _compile_phases(self) -> None:
-        """Compile the other phases of all trials on the front. If a phase does not fit, the trial leaves the front, and
-        the phases of its successor are compiled."""
+        """Compile the other phases of all candidates on the front. If a phase does not fit, the candidate leaves the
+        front, and the phases of its successor are compiled."""
         while unknown := [one for one in self.trials.front() if one.phases is None]:
-            self._compile(unknown, self._compilers.phases, self.trials.record_phases)
+            for one, phases in self._compile(unknown, self._compilers.phases):
+                one.phases, one.total = phases, max(one.total, *phases.values())
             for one in unknown:
                 if not self.trials.fits(one):
                     phase = one.refused or f"a phase other than the step needs {format_bytes(one.total)}"
-                    self._progress(f"{one.overrides}: {phase}: does not fit")
+                    self._progress(f"{one.description}: {phase}: does not fit")
 
-    def _compile(
-        self, chosen: Sequence[Trial], ask: Callable[[Config], Any], record: Callable[[Trial, Any], None]
-    ) -> None:
+    def _compile(self, chosen: Sequence[Candidate], ask: Callable[[Config], Any]) -> Iterator[tuple[Candidate, Any]]:
+        """Candidates with their answers; a candidate that does not compile is marked instead."""
         by_config = {one.cfg: one for one in chosen}
         for cfg, answer in self._compilers.each(ask, by_config):
             if isinstance(answer, RefusedError):
                 by_config[cfg].refused = str(answer)
             else:
-                record(by_config[cfg], answer)
+                yield by_config[cfg], answer

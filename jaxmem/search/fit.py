@@ -71,5 +71,5 @@ def search(
     one.compile(left)
     if not one.trials.compiled:
         reasons = [trial.refused for trial in one.trials.all if trial.refused]
-        raise UserError(f"{cfg.name} on {target.name}: none of {len(reasons)} configs compiles: {reasons[0]}")
+        raise UserError(f"{cfg.name} on {target.name}: all {len(reasons)} configs failed to compile: {reasons[0]}")
     return Fit(cfg, target, one.trials, tuple(allow), time.perf_counter() - start)

@@ -80,8 +80,8 @@ def _micro_batches(cfg: Config, _: Target) -> Iterable[Change]:
 
 
 def _policies(_cfg: Config, _target: Target) -> Iterable[Change]:
-    """All policies without `auto`, which is itself a search. `sqrt` is the only one that saves boundaries of some
-    layers: the others need a number, or much more time for little less memory."""
+    """All policies except `auto`, which is itself a search. Of the policies that save boundaries of only some layers,
+    `sqrt` is tried: the others need a number, or much more time for slightly less memory."""
     for name in values("memory.remat"):
         if name not in ("recursive", "constant", "auto"):
             yield {"memory.remat": name}
@@ -107,13 +107,13 @@ def _offloads(cfg: Config, target: Target) -> Iterable[Change]:
 
 
 def _stored_dtypes(_cfg: Config, _target: Target) -> Iterable[Change]:
-    """Dtypes to store weights in, without formats below 8 bits, which lower the accuracy."""
+    """Dtypes to store weights in, except formats below 8 bits, which lower the accuracy."""
     return ({"precision.parameters": name, "precision.block_size": None} for name in ("float32", "bfloat16", "int8"))
 
 
 def _compute_dtypes(_cfg: Config, target: Target) -> Iterable[Change]:
     """Dtypes to compute in; float16 only with loss scaling. The dtype that `auto` resolves to is tried as `auto`."""
-    usual = compute_dtype(Precision(), "cpu" if target.is_cpu else "gpu").name
+    usual = compute_dtype(Precision(), target.platform).name
     for name in values("precision.compute"):
         if name == usual:
             continue
@@ -132,14 +132,14 @@ def _adapters(cfg: Config, _: Target) -> Iterable[Change]:
     """All weights trainable, LoRA, and QLoRA. Other kinds of adapters train other parameters, so they are not tried."""
     own, low_rank = cfg.adapter, cfg.adapter.kind in LOW_RANK
     for kind in ("none", "lora", "qlora"):
-        base = own.model_copy(update={"base": None, "double_quant": True}) if low_rank and kind != "none" else Adapter()
-        adapter = own if kind == own.kind else base.model_copy(update={"kind": kind})
+        base = own.replace(base=None, double_quant=True) if low_rank and kind != "none" else Adapter()
+        adapter = own if kind == own.kind else base.replace(kind=kind)
         yield {f"adapter.{field}": value for field, value in adapter}
 
 
 def _sharding_rules(cfg: Config, _: Target) -> Iterable[Change]:
-    """For each kind of weight: whether `tensor` shards it, and which of its dimensions is sharded in storage. If both
-    `embed` and the other dimension may be, it is the first of the two."""
+    """For each kind of weight: whether `tensor` shards it, and which of its dimensions is sharded in storage. If rules
+    shard `embed` and the other dimension, the first of the two is sharded."""
     kinds = [dim for dim in ("vocab", "heads", "mlp") if dim in cfg.model.dims()]
     forms = (((), ("tensor",), STORAGE_AXES, ("tensor", *STORAGE_AXES)), ((), ("tensor",)))
     for embed in (STORAGE_AXES, ()):

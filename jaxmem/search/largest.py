@@ -21,13 +21,10 @@ from jaxmem.planning.units import format_seconds
 from jaxmem.search.candidates import Candidate, candidates
 from jaxmem.search.compilers import CompilerPool, RefusedError, compile_target
 from jaxmem.search.knobs import allowed
-from jaxmem.search.trials import save_best, target_json
-from jaxmem.search.worker import StepCost
+from jaxmem.search.trials import Trials, save_best, target_json
 
-# The keys with the unit in which each grows, and the word of `allow` with which a key would grow without limit.
-UNITS = {"model.layers": 1, "data.sequence_length": 128, "batch.global_size": 1}
-UNBOUNDED = {"batch.global_size": "batch"}  # with more micro-batches any batch fits
-POWERS_OF_TWO = ("batch.global_size",)  # powers of two below the largest value are compiled too
+UNITS = {"model.layers": 1, "data.sequence_length": 128, "batch.global_size": 1}  # the unit in which each key grows
+BATCH = "batch.global_size"  # for this key, powers of two below the largest value are compiled too
 MAX_VALUE = 2**24
 BISECT_AFTER = 6  # bisect after so many compiled values, because the estimates do not converge
 
@@ -38,9 +35,17 @@ class Point:
 
     value: int
     candidate: Candidate
-    total: int  # bytes per device in the largest phase
     fits: bool
-    seconds: float  # of a step, estimated from the compiled program
+
+    @property
+    def total(self) -> int:
+        """Bytes per device in the largest phase."""
+        return int(self.candidate.total)
+
+    @property
+    def seconds(self) -> float:
+        """Seconds of a step, estimated from the compiled program."""
+        return self.candidate.seconds
 
     @property
     def rate(self) -> float:
@@ -75,7 +80,7 @@ class Largest:
         return f"Largest({self.given.name} on {self.target.name}: {self.key}={largest} fits)"
 
     def write(self, path: str | Path) -> None:
-        save_best(self.best.candidate.cfg if self.best else None, path)
+        save_best(self.best.candidate if self.best else None, path)
 
     def as_json(self) -> dict[str, Any]:
         points = {
@@ -115,7 +120,7 @@ class Largest:
 
     def figure(self, path: str | Path) -> None:
         """Writes a PNG: memory and throughput against the value of the key."""
-        from jaxmem.report.matplotlib_figure import figure
+        from jaxmem.report.figure import figure
 
         with figure(path) as drawn:
             values, total = [one.value for one in self.points], [one.total / GIB for one in self.points]
@@ -145,7 +150,7 @@ def maximize(
     that needs the least memory among those that `allow` permits is compiled; by default only the given config."""
     aim = compile_target(target)
     if cfg.memory.remat == "auto":  # the longest sequence leaves no room for saved activations
-        cfg = cfg.model_copy(update={"memory": cfg.memory.model_copy(update={"remat": "full"})})
+        cfg = cfg.replace(memory={"remat": "full"})
     with CompilerPool(aim, reserve_gib, processes) as compilers:
         return search_largest(cfg, key, allow, compilers)
 
@@ -154,12 +159,13 @@ def search_largest(cfg: Config, key: str, allow: Sequence[str], compilers: Compi
     start = time.perf_counter()
     if key not in UNITS:
         raise UserError(f"--maximize {key} is unknown{nearest(key, UNITS)}")
-    if UNBOUNDED.get(key) in allow:
-        raise UserError(f"--maximize {key} has no limit with --allow {UNBOUNDED[key]}; leave out {UNBOUNDED[key]}")
+    if key == BATCH and "batch" in allow:  # with more micro-batches any batch fits
+        raise UserError(f"--maximize {key} has no limit with --allow batch; leave out batch")
     search = _Search(cfg, key, allow, compilers)
     search.run()
     points = tuple(sorted(search.points.values(), key=lambda one: one.value))
-    return Largest(cfg, key, compilers.target, search.limit, points, compilers.compiled, time.perf_counter() - start)
+    limit, seconds = search.trials.limit, time.perf_counter() - start
+    return Largest(cfg, key, compilers.target, limit, points, compilers.compiled, seconds)
 
 
 class _Search:
@@ -167,12 +173,11 @@ class _Search:
 
     def __init__(self, cfg: Config, key: str, allow: Sequence[str], compilers: CompilerPool) -> None:
         self._raw, self._key, self._compilers = cfg.model_dump(mode="json"), key, compilers
-        self._target, self._knobs = compilers.target, allowed(allow)
-        self.limit = usable_memory(self._target, cfg, compilers.reserve_gib)
+        self._knobs, target = allowed(allow), compilers.target
+        self.trials = Trials(target, usable_memory(target, cfg, compilers.reserve_gib))
         self._unit = UNITS[key]
-        if key == "batch.global_size":  # one row per micro-batch, and per device that the batch is sharded over
-            mesh = for_devices(cfg, self._target.count).mesh
-            self._unit = cfg.batch.accumulate * mesh.row_shards
+        if key == BATCH:  # one row per micro-batch, and per device that the batch is sharded over
+            self._unit = cfg.batch.accumulate * for_devices(cfg, target.count).mesh.row_shards
         self._candidates: dict[int, Candidate | None] = {}
         self._ratio = 1.0  # compiled bytes / estimated bytes
         self.points: dict[int, Point] = {}
@@ -190,7 +195,7 @@ class _Search:
                     high = units if high is None else min(high, units)
             if low * self._unit > MAX_VALUE:
                 return
-        if self._key in POWERS_OF_TWO:
+        if self._key == BATCH:
             powers = [1 << power for power in range(low.bit_length())]
             self._compile([units for units in powers if units * self._unit not in self.points])
 
@@ -209,14 +214,14 @@ class _Search:
 
     def _fits_by_estimate(self, units: int) -> bool:
         one = self._candidate(units)
-        return one is not None and one.estimate.total * self._ratio <= self.limit
+        return one is not None and one.estimate.total * self._ratio <= self.trials.limit
 
     def _candidate(self, units: int) -> Candidate | None:
         """The config with the least estimated memory for a value; None: no config is valid."""
         if units not in self._candidates:
             try:
                 cfg = load_config(self._raw, [f"{self._key}={units * self._unit}"])
-                found = candidates(cfg, self._target, self._knobs)
+                found = candidates(cfg, self._compilers.target, self._knobs)
             except UserError:
                 if units == 1:
                     raise
@@ -229,26 +234,21 @@ class _Search:
         for units in wanted:
             one = self._candidate(units)
             if one is None:
-                raise UserError(f"{self._key}={units * self._unit}: no valid config has this value")
-            chosen[one.cfg] = units, one
+                raise UserError(f"{self._key}={units * self._unit} is not valid with the other settings of this config")
+            chosen[one.cfg] = units * self._unit, one
         found = []
         for cfg, cost in self._compilers.each(self._compilers.step, chosen):
-            units, candidate = chosen[cfg]
+            value, one = chosen[cfg]
             if isinstance(cost, RefusedError):
-                raise UserError(f"{self._key}={units * self._unit}: {cost}")
-            found.append(self._point(units, candidate, cost))
+                raise UserError(f"{self._key}={value}: {cost}")
+            one.cost, one.total, one.seconds = cost, cost.total, cost.seconds
+            if self.trials.fits(one):
+                try:
+                    one.total = max(one.total, *self._compilers.phases(cfg).values())
+                except RefusedError as error:
+                    raise UserError(f"{self._key}={value}: {error}") from error
+            if not cost.recomputed:
+                self._ratio = cost.total / one.estimate.total
+            self.points[value] = Point(value, one, self.trials.fits(one))
+            found.append(self.points[value])
         return found
-
-    def _point(self, units: int, candidate: Candidate, cost: StepCost) -> Point:
-        total, fits = cost.total, cost.total <= self.limit and cost.host <= self._target.host_memory
-        if fits:
-            try:
-                total = max(total, *self._compilers.phases(candidate.cfg).values())
-            except RefusedError as error:
-                raise UserError(f"{self._key}={units * self._unit}: {error}") from error
-            fits = total <= self.limit
-        if not cost.recomputed:
-            self._ratio = cost.total / candidate.estimate.total
-        one = Point(units * self._unit, candidate, total, fits, cost.seconds)
-        self.points[one.value] = one
-        return one

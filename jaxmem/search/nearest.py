@@ -1,7 +1,8 @@
 """For a run that does not fit, the nearest configs that fit; for one that fits, settings that make it much slower.
 
-The candidates and estimates are those of a search, but only a few are compiled: for each set of settings that could
-change, smallest sets first, the fastest config that is estimated to fit; then configs of other methods of training.
+Candidates and estimates are made as in a search, but only a few configs are compiled: for each set of settings that
+could change, smallest sets first, the fastest config that is estimated to fit; then configs of other methods of
+training.
 """
 
 import itertools
@@ -41,7 +42,7 @@ def suggestions(plan: Plan) -> str:
     """A line for each of the nearest configs that fit, with its overrides and bytes."""
     near = nearest_fitting(plan)
     if not near:
-        return "no config near it fits; `jaxmem fit` searches further"
+        return "no similar config fits; `jaxmem fit` searches among more configs"
     return "\n".join(["nearest configs that fit (compiled):", *(f"  {one}" for one in near)])
 
 

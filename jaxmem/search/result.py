@@ -1,7 +1,6 @@
-"""The result of a search for the fastest config: the front, and for other configs the reason why they are not on it."""
+"""The result of a search for the fastest config: the front, and the reason why each other config is not on it."""
 
 import textwrap
-from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -11,9 +10,9 @@ from jaxmem.config import Config
 from jaxmem.machine.gpus import GIB
 from jaxmem.planning import Target, format_bytes
 from jaxmem.planning.units import format_seconds
-from jaxmem.search.candidates import difference, overrides
+from jaxmem.search.candidates import Candidate, difference, overrides
 from jaxmem.search.comparison import Comparison
-from jaxmem.search.trials import SLOWEST, Trial, Trials, save_best, target_json
+from jaxmem.search.trials import SLOWEST, Trials, save_best, target_json
 
 ONE_SETTING = ("mesh.", "optimizer.", "rules.", "adapter.")  # sections that count as one setting
 KINDS = 2  # number of kinds of bytes that a reason names
@@ -33,35 +32,35 @@ class Fit:
         best = "nothing fits"
         if self.best:
             seconds, size = format_seconds(self.best.seconds), format_bytes(self.best.total)
-            best = f"{size} of {format_bytes(self.trials.limit)}, {seconds} per step: {self.best.overrides}"
+            best = f"{size} of {format_bytes(self.trials.limit)}, {seconds} per step: {self.best.description}"
         return f"Fit({self.given.name} on {self.target.name}: {best})"
 
     @cached_property
-    def front(self) -> list[Trial]:
+    def front(self) -> list[Candidate]:
         """The Pareto front: fastest first, each next one in less memory. Every phase of a run is compiled for them."""
         return self.trials.front()
 
     @property
-    def best(self) -> Trial | None:
+    def best(self) -> Candidate | None:
         return self.front[0] if self.front else None
 
     @property
-    def smallest(self) -> Trial:
+    def smallest(self) -> Candidate:
         """The compiled config that needs the least memory."""
         return min(self.trials.compiled, key=lambda one: one.total)
 
     @cached_property
-    def ranked(self) -> list[Trial]:
-        """Trials that fit, fastest first; then the others, smallest first. In each group, compiled ones are first."""
+    def ranked(self) -> list[Candidate]:
+        """Candidates that fit, fastest first; then the others, smallest first. Of each, compiled ones are first."""
 
-        def order(one: Trial) -> tuple[bool, bool, float]:
+        def order(one: Candidate) -> tuple[bool, bool, float]:
             fits = self.trials.fits(one)
             return not fits, one.cost is None, one.seconds if fits else one.total
 
         return sorted(self.trials.all, key=order)
 
-    def reason(self, one: Trial) -> str:
-        """The reason why a trial is not the best."""
+    def reason(self, one: Candidate) -> str:
+        """The reason why a candidate is not the best."""
         if one is self.best:
             return "fastest that fits"
         if one.refused:
@@ -80,12 +79,11 @@ class Fit:
         assert self.best
         return f"{about}{one.seconds / self.best.seconds:.2f} x the time of the fastest"
 
-    def _fitting_change(self, one: Trial) -> str | None:
-        """The change of a single setting with which the trial fits, at the least increase in time."""
-        own = one.candidate.settings
+    def _fitting_change(self, one: Candidate) -> str | None:
+        """The change of a single setting with which the candidate fits, at the least increase in time."""
 
-        def differ(other: Trial) -> set[str]:
-            changed = (key for key, value in other.candidate.settings.items() if value != own[key])
+        def differ(other: Candidate) -> set[str]:
+            changed = (key for key, value in other.settings.items() if value != one.settings[key])
             return {key.partition(".")[0] if key.startswith(ONE_SETTING) else key for key in changed}
 
         fitting = [other for other in self.trials.all if self.trials.fits(other) and len(differ(other)) == 1]
@@ -94,7 +92,7 @@ class Fit:
 
     def write(self, path: str | Path) -> None:
         """The best config as a file for `train`."""
-        save_best(self.best.cfg if self.best else None, path)
+        save_best(self.best, path)
 
     def as_json(self) -> dict[str, Any]:
         return {
@@ -111,9 +109,9 @@ class Fit:
             "seconds": self.seconds,
         }
 
-    def _json(self, one: Trial) -> dict[str, Any]:
+    def _json(self, one: Candidate) -> dict[str, Any]:
         return {
-            "config": dict(one.candidate.changes),
+            "config": dict(one.changes),
             "total": int(one.total),
             "estimated_step_seconds": one.seconds,
             "fits": self.trials.fits(one),
@@ -124,50 +122,39 @@ class Fit:
     def table(self) -> Any:
         """A table for a terminal of 40 columns or more."""
         from rich.console import Group
-
-        return Group(*self._lines())
-
-    def _lines(self) -> Iterator[Any]:
         from rich.table import Table
         from rich.text import Text
 
-        trials = self.trials
-        yield Text(f"{self.given.name} on {self.target.name}", style="bold")
-        yield Text(
-            f"{len(trials.all):,} configs considered, {len(trials.compiled)} compiled, in {self.seconds:.0f} s;"
-            f" {format_bytes(trials.limit)} per device"
-        )
+        trials, compiled = self.trials, self.trials.compiled
+        counts = f"{len(trials.all):,} configs considered, {len(compiled)} compiled, in {self.seconds:.0f} s"
+        parts: list[Any] = [
+            Text(f"{self.given.name} on {self.target.name}", style="bold"),
+            Text(f"{counts}; {format_bytes(trials.limit)} per device"),
+        ]
         if self.best:
             table = Table(title="Fastest first, each next one in less memory", title_justify="left")
             table.add_column("step", justify="right", no_wrap=True)
             table.add_column("memory", justify="right", no_wrap=True)
             table.add_column("changes")
-            for one in self.front:
-                table.add_row(
-                    format_seconds(one.seconds), format_bytes(one.total), Text(one.overrides)
-                )  # brackets in the text are not markup
-            yield table
-            yield Text(f"fastest: {self.best.overrides}", style="green")
+            for one in self.front:  # Text, since brackets in a description are not markup
+                table.add_row(format_seconds(one.seconds), format_bytes(one.total), Text(one.description))
+            parts += [table, Text(f"fastest: {self.best.description}", style="green")]
         else:
-            yield Text("nothing fits", style="red")
-            yield Text(f"smallest found: {format_bytes(self.smallest.total)} with {self.smallest.overrides}")
+            smallest = f"smallest found: {format_bytes(self.smallest.total)} with {self.smallest.description}"
+            parts += [Text("nothing fits", style="red"), Text(smallest)]
         if self.others:
-            yield self.others.table()
-            return
-        others = [one for one in self.ranked if one.cost and one not in self.front][:OTHERS]
-        if others:
-            yield Text("Other compiled configs:")
-        for one in others:
-            yield Text(f"  {one.overrides}: {self.reason(one)}", style="dim")
+            return Group(*parts, self.others.table())
+        if others := [one for one in self.ranked if one.cost and one not in self.front][:OTHERS]:
+            parts.append(Text("Other compiled configs:"))
+            parts += [Text(f"  {one.description}: {self.reason(one)}", style="dim") for one in others]
         if error := trials.estimate_error:
-            yield Text(
-                f"error of the estimates: median {error['median']:.1%}, largest {error['largest']:.1%},"
-                f" over {error['compared']:.0f} compiled steps"
-            )
+            errors = f"error of the estimates: median {error['median']:.1%}, largest {error['largest']:.1%}"
+            parts.append(Text(f"{errors}, over {error['compared']:.0f} compiled steps"))
+        return Group(*parts)
 
     def figure(self, path: str | Path) -> None:
         """Writes a PNG: memory against time of every candidate."""
-        from jaxmem.report.matplotlib_figure import figure
+        from jaxmem.report.figure import figure
 
         trials = self.trials
         with figure(path) as drawn:
@@ -184,7 +171,7 @@ class Fit:
             title = [f"{self.given.name} on {self.target.name}"]
             if self.best:
                 axes.set_xlim(0, 1.1 * SLOWEST * self.best.seconds)
-                title += textwrap.wrap(f"fastest: {self.best.overrides}", 100)
+                title += textwrap.wrap(f"fastest: {self.best.description}", 100)
             axes.set_xlabel("seconds per step (estimated)")
             axes.set_ylabel("GiB per device")
             axes.set_title("\n".join(title), fontsize=10)

@@ -16,13 +16,13 @@ from jaxmem.errors import one_line
 from jaxmem.machine import devices
 from jaxmem.machine.gpus import CPU
 from jaxmem.planning import Plan
-from jaxmem.planning.compile import compile_all, compiled_size, compiler_remarks
+from jaxmem.planning.compile import compile_all, compiled_size, replicated_arrays
 from jaxmem.planning.hlo import recomputed_values
 from jaxmem.planning.state import bytes_on_device
 from jaxmem.planning.targets import Target, parse_target, target_devices, usable_memory
 from jaxmem.planning.timeline import timeline
 from jaxmem.search import cache
-from jaxmem.step import Program, program
+from jaxmem.step import program
 
 
 @dataclass(frozen=True)
@@ -36,33 +36,34 @@ class StepCost:
     recomputed: int  # values that XLA recomputes by itself to stay within memory
 
 
-def step_cost(cfg: Config, target: Target, reserve_gib: float | None = None) -> StepCost:
-    """Compile the training step; nothing is allocated and no machine code is generated."""
-    built = _program(cfg, target, reserve_gib)
+def step_cost(cfg: Config, target: Target, reserve_gib: float | None) -> dict[str, Any]:
+    """The fields of `StepCost`. The step is compiled; nothing is allocated and no machine code is generated."""
+    built = program(cfg, target_devices(target, usable_memory(target, cfg, reserve_gib)))
     step, _ = compile_all(built.lower_step(), {}, here=target.is_here, code=False)
     plan = Plan(built, target, step, 0.0, reserve_gib)
-    paced = timeline(step.module, target.gpu or CPU, target.count, target.per_host)
+    timed = timeline(step.module, target.gpu or CPU, target.count, target.per_host)
     parts = {name: size for name, size in plan.bytes_per_device.items() if name not in ("activations", "total")}
-    return StepCost(
+    cost = StepCost(
         total=step.total,
         host=step.host_total + bytes_on_device(built.spec.state),
-        seconds=paced.seconds,
-        kinds=parts | plan.kinds.get("activations", {}),
+        seconds=timed.seconds,
+        kinds=parts | plan.breakdown.kinds.get("activations", {}),
         recomputed=recomputed_values(step.module),
     )
+    return vars(cost)
 
 
-def step_plan(cfg: Config, target: Target) -> dict[str, Any]:
+def step_plan(cfg: Config, target: Target, _: float | None) -> dict[str, Any]:
     """The step in a plan, as JSON; compiled without a memory limit, so that XLA recomputes nothing by itself."""
     built = program(cfg, target_devices(target, 1000 * target.memory))
-    step, _ = compile_all(built.lower_step(), {}, here=target.is_here, code=False)
+    step = compile_all(built.lower_step(), {}, here=target.is_here, code=False)[0]
     return Plan(built, target, step, 0.0).step_as_json()
 
 
-def other_phases(cfg: Config, target: Target, reserve_gib: float | None = None) -> dict[str, int]:
-    """Bytes per device of the phases other than the step. Configs share many of these programs, so each is cached by
-    its text."""
-    built = _program(cfg, target, reserve_gib)
+def other_phases(cfg: Config, target: Target, reserve_gib: float | None) -> dict[str, Any]:
+    """Bytes per device of the phases other than the step. Many configs share one of these programs, so each is cached
+    by its text."""
+    built = program(cfg, target_devices(target, usable_memory(target, cfg, reserve_gib)))
     sizes = {}
     for phase, lower in built.lower_others().items():
         lowered = lower()
@@ -75,29 +76,14 @@ def other_phases(cfg: Config, target: Target, reserve_gib: float | None = None) 
     return sizes
 
 
-def _program(cfg: Config, target: Target, reserve_gib: float | None) -> Program:
-    return program(cfg, target_devices(target, usable_memory(target, cfg, reserve_gib)))
-
-
-def main(arguments: list[str]) -> None:
-    answers = os.fdopen(os.dup(1), "w", buffering=1)
-    os.dup2(2, 1)
-    devices.collect_garbage_rarely()
-    target = parse_target(arguments[0])
-    if target.is_cpu:
-        devices.simulate(target.count)
-    serve(sys.stdin, answers, target, float(arguments[1]) if len(arguments) > 1 else None)
+QUESTIONS = {"step": step_cost, "plan": step_plan, "phases": other_phases}
 
 
 def answer(question: str, cfg: Config, target: Target, reserve_gib: float | None = None) -> dict[str, Any]:
-    """The answer to a question. If the config has no program, or its program does not compile, it is the reason."""
+    """The answer to a question. If the config has no program, or its program does not compile: the reason."""
     try:
-        with compiler_remarks():
-            if question == "step":
-                return vars(step_cost(cfg, target, reserve_gib))
-            if question == "plan":
-                return step_plan(cfg, target)
-            return other_phases(cfg, target, reserve_gib)
+        with replicated_arrays():  # which filters XLA's log
+            return QUESTIONS[question](cfg, target, reserve_gib)
     except Exception as error:  # noqa: BLE001 - a config that fails must not end a search
         return {"refused": one_line(error)}
 
@@ -110,4 +96,11 @@ def serve(questions: Iterable[str], answers: TextIO, target: Target, reserve_gib
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    output = os.fdopen(os.dup(1), "w", buffering=1)
+    os.dup2(2, 1)
+    devices.collect_garbage_rarely()
+    name, *reserve = sys.argv[1:]
+    aim = parse_target(name)
+    if aim.is_cpu:
+        devices.simulate(aim.count)
+    serve(sys.stdin, output, aim, float(reserve[0]) if reserve else None)

@@ -64,9 +64,7 @@ def resolved(cfg: Config, platform: str, capability: int | None, device: str) ->
     chosen = attention_choice(cfg, platform, capability, device)
     if chosen is None:
         return cfg
-    memory = cfg.memory.model_copy(update={"attention": chosen.implementation})
-    mesh = cfg.mesh.model_copy(update={"context_method": chosen.context_method})
-    return cfg.model_copy(update={"memory": memory, "mesh": mesh})
+    return cfg.replace(memory={"attention": chosen.implementation}, mesh={"context_method": chosen.context_method})
 
 
 def attention_request(cfg: Config, platform: str) -> Request | None:

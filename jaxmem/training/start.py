@@ -95,7 +95,7 @@ def write_description(plan: Plan, directory: Path) -> None:
     cfg = plan.program.cfg
     save_config(cfg, directory / "config.yaml")
     (directory / "plan.json").write_text(json.dumps(plan.as_json(), indent=2) + "\n")
-    (directory / "memory.json").write_text(json.dumps(plan.history.as_json()) + "\n")
+    (directory / "memory.json").write_text(json.dumps(plan.history) + "\n")
     if isinstance(cfg.model, Decoder) and cfg.model.hf is not None and not (directory / HF_FOLDER).exists():
         from jaxmem import hf
 

@@ -88,7 +88,7 @@ def layout(step: Step) -> Row:
         "sent, GiB": gib(sent),
         "theory, GiB": theory,
         "exposed, GiB": gib(exposed),
-        "of time, %": 100 * time.exposed_share,
+        "of time, %": 100 * time.network.exposed_share,
         "step, s": time.seconds,
     }
 
@@ -182,7 +182,7 @@ def zero(step: Step) -> Row:
     """Weights, their float32 copy and moments are arguments of the step; gradients are those at its peak. At stages 1
     and 2 the paper has no memory for new weights, which are replicated until they replace the old ones."""
     found = step.compiled()
-    parts, new = found.bytes_per_device, found.kinds["gradients"].get(UPDATES, 0)
+    parts, new = found.bytes_per_device, found.breakdown.kinds["gradients"].get(UPDATES, 0)
     state, gradients = parts["parameters"] + parts["master"] + parts["optimizer"], parts["gradients"] - new
     sizes = {"weights, optimizer": state, "gradients": gradients, "sum": state + gradients, "new weights": new}
     return {f"{name}, GB": size / 1e9 for name, size in {**sizes, "step": parts["total"]}.items()}

@@ -22,7 +22,7 @@ from typing import Any
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 from jaxmem.lab.tour.table import Table
-from jaxmem.report.matplotlib_figure import figure
+from jaxmem.report.figure import figure
 
 ROOT = Path(__file__).parents[2]
 CONFIG = ROOT / "configs/quality.yaml"

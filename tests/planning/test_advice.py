@@ -18,7 +18,7 @@ from jaxmem.planning import Plan, advice
 from jaxmem.planning.advice import PlanWarning, warnings_of
 from jaxmem.planning.breakdown import Breakdown
 from jaxmem.planning.buffers import Allocation, Buffer
-from jaxmem.planning.compile import Compiled, compile_all, compiler_remarks, without_cache
+from jaxmem.planning.compile import Compiled, compile_all, replicated_arrays, without_cache
 from jaxmem.planning.hlo import Computation, HloShape, Instruction, Module
 from jaxmem.planning.known_shapes import KnownShapes, known_shapes
 from jaxmem.planning.targets import parse_target, target_devices
@@ -187,10 +187,10 @@ def test_a_part_that_has_the_form_of_something_whole_is_no_sign_of_it() -> None:
     keys, mlp = (2, 16, 32), (2, 32, 64)
     halves = known_shapes(program(config(mesh={"replica": 2, "fsdp": 2}), jax.devices()[:4]))
     quarters = known_shapes(program(config(mesh={"fsdp": 4}), jax.devices()[:4]))
-    for whole in (halves.whole_weights, halves.whole_gradients):
+    for whole in (halves.full_weights, halves.full_gradients):
         assert keys not in whole
         assert mlp in whole
-    for whole in (quarters.whole_weights, quarters.whole_gradients):
+    for whole in (quarters.full_weights, quarters.full_gradients):
         assert {keys, mlp} <= whole
 
 
@@ -244,27 +244,27 @@ class Moved:
     before: PartitionSpec
     after: PartitionSpec
 
-    def remarks(self) -> dict[str, list[str]]:
+    def replicated(self) -> list[str]:
         mesh = Mesh(np.array(jax.devices()).reshape(2, 4), ("a", "b"))
 
         def move(x: jax.Array) -> jax.Array:
             return jax.lax.with_sharding_constraint(jnp.sin(x), NamedSharding(mesh, self.after)) * 2
 
         x = jax.ShapeDtypeStruct((16, 8, 64), jnp.float32, sharding=NamedSharding(mesh, self.before))
-        with without_cache(), compiler_remarks() as remarks:  # a cached program has no remarks
+        with without_cache(), replicated_arrays() as arrays:  # a cached program logs nothing
             jax.jit(move).lower(x).compile()
-        return remarks
+        return arrays
 
 
 def test_an_array_that_the_partitioner_replicates() -> None:
-    remarks = Moved(PartitionSpec(("a", "b")), PartitionSpec(None, "a", "b")).remarks()
-    (warned,) = found(advice._replicated, remarks=remarks)
+    arrays = Moved(PartitionSpec(("a", "b")), PartitionSpec(None, "a", "b")).replicated()
+    (warned,) = found(advice._replicated, replicated=arrays)
     assert "each device's shard was f32[2,8,64]" in warned.text
 
 
 def test_an_array_that_it_moves_in_parts() -> None:
-    remarks = Moved(PartitionSpec("a", "b"), PartitionSpec("b", "a")).remarks()
-    assert found(advice._replicated, remarks=remarks) == []
+    arrays = Moved(PartitionSpec("a", "b"), PartitionSpec("b", "a")).replicated()
+    assert found(advice._replicated, replicated=arrays) == []
 
 
 # ------------------------------------------------------------------ stages

@@ -8,7 +8,7 @@ import pytest
 
 from jaxmem.planning import parse_target
 from jaxmem.planning.buffers import sizes_of
-from jaxmem.planning.compile import UNTIMED, compile_all, compile_elsewhere, compiler_remarks, without_cache
+from jaxmem.planning.compile import UNTIMED, compile_all, compile_elsewhere, replicated_arrays, without_cache
 from jaxmem.planning.hlo import read_module, total_flops
 from jaxmem.planning.targets import target_devices
 
@@ -54,7 +54,7 @@ def test_joined_weights_have_a_gradient_on_every_jax(capfd: pytest.CaptureFixtur
         return jnp.concatenate([x.T @ q, x.T @ k, x.T @ v], 1)
 
     lowered = jax.jit(gradient).lower(x, turned, turned, key, key)
-    with compiler_remarks():
+    with replicated_arrays():
         compiled, _ = compile_all(lowered, {}, here=False)
     assert total_flops(compiled.module) == 2 * 8192 * 4096 * 6144
     assert "config" not in capfd.readouterr().err

@@ -20,15 +20,15 @@ def test_bytes_and_arithmetic_of_every_name():
     assert {one.layers for one in found.values()} == {SMALL["layers"]}
     tokens, embed, mlp, heads = ROWS * TIME, SMALL["embed"], SMALL["mlp"], SMALL["heads"] * SMALL["head_dim"]
     wide = found["mlp_hidden"]
-    assert wide.bytes == tokens * mlp * BYTES
-    assert wide.flops == 0  # of gate and up, which have names
-    assert found["mlp_gate"].flops == 2 * tokens * embed * mlp
-    assert found["mlp_out"].flops == 2 * tokens * mlp * embed
-    assert found["attention_q"].bytes == tokens * heads * BYTES
-    assert found["attention_q"].flops == 2 * tokens * embed * heads
+    assert wide.bytes_per_layer == tokens * mlp * BYTES
+    assert wide.flops_per_layer == 0  # of gate and up, which have names
+    assert found["mlp_gate"].flops_per_layer == 2 * tokens * embed * mlp
+    assert found["mlp_out"].flops_per_layer == 2 * tokens * mlp * embed
+    assert found["attention_q"].bytes_per_layer == tokens * heads * BYTES
+    assert found["attention_q"].flops_per_layer == 2 * tokens * embed * heads
     # With the statistics of each row; the products are those of all that is seen, or of the blocks in which it lies.
-    assert found["attention"].bytes == tokens * (heads + SMALL["heads"]) * BYTES
-    assert found["attention"].flops == pytest.approx(4 * tokens * TIME * heads, rel=0.5)
+    assert found["attention"].bytes_per_layer == tokens * (heads + SMALL["heads"]) * BYTES
+    assert found["attention"].flops_per_layer == pytest.approx(4 * tokens * TIME * heads, rel=0.5)
 
 
 def test_the_table_says_how_a_config_names_them():

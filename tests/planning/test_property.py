@@ -39,7 +39,7 @@ def test_planned_bytes_are_those_of_real_arrays(sections: dict[str, Any]) -> Non
     wanted = jax.tree.leaves((plan.program.spec.state, plan.program.spec.batch))
     arrays = [jax.device_put(np.zeros(x.shape, x.dtype), x.sharding) for x in wanted]
     held = sum(x.addressable_shards[0].data.nbytes for x in arrays)
-    assert plan.compiled["arguments"] == held
+    assert plan.compiled_step.sizes["arguments"] == held
     parts = plan.bytes_per_device
     assert sum(parts[part] for part in PARTS) == parts["total"]
     assert all(parts[part] >= 0 for part in PARTS)

@@ -41,11 +41,11 @@ def test_inference_holds_two_arrays_and_what_is_added_at_any_depth() -> None:
 
 def test_a_training_step_holds_what_is_used_again_and_its_state_once(cpu_plan: Plan) -> None:
     state = bytes_on_device(cpu_plan.program.spec.state)
-    assert cpu_plan.compiled["aliased"] == state  # every leaf is updated where it lies
-    assert cpu_plan.compiled["outputs"] - state < 1024  # beside it: metrics
+    assert cpu_plan.compiled_step.sizes["aliased"] == state  # every leaf is updated where it lies
+    assert cpu_plan.compiled_step.sizes["outputs"] - state < 1024  # beside it: metrics
     for place, moment in cpu_plan.breakdown.peaks:
         assert moment.unused < 0.05 * place.size  # all else is used again after this moment
     assert cpu_plan.breakdown.of_kind(STATE_COPIES) + cpu_plan.breakdown.of_kind(COPIES) < 64  # counters
     # Of remat: full each layer's input is kept for the backward pass, and nothing else of a layer.
     rows, layers = 8 // 4, SMALL["layers"]
-    assert cpu_plan.kinds["activations"][SAVED] <= (layers + 1) * 4 * rows * 24 * EMBED
+    assert cpu_plan.breakdown.kinds["activations"][SAVED] <= (layers + 1) * 4 * rows * 24 * EMBED

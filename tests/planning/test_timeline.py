@@ -47,7 +47,7 @@ def test_a_message_is_exposed_but_for_the_kernels_beside_it(kernels: int, hidden
     assert one.exposed_seconds == pytest.approx(message - hidden * KERNEL)
     assert one.exposed_bytes == pytest.approx(one.wire_bytes * one.exposed_seconds / message, rel=1e-6)
     assert found.seconds == pytest.approx(message)
-    assert found.exposed_share == pytest.approx(one.exposed_seconds / message)
+    assert found.network.exposed_share == pytest.approx(one.exposed_seconds / message)
     assert [one.kernels for one in found.collectives] == [kernels]
 
 
@@ -60,7 +60,7 @@ def test_messages_follow_each_other_on_one_link() -> None:
         ("two", "all-gather-done", ["second"]),
     )
     found = timeline(module, H100, 8, 8)
-    assert found.seconds == pytest.approx(found.network)
+    assert found.seconds == pytest.approx(found.network.seconds)
     assert found.traffic["all-gather"].executed == 2
 
 

@@ -78,7 +78,7 @@ def test_sharding_over_64_takes_a_fiftieth() -> None:
 def test_a_compiled_step_takes_so_much_and_no_more() -> None:
     """Weights, their float32 copy and both moments; gradients come and go within the step."""
     plan = plan_here(1, precision=MIXED, data={"sequence_length": 8})
-    state = plan.compiled["arguments"] - plan.bytes_per_device["batch"]
+    state = plan.compiled_step.sizes["arguments"] - plan.bytes_per_device["batch"]
     assert state == pytest.approx(14 * plan.program.model.parameters, rel=0.01)
 
 

@@ -14,8 +14,7 @@ from jaxmem.errors import UserError
 from jaxmem.planning import Plan, format_bytes
 from jaxmem.planning.history import BANDS
 from jaxmem.report import report_run, write_figure, write_page
-from jaxmem.report.charts import HEIGHT, WIDTH, thinned
-from jaxmem.report.palette import COLOURS
+from jaxmem.report.charts import COLOURS, HEIGHT, WIDTH, thinned
 from tests.planning.conftest import plan_here
 
 ALONE = {"br", "input", "link", "meta"}  # tags that have no end
@@ -66,7 +65,7 @@ def run(plan: Plan, tmp_path: Path) -> Path:
     """What a run leaves, with a line that was being written when it was killed."""
     save_config(plan.program.cfg, tmp_path / "config.yaml")
     (tmp_path / "plan.json").write_text(json.dumps(plan.as_json() | {"measured": {"peak_bytes": 3 << 20}}))
-    (tmp_path / "memory.json").write_text(json.dumps(plan.history.as_json()))
+    (tmp_path / "memory.json").write_text(json.dumps(plan.history))
     rows: list[dict[str, Any]] = [
         {"step": n, "loss": 4.0 / n, "learning_rate": 1e-3 * n, "tokens_per_second": 1000.0 + n} for n in (1, 2, 3, 4)
     ]
@@ -87,20 +86,19 @@ def test_the_page_is_whole_and_asks_nothing_of_anyone(text: str) -> None:
 
 def test_what_is_drawn_adds_up_to_the_plan(plan: Plan, text: str) -> None:
     """Heights of the stacked areas where memory is fullest, read back from their outlines."""
-    peak = plan.history.peak
-    columns = plan.history.columns
-    fullest = max(n for n, column in enumerate(columns) if column.at <= peak.at)
-    end = columns[fullest + 1].at if fullest + 1 < len(columns) else 1.0
-    middle = WIDTH * (columns[fullest].at + end) / 2
+    peak, columns = plan.history["peak"], plan.history["columns"]
+    fullest = max(n for n, column in enumerate(columns) if column[0] <= peak[0])
+    end = columns[fullest + 1][0] if fullest + 1 < len(columns) else 1.0
+    middle = WIDTH * (columns[fullest][0] + end) / 2
     paths = {
         attributes["fill"]: [tuple(map(float, point.split(","))) for point in attributes["d"].strip("MZ").split()]
         for tag, attributes in Page(text).tags
         if tag == "path"
     }
-    top = 1.04 * peak.total
-    for band in BANDS:
+    top = 1.04 * sum(peak[1:])
+    for band, size in zip(BANDS, columns[fullest][1:], strict=True):
         drawn = height_at(paths[COLOURS[band]], middle) * top / HEIGHT if COLOURS[band] in paths else 0.0
-        assert drawn == pytest.approx(columns[fullest].bytes.get(band, 0), abs=2e-4 * top), band
+        assert drawn == pytest.approx(size, abs=2e-4 * top), band
     assert sum(height_at(path, middle) for path in paths.values()) * top / HEIGHT == pytest.approx(
         plan.bytes_per_device["total"], rel=1e-3
     )
@@ -118,21 +116,23 @@ def test_the_page_says_what_the_plan_says(plan: Plan, text: str) -> None:
     total, share = plan.bytes_per_device["total"], plan.target.count / plan.program.model.parameters
     assert words.count(format_bytes(total)) >= 2  # in all, and over the chart
     assert f"peak {format_bytes(total)}" in words
-    for band, held in plan.history.peak.bytes.items():
+    for band, held in zip(BANDS, plan.history["peak"][1:], strict=True):
         if held:
             assert words[words.index(band) + 1] == format_bytes(held)
     assert words[words.index("total") + 2] == f"{total * share:.2f}"
-    assert [one["where"] for one in plan.history.largest] == [word for word in words if word in wheres(plan)][:10]
+    assert [one["where"] for one in plan.history["largest"]] == [word for word in words if word in wheres(plan)][:10]
 
 
 def wheres(plan: Plan) -> set[str]:
-    return {one["where"] for one in plan.history.largest}
+    return {one["where"] for one in plan.history["largest"]}
 
 
 def test_a_chart_answers_with_each_of_its_columns(plan: Plan, text: str) -> None:
     (script,) = [json.loads(found) for found in re.findall(r'<script type="application/json">(.*?)</script>', text)]
-    assert len(script["begin"]) == len(script["texts"]) == len(plan.history.columns)
-    assert [texts[1] for texts in script["texts"]] == [format_bytes(column.total) for column in plan.history.columns]
+    assert len(script["begin"]) == len(script["texts"]) == len(plan.history["columns"])
+    assert [texts[1] for texts in script["texts"]] == [
+        format_bytes(sum(column[1:])) for column in plan.history["columns"]
+    ]
     outs = sum("data-out" in attributes for _, attributes in Page(text).tags)
     assert {len(texts) for texts in script["texts"]} == {len(script["rest"])} == {outs}
 

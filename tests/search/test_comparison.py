@@ -53,14 +53,14 @@ def test_every_method_has_a_row_and_those_that_fit_are_compiled() -> None:
     fitting = {one.name for one in found.fitting}
     assert "qlora" in fitting
     for one in found.fitting:
-        assert one.trial
-        assert one.trial.cost
-        assert one.trial.phases
-        assert one.trial.total <= found.limit
+        assert one.candidate
+        assert one.candidate.cost
+        assert one.candidate.phases
+        assert one.candidate.total <= found.limit
         words = shlex.split(found.plan_command(one))
         assert words[:6] == ["jaxmem", "plan", "small.yaml", "--batch", "2", "--method"]
         overrides = [word for word in words if "=" in word]
-        assert for_devices(run_config(MODEL, overrides, method=one.name, **OPTIONS), 2) == one.trial.cfg
+        assert for_devices(run_config(MODEL, overrides, method=one.name, **OPTIONS), 2) == one.candidate.cfg
     told = json.loads(json.dumps(found.as_json()))
     assert told["best"] == found.fitting[0].name
     assert [one["fits"] for one in told["methods"]] == [one.fits for one in found.results]
@@ -129,7 +129,7 @@ def test_the_nearest_configs_that_fit(monkeypatch: pytest.MonkeyPatch) -> None:
     assert {one.method for one in others} - {None}, "no memory setting is enough: another method"
     for one in others:
         assert not {"memory.remat=full", "memory.update=during"} & set(one.overrides), "what the config has already"
-    assert "no config near it fits" in nearest.suggestions(planned(cfg, 1000))
+    assert "no similar config fits" in nearest.suggestions(planned(cfg, 1000))
 
 
 def test_a_slow_setting_is_named() -> None:

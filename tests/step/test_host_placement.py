@@ -57,7 +57,7 @@ def test_bytes_leave_the_device():
     wide = {**SMALL, "preset": "tiny", "vocab": 2048, "embed": 128, "mlp": 1024, "layers": 4}
     memory = {"offload": AWAY, "remat": "full", "update": "during", "loss_chunk": 512}
     plan = planning.plan(config(**{**SOME, "mesh": {"fsdp": 2}}, model=wide, memory=memory), "h100-80gb:2")
-    built, sizes = plan.program, plan.compiled
+    built, sizes = plan.program, plan.compiled_step.sizes
     waiting, state = bytes_on_device(built.spec.host_state), bytes_on_device(built.spec.state)
     assert waiting > 0.8 * state
     assert plan.compiled_step.host_total >= waiting

@@ -124,7 +124,7 @@ def test_a_host_that_overflows_does_not_fit(plan: Plan) -> None:
 
 
 def test_where_nothing_fits_no_config_is_named(plan: Plan) -> None:
-    with pytest.raises(DoesNotFitError, match="no config near it fits"):
+    with pytest.raises(DoesNotFitError, match="no similar config fits"):
         check_fits(cramped(plan, 0.01))
 
 
@@ -207,7 +207,7 @@ def test_what_has_no_room_on_a_gpu_lies_on_its_host_as_far_as_that_has(plan: Pla
     assert one.fits
     assert one.spilled == over == one.as_json()["spilled_bytes_per_device"]
     [warned] = [warned for warned in one.warnings if warned.kind == SPILLED]
-    assert "exceed the device's memory and go to host memory (memory.spill)" in warned.text
+    assert "exceed the device's memory and are spilled to host memory (memory.spill)" in warned.text
     check_fits(one)
     verdict = str(one.table()._verdict())
     assert " over " in verdict

@@ -27,7 +27,7 @@ from jaxmem.planning import Target
 from jaxmem.planning.compile import compile_all
 from jaxmem.planning.hlo import Instruction, dot_flops
 from jaxmem.planning.targets import parse_target, shared_memory, target_devices
-from jaxmem.planning.timeline import fused_instructions, moved_bytes, timeline
+from jaxmem.planning.timeline import moved_bytes, timeline
 from jaxmem.step import program
 
 NUMBERS, WINDOW = 1 << 17, 256
@@ -113,7 +113,7 @@ def kernels_of(aim: Target) -> list[Row]:
     for one, seconds in timeline(module, aim.gpu, 1, 1).seconds_in.items():
         if one.opcode in ("while", "call", "conditional"):  # their bodies are counted
             continue
-        flops = sum(map(dot_flops, (one, *fused_instructions(one))))
+        flops = sum(map(dot_flops, (one, *(one.inner() if one.is_fusion else ()))))
         own = float(module.executions[one.computation]) * np.array([seconds, flops, moved_bytes(one)], np.float64)
         name = _part(one, flops > 0)
         found[name] = found.get(name, np.zeros(3)) + own

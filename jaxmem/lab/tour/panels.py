@@ -87,7 +87,7 @@ Panel = Bars | Lines
 
 def draw(path: Path, panels: Sequence[Panel]) -> None:
     """A PNG with the panels side by side."""
-    from jaxmem.report.matplotlib_figure import figure  # its package loads jax, which a stop starts in its own way
+    from jaxmem.report.figure import figure  # its package loads jax, which a stop starts in its own way
 
     tallest = max((len(panel.table.rows) for panel in panels if isinstance(panel, Bars)), default=0)
     with figure(path, max(9, 4.5 * len(panels)), max(4.5, 0.35 * tallest)) as drawn:

@@ -47,7 +47,7 @@ def measure(target: str, base: Mapping[str, Any] = BASE, bases: common.Overrides
 
 def _row(base: Mapping[str, Any], name: str, overrides: Iterable[str], plan: Mapping[str, Any]) -> Row:
     state = state_of(load_config(dict(base), overrides), "cuda")
-    frozen = [leaf for leaf in (*state.params, *state.scales) if "rank" not in leaf.axes]
+    frozen = [leaf for leaf in (*state.parts["parameters"], *state.parts["quantization"]) if "rank" not in leaf.axes]
     count = sum(math.prod(leaf.shape) for leaf in state.weights if "rank" not in leaf.axes)
     size = sum(leaf.itemsize * math.prod(leaf.shape) for leaf in frozen)
     vocabulary = sum(leaf.itemsize * math.prod(leaf.shape) for leaf in frozen if "vocab" in leaf.axes)

@@ -10,7 +10,6 @@ from jaxmem.lab.tour.qlora import BASE, BASES, measure
 from jaxmem.planning.state import DeviceBytes, state_of
 from tests.planning.conftest import SMALL
 
-STATE = {"parameters": "params", "quantization": "scales", "optimizer": "optimizer"}
 TINY = {**BASE, "name": "tiny", "model": {**SMALL, "embed": 64}, "data": {"sequence_length": 16}}
 
 
@@ -21,7 +20,7 @@ def by_arithmetic(_: str, base: Any, rows: Any) -> dict[str, Any]:
         cfg = load_config(base, overrides)
         held, state = DeviceBytes(cfg), state_of(cfg, "cuda")
         parts = {"activations": 1000, "gradients": held("gradients", state.trainable)}
-        parts |= {part: held("weights", getattr(state, of)) for part, of in STATE.items()}
+        parts |= {part: held("weights", state.parts[part]) for part in ("parameters", "quantization", "optimizer")}
         known = {"flops_per_device": 6e9, "ideal_flops_per_device": 4e9, "measured": None}
         all_of = {"bytes_per_device": {**parts, "total": sum(parts.values())}}
         found[name] = {"model": {"trainable": 10_000}, **known, **all_of}
