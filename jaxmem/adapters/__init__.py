@@ -12,10 +12,7 @@ from jaxmem.lazy import lazy_names
 
 __getattr__, __all__ = lazy_names(
     __name__,
-    kinds="attach",
-    low_rank="Lora LoraSpec lora merge merged_weight weights_to_merge",
-    output_head="head",
-    prompt_tuning="Prompt prompt",
-    token_rows="TokenRows tokens",  # noqa: S106
-    tree="base_of",
+    kinds="attach base_of",
+    low_rank="Lora lora merge merged_weight weights_to_merge",
+    trained_parts="Prompt TokenRows head prompt tokens",
 )

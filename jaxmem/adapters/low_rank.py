@@ -17,12 +17,11 @@ that are both zero have no gradient, so they stay zero. A layer without an adapt
 layers differ, `layer_scale` has one for each layer; it is not trained.
 
 On a mesh A and B are sharded over all axes that shard weights: `in` of A and `out` of B like the same dimensions of W,
-and over the other axes if they divide a dimension.
+and over the other axes if a dimension is divisible by them.
 """
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -32,7 +31,7 @@ from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
-from jaxmem.adapters.token_rows import TokenRows
+from jaxmem.adapters.trained_parts import TokenRows
 from jaxmem.config.sections import LORA_WEIGHTS, Adapter
 from jaxmem.config.targets import LowRank, is_match, low_rank_layers
 from jaxmem.errors import UserError, nearest
@@ -42,24 +41,7 @@ from jaxmem.models.linear import Linear, matmul
 from jaxmem.quant import QTensor
 from jaxmem.sharding import Axes, Axis, axis_name
 from jaxmem.sharding.host import fetch_from_host
-from jaxmem.sharding.storage import store_new
-
-
-@dataclass(frozen=True)
-class LoraSpec:
-    """The settings of low-rank adapters: fields of a config's `adapter` section."""
-
-    rank: int = 16
-    alpha: float = 16.0
-    # {pattern: another alpha}; the first pattern that matches applies.
-    alpha_pattern: Mapping[str, float] | None = None
-    # Patterns of linear layers and embeddings, or {pattern: rank}; the first pattern that matches applies.
-    # `blocks[-2:].*` selects the last two layers of a stack.
-    targets: Sequence[str] | Mapping[str, int] = ("blocks.*",)
-    rslora: bool = False  # the scale is alpha / sqrt(rank), not alpha / rank
-    dropout: float = 0.0  # dropout of the input of the adapter
-    dora: bool = False
-    lora_bias: bool = False  # a trainable bias after B
+from jaxmem.sharding.weights import store_new
 
 
 class Lora(nnx.Module):
@@ -70,7 +52,7 @@ class Lora(nnx.Module):
         rngs: nnx.Rngs,
         base: Linear | Embedding,
         layers: Sequence[LowRank | None],
-        spec: LoraSpec,
+        cfg: Adapter,
         order: Sequence[int] | None = None,
     ):
         """`layers`: the adapter of each layer of a stack, or of a single layer. `order`: the number of the layer at
@@ -97,12 +79,12 @@ class Lora(nnx.Module):
         self.scale = 1.0 if shared is None else shared.scale
         scales = jnp.array([one.scale if one else 0.0 for one in own], jnp.float32)
         self.layer_scale = None if is_uniform else nnx.Param(scales, axes=stacked)
-        self.dropout = spec.dropout
+        self.dropout = cfg.dropout
         inputs_axis, outputs_axis = (axis and Axis(axis_name(axis), like_storage=True) for axis in (first, last))
         self.a = _param(a, (*stacked, inputs_axis, "rank"))
         self.b = _param(b, (*stacked, "rank", outputs_axis))
-        self.magnitude = _param(_column_norms(base), (*stacked, outputs_axis)) if spec.dora else None
-        has_bias = spec.lora_bias and isinstance(base, Linear)
+        self.magnitude = _param(_column_norms(base), (*stacked, outputs_axis)) if cfg.kind == "dora" else None
+        has_bias = cfg.lora_bias and isinstance(base, Linear)
         self.bias = _param(jnp.zeros((*stack, outputs)), (*stacked, outputs_axis)) if has_bias else None
 
     def __call__(
@@ -148,24 +130,18 @@ class Lora(nnx.Module):
         return jnp.sqrt(jnp.maximum(squares, jnp.finfo(jnp.float32).tiny))
 
 
-def lora(
-    model: nnx.Module, *, key: jax.Array | None = None, order: Sequence[int] | None = None, **options: Any
-) -> tuple[str, ...]:
-    """Adds adapters to the linear layers and embeddings of a model whose names match. `options`: fields of `LoraSpec`.
-    `order`: the layer at each position of a stack. Returns the patterns of the trainable weights."""
-    spec = LoraSpec(**options)
-    rngs = nnx.Rngs(params=jax.random.key(0) if key is None else key)
-    for module, layers in _targets(model, spec, order is not None):
-        module.lora = Lora(rngs, module, layers, spec, order)
+def lora(model: nnx.Module, *, dora: bool = False, key: jax.Array | None = None, **options: Any) -> tuple[str, ...]:
+    """Adds adapters to the linear layers and embeddings of a model whose names match `targets`. `options`: keys of the
+    config's section `adapter`, such as `rank`, `alpha`, `targets`. Returns the patterns of the trainable weights."""
+    add_low_rank(model, Adapter(kind="dora" if dora else "lora", **options), jax.random.key(0) if key is None else key)
     return (LORA_WEIGHTS,)
 
 
-def attach_from_config(model: nnx.Module, cfg: Adapter, key: jax.Array, order: Sequence[int] | None) -> None:
-    same = {
-        name: getattr(cfg, name)
-        for name in ("rank", "alpha", "alpha_pattern", "targets", "rslora", "dropout", "lora_bias")
-    }
-    lora(model, **same, dora=cfg.kind == "dora", key=key, order=order)
+def add_low_rank(model: nnx.Module, cfg: Adapter, key: jax.Array, order: Sequence[int] | None = None) -> None:
+    """Adds the low-rank adapters of a config. `order`: the layer at each position of a stack."""
+    rngs = nnx.Rngs(params=key)
+    for module, layers in _targets(model, cfg, order is not None):
+        module.lora = Lora(rngs, module, layers, cfg, order)
 
 
 def merged_weight(w: Float[Array, "*inputs outputs"], own: Mapping[str, jax.Array], scale: float) -> jax.Array:
@@ -218,7 +194,7 @@ def _merged(w: jax.Array | QTensor, own: Mapping[str, jax.Array], scale: float) 
 
 
 def _targets(
-    model: Any, spec: LoraSpec, is_padded: bool
+    model: Any, cfg: Adapter, is_padded: bool
 ) -> Iterator[tuple[Linear | Embedding, tuple[LowRank | None, ...]]]:
     """The matching modules and the adapters of their layers, sorted by name, so that random keys depend on names only.
     `is_padded`: whether stacks end with identity layers."""
@@ -228,11 +204,11 @@ def _targets(
     if is_padded:
         sizes = {name: size and model.cfg.layers for name, size in sizes.items()}
     for key in ("targets", "alpha_pattern"):
-        for pattern in getattr(spec, key) or ():
+        for pattern in getattr(cfg, key) or ():
             if not any(is_match(pattern, name, i, size) for name, size in sizes.items() for i in range(size or 1)):
                 raise UserError(f"adapter.{key}: {pattern} matches no layer{nearest(pattern, known)}")
     for name, module in known.items():
-        layers = low_rank_layers(spec, name, sizes[name])
+        layers = low_rank_layers(cfg, name, sizes[name])
         if any(layers):
             yield module, layers
 

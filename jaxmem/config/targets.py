@@ -1,11 +1,12 @@
 """The rank and the scale of low-rank adapters, by the layers that they change."""
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from fnmatch import fnmatchcase
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from jaxmem.config.names import split_layers
+from jaxmem.config.sections import Adapter
 
 
 class LowRank(NamedTuple):
@@ -16,22 +17,7 @@ class LowRank(NamedTuple):
     scale: float
 
 
-class LowRankSettings(Protocol):
-    """Fields of the section `adapter`."""
-
-    @property
-    def rank(self) -> int: ...
-    @property
-    def alpha(self) -> float: ...
-    @property
-    def rslora(self) -> bool: ...
-    @property
-    def targets(self) -> Sequence[str] | Mapping[str, int]: ...
-    @property
-    def alpha_pattern(self) -> Mapping[str, float] | None: ...
-
-
-def low_rank_layers(settings: LowRankSettings, name: str, layers: int | None) -> tuple[LowRank | None, ...]:
+def low_rank_layers(settings: Adapter, name: str, layers: int | None) -> tuple[LowRank | None, ...]:
     """The adapter of each layer of a stack, or of a single layer (`layers`=None); None for a layer without adapter."""
 
     alphas = settings.alpha_pattern or {}

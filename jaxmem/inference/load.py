@@ -24,8 +24,7 @@ from jaxmem.data.tokenizer import Tokenizer
 from jaxmem.errors import UserError
 from jaxmem.hf.initial import add_adapters, read_base
 from jaxmem.sharding.host import fetch_from_host
-from jaxmem.sharding.storage import store
-from jaxmem.sharding.weights import is_quantized
+from jaxmem.sharding.weights import is_quantized, store
 from jaxmem.step import Program, program
 
 STORED_FIELDS = ("parameters", "block_size")  # of a config's `precision`: the format that weights are stored in

@@ -16,7 +16,7 @@ from jaxtyping import Array, Float
 from jaxmem.models.attention import Attention, Tokens, as_keys, context_order, gather_time, key_data, scatter_time
 from jaxmem.models.chunking import map_token_chunks
 from jaxmem.models.kv_cache import CacheSlot, KVCache
-from jaxmem.models.layers import Keys, RowKeys, dropout, fold_keys, split_keys
+from jaxmem.models.layers import Features, Keys, RowKeys, dropout, fold_keys, split_keys
 from jaxmem.models.linear import Linear
 from jaxmem.sharding import constrain, current, row_major_in_stages
 from jaxmem.stack import recompute_from_inputs
@@ -31,9 +31,7 @@ class GatedMlp(nnx.Module):
         self.up = Linear(rngs, embed, mlp, ("embed", "mlp"), bias=bias)
         self.down = Linear(rngs, mlp, embed, ("mlp", "embed"), bias=bias)
 
-    def __call__(
-        self, x: Float[Array, "batch time embed"], keys: Keys | None = None
-    ) -> Float[Array, "batch time embed"]:
+    def __call__(self, x: Features, keys: Keys | None = None) -> Features:
         own = fold_keys(keys, 3)
         gate, up = checkpoint_name(self.gate(x, own[0]), "mlp_gate"), checkpoint_name(self.up(x, own[1]), "mlp_up")
         hidden = recompute_from_inputs(lambda gate, up: jax.nn.silu(gate) * up, gate, up)
@@ -64,12 +62,8 @@ class Block(nnx.Module):
         self.attention, self.mlp, self.dropout = attention, mlp, dropout
 
     def __call__(
-        self,
-        x: Float[Array, "batch time embed"],
-        tokens: Tokens = Tokens(),
-        keys: RowKeys | None = None,
-        slot: CacheSlot | None = None,
-    ) -> tuple[Float[Array, "batch time embed"], KVCache | None]:
+        self, x: Features, tokens: Tokens = Tokens(), keys: RowKeys | None = None, slot: CacheSlot | None = None
+    ) -> tuple[Features, KVCache | None]:
         """With a `slot` of a KV cache, also returns the updated cache (see `Attention`)."""
         x = row_major_in_stages(x, "batch", "stream", "embed")
         first, second, third, fourth = (None,) * 4 if keys is None else self._token_keys(keys, x.shape[1])
@@ -81,8 +75,8 @@ class Block(nnx.Module):
         return scatter_time(x + dropout(y, self.dropout, second)), cache
 
     def _attend(
-        self, x: jax.Array, tokens: Tokens, keys: Keys | None, slot: CacheSlot | None, size: int | None
-    ) -> tuple[jax.Array, KVCache | None]:
+        self, x: Features, tokens: Tokens, keys: Keys | None, slot: CacheSlot | None, size: int | None
+    ) -> tuple[Features, KVCache | None]:
         groups = self.attention.group_count(x)
         if slot is None and (size is not None or groups > 1):
             return self.attention.in_chunks(self.attention_norm, x, tokens, keys, size, groups), None
@@ -100,8 +94,6 @@ class Block(nnx.Module):
         return tuple(jax.vmap(of_row, in_axes=(0, None))(own, jnp.asarray(order)) for own in split_keys(keys, 4))
 
 
-def _normed_mlp(
-    own: dict[str, Any], x: Float[Array, "batch time embed"], data: Any
-) -> Float[Array, "batch time embed"]:
+def _normed_mlp(own: dict[str, Any], x: Features, data: Any) -> Features:
     normal = checkpoint_name(own["norm"](x), "mlp_norm")
     return scatter_time(own["mlp"](gather_time(normal, "mlp_time"), as_keys(data)))

@@ -104,7 +104,7 @@ def map_token_chunks(
     over = () if layout is None else layout.over("activations", "batch")
     time = first.shape[-2] // parts
     least = -(-time // size)
-    # If the chunks do not divide the sequence it is padded, which copies it; slightly smaller chunks are better.
+    # A sequence that is not divisible by the chunks is padded, which copies it; slightly smaller chunks are better.
     count = next((n for n in range(least, 2 * least) if time % n == 0), least)
     graphdef, weights = gather_weights(modules, first.dtype)
 
@@ -160,9 +160,9 @@ class _Chunks:
         return jax.tree.map(one, arrays)
 
     def write(self, arrays: Tree, j: jax.Array, chunk: Tree) -> Tree:
-        def one(whole: jax.Array, x: jax.Array) -> jax.Array:
+        def one(array: jax.Array, x: jax.Array) -> jax.Array:
             x = x.reshape(*x.shape[:-2], self.parts, self.size, x.shape[-1])
-            return jax.lax.dynamic_update_slice_in_dim(whole, x, j * self.size, axis=whole.ndim - 2)
+            return jax.lax.dynamic_update_slice_in_dim(array, x, j * self.size, axis=array.ndim - 2)
 
         return jax.tree.map(one, arrays, chunk)
 
@@ -186,60 +186,47 @@ def _map_chunks(chunks: _Chunks, weights: Tree, x: Tree, others: Tree) -> Tree:
 
 
 def _map_chunks_backward(chunks: _Chunks, saved: tuple[Tree, Tree, Tree], g: Tree) -> tuple[Tree, Tree, None]:
+    """Each device sums the weight gradients of its own rows, [devices, ...], and they are reduced after the last chunk.
+    XLA's partitioner would reduce them after each chunk."""
     weights, x, others = saved
     inputs = jax.tree.map(chunks.split, (x, others, g))
-    local = _UnreducedGradients(chunks.over)
+    over, layout = chunks.over, current()
+    groups = (layout.size(over),) if layout is not None and over else ()
+
+    def pinned(x: jax.Array) -> jax.Array:
+        return shard_first_dim(x, over) if groups else x
 
     def gradients(x: Tree, others: Tree, g: Tree) -> tuple[Tree, Tree]:
         return jax.vjp(lambda weights, x: chunks.run(weights, x, others), weights, x)[1](g)
 
+    def of_devices(*chunk: Tree) -> tuple[Tree, Tree]:
+        if layout is None or not groups:
+            return gradients(*chunk)
+        dims = jax.tree.map(lambda x: x.ndim - 3, chunk)  # the batch
+        split = jax.tree.map(lambda x, d: x.reshape(*x.shape[:d], *groups, -1, *x.shape[d + 1 :]), chunk, dims)
+        mapped = jax.vmap(gradients, in_axes=dims, out_axes=(0, dims[0]), spmd_axis_name=over)
+        with layout.inside_vmap(over):
+            of_weights, of_x = mapped(*split)
+        return of_weights, jax.tree.map(lambda x, like: x.reshape(like.shape), of_x, chunk[0])
+
     def step(sums: tuple[Tree, Tree], j: jax.Array) -> tuple[tuple[Tree, Tree], None]:
         of_weights, of_x = sums
-        more, own = local(gradients, *chunks.read(inputs, j))
-        of_weights = jax.tree.map(lambda total, w: local.constrain(total + w.astype(jnp.float32)), of_weights, more)
+        more, own = of_devices(*chunks.read(inputs, j))
+        of_weights = jax.tree.map(lambda total, w: pinned(total + w.astype(jnp.float32)), of_weights, more)
         return (of_weights, chunks.write(of_x, j, own)), None
 
-    zeros = jax.tree.map(lambda w: local.constrain(jnp.zeros((*local.groups, *w.shape), jnp.float32)), weights)
+    def reduced(total: jax.Array, w: jax.Array) -> jax.Array:
+        """In the dtype of the weight: `jnp.sum` would communicate float32."""
+        total = total.astype(w.dtype)
+        return jax.lax.reduce(total, jnp.zeros((), w.dtype), jax.lax.add, (0,)) if groups else total
+
+    zeros = jax.tree.map(lambda w: pinned(jnp.zeros((*groups, *w.shape), jnp.float32)), weights)
     shape = jax.eval_shape(lambda: chunks.read(inputs, jnp.int32(0))[0])
     (total, of_x), _ = jax.lax.scan(step, (zeros, chunks.zeros(shape)), jnp.arange(chunks.count, dtype=jnp.int32))
-    of_weights = jax.tree.map(lambda total, w: local.reduce(total.astype(w.dtype)), total, weights)
-    return of_weights, jax.tree.map(chunks.join, of_x), None
+    return jax.tree.map(reduced, total, weights), jax.tree.map(chunks.join, of_x), None
 
 
 _map_chunks.defvjp(lambda chunks, *saved: (_map_chunks(chunks, *saved), saved), _map_chunks_backward)
-
-
-@dataclass(frozen=True)
-class _UnreducedGradients:
-    """Sums weight gradients on each device for its own rows until the last chunk. XLA's partitioner would reduce them
-    after each chunk."""
-
-    over: tuple[str, ...]
-
-    @property
-    def groups(self) -> tuple[int, ...]:
-        layout = current()
-        return (layout.size(self.over),) if layout is not None and self.over else ()
-
-    def __call__(self, gradients: Callable[..., tuple[Tree, Tree]], *chunks: Tree) -> tuple[Tree, Tree]:
-        layout = current()
-        if layout is None or not self.over:
-            return gradients(*chunks)
-        size = layout.size(self.over)
-        dims = jax.tree.map(lambda x: x.ndim - 3, chunks)  # the batch
-        split = jax.tree.map(lambda x, d: x.reshape(*x.shape[:d], size, -1, *x.shape[d + 1 :]), chunks, dims)
-        with layout.inside_vmap(self.over):
-            of_weights, of_x = jax.vmap(gradients, in_axes=dims, out_axes=(0, dims[0]), spmd_axis_name=self.over)(
-                *split
-            )
-        return of_weights, jax.tree.map(lambda x, like: x.reshape(like.shape), of_x, chunks[0])
-
-    def constrain(self, x: jax.Array) -> jax.Array:
-        return shard_first_dim(x, self.over) if self.over else x
-
-    def reduce(self, x: jax.Array) -> jax.Array:
-        """The sum over the devices, in the dtype of x: `jnp.sum` would send float32."""
-        return jax.lax.reduce(x, jnp.zeros((), x.dtype), jax.lax.add, (0,)) if self.over else x
 
 
 def map_head_groups(

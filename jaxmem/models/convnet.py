@@ -28,7 +28,7 @@ class Convolution(nnx.Module):
     def __init__(self, rngs: nnx.Rngs, inputs: int, outputs: int, axes: Axes):
         self.weight = new_weight(rngs, (3, 3, inputs, outputs), ("kernel", "kernel", *axes))
 
-    def __call__(self, x: Float[Array, "batch height width inputs"]) -> Float[Array, "batch height width outputs"]:
+    def __call__(self, x: Images) -> Images:
         return convolve(x, fetch(self.weight, x.dtype))
 
 
@@ -42,27 +42,22 @@ def _correlate(x: Images, w: Kernel) -> Images:
     return jax.lax.conv_general_dilated(x, w, (1, 1), ((1, 1), (1, 1)), dimension_numbers=("NHWC", "HWIO", "NHWC"))
 
 
-def _convolve_forward(x: Images, w: Kernel) -> tuple[Images, tuple[Images, Kernel]]:
-    return _correlate(x, w), (x, w)
-
-
-def _convolve_backward(saved: tuple[Images, Kernel], g: Images) -> tuple[Images, Kernel]:
-    return jax.lax.platform_dependent(*saved, g, cpu=_gradients_on_cpu, default=_gradients)
-
-
 def _gradients(x: Images, w: Kernel, g: Images) -> tuple[Images, Kernel]:
     return jax.vjp(_correlate, x, w)[1](g)
 
 
 def _gradients_on_cpu(x: Images, w: Kernel, g: Images) -> tuple[Images, Kernel]:
     """The gradients, as convolutions in NHWC and HWIO order. Within a loop XLA's CPU compiler is fast only for these
-    orders, and takes 50 times as long for those of jax's own derivative."""
+    orders, and takes 50 times as long for the orders of jax's own derivative."""
     dx = _correlate(g, w[::-1, ::-1].transpose(0, 1, 3, 2))
     dw = _correlate(x.transpose(3, 1, 2, 0), g.transpose(1, 2, 0, 3))
     return dx, dw.transpose(1, 2, 0, 3)
 
 
-convolve.defvjp(_convolve_forward, _convolve_backward)
+convolve.defvjp(
+    lambda x, w: (_correlate(x, w), (x, w)),
+    lambda saved, g: jax.lax.platform_dependent(*saved, g, cpu=_gradients_on_cpu, default=_gradients),
+)
 
 
 class ConvBlock(nnx.Module):
@@ -74,9 +69,7 @@ class ConvBlock(nnx.Module):
         self.second = Convolution(rngs, channels, channels, ("mlp", "embed"))
         self.dropout = dropout
 
-    def __call__(
-        self, x: Float[Array, "batch height width channels"], keys: RowKeys | None
-    ) -> Float[Array, "batch height width channels"]:
+    def __call__(self, x: Images, keys: RowKeys | None) -> Images:
         y = constrain(self.first(jax.nn.relu(self.first_norm(x))), "batch", "height", "width", "mlp")
         y = self.second(jax.nn.relu(self.second_norm(y)))
         return constrain(x + dropout(y, self.dropout, keys), "batch", "height", "width", "embed")
@@ -109,9 +102,7 @@ class Convnet(ImageNetwork):
         self.norm = LayerNorm(cfg.stages[-1])
         self.head = Linear(rngs, cfg.stages[-1], cfg.outputs, ("embed", "classes"), bias=True)
 
-    def features(
-        self, images: Float[Array, "batch height width channels"], keys: RowKeys | None = None
-    ) -> Float[Array, "batch embed"]:
+    def features(self, images: Images, keys: RowKeys | None = None) -> Float[Array, "batch embed"]:
         x = images.astype(self.execution.dtype)
         count = len(self.cfg.stages)
         own = [None] * count if keys is None else split_keys(keys, count)

@@ -22,13 +22,13 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from jaxmem.models.layers import Features
 from jaxmem.models.vocab_slices import SLICE_SIZE, Columns, VocabOp, VocabOpResult, VocabSlices
 from jaxmem.quant import QTensor
 from jaxmem.sharding import Axes, constrain, current, gather, weights
 from jaxmem.sharding.host import is_on_host
 from jaxmem.stack.cuts import cut
 
-Features = Float[Array, "batch time embed"]
 Labels = Int[Array, "batch time"]
 PerToken = Float[Array, "batch time"]
 
@@ -276,7 +276,8 @@ def _backward(loss: SlicedLoss, saved: _Saved, g: jax.Array) -> tuple[jax.Array,
         slice_of_weight, slice_of_x = loss.gradients(x, labels, columns, j, found, g)
         if trainable:
             slice_of_weight = constrain(slice_of_weight, "embed", "vocab", None, role="gradients").astype(at.dtype)
-            of_weight = slices.write_columns(of_weight, axes, j, slice_of_weight)
+            # From the last slice to the first: masked columns are overwritten by the slice that contains them.
+            of_weight = slices.write(of_weight, axes.index("vocab"), j, slices.as_weight(slice_of_weight, axes))
             of_weight = constrain(of_weight, *axes, role="gradients")
         return of_weight, constrain(of_x + slice_of_x, "vocab", "batch", "vocab_time", None)
 

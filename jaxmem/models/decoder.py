@@ -13,7 +13,7 @@ from jaxmem.models.attention import Attention, AttentionSpec, Tokens, context_or
 from jaxmem.models.block import Block, GatedMlp
 from jaxmem.models.embedding import Embedding
 from jaxmem.models.kv_cache import CacheSlot, KVCache, empty_cache
-from jaxmem.models.layers import RMSNorm, RowKeys
+from jaxmem.models.layers import Features, Ids, RMSNorm, RowKeys
 from jaxmem.models.linear import Linear
 from jaxmem.models.network import Execution, Network, apply_blocks
 from jaxmem.models.rope import Angles, angles
@@ -34,55 +34,34 @@ class Decoder(Network):
 
     def _block(self, rngs: nnx.Rngs) -> Block:
         cfg = self.cfg
-        spec = AttentionSpec(
-            cfg.embed,
-            cfg.heads,
-            cfg.kv_heads,
-            cfg.head_dim,
-            causal=True,
-            window=cfg.window,
-            bias=cfg.attention_bias,
-            output_bias=cfg.output_bias,
-            qk_norm=cfg.norm_epsilon if cfg.qk_norm else None,
-        )
+        biases = {"bias": cfg.attention_bias, "output_bias": cfg.output_bias}
+        qk_norm = cfg.norm_epsilon if cfg.qk_norm else None
+        sizes = cfg.embed, cfg.heads, cfg.kv_heads, cfg.head_dim
+        spec = AttentionSpec(*sizes, causal=True, window=cfg.window, **biases, qk_norm=qk_norm)
         attention = Attention(rngs, spec, self.execution)
         norms = RMSNorm(cfg.embed, cfg.norm_epsilon), RMSNorm(cfg.embed, cfg.norm_epsilon)
         return Block(attention, GatedMlp(rngs, cfg.embed, cfg.mlp, bias=cfg.mlp_bias), norms, cfg.dropout)
 
     def __call__(
-        self,
-        tokens: Int[Array, "batch time"],
-        positions: Int[Array, "batch time"] | None = None,
-        segment_ids: Int[Array, "batch time"] | None = None,
-        keys: RowKeys | None = None,
+        self, tokens: Ids, positions: Ids | None = None, segment_ids: Ids | None = None, keys: RowKeys | None = None
     ) -> Float[Array, "batch time vocab"]:
         """Logits of the token after each position. `keys` enables dropout."""
         return self.logits(self.features(tokens, positions, segment_ids, keys))
 
     def features(
-        self,
-        tokens: Int[Array, "batch time"],
-        positions: Int[Array, "batch time"] | None = None,
-        segment_ids: Int[Array, "batch time"] | None = None,
-        keys: RowKeys | None = None,
-    ) -> Float[Array, "batch time embed"]:
+        self, tokens: Ids, positions: Ids | None = None, segment_ids: Ids | None = None, keys: RowKeys | None = None
+    ) -> Features:
         """The input of the output projection, for losses in slices of the vocabulary."""
         if self.prompt is not None:
             tokens, positions, segment_ids = self._after_prompt(tokens, positions, segment_ids)
-        x = apply_blocks(
-            self.blocks,
-            self._embed(tokens),
-            keys,
-            self.cfg.layers,
-            self.execution.stack,
-            lambda block, x, keys, tokens: block(x, tokens, keys)[0],
-            Tokens(self._angles(tokens, positions), segment_ids),
-        )
+        apply = lambda block, x, keys, tokens: block(x, tokens, keys)[0]  # noqa: E731
+        x, others = self._embed(tokens), Tokens(self._angles(tokens, positions), segment_ids)
+        x = apply_blocks(self.blocks, x, keys, self.cfg.layers, self.execution.stack, apply, others)
         return self.norm(x if self.prompt is None else x[:, self.prompt.length :])
 
     def _after_prompt(
-        self, tokens: jax.Array, positions: jax.Array | None, segment_ids: jax.Array | None
-    ) -> tuple[jax.Array, jax.Array | None, jax.Array | None]:
+        self, tokens: Ids, positions: Ids | None, segment_ids: Ids | None
+    ) -> tuple[Ids, Ids | None, Ids | None]:
         """Prepends the tokens of the prompt to each row. They belong to the first document of the row."""
         rows, length = tokens.shape[0], self.prompt.length
 
@@ -94,7 +73,7 @@ class Decoder(Network):
         segment_ids = None if segment_ids is None else prepend(segment_ids[:, :1], segment_ids)
         return prepend(self.prompt.tokens, tokens), positions, segment_ids
 
-    def logits(self, x: Float[Array, "batch time embed"]) -> Float[Array, "batch time vocab"]:
+    def logits(self, x: Features) -> Float[Array, "batch time vocab"]:
         x = constrain(x, "batch", "vocab_time", "embed")
         y = self.embedding.project(x) if self.head is None else self.head(x)
         # Removes the padding of a vocabulary whose size is not divisible by the number of devices.
@@ -113,7 +92,7 @@ class Decoder(Network):
 
     def extend(
         self,
-        tokens: Int[Array, "batch time"],
+        tokens: Ids,
         cache: KVCache,
         length: Int[Array, ""],
         first: Int[Array, "batch"] | None = None,
@@ -139,14 +118,14 @@ class Decoder(Network):
         x = x[:, -1:] if last is None else jax.lax.dynamic_slice_in_dim(x, last, 1, axis=1)
         return self.logits(self.norm(x))[:, 0], cache
 
-    def _embed(self, tokens: Int[Array, "batch time"]) -> Float[Array, "batch time embed"]:
+    def _embed(self, tokens: Ids) -> Features:
         dtype = self.execution.dtype
         if self.prompt is None:
             return self.embedding(tokens, dtype)
         known = jnp.minimum(tokens, self.cfg.vocab - 1)
         return constrain(self.prompt(tokens, self.embedding(known, dtype), dtype), "batch", "stream", "embed")
 
-    def _angles(self, tokens: jax.Array, positions: jax.Array | None) -> Angles:
+    def _angles(self, tokens: Ids, positions: Ids | None) -> Angles:
         if positions is None:
             order = context_order(current(), tokens.shape[1], self.execution.context_method, self.cfg.window)
             row = jnp.arange(tokens.shape[1], dtype=jnp.int32) if order is None else jnp.asarray(order)

@@ -18,7 +18,7 @@ from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
-from jaxmem.models.layers import fetch, new_weight
+from jaxmem.models.layers import Features, Ids, fetch, new_weight
 from jaxmem.models.vocab_slices import SLICE_SIZE, VocabOp, VocabOpResult, VocabSlices
 from jaxmem.quant import QTensor
 from jaxmem.sharding import Axes, Layout, constrain, current, gather, gather_quantized, stored_axes
@@ -37,7 +37,7 @@ class Embedding(nnx.Module):
         self.weight = new_weight(rngs, (vocab, embed), ("vocab", "embed"), scale=0.02)
         self.lora: Any = nnx.data(None)  # an adapter of jaxmem.adapters: of low rank, or rows of some tokens
 
-    def __call__(self, ids: Int[Array, "batch time"], dtype: DTypeLike) -> Float[Array, "batch time embed"]:
+    def __call__(self, ids: Ids, dtype: DTypeLike) -> Features:
         x = lookup_param(self.weight, ids, dtype)
         return x if self.lora is None else self.lora.rows(x, ids, partial(fetch, self.weight, dtype))
 
@@ -46,13 +46,11 @@ class Embedding(nnx.Module):
         return x @ fetch(self.weight, x.dtype).T
 
 
-def lookup_param(param: nnx.Param, ids: Int[Array, "batch time"], dtype: DTypeLike) -> Float[Array, "batch time width"]:
+def lookup_param(param: nnx.Param, ids: Ids, dtype: DTypeLike) -> Float[Array, "batch time width"]:
     return lookup(param.get_value(), ids, param.get_metadata()["axes"], dtype)
 
 
-def lookup(
-    matrix: Weight, ids: Int[Array, "batch time"], axes: Axes, dtype: DTypeLike
-) -> Float[Array, "batch time embed"]:
+def lookup(matrix: Weight, ids: Ids, axes: Axes, dtype: DTypeLike) -> Features:
     """Rows of an embedding matrix in the compute dtype, sharded like the residual stream. Only these rows of a
     quantized matrix are dequantized.
 
@@ -132,13 +130,11 @@ def _lookup(matrix: Matrix, ids: jax.Array, axes: Axes, dtype: DTypeLike, *, che
         matrix = jax.tree.map(lambda x: constrain(x, *axes, role="gradients"), matrix)
     else:
         matrix = gather(matrix, axes, dtype, "gradients")
+    own = jax.tree.map(lambda _: layout.spec("gradients", axes), matrix)
     find = jax.shard_map(
         partial(shards.lookup, dtype=dtype),
         mesh=layout.mesh,
-        in_specs=(
-            jax.tree.map(lambda _: layout.spec("gradients", axes), matrix),
-            layout.spec("activations", shards.tokens),
-        ),
+        in_specs=(own, layout.spec("activations", shards.tokens)),
         out_specs=layout.spec("activations", RESIDUAL),
         check_vma=check_vma or not layout.vmapped,
     )

@@ -14,14 +14,15 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float, Key
+from jaxtyping import Array, Float, Int, Key
 
 from jaxmem.models.vocab_slices import initialize_in_slices
 from jaxmem.sharding import Axes, gather_with_input
-from jaxmem.sharding.storage import store_new
-from jaxmem.sharding.weights import GatheredWeight
+from jaxmem.sharding.weights import GatheredWeight, store_new
 from jaxmem.stack import recompute_from_inputs
 
+Ids = Int[Array, "batch time"]  # one integer per token: its id, position or document
+Features = Float[Array, "batch time embed"]
 RowKeys = Key[Array, "batch"]  # a random key for each row of the batch
 Keys = Key[Array, "*rows"]
 

@@ -42,7 +42,7 @@ class Linear(nnx.Module):
         elif self.dequant_matmul is None:
             y = dequantizing_matmul(x, frozen, axes_of(self.weight, 2))
         else:
-            y = fused_dequant_matmul(x, frozen, axes_of(self.weight, 2), self.dequant_matmul)
+            y = fused_dequant_matmul(x, frozen, axes_of(self.weight, 2), self.dequant_matmul, False)
         y = checkpoint_name(y, MATMUL)
         if self.lora is not None:
             y = self.lora(x, y, partial(fetch, self.weight, x.dtype) if w is None else lambda: w, keys)
@@ -90,16 +90,10 @@ dequantizing_matmul.defvjp(
 )
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(2, 3))
-def fused_dequant_matmul(
-    x: Float[Array, "*batch inputs"], q: QTensor, axes: Axes, implementation: str
-) -> Float[Array, "*batch outputs"]:
-    """`kernels.dequant_matmul` with a frozen weight. Its codes are gathered, and gathered again for the gradient; each
-    device multiplies its own tokens. The weight is never completely dequantized."""
-    return _fused(x, q, axes, implementation)
-
-
-def _fused(x: jax.Array, q: QTensor, axes: Axes, implementation: str, *, transposed: bool = False) -> jax.Array:
+@partial(jax.custom_vjp, nondiff_argnums=(2, 3, 4))
+def fused_dequant_matmul(x: jax.Array, q: QTensor, axes: Axes, implementation: str, transposed: bool) -> jax.Array:
+    """`kernels.dequant_matmul` of x [*batch, inputs] with a frozen weight. Its codes are gathered, and gathered again
+    for the gradient; each device multiplies its own tokens. The weight is never completely dequantized."""
     from jaxmem import kernels
 
     x, q = jax.lax.optimization_barrier((x, q))  # only when x is available
@@ -115,18 +109,19 @@ def _fused(x: jax.Array, q: QTensor, axes: Axes, implementation: str, *, transpo
         implementation=implementation,
     )
     try:
-        if layout is None:
-            return run(x, q.codes, scale)
-        tokens = layout.spec("activations", (*("batch", "time")[: x.ndim - 1], None))
-        specs = (tokens, layout.spec("compute", (None, None)), layout.spec("compute", ()))
-        return jax.shard_map(run, mesh=layout.mesh, in_specs=specs, out_specs=tokens, check_vma=False)(
-            x, q.codes, scale
-        )
+        if layout is not None:
+            tokens = layout.spec("activations", (*("batch", "time")[: x.ndim - 1], None))
+            specs = (tokens, layout.spec("compute", (None, None)), layout.spec("compute", ()))
+            run = jax.shard_map(run, mesh=layout.mesh, in_specs=specs, out_specs=tokens, check_vma=False)
+        return run(x, q.codes, scale)
     except ValueError as error:
         raise UserError(f"adapter.matmul: {error}; use auto") from error
 
 
 fused_dequant_matmul.defvjp(
-    lambda x, q, axes, implementation: (_fused(x, q, axes, implementation), q),
-    lambda axes, implementation, q, g: (_fused(g, q, axes, implementation, transposed=True), None),
+    lambda x, q, *options: (fused_dequant_matmul(x, q, *options), q),
+    lambda axes, implementation, transposed, q, g: (
+        fused_dequant_matmul(g, q, axes, implementation, not transposed),
+        None,
+    ),
 )

@@ -9,23 +9,8 @@ from jaxtyping import Array, Float
 
 from jaxmem.models.cross_entropy import cross_entropy
 
-_MASKED = (
-    -1e9
-)  # a score whose exponential is zero; finite, so that the loss of a row with only masked scores is defined
-
-
-def binary_cross_entropy(logits: Float[Array, "*batch"], labels: Float[Array, "*batch"]) -> Float[Array, "*batch"]:
-    """-log of the probability of a label in {0, 1}, stable for logits of any size."""
-    logits, labels = logits.astype(jnp.float32), labels.astype(jnp.float32)
-    return labels * jax.nn.softplus(-logits) + (1.0 - labels) * jax.nn.softplus(logits)
-
-
-def absolute_error(predicted: Float[Array, "*batch"], target: Float[Array, "*batch"]) -> Float[Array, "*batch"]:
-    return jnp.abs(predicted.astype(jnp.float32) - target.astype(jnp.float32))
-
-
-def squared_error(predicted: Float[Array, "*batch"], target: Float[Array, "*batch"]) -> Float[Array, "*batch"]:
-    return jnp.square(predicted.astype(jnp.float32) - target.astype(jnp.float32))
+# A score whose exponential is zero; finite, so that the loss of a row with only masked scores is defined.
+_MASKED = -1e9
 
 
 def preference(margins: Float[Array, "*pairs"], label_smoothing: float = 0.0) -> Float[Array, "*pairs"]:

@@ -88,13 +88,6 @@ class VocabSlices:
         columns = jnp.moveaxis(self._read(weight, dim, j), (dim, dim + 1), (1, 2))
         return columns.reshape(columns.shape[0], self.parts, -1)
 
-    def write_columns(
-        self, weight: Float[Array, "rows columns"], axes: Axes, j: Int[Array, ""], columns: Columns
-    ) -> Float[Array, "rows columns"]:
-        """The weight, or its gradient, with slice j replaced. Write the slices from the last to the first: masked
-        columns are then overwritten by the slice that contains them."""
-        return self.write(weight, axes.index("vocab"), j, self.as_weight(columns, axes))
-
     def as_weight(self, columns: Columns, axes: Axes) -> Float[Array, "rows columns"]:
         """A slice [embed, parts, width] in the order of the weight's dimensions."""
         dim = axes.index("vocab")
@@ -167,9 +160,9 @@ def initialize_in_slices(
     slices = VocabSlices(shape[dim], shape[dim] // count)
     slice_shape = (*shape[:dim], slices.width, *shape[dim + 1 :])
 
-    def step(j: jax.Array, whole: list[jax.Array]) -> list[jax.Array]:
+    def step(j: jax.Array, arrays: list[jax.Array]) -> list[jax.Array]:
         new = jax.tree.leaves(draw(jax.random.fold_in(key, j), slice_shape))
-        return [slices.write(x, dim, j, one) for x, one in zip(whole, new, strict=True)]
+        return [slices.write(x, dim, j, one) for x, one in zip(arrays, new, strict=True)]
 
     arrays, structure = jax.tree.flatten(jax.eval_shape(lambda: draw(key, shape)))
     make_zeros = [zeros_on_host if is_on_host(one) else jnp.zeros for one in jax.tree.leaves(draw(key, slice_shape))]

@@ -16,9 +16,8 @@ _get, _names = lazy_names(
     apply="apply_updates global_norm leaf_key",
     clipping="clip record_norm",
     layers="MatrixRule ParameterSpec UpdateContext by_layer",
-    learning_rate="schedule",
     master="REMAINDER_BITS with_master with_remainder",
-    registry="build",
+    registry="build optimizer schedule",
     selection="Selection scale_updates select_trainable trainable",
 )
 _own = (entry.implementation.partition(":") for entry in OPTIMIZERS.values() if isinstance(entry.implementation, str))

@@ -1,23 +1,83 @@
-"""Adds updates to weights, with stochastic rounding and for quantized weights."""
+"""Adds updates to weights, with stochastic rounding and for quantized weights, also some rows of a matrix at a time.
+
+An optimizer that is written for a complete matrix can update an embedding or output matrix in slices. A rule that sums
+over the complete matrix (a norm, a mean of each column) calls `UpdateContext.sums`. With slices, each such call needs
+one pass over all slices to compute the sums, and a last pass applies the update. Each pass traces the same rule; XLA
+removes the computations after the first unknown sum.
+"""
 
 import dataclasses
 import zlib
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import Array, Int
 
 from jaxmem import kernels
 from jaxmem.errors import UserError
 from jaxmem.kernels.draws import scramble
 from jaxmem.optim.in_place import update_rows
-from jaxmem.optim.vocab_slice import VocabSlice
 from jaxmem.quant import QTensor
 from jaxmem.quant.precision import rounded
 from jaxmem.sharding import Axes, per_device
 from jaxmem.sharding.weights import is_quantized
+
+Total = Callable[[Any], Any]
+
+
+class NotSeparableError(Exception):
+    """Raised if a rule needs the complete matrix and cannot be computed from sums over slices."""
+
+
+@dataclass
+class SlicedSums:
+    """The sums over a matrix that are known so far, and the contribution of the current rows to each sum."""
+
+    known: list[Any]
+    shares: list[Any] = field(default_factory=list, init=False)
+
+    def __call__(self, share: Any) -> Any:
+        self.shares.append(share)
+        number = len(self.shares) - 1
+        return self.known[number] if number < len(self.known) else share  # the rest is traced but not computed
+
+
+@dataclass(frozen=True)
+class VocabSlice:
+    """Rows of a vocabulary matrix that are updated separately."""
+
+    shape: tuple[int, ...]  # of the complete matrix
+    dim: int  # the vocabulary's
+    rows: Int[Array, " rows"]  # their indices
+    total: Total  # from sums over these rows to sums over all rows
+
+
+def sliced_sums(update: Callable[[jax.Array, Total], Any], count: int) -> list[Any] | None:
+    """All sums that `update(index of the slice, total)` needs, over `count` slices; None if the rule needs the complete
+    matrix."""
+    first = jnp.zeros((), jnp.int32)
+
+    def share(j: jax.Array) -> Any:
+        """The contribution of slice j to the first unknown sum."""
+        sums = SlicedSums(known)
+        update(j, sums)
+        return sums.shares[len(known)]
+
+    known: list[Any] = []
+    needed = SlicedSums([])
+    try:
+        jax.eval_shape(lambda: update(first, needed))
+    except NotSeparableError:
+        return None
+    for _ in needed.shares:
+        zeros = jax.tree.map(jnp.zeros_like, jax.eval_shape(share, first))
+        add = lambda j, sums: jax.tree.map(jnp.add, sums, share(j))  # noqa: E731
+        known = [*known, jax.lax.fori_loop(0, count, add, zeros)]
+    return known
 
 
 def apply_updates(
@@ -39,32 +99,36 @@ def apply_updates(
     time. `kernel` selects a fused update of int8 weights on GPUs, with the same random numbers.
     """
 
-    def add(path: Any, w: Any, u: jax.Array, axes: Axes | None) -> Any:
+    def add(path: Any, w: Any, u: jax.Array, names: Axes) -> Any:
         own = None if key is None else leaf_key(key, path)
         if not is_quantized(w):
-            return map_layers(_added, (w, u), own, axes, layer, vocab_slice)
-        names: Axes = (None,) * w.ndim if axes is None else axes
+            return map_layers(_add, (w, u), own, names, layer, vocab_slice)
         seeds = None if own is None else _block_seeds(own, w, names, layer, vocab_slice)
         names = names[len(names) - w.ndim :]
         if kernel == "triton" and w.format == "int8":
             return _add_fused(w, u, seeds, names)
-        return update_rows(_requantized, w, (u, seeds), names)
+        return update_rows(_requantize, w, (u, seeds), names)
 
-    axes = jax.tree.map(lambda _: None, params, is_leaf=is_quantized) if axes is None else axes
+    axes = axes_or_unnamed(axes, params)
     return jax.tree_util.tree_map_with_path(add, params, updates, axes, is_leaf=is_quantized)
+
+
+def axes_or_unnamed(axes: Any, params: Any) -> Any:
+    """The axes of each parameter; where none are passed, tuples of None."""
+    return jax.tree.map(lambda w: (None,) * w.ndim, params, is_leaf=is_quantized) if axes is None else axes
 
 
 def map_layers(
     one: Callable[..., Any],
     arrays: tuple[Any, ...],
     key: jax.Array | None,
-    axes: Axes | None,
+    axes: Axes,
     layer: jax.Array | None,
-    vocab_slice: VocabSlice | None = None,
+    vocab_slice: VocabSlice | None,
 ) -> Any:
     """Applies `one(*arrays, key)` to a leaf. Each layer of a stack and each row of a vocabulary matrix has its own key,
     also if it is updated separately (`layer`, `vocab_slice`)."""
-    if key is None or axes is None:
+    if key is None:
         return one(*arrays, key)
     if (keys := row_keys(key, axes, arrays[0].shape, vocab_slice)) is not None:
         dim = axes.index("vocab")
@@ -77,7 +141,7 @@ def map_layers(
     return jax.vmap(one)(*arrays, keys)
 
 
-def _added(w: jax.Array, u: jax.Array, key: jax.Array | None) -> jax.Array:
+def _add(w: jax.Array, u: jax.Array, key: jax.Array | None) -> jax.Array:
     # Vectors of a model with quantized matrices are stored in float32 and not rounded.
     return rounded(w.astype(jnp.float32) + u.astype(jnp.float32), w.dtype, key)
 
@@ -92,8 +156,8 @@ def row_keys(key: jax.Array, axes: Axes, shape: tuple[int, ...], vocab_slice: Vo
     return keys.reshape([-1 if d == dim else 1 for d in range(len(shape))])
 
 
-def _requantized(w: QTensor, beside: tuple[jax.Array, jax.Array | None], *_: jax.Array) -> QTensor:
-    u, seeds = beside
+def _requantize(w: QTensor, update: tuple[jax.Array, jax.Array | None], *_: jax.Array) -> QTensor:
+    u, seeds = update
     return w.requantize(w.dequantize(jnp.float32) + u.astype(jnp.float32), seeds)
 
 
@@ -138,6 +202,11 @@ def leaf_key(key: jax.Array, path: Any) -> jax.Array:
     return jax.random.fold_in(key, zlib.crc32(jax.tree_util.keystr(path).encode()))
 
 
+def sum_of_squares(tree: Any) -> jax.Array:
+    """Over all leaves, in float32."""
+    return sum((jnp.sum(jnp.square(x.astype(jnp.float32))) for x in jax.tree.leaves(tree)), jnp.zeros((), jnp.float32))
+
+
 def global_norm(tree: Any) -> jax.Array:
     """Euclidean norm of all leaves as one vector, summed in float32."""
-    return jnp.sqrt(sum(jnp.sum(jnp.square(x.astype(jnp.float32))) for x in jax.tree.leaves(tree)))
+    return jnp.sqrt(sum_of_squares(tree))

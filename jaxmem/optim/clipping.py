@@ -15,8 +15,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from jaxmem.optim.apply import global_norm
-from jaxmem.optim.vocab_slice import VocabSlice
+from jaxmem.optim.apply import VocabSlice, axes_or_unnamed, global_norm
 from jaxmem.sharding import Axes, is_axes
 
 ClipBy = Literal["global", "previous", "weight"]
@@ -28,8 +27,8 @@ class PreviousNorm(NamedTuple):
 
 def clip(limit: float, by: ClipBy = "global", *, axes: Any = None) -> optax.GradientTransformationExtraArgs:
     """Clips gradients. With `update(..., norm=n)`, n is the norm of all gradients, of which the argument is a part.
-    With `update(..., layer=i)` the argument is the gradients of one layer, with `update(..., vocab_slice=s)` those of
-    some rows of a vocabulary matrix.
+    With `update(..., layer=i)` the argument is the gradients of one layer, with `update(..., vocab_slice=s)` the
+    gradients of some rows of a vocabulary matrix.
 
     >>> tx = clip(1.0, "weight")
     >>> clipped, _ = tx.update({"a": jnp.float32(3.0), "b": jnp.float32(0.5)}, tx.init({}))
@@ -53,19 +52,18 @@ def clip(limit: float, by: ClipBy = "global", *, axes: Any = None) -> optax.Grad
     ) -> tuple[Any, Any]:
         del params
         if by == "weight":
-            names = jax.tree.map(lambda g: (None,) * g.ndim, grads) if axes is None else axes
 
             def own(names: Axes, g: jax.Array) -> jax.Array:
                 first = int(names[:1] == ("layer",) and layer is None)
                 squares = jnp.square(g.astype(jnp.float32))
                 total = jnp.sum(squares, axis=tuple(range(first, g.ndim)), keepdims=True)
-                return _scaled(g, limit, jnp.sqrt(total if vocab_slice is None else vocab_slice.total(total)))
+                return _scale_down(g, limit, jnp.sqrt(total if vocab_slice is None else vocab_slice.total(total)))
 
-            return jax.tree.map(own, names, grads, is_leaf=is_axes), state
+            return jax.tree.map(own, axes_or_unnamed(axes, grads), grads, is_leaf=is_axes), state
         norm = global_norm(grads) if norm is None else norm
         length = state.norm if by == "previous" else norm
         new = PreviousNorm(norm) if by == "previous" else state
-        return jax.tree.map(lambda g: _scaled(g, limit, length), grads), new
+        return jax.tree.map(lambda g: _scale_down(g, limit, length), grads), new
 
     return optax.GradientTransformationExtraArgs(init, update)
 
@@ -76,5 +74,5 @@ def record_norm(state: Any, norm: jax.Array) -> Any:
     return jax.tree.map(lambda x: PreviousNorm(norm) if known(x) else x, state, is_leaf=known)
 
 
-def _scaled(g: jax.Array, limit: float, norm: jax.Array) -> jax.Array:
+def _scale_down(g: jax.Array, limit: float, norm: jax.Array) -> jax.Array:
     return (g.astype(jnp.float32) * jnp.minimum(1.0, limit / jnp.maximum(norm, 1e-30))).astype(g.dtype)

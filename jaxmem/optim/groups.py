@@ -12,8 +12,10 @@ from typing import Any
 
 import jax
 import optax
+from flax.traverse_util import flatten_dict, unflatten_dict
 
 from jaxmem.sharding import Axes, Role, constrain, is_axes, stored_axes
+from jaxmem.sharding.host import fetch_from_host, is_on_host, put_layer, send_like, take_layer
 from jaxmem.sharding.weights import is_quantized
 
 Tree = Any
@@ -33,9 +35,9 @@ class ParameterGroup:
         tx = optax.with_extra_args_support(optimizer_for(own))
         return cls(tx, own, select(state_axes, jax.eval_shape(tx.init, params)))
 
-    def state(self, whole: Tree) -> Tree:
+    def state(self, opt_state: Tree) -> Tree:
         """This group's part of an optimizer's state."""
-        return select(whole, self.state_axes, is_leaf=is_axes)
+        return select(opt_state, self.state_axes, is_leaf=is_axes)
 
     def update(self, grads: Tree, state: Tree, params: Tree, write: Write, **extra: Any) -> tuple[Tree, Tree]:
         """Returns new parameters and new state; with `layer`, of one layer of stacked parameters."""
@@ -56,17 +58,17 @@ def select(tree: Tree, like: Tree, is_leaf: Callable[[Any], bool] | None = None)
 
 def without(tree: Tree, part: Tree) -> Tree:
     """Nested dicts without the leaves of `part`."""
-    left: dict[str, Any] = {}
-    for name, value in tree.items():
-        if not isinstance(value, dict):
-            left |= {} if name in part else {name: value}
-        elif below := without(value, part.get(name, {})):
-            left[name] = below
-    return left
+    removed = flatten_dict(part)
+    return unflatten_dict({path: leaf for path, leaf in flatten_dict(tree).items() if path not in removed})
+
+
+def single_weights(params: Tree) -> list[Tree]:
+    """For each trainable weight, a tree with only this weight, at its path."""
+    return [unflatten_dict({path: w}) for path, w in flatten_dict(params).items() if w is not None]
 
 
 def merge(tree: Tree, *parts: Tree) -> Tree:
-    """`tree`, with its leaves replaced by those of the parts."""
+    """`tree`, with some leaves replaced by the leaves of the parts at the same paths."""
     found = {path: leaf for part in parts for path, leaf in jax.tree_util.tree_leaves_with_path(part)}
     return jax.tree_util.tree_map_with_path(found.get, tree)
 
@@ -80,24 +82,25 @@ def constrain_tree(tree: Tree, axes: Tree, role: Role) -> Tree:
     return jax.tree.map(one, axes, tree, is_leaf=is_axes)
 
 
-def take_stacked_layer(tree: Tree, axes: Tree, layer: jax.Array, rest: Tree) -> Tree:
-    """One layer of stacked leaves; other leaves are taken from `rest`."""
+def take_stacked_layer(tree: Tree, axes: Tree, layer: jax.Array, unstacked: Tree) -> Tree:
+    """One layer of stacked leaves, copied to the device if they are in host memory. Leaves that are not stacked are
+    taken from `unstacked`."""
 
     def one(names: Axes, x: jax.Array, other: jax.Array) -> jax.Array:
-        stacked = names[:1] == ("layer",)
-        return jax.lax.dynamic_index_in_dim(x, layer, 0, keepdims=False) if stacked else other
+        return fetch_from_host(take_layer(x, layer)) if names[:1] == ("layer",) else other
 
-    return jax.tree.map(one, axes, tree, rest, is_leaf=is_axes)
+    return jax.tree.map(one, axes, tree, unstacked, is_leaf=is_axes)
 
 
 def put_stacked_layer(tree: Tree, axes: Tree, role: Role, layer: jax.Array, new: Tree) -> Tree:
-    """Stacked leaves with the new values of one layer; other leaves are replaced."""
+    """Stacked leaves with the new values of one layer, in the same memory. Leaves that are not stacked are replaced."""
 
     def one(names: Axes, x: jax.Array, new: jax.Array) -> jax.Array:
         if names[:1] != ("layer",):
             return new
         # Sharded before it is written, so that only this layer is communicated.
         new = constrain(new, *names[1:], role=role)
-        return constrain(jax.lax.dynamic_update_index_in_dim(x, new, layer, 0), *names, role=role)
+        stacked = put_layer(x, layer, send_like(new, x))
+        return stacked if is_on_host(x) else constrain(stacked, *names, role=role)
 
     return jax.tree.map(one, axes, tree, new, is_leaf=is_axes)

@@ -1,8 +1,8 @@
 """Optimizers are written for one matrix (`MatrixRule`); `by_layer` applies them to each layer of a stack.
 
-A weight [layer, m, n] is a stack of matrices; a rule sees one layer: rank, rows and norms are those of one matrix.
-`by_layer` turns a rule into an optax transformation. It loops over the layers and writes the state and update of each
-layer in place of the old state and the gradient, so that at most one additional layer exists in float32, for any
+A weight [layer, m, n] is a stack of matrices; a rule sees one layer, with the rank, rows and norms of one matrix.
+`by_layer` turns a rule into an optax transformation. It loops over the layers and overwrites the old state and the
+gradient of each layer with its new state and update, so that at most one additional layer exists in float32, for any
 format of the state.
 
 In your own loop, name the dimensions of stacked weights: `axes` is a tree with the structure of the parameters and a
@@ -22,12 +22,10 @@ import jax.numpy as jnp
 import optax
 from jax.typing import DTypeLike
 
-from jaxmem.optim.apply import leaf_key
+from jaxmem.optim.apply import NotSeparableError, VocabSlice, axes_or_unnamed, leaf_key
 from jaxmem.optim.in_place import update_layers, update_rows
-from jaxmem.optim.vocab_slice import NotSeparableError, VocabSlice
 from jaxmem.sharding import Axes, constrain, is_axes
 from jaxmem.sharding.leaves import Derived
-from jaxmem.sharding.weights import is_quantized
 
 
 @dataclass(frozen=True)
@@ -81,13 +79,16 @@ class UpdateContext:
         return tuple(total.get(i, x) for i, x in enumerate(own))
 
 
+State = dict[str, Any]  # of a rule, by name
+
+
 class MatrixRule:
     """An optimizer of one matrix (or vector, or scalar)."""
 
     elementwise: ClassVar[bool] = False  # can be applied to some rows at a time; does not read the weight
     updates_stacks: ClassVar[bool] = False  # updates a stack of layers as one array
 
-    def init(self, spec: ParameterSpec) -> dict[str, Any]:
+    def init(self, spec: ParameterSpec) -> State:
         """Trees of `Derived`, by name."""
         raise NotImplementedError
 
@@ -97,7 +98,7 @@ class MatrixRule:
         del dim
         return True
 
-    def update(self, g: jax.Array, state: dict[str, Any], at: UpdateContext, /) -> tuple[jax.Array, dict[str, Any]]:
+    def update(self, g: jax.Array, state: State, at: UpdateContext, /) -> tuple[jax.Array, State]:
         """Returns the update before weight decay and learning rate, in any dtype, and the new state. `state` has the
         values inside `Derived`."""
         raise NotImplementedError
@@ -114,14 +115,9 @@ def by_layer(
     """An optax transformation that applies a rule to each leaf. It needs no memory in addition to the state of the
     rules.
 
-    With `update(..., layer=i, layers=n)`, gradients, state and parameters are those of layer i of n. With `update(...,
+    With `update(..., layer=i, layers=n)`, gradients, state and parameters belong to layer i of n. With `update(...,
     vocab_slice=s)` they are some rows of the only parameter, a vocabulary matrix.
     """
-
-    def named(params: Any) -> Any:
-        if axes is None:
-            return jax.tree.map(lambda w: (None,) * w.ndim, params, is_leaf=is_quantized)
-        return axes
 
     def init(params: Any) -> ByLayerState:
         def make(names: Axes, w: Any) -> dict[str, Any]:
@@ -130,7 +126,7 @@ def by_layer(
                 return {}
             return jax.tree.map(lambda x: jnp.broadcast_to(x, (*layers, *x.shape)), rule_for(spec).init(spec))
 
-        made = jax.tree.map(make, named(params), params, is_leaf=is_axes)
+        made = jax.tree.map(make, axes_or_unnamed(axes, params), params, is_leaf=is_axes)
         return ByLayerState(jnp.zeros((), jnp.int32), made)
 
     def update(
@@ -143,15 +139,45 @@ def by_layer(
         vocab_slice: VocabSlice | None = None,
         **_: Any,
     ) -> tuple[Any, ByLayerState]:
-        weights = grads if params is None else params
-        now = _Update(rule_for, optax.safe_increment(state.step), jax.random.key(seed), layer, layers, vocab_slice)
+        weights, count = grads if params is None else params, optax.safe_increment(state.step)
+
+        def of_leaf(path: Any, names: Axes, g: jax.Array, state: Any, w: Any) -> tuple[jax.Array, Any]:
+            """The update and the new state of one parameter."""
+            names = names[1:] if layer is not None and names[:1] == ("layer",) else names
+            spec, stack = _one_layer(names, w)
+            if spec.size == 0:
+                return g, state
+            if vocab_slice is not None:
+                spec = dataclasses.replace(spec, shape=vocab_slice.shape)
+            rule = rule_for(spec)
+            if vocab_slice is not None and not rule.is_separable(vocab_slice.dim):
+                raise NotSeparableError
+            # The key of a leaf depends only on its name, so that it is the same on every mesh and in every order.
+            key, total = leaf_key(jax.random.key(seed), path), stack[0] if stack else layers
+
+            def one(own: tuple[jax.Array, Any], w: Any, i: jax.Array, _: Any = None) -> tuple[jax.Array, Any]:
+                g, state = own
+                at = UpdateContext(w, spec, count, i, total, jax.random.fold_in(key, i), vocab_slice)
+                values = jax.tree.map(lambda x: x.value, state, is_leaf=_is_derived)
+                u, new = rule.update(_as_state(g, spec), values, at)
+                put = lambda x, value: dataclasses.replace(x, value=value)  # noqa: E731
+                return _as_state(u.astype(g.dtype), spec), jax.tree.map(put, state, new, is_leaf=_is_derived)
+
+            first = jnp.zeros((), jnp.int32) if layer is None else layer
+            if stack and rule.updates_stacks:
+                spec = dataclasses.replace(spec, shape=w.shape, axes=names)
+                return one((g, state), w, first)
+            if rule.elementwise:
+                return update_rows(one, (g, state), None, names)
+            return update_layers(one, (g, state), w) if stack else one((g, state), w, first)
+
         treedef: Any
-        names, treedef = jax.tree.flatten(named(weights), is_leaf=is_axes)
+        names, treedef = jax.tree.flatten(axes_or_unnamed(axes, weights), is_leaf=is_axes)
         paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(grads)]
         trees = (treedef.flatten_up_to(tree) for tree in (grads, state.leaves, weights))
-        new = [now.of_leaf(*leaf) for leaf in zip(paths, names, *trees, strict=True)]
+        new = [of_leaf(*leaf) for leaf in zip(paths, names, *trees, strict=True)]
         updates, leaves = (jax.tree.unflatten(treedef, part) for part in zip(*new, strict=True))
-        return updates, ByLayerState(now.count, leaves)
+        return updates, ByLayerState(count, leaves)
 
     return optax.GradientTransformationExtraArgs(init, update)
 
@@ -171,55 +197,6 @@ def transformation(settings: type) -> Callable[..., Callable[..., optax.Gradient
         return scale
 
     return decorate
-
-
-@dataclass(frozen=True)
-class _Update:
-    """One update of all leaves."""
-
-    rule_for: Callable[[ParameterSpec], MatrixRule]
-    count: jax.Array
-    key: jax.Array
-    layer: jax.Array | None
-    layers: int
-    vocab_slice: VocabSlice | None
-
-    def of_leaf(self, path: Any, names: Axes, g: jax.Array, state: Any, w: Any) -> tuple[jax.Array, Any]:
-        """The update and the new state of one parameter."""
-        stacked = names[:1] == ("layer",)
-        if stacked and self.layer is not None:
-            names, stacked = names[1:], False
-        spec, stack = _one_layer(names, w)
-        if spec.size == 0:
-            return g, state
-        if self.vocab_slice is not None:
-            spec = dataclasses.replace(spec, shape=self.vocab_slice.shape)
-        rule = self.rule_for(spec)
-        if self.vocab_slice is not None and not rule.is_separable(self.vocab_slice.dim):
-            raise NotSeparableError
-        layers = math.prod(stack) if self.layer is None else self.layers
-        # The key of a leaf depends only on its name, so that it is the same on every mesh and in every order.
-        key = leaf_key(self.key, path)
-
-        def one(own: tuple[jax.Array, Any], w: Any, i: jax.Array, _: Any = None) -> tuple[jax.Array, Any]:
-            g, state = own
-            at = UpdateContext(w, spec, self.count, i, layers, jax.random.fold_in(key, i), self.vocab_slice)
-            values = jax.tree.map(lambda x: x.value, state, is_leaf=_is_derived)
-            u, new = rule.update(_as_state(g, spec), values, at)
-            replaced = jax.tree.map(
-                lambda x, value: dataclasses.replace(x, value=value), state, new, is_leaf=_is_derived
-            )
-            return _as_state(u.astype(g.dtype), spec), replaced
-
-        first = jnp.zeros((), jnp.int32) if self.layer is None else self.layer
-        if stacked and rule.updates_stacks:
-            spec = dataclasses.replace(spec, shape=w.shape, axes=names)
-            return one((g, state), w, first)
-        if rule.elementwise:
-            return update_rows(one, (g, state), None, names)
-        if stacked:
-            return update_layers(one, (g, state), w)
-        return one((g, state), w, first)
 
 
 def _one_layer(names: Axes, w: Any) -> tuple[ParameterSpec, tuple[int, ...]]:

@@ -18,8 +18,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from jaxmem.optim.apply import leaf_key, map_layers
-from jaxmem.optim.vocab_slice import VocabSlice
+from jaxmem.optim.apply import VocabSlice, axes_or_unnamed, leaf_key, map_layers
 from jaxmem.sharding import Axes
 from jaxmem.sharding.weights import WithRemainder
 
@@ -44,11 +43,11 @@ def with_master(tx: optax.GradientTransformation) -> optax.GradientTransformatio
     tx = optax.with_extra_args_support(tx)
 
     def init(params: Any) -> MasterState:
-        master = _in_float32(params)
+        master = _to_float32(params)
         return MasterState(master, tx.init(master))
 
     def update(grads: Any, state: MasterState, params: Any = None, **extra: Any) -> tuple[Any, MasterState]:
-        updates, inner = tx.update(_in_float32(grads), state.inner, state.master, **extra)
+        updates, inner = tx.update(_to_float32(grads), state.inner, state.master, **extra)
         master = jax.tree.map(lambda m, u: m + u.astype(jnp.float32), state.master, updates)
         # Exact if the two are within a factor of two of each other (Sterbenz); then the sum with the weights is exact
         # too.
@@ -92,15 +91,15 @@ def with_remainder(
         vocab_slice: VocabSlice | None = None,
         **extra: Any,
     ) -> tuple[Any, RemainderState]:
-        whole = jax.tree.map(WithRemainder, params, state.master)
-        updates, inner = tx.update(grads, state.inner, whole, layer=layer, vocab_slice=vocab_slice, **extra)
+        complete = jax.tree.map(WithRemainder, params, state.master)
+        updates, inner = tx.update(grads, state.inner, complete, layer=layer, vocab_slice=vocab_slice, **extra)
         key = jax.random.fold_in(jax.random.key(0), state.step)
 
-        def change(path: Any, u: jax.Array, w: jax.Array, remainder: jax.Array, names: Axes | None) -> Any:
+        def change(path: Any, u: jax.Array, w: jax.Array, remainder: jax.Array, names: Axes) -> Any:
             draws = leaf_key(key, path) if bits == 8 else None
-            return map_layers(_changed, (u, w, remainder), draws, names, layer, vocab_slice)
+            return map_layers(_change, (u, w, remainder), draws, names, layer, vocab_slice)
 
-        names = jax.tree.map(lambda _: None, params) if axes is None else axes
+        names = axes_or_unnamed(axes, params)
         done = jax.tree_util.tree_map_with_path(change, updates, params, state.master, names)
         changes, remainder = jax.tree.transpose(jax.tree.structure(updates), jax.tree.structure((0, 0)), done)
         return changes, RemainderState(state.step + 1, remainder, inner)
@@ -108,7 +107,7 @@ def with_remainder(
     return optax.GradientTransformationExtraArgs(init, update)
 
 
-def _changed(u: jax.Array, w: jax.Array, remainder: jax.Array, key: jax.Array | None) -> tuple[jax.Array, jax.Array]:
+def _change(u: jax.Array, w: jax.Array, remainder: jax.Array, key: jax.Array | None) -> tuple[jax.Array, jax.Array]:
     """The change of a weight to the nearest bfloat16, and the new remainder. Computed on the bits as integers: the
     upper 16 bits of a float32 are a bfloat16, and adding half a unit rounds away from zero."""
     new = WithRemainder(w, remainder).dequantize() + u.astype(jnp.float32)
@@ -129,5 +128,5 @@ def _changed(u: jax.Array, w: jax.Array, remainder: jax.Array, key: jax.Array | 
     return change, jnp.where(jnp.isfinite(new), rest, 0).astype(remainder.dtype)
 
 
-def _in_float32(tree: Any) -> Any:
+def _to_float32(tree: Any) -> Any:
     return jax.tree.map(lambda x: x.astype(jnp.float32), tree)

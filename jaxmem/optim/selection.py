@@ -25,7 +25,7 @@ import optax
 
 from jaxmem.config.names import split_layers
 from jaxmem.errors import UserError, nearest
-from jaxmem.sharding import is_axes
+from jaxmem.sharding import is_axes, path_name
 from jaxmem.sharding.weights import is_quantized
 
 Path = tuple[Any, ...]
@@ -67,7 +67,7 @@ class Selection:
         return jax.tree_util.tree_map_with_path(one, tree, is_leaf=_is_weight)
 
     def merge(self, tree: Any, selected: Any) -> Any:
-        """`tree`, with its trainable parameters replaced by those of a selected tree."""
+        """`tree`, with its trainable parameters replaced by the parameters of a selected tree."""
         new = {path: x for path, _, x in _named(selected)}
 
         def one(path: Path, x: Any) -> Any:
@@ -114,8 +114,7 @@ def scale_updates(
         updates, state = inner.update(grads, state, params, **extra)
 
         def scaled(path: Any, u: jax.Array) -> jax.Array:
-            name = jax.tree_util.keystr(path, simple=True, separator=".")
-            return u * factor if any(fnmatchcase(name, pattern) for pattern in patterns) else u
+            return u * factor if any(fnmatchcase(path_name(path), pattern) for pattern in patterns) else u
 
         return jax.tree_util.tree_map_with_path(scaled, updates), state
 
@@ -171,7 +170,7 @@ def _put_layers(x: jax.Array, new: jax.Array, layers: tuple[int, ...]) -> jax.Ar
 
 def _named(tree: Any) -> list[tuple[Path, str, Any]]:
     leaves = jax.tree_util.tree_leaves_with_path(tree, is_leaf=_is_weight)
-    return [(path, jax.tree_util.keystr(path, simple=True, separator="."), x) for path, x in leaves]
+    return [(path, path_name(path), x) for path, x in leaves]
 
 
 def _is_weight(x: Any) -> bool:

@@ -133,13 +133,13 @@ def layers_of(cfg: Config, platform: str) -> list[Layer]:
 def _trace(applied: StackCall, trace: _Operations) -> Layer:
     weights, one = (jax.tree.map(lambda x: without_sharding(x[0]), tree) for tree in (applied.weights, applied.inputs))
 
-    def both(g: Any, weights: Any, x: Any, one: Any, beside: Any) -> Any:
-        run = lambda own, x: applied.run(with_inexact(weights, own), x, one, beside)[0]  # noqa: E731
+    def both(g: Any, weights: Any, x: Any, one: Any, shared: Any) -> Any:
+        run = lambda own, x: applied.run(with_inexact(weights, own), x, one, shared)[0]  # noqa: E731
         y, back = jax.vjp(run, inexact_leaves(weights), x)
         return back(checkpoint_name(g, _BACK)), y
 
-    x, beside = jax.tree.map(without_sharding, (applied.x, applied.beside))
-    traced, (gradients, _) = jax.make_jaxpr(both, return_shape=True)(x, weights, x, one, beside)
+    x, shared = jax.tree.map(without_sharding, (applied.x, applied.shared))
+    traced, (gradients, _) = jax.make_jaxpr(both, return_shape=True)(x, weights, x, one, shared)
     ends = trace.add(traced.jaxpr, [None] * len(traced.jaxpr.invars))
     operations, count = trace.operations, len(jax.tree.leaves(gradients))
     _, needed = _sources(operations, ends[:count], lambda one: not one.backward)

@@ -46,12 +46,12 @@ class Uniform:
 
     def encode(self, x: Values, draws: Draws) -> Codes:
         scaled = x * self.steps
-        whole = jnp.round(scaled) if draws is None else jnp.floor(scaled + draws)
+        steps = jnp.round(scaled) if draws is None else jnp.floor(scaled + draws)
         # A draw just below 1 may round up beyond the range.
-        whole = jnp.clip(whole, 0 if self.affine else -self.steps, self.steps)
+        steps = jnp.clip(steps, 0 if self.affine else -self.steps, self.steps)
         if self.bits == 8:
-            return whole.astype(jnp.uint8 if self.affine else jnp.int8)
-        return (whole + (0 if self.affine else self.steps)).astype(jnp.uint8)
+            return steps.astype(jnp.uint8 if self.affine else jnp.int8)
+        return (steps + (0 if self.affine else self.steps)).astype(jnp.uint8)
 
     def decode(self, codes: Codes) -> Values:
         zero = 0 if self.affine or self.bits == 8 else self.steps

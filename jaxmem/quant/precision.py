@@ -33,8 +33,7 @@ def gradient_dtype(precision: Precision, platform: str) -> np.dtype | None:
 
 def rounded(x: Float[Array, "*shape"], dtype: DTypeLike, key: Key[Array, ""] | None = None) -> Float[Array, "*shape"]:
     """`x` in `dtype`, rounded to nearest. With a key it is rounded stochastically to one of the two neighbouring
-    bfloat16 values with expectation x, so that an update smaller than half a unit in the last place is not always
-    lost.
+    bfloat16 values with expectation x, so that an update smaller than half a unit in the last place is not always lost.
 
     A random integer smaller than the last remaining bit is added before the lower bits are removed (Zamirai et al.,
     arXiv:2010.06192). The draw depends on the key and the position of an element, not on the mesh.

@@ -60,10 +60,10 @@ class QTensor:
         """The values, by default in the dtype of the original."""
         form = FORMATS[self.format]
         codes = unpack(self.codes, form.bits, self.axis, self.size)
-        values = _blocked(form.decode(codes), self.axis, self.block_size) * _per_block(self._scales, self.axis)
+        values = _split_blocks(form.decode(codes), self.axis, self.block_size) * _per_block(self._scales, self.axis)
         if self.offset is not None:
             values = values + _per_block(self.offset, self.axis)
-        return _unblocked(values, self.axis, self.size).astype(dtype or self.dtype)
+        return _join_blocks(values, self.axis, self.size).astype(dtype or self.dtype)
 
     @property
     def _scales(self) -> jax.Array:
@@ -118,7 +118,7 @@ def quantize(
     along = -1 if axis is None else axis - x.ndim if axis >= 0 else axis
     size = x.shape[along]
     block = max(1, size if block_size is None or axis is None else min(block_size, size))
-    values = _blocked(x.astype(jnp.float32), along, block)
+    values = _split_blocks(x.astype(jnp.float32), along, block)
     dim = values.ndim + along
     over: Any = (dim,) if axis is not None else tuple(range(values.ndim))
     if form.affine:
@@ -128,11 +128,11 @@ def quantize(
     else:
         low, high = None, jnp.max(jnp.abs(values), axis=over, keepdims=True, initial=0.0)
     inverse = jnp.where(high > 0, 1 / jnp.where(high > 0, high, 1), 0)  # 0 for a block of zeros
-    codes = _unblocked(form.encode(values * inverse, _draws(key, seeds, values, dim)), along, size)
+    codes = _join_blocks(form.encode(values * inverse, _draws(key, seeds, values, dim)), along, size)
     scale: Any = jnp.squeeze(high, dim)
     return QTensor(
         pack(codes, form.bits, along),
-        _quantized_scales(scale, along) if double_quant else scale,
+        _quantize_scales(scale, along) if double_quant else scale,
         None if low is None else jnp.squeeze(low, dim),
         format,
         along,
@@ -168,7 +168,7 @@ def _draws(key: jax.Array | None, seeds: jax.Array | None, values: jax.Array, di
     return uniform(jnp.expand_dims(seeds, dim), jax.lax.broadcasted_iota(jnp.int32, values.shape, dim))
 
 
-def _quantized_scales(scale: jax.Array, axis: int) -> QTensor:
+def _quantize_scales(scale: jax.Array, axis: int) -> QTensor:
     """Scales in 8 bits: their differences from their mean (one mean per matrix), in groups along `axis`."""
     matrix = {max(0, scale.ndim - 2), scale.ndim - 1, scale.ndim + axis}
     mean = jnp.mean(scale, axis=tuple(sorted(matrix)), keepdims=True)
@@ -177,7 +177,7 @@ def _quantized_scales(scale: jax.Array, axis: int) -> QTensor:
     return dataclasses.replace(quantize(scale - mean, "dynamic8", -(-size // groups), axis), offset=mean)
 
 
-def _blocked(x: jax.Array, axis: int, block: int) -> jax.Array:
+def _split_blocks(x: jax.Array, axis: int, block: int) -> jax.Array:
     """The dimension `axis` as [blocks, block]. A short last block repeats its last value."""
     dim, padding = x.ndim + axis, -x.shape[axis] % block
     if padding:
@@ -185,15 +185,15 @@ def _blocked(x: jax.Array, axis: int, block: int) -> jax.Array:
     return x.reshape(*x.shape[:dim], x.shape[dim] // block, block, *x.shape[dim + 1 :])
 
 
-def _unblocked(x: jax.Array, axis: int, size: int) -> jax.Array:
-    """The inverse of `_blocked`."""
+def _join_blocks(x: jax.Array, axis: int, size: int) -> jax.Array:
+    """The inverse of `_split_blocks`."""
     dim = x.ndim + axis - 1
     joined = x.reshape(*x.shape[:dim], x.shape[dim] * x.shape[dim + 1], *x.shape[dim + 2 :])
     return jax.lax.slice_in_dim(joined, 0, size, axis=dim)
 
 
 def _per_block(scale: jax.Array, axis: int) -> jax.Array:
-    """Scales that broadcast against the values of `_blocked`."""
+    """Scales that broadcast against the values of `_split_blocks`."""
     return jnp.expand_dims(scale, scale.ndim + axis + 1)
 
 

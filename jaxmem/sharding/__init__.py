@@ -10,8 +10,7 @@ derives the communication. An array takes 1/F of its bytes on each of F devices 
     layout.py     a mesh with its tables: the sharding of an array
     arrays.py     sharding constraints and communication along a mesh axis
     gathering.py  weights from storage to compute, and gradients back
-    storage.py    how new weights are stored
-    weights.py    stored weights and the arrays that receive their gradients
+    weights.py    stored weights, the arrays that receive their gradients, and how new weights are stored
     leaves.py     how optimizer state relates to its parameter
     host.py       host memory
 
@@ -26,5 +25,5 @@ __getattr__, __all__ = lazy_names(
     arrays="constrain map_shards per_device rotate row_major_in_stages shard_first_dim vmap_groups",
     gathering="MIN_TOKENS_PER_ROW gather gather_quantized gather_with_input stored_axes",
     layout="Layout current first_dim_sharding layout_for",
-    table="Axes Axis Role STORAGE_AXES assign_mesh_axes axis_name if_even is_axes make_rules rules_for",
+    table="Axes Axis Role STORAGE_AXES assign_mesh_axes axis_name if_even is_axes make_rules path_name rules_for",
 )

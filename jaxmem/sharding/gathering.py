@@ -121,9 +121,7 @@ def _mapped_like(at: jax.Array, stored: Any) -> Any:
 
 def gather_quantized(q: QTensor, axes: Axes) -> QTensor:
     """Gathers codes and scales for the computation."""
-    even = tuple(
-        if_even(axis) for axis in axes
-    )  # a dimension that needs padding stays replicated until it is dequantized
+    even = tuple(map(if_even, axes))  # a dimension that needs padding stays replicated until it is dequantized
 
     def one(x: jax.Array) -> jax.Array:
         return constrain(_row_major_if_gathered(x, even, "weights", "compute"), *even, role="compute")

@@ -51,7 +51,7 @@ class Layout:
             if size % parts:
                 mesh = " x ".join(f"mesh.{a}" for a in over)
                 raise UserError(
-                    f"{name}: dimension {dim} ({axis}) of size {size} does not divide over {mesh} = {parts}"
+                    f"{name}: dimension {dim} ({axis}) of size {size} is not divisible by {mesh} = {parts}; change one"
                 )
             spec.append(over or None)
         return NamedSharding(self.mesh, PartitionSpec(*spec))
@@ -83,8 +83,8 @@ class Layout:
     def with_unsplit_layers(self, role: Role, axes: Axes, shape: Sequence[int]) -> NamedSharding:
         """The sharding of a stack whose layers must not be distributed over stages: another dimension is sharded over
         `stage`, if one is divisible."""
-        whole = dataclasses.replace(self.rules, **{role: {**getattr(self.rules, role), "layer": ()}})
-        placed = Layout(self.mesh, whole).sharding(role, axes, shape)
+        unsplit = dataclasses.replace(self.rules, **{role: {**getattr(self.rules, role), "layer": ()}})
+        placed = Layout(self.mesh, unsplit).sharding(role, axes, shape)
         parts, spec = placed.shard_shape(tuple(shape)), list(placed.spec)
         for dim in range(1, len(shape)):
             if parts[dim] % self.mesh.shape["stage"] == 0:
@@ -113,8 +113,8 @@ class Layout:
         """The layout for generation. Sequences grow, so they are not sharded; rows are, if their number is
         divisible."""
         batch = () if rows % self.parts("activations", "batch") else self.rules.activations["batch"]
-        whole = dict.fromkeys(("time", "stream", "mlp_time", "vocab_time"), ())
-        activations = {**self.rules.activations, **whole, "batch": batch}
+        unsplit = dict.fromkeys(("time", "stream", "mlp_time", "vocab_time"), ())
+        activations = {**self.rules.activations, **unsplit, "batch": batch}
         return Layout(self.mesh, dataclasses.replace(self.rules, activations=activations))
 
     def replicated(self) -> NamedSharding:

@@ -22,7 +22,7 @@ from typing import Any
 import jax
 
 from jaxmem.errors import UserError
-from jaxmem.sharding.table import Axes, if_even, is_axes
+from jaxmem.sharding.table import Axes, if_even, is_axes, path_name
 from jaxmem.sharding.weights import is_quantized
 
 
@@ -54,9 +54,8 @@ def state_axes(state: Any, params: Any, axes: Any) -> Any:
             return ()
         if owner and leaf.shape == shapes[owner]:
             return names[owner]
-        where = jax.tree_util.keystr(path, simple=True, separator=".")
         raise UserError(
-            f"optimizer state {where} of shape {tuple(leaf.shape)} has no known relation to its parameter"
+            f"optimizer state {path_name(path)} of shape {tuple(leaf.shape)} has no known relation to its parameter"
             "; wrap it in jaxmem.sharding.leaves.Derived where it is made"
         )
 

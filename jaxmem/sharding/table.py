@@ -6,6 +6,8 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+import jax
+
 from jaxmem.config.mesh import BATCH_AXES, undivided
 from jaxmem.config.mesh import Rules as RulesSection
 from jaxmem.config.sections import Config
@@ -30,6 +32,11 @@ def is_axes(x: Any) -> bool:
     return type(x) is tuple and all(a is None or isinstance(a, str | Axis) for a in x)
 
 
+def path_name(path: Any) -> str:
+    """The name of a leaf in a tree, `blocks.attention.q.weight`, from its path."""
+    return jax.tree_util.keystr(path, simple=True, separator=".")
+
+
 def axis_name(axis: str | Axis) -> str:
     """The logical axis without its options."""
     return axis.name if isinstance(axis, Axis) else axis
@@ -43,10 +50,7 @@ def if_even(axis: str | Axis | None) -> Axis | None:
 
 
 DEFAULT_TABLE: Table = RulesSection().table
-STORAGE_AXES = (
-    "fsdp",
-    "context",
-)  # shard stored weights, which are gathered over them for computation
+STORAGE_AXES = ("fsdp", "context")  # shard stored weights, which are gathered over them for computation
 
 
 @dataclass(frozen=True)

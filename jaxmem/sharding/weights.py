@@ -12,11 +12,16 @@ layers in which every weight is either trainable or frozen, so networks only rec
 
 A `HookedWeight` applies a function to its gradient. For stacked weights this happens in the backward pass of each
 layer, where `apply_hooks` is called.
+
+`Storage` and `storing_as` determine how new weights are stored: their dtype or quantization format, and their memory.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import partial
 from types import MappingProxyType
@@ -25,14 +30,18 @@ from typing import Any, ClassVar, TypeAlias
 import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
+from jaxtyping import Array, Float
 
-from jaxmem.quant import QTensor
+from jaxmem.config.sections import Precision
+from jaxmem.quant import FORMATS, QTensor, even_block_size, quantize
+from jaxmem.sharding.host import to_host
+from jaxmem.sharding.table import Axes
 
 
-class _HasShape:
-    """The shape of the stored array."""
+class _LikeStored:
+    """The shape and dtype of the stored array."""
 
-    stored: jax.Array | QTensor
+    stored: Any
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -42,10 +51,14 @@ class _HasShape:
     def ndim(self) -> int:
         return self.stored.ndim
 
+    @property
+    def dtype(self) -> jnp.dtype:
+        return self.stored.dtype
+
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
-class StoredWeight(_HasShape):
+class StoredWeight(_LikeStored):
     """A stored weight (possibly quantized) and an array of zeros to differentiate with respect to. `at=None`:
     frozen."""
 
@@ -55,7 +68,7 @@ class StoredWeight(_HasShape):
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
-class PartialStack(_HasShape):
+class PartialStack(_LikeStored):
     """Stacked weights of which only these layers are trainable; `at` receives their gradients, stacked."""
 
     stored: jax.Array | QTensor
@@ -65,40 +78,26 @@ class PartialStack(_HasShape):
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
-class HookedWeight:
-    """An array used as a weight. `at` receives `hook(gradient, beside)` as its gradient."""
+class HookedWeight(_LikeStored):
+    """An array used as a weight. `at` receives `hook(gradient, argument)` as its gradient."""
 
-    value: jax.Array
+    stored: jax.Array
     at: jax.Array  # zeros with the shape of the hook's result; not read
-    beside: jax.Array  # sliced into layers together with the weight
+    argument: jax.Array  # sliced into layers together with the weight
     hook: Callable[[jax.Array, jax.Array], jax.Array] = field(metadata={"static": True})
 
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return self.value.shape
-
-    @property
-    def ndim(self) -> int:
-        return self.value.ndim
-
-    @property
-    def dtype(self) -> jnp.dtype:
-        return self.value.dtype
-
     def apply(self) -> jax.Array:
-        return _hooked(self.hook, self.value, self.at, self.beside)
+        return _hooked(self.hook, self.stored, self.at, self.argument)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _hooked(_: Callable[..., jax.Array], value: jax.Array, _at: jax.Array, _beside: jax.Array) -> jax.Array:
+def _hooked(_: Callable[..., jax.Array], value: jax.Array, _at: jax.Array, _argument: jax.Array) -> jax.Array:
     return value
 
 
-def _hooked_backward(hook: Callable[..., jax.Array], beside: jax.Array, g: jax.Array) -> tuple[Any, ...]:
-    return None, hook(g, beside), None
-
-
-_hooked.defvjp(lambda _, value, _at, beside: (value, beside), _hooked_backward)
+_hooked.defvjp(
+    lambda _, value, _at, argument: (value, argument), lambda hook, argument, g: (None, hook(g, argument), None)
+)
 
 
 def apply_hooks(tree: Any) -> Any:
@@ -109,24 +108,16 @@ def apply_hooks(tree: Any) -> Any:
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
-class WithRemainder:
+class WithRemainder(_LikeStored):
     """A float32 value as a bfloat16 weight and the remaining 16 bits, or the first 8 of them. The remainder is added to
     the bits of the weight as an integer, so its unit is 2^-16 (2^-8) of the last bit of the bfloat16 value."""
 
-    weight: jax.Array
+    stored: jax.Array
     remainder: jax.Array  # int16 or int8
     dtype: ClassVar = jnp.dtype(jnp.float32)
 
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return self.weight.shape
-
-    @property
-    def ndim(self) -> int:
-        return self.weight.ndim
-
     def dequantize(self, dtype: DTypeLike = jnp.float32) -> jax.Array:
-        high = jax.lax.bitcast_convert_type(self.weight, jnp.uint16).astype(jnp.int32) << 16
+        high = jax.lax.bitcast_convert_type(self.stored, jnp.uint16).astype(jnp.int32) << 16
         low = self.remainder.astype(jnp.int32) << (16 - 8 * self.remainder.dtype.itemsize)
         return jax.lax.bitcast_convert_type(high + low, jnp.float32).astype(dtype)
 
@@ -159,8 +150,8 @@ def differentiable(params: Any, dtype: DTypeLike | None = None) -> Any:
 
 
 def with_gradients(params: Any, at: Any, partial: Mapping[Any, tuple[int, ...]] = MappingProxyType({})) -> Any:
-    """Weights whose gradients are those of `at`; weights with None in `at` are frozen. `partial` maps the path of a
-    stack to its trainable layers, which `at` contains."""
+    """Weights whose gradients are the gradients of `at`; weights with None in `at` are frozen. `partial` maps the path
+    of a stack to its trainable layers, which `at` contains."""
 
     def one(path: Any, w: jax.Array | QTensor, at: jax.Array | None) -> Weight | PartialStack:
         if at is not None and path in partial:
@@ -168,3 +159,59 @@ def with_gradients(params: Any, at: Any, partial: Mapping[Any, tuple[int, ...]] 
         return at if at is not None and isinstance(w, jax.Array) and w.dtype == at.dtype else StoredWeight(w, at)
 
     return jax.tree_util.tree_map_with_path(one, params, at, is_leaf=is_quantized)
+
+
+MIN_BLOCK = 16  # least number of values per scale; with fewer, a quantized array could be larger than the original
+
+
+@dataclass(frozen=True)
+class Storage:
+    """How a weight is stored between steps."""
+
+    precision: Precision
+    double_quant: bool = False  # whether the block scales are quantized too
+    on_host: bool = False  # whether matrices are in host memory
+
+
+def store(w: Float[Array, "*shape"], axes: Axes, storage: Storage) -> jax.Array | QTensor:
+    """Returns a new weight, or one layer of it, in the form in which it is stored between steps.
+
+    Matrices are quantized in blocks along the dimension that a matmul sums over: `in` of [in, out], the embedding
+    dimension of [vocab, embed]. Vectors, and matrices with fewer than 16 values per column, stay in float32. Optimizers
+    treat a quantized weight as bfloat16.
+    """
+    stored = _convert(w, axes, storage)
+    return to_host(stored) if storage.on_host and w.ndim > 1 else stored
+
+
+def _convert(w: jax.Array, axes: Axes, storage: Storage) -> jax.Array | QTensor:
+    precision = storage.precision
+    if not precision.is_quantized:
+        return w.astype(getattr(jnp, precision.parameters))
+    axis = -1 if axes[:1] == ("vocab",) else -2
+    if w.ndim < 2 or w.shape[axis] < MIN_BLOCK:
+        return w
+    limit = precision.block_size or (256 if FORMATS[precision.parameters].bits == 8 else 64)
+    size = w.shape[axis]
+    block = even_block_size(size, limit) or min(limit, size)
+    q = quantize(w, precision.parameters, block, axis, double_quant=storage.double_quant)
+    return dataclasses.replace(q, dtype="bfloat16")
+
+
+_storage: ContextVar[Storage | None] = ContextVar("storage", default=None)
+
+
+@contextmanager
+def storing_as(storage: Storage) -> Iterator[None]:
+    """A context in which each weight that a module creates is stored in this form before the next one is created."""
+    token = _storage.set(storage)
+    try:
+        yield
+    finally:
+        _storage.reset(token)
+
+
+def store_new(w: Float[Array, "*shape"], axes: Axes) -> jax.Array | QTensor:
+    """Returns a weight that a module just created in the form set by `storing_as`; outside of it, unchanged."""
+    storage = _storage.get()
+    return w if storage is None else store(w, axes, storage)

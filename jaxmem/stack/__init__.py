@@ -6,7 +6,6 @@ The weights of all layers are stacked, so that a layer is compiled once for any 
     pipeline.py      over pipeline stages; stages.py has the schedule
     remat.py         activation checkpointing; with schedule.py and scheduled.py boundaries are also recomputed
     reverse.py       forward and backward pass that passes the gradient of each layer to a function
-    layer_ranges.py  stacks with some trainable layers
     cuts.py          replacing the computation of a stack within a network
 """
 
@@ -14,8 +13,8 @@ from jaxmem.lazy import lazy_names
 
 __getattr__, __all__ = lazy_names(
     __name__,
-    apply="StackCall StackOptions apply_stack stacked",
-    cuts="cut_by",
+    apply="StackOptions apply_stack stacked",
+    cuts="StackCall cut_by",
     remat="recompute_from_inputs",
     reverse="ForwardPass forward merge_micro_batches",
     scheduled="inexact_leaves with_inexact",

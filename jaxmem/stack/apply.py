@@ -1,24 +1,29 @@
 """Applying a stack of layers: a scan over layers with recompute, or pipeline stages under `jax.vmap` over
-micro-batches."""
+micro-batches.
+
+A stack with some trainable layers is divided into consecutive ranges in which each weight is trainable or frozen.
+Frozen weights are indexed by layer where a layer is computed, not sliced: a slice would be a copy. If nothing before or
+within a range has a gradient, jax does not differentiate it and saves no activations of it. With the last N of L layers
+trainable, the backward pass, saved activations and gradients are as large as for N layers.
+"""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
-from jax.custom_batching import custom_vmap
 
 from jaxmem.config.names import BOUNDARY
 from jaxmem.sharding import vmap_groups
-from jaxmem.sharding.host import fetch_from_host, host_leaves
-from jaxmem.sharding.weights import apply_hooks
-from jaxmem.stack.cuts import cut, is_cut
-from jaxmem.stack.layer_ranges import Run, layer_ranges
-from jaxmem.stack.remat import Remat, policy
-from jaxmem.stack.schedule import Schedule, schedule
+from jaxmem.sharding.host import fetch_from_host, host_leaves, take_layer
+from jaxmem.sharding.weights import PartialStack, StoredWeight, apply_hooks
+from jaxmem.stack.cuts import StackCall, cut, is_cut
+from jaxmem.stack.remat import Forms, Remat, policy
+from jaxmem.stack.schedule import schedule
 from jaxmem.stack.stages import Pipeline
 
 # (module, x, input of this layer, shared inputs) -> (x, output of this layer)
@@ -31,22 +36,8 @@ class StackOptions:
 
     remat: Remat = "none"  # the name of a policy, or the names of saved activations
     pipeline: Pipeline | None = None
-    host: tuple[
-        str, ...
-    ] = ()  # names of activations that are offloaded to host memory; with BOUNDARY all saved activations
-
-
-@dataclass(frozen=True)
-class StackCall:
-    """A stack that is about to be applied, passed to the handler of `stack.cut_by`."""
-
-    run: Run  # (weights of a layer, x, the layer's own input, inputs shared by all layers) -> (x, output)
-    weights: Any  # of all layers, stacked
-    x: Any
-    inputs: Any
-    beside: Any
-    on_host: bool = False  # whether saved activations are offloaded to host memory
-    plan: Schedule | None = None  # the boundaries to save; None: all, and the activations that `run` saves
+    # Names of activations that are offloaded to host memory; with BOUNDARY all saved activations.
+    host: tuple[str, ...] = ()
 
 
 def apply_stack(
@@ -54,95 +45,68 @@ def apply_stack(
     layer: Layer,
     x: Any,
     inputs: Any = None,
-    beside: Any = None,
+    shared: Any = None,
     *,
     options: StackOptions = StackOptions(),
 ) -> tuple[Any, Any]:
-    """Applies `layer(block, x, input, beside)` for each of `blocks`, modules of one kind stacked by `stacked`, and
+    """Applies `layer(block, x, input, shared)` for each of `blocks`, modules of one kind stacked by `stacked`, and
     returns (x, outputs).
 
-    `inputs` has an entry for each layer (keys, caches), stacked; `beside` is shared by all layers (positions, document
-    ids). The outputs of the layers are stacked.
+    `inputs` has an entry for each layer (keys, caches), stacked; `shared` is the same for all layers (positions,
+    document ids). The outputs of the layers are stacked.
 
     With `options.pipeline` the layers are distributed over stages, and `jax.vmap` over micro-batches pipelines them
-    with their `inputs` and `beside`: `layer` must not close over arrays of a micro-batch.
+    with their `inputs` and `shared`: `layer` must not close over arrays of a micro-batch.
     """
     graphdef, state = nnx.split(blocks)
     weights = nnx.to_pure_dict(state)
 
-    def run(weights: Any, x: Any, one: Any, beside: Any) -> tuple[Any, Any]:
-        return layer(nnx.merge(graphdef, apply_hooks(fetch_from_host(weights))), x, one, beside)
+    def run(weights: Any, x: Any, one: Any, shared: Any) -> tuple[Any, Any]:
+        return layer(nnx.merge(graphdef, apply_hooks(fetch_from_host(weights))), x, one, shared)
 
+    call = StackCall(run, weights, x, inputs, shared, BOUNDARY in options.host)
     if options.pipeline is not None:
-        return _pipelined(options.pipeline, run, options.remat)(weights, x, inputs, beside)
+        from jaxmem.stack.pipeline import apply_pipeline
+
+        return apply_pipeline(options.pipeline, call, options.remat)
     forms = {(*group, *leaf.shape[1:]) for leaf in jax.tree.leaves(weights) for group in ((), vmap_groups())}
-    layers = jax.tree.leaves(weights)[0].shape[0]
-    parts = layer_ranges(weights)
-    if len(parts) == 1:
-        return _apply_range(run, weights, x, inputs, beside, layers, options, forms)
-    forms |= {(*group, size, *form) for form in forms for size in (1, layers) for group in ((), vmap_groups())}
+    ranges = layer_ranges(weights)
+    if len(ranges) == 1:
+        return _apply(call, options, forms)
+    forms |= {(*group, size, *form) for form in forms for size in (1, call.layers) for group in ((), vmap_groups())}
     outputs = []
-    for section in parts:
-        own_run, own, own_inputs, own_beside = section.restrict(run, weights, inputs, beside)
-        x, output = _apply_range(own_run, own, x, own_inputs, own_beside, section.stop - section.start, options, forms)
+    for layers in ranges:
+        x, output = _apply(layers.restrict(replace(call, x=x)), options, forms)
         outputs.append(output)
     return x, jax.tree.map(lambda *parts: jnp.concatenate(parts), *outputs)
 
 
-def _apply_range(
-    run: Run,
-    weights: Any,
-    x: Any,
-    inputs: Any,
-    beside: Any,
-    layers: int,
-    options: StackOptions,
-    forms: set[tuple[int, ...]],
-) -> tuple[Any, Any]:
+def _apply(call: StackCall, options: StackOptions, forms: Forms) -> tuple[Any, Any]:
     """`forms` are the shapes of the weights of a layer."""
-    on_host, fetches = BOUNDARY in options.host, bool(jax.tree.leaves(host_leaves(weights)))
+    fetches = bool(jax.tree.leaves(host_leaves(call.weights)))
     # Boundaries or weights in host memory use a schedule that saves every boundary, since it copies one layer ahead.
     ahead = options.remat == "full" and not is_cut() and (options.host == (BOUNDARY,) or (fetches and not options.host))
-    remat = "every_1" if ahead else options.remat
-    plan = schedule(remat, layers)
-    if plan is not None:
-        if (result := cut(StackCall(run, weights, x, inputs, beside, on_host, plan))) is not None:
-            return result
+    call = replace(call, plan=schedule("every_1" if ahead else options.remat, call.layers))
+    if call.plan is None:
+        is_offloaded_later = is_cut() and call.on_host  # by the handler
+        run = _with_boundary_name(call.run) if call.on_host and not is_offloaded_later else call.run
+        saved = policy(options.remat, forms, () if is_offloaded_later else options.host)
+        # Inside of a scan XLA cannot merge the recomputation with the first pass, so no barrier is needed.
+        call = replace(call, run=jax.checkpoint(run, policy=saved, prevent_cse=False))
+    if (result := cut(call)) is not None:
+        return result
+    if call.plan is not None:
         from jaxmem.stack.scheduled import by_schedule
 
-        return by_schedule(run, plan, on_host=on_host)(weights, x, inputs, beside)
-    if is_cut() and on_host:  # the handler offloads saved activations
-        keep = policy(options.remat, forms)
-    else:
-        keep, run = policy(options.remat, forms, options.host), _name_boundaries(run) if on_host else run
-    # Inside of a scan XLA cannot merge the recomputation with the first pass, so no barrier is needed.
-    run = jax.checkpoint(run, policy=keep, prevent_cse=False)
-    if (result := cut(StackCall(run, weights, x, inputs, beside, on_host))) is not None:
-        return result
-    return jax.lax.scan(lambda x, one: run(one[0], x, one[1], beside), x, (weights, inputs))
+        return by_schedule(call)
+    return jax.lax.scan(lambda x, one: call.run(one[0], x, one[1], call.shared), call.x, (call.weights, call.inputs))
 
 
-def _name_boundaries(run: Run) -> Run:
-    def with_name(weights: Any, x: Any, one: Any, beside: Any) -> tuple[Any, Any]:
-        return run(weights, jax.tree.map(lambda leaf: checkpoint_name(leaf, BOUNDARY), x), one, beside)
+def _with_boundary_name(run: Callable[..., tuple[Any, Any]]) -> Callable[..., tuple[Any, Any]]:
+    def with_name(weights: Any, x: Any, one: Any, shared: Any) -> tuple[Any, Any]:
+        return run(weights, jax.tree.map(lambda leaf: checkpoint_name(leaf, BOUNDARY), x), one, shared)
 
     return with_name
-
-
-def _pipelined(pipeline: Pipeline, run: Run, remat: Remat) -> Callable[..., tuple[Any, Any]]:
-    """A pipeline under `jax.vmap` over micro-batches; without the vmap, one layer after the other."""
-    from jaxmem.stack.pipeline import run_in_order, through_stages
-
-    @custom_vmap
-    def apply(weights: Any, x: Any, inputs: Any, beside: Any) -> tuple[Any, Any]:
-        return run_in_order(pipeline, run, weights, x, inputs, beside)
-
-    @apply.def_vmap
-    def _(_: int, batched: Any, weights: Any, x: Any, inputs: Any, beside: Any) -> tuple[Any, Any]:
-        x = through_stages(pipeline, run, weights, x, (inputs, batched[2]), (beside, batched[3]), remat)
-        return (x, None), (jax.tree.map(lambda _: True, x), None)
-
-    return apply
 
 
 def stacked(make: Callable[[nnx.Rngs], nnx.Module], count: int, rngs: nnx.Rngs) -> Any:
@@ -158,3 +122,55 @@ def stacked(make: Callable[[nnx.Rngs], nnx.Module], count: int, rngs: nnx.Rngs) 
     for _, variable in nnx.to_flat_state(nnx.state(module)):
         variable.set_metadata("axes", ("layer", *variable.get_metadata()["axes"]))
     return module
+
+
+@dataclass(frozen=True)
+class LayerRange:
+    """Layers from `start` to before `stop`."""
+
+    start: int
+    stop: int
+
+    def restrict(self, call: StackCall) -> StackCall:
+        """The application of these layers as a stack of their own."""
+        leaves, form = jax.tree.flatten(call.weights, is_leaf=_has_stored)
+        numbers = jnp.arange(self.start, self.stop, dtype=jnp.int32)
+        # Frozen weights have no gradient, also if gradients of `shared` are requested.
+        frozen = [StoredWeight(leaf.stored, None) if _has_stored(leaf) else None for leaf in leaves]
+
+        def run(own: list[Any], x: Any, one: Any, shared: Any) -> tuple[Any, Any]:
+            (number, one), (frozen, shared) = one, shared
+            layer = [
+                at if rest is None else StoredWeight(take_layer(rest.stored, number), at)
+                for at, rest in zip(own, frozen, strict=True)
+            ]
+            return call.run(jax.tree.unflatten(form, layer), x, one, shared)
+
+        inputs = numbers, jax.tree.map(lambda x: x[self.start : self.stop], call.inputs)
+        trainable = [self._trainable(leaf) for leaf in leaves]
+        return replace(call, run=run, weights=trainable, inputs=inputs, shared=(frozen, call.shared))
+
+    def _trainable(self, leaf: Any) -> Any:
+        """The trainable part of a weight in this range, or None."""
+        start, stop, at = self.start, self.stop, leaf
+        if isinstance(leaf, StoredWeight):
+            at = leaf.at
+        elif isinstance(leaf, PartialStack):
+            if self.start not in leaf.layers:
+                return None
+            start = leaf.layers.index(self.start)
+            stop, at = start + self.stop - self.start, leaf.at
+        return jax.tree.map(lambda x: x[start:stop], at)
+
+
+def layer_ranges(weights: Any) -> list[LayerRange]:
+    """The ranges of a stack; a single range if no weight is a `PartialStack`."""
+    leaves = jax.tree.leaves(weights, is_leaf=_has_stored)
+    count = leaves[0].shape[0]
+    learning = [{*leaf.layers} for leaf in leaves if isinstance(leaf, PartialStack)]
+    edges = [n for n in range(1, count) if any((n in layers) != (n - 1 in layers) for layers in learning)]
+    return [LayerRange(start, stop) for start, stop in pairwise((0, *edges, count))]
+
+
+def _has_stored(x: Any) -> bool:
+    return isinstance(x, StoredWeight | PartialStack)

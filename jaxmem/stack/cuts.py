@@ -1,18 +1,50 @@
 """Cutting a network at its stacks of layers and at its embedding and output matrices, without changing the network.
 
-Within `with cut_by(handler):`, each stack that is about to be applied (`stack.apply.StackCall`) and each operation with
-a vocabulary matrix (`models.vocab_slices.VocabOp`) is passed to `handler`, in the order of the computation. The result
-of `handler` is used instead; if it is None, the operation is computed as usual.
+Within `with cut_by(handler):`, each stack that is about to be applied (`StackCall`) and each operation with a
+vocabulary matrix (`models.vocab_slices.VocabOp`) is passed to `handler`, in the order of the computation. The result of
+`handler` is used instead; if it is None, the operation is computed as usual.
 """
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from dataclasses import dataclass
 from typing import Any
 
+import jax
+
+from jaxmem.sharding.host import to_device, to_host
+from jaxmem.stack.schedule import Schedule
+
+# (weights of a layer, x, the input of this layer, inputs shared by all layers) -> (x, output of this layer)
+Run = Callable[[Any, Any, Any, Any], tuple[Any, Any]]
 Handler = Callable[[Any], Any]
 
 _handler: ContextVar[Handler | None] = ContextVar("cut_handler", default=None)
+
+
+@dataclass(frozen=True)
+class StackCall:
+    """A stack that is about to be applied."""
+
+    run: Run
+    weights: Any  # of all layers, stacked
+    x: Any
+    inputs: Any  # of each layer, stacked
+    shared: Any
+    on_host: bool = False  # whether saved activations are offloaded to host memory
+    plan: Schedule | None = None  # the boundaries to save; None: all, and the activations that `run` saves
+
+    @property
+    def layers(self) -> int:
+        count: int = jax.tree.leaves((self.weights, self.inputs))[0].shape[0]
+        return count
+
+    def save(self, activations: Any) -> Any:
+        return to_host(activations) if self.on_host else activations
+
+    def load(self, activations: Any) -> Any:
+        return to_device(activations) if self.on_host else activations
 
 
 @contextmanager

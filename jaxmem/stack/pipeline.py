@@ -11,26 +11,43 @@ by one stage per tick. A tick sends 2 B. Weights are not sent. In the ticks of t
 that are discarded.
 """
 
-from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.custom_batching import custom_vmap
 
 from jaxmem.sharding import rotate, shard_first_dim, vmap_groups
+from jaxmem.stack.cuts import StackCall
 from jaxmem.stack.remat import Remat, policy
 from jaxmem.stack.stages import Pipeline
 
-# (weights of a layer, x, the layer's own input, inputs shared by all layers) -> (x, output)
-Run = Callable[[Any, Any, Any, Any], tuple[Any, Any]]
 AXIS = "stage"
 
 
-def run_in_order(pipeline: Pipeline, run: Run, weights: Any, x: Any, inputs: Any, beside: Any) -> tuple[Any, Any]:
+def apply_pipeline(pipeline: Pipeline, call: StackCall, remat: Remat) -> tuple[Any, Any]:
+    """Applies a stack: a pipeline under `jax.vmap` over micro-batches; without the vmap, one layer after the other."""
+
+    @custom_vmap
+    def apply(weights: Any, x: Any, inputs: Any, shared: Any) -> tuple[Any, Any]:
+        return _in_order(pipeline, replace(call, weights=weights, x=x, inputs=inputs, shared=shared))
+
+    @apply.def_vmap
+    def _(_: int, batched: Any, weights: Any, x: Any, inputs: Any, shared: Any) -> tuple[Any, Any]:
+        _, _, has_micro_inputs, has_micro_shared = batched
+        own = replace(call, weights=weights, x=x, inputs=inputs, shared=shared)
+        x = _through_stages(pipeline, own, has_micro_inputs, has_micro_shared, remat)
+        return (x, None), (jax.tree.map(lambda _: True, x), None)
+
+    return apply(call.weights, call.x, call.inputs, call.shared)
+
+
+def _in_order(pipeline: Pipeline, call: StackCall) -> tuple[Any, Any]:
     """Applies one layer after the other on all devices, for a batch without micro-batches. The weights of one layer at
     a time are sent from their stage to all devices."""
-    staged = jax.tree.map(pipeline.split, weights)
+    staged = jax.tree.map(pipeline.split, call.weights)
 
     def fetch(stacked: jax.Array, layer: jax.Array) -> jax.Array:
         group, place = layer // pipeline.group, layer % pipeline.group
@@ -42,17 +59,15 @@ def run_in_order(pipeline: Pipeline, run: Run, weights: Any, x: Any, inputs: Any
 
     def step(x: Any, xs: tuple[jax.Array, Any]) -> tuple[Any, Any]:
         layer, one = xs
-        return run(jax.tree.map(partial(fetch, layer=layer), staged), x, one, beside)
+        return call.run(jax.tree.map(partial(fetch, layer=layer), staged), x, one, call.shared)
 
-    return jax.lax.scan(step, x, (jnp.arange(pipeline.layers, dtype=jnp.int32), inputs))
+    return jax.lax.scan(step, call.x, (jnp.arange(pipeline.layers, dtype=jnp.int32), call.inputs))
 
 
-def through_stages(
-    pipeline: Pipeline, run: Run, weights: Any, x: Any, inputs: tuple[Any, Any], beside: tuple[Any, Any], remat: Remat
-) -> Any:
-    """Applies all layers to all micro-batches, which are stacked and padded to `pipeline.slots`. `inputs` and `beside`
-    are pairs of a tree and a tree of flags, which mark the leaves with a dimension of micro-batches."""
-    p = pipeline
+def _through_stages(p: Pipeline, call: StackCall, has_micro_inputs: Any, has_micro_shared: Any, remat: Remat) -> Any:
+    """Applies all layers to all micro-batches, which are stacked and padded to `p.slots`. The two trees of flags mark
+    the leaves of `call.inputs` and `call.shared` that have a dimension of micro-batches."""
+    weights = call.weights
     shapes = {leaf.shape[1:] for leaf in jax.tree.leaves(weights)}
     seen = {
         (*group, p.stages, *rounds, *shape)
@@ -66,12 +81,14 @@ def through_stages(
         be saved for each tick. The barrier makes the weights depend on the tick too; otherwise jax would gather the
         weights of all layers before the first tick."""
         weights, item = jax.lax.optimization_barrier((weights, item))
-        weights, sums = _summed_into(weights, sums, place)
+        weights, sums = _sum_into(weights, sums, place)
         micro, turn = _item(p, item)
         number = (turn * p.stages + stage) * p.group + place
-        mine = _of_micro(*beside, micro)
-        one = jax.tree.map(lambda leaf: leaf[jnp.minimum(number, p.layers - 1)], _of_micro(*inputs, micro))
-        y, _ = run(jax.tree.map(partial(_pick, turn), weights), x, one, mine)
+        shared = _of_micro(call.shared, has_micro_shared, micro)
+        inputs = _of_micro(call.inputs, has_micro_inputs, micro)
+        one = jax.tree.map(lambda leaf: leaf[jnp.minimum(number, p.layers - 1)], inputs)
+        own = jax.tree.map(lambda weight: weight[0] if p.rounds == 1 else _pick(turn, weight), weights)
+        y, _ = call.run(own, x, one, shared)
         if p.stored == p.layers:
             return y, sums
         return jax.tree.map(lambda y, x: jnp.where(number < p.layers, y, x), y, x), sums
@@ -96,14 +113,14 @@ def through_stages(
         def segment(x: Any, sums: Any, places: jax.Array) -> tuple[Any, Any]:
             return jax.lax.scan(lambda carry, place: (one(*carry, place), None), (x, sums), places)[0]
 
-        whole = places[: p.group // size * size].reshape(-1, size)
-        carry, _ = jax.lax.scan(lambda carry, places: (segment(*carry, places), None), (x, sums), whole)
-        return segment(*carry, places[whole.size :]) if whole.size < p.group else carry
+        full = places[: p.group // size * size].reshape(-1, size)
+        carry, _ = jax.lax.scan(lambda carry, places: (segment(*carry, places), None), (x, sums), full)
+        return segment(*carry, places[full.size :]) if full.size < p.group else carry
 
     staged = jax.tree.map(lambda leaf: shard_first_dim(p.split(leaf), AXIS), weights)
     sums = jax.tree.map(lambda leaf: shard_first_dim(_sum_of(leaf), AXIS), staged)
     staged = jax.lax.stop_gradient(staged)  # its gradient is in the sums
-    waiting = jax.tree.map(lambda leaf: shard_first_dim(leaf.reshape(p.stages, -1, *leaf.shape[1:]), AXIS), x)
+    waiting = jax.tree.map(lambda leaf: shard_first_dim(leaf.reshape(p.stages, -1, *leaf.shape[1:]), AXIS), call.x)
 
     # `_pass_on` is linear, so without the checkpoint only its masks would be saved, which are as large as what they
     # mask. The partial is new in each call, because jax caches the trace of a function together with its devices.
@@ -116,7 +133,7 @@ def through_stages(
 
     begin = pass_on(jax.tree.map(lambda leaf: jnp.zeros_like(leaf[:, 0]), waiting), waiting, jnp.int32(0))
     (_, done, _), _ = jax.lax.scan(tick, (*begin, sums), jnp.arange(p.ticks, dtype=jnp.int32))
-    return jax.tree.map(partial(_collected, p), done)
+    return jax.tree.map(partial(_collect, p), done)
 
 
 def _item(p: Pipeline, item: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -152,7 +169,7 @@ def _pass_on(p: Pipeline, y: Any, waiting: Any, t: jax.Array) -> tuple[Any, Any]
     return jax.tree.transpose(jax.tree.structure(y), jax.tree.structure((0, 0)), pairs)
 
 
-def _collected(p: Pipeline, done: jax.Array) -> jax.Array:
+def _collect(p: Pipeline, done: jax.Array) -> jax.Array:
     """The results in the order of the micro-batches. After the last tick they are shifted by `stages` columns, and are
     at the end if there are more slots than micro-batches."""
     empty = p.slots - p.micro_batches
@@ -164,32 +181,23 @@ def _collected(p: Pipeline, done: jax.Array) -> jax.Array:
 @jax.custom_vjp
 def _sum_of(weight: jax.Array) -> jax.Array:
     """Zeros that are carried through all ticks with `weight`. Their gradient is the sum of the gradients that
-    `_summed_into` adds, in float32, in place, one layer at a time. By default jax would store the gradients of a
+    `_sum_into` adds, in float32, in place, one layer at a time. By default jax would store the gradients of a
     complete stage for a tick in addition to their sum, and sum in the dtype of the weight. XLA removes the zeros from
-    the forward pass. They depend on the weight, so that under a vmap over groups of rows each group has its own
-    sum."""
+    the forward pass. They depend on the weight, so that under a vmap over groups of rows each group has its own sum."""
     return jnp.where(False, weight, jnp.zeros_like(weight)).astype(jnp.float32)
 
 
-def _sum_backward(like: jax.Array, g: jax.Array) -> tuple[jax.Array]:
-    return (g.astype(like.dtype),)
-
-
-_sum_of.defvjp(lambda weight: (_sum_of(weight), jnp.zeros((), weight.dtype)), _sum_backward)
+_sum_of.defvjp(lambda weight: (_sum_of(weight), jnp.zeros((), weight.dtype)), lambda like, g: (g.astype(like.dtype),))
 
 
 @jax.custom_vjp
-def _summed_into(weights: Any, sums: Any, _: jax.Array) -> tuple[Any, Any]:
+def _sum_into(weights: Any, sums: Any, _: jax.Array) -> tuple[Any, Any]:
     """(weights, sums, place) -> (weights, sums). The backward pass adds the gradients of the weights to the sums at
     `place`."""
     return weights, sums
 
 
-def _summed_forward(weights: Any, sums: Any, place: jax.Array) -> tuple[tuple[Any, Any], jax.Array]:
-    return (weights, sums), place
-
-
-def _summed_backward(place: jax.Array, gradients: tuple[Any, Any]) -> tuple[None, Any, None]:
+def _sum_into_backward(place: jax.Array, gradients: tuple[Any, Any]) -> tuple[None, Any, None]:
     def add(g: jax.Array, total: jax.Array) -> jax.Array:
         before = jax.lax.dynamic_index_in_dim(total, place, keepdims=False)
         return jax.lax.dynamic_update_index_in_dim(total, before + g.astype(jnp.float32), place, 0)
@@ -197,7 +205,7 @@ def _summed_backward(place: jax.Array, gradients: tuple[Any, Any]) -> tuple[None
     return None, jax.tree.map(add, *gradients), None
 
 
-_summed_into.defvjp(_summed_forward, _summed_backward)
+_sum_into.defvjp(lambda weights, sums, place: ((weights, sums), place), _sum_into_backward)
 
 
 def _of_micro(tree: Any, batched: Any, micro: jax.Array) -> Any:
@@ -205,27 +213,19 @@ def _of_micro(tree: Any, batched: Any, micro: jax.Array) -> Any:
 
 
 @jax.custom_vjp
-def _picked(turn: jax.Array, weight: jax.Array) -> jax.Array:
+def _pick(turn: jax.Array, weight: jax.Array) -> jax.Array:
+    """The weights of a round, from [rounds, ...]."""
     one = weight[0]
     for number in range(1, weight.shape[0]):
         one = jnp.where(turn == number, weight[number], one)
     return one
 
 
-def _picked_forward(turn: jax.Array, weight: jax.Array) -> tuple[jax.Array, tuple[jax.Array, int]]:
-    return _picked(turn, weight), (turn, weight.shape[0])
-
-
-def _picked_backward(saved: tuple[jax.Array, int], g: jax.Array) -> tuple[None, jax.Array]:
+def _pick_backward(saved: tuple[jax.Array, int], g: jax.Array) -> tuple[None, jax.Array]:
     """Uses `where`, because a scatter would first write zeros for all rounds."""
     turn, rounds = saved
     numbers = jnp.arange(rounds, dtype=jnp.int32).reshape(-1, *[1] * g.ndim)
     return None, jnp.where(numbers == turn, g[None], jnp.zeros_like(g))
 
 
-_picked.defvjp(_picked_forward, _picked_backward)
-
-
-def _pick(turn: jax.Array, weight: jax.Array) -> jax.Array:
-    """The weights of a round, from [rounds, ...]."""
-    return weight[0] if weight.shape[0] == 1 else _picked(turn, weight)
+_pick.defvjp(lambda turn, weight: (_pick(turn, weight), (turn, weight.shape[0])), _pick_backward)

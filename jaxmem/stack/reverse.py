@@ -9,9 +9,8 @@ With several micro-batches, the gradient of a layer is computed for all of them,
 sum. Activations are saved for all micro-batches; the intermediates of a layer exist for one micro-batch at a time.
 """
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -19,34 +18,36 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from jaxmem.sharding import current
-from jaxmem.sharding.host import fetch_layer, take_layer, to_device, to_host
+from jaxmem.sharding.host import fetch_layer, take_layer
 from jaxmem.sharding.weights import differentiable, with_gradients
-from jaxmem.stack.apply import StackCall
+from jaxmem.stack.cuts import StackCall
 from jaxmem.stack.schedule import Schedule
 from jaxmem.stack.scheduled import first_pass, layer_with, recompute, scan_layers
 
 # (carry, layer, gradient of its weights, result of `fetch`) -> carry
 Visit = Callable[[Any, jax.Array, Any, Any], Any]
-Derivative = Callable[
-    [Any], tuple[Any, Any]
-]  # gradient of the output of a layer -> gradients of its weights and of its input
+# gradient of the output of a layer -> gradients of its weights and of its input
+Derivative = Callable[[Any], tuple[Any, Any]]
 Fetch = Callable[[Any, jax.Array], Any]  # (carry, layer)
 
 
 @dataclass(frozen=True)
-class ForwardPass(ABC):
+class ForwardPass:
     """A stack after its forward pass."""
 
     applied: StackCall
     y: Any
-    dtype: DTypeLike | None  # of gradients; None: the dtype of each weight
-    trainable: Any  # whether weights have a gradient: for each weight, or for all
     micro: int  # number of micro-batches; rows are in the order of `merge_micro_batches`
+    differentiable: Callable[[Any], Any]  # weights of a layer -> the arrays that receive their gradients
+    # (layer, stacked weights, carry) -> (residuals of the derivative of this layer, carry)
+    residuals: Callable[[jax.Array, Any, Any], tuple[Any, Any]]
+    begin: Callable[[], Any]  # returns the first carry of `residuals`
+    # (weights of a layer, its input, shared inputs, residuals) -> the derivative of the layer
+    derivative: Callable[[Any, Any, Any, Any], Derivative]
 
     @property
     def layers(self) -> int:
-        count: int = jax.tree.leaves(self.applied.weights)[0].shape[0]
-        return count
+        return self.applied.layers
 
     def backward(
         self, g: Any, weights: Callable[[Any], Any], visit: Visit, carried: Any, fetch: Fetch = lambda *_: None
@@ -54,7 +55,7 @@ class ForwardPass(ABC):
         """Returns the last carry and the gradient of the stack's input x. `weights` returns the stacked weights in a
         carry. `fetch` is called before the gradient of a layer is computed, so that the copies it starts overlap with
         that computation."""
-        beside = split_micro_batches(self.applied.beside, self.micro)
+        shared = split_micro_batches(self.applied.shared, self.micro)
 
         def step(turn: jax.Array, state: tuple[Any, ...]) -> tuple[Any, ...]:
             carried, g, ahead, fetched = state
@@ -62,141 +63,107 @@ class ForwardPass(ABC):
             stacked = weights(carried)
             own, one = layer_with(stacked, layer, fetched), take_layer(self.applied.inputs, layer)
             fetched = fetch_layer(stacked, layer - 1)
-            saved, ahead = self._at(layer, stacked, ahead)
-            beside_layer = fetch(carried, layer)
-            dw, dx = self._gradients(own, split_micro_batches(one, self.micro), beside, saved, g)
+            saved, ahead = self.residuals(layer, stacked, ahead)
+            result = fetch(carried, layer)
+            dw, dx = self._gradients(own, split_micro_batches(one, self.micro), shared, saved, g)
             # Reads happen before the visitor writes; otherwise XLA would copy the old weights.
-            layer, dw, dx, beside_layer = jax.lax.optimization_barrier((layer, dw, dx, beside_layer))
-            return visit(carried, layer, dw, beside_layer), dx, ahead, fetched
+            layer, dw, dx, result = jax.lax.optimization_barrier((layer, dw, dx, result))
+            return visit(carried, layer, dw, result), dx, ahead, fetched
 
         last = fetch_layer(weights(carried), jnp.int32(self.layers - 1))
-        begin = carried, split_micro_batches(g, self.micro), self._begin(), last
+        begin = carried, split_micro_batches(g, self.micro), self.begin(), last
         carried, g, *_ = jax.lax.fori_loop(0, self.layers, step, begin)
         return carried, merge_micro_batches(g, self.micro)
 
-    @abstractmethod
-    def _begin(self) -> Any:
-        """The carry from layer to layer, in addition to the gradient."""
-
-    @abstractmethod
-    def _at(self, layer: jax.Array, weights: Any, ahead: Any) -> tuple[Any, Any]:
-        """The residuals of the derivative of a layer, and the new carry."""
-
-    @abstractmethod
-    def _derivative(self, weights: Any, one: Any, beside: Any, saved: Any) -> Derivative:
-        """The derivative of one layer."""
-
-    def _gradients(self, weights: Any, one: Any, beside: Any, saved: Any, g: Any) -> tuple[Any, Any]:
+    def _gradients(self, weights: Any, one: Any, shared: Any, saved: Any, g: Any) -> tuple[Any, Any]:
         """The gradients of the weights of a layer and of its input."""
         if self.micro == 1:
-            return self._derivative(weights, one, beside, saved)(g)
+            return self.derivative(weights, one, shared, saved)(g)
 
         def add(total: Any, xs: Any) -> tuple[Any, Any]:
-            *at_hand, g = xs
-            dw, dx = self._derivative(weights, *at_hand)(g)
+            *residuals, g = xs
+            dw, dx = self.derivative(weights, *residuals)(g)
             return jax.tree.map(lambda t, x: t + x.astype(t.dtype), total, dw), dx
 
-        zeros = jax.tree.map(lambda w: jnp.zeros(w.shape, jnp.float32), self._differentiable(weights))
-        return jax.lax.scan(add, zeros, (one, beside, saved, g))
-
-    def _differentiable(self, weights: Any) -> Any:
-        return differentiable(_select(self.trainable, weights), self.dtype)
-
-
-@dataclass(frozen=True)
-class SavedPass(ForwardPass):
-    """A forward pass in which every layer saved its own residuals."""
-
-    saved: list[jax.Array]  # of each layer, stacked; with micro-batches, of each of them
-    treedef: Any  # of the derivative of one layer
-    sources: tuple[
-        int | None, ...
-    ]  # for each leaf, the index of the same leaf in (weights, input, beside); None: saved
-
-    def _begin(self) -> Any:
-        return self._fetched(jnp.int32(self.layers - 1)) if self.applied.on_host else None
-
-    def _at(self, layer: jax.Array, _: Any, ahead: Any) -> tuple[Any, Any]:
-        if self.applied.on_host:  # the previous layer is copied while this one computes
-            return ahead, self._fetched(jnp.maximum(layer - 1, 0))
-        return self._of(layer), None
-
-    def _of(self, layer: jax.Array) -> list[jax.Array]:
-        return take_layer(self.saved, layer, int(self.micro > 1))
-
-    def _fetched(self, layer: jax.Array) -> list[jax.Array]:
-        return to_device(self._of(layer))
-
-    def _derivative(self, weights: Any, one: Any, beside: Any, saved: list[jax.Array]) -> Derivative:
-        at_hand = jax.tree.leaves((self._differentiable(weights), weights, one, beside))
-        rest = iter(saved)
-        leaves = [next(rest) if place is None else at_hand[place] for place in self.sources]
-        derivative: Derivative = jax.tree.unflatten(self.treedef, leaves)
-        return derivative
-
-
-@dataclass(frozen=True)
-class ScheduledPass(ForwardPass):
-    """Some layers have a saved boundary; the others are recomputed by running earlier layers, which have not been
-    updated yet."""
-
-    plan: Schedule
-    slots: Any
-
-    def _begin(self) -> Any:
-        return self.slots
-
-    def _at(self, layer: jax.Array, weights: Any, ahead: Any) -> tuple[Any, Any]:
-        run, inputs, beside, on_host = self.applied.run, self.applied.inputs, self.applied.beside, self.applied.on_host
-        begin, end, slot = (jnp.asarray(x, jnp.int32)[layer] for x in (self.plan.begin, self.plan.end, self.plan.at))
-        slots = recompute(run, self.plan, weights, ahead, inputs, beside, (begin, end), on_host=on_host)
-        x = take_layer(slots, slot)
-        return to_device(x) if on_host else x, slots
-
-    def _derivative(self, weights: Any, one: Any, beside: Any, saved: Any) -> Derivative:
-        def run(at: Any, x: Any) -> Any:
-            return self.applied.run(with_gradients(weights, at), x, one, beside)[0]
-
-        return jax.vjp(run, self._differentiable(weights), saved)[1]
+        zeros = jax.tree.map(lambda w: jnp.zeros(w.shape, jnp.float32), self.differentiable(weights))
+        return jax.lax.scan(add, zeros, (one, shared, saved, g))
 
 
 def forward(applied: StackCall, trainable: Any = True, dtype: DTypeLike | None = None, micro: int = 1) -> ForwardPass:
-    """The forward pass. Weights, inputs and `beside` are not saved again. `trainable` marks the weights with a
+    """The forward pass. Weights, inputs and `shared` are not saved again. `trainable` marks the weights with a
     gradient. `dtype` is the dtype of gradients; None is the dtype of each weight. `micro` is the number of
     micro-batches, which are processed one after the other; they need a policy that saves every boundary."""
-    if applied.plan is not None:
-        given = applied.weights, applied.x, applied.inputs, applied.beside
-        y, _, slots = first_pass(applied.run, applied.plan, *given, on_host=applied.on_host)
-        return ScheduledPass(applied, y, dtype, trainable, micro, applied.plan, slots)
-    derivative_form: list[Any] = []
+
+    def at(weights: Any) -> Any:
+        return differentiable(jax.tree.map(lambda own, w: w if own else None, trainable, weights), dtype)
+
+    return _saving(applied, at, micro) if applied.plan is None else _recomputing(applied, applied.plan, at, micro)
+
+
+def _saving(applied: StackCall, at: Callable[[Any], Any], micro: int) -> ForwardPass:
+    """Every layer saves the residuals of its derivative."""
+    # The tree of the derivative of a layer, and for each leaf the index of the same leaf in (differentiable arrays,
+    # weights, input, shared inputs); None: saved.
+    form: list[Any] = []
+
+    def step(shared: Any, one: Any, weights: Any, x: Any) -> tuple[Any, Any, list[jax.Array]]:
+        own = at(weights)
+        y, derivative = jax.vjp(lambda at, x: applied.run(with_gradients(weights, at), x, one, shared)[0], own, x)
+        leaves, tree = jax.tree.flatten(derivative)
+        places = {id(leaf): place for place, leaf in enumerate(jax.tree.leaves((own, weights, one, shared)))}
+        sources = [places.get(id(leaf)) for leaf in leaves]
+        form[:] = [tree, sources]
+        saved = [jnp.asarray(leaf) for leaf, place in zip(leaves, sources, strict=True) if place is None]
+        return y, shared, applied.save(saved)
 
     def layers(batch: tuple[Any, Any, Any]) -> tuple[Any, list[jax.Array]]:
-        x, inputs, beside = batch
-        y, _, saved = scan_layers(step, beside, applied.weights, x, inputs)
+        x, inputs, shared = batch
+        y, _, saved = scan_layers(step, shared, applied.weights, x, inputs)
         return y, saved
-
-    def step(beside: Any, one: Any, weights: Any, x: Any) -> tuple[Any, Any, list[jax.Array]]:
-        at = differentiable(_select(trainable, weights), dtype)
-        y, derivative = jax.vjp(lambda at, x: applied.run(with_gradients(weights, at), x, one, beside)[0], at, x)
-        leaves, tree = jax.tree.flatten(derivative)
-        places = {id(leaf): place for place, leaf in enumerate(jax.tree.leaves((at, weights, one, beside)))}
-        given = tuple(places.get(id(leaf)) for leaf in leaves)
-        derivative_form[:] = [tree, given]
-        saved = [jnp.asarray(leaf) for leaf, place in zip(leaves, given, strict=True) if place is None]
-        return y, beside, to_host(saved) if applied.on_host else saved
 
     batch = (
         split_micro_batches(applied.x, micro),
         split_micro_batches(applied.inputs, micro, 1),
-        split_micro_batches(applied.beside, micro),
+        split_micro_batches(applied.shared, micro),
     )
-    y, saved = layers(batch) if micro == 1 else jax.lax.map(layers, batch)
-    return SavedPass(applied, merge_micro_batches(y, micro), dtype, trainable, micro, saved, *derivative_form)
+    y, every = layers(batch) if micro == 1 else jax.lax.map(layers, batch)
+    tree, sources = form
+
+    def load(layer: jax.Array) -> list[jax.Array]:
+        return applied.load(take_layer(every, layer, int(micro > 1)))
+
+    def residuals(layer: jax.Array, _: Any, ahead: Any) -> tuple[Any, Any]:
+        if applied.on_host:  # the previous layer is copied while this one computes
+            return ahead, load(jnp.maximum(layer - 1, 0))
+        return load(layer), None
+
+    def derivative(weights: Any, one: Any, shared: Any, saved: list[jax.Array]) -> Derivative:
+        known, rest = jax.tree.leaves((at(weights), weights, one, shared)), iter(saved)
+        return jax.tree.unflatten(tree, [next(rest) if place is None else known[place] for place in sources])
+
+    def begin() -> Any:
+        return load(jnp.int32(applied.layers - 1)) if applied.on_host else None
+
+    return ForwardPass(applied, merge_micro_batches(y, micro), micro, at, residuals, begin, derivative)
 
 
-def _select(trainable: Any, weights: Any) -> Any:
-    """The weights, with None for frozen ones."""
-    return jax.tree.map(lambda own, w: w if own else None, trainable, weights)
+def _recomputing(applied: StackCall, plan: Schedule, at: Callable[[Any], Any], micro: int) -> ForwardPass:
+    """Some layers save their boundary; the others are recomputed by running earlier layers, which have not been updated
+    yet."""
+    y, _, slots = first_pass(applied, plan)
+
+    def residuals(layer: jax.Array, weights: Any, slots: Any) -> tuple[Any, Any]:
+        begin, end, slot = (jnp.asarray(x, jnp.int32)[layer] for x in (plan.begin, plan.end, plan.at))
+        slots = recompute(replace(applied, weights=weights), plan, slots, begin, end)
+        return applied.load(take_layer(slots, slot)), slots
+
+    def derivative(weights: Any, one: Any, shared: Any, x: Any) -> Derivative:
+        def run(at: Any, x: Any) -> Any:
+            return applied.run(with_gradients(weights, at), x, one, shared)[0]
+
+        return jax.vjp(run, at(weights), x)[1]
+
+    return ForwardPass(applied, y, micro, at, residuals, lambda: slots, derivative)
 
 
 def merge_micro_batches(tree: Any, micro: int) -> Any:

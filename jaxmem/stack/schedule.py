@@ -28,6 +28,11 @@ class Schedule:
         """The number of recomputed layers, in addition to the recomputation of each layer for its derivative."""
         return len(self.again)
 
+    @property
+    def saves_all(self) -> bool:
+        """Whether each boundary has its own slot, so that none is recomputed."""
+        return self.first == tuple(range(len(self.at)))
+
 
 def schedule(remat: str | tuple[str, ...], layers: int) -> Schedule | None:
     """The schedule of a policy; None if it saves every boundary.

@@ -5,6 +5,7 @@ backward pass stores the intermediates of one layer and its gradient. Weights in
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -13,37 +14,33 @@ import jax.numpy as jnp
 from jax.custom_batching import custom_vmap
 
 from jaxmem.sharding import current
-from jaxmem.sharding.host import device_leaves, fetch_layer, fill, put_layer, take_layer, to_device, to_host
+from jaxmem.sharding.host import device_leaves, fetch_layer, fill, put_layer, take_layer
 from jaxmem.sharding.weights import StoredWeight
+from jaxmem.stack.cuts import Run, StackCall
 from jaxmem.stack.schedule import Schedule
 
-Run = Callable[[Any, Any, Any, Any], tuple[Any, Any]]  # (weights of a layer, x, its input, beside) -> (x, output)
 
-
-def first_pass(
-    run: Run, plan: Schedule, weights: Any, x: Any, inputs: Any, beside: Any, *, on_host: bool
-) -> tuple[Any, Any, Any]:
+def first_pass(call: StackCall, plan: Schedule) -> tuple[Any, Any, Any]:
     """Returns (x, stacked outputs, saved boundaries)."""
-    store = to_host if on_host else lambda x: x
-    every = _saves_all(plan)
 
     def step(slots: Any, one: tuple[Any, Any], weights: Any, x: Any) -> tuple[Any, Any, Any]:
         of_layer, slot = one
-        boundary = store(x)
-        slots = slots if every else put_layer(slots, slot, boundary)
-        x, output = run(weights, x, of_layer, beside)
-        return x, slots, (output, boundary if every else None)
+        boundary = call.save(x)
+        slots = slots if plan.saves_all else put_layer(slots, slot, boundary)
+        x, output = call.run(weights, x, of_layer, call.shared)
+        return x, slots, (output, boundary if plan.saves_all else None)
 
     def empty_slots() -> Any:
         """Slots filled with x, so that they are sharded like x. In host memory they are written one after the other;
         otherwise all of them would be on the device first."""
-        if on_host:
-            return jax.lax.scan(lambda _, __: (None, store(x)), None, length=plan.slots)[1]
-        return jax.tree.map(lambda x: jnp.broadcast_to(x, (plan.slots, *x.shape)), x)
+        if call.on_host:
+            return jax.lax.scan(lambda _, __: (None, call.save(call.x)), None, length=plan.slots)[1]
+        return jax.tree.map(lambda x: jnp.broadcast_to(x, (plan.slots, *x.shape)), call.x)
 
-    slots = None if every else empty_slots()
-    x, slots, (outputs, boundaries) = scan_layers(step, slots, weights, x, (inputs, _numbers(plan.first)))
-    return x, outputs, boundaries if every else slots
+    slots = None if plan.saves_all else empty_slots()
+    inputs = call.inputs, jnp.asarray(plan.first, jnp.int32)
+    x, slots, (outputs, boundaries) = scan_layers(step, slots, call.weights, call.x, inputs)
+    return x, outputs, boundaries if plan.saves_all else slots
 
 
 def scan_layers(step: Callable[..., Any], carried: Any, weights: Any, x: Any, inputs: Any) -> tuple[Any, Any, Any]:
@@ -62,77 +59,71 @@ def scan_layers(step: Callable[..., Any], carried: Any, weights: Any, x: Any, in
     return x, carried, outputs
 
 
-def recompute(
-    run: Run, plan: Schedule, weights: Any, slots: Any, inputs: Any, beside: Any, which: Any, *, on_host: bool
-) -> Any:
-    """The slots after the layers `plan.again[which[0]:which[1]]` have been recomputed."""
+def recompute(call: StackCall, plan: Schedule, slots: Any, begin: jax.Array, end: jax.Array) -> Any:
+    """The slots after the layers `plan.again[begin:end]` have been recomputed."""
     if not plan.again:
         return slots
     steps = jnp.asarray(plan.again, jnp.int32).reshape(-1, 3)
 
     def again(i: jax.Array, slots: Any) -> Any:
         layer, source, target = steps[i]
-        x = take_layer(slots, source)
-        x, _ = run(take_layer(weights, layer), to_device(x) if on_host else x, take_layer(inputs, layer), beside)
-        return put_layer(slots, target, to_host(x) if on_host else x)
+        weights, one = take_layer(call.weights, layer), take_layer(call.inputs, layer)
+        x, _ = call.run(weights, call.load(take_layer(slots, source)), one, call.shared)
+        return put_layer(slots, target, call.save(x))
 
     with jax.named_scope(f"runs_{plan.runs}_in_{len(plan.at)}"):
-        return jax.lax.fori_loop(which[0], which[1], again, slots)
+        return jax.lax.fori_loop(begin, end, again, slots)
 
 
-def _saves_all(plan: Schedule) -> bool:
-    """Whether each boundary has its own slot, so that none is recomputed."""
-    return plan.first == tuple(range(len(plan.at)))
-
-
-def by_schedule(run: Run, plan: Schedule, *, on_host: bool = False) -> Callable[[Any, Any, Any, Any], tuple[Any, Any]]:
-    """(stacked weights, x, stacked inputs, beside) -> (x, stacked outputs), with a backward pass that follows the
-    schedule. With `on_host` boundaries are offloaded to host memory."""
-    back = to_device if on_host else lambda x: x
-    every = _saves_all(plan)
+def by_schedule(call: StackCall) -> tuple[Any, Any]:
+    """Applies a stack and returns (x, stacked outputs); the backward pass follows `call.plan`."""
+    plan, run = call.plan, call.run
+    assert plan is not None
 
     @jax.custom_vjp
-    def apply(weights: Any, x: Any, inputs: Any, beside: Any) -> tuple[Any, Any]:
+    def apply(weights: Any, x: Any, inputs: Any, shared: Any) -> tuple[Any, Any]:
         def step(_: None, one: Any, weights: Any, x: Any) -> tuple[Any, None, Any]:
-            x, output = run(weights, x, one, beside)
+            x, output = run(weights, x, one, shared)
             return x, None, output
 
         x, _, outputs = scan_layers(step, None, weights, x, inputs)
         return x, outputs
 
-    def forward(weights: Any, x: Any, inputs: Any, beside: Any) -> tuple[tuple[Any, Any], tuple[Any, ...]]:
-        x, outputs, slots = first_pass(run, plan, weights, x, inputs, beside, on_host=on_host)
-        return (x, outputs), (weights, slots, inputs, beside)
+    def forward(weights: Any, x: Any, inputs: Any, shared: Any) -> tuple[tuple[Any, Any], tuple[Any, ...]]:
+        x, outputs, slots = first_pass(replace(call, weights=weights, x=x, inputs=inputs, shared=shared), plan)
+        return (x, outputs), (weights, slots, inputs, shared)
 
     def backward(saved: tuple[Any, ...], gradients: tuple[Any, Any]) -> tuple[Any, ...]:
-        weights, slots, inputs, beside = saved
+        weights, slots, inputs, shared = saved
+        saved_call = replace(call, weights=weights, inputs=inputs, shared=shared)
 
         def step(carry: tuple[Any, ...], one: tuple[Any, ...]) -> tuple[tuple[Any, ...], tuple[Any, Any]]:
-            slots, ahead, fetched, g, of_beside = carry
+            slots, ahead, fetched, g, of_shared = carry
             layer, at, begin, end, of_output = one
-            slots = recompute(run, plan, weights, slots, inputs, beside, (begin, end), on_host=on_host)
-            x = ahead if every else back(take_layer(slots, at))
-            ahead = (
-                back(take_layer(slots, jnp.maximum(at - 1, 0))) if every else None
-            )  # copied while this layer computes
+            slots = recompute(saved_call, plan, slots, begin, end)
+            x = ahead if plan.saves_all else call.load(take_layer(slots, at))
+            # Copied while this layer computes.
+            ahead = call.load(take_layer(slots, jnp.maximum(at - 1, 0))) if plan.saves_all else None
             following = fetch_layer(weights, layer - 1)
-            derivative = _derivative(run, layer_with(weights, layer, fetched), x, take_layer(inputs, layer), beside)
+            derivative = _derivative(run, layer_with(weights, layer, fetched), x, take_layer(inputs, layer), shared)
             of_weights, g, of_input, more = derivative(g, of_output)
-            return (slots, ahead, following, g, jax.tree.map(jnp.add, of_beside, more)), (of_weights, of_input)
+            return (slots, ahead, following, g, jax.tree.map(jnp.add, of_shared, more)), (of_weights, of_input)
 
-        nothing = jax.tree.map(jnp.zeros_like, inexact_leaves(beside))
-        each = (jnp.arange(len(plan.at), dtype=jnp.int32), *map(_numbers, (plan.at, plan.begin, plan.end)))
-        ahead = back(take_layer(slots, jnp.int32(plan.at[-1]))) if every else None
-        carry = (slots, ahead, fetch_layer(weights, jnp.int32(len(plan.at) - 1)), gradients[0], nothing)
-        (*_, g, of_beside), (of_weights, of_inputs) = jax.lax.scan(step, carry, (*each, gradients[1]), reverse=True)
-        return _gradients_like(weights, of_weights), g, of_inputs, of_beside
+        zeros = jax.tree.map(jnp.zeros_like, inexact_leaves(shared))
+        layers = range(call.layers)
+        each = [jnp.asarray(values, jnp.int32) for values in (layers, plan.at, plan.begin, plan.end)]
+        ahead = call.load(take_layer(slots, jnp.int32(plan.at[-1]))) if plan.saves_all else None
+        carry = (slots, ahead, fetch_layer(weights, jnp.int32(layers[-1])), gradients[0], zeros)
+        (*_, g, of_shared), (of_weights, of_inputs) = jax.lax.scan(step, carry, (*each, gradients[1]), reverse=True)
+        return _gradients_like(weights, of_weights), g, of_inputs, of_shared
 
     apply.defvjp(forward, backward)
-    return apply
+    return apply(call.weights, call.x, call.inputs, call.shared)
 
 
 def _derivative(run: Run, *arguments: Any) -> Callable[[Any, Any], tuple[Any, ...]]:
-    """(gradients of x and of the output) -> gradients of weights, x, input and beside; None for integers and keys."""
+    """(gradients of x and of the output) -> gradients of weights, x, input and shared inputs; None for integers and
+    keys."""
     layout = current()
     if layout is None or not layout.vmapped:
         return lambda *g: _gradients(run, arguments, g)
@@ -155,19 +146,15 @@ def _gradients(run: Run, arguments: Any, g: Any) -> Any:
     return back(g)[0]
 
 
-def _is_inexact(leaf: Any) -> bool:
-    return jnp.issubdtype(leaf.dtype, jnp.inexact)
-
-
 def inexact_leaves(tree: Any, values: Any = None) -> Any:
     """The leaves that have a gradient: floating-point arrays, and the `at` of stored weights; None for others. Or the
     values of these leaves in another tree."""
 
     def of(leaf: Any, value: Any) -> Any:
         at, value = (leaf.at, value.at) if isinstance(leaf, StoredWeight) else (leaf, value)
-        return value if at is not None and _is_inexact(at) else None
+        return value if at is not None and jnp.issubdtype(at.dtype, jnp.inexact) else None
 
-    return jax.tree.map(of, tree, tree if values is None else values, is_leaf=_is_point)
+    return jax.tree.map(of, tree, tree if values is None else values, is_leaf=_is_stored_weight)
 
 
 def with_inexact(tree: Any, numbers: Any) -> Any:
@@ -178,7 +165,7 @@ def with_inexact(tree: Any, numbers: Any) -> Any:
             return leaf
         return StoredWeight(leaf.stored, other) if isinstance(leaf, StoredWeight) else other
 
-    return jax.tree.map(of, tree, numbers, is_leaf=_is_point)
+    return jax.tree.map(of, tree, numbers, is_leaf=_is_stored_weight)
 
 
 def _gradients_like(tree: Any, gradients: Any) -> Any:
@@ -187,17 +174,13 @@ def _gradients_like(tree: Any, gradients: Any) -> Any:
     def of(leaf: Any, g: Any) -> Any:
         return StoredWeight(None, g) if isinstance(leaf, StoredWeight) else g  # type: ignore[arg-type]
 
-    return jax.tree.map(of, tree, gradients, is_leaf=_is_point)
+    return jax.tree.map(of, tree, gradients, is_leaf=_is_stored_weight)
 
 
-def _is_point(x: Any) -> bool:
+def _is_stored_weight(x: Any) -> bool:
     return isinstance(x, StoredWeight)
 
 
 def layer_with(stacked: Any, layer: jax.Array, fetched: Any) -> Any:
     """The weights of one layer, some of which have been copied from host memory."""
     return fill(take_layer(device_leaves(stacked), layer), fetched)
-
-
-def _numbers(values: tuple[int, ...]) -> jax.Array:
-    return jnp.asarray(values, jnp.int32)

@@ -79,7 +79,7 @@ class Pipeline:
         stage, position, round_ = np.ogrid[: self.stages, : self.group, : self.rounds]
         return ((round_ * self.stages + stage) * self.group + position).reshape(-1)
 
-    def arranged(self, stacked: jax.Array) -> jax.Array:
+    def arrange(self, stacked: jax.Array) -> jax.Array:
         """The layers of a model, [layers, ...], in the order in which they are stored; identity layers are zeros."""
         padded = jnp.pad(stacked, [(0, self.stored - self.layers), *[(0, 0)] * (stacked.ndim - 1)])
         return padded if self.rounds == 1 else padded[self.order]

@@ -38,15 +38,14 @@ from jaxmem.step.objective import Batch, Sums
 Loss = Callable[[Params, Batch, jax.Array], tuple[jax.Array, Sums]]  # (weights, batch, keys of its rows)
 
 
-def at_once(loss: Loss, params: Params, batch: Batch, keys: jax.Array, axes: Any) -> tuple[Params, Sums]:
-    """Gradients of one batch. The constraint in `sharding.gather` makes XLA reduce-scatter them as they are
-    computed."""
+def differentiate(loss: Loss, params: Params, batch: Batch, keys: jax.Array, axes: Any) -> tuple[Params, Sums]:
+    """Gradients of one batch. They are constrained to their sharding, so that XLA reduce-scatters them as they are
+    computed and no device holds a full gradient."""
     grads, sums = jax.grad(loss, has_aux=True)(params, batch, keys)
-    # Constrained to their sharding, so that they are reduce-scattered and no device holds a full gradient.
     return constrain_tree(grads, axes, "gradients"), sums
 
 
-def accumulated(
+def accumulate(
     loss: Loss, params: Params, batch: Batch, keys: jax.Array, axes: Any, dtype: DTypeLike
 ) -> tuple[Params, Sums]:
     """Gradients of micro-batches one after the other, accumulated in float32. Leaves of the batch and `keys` are
@@ -55,7 +54,11 @@ def accumulated(
     local = _LocalGradients(layout, axes, dtype) if layout is not None and layout.local_gradient_axes else None
 
     def micro(batch: Batch, keys: jax.Array) -> tuple[Params, Sums]:
-        return at_once(loss, params, batch, keys, axes) if local is None else local.gradients(loss, params, batch, keys)
+        return (
+            differentiate(loss, params, batch, keys, axes)
+            if local is None
+            else local.gradients(loss, params, batch, keys)
+        )
 
     def add(total: Any, one: tuple[Batch, jax.Array]) -> tuple[Any, None]:
         return jax.tree.map(lambda t, x: t + x.astype(t.dtype), total, micro(*one)), None
@@ -70,15 +73,18 @@ def accumulated(
     return grads, jax.tree.map(jnp.add, sums, own)
 
 
-def in_one_pass(
+def differentiate_all(
     loss: Loss, params: Params, batch: Batch, keys: jax.Array, axes: Any, dtype: DTypeLike
 ) -> tuple[Params, Sums]:
     """Gradients of all micro-batches, which `loss` processes together (pipeline stages) and whose gradients it
     accumulates."""
     layout = current()
     if layout is None or not layout.local_gradient_axes:
-        return at_once(loss, params, batch, keys, axes)
-    return _LocalGradients(layout, axes, dtype, rows=1).summed(loss, params, batch, keys)
+        return differentiate(loss, params, batch, keys, axes)
+    local = _LocalGradients(layout, axes, dtype, rows=1)
+    grads, sums = local.gradients(loss, params, batch, keys)
+    total = jax.tree.map(lambda names, g: local.reduce(names).of_all(g), axes, grads, is_leaf=is_axes)
+    return jax.tree.map(lambda total, g: total.astype(g.dtype), total, grads), sums
 
 
 class _LocalGradients:
@@ -92,15 +98,15 @@ class _LocalGradients:
 
     def gradients(self, loss: Loss, params: Params, batch: Batch, keys: jax.Array) -> tuple[Params, Sums]:
         """Gradients of a micro-batch, [groups, ...]."""
-        grads, sums = self._differentiate(loss, self._per_group(params), batch, keys)
-        return self._pinned(grads, "gradients"), sums
+        grads, sums = self._differentiate(loss, self._views_of_groups(params), batch, keys)
+        return self._constrain_groups(grads, "gradients"), sums
 
     def reduced(self, loss: Loss, params: Params, total: Params, batch: Batch, keys: jax.Array) -> tuple[Params, Sums]:
         """The sum of `total` and the gradients of the last micro-batch over the groups, sharded like the optimizer
         state."""
 
         def hook(names: Axes, at: jax.Array, own: jax.Array, total: jax.Array) -> HookedWeight | jax.Array:
-            hooked = HookedWeight(own, at, total, self._reduce(names))
+            hooked = HookedWeight(own, at, total, self.reduce(names))
             return hooked if names[:1] == ("layer",) else hooked.apply()  # stacked weights do it layer by layer
 
         def of_group(at: Params, own: Params, total: Params, batch: Batch, keys: jax.Array) -> tuple[jax.Array, Sums]:
@@ -109,21 +115,15 @@ class _LocalGradients:
         # `at` and so the reduced gradients have the dtype of communication, because they are in memory together with
         # the sums that are not reduced yet.
         at = differentiable(params, self._dtype)
-        grads, sums = self._differentiate(of_group, at, batch, keys, self._per_group(params), total)
+        grads, sums = self._differentiate(of_group, at, batch, keys, self._views_of_groups(params), total)
         return jax.tree.map(lambda g: g.astype(jnp.float32), constrain_tree(grads, self._axes, "optimizer")), sums
 
-    def summed(self, loss: Loss, params: Params, batch: Batch, keys: jax.Array) -> tuple[Params, Sums]:
-        """The sum over the groups, after the gradients of a complete batch are computed."""
-        own, sums = self.gradients(loss, params, batch, keys)
-        total = jax.tree.map(lambda names, g: self._reduce(names).of_all(g), self._axes, own, is_leaf=is_axes)
-        return jax.tree.map(lambda total, g: total.astype(g.dtype), total, own), sums
-
-    def _reduce(self, names: Axes) -> _Reduce:
+    def reduce(self, names: Axes) -> _Reduce:
         return _Reduce(self._layout, names, self._over, self._dtype)
 
     def _differentiate(self, loss: Callable[..., Any], at: Params, batch: Batch, keys: jax.Array, *own: Any) -> Any:
-        """Gradients of the sum of the losses of all groups with respect to `at`. If `own` trees are given, all groups
-        share `at`, and each group has its part of `own`; otherwise each group has its own `at`."""
+        """Gradients of the sum of the losses of all groups with respect to `at`. With trees in `own`, all groups share
+        `at`, and each group has its part of `own`; otherwise each group has its own `at`."""
 
         def every(at: Params, *each: Any) -> tuple[jax.Array, Sums]:
             in_axes = (None if own else 0, *[0] * len(own), self._rows, self._rows)
@@ -137,12 +137,12 @@ class _LocalGradients:
         with self._layout.inside_vmap(self._over):
             return jax.grad(every, has_aux=True)(at, *own, batch, keys)
 
-    def _per_group(self, params: Params) -> Params:
+    def _views_of_groups(self, params: Params) -> Params:
         """[groups, ...]: a view of the weights for each group."""
         views = jax.tree.map(lambda w: jnp.broadcast_to(w, (self._groups, *w.shape)), params)
-        return self._pinned(views, "weights")
+        return self._constrain_groups(views, "weights")
 
-    def _pinned(self, tree: Params, role: Role) -> Params:
+    def _constrain_groups(self, tree: Params, role: Role) -> Params:
         return jax.vmap(lambda tree: constrain_tree(tree, self._axes, role), spmd_axis_name=self._over)(tree)
 
 

@@ -19,7 +19,7 @@ from jaxmem.models.chunking import Chunking
 from jaxmem.optim.selection import Selection
 from jaxmem.quant.precision import Params, compute_dtype
 from jaxmem.sharding import Axes, is_axes
-from jaxmem.sharding.storage import Storage, storing_as
+from jaxmem.sharding.weights import Storage, storing_as
 from jaxmem.stack import Pipeline, StackOptions
 
 _ADAPTER_KEY = (
@@ -113,7 +113,7 @@ class ModelSpec:
         """Initial weights, including adapters, in their stored form."""
         base = self.new_base(key)
         if self.pipeline is not None:
-            base = jax.tree.map(self._arranged, adapters.base_of(self.axes), base, is_leaf=is_axes)
+            base = jax.tree.map(self._arrange, adapters.base_of(self.axes), base, is_leaf=is_axes)
         return base if self.cfg.adapter.kind == "none" else self.with_adapters(base, key)
 
     def new_base(self, key: jax.Array) -> Params:
@@ -171,10 +171,10 @@ class ModelSpec:
             stack=StackOptions(remat, self.pipeline, offloaded_activations(memory.offload)),
         )
 
-    def _arranged(self, axes: Axes, weight: Any) -> Any:
+    def _arrange(self, axes: Axes, weight: Any) -> Any:
         """The layers of a stack in the order in which pipeline stages store them."""
         pipeline = self.pipeline
-        return jax.tree.map(pipeline.arranged, weight) if pipeline and axes[:1] == ("layer",) else weight
+        return jax.tree.map(pipeline.arrange, weight) if pipeline and axes[:1] == ("layer",) else weight
 
 
 def pipeline_of(cfg: Config) -> Pipeline | None:

@@ -1,22 +1,24 @@
 """Objectives: sums over a batch, which are added up over micro-batches and evaluations.
 
 An objective returns sums instead of means: of the loss, of correct predictions, and the count. They are divided at the
-end, so that the result does not depend on the sizes of micro-batches. It has two parts, since a pipeline sends all
-micro-batches through the layers before it computes a loss.
+end, so that the result does not depend on the sizes of micro-batches.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import optax
 
 from jaxmem import config
 from jaxmem.models import losses
 from jaxmem.models.cross_entropy import cross_entropy, max_update_entries, vocab_cross_entropy
 from jaxmem.models.layers import split_keys
 from jaxmem.models.network import Network
+from jaxmem.stack import Pipeline
 
 Batch = dict[str, jax.Array]
 Sums = dict[str, jax.Array]  # "loss", "count"; "correct" for classification; "margin" of pairs
@@ -24,7 +26,8 @@ Sums = dict[str, jax.Array]  # "loss", "count"; "correct" for classification; "m
 
 @dataclass(frozen=True)
 class Objective:
-    """(network, batch, dropout key of each row or None) -> sums, in two parts."""
+    """(network, batch, dropout key of each row or None) -> sums. It has two parts, since a pipeline sends all
+    micro-batches through the layers before it computes a loss."""
 
     features: Callable[[Any, Batch, jax.Array | None], Any]  # up to the last layer
     sums: Callable[[Any, Any, Batch], Sums]  # the output projection and the loss, from features and batch
@@ -32,18 +35,47 @@ class Objective:
     def __call__(self, network: Any, batch: Batch, keys: jax.Array | None) -> Sums:
         return self.sums(network, self.features(network, batch, keys), batch)
 
+    def of_all(self, pipeline: Pipeline, network: Any, batch: Batch, keys: jax.Array | None) -> Sums:
+        """The sums over all micro-batches of an update, in one pass through pipeline stages. Leaves of the batch are
+        [micro-batches, rows, ...]; `keys` has one key per row, or is None.
+
+        Everything except the layers would be the same work on every stage, so it is divided: each stage embeds its
+        share of the micro-batches, and computes their loss, one micro-batch at a time. Logits are recomputed in the
+        backward pass (one more matmul with the output projection), so a device stores the logits of one micro-batch.
+        Embedding and output projection are replicated over stages."""
+        stages, empty = pipeline.stages, pipeline.slots - pipeline.micro_batches
+        # Padded with rows of zeros, whose mask is zero, so that every stage has the same number of micro-batches.
+        batch = jax.tree.map(lambda x: jnp.pad(x, [(0, empty), *[(0, 0)] * (x.ndim - 1)]), batch)
+        if keys is not None:
+            keys = jnp.concatenate([keys, jnp.broadcast_to(keys[:1], (empty, *keys.shape[1:]))])
+
+        @jax.checkpoint
+        def one(x: Any, batch: Batch) -> Sums:
+            """One micro-batch per stage."""
+            sums = jax.vmap(partial(self.sums, network), spmd_axis_name="stage")(x, batch)
+            return jax.tree.map(lambda x: jnp.sum(x, axis=0), sums)
+
+        features = jax.vmap(
+            partial(self.features, network), in_axes=(0, None if keys is None else 0), spmd_axis_name="stage"
+        )
+        x = features(batch, keys)
+        columns = jax.tree.map(lambda x: jnp.moveaxis(x.reshape(stages, -1, *x.shape[1:]), 1, 0), (x, batch))
+        sums = jax.lax.map(lambda xs: one(*xs), columns)
+        return jax.tree.map(lambda x: jnp.sum(x, axis=0), sums)
+
 
 def objective(cfg: config.Objective, memory: config.Memory) -> Objective:
     """The objective of a config."""
-    return {
-        "next_token": lambda: Objective(_tokens, _next_token(cfg, memory)),
-        "dpo": lambda: Objective(_tokens, _preferred(cfg, memory)),
-        "classify": lambda: Objective(_pictures, _classify(cfg)),
-        "binary": lambda: Objective(_pictures, _binary),
-        "regress_l1": lambda: Objective(_pictures, _regress(losses.absolute_error)),
-        "regress_l2": lambda: Objective(_pictures, _regress(losses.squared_error)),
-        "contrastive": lambda: Objective(_pairs, _contrastive(cfg)),
-    }[cfg.name]()
+    parts: dict[str, tuple[Callable[..., Any], Callable[..., Sums]]] = {
+        "next_token": (_tokens, partial(_next_token, cfg, memory)),
+        "dpo": (_tokens, partial(_preferred, cfg, memory)),
+        "classify": (_images, partial(_classify, cfg)),
+        "binary": (_images, _binary),
+        "regress_l1": (_images, partial(_regress, jnp.abs)),
+        "regress_l2": (_images, partial(_regress, jnp.square)),
+        "contrastive": (_pairs, partial(_contrastive, cfg)),
+    }
+    return Objective(*parts[cfg.name])
 
 
 def means(sums: Sums) -> dict[str, jax.Array]:
@@ -57,7 +89,7 @@ def _tokens(network: Network, batch: Batch, keys: jax.Array | None) -> jax.Array
     return network.features(batch["inputs"], batch["positions"], batch["segment_ids"], keys)
 
 
-def _pictures(network: Network, batch: Batch, keys: jax.Array | None) -> jax.Array:
+def _images(network: Network, batch: Batch, keys: jax.Array | None) -> jax.Array:
     return network.features(batch["inputs"], keys=keys)
 
 
@@ -71,25 +103,18 @@ def likelihoods(network: Network, batch: Batch, memory: config.Memory) -> jax.Ar
     return _likelihoods(network, _tokens(network, batch, None), batch, memory)
 
 
-def _next_token(cfg: config.Objective, memory: config.Memory) -> Callable[[Network, jax.Array, Batch], Sums]:
-    def sums(network: Network, x: jax.Array, batch: Batch) -> Sums:
-        more = {"label_smoothing": cfg.label_smoothing, "z_loss": cfg.z_loss}
-        return _sums(_cross_entropy(network, x, batch["targets"], memory, **more), batch["mask"])
-
-    return sums
+def _next_token(cfg: config.Objective, memory: config.Memory, network: Network, x: jax.Array, batch: Batch) -> Sums:
+    more = {"label_smoothing": cfg.label_smoothing, "z_loss": cfg.z_loss}
+    return _sums(_cross_entropy(network, x, batch["targets"], memory, **more), batch["mask"])
 
 
-def _preferred(cfg: config.Objective, memory: config.Memory) -> Callable[[Network, jax.Array, Batch], Sums]:
+def _preferred(cfg: config.Objective, memory: config.Memory, network: Network, x: jax.Array, batch: Batch) -> Sums:
     """DPO: rows 2 i and 2 i + 1 are a pair of answers, the preferred one first; padding pairs have no weight."""
-
-    def sums(network: Network, x: jax.Array, batch: Batch) -> Sums:
-        gained = (_likelihoods(network, x, batch, memory) - batch["reference"]).reshape(-1, 2)
-        real = jnp.all(jnp.any(batch["mask"] > 0, axis=-1).reshape(-1, 2), axis=-1).astype(jnp.float32)
-        margins = cfg.beta * (gained[:, 0] - gained[:, 1])
-        found = _sums(losses.preference(margins, cfg.label_smoothing), real, margins > 0)
-        return found | {"margin": jnp.sum(margins * real)}
-
-    return sums
+    gained = (_likelihoods(network, x, batch, memory) - batch["reference"]).reshape(-1, 2)
+    real = jnp.all(jnp.any(batch["mask"] > 0, axis=-1).reshape(-1, 2), axis=-1).astype(jnp.float32)
+    margins = cfg.beta * (gained[:, 0] - gained[:, 1])
+    found = _sums(losses.preference(margins, cfg.label_smoothing), real, margins > 0)
+    return found | {"margin": jnp.sum(margins * real)}
 
 
 def _likelihoods(network: Network, x: jax.Array, batch: Batch, memory: config.Memory) -> jax.Array:
@@ -103,36 +128,27 @@ def _cross_entropy(
     return vocab_cross_entropy(network, x, labels, memory.loss_chunk, max_entries=most, **more)
 
 
-def _classify(cfg: config.Objective) -> Callable[[Network, jax.Array, Batch], Sums]:
-    def sums(network: Network, x: jax.Array, batch: Batch) -> Sums:
-        logits, labels = network.logits(x), batch["targets"]
-        loss = cross_entropy(logits, labels, label_smoothing=cfg.label_smoothing, z_loss=cfg.z_loss)
-        return _sums(loss, batch["mask"], jnp.argmax(logits, axis=-1) == labels)
-
-    return sums
+def _classify(cfg: config.Objective, network: Network, x: jax.Array, batch: Batch) -> Sums:
+    logits, labels = network.logits(x), batch["targets"]
+    loss = cross_entropy(logits, labels, label_smoothing=cfg.label_smoothing, z_loss=cfg.z_loss)
+    return _sums(loss, batch["mask"], jnp.argmax(logits, axis=-1) == labels)
 
 
 def _binary(network: Network, x: jax.Array, batch: Batch) -> Sums:
-    logits = network.logits(x)[:, 0]
-    loss = losses.binary_cross_entropy(logits, batch["targets"])
-    return _sums(loss, batch["mask"], (logits > 0) == (batch["targets"] > 0.5))
+    logits, labels = network.logits(x)[:, 0].astype(jnp.float32), batch["targets"]
+    loss = optax.losses.sigmoid_binary_cross_entropy(logits, labels)
+    return _sums(loss, batch["mask"], (logits > 0) == (labels > 0.5))
 
 
-def _regress(error: Callable[[jax.Array, jax.Array], jax.Array]) -> Callable[[Network, jax.Array, Batch], Sums]:
-    def sums(network: Network, x: jax.Array, batch: Batch) -> Sums:
-        return _sums(error(network.logits(x)[:, 0], batch["targets"]), batch["mask"])
-
-    return sums
+def _regress(error: Callable[[jax.Array], jax.Array], network: Network, x: jax.Array, batch: Batch) -> Sums:
+    return _sums(error(network.logits(x)[:, 0].astype(jnp.float32) - batch["targets"]), batch["mask"])
 
 
-def _contrastive(cfg: config.Objective) -> Callable[[Network, tuple[jax.Array, jax.Array], Batch], Sums]:
-    def sums(network: Network, pair: tuple[jax.Array, jax.Array], batch: Batch) -> Sums:
-        left, right = (network.logits(x) for x in pair)
-        scores = losses.similarities(left, right, batch["mask"], cfg.temperature)
-        correct = jnp.argmax(scores, axis=-1) == jnp.arange(scores.shape[0])
-        return _sums(losses.contrastive(scores), batch["mask"], correct)
-
-    return sums
+def _contrastive(cfg: config.Objective, network: Network, pair: tuple[jax.Array, jax.Array], batch: Batch) -> Sums:
+    left, right = (network.logits(x) for x in pair)
+    scores = losses.similarities(left, right, batch["mask"], cfg.temperature)
+    correct = jnp.argmax(scores, axis=-1) == jnp.arange(scores.shape[0])
+    return _sums(losses.contrastive(scores), batch["mask"], correct)
 
 
 def _sums(loss: jax.Array, mask: jax.Array, correct: jax.Array | None = None) -> Sums:

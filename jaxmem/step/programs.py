@@ -1,4 +1,4 @@
-"""The functions that a run compiles for a config on given devices. `plan` and `train` both use them.
+"""The functions that a run compiles for a config on some devices. `plan` and `train` both use them.
 
 State is created sharded: shapes come from `eval_shape`, shardings from the layout, and one compiled initializer has
 outputs with these shardings. No sharded array ever exists completely on one device.
@@ -67,12 +67,8 @@ class Program:
         def step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
             return update(self.spec.to_memory(state), batch)
 
-        options = compiler_options(
-            self.platform,
-            self.layout.mesh.size,
-            fetches=self.spec.has_offload,
-            deterministic=self.cfg.train.deterministic,
-        )
+        devices, deterministic = self.layout.mesh.size, self.cfg.train.deterministic
+        options = compiler_options(self.platform, devices, fetches=self.spec.has_offload, deterministic=deterministic)
         outputs = (self.spec.shardings, self.layout.replicated())
         return self._lower(step, self.spec.state, self.spec.batch, outputs=outputs, donate=0, options=options)
 
@@ -95,9 +91,7 @@ class Program:
         def evaluate(params: Params, batch: Batch) -> Sums:
             network = nnx.merge(self.model.graphdef, self.spec.to_memory(params))
             if self.model.pipeline is not None:
-                from jaxmem.step.pipelined import sums_of_all
-
-                return sums_of_all(plain, self.model.pipeline, network, batch, None)
+                return plain.of_all(self.model.pipeline, network, batch, None)
             sums = jax.lax.map(lambda micro_batch: plain(network, micro_batch, None), batch)
             return jax.tree.map(lambda x: jnp.sum(x, axis=0), sums)
 
@@ -126,8 +120,7 @@ class Program:
             return jax.lax.map(lambda micro_batch: likelihoods(network, micro_batch, self.cfg.memory), batch)
 
         replicated = self.layout.replicated()
-        with self.layout:
-            return jax.jit(of_rows, out_shardings=replicated).lower(self.spec.state.params, self.spec.batch).compile()
+        return self._lower(of_rows, self.spec.state.params, self.spec.batch, outputs=replicated).compile()
 
     def initialise(self) -> TrainState:
         """A new state with random weights, bitwise equal for the same seed and mesh. `hf.initial_state` also starts
@@ -138,7 +131,7 @@ class Program:
 
     def begin(self, params: Params) -> TrainState:
         """A new state with these parameters, which are donated."""
-        return self._compiled_begin(params)
+        return self._lower_begin().compile()(params)
 
     def add_adapters(self, base: Params) -> Params:
         """The weights of the model, which are donated, with new adapters."""
@@ -193,10 +186,6 @@ class Program:
         with self.layout, lowering_for(self.layout.mesh.devices.flat[0]):
             yield
 
-    @cached_property
-    def _compiled_begin(self) -> jax.stages.Compiled:
-        return self._lower_begin().compile()
-
     def _lower_begin(self) -> jax.stages.Lowered:
         def begin(params: Params) -> TrainState:
             return self.spec.to_memory(self.spec.new_state(params))
@@ -208,12 +197,11 @@ class Program:
         function: Callable[..., Any],
         *arguments: Any,
         outputs: Any,
-        donate: int | None = None,
+        donate: int | tuple[()] = (),
         options: Any = None,
     ) -> jax.stages.Lowered:
-        donated = () if donate is None else donate
         with self.lowering():
-            jitted = jax.jit(function, donate_argnums=donated, out_shardings=outputs, compiler_options=options)
+            jitted = jax.jit(function, donate_argnums=donate, out_shardings=outputs, compiler_options=options)
             lowered = jitted.lower(*arguments)
         # jax does not know the memories of a compile-only device, so the lowered program is annotated instead.
         is_compile_only = host_placement.memory_kinds(self.layout.mesh.devices.flat[0]) is None

@@ -12,13 +12,15 @@ its complete gradient never exists: slices of it are computed on request. Frozen
 gradients are propagated through them.
 """
 
-from collections.abc import Callable
+import operator
+from collections.abc import Callable, Collection
 from functools import cached_property, partial, reduce
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from flax.traverse_util import flatten_dict, unflatten_dict
 
 from jaxmem.models.vocab_slices import VocabOpResult
 from jaxmem.optim.groups import merge, select
@@ -29,7 +31,7 @@ from jaxmem.step.objective import Batch, Sums, objective
 from jaxmem.step.state import StateSpec
 
 Tree = Any
-Path = tuple[Any, ...]
+Path = tuple[str, ...]
 # (matrix, slices, index of a slice) -> the gradient of that slice; without slices, of the complete matrix
 SliceGradient = Callable[..., jax.Array]
 
@@ -71,7 +73,8 @@ class Segments:
             for path in uses.values()
             if path not in read_elsewhere
         }
-        self._at = jax.tree_util.tree_map_with_path(lambda path, x: None if path in self.matrices else x, self._at)
+        at = {path: None if path in self.matrices else x for path, x in flatten_dict(self._at).items()}
+        self._at = unflatten_dict(at)
         last = partial(self._segment, len(self._cuts))
         _, self._last, self.sums = jax.vjp(last, self._at, self._cuts[-1].y, has_aux=True)
 
@@ -79,7 +82,7 @@ class Segments:
 
     def nest(self, number: int, tree: Tree) -> Tree:
         """`tree`, which has the structure of the weights of a stack, nested at the path of the stack."""
-        return nested(self._paths[number], tree)
+        return unflatten_dict({self._paths[number]: tree})
 
     def trainable(self, number: int) -> Tree:
         """The trainable weights of a stack, at its path."""
@@ -92,9 +95,7 @@ class Segments:
     @cached_property
     def last(self) -> Tree:
         """The parameters outside of stacks that only the last segment uses: usually the final norm."""
-        earlier = set().union(*self._read[:-1])
-        paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(self._at)]
-        return _without(self._at, [path for path in paths if path in earlier] + list(self.matrices))
+        return _without(self._at, [*set().union(*self._read[:-1]), *self.matrices])
 
     def backward(
         self, through: Callable[[int, Any], Any], begin: Callable[[Tree], Any] = lambda _: None
@@ -109,9 +110,11 @@ class Segments:
         for number in reversed(range(len(self._cuts))):
             cut, output_gradients[number] = self._cuts[number], g
             g = through(number, g) if isinstance(cut, ForwardPass) else cut.input_gradient(g)
-            if not isinstance(cut, ForwardPass) and self._paths[number] not in self.matrices:
-                whole = cut.weight_gradient(output_gradients[number], _at(self._params, self._paths[number]))
-                grads = _added(grads, self._paths[number], whole)
+            path = self._paths[number]
+            if not isinstance(cut, ForwardPass) and path not in self.matrices and _at(grads, path) is not None:
+                own = _at(grads, path)
+                more = cut.weight_gradient(output_gradients[number], _at(self._params, path)).astype(own.dtype)
+                grads = unflatten_dict(flatten_dict(grads) | {path: own + more})
             if g is None:
                 break
             before = self._cuts[number - 1].y if number else None
@@ -124,7 +127,7 @@ class Segments:
             return lambda weight, *which: reduce(jnp.add, (cut.weight_gradient(g, weight, *which) for cut, g in uses))
 
         trainable = {path: uses for path, uses in self.matrices.items() if _at(self._trainable, path) is not None}
-        return _without(grads, list(self.matrices)), {path: slice_gradient(uses) for path, uses in trainable.items()}
+        return _without(grads, self.matrices), {path: slice_gradient(uses) for path, uses in trainable.items()}
 
     def _add(self, cut: ForwardPass | VocabOpResult, weights: Any) -> Any:
         self._cuts.append(cut)
@@ -149,7 +152,7 @@ class Segments:
         traced = jax.make_jaxpr(partial(self._segment, number))(self._at, before).jaxpr
         read = {id(x) for equation in traced.eqns for x in equation.invars}
         paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(self._at)]
-        return {path for path, x in zip(paths, traced.invars, strict=False) if id(x) in read}
+        return {_names(path) for path, x in zip(paths, traced.invars, strict=False) if id(x) in read}
 
     def _segment(self, number: int, at: Tree, before: Any) -> Any:
         """The segment between two cuts: returns the input of cut `number` from the output of the previous cut; after
@@ -163,7 +166,8 @@ class Segments:
             y = before if len(inputs) == number else self._cuts[len(inputs) - 1].y
             return (y, None) if isinstance(part, StackCall) else y
 
-        network = nnx.merge(self._graphdef, _with(self._params, with_gradients(self._outside, at)))
+        outside = flatten_dict(with_gradients(self._outside, at))
+        network = nnx.merge(self._graphdef, unflatten_dict(flatten_dict(self._params) | outside))
         with cut_by(replay):
             x = self._objective.features(network, self._batch, self._key)
             if number < len(inputs):
@@ -172,43 +176,22 @@ class Segments:
         return (sums["loss"], sums) if number == len(inputs) else inputs[number]
 
 
-def nested(path: Path, leaf: Tree) -> Tree:
-    """A tree of parameters with only this leaf, or subtree, at a path."""
-    for step in reversed(path):
-        leaf = {step.key: leaf}
-    return leaf
-
-
 def _at(tree: Tree, path: Path) -> Tree:
-    for step in path:
-        tree = tree[step.key]
-    return tree
+    return reduce(operator.getitem, path, tree)
 
 
-def _added(grads: Tree, path: Path, more: jax.Array) -> Tree:
-    return jax.tree_util.tree_map_with_path(lambda own, g: g + more.astype(g.dtype) if own == path else g, grads)
+def _names(path: Any) -> Path:
+    return tuple(step.key for step in path)
 
 
 def _path_of(params: Params, weights: Tree) -> Path:
     """The path of a matrix or of the weights of a stack in the parameter tree, found by array identity."""
     path, leaf = jax.tree_util.tree_leaves_with_path(weights)[0]
-    whole = next(own for own, x in jax.tree_util.tree_leaves_with_path(params) if x is leaf)
-    return whole[: len(whole) - len(path)]
+    complete = next(own for own, x in jax.tree_util.tree_leaves_with_path(params) if x is leaf)
+    return _names(complete[: len(complete) - len(path)])
 
 
-def _without(params: Params, paths: list[Path]) -> Params:
-    rest = {}
-    for name, value in params.items():
-        inside = [path[1:] for path in paths if path[0].key == name]
-        if () not in inside:
-            rest[name] = _without(value, inside) if inside else value
-    return rest
-
-
-def _with(params: Params, replaced: Params) -> Params:
-    def one(name: str, value: Any) -> Any:
-        if name not in replaced:
-            return value
-        return _with(value, replaced[name]) if isinstance(value, dict) else replaced[name]
-
-    return {name: one(name, value) for name, value in params.items()}
+def _without(params: Params, paths: Collection[Path]) -> Params:
+    """The parameters that are not at or below these paths."""
+    rest = {own: x for own, x in flatten_dict(params).items() if not any(own[: len(path)] == path for path in paths)}
+    return unflatten_dict(rest)

@@ -13,8 +13,9 @@ import optax
 from jaxmem import optim
 from jaxmem.config import Config
 from jaxmem.config.names import STATE_PARTS, is_offloaded
+from jaxmem.optim.groups import ParameterGroup
 from jaxmem.quant.precision import Params, gradient_dtype
-from jaxmem.sharding import Axes, Layout, Role, is_axes, stored_axes
+from jaxmem.sharding import Axes, Layout, Role, is_axes, path_name, stored_axes
 from jaxmem.sharding.leaves import state_axes
 from jaxmem.sharding.weights import differentiable
 from jaxmem.step import host_placement, loss_scale, nonfinite
@@ -61,6 +62,10 @@ class StateSpec:
         if master in optim.REMAINDER_BITS:
             return optim.with_remainder(tx, optim.REMAINDER_BITS[master], axes)
         return tx if master == "none" else optim.with_master(tx)
+
+    def group(self, params: Any) -> ParameterGroup:
+        """The optimizer of some of the trainable parameters: `params` is a tree of only these."""
+        return ParameterGroup.of(params, self.optimizer_for, self.model.axes, self.opt_axes)
 
     @property
     def gradient_dtype(self) -> np.dtype | None:
@@ -157,7 +162,7 @@ class StateSpec:
         """Shapes with their shardings."""
 
         def one(path: Any, axes: Axes, x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
-            name = jax.tree_util.keystr(path, simple=True, separator=".")
-            return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=self.layout.sharding(role, axes, x.shape, name))
+            sharding = self.layout.sharding(role, axes, x.shape, path_name(path))
+            return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
 
         return jax.tree_util.tree_map_with_path(one, axes, shapes, is_leaf=is_axes)

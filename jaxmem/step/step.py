@@ -2,8 +2,8 @@
 
 With P parameters in float32 and Adam, an update needs 4 P bytes of weights, 8 P of moments and 4 P of gradients, each
 divided by the number of devices that the layout shards it over. A scan over micro-batches accumulates gradients in one
-buffer, so activations are those of one micro-batch, for any batch size. Pipeline stages process all micro-batches in
-one pass.
+buffer, so activations exist for one micro-batch at a time, for any batch size. Pipeline stages process all
+micro-batches in one pass.
 """
 
 from collections.abc import Callable
@@ -20,7 +20,7 @@ from jaxmem.quant.precision import Params, compute_dtype
 from jaxmem.sharding import stored_axes
 from jaxmem.sharding.weights import differentiable, with_gradients
 from jaxmem.step import loss_scale, nonfinite
-from jaxmem.step.gradients import accumulated, at_once, in_one_pass
+from jaxmem.step.gradients import accumulate, differentiate, differentiate_all
 from jaxmem.step.objective import Batch, Sums, means, objective
 from jaxmem.step.state import StateSpec, TrainState
 
@@ -81,16 +81,14 @@ def _gradients(spec: StateSpec, state: TrainState, batch: Batch, row_keys: jax.A
 
     at = differentiable(model.select(state.params), spec.gradient_dtype)
     if model.pipeline is not None:
-        from jaxmem.step.pipelined import sums_of_all
-
-        of_all = partial(loss, partial(sums_of_all, losses, model.pipeline))
-        differentiate = partial(in_one_pass, dtype=compute) if len(row_keys) > 1 else at_once
-        grads, sums = differentiate(of_all, at, batch, row_keys, axes)
+        of_all = partial(loss, partial(losses.of_all, model.pipeline))
+        compute_gradients = partial(differentiate_all, dtype=compute) if len(row_keys) > 1 else differentiate
+        grads, sums = compute_gradients(of_all, at, batch, row_keys, axes)
     elif len(row_keys) == 1:
         micro_batch = jax.tree.map(lambda x: x[0], batch)
-        grads, sums = at_once(partial(loss, losses), at, micro_batch, row_keys[0], axes)
+        grads, sums = differentiate(partial(loss, losses), at, micro_batch, row_keys[0], axes)
     else:
-        grads, sums = accumulated(partial(loss, losses), at, batch, row_keys, axes, compute)
+        grads, sums = accumulate(partial(loss, losses), at, batch, row_keys, axes, compute)
     divisor = jnp.maximum(sums["count"], 1.0) * scale
     return jax.tree.map(lambda g: (g.astype(jnp.float32) / divisor).astype(g.dtype), grads), sums
 
@@ -100,7 +98,7 @@ def _update(spec: StateSpec, state: TrainState, grads: Params, norm: jax.Array, 
     model = spec.model
     params, axes = model.select(state.params), model.select(model.axes)
     if spec.offloads("optimizer"):
-        from jaxmem.step.host_update import update_from_host
+        from jaxmem.step.update_in_parts import update_from_host
 
         new, opt_state = update_from_host(spec, params, grads, state.opt_state, write, norm)
     else:

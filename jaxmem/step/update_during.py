@@ -4,7 +4,7 @@ The backward pass goes through the layers from the last to the first. A layer's 
 its part of the optimizer state are read, updated and written in place, and the gradient is freed. With P parameters in
 N layers, gradients take P / N values instead of P, for any optimizer; the results are identical to updating after the
 backward pass (Lv et al., arXiv:2306.09782). With micro-batches, a layer is backpropagated through all of them before
-it is updated. Embedding and output matrices are updated at the end, slice by slice (`vocab_update.py`). Parameters
+it is updated. Embedding and output matrices are updated at the end, slice by slice (`update_in_parts.py`). Parameters
 after the layers (the final norm) are updated before the layers, other parameters outside of layers at the end.
 
 An optimizer that needs the norm of all gradients before the first update (clipping by the global norm) requires an
@@ -15,15 +15,17 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from flax.traverse_util import unflatten_dict
 
 from jaxmem import optim
+from jaxmem.optim.apply import sum_of_squares
 from jaxmem.optim.groups import (
-    ParameterGroup,
     Write,
     constrain_tree,
     merge,
     put_stacked_layer,
     select,
+    single_weights,
     take_stacked_layer,
     without,
 )
@@ -33,11 +35,10 @@ from jaxmem.sharding.host import fetch_from_host, send_like, take_layer
 from jaxmem.sharding.weights import is_quantized
 from jaxmem.stack import merge_micro_batches
 from jaxmem.step import nonfinite
-from jaxmem.step.host_update import fetch_state_layer, store_state_layer
 from jaxmem.step.objective import Batch, Sums
-from jaxmem.step.segments import Path, Segments, nested
+from jaxmem.step.segments import Path, Segments
 from jaxmem.step.state import StateSpec, TrainState
-from jaxmem.step.vocab_update import VocabUpdate
+from jaxmem.step.update_in_parts import VocabUpdate
 
 Tree = Any
 
@@ -59,7 +60,8 @@ def update_during_backward(
 class _BackwardUpdate:
     def __init__(self, spec: StateSpec, state: TrainState, network: Segments, write: Write) -> None:
         self._spec, self._state, self._network, self._write = spec, state, network, write
-        self._parts = {n: self._parts_of(network.trainable(n)) for n in network.stacks}  # of each stack, one per weight
+        # The groups of each stack, one per weight.
+        self._groups = {n: [spec.group(w) for w in single_weights(network.trainable(n))] for n in network.stacks}
         self._norm: jax.Array | None = None  # of all gradients, where the optimizer needs it
         self._params: list[Tree] = []
         self._states: list[Tree] = []
@@ -72,53 +74,48 @@ class _BackwardUpdate:
         grads, matrices = network.backward(self._update_stack, begin=self._update_unstacked)
         self._update_unstacked(without(grads, network.last))
         for path, gradient in matrices.items():
-            new, kept, square = self._vocab_update(path).update(gradient, self._write, self._norm)
-            self._add(new, [kept], nested(path, square))
-        by_path = {path: x for sums in self._squares for path, x in jax.tree_util.tree_leaves_with_path(sums)}
+            new, state, square = self._vocab_update(path).update(gradient, self._write, self._norm)
+            self._add(new, [state], unflatten_dict({path: square}))
         axes = self._spec.model.select(self._spec.model.axes)
-        sums = jax.tree_util.tree_map_with_path(lambda path, _: by_path[path], axes, is_leaf=is_axes)
-        squares = nonfinite.in_order(sums, axes)
+        zeros = jax.tree.map(lambda _: 0, axes, is_leaf=is_axes)
+        squares = nonfinite.in_backward_order(merge(zeros, *self._squares), axes)
         opt_state = optim.record_norm(merge(opt_state, *self._states), jnp.sqrt(jnp.sum(squares)))
         return merge(params, *self._params), opt_state, network.sums, squares
 
     def _update_stack(self, number: int, g: Any) -> Any:
         """Backward through a stack, updating its layers. Maps the output gradient to the input gradient."""
-        network, parts, stack = self._network, self._parts[number], self._network.stacks[number]
-        before = [part.state(self._state.opt_state) for part in parts]  # update counts from before this step
-        layers = jax.tree.leaves(stack.applied.weights)[0].shape[0]
+        network, groups, stack = self._network, self._groups[number], self._network.stacks[number]
+        before = [group.state(self._state.opt_state) for group in groups]  # update counts from before this step
         on_host = self._spec.offloads("optimizer")
 
         def fetch(carry: Any, layer: jax.Array) -> list[Tree] | None:
-            """Prefetches state from host memory while the gradient is computed."""
-            if not on_host:
-                return None
-            each = zip(parts, carry[1], before, strict=True)
-            return [fetch_state_layer(state, part.state_axes, layer, old) for part, state, old in each]
+            """Copies state from host memory while the gradient is computed."""
+            each = zip(groups, carry[1], before, strict=True)
+            return [take_stacked_layer(x, own.state_axes, layer, old) for own, x, old in each] if on_host else None
 
         def visit(carry: Any, layer: jax.Array, dw: Tree, fetched: list[Tree] | None) -> Any:
             """Updates weights one at a time, so that the buffers of one update are freed before the next begins."""
             weights, states, squares = carry
             grads, new_states = network.nest(number, dw), list[Tree]()
-            for i, (part, state, old) in enumerate(zip(parts, states, before, strict=True)):
-                own = constrain_tree(select(grads, part.axes, is_leaf=is_axes), part.axes, "gradients")
+            for i, (group, state, old) in enumerate(zip(groups, states, before, strict=True)):
+                own = constrain_tree(select(grads, group.axes, is_leaf=is_axes), group.axes, "gradients")
                 own, weights, state, new_states = jax.lax.optimization_barrier((own, weights, state, new_states))
-                stacked = select(weights, part.axes, is_leaf=is_axes)
-                kept = take_stacked_layer(state, part.state_axes, layer, old) if fetched is None else fetched[i]
+                stacked = select(weights, group.axes, is_leaf=is_axes)
+                of_layer = fetched[i] if fetched else take_stacked_layer(state, group.state_axes, layer, old)
                 # Read once: a second read could come after the layer is written, and XLA would copy the stack.
                 weight = jax.lax.optimization_barrier(take_layer(stacked, layer))
-                new, kept = part.update(own, kept, weight, self._write, layer=layer, layers=layers, norm=self._norm)
-                stacked_axes = stored_axes(part.axes, stacked)
+                extra = {"layer": layer, "layers": stack.layers, "norm": self._norm}
+                new, new_state = group.update(own, of_layer, weight, self._write, **extra)
+                stacked_axes = stored_axes(group.axes, stacked)
                 weights = merge(weights, put_stacked_layer(stacked, stacked_axes, "weights", layer, new))
-                if fetched is None:
-                    new_states = [*new_states, put_stacked_layer(state, part.state_axes, "optimizer", layer, kept)]
-                else:
-                    new_states = [*new_states, store_state_layer(state, part.state_axes, layer, kept)]
-                sums = jax.tree.map(lambda each, g: each.at[layer].set(_square(g)), select(squares, own), own)
+                new_state = put_stacked_layer(state, group.state_axes, "optimizer", layer, new_state)
+                new_states = [*new_states, new_state]
+                sums = jax.tree.map(lambda each, g: each.at[layer].set(sum_of_squares(g)), select(squares, own), own)
                 squares = merge(squares, sums)
             return weights, new_states, squares
 
         weights = network.trainable(number)
-        squares = jax.tree.map(lambda _: jnp.zeros(layers, jnp.float32), weights, is_leaf=is_quantized)
+        squares = jax.tree.map(lambda _: jnp.zeros(stack.layers, jnp.float32), weights, is_leaf=is_quantized)
         carry = weights, before, squares
         done, g = stack.backward(g, lambda carry: network.weights(number, carry[0]), visit, carry, fetch)
         self._add(*done)
@@ -129,11 +126,11 @@ class _BackwardUpdate:
         if not jax.tree.leaves(grads):
             return grads
         weights = select(self._state.params, grads)
-        part = self._part(weights)
-        grads = constrain_tree(grads, part.axes, "gradients")
-        before = part.state(self._state.opt_state)
-        new, state = part.update(grads, fetch_from_host(before), weights, self._write, norm=self._norm)
-        self._add(new, [send_like(state, before)], jax.tree.map(_square, grads))
+        group = self._spec.group(weights)
+        grads = constrain_tree(grads, group.axes, "gradients")
+        before = group.state(self._state.opt_state)
+        new, state = group.update(grads, fetch_from_host(before), weights, self._write, norm=self._norm)
+        self._add(new, [send_like(state, before)], jax.tree.map(sum_of_squares, grads))
         return new
 
     def _measure(self) -> jax.Array:
@@ -142,21 +139,20 @@ class _BackwardUpdate:
         sums = []
 
         def through(number: int, g: Any) -> Any:
-            stack, axes = network.stacks[number], [part.axes for part in self._parts[number]]
+            stack, axes = network.stacks[number], [group.axes for group in self._groups[number]]
 
             def visit(squares: jax.Array, _: jax.Array, dw: Tree, __: None) -> jax.Array:
                 grads = network.nest(number, dw)
-                each = (_squares(constrain_tree(select(grads, own, is_leaf=is_axes), own, "gradients")) for own in axes)
-                return sum(each, squares)
+                each = (constrain_tree(select(grads, own, is_leaf=is_axes), own, "gradients") for own in axes)
+                return sum(map(sum_of_squares, each), squares)
 
             squares, g = stack.backward(g, lambda _: stack.applied.weights, visit, jnp.zeros((), jnp.float32))
             sums.append(squares)
             return g
 
         grads, matrices = network.backward(through)
-        for path, gradient in matrices.items():
-            sums.append(self._vocab_update(path).squares(gradient))
-        return jnp.sqrt(_squares(grads) + sum(sums))
+        sums += [self._vocab_update(path).squares(gradient) for path, gradient in matrices.items()]
+        return jnp.sqrt(sum_of_squares(grads) + sum(sums))
 
     def _add(self, params: Tree, states: list[Tree], squares: Tree) -> None:
         self._params.append(params)
@@ -164,23 +160,7 @@ class _BackwardUpdate:
         self._squares.append(squares)
 
     def _vocab_update(self, path: Path) -> VocabUpdate:
-        weight = select(self._state.params, nested(path, 0))
-        part, chunk = self._part(weight), self._spec.cfg.memory.loss_chunk
+        weight = select(self._state.params, unflatten_dict({path: 0}))
+        group, chunk = self._spec.group(weight), self._spec.cfg.memory.loss_chunk
         entries = None if chunk == "auto" else chunk
-        return VocabUpdate(part, weight, part.state(self._state.opt_state), self._spec.gradient_dtype, entries)
-
-    def _parts_of(self, params: Tree) -> list[ParameterGroup]:
-        """One group per weight."""
-        paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(params, is_leaf=is_quantized)]
-        return [self._part(select(params, nested(path, 0))) for path in paths]
-
-    def _part(self, params: Tree) -> ParameterGroup:
-        return ParameterGroup.of(params, self._spec.optimizer_for, self._spec.model.axes, self._spec.opt_axes)
-
-
-def _squares(grads: Tree) -> jax.Array:
-    return jax.tree.reduce(jnp.add, jax.tree.map(_square, grads), jnp.zeros((), jnp.float32))
-
-
-def _square(g: jax.Array) -> jax.Array:
-    return jnp.sum(jnp.square(g.astype(jnp.float32)))
+        return VocabUpdate(group, weight, group.state(self._state.opt_state), self._spec.gradient_dtype, entries)

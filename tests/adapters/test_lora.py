@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from jaxmem.adapters import Lora, LoraSpec, lora, merge
+from jaxmem.adapters import Lora, lora, merge
+from jaxmem.config.sections import Adapter
 from jaxmem.config.targets import LowRank
 from jaxmem.errors import UserError
 from jaxmem.models.embedding import Embedding
@@ -22,7 +23,7 @@ class Network(nnx.Module):
 
 def layer(magnitude):
     linear = Linear(nnx.Rngs(0), 24, 40, ("embed", "mlp"), bias=True)
-    linear.lora = Lora(nnx.Rngs(1), linear, [LowRank(3, 2.1, 0.7)], LoraSpec(dora=magnitude))
+    linear.lora = Lora(nnx.Rngs(1), linear, [LowRank(3, 2.1, 0.7)], Adapter(kind="dora" if magnitude else "lora"))
     linear.lora.b = nnx.Param(jax.random.normal(jax.random.key(2), (3, 40)), axes=("rank", "mlp+"))
     return linear
 
@@ -58,7 +59,7 @@ def test_gradients_do_not_pass_through_the_norms():
 
 def test_an_adapter_of_an_embedding():
     embedding = Embedding(nnx.Rngs(0), 30, 8)
-    embedding.lora = Lora(nnx.Rngs(1), embedding, [LowRank(2, 1.0, 0.5)], LoraSpec())
+    embedding.lora = Lora(nnx.Rngs(1), embedding, [LowRank(2, 1.0, 0.5)], Adapter())
     ids = jnp.array([[3, 29, 0]])
     before = embedding(ids, jnp.float32)
     np.testing.assert_array_equal(before[0], embedding.weight.get_value()[ids[0]])

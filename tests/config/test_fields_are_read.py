@@ -34,11 +34,8 @@ READ_HERE = {
     **dict.fromkeys(("mlp_chunk", "head_groups"), "Memory.pieces"),
     "base": "Config.base_precision",
     **dict.fromkeys(("trainable", "Adapter.layers"), "Config.trainable_patterns"),
-    # Given to the adapters by name.
-    **dict.fromkeys(
-        [f"Adapter.{name}" for name in ("alpha", "alpha_pattern", "targets", "rslora", "dropout", "lora_bias")],
-        "adapters.low_rank.attach_from_config",
-    ),
+    # Read by low_rank_layers, which returns the rank and scale of each layer.
+    **dict.fromkeys([f"Adapter.{name}" for name in ("alpha", "alpha_pattern", "targets", "rslora")], "config.targets"),
     # Given to the optimizer by name; tests/optim builds each with all of its own.
     **{f"Rules.{dim}": "Rules.table" for dim in Rules.model_fields},
     **dict.fromkeys(

@@ -8,7 +8,7 @@ import pytest
 from jaxmem.config.sections import Precision
 from jaxmem.models import vocab_slices
 from jaxmem.models.vocab_slices import VocabSlices
-from jaxmem.sharding.storage import Storage, store
+from jaxmem.sharding.weights import Storage, store
 
 
 def test_a_slice_is_read_and_written_at_its_entries():

@@ -15,7 +15,7 @@ import pytest
 from jaxmem import optim
 from jaxmem.config.sections import Precision
 from jaxmem.sharding import weights
-from jaxmem.sharding.storage import Storage, store
+from jaxmem.sharding.weights import Storage, store
 
 SEEN, WIDE, STEPS, BATCH, RATE = 8, 128, 200, 256, 3e-3
 AXES = {"rows": ("vocab", "embed"), "in": ("embed", "mlp"), "out": ("mlp", "embed")}

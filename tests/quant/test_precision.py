@@ -12,7 +12,7 @@ from jaxmem.models.cross_entropy import cross_entropy
 from jaxmem.models.layers import RMSNorm
 from jaxmem.quant.precision import compute_dtype, rounded
 from jaxmem.sharding import layout_for
-from jaxmem.sharding.storage import Storage, store
+from jaxmem.sharding.weights import Storage, store
 
 
 @pytest.mark.parametrize(

@@ -59,7 +59,7 @@ def test_stages_do_what_layers_do(shape, remat):
         return jnp.sum(y * target), y
 
     def staged(weights, x):
-        blocks = nnx.merge(graphdef, jax.tree.map(pipeline.arranged, weights))
+        blocks = nnx.merge(graphdef, jax.tree.map(pipeline.arrange, weights))
         slots = pipeline.slots
         given = padded(own, slots), (beside[0], padded(beside[1], slots))
         y = loss(blocks, padded(x, slots), *given, StackOptions(remat, pipeline))[:micro]
@@ -78,8 +78,8 @@ def test_without_micro_batches_layer_follows_layer():
     count = lambda block, x, own, beside: (layer(block, x, own, beside)[0], jnp.sum(x))  # noqa: E731
     beside = jnp.float32(0.5), jnp.ones((3,))
     plain = apply_stack(nnx.merge(graphdef, weights), count, x, own, beside)
-    arranged = nnx.merge(graphdef, jax.tree.map(pipeline.arranged, weights))
-    staged = apply_stack(arranged, count, x, own, beside, options=StackOptions(pipeline=pipeline))
+    arrange = nnx.merge(graphdef, jax.tree.map(pipeline.arrange, weights))
+    staged = apply_stack(arrange, count, x, own, beside, options=StackOptions(pipeline=pipeline))
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), plain, staged)
 
 

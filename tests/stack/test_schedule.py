@@ -14,7 +14,7 @@ from jaxmem.lab.tour.checkpointing import FORMULAS, backward
 from jaxmem.quant import quantize
 from jaxmem.sharding import gather
 from jaxmem.sharding.weights import StoredWeight
-from jaxmem.stack import StackOptions, apply_stack, stacked
+from jaxmem.stack import StackCall, StackOptions, apply_stack, stacked
 from jaxmem.stack.schedule import schedule
 from jaxmem.stack.scheduled import by_schedule
 
@@ -95,7 +95,7 @@ def test_gradients_of_quantized_weights_are_those_of_a_plain_scan():
         if plan is None:
             y, _ = jax.lax.scan(lambda x, weight: run(weight, x, None, None), x, stored)
         else:
-            y, _ = by_schedule(run, plan)(stored, x, None, None)
+            y, _ = by_schedule(StackCall(run, stored, x, None, None, plan=plan))
         return jnp.sum(y * y)
 
     gradients = [jax.grad(loss, (0, 1))(jnp.zeros((5, 4, 4)), x, plan) for plan in (None, schedule("sqrt", 5))]

@@ -191,7 +191,7 @@ def test_an_uncovered_axis_is_named(layout):
 
 def test_a_dimension_that_does_not_divide_is_named(layout):
     with pytest.raises(
-        UserError, match=r"blocks\.w: dimension 1 \(mlp\) of size 7 does not divide over mesh.tensor = 2"
+        UserError, match=r"blocks\.w: dimension 1 \(mlp\) of size 7 is not divisible by mesh.tensor = 2"
     ):
         layout.sharding("weights", ("embed", "mlp"), (8, 7), "blocks.w")
 

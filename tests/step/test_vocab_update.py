@@ -10,10 +10,10 @@ import pytest
 from jaxmem import optim
 from jaxmem.config.sections import Precision
 from jaxmem.optim.groups import ParameterGroup, select
-from jaxmem.optim.optax_promotion import chain
+from jaxmem.optim.registry import chain
 from jaxmem.sharding.leaves import state_axes
-from jaxmem.sharding.storage import Storage, store
-from jaxmem.step.vocab_update import VocabUpdate
+from jaxmem.sharding.weights import Storage, store
+from jaxmem.step.update_in_parts import VocabUpdate
 from tests.optim.conftest import normal, same
 
 AXES = {"head": ("embed", "vocab"), "rows": ("vocab", "embed")}

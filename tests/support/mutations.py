@@ -30,7 +30,7 @@ class Fault(NamedTuple):
 FAULTS = {
     "adam": Fault(
         "the wrong sign in the bias correction of Adam's moments",
-        "jaxmem/optim/rules/adam.py",
+        "jaxmem/optim/rules/plain.py",
         "return 1 - jnp.float32(beta) ** count.astype(jnp.float32)",
         "return 1 + jnp.float32(beta) ** count.astype(jnp.float32)",
         "tests/optim/test_quantized.py::test_adam_in_codes_follows_adam",

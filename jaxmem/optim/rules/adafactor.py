@@ -6,14 +6,12 @@ Adam uses 1e-3 or less.
 """
 
 from dataclasses import dataclass
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from jaxmem.config.optimizers import AdafactorSettings
-from jaxmem.optim.layers import MatrixRule, ParameterSpec, UpdateContext, transformation
-from jaxmem.sharding.leaves import Derived
+from jaxmem.optim.layers import MatrixRule, ParameterSpec, State, UpdateContext, transformation
 from jaxmem.sharding.weights import is_quantized
 
 DECAY = 0.8  # the average at update t forgets with 1 - t^-decay
@@ -24,12 +22,12 @@ LARGEST = 1.0  # root mean square of an update before it is scaled
 
 @dataclass(frozen=True)
 class Factored(MatrixRule):
-    def init(self, spec: ParameterSpec) -> dict[str, Derived]:
+    def init(self, spec: ParameterSpec) -> State:
         if len(spec.shape) == 2:
             return {"row": spec.zeros((0,)), "column": spec.zeros((1,))}
         return {"v": spec.zeros()}
 
-    def update(self, g: jax.Array, state: dict[str, Any], at: UpdateContext, /) -> tuple[jax.Array, dict[str, Any]]:
+    def update(self, g: jax.Array, state: State, at: UpdateContext, /) -> tuple[jax.Array, State]:
         g = g.astype(jnp.float32)
         squares = g * g + SQUARE
         beta = 1 - at.count.astype(jnp.float32) ** -DECAY

@@ -7,15 +7,13 @@ Vectors and scalars use Adam.
 """
 
 from dataclasses import dataclass
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from jaxmem.config.optimizers import AdamSettings
-from jaxmem.optim.layers import MatrixRule, ParameterSpec, UpdateContext, transformation
-from jaxmem.optim.rules.adam import Adam, direction, next_moments
-from jaxmem.sharding.leaves import Derived
+from jaxmem.optim.layers import MatrixRule, ParameterSpec, State, UpdateContext, transformation
+from jaxmem.optim.rules.plain import Adam, direction, next_moments
 
 
 @dataclass(frozen=True)
@@ -23,10 +21,10 @@ class PerNeuron(MatrixRule):
     settings: AdamSettings
     neurons: int  # the dimension that counts them
 
-    def init(self, spec: ParameterSpec) -> dict[str, Derived]:
+    def init(self, spec: ParameterSpec) -> State:
         return {"m": spec.zeros(), "v": spec.zeros((self.neurons,))}
 
-    def update(self, g: jax.Array, state: dict[str, Any], at: UpdateContext, /) -> tuple[jax.Array, dict[str, Any]]:
+    def update(self, g: jax.Array, state: State, at: UpdateContext, /) -> tuple[jax.Array, State]:
         g = g.astype(jnp.float32)
         others = tuple(d for d in range(g.ndim) if d != self.neurons)
         m, v = next_moments(self.settings, state["m"], state["v"], g, jnp.mean(g * g, axis=others))

@@ -10,17 +10,15 @@ do embeddings and the output projection unless `project_embeddings` is set.
 """
 
 from dataclasses import dataclass
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from jaxmem.config.optimizers import ApolloMiniSettings, ApolloSettings
-from jaxmem.optim.layers import MatrixRule, ParameterSpec, UpdateContext, transformation
+from jaxmem.optim.layers import MatrixRule, ParameterSpec, State, UpdateContext, transformation
 from jaxmem.optim.rules import projection
-from jaxmem.optim.rules.adam import Adam, bias_correction, next_moments
+from jaxmem.optim.rules.plain import Adam, bias_correction, next_moments
 from jaxmem.optim.rules.projection import Side, is_projected, rank_of
-from jaxmem.sharding.leaves import Derived
 
 GROWTH = 1.01
 TINY = 1e-8
@@ -37,14 +35,14 @@ class ScaledByProjection(MatrixRule):
     def side(self) -> Side:
         return Side(self.spec, self.rank)
 
-    def init(self, spec: ParameterSpec) -> dict[str, Derived]:
+    def init(self, spec: ParameterSpec) -> State:
         low = self.side.low
         return {"m": low.zeros(), "v": low.zeros(), "length": spec.zeros(())}
 
     def is_separable(self, dim: int, /) -> bool:
         return dim != self.side.away
 
-    def update(self, g: jax.Array, state: dict[str, Any], at: UpdateContext, /) -> tuple[jax.Array, dict[str, Any]]:
+    def update(self, g: jax.Array, state: State, at: UpdateContext, /) -> tuple[jax.Array, State]:
         wide, side = g.astype(jnp.float32), self.side
         key = jax.random.fold_in(at.key, (at.count - 1) // self.settings.refresh_every)
         low = side.project(projection.random_projection(key, *side.basis_shape), wide)

@@ -25,8 +25,8 @@ import jax
 import jax.numpy as jnp
 
 from jaxmem.config.optimizers import GaLoreSettings, QGaLoreSettings
-from jaxmem.optim.layers import MatrixRule, ParameterSpec, UpdateContext, transformation
-from jaxmem.optim.rules.adam import Adam
+from jaxmem.optim.layers import MatrixRule, ParameterSpec, State, UpdateContext, transformation
+from jaxmem.optim.rules.plain import Adam
 from jaxmem.optim.rules.projection import Side, is_projected, rank_of
 from jaxmem.optim.rules.quantized import ADAM8, blocks, quantized, zeros
 from jaxmem.quant import QTensor, quantize
@@ -50,7 +50,7 @@ class Projected(MatrixRule):
     def side(self) -> Side:
         return Side(self.spec, self.rank)
 
-    def init(self, spec: ParameterSpec) -> dict[str, Any]:
+    def init(self, spec: ParameterSpec) -> State:
         basis, low = self.side.basis, self.side.low
         inner = self.inner_for(low).init(low)
         if self.similarity is None:
@@ -64,7 +64,7 @@ class Projected(MatrixRule):
         del dim
         return False  # the range finder multiplies with the gradient and its transpose several times
 
-    def update(self, g: jax.Array, state: dict[str, Any], at: UpdateContext, /) -> tuple[jax.Array, dict[str, Any]]:
+    def update(self, g: jax.Array, state: State, at: UpdateContext, /) -> tuple[jax.Array, State]:
         key, every, scale = jax.random.fold_in(at.key, at.count), self.settings.refresh_every, self.settings.scale
         basis_state = {name: x for name, x in state.items() if name != "inner"}
         if self.similarity is None:
@@ -74,7 +74,7 @@ class Projected(MatrixRule):
             due = at.count > state["due"]
         # The planner reads from this name how often the branch runs; with Q-GaLore this is an upper bound.
         with jax.named_scope(f"runs_1_in_{every}"):
-            basis_state = jax.lax.cond(due, lambda k: self._refreshed(g, k, at, key), lambda k: k, basis_state)
+            basis_state = jax.lax.cond(due, lambda k: self._refresh(g, k, at, key), lambda k: k, basis_state)
         # Matmuls in the weights' dtype: in bfloat16 they cost half of float32's, and accumulate in float32.
         basis = _values(basis_state["basis"], g.dtype)
         low = self.side.project(basis, g)
@@ -94,9 +94,7 @@ class Projected(MatrixRule):
         outside = (squares(g) - inside) * (self.rank / (self.spec.shape[self.side.away] - self.rank))
         return jnp.sqrt(squares(direction) / jnp.maximum(jnp.maximum(inside, outside), TINY))
 
-    def _refreshed(
-        self, g: jax.Array, basis_state: dict[str, Any], at: UpdateContext, key: jax.Array
-    ) -> dict[str, Any]:
+    def _refresh(self, g: jax.Array, basis_state: State, at: UpdateContext, key: jax.Array) -> State:
         old = _values(basis_state["basis"], jnp.float32)
         new = self.side.find(g.astype(jnp.float32), old, key)
         if self.similarity is None:

@@ -1,4 +1,5 @@
-"""Muon: orthogonalized momentum of matrices, all singular values one (Jordan et al., https://kellerjordan.github.io/posts/muon).
+"""Muon: orthogonalized momentum of matrices, all singular values one (Jordan et al.,
+https://kellerjordan.github.io/posts/muon).
 
 One moment for hidden matrices, 4 bytes per parameter; embeddings, the output projection, vectors and scalars use Adam.
 Five Newton-Schulz steps bring every singular value near 1 by matmuls, 2 m^2 (2n + m) FLOPs each for [m, n] with
@@ -7,15 +8,13 @@ Adam's updates, so that both use the same learning rate (Moonlight: Liu et al., 
 """
 
 from dataclasses import dataclass
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from jaxmem.config.optimizers import MuonSettings
-from jaxmem.optim.layers import MatrixRule, ParameterSpec, UpdateContext, transformation
-from jaxmem.optim.rules.adam import Adam
-from jaxmem.sharding.leaves import Derived
+from jaxmem.optim.layers import MatrixRule, ParameterSpec, State, UpdateContext, transformation
+from jaxmem.optim.rules.plain import Adam
 
 STEPS = 5
 QUINTIC = (3.4445, -4.7750, 2.0315)  # the steepest at zero that stays near one
@@ -26,14 +25,14 @@ ADAM_SIZE = 0.2  # root mean square of Adam's updates
 class Orthogonalized(MatrixRule):
     momentum: float
 
-    def init(self, spec: ParameterSpec) -> dict[str, Derived]:
+    def init(self, spec: ParameterSpec) -> State:
         return {"m": spec.zeros()}
 
     def is_separable(self, dim: int, /) -> bool:
         del dim
         return False
 
-    def update(self, g: jax.Array, state: dict[str, Any], _: UpdateContext, /) -> tuple[jax.Array, dict[str, Any]]:
+    def update(self, g: jax.Array, state: State, _: UpdateContext, /) -> tuple[jax.Array, State]:
         g = g.astype(jnp.float32)
         m = self.momentum * state["m"] + (1 - self.momentum) * g
         ahead = self.momentum * m + (1 - self.momentum) * g  # Nesterov's

@@ -1,5 +1,11 @@
-"""AdamW, SGD and Lion of optax, with state in the dtype of the weights."""
+"""AdamW, SGD and Lion: optax's, with state in the dtype of the weights, and as rules for one matrix.
 
+optax's Adam has one counter for a tree and moments in the dtype of the weights. The rules update one layer or some of
+its rows, in float32, for any stored format of the moments; other optimizers also use Adam for vectors and projected
+matrices.
+"""
+
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -7,6 +13,7 @@ import jax.numpy as jnp
 import optax
 
 from jaxmem.config.optimizers import AdamSettings, LionSettings, SgdSettings
+from jaxmem.optim.layers import MatrixRule, ParameterSpec, State, UpdateContext
 from jaxmem.sharding.weights import is_quantized
 
 
@@ -40,3 +47,63 @@ def _in_dtype_of_weights(tx: optax.GradientTransformation) -> optax.GradientTran
         return updates, jax.tree.map(lambda new, old: new.astype(old.dtype), new, state)
 
     return optax.GradientTransformation(init, update)
+
+
+def next_moments(
+    settings: AdamSettings, m: jax.Array, v: jax.Array, g: jax.Array, squares: jax.Array | None = None
+) -> tuple[jax.Array, jax.Array]:
+    """Both moments after a gradient (Kingma and Ba, arXiv:1412.6980). `squares` replaces the square of the gradient."""
+    squares = g * g if squares is None else squares
+    beta1, beta2 = settings.beta1, settings.beta2
+    return beta1 * m + (1 - beta1) * g, beta2 * v + (1 - beta2) * squares
+
+
+def direction(settings: AdamSettings, m: jax.Array, v: jax.Array, count: jax.Array) -> jax.Array:
+    """The update from both moments, corrected for their bias towards zero."""
+    first, second = bias_correction(settings.beta1, count), bias_correction(settings.beta2, count)
+    return m / first / (jnp.sqrt(v / second) + settings.epsilon)
+
+
+def bias_correction(beta: float, count: jax.Array) -> jax.Array:
+    """The divisor of a moving average that starts at zero, after `count` values."""
+    return 1 - jnp.float32(beta) ** count.astype(jnp.float32)
+
+
+@dataclass(frozen=True)
+class Adam(MatrixRule):
+    """Two float32 moments: 8 bytes per parameter for any dtype of the weight."""
+
+    settings: AdamSettings
+
+    def init(self, spec: ParameterSpec) -> State:
+        return {"m": spec.zeros(), "v": spec.zeros()}
+
+    def update(self, g: jax.Array, state: State, at: UpdateContext, /) -> tuple[jax.Array, State]:
+        m, v = next_moments(self.settings, state["m"], state["v"], g.astype(jnp.float32))
+        return direction(self.settings, m, v, at.count), {"m": m, "v": v}
+
+
+@dataclass(frozen=True)
+class Lion(MatrixRule):
+    """The sign of an average that includes one gradient more than the stored one (Chen et al., arXiv:2302.06675)."""
+
+    settings: LionSettings
+
+    def init(self, spec: ParameterSpec) -> State:
+        return {"m": spec.zeros()}
+
+    def update(self, g: jax.Array, state: State, _: UpdateContext, /) -> tuple[jax.Array, State]:
+        g, m, beta1, beta2 = g.astype(jnp.float32), state["m"], self.settings.beta1, self.settings.beta2
+        return jnp.sign(beta1 * m + (1 - beta1) * g), {"m": beta2 * m + (1 - beta2) * g}
+
+
+@dataclass(frozen=True)
+class Momentum(MatrixRule):
+    decay: float
+
+    def init(self, spec: ParameterSpec) -> State:
+        return {"m": spec.zeros()}
+
+    def update(self, g: jax.Array, state: State, _: UpdateContext, /) -> tuple[jax.Array, State]:
+        m = self.decay * state["m"] + g.astype(jnp.float32)
+        return m, {"m": m}

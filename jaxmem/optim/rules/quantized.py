@@ -13,7 +13,7 @@ import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -21,46 +21,19 @@ import jax.numpy as jnp
 from jaxmem import kernels
 from jaxmem.config.optimizers import AdamSettings, AdamW8bitSettings, LionSettings, MomentumSettings
 from jaxmem.errors import UserError
-from jaxmem.optim.layers import MatrixRule, ParameterSpec, UpdateContext, transformation
-from jaxmem.optim.rules.adam import Adam, bias_correction
+from jaxmem.optim.layers import MatrixRule, ParameterSpec, State, UpdateContext, transformation
+from jaxmem.optim.rules.plain import Adam, Lion, Momentum, bias_correction
 from jaxmem.quant import FORMATS, QTensor, even_block_size, quantize
 from jaxmem.sharding import per_device
-from jaxmem.sharding.leaves import Derived
 
 MIN_SIZE = 4096  # elements below which quantized state saves too little
-SHARDS = 8  # a multiple of so many blocks along a dimension, if possible: shards then have whole blocks
+SHARDS = 8  # a multiple of so many blocks along a dimension, if possible: shards then have complete blocks
 SPLIT_FINELY = ("embed", "projected", "vocab")  # sharded over many devices, or of any size: avoided for blocks
 
 Formats = tuple[tuple[str, str], ...]  # names of the state, and their formats
 ADAM8: Formats = (("m", "dynamic8"), ("v", "udynamic8"))
 ADAM4: Formats = (("m", "dynamic4"), ("v", "udynamic4"))
 MOMENTUM8: Formats = (("m", "dynamic8"),)
-
-
-@dataclass(frozen=True)
-class Lion(MatrixRule):
-    """The sign of an average that includes one gradient more than the stored one (Chen et al., arXiv:2302.06675)."""
-
-    settings: LionSettings
-
-    def init(self, spec: ParameterSpec) -> dict[str, Derived]:
-        return {"m": spec.zeros()}
-
-    def update(self, g: jax.Array, state: dict[str, Any], _: UpdateContext, /) -> tuple[jax.Array, dict[str, Any]]:
-        g, m, beta1, beta2 = g.astype(jnp.float32), state["m"], self.settings.beta1, self.settings.beta2
-        return jnp.sign(beta1 * m + (1 - beta1) * g), {"m": beta2 * m + (1 - beta2) * g}
-
-
-@dataclass(frozen=True)
-class Momentum(MatrixRule):
-    decay: float
-
-    def init(self, spec: ParameterSpec) -> dict[str, Derived]:
-        return {"m": spec.zeros()}
-
-    def update(self, g: jax.Array, state: dict[str, Any], _: UpdateContext, /) -> tuple[jax.Array, dict[str, Any]]:
-        m = self.decay * state["m"] + g.astype(jnp.float32)
-        return m, {"m": m}
 
 
 @dataclass(frozen=True)
@@ -72,11 +45,11 @@ class Quantized(MatrixRule):
     block_size: int = 256
     elementwise: ClassVar = True
 
-    def init(self, spec: ParameterSpec) -> dict[str, Derived]:
+    def init(self, spec: ParameterSpec) -> State:
         axis, block = blocks(spec, self.block_size)
         return {name: spec.derived(zeros(spec.shape, form, block, axis)) for name, form in self.formats}
 
-    def update(self, g: jax.Array, state: dict[str, Any], at: UpdateContext, /) -> tuple[jax.Array, dict[str, Any]]:
+    def update(self, g: jax.Array, state: State, at: UpdateContext, /) -> tuple[jax.Array, State]:
         values = {name: q.dequantize(jnp.float32) for name, q in state.items()}
         u, new = self.rule.update(g, values, at)
         return u.astype(g.dtype), {name: _above_zero(q.requantize(new[name])) for name, q in state.items()}
@@ -90,7 +63,7 @@ class FusedAdam8bit(Quantized):
     updates_stacks: ClassVar = True
     elementwise: ClassVar = False
 
-    def update(self, g: jax.Array, state: dict[str, Any], at: UpdateContext, /) -> tuple[jax.Array, dict[str, Any]]:
+    def update(self, g: jax.Array, state: State, at: UpdateContext, /) -> tuple[jax.Array, State]:
         m, v, settings = state["m"], state["v"], self.rule.settings  # type: ignore[attr-defined]
         run = partial(
             kernels.adam8_update,

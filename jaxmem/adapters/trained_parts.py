@@ -1,0 +1,102 @@
+"""Small parts that are trained while all other weights are frozen.
+
+- Prompt tuning: embeddings before every text (Lester et al., arXiv:2104.08691). A prompt of P tokens has P x embed
+  parameters, and needs the memory and time of P tokens in activations and KV cache. Gradients pass through all layers,
+  so a step saves the same activations as with LoRA.
+- Rows of the embedding, one for each of some tokens; PEFT calls these `trainable_token_indices`. n rows have n x embed
+  parameters, and the frozen matrix may be quantized.
+- A new classifier: features of one task serve another (Donahue et al., arXiv:1310.1531). It has embed x outputs
+  parameters. The backward pass ends at the classifier: a step saves no activations of the layers before it and takes
+  the time of their forward pass, a third of a step that trains all weights.
+"""
+
+from collections.abc import Callable, Sequence
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.typing import DTypeLike
+from jaxtyping import Array, Bool, Float, Int
+
+from jaxmem.config.sections import EMBEDDING_ROWS
+from jaxmem.errors import UserError
+from jaxmem.models.decoder import Decoder
+from jaxmem.models.embedding import RESIDUAL, take_rows
+from jaxmem.models.layers import fetch
+from jaxmem.models.linear import Linear
+from jaxmem.models.network import Network
+from jaxmem.sharding import constrain
+from jaxmem.sharding.weights import store_new
+
+Ids = Int[Array, "batch time"]
+Embedded = Float[Array, "batch time embed"]
+
+
+class Prompt(nnx.Module):
+    """Embeddings of the token ids `vocab`, `vocab + 1`, ..., beyond the vocabulary."""
+
+    def __init__(self, initial: Float[Array, "length embed"], vocab: int):
+        self.weight = nnx.Param(store_new(initial, (None, "embed")), axes=(None, "embed"))
+        self.length, self.vocab = initial.shape[0], vocab
+
+    @property
+    def tokens(self) -> Int[Array, "length"]:
+        return jnp.arange(self.vocab, self.vocab + self.length, dtype=jnp.int32)
+
+    def __call__(self, ids: Ids, x: Embedded, dtype: DTypeLike) -> Embedded:
+        """The embeddings `x` of all tokens, with the embeddings of the prompt at its tokens."""
+        own = jnp.clip(ids - self.vocab, 0, self.length - 1)
+        return jnp.where((ids >= self.vocab)[..., None], fetch(self.weight, dtype)[own], x)
+
+
+class TokenRows(nnx.Module):
+    """The adapter of an embedding: rows that replace the embedding's rows of the tokens `ids`."""
+
+    scale = 1.0  # of merging
+
+    def __init__(self, initial: Float[Array, "n embed"], ids: Sequence[int]):
+        self.trained: nnx.Param = nnx.Param(store_new(initial, (None, "embed")), axes=(None, "embed"))
+        self.ids = tuple(ids)
+
+    @property
+    def tokens(self) -> Int[Array, "n"]:
+        return jnp.array(self.ids, jnp.int32)
+
+    def rows(self, x: Embedded, ids: Ids, _: Callable[[], jax.Array]) -> Embedded:
+        """The output of an embedding, from the rows `x` of its own weight."""
+        same: Bool[Array, "batch time n"] = ids[..., None] == self.tokens
+        own = fetch(self.trained, x.dtype)[jnp.argmax(same, axis=-1)]
+        return constrain(jnp.where(same.any(axis=-1, keepdims=True), own, x), *RESIDUAL)
+
+
+def prompt(model: Decoder, *, length: int = 20, key: jax.Array | None = None) -> tuple[str, ...]:
+    """Adds a prompt of `length` tokens to a decoder, initialized with the embeddings of random tokens. Returns the
+    patterns of the trainable weights."""
+    ids = jax.random.randint(jax.random.key(0) if key is None else key, (length,), 0, model.cfg.vocab, jnp.int32)
+    embeddings = take_rows(model.embedding.weight.get_value(), ids, jnp.float32)
+    model.prompt = Prompt(embeddings, model.cfg.vocab)
+    return ("prompt.*",)
+
+
+def tokens(model: Decoder, ids: Sequence[int]) -> tuple[str, ...]:
+    """Makes the embedding's rows of some tokens trainable. Returns the patterns of the trainable weights."""
+    if model.head is None:
+        raise UserError("adapters.tokens does not support tied embeddings; use a decoder with a head")
+    if model.embedding.lora is not None:
+        raise UserError("adapters.tokens does not support an embedding with an adapter; adapt other layers")
+    initial = take_rows(model.embedding.weight.get_value(), jnp.array(ids, jnp.int32), jnp.float32)
+    model.embedding.lora = TokenRows(initial, ids)
+    return (EMBEDDING_ROWS,)
+
+
+def head(model: Network, *, outputs: int | None = None, key: jax.Array | None = None) -> tuple[str, ...]:
+    """Replaces the output layer of an image network by a new one with `outputs`, by default as many as before; a
+    decoder keeps its output layer. Returns the patterns of the trainable weights."""
+    if isinstance(model, Decoder):
+        if model.head is None:
+            raise UserError("adapters.head does not support tied embeddings; train embedding.weight instead")
+    else:
+        inputs, before = model.head.weight.get_value().shape
+        rngs = nnx.Rngs(params=jax.random.key(0) if key is None else key)
+        model.head = Linear(rngs, inputs, outputs or before, ("embed", "classes"), bias=True)
+    return ("head.*",)

@@ -1,0 +1,224 @@
+"""Updates in parts, so that gradient and optimizer state of one part at a time are on the device in full.
+
+`update_from_host`: optimizer state in host memory is copied to the device and back one layer at a time. With P
+parameters in N layers and s bytes of state per parameter, a device stores the state of two layers, 2 s P / N bytes,
+instead of s P. The host stores s P bytes, and 2 s P bytes per step are sent over its link (Ren et al.,
+arXiv:2101.06840). Frozen weights are copied a layer ahead in each pass (`stack`), and not copied back.
+
+`VocabUpdate`: the gradient of a slice of an embedding or output matrix is computed, and that slice of weight and
+optimizer state is updated in place. With V entries of E values and slices of v entries, gradient and update take 2 v E
+values instead of 2 V E. If an optimizer sums over the complete matrix, each sum that depends on another one needs one
+more pass over all slices (`sliced_sums`), which recomputes the gradient: 4 T V E FLOPs for an output projection and T
+tokens, very few for looked-up rows. State in host memory is copied in the same slices.
+"""
+
+import dataclasses
+import math
+from dataclasses import dataclass
+from functools import cached_property, partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxmem.models.vocab_slices import SLICE_SIZE, VocabSlices, even_slices
+from jaxmem.optim import record_norm
+from jaxmem.optim.apply import SlicedSums, Total, VocabSlice, sliced_sums, sum_of_squares
+from jaxmem.optim.groups import (
+    ParameterGroup,
+    Write,
+    constrain_tree,
+    merge,
+    put_stacked_layer,
+    select,
+    single_weights,
+    take_stacked_layer,
+)
+from jaxmem.quant import QTensor
+from jaxmem.quant.precision import Params
+from jaxmem.sharding import Axes, Role, axis_name, constrain, is_axes, stored_axes
+from jaxmem.sharding.host import fetch_from_host, is_on_host, send_like, take_layer
+from jaxmem.sharding.weights import is_quantized
+from jaxmem.step.segments import SliceGradient
+from jaxmem.step.state import StateSpec
+
+Tree = Any
+
+
+@dataclass(frozen=True)
+class VocabUpdate:
+    """The update of the only matrix in a group of parameters."""
+
+    group: ParameterGroup
+    weights: Tree
+    state: Tree
+    dtype: np.dtype | None = None  # of the gradient; None: the dtype of the weight
+    entries: int | None = None  # per slice; None: 16 M values
+
+    def update(self, gradient: SliceGradient, write: Write, norm: jax.Array | None) -> tuple[Tree, Tree, jax.Array]:
+        """Returns new weights, new state and the sum of squares of the gradient."""
+        if self._slices is not None and (new := self._update_slices(self._slices, gradient, write, norm)) is not None:
+            return new
+        grads = self._gradient(gradient, self.weights)
+        weights, state = self.group.update(grads, fetch_from_host(self.state), self.weights, write, norm=norm)
+        return weights, send_like(state, self.state), sum_of_squares(grads)
+
+    def _update_slices(
+        self, slices: VocabSlices, gradient: SliceGradient, write: Write, norm: jax.Array | None
+    ) -> tuple[Tree, Tree, jax.Array] | None:
+        """None if the optimizer needs the complete matrix."""
+
+        def update(j: jax.Array, total: Total, weights: Tree = self.weights, state: Tree = self.state) -> Any:
+            """Returns the gradient of slice j, its new weights and its new state."""
+            dw = self._gradient(gradient, weights, slices, j)
+            own = _read_slice(slices, j, weights, self._axes, self.weights)
+            own_state = _read_slice(slices, j, state, self.group.state_axes, self.state)
+            vocab_dim, entries = self._names.index("vocab"), slices.entries(j).reshape(-1)
+            rows = VocabSlice(self._weight(self.weights).shape, vocab_dim, entries, total)
+            return dw, *self.group.update(dw, own_state, own, write, norm=norm, vocab_slice=rows)
+
+        sums = sliced_sums(update, slices.count)
+        if sums is None:
+            return None
+
+        def step(j: jax.Array, carried: tuple[Tree, Tree, jax.Array]) -> tuple[Tree, Tree, jax.Array]:
+            weights, state, squares = carried
+            dw, own, own_state = update(j, SlicedSums(sums), weights, state)
+            weights = _write_slice(slices, j, weights, self._axes, "weights", own)
+            state = _write_slice(slices, j, state, self.group.state_axes, "optimizer", own_state)
+            return weights, state, squares + sum_of_squares(dw)
+
+        return jax.lax.fori_loop(0, slices.count, step, (self.weights, self.state, jnp.zeros((), jnp.float32)))
+
+    def squares(self, gradient: SliceGradient) -> jax.Array:
+        """The sum of squares of the gradient."""
+        slices = self._slices
+        if slices is None:
+            return sum_of_squares(self._gradient(gradient, self.weights))
+
+        def add(j: jax.Array, squares: jax.Array) -> jax.Array:
+            return squares + sum_of_squares(self._gradient(gradient, self.weights, slices, j))
+
+        return jax.lax.fori_loop(0, slices.count, add, jnp.zeros((), jnp.float32))
+
+    def _gradient(self, gradient: SliceGradient, weights: Tree, *which: Any) -> Tree:
+        weight = self._weight(weights)
+        dw = gradient(weight, *which).astype(weight.dtype if self.dtype is None else self.dtype)
+        like = jax.tree.structure(weights, is_leaf=is_quantized)
+        return constrain_tree(jax.tree.unflatten(like, [dw]), self.group.axes, "gradients")
+
+    def _weight(self, weights: Tree) -> jax.Array | QTensor:
+        (weight,) = jax.tree.leaves(weights, is_leaf=is_quantized)
+        return weight
+
+    @property
+    def _names(self) -> Axes:
+        (names,) = jax.tree.leaves(self.group.axes, is_leaf=is_axes)
+        return names
+
+    @property
+    def _axes(self) -> Tree:
+        return stored_axes(self.group.axes, self.weights)
+
+    @cached_property
+    def _slices(self) -> VocabSlices | None:
+        held = [*_with_axes(self.weights, self._axes), *_with_axes(self.state, self.group.state_axes)]
+        sizes = {x.shape[dim] for x, names in held if (dim := _dim(names)) is not None}
+        shape = self._weight(self.weights).shape
+        vocab = shape[self._names.index("vocab")]
+        return even_slices(vocab, self.entries or max(1, SLICE_SIZE * vocab // math.prod(shape)), sizes)
+
+
+def _with_axes(tree: Tree, axes: Tree) -> list[tuple[jax.Array, Axes]]:
+    return list(zip(jax.tree.leaves(tree), jax.tree.leaves(axes, is_leaf=is_axes), strict=True))
+
+
+def _dim(names: Axes) -> int | None:
+    """The vocabulary dimension of an array."""
+    return next((dim for dim, name in enumerate(names) if name and axis_name(name) == "vocab"), None)
+
+
+def _read_slice(slices: VocabSlices, j: jax.Array, tree: Tree, axes: Tree, unsliced: Tree) -> Tree:
+    """A slice of weight or state. Leaves without a vocabulary dimension, e.g. the number of updates, are taken from
+    `unsliced`, which has the values from before the update."""
+
+    def one(names: Axes, x: jax.Array, other: jax.Array) -> jax.Array:
+        return other if (dim := _dim(names)) is None else slices.read(x, dim, j)
+
+    own = jax.tree.map(one, axes, tree, unsliced, is_leaf=is_axes)
+    return jax.tree.map(_resize, own, tree, is_leaf=lambda x: isinstance(x, QTensor))
+
+
+def _resize(new: Any, old: Any) -> Any:
+    """A slice of a quantized array, with the size of the slice."""
+    if not isinstance(new, QTensor):
+        return new
+    size = old.size * new.codes.shape[new.axis] // old.codes.shape[old.axis]
+    return dataclasses.replace(new, size=size, scale=_resize(new.scale, old.scale))
+
+
+def _write_slice(slices: VocabSlices, j: jax.Array, tree: Tree, axes: Tree, role: Role, new: Tree) -> Tree:
+    """Arrays with a slice replaced; arrays without a vocabulary dimension are replaced completely."""
+
+    def one(x: jax.Array, names: Axes, new: jax.Array) -> jax.Array:
+        if (dim := _dim(names)) is None:
+            return new
+        # Sharded before it is written, so that only this slice is communicated.
+        new = constrain(new, *names, role=role)
+        written = slices.write(x, dim, j, new)
+        return written if is_on_host(written) else constrain(written, *names, role=role)
+
+    done = [one(x, names, new) for (x, names), new in zip(_with_axes(tree, axes), jax.tree.leaves(new), strict=True)]
+    return jax.tree.unflatten(jax.tree.structure(tree), done)
+
+
+def update_from_host(
+    spec: StateSpec, params: Params, grads: Params, opt_state: Any, write: Write, norm: jax.Array
+) -> tuple[Params, Any]:
+    """Returns new parameters and optimizer state. Weights are updated one after the other, and a stack layer by layer,
+    while the state of the next layer is copied. `params` are the trainable parameters; `norm` is the norm of all
+    gradients."""
+    new_params, new_states = [], []
+    for weight in single_weights(params):
+        group = spec.group(weight)
+        gradient, state = select(grads, group.axes, is_leaf=is_axes), group.state(opt_state)
+        (names,), (g,) = jax.tree.leaves(group.axes, is_leaf=is_axes), jax.tree.leaves(gradient)
+        if names[:1] == ("layer",):
+            new, state = _layer_by_layer(group, gradient, state, weight, write, norm)
+        elif "vocab" in names:
+            slice_of = partial(_slice_of, g, names.index("vocab"))
+            new, state, _ = VocabUpdate(group, weight, state).update(slice_of, write, norm)
+        else:
+            new, state = group.update(gradient, state, weight, write, norm=norm)
+        new_params.append(new)
+        new_states.append(state)
+    return merge(params, *new_params), record_norm(merge(opt_state, *new_states), norm)
+
+
+def _slice_of(gradient: jax.Array, dim: int, _: Any, slices: VocabSlices | None = None, j: Any = None) -> jax.Array:
+    return gradient if slices is None else slices.read(gradient, dim, j)
+
+
+def _layer_by_layer(
+    group: ParameterGroup, grads: Tree, state: Tree, weights: Tree, write: Write, norm: jax.Array
+) -> tuple[Tree, Tree]:
+    layers = jax.tree.leaves(weights)[0].shape[0]
+    initial_state = state  # every layer has the number of updates before this one
+
+    def fetch(state: Tree, layer: jax.Array) -> Tree:
+        return take_stacked_layer(state, group.state_axes, layer, initial_state)
+
+    def step(layer: jax.Array, carry: tuple[Tree, Tree, Tree]) -> tuple[Tree, Tree, Tree]:
+        weights, state, fetched = carry
+        ahead = fetch(state, jnp.minimum(layer + 1, layers - 1))
+        new, new_state = group.update(
+            take_layer(grads, layer), fetched, take_layer(weights, layer), write, layer=layer, layers=layers, norm=norm
+        )
+        # Read before it is overwritten; otherwise XLA would copy all of it.
+        ahead, state = jax.lax.optimization_barrier((ahead, state))
+        weights = put_stacked_layer(weights, stored_axes(group.axes, weights), "weights", layer, new)
+        return weights, put_stacked_layer(state, group.state_axes, "optimizer", layer, new_state), ahead
+
+    weights, state, _ = jax.lax.fori_loop(0, layers, step, (weights, state, fetch(state, jnp.int32(0))))
+    return weights, state
