@@ -4,7 +4,7 @@ import difflib
 import errno
 import json
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 MOST = 800  # characters of a line that is shown completely
 
@@ -83,6 +83,16 @@ def nearest_numbers(value: int, known: Iterable[int]) -> str:
     known = sorted(known)
     below, above = [number for number in known if number < value], [number for number in known if number > value]
     return one_of([*below[-1:], *above[:1]] or ["none"])
+
+
+def few(items: Sequence[str], most: int = 4, separator: str = ", ") -> str:
+    """The first items of a list.
+
+    >>> few(["q", "k", "v"], most=2)
+    'q, k and 1 more'
+    """
+    rest = f" and {len(items) - most} more" if len(items) > most else ""
+    return separator.join(items[:most]) + rest
 
 
 def one_line(error: BaseException) -> str:

@@ -14,10 +14,4 @@ same one, and no device ever holds an array that it does not keep.
 
 from jaxmem.lazy import lazy_names
 
-__getattr__, __all__ = lazy_names(
-    __name__,
-    manager="Checkpoints",
-    paths="move_aside",
-    record="DamagedError",
-    retention="Best",
-)
+__getattr__, __all__ = lazy_names(__name__, manager="Checkpoints", paths="move_aside", record="DamagedError")

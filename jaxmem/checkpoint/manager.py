@@ -12,13 +12,13 @@ import orbax.checkpoint as ocp
 from etils import epath
 
 from jaxmem.checkpoint.checksum import checksum
-from jaxmem.checkpoint.orbax_errors import FAILURES, first_failure_only, root_cause
+from jaxmem.checkpoint.orbax_errors import FAILURES, Manager, first_failure_only, raise_lost_process, root_cause
 from jaxmem.checkpoint.paths import absolute, free_name, move_aside
-from jaxmem.checkpoint.record import DamagedError, check_leaves, damaged, few, make_record, named_leaves, read_record
-from jaxmem.checkpoint.retention import Best, Retention
+from jaxmem.checkpoint.record import DamagedError, check_leaves, damaged, make_record, named_leaves, read_record
+from jaxmem.checkpoint.retention import Retention
 from jaxmem.distributed.join import end_all
 from jaxmem.distributed.watch import lost_process_error
-from jaxmem.errors import TemporaryError, UserError
+from jaxmem.errors import TemporaryError, UserError, few
 
 CHUNK = 64 << 20  # bytes decoded at once to restore a part of an array
 STEP = re.compile("0|[1-9][0-9]{0,17}")  # the name of a checkpoint
@@ -46,17 +46,17 @@ class Checkpoints:
         """With `read_only`, nothing is changed on disk, so it is safe while a run is writing. With `warn`, the next
         `save` passes the message of a failed save to it; without `warn`, and in `wait`, the error is raised."""
         self.directory = absolute(directory)
-        self._in_bucket = "://" in str(
-            self.directory
-        )  # in a bucket a rename is a copy, so replaced checkpoints are deleted without it
+        # In a bucket a rename is a copy, so replaced checkpoints are deleted without it.
+        self._has_rename = not read_only and "://" not in str(self.directory)
         self.every, self.read_only, self._warn = every, read_only, warn
-        self._retention = Retention(keep, keep_best, losses={})
+        self._retention = Retention(keep, keep_best)
         self._sweeper: threading.Thread | None = None
         try:
             self._manager = self._open()
         except FAILURES as error:
-            _raise_lost_process(error)
-            raise UserError(f"cannot keep checkpoints in {self.directory}: {root_cause(error)}") from error
+            raise_lost_process(error)
+            cause = f"{root_cause(error)}; set checkpoint.path to another directory"
+            raise UserError(f"cannot open checkpoints in {self.directory}: {cause}") from error
         self._sweep()
 
     def is_due(self, step: int, metrics: Mapping[str, float] | None = None, force: bool = False) -> bool:
@@ -110,9 +110,6 @@ class Checkpoints:
     def latest(self) -> int | None:
         return max(self.steps(), default=None)
 
-    def best(self) -> Best | None:
-        return self._retention.best(self.steps())
-
     def read(self, step: int) -> tuple[dict[str, Any], dict[str, Any]]:
         """Data position and config, without the arrays: enough to refuse a resume before anything is compiled."""
         record = read_record(self._path(step))
@@ -156,9 +153,10 @@ class Checkpoints:
                     self._leave_damaged(step, error, others=step != steps[0])
                 aside = move_aside(self.directory / str(step), if_empty=True)
                 self._reopen()
-                report(f"{error}; moved to {aside}")
+                report(f"{error}; renamed to {aside}")
         if steps:
-            raise DamagedError(f"all {len(steps)} checkpoints in {self.directory} are damaged; see above")
+            found = f"all {len(steps)} checkpoints in {self.directory} are damaged"
+            raise DamagedError(f"{found}; restore a copy, or start from step 0 with checkpoint.resume=never")
         return None
 
     def wait(self) -> None:
@@ -186,20 +184,17 @@ class Checkpoints:
     def _open(self) -> Any:
         options = ocp.CheckpointManagerOptions(
             preservation_policy=self._retention,
-            todelete_subdir=None if self.read_only or self._in_bucket else ROTATED,
+            todelete_subdir=ROTATED if self._has_rename else None,
             cleanup_tmp_directories=not self.read_only,  # directories that a killed run left incomplete
             create=not self.read_only,
             lightweight_initialize=True,  # reads names only, so that a damaged checkpoint does not prevent opening
         )
-        if not (self.read_only or self._in_bucket):
+        if self._has_rename:
             self._move_misnamed()
-        manager = _Manager(self.directory, options=options, failed=self._end_if_only_this_process_failed)
+        manager = Manager(self.directory, options=options, failed=self._end_if_only_this_process_failed)
         self._retention.losses.clear()
         for step in manager.all_steps():
-            self._retention.losses[step] = (
-                None  # a damaged checkpoint is never the best; it is reported when it is read
-            )
-            with suppress(DamagedError):
+            with suppress(DamagedError):  # a damaged checkpoint is never the best; it is reported when it is read
                 self._retention.losses[step] = read_record(self.directory / str(step))["metrics"].get("loss")
         return manager
 
@@ -210,7 +205,7 @@ class Checkpoints:
         for path in [path for path in found if path.name.isdigit() and not STEP.fullmatch(path.name)]:
             aside = free_name(path)
             path.rename(aside)
-            (self._warn or print)(f"{path} is not the name of a step; moved to {aside}")
+            (self._warn or print)(f"{path}: its name is not a step number; renamed to {aside}")
 
     def _reopen(self) -> None:
         """Reads the directory again and removes incomplete checkpoints, which matters most on a full disk."""
@@ -218,8 +213,8 @@ class Checkpoints:
         self._manager = self._open()
 
     def _leave_damaged(self, step: int, error: DamagedError, others: bool) -> None:
-        """Renames a checkpoint that this process cannot read. The other processes may be reading it together and would
-        wait, so all must stop. The next start uses an older checkpoint, if there are `others`."""
+        """Renames a checkpoint that this process cannot read, if there are `others`, and stops the run, because other
+        processes may wait for this one to read it. The next start uses an older checkpoint."""
         if not others:
             raise error
         path = self.directory / str(step)
@@ -227,7 +222,7 @@ class Checkpoints:
         with suppress(OSError):  # another process has renamed it already
             path.rename(aside)
         raise TemporaryError(
-            f"{error}; moved to {aside}; run the same command again to resume from the previous checkpoint"
+            f"{error}; renamed to {aside}; run the same command again to resume from the previous checkpoint"
         ) from error
 
     def _report(self, error: UserError) -> None:
@@ -240,14 +235,14 @@ class Checkpoints:
             end_all(self._save_error(None, error))
 
     def _save_error(self, step: int | None, error: BaseException) -> UserError:
-        _raise_lost_process(error)
+        raise_lost_process(error)
         if jax.process_count() == 1:  # opening involves all processes, and only this one knows of the failure
             self._reopen()
         # Read from disk, since the manager also counts the unfinished save.
         last = max(ocp.utils.checkpoint_steps(self.directory), default=None)
         which = "a checkpoint" if step is None else f"the checkpoint of step {step}"
-        whole = "no complete checkpoint yet" if last is None else f"last complete checkpoint: step {last}"
-        return UserError(f"{which} could not be written to {self.directory} ({whole}): {root_cause(error)}")
+        complete = "no complete checkpoint yet" if last is None else f"last complete checkpoint: step {last}"
+        return UserError(f"{which} could not be written to {self.directory} ({complete}): {root_cause(error)}")
 
     def _arrays(self, step: int, abstract: Any, saved: dict[str, Any]) -> Any:
         path, wanted = self.directory / str(step), named_leaves(abstract)
@@ -260,19 +255,19 @@ class Checkpoints:
         except Exception as error:  # Orbax raises various types if a read fails
             if "RESOURCE_EXHAUSTED" in str(error):  # the device has too little memory; the file is intact
                 raise
-            _raise_lost_process(error)
+            raise_lost_process(error)
             raise damaged(path, root_cause(error)) from None
         # With damaged metadata, the restored value may not be an array of the expected shape.
         found = {name: arrays[name] for name in wanted if isinstance(arrays.get(name), jax.Array)}
         wrong = [name for name in wanted if name not in found or checksum(found[name]) != saved[name][2]]
         if wrong:
-            raise damaged(path, f"{few(wrong)} differ from what was written")
+            raise damaged(path, f"the contents of {few(wrong)} have changed since they were written")
         return jax.tree.unflatten(jax.tree.structure(abstract), [arrays[name] for name in wanted])
 
     def _path(self, step: int) -> epath.Path:
         steps = self.steps()
         if step not in steps:
-            raise UserError(f"no checkpoint of step {step} in {self.directory}; available: {steps or 'none'}")
+            raise UserError(f"{self.directory} has no checkpoint of step {step}; use one of {steps}")
         return self.directory / str(step)
 
     def _sweep_when_saved(self) -> None:
@@ -284,28 +279,6 @@ class Checkpoints:
 
     def _sweep(self) -> None:
         rotated = self.directory / ROTATED
-        if not (self.read_only or self._in_bucket) and jax.process_index() == 0 and rotated.exists():
+        if self._has_rename and jax.process_index() == 0 and rotated.exists():
             for old in rotated.iterdir():
                 old.rmtree()
-
-
-class _Manager(ocp.CheckpointManager):
-    """Reports immediately if this process could not write its shards. By default Orbax first waits for the other
-    processes, which wait for these shards."""
-
-    def __init__(self, *args: Any, failed: Callable[[BaseException], None], **options: Any) -> None:
-        self._failed = failed
-        super().__init__(*args, **options)
-
-    def _wait_for_checkpointers(self) -> None:
-        try:
-            super()._wait_for_checkpointers()
-        except BaseException as error:
-            self._failed(error)
-            raise
-
-
-def _raise_lost_process(error: BaseException) -> None:
-    """Raises the error of a lost process, which the watch reports, so that no file is reported as damaged."""
-    if jax.process_count() > 1 and (failure := lost_process_error(error)):
-        raise failure

@@ -12,8 +12,14 @@ import sys
 import time
 import traceback
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
+
+import jax
+import orbax.checkpoint as ocp
+
+from jaxmem.distributed.watch import lost_process_error
 
 # Errors that they raise for damaged files and full disks.
 FAILURES = (OSError, ValueError, KeyError, TypeError, AttributeError, RuntimeError)
@@ -72,3 +78,25 @@ def first_failure_only() -> Iterator[None]:
 
 def _ignore(*_: object) -> bool:
     return False
+
+
+def raise_lost_process(error: BaseException) -> None:
+    """Raises the error of a lost process, which the watch reports, so that no file is reported as damaged."""
+    if jax.process_count() > 1 and (failure := lost_process_error(error)):
+        raise failure
+
+
+class Manager(ocp.CheckpointManager):
+    """Reports immediately if this process could not write its shards. By default Orbax first waits for the other
+    processes, which wait for these shards."""
+
+    def __init__(self, *args: Any, failed: Callable[[BaseException], None], **options: Any) -> None:
+        self._failed = failed
+        super().__init__(*args, **options)
+
+    def _wait_for_checkpointers(self) -> None:
+        try:
+            super()._wait_for_checkpointers()
+        except BaseException as error:
+            self._failed(error)
+            raise

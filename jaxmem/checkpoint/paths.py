@@ -23,17 +23,14 @@ def absolute(path: str | Path | epath.Path) -> epath.Path:
 
 def checkpoint_directory(cfg: Config, directory: str | Path) -> epath.Path:
     """The directory of the checkpoints of a run in `directory`."""
+    other = cfg.checkpoint.path
     try:
-        root = (
-            Path(directory, "checkpoints") if cfg.checkpoint.path is None else epath.Path(cfg.checkpoint.path, cfg.name)
-        )
-        path = absolute(root)
+        path = absolute(Path(directory, "checkpoints") if other is None else epath.Path(other, cfg.name))
         if path.exists() and not path.is_dir():
-            raise UserError(f"{path} is not a directory; remove it, or set checkpoint.path to another")
+            raise UserError(f"{path} is not a directory; remove it, or set checkpoint.path to another directory")
     except ImportError as error:
-        scheme = str(cfg.checkpoint.path).partition("://")[0]
-        package = BUCKETS.get(scheme, error.name)
-        raise UserError(f"checkpoint.path: {scheme}:// needs {package}; pip install {package}") from error
+        package = BUCKETS.get(str(other).partition("://")[0], error.name)
+        raise UserError(f"checkpoint.path={other} needs {package}; pip install {package}") from error
     return path
 
 

@@ -6,7 +6,7 @@ The record has its own checksum.
 
 import json
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -14,7 +14,7 @@ from etils import epath
 
 from jaxmem.checkpoint.checksum import checksum
 from jaxmem.checkpoint.orbax_errors import FAILURES, root_cause
-from jaxmem.errors import UserError
+from jaxmem.errors import UserError, few
 
 
 class DamagedError(UserError):
@@ -33,13 +33,11 @@ def make_record(leaves: Mapping[str, jax.Array], **sections: Any) -> dict[str, A
 
 def read_record(checkpoint: epath.Path) -> dict[str, Any]:
     try:
-        record = json.loads(
-            (checkpoint / "run" / "metadata").read_text()
-        )  # the file in which Orbax's JsonSave stores the item `run`
+        record = json.loads((checkpoint / "run" / "metadata").read_text())  # where Orbax's JsonSave stores `run`
     except FAILURES as error:
         raise damaged(checkpoint, root_cause(error)) from error
     if not isinstance(record, dict) or record.pop("crc32", None) != _crc(record):
-        raise damaged(checkpoint, "its position and config do not match their checksum")
+        raise damaged(checkpoint, "its data position and config do not match their checksum")
     if record.get("step", int(checkpoint.name)) != int(checkpoint.name):
         raise damaged(checkpoint, f"it is a copy of the checkpoint of step {record['step']}")
     return record
@@ -58,9 +56,8 @@ def named_leaves(tree: Any) -> dict[str, Any]:
 def check_leaves(checkpoint: epath.Path, saved: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:
     """Refuses a checkpoint whose arrays have other names, shapes or dtypes than those of the run."""
     if unplaced := [name for name, leaf in wanted.items() if leaf.sharding is None]:
-        raise ValueError(
-            f"no sharding to restore to: {few(unplaced)}"
-        )  # Orbax would use the sharding that it was saved with
+        # Orbax would use the sharding that it was saved with.
+        raise ValueError(f"no sharding to restore to: {few(unplaced)}")
     wrong = []
     for name in {**saved, **wanted}:
         there = f"{saved[name][1]}{list(saved[name][0])}" if name in saved else "absent"
@@ -68,9 +65,5 @@ def check_leaves(checkpoint: epath.Path, saved: Mapping[str, Any], wanted: Mappi
         if there != here:
             wrong.append(f"{name} is {there} in the checkpoint and {here} in this run")
     if wrong:
-        raise UserError(f"checkpoint {checkpoint} does not fit this run: {few(wrong)}")
-
-
-def few(items: Sequence[str], most: int = 3) -> str:
-    rest = f" and {len(items) - most} more" if len(items) > most else ""
-    return "; ".join(items[:most]) + rest
+        other = f"checkpoint {checkpoint} is from another model or optimizer"
+        raise UserError(f"{other}: {few(wrong, 3, '; ')}; use the config of its run")

@@ -5,44 +5,35 @@ which decides whether a step is saved at all.
 """
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import orbax.checkpoint as ocp
 
 
-@dataclass(frozen=True)
-class Best:
-    """The checkpoint with the lowest held-out loss."""
-
-    step: int
-    loss: float
-
-
 @dataclass
 class Retention(ocp.checkpoint_managers.PreservationPolicy):
-    """The newest `keep`, and with `keep_best` the best."""
+    """Keeps the newest `keep` checkpoints, and with `keep_best` the one with the lowest held-out loss."""
 
     keep: int
     keep_best: bool
-    losses: dict[int, float | None]  # by step
-
-    def best(self, steps: Sequence[int]) -> Best | None:
-        losses = [(step, self.losses.get(step)) for step in steps]
-        finite = [Best(step, loss) for step, loss in losses if loss is not None and math.isfinite(loss)]
-        return min(finite, key=lambda best: (best.loss, best.step), default=None)
+    losses: dict[int, float | None] = field(default_factory=dict)  # by step
 
     def is_best(self, loss: float | None) -> bool:
         """Whether a checkpoint with this loss would be kept as the best."""
-        if not self.keep_best or loss is None or not math.isfinite(loss):
-            return False
-        best = self.best(list(self.losses))
-        return best is None or loss < best.loss
+        others = [other for other, _ in self._finite(self.losses)]
+        return self.keep_best and loss is not None and math.isfinite(loss) and loss < min(others, default=math.inf)
 
     def should_preserve(self, checkpoints: Sequence[Any], *, context: Any) -> list[bool]:
         del context
         steps = [info.step for info in checkpoints]
-        newest = set(sorted(steps)[-self.keep :])
-        best = self.best(steps) if self.keep_best else None
-        return [step in newest or (best is not None and step == best.step) for step in steps]
+        kept = set(sorted(steps)[-self.keep :])
+        if self.keep_best and (finite := self._finite(steps)):
+            kept.add(min(finite)[1])
+        return [step in kept for step in steps]
+
+    def _finite(self, steps: Iterable[int]) -> list[tuple[float, int]]:
+        """(loss, step) of the steps whose loss is known and finite."""
+        known = [(self.losses.get(step), step) for step in steps]
+        return [(loss, step) for loss, step in known if loss is not None and math.isfinite(loss)]

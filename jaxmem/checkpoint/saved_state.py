@@ -1,7 +1,10 @@
 """The part of a training state that a checkpoint contains, and the state that is restored from it.
 
-Frozen weights that `model.hf` provides are not saved again. Layers are saved in the order in which pipeline stages
-store them, and reordered for the program that restores them.
+Frozen weights that `model.hf` provides are not saved again.
+
+Layers are saved as they are stored: padded and ordered for the pipeline stages of the run. For other stages they are
+read with all layers on each device and another dimension sharded over `stage`, so that each device reorders its shards;
+then each layer is sent to its stage. In addition to the state, one array at a time is in memory.
 """
 
 import dataclasses
@@ -9,11 +12,15 @@ from collections.abc import Mapping
 from functools import cached_property
 from typing import Any
 
+import jax
+import jax.numpy as jnp
+import numpy as np
 from flax.traverse_util import flatten_dict, unflatten_dict
 
-from jaxmem.checkpoint.restage import Restage
 from jaxmem.errors import UserError
 from jaxmem.quant.precision import Params
+from jaxmem.sharding import Axes, Role, is_axes
+from jaxmem.stack import Pipeline
 from jaxmem.step import Program
 from jaxmem.step.state import TrainState
 
@@ -30,23 +37,20 @@ class SavedState:
 
     def shapes(self, config: Mapping[str, Any]) -> TrainState:
         """Shapes and shardings to restore a checkpoint into."""
-        spec, restage = self._spec, self._restage(config)
-        state = self.of(spec.state)
-        if not restage.needed:
-            return state
-        params = restage.saved("weights", self._saved(spec.param_axes), state.params)
-        opt_state = restage.saved("optimizer", spec.opt_axes, state.opt_state)
+        state = self.of(self._spec.state)
+        params = self._shapes(config, "weights", self._saved(self._spec.param_axes), state.params)
+        opt_state = self._shapes(config, "optimizer", self._spec.opt_axes, state.opt_state)
         return dataclasses.replace(state, params=params, opt_state=opt_state)
 
     def restored(self, saved: TrainState, config: Mapping[str, Any]) -> TrainState:
         """The state of the program, from the arrays that were restored into `shapes`."""
         params = self.restored_params(saved.params, config)
-        opt_state = self._restaged(config, self._spec.opt_axes, saved.opt_state, self._spec.state.opt_state)
+        opt_state = self._reordered(config, self._spec.opt_axes, saved.opt_state, self._spec.state.opt_state)
         return dataclasses.replace(saved, params=params, opt_state=opt_state)
 
     def restored_params(self, params: Params, config: Mapping[str, Any]) -> Params:
         axes, shapes = self._saved(self._spec.param_axes), self._saved(self._spec.state.params)
-        params = self._restaged(config, axes, params, shapes)
+        params = self._reordered(config, axes, params, shapes)
         if not self._has_external_base:
             return params
         from jaxmem.hf.initial import read_base
@@ -58,7 +62,7 @@ class SavedState:
     @cached_property
     def base(self) -> str | None:
         """The fingerprint of the frozen weights that `model.hf` provides; None: all weights are saved."""
-        from jaxmem.hf.adapter_base import fingerprint
+        from jaxmem.hf.peft import fingerprint
 
         return fingerprint(self._hf) if self._hf is not None and self._has_external_base else None
 
@@ -66,8 +70,7 @@ class SavedState:
         """Refuses a checkpoint that was trained on frozen weights other than those of `model.hf`."""
         if self._hf is not None and position.get("base", self.base) != self.base:
             raise UserError(
-                f"model.hf: {self._hf} has other weights than those that {where} was trained on; use the unchanged"
-                " directory"
+                f"model.hf={self._hf} has other weights than the base model of {where}; restore the original directory"
             )
 
     @property
@@ -85,9 +88,49 @@ class SavedState:
         # The scales of adapters that differ by layer are not trained, but the base does not contain them.
         return unflatten_dict({path: every[path] if path[-1] == "layer_scale" else x for path, x in trainable.items()})
 
-    def _restage(self, config: Mapping[str, Any]) -> Restage:
-        return Restage(config, self._program.cfg.model_dump(mode="json"), self._program.layout)
+    def _orders(self, config: Mapping[str, Any]) -> tuple[np.ndarray, np.ndarray] | None:
+        """The layer at each position of a stack in the checkpoint and in the program; None: they are equal."""
+        saved, here = order(config), order(self._program.cfg.model_dump(mode="json"))
+        return None if np.array_equal(saved, here) else (saved, here)
 
-    def _restaged(self, config: Mapping[str, Any], axes: Any, arrays: Any, shapes: Any) -> Any:
-        restage = self._restage(config)
-        return restage(axes, arrays, shapes) if restage.needed else arrays
+    def _shapes(self, config: Mapping[str, Any], role: Role, axes: Any, shapes: Any) -> Any:
+        """Shapes and shardings of the arrays of the checkpoint, with which they can be reordered."""
+        if (orders := self._orders(config)) is None:
+            return shapes
+
+        def one(axes: Axes, x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+            if axes[:1] != ("layer",):
+                return x
+            shape = (len(orders[0]), *x.shape[1:])
+            sharding = self._program.layout.with_unsplit_layers(role, axes, shape)
+            return jax.ShapeDtypeStruct(shape, x.dtype, sharding=sharding)
+
+        return jax.tree.map(one, axes, shapes, is_leaf=is_axes)
+
+    def _reordered(self, config: Mapping[str, Any], axes: Any, arrays: Any, shapes: Any) -> Any:
+        if (orders := self._orders(config)) is None:
+            return arrays
+        positions = {layer: position for position, layer in enumerate(orders[0].tolist())}
+        layers = getattr(self._program.cfg.model, "layers", None) or 0
+        sources = np.array([positions[layer] if layer < layers else -1 for layer in orders[1].tolist()])
+
+        def pick(x: jax.Array) -> jax.Array:
+            is_layer = (sources >= 0).reshape(-1, *[1] * (x.ndim - 1))
+            return jnp.where(is_layer, x[np.maximum(sources, 0)], jnp.zeros((), x.dtype))
+
+        def one(axes: Axes, x: jax.Array, shape: jax.ShapeDtypeStruct) -> jax.Array:
+            return jax.jit(pick, out_shardings=shape.sharding)(x) if axes[:1] == ("layer",) else x
+
+        return jax.tree.map(one, axes, arrays, shapes, is_leaf=is_axes)
+
+
+def order(config: Mapping[str, Any]) -> np.ndarray:
+    """The layer at each position of a stack, from a config as JSON; numbers beyond its layers are padding.
+
+    >>> order({"model": {"layers": 3}, "mesh": {"stage": 2}, "pipeline": {"rounds": 1}}).tolist()
+    [0, 1, 2, 3]
+    """
+    layers, stages = config["model"].get("layers"), config["mesh"]["stage"]
+    if stages == 1:
+        return np.arange(layers or 0)
+    return Pipeline(layers, stages, 1, config["pipeline"]["rounds"]).order

@@ -31,8 +31,10 @@ def generate(
     simulate: Simulate = None,
 ) -> None:
     """Continue a text."""
-    if (prompt is None) == (prompts is None):
-        raise UserError("generate needs either --prompt TEXT or --prompts FILE")
+    if prompt is None and prompts is None:
+        raise UserError("generate: the prompt is missing; use --prompt TEXT or --prompts FILE")
+    if prompt is not None and prompts is not None:
+        raise UserError("generate does not support --prompt with --prompts; use one of the two")
     take_devices(simulate)
     with joined(run_config(run)):
         from jaxmem.inference.chat import TextGenerator, read_prompts

@@ -33,7 +33,7 @@ def read_json(file: Path) -> dict[str, Any]:
     try:
         found = json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise UserError(f"{file}: invalid JSON: {error}") from error
+        raise UserError(f"{file}: invalid JSON: {error}; copy the file again") from error
     if not isinstance(found, dict):
         raise UserError(f"{file}: must contain an object, not {type(found).__name__}")
     return found
@@ -72,5 +72,8 @@ def read(settings: Mapping[str, Any], key: str, kind: Any, default: Any = None) 
     try:
         return checked.validate_python(found)
     except ValidationError:
-        given = json.dumps(found)
-        raise UnsupportedError(f"{key}: must be {allowed(checked.json_schema())}, not {given[:60]}") from None
+        expected = allowed(checked.json_schema())
+        given = (
+            f"must be {expected}, not {json.dumps(found)[:60]}" if key in settings else f"is missing; set {expected}"
+        )
+        raise UnsupportedError(f"{key}: {given}") from None

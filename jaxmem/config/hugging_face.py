@@ -64,7 +64,6 @@ FIXED: dict[str, tuple[Any, ...]] = {
     "partial_rotary_factor": (1.0, None),
     "attention_dropout": (0.0, None),
     "attn_logit_softcapping": (None,),
-    "quantization_config": (None,),
     "dtype": (*DTYPES, None),
     "torch_dtype": (*DTYPES, None),
 }
@@ -122,6 +121,11 @@ def fields_of(settings: Mapping[str, Any]) -> dict[str, Any]:
     if model_type not in (None, family.model_type):  # transformers decides by model_type
         raise UnsupportedError(
             f"model_type {model_type} does not match {architectures[0]}; expected {family.model_type}"
+        )
+    if settings.get("quantization_config"):
+        raise UnsupportedError(
+            "quantization_config: weights that another tool quantized are not supported; use the model without "
+            "quantization, and set precision.parameters, for example to nf4"
         )
     check_keys(settings, UNDERSTOOD, FIXED, WITHOUT_EFFECT)
     shape = {name: read(settings, key, Size) for name, key in SHAPE.items()}

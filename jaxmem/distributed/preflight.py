@@ -8,8 +8,7 @@ measurements.
 
 import statistics
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -26,56 +25,36 @@ SIZES = {"cpu": (256, 1 << 20)}  # rows of the matrix, bytes that are copied and
 ACCELERATOR = (4096, 64 << 20)
 
 
-@dataclass(frozen=True)
-class Preflight:
-    bytes_per_second: float  # bandwidth of an all-reduce over all devices
-    rates: Mapping[str, list[float]]  # {measurement: rate of each process}
-    hosts: list[str]
-
-    @property
-    def slow(self) -> list[str]:
-        """One line for each process far below the others."""
-        found = []
-        for what, rates in self.rates.items():
-            median = statistics.median(rates)
-            for process, rate in enumerate(rates):
-                if rate < SLOW * median:
-                    host = f" ({self.hosts[process]})" if self.hosts else ""
-                    name = f"process {process} of {len(rates)}{host}"
-                    found.append(f"{name} is slow: {what} at {rate / median:.0%} of the median")
-        return found
-
-    def lines(self) -> list[str]:
-        count, host_count = len(next(iter(self.rates.values()))), len(set(self.hosts))
-        on = f" on {host_count} host{'s' * (host_count > 1)}" if self.hosts else ""
-        return [f"{count} processes{on}: all-reduce {self.bytes_per_second / 1e9:.3g} GB/s", *self.slow]
-
-
-def preflight() -> Preflight:
-    """Runs the measurements. All processes call it together."""
+def preflight() -> list[str]:
+    """Runs the measurements, and returns the lines of the report. All processes call it together."""
     size, count = SIZES.get(jax.default_backend(), ACCELERATOR)
-    mine = _local_rates(size, count)
-    everyone = gather(mine)
-    comm = Communicator()
-    values = comm.put(np.ones((jax.local_device_count(), count // 4), np.float32))
-    seconds = _best(lambda: comm.allreduce(values))
-    return Preflight(
-        bytes_per_second=2 * (comm.size - 1) / comm.size * count / seconds,
-        rates={what: [one[what] for one in everyone] for what in mine},
-        hosts=hosts(),
-    )
-
-
-def _local_rates(size: int, count: int) -> dict[str, float]:
-    """FLOPs per second of the first device of this process, and bytes per second of copies to it."""
     device = jax.local_devices()[0]
-    a = jax.device_put(np.ones((size, size), np.float32), device)
-    multiply = jax.jit(lambda a: a @ a)
-    block = np.ones(count, np.uint8)
-    return {
+    a, block = jax.device_put(np.ones((size, size), np.float32), device), np.ones(count, np.uint8)
+    multiply, comm = jax.jit(lambda a: a @ a), Communicator()
+    mine = {
         "matmul": 2 * size**3 / _best(lambda: multiply(a), SECONDS),
         "copy": count / _best(lambda: jax.device_put(block, device), SECONDS),
     }
+    everyone = gather(mine)
+    values = comm.put(np.ones((jax.local_device_count(), count // 4), np.float32))
+    bandwidth = 2 * (comm.size - 1) / comm.size * count / _best(lambda: comm.allreduce(values))
+    return report(bandwidth, {what: [one[what] for one in everyone] for what in mine}, hosts())
+
+
+def report(bandwidth: float, rates: Mapping[str, Sequence[float]], hosts: Sequence[str]) -> list[str]:
+    """One line for all processes, and one for each slow process. `bandwidth`: bytes per second of an all-reduce.
+    `rates`: for each measurement, the rate of each process."""
+    count, host_count = len(next(iter(rates.values()))), len(set(hosts))
+    on = f" on {host_count} host{'s' * (host_count > 1)}" if hosts else ""
+    lines = [f"{count} processes{on}: all-reduce {bandwidth / 1e9:.3g} GB/s"]
+    for what, each in rates.items():
+        median = statistics.median(each)
+        for process, rate in enumerate(each):
+            if rate < SLOW * median:
+                host = f" ({hosts[process]})" if hosts else ""
+                share = f"{rate / median:.0%} of the median"
+                lines.append(f"process {process} of {count}{host} is slow: {what} at {share}")
+    return lines
 
 
 def _best(work: Callable[[], Any], seconds: float = 0.0) -> float:

@@ -25,13 +25,13 @@ def rendezvous(cluster: Cluster, seconds: float, hostname: Callable[[], str] = s
     answer = _collect(cluster, end, host) if cluster.process == 0 else _report(cluster, end, seconds, host)
     hosts: list[str | None] = answer["hosts"]
     if conflict := answer["conflict"]:
-        raise UserError(f"{conflict}; set another JAX_PROCESS_ID in each process, 0 to {cluster.processes - 1}")
+        raise UserError(conflict)
     if None in hosts:
         missing = [str(number) for number, host in enumerate(hosts) if host is None]
         here = ", ".join(f"{number} on {host}" for number, host in enumerate(hosts) if host is not None)
         raise TemporaryError(
             f"process{'es' if len(missing) > 1 else ''} {', '.join(missing)} of {cluster.processes} did not start "
-            f"within {seconds:g} s (cluster.start_timeout); started: {here}"
+            f"within {seconds:g} s (started: {here}); start them, or increase cluster.start_timeout"
         )
     return [host for host in hosts if host is not None]
 
@@ -51,17 +51,25 @@ def _collect(cluster: Cluster, end: float, host: str) -> dict[str, Any]:
             except (OSError, ValueError, TypeError):
                 continue  # no connection, or a foreign client
             connections.append(connection)
-            if count != cluster.processes:
-                conflict = f"process {process} on {other} expects {count} processes, process 0 expects {len(hosts)}"
-            elif hosts[process] is not None:
-                conflict = f"two processes have number {process}, on {hosts[process]} and on {other}"
-            else:
+            conflict = _conflict(hosts, process, count, other)
+            if not conflict:
                 hosts[process] = other
         answer = {"hosts": hosts, "conflict": conflict}
         for connection in connections:
             with suppress(OSError):  # lost since; the watch will report it
                 connection.sendall(json.dumps(answer).encode() + b"\n")
     return answer
+
+
+def _conflict(hosts: list[str | None], process: int, count: int, host: str) -> str | None:
+    """An error if this process has other variables than the processes on `hosts`."""
+    if count != len(hosts):
+        counts = f"{len(hosts)} in process 0 and {count} in process {process} on {host}"
+        return f"JAX_NUM_PROCESSES is {counts}; set the same number in all processes"
+    if hosts[process] is not None:
+        numbers = f"JAX_PROCESS_ID={process}; number them 0 to {count - 1}"
+        return f"two processes, on {hosts[process]} and on {host}, have {numbers}"
+    return None
 
 
 def _report(cluster: Cluster, end: float, seconds: float, host: str) -> dict[str, Any]:
@@ -81,8 +89,8 @@ def _report(cluster: Cluster, end: float, seconds: float, host: str) -> dict[str
             reason = str(error) or type(error).__name__
             time.sleep(min(0.2, left))
     raise TemporaryError(
-        f"process 0 did not answer at {cluster.address} within {seconds:g} s (cluster.start_timeout): {reason}; "
-        f"this is process {cluster.process} on {host}"
+        f"process 0 did not answer process {cluster.process} on {host} at {cluster.address} within {seconds:g} s "
+        f"({reason}); start it, check this address, or increase cluster.start_timeout"
     )
 
 
@@ -103,10 +111,8 @@ def _receive(connection: socket.socket) -> Any:
     """Receives one line of JSON."""
     if connection.gettimeout() is None:
         connection.settimeout(MESSAGE_TIMEOUT)
-    text = b""
-    while not text.endswith(b"\n"):
-        part = connection.recv(4096)
-        if not part or len(text) > MESSAGE_BYTES:
-            raise ValueError("incomplete message")
-        text += part
-    return json.loads(text)
+    with connection.makefile("rb") as file:
+        line = file.readline(MESSAGE_BYTES)
+    if not line.endswith(b"\n"):
+        raise ValueError("incomplete message")
+    return json.loads(line)

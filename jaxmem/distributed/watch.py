@@ -24,9 +24,7 @@ from jaxmem.distributed.cluster import Cluster
 from jaxmem.errors import TemporaryError
 
 STOPPED = "jaxmem/stopped/"  # prefix of the key of a process, whose value is its exit code and reason
-HTTP2_PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes(
-    (0, 0, 0, 4, 0, 0, 0, 0, 0)
-)  # and empty settings (RFC 9113)
+HTTP2_PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n\0\0\0\4\0\0\0\0\0"  # with empty settings (RFC 9113)
 ANSWER_TIMEOUT = 5.0  # s
 ADVICE = "checkpoints are complete; run the same command again to resume"
 

@@ -10,10 +10,9 @@ from jaxmem.lazy import lazy_names
 
 __getattr__, __all__ = lazy_names(
     __name__,
-    adapter_base="check_adapter fingerprint",
     gguf="save_gguf",
     files="copy_metadata storage_dtype",
-    peft="read_adapter save_adapter saved_names",
-    reader="load read_weights",
+    peft="save_adapter saved_names",
+    reader="load",
     writer="save",
 )

@@ -58,10 +58,10 @@ def save_gguf(
     tokenizer: str | None,
     kind: str = "float16",
     length: int = 2048,
-    order: Sequence[int] | None = None,
+    indices: Sequence[int] | None = None,
 ) -> None:
     """Writes a model, adapters merged, to a file that must not exist. `tokenizer`: the value of `data.tokenizer`.
-    `kind`: one of FORMATS. `length`: the context length. `order`: the layer at each index of the stack."""
+    `kind`: one of FORMATS. `length`: the context length. `indices`: the position of each layer in a stack."""
     file = Path(file).expanduser()
     if kind not in FORMATS:
         raise UserError(f"dtype {kind!r} is not a format of GGUF files{nearest(kind, FORMATS)}")
@@ -74,7 +74,7 @@ def save_gguf(
         **_settings(cfg, file.stem, kind, length),
         **_vocabulary(tokenizer_for(tokenizer), tokenizer, cfg.vocab),
     }
-    tensors = list(_tensors(model, kind, order))
+    tensors = list(_tensors(model, kind, indices))
     unfinished = file.with_name(f".{file.name}.unfinished")
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
@@ -191,11 +191,11 @@ def _split(pre_tokenizer: str, name: str) -> str:
 Tensor = tuple[str, tuple[int, ...], Format, Callable[[], np.ndarray]]
 
 
-def _tensors(model: Network, kind: str, order: Sequence[int] | None) -> Iterator[Tensor]:
+def _tensors(model: Network, kind: str, indices: Sequence[int] | None) -> Iterator[Tensor]:
     cfg = model.cfg
     # Queries and keys of the architecture llama have the two halves of a rotated pair next to each other.
     heads = {"attn_q": cfg.heads, "attn_k": cfg.kv_heads} if _architecture(cfg) == "llama" else {}
-    for one in model_tensors(model, "float32", order):
+    for one in model_tensors(model, "float32", indices):
         module, _, leaf = one.name.rpartition(".")
         layer = ""
         if module.startswith("model.layers."):

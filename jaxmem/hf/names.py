@@ -1,11 +1,11 @@
-"""The names of the weights of a decoder in a Hugging Face file, for every family; used in both directions.
+"""The weights of a decoder and their tensors in a Hugging Face file, for every family; used in both directions.
 
 In jaxmem the weights of all layers are one array [layer, in, out]; in a file each layer has its own tensor [out, in].
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple, Self
 
 from flax.traverse_util import flatten_dict
 
@@ -21,43 +21,54 @@ LEAVES = {"weight": "weight", "scale": "weight", "bias": "bias"}
 COMPUTED = ("rotary_emb.inv_freq",)
 
 
+class FileTensor(NamedTuple):
+    """A tensor in a file. `position`: of its layer in a stack; None: the weight is not a stack."""
+
+    name: str
+    shape: tuple[int, ...]
+    position: int | None
+
+
 @dataclass(frozen=True)
 class FileWeight:
-    """A weight of a network and its tensor in a file; for a stack, its tensor of each layer."""
+    """A weight of a network, and its tensor in a file; for a stack, the tensors of its layers, in order."""
 
     path: WeightPath
-    name: str  # of the tensor, with {} for the layer
+    array: Any  # the values, or only shape, dtype and sharding
+    shape: tuple[int, ...]  # of a tensor in the file; for an adapter, with its largest rank
     is_transposed: bool
-    ranks: tuple[int, ...] | None = None  # rank of each layer of an adapter; 0: there is no tensor
-    rank_dim: int | None = None  # the dimension of the tensor that is the rank
+    tensors: tuple[FileTensor, ...]
+
+    @classmethod
+    def of(
+        cls, path: WeightPath, array: Any, name: str, is_transposed: bool, indices: Sequence[int] | None = None
+    ) -> Self:
+        """`name`: of the tensor, with {} for the layer. `indices`: the position of each layer in the stack, by default
+        all positions in order."""
+        is_stacked = "{}" in name
+        shape = array.shape[1:] if is_stacked else array.shape
+        shape = shape[::-1] if is_transposed else shape
+        all_layers = range(array.shape[0]) if indices is None else indices
+        layers = enumerate(all_layers if is_stacked else (None,))
+        tensors = tuple(FileTensor(name.format(layer), shape, position) for layer, position in layers)
+        return cls(path, array, shape, is_transposed, tensors)
 
     @property
     def is_stacked(self) -> bool:
-        return "{}" in self.name
-
-    def tensor_name(self, layer: int) -> str:
-        return self.name.format(layer)
-
-    def file_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """The shape of the largest tensor in the file, from the shape of the weight."""
-        one = shape[1:] if self.is_stacked else shape
-        return one[::-1] if self.is_transposed else one
-
-    def tensors(self, shape: tuple[int, ...], layers: int) -> Iterator[tuple[int, tuple[int, ...]]]:
-        """(layer, shape) of each tensor in the file, from the shape of the weight."""
-        full = self.file_shape(shape)
-        for layer in range(layers) if self.is_stacked else (0,):
-            rank = 1 if self.ranks is None else self.ranks[layer]
-            if rank > 0:
-                yield layer, tuple(rank if dim == self.rank_dim else n for dim, n in enumerate(full))
+        return self.tensors[0].position is not None
 
 
-def decoder_weights(params: Any) -> Iterator[tuple[FileWeight, Any]]:
-    """(weight, leaf) for each leaf of the parameters of a decoder, a nested dict."""
-    for path, leaf in flatten_dict(params).items():
+def decoder_weights(params: Any, indices: Sequence[int] | None = None) -> Iterator[FileWeight]:
+    """Each weight of a decoder, whose parameters are a nested dict of arrays or shapes."""
+    for path, array in flatten_dict(params).items():
         *module, kind = path
-        name = MODULES[".".join(module)]
-        yield FileWeight(path, f"{name}.{LEAVES[kind]}", kind == "weight" and module != ["embedding"]), leaf
+        is_transposed = kind == "weight" and module != ["embedding"]
+        yield FileWeight.of(path, array, f"{MODULES['.'.join(module)]}.{LEAVES[kind]}", is_transposed, indices)
+
+
+def tensor_shapes(weights: Iterable[FileWeight]) -> dict[str, tuple[int, ...]]:
+    """The shapes of all tensors of these weights, by name."""
+    return {one.name: one.shape for weight in weights for one in weight.tensors}
 
 
 def is_ignored(cfg: Decoder, name: str) -> bool:

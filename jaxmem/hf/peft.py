@@ -3,93 +3,122 @@
 In jaxmem A and B of all layers are arrays [layer, in, r] and [layer, r, out]; in a file each layer has its own tensors,
 transposed and without the zeros that pad lower ranks. A file may also contain weights of the base model: those of
 `modules_to_save`, biases, or an embedding.
+
+PiSSA (Meng et al., arXiv:2404.02948) and OLoRA (Büyükakyüz, arXiv:2406.01775) initialize an adapter with a part of the
+weight: s A0 B0 is its best approximation of rank r (PiSSA), or the first r columns of its QR decomposition (OLoRA). The
+base is then W - s A0 B0, which PEFT computes again when it loads such an adapter. In jaxmem the base does not change,
+and the adapter has twice the rank: [A, A0] and [B, -B0], as in PEFT's conversion of these adapters.
 """
 
-import dataclasses
+import hashlib
 import json
 from collections.abc import Collection, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import jax
+import numpy as np
 from flax.traverse_util import flatten_dict
 
 from jaxmem.adapters import base_of
 from jaxmem.config import Decoder
 from jaxmem.config.hf_modules import MODULES
-from jaxmem.config.peft import CONFIG, adapter_json, initialization
+from jaxmem.config.hugging_face import decoder_fields
+from jaxmem.config.peft import CONFIG, adapter_json, base_directory, initialization
 from jaxmem.config.sections import Adapter
 from jaxmem.config.targets import LowRank, low_rank_layers
-from jaxmem.hf.adapter_base import KEY, fingerprint
-from jaxmem.hf.names import ADAPTER, ADAPTER_PREFIX, FileWeight, WeightPath, base_tensor_name, decoder_weights
-from jaxmem.hf.reader import expect_shapes, read_arrays
-from jaxmem.hf.tensors import Tensors, write_tensors
+from jaxmem.errors import UserError
+from jaxmem.hf.names import (
+    ADAPTER,
+    ADAPTER_PREFIX,
+    FileWeight,
+    WeightPath,
+    base_tensor_name,
+    decoder_weights,
+    is_ignored,
+    tensor_shapes,
+)
+from jaxmem.hf.reader import read_arrays
+from jaxmem.hf.tensors import DTYPES, Tensors, write_tensors
 from jaxmem.hf.writer import output_tensors
 from jaxmem.machine.atomic_directory import atomic_directory
-from jaxmem.sharding import Layout
 from jaxmem.step import Program
 
 LINEAR = {
     "a": "lora_A.weight", "b": "lora_B.weight", "bias": "lora_B.bias", "magnitude": "lora_magnitude_vector",
 }  # fmt: skip
 EMBEDDING = {**LINEAR, "a": "lora_embedding_A", "b": "lora_embedding_B"}
-PROMPT = "prompt_embeddings"
-TOKEN_ROWS = f"{ADAPTER_PREFIX}{MODULES['embedding']}.token_adapter.trainable_tokens_delta"
+RANK_DIMS = {"a": 0, "b": 1, "lora_A": 0, "lora_B": 1}  # the dimension of a tensor in the file that is the rank
+NUMBERS = 2048  # numbers of each tensor in the fingerprint
+KEY = "base"  # key in the metadata of the safetensors file of an adapter
+TOKEN_ROWS = f"{MODULES['embedding']}.token_adapter.trainable_tokens_delta"
+
+LowRankStacks = dict[str, tuple[LowRank | None, ...]]  # the adapters of the layers of each module
 
 
-def adapter_layers(params: Any, adapter: Adapter, layers: int) -> dict[str, tuple[LowRank | None, ...]]:
-    """The low-rank adapters among the parameters of a decoder, by module."""
-    found = (".".join(path[:-2]) for path in flatten_dict(params) if path[-2:] == ("lora", "a"))
-    return {name: low_rank_layers(adapter, name, layers if "{}" in MODULES[name] else None) for name in found}
+def _low_rank_stacks(params: Any, adapter: Adapter, indices: Sequence[int] | None) -> LowRankStacks:
+    """The low-rank adapters among the parameters of a decoder."""
+    found = {}
+    for path, array in flatten_dict(params).items():
+        if path[-2:] == ("lora", "a"):
+            name = ".".join(path[:-2])
+            layers = array.shape[0] if indices is None else len(indices)
+            found[name] = low_rank_layers(adapter, name, layers if "{}" in MODULES[name] else None)
+    return found
 
 
-def adapter_weights(params: Any, adapter: Adapter, layers: int) -> Iterator[tuple[FileWeight, Any]]:
-    """(weight, leaf) for each weight of the adapters of a decoder, without the weights of the base."""
-    low_rank = adapter_layers(params, adapter, layers)
-    for path, leaf in flatten_dict(params).items():
+def _adapter_weights(params: Any, stacks: LowRankStacks, indices: Sequence[int] | None) -> Iterator[FileWeight]:
+    """The weights of the adapters of a decoder, without the weights of the base."""
+    for path, array in flatten_dict(params).items():
         *module, parent, kind = path
+        name = ".".join(module)
         if parent == "prompt":
-            yield FileWeight(path, PROMPT, is_transposed=False), leaf
-        if parent == "lora" and kind == "trained":
-            yield FileWeight(path, TOKEN_ROWS, is_transposed=False), leaf
-        if parent == "lora" and kind in LINEAR:
-            name = ".".join(module)
-            ranks = tuple(own.rank if own else 0 for own in low_rank[name])
-            file_name = f"{ADAPTER_PREFIX}{MODULES[name]}.{(EMBEDDING if module == ['embedding'] else LINEAR)[kind]}"
-            yield FileWeight(path, file_name, kind in ("a", "b"), ranks, {"a": 0, "b": 1}.get(kind)), leaf
+            yield FileWeight.of(path, array, "prompt_embeddings", is_transposed=False)
+        elif parent == "lora" and kind == "trained":
+            yield FileWeight.of(path, array, ADAPTER_PREFIX + TOKEN_ROWS, is_transposed=False)
+        elif parent == "lora" and kind in LINEAR:
+            file_name = f"{ADAPTER_PREFIX}{MODULES[name]}.{(EMBEDDING if name == 'embedding' else LINEAR)[kind]}"
+            weight = FileWeight.of(path, array, file_name, kind in ("a", "b"), indices)
+            dim = RANK_DIMS.get(kind)
+            tensors = [
+                one._replace(shape=tuple(own.rank if n == dim else size for n, size in enumerate(one.shape)))
+                for one, own in zip(weight.tensors, stacks[name], strict=True)
+                if own is not None
+            ]
+            yield replace(weight, tensors=tuple(tensors))
 
 
-def base_weights(
-    params: Any, names: Collection[str], low_rank: dict[str, tuple[LowRank | None, ...]], layers: int
-) -> Iterator[tuple[FileWeight, Any]]:
+def _base_weights(
+    params: Any, names: Collection[str], stacks: LowRankStacks, indices: Sequence[int] | None
+) -> Iterator[FileWeight]:
     """The weights of the base model whose tensors have these names, with their names in the file of an adapter."""
-    for weight, leaf in decoder_weights(base_of(params)):
-        numbers = range(layers) if weight.is_stacked else range(1)
-        selected = [weight.tensor_name(layer) in names for layer in numbers]
-        adapted = low_rank.get(".".join(weight.path[:-1]), (None,) * len(selected))
-        module, _, kind = weight.name.rpartition(".")
-        for infix, has_adapter in (("", False), (".base_layer", True)):
-            own = tuple(int(a and (b is not None) == has_adapter) for a, b in zip(selected, adapted, strict=True))
-            if any(own):
-                name = f"{ADAPTER_PREFIX}{module}{infix}.{kind}"
-                yield dataclasses.replace(weight, name=name, ranks=own), leaf
+    for weight in decoder_weights(base_of(params), indices):
+        adapted = stacks.get(".".join(weight.path[:-1]), (None,) * len(weight.tensors))
+        tensors = []
+        for one, own in zip(weight.tensors, adapted, strict=True):
+            if one.name in names:
+                module, _, kind = one.name.rpartition(".")
+                name = f"{ADAPTER_PREFIX}{module}{'.base_layer' if own else ''}.{kind}"
+                tensors.append(one._replace(name=name))
+        if tensors:
+            yield replace(weight, tensors=tuple(tensors))
 
 
 def saved_names(program: Program) -> set[str]:
     """The names of the tensors of the base model that are saved with the adapters: trainable ones, and those that were
     read from the file of an adapter."""
-    model, selection, directory = program.cfg.model, program.model.selection, program.cfg.adapter.hf
-    assert isinstance(model, Decoder)
-    base = list(decoder_weights(base_of(program.model.shapes)))
-    found = set()
-    for weight, _ in base:
-        path = tuple(jax.tree_util.DictKey(name) for name in weight.path)
-        if selection is not None and path in selection.layers:
-            found |= {weight.tensor_name(layer) for layer in selection.layers[path] or range(model.layers)}
+    model, directory = program.model, program.cfg.adapter.hf
+    in_file = set()
     if directory is not None:
-        with Tensors(directory, ADAPTER) as tensors:
-            names = {weight.tensor_name(layer) for weight, _ in base for layer in range(model.layers)}
-            found |= names & set(map(base_tensor_name, tensors.entries))
+        in_file = set(map(base_tensor_name, Tensors(directory, ADAPTER).entries))
+    found = set()
+    for weight in decoder_weights(base_of(model.shapes), model.layer_indices):
+        names = [one.name for one in weight.tensors]
+        found |= in_file.intersection(names)
+        path = tuple(jax.tree_util.DictKey(name) for name in weight.path)
+        if model.selection is not None and path in model.selection.layers:
+            found |= {names[layer] for layer in model.selection.layers[path] or range(len(names))}
     return found
 
 
@@ -98,60 +127,116 @@ def save_adapter(
     adapter: Adapter,
     directory: str | Path,
     *,
-    layers: int,
     base: str | None = None,
-    order: Sequence[int] | None = None,
+    indices: Sequence[int] | None = None,
     saved: Collection[str] = (),
 ) -> set[int]:
     """Writes the adapters among the parameters of a decoder, and returns their ranks. `base`: the directory of the base
-    model. `order`: the layer at each index of the stack. `saved`: the names of the tensors of the base model that are
-    written too."""
-    low_rank = adapter_layers(params, adapter, layers)
-    own = list(adapter_weights(params, adapter, layers))
-    others = list(base_weights(params, saved, low_rank, layers))
-    modules, biases = set(), False
-    for weight, leaf in others:
-        module, _, kind = weight.name.removeprefix(ADAPTER_PREFIX).rpartition(".")
-        is_complete = kind == "weight" and not module.endswith(".base_layer")
-        biases = biases or kind == "bias"
-        if is_complete:
-            modules |= {module.format(layer) for layer, _ in weight.tensors(leaf.shape, layers)}
+    model. `indices`: the position of each layer in a stack, by default in order. `saved`: the names of the tensors of
+    the base model that are written too."""
+    stacks = _low_rank_stacks(params, adapter, indices)
+    weights = list(_adapter_weights(params, stacks, indices))
+    dtype = str(jax.tree.leaves(weights[0].array)[0].dtype)
+    others = list(_base_weights(params, saved, stacks, indices))
+    parts = [name.removeprefix(ADAPTER_PREFIX).rpartition(".") for name in tensor_shapes(others)]
+    modules = {module for module, _, kind in parts if kind == "weight" and not module.endswith(".base_layer")}
     metadata = {KEY: fingerprint(base)} if base else {}
     with atomic_directory(directory) as place:
-        settings = adapter_json(adapter, low_rank, base, sorted(modules), has_biases=biases)
+        has_biases = any(kind == "bias" for _, _, kind in parts)
+        settings = adapter_json(adapter, stacks, base, sorted(modules), has_biases=has_biases)
         (place / CONFIG).write_text(json.dumps(settings, indent=2) + "\n")
-        dtype = str(jax.tree.leaves([leaf for _, leaf in own])[0].dtype)
-        write_tensors(place, output_tensors([*own, *others], dtype, layers, order), single=ADAPTER, metadata=metadata)
-    return {one.rank for stack in low_rank.values() for one in stack if one is not None}
+        write_tensors(place, output_tensors([*weights, *others], dtype), single=ADAPTER, metadata=metadata)
+    return {one.rank for stack in stacks.values() for one in stack if one is not None}
 
 
-def read_adapter(
-    adapter: Adapter,
-    params: Any,
-    axes: Any,
-    layers: int,
-    layout: Layout | None,
-    order: Sequence[int] | None = None,
-    base: str | None = None,
-) -> dict[WeightPath, Any]:
-    """A flat dict by path of arrays for the adapters among `params`, a nested dict of shapes with dtypes and shardings.
-    `adapter.hf` is the directory of the adapter, `base` the directory of the base model."""
+def read_adapter(program: Program) -> dict[WeightPath, Any]:
+    """The weights of the adapters in the directory `adapter.hf`, stored and sharded like those of the program."""
+    params, model, adapter, base = program.spec.state.params, program.model, program.cfg.adapter, program.cfg.model
     assert adapter.hf is not None
-    named = list(adapter_weights(params, adapter, layers))
-    known = {weight.tensor_name(layer) for weight, _ in decoder_weights(base_of(params)) for layer in range(layers)}
-    with _open(adapter, adapter_layers(params, adapter, layers), base) as tensors:
-        is_of_base = lambda name: base_tensor_name(name) in {*known, "lm_head.weight"}  # noqa: E731
-        expect_shapes(tensors, named, layers, is_of_base, CONFIG)
-        return read_arrays(tensors, named, axes, layout, range(layers) if order is None else order)
-
-
-def _open(adapter: Adapter, low_rank: dict[str, tuple[LowRank | None, ...]], base: str | None) -> Tensors:
-    assert adapter.hf is not None
+    assert isinstance(base, Decoder)
+    stacks = _low_rank_stacks(params, adapter, model.layer_indices)
+    weights = list(_adapter_weights(params, stacks, model.layer_indices))
+    known = {*tensor_shapes(decoder_weights(base_of(params))), "lm_head.weight"}
     method = initialization(adapter.hf)
-    if method is None or base is None:
-        return Tensors(adapter.hf, ADAPTER)
-    from jaxmem.hf.initialized import InitializedTensors
+    if method is None or base.hf is None:
+        tensors = Tensors(adapter.hf, ADAPTER)
+    else:
+        tensors = InitializedTensors(adapter.hf, base.hf, method, stacks)
+    tensors.expect(tensor_shapes(weights), lambda name: base_tensor_name(name) in known, CONFIG)
+    return read_arrays(tensors, weights, model.axes, program.layout)
 
-    stacks = ((MODULES[path], stack) for path, stack in low_rank.items())
-    scales = {name.format(layer): own.scale for name, stack in stacks for layer, own in enumerate(stack) if own}
-    return InitializedTensors(adapter.hf, base, method, scales)
+
+class InitializedTensors(Tensors):
+    """The tensors of a PiSSA or OLoRA adapter, with twice the rank."""
+
+    def __init__(self, directory: str | Path, base: str | Path, method: str, stacks: LowRankStacks) -> None:
+        super().__init__(directory, ADAPTER)
+        self._base, self._method = Tensors(base), method
+        stacked = ((MODULES[path], layer, own) for path, stack in stacks.items() for layer, own in enumerate(stack))
+        self._scales = {name.format(layer): own.scale for name, layer, own in stacked if own}
+        self._initial: dict[str, tuple[np.ndarray, np.ndarray]] = {}
+        self._own = dict(self.entries)
+        for name, entry in self._own.items():
+            dim = RANK_DIMS.get(name.split(".")[-2])
+            self.entries[name] = replace(entry, shape=tuple(n * (1 + (i == dim)) for i, n in enumerate(entry.shape)))
+
+    def read(self, name: str, shape: Sequence[int], index: tuple[slice, ...]) -> np.ndarray:
+        module, kind, _ = name.removeprefix(ADAPTER_PREFIX).rsplit(".", 2)
+        if kind not in RANK_DIMS:
+            return super().read(name, shape, index)
+        dim = RANK_DIMS[kind]
+        rank = self._own[name].shape[dim]
+        first = self._open[self._own[name].file].get_slice(name)[:]
+        if module not in self._initial:
+            weight = f"{module}.weight"
+            full = self._base.entries[weight].shape
+            w = self._base.read(weight, full, (slice(None),) * 2).astype(np.float64)
+            self._initial[module] = _initial(w, rank, self._method, self._scales[module])
+        both = np.concatenate([first.astype(np.float32), self._initial[module][dim]], axis=dim)
+        return np.pad(both, [(0, wanted - n) for wanted, n in zip(shape, both.shape, strict=True)])[index]
+
+
+def _initial(w: np.ndarray, rank: int, method: str, scale: float) -> tuple[np.ndarray, np.ndarray]:
+    """A0 [rank, in] and -B0 [out, rank] of a weight [out, in]."""
+    if method == "olora":
+        b, _ = np.linalg.qr(w[:, :rank])
+        a = b.T @ w
+    elif w.shape[0] < w.shape[1]:
+        b = np.linalg.eigh(w @ w.T)[1][:, -rank:]
+        a, b = b.T @ w, b / scale
+    else:
+        a = np.linalg.eigh(w.T @ w)[1][:, -rank:].T
+        b = w @ a.T / scale
+    return a.astype(np.float32), -b.astype(np.float32)
+
+
+def fingerprint(directory: str | Path) -> str:
+    """A fingerprint of the weights of a Hugging Face directory, which is stored with an adapter of this base model.
+
+    It is a hash of the signs of the first 2,048 numbers of every tensor: equal for copies in float32, float16 and
+    bfloat16, and different as soon as the weights are trained. Only a few rows of each tensor are read.
+    """
+    cfg, digest = Decoder(**decoder_fields(str(directory))), hashlib.blake2b(digest_size=16)
+    tensors = Tensors(directory)
+    for name, entry in sorted(tensors.entries.items()):
+        if not is_ignored(cfg, name) and entry.dtype in DTYPES and entry.shape and 0 not in entry.shape:
+            # The first rows, which contain NUMBERS numbers, or the beginning of the first row.
+            rows = -(-NUMBERS // entry.shape[-1])
+            first = (*(slice(0, min(rows, size)) for size in entry.shape[:-1]), slice(0, min(NUMBERS, entry.shape[-1])))
+            sample = tensors.read(name, entry.shape, first).astype(np.float32)
+            digest.update(f"{name} {entry.shape} ".encode() + np.packbits(np.signbit(sample)).tobytes())
+    return digest.hexdigest()
+
+
+def check_adapter(directory: str | Path, base: str | Path) -> None:
+    """Refuses an adapter that was trained on other weights than `base`. An adapter of jaxmem stores the fingerprint of
+    its base; other adapters store its name, and are checked if it is a directory on this machine."""
+    expected = Tensors(directory, ADAPTER).metadata().get(KEY)
+    name, local = base_directory(directory)
+    if expected is None and local is not None and any(local.glob("*.safetensors")):
+        expected = fingerprint(local)
+    if expected is not None and expected != fingerprint(base):
+        raise UserError(
+            f"adapter.hf={directory} was trained on other weights than model.hf={base}; set model.hf to its base"
+            f" model{f' ({CONFIG} names {name})' if name else ''}"
+        )

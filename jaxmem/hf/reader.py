@@ -21,12 +21,21 @@ from jaxmem import models
 from jaxmem.config import Decoder
 from jaxmem.config.hugging_face import decoder_fields
 from jaxmem.errors import UserError
-from jaxmem.hf.names import ADAPTER, FileWeight, WeightPath, base_tensor_name, decoder_weights, is_ignored
+from jaxmem.hf.names import (
+    ADAPTER,
+    FileWeight,
+    WeightPath,
+    base_tensor_name,
+    decoder_weights,
+    is_ignored,
+    tensor_shapes,
+)
 from jaxmem.hf.tensors import Tensors
 from jaxmem.quant import QTensor
 from jaxmem.sharding import Axes, Layout
 from jaxmem.sharding.host import HOST, send_like, to_host, zeros_on_host
 
+_is_finite = jax.jit(lambda x: jnp.isfinite(x).all())
 # Shape, dtype and sharding of a weight, or of each array of a quantized weight.
 Spec: TypeAlias = jax.ShapeDtypeStruct | QTensor
 
@@ -62,71 +71,49 @@ def read_weights(
     params: Any,
     axes: Any,
     layout: Layout | None,
-    order: Sequence[int] | None = None,
+    indices: Sequence[int] | None = None,
     adapter: str | Path | None = None,
 ) -> Any:
-    """Arrays for `params`, a nested dict of shapes with dtypes and shardings. `order`: the layer at each index of a
-    stack (default: 0, 1, ...); an index with a number beyond the layers is filled with zeros. `adapter`: the directory
-    of an adapter whose file may contain some of these weights, which replace those of the model."""
+    """Arrays for `params`, a nested dict of shapes with dtypes and shardings. `indices`: the position of each layer in
+    a stack (default: 0, 1, ...); other positions are zeros. `adapter`: the directory of an adapter whose file may
+    contain some of these weights, which replace those of the model."""
     # The two largest, embedding and output projection, not one after the other: jax releases a host array when
     # the next one comes.
-    named = sorted(decoder_weights(params), key=lambda one: one[0].path[0] != "embedding")
-    with Tensors(directory) as tensors:
-        if adapter is not None:
-            tensors.replace(Tensors(adapter, ADAPTER), base_tensor_name)
-        expect_shapes(tensors, named, cfg.layers, partial(is_ignored, cfg))
-        return unflatten_dict(read_arrays(tensors, named, axes, layout, range(cfg.layers) if order is None else order))
-
-
-def expect_shapes(
-    tensors: Tensors,
-    named: Sequence[tuple[FileWeight, Spec]],
-    layers: int,
-    is_ignored: Callable[[str], bool],
-    config: str = "config.json",
-) -> None:
-    """Refuses files that do not contain exactly these weights; `config` is the file that determines their shapes."""
-    wanted: dict[str, tuple[int, ...]] = {}
-    for weight, spec in named:
-        wanted |= {weight.tensor_name(layer): shape for layer, shape in weight.tensors(spec.shape, layers)}
-    tensors.expect(wanted, is_ignored, config)
+    weights = sorted(decoder_weights(params, indices), key=lambda one: one.path[0] != "embedding")
+    tensors = Tensors(directory)
+    if adapter is not None:
+        tensors.replace(Tensors(adapter, ADAPTER), base_tensor_name)
+    tensors.expect(tensor_shapes(weights), partial(is_ignored, cfg))
+    return unflatten_dict(read_arrays(tensors, weights, axes, layout))
 
 
 def read_arrays(
-    tensors: Tensors,
-    named: Sequence[tuple[FileWeight, Spec]],
-    axes: Any,
-    layout: Layout | None,
-    order: Sequence[int],
+    tensors: Tensors, weights: Sequence[FileWeight], axes: Any, layout: Layout | None
 ) -> dict[WeightPath, Any]:
     """{path: array}."""
     flat_axes = flatten_dict(axes)
-    return {weight.path: _read(tensors, weight, spec, flat_axes[weight.path], layout, order) for weight, spec in named}
+    return {weight.path: _read(tensors, weight, flat_axes[weight.path], layout) for weight in weights}
 
 
-def _read(
-    tensors: Tensors, weight: FileWeight, spec: Spec, axes: Axes, layout: Layout | None, order: Sequence[int]
-) -> Any:
-    shape = weight.file_shape(spec.shape)
+def _read(tensors: Tensors, weight: FileWeight, axes: Axes, layout: Layout | None) -> Any:
+    shape, spec = weight.shape, weight.array
     axes = axes[1:] if weight.is_stacked else axes
     axes = axes[::-1] if weight.is_transposed else axes
     sharding = layout.sharding("weights", axes, shape) if layout else jax.tree.leaves(_shardings(spec))[0]
 
-    def read(layer: int) -> jax.Array:
-        name = weight.tensor_name(layer)
+    def read(name: str) -> jax.Array:
         x = _on_devices(partial(tensors.read, name, shape), shape, sharding)
         if not _is_finite(x):
-            raise UserError(f"{tensors.entries[name].file}: {name} contains NaN or infinite values; get an intact file")
+            raise UserError(f"{tensors.entries[name].file}: {name} contains NaN or infinite values; copy it again")
         return x
 
     if not weight.is_stacked:
-        return jax.block_until_ready(_converted(weight.is_transposed, spec)(read(0)))
+        return jax.block_until_ready(_converted(weight.is_transposed, spec)(read(weight.tensors[0].name)))
     stack = _zeros(spec)()
     write = _write_layer(weight.is_transposed, spec)
-    for index, layer in enumerate(order):
-        if weight.tensor_name(layer) in tensors.entries:
-            # Wait, since otherwise the host would store all tensors that it reads ahead.
-            stack = jax.block_until_ready(write(stack, read(layer), jnp.asarray(index, jnp.int32)))
+    for one in weight.tensors:
+        # Wait, since otherwise the host would store all tensors that it reads ahead.
+        stack = jax.block_until_ready(write(stack, read(one.name), jnp.asarray(one.position, jnp.int32)))
     return stack
 
 
@@ -143,16 +130,11 @@ def _on_devices(read: Callable[[Any], np.ndarray], shape: tuple[int, ...], shard
     return jax.make_array_from_single_device_arrays(shape, sharding, jax.block_until_ready(arrays))
 
 
-@jax.jit
-def _is_finite(x: jax.Array) -> jax.Array:
-    return jnp.isfinite(x).all()
-
-
 @cache
 def _converted(is_transposed: bool, spec: Spec) -> Any:
     def convert(x: jax.Array) -> Any:
         new = _as_spec(x, is_transposed, spec)
-        return jax.tree.map(lambda x, own: to_host(x) if _is_on_host(own) else x, new, spec)
+        return jax.tree.map(lambda x, own: to_host(x) if own.sharding.memory_kind == HOST else x, new, spec)
 
     return jax.jit(convert, out_shardings=_shardings(spec))
 
@@ -175,13 +157,9 @@ def _as_spec(x: jax.Array, is_transposed: bool, spec: Spec) -> Any:
 @cache
 def _zeros(spec: Spec) -> Any:
     def zeros(x: jax.ShapeDtypeStruct) -> jax.Array:
-        return zeros_on_host(x.shape, x.dtype) if _is_on_host(x) else jnp.zeros(x.shape, x.dtype)
+        return (zeros_on_host if x.sharding.memory_kind == HOST else jnp.zeros)(x.shape, x.dtype)
 
     return jax.jit(lambda: jax.tree.map(zeros, spec), out_shardings=_shardings(spec))
-
-
-def _is_on_host(x: jax.ShapeDtypeStruct) -> bool:
-    return bool(x.sharding.memory_kind == HOST)
 
 
 def _shardings(spec: Spec) -> Any:

@@ -10,17 +10,17 @@ from __future__ import annotations
 import json
 import math
 import struct
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Self
+from typing import Any
 
 import ml_dtypes
 import numpy as np
 
 from jaxmem.config.hf_values import read_json
-from jaxmem.errors import UserError
+from jaxmem.errors import UserError, few
 
 SHARD = 5 << 30  # bytes of values in a written file
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
@@ -51,7 +51,7 @@ class Tensors:
     """All tensors of a directory, in one file or several with an index."""
 
     def __init__(self, directory: str | Path, single: str | None = None) -> None:
-        """`single`: the name of the file, if the format allows only one (adapters)."""
+        """`single`: the name of the file, if the format has only one (adapters)."""
         self.directory = Path(directory).expanduser()
         self.entries: dict[str, TensorEntry] = {}
         files = _files(self.directory, single)
@@ -59,7 +59,8 @@ class Tensors:
         for file, opened in self._open.items():
             for name in opened.keys():  # noqa: SIM118 - not a mapping
                 if name in self.entries:
-                    raise UserError(f"{file}: tensor {name} is also in {self.entries[name].file.name}")
+                    other = self.entries[name].file.name
+                    raise UserError(f"{file}: tensor {name} is also in {other}; remove the file of another model")
                 header = opened.get_slice(name)
                 self.entries[name] = TensorEntry(file, name, header.get_dtype(), tuple(header.get_shape()))
 
@@ -68,22 +69,20 @@ class Tensors:
     ) -> None:
         """Refuses a directory in which a tensor is missing, unexpected, of another shape or of an unknown dtype."""
         found = {name for name in self.entries if name in wanted or not is_ignored(name)}
-        problems = []
-        if missing := [name for name in wanted if name not in found]:
-            problems.append(f"missing: {_few(missing)}")
-        if extra := sorted(found - wanted.keys()):
-            problems.append(f"not of this model: {_few(extra)}")
-        if problems:
-            raise UserError(f"{self.directory}: tensors {'; '.join(problems)}")
+        missing, extra = [name for name in wanted if name not in found], sorted(found - wanted.keys())
+        if missing or extra:
+            lists = ("missing", missing), ("unexpected", extra)
+            problems = ", ".join(f"{what} tensors: {few(names)}" for what, names in lists if names)
+            raise UserError(f"{self.directory}: {problems}; use the weights and {config} of the same model")
         for name, shape in wanted.items():
             entry = self.entries[name]
             if entry.shape != shape:
                 raise UserError(
-                    f"{entry.file}: {name} is {list(entry.shape)}, but {config} makes it {list(shape)}; "
-                    "one of the two belongs to another model"
+                    f"{entry.file}: {name} has shape {list(entry.shape)}, but {config} requires {list(shape)}; "
+                    f"use the weights and {config} of the same model"
                 )
             if entry.dtype not in DTYPES:
-                raise UserError(f"{entry.file}: {name} is {entry.dtype}; supported dtypes: {', '.join(DTYPES)}")
+                raise UserError(f"{entry.file}: {name} has dtype {entry.dtype}; save the model in {', '.join(DTYPES)}")
 
     def read(self, name: str, shape: Sequence[int], index: tuple[slice, ...]) -> np.ndarray:
         """A slice of a tensor padded with zeros to `shape`, in the dtype of the file."""
@@ -105,49 +104,49 @@ class Tensors:
         """The `__metadata__` of all headers."""
         return {key: value for file in self._open.values() for key, value in (file.metadata() or {}).items()}
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._open.clear()
-
 
 def open_file(file: Path) -> Any:
     """A safetensors file whose header is valid, memory mapped."""
     from safetensors import SafetensorError, safe_open
 
     if not file.is_file():
-        raise UserError(f"{file}: cannot be read: no such file")
+        raise UserError(f"{file}: does not exist")
     try:
         return safe_open(file, framework="numpy")
     except (SafetensorError, OSError) as error:
-        raise UserError(f"{file}: damaged, truncated or not a safetensors file: {error}") from error
+        raise UserError(f"{file}: damaged, truncated or not a safetensors file: {error}; copy it again") from error
 
 
 def _files(directory: Path, single: str | None = None) -> list[Path]:
     if not directory.is_dir():
-        raise UserError(f"{directory}: no such directory")
+        raise UserError(f"{directory}: does not exist; use a directory with config.json and *.safetensors")
     if single is None and (directory / INDEX).is_file():
         named = read_json(directory / INDEX).get("weight_map")
         if not isinstance(named, dict) or not named:
-            raise UserError(f"{directory / INDEX}: has no weight_map")
+            raise UserError(f"{directory / INDEX}: has no weight_map; copy the file again")
         files = sorted({str(name) for name in named.values()})
         if outside := [name for name in files if Path(name).name != name or len(name) > LONGEST_NAME]:
-            raise UserError(f"{directory / INDEX}: {_few(outside)} is not the name of a file in the same directory")
+            raise UserError(
+                f"{directory / INDEX}: {few(outside)} is not the name of a file in this directory; copy the index again"
+            )
         if absent := [name for name in files if not (directory / name).is_file()]:
-            raise UserError(f"{directory / INDEX}: points to missing files: {_few(absent)}")
+            raise UserError(
+                f"{directory / INDEX}: points to missing files: {few(absent)}; copy them into the directory"
+            )
         return [directory / name for name in files]
     if (directory / (single or SINGLE)).is_file():
         return [directory / (single or SINGLE)]
     names = sorted(file.name for file in directory.iterdir())
     if single is None and (several := [name for name in names if name.endswith(".safetensors")]):
-        raise UserError(f"{directory}: {_few(several)} without {INDEX}; a single file must be called {SINGLE}")
+        raise UserError(
+            f"{directory}: has {few(several)} without {INDEX}; copy the index too, or rename a single file to {SINGLE}"
+        )
     if pickled := [name for name in names if name.endswith(PICKLED)]:
         raise UserError(
-            f"{directory}: only pickled weights ({_few(pickled)}), which can run code when they are read; if you trust "
+            f"{directory}: only pickled weights ({few(pickled)}), which can run code when they are read; if you trust "
             f"them, convert them with: {CONVERT_ADAPTER if single else CONVERT}"
         )
-    raise UserError(f"{directory}: contains no {single or '*.safetensors'}")
+    raise UserError(f"{directory}: contains no {single or '*.safetensors'}; copy the weights into the directory")
 
 
 @dataclass(frozen=True)
@@ -173,7 +172,11 @@ def write_tensors(
 ) -> None:
     """Writes files of at most `shard` bytes, with an index if there are several. Holds one tensor at a time.
     `metadata`: added to the `__metadata__` of each header."""
-    parts = list(_shards(tensors, shard))
+    parts: list[list[OutputTensor]] = [[]]
+    for one in tensors:
+        if parts[-1] and sum(other.nbytes for other in parts[-1]) + one.nbytes > shard:
+            parts.append([])
+        parts[-1].append(one)
     names = [f"model-{n:05}-of-{len(parts):05}.safetensors" for n in range(1, len(parts) + 1)]
     names = [single] if len(parts) == 1 else names
     for name, part in zip(names, parts, strict=True):
@@ -194,18 +197,3 @@ def write_tensors(
             "weight_map": {one.name: name for name, part in zip(names, parts, strict=True) for one in part},
         }
         (directory / INDEX).write_text(json.dumps(index, indent=2) + "\n")
-
-
-def _shards(tensors: Sequence[OutputTensor], most: int) -> Iterator[list[OutputTensor]]:
-    part: list[OutputTensor] = []
-    for one in tensors:
-        if part and sum(other.nbytes for other in part) + one.nbytes > most:
-            yield part
-            part = []
-        part.append(one)
-    yield part
-
-
-def _few(names: Sequence[str], most: int = 4) -> str:
-    rest = f" and {len(names) - most} more" if len(names) > most else ""
-    return ", ".join(names[:most]) + rest

@@ -4,7 +4,7 @@ It is written tensor by tensor, with one in host memory at a time. The directory
 """
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache, partial
 from pathlib import Path
 from types import MappingProxyType
@@ -22,7 +22,7 @@ from jaxmem.config.hf_values import read_json
 from jaxmem.config.hugging_face import DTYPES, config_json
 from jaxmem.errors import UserError
 from jaxmem.hf.files import copy_metadata, copy_tokenizer, storage_dtype
-from jaxmem.hf.names import FileWeight, WeightPath, decoder_weights
+from jaxmem.hf.names import FileTensor, FileWeight, WeightPath, decoder_weights
 from jaxmem.hf.tensors import DTYPES as NUMPY_DTYPES
 from jaxmem.hf.tensors import SHARD, OutputTensor, write_tensors
 from jaxmem.machine.atomic_directory import atomic_directory
@@ -41,22 +41,22 @@ def save(
     tokenizer: str | None = None,
     dtype: str | None = None,
     length: int = 2048,
-    order: Sequence[int] | None = None,
+    indices: Sequence[int] | None = None,
     shard: int = SHARD,
 ) -> None:
     """Writes a model, adapters merged.
 
     `base`: the directory it was loaded from, whose settings, tokenizer and dtype are kept. `tokenizer`: the value of
     `data.tokenizer`, used if there is no base. `dtype`: float32, float16 or bfloat16; by default the dtype of the base,
-    or of the weights. `length`: the longest sequence of the training. `order`: the layer at each index of the stack.
-    `shard`: largest number of bytes per file.
+    or of the weights. `length`: the longest sequence of the training. `indices`: the position of each layer in a
+    stack, by default in order. `shard`: the largest number of bytes per file.
     """
     if jax.process_count() > 1:
-        raise UserError("a Hugging Face directory is written by one process; start a single one")
+        raise UserError("export does not support several processes; run it in one process")
     stored = str(jax.tree.leaves(nnx.to_pure_dict(nnx.state(model)), is_leaf=is_quantized)[0].dtype)
     dtype = dtype or (storage_dtype(base) if base else stored)
     if dtype not in DTYPES:
-        raise UserError(f"dtype {dtype!r} is not supported; supported: {', '.join(DTYPES)}")
+        raise UserError(f"dtype={dtype} is not supported; use {', '.join(DTYPES)}")
     settings = config_json(model.cfg, read_json(Path(base, "config.json")) if base else None, length)
     settings = {key: value for key, value in settings.items() if key not in ("dtype", "torch_dtype")}
     with atomic_directory(directory) as place:
@@ -70,15 +70,15 @@ def save(
             # Set explicitly, since transformers would otherwise use the ids of the class of the family.
             settings |= {"bos_token_id": known.begin[0] if known.begin else None, "eos_token_id": known.end}
         (place / "config.json").write_text(json.dumps({**settings, "torch_dtype": dtype}, indent=2) + "\n")
-        write_tensors(place, model_tensors(model, dtype, order), shard)
+        write_tensors(place, model_tensors(model, dtype, indices), shard)
 
 
-def model_tensors(model: models.Decoder, dtype: str, order: Sequence[int] | None = None) -> list[OutputTensor]:
-    """The tensors of a model, adapters merged. `order`: the layer at each index of the stack."""
+def model_tensors(model: models.Decoder, dtype: str, indices: Sequence[int] | None = None) -> list[OutputTensor]:
+    """The tensors of a model, adapters merged. `indices`: the position of each layer in a stack."""
     params, own = base_of(nnx.to_pure_dict(nnx.state(model))), _adapters(model)
     if own.keys() - flatten_dict(params).keys():
         raise UserError("--merge does not support adapter.lora_bias for layers without a bias; use --adapter")
-    return output_tensors(list(decoder_weights(params)), dtype, model.cfg.layers, order, own)
+    return output_tensors(decoder_weights(params, indices), dtype, own)
 
 
 def _adapters(model: models.Decoder) -> dict[WeightPath, Adapter]:
@@ -92,30 +92,21 @@ def _adapters(model: models.Decoder) -> dict[WeightPath, Adapter]:
 
 
 def output_tensors(
-    named: Sequence[tuple[FileWeight, Any]],
-    dtype: str,
-    layers: int,
-    order: Sequence[int] | None,
-    adapters: Mapping[WeightPath, Adapter] = MappingProxyType({}),
+    weights: Iterable[FileWeight], dtype: str, adapters: Mapping[WeightPath, Adapter] = MappingProxyType({})
 ) -> list[OutputTensor]:
-    """The tensors of weights, with `adapters` merged. `order`: the layer at each index of a stack."""
-    places = {layer: place for place, layer in enumerate(range(layers) if order is None else order)}
+    """The tensors of weights, with `adapters` merged."""
     numpy = next(one for one in NUMPY_DTYPES.values() if one.name == dtype)
     found = []
-    for weight, leaf in named:
+    for weight in weights:
         own, scale = adapters.get(weight.path, (None, 0.0))
-        convert = _converter(weight.is_stacked, weight.is_transposed, dtype, scale)
-        for layer, shape in weight.tensors(leaf.shape, layers):
-            values = partial(_values, convert, leaf, own, places[layer], shape)
-            found.append(OutputTensor(weight.tensor_name(layer), numpy, shape, values))
+        convert = partial(_converter(weight.is_stacked, weight.is_transposed, dtype, scale), weight.array, own)
+        found += [OutputTensor(one.name, numpy, one.shape, partial(_values, convert, one)) for one in weight.tensors]
     return found
 
 
-def _values(
-    convert: Any, leaf: jax.Array | QTensor, own: dict[str, jax.Array] | None, place: int, shape: tuple[int, ...]
-) -> np.ndarray:
-    """The values of a tensor, without the zeros beyond `shape`."""
-    return np.asarray(convert(leaf, own, np.int32(place)))[tuple(map(slice, shape))]
+def _values(convert: Callable[[np.int32], jax.Array], tensor: FileTensor) -> np.ndarray:
+    """The values of a tensor, without the zeros that pad lower ranks of adapters."""
+    return np.asarray(convert(np.int32(tensor.position or 0)))[tuple(map(slice, tensor.shape))]
 
 
 @cache

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -51,7 +50,7 @@ class TextGenerator:
         tokens that both begin with."""
         for token in self._tokenizer.special:
             if token in messages[-1]["content"]:
-                raise UserError(f"{token!r} is a special token of the model; leave it out")
+                raise UserError(f"{token} is a special token of the model; remove it from the message")
         try:
             text, _ = template_for(self._tokenizer, self._template_file).render(messages, answer=True)
         except TemplateError as error:
@@ -70,20 +69,20 @@ def read_prompts(file: str | Path) -> list[str]:
     """One prompt per line: text, or JSON with a `prompt` if the name ends in .jsonl."""
     path = Path(file)
     if path.suffix == ".jsonl":
-        return [_prompt_of(record, f"{file}, line {number}") for number, record in read_objects(path, "prompt")]
+        prompts = [(number, record.get("prompt")) for number, record in read_objects(path, "prompt")]
+        for number, prompt in prompts:
+            if not isinstance(prompt, str):
+                raise UserError(f"{file}, line {number}: prompt is missing or not a string")
+        return [str(prompt) for _, prompt in prompts]
     try:
         lines = [line for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"{file}: cannot be read: {error}") from error
+    except OSError as error:
+        raise UserError(f"{file}: cannot be read: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise UserError(f"{file}: is not text in UTF-8: {error}; convert it") from error
     if not lines:
         raise UserError(f"{file}: is empty; write one prompt per line")
     return lines
-
-
-def _prompt_of(record: dict[str, Any], where: str) -> str:
-    if not isinstance(prompt := record.get("prompt"), str):
-        raise UserError(f"{where}: 'prompt' is missing or not a string")
-    return prompt
 
 
 def decode_stream(decode: Callable[[list[int]], str], ids: Iterable[int], stops: Sequence[str] = ()) -> Iterator[str]:
@@ -104,12 +103,9 @@ def decode_stream(decode: Callable[[list[int]], str], ids: Iterable[int], stops:
         if ends:
             yield text[shown : min(ends)]
             return
-        certain = shown if text.endswith("\ufffd") else len(text) - _stop_prefix(text, stops)
+        # How many characters at the end may be the beginning of a stop.
+        held = max((n for stop in stops for n in range(1, len(stop)) if text.endswith(stop[:n])), default=0)
+        certain = shown if text.endswith("\ufffd") else len(text) - held
         yield text[shown:certain]
         shown = max(shown, certain)
     yield from [rest for rest in [decode(seen)[shown:]] if rest and not rest.endswith("\ufffd")]
-
-
-def _stop_prefix(text: str, stops: Sequence[str]) -> int:
-    """How many characters at the end of a text may be the beginning of a stop."""
-    return max((n for stop in stops for n in range(1, len(stop)) if text.endswith(stop[:n])), default=0)

@@ -2,13 +2,12 @@
 
 import json
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from itertools import islice
 from pathlib import Path
 from typing import Any, Self
 
 import jax
-import numpy as np
 
 from jaxmem.data import Corpus, Loader, Split
 from jaxmem.data.sources import source_of
@@ -33,9 +32,13 @@ class Evaluator:
     def __call__(self, params: Any, batches: int | None = None) -> Means:
         """Means over `batches` batches, by default all."""
         self._loader.rewind()
-        total = self._total(params, islice(self._loader, batches))
+        total: Sums = {}
+        for batch in islice(self._loader, batches):
+            compiled = self._sums[self._program.bucket(batch)]
+            sums = serialized(compiled(params, self._program.place(batch)))
+            total = jax.tree.map(lambda a, b: a + b, total, sums) if total else sums
         if not total or not total["count"]:
-            found = "; ".join(self._loader.corpus.summary()) or "data.held_out holds out no document; increase it"
+            found = "; ".join(self._loader.corpus.summary()) or "data.held_out selects no document; increase it"
             raise UserError(f"no token to evaluate on: {found}")
         result = {name: float(value) for name, value in means(total).items()}
         if self._program.cfg.objective.name == "next_token":
@@ -45,14 +48,6 @@ class Evaluator:
     def set_reference(self, reference: Reference) -> None:
         """Sets the reference log-probabilities of preference pairs."""
         self._loader.corpus.references = reference.values
-
-    def _total(self, params: Any, batches: Iterable[dict[str, np.ndarray]]) -> Sums:
-        total: Sums = {}
-        for batch in batches:
-            compiled = self._sums[self._program.bucket(batch)]
-            sums = serialized(compiled(params, self._program.place(batch)))
-            total = jax.tree.map(lambda a, b: a + b, total, sums) if total else sums
-        return total
 
     def __enter__(self) -> Self:
         return self
@@ -65,7 +60,7 @@ def evaluate(run: str | Path, data: str | None = None, overrides: Sequence[str] 
     """The loss and other means of a run on its held-out data, or of a run or a Hugging Face directory on all of `data`:
     texts, or records (JSONL, Parquet) in a form that training reads. `overrides` may name other data."""
     if data is None and not is_run(run) and not model_config(run, overrides).data.held_out:
-        raise UserError(f"{run}: has no held-out data; use --data FILE")
+        raise UserError(f"{run}: a Hugging Face model has no held-out data; use --data FILE")
     own = [] if data is None else [f"data.source={source_of(data)}", f"data.path={json.dumps(data)}", "data.mixture=[]"]
     program, params = open_model(run, [*own, *overrides])
     with Evaluator(program, split="held_out" if data is None else "all") as evaluator:

@@ -17,16 +17,16 @@ from jaxmem.config import LOW_RANK, Config, Decoder, save_config
 from jaxmem.config.hf_values import read_json
 from jaxmem.config.peft import is_adapter
 from jaxmem.errors import UserError
-from jaxmem.inference.load import HF_FOLDER, is_run, model_config, open_model
+from jaxmem.inference.load import HF_FOLDER, check_run, is_run, model_config, open_model
 from jaxmem.machine.atomic_directory import atomic_directory
 
 
 def import_model(source: str | Path, target: str | Path) -> None:
     """Writes a Hugging Face directory as a run. Needs device memory for all weights, host memory for one tensor."""
     if is_run(source):
-        raise UserError(f"{source}: is already a run (it has config.yaml)")
+        raise UserError(f"{source}: is already a run (it has config.yaml); import a Hugging Face directory")
     if is_adapter(source):
-        raise UserError(f"{source}: has only adapters; import their base model, or train with adapter.hf")
+        raise UserError(f"{source}: contains only adapters; import their base model, or train with adapter.hf={source}")
     target = Path(target)
     with atomic_directory(target) as folder:
         program, params = open_model(source)
@@ -48,16 +48,14 @@ def export_model(
     that describes it. `dtype`: by default the dtype of the imported files, otherwise the stored dtype; in a GGUF file
     float16. `adapter`: writes only the adapters, in PEFT's format. `merge`: writes all weights with the adapters
     merged, tensor by tensor."""
-    if not is_run(run):
-        raise UserError(f"{run}: is not a run (no config.yaml); use a directory that `jaxmem train` wrote")
+    check_run(run)
     _check_adapters(run, model_config(run), adapter, merge)
     program, params = open_model(run)
     cfg, own = program.cfg, Path(run, HF_FOLDER)
-    order = None if program.model.pipeline is None else program.model.pipeline.order.tolist()
+    indices = program.model.layer_indices
     if adapter and isinstance(cfg.model, Decoder):
         saved = hf.saved_names(program)
-        model, base = cfg.model, cfg.model.hf
-        ranks = hf.save_adapter(params, cfg.adapter, target, layers=model.layers, base=base, order=order, saved=saved)
+        ranks = hf.save_adapter(params, cfg.adapter, target, base=cfg.model.hf, indices=indices, saved=saved)
         note = "; it has several ranks, or weights or rows of the base, which vLLM does not support: use --merge for it"
         is_plain = len(ranks) == 1 and not saved and not cfg.adapter.token_indices
         return f"{target}: an adapter for PEFT{'' if is_plain else note}"
@@ -66,7 +64,7 @@ def export_model(
         tokenizer = str(own) if own.is_dir() else cfg.data.tokenizer
         length = read_json(own / "config.json").get("max_position_embeddings") if own.is_dir() else None
         length = length or cfg.data.sequence_length
-        hf.save_gguf(model, target, tokenizer=tokenizer, kind=dtype or "float16", length=length, order=order)
+        hf.save_gguf(model, target, tokenizer=tokenizer, kind=dtype or "float16", length=length, indices=indices)
         return f"{target}: a GGUF file for llama.cpp"
     hf.save(
         model,
@@ -75,7 +73,7 @@ def export_model(
         tokenizer=cfg.data.tokenizer,
         dtype=dtype,
         length=cfg.data.sequence_length,
-        order=order,
+        indices=indices,
     )
     return f"{target}: config.json, *.safetensors and the tokenizer"
 
@@ -85,14 +83,16 @@ def _check_adapters(run: str | Path, cfg: Config, adapter: bool, merge: bool) ->
         raise UserError("export does not support --adapter with --merge; use one of the two")
     kind, has_adapters = cfg.adapter.kind, cfg.adapter.kind in (*LOW_RANK, "prompt")
     if (adapter or merge) and not has_adapters:
-        raise UserError(f"{run}: has no adapters; leave out {'--adapter' if adapter else '--merge'}")
+        raise UserError(f"{run}: has no adapters; remove {'--adapter' if adapter else '--merge'}")
     if merge and kind == "prompt":
         raise UserError(
-            f"{run}: adapter.kind=prompt does not support --merge: it has no weight to merge into; use --adapter"
+            f"{run}: adapter.kind=prompt does not support --merge (there is no weight to merge into); use --adapter"
         )
     if has_adapters and not (adapter or merge):
-        raise UserError(f"{run}: has adapters; use --adapter to export them alone, or --merge")
+        raise UserError(
+            f"{run}: has adapters; use --adapter to export only the adapters, or --merge to export the merged weights"
+        )
     if adapter and not isinstance(cfg.model, Decoder):
         raise UserError(
-            f"{run}: model.family={cfg.model.family} does not support --adapter: PEFT has adapters of decoders only"
+            f"{run}: model.family={cfg.model.family} does not support --adapter; PEFT has adapters of decoders only"
         )

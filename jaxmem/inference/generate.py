@@ -38,11 +38,11 @@ class Sampling:
 
     def __post_init__(self) -> None:
         if not self.temperature >= 0.0:
-            raise UserError(f"temperature is {self.temperature}; it must be at least 0, and 0 is greedy")
+            raise UserError(f"temperature={self.temperature} must be at least 0 (0: the most likely token)")
         if self.top_k is not None and self.top_k < 1:
-            raise UserError(f"top-k is {self.top_k}; it must be at least 1")
+            raise UserError(f"top_k={self.top_k} must be at least 1")
         if not 0.0 < self.top_p <= 1.0:
-            raise UserError(f"top-p is {self.top_p}; it must be above 0 and at most 1")
+            raise UserError(f"top_p={self.top_p} must be above 0 and at most 1")
 
     def sample(self, logits: jax.Array, key: jax.Array) -> jax.Array:
         """Token ids [rows] of logits [rows, vocabulary]."""
@@ -51,18 +51,14 @@ class Sampling:
             return jnp.argmax(logits, axis=-1).astype(jnp.int32)
         logits = logits / self.temperature
         if self.top_k is not None and self.top_k < logits.shape[-1]:
-            logits = _at_least(logits, jax.lax.top_k(logits, self.top_k)[0][..., -1:])
+            logits = jnp.where(logits < jax.lax.top_k(logits, self.top_k)[0][..., -1:], -jnp.inf, logits)
         if self.top_p < 1.0:
             descending = jnp.flip(jnp.sort(logits, axis=-1), axis=-1)
             share = jax.nn.softmax(descending, axis=-1)
             inside = jnp.cumsum(share, axis=-1) - share < self.top_p  # always the most likely
             smallest = jnp.min(jnp.where(inside, descending, jnp.inf), axis=-1, keepdims=True)
-            logits = _at_least(logits, smallest)
+            logits = jnp.where(logits < smallest, -jnp.inf, logits)
         return jax.random.categorical(key, logits).astype(jnp.int32)
-
-
-def _at_least(logits: jax.Array, smallest: jax.Array) -> jax.Array:
-    return jnp.where(logits < smallest, -jnp.inf, logits)
 
 
 @dataclass
@@ -103,12 +99,7 @@ class Generator:
     ) -> Iterator[np.ndarray]:
         """Reads tokens [rows, length], then yields up to `count` new ones, which it reads too, except the last."""
         if count < 1:
-            raise UserError(f"tokens is {count}; it must be at least 1")
-        return self._generate(read, tokens, count, ends)
-
-    def _generate(
-        self, read: ReadTokens, tokens: np.ndarray, count: int, ends: Collection[int]
-    ) -> Iterator[np.ndarray]:
+            raise UserError(f"tokens={count}: the number of tokens must be at least 1")
         rows, width = tokens.shape
         ended = np.zeros(rows, bool)
         with self._program.layout.for_generation(rows):
@@ -133,10 +124,8 @@ class Generator:
     def _step(self, read: ReadTokens, tokens: Any, count: int) -> jax.Array:
         """Reads the first `count` of these tokens, and samples the next one of each row."""
         length, last = (jnp.asarray(x, jnp.int32) for x in (read.length, count - 1))
-        key = jax.random.key(self._sampling.seed)
-        token, read.cache = self._compiled_step(
-            self._params, jnp.asarray(tokens), read.cache, length, read.first, last, key
-        )
+        key, tokens = jax.random.key(self._sampling.seed), jnp.asarray(tokens)
+        token, read.cache = self._compiled_step(self._params, tokens, read.cache, length, read.first, last, key)
         read.length += count
         return token
 
@@ -174,9 +163,8 @@ class Conversation:
         if not len(tokens):
             raise UserError("the prompt is empty; it must have at least one token")
         tokens = np.append(self._generator.before, tokens).astype(np.int32)
-        known = min(
-            len(self._tokens), self._read.length, len(tokens) - 1
-        )  # the last token is read again for its logits
+        # The last token is read again for its logits.
+        known = min(len(self._tokens), self._read.length, len(tokens) - 1)
         different = np.flatnonzero(self._tokens[:known] != tokens[:known])
         self._read.length = int(different[0]) if len(different) else known
         self._tokens = tokens

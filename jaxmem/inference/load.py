@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from jaxmem.hf.initial import add_adapters, read_base
 from jaxmem.sharding.host import fetch_from_host
 from jaxmem.sharding.weights import is_quantized, store
 from jaxmem.step import Program, program
+from jaxmem.step.state import TrainState
 
 STORED_FIELDS = ("parameters", "block_size")  # of a config's `precision`: the format that weights are stored in
 HF_FOLDER = "hf"  # in a run that began from a Hugging Face directory: its settings and tokenizer
@@ -61,18 +63,16 @@ def model_config(directory: str | Path, overrides: Sequence[str] = ()) -> Config
         return load_config({**raw, "adapter": {"hf": str(directory)}}, overrides)
     raise UserError(
         f"{directory}: is neither a run (no config.yaml) nor a Hugging Face model (no config.json); use a directory "
-        "that `jaxmem train` wrote, or one with config.json and *.safetensors"
+        "that `jaxmem train` wrote, or a directory with config.json and *.safetensors"
     )
 
 
 def tokenizer_of(program: Program) -> Tokenizer:
-    """The tokenizer of a model."""
     name, vocab = program.cfg.data.tokenizer, getattr(program.cfg.model, "vocab", 0)
     found = tokenizer_for(name)
     if found.vocab_size > vocab:
-        raise UserError(
-            f"data.tokenizer={name} has {found.vocab_size} tokens, but model.vocab={vocab}; use the model's tokenizer"
-        )
+        tokens = f"{found.vocab_size} tokens, more than model.vocab={vocab}"
+        raise UserError(f"data.tokenizer={name} has {tokens}; use the tokenizer of the model")
     return found
 
 
@@ -98,67 +98,76 @@ def _program(cfg: Config) -> Program:
     return program(cfg, devices)
 
 
+def check_run(directory: str | Path, key: str = "") -> None:
+    """Refuses a directory that is not a run. `key`: the config key that names it."""
+    if not is_run(directory):
+        setting = f"{key}={directory}" if key else str(directory)
+        raise UserError(f"{setting}: is not a run (no config.yaml); use a directory that `jaxmem train` wrote")
+
+
 def open_run(directory: str | Path, overrides: Sequence[str] = ()) -> tuple[Program, Any]:
     """(program, parameters) of the newest checkpoint."""
-    directory = Path(directory)
-    if not is_run(directory):
-        raise UserError(f"{directory}: is not a run (no config.yaml); use a directory that `jaxmem train` wrote")
+    check_run(directory)
     built = _program(model_config(directory, overrides))
-    with Checkpoints(checkpoint_directory(built.cfg, directory), read_only=True) as checkpoints:
+    with _newest_checkpoint(built.cfg, directory) as (checkpoints, step):
+        saved = checkpoints.read(step)[1]["precision"]
+        precision = built.cfg.precision.model_copy(update={field: saved[field] for field in STORED_FIELDS})
+        as_saved = dataclasses.replace(built, cfg=built.cfg.model_copy(update={"precision": precision}))
+        params = _saved_params(as_saved, checkpoints, step)
+    return built, params if as_saved.cfg == built.cfg else _store_as(built, params)
+
+
+@contextmanager
+def _newest_checkpoint(cfg: Config, run: str | Path) -> Iterator[tuple[Checkpoints, int]]:
+    with Checkpoints(checkpoint_directory(cfg, run), read_only=True) as checkpoints:
         step = checkpoints.latest()
         if step is None:
-            raise UserError(
-                f"{directory}: has no checkpoint yet; wait for the first, or set a smaller checkpoint.every"
-            )
-        position, config = checkpoints.read(step)
-        SavedState(built).check_base(position, directory)
-        saved_precision = {field: config["precision"][field] for field in STORED_FIELDS}
-        as_saved = dataclasses.replace(
-            built,
-            cfg=built.cfg.model_copy(update={"precision": built.cfg.precision.model_copy(update=saved_precision)}),
-        )
-        params = checkpoints.restore_params(step, SavedState(as_saved).shapes(config).params)
-        params = SavedState(as_saved).restored_params(params, config)
-    return built, params if as_saved.cfg == built.cfg else _store_as(built, params)
+            raise UserError(f"{run}: has no checkpoint yet; wait for the first, or set a smaller checkpoint.every")
+        yield checkpoints, step
+
+
+def _saved_params(as_saved: Program, checkpoints: Checkpoints, step: int) -> Any:
+    """The weights of a checkpoint. `as_saved`: a program that stores them in the format of the checkpoint."""
+    position, config = checkpoints.read(step)
+    saved = SavedState(as_saved)
+    saved.check_base(position, checkpoints.directory / str(step))
+    return saved.restored_params(checkpoints.restore_params(step, saved.shapes(config).params), config)
 
 
 def base_params(built: Program, checkpoints: Checkpoints, step: int) -> Any:
     """The base weights from another run's checkpoint, stored as this program stores them. A new classifier head
     replaces the old one."""
-    where = checkpoints.directory / str(step)
-    position, config = checkpoints.read(step)
-    saved, here = load_config(config), built.cfg
+    where, here = checkpoints.directory / str(step), built.cfg
+    saved = load_config(checkpoints.read(step)[1])
     if saved.adapter.kind in (*LOW_RANK, "prompt"):
-        raise UserError(f"{where}: has adapters; export it with --merge, and use model.hf")
+        raise UserError(f"{where}: has adapters; export it with --merge, and set model.hf to the exported directory")
     same = {name: getattr(here, name) for name in ("mesh", "rules", "zero", "pipeline", "batch", "memory")}
     as_saved = dataclasses.replace(built, cfg=saved.model_copy(update=same))
-    SavedState(as_saved).check_base(position, where)
-    read = checkpoints.restore_params(step, SavedState(as_saved).shapes(config).params)
-    params = flatten_dict(SavedState(as_saved).restored_params(read, config))
+    params = flatten_dict(_saved_params(as_saved, checkpoints, step))
     if here.adapter.kind == "head" and not isinstance(here.model, Decoder):
         params = {path: x for path, x in params.items() if path[0] != "head"} | built.new_module("head")
     wanted = flatten_dict(adapters.base_of(built.spec.state.params))
     for path in sorted(wanted.keys() | params.keys()):
-        found, expected = (tuple(tree[path].shape) if path in tree else None for tree in (params, wanted))
+        found, expected = (list(tree[path].shape) if path in tree else "missing" for tree in (params, wanted))
         if found != expected:
-            name = ".".join(path)
             raise UserError(
-                f"{where}: {name} has shape {found}, but the config's model needs {expected}; use the same model"
+                f"{where}: {'.'.join(path)} has shape {found}, but model requires {expected}; use the model of that run"
             )
     return _store_as(built, unflatten_dict(params))
 
 
-def load_base_params(built: Program, run: str | Path) -> Any:
-    """`base_params` the newest checkpoint of a run."""
-    if not is_run(run):
-        raise UserError(
-            f"adapter.base_run={run}: is not a run (no config.yaml); use a directory that `jaxmem train` wrote"
-        )
-    with Checkpoints(checkpoint_directory(load_config(Path(run, "config.yaml")), run), read_only=True) as checkpoints:
-        step = checkpoints.latest()
-        if step is None:
-            raise UserError(f"adapter.base_run={run}: has no checkpoint yet")
-        return base_params(built, checkpoints, step)
+def initial_state(built: Program) -> TrainState:
+    """A new state, from the weights of `adapter.base_run` or `model.hf` if one is set, otherwise from random ones."""
+    run = built.cfg.adapter.base_run
+    if run is not None:
+        check_run(run, "adapter.base_run")
+        with _newest_checkpoint(load_config(Path(run, "config.yaml")), run) as (checkpoints, step):
+            base = base_params(built, checkpoints, step)
+    elif getattr(built.cfg.model, "hf", None) is not None:
+        base = read_base(built)
+    else:
+        return built.initialise()
+    return built.begin(add_adapters(built, base))
 
 
 def _store_as(built: Program, params: Any) -> Any:
@@ -176,7 +185,7 @@ def _store_as(built: Program, params: Any) -> Any:
             return store(w.dequantize(jnp.float32) if is_quantized(w) else w, own, built.model.storage(path))
 
         wanted = placed[path]
-        if _is_same_format(left[path], wanted):
+        if _format_of(left[path]) == _format_of(wanted):
             return left.pop(path)
         places = jax.tree.map(lambda x: x.sharding, wanted)
         return jax.jit(jax.vmap(convert) if stacked else convert, out_shardings=places)(left.pop(path))
@@ -184,10 +193,6 @@ def _store_as(built: Program, params: Any) -> Any:
     return unflatten_dict({path: one(path) for path in list(left)})
 
 
-def _is_same_format(one: Any, other: Any) -> bool:
-    """Whether the arrays of two weights have the same structure, shapes, dtypes and shardings."""
-
-    def kind(w: Any) -> tuple[Any, ...]:
-        return jax.tree.structure(w), [(x.shape, x.dtype, x.sharding) for x in jax.tree.leaves(w)]
-
-    return kind(one) == kind(other)
+def _format_of(w: Any) -> tuple[Any, ...]:
+    """Structure, shapes, dtypes and shardings of a weight."""
+    return jax.tree.structure(w), [(x.shape, x.dtype, x.sharding) for x in jax.tree.leaves(w)]

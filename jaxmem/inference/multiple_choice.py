@@ -5,6 +5,8 @@ the choice itself. The score of a choice is the sum of its tokens' log-likelihoo
 accuracy divides the score by the bytes of the choice.
 """
 
+import json
+import string
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +24,8 @@ from jaxmem.inference.generate import length_for
 from jaxmem.inference.load import open_model, tokenizer_of
 from jaxmem.models.cross_entropy import cross_entropy
 from jaxmem.step import Program
+
+EXAMPLE = '{"prompt": "...", "choices": ["...", "..."], "answer": 0}'
 
 
 @dataclass(frozen=True)
@@ -93,21 +97,20 @@ def read_questions(file: str | Path) -> list[Question]:
     for number, record in read_objects(file, "question"):
         try:
             found.append(_question(record))
-        except KeyError as error:
-            raise UserError(f"{file}, line {number}: not a question: field {error} is missing") from error
-        except (ValueError, LookupError, TypeError) as error:
-            raise UserError(f"{file}, line {number}: not a question: {error}") from error
+        except ValueError as error:
+            raise UserError(f"{file}, line {number}: {error}; write {EXAMPLE}") from error
     return found
 
 
 def _question(record: dict[str, Any]) -> Question:
-    prompt, choices, answer = record["prompt"], record["choices"], record["answer"]
-    if not isinstance(prompt, str) or not isinstance(choices, list) or len(choices) < 2:
-        raise ValueError("needs a prompt and at least two choices")
-    if any(not isinstance(choice, str) or not choice for choice in choices):
-        raise ValueError("a choice is empty or not a string")
+    prompt, choices, answer = (record.get(key) for key in ("prompt", "choices", "answer"))
+    if type(prompt) is not str:
+        raise ValueError("prompt is missing or not a string")
+    if not isinstance(choices, list) or len(choices) < 2 or not all(isinstance(one, str) and one for one in choices):
+        raise ValueError("choices is not a list of at least two texts")
     if isinstance(answer, str):
-        answer = choices.index(answer) if answer in choices else ord(answer.upper()) - ord("A")
+        letters = string.ascii_uppercase[: len(choices)]
+        answer = choices.index(answer) if answer in choices else letters.find(answer.upper() or "-")
     if type(answer) is not int or not 0 <= answer < len(choices):
-        raise ValueError(f"answer {record['answer']!r} is not one of its {len(choices)} choices")
+        raise ValueError(f"answer is {json.dumps(record.get('answer'))}, not one of the {len(choices)} choices")
     return Question(prompt, tuple(choices), answer)

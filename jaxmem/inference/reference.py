@@ -36,20 +36,21 @@ def reference_logprobs(program: Program, corpus: Corpus, params: Any, identity: 
     """Reads the file, or computes it with `params`. `identity`: the data's fingerprint. `weights`: in a resumed run
     the fingerprint of its initial weights, since `params` have changed."""
     cfg = program.cfg
-    file, data = file_for(cfg), _data_fingerprint(cfg, identity)
+    file = file_for(cfg)
+    data = f"{identity} {cfg.data.sequence_length} {cfg.data.on_overlong} {cfg.data.on_invalid}"
     if any_process(file.is_file()):
         found = read(file)
         expected = weights or fingerprint(params)
         problem = "other data" if found.data != data else "other weights" if found.weights != expected else None
         if problem or len(found.values) != len(corpus.sources[0]):
             raise UserError(
-                f"{file}: was computed with {problem or 'another number of pairs'}; remove it, or set"
-                " data.reference_logprobs to another file"
+                f"{file}: was computed with {problem or 'another number of pairs'}; remove the file, or set"
+                " data.reference_logprobs to another one"
             )
         return found
     if weights is not None:
         raise UserError(
-            f"{file}: is missing, and the initial weights that it needs have been trained since; restore the file"
+            f"{file}: is missing; it comes from the initial weights, which have been trained since; restore the file"
         )
     computed = Reference(_compute(program, corpus, params), data, fingerprint(params))
     if jax.process_index() == 0:
@@ -63,9 +64,7 @@ def file_for(cfg: Config) -> Path:
         return Path(cfg.data.reference_logprobs).expanduser()
     path = Path(cfg.data.path or "").expanduser()
     if any(letter in path.name for letter in "*?["):
-        raise UserError(
-            f"data.reference_logprobs is missing, and data.path={cfg.data.path} names several files; set it"
-        )
+        raise UserError(f"data.path={cfg.data.path} names several files; set data.reference_logprobs to a file")
     return path.with_name(path.name + SUFFIX)
 
 
@@ -74,10 +73,12 @@ def read(file: Path) -> Reference:
         with np.load(file, allow_pickle=False) as found:
             values = found["values"]
             if values.ndim != 2 or values.shape[1] != 2 or values.dtype != np.float32:
-                raise ValueError(f"values are {values.dtype} {list(values.shape)}")
+                raise ValueError("another shape or dtype")
             return Reference(values, str(found["data"]), str(found["weights"]))
     except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile) as error:
-        raise UserError(f"{file}: not a file of reference log-probabilities: {error}; remove it") from error
+        raise UserError(
+            f"{file}: is not a file of reference log-probabilities; remove it, and `jaxmem train` computes it again"
+        ) from error
 
 
 def fingerprint(params: Any) -> str:
@@ -86,11 +87,6 @@ def fingerprint(params: Any) -> str:
     for path, leaf in jax.tree_util.tree_leaves_with_path(params):
         digest.update(f"{jax.tree_util.keystr(path)} {leaf.dtype} {leaf.shape} {checksum(leaf)}\0".encode())
     return digest.hexdigest()
-
-
-def _data_fingerprint(cfg: Config, identity: str) -> str:
-    data = cfg.data
-    return f"{identity} {data.sequence_length} {data.on_overlong} {data.on_invalid}"
 
 
 def _compute(program: Program, corpus: Corpus, params: Any) -> np.ndarray:

@@ -10,7 +10,7 @@ from typing import Any
 
 from jaxmem.config import Config, load_config
 from jaxmem.errors import UserError
-from jaxmem.hf.initial import initial_state
+from jaxmem.inference.load import initial_state
 
 STEPS = 3
 

@@ -43,6 +43,12 @@ class ModelSpec:
         """The layer that is stored at each position of a stack; None: layers are in order."""
         return None if self.pipeline is None else self.pipeline.order.tolist()
 
+    @property
+    def layer_indices(self) -> list[int] | None:
+        """The position of each layer in a stack; None: layers are in order."""
+        pipeline = self.pipeline
+        return None if pipeline is None else pipeline.order.argsort()[: pipeline.layers].tolist()
+
     @cached_property
     def _split(self) -> tuple[Any, Any, Any]:
         def network() -> models.Network:

@@ -123,10 +123,12 @@ class Program:
         return self._lower(of_rows, self.spec.state.params, self.spec.batch, outputs=replicated).compile()
 
     def initialise(self) -> TrainState:
-        """A new state with random weights, bitwise equal for the same seed and mesh. `hf.initial_state` also starts
-        from existing weights."""
+        """A new state with random weights, bitwise equal for the same seed and mesh. For other weights:
+        `inference.load.initial_state`."""
         if (directory := getattr(self.cfg.model, "hf", None)) is not None:
-            raise UserError(f"model.hf={directory} provides the weights; use jaxmem.hf.initial.initial_state(program)")
+            raise UserError(
+                f"model.hf={directory} provides the weights; use jaxmem.inference.load.initial_state(program)"
+            )
         return self.compiled_initialise(jax.random.key(self.cfg.seed))
 
     def begin(self, params: Params) -> TrainState:

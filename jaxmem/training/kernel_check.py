@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxmem.errors import UserError
+from jaxmem.errors import UserError, one_line
 from jaxmem.kernels import attention, choice
 from jaxmem.kernels.fused_attention.support import OPERATION, PLAIN, Request
 from jaxmem.step import Program
@@ -27,26 +27,24 @@ LENGTH, WINDOW = 192, 70
 STEPS = 8  # largest error, in rounding errors of the dtype relative to the largest value
 
 
-def checked_attention(
-    build: Callable[[], Program], agree: Callable[[bool], bool] = bool, fails: Callable[..., str | None] | None = None
-) -> Iterator[str]:
-    """Replaces implementations of attention that fail until one passes, and yields a line for each. `build` returns the
+def checked_attention(build: Callable[[], Program], agree: Callable[[bool], bool] = bool) -> Iterator[str]:
+    """Replaces implementations of attention that fail their check, and yields a line for each. `build` returns the
     program, whose choice excludes failed implementations. `agree` returns whether a check failed in any process."""
     while True:
         built = build()
         chosen = built.model.attention
         if built.platform != "gpu" or chosen is None or chosen.implementation in (PLAIN, "reference"):
             return
-        why = (fails or failure)(chosen.implementation, built.model.attention_request)
+        why = failure(chosen.implementation, built.model.attention_request)
         if not agree(why is not None):
             return
         why = why or "it failed in another process"
         if built.cfg.memory.attention != "auto":
             raise UserError(
-                f"memory.attention={chosen.implementation} computes wrong results on this device: {why}; use auto"
+                f"memory.attention={chosen.implementation} failed its check on this device: {why}; use auto"
             )
         choice.record_failure(OPERATION, chosen.implementation, f"{chosen.implementation} failed its check: {why}")
-        yield f"warning: attention: {chosen.implementation} failed its check and is not used: {why}"
+        yield f"warning: memory.attention={chosen.implementation} failed its check and is not used: {why}"
 
 
 def failure(implementation: str, call: Request) -> str | None:
@@ -61,7 +59,7 @@ def failure(implementation: str, call: Request) -> str | None:
         with jax.default_device(device):
             why = _difference(implementation, call)
     except Exception as error:  # noqa: BLE001 - a compiler or a driver may raise any type
-        return f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}"
+        return one_line(error)
     if why is None:
         with contextlib.suppress(OSError):
             seen.parent.mkdir(parents=True, exist_ok=True)

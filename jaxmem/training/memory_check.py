@@ -20,9 +20,8 @@ from jaxmem.planning import Plan, format_bytes
 from jaxmem.training.progress import device_memory
 
 MEASURED_AFTER = 3  # number of steps after which every program of the loop has run
-MARGIN = (
-    0.1  # share of the plan by which another config must be smaller, if the device does not report the missing bytes
-)
+# The share of the plan by which another config must be smaller, if the device does not report the missing bytes.
+MARGIN = 0.1
 REQUESTED = re.compile(r"allocate (?:([\d.]+) ?([KMGT])iB|(\d+) bytes)")
 
 
@@ -31,33 +30,11 @@ class DoesNotFitError(UserError):
 
     exit_code = 3
 
-    def __init__(self, plan: Plan, suggestions: str) -> None:
-        cfg = plan.program.cfg
-        phase, size = max(plan.phases.items(), key=lambda pair: pair[1])
-        parts = {name: size for name, size in plan.bytes_per_device.items() if name != "total"}
-        largest = max(parts, key=lambda name: parts[name])
-        limit = "available" if cfg.memory.budget is None else "allowed by memory.budget"
-        super().__init__(
-            f"{cfg.name} does not fit: phase {phase} needs {format_bytes(size)} per device,"
-            f" {format_bytes(plan.limit)} are {limit}; the largest part of a step is {largest} with"
-            f" {format_bytes(parts[largest])}\n{suggestions}"
-        )
-
 
 class OutOfMemoryError(UserError):
     """Raised instead of XLA's error."""
 
     exit_code = 3
-
-    def __init__(self, plan: Plan, message: str, suggestions: str) -> None:
-        in_use, requested = device_memory().get("bytes_in_use"), _requested(message)
-        observed = f"; {format_bytes(in_use)} were in use" if in_use else ""
-        observed += f"; {format_bytes(requested)} more were requested" if requested else ""
-        super().__init__(
-            f"{plan.program.cfg.name}: out of memory although the plan fits: planned {format_bytes(plan.peak)} of"
-            f" {format_bytes(plan.limit)} per device{observed}. Another process may use the device: see `jaxmem doctor`"
-            f"\n{suggestions}"
-        )
 
 
 def check_fits(plan: Plan) -> None:
@@ -71,7 +48,15 @@ def check_fits(plan: Plan) -> None:
     nearest = suggestions(plan)
     if jax.process_index() == 0:
         Console(stderr=True).print(plan.table())
-    raise DoesNotFitError(plan, nearest)
+    cfg = plan.program.cfg
+    phase, size = max(plan.phases.items(), key=lambda pair: pair[1])
+    parts = {name: size for name, size in plan.bytes_per_device.items() if name != "total"}
+    largest = max(parts, key=lambda name: parts[name])
+    limit = "available" if cfg.memory.budget is None else "allowed by memory.budget"
+    raise DoesNotFitError(
+        f"{cfg.name} does not fit: phase {phase} needs {format_bytes(size)} per device, {format_bytes(plan.limit)} are"
+        f" {limit}; the largest part of a step is {largest} with {format_bytes(parts[largest])}\n{nearest}"
+    )
 
 
 @contextmanager
@@ -84,13 +69,19 @@ def explained_out_of_memory(plan: Plan) -> Iterator[None]:
     except jax.errors.JaxRuntimeError as error:
         if "RESOURCE_EXHAUSTED" not in (message := str(error)):
             raise
-        nearest = ""
+        in_use, requested, nearest = device_memory().get("bytes_in_use"), _requested(message), ""
         if jax.process_count() == 1:
             from jaxmem.search.nearest import suggestions
 
-            memory = _available(plan, message) + plan.reserved
+            memory = _available(plan, in_use, requested) + plan.reserved
             nearest = suggestions(dataclasses.replace(plan, target=dataclasses.replace(plan.target, memory=memory)))
-        raise OutOfMemoryError(plan, message, nearest) from error
+        observed = f"; {format_bytes(in_use)} were in use" if in_use else ""
+        observed += f"; {format_bytes(requested)} more were requested" if requested else ""
+        raise OutOfMemoryError(
+            f"{plan.program.cfg.name}: out of memory although the plan fits: planned {format_bytes(plan.peak)} of"
+            f" {format_bytes(plan.limit)} per device{observed}. Another process may use the device: see `jaxmem doctor`"
+            f"\n{nearest}"
+        ) from error
 
 
 class PeakCheck:
@@ -116,17 +107,15 @@ class PeakCheck:
         partial = self._file.with_name(f".{self._file.name}")
         partial.write_text(json.dumps(saved, indent=2))
         partial.replace(self._file)
-        over = peak - self._plan.limit
-        spilled = (
-            f"; {format_bytes(over)} of it in host memory (memory.spill), slow" if over > 0 and is_spilling() else ""
-        )
+        over = peak - self._plan.limit if is_spilling() else 0
+        spilled = f"; {format_bytes(over)} of it in host memory (memory.spill), slow" if over > 0 else ""
         planned = f"memory: planned {format_bytes(self._planned)}"
         return f"{planned}, measured peak {format_bytes(peak)} ({difference:+.1%}){spilled}"
 
 
-def _available(plan: Plan, message: str) -> int:
+def _available(plan: Plan, in_use: int | None, requested: int | None) -> int:
     """Bytes per device that another plan may take, from the memory that this one had when it failed."""
-    planned, in_use, requested = plan.peak, device_memory().get("bytes_in_use"), _requested(message)
+    planned = plan.peak
     if in_use is None or requested is None:
         return int((1 - MARGIN) * planned)
     needed = in_use + requested

@@ -1,12 +1,11 @@
 """The progress of a run: a bar on a terminal, plain lines elsewhere, and the measurements for both.
 
 The clock and the counters of the device are read once per logged step. A thread redraws the bar four times per second,
-so the loop never waits for it. If the output supports only ASCII, the bar is drawn in ASCII. The progress bar of rich
-wraps or cuts its columns on a narrow terminal; this one omits the least important columns.
+so the loop never waits for it. A narrow terminal shows the beginning of the line, with the most important values.
 """
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Self
@@ -14,12 +13,10 @@ from typing import Any, NamedTuple, Self
 import jax
 from rich.console import Console
 from rich.live import Live
-from rich.text import Text
+from rich.progress_bar import ProgressBar
+from rich.table import Column, Table
 
 from jaxmem.machine.gpus import GIB
-
-MAX_BAR = 40  # columns
-MIN_BAR = 8  # a shorter one shows nothing
 
 
 class Work(NamedTuple):
@@ -31,19 +28,14 @@ class Work(NamedTuple):
 
 @dataclass(frozen=True)
 class RunSpec:
-    """`work` and `peak_flops` (per second) count the same devices, one or all."""
+    """`work` and `peak_flops` (per second) count the same devices, one or all. The last three fields are the progress
+    of a resumed run."""
 
     total_steps: int
     work: Work  # of a normal step
     peak_flops: float | None = None
     log_every: int = 1
     unit: str = "tok"
-
-
-@dataclass(frozen=True)
-class Elapsed:
-    """The progress of a resumed run."""
-
     step: int = 0
     seconds: float = 0.0
     tokens: int | None = None  # None: as many as normal steps have
@@ -61,7 +53,6 @@ class Progress:
     def __init__(
         self,
         spec: RunSpec,
-        elapsed: Elapsed = Elapsed(),
         *,
         enabled: bool = True,
         console: Console | None = None,
@@ -69,12 +60,12 @@ class Progress:
     ) -> None:
         self.spec = spec
         self._peak = spec.peak_flops if spec.work.flops else None
-        self._tokens = elapsed.step * spec.work.tokens if elapsed.tokens is None else elapsed.tokens
+        self._tokens = spec.step * spec.work.tokens if spec.tokens is None else spec.tokens
         self._since = Work(0)  # the last logged step
         self._enabled, self._clock = enabled, clock
         self._console = console or PipeSafeConsole(highlight=False)
-        self._step = self._first = elapsed.step
-        self._seconds, self._paused = elapsed.seconds, 0.0
+        self._step = self._first = spec.step
+        self._seconds, self._paused = spec.seconds, 0.0
         self._start = self._last = clock()
         self._parts: list[str] = []
         self._live: Live | None = None
@@ -107,7 +98,7 @@ class Progress:
         self._since, self._last, self._paused = Work(0), now, 0.0
         self._parts = self._shown(row, now)
         if self._live is None:
-            self._print_line()
+            self.say(f"step {step}/{self.spec.total_steps}  {'  '.join(self._parts)}")
         return row
 
     def back_to(self, step: int) -> None:
@@ -126,8 +117,13 @@ class Progress:
 
     def say(self, text: str | None) -> None:
         """Prints a line, above the bar if there is one."""
-        if self._enabled and text is not None:
-            self._print(text)
+        if not self._enabled or text is None:
+            return
+        text = text.encode(self._console.encoding, "backslashreplace").decode(self._console.encoding)
+        try:
+            self._console.print(text, markup=False, highlight=False, soft_wrap=True)
+        except OSError:  # the disk of a log file is full: no reason to stop training
+            self._enabled = False
 
     def __enter__(self) -> Self:
         self._start = self._last = self._clock()
@@ -156,30 +152,13 @@ class Progress:
             parts.append(f"{row['bytes_in_use'] / GIB:.1f} GiB")
         return parts
 
-    def _print_line(self) -> None:
-        if self._enabled:
-            head = f"step {self._step}/{self.spec.total_steps}"
-            width = self._console.width if self._console.is_terminal else 1 << 16  # lines in a file may be long
-            self._print("  ".join([head, *_fitting(self._parts, width - len(head), gap=2)]))
-
-    def _bar(self) -> Text:
-        width = self._console.width - 1  # some terminals wrap after writing the last column
-        head = f"{self._step}/{self.spec.total_steps}"
-        parts = _fitting(self._parts, width - len(head) - (MIN_BAR + 1 if width >= 60 else 0), gap=1)
-        room = min(MAX_BAR, width - sum(len(part) + 1 for part in parts) - len(head) - 1)
-        full, empty = ("#", "-") if self._console.options.ascii_only else ("\u2501", "\u2500")
-        text = Text(head, no_wrap=True, overflow="crop")
-        if room >= MIN_BAR:
-            done = min(room, room * self._step // max(self.spec.total_steps, 1))
-            text.append(" ").append(full * done, "green").append(empty * (room - done), "dim")
-        return text.append("".join(f" {part}" for part in parts))
-
-    def _print(self, text: str) -> None:
-        text = text.encode(self._console.encoding, "backslashreplace").decode(self._console.encoding)
-        try:
-            self._console.print(text, markup=False, highlight=False, soft_wrap=True)
-        except OSError:  # the disk of a log file is full: no reason to stop training
-            self._enabled = False
+    def _bar(self) -> Table:
+        # Some terminals wrap after writing the last column.
+        line = Table.grid(Column(no_wrap=True, overflow="crop"), Column(ratio=1), padding=(0, 1, 0, 0))
+        line.width = self._console.width - 1
+        bar = ProgressBar(self.spec.total_steps, self._step, complete_style="green", finished_style="green")
+        line.add_row(" ".join([f"{self._step}/{self.spec.total_steps}", *self._parts]), bar)
+        return line
 
 
 @contextmanager
@@ -247,14 +226,3 @@ def short_loss(loss: float) -> str:
     if loss and abs(loss) < 1e-3:
         return f"{loss:.1e}"
     return f"{loss:.4f}" if abs(loss) < 100 else f"{loss:.5g}"
-
-
-def _fitting(parts: Sequence[str], room: int, gap: int) -> list[str]:
-    """As many of the first parts as fit."""
-    chosen: list[str] = []
-    for part in parts:
-        room -= len(part) + gap
-        if room < 0:
-            break
-        chosen.append(part)
-    return chosen

@@ -6,42 +6,34 @@ replica. A check reads the state once on every device and waits for it.
 """
 
 from collections import Counter
-from collections.abc import Iterator
 from typing import Any
 
-import jax
-
 from jaxmem.checkpoint.checksum import checksum
+from jaxmem.checkpoint.record import named_leaves
 from jaxmem.distributed.agree import gather
 from jaxmem.errors import UserError
 
 
 def check_replicas(state: Any, step: int) -> None:
-    for name, devices, copies in differing_replicas(state):
-        raise UserError(
-            f"{name} differs between replicas after step {step}: {devices} differs from the majority of {copies}"
-            " copies; remove that device and resume from a checkpoint"
-        )
-
-
-def differing_replicas(tree: Any) -> Iterator[tuple[str, str, int]]:
-    """Each array whose copies differ: its name, the devices in the minority, and the number of copies."""
+    """Raises an error that names an array whose replicas differ, and the devices in the minority."""
     sums: dict[str, dict[str, int]] = {}
-    for own in gather(_checksums(tree)):
-        for part, found in own.items():
-            sums.setdefault(part, {}).update(found)
-    for part, found in sums.items():
+    for own in gather(_checksums(state)):
+        for shard, found in own.items():
+            sums.setdefault(shard, {}).update(found)
+    for shard, found in sums.items():
         (majority, _), *others = Counter(found.values()).most_common()
         if others:
-            odd = [device for device, value in found.items() if value != majority]
-            yield part.partition(" ")[0], ", ".join(odd), len(found)
+            odd = ", ".join(device for device, value in found.items() if value != majority)
+            raise UserError(
+                f"{shard.partition(' ')[0]} differs between replicas after step {step}: {odd} differs from the majority"
+                f" of {len(found)} copies; exclude that device, and run the same command again"
+            )
 
 
-def _checksums(tree: Any) -> dict[str, dict[str, int]]:
-    """For each shard on this process's devices, by name and index: its checksum on each device."""
+def _checksums(state: Any) -> dict[str, dict[str, int]]:
+    """{name and index of a shard: {device of this process: checksum}}."""
     sums: dict[str, dict[str, int]] = {}
-    for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
-        name = jax.tree_util.keystr(path, simple=True, separator=".")
+    for name, leaf in named_leaves(state).items():
         for shard in leaf.addressable_shards:
             of_part = sums.setdefault(f"{name} {shard.index}", {})
             of_part[f"device {shard.device.id} of process {shard.device.process_index}"] = checksum(shard.data)

@@ -1,15 +1,55 @@
 """The state of a run from its checkpoints, to resume or to roll back."""
 
+from pathlib import Path
 from typing import Any
 
 import jax
+from etils import epath
 
 from jaxmem.checkpoint.manager import Checkpoints
+from jaxmem.checkpoint.resume import refuse_changes
 from jaxmem.checkpoint.saved_state import SavedState
-from jaxmem.config import Train
+from jaxmem.config import Config
+from jaxmem.data.corpus import fingerprint
+from jaxmem.distributed.agree import gather
+from jaxmem.errors import UserError
 from jaxmem.step import Program
 from jaxmem.step.state import TrainState
 from jaxmem.training.telemetry import DivergedError
+
+WEIGHTS = ("model", "precision")  # the config sections that define the weights
+
+
+def data_fingerprint(cfg: Config) -> str:
+    """The fingerprint of the data, which must be the same in all processes."""
+    mine = fingerprint(cfg)
+    for process, other in enumerate(gather(mine)):
+        if other != mine:
+            raise UserError(
+                f"data.path: the files differ between processes: fingerprint {mine} in process {jax.process_index()},"
+                f" {other} in process {process}; copy the same files to all hosts"
+            )
+    return mine
+
+
+def refuse_another_run(built: Program, directory: Path, path: epath.Path, fingerprint: str) -> int:
+    """The step of the newest checkpoint, or 0 without checkpoints. Refuses a checkpoint of another config, apart from
+    fields that may change."""
+    if not all(gather(path.is_dir())):
+        return 0
+    with Checkpoints(path, read_only=True) as checkpoints:
+        found = checkpoints.read_latest()
+    if found is None:
+        return 0
+    step, position, before = found
+    cfg, after = built.cfg, built.cfg.model_dump(mode="json")
+    if position:
+        refuse_changes(before, after, directory, (position["fingerprint"], fingerprint))
+        SavedState(built).check_base(position, directory)
+    else:  # imported weights; a frozen base may be stored in another dtype
+        own = WEIGHTS if cfg.adapter.kind == "none" else ("model",)
+        refuse_changes({key: before[key] for key in own}, {key: after[key] for key in own}, directory)
+    return step
 
 
 def restore(built: Program, checkpoints: Checkpoints) -> tuple[int, TrainState, dict[str, Any]] | None:
@@ -27,37 +67,23 @@ def restore(built: Program, checkpoints: Checkpoints) -> tuple[int, TrainState, 
     return step, saved.restored(state, config), position
 
 
-def starting_state(built: Program) -> TrainState:
-    """A state with new weights, or with those of `model.hf` or `adapter.base_run`."""
-    run = built.cfg.adapter.base_run
-    from jaxmem.hf import initial
-
-    if run is None:
-        return initial.initial_state(built)
-    from jaxmem.inference.load import load_base_params
-
-    return built.begin(initial.add_adapters(built, load_base_params(built, run)))
-
-
 class Rollback:
     """Returns to the newest checkpoint, while the data continues, so that the data on which a run diverged is skipped.
 
     The updates since that checkpoint are lost. No memory is needed, since the old state is freed first.
     """
 
-    def __init__(self, built: Program, checkpoints: Checkpoints, train: Train) -> None:
-        self._built, self._checkpoints, self._train = built, checkpoints, train
+    def __init__(self, built: Program, checkpoints: Checkpoints) -> None:
+        self._built, self._checkpoints = built, checkpoints
         self._to: int | None = None
         self._times = 0
 
     def __call__(self, error: DivergedError, state: TrainState) -> tuple[int, TrainState]:
         """Step and state to continue from; raises the error if the run must stop."""
-        if getattr(self._train, error.key) != "rollback":
-            raise error
-        latest = self._checkpoints.latest()
+        train, latest = self._built.cfg.train, self._checkpoints.latest()
         self._times = self._times + 1 if latest == self._to else 1
         self._to = latest
-        if latest is None or self._times > self._train.max_skipped:
+        if getattr(train, error.key) != "rollback" or latest is None or self._times > train.max_skipped:
             raise error
         for leaf in jax.tree.leaves(state):
             leaf.delete()

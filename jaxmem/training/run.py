@@ -22,7 +22,7 @@ from etils import epath
 from jaxmem.checkpoint.manager import Checkpoints
 from jaxmem.checkpoint.paths import checkpoint_directory
 from jaxmem.checkpoint.saved_state import SavedState
-from jaxmem.config import Config, Train
+from jaxmem.config import Config
 from jaxmem.data.loader import Loader, merge_states
 from jaxmem.distributed.agree import DelayedMax, any_process, gather, serialized
 from jaxmem.distributed.join import failing_together
@@ -30,18 +30,15 @@ from jaxmem.errors import UserError
 from jaxmem.machine.devices import cache_compiled_programs, peak_flops
 from jaxmem.step import Program, program
 from jaxmem.step.state import TrainState
+from jaxmem.training.directory import run_directory, run_lock, write_description
 from jaxmem.training.lines import last_line, model_line, plan_line, work_of
-from jaxmem.training.lock import run_lock
-from jaxmem.training.profile import Profile
-from jaxmem.training.progress import Elapsed, Progress, RunSpec, spinner
-from jaxmem.training.restore import Rollback, restore, starting_state
+from jaxmem.training.progress import Progress, RunSpec, spinner
+from jaxmem.training.restore import Rollback, data_fingerprint, refuse_another_run, restore
 from jaxmem.training.signals import StopSignal, requeued_before_training
-from jaxmem.training.start import data_fingerprint, refuse_another_run, run_directory, write_description
-from jaxmem.training.telemetry import DivergedError, SpikeDetector, Telemetry
-from jaxmem.training.trackers import Trackers, check_trackers, trackers_for
+from jaxmem.training.telemetry import DivergedError, Profile, Telemetry
+from jaxmem.training.trackers import check_trackers, trackers_for
 
 if TYPE_CHECKING:
-    from jaxmem.inference.evaluate import Evaluator
     from jaxmem.planning import Plan
 
 
@@ -49,10 +46,10 @@ if TYPE_CHECKING:
 class Result:
     """A run that has ended.
 
-    `directory`: its files. `step`: the number of updates. `metrics`: loss and others of the last update; `held_out`: of
-    the last evaluation. `state`: parameters and optimizer state as arrays on the devices. `program`: its functions.
-    `exit_code`: 0, or that of `jaxmem train` for a run that was stopped. `compiled`: its plan, unless the run had
-    finished before.
+    `directory`: its files. `step`: the number of updates. `metrics`: loss and others of the last update. `held_out`:
+    metrics of the last evaluation. `state`: parameters and optimizer state as arrays on the devices. `program`: its
+    compiled functions. `exit_code`: the exit code of `jaxmem train`, not 0 if a signal stopped the run. `compiled`:
+    its plan, unless the run had finished before.
     """
 
     directory: Path
@@ -115,7 +112,7 @@ def _run(cfg: Config, devices: Sequence[Any] | None) -> Result:
         checkpoints = stack.enter_context(_checkpoints(cfg, checkpoint_path))
         stack.enter_context(failing_together())  # closing the contexts above involves all processes
         stack.enter_context(explained_out_of_memory(plan))
-        step, state, position = restore(built, checkpoints) or (0, starting_state(built), {})
+        step, state, position = restore(built, checkpoints) or (0, _initial_state(built), {})
         if position:
             loader.restore(position)
         saved = SavedState(built)
@@ -127,9 +124,9 @@ def _run(cfg: Config, devices: Sequence[Any] | None) -> Result:
         trackers = stack.enter_context(trackers_for(cfg, directory, step))
         progress = stack.enter_context(_progress(built, step, trackers.last))
         progress.say(plan_line(plan, step))
-        telemetry = _telemetry(cfg.train, built.spec.gradient_names, progress, trackers)
+        telemetry = Telemetry(cfg.train, built.spec.gradient_names, progress, trackers)
         work = {bucket: work_of(at) for bucket, at in built.buckets.items()}
-        rollback = Rollback(built, checkpoints, cfg.train)
+        rollback = Rollback(built, checkpoints)
         peak = PeakCheck(plan, directory / "plan.json")
         profile = stack.enter_context(Profile(directory / "profile", cfg.train.profile))
         stop, largest_signal = stack.enter_context(StopSignal()), DelayedMax()
@@ -201,7 +198,7 @@ def _preflight(cfg: Config) -> None:
     if cfg.cluster.preflight and jax.process_count() > 1:
         from jaxmem.distributed.preflight import preflight
 
-        lines = preflight().lines()
+        lines = preflight()
         if jax.process_index() == 0:
             print(*lines, sep="\n", flush=True)
 
@@ -220,7 +217,13 @@ def _checkpoints(cfg: Config, path: epath.Path) -> Checkpoints:
     return Checkpoints(path, keep.every, keep.keep, keep.keep_best, warn=warn)
 
 
-def _evaluator(built: Program, loader: Loader) -> Evaluator:
+def _initial_state(built: Program) -> TrainState:
+    from jaxmem.inference.load import initial_state
+
+    return initial_state(built)
+
+
+def _evaluator(built: Program, loader: Loader) -> Any:
     from jaxmem.inference.evaluate import Evaluator
 
     return Evaluator(built, loader.corpus)
@@ -245,13 +248,7 @@ def _flush(telemetry: Telemetry, loader: Loader) -> None:
     telemetry.flush()
     if telemetry.last and not telemetry.has_targets:
         found = "; ".join(loader.corpus.summary()) or "the data has no target tokens"
-        raise UserError(f"no step had a token to train on: {found}; see data.on_invalid and data.on_overlong")
-
-
-def _telemetry(train: Train, culprits: Sequence[str], progress: Progress, trackers: Trackers) -> Telemetry:
-    skipped = train.max_skipped if train.on_nan == "skip" else 0
-    spikes = None if train.on_spike == "ignore" else SpikeDetector(train.spike_threshold)
-    return Telemetry(progress, trackers, culprits, skipped, spikes)
+        raise UserError(f"no step had a token to train on: {found}; change data.on_invalid or data.on_overlong")
 
 
 def _progress(built: Program, step: int, last: Mapping[str, float]) -> Progress:
@@ -263,7 +260,9 @@ def _progress(built: Program, step: int, last: Mapping[str, float]) -> Progress:
         work,
         peak * devices.size if peak else None,
         cfg.train.log_every,
-        unit="tok" if cfg.objective.reads_text else "img",
+        "tok" if cfg.objective.reads_text else "img",
+        step,
+        last.get("seconds") or 0.0,
+        int(last.get("tokens") or step * work.tokens),
     )
-    elapsed = Elapsed(step, last.get("seconds") or 0.0, int(last.get("tokens") or step * work.tokens))
-    return Progress(spec, elapsed, enabled=jax.process_index() == 0)
+    return Progress(spec, enabled=jax.process_index() == 0)

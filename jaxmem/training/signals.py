@@ -28,7 +28,7 @@ def requeued_before_training() -> Iterator[None]:
 
     def end(number: int, frame: FrameType | None) -> None:
         del number, frame
-        error = TemporaryError("SIGUSR1 before the first step: nothing was trained; run the same command again")
+        error = TemporaryError("SIGUSR1 before the first step, nothing was trained; run the same command again")
         end_all(error)  # with several processes, all of them
         os.write(2, f"error: {error}\n".encode())
         os._exit(error.exit_code)
@@ -43,20 +43,13 @@ def requeued_before_training() -> Iterator[None]:
 
 
 class StopSignal:
-    """with StopSignal() as stop:
-        for step in ...:
-            ...
-            if stop.requested:
-                save; break
-    sys.exit(stop.exit_code)
-
-    The context is for the loop, not for compilation: before there is a state to save, Ctrl-C should end the process.
-    Python allows signal handlers only in the main thread; in other threads this does nothing.
+    """A context for the loop, not for compilation: before there is a state to save, Ctrl-C should end the process. The
+    loop reads `requested` after each step. Python allows signal handlers only in the main thread; in other threads this
+    does nothing.
     """
 
-    def __init__(self, announce: bool = True) -> None:
+    def __init__(self) -> None:
         self.requested: signal.Signals | None = None
-        self._announce = announce
         self._before: dict[signal.Signals, Any] = {}
 
     def from_any_process(self, number: int) -> bool:
@@ -84,8 +77,8 @@ class StopSignal:
         self.requested = signal.Signals(number)
         for each in EXIT_CODES:
             signal.signal(each, signal.SIG_DFL)
-        if self._announce:  # print() is not reentrant, and the signal may interrupt one
-            os.write(2, f"\n{self.requested.name}: finishing this step and saving; again to stop at once\n".encode())
+        # print() is not reentrant, and the signal may interrupt one.
+        os.write(2, f"\n{self.requested.name}: finishing this step and saving; again to stop at once\n".encode())
 
 
 def _restore(number: signal.Signals, handler: Any) -> None:

@@ -6,10 +6,13 @@ The metrics of a step are read after the next step has been dispatched, so that 
 import math
 from collections import deque
 from collections.abc import Sequence
+from pathlib import Path
 from statistics import fmean, pstdev
+from typing import Any, Self
 
 import jax
 
+from jaxmem.config import Train
 from jaxmem.errors import UserError
 from jaxmem.step import nonfinite
 from jaxmem.step.step import Metrics
@@ -21,8 +24,7 @@ class DivergedError(UserError):
     """A loss that is not finite, or far above the previous losses. `key` is the config key of the policy for it."""
 
     def __init__(self, finding: str, key: str) -> None:
-        advice = "lower optimizer.learning_rate or optimizer.clip; the last checkpoint is from before"
-        super().__init__(f"{finding}; {advice}")
+        super().__init__(f"{finding}; lower optimizer.learning_rate or optimizer.clip, and run the same command again")
         self.finding, self.key = finding, key
 
 
@@ -44,19 +46,13 @@ class SpikeDetector:
 
 
 class Telemetry:
-    """Reads metrics one step late. Stops a run whose loss is not finite (at once, or after `max_skipped` skipped
-    updates in a row) or spikes (`spikes`). `culprits` are the names that the metric `nonfinite.METRIC` indexes."""
+    """Reads metrics one step late. Stops a run whose loss is not finite (at once, or after `train.max_skipped` skipped
+    updates in a row) or spikes. `gradient_names` are the names that the metric `nonfinite.METRIC` indexes."""
 
-    def __init__(
-        self,
-        progress: Progress,
-        trackers: Trackers,
-        culprits: Sequence[str] = (),
-        max_skipped: int = 0,
-        spikes: SpikeDetector | None = None,
-    ) -> None:
-        self._progress, self._trackers = progress, trackers
-        self._culprits, self._max_skipped, self._spikes = culprits, max_skipped, spikes
+    def __init__(self, train: Train, gradient_names: Sequence[str], progress: Progress, trackers: Trackers) -> None:
+        self._names, self._progress, self._trackers = gradient_names, progress, trackers
+        self._max_skipped = train.max_skipped if train.on_nan == "skip" else 0
+        self._spikes = None if train.on_spike == "ignore" else SpikeDetector(train.spike_threshold)
         self._skipped = 0  # updates in a row
         self._pending: tuple[int, Metrics, Work | None] | None = None
         self.last: dict[str, float] = {}  # metrics of the last step that was read
@@ -84,7 +80,7 @@ class Telemetry:
                 raise DivergedError(f"loss rose to {loss:.5g} at step {step}", "on_spike")
         else:
             self._skipped += 1
-            first = f"; first non-finite: {self._culprits[place]}" if place >= 0 else ""
+            first = f"; first non-finite: {self._names[place]}" if place >= 0 else ""
             finding = f"loss is {loss:.5g} at step {step}, gradient norm {self.last['gradient_norm']:.3g}{first}"
             if self._skipped > self._max_skipped:
                 raise DivergedError(finding, "on_nan")
@@ -104,3 +100,30 @@ class Telemetry:
         shown = {name: value for name, value in means.items() if name != "count"}
         self._progress.say(f"step {step}  held-out {'  '.join(f'{name} {x:.4g}' for name, x in shown.items())}")
         self._trackers.log(step, {f"held_out_{name}": value for name, value in shown.items()})
+
+
+class Profile:
+    """A JAX profile for TensorBoard or Perfetto: `train.profile: [first, last]` records these steps."""
+
+    def __init__(self, directory: Path, steps: tuple[int, int] | None) -> None:
+        self._directory, self._running = directory, False
+        self._first, self._last = steps or (0, 0)
+
+    def before(self, step: int) -> None:
+        if step == self._first:
+            jax.profiler.start_trace(self._directory)
+            self._running = True
+
+    def after(self, step: int, results: Any) -> None:
+        """Waits for the last profiled step, so that all of it is recorded."""
+        if self._running and step == self._last:
+            jax.block_until_ready(results)
+            self.__exit__()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._running:
+            self._running = False
+            jax.profiler.stop_trace()

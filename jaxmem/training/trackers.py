@@ -10,9 +10,9 @@ import importlib
 import json
 import math
 import secrets
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol, Self
+from typing import Any, Self
 
 import jax
 
@@ -21,15 +21,6 @@ from jaxmem.config import Config
 from jaxmem.errors import UserError
 
 _PACKAGES = {"tensorboard": "tensorboardX", "wandb": "wandb"}
-
-
-class Tracker(Protocol):
-    def log(self, step: int, values: Mapping[str, Any]) -> None: ...
-
-    def back_to(self, step: int) -> None:
-        """Drops the metrics of the steps after this one, if possible."""
-
-    def close(self) -> None: ...
 
 
 def check_trackers(cfg: Config) -> None:
@@ -55,7 +46,7 @@ def trackers_for(cfg: Config, directory: str | Path, step: int = 0) -> Trackers:
 class Trackers:
     """All trackers of a run as one. `last` is the last row logged before, or empty."""
 
-    def __init__(self, trackers: list[Tracker], last: dict[str, Any]) -> None:
+    def __init__(self, trackers: Sequence[MetricsFile | TensorBoard | WeightsAndBiases], last: dict[str, Any]) -> None:
         self._trackers, self.last = trackers, last
 
     def log(self, step: int, values: Mapping[str, Any]) -> None:
@@ -64,6 +55,7 @@ class Trackers:
             tracker.log(step, {name: x if isinstance(x, int) else float(x) for name, x in numbers.items()})
 
     def back_to(self, step: int) -> None:
+        """Drops the metrics of the steps after this one, if possible."""
         for tracker in self._trackers:
             tracker.back_to(step)
 
@@ -121,7 +113,7 @@ class MetricsFile:
             self._file.close()
 
     def _cannot_write(self, error: OSError) -> UserError:
-        return UserError(f"cannot write {self.path}: {error.strerror}")
+        return UserError(f"cannot write {self.path}: {error.strerror}; free disk space, or set another output")
 
 
 class TensorBoard:
@@ -176,7 +168,7 @@ class WeightsAndBiases:
             )
         except wandb.errors.Error as error:
             text = " ".join(str(error).split())
-            raise UserError(f"train.trackers: wandb: {text}; WANDB_MODE=offline needs no account") from error
+            raise UserError(f"train.trackers: wandb: {text}; run `wandb login`, or set WANDB_MODE=offline") from error
         self._run.define_metric("*", step_metric="step")
 
     def log(self, step: int, values: Mapping[str, Any]) -> None:
@@ -194,12 +186,12 @@ def _package(tracker: str) -> Any:
         return importlib.import_module(_PACKAGES[tracker])
     except ImportError as error:
         raise UserError(
-            f"train.trackers: {tracker} needs {_PACKAGES[tracker]}; pip install 'jaxmem[{tracker}]', or leave it out"
+            f"train.trackers: {tracker} needs {_PACKAGES[tracker]}; pip install 'jaxmem[{tracker}]', or remove it"
         ) from error
 
 
 def _drop_after(path: Path, step: int) -> dict[str, Any]:
-    """Keep the complete rows up to `step`; returns the last of them."""
+    """Keeps the complete rows up to `step`, and returns the last of them."""
     if not path.exists():
         return {}
     last: dict[str, Any] = {}

@@ -71,7 +71,7 @@ def test_damage_is_found_and_the_one_before_is_used(tmp_path: Path, damage: str,
         assert bits(found[1]) == bits(filled(shapes, seed=1))
         assert found[2] == {"step": 1}
         assert [line.split(" is damaged")[0] for line in said] == [f"checkpoint {tmp_path / s}" for s in ("3", "2")]
-        assert said[0].endswith(f"moved to {tmp_path / '3.old-1'}")
+        assert said[0].endswith(f"renamed to {tmp_path / '3.old-1'}")
         assert checkpoints.save(3, found[1], {}, {})  # the place is free
     assert capfd.readouterr() == ("", "")
 
@@ -104,7 +104,7 @@ def test_a_directory_that_is_no_checkpoint_is_reported_and_ignored(
         assert checkpoints.save(7, filled(shapes), {}, {})
         assert checkpoints.steps() == [1, 7]
     [line] = capsys.readouterr().out.splitlines()
-    assert f"moved to {tmp_path / name}.old-1" in line
+    assert f"renamed to {tmp_path / name}.old-1" in line
 
 
 def test_a_copy_under_a_later_step_is_found(tmp_path: Path) -> None:
@@ -242,7 +242,7 @@ def test_a_full_disk_is_said_and_survived(tmp_path: Path) -> None:
 
 def test_a_place_that_cannot_be_written(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(UserError, match=r"cannot keep checkpoints in .*file/checkpoints: .*Not a directory"):
+    with pytest.raises(UserError, match=r"cannot open checkpoints in .*file/checkpoints: .*Not a directory"):
         Checkpoints(tmp_path / "file" / "checkpoints")
 
 

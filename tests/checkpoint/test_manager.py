@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jaxmem.checkpoint import Best, Checkpoints, move_aside
+from jaxmem.checkpoint import Checkpoints, move_aside
 from jaxmem.checkpoint.manager import ROTATED
 from jaxmem.errors import UserError
 from tests.checkpoint.conftest import State, abstract, bits, filled, mesh
@@ -92,7 +92,7 @@ def test_only_the_parameters(tmp_path: Path) -> None:
         assert checkpoints.read(1)[0] == POSITION
         with pytest.raises(ValueError, match="read_only"):
             checkpoints.save(2, state, POSITION, CONFIG, force=True)
-        with pytest.raises(UserError, match=r"no checkpoint of step 7 in .*; available: \[1\]"):
+        with pytest.raises(UserError, match=r"has no checkpoint of step 7; use one of \[1\]"):
             checkpoints.read(7)
 
 
@@ -117,7 +117,6 @@ def test_kept_are_the_newest_and_the_best(tmp_path: Path) -> None:
             assert checkpoints.steps() == kept
         assert list((directory / ROTATED).iterdir()) == []
         with Checkpoints(directory, read_only=True) as checkpoints:
-            assert checkpoints.best() == (Best(2, 1.5) if keep_best else Best(6, 2.0))
             assert checkpoints.latest() == 6
 
 

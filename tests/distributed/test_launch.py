@@ -90,4 +90,5 @@ def test_a_command_that_is_not_there() -> None:
         launch([], 2)
     command = [sys.executable, "-m", "jaxmem", "launch", "-n", "2", "--devices", "1", "--", "no-such-command"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert (done.returncode, done.stderr) == (2, "error: launch: no-such-command: No such file or directory\n")
+    assert done.returncode == 2
+    assert done.stderr == "error: launch: cannot start no-such-command: No such file or directory\n"

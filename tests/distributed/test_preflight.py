@@ -1,12 +1,11 @@
 """Which processes are named as slow; `test_together.py` measures real ones."""
 
-from jaxmem.distributed.preflight import Preflight, preflight
+from jaxmem.distributed.preflight import preflight, report
 
 
 def test_a_process_below_half_of_the_median_is_named() -> None:
     rates = {"matmul": [10.0, 9.0, 3.0, 11.0], "copy": [5.0, 5.0, 5.0, 2.6]}
-    found = Preflight(38.1e9, rates, ["node1", "node1", "node7", "node7"])
-    assert found.lines() == [
+    assert report(38.1e9, rates, ["node1", "node1", "node7", "node7"]) == [
         "4 processes on 2 hosts: all-reduce 38.1 GB/s",
         "process 2 of 4 (node7) is slow: matmul at 32% of the median",
     ]
@@ -14,12 +13,10 @@ def test_a_process_below_half_of_the_median_is_named() -> None:
 
 def test_of_two_only_a_much_slower_one() -> None:
     """The median of two lies between them."""
-    assert not Preflight(1e9, {"copy": [1.0, 2.0]}, []).slow
-    assert Preflight(1e9, {"copy": [1.0, 9.0]}, []).slow == ["process 0 of 2 is slow: copy at 20% of the median"]
+    assert not report(1e9, {"copy": [1.0, 2.0]}, [])[1:]
+    assert report(1e9, {"copy": [1.0, 9.0]}, [])[1:] == ["process 0 of 2 is slow: copy at 20% of the median"]
 
 
 def test_a_lone_process_can_measure_itself() -> None:
-    found = preflight()
-    assert found.bytes_per_second > 0
-    assert min(*found.rates["matmul"], *found.rates["copy"]) > 0
-    assert not found.slow
+    (line,) = preflight()
+    assert line.startswith("1 processes: all-reduce ")

@@ -38,25 +38,25 @@ def test_all_are_there(port: int) -> None:
 
 def test_missing_processes_are_named_to_all(port: int) -> None:
     found = answers(port, 4, [0, 2], 1)
-    said = "processes 1, 3 of 4 did not start within 1 s (cluster.start_timeout); started: 0 on host0, 2 on host1"
-    assert [str(error) for error in found] == [said] * 2
+    said = "processes 1, 3 of 4 did not start within 1 s (started: 0 on host0, 2 on host1); "
+    assert all(str(error).startswith(said) for error in found)
     assert {type(error).exit_code for error in found} == {75}
 
 
 def test_process_0_is_missing(port: int) -> None:
     (error,) = answers(port, 2, [1], 0.5)
     assert isinstance(error, TemporaryError)
-    assert f"process 0 did not answer at localhost:{port} within 0.5 s" in str(error)
+    assert f"at localhost:{port} within 0.5 s" in str(error)
 
 
 def test_duplicate_process_numbers(port: int) -> None:
     found = answers(port, 3, [0, 1, 1], 20)
-    assert all("two processes have number 1, on host" in str(error) for error in found)
+    assert all("have JAX_PROCESS_ID=1; number them 0 to 2" in str(error) for error in found)
 
 
 def test_different_process_counts(port: int) -> None:
     found = answers(port, 2, [0, 1], 20, counts={1: 3})
-    assert all("process 1 on host1 expects 3 processes, process 0 expects 2" in str(error) for error in found)
+    assert all("JAX_NUM_PROCESSES is 2 in process 0 and 3 in process 1 on host1" in str(error) for error in found)
 
 
 def test_a_foreign_client_is_ignored(port: int) -> None:

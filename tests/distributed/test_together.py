@@ -53,8 +53,7 @@ AGREE = """
     parts = comm.reduce_scatter(placed, "mean").addressable_shards
     assert (np.concatenate([part.data[0] for part in parts]) == values.mean(0)[4 * me : 4 * me + 4]).all()
 
-    found = preflight()
-    assert found.bytes_per_second > 0 and {len(rates) for rates in found.rates.values()} == {2}
+    assert preflight()[0].startswith("2 processes on 1 host: all-reduce ")
 """
 
 

@@ -192,7 +192,7 @@ def write(place: Path) -> None:
         built, params = open_model(base := place / base_of(case), [f"adapter.hf={place / 'given' / case}"])
         saved, target = hf.saved_names(built), place / "again" / case
         target.parent.mkdir(exist_ok=True)
-        hf.save_adapter(params, built.cfg.adapter, target, layers=2, base=str(base), saved=saved)
+        hf.save_adapter(params, built.cfg.adapter, target, base=str(base), saved=saved)
     for case, overrides in OURS.items():
         built, params = open_model(place / BASE, overrides)
         flat = flatten_dict(params)
@@ -203,7 +203,7 @@ def write(place: Path) -> None:
         }
         written = unflatten_dict(flat)
         saved = hf.saved_names(built)
-        hf.save_adapter(written, built.cfg.adapter, place / case, layers=2, base=str(place / BASE), saved=saved)
+        hf.save_adapter(written, built.cfg.adapter, place / case, base=str(place / BASE), saved=saved)
         built, params = open_model(place / case)
         network = nnx.merge(built.model.graphdef, params)
         found[f"{case}.logits"] = np.asarray(jax.jit(network)(jax.numpy.asarray(ROWS, "int32")))

@@ -10,7 +10,7 @@ from jaxmem import models
 from jaxmem.config import Decoder
 from jaxmem.config.hf_values import UnsupportedError
 from jaxmem.config.hugging_face import config_json, fields_of
-from jaxmem.hf.names import decoder_weights
+from jaxmem.hf.names import decoder_weights, tensor_shapes
 from jaxmem.models.rope import frequencies
 from tests.hf.config_fuzz import digest
 
@@ -19,12 +19,7 @@ CASES = json.loads((Path(__file__).parent / "data" / "config_fuzz.json").read_te
 
 def shapes_of(model: Decoder) -> dict[str, tuple[int, ...]]:
     network = nnx.eval_shape(lambda: models.build(model, nnx.Rngs(0)))
-    named = decoder_weights(nnx.to_pure_dict(nnx.state(network)))
-    return {
-        weight.tensor_name(layer): shape
-        for weight, x in named
-        for layer, shape in weight.tensors(x.shape, model.layers)
-    }
+    return tensor_shapes(decoder_weights(nnx.to_pure_dict(nnx.state(network))))
 
 
 def test_a_random_config_is_refused_or_computes_what_transformers_does():

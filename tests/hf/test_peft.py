@@ -18,9 +18,8 @@ from jaxmem import hf
 from jaxmem.checkpoint.saved_state import SavedState
 from jaxmem.config import load_config
 from jaxmem.errors import UserError
-from jaxmem.hf.adapter_base import check_adapter
-from jaxmem.hf.initial import initial_state
-from jaxmem.inference.load import open_model
+from jaxmem.hf.peft import check_adapter
+from jaxmem.inference.load import initial_state, open_model
 from jaxmem.step import program
 
 HERE = Path(__file__).parent
@@ -69,7 +68,7 @@ def test_logits_are_those_of_peft_merged_too(case, place, peft, tmp_path):
     np.testing.assert_allclose(logits_of(graphdef, params, peft.ROWS), expected, atol=tolerance)
 
     out, saved = tmp_path / "out", hf.saved_names(built)
-    hf.save_adapter(params, built.cfg.adapter, out, layers=2, base=str(base), saved=saved)
+    hf.save_adapter(params, built.cfg.adapter, out, base=str(base), saved=saved)
     given, found = (load_file(one / "adapter_model.safetensors") for one in (place / case, out))
     if case not in ("pissa", "olora"):  # written as plain adapters
         assert given.keys() == found.keys()
@@ -137,14 +136,14 @@ def test_what_does_not_fit(place, tmp_path, peft):
         ({"trainable_token_indices": {"embed_tokens": [1]}}, r"token_indices does not support embedding in"),
         ({"rank_pattern": {"qproj": 2}}, r"rank_pattern: qproj matches no target module"),
         ({"target_modules": r"([\w.]+)+!"}, r"target_modules: matching takes longer than"),
-        ({"r": 8}, r"lora_A.weight is \[4, .*, but adapter_config.json makes it \[8, "),
+        ({"r": 8}, r"lora_A.weight has shape \[4, .*, but adapter_config.json requires \[8, "),
     ):
         found = changed(**settings)
         given = [found] if "base_model_name_or_path" in settings else [place / "llama3", [f"adapter.hf={found}"]]
         with pytest.raises(UserError, match=message):
             open_model(*given)
     peft.write_directory("llama2", tmp_path / "other")  # more key heads
-    with pytest.raises(UserError, match=r"k_proj\.lora_B\.weight is \[16, 4\], but .* makes it \[32, 4\]"):
+    with pytest.raises(UserError, match=r"k_proj\.lora_B\.weight has shape \[16, 4\], but .* requires \[32, 4\]"):
         open_model(tmp_path / "other", [f"adapter.hf={place / 'lora'}"])
 
 
@@ -160,7 +159,7 @@ def test_a_base_of_the_same_shape_and_other_weights(place, tmp_path, peft):
 
     cfg = beside(place, "lora", data={"source": "tokens", "path": "none", "tokenizer": "bytes"})
     params = initial_state(program(cfg, jax.devices()[:1])).params
-    hf.save_adapter(params, cfg.adapter, tmp_path / "ours", layers=2, base=str(place / "llama3"))
+    hf.save_adapter(params, cfg.adapter, tmp_path / "ours", base=str(place / "llama3"))
     (tmp_path / "theirs").mkdir()
     peft.write_adapter("lora", tmp_path / "theirs")
     for adapter, named in (("ours", "somewhere/else"), ("theirs", str(place / "llama3"))):
@@ -168,6 +167,6 @@ def test_a_base_of_the_same_shape_and_other_weights(place, tmp_path, peft):
         file.write_text(json.dumps({**json.loads(file.read_text()), "base_model_name_or_path": named}))
         check_adapter(tmp_path / adapter, half)
         with pytest.raises(
-            UserError, match=rf"adapter\.hf: .*{adapter} was trained on other weights than those of .*other"
+            UserError, match=rf"adapter\.hf=.*{adapter} was trained on other weights than model\.hf=.*other"
         ):
             open_model(other, [f"adapter.hf={tmp_path / adapter}"])

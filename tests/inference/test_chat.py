@@ -158,9 +158,9 @@ def test_choices_are_scored_by_their_own_tokens(opened, tmp_path: Path) -> None:
     ("line", "message"),
     [
         ("{", "line 1: not a question: invalid JSON"),
-        ('{"prompt": "a", "choices": ["b"], "answer": 0}', "at least two choices"),
-        ('{"prompt": "a", "choices": ["b", ""], "answer": 0}', "a choice is empty or not a string"),
-        ('{"prompt": "a", "choices": ["b", "c"], "answer": "D"}', "answer 'D' is not one of its 2 choices"),
+        ('{"prompt": "a", "choices": ["b"], "answer": 0}', "at least two texts"),
+        ('{"prompt": "a", "choices": ["b", ""], "answer": 0}', "at least two texts"),
+        ('{"prompt": "a", "choices": ["b", "c"], "answer": "D"}', 'answer is "D", not one of the 2 choices'),
         ("", "write one question per line"),
     ],
 )
@@ -174,7 +174,7 @@ def test_questions_that_are_none(tmp_path: Path, line: str, message: str) -> Non
     ("name", "text", "message"),
     [
         ("p.jsonl", "{", "line 1: not a prompt: invalid JSON"),
-        ("p.jsonl", '\n{"prompt": 1}', "line 2: 'prompt' is missing or not a string"),
+        ("p.jsonl", '\n{"prompt": 1}', "line 2: prompt is missing or not a string"),
         ("p.jsonl", '{"prompt": "\\ud800"}', "not valid text"),
         ("p.jsonl", "", "write one prompt per line"),
         ("p", "\n", "write one prompt per line"),
@@ -190,7 +190,7 @@ def test_another_model_s_tokenizer_is_refused(model: Path, tmp_path: Path) -> No
     place = tmp_path / "model"
     shutil.copytree(model, place)
     write_tokenizer("", place)
-    with pytest.raises(UserError, match=r"has 274 tokens, but model\.vocab=257"):
+    with pytest.raises(UserError, match=r"has 274 tokens, more than model\.vocab=257"):
         TextGenerator(place)
 
 

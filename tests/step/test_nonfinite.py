@@ -76,7 +76,7 @@ def test_an_update_that_is_no_number_is_left_out_and_counted():
     assert int(after.step) == 2
 
     progress = Said()
-    telemetry = Telemetry(progress, None, trained.built.spec.gradient_names, max_skipped=1)
+    telemetry = Telemetry(trained.built.cfg.train, trained.built.spec.gradient_names, progress, None)
     for step in (1, 2, 3):
         telemetry.update(step, trained.metrics[0] if step == 1 else metrics)
     assert len(progress.lines) == 1

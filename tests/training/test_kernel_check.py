@@ -57,21 +57,24 @@ def built(attention="auto"):
     return SimpleNamespace(platform="gpu", cfg=named, model=model)
 
 
-def test_a_wrong_kernel_is_replaced_by_the_next():
+def test_a_wrong_kernel_is_replaced_by_the_next(monkeypatch):
     wrong = {"cudnn": "it is off by 1", "mosaic": "it does not compile"}
-    lines = list(checked_attention(built, fails=lambda name, _: wrong.get(name)))
+    monkeypatch.setattr(kernel_check, "failure", lambda name, _: wrong.get(name))
+    lines = list(checked_attention(built))
     assert [("cudnn" in line, "mosaic" in line) for line in lines] == [(True, False), (False, True)]
     assert all(line.startswith("warning: ") for line in lines)
     assert built().model.attention.implementation == "triton"
     assert "it is off by 1" in built().model.attention.why
 
 
-def test_a_failure_in_another_process_counts():
+def test_a_failure_in_another_process_counts(monkeypatch):
     answers = iter([True, False])
-    (line,) = checked_attention(built, agree=lambda _: next(answers), fails=lambda *_: None)
+    monkeypatch.setattr(kernel_check, "failure", lambda *_: None)
+    (line,) = checked_attention(built, agree=lambda _: next(answers))
     assert "another process" in line
 
 
-def test_a_kernel_that_is_named_is_not_replaced():
-    with pytest.raises(UserError, match=r"memory\.attention=cudnn computes wrong results .*: it is off; use auto"):
-        list(checked_attention(lambda: built("cudnn"), fails=lambda *_: "it is off"))
+def test_a_kernel_that_is_named_is_not_replaced(monkeypatch):
+    monkeypatch.setattr(kernel_check, "failure", lambda *_: "it is off")
+    with pytest.raises(UserError, match=r"memory\.attention=cudnn failed its check .*: it is off; use auto"):
+        list(checked_attention(lambda: built("cudnn")))

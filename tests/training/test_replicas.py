@@ -8,7 +8,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxmem.errors import UserError
-from jaxmem.training.replicas import check_replicas, differing_replicas
+from jaxmem.training.replicas import check_replicas
 
 
 def laid(values, *axes):
@@ -27,15 +27,8 @@ def with_one_wrong(x, device):
 def test_one_bit_on_one_device_is_found():
     w = laid(np.random.default_rng(0).normal(size=(8, 6)).astype(np.float32), "fsdp")
     norm = laid(np.ones(6, np.float32))
-    assert list(differing_replicas({"w": w, "norm": norm})) == []
-    assert list(differing_replicas({"w": w, "norm": with_one_wrong(norm, 5)})) == [("norm", "device 5 of process 0", 8)]
-    [(name, devices, copies)] = differing_replicas({"w": with_one_wrong(w, 2), "norm": norm})
-    assert (name, copies) == ("w", 2)  # two copies of each part, of which either may be the wrong one
-    assert devices in ("device 2 of process 0", "device 6 of process 0")
-
-
-def test_a_difference_is_an_error():
-    wrong = {"norm": with_one_wrong(laid(np.ones(6, np.float32)), 5)}
-    check_replicas({"norm": laid(np.ones(6, np.float32))}, 4)
-    with pytest.raises(UserError, match="norm differs between replicas after step 4: device 5 of process 0 differs"):
-        check_replicas(wrong, 4)
+    check_replicas({"w": w, "norm": norm}, 4)
+    with pytest.raises(UserError, match=r"norm differs .* after step 4: device 5 of process 0 .* of 8 copies"):
+        check_replicas({"w": w, "norm": with_one_wrong(norm, 5)}, 4)
+    with pytest.raises(UserError, match=r"w differs .*: device [26] of process 0 .* of 2 copies"):  # either is wrong
+        check_replicas({"w": with_one_wrong(w, 2), "norm": norm}, 4)

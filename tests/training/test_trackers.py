@@ -152,5 +152,5 @@ def test_wandb_goes_on_as_the_same_run(tmp_path: Path, monkeypatch: pytest.Monke
     first, on, anew = (given["id"] for given, _ in runs)
     assert first == on != anew
     assert runs[1][1].told == [("*", "step"), {"step": 5, "loss": 2.5}, "finished"]
-    with pytest.raises(UserError, match="wandb: no API key; WANDB_MODE=offline"):
+    with pytest.raises(UserError, match="wandb: no API key; run `wandb login`, or set WANDB_MODE=offline"):
         trackers_for(config("wandb").model_copy(update={"name": "y"}), tmp_path)

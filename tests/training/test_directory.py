@@ -11,11 +11,11 @@ import sys
 import pytest
 
 from jaxmem.errors import UserError
-from jaxmem.training.lock import run_lock
+from jaxmem.training.directory import run_lock
 
 HOLD = """
 import sys, time
-from jaxmem.training.lock import run_lock
+from jaxmem.training.directory import run_lock
 with run_lock(sys.argv[1], "x"):
     print("held")
     time.sleep(60)
@@ -25,7 +25,7 @@ with run_lock(sys.argv[1], "x"):
 def test_a_second_run_is_refused(tmp_path):
     with run_lock(tmp_path, "x"):
         with pytest.raises(
-            UserError, match=f"x is in use by process {os.getpid()} on .*; wait for it, or set another name"
+            UserError, match=f"x is in use by process {os.getpid()} on .*; wait until it ends, or set another name"
         ):
             run_lock(tmp_path, "x").__enter__()
         with run_lock(tmp_path, "y"):

@@ -1,0 +1,122 @@
+"""The directory of a run: locked, created, and described by files.
+
+The lock allows one run at a time, since two runs would overwrite each other's checkpoints. It is a lock of the
+operating system (flock) on `output/.NAME.lock`, which is released when the process ends in any way; a lock file that a
+library creates and removes would remain after a killed run. Process 0 has the lock. On a shared file system it applies
+to all hosts if the file system supports this; a file system without locks is reported.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import json
+import os
+import socket
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import jax
+from etils import epath
+
+from jaxmem.checkpoint.paths import move_aside
+from jaxmem.config import Config, Decoder, save_config
+from jaxmem.distributed.agree import any_process, gather
+from jaxmem.errors import UserError
+
+if TYPE_CHECKING:
+    from jaxmem.planning import Plan
+
+PATIENCE = 60  # seconds until a directory that one host made must be visible to the others
+UNSUPPORTED = (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EINVAL)  # errors of file systems without locks
+
+
+@contextmanager
+def run_lock(output: str | Path, name: str) -> Iterator[str | None]:
+    """A context that locks `output/name` for this run. Yields a warning if the file system has no locks."""
+    lock, refusal, warning = None, None, None
+    path = Path(output, f".{name}.lock")
+    if jax.process_index() == 0:
+        try:
+            lock = _acquire(path)
+        except BlockingIOError:
+            holder = "another run"
+            with suppress(OSError, ValueError, TypeError, KeyError):  # the other run has just started or ended
+                holder = "process {process} on {host}".format(**json.loads(path.read_text()))
+            refusal = f"{Path(output, name)} is in use by {holder}; wait until it ends, or set another name"
+        except OSError as error:
+            if error.errno not in UNSUPPORTED:
+                refusal = f"output: cannot write {path}: {error.strerror}; set output to another directory"
+            warning = f"warning: {path.parent} does not support file locks: a second run of {name} is not prevented"
+    try:
+        if refusal := gather(refusal)[0]:
+            raise UserError(refusal)
+        yield warning
+    finally:
+        if lock is not None:
+            path.unlink(missing_ok=True)  # before it is released, so that no other process acquires it in between
+            os.close(lock)
+
+
+def _acquire(path: Path) -> int:
+    """The file descriptor of the lock."""
+    with suppress(FileExistsError):  # a parent that is a file is reported by open
+        path.parent.mkdir(parents=True)
+    while True:
+        file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            with suppress(FileNotFoundError):
+                if os.path.samestat(path.stat(), os.fstat(file)):
+                    os.ftruncate(file, 0)
+                    os.pwrite(file, json.dumps({"process": os.getpid(), "host": socket.gethostname()}).encode(), 0)
+                    return file
+        except BaseException:
+            os.close(file)
+            raise
+        os.close(file)  # the process that had it removed it meanwhile
+
+
+@contextmanager
+def run_directory(cfg: Config, directory: Path, path: epath.Path) -> Iterator[Callable[[], None]]:
+    """A context with the directories of a run and of its checkpoints, which all processes must see. New directories are
+    removed if the run fails before it calls the function that this yields."""
+    if cfg.checkpoint.resume == "never":
+        move_aside(directory)
+        move_aside(path)
+    new = [one for one in (epath.Path(directory), path) if not one.exists()]
+    try:
+        if jax.process_index() == 0:
+            path.mkdir(parents=True, exist_ok=True)
+        gather(None)  # process 0 has created it
+        end = time.monotonic() + PATIENCE
+        while blind := [process for process, sees in enumerate(gather(path.is_dir())) if not sees]:
+            if any_process(time.monotonic() > end):
+                raise UserError(
+                    f"process {', '.join(map(str, blind))} does not see {path}, which process 0 created; "
+                    "set output or checkpoint.path to a directory that all hosts share"
+                )
+            time.sleep(1)  # until a network file system shows it
+        yield new.clear
+    except BaseException:
+        for one in new if jax.process_index() == 0 else ():
+            one.rmtree(missing_ok=True)
+        raise
+
+
+def write_description(plan: Plan, directory: Path) -> None:
+    """Writes the config, the plan, and the settings and tokenizer of `model.hf`, so that the run can be used without
+    that directory."""
+    from jaxmem.inference.load import HF_FOLDER
+
+    cfg = plan.program.cfg
+    save_config(cfg, directory / "config.yaml")
+    (directory / "plan.json").write_text(json.dumps(plan.as_json(), indent=2) + "\n")
+    (directory / "memory.json").write_text(json.dumps(plan.history) + "\n")
+    if isinstance(cfg.model, Decoder) and cfg.model.hf is not None and not (directory / HF_FOLDER).exists():
+        from jaxmem import hf
+
+        hf.copy_metadata(cfg.model.hf, directory / HF_FOLDER)
