@@ -185,7 +185,7 @@ def tensors(change: Callable[[dict[str, np.ndarray]], None]) -> Callable[[Path],
             "layers.1.mlp.up_proj.weight contains",
         ),
         (tensors(lambda t: t["model.norm.weight"].fill(np.inf)), "model.norm.weight contains NaN or infinite values"),
-        (config(vocab_size=None), "vocab_size: must be a whole number of at least 1 and at most 2147483648, not null"),
+        (config(vocab_size=None), "vocab_size: must be a whole number .*, not null"),
         (lambda place: (place / "config.json").write_text("{"), "invalid JSON"),
         (lambda place: (place / "config.json").unlink(), "contains no config.json"),
         (shutil.rmtree, "no such directory"),
@@ -211,7 +211,7 @@ def test_layers_of_two_kinds_are_refused(tmp_path: Path, directories: Path) -> N
     place = tmp_path / "model"
     shutil.copytree(directories / "qwen2-window", place)
     config(max_window_layers=1)(place)
-    with pytest.raises(UserError, match="layer_types: full_attention, sliding_attention are not supported"):
+    with pytest.raises(UserError, match="layer_types: full_attention, sliding_attention is not supported"):
         hf.load(place)
 
 
