@@ -9,12 +9,15 @@ from jaxmem.errors import UserError
 from jaxmem.kernels.choice import Choice
 from jaxmem.kernels.fused_attention.context import METHODS, kv_repeats, traffic
 from jaxmem.kernels.fused_attention.shapes import pairs
-from jaxmem.kernels.fused_attention.support import ORDER, Request, choose, refusal
+from jaxmem.kernels.fused_attention.support import Request, choose, refusal
 from jaxmem.quant.precision import compute_dtype
 
-# Rates of an H100, to compare methods: FLOP/s of fused kernels and of plain JAX, bytes/s of its memory, of NVLink
-# within a host, and of a 400 Gb/s network. On other GPUs their ratios are similar.
-_FUSED, _PLAIN, _MEMORY, _NVLINK, _NETWORK = 6e14, 5e13, 3.3e12, 4.5e11, 5e10
+# Rates of an H100, to compare methods; on other GPUs their ratios are similar. FLOP/s of kernels: cuDNN, and Triton as
+# FlashAttention-2, from arXiv:2407.08608; Pallas from the jax repository. Bytes/s of memory, of NVLink within a host,
+# and of a 400 Gb/s network.
+_KERNELS = {"cudnn": 5.3e14, "mosaic": 4.5e14, "triton": 3.3e14}
+_PLAIN, _MEMORY, _NVLINK, _NETWORK = 5e13, 3.3e12, 4.5e11, 5e10
+_CLOSE = 1.05  # times the least time: the first of METHODS, with the fewest temporary arrays, is chosen
 _HOST = 8  # GPUs of a host
 
 
@@ -50,13 +53,12 @@ def attention_choice(cfg: Config, platform: str, capability: int | None, device:
             found[method] = _seconds(cfg, call, method, one.implementation), one
     if not found:
         raise refused[0]
-    best = min(found, key=lambda method: found[method][0])
-    least, one = found.pop(best)
-    others = ", ".join(f"{method} +{other / least - 1:.0%}" for method, (other, _) in found.items())
-    chosen = f"least time by estimate ({others})" if others else "mesh.context_method"
-    if cfg.mesh.context_method == "auto" and not others:
-        chosen = "the only method that supports it"
-    return AttentionChoice(**(vars(one) | {"why": f"{best} over context: {chosen}; {one.why}", "context_method": best}))
+    least = min(seconds for seconds, _ in found.values())
+    best = next(method for method, (seconds, _) in found.items() if seconds <= _CLOSE * least)
+    time, one = found.pop(best)
+    others = ", ".join(f"{method} {other / time - 1:+.0%}" for method, (other, _) in found.items())
+    why = f"{best} over context{f', estimated time of others: {others}' if others else ''}; {one.why}"
+    return AttentionChoice(**(vars(one) | {"why": why, "context_method": best}))
 
 
 def resolved(cfg: Config, platform: str, capability: int | None, device: str) -> Config:
@@ -131,7 +133,7 @@ def _seconds(cfg: Config, call: Request, method: str, implementation: str) -> fl
     assert isinstance(model, Decoder)
     numbers = call.batch * call.heads * call.dim
     visible = pairs(call.queries, call.keys, causal=True, window=model.window)
-    compute = 14 * numbers * visible / devices / (_FUSED if implementation in ORDER else _PLAIN)
+    compute = 14 * numbers * visible / devices / _KERNELS.get(implementation, _PLAIN)
     link = _NVLINK if devices * cfg.mesh.tensor <= _HOST else _NETWORK
     width = 4 if call.dtype == "float32" else 2
     sent = call.batch * sum(context_traffic(cfg, method)) * width / link

@@ -162,7 +162,7 @@ def _halo(kernel: Any, axis: str, options: Options, q: Any, k: Any, v: Any, ids:
 
 
 METHODS = {
-    "ring": (ring.forward, ring.backward),
     "ulysses": (_ulysses, _ulysses_backward),
+    "ring": (ring.forward, ring.backward),
     "all_gather": (ring.all_gather_forward, ring.all_gather_backward),
 }
