@@ -1,16 +1,20 @@
 """Numbers with units, as text."""
 
+_BYTES = ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB"), (1, "B"))
+
+
+def byte_unit(size: float) -> tuple[int, str]:
+    """The unit in which to write a number of bytes, and its name."""
+    return next((unit for unit in _BYTES if abs(size) >= unit[0]), _BYTES[-1])
+
 
 def format_bytes(size: float) -> str:
     """
-    >>> format_bytes(1536), format_bytes(3 * 2**30)
-    ('1.5 KiB', '3.0 GiB')
+    >>> format_bytes(1536), format_bytes(3 * 2**30), format_bytes(0)
+    ('1.5 KiB', '3.0 GiB', '0 B')
     """
-    for unit in ("B", "KiB", "MiB"):
-        if abs(size) < 1024:
-            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
-        size /= 1024
-    return f"{size:.1f} GiB"
+    unit, name = byte_unit(size)
+    return f"{size / unit:.{1 if unit > 1 else 0}f} {name}"
 
 
 def format_seconds(seconds: float) -> str:

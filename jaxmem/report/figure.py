@@ -9,8 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from jaxmem.errors import UserError
-from jaxmem.machine.gpus import GIB
-from jaxmem.planning.units import format_bytes, format_seconds
+from jaxmem.planning.units import byte_unit, format_bytes, format_seconds
 from jaxmem.report.charts import COLOURS, SHADES
 
 if TYPE_CHECKING:
@@ -40,7 +39,7 @@ def draw(plan: Mapping[str, Any], memory: Mapping[str, Any], path: str | Path) -
     """Draws memory over a step, with its peak and the largest buffers there. `plan` and `memory`: the contents of
     plan.json and memory.json."""
     with figure(path, 10, 7) as drawn:
-        unit, name = (GIB, "GiB") if sum(memory["peak"][1:]) >= GIB else (2**20, "MiB")
+        unit, name = byte_unit(sum(memory["peak"][1:]))
         seconds = memory["seconds"]
         scale = seconds or 100.0
         axes, strip, words = drawn.subplots(3, height_ratios=(3, 0.12, 1.3))

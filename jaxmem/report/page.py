@@ -11,13 +11,11 @@ from typing import Any
 from jinja2 import Environment, StrictUndefined
 
 from jaxmem import __version__
-from jaxmem.machine.gpus import GIB
 from jaxmem.planning.breakdown import LABELS, PARTS
-from jaxmem.planning.units import format_bytes, format_seconds
+from jaxmem.planning.units import byte_unit, format_bytes, format_seconds
 from jaxmem.report.charts import COLOURS, SHADES, Chart, Readout, polyline, stacked, thinned, ticks
 
 FAR = 1.6  # times the peak: a higher limit is not drawn
-UNITS = ((GIB, "GiB"), (2**20, "MiB"), (2**10, "KiB"), (1, "B"))
 CURVES = {
     "loss": "loss", "held_out_loss": "held-out loss", "learning_rate": "learning rate",
     "tokens_per_second": "tokens per second",
@@ -100,7 +98,7 @@ def _step(plan: Json, memory: Json, time: Callable[[float], str]) -> dict[str, A
         return Readout(begin, at, [when, format_bytes(sum(column[1:])), *map(format_bytes, sizes)])
 
     ends = [*(column[0] for column in columns[1:]), 1.0]
-    unit, name = next((size, name) for size, name in UNITS if top >= size)
+    unit, name = byte_unit(top)
     chart = Chart(
         label=f"Memory of one device over a step, {format_bytes(sum(peak))} at its peak; arrow keys move the cursor",
         areas=stacked(

@@ -64,6 +64,10 @@ class Candidate:
     def description(self) -> str:
         return shlex.join(self.overrides) or "no change"
 
+    def as_json(self, *, fits: bool) -> dict[str, Any]:
+        size = int(self.total)
+        return {"config": dict(self.changes), "total": size, "estimated_step_seconds": self.seconds, "fits": fits}
+
     @property
     def is_open(self) -> bool:
         return self.cost is None and self.refused is None

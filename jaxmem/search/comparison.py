@@ -105,14 +105,8 @@ class Comparison:
         found = {"name": one.name, "summary": one.method.summary, "mathematics": one.method.mathematics}
         if one.candidate is None:
             return found | {"fits": False, "error": one.error}
-        return found | {
-            "fits": one.fits,
-            "compiled": one.candidate.cost is not None,
-            "total": int(one.candidate.total),
-            "estimated_step_seconds": one.candidate.seconds,
-            "config": dict(one.candidate.changes),
-            "command": self.plan_command(one),
-        }
+        found |= {"compiled": one.candidate.cost is not None, "command": self.plan_command(one)}
+        return found | one.candidate.as_json(fits=one.fits)
 
     def write(self, path: str | Path) -> None:
         """The config of the first method that fits, for `train`."""

@@ -84,14 +84,7 @@ class Largest:
 
     def as_json(self) -> dict[str, Any]:
         points = {
-            one.value: {
-                "value": one.value,
-                "config": dict(one.candidate.changes),
-                "total": one.total,
-                "fits": one.fits,
-                "estimated_step_seconds": one.seconds,
-                "rate": one.rate,
-            }
+            one.value: {"value": one.value, "rate": one.rate} | one.candidate.as_json(fits=one.fits)
             for one in self.points
         }
         return {

@@ -110,14 +110,8 @@ class Fit:
         }
 
     def _json(self, one: Candidate) -> dict[str, Any]:
-        return {
-            "config": dict(one.changes),
-            "total": int(one.total),
-            "estimated_step_seconds": one.seconds,
-            "fits": self.trials.fits(one),
-            "compiled": one.cost is not None,
-            "why": self.reason(one),
-        }
+        about = {"compiled": one.cost is not None, "why": self.reason(one)}
+        return one.as_json(fits=self.trials.fits(one)) | about
 
     def table(self) -> Any:
         """A table for a terminal of 40 columns or more."""
