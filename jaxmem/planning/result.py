@@ -225,8 +225,8 @@ class Plan:
                     "devices": one.message.group,
                     "made_by": one.instruction.op_name,
                     "executed": one.executed,
-                    "wire_bytes": one.wire_bytes,
-                    "exposed_bytes": one.exposed_bytes,
+                    "wire_bytes": one.traffic.wire_bytes,
+                    "exposed_bytes": one.traffic.exposed_bytes,
                     "kernels_beside": one.kernels,
                 }
                 for one in timeline.collectives

@@ -10,7 +10,7 @@ from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from fractions import Fraction
-from typing import NamedTuple, Self
+from typing import NamedTuple
 
 from jaxmem.machine.gpus import Gpu
 from jaxmem.planning.communication import COLLECTIVES, Transfer, collective, host_copy
@@ -23,6 +23,21 @@ _FREE = {
 }  # fmt: skip
 
 
+class Traffic(NamedTuple):
+    """Sums over all executions of transmissions."""
+
+    executed: float  # number of executions; a mean, if they are not in every run
+    wire_bytes: int
+    exposed_bytes: int
+    seconds: float
+    exposed_seconds: float
+
+    @property
+    def exposed_share(self) -> float:
+        """The share of the seconds for which the program waits."""
+        return self.exposed_seconds / self.seconds if self.seconds else 0.0
+
+
 @dataclass
 class Transmission:
     """A transfer in the schedule, and the seconds at which it begins and ends on its link."""
@@ -33,48 +48,19 @@ class Transmission:
     begins: float = 0.0
     ends: float = 0.0
     kernels: int = 0  # number of kernels and loops between its start and its done
-    exposed: float = 0.0  # seconds of one execution
+    exposed: float = 0.0  # seconds of one execution for which the program waits
 
     @property
-    def exposed_share(self) -> float:
-        """The share of its seconds for which the program waits; 1 if the speed of the device is unknown."""
-        return self.exposed / (self.ends - self.begins) if self.ends > self.begins else 1.0
-
-    @property
-    def wire_bytes(self) -> int:
-        return round(self.executed * self.message.wire_bytes)
-
-    @property
-    def exposed_bytes(self) -> int:
-        return round(self.executed * self.message.wire_bytes * self.exposed_share)
-
-    @property
-    def seconds(self) -> float:
-        return self.executed * (self.ends - self.begins)
-
-    @property
-    def exposed_seconds(self) -> float:
-        return self.executed * self.exposed
+    def traffic(self) -> Traffic:
+        seconds, sent = self.ends - self.begins, self.executed * self.message.wire_bytes
+        exposed_share = self.exposed / seconds if seconds else 1.0  # the speed of the device may be unknown
+        exposed = round(sent * exposed_share)
+        return Traffic(self.executed, round(sent), exposed, self.executed * seconds, self.executed * self.exposed)
 
 
-class Traffic(NamedTuple):
-    """Sums over transmissions."""
-
-    executed: float  # number of executions; a mean, if they are not in every run
-    wire_bytes: int
-    exposed_bytes: int
-    seconds: float
-    exposed_seconds: float
-
-    @classmethod
-    def of(cls, transmissions: Iterable[Transmission]) -> Self:
-        found = list(transmissions)
-        return cls(*(sum(getattr(one, name) for one in found) for name in cls._fields))
-
-    @property
-    def exposed_share(self) -> float:
-        """The share of the seconds for which the program waits."""
-        return self.exposed_seconds / self.seconds if self.seconds else 0.0
+def traffic_of(transmissions: Iterable[Transmission]) -> Traffic:
+    found = [one.traffic for one in transmissions]
+    return Traffic(*map(sum, zip(*found, strict=True))) if found else Traffic(0, 0, 0, 0.0, 0.0)
 
 
 @dataclass
@@ -97,18 +83,18 @@ class Timeline:
     @property
     def network(self) -> Traffic:
         """All collectives."""
-        return Traffic.of(self.collectives)
+        return traffic_of(self.collectives)
 
     @property
     def host_copies(self) -> Traffic:
         """All copies between the device and host memory."""
-        return Traffic.of(one for one in self.transmissions if one.message.kind not in COLLECTIVES)
+        return traffic_of(one for one in self.transmissions if one.message.kind not in COLLECTIVES)
 
     @property
     def traffic(self) -> dict[str, Traffic]:
         """The transmissions of each kind: collectives, and copies by direction."""
         kinds = sorted({one.message.kind for one in self.transmissions})
-        return {kind: Traffic.of(one for one in self.transmissions if one.message.kind == kind) for kind in kinds}
+        return {kind: traffic_of(one for one in self.transmissions if one.message.kind == kind) for kind in kinds}
 
     @property
     def roofline(self) -> float:

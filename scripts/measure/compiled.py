@@ -77,7 +77,6 @@ LAYOUTS = {
 def layout(step: Step) -> Row:
     found = step.compiled()
     time = found.timeline
-    sent, exposed = (sum(getattr(one, size) for one in time.collectives) for size in ("wire_bytes", "exposed_bytes"))
     try:
         theory = gib(volume(found.program).total)
     except UserError:
@@ -85,9 +84,9 @@ def layout(step: Step) -> Row:
     return {
         "overrides": f"`{step.overrides}`",
         "GiB per device": gib(found.compiled_step.total),
-        "sent, GiB": gib(sent),
+        "sent, GiB": gib(time.network.wire_bytes),
         "theory, GiB": theory,
-        "exposed, GiB": gib(exposed),
+        "exposed, GiB": gib(time.network.exposed_bytes),
         "of time, %": 100 * time.network.exposed_share,
         "step, s": time.seconds,
     }

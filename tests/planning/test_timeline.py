@@ -74,7 +74,7 @@ def test_what_is_waited_for_is_the_message_that_has_the_link() -> None:
         ("one", "all-gather-done", ["first"]),
     )
     found = timeline(module, H100, 8, 8)
-    assert [one.exposed_share for one in found.collectives] == [1.0, 1.0]
+    assert [one.traffic.exposed_share for one in found.collectives] == [1.0, 1.0]
 
 
 def test_an_enough_hidden_message_costs_nothing() -> None:

@@ -93,8 +93,9 @@ def test_sums_of_gradients_are_reduced_layer_by_layer_in_the_last_backward_pass(
     _, step = compiled(name, mlp=MATRIX // MODEL["embed"])
     gradients = [one for one in sent_by(step).collectives if one.message.kind == "all-reduce"]
     in_layers = [one for one in gradients if one.executed == MODEL["layers"]]
-    assert sum(one.wire_bytes for one in in_layers) > 0.8 * sum(one.wire_bytes for one in gradients)
-    large = [one for one in in_layers if one.wire_bytes > 0.1 * sum(one.wire_bytes for one in in_layers)]
+    assert sum(one.traffic.wire_bytes for one in in_layers) > 0.8 * sum(one.traffic.wire_bytes for one in gradients)
+    sizes = [one.traffic.wire_bytes for one in in_layers]
+    large = [one for one, size in zip(in_layers, sizes, strict=True) if size > 0.1 * sum(sizes)]
     assert len(large) == 3  # of the three matrices of an MLP
     assert all(one.kernels for one in large)
 
