@@ -157,7 +157,7 @@ def _saved(traced: Any, outs: int, model: Any, tensor: int) -> dict[Any, float]:
     for out in traced.outvars[:outs]:
         if isinstance(out, Literal) or out not in made_by:
             continue
-        eqn, size = made_by[out], _bytes(out.aval)
+        eqn, size = made_by[out], float(_bytes(out.aval))
         if isinstance(model, Decoder):
             if eqn.primitive.name != "scan" or _leaves_layers(out, eqn):
                 continue

@@ -6,6 +6,7 @@ methods are estimated first; then configs of each method that may fit are compil
 
 from __future__ import annotations
 
+import functools
 import shlex
 import time
 from collections.abc import Callable, Mapping
@@ -15,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxmem.config import Config
-from jaxmem.config.methods import METHODS, Method, RunSource
+from jaxmem.config.methods import METHODS, RunSource
 from jaxmem.errors import one_line
 from jaxmem.machine.gpus import GIB
 from jaxmem.planning import Target, format_bytes, resolve_remat
@@ -38,10 +39,6 @@ class MethodResult:
     candidate: Candidate | None  # None: the method does not support this config
     fits: bool = False
     error: str = ""
-
-    @property
-    def method(self) -> Method:
-        return METHODS[self.name]
 
     @classmethod
     def of(cls, name: str, trials: Trials) -> MethodResult:
@@ -102,7 +99,8 @@ class Comparison:
         }
 
     def _json(self, one: MethodResult) -> dict[str, Any]:
-        found = {"name": one.name, "summary": one.method.summary, "mathematics": one.method.mathematics}
+        method = METHODS[one.name]
+        found: dict[str, Any] = {"name": one.name, "summary": method.summary, "mathematics": method.mathematics}
         if one.candidate is None:
             return found | {"fits": False, "error": one.error}
         found |= {"compiled": one.candidate.cost is not None, "command": self.plan_command(one)}
@@ -136,7 +134,8 @@ class Comparison:
             cells = f"{about}{one.candidate.total / GIB:.1f}", about + format_seconds(one.candidate.seconds)
             table.add_row(one.name, *cells, "yes" if one.fits else "no", style="green" if one.fits else "")
             if one.fits:
-                details.append(Text.assemble((one.name, "bold"), f": {one.method.summary}; {one.method.mathematics}"))
+                method = METHODS[one.name]
+                details.append(Text.assemble((one.name, "bold"), f": {method.summary}; {method.mathematics}"))
                 details.append(Text(f"  {self.plan_command(one)}"))
         notes = [f"~ estimated; the others are compiled. The comparison took {self.seconds:.0f} s"]
         if not self.best:
@@ -170,9 +169,8 @@ def compare(
             cfg, _ = resolve_remat(config(method=name), target, compilers.reserve_gib, compiles=False)
             if cfg == current:
                 continue
-            searched[name] = one = Search(
-                cfg, MEMORY_KNOBS, compilers, lambda line, name=name: progress(f"{name}: {line}")
-            )
+            one = Search(cfg, MEMORY_KNOBS, compilers, functools.partial(_report, progress, name))
+            searched[name] = one
             progress(str(MethodResult.of(name, one.trials)))
         except Exception as error:  # noqa: BLE001 - a method that fails must not end the comparison
             searched[name] = one_line(error)
@@ -187,3 +185,7 @@ def compare(
     ]
     limit = searches[0].trials.limit if searches else 0
     return Comparison(current or config(), target, limit, tuple(results), command, time.perf_counter() - start)
+
+
+def _report(progress: Progress, name: str, line: str) -> None:
+    progress(f"{name}: {line}")

@@ -93,6 +93,7 @@ class CompilerPool:
 
     def _answer(self, question: str, cfg: Config) -> dict[str, Any]:
         key = cache.config_key(question, cfg, self.target, self.reserve_gib)
+        answer: dict[str, Any] | None
         if self.target.here:
             answer = worker.answer(question, cfg, self.target, self.reserve_gib)
         elif (answer := cache.read(key)) is None:

@@ -143,7 +143,8 @@ def backward(
         return compile_all(lowered, {}, here=aim.is_here, code=aim.is_here)[0]
 
     frozen = compiled(1)
-    paced = timeline(frozen.module, aim.gpu or CPU, 1, 1)
+    timed = timeline(frozen.module, aim.gpu or CPU, 1, 1)
+    copies = timed.host_copies
     return {
         "policy": policy,
         "layers": layers,
@@ -151,8 +152,8 @@ def backward(
         "temporaries": frozen.sizes["temporaries"],
         "host": frozen.host_total,
         "flops": total_flops((compiled((0, 1)) if trained else frozen).module),
-        "hidden": paced.overlapped_host_share,
-        "seconds": paced.seconds,
+        "hidden": 1.0 - copies.exposed_share if copies.seconds else None,
+        "seconds": timed.seconds,
         "measured": _seconds(frozen.executable, arguments) if aim.is_here else None,
     }
 
