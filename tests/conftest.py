@@ -27,6 +27,7 @@ if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
     cache = tempfile.TemporaryDirectory(prefix="jaxmem-tests-")
     atexit.register(cache.cleanup)
     os.environ["JAX_COMPILATION_CACHE_DIR"] = os.environ["XDG_CACHE_HOME"] = cache.name
+os.environ["HF_HUB_OFFLINE"] = "1"  # a name that is not a directory asks no server
 os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
 os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "0"
 

@@ -15,6 +15,7 @@ from pydantic import ValidationError
 
 from jaxmem.config.check import check
 from jaxmem.config.explain import explain
+from jaxmem.config.hub import local_directory
 from jaxmem.config.hugging_face import decoder_fields
 from jaxmem.config.networks import Decoder
 from jaxmem.config.peft import adapter_fields
@@ -193,6 +194,11 @@ def _expand(raw: dict[str, Any]) -> None:
         if not isinstance(preset, str) or preset not in PRESETS:
             raise UserError(f"model.preset={as_yaml(preset)} is unknown{nearest(preset, PRESETS)}")
         raw["model"] = _merge(PRESETS[preset], model)
+    for section in ("model", "adapter"):
+        own = raw.get(section)
+        if isinstance(own, dict) and isinstance(own.get("hf"), str):
+            raw[section] = {**own, "hf": local_directory(own["hf"], f"{section}.hf")}
+    model = raw["model"]
     if model["family"] == "decoder" and isinstance(model.get("hf"), str):
         _expand_hf(raw, model["hf"])
     adapter = raw.get("adapter")

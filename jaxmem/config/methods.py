@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypedDict
 
+from jaxmem.config.hub import is_id
 from jaxmem.config.load import config_of, read_config
 from jaxmem.config.optimizers import Optimizer
 from jaxmem.config.presets import PRESETS
@@ -88,11 +89,12 @@ RunSource = Config | Mapping[str, Any] | str | os.PathLike[str]
 
 
 def is_model(source: RunSource) -> bool:
-    """Whether a source is the name of a preset or of a Hugging Face directory, not a config."""
+    """Whether a source is a preset, a Hugging Face directory or an id of the hub, not a config."""
     if not isinstance(source, str | os.PathLike):
         return False
     path = Path(source)
-    return (path / "config.json").is_file() or (str(source) in PRESETS and not path.exists())
+    is_preset = str(source) in PRESETS and not path.exists()
+    return (path / "config.json").is_file() or is_preset or is_id(str(source))
 
 
 def run_config(

@@ -43,7 +43,9 @@ class Decoder(Family):
     activations = (*_ATTENTION, "mlp_gate", "mlp_up", "mlp_hidden", "mlp_out")
     family: Literal["decoder"] = setting("decoder", "kind of network; may be left out")
     preset: str | None = setting(None, "a published shape, with random weights; sets the fields below that are not set")
-    hf: str | None = setting(None, "a Hugging Face directory; sets the weights, and the fields below that are not set")
+    hf: str | None = setting(
+        None, "a Hugging Face directory, or org/name of the hub; sets the weights, and the fields that are not set"
+    )
     vocab: Count = setting(..., "entries of the vocabulary")
     layers: Count = setting(..., "number of layers")
     embed: Count = setting(..., "width of the residual stream")

@@ -61,7 +61,7 @@ class Data(Source):
     buckets: Annotated[tuple[Count, ...], Field(strict=False)] = setting(
         (), "shorter lengths of unpacked rows; a batch has the shortest length that fits all of its records"
     )
-    tokenizer: str = setting("bytes", "bytes, or the path of a tokenizer.json or its directory")
+    tokenizer: str = setting("bytes", "bytes, the path of a tokenizer.json or its directory, or org/name of the hub")
     epochs: Count | None = setting(None, "largest number of passes over the data; the run may end before train.steps")
     chat_template: str | None = setting(None, "a Jinja file; null: the template of the tokenizer")
     on_overlong: Literal["cut", "drop"] = setting("cut", "what to do with a record longer than sequence_length")

@@ -18,6 +18,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from jaxmem.config.hf_values import read_json
+from jaxmem.config.hub import local_directory
 from jaxmem.errors import UserError
 
 # The names of the token that ends a document, most specific first.
@@ -101,7 +102,7 @@ class FileTokenizer:
     """A tokenizer.json of Hugging Face."""
 
     def __init__(self, path: str) -> None:
-        file = Path(path).expanduser()
+        file = Path(local_directory(path, "data.tokenizer")).expanduser()
         file = file / "tokenizer.json" if file.is_dir() else file
         try:
             self._content = file.read_bytes()

@@ -20,6 +20,7 @@ import ml_dtypes
 import numpy as np
 
 from jaxmem.config.hf_values import read_json
+from jaxmem.config.hub import fetch_weights
 from jaxmem.errors import UserError, few
 
 SHARD = 5 << 30  # bytes of values in a written file
@@ -117,7 +118,7 @@ def open_file(file: Path) -> Any:
         raise UserError(f"{file}: damaged, truncated or not a safetensors file: {error}; copy it again") from error
 
 
-def _files(directory: Path, single: str | None = None) -> list[Path]:
+def _files(directory: Path, single: str | None = None, *, is_fetched: bool = False) -> list[Path]:
     if not directory.is_dir():
         raise UserError(f"{directory}: does not exist; use a directory with config.json and *.safetensors")
     if single is None and (directory / INDEX).is_file():
@@ -129,6 +130,8 @@ def _files(directory: Path, single: str | None = None) -> list[Path]:
             raise UserError(
                 f"{directory / INDEX}: {few(outside)} is not the name of a file in this directory; copy the index again"
             )
+        if not is_fetched and not all((directory / name).is_file() for name in files):
+            fetch_weights(directory)
         if absent := [name for name in files if not (directory / name).is_file()]:
             raise UserError(
                 f"{directory / INDEX}: points to missing files: {few(absent)}; copy them into the directory"
@@ -136,6 +139,9 @@ def _files(directory: Path, single: str | None = None) -> list[Path]:
         return [directory / name for name in files]
     if (directory / (single or SINGLE)).is_file():
         return [directory / (single or SINGLE)]
+    if not is_fetched:  # in the cache of the hub
+        fetch_weights(directory)
+        return _files(directory, single, is_fetched=True)
     names = sorted(file.name for file in directory.iterdir())
     if single is None and (several := [name for name in names if name.endswith(".safetensors")]):
         raise UserError(

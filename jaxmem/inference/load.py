@@ -18,6 +18,7 @@ from jaxmem.checkpoint import Checkpoints
 from jaxmem.checkpoint.paths import checkpoint_directory
 from jaxmem.checkpoint.saved_state import SavedState
 from jaxmem.config import LOW_RANK, Config, Decoder, Mesh, load_config
+from jaxmem.config.hub import local_directory
 from jaxmem.config.mesh import MESH_AXES
 from jaxmem.config.peft import base_of, is_adapter, is_prompt
 from jaxmem.data import tokenizer_for
@@ -46,8 +47,8 @@ def is_run(directory: str | Path) -> bool:
 
 
 def model_config(directory: str | Path, overrides: Sequence[str] = ()) -> Config:
-    """The config of a run, or one with which a Hugging Face directory can be opened."""
-    directory = Path(directory)
+    """The config of a run, or one with which a Hugging Face directory or a model of the hub can be opened."""
+    directory = Path(local_directory(str(directory), "model"))
     if is_run(directory):
         cfg = load_config(directory / "config.yaml", overrides)
         own = directory / HF_FOLDER

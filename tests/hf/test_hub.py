@@ -1,0 +1,82 @@
+"""Models of the hub by their id, from a local server that speaks its protocol, and from the cache without it."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from jaxmem.config import load_config
+from jaxmem.config.hub import is_id, local_directory
+from jaxmem.config.methods import is_model
+from jaxmem.errors import UserError
+from tests.hf.hub_server import COMMIT, serving
+
+# Loads each config, then the weights of the first; prints the directory or the error of each, and a sum of weights.
+PROGRAM = """
+import json, sys
+from jaxmem.config import load_config
+from jaxmem.config.methods import is_model
+from jaxmem.errors import UserError
+
+found = []
+for name in sys.argv[1:]:
+    try:
+        found.append(load_config({"name": "x", "model": {"hf": name}, "train": {"steps": 1}}).model.hf)
+    except UserError as error:
+        found.append(str(error))
+        continue
+    assert is_model(name)
+try:
+    from jaxmem.hf.tensors import Tensors
+
+    with Tensors(found[0]) as tensors:
+        found.append(min(tensors.entries))
+except UserError as error:
+    found.append(str(error))
+print(json.dumps(found))
+"""
+
+
+def answers(environment: dict[str, str], *names: str) -> list[str]:
+    own = {**os.environ, "HF_HUB_OFFLINE": "0", **environment}
+    done = subprocess.run([sys.executable, "-c", PROGRAM, *names], env=own, capture_output=True, text=True, check=True)
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def test_from_the_hub_then_from_the_cache(tmp_path: Path, compare) -> None:
+    for name in ("tiny", "no-weights"):
+        compare.write_directory("llama3", tmp_path / "hub/org" / name)
+    weights = tmp_path / "hub/org/no-weights/model.safetensors"
+    weights.rename(weights.with_suffix(".pth"))
+    with serving(tmp_path / "hub") as (endpoint, seen):
+        environment = {"HF_ENDPOINT": endpoint, "HF_HOME": str(tmp_path / "home")}
+        bare = answers(environment, "org/no-weights", "org/tiny@absent", "org/absent", "gated/model")
+        assert not any("pth" in line for line in seen)
+        before = len(seen)
+        directory, _, tensor = answers(environment, f"org/tiny@{COMMIT}", "org/tiny")
+        fetched = [line for line in seen[before:] if line.startswith("GET") and "/resolve/" in line]
+    assert directory == bare[0].replace("no-weights", "tiny")
+    assert Path(directory).name == COMMIT
+    assert tensor == "lm_head.weight"
+    assert [line.rpartition("/")[2] for line in fetched] == ["config.json", "model.safetensors"]
+    assert ["no revision absent" in bare[1], "HF_TOKEN" in bare[2], "permission" in bare[3]] == [True] * 3
+    assert "contains no *.safetensors" in bare[4]
+    without, absent, again = answers(environment, "org/tiny", "org/absent")  # the server is gone
+    assert (without, again) == (directory, tensor)
+    assert str(tmp_path / "home") in absent
+    assert "copy" in absent
+
+
+def test_what_is_an_id(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("configs").mkdir()
+    ids = ["org/name", "org/na.me-2@main"]
+    paths = ["name", "configs/name", "./org/name", "/org/name", "org/name/more", "org/name.yaml", "~/name"]
+    assert [name for name in ids + paths if is_id(name)] == ids
+    assert [local_directory(name, "model.hf") for name in paths] == paths
+    assert [is_model(name) for name in (*ids, "configs/name")] == [True, True, False]
+    with pytest.raises(UserError, match=r"model.hf: org/name: .* cannot be reached"):
+        load_config({"name": "x", "model": {"hf": "org/name"}, "train": {"steps": 1}})
