@@ -1,4 +1,4 @@
-"""The sources of documents, one line each; the function `open_source` of `jaxmem/data/MODULE.py` opens one."""
+"""The sources of documents, one line each, with the class in `jaxmem.data` that reads it."""
 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, TypeAlias
@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Literal, TypeAlias
 
 @dataclass(frozen=True)
 class SourceKind:
-    module: str  # name in jaxmem.data
+    reader: str  # module:class in jaxmem.data, a subclass of `records.RecordSource`
     contents: Literal["text", "chat", "pairs", "tokens", "images"]
     needs_path: bool = True
     has_field: bool = False  # `field` names the key or column of the document
@@ -16,14 +16,14 @@ class SourceKind:
 _LINES = (".jsonl", ".ndjson")
 
 SOURCES = {
-    "stdlib": SourceKind("text", "text", needs_path=False),
-    "text": SourceKind("text", "text"),
-    "jsonl": SourceKind("jsonl", "text", has_field=True, suffixes=_LINES),
-    "parquet": SourceKind("parquet", "text", has_field=True, suffixes=(".parquet",)),
-    "chat": SourceKind("chat", "chat", suffixes=_LINES),
-    "preference": SourceKind("preference", "pairs", suffixes=_LINES),
-    "digits": SourceKind("digits", "images", needs_path=False),
-    "tokens": SourceKind("cache", "tokens"),
+    "stdlib": SourceKind("text:TextFiles", "text", needs_path=False),
+    "text": SourceKind("text:TextFiles", "text"),
+    "jsonl": SourceKind("jsonl:JsonTexts", "text", has_field=True, suffixes=_LINES),
+    "parquet": SourceKind("parquet:ParquetRows", "text", has_field=True, suffixes=(".parquet",)),
+    "chat": SourceKind("chat:Conversations", "chat", suffixes=_LINES),
+    "preference": SourceKind("preference:Preferences", "pairs", suffixes=_LINES),
+    "digits": SourceKind("digits:Digits", "images", needs_path=False),
+    "tokens": SourceKind("cache:TokenCache", "tokens"),
 }
 
 if TYPE_CHECKING:

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from jaxmem.config.sections import Config, Data, Source
-from jaxmem.data import sources
+from jaxmem.data.corpus import open_source, sources_of
 from jaxmem.data.records import Document, RecordSource, TokenizedText
 from jaxmem.data.tokenizer import Tokenizer, tokenizer_for
 from jaxmem.errors import UserError
@@ -26,21 +26,19 @@ FORMAT = 1
 BATCH_CHARACTERS = 1 << 20  # tokenized at a time
 
 
-def open_source(paths: Sequence[Path], source: Source, data: Data, tokenizer: Tokenizer) -> TokenCache:  # noqa: ARG001
-    assert source.path
-    return TokenCache(source.path, data, tokenizer)
-
-
 class TokenCache(RecordSource):
     """The records of a cache."""
 
-    def __init__(self, path: str, data: Data, tokenizer: Tokenizer) -> None:
-        super().__init__("records", data)
-        self.path = Path(path).expanduser()
+    noun = "records"
+
+    def __init__(self, paths: Sequence[Path], source: Source, data: Data, tokenizer: Tokenizer) -> None:
+        super().__init__(paths, source, data, tokenizer)
+        assert source.path is not None
+        self.path = Path(source.path).expanduser()
         meta = _read_meta(self.path)
         if meta["tokenizer"] != tokenizer.identity:
             raise UserError(
-                f"{path}: these tokens were made with {meta['made_with']} of {meta['vocab_size']} tokens, "
+                f"{self.path}: these tokens were made with {meta['made_with']} of {meta['vocab_size']} tokens, "
                 f"but data.tokenizer has {tokenizer.vocab_size} tokens or other ones; set it or tokenize again"
             )
         self._ends = self._map("ends.bin", np.dtype(np.int64), meta["records"])
@@ -94,9 +92,9 @@ def tokenize(
 ) -> dict[str, Any]:
     """Writes the token cache of a config's data; returns its meta.json. `progress` is called with (records done,
     records)."""
-    if len(sources.sources_of(cfg)) > 1:
+    if len(sources_of(cfg)) > 1:
         raise UserError("jaxmem tokenize does not support data.mixture; tokenize each source, then mix the caches")
-    [source] = sources.sources_of(cfg)
+    [source] = sources_of(cfg)
     if source.kind.contents in ("chat", "pairs"):
         raise UserError(
             f"data.source {source.source} cannot be tokenized: a cache does not store targets; train from it directly"
@@ -104,7 +102,7 @@ def tokenize(
     if source.kind.contents != "text":
         raise UserError(f"data.source {source.source} has no text to tokenize")
     tokenizer = tokenizer_for(cfg.data.tokenizer)
-    records = sources.open_source(source, cfg.data, tokenizer)
+    records = open_source(source, cfg.data, tokenizer)
     assert isinstance(records, TokenizedText)
     try:
         with atomic_directory(directory) as place:

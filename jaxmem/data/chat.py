@@ -21,7 +21,7 @@ from jaxmem.config.sections import Data, Source
 from jaxmem.data.chat_forms import REASONING, Chat, chat_of
 from jaxmem.data.chat_template import ChatTemplate, Message, Rendered, TemplateError, template_for
 from jaxmem.data.jsonl import JsonLines, parse_object
-from jaxmem.data.records import EMPTY, Document, InvalidRecordError, RecordSource
+from jaxmem.data.records import EMPTY, Document, InvalidRecordError
 from jaxmem.data.tokenizer import Tokenizer
 
 PLACEHOLDER = "\ue000"  # a character that no language uses
@@ -31,29 +31,21 @@ LIKE = 8  # characters before an answer that show where the generation prompt en
 MOST_NAMED = 8  # fields that warnings name
 
 
-def open_source(paths: Sequence[Path], source: Source, data: Data, tokenizer: Tokenizer) -> Conversations:  # noqa: ARG001
-    return Conversations(paths, data, ChatEncoder(tokenizer, template_for(tokenizer, data.chat_template)))
-
-
-class JsonRecords(RecordSource):
+class JsonRecords(JsonLines):
     """Lines that are parsed completely, each one or several documents that are at most a row long."""
-
-    def __init__(self, kind: str, paths: Sequence[Path], data: Data) -> None:
-        self._lines = JsonLines(paths)
-        super().__init__(kind, data, self._lines)
 
     def parse(self, line: bytes) -> Sequence[Document]:
         raise NotImplementedError
 
     def documents(self, index: int) -> Sequence[Document]:
         nothing = [EMPTY] * self.documents_per_record
-        found = self.read_valid(index, lambda index: self.parse(self._lines.line(index)))
+        found = self.read_valid(index, lambda index: self.parse(self.line(index)))
         if found is None:
             return nothing
-        length = self._data.sequence_length
+        length = self.data.sequence_length
         cut = [_beginning(document, length) for document in found]
         excess = sum(max(0, len(document.tokens) - length) for document in found)
-        if excess and (self._data.on_overlong == "drop" or not all(np.any(one.is_target) for one in cut)):
+        if excess and (self.data.on_overlong == "drop" or not all(np.any(one.is_target) for one in cut)):
             self.counts.dropped += 1
             return nothing
         self.counts.cut += excess > 0
@@ -69,9 +61,11 @@ def _beginning(document: Document, length: int) -> Document:
 class Conversations(JsonRecords):
     """The conversations of JSONL files."""
 
-    def __init__(self, paths: Sequence[Path], data: Data, encoder: ChatEncoder) -> None:
-        super().__init__("conversations", paths, data)
-        self._encoder = encoder
+    noun = "conversations"
+
+    def __init__(self, paths: Sequence[Path], source: Source, data: Data, tokenizer: Tokenizer) -> None:
+        super().__init__(paths, source, data, tokenizer)
+        self._encoder = ChatEncoder(tokenizer, template_for(tokenizer, data.chat_template))
 
     def parse(self, line: bytes) -> Sequence[Document]:
         return [self._encoder.document(chat_of(parse_object(line)))]

@@ -1,6 +1,7 @@
 """The records of the section `data`: its sources are opened, and their records are ordered."""
 
 import hashlib
+import importlib
 import os
 from collections.abc import Sequence
 from dataclasses import replace
@@ -9,12 +10,14 @@ from typing import Any, Literal
 
 import numpy as np
 
-from jaxmem.config.sections import Config, Source
+from jaxmem.config.sections import Config, Data, Source
+from jaxmem.config.sources import SOURCES
 from jaxmem.data import record_order
-from jaxmem.data.files import file_size
-from jaxmem.data.records import Document
-from jaxmem.data.sources import open_source, source_files, sources_of
-from jaxmem.data.tokenizer import tokenizer_for
+from jaxmem.data.chat_forms import ANSWERS, LISTS
+from jaxmem.data.files import file_size, find_files
+from jaxmem.data.jsonl import read_objects
+from jaxmem.data.records import Document, RecordSource
+from jaxmem.data.tokenizer import Tokenizer, tokenizer_for
 from jaxmem.errors import UserError
 
 CHECKED = 32  # records of a source
@@ -131,3 +134,36 @@ def _update(digest: Any, path: Path, size: int, *, completely: bool) -> None:
             digest.update(file.read(4096))
     except OSError as error:
         raise UserError(f"{path}: cannot be read: {error.strerror}") from error
+
+
+def sources_of(cfg: Config) -> Sequence[Source]:
+    return cfg.data.mixture or (cfg.data,)
+
+
+def open_source(source: Source, data: Data, tokenizer: Tokenizer) -> RecordSource:
+    return _reader(source)(source_files(source), source, data, tokenizer)
+
+
+def source_files(source: Source) -> list[Path]:
+    if source.kind.needs_path:
+        return find_files(source.path, source.source, source.kind.suffixes)
+    return _reader(source).default_files()
+
+
+def source_of(path: str) -> str:
+    """The `data.source` for files, by the name of the first and, of JSONL, the keys of its first line."""
+    file = find_files(path, "text")[0]
+    named = [name for name, kind in SOURCES.items() if file.suffix.lower() in kind.suffixes]
+    if "jsonl" not in named:
+        return named[0] if named else "text"
+    keys = next(read_objects(file, "JSON object"))[1].keys()
+    if {"chosen", "rejected"} & keys:
+        return "preference"
+    return "chat" if {*LISTS, *ANSWERS} & keys else "jsonl"
+
+
+def _reader(source: Source) -> type[RecordSource]:
+    """The class that reads a source. Its module is imported when it is used."""
+    module, _, name = source.kind.reader.partition(":")
+    reader: type[RecordSource] = getattr(importlib.import_module(f"jaxmem.data.{module}"), name)
+    return reader

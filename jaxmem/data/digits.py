@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import gzip
 import importlib.util
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +20,7 @@ from jaxmem.config.sections import Config, Data, Source
 from jaxmem.data.packing import Batch, Position
 from jaxmem.data.record_order import mix64
 from jaxmem.data.records import RecordSource
-from jaxmem.data.tokenizer import Tokenizer
+from jaxmem.data.tokenizer import Bytes
 from jaxmem.errors import UserError
 from jaxmem.step.batches import image_dtype
 
@@ -29,31 +28,29 @@ SIZE = 8  # pixels, each side
 BRIGHTEST = 16
 
 
-def open_source(paths: Sequence[Path], source: Source, data: Data, tokenizer: Tokenizer) -> Digits:  # noqa: ARG001
-    return Digits()
-
-
-def default_files() -> list[Path]:
-    found = importlib.util.find_spec("sklearn")
-    for folder in (found.submodule_search_locations or []) if found else []:
-        file = Path(folder, "datasets", "data", "digits.csv.gz")
-        if file.is_file():
-            return [file]
-    raise UserError("data.source digits needs scikit-learn, which contains the images: pip install 'jaxmem[digits]'")
-
-
 class Digits(RecordSource):
     """All images, uint8 [image, 8, 8], and their labels."""
 
-    def __init__(self) -> None:
-        super().__init__("images", Data())
-        [path] = default_files()
+    noun = "images"
+
+    def __init__(self, *_: object) -> None:
+        [path] = self.default_files()
+        super().__init__([path], Source(), Data(), Bytes())
         try:
             with gzip.open(path, "rt", encoding="ascii") as file:
                 table = np.loadtxt(file, delimiter=",", dtype=np.uint8)
         except (OSError, EOFError, ValueError) as error:
             raise UserError(f"{path}: cannot be read: {error}") from error
         self.images, self.labels = table[:, :-1].reshape(-1, SIZE, SIZE), table[:, -1]
+
+    @staticmethod
+    def default_files() -> list[Path]:
+        found = importlib.util.find_spec("sklearn")
+        for folder in (found.submodule_search_locations or []) if found else []:
+            file = Path(folder, "datasets", "data", "digits.csv.gz")
+            if file.is_file():
+                return [file]
+        raise UserError("data.source=digits requires scikit-learn; run pip install 'jaxmem[digits]'")
 
     def __len__(self) -> int:
         return len(self.images)

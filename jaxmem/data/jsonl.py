@@ -17,7 +17,7 @@ import numpy as np
 
 from jaxmem.config.sections import Data, Source
 from jaxmem.data.files import OpenFiles, file_size
-from jaxmem.data.records import DocumentPiece, InvalidRecordError, TokenizedText, no_documents
+from jaxmem.data.records import DocumentPiece, InvalidRecordError, RecordSource, TokenizedText, no_documents
 from jaxmem.data.tokenizer import Tokenizer
 from jaxmem.errors import UserError
 
@@ -28,14 +28,11 @@ BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 
 
-def open_source(paths: Sequence[Path], source: Source, data: Data, tokenizer: Tokenizer) -> TokenizedText:
-    return TokenizedText(JsonTexts(paths, source.field), data, tokenizer)
-
-
-class JsonLines:
+class JsonLines(RecordSource):
     """The lines of JSONL files that are not empty."""
 
-    def __init__(self, paths: Sequence[Path]) -> None:
+    def __init__(self, paths: Sequence[Path], source: Source, data: Data, tokenizer: Tokenizer) -> None:
+        super().__init__(paths, source, data, tokenizer)
         self._files = OpenFiles()
         self._indexes = [_LineIndex(path, self._files) for path in paths]
         self._ends = np.cumsum([index.records for index in self._indexes], dtype=np.int64)
@@ -61,21 +58,16 @@ class JsonLines:
         self._files.close()
 
 
-class JsonTexts(JsonLines):
+class JsonTexts(JsonLines, TokenizedText):
     """The documents at one key of the lines."""
 
-    blocks: np.ndarray | None = None
-
-    def __init__(self, paths: Sequence[Path], field: str) -> None:
-        super().__init__(paths)
-        self.field = field
-
-    def __getitem__(self, index: int) -> DocumentPiece:
+    def piece(self, index: int) -> DocumentPiece:
+        key = self.source.field
         found = parse_object(self.line(index))
-        if self.field not in found:
-            fields = ", ".join(list(found)[:8])
-            raise InvalidRecordError(f"no field {self.field!r}; fields: {fields} (set data.field)")
-        return DocumentPiece(string_value(found[self.field], self.field), True, True)
+        if key not in found:
+            keys = ", ".join(list(found)[:8])
+            raise InvalidRecordError(f"no key {key!r}; set data.field to one of {keys}")
+        return DocumentPiece(string_value(found[key], key), True, True)
 
 
 def read_objects(file: str | Path, contents: str) -> Iterator[tuple[int, dict[str, Any]]]:

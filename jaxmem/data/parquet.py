@@ -21,19 +21,15 @@ from jaxmem.errors import UserError, nearest
 DECODED = 4  # row groups that stay decoded
 
 
-def open_source(paths: Sequence[Path], source: Source, data: Data, tokenizer: Tokenizer) -> TokenizedText:
-    return TokenizedText(ParquetRows(paths, source.field), data, tokenizer)
-
-
-class ParquetRows:
+class ParquetRows(TokenizedText):
     """The documents in one column of parquet files."""
 
-    def __init__(self, paths: Sequence[Path], field: str) -> None:
-        self._parquet = _pyarrow()
-        self.paths, self.field = list(paths), field
+    def __init__(self, paths: Sequence[Path], source: Source, data: Data, tokenizer: Tokenizer) -> None:
+        super().__init__(paths, source, data, tokenizer)
+        self._parquet, self.field = _pyarrow(), source.field
         groups = [(i, g, rows) for i in range(len(paths)) for g, rows in enumerate(self._group_lengths(i))]
         self._groups = [(file, group) for file, group, rows in groups if rows]
-        self.blocks: np.ndarray | None = np.array([rows for _, _, rows in groups if rows], np.int64)
+        self.blocks = np.array([rows for _, _, rows in groups if rows], np.int64)
         if not self._groups:
             raise no_documents(paths)
         self._ends = np.cumsum(self.blocks)
@@ -61,7 +57,7 @@ class ParquetRows:
     def __len__(self) -> int:
         return int(self._ends[-1])
 
-    def __getitem__(self, index: int) -> DocumentPiece:
+    def piece(self, index: int) -> DocumentPiece:
         group = int(np.searchsorted(self._ends, index, side="right"))
         with self._lock:
             column = self._column(group)

@@ -27,22 +27,15 @@ from jaxmem.data.tokenizer import Tokenizer
 ANSWERS = ("chosen", "rejected")
 
 
-def open_source(paths: Sequence[Path], source: Source, data: Data, tokenizer: Tokenizer) -> Preferences:  # noqa: ARG001
-    encoder = cache(lambda: ChatEncoder(tokenizer, template_for(tokenizer, data.chat_template)))
-    return Preferences(paths, data, tokenizer, encoder)
-
-
 class Preferences(JsonRecords):
     """The pairs of JSONL files."""
 
-    documents_per_record = 2
+    noun, documents_per_record = "pairs", 2
 
-    def __init__(
-        self, paths: Sequence[Path], data: Data, tokenizer: Tokenizer, encoder: Callable[[], ChatEncoder]
-    ) -> None:
-        """`encoder` is called if there are messages."""
-        super().__init__("pairs", paths, data)
-        self._tokenizer, self._encoder = tokenizer, encoder
+    def __init__(self, paths: Sequence[Path], source: Source, data: Data, tokenizer: Tokenizer) -> None:
+        super().__init__(paths, source, data, tokenizer)
+        # Pairs of texts need no template.
+        self._encoder = cache(lambda: ChatEncoder(tokenizer, template_for(tokenizer, data.chat_template)))
         self._last: tuple[int, Sequence[Document]] | None = None
 
     def documents(self, index: int) -> Sequence[Document]:
@@ -51,7 +44,7 @@ class Preferences(JsonRecords):
         return self._last[1]
 
     def parse(self, line: bytes) -> Sequence[Document]:
-        return pair(line, self._tokenizer, self._encoder)
+        return pair(line, self.tokenizer, self._encoder)
 
 
 def pair(line: bytes, tokenizer: Tokenizer, encoder: Callable[[], ChatEncoder]) -> Sequence[Document]:

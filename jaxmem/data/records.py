@@ -2,11 +2,12 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol, TypeVar
+from pathlib import Path
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 
-from jaxmem.config.sections import Data
+from jaxmem.config.sections import Data, Source
 from jaxmem.data.tokenizer import Tokenizer
 from jaxmem.errors import UserError
 
@@ -54,39 +55,24 @@ class RecordCounts:
         return f"of {self.read} {self.kind} read: {'; '.join(found)}" if found else ""
 
 
-class Records(Protocol):
-    """Lines, rows or files with random access."""
-
-    def __len__(self) -> int: ...
-
-    def where(self, index: int) -> str:
-        """The file and place of a record, for messages."""
-        ...
-
-    def close(self) -> None: ...
-
-
-class TextRecords(Records, Protocol):
-    """Pieces of text with random access."""
-
-    blocks: np.ndarray | None
-
-    def __getitem__(self, index: int) -> DocumentPiece: ...
-
-
 class RecordSource:
-    """Documents with random access."""
+    """Documents with random access. A subclass reads the files of one kind of source (`config/sources.py`)."""
 
+    noun = "documents"  # what a record is, for messages
     documents_per_record = 1
     blocks: np.ndarray | None = None  # lengths of the runs of records that are read together, if there are any
 
-    def __init__(self, kind: str, data: Data, records: Records | None = None) -> None:
-        """`records`: what the documents are read from, if it is not the source itself."""
-        self.counts, self._data, self._records = RecordCounts(kind), data, records
+    def __init__(self, paths: Sequence[Path], source: Source, data: Data, tokenizer: Tokenizer) -> None:
+        self.paths, self.source, self.data, self.tokenizer = paths, source, data, tokenizer
+        self.counts = RecordCounts(self.noun)
+
+    @staticmethod
+    def default_files() -> list[Path]:
+        """The files of a source without `data.path`."""
+        raise NotImplementedError
 
     def __len__(self) -> int:
-        assert self._records is not None
-        return len(self._records)
+        raise NotImplementedError
 
     def documents(self, index: int) -> Sequence[Document]:
         """The documents of a record; empty ones if it is skipped."""
@@ -97,12 +83,11 @@ class RecordSource:
         return None
 
     def where(self, index: int) -> str:
-        assert self._records is not None
-        return self._records.where(index)
+        """The file and place of a record, for messages."""
+        raise NotImplementedError
 
     def close(self) -> None:
-        if self._records is not None:
-            self._records.close()
+        """Closes the files."""
 
     def read_valid(self, index: int, read: Callable[[int], Result]) -> Result | None:
         """`read(index)`; None, and counted, for an invalid record with `data.on_invalid: skip`."""
@@ -110,7 +95,7 @@ class RecordSource:
         try:
             return read(index)
         except InvalidRecordError as error:
-            if self._data.on_invalid == "stop":
+            if self.data.on_invalid == "stop":
                 raise UserError(f"{self.where(index)}: {error} (data.on_invalid=skip skips such records)") from error
             self.counts.invalid += 1
             return None
@@ -119,12 +104,12 @@ class RecordSource:
 class TokenizedText(RecordSource):
     """Text that is tokenized as it is read."""
 
-    def __init__(self, records: TextRecords, data: Data, tokenizer: Tokenizer) -> None:
-        super().__init__("documents", data, records)
-        self._read, self._tokenizer, self.blocks = records.__getitem__, tokenizer, records.blocks
+    def piece(self, index: int) -> DocumentPiece:
+        """The text of a record."""
+        raise NotImplementedError
 
     def documents(self, index: int) -> Sequence[Document]:
-        piece = self.read_valid(index, self._read)
+        piece = self.read_valid(index, self.piece)
         return [EMPTY if piece is None else Document(self._tokenize([index], [piece])[0])]
 
     def token_batches(self, characters: int) -> Iterator[tuple[int, list[np.ndarray]]]:
@@ -133,7 +118,7 @@ class TokenizedText(RecordSource):
         pieces: dict[int, DocumentPiece] = {}
         size = 0
         for index in range(len(self)):
-            piece = self.read_valid(index, self._read)
+            piece = self.read_valid(index, self.piece)
             if piece is not None:
                 pieces[index] = piece
                 size += len(piece.text)
@@ -143,7 +128,7 @@ class TokenizedText(RecordSource):
 
     def _tokenize(self, indices: Sequence[int], pieces: Sequence[DocumentPiece]) -> list[np.ndarray]:
         try:
-            return document_tokens(self._tokenizer, pieces)
+            return document_tokens(self.tokenizer, pieces)
         except UnicodeDecodeError:
             for index, piece in zip(indices, pieces, strict=True):
                 try:

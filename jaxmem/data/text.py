@@ -21,16 +21,30 @@ from jaxmem.errors import UserError
 NOT_SOURCE = {"site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test"}
 
 
-def open_source(paths: Sequence[Path], source: Source, data: Data, tokenizer: Tokenizer) -> TokenizedText:  # noqa: ARG001
-    return TokenizedText(TextFiles(paths, piece_bytes(data.sequence_length)), data, tokenizer)
+def stdlib_files() -> list[Path]:
+    """The .py files of the standard library, without its tests: more than 10 MB on every supported Python."""
+    root = sysconfig.get_paths()["stdlib"]
+    found = []
+    for folder, folders, names in os.walk(root):
+        folders[:] = [name for name in folders if name not in NOT_SOURCE]
+        files = (Path(folder, name) for name in names if name.endswith(".py"))
+        found += [file for file in files if os.access(file, os.R_OK)]
+    if not found:
+        raise UserError(
+            f"data.source=stdlib: this Python contains no source text of its standard library in {root}; "
+            "use data.source=text with data.path"
+        )
+    return sorted(found, key=lambda file: os.fsencode(file.relative_to(root)))
 
 
-class TextFiles:
+class TextFiles(TokenizedText):
     """Each file is a document, unless it is empty."""
 
-    blocks: np.ndarray | None = None
+    default_files = staticmethod(stdlib_files)
 
-    def __init__(self, paths: Sequence[Path], limit: int) -> None:
+    def __init__(self, paths: Sequence[Path], source: Source, data: Data, tokenizer: Tokenizer) -> None:
+        super().__init__(paths, source, data, tokenizer)
+        limit = piece_bytes(data.sequence_length)
         sized = [(path, size) for path in paths if (size := file_size(path))]
         if not sized:
             raise no_documents(paths)
@@ -49,15 +63,15 @@ class TextFiles:
         count = self._pieces[file]
         return file, index - (int(self._ends[file]) - count), count
 
-    def __getitem__(self, index: int) -> DocumentPiece:
-        file, piece, count = self._find(index)
+    def piece(self, index: int) -> DocumentPiece:
+        file, part, count = self._find(index)
         size = self.sizes[file]
-        start, end = piece * size // count, (piece + 1) * size // count
+        start, end = part * size // count, (part + 1) * size // count
         # A cut inside a character moves back to its first byte: at most 3 bytes, the same at both ends.
         low, high = max(0, start - 3), min(size, end + 1)
         data = self._files.read(self.paths[file], low, high)
         text = data[character_start(data, start - low) : character_start(data, end - low)]
-        return DocumentPiece(text, piece == 0, piece == count - 1)
+        return DocumentPiece(text, part == 0, part == count - 1)
 
     def where(self, index: int) -> str:
         file, piece, count = self._find(index)
@@ -65,22 +79,3 @@ class TextFiles:
 
     def close(self) -> None:
         self._files.close()
-
-
-def stdlib_files() -> list[Path]:
-    """The .py files of the standard library, without its tests: more than 10 MB on every supported Python."""
-    root = sysconfig.get_paths()["stdlib"]
-    found = []
-    for folder, folders, names in os.walk(root):
-        folders[:] = [name for name in folders if name not in NOT_SOURCE]
-        files = (Path(folder, name) for name in names if name.endswith(".py"))
-        found += [file for file in files if os.access(file, os.R_OK)]
-    if not found:
-        raise UserError(
-            f"data.source=stdlib: this Python contains no source text of its standard library in {root}; "
-            "use data.source=text with data.path"
-        )
-    return sorted(found, key=lambda file: os.fsencode(file.relative_to(root)))
-
-
-default_files = stdlib_files  # for `data.source: stdlib`

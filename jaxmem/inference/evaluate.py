@@ -10,7 +10,7 @@ from typing import Any, Self
 import jax
 
 from jaxmem.data import Corpus, Loader, Split
-from jaxmem.data.sources import source_of
+from jaxmem.data.corpus import source_of
 from jaxmem.distributed.agree import any_process, serialized
 from jaxmem.errors import UserError
 from jaxmem.inference.load import is_run, model_config, open_model

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from jaxmem.config.sections import Config
-from jaxmem.data.records import TextRecords
+from jaxmem.data.records import TokenizedText
 
 DECODER = {
     "family": "decoder",
@@ -45,21 +45,21 @@ def make_config(
     )
 
 
-def join(records: TextRecords) -> list[bytes]:
+def join(records: TokenizedText) -> list[bytes]:
     """The documents, put together from their pieces."""
     found: list[bytes] = []
     for i in range(len(records)):
-        piece = records[i]
+        piece = records.piece(i)
         part = piece.text.encode() if isinstance(piece.text, str) else piece.text
         found = [*found, part] if piece.is_first else [*found[:-1], found[-1] + part]
         if i + 1 < len(records):
-            assert piece.is_last == records[i + 1].is_first
-    assert records[len(records) - 1].is_last
+            assert piece.is_last == records.piece(i + 1).is_first
+    assert records.piece(len(records) - 1).is_last
     return found
 
 
 @pytest.fixture(scope="session")
-def joined() -> Callable[[TextRecords], list[bytes]]:
+def joined() -> Callable[[TokenizedText], list[bytes]]:
     return join
 
 

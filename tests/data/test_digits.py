@@ -111,5 +111,5 @@ def test_objectives_and_sources_that_do_not_fit(config: Make, numbered: str, mon
     with pytest.raises(UserError, match=r"data\.source=jsonl does not support objective classify; use digits alone"):
         data.Loader(config(path=numbered, objective="classify"))
     monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
-    with pytest.raises(UserError, match=r"needs scikit-learn.*jaxmem\[digits\]"):
+    with pytest.raises(UserError, match=r"requires scikit-learn.*jaxmem\[digits\]"):
         data.Loader(digits(config))

@@ -14,6 +14,7 @@ from jaxmem.data import Corpus
 from jaxmem.data.parquet import DECODED, ParquetRows
 from jaxmem.data.records import DocumentPiece
 from jaxmem.errors import UserError
+from tests.support.records import open_records
 
 Make = Callable[..., Config]
 
@@ -29,11 +30,11 @@ def test_parquet_rows_with_random_access(tmp_path: Path) -> None:
         write_parquet(tmp_path / "a.parquet", texts[:30], 7),
         write_parquet(tmp_path / "b.parquet", texts[30:], 100),
     ]
-    records = ParquetRows(paths, "text")
+    records = open_records(ParquetRows, paths, "text")
     assert records.blocks is not None
     assert records.blocks.tolist() == [7, 7, 7, 7, 2, 20]
     for i in np.random.default_rng(0).permutation(50).tolist():
-        assert records[i] == DocumentPiece(texts[i], True, True)
+        assert records.piece(i) == DocumentPiece(texts[i], True, True)
     assert records._column.cache_info().currsize == DECODED
     assert records.where(31).endswith("b.parquet, row group 0, row 1")
 
@@ -52,15 +53,15 @@ def test_parquet_trains_a_row_group_at_a_time(config: Make, tmp_path: Path) -> N
 def test_broken_parquet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = write_parquet(tmp_path / "a.parquet", ["x", None], 10)
     with pytest.raises(UserError, match=r"a\.parquet: no column 'txt' \(data\.field\); did you mean text\?"):
-        ParquetRows([path], "txt")
+        open_records(ParquetRows, [path], "txt")
     with pytest.raises(UserError, match=r"column 'id' contains int64, not strings"):
-        ParquetRows([path], "id")
+        open_records(ParquetRows, [path], "id")
     with pytest.raises(UserError, match="'text' is null"):
-        ParquetRows([path], "text")[1]
-    records = ParquetRows([path], "text")
+        open_records(ParquetRows, [path], "text").piece(1)
+    records = open_records(ParquetRows, [path], "text")
     path.write_bytes(b"PAR1 nothing like it PAR1")
     with pytest.raises(UserError, match=r"a\.parquet: not a readable parquet file"):
-        records[0]
+        records.piece(0)
     monkeypatch.setitem(sys.modules, "pyarrow.parquet", None)
     with pytest.raises(UserError, match=r"requires pyarrow: pip install 'jaxmem\[parquet\]'"):
-        ParquetRows([path], "text")
+        open_records(ParquetRows, [path], "text")

@@ -5,13 +5,13 @@ import json
 import numpy as np
 import pytest
 
-from jaxmem.config.sections import Data
 from jaxmem.data.chat import ChatEncoder
 from jaxmem.data.chat_template import ChatTemplate
 from jaxmem.data.preference import Preferences, pair
 from jaxmem.data.records import InvalidRecordError
 from jaxmem.data.tokenizer import END_TEXT, Bytes
 from jaxmem.errors import UserError
+from tests.support.records import open_records
 
 TEXT = {"prompt": "ab", "chosen": "cde", "rejected": "f"}
 
@@ -77,8 +77,13 @@ def test_what_is_too_long_or_broken_is_counted_and_both_answers_go_together(tmp_
     lines = [TEXT, {**TEXT, "rejected": "f" * 9}, {**TEXT, "prompt": "p" * 8}]
     file.write_text("\n".join([*map(json.dumps, lines), "{"]) + "\n")
 
+    def preferences(**settings: object) -> Preferences:
+        records = open_records(Preferences, [file], sequence_length=6, **settings)
+        records._encoder = encoder
+        return records
+
     def read(**settings: object) -> tuple[list[list[int]], str]:
-        records = Preferences([file], Data(sequence_length=6, on_invalid="skip", **settings), Bytes(), encoder)
+        records = preferences(on_invalid="skip", **settings)
         found = [[len(records.documents(index)[answer].tokens) for answer in (0, 1)] for index in range(len(records))]
         return found, str(records.counts)
 
@@ -87,4 +92,4 @@ def test_what_is_too_long_or_broken_is_counted_and_both_answers_go_together(tmp_
     dropped = "of 4 pairs read: 2 dropped as too long; 1 invalid ones skipped"
     assert read(on_overlong="drop") == ([[6, 4], [0, 0], [0, 0], [0, 0]], dropped)
     with pytest.raises(UserError, match=r"pairs.jsonl, line 4: invalid JSON.*data.on_invalid=skip"):
-        Preferences([file], Data(sequence_length=6), Bytes(), encoder).documents(3)
+        preferences().documents(3)

@@ -13,12 +13,13 @@ from hypothesis import strategies as st
 from jaxmem.config.sections import Config
 from jaxmem.data import Corpus
 from jaxmem.data.files import OPEN_FILES, find_files
-from jaxmem.data.records import TextRecords
-from jaxmem.data.text import TextFiles, stdlib_files
+from jaxmem.data.records import TokenizedText
+from jaxmem.data.text import stdlib_files
 from jaxmem.errors import UserError
+from tests.support.records import open_text_files
 
 Make = Callable[..., Config]
-Join = Callable[[TextRecords], list[bytes]]
+Join = Callable[[TokenizedText], list[bytes]]
 
 
 @given(st.lists(st.text(st.sampled_from("aé€😀\n"), max_size=40), min_size=1, max_size=5), st.integers(8, 30))
@@ -31,12 +32,12 @@ def test_pieces_of_text_files_give_the_files_back(
     expected = [content.encode() for content in texts if content]
     if not expected:
         with pytest.raises(UserError, match="no documents"):
-            TextFiles(find_files(str(folder), "text"), limit)
+            open_text_files(find_files(str(folder), "text"), limit)
         return
-    records = TextFiles(find_files(str(folder), "text"), limit)
+    records = open_text_files(find_files(str(folder), "text"), limit)
     assert joined(records) == expected
     for i in range(len(records)):
-        piece = records[i].text
+        piece = records.piece(i).text
         assert isinstance(piece, bytes)
         piece.decode()  # no character is cut
         assert len(piece) <= limit + 3
@@ -62,9 +63,9 @@ def test_files_are_found_in_one_order_by_directory_and_by_glob(tmp_path: Path) -
 def test_ten_thousand_files_need_few_descriptors(tmp_path: Path) -> None:
     for i in range(3 * OPEN_FILES):
         (tmp_path / f"{i:03d}").write_text(str(i))
-    records = TextFiles(find_files(str(tmp_path), "text"), 100)
+    records = open_text_files(find_files(str(tmp_path), "text"), 100)
     before = open_files()
-    assert [records[i].text for i in range(len(records))] == [str(i).encode() for i in range(3 * OPEN_FILES)]
+    assert [records.piece(i).text for i in range(len(records))] == [str(i).encode() for i in range(3 * OPEN_FILES)]
     assert open_files() <= before + OPEN_FILES
     records.close()
     assert open_files() == before
@@ -100,15 +101,15 @@ def test_a_directory_without_the_right_files(tmp_path: Path) -> None:
 def test_a_file_that_shrinks_or_goes_is_said(tmp_path: Path) -> None:
     path = tmp_path / "a.txt"
     path.write_text("x" * 100)
-    records = TextFiles([path], 10)
-    assert records[9].text == b"x" * 10
+    records = open_text_files([path], 10)
+    assert records.piece(9).text == b"x" * 10
     os.truncate(path, 50)
     with pytest.raises(UserError, match=r"a\.txt: the file became shorter"):
-        records[9]
+        records.piece(9)
     records.close()
     path.unlink()
     with pytest.raises(UserError, match=r"a\.txt: cannot be read: No such file"):
-        records[0]
+        records.piece(0)
 
 
 def test_text_that_is_not_utf8_stops_a_tokenizer_that_needs_it(

@@ -26,6 +26,7 @@ from jaxmem.data.tokenizer import Bytes, tokenizer_for
 from jaxmem.hf.files import byte_tokenizer
 from jaxmem.hf.tensors import Tensors, open_file
 from jaxmem.planning.targets import parse_target
+from tests.support.records import open_records
 
 ROOT = Path(__file__).parents[2]
 OVERRIDES = ("mesh.fsdp=8", "memory.remat={save: [mlp_up]}", "objective.z_loss=1e-4", "model={preset: tiny}")
@@ -156,10 +157,10 @@ def _read_chat(encoder: ChatEncoder, line: bytes) -> object:
 
 
 def _read_lines(file: Path) -> None:
-    records = JsonTexts([file], "text")
+    records = open_records(JsonTexts, [file])
     try:
         for index in range(len(records)):
-            records[index]
+            records.piece(index)
     finally:
         records.close()
 
