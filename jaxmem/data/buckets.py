@@ -16,12 +16,12 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from jaxmem.data.packing import Batch, OrderedRecords, Position, empty_rows, write_document
+from jaxmem.data.packing import Batch, OrderedRecords, Position, Rows, empty_rows, write_document
 from jaxmem.data.records import Document
 
 
-class BucketRows:
-    """The rows that one process builds: [accumulate, columns, length of the batch's bucket]."""
+class BucketRows(Rows):
+    """Rows of tokens: [accumulate, columns, length of the batch's bucket]."""
 
     def __init__(self, records: OrderedRecords, rows: np.ndarray, stride: int, lengths: Sequence[int]) -> None:
         """`lengths` of the buckets, from the shortest on."""

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from jaxmem.config.sections import Config, Data, Source
-from jaxmem.data.packing import Batch, Position
+from jaxmem.data.packing import Batch, Position, Rows
 from jaxmem.data.record_order import mix64
 from jaxmem.data.records import RecordSource
 from jaxmem.data.tokenizer import Bytes
@@ -56,15 +56,14 @@ class Digits(RecordSource):
         return len(self.images)
 
 
-class DigitRows:
-    """The rows that one process builds: images [accumulate, columns, 8, 8, 1] and targets."""
+class DigitRows(Rows):
+    """Rows of images [accumulate, columns, 8, 8, 1] and targets."""
 
     def __init__(self, cfg: Config, data: Digits, order: Any, rows: np.ndarray, total: int) -> None:
         self._cfg, self._data, self._order, self._rows, self._total = cfg, data, order, rows, total
-        self._step = 0
 
     def _places(self) -> np.ndarray:
-        return self._rows + self._step * self._cfg.batch.global_size
+        return self._rows + self.step * self._cfg.batch.global_size
 
     @property
     def has_ended(self) -> bool:
@@ -75,7 +74,6 @@ class DigitRows:
         real = places < self._total
         records = np.zeros(places.shape, np.int64)
         records[real] = [self._order[int(place)][1] for place in places[real]]
-        self._step += 1
         images, labels = self._data.images[records], self._data.labels[records]
         batch = {"inputs": self._pixels(images)}
         match self._cfg.objective.name:
@@ -96,11 +94,11 @@ class DigitRows:
 
     @property
     def position(self) -> Position:
-        return {"rows": [[row, self._step, 0] for row in self._rows.ravel().tolist()]}
+        return {"rows": [[row, self.step, 0] for row in self._rows.ravel().tolist()]}
 
     @position.setter
     def position(self, position: Position) -> None:
-        self._step = position["rows"][0][1]
+        self.step = position["rows"][0][1]
 
 
 def another_view(images: np.ndarray, places: np.ndarray, seed: int) -> np.ndarray:

@@ -14,52 +14,19 @@ Batches are built ahead in a thread (grain's); `state` is the position of the la
 import sys
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Protocol, Self
+from typing import Any, Self
 
 import numpy as np
 
 from jaxmem.config.sections import Config
 from jaxmem.data.buckets import BucketRows
 from jaxmem.data.corpus import Corpus, Split
-from jaxmem.data.packing import Batch, OrderedRecords, Position, TextRows
+from jaxmem.data.packing import Batch, OrderedRecords, Rows, TextRows
 from jaxmem.errors import UserError
 
 BUILT_AHEAD = 2  # batches, in addition to the one being built
 
 State = dict[str, Any]
-
-
-class Rows(Protocol):
-    """What builds the rows of one process."""
-
-    @property
-    def has_ended(self) -> bool: ...
-
-    def batch(self) -> Batch: ...
-
-    position: Position
-
-
-class _Batches:
-    """Builds batches one after another: (whether any row had data, batch). Used in a thread by grain."""
-
-    def __init__(self, rows: Rows) -> None:
-        self._rows, self._step = rows, 0
-
-    def __iter__(self) -> Self:
-        return self
-
-    def __next__(self) -> tuple[bool, Batch]:
-        has_data = not self._rows.has_ended
-        self._step += 1
-        return has_data, self._rows.batch()
-
-    def get_state(self) -> State:
-        return {"step": self._step, **self._rows.position}
-
-    def set_state(self, state: State) -> None:
-        self._rows.position = state
-        self._step = state["step"]
 
 
 class Loader:
@@ -96,7 +63,7 @@ class Loader:
                 f"data.epochs={epochs} of {len(order)} records are fewer records than batch.global_size="
                 f"{cfg.batch.global_size}; lower batch.global_size or raise data.epochs"
             )
-        batches = _Batches(_rows(cfg, self.corpus, order, own, total))
+        batches = _rows(cfg, self.corpus, order, own, total)
         self._open = [ThreadPrefetchDatasetIterator(batches, BUILT_AHEAD)]  # empty when it is closed
         self._stop = weakref.finalize(self, _close, self._open)  # grain's destructor would fail while Python exits
         self._start = self._batches.get_state()
@@ -156,7 +123,7 @@ def _close(batches: list[Any]) -> None:
 
 
 def _rows(cfg: Config, corpus: Corpus, order: Any, rows: np.ndarray, total: int) -> Rows:
-    """What builds the rows of these numbers, of `total` records in this order."""
+    """The rows with these numbers, of `total` records in this order."""
     data, stride, first = cfg.data, cfg.batch.global_size, corpus.sources[0]
     if not cfg.objective.reads_text:
         from jaxmem.data.digits import DigitRows, Digits

@@ -21,7 +21,7 @@ mask 0.
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 
@@ -131,8 +131,36 @@ class RowStream:
                 return
 
 
-class TextRows:
-    """The rows that one process builds: [accumulate, columns, length]."""
+class Rows:
+    """The rows that one process builds, batch by batch: an iterator of (whether any row has data, batch) for grain."""
+
+    step = 0  # batches built
+    position: Position
+
+    @property
+    def has_ended(self) -> bool:
+        raise NotImplementedError
+
+    def batch(self) -> Batch:
+        raise NotImplementedError
+
+    def __iter__(self) -> Self:
+        return self
+
+    def __next__(self) -> tuple[bool, Batch]:
+        has_data, batch = not self.has_ended, self.batch()
+        self.step += 1
+        return has_data, batch
+
+    def get_state(self) -> dict[str, Any]:
+        return {"step": self.step, **self.position}
+
+    def set_state(self, state: dict[str, Any]) -> None:
+        self.position, self.step = state, state["step"]
+
+
+class TextRows(Rows):
+    """Rows of tokens: [accumulate, columns, length]."""
 
     def __init__(self, records: OrderedRecords, rows: np.ndarray, stride: int, length: int, most: int | None) -> None:
         """`most`: documents per row; None: rows are not packed."""
