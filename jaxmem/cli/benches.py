@@ -123,7 +123,7 @@ def bench_tune(
 
     path = write or Path(choice.__file__).with_name("tuned.json")
     if write is None and not devices.has_nvidia_gpu():
-        raise UserError("bench tune: no GPU on this machine; --write FILE does a dry run on the CPU")
+        raise UserError("bench tune: no GPU on this machine; use --write FILE for a dry run on the CPU")
     with only_json(as_json):
         selection = _selection(shapes, operation, only, without, passes, seconds=seconds)
         rows = _collect(tune.tune(path, selection, again=again), as_json)

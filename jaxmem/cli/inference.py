@@ -100,7 +100,7 @@ def evaluate(
 ) -> None:
     """Measure the loss, perplexity or accuracy of a model."""
     if data is not None and choices is not None:
-        raise UserError("evaluate does not support --data with --choices; use one of the two")
+        raise UserError("evaluate: --data and --choices are both set; use one of them")
     take_devices(simulate)
     with joined(run_config(run)):
         from jaxmem.inference.evaluate import evaluate

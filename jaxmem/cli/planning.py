@@ -140,7 +140,7 @@ def fit(
         limits["allow"] = [word.strip() for word in allow.split(",") if word.strip()]
     assert source is not None
     if png and not maximize and not method and is_model(source):
-        raise UserError(f"--png {png} does not support a comparison of methods; add --method")
+        raise UserError(f"--png {png} does not support a comparison of methods; use --method NAME")
     found: Any
     with only_json(as_json):
         if maximize:

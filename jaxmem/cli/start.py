@@ -26,7 +26,7 @@ def load(config: Path, overrides: list[str] | None, simulate: int | None, *, onl
         overrides = [f"output={json.dumps(output)}", f"name={json.dumps(place.name)}", *(overrides or ())]
         config /= "config.yaml"
         if not config.is_file():
-            raise UserError(f"{config.parent} contains no config.yaml; use a config or the directory of a run")
+            raise UserError(f"{config.parent} contains no config.yaml; use a YAML file or the directory of a run")
     cfg = load_config(config, overrides or [])
     take_devices(simulate, only_compile=only_compile, spill=cfg.memory.spill != "none")
     return cfg

@@ -15,7 +15,7 @@ from pydantic import Field
 
 from jaxmem.config.hf_values import Number, Size, UnsupportedError, check_keys, read, read_json
 from jaxmem.config.networks import Decoder, Rope
-from jaxmem.errors import UserError
+from jaxmem.errors import UserError, one_of
 
 
 @dataclass(frozen=True)
@@ -100,10 +100,12 @@ def decoder_fields(directory: str) -> dict[str, Any]:
     """The fields of `model` that the config.json of a directory describes."""
     place = Path(directory).expanduser()
     if not place.is_dir():
-        raise UserError(f"model.hf: {directory}: no such directory; set a directory with config.json and *.safetensors")
+        raise UserError(f"model.hf={directory}: no such directory; set a directory with config.json and *.safetensors")
     file = place / "config.json"
     if not file.is_file():
-        raise UserError(f"model.hf: {directory}: contains no config.json; set the directory of a Hugging Face model")
+        raise UserError(
+            f"model.hf={directory}: the directory contains no config.json; set the directory of a Hugging Face model"
+        )
     try:
         return fields_of(read_json(file))
     except UnsupportedError as error:
@@ -189,7 +191,9 @@ def _rope_fields(settings: Mapping[str, Any]) -> dict[str, Any]:
     if kind != "linear":
         found = [one[ORIGINAL_LENGTH] for one in (scaling, settings) if one.get(ORIGINAL_LENGTH) is not None]
         if len(found) == 2 and found[0] != found[1]:
-            raise UnsupportedError(f"{ORIGINAL_LENGTH}: {found[1]} and in rope_scaling {found[0]}; remove one of them")
+            raise UnsupportedError(
+                f"{ORIGINAL_LENGTH} is {found[1]}, but {found[0]} in rope_scaling; remove one of them"
+            )
         default = found[0] if found else settings.get("max_position_embeddings")
         rope["original_length"] = read({}, ORIGINAL_LENGTH, Size, default)
     return rope
@@ -215,7 +219,7 @@ def config_json(model: Decoder, base: Mapping[str, Any] | None = None, length: i
             return {**written, **kept}
     options = ("qk_norm", "attention_bias", "output_bias", "mlp_bias", "window")
     used = ", ".join(name for name in options if getattr(model, name))
-    raise UserError(f"model: no Hugging Face family supports {used} together; families: {', '.join(FAMILIES)}")
+    raise UserError(f"model: no Hugging Face family supports {used} together; use the settings of {one_of(FAMILIES)}")
 
 
 def _comparable(model: Decoder) -> dict[str, Any]:

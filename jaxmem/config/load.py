@@ -46,9 +46,11 @@ class YamlLoader(yaml.SafeLoader):
     def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
         event = self.peek_event()
         if event.anchor is not None:
-            raise yaml.MarkedYAMLError(problem="anchors and aliases are not allowed", problem_mark=event.start_mark)
+            raise yaml.MarkedYAMLError(problem="anchors and aliases are not supported", problem_mark=event.start_mark)
         if getattr(event, "tag", None) is not None:
-            raise yaml.MarkedYAMLError(problem=f"tag {event.tag} is not allowed", problem_mark=event.start_mark)
+            raise yaml.MarkedYAMLError(
+                problem=f"tag {event.tag} is not supported; remove it", problem_mark=event.start_mark
+            )
         if self.depth == MAX_DEPTH:
             raise yaml.MarkedYAMLError(problem=f"nested deeper than {MAX_DEPTH}", problem_mark=event.start_mark)
         self.depth += 1
@@ -60,9 +62,9 @@ class YamlLoader(yaml.SafeLoader):
         seen = set()
         for key, _ in node.value:
             if not isinstance(self.construct_object(key, deep=True), str):
-                raise yaml.MarkedYAMLError(problem="a key must be text", problem_mark=key.start_mark)
+                raise yaml.MarkedYAMLError(problem="a key must be text; put it in quotes", problem_mark=key.start_mark)
             if key.value in seen:
-                raise yaml.MarkedYAMLError(problem=f"'{key.value}' is given twice", problem_mark=key.start_mark)
+                raise yaml.MarkedYAMLError(problem=f"{key.value} is set twice; remove one", problem_mark=key.start_mark)
             seen.add(key.value)
         return super().construct_mapping(node, deep)
 
@@ -132,7 +134,7 @@ def _copy(value: Any) -> Any:
 
 def _parse(text: str, origin: str) -> Any:
     if len(text) > MAX_BYTES:
-        raise UserError(f"{origin}: larger than {MAX_BYTES // 1024} KiB; use the file of a config")
+        raise UserError(f"{origin}: larger than {MAX_BYTES // 1024} KiB, the limit for a config")
     try:
         return yaml.load(text, YamlLoader)  # noqa: S506, a SafeLoader made stricter
     except yaml.MarkedYAMLError as error:
@@ -147,9 +149,12 @@ def _parse(text: str, origin: str) -> Any:
 def _read(path: Path) -> dict[str, Any]:
     if not path.exists():
         if not path.parent.is_dir():
-            raise UserError(f"{path}: no such directory {path.parent}")
+            raise UserError(f"{path}: the directory {path.parent} does not exist")
         others = [file.name for file in path.parent.iterdir() if file.suffix in (".yaml", ".yml")]
-        raise UserError(f"{path}: no such file" + (nearest(path.name, others) if others else ""))
+        raise UserError(
+            f"{path}: no such file"
+            + (nearest(path.name, others) if others else "; use a YAML file such as configs/demo.yaml")
+        )
     try:
         with path.open("rb") as file:
             text = file.read(MAX_BYTES + 1).decode()
@@ -157,7 +162,9 @@ def _read(path: Path) -> dict[str, Any]:
         raise UserError(f"{path}: cannot be read: {error}") from None
     raw = _parse(text, str(path))
     if not isinstance(raw, dict):
-        raise UserError(f"{path}: must contain `key: value` lines, not {'nothing' if raw is None else repr(raw)[:60]}")
+        raise UserError(
+            f"{path}: must contain `key: value` lines, not {'nothing' if raw is None else as_yaml(raw)[:60]}"
+        )
     return raw
 
 
@@ -166,7 +173,7 @@ def _override(raw: dict[str, Any], text: str) -> None:
     key, equals, value = text.partition("=")
     *sections, last = key.strip().split(".")
     if not equals or not all([*sections, last]):
-        raise UserError(f"override {text!r} must be key=value, as in mesh.fsdp=8")
+        raise UserError(f"{as_yaml(text)} must be KEY=VALUE, such as mesh.fsdp=8")
     here = raw
     for depth, part in enumerate(sections, start=1):
         inner = here.get(part)
@@ -175,7 +182,7 @@ def _override(raw: dict[str, Any], text: str) -> None:
         elif part == "objective" and here is raw and isinstance(inner, str):
             inner = {"name": inner}
         elif not isinstance(inner, dict):
-            raise UserError(f"{key} requires a section {'.'.join(sections[:depth])}, not {inner!r}")
+            raise UserError(f"{key} requires {'.'.join(sections[:depth])} to be a section, not {as_yaml(inner)}")
         here[part] = inner
         here = inner
     here[last] = _parse(value, key)

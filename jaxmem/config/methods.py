@@ -120,7 +120,9 @@ def run_config(
     elif is_model(source):
         source = _started(str(source), devices, method)
     elif isinstance(source, str | os.PathLike) and not Path(source).suffix and not Path(source).exists():
-        raise UserError(f"{source}: not a config, Hugging Face directory or preset{nearest(str(source), PRESETS)}")
+        raise UserError(
+            f"{source}: not a YAML file, a Hugging Face directory or a preset{nearest(str(source), PRESETS)}"
+        )
     raw = read_config(source)
     if method is not None:
         _apply(method, raw)
@@ -151,7 +153,7 @@ def _started(model: str, devices: int, method: str | None) -> dict[str, Any]:
 def _apply(name: str, raw: dict[str, Any]) -> None:
     """Applies the settings of a method, in place."""
     if name not in METHODS:
-        raise UserError(f"method={name} is unknown{nearest(name, METHODS)}")
+        raise UserError(f"--method {name} is unknown{nearest(name, METHODS)}")
     settings = METHODS[name].settings
     trains_adapter = "adapter" in settings
     adapter = raw.get("adapter")

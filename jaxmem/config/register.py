@@ -30,7 +30,9 @@ def register_optimizer(
     unknown = {field.name for field in dataclasses.fields(settings)} - {*HYPERPARAMETERS}
     if unknown:
         known = ", ".join(sorted(HYPERPARAMETERS))
-        raise UserError(f"register_optimizer: {', '.join(sorted(unknown))} is not a hyperparameter; use {known}")
+        raise UserError(
+            f"register_optimizer: {', '.join(sorted(unknown))} is not a hyperparameter; expected one of {known}"
+        )
     OPTIMIZERS[name] = Entry(settings, scale, summary)
     Optimizer.model_fields["name"].annotation = Literal[tuple(OPTIMIZERS)]  # type: ignore[assignment]
     Optimizer.model_rebuild(force=True)
@@ -41,7 +43,7 @@ def register_family(section: type[Family]) -> str:
     """Adds a section for `model`, and returns the name of the family: the default of its field `family`."""
     name = section.model_fields["family"].default
     if not isinstance(name, str):
-        raise UserError(f"register_model: {section.__name__} needs a field `family: Literal[NAME] = NAME`")
+        raise UserError(f"register_model: {section.__name__} must have a field `family: Literal[NAME] = NAME`")
     FAMILIES[name] = section
     families: Any = Union[tuple(FAMILIES.values())]  # noqa: UP007
     Config.model_fields["model"].annotation = families

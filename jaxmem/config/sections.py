@@ -260,7 +260,7 @@ class Config(Section):
         if self.train.steps is not None:
             return self.train.steps
         if self.train.tokens is None:
-            raise UserError("train.steps and train.tokens are both null; set one of them")
+            raise UserError("train.steps and train.tokens are both null; set exactly one of them")
         return -(-self.train.tokens // (self.batch.global_size * self.data.sequence_length))
 
     def at_length(self, length: int) -> Config:

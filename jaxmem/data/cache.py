@@ -2,7 +2,7 @@
 
 A cache is a directory: `tokens.bin` (2 bytes per token, 4 if the vocabulary is above 65,536), `ends.bin` (8 bytes per
 record: where its tokens end) and `meta.json`. Its records are the records of the source, so training from the cache has
-the same batches as training from the source. It is written next to its place and renamed when it is complete.
+the same batches as training from the source. It is written under another name and renamed when it is complete.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from jaxmem.errors import UserError
 from jaxmem.machine.atomic_directory import atomic_directory
 
 FORMAT = 1
-BATCH_CHARACTERS = 1 << 20  # tokenized at a time
+BATCH_CHARACTERS = 1 << 20  # tokenized together
 
 
 class TokenCache(RecordSource):
@@ -38,19 +38,21 @@ class TokenCache(RecordSource):
         meta = _read_meta(self.path)
         if meta["tokenizer"] != tokenizer.identity:
             raise UserError(
-                f"{self.path}: these tokens were made with {meta['made_with']} of {meta['vocab_size']} tokens, "
-                f"but data.tokenizer has {tokenizer.vocab_size} tokens or other ones; set it or tokenize again"
+                f"{self.path}: these tokens were made with data.tokenizer={meta['made_with']} ({meta['vocab_size']} "
+                f"tokens), not the current one ({tokenizer.vocab_size} tokens); use it, or run jaxmem tokenize again"
             )
         self._ends = self._map("ends.bin", np.dtype(np.int64), meta["records"])
         self._tokens = self._map("tokens.bin", _dtype(meta["vocab_size"]), meta["tokens"])
         if self._ends[-1] != meta["tokens"]:
-            raise UserError(f"{self.path}: damaged: ends.bin does not fit tokens.bin; tokenize again")
+            raise UserError(f"{self.path}: damaged: ends.bin does not match tokens.bin; run jaxmem tokenize again")
 
     def _map(self, name: str, dtype: np.dtype[Any], count: int) -> np.ndarray:
         file = self.path / name
         size = file.stat().st_size if file.is_file() else 0
         if not size or size != count * dtype.itemsize:
-            raise UserError(f"{file}: damaged: {size} bytes instead of {count * dtype.itemsize}; tokenize again")
+            raise UserError(
+                f"{file}: damaged: {size} bytes instead of {count * dtype.itemsize}; run jaxmem tokenize again"
+            )
         return np.memmap(file, dtype, "r")
 
     def __len__(self) -> int:
@@ -77,13 +79,15 @@ def _read_meta(path: Path) -> dict[str, Any]:
         meta = json.loads((path / "meta.json").read_bytes())
         types = {"format": int, "tokenizer": str, "made_with": str, "vocab_size": int, "records": int, "tokens": int}
         if wrong := [key for key, kind in types.items() if not isinstance(meta[key], kind)]:
-            raise ValueError(f"wrong {', '.join(wrong)}")
+            raise ValueError(f"wrong type of {', '.join(wrong)}")
     except OSError as error:
-        raise UserError(f"data.path {path}: no token cache (`jaxmem tokenize` writes one): {error.strerror}") from error
+        raise UserError(
+            f"data.path={path}: not a token cache ({error.strerror}); write one with jaxmem tokenize"
+        ) from error
     except (ValueError, KeyError, TypeError, RecursionError) as error:
-        raise UserError(f"{path}/meta.json: damaged: {error}; tokenize again") from error
+        raise UserError(f"{path}/meta.json: damaged: {error}; run jaxmem tokenize again") from error
     if meta["format"] != FORMAT:
-        raise UserError(f"{path}: format {meta['format']}; this version supports {FORMAT}; tokenize again")
+        raise UserError(f"{path}: format {meta['format']} is not supported, only {FORMAT}; run jaxmem tokenize again")
     return dict(meta)
 
 
@@ -93,14 +97,14 @@ def tokenize(
     """Writes the token cache of a config's data; returns its meta.json. `progress` is called with (records done,
     records)."""
     if len(sources_of(cfg)) > 1:
-        raise UserError("jaxmem tokenize does not support data.mixture; tokenize each source, then mix the caches")
+        raise UserError("jaxmem tokenize does not support data.mixture; tokenize each source, and mix the caches")
     [source] = sources_of(cfg)
     if source.kind.contents in ("chat", "pairs"):
         raise UserError(
-            f"data.source {source.source} cannot be tokenized: a cache does not store targets; train from it directly"
+            f"jaxmem tokenize does not support data.source={source.source}, which has targets; train on it directly"
         )
     if source.kind.contents != "text":
-        raise UserError(f"data.source {source.source} has no text to tokenize")
+        raise UserError(f"jaxmem tokenize does not support data.source={source.source}; use text, jsonl or parquet")
     tokenizer = tokenizer_for(cfg.data.tokenizer)
     records = open_source(source, cfg.data, tokenizer)
     assert isinstance(records, TokenizedText)
@@ -135,5 +139,5 @@ def _write(
             if progress:
                 progress(done, len(records))
     if not count["records"]:
-        raise UserError("every record is invalid; data.on_invalid=stop says why")
+        raise UserError("every record is invalid; data.on_invalid=stop shows the reason")
     return count

@@ -27,8 +27,8 @@ from jaxmem.data.tokenizer import Tokenizer
 PLACEHOLDER = "\ue000"  # a character that no language uses
 CALLS = ("tool_calls", "function_call")  # fields without which a message loses its meaning
 NAMES = ("role", "content", "tool_call_id")  # fields that a template need not read
-LIKE = 8  # characters before an answer that show where the generation prompt ends
-MOST_NAMED = 8  # fields that warnings name
+LIKE = 8  # characters before an answer that identify the end of the generation prompt
+MOST_NAMED = 8  # fields that warnings are about
 
 
 class JsonRecords(JsonLines):
@@ -96,11 +96,13 @@ class ChatEncoder:
             inside = np.flatnonzero((offsets[:, 0] < end) & (offsets[:, 1] > start))
             is_target[inside.min(initial=len(ids)) : inside.max(initial=-1) + 1] = True
         if not is_target.any():
-            raise InvalidRecordError("the chat template renders no assistant message to train on")
+            raise InvalidRecordError(
+                "the chat template renders no assistant message to train on; use another data.chat_template"
+            )
         if not np.isin(ids[is_target], [*self._tokenizer.special.values()]).any():
             self._warn(
                 "end",
-                "no target token ends an answer, so the model will not learn to stop; use a template with an end token",
+                "no target token ends an answer, so the model does not learn to stop; use a template with an end token",
             )
         return Document(ids, is_target, is_indivisible=True)
 
@@ -111,7 +113,9 @@ class ChatEncoder:
         """No text may contain a special token, and the template should read every field."""
         for text in chat.strings():
             if found := self._special.search(text):
-                raise InvalidRecordError(f"a message contains {found[0]!r}, with which it could forge a turn")
+                raise InvalidRecordError(
+                    f"a message contains the special token {found[0]}, which could forge a turn; remove it"
+                )
         source = self._template.source
         fields = {field for message in chat.messages for field in message} | ({"tools"} if chat.tools else set())
         # A message with reasoning contains it under several names; only the first is checked.
@@ -120,7 +124,7 @@ class ChatEncoder:
             fields.discard(REASONING[0])
         for field in sorted(field for field in fields if field not in source):
             if field in CALLS:
-                raise InvalidRecordError(f"the chat template does not support {field}; use another template")
+                raise InvalidRecordError(f"the chat template does not support {field}; use another data.chat_template")
             self._warn(field, f"{field!r} has no effect: the chat template does not read it")
 
     def _warn(self, about: str, text: str) -> None:

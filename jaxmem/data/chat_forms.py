@@ -16,6 +16,7 @@ from typing import Any
 from jaxmem.data.chat_template import Message
 from jaxmem.data.jsonl import parse_json, string_value
 from jaxmem.data.records import InvalidRecordError
+from jaxmem.errors import as_yaml
 
 KEYS = {"from": "role", "value": "content"}  # of a message in the form of ShareGPT
 ROLES = {"human": "user", "gpt": "assistant", "bing": "assistant", "chatgpt": "assistant", "observation": "tool"}
@@ -55,7 +56,7 @@ def chat_of(record: dict[str, Any]) -> Chat:
         messages += [message for key in ANSWERS if key in record for message in _answer_of(record, key)]
     if not messages:
         fields = ", ".join(list(record)[:8])
-        raise InvalidRecordError(f"no messages, conversations, or instruction and output; fields: {fields}")
+        raise InvalidRecordError(f"expected messages, conversations, or instruction and output; found {fields}")
     return _chat(messages, record, start)
 
 
@@ -65,7 +66,7 @@ def pair_of(record: dict[str, Any]) -> tuple[Chat, Chat]:
     before = _prompt_of(record)
     chosen, rejected = (_answer_of(record, key) for key in ("chosen", "rejected"))
     if chosen == rejected:
-        raise InvalidRecordError("chosen and rejected are the same")
+        raise InvalidRecordError("chosen and rejected are equal; remove the pair")
     if before[:1] == chosen[:1] == rejected[:1]:  # the answers contain the prompt
         before = []
     same = (n for n, (one, other) in enumerate(zip(chosen, rejected, strict=False)) if one != other)
@@ -82,18 +83,18 @@ def _chat(messages: list[Message], record: dict[str, Any], start: int) -> Chat:
     for number, message in enumerate(messages):
         weight = message.get("weight", 1)
         if weight not in (0, 1):
-            raise InvalidRecordError(f"weight={weight!r} of a message is not supported; use 0 or 1")
+            raise InvalidRecordError(f"weight={as_yaml(weight)} of a message is not supported; use 0 or 1")
         if message["role"] == "assistant" and weight and number >= start:
             targets.add(number)
         plain.append({key: value for key, value in message.items() if key != "weight"})
     if not targets:
-        raise InvalidRecordError("contains no answer of an assistant to train on")
+        raise InvalidRecordError("contains no message of an assistant to train on")
     tools = _parsed(record.get("tools") or None)
     if tools is not None and not (isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)):
-        raise InvalidRecordError("'tools' is not a list of objects")
+        raise InvalidRecordError("tools must be a list of objects")
     options = record.get("chat_template_kwargs") or {}
     if not isinstance(options, dict):
-        raise InvalidRecordError("'chat_template_kwargs' is not an object")
+        raise InvalidRecordError("chat_template_kwargs must be an object")
     return Chat(plain, frozenset(targets), tools, options)
 
 
@@ -104,7 +105,7 @@ def _prompt_of(record: dict[str, Any]) -> list[Message]:
             return messages_of(record[key], key)
     turns = record.get("history") or []
     if not isinstance(turns, list) or not all(isinstance(turn, list) and len(turn) == 2 for turn in turns):
-        raise InvalidRecordError("'history' is not a list of [instruction, answer]")
+        raise InvalidRecordError("history must be a list of [instruction, answer]")
     texts = [(role, text) for turn in turns for role, text in zip(("user", "assistant"), turn, strict=True)]
     if prompt := [string_value(record[key], key) for key in TEXTS if record.get(key)]:
         texts.append(("user", "\n\n".join(prompt)))
@@ -123,17 +124,17 @@ def _answer_of(record: dict[str, Any], key: str) -> list[Message]:
 def messages_of(value: Any, key: str) -> list[Message]:
     """The messages of a list."""
     if not isinstance(value, list) or not value:
-        raise InvalidRecordError(f"{key!r} is not a list of messages")
+        raise InvalidRecordError(f"{key} must be a list of messages")
     return [_message(one, key) for one in value]
 
 
 def _message(found: Any, key: str) -> Message:
     """A message under OpenAI's names, without fields that are null."""
     if not isinstance(found, dict):
-        raise InvalidRecordError(f"{key!r} contains {type(found).__name__} instead of a message")
+        raise InvalidRecordError(f"{key} must contain messages, not {as_yaml(found)[:60]}")
     message: dict[str, Any] = {KEYS.get(name) or name: value for name, value in found.items() if value is not None}
     if not isinstance(role := message.get("role"), str):
-        raise InvalidRecordError("a message needs 'role' or 'from'")
+        raise InvalidRecordError("a message must have role or from, with text")
     content = message.get("content")
     if isinstance(content, list):
         content = "".join(map(_part, content))
@@ -145,7 +146,7 @@ def _message(found: Any, key: str) -> Message:
     if calls := message.pop("tool_calls", None):
         message["tool_calls"] = _calls(calls)
     elif content is None:
-        raise InvalidRecordError("a message needs 'content' or 'value'")
+        raise InvalidRecordError("a message must have content or value")
     elif message["role"] != "tool":  # whose result may be any object
         string_value(content, "content")
     if reasoning := next((message[name] for name in REASONING if name in message), None):
@@ -157,19 +158,19 @@ def _message(found: Any, key: str) -> Message:
 def _part(part: Any) -> str:
     if not isinstance(part, dict) or part.get("type") != "text":
         kind = part.get("type") if isinstance(part, dict) else type(part).__name__
-        raise InvalidRecordError(f"a part of a content is {kind!r}; only text is supported")
+        raise InvalidRecordError(f"content of type {kind} is not supported; use type text")
     return string_value(part.get("text"), "text")
 
 
 def _calls(calls: Any) -> list[dict[str, Any]]:
     """Tool calls with their arguments as objects, as templates expect them; OpenAI writes these as text."""
     if not isinstance(calls, list):
-        raise InvalidRecordError("'tool_calls' is not a list")
+        raise InvalidRecordError("tool_calls must be a list")
     found = []
     for call in calls:
         function = call.get("function", call) if isinstance(call, dict) else None
         if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-            raise InvalidRecordError("a tool call needs the name of a function")
+            raise InvalidRecordError("a tool call must have the name of a function")
         own = call if "function" in call else {"type": "function"}
         found.append({**own, "function": {**function, "arguments": _parsed(function.get("arguments") or {})}})
     return found

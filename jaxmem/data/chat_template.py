@@ -67,7 +67,7 @@ class ChatTemplate:
         if reply is None:
             raise UserError(
                 f"{self._origin}: the chat template needs more than {SECONDS} s of processor time or "
-                f"{MEMORY >> 30} GiB for a conversation; set data.chat_template to another one"
+                f"{MEMORY >> 30} GiB for a conversation; set another data.chat_template"
             )
         if "invalid" in reply:
             raise UserError(f"{self._origin}: not a valid chat template: {reply['invalid']}")
@@ -139,7 +139,7 @@ def template_for(tokenizer: Tokenizer, file: str | None = None) -> ChatTemplate:
         source = {one.get("name"): one.get("template") for one in source if isinstance(one, dict)}.get("default")
     if not isinstance(source, str):
         where = (
-            f"{place}: no {FILE} and no chat_template in tokenizer_config.json"
+            f"{place} has no {FILE} and no chat_template in tokenizer_config.json"
             if place
             else "data.tokenizer=bytes has none"
         )
@@ -150,7 +150,7 @@ def template_for(tokenizer: Tokenizer, file: str | None = None) -> ChatTemplate:
 def _read(file: Path) -> str:
     try:
         if file.stat().st_size > MAX_BYTES:
-            raise UserError(f"{file}: larger than {MAX_BYTES >> 20} MiB, the most for a chat template")
+            raise UserError(f"{file}: larger than {MAX_BYTES >> 20} MiB, the limit for a chat template")
         return file.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"{file}: cannot be read: {error}") from error

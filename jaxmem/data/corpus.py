@@ -37,15 +37,15 @@ class Corpus:
         images = not cfg.objective.reads_text
         if images != ("digits" in names) or (images and len(names) > 1):
             raise UserError(
-                f"data.source={'+'.join(names)} does not support objective {cfg.objective.name}; "
-                f"use {'digits alone' if images else 'a source of text'}"
+                f"data.source={', '.join(names)} does not support objective.name={cfg.objective.name}; "
+                f"use {'data.source=digits' if images else 'a source of text'}"
             )
         self.tokenizer = tokenizer_for(cfg.data.tokenizer)
         vocab = getattr(cfg.model, "vocab", 0)
         if not images and self.tokenizer.vocab_size > vocab:
             raise UserError(
-                f"data.tokenizer {cfg.data.tokenizer} has {self.tokenizer.vocab_size} tokens, but model.vocab is "
-                f"{vocab}; set model.vocab to {self.tokenizer.vocab_size} or more"
+                f"data.tokenizer={cfg.data.tokenizer} has {self.tokenizer.vocab_size} tokens, more than model.vocab="
+                f"{vocab}; use model.vocab={self.tokenizer.vocab_size} or more"
             )
         self.sources = [open_source(source, cfg.data, self.tokenizer) for source in self._sections]
         self.references: np.ndarray | None = None  # of preferences: each answer's log-probability, [pairs, 2]
@@ -68,7 +68,7 @@ class Corpus:
     def reference(self, record: int) -> np.ndarray:
         """The reference model's log-probability of each answer of a pair."""
         if self.references is None:
-            raise UserError("data.reference_logprobs: the file does not exist; `jaxmem train` computes it")
+            raise UserError("data.reference_logprobs: the file does not exist; run jaxmem train, which writes it")
         return np.asarray(self.references[record])
 
     def summary(self) -> list[str]:

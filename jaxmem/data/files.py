@@ -12,7 +12,7 @@ from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from jaxmem.errors import UserError, nearest
+from jaxmem.errors import UserError, nearest, one_of
 
 OPEN_FILES = 64
 
@@ -30,15 +30,15 @@ def find_files(path: str | None, source: str, suffixes: Sequence[str] = ()) -> l
     if place.is_dir():
         named = (file for file in _below(place) if not suffixes or file.suffix.lower() in suffixes)
         found = [file for file in named if file.is_file()]
-        problem = f"no file ending in {', '.join(suffixes)} in this directory" if suffixes else "an empty directory"
+        problem = f"no file in this directory ends with {one_of(suffixes)}" if suffixes else "the directory is empty"
     elif glob.has_magic(path):
-        names = glob.glob(str(place), recursive=True)  # noqa: PTH207 (Path.glob takes no absolute patterns)
+        names = glob.glob(str(place), recursive=True)  # noqa: PTH207 (Path.glob does not support absolute patterns)
         found = [file for file in map(Path, names) if file.is_file()]
-        problem = "no file matches"
+        problem = "no file matches this pattern"
     else:
-        raise UserError(f"data.path {path}: no such file or directory{_similar_name(place)}")
+        raise UserError(f"data.path={path}: no such file or directory{_similar_name(place)}")
     if not found:
-        raise UserError(f"data.path {path}: {problem}")
+        raise UserError(f"data.path={path}: {problem}")
     return sorted(found, key=os.fsencode)
 
 
@@ -87,7 +87,7 @@ class OpenFiles:
             except OSError as error:
                 raise UserError(f"{path}: cannot be read: {error.strerror}") from error
         if start < end:
-            raise UserError(f"{path}: the file became shorter while it was in use (ends before byte {end})")
+            raise UserError(f"{path}: the file became shorter while it was in use; restore it, or start a new run")
         return parts[0] if len(parts) == 1 else b"".join(parts)
 
     def _descriptor(self, path: Path) -> int:

@@ -19,7 +19,7 @@ from jaxmem.config.sections import Data, Source
 from jaxmem.data.files import OpenFiles, file_size
 from jaxmem.data.records import DocumentPiece, InvalidRecordError, RecordSource, TokenizedText, no_documents
 from jaxmem.data.tokenizer import Tokenizer
-from jaxmem.errors import UserError
+from jaxmem.errors import UserError, as_yaml
 
 BLOCK = 16 * 1024
 CHUNK = 1 << 20
@@ -83,9 +83,9 @@ def read_objects(file: str | Path, contents: str) -> Iterator[tuple[int, dict[st
     except OSError as error:
         raise UserError(f"{file}: cannot be read: {error.strerror}") from error
     except InvalidRecordError as error:
-        raise UserError(f"{file}, line {number}: not a {contents}: {error}") from error
+        raise UserError(f"{file}, line {number}: expected a {contents}: {error}") from error
     if is_empty:
-        raise UserError(f"{file}: is empty; write one {contents} per line")
+        raise UserError(f"{file}: the file is empty; write one {contents} per line")
 
 
 def parse_object(line: bytes) -> dict[str, Any]:
@@ -95,7 +95,7 @@ def parse_object(line: bytes) -> dict[str, Any]:
     except UnicodeDecodeError as error:
         raise InvalidRecordError(f"invalid JSON: {error}") from error
     if not isinstance(found, dict):
-        raise InvalidRecordError(f"expected an object, found {type(found).__name__}")
+        raise InvalidRecordError(f"must be an object, not {as_yaml(found)[:60]}")
     return found
 
 
@@ -115,7 +115,7 @@ def parse_json(text: str) -> Any:
 def string_value(value: Any, key: str) -> str:
     """`value`, the text at `key` of a line."""
     if not isinstance(value, str):
-        raise InvalidRecordError(f"{key!r} is not a string")
+        raise InvalidRecordError(f"{key} must be a string")
     return value
 
 
@@ -167,5 +167,5 @@ class _LineIndex:
             end = min(end, int(self._mark_offsets[mark + 1]))
         line = self._files.read(self.path, start, end).split(b"\n", later + 1)[later]
         if len(line) > LONGEST:
-            raise InvalidRecordError(f"longer than {LONGEST >> 20} MiB, the most for a line")
+            raise InvalidRecordError(f"the line is longer than the limit of {LONGEST >> 20} MiB; split it")
         return line

@@ -60,8 +60,8 @@ class Loader:
         total = epochs * len(order) if epochs is not None else sys.maxsize
         if split == "train" and total * self.corpus.sources[0].documents_per_record < cfg.batch.global_size:
             raise UserError(
-                f"data.epochs={epochs} of {len(order)} records are fewer records than batch.global_size="
-                f"{cfg.batch.global_size}; lower batch.global_size or raise data.epochs"
+                f"data.epochs={epochs} of {len(order)} records is less than one batch of batch.global_size="
+                f"{cfg.batch.global_size}; decrease batch.global_size or increase data.epochs"
             )
         batches = _rows(cfg, self.corpus, order, own, total)
         self._open = [ThreadPrefetchDatasetIterator(batches, BUILT_AHEAD)]  # empty when it is closed
@@ -95,7 +95,7 @@ class Loader:
         """Continues at a position that `state` or `merge_states` returned, for any number of processes."""
         if state["global_size"] != self._global_size:
             raise UserError(
-                f"batch.global_size={self._global_size} does not fit the saved position in the data, which has "
+                f"batch.global_size={self._global_size} does not match the saved position in the data, which has "
                 f"{state['global_size']} rows; use batch.global_size={state['global_size']}"
             )
         self._batches.set_state(state)

@@ -120,7 +120,7 @@ class RowStream:
             self._empty = 0 if left else self._empty + 1
             if self._empty > MAX_EMPTY:
                 raise UserError(
-                    f"{MAX_EMPTY} consecutive records contain nothing to train on; see data.on_invalid and on_overlong"
+                    f"{MAX_EMPTY} records in a row have nothing to train on; check data.on_invalid and data.on_overlong"
                 )
             used = write_document(self._document, self.offset, row, at, segment)
             at += used
@@ -193,6 +193,6 @@ class TextRows(Rows):
         saved = {row: (finished, offset) for row, finished, offset in position["rows"]}
         rows = self._rows.ravel().tolist()
         if missing := [row for row in rows if row not in saved]:
-            raise UserError(f"the saved position in the data lacks rows {missing[:8]}: not all processes' positions")
+            raise UserError(f"the saved position in the data lacks rows {missing[:8]}: it is not from all processes")
         for row, stream in zip(rows, self._streams, strict=True):
             stream.seek(*saved[row])

@@ -41,10 +41,10 @@ class ParquetRows(TokenizedText):
         with self._open(path) as opened:
             names = opened.schema_arrow.names
             if self.field not in names:
-                raise UserError(f"{path}: no column {self.field!r} (data.field){nearest(self.field, names)}")
+                raise UserError(f"{path}: data.field={self.field} is not a column{nearest(self.field, names)}")
             kind = str(opened.schema_arrow.field(self.field).type)
             if "string" not in kind:
-                raise UserError(f"{path}: column {self.field!r} contains {kind}, not strings")
+                raise UserError(f"{path}: data.field={self.field} has type {kind}; use a column of strings")
             metadata = opened.metadata
             return [metadata.row_group(g).num_rows for g in range(metadata.num_row_groups)]
 
@@ -52,7 +52,7 @@ class ParquetRows(TokenizedText):
         try:
             return self._parquet.ParquetFile(path)
         except (OSError, ValueError) as error:  # pyarrow's own errors are kinds of ValueError
-            raise UserError(f"{path}: not a readable parquet file: {error}") from error
+            raise UserError(f"{path}: not a valid Parquet file: {error}") from error
 
     def __len__(self) -> int:
         return int(self._ends[-1])
@@ -63,7 +63,7 @@ class ParquetRows(TokenizedText):
             column = self._column(group)
         text = column[index - int(self._ends[group]) + len(column)].as_py()
         if text is None:
-            raise InvalidRecordError(f"{self.field!r} is null")
+            raise InvalidRecordError(f"{self.field} is null")
         return DocumentPiece(text, True, True)
 
     def _decode(self, group: int) -> Any:
@@ -88,5 +88,5 @@ def _pyarrow() -> Any:
     try:
         import pyarrow.parquet
     except ImportError as error:
-        raise UserError("data.source=parquet requires pyarrow: pip install 'jaxmem[parquet]'") from error
+        raise UserError("data.source=parquet requires pyarrow; run pip install 'jaxmem[parquet]'") from error
     return pyarrow.parquet

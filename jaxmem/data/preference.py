@@ -51,7 +51,7 @@ def pair(line: bytes, tokenizer: Tokenizer, encoder: Callable[[], ChatEncoder]) 
     """The two answers of a line, each after the prompt."""
     found = parse_object(line)
     if missing := [answer for answer in ANSWERS if answer not in found]:
-        raise InvalidRecordError(f"no {' and no '.join(missing)}; a pair has chosen and rejected")
+        raise InvalidRecordError(f"{' and '.join(missing)} missing; a pair has chosen and rejected")
     if isinstance(prompt := found.get("prompt"), str) and isinstance(found["chosen"], str):
         return [_document(tokenizer, prompt, string_value(found[answer], answer)) for answer in ANSWERS]
     return [encoder().document(chat) for chat in pair_of(found)]

@@ -40,7 +40,7 @@ def held_out_records(count: int, share: float) -> np.ndarray:
     if not share:
         return np.zeros(0, np.int64)
     if count < 2:
-        raise UserError(f"data.held_out {share}: needs at least 2 records, the data has {count}; use data.held_out=0")
+        raise UserError(f"data.held_out={share:g} requires at least 2 records, not {count}; use data.held_out=0")
     below = np.uint64(share * 2**64)
     parts = (np.arange(start, min(start + 2**16, count)) for start in range(0, count, 2**16))
     held = np.concatenate([part[mix64(part) < below] for part in parts])
@@ -154,7 +154,7 @@ class _Weighted:
             if later_after == later_before:
                 return source, before - later_before
             before, after = later_before, later_after
-        raise AssertionError("the last source takes all that is left")
+        raise AssertionError("the last source has all remaining records")
 
 
 def rounded(numerator: int, denominator: int) -> int:
@@ -207,7 +207,7 @@ def held_out_order(counts: Sequence[int], weights: Sequence[float], *, held_out:
     import grain
 
     if not held_out:
-        raise UserError("data.held_out=0 keeps nothing for evaluation; use e.g. data.held_out=0.02")
+        raise UserError("data.held_out=0 keeps no record for evaluation; use e.g. data.held_out=0.02")
     parts = [_HeldOut(source, held_out_records(count, held_out)) for source, count in enumerate(counts)]
     return _mixture([grain.MapDataset.source(part) for part in parts], weights)
 

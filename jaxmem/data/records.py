@@ -96,7 +96,7 @@ class RecordSource:
             return read(index)
         except InvalidRecordError as error:
             if self.data.on_invalid == "stop":
-                raise UserError(f"{self.where(index)}: {error} (data.on_invalid=skip skips such records)") from error
+                raise UserError(f"{self.where(index)}: {error}; correct it, or use data.on_invalid=skip") from error
             self.counts.invalid += 1
             return None
 
@@ -135,7 +135,7 @@ class TokenizedText(RecordSource):
                     piece.text.decode() if isinstance(piece.text, bytes) else piece.text
                 except UnicodeDecodeError as error:
                     where = self.where(index)
-                    raise UserError(f"{where}: not UTF-8: {error} (data.tokenizer=bytes reads any bytes)") from error
+                    raise UserError(f"{where}: not UTF-8: {error}; convert it, or use data.tokenizer=bytes") from error
             raise
 
 
@@ -162,4 +162,4 @@ def piece_bytes(sequence_length: int) -> int:
 
 def no_documents(paths: Sequence[object]) -> UserError:
     others = f" and {len(paths) - 1} others" if len(paths) > 1 else ""
-    return UserError(f"{paths[0]}{others}: empty, no documents")
+    return UserError(f"{paths[0]}{others}: the data is empty; set data.path to files with documents")

@@ -31,7 +31,7 @@ def stdlib_files() -> list[Path]:
         found += [file for file in files if os.access(file, os.R_OK)]
     if not found:
         raise UserError(
-            f"data.source=stdlib: this Python contains no source text of its standard library in {root}; "
+            f"data.source=stdlib: {root} has no source text of Python's standard library; "
             "use data.source=text with data.path"
         )
     return sorted(found, key=lambda file: os.fsencode(file.relative_to(root)))

@@ -108,7 +108,7 @@ class FileTokenizer:
             self._content = file.read_bytes()
         except OSError as error:
             raise UserError(
-                f"data.tokenizer {path}: {error.strerror} (allowed: bytes, or the path of a tokenizer.json)"
+                f"data.tokenizer={path}: {file.absolute()}: {error.strerror}; use bytes or the path of a tokenizer.json"
             ) from error
         self.directory: Path | None = file.parent
         self._path = path
@@ -132,7 +132,7 @@ class FileTokenizer:
             for part in (tokenizer.normalizer, tokenizer.decoder):
                 if part is not None and (growth := _growth(json.loads(part.__getstate__()))) > MAX_GROWTH:
                     raise ValueError(
-                        f"it may make a text {growth:,.0f} times as long; at most {MAX_GROWTH} is supported"
+                        f"it can make a text {growth:,.0f} times as long; at most {MAX_GROWTH} is supported"
                     )
             tokenizer.no_truncation()
             tokenizer.no_padding()
@@ -147,7 +147,7 @@ class FileTokenizer:
         except (KeyboardInterrupt, SystemExit, MemoryError, UserError):
             raise
         except BaseException as error:
-            raise UserError(f"data.tokenizer {self._path}: not a valid tokenizer.json: {error}") from error
+            raise UserError(f"data.tokenizer={self._path}: not a valid tokenizer.json: {error}") from error
 
     @cached_property
     def _with_special(self) -> Any:
@@ -165,8 +165,8 @@ class FileTokenizer:
             if (token := self._tokenizer.token_to_id(name)) is not None:
                 return int(token)
         raise UserError(
-            f"data.tokenizer {self._path}: no token that ends a document, such as {', '.join(END_NAMES)}; "
-            "name it as eos_token in a tokenizer_config.json next to it"
+            f"data.tokenizer={self._path}: no token ends a document, such as {', '.join(END_NAMES)}; "
+            "set eos_token in a tokenizer_config.json next to it"
         )
 
     def _other_ends(self, directory: Path) -> list[int]:

@@ -94,11 +94,11 @@ def test_a_short_form_in_the_file_takes_settings_on_top():
 
 @pytest.mark.parametrize("override", ["mesh.fsdp", "=3", "mesh.=3", ".fsdp=3", "mesh..fsdp=3"])
 def test_malformed_overrides(override):
-    assert refused(TINY, override) == f"override '{override}' must be key=value, as in mesh.fsdp=8"
+    assert refused(TINY, override).startswith(f"{override} must be KEY=VALUE")
 
 
 def test_an_override_below_a_value():
-    assert refused(TINY, "train.steps.fast=1") == "train.steps.fast requires a section train.steps, not 10"
+    assert refused(TINY, "train.steps.fast=1") == "train.steps.fast requires train.steps to be a section, not 10"
 
 
 # ------------------------------------------------------------------ files
@@ -107,7 +107,7 @@ def test_an_override_below_a_value():
 def test_missing_file_names_the_nearest(file):
     assert refused(file.with_name("aa.yaml")) == f"{file.with_name('aa.yaml')}: no such file; did you mean a.yaml?"
     nowhere = file.parent / "none" / "a.yaml"
-    assert refused(nowhere) == f"{nowhere}: no such directory {nowhere.parent}"
+    assert refused(nowhere) == f"{nowhere}: the directory {nowhere.parent} does not exist"
 
 
 @pytest.mark.parametrize(
@@ -115,19 +115,19 @@ def test_missing_file_names_the_nearest(file):
     [
         ("", ": must contain `key: value` lines, not nothing"),
         ("- 1\n", ": must contain `key: value` lines, not [1]"),
-        ("a: 1\nb: 2\na: 3\n", ":3:1: 'a' is given twice"),
-        ("mesh: {fsdp: 1, fsdp: 2}", ":1:17: 'fsdp' is given twice"),
+        ("a: 1\nb: 2\na: 3\n", ":3:1: a is set twice"),
+        ("mesh: {fsdp: 1, fsdp: 2}", ":1:17: fsdp is set twice"),
         ("1: 2\n", ":1:1: a key must be text"),
         ("? [a]\n: 2\n", ":1:3: a key must be text"),
-        ("a: &x 1\nb: *x\n", ":1:4: anchors and aliases are not allowed"),
-        ("a: !!python/object:os.system {}\n", ":1:4: tag tag:yaml.org,2002:python/object:os.system is not allowed"),
-        ("a: !!int x\n", ":1:4: tag tag:yaml.org,2002:int is not allowed"),
+        ("a: &x 1\nb: *x\n", ":1:4: anchors and aliases are not supported"),
+        ("a: !!python/object:os.system {}\n", ":1:4: tag tag:yaml.org,2002:python/object:os.system is not supported"),
+        ("a: !!int x\n", ":1:4: tag tag:yaml.org,2002:int is not supported"),
         ("a: " + "[" * 10_000, ":1:19: nested deeper than 16"),
         ("a: 1\n\tb: 2\n", ":2:1: found character '\\t' that cannot start any token"),
         ("a: \x00\n", ": unacceptable character #x0000: special characters are not allowed"),
         ("a: 1\n---\nb: 1\n", ":2:1: but found another document"),
         ("a: " + "9" * 5000, ": Exceeds the limit (4300 digits)"),
-        ("a: " + "x" * 300_000, ": larger than 256 KiB; use the file of a config"),
+        ("a: " + "x" * 300_000, ": larger than 256 KiB"),
     ],
 )
 def test_unreadable_files(tmp_path, text, expected):

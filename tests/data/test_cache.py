@@ -81,7 +81,7 @@ def test_what_cannot_be_written_or_tokenized(config: Make, numbered: str, tmp_pa
     mixture = [{"source": "jsonl", "path": numbered}] * 2
     with pytest.raises(UserError, match="tokenize each source"):
         data.tokenize(config(source="stdlib", mixture=mixture), tmp_path / "cache")
-    with pytest.raises(UserError, match="no text to tokenize"):
+    with pytest.raises(UserError, match=r"does not support data\.source=tokens"):
         data.tokenize(config(source="tokens", path="x"), tmp_path / "cache")
     (tmp_path / "empty").mkdir()
     assert data.tokenize(config(path=numbered), tmp_path / "empty")["records"] == 120
@@ -91,9 +91,7 @@ def test_a_cache_of_another_tokenizer_is_refused(
     config: Make, numbered: str, tmp_path: Path, tokenizer_file: str
 ) -> None:
     data.tokenize(config(path=numbered, tokenizer=tokenizer_file), tmp_path / "cache")
-    with pytest.raises(
-        UserError, match=r"made with .*tokenizer\.json of 2[67]. tokens.*data\.tokenizer has 257 tokens"
-    ):
+    with pytest.raises(UserError, match=r"made with .*tokenizer\.json \(2[67]. tokens\).*257 tokens"):
         data.Loader(config(source="tokens", path=str(tmp_path / "cache")))
 
 
@@ -108,7 +106,7 @@ def damage_meta(**changes: Any) -> Callable[[Path], None]:
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
-        (lambda path: (path / "meta.json").unlink(), "no token cache.*No such file"),
+        (lambda path: (path / "meta.json").unlink(), r"not a token cache \(No such file"),
         (lambda path: (path / "meta.json").write_text(""), r"meta\.json: damaged"),
         (lambda path: (path / "meta.json").write_text("[]"), r"meta\.json: damaged"),
         (lambda path: (path / "meta.json").write_text("[" * 100_000), r"meta\.json: damaged"),

@@ -94,22 +94,22 @@ def messages(**second: object) -> dict[str, object]:
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ({"text": "a"}, "no messages, conversations, or instruction and output; fields: text"),
-        ({"messages": []}, "'messages' is not a list of messages"),
-        ({"messages": ["a"]}, "contains str instead of a message"),
-        ({"messages": [{"content": "a"}]}, "a message needs 'role'"),
-        (messages(content=None), "a message needs 'content'"),
-        (messages(content=[{"type": "image"}]), "'image'; only text"),
-        (messages(content=3), "'content' is not a string"),
+        ({"text": "a"}, "expected messages, conversations, or instruction and output; found text"),
+        ({"messages": []}, "messages must be a list"),
+        ({"messages": ["a"]}, "must contain messages, not a"),
+        ({"messages": [{"content": "a"}]}, "must have role"),
+        (messages(content=None), "must have content"),
+        (messages(content=[{"type": "image"}]), "image is not supported"),
+        (messages(content=3), "content must be a string"),
         (messages(weight=0.5), "weight=0.5 .* use 0 or 1"),
-        (messages(weight=0), "no answer of an assistant"),
-        (messages(tool_calls="f"), "'tool_calls' is not a list"),
-        (messages(tool_calls=[{"function": {}}]), "needs the name of a function"),
+        (messages(weight=0), "no message of an assistant"),
+        (messages(tool_calls="f"), "tool_calls must be a list"),
+        (messages(tool_calls=[{"function": {}}]), "must have the name of a function"),
         (messages(tool_calls=[{"name": "f", "arguments": "{"}]), "invalid JSON"),
         (messages(tool_calls=[{"name": "f", "arguments": '["\\ud800"]'}]), "not valid text"),
-        ({"messages": HI, "tools": {}, "chat_template_kwargs": 1}, "'chat_template_kwargs' is not an object"),
-        ({"messages": HI, "tools": ["f"]}, "'tools' is not a list of objects"),
-        ({"instruction": "a", "output": "b", "history": ["a"]}, "'history' is not a list"),
+        ({"messages": HI, "tools": {}, "chat_template_kwargs": 1}, "chat_template_kwargs must be an object"),
+        ({"messages": HI, "tools": ["f"]}, "tools must be a list of objects"),
+        ({"instruction": "a", "output": "b", "history": ["a"]}, "history must be a list"),
     ],
 )
 def test_lines_that_are_no_conversation(line: dict[str, object], message: str) -> None:
@@ -153,7 +153,7 @@ def test_what_a_template_does_not_read_is_named() -> None:
 
 def test_a_text_cannot_forge_a_turn() -> None:
     for field in ({"content": "a<|endoftext|>"}, {"name": [{"<|endoftext|>": 1}]}):
-        with pytest.raises(InvalidRecordError, match=r"contains '<\|endoftext\|>'"):
+        with pytest.raises(InvalidRecordError, match=r"special token <\|endoftext\|>"):
             encoded({"messages": [HI[0] | field, HI[1]]})
     with pytest.raises(InvalidRecordError, match="renders no assistant message"):
         encoded({"messages": HI}, "{{ messages[0].content }}")
@@ -262,7 +262,7 @@ def test_an_answer_that_is_cut_completely_is_dropped(tmp_path: Path) -> None:
         ({"chat_template": None}, "data.tokenizer=bytes requires data.chat_template"),
         (
             {"source": "text", "on_invalid": "skip"},
-            "data.on_invalid=skip requires data.source=chat or preference or jsonl or parquet, not text",
+            "data.on_invalid=skip requires data.source=chat, preference, jsonl or parquet, not text",
         ),
         ({"path": None}, "data.source=chat requires data.path; set a file"),
     ],

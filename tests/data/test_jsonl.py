@@ -52,7 +52,7 @@ def test_a_line_longer_than_the_most_is_named_when_it_is_read(tmp_path: Path, mo
     path.write_text(f'\ufeff{{"text": "a"}}\n{{"text": "{long}"}}\n{{"text": "b"}}\n', encoding="utf-8")
     records = open_records(JsonTexts, [path])
     assert [records.piece(0).text, records.piece(2).text] == ["a", "b"]
-    with pytest.raises(InvalidRecordError, match="longer than 1 MiB"):
+    with pytest.raises(InvalidRecordError, match="limit of 1 MiB"):
         records.piece(1)
     records.close()
 
@@ -61,10 +61,10 @@ BROKEN = [
     ("nonsense", "invalid JSON"),
     ('{"text": "' + "y" * 20, "invalid JSON"),
     ('{"text": "a"} trailing', "invalid JSON"),
-    ("7", "expected an object, found int"),
-    ("[1]", "expected an object, found list"),
+    ("7", "must be an object, not 7"),
+    ("[1]", "must be an object, not \\[1\\]"),
     ('{"txet": "a", "id": 1}', r"no key 'text'; set data\.field to one of txet, id"),
-    ('{"text": 7}', "'text' is not a string"),
+    ('{"text": 7}', "text must be a string"),
     ('{"text": "\\ud800"}', "not valid text"),
     ('{"a": ' + "[" * 50_000, "invalid JSON"),
     ('{"a": ' + "9" * 5000 + "}", "invalid JSON"),
@@ -87,7 +87,7 @@ def test_a_broken_line_is_named(tmp_path: Path, line: str, message: str) -> None
 def test_files_without_a_document(tmp_path: Path) -> None:
     path = tmp_path / "x.jsonl"
     path.write_text("\n\r\n\n")
-    with pytest.raises(UserError, match=r"x\.jsonl: empty, no documents"):
+    with pytest.raises(UserError, match=r"x\.jsonl: the data is empty"):
         open_records(JsonLines, [path])
 
 

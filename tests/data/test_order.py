@@ -58,7 +58,7 @@ def test_held_out_records_are_the_share_asked_for_and_read_once_in_a_fixed_order
 def test_few_records_leave_at_least_one_on_each_side(share: float) -> None:
     for count in (2, 3, 5):
         assert 1 <= len(order.held_out_records(count, share)) < count
-    with pytest.raises(UserError, match=r"needs at least 2 records, .* has 1.*held_out=0"):
+    with pytest.raises(UserError, match=r"requires at least 2 records, not 1.*held_out=0"):
         order.held_out_records(1, share)
 
 

@@ -55,16 +55,16 @@ def test_texts_and_messages() -> None:
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ([], "expected an object, found list"),
-        ({"prompt": "a", "chosen": "b"}, "no rejected; a pair has chosen and rejected"),
-        ({**TEXT, "prompt": 1}, "'prompt' is not a string"),
-        ({**TEXT, "rejected": ["x"]}, "'rejected' is not a string"),
-        ({"chosen": [message_of("assistant", "a")], "rejected": [message_of("assistant", "a")]}, "are the same"),
+        ([], "must be an object, not \\[\\]"),
+        ({"prompt": "a", "chosen": "b"}, "rejected missing; a pair has chosen and rejected"),
+        ({**TEXT, "prompt": 1}, "prompt must be a string"),
+        ({**TEXT, "rejected": ["x"]}, "rejected must be a string"),
+        ({"chosen": [message_of("assistant", "a")], "rejected": [message_of("assistant", "a")]}, "are equal"),
         (
             {"prompt": "u", "chosen": [message_of("user", "a")], "rejected": [message_of("user", "b")]},
-            "contains no answer",
+            "contains no message",
         ),
-        ({"prompt": "u", "chosen": [{"role": 1}], "rejected": []}, "a message needs 'role'"),
+        ({"prompt": "u", "chosen": [{"role": 1}], "rejected": []}, "must have role"),
     ],
 )
 def test_invalid_pairs(line: object, message: str) -> None:

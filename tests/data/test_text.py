@@ -31,7 +31,7 @@ def test_pieces_of_text_files_give_the_files_back(
         (folder / f"{i}.txt").write_bytes(content.encode())
     expected = [content.encode() for content in texts if content]
     if not expected:
-        with pytest.raises(UserError, match="no documents"):
+        with pytest.raises(UserError, match="the data is empty"):
             open_text_files(find_files(str(folder), "text"), limit)
         return
     records = open_text_files(find_files(str(folder), "text"), limit)
@@ -82,7 +82,7 @@ def open_files() -> int:
         ("{0}/corpsu.txt", r"no such file.*did you mean corpus\.txt\?"),
         ("{0}/nowhere/x", "no such file or directory$"),
         ("{0}/*.md", "no file matches"),
-        ("{0}/empty", "empty directory"),
+        ("{0}/empty", "the directory is empty"),
     ],
 )
 def test_paths_that_name_nothing(tmp_path: Path, path: str | None, message: str) -> None:
@@ -94,7 +94,7 @@ def test_paths_that_name_nothing(tmp_path: Path, path: str | None, message: str)
 
 def test_a_directory_without_the_right_files(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("x")
-    with pytest.raises(UserError, match=r"no file ending in \.jsonl"):
+    with pytest.raises(UserError, match=r"no file in this directory ends with \.jsonl"):
         find_files(str(tmp_path), "jsonl", (".jsonl",))
 
 
@@ -132,5 +132,5 @@ def test_the_standard_library_is_ten_megabytes_of_source() -> None:
 
 def test_a_python_without_source_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sysconfig, "get_paths", lambda: {"stdlib": str(tmp_path / "python311.zip")})
-    with pytest.raises(UserError, match=r"no source text.*python311\.zip.*data\.source=text"):
+    with pytest.raises(UserError, match=r"python311\.zip has no source text.*data\.source=text"):
         stdlib_files()
