@@ -5,7 +5,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from jaxmem.errors import one_of
+from jaxmem.errors import as_yaml, one_of
 
 Count = Annotated[int, Field(ge=1)]
 Fraction = Annotated[float, Field(ge=0.0, lt=1.0)]
@@ -64,7 +64,7 @@ def _alternatives(schema: Mapping[str, Any]) -> Iterator[str]:
         case {"type": "object", "additionalProperties": dict() as value}:
             yield f"a mapping {{text: {allowed(value)}}}"
         case {"type": kind} if kind in NOUNS:
-            limits = [f"{text} {schema[key]:g}" for key, text in LIMITS.items() if key in schema]
+            limits = [f"{text} {as_yaml(schema[key])}" for key, text in LIMITS.items() if key in schema]
             yield " ".join([NOUNS[kind], *" and ".join(limits).split()])
         case _:
             yield "a mapping of keys to values"
