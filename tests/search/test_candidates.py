@@ -1,6 +1,7 @@
 """What may change, by word; every candidate is a valid config and equals its overrides applied to the given one."""
 
 import itertools
+import math
 from typing import get_args
 
 import pytest
@@ -56,7 +57,7 @@ def test_overrides_reproduce_every_candidate() -> None:
 
 
 def test_equivalent_programs_are_one_candidate() -> None:
-    found = candidates(config(), EIGHT, allowed(["mesh", "precision"]))
+    found = candidates(config(), TWO, allowed(["mesh", "precision"]))
     idle = [one for one in found if one.cfg.mesh.fsdp == 1 and one.cfg.mesh.context == 1]
     assert {one.cfg.zero for one in idle} == {3}
     formats = {(one.cfg.precision.parameters, one.cfg.precision.compute) for one in found}
@@ -122,9 +123,10 @@ def test_every_valid_mesh_is_a_candidate() -> None:
         tuple(getattr(one.cfg.mesh, axis) for axis in MESH_AXES)
         for one in candidates(config(), EIGHT, allowed(["mesh"]))
     }
-    sizes = itertools.product((1, 2, 4, 8), repeat=len(MESH_AXES))
     expected = set()
-    for size in sizes:
+    for size in itertools.product((1, 2, 4, 8), repeat=len(MESH_AXES)):
+        if math.prod(size) != 8:
+            continue
         try:
             cfg = for_devices(
                 load_config(

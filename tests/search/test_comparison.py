@@ -20,11 +20,12 @@ from jaxmem.search import nearest
 from jaxmem.search.candidates import candidates, estimated
 from jaxmem.search.comparison import Comparison, compare
 from jaxmem.search.fit import search
-from jaxmem.search.knobs import DEFAULT_ALLOW, allowed
+from jaxmem.search.knobs import allowed
 
 from .conftest import SMALL, FakeCompilers, config, with_memory
 
 MODEL = {"name": "small", "model": {**SMALL, "layers": 4}, "data": {"sequence_length": 64}, "mesh": {"fsdp": -1}}
+WORDS = ("remat", "offload", "update", "batch")
 OPTIONS: dict[str, Any] = {"batch": 2, "devices": 2}
 
 
@@ -39,6 +40,7 @@ def limit_between(smaller: str, larger: str) -> int:
     return sum(sizes) // 2
 
 
+@functools.cache
 def compared(target: Target, progress: Callable[[str], None] = lambda _: None) -> Comparison:
     with FakeCompilers(target) as pool:
         make = functools.partial(run_config, MODEL, **OPTIONS)
@@ -47,7 +49,7 @@ def compared(target: Target, progress: Callable[[str], None] = lambda _: None) -
 
 def test_every_method_has_a_row_and_those_that_fit_are_compiled() -> None:
     lines: list[str] = []
-    found = compared(with_memory("h100-80gb:2", limit_between("qlora", "full")), lines.append)
+    found = compared.__wrapped__(with_memory("h100-80gb:2", limit_between("qlora", "full")), lines.append)
     assert [one.name for one in found.results] == list(METHODS)
     assert [line.partition(":")[0] for line in lines[: len(METHODS)]] == list(METHODS), "estimates come first"
     fitting = {one.name for one in found.fitting}
@@ -73,7 +75,7 @@ def test_a_method_that_crashes_loses_with_its_reason(monkeypatch: pytest.MonkeyP
         return estimated(cfg, target)
 
     monkeypatch.setattr("jaxmem.search.candidates.estimated", broken)
-    found = {one.name: one for one in compared(with_memory("h100-80gb:2", 1 << 40)).results}
+    found = {one.name: one for one in compared.__wrapped__(with_memory("h100-80gb:2", 1 << 40)).results}
     assert found["full-int8"].error == "TypeError: Custom VJP bwd rule"
     assert all(one.fits for name, one in found.items() if name != "full-int8")
     with FakeCompilers(with_memory("h100-80gb:8", 1 << 40)) as compilers:
@@ -117,6 +119,8 @@ def planned(cfg: Config, memory: int, devices: int = 8) -> Any:
 def test_the_nearest_configs_that_fit(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(nearest, "CompilerPool", lambda target, _: FakeCompilers(target))
     monkeypatch.setattr(nearest, "SECONDS", float("inf"))
+    monkeypatch.setattr(nearest, "DEFAULT_ALLOW", WORDS)
+    monkeypatch.setattr(nearest, "METHODS", {name: METHODS[name] for name in ("lora", "qlora")})
     cfg = config()
     total = planned(cfg, 1).compiled_step.total
     near = nearest.nearest_fitting(planned(cfg, int(0.8 * total)))
@@ -124,7 +128,7 @@ def test_the_nearest_configs_that_fit(monkeypatch: pytest.MonkeyPatch) -> None:
     assert all(one.method is None and one.total <= 0.8 * total for one in near)
     wide = {**SMALL, "embed": 512, "mlp": 1024}  # its state is larger than its activations
     full = config(model=wide, data={"sequence_length": 16}, memory={"remat": "full", "update": "during"})
-    every = candidates(full, with_memory("h100-80gb", 1), allowed(DEFAULT_ALLOW))
+    every = candidates(full, with_memory("h100-80gb", 1), allowed(WORDS))
     others = nearest.nearest_fitting(planned(full, int(0.9 * min(one.estimate.total for one in every)), 1))
     assert {one.method for one in others} - {None}, "no memory setting is enough: another method"
     for one in others:

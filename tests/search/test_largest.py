@@ -17,7 +17,6 @@ from .conftest import FakeCompilers, config, with_memory
 @pytest.mark.parametrize(
     ("key", "value", "factor"),
     [
-        ("model.layers", 7, 1.0),
         ("model.layers", 7, 1.6),
         ("data.sequence_length", 384, 0.7),
         ("batch.global_size", 40, 1),
