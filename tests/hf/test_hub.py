@@ -32,8 +32,7 @@ for name in sys.argv[1:]:
 try:
     from jaxmem.hf.tensors import Tensors
 
-    with Tensors(found[0]) as tensors:
-        found.append(min(tensors.entries))
+    found.append(min(Tensors(found[0]).entries))
 except UserError as error:
     found.append(str(error))
 print(json.dumps(found))
@@ -42,7 +41,8 @@ print(json.dumps(found))
 
 def answers(environment: dict[str, str], *names: str) -> list[str]:
     own = {**os.environ, "HF_HUB_OFFLINE": "0", **environment}
-    done = subprocess.run([sys.executable, "-c", PROGRAM, *names], env=own, capture_output=True, text=True, check=True)
+    done = subprocess.run([sys.executable, "-c", PROGRAM, *names], env=own, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
     return json.loads(done.stdout.splitlines()[-1])
 
 
