@@ -113,7 +113,7 @@ def _head_groups(cfg: Config) -> Iterator[str]:
             f"model.heads={heads} is not divisible by {' x '.join(over)}, which mesh.context_method=ulysses requires"
         )
         yield f"{needed}; use mesh.context={near}, or mesh.context_method=ring"
-    elif groups not in ("auto", 1):
+    elif groups != "auto" and groups > 1:
         known = [] if kv_heads % tensor else head_group_counts(heads // tensor, kv_heads // tensor, context)
         if groups not in known:
             near = nearest_numbers(groups, known or [1])

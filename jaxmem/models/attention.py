@@ -196,7 +196,7 @@ def sharded_attention(
         from jaxmem.kernels.fused_attention.context import attention_over
 
         own = options | {"implementation": execution.attention or "blockwise"}
-        return attention_over(*over, execution.context_method, q, k, v, segment_ids=ids, **own)
+        return attention_over(over[0], execution.context_method, q, k, v, segment_ids=ids, **own)
 
     heads, tokens = layout.spec("activations", HEADS), layout.spec("activations", ("batch", "time"))
     specs = (heads, heads, heads, None if segment_ids is None else tokens)

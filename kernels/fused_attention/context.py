@@ -150,6 +150,7 @@ def _halo(kernel: Any, axis: str, options: Options, q: Any, k: Any, v: Any, ids:
         ids = jnp.zeros(q.shape[:2], jnp.int32)
     ids = ids - jax.lax.pmin(jnp.min(ids), axis) + 1  # 0 is what no device sent
     devices, time = jax.lax.axis_size(axis), q.shape[1]
+    assert options.window is not None
     wanted = min(options.window - 1, (devices - 1) * time)  # keys before the first of this device
     parts = [(k, v, ids)]
     for distance in range(1, -(-wanted // time) + 1):

@@ -150,7 +150,8 @@ def _packed_workspace(call: Request) -> int:
     """Bytes that the backward pass of one head of packed rows allocates."""
     from .cudnn import Call, workspace
 
-    return workspace(Call(call.batch, call.queries, call.keys, 1, 1, call.dim, 1.0, True, None, call.max_segments), 2)
+    segments = call.max_segments or 1
+    return workspace(Call(call.batch, call.queries, call.keys, 1, 1, call.dim, 1.0, True, None, segments), 2)
 
 
 def _is_older(capability: int | None) -> bool:
