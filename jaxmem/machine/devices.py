@@ -24,7 +24,7 @@ from jaxmem.machine import gpus
 if TYPE_CHECKING:
     import jax
 
-# Simulated devices share a few cores, so one may reach a collective long after the others: XLA's 40 s are too few.
+# Simulated devices share a few cores, so one may reach a collective long after the others: XLA's 40 s are too short.
 _PATIENCE = {
     "--xla_cpu_collective_call_warn_stuck_timeout_seconds": 120,
     "--xla_cpu_collective_call_terminate_timeout_seconds": 1200,

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 
 from jaxmem.planning.history import BANDS, PASSES
 
-WIDTH = HEIGHT = 10_000  # of a chart, in SVG units
-POINTS = 600  # of a line, at most
-DASH = 0.03  # of the width: a line of a single point
+WIDTH = HEIGHT = 10_000  # SVG units of a chart
+POINTS = 600  # largest number of points of a line
+DASH = 0.03  # length of a line of a single point, as a share of the width
 # The colours of memory bands, distinct also with colour blindness (Okabe and Ito, "Color Universal Design", 2008).
 _OKABE_ITO = ("#0072b2", "#56b4e9", "#9aa0a6", "#e69f00", "#009e73", "#cc79a7", "#d55e00", "#e8d84a")
 COLOURS = dict(zip(BANDS, _OKABE_ITO, strict=True))

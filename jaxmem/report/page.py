@@ -15,7 +15,7 @@ from jaxmem.planning.breakdown import LABELS, PARTS
 from jaxmem.planning.units import byte_unit, format_bytes, format_seconds
 from jaxmem.report.charts import COLOURS, SHADES, Chart, Readout, polyline, stacked, thinned, ticks
 
-FAR = 1.6  # times the peak: a higher limit is not drawn
+FAR = 1.6  # a limit above this multiple of the peak is not drawn
 CURVES = {
     "loss": "loss", "held_out_loss": "held-out loss", "learning_rate": "learning rate",
     "tokens_per_second": "tokens per second",

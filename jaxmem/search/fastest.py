@@ -16,8 +16,8 @@ from jaxmem.search.compilers import CompilerPool, RefusedError
 from jaxmem.search.knobs import Knob
 from jaxmem.search.trials import SLACK, Trials
 
-UNLIKELY = 0.01
-NEIGHBOURHOODS = 3  # number of configs, the fastest of the estimated front, whose neighbours are added
+UNLIKELY = 0.01  # probability of fitting
+NEIGHBOURHOODS = 3  # neighbours are added of this many configs, the fastest of the estimated front
 WORTHWHILE = 0.01  # smallest expected gain for which a step is compiled
 Progress = Callable[[str], None]
 

@@ -17,7 +17,7 @@ from jaxmem.search.knobs import DEFAULT_ALLOW, allowed
 from jaxmem.search.result import Fit
 
 COMPILES = 12  # steps to compile at most, by default
-KERNEL_SHARE = 4  # one of so many steps is reserved for other kernels
+KERNEL_SHARE = 4  # one of this many steps is reserved for other kernels
 
 
 def fit(

@@ -26,7 +26,7 @@ from jaxmem.search.trials import Trials, save_best, target_json
 UNITS = {"model.layers": 1, "data.sequence_length": 128, "batch.global_size": 1}  # the unit in which each key grows
 BATCH = "batch.global_size"  # for this key, powers of two below the largest value are compiled too
 MAX_VALUE = 2**24
-BISECT_AFTER = 6  # bisect after so many compiled values, because the estimates do not converge
+BISECT_AFTER = 6  # bisect after this many compiled values, since the estimates do not converge
 
 
 @dataclass(frozen=True)

@@ -21,17 +21,17 @@ from jaxmem.search.knobs import DEFAULT_ALLOW, KERNELS, MEMORY_KNOBS, allowed
 
 COUNT = 3  # configs to suggest
 COMPILES = 6  # configs to compile at most
-SECONDS = 60.0  # no config is compiled after so many seconds
-SLOW = 1.5  # a setting is reported if a step takes more than so many times as long as with another value
+SECONDS = 60.0  # no config is compiled after this time
+SLOW = 1.5  # a setting is reported if a step takes more than this multiple of the time with another value
 
 
 @dataclass(frozen=True)
 class Nearest:
-    """A config that fits: its changes, its method if it is another one, and its compiled bytes per device."""
+    """A config that fits."""
 
     overrides: list[str]
-    method: str | None
-    total: int
+    method: str | None  # another method of training; None: the method of the config
+    total: int  # compiled bytes per device
 
     def __str__(self) -> str:
         method = f" (another method: {self.method})" if self.method else ""
@@ -70,7 +70,7 @@ def nearest_fitting(plan: Plan) -> list[Nearest]:
 
 
 def slower_settings(plan: Plan) -> list[str]:
-    """A line for each setting with which a step takes more than SLOW times as long as with another value that fits."""
+    """A line for each setting for which another value fits and makes a step faster by more than the factor SLOW."""
     if not plan.fits or plan.target.gpu is None:
         return []
     found = []

@@ -13,7 +13,7 @@ from jaxmem.search.candidates import Candidate
 from jaxmem.search.surrogate import Covariance, expected_improvement, posterior, probability_below
 
 MATERIAL = 0.01  # a config on the front needs this share less memory than each faster one
-SLOWEST = 3.0  # configs slower than so many times the fastest step are not on the front
+SLOWEST = 3.0  # a config on the front takes at most this multiple of the time of the fastest
 SLACK = 0.05  # relative error that an estimate may have
 PER_CHANGE = 0.99  # factor of the expected gain for each setting that changes
 MEMORY_WEIGHT = 0.3  # weight of a relative saving of memory; that of time is 1
