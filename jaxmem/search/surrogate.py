@@ -21,28 +21,19 @@ NOISE = 1e-4  # variance that settings do not explain
 PRIOR_STD = math.sqrt(COMMON + SHARED + ALIKE)
 
 
-class Covariance:
-    """The prior covariance between configs, given the settings of each."""
-
-    def __init__(self, settings: Sequence[Mapping[str, Any]]) -> None:
-        indices: list[dict[str, int]] = [{} for _ in settings[0]]
-        self._indices = np.array(
-            [[known.setdefault(repr(value), len(known)) for known, value in zip(indices, one.values(), strict=True)]
-             for one in settings]
-        )  # fmt: skip
-
-    def with_all(self, some: Sequence[int]) -> np.ndarray:
-        """The covariance of all configs with some, [all configs, some]."""
-        same = self._indices[:, None, :] == self._indices[None, list(some), :]
-        differ = same.shape[2] - same.sum(axis=2)
-        return COMMON + SHARED * same.mean(axis=2) + ALIKE * DECAY**differ
+def encode(settings: Sequence[Mapping[str, Any]]) -> np.ndarray:
+    """The settings of each config as numbers that are equal for equal values, [configs, settings]."""
+    known: dict[str, int] = {}
+    return np.array([[known.setdefault(repr(value), len(known)) for value in one.values()] for one in settings])
 
 
-def posterior(covariance: Covariance, log_errors: Mapping[int, float]) -> tuple[list[float], list[float]]:
+def posterior(encoded: np.ndarray, log_errors: Mapping[int, float]) -> tuple[list[float], list[float]]:
     """Mean and standard deviation of log(compiled / estimated) for every config, conditioned on known values by
-    index."""
+    index. `encoded`: the result of `encode`."""
     observed = list(log_errors)
-    to_all = covariance.with_all(observed)
+    same = encoded[:, None, :] == encoded[None, observed, :]
+    differ = same.shape[2] - same.sum(axis=2)
+    to_all = COMMON + SHARED * same.mean(axis=2) + ALIKE * DECAY**differ  # covariance [configs, observed]
     own = to_all[observed] + NOISE * np.eye(len(observed))
     solved = np.linalg.solve(own, np.column_stack([list(log_errors.values()), to_all.T]))
     variance = PRIOR_STD**2 - np.einsum("ak,ka->a", to_all, solved[:, 1:])

@@ -10,7 +10,7 @@ from jaxmem.config import save_config
 from jaxmem.errors import UserError
 from jaxmem.planning import Target
 from jaxmem.search.candidates import Candidate
-from jaxmem.search.surrogate import Covariance, expected_improvement, posterior, probability_below
+from jaxmem.search.surrogate import encode, expected_improvement, posterior, probability_below
 
 MATERIAL = 0.01  # a config on the front needs this share less memory than each faster one
 SLOWEST = 3.0  # a config on the front takes at most this multiple of the time of the fastest
@@ -39,17 +39,17 @@ class Trials:
     def update_estimates(self) -> None:
         """Correct the estimates of open candidates by the compiled ones. A step in which XLA recomputes values to stay
         within memory says nothing about bytes."""
-        covariance = Covariance([one.settings for one in self.all])
+        encoded = encode([one.settings for one in self.all])
         costs = {index: one.cost for index, one in enumerate(self.all) if one.cost}
         guesses = [one.estimate for one in self.all]
         bytes_error = {at: math.log(c.total / guesses[at].total) for at, c in costs.items() if not c.recomputed}
         time_error = {at: math.log(c.seconds / (guesses[at].seconds or 1.0)) for at, c in costs.items()}
         if bytes_error:
-            for one, error, std in zip(self.all, *posterior(covariance, bytes_error), strict=True):
+            for one, error, std in zip(self.all, *posterior(encoded, bytes_error), strict=True):
                 if one.is_open:
                     one.total, one.total_std = one.estimate.total * math.exp(error), std
         if time_error:
-            for one, error, std in zip(self.all, *posterior(covariance, time_error), strict=True):
+            for one, error, std in zip(self.all, *posterior(encoded, time_error), strict=True):
                 if one.is_open:
                     one.seconds, one.seconds_std = (one.estimate.seconds or 1.0) * math.exp(error), std
 
