@@ -6,10 +6,9 @@ rename when all of it is on disk and disappears by one rename when newer ones re
 moment leaves only complete checkpoints under a step's name. Nothing is pickled.
 
 Cost. On disk: the bytes of the state times `keep` (and one for the best), plus the one being written. The loop waits
-while the arrays are read once on the device (checksums) and copied to the host; writing overlaps the next steps,
-which may donate the state, and holds this process's share of it in host memory until done. Restoring reads what each
-device needs, in chunks of at most `CHUNK`, straight to the requested sharding: another mesh costs no more than the
-same one, and no device ever holds an array that it does not keep.
+while the arrays are read once on the device (checksums) and copied to the host; they are written during the next steps,
+which may donate the state. Restoring reads what each device needs, in chunks of at most `CHUNK`, directly to the
+requested sharding, so another mesh costs no more than the same one.
 """
 
 from jaxmem.lazy import lazy_names

@@ -10,10 +10,9 @@ kills the process at once, even in compiled code; checkpoints on disk are comple
 import os
 import signal
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
-from types import FrameType
-from typing import Any, Self
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Self
 
 from jaxmem.distributed.join import end_all
 from jaxmem.errors import TemporaryError
@@ -22,35 +21,38 @@ EXIT_CODES = {signal.SIGTERM: 0, signal.SIGINT: 128 + signal.SIGINT, signal.SIGU
 
 
 @contextmanager
-def requeued_before_training() -> Iterator[None]:
+def _handling(handler: Callable[[int], None], *numbers: signal.Signals) -> Iterator[None]:
+    """A context in which these signals call a handler. Python allows handlers only in the main thread; in other threads
+    this does nothing."""
+    is_main = threading.current_thread() is threading.main_thread()
+    before = {number: signal.signal(number, lambda n, _: handler(n)) for number in numbers if is_main}
+    try:
+        yield
+    finally:
+        for number, old in before.items():
+            signal.signal(number, signal.SIG_DFL if old is None else old)  # None: not set in Python
+
+
+def requeued_before_training() -> AbstractContextManager[None]:
     """A context for everything before the loop, in which SIGUSR1 ends the process with the same exit code as later. The
     handler exits instead of raising, since a library may catch or print an exception that is raised anywhere."""
 
-    def end(number: int, frame: FrameType | None) -> None:
-        del number, frame
+    def end(_: int) -> None:
         error = TemporaryError("SIGUSR1 before the first step, nothing was trained; run the same command again")
         end_all(error)  # with several processes, all of them
         os.write(2, f"error: {error}\n".encode())
         os._exit(error.exit_code)
 
-    in_main_thread = threading.current_thread() is threading.main_thread()
-    before = signal.signal(signal.SIGUSR1, end) if in_main_thread else None
-    try:
-        yield
-    finally:
-        if in_main_thread:
-            _restore(signal.SIGUSR1, before)
+    return _handling(end, signal.SIGUSR1)
 
 
 class StopSignal:
     """A context for the loop, not for compilation: before there is a state to save, Ctrl-C should end the process. The
-    loop reads `requested` after each step. Python allows signal handlers only in the main thread; in other threads this
-    does nothing.
-    """
+    loop reads `requested` after each step."""
 
     def __init__(self) -> None:
         self.requested: signal.Signals | None = None
-        self._before: dict[signal.Signals, Any] = {}
+        self._handlers = _handling(self._handle, *EXIT_CODES)
 
     def from_any_process(self, number: int) -> bool:
         """Whether any process was asked to stop. `number`: the largest signal of all processes, which all use."""
@@ -63,24 +65,15 @@ class StopSignal:
         return 0 if self.requested is None else EXIT_CODES[self.requested]
 
     def __enter__(self) -> Self:
-        if threading.current_thread() is threading.main_thread():
-            self._before = {number: signal.signal(number, self._handle) for number in EXIT_CODES}
+        self._handlers.__enter__()
         return self
 
     def __exit__(self, *_: object) -> None:
-        for number, handler in self._before.items():
-            _restore(number, handler)
-        self._before = {}
+        self._handlers.__exit__(None, None, None)
 
-    def _handle(self, number: int, frame: FrameType | None) -> None:
-        del frame
+    def _handle(self, number: int) -> None:
         self.requested = signal.Signals(number)
         for each in EXIT_CODES:
             signal.signal(each, signal.SIG_DFL)
         # print() is not reentrant, and the signal may interrupt one.
         os.write(2, f"\n{self.requested.name}: finishing this step and saving; again to stop at once\n".encode())
-
-
-def _restore(number: signal.Signals, handler: Any) -> None:
-    """Restores a handler. `None`: it was not set in Python and cannot be restored."""
-    signal.signal(number, signal.SIG_DFL if handler is None else handler)
