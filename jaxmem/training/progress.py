@@ -28,23 +28,22 @@ class Work(NamedTuple):
 
 @dataclass(frozen=True)
 class RunSpec:
-    """`work` and `peak_flops` (per second) count the same devices, one or all. The last three fields are the progress
-    of a resumed run."""
+    """`peak_flops` (per second) counts the same devices as the work of the steps, one or all. The last three fields are
+    the progress of a resumed run."""
 
     total_steps: int
-    work: Work  # of a normal step
     peak_flops: float | None = None
     log_every: int = 1
     unit: str = "tok"
     step: int = 0
     seconds: float = 0.0
-    tokens: int | None = None  # None: as many as normal steps have
+    tokens: int = 0
 
 
 class Progress:
-    """with Progress(RunSpec(total, Work(tokens, flops)), enabled=process == 0) as progress:
+    """with Progress(RunSpec(total), enabled=process == 0) as progress:
         for step in ...:
-            if row := progress.update(step, metrics):
+            if row := progress.update(step, metrics, Work(tokens, flops)):
                 trackers.log(step, row)
 
     A step that is neither a multiple of `log_every` nor the last one only moves the bar.
@@ -59,8 +58,7 @@ class Progress:
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self.spec = spec
-        self._peak = spec.peak_flops if spec.work.flops else None
-        self._tokens = spec.step * spec.work.tokens if spec.tokens is None else spec.tokens
+        self._tokens = spec.tokens
         self._since = Work(0)  # the last logged step
         self._enabled, self._clock = enabled, clock
         self._console = console or PipeSafeConsole(highlight=False)
@@ -70,15 +68,12 @@ class Progress:
         self._parts: list[str] = []
         self._live: Live | None = None
 
-    def update(self, step: int, metrics: Mapping[str, Any], work: Work | None = None) -> dict[str, Any] | None:
+    def update(self, step: int, metrics: Mapping[str, Any], work: Work) -> dict[str, Any] | None:
         """At a logged step, shows these metrics and returns them with the measurements: tokens and seconds since the
         start of the run, tokens per second since the last logged step, model FLOPs utilization (mfu), and the bytes on
-        the device that has the most in use. `work` is the work of the steps since the last update, if it is not
-        normal."""
-        steps, usual = step - self._step, self.spec.work
-        tokens, flops = work or (steps * usual.tokens, steps * usual.flops)
-        self._tokens += tokens
-        self._since = Work(self._since.tokens + tokens, self._since.flops + flops)
+        the device that has the most in use. `work`: of the steps since the last update."""
+        self._tokens += work.tokens
+        self._since = Work(self._since.tokens + work.tokens, self._since.flops + work.flops)
         self._step = step
         if step % self.spec.log_every and step != self.spec.total_steps:
             return None
@@ -92,8 +87,8 @@ class Progress:
             "seconds": round(self._seconds, 3),
             "tokens_per_second": self._since.tokens / working,
         }
-        if self._peak:
-            row["mfu"] = self._since.flops / working / self._peak
+        if self.spec.peak_flops:
+            row["mfu"] = self._since.flops / working / self.spec.peak_flops
         row |= device_memory()
         self._since, self._last, self._paused = Work(0), now, 0.0
         self._parts = self._shown(row, now)

@@ -254,15 +254,14 @@ def _flush(telemetry: Telemetry, loader: Loader) -> None:
 def _progress(built: Program, step: int, last: Mapping[str, float]) -> Progress:
     """The progress of a run. `last`: the last row that a resumed run logged."""
     cfg, devices = built.cfg, built.layout.mesh.devices
-    peak, work = peak_flops(devices.flat[0]), work_of(built)
+    peak = peak_flops(devices.flat[0])
     spec = RunSpec(
         cfg.steps,
-        work,
         peak * devices.size if peak else None,
         cfg.train.log_every,
-        "tok" if cfg.objective.reads_text else "img",
-        step,
-        last.get("seconds") or 0.0,
-        int(last.get("tokens") or step * work.tokens),
+        unit="tok" if cfg.objective.reads_text else "img",
+        step=step,
+        seconds=last.get("seconds") or 0.0,
+        tokens=int(last.get("tokens") or step * work_of(built).tokens),
     )
     return Progress(spec, enabled=jax.process_index() == 0)

@@ -54,12 +54,11 @@ class Telemetry:
         self._max_skipped = train.max_skipped if train.on_nan == "skip" else 0
         self._spikes = None if train.on_spike == "ignore" else SpikeDetector(train.spike_threshold)
         self._skipped = 0  # updates in a row
-        self._pending: tuple[int, Metrics, Work | None] | None = None
+        self._pending: tuple[int, Metrics, Work] | None = None
         self.last: dict[str, float] = {}  # metrics of the last step that was read
         self.has_targets = False  # whether any step had a token (or image) to train on
 
-    def update(self, step: int, metrics: Metrics, work: Work | None = None) -> None:
-        """`work` is the work of this step, if it is not normal."""
+    def update(self, step: int, metrics: Metrics, work: Work) -> None:
         self.flush()
         self._pending = step, metrics, work
 

@@ -7,6 +7,7 @@ import pytest
 
 from jaxmem.errors import UserError
 from jaxmem.step import nonfinite
+from jaxmem.training.progress import Work
 from jaxmem.training.telemetry import Telemetry
 from tests.step.conftest import Trained, batch_for, config
 
@@ -78,7 +79,7 @@ def test_an_update_that_is_no_number_is_left_out_and_counted():
     progress = Said()
     telemetry = Telemetry(trained.built.cfg.train, trained.built.spec.gradient_names, progress, None)
     for step in (1, 2, 3):
-        telemetry.update(step, trained.metrics[0] if step == 1 else metrics)
+        telemetry.update(step, trained.metrics[0] if step == 1 else metrics, Work(1))
     assert len(progress.lines) == 1
     assert "update skipped" in progress.lines[0]
     with pytest.raises(UserError, match=r"loss is nan at step 3.* first non-finite: (head|norm)"):

@@ -14,6 +14,7 @@ import pytest
 from jaxmem.training import progress as module
 from jaxmem.training.progress import PipeSafeConsole, Progress, RunSpec, Work
 
+WORK = Work(1000, 6e9)
 ANSI = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 
 
@@ -37,18 +38,18 @@ def console(width: int, terminal: bool, encoding: str = "utf-8") -> tuple[PipeSa
 def test_rates_by_a_clock() -> None:
     clock = Clock()
     screen, shown = console(200, terminal=False)
-    with Progress(RunSpec(20, Work(1000, 6e9), 2.4e10, log_every=2), console=screen, clock=clock) as progress:
+    with Progress(RunSpec(20, 2.4e10, log_every=2), console=screen, clock=clock) as progress:
         clock.now += 1.0
-        assert progress.update(1, {"loss": 5.0}) is None
+        assert progress.update(1, {"loss": 5.0}, WORK) is None
         clock.now += 1.0
-        row = progress.update(2, {"loss": 4.0})
+        row = progress.update(2, {"loss": 4.0}, WORK)
         assert row == {
             "step": 2, "loss": 4.0, "tokens": 2000, "seconds": 2.0, "tokens_per_second": 1000.0, "mfu": 0.25
         }  # fmt: skip
         with progress.paused():
             clock.now += 6.0
         clock.now += 1.0
-        row = progress.update(4, {"loss": 3.0})
+        row = progress.update(4, {"loss": 3.0}, Work(2000, 12e9))
         assert row is not None
         assert row["tokens_per_second"] == 2000.0  # the pause is not in it
         assert row["seconds"] == 9.0  # here it is
@@ -61,16 +62,18 @@ def test_rates_by_a_clock() -> None:
 def test_a_resumed_run_counts_from_where_it_stands() -> None:
     clock = Clock()
     screen, shown = console(200, terminal=False)
-    with Progress(RunSpec(110, Work(10), unit="row", step=100, seconds=500.0), console=screen, clock=clock) as progress:
+    with Progress(
+        RunSpec(110, unit="row", step=100, seconds=500.0, tokens=1000), console=screen, clock=clock
+    ) as progress:
         clock.now += 2.0
-        row = progress.update(101, {})
+        row = progress.update(101, {}, Work(10))
     assert row == {"step": 101, "tokens": 1010, "seconds": 502.0, "tokens_per_second": 5.0}
     assert shown() == "step 101/110  5.00 row/s  0:18 left\n"
 
 
 def test_steps_of_unequal_work_are_counted_as_they_are() -> None:
     clock = Clock()
-    spec = RunSpec(110, Work(1000, 6e9), 2.4e10, log_every=2, step=100, tokens=70)
+    spec = RunSpec(110, 2.4e10, log_every=2, step=100, tokens=70)
     with Progress(spec, enabled=False, clock=clock) as progress:
         clock.now += 1.0
         assert progress.update(101, {}, Work(10, 1e9)) is None
@@ -90,7 +93,7 @@ def test_memory_is_of_the_fullest_device(monkeypatch: pytest.MonkeyPatch) -> Non
     assert module.device_memory() == {}  # CPUs do not
     monkeypatch.setattr(module.jax, "local_devices", lambda: [Device(1 << 30), Device(5 << 29)])
     screen, shown = console(200, terminal=False)
-    row = Progress(RunSpec(9, Work(1)), console=screen, clock=Clock()).update(1, {"loss": 1.0})
+    row = Progress(RunSpec(9), console=screen, clock=Clock()).update(1, {"loss": 1.0}, WORK)
     assert row is not None
     assert (row["bytes_in_use"], row["peak_bytes_in_use"]) == (5 << 29, 15 << 29)
     assert shown().endswith("  2.5 GiB\n")
@@ -101,10 +104,10 @@ def test_memory_is_of_the_fullest_device(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_a_bar_fits_its_terminal(width: int, encoding: str) -> None:
     clock = Clock()
     screen, shown = console(width, terminal=True, encoding=encoding)
-    with Progress(RunSpec(100_000, Work(4096, 1e9), 1e12), console=screen, clock=clock) as progress:
+    with Progress(RunSpec(100_000, 1e12), console=screen, clock=clock) as progress:
         for step in (1, 50_000, 99_999):
             clock.now += 3600.0
-            progress.update(step, {"loss": 3.14159})
+            progress.update(step, {"loss": 3.14159}, WORK)
             screen.print(progress._live)  # as the drawing thread does, now
     lines = [line for line in re.split(r"[\r\n]+", ANSI.sub("", shown())) if line.strip()]
     assert max(map(len, lines)) < width
@@ -117,8 +120,8 @@ def test_a_bar_fits_its_terminal(width: int, encoding: str) -> None:
 
 def test_silent_where_it_is_not_the_first_process() -> None:
     screen, shown = console(80, terminal=True)
-    with Progress(RunSpec(9, Work(10)), enabled=False, console=screen, clock=Clock()) as progress:
-        row = progress.update(1, {"loss": 1.0})
+    with Progress(RunSpec(9), enabled=False, console=screen, clock=Clock()) as progress:
+        row = progress.update(1, {"loss": 1.0}, Work(10))
         progress.say("hello")
     assert row is not None
     assert row["tokens"] == 10
@@ -137,20 +140,20 @@ def test_a_closed_output_does_not_stop_training() -> None:
     for error, terminal in ((BrokenPipeError(), False), (BrokenPipeError(), True), (OSError(28, "full"), False)):
         file = Broken()
         with Progress(
-            RunSpec(9, Work(10)), console=PipeSafeConsole(file=file, force_terminal=terminal), clock=Clock()
+            RunSpec(9), console=PipeSafeConsole(file=file, force_terminal=terminal), clock=Clock()
         ) as progress:
             file.error = error
             for step in (1, 2):
-                assert progress.update(step, {"loss": 1.0}) is not None
+                assert progress.update(step, {"loss": 1.0}, WORK) is not None
                 progress.say("still here")
 
 
 RUN = """
 from jaxmem.training.progress import Progress, RunSpec, Work
-with Progress(RunSpec(300, Work(2048))) as progress:
+with Progress(RunSpec(300)) as progress:
     progress.say("Läufe: runs/é")
     for step in (100, 200, 300):
-        progress.update(step, {"loss": 2.5})
+        progress.update(step, {"loss": 2.5}, Work(2048))
 """
 
 
