@@ -11,6 +11,10 @@ GIB = 2**30
 # Attained rates as a share of the peaks: large bf16 matmuls under power limits, streaming kernels, NCCL transfers.
 # Only estimates of time use these.
 ATTAINED_FLOPS = 0.7
+# Attention kernels with causal masks and heads of 128, forward and backward together, by major compute capability: A100
+# with FlashAttention-2 (arXiv:2307.08691; RTX cards are assumed to attain the same), H100 and B200 with cuDNN (measured
+# for FlashAttention-3 and -4, arXiv:2407.08608 and 2603.05451).
+ATTAINED_ATTENTION = {8: 0.66, 9: 0.53, 10: 0.55}
 ATTAINED_BANDWIDTH = 0.85
 ATTAINED_LINK = 0.8
 # Peaks relative to bf16: tensor cores compute float32 as TF32 at half the rate, narrow formats at twice the rate.
@@ -50,6 +54,11 @@ class Gpu:
     def matmul_rate(self, dtype: str) -> float:
         """Attained FLOP/s."""
         return self.flops * ATTAINED_FLOPS * RATES.get(dtype, 1.0)
+
+    def kernel_rate(self, dtype: str) -> float:
+        """Attained FLOP/s of attention and other fused kernels."""
+        share = ATTAINED_ATTENTION.get(int(float(self.compute_capability)), 0.66)
+        return self.flops * share * RATES.get(dtype, 1.0)
 
     @property
     def memory_rate(self) -> float:

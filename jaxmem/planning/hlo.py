@@ -193,11 +193,17 @@ def dot_flops(one: Instruction) -> int:
     elif one.opcode == "custom-call" and "gemm_backend_config" in one.config:
         dims = one.config["gemm_backend_config"]["dot_dimension_numbers"]
         contracted = [int(dim) for dim in dims["lhs_contracting_dimensions"]]
-    elif one.opcode == "custom-call" and one.proto.custom_call_target != "AllocateBuffer":
-        return round(float(one.attributes.get("flops_per_output", 0)) * result.elements)  # set by jaxmem's kernels
+    elif is_kernel(one):
+        return round(float(one.attributes["flops_per_output"]) * result.elements)
     else:
         return 0
     return 2 * result.elements * math.prod(one.operands[0].shape.dims[dim] for dim in contracted)
+
+
+def is_kernel(one: Instruction) -> bool:
+    """Whether an instruction is a kernel whose metadata states its FLOPs (`jaxmem.kernels`)."""
+    has_flops = one.opcode == "custom-call" and "flops_per_output" in one.attributes
+    return has_flops and one.proto.custom_call_target != "AllocateBuffer"
 
 
 def total_flops(module: Module) -> int:

@@ -43,6 +43,7 @@ class Matmul:
     weights: int  # bytes of operands and results that are weights; independent of the number of rows
     others: int
     dtype: str
+    is_kernel: bool = False  # attention or another fused kernel
 
 
 @dataclass(frozen=True)
@@ -222,7 +223,7 @@ def _kernel(eqn: Any, times: int) -> Matmul:
     each = (eqn.ctx.xla_metadata or {}).get("flops_per_output", 0)
     out = eqn.outvars[0].aval
     moved = sum(_bytes(x.aval) for x in (*eqn.invars, *eqn.outvars))
-    return Matmul(times, int(float(each) * math.prod(out.shape)), 0, moved, str(out.dtype))
+    return Matmul(times, int(float(each) * math.prod(out.shape)), 0, moved, str(out.dtype), is_kernel=True)
 
 
 def _is_weight(x: Any) -> bool:

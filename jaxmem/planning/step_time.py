@@ -78,7 +78,8 @@ class StepTime:
         rows = rows_of(self.cfg)
         seconds = self.passes.kernels * LAUNCH
         for one in self.passes.matmuls:
-            arithmetic = rows * one.flops / self.gpu.matmul_rate(one.dtype)
+            rate = (self.gpu.kernel_rate if one.is_kernel else self.gpu.matmul_rate)(one.dtype)
+            arithmetic = rows * one.flops / rate
             moved = one.weights + rows * one.others
             seconds += one.times * AROUND * moved / self.gpu.memory_rate
             if arithmetic > moved / self.gpu.memory_rate:

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from jaxmem.machine.gpus import Gpu
 from jaxmem.planning.communication import COLLECTIVES, Transfer, collective, host_copy
-from jaxmem.planning.hlo import Computation, Instruction, Module, dot_flops, runs_of_called, total_flops
+from jaxmem.planning.hlo import Computation, Instruction, Module, dot_flops, is_kernel, runs_of_called, total_flops
 
 LAUNCH = 2e-6  # seconds from one kernel to the next
 _FREE = {
@@ -191,7 +191,10 @@ class _Simulation:
         if one.opcode in _FREE or one.opcode.endswith(("-start", "-done")):
             return 0.0
         matmuls = [part for part in (one, *(one.inner() if one.is_fusion else ())) if dot_flops(part)]
-        arithmetic = sum(dot_flops(part) / gpu.matmul_rate(part.operands[0].shape.dtype) for part in matmuls)
+        arithmetic = sum(
+            dot_flops(part) / (gpu.kernel_rate if is_kernel(part) else gpu.matmul_rate)(part.operands[0].shape.dtype)
+            for part in matmuls
+        )
         memory = moved_bytes(one) / gpu.memory_rate
         self.timeline.kernel_bytes += round(times * moved_bytes(one))
         seconds = LAUNCH + max(arithmetic, memory)

@@ -4,9 +4,12 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from jaxmem.machine.gpus import ATTAINED_BANDWIDTH, ATTAINED_FLOPS, GPUS
+from jaxmem.kernels import attention
+from jaxmem.machine.gpus import ATTAINED_ATTENTION, ATTAINED_BANDWIDTH, ATTAINED_FLOPS, GPUS
 from jaxmem.planning.communication import LATENCY
-from jaxmem.planning.hlo import Computation, HloShape, Instruction, Module
+from jaxmem.planning.compile import compile_elsewhere, without_cache
+from jaxmem.planning.hlo import Computation, HloShape, Instruction, Module, read_module
+from jaxmem.planning.targets import parse_target, target_devices
 from jaxmem.planning.timeline import LAUNCH, moved_bytes, timeline
 from tests.planning.conftest import module_of
 
@@ -94,6 +97,16 @@ def test_large_products_take_their_arithmetic() -> None:
     assert found.flops == 2 * 4096**3
     assert found.bound == "arithmetic"
     assert found.arithmetic == pytest.approx(found.flops / (989e12 * ATTAINED_FLOPS) + LAUNCH, rel=1.1)
+
+
+def test_attention_attains_less_of_the_peak_than_matmuls() -> None:
+    q = jax.ShapeDtypeStruct((1, 4096, 8, 128), jnp.bfloat16)
+    devices = target_devices(parse_target("h100-80gb"), H100.memory)
+    place = jax.sharding.SingleDeviceSharding(devices[0])
+    run = jax.jit(lambda q: attention(q, q, q, causal=True, implementation="cudnn"), in_shardings=place)
+    with without_cache():
+        found = timeline(read_module(compile_elsewhere(run.lower(q))[0]), H100, 1, 1)
+    assert found.arithmetic == pytest.approx(LAUNCH + found.flops / (989e12 * ATTAINED_ATTENTION[9]), rel=1e-3)
 
 
 def test_a_slice_moves_only_the_slice() -> None:
