@@ -22,7 +22,7 @@ from flax import nnx
 from jax.typing import DTypeLike
 
 from jaxmem.config.mesh import head_group_counts
-from jaxmem.sharding import axis_name, current, gather, shard_first_dim
+from jaxmem.sharding import axis_name, current, gather, shard_axes, shard_count, shard_first_dim
 from jaxmem.sharding.weights import GatheredWeight
 
 Array = jax.Array | jax.ShapeDtypeStruct
@@ -55,7 +55,7 @@ class Chunking:
         """
         chunk, (rows, time) = self.tokens, _per_device(x)
         if chunk == "auto":
-            width //= _parts("mlp")
+            width //= shard_count("activations", "mlp")
             token = rows * width * x.dtype.itemsize
             saved = 3 * time * token - 3 * 4 * x.shape[-1] * width
             chunk = max(CHUNK_BYTES // token // MULTIPLE, 1) * MULTIPLE if saved > MIN_SAVING else None
@@ -70,7 +70,7 @@ class Chunking:
         """
         if self.head_groups != "auto":
             return self.head_groups
-        parts, (rows, time) = _parts("heads"), _per_device(x)
+        parts, (rows, time) = shard_count("activations", "heads"), _per_device(x)
         queries = rows * time * heads // parts * head_dim * x.dtype.itemsize
         if queries <= MIN_SAVING or kv_heads % parts:
             return 1
@@ -80,15 +80,9 @@ class Chunking:
         return next((n for n in counts if queries <= n * CHUNK_BYTES), counts[-1])
 
 
-def _parts(axis: str) -> int:
-    """The number of parts into which the current layout shards an axis of activations."""
-    layout = current()
-    return 1 if layout is None else layout.parts("activations", axis)
-
-
 def _per_device(x: Array) -> tuple[int, int]:
     """The number of rows and tokens per row of [batch, time, ...] on each device."""
-    return max(x.shape[0] // _parts("batch"), 1), x.shape[1] // _parts("stream")
+    return max(x.shape[0] // shard_count("activations", "batch"), 1), x.shape[1] // shard_count("activations", "stream")
 
 
 def map_token_chunks(
@@ -98,10 +92,9 @@ def map_token_chunks(
     of the other inputs and of the result are [..., batch, time, width]."""
     if size is None:
         return function(modules, x, others)
-    layout = current()
     first = jax.tree.leaves(x)[0]
-    parts = _parts("stream")
-    over = () if layout is None else layout.over("activations", "batch")
+    parts = shard_count("activations", "stream")
+    over = shard_axes("activations", "batch")
     time = first.shape[-2] // parts
     least = -(-time // size)
     # A sequence that is not divisible by the chunks is padded, which copies it; slightly smaller chunks are better.

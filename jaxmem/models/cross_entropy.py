@@ -25,7 +25,7 @@ from jaxtyping import Array, Float, Int
 from jaxmem.models.layers import Features
 from jaxmem.models.vocab_slices import SLICE_SIZE, Columns, VocabOp, VocabOpResult, VocabSlices
 from jaxmem.quant import QTensor
-from jaxmem.sharding import Axes, constrain, current, gather, weights
+from jaxmem.sharding import Axes, constrain, gather, shard_axes, shard_count, weights
 from jaxmem.sharding.host import is_on_host
 from jaxmem.stack.cuts import cut
 
@@ -120,13 +120,9 @@ def slices_for(
     chunk: int | Literal["auto"], x: Features, vocab: int, max_entries: int | None = None
 ) -> VocabSlices | None:
     """Slices for these features in the current layout; None: all logits at once."""
-    layout = current()
-    stored, parts, prefetch, tokens = 1, 1, False, x.shape[0] * x.shape[1]
-    if layout is not None:
-        tokens //= layout.parts("activations", "batch") * layout.parts("activations", "vocab_time")
-        stored, parts = layout.parts("weights", "vocab"), layout.parts("compute", "vocab")
-        over = [(layout.over("weights", dim), layout.over("compute", dim)) for dim in ("embed", "vocab")]
-        prefetch = any(set(weights) - set(computing) for weights, computing in over)
+    tokens = x.shape[0] * x.shape[1] // shard_count("activations", "batch") // shard_count("activations", "vocab_time")
+    stored, parts = shard_count("weights", "vocab"), shard_count("compute", "vocab")
+    prefetch = any(set(shard_axes("weights", dim)) - set(shard_axes("compute", dim)) for dim in ("embed", "vocab"))
     width = slice_width(chunk, tokens, -(-vocab // parts), x.dtype.itemsize, max_entries)
     # If the vocabulary is stored in one part but computed in several, each device computes its part of every slice.
     return None if width is None else VocabSlices(vocab, width * parts // stored, stored, parts, prefetch)

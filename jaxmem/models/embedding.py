@@ -21,7 +21,7 @@ from jaxtyping import Array, Float, Int
 from jaxmem.models.layers import Features, Ids, fetch, new_weight
 from jaxmem.models.vocab_slices import SLICE_SIZE, VocabOp, VocabOpResult, VocabSlices
 from jaxmem.quant import QTensor
-from jaxmem.sharding import Axes, Layout, constrain, current, gather, gather_quantized, stored_axes
+from jaxmem.sharding import Axes, Layout, constrain, current, gather, gather_quantized, shard_count, stored_axes
 from jaxmem.sharding.host import fetch_from_host, is_on_host
 from jaxmem.sharding.weights import StoredWeight, Weight
 from jaxmem.stack.cuts import cut
@@ -144,8 +144,7 @@ def _lookup(matrix: Matrix, ids: jax.Array, axes: Axes, dtype: DTypeLike, *, che
 def _lookup_from_host(matrix: Matrix, ids: jax.Array, axes: Axes, dtype: DTypeLike) -> jax.Array:
     """Rows of a matrix in host memory. The complete matrix is copied in slices, each during the lookup in the previous
     one."""
-    layout, vocab = current(), matrix.shape[0]
-    stored = 1 if layout is None else layout.parts("weights", axes[0])
+    vocab, stored = matrix.shape[0], shard_count("weights", axes[0])
     width = min(vocab // stored, max(1, SLICE_SIZE // (matrix.shape[1] * stored)))
     slices = VocabSlices(vocab, width, stored)
 

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from jaxmem.quant import QTensor
-from jaxmem.sharding import Axes, current
+from jaxmem.sharding import Axes, shard_count
 from jaxmem.sharding.host import fetch_from_host, is_on_host, send_like, zeros_on_host
 from jaxmem.sharding.weights import Weight
 
@@ -132,9 +132,7 @@ def even_slices(vocab: int, width: int, sizes: set[int]) -> VocabSlices | None:
     >>> even_slices(128256, 4096, {128256, 768}).width, even_slices(50261, 4096, {50261})
     (4008, None)
     """
-    layout, stored, parts = current(), 1, 1
-    if layout is not None:
-        stored, parts = layout.parts("optimizer", "vocab"), layout.parts("compute", "vocab")
+    stored, parts = shard_count("optimizer", "vocab"), shard_count("compute", "vocab")
     if any(size % stored or vocab % size for size in sizes):
         return None
     part, common = vocab // stored, math.gcd(*(size // stored for size in sizes))

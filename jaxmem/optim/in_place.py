@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxmem.quant import QTensor
-from jaxmem.sharding import Axes, current, map_shards
+from jaxmem.sharding import Axes, current, map_shards, shard_axes, shard_count
 from jaxmem.sharding.weights import is_quantized
 
 Grid = dict[int, int]  # dimension -> number of parts
@@ -53,11 +53,10 @@ def _per_stage(loop: Callable[[Any, Any, jax.Array], Any], stack: Any, read_only
     """Runs `loop(layers, layers of read_only, index of the first layer)` on a stack. With pipeline parallelism there is
     one loop per stage, with its own conditionals: under `jax.vmap` all stages would execute the branches that any of
     them needs."""
-    layout = current()
-    over = () if layout is None else layout.over("optimizer", "layer")
-    if layout is None or not over:
+    over, parts = shard_axes("optimizer", "layer"), shard_count("optimizer", "layer")
+    if parts == 1:
         return loop(stack, read_only, jnp.zeros((), jnp.int32))
-    parts, layers = layout.parts("optimizer", "layer"), jax.tree.leaves(stack)[0].shape[0]
+    layers = jax.tree.leaves(stack)[0].shape[0]
     first = jnp.arange(parts, dtype=jnp.int32) * (layers // parts)
     return map_shards(lambda stack, own, first: loop(stack, own, first[0]), over, stack, read_only, first)
 

@@ -24,6 +24,6 @@ __getattr__, __all__ = lazy_names(
     __name__,
     arrays="constrain map_shards per_device rotate row_major_in_stages shard_first_dim vmap_groups",
     gathering="MIN_TOKENS_PER_ROW gather gather_quantized gather_with_input stored_axes",
-    layout="Layout current first_dim_sharding layout_for",
+    layout="Layout current first_dim_sharding layout_for shard_axes shard_count",
     table="Axes Axis Role STORAGE_AXES assign_mesh_axes axis_name if_even is_axes make_rules path_name rules_for",
 )

@@ -130,6 +130,18 @@ def current() -> Layout | None:
     return layouts[-1] if layouts else None
 
 
+def shard_axes(role: Role, axis: str | Axis | None) -> tuple[str, ...]:
+    """The mesh axes of more than one device that shard a logical axis."""
+    layout = current()
+    return () if layout is None else layout.over(role, axis)
+
+
+def shard_count(role: Role, axis: str | Axis | None) -> int:
+    """The number of shards of a logical axis."""
+    layout = current()
+    return 1 if layout is None else layout.parts(role, axis)
+
+
 def layout_for(cfg: Config, devices: Sequence[Any]) -> Layout:
     """The mesh of a config without `-1`, over these devices in order."""
     shape = tuple(getattr(cfg.mesh, axis) for axis in MESH_AXES)

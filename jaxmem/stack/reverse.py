@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from jaxmem.sharding import current
+from jaxmem.sharding import shard_count
 from jaxmem.sharding.host import fetch_layer, take_layer
 from jaxmem.sharding.weights import differentiable, with_gradients
 from jaxmem.stack.cuts import StackCall
@@ -168,7 +168,7 @@ def _recomputing(applied: StackCall, plan: Schedule, at: Callable[[Any], Any], m
 
 def merge_micro_batches(tree: Any, micro: int) -> Any:
     """Micro-batches [micro, rows, ...] as one batch, in an order in which no row changes its device."""
-    over = _devices()
+    over = shard_count("activations", "batch")
     if micro == 1:
         return tree
 
@@ -181,7 +181,7 @@ def merge_micro_batches(tree: Any, micro: int) -> Any:
 
 def split_micro_batches(tree: Any, micro: int, dim: int = 0) -> Any:
     """The inverse: [..., micro x rows, ...] to [micro, ..., rows, ...]; `dim` is the dimension of rows."""
-    over = _devices()
+    over = shard_count("activations", "batch")
     if micro == 1:
         return tree
 
@@ -191,9 +191,3 @@ def split_micro_batches(tree: Any, micro: int, dim: int = 0) -> Any:
         return x.reshape(micro, *before, -1, *after)
 
     return jax.tree.map(one, tree)
-
-
-def _devices() -> int:
-    """The number of devices that a batch is sharded over."""
-    layout = current()
-    return 1 if layout is None else layout.parts("activations", "batch")
