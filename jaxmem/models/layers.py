@@ -84,14 +84,13 @@ class RMSNorm(nnx.Module):
 class LayerNorm(nnx.Module):
     """(x - mean) / standard deviation * scale + bias, in float32."""
 
-    def __init__(self, size: int, epsilon: float = 1e-5):
+    def __init__(self, size: int):
         self.scale = new_constant(1.0, (size,), ("norm",))
         self.bias = new_constant(0.0, (size,), ("norm",))
-        self.epsilon = epsilon
 
     def __call__(self, x: Float[Array, "*batch size"]) -> Float[Array, "*batch size"]:
         scale, bias = fetch(self.scale, jnp.float32), fetch(self.bias, jnp.float32)
-        return recompute_from_inputs(partial(_normalize, self.epsilon), x, scale, bias)
+        return recompute_from_inputs(partial(_normalize, 1e-5), x, scale, bias)
 
 
 def dropout(x: Float[Array, "*shape"], rate: float, keys: Keys | None) -> Float[Array, "*shape"]:

@@ -18,16 +18,9 @@ from jaxmem.sharding.weights import StoredWeight
 
 class Linear(nnx.Module):
     def __init__(
-        self,
-        rngs: nnx.Rngs,
-        inputs: int,
-        outputs: int,
-        axes: tuple[str | None, str | None],
-        *,
-        bias: bool = False,
-        scale: float | None = None,
+        self, rngs: nnx.Rngs, inputs: int, outputs: int, axes: tuple[str | None, str | None], *, bias: bool = False
     ):
-        self.weight = new_weight(rngs, (inputs, outputs), axes, scale=scale)
+        self.weight = new_weight(rngs, (inputs, outputs), axes)
         self.bias = new_constant(0.0, (outputs,), axes[1:]) if bias else None
         self.lora: Any = nnx.data(None)  # an adapter of jaxmem.adapters
         # The implementation of matmuls with a frozen quantized weight (kernels.dequant_matmul); None: dequantize.
