@@ -60,8 +60,8 @@ class Decoder(Network):
         return self.norm(x if self.prompt is None else x[:, self.prompt.length :])
 
     def _after_prompt(
-        self, tokens: Ids, positions: Ids | None, segment_ids: Ids | None
-    ) -> tuple[Ids, Ids | None, Ids | None]:
+        self, tokens: jax.Array, positions: jax.Array | None, segment_ids: jax.Array | None
+    ) -> tuple[jax.Array, jax.Array | None, jax.Array | None]:
         """Prepends the tokens of the prompt to each row. They belong to the first document of the row."""
         rows, length = tokens.shape[0], self.prompt.length
 
