@@ -3,9 +3,6 @@
 The modules that load, check and describe the sections are imported at their first use.
 """
 
-import importlib
-from typing import Any
-
 from jaxmem.config.mesh import MESH_AXES, Mesh, Pipeline, Rules
 from jaxmem.config.networks import Convnet, Decoder, Mlp, Model, Rope, Vit
 from jaxmem.config.optimizers import Optimizer
@@ -24,25 +21,19 @@ from jaxmem.config.sections import (
     Source,
     Train,
 )
+from jaxmem.lazy import lazy_names
 
-_LAZY = {
-    "PRESETS": "presets",
-    "check": "check",
-    "for_devices": "devices",
-    "json_schema": "schema",
-    "load_config": "load",
-    "parameter_count": "presets",
-    "save_config": "load",
-}
+__getattr__, _ = lazy_names(
+    __name__,
+    check="check",
+    devices="for_devices",
+    load="load_config save_config",
+    presets="PRESETS parameter_count",
+    schema="json_schema",
+)
 __all__ = [
-    "LOW_RANK", "MESH_AXES", "PRESETS", "Adapter", "Batch", "Checkpoint", "Cluster", "Config", "Convnet", "Data",
-    "Decoder", "Generate", "Memory", "Mesh", "Mlp", "Model", "Objective", "Optimizer", "Pipeline", "Precision", "Rope",
-    "Rules", "Save", "Source", "Train", "Vit", "check", "for_devices", "json_schema", "load_config", "parameter_count",
+    "LOW_RANK", "MESH_AXES", "PRESETS", "Adapter", "Batch", "Checkpoint", "Cluster", "Config", "Convnet", "Data", "Decoder",
+    "Generate", "Memory", "Mesh", "Mlp", "Model", "Objective", "Optimizer", "Pipeline", "Precision", "Rope", "Rules",
+    "Save", "Source", "Train", "Vit", "check", "for_devices", "json_schema", "load_config", "parameter_count",
     "save_config",
 ]  # fmt: skip
-
-
-def __getattr__(name: str) -> Any:
-    if name in _LAZY:
-        return getattr(importlib.import_module(f"jaxmem.config.{_LAZY[name]}"), name)
-    raise AttributeError(f"module 'jaxmem.config' has no attribute {name!r}")

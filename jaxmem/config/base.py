@@ -1,7 +1,7 @@
 """The base class of all sections of a config, and the types of their values."""
 
 from collections.abc import Iterator, Mapping
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal, Self, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -11,7 +11,9 @@ Count = Annotated[int, Field(ge=1)]
 Fraction = Annotated[float, Field(ge=0.0, lt=1.0)]
 Positive = Annotated[float, Field(gt=0.0)]
 NotNegative = Annotated[float, Field(ge=0.0)]
-Texts = Annotated[tuple[str, ...], Field(strict=False)]
+Item = TypeVar("Item")
+ListOf = Annotated[tuple[Item, ...], Field(strict=False)]  # a list in YAML
+Texts = ListOf[str]
 StoredFormat = Literal[
     "float32", "bfloat16", "int8", "int6", "int5", "int4", "int3", "int2", "uint8", "uint6", "uint5", "uint4",
     "uint3", "uint2", "nf4", "fp4", "fp8_e4m3", "fp8_e5m2", "dynamic8", "dynamic4",

@@ -77,7 +77,7 @@ def _state_offloaded(cfg: Config, offload: str) -> Iterator[str]:
 
 
 def _chunks(cfg: Config) -> Iterator[str]:
-    """Conflicts of chunks with saved activations, which would have to exist as a whole."""
+    """Conflicts of chunks with saved activations, which would have to exist completely."""
     model, memory = cfg.model, cfg.memory
     if not isinstance(model, Decoder | Vit):
         return

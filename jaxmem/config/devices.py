@@ -12,10 +12,10 @@ from jaxmem.config.mesh import (
     MESH_AXES,
     Mesh,
     Rules,
-    divided,
+    divisible_dims,
     divisors,
     head_group_counts,
-    undivided,
+    replicated_dims,
 )
 from jaxmem.config.networks import Convnet, Decoder, Vit
 from jaxmem.config.sections import Config
@@ -73,7 +73,7 @@ def _indivisible(cfg: Config) -> Iterator[str]:
         near = nearest_numbers(batch.global_size, range(step, batch.global_size + step + 1, step))
         given = f"batch.global_size={batch.global_size} with batch.accumulate={batch.accumulate}"
         yield f"{given} has {rows} rows per micro-batch, not divisible by {over}; use batch.global_size={near}"
-    for axis, counts in divided(cfg.model, cfg.rules, cfg.zero).items():
+    for axis, counts in divisible_dims(cfg.model, cfg.rules, cfg.zero).items():
         # Arrays that are sharded over `fsdp` are sharded over `context` too.
         own, context = getattr(mesh, axis), mesh.context if axis == "fsdp" else 1
         wrong = [f"model.{name}={dim}" for name, dim in counts.items() if dim % (own * context)]
@@ -125,7 +125,7 @@ def _own_rules(cfg: Config) -> Iterator[str]:
     """A line for each dimension that changed rules shard unevenly."""
     if cfg.zero == 0:
         return
-    model, found, exempt = cfg.model, cfg.model.dims(), undivided(cfg.model, cfg.rules, cfg.mesh)
+    model, found, exempt = cfg.model, cfg.model.dims(), replicated_dims(cfg.model, cfg.rules, cfg.mesh)
     width = (
         model.head_dim if isinstance(model, Decoder) else model.embed // model.heads if isinstance(model, Vit) else 1
     )
@@ -185,7 +185,7 @@ def _advice(cfg: Config, n: int) -> str:
         if next(_indivisible(one), None) is None:
             changed = [f"mesh.{axis}={size}" for axis, size in axes.items() if size != given[axis]]
             distance = sum(abs(math.log2(axes[axis] / size)) for axis, size in given.items() if size > 0)
-            replicated = len(undivided(one.model, one.rules, one.mesh))  # allowed, but needs more memory
+            replicated = len(replicated_dims(one.model, one.rules, one.mesh))  # allowed, but needs more memory
             possible.append((replicated, len(changed), round(distance, 3), axes["replica"], " ".join(changed)))
     if possible:
         return f"meshes for {n} devices: " + ", or ".join(text for *_, text in sorted(possible)[:3])

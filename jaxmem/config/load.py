@@ -70,7 +70,7 @@ class YamlLoader(yaml.SafeLoader):
 
 
 class YamlDumper(yaml.SafeDumper):
-    """Quotes text that `Loader` would read as another type."""
+    """Quotes text that `YamlLoader` would read as another type."""
 
     yaml_implicit_resolvers = {}  # noqa: RUF012, filled below
 

@@ -1,11 +1,9 @@
 """The sections of parallelism: the device mesh, what is sharded over its axes, and the pipeline schedule."""
 
 import math
-from typing import Annotated, Literal
+from typing import Literal
 
-from pydantic import Field
-
-from jaxmem.config.base import Count, Section, setting
+from jaxmem.config.base import Count, ListOf, Section, setting
 from jaxmem.config.networks import Decoder, Model
 
 
@@ -31,7 +29,7 @@ class Mesh(Section):
 MESH_AXES = tuple(name for name in Mesh.model_fields if name != "context_method")
 BATCH_AXES = ("replica", "fsdp")  # axes over which the rows of a batch are sharded
 
-_Over = Annotated[tuple[Literal["fsdp", "context", "tensor"], ...], Field(strict=False)]
+_Over = ListOf[Literal["fsdp", "context", "tensor"]]
 
 
 class Rules(Section):
@@ -39,12 +37,10 @@ class Rules(Section):
     `context` shard the stored weights as far as `zero` says; `tensor` also shards the computation. If two dimensions of
     a weight name one axis, only the first is sharded over it."""
 
-    embed: Annotated[tuple[Literal["fsdp", "context"], ...], Field(strict=False)] = setting(
+    embed: ListOf[Literal["fsdp", "context"]] = setting(
         ("fsdp", "context"), "mesh axes of the width of the residual stream"
     )
-    vocab: Annotated[tuple[Literal["tensor"], ...], Field(strict=False)] = setting(
-        ("tensor",), "mesh axes of the vocabulary"
-    )
+    vocab: ListOf[Literal["tensor"]] = setting(("tensor",), "mesh axes of the vocabulary")
     heads: _Over = setting(("tensor",), "mesh axes of query heads")
     kv_heads: _Over = setting(("tensor",), "mesh axes of key and value heads")
     mlp: _Over = setting(("tensor",), "mesh axes of the hidden width of the MLP")
@@ -64,8 +60,8 @@ def divisors(n: int) -> list[int]:
     return [d for d in range(1, n + 1) if n % d == 0]
 
 
-def divided(model: Model, rules: Rules, zero: int) -> dict[str, dict[str, int]]:
-    """For each mesh axis that shards weights by the default rules, the dimensions that it must divide."""
+def divisible_dims(model: Model, rules: Rules, zero: int) -> dict[str, dict[str, int]]:
+    """For each mesh axis that shards weights by the default rules, the dimensions that must be divisible by it."""
     found = model.dims()
     wide = [name for name in ("heads", "mlp") if name in found and "tensor" in getattr(rules, name)]
     return {
@@ -74,7 +70,7 @@ def divided(model: Model, rules: Rules, zero: int) -> dict[str, dict[str, int]]:
     }
 
 
-def undivided(model: Model, rules: Rules, mesh: Mesh) -> tuple[str, ...]:
+def replicated_dims(model: Model, rules: Rules, mesh: Mesh) -> tuple[str, ...]:
     """The dimensions that are not divisible by `mesh.tensor` and need not be: KV heads are then replicated over some of
     its devices; a vocabulary is stored replicated and padded for computation."""
     if not isinstance(model, Decoder):

@@ -118,7 +118,7 @@ def run_config(
             return source
         source = source.model_dump(mode="json")
     elif is_model(source):
-        source = _started(str(source), devices, method)
+        source = _new_run(str(source), devices, method)
     elif isinstance(source, str | os.PathLike) and not Path(source).suffix and not Path(source).exists():
         raise UserError(
             f"{source}: not a YAML file, a Hugging Face directory or a preset{nearest(str(source), PRESETS)}"
@@ -134,10 +134,10 @@ def run_config(
     return config_of(raw)
 
 
-def _started(model: str, devices: int, method: str | None) -> dict[str, Any]:
+def _new_run(model: str, devices: int, method: str | None) -> dict[str, Any]:
     """A run of a preset, or one that fine-tunes a Hugging Face model."""
     is_preset = model in PRESETS
-    started: dict[str, Any] = {
+    run: dict[str, Any] = {
         "name": re.sub(r"[^\w.-]", "-", Path(model).resolve().name).lstrip(".-") or "model",
         "model": {"preset" if is_preset else "hf": model},
         "data": {"sequence_length": LENGTH},
@@ -146,8 +146,8 @@ def _started(model: str, devices: int, method: str | None) -> dict[str, Any]:
         "memory": {"remat": "full"},
     }
     if not is_preset:
-        started["optimizer"] = {"learning_rate": LEARNING_RATES["adapter" if method in LOW_RANK else "full"]}
-    return started
+        run["optimizer"] = {"learning_rate": LEARNING_RATES["adapter" if method in LOW_RANK else "full"]}
+    return run
 
 
 def _apply(name: str, raw: dict[str, Any]) -> None:

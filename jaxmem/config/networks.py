@@ -30,10 +30,14 @@ class Rope(Section):
     scaling: Literal["none", "linear", "llama3", "yarn"] = setting("none", "how frequencies are stretched")
     factor: Positive = setting(1.0, "how many times longer the context becomes")
     original_length: Count = setting(8192, "llama3, yarn: context length before scaling")
-    low_frequency: Positive = setting(1.0, "llama3: with fewer wavelengths per original_length, fully stretched")
-    high_frequency: Positive = setting(4.0, "llama3: with more wavelengths per original_length, not stretched")
-    beta_fast: Positive = setting(32.0, "yarn: with more rotations per original_length, not stretched")
-    beta_slow: Positive = setting(1.0, "yarn: with fewer rotations per original_length, fully stretched")
+    low_frequency: Positive = setting(
+        1.0, "llama3: frequencies with fewer wavelengths per original_length are fully stretched"
+    )
+    high_frequency: Positive = setting(
+        4.0, "llama3: frequencies with more wavelengths per original_length are not stretched"
+    )
+    beta_fast: Positive = setting(32.0, "yarn: frequencies with more rotations per original_length are not stretched")
+    beta_slow: Positive = setting(1.0, "yarn: frequencies with fewer rotations per original_length are fully stretched")
     attention_factor: Positive | None = setting(None, "yarn: factor on cosine and sine; null: 0.1 ln(factor) + 1")
 
 
@@ -91,7 +95,7 @@ class Vit(ImageInput):
 
 
 class Convnet(ImageInput):
-    """Residual convolutions with normalisation and pooling between stages."""
+    """Residual convolutions with normalization and pooling between stages."""
 
     family: Literal["convnet"] = setting("convnet", _FAMILY)
     preset: None = setting(None, _PRESET)

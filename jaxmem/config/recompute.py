@@ -108,7 +108,7 @@ class Memory(Section):
 
 
 def policy_of(remat: object) -> Policy | None:
-    """The policy that `memory.remat` names; "every_4" gives the policy "every". None for names of activations and for
+    """The policy that `memory.remat` names; "every_4" names the policy "every". None for names of activations and for
     unknown names."""
     if not isinstance(remat, str):
         return None

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field
 
-from jaxmem.config.base import Count, Fraction, NotNegative, Positive, Section, StoredFormat, Texts, setting
+from jaxmem.config.base import Count, Fraction, ListOf, NotNegative, Positive, Section, StoredFormat, Texts, setting
 from jaxmem.config.mesh import Mesh, Pipeline, Rules
 from jaxmem.config.networks import Convnet, Decoder, Model
 from jaxmem.config.optimizers import Optimizer
@@ -50,7 +50,7 @@ class Source(Section):
 class Data(Source):
     """Documents, and the rows that they are cut or packed into."""
 
-    mixture: Annotated[tuple[Source, ...], Field(strict=False)] = setting((), "several sources instead of data.source")
+    mixture: ListOf[Source] = setting((), "several sources instead of data.source")
     sequence_length: Count = setting(1024, "tokens per row")
     packing: bool = setting(
         True, "pack several documents into a row, with attention within each; false: one per row, padded"
@@ -58,7 +58,7 @@ class Data(Source):
     documents_per_row: Count = setting(
         31, "largest number of documents in a packed row; fused attention allocates room for them"
     )
-    buckets: Annotated[tuple[Count, ...], Field(strict=False)] = setting(
+    buckets: ListOf[Count] = setting(
         (), "shorter lengths of unpacked rows; a batch has the shortest length that fits all of its records"
     )
     tokenizer: str = setting("bytes", "bytes, the path of a tokenizer.json or its directory, or org/name of the hub")
@@ -154,7 +154,7 @@ class Adapter(Section):
         "patterns of layers (blocks[-2:].*: the last two), or {pattern: rank}, where the first match applies;"
         " for adapter.kind: patterns, patterns of weights",
     )
-    token_indices: Annotated[tuple[Annotated[int, Field(ge=0)], ...], Field(strict=False)] = setting(
+    token_indices: ListOf[Annotated[int, Field(ge=0)]] = setting(
         (), "ids of tokens whose rows of the embedding are trained too"
     )
     dropout: Fraction = setting(0.0, "dropout of the input of an adapter")
@@ -194,9 +194,7 @@ class Train(Section):
     deterministic: bool = setting(False, "on GPUs: bitwise reproducible results; may be slower")
     check_replicas: Count | None = setting(None, "updates between two checks that all replicas are bitwise equal")
     profile: Annotated[tuple[Count, Count], Field(strict=False)] | None = setting(None, "[from, to]: steps to profile")
-    trackers: Annotated[tuple[Literal["tensorboard", "wandb"], ...], Field(strict=False)] = setting(
-        (), "services that also receive the metrics"
-    )
+    trackers: ListOf[Literal["tensorboard", "wandb"]] = setting((), "services that also receive the metrics")
 
 
 class Checkpoint(Section):

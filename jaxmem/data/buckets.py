@@ -1,14 +1,14 @@
 """Batches of records of similar length, with rows hardly longer than their contents.
 
 All rows of a batch have one length: the shortest of `data.buckets` and `data.sequence_length` that fits each of its
-records. Records are read in the split's order, and each waits with the other records of its bucket until they fill a
-batch, which is the next one. So a batch has as many rows as without buckets, its contents follow from the order alone,
-and every record is seen as often; some come a few batches later. When the split ends, the waiting records make the last
-batches, filled up with padding.
+records. Records are read in the split's order, and each waits with the other records of its bucket until they fill the
+next batch. So a batch has as many rows as without buckets, its contents follow from the order alone, and every record
+is used equally often; some are used a few batches later. When the split ends, the waiting records form the last
+batches, which are padded.
 
-A position is how far the order has been read, and which records wait: fewer than a batch for each bucket. All processes
-go through the whole order, since all must know which bucket is next: each reads every record, and keeps the records of
-its own rows. A token cache knows lengths without reading; otherwise P processes tokenize everything P times, which
+A position consists of the number of records read and the records that wait: fewer than a batch for each bucket. All
+processes go through the complete order, since all must know which bucket is next: each reads every record, and keeps
+the records of its own rows. A token cache stores lengths; otherwise P processes tokenize everything P times, which
 takes no longer with the cores of P hosts.
 """
 
@@ -24,7 +24,7 @@ class BucketRows(Rows):
     """Rows of tokens: [accumulate, columns, length of the batch's bucket]."""
 
     def __init__(self, records: OrderedRecords, rows: np.ndarray, stride: int, lengths: Sequence[int]) -> None:
-        """`lengths` of the buckets, from the shortest on."""
+        """`lengths`: of the buckets, in ascending order."""
         self._records, self._rows, self._lengths = records, rows, np.asarray(lengths)
         self._batch_records = stride // records.per_record
         self._own = set((rows.ravel() // records.per_record).tolist())  # records of a batch that are in own rows
@@ -54,7 +54,7 @@ class BucketRows(Rows):
         return batch if self._records.references is None else batch | {"reference": reference}
 
     def _fill(self) -> int:
-        """Reads on until a bucket has the records of a batch; that bucket."""
+        """Reads records until a bucket has enough for a batch; returns that bucket."""
         while self._next < self._records.total:
             bucket = self._bucket(self._next)
             self._waiting[bucket].append(self._next)
@@ -68,7 +68,7 @@ class BucketRows(Rows):
         if length is None:
             documents = self._records.documents(place)
             length = max(len(document.tokens) for document in documents)
-        # What is longer than the longest is cut there, as without buckets.
+        # Records longer than the longest bucket are cut, as without buckets.
         bucket = min(int(np.searchsorted(self._lengths, length)), len(self._lengths) - 1)
         if documents is not None and len(self._waiting[bucket]) in self._own:
             self._documents[place] = documents
@@ -76,7 +76,7 @@ class BucketRows(Rows):
 
     @property
     def position(self) -> Position:
-        """The same on all processes."""
+        """The position, which is equal on all processes."""
         return {"next": self._next, "waiting": [list(places) for places in self._waiting]}
 
     @position.setter

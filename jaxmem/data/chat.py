@@ -102,7 +102,7 @@ class ChatEncoder:
         if not np.isin(ids[is_target], [*self._tokenizer.special.values()]).any():
             self._warn(
                 "end",
-                "no target token ends an answer, so the model does not learn to stop; use a template with an end token",
+                "no target token ends an answer, and the model would never stop; use a template with an end token",
             )
         return Document(ids, is_target, is_indivisible=True)
 

@@ -23,7 +23,7 @@ from jaxmem.errors import UserError
 CHECKED = 32  # records of a source
 MAX_HASHED = 256 << 20  # bytes of data up to which a fingerprint reads all of it
 
-# "all": data that is only evaluated, in its own order.
+# "all": all records in their own order, for data that is only evaluated.
 Split = Literal["train", "held_out", "all"]
 
 
@@ -151,7 +151,7 @@ def source_files(source: Source) -> list[Path]:
 
 
 def source_of(path: str) -> str:
-    """The `data.source` for files, by the name of the first and, of JSONL, the keys of its first line."""
+    """The `data.source` of files: by the suffix of the first file and, for JSONL, by the keys of its first line."""
     file = find_files(path, "text")[0]
     named = [name for name, kind in SOURCES.items() if file.suffix.lower() in kind.suffixes]
     if "jsonl" not in named:

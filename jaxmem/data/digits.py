@@ -102,7 +102,7 @@ class DigitRows(Rows):
 
 
 def another_view(images: np.ndarray, places: np.ndarray, seed: int) -> np.ndarray:
-    """The images shifted by up to a pixel each way, with noise of up to 2 of 16, by their places in the order."""
+    """The images shifted by at most one pixel, with noise of at most 2 of 16; both follow from their places."""
     shape, images, places = images.shape, images.reshape(-1, SIZE, SIZE), places.reshape(-1)
     bits = mix64(mix64(places) ^ np.uint64(seed))
     down, right = (bits % np.uint64(3)).astype(int), (bits // np.uint64(3) % np.uint64(3)).astype(int)

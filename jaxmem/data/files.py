@@ -61,7 +61,7 @@ def file_size(path: Path) -> int:
 
 
 def character_start(data: bytes, cut: int) -> int:
-    """`cut`, or the start of the UTF-8 character that it would split (in other bytes: `cut`)."""
+    """`cut`, or the start of the UTF-8 character that it would split. Bytes that are not UTF-8 are cut at `cut`."""
     for start in range(cut, max(cut - 4, -1), -1):
         if start == len(data) or data[start] & 0xC0 != 0x80:
             return start
@@ -76,7 +76,7 @@ class OpenFiles:
         self._lock = threading.Lock()
 
     def read(self, path: Path, start: int, end: int) -> bytes:
-        """The bytes [start, end) of a file; an error where it has become shorter than that."""
+        """The bytes [start, end) of a file; an error if the file has become shorter."""
         with self._lock:
             try:
                 descriptor = self._descriptor(path)

@@ -8,7 +8,7 @@ If a split ends (held out; training with `data.epochs`), rows run out at differe
 padding (mask 0) until all have, so that each record is seen exactly as often as requested. Then iteration stops. A
 process with some of the rows does not know when the others end: it asks through `agree`.
 
-Batches are built ahead in a thread (grain's); `state` is the position of the last batch taken, not built.
+Batches are built ahead in a thread of grain; `state` is the position after the last batch that was returned.
 """
 
 import sys
@@ -32,8 +32,8 @@ State = dict[str, Any]
 class Loader:
     """Iterates over the batches of a split, from the beginning or from a restored state.
 
-    `corpus`: another loader's, to share its index of the files. `agree`: a function of whether this process has data
-    left that returns whether any process has; called once per batch where the split ends.
+    `corpus`: the corpus of another loader, to share its index of the files. `agree`: a function of whether this process
+    has data left that returns whether any process has; it is called once per batch if the split ends.
     """
 
     def __init__(
@@ -86,8 +86,8 @@ class Loader:
         return batch
 
     def state(self) -> State:
-        """The position after the last batch taken, for JSON: this process's rows as [row, record, token], or what all
-        processes know of buckets."""
+        """The position after the last batch that was returned, for JSON: the rows of this process as [row, record,
+        token], or the position of all buckets."""
         found = self._batches.get_state()
         return {"step": found["step"], "global_size": self._global_size} | found
 
@@ -101,7 +101,7 @@ class Loader:
         self._batches.set_state(state)
 
     def rewind(self) -> None:
-        """Back to the beginning of the split."""
+        """Returns to the beginning of the split."""
         self._batches.set_state(self._start)
 
     def close(self) -> None:
@@ -151,7 +151,7 @@ def merge_states(states: Iterable[State]) -> State:
     {'step': 3, 'global_size': 2, 'rows': [[0, 5, 17], [1, 4, 2]]}
     """
     states = list(states)
-    if "rows" not in states[0]:  # of buckets, all processes have the same
+    if "rows" not in states[0]:  # with buckets, the position of all processes is the same
         if any(state != states[0] for state in states):
             raise ValueError("processes are at different positions in the data")
         return states[0]

@@ -6,8 +6,8 @@ its tokens are used. (grain's packing fills rows from one stream, in an order th
 
 With packing, a row has as many documents as fit, up to `data.documents_per_row`, and the last one is continued in the
 next row. After the limit the row is padding, with a warning. A target is the next token of the same document, even if
-that is the first token of the next row; the last token of a record (its end-of-document token, or the last of a piece)
-has none: mask 0. Segment ids count the documents in a row from 1.
+it is the first token of the next row; the last token of a record (its end-of-document token, or the last token of a
+piece) has no target: mask 0. Segment ids count the documents in a row from 1.
 Positions begin at 0 with each document and with each row: a document continued in the next row does not attend to its
 beginning.
 
@@ -30,7 +30,7 @@ from jaxmem.errors import UserError
 
 Batch = dict[str, np.ndarray]
 Position = dict[str, Any]  # in the data, for JSON
-MAX_EMPTY = 1000  # consecutive records that are skipped; data of nothing else would never fill a row
+MAX_EMPTY = 1000  # consecutive records without tokens; otherwise such data would be read for ever
 FULL = (
     "packed rows have data.documents_per_row={most} documents before they are full, and the rest is padding;"
     " increase data.documents_per_row, which takes more memory for attention"
@@ -61,7 +61,7 @@ class OrderedRecords:
 
 
 def empty_rows(*shape: int) -> Batch:
-    """Arrays that are padding everywhere: [..., length]."""
+    """Arrays of padding: [..., length]."""
     return {**{name: np.zeros(shape, np.int32) for name in INT_ARRAYS}, "mask": np.zeros(shape, np.float32)}
 
 

@@ -1,8 +1,8 @@
 """Documents that are rows of parquet files, read a row group at a time.
 
 Parquet has no cheap access to one row: a row group is decoded completely. So the shuffle keeps row groups together
-(`blocks`) and the last few stay decoded. A row is one record, however long. If row groups are large or many processes
-read the same ones, run `jaxmem tokenize` first: it reads each once.
+(`blocks`) and a few row groups stay decoded. A row is one record, however long. If row groups are large or many
+processes read the same ones, run `jaxmem tokenize` first: it reads each once.
 """
 
 import threading

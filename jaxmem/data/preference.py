@@ -44,10 +44,10 @@ class Preferences(JsonRecords):
         return self._last[1]
 
     def parse(self, line: bytes) -> Sequence[Document]:
-        return pair(line, self.tokenizer, self._encoder)
+        return parse_pair(line, self.tokenizer, self._encoder)
 
 
-def pair(line: bytes, tokenizer: Tokenizer, encoder: Callable[[], ChatEncoder]) -> Sequence[Document]:
+def parse_pair(line: bytes, tokenizer: Tokenizer, encoder: Callable[[], ChatEncoder]) -> Sequence[Document]:
     """The two answers of a line, each after the prompt."""
     found = parse_object(line)
     if missing := [answer for answer in ANSWERS if answer not in found]:

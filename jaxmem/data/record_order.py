@@ -50,7 +50,7 @@ def held_out_records(count: int, share: float) -> np.ndarray:
     return held
 
 
-class _Training:
+class _TrainingRecords:
     """The records of a source that are not held out, by their place among them."""
 
     def __init__(self, source: int, count: int, excluded: np.ndarray) -> None:
@@ -71,7 +71,7 @@ class _Training:
         return left[left > 0]
 
 
-class _HeldOut:
+class _HeldOutRecords:
     """The records held out, in a fixed pseudorandom order."""
 
     def __init__(self, source: int, excluded: np.ndarray) -> None:
@@ -96,11 +96,11 @@ class _BlockShuffle:
         self._within = lru_cache(16)(self._within_block)
 
     def _blocks_of(self, epoch: int) -> tuple[np.ndarray, np.ndarray]:
-        found = permutation(len(self._lengths), mixed(self._seed, epoch))
+        found = permutation(len(self._lengths), mix_seed(self._seed, epoch))
         return found, np.cumsum(self._lengths[found])
 
     def _within_block(self, epoch: int, block: int) -> np.ndarray:
-        return permutation(int(self._lengths[block]), mixed(self._seed, epoch, block))
+        return permutation(int(self._lengths[block]), mix_seed(self._seed, epoch, block))
 
     def __len__(self) -> int:
         return self._count
@@ -114,7 +114,7 @@ class _BlockShuffle:
         return 0, int(self._starts[block]) + int(within)
 
 
-class _Weighted:
+class _WeightedSelection:
     """A grain selection map: the source of the k-th record, so that each has its share of any prefix.
 
     Of k records, the source of the largest weight provides what the rounded share of the others leaves; that share is
@@ -139,7 +139,7 @@ class _Weighted:
         """How many of the first `total` records each source provides."""
         counts = [0] * len(self._rests)
         for source, rest, total_weight in self._rests:
-            later = rounded(total * rest, total_weight)
+            later = round_half_up(total * rest, total_weight)
             counts[source] = total - later
             total = later
         return counts
@@ -150,14 +150,14 @@ class _Weighted:
     def __getitem__(self, index: int) -> tuple[int, int]:
         before, after = index, index + 1  # records that fall to this source and the later ones
         for source, rest, total_weight in self._rests:
-            later_before, later_after = rounded(before * rest, total_weight), rounded(after * rest, total_weight)
+            later_before, later_after = (round_half_up(k * rest, total_weight) for k in (before, after))
             if later_after == later_before:
                 return source, before - later_before
             before, after = later_before, later_after
         raise AssertionError("the last source has all remaining records")
 
 
-def rounded(numerator: int, denominator: int) -> int:
+def round_half_up(numerator: int, denominator: int) -> int:
     return (2 * numerator + denominator) // (2 * denominator)
 
 
@@ -165,7 +165,7 @@ def permutation(length: int, seed: int) -> np.ndarray:
     return np.argsort(mix64(np.arange(length) + (seed << 20)), kind="stable")
 
 
-def mixed(*numbers: int) -> int:
+def mix_seed(*numbers: int) -> int:
     """One 32-bit seed of several numbers."""
     state = np.zeros(1, np.uint64)
     for number in numbers:
@@ -187,15 +187,15 @@ def training_order(
 
     parts = []
     for source, (count, runs) in enumerate(zip(counts, blocks, strict=True)):
-        training = _Training(source, count, held_out_records(count, held_out))
+        training = _TrainingRecords(source, count, held_out_records(count, held_out))
         part = grain.MapDataset.source(training)
         if runs is None and len(training) <= TABLE:
             runs = np.array([count])
         if shuffle and runs is not None:
-            order = _BlockShuffle(training.block_lengths(runs), mixed(seed, source))
+            order = _BlockShuffle(training.block_lengths(runs), mix_seed(seed, source))
             part = grain.MapDataset.select_from_datasets([part], order)
         elif shuffle and len(training) < 2**32:
-            part = part.shuffle(seed=mixed(seed, source))
+            part = part.shuffle(seed=mix_seed(seed, source))
         elif shuffle:
             raise UserError(f"data.shuffle supports at most 2^32 records, not {len(training)}; use data.shuffle=false")
         parts.append(part)
@@ -208,7 +208,7 @@ def held_out_order(counts: Sequence[int], weights: Sequence[float], *, held_out:
 
     if not held_out:
         raise UserError("data.held_out=0 keeps no record for evaluation; use e.g. data.held_out=0.02")
-    parts = [_HeldOut(source, held_out_records(count, held_out)) for source, count in enumerate(counts)]
+    parts = [_HeldOutRecords(source, held_out_records(count, held_out)) for source, count in enumerate(counts)]
     return _mixture([grain.MapDataset.source(part) for part in parts], weights)
 
 
@@ -217,5 +217,5 @@ def _mixture(parts: list[Any], weights: Sequence[float]) -> Any:
 
     if len(parts) == 1:
         return parts[0]
-    selection = _Weighted([len(part) for part in parts], weights)
+    selection = _WeightedSelection([len(part) for part in parts], weights)
     return grain.MapDataset.select_from_datasets(parts, selection)

@@ -54,7 +54,7 @@ class Generation(Extension):
 
 
 @lru_cache(maxsize=4)
-def compiled(source: str) -> Template:
+def compile_template(source: str) -> Template:
     sandbox = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols])
     sandbox.filters["tojson"] = _to_json
     sandbox.globals["raise_exception"] = _refuse
@@ -63,7 +63,7 @@ def compiled(source: str) -> Template:
 
 def reply_to(request: dict[str, Any]) -> dict[str, Any]:
     try:
-        template = compiled(request["source"])
+        template = compile_template(request["source"])
     except (TemplateError, *FAILURES) as error:
         return {"invalid": _line(error)}
     if "arguments" not in request:

@@ -21,11 +21,11 @@ from jaxmem.config.hf_values import read_json
 from jaxmem.config.hub import local_directory
 from jaxmem.errors import UserError
 
-# The names of the token that ends a document, most specific first.
+# Names of the end-of-document token, most specific first.
 END_NAMES = ("<|end_of_text|>", "<|endoftext|>", "<|end▁of▁sentence|>", "</s>", "<eos>", "<|eos|>", "[EOS]")
 
-END_TEXT = "<|endoftext|>"  # how the end is written with `bytes`
-MAX_GROWTH = 4096  # times that normalization may make a text longer; a usual tokenizer doubles it at most
+END_TEXT = "<|endoftext|>"  # the end-of-document token of `bytes` in a text
+MAX_GROWTH = 4096  # limit for the growth of a text by normalization; usual tokenizers at most double it
 
 
 class Tokenizer(Protocol):
@@ -57,7 +57,7 @@ def tokenizer_for(name: str) -> Tokenizer:
 
 
 def _valid(text: str) -> str:
-    """The text, if it is Unicode: half of a surrogate pair, as in an argument that is not UTF-8, is not."""
+    """The text, or an error if it is not Unicode: an argument that is not UTF-8 has halves of surrogate pairs."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
@@ -151,7 +151,7 @@ class FileTokenizer:
 
     @cached_property
     def _with_special(self) -> Any:
-        """A second tokenizer that recognizes special tokens in a text, which is a setting of a tokenizer."""
+        """A second tokenizer with another setting: it recognizes special tokens in a text."""
         return self._read()
 
     def _end_token(self, config: Path) -> int:

@@ -7,7 +7,7 @@ import jax
 from jax.tree_util import keystr, tree_leaves_with_path
 
 from jaxmem.config import LOW_RANK, Config
-from jaxmem.config.mesh import undivided
+from jaxmem.config.mesh import replicated_dims
 from jaxmem.config.recompute import is_scheduled
 from jaxmem.errors import as_yaml
 from jaxmem.planning.breakdown import ALL_SCORES, COPIES, GATHERED, LOGITS, STATE_COPIES, UPDATES
@@ -167,7 +167,7 @@ def _tensor_across_hosts(plan: Plan) -> Iterator[PlanWarning]:
 def _not_sharded(plan: Plan) -> Iterator[PlanWarning]:
     """Dimensions that are not divisible by `mesh.tensor`: their weights are replicated over it."""
     built, tensor = plan.program, plan.program.cfg.mesh.tensor
-    for name in undivided(built.cfg.model, built.cfg.rules, built.cfg.mesh):
+    for name in replicated_dims(built.cfg.model, built.cfg.rules, built.cfg.mesh):
         weights = jax.tree.map(
             lambda axes, weight, name=name: weight if name in axes else None,
             *(built.model.axes, built.spec.state.params),

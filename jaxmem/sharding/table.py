@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 import jax
 
-from jaxmem.config.mesh import BATCH_AXES, undivided
+from jaxmem.config.mesh import BATCH_AXES, replicated_dims
 from jaxmem.config.mesh import Rules as RulesSection
 from jaxmem.config.sections import Config
 
@@ -142,7 +142,7 @@ def _is_if_even(axis: str | Axis | None) -> bool:
 
 def rules_for(cfg: Config) -> Rules:
     """The sharding tables of a config."""
-    return make_rules(cfg.zero, undivided(cfg.model, cfg.rules, cfg.mesh), cfg.rules.table)
+    return make_rules(cfg.zero, replicated_dims(cfg.model, cfg.rules, cfg.mesh), cfg.rules.table)
 
 
 def relax_resized(axes: Axes, shape: Sequence[int], original: Sequence[int]) -> Axes:
