@@ -33,7 +33,7 @@ __getattr__, _ = lazy_names(
 )
 __all__ = [
     "LOW_RANK", "MESH_AXES", "PRESETS", "Adapter", "Batch", "Checkpoint", "Cluster", "Config", "Convnet", "Data",
-    "Decoder", "Generate", "Memory", "Mesh", "Mlp", "Model", "Objective", "Optimizer", "Pipeline", "Precision", "Rope", "Rules",
-    "Save", "Source", "Train", "Vit", "check", "for_devices", "json_schema", "load_config", "parameter_count",
+    "Decoder", "Generate", "Memory", "Mesh", "Mlp", "Model", "Objective", "Optimizer", "Pipeline", "Precision", "Rope",
+    "Rules", "Save", "Source", "Train", "Vit", "check", "for_devices", "json_schema", "load_config", "parameter_count",
     "save_config",
 ]  # fmt: skip
