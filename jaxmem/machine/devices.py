@@ -38,7 +38,7 @@ def simulate(count: int) -> None:
     >>> simulate(3)
     Traceback (most recent call last):
     ...
-    jaxmem.errors.UserError: cannot simulate 3 devices: jax already runs with 8 cpu devices
+    jaxmem.errors.UserError: cannot simulate 3 devices: jax already runs with 8 cpu devices; simulate before jax is used
     """
     keep_freed_memory()
     os.environ.update(simulation_environment(count))
@@ -54,7 +54,8 @@ def simulate(count: int) -> None:
     seen = jax.devices()
     if len(seen) != count or seen[0].platform != "cpu":
         raise UserError(
-            f"cannot simulate {count} devices: jax already runs with {len(seen)} {seen[0].platform} devices"
+            f"cannot simulate {count} devices: jax already runs with {len(seen)} {seen[0].platform} devices; simulate"
+            " before jax is used"
         )
 
 

@@ -235,7 +235,7 @@ def _from_file(path: Path) -> Gpu:
     except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
         raise UserError(f"target {path}: cannot be read: {str(error).splitlines()[0]}") from error
     if not isinstance(given, dict):
-        raise UserError(f"target {path}: expected fields such as memory_gib: 24, not a {type(given).__name__}")
+        raise UserError(f"target {path}: expected fields such as memory_gib: 24, not {as_yaml(given)}")
     spec = {"name": path.stem, "kind": path.stem, **given}
     fields = {field.name: field.type for field in dataclasses.fields(Gpu)}
     for key, value in spec.items():

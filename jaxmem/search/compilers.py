@@ -40,7 +40,7 @@ def compile_target(target: str | None) -> Target:
 
     here = local_target(jax.devices())
     if here.gpu is None and not here.is_cpu:
-        raise UserError(f"target: unknown device {here.name}; set a target, or a YAML file that describes it")
+        raise UserError(f"{here.name} is not a known GPU; use --target NAME, or a YAML file that describes it")
     return parse_target(here.name)  # the compiler processes do not touch the devices
 
 
