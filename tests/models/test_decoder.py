@@ -1,5 +1,7 @@
 """The decoder: published sizes, causality, packing, positions, the cache."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -23,8 +25,9 @@ def small(**fields):
     return DecoderConfig(**{**base, **fields})
 
 
+@functools.cache
 class Compiled:
-    """A network whose methods run compiled."""
+    """A network whose methods run compiled; one for all tests that need the same."""
 
     def __init__(self, cfg, execution=Execution()):
         make = lambda: Decoder(cfg, nnx.Rngs(0), execution)  # noqa: E731
@@ -114,21 +117,19 @@ def test_dropout_needs_a_key_and_follows_it():
     assert float(jnp.abs(one - still).max()) > 1e-3
 
 
-@pytest.mark.parametrize("remat", ["none", "full", "dots"])
+@functools.cache
+def gradient(remat):
+    network = Compiled(small(dropout=0.3), Execution(stack=StackOptions(remat)))
+    loss = lambda p: jnp.sum(jnp.square(network.call(p, tokens(), keys=jax.random.split(jax.random.key(3), 2))))  # noqa: E731
+    return jax.jit(jax.grad(loss))(network.params)
+
+
+@pytest.mark.parametrize("remat", ["full", "dots"])
 def test_recompute_does_not_change_gradients(remat):
-    cfg = small(dropout=0.3)
-    ids = tokens()
-
-    def gradient(execution):
-        network = Compiled(cfg, execution)
-        loss = lambda p: jnp.sum(jnp.square(network.call(p, ids, keys=jax.random.split(jax.random.key(3), 2))))  # noqa: E731
-        return jax.jit(jax.grad(loss))(network.params)
-
-    plain = gradient(Execution())
     jax.tree.map(
         lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-5 * float(jnp.abs(b).max())),
-        gradient(Execution(stack=StackOptions(remat))),
-        plain,
+        gradient(remat),
+        gradient("none"),
     )
 
 

@@ -25,6 +25,7 @@ def changed(cfg, **fields):
     return type(cfg)(**{**cfg.model_dump(), **fields})
 
 
+@cache
 class Compiled:
     """A network that runs compiled, with weights that can be replaced. numpy draws them as `layers.py` does: compiling
     an initializer takes longer than a test."""
